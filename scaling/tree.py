@@ -172,9 +172,8 @@ def _local_shapes(specs: tuple, sizes: tuple, mesh: tuple) -> list[tuple[int, ..
 
 
 def _is_like(leaf: Any, shape: tuple[int, ...], dtype, device) -> bool:
-    like = isinstance(leaf, Tensor) and leaf.shape == shape and leaf.device == device
-    like = like and leaf.layout is torch.strided
-    return like and (dtype is None or leaf.dtype == dtype)
+    dense = isinstance(leaf, Tensor) and leaf.layout is torch.strided
+    return dense and leaf.shape == shape and leaf.device == device and (dtype is None or leaf.dtype == dtype)
 
 
 def check_floats(tree, name: str = "params") -> None:
@@ -183,10 +182,8 @@ def check_floats(tree, name: str = "params") -> None:
         return
     where, leaf = next((at, leaf) for at, leaf in named_leaves(tree, name).items() if not _is_floats(leaf))
     found = f"{leaf.layout} of {leaf.dtype}" if isinstance(leaf, Tensor) else type(leaf).__name__
-    raise ValueError(
-        f"{where} is {found}: params, gradients and moments are dense tensors of floats\n"
-        "  fix: convert it, .to(torch.float32), or leave it out of the tree"
-    )
+    what = f"{where} is {found}: params, gradients and moments are dense tensors of floats"
+    raise ValueError(f"{what}\n  fix: convert it, .to(torch.float32), or leave it out of the tree")
 
 
 def _is_floats(leaf: Any) -> bool:
@@ -195,7 +192,7 @@ def _is_floats(leaf: Any) -> bool:
 
 def nbytes(tree) -> int:
     """Bytes of all tensors of the tree, as this rank holds them."""
-    return sum(leaf.numel() * leaf.element_size() for leaf in leaves(tree))
+    return sum(leaf.nbytes for leaf in leaves(tree))
 
 
 def local_nbytes(specs, sizes, mesh, dtype) -> float:
@@ -204,7 +201,12 @@ def local_nbytes(specs, sizes, mesh, dtype) -> float:
     return sum(parse(spec).nbytes(sizes, mesh, dtype) for spec in leaves(specs))
 
 
-def unflatten(like, new_leaves: list) -> Any:
+def unstacked(layers) -> list[Any]:
+    """Arrays stacked over L as a list of L trees."""
+    return [unflatten(layers, each) for each in zip(*map(Tensor.unbind, leaves(layers)), strict=True)]
+
+
+def unflatten(like, new_leaves) -> Any:
     return optree.tree_unflatten(optree.tree_structure(like), new_leaves)
 
 

@@ -76,7 +76,7 @@ class AbstractMesh:
                 "\n  fix: give each axis a place from 0 to its size - 1"
             )
         self.device, self.backend = torch.device("meta"), backend
-        self.lines: dict = {}  # lines resolved on this mesh, by scaling.collectives
+        self.lines: dict = {}  # what was worked out once on this mesh, lines of scaling.collectives above all
         self.stack = ""  # the dim that every line has in front: see `stacked`
         self._groups: dict[tuple[str, ...], Group] = {}
         self._stacked: dict[str, AbstractMesh] = {}
@@ -96,8 +96,11 @@ class AbstractMesh:
 
     @constant
     def constant(self, fn: Callable, *args):
-        """fn(self, *args). A compiler calls it once and keeps the result: torch 2.11 passes a mesh on only as self."""
-        return fn(self, *args)
+        """fn(self, *args), worked out once, by a compiler too: torch 2.11 passes a mesh on only as self."""
+        key = (fn, *args)
+        if key not in self.lines:
+            self.lines[key] = fn(self, *args)
+        return self.lines[key]
 
     @property
     def rank(self) -> int:

@@ -29,7 +29,7 @@ from scaling.models.rope import restarted, rotate, tables
 
 __all__ = ["ACTIVATIONS", "REMAT", "attention_block", "check_computed", "computes", "forward"]
 __all__ += ["config_of_params", "headed", "init", "inits", "loss", "loss_and_grads", "mlp_block", "module", "specs_of"]
-__all__ += ["all_layers", "uncomputed", "unstacked"]
+__all__ += ["all_layers", "uncomputed"]
 
 ACTIVATIONS = {"silu": F.silu, "gelu": F.gelu, "gelu_tanh": partial(F.gelu, approximate="tanh"), "relu": F.relu}
 REMAT = {"none": lambda f: f, "block": checkpoint_block, "matmuls": checkpoint_matmuls}
@@ -148,13 +148,7 @@ def _step(config: Config, remat: str, attention: Callable, window: int | None, s
 
 def all_layers(params: dict) -> list[dict]:
     """The params of each layer: the dense ones, where the model has them, come before those with experts."""
-    return unstacked(params.get("dense", {})) + unstacked(params["layers"])
-
-
-def unstacked(layers: Any) -> list[Any]:
-    """Params stacked over L as a list of L layers' params."""
-    leaves, structure = optree.tree_flatten(layers)
-    return [optree.tree_unflatten(structure, each) for each in zip(*(W.unbind() for W in leaves), strict=True)]
+    return tree.unstacked(params.get("dense", {})) + tree.unstacked(params["layers"])
 
 
 def loss(

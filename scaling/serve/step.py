@@ -25,7 +25,7 @@ from scaling.serve.forms import context, experts, heads, heads_batch, latent, se
 from scaling.serve.int8 import floats
 from scaling.serve.types import ONE, SPLIT_ROWS, specs
 from scaling.strategies.axes import all_gather
-from scaling.strategies.transformer.heads import own_heads
+from scaling.strategies.transformer.layer import own_heads
 
 KV_HEADS = ("W_K", "W_V", "b_K", "b_V")  # leaves[.., K_Y, H]
 LISTINGS: dict[str, tuple[Any, Callable]] = {  # (what has embed, mlp and head, attention)

@@ -21,6 +21,7 @@ import torch.distributed as dist
 from scaling import tree
 from scaling.collectives import all_reduce, wait
 from scaling.collectives.checked import alike
+from scaling.models.pointwise import vjp
 from scaling.schedules import (
     Backward,
     BackwardInput,
@@ -39,7 +40,6 @@ from scaling.schedules.timeline import Span, Timeline
 from scaling.spec import format_axes, parse
 from scaling.strategies.channels import Channels
 from scaling.strategies.stage import SPECS, Stage, mlp
-from scaling.strategies.tape import vjp
 from scaling.trace import now
 
 __all__ = ["SPECS", "EndsGradients", "arrange", "measure", "restore", "value_and_grad", "with_ends"]

@@ -9,9 +9,8 @@ import torch
 
 from scaling.collectives import all_gather, all_reduce, einsum, reduce_scatter, reshard, shard
 from scaling.models.mlp import MLPConfig, cross_entropy, embed
-from scaling.models.pointwise import rms_norm
+from scaling.models.pointwise import rms_norm, vjp
 from scaling.spec import Spec, parse
-from scaling.strategies.tape import vjp
 
 ENDS = {"embed": "E[K, V, D]", "head": "W_head[D, V]"}  # what comes before the layers, and after them
 

@@ -210,7 +210,7 @@ def test_the_loss_of_experts_has_their_terms_of_every_layer():
     params, tokens = shaken(EXPERTS), tokens_of(EXPERTS)
     plain = EXPERTS.with_(aux_coef=0.0, z_coef=0.0)
     x = params["embed"][tokens[:, :-1]]
-    extra, steps = 0.0, transformer.unstacked(params["layers"])
+    extra, steps = 0.0, tree.unstacked(params["layers"])
     angles = rope.tables(torch.arange(12), SMALL.H, SMALL.theta)
     for layer in steps:
         x = x + transformer.attention_block(layer, x, dot_product_attention, angles, 1e-5)

@@ -13,7 +13,7 @@ from scaling.schedules import make
 from scaling.spec import parse
 from scaling.strategies import data_parallel, fsdp, fsdp_tp, pipeline, tensor_parallel, transformer, zero
 from scaling.strategies.stage import mlp, of_strategy
-from scaling.strategies.transformer import placed
+from scaling.strategies.transformer import api
 from scaling.trace.peak import peak_memory
 
 V5P = chip("v5p")
@@ -163,7 +163,7 @@ def transformer_peak(config, T, sequences, mesh, microbatches, remat="none"):
 @pytest.mark.slow
 @pytest.mark.parametrize(("mesh", "fields", "microbatches"), TRANSFORMERS)
 def test_a_transformer(mesh, fields, microbatches, monkeypatch):
-    monkeypatch.setattr(placed, "fused", lambda Q, K, V, window=None, segments=None: Kernel.apply(Q, K, V))
+    monkeypatch.setattr(api, "fused", lambda Q, K, V, window=None, segments=None: Kernel.apply(Q, K, V))
     config, T = get("llama3-8b").with_(L=8, V=32000), 4096
     sequences = 32 * microbatches
     peak = transformer_peak(config, T, sequences, mesh, microbatches, fields.get("remat", "none"))
@@ -175,7 +175,7 @@ def test_a_transformer(mesh, fields, microbatches, monkeypatch):
 @pytest.mark.parametrize(("X", "Y", "sequences"), [(8, 1, 8), (8, 1, 24), (4, 2, 8)])
 def test_where_the_loss_is_the_fullest_moment(X, Y, sequences, monkeypatch):
     """Not whole logits, but a chunk's, and the unembedding's gradient by a chunk and by all."""
-    monkeypatch.setattr(placed, "fused", lambda Q, K, V, window=None, segments=None: Kernel.apply(Q, K, V))
+    monkeypatch.setattr(api, "fused", lambda Q, K, V, window=None, segments=None: Kernel.apply(Q, K, V))
     config, T = get("llama3-8b").with_(L=1, F=64, N=8, K=8, H=16), 4096
     peak = transformer_peak(config, T, sequences, {"X": X, "Y": Y}, 1, "block")
     ours = planned(Job(config, sequences * T, T), data=X, tensor=Y, zero=0, remat="block")

@@ -65,7 +65,7 @@ def plain_loss(params, tokens, targets, config, drop):
     T, eps = tokens.shape[1], config.eps
     x = F.embedding(tokens, params["embed"])
     rope = tables(torch.arange(T), config.H, config.theta, config.rope_scaling, x.dtype)
-    for l, layer in enumerate(model.unstacked(params["layers"])):
+    for l, layer in enumerate(tree.unstacked(params["layers"])):
         attend = partial(model.sdpa, window=config.windows[l])
         x = x + drop(model.attention_block(layer, x, attend, rope, eps), "attention", l)
         x = x + drop(model.mlp_block(layer, x, config.nonlinearity, eps), "mlp", l)

@@ -6,7 +6,7 @@ import torch
 from scaling import tree
 from scaling.collectives import wait
 from scaling.mesh import AbstractMesh
-from scaling.strategies.transformer.moves import (
+from scaling.strategies.transformer.step import (
     SMALL,
     gathered_leaves,
     gathered_together,

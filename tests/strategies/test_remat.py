@@ -12,9 +12,9 @@ from scaling.cost import transformer as tm
 from scaling.mesh import Mesh
 from scaling.models import transformer as model
 from scaling.strategies import transformer
+from scaling.strategies.transformer.api import contexts_of
 from scaling.strategies.transformer.ends import Terms
-from scaling.strategies.transformer.placed import Placed
-from scaling.strategies.transformer.step import Problem, TransformerLayers
+from scaling.strategies.transformer.step import AskedStep, Problem, TransformerLayers
 from scaling.trace import trace
 from scaling.trace.peak import peak_memory
 from scaling.train.evaluate import local
@@ -135,9 +135,10 @@ def kept_bytes(config, remat):
     """What the layers keep between forward and backward."""
     mesh, params = Mesh({"X": 1}), model.init(config, 0)
     types = transformer.specs(config, mesh)
-    contexts = Placed(config, mesh, "zigzag", None, (B, 64), torch.float32, None).contexts(1)
-    problem = Problem(config, mesh, types, contexts, Terms(config.V, 0.0, 0.0), torch.float32, remat=remat)
-    layers = TransformerLayers(problem, params["layers"])
+    asked = AskedStep(config, remat)
+    contexts = contexts_of(asked, mesh, (B, 64), None, torch.float32, None)
+    problem = Problem(asked, mesh, types, Terms(config.V, 0.0, 0.0), torch.float32, contexts)
+    layers = TransformerLayers(problem, params)
     with peak_memory() as memory:
         tree.map(torch.sum, (params, contexts[0].rope))  # so that they count already
         before, x = memory.now, torch.zeros(B, 64, config.D)

@@ -18,9 +18,10 @@ from scaling.schedules import make
 from scaling.spec import ShardingError, parse
 from scaling.strategies import transformer
 from scaling.strategies.axes import present
-from scaling.strategies.transformer.asked import AskedStep, check_batch
-from scaling.strategies.transformer.heads import own_heads
+from scaling.strategies.transformer.api import check_batch
+from scaling.strategies.transformer.layer import own_heads
 from scaling.strategies.transformer.stages import resolved, slots_of
+from scaling.strategies.transformer.step import AskedStep
 from scaling.strategies.transformer.types import check_vocabulary
 from scaling.trace import trace
 
@@ -253,7 +254,7 @@ def test_what_no_compiled_graph_can_is_refused_there_alone(monkeypatch):
     cases = [(PLAIN, {"X": 2}, ""), (PLAIN, {"Z": 1, "X": 2}, ""), (PLAIN, {"Z": 2}, "stages")]
     cases += [(EXPERTS, {"X": 1}, "experts")]
     for config, sizes, why in cases:
-        arguments = tokens, tokens, AskedStep("loss", config, context="ring"), AbstractMesh(sizes)
+        arguments = tokens, tokens, AskedStep(config, context="ring", backward=False), AbstractMesh(sizes)
         check_batch(*arguments)
         with monkeypatch.context() as patched:
             patched.setattr(torch.compiler, "is_compiling", lambda: True)

@@ -1,10 +1,9 @@
 """A Transformer under every axis (Parts 4 and 5): P pods, Z stages, X data and FSDP, C context, Y tensor, E experts.
 
-    types   the params' types as they are stored              layer    one layer's typed lines, forward and backward
-    moves   how weights come and gradients go back            heads, experts   what only some models have in it
-    ends    embedding and loss, the vocabulary over Y         step     the layers run, forward and back
-    placed  where this rank's tokens lie                      stages   the layers over Z, under any schedule
-    asked   what a step is asked for, checked once
+    api     what a step is asked for, checked once            types    the params' types as they are stored
+    layer   one layer's typed lines, forward and backward     latent, experts   what only some models have in it
+    ends    embedding and loss, the vocabulary over Y         stages   the layers over Z, under any schedule
+    step    the layers run, forward and back: how weights come and gradients go
 
 One text serves every mesh: an axis that the mesh lacks, or that has size 1, drops out.
 """

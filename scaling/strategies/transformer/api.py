@@ -1,15 +1,38 @@
-"""The loss of a Transformer and its gradients on a mesh; whole params to shards and back."""
+"""The loss of a Transformer and its gradients on a mesh; whole params to shards and back.
+
+A run asks for the same step thousands of times. What follows from its settings, and from the shapes of params and
+batch, is worked out once, or refused, and kept on the mesh; what lies in the batch is looked at each time.
+"""
+
+from collections.abc import Sequence
+from functools import partial
+from operator import attrgetter
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from scaling import tree
+from scaling.collectives import einsum
+from scaling.collectives.checked import agree, spoken
+from scaling.common.arguments import not_negative, one_of, positive, whole
 from scaling.configs import Config
-from scaling.models.inputs import check_params
+from scaling.mesh import Group
+from scaling.models.attention import fused
+from scaling.models.dropout import dropout
+from scaling.models.inputs import check_ids, check_params, check_range, check_segments, check_weights
+from scaling.models.rope import restarted, tables
+from scaling.spec import ShardingError
+from scaling.strategies import context as ring
+from scaling.strategies.axes import all_gather, all_reduce, present
+from scaling.strategies.context.layout import FORMS
 from scaling.strategies.transformer import types
-from scaling.strategies.transformer.asked import AskedStep, stated
+from scaling.strategies.transformer.ends import Terms
+from scaling.strategies.transformer.layer import REMAT, Context, all_kept
 from scaling.strategies.transformer.stages import arranged_layers, forward_loss, slots_of, staged
-from scaling.strategies.transformer.step import unstaged
+from scaling.strategies.transformer.step import AskedStep, Problem, unstaged
+
+LIKE = attrgetter("shape", "dtype", "device", "layout")
 
 
 def shard(params, config: Config, mesh, *, zero: int = 3, schedule=None):
@@ -27,19 +50,17 @@ def shard(params, config: Config, mesh, *, zero: int = 3, schedule=None):
 
 def unshard(params, config: Config, mesh, *, zero: int = 3, schedule=None):
     """The inverse of `shard`: the whole params, or gradients, on every rank."""
-    whole = tree.unshard(params, types.specs(config, mesh, zero=zero, schedule=schedule), mesh)
+    found = tree.unshard(params, types.specs(config, mesh, zero=zero, schedule=schedule), mesh)
     slots = slots_of(config, mesh, schedule)
-    layers = tree.map(lambda W: W[[slots.index(l) for l in range(config.sizes["L"])]], whole["layers"])
-    return whole | {"layers": layers} | _tables(whole, config.V)
+    layers = tree.map(lambda W: W[[slots.index(l) for l in range(config.sizes["L"])]], found["layers"])
+    return found | {"layers": layers} | _tables(found, config.V)
 
 
 def _tables(params: dict, V: int) -> dict[str, Tensor]:
     """The tables of the vocabulary with V entries, if they have not: cut, or padded with zeros."""
-    if len(params["embed"]) == V:
-        return {}
-    tables = {name: params[name] for name in ("embed", "unembed") if name in params}
-    pads = {"embed": (0, 0, 0, V - len(params["embed"])), "unembed": (0, V - len(params["embed"]))}
-    return {name: torch.nn.functional.pad(table, pads[name]) for name, table in tables.items()}
+    more = V - len(params["embed"])
+    pads = {"embed": (0, 0, 0, more), "unembed": (0, more)} if more else {}
+    return {name: torch.nn.functional.pad(params[name], pad) for name, pad in pads.items() if name in params}
 
 
 def loss_and_grads(
@@ -78,8 +99,8 @@ def loss_and_grads(
     does not fit, before anything is sent.
     """
     step = AskedStep(
-        "loss_and_grads", config, zero, schedule, microbatches, remat, keep_weights, context, ignore_index,
-        label_smoothing, z_loss, sums, scale, seed is not None,
+        config, remat, zero, schedule, microbatches, keep_weights, context, ignore_index, label_smoothing, z_loss, sums,
+        scale, seeded=seed is not None,
     )  # fmt: skip
     problem, batch = stated(step, params, tokens, targets, weights, segments, mesh, seed)
     params = tree.map(Tensor.detach, params)
@@ -109,9 +130,171 @@ def loss(
 ) -> Tensor:
     """The loss alone, as `loss_and_grads` gives it of one microbatch without dropout: nothing is kept for a backward
     pass."""
-    forward = AskedStep(
-        "loss", config, zero, schedule, context=context, ignore_index=ignore_index, label_smoothing=label_smoothing,
-        z_loss=z_loss,
-    )  # fmt: skip
-    problem, batch = stated(forward, params, tokens, targets, weights, segments, mesh)
+    terms = ignore_index, label_smoothing, z_loss
+    step = AskedStep(config, "none", zero, schedule, 1, False, context, *terms, backward=False)
+    problem, batch = stated(step, params, tokens, targets, weights, segments, mesh)
     return forward_loss(problem, params, *batch)
+
+
+class Stated(NamedTuple):
+    """What follows from it: the types of the params as they are stored; the ranks that have to agree, and on what."""
+
+    stored: dict
+    group: Group | None
+    told: str
+
+
+def stated(
+    asked: AskedStep,
+    params: dict,
+    tokens: Tensor,
+    targets: Tensor,
+    weights: Tensor | None,
+    segments: Tensor | None,
+    mesh,
+    seed: int | None = None,
+) -> tuple[Problem, tuple[Tensor, Tensor, Tensor]]:
+    """(the problem, (tokens, targets and weights in the order of the form of attention, the weights' sum `scale`)).
+
+    ShardingError or ValueError for what does not fit, before anything is sent.
+    """
+    config, batch = asked.config, (tokens, targets, weights, segments)
+    key = _key_of(asked, params, batch)
+    before = mesh.lines.get(key) if key is not None else None
+    known = before or _settled(asked, params, batch, mesh)
+    check_range("tokens", tokens, config.V)
+    if known.group is not None:
+        agree(known.group, f"{known.told}, seed={seed}")
+    if before is None:
+        _check_fit(asked, known, params, batch, mesh)
+        if key is not None:
+            mesh.lines[key] = known
+    dtype = params["embed"].dtype
+    w = (targets != asked.ignore_index).to(torch.float32) if weights is None else weights
+    w = w.to(torch.promote_types(dtype, torch.float32)) * (targets != asked.ignore_index)
+    check_range("targets", targets, config.V, w)
+    total = einsum("w[B_PXE, T_C] -> total[] {U_PXEC}", w)
+    total = all_reduce("total[] {U_PXEC} -> total[]", total, mesh)
+    w = w / torch.where(total == 0, 1, total) * asked.scale
+    terms = Terms(config.V, asked.label_smoothing, asked.z_loss)
+    contexts = contexts_of(asked, mesh, tokens.shape, segments, dtype, seed)
+    problem = Problem(asked, mesh, known.stored, terms, asked.sums or dtype, contexts)
+    return problem, (in_form(tokens, asked, mesh), in_form(targets, asked, mesh), in_form(w, asked, mesh))
+
+
+def in_form(x: Tensor, asked: AskedStep, mesh) -> Tensor:
+    """Of tokens in plain order, in the order that the form of attention wants."""
+    zigzag = asked.context == "zigzag" and mesh.sizes.get("C", 1) > 1
+    return ring.to_zigzag(x, 1, mesh, "C") if zigzag else x
+
+
+def contexts_of(
+    asked: AskedStep, mesh, shape: Sequence[int], segments: Tensor | None, dtype: torch.dtype, seed: int | None
+) -> list[Context]:
+    """A `Context` for each microbatch: where this rank's tokens [B_PXE, T_C], of this shape, lie in the batch, and in
+    the sequence by the form of attention over C; what rotates, hides and drops them follows from that. `seed`: of
+    dropout; None: nothing is dropped."""
+    config, M, (rows, t) = asked.config, asked.microbatches, shape
+    split, c = mesh.sizes.get("C", 1) > 1, mesh.coord.get("C", 0)
+    places = ring.positions(asked.context, t, mesh, "C") if split else torch.arange(t, device=mesh.device)
+    rope = partial(tables, H=config.rotary, theta=config.theta, scaling=config.rope_scaling, dtype=dtype)
+    ropes, parts, drops = [], [None] * M, [all_kept] * M
+    if segments is None:
+        ropes = [rope(places)] * M
+    else:
+        restart = restarted(all_gather("s[B, T_C] -> s[B, T]", segments, mesh))[:, c * t : (c + 1) * t]
+        ropes = [rope(some) for some in in_form(restart.contiguous(), asked, mesh).chunk(M)]
+        parts = in_form(segments, asked, mesh).chunk(M)
+    if config.dropout and seed is not None:
+        samples = torch.arange(rows * mesh.size([axis for axis in "PXE" if axis in mesh.sizes]), device=mesh.device)
+        samples = tree.shard(samples, present("s[B_PXE]", mesh), mesh)
+        given = {"rate": config.dropout, "seed": seed, "positions": tree.shard(places, present("p[T_Y]", mesh), mesh)}
+        drops = [partial(dropout, samples=some, **given) for some in samples.chunk(M)]
+    attend = partial(ring.attention, mesh=mesh, axis="C", form=asked.context) if split else fused
+    of_each = zip(ropes, parts, drops, strict=True)
+    return [Context(config, mesh, rope, partial(attend, segments=part), drop) for rope, part, drop in of_each]
+
+
+def _key_of(asked: AskedStep, params: dict, batch: tuple[Tensor | None, ...]) -> tuple | None:
+    """All that decides what is refused, but the values of the batch. None of what is refused anyway, or compiled."""
+    if torch.compiler.is_compiling():
+        return None
+    try:
+        given = [x for x in batch if x is not None]
+        shapes = *map(LIKE, tree.leaves(params)), *map(LIKE, given), *map(type, batch)
+        key = (asked, *map(type, asked), tree.structure(params), *shapes)  # True and 1 are equal, and may be refused
+        hash(key)
+    except (AttributeError, TypeError):  # no tensor, or no settings
+        return None
+    return key
+
+
+def _settled(asked: AskedStep, params: dict, batch: tuple, mesh) -> Stated:
+    """What follows from the settings. ShardingError or ValueError where they, or the batch's shapes, do not fit."""
+    config, (tokens, targets, weights, segments), compiling = asked.config, batch, torch.compiler.is_compiling()
+    stored = types.specs(config, mesh, zero=asked.zero, schedule=asked.schedule)
+    check_batch(tokens, targets, asked, mesh)
+    positive(scale=asked.scale)
+    if asked.sums is not None and not (isinstance(asked.sums, torch.dtype) and asked.sums.is_floating_point):
+        raise ValueError(f"sums = {asked.sums!r}: gradients are added up in floats\n  fix: give torch.float32, or None")
+    not_negative(label_smoothing=asked.label_smoothing, z_loss=asked.z_loss)
+    if asked.label_smoothing > 1:
+        raise ValueError(f"label_smoothing = {asked.label_smoothing!r}: is a share\n  fix: give a number from 0 to 1")
+    if asked.backward and config.dropout and (not asked.seeded or compiling):
+        fix = "give seed=, another in each step" if not asked.seeded else "run it without torch.compile"
+        raise ValueError(f"{config.name}: dropout={config.dropout} draws random masks\n  fix: {fix}")
+    if not mesh.checked or mesh.size() == 1 or compiling:
+        return Stated(stored, None, "")
+    named = asked._replace(schedule=getattr(asked.schedule, "name", asked.schedule))._asdict()
+    named |= {"tokens": tokens, "weights": weights, "segments": segments, "params": params}
+    return Stated(stored, mesh.group([*mesh.sizes]), spoken("loss_and_grads" if asked.backward else "loss", named))
+
+
+def _check_fit(asked: AskedStep, known: Stated, params: dict, batch: tuple, mesh) -> None:
+    """ShardingError or ValueError unless params, weights and segments are those of the model and the batch."""
+    config, (_, targets, weights, segments) = asked.config, batch
+    if not torch.compiler.is_compiling():
+        sizes = types.padded_sizes(config, mesh) | {"L": len(slots_of(config, mesh, asked.schedule))}
+        fix = "transformer.shard(params, config, mesh, ...), with the same zero and schedule"
+        dtype = getattr(params.get("embed"), "dtype", None) if isinstance(params, dict) else None
+        tree.check(params, known.stored, sizes, mesh, dtype, fix=fix)
+        tree.check_floats(params)
+    if weights is not None:
+        check_weights(weights, targets)
+    if segments is not None:
+        check_segments(segments, targets)
+    if asked.schedule is not None and "Z" not in mesh.sizes:
+        what = f"schedule={asked.schedule!r:.60} on {mesh}, which has no stages"
+        raise ShardingError(f"{what}\n  fix: give the mesh an axis Z")
+
+
+def check_batch(tokens: Tensor, targets: Tensor, asked: AskedStep, mesh) -> None:
+    """ValueError or ShardingError for a batch that does not fit the model or the mesh, whatever its values."""
+    config, remat, context, microbatches = asked.config, asked.remat, asked.context, asked.microbatches
+    one_of("remat", remat, tuple(REMAT))
+    one_of("context", context, FORMS)
+    whole(microbatches=microbatches)
+    if config.moe and remat not in ("none", "block"):
+        raise ValueError(f'remat="{remat}" cannot be used with experts\n  fix: choose remat="block" or "none"')
+    if config.moe and config.capacity is not None and context == "zigzag" and mesh.sizes.get("C", 1) > 1:
+        raise ValueError(
+            f"{config.name}: experts with a capacity keep the first tokens of the batch, but zig-zag reorders them\n"
+            '  fix: choose context="ring", or capacity=None'
+        )
+    check_ids("tokens", tokens)
+    check_ids("targets", targets, tokens.shape)
+    if len(tokens) % microbatches:
+        raise ValueError(
+            f"{len(tokens)} rows on each rank do not make {microbatches} microbatches of one size\n"
+            f"  fix: give a number of rows that {microbatches} divides"
+        )
+    if tokens.shape[1] % mesh.sizes.get("Y", 1):
+        raise ShardingError(
+            f"x[B, T_CY, D]: {tokens.shape[1]} tokens of each sequence on a rank do not divide over Y="
+            f"{mesh.sizes['Y']}\n  fix: make T a multiple of |C| |Y|"
+        )
+    if torch.compiler.is_compiling() and (config.moe or mesh.sizes.get("Z", 1) > 1):
+        why = "experts get as many rows as choose them" if config.moe else "stages wait for each other's messages"
+        raise ValueError(
+            f"{config.name}: {why}, which a compiled graph cannot express\n  fix: run it without torch.compile"
+        )

@@ -9,9 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from scaling.models.pointwise import rms_norm
+from scaling.models.pointwise import rms_norm, vjp
 from scaling.strategies.expert import experts_of, moe, route_tokens
-from scaling.strategies.tape import vjp
 
 GIVEN: Any = {"tensor": "Y", "spec": "x[B_PXE, T_CY, D]"}
 

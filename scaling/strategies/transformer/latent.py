@@ -16,9 +16,8 @@ from torch import Tensor
 
 from scaling.collectives import einsum, wait
 from scaling.models.latent import EPS, attended
-from scaling.models.pointwise import gained_norm, gained_norm_vjp
+from scaling.models.pointwise import gained_norm, gained_norm_vjp, vjp
 from scaling.strategies.axes import all_gather, reduce_scatter
-from scaling.strategies.tape import vjp
 
 
 def latent_attention(W: dict, s: dict, at: Any) -> tuple[Tensor, dict]:

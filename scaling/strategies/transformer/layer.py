@@ -21,14 +21,11 @@ from torch import Tensor
 
 from scaling.collectives import einsum, wait
 from scaling.configs import Config
-from scaling.models.pointwise import gained_norm, gained_norm_vjp
+from scaling.models.pointwise import gained_norm, gained_norm_vjp, vjp
 from scaling.models.rope import rotate
 from scaling.models.transformer import ACTIVATIONS
 from scaling.strategies.axes import all_gather, reduce_scatter
-from scaling.strategies.tape import vjp
-from scaling.strategies.transformer import heads
 from scaling.strategies.transformer.experts import experts, experts_backward
-from scaling.strategies.transformer.heads import own_heads
 from scaling.strategies.transformer.latent import latent_attention, latent_attention_backward
 
 Values = dict[str, Any]
@@ -135,10 +132,11 @@ def attended_heads(W: dict, s: Values, at: Context) -> Values:
         Q = einsum("y[B_PXE, T_C, D] * W_Q[D, N_Y, H] -> Q[B_PXE, T_C, N_Y, H]", s["y"], W["W_Q"])
         K = einsum("y[B_PXE, T_C, D] * W_K[D, K_Y, H] -> K[B_PXE, T_C, K_Y, H]", s["y"], W_K)
         V = einsum("y[B_PXE, T_C, D] * W_V[D, K_Y, H] -> V[B_PXE, T_C, K_Y, H]", s["y"], W_V)
-        Q, K, V = heads.biased_heads(W, Q, K, V, at)
+        Q, K, V = biased_heads(W, Q, K, V, at)
         s = s | {"Q": Q, "K": K, "V": V}
-    Q, K, scales = heads.normed_heads(W, s["Q"], s["K"], at)
-    O, pull = vjp(at.attend, rotate(Q, *at.rope), rotate(K, *at.rope), s["V"])  # each head by itself: nothing is sent
+    Q, K, scales = normed_heads(W, s["Q"], s["K"], at)
+    Q, K = rotate(Q, *at.rope), rotate(K, *at.rope)
+    O, pull = vjp(at.attend, Q, K, s["V"])  # each head by itself: nothing is sent
     return s | scales | {"O": O, "pull": pull}
 
 
@@ -158,8 +156,8 @@ def attention_backward(W: dict, dAttn: Tensor, s: Values, at: Context, into: Cal
     dO = einsum("dAttn[B_PXE, T_C, D] * W_O[N_Y, H, D] -> dO[B_PXE, T_C, N_Y, H]", dAttn, W["W_O"])
     dQ, dK, dV = s["pull"](dO)
     dQ, dK = rotate(dQ, cos, -sin), rotate(dK, cos, -sin)  # back by the same angle
-    dQ, dK, dgains = heads.normed_heads_backward(W, dQ, dK, s)
-    dW |= dgains | heads.biased_heads_backward(W, dQ, dK, dV, at)
+    dQ, dK, dgains = normed_heads_backward(W, dQ, dK, s)
+    dW |= dgains | biased_heads_backward(W, dQ, dK, dV, at)
     dy = einsum("dQ[B_PXE, T_C, N_Y, H] * W_Q[D, N_Y, H] -> dy[B_PXE, T_C, D] {U_Y}", dQ, W["W_Q"])
     own = {name: own_heads(W[name], at, 1) for name in ("W_K", "W_V")}
     for dHead, W_own in zip((dK, dV), own.values(), strict=True):
@@ -174,7 +172,7 @@ def attention_backward(W: dict, dAttn: Tensor, s: Values, at: Context, into: Cal
         line = "y[B_PXE, T_C, D] * dK[B_PXE, T_C, K_Y, H] -> dW_K[D, K_Y, H] {U_PXEC}"
         whole = own[name] is W[name]  # else some of the heads that each rank has: the others' gradients are 0
         dW[name] = einsum(line, s["y"], dHead, **(into(name) if whole else {}))
-        dW[name] = dW[name] if whole else heads.in_place(dW[name], W[name], at, 1)
+        dW[name] = dW[name] if whole else in_place(dW[name], W[name], at, 1)
     dx, dW["norm_attn"] = gained_norm_vjp(s["x"], W["norm_attn"], s["r"], wait(dy))
     return dx, dW
 
@@ -224,3 +222,62 @@ def mlp_backward(W: dict, dOut: Tensor, s: Values, at: Context, into: Callable) 
     dW["W_out"] = einsum(line, s["Act"], dOut, **into("W_out"))
     dMid, dW["norm_mlp"] = gained_norm_vjp(s["mid"], W["norm_mlp"], s["r"], wait(dy))
     return dMid, dW
+
+
+# What some models have between the products Q, K, V and attention: biases, norms of heads, and fewer KV heads than Y.
+# All of it works head by head, so it is the same on shards of heads. Each does nothing to a model without it.
+
+
+def biased_heads(W: dict, Q: Tensor, K: Tensor, V: Tensor, at: Any) -> tuple[Tensor, Tensor, Tensor]:
+    """Q, K and V, with the biases of a model that has them."""
+    if "b_Q" not in W:
+        return Q, K, V
+    return Q + W["b_Q"], K + own_heads(W["b_K"], at, 0), V + own_heads(W["b_V"], at, 0)
+
+
+def biased_heads_backward(W: dict, dQ: Tensor, dK: Tensor, dV: Tensor, at: Any) -> dict[str, Tensor]:
+    """The biases' gradients, {U_PXEC}."""
+    if "b_Q" not in W:
+        return {}
+    b_Q, b_K, b_V = (d.sum((0, 1)) for d in (dQ, dK, dV))
+    return {"b_Q": b_Q, "b_K": in_place(b_K, W["b_K"], at, 0), "b_V": in_place(b_V, W["b_V"], at, 0)}
+
+
+def normed_heads(W: dict, Q: Tensor, K: Tensor, at: Any) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+    """(Q, K, {what they were multiplied by beside the gains}): each head normed in a model that does so."""
+    if "norm_Q" not in W:
+        return Q, K, {}
+    Q, r_Q = gained_norm(Q, W["norm_Q"], at.config.eps)
+    K, r_K = gained_norm(K, W["norm_K"], at.config.eps)
+    return Q, K, {"r_Q": r_Q, "r_K": r_K}
+
+
+def normed_heads_backward(W: dict, dQ: Tensor, dK: Tensor, s: dict) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+    """(dQ, dK, the gains' gradients {U_PXECY}); s has Q and K as they were, and what `normed_heads` returned."""
+    if "norm_Q" not in W:
+        return dQ, dK, {}
+    dQ, norm_Q = gained_norm_vjp(s["Q"], W["norm_Q"], s["r_Q"], dQ)
+    dK, norm_K = gained_norm_vjp(s["K"], W["norm_K"], s["r_K"], dK)
+    return dQ, dK, {"norm_Q": norm_Q, "norm_K": norm_K}
+
+
+def own_heads(W: Tensor, at: Any, dim: int) -> Tensor:
+    """Of KV heads that are replicated over Y, those that this rank's query heads see; W[.., K_Y, H] as it is.
+
+    `at`: what has the model as `config`, and the `mesh`.
+    """
+    config, Y = at.config, at.mesh.sizes.get("Y", 1)
+    if config.K % Y == 0:
+        return W
+    N = config.N // Y
+    first = at.mesh.coord["Y"] * N // config.G
+    return W.narrow(dim, first, max(1, N // config.G))
+
+
+def in_place(part: Tensor, whole: Tensor, at: Any, dim: int) -> Tensor:
+    """The transpose of `own_heads`: the gradient of the heads used, in their place among zeros."""
+    if part.shape == whole.shape:
+        return part
+    padded = torch.zeros_like(whole)
+    own_heads(padded, at, dim).copy_(part)
+    return padded

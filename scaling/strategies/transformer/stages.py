@@ -32,16 +32,17 @@ from scaling.strategies.layers import Layers
 from scaling.strategies.stage import Stage
 from scaling.strategies.transformer.ends import embed, embed_backward, head
 from scaling.strategies.transformer.layer import ROWS
-from scaling.strategies.transformer.moves import (
+from scaling.strategies.transformer.step import (
     ENDS,
     TOKENS,
+    Problem,
+    TransformerLayers,
     add_by_name,
     gathered_ends,
     moves_of,
     reduced_ends,
     totalled,
 )
-from scaling.strategies.transformer.step import Problem, stacks_of
 from scaling.strategies.transformer.types import padded_sizes
 
 
@@ -105,14 +106,13 @@ def stage_of(problem: Problem, dense: Any, schedule: Schedule) -> tuple[Stage, l
 
     The vjp of a layer gives dx and dW at once, so that the weight half of a backward has nothing left to do.
     """
-    config, mesh, contexts = problem.config, problem.mesh, problem.contexts
-    ranges, extras, before, M = layers_of(config, schedule), [], [], len(contexts)
+    mesh, contexts = problem.mesh, problem.contexts
+    ranges, extras, before, M = layers_of(problem.asked.config, schedule), [], [], len(contexts)
 
     def prepare(params, mesh, s, out):
         tree.map(Tensor.zero_, out)
         out = [stack[: len(ranges[s])] for stack in tree.leaves(out)]
-        stacks = {"dense": dense, "layers": params}
-        return stacks_of(problem, stacks, ranges[s], s == 0, out, late=True)
+        return TransformerLayers(problem, {"dense": dense, "layers": params}, ranges[s], out, late=True)
 
     def forward(chunk, In, mesh, m):
         Out, extra, kept = chunk.run(In, contexts[m])
@@ -120,14 +120,13 @@ def stage_of(problem: Problem, dense: Any, schedule: Schedule) -> tuple[Stage, l
         return Out, (kept, contexts[m])
 
     def backward_input(chunk, dOut, saved, mesh):
-        return chunk.run_back(dOut, *saved, problem.scale / M), None
+        return chunk.run_back(dOut, *saved, problem.asked.scale / M), None
 
     def finish(chunk):
-        layers = chunk.engines["layers"]
-        for into, g in zip(layers.out, tree.leaves(layers.result()), strict=True):
+        for into, g in zip(chunk.out, tree.leaves(chunk.result()), strict=True):
             into.copy_(g)
-        if "dense" in chunk.engines:
-            before.append(Layers.result(chunk.engines["dense"]))  # the sum over Z is made by all stages together
+        if chunk.before:
+            before.append(Layers.result(chunk.before))  # the sum over Z is made by all stages together
 
     stream = str(present(ROWS, mesh))
     stage = Stage({"In": stream, "Out": stream}, forward, backward_input, lambda *_: None, prepare, finish)
@@ -136,8 +135,8 @@ def stage_of(problem: Problem, dense: Any, schedule: Schedule) -> tuple[Stage, l
 
 def staged(problem: Problem, params: dict, tokens: Tensor, targets: Tensor, w: Tensor) -> tuple[Tensor, dict]:
     """(loss, grads) by a pipeline's schedule over Z."""
-    config, mesh, contexts, terms, sums = problem.config, problem.mesh, problem.contexts, problem.terms, problem.sums
-    schedule = cast(Schedule, resolved(problem.schedule, mesh, len(contexts)))  # Z > 1 here
+    asked, mesh, _, terms, sums, contexts = problem
+    config, schedule = asked.config, cast(Schedule, resolved(asked.schedule, mesh, len(contexts)))  # Z > 1 here
     stage, extras, before = stage_of(problem, params.get("dense"), schedule)
     homes = homes_of(config, mesh, schedule)
     ends, first = stage_ends(params, problem, homes), schedule.placement[0] == mesh.coord["Z"]
@@ -165,7 +164,7 @@ def staged(problem: Problem, params: dict, tokens: Tensor, targets: Tensor, w: T
     done: dict[str, Any] = ends_gradients(dends, params, problem, homes)
     if config.dense_layers:
         done["dense"] = dense_gradients(before, params["dense"], problem)
-    return loss + extra * problem.scale, {"layers": grads.params} | done
+    return loss + extra * asked.scale, {"layers": grads.params} | done
 
 
 def dense_gradients(before: list, params: dict, problem: Problem) -> dict:
@@ -203,7 +202,7 @@ def ends_gradients(dW: Mapping, params: Mapping, problem: Problem, homes: Mappin
     done: dict[str, Any] = reduced_ends({name: g for name, g in dW.items() if name not in homes}, stored, mesh)
     for name, home in homes.items():
         if name not in tables:
-            shape = parse(there[name]).local_shape(padded_sizes(problem.config, mesh), mesh)
+            shape = parse(there[name]).local_shape(padded_sizes(problem.asked.config, mesh), mesh)
             tables[name] = params[name].new_zeros(shape, dtype=problem.sums)
         done[name] = scatter(_line_back(stored[name]), tables[name], mesh, root=home, async_op=True)
     return tree.map(wait, done)
@@ -226,9 +225,8 @@ def _line_back(stored: str) -> str:
 
 def forward_loss(problem: Problem, params: dict, tokens: Tensor, targets: Tensor, w: Tensor) -> Tensor:
     """Loss[] of one microbatch, the same on every rank. Over Z one stage computes at a time."""
-    problem = problem._replace(remat=None)
-    config, mesh, terms, (at,) = problem.config, problem.mesh, problem.terms, problem.contexts
-    schedule, z = placed(problem.schedule, mesh), mesh.coord.get("Z", 0)
+    asked, mesh, _, terms, _, (at,) = problem
+    config, schedule, z = asked.config, placed(asked.schedule, mesh), mesh.coord.get("Z", 0)
     stages = layers_of(config, schedule)
     owners = [0] if schedule is None else [*schedule.placement]
     mine = [s for s, owner in enumerate(owners) if owner == z]
@@ -241,7 +239,7 @@ def forward_loss(problem: Problem, params: dict, tokens: Tensor, targets: Tensor
     extra = x.new_zeros((), dtype=torch.promote_types(x.dtype, torch.float32))
     for s, layers in enumerate(stages):
         if s in mine:
-            x, more, _ = stacks_of(problem, params | {"layers": own[s]}, layers=layers, first=s == 0).run(x, at)
+            x, more, _ = TransformerLayers(problem, params | {"layers": own[s]}, layers).run(x, at)
             extra = extra + more
         if s + 1 < len(stages) and owners[s] != owners[s + 1]:
             x = ppermute(str(present(ROWS, mesh)), x, mesh, "Z", [(owners[s], owners[s + 1])])

@@ -1,11 +1,18 @@
-"""The layers of a Transformer forward and backward, all of them or those of a stage (Part 5).
+"""The layers of a Transformer forward and backward: how weights come to a rank, and gradients go back (Part 5).
 
-Forward: a layer's weights are gathered over X, the next layer's meanwhile, and thrown away after use. Backward: the
-same from the last layer to the first. Gradients are summed over microbatches, then reduced to the stored types.
+A leaf has a type as it is stored, and one as it is used, gathered over X (of the ends also over Z). By the law of
+cotangents its gradient is unreduced over every axis that splits the tokens and not the leaf: it is reduced over X
+inside a pod first, then over the rest. Those lines are made once a mesh. The leaves of a small layer travel together,
+in one AllGather and one ReduceScatter over X: a message has a price, and a large layer would rather not be copied.
+
+    W [G_X, S] -> W [G, S]             G blocks, one a rank along X, of all the layer's shards one after the other
+    dW[G, S] {U_X} -> dW[G_X, S]
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 import optree
@@ -13,52 +20,179 @@ import torch
 from torch import Tensor
 
 from scaling import tree
+from scaling.collectives import all_gather, all_reduce, reduce_scatter, wait
 from scaling.configs import Config
-from scaling.models.transformer import unstacked
-from scaling.strategies.axes import all_reduce
+from scaling.models.leaves import STACKS, without
+from scaling.spec import Spec, parse
+from scaling.strategies import axes as typed
+from scaling.strategies.axes import present
 from scaling.strategies.layers import Layers
 from scaling.strategies.transformer.ends import Terms, embed, embed_backward, head
 from scaling.strategies.transformer.layer import Context, dropped, layer, layer_backward
-from scaling.strategies.transformer.moves import (
-    ENDS,
-    TOKENS,
-    Moves,
-    add_by_name,
-    gathered_ends,
-    gathered_leaves,
-    gathered_together,
-    moves_of,
-    reduced_ends,
-    scattered_leaves,
-    scattered_together,
-    sent_together,
-    totalled,
-)
+
+TOKENS = ("P", "X", "E", "C", "Y")  # the axes that split the tokens: those over which the loss is unreduced
+ENDS = (*TOKENS, "Z")  # and for what is outside the layers, which not every stage uses
+SIZE = attrgetter("shape", "dtype")
+SMALL = 2 << 20  # bytes of a layer's shards on a rank
+
+
+class Moves(NamedTuple):
+    """The lines of one leaf, "" where nothing is to be done: its weight's from stored to used, its gradient's back in
+    two steps. `dim`: the one that X alone splits, -1 if there is none."""
+
+    gather: str
+    scatter: str
+    total: str
+    dim: int
+
+
+def moves_of(stored: Sequence[str], mesh, axes: tuple[str, ...] = TOKENS, stack: bool = False) -> list[Moves]:
+    """Of leaves stored as these types, whose gradients are unreduced over those of `axes` that do not split them. Of
+    `stack`s over L all lines but `total` are those of one layer."""
+    return [Moves(*each) for each in mesh.constant(_moves, tuple(stored), axes, stack)]
+
+
+def _moves(mesh, stored: tuple[str, ...], axes: tuple[str, ...], stack: bool) -> list[tuple[str, str, str, int]]:
+    return [_move(mesh, text, axes, stack) for text in stored]
+
+
+def _move(mesh, stored: str, axes: tuple[str, ...], stack: bool) -> tuple[str, str, str, int]:
+    after = present(stored, mesh)
+    used = parse(without(str(after), ("X", "Z")))
+    over = [axis for axis in axes if mesh.sizes.get(axis, 1) > 1 and axis not in used.axes]
+    partial = used.with_unreduced(over)
+    scattered = after.with_unreduced([axis for axis in over if axis not in after.axes])
+    total = f"{scattered} -> {after}" if scattered.unreduced else ""
+    if stack:
+        after, used, partial, scattered = (
+            Spec(t.name, t.dims[1:], t.unreduced) for t in (after, used, partial, scattered)
+        )
+    gather = "" if after.same_sharding(used) else f"{after} -> {used}"
+    scatter = "" if partial.same_sharding(scattered) else f"{partial} -> {scattered}"
+    dims = [i for i, (_, axes) in enumerate(after.dims) if axes == ("X",)]
+    return gather, scatter, total, dims[0] if dims else -1
+
+
+def gathered_leaves(W: Sequence[Tensor], moves: Sequence[Moves], mesh) -> list:
+    """Leaves as they are used: under way."""
+    some = zip(W, moves, strict=True)
+    return [all_gather(to.gather, x, mesh, async_op=True) if to.gather else x for x, to in some]
+
+
+def scattered_leaves(dW: Sequence[Tensor], moves: Sequence[Moves], mesh) -> list:
+    """Their gradients after the first step back: under way."""
+    some = zip(dW, moves, strict=True)
+    return [reduce_scatter(to.scatter, g, mesh, async_op=True) if to.scatter else g for g, to in some]
+
+
+def totalled(begun: Sequence, moves: Sequence[Moves], mesh) -> list[Tensor]:
+    """And after the second: there."""
+    some = zip(begun, moves, strict=True)
+    return [*map(wait, [all_reduce(to.total, wait(g), mesh, async_op=True) if to.total else g for g, to in some])]
+
+
+def gathered_ends(params: Mapping, stored: Mapping, mesh) -> dict[str, Tensor]:
+    """The params outside the layers, gathered."""
+    ends = {name: W for name, W in params.items() if name not in STACKS}
+    moves = moves_of([stored[name] for name in ends], mesh, ENDS)
+    return dict(zip(ends, map(wait, gathered_leaves([*ends.values()], moves, mesh)), strict=True))
+
+
+def reduced_ends(dW: Mapping, stored: Mapping, mesh, axes: tuple[str, ...] = ENDS) -> dict[str, Tensor]:
+    """Gradients of params outside the layers, by name, as these are stored."""
+    moves = moves_of([stored[name] for name in dW], mesh, axes)
+    return dict(zip(dW, totalled(scattered_leaves([*dW.values()], moves, mesh), moves, mesh), strict=True))
+
+
+def add_by_name(sums_of: dict, dW: dict, dtype: torch.dtype) -> None:
+    """Add gradients by name, in this dtype."""
+    for name, g in dW.items():
+        sums_of[name] = sums_of[name].add_(g) if name in sums_of else g.to(dtype)
+
+
+@dataclass(frozen=True)
+class Together:
+    """Leaves of a tree that are under way together. `sent`: the place of each, its shard's shape and X's dim."""
+
+    pending: Any
+    tree: Any
+    sent: list[tuple[int, torch.Size, int]]
+
+    def wait(self) -> Any:
+        """The tree, with what was sent in its places."""
+        leaves, found, start = tree.leaves(self.tree), wait(self.pending), 0
+        for i, shape, dim in self.sent:
+            blocks = found[:, start : start + shape.numel()].unflatten(1, shape)
+            leaves[i], start = blocks.movedim(0, dim).flatten(dim, dim + 1), start + shape.numel()
+        return tree.unflatten(self.tree, leaves)
+
+
+def sent_together(W: Sequence[Tensor], moves: Sequence[Moves], mesh) -> dict[int, int]:
+    """{place of a leaf: the dim that X splits}, of a layer's shards W that are better sent together; else {}: so are
+    small ones of one dtype, whose gradients are unreduced over the same axes. Found out once a mesh."""
+    if torch.compiler.is_compiling():
+        return {}
+    key = ("sent together", *moves, *map(SIZE, W))
+    if key not in mesh.lines:
+        sent = {i: to.dim for i, to in enumerate(moves) if to.dim >= 0}
+        unreduced = {parse(moves[i].scatter.split(" -> ")[0]).unreduced for i in sent}
+        alike = len(unreduced) == 1 == len({W[i].dtype for i in sent})
+        mesh.lines[key] = sent if alike and sum(W[i].nbytes for i in sent) <= SMALL else {}
+    return mesh.lines[key]
+
+
+def gathered_together(W: Any, mesh, sent: dict[int, int]) -> Together:
+    """All leaves of a layer, whole along X: under way."""
+    leaves = tree.leaves(W)
+    flat = torch.cat([leaves[i].flatten() for i in sent])[None]
+    pending = all_gather("W[G_X, S] -> W[G, S]", flat, mesh, async_op=True)
+    return Together(pending, W, [(i, leaves[i].shape, dim) for i, dim in sent.items()])
+
+
+def scattered_together(dW: Any, mesh, sent: dict[int, int]) -> Together:
+    """The gradients of a layer, {U_X}, to this rank's shards along X: under way."""
+    leaves, X = tree.leaves(dW), mesh.sizes["X"]
+    blocks = {i: leaves[i].unflatten(dim, (X, -1)).movedim(dim, 0) for i, dim in sent.items()}
+    flat = torch.cat([block.flatten(1) for block in blocks.values()], 1)
+    pending = reduce_scatter("dW[G, S] {U_X} -> dW[G_X, S]", flat, mesh, async_op=True)
+    return Together(pending, dW, [(i, blocks[i].shape[1:], dim) for i, dim in sent.items()])
+
+
+class AskedStep(NamedTuple):
+    """What is asked for beside params and batch: the arguments of `loss_and_grads`. `seeded`: whether there is a seed
+    for dropout. `backward`: else the loss alone is wanted, and nothing is kept to run back."""
+
+    config: Config
+    remat: str = "none"
+    zero: int = 3
+    schedule: Any = None
+    microbatches: int = 1
+    keep_weights: bool = False
+    context: str = "zigzag"
+    ignore_index: int = -100
+    label_smoothing: float = 0.0
+    z_loss: float = 0.0
+    sums: Any = None
+    scale: float = 1.0
+    seeded: bool = False
+    backward: bool = True
 
 
 class Problem(NamedTuple):
-    """What is given beside params and batch: the types of the params as they are stored, a context a microbatch.
+    """What follows from it on a mesh: the types of the params as they are stored, what a token's loss is made of, the
+    dtype in which gradients are added up over microbatches and ranks, and are returned, and a context a microbatch."""
 
-    `sums`: the dtype in which gradients are added up over microbatches and ranks, and are returned. `scale`: of the
-    loss, as it is differentiated. `remat`: what a layer keeps for its backward, a policy of `layer.REMAT`; None:
-    nothing is run back. `keep_weights`: they stay gathered to the end of the step. `schedule`: of the stages.
-    """
-
-    config: Config
+    asked: AskedStep
     mesh: Any
     stored: dict
-    contexts: list[Context]
     terms: Terms
     sums: torch.dtype
-    scale: float = 1.0
-    remat: str | None = None
-    keep_weights: bool = False
-    schedule: Any = None
+    contexts: list[Context]
 
 
 class TransformerLayers(Layers):
     """The engine on one `stack` of params, "dense" or "layers" of the model's tree, or on those `layers` of it that a
-    stage has. Dense layers are the first stage's: their gradients are unreduced over Z, too.
+    stage has. Dense layers are the first stage's, `before` its others: their gradients are unreduced over Z, too.
 
     `out`, `late`: as of `Layers`.
     """
@@ -72,40 +206,35 @@ class TransformerLayers(Layers):
         late: bool = False,
         stack: str = "layers",
     ):
-        config, mesh, remat = problem.config, problem.mesh, problem.remat
-        self.remat, self.gone = remat, dropped(remat or "block", config)
+        self.asked, mesh, config = problem.asked, problem.mesh, problem.asked.config
+        self.gone = dropped(self.asked.remat, config)
         first, count = (0, None) if layers is None else (layers.start, len(layers))
-        own, self.origin = unstacked(params)[:count], first + (config.dense_layers if stack == "layers" else 0)
-        axes = TOKENS if stack == "layers" else ENDS
-        self.moves = moves_of(tree.leaves(problem.stored[stack]), mesh, axes, stack=True)
+        own, self.origin = tree.unstacked(params[stack])[:count], first
+        self.before = None
+        if stack == "layers" and config.dense_layers:
+            self.origin += config.dense_layers
+            self.before = TransformerLayers(problem, params, late=late, stack="dense") if first == 0 else None
+        self.moves = moves_of(tree.leaves(problem.stored[stack]), mesh, TOKENS if stack == "layers" else ENDS, True)
         if sent := sent_together(tree.leaves(own[0]), self.moves, mesh):
             gather, reduce = partial(gathered_together, sent=sent), partial(scattered_together, sent=sent)
         else:
             gather, reduce = (partial(_apart, move, self.moves) for move in (gathered_leaves, scattered_leaves))
-        on_tape = "router" in params and remat == "none"  # experts' backward holds their weights
-        super().__init__(
-            own,
-            mesh,
-            gather,
-            reduce,
-            names=[path[0] for path in optree.tree_paths(own[0])],
-            keep_weights=problem.keep_weights or on_tape,
-            dtype=problem.sums,
-            out=out,
-            late=late,
-        )
+        held = self.asked.keep_weights or ("router" in own[0] and self.asked.remat == "none")  # on the experts' tape
+        options = {"names": [path[0] for path in optree.tree_paths(own[0])], "out": out, "late": late}
+        super().__init__(own, mesh, gather, reduce, keep_weights=held, dtype=problem.sums, **options)
 
-    def run(self, x: Tensor, at: Context) -> tuple[Tensor, Tensor, list]:
+    def run(self, x: Tensor, at: Context) -> tuple[Tensor, Any, list]:
         """(x, the sum of the layers' extra terms, what `run_back` needs: each layer's `saved`)."""
+        x, extra, before = self.before.run(x, at) if self.before else (x, 0.0, [])
         terms = []
 
         def run(l: int, W: dict, x: Tensor):
-            x, extra, saved = layer(W, x, at.of_layer(self.origin + l), self.gone)
-            terms.extend([] if extra is None else [extra])
-            return x, saved if self.remat else None
+            x, more, saved = layer(W, x, at.of_layer(self.origin + l), self.gone)
+            terms.extend([] if more is None else [more])
+            return x, saved if self.asked.backward else None
 
         x, kept = self.forward(x, run)
-        return x, sum(terms, x.new_zeros((), dtype=torch.promote_types(x.dtype, torch.float32))), kept
+        return x, sum(terms, extra), before + kept
 
     def run_back(self, dx: Tensor, kept: list, at: Context, scale: float = 1.0, last: bool = False) -> Tensor:
         """dx of the last layer's result -> dx of the first one's input; `kept` is used up.
@@ -117,7 +246,8 @@ class TransformerLayers(Layers):
             return layer_backward(W, dx, saved, at.of_layer(self.origin + l), partial(self.into, l, W), scale)
 
         self.summed = self.summed or not last
-        return self.backward(dx, kept, run, last=last)
+        dx = self.backward(dx, kept, run, last=last)
+        return self.before.run_back(dx, kept, at, scale, last) if self.before else dx
 
     def into(self, l: int, W: Mapping, name: str) -> dict[str, Any]:
         """The arguments of the product that makes the gradient of this matrix: where it is written, or added."""
@@ -125,70 +255,31 @@ class TransformerLayers(Layers):
             return {}
         return {"out": self.slot(l, self.names.index(name), W[name].shape), "add": l in self.written}
 
+    def reduce_all(self) -> None:
+        super().reduce_all()
+        if self.before:
+            self.before.reduce_all()
+
     def result(self) -> dict:
-        """The gradients of all layers, stacked and typed as the stored params."""
+        """The gradients of the stack, typed as the stored params."""
         found = super().result()
         return tree.unflatten(found, totalled(tree.leaves(found), self.moves, self.mesh))
 
 
-class Stacks:
-    """The engines on a model's stacks, or a stage's, by name and in their order, as one."""
-
-    def __init__(self, engines: dict[str, TransformerLayers]):
-        self.engines = engines
-
-    def run(self, x: Tensor, at: Context) -> tuple[Tensor, Tensor, list]:
-        """As of one stack."""
-        extras, kept = [], []
-        for engine in self.engines.values():
-            x, extra, saved = engine.run(x, at)
-            extras.append(extra)
-            kept.append(saved)
-        return x, sum(extras[1:], extras[0]), kept
-
-    def run_back(self, dx: Tensor, kept: list, at: Context, scale: float = 1.0, last: bool = False) -> Tensor:
-        """As of one stack; `kept` is used up."""
-        for engine in reversed(self.engines.values()):
-            dx = engine.run_back(dx, kept.pop(), at, scale, last=last)
-        return dx
-
-    def reduce_all(self) -> None:
-        for engine in reversed(self.engines.values()):
-            engine.reduce_all()
-
-
-def stacks_of(
-    problem: Problem,
-    params: Mapping,
-    layers: range | None = None,
-    first: bool = True,
-    out: Sequence[Tensor] | None = None,
-    late: bool = False,
-) -> Stacks:
-    """The engine on each stack, in the order of the layers: dense ones, where the model has them and this is the
-    `first` stage, and the others, or those of them that `layers` says, counted in their stack."""
-    engines = {}
-    if problem.config.dense_layers and first:
-        dense = params["dense"]
-        engines["dense"] = TransformerLayers(problem, dense, late=late, stack="dense")
-    engines["layers"] = TransformerLayers(problem, params["layers"], layers, out, late)
-    return Stacks(engines)
-
-
 def unstaged(problem: Problem, params: dict, tokens: Tensor, targets: Tensor, w: Tensor) -> tuple[Tensor, dict]:
-    """(loss, grads) where every rank has all layers."""
-    config, mesh, stored, contexts, terms, sums, scale, *_ = problem
-    ends = gathered_ends(params, stored, mesh)
-    stacks = stacks_of(problem, params)
-    losses, dends, grads, M, size = [], {}, {}, len(contexts), len(ends["embed"])
+    """(loss, grads) where every rank has all layers. Gradients are summed over microbatches, then reduced."""
+    asked, mesh, stored, terms, sums, contexts = problem
+    config, M = asked.config, asked.microbatches
+    ends, layers = gathered_ends(params, stored, mesh), TransformerLayers(problem, params)
+    losses, dends, grads, size = [], {}, {}, len(ends["embed"])
     batches = zip(contexts, *(x.chunk(M) for x in (tokens, targets, w)), strict=True)
     for m, (at, some, wanted, share) in enumerate(batches):
         x, last = embed(ends["embed"], some, mesh), m == M - 1
         if last and not config.tied:
             del ends["embed"]  # a table of the vocabulary is not held longer than it is used
-        x, extra, kept = stacks.run(x, at)
-        losses.append(extra * scale / M)
+        x, extra, kept = layers.run(x, at)
         loss, dx, dW = head(ends, x, wanted, share, terms, config.eps, mesh)
+        losses.append(loss + extra * (asked.scale / M))
         add_by_name(dends, dW, sums)
         del x, dW
         if last:
@@ -196,14 +287,13 @@ def unstaged(problem: Problem, params: dict, tokens: Tensor, targets: Tensor, w:
             tables = {name: dends.pop(name) for name in [*dends] if name != "embed"}
             grads = reduced_ends(tables, stored, mesh)
             del tables
-        dx = stacks.run_back(dx, kept, at, scale / M, last=last)
+        dx = layers.run_back(dx, kept, at, asked.scale / M, last=last)
         add_by_name(dends, {"embed": embed_backward(dx, some, size, mesh)}, sums)
-        losses.append(loss)
-    grads |= reduced_ends(dends, stored, mesh)
-    loss = all_reduce("Loss[] {U_PXECY} -> Loss[]", torch.stack(losses).sum(), mesh)
-    return loss, grads | {name: layers.result() for name, layers in stacks.engines.items()}
+    grads |= reduced_ends(dends, stored, mesh) | {"layers": layers.result()}
+    grads |= {"dense": layers.before.result()} if layers.before else {}
+    return typed.all_reduce("Loss[] {U_PXECY} -> Loss[]", torch.stack(losses).sum(), mesh), grads
 
 
-def _apart(move: Callable, moves: Sequence[Moves], W: Mapping, mesh) -> Any:
+def _apart(move: Callable, moves: Sequence[Moves], W: Any, mesh) -> Any:
     """A layer's weights or gradients that travel leaf by leaf."""
     return tree.unflatten(W, move(tree.leaves(W), moves, mesh))
