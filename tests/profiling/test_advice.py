@@ -103,12 +103,21 @@ def test_unbalanced_work():
 
 def test_predicted_beside_measured():
     """A product by FLOPs or by bytes, whichever takes longer; a collective as measured; twice a step each."""
-    chip = Chip("here", "cpu", peaks=(("fp32", 1e9),), hbm_bw=1e9, measured=(Measured("AllReduce", 2, 1e-3, 1e9),))
+    chip = Chip(
+        "here", "cpu", peaks=(("fp32", 1e9), ("bf16", 4e9)), hbm_bw=1e9, measured=(Measured("AllReduce", 2, 1e-3, 1e9),)
+    )
     rows = [product(5, flops=4_000_000, nbytes=1_000_000), product(5, "Q", flops=1_000_000, nbytes=3_000_000)]
+    rows += [product(5, "H", flops=4_000_000, dtype="bfloat16")]
     reduce = moved("AllReduce", 8, nbytes=2_000_000, dtype="float32")
     gather = ("G", "AllGather", 8, {"nbytes": 2_000_000, "async_op": True})
     lines = {each.line: each.predicted(chip) for each in of(timelines(*rows, reduce, reduce, gather)).lines()}
-    assert lines == {"P": pytest.approx(4 * MS), "Q": pytest.approx(3 * MS), "C": pytest.approx(2 * 3 * MS), "G": None}
+    assert lines == {
+        "P": pytest.approx(4 * MS),
+        "Q": pytest.approx(3 * MS),
+        "H": pytest.approx(MS),
+        "C": pytest.approx(2 * 3 * MS),
+        "G": None,
+    }
     table = of(timelines(*rows, reduce)).table(chip)
     assert "80%" in table
     assert "predicted" in table

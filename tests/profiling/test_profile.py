@@ -15,7 +15,7 @@ from scaling.common.torch_private import profiling
 from scaling.hardware import Chip, Measured
 from scaling.measure.rates import toml
 from scaling.mesh import Mesh
-from scaling.profile import profile, record
+from scaling.profile import clock, profile, record
 from scaling.profile.record import runs_of, watched
 from scaling.profile.timeline import LineRun, RankTimeline
 from scaling.profile.torch_trace import RankTrace, join_traces, on_device, read_trace, with_transfers
@@ -42,6 +42,10 @@ def test_one_process(tmp_path):
     assert line.nbytes == a.nbytes + b.nbytes + c.nbytes
     begun, product = p.memory()
     assert (begun.live, product.live, product.peak) == (0, c.nbytes, c.nbytes + d.nbytes)
+    if os.path.exists(clock.COUNTER):
+        looked = [when for when, _ in p.timelines[0].waited]
+        assert len(looked) == 4, "at the beginning, as the line starts and ends, at the end"
+        assert looked == sorted(looked)
     text = p.table()
     assert str(line.line) in text
     assert max(map(len, text.splitlines())) <= 100

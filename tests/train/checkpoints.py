@@ -1,31 +1,19 @@
-"""States that the tests of checkpoints save."""
+"""One array saved by one rank, and loaded again."""
 
 import torch
 
-from scaling import tree
-from scaling.configs import Config
 from scaling.mesh import Mesh
-from scaling.models import transformer as model
-from scaling.strategies import transformer
 from scaling.train import checkpoint
 
-CONFIG = Config("c", 2, 16, 24, 4, 2, 8, 32, tied=True)
+ONE, SPECS = Mesh({"X": 1}), {"W": "W[D]"}
 
 
-def state_of(mesh):
-    types = transformer.specs(CONFIG, mesh)
-    params = transformer.shard(model.init(CONFIG, 3, torch.float64), CONFIG, mesh)
-    specs = {"params": types, "m": types, "count": "n[]"}
-    return {"params": params, "m": tree.map(lambda W: W * 2, params), "count": torch.tensor(7)}, specs
+def save(folder, step: int, W: "torch.Tensor | None" = None, **options):
+    """By default three elements, which are the step's number."""
+    given = torch.full((3,), float(step)) if W is None else W
+    return checkpoint.save(folder, {"W": given}, SPECS, ONE, step, **options)
 
 
-def saves(mesh, folder):
-    state, specs = state_of(mesh)
-    checkpoint.save(folder, state | {"data": {"position": 1234, "seed": "s"}}, specs, mesh, 5)
-
-
-def alone(step, folder, keep=None, **options):
-    mesh = Mesh({"X": 1})
-    return checkpoint.save(
-        folder, {"W": torch.full((3,), float(step))}, {"W": "W[D]"}, mesh, step, keep=keep, **options
-    )
+def load(folder, step: "int | None" = None) -> tuple[list[float], int]:
+    state, found = checkpoint.load(folder, SPECS, ONE, step)
+    return state["W"].tolist(), found

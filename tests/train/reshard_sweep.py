@@ -1,4 +1,4 @@
-"""Runs saved on each of five meshes and resumed on each of five. Not part of the suite:
+"""Runs saved on each of five meshes and resumed on each of five. Slower than its test in the suite, with more data:
 
     python tests/train/reshard_sweep.py
 
@@ -11,6 +11,7 @@ import contextlib
 import os
 import sys
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
@@ -48,18 +49,23 @@ def read_calls() -> int:
     return int(Path("/proc/self/io").read_text().split()[1])
 
 
+def trained(mesh, settings: Settings) -> None:
+    with open(os.devnull, "w") as nothing, contextlib.redirect_stdout(nothing):
+        run(mesh, settings)
+
+
 def resumed(mesh, settings: Settings, whole: dict) -> tuple[list[str], tuple[int, int, int], list]:
     """(what differs, bytes taken of blocks, read by calls, and held; the sequences to come)"""
     taken, real = [], dcp.ShardReader.__call__
     dcp.ShardReader.__call__ = lambda self, *block: Counted(real(self, *block), taken)
-    optimizer, types = optimizer_of(settings), transformer.specs(MODEL, mesh)
+    optimizer, types = optimizer_of(settings), transformer.specs(settings.model, mesh)
     begun_with = read_calls()
     try:
         state, step = begun(settings, mesh, optimizer, types)
     finally:
         dcp.ShardReader.__call__ = real
     calls = read_calls() - begun_with
-    slots, specs = slots_of(MODEL, mesh, None), state_specs(optimizer, types)
+    slots, specs = slots_of(settings.model, mesh, None), state_specs(optimizer, types)
     padded = [arranged_layers(W, slots) if "layers" in where else W for where, W in tree.named_leaves(whole).items()]
     wanted = tree.shard(tree.unflatten(whole, padded), specs, mesh)
     data = state.pop("data")
@@ -71,30 +77,35 @@ def resumed(mesh, settings: Settings, whole: dict) -> tuple[list[str], tuple[int
     return wrong, (sum(taken), calls, tree.nbytes(state)), coming
 
 
-def main() -> int:
-    folder, bad, most = Path(tempfile.mkdtemp(prefix="reshard-")), 0, 0.0
+def resharded(start, folder: Path, model: Config, meshes: list[dict]) -> Iterator[tuple[dict, dict, set, float, int]]:
+    """(source, target, what differs, bytes read over those held, bytes of headers and the index) of each pair of
+    meshes; `start(fn, mesh, *args)` gives what each rank returns."""
     (folder / "text.txt").write_text("".join(f"line {i} of {i * i % 97}\n" for i in range(20_000)))
-    for source in MESHES:
-        out = folder / "-".join(f"{axis}{size}" for axis, size in source.items())
-        given = {"batch": 8, "seq": 32, "steps": STEPS, "seed": 7, "eval_every": 0, "save_every": 0, "microbatches": 2}
-        with open(os.devnull, "w") as nothing, contextlib.redirect_stdout(nothing):
-            out.mkdir()
-            launch.run(run, source, Settings(MODEL, str(folder / "text.txt"), str(out), **given))
+    for source in meshes:
+        (out := folder / "-".join(f"{axis}{size}" for axis, size in source.items())).mkdir()
+        given = {"batch": 8, "seq": 32, "steps": STEPS, "seed": 7, "eval_every": 0, "eval_batches": 1, "save_every": 0}
+        settings = Settings(model, str(folder / "text.txt"), str(out), microbatches=2, resume=True, **given)
+        start(trained, source, settings)
         dcp_to_torch_save(out / f"step-{STEPS:06d}", folder / "whole.pt")
         whole = torch.load(folder / "whole.pt")
-        settings = Settings(MODEL, str(folder / "text.txt"), str(out), resume=True, **given)
-        never_stopped = inputs(settings)[0]
-        order = [never_stopped.chosen(i * settings.batch) for i in range(STEPS + AHEAD)]
-        for target in MESHES:
-            results = launch.run(resumed, target, settings, whole)
-            ratio = max(taken / held for _, (taken, _, held), _ in results)
-            calls = max(calls for _, (_, calls, _), _ in results)
+        order = [inputs(settings)[0].chosen(i * settings.batch) for i in range(STEPS, STEPS + AHEAD)]
+        for target in [*meshes, {"X": 1}]:
+            results = start(resumed, target, settings, whole)
             wrong = {where for differing, _, _ in results for where in differing}
-            wrong |= {"sequences"} if any(coming != order[STEPS:] for *_, coming in results) else set()
-            bad, most = bad + bool(wrong), max(most, ratio)
-            print(f"{source!s:>18} -> {target!s:<18} {'; '.join(sorted(wrong)) or 'bitwise'}; read {ratio:.3f} of its "
-                  f"shards' bytes, and {calls:,} of headers and the index", flush=True)  # fmt: skip
-    print(f"{len(MESHES) ** 2 - bad} of {len(MESHES) ** 2} bitwise; a rank reads at most {most:.3f} of its own bytes")
+            wrong |= {"sequences"} if any(coming != order for *_, coming in results) else set()
+            ratio = max(taken / held for _, (taken, _, held), _ in results)
+            yield source, target, wrong, ratio, max(calls for _, (_, calls, _), _ in results)
+
+
+def main() -> int:
+    bad, most, number = 0, 0.0, 0
+    for source, target, wrong, ratio, calls in resharded(
+        launch.run, Path(tempfile.mkdtemp(prefix="reshard-")), MODEL, MESHES
+    ):
+        bad, most, number = bad + bool(wrong), max(most, ratio), number + 1
+        print(f"{source!s:>18} -> {target!s:<18} {'; '.join(sorted(wrong)) or 'bitwise'}; read {ratio:.3f} of its "
+              f"shards' bytes, and {calls:,} of headers and the index", flush=True)  # fmt: skip
+    print(f"{number - bad} of {number} bitwise; a rank reads at most {most:.3f} of its own bytes")
     return 0 if not bad and most <= 1.05 else 1
 
 

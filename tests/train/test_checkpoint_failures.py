@@ -1,4 +1,5 @@
-"""A run that is killed while it saves, a full disk, a damaged file: the last good checkpoint stays."""
+"""A run that is killed while it saves, a full disk, damaged files and indices, what would come back as something else:
+each is refused with its fix, and the last good checkpoint stays."""
 
 import io
 import os
@@ -10,11 +11,16 @@ from pathlib import Path
 
 import pytest
 import torch
-from checkpoints import alone, saves
+from checkpoints import SPECS, load, save
+from torch.distributed.checkpoint.metadata import MetadataIndex
 
 from scaling import launch, tree
 from scaling.mesh import AbstractMesh, Mesh
 from scaling.train import checkpoint, durable, verify
+
+MESH = Mesh({"X": 1, "Y": 1})
+STATE = {"w": torch.arange(24.0).view(4, 6), "b": torch.arange(6.0)}
+TYPES = {"w": "w[D_X, F_Y]", "b": "b[F_Y]"}
 
 
 def test_a_program_that_has_ended_does_not_wait_for_files_of_a_rank_that_is_gone(tmp_path, monkeypatch):
@@ -35,6 +41,13 @@ def dies_while_saving(mesh, folder, after):
         checkpoint.save(folder, state, {"W": "W[D_X]"}, mesh, step, keep=2)
 
 
+@pytest.mark.parametrize("after", [2, 5])
+def test_a_run_that_is_killed_leaves_the_last_good_one(tmp_path, after):
+    with pytest.raises(launch.RankError):
+        launch.run(dies_while_saving, {"X": 2}, tmp_path, after)
+    assert load(tmp_path) == ([after - 1.0] * 2000, after - 1)
+
+
 def leftovers(mesh, folder):
     """A run on this mesh, after one on another mesh that was killed when one rank had written its file."""
     if mesh.rank == 0:
@@ -42,39 +55,38 @@ def leftovers(mesh, folder):
         torch.save(torch.zeros(7), folder / ".step-000001" / "__1_0_0.distcp")
     mesh_sum = tree.unshard({"n": torch.ones(1)}, {"n": "n[D_X]"}, mesh)  # all ranks see the leftovers
     checkpoint.save(folder, {"W": torch.ones(4)}, {"W": "W[D_X]"}, mesh, 1)
-    return checkpoint.load(folder, {"W": "W[D]"}, mesh)[0]["W"].sum().item() + len(mesh_sum["n"])
+    return checkpoint.load(folder, SPECS, mesh)[0]["W"].sum().item() + len(mesh_sum["n"])
 
 
 def test_files_of_a_killed_run_are_not_taken_for_this_one_s(ranks, tmp_path):
     assert ranks(leftovers, {"X": 2}, tmp_path) == [10.0, 10.0]
 
 
-@pytest.mark.parametrize("after", [2, 5])
-def test_a_run_that_is_killed_leaves_the_last_good_one(tmp_path, after):
-    with pytest.raises(launch.RankError):
-        launch.run(dies_while_saving, {"X": 2}, tmp_path, after)
-    state, step = checkpoint.load(tmp_path, {"W": "W[D]"}, Mesh({"X": 1}))
-    assert step == after - 1
-    assert state["W"].tolist() == [float(step)] * 2000
-
-
 def test_a_full_disk_leaves_the_last_good_one_and_says_how_much_was_to_be_written(tmp_path):
-    alone(1, tmp_path)
+    save(tmp_path, 1)
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, limits[1]))
     try:
         with pytest.raises(
             OSError, match=r"__0_0_0.distcp: its 400,000 bytes could not be written(.|\n)*fix: make room"
         ):
-            checkpoint.save(tmp_path, {"W": torch.ones(100_000)}, {"W": "W[D]"}, Mesh({"X": 1}), 2)
+            save(tmp_path, 2, torch.ones(100_000))
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-    assert checkpoint.load(tmp_path, {"W": "W[D]"}, Mesh({"X": 1}))[1] == 1
+    assert load(tmp_path)[1] == 1
 
 
 class Malicious:
     def __reduce__(self):
         return os.system, ("touch /tmp/never",)
+
+
+def saved(what, length: int) -> bytes:
+    """A file as torch writes it, with zip's comment made longer."""
+    torch.save(what, out := io.BytesIO())
+    data = bytearray(out.getvalue())
+    data[-2:] = (length - len(data)).to_bytes(2, "little")
+    return bytes(data).ljust(length, b"\0")
 
 
 @pytest.mark.parametrize(
@@ -88,17 +100,17 @@ class Malicious:
     ],
 )
 def test_damaged_and_malicious_files_are_refused(tmp_path, content, words):
-    alone(1, tmp_path)
+    save(tmp_path, 1)
     file = tmp_path / "step-000001" / "__0_0_0.distcp"
     file.write_bytes(content(file.read_bytes()))
     with pytest.raises(ValueError, match=f"__0_0_0.distcp: {words}"):
-        checkpoint.load(tmp_path, {"W": "W[D]"}, Mesh({"X": 1}))
+        load(tmp_path)
     assert not Path("/tmp/never").exists()
 
 
-def test_a_bit_that_flipped_in_a_part_is_found_by_verify(ranks, tmp_path, capsys):
-    ranks(saves, {"X": 1}, tmp_path)
-    file = max((tmp_path / "step-000005").glob("*.distcp"), key=lambda path: path.stat().st_size)
+def test_a_bit_that_flipped_in_a_part_is_found_by_verify(tmp_path, capsys):
+    save(tmp_path, 5, torch.randn(1000))
+    file = tmp_path / "step-000005" / "__0_0_0.distcp"
     good = file.read_bytes()
     assert verify.main([str(tmp_path)]) == 0
     file.write_bytes(good[: len(good) // 2] + bytes([good[len(good) // 2] ^ 16]) + good[len(good) // 2 + 1 :])
@@ -108,33 +120,123 @@ def test_a_bit_that_flipped_in_a_part_is_found_by_verify(ranks, tmp_path, capsys
     assert [verify.main([str(tmp_path)]), verify.main([str(tmp_path / "no run")])] == [1, 2]
 
 
-def saved(what, length: int) -> bytes:
-    """A file as torch writes it, with zip's comment made longer."""
-    torch.save(what, out := io.BytesIO())
-    data = bytearray(out.getvalue())
-    data[-2:] = (length - len(data)).to_bytes(2, "little")
-    return bytes(data).ljust(length, b"\0")
+STATES = {
+    "a tuple of numbers": {"k": (1, 2)},
+    "a list of texts": {"k": ["a"]},
+    "a name with a quote": {'a"b': 1},
+    "two leaves of one name": {"a": {"b": torch.ones(2)}, "a.b": torch.ones(2)},
+    "bytes": {"k": b"a"},
+    "other dims": {"w": STATE["w"][0]},
+    "no numbers": {"w": STATE["w"].to("meta")},
+    "sparse": {"w": STATE["w"].to_sparse()},
+    "no type": {"V": torch.ones(2)},
+}
+
+
+@pytest.mark.parametrize("changed", STATES.values(), ids=STATES)
+def test_a_state_that_would_not_come_back_is_refused(tmp_path, changed):
+    specs = TYPES | ({"a": {"b": "b[D]"}, "a.b": "b[D]"} if "a" in changed else {})
+    with pytest.raises(ValueError, match="fix:"):
+        checkpoint.save(tmp_path, STATE | changed, specs, MESH, 1)
+    with pytest.raises(FileNotFoundError, match=r"no complete checkpoint(.|\n)*fix:"):
+        checkpoint.load(tmp_path, TYPES, MESH)
+
+
+OPTIONS = [{"step": step} for step in (-1, 1.5, True, "3", None)] + [{"keep": keep} for keep in (0, -1, 1.5, True)]
+OPTIONS += [{"async_op": "no"}]
+OPTIONS += [
+    {"places": {"D": places}} for places in ([0], [0, 0, 1, 2], [0, 3, 5, 7], [-2, 0, 1, 2], [0.0, 1.0, 2.0, 3.0])
+]
+
+
+@pytest.mark.parametrize("given", OPTIONS, ids=str)
+def test_options_of_save_are_what_they_should_be(tmp_path, given):
+    with pytest.raises(ValueError, match="fix:"):
+        checkpoint.save(tmp_path, STATE, TYPES, MESH, **({"step": 1} | given))
 
 
 @pytest.mark.parametrize(
     ("specs", "words"),
     [
-        ({"W": "W[D]", "V": "V[D]"}, r"has no V; it has W, "),
-        ({}, r"holds W, which"),
-        ({"W": "W[D, F]"}, r"was saved with shape \[3\]"),
+        (TYPES | {"w": "w[D_X, F] {U_Y}"}, "is unreduced"),
+        (TYPES | {"w": "w[D_Q, F]"}, "unknown mesh axis Q"),
+        (TYPES | {"w": "w[D_X]"}, r"was saved with shape \[4, 6\]"),
+        ({"w": TYPES["w"]}, "holds b, which"),
+        (TYPES | {"z": "z[D]"}, "has no z; it has b, w"),
     ],
 )
-def test_another_model_is_refused_by_its_leaf(tmp_path, specs, words):
-    alone(1, tmp_path)
+def test_types_that_do_not_fit_are_refused(tmp_path, specs, words):
+    with pytest.raises(ValueError, match=r"fix:|unknown mesh axis Q"):
+        checkpoint.save(tmp_path / "new", STATE, specs, MESH, 1)
+    checkpoint.save(tmp_path, STATE, TYPES, MESH, 1)
     with pytest.raises(ValueError, match=words):
-        checkpoint.load(tmp_path, specs, Mesh({"X": 1}))
+        checkpoint.load(tmp_path, specs, MESH)
+    with pytest.raises(ValueError, match=r"shape \[4, 6\], but D is 2 here\n  fix:"):
+        checkpoint.load(tmp_path, TYPES, MESH, places={"D": [0, 1]})
 
 
-def test_what_cannot_be_saved(tmp_path):
-    mesh = AbstractMesh({"X": 2})
-    with pytest.raises(ValueError, match="needs a type"):
-        checkpoint.save(tmp_path, {"W": torch.ones(2)}, {}, mesh, 1)
-    with pytest.raises(ValueError, match="unreduced"):
-        checkpoint.save(tmp_path, {"W": torch.ones(2)}, {"W": "W[D] {U_X}"}, mesh, 1)
-    with pytest.raises(FileNotFoundError, match="no complete checkpoint"):
-        checkpoint.load(tmp_path, {}, mesh)
+def leaf(metadata):
+    return metadata.state_dict_metadata["w"]
+
+
+def moved(metadata, **changed) -> None:
+    """The block of w, where it lies, and both in other words."""
+    (chunk,) = leaf(metadata).chunks
+    at = next(at for at in metadata.storage_data if at.fqn == "w")
+    kept = metadata.storage_data.pop(at)
+    chunk.offsets, chunk.sizes = (torch.Size(changed.get(n, getattr(chunk, n))) for n in ("offsets", "sizes"))
+    metadata.storage_data[MetadataIndex("w", chunk.offsets)] = kept
+
+
+DAMAGES = {
+    "no blocks": lambda metadata: (metadata.storage_data.clear(), leaf(metadata).chunks.clear()),
+    "blocks that lie nowhere": lambda metadata: metadata.storage_data.clear(),
+    "a block that has no size": lambda metadata: leaf(metadata).chunks.clear(),
+    "a block of fewer rows": lambda metadata: moved(metadata, sizes=(2, 6)),
+    "a block further on": lambda metadata: moved(metadata, offsets=(2, 0)),
+    "a larger shape": lambda metadata: setattr(leaf(metadata), "size", torch.Size((8, 6))),
+    "a smaller shape": lambda metadata: setattr(leaf(metadata), "size", torch.Size((2, 6))),
+    "another shape": lambda metadata: setattr(leaf(metadata), "size", torch.Size((6, 4))),
+    "no dtype": lambda metadata: setattr(leaf(metadata).properties, "dtype", 31),
+    "another dtype": lambda metadata: setattr(leaf(metadata).properties, "dtype", torch.float64),
+    "no leaves": lambda metadata: delattr(metadata, "state_dict_metadata"),
+}
+
+
+@pytest.mark.parametrize("damage", [*DAMAGES, "", "{", "[]", "null", '{"leaves": 3}'])
+def test_an_index_that_does_not_fit_its_files_is_damaged(tmp_path, damage):
+    checkpoint.save(tmp_path, STATE, TYPES, MESH, 1)
+    path, words = tmp_path / "step-000001" / ".metadata", r"(damaged|does not hold)(.|\n)*fix:"
+    if damage in DAMAGES:
+        metadata = pickle.loads(path.read_bytes())
+        DAMAGES[damage](metadata)
+        path.write_bytes(pickle.dumps(metadata))
+    else:
+        path.with_name("index.json").write_text(damage)
+        words = r"index\.json: is damaged(.|\n)*fix:"
+    with pytest.raises(ValueError, match=words):
+        checkpoint.load(tmp_path, TYPES, MESH)
+
+
+@pytest.mark.parametrize("text", ["", "abc", "-1", "99"])
+def test_a_file_latest_that_names_no_step_is_passed_over(tmp_path, text):
+    save(tmp_path, 4)
+    (tmp_path / "latest").write_text(text)
+    assert load(tmp_path) == ([4.0] * 3, 4)
+
+
+def saves_replicas_that_differ(mesh, folder):
+    state = {
+        "W": torch.ones(2, 3),
+        "b": torch.full((3,), float(mesh.rank == 1)),
+        "ids": torch.ones(2, dtype=torch.complex128),
+    }
+    with pytest.raises(ArithmeticError) as error:
+        checkpoint.save(folder, state, {"W": "W[D_X, F]", "b": "b[F]", "ids": "ids[I]"}, mesh, 5)
+    return str(error.value)
+
+
+def test_replicas_that_differ_are_named_as_one_of_them_would_be_lost(ranks, tmp_path):
+    for message in ranks(saves_replicas_that_differ, {"X": 4}, tmp_path):
+        assert 'step 5: state["b"], b[F], is replicated over X, but rank 1 of 4 has other values' in message
+    assert not [*tmp_path.iterdir()]
