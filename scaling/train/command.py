@@ -26,7 +26,7 @@ from scaling.models.text import NAME
 from scaling.spec.sizes import parse_mesh
 from scaling.strategies import transformer
 from scaling.strategies.transformer.types import check_vocabulary
-from scaling.train import checkpoint, compare, dry, elastic, export, flight, sample, tokenize, verify
+from scaling.train import checkpoint, compare, dry, elastic, evaluate, export, flight, tokenize, verify
 from scaling.train.durable import replaced
 from scaling.train.loop import STOP, run
 from scaling.train.origin import begun_from, keep_origin, options_of, tokenizer_for
@@ -133,7 +133,7 @@ def main(argv=None) -> int:
     if int(os.environ.get("RANK", 0)) == 0 and not elastic.fits_as_before(declared, sizes):
         room = dry.memory_of_rank(args.device, ranks := AbstractMesh(sizes).size())
         counts = dry.refuse_too_large(settings, sizes, room)
-        sample.check_sample(settings, ranks, counts.params + counts.state, room)
+        evaluate.check_sample(settings, ranks, counts.params + counts.state, room)
     try:
         with prepared(asked, args):
             return trained(settings, sizes, args)

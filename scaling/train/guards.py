@@ -1,4 +1,4 @@
-"""What a run watches itself for: ranks that have come apart, numbers that are not finite, losses that jump.
+"""What a run watches itself for: ranks that have come apart, numbers that are not finite, losses that jump, slow ranks.
 
 Cheap and on by default. All ranks find the same, since they look at what was gathered from all, and say which leaf,
 axis, ranks and step it is about.
@@ -17,10 +17,12 @@ from torch import Tensor
 from scaling import tree
 from scaling.collectives import all_gather
 from scaling.spec import Spec, format_axes, parse
+from scaling.trace import Log
 from scaling.train.blocks import first_replica
 
 ROW, ROWS = 1 << 13, 1 << 7  # words of 8 bytes that are hashed together, and such rows at a time
 AGAIN = "go on from the last checkpoint (--resume); if it comes back, look for what differs by rank"
+SHARE, LEAST = 0.12, 0.025  # of a step, and seconds, by which a rank is slower than the others before it is named
 BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}  # by bytes of an element; of more, int64
 
 
@@ -164,3 +166,42 @@ def one_axis(others: list[Mapping[str, int]], at: Mapping[str, int]) -> set[str]
     """The axes along which the nearest of the others lies."""
     differing = [{axis for axis in at if other[axis] != at[axis]} for other in others]
     return min(differing, key=len)
+
+
+def still(log: Log) -> float:
+    """Seconds of this rank in collectives, waiting for others and for the data, of what a trace saw."""
+    return sum(e.end - (e.waited if e.async_op else e.called) for e in log.collectives() if e.op != "Send")
+
+
+@dataclass
+class Pace:
+    """The latest steps of this rank: (seconds, of these standing still for a collective). Ranks that work together take
+    equally long; what tells a slow one is that it never waits for the others."""
+
+    steps: deque = field(default_factory=lambda: deque(maxlen=64))
+
+    def add(self, seconds: float, stood: float) -> None:
+        self.steps.append((seconds, min(stood, seconds)))
+
+    def slow(self, mesh, step: int) -> str:
+        """A warning that names ranks that all others wait for, or nothing; and the steps are forgotten.
+
+        All ranks call it. Of a rank's steps the quickest counts: whatever else the machine does only adds.
+        """
+        quickest = [min(seconds - stood for seconds, stood in self.steps), min(seconds for seconds, _ in self.steps)]
+        self.steps.clear()
+        pace = everyone(torch.tensor(quickest, dtype=torch.float64), mesh).tolist()
+        return "; ".join(found) if (found := slow_ranks([work for work, _ in pace], pace[0][1], mesh, step)) else ""
+
+
+def slow_ranks(work: list[float], step_seconds: float, mesh, step: int) -> list[str]:
+    """Of each rank's working seconds a step: those much longer than their peers', the ranks of the same stage."""
+    at, found = [mesh.coord_of(rank) for rank in range(len(work))], []
+    for rank, mine in enumerate(work):
+        others = [w for r, w in enumerate(work) if r != rank and at[r].get("Z") == at[rank].get("Z")]
+        usual = statistics.median(others) if others else mine
+        if mine - usual > max(SHARE * step_seconds, LEAST):
+            where = ", ".join(f"{axis}={i}" for axis, i in at[rank].items())
+            found.append(f"step {step}: rank {rank} ({where}) is slow: it works {mine * 1e3:.0f} ms a step, its peers "
+                         f"{usual * 1e3:.0f} ms, and they wait for it")  # fmt: skip
+    return found

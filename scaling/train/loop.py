@@ -16,11 +16,9 @@ from scaling.strategies import transformer
 from scaling.strategies.transformer.stages import slots_of
 from scaling.train import checkpoint, guards
 from scaling.train.batches import Batch, ahead, inputs
-from scaling.train.evaluate import evaluate, local
+from scaling.train.evaluate import continuation, evaluate, local
 from scaling.train.flight import Flight
-from scaling.train.pace import Pace, still
 from scaling.train.progress import Progress
-from scaling.train.sample import continuation
 from scaling.train.settings import DTYPES, Settings, optimizer_of
 from scaling.train.step import make_step
 
@@ -37,7 +35,7 @@ def run(mesh, settings: Settings) -> dict:
     params, state, seen = held["params"], held["optimizer"], held["data"]["sequences"]
     step, result = make_step(settings, mesh, optimizer), {"step": start, "sequences": seen}
     coming = ahead(train, seen, settings.batch)
-    progress, losses, pace, saving = Progress(settings, mesh), guards.Losses(), Pace(), None
+    progress, losses, pace, saving = Progress(settings, mesh), guards.Losses(), guards.Pace(), None
     progress.cut(start)
     flight = Flight(out, mesh.rank)
     for number in watched(range(start + 1, settings.steps + 1), settings.profile, mesh.rank, settings.chip):
@@ -51,7 +49,7 @@ def run(mesh, settings: Settings) -> dict:
         with flight.step(number) as log:
             params, state, metrics = step(params, state, _placed(whole, mesh), donate=True)
             loss, norm = metrics["loss"].item(), metrics["grad_norm"].item()
-        seconds, stood = time.perf_counter() - began, still(log) if mesh.device.type == "cpu" else None
+        seconds, stood = time.perf_counter() - began, guards.still(log) if mesh.device.type == "cpu" else None
         pace.add(seconds, stood or 0.0)
         seen += settings.batch
         result |= {"step": number, "loss": loss, "sequences": seen}

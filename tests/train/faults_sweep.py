@@ -22,7 +22,6 @@ from scaling import launch, tree
 from scaling.common.console import Parser
 from scaling.configs import get
 from scaling.train import guards, loop
-from scaling.train.pace import Pace
 from scaling.train.settings import Settings
 
 WORDS = {
@@ -38,9 +37,9 @@ GUARDS = [  # what is timed
     (guards, "check_replicas"),
     (guards, "check_finite"),
     (guards.Losses, "jump"),
-    (Pace, "add"),
-    (Pace, "slow"),
-    (loop, "still"),
+    (guards.Pace, "add"),
+    (guards.Pace, "slow"),
+    (guards, "still"),
 ]
 
 

@@ -1,16 +1,20 @@
 """Guards: what is planted is found and named; runs in which nothing is planted are left alone."""
 
 import re
+import time
 
 import pytest
 import torch
+from busy import once
 from failure import RankFailed
 
 from scaling import tree
+from scaling.collectives import all_reduce
 from scaling.configs import get
 from scaling.mesh import AbstractMesh, Mesh
 from scaling.models import transformer as model
 from scaling.strategies import transformer
+from scaling.trace import trace
 from scaling.train import guards
 from scaling.train.settings import Settings, optimizer_of
 from scaling.train.step import make_step
@@ -134,3 +138,37 @@ def test_a_jump_of_the_loss_is_told_from_noise():
 
 def test_one_rank_is_compared_with_nobody():
     guards.check_replicas({"W": torch.ones(2)}, {"W": "W[D]"}, Mesh({"X": 1}), 1)
+
+
+def steps(mesh, slow, seconds):
+    """Ten steps of 20 ms of work and a collective; one rank works longer."""
+    kept = guards.Pace()
+    for _ in range(10):
+        began = time.perf_counter()
+        with trace() as log:
+            time.sleep(0.02 + (seconds if mesh.rank == slow else 0))
+            all_reduce("x[] {U_X} -> x[]", torch.ones(()), mesh)
+        kept.add(time.perf_counter() - began, guards.still(log))
+    return kept.slow(mesh, 11)
+
+
+def test_a_slow_rank_is_named_by_all(ranks):
+    def named():
+        for said in ranks(steps, {"X": 2}, 1, 0.05):
+            assert "step 11: rank 1 (X=1) is slow" in said
+            assert "rank 0" not in said
+
+    def none():
+        assert ranks(steps, {"X": 2}, 1, 0.0) == ["", ""]
+
+    once(named)
+    once(none)
+
+
+def test_stages_have_their_own_pace():
+    mesh = AbstractMesh({"Z": 2, "X": 2})
+    assert guards.slow_ranks([1.0, 1.0, 1.5, 1.5], 1.6, mesh, 3) == []
+    (only,) = guards.slow_ranks([1.0, 1.0, 1.5, 1.9], 2.0, mesh, 3)
+    assert only.startswith("step 3: rank 3 (Z=1, X=1) is slow: it works 1900 ms a step, its peers 1500 ms")
+    assert guards.slow_ranks([1.0], 1.0, AbstractMesh({"X": 1}), 3) == []
+    assert guards.slow_ranks([0.002, 0.002, 0.006], 0.006, AbstractMesh({"X": 3}), 3) == []  # a few ms are noise

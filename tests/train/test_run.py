@@ -12,10 +12,12 @@ import torch
 from forked import Forked
 
 from scaling.configs import get
+from scaling.cost import transformer as tm
 from scaling.mesh import Mesh
 from scaling.train import guards
 from scaling.train.command import main
 from scaling.train.loop import run
+from scaling.train.progress import Progress
 from scaling.train.settings import Settings, optimizer_of, rate
 
 
@@ -147,3 +149,19 @@ def test_dry_run_counts_what_a_rank_holds(capsys):
     out = capsys.readouterr().out
     assert "each of 8 ranks of X=4, Y=2" in out
     assert "optimizer's state" in out
+
+
+def test_flops_by_both_conventions_and_the_share_of_the_chip(tmp_path, capsys):
+    config = get("tiny")
+    settings = Settings(config, "", str(tmp_path), batch=8, seq=64, dtype="bf16", chip="h100")
+    progress = Progress(settings, Mesh({"X": 1}))
+    record = progress.record(3, 1.5, 0.25, 0.5, 0.1)
+    assert record["flops_per_second"] == 6 * tm.num_params(config) * 8 * 64 / 0.5
+    matmuls = tm.num_params(config) - config.D * config.V - (2 * config.L + 1) * config.D  # no look-up, no norms
+    attention = 12 * config.L * config.N * config.H * 64
+    assert record["flops_per_second_with_attention"] == (6 * matmuls + attention) * 8 * 64 / 0.5
+    assert record["mfu"] == pytest.approx(record["flops_per_second"] / 990e12, rel=0.01)
+    assert record["exposed"] == 0.2
+    progress.say(record)
+    assert "step      3/200  loss 1.5000  norm 0.25  1,024 tokens/s  MFU 0.0%" in capsys.readouterr().out
+    assert json.loads((tmp_path / "metrics.jsonl").read_text()) == record
