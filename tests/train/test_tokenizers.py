@@ -61,7 +61,7 @@ def begun(place, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(place)
     monkeypatch.setattr(command, "trained", lambda settings, sizes, args: ran.append(settings) or 0)
     monkeypatch.setattr(command.dry, "refuse_too_large", lambda *given: None)
-    monkeypatch.setattr(command.sample, "check_sample", lambda *given: None)
+    monkeypatch.setattr(command.evaluate, "check_sample", lambda *given: None)
     monkeypatch.setattr(command.elastic, "fits_as_before", lambda *given: True)
     ran = []
 
