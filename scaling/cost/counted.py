@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
-from scaling.cost import placed
+from scaling.cost import lanes
 from scaling.hardware import Chip, Measured
 
 
@@ -148,7 +148,7 @@ def price(
     for line, calls in step.lines.items():
         if line.op == "Send" or not calls.number:  # its Recv is counted
             continue
-        lane = placed.mesh_lane(line.op, line.axes, inwards, chip, shape)
+        lane = lanes.mesh_lane(line.op, line.axes, inwards, chip, shape)
         if seconds := calls.number * float(lane.forecast(calls.amount / calls.number, rate)):
             axes = "".join(line.axes)
             comms[axes] = comms.get(axes, 0.0) + seconds

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 
 from scaling.common.arguments import one_of, positive
 from scaling.configs import Config
-from scaling.cost.placed import mesh_seconds
+from scaling.cost.lanes import mesh_seconds
 from scaling.hardware import Chip
 from scaling.spec import ShardingError, dtype_bytes
 
@@ -139,7 +139,7 @@ def collectives(form: str, config: Config, batch: int, sizes: Mapping[str, int],
 def collective_seconds(
     moved: StepCollective, chip: Chip, shape: Sequence[int], sizes: Mapping[str, int], wrap=None
 ) -> float:
-    """Seconds of all of them on a slice, as `placed.mesh_seconds` has it; the axes of `sizes` come innermost first."""
+    """Seconds of all of them on a slice, as `lanes.mesh_seconds` has it; the axes of `sizes` come innermost first."""
     return moved.times * mesh_seconds(moved.op, moved.nbytes, moved.axes, sizes, chip, shape, wrap)
 
 

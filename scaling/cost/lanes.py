@@ -1,7 +1,7 @@
 """Lanes: what a byte costs that a collective moves over a group of chips: on a torus, on a tree of switches, measured.
 
 Every price of a collective comes from here: the book's, of whole axes of a torus (`collectives`), those of a mesh that
-lies on the chips (`placed`), and those of all the meshes that the planner compares. V is the book's measure, as in
+lies on the chips (`mesh_lane`), and those of all the meshes that the planner compares. V is the book's measure, as in
 `scaling.trace`: the gathered array of one group.
 
 On a torus a mesh axis takes whole torus axes, and at most one part of a further one, whose rest another mesh axis
@@ -11,8 +11,8 @@ Dive ...").
 """
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
@@ -205,3 +205,74 @@ def measured_lane(chip: Chip, op: str, ranks: int) -> Lane:
         f"{chip.name}: {op} over {ranks} ranks was not measured (there is: {has})"
         "\n  fix: measure it (python -m scaling.measure), or choose what is there"
     )
+
+
+# --- Of a mesh on the chips that it is laid on
+
+
+def place_axes(shape: Sequence[int], sizes: Mapping[str, int]) -> dict[str, tuple[int, ...]]:
+    """Each mesh axis as lengths along the axes of a slice, in the order given: Y = 8, Z = 2 on 4x4 are (4, 2), (1, 2).
+
+    ValueError where the sizes do not fill the slice so.
+    """
+    left, placed = list(shape), {}
+    for axis, size in sizes.items():
+        own, rest = [1] * len(left), size
+        for i, room in enumerate(left):
+            own[i] = math.gcd(room, rest)
+            left[i], rest = room // own[i], rest // own[i]
+        if rest > 1:
+            raise ValueError(
+                f"{dict(sizes)} on a slice of {'x'.join(map(str, shape))}: {axis} = {size} does not fit"
+                "\n  fix: choose sizes of which the product is the slice's number of chips"
+            )
+        placed[axis] = tuple(own)
+    if math.prod(left) > 1:
+        raise ValueError(
+            f"{dict(sizes)} leave chips of a slice of {'x'.join(map(str, shape))} idle"
+            "\n  fix: choose sizes that fill the slice"
+        )
+    return placed
+
+
+def mesh_lane(
+    op: str, axes: Sequence[str], sizes: Mapping[str, int], chip: Chip, shape: Sequence[int] = (),
+    wrap: bool | None = None,
+) -> Lane:  # fmt: skip
+    """What a byte of V costs in a collective over these axes of a mesh, whose `sizes` come innermost first.
+
+    On a torus `shape` is the slice: a mesh axis that is part of a torus axis is a line, a whole one a ring if the slice
+    closes it (`wrap`: as if all were). On a tree the axes lie side by side. A hop between stages is a
+    CollectivePermute.
+    """
+    op = {"Recv": "CollectivePermute", "Gather": "AllGather", "Scatter": "AllGather"}.get(op, op)
+    names = list(sizes)
+    axes = [axis for axis in names if axis in axes and sizes[axis] > 1]
+    ranks = math.prod(sizes[axis] for axis in axes)
+    if ranks == 1:
+        return Lane()
+    if chip.measured or chip.kind not in ("gpu", "tpu"):
+        return measured_lane(chip, op, ranks)
+    if chip.kind == "gpu":
+        span = math.prod(sizes[name] for name in names[: names.index(axes[-1]) + 1])
+        lane = tree_lane(chip, op, ranks, span // ranks)  # so many GPUs from one of a group to the next
+    else:
+        placed, rings, spans = place_axes(shape, sizes), chip.wraps(tuple(shape)), []
+        for i, side in enumerate(shape):
+            if (length := math.prod(placed[axis][i] for axis in axes)) > 1:
+                spans.append(AxisSpan(i, length, 1, bool(wrap or rings[i]) and length == side, True))
+        lane = torus_lane(chip, op, tuple(spans))
+    if op == "AllReduce":  # two passes
+        return replace(lane, per_byte=2 * lane.per_byte, latency=2 * lane.latency)
+    return replace(lane, per_byte=lane.per_byte / ranks) if op == "AllToAll" else lane
+
+
+def mesh_seconds(
+    op: str, nbytes: float, axes: Sequence[str], sizes: Mapping[str, int], chip: Chip, shape: Sequence[int] = (),
+    wrap: bool | None = None,
+) -> float:  # fmt: skip
+    """Seconds of such a collective of V bytes at the peak, but for the chip's `launch`; or as measured."""
+    lane = mesh_lane(op, axes, sizes, chip, shape, wrap)
+    if chip.measured:
+        return float(lane.forecast(nbytes, chip.efficiency))
+    return float(max(lane.seconds(nbytes), chip.efficiency.launch)) if lane.ranks > 1 else 0.0

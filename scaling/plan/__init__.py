@@ -12,10 +12,8 @@ memory; evaluate: bound and forecast; candidates: every layout, the best first; 
 
 from scaling.plan.candidates import plans, search
 from scaling.plan.evaluate import Estimate, evaluate
-from scaling.plan.job import Fixed, Job
-from scaling.plan.layout import Layout
+from scaling.plan.job import Fixed, Job, Layout
 from scaling.plan.network import tree
-from scaling.plan.ranking import fits
 from scaling.plan.work import Stack
 
-__all__ = ["Estimate", "Fixed", "Job", "Layout", "Stack", "evaluate", "fits", "plans", "search", "tree"]
+__all__ = ["Estimate", "Fixed", "Job", "Layout", "Stack", "evaluate", "plans", "search", "tree"]

@@ -14,9 +14,7 @@ from scaling.configs.sources import HELP
 from scaling.hardware import chip, chips
 from scaling.plan import explain, one_layer
 from scaling.plan.candidates import plans
-from scaling.plan.job import DTYPES, OVERLAPS, Fixed, Job
-from scaling.plan.layout import AXES, POLICIES, SCHEDULES
-from scaling.plan.ranking import fits
+from scaling.plan.job import AXES, DTYPES, OVERLAPS, POLICIES, SCHEDULES, Fixed, Job
 from scaling.plan.report import Budget, as_dict, text
 
 BINARY = {"": 1, "k": 2**10, "M": 2**20}
@@ -152,7 +150,7 @@ def main(arguments: list[str] | None = None) -> int:
     except ValueError as error:
         print(json.dumps({"error": str(error)}), file=sys.stderr) if args.json else complain(f"no plan: {error}")
         return 1
-    best, done = found[0], fits(job, found[0])
+    best, done = found[0], found[0].fits
     budget = Budget(args.tokens, args.mfu, args.price)
     out: Any = as_dict(found, budget, args.top) if args.json else text(found, budget, args.top)
     if args.explain and done:

@@ -6,7 +6,7 @@ mesh suits" says why.
 
 import math
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -16,19 +16,29 @@ import numpy as np
 from scaling.cost.lanes import Lane
 from scaling.hardware import Chip
 from scaling.plan.evaluate import Estimate, evaluate
-from scaling.plan.job import ANY, Fixed, Job, Question
-from scaling.plan.layout import AXES, POLICIES, SCHEDULES, Layout, row
+from scaling.plan.job import ANY, AXES, POLICIES, SCHEDULES, Fixed, Job, Layout, Question, row
 from scaling.plan.network import Network, Unplaced, measured, slice_shape, torus, torus_meshes, tree
-from scaling.plan.ranking import misses_by, rank, simplest_first
 
 STAGES, PART = 64, 128  # the most pipeline stages; the fewest tokens of a sequence's part
 CHUNKS = (2, 3, 4, 5, 6, 8, 10, 12, 16, 20)  # of layers that a rank of an interleaved pipeline holds
 ROWS = 16_000  # of columns evaluated at once, so that they stay in the cache
+COMPLEXITY = {"pod": 0, "data": 1, "fsdp": 1, "tensor": 2, "expert": 2, "pipe": 3, "context": 3}
+TIE = 0.03  # forecasts so much longer than the shortest, by share, count as equal to it
 
 
 def divisors(n: int) -> list[int]:
     small = [d for d in range(1, math.isqrt(n) + 1) if n % d == 0]
     return sorted({*small, *(n // d for d in small)})
+
+
+def splits(axes: Sequence[str], n: int, allowed: Callable[[str, int], bool]) -> Iterator[dict[str, int]]:
+    """Every way to split n chips over the axes, of the sizes that are allowed."""
+    if not axes:
+        yield from [{}] if n == 1 else []
+        return
+    for size in [n] if len(axes) == 1 else divisors(n):
+        if allowed(axes[0], size):
+            yield from ({axes[0]: size} | rest for rest in splits(axes[1:], n // size, allowed))
 
 
 def _refusal(job: Job, sizes: dict[str, int]) -> str | None:
@@ -92,20 +102,12 @@ def _sizes(chip: Chip, chips: int, fixed: Fixed, most: dict[str, int], refused: 
         return
     wanted = dict(fixed.axes)
 
-    def choices(axis: str, left: int) -> list[int]:
-        return (
-            [wanted[axis]] * (left % wanted[axis] == 0)
-            if axis in wanted
-            else [d for d in divisors(left) if d <= most[axis]]
-        )
+    def allowed(axis: str, size: int) -> bool:
+        return size == wanted[axis] if axis in wanted else size <= most[axis]
 
-    for Y in choices("tensor", chips):
-        for E in choices("expert", chips // Y):
-            for C in choices("context", chips // (Y * E)):
-                for Z in choices("pipe", chips // (Y * E * C)):
-                    rest = chips // (Y * E * C * Z)
-                    for X in choices("fsdp", rest):
-                        yield {"tensor": Y, "expert": E, "context": C, "pipe": Z, "fsdp": X, "data": rest // X}, None
+    yield from (
+        (sizes, None) for sizes in splits(("tensor", "expert", "context", "pipe", "fsdp", "data"), chips, allowed)
+    )
 
 
 def pod_counts(chip: Chip, chips: int) -> list[int]:
@@ -154,6 +156,27 @@ def _recipes(own: int, stages: int, L: int, policies: tuple[str, ...], sharded: 
                 for once in (False, True) if sharded and m > 1 else (False,):
                     found.append((m, SCHEDULES.index(name), v, POLICIES.index(policy), once))
     return np.array(found, dtype=np.int64).reshape(-1, 5)
+
+
+def complexity(layout: Layout) -> int:
+    """How much there is to a layout: replicas or shards are little, stages and parts of sequences the most."""
+    return sum(COMPLEXITY[axis] for axis, n in layout.sizes.items() if n > 1)
+
+
+def simplest_first(chosen: list[tuple]) -> list[tuple]:
+    """In order of rank, but for the first: of all as fast as the fastest, within TIE, the simplest, and of those the
+    shortest without overlap: TP in the node rather than beyond it, replicas rather than shards."""
+    order = sorted(chosen, key=lambda one: one[0])
+    if not order or order[0][0][0] > 0:
+        return order
+    as_fast = [one for one in order if one[0][0] == 0 and one[0][1] <= (1 + TIE) * order[0][0][1]]
+    first = min(as_fast, key=lambda one: (complexity(one[2]), one[0][2]))
+    return [first, *(one for one in order if one is not first)]
+
+
+def rank(found: Estimate) -> tuple:
+    """What fits first; then the shortest forecast."""
+    return found.misses, found.forecast, found.worst, found.held.total
 
 
 class Found(Sequence):
@@ -235,13 +258,13 @@ def _block(job: Job, chip: Chip, networks: list[Network], options: list[np.ndarr
         return Estimate(job, Network(chip, {}, 0, over), Layout(**fields))
 
     every = priced(index, chosen)
-    misses = misses_by(job, every)
+    misses = every.misses
     key = np.where(misses > 0, 1e12 + misses, every.forecast)
     best = np.minimum.reduceat(key, np.cumsum([0, *lengths[:-1]]))
     hits = np.flatnonzero(key == best[index])
     firsts = hits[np.searchsorted(index[hits], np.arange(len(networks)))]
     found = priced(np.arange(len(networks)), chosen[firsts])
-    keys = np.stack(np.broadcast_arrays(*rank(job, found)), 1)
+    keys = np.stack(np.broadcast_arrays(*rank(found)), 1)
     return [(tuple(keys[i].tolist()), networks[i], row(found.layout, i)) for i in range(len(networks))]
 
 

@@ -16,12 +16,10 @@ from scaling.configs import Config
 from scaling.hardware import Chip
 from scaling.mesh import AbstractMesh
 from scaling.plan import report
-from scaling.plan.candidates import divisors, plans
+from scaling.plan.candidates import plans, splits
 from scaling.plan.evaluate import Estimate
-from scaling.plan.job import Fixed, Job
-from scaling.plan.layout import Layout
+from scaling.plan.job import Fixed, Job, Layout
 from scaling.plan.network import slice_shape
-from scaling.plan.ranking import fits
 from scaling.plan.transformer_step import predict_transformer
 from scaling.spec import ShardingError
 from scaling.spec.sizes import format_sizes
@@ -51,18 +49,9 @@ class MeshChoice:
 
 
 def meshes(settings: Settings, ranks: int) -> Iterator[dict[str, int]]:
-    """Every mesh of so many ranks, axes of size 1 left out; E only for experts, Z no more than layers."""
-
-    def split(axes: str, left: int) -> Iterator[dict[str, int]]:
-        if not axes:
-            yield from [{}] if left == 1 else []
-            return
-        for size in divisors(left):
-            for rest in split(axes[1:], left // size):
-                yield ({axes[0]: size} if size > 1 else {}) | rest
-
-    axes = "PZXCYE" if settings.model.moe else "PZXCY"
-    yield from (sizes or {"X": 1} for sizes in split(axes, ranks))
+    """Every mesh of so many ranks, axes of size 1 left out; E only for experts."""
+    for sizes in splits("PZXCYE" if settings.model.moe else "PZXCY", ranks, lambda *_: True):
+        yield {axis: size for axis, size in sizes.items() if size > 1} or {"X": 1}
 
 
 def choices(
@@ -108,14 +97,14 @@ def planned(settings: Settings, ranks: int, chip: Chip, refused: list[str]) -> I
     )  # fmt: skip
     estimates = evaluated(job, chip, ranks, Fixed((), settings.remat, settings.microbatches, "1f1b"))
     seen: set[str] = set()
-    for one in sorted(estimates, key=lambda one: (not fits(job, one), float(one.forecast))):
+    for one in sorted(estimates, key=lambda one: (not one.fits, float(one.forecast))):
         sizes: dict[str, int] = {}
         for axis, size in one.layout.sizes.items():
             if size > 1:
                 sizes[AXES[axis]] = sizes.get(AXES[axis], 1) * size
         sizes = {axis: sizes[axis] for axis in "PZXCYE" if axis in sizes} or {"X": 1}
         name = format_sizes(sizes)
-        if not fits(job, one):
+        if not one.fits:
             refused.append(f"{name}: a chip needs {float(one.held.total) / 1e9:.2f} GB")
         elif why := uneven(settings, sizes):
             refused.append(f"{name}: {why}")

@@ -17,8 +17,7 @@ from scaling.cost.lanes import LINKS, Amount
 from scaling.cost.layers import Cost
 from scaling.hardware import Chip
 from scaling.plan.holds import Held, held
-from scaling.plan.job import Job
-from scaling.plan.layout import AXES, Layout
+from scaling.plan.job import AXES, Job, Layout
 from scaling.plan.ledger import Compute, Entry, compute, ledger
 from scaling.plan.network import Network
 
@@ -144,6 +143,20 @@ class Estimate:
     @cached_property
     def held(self) -> Held:
         return held(self.job, self.compute, self.layout)
+
+    @property
+    def room(self) -> float:
+        """Bytes of a chip that are planned with."""
+        return self.job.headroom * self.network.chip.need("hbm_bytes")
+
+    @property
+    def misses(self) -> Amount:
+        """Bytes that a chip lacks."""
+        return np.maximum(0.0, self.held.total - self.room)
+
+    @property
+    def fits(self) -> bool:
+        return bool(self.misses == 0)
 
     @cached_property
     def bounds(self) -> tuple[Amount, Amount]:

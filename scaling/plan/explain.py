@@ -9,8 +9,7 @@ from tabulate import tabulate
 from scaling.hardware import Chip
 from scaling.plan.candidates import Found, answer
 from scaling.plan.evaluate import Estimate
-from scaling.plan.job import Question
-from scaling.plan.layout import AXES
+from scaling.plan.job import AXES, Question
 from scaling.plan.one_layer import as_dict as pass_dict
 from scaling.plan.one_layer import layer_chart, layer_passes
 from scaling.plan.report import AXIS_WORDS, LAYOUT, Budget, cost_of_run, described_layout, folded, size

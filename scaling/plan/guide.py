@@ -21,9 +21,7 @@ from scaling.cost.units import significant
 from scaling.hardware import Chip, Level, chip
 from scaling.plan.candidates import search
 from scaling.plan.evaluate import Estimate
-from scaling.plan.job import Fixed, Job
-from scaling.plan.layout import AXES
-from scaling.plan.ranking import fits, room
+from scaling.plan.job import AXES, Fixed, Job
 from scaling.plan.report import folded, size
 
 
@@ -78,7 +76,7 @@ def climb(job: Job, gpu: Chip, gpus: int) -> list[Climbed]:
         sizes = dict.fromkeys(AXES, 1) | dict(rung.sizes)
         chips = gpus if rung.sizes else 1
         if found := search(job, gpu, chips, Fixed(tuple(sizes.items()), rung.remat, zero=rung.zero)).found:
-            steps.append(Climbed(rung, found[0], fits(job, found[0])))
+            steps.append(Climbed(rung, found[0], found[0].fits))
     if not steps:
         raise ValueError(
             f"{job.sequences:,} sequences are too few for {gpus} GPUs; fix: give --sequences {gpus} or more"
@@ -97,7 +95,7 @@ def choose_rung(steps: list[Climbed]) -> Climbed | None:
 def advice(job: Job, gpu: Chip, gpus: int, timed: bool = True) -> str:
     """The ladder as a table, the choice, and if nothing fits by how much and what would help."""
     steps = climb(job, gpu, gpus)
-    free, params = room(job, gpu), job.work.params
+    free, params = steps[0].found.room, job.work.params
     rows = []
     for step in steps:
         own, layout = step.found.held, step.found.layout

@@ -12,8 +12,7 @@ import numpy as np
 
 from scaling.cost.lanes import Amount
 from scaling.cost.transformer import CHUNK
-from scaling.plan.job import Job
-from scaling.plan.layout import POLICIES, Layout
+from scaling.plan.job import POLICIES, Job, Layout
 from scaling.plan.ledger import Compute, is_one, weight_elements
 from scaling.spec import dtype_bytes
 

@@ -13,8 +13,7 @@ import numpy as np
 
 from scaling.cost.lanes import Amount, Lane
 from scaling.hardware import Chip
-from scaling.plan.job import Job
-from scaling.plan.layout import POLICIES, SCHEDULES, Layout
+from scaling.plan.job import POLICIES, SCHEDULES, Job, Layout
 
 
 @dataclass(frozen=True)

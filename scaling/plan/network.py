@@ -4,14 +4,14 @@
 """
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import combinations
 
 from scaling.cost.lanes import LINKS, AxisSpan, Lane, gather_price, measured_lane, on_links, torus_lane, tree_lane
 from scaling.hardware import Chip
-from scaling.plan.layout import AXES
+from scaling.plan.job import AXES
 
 LANES = {  # lane: the mesh axes of its group, under ZeRO-3 and otherwise
     "tensor": (("tensor",), ("tensor",)),
@@ -41,10 +41,27 @@ class Unplaced(ValueError):
     """A mesh that the chips' network cannot hold, with the reason."""
 
 
-def pod_lane(chip: Chip, pods: int) -> Lane:
-    if pods == 1:
-        return Lane()
-    return Lane(1 / chip.need("dcn_bw"), 0.0, on_links(LINKS - 1), pods, "datacenter network")
+def placed_lanes(
+    chip: Chip, sizes: Mapping[str, int], zero: int, lane_of: Callable[[str, tuple[str, ...], int], Lane]
+) -> Network:
+    """All lanes of a mesh; `lane_of(op, axes, size)`: of a group of so many chips, but for pods."""
+    lanes = {}
+    for name, (sharded, plain) in LANES.items():
+        axes = sharded if zero == 3 else plain
+        if (size := math.prod(sizes[axis] for axis in axes)) == 1:
+            lanes[name] = Lane()
+        elif name == "pod":
+            lanes[name] = Lane(1 / chip.need("dcn_bw"), 0.0, on_links(LINKS - 1), size, "datacenter network")
+        else:
+            lanes[name] = lane_of(HOW.get(name, "AllGather"), axes, size)
+    return Network(chip, sizes, zero, lanes)
+
+
+def _or_unplaced(lane_of: Callable[..., Lane], *given) -> Lane:
+    try:
+        return lane_of(*given)
+    except ValueError as error:
+        raise Unplaced(str(error).splitlines()[0]) from error
 
 
 # --- A tree of switches: the axes lie side by side, tensor innermost
@@ -67,22 +84,15 @@ def tree(chip: Chip, sizes: Mapping[str, int], zero: int, copies: int = 1, group
     cluster = math.prod(sizes.values())
     chip = _filled(chip, cluster)
     node = chip.node_gpus
-    lanes = {}
-    for name, (sharded, plain) in LANES.items():
-        axes = sharded if zero == 3 else plain
-        size = math.prod(sizes[axis] for axis in axes)
-        inner = math.prod(sizes[axis] for axis in AXES[AXES.index(axes[-1]) + 1 :]) if axes else 1
-        if size == 1 or name == "pod":
-            lanes[name] = Lane() if size == 1 else pod_lane(chip, size)
-            continue
+
+    def lane_of(op: str, axes: tuple[str, ...], size: int) -> Lane:
+        inner = math.prod(sizes[axis] for axis in AXES[AXES.index(axes[-1]) + 1 :])
         total = size * inner
         if node % total and total % node and total != cluster:
             raise Unplaced(f"groups of {total} GPUs lie across nodes of {node}")
-        try:
-            lanes[name] = tree_lane(chip, HOW.get(name, "AllGather"), size, inner, copies, groups)
-        except ValueError as error:
-            raise Unplaced(str(error).splitlines()[0]) from error
-    return Network(chip, sizes, zero, lanes)
+        return _or_unplaced(tree_lane, chip, op, size, inner, copies, groups)
+
+    return placed_lanes(chip, sizes, zero, lane_of)
 
 
 # --- A torus
@@ -171,16 +181,11 @@ def placements(chip: Chip, shape: tuple[int, ...], axes: tuple[str, ...], most: 
 
 def torus(chip: Chip, sizes: Mapping[str, int], zero: int, placed: Placement, copies: int = 1) -> Network:
     """Lanes on a slice of a TPU pod, by a placement of the mesh axes."""
-    lanes = {}
-    for name, (sharded, plain) in LANES.items():
-        axes = sharded if zero == 3 else plain
-        size = math.prod(sizes[axis] for axis in axes)
-        if size == 1 or name == "pod":
-            lanes[name] = Lane() if size == 1 else pod_lane(chip, size)
-            continue
-        spans = tuple(span for axis in axes for span in placed.get(axis, ()))
-        lanes[name] = torus_lane(chip, HOW.get(name, "AllGather"), spans, copies)
-    return Network(chip, sizes, zero, lanes)
+
+    def lane_of(op: str, axes: tuple[str, ...], size: int) -> Lane:
+        return torus_lane(chip, op, tuple(span for axis in axes for span in placed.get(axis, ())), copies)
+
+    return placed_lanes(chip, sizes, zero, lane_of)
 
 
 def book(chip: Chip, sizes: Mapping[str, int], axes: Mapping[str, int], zero: int = 3) -> Network:
@@ -198,14 +203,7 @@ def book(chip: Chip, sizes: Mapping[str, int], axes: Mapping[str, int], zero: in
 
 def measured(chip: Chip, sizes: Mapping[str, int], zero: int) -> Network:
     """Lanes from a chip file's measured AllGathers; every lane waits for every other: they share the machine."""
-    lanes = {}
-    for name, (sharded, plain) in LANES.items():
-        size = math.prod(sizes[axis] for axis in (sharded if zero == 3 else plain))
-        try:
-            lanes[name] = measured_lane(chip, "AllGather", size) if size > 1 else Lane()
-        except ValueError as error:
-            raise Unplaced(str(error).splitlines()[0]) from error
-    return Network(chip, sizes, zero, lanes)
+    return placed_lanes(chip, sizes, zero, lambda _, __, size: _or_unplaced(measured_lane, chip, "AllGather", size))
 
 
 # --- All of them

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from scaling.plan.evaluate import Estimate, matmul_passes, reached_rates
-from scaling.plan.layout import AXES
+from scaling.plan.job import AXES
 from scaling.show import bars
 from scaling.show.bars import Bar
 

@@ -20,8 +20,7 @@ from scaling.configs import get
 from scaling.hardware import Chip, chip
 from scaling.plan.candidates import search
 from scaling.plan.evaluate import Estimate, evaluate
-from scaling.plan.job import Fixed, Job
-from scaling.plan.layout import AXES
+from scaling.plan.job import AXES, Fixed, Job
 from scaling.plan.report import folded
 
 BETTER = 0.15  # the planner's layout is explained if it is faster by so much
@@ -108,7 +107,7 @@ def own_mesh(run: PublishedRun) -> Estimate:
     if not own:
         raise ValueError(
             f"{run.where}: the planner does not know the published mesh {dict(run.mesh)}"
-            "\n  fix: write the mesh with the axes of scaling.plan.layout"
+            "\n  fix: write the mesh with the axes of scaling.plan.job"
         )
     return own[0]
 

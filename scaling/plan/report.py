@@ -11,9 +11,7 @@ from scaling.cost.units import significant
 from scaling.plan import closed_form
 from scaling.plan.candidates import Found, answer
 from scaling.plan.evaluate import Estimate
-from scaling.plan.job import ANY, Question
-from scaling.plan.layout import AXES, Layout
-from scaling.plan.ranking import fits, room
+from scaling.plan.job import ANY, AXES, Layout, Question
 
 AXIS_WORDS = {
     "pod": "pods (data)", "pipe": "pipeline", "data": "data", "fsdp": "FSDP", "context": "context", "expert": "expert",
@@ -166,7 +164,7 @@ def text(found: Found, budget: Budget, top: int = 6) -> str:
     best, asked = found[0], found.question
     job, chip = asked.job, asked.chip
     lines = [head_line(asked), ""]
-    if not fits(job, best):
+    if not best.fits:
         return folded([*lines, *misses(found)])
     lines += [
         f"Best of {found.fitting:,} meshes that fit: {best.name}",
@@ -179,7 +177,7 @@ def text(found: Found, budget: Budget, top: int = 6) -> str:
         f"{best.worst:.4g} s if nothing overlapped",
         f"Forecast: {best.forecast:.4g} s a step, MFU {best.mfu:.0%}, {best.per_chip:,.0f} tokens/s a chip",
         f"          {forecast_line(best)}",
-        memory_line(best) + f", of {size(room(job, chip))} ({job.headroom:.0%} of {size(chip.hbm_bytes)})",
+        memory_line(best) + f", of {size(best.room)} ({job.headroom:.0%} of {size(chip.hbm_bytes)})",
     ]
     lines += [f"Note: {note}." for note in _notes(best)]
     lines += ["", *closed_form.form_lines(closed_form.closed_form(asked, best.size("pod")), job.config)]
@@ -219,7 +217,7 @@ def misses(found: Found) -> list[str]:
 def help_needed(found: Found) -> dict:
     """By how much the smallest layout misses, and what would help: each checked by planning again."""
     asked, job, tried = replace(found.question, fixed=ANY), found.question.job, []
-    free, smallest = room(job, asked.chip), float(found[0].held.total)
+    free, smallest = found[0].room, float(found[0].held.total)
 
     def works(label: str, **changed) -> bool:
         try:
@@ -256,7 +254,7 @@ def as_dict(found: Found, budget: Budget, top: int = 6) -> dict:
     out = {
         "model": job.config.name, "params": job.work.params, "chip": asked.chip.name, "chips": asked.chips,
         "batch": job.batch, "seq": job.seq, "dtype": job.dtype, "flops_per_step": job.flops(), "headroom": job.headroom,
-        "closed_form": closed_form.closed_form(asked, best.size("pod")), "fits": fits(job, best),
+        "closed_form": closed_form.closed_form(asked, best.size("pod")), "fits": best.fits,
         "meshes": len(found), "meshes_that_fit": found.fitting,
     }  # fmt: skip
     if not out["fits"]:

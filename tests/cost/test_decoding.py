@@ -8,7 +8,7 @@ import torch
 from scaling import serve
 from scaling.configs import Config, Latent, get
 from scaling.cost import decoding as d
-from scaling.cost.placed import place_axes
+from scaling.cost.lanes import place_axes
 from scaling.hardware import chip
 from scaling.mesh import AbstractMesh
 from scaling.models import transformer as model

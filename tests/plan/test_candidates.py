@@ -5,11 +5,10 @@ import pytest
 
 from scaling.configs import get
 from scaling.hardware import chip
-from scaling.plan import Fixed, Job, Layout, Stack, evaluate, fits, plans, search, tree
-from scaling.plan.candidates import CHUNKS
-from scaling.plan.layout import AXES, POLICIES
+from scaling.plan import Fixed, Job, Layout, Stack, evaluate, plans, search, tree
+from scaling.plan.candidates import CHUNKS, TIE, rank, simplest_first
+from scaling.plan.job import AXES, POLICIES
 from scaling.plan.network import Unplaced
-from scaling.plan.ranking import TIE, rank, simplest_first
 
 H100, V5P = chip("h100"), chip("v5p")
 SMALL = get("llama3-8b").with_(L=6, V=32000)
@@ -84,7 +83,7 @@ def test_the_best_of_every_layout_is_the_planners(config, chips, sequences):
         if networks[key] is None:
             continue
         found, count = evaluate(job, networks[key], layout), count + 1
-        if fits(job, found) and (best is None or found.forecast < best.forecast):
+        if found.fits and (best is None or found.forecast < best.forecast):
             best = found
     assert count > 500 or sequences == 1
     found = plans(job, H100, chips)
@@ -95,11 +94,11 @@ def test_the_best_of_every_layout_is_the_planners(config, chips, sequences):
 def test_the_order_of_what_is_found():
     job = Job(get("llama3-70b"), 2**20)
     found = plans(job, H100, 64)
-    ranks = [rank(job, one) for one in found]
+    ranks = [rank(one) for one in found]
     assert ranks[1:] == sorted(ranks[1:])
     assert ranks[0][1] <= (1 + TIE) * ranks[1][1]
     assert all(one.chips == 64 for one in found)
-    assert sum(fits(job, one) for one in found) == found.fitting
+    assert sum(one.fits for one in found) == found.fitting
     assert len({(tuple(layout.sizes.values()), layout.zero) for _, layout in found.layouts()}) == len(found)
 
 
@@ -161,7 +160,7 @@ def test_part_6_llama3_70b_on_a_pod():
 def test_clusters_of_any_size(chips):
     found = best("llama3-8b", chips, 2**22, 8192)
     assert found.chips == chips
-    assert fits(Job(get("llama3-8b"), 2**22, 8192), found)
+    assert found.fits
 
 
 @pytest.mark.parametrize("chips", [1, 2, 7, 8, 32])
@@ -212,4 +211,4 @@ def test_what_is_fixed_stays():
 def test_the_books_stack_is_a_model_too():
     found = plans(Job(Stack(32, 8192, 32768), 2**21, seq=1), H100, 64)[0]
     assert found.size("context") == 1
-    assert fits(Job(Stack(32, 8192, 32768), 2**21, seq=1), found)
+    assert found.fits

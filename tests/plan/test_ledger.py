@@ -10,7 +10,7 @@ from scaling.configs import get
 from scaling.cost.lanes import Lane
 from scaling.hardware import chip
 from scaling.plan import Job, Layout, Stack, evaluate, tree
-from scaling.plan.layout import CODED, row
+from scaling.plan.job import CODED, row
 from scaling.plan.ledger import heaviest
 from scaling.plan.network import Network
 from scaling.schedules import make

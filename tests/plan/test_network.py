@@ -7,7 +7,7 @@ from scaling import cost
 from scaling.cost import gpu
 from scaling.cost.lanes import AxisSpan, exchange, gather_price, join_spans
 from scaling.hardware import chip
-from scaling.plan.layout import AXES
+from scaling.plan.job import AXES
 from scaling.plan.network import Unplaced, book, placements, slice_shape, torus, torus_meshes, tree
 
 V5P, H100 = chip("v5p"), chip("h100")

@@ -4,8 +4,8 @@ import pytest
 
 from scaling.configs import get
 from scaling.hardware import chip
-from scaling.plan import Fixed, Job, fits, plans
-from scaling.plan.layout import POLICIES
+from scaling.plan import Fixed, Job, plans
+from scaling.plan.job import POLICIES
 
 H100 = chip("h100")
 BEST = {  # policy: (model, sizes, sequences, their tokens) for which it is the best
@@ -21,7 +21,7 @@ def test_the_best_remat_policy_is_chosen(policy):
     model, axes, sequences, seq = BEST[policy]
     job, chips = Job(get(model), sequences * seq, seq), 64 if len(axes) > 1 else 8
     fixed = {name: plans(job, H100, chips, Fixed(axes, remat=name))[0] for name in POLICIES}
-    best = min(POLICIES, key=lambda name: (not fits(job, fixed[name]), fixed[name].forecast))
-    assert (best, fits(job, fixed[best])) == (policy, True)
-    assert fits(job, fixed["none"]) == (policy in ("none", "matmuls"))
+    best = min(POLICIES, key=lambda name: (not fixed[name].fits, fixed[name].forecast))
+    assert (best, fixed[best].fits) == (policy, True)
+    assert fixed["none"].fits == (policy in ("none", "matmuls"))
     assert plans(job, H100, chips, Fixed(axes))[0].layout.remat == policy

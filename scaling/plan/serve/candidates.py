@@ -12,7 +12,7 @@ from functools import cached_property
 
 from scaling import cost
 from scaling.configs import Config
-from scaling.cost import decoding, placed, serving
+from scaling.cost import decoding, lanes, serving
 from scaling.cost import transformer as tm
 from scaling.hardware import Chip
 from scaling.spec import ShardingError, dtype_bytes
@@ -189,7 +189,7 @@ def allowed(service: Service, chip: Chip, shape: tuple[int, ...], form: str, siz
     try:
         decoding.check_form(form, service.config, dict(sizes))
         if chip.kind == "tpu":
-            placed.place_axes(shape, dict(sizes))
+            lanes.place_axes(shape, dict(sizes))
     except (ShardingError, ValueError):
         return False
     return True
