@@ -98,12 +98,12 @@ def lower(graph: Graph, arguments: Sequence[Spec], outputs: Sequence[Spec | None
         starts, (needed, result, _) = next(choices)
         takes, made = tuple(map(bring, node.operands, starts, needed)), (number, result)
         held[made] = None
-        if node.call is None:  # a type asked for: the same value
+        if node.op is None or node.run is None:  # a type asked for: the same value
             specs.append(specs[node.operands[0]])
             text = f"{retyped(specs[number], result)}: as asked for"
             lines.append(ListingLine(text, takes, made, lambda shards: shards[0]))
             continue
-        op, dims = node.call.op, [specs[n].dim_names for n in node.operands]
+        op, dims = node.op, [specs[n].dim_names for n in node.operands]
         op, dims, own = renamed(op, dims) if isinstance(op, LabelledOp) else (op, dims, letters(len(node.shape)))
         name = asked[number].name if number in asked else f"T{number - len(inputs) + 1}"
         specs.append(unsplit_spec(name, own))
@@ -113,8 +113,8 @@ def lower(graph: Graph, arguments: Sequence[Spec], outputs: Sequence[Spec | None
         after = retyped(specs[number], result)
         local = LocalPlan(needed, result, after.local_shape(node.shape, mesh))
         text = f"{after} = {op.name}({', '.join(map(str, before))})"
-        text = str(Step("Einsum", (), before, after)) if node.call.flops else text
-        lines.append(ListingLine(text, takes, made, partial(node.call.run, op, local=local)))
+        text = str(Step("Einsum", (), before, after)) if node.flops else text
+        lines.append(ListingLine(text, takes, made, partial(node.run, op, local=local)))
     ends = [bring(number, starts[0], way.result) for number, (starts, way) in zip(graph.outputs, choices, strict=True)]
     return Lowered(tuple(lines), graph, inputs, tuple(ends), mesh, chosen.nbytes)
 
@@ -185,7 +185,7 @@ class JittedProgram:
         asked_of = [(i, self._spec(x.constraint, x)) for i, x in enumerate(graph.nodes) if x.constraint]
         constraints = {i: layout(spec) for i, spec in asked_of if spec}
         ends = [spec and layout(spec) for spec in outputs]
-        chosen = plan(graph, list(map(layout, arguments)), ends, constraints, self.mesh)
+        chosen = plan(graph, list(map(layout, arguments)), ends, constraints, self.mesh.sizes)
         return lower(graph, arguments, outputs, chosen, self.mesh)
 
     def _spec(self, type: "str | Spec | None", x, dims: Sequence[str] = (), name: str = "") -> Spec | None:

@@ -23,7 +23,7 @@ from scaling.algebra.resharding import reshard as plan_reshard
 from scaling.algebra.steps import Plan
 from scaling.collectives.plans import run as run_plan
 from scaling.explicit.functions import LocalPlan, TypedCall, each_result, read_call
-from scaling.explicit.planning import legal_layouts, one_call, plan
+from scaling.explicit.planning import legal_layouts, nodes_of, way_to
 from scaling.spec import ShardingError, Spec, parse
 
 
@@ -224,7 +224,7 @@ def _one_result(func, args: tuple, kwargs: dict, out: "str | Spec | None") -> Ar
         if wanted is None:
             needed, result = made.op.infer(layouts, shapes, mesh.sizes)
         else:
-            needed, result, _ = plan(one_call(made), layouts, [wanted], {}, mesh).choices[0].way
+            needed, result, _ = way_to(nodes_of(made), tuple(layouts), wanted, tuple(mesh.sizes.items()))
     except Illegal as error:
         raise ShardingError(_refusal(made, layouts, mesh, error)) from None
     shards = [reshard(x, at).local for x, at in zip(made.operands, needed, strict=True)]
@@ -243,15 +243,15 @@ def _mesh(made: TypedCall):
 def _refusal(made: TypedCall, layouts: Sequence[DimAxes], mesh, error: Illegal) -> str:
     """The line, what is wrong with it, the rule, and the cheapest line that makes it legal."""
     types = [type_text(at, x.shape, x.dtype) for at, x in zip(layouts, made.operands, strict=True)]
-    choice, fixes = legal_layouts(made, layouts, mesh), []
-    for number, (x, was, now) in enumerate(zip(made.operands, layouts, choice.layouts, strict=True), 1):
+    legal, fixes = legal_layouts(made.op, nodes_of(made)[:-1], layouts, mesh.sizes), []
+    for number, (x, was, now) in enumerate(zip(made.operands, layouts, legal.needed, strict=True), 1):
         if was != now:
             change = plan_change(x, now)
             ops = ", ".join(f"{step.op}_{''.join(step.axes)}" for step in change.steps)
             nbytes = change.wire_bytes(tuple(x.shape), mesh, x.dtype.itemsize)
             which = "it" if len(layouts) == 1 else f"operand {number}"
             fixes.append(f'reshard({which}, "{type_text(now, x.shape, x.dtype)}"), {ops}: {nbytes:,.0f} bytes sent')
-    gives = type_text(choice.inferred[1], made.shape, made.dtype)
+    gives = type_text(legal.result, made.shape, made.dtype)
     return (
         f"{made.op.name}: {' * '.join(types)}\n  {error.what}\n  rule: {error.rule}\n"
         f"  fix: {'; '.join(fixes)}; the result is {gives}; or give out=, the result's type"

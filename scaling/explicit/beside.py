@@ -37,16 +37,15 @@ def beside_jax(fn: Callable, *arrays) -> str:
     for number, node in enumerate(graph.nodes[len(given) :], 1):
         before, operands = [at[n] for n in node.operands], [graph.nodes[n] for n in node.operands]
         name, fixed, theirs = "reshard", "", "the same"
-        if node.call is None:
+        if node.op is None:
             after = read_array_type(node.constraint, node.shape, mesh, node.dtype)
         else:
-            name, shapes = node.call.op.name, [x.shape for x in operands]
-            asked = jax_layout(node.call.op, before, shapes, mesh.sizes)
+            name, shapes = node.op.name, [x.shape for x in operands]
+            asked = jax_layout(node.op, before, shapes, mesh.sizes)
             try:
-                after = node.call.op.infer(before, shapes, mesh.sizes)[1]
+                after = node.op.infer(before, shapes, mesh.sizes)[1]
             except Illegal as error:
-                choice = legal_layouts(node.call, before, mesh)
-                before, after = choice.layouts, choice.inferred[1]
+                before, after, _ = legal_layouts(node.op, operands, before, mesh.sizes)
                 fixed = f"     here: refused, {error.what}; so with operands resharded\n"
             if isinstance(asked, tuple):
                 text = type_text(DimAxes(asked), node.shape, node.dtype).replace("_", "@")

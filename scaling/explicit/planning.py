@@ -5,17 +5,18 @@ What a call that was refused would take, for its error's fix, is `legal_layouts`
 
 import contextlib
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Any, NamedTuple, NoReturn
 
 import torch
 
-from scaling.algebra.law import Illegal, Inferred, Sizes
+from scaling.algebra.law import Illegal, Sizes
 from scaling.algebra.layouts import DimAxes, Setting, divides, spec_of
 from scaling.algebra.planner import ChosenWay, PlannedOp, Way, all_layouts, cheapest, legal_ways, ways_of
 from scaling.algebra.resharding import PlannedArray, every_axis
-from scaling.explicit.functions import TypedCall
+from scaling.explicit.functions import AnyOperation, TypedCall
 from scaling.spec import ShardingError
 
 BEAM = 200  # states that are kept where many values are alive
@@ -23,13 +24,16 @@ BEAM = 200  # states that are kept where many values are alive
 
 @dataclass(frozen=True)
 class Node:
-    """A value: an argument, the result of a `call`, or its operand in the type that a `constraint` says."""
+    """A value: an argument, what `op` makes of its operands, or its operand in the type that a `constraint` says.
+    `flops` and `run` as of a TypedCall."""
 
     shape: Sizes
     dtype: torch.dtype
     operands: tuple[int, ...] = ()
-    call: TypedCall | None = None
+    op: AnyOperation | None = None
+    flops: int = 0
     constraint: str = ""
+    run: Callable | None = field(default=None, compare=False)
 
     @property
     def planned(self) -> PlannedArray:
@@ -56,86 +60,72 @@ class Chosen(NamedTuple):
     within: Setting
 
 
-class Choice(NamedTuple):
-    """Layouts to bring operands into, and what is inferred from them."""
-
-    layouts: tuple[DimAxes, ...]
-    inferred: Inferred
-
-
-def one_call(call: TypedCall) -> Graph:
-    """A call as a program."""
-    arguments = [Node(tuple(x.shape), x.dtype) for x in call.operands]
-    operands = tuple(range(len(arguments)))
-    return Graph([*arguments, Node(call.shape, call.dtype, operands, call)], (len(arguments),))
-
-
 def plan(
-    graph: Graph, inputs: Sequence[DimAxes], outputs: Sequence[DimAxes | None], constraints: Mapping, mesh
+    graph: Graph,
+    inputs: Sequence[DimAxes],
+    outputs: Sequence[DimAxes | None],
+    constraints: Mapping[int, DimAxes],
+    sizes: Mapping[str, int],
 ) -> Chosen:
-    """The plan that sends the least.
+    """The plan that sends the least on a mesh of these sizes.
 
     `inputs`, `outputs`: their layouts; None is whichever sends the least, but not unreduced. `constraints`: {node:
     layout}. Raises ShardingError if some operation is legal in no layout.
     """
-    within = every_axis([at for at in (*inputs, *outputs, *constraints.values()) if at is not None], mesh.sizes)
-    stages = []
-    for number, node in enumerate(graph.nodes):
-        if number < len(inputs):
-            continue
-        if node.call is None:
-            ways = [Way((to,), to) for to in [constraints[number]]]
-        elif not (ways := _ways(graph, node, node.call, within)):
-            _refuse_all(node.call, mesh)
+    within = every_axis([at for at in (*inputs, *outputs, *constraints.values()) if at is not None], sizes)
+    axes, stages = tuple(within.sizes), []
+    for number, node in enumerate(graph.nodes[len(inputs) :], len(inputs)):
+        if node.op is None:
+            ways = [Way((constraints[number],), constraints[number])]
+        else:
+            shapes, work = [graph.nodes[n].shape for n in node.operands], node.flops or math.prod(node.shape)
+            every = ways_of(node.op, shapes, [axes] * len(shapes), within, work)
+            if not (ways := [way for way in every if divides(way.result, node.shape, within.sizes)]):
+                _refuse_all(node.op, sizes)
         stages.append(PlannedOp(node.operands, number, ways))
     for number, at in zip(graph.outputs, outputs, strict=True):
-        ends = all_layouts(graph.nodes[number].shape, within.sizes, tuple(within.sizes)) if at is None else [at]
+        ends = all_layouts(graph.nodes[number].shape, within.sizes, axes) if at is None else [at]
         stages.append(PlannedOp((number,), None, [Way((to,), to) for to in ends]))
     arrays = [node.planned for node in graph.nodes]
     (sent, *_), choices = cheapest(arrays, dict(enumerate(inputs)), stages, within, BEAM)
     return Chosen(choices, sent / within.whole, within)
 
 
-def _ways(graph: Graph, node: Node, call: TypedCall, within: Setting) -> list[Way]:
-    """Every way in which a node may be computed, with each device's work."""
-    shapes, axes = [graph.nodes[n].shape for n in node.operands], tuple(within.sizes)
-    ways = ways_of(call.op, shapes, [axes] * len(shapes), within, call.flops or math.prod(node.shape))
-    return [way for way in ways if divides(way.result, node.shape, within.sizes)]
+def nodes_of(call: TypedCall) -> tuple[Node, ...]:
+    """A call as a program: its operands, then its result."""
+    operands = [Node(tuple(x.shape), x.dtype) for x in call.operands]
+    return *operands, Node(call.shape, call.dtype, tuple(range(len(operands))), call.op, call.flops)
 
 
-def legal_layouts(call: TypedCall, operands: Sequence[DimAxes], mesh) -> Choice:
-    """The layouts that make a call legal at the least bytes, and of those the fewest that change."""
-    graph, ways, kept = one_call(call), [], {}
-    shapes, axes = (
-        [node.shape for node in graph.nodes[:-1]],
-        tuple(dict.fromkeys(a for at in operands for a in at.used)),
-    )
-    for inferred in legal_ways(call.op, shapes, axes, [at.unreduced for at in operands], mesh.sizes):
-        layouts = kept[inferred] = _as_they_are(call.op, operands, inferred, shapes, mesh)
+@lru_cache(maxsize=4096)
+def way_to(
+    nodes: tuple[Node, ...], operands: tuple[DimAxes, ...], wanted: DimAxes, mesh: tuple[tuple[str, int], ...]
+) -> Way:
+    """How a call on operands in these layouts is computed if its result is wanted in that one."""
+    return plan(Graph([*nodes], (len(operands),)), operands, [wanted], {}, dict(mesh)).choices[0].way
+
+
+def legal_layouts(op: AnyOperation, nodes: Sequence[Node], operands: Sequence[DimAxes], sizes: Mapping) -> Way:
+    """The layouts that make an operation legal at the least bytes, and of those the fewest that change: of an operand
+    that the kernel only slices the one that it has."""
+    shapes, ways = [node.shape for node in nodes], []
+    axes = tuple(dict.fromkeys(axis for at in operands for axis in at.used))
+    for needed, result in legal_ways(op, shapes, axes, [at.unreduced for at in operands], sizes):
+        layouts = list(needed)
+        for i, at in enumerate(operands):
+            with contextlib.suppress(Illegal):
+                if op.infer((*layouts[:i], at, *layouts[i + 1 :]), shapes, sizes) == (needed, result):
+                    layouts[i] = at
         changed = sum(at != to for at, to in zip(operands, layouts, strict=True))
-        work = math.prod(1 / mesh.size(at.used) for at in inferred[0])  # less than one operand that changes
-        ways.append(Way(*inferred, (0, changed + work / 2, 0)))
-    arrays, stage = [node.planned for node in graph.nodes], PlannedOp(graph.nodes[-1].operands, None, ways)
-    _, choices = cheapest(arrays, dict(enumerate(operands)), [stage], every_axis(operands, mesh.sizes))
-    if not choices:
-        _refuse_all(call, mesh)
-    needed, result, _ = choices[0].way
-    return Choice(kept[needed, result], (needed, result))
+        work = math.prod(1 / sizes[axis] for at in needed for axis in at.used)  # less than one operand that changes
+        ways.append(Way(tuple(layouts), result, (0, changed + work / 2, 0)))
+    stage, arrays = PlannedOp(tuple(range(len(operands))), None, ways), [node.planned for node in nodes]
+    _, choices = cheapest(arrays, dict(enumerate(operands)), [stage], every_axis(operands, sizes))
+    return choices[0].way if choices else _refuse_all(op, sizes)
 
 
-def _as_they_are(op, operands: Sequence[DimAxes], inferred: Inferred, shapes, mesh) -> tuple[DimAxes, ...]:
-    """The layouts that the kernel takes, but of an operand that it only slices the one that it has."""
-    layouts = list(inferred[0])
-    for i, at in enumerate(operands):
-        with contextlib.suppress(Illegal):
-            tried = (*layouts[:i], at, *layouts[i + 1 :])
-            if op.infer(tried, shapes, mesh.sizes) == inferred:
-                layouts[i] = at
-    return tuple(layouts)
-
-
-def _refuse_all(call: TypedCall, mesh) -> NoReturn:
+def _refuse_all(op: AnyOperation, sizes: Mapping[str, int]) -> NoReturn:
     raise ShardingError(
-        f"{call.op.name}: no layout makes it legal on {mesh.sizes}\n"
+        f"{op.name}: no layout makes it legal on {sizes}\n"
         "  fix: change an operand's type, or reduce or gather it before"
     )

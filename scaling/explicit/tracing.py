@@ -43,7 +43,7 @@ class Recording(TorchFunctionMode):
         kwargs = kwargs or {}
         if func is reshard:
             x, type = args
-            return self.add(x.clone(), Node(tuple(x.shape), x.dtype, (self.number(x),), None, str(type)))
+            return self.add(x.clone(), Node(tuple(x.shape), x.dtype, (self.number(x),), constraint=str(type)))
         if function_name(func).strip("_") in SHAPE_ONLY.split() or not any(
             _is_array(x) for x in tree.leaves((args, kwargs))
         ):
@@ -53,7 +53,7 @@ class Recording(TorchFunctionMode):
             call = read_call(func, args, kwargs, _is_array)
             operands = tuple(self.number(x) for x in call.operands)
             result = torch.empty(call.shape, dtype=call.dtype, device="meta")
-            return self.add(result, Node(call.shape, call.dtype, operands, call))
+            return self.add(result, Node(call.shape, call.dtype, operands, call.op, call.flops, run=call.run))
 
         return each_result(func, args, kwargs, _is_array, record)
 
