@@ -74,7 +74,7 @@ def global_norm(grads, specs, mesh) -> Tensor:
         if len(devices := {str(g.device) for g in tree.leaves(grads)}) > 1:
             raise ValueError(f"grads are on {', '.join(sorted(devices))}\n  fix: move them to one device")
     parts: dict[str, list[Tensor]] = {}
-    for axes, grad in zip(mesh.constant(_split_over, specs), tree.leaves(grads), strict=True):
+    for axes, grad in zip(mesh.constant(_split_over, *tree.leaves(specs)), tree.leaves(grads), strict=True):
         parts.setdefault(axes, []).append(grad)
     dtype = torch.float64 if any(g.dtype == torch.float64 for g in tree.leaves(grads)) else torch.float32
     total = torch.zeros((), dtype=dtype, device=(tree.leaves(grads) or [torch.zeros(())])[0].device)
@@ -97,7 +97,7 @@ def sum_of_squares(x: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
     return squares[0] + squares[1]
 
 
-def _split_over(mesh, specs) -> tuple[str, ...]:
-    """For each leaf the axes that split it, in the mesh's order, as the notation writes them; "" if it is whole."""
-    split = [parse(spec).axes for spec in tree.leaves(specs)]
+def _split_over(mesh, *specs) -> tuple[str, ...]:
+    """For each type the axes that split it, in the mesh's order, as the notation writes them; "" if it is whole."""
+    split = [parse(spec).axes for spec in specs]
     return tuple(format_axes([axis for axis in mesh_sizes(mesh) if axis in axes]) for axes in split)
