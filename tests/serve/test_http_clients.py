@@ -1,11 +1,11 @@
 """`python -m scaling.serve --port`: the openai package and a browser as clients, a mesh's ranks behind."""
 
+import json
 import os
 import shutil
 import signal
 import subprocess
 import sys
-import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -70,11 +70,14 @@ def test_the_command_on_a_mesh_finishes_what_runs_at_ctrl_c(tmp_path, torchrun):
         wanted = serve.generate(params, [[5, 6, 7]], config, 6)[0]
         answer = httpx.post(url, json={"prompt": [5, 6, 7], "max_tokens": 6, **GREEDY}, timeout=60)
         assert answer.json()["choices"][0]["text"] == ByteText().decode(wanted)
-        threading.Timer(0.2, lambda: os.killpg(process.pid, signal.SIGINT)).start()  # as a terminal does
-        began = time.monotonic()
-        long = httpx.post(url, json={"prompt": [5], "max_tokens": 100}, timeout=100)
-        assert long.json()["usage"]["completion_tokens"] == 100
-        assert time.monotonic() - began > 0.2
+        body = {"prompt": [5], "max_tokens": 100, "stream": True, "stream_options": {"include_usage": True}}
+        with httpx.stream("POST", url, json=body, timeout=100) as long:
+            lines = long.iter_lines()
+            next(lines)
+            os.killpg(process.pid, signal.SIGINT)  # as a terminal does
+            *_, usage, done = (line for line in lines if line)
+        assert json.loads(usage.removeprefix("data: "))["usage"]["completion_tokens"] == 100
+        assert done == "data: [DONE]"
         assert process.wait(60) == (1 if torchrun else 0)  # torchrun's own code for a signal
 
 

@@ -4,13 +4,13 @@ Whatever a client sends is answered with a status and a reason, and ends nothing
 """
 
 import asyncio
-import contextlib
 import hmac
 import itertools
 import json
 from collections.abc import AsyncIterator, Awaitable, Callable
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
@@ -28,21 +28,34 @@ PAGE = Path(__file__).with_name("page.html")
 ALONE = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; connect-src 'self'"
 
 
-class Refused(Exception):
+class Refused(HTTPException):
     """A call that is answered with this status and this reason."""
 
     def __init__(self, status: int, reason: str):
-        self.status, self.reason = status, reason
-
-
-class Vanished(Exception):
-    """The client has gone away."""
+        super().__init__(status, reason)
 
 
 def application(desk: Desk, model: Model, *, queue: int = 64, key: str | None = None) -> Starlette:
     """The calls of one server. `queue`: requests that may wait beside those in the slots. `key`: what a client has to
     send, as `Authorization: Bearer KEY`."""
     calls = _Calls(desk, model, queue)
+
+    def behind_key(endpoint: Callable) -> Callable[[Request], Awaitable[Response]]:
+        async def answer(request: Request) -> Response:
+            if key is not None and request.url.path not in OPEN:
+                _check_key(request, key)
+            return await endpoint(request)
+
+        return answer
+
+    async def refused(request: Request, error: Any) -> Response:
+        known = isinstance(error, Refused)
+        reason = error.detail if known else f"{request.method} {request.url.path:.80} is not served"
+        return _error(desk, error.status_code, reason)
+
+    async def nobody(request: Request, error: Exception) -> Response:
+        return Response(status_code=499)  # which nobody reads
+
     routes = [
         Route("/", calls.page), Route("/health", calls.health), Route("/metrics", calls.metrics),
         Route("/figures", calls.figures), Route("/v1/models", calls.models),
@@ -50,29 +63,8 @@ def application(desk: Desk, model: Model, *, queue: int = 64, key: str | None = 
         Route("/v1/completions", partial(calls.complete, chat=False), methods=["POST"]),
         Route("/v1/chat/completions", partial(calls.complete, chat=True), methods=["POST"]),
     ]  # fmt: skip
-    routes = [Route(route.path, _answered(route.endpoint, desk, key), methods=route.methods) for route in routes]
-
-    async def unknown(request: Request, error: Exception) -> Response:
-        status = error.status_code if isinstance(error, HTTPException) else 500
-        return _error(desk, status, f"{request.method} {request.url.path:.80} is not served")
-
-    return Starlette(routes=routes, exception_handlers={404: unknown, 405: unknown})
-
-
-def _answered(endpoint: Callable, desk: Desk, key: str | None) -> Callable[[Request], Awaitable[Response]]:
-    """The endpoint behind the key, with an answer for all that it refuses."""
-
-    async def answer(request: Request) -> Response:
-        try:
-            if key is not None and request.url.path not in OPEN:
-                _check_key(request, key)
-            return await endpoint(request)
-        except Refused as error:
-            return _error(desk, error.status, error.reason)
-        except (Vanished, ClientDisconnect):
-            return Response(status_code=499)  # which nobody reads
-
-    return answer
+    routes = [Route(route.path, behind_key(route.endpoint), methods=route.methods) for route in routes]
+    return Starlette(routes=routes, exception_handlers={HTTPException: refused, ClientDisconnect: nobody})
 
 
 def _check_key(request: Request, key: str) -> None:
@@ -97,7 +89,6 @@ class _Calls:
     def __init__(self, desk: Desk, model: Model, queue: int):
         self.desk, self.model = desk, model
         self.most = model.options.slots + queue
-        self.open: set[int] = set()  # ids of requests under way
         self.ids = itertools.count()
 
     async def page(self, request: Request) -> Response:
@@ -109,10 +100,10 @@ class _Calls:
         return JSONResponse({"status": "ok"})
 
     async def metrics(self, request: Request) -> Response:
-        return Response(self.desk.figures.text(self.desk.state), media_type="text/plain; version=0.0.4")
+        return Response(self.desk.figures.text(self.desk.turns.state), media_type="text/plain; version=0.0.4")
 
     async def figures(self, request: Request) -> Response:
-        return JSONResponse(self.desk.figures.now(self.desk.state))
+        return JSONResponse(self.desk.figures.now(self.desk.turns.state))
 
     async def models(self, request: Request) -> Response:
         name, created = request.path_params.get("name"), 0
@@ -132,17 +123,17 @@ class _Calls:
             raise Refused(400, str(error)) from None
         if self.desk.failed:
             raise Refused(503, f"the engine has ended: {self.desk.failed}")
-        if len(self.open) + len(call.requests) > self.most:
-            text = f"{len(self.open)} requests are under way, of at most {self.most}"
+        if (held := len(self.desk.answers)) + len(call.requests) > self.most:
+            text = f"{held} requests are under way, of at most {self.most}"
             raise Refused(429, f"{text}\n  fix: try again later, or ask for fewer answers at once")
-        answers, writer = _Answers(self, call), AnswerWriter(call, self.model)
+        answers, writer = _Answers(self.desk, call), AnswerWriter(call, self.model)
         if call.stream:
             return _Stream(answers, writer)
         whole, gone = asyncio.ensure_future(answers.whole()), asyncio.ensure_future(_until_gone(request.receive))
         try:
             await asyncio.wait({whole, gone}, return_when=asyncio.FIRST_COMPLETED)
             if not whole.done():
-                raise Vanished
+                raise ClientDisconnect
             choices = [writer.choice(index, piece) for index, piece in enumerate(whole.result())]
             return _json(writer.answer(choices, usage=writer.usage()))
         finally:
@@ -176,26 +167,12 @@ async def _body(request: Request) -> bytes:
 class _Answers:
     """The requests of a call: asked at once, ended by `close` where they are not through."""
 
-    def __init__(self, calls: _Calls, call: ClientCall):
-        self.calls, self.requests = calls, call.requests
-        self.left = {request.id for request in call.requests}
+    def __init__(self, desk: Desk, call: ClientCall):
+        self.desk, self.requests = desk, call.requests
         self.pieced: asyncio.Queue[tuple[int, AnswerPiece]] = asyncio.Queue()
-        self.loop = asyncio.get_running_loop()
-        calls.open |= self.left
-        calls.desk.figures.asked.inc(call.asked)
+        desk.figures.asked.inc(call.asked)
         for index, request in enumerate(call.requests):
-            calls.desk.ask(request, call.top, partial(self.sent, index))
-
-    def sent(self, index: int, piece: AnswerPiece) -> None:
-        """Called by the engine's thread."""
-        with contextlib.suppress(RuntimeError):  # where the server has been ended by force
-            self.loop.call_soon_threadsafe(self.take, index, piece)
-
-    def take(self, index: int, piece: AnswerPiece) -> None:
-        if piece.reason is not None:
-            self.left.discard(self.requests[index].id)
-            self.calls.open.discard(self.requests[index].id)
-        self.pieced.put_nowait((index, piece))
+            desk.ask(request, call.top, lambda piece, index=index: self.pieced.put_nowait((index, piece)))
 
     async def pieces(self) -> AsyncIterator[tuple[int, AnswerPiece]]:
         """(which answer, what of it), as it comes. Refused where the engine ends."""
@@ -203,7 +180,7 @@ class _Answers:
         while left:
             index, piece = await self.pieced.get()
             if piece.reason not in (None, "stop", "length"):
-                raise Refused(503, f"the engine has ended: {self.calls.desk.failed}")
+                raise Refused(503, f"the engine has ended: {self.desk.failed}")
             left -= piece.reason is not None
             yield index, piece
 
@@ -215,9 +192,8 @@ class _Answers:
         return found
 
     def close(self) -> None:
-        for id in self.left:
-            self.calls.desk.cancel(id)
-            self.calls.open.discard(id)
+        for request in self.requests:
+            self.desk.cancel(request.id)
 
 
 class _Stream(StreamingResponse):
@@ -246,7 +222,7 @@ async def _events(answers: _Answers, writer: AnswerWriter) -> AsyncIterator[str]
             yield _event(writer.answer([], usage=writer.usage()))
         yield "data: [DONE]\n\n"
     except Refused as error:
-        yield _event({"error": {"message": error.reason, "type": "server_error"}})
+        yield _event({"error": {"message": error.detail, "type": "server_error"}})
 
 
 def _event(data: dict) -> str:

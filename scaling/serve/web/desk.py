@@ -1,14 +1,16 @@
 """The engine in real time: requests come while it runs, and each token goes out as soon as it is there.
 
-`loop` is what every rank runs. Rank 0 has the `Desk`, where the threads that talk to clients leave requests; in each
-turn it tells the other ranks what is new, so that all call the scheduler with the same events and take the same steps.
+`Turns` is what every rank runs. Rank 0 has the `Desk`, where what talks to clients leaves requests; in each turn it
+tells the other ranks what is new, so that all call the scheduler with the same events and take the same steps. A turn
+runs in a thread of its own; all that stands at the desk belongs to the thread of asyncio's loop.
 """
 
+import asyncio
 import math
 import pickle
 import time
-from collections.abc import Callable, Iterator, Sequence
-from queue import Empty, SimpleQueue
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
 import torch
@@ -19,20 +21,7 @@ from scaling.configs import Config
 from scaling.serve import scheduler
 from scaling.serve.engine import Engine, Given
 from scaling.serve.requests import Request
-from scaling.serve.states import (
-    Action,
-    Admit,
-    Arrive,
-    Cancel,
-    Done,
-    Finish,
-    Move,
-    Moved,
-    Options,
-    Run,
-    SchedulerEvent,
-    State,
-)
+from scaling.serve.states import Action, Admit, Arrive, Cancel, Done, Finish, Move, Moved, Options, Run, SchedulerEvent
 from scaling.serve.text import TextStream
 from scaling.serve.web.figures import Figures
 
@@ -73,6 +62,29 @@ class News(NamedTuple):
     end: bool = False
 
 
+class Turns:
+    """The engine turn by turn, on every rank alike. Params as `Engine` has them, which takes the rest too."""
+
+    def __init__(self, params: dict, config: Config, options: Options, mesh=None, **engine):
+        self.execute, self.mesh = Engine(params, config, options, mesh=mesh, **engine), mesh
+        self.state, self.done = scheduler.initial(options), []
+
+    def __call__(self, news: News) -> tuple[list[Action], dict[int, Given]] | None:
+        """(what the scheduler has decided, what requests are given), after rank 0's news; None at the end."""
+        news = _told(news, self.mesh)
+        if news.end:
+            return None
+        self.state, actions = scheduler.step(self.state, _events(news, self.done))
+        self.done, given = [], {}
+        for action in actions:
+            if isinstance(action, Run | Move):
+                own = self.execute.given(action)
+                given |= own
+                tokens = {id: each.tokens for id, each in own.items()}
+                self.done.append(Done(action.worker, tokens) if isinstance(action, Run) else Moved(action.id))
+        return actions, given
+
+
 class _Answer:
     """A request that is under way. `top`: the likeliest tokens that are wanted beside each; -1: no log-probability."""
 
@@ -82,62 +94,69 @@ class _Answer:
 
 
 class Desk:
-    """Where rank 0's other threads leave requests, and what sends their tokens out."""
+    """Where rank 0 takes requests, and what sends their tokens out."""
 
-    def __init__(self, options: Options, tokenizer: Any):
-        self.tokenizer, self.figures = tokenizer, Figures()
-        self.state: State = scheduler.initial(options)
-        self.failed = ""
-        self._mail: SimpleQueue = SimpleQueue()
-        self._answers: dict[int, _Answer] = {}
+    def __init__(self, turns: Turns, tokenizer: Any):
+        self.turns, self.tokenizer, self.figures, self.failed = turns, tokenizer, Figures(), ""
+        self.answers: dict[int, _Answer] = {}
+        self._asks: list[Request] = []
+        self._gone: list[int] = []
         self._cut: dict[int, int] = {}
+        self._ended, self._woken = False, asyncio.Event()
 
-    # from any thread
     def ask(self, request: Request, top: int, sink: Sink) -> None:
         """Serve a request that `scheduler.refusal` lets pass, whose id is its own; `sink` is called with each piece."""
-        self._mail.put(_Answer(request, TextStream(self.tokenizer, request.stops), top, sink))
-        if self.failed:
-            self.fail(self.failed)
+        self.answers[request.id] = _Answer(request, TextStream(self.tokenizer, request.stops), top, sink)
+        self._asks.append(request)
+        self._woken.set()
 
     def cancel(self, id: int) -> None:
-        """Nobody waits for this request any more: its pages are free at the next step."""
-        self._mail.put(id)
+        """Nobody waits for this request any more: if it is under way, its pages are free at the next step."""
+        if self.answers.pop(id, None) is not None:
+            self.figures.ended("cancelled")
+            self._gone.append(id)
+            self._woken.set()
 
     def close(self) -> None:
         """End the loop, whatever is under way."""
-        self._mail.put(None)
+        self._ended = True
+        self._woken.set()
 
-    # from the thread of the loop
-    def news(self, wait: bool) -> News:
-        """All that has come since the last call; `wait` until something has."""
-        asks, gone, end = [], [], False
-        for mail in self._letters(wait):
-            if mail is None:
-                end = True
-            elif isinstance(mail, int):
-                if self._answers.pop(mail, None) is not None:
-                    self.figures.ended("cancelled")
-                gone.append(mail)
+    async def serve(self) -> None:
+        """Turn after turn, until it is closed. Where the engine ends, so do all that wait, and who comes later is told
+        the same."""
+        loop = asyncio.get_running_loop()
+        try:
+            with ThreadPoolExecutor(1) as thread:
+                while (turn := await loop.run_in_executor(thread, self.turns, await self._news())) is not None:
+                    self._see(*turn)
+        except BaseException as error:
+            self.failed = f"{type(error).__name__}: {error}"
+            for answer in list(self.answers.values()):
+                self._end(answer, f"failed: {self.failed}")
+            raise
+
+    async def _news(self) -> News:
+        """All that has come since the last call; where nothing is under way, once something has."""
+        if not self.turns.done:
+            await self._woken.wait()
+        self._woken.clear()
+        news = News(tuple(self._asks), tuple(self._gone), tuple(self._cut.items()), self._ended)
+        self._asks, self._gone, self._cut = [], [], {}
+        return news
+
+    def _see(self, actions: Sequence[Action], given: dict[int, Given]) -> None:
+        """Send out what has come of a turn."""
+        for action in actions:
+            if not isinstance(action, Admit | Finish) or (answer := self.answers.get(action.id)) is None:
+                continue
+            if isinstance(action, Finish):
+                self._end(answer, action.reason)
             else:
-                self._answers[mail.request.id] = mail
-                asks.append(mail.request)
-        cut, self._cut = tuple(self._cut.items()), {}
-        return News(tuple(asks), tuple(gone), cut, end)
-
-    def _letters(self, wait: bool) -> Iterator[Any]:
-        if wait:
-            yield self._mail.get()
-        while True:
-            try:
-                yield self._mail.get_nowait()
-            except Empty:
-                return
-
-    def give(self, given: dict[int, Given]) -> None:
-        """Send out what a step has given."""
+                answer.cached = max(answer.cached, action.cached)
         now = time.monotonic()
         for id, (tokens, logits) in given.items():
-            if (answer := self._answers.get(id)) is None:
+            if (answer := self.answers.get(id)) is None:
                 continue
             for count, token in enumerate(answer.request.until_stop(tokens), 1):
                 self._timed(answer, now)
@@ -159,52 +178,16 @@ class Desk:
             self.figures.tpot.observe(now - answer.last)
         answer.last = now
 
-    def see(self, state: State, actions: Sequence[Action]) -> None:
-        """What the scheduler has decided."""
-        self.state = state
-        for action in actions:
-            if not isinstance(action, Admit | Finish) or (answer := self._answers.get(action.id)) is None:
-                continue
-            if isinstance(action, Finish):
-                self._end(answer, action.reason)
-            else:
-                answer.cached = max(answer.cached, action.cached)
-
     def _end(self, answer: _Answer, reason: str) -> None:
-        del self._answers[answer.request.id]
+        del self.answers[answer.request.id]
         self.figures.ended(reason.partition(":")[0])
         answer.sink(AnswerPiece(answer.stream.rest(), (), reason, answer.count, answer.cached))
-
-    def fail(self, why: str) -> None:
-        """The engine has ended: so do all that wait, and who comes later is told the same."""
-        self.failed = why
-        self.news(wait=False)
-        for answer in list(self._answers.values()):
-            self._end(answer, f"failed: {why}")
 
 
 def _note(token: int, logits: Tensor, top: int) -> TokenNote:
     logprobs = logits.to(torch.promote_types(logits.dtype, torch.float32)).log_softmax(-1)
     values, ids = logprobs.topk(min(top, len(logprobs)))
     return TokenNote(token, float(logprobs[token]), tuple(zip(ids.tolist(), values.tolist(), strict=True)))
-
-
-def loop(params: dict, config: Config, options: Options, mesh=None, desk: Desk | None = None, **engine) -> None:
-    """Serve what comes to the desk of rank 0 until that is closed. Params as `Engine` has them, which
-    takes the rest too. A refusal of the engine ends it, after all that wait have been told."""
-    execute, state, done = Engine(params, config, options, mesh=mesh, **engine), scheduler.initial(options), []
-    while not (news := _told(desk.news(wait=not done) if desk else News(), mesh)).end:
-        state, actions = scheduler.step(state, _events(news, done))
-        if desk:
-            desk.see(state, actions)
-        done = []
-        for action in actions:
-            if isinstance(action, Run | Move):
-                given = execute.given(action)
-                if desk:
-                    desk.give(given)
-                tokens = {id: own.tokens for id, own in given.items()}
-                done.append(Done(action.worker, tokens) if isinstance(action, Run) else Moved(action.id))
 
 
 def _events(news: News, done: list[Done | Moved]) -> list[SchedulerEvent]:

@@ -1,4 +1,4 @@
-"""The socket, the threads and the end: the engine's loop in the main thread of every rank, on rank 0 HTTP beside it."""
+"""The socket and the end: on rank 0 HTTP, in the main thread, and the engine beside it; on the others the engine."""
 
 import asyncio
 import contextlib
@@ -14,7 +14,7 @@ import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from scaling.serve.web.app import application
-from scaling.serve.web.desk import Desk, loop
+from scaling.serve.web.desk import Desk, News, Turns
 from scaling.serve.web.words import Model
 
 CONNECTIONS = 1024  # at once; others are answered 503
@@ -68,51 +68,54 @@ def serve_http(
 ) -> None:
     """On every rank: serve at this socket, which rank 0 has, until SIGINT or SIGTERM, which let what is under way be
     finished; a second SIGINT does not. ready(address, stop) is called once clients are answered; stop(SIGTERM) does
-    what that signal does, also where this is not a main thread. The rest as `application` and `desk.loop`.
+    what that signal does, also where this is not a main thread. The rest as `application` and `Turns`.
     """
+    turns = Turns(params, config, model.options, mesh, **engine)
     if mesh is not None and mesh.rank:
         if listener is not None:  # of the process that has started the ranks
             listener.close()
         with _signals(lambda number: None):
-            loop(params, config, model.options, mesh, **engine)
+            while turns(News()) is not None:
+                pass
         return
-    desk = Desk(model.options, model.tokenizer)
-    app = application(desk, model, queue=queue, key=key)
-    settings = uvicorn.Config(
-        app,
-        http=Punctual,
-        ws="none",
-        lifespan="off",
-        log_config=None,
-        log_level="error",
-        access_log=False,
-        limit_concurrency=CONNECTIONS,
-        server_header=False,
+    desk = Desk(turns, model.tokenizer)
+    server = _Server(
+        uvicorn.Config(
+            application(desk, model, queue=queue, key=key),
+            http=Punctual,
+            ws="none",
+            lifespan="off",
+            log_config=None,
+            log_level="error",
+            access_log=False,
+            limit_concurrency=CONNECTIONS,
+            server_header=False,
+        )
     )
-    server = uvicorn.Server(settings)
-
-    def talk() -> None:
-        try:
-            server.run([listener])
-        finally:
-            desk.close()
 
     def stop(number: int) -> None:
         server.force_exit = server.should_exit and number == signal.SIGINT
         server.should_exit = True
 
-    thread = threading.Thread(target=talk, name="http", daemon=True)
-    with _signals(stop):
-        thread.start()
+    async def talk() -> None:
+        serving = asyncio.ensure_future(server.serve([listener]))
+        serving.add_done_callback(lambda _: desk.close())
         ready(address(listener), stop)
         try:
-            loop(params, config, model.options, mesh, desk, **engine)
-        except BaseException as error:
-            desk.fail(f"{type(error).__name__}: {error}")
-            raise
+            await desk.serve()
         finally:
             server.should_exit = True
-            thread.join(timeout=10)
+            await asyncio.wait({serving}, timeout=10)
+
+    with _signals(stop):
+        asyncio.run(talk())
+
+
+class _Server(uvicorn.Server):
+    """Signals are `serve_http`'s to act on."""
+
+    def capture_signals(self) -> Any:
+        return contextlib.nullcontext()
 
 
 @contextlib.contextmanager
