@@ -62,7 +62,7 @@ TESTS = {  # the longest prefix counts
     "algebra/test_resharding.py collectives",
     "trace": "trace collectives/test_compile.py",
     "tree.py": "test_tree.py train/test_checkpoint.py train/test_checkpoint_failures.py",
-    "optim": "optim train/test_loss_scale.py collectives/test_alike.py",
+    "optim": "optim train/test_precision.py collectives/test_alike.py",
     "data.py": "test_data.py",
     "strategies": "strategies train/test_train.py collectives/test_compile.py",
     "strategies/channels.py": "strategies/test_pipeline.py strategies/test_pipeline_moves.py train/test_dry.py",
