@@ -18,7 +18,7 @@ SAME = {  # what the public functions of one name have in common: their names
         "einsum", "layer", "matmul", "reshard", "vjp",
     },
     "what a strategy, a form of decoding and a model have": {
-        "attention", "backward", "embed", "forward", "head", "init", "jvp", "layer_backward", "layer_forward",
+        "attention", "backward", "embed", "forward", "head", "init", "layer_backward", "layer_forward",
         "loss", "loss_and_grads", "mlp", "specs",
     },
     "whole arrays and shards: of one array, of a tree, of a Transformer's params": {"shard", "unshard"},

@@ -1,4 +1,4 @@
-"""Causal grouped-query attention: by PyTorch's kernel, written out, and blockwise with an explicit backward.
+"""Causal grouped-query attention: by PyTorch's kernel, written out, and blockwise (`models.blockwise`).
 
 Q[B, T, N, H], K[B, S, K, H], V[B, S, K, H] -> O[B, T, N, H]; the heads of V and O may have another width. The queries
 are the last T of the S positions, so T = S in training and T = 1 in decoding; G = N/K query heads share a KV head. With
@@ -7,13 +7,16 @@ its own (Part 4, Appendix A).
 """
 
 import math
-from typing import Any
+from collections.abc import Iterator
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from scaling.common.torch_private import flash_cpu
+from scaling.models.blockwise import Attention, KeyBlock
+from scaling.models.tiles import Mask
 
 
 def _grouped(Q: Tensor, kv_heads: int) -> Tensor:
@@ -85,81 +88,23 @@ def dot_product_attention(Q, K, V, *, window=None, segments=None, scale: float |
     return _ungrouped(torch.einsum("bkgts,bskh->bkgth", scores.softmax(-1), V))
 
 
-def combine(M1, L1, O1, M2, L2, O2):
-    """Two chunks' softmax statistics as one: running max M, denominator L, output O (unnormalised), all [..., T(, H)].
+class OwnKeys(NamedTuple):
+    """What comes by on one device: one block, of all keys; the queries are the last T of their S positions."""
 
-    L = exp(M1 - M) L1 + exp(M2 - M) L2 with M = max(M1, M2), and O alike. Associative, so chunks may come in any order.
-    """
-    M = torch.maximum(M1, M2)
-    a, b = (M1 - M).exp(), (M2 - M).exp()
-    return M, a * L1 + b * L2, a[..., None] * O1 + b[..., None] * O2
+    T: int
+    S: int
+    mask: Mask
+    scale: float
+    tile: int
 
+    def around(self, segments: Tensor | None, **arrays: Any) -> Iterator[tuple]:
+        first = self.S - self.T
+        both = None if segments is None else (segments[:, first:], segments)
+        rows, columns = (range(first, self.S),), (range(self.S),)
+        yield KeyBlock(rows, columns, self.mask, self.scale, both, tile=self.tile), *arrays.values()
 
-def _blocks(T: int, S: int, block: int, window: int | None):
-    """The pairs of query rows and key columns, block by block; pairs hidden altogether are left out."""
-    for rows in (range(t, min(t + block, T)) for t in range(0, T, block)):
-        first = 0 if window is None else max(0, S - T + rows.start - window + 1) // block * block
-        yield rows, [range(s, min(s + block, S)) for s in range(first, S - T + rows.stop, block)]
-
-
-def _scores(q, k, rows: range, columns: range, window: int | None, segments: Tensor | None):
-    """scores[B, K, G, rows, columns], -inf where hidden; rows are places in the sequence. q is scaled already."""
-    scores = q @ k.mT
-    partly = columns.stop - 1 > rows.start or (window is not None and rows.stop - 1 - columns.start >= window)
-    if partly or segments is not None:
-        t, s = (torch.arange(r.start, r.stop, device=q.device) for r in (rows, columns))
-        ids = () if segments is None else (segments[:, t], segments[:, s])
-        seen = visible(t, s, window, *ids)
-        scores = scores.masked_fill(~(seen[:, None, None] if ids else seen), -math.inf)
-    return scores
-
-
-class _Flash(torch.autograd.Function):
-    @staticmethod
-    def forward(q, k, v, segments, block, window):
-        T, S = q.shape[-2], k.shape[-2]
-        same = q.shape[-1] == v.shape[-1]  # then O lies as Q does, and is handed on without a copy
-        O = torch.empty_like(q) if same else q.new_empty(*q.shape[:-1], v.shape[-1])
-        lse = q.new_empty(q.shape[:-1])
-        lowest = torch.finfo(q.dtype).min  # in place of the maximum of a row that is hidden altogether
-        for rows, columns in _blocks(T, S, block, window):
-            i, places = slice(rows.start, rows.stop), range(S - T + rows.start, S - T + rows.stop)
-            M: Any = None  # nothing seen yet
-            L: Any = None
-            acc: Any = None
-            for js in columns:
-                scores = _scores(q[..., i, :], k[..., js.start : js.stop, :], places, js, window, segments)
-                m = scores.amax(-1).clamp(min=lowest)
-                p = (scores - m[..., None]).exp()
-                here = m, p.sum(-1), p @ v[..., js.start : js.stop, :]
-                M, L, acc = here if M is None else combine(M, L, acc, *here)
-            O[..., i, :] = acc / L[..., None]
-            lse[..., i] = M + L.log()
-        return O, lse
-
-    @staticmethod
-    def setup_context(ctx, inputs, output):
-        ctx.save_for_backward(*inputs[:4], *output)
-        ctx.mark_non_differentiable(output[1])
-        ctx.block, ctx.window = inputs[4:]
-
-    @staticmethod
-    def backward(ctx, dO, _):
-        q, k, v, segments, O, lse = ctx.saved_tensors
-        T, S = q.shape[-2], k.shape[-2]
-        dq, dk, dv = torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
-        delta = (dO * O).sum(-1)  # sum_j P_ij dP_ij = sum_d dO_id O_id: local to the query (Appendix A)
-        for rows, columns in _blocks(T, S, ctx.block, ctx.window):
-            i, places = slice(rows.start, rows.stop), range(S - T + rows.start, S - T + rows.stop)
-            qi, dOi = q[..., i, :], dO[..., i, :]
-            for js in columns:
-                j = slice(js.start, js.stop)
-                P = (_scores(qi, k[..., j, :], places, js, ctx.window, segments) - lse[..., i, None]).exp()
-                dS = P * (dOi @ v[..., j, :].mT - delta[..., i, None])
-                dq[..., i, :] += dS @ k[..., j, :]
-                dk[..., j, :] += (dS.mT @ qi).sum(2, keepdim=True)  # over the G heads that share this key
-                dv[..., j, :] += (P.mT @ dOi).sum(2, keepdim=True)
-        return dq, dk, dv, None, None, None
+    def follow(self, dKV: Tensor, hop: int) -> Tensor:
+        return dKV
 
 
 def flash_attention(Q, K, V, block: int = 128, *, window=None, segments=None, scale: float | None = None) -> Tensor:
@@ -169,6 +114,9 @@ def flash_attention(Q, K, V, block: int = 128, *, window=None, segments=None, sc
     skipped; saved for the backward pass are Q, K, V, O and one statistic (the log of the softmax's denominator) a query
     and head.
     """
-    q = _grouped(Q, K.shape[2]) * (1 / math.sqrt(Q.shape[-1]) if scale is None else scale)
-    k, v = K.movedim(1, 2)[:, :, None], V.movedim(1, 2)[:, :, None]
-    return _ungrouped(_Flash.apply(q, k, v, segments, block, window)[0])
+    _grouped(Q, K.shape[2])
+    scale, width = 1 / math.sqrt(Q.shape[-1]) if scale is None else scale, V.shape[-1]
+    if width != Q.shape[-1]:  # zeros change neither scores nor the dims of O that are there
+        Q, K, V = (F.pad(x, (0, max(Q.shape[-1], width) - x.shape[-1])) for x in (Q, K, V))
+    keys = OwnKeys(Q.shape[1], K.shape[1], Mask(True, window), scale, block)
+    return Attention.apply(keys, Q, K, V, segments)[0][..., :width]

@@ -5,7 +5,7 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from scaling.models.attention import combine, dot_product_attention, flash_attention, sdpa, visible
+from scaling.models.attention import dot_product_attention, flash_attention, sdpa, visible
 
 
 def qkv(B=2, T=13, S=13, N=4, K=2, H=8):
@@ -83,17 +83,6 @@ def test_flash_attention_under_torch_func_and_skips_the_future():
     with FlopCounterMode(display=False) as counter:
         flash_attention(*inputs, block=16)
     assert counter.get_total_flops() == 4 * 64 * 64 * 2 * 8 * 10 / 16  # 10 of the 16 pairs of blocks are visible
-
-
-def test_combine_is_associative_and_is_the_softmax():
-    scores, values = torch.randn(3, 5, dtype=torch.float64), torch.randn(3, 5, 2, dtype=torch.float64)
-    chunks = [(scores[i], torch.ones(5, dtype=torch.float64), values[i]) for i in range(3)]
-    left = combine(*combine(*chunks[0], *chunks[1]), *chunks[2])
-    right = combine(*chunks[0], *combine(*chunks[1], *chunks[2]))
-    want = (scores.softmax(0)[..., None] * values).sum(0)
-    for M, L, O in (left, right):
-        torch.testing.assert_close(O / L[:, None], want)
-        torch.testing.assert_close(M + L.log(), scores.logsumexp(0))
 
 
 def test_heads_that_do_not_divide_are_refused():

@@ -8,7 +8,7 @@ happens here is one of: `refused` by a rule of the judge, which runs the file on
 from typing import NamedTuple
 
 GITHUB = "https://github.com/"
-CONTEXT, EXPERT, TRANSFORMER = (f"scaling/strategies/{name}/" for name in ("context", "expert", "transformer"))
+EXPERT, TRANSFORMER = (f"scaling/strategies/{name}/" for name in ("expert", "transformer"))
 
 
 class Bug(NamedTuple):
@@ -194,8 +194,8 @@ BUGS = (
         "ring attention's backward reads the first block of keys at every hop",
         "huggingface/diffusers#14265 NVIDIA/Megatron-LM#1464",
         "the forward pass is right, dQ, dK and dV are not",
-        CONTEXT + "ring.py",
-        (("block.backward(dO, O, lse, Q, KV, here)", "block.backward(dO, O, lse, Q, torch.stack([K, V]), here)"),),
+        "scaling/models/blockwise.py",
+        (("block_backward(dO, O, lse, Q, KV, here)", "block_backward(dO, O, lse, Q, torch.stack([K, V]), here)"),),
         fails="tests/strategies/test_context.py::test_equal_to_dense[8]",
     ),
     Bug(

@@ -10,9 +10,9 @@ from torch.func import jvp, linearize, vjp, vmap
 
 from scaling.book.largest import largest
 from scaling.mesh import AbstractMesh, Mesh
+from scaling.models import blockwise, tiles
 from scaling.spec import ShardingError
 from scaling.strategies import context
-from scaling.strategies.context import block, kernels
 
 HEADS = {"N=K": (4, 4), "K=1": (4, 1), "G=2": (8, 4), "K=6": (12, 6)}
 PLAIN = {}
@@ -119,16 +119,16 @@ def test_ulysses_inside_a_ring(ranks, mesh):
 
 def test_tiles_and_kernels(monkeypatch):
     """Tiles smaller than a chunk, and the kernel in matmuls, change nothing."""
-    monkeypatch.setattr(block, "TILE", 5)
+    monkeypatch.setattr(blockwise, "TILE", 5)
     mesh = Mesh({"C": 1})
     assert largest(errors(mesh, "ring", "C", "G=2", PACKED)) < 1e-11
-    monkeypatch.setattr(block, "kernel", lambda device: kernels.written)
+    monkeypatch.setattr(blockwise.KeyBlock, "kernel", lambda self, device: tiles.written)
     assert largest(errors(mesh, "ring", "C", "G=2", PACKED)) < 1e-11
 
 
 def test_parts_are_as_long_as_a_tile_allows(monkeypatch):
-    monkeypatch.setattr(block, "TILE", 10)
-    parts = block.parts_of((range(4), range(40, 65)))
+    monkeypatch.setattr(blockwise, "TILE", 10)
+    parts = blockwise.KeyBlock((), (), tiles.Mask(), 1.0).parts((range(4), range(40, 65)))
     assert parts == [range(4), range(40, 50), range(50, 60), range(60, 65)]
 
 
@@ -158,14 +158,14 @@ def test_large_scores_do_not_overflow(ranks):
 
 def test_what_was_seen_of_nothing_merges():
     """A query that a block hides from everything adds nothing, in any order, and is no nan."""
-    seen = block.Attended(torch.randn(1, 2, 1, 4), torch.tensor([[[700.0], [-900.0]]]))
-    nothing = block.Attended(torch.zeros(1, 2, 1, 4), torch.full((1, 2, 1), -math.inf))
-    for merged in (block.merge_attended(seen, nothing), block.merge_attended(nothing, seen)):
+    seen = blockwise.Attended(torch.randn(1, 2, 1, 4), torch.tensor([[[700.0], [-900.0]]]))
+    nothing = blockwise.Attended(torch.zeros(1, 2, 1, 4), torch.full((1, 2, 1), -math.inf))
+    for merged in (blockwise.merge_attended(seen, nothing), blockwise.merge_attended(nothing, seen)):
         torch.testing.assert_close(merged, seen, rtol=0, atol=0)
-    assert not block.merge_attended(nothing, nothing).O.isnan().any()
+    assert not blockwise.merge_attended(nothing, nothing).O.isnan().any()
     q, k, v, hidden = torch.randn(1, 1, 2, 3, 4), *torch.randn(2, 1, 1, 1, 5, 4), torch.rand(3, 5) < 0.4
     hidden[1] = True
-    for kernel in (kernels.fused, kernels.written):
+    for kernel in (tiles.fused, tiles.written):
         O, lse = kernel.forward(q, k, v, hidden, 0.5)
         assert not O[..., 1, :].any()
         assert lse[..., 1].isneginf().all()

@@ -67,6 +67,7 @@ TESTS = {  # the longest prefix counts
     "strategies": "strategies train/test_train.py collectives/test_compile.py",
     "strategies/channels.py": "strategies/test_pipeline.py strategies/test_pipeline_moves.py train/test_dry.py",
     "strategies/context": "strategies/test_context.py strategies/test_context_work.py strategies/test_zigzag.py",
+    "models": "models strategies/test_context.py strategies/test_context_work.py",
     "strategies/expert": "strategies/test_expert.py strategies/test_expert_refusals.py strategies/test_expert_ways.py",
     "strategies/transformer": "strategies/test_transformer_mesh.py strategies/test_layer.py strategies/test_remat.py "
     "strategies/test_dropout.py models/test_inputs.py collectives/test_alike.py",

@@ -17,11 +17,11 @@ import torch
 from scaling.algebra.rules import refuse_rule
 from scaling.collectives.checked import alike
 from scaling.common.arguments import flag
+from scaling.models.blockwise import Attention
+from scaling.models.tiles import Mask
 from scaling.spec import format_axes, parse
-from scaling.strategies.context import ulysses
-from scaling.strategies.context.gather import Gathered
-from scaling.strategies.context.layout import FORMS, Mask, check_length, from_zigzag, positions, to_zigzag, work
-from scaling.strategies.context.ring import Attention, Ring
+from scaling.strategies.context.layout import FORMS, check_length, from_zigzag, positions, to_zigzag, work
+from scaling.strategies.context.ring import Gathered, Ring, exchanged
 
 INTEGERS = (torch.int64, torch.int32, torch.int16, torch.uint8)
 
@@ -67,7 +67,7 @@ def _attention(Q, K, V, segments, mesh, axes, form, causal, window, scale) -> to
     if form in ("ulysses", "usp"):
         Y = format_axes(axes[-1:])
         inside = partial(_apply, Ring(mesh, axes[:-1], t * heads, mask, scale, heads=(f"N_{Y}", f"R_{Y}")))
-        return ulysses.attention(Q, K, V, segments, mesh, axes, inside)
+        return exchanged(Q, K, V, segments, mesh, axes, inside)
     kind = Gathered if form == "gather" else Ring
     return _apply(kind(mesh, axes, t, mask, scale, form), Q, K, V, segments)
 

@@ -14,10 +14,10 @@ from typing import Any
 
 from tabulate import tabulate
 
+from scaling.models.tiles import Mask
 from scaling.spec import dtype_bytes, format_axes, parse
-from scaling.strategies.context.layout import FORMS, Mask, check_length, work
-from scaling.strategies.context.ring import hops_needed
-from scaling.strategies.context.ulysses import copied_heads
+from scaling.strategies.context.layout import FORMS, check_length, work
+from scaling.strategies.context.ring import copied_heads, hops_needed
 
 
 @dataclass(frozen=True)

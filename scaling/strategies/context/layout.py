@@ -1,55 +1,20 @@
-"""Where tokens lie along the sequence, which of them see each other, and so how much each rank computes.
+"""Where tokens lie along the sequence, and so how much each rank computes.
 
 A rank holds its part of the sequence as ranges of positions: one chunk in plain order; in zig-zag order two, of which
 one is as early as the other is late.
 """
 
-import math
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import torch
 
 from scaling.algebra.rules import refuse_rule
 from scaling.collectives import all_gather, ppermute
 from scaling.common.arguments import flag, whole
+from scaling.models.tiles import Mask, Ranges
 from scaling.spec import ShardingError, format_axes
 
 FORMS = ("ring", "zigzag", "gather", "ulysses", "usp")
-Ranges = tuple[range, ...]
-
-
-class Mask(NamedTuple):
-    """Which keys a query sees: none after it, if `causal`; those less than `window` away, if there is one."""
-
-    causal: bool = True
-    window: int | None = None
-
-    def pairs(self, rows: Ranges, columns: Ranges) -> int:
-        """How many (query, key) pairs are seen, by a closed form."""
-        last = 0 if self.causal else math.inf if self.window is None else self.window - 1
-        before = -math.inf if self.window is None else -self.window
-        return sum(_up_to(last, r, c) - _up_to(before, r, c) for r in rows for c in columns)
-
-    def hidden(self, r: range, c: range, device) -> torch.Tensor | None:
-        """hidden[T, S], True where the query does not see the key; None if all is seen."""
-        if self.pairs((r,), (c,)) == len(r) * len(c):
-            return None
-        ahead = torch.arange(c.start, c.stop, device=device) - torch.arange(r.start, r.stop, device=device)[:, None]
-        hidden = ahead > 0 if self.causal else torch.zeros_like(ahead, dtype=torch.bool)
-        return hidden if self.window is None else hidden | (ahead.abs() >= self.window)
-
-
-def _up_to(d: float, r: range, c: range) -> int:
-    """The pairs (t, s) of r x c with s - t <= d: the sum over t of clip(t + d - c.start + 1, 0, len(c))."""
-    if math.isinf(d):
-        return len(r) * len(c) if d > 0 else 0
-
-    def below(x: int) -> int:  # 0 + 1 + ... + (x - 1)
-        return x * (x - 1) // 2 if x > 0 else 0
-
-    first = r.start + int(d) - c.start + 1
-    return below(first + len(r)) - below(first) - below(first + len(r) - len(c)) + below(first - len(c))
 
 
 def chunks(form: str, t: int, C: int, c: int) -> Ranges:

@@ -1,63 +1,37 @@
-"""Ring attention (Liu, Zaharia and Abbeel 2023, arXiv:2310.01889): queries stay, keys and values go round.
+"""How keys and values come to the queries of each rank: round a ring, gathered, or in exchange for heads.
 
     Q[B, T_C, N, H], K[B, S_C, K, H], V[B, S_C, K, H] -> O[B, T_C, N, H]
 
-At every hop each rank attends to the block of keys that it has, while that block is on its way to the next rank and the
-one before it arrives. What has been seen is merged by the log of the softmax's denominator. In the backward pass the
-blocks go round again, followed by their gradients, to which every rank adds its part. In zig-zag order (rank c has the
-chunks c and 2C-1-c, of 2C) all ranks have the same to compute at every hop. On one rank this is plain attention.
+Ring attention (Liu, Zaharia and Abbeel 2023, arXiv:2310.01889): queries stay. At every hop each rank attends to the
+block of keys that it has, while that block is on its way to the next rank and the one before it arrives. What has been
+seen is merged by the log of the softmax's denominator. In the backward pass the blocks go round again, followed by
+their gradients, to which every rank adds its part. In zig-zag order (rank c has the chunks c and 2C-1-c, of 2C) all
+ranks have the same to compute at every hop. On one rank this is plain attention.
 
-The passes are written out, and are one differentiable function, `Attention.apply(ring, Q, K, V, segments)`: autograd
-and torch.func run them on plain tensors, and see neither collectives nor tiles. Second derivatives are not defined.
+Gathered (as Llama 3 was trained, arXiv:2407.21783, section 3.3.2): the same passes with a single hop at which all keys
+are there. The backward pass gathers again, so that nothing longer than T_C is kept, and reduce-scatters dK and dV, in
+float32 or wider.
+
+DeepSpeed-Ulysses (Jacobs et al. 2023, arXiv:2309.14509): each rank attends over the whole sequence, for its heads. An
+AllToAll moves the axis from the sequence to the heads, and one moves it back. With a second, outer axis the sequence
+stays split over that one, and inside is a ring over it (USP: Fang and Zhao 2024, arXiv:2405.07719).
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import lru_cache
+from math import lcm
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from scaling.collectives import ppermute, wait
+from scaling.algebra.rules import refuse_rule
+from scaling.collectives import all_gather, all_to_all, ppermute, reduce_scatter, wait
 from scaling.mesh import AbstractMesh
+from scaling.models.blockwise import KeyBlock
+from scaling.models.tiles import Mask
 from scaling.spec import format_axes
-from scaling.strategies.context import block
-from scaling.strategies.context.block import KeyBlock, add, merge_attended
-from scaling.strategies.context.layout import Mask, chunks
-
-
-def forward(Q: Tensor, K: Tensor, V: Tensor, segments: Tensor | None, ring: "Ring") -> tuple[Tensor, Tensor]:
-    """(O[B, T_C, N, H], lse[B, T_C, N]) of Q[B, T_C, N, H], K and V[B, S_C, K, H], segments[B, S_C] or None."""
-    seen: Any = None
-    for here, KV in ring.around(segments, KV=torch.stack([K, V])):
-        seen = merge_attended(seen, block.forward(Q, KV, here))
-    return seen.O.to(Q.dtype), seen.lse
-
-
-def backward(
-    dO: Tensor, O: Tensor, lse: Tensor, Q: Tensor, K: Tensor, V: Tensor, segments: Tensor | None, ring: "Ring"
-) -> tuple[Tensor, Tensor, Tensor]:
-    """(dQ, dK, dV). dQ is added up where it stays, dK and dV as they follow their block, in float32 or wider."""
-    dQ: Any = None
-    dKV: Any = None
-    for hop, (here, KV) in enumerate(ring.around(segments, KV=torch.stack([K, V]))):
-        dq, dkv = block.backward(dO, O, lse, Q, KV, here)
-        dQ, dKV = add(dQ, dq), add(wait(dKV), dkv)  # dKV was on its way meanwhile
-        dKV = ring.follow(dKV, hop)
-    dK, dV = wait(dKV).to(K.dtype)
-    return dQ.to(Q.dtype), dK, dV
-
-
-def jvp(
-    tQ: Tensor, tK: Tensor, tV: Tensor, O: Tensor, lse: Tensor, Q: Tensor, K: Tensor, V: Tensor, segments, ring: "Ring"
-) -> Tensor:
-    """The tangent of O: keys and values go round, each with its tangent."""
-    A: Any = None
-    m: Any = None
-    for here, KV, tKV in ring.around(segments, KV=torch.stack([K, V]), tKV=torch.stack([tK, tV])):
-        a, b = block.jvp(tQ, tKV, lse, Q, KV, here)
-        A, m = add(A, a), add(m, b)
-    return (A - m[..., None] * O).to(Q.dtype)
+from scaling.strategies.context.layout import chunks
 
 
 class Ring(NamedTuple):
@@ -121,66 +95,57 @@ def hops_needed(order: str, t: int, C: int, mask: Mask) -> int:
     return next(h for h in reversed(range(C)) if any(mask.pairs(held[c], held[c - h]) for c in reversed(range(C))))
 
 
-class Attention(torch.autograd.Function):
-    """(O, lse) of `forward(Q, K, V, segments, ring)`; lse has no derivative."""
+class Gathered(Ring):
+    """The same in one hop."""
 
-    @staticmethod
-    def forward(ring, Q, K, V, segments):
-        return forward(Q, K, V, segments, ring)
+    def around(self, segments: Tensor | None, **arrays: Any) -> Iterator[tuple]:
+        """(block, *arrays): this rank's queries meet all keys."""
+        over, (C, c), both = format_axes(self.axes), self.place, None
+        held = [chunks(self.order, self.t, C, i) for i in range(C)]
+        if segments is not None:
+            both = segments, all_gather(f"segments[B, S_{over}] -> segments[B, S]", segments, self.mesh)
+        whole = [
+            all_gather(f"{name}[2, B, S_{over}, K, H] -> {name}[2, B, S, K, H]", x, self.mesh)
+            for name, x in arrays.items()
+        ]
+        yield KeyBlock(held[c], sum(held, ()), self.mask, self.scale, both, self.types[0], "[2, B, S, K, H]"), *whole
 
-    @staticmethod
-    def setup_context(ctx, inputs, output):
-        ctx.ring, *operands = inputs
-        ctx.save_for_backward(*output, *operands)
-        ctx.save_for_forward(*output, *operands)
-        ctx.mark_non_differentiable(output[1])
-
-    @staticmethod
-    def backward(ctx, dO, _):
-        return None, *Once.apply(backward, ctx.ring, dO, *ctx.saved_tensors), None
-
-    @staticmethod
-    def jvp(ctx, _ring, tQ, tK, tV, _segments):
-        return Once.apply(jvp, ctx.ring, tQ, tK, tV, *ctx.saved_tensors), None
-
-    @staticmethod
-    def vmap(info, in_dims, ring, *operands):
-        return _batched(info, in_dims[1:], lambda *folded: Attention.apply(ring, *folded), operands)
+    def follow(self, dKV: Tensor, hop: int) -> Tensor:
+        """The sum over all ranks' queries, each rank's part of it."""
+        over = format_axes(self.axes)
+        return reduce_scatter(f"dKV[2, B, S, K, H] {{U_{over}}} -> dKV[2, B, S_{over}, K, H]", dKV, self.mesh)
 
 
-class Once(torch.autograd.Function):
-    """`fn(*operands, ring)`, all of them typed B first, which autograd does not look into."""
+def exchanged(
+    Q: Tensor, K: Tensor, V: Tensor, segments: Tensor | None, mesh, axes: Sequence[str], inside: Callable[..., Tensor]
+) -> Tensor:
+    """O[B, T_C, N, H]. `axes`: those of the sequence, of which the last, the minor one, moves to the heads.
 
-    @staticmethod
-    def forward(fn, ring, *operands):
-        return fn(*operands, ring)
+    `inside(Q, K, V, segments)` is attention over the other axes. With fewer KV heads than ranks, or K that does not
+    divide, each KV head is copied until they do (`copied_heads`).
+    """
+    *outer, Y = axes
+    R = copied_heads(Q.shape[2], K.shape[2], mesh.size((Y,)))
+    KV = torch.stack([K, V])
+    if K.shape[2] < R:  # the gradients of copies are summed: in float32 or wider
+        KV = KV.to(torch.promote_types(KV.dtype, torch.float32)).repeat_interleave(R // K.shape[2], dim=3)
+    T_CY, T_C, Y = format_axes(axes), f"_{format_axes(outer)}" if outer else "", format_axes((Y,))
+    Q = all_to_all(f"Q[B, T_{T_CY}, N, H] -> Q[B, T{T_C}, N_{Y}, H]", Q, mesh)
+    KV = all_to_all(f"KV[2, B, S_{T_CY}, R, H] -> KV[2, B, S{T_C}, R_{Y}, H]", KV, mesh)
+    if segments is not None:
+        segments = all_gather(f"segments[B, T_{T_CY}] -> segments[B, T{T_C}]", segments, mesh)
+    O = inside(Q, *KV, segments)
+    return all_to_all(f"O[B, T{T_C}, N_{Y}, H] -> O[B, T_{T_CY}, N, H]", O, mesh)
 
-    @staticmethod
-    def setup_context(ctx, inputs, output):
-        pass
 
-    @staticmethod
-    def backward(ctx, *_):
-        raise NotImplementedError(
-            "the second derivative of context-parallel attention is not defined\n"
-            "  fix: differentiate once; on one rank models.attention.dot_product_attention has all derivatives"
+def copied_heads(N: int, K: int, ranks: int) -> int:
+    """R = lcm(K, ranks): how many KV heads there are once each is copied R/K times, so that every rank has as many.
+
+    R divides N, as K and the number of ranks do. ShardingError if that does not divide N.
+    """
+    if N % ranks:
+        what, rule = f"N={N} query heads do not divide over {ranks} ranks", "Ulysses gives every rank as many heads"
+        refuse_rule(
+            "Q[B, T_C, N, H] -> Q[B, T, N_C, H]", "ulysses", what, rule, "form='ring' or 'zigzag', or fewer ranks"
         )
-
-    @staticmethod
-    def vmap(info, in_dims, fn, ring, *operands):
-        return _batched(info, in_dims[2:], lambda *folded: Once.apply(fn, ring, *folded), operands)
-
-
-def _batched(info, in_dims, apply, operands):
-    """The mapped dim as part of B."""
-    n = info.batch_size
-
-    def folded(x, dim):
-        if x is None:
-            return None
-        return (x.expand(n, *x.shape) if dim is None else x.movedim(dim, 0)).flatten(0, 1)
-
-    results = apply(*map(folded, operands, in_dims))
-    if isinstance(results, Tensor):
-        return results.unflatten(0, (n, -1)), 0
-    return tuple(x.unflatten(0, (n, -1)) for x in results), (0,) * len(results)
+    return lcm(K, ranks)

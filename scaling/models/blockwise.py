@@ -1,0 +1,283 @@
+"""Attention block by block, with an explicit backward: what is computed between two lines of communication.
+
+    Q[B, T, N, H], K[B, S, K, H], V[B, S, K, H] -> O[B, T, N, H], lse[B, T, N]
+
+lse is the log of the softmax's denominator. Keys come in blocks, which `keys.around` gives one after another (a ring's,
+from rank to rank; on one device there is one block), and a block is computed tile by tile, so that no more than TILE^2
+scores a head exist. Positions are known, so tiles that the mask hides altogether are never computed; documents
+(segments) are data, and hide more. Results are float32 or wider; `merge_attended` joins those of different keys.
+
+The passes are one differentiable function, `Attention.apply(keys, Q, K, V, segments)`: autograd and torch.func run them
+on plain tensors, and see neither collectives nor tiles. Second derivatives are not defined.
+"""
+
+import math
+import re
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from itertools import product
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from scaling import trace
+from scaling.collectives import wait
+from scaling.models.tiles import LATER, Mask, Ranges, fused, tangent, written
+from scaling.spec import parse
+
+TILE = 1024  # queries, and keys, that are computed at a time
+Sums = tuple[Any, Any]  # tensors that a block adds to two sums, or None and None
+
+
+def forward(Q: Tensor, K: Tensor, V: Tensor, segments: Tensor | None, keys: Any) -> tuple[Tensor, Tensor]:
+    """(O[B, T, N, H], lse[B, T, N])."""
+    seen: Any = None
+    for here, KV in keys.around(segments, KV=torch.stack([K, V])):
+        seen = merge_attended(seen, block_forward(Q, KV, here))
+    return seen.O.to(Q.dtype).contiguous(), seen.lse
+
+
+def backward(
+    dO: Tensor, O: Tensor, lse: Tensor, Q: Tensor, K: Tensor, V: Tensor, segments: Tensor | None, keys: Any
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(dQ, dK, dV). dQ is added up where it stays, dK and dV as they follow their block, in float32 or wider."""
+    dQ: Any = None
+    dKV: Any = None
+    for hop, (here, KV) in enumerate(keys.around(segments, KV=torch.stack([K, V]))):
+        dq, dkv = block_backward(dO, O, lse, Q, KV, here)
+        dQ, dKV = add(dQ, dq), add(wait(dKV), dkv)  # dKV was on its way meanwhile
+        dKV = keys.follow(dKV, hop)
+    dK, dV = wait(dKV).to(K.dtype)
+    return dQ.to(Q.dtype), dK, dV
+
+
+def jvp(
+    tQ: Tensor, tK: Tensor, tV: Tensor, O: Tensor, lse: Tensor, Q: Tensor, K: Tensor, V: Tensor, segments, keys: Any
+) -> Tensor:
+    """The tangent of O: keys and values come by, each with its tangent."""
+    A: Any = None
+    m: Any = None
+    for here, KV, tKV in keys.around(segments, KV=torch.stack([K, V]), tKV=torch.stack([tK, tV])):
+        a, b = block_jvp(tQ, tKV, lse, Q, KV, here)
+        A, m = add(A, a), add(m, b)
+    return (A - m[..., None] * O).to(Q.dtype)
+
+
+class KeyBlock(NamedTuple):
+    """Queries at the positions `rows` meet keys at `columns`. `segments`: None, or (of the queries [B, T], of the keys
+    [B, S]): a query sees keys of its own segment alone. `queries`, `keys`: their types, for the trace. `tile`: how many
+    of each are computed at a time, TILE unless it is given, and then in matmuls."""
+
+    rows: Ranges
+    columns: Ranges
+    mask: Mask
+    scale: float
+    segments: tuple[Tensor, Tensor] | None = None
+    queries: str = "[B, T, N, H]"
+    keys: str = "[2, B, S, K, H]"
+    tile: int = 0
+
+    @property
+    def pairs(self) -> int:
+        """The scores, a head, that the mask lets through."""
+        return self.mask.pairs(self.rows, self.columns)
+
+    def kernel(self, device: torch.device):
+        """The CPU's flash attention, or matmuls."""
+        return fused if device.type == "cpu" and not self.tile else written
+
+    def parts(self, ranges: Ranges) -> list[range]:
+        """The positions in parts of at most a tile's neighbours."""
+        tile = self.tile or TILE
+        return [chunk[start : start + tile] for chunk in ranges for start in range(0, len(chunk), tile)]
+
+    def tiles(self, device) -> Iterator[tuple[int, int, Tensor | str | None]]:
+        """(part of the queries, of the keys, what is hidden: see `tiles`) of each tile of which something is seen."""
+        rows, columns = self.parts(self.rows), self.parts(self.columns)
+        if self.segments is not None:
+            of_queries, of_keys = self.segments[0].split(sizes(rows), 1), self.segments[1].split(sizes(columns), 1)
+        for (i, r), (j, c) in product(enumerate(rows), enumerate(columns)):
+            if not self.mask.pairs((r,), (c,)):
+                continue
+            if self.segments is not None:
+                other = (of_queries[i][:, :, None] != of_keys[j][:, None, :])[:, None, None]
+                hidden = self.mask.hidden(r, c, device)
+                yield i, j, other if hidden is None else other | hidden
+            elif self.mask == Mask(causal=True, window=None) and r == c:
+                yield i, j, LATER
+            else:
+                yield i, j, self.mask.hidden(r, c, device)
+
+
+def sizes(parts: Sequence[range]) -> list[int]:
+    return [len(part) for part in parts]
+
+
+class Attended(NamedTuple):
+    """What queries have seen of some keys: O[B, T, N, H], and lse[B, T, N], the log of the softmax's denominator."""
+
+    O: Tensor
+    lse: Tensor
+
+
+def merge_attended(a: Attended | None, b: Attended | None) -> Any:
+    """What is seen of the keys of both, in any order: each O by its share of the weight, which is a sigmoid of the
+    difference in lse. So nothing overflows, and the shares add up to 1 however often they are merged."""
+    if a is None or b is None or b.O.is_meta:
+        return a if b is None else b
+    ahead = torch.where(b.lse.isneginf(), -math.inf, b.lse - a.lse)  # -inf - -inf: neither has seen a key yet
+    share = ahead.sigmoid()[..., None].to(a.O.dtype)  # torch 2.11's compiler takes every lse for a float32
+    return Attended(torch.lerp(a.O, b.O, share), torch.logaddexp(a.lse, b.lse))
+
+
+def add(a: Tensor | None, b: Tensor | None) -> Any:
+    """a + b, where None is a sum of nothing."""
+    return b if a is None else a if b is None else a + b
+
+
+@contextmanager
+def _traced(line: str, Q: Tensor, block: KeyBlock, matmuls: int):
+    """One event, "O = Q * KV": the FLOPs of the scores that are seen, in so many matmuls."""
+    if not trace.open_logs:
+        yield
+        return
+    names = re.findall(r"\w+", line)
+    after, *before = (parse(name + (block.keys if "KV" in name else block.queries)) for name in names)
+    flops = 2 * matmuls * Q.shape[0] * Q.shape[2] * Q.shape[3] * block.pairs
+    event = trace.record(trace.Event("Einsum", (), tuple(before), after, flops=flops, dtype=Q.dtype))
+    yield
+    trace.done(event)
+
+
+def block_forward(Q: Tensor, KV: Tensor, block: KeyBlock) -> Attended | None:
+    """What the queries see of these keys; None if the mask hides them all."""
+    if not block.pairs:
+        return None
+    with _traced("O = Q * KV", Q, block, matmuls=2):
+        if Q.is_meta:
+            O = torch.empty_like(Q, dtype=_wide(Q.dtype))
+            return Attended(O, O.new_empty(O.shape[:-1]))
+        q, (k, v) = _in_parts(block.parts(block.rows), KV, Q)[0], _in_parts(block.parts(block.columns), KV, *KV)
+        seen: list[Any] = [None] * len(q)
+        for i, j, hidden in block.tiles(Q.device):
+            tile = block.kernel(Q.device).forward(q[i], k[j], v[j], hidden, block.scale)
+            seen[i] = merge_attended(seen[i], Attended(*tile))
+        O = _joined([each and each.O for each in seen], q)
+        return Attended(O, _joined([each and each.lse for each in seen], [each[..., 0] for each in q], -math.inf))
+
+
+def block_backward(dO: Tensor, O: Tensor, lse: Tensor, Q: Tensor, KV: Tensor, block: KeyBlock) -> Sums:
+    """(dQ, dKV) through this block, or Nones. O and lse are those of all the keys, of this block and the others."""
+    if not block.pairs:
+        return None, None
+    with _traced("dQ = dO * KV", Q, block, matmuls=5):
+        if Q.is_meta:
+            return torch.empty_like(Q, dtype=_wide(Q.dtype)), torch.empty_like(KV, dtype=_wide(KV.dtype))
+        dO, O, lse, q = _in_parts(block.parts(block.rows), KV, dO, O, lse, Q)
+        k, v = _in_parts(block.parts(block.columns), KV, *KV)
+        dq, dk, dv = [None] * len(q), [None] * len(k), [None] * len(k)
+        for i, j, hidden in block.tiles(Q.device):
+            tile = block.kernel(Q.device).backward(dO[i], q[i], k[j], v[j], O[i], lse[i], hidden, block.scale)
+            dq[i], dk[j], dv[j] = map(add, (dq[i], dk[j], dv[j]), tile)
+        return _joined(dq, q), torch.stack([_joined(dk, k), _joined(dv, v)])
+
+
+def block_jvp(tQ: Tensor, tKV: Tensor, lse: Tensor, Q: Tensor, KV: Tensor, block: KeyBlock) -> Sums:
+    """(A[B, T, N, H], m[B, T, N]) of this block, or Nones: summed over the blocks of all keys, tO = A - m O."""
+    if not block.pairs:
+        return None, None
+    with _traced("tO = tQ * KV", Q, block, matmuls=5):
+        if Q.is_meta:
+            A = torch.empty_like(Q, dtype=_wide(Q.dtype))
+            return A, A[..., 0]
+        tq, denominators, q = _in_parts(block.parts(block.rows), KV, tQ, lse, Q)
+        tk, tv, k, v = _in_parts(block.parts(block.columns), KV, *tKV, *KV)
+        A, m = [None] * len(q), [None] * len(q)
+        for i, j, hidden in block.tiles(Q.device):
+            tile = tangent(tq[i], q[i], denominators[i], tk[j], tv[j], k[j], v[j], hidden, block.scale)
+            A[i], m[i] = map(add, (A[i], m[i]), tile)
+        return _joined(A, q), _joined(m, denominators)
+
+
+def _wide(dtype: torch.dtype) -> torch.dtype:
+    return torch.promote_types(dtype, torch.float32)
+
+
+def _in_parts(parts: Sequence[range], KV: Tensor, *arrays: Tensor) -> list[Any]:
+    """[B, T, N(, H)] -> [B, K, G, T(, H)], float32 or wider, of each part of the positions: G = N/K heads of queries,
+    or one of keys, a KV head."""
+    heads = (x.to(_wide(x.dtype)).unflatten(2, (KV.shape[3], -1)).movedim(1, 3).contiguous() for x in arrays)
+    return [x.split(sizes(parts), 3) for x in heads]
+
+
+def _joined(parts: Sequence[Tensor | None], like: Sequence[Tensor], empty: float = 0.0) -> Tensor:
+    """Parts [B, K, G, T(, H)] -> [B, T, N(, H)]; `empty` where no tile made one."""
+    there = [torch.full_like(x, empty) if part is None else part for part, x in zip(parts, like, strict=True)]
+    whole = there[0] if len(there) == 1 else torch.cat(there, 3)  # written to a buffer, linearize would lose them
+    return whole.movedim(3, 1).flatten(2, 3)
+
+
+class Attention(torch.autograd.Function):
+    """(O, lse) of `forward(Q, K, V, segments, keys)`; lse has no derivative."""
+
+    @staticmethod
+    def forward(keys, Q, K, V, segments):
+        return forward(Q, K, V, segments, keys)
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        ctx.keys, *operands = inputs
+        ctx.save_for_backward(*output, *operands)
+        ctx.save_for_forward(*output, *operands)
+        ctx.mark_non_differentiable(output[1])
+
+    @staticmethod
+    def backward(ctx, dO, _):
+        return None, *Once.apply(backward, ctx.keys, dO, *ctx.saved_tensors), None
+
+    @staticmethod
+    def jvp(ctx, _keys, tQ, tK, tV, _segments):
+        return Once.apply(jvp, ctx.keys, tQ, tK, tV, *ctx.saved_tensors), None
+
+    @staticmethod
+    def vmap(info, in_dims, keys, *operands):
+        return _batched(info, in_dims[1:], lambda *folded: Attention.apply(keys, *folded), operands)
+
+
+class Once(torch.autograd.Function):
+    """`fn(*operands, keys)`, all of them typed B first, which autograd does not look into."""
+
+    @staticmethod
+    def forward(fn, keys, *operands):
+        return fn(*operands, keys)
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        pass
+
+    @staticmethod
+    def backward(ctx, *_):
+        raise NotImplementedError(
+            "the second derivative of context-parallel attention is not defined\n"
+            "  fix: differentiate once; on one device models.attention.dot_product_attention has all derivatives"
+        )
+
+    @staticmethod
+    def vmap(info, in_dims, fn, keys, *operands):
+        return _batched(info, in_dims[2:], lambda *folded: Once.apply(fn, keys, *folded), operands)
+
+
+def _batched(info, in_dims, apply, operands):
+    """The mapped dim as part of B."""
+    n = info.batch_size
+
+    def folded(x, dim):
+        if x is None:
+            return None
+        return (x.expand(n, *x.shape) if dim is None else x.movedim(dim, 0)).flatten(0, 1)
+
+    results = apply(*map(folded, operands, in_dims))
+    if isinstance(results, Tensor):
+        return results.unflatten(0, (n, -1)), 0
+    return tuple(x.unflatten(0, (n, -1)) for x in results), (0,) * len(results)
