@@ -94,8 +94,6 @@ INSIDE = {  # (module, what it imports inside a function): why
     ("scaling.book.page", "scaling.mesh"): "chapters without ranks need no torch",
     ("scaling.book.page", "torch.distributed"): "chapters without ranks need no torch",
     ("scaling.collectives.buffers", "numpy"): "rarely needed",
-    ("scaling.trace.events", "tabulate"): "what only runs, as on a machine with GPUs, needs no tables",
-    ("scaling.trace.peak", "tabulate"): "what only runs, as on a machine with GPUs, needs no tables",
     ("scaling.train.progress", "torch.utils.tensorboard"): "it needs tensorboard, an extra",
     ("scaling.train.dcp", "torch.distributed.checkpoint"): "it takes a second to import; rank 0 alone writes it",
     ("scaling.plan.__main__", "scaling.plan.choose"): "a plan is made without torch",

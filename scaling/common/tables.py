@@ -10,6 +10,7 @@ from textwrap import wrap
 
 from scaling.common.console import width
 
+WIDE = 10_000  # columns, for a table whose lines are never wrapped
 NUMBER = re.compile(r"[-+<>~]?[\d.,]+(e[-+]?\d+)?(%|x| us| ms| s| ns)?|-|inf|")  # what stands to the right in a table
 
 

@@ -16,9 +16,8 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 
-from tabulate import tabulate
-
 from scaling import launch
+from scaling.common import tables
 from scaling.common.console import Parser, complaining, integer, output
 from scaling.hardware import Chip, load_chip
 from scaling.measure import network
@@ -37,7 +36,7 @@ def chip_table(chip: Chip) -> str:
         unit = "GFLOPs/s" if m.op == "Matmul" else "GB/s"
         rate = f"{m.bandwidth / 1e9:,.2f} {unit}" if m.bandwidth < 1e15 else ""
         rows.append((name, rate, f"{m.latency * 1e6:,.0f} us"))
-    return tabulate(rows, ["", "rate", "latency"], "simple", disable_numparse=True)
+    return tables.table(rows, ["", "rate", "latency"])
 
 
 @complaining(ValueError, OSError, launch.RankError, code=2)

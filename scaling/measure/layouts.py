@@ -11,9 +11,8 @@ from dataclasses import dataclass
 from itertools import combinations
 from time import perf_counter
 
-from tabulate import tabulate
-
 from scaling import launch
+from scaling.common import tables
 from scaling.configs import get
 from scaling.hardware import Chip
 from scaling.measure.lines import barrier
@@ -81,8 +80,7 @@ def median_error(checks: Sequence[Check]) -> float:
 def table(checks: Sequence[Check]) -> str:
     rows = [(format_sizes(c.sizes), f"{1e3 * c.predicted:.1f}", f"{1e3 * c.seconds:.1f}", f"{c.error:+.0%}")
             for c in checks]  # fmt: skip
-    head, align = ["mesh", "predicted ms", "measured ms", "error"], ("left", "right", "right", "right")
-    shown = tabulate(rows, head, "simple", disable_numparse=True, colalign=align)
+    shown = tables.table(rows, ["mesh", "predicted ms", "measured ms", "error"])
     return f"{shown}\n\nmedian error {median_error(checks):.0%}, Kendall's tau {tau(checks):.2f}"
 
 

@@ -12,10 +12,10 @@ from functools import partial
 from pathlib import Path
 
 import torch
-from tabulate import tabulate
 
 from scaling import launch
 from scaling.common.console import Parser, complaining, folder, integer, number
+from scaling.common.tables import table
 from scaling.measure.lines import LINES, barrier
 from scaling.spec.sizes import format_sizes, parse_mesh
 
@@ -94,9 +94,7 @@ def _report(results: list, sizes: dict[str, int], link: float | None) -> str:
         share = [f"{rate / link:.0%}"] if link else []
         rows.append([axis, op, f"{V:,}", f"{took * 1e6:,.0f}", f"{rate / 1e9:.2f}", *share])
     head = ["axis", "collective", "V bytes", "us", "bus GB/s", *(["of the link"] if link else [])]
-    text = tabulate(
-        rows, head, "simple", disable_numparse=True, colalign=["left", "left", *["right"] * (len(head) - 2)]
-    )
+    text = table(rows, head)
     named = slow([own[0] for _, own in results], "memory") + slow([own[1] for _, own in results], "disk")
     return "\n".join([text, *(named or ["no rank's memory or disk is slow beside the others'"])])
 

@@ -5,9 +5,9 @@ from collections.abc import Mapping
 from typing import Any, cast
 
 import optree
-from tabulate import tabulate
 
 from scaling.common.console import Parser, complaining
+from scaling.common.tables import table
 from scaling.configs import Config, get
 from scaling.configs.sources import HELP
 from scaling.cost.units import significant
@@ -48,9 +48,8 @@ def main(argv: "list[str] | None" = None) -> int:
     config = get(args.model)
     mesh = parse_mesh(args.mesh)
     listed = leaf_rows(config, mesh, args.dtype, args.zero)
-    table = [(leaf, text, shape, f"{nbytes:,.0f}") for leaf, text, shape, nbytes in listed]
-    head = ["leaf", "type", "on a rank", "bytes"]
-    print(tabulate(table, head, "simple", colalign=("left", "left", "left", "right"), disable_numparse=True))
+    rows = [(leaf, text, shape, f"{nbytes:,.0f}") for leaf, text, shape, nbytes in listed]
+    print(table(rows, ["leaf", "type", "on a rank", "bytes"]))
     total = sum(nbytes for *_, nbytes in listed)
     devices = f"{math.prod(mesh.values()):,} devices ({args.mesh})"
     print(f"\n{config.name} on {devices}: {significant(total)} bytes of params on each")

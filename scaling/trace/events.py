@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from time import perf_counter
 from typing import Any
 
+from scaling.common.tables import WIDE, table
 from scaling.spec import Spec, format_axes
 
 
@@ -103,10 +104,7 @@ class Log:
             )
             for event in self.events
         ]
-        headers, align = ["line", "V bytes", "sent", "FLOPs", "ms"], ("left", "right", "right", "right", "left")
-        from tabulate import tabulate  # what only runs needs no tables
-
-        return tabulate(rows, headers, "simple", colalign=align, disable_numparse=True)
+        return table(rows, ["line", "V bytes", "sent", "FLOPs", "ms"], WIDE, right=[False, True, True, True, False])
 
 
 open_logs: list[Log] = []  # being written, innermost last

@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from scaling import trace
+from scaling.common.tables import WIDE, table
 from scaling.common.torch_private import TorchDispatchMode, storage_of
 
 
@@ -50,10 +51,7 @@ class PeakMemory:
     def table(self) -> str:
         """The lines as they ran, each with the bytes alive after it, and the most between it and the next line."""
         rows = [(str(event), f"{now:,}", f"{peak:,}") for event, now, peak in self.steps]
-        align = ("left", "right", "right")
-        from tabulate import tabulate  # what only runs needs no tables
-
-        return tabulate(rows, ["line", "bytes after", "peak"], "simple", colalign=align, disable_numparse=True)
+        return table(rows, ["line", "bytes after", "peak"], WIDE)
 
 
 class _Shape(NamedTuple):
