@@ -11,7 +11,7 @@ import sys
 from scaling import launch
 from scaling.common.console import SEEDS, Parser, complaining, integer, number
 from scaling.serve.generation import Token, score, stream
-from scaling.serve.loading import Served, add_model, loaded, on_ranks, served_by
+from scaling.serve.loading import Served, add_model, served_by
 from scaling.serve.requests import Sampling
 from scaling.serve.text import TextStream, chat_prompt
 
@@ -49,12 +49,12 @@ def arguments(argv=None) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 
-def run(mesh, args, what: Served, prompt: list[int], how: Sampling) -> None:
+def run(mesh, what: Served, args, prompt: list[int], how: Sampling) -> None:
     """On every rank; rank 0 prints."""
-    params, draft = loaded(args, what, mesh)
+    params, own = what.loaded(mesh)
     first, tokenizer, ends = mesh.rank == 0, what.tokenizer, what.ends
     if args.score:
-        logprobs = score(params, [prompt], what.config, mesh=mesh, form=what.form)[0]
+        logprobs = score(params, [prompt], what.config, mesh=own["mesh"], form=what.form)[0]
         if first:
             scored = [Token(0, id, p) for id, p in zip(prompt[1:], logprobs, strict=True)]
             print("\n".join([*_table(scored, tokenizer), _summary(logprobs)]))
@@ -62,7 +62,7 @@ def run(mesh, args, what: Served, prompt: list[int], how: Sampling) -> None:
     text, tokens = TextStream(tokenizer, args.stop), []
     for step in stream(
         params, [prompt], what.config, args.max_new_tokens, how,
-        seed=args.seed, stop=ends, mesh=mesh, draft=draft, proposals=args.proposals, form=what.form,
+        seed=args.seed, stop=ends, proposals=args.proposals, **own,
     ):  # fmt: skip
         for token in step:
             if text.stopped:
@@ -91,7 +91,7 @@ def _summary(logprobs: list[float]) -> str:
     return f"{sum(logprobs):10.4f}  over {len(logprobs)} tokens; perplexity {math.exp(-mean):.4g}"
 
 
-def prompt_of(args, tokenizer) -> list[int]:
+def prompt_of(args, what: Served) -> list[int]:
     if args.prompt_ids:
         try:
             return [int(part) for part in args.prompt_ids.split(",")]
@@ -101,8 +101,8 @@ def prompt_of(args, tokenizer) -> list[int]:
             ) from None
     text = sys.stdin.read() if args.prompt == "-" else args.prompt
     if args.chat:
-        text = chat_prompt(args.model, [{"role": "user", "content": text}])
-    ids = tokenizer.encode(text, special=not args.chat)
+        text = chat_prompt(what.model.folder, [{"role": "user", "content": text}])
+    ids = what.tokenizer.encode(text, special=not args.chat)
     if not ids:
         raise ValueError("the prompt is empty\n  fix: give at least one token")
     return ids
@@ -110,8 +110,8 @@ def prompt_of(args, tokenizer) -> list[int]:
 
 @complaining(ValueError, OSError, launch.RankError)
 def main(argv=None) -> int:
-    what, args = served_by(arguments(argv))
-    how, prompt = Sampling(args.temperature, args.top_k, args.top_p, args.min_p), prompt_of(args, what.tokenizer)
+    what = served_by(args := arguments(argv))
+    how, prompt = Sampling(args.temperature, args.top_k, args.top_p, args.min_p), prompt_of(args, what)
     what.check_fits(1, len(prompt) + (0 if args.score else args.max_new_tokens))
-    on_ranks(args, run, what.sizes, args, what, prompt, how)
+    what.on_ranks(run, args, prompt, how)
     return 0

@@ -19,7 +19,7 @@ from typing import Any
 from scaling import launch
 from scaling.common.console import Parser, complain, complaining, integer, output
 from scaling.serve.engine import serve
-from scaling.serve.loading import Served, add_model, loaded, on_ranks, served_by
+from scaling.serve.loading import Served, add_model, served_by
 from scaling.serve.requests import Request, RequestLine, read_requests
 from scaling.serve.simulate import RequestTimes, Simulated
 from scaling.serve.states import POLICIES, Options, Run
@@ -83,13 +83,12 @@ def pages_of(lines: list[RequestLine], page: int, slots: int, most: int) -> tupl
     return max(1, min(sum(sorted(needs, reverse=True)[:slots]), most)), served, refused
 
 
-def run(mesh, args, what: Served, lines: list[RequestLine], options: Options) -> Simulated:
+def run(mesh, what: Served, lines: list[RequestLine], options: Options) -> Simulated:
     """On every rank."""
-    params, draft = loaded(args, what, mesh)
+    params, own = what.loaded(mesh)
     return serve(
         params, what.config, [(line.arrival, line.request) for line in lines], options,
-        on_token=stops_of([line.request for line in lines], what.tokenizer),
-        draft=draft, mesh=mesh if mesh.size() > 1 else None, form=what.form,
+        on_token=stops_of([line.request for line in lines], what.tokenizer), **own,
     )  # fmt: skip
 
 
@@ -122,7 +121,7 @@ def completion(line: RequestLine, times: RequestTimes, what: Served) -> dict:
 
 @complaining(ValueError, OSError, launch.RankError)
 def main(argv=None) -> int:
-    what, args = served_by(arguments(argv))
+    what = served_by(args := arguments(argv))
     cache_specs(what.config, what.mesh, form=what.form, page=args.page)
     most, groups = _most_pages(args, what), row_groups(what.form, what.mesh)
     slots = -(-args.slots // groups)  # of a group
@@ -138,7 +137,7 @@ def main(argv=None) -> int:
         pages, lines, refused = pages_of(lines, args.page, slots, most)
     served: Any = Simulated((), {})
     if lines:
-        served = on_ranks(args, run, what.sizes, args, what, lines, _options(args, pages, groups))
+        served = what.on_ranks(run, lines, _options(args, pages, groups))
     if int(os.environ.get("RANK", 0)) == 0:
         return 0 if _report(args, what, lines, bad + refused, served) else 1
     return 0
@@ -170,26 +169,23 @@ def _over_http(args, what: Served, options: Options) -> int:
     model = Model(what.config.name, what.tokenizer, what.config.V, what.ends, None, options, args.max_new_tokens)
     listener = server.listen(args.host, args.port) if int(os.environ.get("RANK", 0)) == 0 else None
     with server.passed_on():
-        on_ranks(args, _serve_http, what.sizes, args, what, model, listener, timeout=FOR_EVER)
+        what.on_ranks(_serve_http, args, model, listener, timeout=FOR_EVER)
     return 0
 
 
-def _serve_http(mesh, args, what: Served, model, listener) -> None:
+def _serve_http(mesh, what: Served, args, model, listener) -> None:
     """On every rank."""
     from scaling.serve.web import server
 
     with contextlib.suppress(ValueError):  # a model without a chat template serves plain prompts
-        model = model._replace(chat=chat_template(args.model))
-    params, draft = loaded(args, what, mesh)
+        model = model._replace(chat=chat_template(what.model.folder))
+    params, own = what.loaded(mesh)
 
     def ready(address: str, stop: Any) -> None:
         pages, page = model.options.pages * model.options.groups, model.options.page
         print(f"{model.name}: {address} ({args.mesh}, {pages:,} pages of {page} tokens); Ctrl-C ends it", flush=True)
 
-    server.serve_http(
-        params, model, what.config, listener, mesh=mesh if mesh.size() > 1 else None, queue=args.queue, key=args.key,
-        ready=ready, draft=draft, form=what.form,
-    )  # fmt: skip
+    server.serve_http(params, model, what.config, listener, queue=args.queue, key=args.key, ready=ready, **own)
 
 
 def _report(args, what: Served, lines: list[RequestLine], bad: list[dict], served: Simulated) -> int:

@@ -2,18 +2,19 @@
 
 import argparse
 import os
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
 from scaling import launch, tree
 from scaling.common.console import Parser, integer
 from scaling.configs import Config, with_weights
-from scaling.configs.sources import RUN, WAYS
+from scaling.configs.sources import WAYS, Source
 from scaling.mesh import AbstractMesh
-from scaling.models import hf
-from scaling.models import transformer as model
+from scaling.models import hf, transformer
 from scaling.models.text import tokenizer_of
 from scaling.serve.cache import init_cache
 from scaling.serve.engine import check_draft
@@ -40,25 +41,24 @@ def add_model(parser: Parser) -> None:
     parser.add_argument("--ignore-eos", action="store_true", help="go on after the model's own end of text")
 
 
-def on_ranks(args: argparse.Namespace, *work: Any, **options: Any) -> Any:
-    """What rank 0 returns of fn(mesh, ...); the ranks are torchrun's, or started here."""
-    if int(os.environ.get("WORLD_SIZE", 1)) > 1:
-        return launch.start(*work, device=args.device, **options)
-    return launch.run(*work, device=args.device, **options)[0]
+@dataclass(frozen=True)
+class Served:
+    """What a command serves: a model on a mesh, in a form of decoding; beside it perhaps a draft, another model or
+    "ngram". `memory`: bytes that each rank may take. `ends`: the ids that end a text."""
 
-
-class Served(NamedTuple):
-    """What a command serves: a model, and with --draft the sizes of another, on a mesh, in a form of decoding.
-    `memory`: bytes that each rank may take. `ends`: the ids that end a text."""
-
-    config: Config
+    model: Source
     sizes: dict[str, int]
-    dtype: torch.dtype
-    form: str
-    memory: int
-    draft: Config | None = None
+    dtype: torch.dtype = torch.float32
+    form: str = "heads"
+    memory: int = 1 << 62
+    device: str = "cpu"
+    draft: "Source | str | None" = None
     tokenizer: Any = None
     ends: tuple[int, ...] = ()
+
+    @property
+    def config(self) -> Config:
+        return self.model.config
 
     @property
     def mesh(self) -> AbstractMesh:
@@ -67,11 +67,12 @@ class Served(NamedTuple):
     def needed(self, batch: int, length: int) -> int:
         """Bytes that each rank holds: params, and a cache of `batch` rows of `length` tokens; a draft's too."""
         found = 0
-        for config in (self.config, self.draft):
-            if config is not None:
-                whole, types = model.init(config, 0, self.dtype, "meta"), specs(config, self.mesh, form=self.form)
+        for source in (self.model, self.draft):
+            if isinstance(source, Source):
+                config, types = source.config, specs(source.config, self.mesh, form=self.form)
                 rows, places = divisible(batch, length, self.form, self.mesh)
                 cache = init_cache(config, rows, places, mesh=self.mesh, dtype=self.dtype, form=self.form)
+                whole = transformer.init(config, 0, self.dtype, "meta")
                 found += tree.nbytes(tree.shard(whole, types, self.mesh)) + cache["KV"].nbytes
         return found
 
@@ -93,39 +94,41 @@ class Served(NamedTuple):
             f"and there are {self.memory:,}\n  fix: {smaller}, or use a larger mesh"
         )
 
+    def on_ranks(self, fn: Callable, *given: Any, **options: Any) -> Any:
+        """What rank 0 returns of fn(mesh, what is served, *given); the ranks are torchrun's, or started here."""
+        work = fn, self.sizes, self, *given
+        if int(os.environ.get("WORLD_SIZE", 1)) > 1:
+            return launch.start(*work, device=self.device, **options)
+        return launch.run(*work, device=self.device, **options)[0]
 
-def served_by(args: argparse.Namespace) -> tuple[Served, argparse.Namespace]:
-    """(what the options name, the options with the folders of --model and --draft in the place of what names them).
-    ValueError and ShardingError for what cannot be served."""
-    sizes, source, draft, small = parse_mesh(args.mesh), with_weights(args.model), args.draft, None
-    mesh, config = AbstractMesh(sizes), source.config
-    check_mesh(config, mesh, args.form)
+    def loaded(self, mesh) -> tuple[dict, dict[str, Any]]:
+        """(this rank's params, what `generate` and the engine are told beside them): of the files what it needs is
+        read."""
+        draft = (self.draft.config, self._params(self.draft, mesh)) if isinstance(self.draft, Source) else self.draft
+        own = {"mesh": mesh if mesh.size() > 1 else None, "form": self.form, "draft": draft}
+        return self._params(self.model, mesh), own
+
+    def _params(self, source: Source, mesh) -> dict:
+        types = specs(source.config, mesh, form=self.form)
+        if source.is_run:
+            state, _ = checkpoint.load(source.folder, {"params": types}, mesh, among=True)
+            return tree.map(lambda p: p.to(self.dtype), state["params"])
+        return hf.load_sharded(source.folder, types, mesh, self.dtype)[1]
+
+
+def served_by(args: argparse.Namespace) -> Served:
+    """What the options name. ValueError and ShardingError for what cannot be served."""
+    sizes, model, draft = parse_mesh(args.mesh), with_weights(args.model), args.draft
+    mesh = AbstractMesh(sizes)
+    check_mesh(model.config, mesh, args.form)
     if draft not in (None, "ngram"):
-        draft, small = (beside := with_weights(draft)).folder, beside.config
-        check_draft(small, config)
-        check_mesh(small, mesh, args.form)
+        draft = with_weights(draft)
+        check_draft(draft.config, model.config)
+        check_mesh(draft.config, mesh, args.form)
     memory = args.memory or free_memory(args.device, mesh.size())
-    ends = () if args.ignore_eos else ends_of(source.folder)
-    tokenizer = tokenizer_of(source.folder, config.V)
-    found = Served(config, sizes, DTYPES[args.dtype], args.form, memory, small, tokenizer, ends)
-    return found, argparse.Namespace(**vars(args) | {"model": source.folder, "draft": draft})
-
-
-def loaded(args: argparse.Namespace, what: Served, mesh) -> tuple[dict, Any]:
-    """(this rank's params, what `generate` and the engine take as `draft`): of the files what they need is read."""
-    params = params_of(args.model, what.config, mesh, what.dtype, what.form)
-    if what.draft is None:
-        return params, args.draft
-    return params, (what.draft, params_of(args.draft, what.draft, mesh, what.dtype, what.form))
-
-
-def params_of(folder: "str | Path", config: Config, mesh, dtype: torch.dtype, form: str) -> dict:
-    """This rank's params, typed as `serve.specs`."""
-    folder, types = Path(folder), specs(config, mesh, form=form)
-    if (folder / RUN).is_file():
-        state, _ = checkpoint.load(folder, {"params": types}, mesh, among=True)
-        return tree.map(lambda p: p.to(dtype), state["params"])
-    return hf.load_sharded(folder, types, mesh, dtype)[1]
+    ends = () if args.ignore_eos else ends_of(model.folder)
+    tokenizer = tokenizer_of(model.folder, model.config.V)
+    return Served(model, sizes, DTYPES[args.dtype], args.form, memory, args.device, draft, tokenizer, ends)
 
 
 def free_memory(device: str, ranks: int = 1) -> int:

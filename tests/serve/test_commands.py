@@ -5,10 +5,10 @@ import random
 import sys
 
 import pytest
-import torch
 
 from scaling import __main__, serve
 from scaling.configs import Config
+from scaling.configs.sources import Source
 from scaling.generate import command as generate
 from scaling.mesh import AbstractMesh
 from scaling.models import hf, transformer
@@ -154,7 +154,7 @@ def test_generate_from_a_training_run(folder, tmp_path, capsys):
 
 
 def served_on(Y: int, memory: int = 0) -> loading.Served:
-    return loading.Served(CONFIG, {"Y": Y}, torch.float32, "heads", memory)
+    return loading.Served(Source(CONFIG), {"Y": Y}, memory=memory)
 
 
 def test_what_does_not_fit_is_refused_beforehand(folder, capsys):
