@@ -26,10 +26,9 @@ from scaling.check.compared import (
 from scaling.check.findings import Finding, Judgement, place_parts
 from scaling.check.held import DimPart, HeldMemory, HeldType, axes_along, name_along
 from scaling.check.ops import of_nothing
-from scaling.collectives.linear import run_op, watcher
+from scaling.collectives.linear import Pending, run_op, watcher
 from scaling.collectives.masks import zeroed
 from scaling.collectives.multiply import einsum
-from scaling.collectives.pending import Pending
 from scaling.common.torch_private import is_wrapped, storage_of
 from scaling.spec import Spec, parse, parse_line
 

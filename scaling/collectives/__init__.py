@@ -1,9 +1,9 @@
 """The typed collectives and products: `all_gather("W[D_X, F] -> W[D, F]", W, mesh)` (Part 3).
 
 `calls` has the collectives, `multiply` einsum, `plans` what runs a plan or a program of `scaling.algebra`, `rings` the
-same collectives hop by hop, `masks` partial sums that come of a mask, `pending` what is not there yet. Beneath: `op`
-a collective as data and the table of kinds, `lines` a line made ready to run, `moves` how the data of each kind moves,
-`linear` running an op and its derivatives, `checked` the comparison of ranks.
+same collectives hop by hop, `masks` partial sums that come of a mask. Beneath: `op` a collective as data and the table
+of kinds, `lines` a line made ready to run, `moves` how the data of each kind moves, `linear` running an op, what is
+under way and derivatives, `checked` the comparison of ranks.
 """
 
 from scaling.collectives.calls import (
@@ -19,10 +19,10 @@ from scaling.collectives.calls import (
     shard,
     unshard,
 )
+from scaling.collectives.linear import Pending, wait
 from scaling.collectives.masks import masked
 from scaling.collectives.messages import recv, send
-from scaling.collectives.multiply import einsum
-from scaling.collectives.pending import Deferred, Pending, join_products, wait
+from scaling.collectives.multiply import Deferred, einsum, join_products
 from scaling.collectives.plans import reshard, run, run_backward, run_forward, run_program
 from scaling.collectives.ragged import ragged_all_to_all
 from scaling.collectives.transfer import Message, plan_transfer, transfer

@@ -20,10 +20,9 @@ import torch
 from torch import Tensor
 
 from scaling.collectives.buffers import refuse_in_graph
-from scaling.collectives.linear import differentiable, observed, watcher
+from scaling.collectives.linear import Pending, differentiable, observed, watcher
 from scaling.collectives.lines import check_result, constants, ops_of, ready_line, refuse_shape, shapes_of
 from scaling.collectives.op import Op
-from scaling.collectives.pending import Pending
 from scaling.spec import ShardingError, Spec, parse
 
 

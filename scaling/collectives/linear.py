@@ -6,7 +6,8 @@ cotangents: notation.md). A maximum or minimum has another: its cotangent is sha
 attain it, as torch.amax shares it.
 """
 
-from collections.abc import Callable
+import warnings
+from collections.abc import Callable, Sequence
 from contextvars import ContextVar
 from functools import lru_cache
 from typing import Any
@@ -17,11 +18,11 @@ from torch import Tensor
 from scaling import trace
 from scaling.collectives.checked import call_of, compare_counts, compared
 from scaling.collectives.moves import IN_GRAPH, MOVES, TO_NOBODY, InGraph, OnGroup, Started, StartMove
-from scaling.collectives.op import CARRIED, LOCAL, PLAIN, Op, as_carried, dual, event, output_shape
-from scaling.collectives.pending import Pending
+from scaling.collectives.op import CARRIED, LOCAL, PLAIN, RUN_BY, Op, as_carried, dual, event, output_shape
 from scaling.common.torch_private import any_modes, in_transform, lazy_clone, mode_names, modes, process_group
 from scaling.mesh import Group
 from scaling.mesh.meeting import meeting
+from scaling.spec import ShardingError
 
 watcher: ContextVar[Callable[..., Any] | None] = ContextVar("watcher", default=None)  # called as (call, *arguments)
 
@@ -52,6 +53,54 @@ def followed(x: Tensor) -> bool:
     if x.requires_grad and torch.is_grad_enabled():
         return True
     return in_transform() is not None or type(x) not in PLAIN
+
+
+class Pending:
+    """A collective under way. `wait()` returns its result; until then its operand must not be changed.
+
+    One that is dropped without `wait()` is named in a warning; `call` is what it is called by.
+    """
+
+    __slots__ = ("call", "event", "finish", "result", "works")
+
+    def __init__(self, works: Sequence[Any], finish: Callable[[], Any], event=None, call: Any = None):
+        """`works`: what is waited for; `finish()` then makes the result."""
+        self.works, self.finish, self.event, self.call, self.result = works, finish, event, call, None
+        if event is not None:
+            trace.call_returned(event)
+
+    def __del__(self):
+        if not hasattr(self, "finish"):  # a compiler makes objects without __init__
+            return
+        if self.finish is not None and self.call is not None and self.works:
+            _dropped.append((self.works, self.finish))
+            what = f"{self.call}\n  its Pending was dropped without wait(), so that nobody has the result"
+            warnings.warn(f"{what}\n  fix: call .wait(), or leave async_op=True out", RuntimeWarning, stacklevel=2)
+
+    def wait(self) -> Any:
+        if self.finish is not None:
+            if self.event is not None:
+                trace.waited(self.event)
+            for work in self.works:
+                work.wait()
+            self.result, self.finish, self.works = self.finish(), None, ()
+            if self.event is not None:
+                trace.done(self.event)
+        return self.result
+
+
+_dropped: list = []  # the other ranks wait for what is under way: its buffers must not be freed
+
+
+def wait(x) -> Any:
+    """The tensor, or the result of what is still under way: a `Pending` collective, a `Deferred` product."""
+    if x is None or isinstance(x, Tensor):
+        return x
+    if not hasattr(x, "wait"):
+        raise ShardingError(
+            f"a {type(x).__module__}.{type(x).__name__} is not a torch.Tensor\n  fix: torch.as_tensor(x) makes one"
+        )
+    return x.wait()
 
 
 def mover(op: Op, dtype: torch.dtype) -> StartMove:
@@ -94,10 +143,11 @@ class ReadyOp:
 
     __slots__ = ("call", "meeting", "move", "op", "via")
 
-    def __init__(self, op: Op, shape: torch.Size, dtype: torch.dtype, via: InGraph, pg: Any, how: str = ""):
+    def __init__(self, op: Op, shape: torch.Size, dtype: torch.dtype, via: InGraph, how: str = ""):
         self.op, self.via, self.move = op, via, mover(op, dtype)
-        self.meeting = meeting(pg) if compared(op) else None
-        self.call = call_of(op, shape, dtype, how)
+        self.meeting = self.call = None
+        if compared(op):
+            self.meeting, self.call = meeting(process_group(op.group)), call_of(op, shape, dtype, how)
 
     def run(self, x: Tensor, async_op: bool = False, out: Tensor | None = None) -> Any:
         """The result, or with `async_op` a Pending; in the buffer `out`, if one is given."""
@@ -127,7 +177,7 @@ def _in_buffer(result: Tensor, out: Tensor) -> Tensor:
 def made_ready(op: Op, shape: torch.Size, dtype: torch.dtype, group: Group) -> ReadyOp:
     """For operands that nothing differentiates."""
     at_once = not op.linear or (group.pg is None and op.backend != "gloo")
-    return ReadyOp(op, shape, dtype, _in_graph(op) if at_once else OnGroup(group), group.pg)
+    return ReadyOp(op, shape, dtype, _in_graph(op) if at_once else OnGroup(group))
 
 
 def _in_graph(op: Op) -> InGraph:
@@ -142,8 +192,7 @@ def run_op(x: Tensor, op: Op) -> Tensor:
     if (watch := who_watches()) is not None:
         return watch(run_op, x, op)
     how = f"under {', '.join(mode_names())}" if modes() else "differentiated"
-    pg = process_group(op.group) if op.group else None
-    ready = ReadyOp(op, x.shape, x.dtype, _in_graph(op), pg, how)
+    ready = ReadyOp(op, x.shape, x.dtype, _in_graph(op), how)
     if op.kind == "Ragged" and ready.meeting is not None and not modes():  # a tracer records the call, it makes none
         ready.meeting.meet(ready.call)
         compare_counts(op, x.device)
@@ -152,7 +201,7 @@ def run_op(x: Tensor, op: Op) -> Tensor:
 
 def differentiable(x: Tensor, *op) -> Tensor:
     """The op on x, so that it can be differentiated."""
-    return AnyOp.apply(x, *op)
+    return AnyOp.apply(x, *op[:RUN_BY])
 
 
 @lru_cache(maxsize=1)

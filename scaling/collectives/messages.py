@@ -15,10 +15,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from scaling import trace
-from scaling.collectives.linear import differentiated, who_watches
+from scaling.collectives.linear import Pending, differentiated, who_watches
 from scaling.collectives.lines import check_operand
 from scaling.collectives.op import as_carried
-from scaling.collectives.pending import Pending
 from scaling.mesh import Group
 from scaling.spec import Line, ShardingError, parse, refuse
 

@@ -4,7 +4,10 @@ Each rank multiplies its own shards: nothing is sent. That gives the shards of t
 under the rules, checked once a line, of `scaling.algebra.law`.
 """
 
-from typing import Any, Literal, NoReturn, overload
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import Any, Literal, NamedTuple, NoReturn, overload
 
 import torch
 from torch import Tensor
@@ -12,24 +15,183 @@ from torch import Tensor
 from scaling import trace
 from scaling.algebra.law import check_product, refuse_product
 from scaling.collectives.buffers import check_out, refuse_in_graph
-from scaling.collectives.kernel import (
-    Kernel,
-    Order,
-    Shapes,
-    compile_product,
-    compiled_matmul,
-    einsum_kernel,
-    equation_of,
-    is_view,
-    shapes_fit,
-)
-from scaling.collectives.linear import differentiated, watcher
-from scaling.collectives.pending import Deferred, wait
-from scaling.common.torch_private import constant
-from scaling.spec import Line, ShardingError
+from scaling.collectives.linear import differentiated, wait, watcher
+from scaling.common.torch_private import constant, lazy_clone
+from scaling.spec import ShardingError, Spec, parse_line
 
 DENSE = torch.strided
-_products: dict[str, Kernel] = {}  # by line
+_products: dict[str, "LocalProduct"] = {}  # by line
+
+
+class LocalProduct(NamedTuple):
+    """A line made ready to run, as constants that a compiler can keep in its graph.
+
+    Of the shapes: the number of `dims` of each operand (-1: there is no b), `shared` (position in a, position in b) of
+    those that both have, `numbers` (operand, position, size, whether it is split) of the dims that are numbers, and
+    (operand, position) of the `result`'s dims. `is_view`: torch.einsum would give a view of the operand.
+
+    Of a product of two matrices, each a group of dims side by side: so many dims of a are `rows` of the result, and so
+    many of both are `summed` over. a[rows, summed], or transposed unless `plain_a`; b[summed, columns], or transposed
+    unless `plain_b`; the result is [rows, columns] if `ahead`, or else transposed. `two`: the operands are matrices
+    themselves. Where the dims do not stand so, none are `summed`: then it is `equation`, in torch.einsum's letters.
+    """
+
+    line: str
+    equation: str
+    dims: tuple[int, int]
+    shared: tuple[tuple[int, int], ...]
+    numbers: tuple[tuple[int, int, int, bool], ...]
+    result: tuple[tuple[int, int], ...]
+    is_view: bool
+    rows: int = 0
+    summed: int = 0
+    plain_a: bool = True
+    plain_b: bool = True
+    ahead: bool = True
+    two: bool = False
+
+    def __str__(self) -> str:
+        return f"einsum: {self.line}"
+
+    def fits(self, a: Sequence[int], b: Any) -> bool:
+        """Whether operands of these shapes have the dims of their types, and sizes that meet. A dim that is a number
+        has that size, or where it is split, one that divides it."""
+        if len(a) != self.dims[0] or (-1 if b is None else len(b)) != self.dims[1]:
+            return False
+        sizes: Any = a, b
+        for i, j in self.shared:
+            if a[i] != sizes[1][j]:
+                return False
+        for operand, i, size, is_split in self.numbers:
+            own = sizes[operand][i]
+            if own != size and not (is_split and own and size % own == 0):
+                return False
+        return True
+
+    def shape(self, a: Tensor, b: Tensor | None) -> torch.Size:
+        sizes: Any = a.shape, b if b is None else b.shape
+        return torch.Size([sizes[operand][i] for operand, i in self.result])
+
+    def flops(self, a: Tensor, b: Tensor | None) -> int:
+        """2 x the product of all sizes if a dim is contracted, else 1 x (Part 4, Counting Dots), 0 for one operand."""
+        if b is None:
+            return 0
+        twice = prod([a.shape[i] for i, _ in self.shared])  # the sizes that both have, counted in each
+        contracts = sum(self.dims) - len(self.shared) > len(self.result)
+        return (2 if contracts else 1) * a.numel() * b.numel() // max(1, twice)
+
+    def multiply(self, a: Tensor, b: Any) -> Tensor:
+        """The product of two matrices is computed as a b even where its transpose is wanted."""
+        if self.two:
+            product = (a if self.plain_a else a.t()) @ (b if self.plain_b else b.t())
+            return product if self.ahead else product.t()
+        if self.summed:
+            a, b, shape = self.matrices(a, b)
+            product = (a @ b).view(shape)
+            return product if self.ahead else product.permute(*range(self.rows, len(shape)), *range(self.rows))
+        result = self.by_equation(a, b)
+        return lazy_clone(result) if self.is_view else result
+
+    def into(self, a: Tensor, b: Any, out: Tensor, add: bool) -> Tensor:
+        """The same written to `out`, or with `add` added to it."""
+        if self.two:
+            a, b = (a if self.plain_a else a.t()), (b if self.plain_b else b.t())
+        elif self.summed and out.is_contiguous():
+            a, b, _ = self.matrices(a, b)
+        else:
+            result = self.multiply(a, b)
+            return out.add_(result) if add else out.copy_(result)
+        if not self.ahead:
+            a, b = b.t(), a.t()
+        whole = out if self.two else out.view(len(a), b.shape[1])
+        torch.addmm(whole, a, b, out=whole) if add else torch.mm(a, b, out=whole)
+        return out
+
+    def matrices(self, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor, tuple[int, ...]]:
+        """(a[M, K], b[K, N], the sizes of the result's dims, a's first), a copy where dims do not lie together."""
+        k = self.summed
+        rows, inner = (a.shape[:-k], a.shape[-k:]) if self.plain_a else (a.shape[k:], a.shape[:k])
+        columns = b.shape[k:] if self.plain_b else b.shape[:-k]
+        m, n, inner = prod(rows), prod(columns), prod(inner)
+        a = a.reshape(m, inner) if self.plain_a else a.reshape(inner, m).t()
+        return a, b.reshape(inner, n) if self.plain_b else b.reshape(n, inner).t(), (*rows, *columns)
+
+    def by_equation(self, a: Tensor, b: Tensor | None) -> Tensor:
+        """torch.einsum, also of small whole numbers: torch makes some of their sums int64, and refuses the product."""
+        operands = (a,) if b is None else (a, b)
+        if any(x.is_floating_point() for x in operands) or a.is_complex():
+            return torch.einsum(self.equation, *operands)
+        dtype = torch.promote_types(a.dtype, operands[-1].dtype)
+        return torch.einsum(self.equation, *(x.long() for x in operands)).to(dtype)
+
+
+def product_of(text: str) -> LocalProduct:
+    """The product that a line says, checked by the rules."""
+    line = check_product(text)
+    a, *others = [[*spec.dim_names] for spec in line.operands]
+    b, result = others[0] if others else [], [*line.result.dim_names]
+    letters = {dim: chr(ord("a") + i) for i, dim in enumerate(dict.fromkeys(a + b))}
+    sides = [",".join("".join(letters[dim] for dim in dims) for dims in side) for side in ([a, *others], [result])]
+    shared = tuple((a.index(dim), b.index(dim)) for dim in a if dim in b)
+    each = [(operand, i, *dim) for operand, spec in enumerate(line.operands) for i, dim in enumerate(spec.dims)]
+    numbers = tuple((operand, i, int(dim), bool(axes)) for operand, i, dim, axes in each if dim.isdigit())
+    places = tuple((0, a.index(dim)) if dim in a else (1, b.index(dim)) for dim in result)
+    dims = len(a), len(b) if others else -1
+    is_view = dims == (len(result), -1)  # the result of a line shares no memory with its operand
+    product = LocalProduct(str(line), "->".join(sides), dims, shared, numbers, places, is_view)
+    summed = [dim for dim in a if dim in b and dim not in result]
+    left, right = [dim for dim in a if dim not in summed], [dim for dim in b if dim not in summed]
+    plain_a, plain_b, ahead = a == left + summed, b == summed + right, result == left + right
+    fits = (plain_a or a == summed + left) and (plain_b or b == right + summed) and (ahead or result == right + left)
+    if not summed or set(left) & set(right) or not fits:
+        return product
+    rows, terms, two = len(left), len(summed), len(left) == len(right) == len(summed) == 1
+    return product._replace(rows=rows, summed=terms, plain_a=plain_a, plain_b=plain_b, ahead=ahead, two=two)
+
+
+@dataclass(frozen=True)
+class Deferred:
+    """`line` of operands a and b, checked but not computed. It keeps its operands alive."""
+
+    line: str
+    a: Tensor
+    b: Any
+
+    def wait(self, out: Tensor | None = None, add: bool = False) -> Tensor:
+        """The product; written to `out`, or with `add` added to it, where a buffer is given."""
+        return einsum(self.line, self.a, self.b, out=out, add=add)
+
+    @property
+    def type(self) -> Spec:
+        """The type of the result."""
+        return parse_line(self.line).result
+
+    @property
+    def shape(self) -> torch.Size:
+        """The local shape of the result."""
+        return _products[self.line].shape(self.a, self.b)
+
+
+def join_products(products: Sequence[Deferred]) -> Deferred:
+    """The sum of products of one line, such as those of several microbatches, as one product.
+
+    Their operands are joined along the first dim that is summed over: a sum of few long rows is one matmul.
+    """
+    first = products[0]
+    if len(products) == 1:
+        return first
+    if any(product.line != first.line for product in products):
+        raise ValueError(
+            f"only products of one line are joined, not {first.line} and others"
+            "\n  fix: join products of one line at a time"
+        )
+    (a, b), result = parse_line(first.line).operands, parse_line(first.line).result
+    dim = next(dim for dim in a.dim_names if dim in b.dim_names and dim not in result.dim_names)
+    return Deferred(
+        first.line,
+        torch.cat([product.a for product in products], a.index(dim)),
+        torch.cat([product.b for product in products], b.index(dim)),
+    )
 
 
 @overload
@@ -52,39 +214,34 @@ def einsum(line: str, a: Any, b: Any = None, *, out: Tensor | None = None, add: 
     if not (isinstance(a, Tensor) and (b is None or isinstance(b, Tensor))):
         a, b = wait(a), wait(b)
     if torch.compiler.is_compiling():
-        return Deferred(einsum, line, a, b) if defer else _compiled(line, a, b, out, add)
+        return Deferred(line, a, b) if defer else _compiled(line, a, b, out, add)
     if not defer and (watch := watcher.get()) is not None:
         return watch(einsum, line, a, b, out=out, add=add)
     product = _products.get(line)
     if product is None:
-        product = _products[line] = compile_product(line)
-    if a is None or (b is not None and a.is_meta is not b.is_meta):
-        _refuse_operands(product.line, a, b)
-    if not shapes_fit(product.shapes, a.shape, b if b is None else b.shape):
-        _refuse_operands(product.line, a, b)
+        product = _products[line] = product_of(line)
+    if a is None or not product.fits(a.shape, b if b is None else b.shape):
+        _refuse_operands(product.line, *(tuple(x.shape) for x in (a, b) if x is not None))
+    if b is not None and a.is_meta is not b.is_meta:
+        why = ["one of them is on the meta device, which holds shapes alone"]
+        _refuse_operands(product.line, tuple(a.shape), tuple(b.shape), why=why)
     if a.layout is not DENSE or (b is not None and b.layout is not DENSE):
         what = "an operand is sparse, of which torch gives some products wrong"
         refuse_product(product.line, what, "shards are dense tensors", "give them as .to_dense()")
     if defer:
-        return Deferred(einsum, line, a, b)
+        return Deferred(line, a, b)
     if out is not None:
-        sizes: Any = a.shape, b if b is None else b.shape
-        shape = torch.Size([sizes[operand][i] for operand, i in product.result])
         dtype = a.dtype if b is None else torch.promote_types(a.dtype, b.dtype)
-        check_out(product, out, shape, dtype, a.device, a, b)
+        check_out(product, out, product.shape(a, b), dtype, a.device, a, b)
     elif add:
         refuse_product(product.line, "add=True without out", "a product is added to a buffer", "give out=")
     event = None
     if trace.open_logs:
-        event = trace.Event("Einsum", (), product.line.operands, product.line.result, flops=product.flops(a, b))
+        typed = parse_line(line)
+        event = trace.Event("Einsum", (), typed.operands, typed.result, flops=product.flops(a, b))
         trace.record(event)
     try:
-        if out is None:
-            result = product.multiply(a, b)
-        elif product.into is not None:
-            result = product.into(a, b, out, add)
-        else:
-            result = out.add_(product.multiply(a, b)) if add else out.copy_(product.multiply(a, b))
+        result = product.multiply(a, b) if out is None else product.into(a, b, out, add)
     except RuntimeError as error:
         _refuse_kind(product.line, a, b, out, error)
         raise
@@ -95,16 +252,14 @@ def einsum(line: str, a: Any, b: Any = None, *, out: Tensor | None = None, add: 
 
 
 def _compiled(line: str, a: Tensor, b: Tensor | None, out: Tensor | None, add: bool) -> Tensor:
-    """The same in a compiler's graph: by the equation, for which it finds the best kernel."""
-    equation, order, copies, shapes = _constants(line)
-    operands = (a,) if b is None else (a, b)
-    if not shapes_fit(Shapes(*shapes), a.shape, None if b is None else b.shape):
-        _refuse_shapes(line, *(tuple(x.shape) for x in operands))
-    result = None if order is None or b is None else compiled_matmul(Order(*order), a, b)
-    if result is None:
-        result = einsum_kernel(equation, *operands)
+    """The same in a compiler's graph: by the equation, for which it finds the best kernel, but of two matrices, whose
+    equation is a product of batches of one, not written to its place."""
+    product = LocalProduct(*_constants(line))
+    if not product.fits(a.shape, None if b is None else b.shape):
+        _refuse_operands(product.line, *(tuple(x.shape) for x in (a, b) if x is not None))
+    result = product.multiply(a, b) if product.two else product.by_equation(a, b)
     if out is None:
-        return result.clone() if copies else result
+        return result.clone() if product.is_view else result
     if out.shape != result.shape or out.dtype != result.dtype:
         refuse_in_graph(f"einsum: {line}", tuple(result.shape), result.dtype, tuple(out.shape), out.dtype)
     return out.add_(result) if add else out.copy_(result)
@@ -112,37 +267,25 @@ def _compiled(line: str, a: Tensor, b: Tensor | None, out: Tensor | None, add: b
 
 @constant
 def _constants(line: str) -> tuple:
-    """(equation, order, whether its result would be a view of the operand, shapes), the line checked."""
-    product = compile_product(line)
-    found, order = product.line, product.order
-    return equation_of(found), order and tuple(order), is_view(found), tuple(product.shapes)
+    return tuple(product_of(line))
 
 
 @constant
-def _refuse_shapes(line: str, *shapes: tuple[int, ...]) -> None:
-    _refuse_operands(check_product(line), *(torch.empty(shape, device="meta") for shape in shapes))
-
-
-def _refuse_operands(line: Line, *operands: Tensor | None) -> NoReturn:
-    given = [x for x in operands if x is not None]
-    ranks, wanted = [x.dim() for x in given], [len(spec.dims) for spec in line.operands]
+def _refuse_operands(line: str, *shapes: tuple[int, ...], why: Sequence[str] = ()) -> NoReturn:
+    types = parse_line(line).operands
     sizes: dict[str, int] = {}
-    why = []
-    for x, spec in zip(given, line.operands, strict=False) if ranks == wanted else ():
-        for (dim, axes), size in zip(spec.dims, x.shape, strict=True):
+    why = [*why]
+    for shape, spec in zip(shapes, types, strict=False) if [*map(len, shapes)] == [len(t.dims) for t in types] else ():
+        for (dim, axes), size in zip(spec.dims, shape, strict=True):
             if sizes.setdefault(dim, size) != size:
                 why.append(f"they differ in the size of dim {dim}")
             if dim.isdigit() and size != int(dim) and not (axes and size and int(dim) % size == 0):
                 why.append(f"dim {dim} says its own size")
-    if len({x.is_meta for x in given}) > 1:
-        why.append("one of them is on the meta device, which holds shapes alone")
-    what = "; ".join(why) or "the operands do not have the dims of their types"
-    what = f"shards of shapes {[tuple(x.shape) for x in given]}: {what}"
-    rule = "shards of one dim, split alike, have one size"
-    refuse_product(line, what, rule, "give shards as their types say")
+    what = f"shards of shapes {[*shapes]}: {'; '.join(why) or 'the operands do not have the dims of their types'}"
+    refuse_product(line, what, "shards of one dim, split alike, have one size", "give shards as their types say")
 
 
-def _refuse_kind(line: Line, a: Tensor, b: Tensor | None, out: Tensor | None, error: RuntimeError) -> None:
+def _refuse_kind(line: str, a: Tensor, b: Tensor | None, out: Tensor | None, error: RuntimeError) -> None:
     """The error of a product as a ShardingError, if it comes of the operands' kinds and not of their number."""
     rule = fix = ""
     if b is not None and (a.dtype != b.dtype or a.device != b.device):

@@ -105,7 +105,7 @@ class Op(NamedTuple):
             refuse(self, f"the operand is on {x.device}", rule, fix)
         if x.layout is not torch.strided:
             refuse(self, f"the operand is {x.layout}", "shards are dense tensors", "give it as .to_dense()")
-        if self.kind in ADDS and x.dtype not in CARRIED and not (x.dtype.is_complex and self.linear):
+        if x.dtype not in CARRIED and self.kind in ADDS and not (x.dtype.is_complex and self.linear):
             rule = (
                 "the parts are put together by float, int8, uint8, int32 and int64 arithmetic; complex ones are added"
             )
@@ -129,6 +129,9 @@ class Op(NamedTuple):
             f"which does not divide into {self.size} blocks over {', '.join(self.axes)}\n"
             f"  fix: make {dim} a multiple of {self.size} on each rank"
         )
+
+
+RUN_BY = Op._fields.index("dims")  # the fields before it are what it runs by; those after, what its line asks of x
 
 
 class Kind(NamedTuple):

@@ -7,6 +7,7 @@ torch 2.11 to 2.13 have them alike. A public twin, where there is one, costs mor
 # pyright: reportAttributeAccessIssue=false, reportArgumentType=false, reportCallIssue=false
 import importlib
 from collections.abc import Callable, Sequence
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -48,7 +49,10 @@ def mode_names() -> list[str]:
     return [type(mode).__name__.lstrip("_") for mode in _stack()]
 
 
-def constant(fn: Callable) -> Callable:
+Function = TypeVar("Function", bound=Callable)
+
+
+def constant(fn: Function) -> Function:
     """As torch.compiler.assume_constant_result: a compiler calls fn once and keeps what it returns."""
     fn._dynamo_marked_constant = True
     return fn

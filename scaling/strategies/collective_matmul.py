@@ -24,7 +24,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from scaling.collectives import ppermute
-from scaling.collectives.pending import Pending
+from scaling.collectives.linear import Pending
 from scaling.collectives.rings import LinkBytes, directions
 from scaling.spec import ShardingError
 

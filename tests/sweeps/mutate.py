@@ -55,7 +55,6 @@ TESTS = {  # the longest prefix counts
     "launch": "launch",
     "collectives": "collectives test_misuse.py algebra/test_execute.py algebra/test_rules.py trace",
     "collectives/messages.py": "collectives launch/test_waiting.py trace",
-    "collectives/kernel.py": "algebra/test_contraction.py trace/test_trace.py collectives",
     "collectives/multiply.py": "algebra/test_contraction.py algebra/test_rules.py collectives "
     "trace/test_trace.py test_misuse.py",
     "collectives/plans.py": "algebra/test_execute.py algebra/test_derive.py algebra/test_derive_unreduced.py "
