@@ -1,8 +1,7 @@
-"""Some hundred cases of the fuzz tests of misuse: fuzz_misuse.py and fuzz_rooms.py of tests/sweeps run ten thousand."""
+"""Some hundred cases of the fuzz tests of misuse: tests/sweeps/fuzz.py runs ten thousand."""
 
 import pytest
-from fuzz_misuse import run
-from fuzz_rooms import run as run_rooms
+from misuse import rooms, typed
 
 CASES = 300
 
@@ -10,7 +9,7 @@ CASES = 300
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")  # of torch's own tracers
 def test_no_number_is_wrong_without_an_error(ranks):
-    for outcomes, failures in ranks(run, {"X": 2, "Y": 2}, CASES, 1):
+    for outcomes, failures in ranks(typed.run, {"X": 2, "Y": 2}, CASES, 1):
         assert not failures, "\n\n".join(failures)
         assert sum(outcomes.values()) == CASES
         right = sum(count for outcome, count in outcomes.items() if ": right" in outcome)
@@ -22,7 +21,7 @@ def test_no_number_is_wrong_without_an_error(ranks):
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")  # of complex numbers cut off
 def test_nor_in_the_rooms_above_the_collectives():
-    outcomes, failures = run_rooms(120, 1)
+    outcomes, failures = rooms.run(120, 1)
     assert not failures, "\n\n".join(failures)
     assert sum(count for outcome, count in outcomes.items() if "right" in outcome) > 20
     assert sum(count for outcome, count in outcomes.items() if "refused" in outcome) > 50

@@ -119,7 +119,7 @@ class AbstractMesh:
 
     def size(self, axes: Sequence[str] | None = None) -> int:
         """The number of devices along `axes` together; of the whole mesh by default."""
-        return math.prod(self.sizes[axis] for axis in (self.sizes if axes is None else axes))
+        return math.prod([self.sizes[axis] for axis in (self.sizes if axes is None else axes)])
 
     def group(self, axes: Sequence[str]) -> Group:
         """The group over `axes`, in the order given: `("Y", "X")` has Y major."""

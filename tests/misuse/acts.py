@@ -1,16 +1,15 @@
-"""Calls of the collectives, for `fuzz_ranks.py`: held against one device, with the ways in which one rank may make
-another one."""
+"""Calls of collectives in which one rank may differ from the others, held against one device."""
 
 import torch
-from misuse.act import PLAIN, Act, hold, normal, spoilt
 from misuse.draw import Draw
+from misuse.entries import Entry, normal, spoils
 
 from scaling import collectives as c
 from scaling import tree
 from scaling.mesh import Mesh
 
 f64 = torch.float64
-COLLECTIVES = {
+COLLECTIVES = {  # kind: the line, another one, and one by another dim
     "all_gather": ("A[I_X, J] -> A[I, J]", "B[I_X, J] -> B[I, J]", "A[I, J_X] -> A[I, J]"),
     "reduce_scatter": ("A[I, J] {U_X} -> A[I_X, J]", "B[I, J] {U_X} -> B[I_X, J]", "A[I, J] {U_X} -> A[I, J_X]"),
     "all_reduce": ("A[I, J] {U_X} -> A[I, J]", "A[I, K] {U_X} -> A[I, K]", "A[I, J_X] -> A[I, J]"),
@@ -19,18 +18,12 @@ COLLECTIVES = {
 }
 
 
-def collective(draw: Draw, mesh, twist: str, folder: str) -> None:
-    """Held against what is computed from all ranks' contributions."""
-    kind = draw.choice([*COLLECTIVES])
-    line, other, turned = COLLECTIVES[kind]
-    axis = draw.choice([*mesh.sizes])
-    line, other, turned = (text.replace("X", axis) for text in (line, other, turned))
-    if twist == "axis":
-        line = line.replace(axis, next((name for name in mesh.sizes if name != axis), "Q"))
-    n, asynchronous = mesh.sizes[axis], draw.maybe(0.3)
+def collective(draw: Draw) -> dict:
+    """What is wanted is computed from all ranks' contributions."""
+    mesh, kind, axis = draw.mesh, draw.choice([*COLLECTIVES]), draw.choice([*draw.mesh.sizes])
+    n, at = mesh.sizes[axis], mesh.coord[axis]
     parts = normal(draw, mesh.size(), 2 * n, 2 * n)
-    mine = [mesh.rank_at({**mesh.coord, axis: i}) for i in range(n)]
-    x, stack, at = parts[mesh.rank].clone(), parts[mine], mesh.coord[axis]
+    stack = parts[[mesh.rank_at({**mesh.coord, axis: i}) for i in range(n)]]
     wanted = {
         "all_gather": lambda: torch.cat(list(stack)),
         "reduce_scatter": lambda: stack.sum(0).chunk(n)[at],
@@ -38,108 +31,143 @@ def collective(draw: Draw, mesh, twist: str, folder: str) -> None:
         "all_to_all": lambda: torch.cat([part.chunk(n, 1)[at] for part in stack]),
         "broadcast": lambda: stack[0],
     }[kind]()
-    options = {}
-    if twist == "op" and kind in ("reduce_scatter", "all_reduce"):
-        options["op"] = draw.choice(["mean", "max", "min"])
-    if twist == "root" and kind == "broadcast":
-        options["root"] = 1
-    if twist == "out" and kind in ("all_gather", "reduce_scatter"):
-        options["out"] = torch.empty_like(wanted)
-    if twist == "wrong out" and kind in ("all_gather", "reduce_scatter"):
-        options["out"] = torch.empty(3, dtype=f64)
-    if twist == "donate" and kind == "all_reduce":
-        options["donate"] = True
-    if twist == "async":
-        asynchronous = not asynchronous
-    if twist == "kind":
-        kind = draw.choice([*COLLECTIVES])
-        line = COLLECTIVES[kind][0].replace("X", axis)
-    line = {"line": other, "turned": turned}.get(twist, line)
-    if twist == "no grad":
-        with torch.inference_mode():
-            found = c.wait(getattr(c, kind)(line, x, mesh, async_op=asynchronous, **options))
-    else:
-        found = getattr(c, kind)(line, spoilt(x, twist), mesh, async_op=asynchronous or twist == "dropped", **options)
-        if twist == "dropped":
-            return
-        found = c.wait(found)
-    hold(found.detach(), wanted, kind)
+    given = {"mesh": mesh, "kind": kind, "axis": axis, "x": parts[mesh.rank].clone(), "async_op": draw.maybe(0.3)}
+    return given | {"wanted": wanted}
 
 
-def reshard(draw: Draw, mesh, twist: str, folder: str) -> None:
-    axes = [*mesh.sizes]
+def collected(mesh, kind, axis, x, line=0, dropped=False, inference=False, **options):
+    with torch.inference_mode(inference):
+        found = getattr(c, kind)(COLLECTIVES[kind][line].replace("X", axis), x, mesh, **options)
+        return None if dropped else c.wait(found).detach()
+
+
+def of(*kinds: str, **values):
+    """A twist of these collectives alone."""
+    return lambda given, draw: values if given["kind"] in kinds else {}
+
+
+def out(given: dict, draw: Draw) -> dict:
+    fits = {
+        "all_gather": lambda x, n: (n * len(x), x.shape[1]),
+        "reduce_scatter": lambda x, n: (len(x) // n, x.shape[1]),
+    }
+    fits = fits.get(given["kind"])
+    return {"out": torch.empty(fits(given["x"], draw.mesh.sizes[given["axis"]]), dtype=f64)} if fits else {}
+
+
+def reshard(draw: Draw) -> dict:
     placed = [["", ""], ["", ""]]  # of each type the axes of I and of J
-    for of in placed:
-        for axis in draw.sample(axes, len(axes)):
+    for axes in placed:
+        for axis in draw.sample([*draw.mesh.sizes], len(draw.mesh.sizes)):
             where = draw.randrange(3)
             if where < 2:
-                of[where] += axis
+                axes[where] += axis
     before, after = (
-        f"A[{', '.join(dim + '_' * bool(a) + a for dim, a in zip('IJ', of, strict=True))}]" for of in placed
+        f"A[{', '.join(dim + '_' * bool(a) + a for dim, a in zip('IJ', axes, strict=True))}]" for axes in placed
     )
-    whole = normal(draw, 4 * mesh.size(), 4 * mesh.size())
-    x, wanted = (tree.shard(whole, spec, mesh) for spec in (before, after))
-    after = "A[I, J]" if twist == "line" else after
-    found = c.reshard(f"{before} -> {after}", spoilt(x, twist), mesh)
-    if not twist:  # a reshard that sends nothing is each rank's own
-        hold(found, wanted, "reshard")
+    whole = normal(draw, 4 * draw.mesh.size(), 4 * draw.mesh.size())
+    x, wanted = (tree.shard(whole, spec, draw.mesh) for spec in (before, after))
+    return {"mesh": draw.mesh, "before": before, "after": after, "x": x, "wanted": wanted}
 
 
-def permuted(draw: Draw, mesh, twist: str, folder: str) -> None:
-    n, parts = mesh.sizes["X"], normal(draw, mesh.size(), 2, 3)
+def permuted(draw: Draw) -> dict:
+    mesh, n = draw.mesh, draw.mesh.sizes["X"]
+    parts, source = normal(draw, mesh.size(), 2, 3), mesh.rank_at({**mesh.coord, "X": (mesh.coord["X"] - 1) % n})
     pairs = [(i, (i + 1) % n) for i in range(n)]
-    source = mesh.rank_at({**mesh.coord, "X": (mesh.coord["X"] - 1) % n})
-    if twist == "pairs":
-        pairs = pairs[:1]
-    y = c.ppermute("A[I_X, J]", spoilt(parts[mesh.rank], twist), mesh, "X", pairs)
-    hold(y.detach(), parts[source], "ppermute")
+    return {"mesh": mesh, "x": parts[mesh.rank], "pairs": pairs, "wanted": parts[source]}
 
 
-def message(draw: Draw, mesh, twist: str, folder: str) -> None:
+def message(draw: Draw) -> dict:
+    x = normal(draw, 2, 3)
+    return {"mesh": draw.mesh, "line": "A[I, J]", "x": x, "wanted": x}
+
+
+def sent(mesh, line, x):
     """From rank 0 along X to rank 1."""
-    x, at = normal(draw, 2, 3), mesh.coord["X"]
-    line = "B[I, J]" if twist == "line" else "A[I, J]"
-    if at == 0:
-        c.send(line, spoilt(x, twist), mesh, "X", 1)
-    elif at == 1:
-        hold(c.recv(line, spoilt(x, twist), mesh, "X", 0), x, "a message")
+    if mesh.coord["X"] == 0:
+        c.send(line, x, mesh, "X", 1)
+    return c.recv(line, x, mesh, "X", 0) if mesh.coord["X"] == 1 else None
 
 
-def ragged(draw: Draw, mesh, twist: str, folder: str) -> None:
-    n = mesh.sizes["X"]
+def ragged(draw: Draw) -> dict:
+    n, at = draw.mesh.sizes["X"], draw.mesh.coord["X"]
     counts = torch.tensor([[draw.randrange(3) for _ in range(n)] for _ in range(n)])
-    at, rows = mesh.coord["X"], normal(draw, n, 2 * n, 3)
-    sends, receives = counts[at].tolist(), counts[:, at].tolist()
-    x = rows[at][: sum(sends)]
-    if twist == "receives":
-        receives[at - 1] += 1
-    if twist == "sends":
-        sends[at - 1] += 1
-        x = rows[at][: sum(sends)]
+    rows = normal(draw, n, 2 * n + 1, 3)
     blocks = [rows[i][: int(counts[i].sum())].split(counts[i].tolist())[at] for i in range(n)]
-    y = c.ragged_all_to_all("Row[G_X, E, R, D] -> Row[G, E_X, R, D]", spoilt(x, twist), sends, receives, mesh)
-    hold(y.detach(), torch.cat(blocks), "ragged rows")
+    return {"mesh": draw.mesh, "rows": rows[at], "sends": counts[at].tolist(), "receives": counts[:, at].tolist(),
+            "wanted": torch.cat(blocks)}  # fmt: skip
 
 
-def meshes(draw: Draw, mesh, twist: str, folder: str) -> None:
-    sizes = dict(reversed(mesh.sizes.items())) if twist == "order" else dict(mesh.sizes)
-    if twist == "sizes":
-        sizes = {"X": mesh.size()} if len(sizes) > 1 else {"Q": mesh.size()}
-    if twist == "product":
-        sizes = {"X": mesh.size() * 2}
-    another = Mesh(sizes, checked=twist != "unchecked", timeout=mesh.timeout)
-    x = normal(draw, mesh.size(), 2)
-    axes = "".join(sizes)
-    hold(c.all_gather(f"A[I_{axes}, J] -> A[I, J]", x[another.rank][None], another), x, "another mesh")
+def exchanged(mesh, rows, sends, receives):
+    x = rows[..., : sum(sends), :]
+    return c.ragged_all_to_all("Row[G_X, E, R, D] -> Row[G, E_X, R, D]", x, sends, receives, mesh).detach()
 
 
-LINES = ("line", "turned", "axis", "kind", "op", "root")
-OPTIONS = ("out", "wrong out", "donate", "async", "dropped", "no grad")
-ACTS = {
-    "collective": Act(collective, (*PLAIN, *LINES, *OPTIONS)),
-    "reshard": Act(reshard, (*PLAIN, "line")),
-    "ppermute": Act(permuted, (*PLAIN, "pairs")),
-    "message": Act(message, ("shape", "dtype", "line", "dim"), messages=True),
-    "ragged": Act(ragged, ("dtype", "dim", "sends", "receives", "differentiated")),
-    "mesh": Act(meshes, ("order", "sizes", "product", "unchecked")),
+def one_more(name: str):
+    def more(given: dict, draw: Draw) -> dict:
+        before = (draw.mesh.coord["X"] - 1) % len(given[name])
+        return {name: [n + (i == before) for i, n in enumerate(given[name])]}
+
+    return more
+
+
+def another_mesh(draw: Draw) -> dict:
+    x = normal(draw, draw.mesh.size(), 2)
+    return {"mesh": draw.mesh, "x": x, "sizes": dict(draw.mesh.sizes), "checked": True, "wanted": x}
+
+
+def gathered(mesh, x, sizes, checked):
+    another = Mesh(sizes, checked=checked, timeout=mesh.timeout)
+    return c.all_gather(f"A[I_{''.join(sizes)}, J] -> A[I, J]", x[another.rank][None], another)
+
+
+ENTRIES = {
+    "collective": Entry(
+        collective,
+        collected,
+        twists=spoils("x")
+        | {f"op {op}": of("reduce_scatter", "all_reduce", op=op) for op in ("mean", "max", "min")}
+        | {
+            "line": {"line": 1},
+            "turned": {"line": 2},
+            "axis": lambda given, draw: {"axis": next((a for a in draw.mesh.sizes if a != given["axis"]), "Q")},
+            "kind": lambda given, draw: {"kind": draw.choice([*COLLECTIVES])},
+            "root": of("broadcast", root=1),
+            "out": out,
+            "wrong out": of("all_gather", "reduce_scatter", out=torch.empty(3, dtype=f64)),
+            "donate": of("all_reduce", donate=True),
+            "async": lambda given, draw: {"async_op": not given["async_op"]},
+            "dropped": {"dropped": True, "async_op": True},
+            "no grad": {"inference": True},
+        },
+    ),
+    "reshard": Entry(
+        reshard,
+        lambda mesh, before, after, x: c.reshard(f"{before} -> {after}", x, mesh),
+        twists=spoils("x", unheld=True) | {"line": {"after": "A[I, J]", "unheld": True}},  # what sends nothing
+    ),
+    "ppermute": Entry(
+        permuted,
+        lambda mesh, x, pairs: c.ppermute("A[I_X, J]", x, mesh, "X", pairs),
+        twists=spoils("x") | {"pairs": lambda given, draw: {"pairs": given["pairs"][:1]}},
+    ),
+    "message": Entry(
+        message, sent, twists=spoils("x", only=("shape", "dtype", "dim")) | {"line": {"line": "B[I, J]"}}, messages=True
+    ),
+    "ragged": Entry(
+        ragged,
+        exchanged,
+        twists=spoils("rows", only=("dtype", "dim", "differentiated"))
+        | {name: one_more(name) for name in ("sends", "receives")},
+    ),
+    "mesh": Entry(
+        another_mesh,
+        gathered,
+        twists={
+            "order": lambda given, draw: {"sizes": dict(reversed(given["sizes"].items()))},
+            "sizes": lambda given, draw: {"sizes": {"X" if len(given["sizes"]) > 1 else "Q": draw.mesh.size()}},
+            "product": lambda given, draw: {"sizes": {"X": draw.mesh.size() * 2}},
+            "unchecked": {"checked": False},
+        },
+    ),
 }

@@ -2,6 +2,7 @@
 
 import random
 from math import prod
+from typing import Any
 
 import torch
 
@@ -16,7 +17,16 @@ def typed(dims, unreduced=(), name: str = "A") -> Spec:
 
 
 class Draw(random.Random):
-    """What all ranks draw alike."""
+    """What all ranks draw alike, of calls on `mesh` that may write into `folder`."""
+
+    mesh: Any = None
+    folder = ""
+
+    @staticmethod
+    def on(mesh, folder: str, seed) -> "Draw":
+        draw = Draw(seed)
+        draw.mesh, draw.folder = mesh, folder
+        return draw
 
     def maybe(self, chance: float) -> bool:
         return self.random() < chance
@@ -55,9 +65,6 @@ class Draw(random.Random):
         if how == "lazy" and x.dtype in (torch.float32, torch.float64):
             return torch.complex(torch.zeros_like(x), -x).conj().imag
         return x
-
-
-BUFFERS = ["fits", "fits", "by columns", "shape", "shape", "dtype", "expanded", "meta", "numpy", "operand", "leaf"]
 
 
 def buffer(draw: Draw, shape, dtype, x):

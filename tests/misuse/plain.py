@@ -93,6 +93,11 @@ def scaled(p):
     return [x / math.fsum(p) for x in p]
 
 
+def clip(grads, most, eps=0.0):
+    norm = sum(float(g.square().sum()) for g in grads.values()) ** 0.5
+    return {name: g * min(1.0, most / (norm + eps)) for name, g in grads.items()}
+
+
 def adamw(params, grads, lr, decay):
     """The first update: m over its correction is g, v over its own g squared."""
     return {name: p - lr * decay * p - lr * grads[name] / (grads[name].abs() + 1e-8) for name, p in params.items()}

@@ -160,6 +160,7 @@ CALLS = {
     "muon's form": (lambda: optim.muon(0.1, {"W": "D -> F"}, form="all"), "form"),
     "muon's scale": (lambda: optim.muon(0.1, {"W": "D -> F"}, scale="rms"), "scale"),
     "muon's decay": (lambda: optim.muon(0.1, {"W": "D -> F"}, weight_decay=-1), "weight_decay"),
+    "muon's nesterov": lambda: optim.muon(0.1, {"W": "D -> F"}, nesterov="no"),
     "muon's rate": (lambda: muon(lr=lambda step: step - 1), "zero or more"),
     "muon of tied params": (lambda: muon(params=dict.fromkeys("VW", torch.ones(4, 4)), donate=True), "share memory"),
     "muon of ints": (lambda: muon(params={"W": torch.ones(4, 4).int()}), "dense tensors of floats"),

@@ -72,7 +72,7 @@ def test_gradients_are_the_same_to_the_bit(ranks, sizes, config, microbatches):
 @pytest.mark.compile
 @pytest.mark.filterwarnings("ignore")  # of torch's own code
 def test_compiled_as_one_graph():
-    """A policy that computes layers again; `tests/sweeps/compiled.py` has the others."""
+    """A policy that computes layers again; `tests/sweeps/layouts.py --compile` has the others."""
     mesh, config = Mesh({"X": 1}), SMALL.with_(L=1, D=16, F=16, V=16)
     (loss, grads), _ = gradients(mesh, config, "block")
     step = partial(transformer.loss_and_grads, config=config, mesh=mesh, remat="block")

@@ -6,7 +6,9 @@ the last is ragged, with unequal weights, packed documents and a rank without to
 and the params afterwards are held against one device, which goes by microbatches, as F.cross_entropy has it.
 
 A line of JSON for each case is added to FILE; started again with it, the sweep goes on. The exit status is 1 if a case
-failed: loss or norm off by 1e-11, a gradient by 1e-11 of its leaf's maximum, params by 1e-9 of theirs.
+failed: loss or norm off by 1e-11, a gradient by 1e-11 of its leaf's maximum, params by 1e-9 of theirs. With `--compile
+aot_eager`, or another backend, a step is one graph of torch.compile, on the meshes of two or four ranks without stages
+and experts, which are refused there.
 """
 
 import json
@@ -167,18 +169,23 @@ def one_device(config: Config, sizes: dict, options: dict) -> dict:
 LIMIT = 0.05  # of the gradients' norm
 
 
-def on_mesh(mesh, config: Config, sizes: dict, options: dict, wanted: dict) -> dict:
+def on_mesh(mesh, config: Config, sizes: dict, options: dict, wanted: dict, backend: str) -> dict:
     """The largest errors of this rank, by kind, and where."""
     layout = {key: options[key] for key in ("schedule", "zero") if key in options}
     types = transformer.specs(config, mesh, **layout)
     params, adamw = transformer.shard(start(config), config, mesh, **layout), optim.adamw(0.01)
     state, found = adamw.init(params), {"loss": [], "norm": [], "grads": []}
     given = {key: value for key, value in options.items() if key not in ("packed", "weighted")}
+
+    def loss_and_grads(params, tokens, targets, extra):
+        return transformer.loss_and_grads(params, tokens, targets, config, mesh, **given, **extra)
+
+    compiled = torch.compile(loss_and_grads, backend=backend, fullgraph=True, dynamic=False) if backend else None
     for batch in batches(config, sizes, options):
         local = [tree.shard(x, str(present("t[B_PXE, T_C]", mesh)), mesh) for x in batch]
         extra = {"weights": local[2]} if options["weighted"] else {}
         extra |= {"segments": local[3]} if options["packed"] else {}
-        loss, grads = transformer.loss_and_grads(params, *local[:2], config, mesh, **given, **extra)
+        loss, grads = (compiled or loss_and_grads)(params, *local[:2], extra)
         clipped, norm = optim.clip_by_global_norm(grads, types, mesh, LIMIT)
         for key, x in (("loss", loss), ("norm", norm), ("grads", transformer.unshard(grads, config, mesh, **layout))):
             found[key].append(x)
@@ -209,6 +216,7 @@ def main() -> int:
     parser.add_argument("--drawn", type=int, default=40, help="random cases after the matrix")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--only", default="", help="cases whose name has this")
+    parser.add_argument("--compile", default="", metavar="BACKEND", help="of torch.compile")
     args = parser.parse_args()
     torch.set_num_threads(1)
     lines = args.out.read_text().splitlines() if args.out.exists() else []
@@ -216,11 +224,13 @@ def main() -> int:
     for name, sizes, config, options in cases(args.drawn, args.seed):
         if name in done or args.only not in name:
             continue
+        if args.compile and (math.prod(sizes.values()) > 4 or "Z" in sizes or config.moe):
+            continue
         began = time.time()
         line = {"case": name, "options": options}
         try:
             wanted = one_device(config, sizes, options)
-            ranks = launch.run(on_mesh, sizes, config, sizes, options, wanted)
+            ranks = launch.run(on_mesh, sizes, config, sizes, options, wanted, args.compile)
             line |= {key: worst(rank[key] for rank in ranks) for key in LIMITS}
             line["ok"] = all(line[key][0] <= limit for key, limit in LIMITS.items())
         except Exception as error:

@@ -1,13 +1,15 @@
-"""Change one thing at random in the core of the library: a test must fail. Not part of the suite.
+"""Change one thing at random in the library or in a chapter: a test must fail. Not part of the suite.
 
     python tests/sweeps/mutate.py --out mutants.jsonl --count 200 --seed 0     goes on where it stopped
     python tests/sweeps/mutate.py --out mutants.jsonl --report                 what no test noticed
+    python tests/sweeps/mutate.py --out answers.jsonl --only chapters/01_roofline.py    under its answers and checks
 
 A mutant turns a comparison around, swaps an operator, `and` with `or`, True with False or the two arguments of a call,
 adds 1 to a number, negates a condition, or drops a statement. It runs in a copy of the repository, under the tests that
-cover its room: those named as its file first, the quick ones before the slow ones, sweeps last. Texts of errors,
-annotations and zip's `strict` are left as they are. Which mutants are drawn hangs on the seed and on their own text
-alone, so a change elsewhere leaves the draw as it is.
+cover its room: those named as its file first, the quick ones before the slow ones, sweeps last; of a chapter and of
+what answers are computed by, the chapters' verdicts, checks and pinned values. Texts of errors, annotations, what is
+only shown and zip's `strict` are left as they are. Which mutants are drawn hangs on the seed and on their own text
+alone, so a change elsewhere leaves the draw as it is; chapters are drawn if `--only` names them.
 
 A mutant is killed if a test fails. One test that takes PROCESSOR seconds of processor time ("loops"), or none for
 IDLE seconds ("hangs"), is stopped: the report counts such mutants apart and lists them, as no test failed. Neither
@@ -44,33 +46,8 @@ EQUIVALENT = Path(__file__).with_name("equivalent.toml")
 ALIKE = ("max", "min", "add", "promote_types")  # take their two arguments alike
 PROCESSOR, IDLE = 150.0, 150.0  # seconds that one test may take, and that it may wait
 BYTES = 16 * 2**30  # of memory, for all tests of a mutant
-TESTS = {  # the longest prefix counts
-    "spec": "spec/test_spec.py spec/test_spec_sizes.py algebra",
-    "spec/sizes.py": "mesh/test_mesh.py spec/test_spec.py spec/test_spec_sizes.py algebra launch/test_launch.py",
-    "algebra": "algebra",
-    "schedules": "schedules strategies/test_pipeline.py strategies/test_pipeline_moves.py",
-    "mesh": "mesh/test_mesh.py mesh/test_shared_page.py test_interop.py launch collectives/test_checked.py "
-    "collectives/test_checked_waiting.py collectives/test_collectives.py "
-    "collectives/test_transfer.py",
-    "launch": "launch",
-    "collectives": "collectives test_misuse.py algebra/test_execute.py algebra/test_rules.py trace",
-    "collectives/messages.py": "collectives launch/test_waiting.py trace",
-    "collectives/multiply.py": "algebra/test_contraction.py algebra/test_rules.py collectives "
-    "trace/test_trace.py test_misuse.py",
-    "collectives/plans.py": "algebra/test_execute.py algebra/test_derive.py algebra/test_derive_unreduced.py "
-    "algebra/test_resharding.py collectives",
-    "trace": "trace collectives/test_compile.py",
-    "tree.py": "test_tree.py train/test_checkpoint.py train/test_checkpoint_failures.py",
-    "optim": "optim train/test_precision.py collectives/test_alike.py",
-    "data.py": "test_data.py",
-    "strategies": "strategies train/test_train.py collectives/test_compile.py",
-    "strategies/channels.py": "strategies/test_pipeline.py strategies/test_pipeline_moves.py train/test_dry.py",
-    "strategies/context": "strategies/test_context.py strategies/test_context_work.py strategies/test_zigzag.py",
-    "models": "models strategies/test_context.py strategies/test_context_work.py",
-    "strategies/expert": "strategies/test_expert.py strategies/test_expert_refusals.py strategies/test_expert_ways.py",
-    "strategies/transformer": "strategies/test_transformer_mesh.py strategies/test_layer.py strategies/test_remat.py "
-    "strategies/test_dropout.py models/test_inputs.py collectives/test_alike.py",
-}
+TESTS = tomllib.loads(Path(__file__).with_name("rooms.toml").read_text(encoding="utf-8"))  # the longest prefix counts
+SHOWN = ("Page", "say", "title", "chart", "picture")  # calls of a chapter that hold nothing
 SWAPS: dict[type, type] = {ast.Mult: ast.FloorDiv, ast.FloorDiv: ast.Mult, ast.Div: ast.Mult, ast.Mod: ast.FloorDiv}
 SWAPS |= {ast.Add: ast.Sub, ast.Sub: ast.Add, ast.Pow: ast.Mult, ast.BitAnd: ast.BitOr, ast.BitOr: ast.BitAnd}
 SWAPS |= {ast.Lt: ast.LtE, ast.LtE: ast.Lt, ast.Gt: ast.GtE, ast.GtE: ast.Gt, ast.Eq: ast.NotEq, ast.NotEq: ast.Eq}
@@ -78,7 +55,9 @@ SWAPS |= {ast.In: ast.NotIn, ast.NotIn: ast.In, ast.Is: ast.IsNot, ast.IsNot: as
 
 
 def parts(node: ast.AST) -> Iterator[ast.AST]:
-    """The nodes that may be changed: no annotation, no text of an error."""
+    """The nodes that may be changed: no annotation, no text of an error, nothing that a chapter only shows."""
+    if isinstance(node, ast.Call) and ast.unparse(node.func).rpartition(".")[2] in SHOWN:
+        return
     yield node
     for name, child in ast.iter_fields(node):
         if name in ("annotation", "returns", "decorator_list", "msg") or isinstance(child, (ast.Raise, ast.JoinedStr)):
@@ -143,21 +122,22 @@ def shown(text: str, node: ast.AST, edit: str) -> dict[str, str]:
 
 
 def tests_of(file: str) -> list[str]:
-    """The tests that cover a file of the library, those named as it is first."""
+    """The tests that cover a file: of the library, those named as it is first."""
+    if file.startswith("chapters/"):
+        return [f"tests/book/test_chapters.py::test_answers[{Path(file).stem}]"]
     rooms = [room for room in TESTS if file.removeprefix("scaling/").startswith(room)]
-    tests = [f"tests/{name}" for name in TESTS[max(rooms, key=len)].split()]
+    tests = [f"tests/{name}" for name in TESTS[max(rooms, key=len)]]
     named = (ROOT / "tests").rglob(f"test_*{Path(file).stem.removeprefix('_')}*.py")
     first = [str(path.relative_to(ROOT)) for path in named]
     return [path for path in first if path.startswith(tuple(tests))] + tests
 
 
-def mutants(seed: int) -> Iterator[tuple[str, ast.AST, str, str]]:
+def mutants(seed: int, only: list[str]) -> Iterator[tuple[str, ast.AST, str, str]]:
     """(file, node, edit, the file's text with the edit), in a random order."""
-    files = sorted(
-        path for room in TESTS for path in ([*(ROOT / "scaling" / room).rglob("*.py")] or [ROOT / "scaling" / room])
-    )
+    files = [path for room in TESTS for path in [*(ROOT / "scaling" / room).rglob("*.py")] or [ROOT / "scaling" / room]]
+    files += [path for path in (ROOT / "chapters").glob("*.py") if str(path.relative_to(ROOT)).startswith(tuple(only))]
     found = []
-    for path in dict.fromkeys(files):
+    for path in dict.fromkeys(sorted(files)):
         text, file, seen = path.read_text(encoding="utf-8"), str(path.relative_to(ROOT)), Counter()
         for node, edit in sites(text):
             said = f"{seed} {file} {ast.unparse(node)} {edit}"
@@ -280,7 +260,7 @@ def main() -> None:
                 sys.exit(f"without any change: {wrong}\n{(folder / 'log').read_text()}")
             if not tried(folder, "scaling/spec/types.py", "", ["tests/spec/test_spec.py"], ""):
                 sys.exit("an empty module goes unnoticed: it is not the copy that is tested")
-            for file, node, edit, text in mutants(args.seed):
+            for file, node, edit, text in mutants(args.seed, [name for name in args.only if name]):
                 if len(rows) >= args.count:
                     break
                 original = (folder / file).read_text(encoding="utf-8")
@@ -288,7 +268,7 @@ def main() -> None:
                 if tuple(row.values()) in done or not file.startswith(tuple(args.only)):
                     continue
                 slow = "slow" if "compil" in original else "slow and not compile"
-                markers = "not slow", slow, slow.replace("slow", "sweep")
+                markers = "not slow", slow, "chapter", slow.replace("slow", "sweep")
                 row["noticed"] = tried(folder, file, text, tests_of(file), *markers)
                 rows.append(row)
                 print(json.dumps(row), file=out, flush=True)

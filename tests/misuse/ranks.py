@@ -1,6 +1,6 @@
 """Programs in which one rank does another thing than the others: an error on every rank, or the right numbers.
 
-    python tests/sweeps/fuzz_ranks.py [--cases 3000] [--seed 0] [--mesh X=2,Y=2] [--alone 0.05]
+    python tests/sweeps/fuzz.py ranks [--cases 3000] [--seed 0] [--mesh X=2,Y=2] [--alone 0.05]
 
 Each case draws a program of some different calls: collectives, reshards, a ring, messages, ragged rows, strategies, a
 pipeline, a Transformer's step, an update, a checkpoint, a mesh. One rank differs from the others in one thing: shape,
@@ -27,21 +27,17 @@ from collections import Counter
 from pathlib import Path
 from typing import Any, NamedTuple
 
-sys.path.insert(0, str(Path(__file__).parents[1]))
-
 import torch
 import torch.distributed as dist
-from misuse import acts, acts_above
+from misuse import acts, steps
 from misuse.draw import Draw
-from misuse.tried import report
+from misuse.entries import twisted
 
-from scaling.common.console import Parser
 from scaling.launch import RankError, run
 from scaling.launch.ranks import end_alike
 from scaling.mesh.meeting import meeting
-from scaling.spec.sizes import parse_sizes
 
-ACTS = acts.ACTS | acts_above.ACTS
+ACTS = acts.ENTRIES | steps.ENTRIES
 TIMEOUT, SOON = 20.0, 12.0  # of a collective; seconds after which an error comes late
 DEAD = (1 << 22) + 1  # no process has this number: Linux stops at 1 << 22
 ORDERS = ["exchanged", "left out", "twice", "ends early", "raises", "exits"]
@@ -56,9 +52,8 @@ class Case(NamedTuple):
     twist: str
 
     @staticmethod
-    def drawn(draw: Draw, world: int, sizes, alone: bool) -> "Case":
-        names = [name for name, act in ACTS.items() if set(act.axes) <= set(sizes)]
-        names = [name for name in names if alone or not ACTS[name].messages]
+    def drawn(draw: Draw, world: int, alone: bool) -> "Case":
+        names = [name for name in ACTS if alone or not ACTS[name].messages]
         program = [(name, draw.randrange(1 << 30)) for name in draw.sample(names, draw.randrange(1, 4))]
         at = draw.randrange(len(program))
         twists = [*ACTS[program[at][0]].twists] * 2 + ["nothing"] + ORDERS[: 6 if alone else 5]
@@ -97,7 +92,7 @@ def made(mesh, case: Case, folder: str) -> None:
     for name, seed, twist in case.own(mesh.rank):
         if name in ("raises", "exits"):
             (raises if name == "raises" else exits)()
-        ACTS[name].call(Draw(seed), mesh, twist, f"{folder}/{seed}")
+        twisted(Draw.on(mesh, f"{folder}/{seed}", seed), name, ACTS[name], twist)
     end_alike(mesh)
 
 
@@ -152,7 +147,7 @@ def many(mesh, seed: str, first: int, last: int, reached: Path) -> tuple[int, Co
         if mesh.rank == 0:
             reached.write_text(str(number))
         with tempfile.TemporaryDirectory() as mine:
-            case = Case.drawn(Draw(f"{seed} {number}"), mesh.size(), mesh.sizes, False)
+            case = Case.drawn(Draw(f"{seed} {number}"), mesh.size(), False)
             shared, told = [mine], [None] * mesh.size()
             dist.broadcast_object_list(shared, 0, group=control)
             dist.all_gather_object(told, tell(mesh, case, shared[0]), group=control)
@@ -170,7 +165,7 @@ def many(mesh, seed: str, first: int, last: int, reached: Path) -> tuple[int, Co
 def alone(seed: str, number: int, sizes) -> tuple[str, str]:
     """(the outcome, the finding) of a case that is a run by itself."""
     case, began = (
-        Case.drawn(Draw(f"{seed} {number}"), math.prod(sizes.values()), sizes, True),
+        Case.drawn(Draw(f"{seed} {number}"), math.prod(sizes.values()), True),
         time.monotonic(),
     )
     with tempfile.TemporaryDirectory() as folder:
@@ -206,26 +201,10 @@ def sweep(sizes, cases: int, seed: int, share: float) -> tuple[Counter, list[str
             number, more, found = run(many, sizes, str(seed), number, last, reached, timeout=TIMEOUT)[0]
         except RankError as error:
             at = int(reached.read_text())
-            case = Case.drawn(Draw(f"{seed} {at}"), math.prod(sizes.values()), sizes, False)
+            case = Case.drawn(Draw(f"{seed} {at}"), math.prod(sizes.values()), False)
             number, more, found = at + 1, Counter(), [f"case {at}, {case}: {error}"]
         outcomes += more
         findings += found
         for text in found:
             print(text, flush=True)
     return outcomes, findings
-
-
-def main() -> None:
-    parser = Parser(description=__doc__)
-    parser.add_argument("--cases", type=int, default=3000)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--mesh", default="X=2,Y=2")
-    parser.add_argument("--alone", type=float, default=0.05)
-    args = parser.parse_args()
-    warnings.simplefilter("ignore")
-    outcomes, findings = sweep(parse_sizes(args.mesh, "--mesh", "a mesh"), args.cases, args.seed, args.alone)
-    report(outcomes, findings, f"{args.cases} cases on {args.mesh}")
-
-
-if __name__ == "__main__":
-    main()
