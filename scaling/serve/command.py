@@ -12,7 +12,6 @@ import json
 import math
 import os
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +19,7 @@ from scaling import launch
 from scaling.common.console import Parser, complain, complaining, integer, output
 from scaling.serve.engine import serve
 from scaling.serve.loading import Served, add_model, served_by
-from scaling.serve.requests import Request, RequestLine, read_requests
+from scaling.serve.requests import RequestLine, read_requests
 from scaling.serve.simulate import RequestTimes, Simulated
 from scaling.serve.states import POLICIES, Options, Run
 from scaling.serve.text import TextStream, chat_template
@@ -88,21 +87,8 @@ def run(mesh, what: Served, lines: list[RequestLine], options: Options) -> Simul
     params, own = what.loaded(mesh)
     return serve(
         params, what.config, [(line.arrival, line.request) for line in lines], options,
-        on_token=stops_of([line.request for line in lines], what.tokenizer), **own,
+        tokenizer=what.tokenizer, **own,
     )  # fmt: skip
-
-
-def stops_of(requests: list[Request], tokenizer: Any) -> Callable[[int, int], bool]:
-    """on_token(id, token): whether a request's text is now at one of those before which it ends."""
-    streams = {each.id: TextStream(tokenizer, each.stops) for each in requests if each.stops}
-
-    def on_token(id: int, token: int) -> bool:
-        if id not in streams:
-            return False
-        streams[id].push(token)
-        return streams[id].stopped
-
-    return on_token
 
 
 def completion(line: RequestLine, times: RequestTimes, what: Served) -> dict:

@@ -14,7 +14,7 @@ request that is preempted would go on with other tokens.
 """
 
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -28,8 +28,9 @@ from scaling.serve.cache import init_cache, part_of, untouched
 from scaling.serve.requests import Request, check_known_ids
 from scaling.serve.sampling import sample
 from scaling.serve.simulate import Simulated, drive
-from scaling.serve.states import Move, Options, Run, Work
+from scaling.serve.states import Done, Move, Moved, Options, Run, Work
 from scaling.serve.step import run_rows
+from scaling.serve.text import TextStream
 from scaling.serve.types import ONE
 from scaling.spec import Spec
 
@@ -125,10 +126,20 @@ def by_model(model: PagedModel, worker: str, works: Sequence[Work]) -> dict[int,
 
 
 class Given(NamedTuple):
-    """The tokens that a request is given in a step, and the logits[n, V] at their places."""
+    """The tokens that a request is given in a step, up to one that ends it, and the logits[n, V] at their places.
+    `stopped`: by a text."""
 
     tokens: tuple[int, ...]
     logits: Tensor
+    stopped: bool = False
+
+
+def event_of(action: Run | Move, given: Mapping[int, Given]) -> Done | Moved:
+    """What the scheduler is told of an action that is over."""
+    if isinstance(action, Move):
+        return Moved(action.id)
+    stopped = frozenset(id for id, own in given.items() if own.stopped)
+    return Done(action.worker, {id: own.tokens for id, own in given.items()}, stopped)
 
 
 def advance(model: PagedModel, draft: Draft | None, worker: str, works: Sequence[Work]) -> dict[int, Given]:
@@ -168,12 +179,12 @@ def check_draft(config: Config, target: Config) -> None:
 
 
 class Engine:
-    """execute(Run or Move) -> (seconds, {id: tokens}): holds the params and each worker's pages.
+    """execute(Run or Move) -> (seconds, Done or Moved): holds the params and each worker's pages.
 
     `draft`: (config, params), in either order, of a smaller model with the same vocabulary, or "ngram": what makes the
     proposals that `options` asks for; no token depends on it. `form`: of decoding, one that has pages unless not
-    `paged`; where it splits rows, over E or Z, `options.groups` says in how many. `clock`: seconds, of the wall or of
-    the processor.
+    `paged`; where it splits rows, over E or Z, `options.groups` says in how many. `tokenizer`: of requests that end
+    before a text. `clock`: seconds, of the wall or of the processor.
     """
 
     def __init__(
@@ -186,6 +197,7 @@ class Engine:
         dtype: torch.dtype | None = None,
         draft: Any = None,
         form: str = "heads",
+        tokenizer: Any = None,
         clock: Callable[[], float] = time.perf_counter,
         paged: bool = True,
     ):
@@ -199,7 +211,8 @@ class Engine:
                 f"proposals={options.proposals} and draft={draft!r:.20}: one makes what the other asks for\n"
                 "  fix: give both, or neither"
             )
-        self.mesh, self.clock = mesh, clock
+        self.mesh, self.clock, self.tokenizer = mesh, clock, tokenizer
+        self.streams: dict[int, TextStream] = {}  # of requests that end before a text
         own = options, mesh, dtype, form, paged
         self.model, self.small, self.draft = PagedModel(params, config, *own), None, None
         if draft == "ngram":
@@ -208,12 +221,12 @@ class Engine:
             self.small = _small(draft, config, lambda params, config: PagedModel(params, config, *own))
             self.draft = partial(by_model, self.small)
 
-    def __call__(self, action: Run | Move) -> tuple[float, dict[int, tuple[int, ...]]]:
+    def __call__(self, action: Run | Move) -> tuple[float, Done | Moved]:
         start = self.clock()
         given = self.given(action)
         if self.model.device.type == "cuda":
             torch.cuda.synchronize(self.model.device)
-        return self._agreed(self.clock() - start), {id: own.tokens for id, own in given.items()}
+        return self._agreed(self.clock() - start), event_of(action, given)
 
     def _agreed(self, seconds: float) -> float:
         """The mean over the mesh: all ranks have the same clock, and so the same steps."""
@@ -234,7 +247,19 @@ class Engine:
         for one in (True, False):  # those of one token apart, so that they are not padded to a prompt's length
             if works := [w for w in action.works if (len(w.tokens) == 1) == one]:
                 given |= advance(self.model, self.draft, action.worker, works)
-        return {work.id: given[work.id] for work in action.works if work.sample}
+        return {work.id: self._counted(work.request, given[work.id]) for work in action.works if work.sample}
+
+    def _counted(self, request: Request, given: Given) -> Given:
+        """Of a request's tokens those up to one that ends it."""
+        tokens, stopped = request.until_stop(given.tokens), False
+        if request.stops:
+            stream = self.streams.setdefault(request.id, TextStream(self.tokenizer, request.stops))
+            for count, token in enumerate(tokens, 1):
+                stream.push(token)
+                if stopped := stream.stopped:
+                    tokens = tokens[:count]
+                    break
+        return Given(tokens, given.logits[: len(tokens)], stopped)
 
 
 def _small(draft: Any, target: Config, hold: Callable[[dict, Config], PagedModel]) -> PagedModel:
@@ -258,7 +283,6 @@ def serve(
     options: Options,
     *,
     cancel: Iterable[tuple[float, int]] = (),
-    on_token: Callable[[int, int], bool] | None = None,
     **engine,
 ) -> Simulated:
     """Serve [(seconds, request)] by this model: tokens and times of each. Request i gives what it would give alone.
@@ -269,4 +293,4 @@ def serve(
     for _, request in arrivals:
         check_known_ids(f"request {request.id}", request.prompt, config.V)
     execute = Engine(params, config, options, **engine)
-    return drive(arrivals, options, execute, cancel=list(cancel), on_token=on_token)
+    return drive(arrivals, options, execute, cancel=list(cancel))

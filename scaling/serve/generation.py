@@ -13,9 +13,9 @@ from torch import Tensor
 from scaling.common.arguments import whole, whole_numbers
 from scaling.configs import Config
 from scaling.serve import scheduler
-from scaling.serve.engine import Engine, PagedModel
+from scaling.serve.engine import Engine, PagedModel, event_of
 from scaling.serve.requests import Draw, Request, Sampling, prompt_ids, request_seeds
-from scaling.serve.states import Arrive, Done, Options, Run, Work
+from scaling.serve.states import Arrive, Options, Run, Work
 from scaling.serve.types import ONE, check_mesh, divisible, row_groups
 
 
@@ -98,9 +98,8 @@ def stream(
         events = []
         for run in (action for action in actions if isinstance(action, Run)):
             given = engine.given(run)
-            events.append(Done(run.worker, {row: own.tokens for row, own in given.items()}))
-            counted = {row: requests[row].until_stop(own.tokens) for row, own in given.items()}
-            yield _with_logprobs([(row, tokens, given[row].logits) for row, tokens in counted.items()])
+            events.append(event_of(run, given))
+            yield _with_logprobs([(row, own.tokens, own.logits) for row, own in given.items()])
 
 
 def _options(rows: list[list[int]], room: int, config: Config, mesh, page: int | None, form: str) -> Options:
@@ -120,8 +119,8 @@ def _rows(what: str, texts: Sequence[Any], config: Config) -> list[list[int]]:
 
 
 def _with_logprobs(given: Sequence[tuple[int, Sequence[int], Tensor]]) -> list[Token]:
-    """Of (row, tokens, logits[n, V] at their places, and perhaps at others after these)."""
-    logits = torch.cat([own[: len(tokens)] for _, tokens, own in given])
+    """Of (row, tokens, logits[n, V] at their places)."""
+    logits = torch.cat([own for _, _, own in given])
     ids = torch.tensor([id for _, tokens, _ in given for id in tokens], dtype=torch.int64, device=logits.device)
     wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
     found = iter((wide.gather(1, ids[:, None])[:, 0] - wide.logsumexp(-1)).tolist())
@@ -139,4 +138,5 @@ def score(params: dict, texts: Sequence[Any], config: Config, *, mesh=None, form
         page, group = divmod(i, options.groups)
         works.append(Work(Request(i, tuple(row), 1), 0, tuple(row), (page,), False, group=group))
     logits = model.logits("engine", works, every=True)
-    return [[token.logprob for token in _with_logprobs([(i, row[1:], logits[i])])] for i, row in enumerate(rows)]
+    given = [(i, row[1:], logits[i, : len(row) - 1]) for i, row in enumerate(rows)]
+    return [[token.logprob for token in _with_logprobs([own])] for own in given]

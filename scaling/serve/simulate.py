@@ -1,8 +1,8 @@
 """A trace of requests through the scheduler, in time: discrete events. No torch.
 
 `drive` is the loop that both the engine and the simulator run: events in the order of time, one call of
-`scheduler.step`, its actions handed to `execute`, which says how long each takes and what it gives. The engine computes
-and measures; the simulator asks a cost model. So their steps are the same and only the times differ.
+`scheduler.step`, its actions handed to `execute`, which says how long each takes and what comes of it. The engine
+computes and measures; the simulator asks a cost model. So their steps are the same and only the times differ.
 """
 
 import heapq
@@ -91,7 +91,7 @@ class Simulated:
         return values[max(0, math.ceil(len(values) * percent / 100) - 1)] if values else math.nan
 
 
-Execute = Callable[[Run | Move], tuple[float, dict[int, tuple[int, ...]]]]
+Execute = Callable[[Run | Move], tuple[float, Done | Moved]]
 TimedRequest = tuple[float, Request]
 
 
@@ -101,13 +101,11 @@ def drive(
     execute: Execute,
     *,
     cancel: Sequence[tuple[float, int]] = (),
-    on_token: Callable[[int, int], bool] | None = None,
     watch: Callable[[State, list[Action]], Any] | None = None,
 ) -> Simulated:
-    """Serve [(seconds, request)] until all are finished. execute(Run or Move) -> (seconds, {id: tokens}).
+    """Serve [(seconds, request)] until all are finished. execute(Run or Move) -> (seconds, the event of its end).
 
-    Events at the same time are one step's. `cancel`: [(seconds, id)]. on_token(id, token) -> True ends a request, with
-    the reason "stop": for what token ids cannot say, such as strings. `watch` sees every state and its actions.
+    Events at the same time are one step's. `cancel`: [(seconds, id)]. `watch` sees every state and its actions.
     """
     for t, *_ in [*(arrivals := list(arrivals)), *cancel]:
         _finite("a time", t)
@@ -117,34 +115,22 @@ def drive(
     times = {event.request.id: RequestTimes(t) for t, _, event in queue if isinstance(event, Arrive)}
     heapq.heapify(queue)
 
-    def told(done: Done, now: float) -> Done:
-        """What a step has given, told to `on_token` up to the token that ends a request."""
-        given, stopped = dict(done.tokens), set()
-        for id, tokens in done.tokens.items():
-            some = () if state.live[id].cancelled else state.live[id].request.until_stop(tokens)
-            for count, token in enumerate(some, 1):
-                times[id].at.append(now)
-                if on_token is not None and on_token(id, token):
-                    given[id] = tokens[:count]
-                    stopped.add(id)
-                    break
-        return Done(done.worker, given, frozenset(stopped))
-
     state, spans = scheduler.initial(options), []
     while queue:
         now, events = queue[0][0], []
         while queue and queue[0][0] == now:
             events.append(heapq.heappop(queue)[2])
-        events = [told(event, now) if isinstance(event, Done) else event for event in events]
+        for id, tokens in (each for event in events if isinstance(event, Done) for each in event.tokens.items()):
+            if not state.live[id].cancelled:
+                times[id].at += [now] * len(state.live[id].request.until_stop(tokens))
         state, actions = scheduler.step(state, events)
         if watch is not None:
             watch(state, actions)
         for action in actions:
             if isinstance(action, Run | Move):
-                seconds, tokens = execute(action)
+                seconds, event = execute(action)
                 _finite("seconds of a step", seconds)
                 spans.append(WorkSpan(now, now + seconds, action))
-                event = Done(action.worker, tokens) if isinstance(action, Run) else Moved(action.id)
                 heapq.heappush(queue, (now + seconds, next(number), event))
             elif isinstance(action, Admit):
                 times[action.id].cached = max(times[action.id].cached, action.cached)
@@ -188,8 +174,9 @@ def simulate(
         count = next((n for n, place in enumerate(places) if kept is None or not kept(work.id, place)), len(places))
         return tuple(give(work.id, first + n) for n in range(count + 1))
 
-    def execute(action: Run | Move) -> tuple[float, dict[int, tuple[int, ...]]]:
-        works = action.works if isinstance(action, Run) else ()
-        return cost(action), {work.id: given(work) for work in works if work.sample}
+    def execute(action: Run | Move) -> tuple[float, Done | Moved]:
+        if isinstance(action, Move):
+            return cost(action), Moved(action.id)
+        return cost(action), Done(action.worker, {work.id: given(work) for work in action.works if work.sample})
 
     return drive(arrivals, options, execute, cancel=cancel)

@@ -12,7 +12,7 @@ from collections import Counter
 from scaling.serve import scheduler
 from scaling.serve.requests import Request
 from scaling.serve.simulate import drive
-from scaling.serve.states import Admit, Move, Options, Run
+from scaling.serve.states import Admit, Done, Move, Moved, Options, Run
 
 V = 5
 
@@ -68,7 +68,7 @@ class Audited:
         if isinstance(action, Move):
             source, target = (self.memories[worker][action.group] for worker in ("prefill", "decode"))
             target.write(action.target, 0, source.read(action.source, action.tokens))
-            return seconds, {}
+            return seconds, Moved(action.id)
         memories, tokens, size = self.memories[action.worker], {}, self.options.page
         written = Counter((w.group, page) for w in action.works for page in set(w.pages[w.start // size :]))
         assert all(n == 1 for n in written.values()), "a page is written by two"
@@ -79,7 +79,7 @@ class Audited:
             if work.sample:
                 found = memories[work.group].read(work.pages, work.start + work.width)
                 tokens[work.id] = self.verified(found, work.proposals)
-        return seconds, tokens
+        return seconds, Done(action.worker, tokens)
 
     def proposed(self, work) -> list[int]:
         """A draft's tokens after those of the request, each right more often than not."""

@@ -67,9 +67,12 @@ def test_the_command_on_a_mesh_finishes_what_runs_at_ctrl_c(tmp_path, torchrun):
     error = subprocess.DEVNULL if torchrun else None  # its traceback of the signal
     with subprocess.Popen(command, stdout=out, stderr=error, text=True, start_new_session=True) as process:
         url = process.stdout.readline().split()[1] + "/v1/completions"
-        wanted = serve.generate(params, [[5, 6, 7]], config, 6)[0]
-        answer = httpx.post(url, json={"prompt": [5, 6, 7], "max_tokens": 6, **GREEDY}, timeout=60)
-        assert answer.json()["choices"][0]["text"] == ByteText().decode(wanted)
+        text = ByteText().decode(serve.generate(params, [[5, 6, 7]], config, 15)[0])
+        for stop in ([], [text[-4:-1]]):  # a text that all ranks have to see
+            asked = {"prompt": [5, 6, 7], "max_tokens": 15, "stop": stop, **GREEDY}
+            answer = httpx.post(url, json=asked, timeout=60).json()["choices"][0]
+            assert answer["text"] == (text[: text.index(stop[0])] if stop else text)
+            assert answer["finish_reason"] == ("stop" if stop else "length")
         body = {"prompt": [5], "max_tokens": 100, "stream": True, "stream_options": {"include_usage": True}}
         with httpx.stream("POST", url, json=body, timeout=100) as long:
             lines = long.iter_lines()

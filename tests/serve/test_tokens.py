@@ -11,7 +11,6 @@ from scaling.configs import Config, Latent
 from scaling.models import transformer
 from scaling.models.text import ByteText
 from scaling.serve import engine
-from scaling.serve.command import stops_of
 from scaling.serve.requests import Draw, Request, Sampling
 from scaling.serve.sampling import probabilities, uniforms
 from scaling.serve.simulate import drive, simulate
@@ -149,12 +148,12 @@ def test_the_simulators_steps_are_the_engines(policy, draft):
     run = engine.Engine(params, CONFIG, options, draft=draft)
 
     def execute(action):
-        seconds, tokens = run(action)
+        seconds, event = run(action)
         taken.append(seconds)
         for work in action.works if isinstance(action, Run) else ():
             first = work.start + len(work.tokens)
-            right.update((work.id, first + n) for n in range(len(tokens.get(work.id, "?")) - 1))
-        return seconds, tokens
+            right.update((work.id, first + n) for n in range(len(event.tokens.get(work.id, "?")) - 1))
+        return seconds, event
 
     served = drive(some, options, execute)
     tokens = {r.id: (*r.prompt, *served.requests[r.id].tokens) for _, r in some}
@@ -192,8 +191,7 @@ def test_stops_and_ids_outside_the_vocabulary():
         assert got == [row[: row.index(end) + 1] if end in row else row for row in whole]
     assert serve.generate(params, PROMPTS, CONFIG, 9, stop=end) == got
     text = Request(0, tuple(PROMPTS[0]), 9, stops=(bytes(whole[0][3:5]).decode(),))
-    on_token = stops_of([text], ByteText())
-    served = engine.serve(params, CONFIG, [(0.0, text)], Options(pages=8, page=4), on_token=on_token)
+    served = engine.serve(params, CONFIG, [(0.0, text)], Options(pages=8, page=4), tokenizer=ByteText())
     assert (served.requests[0].reason, list(served.requests[0].tokens)) == ("stop", whole[0][:5])
     with pytest.raises(ValueError, match=r"request 7: token 32 .* 0\.\.31"):
         engine.serve(params, CONFIG, [(0.0, Request(7, (32,), 9))], Options(pages=8, page=4))

@@ -19,9 +19,9 @@ from torch import Tensor
 from scaling.collectives import broadcast
 from scaling.configs import Config
 from scaling.serve import scheduler
-from scaling.serve.engine import Engine, Given
+from scaling.serve.engine import Engine, Given, event_of
 from scaling.serve.requests import Request
-from scaling.serve.states import Action, Admit, Arrive, Cancel, Done, Finish, Move, Moved, Options, Run, SchedulerEvent
+from scaling.serve.states import Action, Admit, Arrive, Cancel, Finish, Move, Options, Run
 from scaling.serve.text import TextStream
 from scaling.serve.web.figures import Figures
 
@@ -54,11 +54,10 @@ Sink = Callable[[AnswerPiece], Any]
 
 
 class News(NamedTuple):
-    """What all ranks are told in a turn. `cut`: how many of the last tokens of a request count, which then ends."""
+    """What all ranks are told in a turn."""
 
     asks: tuple[Request, ...] = ()
     gone: tuple[int, ...] = ()
-    cut: tuple[tuple[int, int], ...] = ()
     end: bool = False
 
 
@@ -74,14 +73,16 @@ class Turns:
         news = _told(news, self.mesh)
         if news.end:
             return None
-        self.state, actions = scheduler.step(self.state, _events(news, self.done))
+        events = [*self.done, *map(Arrive, news.asks), *map(Cancel, news.gone)]
+        self.state, actions = scheduler.step(self.state, events)
         self.done, given = [], {}
         for action in actions:
             if isinstance(action, Run | Move):
                 own = self.execute.given(action)
                 given |= own
-                tokens = {id: each.tokens for id, each in own.items()}
-                self.done.append(Done(action.worker, tokens) if isinstance(action, Run) else Moved(action.id))
+                self.done.append(event_of(action, own))
+            elif isinstance(action, Finish):
+                self.execute.streams.pop(action.id, None)
         return actions, given
 
 
@@ -101,7 +102,6 @@ class Desk:
         self.answers: dict[int, _Answer] = {}
         self._asks: list[Request] = []
         self._gone: list[int] = []
-        self._cut: dict[int, int] = {}
         self._ended, self._woken = False, asyncio.Event()
 
     def ask(self, request: Request, top: int, sink: Sink) -> None:
@@ -141,8 +141,8 @@ class Desk:
         if not self.turns.done:
             await self._woken.wait()
         self._woken.clear()
-        news = News(tuple(self._asks), tuple(self._gone), tuple(self._cut.items()), self._ended)
-        self._asks, self._gone, self._cut = [], [], {}
+        news = News(tuple(self._asks), tuple(self._gone), self._ended)
+        self._asks, self._gone = [], []
         return news
 
     def _see(self, actions: Sequence[Action], given: dict[int, Given]) -> None:
@@ -155,19 +155,16 @@ class Desk:
             else:
                 answer.cached = max(answer.cached, action.cached)
         now = time.monotonic()
-        for id, (tokens, logits) in given.items():
+        for id, own in given.items():
             if (answer := self.answers.get(id)) is None:
                 continue
-            for count, token in enumerate(answer.request.until_stop(tokens), 1):
+            for token, logits in zip(own.tokens, own.logits, strict=True):
                 self._timed(answer, now)
                 if token not in answer.request.stop:
                     text = answer.stream.push(token)
-                    notes = (_note(token, logits[count - 1], answer.top),) if answer.top >= 0 else ()
+                    notes = (_note(token, logits, answer.top),) if answer.top >= 0 else ()
                     if text or notes:
                         answer.sink(AnswerPiece(text, notes))
-                if answer.stream.stopped:
-                    self._cut[id] = count
-                    break
 
     def _timed(self, answer: _Answer, now: float) -> None:
         answer.count += 1
@@ -188,18 +185,6 @@ def _note(token: int, logits: Tensor, top: int) -> TokenNote:
     logprobs = logits.to(torch.promote_types(logits.dtype, torch.float32)).log_softmax(-1)
     values, ids = logprobs.topk(min(top, len(logprobs)))
     return TokenNote(token, float(logprobs[token]), tuple(zip(ids.tolist(), values.tolist(), strict=True)))
-
-
-def _events(news: News, done: list[Done | Moved]) -> list[SchedulerEvent]:
-    """What the scheduler is told: the steps that are over, of whose tokens a stop text may have cut some, first."""
-    cut = dict(news.cut)
-    events: list[SchedulerEvent] = []
-    for event in done:
-        if isinstance(event, Done):
-            given = {id: some[: cut.get(id)] for id, some in event.tokens.items()}
-            event = Done(event.worker, given, frozenset(cut))
-        events.append(event)
-    return [*events, *map(Arrive, news.asks), *map(Cancel, news.gone)]
 
 
 def _told(news: News, mesh) -> News:

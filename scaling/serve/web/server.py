@@ -70,7 +70,7 @@ def serve_http(
     finished; a second SIGINT does not. ready(address, stop) is called once clients are answered; stop(SIGTERM) does
     what that signal does, also where this is not a main thread. The rest as `application` and `Turns`.
     """
-    turns = Turns(params, config, model.options, mesh, **engine)
+    turns = Turns(params, config, model.options, mesh, tokenizer=model.tokenizer, **engine)
     if mesh is not None and mesh.rank:
         if listener is not None:  # of the process that has started the ranks
             listener.close()
