@@ -71,9 +71,11 @@ def held(job: Job, c: Compute, l: Layout) -> Held:
     flying = np.where(sharded & np.logical_not(late), weights, 0.0)  # a layer's gradients, whole, on their way
     loss = _loss(job, c, l, sharded)
     working = np.maximum(gathered + np.maximum(first, second) + 2 * flying, loss)
-    due = np.where(sharded, flying, grads)  # a stack's gradients are one array, there from its last layer on
+    early = 0.0 if any(w.ends) else np.where(l.zero == 1, 0.0, grads)  # a stack's places for them, from the beginning
+    attention = job.grad_bytes * c.layers * w.projections / l.tensor  # whose gradients come after an MLP's
+    due = np.where(sharded, flying + early, grads - attention)  # an array a leaf, there from the last layer on
     alone = np.maximum.reduce([
-        activations + gathered + first,
+        activations + gathered + first + early,
         activations + gathered + second + due,
         activations - layer + gathered + first + due,
         activations - layer + gathered + second + np.where(sharded, flying + np.maximum(flying, grads), grads),
@@ -81,7 +83,7 @@ def held(job: Job, c: Compute, l: Layout) -> Held:
         one + loss,
     ])  # fmt: skip
     with_more = np.maximum.reduce([
-        activations + gathered + first + 2 * flying + grads, one + loss + grads, np.where(late, grads + 2 * own, 0.0)
+        activations + gathered + first + 2 * flying + grads, one + loss + grads, np.where(late, grads + 1.5 * own, 0.0)
     ])  # fmt: skip
     most = np.where(l.microbatches == 1, alone, with_more)
     return Held(

@@ -1,25 +1,87 @@
+"""What the planner's commands say, in at most 100 columns, and how they end; what they say as JSON."""
+
 import json
 
 import pytest
+from test_serve import by_hand
 
 from scaling.configs import get
 from scaling.hardware import chip
 from scaling.plan import Job, guide
 from scaling.plan.__main__ import main, mesh, parse_count
+from scaling.plan.serve import published as serving
+
+POD = "--model llama3-70b --chip v5p --chips 8960 --batch 4M"
+NODE = "--model llama3-70b --chip h100 --chips 8 --batch 512k"
+SOME = "--model llama3-8b --chip h100 --chips 16 --batch 1M"
+SERVE = "serve --model llama3-70b --chip v5e --context 8192"
+LOAD = (
+    "serve --model llama3-8b --chip v5e --prompt 1000 --output 24 --chips 4 --rate 4 --requests 8 --policy interleaved"
+)
 
 
-def command(capsys, *arguments):
-    code = main(list(arguments))
-    return code, capsys.readouterr()
+def slow(*case):
+    return pytest.param(*case, marks=pytest.mark.slow)
 
 
-POD = ["--model", "llama3-70b", "--chip", "v5p", "--chips", "8960", "--batch", "4M"]
+SAID = [  # arguments, exit status, what is said among other things
+    (POD, 0, ["X_opt = 1,619 (FSDP), 5.5 (TP)", "Bound: ", "Forecast: "]),
+    slow(POD.replace("8960", "35840"), 0, ["pods"]),
+    slow("--model llama3-405b --chip h100 --chips 1024 --batch 4M --seq 8192", 0, ["Best of"]),
+    slow("--model mixtral-8x7b --chip gb200 --chips 96 --batch 2M --dtype fp8", 0, ["EP"]),
+    slow("--model llama3-405b --chip h100 --chips 64 --batch 1M", 1, ["Nothing fits"]),
+    ("--model llama3-405b --chip h100 --chips 1024 --batch 1M", 0,
+     ["data parallelism across nodes needs 2,475", "TP in a node stays compute-bound up to 24.2 ways"]),
+    slow(f"{SOME} --explain", 0,
+         ["One layer in time", "What else could be had", "What would change the answer", "half the memory"]),
+    (NODE, 1, ["Nothing fits", "chips: ", "8-bit optimizer states"]),
+    ("--model llama3-8b --chip h100 --chips 4096 --batch 4096 --mesh data=4096", 1,
+     ["no plan: no mesh of 4,096 h100 suits llama3-8b: more replicas than the 1 sequences"]),
+    ("--model llama9 --chip v5p --chips 16 --batch 1M", 2, ["unknown model"]),
+    ("--model llama3-8b --chip v9 --chips 16 --batch 1M", 2, ["unknown chip"]),
+    ("--model llama3-8b --chip v5e --dtype fp8 --chips 16 --batch 1M", 2, ["no FLOPs/s for fp8"]),
+    *((f"{POD} {wrong}", 2, []) for wrong in
+      ("--mfu 2", "--headroom 0", "--batch 1e400", "--batch 4x", "--mesh seq=2", "--dtype int4")),
+    ("published --only gpt-9", 2, ["no run is called 'gpt-9'"]),
+    ("guide --model llama3-8b --gpu h100 --gpus 8", 0, ["Take: FSDP"]),
+    ("guide --model llama3-8b --memory 24GB --gpus 2", 1, ["Nothing fits", "8-bit Adam"]),
+    ("guide --model llama3-8b --gpu v5p", 2, ["is a tpu"]),
+    slow(f"{SERVE} --pareto", 0,
+         ["Take: ", "4x4, 16 chips", "no wraparound", "KV cache int8", "Binds: ", "prefill servers", "Others:",
+          "What would change it:", "Latency against throughput:", "with weights alone"]),
+    (LOAD, 0, ["Simulated: 8 requests, 4 a second, interleaved on one slice"]),
+    (f"{SERVE} --latency 1", 1, ["nothing is fast enough: the fastest step is"]),
+    (f"{SERVE} --chips 4", 1, ["nothing fits: weights and caches are 71.9 GB, at least 5 chips"]),
+    (f"{SERVE} --chips 3", 1, ["v5e has no slice of 3 chips fix: choose one of 1, 4, 8, 16, 32, 64, 128, 256"]),
+    (f"{SERVE} --chip h100 --chips 3", 1, ["N_YZ: N = 64 does not divide over 3 chips"]),
+    (f"{SERVE} --prompt 100 --output 200", 2, ["is not --prompt 100 + --output 200"]),
+    (f"{SERVE} --output 8192", 2, ["fix: give a context as long as prompt and output"]),
+    (f"{SERVE} --compute fp4", 2, ["no FLOPs/s for fp4"]),
+    ("serve --model llama3-70b --chip v5e", 2, ["fix: give --context, or --prompt and --output"]),
+    ("serve published", 0, ["none beats its bound", *serving.data()["sources"].values()]),
+    ("serve published --only gpt-9", 2, ["no group is called 'gpt-9'"]),
+]  # fmt: skip
 
 
-def test_command(capsys):
-    code, out = command(capsys, *POD, "--json")
-    got = json.loads(out.out)
-    assert code == 0
+@pytest.mark.parametrize(("arguments", "code", "words"), SAID)
+def test_what_a_command_says(capsys, arguments, code, words):
+    try:
+        ended = main(arguments.split())
+    except SystemExit as error:
+        ended = error.code
+    out, err = capsys.readouterr()
+    assert ended == code
+    assert [word for word in words if word not in " ".join((out + err).split())] == []
+    assert max(map(len, out.splitlines()), default=0) <= 100
+
+
+def as_json(capsys, arguments, code=0):
+    assert main([*arguments.split(), "--json"]) == code
+    return json.loads(capsys.readouterr().out)
+
+
+def test_a_plan_as_json(capsys):
+    got = as_json(capsys, POD)
     assert got["fits"]
     assert got["closed_form"]["X_opt"] == pytest.approx(1618, rel=1e-3)
     assert got["closed_form"]["compute_bound"] == "FSDP+TP"
@@ -30,80 +92,38 @@ def test_command(capsys):
     assert got["at_mfu"]["seconds"] * 0.4 == pytest.approx(best["mfu"] * best["forecast_seconds"])
     parts = {k: -v if k == "apart" else v for k, v in best["memory"].items() if k != "total"}
     assert best["memory"]["total"] == pytest.approx(sum(parts.values()))
-    code, out = command(capsys, *POD)
-    assert code == 0
-    assert "X_opt = 1,619 (FSDP), 5.5 (TP)" in out.out
-    assert "Bound:" in out.out
-    assert "Forecast:" in out.out
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "arguments",
-    [
-        POD, [*POD[:4], "--chips", "35840", "--batch", "4M"],
-        ["--model", "llama3-405b", "--chip", "h100", "--chips", "1024", "--batch", "4M", "--seq", "8192"],
-        ["--model", "mixtral-8x7b", "--chip", "gb200", "--chips", "96", "--batch", "2M", "--dtype", "fp8"],
-        ["--model", "llama3-405b", "--chip", "h100", "--chips", "64", "--batch", "1M"],
-    ],
-)  # fmt: skip
-def test_output_is_at_most_100_columns_wide(capsys, arguments):
-    _, out = command(capsys, *arguments)
-    assert max(len(line) for line in out.out.splitlines()) <= 100
-
-
-def test_gpus_have_closed_forms_and_caveats(capsys):
-    _, out = command(capsys, "--model", "llama3-405b", "--chip", "h100", "--chips", "1024", "--batch", "1M")
-    assert "data parallelism across nodes needs 2,475" in out.out
-    assert "TP in a node stays compute-bound up to 24.2 ways" in out.out
-
-
-def test_command_when_nothing_fits(capsys):
-    arguments = ["--model", "llama3-70b", "--chip", "h100", "--chips", "8", "--batch", "512k"]
-    code, out = command(capsys, *arguments)
-    assert code == 1
-    assert "Nothing fits" in out.out
-    assert "chips: " in out.out
-    assert "8-bit optimizer states" in out.out
-    code, out = command(capsys, *arguments, "--json")
-    need = json.loads(out.out)["help"]
-    assert code == 1
+    need = as_json(capsys, NODE, 1)["help"]
     assert need["missing"] == pytest.approx(need["held"] - 0.9 * 80e9)
 
 
-def test_no_plan_says_why(capsys):
-    code, out = command(
-        capsys, "--model", "llama3-8b", "--chip", "h100", "--chips", "4096", "--batch", "4096", "--mesh", "data=4096"
-    )
-    assert code == 1
-    assert "no plan: no mesh of 4,096 h100 suits llama3-8b: more replicas than the 1 sequences" in out.err
+@pytest.mark.slow
+def test_reasons_as_json(capsys):
+    got = as_json(capsys, f"{SOME} --explain")["explained"]
+    assert set(got) == {"layer", "shares", "break_even", "pareto", "changes"}
+    assert [part["pass"] for part in got["layer"]] == ["forward", "backward"]
+    assert all(change["seconds"] or change["why"] for change in got["changes"])
 
 
-def test_command_errors(capsys):
-    for arguments, message in (
-        (["--model", "llama9", "--chip", "v5p"], "unknown model"),
-        (["--model", "llama3-8b", "--chip", "v9"], "unknown chip"),
-        (["--model", "llama3-8b", "--chip", "v5e", "--dtype", "fp8"], "no FLOPs/s for fp8"),
-    ):
-        code, out = command(capsys, *arguments, "--chips", "16", "--batch", "1M")
-        assert code == 2
-        assert message in out.err
-    for wrong in (
-        ["--mfu", "2"],
-        ["--headroom", "0"],
-        ["--batch", "1e400"],
-        ["--batch", "4x"],
-        ["--mesh", "seq=2"],
-        ["--dtype", "int4"],
-    ):
-        with pytest.raises(SystemExit) as error:
-            main([*POD, *wrong])
-        assert error.value.code == 2
+def test_what_is_published_as_json(capsys):
+    (row,) = as_json(capsys, "published --only mixtral")
+    assert row["mesh"] == {"pipe": 4, "data": 2, "expert": 8}
+    rows = as_json(capsys, "serve published --only int4")
+    assert [row["model"] for row in rows] == ["llama2-7b", "llama2-70b", "llama2-70b"]
+
+
+def test_a_plan_of_serving_as_json(capsys):
+    got = as_json(capsys, f"{SERVE} --chips 8 --batch 32 --headroom 1 --form heads")["best"]
+    assert (got["batch"], got["chips"], got["mesh"]) == (32, 8, {"Y": 8})
+    assert got["step_seconds"] == pytest.approx(by_hand((2, 4), "heads", 8, 1, 32, 8192)[0])
+    assert as_json(capsys, "serve --model llama3-8b --chip h100 --prompt 1000 --output 24")["context"] == 1024
+    simulated = as_json(capsys, LOAD)["simulated"]
+    assert simulated["ttft_p50"] <= simulated["ttft_p95"]
+    assert simulated["requests"] == 8
+
+
+def test_counts_and_meshes_are_read():
     assert parse_count("4M") == 4 * 2**20
     assert mesh("tensor=8, pipe=16") == (("tensor", 8), ("pipe", 16))
-
-
-# --- The guide
 
 
 def test_the_ladder_is_climbed_as_the_model_grows():
@@ -119,19 +139,3 @@ def test_the_ladder_is_climbed_as_the_model_grows():
     assert names[0].startswith("FSDP + checkpointing")
     one = Job(get("llama3-8b").with_(L=2, V=32000), 32 * 2048, 2048)
     assert guide.choose_rung(guide.climb(one, h100, 1)).rung.name == "one GPU"
-
-
-def test_guide_command(capsys):
-    code, out = command(capsys, "guide", "--model", "llama3-8b", "--gpu", "h100", "--gpus", "8")
-    assert code == 0
-    assert "Take: FSDP" in out.out
-    assert max(len(line) for line in out.out.splitlines()) <= 100
-    code, out = command(capsys, "guide", "--model", "llama3-8b", "--memory", "24GB", "--gpus", "2")
-    assert code == 1
-    assert "Nothing fits" in out.out
-    assert "8-bit Adam" in out.out
-    code, out = command(capsys, "guide", "--model", "llama3-8b", "--gpu", "v5p")
-    assert code == 2
-    assert "is a tpu" in out.err
-    code, out = command(capsys, "guide", "--model", "llama3-8b", "--gpu", "h100", "--gpus", "64", "--sequences", "8")
-    assert code in (0, 1, 2)

@@ -1,5 +1,3 @@
-import json
-import xml.etree.ElementTree as ET
 from dataclasses import replace
 from itertools import pairwise
 
@@ -8,7 +6,6 @@ import pytest
 from scaling.configs import get
 from scaling.hardware import chip
 from scaling.plan import Job, Stack, explain, plans
-from scaling.plan.__main__ import main
 from scaling.plan.job import Fixed, Question
 from scaling.plan.one_layer import figure, layer_chart, layer_passes
 from scaling.plan.report import Budget
@@ -108,19 +105,3 @@ def test_break_evens_are_where_the_axis_takes_as_long_as_computing():
     slower = plans(job, explain.links(chip("h100"), share), 64, Fixed((("data", 64),), microbatches=1))[0]
     assert max(dict(part.axes)["data"] / part.math for part in slower.cost.parts) == pytest.approx(1, rel=0.01)
     assert sum(share for _, share in explain.bottlenecks(found)) == pytest.approx(1, abs=0.005)
-
-
-@pytest.mark.slow
-def test_the_command_explains(capsys, tmp_path):
-    arguments = ["--model", "llama3-8b", "--chip", "h100", "--chips", "16", "--batch", "1M", "--explain"]
-    assert main([*arguments, "--svg", str(tmp_path / "layer.svg")]) == 0
-    out = capsys.readouterr().out
-    assert max(len(line) for line in out.splitlines()) <= 100
-    for words in ("One layer in time", "What else could be had", "What would change the answer", "half the memory"):
-        assert words in out
-    assert ET.parse(tmp_path / "layer.svg").getroot().tag.endswith("svg")
-    assert main([*arguments, "--json"]) == 0
-    got = json.loads(capsys.readouterr().out)["explained"]
-    assert set(got) == {"layer", "shares", "break_even", "pareto", "changes"}
-    assert [part["pass"] for part in got["layer"]] == ["forward", "backward"]
-    assert all(change["seconds"] or change["why"] for change in got["changes"])

@@ -1,4 +1,3 @@
-import json
 import math
 import statistics
 from dataclasses import replace
@@ -7,7 +6,6 @@ import pytest
 
 from scaling.book.largest import largest
 from scaling.configs import get
-from scaling.plan.__main__ import main
 from scaling.plan.published import (
     BETTER,
     Beside,
@@ -86,14 +84,6 @@ def test_tokens_from_tflops():
     run = next(run for run in published_runs() if run.chips == 16_384 and run.job.seq == 8192)
     assert run.measured * token_flops(run.job, "causal") == pytest.approx(400e12)
     assert 6 * 405e9 < token_flops(run.job, "causal") < 6.5 * 405e9
-
-
-def test_command(capsys):
-    assert main(["published", "--only", "mixtral", "--json"]) == 0
-    (row,) = json.loads(capsys.readouterr().out)
-    assert row["mesh"] == {"pipe": 4, "data": 2, "expert": 8}
-    assert main(["published", "--only", "gpt-9"]) == 2
-    assert "no run is called 'gpt-9'" in capsys.readouterr().err
 
 
 def test_each_model_of_the_published_runs_is_one_that_a_user_can_name():

@@ -1,6 +1,5 @@
 """The planner of serving against brute force: every slice, form, mesh and batch, timed from the formulas by hand."""
 
-import json
 import math
 
 import pytest
@@ -12,7 +11,6 @@ from scaling.cost import serving
 from scaling.hardware import chip
 from scaling.mesh import AbstractMesh
 from scaling.models import transformer as model
-from scaling.plan.__main__ import main
 from scaling.plan.serve import Service, ServingPlan, plans, report
 from scaling.plan.serve.candidates import meshes
 
@@ -98,49 +96,6 @@ def test_prefill_servers_by_hand():
     flops = 2 * 7680 * (80 * (3 * 8192 * 28672 + 2 * 8192 * 72 * 128)) + 2 * 80 * 7680 * 7681 * 8192 + 2 * 8192 * 128256
     assert best.prefill == pytest.approx(flops / (16 * 1.97e14 * 0.4))
     assert best.prefill_servers == pytest.approx(best.batch * best.prefill / (512 * best.step.seconds))
-
-
-def run(capsys, *arguments):
-    code = main(["serve", *arguments])
-    return code, capsys.readouterr()
-
-
-ASK = ["--model", "llama3-70b", "--chip", "v5e", "--context", "8192"]
-
-
-@pytest.mark.slow
-def test_command(capsys):
-    code, out = run(capsys, *ASK, "--pareto")
-    assert code == 0
-    assert max(map(len, out.out.splitlines())) <= 100
-    for word in ("Take: ", "4x4, 16 chips", "no wraparound", "KV cache int8", "Binds: ", "prefill servers", "Others:",
-                 "What would change it:", "Latency against throughput:", "with weights alone"):  # fmt: skip
-        assert word in out.out
-    code, out = run(capsys, *ASK, "--json", "--chips", "8", "--batch", "32", "--headroom", "1", "--form", "heads")
-    got = json.loads(out.out)["best"]
-    assert (code, got["batch"], got["chips"], got["mesh"]) == (0, 32, 8, {"Y": 8})
-    assert got["step_seconds"] == pytest.approx(by_hand((2, 4), "heads", 8, 1, 32, 8192)[0])
-    code, out = run(capsys, "--model", "llama3-8b", "--chip", "h100", "--prompt", "1000", "--output", "24", "--json")
-    assert (code, json.loads(out.out)["context"]) == (0, 1024)
-
-
-@pytest.mark.parametrize(
-    ("more", "code", "said"),
-    [
-        (["--latency", "1"], 1, "nothing is fast enough: the fastest step is"),
-        (["--chips", "4"], 1, "nothing fits: weights and caches are 71.9 GB, at least 5 chips"),
-        (["--chips", "3"], 1, "v5e has no slice of 3 chips\n  fix: choose one of 1, 4, 8, 16, 32, 64, 128, 256"),
-        (["--chip", "h100", "--chips", "3"], 1, "N_YZ: N = 64 does not divide over 3 chips"),
-        (["--prompt", "100", "--output", "200"], 2, "is not --prompt 100 + --output 200"),
-        (["--output", "8192"], 2, "fix: give a context as long as prompt and output"),
-        (["--compute", "fp4"], 2, "no FLOPs/s for fp4"),
-    ],
-)
-def test_what_cannot_be(capsys, more, code, said):
-    got, out = run(capsys, *ASK, *more)
-    assert got == code
-    assert said in out.err
-    assert run(capsys, "--model", "llama3-70b", "--chip", "v5e")[0] == 2
 
 
 def test_experts_over_chips_beat_tensor_parallelism_on_many():

@@ -1,9 +1,6 @@
-import json
-
 import pytest
 
-from scaling.plan.__main__ import main
-from scaling.plan.serve.published import data, measured_steps, table
+from scaling.plan.serve.published import data, measured_steps
 
 GROUPS = data()["group"]
 STEPS = [one for group in GROUPS for one in measured_steps(group)]
@@ -36,16 +33,3 @@ def test_in_bf16_a_cache_would_beat_its_bound():
     """So the cache of the v5e's figures is in int8: two replicas, 32 sequences of 8192."""
     read = 70_553_706_496 - 128256 * 8192
     assert (16 * 8192 * 2 * 163_840 + read) / (8 * 8.2e11) > 1 / 71.3
-
-
-def test_command(capsys):
-    assert main(["serve", "published"]) == 0
-    printed = capsys.readouterr().out
-    assert printed == table(GROUPS) + "\n"
-    assert max(map(len, printed.splitlines())) <= 100
-    assert "none beats its bound" in printed
-    assert all(source in " ".join(printed.split()) for source in data()["sources"].values())
-    assert main(["serve", "published", "--only", "int4", "--json"]) == 0
-    assert [row["model"] for row in json.loads(capsys.readouterr().out)] == ["llama2-7b", "llama2-70b", "llama2-70b"]
-    assert main(["serve", "published", "--only", "gpt-9"]) == 2
-    assert "no group is called 'gpt-9'" in capsys.readouterr().err

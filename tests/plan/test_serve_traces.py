@@ -1,13 +1,11 @@
 """Plans under load: lone requests timed by hand, pictures drawn from spans that are known."""
 
-import json
 import math
 
 import pytest
 
 from scaling.configs import get
 from scaling.hardware import chip
-from scaling.plan.__main__ import main
 from scaling.plan.serve import Service, plans
 from scaling.plan.serve.traces import gantt, histogram, modelled, under_load
 from scaling.serve.requests import Request
@@ -68,19 +66,6 @@ def test_histograms_count_everything():
     assert sum(int(line.split()[2]) for line in lines) == 4
     assert [int(line.split()[2]) for line in lines][0::7] == [2, 2]
     assert histogram([math.nan]) == "  (none)"
-
-
-def test_command(capsys):
-    asked = ["serve", "--model", "llama3-8b", "--chip", "v5e", "--prompt", "1000", "--output", "24", "--chips", "4"]
-    more = ["--rate", "4", "--requests", "8", "--policy", "interleaved"]
-    assert main([*asked, *more]) == 0
-    printed = capsys.readouterr().out
-    assert "Simulated: 8 requests, 4 a second, interleaved on one slice" in printed
-    assert max(map(len, printed.splitlines())) <= 100
-    assert main([*asked, *more, "--json"]) == 0
-    got = json.loads(capsys.readouterr().out)["simulated"]
-    assert got["ttft_p50"] <= got["ttft_p95"]
-    assert got["requests"] == 8
 
 
 def test_ranks_wait_for_the_group_that_has_most_to_do():
