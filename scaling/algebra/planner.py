@@ -1,11 +1,11 @@
 """The cheapest plan of a program: in which layouts its operations are done, and how its arrays are brought into them.
 
-An operation is a stage with the ways in which it is legal; a matmul, a chain of products (`products`), a call in
-explicit mode and a whole program in auto mode are all lists of stages. They are walked once. A state says in which
-layouts the arrays that are still needed are held; a stage leads from it to others, one for each way. An array that was
-resharded is held in both layouts. Of states alike the cheapest is kept, by what is sent (or `cost`), then FLOPs, then
-steps. An array that a stage uses last is brought from all its states at once (`resharding.shortest`), so that a chain
-of products takes one search for each array.
+A program is its values in order: arguments, then what operations make of them, each with the ways in which it is legal;
+a matmul, a chain of products (`products`), a call in explicit mode and a whole program in auto mode are all that. They
+are walked once. A state says in which layouts the arrays that are still needed are held; a value leads from it to
+others, one for each way. An array that was resharded is held in both layouts. Of states alike the cheapest is kept, by
+what is sent (or `cost`), then FLOPs, then steps. An array that is used for the last time is brought from all its states
+at once (`resharding.shortest`), so that a chain of products takes one search for each array.
 
 Where many arrays are alive there are too many states: the `beam` best are kept, by what they have cost and what each
 array still costs at the least, on its own.
@@ -17,8 +17,8 @@ import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from scaling.algebra.law import Illegal, Inferred, LabelledOp, Sizes
-from scaling.algebra.layouts import Axes, DimAxes, Setting, arrangements, divides, subsets
+from scaling.algebra.law import Illegal, Inferred, LabelledOp, Reshape, Sizes
+from scaling.algebra.layouts import Axes, DimAxes, Setting, arrangements, divides, retyped, subsets
 from scaling.algebra.resharding import (
     START,
     Key,
@@ -30,26 +30,27 @@ from scaling.algebra.resharding import (
     shortest,
     ways_from,
 )
+from scaling.algebra.steps import Step
 
 
 class Way(NamedTuple):
-    """A way to compute a stage: its operands' layouts, its result's, and what it costs beside bringing them there."""
+    """A way to compute a value: its operands' layouts, its own, and what it costs beside bringing them there."""
 
     needed: tuple[DimAxes, ...]
     result: DimAxes
     key: Key = START
 
 
-class PlannedOp(NamedTuple):
-    """An operation: its operands and its result by number (a result of the program has none), and the ways."""
+class Value(NamedTuple):
+    """A value of a program: its operands by number and the ways to compute it, none of an argument."""
 
-    operands: tuple[int, ...]
-    result: int | None
-    ways: Sequence[Way]
+    array: PlannedArray
+    operands: tuple[int, ...] = ()
+    ways: Sequence[Way] = ()
 
 
 class ChosenWay(NamedTuple):
-    """How a stage is done: the layouts that its operands are brought from, and the way."""
+    """How a value is computed: the layouts that its operands are brought from, and the way."""
 
     starts: tuple[DimAxes, ...]
     way: Way
@@ -68,7 +69,7 @@ class SearchState(NamedTuple):
 
 
 class Outcome(NamedTuple):
-    """A stage done in one way: what that costs, what is held of its arrays then; `lead`: what is needed of that one."""
+    """A value computed in one way: what that costs, what is held then; `lead`: what is needed of that operand."""
 
     key: Key
     held: Mapping[int, HeldLayouts]
@@ -77,17 +78,18 @@ class Outcome(NamedTuple):
 
 
 def cheapest(
-    arrays: Sequence[PlannedArray], inputs: Mapping[int, DimAxes], stages: Sequence[PlannedOp], within, beam=math.inf
+    values: Sequence[Value], inputs: Sequence[DimAxes], within: Setting, beam: float = math.inf
 ) -> tuple[Key, list[ChosenWay]]:
-    """The cheapest plan of a program: its cost and a choice for each stage; infinite and none if there is no plan.
+    """The cheapest plan of a program: its cost and a choice for each value that is no argument; infinite and none if
+    there is no plan.
 
-    `arrays`: by number; `inputs`: those that are there, and how; `within`: the Setting. `beam`: so many states are
-    kept after a stage, by what they have cost and what each array still costs at the least, on its own.
+    `inputs`: how the arguments are there, the first of the values; `within`: the Setting. `beam`: so many states are
+    kept after a value, by what they have cost and what each array still costs at the least, on its own.
     """
-    search = _Search(arrays, inputs, stages, within)
-    states = [SearchState(START, {n: (at,) for n, at in inputs.items() if n in search.last})]
-    for number, stage in enumerate(stages):
-        states = search.after(states, number, stage)
+    search = _Search(values, inputs, within)
+    states = [SearchState(START, {n: (at,) for n, at in enumerate(inputs) if n in search.last})]
+    for number in range(len(inputs), len(values)):
+        states = search.after(states, number)
         if len(states) > beam:
             states = sorted(states, key=search.promise)[: int(beam)]
     if not states:
@@ -101,19 +103,18 @@ def cheapest(
 
 
 class _Search:
-    """What a walk through the stages of one program looks up."""
+    """What a walk through the values of one program looks up."""
 
-    def __init__(self, arrays: Sequence[PlannedArray], inputs, stages: Sequence[PlannedOp], within: Setting):
-        self.arrays, self.inputs, self.stages, self.within = arrays, inputs, stages, within
-        self.last = {n: i for i, stage in enumerate(stages) for n in stage.operands}
-        self.made = {stage.result for stage in stages if stage.result is not None}
+    def __init__(self, values: Sequence[Value], inputs: Sequence[DimAxes], within: Setting):
+        self.values, self.inputs, self.within = values, inputs, within
+        self.last = {n: number for number, value in enumerate(values) for n in value.operands}
         self.found: dict[tuple[int, DimAxes], Reach] = {}
         self.needs: dict[int, list[dict[HeldLayouts, float]]] = {}
         self.least: dict[tuple[int, DimAxes], float] = {}
 
     def sent(self, n: int, at: DimAxes, to: DimAxes) -> Key:
         """What it costs to bring an array from a layout into another; infinite where it cannot be."""
-        array = self.arrays[n]
+        array = self.values[n].array
         if (n, at) not in self.found:
             self.found[n, at] = ways_from(at, array, self.within)
         if to not in self.found[n, at]:
@@ -121,19 +122,19 @@ class _Search:
         cost, flops, steps = self.found[n, at][to].key
         return (cost if self.within.cost else cost * array.weight), flops, steps
 
-    def after(self, states: Sequence[SearchState], number: int, stage: PlannedOp) -> list[SearchState]:
-        """The states after a stage, the cheapest of those alike."""
-        lead, best, outcomes = self.lead(states, number, stage), {}, {}
+    def after(self, states: Sequence[SearchState], number: int) -> list[SearchState]:
+        """The states after a value, the cheapest of those alike."""
+        operands, lead, best, outcomes = self.values[number].operands, self.lead(states, number), {}, {}
         for sources in self.groups(states, lead):
             keys: dict[Any, Key] = {at: state.key for at, state in sources.items()}
             found = {at: Reached(key) for at, key in keys.items()}
             if lead is not None:
-                found = shortest(keys, self.arrays[lead], self.within)
+                found = shortest(keys, self.values[lead].array, self.within)
             held = next(iter(sources.values())).held
-            own = {n: held[n] for n in stage.operands if n != lead}
-            rest = {n: h for n, h in held.items() if n not in stage.operands}
+            own = {n: held[n] for n in operands if n != lead}
+            rest = {n: h for n, h in held.items() if n not in operands}
             if (known := tuple(own.items())) not in outcomes:
-                outcomes[known] = self.outcomes(own, lead, number, stage)
+                outcomes[known] = self.outcomes(own, lead, number)
             for outcome in outcomes[known]:
                 if outcome.lead not in found:
                     continue
@@ -141,16 +142,17 @@ class _Search:
                 alike = frozenset(after.items())
                 if alike not in best or key < best[alike].key:
                     start, (starts, way) = begins_at(found, outcome.lead), outcome.choice
-                    starts = tuple(start if n == lead else at for n, at in zip(stage.operands, starts, strict=True))
+                    starts = tuple(start if n == lead else at for n, at in zip(operands, starts, strict=True))
                     best[alike] = SearchState(key, after, sources[start], ChosenWay(starts, way))
         return list(best.values())
 
-    def lead(self, states: Sequence[SearchState], number: int, stage: PlannedOp) -> int | None:
-        """The array that this stage uses last and that is held in the most layouts, if in several."""
+    def lead(self, states: Sequence[SearchState], number: int) -> int | None:
+        """The array that this value uses last and that is held in the most layouts, if in several."""
+        operands = self.values[number].operands
         held = {
             n: {at for state in states for at in state.held[n]}
-            for n in stage.operands
-            if self.last[n] == number and stage.operands.count(n) == 1
+            for n in operands
+            if self.last[n] == number and operands.count(n) == 1
         }
         lead = max(held, key=lambda n: len(held[n]), default=None)
         return lead if lead is not None and len(held[lead]) > 1 else None
@@ -167,12 +169,12 @@ class _Search:
                     group[at] = state
         return groups.values()
 
-    def outcomes(self, own: Mapping, lead: int | None, number: int, stage: PlannedOp) -> list[Outcome]:
-        """A stage's ways from operands held so: the best of those alike."""
+    def outcomes(self, own: Mapping, lead: int | None, number: int) -> list[Outcome]:
+        """A value's ways from operands held so: the best of those alike."""
         best: dict = {}
-        for way in stage.ways:
+        for way in self.values[number].ways:
             key, held, starts, wanted = way.key, dict(own), [], None
-            for n, to in zip(stage.operands, way.needed, strict=True):
+            for n, to in zip(self.values[number].operands, way.needed, strict=True):
                 if n == lead:
                     wanted = to
                     starts.append(to)
@@ -183,9 +185,8 @@ class _Search:
                     sent = self.sent(n, start, to)
                     key = key_sum(key, sent)
                     held[n] = tuple(sorted((*held[n], to))) if sent[0] else held[n]
-            if stage.result in self.last:
-                held[stage.result] = (way.result,)
-            held = {n: h for n, h in held.items() if self.last[n] > number}
+            held[number] = (way.result,)
+            held = {n: h for n, h in held.items() if self.last.get(n, 0) > number}
             alike = frozenset(held.items()), wanted
             if key[0] < math.inf and (alike not in best or key < best[alike].key):
                 best[alike] = Outcome(key, held, ChosenWay(tuple(starts), way), wanted)
@@ -193,10 +194,11 @@ class _Search:
 
     def promise(self, state: SearchState) -> tuple[float, Key]:
         """What a state has cost and will cost at the least."""
-        for n in sorted(self.made - self.needs.keys(), reverse=True):  # once; from the last one that is made
-            self.needs[n] = [self.rest(n, stage) for stage in self.stages if n in stage.operands]
-        made = ((n, held) for n, held in state.held.items() if n in self.made)
-        return state.key[0] + sum(min(self.later(n, at) for at in held) for n, held in made), state.key
+        made = range(len(self.inputs), len(self.values))
+        for n in reversed(made if not self.needs else ()):  # once; from the last one that is made
+            self.needs[n] = [self.rest(n, value) for value in enumerate(self.values) if n in value[1].operands]
+        held = ((n, layouts) for n, layouts in state.held.items() if n in made)
+        return state.key[0] + sum(min(self.later(n, at) for at in layouts) for n, layouts in held), state.key
 
     def later(self, n: int, at: DimAxes) -> float:
         """What an array that is made costs at the least from a layout on, on its own."""
@@ -207,17 +209,18 @@ class _Search:
                 self.least[n, at] = max(self.least[n, at], min(costs))
         return self.least[n, at]
 
-    def rest(self, n: int, stage: PlannedOp) -> dict[HeldLayouts, float]:
-        """By the layouts that a stage may need an array in, what the stage and those after it cost beside at the least:
-        the arrays of a stage that are made share that."""
-        sharing, rests = len({*stage.operands} & self.made), {}
-        for way in stage.ways:
-            rest = 0.0 if stage.result is None else self.later(stage.result, way.result)
+    def rest(self, n: int, numbered: tuple[int, Value]) -> dict[HeldLayouts, float]:
+        """By the layouts that a value may need an array in, what it and those after it cost beside at the least: the
+        operands of a value that are made share that."""
+        number, (_, operands, ways) = numbered
+        sharing, rests = len({m for m in operands if m >= len(self.inputs)}), {}
+        for way in ways:
+            rest = self.later(number, way.result)
             own: dict[DimAxes, None] = {}
-            for m, to in zip(stage.operands, way.needed, strict=True):
+            for m, to in zip(operands, way.needed, strict=True):
                 if m == n:
                     own[to] = None
-                elif m in self.inputs:
+                elif m < len(self.inputs):
                     rest += self.sent(m, self.inputs[m], to)[0]
             rests[tuple(own)] = min(rests.get(tuple(own), math.inf), rest / sharing)
         return rests
@@ -238,14 +241,27 @@ def legal_ways(op, shapes: Sequence[Sizes | None], axes: Axes, may: Sequence[Axe
             yield op.infer((at,), shapes, sizes)
 
 
-def ways_of(op, shapes: Sequence[Sizes | None], may: Sequence[Axes], within: Setting, flops: int) -> list[Way]:
-    """The ways of an operation of so many FLOPs in all, each with one device's, in the units of the setting."""
+def ways_of(
+    op: LabelledOp | Reshape,
+    operands: Sequence[PlannedArray],
+    result: PlannedArray,
+    may: Sequence[Axes],
+    within: Setting,
+    flops: int,
+) -> list[Way]:
+    """The ways of an operation of so many FLOPs in all, each with one device's, in the units of the setting; operand i
+    may be unreduced over the axes `may[i]`."""
     axes, ways = tuple(within.sizes), []
-    for needed, result in dict.fromkeys(legal_ways(op, shapes, axes, may, within.sizes)):
-        parts = within.count({axis for at in needed for axis in itertools.chain(*at.dims)})
-        ways.append(
-            Way(needed, result, (0, flops * within.count(axes) // parts, 0))
-        )  # divides into any number of parts
+    shapes = [array.shape for array in operands]
+    for needed, made in dict.fromkeys(legal_ways(op, shapes, axes, may, within.sizes)):
+        if not divides(made, result.shape, within.sizes):
+            continue
+        parts, cost = within.count({axis for at in needed for axis in itertools.chain(*at.dims)}), 0
+        if within.cost is not None:
+            before = tuple(retyped(array.spec, at) for array, at in zip(operands, needed, strict=True))
+            cost = within.cost(Step("Einsum", (), before, retyped(result.spec, made)))
+        # the FLOPs divide into any number of parts
+        ways.append(Way(needed, made, (cost, flops * within.count(axes) // parts, 0)))
     return ways
 
 

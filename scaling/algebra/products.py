@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from scaling.algebra.law import LabelledOp, product_type
-from scaling.algebra.layouts import NOMINAL, Setting, common_prefix, layout, retyped, setting
-from scaling.algebra.planner import PlannedOp, Way, cheapest, ways_of
+from scaling.algebra.layouts import NOMINAL, common_prefix, layout, retyped, setting
+from scaling.algebra.planner import Value, Way, cheapest, ways_of
 from scaling.algebra.resharding import NOTE, PlannedArray, exact_steps, reshard
 from scaling.algebra.steps import Plan, Step
 from scaling.spec import ShardingError, Spec, mesh_sizes, parse
@@ -239,35 +239,25 @@ def searched_types(
     def bring(src: Spec, dst: Spec) -> tuple[Step, ...]:
         return exact_steps(planned(src), layout(src), layout(dst), within)
 
-    arrays = [planned(spec) for spec in specs]
-    stages = [PlannedOp((a, b), c, _ways(arrays[a], arrays[b], arrays[c], a >= n, sizes, within)) for a, b, c in pairs]
-    stages.append(PlannedOp((2 * n - 2,), None, [Way((layout(out),), layout(out))]))
-    _, choices = cheapest(arrays, dict(enumerate(map(layout, operands))), stages, within)
-    return [_einsum(specs[a], specs[b], specs[c], choices[i].way).operands for i, (a, b, c) in enumerate(pairs)], bring
+    values = [Value(planned(spec)) for spec in operands]
+    for a, b, c in pairs:
+        arrays, names = [planned(specs[a]), planned(specs[b])], (specs[a].dim_names, specs[b].dim_names)
+        op = LabelledOp("", names, specs[c].dim_names, "each")
+        may = [() if a >= n else within.partial + specs[a].unreduced, within.partial + specs[b].unreduced]
+        flops = math.prod([1 if sizes is None else sizes[dim] for dim in {*names[0], *names[1]}])
+        values.append(Value(planned(specs[c]), (a, b), ways_of(op, arrays, planned(specs[c]), may, within, flops)))
+    values.append(Value(planned(out), (2 * n - 2,), [Way((layout(out),), layout(out))]))
+    _, (*choices, _) = cheapest(values, [layout(spec) for spec in operands], within)
+    return [
+        tuple(retyped(specs[n], at) for n, at in zip(pair, chosen.way.needed, strict=False))
+        for pair, chosen in zip(pairs, choices, strict=True)
+    ], bring
 
 
 def few_ways(a: Spec, b: Spec, axes: int) -> bool:
     """Whether there are few enough ways to split the dims of a product over so many axes to look at all of them."""
     dims = len({*a.dim_names, *b.dim_names})
     return sum(math.perm(axes, n) * math.comb(n + dims - 1, n) for n in range(axes + 1)) <= WAYS
-
-
-def _ways(a: PlannedArray, b: PlannedArray, result: PlannedArray, whole: bool, sizes, within: Setting) -> list[Way]:
-    """The product of two arrays in every way; `whole`: `a` may not be unreduced. Of an operand of the chain nothing is
-    multiplied yet; all plans have as many products."""
-    names = a.spec.dim_names, b.spec.dim_names
-    op = LabelledOp("", names, result.spec.dim_names, "each")
-    may = [() if whole else within.partial + a.spec.unreduced, within.partial + b.spec.unreduced]
-    flops = math.prod([1 if sizes is None else sizes[dim] for dim in {*names[0], *names[1]}])
-    ways, cost = ways_of(op, [a.shape, b.shape], may, within, flops), within.cost
-    if cost is None:
-        return ways
-    return [way._replace(key=(cost(_einsum(a.spec, b.spec, result.spec, way)), *way.key[1:])) for way in ways]
-
-
-def _einsum(a: Spec, b: Spec, result: Spec, way: Way) -> Step:
-    before = tuple(retyped(spec, at) for spec, at in zip((a, b), way.needed, strict=True))
-    return Step("Einsum", (), before, retyped(result, way.result))
 
 
 def reduced_for(spec: Spec, b: Spec, kept: tuple[str, ...]) -> Spec:

@@ -9,7 +9,6 @@ no type is refused with the cheapest line that makes it legal, a `reshard`, or `
 """
 
 import builtins
-import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -24,7 +23,8 @@ from scaling.algebra.steps import Plan
 from scaling.collectives.plans import run as run_plan
 from scaling.explicit.functions import LocalPlan, TypedCall, each_result, read_call
 from scaling.explicit.planning import legal_layouts, nodes_of, way_to
-from scaling.spec import ShardingError, Spec, parse
+from scaling.spec import ShardingError, Spec
+from scaling.spec.reader import read_type
 
 
 class Array:
@@ -125,33 +125,25 @@ def array_spec(
         raise ShardingError(
             f"a type of an array is a text, [8_X, 2_Y]; got a {kind}\n  fix: name each dim's size and axes"
         )
-    written, sizes = str(text), []
-
-    def named(match: re.Match) -> str:
-        sizes.append(int(match[0]))
-        return f"Size{len(sizes)}x{match[0]}"
-
-    spec = parse(re.sub(r"(?<=[\[,\s])\d+(?=[_,\]\s])", named, written))
-    if len(spec.dims) != len(shape):
-        what = f"{written}: {len(spec.dims)} dims, but the array has shape {tuple(shape)}"
+    written = Spec(*read_type(str(text), repeats=True))
+    if len(written.dims) != len(shape):
+        what = f"{text}: {len(written.dims)} dims, but the array has shape {tuple(shape)}"
         raise ShardingError(f"{what}\n  fix: name each dim")
-    for dim, size in zip(spec.dim_names, shape, strict=True):
-        if (match := re.fullmatch(r"Size\d+x(\d+)", dim)) and int(match[1]) != size:
+    for dim, size in zip(written.dim_names, shape, strict=True):
+        if dim.isdigit() and int(dim) != size:
             raise ShardingError(
-                f"{written}: says {match[1]} where the array, of shape {tuple(shape)}, has {size}\n"
+                f"{text}: says {dim} where the array, of shape {tuple(shape)}, has {size}\n"
                 f"  rule: a type has the whole array's sizes, not one device's\n  fix: write {size} there"
             )
-    of_dtype = isinstance(getattr(torch, spec.name or "_", None), torch.dtype)
-    if of_dtype and dtype is not None and spec.name != dtype_name(dtype):
-        fix = f"convert it, x.to(torch.{spec.name})"
-        raise ShardingError(f"{written}: the array is {dtype_name(dtype)}\n  fix: {fix}")
-    try:
-        if mesh is not None:
-            spec.local_shape(tuple(shape), mesh)
-    except ShardingError as error:
-        raise ShardingError(re.sub(r"Size\d+x(\d+)", r"\1", str(error))) from None
-    own = (dims or letters(len(shape))) if sizes else spec.dim_names
-    return retyped(unsplit_spec("" if of_dtype else spec.name, own), layout(spec))
+    of_dtype = isinstance(getattr(torch, written.name or "_", None), torch.dtype)
+    if of_dtype and dtype is not None and written.name != dtype_name(dtype):
+        fix = f"convert it, x.to(torch.{written.name})"
+        raise ShardingError(f"{text}: the array is {dtype_name(dtype)}\n  fix: {fix}")
+    if mesh is not None:
+        written.local_shape(tuple(shape), mesh)
+    sized = any(dim.isdigit() for dim in written.dim_names)
+    own = (dims or letters(len(shape))) if sized else written.dim_names
+    return retyped(unsplit_spec("" if of_dtype else written.name, own), layout(written))
 
 
 def array(x: Tensor, type: "str | Spec | DimAxes", mesh) -> Array:

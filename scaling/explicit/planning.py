@@ -13,8 +13,8 @@ from typing import Any, NamedTuple, NoReturn
 import torch
 
 from scaling.algebra.law import Illegal, Sizes
-from scaling.algebra.layouts import DimAxes, Setting, divides, spec_of
-from scaling.algebra.planner import ChosenWay, PlannedOp, Way, all_layouts, cheapest, legal_ways, ways_of
+from scaling.algebra.layouts import DimAxes, Setting, spec_of
+from scaling.algebra.planner import ChosenWay, Value, Way, all_layouts, cheapest, legal_ways, ways_of
 from scaling.algebra.resharding import PlannedArray, every_axis
 from scaling.explicit.functions import AnyOperation, TypedCall
 from scaling.spec import ShardingError
@@ -73,21 +73,22 @@ def plan(
     layout}. Raises ShardingError if some operation is legal in no layout.
     """
     within = every_axis([at for at in (*inputs, *outputs, *constraints.values()) if at is not None], sizes)
-    axes, stages = tuple(within.sizes), []
-    for number, node in enumerate(graph.nodes[len(inputs) :], len(inputs)):
-        if node.op is None:
-            ways = [Way((constraints[number],), constraints[number])]
-        else:
-            shapes, work = [graph.nodes[n].shape for n in node.operands], node.flops or math.prod(node.shape)
-            every = ways_of(node.op, shapes, [axes] * len(shapes), within, work)
-            if not (ways := [way for way in every if divides(way.result, node.shape, within.sizes)]):
+    axes, arrays, values = tuple(within.sizes), [node.planned for node in graph.nodes], []
+    for number, node in enumerate(graph.nodes):
+        ways = []
+        if node.op is not None:
+            may = [within.partial + inputs[n].unreduced if n < len(inputs) else axes for n in node.operands]
+            work = node.flops or math.prod(node.shape)
+            ways = ways_of(node.op, [arrays[n] for n in node.operands], arrays[number], may, within, work)
+            if not ways:
                 _refuse_all(node.op, sizes)
-        stages.append(PlannedOp(node.operands, number, ways))
+        elif number in constraints:
+            ways = [Way((constraints[number],), constraints[number])]
+        values.append(Value(arrays[number], node.operands, ways))
     for number, at in zip(graph.outputs, outputs, strict=True):
         ends = all_layouts(graph.nodes[number].shape, within.sizes, axes) if at is None else [at]
-        stages.append(PlannedOp((number,), None, [Way((to,), to) for to in ends]))
-    arrays = [node.planned for node in graph.nodes]
-    (sent, *_), choices = cheapest(arrays, dict(enumerate(inputs)), stages, within, BEAM)
+        values.append(Value(arrays[number], (number,), [Way((to,), to) for to in ends]))
+    (sent, *_), choices = cheapest(values, inputs, within, BEAM)
     return Chosen(choices, sent / within.whole, within)
 
 
@@ -119,8 +120,9 @@ def legal_layouts(op: AnyOperation, nodes: Sequence[Node], operands: Sequence[Di
         changed = sum(at != to for at, to in zip(operands, layouts, strict=True))
         work = math.prod(1 / sizes[axis] for at in needed for axis in at.used)  # less than one operand that changes
         ways.append(Way(tuple(layouts), result, (0, changed + work / 2, 0)))
-    stage, arrays = PlannedOp(tuple(range(len(operands))), None, ways), [node.planned for node in nodes]
-    _, choices = cheapest(arrays, dict(enumerate(operands)), [stage], every_axis(operands, sizes))
+    arrays = [node.planned for node in nodes]
+    values = [*map(Value, arrays), Value(arrays[0], tuple(range(len(arrays))), ways)]  # of the last one the ways count
+    _, choices = cheapest(values, operands, every_axis(operands, sizes))
     return choices[0].way if choices else _refuse_all(op, sizes)
 
 

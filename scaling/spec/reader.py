@@ -24,9 +24,10 @@ ReadType = tuple[str, Dims, tuple[str, ...]]  # the parts of a type, as `scaling
 ReadLine = tuple[tuple[ReadType, ...], ReadType, tuple[str, ...]]  # operands, result, the dims of written `*_J`
 
 
-def read_type(text: str) -> ReadType:
-    """`W[D_X, F] {U_Y}` in parts. ShardingError for bad syntax, and for a dim or a mesh axis that is used twice."""
-    reader = _Reader(text)
+def read_type(text: str, repeats: bool = False) -> ReadType:
+    """`W[D_X, F] {U_Y}` in parts. ShardingError for bad syntax, and for a dim or a mesh axis that is used twice.
+    `repeats`: dims that are numbers may be, `[8_X, 8]`."""
+    reader = _Reader(text, repeats)
     found = reader.type()
     reader.end()
     return found
@@ -53,8 +54,8 @@ def split_axes(word: str) -> tuple[str, ...]:
 class _Reader:
     """A cursor over the text; each method reads one piece of the grammar and leaves the cursor after it."""
 
-    def __init__(self, text: str):
-        self.text, self.at = text, 0
+    def __init__(self, text: str, repeats: bool = False):
+        self.text, self.at, self.repeats = text, 0, repeats
 
     def fail(self, message: str, at: int | None = None, fix: str = "") -> NoReturn:
         at = self.at if at is None else at
@@ -92,7 +93,8 @@ class _Reader:
                 self.take(",", "',' or ']'")
             self.skip()
             at, dim = self.at, self.take(f"{DIM}|{NUMBER}", "a dim, such as D or F_X")
-            self.once(seen, dim, at, f"dim {dim}", "give the dims two names")
+            if not (self.repeats and dim.isdigit()):
+                self.once(seen, dim, at, f"dim {dim}", "give the dims two names")
             dims.append((dim, self.axes(seen) if self.find("_") else ()))
         if self.find(r"\{\s*U\s*[_.]"):
             unreduced = tuple(sorted(self.axes(seen)))
