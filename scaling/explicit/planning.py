@@ -66,11 +66,12 @@ def plan(
     outputs: Sequence[DimAxes | None],
     constraints: Mapping[int, DimAxes],
     sizes: Mapping[str, int],
+    beam: float = BEAM,
 ) -> Chosen:
     """The plan that sends the least on a mesh of these sizes.
 
     `inputs`, `outputs`: their layouts; None is whichever sends the least, but not unreduced. `constraints`: {node:
-    layout}. Raises ShardingError if some operation is legal in no layout.
+    layout}; `beam`: as of `cheapest`. Raises ShardingError if some operation is legal in no layout.
     """
     within = every_axis([at for at in (*inputs, *outputs, *constraints.values()) if at is not None], sizes)
     axes, arrays, values = tuple(within.sizes), [node.planned for node in graph.nodes], []
@@ -88,7 +89,7 @@ def plan(
     for number, at in zip(graph.outputs, outputs, strict=True):
         ends = all_layouts(graph.nodes[number].shape, within.sizes, axes) if at is None else [at]
         values.append(Value(arrays[number], (number,), [Way((to,), to) for to in ends]))
-    (sent, *_), choices = cheapest(values, inputs, within, BEAM)
+    (sent, *_), choices = cheapest(values, inputs, within, beam)
     return Chosen(choices, sent / within.whole, within)
 
 
@@ -103,7 +104,8 @@ def way_to(
     nodes: tuple[Node, ...], operands: tuple[DimAxes, ...], wanted: DimAxes, mesh: tuple[tuple[str, int], ...]
 ) -> Way:
     """How a call on operands in these layouts is computed if its result is wanted in that one."""
-    return plan(Graph([*nodes], (len(operands),)), operands, [wanted], {}, dict(mesh)).choices[0].way
+    graph = Graph([*nodes], (len(operands),))
+    return plan(graph, operands, [wanted], {}, dict(mesh), math.inf).choices[0].way  # all states: one array is alive
 
 
 def legal_layouts(op: AnyOperation, nodes: Sequence[Node], operands: Sequence[DimAxes], sizes: Mapping) -> Way:

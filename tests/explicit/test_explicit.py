@@ -12,7 +12,7 @@ from scaling import explicit
 from scaling.algebra.layouts import DimAxes
 from scaling.book.largest import largest
 from scaling.collectives import all_reduce
-from scaling.explicit import arrays
+from scaling.explicit import arrays, planning
 from scaling.mesh import AbstractMesh, Mesh
 from scaling.spec import ShardingError
 
@@ -35,6 +35,16 @@ def test_the_books_example():
     assert explicit.reshard(Out, "[8_X, 8192_Y]").type == "bfloat16[8_X, 8192_Y]"
     for out in ("bfloat16[8_X, 8192_Y]", "bfloat16[8_X, 8192]"):
         assert explicit.einsum("bd,df->bf", In * In, W, out=out).type == out
+
+
+def test_a_call_is_planned_once_for_its_shapes_and_types(monkeypatch):
+    """Also on four axes, whose many layouts are looked at once."""
+    mesh, planned = AbstractMesh({"P": 2, "X": 2, "Y": 2, "Z": 2}), []
+    monkeypatch.setattr(planning, "plan", lambda *args, plan=planning.plan: planned.append(args) or plan(*args))
+    a, b = (explicit.array(torch.empty(40, 40), type, mesh) for type in ("[40_X, 40_P]", "[40, 40_Y]"))
+    types = [explicit.einsum("ij,jk->ik", a, b, out=out).type for out in ("[40_XYZ, 40]", "[40, 40_Z]") * 2]
+    assert types == ["float32[40_XYZ, 40]", "float32[40, 40_Z]"] * 2
+    assert len(planned) == 2
 
 
 def test_types_follow():
