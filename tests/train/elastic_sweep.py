@@ -6,7 +6,6 @@ Prints the seconds from the kill to the next step, and how far the losses lie fr
 """
 
 import contextlib
-import json
 import os
 import signal
 import socket
@@ -15,6 +14,8 @@ import sys
 import tempfile
 import time
 from pathlib import Path
+
+from runs import command, options, records, write_text
 
 from scaling.book.largest import largest
 from scaling.common.console import Parser
@@ -46,14 +47,9 @@ def listening(port: int) -> None:
         time.sleep(0.2)
 
 
-def losses(out: Path) -> list[dict]:
-    path = out / "metrics.jsonl"
-    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
-
-
 def wait_for(out: Path, count: int, seconds: float, agents: list) -> list[dict]:
     deadline = time.monotonic() + seconds
-    while len(found := losses(out)) < count:
+    while len(found := records(out)) < count:
         if time.monotonic() > deadline or all(agent.poll() is not None for agent in agents):
             raise SystemExit(f"only {len(found)} of {count} steps: see the logs in {out.parent}")
         time.sleep(0.05)
@@ -84,14 +80,13 @@ def main() -> int:
     parser.add_argument("--kill", default="node", choices=("node", "rank"))
     args = parser.parse_args()
     folder = Path(tempfile.mkdtemp(prefix="elastic-"))
-    (folder / "text.txt").write_text("".join(f"line {i} of {i * i % 97}\n" for i in range(20_000)))
-    common = ["--data", str(folder / "text.txt"), "--batch", "8", "--seq", "32", "--steps", str(args.steps)]
-    common += ["--warmup", "5", "--eval-every", "0", "--save-every", "5", "--guard-every", "10"]
-    alone = [sys.executable, "-m", "scaling.train", *common, "--out", str(folder / "one")]
-    subprocess.run(alone, check=True, stdout=subprocess.DEVNULL)
+    write_text(folder)
+    common = ["--batch", "8", "--seq", "32", "--warmup", "5", "--eval-every", "0", "--save-every", "5"]
+    common += ["--guard-every", "10", "--steps", str(args.steps)]
+    subprocess.run(command(folder, "one", *common), check=True, stdout=subprocess.DEVNULL)
     out, port = folder / "two", free_port()
     mesh = f"P=2,X={args.ranks // 2},Y=2"
-    script = ["-m", "scaling.train", *common, "--out", str(out), "--mesh", mesh, "--resume"]
+    script = ["-m", "scaling.train", *options(folder, "two", *common, "--mesh", mesh, "--resume")]
     agents = [node(port, args.ranks, script, folder / "node-0.log")]
     listening(port)  # this node hosts the rendezvous
     agents.append(node(port, args.ranks, script, folder / "node-1.log"))
@@ -104,7 +99,7 @@ def main() -> int:
             os.kill(descendants(agents[1].pid)[-1], signal.SIGKILL)
         killed = time.monotonic()
         while time.monotonic() - killed < 0.3:  # what was under way when it was killed
-            before, _ = max(before, len(losses(out))), time.sleep(0.05)
+            before, _ = max(before, len(records(out))), time.sleep(0.05)
         wait_for(out, before + 1, 90, agents[:1])
         print(f"from the kill to the next step: {time.monotonic() - killed:.1f} s", flush=True)
         agents[0].wait(300)
@@ -113,11 +108,11 @@ def main() -> int:
             for pid in [*descendants(agent.pid), agent.pid]:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
-    wanted = {each["step"]: each["loss"] for each in losses(folder / "one")}
-    worst = largest(abs(each["loss"] - wanted[each["step"]]) / wanted[each["step"]] for each in losses(out))
-    last = losses(out)[-1]["step"]
+    wanted = {each["step"]: each["loss"] for each in records(folder / "one")}
+    worst = largest(abs(each["loss"] - wanted[each["step"]]) / wanted[each["step"]] for each in records(out))
+    last = records(out)[-1]["step"]
     print(
-        f"{len(losses(out))} steps run, the last is {last}; largest difference from one device {worst:.1e} of the loss"
+        f"{len(records(out))} steps run, the last is {last}; largest difference from one device {worst:.1e} of the loss"
     )
     return 0 if last == args.steps and worst < 1e-3 else 1
 

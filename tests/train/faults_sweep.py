@@ -17,6 +17,7 @@ import time
 from pathlib import Path
 
 import torch
+from runs import records, write_text
 
 from scaling import launch, tree
 from scaling.common.console import Parser
@@ -71,8 +72,7 @@ def planted(mesh, case: str, seed: int, settings: Settings) -> None:
 
 def written(folder: str, **options) -> Settings:
     """A run's settings, with a text to train on."""
-    (Path(folder) / "text.txt").write_text("".join(f"line {i} of {i * i % 97}\n" for i in range(3000)))
-    options = {
+    given = {
         "steps": 32,
         "lr": 5e-3,
         "warmup": 5,
@@ -80,8 +80,9 @@ def written(folder: str, **options) -> Settings:
         "eval_every": 0,
         "eval_batches": 1,
         "save_every": 0,
-    } | options
-    return Settings(options.pop("model", SMALL), folder, folder, batch=4, **options)
+    }
+    given = {"model": SMALL} | given | options
+    return Settings(data=write_text(Path(folder), 3000), out=folder, batch=4, **given)
 
 
 def said(case: str, seed: int) -> str:
@@ -122,8 +123,7 @@ def timed(mesh, settings: Settings) -> tuple[float, float]:
     for place, name in GUARDS:
         setattr(place, name, clock(getattr(place, name)))
     loop.run(mesh, settings)
-    lines = (Path(settings.out) / "metrics.jsonl").read_text().splitlines()
-    return inside[0], sum(json.loads(line)["seconds"] for line in lines)
+    return inside[0], sum(each["seconds"] for each in records(Path(settings.out)))
 
 
 def overhead(steps: int) -> None:

@@ -15,6 +15,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import torch
+from runs import write_text
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from scaling import launch, tree
@@ -80,11 +81,11 @@ def resumed(mesh, settings: Settings, whole: dict) -> tuple[list[str], tuple[int
 def resharded(start, folder: Path, model: Config, meshes: list[dict]) -> Iterator[tuple[dict, dict, set, float, int]]:
     """(source, target, what differs, bytes read over those held, bytes of headers and the index) of each pair of
     meshes; `start(fn, mesh, *args)` gives what each rank returns."""
-    (folder / "text.txt").write_text("".join(f"line {i} of {i * i % 97}\n" for i in range(20_000)))
+    text = write_text(folder)
     for source in meshes:
         (out := folder / "-".join(f"{axis}{size}" for axis, size in source.items())).mkdir()
         given = {"batch": 8, "seq": 32, "steps": STEPS, "seed": 7, "eval_every": 0, "eval_batches": 1, "save_every": 0}
-        settings = Settings(model, str(folder / "text.txt"), str(out), microbatches=2, resume=True, **given)
+        settings = Settings(model, text, str(out), microbatches=2, resume=True, **given)
         start(trained, source, settings)
         dcp_to_torch_save(out / f"step-{STEPS:06d}", folder / "whole.pt")
         whole = torch.load(folder / "whole.pt")

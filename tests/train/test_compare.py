@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from runs import write_text
 
 from scaling.configs import get
 from scaling.mesh import Mesh
@@ -15,11 +16,11 @@ from scaling.train.settings import Settings
 
 @pytest.fixture
 def runs(tmp_path):
-    (tmp_path / "text.txt").write_text("".join(f"line {i} of {i * i % 97}\n" for i in range(500)))
+    text = write_text(tmp_path, 500)
     config, found = get("tiny").with_(L=1, D=16, F=32, H=8, N=2, K=2), []
     for name in ("a", "b"):
         (out := tmp_path / name).mkdir()
-        settings = Settings(config, str(tmp_path / "text.txt"), str(out), 2, 16, steps=4, save_every=2, norms=True)
+        settings = Settings(config, text, str(out), 2, 16, steps=4, save_every=2, norms=True)
         run(Mesh({"X": 1}), settings)
         (out / "run.toml").write_text(f'out = "{out}"\n')
         found.append((out, settings))

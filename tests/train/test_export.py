@@ -4,6 +4,7 @@ import json
 
 import pytest
 import torch
+from runs import options, write_text
 
 from scaling import tree
 from scaling.models import hf
@@ -15,9 +16,8 @@ pytest.importorskip("safetensors")
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
     folder = tmp_path_factory.mktemp("exported")
-    (folder / "text.txt").write_text("".join(f"line {i} of {i * i % 97}\n" for i in range(500)))
-    command = ["--data", str(folder / "text.txt"), "--out", str(folder / "run"), "--batch", "2", "--seq", "32"]
-    assert main([*command, "--steps", "2", "--mesh", "X=2"]) == 0
+    write_text(folder, 500)
+    assert main(options(folder, "run", "--batch", "2", "--seq", "32", "--steps", "2", "--mesh", "X=2")) == 0
     return folder / "run"
 
 

@@ -1,11 +1,11 @@
 """bfloat16 and float16 in the products, float32 in what is added up: gradients over microbatches and ranks, moments and
 params; float16's loss scale beside torch.amp.GradScaler's, the same on every mesh, and saved with the run."""
 
-import json
 from itertools import pairwise
 
 import pytest
 import torch
+from runs import records
 
 from scaling import optim, tree
 from scaling.book.largest import largest
@@ -220,10 +220,7 @@ def test_the_scale_is_saved_and_resumed(tmp_path):
         (tmp_path / folder).mkdir(exist_ok=True)
         given = {"steps": 4} | options | more
         run(ONE, Settings(TINY, str(tmp_path / "text.txt"), str(tmp_path / folder), 4, 32, **given))
-    whole, parts = (
-        [json.loads(line) for line in (tmp_path / name / "metrics.jsonl").read_text().splitlines()]
-        for name in ("whole", "parts")
-    )
+    whole, parts = (records(tmp_path / name) for name in ("whole", "parts"))
     assert [record["loss_scale"] for record in parts] == [65536.0] * 4
     assert parts[0]["loss"] == whole[0]["loss"]
     assert {"optimizer.scale", "optimizer.good"} <= dcp.saved_leaves(tmp_path / "parts" / "step-000004").keys()

@@ -1,15 +1,14 @@
 """`python -m scaling.train`: the same data on every mesh, resumed on another, stopped and gone on; clear refusals."""
 
 import fcntl
-import json
 import os
 import signal
 import sys
-from pathlib import Path
 
 import pytest
 import torch
 from forked import Forked
+from runs import records
 
 from scaling.configs import get
 from scaling.cost import transformer as tm
@@ -34,10 +33,6 @@ def settings(corpus, out, **options):
     return Settings(get("tiny").with_(L=1), str(corpus), str(out), 4, 32, **{"steps": 4, "warmup": 2} | options)
 
 
-def losses(out):
-    return [json.loads(line)["loss"] for line in (Path(out) / "metrics.jsonl").read_text().splitlines()]
-
-
 def train(mesh, *given):
     return run(mesh, *given)
 
@@ -51,9 +46,14 @@ def test_resumed_on_another_mesh_it_goes_on_as_if_nothing_had_been(ranks, corpus
     (parts / "step-000004" / "index.json").unlink()  # as if the run had been killed before it was through
     ranks(train, {"Y": 2}, settings(corpus, parts, resume=True, norms=True))
     for name in ("metrics.jsonl", "norms.jsonl"):
-        records = [json.loads(line) for line in (parts / name).read_text().splitlines()]
-        assert [record["step"] for record in records] == [1, 2, 3, 4]  # of a step done again the last record alone
-    torch.testing.assert_close(losses(parts), losses(whole), rtol=2e-5, atol=0)
+        assert [record["step"] for record in records(parts, name)] == [
+            1,
+            2,
+            3,
+            4,
+        ]  # of a step done again the last record alone
+    losses = [[record["loss"] for record in records(out)] for out in (parts, whole)]
+    torch.testing.assert_close(*losses, rtol=2e-5, atol=0)
 
 
 @pytest.mark.parametrize(("every", "compared"), [(0, []), (1, [1, 2, 3, 4]), (3, [1, 4])])
@@ -164,4 +164,4 @@ def test_flops_by_both_conventions_and_the_share_of_the_chip(tmp_path, capsys):
     assert record["exposed"] == 0.2
     progress.say(record)
     assert "step      3/200  loss 1.5000  norm 0.25  1,024 tokens/s  MFU 0.0%" in capsys.readouterr().out
-    assert json.loads((tmp_path / "metrics.jsonl").read_text()) == record
+    assert records(tmp_path) == [record]
