@@ -21,7 +21,6 @@ from scaling.collectives.op import as_carried
 from scaling.spec import Line, ShardingError, Spec, parse_line, refuse
 
 TAG = 1 << 22  # of these messages
-HEADER = 512  # bytes of the announcement: the line, the whole shape, the dtype
 
 Region = tuple[tuple[int, int], ...]  # (start, stop) of each dim, in the whole array
 
@@ -151,28 +150,15 @@ def _announced(line: Line, x, before: Spec, source_mesh, target_mesh, me: int) -
     learners = [rank for rank in target_mesh.ranks if rank not in source_mesh.ranks]
     teachers = {rank: source_mesh.ranks[i % len(source_mesh.ranks)] for i, rank in enumerate(learners)}
     if x is None:
-        header = torch.empty(HEADER, dtype=torch.uint8, device=target_mesh.device)
-        dist.recv(header, teachers[me], tag=TAG)
-        said, _, rest = bytes(header.tolist()).rstrip(b"\0").decode().partition("|")
-        if said != str(line):
-            rule = "the ranks of both meshes make the same call"
-            refuse(
-                f"transfer: {line}",
-                f"rank {teachers[me]} calls transfer: {said}",
-                rule,
-                "write one line for all of them",
-            )
-        dtype, *shape = rest.split()
-        return tuple(map(int, shape)), getattr(torch, dtype)
+        said: list[Any] = [None, None, None]
+        dist.recv_object_list(said, teachers[me])
+        if said[0] != str(line):
+            what, rule = f"rank {teachers[me]} calls transfer: {said[0]}", "the ranks of both meshes make the same call"
+            refuse(f"transfer: {line}", what, rule, "write one line for all of them")
+        return said[1], said[2]
     shape = tuple(n * source_mesh.size(axes) for n, (_, axes) in zip(x.shape, before.dims, strict=True))
-    text = f"{line}|{str(x.dtype).removeprefix('torch.')} {' '.join(map(str, shape))}".encode()
-    if len(text) > HEADER:
-        raise ShardingError(
-            f"transfer: {line}: is too long to be announced to the other ranks\n"
-            "  fix: give the dims and axes shorter names"
-        )
     for rank in (rank for rank, teacher in teachers.items() if teacher == me):
-        dist.send(torch.frombuffer(bytearray(text.ljust(HEADER, b"\0")), dtype=torch.uint8).to(x.device), rank, tag=TAG)
+        dist.send_object_list([str(line), shape, x.dtype], rank)
     return shape, x.dtype
 
 
@@ -185,10 +171,10 @@ def _exchange(messages: list[Message], x, own: Region, result, place: Region, me
             if message.target == me:
                 result[_within(message.region, place)] = piece
             else:
-                ops.append(dist.P2POp(dist.isend, as_carried(piece)[0], message.target, tag=TAG + 1))
+                ops.append(dist.P2POp(dist.isend, as_carried(piece)[0], message.target, tag=TAG))
         elif message.target == me:
             piece = result.new_empty([b - a for a, b in message.region])
-            ops.append(dist.P2POp(dist.irecv, as_carried(piece)[0], message.source, tag=TAG + 1))
+            ops.append(dist.P2POp(dist.irecv, as_carried(piece)[0], message.source, tag=TAG))
             arriving.append((message.region, piece))
     for work in dist.batch_isend_irecv(ops) if ops else ():
         work.wait()

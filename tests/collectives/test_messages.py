@@ -87,7 +87,7 @@ def test_messages_of_every_kind_both_ways_at_once(ranks):
 
 
 def test_messages_of_every_sender_have_tags_of_their_own():
-    assert len({EAGER, TAG, TRANSFER, TRANSFER + 1}) == 4
+    assert len({EAGER, TAG, TRANSFER}) == 3
 
 
 def test_an_announcement_tells_all_that_matters_apart():
