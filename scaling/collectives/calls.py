@@ -21,7 +21,7 @@ from torch import Tensor
 
 from scaling.collectives.buffers import refuse_in_graph
 from scaling.collectives.linear import Pending, differentiable, observed, watcher
-from scaling.collectives.lines import check_result, constants, ops_of, ready_line, refuse_shape, shapes_of
+from scaling.collectives.lines import check_in_graph, check_result, constants, ops_of, ready_line, shapes_of
 from scaling.collectives.op import Op
 from scaling.spec import ShardingError, Spec, parse
 
@@ -190,8 +190,8 @@ def _differentiated(what: tuple, x: Any, mesh, async_op: bool, out: Tensor | Non
 
 def _compiled(what: tuple, x: Tensor, mesh, async_op: bool, out: Tensor | None) -> Any:
     for number, op in enumerate(mesh.constant(constants, what)):
-        if not Op(*op).fits(x.shape):
-            mesh.constant(refuse_shape, what, number, tuple(x.shape))
+        misfit = () if Op(*op).fits(x.shape) else (tuple(x.shape),)
+        mesh.constant(check_in_graph, what, number, x.dtype, *misfit)
         x = differentiable(x, *op)
     if out is not None and (out.shape != x.shape or out.dtype != x.dtype):
         refuse_in_graph(what[1], tuple(x.shape), x.dtype, tuple(out.shape), out.dtype)

@@ -81,9 +81,12 @@ def constants(mesh, what: tuple) -> tuple:
     return tuple(map(tuple, ops_of(mesh, what)))
 
 
-def refuse_shape(mesh, what: tuple, number: int, shape: tuple[int, ...]) -> None:
-    """While compiling: the error of an op that an operand of this shape does not fit."""
-    ops_of(mesh, what)[number].refuse_shape(shape)
+def check_in_graph(mesh, what: tuple, number: int, dtype: torch.dtype, shape: tuple[int, ...] | None = None) -> None:
+    """While compiling: the error of an op that an operand of this dtype, or of this shape, if one is given, misfits."""
+    op = ops_of(mesh, what)[number]
+    if shape is not None:
+        op.refuse_shape(shape)
+    op.check_dtype(dtype)
 
 
 def shapes_of(ops: Sequence[Op], shape: torch.Size) -> list[torch.Size]:

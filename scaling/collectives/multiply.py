@@ -6,6 +6,7 @@ under the rules, checked once a line, of `scaling.algebra.law`.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from math import prod
 from typing import Any, Literal, NamedTuple, NoReturn, overload
 
@@ -18,9 +19,6 @@ from scaling.collectives.buffers import check_out, refuse_in_graph
 from scaling.collectives.linear import differentiated, wait, watcher
 from scaling.common.torch_private import constant, lazy_clone
 from scaling.spec import ShardingError, Spec, parse_line
-
-DENSE = torch.strided
-_products: dict[str, "LocalProduct"] = {}  # by line
 
 
 class LocalProduct(NamedTuple):
@@ -125,6 +123,7 @@ class LocalProduct(NamedTuple):
         return torch.einsum(self.equation, *(x.long() for x in operands)).to(dtype)
 
 
+@lru_cache(maxsize=4096)
 def product_of(text: str) -> LocalProduct:
     """The product that a line says, checked by the rules."""
     line = check_product(text)
@@ -169,7 +168,7 @@ class Deferred:
     @property
     def shape(self) -> torch.Size:
         """The local shape of the result."""
-        return _products[self.line].shape(self.a, self.b)
+        return LocalProduct(*_constants(self.line)).shape(self.a, self.b)
 
 
 def join_products(products: Sequence[Deferred]) -> Deferred:
@@ -181,10 +180,8 @@ def join_products(products: Sequence[Deferred]) -> Deferred:
     if len(products) == 1:
         return first
     if any(product.line != first.line for product in products):
-        raise ValueError(
-            f"only products of one line are joined, not {first.line} and others"
-            "\n  fix: join products of one line at a time"
-        )
+        what, fix = f"only products of one line are joined, not {first.line} and others", "join products of one line"
+        raise ValueError(f"{what}\n  fix: {fix} at a time")
     (a, b), result = parse_line(first.line).operands, parse_line(first.line).result
     dim = next(dim for dim in a.dim_names if dim in b.dim_names and dim not in result.dim_names)
     return Deferred(
@@ -217,15 +214,13 @@ def einsum(line: str, a: Any, b: Any = None, *, out: Tensor | None = None, add: 
         return Deferred(line, a, b) if defer else _compiled(line, a, b, out, add)
     if not defer and (watch := watcher.get()) is not None:
         return watch(einsum, line, a, b, out=out, add=add)
-    product = _products.get(line)
-    if product is None:
-        product = _products[line] = product_of(line)
+    product = product_of(line)
     if a is None or not product.fits(a.shape, b if b is None else b.shape):
         _refuse_operands(product.line, *(tuple(x.shape) for x in (a, b) if x is not None))
     if b is not None and a.is_meta is not b.is_meta:
         why = ["one of them is on the meta device, which holds shapes alone"]
         _refuse_operands(product.line, tuple(a.shape), tuple(b.shape), why=why)
-    if a.layout is not DENSE or (b is not None and b.layout is not DENSE):
+    if a.layout is not torch.strided or (b is not None and b.layout is not torch.strided):
         what = "an operand is sparse, of which torch gives some products wrong"
         refuse_product(product.line, what, "shards are dense tensors", "give them as .to_dense()")
     if defer:
@@ -234,12 +229,11 @@ def einsum(line: str, a: Any, b: Any = None, *, out: Tensor | None = None, add: 
         dtype = a.dtype if b is None else torch.promote_types(a.dtype, b.dtype)
         check_out(product, out, product.shape(a, b), dtype, a.device, a, b)
     elif add:
-        refuse_product(product.line, "add=True without out", "a product is added to a buffer", "give out=")
+        _refuse_add(line)
     event = None
     if trace.open_logs:
         typed = parse_line(line)
-        event = trace.Event("Einsum", (), typed.operands, typed.result, flops=product.flops(a, b))
-        trace.record(event)
+        event = trace.record(trace.Event("Einsum", (), typed.operands, typed.result, flops=product.flops(a, b)))
     try:
         result = product.multiply(a, b) if out is None else product.into(a, b, out, add)
     except RuntimeError as error:
@@ -259,6 +253,7 @@ def _compiled(line: str, a: Tensor, b: Tensor | None, out: Tensor | None, add: b
         _refuse_operands(product.line, *(tuple(x.shape) for x in (a, b) if x is not None))
     result = product.multiply(a, b) if product.two else product.by_equation(a, b)
     if out is None:
+        _refuse_add(line) if add else None
         return result.clone() if product.is_view else result
     if out.shape != result.shape or out.dtype != result.dtype:
         refuse_in_graph(f"einsum: {line}", tuple(result.shape), result.dtype, tuple(out.shape), out.dtype)
@@ -268,6 +263,11 @@ def _compiled(line: str, a: Tensor, b: Tensor | None, out: Tensor | None, add: b
 @constant
 def _constants(line: str) -> tuple:
     return tuple(product_of(line))
+
+
+@constant
+def _refuse_add(line: str) -> NoReturn:
+    refuse_product(line, "add=True without out", "a product is added to a buffer", "give out=")
 
 
 @constant

@@ -105,13 +105,17 @@ class Op(NamedTuple):
             refuse(self, f"the operand is on {x.device}", rule, fix)
         if x.layout is not torch.strided:
             refuse(self, f"the operand is {x.layout}", "shards are dense tensors", "give it as .to_dense()")
-        if x.dtype not in CARRIED and self.kind in ADDS and not (x.dtype.is_complex and self.linear):
+        self.check_dtype(x.dtype)
+
+    def check_dtype(self, dtype: torch.dtype) -> None:
+        """ShardingError if elements of this dtype cannot be put together."""
+        if dtype not in CARRIED and self.kind in ADDS and not (dtype.is_complex and self.linear):
             rule = (
                 "the parts are put together by float, int8, uint8, int32 and int64 arithmetic; complex ones are added"
             )
-            refuse(self, f"the {self.by} of {x.dtype}", rule, "convert it, e.g. .to(torch.float32)")
-        if self.by == "mean" and not (x.dtype.is_floating_point or x.dtype.is_complex):
-            refuse(self, f"the mean of {x.dtype}", "a mean has fractions", "convert it, or use op='sum'")
+            refuse(self, f"the {self.by} of {dtype}", rule, "convert it, e.g. .to(torch.float32)")
+        if self.by == "mean" and not (dtype.is_floating_point or dtype.is_complex):
+            refuse(self, f"the mean of {dtype}", "a mean has fractions", "convert it, or use op='sum'")
 
     def refuse_shape(self, shape: tuple[int, ...]) -> None:
         before = parse_line(self.line).operands[0]

@@ -51,6 +51,7 @@ def test_products(line, monkeypatch):
             for out, add in itertools.product(OUTS, (False, True)):
                 eager, in_graph = both(monkeypatch, c.einsum, line, *operands, out=out, add=add)
                 assert in_graph == eager, (line, out, add)
+            assert both(monkeypatch, c.einsum, line, *operands, add=True) == ("refused", "refused")
     assert refused
 
 

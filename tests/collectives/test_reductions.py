@@ -171,9 +171,11 @@ REFUSED = {
 }
 
 
+@pytest.mark.parametrize("compiling", [False, True])
 @pytest.mark.parametrize("mesh", [AbstractMesh({"X": 2}), Mesh({"X": 1})], ids=str)
 @pytest.mark.parametrize("what", REFUSED)
-def test_refused_on_every_mesh_alike(what, mesh):
+def test_refused_on_every_mesh_alike(what, mesh, compiling, monkeypatch):
+    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: compiling)
     call, words = REFUSED[what]
     with pytest.raises((ShardingError, TypeError)) as error:
         call(torch.ones(4, device=mesh.device), mesh)
