@@ -227,7 +227,7 @@ def _seen(x: Tensor, spec: Spec, mesh, where: str) -> Tensor:
         from scaling.collectives.linear import who_watches  # here, so that plain trees need no torch.distributed
 
         if (watch := who_watches()) is not None:
-            return watch("typed", x, spec, where, mesh)
+            return watch.typed(x, spec, where, mesh)
     return x
 
 

@@ -53,7 +53,7 @@ NO_TORCH = {
     "show",
     "plan",
 }
-JUDGE = "compared contracts held library mode ops programs run strategy typed watched"  # it runs
+JUDGE = "compared contracts held law library mode ops programs run strategy typed watched"  # it runs
 TORCH_BY_NAME = {"scaling.hardware.systolic", "scaling.common.torch_private"} | {
     f"scaling.check.{name}" for name in JUDGE.split()
 }

@@ -1,7 +1,9 @@
 """An array beside the type that a line says: what broke which rule; and where the call stands."""
 
+import re
+import sys
 import traceback
-from dataclasses import replace
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -9,54 +11,51 @@ from torch import Tensor
 
 import scaling
 from scaling.check.findings import said
-from scaling.check.held import DimPart, HeldType, axes_along, name_along, size_along
+from scaling.check.held import Dim, DimPart, HeldType, axes_along, name_along, size_along
 from scaling.common.torch_private import is_wrapped, unwrapped
-from scaling.spec import ShardingError, Spec, format_axes, parse_line
+from scaling.spec import Spec, format_axes
 
 OWN = str(Path(scaling.__file__).parent / "")
 ROOMS = "check/", "collectives/", "trace/", "tree.py", "common/torch_private.py", "strategies/axes.py"
 ENGINE = tuple(f"{OWN}/{room}" for room in ROOMS)
+OTHERS = "/torch/", "/optree/", "contextlib", "<frozen"
 PODS = "P"  # the slow axis: a line without it is the program of each pod
 RAGGED = "R"  # a dim without axes that has another size on each rank: the rows of an expert
 
 
-def without_pods(held: HeldType) -> "frozenset[str] | None":
-    return None if held.unreduced is None else held.unreduced - {PODS}
+def axes_of(spec: Spec) -> set[str]:
+    return {*spec.axes, *spec.unreduced}
 
 
-def axes_in(line: str) -> set[str]:
-    """The mesh axes that a line names; of what is no line, pods too."""
-    try:
-        typed = parse_line(line if "->" in line else f"{line} -> {line}")
-    except ShardingError:
-        return set()
-    return {axis for spec in (*typed.operands, typed.result) for axis in (*spec.axes, *spec.unreduced)}
+def without_axes(spec: Spec, gone: Collection[str]) -> Spec:
+    """The type as it is where these axes are left out."""
+    left = lambda axes: tuple(axis for axis in axes if axis not in gone)  # noqa: E731
+    return Spec(spec.name, tuple((dim, left(axes)) for dim, axes in spec.dims), left(spec.unreduced)) if gone else spec
 
 
-def type_without(spec: Spec, axes: Any) -> Spec:
-    dims = tuple((dim, tuple(a for a in of if a not in axes)) for dim, of in spec.dims)
-    return Spec(spec.name, dims, tuple(a for a in spec.unreduced if a not in axes))
+def over_pods(spec: Spec, dims: Collection[str], partial: bool) -> Spec:
+    """The type with these dims split over pods too, and unreduced over them if it is `partial`."""
+    split = tuple((dim, (PODS, *axes) if dim in dims else axes) for dim, axes in spec.dims)
+    return Spec(spec.name, split, (PODS, *spec.unreduced) if partial else spec.unreduced)
 
 
-def not_whole(held: HeldType) -> HeldType:
-    """The same, of whose dims without axes it is not said that they are whole."""
-    return replace(held, dims=tuple(tuple(p._replace(axes=p.axes or None) for p in dim) for dim in held.dims))
-
-
-def at_hand(held: HeldType, axes: Any, how: str = "any") -> HeldType:
-    """The same of any place along these axes; "drop": without them."""
+def at_hand(held: HeldType, axes: Collection[str], whole: bool = False) -> HeldType:
+    """The same of any place along these axes, maybe a part of a sum; with `whole` it is not said either that dims
+    without axes are whole."""
 
     def of(piece: DimPart) -> DimPart:
-        if not piece.axes or not {*piece.axes} & {*axes}:
-            return piece
-        return piece._replace(axes=None if how == "any" else tuple(a for a in piece.axes if a not in axes))
+        any_place = whole if not piece.axes else bool({*piece.axes} & {*axes})
+        return piece._replace(axes=None) if any_place else piece
 
-    unreduced = None if held.unreduced is None or how == "any" else held.unreduced - {*axes}
-    return replace(held, dims=tuple(tuple(map(of, dim)) for dim in held.dims), unreduced=unreduced)
+    return held._replace(dims=tuple(tuple(map(of, dim)) for dim in held.dims), unreduced=None)
 
 
-def dim_part(n: int, dim: str, axes: tuple[str, ...]) -> DimPart:
-    return DimPart(int(n), dim, None if dim == RAGGED and not axes else axes)
+def dims_said(sizes: Sequence[int], spec: Spec) -> tuple[Dim, ...]:
+    """The dims of a type, of these sizes."""
+    return tuple(
+        (DimPart(n, dim, None if dim == RAGGED and not axes else axes),)
+        for n, (dim, axes) in zip(sizes, spec.dims, strict=True)
+    )
 
 
 def unwrapped_by_all(x: Any) -> Any:
@@ -67,71 +66,64 @@ def unwrapped_by_all(x: Any) -> Any:
 
 
 def broken_rule(
-    held: HeldType, declared: Spec, by: str, params: set[str], names: set[str], ones: set[str]
+    held: HeldType, declared: Spec, line: str, by: str, params: Collection[str], ones: Collection[str]
 ) -> "tuple[str, str] | None":
-    """(rule, what is wrong and the fix) about using an array as the declared type; None if nothing is."""
-    dims = held.dims[len(held.dims) - len(declared.dims) :]
-    if params and held.name in params and declared.name in params and held.name != declared.name:
+    """(rule, what is wrong and the fix) about using an array as the type that a line declares; None if nothing is."""
+    if held.name != declared.name and {held.name, declared.name} <= {*params}:
         return "wrong-name", said(f"it is {held.name}", "wrong-name", f"give {declared.name}")
-    named_once = [name_along(dim) for dim in dims]
-    for dim, wanted in zip(dims, declared.dim_names, strict=True):
-        name = name_along(dim)
-        if name and name != wanted and name in names and size_along(dim) > 1 and named_once.count(name) == 1:
-            named = [name_along(d) or "?" for d in dims]
+    dims = held.dims[len(held.dims) - len(declared.dims) :]
+    named, names = [name_along(dim) for dim in dims], {*re.split(r"[^A-Za-z0-9]+", line.replace("_", " "))}
+    for dim, name, wanted in zip(dims, named, declared.dim_names, strict=True):
+        if name != wanted and name in names and size_along(dim) > 1 and named.count(name) == 1:
+            what = f"the dims differ: {[name or '?' for name in named]} and {list(declared.dim_names)}"
             fix = "give the operands in the order of their types, and transpose what must be"
-            return "dims", said(f"the dims differ: {named} and {list(declared.dim_names)}", "dims", fix)
-    blocks = {axis for dim, (_, axes) in zip(dims, declared.dims, strict=True) if size_along(dim) == 1 for axis in axes}
+            return "dims", said(what, "dims", fix)
     if held.through and declared.unreduced:
-        what = f"{held.through} is not known to be linear"
         fix = f"reduce it over {format_axes(declared.unreduced)} before {held.through}"
-        return "nonlinear", said(what, "nonlinear", fix)
-    if held.unreduced is not None and held.made != "of nothing":
-        over, gone = held.unreduced - {*declared.unreduced} - blocks, {*declared.unreduced} - held.unreduced
-        if over:
-            axes = format_axes(sorted(over))
-            fix = f"reduce_scatter or all_reduce it over {axes}"
-            detail = f"a partial sum stays {{U_{axes}}} until it is reduced"
-            return "unreduced", said(f"it is still unreduced over {axes}", "unreduced", fix, detail)
-        if gone and held.made == "seed":
-            what = f"the derivative of what is summed over {format_axes(sorted(gone))} already"
-            return "loss", said(what, "loss", "differentiate the sum's own terms, and reduce the value afterwards")
-        if gone:
-            what = f"it is not unreduced over {format_axes(sorted(gone))}"
-            return "reduced-twice", said(what, "reduced-twice", "drop the reduction, or the {U} of this type")
-        if by and held.parts and held.unreduced and by != held.parts and "root" not in (held.parts, by):
-            return "how-reduced", said(
-                f"its parts make a {held.parts}, and op={by!r}", "how-reduced", f"op={held.parts!r}"
-            )
+        return "nonlinear", said(f"{held.through} is not known to be linear", "nonlinear", fix)
+    blocks = {axis for dim, (_, axes) in zip(dims, declared.dims, strict=True) if size_along(dim) == 1 for axis in axes}
+    if not held.of_nothing and held.unreduced is not None and (sums := _broken_sums(held, declared, by, blocks)):
+        return sums
     for dim, (name, says) in zip(dims, declared.dims, strict=True):
         was = axes_along(dim)
-        if was is not None and size_along(dim) > 1 and set(was) != set(says) and set(was) ^ set(says) <= ones:
+        if was is None or was == says or name in (RAGGED, "1"):
             continue
-        if (
-            was is not None
-            and name != RAGGED
-            and was != says
-            and name != "1"
-            and not (set(says) & blocks and set(says) & (held.unreduced or set()))
-        ):
+        unseen = size_along(dim) > 1 and set(was) != set(says) and set(was) ^ set(says) <= {*ones}
+        if not unseen and not (set(says) & blocks and set(says) & (held.unreduced or set())):
             a, b = (format_axes(axes) if axes else "no axis" for axes in (was, says))
             fix = "let the type say how the array is split, or all_gather, reduce_scatter or shard it first"
             return "split", said(f"{name} is split over {a}, not over {b}", "split", fix)
     return None
 
 
+def _broken_sums(held: HeldType, declared: Spec, by: str, blocks: set[str]) -> "tuple[str, str] | None":
+    """The same of what it is unreduced over."""
+    unreduced = held.unreduced or frozenset()
+    over, gone = unreduced - {*declared.unreduced} - blocks, {*declared.unreduced} - unreduced
+    if over:
+        axes = format_axes(sorted(over))
+        detail = f"a partial sum stays {{U_{axes}}} until it is reduced"
+        fix = f"reduce_scatter or all_reduce it over {axes}"
+        return "unreduced", said(f"it is still unreduced over {axes}", "unreduced", fix, detail)
+    if gone and held.made == "seed":
+        what = f"the derivative of what is summed over {format_axes(sorted(gone))} already"
+        return "loss", said(what, "loss", "differentiate the sum's own terms, and reduce the value afterwards")
+    if gone:
+        what = f"it is not unreduced over {format_axes(sorted(gone))}"
+        return "reduced-twice", said(what, "reduced-twice", "drop the reduction, or the {U} of this type")
+    if by and held.parts and unreduced and by != held.parts and "root" not in (held.parts, by):
+        return "how-reduced", said(f"its parts make a {held.parts}, and op={by!r}", "how-reduced", f"op={held.parts!r}")
+    return None
+
+
 def place_of_call() -> str:
     """file:line of the innermost call outside the machinery."""
-    frame: Any = traceback.walk_stack(None)
-    for each, line in frame:
-        file = each.f_code.co_filename
-        if (
-            not file.startswith(ENGINE)
-            and "/torch/" not in file
-            and "/optree/" not in file
-            and "contextlib" not in file
-            and not file.startswith("<frozen")
-        ):
-            return f"{file}:{line}"
+    frame: Any = sys._getframe(1)
+    while frame is not None:
+        file = frame.f_code.co_filename
+        if not file.startswith(ENGINE) and not any(part in file for part in OTHERS):
+            return f"{file}:{frame.f_lineno}"
+        frame = frame.f_back
     return ""
 
 

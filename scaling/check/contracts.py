@@ -53,15 +53,15 @@ def with_types_told(fn: Callable) -> Callable:
     place = f"{fn.__code__.co_filename}:{fn.__code__.co_firstlineno}"
     signature = inspect.signature(fn)
 
-    def told(watch: Callable, args: tuple, kwargs: dict) -> Any:
-        watch("called", fn.__code__, next((x for x in args if hasattr(x, "coord") and hasattr(x, "sizes")), None))
+    def told(watch: Any, args: tuple, kwargs: dict) -> Any:
+        watch.called(fn.__code__, next((x for x in args if hasattr(x, "coord") and hasattr(x, "sizes")), None))
         for name, x in signature.bind(*args, **kwargs).arguments.items():
             if name in types:
-                watch("said", x, types[name], f"argument {types[name]} of {fn.__name__}", place)
+                watch.told(x, types[name], f"argument {types[name]} of {fn.__name__}", place)
         result = fn(*args, **kwargs)
         made = result if isinstance(result, tuple) else (result,)
         for x, spec in zip(made, results, strict=False):
-            watch("said", x, spec, f"result {spec} of {fn.__name__}", place)
+            watch.told(x, spec, f"result {spec} of {fn.__name__}", place)
         return result
 
     @functools.wraps(fn)
@@ -75,7 +75,7 @@ def with_types_told(fn: Callable) -> Callable:
 def tell_type(text: str, x: Any, place: str) -> None:
     """x, by the comment in its line."""
     if (watch := who_watches()) is not None:
-        watch("said", x, parse(text), text, place)
+        watch.told(x, parse(text), text, place)
 
 
 def run_watched(text: str, file: str, module: dict, tree: "ast.Module | None" = None) -> None:

@@ -4,10 +4,9 @@ The table of ops (`algebra.ops`) says of what kind an op is, its labels (`explic
 or must be whole. A view has no rule: `held` reads it. What is not known of a type, None, fits all.
 """
 
-from collections.abc import Sequence
-from dataclasses import replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
 from scaling.algebra.law import LabelledOp, Sizes
@@ -15,15 +14,17 @@ from scaling.algebra.ops import KEEPS_SUMS, op_kind
 from scaling.check.held import (
     Dim,
     DimPart,
-    HeldMemory,
     HeldType,
     any_dim,
     axes_along,
-    meeting_dim,
+    dims_of_view,
     name_along,
+    of_nothing,
+    pieces_of,
     size_along,
     strides_in_order,
 )
+from scaling.check.law import NotInferred, OpRule, RuleBroken, by_labels
 from scaling.explicit.labels import along_dims, argument, dims_of, elementwise_op, letters, matmul_op
 
 KINDS = {  # of aten's own names, which the table of what users call lacks
@@ -46,63 +47,52 @@ ALIKE = (
 )
 
 
-class RuleBroken(Exception):
-    """A rule is broken: its name, what is wrong, which operand, and the fix."""
+class Seen(NamedTuple):
+    """What an op sees of an array; `first`: which of its operands this is, the same for the same array."""
 
-    def __init__(self, rule: str, what: str, operand: int = 0, fix: str = "reduce_scatter or all_reduce it first"):
-        super().__init__(what)
-        self.rule, self.what, self.operand, self.fix, self.made = rule, what, operand, fix, ""
+    shape: Sizes
+    strides: Sizes
+    dtype: Any
+    held: HeldType
+    first: int = 0
 
-
-class NotInferred(Exception):
-    """It is not judged: why."""
-
-
-class OpRule(NamedTuple):
-    """An op by its labels. `sums`: groups of operands, of which one may be partial sums, all its members together;
-    `by_number`: labels whose elements are chosen by number; `parts`: how what is summed over makes the whole."""
-
-    op: LabelledOp
-    sums: tuple[tuple[int, ...], ...] = ()
-    by_number: tuple[str, ...] = ()
-    parts: str = "sum"
+    def tensor(self) -> Tensor:
+        return torch.empty_strided(self.shape, self.strides, dtype=self.dtype, device="meta")
 
 
-def of_nothing(shape: Sequence[int], zero: bool = False) -> HeldType:
-    return HeldType(tuple(map(any_dim, shape)), None if zero else frozenset(), made="of nothing")
-
-
-def infer(name: str, args: tuple, kwargs: dict, operands: list[HeldType], results: list[Tensor]) -> list[HeldType]:
-    """The types of the results of aten's op `name`."""
-    shapes, kind = [tuple(x.shape) for x in results], KINDS.get(name, op_kind(name))
+def infer(name: str, args: tuple, kwargs: dict, operands: list[HeldType], shapes: list[Sizes]) -> list[HeldType]:
+    """The types of the results, of these shapes, of aten's op `name`."""
+    kind = KINDS.get(name, op_kind(name))
     if name in NUMBERS.split() or name in UNSET:
         return [of_nothing(shape) for shape in shapes]
     if name == "ones_like":
-        return [replace(operands[0], unreduced=frozenset(), parts="", made="seed", name="")]
+        return [operands[0]._replace(unreduced=frozenset(), parts="", made="seed", name="")]
     if name in ZEROS or name in ALIKE.split():
         made = of_nothing(shapes[0], name in ZEROS)
-        return [replace(made, dims=operands[0].dims) if operands and operands[0].shape == shapes[0] else made]
-    if all(x.made == "of nothing" for x in operands):
+        return [made._replace(dims=operands[0].dims) if operands and operands[0].shape == shapes[0] else made]
+    if all(x.of_nothing for x in operands):
         keeps = kind in ("linear", "adds", "multiplies", "divides", "sums")
         made = of_nothing((), keeps and all(x.unreduced is None for x in operands))
-        made = replace(made, through=_through(name, kind, args, operands))
-        return [replace(made, dims=tuple(map(any_dim, shape))) for shape in shapes]
+        made = made._replace(through=_through(name, kind, args, operands))
+        return [made._replace(dims=tuple(map(any_dim, shape))) for shape in shapes]
     if kind == "linear":
-        return [replace(operands[0], name="", made="")]
+        return [operands[0]._replace(name="", made="")]
     if name in PRODUCTS:
-        product = infer(PRODUCTS[name], args[1:], kwargs, operands[1:], results)
-        return infer("add", (), kwargs, [operands[0], *product], results)
+        product = infer(PRODUCTS[name], args[1:], kwargs, operands[1:], shapes)
+        return infer("add", (), kwargs, [operands[0], *product], shapes)
     if name.startswith(ATTENTION) and "backward" in name:
         return _attention_backward(name, operands)
     if name in WRITES:
         return [_written(operands, operands[1], name)]
     if kind == "reshapes":  # a copy, which reads its operand in order
-        memory = HeldMemory.of(operands[0].shape, strides_in_order(operands[0].shape), operands[0])
-        return [replace(memory.view(shapes[0], strides_in_order(shapes[0])), name="", made="")]
+        (x,) = operands[:1]
+        memory = pieces_of(x.shape, strides_in_order(x.shape), x.dims)
+        dims, _ = dims_of_view(memory, shapes[0], strides_in_order(shapes[0]))
+        return [x._replace(dims=dims, name="", made="")]
     found = by_labels(op_rule(name, kind, args, kwargs, operands, shapes[0]), operands, shapes[0])
     if kind == "joins" and name != "stack":
         found = _with_blocks(found, operands, argument(args, kwargs, 1, "dim", 0) % len(shapes[0]))
-    others = [replace(found, unreduced=frozenset(), parts="") if s == shapes[0] else of_nothing(s) for s in shapes[1:]]
+    others = [found._replace(unreduced=frozenset(), parts="") if s == shapes[0] else of_nothing(s) for s in shapes[1:]]
     return [found, *others]
 
 
@@ -110,7 +100,7 @@ def _through(name: str, kind: "str | None", args: tuple, operands: list[HeldType
     """The function, not known to be linear, that numbers of nothing went through, unless they were summed since."""
     if kind in ("sums", "contracts", "fuses", "reduces"):
         return ""
-    squared = kind == "multiplies" and len(args) > 1 and args[0] is args[1]
+    squared = kind == "multiplies" and len(args) > 1 and args[0] == args[1]
     if kind == "nonlinear" or squared or (kind == "adds" and len(operands) == 1):
         return name
     return next((x.through for x in operands if x.through), "")
@@ -163,7 +153,7 @@ def op_rule(name: str, kind: "str | None", args, kwargs, operands: list[HeldType
 
 def _number(args: tuple, i: int):
     """A number among the arguments; 0 for a tensor of one on the meta device."""
-    return args[i] if len(args) > i and not isinstance(args[i], Tensor) else 0
+    return args[i] if len(args) > i and not isinstance(args[i], Seen) else 0
 
 
 def _with_blocks(found: HeldType, operands: list[HeldType], at: int) -> HeldType:
@@ -175,7 +165,7 @@ def _with_blocks(found: HeldType, operands: list[HeldType], at: int) -> HeldType
     dim: Dim = (DimPart(size_along(found.dims[at]), names.pop() if len(names) == 1 else None, axes),)
     if axes and len({size_along(each) for each in own}) == 1 and len(own) > 1:
         dim = (DimPart(len(own)), *own[0])
-    return replace(found, dims=(*found.dims[:at], dim, *found.dims[at + 1 :]))
+    return found._replace(dims=(*found.dims[:at], dim, *found.dims[at + 1 :]))
 
 
 def _reduced(name: str, given, labels: tuple[str, ...], shape: Sizes) -> LabelledOp:
@@ -210,78 +200,12 @@ def _nll_loss(name: str, args, labels: tuple[str, ...], shape: Sizes) -> OpRule:
     return OpRule(LabelledOp(name, (labels, rows), () if how else rows, whole=labels[1:2]), ((0,),), parts=how)
 
 
-def by_labels(rule: OpRule, operands: list[HeldType], shape: Sizes) -> HeldType:
-    """The type of the result. RuleBroken if there is none."""
-    name, dims = rule.op.name, dict[str, Dim]()
-    types = " and ".join(map(str, operands))
-    for x, labels in zip(operands, rule.op.inputs, strict=False):
-        for label, dim in zip(labels, x.dims, strict=True):
-            if label is not None and (met := meeting_dim(dims.get(label, dim), dim)) is None:
-                what = f"{name} of {types}: {_described(dims[label])} and {_described(dim)}"
-                raise RuleBroken("split", what, 0, "all_gather, reduce_scatter or shard one of them first")
-            elif label is not None:
-                dims[label] = met
-    for label in rule.op.whole:
-        if axes := axes_along(dims[label]):
-            what = f"{name} along a dim that is split over {', '.join(axes)}"
-            raise RuleBroken("split", what, 0, "all_gather it first")
-    unreduced, parts = _sums(rule, operands, types)
-    ring = len(operands) > 1 and len(rule.sums) == 1 and any(x.made == "ring" for x in operands)
-    unreduced = None if ring else unreduced  # the sums so far: how many are still to come, no type shows
-    gone = {label: dim for label, dim in dims.items() if label not in rule.op.output and label not in rule.op.whole}
-    through = ""
-    for label, dim in gone.items():
-        axes = axes_along(dim)
-        if label in rule.by_number and axes:
-            unreduced, through = unreduced or None, f"a look-up in what is split over {', '.join(axes)}"
-        elif axes is None and size_along(dim) > 1:
-            unreduced = unreduced or None
-        elif axes and unreduced is not None:
-            unreduced, parts = unreduced | {*axes}, parts or rule.parts
-    if rule.op.name == "matmul":  # batch dims that meet may have had two names: heads of queries and of keys
-        for label in rule.op.output:
-            if all(label in own for own in rule.op.inputs):
-                dims[label] = tuple(part._replace(name=None) for part in dims[label])
-    found = [(dims.get(label, any_dim(n)), n) for label, n in zip(rule.op.output, shape, strict=True)]
-    made = tuple(dim if size_along(dim) == n else any_dim(n) for dim, n in found)
-    axes = [axis for dim in made for axis in axes_along(dim) or ()]
-    twice = {axis for axis in axes if axes.count(axis) > 1 or axis in (unreduced or ())}
-    if twice and len(rule.sums) > 1:  # of a product; of a sum it shows in the dims that meet
-        what = f"{name} of {types}: {', '.join(sorted(twice))} would occur twice in the result"
-        raise RuleBroken("split", what, 0, "all_gather one of them first")
-    return HeldType(made, unreduced, parts if unreduced else "", "ring" if ring else "", through=through)
-
-
-def _described(dim: Dim) -> str:
-    return f"{name_along(dim) or 'a dim'} is split over {', '.join(axes_along(dim) or ()) or 'no axis'}"
-
-
-def _sums(rule: OpRule, operands: list[HeldType], types: str) -> "tuple[frozenset[str] | None, str]":
-    """Over which axes the result is a partial sum because operands are, and how these parts make the whole."""
-    name, carrying = rule.op.name, []
-    for i, x in enumerate(operands):
-        if x.unreduced and not any(i in group for group in rule.sums):
-            raise RuleBroken("nonlinear", f"{name} of {x}", i)
-    for group in rule.sums:
-        over = {operands[i].unreduced for i in group} - {None}
-        if len(over) > 1:
-            first = next(i for i in group if operands[i].unreduced)
-            raise RuleBroken("partial-plus-whole", f"{name} of {types}", first)
-        carrying += [i for i in group if operands[i].unreduced][:1]
-    if len(carrying) > 1:
-        raise RuleBroken("product-of-sums", f"{name} of {types}", carrying[0])
-    if carrying:
-        return operands[carrying[0]].unreduced, operands[carrying[0]].parts
-    fits_all = [all(operands[i].unreduced is None for i in group) for group in rule.sums]
-    return (None if any(fits_all) else frozenset()), ""
-
-
 def _written(operands: list[HeldType], rows: HeldType, name: str) -> HeldType:
     """Rows written or added by number: of which device's rows they are made is not known where these are split."""
     x, source = operands[0], operands[-1]
     strange = any(axes_along(dim) is None and size_along(dim) > 1 for dim in rows.dims) or rows.axes - x.axes
     unreduced = None if strange else source.unreduced
-    if x.unreduced is not None and x.made != "of nothing" and x.unreduced != unreduced:
+    if x.unreduced is not None and not x.of_nothing and x.unreduced != unreduced:
         raise RuleBroken("partial-plus-whole", f"{name} of {source} into {x}", 0)
     known = all(axes_along(dim) is not None for dim in x.dims)
     return HeldType(x.dims if known else tuple(map(any_dim, x.shape)), unreduced, "sum" if unreduced else "")

@@ -72,7 +72,7 @@ def _transformer(kind: str, mesh: Any) -> None:
     ends.loss(hidden, U, targets, mesh, weights=weights, V=config.V)
     _, grads = strategy.loss_and_grads(params, tokens, targets, config, mesh, **options)
     for where, dW, spec in tree.paired(grads, types, "grads"):
-        watch("said", dW, spec, f"{where} of loss_and_grads is {spec}", place_of_function(strategy.loss_and_grads))
+        watch.told(dW, spec, f"{where} of loss_and_grads is {spec}", place_of_function(strategy.loss_and_grads))
 
 
 def _serving(form: str, mesh: Any) -> None:

@@ -194,7 +194,7 @@ def _typed_function(fn: Any, path: str, judge: Judge) -> None:
         spec = types[name]
         every = SIZES | {dim: int(dim) if dim.isdigit() else 12 for dim in spec.dim_names if dim not in SIZES}
         x = torch.empty(spec.local_shape(every, mesh), device="meta")
-        given.append(watch("typed", x, spec, "argument", mesh))
+        given.append(watch.typed(x, spec, "argument", mesh))
     with attempt(judge, f"{path}:{fn.__wrapped__.__code__.co_firstlineno}", True):
         fn(*given)
 

@@ -29,7 +29,7 @@ def run_layers(name: "str | Any", keep: bool, mesh: Any) -> None:
     def given(spec: Any, where: str = "x") -> torch.Tensor:
         every = SIZES | {dim: 12 for dim in spec.dim_names if dim not in SIZES}
         x = torch.empty(spec.local_shape(every, mesh), device="meta")
-        return watch("typed", x, spec, where, mesh)
+        return watch.typed(x, spec, where, mesh)
 
     params = {W: given(spec, f'["{W}"]') for W, spec in stacked.items()}
     In, Out = parse(module.SPECS["In"]), parse(module.SPECS["Out"])
@@ -38,7 +38,7 @@ def run_layers(name: "str | Any", keep: bool, mesh: Any) -> None:
         made, saved = made if isinstance(made, tuple) else (made, saved)
         place = place_of_function(forward or module.backward)
         if forward:
-            watch("said", made, Out, f"forward returns Out, SPECS says {Out}", place)
+            watch.told(made, Out, f"forward returns Out, SPECS says {Out}", place)
         if hasattr(module, "backward"):
             found = module.backward(given(Out), saved, params, mesh)
             dIn, grads = (
@@ -49,7 +49,7 @@ def run_layers(name: "str | Any", keep: bool, mesh: Any) -> None:
     strategy = _strategy_of(module)
     place = f"{module.__file__}:1"
     made, saved = strategy.forward(params, given(In), mesh, "gelu", True, True, keep)
-    watch("said", made, Out, f"forward returns Out, SPECS says {Out}", place)
+    watch.told(made, Out, f"forward returns Out, SPECS says {Out}", place)
     dIn, grads = strategy.backward(given(Out), saved, params, mesh)
     _told(
         watch, dIn, In, grads, {W: parse(s).stacked("L") for W, s in (strategy.GRADS or {}).items()} or stacked, place
@@ -58,11 +58,11 @@ def run_layers(name: "str | Any", keep: bool, mesh: Any) -> None:
 
 def _told(watch: Any, dIn: Any, In: Any, grads: Any, types: dict, place: str) -> None:
     """What backward returns, beside what SPECS says."""
-    watch("said", dIn, In, f"backward returns dIn, SPECS says {In}", place)
+    watch.told(dIn, In, f"backward returns dIn, SPECS says {In}", place)
     if set(grads) != set(types):
         raise ValueError(f"backward returns gradients of {sorted(grads)}\n  fix: one of each of {sorted(types)}")
     for W, dW in grads.items():
-        watch("said", dW, types[W], f"backward returns d{W}, SPECS says {types[W]}", place)
+        watch.told(dW, types[W], f"backward returns d{W}, SPECS says {types[W]}", place)
 
 
 def place_of_function(fn: Any) -> str:

@@ -1,9 +1,8 @@
 """The judge at typed lines: operands against what is known of them; a result has the type that its line says."""
 
-import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass
 from math import prod
 from typing import Any
 
@@ -14,38 +13,45 @@ from scaling.check.compared import (
     OWN,
     PODS,
     at_hand,
-    axes_in,
+    axes_of,
     broken_rule,
-    dim_part,
-    not_whole,
+    dims_said,
+    over_pods,
     place_of_call,
-    type_without,
     unwrapped_by_all,
-    without_pods,
+    without_axes,
 )
 from scaling.check.findings import Finding, Judgement, place_parts
-from scaling.check.held import DimPart, HeldMemory, HeldType, axes_along, name_along
-from scaling.check.ops import of_nothing
+from scaling.check.held import HeldType, Pieces, any_dim, axes_along, dims_of_view, of_nothing, pieces_of
 from scaling.collectives.linear import Pending, run_op, watcher
 from scaling.collectives.masks import zeroed
 from scaling.collectives.multiply import einsum
 from scaling.common.torch_private import is_wrapped, storage_of
-from scaling.spec import Spec, parse, parse_line
+from scaling.spec import Line, Spec, parse, parse_line
 
 SAID = ("result ", "argument ", "forward returns", "backward returns")  # what is no line of the program's
 BOOK = f"{OWN}/book/"  # a page's own tools, which compare arrays of whatever types
 
 
-class TypedLines:
-    """Knows the type of each array by its memory."""
+@dataclass
+class Memory:
+    """What a storage holds: the type of `keep`, by whose sizes and strides; `unset`: nothing has been written yet."""
 
-    judging: Any  # of the mode, which also writes
-    write: Any
+    keep: Tensor
+    held: HeldType
+    pieces: Pieces
+    unset: bool = False
+
+
+class TypedLines:
+    """Knows the type of each array by its memory. Typed calls tell it what they are called with (`watcher`)."""
+
+    write: Any  # of the mode
 
     def __init__(self, report: Judgement, sizes: "Mapping[str, int] | None" = None):
         self.report = report
         self.params: set[str] = set()
-        self.memory: dict[int, HeldMemory] = {}
+        self.memory: dict[int, Memory] = {}
         self.twins: dict[int, tuple[Tensor, Tensor]] = {}  # of a CPU tensor its meta tensor
         self.pending: list[tuple[Pending, str, str]] = []
         self.quiet = 0
@@ -56,29 +62,34 @@ class TypedLines:
 
     def live(self, spec: Spec) -> Spec:
         """The type without the axes that the mesh lacks, or has of size 1."""
-        if not self.sizes:
-            return spec
-        on = lambda axes: tuple(axis for axis in axes if self.sizes.get(axis, 1) > 1)  # noqa: E731
-        return Spec(spec.name, tuple((dim, on(axes)) for dim, axes in spec.dims), on(spec.unreduced))
+        return without_axes(spec, [axis for axis in axes_of(spec) if self.sizes and self.sizes.get(axis, 1) == 1])
 
     def held(self, x: Tensor) -> HeldType:
-        known = self.memory.get(storage_of(x))
-        return of_nothing(x.shape) if known is None or known.unset else known.view(x.shape, x.stride())
+        x = unwrapped_by_all(x)
+        known, shape = self.memory.get(storage_of(x)), tuple(x.shape)
+        if known is None or known.unset:
+            return of_nothing(shape)
+        if 1 in shape and shape == tuple(known.keep.shape) and x.stride() == known.keep.stride():
+            return known.held  # a dim of one element has no stride to be found by
+        dims, known.pieces = dims_of_view(known.pieces, shape, x.stride())
+        return known.held._replace(dims=dims)
 
     def give(self, x: Tensor, held: HeldType, unset: bool = False) -> None:
-        self.memory[storage_of(x)] = HeldMemory.of(x.shape, x.stride(), held, unset=unset, keep=x)
+        x = unwrapped_by_all(x)
+        shape = tuple(x.shape)
+        if held.shape != shape:
+            held = held._replace(dims=tuple(map(any_dim, shape)))
+        self.memory[storage_of(x)] = Memory(x, held, pieces_of(shape, x.stride(), held.dims), unset)
 
-    def declare(self, x: Any, spec: Spec, place: str, parts: str = "") -> None:
+    def declare(self, x: Tensor, spec: Spec, place: str, parts: str = "") -> None:
         """x is what a line says: dims in front that the line has not are of vmap, or of stacked layers."""
         x, spec = unwrapped_by_all(x), self.live(spec)
-        extra = x.dim() - len(spec.dims)
-        if extra < 0:
+        if x.dim() < len(spec.dims):
             return
-        own = self.held(x).dims[:extra]
-        sizes = x.shape[extra:]
+        sizes = x.shape[x.dim() - len(spec.dims) :]
         self.ones |= {axis for n, (_, axes) in zip(sizes, spec.dims, strict=True) if n == 1 for axis in axes}
-        dims = tuple((dim_part(n, dim, axes),) for n, (dim, axes) in zip(sizes, spec.dims, strict=True))
-        self.give(x, HeldType((*own, *dims), frozenset(spec.unreduced), parts, "line", spec.name, place))
+        dims = *self.held(x).dims[: x.dim() - len(spec.dims)], *dims_said(sizes, spec)
+        self.give(x, HeldType(dims, frozenset(spec.unreduced), parts, "line", spec.name, place))
 
     def find(self, rule: str, text: str, made: str = "", place: str = "") -> None:
         text += f"\n  the value was made at {made}" if made else ""
@@ -91,100 +102,164 @@ class TypedLines:
         if not self.quiet and entry not in self.report.unjudged:
             self.report.unjudged.append(entry)
 
-    def compare(self, x: Any, declared: Spec, line: str, by: str = "sum", place: str = "") -> None:
-        """Whether x is what a line says of its operand."""
-        if not isinstance(x, Tensor) or unwrapped_by_all(x).dim() < len(declared.dims):
-            return
-        x, declared = unwrapped_by_all(self.meta(x)), self.live(declared)
-        held = self.held(x)
-        self.report.judged += 1
-        if self.sizes.get(PODS, 1) > 1 and PODS not in {*axes_in(line), *declared.axes, *declared.unreduced}:
-            held = replace(
-                at_hand(held, (PODS,), "drop"),
-                unreduced=held.unreduced if line.startswith(SAID) else without_pods(held),
-            )
-        if by == "mean" and self.apart & {*declared.unreduced} and not held.parts:
-            held = replace(held, unreduced=frozenset(declared.unreduced), parts="sum", made="")
-        if (
-            held.unreduced is not None
-            and (apart := self.apart & {*declared.unreduced} - held.unreduced)
-            and held.made not in ("line", "seed")
-        ):
-            held = replace(held, unreduced=held.unreduced | apart, parts=held.parts or "sum", made="")
-        gone = {*declared.unreduced} - held.unreduced if held.unreduced is not None else set()
-        if gone and held.unreduced is not None and prod(self.sizes.get(axis, 1) for axis in gone) in held.shares:
-            held = replace(held, unreduced=held.unreduced | gone)
-        self.judge_held(held, declared, line, by, place)
+    def reached(self, line: str = "") -> str:
+        """The place of a typed call, which is reached."""
+        place = place_of_call()
+        self.report.reached |= {place_parts(place), ("", line)}
+        return place
 
-    def judge_held(self, held: HeldType, declared: Spec, line: str, by: str, place: str) -> None:
-        names = {*re.split(r"[^A-Za-z0-9]+", line.replace("_", " "))}
-        if (broken := broken_rule(held, declared, by, self.params, names, self.ones)) is not None:
+    def compare(self, held: HeldType, declared: Spec, line: str, by: str = "", place: str = "") -> None:
+        """Whether what is held is what a line says of its operand."""
+        declared = self.live(declared)
+        if len(held.dims) < len(declared.dims):
+            return
+        self.report.judged += 1
+        if held.unreduced is not None:
+            gone = {*declared.unreduced} - held.unreduced
+            own = self.apart & {*declared.unreduced}
+            if own and (held.made not in ("line", "seed") or (by == "mean" and not held.parts)):
+                held = held._replace(unreduced=held.unreduced | own, parts=held.parts or "sum", made="")
+            elif gone and prod(self.sizes.get(axis, 1) for axis in gone) in held.shares:
+                held = held._replace(unreduced=held.unreduced | gone)
+        if (broken := broken_rule(held, declared, line, by, self.params, self.ones)) is not None:
             rule, text = broken
             rule = "result" if line.startswith(SAID) else rule
             self.find(rule, f"{line}\n  the operand is {held}: {text}", held.place, place)
 
-    def typed_call(self, call: Callable, *args, **kwargs) -> Any:
-        if call != "said":
-            self.report.reached.add(place_parts(place_of_call()))
-        if call is run_op:
-            return self.collective(*args)
-        if call is einsum:
-            self.report.reached.add(("", args[0]))
-            return self.product(*args, **kwargs)
-        if call == "typed":
-            x, spec, where, mesh = args
-            self.sizes = dict(mesh.sizes)
-            self.declare(x, spec, place_of_call())
-            if f'["{spec.name}"]' in where:
-                self.params.add(spec.name)
-            return self.meta(x)
-        if call == "masked":
-            line, x, mask = args
-            x, mask = self.meta(x), self.meta(mask)
-            spec = parse(line)
-            self.skip(f"{line}: the mask decides, and the type is taken at its word")
-            with self.silence():
-                result = zeroed(x, mask)
-            self.declare(result, spec, place_of_call(), "sum")
-            return result
-        if call == "called":
-            self.ran.add(args[0])
-            self.sizes = dict(args[1].sizes) if args[1] is not None else self.sizes
-            return None
-        if call == "said":
-            return self.said(*args)
-        if call == "apart":
-            self.apart |= set(args)
-            return None
-        if call == "reshard":
-            result, spec, axes = args
-            self.apart |= set(axes)
-            self.declare(result, spec, place_of_call(), "sum" if spec.unreduced else "")
-            return result
-        if call == "transfer":
-            return self.transferred(*args)
-        if call == "ragged":
-            line, x = args
-            x = self.meta(x)
-            self.skip(f"{line}: rows are sent by their values; the result is taken to be as it says")
-            return x.index_select(0, torch.arange(len(x), device=x.device))
-        what, x, mesh, *rest = args
+    def in_pods(self, line: Line, operands: Sequence[HeldType]) -> Line:
+        """A line that says nothing of pods runs in each of them: what is split or unreduced over P stays so."""
+        specs = *line.operands, line.result
+        if self.sizes.get(PODS, 1) == 1 or any(PODS in axes_of(spec) for spec in specs):
+            return line
+        split, partial = [], False
+        for held, spec in zip(operands, line.operands, strict=False):
+            dims = zip(held.dims[len(held.dims) - len(spec.dims) :], spec.dim_names, strict=False)
+            split.append([name for dim, name in dims if PODS in (axes_along(dim) or ())])
+            partial |= PODS in (held.unreduced or ())
+        every = {name for names in split for name in names}
+        inside = [
+            over_pods(spec, names, PODS in (held.unreduced or ()))
+            for held, spec, names in zip(operands, line.operands, split, strict=False)
+        ]
+        result = over_pods(line.result, every, partial or bool(every - {*line.result.dim_names}))
+        return Line((*inside, *line.operands[len(inside) :]), result)
+
+    # What typed calls tell.
+
+    def called(self, code: Any, mesh: Any) -> None:
+        """A function that says its types."""
+        self.ran.add(code)
+        self.sizes = dict(mesh.sizes) if mesh is not None else self.sizes
+
+    def told(self, x: Any, spec: Spec, line: str, place: str) -> None:
+        """What a docstring or a comment says of a value: of one that is made of no typed array, its type."""
+        if isinstance(x, Pending):
+            made = next((line for pending, _, line in self.pending if pending is x), "")
+            x = parse_line(made).result if "->" in made else x
+        elif isinstance(getattr(x, "type", None), Spec):
+            x = x.type
+        if isinstance(x, Spec):
+            x = self.live(x)
+            held = HeldType(dims_said([2] * len(x.dims), x), frozenset(x.unreduced), name=x.name)
+            self.compare(held, spec, line, "", place)
+        elif isinstance(x, Tensor):
+            x, before = self.meta(x), len(self.report.findings)
+            held = self.held(x)
+            inside = self.in_pods(Line((spec,), spec), [held]).operands[0]
+            if line.startswith(SAID):
+                inside = Spec(spec.name, inside.dims, spec.unreduced)
+            self.compare(held, inside, line, "", place)
+            if len(held.dims) == len(spec.dims) and len(self.report.findings) == before:
+                self.declare(x, inside, held.place or place, held.parts or "sum")
+
+    def typed(self, x: Tensor, spec: Spec, where: str, mesh: Any) -> Tensor:
+        """A shard of this type."""
         self.sizes = dict(mesh.sizes)
-        result = call(what, self.meta(x), mesh, *rest)
-        if isinstance(result, Pending):
-            self.pending.append((result, place_of_call(), what[1]))
+        self.declare(x, spec, place_of_call())
+        if f'["{spec.name}"]' in where:
+            self.params.add(spec.name)
+        return self.meta(x)
+
+    def masked(self, line: str, x: Any, mask: Any) -> Tensor:
+        """What each device has of a sum, of which the values decide: the type is taken at its word."""
+        x, mask, spec, place = self.meta(x), self.meta(mask), parse(line), self.reached()
+        self.skip(f"{line}: the mask decides, and the type is taken at its word", place)
+        held = self.held(x)
+        partial = None if held.unreduced is None else held.unreduced - {*spec.unreduced}
+        whole = Spec(spec.name, spec.dims)
+        self.compare(held._replace(unreduced=partial, through=""), whole, line, "", place)
+        with self.silence():
+            result = zeroed(x, mask)
+        self.declare(result, spec, place, "sum")
         return result
 
-    def transferred(self, line: Any, x: Tensor, source: Any, target: Any, into: Any) -> Tensor:
+    def ragged(self, line: str, x: Any) -> Tensor:
+        """Rows that are sent by their values: as many are taken to come."""
+        x, before, place = self.meta(x), parse_line(line).operands[0], self.reached()
+        self.skip(f"{line}: rows are sent by their values; the result is taken to be as it says", place)
+        row = before.dims[len(before.dims) - x.dim() + 1 :]
+        self.compare(self.held(x), Spec(before.name, row, before.unreduced), line, "", place)
+        return x.index_select(0, torch.arange(len(x), device=x.device))
+
+    def resharded(self, result: Tensor, spec: Spec, axes: Sequence[str]) -> Tensor:
+        """A planner's step that is no line."""
+        self.apart |= set(axes)
+        self.declare(result, spec, self.reached(), "sum" if spec.unreduced else "")
+        return result
+
+    def transferred(self, line: Line, x: Tensor, source: Any, target: Any, into: Any) -> Tensor:
         """On ranks of its own mesh, seen from one that gives and takes."""
-        before, after = line.operands[0], line.result
+        before, after, place = line.operands[0], line.result, self.reached()
         self.sizes = dict(source.sizes)
-        self.compare(x, before, str(line))
+        self.compare(self.held(self.meta(x)), before, str(line), "", place)
         whole = [n * source.size(axes) for n, (_, axes) in zip(x.shape, before.dims, strict=True)]
         self.sizes = dict(target.sizes)
         with self.silence():
             result = torch.empty(after.local_shape(into or whole, target), dtype=x.dtype, device="meta")
-        self.declare(result, after, place_of_call())
+        self.declare(result, after, place)
+        return result
+
+    def call(self, call: Callable, what: tuple, x: Any, mesh: Any, *options: Any) -> Any:
+        """A collective, before it is known how it runs."""
+        place, self.sizes = self.reached(), dict(mesh.sizes)
+        result = call(what, self.meta(x), mesh, *options)
+        if isinstance(result, Pending):
+            self.pending.append((result, place, what[1]))
+        return result
+
+    def collective(self, x: Tensor, op: Any) -> Tensor:
+        typed, place, held = parse_line(op.line), self.reached(), self.held(x)
+        declared, ring = typed.operands[0], op.kind == "CollectivePermute"
+        if ring:  # it is the block at hand, or the sums so far of one
+            held, declared = at_hand(held, op.axes, True), without_axes(declared, op.axes)
+            self.give(x, held)
+        line = self.in_pods(Line((declared,), typed.result), [held])
+        by = op.by if op.kind in ("AllReduce", "ReduceScatter", "Reduce") else ""
+        self.compare(held, line.operands[0], op.line, by, place)
+        with self.silence():
+            result = run_op(x, op)
+        self.declare(result, line.result, place, "root" if op.kind in ("Gather", "Reduce") else held.parts)
+        if ring:
+            self.give(result, at_hand(self.held(result), op.axes)._replace(made="ring"))
+        return result
+
+    def product(self, text: str, a: Any, b: Any, out: "Tensor | None", add: bool) -> Tensor:
+        a, b, place = self.meta(a), self.meta(b), self.reached(text)
+        given = [self.held(x) for x in (a, b) if x is not None]
+        line = self.in_pods(parse_line(text), given)
+        for held, declared in zip(given, line.operands, strict=False):
+            self.compare(held, declared, text, "", place)
+        with self.silence():
+            result = einsum(text, a, b, out=out, add=add)
+        spec = self.live(line.result)
+        if result.dim() != len(spec.dims):
+            return result
+        parts = "sum" if spec.unreduced else ""
+        made = HeldType(dims_said(result.shape, spec), frozenset(spec.unreduced), parts, "line", spec.name, place)
+        if out is None:
+            self.give(result, made)
+        else:
+            self.write(out, made, add)
         return result
 
     @contextmanager
@@ -197,98 +272,16 @@ class TypedLines:
             self.quiet -= 1
             watcher.reset(token)
 
-    def said(self, x: Any, spec: Spec, line: str, place: str) -> None:
-        """What a docstring or a comment says of a value: of one that is made of no typed array, its type."""
-        if isinstance(x, Pending):
-            made = next((line for pending, _, line in self.pending if pending is x), "")
-            x = parse_line(made).result if "->" in made else x
-        elif hasattr(x, "type") and isinstance(x.type, Spec):
-            x = x.type
-        if isinstance(x, Spec):
-            dims = tuple((DimPart(2, dim, axes),) for dim, axes in self.live(x).dims)
-            held = HeldType(dims, frozenset(self.live(x).unreduced), name=x.name)
-            self.judge_held(held, self.live(spec), line, "", place)
-        elif isinstance(x, Tensor) and unwrapped_by_all(x).dim() >= len(spec.dims):
-            known = self.held(unwrapped_by_all(self.meta(x)))
-            before = len(self.report.findings)
-            self.compare(x, spec, line, "", place)
-            pods = self.sizes.get(PODS, 1) > 1 and PODS in known.axes - {*self.live(spec).axes}
-            if unwrapped_by_all(x).dim() == len(spec.dims) and len(self.report.findings) == before and not pods:
-                self.declare(self.meta(x), spec, known.place or place, known.parts or "sum")
-
-    def collective(self, x: Tensor, op: Any) -> Tensor:
-        typed = parse_line(op.line)
-        declared, place, by = typed.operands[0], place_of_call(), ""
-        if op.kind in ("AllReduce", "ReduceScatter", "Reduce"):
-            by = op.by
-        held = self.held(unwrapped_by_all(x))
-        if op.kind == "CollectivePermute":  # along a ring it is the block at hand, or the sums so far of one
-            self.give(unwrapped_by_all(x), at_hand(not_whole(held), op.axes))
-        if op.kind == "CollectivePermute":
-            self.compare(x, type_without(declared, op.axes), op.line, by, place)
-        else:
-            self.compare(x, declared, op.line, by, place)
-        with self.silence():
-            result = run_op(x, op)
-        parts = "root" if op.kind in ("Gather", "Reduce") else held.parts
-        self.declare(result, typed.result, place, parts)
-        y = unwrapped_by_all(result)
-        self.give(y, self.inside_pods(self.held(y), [(held, declared)], op.line))
-        if op.kind == "CollectivePermute":
-            self.give(
-                unwrapped_by_all(result), replace(at_hand(self.held(unwrapped_by_all(result)), op.axes), made="ring")
-            )
-        return result
-
-    def inside_pods(self, made: HeldType, operands: list[tuple[HeldType, Spec]], line: str) -> HeldType:
-        """A line that says nothing of pods runs in each of them: what is split over P stays so."""
-        if self.sizes.get(PODS, 1) == 1 or PODS in axes_in(line):
-            return made
-        over = set()
-        for held, spec in operands:
-            pairs = zip(held.dims[-len(spec.dims) :], spec.dim_names, strict=False)
-            over |= {name for dim, name in pairs if PODS in (axes_along(dim) or ())}
-        partial = any(PODS in (held.unreduced or ()) for held, _ in operands)
-        dims = tuple(
-            (dim[0]._replace(axes=(PODS, *(dim[0].axes or ()))), *dim[1:]) if name_along(dim) in over else dim
-            for dim in made.dims
-        )
-        if over - {name_along(dim) for dim in made.dims} or partial:
-            made = replace(made, unreduced=(made.unreduced or frozenset()) | {PODS}, parts=made.parts or "sum")
-        return replace(made, dims=dims)
-
-    def product(self, line: str, a: Any, b: Any, *, out=None, add=False) -> Tensor:
-        a, b, place = self.meta(a), self.meta(b), place_of_call()
-        typed = parse_line(line)
-        for x, declared in zip([x for x in (a, b) if x is not None], typed.operands, strict=False):
-            self.compare(x, declared, line, "", place)
-        with self.silence():
-            result = einsum(line, a, b, out=out, add=add)
-        x, spec = unwrapped_by_all(result), self.live(typed.result)
-        if x.dim() != len(spec.dims):
-            return result
-        dims = tuple((dim_part(n, dim, axes),) for n, (dim, axes) in zip(x.shape, spec.dims, strict=True))
-        parts = "sum" if spec.unreduced else ""
-        made = HeldType(dims, frozenset(spec.unreduced), parts, "line", spec.name, place)
-        given = [
-            (self.held(unwrapped_by_all(y)), s) for y, s in zip((a, b), typed.operands, strict=False) if y is not None
-        ]
-        made = self.inside_pods(made, given, line)
-        if out is None:
-            self.give(x, made)
-        else:
-            with self.judging(place):
-                self.write(unwrapped_by_all(out), made, add)
-        return result
-
     def meta(self, x: Any) -> Any:
         """A CPU tensor's twin on the meta device, where a line of an abstract mesh meets it."""
-        if not isinstance(x, Tensor) or is_wrapped(x) or x.is_meta:
+        if not isinstance(x, Tensor) or is_wrapped(x):
             return x
         with self.silence():
             return self.twin(x)
 
     def twin(self, x: Tensor) -> Tensor:
+        if x.is_meta:
+            return x
         kept = self.twins.get(id(x))
         if kept is None or kept[1].shape != x.shape:
             other = torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="meta")

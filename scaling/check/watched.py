@@ -18,7 +18,7 @@ import optree
 import torch
 from torch import Tensor
 
-from scaling.check.compared import place_of_call, raised_at, unwrapped_by_all
+from scaling.check.compared import place_of_call, raised_at
 from scaling.check.findings import Judgement, said
 from scaling.check.mode import Judge
 from scaling.collectives.linear import watcher
@@ -38,7 +38,7 @@ def judged(mesh: Any = None, values: "dict[str, Tensor] | None" = None) -> Itera
 
 @contextmanager
 def watching(judge: Judge) -> Iterator[None]:
-    token = watcher.set(judge.typed_call)
+    token = watcher.set(judge)
     try:
         with judge:
             yield
@@ -77,7 +77,7 @@ def judge(fn: Callable, *args: Any, mesh: Any, returns: Any = None) -> Judgement
     with watching(judge):
         result = fn(*given)
         report.result = optree.tree_map(
-            lambda x: judge.held(unwrapped_by_all(x)) if isinstance(x, Tensor) else None, result, none_is_leaf=True
+            lambda x: judge.held(x) if isinstance(x, Tensor) else None, result, none_is_leaf=True
         )
         if returns is not None:
             wanted, structure = optree.tree_flatten(returns, none_is_leaf=True)
@@ -88,5 +88,5 @@ def judge(fn: Callable, *args: Any, mesh: Any, returns: Any = None) -> Judgement
                 )
             else:
                 for x, text in zip(found, wanted, strict=True):
-                    judge.compare(x, parse(text), f"result {text}", "", place)
+                    judge.compare(judge.held(judge.meta(x)), parse(text), f"result {text}", "", place)
     return report

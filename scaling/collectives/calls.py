@@ -161,7 +161,7 @@ def _call(what: tuple, x: Any, mesh, async_op: bool = False, out: Tensor | None 
     if torch.compiler.is_compiling():
         return _compiled(what, x, mesh, async_op, out)
     if not seen and (watch := watcher.get()) is not None:
-        return watch(_call, what, x, mesh, async_op, out, True)
+        return watch.call(_call, what, x, mesh, async_op, out, True)
     if not mesh.member:
         return None
     if not isinstance(x, Tensor) or observed(x):

@@ -24,10 +24,10 @@ from scaling.mesh import Group
 from scaling.mesh.meeting import meeting
 from scaling.spec import ShardingError
 
-watcher: ContextVar[Callable[..., Any] | None] = ContextVar("watcher", default=None)  # called as (call, *arguments)
+watcher: ContextVar[Any] = ContextVar("watcher", default=None)  # scaling.check.typed.TypedLines, or None
 
 
-def who_watches() -> Callable[..., Any] | None:
+def who_watches() -> Any:
     """The judge of types (`scaling.check`), if it sees typed calls before they run; nobody while a compiler traces,
     which cannot follow a context variable."""
     return None if torch.compiler.is_compiling() else watcher.get()
@@ -190,7 +190,7 @@ def run_op(x: Tensor, op: Op) -> Tensor:
     if type(x) not in PLAIN:  # a tracer's: nothing runs
         return mover(op, x.dtype)(x, op, _in_graph(op), None)[1]()
     if (watch := who_watches()) is not None:
-        return watch(run_op, x, op)
+        return watch.collective(x, op)
     how = f"under {', '.join(mode_names())}" if modes() else "differentiated"
     ready = ReadyOp(op, x.shape, x.dtype, _in_graph(op), how)
     if op.kind == "Ragged" and ready.meeting is not None and not modes():  # a tracer records the call, it makes none

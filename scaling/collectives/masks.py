@@ -27,7 +27,7 @@ def masked(line: str, x: Tensor, mask: Tensor, mesh) -> Tensor:
     if not mesh.member:
         return x
     if (watch := who_watches()) is not None:
-        return watch("masked", line, x, mask)
+        return watch.masked(line, x, mask)
     dims, sizes = mesh.constant(_dims, line)
     if not isinstance(x, Tensor) or not isinstance(mask, Tensor) or x.layout is not torch.strided:
         what = f"the operand is a {type(x).__name__}, the mask a {type(mask).__name__}"

@@ -123,7 +123,7 @@ def _ready(kind: str, line: str, x: Tensor, mesh, axis: str, other: int, async_o
     spec, group = parse(line), mesh.group((axis,))
     spec.check_axes(mesh)
     if (watch := who_watches()) is not None:
-        watch("apart", axis)
+        watch.apart.add(axis)
     check_operand(kind, Line((spec,), spec), group, x, mesh)
     if differentiated(x):
         raise ShardingError(

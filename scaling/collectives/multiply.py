@@ -213,7 +213,7 @@ def einsum(line: str, a: Any, b: Any = None, *, out: Tensor | None = None, add: 
     if torch.compiler.is_compiling():
         return Deferred(line, a, b) if defer else _compiled(line, a, b, out, add)
     if not defer and (watch := watcher.get()) is not None:
-        return watch(einsum, line, a, b, out=out, add=add)
+        return watch.product(line, a, b, out, add)
     product = product_of(line)
     if a is None or not product.fits(a.shape, b if b is None else b.shape):
         _refuse_operands(product.line, *(tuple(x.shape) for x in (a, b) if x is not None))

@@ -29,7 +29,7 @@ def run_step(step: Step, operands: Sequence[torch.Tensor], mesh) -> torch.Tensor
         return _BY_LINE[step.op](step.line, x, mesh)
     result = _by_hand(step, x, mesh)
     watch = who_watches()
-    return result if watch is None else watch("reshard", result, step.after, step.axes)
+    return result if watch is None else watch.resharded(result, step.after, step.axes)
 
 
 def _by_hand(step: Step, x: torch.Tensor, mesh) -> torch.Tensor:

@@ -27,7 +27,7 @@ def ragged_all_to_all(line: str, x: torch.Tensor, sends: Sequence[int], receives
     size of the group times what this rank holds, whose mean over the ranks is the whole array.
     """
     if (watch := who_watches()) is not None:
-        return watch("ragged", line, x)
+        return watch.ragged(line, x)
     (step,) = collective_steps("AllToAll", line)
     step.before.check_axes(mesh)
     step.after.check_axes(mesh)

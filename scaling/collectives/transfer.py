@@ -82,7 +82,7 @@ def transfer(
     parsed = parse_line(line)
     before, after = _types(parsed, source_mesh, target_mesh)
     if (watch := who_watches()) is not None:
-        return watch("transfer", parsed, x, source_mesh, target_mesh, into)
+        return watch.transferred(parsed, x, source_mesh, target_mesh, into)
     me = dist.get_rank() if dist.is_initialized() else 0
     gives, takes = me in source_mesh.ranks, me in target_mesh.ranks
     if gives is (x is None):

@@ -31,7 +31,7 @@ HEAD += "from scaling.collectives import all_gather, all_reduce, reduce_scatter\
 def other_types(spec: Spec) -> Iterator[Spec]:
     """Types that differ from one in one thing."""
     for i, (dim, axes) in enumerate(spec.dims):
-        for other in {*AXES, *(tuple(a for a in axes if a != axis) for axis in axes)} - {axes}:
+        for other in (*AXES, *(tuple(a for a in axes if a != axis) for axis in axes)):
             yield Spec(spec.name, (*spec.dims[:i], (dim, other), *spec.dims[i + 1 :]), spec.unreduced)
         for j in range(i):
             dims = list(spec.dims)
@@ -40,7 +40,7 @@ def other_types(spec: Spec) -> Iterator[Spec]:
             dims = list(spec.dims)
             dims[i], dims[j] = (dim, spec.dims[j][1]), (spec.dims[j][0], axes)
             yield Spec(spec.name, tuple(dims), spec.unreduced)
-    for other in {*AXES[:4], *((axis,) for axis in spec.unreduced)} - {spec.unreduced}:
+    for other in (*AXES[:4], *((axis,) for axis in spec.unreduced)):
         yield Spec(spec.name, spec.dims, other)
 
 
@@ -52,7 +52,7 @@ def other_lines(text: str) -> Iterator[str]:
         for other in other_types(spec):
             changed = (*specs[:i], other, *specs[i + 1 :])
             yield str(Line(changed[:-1], changed[-1]))
-    for dim in {dim for spec in specs for dim in spec.dim_names}:
+    for dim in dict.fromkeys(dim for spec in specs for dim in spec.dim_names):
         for axes in AXES:
             changed = [Spec(s.name, tuple((d, axes if d == dim else a) for d, a in s.dims), s.unreduced) for s in specs]
             yield str(Line(tuple(changed[:-1]), changed[-1]))
@@ -122,7 +122,7 @@ def of_file(file: str) -> Iterator[tuple[str, str, int, str, str, str]]:
         for node in ast.walk(fn):
             if isinstance(node, ast.Constant) and isinstance(node.value, str) and " -> " in node.value:
                 lines = other_lines(node.value) if legal(node.value) else ()
-                found = [("another type", repr(line)) for line in lines if legal(line)]
+                found = [("another type", repr(line)) for line in lines if legal(line) and line != node.value]
             elif isinstance(node, ast.Call) and getattr(node.func, "id", "") in TYPED:
                 line = node.args[0] if node.args else None
                 texts = [a.value for a in assigned if a.lineno < node.lineno and ast.unparse(a.targets[0]) == "line"]

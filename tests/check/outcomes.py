@@ -88,7 +88,9 @@ def main() -> None:
 
 
 def fresh(listing: str, count: int, seed: int, kept: "Path | None") -> None:
-    every = [(kind, file, before, edit, text) for kind, file, _, before, edit, text in drawn(listing, count, seed)]
+    every = [
+        (kind, file, f"{at}: {was}", edit, text) for kind, file, at, was, edit, text in drawn(listing, count, seed)
+    ]
     with tempfile.TemporaryDirectory() as folder:
         kept = kept or Path(folder) / "outcomes.txt"
         run_all(every, kept)
