@@ -23,7 +23,7 @@ PODS = "P"  # the slow axis: a line without it is the program of each pod
 RAGGED = "R"  # a dim without axes that has another size on each rank: the rows of an expert
 
 
-def axes_of(spec: Spec) -> set[str]:
+def axes_named(spec: Spec) -> set[str]:
     return {*spec.axes, *spec.unreduced}
 
 

@@ -117,10 +117,10 @@ def pieces_of(shape: Sequence[int], strides: Sequence[int], dims: tuple[Dim, ...
         for piece in reversed(dim if size_along(dim) == n else (DimPart(n, name_along(dim), axes_along(dim)),)):
             pieces.append((stride, piece))
             stride *= piece.size
-    return in_order(pieces)
+    return by_stride(pieces)
 
 
-def in_order(pieces: Sequence[tuple[int, DimPart]]) -> Pieces:
+def by_stride(pieces: Sequence[tuple[int, DimPart]]) -> Pieces:
     return tuple(sorted(pieces, key=lambda each: each[0], reverse=True))
 
 

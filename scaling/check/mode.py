@@ -13,9 +13,9 @@ from scaling.algebra.law import Sizes
 from scaling.algebra.ops import op_kind
 from scaling.check.compared import place_of_call
 from scaling.check.findings import Judgement, said
-from scaling.check.held import KEPT, DimPart, HeldType, any_dim, axes_along, in_order, of_nothing, size_along
+from scaling.check.held import KEPT, DimPart, HeldType, any_dim, axes_along, by_stride, of_nothing, size_along
 from scaling.check.law import NotInferred, RuleBroken
-from scaling.check.ops import UNSET, Seen, infer
+from scaling.check.ops import UNSET, ArrayMeta, infer
 from scaling.check.typed import TypedLines
 from scaling.common.torch_private import TorchDispatchMode, storage_of
 from scaling.spec import ShardingError
@@ -44,13 +44,13 @@ def returns(func: Any) -> "tuple[str, str]":
 @lru_cache(KEPT)
 def called(func: Any, name: str, structure: Any, leaves: tuple) -> tuple[tuple, Any, "Exception | None"]:
     """(arrays, the structure that they stand in, what is wrong) of an op that makes new arrays, called with `leaves`:
-    its arrays as they are Seen, and (class, value) of all else."""
-    given: Any = optree.tree_unflatten(structure, [x.tensor() if isinstance(x, Seen) else x[1] for x in leaves])
+    its arrays as they are ArrayMeta, and (class, value) of all else."""
+    given: Any = optree.tree_unflatten(structure, [x.tensor() if isinstance(x, ArrayMeta) else x[1] for x in leaves])
     made, within = optree.tree_flatten(func(*given[0], **given[1]), none_is_leaf=True)
     tensors = [x for x in made if isinstance(x, Tensor)]
     found, error = inferred(name, structure, leaves, tuple(tuple(x.shape) for x in tensors))
     helds = iter(found)
-    seen = [Seen(tuple(x.shape), x.stride(), x.dtype, next(helds)) if isinstance(x, Tensor) else x for x in made]
+    seen = [ArrayMeta(tuple(x.shape), x.stride(), x.dtype, next(helds)) if isinstance(x, Tensor) else x for x in made]
     return tuple(seen), within, error
 
 
@@ -59,9 +59,9 @@ def inferred(
     name: str, structure: Any, leaves: tuple, shapes: tuple[Sizes, ...]
 ) -> tuple[list[HeldType], "Exception | None"]:
     """(the types of the results, what is wrong). Where something is, they fit all."""
-    given: Any = optree.tree_unflatten(structure, [x if isinstance(x, Seen) else x[1] for x in leaves])
+    given: Any = optree.tree_unflatten(structure, [x if isinstance(x, ArrayMeta) else x[1] for x in leaves])
     args, kwargs = given
-    operands = [x.held for x in leaves if isinstance(x, Seen) and x is not kwargs.get("out")]
+    operands = [x.held for x in leaves if isinstance(x, ArrayMeta) and x is not kwargs.get("out")]
     try:
         found = infer(name, args, kwargs, operands, [*shapes])
     except RuleBroken as error:
@@ -105,8 +105,10 @@ class Judge(TypedLines, TorchDispatchMode):
         try:
             if how == "new" and meta:
                 made, within, error = called(func, name, structure, seen)
-                results = [x.tensor() if isinstance(x, Seen) else x for x in made]
-                self.give_all(results, [x.held for x in made if isinstance(x, Seen)], error, tensors, name in UNSET)
+                results = [x.tensor() if isinstance(x, ArrayMeta) else x for x in made]
+                self.give_all(
+                    results, [x.held for x in made if isinstance(x, ArrayMeta)], error, tensors, name in UNSET
+                )
                 return optree.tree_unflatten(within, results)
             result = func(*args, **kwargs)
         except RuntimeError:
@@ -134,14 +136,14 @@ class Judge(TypedLines, TorchDispatchMode):
             if isinstance(x, Tensor):
                 order.append(id(x))
                 held = self.held(x)._replace(place="")
-                x = Seen(tuple(x.shape), x.stride(), x.dtype, held, order.index(id(x)))
+                x = ArrayMeta(tuple(x.shape), x.stride(), x.dtype, held, order.index(id(x)))
                 found.append(x)
             else:
                 found.append((type(x), x))
-        helds = [x.held for x in found if isinstance(x, Seen)]
+        helds = [x.held for x in found if isinstance(x, ArrayMeta)]
         if any(x.shares for x in helds) and op_kind(name) in ("adds", "fuses", "joins"):
             every = frozenset().union(*(x.unreduced or () for x in helds))
-            found = [x._replace(held=self.as_share(x.held, every)) if isinstance(x, Seen) else x for x in found]
+            found = [x._replace(held=self.as_share(x.held, every)) if isinstance(x, ArrayMeta) else x for x in found]
         return tuple(found)
 
     def as_share(self, held: HeldType, axes: Set[str]) -> HeldType:
@@ -210,7 +212,7 @@ class Judge(TypedLines, TorchDispatchMode):
         for dim, n, stride, left in zip(self.held(x).dims, x.shape, x.stride(), part.shape, strict=True):
             if len(dim) > 1 and n != left:
                 rest = [(s, p) for s, p in known.pieces if not stride <= s < stride * n]
-                known.pieces = in_order([*rest, (stride, DimPart(n, None, axes_along(dim)))])
+                known.pieces = by_stride([*rest, (stride, DimPart(n, None, axes_along(dim)))])
 
     def write(self, x: Tensor, held: HeldType, add: bool = False) -> None:
         """`held` is written to x, which may be a part of its memory."""

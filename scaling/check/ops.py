@@ -47,7 +47,7 @@ ALIKE = (
 )
 
 
-class Seen(NamedTuple):
+class ArrayMeta(NamedTuple):
     """What an op sees of an array; `first`: which of its operands this is, the same for the same array."""
 
     shape: Sizes
@@ -101,7 +101,7 @@ def _through(name: str, kind: "str | None", args: tuple, operands: list[HeldType
     if kind in ("sums", "contracts", "fuses", "reduces"):
         return ""
     squared = kind == "multiplies" and len(args) > 1 and args[0] == args[1]
-    if kind == "nonlinear" or squared or (kind == "adds" and len(operands) == 1):
+    if kind == "nonlinear" or squared or (kind == "adds" and len(operands) == 1 and any(args[1:2])):  # 0 adds nothing
         return name
     return next((x.through for x in operands if x.through), "")
 
@@ -153,7 +153,7 @@ def op_rule(name: str, kind: "str | None", args, kwargs, operands: list[HeldType
 
 def _number(args: tuple, i: int):
     """A number among the arguments; 0 for a tensor of one on the meta device."""
-    return args[i] if len(args) > i and not isinstance(args[i], Seen) else 0
+    return args[i] if len(args) > i and not isinstance(args[i], ArrayMeta) else 0
 
 
 def _with_blocks(found: HeldType, operands: list[HeldType], at: int) -> HeldType:

@@ -13,7 +13,7 @@ from scaling.check.compared import (
     OWN,
     PODS,
     at_hand,
-    axes_of,
+    axes_named,
     broken_rule,
     dims_said,
     over_pods,
@@ -34,7 +34,7 @@ BOOK = f"{OWN}/book/"  # a page's own tools, which compare arrays of whatever ty
 
 
 @dataclass
-class Memory:
+class HeldMemory:
     """What a storage holds: the type of `keep`, by whose sizes and strides; `unset`: nothing has been written yet."""
 
     keep: Tensor
@@ -51,7 +51,7 @@ class TypedLines:
     def __init__(self, report: Judgement, sizes: "Mapping[str, int] | None" = None):
         self.report = report
         self.params: set[str] = set()
-        self.memory: dict[int, Memory] = {}
+        self.memory: dict[int, HeldMemory] = {}
         self.twins: dict[int, tuple[Tensor, Tensor]] = {}  # of a CPU tensor its meta tensor
         self.pending: list[tuple[Pending, str, str]] = []
         self.quiet = 0
@@ -62,7 +62,7 @@ class TypedLines:
 
     def live(self, spec: Spec) -> Spec:
         """The type without the axes that the mesh lacks, or has of size 1."""
-        return without_axes(spec, [axis for axis in axes_of(spec) if self.sizes and self.sizes.get(axis, 1) == 1])
+        return without_axes(spec, [axis for axis in axes_named(spec) if self.sizes and self.sizes.get(axis, 1) == 1])
 
     def held(self, x: Tensor) -> HeldType:
         x = unwrapped_by_all(x)
@@ -79,7 +79,7 @@ class TypedLines:
         shape = tuple(x.shape)
         if held.shape != shape:
             held = held._replace(dims=tuple(map(any_dim, shape)))
-        self.memory[storage_of(x)] = Memory(x, held, pieces_of(shape, x.stride(), held.dims), unset)
+        self.memory[storage_of(x)] = HeldMemory(x, held, pieces_of(shape, x.stride(), held.dims), unset)
 
     def declare(self, x: Tensor, spec: Spec, place: str, parts: str = "") -> None:
         """x is what a line says: dims in front that the line has not are of vmap, or of stacked layers."""
@@ -129,7 +129,7 @@ class TypedLines:
     def in_pods(self, line: Line, operands: Sequence[HeldType]) -> Line:
         """A line that says nothing of pods runs in each of them: what is split or unreduced over P stays so."""
         specs = *line.operands, line.result
-        if self.sizes.get(PODS, 1) == 1 or any(PODS in axes_of(spec) for spec in specs):
+        if self.sizes.get(PODS, 1) == 1 or any(PODS in axes_named(spec) for spec in specs):
             return line
         split, partial = [], False
         for held, spec in zip(operands, line.operands, strict=False):
