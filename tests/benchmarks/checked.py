@@ -10,11 +10,10 @@ time, and of the processor time of all ranks, which other programs on the machin
 import importlib
 from time import perf_counter, process_time
 
-from harness import machine, quartiles, together
-from tabulate import tabulate
+from harness import together
+from report import machine, options, quartiles, ratios, show, spread
 
 from scaling import data, launch, optim
-from scaling.common.console import Parser
 from scaling.mesh import Mesh
 from scaling.models import mlp
 from scaling.train.byte_lm import batch_axes, loss_and_grads, param_specs, reduced
@@ -54,20 +53,14 @@ def run(mesh, name: str, samples: int, rows: int) -> dict[str, list[tuple[float,
     return found
 
 
-def ratio(checked: list[float], unchecked: list[float]) -> str:
-    low, middle, high = quartiles([a / b for a, b in zip(checked, unchecked, strict=True)])
-    return f"{middle:.2f} [{low:.2f}, {high:.2f}]"
-
-
 def main() -> None:
-    parser = Parser(description=__doc__)
+    parser = options(__doc__, strategies=MESHES)
     parser.add_argument("--ranks", default="4,8")
-    parser.add_argument("--strategies", default=",".join(MESHES))
     parser.add_argument("--samples", type=int, default=10, help=f"of {REPEAT} steps each (default 10)")
     parser.add_argument("--batch", type=int, default=256, help="rows of the global batch (default 256)")
     args = parser.parse_args()
     rows = []
-    for name in args.strategies.split(","):
+    for name in args.strategies:
         for ranks in map(int, args.ranks.split(",")):
             mesh = sizes(name, ranks)
             per_rank = launch.run(run, mesh, name, args.samples, args.batch)
@@ -76,10 +69,10 @@ def main() -> None:
             worked = [[sum(seconds for _, seconds in sample) for sample in each[side]] for side in each]
             ms = [f"{quartiles(times)[1] / REPEAT * 1e3:.1f}" for times in slowest]
             shape = ",".join(f"{axis}={size}" for axis, size in mesh.items())
-            rows.append([name, shape, *ms, ratio(*slowest), ratio(*worked)])
+            rows.append([name, shape, *ms, spread(ratios(*slowest)), spread(ratios(*worked))])
     headers = ["strategy", "mesh", "ms checked", "unchecked", "ratio", "of processor time"]
     print(machine())
-    print(tabulate(rows, headers, "github", disable_numparse=True))
+    show(rows, headers, 2)
 
 
 if __name__ == "__main__":

@@ -7,17 +7,14 @@ size, in turn on the same ranks: the product alone, the hops alone, the two call
 collective matmul; `derived` is what that should take, by the first two. Linux only.
 """
 
-import sys
-
 import torch
-from harness import in_turn, machine, quartiles, slowest
-from sockets import slow_wire
-from tabulate import tabulate
+from harness import in_turn, slowest
+from kernel import paced, slow_wire, speed
+from report import machine, options, quartiles, show
 
 from scaling import collectives as c
 from scaling import launch
 from scaling.collectives import rings
-from scaling.common.console import Parser
 from scaling.strategies import collective_matmul as cm
 
 SIZES = {"large": (256, 1024, 4096), "small": (16, 64, 256)}  # B, D, F
@@ -78,27 +75,19 @@ def measure(mesh, wires: list[float], steps: int) -> dict:
 
 
 def main() -> None:
-    parser = Parser(description=__doc__)
-    parser.add_argument("--ranks", type=int, choices=(2, 4), default=2)
-    parser.add_argument("--wire", default="0,100", help="speeds in MB/s, by commas, 0 for loopback's: %(default)s")
-    parser.add_argument("--steps", type=int, default=10, help="timed samples of each part")
-    args = parser.parse_args()
-    if sys.platform != "linux":
-        parser.error("only Linux paces its sockets")
-    torch.set_num_threads(1)
-    wires, rows = [float(wire) for wire in args.wire.split(",")], []
+    args = options(__doc__, ranks=2, wire="0,100", steps=10).parse_args()
+    wires, rows = paced(args.wire), []
     results = launch.run(measure, {"Y": args.ranks}, wires, args.steps, checked=False, timeout=600)
     for case in results[0]:
         ms = {p: 1e3 * quartiles(slowest([rank[case][p] for rank in results]))[1] for p in PARTS}
         form, ways, size, wire = case
         should = derived(form, args.ranks, ms["product"], ms["hops"])
-        where = f"{wire:.0f} MB/s" if wire else "loopback"
-        figures = [f"{ms[part]:.2f}" for part in PARTS]
-        rows.append([form, ways, size, where, *figures, f"{should:.2f}", f"{ms['collective'] / ms['serial']:.2f}"])
+        figures = [*(f"{ms[part]:.2f}" for part in PARTS), f"{should:.2f}", f"{ms['collective'] / ms['serial']:.2f}"]
+        rows.append([form, ways, size, speed(wire), *figures])
     print(f"{args.ranks} ranks, one thread each, on {machine()}; medians of {args.steps}; B, D, F: {SIZES}\n")
     headers = ["form", "ways", "size", "wire", "product, ms", "hops", "one after the other"]
     headers += ["collective matmul", "derived", "ratio"]
-    print(tabulate(rows, headers, "github", disable_numparse=True, colalign=("left",) * 4 + ("right",) * 6))
+    show(rows, headers, 4)
 
 
 if __name__ == "__main__":

@@ -14,10 +14,9 @@ import time
 
 import torch
 import transformers
-from tabulate import tabulate
+from report import options, ratios, show, spread
 
 from scaling import serve, tree
-from scaling.common.console import Parser
 from scaling.models import hf
 
 SIZES = {"hidden_size": 768, "num_attention_heads": 12, "num_key_value_heads": 4, "head_dim": 64}
@@ -76,9 +75,7 @@ def share_of_bandwidth(config, params, T: int, steps: int, clock) -> tuple[float
 
 
 def main() -> None:
-    parser = Parser(description=__doc__)
-    parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--steps", type=int, default=16)
+    parser = options(__doc__, threads=2, steps=16)
     parser.add_argument("--prompt", type=int, default=64)
     parser.add_argument("--batch", type=int, nargs="*", default=[1, 8, 64])
     parser.add_argument("--cpu", action="store_true")
@@ -102,11 +99,9 @@ def main() -> None:
             times = contest(model, config, params, B, args.prompt, args.steps, clock)
             for name in ("prefill", "decode"):
                 ours, theirs = times[name], times[f"theirs {name}"]
-                ratios = sorted(a / b for a, b in zip(ours, theirs, strict=True))
-                middle = [1000 * statistics.median(side) for side in (ours, theirs)]
-                quartiles = f"[{ratios[len(ratios) // 4]:.2f}, {ratios[3 * len(ratios) // 4]:.2f}]"
-                rows.append((B, name, *middle, statistics.median(ratios), quartiles))
-        print(tabulate(rows, ["B", "", "ours, ms", "theirs", "ratio", "quartiles"], floatfmt=".2f"))
+                middle = [f"{1000 * statistics.median(side):.2f}" for side in (ours, theirs)]
+                rows.append((B, name, *middle, spread(ratios(ours, theirs))))
+        show(rows, ["B", "", "ours, ms", "theirs", "ratio"], 2)
         memory, ours, ratio = share_of_bandwidth(config, params, args.prompt, args.steps, clock)
     print(f"B = 1 reads {ours:.1f} GB/s of the {memory:.1f} at which memory is read: {ratio:.0%}")
 

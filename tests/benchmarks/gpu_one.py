@@ -7,7 +7,7 @@ from functools import partial
 import torch
 import torch.nn.functional as F
 import versus_torch_transformer as whole
-from gpu_race import race, seconds_of
+from harness import race_here, seconds_of
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from versus_torch_transformer import SMALL
 
@@ -66,7 +66,7 @@ def cases_train(device: str, tiny: bool) -> dict[str, Callable]:
         }
         flops = sum(train_flops(config, B, T, causal=True).values())
         about = {"model": f"{name}, {size}", "compiled": compiled, "remat": remat, "tokens": B * T}
-        return [race(sides, 3 if tiny else 10, size.dtype, flops, {"": ("ours", "tuned")}, **about)]
+        return [race_here(sides, 3 if tiny else 10, size.dtype, flops, {"": ("ours", "tuned")}, **about)]
 
     cases = {}
     for compiled in (False, True):

@@ -10,19 +10,16 @@ of L layers; C, W and the seconds t of a layer are fitted to all points of a str
 errors. Ranks share the cores of this machine, so FLOPs and bytes are those of all ranks, divided by the cores in use.
 """
 
-import json
 import os
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 
 import torch
-from harness import RATE, Size, in_turn, initial, machine, quartiles, rows, sent_by, slowest
-from tabulate import tabulate
+from harness import RATE, Size, in_turn, initial, rows, sent_by, slowest
+from report import machine, options, quartiles, show, write
 from versus_torch import BUCKET, both_axes, ours, over_both, over_x, over_y
 
 from scaling import collectives, cost, launch, optim
-from scaling.common.console import Parser
 from scaling.mesh import AbstractMesh
 from scaling.strategies import data_parallel, fsdp, fsdp_tp, tensor_parallel
 from scaling.trace import trace
@@ -123,15 +120,10 @@ def fit(points: list[tuple], seconds: list[float]) -> tuple[list[float], list[fl
 
 
 def main() -> None:
-    parser = Parser(description=__doc__)
-    parser.add_argument("--strategies", default=",".join(MODULES))
-    parser.add_argument("--steps", type=int, default=20, help="timed steps of each point")
-    parser.add_argument("--json", type=Path, help="write the figures to this file")
-    args = parser.parse_args()
-    torch.set_num_threads(1)
+    args = options(__doc__, strategies=MODULES, steps=20, json=None).parse_args()
     print(f"One thread a rank, on {machine()}; medians of {args.steps} steps.")
     found = []
-    for name in args.strategies.split(","):
+    for name in args.strategies:
         points = [(n, size) for n, size in POINTS if name != "fsdp_tp" or n == 4 or size != BASE]
         points = [(4 if name == "fsdp_tp" else n, size) for n, size in points]
         measured, models, seconds = [], [], []
@@ -163,14 +155,13 @@ def main() -> None:
             )
         headers = ["ranks", "size", "step, ms", "computing", "communicating", "hidden", "MB sent", "closed form"]
         print(f"\n{name}\n")
-        print(tabulate(lines, [*headers, "model, ms", "off by"], "github", disable_numparse=True), "\n")
+        show(lines, [*headers, "model, ms", "off by"], 2)
         (C, W), t = ((1 / rate if rate else float("inf") for rate in rates[:2]), rates[2])
         print(
             f"C = {C / 1e9:.1f} GFLOPs/s and W = {W / 1e9:.2f} GB/s of a core, t = {t * 1e3:.2f} ms a layer", flush=True
         )
         found.append({"strategy": name, "points": measured, "rates": rates})
-    if args.json:
-        args.json.write_text(json.dumps(found, indent=1) + "\n")
+    write(args.json, found)
 
 
 if __name__ == "__main__":

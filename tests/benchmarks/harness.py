@@ -1,4 +1,4 @@
-"""What the benchmarks share: contestants timed in turn, bytes that the kernel sent, peak memory, tables.
+"""What the benchmarks share: contestants timed in turn, with the bytes that they sent and their peak memory.
 
 A `Contest` is one strategy of ours against PyTorch's own. `ours` and `theirs` are called on every rank as
 `build(mesh, size, optimizer)`, with optimizer "sgd" or "adamw", and return `step() -> loss` (this rank's share, a
@@ -6,27 +6,25 @@ tensor), which makes one training step: forward, loss = sum of squares / rows, b
 from `initial(size)` and see `rows(size)`, so that their losses agree; a contest whose losses differ is an error.
 """
 
-import ctypes
 import gc
-import os
-import platform
-import statistics
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from time import perf_counter
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from sockets import bytes_sent
+from kernel import bytes_sent, reset_peak, resident
+from report import quartiles, ratios
 
 from scaling import launch
+from scaling.book.largest import largest
 
 SIDES = ("ours", "theirs", "tuned")
 RATE = 1e-4  # learning rate
-AGREE = 1e-3  # relative: how far the losses of two sides may lie apart after the same number of steps
+AGREE = {torch.float32: 1e-3, torch.bfloat16: 2e-2}  # how far the losses of two sides may lie apart, relative
 
 
 @dataclass(frozen=True)
@@ -100,9 +98,6 @@ def rows(size: Size, device="cpu") -> torch.Tensor:
     return torch.randn(size.rows, size.D, generator=g, device=device, dtype=size.dtype)
 
 
-# Timing
-
-
 def in_turn(steps: dict[str, Callable], count: int, repeat: int = 1, warmup: int = 3) -> dict[str, list[float]]:
     """Seconds of a step on this rank, `count` samples of `repeat` steps each.
 
@@ -139,14 +134,6 @@ def slowest(per_rank: list[list[float]]) -> list[float]:
     return [max(times) for times in zip(*per_rank, strict=True)]
 
 
-def quartiles(values: list[float]) -> tuple[float, float, float]:
-    """(first quartile, median, third)."""
-    if len(values) < 2:
-        return values[0], values[0], values[0]
-    low, middle, high = statistics.quantiles(values, n=4, method="inclusive")
-    return low, middle, high
-
-
 def per_call(f: Callable, seconds: float = 0.2, batches: int = 20) -> float:
     """Seconds of one call: the least of the means over several batches, which a busy machine disturbs least."""
     f()
@@ -162,9 +149,6 @@ def per_call(f: Callable, seconds: float = 0.2, batches: int = 20) -> float:
     return best
 
 
-# What the kernel knows
-
-
 def sent_by(step: Callable, count: int = 2) -> float | None:
     """Bytes that this rank sends in one step."""
     together()
@@ -172,39 +156,6 @@ def sent_by(step: Callable, count: int = 2) -> float | None:
     for _ in range(count):
         step()
     return None if before is None else (bytes_sent() - before) / count
-
-
-def resident(peak: bool = False) -> int:
-    """Bytes of this process in memory, now or at most since `reset_peak`; on a GPU of its tensors there."""
-    if torch.cuda.is_initialized():
-        return torch.cuda.max_memory_allocated() if peak else torch.cuda.memory_allocated()
-    if not peak:
-        trim()
-    name = "VmHWM:" if peak else "VmRSS:"
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(name))
-
-
-def reset_peak() -> None:
-    if torch.cuda.is_initialized():
-        return torch.cuda.reset_peak_memory_stats()
-    trim()
-    Path("/proc/self/clear_refs").write_text("5")
-
-
-def trim() -> None:
-    """Give the allocator's free memory back, where it is glibc's: what was freed must not count as held."""
-    release = getattr(ctypes.CDLL(None), "malloc_trim", None)
-    if release is not None:
-        release(0)
-
-
-def machine() -> str:
-    model = platform.processor() or platform.machine()
-    if Path("/proc/cpuinfo").exists():
-        lines = [line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("model name")]
-        model = lines[0].split(":")[1].strip() if lines else model
-    return f"{os.cpu_count()} cores of {model}, torch {torch.__version__}, Python {platform.python_version()}"
 
 
 # Contests
@@ -217,7 +168,7 @@ def race(
     ranks: int,
     steps: int,
     threads: int = 1,
-    rivals: tuple = SIDES[1:],
+    rivals: Sequence[str] = SIDES[1:],
     *,
     small: Any = SIZES["tiny"],
 ) -> dict:
@@ -226,17 +177,19 @@ def race(
     options = {"checked": False, "threads": threads, "timeout": 600}
     results = launch.run(_timed, mesh, contest, sides, size, optimizer, steps, **options)
     losses = {side: sum(result["loss"][side] for result in results) for side in sides}
-    if not max(losses.values()) - min(losses.values()) <= AGREE * abs(losses["ours"]):
+    if not max(losses.values()) - min(losses.values()) <= AGREE[size.dtype] * abs(losses["ours"]):
         raise ValueError(f"{contest.name}, {size}, {optimizer}: the sides differ in their loss: {losses}")
     times = {side: slowest([result["seconds"][side] for result in results]) for side in sides}
     row = {"contest": contest.name, "rival": contest.rival, "optimizer": optimizer, "mesh": mesh}
     row |= {side: quartiles(times[side]) for side in times}
     for side in rivals:
-        row[f"ratio_{side}"] = quartiles([a / b for a, b in zip(times["ours"], times[side], strict=True)])
+        row[f"ratio_{side}"] = ratios(times["ours"], times[side])
     for side in sides:
         sent = [result["sent"][side] for result in results]
         row[f"sent_{side}"] = None if None in sent else sum(sent) / len(sent)
         row[f"peak_{side}"] = max(launch.run(peak_of, mesh, contest.side(side), size, optimizer, small, **options))
+    words = ", ".join(f"{side} {row[f'ratio_{side}'][1]:.2f}" for side in rivals)
+    print(f"{size}, {contest.name}, {optimizer}: {words}", file=sys.stderr, flush=True)
     return row | {"wire_bytes": contest.wire_bytes(mesh, size)}
 
 
@@ -267,3 +220,73 @@ def peak_of(mesh, build: Callable, size: Any, optimizer: str, small: Any) -> int
     step()
     together()
     return resident(peak=True) - before
+
+
+# On the ranks of this run, as gpu.py has them
+
+
+def race_here(sides: dict[str, Callable], samples: int, dtype: torch.dtype, flops: float, pairs: dict, **about) -> dict:
+    """A row: ms of each side's step, its peak memory, and the ratios of `pairs` {name: (side, other side)}.
+
+    `sides`: name -> build() -> step() -> this rank's share of the loss. A side that cannot be built, or does not run,
+    on all ranks alike, is named in "failed", and the others go on. `flops`: of a step on all ranks, for the MFU.
+    """
+    made, peaks, losses, failed = {}, {}, {}, {}
+    for name, build in sides.items():
+        try:
+            gc.collect()
+            before = resident()
+            step = build()
+            first = float(step().detach())
+            step()
+            reset_peak()
+            step()
+            settle()
+            peaks[name] = resident(peak=True) - before
+            losses[name] = first if dtype == torch.bfloat16 else float(step().detach())  # bf16 rounds small updates
+            made[name] = step
+        except Exception as error:
+            failed[name] = f"{type(error).__name__}: {error}"[:600]
+    seconds = in_turn(made, samples, warmup=1) if made else {}
+    ranks = everyone({"seconds": seconds, "peaks": peaks, "losses": losses})
+    row = {**about, "ms": {}, "MB": {}, "ratio": {}, "failed": failed, "flops": flops, "ranks": len(ranks)}
+    times = {name: slowest([rank["seconds"][name] for rank in ranks]) for name in made}
+    for name in made:
+        row["ms"][name] = [1e3 * t for t in quartiles(times[name])]
+        row["MB"][name] = max(rank["peaks"][name] for rank in ranks) / 1e6
+    for name, (mine, other) in pairs.items():
+        if mine in made and other in made:
+            row["ratio"][name] = ratios(times[mine], times[other])
+    totals = {name: sum(rank["losses"][name] for rank in ranks) for name in made}
+    row["losses"] = totals
+    first = next(iter(totals.values()), 0.0)
+    if totals and not largest(abs(total - first) for total in totals.values()) <= AGREE[dtype] * abs(first):
+        failed["losses"] = f"the sides differ in their loss: {totals}"
+    return row
+
+
+def everyone(mine: dict) -> list[dict]:
+    """What each rank has, in their order."""
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return [mine]
+    found: list = [None] * dist.get_world_size()
+    dist.all_gather_object(found, mine)
+    return found
+
+
+def seconds_of(call: Callable, samples: int = 5, least: float = 0.02) -> float:
+    """Seconds of one call: the median of samples, each long enough for the clock."""
+    call()
+    settle()
+    start = perf_counter()
+    call()
+    settle()
+    often = 1 + int(least / max(perf_counter() - start, 1e-7))
+    found = []
+    for _ in range(samples):
+        start = perf_counter()
+        for _ in range(often):
+            call()
+        settle()
+        found.append((perf_counter() - start) / often)
+    return quartiles(found)[1]

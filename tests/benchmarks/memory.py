@@ -8,9 +8,8 @@ two layers' weights.
 
 from functools import partial
 
-import torch
 from harness import SIZES, peak_of
-from tabulate import tabulate
+from report import show
 from versus_torch import BUCKET, FLOAT32, ours, theirs
 
 from scaling import launch
@@ -38,7 +37,6 @@ def main() -> None:
     parser = Parser(description=__doc__)
     parser.add_argument("--size", default="default", choices=SIZES)
     size = SIZES[parser.parse_args().size]
-    torch.set_num_threads(1)
     options, rows = {"checked": False, "threads": 1, "timeout": 600}, []
     for level, (mine, rival, name) in SIDES.items():
         peaks = [
@@ -47,7 +45,7 @@ def main() -> None:
         ]
         rows.append((level, rival, f"{least(level, size) / 1e6:.0f}", *(f"{peak:.0f}" for peak in peaks)))
     print(f"{size}, AdamW, X={X}.\n")
-    print(tabulate(rows, ["ZeRO", "PyTorch's", "closed form MB", "ours", "theirs"], "github", disable_numparse=True))
+    show(rows, ["ZeRO", "PyTorch's", "closed form MB", "ours", "theirs"], 2)
 
 
 if __name__ == "__main__":

@@ -10,20 +10,17 @@
    module (whose update is not compiled). Medians of samples taken in turn.
 """
 
-import json
 import warnings
 from dataclasses import replace
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from harness import RATE, SIZES, Size, in_turn, initial, machine, per_call, quartiles, rows
+from harness import RATE, SIZES, Size, in_turn, initial, per_call, rows
 from native import OPTIMIZERS, Block
-from tabulate import tabulate
+from report import machine, options, quartiles, ratios, show, spread, write
 from versus_torch import ours
 
 from scaling.collectives import all_gather, all_reduce, all_to_all, einsum, reduce_scatter
-from scaling.common.console import Parser
 from scaling.launch import keep_freed_memory
 from scaling.mesh import Mesh
 from scaling.strategies import data_parallel
@@ -114,18 +111,9 @@ def steps(size: Size, optimizer: str, count: int, compiled: bool) -> dict[str, l
     return in_turn(sides, count, size.repeat)
 
 
-def show(lines: list[list], headers: list[str]) -> None:
-    aligned = ("left", *("right",) * (len(headers) - 1))
-    print(tabulate(lines, headers, "github", disable_numparse=True, colalign=aligned), end="\n\n", flush=True)
-
-
 def main() -> None:
-    parser = Parser(description=__doc__)
-    parser.add_argument("--sizes", default="tiny,communication,default,compute")
-    parser.add_argument("--optimizers", default="sgd,adamw")
-    parser.add_argument("--steps", type=int, default=20, help="timed samples of each side")
+    parser = options(__doc__, sizes=reversed(SIZES), optimizers=("sgd", "adamw"), steps=20, json=None)
     parser.add_argument("--no-compile", action="store_true", help="leave torch.compile out: it needs a C++ compiler")
-    parser.add_argument("--json", type=Path, help="write the figures to this file")
     args = parser.parse_args()
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")  # of torch's own code
@@ -137,20 +125,17 @@ def main() -> None:
     ]
     show(lines, ["call", "raw, us", "typed, us", "added, us"])
     lines, found = [], []
-    for label in args.sizes.split(","):
-        for optimizer in args.optimizers.split(","):
+    for label in args.sizes:
+        for optimizer in args.optimizers:
             seconds = steps(SIZES[label], optimizer, args.steps, not args.no_compile)
             line = [label, optimizer, *(f"{quartiles(times)[1] * 1e3:.2f}" for times in seconds.values())]
             found.append({"size": label, "optimizer": optimizer, "seconds": seconds})
             for mine, other in PAIRS if not args.no_compile else PAIRS[:1]:
-                pairs = zip(seconds[mine], seconds[other], strict=True)
-                low, middle, high = quartiles([mine / its for mine, its in pairs])
-                line.append(f"{middle:.2f} [{low:.2f}, {high:.2f}]")
+                line.append(spread(ratios(seconds[mine], seconds[other])))
             lines.append(line)
     headers = ["size", "optimizer", *(f"{side}, ms" for side in found[0]["seconds"]), "explicit / module"]
-    show(lines, headers + ([] if args.no_compile else ["both compiled", "compiled / explicit"]))
-    if args.json:
-        args.json.write_text(json.dumps({"calls": measured, "steps": found}, indent=1) + "\n")
+    show(lines, headers + ([] if args.no_compile else ["both compiled", "compiled / explicit"]), 2)
+    write(args.json, {"calls": measured, "steps": found})
     if slow := [name for name, raw, typed in measured if typed - raw >= LIMIT]:
         print(f"These typed calls add {LIMIT * 1e6:.0f} microseconds or more: {', '.join(slow)}")
 

@@ -10,19 +10,13 @@ reduces each gradient by itself, as the book has it; `dp-buckets` 25 MB of them 
 `hidden` = (computing + communicating - step) / the smaller of the two: 100% is perfect overlap, 0% none. Linux only.
 """
 
-import json
-import sys
-from pathlib import Path
-
-import torch
 from growth import communicating, computing
-from harness import SIZES, Size, in_turn, machine, quartiles, slowest
-from sockets import slow_wire
-from tabulate import tabulate
+from harness import SIZES, Size, in_turn, slowest
+from kernel import paced, slow_wire, speed
+from report import machine, options, quartiles, show, write
 from versus_torch import BUCKET, contests, ours
 
 from scaling import launch
-from scaling.common.console import Parser
 from scaling.strategies import data_parallel, fsdp, zero
 
 STRATEGIES = {  # the module, its options, and PyTorch's contest
@@ -53,38 +47,29 @@ def measure(mesh, name: str, size: Size, wires: list[float], steps: int) -> list
 
 
 def main() -> None:
-    parser = Parser(description=__doc__)
-    parser.add_argument("--ranks", type=int, choices=(2, 4), default=2)
-    parser.add_argument("--only", default=",".join(STRATEGIES), help="strategies, by commas: %(default)s")
-    parser.add_argument("--wire", default="0,400,800", help="speeds in MB/s, by commas, 0 for loopback's: %(default)s")
+    parser = options(__doc__, ranks=2, only=STRATEGIES, wire="0,400,800", steps=20, json=None)
     parser.add_argument("--size", choices=SIZES, default="default")
-    parser.add_argument("--steps", type=int, default=20, help="timed samples of each part")
-    parser.add_argument("--json", type=Path, help="write the figures to this file")
     args = parser.parse_args()
-    if sys.platform != "linux":
-        parser.error("only Linux paces its sockets")
-    torch.set_num_threads(1)
-    wires, rows = [float(wire) for wire in args.wire.split(",")], []
-    for name in args.only.split(","):
+    wires, rows = paced(args.wire), []
+    for name in args.only:
         size = SIZES[args.size]
-        options = {"checked": False, "timeout": 600}
-        results = launch.run(measure, {"X": args.ranks}, name, size, wires, args.steps, **options)
+        mesh = {"X": args.ranks}
+        results = launch.run(measure, mesh, name, size, wires, args.steps, checked=False, timeout=600)
         for wire, per_rank in zip(wires, zip(*results, strict=True), strict=True):
             seconds = {part: quartiles(slowest([times[part] for times in per_rank]))[1] for part in PARTS}
             smaller = min(seconds["computing"], seconds["communicating"])
             hidden = (seconds["computing"] + seconds["communicating"] - seconds["step"]) / smaller
             rows.append({"strategy": name, "wire": wire} | seconds | {"hidden": hidden})
     lines = [
-        [row["strategy"], f"{row['wire']:.0f} MB/s" if row["wire"] else "loopback"]
+        [row["strategy"], speed(row["wire"])]
         + [f"{row[part] * 1e3:.1f}" for part in ("computing", "communicating", "step")]
         + [f"{row['hidden']:.0%}", f"{row['theirs'] * 1e3:.1f}", f"{row['step'] / row['theirs']:.2f}"]
         for row in rows
     ]
     print(f"{args.ranks} ranks, one thread each, {SIZES[args.size]}, on {machine()}; {args.steps} samples.\n")
     headers = ["ours", "wire", "computing, ms", "communicating", "step", "hidden", "PyTorch's, tuned", "ratio"]
-    print(tabulate(lines, headers, "github", disable_numparse=True, colalign=("left", "left", *("right",) * 6)))
-    if args.json:
-        args.json.write_text(json.dumps(rows, indent=1) + "\n")
+    show(lines, headers, 2)
+    write(args.json, rows)
 
 
 if __name__ == "__main__":

@@ -10,21 +10,19 @@ first suggestion the right one, and does the change gain what it predicts, or at
 of both kinds in turn; and the parts' sum over the step.
 """
 
-import json
 import random
 import sys
 from functools import partial
-from pathlib import Path
 from statistics import median
 from time import perf_counter, sleep, thread_time
 
 import torch
+from report import options, write
 from tabulate import tabulate
 from wasteful import PROGRAMS
 
 from scaling import launch
 from scaling.collectives import all_gather, all_reduce, einsum, reduce_scatter
-from scaling.common.console import Parser
 from scaling.plan.predict import Size, make_shards
 from scaling.plan.predict import sgd_step as train
 from scaling.profile import profile
@@ -146,15 +144,12 @@ def quartile(seconds: list[float]) -> float:
 
 
 def main() -> int:
-    parser = Parser(description=__doc__)
-    parser.add_argument("--ranks", type=int, default=2)
+    parser = options(__doc__, ranks=2, only=PROGRAMS, json=None)
     parser.add_argument("--delays", type=int, default=20, help="random plants (default 20)")
     parser.add_argument("--clean", type=int, default=20, help="clean runs (default 20)")
     parser.add_argument("--advice", type=int, default=1, help="rounds of the wasteful programs (default 1)")
-    parser.add_argument("--only", default=",".join(PROGRAMS), help="which of them, by commas: %(default)s")
     parser.add_argument("--overhead", type=int, default=10, help="rounds of 4 steps each (default 10)")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--json", default="", metavar="FILE")
     args, results = parser.parse_args(), {}
     rng, sizes = random.Random(args.seed), {"X": args.ranks}
     when = [None if i % 2 else rng.randrange(STEPS) for i in range(args.delays)]
@@ -166,7 +161,7 @@ def main() -> int:
         right = [sum(row["right"] for row in rows if bool(row["plant"]) is planted) for planted in (True, False)]
         print(f"\ndelays found: {right[0]} of {args.delays}; clean runs called clean: {right[1]} of {args.clean}\n")
     if args.advice:
-        rows = results["advice"] = launch.run(advice, sizes, args.only.split(",") * args.advice)[0]
+        rows = results["advice"] = launch.run(advice, sizes, args.only * args.advice)[0]
         table = []
         for row in rows:
             kind, gain, bound, text = (*row["said"], ("nothing", 0.0, False, ""))[0]
@@ -181,8 +176,7 @@ def main() -> int:
         more = row["profiled"] - row["plain"]
         print(f"a step of {row['lines']} lines and {row['ops']} operations costs its thread {more * 1e3:.2f} ms more")
         print(f"when profiled, {more / 0.1:.1%} of 100 ms; the parts' sum is off by {row['off']:.2%}")
-    if args.json:
-        Path(args.json).write_text(json.dumps(results, indent=1) + "\n")
+    write(args.json, results)
     return 0
 
 

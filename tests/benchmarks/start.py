@@ -6,7 +6,6 @@ Each start is a whole process: Python, `import torch`, the ranks, one AllReduce,
 `scaling.launch` forks its ranks; torchrun and torch.multiprocessing.spawn start a Python each.
 """
 
-import json
 import os
 import subprocess
 import sys
@@ -14,9 +13,7 @@ import tempfile
 from pathlib import Path
 from time import perf_counter
 
-from tabulate import tabulate
-
-from scaling.common.console import Parser
+from report import options, show, write
 
 OURS = """
 import torch
@@ -81,11 +78,10 @@ def start(way: str, ranks: int, folder: str) -> tuple[float, int]:
 
 
 def main() -> None:
-    parser = Parser(description=__doc__)
+    parser = options(__doc__, json=None)
     parser.add_argument("--ranks", default="2,4,8")
     parser.add_argument("--repeat", type=int, default=3)
     parser.add_argument("--chapters", default="[0-9]*.py", help="which to time; none: ''. Default: %(default)s")
-    parser.add_argument("--json", type=Path, help="write the figures to this file")
     args = parser.parse_args()
     counts, failed = [int(n) for n in args.ranks.split(",")], 0
     found = {"start": {}, "chapters": {}}
@@ -96,7 +92,7 @@ def main() -> None:
                 failed += any(code for _, code in runs)
                 found["start"].setdefault(way, {})[n] = min(took for took, _ in runs)
     lines = [[way, *(f"{took:.1f}" for took in times.values())] for way, times in found["start"].items()]
-    print(tabulate(lines, ["seconds to the first collective", *(f"{n} ranks" for n in counts)], "github"), flush=True)
+    show(lines, ["seconds to the first collective", *(f"{n} ranks" for n in counts)])
     if args.chapters:
         root, lines = Path(__file__).parents[2], []
         for chapter in sorted((root / "chapters").glob(args.chapters)):
@@ -104,9 +100,8 @@ def main() -> None:
             failed += code != 0
             found["chapters"][chapter.name] = took
             lines.append([chapter.name, f"{took:.1f}", "" if code == 0 else f"exit code {code}"])
-        print("\n" + tabulate(lines, ["chapter", "seconds", ""], "github"))
-    if args.json:
-        args.json.write_text(json.dumps(found, indent=1) + "\n")
+        show(lines, ["chapter", "seconds", ""])
+    write(args.json, found)
     sys.exit(failed > 0)
 
 

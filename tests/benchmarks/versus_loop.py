@@ -22,13 +22,11 @@ from time import perf_counter
 import numpy
 import torch
 import torch.nn.functional as F
-from harness import machine
 from native_transformer import Model, fully_sharded
-from tabulate import tabulate
+from report import machine, options, quartiles, ratios, show, spread
 
 from scaling import launch
 from scaling.collectives import all_reduce
-from scaling.common.console import Parser
 from scaling.configs import Config, get
 from scaling.models import transformer as model
 from scaling.train import loop
@@ -120,24 +118,21 @@ def race(mesh, label: str, rounds: int, steps: int, folder: str) -> list[dict[st
 
 
 def main() -> None:
-    parser = Parser(description=__doc__)
-    parser.add_argument("--ranks", type=int, default=1)
-    parser.add_argument("--sizes", default=",".join(SIZES), help="by commas: %(default)s")
+    parser = options(__doc__, ranks=1, sizes=SIZES)
     parser.add_argument("--rounds", type=int, default=7, help="runs of each side (default 7)")
     parser.add_argument("--steps", type=int, default=10, help="of a run (default 10)")
     args, rows = parser.parse_args(), []
-    torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as folder:
         sources = sorted(Path(loop.__file__).parents[1].rglob("*.py"))
         Path(folder, "text.txt").write_text("".join(path.read_text() for path in sources))
-        for label in args.sizes.split(","):
+        for label in args.sizes:
             found = launch.run(race, {"X": args.ranks}, label, args.rounds, args.steps, folder)[0]
-            low, middle, high = statistics.quantiles([each["ours"] / each["theirs"] for each in found], n=4)
-            ms = [statistics.median(each[side] for each in found) * 1e3 for side in ("ours", "theirs")]
-            rows.append([label, args.ranks, *(f"{each:.1f}" for each in ms), f"{middle:.2f} [{low:.2f}, {high:.2f}]"])
-            print(label, f"{middle:.2f}", file=sys.stderr, flush=True)
+            sides = [[each[side] for each in found] for side in ("ours", "theirs")]
+            ms = [f"{quartiles(seconds)[1] * 1e3:.1f}" for seconds in sides]
+            rows.append([label, args.ranks, *ms, spread(ratios(*sides))])
+            print(*rows[-1], file=sys.stderr, flush=True)
     print(f"{machine()}; {args.rounds} runs of {args.steps} steps of each side, 1 thread a rank.\n")
-    print(tabulate(rows, ["size", "ranks", "ms a step: ours", "theirs", "ratio"], "github", disable_numparse=True))
+    show(rows, ["size", "ranks", "ms a step: ours", "theirs", "ratio"])
 
 
 if __name__ == "__main__":

@@ -12,25 +12,29 @@ times of each pair of samples: its median, and its quartiles in brackets. MB are
 step, as the kernel counts them; and the peak of a step beyond what the rank had before there was a model.
 """
 
-import json
-import sys
 import warnings
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 
-import pipelines
+import native
 import torch
-from harness import RATE, SIDES, SIZES, Contest, Size, initial, machine, race, rows
-from native import Native
+from harness import RATE, SIDES, SIZES, Contest, Size, initial, race, rows
+from report import machine, options, show, spread, write
 
 from scaling import optim, tree
-from scaling.common.console import Parser
-from scaling.strategies import data_parallel, fsdp, fsdp_tp, tensor_parallel, zero
+from scaling.schedules import make, split_backward
+from scaling.strategies import data_parallel, fsdp, fsdp_tp, pipeline, tensor_parallel, zero
 
 OPTIMIZERS = {"sgd": optim.sgd(RATE), "adamw": optim.adamw(RATE)}
 BUCKET = 25 << 20  # bytes of gradients in one bucket: DistributedDataParallel's default
 FLOAT32 = 4
+# Of pipelines. Both sides send what a stage computed to the next as soon as it is there; ours computes dIn, sends it,
+# and then dW (`split_backward`), of which it collects several microbatches in one matmul; in 1F1B that keeps three more
+# activations.
+PIPELINES = {"gpipe": "ScheduleGPipe", "1f1b": "Schedule1F1B", "interleaved": "ScheduleInterleaved1F1B"}
+MICROBATCHES = 8
+COLLECT = 4  # microbatches in one weight gradient
+STAGES = {name: pipeline.SPECS[name] for name in ("W_in", "W_out")}
 
 
 def ours(strategy, mesh, size: Size, optimizer: str, compiled: bool = False, **options) -> Callable:
@@ -64,7 +68,7 @@ def theirs(
     name: str, mesh, size: Size, optimizer: str, tuned: bool = False, layout: str = "D", compiled: bool = False
 ) -> Callable:
     warnings.simplefilter("ignore")  # of torch's own code
-    native = Native(name, initial(size, mesh.device), mesh, optimizer, RATE, layout, tuned, compiled)
+    side = native.Native(name, initial(size, mesh.device), mesh, optimizer, RATE, layout, tuned, compiled)
     types = {"D": "In[B_X, D_Y]", "B": "In[B_XY, D]", "whole": "In[B_X, D]"}[layout]
     for axis in {"X", "Y"} - set(mesh.sizes):
         types = types.replace(axis, "").replace("_]", "]").replace("_,", ",")
@@ -73,9 +77,63 @@ def theirs(
 
     def step():
         In.grad = None
-        return native.step(In, lambda Out: Out.square().sum() / size.rows) / copies
+        return side.step(In, lambda Out: Out.square().sum() / size.rows) / copies
 
     return step
+
+
+def our_pipeline(name: str, mesh, size: Size, optimizer: str) -> Callable:
+    schedule = split_backward(make(name, mesh.sizes["Z"], MICROBATCHES), COLLECT)
+    params = tree.shard(pipeline.arrange(initial(size, mesh.device), schedule), STAGES, mesh)
+    In = rows(size, mesh.device)
+    rule = OPTIMIZERS[optimizer]
+    state = rule.init(params)
+
+    def loss(Out, Target):
+        return Out.square().sum() / size.rows
+
+    def step():
+        nonlocal params, state
+        Loss, grads = pipeline.value_and_grad(params, In, In, mesh, schedule, loss)
+        params, state = rule.update(grads, state, params, donate=True)
+        return Loss / mesh.size()
+
+    return step
+
+
+def their_pipeline(name: str, mesh, size: Size, optimizer: str, tuned: bool = False) -> Callable:
+    from torch.distributed import pipelining
+
+    schedule, group = make(name, mesh.sizes["Z"], MICROBATCHES), mesh.group(("Z",)).pg
+    params, In, depth = initial(size, mesh.device), rows(size, mesh.device), size.L // schedule.virtual_stages
+    own, modules, stages = schedule.stages_of(mesh.coord["Z"]), [], []
+    for stage in own:
+        layers = slice(stage * depth, (stage + 1) * depth)
+        modules.append(torch.nn.Sequential(*map(native.Block, params["W_in"][layers], params["W_out"][layers])))
+        stages.append(pipelining.PipelineStage(modules[-1], stage, schedule.virtual_stages, mesh.device, group=group))
+
+    def loss(Out, Target):
+        return Out.square().sum() / size.rows
+
+    options = {"loss_fn": loss, "scale_grads": False}
+    run = getattr(pipelining, PIPELINES[name])(stages if len(stages) > 1 else stages[0], MICROBATCHES, **options)
+    weights = [weight for module in modules for weight in module.parameters()]
+    update = native.OPTIMIZERS[optimizer](weights, lr=RATE, **({"fused": True} if tuned else {}))
+    first, last = own[0] == 0, own[-1] == schedule.virtual_stages - 1
+
+    def step():
+        update.zero_grad()
+        losses = []
+        run.step(*([In] if first else []), **({"target": In, "losses": losses} if last else {}))
+        update.step()
+        return sum(losses) if last else torch.zeros((), device=mesh.device)
+
+    return step
+
+
+def between_stages(mesh: dict, size: Size, chunks: int = 1) -> float:
+    """Of one rank, on average: an activation up and a dOut down between each two neighbours of the virtual stages."""
+    return 2 * (chunks * mesh["Z"] - 1) / mesh["Z"] * size.rows * size.D * FLOAT32
 
 
 def over_x(passes: int) -> Callable:
@@ -112,11 +170,19 @@ def contests() -> dict[str, Contest]:
         contest("tp-whole", "parallelize_module, In[B, D]", tensor, tensor_parallel, over_y, "whole"),
         contest("fsdp_tp", "fully_shard + parallelize_module", both_axes, fsdp_tp, over_both),
     ]
-    return {each.name: each for each in (*made, *pipelines.contests())}
+    for name, rival in PIPELINES.items():
+        chunks = 2 if name == "interleaved" else 1
+        sides = partial(our_pipeline, name), partial(their_pipeline, name)
+        made.append(Contest(name, rival, lambda n: {"Z": n}, *sides, partial(between_stages, chunks=chunks), chunks))
+    return {each.name: each for each in made}
 
 
-def table(results: list[dict], rivals: tuple[str, ...]) -> str:
-    from tabulate import tabulate  # here: gpu.py runs without it
+def report(results: list[dict], args, ranks: int, sizes: dict) -> None:
+    """The table of `race`'s rows, and the figures as JSON if asked for."""
+    rivals = args.rivals
+    setting = f"{ranks} ranks on {machine()}; {args.steps} samples of each side, {args.threads} thread a rank."
+    chosen = "; ".join(f"{label}: {sizes[label]}" for label in args.sizes)
+    print(f"{setting}\n{chosen}.\n")
 
     def mb(n):
         return "" if n is None else f"{n / 1e6:.1f}"
@@ -125,50 +191,44 @@ def table(results: list[dict], rivals: tuple[str, ...]) -> str:
     for row in results:
         times = [f"{row['ours'][1] * 1e3:.1f}"]
         for rival in rivals:
-            low, middle, high = row[f"ratio_{rival}"]
-            times += [f"{row[rival][1] * 1e3:.1f}", f"{middle:.2f} [{low:.2f}, {high:.2f}]"]
+            times += [f"{row[rival][1] * 1e3:.1f}", spread(row[f"ratio_{rival}"])]
         sent = [mb(row[key]) for key in ("sent_ours", "wire_bytes", f"sent_{rivals[0]}")]
         peaks = [mb(row[f"peak_{side}"]) for side in ("ours", *rivals)]
         lines.append([row["size"], row["contest"], row["rival"], row["optimizer"], *times, *sent, *peaks])
     headers = ["size", "ours", "PyTorch's", "optimizer", "ms"]
     headers += [header for rival in rivals for header in (rival, "ratio")]
     headers += ["MB sent", "closed form", "theirs", "peak MB", *rivals]
-    return tabulate(
-        lines, headers, "github", disable_numparse=True, colalign=("left",) * 4 + ("right",) * (len(headers) - 4)
-    )
+    show(lines, headers, 4)
+    write(args.json, {"setting": setting, "sizes": chosen, "results": results})
 
 
 def main() -> None:
-    known = contests()
-    parser = Parser(description=__doc__)
-    parser.add_argument("--ranks", type=int, choices=(2, 4), default=4)
-    parser.add_argument("--only", default=",".join(known), help="contests, by commas: %(default)s")
-    parser.add_argument("--sizes", default=",".join(SIZES), help="sizes, by commas: %(default)s")
-    parser.add_argument("--optimizers", default="sgd,adamw")
-    parser.add_argument("--rivals", default=",".join(SIDES[1:]), help="of PyTorch's, by commas: %(default)s")
-    parser.add_argument("--steps", type=int, default=20, help="timed samples of each side")
-    parser.add_argument("--threads", type=int, default=1, help="threads of each rank")
-    parser.add_argument("--json", type=Path, help="write the figures to this file")
+    known, both = contests(), ("sgd", "adamw")
+    parser = options(
+        __doc__,
+        ranks=4,
+        only=known,
+        sizes=SIZES,
+        optimizers=both,
+        rivals=SIDES[1:],
+        steps=20,
+        threads=1,
+        json=None,
+    )
     args = parser.parse_args()
-    if not set(args.rivals.split(",")) <= set(SIDES[1:]):
-        parser.error(f"--rivals {args.rivals}: must be of {', '.join(SIDES[1:])}, by commas")
+    if not set(args.rivals) <= set(SIDES[1:]):
+        parser.error(f"--rivals {','.join(args.rivals)}: must be of {', '.join(SIDES[1:])}, by commas")
     torch.set_num_threads(1)
-    rivals, results = tuple(args.rivals.split(",")), []
-    for label in args.sizes.split(","):
-        for name in args.only.split(","):
+    results = []
+    for label in args.sizes:
+        for name in args.only:
             axes = known[name].axes(args.ranks)
             if 1 in axes.values() or SIZES[label].L % (axes.get("Z", 1) * known[name].chunks):
                 continue  # two ranks make no mesh of two axes; and layers are to divide over stages
-            for optimizer in args.optimizers.split(","):
-                row = race(known[name], SIZES[label], optimizer, args.ranks, args.steps, args.threads, rivals)
+            for optimizer in args.optimizers:
+                row = race(known[name], SIZES[label], optimizer, args.ranks, args.steps, args.threads, args.rivals)
                 results.append({"size": label} | row)
-                ratios = [f"{rival} {row[f'ratio_{rival}'][1]:.2f}" for rival in rivals]
-                print(f"{label} {name} {optimizer}: {', '.join(ratios)}", file=sys.stderr, flush=True)
-    setting = f"{args.ranks} ranks on {machine()}; {args.steps} samples of each side, {args.threads} thread a rank."
-    sizes = "; ".join(f"{label}: {SIZES[label]}" for label in args.sizes.split(","))
-    print(f"{setting}\n{sizes}.\n\n{table(results, rivals)}")
-    if args.json:
-        args.json.write_text(json.dumps({"setting": setting, "sizes": sizes, "results": results}, indent=1) + "\n")
+    report(results, args, args.ranks, SIZES)
 
 
 if __name__ == "__main__":

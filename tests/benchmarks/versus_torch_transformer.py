@@ -8,19 +8,16 @@ AdamW, and run in turn on the same four ranks, one thread a rank; a step is forw
 PyTorch's is `native_transformer`, with its default optimizer and tuned with a fused one. Figures as in versus_torch.py.
 """
 
-import json
-import sys
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 
 import torch
-from harness import RATE, SIDES, Contest, machine, race
+from harness import RATE, SIDES, Contest, race
 from native_transformer import staged_step_of, step_of
-from versus_torch import table
+from report import options
+from versus_torch import report
 
 from scaling import optim, tree
-from scaling.common.console import Parser
 from scaling.configs import Config
 from scaling.models import transformer as model
 from scaling.strategies import transformer
@@ -104,27 +101,16 @@ def contests(remat: str) -> dict[str, Contest]:
 
 
 def main() -> None:
-    parser = Parser(description=__doc__)
-    parser.add_argument("--only", default=",".join(LAYOUTS), help="layouts, by commas: %(default)s")
-    parser.add_argument("--sizes", default=",".join(SIZES), help="sizes, by commas: %(default)s")
-    parser.add_argument("--rivals", default=",".join(SIDES[1:]), help="of PyTorch's, by commas: %(default)s")
-    parser.add_argument("--steps", type=int, default=20, help="timed samples of each side")
+    parser = options(__doc__, only=LAYOUTS, sizes=SIZES, rivals=SIDES[1:], steps=20, threads=1, json=None)
     parser.add_argument("--remat", default="none", choices=REMAT, help="of ours: %(default)s")
-    parser.add_argument("--json", type=Path, help="write the figures to this file")
     args = parser.parse_args()
     torch.set_num_threads(1)
-    known, rivals, results = contests(args.remat), tuple(args.rivals.split(",")), []
-    for label in args.sizes.split(","):
-        for name in args.only.split(","):
-            row = race(known[name], SIZES[label], "adamw", 4, args.steps, 1, rivals, small=SMALL)
+    known, results = contests(args.remat), []
+    for label in args.sizes:
+        for name in args.only:
+            row = race(known[name], SIZES[label], "adamw", 4, args.steps, args.threads, args.rivals, small=SMALL)
             results.append({"size": label} | row)
-            ratios = [f"{rival} {row[f'ratio_{rival}'][1]:.2f}" for rival in rivals]
-            print(f"{label} {name}: {', '.join(ratios)}", file=sys.stderr, flush=True)
-    setting = f"4 ranks on {machine()}; {args.steps} samples of each side, 1 thread a rank."
-    sizes = "; ".join(f"{label}: {SIZES[label]}" for label in args.sizes.split(","))
-    print(f"{setting}\n{sizes}.\n\n{table(results, rivals)}")
-    if args.json:
-        args.json.write_text(json.dumps({"setting": setting, "sizes": sizes, "results": results}, indent=1) + "\n")
+    report(results, args, 4, SIZES)
 
 
 if __name__ == "__main__":

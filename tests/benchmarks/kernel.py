@@ -1,10 +1,14 @@
-"""This process's TCP sockets, as the kernel sees them: what was sent, and how fast it may be."""
+"""What the kernel knows of this process: bytes sent over its sockets, and how fast they may be; memory held."""
 
+import ctypes
 import os
 import platform
 import socket
 import struct
 from collections.abc import Iterator
+from pathlib import Path
+
+import torch
 
 TCP_INFO, BYTES_SENT = 11, 200  # of linux/tcp.h: a struct tcp_info, and its member tcpi_bytes_sent (Linux 4.19)
 MAX_PACING_RATE = 47  # of asm-generic/socket.h: SO_MAX_PACING_RATE
@@ -37,6 +41,17 @@ def bytes_sent() -> int | None:
     return total
 
 
+def paced(wires: list[float]) -> list[float]:
+    """Wires of these speeds, where the kernel can slow them."""
+    if platform.system() != "Linux":
+        raise SystemExit("only Linux paces its sockets\n  fix: run it there")
+    return wires
+
+
+def speed(wire: float) -> str:
+    return f"{wire:.0f} MB/s" if wire else "loopback"
+
+
 def slow_wire(bytes_per_second: float) -> None:
     """Let the kernel send on each of this process's TCP connections no faster than so; Linux only.
 
@@ -44,3 +59,28 @@ def slow_wire(bytes_per_second: float) -> None:
     """
     for s, _ in tcp_sockets():
         s.setsockopt(socket.SOL_SOCKET, MAX_PACING_RATE, struct.pack("Q", int(bytes_per_second)))
+
+
+def resident(peak: bool = False) -> int:
+    """Bytes of this process in memory, now or at most since `reset_peak`; on a GPU of its tensors there."""
+    if torch.cuda.is_initialized():
+        return torch.cuda.max_memory_allocated() if peak else torch.cuda.memory_allocated()
+    if not peak:
+        trim()
+    name = "VmHWM:" if peak else "VmRSS:"
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(name))
+
+
+def reset_peak() -> None:
+    if torch.cuda.is_initialized():
+        return torch.cuda.reset_peak_memory_stats()
+    trim()
+    Path("/proc/self/clear_refs").write_text("5")
+
+
+def trim() -> None:
+    """Give the allocator's free memory back, where it is glibc's: what was freed must not count as held."""
+    release = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if release is not None:
+        release(0)
