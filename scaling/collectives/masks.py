@@ -28,7 +28,7 @@ def masked(line: str, x: Tensor, mask: Tensor, mesh) -> Tensor:
         return x
     if (watch := who_watches()) is not None:
         return watch.masked(line, x, mask)
-    dims, sizes = mesh.constant(_dims, line)
+    dims, sizes, axes = mesh.constant(_dims, line)
     if not isinstance(x, Tensor) or not isinstance(mask, Tensor) or x.layout is not torch.strided:
         what = f"the operand is a {type(x).__name__}, the mask a {type(mask).__name__}"
         refuse(f"masked: {line}", what, "both are dense tensors", "torch.as_tensor(...), or .to_dense()")
@@ -47,7 +47,7 @@ def masked(line: str, x: Tensor, mask: Tensor, mesh) -> Tensor:
     if x.dtype == torch.bool:
         refuse(f"masked: {line}", "the operand is of bools", "partial sums are of numbers", "x.int()")
     if mesh.checked and not torch.compiler.is_compiling() and type(mask) is Tensor and not modes():
-        _held_once(line, mask, mesh)
+        _held_once(line, axes, mask, mesh)
     return zeroed(x, mask)
 
 
@@ -56,8 +56,8 @@ def zeroed(x: Tensor, mask: Tensor) -> Tensor:
     return torch.where(mask[(..., *[None] * (x.dim() - mask.dim()))], x, 0)
 
 
-def _dims(mesh, line: str) -> tuple[int, tuple[tuple[int, int], ...]]:
-    """(how many dims the operand has, (position, size) of those that are numbers)."""
+def _dims(mesh, line: str) -> tuple[int, tuple[tuple[int, int], ...], tuple[str, ...]]:
+    """(how many dims the operand has, (position, size) of those that are numbers, the axes that it is summed over)."""
     spec = None if "->" in str(line) else parse(line)
     if spec is None or not spec.unreduced:
         raise ShardingError(
@@ -65,19 +65,19 @@ def _dims(mesh, line: str) -> tuple[int, tuple[tuple[int, int], ...]]:
         )
     spec.check_axes(mesh)
     stacked = bool(mesh.stack)
-    return len(spec.dims) + stacked, tuple((i + stacked, size) for i, size in numbers(spec, mesh))
+    sizes = tuple((i + stacked, size) for i, size in numbers(spec, mesh))
+    return len(spec.dims) + stacked, sizes, spec.unreduced
 
 
-def _held_once(line: str, mask: Tensor, mesh) -> None:
+def _held_once(line: str, axes: tuple[str, ...], mask: Tensor, mesh) -> None:
     """ShardingError on every rank of the group if two of them have an element."""
-    spec = parse(line)
-    group = mesh.group(spec.unreduced)
+    group = mesh.group(axes)
     if group.pg is None or mask.device.type != mesh.device.type or mask.is_cuda:
         return
     agree(group, f"masked {line}", mask)
     count = mask.to(torch.int32)
     dist.all_reduce(count, group=group.pg)
     if most := int((count > 1).sum()):
-        what = f"{most} of {count.numel()} elements are held by several devices along {', '.join(spec.unreduced)}"
+        what = f"{most} of {count.numel()} elements are held by several devices along {', '.join(axes)}"
         fix = "let the masks of the devices exclude each other: local = ids - mesh.coord['X'] * len(table)"
         refuse(f"masked: {line}", what, RULE, fix)

@@ -13,7 +13,9 @@ def lazy(package: str, homes: Mapping[str, Iterable[str]], rooms: Iterable[str] 
 
     def get(name: str) -> Any:
         if name in home_of:
-            return getattr(importlib.import_module(home_of[name]), name)
+            found = getattr(importlib.import_module(home_of[name]), name)
+            setattr(sys.modules[package], name, found)  # so that nobody asks again
+            return found
         if name in rooms:
             return importlib.import_module(f"{package}.{name}")
         raise AttributeError(f"module {package!r} has no attribute {name!r}")

@@ -1,10 +1,11 @@
 """The book's model (Part 5): L blocks In[B, D] *_D W_in[D, F] -> activation -> *_F W_out[F, D]; and a byte model.
 
-    MLPStack In[B, D] -> Out[B, D], params {"W_in": W_in[L, D, F], "W_out": W_out[L, F, D]}
-    ByteLM   the last K bytes -> logits of the next: In[B, D] = sum over k of E[k, token_k, :], MLPStack, W_head[D, V]
+    MLPStack        In[B, D] -> Out[B, D], params {"W_in": W_in[L, D, F], "W_out": W_out[L, F, D]}: stateless, built on
+                    the meta device and called with `torch.func.functional_call`
+    the byte model  the last K bytes -> logits of the next: In[B, D] = sum over k of E[k, token_k, :], MLPStack,
+                    W_head[D, V]
 
-Both are stateless: built on the meta device and called with `torch.func.functional_call`. They are the reference on one
-device that every strategy has to equal.
+They are the reference on one device that every strategy has to equal.
 """
 
 import math
@@ -17,32 +18,8 @@ from torch.func import functional_call
 
 from scaling import tree
 from scaling.mesh import AbstractMesh
-from scaling.models.pointwise import (
-    ACTIVATIONS,
-    EPS,
-    act,
-    act_grad,
-    act_vjp,
-    check_activation,
-    rms_norm,
-    rms_norm_vjp,
-    second_moment,
-)
+from scaling.models.pointwise import act, check_activation, rms_norm, second_moment
 from scaling.spec import parse
-
-__all__ = [
-    "ACTIVATIONS",
-    "EPS",
-    "SPECS",
-    "STACK_SPECS",
-    "ByteLM",
-    "MLPConfig",
-    "MLPStack",
-    "act",
-    "act_grad",
-]
-__all__ += ["act_vjp", "bits_per_byte", "block", "cross_entropy", "embed", "head", "init", "logits", "loss_fn"]
-__all__ += ["rms_norm", "rms_norm_vjp"]
 
 STACK_SPECS = {"W_in": "W_in[L, D, F]", "W_out": "W_out[L, F, D]"}
 SPECS = {"embed": "E[K, V, D]", "blocks": STACK_SPECS, "head": "W_head[D, V]"}  # whole: nothing is sharded
@@ -112,20 +89,6 @@ class MLPStack(nn.Module):
         return In
 
 
-class ByteLM(nn.Module):
-    """tokens[B, K] -> logits[B, V], on the meta device."""
-
-    def __init__(self, config: MLPConfig):
-        super().__init__()
-        self.config, shapes = config, config.shapes()
-        self.embed = nn.Parameter(torch.empty(shapes["embed"], device="meta"))
-        self.blocks = MLPStack(config)
-        self.head = nn.Parameter(torch.empty(shapes["head"], device="meta"))
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        return head(self.blocks(embed(self.embed, tokens)), self.head, self.config.norm)
-
-
 def embed(E: Tensor, tokens: Tensor) -> Tensor:
     """E[K, V, D], tokens[B, K] -> In[B, D]: the sum over k of E[k, tokens[:, k]]."""
     K, V, D = E.shape
@@ -155,9 +118,8 @@ def init(config: MLPConfig, seed: int = 0, dtype=torch.float32, mesh=None, specs
 
 def logits(params, tokens: Tensor, config: MLPConfig) -> Tensor:
     """The byte model on one device: tokens[B, K] -> logits[B, V]."""
-    flat = {"embed": params["embed"], "head": params["head"]}
-    flat |= {f"blocks.{name}": W for name, W in params["blocks"].items()}
-    return functional_call(ByteLM(config), flat, (tokens,))
+    Out = functional_call(MLPStack(config), params["blocks"], (embed(params["embed"], tokens),))
+    return head(Out, params["head"], config.norm)
 
 
 def loss_fn(params, tokens: Tensor, targets: Tensor, config: MLPConfig, batch: int | None = None) -> Tensor:

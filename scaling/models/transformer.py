@@ -13,7 +13,7 @@ from typing import Any
 import optree
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from scaling import tree
 from scaling.configs import Config
@@ -28,7 +28,7 @@ from scaling.models.remat import checkpoint_block, checkpoint_matmuls, matmul_we
 from scaling.models.rope import restarted, rotate, tables
 
 __all__ = ["ACTIVATIONS", "REMAT", "attention_block", "check_computed", "computes", "forward"]
-__all__ += ["config_of_params", "headed", "init", "inits", "loss", "loss_and_grads", "mlp_block", "module", "specs_of"]
+__all__ += ["config_of_params", "headed", "init", "inits", "loss", "loss_and_grads", "mlp_block", "specs_of"]
 __all__ += ["all_layers", "uncomputed"]
 
 ACTIVATIONS = {"silu": F.silu, "gelu": F.gelu, "gelu_tanh": partial(F.gelu, approximate="tanh"), "relu": F.relu}
@@ -207,44 +207,3 @@ def loss_and_grads(params: Any, tokens: Tensor, *args, **options) -> tuple[Tenso
     found = torch.autograd.grad(value, tree.leaves(own), allow_unused=True)  # unused: the bias of a choice of experts
     grads = [torch.zeros_like(p) if d is None else d for p, d in zip(tree.leaves(own), found, strict=True)]
     return value.detach(), optree.tree_unflatten(optree.tree_structure(params), grads)
-
-
-class ParamModule(nn.Module):
-    """Nested dicts of params as nested modules, on the meta device."""
-
-    def __init__(self, params: dict):
-        super().__init__()
-        for name, leaf in params.items():
-            if isinstance(leaf, dict):
-                self.add_module(name, ParamModule(leaf))
-            else:
-                self.register_parameter(name, nn.Parameter(torch.empty_like(leaf, device="meta")))
-
-    def params(self) -> dict:
-        """The params as nested dicts again: those that `functional_call` put here."""
-        inner: dict[str, Any] = dict(self._modules)  # each a Tree
-        return dict(self._parameters) | {name: module.params() for name, module in inner.items()}
-
-
-class Stateless(ParamModule):
-    """`f(params, *args)` as a module whose parameters only have shapes: functional_call(module, flat(params), args)."""
-
-    def __init__(self, f: Callable, params: dict):
-        super().__init__(params)
-        self.f = f
-
-    def forward(self, *args, **options):
-        return self.f(self.params(), *args, **options)
-
-
-def flat(params: dict, prefix: str = "") -> dict[str, Tensor]:
-    """{"layers.W_Q": leaf}: params by the dotted names that a module's parameters have."""
-    found = {}
-    for name, leaf in params.items():
-        found |= flat(leaf, f"{prefix}{name}.") if isinstance(leaf, dict) else {prefix + name: leaf}
-    return found
-
-
-def module(config: Config) -> Stateless:
-    """`forward` as a stateless module: functional_call(module(config), flat(params), (tokens,)) -> logits."""
-    return Stateless(partial(forward, config=config), init(config, device="meta"))

@@ -8,7 +8,7 @@ from torch.func import functional_call, grad, grad_and_value, vjp
 
 from scaling import data, optim, tree
 from scaling.mesh import AbstractMesh
-from scaling.models import mlp
+from scaling.models import mlp, pointwise
 
 SMALL = {"L": 3, "D": 8, "F": 16, "K": 4, "V": 11}
 
@@ -21,7 +21,7 @@ def same(a, b, tolerance=1e-14):
     torch.testing.assert_close(a, b, rtol=tolerance, atol=tolerance)
 
 
-@pytest.mark.parametrize("activation", mlp.ACTIVATIONS)
+@pytest.mark.parametrize("activation", pointwise.ACTIVATIONS)
 def test_activations_and_their_derivatives(activation):
     x, dy = rand(5, 64) * 3, rand(5, 64, seed=1)
     x[0, :3] = torch.tensor([0.0, -40.0, 40.0])
@@ -30,39 +30,39 @@ def test_activations_and_their_derivatives(activation):
         "relu": x.clamp(min=0),
         "gelu": x * torch.distributions.Normal(0.0, 1.0).cdf(x),
     }[activation]
-    same(mlp.act(x, activation), wanted)
-    (dx,) = vjp(lambda x: mlp.act(x, activation), x)[1](dy)
-    same(dy * mlp.act_grad(x, activation), dx)
-    same(mlp.act_vjp(x, dy, activation), dx)
-    assert mlp.act_grad(x.bfloat16(), activation).dtype == torch.bfloat16
+    same(pointwise.act(x, activation), wanted)
+    (dx,) = vjp(lambda x: pointwise.act(x, activation), x)[1](dy)
+    same(dy * pointwise.act_grad(x, activation), dx)
+    same(pointwise.act_vjp(x, dy, activation), dx)
+    assert pointwise.act_grad(x.bfloat16(), activation).dtype == torch.bfloat16
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 def test_rms_norm_and_its_derivative(dtype):
     x, dy = (3 * rand(5, 64)).to(dtype), rand(5, 64, seed=1).to(dtype)
     tolerance = {torch.float64: 1e-14, torch.float32: 1e-6, torch.bfloat16: 2e-2}[dtype]
-    same(mlp.rms_norm(x), torch.nn.functional.rms_norm(x, (64,), eps=mlp.EPS), tolerance)
-    (dx,) = vjp(mlp.rms_norm, x)[1](dy)
-    same(mlp.rms_norm_vjp(x, dy), dx, tolerance)
-    assert mlp.rms_norm(x).dtype == mlp.rms_norm_vjp(x, dy).dtype == dtype
+    same(pointwise.rms_norm(x), torch.nn.functional.rms_norm(x, (64,), eps=pointwise.EPS), tolerance)
+    (dx,) = vjp(pointwise.rms_norm, x)[1](dy)
+    same(pointwise.rms_norm_vjp(x, dy), dx, tolerance)
+    assert pointwise.rms_norm(x).dtype == pointwise.rms_norm_vjp(x, dy).dtype == dtype
 
 
 def test_rms_norm_of_a_shard_takes_the_means_over_the_whole_row():
     x, dy = rand(5, 64), rand(5, 64, seed=1)
     squares, dots = x.square().mean(-1, keepdim=True), (x * dy).mean(-1, keepdim=True)
     part = slice(16, 32)
-    same(mlp.rms_norm(x[:, part], squares), mlp.rms_norm(x)[:, part])
-    same(mlp.rms_norm_vjp(x[:, part], dy[:, part], squares, dots), mlp.rms_norm_vjp(x, dy)[:, part])
-    assert (mlp.rms_norm(x[:, part]) - mlp.rms_norm(x)[:, part]).abs().max() > 0.01
+    same(pointwise.rms_norm(x[:, part], squares), pointwise.rms_norm(x)[:, part])
+    same(pointwise.rms_norm_vjp(x[:, part], dy[:, part], squares, dots), pointwise.rms_norm_vjp(x, dy)[:, part])
+    assert (pointwise.rms_norm(x[:, part]) - pointwise.rms_norm(x)[:, part]).abs().max() > 0.01
 
 
 def test_rms_norm_of_zeros_is_zero_with_a_finite_derivative():
     zeros, dy = torch.zeros(2, 4), torch.ones(2, 4)
-    assert torch.equal(mlp.rms_norm(zeros), zeros)
-    same(mlp.rms_norm_vjp(zeros, dy), dy / math.sqrt(mlp.EPS), 1e-5)
+    assert torch.equal(pointwise.rms_norm(zeros), zeros)
+    same(pointwise.rms_norm_vjp(zeros, dy), dy / math.sqrt(pointwise.EPS), 1e-5)
 
 
-@pytest.mark.parametrize("activation", mlp.ACTIVATIONS)
+@pytest.mark.parametrize("activation", pointwise.ACTIVATIONS)
 @pytest.mark.parametrize("norm", [False, True])
 @pytest.mark.parametrize("residual", [False, True])
 def test_the_stack_is_the_formula(residual, norm, activation):
@@ -71,7 +71,7 @@ def test_the_stack_is_the_formula(residual, norm, activation):
     In = Out = rand(6, config.D)
     for layer in range(config.L):
         x = Out / (Out.square().mean(-1, keepdim=True) + 1e-6).sqrt() if norm else Out
-        y = mlp.act(x @ params["W_in"][layer], activation) @ params["W_out"][layer]
+        y = pointwise.act(x @ params["W_in"][layer], activation) @ params["W_out"][layer]
         Out = Out + y if residual else y
     stack = mlp.MLPStack(config)
     assert all(p.is_meta for p in stack.parameters())
@@ -94,7 +94,7 @@ def test_the_byte_model_is_the_formula():
     In = torch.stack([sum(params["embed"][k, row[k]] for k in range(config.K)) for row in tokens])
     same(mlp.embed(params["embed"], tokens), In)
     Out = functional_call(mlp.MLPStack(config), params["blocks"], (In,))
-    logits = mlp.rms_norm(Out) @ params["head"]
+    logits = pointwise.rms_norm(Out) @ params["head"]
     same(mlp.logits(params, tokens, config), logits)
     loss = -logits.log_softmax(-1)[range(6), targets].mean()
     same(mlp.loss_fn(params, tokens, targets, config), loss)
@@ -132,7 +132,7 @@ def test_shapes_specs_and_sharded_init():
     assert mlp.init(config, mesh=at, specs=sharded)["embed"].is_meta
 
 
-@pytest.mark.parametrize("activation", mlp.ACTIVATIONS)
+@pytest.mark.parametrize("activation", pointwise.ACTIVATIONS)
 def test_the_plain_stack_starts_at_unit_scale(activation):
     config = mlp.MLPConfig(L=8, D=256, F=1024, activation=activation, residual=False, norm=False)
     Out = functional_call(mlp.MLPStack(config), mlp.init(config)["blocks"], (rand(256, 256, dtype=torch.float32),))

@@ -6,7 +6,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 from probes import shaken
-from torch.func import functional_call
 from torch.utils.flop_counter import FlopCounterMode
 
 from scaling import tree
@@ -15,7 +14,6 @@ from scaling.cost.transformer import forward_flops, num_params, remat_flops, sav
 from scaling.models import moe, rope, transformer
 from scaling.models.attention import dot_product_attention, flash_attention
 from scaling.models.pointwise import rms_norm
-from scaling.models.transformer import flat
 
 SMALL = Config("small", L=3, D=32, F=48, N=4, K=2, H=8, V=50)
 LATENT = SMALL.with_(K=4, latent=Latent(q_rank=12, kv_rank=10, nope=6, rope=4, value=8))
@@ -237,16 +235,6 @@ def test_everything_rematerialised(config):
         got = torch.func.grad_and_value(transformer.loss)(params, tokens, remat, config=config)
         for a, b in zip(tree.leaves(got), tree.leaves(want), strict=True):
             torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-11)
-
-
-def test_a_stateless_module():
-    params, tokens = shaken(EXPERTS), tokens_of(EXPERTS)[:, :-1]
-    module = transformer.module(EXPERTS)
-    assert {name: p.shape for name, p in module.named_parameters()} == {n: p.shape for n, p in flat(params).items()}
-    assert "layers.shared.W_in" in flat(params)
-    assert all(p.is_meta for p in module.parameters())
-    got = functional_call(module, flat(params), (tokens,))
-    assert torch.equal(got, transformer.forward(params, tokens, config=EXPERTS))
 
 
 def test_tokens_outside_the_vocabulary_are_refused():

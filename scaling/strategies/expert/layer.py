@@ -17,11 +17,9 @@ from scaling import tree
 from scaling.collectives import all_gather, all_reduce, einsum, ragged_all_to_all, reduce_scatter
 from scaling.collectives.checked import alike
 from scaling.configs import Config
-from scaling.models.balance import balance_loss, z_loss
-from scaling.models.moe import by_expert, router_logits, weigh
+from scaling.models.moe import balance_loss, by_expert, router_logits, weigh, z_loss
 from scaling.spec import ShardingError
-from scaling.strategies.expert.layout import ExpertLayout, expert_layout, specs
-from scaling.strategies.expert.routing import Routing, route_tokens
+from scaling.strategies.expert.routing import ExpertLayout, Routing, expert_layout, route_tokens, specs
 
 
 def moe(
