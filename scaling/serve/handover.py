@@ -11,7 +11,7 @@ from torch import Tensor
 from scaling.collectives import transfer
 from scaling.configs import Config
 from scaling.mesh import AbstractMesh
-from scaling.serve.cache import capacity, check_cache, page_table
+from scaling.serve.cache import capacity, check_cache, held_sizes, page_table
 from scaling.serve.types import ONE, ROWS, cache_specs, cache_type, check_mesh, shards_of_places
 from scaling.spec import parse
 from scaling.strategies.axes import present
@@ -39,37 +39,35 @@ def move(
     cache_specs(config, target_mesh, form=to, page=page)
     if cache is not None:
         check_cache(cache, config, source_mesh, form, len(cache["lengths"]))
-    known = lengths = own = None
+    info = None
     if cache is not None:
-        lengths = cache["lengths"]
-        own = capacity(cache, shards_of_places(form, source_mesh)), "scale" in cache
-        known = torch.tensor(own, device=lengths.device)
-    told = transfer("n[I] -> n[I]", known, source_mesh, target_mesh)
-    moved = transfer("lengths[B] -> lengths[B]", lengths, source_mesh, target_mesh)
-    known, lengths = (told, moved) if cache is None else (known, lengths)
-    if known is None or lengths is None:
+        own = capacity(cache, shards_of_places(form, source_mesh)), int("scale" in cache)
+        info = torch.cat([cache["lengths"].new_tensor(own), cache["lengths"]])
+    moved = transfer("n[I] -> n[I]", info, source_mesh, target_mesh)
+    info = moved if info is None else info
+    if info is None:
         return None
-    S, quantized = own or map(int, known)
-    S = S if length is None else length
+    held, quantized, *lengths = info.tolist()
+    S = held if length is None else length
     S = S if page is None else -(-S // page) * page
-    if (used := int(lengths.max())) > S:
+    if (used := max(lengths)) > S:
         raise ValueError(f"length={S} has no room for the longest row, of {used} tokens\n  fix: give a greater length")
-    views = refined(source_mesh, config), refined(target_mesh, config)
-    new = {} if moved is None else {"lengths": moved}
-    for name in ("KV", "scale") if quantized else ("KV",):
+    views, new = (refined(source_mesh, config), refined(target_mesh, config)), {}
+    for name in ("KV", "scale")[: 1 + quantized]:
         ends = [
             present(cache_type(config, name, ROWS[f], "S_Z" if f == "sequence" else "S"), view)
             for f, view in zip((form, to), views, strict=True)
         ]
         whole = parse(cache_type(config, name, "B", "S", "K"))
-        into = whole.local_shape(config.sizes | {"L": config.L, "B": len(lengths), "S": S, "I": 1, "J": 1}, ONE)
+        into = whole.local_shape(held_sizes(config, ONE) | {"B": len(lengths), "S": S}, ONE)
         x = None if cache is None else contiguous(cache, name, source_mesh, form)
         part = transfer(f"{ends[0]} -> {ends[1]}", x, *views, into=into, below=(*into[:3], used, *into[4:]))
         if part is not None:
             new[name] = part if page is None else part.unflatten(3, (-1, page)).flatten(2, 3)
-    if page is not None and moved is not None:
-        new["pages"] = page_table(new["KV"], len(lengths), S // page)
-    return new if moved is not None else None
+    if moved is None:
+        return None
+    new["lengths"] = moved[2:]
+    return new if page is None else new | {"pages": page_table(new["KV"], len(lengths), S // page)}
 
 
 def contiguous(cache: dict, name: str, mesh, form: str) -> Tensor:

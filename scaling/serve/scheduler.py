@@ -205,11 +205,8 @@ def _admit(state: State, actions: list[Action]) -> None:
     kept: Counter[int] = Counter()
     for live in running if worker != PREFILL else ():
         kept[live.group] += max(0, pools[live.group].count(len(live.tokens)) - len(live.pages))
-    for _ in range(state.policy.admit(len(running), state.options.slots)):
-        id = next((id for id, live in state.live.items() if live.where is None), None)
-        if id is None:
-            return
-        live = state.live[id]
+    waiting = [live for live in state.live.values() if live.where is None]
+    for live in waiting[: state.policy.admit(len(running), state.options.slots)]:
         hits = [pool.match(live.tokens) for pool in pools]
         needs = [pool.count(len(live.tokens)) - len(hit) for pool, hit in zip(pools, hits, strict=True)]
         roomy = [g for g, pool in enumerate(pools) if pool.room(hits[g]) >= needs[g] + kept[g]]
@@ -219,9 +216,9 @@ def _admit(state: State, actions: list[Action]) -> None:
         pool, hit = pools[group], hits[group]
         pool.hold(hit, state.tick)
         cached, pages = len(hit) * pool.size, (*hit, *pool.take(needs[group]))
-        state.live[id] = replace(live, computed=cached, pages=pages, where=worker, group=group)
+        state.live[live.id] = replace(live, computed=cached, pages=pages, where=worker, group=group)
         count[group] += 1
-        actions.append(Admit(id, cached))
+        actions.append(Admit(live.id, cached))
 
 
 def _works(state: State, worker: str, actions: list[Action]) -> tuple[Work, ...]:

@@ -2,7 +2,6 @@
 
 import itertools
 import math
-from dataclasses import replace
 
 import mock_model
 import pytest
@@ -17,7 +16,8 @@ from scaling.serve.states import Admit, Arrive, Cancel, Done, Finish, Live, Opti
 
 
 def test_random_traces():
-    """More by `engine_sweep.py`. Each thing must have happened."""
+    """More by `engine_sweep.py`. Each thing must have happened: requests that are preempted and come again
+    (nano-vllm#144, #211, #233), pages that several hold (sglang#35270), prefixes that are shared (vllm#5543, #7845)."""
     total = sum((mock_model.run(seed) for seed in range(300)), mock_model.Counter())
     happens = ["Preempt", "Move", "evictions", "hits", "full hits", "chunks", "cancelled", "stop", "refused"]
     for what in [*happens, "proposals kept", "proposals dropped"]:
@@ -121,36 +121,6 @@ def test_nano_vllm_144_a_prompt_that_is_cached_whole(policy):
     assert second.pages[1] != first.pages[1]
 
 
-def test_nano_vllm_144_a_preempted_request_is_not_new():
-    """It keeps what it has given, and computes it again as part of its prompt."""
-    options = Options(pages=4, page=2, slots=2, policy="interleaved", prefix=False)
-    arrivals = [(0.0, Request(0, (1, 2), 6)), (0.0, Request(1, (3, 4), 4))]
-    served = simulate(arrivals, options, lambda action: 1.0, token=lambda id, position: 10 * id + position)
-    assert served.requests[1].preempted == 1
-    assert served.requests[1].tokens == (12, 13, 14, 15)
-    again = [w for run in served.steps for w in run.works if w.id == 1 and len(w.tokens) > 1][-1]
-    assert again.tokens[:3] == (3, 4, 12)
-
-
-def test_nano_vllm_211_233_a_preemption_and_a_prefix_hit():
-    """A preempted request finds its own pages again, and no token is lost at the edge of a page."""
-    options = Options(pages=5, page=2, slots=2, policy="chunked", budget=4)
-    arrivals = [(0.0, Request(0, (1, 2, 3), 6)), (0.0, Request(1, (1, 2, 4), 5))]
-    served = simulate(arrivals, options, lambda action: 1.0, token=lambda id, position: 100 * id + position)
-    assert served.requests[1].preempted and served.requests[1].cached >= 2  # noqa: PT018
-    assert [times.tokens for times in served.requests.values()] == [(3, 4, 5, 6, 7, 8), (103, 104, 105, 106, 107)]
-
-
-def test_sglang_35270_pages_that_two_share_are_counted_once():
-    """Room is what can be taken: everything, once nobody holds a page."""
-    options = Options(pages=8, page=2, slots=3, policy="chunked")
-    state, _ = drained(initial(options), [Arrive(Request(i, (1, 2, 3, 4, 5), 2)) for i in range(3)])
-    (pool,) = state.pools["engine"]
-    assert pool.held == 0
-    assert pool.room() == pool.total == len(pool.free) + pool.cached
-    assert len(pool.take(8)) == 8
-
-
 def test_nano_vllm_73_decode_goes_on_beside_prompts():
     """nano-vllm#73, PR#276, vllm#5042, who starves whom: chunked, no step is without those that decode; interleaved, a
     long prompt stops them for one step."""
@@ -164,19 +134,6 @@ def test_nano_vllm_73_decode_goes_on_beside_prompts():
 
     assert gaps("chunked") == 8
     assert gaps("interleaved") == 42  # the prompt, and then both
-
-
-def test_vllm_5543_a_shared_prefix_changes_no_completion():
-    """vllm#5543, #7845: each trace's requests with the trie and without it give the same."""
-    for seed in range(40):
-        options, arrivals, _ = mock_model.trace(seed)
-        found = []
-        for prefix in (True, False):
-            own = replace(options, prefix=prefix)
-            audited = mock_model.Audited(own, mock_model.random.Random(0))
-            served = mock_model.drive(arrivals, own, audited.execute)
-            found.append({id: times.tokens for id, times in served.requests.items()})
-        assert found[0] == found[1]
 
 
 def test_step_changes_nothing_that_it_is_given():
