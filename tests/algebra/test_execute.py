@@ -1,20 +1,21 @@
 """Running plans on ranks, and the law of cotangents through every kind of step."""
 
+import itertools
+
 import pytest
 import simulated
 import torch
 from array_types import types
 
 from scaling.algebra import matmul, reshard
-from scaling.algebra.steps import Plan, Step
-from scaling.collectives import all_gather, run, shard
+from scaling.collectives import all_gather, run
 from scaling.collectives import reshard as run_reshard
 from scaling.collectives.plans import run_steps
 from scaling.mesh import AbstractMesh
 from scaling.spec import ShardingError, Spec, parse
 from scaling.trace import trace
 
-MESH, SHAPE = {"X": 2, "Y": 2}, (8, 4)
+MESH = {"X": 2, "Y": 2}
 
 
 def dual(spec: Spec, mesh) -> Spec:
@@ -22,17 +23,22 @@ def dual(spec: Spec, mesh) -> Spec:
     return Spec("d" + spec.name, spec.dims, tuple(sorted(spec.replicated(mesh))))
 
 
-def pull_back(mesh, src, dst, shards, cotangents):
-    at = tuple(mesh.coord.values())
-    plan = reshard(src, dst, SHAPE, mesh)
-    with trace() as log:
-        result, back = torch.func.vjp(lambda x: run(plan, x, mesh), shards[at])
-    moved = [(e.op, e.axes, str(e.before), str(e.after)) for e in log.collectives()]
-    planned = [(s.op, s.axes, str(s.before), str(s.after)) for s in plan.collectives]
-    return at, result.detach(), back(cotangents[at])[0], moved == planned
+def pull_back(mesh, cases, at_once):
+    """Of each case the coordinate, the result, what is pulled back, and whether events are the plan's."""
+    at, found = tuple(mesh.coord.values()), []
+    for src, dst, shape, shards, cotangents in cases:
+        plan = reshard(src, dst, shape, mesh, cost=(lambda step: 1.0) if at_once else None)
+        assert len(plan.steps) == 1 or not at_once
+        with trace() as log:
+            result, back = torch.func.vjp(lambda x, plan=plan: run(plan, x, mesh), shards[at])
+        moved = [(e.op, e.axes, str(e.before), str(e.after)) for e in log.collectives()]
+        planned = [(s.op, s.axes, str(s.before), str(s.after)) for s in plan.collectives]
+        same = len(moved) == 1 if at_once else moved == planned
+        found.append((at, result.detach(), back(cotangents[at])[0], same))
+    return found
 
 
-PAIRS = [
+PAIRS = [  # and every so many of all pairs
     ("A[I_X, J]", "A[I, J]"),
     ("A[I, J]", "A[I_X, J]"),
     ("A[I, J] {U_X}", "A[I, J_X]"),
@@ -47,18 +53,32 @@ PAIRS = [
 ]
 
 
-@pytest.mark.parametrize(("src", "dst"), PAIRS)
-def test_a_resharding_is_the_identity_and_so_is_its_transpose(ranks, src, dst):
+PAIRS += [(str(src), str(dst)) for src, dst in itertools.product(types("XY"), repeat=2)][::9]
+AT_ONCE = [  # axes of several dims, by one call
+    ("A[I_X, J_Y]", "A[I, J]"),
+    ("A[I_Y, J_X]", "A[I, J]"),
+    ("A[J_Y, K, I_X]", "A[J, K, I]"),
+    ("A[I, K, J_XY]", "A[I, K, J]"),
+    ("A[I, K, J_YX]", "A[I, K, J]"),
+]
+
+
+@pytest.mark.parametrize(("pairs", "at_once"), [(PAIRS, False), (AT_ONCE, True)], ids=["pairs", "at once"])
+def test_a_resharding_is_the_identity_and_so_is_its_transpose(ranks, pairs, at_once):
     """What is pulled back stands for the same cotangent, in the dual type of the operand; events are the plan's."""
-    src, dst = parse(src), parse(dst)
-    whole, g = (torch.randn(SHAPE, dtype=torch.float64, generator=torch.Generator().manual_seed(i)) for i in (0, 1))
-    shards, cotangents = (simulated.scatter(s, x, MESH) for s, x in ((src, whole), (dual(dst, MESH), g)))
-    answers = ranks(pull_back, MESH, src, dst, shards, cotangents)
-    results = {at: result for at, result, _, _ in answers}
-    back = {at: cotangent for at, _, cotangent, _ in answers}
-    assert (simulated.gather(dst, results, SHAPE, MESH) - whole).abs().max() < 1e-12
-    assert (simulated.gather(dual(src, MESH), back, SHAPE, MESH) - g).abs().max() < 1e-12
-    assert all(same for _, _, _, same in answers)
+    wanted, cases = [], []
+    for src, dst in (map(parse, pair) for pair in pairs):
+        shape = (8, 4, 12)[: len(src.dims)]
+        whole, g = (torch.randn(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(i)) for i in (0, 1))
+        shards, cotangents = (simulated.scatter(s, x, MESH) for s, x in ((src, whole), (dual(dst, MESH), g)))
+        cases.append((src, dst, shape, shards, cotangents))
+        wanted.append((whole, g))
+    answers = ranks(pull_back, MESH, cases, at_once)
+    for (src, dst, shape, *_), (whole, g), *case in zip(cases, wanted, *answers, strict=True):
+        results, back = ({at: each[i] for at, *each in case} for i in (0, 1))
+        assert (simulated.gather(dst, results, shape, MESH) - whole).abs().max() < 1e-12, (src, dst)
+        assert (simulated.gather(dual(src, MESH), back, shape, MESH) - g).abs().max() < 1e-12, (src, dst)
+        assert all(same for *_, same in case), (src, dst)
 
 
 def test_on_an_abstract_mesh():
@@ -88,19 +108,6 @@ def test_refusals():
         run_reshard("A[I] * B[I] -> A[I]", x, mesh)
     with pytest.raises(ShardingError, match="interleaved"):
         all_gather("A[I_XY] -> A[I_Y]", x[0], AbstractMesh({"X": 2, "Y": 2}))
-
-
-def gathered_at_once(mesh, src, dst):
-    shape = (4, 3, 8)[: len(parse(src).dims)]
-    whole = torch.arange(float(torch.Size(shape).numel())).view(shape)
-    step = Step("AllGather", parse(src).axes, parse(src), parse(dst))
-    done = run(Plan((step.before,), step.after, (step,)), shard(src, whole, mesh), mesh)
-    return torch.equal(done, shard(dst, whole, mesh))
-
-
-@pytest.mark.parametrize("src", ["A[I_X, K, J_Y]", "A[I_Y, K, J_X]", "A[I, K, J_XY]", "A[I, K, J_YX]"])
-def test_axes_of_several_dims_are_gathered_by_one_call(ranks, src):
-    assert all(ranks(gathered_at_once, {"X": 2, "Y": 2}, src, "A[I, K, J]"))
 
 
 @pytest.mark.parametrize("keep", [(), ("A[I_X, J]",)])

@@ -4,10 +4,10 @@ import itertools
 
 import pytest
 import torch
-from array_types import naive_bytes, types
+from array_types import MATRICES as SIZES
+from array_types import check, dense, naive_bytes, types
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from matrices import SIZES, check, dense
 
 from scaling.algebra import cases, derive, matmul, matmul_via, reshard
 from scaling.algebra.law import product_type

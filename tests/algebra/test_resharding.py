@@ -1,7 +1,6 @@
 """Every resharding between any two types of a matrix, done by simulated devices and on ranks, and what it costs."""
 
 import functools
-import itertools
 
 import pytest
 import simulated
@@ -12,10 +11,9 @@ from hypothesis import strategies as st
 
 from scaling.algebra import reshard
 from scaling.algebra.layouts import DimAxes, _gathers_of_several, arrangements
-from scaling.book.largest import largest
 from scaling.cost.step_time import seconds_on
 from scaling.hardware import chip
-from scaling.spec import ShardingError, parse
+from scaling.spec import ShardingError
 
 
 @pytest.mark.sweep
@@ -133,38 +131,6 @@ def test_by_time_one_allgather_takes_the_links_of_both_axes():
     assert plans[0].wire_bytes(sizes, mesh, 2) == plans[1].wire_bytes(sizes, mesh, 2)
 
 
-GATHERS = [("A[I_X, J_Y]", "A[I, J]"), ("A[I_Y, J_X]", "A[I, J]"), ("A[J_Y, K, I_X]", "A[J, K, I]")]
-
-
-def gather_on_rank(mesh, shape):
-    from scaling.collectives import run, shard
-
-    errors = []
-    for src, dst in GATHERS:
-        whole = torch.randn(shape[: len(parse(src).dims)], generator=torch.Generator().manual_seed(0)).double()
-        plan = reshard(src, dst, whole.shape, mesh, cost=lambda step: 1.0)
-        assert [step.op for step in plan.steps] == ["AllGather"]
-        local = shard(src, whole, mesh).requires_grad_()
-        result = run(plan, local, mesh)
-        cotangent = torch.randn(result.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(mesh.rank))
-        pulled = unshard_sum(parse(dst), parse(src), cotangent, mesh)
-        errors.append((result - shard(dst, whole, mesh)).abs().max().item())
-        errors.append((torch.autograd.grad(result, local, cotangent)[0] - pulled).abs().max().item())
-    return largest(errors)
-
-
-def unshard_sum(of, typed, cotangent, mesh):
-    """The cotangent of `typed`, by the law: that of `of`, unreduced over what `typed` splits, is summed and split."""
-    from scaling.collectives import reshard as run_reshard
-
-    partial = [axis for axis in typed.axes if axis not in of.axes]
-    return run_reshard(f"{of.with_unreduced(partial)} -> {typed}", cotangent, mesh)
-
-
-def test_one_allgather_over_several_dims_on_real_ranks(ranks):
-    assert largest(ranks(gather_on_rank, {"X": 2, "Y": 2}, (4, 8, 6))) < 1e-12
-
-
 def test_errors_name_the_rule():
     with pytest.raises(ShardingError, match="keeps the dims"):
         reshard("A[I, J]", "A[J, I]")
@@ -192,25 +158,6 @@ def test_any_two_types_of_any_array(data):
 
 def parts(spec, mesh):
     return [functools.reduce(lambda n, axis: n * mesh[axis], axes, 1) for _, axes in spec.dims]
-
-
-def reshard_on_rank(mesh, cases, shape):
-    from scaling.collectives import reshard as run
-    from scaling.collectives import shard, unshard
-
-    whole, errors = torch.arange(shape[0] * shape[1], dtype=torch.float64).view(shape), []
-    for src, dst in cases:
-        start = src.with_unreduced(())
-        local = shard(f"{start.with_name('')}", whole, mesh) / mesh.size(src.unreduced)
-        result = run(f"{src} -> {dst}", local, mesh)
-        errors.append((unshard(str(dst), result, mesh) - whole).abs().max().item())
-    return largest(errors)
-
-
-def test_on_real_ranks(ranks):
-    every = list(types("XY"))
-    pairs = list(itertools.product(every, every))
-    assert largest(ranks(reshard_on_rank, {"X": 2, "Y": 2}, pairs[::9], (4, 8))) < 1e-12
 
 
 def test_gathers_over_several_dims_are_all_that_there_are():

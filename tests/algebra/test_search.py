@@ -1,4 +1,5 @@
-"""The search for the cheapest way from one type to another: its bound, and that nothing beats it."""
+"""The search for the cheapest way from one type to another, and for a product: its bound, how soon it ends, what it
+gives there, and that nothing beats it."""
 
 import itertools
 import time
@@ -6,11 +7,13 @@ import time
 import pytest
 import simulated
 import torch
-from array_types import SETTINGS, types
+from array_types import MATRICES, SETTINGS, check, types
 from hypothesis import given
 from hypothesis import strategies as st
 
-from scaling.algebra import layouts, permutation, reshard
+from scaling.algebra import layouts, matmul, permutation, reshard
+from scaling.algebra.layouts import arrangements
+from scaling.algebra.products import WAYS, few_ways
 from scaling.algebra.resharding import COLLECTIVE, PlannedArray, shortest
 from scaling.algebra.steps import FREE
 from scaling.spec import Spec, parse
@@ -116,3 +119,45 @@ def test_no_plan_is_beaten_by_the_unguided_search(data):
     sent = plan.wire_bytes(sizes, within.sizes, 1) * within.whole / within.whole ** len(dims)
     moved = sum(step.op not in FREE for step in plan.steps)
     assert (sent, (moved, len(plan.steps) - moved)) == (pytest.approx(cost), divmod(steps, COLLECTIVE))
+
+
+def test_planning_is_quick():
+    a, b, out = parse("A[I_X, J_Y]"), parse("B[J_Y, K_X]"), parse("C[I, K]")
+    matmul(a, b, out, MATRICES, {"X": 2, "Y": 2})
+    times = []
+    for _ in range(100):
+        start = time.perf_counter()
+        matmul(a, b, out, MATRICES, {"X": 2, "Y": 2})
+        times.append(time.perf_counter() - start)
+    assert min(times) < 1e-3
+
+
+@pytest.mark.parametrize(
+    ("a", "b", "out"),
+    [
+        ("A[I_ABC, J]", "B[J, K_DEF]", "C[I_ABC, K_DEF]"),
+        ("A[I, J_ABCDEF]", "B[J_ABCDEF, K]", "C[I, K]"),
+        ("A[I_AB, J_C]", "B[J_CD, K_EF]", "C[I_F, K_AB]"),
+        ("A[I_ABC, J]", "B[J_DEF]", "C[I_ABC]"),
+        ("A[I_ABC, J]", "B[J_DE]", "C[I_ABC]"),
+    ],
+)
+def test_beyond_the_bound_the_rules_decide(a, b, out):
+    """Six axes are too many ways: a plan by the four cases, at once, right on 64 devices, which says so."""
+    mesh, sizes = dict.fromkeys("ABCDEF", 2), dict.fromkeys("IJK", 64)
+    began = time.process_time()
+    plan = matmul(a, b, out, sizes, mesh)
+    assert time.process_time() - began < 1
+    assert plan.note in str(plan).splitlines()[-1]
+    assert plan.note
+    assert plan == matmul(a, b, out, mesh=mesh)
+    check(plan, parse(a), parse(b), parse(out), sizes, mesh)
+
+
+@pytest.mark.parametrize("axes", range(6))
+@pytest.mark.parametrize(("a", "b"), [("A[I, J]", "B[J]"), ("A[I, J]", "B[J, K]"), ("A[I, J, K]", "B[K, L, M]")])
+def test_the_bound_is_of_all_ways_to_split_a_product(a, b, axes):
+    a, b = parse(a), parse(b)
+    ways = arrangements(tuple("PQRST"[:axes]), len({*a.dim_names, *b.dim_names}))
+    few = len(list(itertools.islice(ways, WAYS + 1))) <= WAYS
+    assert few_ways(a, b, axes) is few
