@@ -75,7 +75,7 @@ class CoreWaits:
         if self.file is not None:
             self.read.append((now(), os.pread(self.file, 64, 0)))
 
-    def until_now(self, later: float = 0.0) -> tuple[tuple[float, float], ...]:
+    def waited(self, later: float = 0.0) -> tuple[tuple[float, float], ...]:
         """(when, seconds that the thread has waited for a core so far), on a clock that is so much ahead."""
         return tuple((when + later, int(text.split()[1]) * 1e-9) for when, text in self.read)
 

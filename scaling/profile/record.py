@@ -76,9 +76,7 @@ def profile(*, ops: bool = True, memory: bool = True) -> Iterator[Profile]:
         runs, ops_seen = on_device(runs, seen.kernels)
         marks[-1] = max([marks[-1], *(run.end for run in runs)])
     rank = dist.get_rank() if dist.is_initialized() else 0
-    mine = RankTimeline(
-        rank, tuple(marks), tuple(disjoint(runs)), seen.memory, ops_seen, device, cores.until_now(ahead)
-    )
+    mine = RankTimeline(rank, tuple(marks), tuple(disjoint(runs)), seen.memory, ops_seen, device, cores.waited(ahead))
     found.made, found.traces = _gathered(mine, RankTrace(text, seen.shift))
 
 

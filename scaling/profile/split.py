@@ -130,13 +130,12 @@ class LineTotal:
         try:
             if self.run.communicates:
                 return self.calls * cost.seconds(self.run.op, self.run.nbytes, chip, len(self.run.group))
-            rate = chip.flops(SHORT.get(self.run.dtype, dtype))
+            rate = chip.flops(self.run.dtype or dtype)
             return cost.roofline(self.flops, self.nbytes, rate, chip.need("hbm_bw")).lower if self.flops else None
         except ValueError:
             return None
 
 
-SHORT = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16", "float64": "fp64"}  # torch's dtypes in chip files
 MEANS = ("seconds", "waiting", "exposed", "hidden", "flops", "nbytes")
 
 

@@ -10,7 +10,7 @@ import hashlib
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 
 import numpy
 import torch
@@ -149,16 +149,8 @@ def inputs(settings: Settings) -> tuple[Batches | Mixture, tuple[Batches, ...]]:
     return (train[0] if len(train) == 1 else Mixture(train, tuple(weights))), valid
 
 
-_orders: dict[tuple[int, int, int], Tensor] = {}
-
-
+@lru_cache(maxsize=16)
 def _order(seed: int, epoch: int, count: int) -> Tensor:
-    """The permutation of an epoch's sequences; the latest few are kept."""
-    key = seed, epoch, count
-    if key not in _orders:
-        digest = hashlib.blake2b(f"{seed} {epoch}".encode(), digest_size=7).digest()
-        generator = torch.Generator().manual_seed(int.from_bytes(digest, "big"))
-        while len(_orders) > 15:
-            _orders.pop(next(iter(_orders)))
-        _orders[key] = torch.randperm(count, generator=generator)
-    return _orders[key]
+    """The permutation of an epoch's sequences."""
+    digest = hashlib.blake2b(f"{seed} {epoch}".encode(), digest_size=7).digest()
+    return torch.randperm(count, generator=torch.Generator().manual_seed(int.from_bytes(digest, "big")))

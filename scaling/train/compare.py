@@ -22,11 +22,13 @@ BESIDE = ("out", "save_every", "keep", "eval_every", "eval_batches", "guard_ever
 BESIDE += ("norms", "profile", "sample", "tensorboard", NAME)
 
 
-def metrics(folder: Path, name: str) -> dict[int, dict]:
-    """{step: record} of a file of JSON lines; of a step that was run twice, the later one."""
-    path = folder / name
-    lines = path.read_text().splitlines() if path.exists() else []
-    return {record["step"]: record for record in map(json.loads, lines)}
+def _of_same_steps(a: Path, b: Path, name: str) -> Iterator[tuple[dict, dict]]:
+    """The records of steps that both runs have in a file of JSON lines; of a step that was run twice, the later one."""
+    ours, theirs = (
+        {record["step"]: record for record in map(json.loads, path.read_text().splitlines() if path.exists() else ())}
+        for path in (a / name, b / name)
+    )
+    yield from ((ours[step], theirs[step]) for step in sorted(ours.keys() & theirs.keys()))
 
 
 def differ(a: float | None, b: float | None, tolerance: float) -> bool:
@@ -48,17 +50,14 @@ def differences(a: Path, b: Path, tolerance: float) -> Iterator[str]:
     for name in sorted({*ours} | {*theirs}):
         if name not in BESIDE and ours.get(name) != theirs.get(name):
             yield f"option {name}: {ours.get(name, 'none')} and {theirs.get(name, 'none')}"
-    both = metrics(a, "metrics.jsonl"), metrics(b, "metrics.jsonl")
-    for step in sorted(both[0].keys() & both[1].keys()):
-        found = [key for key in ("loss", "grad_norm") if differ(both[0][step][key], both[1][step][key], tolerance)]
-        if found:
-            yield f"step {step}: {found[0]} {both[0][step][found[0]]!r} and {both[1][step][found[0]]!r}"
+    for one, other in _of_same_steps(a, b, "metrics.jsonl"):
+        if found := [key for key in ("loss", "grad_norm") if differ(one[key], other[key], tolerance)]:
+            yield f"step {one['step']}: {found[0]} {one[found[0]]!r} and {other[found[0]]!r}"
             break
-    both = metrics(a, "norms.jsonl"), metrics(b, "norms.jsonl")
-    for step in sorted(both[0].keys() & both[1].keys()):
-        one, other = both[0][step]["norms"], both[1][step]["norms"]
-        if found := [leaf for leaf in one if leaf in other and differ(one[leaf], other[leaf], tolerance)]:
-            yield f"step {step}: the gradient of {found[0]}: norms {one[found[0]]!r} and {other[found[0]]!r}"
+    for one, other in _of_same_steps(a, b, "norms.jsonl"):
+        x, y = one["norms"], other["norms"]
+        if found := [leaf for leaf in x if leaf in y and differ(x[leaf], y[leaf], tolerance)]:
+            yield f"step {one['step']}: the gradient of {found[0]}: norms {x[found[0]]!r} and {y[found[0]]!r}"
             break
     for step in sorted({*checkpoint.complete(a)} & {*checkpoint.complete(b)}):
         if found := leaf_apart(a, b, step, tolerance):
