@@ -55,33 +55,12 @@ def test_tiled_matmul():
     assert whole == cost.matmul(256, 512, 128, C, W)
     tiled = cost.tiled_matmul(256, 512, 128, (64, 128, 32), C, W)
     assert tiled.nbytes == 2 * 4 * 4 * (4 * (64 * 128 + 128 * 32) + 64 * 32)
-    with pytest.raises(ValueError, match=r"tiles \(100, 128, 32\) do not divide \(256, 512, 128\)"):
-        cost.tiled_matmul(256, 512, 128, (100, 128, 32), C, W)
 
 
 def test_split_contraction_depends_on_d_alone():
     for B, F in ((1, 128), (4096, 8192)):
         assert cost.split_contraction(B, 8755, F, C, 4.5e10).bound == "comms"
         assert cost.split_contraction(B, 8756, F, C, 4.5e10).bound == "compute"
-    with pytest.raises(ValueError, match="chips = 3"):
-        cost.split_contraction(1, 1, 1, C, W, chips=3)
-
-
-@pytest.mark.parametrize(
-    ("f", "message"),
-    [
-        (lambda: cost.roofline(-1, 1, C, W), "flops = -1"),
-        (lambda: cost.roofline(1, 1, 0, W), "C = 0"),
-        (lambda: cost.matmul(0, 1, 1, C, W), "B = 0"),
-        (lambda: cost.matmul(1, 1, 1, C, W, "bf17"), "unknown dtype"),
-        (lambda: cost.matmul(1, 1, 1, C, W, ("bf16", "bf16")), "one dtype, or three"),
-        (lambda: cost.critical_batch(C, W, 4096), "F = None"),
-        (lambda: cost.attainable(-1, C, W), "intensity = -1"),
-    ],
-)
-def test_nonsense_is_refused(f, message):
-    with pytest.raises(ValueError, match=message):
-        f()
 
 
 # Memory
@@ -104,13 +83,6 @@ def test_stages_of_zero():
 def test_checkpoints():
     assert cost.checkpoint_bytes(16e6, [5120, 13824, 13824], 40) == approx(4.2e13, rel=0.01)
     assert cost.checkpoint_bytes(4e6, [8192] * 4, 80) == approx(20.97e12, rel=1e-3)
-
-
-def test_memory_refuses():
-    with pytest.raises(ValueError, match="zero = 4"):
-        cost.training_memory(1e9, zero=4)
-    with pytest.raises(ValueError, match="activations = -1"):
-        cost.training_memory(1e9, activations=-1)
 
 
 # GPUs
@@ -182,8 +154,6 @@ def test_expert_parallelism():
     assert at.math == approx(at.comms)
     two = 2 * gpu.all_to_all(2 * B * D * 8, H100, 64, k=4)  # the tokens, once for each of 8 nodes, there and back
     assert layer.comms == approx(two)
-    with pytest.raises(ValueError, match="Z = 12: experts over several nodes take whole ones"):
-        gpu.expert_layer(B, D, F, 12, k, H100)
 
 
 def test_tensor_parallelism_over_nodes():
@@ -217,21 +187,3 @@ def test_gpu_thresholds():
     assert gpu.data_threshold(H100, nodes=2, model_nodes=2) == 1237.5 / 2
     assert gpu.data_threshold(H100, model_nodes=8) == 309.375
     assert gpu.replicas_fit(70e9, H100) == 9
-
-
-@pytest.mark.parametrize(
-    ("f", "message"),
-    [
-        (lambda: gpu.all_gather(-1, H100, 8), "nbytes = -1"),
-        (lambda: gpu.all_gather(1, H100, 0), "gpus = 0"),
-        (lambda: gpu.all_gather(1, H100, 8, inner=3), "8 x 3 GPUs of h100 do not fill"),
-        (lambda: gpu.all_gather(1, NODE, 16), "16 GPUs: nothing is known of h100's network beyond the node"),
-        (lambda: gpu.all_gather(1, V5E, 8), "v5e .tpu. has no levels"),
-        (lambda: gpu.all_to_all(1, H100, 8, k=0), "k = 0"),
-        (lambda: gpu.data_threshold(NODE), "nothing is known of its network beyond the node"),
-        (lambda: cost.expert_inflation(4, 8), "active = 8 of 4 experts"),
-    ],
-)
-def test_gpu_nonsense_is_refused(f, message):
-    with pytest.raises(ValueError, match=message):
-        f()

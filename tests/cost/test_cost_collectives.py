@@ -59,17 +59,6 @@ def test_torus_numbers():
     assert len(slice_of(V4P, (4, 4, 4)).neighbours((0, 0, 0))) == 6
 
 
-def test_torus_refuses():
-    with pytest.raises(ValueError, match="no chip"):
-        Torus((4,), (True,)).distance((0,), (4,))
-    with pytest.raises(ValueError, match="one length and one bool"):
-        Torus((4, 4), (True,))
-    with pytest.raises(ValueError, match="no even cut"):
-        _ = Torus((3,), (True,)).bisection_links
-    with pytest.raises(ValueError, match="bytes are not negative"):
-        Torus((4,), (True,)).all_to_all_seconds(-1, 1)
-
-
 @pytest.mark.parametrize("shape", [(8,), (16,), (4, 4), (8, 4), (8, 8), (16, 4), (4, 4, 4)])
 def test_all_to_all_in_n_dims(shape):
     V, N = 1e9, math.prod(shape)
@@ -111,8 +100,6 @@ def test_by_name():
     assert cost.seconds("CollectivePermute", 1e8, V5P, 4) == cost.permute(1e8, V5P)
     for op in ("Gather", "Scatter"):  # the root has all blocks but its own on the two links of its ring
         assert 0.75e8 / (2 * V5P.need("link_bw")) <= cost.seconds(op, 1e8, V5P, 4) <= 1e8 / (2 * V5P.need("link_bw"))
-    with pytest.raises(ValueError, match="op = 'Gossip': one of 'AllGather'"):
-        cost.seconds("Gossip", 1e8, V5P, 4)
 
 
 def test_a_measured_chip_uses_its_measurements():
@@ -121,26 +108,3 @@ def test_a_measured_chip_uses_its_measurements():
     assert cost.seconds("AllGather", 1e9, box, 1) == 0
     with pytest.raises(ValueError, match=r"AllToAll over 2 ranks was not measured \(there is: AllGather over 2\)"):
         cost.seconds("AllToAll", 1e9, box, 2)
-
-
-@pytest.mark.parametrize("f", [cost.all_gather, cost.reduce_scatter, cost.all_reduce, cost.all_to_all])
-def test_nonsense_is_refused(f):
-    with pytest.raises(ValueError, match="nbytes = -1"):
-        f(-1, V5P, 4)
-    with pytest.raises(ValueError, match="nbytes = nan"):
-        f(math.nan, V5P, 4)
-    with pytest.raises(ValueError, match="3 axes: v5e has 2"):
-        f(1, V5E, (4, 4, 4))
-    with pytest.raises(ValueError, match="slice 32"):
-        f(1, V5E, 32)
-    with pytest.raises(ValueError, match="has no axes"):
-        f(1, chip("h100"), 8)
-    with pytest.raises(ValueError, match="one for each of the 2 axes"):
-        f(1, V5E, (4, 4), wrap=(True,))
-
-
-def test_nonsense_to_a_point():
-    with pytest.raises(ValueError, match="v5e has 4 links"):
-        cost.point_to_point(1, V5E, 2, ports=5)
-    with pytest.raises(ValueError, match="hops = 0"):
-        cost.point_to_point(1, V5E, 0)

@@ -96,22 +96,6 @@ def test_windows_in_some_layers():
     assert tm.forward_flops(config, 1, 10)["attention"] == 4 * 2 * 4 * 200
 
 
-@pytest.mark.parametrize(
-    ("wrong", "says"),
-    [
-        ({"theta": 0.0}, "theta and eps must be above 0"),
-        ({"dropout": 1.0}, r"dropout must lie in \[0, 1\)"),
-        ({"activation": "relu2"}, "activation must be one of silu, gelu, gelu_tanh, relu: 'relu2'"),
-        ({"window": 0}, "a window is a whole number"),
-        ({"window": (3, None)}, "window has 2 entries for L=80"),
-        ({"rope_scaling": {"type": "linear"}}, "'linear' lacks its factor"),
-    ],
-)
-def test_config_refuses(wrong, says):
-    with pytest.raises(ValueError, match=says):
-        L70.with_(**wrong)
-
-
 def test_einsum_flops_of_part_4():
     assert tm.einsum_flops("p,p->", (7,), (7,)) == 2 * 7
     assert tm.einsum_flops("np,pm->nm", (2, 3), (3, 5)) == 2 * 2 * 3 * 5
@@ -120,10 +104,6 @@ def test_einsum_flops_of_part_4():
         == 2 * 2 * 3 * 4 * 5 * 6 * 7 * 72
     )
     assert tm.einsum_flops("ij,ij->ij", (4, 5), (4, 5)) == 20
-    with pytest.raises(ValueError, match="b is both 3 and 4"):
-        tm.einsum_flops("ab,bc->ac", (2, 3), (4, 5))
-    with pytest.raises(ValueError, match="the result has d"):
-        tm.einsum_flops("ab->d", (2, 3))
 
 
 def test_attention():
@@ -141,22 +121,6 @@ def test_kv_cache_and_saved_activations():
     widths = tm.saved_widths(L70, "matmuls")
     assert len(widths) == 6  # W_in and W_gate, both F wide, as one entry: the book's seven
     assert tm.saved_bytes(L70, 10, "matmuls") == 10 * 80 * 2 * sum(widths.values())
-
-
-def test_nonsense_is_refused():
-    for bad in (0, -1, 2.5):
-        with pytest.raises(ValueError, match="whole number"):
-            tm.forward_flops(L70, bad, 1)
-    with pytest.raises(ValueError, match="unknown remat 'some'"):
-        tm.train_flops(L70, 1, 1, remat="some")
-    with pytest.raises(ValueError, match="at least as many keys"):
-        tm.forward_flops(L70, 1, 8, 4, causal=True)
-    with pytest.raises(ValueError, match="must divide N=64"):
-        L70.with_(K=7)
-    with pytest.raises(ValueError, match="D must be a whole number"):
-        L70.with_(D=-1)
-    with pytest.raises(ValueError, match=r"unknown model 'llama9'\n  fix: .*llama3-70b"):
-        get("llama9")
 
 
 def test_models_from_files(tmp_path):
@@ -226,5 +190,3 @@ def test_utilization_counts_pairs_as_a_mask_does():
     again = tm.utilization(config, 3, 6, seconds, 4, C, remat="block") - step
     assert again == pytest.approx(tm.remat_flops(config, 3, 6, "block", causal=True) / (seconds * 4 * C))
     assert sum(tm.forward_flops(config, 3, 1, 6, causal=True).values()) == flops(3, 1, 6, 3 + 6)
-    with pytest.raises(ValueError, match="training=False"):
-        tm.utilization(config, 3, 1, seconds, 4, C, S=6)

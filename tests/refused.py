@@ -1,0 +1,18 @@
+"""Tables of what is refused: {what: a call, or (a call, words of its error)}, as one test."""
+
+import re
+
+import pytest
+
+
+def refused(calls: dict, error: type[Exception] = ValueError, always: str = "fix:"):
+    """A test in which each call raises such an error, with these words and always with a fix."""
+
+    @pytest.mark.parametrize("what", calls)
+    def test(what):
+        call, words = calls[what] if isinstance(calls[what], tuple) else (calls[what], "")
+        with pytest.raises(error, match=re.escape(words or always)) as found:
+            call()
+        assert always in str(found.value)
+
+    return test
