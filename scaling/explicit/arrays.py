@@ -21,7 +21,7 @@ from scaling.algebra.layouts import DimAxes, layout, letters, retyped, spec_of, 
 from scaling.algebra.resharding import reshard as plan_reshard
 from scaling.algebra.steps import Plan
 from scaling.collectives.plans import run as run_plan
-from scaling.explicit.functions import LocalPlan, TypedCall, each_result, read_call
+from scaling.explicit.functions import LocalPlan, TypedCall, each_call, read_call
 from scaling.explicit.planning import legal_layouts, nodes_of, way_to
 from scaling.spec import ShardingError, Spec
 from scaling.spec.reader import read_type
@@ -200,15 +200,14 @@ def call_typed(func, args: tuple, kwargs: dict, out: "str | Spec | None" = None)
     `out`: the result's type, for which operands and result are resharded.
     Raises ShardingError, which names the rule and the cheapest legal line, where the result has no type.
     """
-    return each_result(func, args, kwargs, _is_array, lambda func: _one_result(func, args, kwargs, out))
+    return each_call(lambda call: _one_result(call, out), read_call(func, args, kwargs, _is_array))
 
 
 def _is_array(x) -> bool:
     return isinstance(x, Array)
 
 
-def _one_result(func, args: tuple, kwargs: dict, out: "str | Spec | None") -> Array:
-    made = read_call(func, args, kwargs, _is_array)
+def _one_result(made: TypedCall, out: "str | Spec | None") -> Array:
     mesh, layouts = _mesh(made), [x.layout for x in made.operands]
     shapes = [tuple(x.shape) for x in made.operands]
     try:

@@ -5,7 +5,8 @@ One table serves the explicit and the auto mode. A function is known by its name
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, cast
+from functools import partial
+from typing import Any, NamedTuple
 
 import optree
 import torch
@@ -56,8 +57,9 @@ class TypedCall(NamedTuple):
     flops: int = 0
 
 
-def read_call(func: Callable, args: tuple, kwargs: dict, is_array: Callable[[Any], bool]) -> TypedCall:
-    """The call of a torch function (or a method of Tensor) on arrays that have `.shape` and `.dtype`.
+def read_call(func: Callable, args: tuple, kwargs: dict, is_array: Callable[[Any], bool]) -> Any:
+    """The call of a torch function (or a method of Tensor) on arrays that have `.shape` and `.dtype`: a TypedCall, or
+    of a function that gives several arrays, as split does, a tuple (or what torch gives) of one for each.
 
     Raises ShardingError for a function that this mode does not know, and torch's own error where the shapes do not fit.
     """
@@ -65,7 +67,7 @@ def read_call(func: Callable, args: tuple, kwargs: dict, is_array: Callable[[Any
     flat, structure = optree.tree_flatten(everything, is_leaf=is_array, none_is_leaf=True)
     at = [i for i, x in enumerate(flat) if is_array(x)]
     operands, written = [flat[i] for i in at], function_name(func)
-    name = written.strip("_")
+    name, kind = written.strip("_"), op_kind(written)
     if written.endswith("_") and not written.endswith("__"):
         raise ShardingError(f"{written}: changes its argument\n  rule: arrays are not changed\n  fix: {name}")
     for x in flat:
@@ -74,8 +76,7 @@ def read_call(func: Callable, args: tuple, kwargs: dict, is_array: Callable[[Any
                 f"{name}: a plain tensor of shape {tuple(x.shape)} among arrays\n"
                 f"  rule: arrays carry their type\n  fix: explicit.array(x, type, mesh)"
             )
-
-    if op_kind(written) in ("values", "writes"):
+    if kind in ("values", "writes"):
         raise ShardingError(
             f"{name}: of an array whose numbers no device has all of\n"
             "  rule: arrays decide nothing in Python, and are not changed\n"
@@ -89,9 +90,16 @@ def read_call(func: Callable, args: tuple, kwargs: dict, is_array: Callable[[Any
         given, named = optree.tree_unflatten(structure, filled)
         return func(*given, **named)
 
-    shapes = [tuple(x.shape) for x in operands]
     try:
-        made = _typed(name, args, kwargs, call, operands, shapes)
+        if kind in ELEMENTWISE:  # some have slow meta kernels
+            whole = call([torch.ones((1,) * len(x.shape), dtype=x.dtype) for x in operands])
+        else:
+            whole = call([torch.empty(tuple(x.shape), dtype=x.dtype, device="meta") for x in operands])
+        if kind not in SEVERAL or isinstance(whole, Tensor):
+            return _typed(name, args, kwargs, call, operands, whole)
+        parts = [partial(_part, call, number) for number in range(len(whole))]
+        typed = [_typed(name, args, kwargs, part, operands, x) for part, x in zip(parts, whole, strict=True)]
+        return type(whole)(typed)
     except ShardingError:
         raise
     except (RuntimeError, IndexError, TypeError, ValueError) as error:
@@ -100,20 +108,25 @@ def read_call(func: Callable, args: tuple, kwargs: dict, is_array: Callable[[Any
         raise ShardingError(
             f"{name}({given})\n  {str(error).splitlines()[0]}\n  rule: {rule}\n  fix: mend the shapes or the arguments"
         ) from None
-    return made
 
 
-def _typed(name: str, args, kwargs, call: OnTensors, operands: list, shapes: list[Sizes]) -> TypedCall:
-    """As `read`, of a function that is called by `call`, on the operands alone."""
-    if elementwise := op_kind(name) in ELEMENTWISE:  # some have slow meta kernels
-        whole = call([torch.ones((1,) * len(x.shape), dtype=x.dtype) for x in operands])
-    else:
-        whole = call([torch.empty(x.shape, dtype=x.dtype, device="meta") for x in operands])
+def each_call(of: Callable[[TypedCall], Any], read: Any) -> Any:
+    """`of` each call that `read_call` gives, in torch's own container where there are several."""
+    return of(read) if isinstance(read, TypedCall) else type(read)([of(one) for one in read])
+
+
+def _part(call: OnTensors, number: int, values: Sequence[Tensor]) -> Tensor:
+    return call(values)[number]
+
+
+def _typed(name: str, args, kwargs, call: OnTensors, operands: list, whole: Any) -> TypedCall:
+    """Of a function that is called by `call`, on the operands alone, and then gives `whole`, on meta tensors."""
+    kind, shapes = op_kind(name), [tuple(x.shape) for x in operands]
     if not isinstance(whole, Tensor):
         refuse_unknown(name)
-    if op_kind(name) == "reshapes" and whole.dtype != operands[0].dtype:
+    if kind == "reshapes" and whole.dtype != operands[0].dtype:
         refuse_unknown(f"{name}({whole.dtype})")
-    shape = tuple(torch.broadcast_shapes(*shapes) if elementwise else whole.shape)
+    shape = tuple(torch.broadcast_shapes(*shapes) if kind in ELEMENTWISE else whole.shape)
     op, run = _read(name, args, kwargs, call, operands, shape)
     flops = 0
     if isinstance(op, LabelledOp):
@@ -167,33 +180,6 @@ def _read(
     if kind in ("zeros", "constants"):
         return LabelledOp(name, (labels,), labels), None
     return along_dims(name, kind, args, kwargs, labels, shape), None
-
-
-def each_result(func: Callable, args: tuple, kwargs: dict, is_array: Callable[[Any], bool], read: Callable) -> Any:
-    """`read(func)`; of a function that gives several arrays, as split does, all that `read` gives of each part."""
-    if op_kind(function_name(func)) not in SEVERAL:
-        return read(func)
-
-    def meta(x):
-        return torch.empty(tuple(x.shape), dtype=x.dtype, device="meta") if is_array(x) else x
-
-    everything: Any = (args, kwargs)
-    given, named = cast(Any, optree.tree_map(meta, everything, is_leaf=is_array, none_is_leaf=True))
-    try:
-        whole = func(*given, **named)
-    except (RuntimeError, IndexError, TypeError, ValueError):
-        return read(func)  # refuses it, in our words
-    return type(whole)([read(PartOf(func, number)) for number in range(len(whole))])
-
-
-class PartOf:
-    """One of the arrays that a function gives."""
-
-    def __init__(self, func: Callable, number: int):
-        self.func, self.number, self.__name__ = func, number, function_name(func)
-
-    def __call__(self, *args, **kwargs) -> Tensor:
-        return self.func(*args, **kwargs)[self.number]
 
 
 def _product(op: LabelledOp, shards: Sequence[Tensor], local: LocalPlan) -> Tensor:

@@ -13,7 +13,7 @@ from torch.overrides import TorchFunctionMode
 from scaling import tree
 from scaling.algebra.ops import function_name
 from scaling.explicit.arrays import reshard
-from scaling.explicit.functions import each_result, read_call
+from scaling.explicit.functions import TypedCall, each_call, read_call
 from scaling.explicit.planning import Graph, Node
 from scaling.spec import ShardingError
 
@@ -49,13 +49,12 @@ class Recording(TorchFunctionMode):
         ):
             return func(*args, **kwargs)
 
-        def record(func):
-            call = read_call(func, args, kwargs, _is_array)
+        def record(call: TypedCall) -> Tensor:
             operands = tuple(self.number(x) for x in call.operands)
             result = torch.empty(call.shape, dtype=call.dtype, device="meta")
             return self.add(result, Node(call.shape, call.dtype, operands, call.op, call.flops, run=call.run))
 
-        return each_result(func, args, kwargs, _is_array, record)
+        return each_call(record, read_call(func, args, kwargs, _is_array))
 
 
 SHAPE_ONLY = (

@@ -11,7 +11,7 @@ from scaling.algebra.law import Illegal
 from scaling.algebra.layouts import DimAxes, spec_of
 from scaling.algebra.ops import KINDS, op_kind
 from scaling.algebra.planner import all_layouts
-from scaling.explicit.functions import LocalPlan, each_result, read_call
+from scaling.explicit.functions import LocalPlan, each_call, read_call
 from scaling.mesh import AbstractMesh, Mesh
 from scaling.spec import ShardingError
 
@@ -80,7 +80,7 @@ def calls_of(fn, arrays):
     with Recorded() as seen:
         fn(*metas)
     made = []
-    each_result(*seen.call, is_tensor, lambda func: made.append(read_call(func, *seen.call[1:], is_tensor)))
+    each_call(made.append, read_call(*seen.call, is_tensor))
     return made
 
 
