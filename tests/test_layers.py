@@ -76,8 +76,8 @@ OPTIONAL = {
 }  # extras of pyproject.toml
 INSIDE = {  # (module, what it imports inside a function): why
     ("scaling.cost.lanes", "numpy"): "the page to play on has none",
-    ("scaling.spec.placements", "torch.distributed.tensor"): "types need no torch",
-    ("scaling.spec.placements", "torch.distributed.tensor.placement_types"): "types need no torch",
+    ("scaling.spec.types", "torch.distributed.tensor"): "types need no torch",
+    ("scaling.spec.types", "torch.distributed.tensor.placement_types"): "types need no torch",
     ("scaling.tree", "scaling.collectives"): "plain trees need no torch.distributed",
     ("scaling.tree", "scaling.collectives.checked"): "plain trees need no torch.distributed",
     ("scaling.tree", "scaling.collectives.linear"): "plain trees need no torch.distributed",

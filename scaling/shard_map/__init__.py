@@ -1,7 +1,7 @@
 """Manual sharding (Part 10): programs for one device, with JAX's collectives, as functions of whole arrays.
 
 `manual` has shard_map, `names` the collectives as JAX spells them, `calls` their law of transposes and what runs them,
-on ranks or in one process, `types` what varies over which axis and the checks, `partial` what is unreduced or reduced.
+on ranks or in one process, `types` what varies over which axis, or is unreduced or reduced, and the checks.
 """
 
 from scaling.shard_map.manual import shard_map

@@ -21,8 +21,7 @@ from scaling.interop import from_partition_spec
 from scaling.mesh import AbstractMesh
 from scaling.shard_map.calls import Bound, Call, apply_stacked
 from scaling.shard_map.names import bound_here, tensor_of
-from scaling.shard_map.partial import PLAIN, marked, marks
-from scaling.shard_map.types import Checks, described_type, memory_of, vary, varying
+from scaling.shard_map.types import PLAIN, Checks, described_type, marked, marks, memory_of, vary, varying
 from scaling.spec import ShardingError, Spec, format_axes, parse, refuse
 from scaling.tree import for_each
 

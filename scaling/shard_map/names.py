@@ -15,8 +15,7 @@ from torch import Tensor
 
 from scaling.collectives.calls import pairs_of
 from scaling.shard_map.calls import Bound, Call, apply_typed, index_of
-from scaling.shard_map.partial import marked, marks
-from scaling.shard_map.types import described_type, vary, varying
+from scaling.shard_map.types import described_type, marked, marks, vary, varying
 from scaling.spec import ShardingError
 from scaling.spec.sizes import format_sizes
 

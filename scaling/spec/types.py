@@ -11,7 +11,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
-from scaling.spec.placements import placements_of, type_of
 from scaling.spec.reader import ShardingError, read_line, read_type
 
 DTYPE_BYTES = {"int4": 0.5, "fp4": 0.5, "int8": 1, "uint8": 1, "fp8": 1, "bool": 1, "bf16": 2, "bfloat16": 2}
@@ -134,8 +133,17 @@ class Spec:
 
         Where a dim's axes stand in another order than the mesh's, `I_YX`, the placement is a strided shard.
         """
+        from torch.distributed.tensor import Partial, Replicate, Shard
+        from torch.distributed.tensor.placement_types import _StridedShard
+
         self.check_axes(mesh)
-        return placements_of(self.dims, self.unreduced, mesh_sizes(mesh))
+        sizes, found = mesh_sizes(mesh), {axis: Partial() for axis in self.unreduced}
+        order = list(sizes)
+        for position, (_, axes) in enumerate(self.dims):
+            for n, axis in enumerate(axes):  # the factor: blocks into which axes behind in the mesh cut the dim before
+                factor = math.prod(sizes[major] for major in axes[:n] if order.index(major) > order.index(axis))
+                found[axis] = Shard(position) if factor == 1 else _StridedShard(position, split_factor=factor)
+        return tuple(found.get(axis, Replicate()) for axis in order)
 
     @staticmethod
     def from_placements(placements: Sequence, mesh, dims: Sequence[str], name: str = "") -> "Spec":
@@ -144,7 +152,30 @@ class Spec:
         Raises ShardingError for what the notation does not have: sums other than plain ones, strides that no order of
         a dim's axes makes.
         """
-        return Spec(name, *type_of(placements, mesh_sizes(mesh), dims)).validated()
+        from torch.distributed.tensor import Partial, Replicate
+        from torch.distributed.tensor.placement_types import Shard, _StridedShard
+
+        sizes, unreduced = mesh_sizes(mesh), []
+        axes_of: dict[str, list[str]] = {dim: [] for dim in dims}
+        for axis, placement in reversed([*zip(sizes, placements, strict=True)]):  # a factor counts blocks behind
+            kind = type(placement)
+            if kind in (Shard, _StridedShard) and -len(dims) <= placement.dim < len(dims):
+                axes = axes_of[list(dims)[placement.dim]]
+                blocks = [math.prod(sizes[other] for other in axes[:n]) for n in range(len(axes) + 1)]
+                if (factor := getattr(placement, "split_factor", 1)) in blocks:
+                    axes.insert(blocks.index(factor), axis)
+                    continue
+            elif kind is Replicate:
+                continue
+            elif kind is Partial and placement.reduce_op == "sum":
+                unreduced.append(axis)
+                continue
+            raise ShardingError(
+                f"{placement} over {axis}: only Shard of one of the {len(dims)} dims, Replicate and Partial('sum') "
+                f"are types of this notation\n  fix: redistribute the DTensor to such a placement first"
+            )
+        split = tuple((dim, tuple(axes)) for dim, axes in axes_of.items())
+        return Spec(name, split, tuple(sorted(unreduced))).validated()
 
     def check_axes(self, mesh) -> None:
         """ShardingError if the type names an axis that the mesh lacks."""

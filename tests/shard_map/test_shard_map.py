@@ -12,7 +12,7 @@ from scaling import trace
 from scaling.book.largest import largest
 from scaling.mesh import AbstractMesh
 from scaling.shard_map import all_gather, axis_index, pcast, pmax, ppermute, psum, psum_scatter, pvary, shard_map, vma
-from scaling.shard_map.partial import Marks, marks
+from scaling.shard_map.types import Marks, marks
 from scaling.spec import ShardingError
 
 TABLE, TYPED = (json.loads((Path(__file__).parent / f"{name}.json").read_text()) for name in ("programs", "typed"))
