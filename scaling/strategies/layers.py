@@ -71,11 +71,11 @@ class Layers:
             return None
         if self.held is not None and l in self.held:
             return self.held[l]
-        return self.gather(self.layers[l], self.mesh) if self.gather else self.layers[l]
+        return self.layers[l] if self.gather is None else self.gather(self.layers[l], self.mesh)
 
     def waited(self, l: int, pending) -> Any:
         """The same, there."""
-        W = tree.map(wait, pending) if self.gather else pending
+        W = pending if self.gather is None else tree.map(wait, pending)
         if self.held is not None:
             self.held[l] = W
         return W
@@ -194,7 +194,7 @@ class Layers:
             if self.rooms[i] is not None and self.rooms[i][0] >= first and self.rooms[i][1] is not self.out[i]:
                 self.rooms[i] = None
         mesh = self.mesh if end - first == 1 else self.mesh.stacked("L")
-        self.under_way.append((first, end, self.reduce(dW, mesh) if self.reduce else dW))
+        self.under_way.append((first, end, dW if self.reduce is None else self.reduce(dW, mesh)))
 
     def reduce_all(self) -> None:
         """Start to reduce the sums of all layers, layer by layer from the last."""

@@ -68,3 +68,7 @@ def test_sizes_of_a_transfer_are_whole_numbers(given):
 def test_a_permutation_is_pairs_of_whole_numbers(perm):
     with pytest.raises(ShardingError, match="fix:"):
         ppermute("A[I_X]", torch.arange(6.0), ONE, "X", perm)
+
+
+def test_a_permutation_of_what_is_stacked():
+    assert torch.equal(ppermute("A[J_X]", ROWS, ONE.stacked("I"), "X", [(0, 0)]), ROWS)
