@@ -1,4 +1,6 @@
-"""One array saved by one rank, and loaded again."""
+"""One array saved by one rank, and loaded again; what a pickle of an evil hand runs."""
+
+import os
 
 import torch
 
@@ -17,3 +19,10 @@ def save(folder, step: int, W: "torch.Tensor | None" = None, **options):
 def load(folder, step: "int | None" = None) -> tuple[list[float], int]:
     state, found = checkpoint.load(folder, SPECS, ONE, step)
     return state["W"].tolist(), found
+
+
+class Malicious:
+    """Whoever unpickles it has a file `never` in the working folder."""
+
+    def __reduce__(self):
+        return os.system, ("touch never",)

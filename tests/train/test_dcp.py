@@ -1,7 +1,6 @@
 """Checkpoints of torch.distributed.checkpoint: its own load opens ours, we open its own, and nothing in them is run."""
 
 import io
-import os
 import pickle
 import sys
 from pathlib import Path
@@ -10,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as torch_dcp
+from checkpoints import Malicious
 from torch.distributed.checkpoint import metadata as torch_metadata
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from torch.distributed.device_mesh import DeviceMesh
@@ -95,11 +95,6 @@ def test_a_checkpoint_of_torch_is_opened(ranks, tmp_path):
         dcp.load(tmp_path, {"params": {"other": "n[]"}}, Mesh({"X": 1}))
 
 
-class Malicious:
-    def __reduce__(self):
-        return os.system, ("touch /tmp/never",)
-
-
 class Attribute:
     """Pickled as a getattr, as Python before 3.11.5 pickles the member of an enum."""
 
@@ -128,7 +123,8 @@ def test_a_path_of_python_3_13_is_read():
     assert dcp._Restricted(io.BytesIO(written)).load().given == ("a", "b")
 
 
-def test_a_malicious_checkpoint_of_torch_is_refused(tmp_path):
+def test_a_malicious_checkpoint_of_torch_is_refused(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
     state = {"W": torch.ones(4)}
     torch_dcp.save(state, checkpoint_id=tmp_path, no_dist=True)
     metadata, data = tmp_path / ".metadata", tmp_path / "__0_0.distcp"
@@ -143,4 +139,4 @@ def test_a_malicious_checkpoint_of_torch_is_refused(tmp_path):
         dcp.load(tmp_path, {"W": "W[D]"}, Mesh({"X": 1}))
     with pytest.raises(FileNotFoundError, match="no checkpoint"):
         dcp.load(tmp_path / "elsewhere", {"W": "W[D]"}, Mesh({"X": 1}))
-    assert not Path("/tmp/never").exists()
+    assert not (tmp_path / "never").exists()
