@@ -24,7 +24,7 @@ from scaling.common.console import integer, number, picture
 from scaling.models import mlp
 from scaling.schedules import SCHEDULES, closed_forms, make
 from scaling.schedules.simulator import simulate
-from scaling.show.timelines import save_schedule
+from scaling.show.timelines import draw_on, save_schedule
 from scaling.strategies import fsdp_tp, pipeline, stage
 
 SIZES = {"B": 8, "D": 32, "F": 64}  # of the schedules: B rows a microbatch; they must divide over --mesh
@@ -114,7 +114,7 @@ page.say("\nAs printed, the book's listing does not run: weights[i] = ... is ref
 # %%
 alone, idle = simulate(make("naive", Z, 1)), closed_forms.bubble("naive", Z, 1)
 page.title("One batch")
-page.timeline(alone)
+draw_on(page, alone)
 page.check("the listing's bubble", idle == alone.bubble and Z * (1 - idle) == 1)
 page.say(f"\nOf {2 * Z} turns, forward and back, a rank computes in 2: it is idle for {float(idle):.1%} of the time.")
 
@@ -134,7 +134,7 @@ def draw(*names: str) -> None:
     for name in names:
         try:
             drawn[name] = simulate(make(name, Z, M))
-            page.timeline(drawn[name])
+            draw_on(page, drawn[name])
         except ValueError as error:
             page.say(str(error).replace("\n  fix:", "; fix:"))
 
@@ -222,7 +222,7 @@ names = asked or [name for name in (("1f1b", "zb-h1") if page.small else SCHEDUL
 runs = page.on_ranks(schedules, names, page.args.seed)
 page.title(f"Schedules of {M} microbatches, measured")
 for measured, _ in runs.values():
-    page.timeline(measured, "s")
+    draw_on(page, measured, "s")
 
 # %% [markdown]
 # The bubble and the memory of each: by the published formula, in the simulation, and measured. The first two are equal

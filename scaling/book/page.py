@@ -24,7 +24,7 @@ from scaling.book.answers import Answer, answer_table, verdict_counts
 from scaling.book.options import Fits, chapter_parser, in_notebook, read_options
 from scaling.check.findings import judging
 from scaling.common.console import fold
-from scaling.show import charts, timelines
+from scaling.show import charts
 
 
 class Page:
@@ -93,12 +93,6 @@ class Page:
             return False
         display(SVG(image.getvalue()))
         return True
-
-    def timeline(self, timeline, unit: str = "") -> None:
-        """A pipeline's schedule in time (scaling.show.timelines): as text, in a notebook as a picture."""
-        if not self.picture(timeline.name, lambda: timelines.figure(timeline, unit=unit)):
-            drawn = timelines.schedule_chart(timeline, width=self.columns - 10)
-            self.say(f"{timelines.summary(timeline, unit)}\n{drawn}")
 
     def check(self, what: str, held: bool) -> str:
         """Keep a verdict, and give its word for a table: "yes", or "NO" if it does not hold."""

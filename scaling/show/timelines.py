@@ -69,6 +69,12 @@ def summary(timeline: Timeline, unit: str = "") -> str:
     return f"{timeline.name}: makespan {makespan}, bubble {float(timeline.bubble):.1%}, live activations {live}"
 
 
+def draw_on(page, timeline: Timeline, unit: str = "") -> None:
+    """On a chapter's page: as text, in a notebook as a picture."""
+    if not page.picture(timeline.name, lambda: figure(timeline, unit=unit)):
+        page.say(f"{summary(timeline, unit)}\n{schedule_chart(timeline, width=page.columns - 10)}")
+
+
 def figure(*timelines: Timeline, unit: str = ""):
     """Timelines below each other, as a matplotlib Figure."""
     return bars.figure([(summary(each, unit), bars_of(each)) for each in timelines], COLOURS, unit)
