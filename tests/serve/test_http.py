@@ -3,6 +3,7 @@
 import gc
 import json
 import random
+import signal
 import socket
 from concurrent.futures import ThreadPoolExecutor
 
@@ -17,6 +18,7 @@ from scaling.serve.requests import Sampling
 for extra in ("starlette", "uvicorn", "prometheus_client", "httpx"):
     pytest.importorskip(extra, reason="the extras serve and test have it")
 
+import httpx  # noqa: E402
 from http_server import CONFIG, PARAMS, chat, malformed, post, raw, running  # noqa: E402
 
 from scaling.serve.web import app, server  # noqa: E402
@@ -263,6 +265,18 @@ def test_too_long_and_too_slow(monkeypatch):
             s.close()
 
 
+def test_a_second_ctrl_c_ends_what_runs():
+    """Each reaches a rank twice: by itself, and as the SIGTERM that the process which started it sends."""
+    body = {"prompt": "a", "max_tokens": 20_000, "stream": True}
+    with running(pages=6000) as found, found.client.stream("POST", "/v1/completions", json=body) as long:
+        lines = long.iter_lines()
+        next(lines)
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGINT, signal.SIGTERM):
+            found.stop(number)
+        with pytest.raises(httpx.HTTPError):
+            list(lines)
+
+
 def test_an_engine_that_ends_says_so_to_all():
     broken = {**PARAMS, "norm": torch.full_like(PARAMS["norm"], torch.nan)}
     with running(params=broken) as found:
@@ -278,8 +292,8 @@ def test_nothing_is_kept_of_requests_that_are_over(served):
         for i in range(count):
             plain(served, [i % 256, 1, 2], max_tokens=2, stop=["zz"], logprobs=1)
         gc.collect()
-        return len(gc.get_objects())
+        return sum(type(x).__name__ not in ("TimerHandle", "Context") for x in gc.get_objects())  # for seconds
 
     some(300)  # until the caches are full, of prefixes and of timers
     before = some(50)
-    assert some(500) - before < 400
+    assert some(250) - before < 200

@@ -210,6 +210,8 @@ def test_logprobs_and_scores_are_the_models():
 
 
 def test_the_same_prompt_is_drawn_anew():
+    plain, zero = (serve.generate(params, PROMPTS, CONFIG, 7, temperature=1.5, **seed) for seed in ({}, {"seed": 0}))
+    assert plain == zero
     together = serve.generate(params, PROMPTS, CONFIG, 7, temperature=1.5, seed=3)
     assert together[1] != together[3]
     assert together[:3] == [serve.generate(params, [p], CONFIG, 7, temperature=1.5, seed=3)[0] for p in PROMPTS[:3]]

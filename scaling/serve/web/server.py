@@ -94,7 +94,7 @@ def serve_http(
     )
 
     def stop(number: int) -> None:
-        server.force_exit = server.should_exit and number == signal.SIGINT
+        server.force_exit |= server.should_exit and number == signal.SIGINT  # which a SIGTERM may follow
         server.should_exit = True
 
     async def talk() -> None:
