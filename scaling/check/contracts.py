@@ -5,14 +5,20 @@
         '''Of x[B_X, D].'''                      what it is given
         u = fetch(x)  # u[B, D] {U_X}          what a variable holds
 
-`run_watched` runs a program so that its functions and lines tell whoever watches (`scaling.collectives.linear`).
+`run_watched` runs a program so that its functions and lines tell whoever watches (`scaling.collectives.linear`); inside
+`telling()` the library's listings that are imported do.
 """
 
 import ast
 import functools
 import inspect
 import re
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from importlib.abc import MetaPathFinder
+from importlib.machinery import ModuleSpec, PathFinder, SourceFileLoader
+from types import ModuleType
 from typing import Any
 
 from scaling.collectives.linear import who_watches
@@ -108,3 +114,32 @@ class _Said(ast.NodeTransformer):
         args = [ast.Constant(str(spec)), ast.Name(target.id, ast.Load()), ast.Constant(f"{self.file}:{node.lineno}")]
         call = ast.Expr(ast.Call(ast.Name("__said__", ast.Load()), args, []))
         return [node, ast.copy_location(call, node)]
+
+
+LISTINGS = "scaling.strategies.", "scaling.serve.forms."
+AS_SEEN = "scaling.serve.forms.latent", "scaling.strategies.context"  # their types leave out axes that they do not use
+
+
+class _Loader(SourceFileLoader):
+    def exec_module(self, module: ModuleType) -> None:
+        run_watched(self.get_data(self.path).decode(), self.path, vars(module))
+
+
+class _Finder(MetaPathFinder):
+    def find_spec(self, fullname: str, path: Any = None, target: Any = None) -> "ModuleSpec | None":
+        told = fullname.startswith(LISTINGS) and not fullname.startswith(AS_SEEN)
+        spec = PathFinder.find_spec(fullname, path) if told else None
+        if spec is not None and (spec.origin or "").endswith(".py"):
+            spec.loader = _Loader(fullname, spec.origin or "")
+        return spec
+
+
+@contextmanager
+def telling() -> Iterator[None]:
+    """Listings of the library that are imported inside tell the types that they say."""
+    finder = _Finder()
+    sys.meta_path.insert(0, finder)
+    try:
+        yield
+    finally:
+        sys.meta_path.remove(finder)

@@ -29,8 +29,8 @@ from scaling.common.console import Parser
 OWN = Path(scaling.__file__).parent
 
 
-def check_files(paths: Sequence, lines_only: bool = False) -> tuple[Judgement, int]:
-    """The faults of some files: of their lines, and of what they do when run; and how many typed calls there are."""
+def check_files(paths: Sequence, lines_only: bool = False) -> tuple[Judgement, dict[str, list]]:
+    """The faults of some files: of their lines, and of what they do when run; and the lines of their typed calls."""
     report, texts, calls = Judgement(), {}, {}
     for path in map(str, paths):
         try:
@@ -45,13 +45,12 @@ def check_files(paths: Sequence, lines_only: bool = False) -> tuple[Judgement, i
     if not lines_only:
         _judge(report, texts, calls)
     report.findings.sort()
-    return report, sum(map(len, calls.values()))
+    return report, calls
 
 
 def _judge(report: Judgement, texts: dict[str, str], calls: dict[str, list]) -> None:
     """What running shows; the library is judged by its own programs."""
-    from scaling.check.library import judge_library
-    from scaling.check.run import found_in, judge_file
+    from scaling.check.run import found_in, judge_file, judge_library
 
     own = {path for path in calls if OWN in Path(path).resolve().parents}
     runs = [(judge_library(), texts)] if own else []  # first: modules tell their types if they are imported then
@@ -112,11 +111,15 @@ def _counted(number: int, what: str) -> str:
     return f"{number} {what}" + ("" if number == 1 else "s")
 
 
-def _summary(report: Judgement, calls: int, files: int, lines_only: bool) -> str:
+def _summary(report: Judgement, calls: dict[str, list], files: int, lines_only: bool) -> str:
     """What was judged, in one line, and what was not, a line each."""
     unjudged = sorted((*place_parts(place), why) for place, why in set(report.unjudged))
-    text = f"{_counted(calls, 'call')} in {_counted(files, 'file')}"
-    text += ", each line by itself" if lines_only else f", {_counted(len(unjudged), 'place')} not judged"
+    at = {(path, line) for path, places in calls.items() for first, last in places for line in range(first, last + 1)}
+    own = sum((file, line) in at for file, line, _ in unjudged)
+    text = f"{_counted(sum(map(len, calls.values())), 'call')} in {_counted(files, 'file')}"
+    text += (
+        ", each line by itself" if lines_only else f", {own} of them not judged, and {len(unjudged) - own} other places"
+    )
     lines = [f"  {file}:{line}: {why}" for file, line, why in unjudged]
     return "\n".join([text, *lines, _counted(len(report.findings), "finding")])
 
@@ -138,7 +141,7 @@ def main(argv: "list[str] | None" = None) -> int:
     if args.json:
         places = [(*place_parts(place), why) for place, why in report.unjudged]
         unjudged = [{"file": file, "line": line, "why": why} for file, line, why in places]
-        found = {"findings": [asdict(finding) for finding in report.findings], "checked": calls}
+        found = {"findings": [asdict(finding) for finding in report.findings], "checked": sum(map(len, calls.values()))}
         print(json.dumps(found | {"files": len(files), "unjudged": unjudged}, indent=1))
     for finding in () if args.json else report.findings:
         print(finding)

@@ -27,12 +27,12 @@ import torch
 from scaling import launch
 from scaling import mesh as meshes
 from scaling.check.compared import raised_at
-from scaling.check.contracts import documented, run_watched
+from scaling.check.contracts import documented, run_watched, telling
 from scaling.check.findings import Finding, Judgement, said
 from scaling.check.lines import check_lines, silent_lines
 from scaling.check.mode import Judge
-from scaling.check.strategy import SIZES, run_layers
-from scaling.check.watched import watching
+from scaling.check.strategy import LAYERS, run_layers
+from scaling.check.watched import shard_of, watching
 from scaling.collectives.linear import who_watches
 from scaling.mesh import AbstractMesh
 from scaling.spec import ShardingError
@@ -125,6 +125,19 @@ def judge_file(path: "str | Path", text: "str | None" = None) -> Judgement:
     return report
 
 
+def judge_library() -> Judgement:
+    """The library's own programs, each on its mesh; what its listings say of their types is a part of them."""
+    report = Judgement()
+    with telling(), nothing_outside("scaling"):
+        from scaling.check.programs import programs
+
+        for name, sizes, run in programs():
+            judge = Judge(report, sizes)
+            with watching(judge), attempt(judge, name):
+                run(AbstractMesh(sizes))
+    return report
+
+
 def _statements(text: str, path: str, module: ModuleType, judge: Judge) -> None:
     """One after the other, so that one that needs values stops no other."""
     tree = ast.parse(text)
@@ -186,15 +199,12 @@ def _typed_function(fn: Any, path: str, judge: Judge) -> None:
     watch = who_watches()
     if watch is None or fn.__wrapped__.__code__ in judge.ran:
         return
-    given = []
+    given, sizes = [], dict(LAYERS)
     for name in needed:
         if name == "mesh":
             given.append(mesh)
             continue
-        spec = types[name]
-        every = SIZES | {dim: int(dim) if dim.isdigit() else 12 for dim in spec.dim_names if dim not in SIZES}
-        x = torch.empty(spec.local_shape(every, mesh), device="meta")
-        given.append(watch.typed(x, spec, "argument", mesh))
+        given.append(watch.typed(shard_of(types[name], mesh, sizes), types[name], "argument", mesh))
     with attempt(judge, f"{path}:{fn.__wrapped__.__code__.co_firstlineno}", True):
         fn(*given)
 

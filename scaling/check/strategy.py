@@ -6,15 +6,12 @@ from typing import Any
 
 import torch
 
+from scaling.check.watched import shard_of
 from scaling.collectives.linear import who_watches
 from scaling.spec import parse
 from scaling.strategies.stack import Strategy
 
-SIZES = {"L": 2, "B": 24, "D": 24, "F": 36}
-
-
-def _strategy_of(module: Any) -> Any:
-    return getattr(module, "STRATEGY", None) or Strategy(module.SPECS, module.forward, module.backward)
+LAYERS = {"L": 2}
 
 
 def run_layers(name: "str | Any", keep: bool, mesh: Any) -> None:
@@ -26,10 +23,10 @@ def run_layers(name: "str | Any", keep: bool, mesh: Any) -> None:
     weights = {W: parse(spec) for W, spec in module.SPECS.items() if W not in ("In", "Out")}
     stacked = weights if plain else {W: spec.stacked("L") for W, spec in weights.items()}
 
+    sizes = dict(LAYERS)
+
     def given(spec: Any, where: str = "x") -> torch.Tensor:
-        every = SIZES | {dim: 12 for dim in spec.dim_names if dim not in SIZES}
-        x = torch.empty(spec.local_shape(every, mesh), device="meta")
-        return watch.typed(x, spec, where, mesh)
+        return watch.typed(shard_of(spec, mesh, sizes), spec, where, mesh)
 
     params = {W: given(spec, f'["{W}"]') for W, spec in stacked.items()}
     In, Out = parse(module.SPECS["In"]), parse(module.SPECS["Out"])
@@ -46,7 +43,7 @@ def run_layers(name: "str | Any", keep: bool, mesh: Any) -> None:
             )
             _told(watch, dIn, In, grads, weights, place)
         return
-    strategy = _strategy_of(module)
+    strategy = getattr(module, "STRATEGY", None) or Strategy(module.SPECS, module.forward, module.backward)
     place = f"{module.__file__}:1"
     made, saved = strategy.forward(params, given(In), mesh, "gelu", True, True, keep)
     watch.told(made, Out, f"forward returns Out, SPECS says {Out}", place)

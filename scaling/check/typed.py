@@ -99,7 +99,7 @@ class TypedLines:
 
     def skip(self, why: str, place: str = "") -> None:
         entry = place or place_of_call(), why
-        if not self.quiet and entry not in self.report.unjudged:
+        if not self.quiet and not entry[0].startswith(BOOK) and entry not in self.report.unjudged:
             self.report.unjudged.append(entry)
 
     def reached(self, line: str = "") -> str:
@@ -183,7 +183,7 @@ class TypedLines:
     def masked(self, line: str, x: Any, mask: Any) -> Tensor:
         """What each device has of a sum, of which the values decide: the type is taken at its word."""
         x, mask, spec, place = self.meta(x), self.meta(mask), parse(line), self.reached()
-        self.skip(f"{line}: the mask decides, and the type is taken at its word", place)
+        self.skip("the mask decides, and the type is taken at its word", place)
         held = self.held(x)
         partial = None if held.unreduced is None else held.unreduced - {*spec.unreduced}
         whole = Spec(spec.name, spec.dims)
@@ -196,7 +196,7 @@ class TypedLines:
     def ragged(self, line: str, x: Any) -> Tensor:
         """Rows that are sent by their values: as many are taken to come."""
         x, before, place = self.meta(x), parse_line(line).operands[0], self.reached()
-        self.skip(f"{line}: rows are sent by their values; the result is taken to be as it says", place)
+        self.skip("rows are sent by their values; which, the line is taken at its word", place)
         row = before.dims[len(before.dims) - x.dim() + 1 :]
         self.compare(self.held(x), Spec(before.name, row, before.unreduced), line, "", place)
         return x.index_select(0, torch.arange(len(x), device=x.device))

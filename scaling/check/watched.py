@@ -12,6 +12,7 @@ What was not judged is named: an op that is not in the table, and a number that 
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from math import prod
 from typing import Any
 
 import optree
@@ -22,7 +23,7 @@ from scaling.check.compared import place_of_call, raised_at
 from scaling.check.findings import Judgement, said
 from scaling.check.mode import Judge
 from scaling.collectives.linear import watcher
-from scaling.spec import ShardingError, mesh_sizes, parse
+from scaling.spec import ShardingError, Spec, mesh_sizes, parse
 
 
 @contextmanager
@@ -49,23 +50,24 @@ def watching(judge: Judge) -> Iterator[None]:
         judge.end()
 
 
+def shard_of(spec: Spec, mesh: Any, sizes: dict[str, int]) -> Tensor:
+    """A float32 shard of this type; `sizes`: of each dim, where one that is not there gets a size of its own."""
+    for dim in spec.dim_names:
+        sizes.setdefault(dim, int(dim) if dim.isdigit() else prod(mesh_sizes(mesh).values()) * (len(sizes) + 5))
+    return torch.empty(spec.local_shape(sizes, mesh), device="meta")
+
+
 def judge(fn: Callable, *args: Any, mesh: Any, returns: Any = None) -> Judgement:
     """`fn(*args)` on an abstract mesh, judged. A text among `args` (dicts, lists and tuples are searched) becomes a
     float32 shard of that type, each dim of another size; `returns`: the types of its result."""
     report, sizes = Judgement(), {}
     judge = Judge(report, mesh_sizes(mesh))
-    every = 1
-    for size in mesh_sizes(mesh).values():
-        every *= size
 
     def shard(text: Any) -> Any:
         if not isinstance(text, str):
             return text
-        spec = parse(text)
-        for dim in spec.dim_names:
-            sizes.setdefault(dim, int(dim) if dim.isdigit() else every * (len(sizes) + 5))
-        x = torch.empty(spec.local_shape([sizes[d] for d in spec.dim_names], mesh), device="meta")
-        judge.declare(x, spec, "the arguments")
+        x = shard_of(parse(text), mesh, sizes)
+        judge.declare(x, parse(text), "the arguments")
         return x
 
     tree: Any = args
