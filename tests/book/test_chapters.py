@@ -140,6 +140,7 @@ REFUSED = {
 }
 
 
+@pytest.mark.chapter
 @pytest.mark.parametrize("case", REFUSED, ids="".join)
 def test_what_a_chapter_refuses_comes_before_its_first_line(case, capsys):
     ran = running.run(*case)

@@ -3,7 +3,7 @@
 import itertools
 from typing import NamedTuple
 
-from scaling.algebra.layouts import arrangements
+from scaling.algebra.layouts import DimAxes, arrangements, spec_of
 
 MESHES = ({"X": 4}, {"X": 4, "Y": 2})
 PRODUCTS = {  # equation: the operands' shapes
@@ -59,6 +59,32 @@ def cases() -> list[Case]:
         for kind, detail, shapes in groups
         for typing in itertools.product(*(splits(shape, mesh) for shape in shapes))
     ]
+
+
+def together(call, xs: list, wanted, at: list, sizes: dict, terms=(0.5, 0.5)) -> DimAxes:
+    """The type of a call's result, if there is one. What each device alone makes of its shards must be its part of the
+    whole one, or the terms of all add up to it; of a sum over an axis the devices have `terms`."""
+    import torch  # here: the writer of JAX's table reads this file too
+
+    from scaling.explicit import functions
+    from scaling.mesh import AbstractMesh
+
+    needed, result = call.op.infer(at, [tuple(x.shape) for x in xs], sizes)
+    spec, mesh = spec_of(result), AbstractMesh(sizes)
+    local = functions.LocalPlan(needed, result, spec.local_shape(call.shape, mesh))
+    found = torch.zeros(call.shape, dtype=wanted.dtype)
+    for coord in (mesh.coord_of(rank) for rank in range(mesh.size())):
+        if any(coord[axis] for axis in sizes if axis not in result.used):
+            continue  # a copy
+        shards = []
+        for x, given in zip(xs, needed, strict=True):
+            part = x[spec_of(given).slices(tuple(x.shape), mesh, coord)].contiguous()
+            for axis in given.unreduced:
+                part = part * terms[coord[axis]]
+            shards.append(part)
+        found[spec.slices(call.shape, mesh, coord)] += call.run(call.op, shards, local).to(wanted.dtype)
+    torch.testing.assert_close(found, wanted.detach().clone(), rtol=1e-12, atol=1e-12)
+    return result
 
 
 def written(dims) -> str:
