@@ -7,7 +7,7 @@ derivative of the head is taken by autograd's tape, through its collectives.
 
 import torch
 
-from scaling.collectives import all_gather, all_reduce, einsum, reduce_scatter, reshard, shard
+from scaling.collectives import all_gather, all_reduce, einsum, reduce_scatter, shard
 from scaling.models.mlp import MLPConfig, cross_entropy, embed
 from scaling.models.pointwise import rms_norm, vjp
 from scaling.spec import Spec, parse
@@ -100,10 +100,11 @@ def _whole(params, strategy, mesh):
 
 def end_gradient(name: str, dW, strategy, mesh):
     """The gradient of an end, {U_X} since each rank has its own rows, reduced to the type that the end is stored in."""
-    stored, used = end_types(name, strategy)
-    if not (x := batch_axes(strategy)):
-        return dW
-    return reshard(f"{used.with_unreduced(x)} -> {stored}", dW, mesh)
+    (stored, used), x = end_types(name, strategy), batch_axes(strategy)
+    left = stored.with_unreduced([axis for axis in x if axis not in stored.axes])
+    if stored != used:
+        dW = reduce_scatter(f"{used.with_unreduced(x)} -> {left}", dW, mesh)
+    return all_reduced(left, dW, mesh)
 
 
 def head_loss(strategy, W_head, Out, targets, config: MLPConfig, mesh, batch: int) -> torch.Tensor:
