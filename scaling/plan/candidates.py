@@ -16,7 +16,7 @@ import numpy as np
 from scaling.cost.lanes import Lane
 from scaling.hardware import Chip
 from scaling.plan.evaluate import Estimate, evaluate
-from scaling.plan.job import ANY, AXES, POLICIES, SCHEDULES, Fixed, Job, Layout, Question, row
+from scaling.plan.job import ANY, AXES, POLICIES, REDUCES, SCHEDULES, Fixed, Job, Layout, Question, row
 from scaling.plan.network import Network, Unplaced, measured, slice_shape, torus, torus_meshes, tree
 
 STAGES, PART = 64, 128  # the most pipeline stages; the fewest tokens of a sequence's part
@@ -75,17 +75,17 @@ def _meshes(job: Job, chip: Chip, chips: int, fixed: Fixed, refused: Counter) ->
         if reason := _refusal(job, sizes):
             refused[reason] += 1
             continue
-        shared = sizes["context"] * sizes["expert"]
+        shared = math.prod(sizes[axis] for axis in job.shards if axis != "fsdp")
         for zero in (1, 3) if fixed.zero is None else (fixed.zero,):
             if (zero == 3) != (sizes["fsdp"] > 1) and not (zero == 3 and shared > 1):
                 continue
             try:
                 if placed is not None:
-                    yield torus(chip, sizes, zero, placed, max(1, w.copies))
+                    yield torus(chip, sizes, zero, placed, max(1, w.copies), job.shards)
                 elif chip.measured:
-                    yield measured(chip, sizes, zero)
+                    yield measured(chip, sizes, zero, job.shards)
                 else:
-                    yield tree(chip, sizes, zero, max(1, w.copies), w.groups)
+                    yield tree(chip, sizes, zero, max(1, w.copies), w.groups, job.shards)
             except Unplaced as error:
                 refused[str(error)] += 1
 
@@ -147,14 +147,14 @@ def _recipes(own: int, stages: int, L: int, policies: tuple[str, ...], sharded: 
         runs = [run for run in runs if run[0] == fixed.schedule] or [(fixed.schedule, 1)]
     if fixed.chunks:
         runs = sorted({(name, fixed.chunks) for name, v in runs if v > 1 or fixed.chunks == 1}) or runs
-    found = []
+    reduces, found = (fixed.reduce,) if fixed.reduce else REDUCES, []
     for m in [fixed.microbatches] if fixed.microbatches else sorted(counts):
         for name, v in runs:
             if (name == "interleaved" and m % stages) or (name == "dualpipev" and m < 2 * stages):
                 continue  # as published, these need so many
             for policy in (fixed.remat,) if fixed.remat else policies:
-                for once in (False, True) if sharded and m > 1 else (False,):
-                    found.append((m, SCHEDULES.index(name), v, POLICIES.index(policy), once))
+                for reduce in reduces if sharded and m > 1 else REDUCES[:1]:
+                    found.append((m, SCHEDULES.index(name), v, POLICIES.index(policy), REDUCES.index(reduce)))
     return np.array(found, dtype=np.int64).reshape(-1, 5)
 
 

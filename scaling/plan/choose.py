@@ -93,9 +93,9 @@ def planned(settings: Settings, ranks: int, chip: Chip, refused: list[str]) -> I
     wide = settings.dtype == "bf16"
     job = Job(
         settings.model, settings.batch * settings.seq, settings.seq, settings.dtype, 2 if wide else 4,
-        4, 12 if wide else 8,
+        4, 12 if wide else 8, shards=("fsdp",),
     )  # fmt: skip
-    estimates = evaluated(job, chip, ranks, Fixed((), settings.remat, settings.microbatches, "1f1b"))
+    estimates = evaluated(job, chip, ranks, Fixed((), settings.remat, settings.microbatches, "1f1b", reduce="once"))
     seen: set[str] = set()
     for one in sorted(estimates, key=lambda one: (not one.fits, float(one.forecast))):
         sizes: dict[str, int] = {}

@@ -12,8 +12,8 @@ import numpy as np
 
 from scaling.cost.lanes import Amount
 from scaling.cost.transformer import CHUNK
-from scaling.plan.job import POLICIES, Job, Layout
-from scaling.plan.ledger import Compute, is_one, weight_elements
+from scaling.plan.job import POLICIES, REDUCES, Job, Layout
+from scaling.plan.ledger import Compute, is_one, weight_elements, weight_ways
 from scaling.spec import dtype_bytes
 
 
@@ -44,8 +44,7 @@ def held(job: Job, c: Compute, l: Layout) -> Held:
     loss."""
     w, act = job.work, job.act_bytes
     dense, experts = weight_elements(job, l)
-    ways = (l.fsdp * l.context * l.expert, l.fsdp * l.context)  # of ZeRO-3: dense weights, experts
-    ranks = (l.data * l.context * l.expert, l.data * l.context)  # of ZeRO-1
+    ways, ranks = zip(*(weight_ways(job, l, lane) for lane in ("weights", "experts")), strict=True)
     sharded = (l.zero == 3) & (ways[0] > 1)
     ends = np.where(l.pipe == 1, max(w.ends) if w.tied else sum(w.ends), max(w.ends)) / l.tensor
     params, states, whole = 0.0, 0.0, 0.0
@@ -55,7 +54,7 @@ def held(job: Job, c: Compute, l: Layout) -> Held:
         states = states + elements / np.where(l.zero == 3, way, np.where(l.zero == 1, rank, 1))
         whole = whole + elements
     own = job.grad_bytes * params
-    late = sharded & (l.microbatches > 1) & is_one(l.reduce, ("each", "once"), "once")
+    late = sharded & (l.microbatches > 1) & is_one(l.reduce, REDUCES, "once")
     grads = np.where(late, job.grad_bytes * whole, own)
 
     split, apart = saved(job, l)

@@ -24,11 +24,13 @@ AXES = ("pod", "pipe", "data", "fsdp", "context", "expert", "tensor")
 WORDS = {
     "pod": "pods", "pipe": "PP", "data": "DP", "fsdp": "FSDP", "context": "CP", "expert": "EP", "tensor": "TP",
 }  # fmt: skip
+SHARDS = ("fsdp", "context", "expert")  # over which ZeRO-3 may shard weights
 SCHEDULES = ("1f1b", "interleaved", "zb-h1", "dualpipev")
 SAVES = {
     "none": "nothing recomputed", "attention": "attention recomputed", "matmuls": "big matmuls saved",
     "block": "block checkpointing",
 }  # fmt: skip
+REDUCES = ("each", "once")
 OVERLAPS = ("max", "sum", "none")
 DTYPES = ("bf16", "fp16", "fp32", "fp64", "fp8", "int8")
 
@@ -42,7 +44,7 @@ class Job:
     for tokens on their way to experts. `overlap`, of the bound: collectives over different links run at once, behind
     the matmuls ("max", the book of 2026); one after the other, but behind the matmuls ("sum", 2025); nothing behind
     anything ("none"). `headroom`: the share of a chip's memory that is planned with; the rest goes to the runtime, its
-    buffers and fragments.
+    buffers and fragments. `shards`: the axes over which ZeRO-3 shards weights.
     """
 
     config: Config | Stack
@@ -54,6 +56,7 @@ class Job:
     optimizer_bytes: float = 8
     overlap: str = "max"
     headroom: float = 0.9
+    shards: tuple[str, ...] = SHARDS
 
     def __post_init__(self):
         for name in ("batch", "seq"):
@@ -115,6 +118,7 @@ class Fixed:
     chunks: int | None = None
     zero: int | None = None
     pods: int | None = None
+    reduce: str | None = None
 
     def __post_init__(self):
         for axis, size in self.axes:
@@ -122,7 +126,8 @@ class Fixed:
                 raise ValueError(f"unknown mesh axis {axis!r}\n  fix: choose one of {', '.join(AXES)}")
             if isinstance(size, bool) or not isinstance(size, int) or size < 1:
                 raise ValueError(f"{axis} = {size!r}: must be a whole number, 1 or more\n  fix: give an int")
-        for name, allowed in (("remat", POLICIES), ("schedule", SCHEDULES), ("zero", (0, 1, 3))):
+        words = ("remat", POLICIES), ("schedule", SCHEDULES), ("zero", (0, 1, 3)), ("reduce", REDUCES)
+        for name, allowed in words:
             value = getattr(self, name)
             if value is not None and value not in allowed:
                 raise ValueError(f"unknown {name} {value!r}\n  fix: choose one of {', '.join(map(str, allowed))}")
@@ -170,7 +175,7 @@ class Layout:
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
                 raise ValueError(f"{name} = {value!r}: must be a whole number, 1 or more\n  fix: give an int")
-        for name, allowed in (("schedule", SCHEDULES), ("remat", POLICIES), ("reduce", ("each", "once"))):
+        for name, allowed in (("schedule", SCHEDULES), ("remat", POLICIES), ("reduce", REDUCES)):
             if getattr(self, name) not in allowed:
                 raise ValueError(
                     f"{name} = {getattr(self, name)!r} is not known\n  fix: choose one of {', '.join(allowed)}"
@@ -216,7 +221,7 @@ class Layout:
         return ", ".join(words)
 
 
-CODED = {"schedule": SCHEDULES, "remat": POLICIES, "reduce": ("each", "once")}  # words are numbers in columns
+CODED = {"schedule": SCHEDULES, "remat": POLICIES, "reduce": REDUCES}  # words are numbers in columns
 
 
 def row(many: Layout, i: int) -> Layout:

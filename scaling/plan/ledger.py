@@ -13,7 +13,7 @@ import numpy as np
 
 from scaling.cost.lanes import Amount, Lane
 from scaling.hardware import Chip
-from scaling.plan.job import POLICIES, SCHEDULES, Job, Layout
+from scaling.plan.job import POLICIES, REDUCES, SCHEDULES, Job, Layout
 
 
 @dataclass(frozen=True)
@@ -161,6 +161,15 @@ def weight_elements(job: Job, l: Layout) -> tuple[Amount, Amount]:
     return (w.dense + w.kv * (copied(w, l) - 1)) / l.tensor, w.experts / (l.expert * l.tensor)
 
 
+def weight_ways(job: Job, l: Layout, lane: str) -> tuple[Amount, Amount]:
+    """(ways in which ZeRO-3 splits dense "weights", or "experts"; ranks that hold the same of them, tensor aside)."""
+    both = l.context if lane == "experts" else l.context * l.expert
+    shares = (l.context if "context" in job.shards else 1) * (
+        l.expert if "expert" in job.shards and lane == "weights" else 1
+    )
+    return l.fsdp * shares, l.data * both / np.where(l.zero == 3, shares, 1)
+
+
 def ledger(job: Job, c: Compute, l: Layout, lanes: Mapping[str, Lane]) -> list[Entry]:
     """Every collective of a step, over the lanes of its mesh."""
     w, act, M, n = job.work, job.act_bytes, l.microbatches, c.layers
@@ -187,16 +196,14 @@ def ledger(job: Job, c: Compute, l: Layout, lanes: Mapping[str, Lane]) -> list[E
     dense, experts = weight_elements(job, l)
     alone, sharded = np.where(l.pipe == 1, 1, 0), np.where(l.zero == 3, 1, 0)
     ends = alone * (max(w.ends) if w.tied else sum(w.ends)) / l.tensor
-    scatters = np.where(is_one(l.reduce, ("each", "once"), "each"), M, 1)
-    kinds = [("weights", dense, ends, "data", l.context * l.expert)]
-    kinds += [("experts", experts, 0.0, "experts data", l.context)] if w.experts else []
-    for lane, elements, rest, data_lane, others in kinds:
-        ways = l.fsdp * others
+    scatters = np.where(is_one(l.reduce, REDUCES, "each"), M, 1)
+    kinds = [("weights", dense, ends, "data")] + [("experts", experts, 0.0, "experts data")] * bool(w.experts)
+    for lane, elements, rest, data_lane in kinds:
+        ways, ranks = weight_ways(job, l, lane)
         used = np.where(ways > 1, sharded, 0)
         for arrays, size in [(n, elements), *([(alone, rest)] if w.ends[1] and lane == "weights" else [])]:
             add("fsdp", lane, "ahead", used * M * arrays, used * M * arrays, act * size)
             add("fsdp", lane, "ahead", 0, used * scatters * arrays, job.grad_bytes * size)
-        ranks = l.data * np.where(l.zero == 3, 1, others)
         reduced = np.where(ranks > 1, 1, 0)
         own = (n * elements + rest) / np.where(l.zero == 3, ways, 1)
         gathers = np.where(l.zero == 1, reduced, 0)  # ZeRO-1: scattered, updated, gathered; else an AllReduce

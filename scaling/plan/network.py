@@ -4,25 +4,25 @@
 """
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import combinations
 
 from scaling.cost.lanes import LINKS, AxisSpan, Lane, gather_price, measured_lane, on_links, torus_lane, tree_lane
 from scaling.hardware import Chip
-from scaling.plan.job import AXES
+from scaling.plan.job import AXES, SHARDS
 
-LANES = {  # lane: the mesh axes of its group, under ZeRO-3 and otherwise
-    "tensor": (("tensor",), ("tensor",)),
-    "context": (("context",), ("context",)),
-    "expert": (("expert",), ("expert",)),
-    "weights": (("fsdp", "context", "expert"), ()),
-    "experts": (("fsdp", "context"), ()),
-    "data": (("data",), ("data", "context", "expert")),
-    "experts data": (("data",), ("data", "context")),
-    "pipe": (("pipe",), ("pipe",)),
-    "pod": (("pod",), ("pod",)),
+LANES = {  # lane: the mesh axes of its group
+    "tensor": ("tensor",),
+    "context": ("context",),
+    "expert": ("expert",),
+    "weights": ("fsdp", "context", "expert"),  # of these the axes over which ZeRO-3 shards them
+    "experts": ("fsdp", "context"),
+    "data": ("data", "context", "expert"),  # of these the others
+    "experts data": ("data", "context"),
+    "pipe": ("pipe",),
+    "pod": ("pod",),
 }
 HOW = {"pipe": "CollectivePermute", "expert": "AllToAll"}  # the other lanes are priced as AllGathers
 
@@ -42,12 +42,17 @@ class Unplaced(ValueError):
 
 
 def placed_lanes(
-    chip: Chip, sizes: Mapping[str, int], zero: int, lane_of: Callable[[str, tuple[str, ...], int], Lane]
-) -> Network:
-    """All lanes of a mesh; `lane_of(op, axes, size)`: of a group of so many chips, but for pods."""
-    lanes = {}
-    for name, (sharded, plain) in LANES.items():
-        axes = sharded if zero == 3 else plain
+    chip: Chip, sizes: Mapping[str, int], zero: int, shards: Sequence[str],
+    lane_of: Callable[[str, tuple[str, ...], int], Lane],
+) -> Network:  # fmt: skip
+    """All lanes of a mesh; `lane_of(op, axes, size)`: of a group of so many chips, but for pods. `shards`: the axes
+    over which ZeRO-3 shards weights."""
+    lanes, split = {}, shards if zero == 3 else ()
+    for name, axes in LANES.items():
+        if name in ("weights", "experts"):
+            axes = tuple(axis for axis in axes if axis in split)
+        elif name in ("data", "experts data"):
+            axes = tuple(axis for axis in axes if axis not in split)
         if (size := math.prod(sizes[axis] for axis in axes)) == 1:
             lanes[name] = Lane()
         elif name == "pod":
@@ -79,7 +84,9 @@ def _filled(chip: Chip, chips: int) -> Chip:
     return replace(chip, levels=(replace(node, degree=even), *rest))
 
 
-def tree(chip: Chip, sizes: Mapping[str, int], zero: int, copies: int = 1, groups: int = 1) -> Network:
+def tree(
+    chip: Chip, sizes: Mapping[str, int], zero: int, copies: int = 1, groups: int = 1, shards: Sequence[str] = SHARDS
+) -> Network:
     """Lanes on a cluster of GPUs. Unplaced if the ranks of an axis would lie across nodes now and then."""
     cluster = math.prod(sizes.values())
     chip = _filled(chip, cluster)
@@ -92,7 +99,7 @@ def tree(chip: Chip, sizes: Mapping[str, int], zero: int, copies: int = 1, group
             raise Unplaced(f"groups of {total} GPUs lie across nodes of {node}")
         return _or_unplaced(tree_lane, chip, op, size, inner, copies, groups)
 
-    return placed_lanes(chip, sizes, zero, lane_of)
+    return placed_lanes(chip, sizes, zero, shards, lane_of)
 
 
 # --- A torus
@@ -179,13 +186,15 @@ def placements(chip: Chip, shape: tuple[int, ...], axes: tuple[str, ...], most: 
     return found
 
 
-def torus(chip: Chip, sizes: Mapping[str, int], zero: int, placed: Placement, copies: int = 1) -> Network:
+def torus(
+    chip: Chip, sizes: Mapping[str, int], zero: int, placed: Placement, copies: int = 1, shards: Sequence[str] = SHARDS
+) -> Network:
     """Lanes on a slice of a TPU pod, by a placement of the mesh axes."""
 
     def lane_of(op: str, axes: tuple[str, ...], size: int) -> Lane:
         return torus_lane(chip, op, tuple(span for axis in axes for span in placed.get(axis, ())), copies)
 
-    return placed_lanes(chip, sizes, zero, lane_of)
+    return placed_lanes(chip, sizes, zero, shards, lane_of)
 
 
 def book(chip: Chip, sizes: Mapping[str, int], axes: Mapping[str, int], zero: int = 3) -> Network:
@@ -201,9 +210,13 @@ def book(chip: Chip, sizes: Mapping[str, int], axes: Mapping[str, int], zero: in
 # --- Measured
 
 
-def measured(chip: Chip, sizes: Mapping[str, int], zero: int) -> Network:
+def measured(chip: Chip, sizes: Mapping[str, int], zero: int, shards: Sequence[str] = SHARDS) -> Network:
     """Lanes from a chip file's measured AllGathers; every lane waits for every other: they share the machine."""
-    return placed_lanes(chip, sizes, zero, lambda _, __, size: _or_unplaced(measured_lane, chip, "AllGather", size))
+
+    def lane_of(op: str, axes: tuple[str, ...], size: int) -> Lane:
+        return _or_unplaced(measured_lane, chip, "AllGather", size)
+
+    return placed_lanes(chip, sizes, zero, shards, lane_of)
 
 
 # --- All of them

@@ -216,9 +216,12 @@ def test_what_is_fixed_stays():
     for found in plans(job, H100, 64, Fixed((("tensor", 4), ("pipe", 2)), "block", schedule="zb-h1", zero=1)):
         layout = found.layout
         assert (layout.tensor, layout.pipe, layout.remat, layout.schedule, layout.zero) == (4, 2, "block", "zb-h1", 1)
+    once = plans(job, H100, 64, Fixed((("fsdp", 8),), microbatches=2, zero=3, reduce="once"))
+    assert {layout.reduce for _, layout in once.layouts()} == {"once"}
     for fixed, message in (
         ({"axes": (("seq", 2),)}, "unknown mesh axis 'seq'"), ({"remat": "some"}, "unknown remat 'some'"),
-        ({"zero": 2}, "unknown zero 2"), ({"axes": (("tensor", 0),)}, "tensor = 0"),
+        ({"zero": 2}, "unknown zero 2"), ({"reduce": "late"}, "unknown reduce 'late'"),
+        ({"axes": (("tensor", 0),)}, "tensor = 0"),
     ):  # fmt: skip
         with pytest.raises(ValueError, match=message):
             Fixed(**fixed)

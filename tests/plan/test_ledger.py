@@ -22,7 +22,7 @@ H100 = chip("h100")
 def planned(job, **fields):
     layout = Layout(**fields)
     copies, groups = max(1, job.work.copies), job.work.groups
-    return evaluate(job, tree(H100, layout.sizes, layout.zero, copies, groups), layout)
+    return evaluate(job, tree(H100, layout.sizes, layout.zero, copies, groups, job.shards), layout)
 
 
 @pytest.mark.parametrize(
@@ -88,6 +88,21 @@ def test_zero():
     assert three.held.params == pytest.approx(2 * params / 8, rel=1e-4)
     assert ddp.bytes["data"] == pytest.approx(one.bytes["data"])  # an AllReduce is a ReduceScatter and an AllGather
     assert three.bytes["fsdp"] == pytest.approx(1.5 * one.bytes["data"])
+
+
+def test_weights_that_zero_shards_over_fsdp_alone():
+    """As a run does. What the ranks along context then hold alike they reduce as replicas do."""
+    every = Job(get("llama3-8b"), 2**20)
+    shared, alone = (
+        planned(job, fsdp=4, context=2, zero=3) for job in (every, Job(every.config, every.batch, shards=("fsdp",)))
+    )
+    params = every.work.params
+    assert shared.held.params == pytest.approx(2 * params / 8, rel=1e-4)
+    assert alone.held.params == pytest.approx(2 * params / 4, rel=1e-4)
+    assert (shared.network.lanes["weights"].ranks, alone.network.lanes["weights"].ranks) == (8, 4)
+    assert "data" not in shared.bytes
+    assert alone.bytes["data"] == pytest.approx(2 * 2 * params / 4, rel=1e-4)
+    assert alone.bytes["fsdp"] == pytest.approx(shared.bytes["fsdp"])
 
 
 def test_memory_of_part_6():
