@@ -11,7 +11,7 @@ from torch.func import grad, jvp, vjp, vmap
 from scaling import trace
 from scaling.book.largest import largest
 from scaling.mesh import AbstractMesh
-from scaling.shard_map import all_gather, axis_index, pcast, pmax, ppermute, psum, psum_scatter, pvary, shard_map, vma
+from scaling.shard_map import all_gather, axis_index, pcast, pmax, psum, psum_scatter, pvary, shard_map, vma
 from scaling.shard_map.types import Marks, marks
 from scaling.spec import ShardingError
 
@@ -167,63 +167,6 @@ def test_a_cotangent_of_what_is_reduced_is_unreduced():
     torch.testing.assert_close(gradient, wanted, rtol=1e-12, atol=1e-12)
     assert seen.pop("back") == Marks(reduced=frozenset("X"))
     assert set(seen.values()) == {Marks(unreduced=frozenset("X"))}
-
-
-def written_to(x):
-    total = torch.zeros(6, dtype=torch.float64)
-    total += x.sum(0)
-    return total
-
-
-REFUSED = {
-    "what is not invariant is claimed to be": (lambda x: x, "x[B, D]", "result is invariant"),
-    "gathered, but typed varying": (lambda x: all_gather(x, "X", tiled=True), "x[B, D]", "psum or pmean over X"),
-    "a sum over axes of two types": (lambda x: psum(x, ("X", "Y")), "x[B, D]", "one type over all the axes"),
-    "Python decides by a varying value": (lambda x: x if x.sum() > 0 else -x, "x[B_X, D]", "decides nothing"),
-    "random numbers": (lambda x: x + torch.rand(6), "x[B_X, D]", "draw the whole array outside"),
-    "a shape by value": (lambda x: x[x > 0], "x[B_X]", "one shape"),
-    "written to, and no longer invariant": (written_to, "x[D]", "x = x \\+ y in place of"),
-    "invariant terms of a sum": (lambda x: x, "x[B_X, D] {U_Y}", "terms of a sum"),
-    "a product of partial sums": (lambda x: pcast(x, "X", to="unreduced") * 2, "x[B, D] {U_X}", "partial sums"),
-    "partial sums and a value": (lambda x: pcast(x, "X", to="unreduced") + x, "x[B, D] {U_X}", "partial sums"),
-    "partial sums, transformed": (
-        lambda x: vmap(lambda row: row * row)(pcast(x, "X", to="unreduced")),
-        "x[B, D] {U_X}",
-        "partial sums",
-    ),
-    "reduced and invariant": (lambda x: pcast(x[:1], "Y", to="reduced") + x, "x[B_X, D]", "is reduced or varies"),
-    "reduced, on its way out": (lambda x: pcast(x, "Y", to="reduced"), "x[B_X, D]", "which no out_spec says"),
-    "a sum of what is reduced": (lambda x: psum(pcast(x, "Y", to="reduced"), "Y"), "x[B_X, D]", "one type over all"),
-    "the greatest of partial sums": (lambda x: pmax(pcast(x, "X", to="unreduced"), "Y"), "x[B]", "reduced first"),
-    "reduced, of what varies": (lambda x: pcast(x, "X", to="reduced"), "x[B_X, D]", "over all the axes"),
-    "an invariant cotangent of partial sums": (
-        lambda x: vjp(torch.neg, pcast(x, "X", to="unreduced"))[1](x)[0],
-        "x[B_X, D]",
-        "has a reduced one",
-    ),
-    "a cotangent of another type": (lambda x: vjp(torch.sin, axis_index("Y") * 0.0)[1](x[0, 0]), "x[]", "value's type"),
-    "two sources for one device": (lambda x: ppermute(x, "X", [(0, 1), (2, 1)]), "x[B_X, D]", "from one at most"),
-    "a dim that is not cut evenly": (lambda x: psum_scatter(x, "X", tiled=True), "x[B_X, D]", "cut into 4 blocks"),
-    "an axis that is not there": (lambda x: psum(x, "Z"), "x[B, D]", "unknown mesh axis Z"),
-    "an out_spec of other dims": (lambda x: x, "x[B_X]", "a type names each dim"),
-    "a result without a spec": (lambda x: (x, x), ("x[B_X, D]",), "are a tree"),
-}
-
-
-@pytest.mark.parametrize("case", REFUSED)
-def test_refused(case):
-    program, out_spec, message = REFUSED[case]
-    with pytest.raises(ShardingError, match=message):
-        here(program, "x[B_X, D]", out_spec)(A)
-
-
-@pytest.mark.parametrize(
-    ("in_specs", "message"),
-    [("A[B_X]", "dims"), ("A[B, D_X]", "does not divide"), ("A[B_Z, D]", "unknown mesh axis"), ("A[B, D] {U_X}", "U")],
-)
-def test_specs_that_do_not_fit(in_specs, message):
-    with pytest.raises(ShardingError, match=message):
-        here(lambda x: x, in_specs, "A[B, D]")(A)
 
 
 def test_one_spec_for_all_and_a_mesh_by_its_sizes():

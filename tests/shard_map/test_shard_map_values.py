@@ -2,12 +2,16 @@
 
 import pytest
 import torch
+from refused import refused
+from torch.func import vjp, vmap
 
+from scaling.mesh import AbstractMesh
 from scaling.shard_map import (
     all_gather,
     all_to_all,
     axis_index,
     dynamic_slice_in_dim,
+    pcast,
     pmax,
     pmean,
     pmin,
@@ -71,19 +75,61 @@ WRONG = {
 }
 
 
-@pytest.mark.parametrize("program", WRONG.values(), ids=WRONG)
-def test_arguments_that_are_no_axes_dims_or_numbers_are_refused(program):
-    with pytest.raises(ShardingError, match="fix:"):
-        mapped(program, out="A[I_X, J_Y]")
+def written_to(x):
+    total = torch.zeros(6, dtype=torch.float64)
+    total += x.sum(0)
+    return total
 
 
-@pytest.mark.parametrize("mesh", [None, 4, "X=2"])
-def test_a_mesh_is_a_mesh(mesh):
-    with pytest.raises(ShardingError, match="fix:"):
-        mapped(lambda v: v, mesh=mesh)
+# fmt: off
+PROGRAMS = {  # on x[B_X, D]: (the program, the result's type, words of the error)
+    "what is not invariant is claimed to be": (lambda x: x, "x[B, D]", "result is invariant"),
+    "gathered, but typed varying": (lambda x: all_gather(x, "X", tiled=True), "x[B, D]", "psum or pmean over X"),
+    "a sum over axes of two types": (lambda x: psum(x, ("X", "Y")), "x[B, D]", "one type over all the axes"),
+    "Python decides by a varying value": (lambda x: x if x.sum() > 0 else -x, "x[B_X, D]", "decides nothing"),
+    "random numbers": (lambda x: x + torch.rand(6), "x[B_X, D]", "draw the whole array outside"),
+    "a shape by value": (lambda x: x[x > 0], "x[B_X]", "one shape"),
+    "written to, and no longer invariant": (written_to, "x[D]", "x = x + y in place of"),
+    "invariant terms of a sum": (lambda x: x, "x[B_X, D] {U_Y}", "terms of a sum"),
+    "a product of partial sums": (lambda x: pcast(x, "X", to="unreduced") * 2, "x[B, D] {U_X}", "partial sums"),
+    "partial sums and a value": (lambda x: pcast(x, "X", to="unreduced") + x, "x[B, D] {U_X}", "partial sums"),
+    "partial sums, transformed": (
+        lambda x: vmap(lambda row: row * row)(pcast(x, "X", to="unreduced")),
+        "x[B, D] {U_X}",
+        "partial sums",
+    ),
+    "reduced and invariant": (lambda x: pcast(x[:1], "Y", to="reduced") + x, "x[B_X, D]", "is reduced or varies"),
+    "reduced, on its way out": (lambda x: pcast(x, "Y", to="reduced"), "x[B_X, D]", "which no out_spec says"),
+    "a sum of what is reduced": (lambda x: psum(pcast(x, "Y", to="reduced"), "Y"), "x[B_X, D]", "one type over all"),
+    "the greatest of partial sums": (lambda x: pmax(pcast(x, "X", to="unreduced"), "Y"), "x[B]", "reduced first"),
+    "reduced, of what varies": (lambda x: pcast(x, "X", to="reduced"), "x[B_X, D]", "over all the axes"),
+    "an invariant cotangent of partial sums": (
+        lambda x: vjp(torch.neg, pcast(x, "X", to="unreduced"))[1](x)[0],
+        "x[B_X, D]",
+        "has a reduced one",
+    ),
+    "a cotangent of another type": (lambda x: vjp(torch.sin, axis_index("Y") * 0.0)[1](x[0, 0]), "x[]", "value's type"),
+    "two sources for one device": (lambda x: ppermute(x, "X", [(0, 1), (2, 1)]), "x[B_X, D]", "from one at most"),
+    "a dim that is not cut evenly": (lambda x: psum_scatter(x, "X", tiled=True), "x[B_X, D]", "cut into 4 blocks"),
+    "an axis that is not there": (lambda x: psum(x, "Z"), "x[B, D]", "unknown mesh axis Z"),
+    "an out_spec of other dims": (lambda x: x, "x[B_X]", "a type names each dim"),
+    "a result without a spec": (lambda x: (x, x), ("x[B_X, D]",), "are a tree"),
+}
+# fmt: on
+A, LARGE = torch.arange(48.0).view(8, 6), AbstractMesh({"X": 4, "Y": 2})
 
 
-@pytest.mark.parametrize("x", ["abc", WHOLE.to_sparse()])
-def test_operands_are_dense_tensors(x):
-    with pytest.raises(ShardingError, match="fix:"):
-        mapped(lambda v: v, x)
+def large(program, into, out):
+    return lambda: mapped(program, A, into=into, out=out, mesh=LARGE)
+
+
+SPECS = {"A[B_X]": "dims", "A[B, D_X]": "does not divide", "A[B_Z, D]": "unknown mesh axis", "A[B, D] {U_X}": "U"}
+CALLS = {what: lambda program=program: mapped(program) for what, program in WRONG.items()}
+CALLS |= {f"mesh {mesh!r}": lambda mesh=mesh: mapped(lambda v: v, mesh=mesh) for mesh in (None, 4, "X=2")}
+CALLS |= {
+    "a text as operand": lambda: mapped(lambda v: v, "abc"),
+    "sparse": lambda: mapped(lambda v: v, WHOLE.to_sparse()),
+}
+CALLS |= {what: (large(program, "x[B_X, D]", out), words) for what, (program, out, words) in PROGRAMS.items()}
+CALLS |= {into: (large(lambda x: x, into, "A[B, D]"), words) for into, words in SPECS.items()}
+test_refused = refused(CALLS, ShardingError)
