@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from scaling.algebra.law import LabelledOp, product_type
-from scaling.algebra.layouts import NOMINAL, common_prefix, layout, retyped, setting
+from scaling.algebra.layouts import NOMINAL, common_prefix, layout, retyped, setting, unsplit_spec
 from scaling.algebra.planner import Value, Way, cheapest, ways_of
 from scaling.algebra.resharding import NOTE, PlannedArray, exact_steps, reshard
 from scaling.algebra.steps import Plan, Step
@@ -75,16 +75,12 @@ def known_sizes(dims, sizes) -> "tuple[tuple[str, int], ...] | None":
 @lru_cache(maxsize=16384)
 def _matmul(a: Spec, b: Spec, out, sizes, mesh, cost) -> Plan:
     sizes, mesh = (None if sizes is None else dict(sizes)), (None if mesh is None else dict(mesh))
-    if out is None:
-        return _without_result(a, b, sizes, mesh)
-    products, tail, note = product_chain((a, b), (out.whole(),), out, sizes, mesh, cost)
-    return Plan((a, b), out, products[0].steps + tail, cases(a, b, out.dim_names), note)
-
-
-def _without_result(a: Spec, b: Spec, sizes, mesh) -> Plan:
-    """The plan by the rules; in case 4, given sizes, the one of two that sends less."""
-    locals_ = [by_rule(a, b, free_dims(a, b), None, gathered) for gathered in ("b", "a")]
-    plans = [matmul_via(a, b, None, *types, sizes, mesh) for types in locals_]
+    if out is not None:
+        products, tail, note = product_chain((a, b), (out.whole(),), out, sizes, mesh, cost)
+        return Plan((a, b), out, products[0].steps + tail, cases(a, b, out.dim_names), note)
+    plans = []  # by the rules; in case 4, given sizes, the one of two that sends less
+    for gathered in ("b", "a"):
+        plans.append(matmul_via(a, b, None, *by_rule(a, b, free_dims(a, b), None, gathered), sizes, mesh))
     axes = mesh or dict.fromkeys(a.axes + b.axes + a.unreduced + b.unreduced, NOMINAL)
     return plans[0] if sizes is None else min(plans, key=lambda plan: plan.wire_bytes(sizes, axes, 1))
 
@@ -94,26 +90,33 @@ def matmul_via(a, b, out, a_local, b_local, sizes=None, mesh=None) -> Plan:
 
     `out` None: the result is left as it comes. Raises ShardingError where the two types cannot be multiplied locally.
     """
-    a, b, a_local, b_local = (parse(x) for x in (a, b, a_local, b_local))
-    target = None if out is None else parse(out)
-    names, bring = free_dims(a, b) if target is None else target.dim_names, _resharder(sizes, mesh)
-    product = _multiplied(a, b, a_local, b_local, names, "C" if target is None else target.name, bring)
-    made = product.einsum.after
-    result = made if target is None else target
-    return Plan((a, b), result, product.steps + bring(made, result), cases(a, b, names))
+    a, b, *local = (parse(x) for x in (a, b, a_local, b_local))
+    result = unsplit_spec("C", free_dims(a, b)) if out is None else parse(out)
+    bring = resharder(sizes, mesh)
+    ((product,), made) = _multiplied((a, b), (result,), lambda *_: local, bring)
+    end = made if out is None else result
+    return Plan((a, b), end, product.steps + bring(made, end), cases(a, b, result.dim_names))
 
 
 Bring = Callable[[Spec, Spec], tuple[Step, ...]]  # the steps from one type of an array to another
 
 
-def _multiplied(a: Spec, b: Spec, at_a: Spec, at_b: Spec, kept: Sequence[str], name: str, bring: Bring) -> Product:
-    """The product of two arrays that are first brought to these types."""
-    einsum = Step("Einsum", (), (at_a, at_b), product_type(at_a, at_b, kept, name))
-    return Product(bring(a, at_a), bring(b, at_b), einsum)
+def resharder(sizes, mesh, cost=None) -> Bring:
+    return lambda src, dst: reshard(src, dst, sizes and {d: sizes[d] for d in src.dim_names}, mesh, cost).steps
 
 
-def _resharder(sizes, mesh) -> Bring:
-    return lambda src, dst: reshard(src, dst, sizes and {dim: sizes[dim] for dim in src.dim_names}, mesh).steps
+def _multiplied(
+    operands: Sequence[Spec], results: Sequence[Spec], types: Callable[[int, Spec], Sequence[Spec]], bring: Bring
+) -> tuple[tuple[Product, ...], Spec]:
+    """The products of a chain, and the type that the last one gives. `types(number, current)`: those in which a product
+    multiplies what comes from the one before, `current`, and the next operand."""
+    current, products = operands[0], []
+    for number, (b, result) in enumerate(zip(operands[1:], results, strict=True)):
+        at_a, at_b = types(number, current)
+        einsum = Step("Einsum", (), (at_a, at_b), product_type(at_a, at_b, result.dim_names, result.name))
+        products.append(Product(bring(current, at_a), bring(b, at_b), einsum))
+        current = einsum.after
+    return tuple(products), current
 
 
 def free_dims(a: Spec, b: Spec) -> tuple[str, ...]:
@@ -206,18 +209,17 @@ def product_chain(
             spec.local_shape({dim: sizes[dim] for dim in spec.dim_names}, mesh)
     searched = sizes is not None or cost is not None
     found = searched_types(operands, results, out, sizes, mesh, cost) if searched else None
-    local, bring = found or ((), _resharder(sizes, mesh))
-    current, products = operands[0], []
-    for number, (b, result) in enumerate(zip(operands[1:], results, strict=True)):
-        dims = result.dim_names
+    local, bring = found or ((), resharder(sizes, mesh))
+
+    def types(number: int, current: Spec) -> Sequence[Spec]:
         if found:
-            at_a, at_b = local[number]
-        else:
-            start = reduced_for(current, b, dims) if products else current
-            at_a, at_b = by_rule(start, b, dims, out if number == len(results) - 1 else None)
-        products.append(_multiplied(current, b, at_a, at_b, dims, result.name, bring))
-        current = products[-1].einsum.after
-    return tuple(products), bring(current, out), NOTE if searched and not found else ""
+            return local[number]
+        b, dims = operands[number + 1], results[number].dim_names
+        start = reduced_for(current, b, dims) if number else current
+        return by_rule(start, b, dims, out if number == len(results) - 1 else None)
+
+    products, made = _multiplied(operands, results, types, bring)
+    return products, bring(made, out), NOTE if searched and not found else ""
 
 
 def searched_types(

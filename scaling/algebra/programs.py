@@ -12,8 +12,7 @@ from dataclasses import dataclass, field, replace
 from functools import lru_cache
 
 from scaling.algebra.law import product_type
-from scaling.algebra.products import Product, known_sizes, product_chain
-from scaling.algebra.resharding import reshard
+from scaling.algebra.products import Product, known_sizes, product_chain, resharder
 from scaling.algebra.steps import COLLECTIVES, Counted, Step
 from scaling.spec import ShardingError, Spec, mesh_sizes, parse_line
 
@@ -159,10 +158,7 @@ def transposed(
     for it because `keep` names them."""
     steps: list[Step] = []
     kept: list[Spec] = []
-
-    def bring(src: Spec, dst: Spec) -> None:
-        known = sizes and {dim: sizes[dim] for dim in src.dim_names}
-        steps.extend(reshard(src, dst, known, mesh, cost).steps)
+    bring = resharder(sizes, mesh, cost)
 
     def again(forward: tuple[Step, ...], local: Spec) -> None:
         """An argument as its product needs it: kept from the forward pass, or resharded once more."""
@@ -175,12 +171,12 @@ def transposed(
         """The cotangent of `of` as the product of the two others, and its way to that of the type `typed`."""
         product = product_type(a, b, of.dim_names, "d" + of.name)
         steps.append(Step("Einsum", (), (a, b), product))
-        bring(product, typed.cotangent())
+        steps.extend(bring(product, typed.cotangent()))
 
     held = out
     for product in reversed(products):
         (a, b), needed = product.einsum.operands, product.einsum.after.cotangent()
-        bring(held.cotangent(), needed)
+        steps.extend(bring(held.cotangent(), needed))
         if product is products[0]:
             again(product.a_steps, a)
         gradient(a, needed, b, product.b_steps[0].operands[0] if product.b_steps else b)

@@ -128,13 +128,14 @@ def _kept_ways(at: DimAxes, shape: tuple[int, ...] | None, within: Setting) -> R
     return shortest({at: START}, PlannedArray(Spec("", ()), shape), within)
 
 
-def ways_from(at: DimAxes, array: PlannedArray, within: Setting) -> Reach:
-    """How an array is brought from a layout into every other; in bytes, the costs are of an array of weight 1."""
+def ways_from(at: DimAxes, array: PlannedArray, within: Setting, to: DimAxes | None = None) -> Reach:
+    """How an array is brought from a layout into every other (or into `to`); in bytes, the costs are of an array of
+    weight 1."""
     if within.cost is None and len(within.axes) <= FEW:
         devices = math.prod(within.sizes.values())
         shape = None if array.shape is None else tuple(math.gcd(size, devices) for size in array.shape)
         return _kept_ways(at, shape, within)
-    return shortest({at: START}, array._replace(weight=1), within)
+    return shortest({at: START}, array._replace(weight=1), within, to)
 
 
 def begins_at(found: Reach, to: DimAxes) -> DimAxes:
@@ -200,9 +201,7 @@ def every_axis(named: Sequence[DimAxes], mesh: Mapping[str, int]) -> Setting:
 
 def exact_steps(array: PlannedArray, start: DimAxes, to: DimAxes, within: Setting) -> tuple[Step, ...]:
     """The steps of the cheapest plan of all between two layouts, under the name of the array."""
-    if within.cost is None and len(within.axes) <= FEW:
-        return path(ways_from(start, array, within), array.spec, to)
-    return path(shortest({start: START}, array._replace(weight=1), within, to), array.spec, to)
+    return path(ways_from(start, array, within, to), array.spec, to)
 
 
 def steps_between(
