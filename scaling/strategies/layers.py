@@ -8,13 +8,102 @@ What a layer computes is a function that the engine is given: the book's strateg
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any, NoReturn
+from operator import ne
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from scaling import tree
 from scaling.collectives import Deferred, wait
+
+
+class Gradient:
+    """The gradient of one leaf, `like` a layer's weight: each layer's whole one as it comes in, from the last layer
+    down, and the stack [L, ...] of all when they are reduced, one layer's then of this `shape`.
+
+    One that has that shape from the beginning lies in its place in the stack; others lie in a buffer for the layers
+    that are reduced together, `buckets` [(first, end)] of each layer, in which the dim that will be scattered is the
+    outermost in memory. A compiler would copy a stack at each write to it: compiled, nothing is written in place.
+    """
+
+    def __init__(
+        self, name: str, like: Tensor, shape: Sequence[int], buckets: list[tuple[int, int]], dtype: torch.dtype | None
+    ):
+        self.name, self.like, self.shape, self.buckets, self.dtype = name, like, tuple(shape), buckets, dtype
+        self.compiling = torch.compiler.is_compiling()
+        self.whole: list[Any] = [None] * len(buckets)
+        self.room: Any = None  # (first layer, the stack in which its gradient and the next layers' lie)
+        self.out: Any = None  # the stack of the results
+        self.pieces: list[Tensor] = []  # of it, where it has no room yet
+
+    def resume(self, sums: Tensor) -> None:
+        """Go on from the sums of earlier microbatches."""
+        self.whole, self.room = [*sums.unbind()], (0, sums)
+        if sums.shape[1:] == self.shape and not self.compiling:
+            self.out = sums
+
+    def place(self, l: int, shape: Sequence[int], together: bool = False) -> Tensor:
+        """Where layer l's lies, of this shape while it is whole. `together`: in memory as all of its bucket's."""
+        if self.whole[l] is None:
+            first, end = self.buckets[l]
+            if tuple(shape) == self.shape:  # a reduction only adds
+                first, end = 0, len(self.buckets)
+                if self.out is None:
+                    self.out = self.like.new_empty((end, *shape), dtype=self.dtype)
+                room = self.out
+            else:
+                split = [*map(ne, shape, self.shape)].index(True)
+                room = _room(self.like, (end - first, *shape), split + 1, together and end - first > 1, self.dtype)
+            self.room, self.whole[first:end] = (first, room), room.unbind()
+        return self.whole[l]
+
+    def put(self, l: int, g: Any, more: bool, together: bool = False) -> None:
+        """Layer l's, or `more` of it: a tensor, or a deferred product, which is computed where it stays."""
+        there = self.whole[l]
+        if isinstance(g, Deferred) and not self.compiling:
+            g.wait(out=self.place(l, g.shape, together), add=more)
+        elif (g := wait(g)) is there:  # it was written there
+            pass
+        elif more:
+            self.whole[l] = there + g if self.compiling else there.add_(g)
+        elif self.compiling or g.shape != self.shape:
+            self.whole[l] = g.to(self.dtype or g.dtype)
+        else:
+            self.place(l, g.shape).copy_(g)
+
+    def take(self, first: int, end: int) -> Tensor:
+        """Those of these layers, whole: one layer's, or several stacked. They are not kept here."""
+        some, room = self.whole[first:end], self.room
+        self.whole[first:end] = [None] * (end - first)
+        if room is not None and room[0] >= first and room[1] is not self.out:
+            self.room = None
+        if end - first == 1:
+            return some[0]
+        return torch.stack(some) if room is None else room[1][first - room[0] : end - room[0]]
+
+    def settle(self, first: int, end: int, x: Tensor) -> None:
+        """Put the reduced ones of these layers where they stay. ValueError for another shape: torch would broadcast."""
+        x = x[None] if end - first == 1 else x
+        if x.shape[1:] != self.shape:
+            what = f"the listing's backward returned d{self.name} of shape {tuple(x.shape[1:])}, not {self.shape}"
+            order = "return the gradients in SPECS' order of the weights, each reduced to the type of its weight"
+            raise ValueError(f"{what}\n  fix: {order}; python -m scaling.check FILE shows the line")
+        if self.out is None:  # joined at the end: matrices below each other, which a compiler writes in place
+            self.pieces.insert(0, x.flatten(0, 1))
+        elif x.is_meta or self.out[first:end].data_ptr() != x.data_ptr():
+            self.out[first:end].copy_(x)
+
+    def result(self) -> Tensor:
+        """The stack, once all are reduced."""
+        if self.pieces:
+            self.out, self.pieces = torch.cat(self.pieces).unflatten(0, (len(self.buckets), -1)), []
+        return self.out
+
+    def sums(self) -> Tensor:
+        """The stack of those that are whole."""
+        room = None if self.room is None else self.room[1]
+        return torch.stack(self.whole) if room is None or len(room) < len(self.buckets) else room
 
 
 class Layers:
@@ -24,10 +113,11 @@ class Layers:
     reduce(dW, mesh) -> dW          gradients to their stored types, under way: of one layer, or, on
                                     `mesh.stacked("L")`, of a `bucket` of several
     reduce_slow(dW, mesh) -> dW     the same over a slow axis, once `reduce` is through
-    `keep_weights`: gathered once and kept. `dtype`: in which gradients are added up, if not their own. `late`: all are
-    reduced at the end, by `reduce_all`. Of each leaf, in the order of `tree.leaves`: `sums`, the stacks [L, ...] of
-    earlier microbatches, which are added to; `out`, the stacks in which the results are wanted; `shapes`, of one
-    layer's gradient when it is reduced, by default the weight's; `names`.
+    `keep_weights`: gathered once and kept. `summed`: over several microbatches, of which the last one's reduces.
+    `late`: all are reduced at the end, by `reduce_all`. `dtype`: in which gradients are added up, if not their own. Of
+    each leaf, in the order of `tree.leaves`: `names`; `sums`, the stacks [L, ...] of earlier microbatches, which are
+    added to; `out`, the stacks in which the results are wanted; `shapes`, of one layer's gradient when it is reduced,
+    by default the weight's.
     """
 
     def __init__(
@@ -38,32 +128,31 @@ class Layers:
         reduce: Callable | None = None,
         reduce_slow: Callable | None = None,
         *,
+        names: Sequence[str],
         bucket: int = 1,
         keep_weights: bool = False,
+        summed: bool = False,
+        late: bool = False,
         dtype: torch.dtype | None = None,
         sums: Sequence[Tensor] | None = None,
         out: Sequence[Tensor] | None = None,
         shapes: Sequence[Sequence[int]] | None = None,
-        names: Sequence[str] | None = None,
-        late: bool = False,
     ):
-        self.layers, self.mesh, self.gather, self.bucket, self.dtype = layers, mesh, gather, bucket, dtype
+        self.layers, self.mesh, self.gather, self.late, self.summed = layers, mesh, gather, late, summed
         self.reduce, self.reduce_slow = reduce, reduce_slow
         self.held: dict[int, Any] | None = {} if keep_weights else None
-        self.like = tree.leaves(layers[0])
-        self.names = names or ["W"] * len(self.like)
-        self.shapes = [tuple(shape) for shape in shapes or [W.shape for W in self.like]]
-        self.compiling = torch.compiler.is_compiling()  # a compiler would copy a stack at each write to it
-        self.out: list[Any] = [None] * len(self.like) if out is None else [*out]
-        self.rooms: list[Any] = [None] * len(self.like)  # (first layer, the stack of some layers' gradients)
-        self.slots: list[list] = [[None] * len(layers) for _ in self.like]  # each layer's gradients, whole
-        self.written: set[int] = set()
-        self.under_way: list[tuple[int, int, Any]] = []  # (first, last, what `reduce` returned)
+        L, like = len(layers), tree.leaves(layers[0])
+        self.buckets = [(max(0, end - bucket), end) for end in range(L, 0, -bucket) for _ in range(min(end, bucket))]
+        self.buckets.reverse()
+        of_each = zip(names, like, shapes or [W.shape for W in like], strict=True)
+        self.grads = [Gradient(*each, self.buckets, dtype) for each in of_each]
+        self.written: set[int] = set() if sums is None else {*range(L)}
+        for grad, stack in zip(self.grads, sums or (), strict=sums is not None):
+            grad.resume(stack)
+        for grad, stack in zip(self.grads, out or (), strict=out is not None):
+            grad.out = stack
+        self.under_way: list[tuple[int, int, Any]] = []  # (first, end, what `reduce` returned)
         self.later: list[tuple[int, int, Any]] = []  # the same over the slow axis
-        self.pieces: list[list[Tensor]] = [[] for _ in self.like]  # of the results that have no place yet
-        self.late, self.summed, self.reduced = late, late, False  # are sums kept of all layers; are some being reduced
-        if sums is not None:
-            self.resume(sums)
 
     def weights(self, l: int) -> Any:
         """The weights of layer l as it uses them, under way; None if there is no such layer."""
@@ -116,85 +205,26 @@ class Layers:
 
     def add(self, l: int, dW, last: bool) -> None:
         """Add layer l's gradients, deferred products or tensors, to its sums; the `last` microbatch's are reduced."""
-        self.summed = self.summed or not last
-        for i, g in enumerate(tree.leaves(dW)):
-            self.put(l, i, g)
+        more = l in self.written
+        for grad, g in zip(self.grads, tree.leaves(dW), strict=True):
+            grad.put(l, g, more, not self.summed)
         self.written.add(l)
-        first, end = self.bucket_of(l)
+        first, end = self.buckets[l]
         if last and l == first:
             self.start(first, end)
-
-    def bucket_of(self, l: int) -> tuple[int, int]:
-        """(first, end) of the layers that are reduced with layer l."""
-        end = len(self.layers) - (len(self.layers) - 1 - l) // self.bucket * self.bucket
-        return max(0, end - self.bucket), end
-
-    def put(self, l: int, i: int, g: Any) -> None:
-        """Leaf i of layer l's gradient: a deferred product is computed where it stays."""
-        there, more = self.slots[i][l], l in self.written
-        if self.compiling:
-            self.slots[i][l] = there + wait(g) if more else self.cast(wait(g))
-        elif isinstance(g, Deferred):
-            g.wait(out=self.slot(l, i, g.shape), add=more)
-        elif (g := wait(g)) is there:  # it was written there
-            pass
-        elif more:
-            there.add_(g)
-        elif tuple(g.shape) == self.shapes[i]:
-            self.slot(l, i, g.shape).copy_(g)
-        else:
-            self.slots[i][l] = self.cast(g)
-
-    def cast(self, g: Tensor) -> Tensor:
-        return g if self.dtype is None else g.to(self.dtype)
-
-    def slot(self, l: int, i: int, shape: Sequence[int]) -> Tensor:
-        """The place of leaf i of layer l's gradient, of this shape before it is reduced."""
-        if self.slots[i][l] is None:
-            first, end = self.bucket_of(l)
-            if tuple(shape) == self.shapes[i]:  # a reduction only adds: the results' place is theirs too
-                first, end = 0, len(self.layers)
-                if self.out[i] is None:
-                    self.out[i] = self.like[i].new_empty((end, *shape), dtype=self.dtype)
-                room = self.out[i]
-            else:
-                split = next(d for d, n in enumerate(shape) if n != self.shapes[i][d])
-                together = end - first > 1 and not self.summed
-                room = _room(self.like[i], (end - first, *shape), split + 1, together, self.dtype)
-            self.rooms[i] = first, room
-            self.slots[i][first:end] = room.unbind()
-        return self.slots[i][l]
-
-    def resume(self, sums: Sequence[Tensor]) -> None:
-        """Go on from the sums of earlier microbatches."""
-        self.summed, self.written = True, set(range(len(self.layers)))
-        for i, stack in enumerate(sums):
-            self.slots[i], self.rooms[i] = [*stack.unbind()], (0, stack)
-            if stack.shape[1:] == self.shapes[i] and not self.compiling:
-                self.out[i] = stack
-
-    def whole(self, i: int, first: int, end: int) -> Tensor:
-        """Leaf i of the gradients of these layers: one layer's, or several stacked."""
-        if end - first == 1:
-            return self.slots[i][first]
-        if self.rooms[i] is None:
-            return torch.stack(self.slots[i][first:end])
-        start, room = self.rooms[i]
-        return room[first - start : end - start]
 
     def start(self, first: int, end: int) -> None:
         """Start to reduce the gradients of these layers. One bucket is reduced while the next one is filled: more would
         hold more whole gradients."""
-        self.reduced = True
-        dW = tree.unflatten(self.layers[0], [self.whole(i, first, end) for i in range(len(self.like))])
+        dW = tree.unflatten(self.layers[0], [grad.take(first, end) for grad in self.grads])
         if not self.late:
             self.settle()
-        for i, slots in enumerate(self.slots):
-            slots[first:end] = [None] * (end - first)
-            if self.rooms[i] is not None and self.rooms[i][0] >= first and self.rooms[i][1] is not self.out[i]:
-                self.rooms[i] = None
-        mesh = self.mesh if end - first == 1 else self.mesh.stacked("L")
-        self.under_way.append((first, end, dW if self.reduce is None else self.reduce(dW, mesh)))
+        done = dW if self.reduce is None else self.reduce(dW, self.of_bucket(first, end))
+        self.under_way.append((first, end, done))
+
+    def of_bucket(self, first: int, end: int) -> Any:
+        """The mesh, for the lines of one layer or of several stacked."""
+        return self.mesh if end - first == 1 else self.mesh.stacked("L")
 
     def reduce_all(self) -> None:
         """Start to reduce the sums of all layers, layer by layer from the last."""
@@ -207,49 +237,27 @@ class Layers:
             first, end, pending = self.under_way.pop(0)
             done = tree.map(wait, pending)
             if self.reduce_slow is None:
-                self.place(first, end, tree.leaves(done))
+                self.place(first, end, done)
             else:
-                mesh = self.mesh if end - first == 1 else self.mesh.stacked("L")
-                self.later.append((first, end, self.reduce_slow(done, mesh)))
+                self.later.append((first, end, self.reduce_slow(done, self.of_bucket(first, end))))
 
-    def place(self, first: int, end: int, done: list[Tensor]) -> None:
-        """Put the reduced gradients of these layers where they stay."""
-        done = [x[None] for x in done] if end - first == 1 else done
-        for i, x in enumerate(done):
-            if x.shape[1:] != self.shapes[i]:
-                refuse_gradient(self.names[i], x, self.shapes[i])
-            if self.out[i] is None:  # joined at the end: matrices below each other, which a compiler writes in place
-                self.pieces[i].insert(0, x.flatten(0, 1))
-                continue
-            into = self.out[i][first:end]
-            if x.is_meta or into.data_ptr() != x.data_ptr():
-                into.copy_(x)
+    def place(self, first: int, end: int, done) -> None:
+        for grad, x in zip(self.grads, tree.leaves(done), strict=True):
+            grad.settle(first, end, x)
 
     def result(self) -> Any:
-        """The gradients of all layers, a tree of stacks: reduced, or if nothing was, the sums."""
-        return tree.unflatten(self.layers[0], self.stacks() if self.reduced else self.sums())
-
-    def sums(self) -> list[Tensor]:
-        whole = [room[1] if room and len(room[1]) == len(self.layers) else None for room in self.rooms]
-        return [torch.stack(self.slots[i]) if stack is None else stack for i, stack in enumerate(whole)]
-
-    def stacks(self) -> list[Tensor]:
-        """Of each leaf the reduced gradients, once all are there."""
+        """The reduced gradients of all layers, a tree of stacks."""
         self.settle()
         while self.later:
             first, end, pending = self.later.pop(0)
-            self.place(first, end, tree.leaves(tree.map(wait, pending)))
-        for i, pieces in enumerate(self.pieces):
-            if pieces:
-                self.out[i] = torch.cat(pieces).unflatten(0, (len(self.layers), -1))
-                pieces.clear()
-        return self.out
+            self.place(first, end, tree.map(wait, pending))
+        return tree.unflatten(self.layers[0], [grad.result() for grad in self.grads])
 
 
 def layers_a_bucket(bucket_bytes: int, params: Mapping[str, Tensor]) -> int:
     """How many layers of params, stacked over L, fit into a bucket: at least one."""
     L = max(1, len(next(iter(params.values()))))
-    one_layer = sum(W.numel() * W.element_size() for W in params.values()) // L
+    one_layer = sum([W.nbytes for W in params.values()]) // L
     return max(1, bucket_bytes // max(1, one_layer))
 
 
@@ -260,10 +268,3 @@ def _room(like: Tensor, shape: Sequence[int], dim: int, together: bool, dtype: t
     rest = [*shape]
     rest.insert(outermost, rest.pop(dim))
     return like.new_empty(rest, dtype=dtype).movedim(outermost, dim)
-
-
-def refuse_gradient(name: str, grads: Tensor, shape: Sequence[int]) -> NoReturn:
-    """ValueError: a listing's gradients[L, ...] have not their places' shape; torch would broadcast them."""
-    what = f"the listing's backward returned d{name} of shape {tuple(grads.shape[1:])}, not {tuple(shape)}"
-    order = "return the gradients in SPECS' order of the weights, each reduced to the type of its weight"
-    raise ValueError(f"{what}\n  fix: {order}; python -m scaling.check FILE shows the line")

@@ -64,7 +64,8 @@ def of_strategy(
         for l in range(len(chunk.layers)):
             products = [rest.pop(0) for rest in rests]  # freed as they are used
             for i, some in enumerate(zip(*products, strict=True)):
-                chunk.put(l, i, join_products(some))  # of several microbatches a copy: one weight's at a time
+                some = join_products(some)  # of several microbatches a copy: one weight's at a time
+                chunk.grads[i].put(l, some, l in chunk.written)
             chunk.written.add(l)
 
     specs = {name: strategy.SPECS[name] for name in ("In", "Out")} | {name: str(t) for name, t in stacked.items()}

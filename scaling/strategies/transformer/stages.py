@@ -123,8 +123,8 @@ def stage_of(problem: Problem, dense: Any, schedule: Schedule) -> tuple[Stage, l
         return chunk.run_back(dOut, *saved, problem.asked.scale / M), None
 
     def finish(chunk):
-        for into, g in zip(chunk.out, tree.leaves(chunk.result()), strict=True):
-            into.copy_(g)
+        for grad, g in zip(chunk.grads, tree.leaves(chunk.result()), strict=True):
+            grad.out.copy_(g)
         if chunk.before:
             before.append(Layers.result(chunk.before))  # the sum over Z is made by all stages together
 

@@ -220,8 +220,9 @@ class TransformerLayers(Layers):
         else:
             gather, reduce = (partial(_apart, move, self.moves) for move in (gathered_leaves, scattered_leaves))
         held = self.asked.keep_weights or ("router" in own[0] and self.asked.remat == "none")  # on the experts' tape
-        options = {"names": [path[0] for path in optree.tree_paths(own[0])], "out": out, "late": late}
-        super().__init__(own, mesh, gather, reduce, keep_weights=held, dtype=problem.sums, **options)
+        self.names, M = [path[0] for path in optree.tree_paths(own[0])], self.asked.microbatches
+        options = {"keep_weights": held, "summed": M > 1, "late": late, "dtype": problem.sums, "out": out}
+        super().__init__(own, mesh, gather, reduce, names=self.names, **options)
 
     def run(self, x: Tensor, at: Context) -> tuple[Tensor, Any, list]:
         """(x, the sum of the layers' extra terms, what `run_back` needs: each layer's `saved`)."""
@@ -245,15 +246,15 @@ class TransformerLayers(Layers):
         def run(l: int, W: dict, dx: Tensor, saved):
             return layer_backward(W, dx, saved, at.of_layer(self.origin + l), partial(self.into, l, W), scale)
 
-        self.summed = self.summed or not last
         dx = self.backward(dx, kept, run, last=last)
         return self.before.run_back(dx, kept, at, scale, last) if self.before else dx
 
     def into(self, l: int, W: Mapping, name: str) -> dict[str, Any]:
         """The arguments of the product that makes the gradient of this matrix: where it is written, or added."""
-        if self.compiling or W[name].dtype != self.dtype:
+        grad = self.grads[self.names.index(name)]
+        if grad.compiling or W[name].dtype != grad.dtype:
             return {}
-        return {"out": self.slot(l, self.names.index(name), W[name].shape), "add": l in self.written}
+        return {"out": grad.place(l, W[name].shape), "add": l in self.written}
 
     def reduce_all(self) -> None:
         super().reduce_all()
