@@ -7,8 +7,8 @@ the weight half of its backward (of all the rank's chunks); transfers take no ti
 from fractions import Fraction
 
 from scaling.schedules import make
+from scaling.schedules.instructions import Time
 from scaling.schedules.simulator import UNIT, Times
-from scaling.schedules.timeline import Time
 
 
 def bubble_time(name: str, stages: int, microbatches: int, chunks: int = 1, times: Times = UNIT) -> Fraction:

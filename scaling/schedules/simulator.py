@@ -24,9 +24,11 @@ from scaling.schedules.instructions import (
     RecvGrad,
     ReduceGrads,
     SendActivation,
+    Span,
+    Time,
+    Timeline,
     parts,
 )
-from scaling.schedules.timeline import Span, Time, Timeline
 
 
 @dataclass(frozen=True)

@@ -9,8 +9,7 @@ blue; a whole Backward is teal; a rank's second chunk (and fourth ...) is lighte
 
 from pathlib import Path
 
-from scaling.schedules.instructions import Backward, BackwardInput, BackwardWeight, Forward
-from scaling.schedules.timeline import Timeline
+from scaling.schedules.instructions import Backward, BackwardInput, BackwardWeight, Forward, Timeline
 from scaling.show import bars
 from scaling.show.bars import Bar
 

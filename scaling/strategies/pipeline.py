@@ -35,8 +35,7 @@ from scaling.schedules import (
     SendActivation,
     SendGrad,
 )
-from scaling.schedules.instructions import parts
-from scaling.schedules.timeline import Span, Timeline
+from scaling.schedules.instructions import Span, Timeline, parts
 from scaling.spec import format_axes, parse
 from scaling.strategies.channels import Channels
 from scaling.strategies.stage import SPECS, Stage, mlp

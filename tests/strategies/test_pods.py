@@ -1,10 +1,9 @@
-"""Data parallelism over pods: equal to one device, and only shards cross the slow axis."""
+"""Data parallelism over pods: only shards cross the slow axis."""
 
-import pytest
 import torch
-from mlp_problem import SIZES, B, L, close, one_device, whole
+from mlp_problem import SIZES, L, close, specs, whole
 
-from scaling import optim, tree
+from scaling import tree
 from scaling.collectives import all_reduce, reduce_scatter
 from scaling.mesh import AbstractMesh
 from scaling.spec import parse
@@ -12,39 +11,8 @@ from scaling.strategies import pods
 from scaling.trace import trace
 
 PODS = {"P": 2, "X": 2, "Y": 2}
-WEIGHTS = {name: pods.SPECS[name].replace("[", "[L, ") for name in ("W_in", "W_out")}
+WEIGHTS = specs(pods)
 BLOCK = ("gelu", True, True)
-
-
-LAYER_BYTES = 2 * SIZES["D"] * SIZES["F"] // 4  # elements of one layer's shards, of which a bucket holds some
-
-
-def train(mesh, dtype, layers_per_bucket):
-    params, batches = whole(dtype)
-    params = tree.shard(params, WEIGHTS, mesh)
-    adamw, losses, first = optim.adamw(0.01), [], None
-    state, bucket = adamw.init(params), layers_per_bucket * LAYER_BYTES * dtype.itemsize
-    for In, target in batches:
-        In, target = tree.shard([In, target], [pods.SPECS["In"], pods.SPECS["Out"]], mesh)
-        Out, saved = pods.forward(params, In, mesh, *BLOCK)
-        loss = (Out - target).square().sum() / B  # Loss[] {U_PXY}
-        losses.append(all_reduce("Loss[] {U_PXY} -> Loss[]", loss, mesh))
-        dIn, grads = pods.backward(2 / B * (Out - target), saved, params, mesh, bucket_bytes=bucket)
-        tree.check(grads, WEIGHTS, SIZES, mesh, dtype)
-        if first is None:
-            first = tree.unshard(grads, WEIGHTS, mesh), tree.unshard(dIn, pods.SPECS["In"], mesh)
-        params, state = adamw.update(grads, state, params)
-    return torch.stack(losses), *first, tree.unshard(params, WEIGHTS, mesh)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("layers_per_bucket", [1, 2])
-def test_equal_to_one_device(ranks, layers_per_bucket):
-    for dtype in (torch.float64, torch.float32):
-        losses, *wanted = one_device(dtype, BLOCK)
-        for result in ranks(train, PODS, dtype, layers_per_bucket):
-            for got, want in zip(result, [torch.stack(losses), *wanted], strict=True):
-                close(got, want, dtype)
 
 
 def other_ways(mesh):

@@ -6,19 +6,22 @@ from mlp_problem import BLOCKS, MESHES, SIZES, STRATEGIES, B, L, close, one_devi
 
 from scaling import optim, tree
 from scaling.mesh import AbstractMesh, Mesh
-from scaling.strategies import fsdp
+from scaling.strategies import fsdp, pods
 from scaling.strategies.stack import Block
 from scaling.trace import trace
 
 CASES = [(name, mesh, BLOCKS[0]) for name, meshes in MESHES.items() for mesh in meshes]
 CASES += [(name, MESHES[name][0 if name == "fsdp_tp" else 1], BLOCKS[1]) for name in MESHES]
 CASES += [("fsdp_tp", MESHES["fsdp_tp"][0], block) for block in BLOCKS[2:]]  # the layers share their activations
+CASES = [(*case, 0) for case in CASES] + [("pods", {"P": 2, "X": 2, "Y": 2}, BLOCKS[0], layers) for layers in (1, 2)]
 
 
-def run_steps(mesh, name, dtype, block):
-    strategy, (params, batches) = STRATEGIES[name], whole(dtype)
+def run_steps(mesh, name, dtype, block, layers):
+    """`layers`: how many of them a bucket holds."""
+    strategy, (params, batches) = (STRATEGIES | {"pods": pods})[name], whole(dtype)
     types = strategy.SPECS
     params = tree.shard(params, specs(strategy), mesh)
+    bucket = layers * tree.nbytes(params) // L
     adamw, losses, first = optim.adamw(0.01), [], None
     state = adamw.init(params)
     for In, target in batches:
@@ -26,7 +29,7 @@ def run_steps(mesh, name, dtype, block):
         before = In.clone(), tree.map(torch.clone, params)
         Out, saved = strategy.forward(params, In, mesh, *block)
         losses.append((Out - target).square().sum() / B)  # Loss[] {U}: this rank's terms
-        dIn, grads = strategy.backward(2 / B * (Out - target), saved, params, mesh)
+        dIn, grads = strategy.backward(2 / B * (Out - target), saved, params, mesh, bucket_bytes=bucket)
         assert torch.equal(before[0], In), "the input was changed"
         assert all(map(torch.equal, tree.leaves(before[1]), tree.leaves(params))), "the params were changed"
         tree.check(grads, specs(strategy), SIZES, mesh, dtype)
@@ -43,12 +46,12 @@ def label(value):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("name", "mesh", "block"), CASES, ids=label)
-def test_equal_to_one_device(ranks, name, mesh, block):
-    both = block == BLOCKS[0] and AbstractMesh(mesh).size() == (4 if name == "fsdp_tp" else 2)
+@pytest.mark.parametrize(("name", "mesh", "block", "layers"), CASES, ids=label)
+def test_equal_to_one_device(ranks, name, mesh, block, layers):
+    both = layers or (block == BLOCKS[0] and AbstractMesh(mesh).size() == (4 if name == "fsdp_tp" else 2))
     for dtype in (torch.float64, torch.float32) if both else (torch.float64,):
         wanted = one_device(dtype, block)
-        results = ranks(run_steps, mesh, name, dtype, block)
+        results = ranks(run_steps, mesh, name, dtype, block, layers)
         close(sum(result[0] for result in results), torch.stack(wanted[0]), dtype)
         for result in results:
             close(result[1], wanted[1], dtype)
