@@ -7,6 +7,7 @@ A request that holds a page holds all its ancestors, so that what nobody holds c
 """
 
 from collections.abc import Sequence
+from copy import copy
 
 ROOT = -1
 
@@ -26,8 +27,7 @@ class Pool:
         self.used: dict[int, int] = {}  # page in the trie -> tick of its last use
 
     def copy(self) -> "Pool":
-        new = Pool.__new__(Pool)
-        new.total, new.size, new.prefix = self.total, self.size, self.prefix
+        new = copy(self)
         new.free, new.refs, new.children = self.free[:], self.refs.copy(), self.children.copy()
         new.edges, new.used = self.edges.copy(), self.used.copy()
         return new

@@ -69,7 +69,7 @@ def alone(request: dict) -> tuple[str, list[float]]:
 
 
 @pytest.mark.parametrize(
-    "count", [pytest.param(60, marks=pytest.mark.slow), pytest.param(1000, marks=pytest.mark.sweep)]
+    "count", [pytest.param(30, marks=pytest.mark.slow), pytest.param(1000, marks=pytest.mark.sweep)]
 )
 @pytest.mark.parametrize("options", [{}, {"pages": 18}, {"draft": "ngram", "pages": 18}])
 def test_each_of_many_at_once_gets_what_it_gets_alone(options, count):
