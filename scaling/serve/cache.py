@@ -22,35 +22,8 @@ from scaling.mesh import AbstractMesh
 from scaling.models.attention import visible
 from scaling.models.inputs import IDS
 from scaling.serve.int8 import quantized
-from scaling.serve.types import ONE, SPLIT_ROWS, cache_specs, row_axes, shards_of_places
-from scaling.spec import block_index, parse
-
-
-class Part(NamedTuple):
-    """What this rank has in a form: of the `groups` of ranks that a batch's rows are split over `group`, of the
-    `shards` of a row's places `shard`, of the vocabulary `block`."""
-
-    groups: int
-    group: int
-    shards: int
-    shard: int
-    block: int
-
-    def rows(self, batch: int) -> slice:
-        """Those of a batch whose keys and values this rank holds."""
-        own = batch // self.groups
-        return slice(self.group * own, (self.group + 1) * own)
-
-
-def part_of(mesh, form: str) -> Part:
-    """Worked out once, not at each step."""
-    key = "served", form
-    if key not in mesh.lines:
-        rows, shards = row_axes(form, mesh), shards_of_places(form, mesh)
-        vocabulary = [axis for axis in ("Y" if form in SPLIT_ROWS else "YZ") if axis in mesh.sizes]
-        group, block = (block_index(axes, mesh.coord, mesh.sizes) for axes in (rows, vocabulary))
-        mesh.lines[key] = Part(mesh.size(rows), group, shards, mesh.coord["Z"] if shards > 1 else 0, block)
-    return mesh.lines[key]
+from scaling.serve.types import ONE, Share, cache_specs, share_of
+from scaling.spec import parse
 
 
 def held_sizes(config: Config, mesh) -> dict[str, int]:
@@ -144,8 +117,8 @@ def check_cache(cache: Any, config: Config, mesh, form: str, batch: int) -> None
             text = f"{name}[B{', M' * (dims - 1)}] are int64 of {batch} rows, as the tokens; found {found}"
             raise ValueError(f"{made}: {text}\n  fix: {fix}")
     types = _held_types(config, tuple(mesh.sizes.items()), form, paged, int8)
-    part, (rows, times) = part_of(mesh, form), KV.shape[2:4] if KV.dim() == 6 else (1, 1)
-    sizes = {"B": batch, "S": times * part.shards, "P": rows * part.groups, "page": times}
+    share, (rows, times) = share_of(mesh, form), KV.shape[2:4] if KV.dim() == 6 else (1, 1)
+    sizes = {"B": batch, "S": times * share.shards, "P": rows * share.groups, "page": times}
     tree.check({name: cache[name] for name in types}, types, held_sizes(config, mesh) | sizes, mesh, None, "cache", fix)
     if not untouched(cache) and not KV.is_contiguous() and overlaps_itself(KV):
         raise ValueError("KV has elements that share their memory\n  fix: give it as .contiguous()")
@@ -165,7 +138,7 @@ class Slots:
     split over C.
     """
 
-    def __init__(self, cache: dict, new: Tensor, T: int, at: Part, own: slice | None = None):
+    def __init__(self, cache: dict, new: Tensor, T: int, at: Share, own: slice | None = None):
         self.cache, self.T, self.own, self._seen = cache, T, own, {}
         held, KV = cache["lengths"], cache["KV"]
         self.rows = at.rows(len(held))

@@ -23,7 +23,7 @@ from scaling.serve.requests import RequestLine, read_requests
 from scaling.serve.simulate import RequestTimes, Simulated
 from scaling.serve.states import POLICIES, Options, Run
 from scaling.serve.text import TextStream, chat_template
-from scaling.serve.types import cache_specs, row_groups
+from scaling.serve.types import cache_specs, share_of
 
 CONTEXT = 2048  # tokens of the cache for each slot, over HTTP, or as far as memory has room
 FOR_EVER = 1e8  # seconds for which ranks may wait for a client
@@ -109,7 +109,7 @@ def completion(line: RequestLine, times: RequestTimes, what: Served) -> dict:
 def main(argv=None) -> int:
     what = served_by(args := arguments(argv))
     cache_specs(what.config, what.mesh, form=what.form, page=args.page)
-    most, groups = _most_pages(args, what), row_groups(what.form, what.mesh)
+    most, groups = _most_pages(args, what), share_of(what.mesh, what.form).groups
     slots = -(-args.slots // groups)  # of a group
     if args.port is not None:
         pages = args.pages or min(most, slots * -(-CONTEXT // args.page))

@@ -24,14 +24,14 @@ from torch import Tensor
 from scaling.collectives import unshard
 from scaling.configs import Config
 from scaling.serve import scheduler
-from scaling.serve.cache import init_cache, part_of, untouched
+from scaling.serve.cache import init_cache, untouched
 from scaling.serve.requests import Request, check_known_ids
 from scaling.serve.sampling import sample
 from scaling.serve.simulate import Simulated, drive
 from scaling.serve.states import Done, Move, Moved, Options, Run, Work
 from scaling.serve.step import run_rows
 from scaling.serve.text import TextStream
-from scaling.serve.types import ONE
+from scaling.serve.types import ONE, share_of
 from scaling.spec import Spec
 
 NO_WORK = Work(Request(-1, (), 0), 0, (), (), False)
@@ -45,7 +45,7 @@ class PagedModel:
     ):
         self.params, self.config, self.page, self.mesh, self.form = params, config, options.page, mesh, form
         self.device, self.groups, self.paged = params["norm"].device, options.groups, paged
-        self.group = part_of(ONE if mesh is None else mesh, form).group
+        self.group = share_of(ONE if mesh is None else mesh, form).group
         self.pools = {}
         for worker, (pool, *_) in scheduler.initial(options).pools.items():
             rows, length, page = (1, pool.total * pool.size, pool.size) if paged else (pool.total, pool.size, None)
@@ -201,7 +201,7 @@ class Engine:
         clock: Callable[[], float] = time.perf_counter,
         paged: bool = True,
     ):
-        if (groups := part_of(ONE if mesh is None else mesh, form).groups) != options.groups:
+        if (groups := share_of(ONE if mesh is None else mesh, form).groups) != options.groups:
             raise ValueError(
                 f'{mesh}: the form "{form}" splits requests among {groups} groups of ranks, options.groups is '
                 f"{options.groups}\n  fix: Options(..., groups={groups}), with so many pages in each"

@@ -16,7 +16,7 @@ from scaling.serve import scheduler
 from scaling.serve.engine import Engine, PagedModel, event_of
 from scaling.serve.requests import Draw, Request, Sampling, prompt_ids, request_seeds
 from scaling.serve.states import Arrive, Options, Run, Work
-from scaling.serve.types import ONE, check_mesh, divisible, row_groups
+from scaling.serve.types import ONE, check_mesh, divisible, share_of
 
 
 class Token(NamedTuple):
@@ -106,7 +106,7 @@ def _options(rows: list[list[int]], room: int, config: Config, mesh, page: int |
     """For all rows at once, each with `room` for new tokens. Without a `page`, one page is all that a row has."""
     mesh = ONE if mesh is None else mesh
     check_mesh(config, mesh, form)
-    groups, (B, length) = row_groups(form, mesh), divisible(len(rows), max(map(len, rows)) + room, form, mesh)
+    groups, (B, length) = share_of(mesh, form).groups, divisible(len(rows), max(map(len, rows)) + room, form, mesh)
     size = page or length
     return Options(B // groups * -(-length // size), size, len(rows), policy="static", prefix=False, groups=groups)
 

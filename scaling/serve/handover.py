@@ -12,7 +12,7 @@ from scaling.collectives import transfer
 from scaling.configs import Config
 from scaling.mesh import AbstractMesh
 from scaling.serve.cache import capacity, check_cache, held_sizes, page_table
-from scaling.serve.types import ONE, ROWS, cache_specs, cache_type, check_mesh, shards_of_places
+from scaling.serve.types import ONE, ROWS, cache_specs, cache_type, check_mesh, share_of
 from scaling.spec import parse
 from scaling.strategies.axes import present
 
@@ -41,7 +41,7 @@ def move(
         check_cache(cache, config, source_mesh, form, len(cache["lengths"]))
     info = None
     if cache is not None:
-        own = capacity(cache, shards_of_places(form, source_mesh)), int("scale" in cache)
+        own = capacity(cache, share_of(source_mesh, form).shards), int("scale" in cache)
         info = torch.cat([cache["lengths"].new_tensor(own), cache["lengths"]])
     moved = transfer("n[I] -> n[I]", info, source_mesh, target_mesh)
     info = moved if info is None else info

@@ -19,7 +19,7 @@ from scaling.models.text import tokenizer_of
 from scaling.serve.cache import init_cache
 from scaling.serve.engine import check_draft
 from scaling.serve.text import ends_of
-from scaling.serve.types import FORMS, check_mesh, divisible, shards_of_places, specs
+from scaling.serve.types import FORMS, check_mesh, divisible, share_of, specs
 from scaling.spec.sizes import parse_mesh
 from scaling.train import checkpoint
 
@@ -79,7 +79,7 @@ class Served:
     def length_that_fits(self, batch: int) -> int:
         """The greatest length of `batch` rows whose caches fit beside the params; 0 or less where none does. A cache's
         bytes are proportional to its length."""
-        unit = shards_of_places(self.form, self.mesh)
+        unit = share_of(self.mesh, self.form).shards
         one, two = (self.needed(batch, n * unit) for n in (1, 2))
         return (self.memory - one) // (two - one) * unit + unit
 

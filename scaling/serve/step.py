@@ -20,10 +20,10 @@ from scaling.models.inputs import IDS, check_ids, check_range
 from scaling.models.leaves import STACKS
 from scaling.models.rope import tables
 from scaling.models.transformer import all_layers
-from scaling.serve.cache import At, Part, Slots, capacity, check_cache, part_of, writable
+from scaling.serve.cache import At, Slots, capacity, check_cache, writable
 from scaling.serve.forms import context, experts, heads, heads_batch, latent, sequence, weights_2d
 from scaling.serve.int8 import floats
-from scaling.serve.types import ONE, SPLIT_ROWS, specs
+from scaling.serve.types import ONE, SPLIT_ROWS, Share, share_of, specs
 from scaling.strategies.axes import all_gather
 from scaling.strategies.transformer.layer import own_heads
 
@@ -110,19 +110,19 @@ def _run(params, tokens, cache, config, mesh, lengths, form, donate, last, least
     """`last`: logits of each row's last token alone. `least`: the new tokens that each row has to have."""
     mesh, least = ONE if mesh is None else mesh, int(last) if least is None else least
     lengths, cache = accepted(params, tokens, cache, config, mesh, lengths, form, donate, least)
-    part, dtype, T = part_of(mesh, form), params["norm"].dtype, tokens.shape[1]
+    share, dtype, T = share_of(mesh, form), params["norm"].dtype, tokens.shape[1]
     (listing, attention), own = LISTINGS[form], None
     attention = latent.ATTENTION[form] if config.latent else attention
     if T > 1 and mesh.sizes.get("C", 1) > 1:
         listing, attention = context, latent.context if config.latent else context.attention
         tokens, own = split_over_C(tokens, mesh)
-    slots = Slots(cache, lengths, tokens.shape[1], part, own)
+    slots = Slots(cache, lengths, tokens.shape[1], share, own)
     positions = slots.positions if own is None else slots.positions[..., own]
     at = At(config, mesh, slots, tables(positions, config.rotary, config.theta, config.rope_scaling, dtype))
     params, int8 = seen_heads(params, at), isinstance(params["embed"], dict)
     ends = {name: floats(params[name], dtype) for name in set(params) - {*STACKS}} if int8 else params
     tokens = tokens[slots.rows] if form in SPLIT_ROWS else tokens
-    x = listing.embed(*looked_up(ends["embed"], tokens if own is None else tokens[:, own], part.block), at)
+    x = listing.embed(*looked_up(ends["embed"], tokens if own is None else tokens[:, own], share.block), at)
     for l, W in enumerate(all_layers(params)):
         W = floats(W, dtype) if int8 else W
         x = x + attention(W, x, at, l)
@@ -195,11 +195,11 @@ def accepted(params, tokens, cache, config, mesh, lengths, form, donate, least) 
     cache = cache | {name: cache[name].to(tokens.device) for name in ("lengths", "pages") if name in cache}
     if not tokens.is_meta:
         check_range("tokens", tokens, config.V)
-        check_room(cache, lengths, T, part_of(mesh, form), least)
+        check_room(cache, lengths, T, share_of(mesh, form), least)
     return lengths, writable(cache, params["norm"], donate)
 
 
-def check_room(cache: dict, lengths: Tensor, T: int, part: Part, least: int) -> None:
+def check_room(cache: dict, lengths: Tensor, T: int, share: Share, least: int) -> None:
     """ValueError unless each row has from `least` to T new tokens, and the cache room for them."""
     low, high = int(lengths.min()), int(lengths.max())
     if low < least:
@@ -212,7 +212,7 @@ def check_room(cache: dict, lengths: Tensor, T: int, part: Part, least: int) -> 
     held = cache["lengths"]
     if int(held.min()) < 0:
         raise ValueError(f"the cache's lengths are {held.tolist()}\n  fix: give 0 for an empty row")
-    room, after = capacity(cache, part.shards), held + lengths
+    room, after = capacity(cache, share.shards), held + lengths
     if int(after.max()) > room:
         row = int(after.argmax())
         raise ValueError(
@@ -220,7 +220,7 @@ def check_room(cache: dict, lengths: Tensor, T: int, part: Part, least: int) -> 
             f"has room for {room} in all\n  fix: call init_cache with a greater length, or give a shorter prompt"
         )
     if "pages" in cache:
-        check_pages(cache, after, part.groups)
+        check_pages(cache, after, share.groups)
 
 
 @lru_cache(maxsize=256)
