@@ -20,8 +20,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
-from failure import RankFailed
-from gloo_device import share_gloo_device
+from machine import RankFailed, share_gloo_device
 
 from scaling.common import console
 from scaling.launch.process import end_with_parent, ready_to_fork

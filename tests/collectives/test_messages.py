@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from failure import RankFailed
+from machine import RankFailed
 
 from scaling import collectives as c
 from scaling.collectives.messages import TAG, announcement, data_tag

@@ -4,7 +4,7 @@ import time
 from pathlib import Path
 
 import torch
-from busy import SOON
+from machine import SOON
 
 from scaling.collectives import all_reduce
 

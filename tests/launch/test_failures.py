@@ -15,7 +15,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from busy import SOON
+from machine import SOON
 from processes import all_ended, hangs, total
 
 from scaling.launch import RankError, run

@@ -12,8 +12,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from busy import SOON
-from forked import Forked
+from machine import SOON, Forked
 from processes import all_ended, running
 from torch.distributed import run as torchrun
 

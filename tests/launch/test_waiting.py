@@ -6,7 +6,7 @@ import time
 
 import pytest
 import torch
-from busy import SOON
+from machine import SOON
 from processes import all_ended, hangs, total
 
 from scaling.collectives import all_reduce, recv, send

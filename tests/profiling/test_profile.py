@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from busy import once
+from machine import once
 
 from scaling import trace
 from scaling.collectives import all_reduce, einsum

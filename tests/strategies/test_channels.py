@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from failure import RankFailed
+from machine import RankFailed
 
 from scaling.mesh import AbstractMesh, Mesh
 from scaling.schedules import make

@@ -5,7 +5,7 @@ import signal
 from time import perf_counter
 
 import pytest
-from busy import SOON
+from machine import SOON
 from pipeline_problem import OPTIONS, WEIGHTS, close, loss, one_device, problem, train
 
 from scaling import launch, tree

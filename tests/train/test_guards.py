@@ -5,8 +5,7 @@ import time
 
 import pytest
 import torch
-from busy import once
-from failure import RankFailed
+from machine import RankFailed, once
 
 from scaling import tree
 from scaling.collectives import all_reduce

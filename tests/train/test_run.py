@@ -7,7 +7,7 @@ import sys
 
 import pytest
 import torch
-from forked import Forked
+from machine import Forked
 from runs import records
 
 from scaling.configs import get

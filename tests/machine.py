@@ -1,0 +1,75 @@
+"""Tests on a machine that does other things too: what ends soon, ranks that fail, programs in forks, gloo's threads.
+
+What other programs delay now and then holds once among several tries; what is wrong fails each of them. And what has to
+end soon ends long before the timeout that would end it otherwise."""
+
+import multiprocessing
+import os
+import signal
+import sys
+from collections.abc import Callable
+
+import torch.distributed as dist
+
+SOON = 40.0  # seconds: most of them are other programs'; without these it is well under one
+
+
+def once(check: Callable[[], None], tries: int = 6) -> None:
+    """The check must hold in one of so many tries."""
+    for left in reversed(range(tries)):
+        try:
+            return check()
+        except AssertionError:
+            if not left:
+                raise
+
+
+class RankFailed(Exception):
+    """What the `ranks` fixture raises when a rank fails."""
+
+
+class Forked:
+    """`main()` in a fork of this process, which has imported torch already: started in no time, in a process group of
+    its own, with what it writes in `stdout`, as a Popen."""
+
+    def __init__(self, main: Callable[[], object]):
+        reader, writer = os.pipe()
+        self.process = multiprocessing.get_context("fork").Process(target=_as_program, args=(main, writer))
+        self.process.start()
+        os.close(writer)
+        self.pid, self.stdout = self.process.pid, os.fdopen(reader)
+
+    @property
+    def returncode(self) -> int | None:
+        return self.process.exitcode
+
+    def communicate(self, timeout: float) -> tuple[str, None]:
+        with self.stdout as stream:
+            out = stream.read()
+        self.process.join(timeout)
+        return out, None
+
+
+def _as_program(main: Callable[[], object], writer: int) -> None:
+    os.setsid()
+    for stream in (1, 2):
+        os.dup2(writer, stream)
+    os.close(writer)
+    sys.stdout, sys.stderr = (open(stream, "w", buffering=1) for stream in (1, 2))  # noqa: SIM115
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    main()
+
+
+def share_gloo_device() -> None:
+    """Let all gloo groups that this process makes from now on send by one device of the loopback interface: each device
+    has a thread that wakes a hundred times a second, and tests have many ranks on few cores."""
+    c10d = dist.distributed_c10d
+    device = c10d.ProcessGroupGloo.create_device(interface="lo")
+
+    class OnOneDevice(c10d.ProcessGroupGloo):
+        def __init__(self, store, rank, size, timeout, **_):  # torch 2.15 gives enable_reconfigure as well
+            options = c10d.ProcessGroupGloo._Options()
+            options._devices, options._threads, options._timeout = [device], 2, timeout
+            super().__init__(store, rank, size, options)
+
+    c10d.ProcessGroupGloo = OnOneDevice
