@@ -1,5 +1,6 @@
 """Pictures and traces of schedules."""
 
+import json
 import re
 from dataclasses import replace
 
@@ -9,7 +10,7 @@ from scaling import show
 from scaling.schedules import SCHEDULES, make
 from scaling.schedules.simulator import Times, simulate
 from scaling.show import schedules as show_schedule
-from scaling.show.timelines import save_schedule, schedule_chart, summary
+from scaling.show.timelines import draw_on, save_schedule, schedule_chart, summary, write_chrome
 
 
 def test_the_chart_is_the_schedule():
@@ -70,3 +71,34 @@ def test_show(capsys, tmp_path):
     assert "interleaved: 3 microbatches are not a multiple of 2 stages" in shown.err
     assert show_schedule.main(["dualpipev", "--stages", "4", "--microbatches", "4"]) == 2
     assert show_schedule.main(["gpipe", "--split", "--hop", "1/2"]) == 0
+
+
+def test_chrome_trace(tmp_path):
+    timeline = simulate(make("gpipe", 2, 3), Times(hop=1))
+    write_chrome(tmp_path / "trace.json", timeline, timeline)
+    events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    assert [e["args"]["name"] for e in events if e["ph"] == "M"] == ["gpipe", "rank 0", "rank 1"] * 2
+    spans = [e for e in events if e["ph"] == "X" and e["pid"] == 1]
+    assert len(spans) == len(timeline.spans)
+    forward = next(e for e in spans if e["name"] == "Forward 2" and e["tid"] == 1)
+    assert (forward["ts"], forward["dur"], forward["args"]) == (4e6, 1e6, {"stage": 1, "microbatch": 2})
+
+
+@pytest.mark.parametrize("shown", [False, True])
+def test_on_a_page_it_is_text_or_a_picture(shown):
+    said = []
+
+    class Page:
+        columns = 70
+
+        def picture(self, name, make):
+            said.append(name)
+            return shown
+
+        def say(self, text):
+            said.append(text)
+
+    timeline = simulate(make("1f1b", 2, 3))
+    draw_on(Page(), timeline, "s")
+    text = f"{summary(timeline, 's')}\n{schedule_chart(timeline, width=60)}"
+    assert said == ["1f1b"] + [text] * (not shown)
