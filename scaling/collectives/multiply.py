@@ -11,7 +11,7 @@ from math import prod
 from typing import Any, Literal, NamedTuple, NoReturn, overload
 
 import torch
-from torch import Tensor
+from torch import Tensor, strided
 
 from scaling import trace
 from scaling.algebra.law import check_product, refuse_product
@@ -54,14 +54,15 @@ class LocalProduct(NamedTuple):
     def fits(self, a: Sequence[int], b: Any) -> bool:
         """Whether operands of these shapes have the dims of their types, and sizes that meet. A dim that is a number
         has that size, or where it is split, one that divides it."""
-        if len(a) != self.dims[0] or (-1 if b is None else len(b)) != self.dims[1]:
+        of_a, of_b = self.dims
+        other: Any = b
+        if len(a) != of_a or (-1 if b is None else len(b)) != of_b:
             return False
-        sizes: Any = a, b
         for i, j in self.shared:
-            if a[i] != sizes[1][j]:
+            if a[i] != other[j]:
                 return False
         for operand, i, size, is_split in self.numbers:
-            own = sizes[operand][i]
+            own = (other if operand else a)[i]
             if own != size and not (is_split and own and size % own == 0):
                 return False
         return True
@@ -117,7 +118,7 @@ class LocalProduct(NamedTuple):
     def by_equation(self, a: Tensor, b: Tensor | None) -> Tensor:
         """torch.einsum, also of small whole numbers: torch makes some of their sums int64, and refuses the product."""
         operands = (a,) if b is None else (a, b)
-        if any(x.is_floating_point() for x in operands) or a.is_complex():
+        if a.is_floating_point() or operands[-1].is_floating_point() or a.is_complex():
             return torch.einsum(self.equation, *operands)
         dtype = torch.promote_types(a.dtype, operands[-1].dtype)
         return torch.einsum(self.equation, *(x.long() for x in operands)).to(dtype)
@@ -220,7 +221,7 @@ def einsum(line: str, a: Any, b: Any = None, *, out: Tensor | None = None, add: 
     if b is not None and a.is_meta is not b.is_meta:
         why = ["one of them is on the meta device, which holds shapes alone"]
         _refuse_operands(product.line, tuple(a.shape), tuple(b.shape), why=why)
-    if a.layout is not torch.strided or (b is not None and b.layout is not torch.strided):
+    if a.layout is not strided or (b is not None and b.layout is not strided):
         what = "an operand is sparse, of which torch gives some products wrong"
         refuse_product(product.line, what, "shards are dense tensors", "give them as .to_dense()")
     if defer:
