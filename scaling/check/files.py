@@ -117,9 +117,8 @@ def _summary(report: Judgement, calls: dict[str, list], files: int, lines_only: 
     at = {(path, line) for path, places in calls.items() for first, last in places for line in range(first, last + 1)}
     own = sum((file, line) in at for file, line, _ in unjudged)
     text = f"{_counted(sum(map(len, calls.values())), 'call')} in {_counted(files, 'file')}"
-    text += (
-        ", each line by itself" if lines_only else f", {own} of them not judged, and {len(unjudged) - own} other places"
-    )
+    others = _counted(len(unjudged) - own, "other place")
+    text += ", each line by itself" if lines_only else f", {own} of them not judged, and {others}"
     lines = [f"  {file}:{line}: {why}" for file, line, why in unjudged]
     return "\n".join([text, *lines, _counted(len(report.findings), "finding")])
 

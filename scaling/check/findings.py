@@ -54,7 +54,7 @@ class Finding:
 class Judgement:
     """`findings`; `unjudged`, ("file:line", why) of each value that was not judged; `judged`, how many calls were;
     `reached`, (file, number of the line) of each typed call that ran, and ("", its line) of a product;
-    `result`, the types of what the function returned, None where there is none."""
+    `result`, the types (Spec) of what the function returned, None where there is none."""
 
     findings: list[Finding] = field(default_factory=list)
     unjudged: list[tuple[str, str]] = field(default_factory=list)

@@ -42,8 +42,13 @@ class HeldType(NamedTuple):
     through: str = ""
 
     def __str__(self) -> str:
+        return str(self.type)
+
+    @property
+    def type(self) -> Spec:
+        """The same as a line has it; a dim whose name is not known is a "?"."""
         dims = tuple((name_along(dim) or "?", axes_along(dim) or ()) for dim in self.dims)
-        return str(Spec(self.name, dims, tuple(sorted(self.unreduced or ()))))
+        return Spec(self.name, dims, tuple(sorted(self.unreduced or ())))
 
     @property
     def shape(self) -> tuple[int, ...]:

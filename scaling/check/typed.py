@@ -245,7 +245,7 @@ class TypedLines:
 
     def product(self, text: str, a: Any, b: Any, out: "Tensor | None", add: bool) -> Tensor:
         a, b, place = self.meta(a), self.meta(b), self.reached(text)
-        given = [self.held(x) for x in (a, b) if x is not None]
+        given = [self.held(x) for x in (a, b) if isinstance(x, Tensor)]
         line = self.in_pods(parse_line(text), given)
         for held, declared in zip(given, line.operands, strict=False):
             self.compare(held, declared, text, "", place)

@@ -79,7 +79,7 @@ def judge(fn: Callable, *args: Any, mesh: Any, returns: Any = None) -> Judgement
     with watching(judge):
         result = fn(*given)
         report.result = optree.tree_map(
-            lambda x: judge.held(x) if isinstance(x, Tensor) else None, result, none_is_leaf=True
+            lambda x: judge.held(x).type if isinstance(x, Tensor) else None, result, none_is_leaf=True
         )
         if returns is not None:
             wanted, structure = optree.tree_flatten(returns, none_is_leaf=True)
@@ -89,6 +89,6 @@ def judge(fn: Callable, *args: Any, mesh: Any, returns: Any = None) -> Judgement
                     "result", said(f"it returns {ours}, not {structure}", "result", "return what it says"), "", place
                 )
             else:
-                for x, text in zip(found, wanted, strict=True):
+                for x, text in [each for each in zip(found, wanted, strict=True) if isinstance(each[0], Tensor)]:
                     judge.compare(judge.held(judge.meta(x)), parse(text), f"result {text}", "", place)
     return report

@@ -12,7 +12,7 @@ from scaling import launch
 from scaling.check import judge
 from scaling.exercise.page import Exercise
 from scaling.mesh import AbstractMesh
-from scaling.spec import ShardingError, parse
+from scaling.spec import ShardingError, block_index, parse
 from scaling.spec.sizes import parse_mesh
 from scaling.trace import trace
 from scaling.trace.peak import peak_memory
@@ -48,6 +48,8 @@ def ranks_say(exercise: Exercise, names: Mapping, text: str) -> tuple[bool, str]
     """
     data = exercise.data
     sizes = parse_mesh(data["mesh"])
+    if data["fn"] not in names:
+        return False, f"there is no function {data['fn']}"
     if data.get("typed", True):
         returns = list(data["returns"].values())
         wanted = returns[0] if len(returns) == 1 else tuple(returns)
@@ -55,7 +57,7 @@ def ranks_say(exercise: Exercise, names: Mapping, text: str) -> tuple[bool, str]
             mesh = AbstractMesh(sizes)
             report = judge(names[data["fn"]], *data["args"].values(), mesh, mesh=mesh, returns=wanted)
         except Exception as error:
-            return False, _described(error, exercise.name)
+            return False, described(error, exercise.name)
         results = report.result if isinstance(report.result, tuple) else (report.result,)
         if report.result is not None and len(results) != len(returns):
             return False, f"it returns {len(results)} results where {len(returns)} are asked for: {', '.join(returns)}"
@@ -64,7 +66,7 @@ def ranks_say(exercise: Exercise, names: Mapping, text: str) -> tuple[bool, str]
     try:
         seen = launch.run(on_rank, sizes, exercise, text, timeout=20)
     except Exception as error:
-        return False, _described(error, exercise.name)
+        return False, described(error, exercise.name)
     for i, name in enumerate(data["returns"]):
         if any(rank[0][i] for rank in seen):
             return False, _hint(exercise, name, [rank[0][i] for rank in seen])
@@ -101,7 +103,7 @@ def on_rank(mesh, exercise: Exercise, text: str) -> tuple[list[str], int]:
     specs = [parse(of) for of in data["args"].values()]
     terms = [_terms(spec, data, rng, mesh) for spec in specs]
     whole = [x.sum(0) for x in terms]
-    own = [x[_place(spec.unreduced, mesh)] for x, spec in zip(terms, specs, strict=True)]
+    own = [x[block_index(spec.unreduced, mesh.coord, mesh)] for x, spec in zip(terms, specs, strict=True)]
     shards = [_part(x, spec, data["sizes"], mesh) for x, spec in zip(own, specs, strict=True)]
     with trace() as log:
         results = names[data["fn"]](*shards, mesh)
@@ -131,14 +133,6 @@ def _terms(spec, data, rng, mesh) -> torch.Tensor:
     return torch.randn(shape, generator=rng, dtype=torch.float64)
 
 
-def _place(axes, mesh) -> int:
-    """This device's place along axes, the last one the fastest."""
-    place = 0
-    for axis in axes:
-        place = place * mesh.sizes[axis] + mesh.coord[axis]
-    return place
-
-
 def _part(x, spec, sizes, mesh, coord=None):
     return x[spec.slices(sizes, mesh, coord or mesh.coord)].clone()
 
@@ -163,20 +157,10 @@ def _wrong(got, whole, hints, spec, sizes, mesh) -> str:
     if torch.allclose(got, ratio * want, rtol=1e-6, atol=1e-6 * float(want.abs().max())):
         return f"is {ratio:.4g} times what it should be"
     for rank in range(mesh.size()):
-        coord = dict(zip(mesh.sizes, _coordinates(rank, mesh.sizes), strict=True))
-        if torch.allclose(got, _part(whole, spec, sizes, mesh, coord)):
+        if torch.allclose(got, _part(whole, spec, sizes, mesh, mesh.coord_of(rank))):
             return f"is the block that rank {rank} should have"
     off = float((got - want).abs().max() / want.abs().max())
     return f"differs by {off:.2g} of its largest element"
-
-
-def _coordinates(rank: int, sizes: Mapping[str, int]) -> list[int]:
-    """A rank's place along each axis; the last one is the fastest."""
-    places = []
-    for size in reversed(list(sizes.values())):
-        rank, place = divmod(rank, size)
-        places.append(place)
-    return places[::-1]
 
 
 def _hint(exercise: Exercise, name: str, wrong: list[str]) -> str:
@@ -190,12 +174,11 @@ def _hint(exercise: Exercise, name: str, wrong: list[str]) -> str:
     return f"{name} {first}{where}"
 
 
-def _described(error: Exception, name: str) -> str:
+def described(error: BaseException, name: str) -> str:
     """An error of the answer's, on this or on another rank, with the line where it came up."""
     lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == f"{name}.py"]
-    text = str(error)
+    text, kind = str(error), type(error).__name__
     lines += [int(number) for number in re.findall(rf'"{name}\.py", line (\d+)', text)]
     said = text.strip().splitlines()
-    kind = type(error).__name__
     last = text if kind == "ShardingError" else said[-1] if kind == "RankError" and said else f"{kind}: {text}"
     return f"{f'line {lines[-1]}: ' if lines else ''}{last}"

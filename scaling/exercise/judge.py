@@ -8,9 +8,9 @@ import contextlib
 import io
 import json
 import sys
-import traceback
 from pathlib import Path
 
+from scaling.exercise.compared import described
 from scaling.exercise.kinds import KINDS
 from scaling.exercise.page import Exercise, exercise_named
 
@@ -76,12 +76,6 @@ def run(text: str, name: str) -> dict:
     except BaseException as error:
         raise NotYet(f"the file itself fails: {described(error, name)}") from None
     return names
-
-
-def described(error: BaseException, name: str) -> str:
-    """An error with the line of the answer where it came up."""
-    lines = [f.lineno for f in traceback.extract_tb(error.__traceback__) if f.filename == f"{name}.py"]
-    return f"{f'line {lines[-1]}: ' if lines else ''}{type(error).__name__}: {error}"
 
 
 if __name__ == "__main__":

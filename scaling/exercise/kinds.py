@@ -29,13 +29,6 @@ def say(exercise: Exercise, names: Mapping, text: str) -> tuple[bool, str]:
     return True, exercise.data.get("then", "all of it")
 
 
-def write(exercise: Exercise, names: Mapping, text: str) -> tuple[bool, str]:
-    """See compared.py: types first, on an abstract mesh; then on ranks."""
-    if exercise.data["fn"] not in names:
-        return False, f"there is no function {exercise.data['fn']}"
-    return ranks_say(exercise, names, text)
-
-
 def order(exercise: Exercise, names: Mapping, text: str) -> tuple[bool, str]:
     """`fn(rank, stages, microbatches)` gives a list as ["F0", "F1", "B0", ...]; `makespan`, `live`: the best known,
     in units of a forward, and microbatches that rank 0 keeps."""
@@ -75,4 +68,4 @@ def order(exercise: Exercise, names: Mapping, text: str) -> tuple[bool, str]:
 
 
 Grader = Callable[[Exercise, Mapping, str], tuple[bool, str]]
-KINDS: Mapping[str, Grader] = MappingProxyType({"say": say, "write": write, "order": order})
+KINDS: Mapping[str, Grader] = MappingProxyType({"say": say, "write": ranks_say, "order": order})

@@ -96,6 +96,8 @@ def test_right_program_has_no_finding():
 
 def test_result_is_compared_with_its_promise():
     assert [found.rule for found in judge(product, A, B, mesh=MESH, returns="C[I, K]").findings] == ["result"]
+    assert judge(product, A, B, mesh=MESH).result == parse(U)
+    assert judge(lambda a: None, A, mesh=MESH, returns="C[I, K]").result is None
     short = judge(lambda a: (a,), A, mesh=MESH, returns=(A, A))
     assert [found.rule for found in short.findings] == ["result"]
 
