@@ -163,6 +163,16 @@ def test_refused_cancelled_unknown():
         Options(pages=1, policy="best")
 
 
+def test_each_worker_has_its_pages():
+    def totals(**options):
+        pools = initial(Options(8, 2, **options)).pools
+        return {worker: [pool.total for pool in own] for worker, own in pools.items()}
+
+    assert totals(decode_pages=5) == {"engine": [8]}
+    assert totals(policy="disaggregated") == {"prefill": [8], "decode": [8]}
+    assert totals(policy="disaggregated", decode_pages=5, groups=2) == {"prefill": [8, 8], "decode": [5, 5]}
+
+
 def test_policies_differ_in_when_they_admit():
     """Two short and one long request, two slots: who is admitted in which step of the batch."""
 
