@@ -27,16 +27,22 @@ RATE = 1e-4  # learning rate
 AGREE = {torch.float32: 1e-3, torch.bfloat16: 2e-2}  # how far the losses of two sides may lie apart, relative
 
 
+@dataclass(frozen=True, kw_only=True)
+class Timed:
+    """`repeat`: steps in one timed sample."""
+
+    repeat: int = 1
+    dtype: torch.dtype = torch.float32
+
+
 @dataclass(frozen=True)
-class Size:
-    """L layers of W_in[D, F], W_out[F, D], and the rows of the whole batch; `repeat`: steps in one timed sample."""
+class Size(Timed):
+    """L layers of W_in[D, F], W_out[F, D], and the rows of the whole batch."""
 
     L: int
     D: int
     F: int
     rows: int
-    repeat: int = 1
-    dtype: torch.dtype = torch.float32
 
     def __str__(self) -> str:
         return f"L={self.L} D={self.D} F={self.F} rows={self.rows}"

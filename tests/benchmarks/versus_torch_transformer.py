@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from functools import partial
 
 import torch
-from harness import RATE, SIDES, Contest, race
+from harness import RATE, SIDES, Contest, Timed, race
 from native_transformer import staged_step_of, step_of
 from report import options
 from versus_torch import report
@@ -28,14 +28,12 @@ MICROBATCHES = 4
 
 
 @dataclass(frozen=True)
-class Size:
-    """A model, sequences and their tokens; `repeat`: steps in one timed sample."""
+class Size(Timed):
+    """A model, sequences and their tokens."""
 
     config: Config
     B: int
     T: int
-    repeat: int = 1
-    dtype: torch.dtype = torch.float32
 
     def __str__(self) -> str:
         c = self.config
