@@ -22,8 +22,43 @@ from scaling.mesh import AbstractMesh
 from scaling.models.attention import visible
 from scaling.models.inputs import IDS
 from scaling.serve.int8 import quantized
-from scaling.serve.types import ONE, Share, cache_specs, share_of
-from scaling.spec import parse
+from scaling.serve.types import ONE, ROWS, SPLIT_ROWS, cache_specs
+from scaling.spec import block_index, parse
+from scaling.strategies.axes import present
+
+
+class Share(NamedTuple):
+    """What this rank has in a form: of the `groups` of ranks that a batch's rows are split over `group`, of the
+    `shards` of a row's places `shard`, of the vocabulary `block`."""
+
+    groups: int
+    group: int
+    shards: int
+    shard: int
+    block: int
+
+    def rows(self, batch: int) -> slice:
+        """Those of a batch whose keys and values this rank holds."""
+        own = batch // self.groups
+        return slice(self.group * own, (self.group + 1) * own)
+
+
+def share_of(mesh, form: str) -> Share:
+    """Worked out once, not at each step."""
+    key = "served", form
+    if key not in mesh.lines:
+        rows = present(f"rows[{ROWS[form]}]", mesh).dims[0][1]
+        shards = mesh.sizes.get("Z", 1) if form == "sequence" else 1
+        vocabulary = [axis for axis in ("Y" if form in SPLIT_ROWS else "YZ") if axis in mesh.sizes]
+        group, block = (block_index(axes, mesh.coord, mesh.sizes) for axes in (rows, vocabulary))
+        mesh.lines[key] = Share(mesh.size(rows), group, shards, mesh.coord["Z"] if shards > 1 else 0, block)
+    return mesh.lines[key]
+
+
+def divisible(batch: int, length: int, form: str, mesh) -> tuple[int, int]:
+    """(rows, places of each): the fewest, at least these, that divide over the mesh."""
+    share = share_of(mesh, form)
+    return batch + -batch % share.groups, length + -length % share.shards
 
 
 def held_sizes(config: Config, mesh) -> dict[str, int]:

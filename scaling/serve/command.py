@@ -17,13 +17,14 @@ from typing import Any
 
 from scaling import launch
 from scaling.common.console import Parser, complain, complaining, integer, output
+from scaling.serve.cache import share_of
 from scaling.serve.engine import serve
 from scaling.serve.loading import Served, add_model, served_by
 from scaling.serve.requests import RequestLine, read_requests
 from scaling.serve.simulate import RequestTimes, Simulated
 from scaling.serve.states import POLICIES, Options, Run
 from scaling.serve.text import TextStream, chat_template
-from scaling.serve.types import cache_specs, share_of
+from scaling.serve.types import cache_specs
 
 CONTEXT = 2048  # tokens of the cache for each slot, over HTTP, or as far as memory has room
 FOR_EVER = 1e8  # seconds for which ranks may wait for a client

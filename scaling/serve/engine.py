@@ -24,14 +24,14 @@ from torch import Tensor
 from scaling.collectives import unshard
 from scaling.configs import Config
 from scaling.serve import scheduler
-from scaling.serve.cache import init_cache, untouched
+from scaling.serve.cache import init_cache, share_of, untouched
 from scaling.serve.requests import Request, check_known_ids
 from scaling.serve.sampling import sample
 from scaling.serve.simulate import Simulated, drive
 from scaling.serve.states import Done, Move, Moved, Options, Run, Work
 from scaling.serve.step import run_rows
 from scaling.serve.text import TextStream
-from scaling.serve.types import ONE, share_of
+from scaling.serve.types import ONE
 from scaling.spec import Spec
 
 NO_WORK = Work(Request(-1, (), 0), 0, (), (), False)

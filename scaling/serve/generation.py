@@ -13,10 +13,11 @@ from torch import Tensor
 from scaling.common.arguments import whole, whole_numbers
 from scaling.configs import Config
 from scaling.serve import scheduler
+from scaling.serve.cache import divisible, share_of
 from scaling.serve.engine import Engine, PagedModel, event_of
 from scaling.serve.requests import Draw, Request, Sampling, prompt_ids, request_seeds
 from scaling.serve.states import Arrive, Options, Run, Work
-from scaling.serve.types import ONE, check_mesh, divisible, share_of
+from scaling.serve.types import ONE, check_mesh
 
 
 class Token(NamedTuple):

@@ -20,10 +20,10 @@ from scaling.models.inputs import IDS, check_ids, check_range
 from scaling.models.leaves import STACKS
 from scaling.models.rope import tables
 from scaling.models.transformer import all_layers
-from scaling.serve.cache import At, Slots, capacity, check_cache, writable
+from scaling.serve.cache import At, Share, Slots, capacity, check_cache, share_of, writable
 from scaling.serve.forms import context, experts, heads, heads_batch, latent, sequence, weights_2d
 from scaling.serve.int8 import floats
-from scaling.serve.types import ONE, SPLIT_ROWS, Share, share_of, specs
+from scaling.serve.types import ONE, SPLIT_ROWS, specs
 from scaling.strategies.axes import all_gather
 from scaling.strategies.transformer.layer import own_heads
 

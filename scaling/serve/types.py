@@ -5,14 +5,12 @@ and weights stay where they are: activations are what moves. The table `scaling.
 split the most, which is the form "2d"; the other forms leave axes out.
 """
 
-from typing import NamedTuple
-
 from scaling import tree
 from scaling.configs import Config
 from scaling.mesh import AbstractMesh
 from scaling.models.leaves import Leaf, check_computed, types_of, without
 from scaling.serve.int8 import quantized_spec, summed_dims
-from scaling.spec import ShardingError, block_index, parse
+from scaling.spec import ShardingError, parse
 from scaling.strategies.axes import present
 from scaling.strategies.transformer.types import check_divided
 
@@ -86,40 +84,6 @@ def cache_type(config: Config, name: str, rows: str, times: str, heads: str = "K
     """The type of what a cache holds, "KV" or its "scale": a latent is one tensor, of one head that all ranks have."""
     lead, heads, width = ("I", "J", "M") if config.latent else ("2", heads, "H")
     return f"{name}[{lead}, L, {rows}, {times}, {heads}{', ' + width if name == 'KV' else ''}]"
-
-
-class Share(NamedTuple):
-    """What this rank has in a form: of the `groups` of ranks that a batch's rows are split over `group`, of the
-    `shards` of a row's places `shard`, of the vocabulary `block`."""
-
-    groups: int
-    group: int
-    shards: int
-    shard: int
-    block: int
-
-    def rows(self, batch: int) -> slice:
-        """Those of a batch whose keys and values this rank holds."""
-        own = batch // self.groups
-        return slice(self.group * own, (self.group + 1) * own)
-
-
-def share_of(mesh, form: str) -> Share:
-    """Worked out once, not at each step."""
-    key = "served", form
-    if key not in mesh.lines:
-        rows = present(f"rows[{ROWS[form]}]", mesh).dims[0][1]
-        shards = mesh.sizes.get("Z", 1) if form == "sequence" else 1
-        vocabulary = [axis for axis in ("Y" if form in SPLIT_ROWS else "YZ") if axis in mesh.sizes]
-        group, block = (block_index(axes, mesh.coord, mesh.sizes) for axes in (rows, vocabulary))
-        mesh.lines[key] = Share(mesh.size(rows), group, shards, mesh.coord["Z"] if shards > 1 else 0, block)
-    return mesh.lines[key]
-
-
-def divisible(batch: int, length: int, form: str, mesh) -> tuple[int, int]:
-    """(rows, places of each): the fewest, at least these, that divide over the mesh."""
-    share = share_of(mesh, form)
-    return batch + -batch % share.groups, length + -length % share.shards
 
 
 def check_mesh(config: Config, mesh, form: str) -> None:
