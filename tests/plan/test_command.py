@@ -37,6 +37,7 @@ SAID = [  # arguments, exit status, what is said among other things
     (NODE, 1, ["Nothing fits", "chips: ", "8-bit optimizer states"]),
     ("--model llama3-8b --chip h100 --chips 4096 --batch 4096 --mesh data=4096", 1,
      ["no plan: no mesh of 4,096 h100 suits llama3-8b: more replicas than the 1 sequences"]),
+    ("--model llama3-8b --chip h100 --chips 64 --batch 1M --mesh tensor=64", 1, ["TP does not divide the 32 heads"]),
     ("--model llama9 --chip v5p --chips 16 --batch 1M", 2, ["unknown model"]),
     ("--model llama3-8b --chip v9 --chips 16 --batch 1M", 2, ["unknown chip"]),
     ("--model llama3-8b --chip v5e --dtype fp8 --chips 16 --batch 1M", 2, ["no FLOPs/s for fp8"]),

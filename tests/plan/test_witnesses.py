@@ -127,19 +127,9 @@ STACKS = [
 ]
 
 
-def in_sweep(*cases):
-    """Of the same kinds as those before them."""
-    return [pytest.param(*case, marks=pytest.mark.sweep) for case in cases]
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("B", "L", "microbatches"),
-    [
-        (8 * 1024, 16, 1),
-        (64 * 4096, 8, 4),
-        *in_sweep((8 * 1024, 16, 4), (8 * 4096, 8, 1), (8 * 4096, 8, 4), (64 * 4096, 8, 1)),
-    ],
+    ("B", "L", "microbatches"), [(B, L, M) for B, L in ((8 * 1024, 16), (8 * 4096, 8), (64 * 4096, 8)) for M in (1, 4)]
 )
 @pytest.mark.parametrize(
     ("module", "mesh", "fields"), STACKS, ids=lambda x: x.__name__[19:] if hasattr(x, "SPECS") else ""
@@ -163,7 +153,10 @@ def test_a_stack_of_layers(module, mesh, fields, B, L, microbatches):
         ("zb-h1", 1, 1),
         ("interleaved", 2, 4),
         ("dualpipev", 2, 1),
-        *in_sweep(("1f1b", 1, 1), ("zb-h1", 1, 4), ("interleaved", 2, 1), ("dualpipev", 2, 4)),
+        ("1f1b", 1, 1),
+        ("zb-h1", 1, 4),
+        ("interleaved", 2, 1),
+        ("dualpipev", 2, 4),
     ],
 )
 def test_microbatches_in_flight(name, chunks, Y):
@@ -202,7 +195,7 @@ TRANSFORMERS = [
     ({"P": 2, "C": 2, "Y": 2}, {"pod": 2, "context": 2, "tensor": 2, "zero": 0}, 1),
     ({"X": 2, "Y": 4}, {"data": 2, "tensor": 4, "zero": 0, "remat": "block"}, 2),
 ]
-TRANSFORMERS += in_sweep(*((mesh, fields, 3 - microbatches) for mesh, fields, microbatches in TRANSFORMERS))
+TRANSFORMERS += [(mesh, fields, 3 - microbatches) for mesh, fields, microbatches in TRANSFORMERS]
 
 
 def transformer_peak(config, T, sequences, mesh, microbatches, remat="none"):
