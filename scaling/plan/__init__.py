@@ -5,7 +5,7 @@
     from scaling.plan import Job, plans
     best = plans(Job(get("llama3-70b"), batch=4 * 2**20), chip("v5p"), chips=8960)[0]
 
-job, work: what is to be trained, and what it asks of the chips; layout: sizes of the mesh axes, and the recipe;
+job: what is to be trained, and a layout, sizes of the mesh axes and the recipe; work: what a model asks of its chips;
 network: where the axes lie, and what runs over them; ledger: what a chip computes and moves; holds: its
 memory; evaluate: bound and forecast; candidates: every layout, the best first; report: what is printed. No torch.
 """
