@@ -90,4 +90,4 @@ def _handover(mesh: Any) -> None:
     """A cache from heads over Y to the sequence over Z."""
     config, there = _config("plain"), AbstractMesh({"Z": 2})
     cache = serve.init_cache(config, 8, 8, mesh=mesh, dtype=torch.float32)
-    serve.move(cache, config, mesh, there, target_form="sequence")
+    serve.move(cache, config, mesh, there, target_form="sequence", length=8)  # its own is a number that is sent
