@@ -27,7 +27,7 @@ import torch
 from scaling import launch
 from scaling import mesh as meshes
 from scaling.check.compared import raised_at
-from scaling.check.contracts import documented, run_watched, telling
+from scaling.check.contracts import documented, run_watched
 from scaling.check.findings import Finding, Judgement, said
 from scaling.check.lines import check_lines, silent_lines
 from scaling.check.mode import Judge
@@ -122,19 +122,6 @@ def judge_file(path: "str | Path", text: "str | None" = None) -> Judgement:
             sys.path.pop(0)
             if kept is not None:
                 sys.modules["__main__"] = kept
-    return report
-
-
-def judge_library() -> Judgement:
-    """The library's own programs, each on its mesh; what its listings say of their types is a part of them."""
-    report = Judgement()
-    with telling(), nothing_outside("scaling"):
-        from scaling.check.programs import programs
-
-        for name, sizes, run in programs():
-            judge = Judge(report, sizes)
-            with watching(judge), attempt(judge, name):
-                run(AbstractMesh(sizes))
     return report
 
 
