@@ -53,7 +53,7 @@ NO_TORCH = {
     "show",
     "plan",
 }
-JUDGE = "compared contracts held law mode ops programs run strategy typed watched"  # it runs
+JUDGE = "compared contracts held law library mode ops programs run strategy typed watched"  # it runs
 TORCH_BY_NAME = {"scaling.hardware.systolic", "scaling.common.torch_private"} | {
     f"scaling.check.{name}" for name in JUDGE.split()
 }
@@ -82,7 +82,8 @@ INSIDE = {  # (module, what it imports inside a function): why
     ("scaling.tree", "scaling.collectives.checked"): "plain trees need no torch.distributed",
     ("scaling.tree", "scaling.collectives.linear"): "plain trees need no torch.distributed",
     ("scaling.check.files", "scaling.check.run"): "lines are read without torch",
-    ("scaling.check.run", "scaling.check.programs"): "what it imports then tells the types that it says",
+    ("scaling.check.files", "scaling.check.library"): "lines are read without torch",
+    ("scaling.check.library", "scaling.check.programs"): "what it imports then tells the types that it says",
     ("scaling.configs.sources", "scaling.configs.gguf"): "numpy, which no other model needs",
     ("scaling.show.shardings", "scaling.show.schedules"): "a sharding is drawn without the simulator",
     ("scaling.show.shardings", "scaling.show.params"): "a sharding is drawn without the models",

@@ -50,10 +50,11 @@ def check_files(paths: Sequence, lines_only: bool = False) -> tuple[Judgement, d
 
 def _judge(report: Judgement, texts: dict[str, str], calls: dict[str, list]) -> None:
     """What running shows; the library is judged by its own programs."""
+    from scaling.check.library import judge_library
     from scaling.check.run import found_in, judge_file
 
     own = {path for path in calls if OWN in Path(path).resolve().parents}
-    runs = [(_judge_library(), texts)] if own else []  # first: modules tell their types if they are imported then
+    runs = [(judge_library(), texts)] if own else []  # first: modules tell their types if they are imported then
     runs += [(judge_file(path, texts[path]), {path: texts[path]}) for path in calls if path not in own]
     lines, reached = set(), {}
     for judged, shown in runs:
@@ -74,25 +75,6 @@ def _judge(report: Judgement, texts: dict[str, str], calls: dict[str, list]) -> 
             written = " ".join(source[first - 1 : last])
             if not at & set(range(first, last + 1)) and not any(line in written for line in lines):
                 report.unjudged.append((f"{path}:{first}", "this call was not reached"))
-
-
-def _judge_library() -> Judgement:
-    """The library's own programs, each on its mesh; what its listings say of their types is a part of them."""
-    from scaling.check.contracts import telling
-    from scaling.check.mode import Judge
-    from scaling.check.run import attempt, nothing_outside
-    from scaling.check.watched import watching
-    from scaling.mesh import AbstractMesh
-
-    report = Judgement()
-    with telling(), nothing_outside("scaling"):
-        from scaling.check.programs import programs
-
-        for name, sizes, run in programs():
-            judge = Judge(report, sizes)
-            with watching(judge), attempt(judge, name):
-                run(AbstractMesh(sizes))
-    return report
 
 
 def _from_here(place: str) -> str:

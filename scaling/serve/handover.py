@@ -39,7 +39,7 @@ def move(
     cache_specs(config, target_mesh, form=to, page=page)
     if cache is not None:
         check_cache(cache, config, source_mesh, form, len(cache["lengths"]))
-    info = None
+    info = own = None
     if cache is not None:
         own = capacity(cache, share_of(source_mesh, form).shards), int("scale" in cache)
         info = torch.cat([cache["lengths"].new_tensor(own), cache["lengths"]])
@@ -47,10 +47,11 @@ def move(
     info = moved if info is None else info
     if info is None:
         return None
-    held, quantized, *lengths = info.tolist()
+    held, quantized = own or map(int, info[:2])
+    rows, used = len(info) - 2, int(info[2:].max())
     S = held if length is None else length
     S = S if page is None else -(-S // page) * page
-    if (used := max(lengths)) > S:
+    if used > S:
         raise ValueError(f"length={S} has no room for the longest row, of {used} tokens\n  fix: give a greater length")
     views, new = (refined(source_mesh, config), refined(target_mesh, config)), {}
     for name in ("KV", "scale")[: 1 + quantized]:
@@ -59,7 +60,7 @@ def move(
             for f, view in zip((form, to), views, strict=True)
         ]
         whole = parse(cache_type(config, name, "B", "S", "K"))
-        into = whole.local_shape(held_sizes(config, ONE) | {"B": len(lengths), "S": S}, ONE)
+        into = whole.local_shape(held_sizes(config, ONE) | {"B": rows, "S": S}, ONE)
         x = None if cache is None else contiguous(cache, name, source_mesh, form)
         part = transfer(f"{ends[0]} -> {ends[1]}", x, *views, into=into, below=(*into[:3], used, *into[4:]))
         if part is not None:
@@ -67,7 +68,7 @@ def move(
     if moved is None:
         return None
     new["lengths"] = moved[2:]
-    return new if page is None else new | {"pages": page_table(new["KV"], len(lengths), S // page)}
+    return new if page is None else new | {"pages": page_table(new["KV"], rows, S // page)}
 
 
 def contiguous(cache: dict, name: str, mesh, form: str) -> Tensor:
