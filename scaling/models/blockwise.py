@@ -23,7 +23,7 @@ from torch import Tensor
 
 from scaling import trace
 from scaling.collectives import wait
-from scaling.models.tiles import LATER, Mask, Ranges, fused, tangent, written
+from scaling.models.tiles import LATER, Mask, Ranges, fused, shapes, tangent, written
 from scaling.spec import parse
 
 TILE = 1024  # queries, and keys, that are computed at a time
@@ -47,6 +47,7 @@ def backward(
     for hop, (here, KV) in enumerate(keys.around(segments, KV=torch.stack([K, V]))):
         dq, dkv = block_backward(dO, O, lse, Q, KV, here)
         dQ, dKV = add(dQ, dq), add(wait(dKV), dkv)  # dKV was on its way meanwhile
+        dq = dkv = None  # else they are held while the next block is computed
         dKV = keys.follow(dKV, hop)
     dK, dV = wait(dKV).to(K.dtype)
     return dQ.to(Q.dtype), dK, dV
@@ -84,8 +85,8 @@ class KeyBlock(NamedTuple):
         return self.mask.pairs(self.rows, self.columns)
 
     def kernel(self, device: torch.device):
-        """The CPU's flash attention, or matmuls."""
-        return fused if device.type == "cpu" and not self.tile else written
+        """The CPU's flash attention, or matmuls; on the meta device the shapes of their results."""
+        return shapes if device.type == "meta" else fused if device.type == "cpu" and not self.tile else written
 
     def parts(self, ranges: Ranges) -> list[range]:
         """The positions in parts of at most a tile's neighbours."""
@@ -93,8 +94,13 @@ class KeyBlock(NamedTuple):
         return [chunk[start : start + tile] for chunk in ranges for start in range(0, len(chunk), tile)]
 
     def tiles(self, device) -> Iterator[tuple[int, int, Tensor | str | None]]:
-        """(part of the queries, of the keys, what is hidden: see `tiles`) of each tile of which something is seen."""
+        """(part of the queries, of the keys, what is hidden: see `tiles`) of each tile of which something is seen; of
+        shapes alone each part once."""
         rows, columns = self.parts(self.rows), self.parts(self.columns)
+        if device.type == "meta":
+            for i in range(max(len(rows), len(columns))):
+                yield min(i, len(rows) - 1), min(i, len(columns) - 1), None
+            return
         if self.segments is not None:
             of_queries, of_keys = self.segments[0].split(sizes(rows), 1), self.segments[1].split(sizes(columns), 1)
         for (i, r), (j, c) in product(enumerate(rows), enumerate(columns)):
@@ -124,7 +130,7 @@ class Attended(NamedTuple):
 def merge_attended(a: Attended | None, b: Attended | None) -> Any:
     """What is seen of the keys of both, in any order: each O by its share of the weight, which is a sigmoid of the
     difference in lse. So nothing overflows, and the shares add up to 1 however often they are merged."""
-    if a is None or b is None or b.O.is_meta:
+    if a is None or b is None:
         return a if b is None else b
     ahead = torch.where(b.lse.isneginf(), -math.inf, b.lse - a.lse)  # -inf - -inf: neither has seen a key yet
     share = ahead.sigmoid()[..., None].to(a.O.dtype)  # torch 2.11's compiler takes every lse for a float32
@@ -155,9 +161,6 @@ def block_forward(Q: Tensor, KV: Tensor, block: KeyBlock) -> Attended | None:
     if not block.pairs:
         return None
     with _traced("O = Q * KV", Q, block, matmuls=2):
-        if Q.is_meta:
-            O = torch.empty_like(Q, dtype=_wide(Q.dtype))
-            return Attended(O, O.new_empty(O.shape[:-1]))
         q, (k, v) = _in_parts(block.parts(block.rows), KV, Q)[0], _in_parts(block.parts(block.columns), KV, *KV)
         seen: list[Any] = [None] * len(q)
         for i, j, hidden in block.tiles(Q.device):
@@ -172,8 +175,6 @@ def block_backward(dO: Tensor, O: Tensor, lse: Tensor, Q: Tensor, KV: Tensor, bl
     if not block.pairs:
         return None, None
     with _traced("dQ = dO * KV", Q, block, matmuls=5):
-        if Q.is_meta:
-            return torch.empty_like(Q, dtype=_wide(Q.dtype)), torch.empty_like(KV, dtype=_wide(KV.dtype))
         dO, O, lse, q = _in_parts(block.parts(block.rows), KV, dO, O, lse, Q)
         k, v = _in_parts(block.parts(block.columns), KV, *KV)
         dq, dk, dv = [None] * len(q), [None] * len(k), [None] * len(k)
@@ -188,9 +189,6 @@ def block_jvp(tQ: Tensor, tKV: Tensor, lse: Tensor, Q: Tensor, KV: Tensor, block
     if not block.pairs:
         return None, None
     with _traced("tO = tQ * KV", Q, block, matmuls=5):
-        if Q.is_meta:
-            A = torch.empty_like(Q, dtype=_wide(Q.dtype))
-            return A, A[..., 0]
         tq, denominators, q = _in_parts(block.parts(block.rows), KV, tQ, lse, Q)
         tk, tv, k, v = _in_parts(block.parts(block.columns), KV, *tKV, *KV)
         A, m = [None] * len(q), [None] * len(q)

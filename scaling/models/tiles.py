@@ -8,7 +8,7 @@ for a query that sees no key here. In `backward` and `tangent` lse and O are tho
 is a part: P = exp(scores - lse).
 
 `fused` is the CPU's flash attention, of torch's own operators, which holds no T x S scores and takes float64 as well;
-`written` says the same in matmuls, on any device.
+`written` says the same in matmuls, on any device; `shapes` gives the shapes of both.
 """
 
 import math
@@ -125,5 +125,14 @@ def _fused_backward(dO, q, k, v, O, lse, hidden, scale):
     return dq, dk.sum(2, keepdim=True), dv.sum(2, keepdim=True)
 
 
+def _shapes_forward(q, k, v, hidden, scale):
+    return torch.empty_like(q), torch.empty_like(q[..., 0])
+
+
+def _shapes_backward(dO, q, k, v, O, lse, hidden, scale):
+    return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+
+
 written = SimpleNamespace(forward=_written_forward, backward=_written_backward)
 fused = SimpleNamespace(forward=_fused_forward, backward=_fused_backward)
+shapes = SimpleNamespace(forward=_shapes_forward, backward=_shapes_backward)

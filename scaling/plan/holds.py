@@ -82,7 +82,8 @@ def held(job: Job, c: Compute, l: Layout) -> Held:
         one + loss,
     ])  # fmt: skip
     with_more = np.maximum.reduce([
-        activations + gathered + first + 2 * flying + grads, one + loss + grads, np.where(late, grads + 1.5 * own, 0.0)
+        activations + gathered + np.maximum(first, second) + 2 * flying + grads,
+        one + loss + grads, np.where(late, grads + 1.5 * own, 0.0),
     ])  # fmt: skip
     most = np.where(l.microbatches == 1, alone, with_more)
     return Held(
@@ -103,7 +104,9 @@ def cotangents(job: Job, c: Compute, l: Layout) -> tuple[Amount, Amount]:
     again = np.where(is_one(l.remat, POLICIES, "attention"), attended / l.tensor, again)
     rests = np.where((l.pipe > 1) & (w.late > 0), c.layers / l.chunks - 1, 0)  # dOut of the stage's other layers
     first = token * ((rows + rests) * w.D + w.inner / l.tensor + again)
-    return first, first - token * w.late / l.tensor
+    block = w.queries + 2 * w.kv / w.D, 6 * w.queries + 5 * w.kv / w.D  # of context attention, kept in fp32 as it sums
+    attention = token * (rows * w.D + again) + c.tokens * (job.act_bytes * block[0] + 4 * block[1]) / l.tensor
+    return first, np.maximum(first - token * w.late / l.tensor, np.where(l.context > 1, attention, 0.0))
 
 
 def _loss(job: Job, c: Compute, l: Layout, sharded: Amount) -> Amount:

@@ -35,9 +35,9 @@ class LayerWork:
     context. `copies`: of a token, over expert, to at most `groups` of the experts' groups. `saved`: by policy, what
     the backward pass finds of a token: (split over tensor, not split), of which `operands` of matmuls. `inner`: of a
     token, what the backward pass of a layer holds at once beside [tokens, D]; `late`: which of it is gone when the
-    products that were put off are due. `passes`: elements of a token that are read from memory or written to it in a
-    forward pass, by matmuls and between them. `ends`: of the embedding and of the unembedding, which is a matmul; a
-    tied one is stored once.
+    products that were put off are due. `queries`: of a token, in all heads. `passes`: elements of a token that are read
+    from memory or written to it in a forward pass, by matmuls and between them. `ends`: of the embedding and of the
+    unembedding, which is a matmul; a tied one is stored once.
     """
 
     L: int
@@ -47,6 +47,7 @@ class LayerWork:
     dense: float
     projections: float
     kv: float
+    queries: float
     small: float
     experts: float
     routed: float
@@ -94,7 +95,7 @@ def work_of(model: Config | Stack, seq: int) -> LayerWork:
     if isinstance(model, Stack):
         return LayerWork(
             model.L, model.D, heads=model.F, kv_heads=model.F, dense=2 * model.D * model.F, projections=0, kv=0,
-            small=0, experts=0, routed=0, dots=0, exchanged=0, copies=0, groups=1, experts_count=1,
+            queries=0, small=0, experts=0, routed=0, dots=0, exchanged=0, copies=0, groups=1, experts_count=1,
             saved={"none": (2 * model.F, model.D)},
             operands=0, inner=2 * model.F, late=model.F, passes=4 * model.F, ends=(0, 0),
         )  # fmt: skip
@@ -111,7 +112,7 @@ def work_of(model: Config | Stack, seq: int) -> LayerWork:
     return LayerWork(
         L=L, D=config.D, heads=config.N, kv_heads=config.N if latent else config.K, dense=dense,
         projections=active["attention"] / L,
-        kv=0 if latent else 2 * config.D * config.K * config.H,
+        kv=0 if latent else 2 * config.D * config.K * config.H, queries=config.N * config.H,
         small=(params["norms"] - config.D) / L, experts=experts, routed=routed, dots=attends,
         exchanged=tm.kv_cache_bytes(config, 1, 1) / L, copies=config.k if config.moe else 0,
         groups=config.top_groups if config.expert_groups > 1 else config.E, experts_count=config.E,
