@@ -259,6 +259,13 @@ def _check(params, In, Target, mesh, schedule: Schedule, axis: str) -> None:
             f"{schedule.name}: has {schedule.stages} stages, but the mesh is {has}, without {axis}={schedule.stages}\n"
             f"  fix: make the schedule with stages=mesh.sizes[{axis!r}]"
         )
+    for rank, program in enumerate(schedule):
+        reduced = sorted(step.stage for step in program if isinstance(step, ReduceGrads))
+        if reduced != list(schedule.stages_of(rank)):
+            raise ValueError(
+                f"{schedule.name}: rank {rank} holds the virtual stages {list(schedule.stages_of(rank))}, and reduces "
+                f"the gradients of {reduced}\n  fix: one ReduceGrads for each, after the last that adds to them"
+            )
     for name, x in (("In", In), ("Target", Target)):
         if len(x) % schedule.microbatches:
             raise ValueError(

@@ -2,6 +2,7 @@
 
 import os
 import signal
+from dataclasses import replace
 from time import perf_counter
 
 import pytest
@@ -10,7 +11,7 @@ from pipeline_problem import OPTIONS, WEIGHTS, close, loss, one_device, problem,
 
 from scaling import launch, tree
 from scaling.mesh import Mesh
-from scaling.schedules import make
+from scaling.schedules import ReduceGrads, make
 from scaling.strategies import pipeline
 from scaling.strategies.stage import mlp
 
@@ -19,12 +20,16 @@ def wrong(mesh, what):
     params, In, Target = problem()
     params = tree.shard(params, WEIGHTS, mesh)
     stages, microbatches = (4, 4) if what == "stages" else (2, 5) if what == "rows" else (2, 4)
-    name = "gpipe" if what == "schedule" and mesh.rank else "1f1b"
-    with pytest.raises(ValueError, match={"stages": "without Z=4", "rows": "5 microbatches"}.get(what, "same call")):
-        pipeline.value_and_grad(params, In, Target, mesh, make(name, stages, microbatches), loss)
+    schedule = make("gpipe" if what == "schedule" and mesh.rank else "1f1b", stages, microbatches)
+    if what == "reductions":
+        kept = [[step for step in program if not isinstance(step, ReduceGrads)] for program in schedule]
+        schedule = replace(schedule, programs=(schedule[0], tuple(kept[1])))
+    said = {"stages": "without Z=4", "rows": "5 microbatches", "reductions": r"holds the virtual stages \[1\].*of \[\]"}
+    with pytest.raises(ValueError, match=said.get(what, "same call")):
+        pipeline.value_and_grad(params, In, Target, mesh, schedule, loss)
 
 
-@pytest.mark.parametrize("what", ["stages", "rows", "schedule"])
+@pytest.mark.parametrize("what", ["stages", "rows", "schedule", "reductions"])
 def test_what_does_not_fit_is_refused(ranks, what):
     ranks(wrong, {"Z": 2}, what)
 
