@@ -55,3 +55,16 @@ def closed_form(remat, tokens, keep_weights):
 )
 def test_peak_is_the_closed_form(remat, tokens, keep_weights):
     assert peak(remat, tokens, keep_weights) == pytest.approx(closed_form(remat, tokens, keep_weights), rel=0.05)
+
+
+def test_the_loss_alone_holds_the_weights_of_two_layers():
+    """Those that are used, and the next ones: so few tokens that nothing else counts. Experts have no backward here,
+    which would keep theirs."""
+    config, mesh = CONFIG.with_(name="large, experts", E=4, k=2), AbstractMesh({"X": X})
+    params = model.init(config, mesh=mesh, specs=transformer.specs(config, mesh))
+    ids = torch.empty(1, 64, dtype=torch.int64, device="meta")
+    with peak_memory() as memory:
+        tree.map(torch.sum, params)
+        transformer.loss(params, ids, ids, config, mesh)
+    layer = 4 * (4 * config.D * config.N * config.H + 3 * config.E * config.D * config.F)
+    assert memory.peak == pytest.approx(layer * (config.L / X + 2), rel=0.05)

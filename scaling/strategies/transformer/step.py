@@ -206,8 +206,8 @@ class TransformerLayers(Layers):
         late: bool = False,
         stack: str = "layers",
     ):
-        self.asked, mesh, config = problem.asked, problem.mesh, problem.asked.config
-        self.gone = dropped(self.asked.remat, config)
+        asked, mesh, config = problem.asked, problem.mesh, problem.asked.config
+        self.asked, self.gone = asked, dropped(asked.remat, config)
         first, count = (0, None) if layers is None else (layers.start, len(layers))
         own, self.origin = tree.unstacked(params[stack])[:count], first
         self.before = None
@@ -219,8 +219,8 @@ class TransformerLayers(Layers):
             gather, reduce = partial(gathered_together, sent=sent), partial(scattered_together, sent=sent)
         else:
             gather, reduce = (partial(_apart, move, self.moves) for move in (gathered_leaves, scattered_leaves))
-        held = self.asked.keep_weights or ("router" in own[0] and self.asked.remat == "none")  # on the experts' tape
-        self.names, M = [path[0] for path in optree.tree_paths(own[0])], self.asked.microbatches
+        held = asked.keep_weights or (asked.backward and asked.remat == "none" and "router" in own[0])  # on their tape
+        self.names, M = [path[0] for path in optree.tree_paths(own[0])], asked.microbatches
         options = {"keep_weights": held, "summed": M > 1, "late": late, "dtype": problem.sums, "out": out}
         super().__init__(own, mesh, gather, reduce, names=self.names, **options)
 
