@@ -47,7 +47,7 @@ def backward(
     for hop, (here, KV) in enumerate(keys.around(segments, KV=torch.stack([K, V]))):
         dq, dkv = block_backward(dO, O, lse, Q, KV, here)
         dQ, dKV = add(dQ, dq), add(wait(dKV), dkv)  # dKV was on its way meanwhile
-        dq = dkv = None  # else they are held while the next block is computed
+        del dq, dkv  # else they are held while the next block is computed
         dKV = keys.follow(dKV, hop)
     dK, dV = wait(dKV).to(K.dtype)
     return dQ.to(Q.dtype), dK, dV
@@ -94,8 +94,8 @@ class KeyBlock(NamedTuple):
         return [chunk[start : start + tile] for chunk in ranges for start in range(0, len(chunk), tile)]
 
     def tiles(self, device) -> Iterator[tuple[int, int, Tensor | str | None]]:
-        """(part of the queries, of the keys, what is hidden: see `tiles`) of each tile of which something is seen; of
-        shapes alone each part once."""
+        """(part of the queries, of the keys, what is hidden: see `models.tiles`) of each tile of which something is
+        seen; of shapes alone each part once."""
         rows, columns = self.parts(self.rows), self.parts(self.columns)
         if device.type == "meta":
             for i in range(max(len(rows), len(columns))):
@@ -257,7 +257,7 @@ class Once(torch.autograd.Function):
     @staticmethod
     def backward(ctx, *_):
         raise NotImplementedError(
-            "the second derivative of context-parallel attention is not defined\n"
+            "the second derivative of attention block by block is not defined\n"
             "  fix: differentiate once; on one device models.attention.dot_product_attention has all derivatives"
         )
 

@@ -1,6 +1,7 @@
 """What lies between the matmuls, activations and RMSNorm, and its derivatives: written out, or by autograd's tape.
 
-Everything works on each row by itself, so it is the same on one device and on shards of the other dims.
+Everything but `vjp`, which differentiates any function, works on each row by itself, so it is the same on one device
+and on shards of the other dims.
 """
 
 import math

@@ -137,7 +137,7 @@ def loss(
 
 
 class Stated(NamedTuple):
-    """What follows from it: the types of the params as they are stored; the ranks that have to agree, and on what."""
+    """Of an `AskedStep`: the types of the params as they are stored; the ranks that have to agree, and on what."""
 
     stored: dict
     group: Group | None
