@@ -4,7 +4,7 @@ import json
 import math
 import tomllib
 from dataclasses import fields
-from numbers import Real
+from numbers import Integral, Real
 from operator import index
 from pathlib import Path
 from types import NoneType, UnionType
@@ -12,6 +12,7 @@ from typing import Any, get_args, get_origin
 
 WORDS = {int: "a whole number", float: "a number", bool: "true or false", str: "a text", dict: "a table"}
 WORDS |= {list: "a list", tuple: "a list", NoneType: "nothing"}
+WORDS |= {Integral: WORDS[int], Real: WORDS[float]}  # numpy's too
 
 
 def positive(**values) -> None:

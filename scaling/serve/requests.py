@@ -5,9 +5,11 @@ import json
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from numbers import Integral, Real
+from types import NoneType
 from typing import Any, NamedTuple
 
-from scaling.common.arguments import check_fields, whole_numbers
+from scaling.common.arguments import of_type, whole_numbers
 from scaling.models.text import Unknown
 
 SEEDS = 2**63
@@ -29,7 +31,10 @@ class Sampling:
     min_p: float | None = None
 
     def __post_init__(self):
-        check_fields(self)
+        of_type("temperature", self.temperature, Real)
+        of_type("top_k", self.top_k, Integral, NoneType)
+        of_type("top_p", self.top_p, Real, NoneType)
+        of_type("min_p", self.min_p, Real, NoneType)
         for name, fits, rule in (
             ("temperature", 0 <= self.temperature < math.inf, "is a finite number of at least 0"),
             ("top_k", self.top_k is None or self.top_k >= 1, "of at least 1, or None"),

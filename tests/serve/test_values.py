@@ -2,6 +2,7 @@
 
 import math
 
+import numpy
 import pytest
 import torch
 
@@ -111,6 +112,14 @@ def test_ids_of_a_tensor_are_as_good_as_a_list():
     assert serve.generate(PARAMS, torch.tensor(SOME[:1]), CONFIG, 6) == plain
     assert serve.generate(PARAMS, SOME[:1], CONFIG, 6, stop=torch.tensor([plain[0][2]])) == [plain[0][:3]]
     assert serve.score(PARAMS, [], CONFIG) == []
+
+
+@pytest.mark.parametrize("real", [numpy.float32, numpy.float64])
+def test_numbers_of_numpy_are_as_good_as_python_s(real):
+    plain = {"temperature": 2.0, "top_k": 5, "top_p": 0.875, "min_p": 0.125}
+    given = {name: (real if isinstance(value, float) else numpy.int64)(value) for name, value in plain.items()}
+    tokens = serve.generate(PARAMS, SOME, CONFIG, 6, **plain)
+    assert serve.generate(PARAMS, SOME, CONFIG, 6, **given) == tokens != serve.generate(PARAMS, SOME, CONFIG, 6)
 
 
 LOGITS = torch.randn(2, 16, generator=torch.Generator().manual_seed(0))
