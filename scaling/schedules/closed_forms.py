@@ -29,7 +29,7 @@ def bubble_time(name: str, stages: int, microbatches: int, chunks: int = 1, time
     if times.hop:
         raise ValueError(
             "the published bubbles count no time for transfers: simulate with hop > 0 instead"
-            "\n  fix: use scaling.schedules.simulate"
+            "\n  fix: use scaling.schedules.simulator.simulate"
         )
     if name == "naive":
         return others * microbatches * (f + b + w)
@@ -39,13 +39,13 @@ def bubble_time(name: str, stages: int, microbatches: int, chunks: int = 1, time
         if w > min(f, b):
             raise ValueError(
                 f"zb-h1: the published bubble holds for W <= F and W <= B, not F={f}, B={b}, W={w}"
-                "\n  fix: use scaling.schedules.simulate for these times"
+                "\n  fix: use scaling.schedules.simulator.simulate for these times"
             )
         return others * (f + b) - min(others, microbatches - 1) * w
     if f != b or w > b:
         raise ValueError(
             f"dualpipev: the published bubble is met where F = B >= W, not with F={f}, B={b}, W={w}"
-            "\n  fix: use scaling.schedules.simulate for these times"
+            "\n  fix: use scaling.schedules.simulator.simulate for these times"
         )
     both = f + b + w if times.overlapped is None else Fraction(times.overlapped)
     return others * (both + (b + w) - 3 * w) / chunks
@@ -57,7 +57,7 @@ def bubble(name: str, stages: int, microbatches: int, chunks: int = 1, times: Ti
     if times.overlapped is not None:
         raise ValueError(
             "the idle fraction of overlapped pairs differs from rank to rank: simulate instead"
-            "\n  fix: use scaling.schedules.simulate"
+            "\n  fix: use scaling.schedules.simulator.simulate"
         )
     idle = bubble_time(name, stages, microbatches, chunks, times)
     return idle / (idle + microbatches * sum(Fraction(time) for time in _work(times)))

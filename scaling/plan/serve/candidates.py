@@ -1,8 +1,8 @@
 """Every way to serve a model on a chip's slices, with the batch that suits it: slice x form x mesh, best first.
 
-Seconds are bounds: what is read, computed and sent overlaps (`scaling.cost.serving.Step`), collectives with the slice's
-own wraparound. Throughput a chip does not fall with the batch, so of each mesh the largest batch that fits and that is
-fast enough counts, or a smaller one that does as much.
+Seconds are bounds: what is read, computed and sent overlaps (`scaling.cost.serving.DecodeStep`), collectives with the
+slice's own wraparound. Throughput a chip does not fall with the batch, so of each mesh the largest batch that fits and
+that is fast enough counts, or a smaller one that does as much.
 """
 
 import math
