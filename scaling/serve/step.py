@@ -17,7 +17,7 @@ from scaling.common.arguments import flag
 from scaling.configs import Config
 from scaling.mesh import AbstractMesh
 from scaling.models.inputs import IDS, check_ids, check_range
-from scaling.models.leaves import STACKS
+from scaling.models.leaves import KV_HEADS, STACKS
 from scaling.models.rope import tables
 from scaling.models.transformer import all_layers
 from scaling.serve.cache import At, Share, Slots, capacity, check_cache, share_of, writable
@@ -27,7 +27,6 @@ from scaling.serve.types import ONE, SPLIT_ROWS, specs
 from scaling.strategies.axes import all_gather
 from scaling.strategies.transformer.layer import own_heads
 
-KV_HEADS = ("W_K", "W_V", "b_K", "b_V")  # leaves[.., K_Y, H]
 LISTINGS: dict[str, tuple[Any, Callable]] = {  # (what has embed, mlp and head, attention)
     "heads": (heads, heads.attention),
     "heads_batch": (heads_batch, heads_batch.attention),

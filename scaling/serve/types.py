@@ -8,7 +8,7 @@ split the most, which is the form "2d"; the other forms leave axes out.
 from scaling import tree
 from scaling.configs import Config
 from scaling.mesh import AbstractMesh
-from scaling.models.leaves import Leaf, check_computed, types_of, without
+from scaling.models.leaves import KV_HEADS, Leaf, check_computed, types_of, without
 from scaling.serve.int8 import quantized_spec, summed_dims
 from scaling.spec import ShardingError, parse
 from scaling.strategies.axes import present
@@ -36,7 +36,7 @@ def specs(config: Config, mesh=None, *, form: str = "heads", int8: bool = False)
     mesh = ONE if mesh is None else mesh
     check_mesh(config, mesh, form)
     check_computed(config)
-    heads_whole = ("W_K", "W_V", "b_K", "b_V") if config.K % mesh.sizes.get("Y", 1) else ()
+    heads_whole = KV_HEADS if config.K % mesh.sizes.get("Y", 1) else ()
 
     def one(name: str, leaf: Leaf) -> str:
         gone = tuple("XYZ" if form != "2d" and name in ALONG_D else DROPPED[form])

@@ -13,7 +13,7 @@ import optree
 
 from scaling.common.arguments import one_of
 from scaling.configs import Config
-from scaling.models.leaves import AXES, check_computed, types_of, without
+from scaling.models.leaves import AXES, KV_HEADS, check_computed, types_of, without
 from scaling.spec import ShardingError, mesh_sizes
 
 
@@ -38,7 +38,7 @@ def _specs(config: Config, mesh: tuple[tuple[str, int], ...], zero: int) -> dict
     _check_mesh(config, sizes, zero)
     check_computed(config)
     gone = tuple(axis for axis in AXES if sizes.get(axis, 1) == 1) + (() if zero == 3 else ("X",))
-    whole_heads = ("W_K", "W_V", "b_K", "b_V") if config.K % sizes.get("Y", 1) else ()
+    whole_heads = KV_HEADS if config.K % sizes.get("Y", 1) else ()
     return types_of(config, lambda name, leaf: without(leaf.trained, (*gone, "Y") if name in whole_heads else gone))
 
 
