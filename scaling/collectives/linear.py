@@ -154,6 +154,8 @@ class ReadyOp:
         seen = trace.reached(event(self.op, x, async_op)) if trace.open_logs else None
         if self.meeting is not None:
             self.meeting.meet(self.call)
+            if self.op.kind == "Ragged" and not modes():  # a tracer records the call, it makes none
+                compare_counts(self.op, x.device)
         if seen is not None:
             trace.record(seen)
         works, make = self.move(x, self.op, self.via, out)
@@ -192,11 +194,7 @@ def run_op(x: Tensor, op: Op) -> Tensor:
     if (watch := who_watches()) is not None:
         return watch.collective(x, op)
     how = f"under {', '.join(mode_names())}" if modes() else "differentiated"
-    ready = ReadyOp(op, x.shape, x.dtype, _in_graph(op), how)
-    if op.kind == "Ragged" and ready.meeting is not None and not modes():  # a tracer records the call, it makes none
-        ready.meeting.meet(ready.call)
-        compare_counts(op, x.device)
-    return ready.run(x)
+    return ReadyOp(op, x.shape, x.dtype, _in_graph(op), how).run(x)
 
 
 def differentiable(x: Tensor, *op) -> Tensor:
