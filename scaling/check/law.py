@@ -13,7 +13,7 @@ class RuleBroken(Exception):
 
     def __init__(self, rule: str, what: str, operand: int = 0, fix: str = "reduce_scatter or all_reduce it first"):
         super().__init__(what)
-        self.rule, self.what, self.operand, self.fix, self.made = rule, what, operand, fix, ""
+        self.rule, self.what, self.operand, self.fix = rule, what, operand, fix
 
 
 class NotInferred(Exception):

@@ -187,7 +187,7 @@ class Judge(TypedLines, TorchDispatchMode):
     def wrong(self, error: "Exception | None", operands: Sequence[Tensor] = (), place: str = "") -> None:
         """What is wrong with an op, and where its operand was made; or that it is not judged."""
         if isinstance(error, RuleBroken):
-            made = self.held(operands[min(error.operand, len(operands) - 1)]).place if operands else error.made
+            made = self.held(operands[min(error.operand, len(operands) - 1)]).place if operands else ""
             self.find(error.rule, said(error.what, error.rule, error.fix), made, place)
         elif error is not None:
             self.skip(str(error), place)

@@ -120,7 +120,7 @@ def op_rule(name: str, kind: "str | None", args, kwargs, operands: list[HeldType
     if name.startswith(ATTENTION):
         return OpRule(LabelledOp(name, (tuple("BHTD"),), tuple("BHTD")[: len(shape)]))
     if name.startswith("nll_loss"):
-        return _nll_loss(name, args, letters(len(shapes["backward" in name])), shape)
+        return _nll_loss(name, args, letters(len(shapes["backward" in name])))
     if name == "embedding_dense_backward":
         return OpRule(LabelledOp(name, (labels, labels[:-1]), ("V", labels[-1])), ((0,),))
     if kind in ELEMENTWISE:
@@ -191,7 +191,7 @@ def _taken(name: str, args, operands: list[HeldType], labels: tuple[str, ...]) -
     return OpRule(LabelledOp(name, inputs, output), ((0,),), tuple(labels[i] for i in at))
 
 
-def _nll_loss(name: str, args, labels: tuple[str, ...], shape: Sizes) -> OpRule:
+def _nll_loss(name: str, args, labels: tuple[str, ...]) -> OpRule:
     """Minus the log-probabilities of the targets, of classes in dim 1; over the rows not at all, a mean or a sum."""
     rows = tuple(label for i, label in enumerate(labels) if i != 1)
     how = {1: "mean", 2: "sum"}.get(args[4 if "backward" in name else 3], "")

@@ -115,7 +115,7 @@ def judge_file(path: "str | Path", text: "str | None" = None) -> Judgement:
         sys.path.insert(0, str(Path(path).resolve().parent))
         try:
             _statements(text, path, module, judge)
-            _uncalled(text, path, module, judge)
+            _uncalled(path, module, judge)
         except TimeoutError:
             report.unjudged.append((path, f"it did not end within {SECONDS} seconds"))
         finally:
@@ -160,7 +160,7 @@ def attempt(judge: Judge, place: str, must: bool = False) -> Iterator[None]:
     judge.pending.clear()  # what it would have waited for
 
 
-def _uncalled(text: str, path: str, module: ModuleType, judge: Judge) -> None:
+def _uncalled(path: str, module: ModuleType, judge: Judge) -> None:
     """A strategy of the file, and each function all of whose arguments have types."""
     values = vars(module)
     if isinstance(values.get("SPECS"), dict) and any(callable(values.get(name)) for name in ("forward", "backward")):
