@@ -63,8 +63,9 @@ class Meeting:
     def meet(self, call: Intent) -> None:
         """Wait until all members have come; return if all are about to make the same call.
 
-        ShardingError on all members if they are not, and where a rank waits in vain; TimeoutError, after which the next
-        meeting is the same one.
+        ShardingError on all members if they are not, and on one that would wait for ever, since a rank that has not
+        come has ended, or ranks wait for each other; TimeoutError if one does not come in time. Where not all have
+        come, the next meeting is this one again.
         """
         self.number = number = self.number + 1
         (words, texts), memory = self.places[number % PLACES], self.page.memory
@@ -123,7 +124,7 @@ class Meeting:
         return True
 
     def _look(self, wait: Wait, late: bool) -> Exception | None:
-        """Why this wait is in vain, if it is."""
+        """The error to raise, if the missing ranks will never come, or have not come in time."""
         page, me, stuck = self.page, self.page.rank, self.page.stuck()
         if me in stuck:
             found = [self._waiting(rank, each) for rank, each in stuck.items()]
@@ -144,7 +145,7 @@ class Meeting:
         return rank, said_in(self.page.calls(wait.words)[member]), self.page.missing(wait)
 
     def _let_all_find(self, stuck: Mapping[int, Wait]) -> None:
-        """Stay until all have found that they wait in vain: the first to go on would break the others' circle."""
+        """Stay until all ranks of the circle have found it: the first to go on would break it for the others."""
         page, began = self.page, time.monotonic()
         page.set_wait(stuck[page.rank], found=True)
         while time.monotonic() - began < PATIENCE:

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import torch.distributed as dist
 
-ROW, WAITS, FOUND = 64, 8, 24  # bytes of a rank's row: its process, where it waits, whether it has found that in vain
+ROW, WAITS, FOUND = 64, 8, 24  # bytes of a rank's row: its process, where it waits, whether it knows that nobody comes
 LENGTH = 480  # bytes of a call as text, with its length in the first two
 PLACES = 2  # of meetings of a group in turn, each with a word and a text of every member
 WORD, DIGEST = 8, 6  # bytes of what a rank is about to do: a digest, and the last two bytes of the meeting's number
@@ -70,7 +70,7 @@ class SharedPage:
         return False
 
     def set_wait(self, wait: Wait | None, found: bool = False) -> None:
-        """Say where this rank waits, and whether it has `found` that it does so in vain; None: nowhere."""
+        """Say where this rank waits, and whether it has `found` that this wait never ends; None: nowhere."""
         at, (words, number) = self.rank * ROW, wait or Wait(0, bytes(2))
         self.memory[at + WAITS : at + FOUND + 1] = words.to_bytes(FOUND - WAITS - 2, "little") + number + bytes([found])
 

@@ -219,7 +219,7 @@ def fails_beside_words_of_waiting(mesh):
 
 
 def test_a_failure_is_told_at_once_and_from_the_function_on(monkeypatch):
-    """Lines of source that speak of a timeout make no rank one that waited in vain, whose cause is looked for first."""
+    """A rank whose source speaks of timeouts is not taken for one that waited too long for another: it is the cause."""
     monkeypatch.setattr("scaling.launch.watch.GRACE", 60.0)
     before = time.monotonic()
     with pytest.raises(RankError, match="boom") as caught:

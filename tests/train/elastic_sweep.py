@@ -35,7 +35,7 @@ def node(port: int, ranks: int, script: list[str], log: Path) -> subprocess.Pope
         "--rdzv-conf", "last_call_timeout=2,keep_alive_interval=1", "--monitor-interval", "0.2", *script,
     ]  # fmt: skip
     with log.open("w") as out:
-        # A store that nodes share keeps the address of its first round: a node that comes later waits for it in vain.
+        # A store that nodes share keeps the address of its first round, where nobody answers a node that comes later.
         env = os.environ | {"OMP_NUM_THREADS": "1", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
         return subprocess.Popen(command, stdout=out, stderr=subprocess.STDOUT, start_new_session=True, env=env)
 
