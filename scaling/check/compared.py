@@ -1,9 +1,10 @@
 """An array beside the type that a line says: what broke which rule; and where the call stands."""
 
+import inspect
 import re
 import sys
 import traceback
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -125,6 +126,12 @@ def place_of_call() -> str:
             return f"{file}:{frame.f_lineno}"
         frame = frame.f_back
     return ""
+
+
+def place_of_function(fn: Callable) -> str:
+    """file:line of a function's first line; of what is none, as functools.partial, its repr."""
+    code = getattr(inspect.unwrap(fn), "__code__", None)
+    return f"{code.co_filename}:{code.co_firstlineno}" if code is not None else repr(fn)
 
 
 def raised_at(error: BaseException) -> str:

@@ -21,6 +21,7 @@ from importlib.machinery import ModuleSpec, PathFinder, SourceFileLoader
 from types import ModuleType
 from typing import Any
 
+from scaling.check.compared import axes_named, place_of_function
 from scaling.collectives.linear import who_watches
 from scaling.spec import ShardingError, Spec, parse
 
@@ -46,7 +47,7 @@ def documented(text: str) -> tuple[dict[str, Spec], list[Spec]]:
         types, made = ([parse(one) for one in re.findall(TYPE, text or "")] for text in (given, results))
     except ShardingError:
         return {}, []
-    if any(len(axis) > 1 for spec in types + made for axis in (*spec.axes, *spec.unreduced)):
+    if any(len(axis) > 1 for spec in types + made for axis in axes_named(spec)):
         return {}, []  # x[B_axis], where `axis` is an argument
     return {spec.name: spec for spec in types}, made
 
@@ -56,7 +57,7 @@ def with_types_told(fn: Callable) -> Callable:
     types, results = documented(fn.__doc__ or "")
     if not types and not results:
         return fn
-    place = f"{fn.__code__.co_filename}:{fn.__code__.co_firstlineno}"
+    place = place_of_function(fn)
     signature = inspect.signature(fn)
 
     def told(watch: Any, args: tuple, kwargs: dict) -> Any:

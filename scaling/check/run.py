@@ -15,7 +15,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
@@ -26,7 +26,7 @@ import torch
 
 from scaling import launch
 from scaling import mesh as meshes
-from scaling.check.compared import raised_at
+from scaling.check.compared import axes_named, place_of_function, raised_at
 from scaling.check.contracts import documented, run_watched
 from scaling.check.findings import Finding, Judgement, said
 from scaling.check.lines import check_lines, silent_lines
@@ -163,26 +163,24 @@ def attempt(judge: Judge, place: str, must: bool = False) -> Iterator[None]:
 def _uncalled(path: str, module: ModuleType, judge: Judge) -> None:
     """A strategy of the file, and each function all of whose arguments have types."""
     values = vars(module)
-    if isinstance(values.get("SPECS"), dict) and any(callable(values.get(name)) for name in ("forward", "backward")):
-        axes = sorted({axis for spec in values["SPECS"].values() for axis in re.findall(r"_([A-Z]+)", str(spec))})
-        names = sorted({axis for word in axes for axis in word})
-        if "In" in values["SPECS"] and "Out" in values["SPECS"]:
-            mesh = AbstractMesh({axis: 2 + i % 2 for i, axis in enumerate(names)})
-            for keep in (True, False):
-                with attempt(judge, f"{path}:1", True):
-                    run_layers(module, keep, mesh)
+    specs = values["SPECS"] if isinstance(values.get("SPECS"), dict) else {}
+    if {"In", "Out"} <= {*specs} and any(callable(values.get(name)) for name in ("forward", "backward")):
+        words = re.findall(r"_([A-Z]+)", " ".join(map(str, specs.values())))
+        mesh = _mesh_along({axis for word in words for axis in word})
+        for keep in (True, False):
+            with attempt(judge, f"{path}:1", True):
+                run_layers(module, keep, mesh)
     for fn in [f for f in values.values() if inspect.isfunction(f) and hasattr(f, "__wrapped__")]:
-        _typed_function(fn, path, judge)
+        _typed_function(fn, judge)
 
 
-def _typed_function(fn: Any, path: str, judge: Judge) -> None:
+def _typed_function(fn: Any, judge: Judge) -> None:
     types, _ = documented(fn.__doc__ or "")
     wanted = inspect.signature(fn).parameters.values()
     needed = [p.name for p in wanted if p.default is p.empty and p.kind is p.POSITIONAL_OR_KEYWORD]
     if not needed or not all(name in types or name == "mesh" for name in needed) or not types:
         return
-    axes = sorted({axis for spec in types.values() for axis in (*spec.axes, *spec.unreduced)} | _axes_of(fn))
-    mesh = AbstractMesh({axis: 2 + i % 2 for i, axis in enumerate(axes)})
+    mesh = _mesh_along(_axes_of(fn).union(*map(axes_named, types.values())))
     watch = who_watches()
     if watch is None or fn.__wrapped__.__code__ in judge.ran:
         return
@@ -192,8 +190,13 @@ def _typed_function(fn: Any, path: str, judge: Judge) -> None:
             given.append(mesh)
             continue
         given.append(watch.typed(shard_of(types[name], mesh, sizes), types[name], "argument", mesh))
-    with attempt(judge, f"{path}:{fn.__wrapped__.__code__.co_firstlineno}", True):
+    with attempt(judge, place_of_function(fn), True):
         fn(*given)
+
+
+def _mesh_along(axes: Collection[str]) -> AbstractMesh:
+    """A mesh whose neighbouring axes differ in size."""
+    return AbstractMesh({axis: 2 + i % 2 for i, axis in enumerate(sorted(axes))})
 
 
 def _axes_of(fn: Any) -> set[str]:

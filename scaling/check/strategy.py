@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from scaling.check.compared import place_of_function
 from scaling.check.watched import shard_of
 from scaling.collectives.linear import who_watches
 from scaling.spec import parse
@@ -60,8 +61,3 @@ def _told(watch: Any, dIn: Any, In: Any, grads: Any, types: dict, place: str) ->
         raise ValueError(f"backward returns gradients of {sorted(grads)}\n  fix: one of each of {sorted(types)}")
     for W, dW in grads.items():
         watch.told(dW, types[W], f"backward returns d{W}, SPECS says {types[W]}", place)
-
-
-def place_of_function(fn: Any) -> str:
-    code = inspect.unwrap(fn).__code__
-    return f"{code.co_filename}:{code.co_firstlineno}"

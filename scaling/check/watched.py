@@ -19,7 +19,7 @@ import optree
 import torch
 from torch import Tensor
 
-from scaling.check.compared import place_of_call, raised_at
+from scaling.check.compared import place_of_call, place_of_function, raised_at
 from scaling.check.findings import Judgement, said
 from scaling.check.mode import Judge
 from scaling.collectives.linear import watcher
@@ -75,7 +75,7 @@ def judge(fn: Callable, *args: Any, mesh: Any, returns: Any = None) -> Judgement
         judge.params |= {str(key) for key in arg} if isinstance(arg, dict) else set()
     given = optree.tree_map(shard, tree, none_is_leaf=True)
     result: Any = None
-    place = f"{fn.__code__.co_filename}:{fn.__code__.co_firstlineno}" if hasattr(fn, "__code__") else repr(fn)
+    place = place_of_function(fn)
     with watching(judge):
         result = fn(*given)
         report.result = optree.tree_map(
