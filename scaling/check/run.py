@@ -18,7 +18,7 @@ import time
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import replace
 from pathlib import Path
-from types import ModuleType
+from types import CodeType, ModuleType
 from typing import Any
 from unittest.mock import patch
 
@@ -180,9 +180,10 @@ def _typed_function(fn: Any, judge: Judge) -> None:
     needed = [p.name for p in wanted if p.default is p.empty and p.kind is p.POSITIONAL_OR_KEYWORD]
     if not needed or not all(name in types or name == "mesh" for name in needed) or not types:
         return
-    mesh = _mesh_along(_axes_of(fn).union(*map(axes_named, types.values())))
+    code = inspect.unwrap(fn).__code__  # the program's own, below whatever decorates it
+    mesh = _mesh_along(_axes_of(code).union(*map(axes_named, types.values())))
     watch = who_watches()
-    if watch is None or fn.__wrapped__.__code__ in judge.ran:
+    if watch is None or code in judge.ran:
         return
     given, sizes = [], dict(LAYERS)
     for name in needed:
@@ -199,7 +200,7 @@ def _mesh_along(axes: Collection[str]) -> AbstractMesh:
     return AbstractMesh({axis: 2 + i % 2 for i, axis in enumerate(sorted(axes))})
 
 
-def _axes_of(fn: Any) -> set[str]:
+def _axes_of(code: CodeType) -> set[str]:
     """The axes that the lines of a function name."""
-    lines = [c for c in fn.__wrapped__.__code__.co_consts if isinstance(c, str) and "[" in c]
+    lines = [c for c in code.co_consts if isinstance(c, str) and "[" in c]
     return {axis for line in lines for word in re.findall(r"_([A-Z]+)(?=[,\]}])", line) for axis in word}

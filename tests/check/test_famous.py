@@ -78,3 +78,20 @@ def f(A, B, mesh):
 def test_a_wait_for_the_wrong_array(lines, rule):
     assert rule in [found.rule for found in check_source(WAITS + lines)]
     assert check_source(WAITS + "a, b = wait(a), wait(b)\n    return torch.relu(a), torch.relu(b)") == []
+
+
+@pytest.mark.parametrize("above", ["", "@torch.no_grad()\n", "@torch.no_grad()\n@torch.enable_grad()\n"])
+def test_a_decorated_function_is_judged_as_any_other(above):
+    """Nothing calls it: the mesh that it is run on has the axes of its lines, which no type of its docstring names."""
+    text = f"""
+import torch
+from scaling.collectives import all_gather, shard
+
+{above}def f(x, mesh):
+    '''x[B, D] -> Out[B, D].'''
+    own = shard("x[B, D] -> x[B_X, D]", x, mesh)
+    return all_gather("x[B_X, D] -> Out[B, D]", own, mesh)
+"""
+    assert check_source(text) == []
+    wrong = text.partition("    return all_gather")[0] + "    return own\n"
+    assert [found.rule for found in check_source(wrong)] == ["result"]
