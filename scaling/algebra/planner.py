@@ -196,7 +196,7 @@ class _Search:
         """What a state has cost and will cost at the least."""
         made = range(len(self.inputs), len(self.values))
         for n in reversed(made if not self.needs else ()):  # once; from the last one that is made
-            self.needs[n] = [self.rest(n, value) for value in enumerate(self.values) if n in value[1].operands]
+            self.needs[n] = [self.rest(n, number) for number, value in enumerate(self.values) if n in value.operands]
         held = ((n, layouts) for n, layouts in state.held.items() if n in made)
         return state.key[0] + sum(min(self.later(n, at) for at in layouts) for n, layouts in held), state.key
 
@@ -209,10 +209,10 @@ class _Search:
                 self.least[n, at] = max(self.least[n, at], min(costs))
         return self.least[n, at]
 
-    def rest(self, n: int, numbered: tuple[int, Value]) -> dict[HeldLayouts, float]:
+    def rest(self, n: int, number: int) -> dict[HeldLayouts, float]:
         """By the layouts that a value may need an array in, what it and those after it cost beside at the least: the
         operands of a value that are made share that."""
-        number, (_, operands, ways) = numbered
+        _, operands, ways = self.values[number]
         sharing, rests = len({m for m in operands if m >= len(self.inputs)}), {}
         for way in ways:
             rest = self.later(number, way.result)

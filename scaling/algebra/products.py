@@ -1,9 +1,9 @@
 """Products of sharded arrays: which of the book's four cases a product is, and the cheapest plan for it (Part 3).
 
-Each device multiplies its own shards, which is legal under the rules of `law`. A plan reshards the operands to
-such types, multiplies, and reshards the result. Which types, the rules of the four cases say (`by_rule`); or, where the
-sizes are known, the planner: gathering before or after, reducing partial products, or moving an axis by AllToAll are
-then all weighed, over the chain as a whole (Questions 4 and 9).
+Each device multiplies its own shards, which is legal under the rules of `law`. A plan reshards the operands to such
+types, multiplies, and reshards the result. The rules of the four cases choose these types (`by_rule`). Where the sizes
+are known, the planner chooses them by what the whole chain costs: it compares gathering before a product or after it,
+reducing partial products, and moving an axis by AllToAll (Questions 4 and 9).
 """
 
 import itertools
@@ -243,16 +243,18 @@ def searched_types(
 
     values = [Value(planned(spec)) for spec in operands]
     for a, b, c in pairs:
-        arrays, names = [planned(specs[a]), planned(specs[b])], (specs[a].dim_names, specs[b].dim_names)
+        arrays, result = [values[a].array, values[b].array], planned(specs[c])
+        names = specs[a].dim_names, specs[b].dim_names
         op = LabelledOp("", names, specs[c].dim_names, "each")
         may = [() if a >= n else within.partial + specs[a].unreduced, within.partial + specs[b].unreduced]
         flops = math.prod([1 if sizes is None else sizes[dim] for dim in {*names[0], *names[1]}])
-        values.append(Value(planned(specs[c]), (a, b), ways_of(op, arrays, planned(specs[c]), may, within, flops)))
+        values.append(Value(result, (a, b), ways_of(op, arrays, result, may, within, flops)))
     values.append(Value(planned(out), (2 * n - 2,), [Way((layout(out),), layout(out))]))
     _, (*choices, _) = cheapest(values, [layout(spec) for spec in operands], within)
+    needed = [choice.way.needed for choice in choices]
     return [
-        tuple(retyped(specs[n], at) for n, at in zip(pair, chosen.way.needed, strict=False))
-        for pair, chosen in zip(pairs, choices, strict=True)
+        (retyped(specs[a], at_a), retyped(specs[b], at_b))
+        for (a, b, _), (at_a, at_b) in zip(pairs, needed, strict=True)
     ], bring
 
 

@@ -1,4 +1,4 @@
-"""Calls on whole arrays as stages for the planner: of a program, or of one call whose result's type is given.
+"""What the planner is asked about calls on whole arrays: a program, or one call whose result's type is given.
 
 What a call that was refused would take, for its error's fix, is `legal_layouts`.
 """
@@ -105,7 +105,8 @@ def way_to(
 ) -> Way:
     """How a call on operands in these layouts is computed if its result is wanted in that one."""
     graph = Graph([*nodes], (len(operands),))
-    return plan(graph, operands, [wanted], {}, dict(mesh), math.inf).choices[0].way  # all states: one array is alive
+    # of a single call every state can be kept: after it only the result is held
+    return plan(graph, operands, [wanted], {}, dict(mesh), math.inf).choices[0].way
 
 
 def legal_layouts(op: AnyOperation, nodes: Sequence[Node], operands: Sequence[DimAxes], sizes: Mapping) -> Way:
@@ -123,7 +124,7 @@ def legal_layouts(op: AnyOperation, nodes: Sequence[Node], operands: Sequence[Di
         work = math.prod(1 / sizes[axis] for at in needed for axis in at.used)  # less than one operand that changes
         ways.append(Way(tuple(layouts), result, (0, changed + work / 2, 0)))
     arrays = [node.planned for node in nodes]
-    values = [*map(Value, arrays), Value(arrays[0], tuple(range(len(arrays))), ways)]  # of the last one the ways count
+    values = [*map(Value, arrays), Value(arrays[0], tuple(range(len(arrays))), ways)]  # any array: nothing uses it
     _, choices = cheapest(values, operands, every_axis(operands, sizes))
     return choices[0].way if choices else _refuse_all(op, sizes)
 
