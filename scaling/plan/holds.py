@@ -65,11 +65,12 @@ def held(job: Job, c: Compute, l: Layout) -> Held:
     activations, layer = c.live * one, one / c.layers
 
     first, second = cotangents(job, c, l)
+    backward = np.maximum(first, second)
     weights = act * (dense + experts)
     gathered = np.where(sharded, 2 * weights, 0.0)  # this layer's and the next one's
     flying = np.where(sharded & np.logical_not(late), weights, 0.0)  # a layer's gradients, whole, on their way
     loss = _loss(job, c, l, sharded)
-    working = np.maximum(gathered + np.maximum(first, second) + 2 * flying, loss)
+    working = np.maximum(gathered + backward + 2 * flying, loss)
     early = 0.0 if any(w.ends) else np.where(l.zero == 1, 0.0, grads)  # a stack's places for them, from the beginning
     attention = job.grad_bytes * c.layers * w.projections / l.tensor  # whose gradients come after an MLP's
     due = np.where(sharded, flying + early, grads - attention)  # an array a leaf, there from the last layer on
@@ -82,7 +83,7 @@ def held(job: Job, c: Compute, l: Layout) -> Held:
         one + loss,
     ])  # fmt: skip
     with_more = np.maximum.reduce([
-        activations + gathered + np.maximum(first, second) + 2 * flying + grads,
+        activations + gathered + backward + 2 * flying + grads,
         one + loss + grads, np.where(late, grads + 1.5 * own, 0.0),
     ])  # fmt: skip
     most = np.where(l.microbatches == 1, alone, with_more)
@@ -94,8 +95,8 @@ def held(job: Job, c: Compute, l: Layout) -> Held:
 
 
 def cotangents(job: Job, c: Compute, l: Layout) -> tuple[Amount, Amount]:
-    """Bytes of one layer's backward pass, what is computed again included: at its fullest, and once the gradients that
-    were put off are due."""
+    """Bytes of one layer's backward pass, what is computed again included, at the fullest moment before the gradients
+    that were put off are due, and at the fullest one from then on: later in the MLP, or in context attention."""
     w, token = job.work, job.act_bytes * c.tokens
     rows = np.where(l.tensor > 1, 2 + 2 / l.tensor, 2)
     split, apart = w.saved["none"]

@@ -149,6 +149,7 @@ class Question:
 @dataclass(frozen=True)
 class Layout:
     """Sizes of AXES; `zero`: 0, 1 or 3; `schedule` of the stages, with `chunks` of layers each; `remat`: what is saved.
+    The fields may be columns of many layouts; the words in them are numbers then (CODED).
 
     `reduce`: with ZeRO-3, gradients are scattered after each microbatch ("each"), or summed whole and scattered once
     ("once"), which sends less and holds more.

@@ -1,11 +1,12 @@
 """What one chip computes and moves in a step: the ledger from which bound, forecast, bytes and the timeline all follow.
 
 Of the fullest stage, by formula, as a good system may do it. `tests/plan` holds it, of the book's stack, to the closed
-forms of Part 5 and to the strategies' own code. Gradients travel in the bytes in which they are held. A Transformer
-that `scaling.train` runs differs: its params are sharded over X alone; what it does is counted by its own step
-(`train.dry`, `plan.choose`). A layout's fields may be columns; then so is everything here.
+forms of Part 5 and to the strategies' own code. Gradients travel in the bytes in which they are held. A run of
+`scaling.train` does nearly this for a job whose `shards` are fsdp alone; its own step counts it exactly (`train.dry`,
+`plan.choose`). A layout's fields may be columns; then so is everything here.
 """
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -14,6 +15,7 @@ import numpy as np
 from scaling.cost.lanes import Amount, Lane
 from scaling.hardware import Chip
 from scaling.plan.job import POLICIES, REDUCES, SCHEDULES, Job, Layout
+from scaling.plan.network import LANES
 
 
 @dataclass(frozen=True)
@@ -163,11 +165,10 @@ def weight_elements(job: Job, l: Layout) -> tuple[Amount, Amount]:
 
 def weight_ways(job: Job, l: Layout, lane: str) -> tuple[Amount, Amount]:
     """(ways in which ZeRO-3 splits dense "weights", or "experts"; ranks that hold the same of them, tensor aside)."""
-    both = l.context if lane == "experts" else l.context * l.expert
-    shares = (l.context if "context" in job.shards else 1) * (
-        l.expert if "expert" in job.shards and lane == "weights" else 1
-    )
-    return l.fsdp * shares, l.data * both / np.where(l.zero == 3, shares, 1)
+    others = LANES[lane][1:]  # the axes beside fsdp
+    shares = math.prod(getattr(l, axis) for axis in others if axis in job.shards)
+    every = math.prod(getattr(l, axis) for axis in others)
+    return l.fsdp * shares, l.data * every / np.where(l.zero == 3, shares, 1)
 
 
 def ledger(job: Job, c: Compute, l: Layout, lanes: Mapping[str, Lane]) -> list[Entry]:

@@ -12,6 +12,7 @@ from scaling.plan import closed_form
 from scaling.plan.candidates import Found, answer
 from scaling.plan.evaluate import Estimate
 from scaling.plan.job import ANY, AXES, Layout, Question
+from scaling.plan.ledger import weight_ways
 
 AXIS_WORDS = {
     "pod": "pods (data)", "pipe": "pipeline", "data": "data", "fsdp": "FSDP", "context": "context", "expert": "expert",
@@ -87,8 +88,9 @@ def _notes(found: Estimate) -> list[str]:
     if job.seq > 1 and job.sequences % replicas:
         busy = job.sequences / (math.ceil(job.sequences / replicas) * replicas)
         said.append(f"{job.sequences:,} sequences over {replicas:,} do not divide: replicas are {busy:.0%} busy")
-    if l.shards > 1 and w.D % l.shards:
-        said.append(f"weights are cut flat: D = {w.D:,} does not divide by {l.shards:,}")
+    ways = weight_ways(job, l, "weights")[0] if l.zero == 3 else 1
+    if w.D % ways:
+        said.append(f"weights are cut flat: D = {w.D:,} does not divide by {ways:,}")
     if found.network.chip.kind == "gpu" and l.tensor > found.network.chip.node_gpus:
         said.append(f"TP spans {l.tensor // found.network.chip.node_gpus} nodes")
     return said
