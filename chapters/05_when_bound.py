@@ -16,11 +16,11 @@ import torch
 from scaling import cost
 from scaling.book.answers import Answer
 from scaling.book.page import Page
+from scaling.book.sgd import Size, make_shards
 from scaling.configs import get
 from scaling.cost.transformer import num_params, params, rule_of_thumb
 from scaling.hardware import chip
 from scaling.mesh import AbstractMesh
-from scaling.plan.predict import Size, make_shards
 from scaling.strategies import data_parallel, fsdp, fsdp_tp, tensor_parallel
 from scaling.trace import Log, trace
 

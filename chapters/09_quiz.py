@@ -22,9 +22,9 @@ from scaling.book.answers import Answer
 from scaling.book.layout import format_number
 from scaling.book.listing import SINGLE, difference
 from scaling.book.page import Page
+from scaling.book.sgd import Size, traced
 from scaling.hardware import chip
 from scaling.mesh import AbstractMesh
-from scaling.plan.predict import Size, traced
 from scaling.profile import profile
 from scaling.spec.sizes import format_sizes
 from scaling.strategies import data_parallel, fsdp, fsdp_tp, tensor_parallel

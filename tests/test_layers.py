@@ -57,7 +57,7 @@ JUDGE = "compared contracts held law library mode ops programs run strategy type
 TORCH_BY_NAME = {"scaling.hardware.systolic", "scaling.common.torch_private"} | {
     f"scaling.check.{name}" for name in JUDGE.split()
 }
-TORCH_BY_NAME |= {f"scaling.plan.{name}" for name in ("choose", "predict", "transformer_step")}
+TORCH_BY_NAME |= {f"scaling.plan.{name}" for name in ("choose", "transformer_step")}
 OPTIONAL = {
     "matplotlib",
     "safetensors",

@@ -22,9 +22,9 @@ from tabulate import tabulate
 from wasteful import PROGRAMS
 
 from scaling import launch
+from scaling.book.sgd import Size, make_shards
+from scaling.book.sgd import sgd_step as train
 from scaling.collectives import all_gather, all_reduce, einsum, reduce_scatter
-from scaling.plan.predict import Size, make_shards
-from scaling.plan.predict import sgd_step as train
 from scaling.profile import profile
 from scaling.strategies import fsdp
 
