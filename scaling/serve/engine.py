@@ -287,10 +287,13 @@ def serve(
 ) -> Simulated:
     """Serve [(seconds, request)] by this model: tokens and times of each. Request i gives what it would give alone.
 
-    The rest as in `simulate.drive` and `Engine`. ValueError for a prompt with ids outside the vocabulary.
+    The rest as in `simulate.drive` and `Engine`. ValueError for a prompt with ids outside the vocabulary, and for a
+    stop text without a tokenizer.
     """
     arrivals = list(arrivals)
     for _, request in arrivals:
         check_known_ids(f"request {request.id}", request.prompt, config.V)
+        if request.stops and engine.get("tokenizer") is None:
+            raise ValueError(f"request {request.id}: a stop text needs a tokenizer\n  fix: serve(..., tokenizer=...)")
     execute = Engine(params, config, options, **engine)
     return drive(arrivals, options, execute, cancel=list(cancel))

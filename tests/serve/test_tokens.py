@@ -195,6 +195,8 @@ def test_stops_and_ids_outside_the_vocabulary():
     assert (served.requests[0].reason, list(served.requests[0].tokens)) == ("stop", whole[0][:5])
     with pytest.raises(ValueError, match=r"request 7: token 32 .* 0\.\.31"):
         engine.serve(params, CONFIG, [(0.0, Request(7, (32,), 9))], Options(pages=8, page=4))
+    with pytest.raises(ValueError, match=r"request 0: a stop text .*\n  fix: "):
+        engine.serve(params, CONFIG, [(0.0, text)], Options(pages=8, page=4))
 
 
 PROMPTS = [[3, 1, 4, 1, 5, 9], [2], [6, 5, 3], [2]]
