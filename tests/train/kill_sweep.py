@@ -22,9 +22,8 @@ from runs import command, records, write_text
 from scaling.common.console import Parser
 from scaling.train import checkpoint
 
-OPTIONS = (
-    "--mesh X=2 --batch 4 --seq 32 --steps 100000 --schedule constant --eval-every 0 --guard-every 0 --save-every 1"
-)
+OPTIONS = ["--mesh", "X=2", "--batch", "4", "--seq", "32", "--schedule", "constant", "--eval-every", "0"]
+OPTIONS += ["--guard-every", "0"]
 
 
 def killed(folder: Path, draw: random.Random) -> dict:
@@ -68,9 +67,7 @@ def main() -> int:
             out.write(json.dumps(known[-1]) + "\n")
         print(json.dumps({key: value for key, value in known[-1].items() if key != "ran"}), flush=True)
     ran = [(step, loss) for each in known for step, loss in each["ran"]]
-    whole = command(
-        folder, "whole", *OPTIONS.split(), "--save-every", "0", "--steps", str(max(step for step, _ in ran))
-    )
+    whole = command(folder, "whole", *OPTIONS, "--save-every", "0", "--steps", str(max(step for step, _ in ran)))
     subprocess.run(whole, check=True, stdout=subprocess.DEVNULL)
     wanted = {each["step"]: each["loss"] for each in records(folder / "whole")}
     other = [step for step, loss in ran if loss != wanted[step]]

@@ -1,4 +1,4 @@
-"""Runs saved on each of five meshes and resumed on each of five. Slower than its test in the suite, with more data:
+"""Runs saved on each of five meshes, resumed on each and on one device. Slower than its test in the suite:
 
     python tests/train/reshard_sweep.py
 
