@@ -8,7 +8,7 @@ from scaling import collectives as c
 from scaling.collectives.buffers import overlap, overlaps_itself
 from scaling.spec import ShardingError
 
-SEVERAL, SUM = "A[B, I, J] * W[J, K] -> C[B, I, K]", "A[I, J] -> C[J]"
+SUM = "A[I, J] -> C[J]"
 
 
 def memory(dtype=torch.float32):

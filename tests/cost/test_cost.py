@@ -1,7 +1,6 @@
 """Rooflines of a chip, memory, and the collectives of GPUs."""
 
 import math
-from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -13,7 +12,6 @@ from scaling.cost import gpu
 from scaling.hardware import chip
 
 V5E, H100 = chip("v5e"), chip("h100")
-NODE = replace(H100, levels=H100.levels[:1])
 C, W = V5E.flops(), V5E.hbm_bw
 approx = partial(pytest.approx, rel=1e-6, abs=0)  # seconds a byte are below the usual absolute tolerance
 numbers = st.floats(1, 1e15)
