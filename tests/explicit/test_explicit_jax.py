@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from torch.distributed.tensor import Partial, Replicate, Shard
-from typings import Case, cases, together, written
+from typings import Case, cases, check_devices, planned, written
 
 from scaling import explicit
 from scaling.algebra.law import Illegal
@@ -154,10 +154,11 @@ def test_shards_are_what_the_types_say():
     for case in cases()[::5]:
         call = called(case.kind, case.detail, case.shapes)
         xs = [torch.randn(s, generator=generator, dtype=torch.float64) for s in case.shapes]
-        func, args = CALLS[case.kind](case.detail, xs)
         try:
-            together(call, xs, func(*args), [DimAxes(dims) for dims in case.typing], case.mesh)
+            local = planned(call, xs, [DimAxes(dims) for dims in case.typing], case.mesh)
         except Illegal:
             continue
+        func, args = CALLS[case.kind](case.detail, xs)
+        check_devices(call, xs, func(*args), local, case.mesh)
         compared += 1
     assert compared > 150

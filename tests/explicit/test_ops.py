@@ -5,7 +5,7 @@ import itertools
 import pytest
 import torch
 import torch.nn.functional as F
-from typings import together
+from typings import check_devices, planned
 
 from scaling import auto, explicit
 from scaling.algebra.law import Illegal
@@ -97,11 +97,13 @@ def test_shards_are_what_the_types_say(name):
     every = [all_layouts(x.shape, MESH.sizes, AXES, AXES if x.dtype.is_floating_point else ()) for x in arrays]
     for at in itertools.product(*every):
         for call, wanted in zip(calls, wholes, strict=True):
-            try:  # of a sum the first device has a quarter, the second three: a number else than in the law
-                result = together(call, arrays, wanted, at, MESH.sizes, (0.25, 0.75))
+            try:
+                local = planned(call, arrays, at, MESH.sizes)
             except (Illegal, ShardingError):
                 continue
-            legal, unreduced = legal + 1, unreduced + bool(result.unreduced)
+            legal, unreduced = legal + 1, unreduced + bool(local.result.unreduced)
+            # of a sum the first device has a quarter, the second three: a number else than in the law
+            check_devices(call, arrays, wanted, local, MESH.sizes, (0.25, 0.75))
     assert legal > len(calls) or "of all" in name
     keeps = name not in ("pad with a number", "rsub of a number") and op_kind(name.split()[0]) in (
         "adds",

@@ -3,7 +3,7 @@
 import itertools
 from typing import NamedTuple
 
-from scaling.algebra.layouts import DimAxes, arrangements, spec_of
+from scaling.algebra.layouts import arrangements, spec_of
 
 MESHES = ({"X": 4}, {"X": 4, "Y": 2})
 PRODUCTS = {  # equation: the operands' shapes
@@ -61,30 +61,36 @@ def cases() -> list[Case]:
     ]
 
 
-def together(call, xs: list, wanted, at: list, sizes: dict, terms=(0.5, 0.5)) -> DimAxes:
-    """The type of a call's result, if there is one. What each device alone makes of its shards must be its part of the
-    whole one, or the terms of all add up to it; of a sum over an axis the devices have `terms`."""
-    import torch  # here: the writer of JAX's table reads this file too
-
-    from scaling.explicit import functions
+def planned(call, xs: list, at: list, sizes: dict):
+    """What a device computes of a call with operands of these layouts: a LocalPlan. Raises what a layout that is not
+    legal raises."""
+    from scaling.explicit.functions import LocalPlan  # here: the writer of JAX's table reads this file too
     from scaling.mesh import AbstractMesh
 
     needed, result = call.op.infer(at, [tuple(x.shape) for x in xs], sizes)
-    spec, mesh = spec_of(result), AbstractMesh(sizes)
-    local = functions.LocalPlan(needed, result, spec.local_shape(call.shape, mesh))
+    return LocalPlan(needed, result, spec_of(result).local_shape(call.shape, AbstractMesh(sizes)))
+
+
+def check_devices(call, xs: list, wanted, local, sizes: dict, terms=(0.5, 0.5)) -> None:
+    """What each device alone makes of its shards is its part of the whole result, or the terms of all add up to it; of
+    a sum over an axis the devices have `terms`."""
+    import torch
+
+    from scaling.mesh import AbstractMesh
+
+    spec, mesh = spec_of(local.result), AbstractMesh(sizes)
     found = torch.zeros(call.shape, dtype=wanted.dtype)
     for coord in (mesh.coord_of(rank) for rank in range(mesh.size())):
-        if any(coord[axis] for axis in sizes if axis not in result.used):
+        if any(coord[axis] for axis in sizes if axis not in local.result.used):
             continue  # a copy
         shards = []
-        for x, given in zip(xs, needed, strict=True):
+        for x, given in zip(xs, local.needed, strict=True):
             part = x[spec_of(given).slices(tuple(x.shape), mesh, coord)].contiguous()
             for axis in given.unreduced:
                 part = part * terms[coord[axis]]
             shards.append(part)
         found[spec.slices(call.shape, mesh, coord)] += call.run(call.op, shards, local).to(wanted.dtype)
     torch.testing.assert_close(found, wanted.detach().clone(), rtol=1e-12, atol=1e-12)
-    return result
 
 
 def written(dims) -> str:
