@@ -26,12 +26,6 @@ from scaling.serve.web import app, server  # noqa: E402
 GREEDY = {"temperature": 0}
 
 
-@pytest.fixture(scope="module")
-def served():
-    with running() as found:
-        yield found
-
-
 def plain(served, prompt, **options) -> dict:
     answer = served.client.post("/v1/completions", json={"prompt": prompt} | options)
     assert answer.status_code == 200, answer.text

@@ -25,12 +25,6 @@ from http_server import CONFIG, PARAMS, chat, running  # noqa: E402
 GREEDY = {"temperature": 0}
 
 
-@pytest.fixture(scope="module")
-def served():
-    with running() as found:
-        yield found
-
-
 @pytest.mark.slow
 def test_the_openai_package(served):
     openai = pytest.importorskip("openai", reason="the extra test has it")

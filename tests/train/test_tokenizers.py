@@ -9,7 +9,7 @@ import pytest
 pytest.importorskip("tokenizers", reason="tables of tokenizers need the library: pip install tokenizers")
 pytest.importorskip("safetensors")
 
-from tokenized import WORDS, make, model
+from tokenized import WORDS, model
 
 from scaling.models import hf, transformer
 from scaling.models.text import ByteText, home_of, tokenizer, tokenizer_of, write_bytes
@@ -17,13 +17,6 @@ from scaling.serve.text import ends_of
 from scaling.train import command
 from scaling.train.command import main
 from scaling.train.origin import options_of, tokenizer_in
-
-
-@pytest.fixture(scope="module")
-def place(tmp_path_factory):
-    make(here := tmp_path_factory.mktemp("place"))
-    return here
-
 
 MODEL = {  # name: (its vocabulary, its own tokenizer, whether it has weights)
     "hf": (32, "own", True), "bare": (32, None, True), "hf256": (256, "own", True), "bare256": (256, None, True),

@@ -10,19 +10,13 @@ import torch
 pytest.importorskip("tokenizers", reason="a run with a tokenizer.json needs the library: pip install tokenizers")
 pytest.importorskip("safetensors")
 
-from tokenized import WORDS, make
+from tokenized import WORDS
 
 from scaling.generate import command as generate
 from scaling.models.text import tokenizer
 from scaling.serve import command as serve
 from scaling.serve.text import chat_prompt, ends_of
 from scaling.train.command import main
-
-
-@pytest.fixture(scope="module")
-def place(tmp_path_factory):
-    make(here := tmp_path_factory.mktemp("place"))
-    return here
 
 
 @pytest.mark.slow
