@@ -75,7 +75,9 @@ def measure(mesh, wires: list[float], steps: int) -> dict:
 
 
 def main() -> None:
-    args = options(__doc__, ranks=2, wire="0,100", steps=10).parse_args()
+    parser = options(__doc__, wire="0,100", steps=10)
+    parser.add_argument("--ranks", type=int, choices=(2, 4), default=2)
+    args = parser.parse_args()
     wires, rows = paced(args.wire), []
     results = launch.run(measure, {"Y": args.ranks}, wires, args.steps, checked=False, timeout=600)
     for case in results[0]:

@@ -47,7 +47,8 @@ def measure(mesh, name: str, size: Size, wires: list[float], steps: int) -> list
 
 
 def main() -> None:
-    parser = options(__doc__, ranks=2, only=STRATEGIES, wire="0,400,800", steps=20, json=None)
+    parser = options(__doc__, only=STRATEGIES, wire="0,400,800", steps=20, json=None)
+    parser.add_argument("--ranks", type=int, choices=(2, 4), default=2)
     parser.add_argument("--size", choices=SIZES, default="default")
     args = parser.parse_args()
     wires, rows = paced(args.wire), []

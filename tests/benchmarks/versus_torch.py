@@ -206,7 +206,6 @@ def main() -> None:
     known, both = contests(), ("sgd", "adamw")
     parser = options(
         __doc__,
-        ranks=4,
         only=known,
         sizes=SIZES,
         optimizers=both,
@@ -215,6 +214,7 @@ def main() -> None:
         threads=1,
         json=None,
     )
+    parser.add_argument("--ranks", type=int, choices=(2, 4), default=4)
     args = parser.parse_args()
     if not set(args.rivals) <= set(SIDES[1:]):
         parser.error(f"--rivals {','.join(args.rivals)}: must be of {', '.join(SIDES[1:])}, by commas")

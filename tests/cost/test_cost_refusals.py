@@ -111,6 +111,7 @@ REFUSED = {
     "a size twice": (lambda: tm.einsum_flops("ab,bc->ac", (2, 3), (4, 5)), "b is both 3 and 4"),
     "a dim of nothing": (lambda: tm.einsum_flops("ab->d", (2, 3)), "the result has d"),
     "a model": (lambda: get("llama9"), "unknown model 'llama9'\n  fix: "),
+    "a model, of which the known ones are named": (lambda: get("llama9"), "llama3-70b"),
     **{
         f"config {change}": (lambda change=change: L70.with_(**change), words)
         for change, words in (

@@ -23,7 +23,7 @@ DEEPSEEK = CONFIG.with_(
     latent=Latent(q_rank=12, kv_rank=60, nope=4, rope=4, value=8, interleaved=False),
 )  # fmt: skip
 MODELS = {"dense": CONFIG, "experts": CONFIG.with_(E=4, k=2, shared=1), "deepseek": DEEPSEEK, "small": SMALL}
-HOW = Sampling(0.9, top_k=12)
+HOW = Sampling(0.9, top_k=12, top_p=0.95)
 DRAFTS = {"plain": None, "ngram": "ngram", "draft": "small"}
 drafts = pytest.mark.parametrize("draft", DRAFTS.values(), ids=DRAFTS)
 policies = pytest.mark.parametrize("policy", ["static", "interleaved", "chunked", "disaggregated"])
@@ -71,7 +71,7 @@ def generated(some: list[Request], own=params, config=CONFIG, **options) -> dict
     found = {}
     for rows in (some[1::2], some[::2]):
         how, seeds = rows[0].draw.how, [r.draw.seed for r in rows]
-        given = {"temperature": how.temperature, "top_k": how.top_k, "seed": seeds} | options
+        given = {"temperature": how.temperature, "top_k": how.top_k, "top_p": how.top_p, "seed": seeds} | options
         tokens = serve.generate(own, [r.prompt for r in rows], config, max(r.max_new_tokens for r in rows), **given)
         found |= {r.id: tuple(row[: r.max_new_tokens]) for r, row in zip(rows, tokens, strict=True)}
     return found
