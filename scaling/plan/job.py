@@ -196,7 +196,7 @@ class Layout:
 
     @property
     def shards(self) -> int:
-        """Ways in which ZeRO-3 splits the dense weights, beyond tensor."""
+        """Ways in which ZeRO-3 splits the dense weights, beyond tensor, if the job's `shards` are all of SHARDS."""
         return self.fsdp * self.context * self.expert if self.zero == 3 else 1
 
     @property
