@@ -134,7 +134,7 @@ def _done(state: State, event: Done, actions: list[Action]) -> None:
     if event.worker not in state.busy:
         raise ValueError(
             f"{event.worker} is idle: it has no work to complete"
-            "\n  fix: call work() first, and complete what it returns"
+            "\n  fix: give one Done for each Run that step has returned"
         )
     for work in state.busy.pop(event.worker):
         live, pool = state.live[work.id], state.pools[event.worker][work.group]
