@@ -231,7 +231,7 @@ class AnyOp(torch.autograd.Function):
         cotangent = cotangent / ctx.op.size if ctx.op.by == "mean" else cotangent
         gradient = differentiable(cotangent, *dual(ctx.op))
         gradient = gradient if ctx.op.linear else _share(ctx) * gradient
-        return gradient, *(None,) * len(ctx.op)
+        return gradient, *(None,) * RUN_BY
 
     @staticmethod
     def jvp(ctx, tangent, *_):
