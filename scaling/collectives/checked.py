@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from scaling.collectives.op import LOCAL
 from scaling.common.torch_private import process_group
 from scaling.mesh import Group
 from scaling.mesh.meeting import Intent, meeting
@@ -31,7 +32,7 @@ def agree(group: Group, call: str, x: Tensor | None = None) -> None:
 
 def compared(op) -> bool:
     """Whether the ranks compare their calls of an op first."""
-    return op.checked and op.size > 1 and op.kind not in ("Slice", "Pad") and not torch.compiler.is_compiling()
+    return op.checked and op.size > 1 and op.kind not in LOCAL and not torch.compiler.is_compiling()
 
 
 @lru_cache(maxsize=4096)

@@ -148,7 +148,7 @@ def split_dim(x: Tensor, n: int, dim: int) -> Tensor:
 
 
 def join(blocks: Tensor, dim: int) -> Tensor:
-    """[n, ..., m, ...] -> [..., n*m, ...]: the inverse of split."""
+    """[n, ..., m, ...] -> [..., n*m, ...]: the inverse of split_dim."""
     return blocks.movedim(0, dim).flatten(dim, dim + 1)
 
 

@@ -58,7 +58,7 @@ def ranks_say(exercise: Exercise, names: Mapping, text: str) -> tuple[bool, str]
             report = judge(names[data["fn"]], *data["args"].values(), mesh, mesh=mesh, returns=wanted)
         except Exception as error:
             return False, described(error, exercise.name)
-        results = report.result if isinstance(report.result, tuple) else (report.result,)
+        results = _tuple(report.result)
         if report.result is not None and len(results) != len(returns):
             return False, f"it returns {len(results)} results where {len(returns)} are asked for: {', '.join(returns)}"
         if report.findings:
