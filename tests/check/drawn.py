@@ -10,7 +10,7 @@ import random
 import re
 from collections.abc import Iterator
 
-from mutants import ROOT, mutants
+from mutants import ROOT, mutants, replaced
 
 from scaling.check.lines import TYPED
 from scaling.spec import Line, ShardingError, Spec, parse_line
@@ -131,11 +131,8 @@ def of_file(file: str) -> Iterator[tuple[str, str, int, str, str, str]]:
             else:
                 continue
             before = ast.get_source_segment(text, node) or ""
-            rows = text.encode().splitlines(keepends=True)
-            start = sum(map(len, rows[: node.lineno - 1])) + node.col_offset
             for kind, edit in dict.fromkeys(found):
-                new = text.encode()[:start] + edit.encode() + text.encode()[start + len(before.encode()) :]
-                yield kind, file, node.lineno, before, edit, HEAD + new.decode()
+                yield kind, file, node.lineno, before, edit, HEAD + replaced(text, node, edit)
 
 
 def drawn(listing: str, count: int, seed: int) -> list[tuple[str, str, int, str, str, str]]:

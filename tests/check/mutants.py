@@ -73,6 +73,15 @@ def edits(call: ast.Call):
         yield "no wait", again(options=["async_op=True"])
 
 
+def replaced(text: str, node: ast.expr, edit: str) -> str:
+    """A file's text with the edit in the node's place."""
+    data = text.encode()
+    rows = data.splitlines(keepends=True)
+    start = sum(map(len, rows[: node.lineno - 1])) + node.col_offset
+    end = sum(map(len, rows[: node.end_lineno - 1])) + node.end_col_offset
+    return (data[:start] + edit.encode() + data[end:]).decode()
+
+
 def mutants():
     """(kind, file, line, the call before, the edit, the file's text with it)."""
     for file in FILES:
@@ -82,10 +91,6 @@ def mutants():
         for node in [n for n in ast.walk(tree) if isinstance(n, ast.Call) and getattr(n.func, "id", "") in TYPED]:
             if not (node.args and isinstance(node.args[0], ast.Constant)):
                 continue
-            lines = text.splitlines(keepends=True)
-            start = sum(len(x.encode()) for x in lines[: node.lineno - 1]) + node.col_offset
-            end = sum(len(x.encode()) for x in lines[: node.end_lineno - 1]) + node.end_col_offset
-            before = text.encode()[start:end].decode()
+            before = ast.get_source_segment(text, node)
             for kind, edit in dict.fromkeys(edits(node)):
-                new = text.encode()[:start] + edit.encode() + text.encode()[end:]
-                yield kind, file, node.lineno - 2, before, edit, new.decode()
+                yield kind, file, node.lineno - 2, before, edit, replaced(text, node, edit)
