@@ -187,6 +187,6 @@ def pytest_collection_modifyitems(config, items):
         if "chapter" in item.fixturenames and not item.get_closest_marker("sweep"):
             item.add_marker("chapter")
     unasked = [mark for mark in ("sweep", "chapter") if mark not in config.option.markexpr]
-    left_out = [item for item in items if any(map(item.get_closest_marker, unasked))]
+    left_out = dict.fromkeys(item for item in items if any(map(item.get_closest_marker, unasked)))
     items[:] = [item for item in items if item not in left_out]
-    config.hook.pytest_deselected(items=left_out)
+    config.hook.pytest_deselected(items=[*left_out])
