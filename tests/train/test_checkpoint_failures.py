@@ -131,8 +131,9 @@ STATES = {
 @pytest.mark.parametrize("changed", STATES.values(), ids=STATES)
 def test_a_state_that_would_not_come_back_is_refused(tmp_path, changed):
     specs = TYPES | ({"a": {"b": "b[D]"}, "a.b": "b[D]"} if "a" in changed else {})
-    with pytest.raises(ValueError, match="fix:"):
+    with pytest.raises(ValueError, match="fix:") as error:
         checkpoint.save(tmp_path, STATE | changed, specs, MESH, 1)
+    assert ("needs a type" in str(error.value)) == ("V" in changed)
     with pytest.raises(FileNotFoundError, match=r"no complete checkpoint(.|\n)*fix:"):
         checkpoint.load(tmp_path, TYPES, MESH)
 
