@@ -65,7 +65,8 @@ def simulate(schedule: Schedule, times: Times = UNIT, blocking_sends: bool = Fal
     matching Recv: what an unbuffered, synchronous send does.
 
     Raises Deadlock if the ranks wait for each other, or for something that is never sent; ValueError if a program asks
-    for something before it exists on its own rank, or for other tensors than are sent.
+    for something before it exists on its own rank (a ReduceGrads before all microbatches have added to the weights), or
+    for other tensors than are sent.
     """
     cost, hop = times.per_chunk(schedule.chunks), Fraction(times.hop)
     ranks = range(schedule.stages)
@@ -100,7 +101,7 @@ def simulate(schedule: Schedule, times: Times = UNIT, blocking_sends: bool = Fal
         elif type(step) in cost:
             clock[rank] = start + cost[type(step)]
         for part in parts(step):
-            if missing := [array for array in needs(part, schedule.virtual_stages - 1) if (rank, *array) not in have]:
+            if missing := [array for array in needs(part, schedule) if (rank, *array) not in have]:
                 raise ValueError(
                     f"{schedule.name}: rank {rank} runs {part} without {missing[0]} (array, stage, microbatch)"
                     "\n  fix: put the step that makes it before"
@@ -140,11 +141,13 @@ def _matches(send, rank: int, other) -> bool:
     return other == RECV_OF[type(send)](send.stage, send.microbatch, rank)
 
 
-def needs(step, last: int) -> list[tuple]:
-    """The arrays that an instruction reads, as (name, virtual stage, microbatch); `last` is the last virtual stage."""
-    if isinstance(step, (*RECVS, ReduceGrads)):
+def needs(step, schedule: Schedule) -> list[tuple]:
+    """The arrays that an instruction reads, as (name, virtual stage, microbatch)."""
+    if isinstance(step, RECVS):
         return []
-    stage, m = step.stage, step.microbatch
+    if isinstance(step, ReduceGrads):
+        return [("dW", step.stage, m) for m in range(schedule.microbatches)]
+    stage, m, last = step.stage, step.microbatch, schedule.virtual_stages - 1
     if isinstance(step, Forward):
         return [("Out", stage - 1, m)] if stage > 0 else []
     if isinstance(step, (Backward, BackwardInput)):

@@ -12,6 +12,7 @@ Python that waits for other ranks.
 """
 
 from collections.abc import Callable, Iterator
+from functools import lru_cache
 from itertools import groupby
 from typing import Any, NamedTuple
 
@@ -36,6 +37,7 @@ from scaling.schedules import (
     SendGrad,
 )
 from scaling.schedules.instructions import Span, Timeline, parts
+from scaling.schedules.simulator import simulate
 from scaling.spec import format_axes, parse
 from scaling.strategies.channels import Channels
 from scaling.strategies.stage import SPECS, Stage, mlp
@@ -52,7 +54,7 @@ def value_and_grad(params, In, Target, mesh, schedule: Schedule, loss: Callable,
     stage and Target by the last. `loss(Out, Target)` gives a microbatch's terms: the loss is their sum over
     microbatches, and over the axes that split Out; so a mean divides by the whole batch's size. The last stage
     computes it, `Loss[] {U_Z}`, and an AllReduce then gives every rank the same number. ValueError if the schedule does
-    not fit the mesh or the batch.
+    not fit the mesh or the batch, or leaves something out; Deadlock if its ranks would wait for each other.
     """
     rank = _Rank(params, In, Target, mesh, schedule, stage or mlp(), axis, _without_head(loss))
     return rank.execute(), rank.results
@@ -251,6 +253,12 @@ def _spans(rank: int, some: list, start: float, end: float) -> list[Span]:
     return [Span(rank, part, start + i * width, start + (i + 1) * width) for i, part in enumerate(shares)]
 
 
+@lru_cache(maxsize=64)
+def _simulated(schedule: Schedule) -> Timeline:
+    """The schedule on paper, once: what would hang, or compute from too few microbatches, raises there."""
+    return simulate(schedule)
+
+
 def _check(params, In, Target, mesh, schedule: Schedule, axis: str) -> None:
     """ValueError, on every rank alike, unless params, batch, schedule and mesh fit each other."""
     if mesh.sizes.get(axis) != schedule.stages:
@@ -266,6 +274,7 @@ def _check(params, In, Target, mesh, schedule: Schedule, axis: str) -> None:
                 f"{schedule.name}: rank {rank} holds the virtual stages {list(schedule.stages_of(rank))}, and reduces "
                 f"the gradients of {reduced}\n  fix: one ReduceGrads for each, after the last that adds to them"
             )
+    _simulated(schedule)
     for name, x in (("In", In), ("Target", Target)):
         if len(x) % schedule.microbatches:
             raise ValueError(

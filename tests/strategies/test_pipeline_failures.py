@@ -7,11 +7,12 @@ from time import perf_counter
 
 import pytest
 from machine import SOON
-from pipeline_problem import OPTIONS, WEIGHTS, close, loss, one_device, problem, train
+from pipeline_problem import OPTIONS, WEIGHTS, close, loss, one_device, problem, reference, train
 
 from scaling import launch, tree
 from scaling.mesh import Mesh
 from scaling.schedules import ReduceGrads, make
+from scaling.schedules.simulator import Deadlock
 from scaling.strategies import pipeline
 from scaling.strategies.stage import mlp
 
@@ -32,6 +33,40 @@ def wrong(mesh, what):
 @pytest.mark.parametrize("what", ["stages", "rows", "schedule", "reductions"])
 def test_what_does_not_fit_is_refused(ranks, what):
     ranks(wrong, {"Z": 2}, what)
+
+
+def edits(schedule):
+    """The schedule with one instruction of one rank left out, done twice, or put behind the next one."""
+    for rank, program in enumerate(schedule):
+        for i, step in enumerate(program):
+            behind = (*program[i + 1 : i + 2], step)
+            for steps, replaced in (((), 1), ((step, step), 1), (behind, 2)):
+                changed = (*program[:i], *steps, *program[i + replaced :])
+                yield replace(schedule, programs=(*schedule.programs[:rank], changed, *schedule.programs[rank + 1 :]))
+
+
+def edited(mesh, name):
+    """(how many edits of a schedule are refused, how many run), where those that run must give one device's result."""
+    whole, In, Target = problem()
+    schedule, refused, run = make(name, 2, 4 if name == "dualpipev" else 2), 0, 0
+    params = tree.shard(pipeline.arrange(whole, schedule), WEIGHTS, mesh)
+    grads, Loss = reference(whole, In, Target, OPTIONS)
+    for other in edits(schedule):
+        try:
+            found, dW = pipeline.value_and_grad(params, In, Target, mesh, other, loss, mlp(**OPTIONS))
+        except (ValueError, Deadlock):
+            refused += 1
+        else:
+            close([found, pipeline.restore(tree.unshard(dW, WEIGHTS, mesh), schedule)], [Loss, grads])
+            run += 1
+    return refused, run
+
+
+@pytest.mark.parametrize("name", ["1f1b", "interleaved", "zb-h1", "dualpipev"])
+def test_an_edited_schedule_is_refused_before_it_starts_or_right(ranks, name):
+    for refused, run in ranks(edited, {"Z": 2}, name):
+        assert refused > 30
+        assert run > 5
 
 
 def dies(mesh, how):
