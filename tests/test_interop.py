@@ -1,10 +1,12 @@
 """DTensor's placements and JAX's PartitionSpec, and DTensor's redistribute as an oracle of our reshardings."""
 
 import itertools
+from functools import partial
 
 import pytest
 import torch
 from array_types import types
+from refused import refused
 from torch.distributed.tensor import Partial, Replicate, Shard
 from torch.distributed.tensor._utils import _compute_local_shape_and_global_offset as dtensors_block
 
@@ -41,15 +43,19 @@ def test_placements(text, placements):
     assert from_placements(placements, AbstractMesh(MESH), ("I", "J"), "A") == parse(text)
 
 
-def test_what_dtensor_cannot_say():
-    with pytest.raises(ShardingError, match="in the mesh's order, which is X, Y"):
-        to_placements("A[I_YX, J]", MESH)
-    assert to_placements("A[I_YX, J]", {"Y": 2, "X": 2}) == (Shard(0), Shard(0))
-    with pytest.raises(ShardingError, match="unknown mesh axis"):
-        to_placements("A[I_Z]", MESH)
-    for placement in (Partial("max"), Shard(5)):
-        with pytest.raises(ShardingError, match=r"only Shard of one of the 2 dims"):
-            from_placements((placement, Replicate()), MESH, ("I", "J"))
+def placed(placement):
+    return from_placements((placement, Replicate()), MESH, ("I", "J"))
+
+
+test_what_dtensor_cannot_say = refused(
+    {
+        "an order of its own": (lambda: to_placements("A[I_YX, J]", MESH), "in the mesh's order, which is X, Y"),
+        "no axis of the mesh": (lambda: to_placements("A[I_Z]", MESH), "unknown mesh axis"),
+        "Partial('max')": (lambda: placed(Partial("max")), "only Shard of one of the 2 dims"),
+        "Shard(5)": (lambda: placed(Shard(5)), "only Shard of one of the 2 dims"),
+    },
+    ShardingError,
+)
 
 
 @pytest.mark.parametrize("sizes", [(2,), (2, 3), (2, 3, 2), (2, 2, 2)], ids=str)
@@ -89,8 +95,6 @@ def test_partition_spec(text, jax):
 def test_partition_spec_from_text():
     assert str(from_partition_spec("jax.sharding.PartitionSpec('X')", ("I", "J"), "A")) == "A[I_X, J]"
     assert from_partition_spec("P((), ('X',))", ("I", "J"), "A") == parse("A[I, J_X]")
-    with pytest.raises(ShardingError, match="used twice"):
-        from_partition_spec("P('X', unreduced={'X'})", ("I", "J"))
 
 
 NO_SPECS = "P('X', None, None)|P(x)|Q('X')|P('X'|P('X', axes=2)|P(5)|P(b'X')|P(True)|P({'X'})|P(['X'])|P(1.5)|P(*'X')"
@@ -105,33 +109,22 @@ def test_what_is_no_partition_spec(text):
     assert max(map(len, str(error.value).splitlines())) < 120
 
 
-@pytest.mark.parametrize(
-    ("text", "words"),
-    [
-        ("P('XY')", "one axis to JAX, but types read it as the axes X, Y\n  fix: write ('X', 'Y') if those are meant"),
-        ("P(None, ('Z', 'XY'))", "'XY' is one axis to JAX"),
-        ("P('X', unreduced={'DP'})", "'DP' is one axis to JAX"),
-        ("P('my_axis')", "'my_axis' cannot name a mesh axis"),
-        ("P('')", "'' cannot name a mesh axis"),
-        ("P(('X', 5))", "5 cannot name a mesh axis"),
-        ("P(('X', ('Y',)))", "cannot name a mesh axis"),
-    ],
+NOT_SAID = {  # P('XY') in JAX is one axis, not two: read as two it would be another sharding
+    "P('XY')": "one axis to JAX, but types read it as the axes X, Y\n  fix: write ('X', 'Y') if those are meant",
+    "P(None, ('Z', 'XY'))": "'XY' is one axis to JAX",
+    "P('X', unreduced={'DP'})": "'DP' is one axis to JAX",
+    "P('my_axis')": "'my_axis' cannot name a mesh axis",
+    "P('')": "'' cannot name a mesh axis",
+    "P(('X', 5))": "5 cannot name a mesh axis",
+    "P(('X', ('Y',)))": "cannot name a mesh axis",
+    "P('X', unreduced={'X'})": "used twice",
+    "P('X', 'X')": "used twice",
+}
+test_what_types_cannot_say = refused(
+    {text: (partial(from_partition_spec, text, ("I", "J")), words) for text, words in NOT_SAID.items()}
+    | {"dims of another type": (lambda: from_partition_spec("P()", ("I_X",)), "which is another type")},
+    ShardingError,
 )
-def test_axes_that_types_cannot_name(text, words):
-    """P('XY') in JAX is one axis, not two: read as two it would be another sharding."""
-    with pytest.raises(ShardingError) as error:
-        from_partition_spec(text, ("I", "J"))
-    assert words in str(error.value)
-
-
-def test_dims_that_would_read_as_another_type():
-    with pytest.raises(ShardingError, match="which is another type"):
-        from_partition_spec("P()", ("I_X",))
-
-
-def test_partition_spec_twice():
-    with pytest.raises(ShardingError, match="used twice"):
-        from_partition_spec("P('X', 'X')", ("I", "J"))
 
 
 def expressible(mesh):

@@ -223,7 +223,7 @@ def test_tools_without_torch_start_at_once(tool):
         after = resource.getrusage(resource.RUSAGE_CHILDREN)
         return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
 
-    assert min(seconds() for _ in range(2)) < 0.3
+    assert any(seconds() < 0.3 for _ in range(6))
 
 
 def test_one_list_of_public_names_a_package():

@@ -1,6 +1,6 @@
-"""Chapters run for their answers: what each shows, the book's numbers beside ours, and what held.
+"""Chapters as scripts: what each shows, and what it leaves when it is run in this process.
 
-run(Path("chapters/01_roofline.py")).answers      the rows that the chapter prints, from the chapter itself
+run_script(Path("chapters/01_roofline.py")).page.given      the answers that the chapter prints, from the chapter itself
 """
 
 import ast
@@ -10,32 +10,22 @@ import re
 import signal
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-from scaling.book.answers import VERDICTS, Answer
+from scaling.book.page import Page
 
 
-@dataclass(frozen=True)
-class Chapter:
-    """A chapter that ran: `shows`, its docstring's first sentence; its answers and checks (what, held); exit status."""
+class ScriptRun(NamedTuple):
+    """What a chapter left: its names, what it printed, and its exit status."""
 
-    path: Path
-    shows: str
-    answers: tuple[Answer, ...] = ()
-    checks: tuple[tuple[str, bool], ...] = ()
-    status: int = 0
+    names: dict[str, Any]
+    text: str
+    status: int
 
     @property
-    def part(self) -> int:
-        return part(self.path)
-
-    @property
-    def counts(self) -> tuple[int, ...]:
-        """How many answers have each of VERDICTS."""
-        verdicts = [answer.verdict for answer in self.answers]
-        return tuple(verdicts.count(verdict) for verdict in VERDICTS)
+    def page(self) -> Page:
+        return self.names["page"]
 
 
 def part(path: Path) -> int:
@@ -59,18 +49,17 @@ def has_numbers(path: Path) -> bool:
     return "Answer(" in path.read_text(encoding="utf-8")
 
 
-def run_chapter(path: Path, options: Sequence[str] = ("--small",)) -> Chapter:
-    """The chapter, run in this process; what it prints is dropped, and its `page` read."""
+def run_script(path: Path, options: Sequence[str] = (), text: str | None = None) -> ScriptRun:
+    """The chapter, or an edited text of it, run in this process as a script with these options and `--small`."""
     names: dict[str, Any] = {"__name__": "__main__", "__file__": str(path)}
     argv, handler, status = sys.argv, signal.getsignal(signal.SIGTERM), 0
-    sys.argv = [str(path), *options]
+    sys.argv = [str(path), "--small", *options]
     try:
-        with contextlib.redirect_stdout(io.StringIO()):
-            exec(compile(path.read_text(encoding="utf-8"), str(path), "exec"), names)
+        with contextlib.redirect_stdout(io.StringIO()) as out:
+            exec(compile(path.read_text(encoding="utf-8") if text is None else text, str(path), "exec"), names)
     except SystemExit as error:
         status = error.code if isinstance(error.code, int) else int(bool(error.code))
     finally:
         sys.argv = argv
         signal.signal(signal.SIGTERM, handler)
-    page = names["page"]
-    return Chapter(path, shows(path), tuple(page.given), tuple(page.checks), status)
+    return ScriptRun(names, out.getvalue(), status)

@@ -79,7 +79,6 @@ PINNED = INFERENCE | {
         "7 TP: reading its weights from HBM": 1e6 * 2 * 2 * 2**13 * 2**15 / 4 / 8.2e11,
         "7 TP: bound by": "HBM",
     },
-    "03_products": {},
     "03_sharding": {
         "Pop quiz 2D sharding: loaded from an H100's HBM in": 1e9 * 4 * 64 * 4096 / 3.4e12,
         "The snippet's product, out_shardings P('X', 'Y'): local": "[2, 4096]",
@@ -119,9 +118,6 @@ PINNED = INFERENCE | {
         "v5p, one way along one axis, G = 16: from T/C =": 2 * 4.59e14 / 9e10 / 16,
         "H100 within a node, G = 16: from T/C =": 2 * 990e12 / 450e9 / 16,
     },
-    "05_dp": {},
-    "05_fsdp": {},
-    "05_fsdp_tp": {},
     "05_latent_attention": {
         "DeepSeek-V3: latents gathered over Y, for D of heads": (1536 + 576) / 7168,
         "... bytes over Y of a layer's attention, forward and backward, for those of heads": (2112 + 7168) / 2 / 7168,
@@ -141,9 +137,6 @@ PINNED = INFERENCE | {
         "Owners are the cheapest from so many matrices on 64 ranks": 9,
     },
     "05_pods": {"the same in the Takeaways": 4.59e14 / 6.25e9, "two pods: batch per chip": 1e6 / 8960},
-    "05_pp": {},
-    "05_tp": {},
-    "05_transformer": {},
     "05_when_bound": {
         "Gemma 7B as it is, two up-projections of F = 24,576": 1.5 * 24576 / 2550,
         "X_opt, N = 64, B = 48,000, F = 32768": (2 * 48e3 * 64 / 32768) ** 0.5,
@@ -189,5 +182,4 @@ PINNED = INFERENCE | {
         "2b eight pods of 1120 x 8: collectives over matmuls": 2550 * 1120 / (2 * 2**21),
         "2b eight pods: days at 40% MFU": 6 * P405 * 15e12 / (8 * 8960 * 4.59e14 * 0.4) / 86400,
     },
-    "06_train_llama": {},
 }  # fmt: skip

@@ -56,7 +56,6 @@ INFERENCE = {
     "07_engine": {
         "Host DRAM of 8 v5e for prefixes: caches of 8k tokens": 360,  # 450 x 2^30 / (8192 x 163,840)
     },
-    "07_kv_cache": {},
     "07_sharded_decode": {
         "4.1 axes of a 4x4 that are rings": 0,
         "4.2 model parallelism is bound by ICI from Y =": 16384 * 2 * 4.5e10 / 1.97e14,
@@ -187,14 +186,12 @@ INFERENCE = {
         "Q4: the block, one after the other over hidden, both ways, v5e": (MM + 1.5 * HOP) / (MM / 4 + 2 * HOP),
         "Q4: the block, one way over both ways": (MM / 4 + 3 * HOP) / (MM / 4 + 2 * HOP),
     },
-    "10_modes": {},
     "10_problems": {
         "1.2: the book's code, roll(x, 5), is what its question asks": "no",
         "1.2: element [1, 0], shift 5": 984,
         "1.2: the last element": -40,
         "2.1: FLOPs, masked over grouped, k = 2": 8 / 2,
     },
-    "10_shard_map": {},
     "12_gpu_networks": {
         "3.1 32 ports of a leaf switch, '32 * 400 / 8'": 32 * 400 / 8 / 1000,
         "'T_AR or RS', the general rule: an AllReduce over a ReduceScatter": 2,

@@ -3,69 +3,68 @@
 import ast
 import builtins
 import math
-import re
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import running
 import torch
+from sources import parsed
 
 from scaling.book import layout
 from scaling.book.answers import Answer, answer_table, notation, rounding
 from scaling.book.largest import largest
 from scaling.book.listing import difference
-from scaling.common import console
 from scaling.cost.units import significant
 
+WHY = {"erratum": "why"}
+VERDICTS = [  # the book's, ours, what is said of it: the verdict
+    ("4.2e11", 4.23e11, {}, "agrees"),
+    ("4.2e11", 4.27e11, {}, "rounding"),
+    ("4.2e11", 4.4e11, {}, "DIFFERS"),
+    ("4.2e11", 4.4e11, WHY, "erratum"),
+    ("4.2e11", 4.2e11, WHY, "DIFFERS"),
+    ("100", 104, {}, "agrees"),
+    ("100", 108, {}, "rounding"),
+    ("100", 75, {}, "DIFFERS"),
+    ("3", 2.6, {}, "DIFFERS"),
+    ("377", 372.8, {"rounded": (377.7, "34e6 bytes for 33.55e6")}, "rounding"),
+    ("377", 372.8, {"rounded": (379, "what does not explain it")}, "DIFFERS"),
+    ("377", 300, {"rounded": (377.7, "what is too far off")}, "DIFFERS"),
+    ("377", 377.1, {"rounded": (377.7, "though there is no need")}, "DIFFERS"),
+    ("377", 372.8, WHY | {"rounded": (377.7, "of them")}, "DIFFERS"),
+    ("", 3.0, {"note": "derived"}, "ours"),
+    ("", 3.0, {}, "DIFFERS"),
+    ("", 3.0, WHY | {"note": "derived"}, "DIFFERS"),
+    ("yes", "yes", {}, "agrees"),
+    ("yes", "no", {}, "DIFFERS"),
+    ("yes", "no", WHY, "erratum"),
+    ("100", 100.2, {"hedged": "close to 100x"}, "agrees"),
+    ("100", 75.0, {"hedged": "close to 100x"}, "rounding"),
+    ("100", 133.0, {"hedged": "close to 100x"}, "rounding"),
+    ("100", 66.0, {"hedged": "close to 100x"}, "DIFFERS"),
+    ("100", 134.0, {"hedged": "close to 100x"}, "DIFFERS"),
+]
 
-@pytest.mark.parametrize(
-    ("text", "value", "unit"),
-    [("4.2e11", 4.2e11, 1e10), ("47,000", 47000, 1000), ("0.33", 0.33, 0.01), ("100", 100, 100), ("13.0e9", 13e9, 1e8)],
-)
-def test_rounding(text, value, unit):
-    assert rounding(text) == (pytest.approx(value), pytest.approx(unit))
 
-
-def test_significant():
-    assert [significant(x) for x in (13.0154e9, 0.91506, 44.35, 850, 3.2e-6, 0)] == [
-        "13.02e9", "0.9151", "44.35", "850", "3.2e-6", "0",
-    ]  # fmt: skip
-
-
-@pytest.mark.parametrize(
-    ("answer", "verdict"),
-    [
-        (Answer("", "4.2e11", 4.23e11), "agrees"),
-        (Answer("", "4.2e11", 4.27e11), "rounding"),
-        (Answer("", "4.2e11", 4.4e11), "DIFFERS"),
-        (Answer("", "4.2e11", 4.4e11, erratum="why"), "erratum"),
-        (Answer("", "4.2e11", 4.2e11, erratum="there is none"), "DIFFERS"),
-        (Answer("", "100", 104), "agrees"),
-        (Answer("", "100", 108), "rounding"),
-        (Answer("", "100", 75), "DIFFERS"),
-        (Answer("", "3", 2.6), "DIFFERS"),
-        (Answer("", "377", 372.8, rounded=(377.7, "34e6 bytes for 33.55e6")), "rounding"),
-        (Answer("", "377", 372.8, rounded=(379, "what does not explain it")), "DIFFERS"),
-        (Answer("", "377", 300, rounded=(377.7, "what is too far off")), "DIFFERS"),
-        (Answer("", "377", 377.1, rounded=(377.7, "though there is no need")), "DIFFERS"),
-        (Answer("", "377", 372.8, erratum="both", rounded=(377.7, "of them")), "DIFFERS"),
-        (Answer("", "", 3.0, note="derived"), "ours"),
-        (Answer("", "", 3.0), "DIFFERS"),
-        (Answer("", "", 3.0, note="derived", erratum="of nothing"), "DIFFERS"),
-        (Answer("", "yes", "yes"), "agrees"),
-        (Answer("", "yes", "no"), "DIFFERS"),
-        (Answer("", "yes", "no", erratum="why"), "erratum"),
-    ],
-)
-def test_verdicts(answer, verdict):
+@pytest.mark.parametrize(("book", "ours", "said", "verdict"), VERDICTS)
+def test_verdicts(book, ours, said, verdict):
+    answer = Answer("", book, ours, **said)
     assert answer.verdict == verdict
+    assert said.get("hedged", "") in answer.why
 
 
-def test_what_is_no_number_is_refused():
+def test_numbers_are_read_and_written_as_the_book_writes_them():
+    read = {
+        "4.2e11": (4.2e11, 1e10),
+        "47,000": (47e3, 1e3),
+        "0.33": (0.33, 0.01),
+        "100": (100, 100),
+        "13.0e9": (13e9, 1e8),
+    }
+    assert {text: rounding(text) for text in read} == {text: pytest.approx(pair) for text, pair in read.items()}
     with pytest.raises(ValueError, match="is not a number"):
         rounding("about ten")
-
-
-def test_numbers_stand_as_the_book_writes_them():
     beside = {
         (4.915e13, "5e13"): "4.915e13",
         (9.6e9, "9e9"): "9.6e9",
@@ -77,11 +76,14 @@ def test_numbers_stand_as_the_book_writes_them():
         (1 / 3, ""): "0.3333",
     }
     assert {pair: notation(*pair) for pair in beside} == beside
-    assert [layout.bar(n, 64) for n in (0, 32, 80)] == ["", "#" * 6, "#" * 15]
-    assert [layout.format_number(x) for x in (1.97e14, 57500, 999_999.9, 1.2e-4, 0, float("inf"))] == [
-        "1.97e14", "57,500", "1e6", "1.2e-4", "0", "inf",
-    ]  # fmt: skip
-    assert [layout.exact(x) for x in (33_554_432, 0.5, 2.0**50)] == ["33,554,432", "0.5", "1.1259e15"]
+    for write, texts in {
+        significant: {13.0154e9: "13.02e9", 0.91506: "0.9151", 44.35: "44.35", 850: "850", 3.2e-6: "3.2e-6", 0: "0"},
+        layout.format_number: {1.97e14: "1.97e14", 57500: "57,500", 999_999.9: "1e6", 1.2e-4: "1.2e-4", 0: "0",
+                               math.inf: "inf"},
+        layout.exact: {33_554_432: "33,554,432", 0.5: "0.5", 2.0**50: "1.1259e15"},
+        lambda n: layout.bar(n, 64): {0: "", 32: "#" * 6, 80: "#" * 15},
+    }.items():  # fmt: skip
+        assert {number: write(number) for number in texts} == texts
 
 
 @pytest.mark.parametrize("columns", [60, 80, 100])
@@ -98,18 +100,7 @@ def test_tables_fit(columns):
     assert max(map(len, answer_table(answers, columns).splitlines())) <= columns
 
 
-def test_columns_are_respected(monkeypatch):
-    monkeypatch.setenv("COLUMNS", "72")
-    assert layout.width() == 72
-    assert [len(line) <= 72 for line in console.fold("word " * 40).splitlines()] == [True] * 3
-    monkeypatch.setenv("COLUMNS", "300")
-    assert layout.width() == 100
-    monkeypatch.setenv("COLUMNS", "10")
-    assert layout.width() == 60
-    assert console.fold("    indented " + "x " * 40).splitlines()[1].startswith("        x")
-
-
-CHAPTERS = Path(__file__).parents[2] / "chapters"
+ROOT = Path(__file__).parents[2]
 GIVEN = {  # own sides that are the question's own givens, or what the book's figures show, by one operation
     "04_problems": {"hours * 3600 * peak"},
     "05_when_bound": {"3 * 2 ** 20 / length"},
@@ -119,6 +110,14 @@ GIVEN = {  # own sides that are the question's own givens, or what the book's fi
     "12_gpus": {"SUBPARTITIONS * REGISTERS * 4 / KIB", "SUBPARTITIONS * REGISTERS / (32 * 256)",
                 "1024 / (SUBPARTITIONS * LANES)"},
 }  # fmt: skip
+
+
+def calls_in(node: ast.AST) -> list[ast.Call]:
+    return [each for each in ast.walk(node) if isinstance(each, ast.Call)]
+
+
+def called(call: ast.Call) -> str:
+    return getattr(call.func, "id", getattr(call.func, "attr", ""))
 
 
 def names_in(node: ast.AST) -> set[str]:
@@ -144,14 +143,14 @@ def literal_answers(text: str) -> list[str]:
     literal: set[str] = set()
     while more := {n for n in values.keys() - literal - filled if all(names_in(v) <= literal for v in values[n])}:
         literal |= more
-    calls = [n for n in ast.walk(tree) if isinstance(n, ast.Call) and getattr(n.func, "id", "") == "Answer"]
-    own = [([k.value for k in call.keywords if k.arg == "ours"] or call.args[2:3])[0] for call in calls]
+    answers = [call for call in calls_in(tree) if called(call) == "Answer"]
+    own = [([k.value for k in call.keywords if k.arg == "ours"] or call.args[2:3])[0] for call in answers]
     return [ast.unparse(each) for each in own if names_in(each) <= literal]
 
 
 def test_no_answer_of_ours_is_a_literal():
     """Each is computed by the library, or from what the chapter has computed; what is given is named above."""
-    texts = {path.stem: path.read_text(encoding="utf-8") for path in sorted(CHAPTERS.glob("*.py"))}
+    texts = {name: running.source(name) for name in running.ALL}
     assert sum(text.count("    Answer(") for text in texts.values()) > 550
     found = {name: {*literal_answers(text)} for name, text in texts.items()}
     assert {name: own for name, own in found.items() if own} == GIVEN
@@ -163,17 +162,6 @@ def test_a_literal_is_seen_through_its_names():
         assert literal_answers(text + f'Answer("q", "3", {own})') == ([own] if seen else []), own
 
 
-@pytest.mark.parametrize(
-    ("ours", "verdict"),
-    [(100.2, "agrees"), (75.0, "rounding"), (133.0, "rounding"), (66.0, "DIFFERS"), (134.0, "DIFFERS")],
-)
-def test_a_hedged_number(ours, verdict):
-    answer = Answer("q", "100", ours, hedged="close to 100x")
-    assert answer.verdict == verdict
-    assert "close to 100x" in answer.why
-
-
-ROOT = Path(__file__).parents[2]
 JUDGED = {"abs", "apart", "difference", "errors", "off"}
 
 
@@ -200,27 +188,29 @@ def test_on_a_mesh_a_difference_is_of_all_ranks(ranks):
     assert all(of_all == 1 and math.isnan(nan) for _, of_all, nan in found)
 
 
+def modules_with(word: str, *folders: str) -> Iterator[tuple[Path, ast.Module]]:
+    for path in (path for folder in folders for path in (ROOT / folder).rglob("*.py")):
+        if word in path.read_text(encoding="utf-8"):
+            yield path.relative_to(ROOT), parsed(path)
+
+
 def test_chapters_judge_what_every_rank_has():
     """`page.on_ranks` returns what rank 0 has: another rank's copy counts if the difference is taken on the mesh."""
     found = []
-    for path in (path for part in ("chapters", "scaling/book") for path in (ROOT / part).glob("*.py")):
-        text = path.read_text(encoding="utf-8")
-        functions = [n for n in ast.walk(ast.parse(text)) if isinstance(n, ast.FunctionDef)] if "mesh" in text else []
+    for path, tree in modules_with("mesh", "chapters", "scaling/book"):
+        functions = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)]
         for function in (each for each in functions if "mesh" in [a.arg for a in each.args.args]):
-            for call in (node for node in ast.walk(function) if isinstance(node, ast.Call)):
-                name = getattr(call.func, "id", getattr(call.func, "attr", ""))
-                if name in ("difference", "largest") and "mesh" not in ast.unparse(call) and path.stem != "largest":
-                    found.append(f"{path.relative_to(ROOT)}:{call.lineno}")
+            for call in calls_in(function):
+                of_one = called(call) in ("difference", "largest") and "mesh" not in ast.unparse(call)
+                found += [f"{path}:{call.lineno}"] * (of_one and path.stem != "largest")
     assert not found, f"fix: difference(got, want, mesh), largest(numbers, mesh) at {found}"
 
 
 def test_no_difference_is_judged_by_max():
     found = []
-    for path in (path for part in ("chapters", "tests", "scaling/book") for path in (ROOT / part).rglob("*.py")):
-        text = path.read_text(encoding="utf-8")
-        for node in ast.walk(ast.parse(text)) if re.search(r"\bmax\(", text) else ():
-            if isinstance(node, ast.Call) and getattr(node.func, "id", "") == "max":
-                inside = [part for argument in node.args for part in ast.walk(argument)]
-                names = {getattr(part, "id", getattr(part, "attr", "")) for part in inside}
-                found += [f"{path.relative_to(ROOT)}:{node.lineno}"] * bool(names & JUDGED)
+    for path, tree in modules_with("max(", "chapters", "tests", "scaling/book"):
+        for call in (call for call in calls_in(tree) if getattr(call.func, "id", "") == "max"):
+            inside = [part for argument in call.args for part in ast.walk(argument)]
+            names = {getattr(part, "id", getattr(part, "attr", "")) for part in inside}
+            found += [f"{path}:{call.lineno}"] * bool(names & JUDGED)
     assert not found, f"fix: largest(...) of scaling.book.largest instead of max(...) at {found}"

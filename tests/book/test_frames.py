@@ -10,32 +10,27 @@ from scaling.show import bars
 
 
 @pytest.mark.parametrize("n", [2, 3, 4, 8])
-def test_everything_arrives(n):
-    everything = set(range(n))
+def test_everything_arrives_by_as_much_as_travels_over_the_links(n):
+    everything, V = set(range(n)), 2 * n  # shards of V scalars
+    loads = {(name, ways): busiest for name, ways, _, busiest in rings.ring_counts(n, V)}
     for ways, hops in ((1, n - 1), (2, n // 2)):
         gathered = frames.all_gather(n, ways)
         assert gathered[-1] == [everything] * n
         assert len(gathered) == hops + 1
         pairs = [pair for a, b in itertools.pairwise(gathered) for pair in zip(a, b, strict=True)]
         assert all(before < after for before, after in pairs)
+        arrived = sum(map(len, gathered[-1])) - n
+        assert ways == 2 or arrived * V == n * loads["AllGather", 1]
     scattered = frames.reduce_scatter(n)
     assert scattered[-1] == [(d, frozenset(everything)) for d in range(n)]
-    assert [len(terms) for frame in scattered for _, terms in frame[:1]] == list(range(1, n + 1))
+    assert [len(frame[0][1]) for frame in scattered] == list(range(1, n + 1))
+    assert (len(scattered) - 1) * V == loads["ReduceScatter", 1]
     exchanged = frames.all_to_all(n)
     assert [(set(kept), passing) for kept, passing in exchanged[-1]] == [
         ({(i, d) for i in range(n)}, ()) for d in range(n)
     ]
-
-
-@pytest.mark.parametrize("n", [4, 8])
-def test_as_much_travels_as_over_the_links(n):
-    loads = {(name, ways): busiest for name, ways, _, busiest in rings.ring_counts(n, 2 * n)}  # shards of 2n scalars
-    arrived = {ways: sum(len(held) for held in frames.all_gather(n, ways)[-1]) - n for ways in (1, 2)}
-    assert arrived[1] * 2 * n == n * loads["AllGather", 1]
-    passed = sum(len(passing) for frame in frames.all_to_all(n)[:-1] for _, passing in frame)
-    assert passed * 2 == n * loads["AllToAll", 1]  # chunks of 2 scalars
-    hops = len(frames.reduce_scatter(n)) - 1
-    assert hops * 2 * n == loads["ReduceScatter", 1]
+    passed = sum(len(passing) for frame in exchanged[:-1] for _, passing in frame)
+    assert passed * V == n * n * loads["AllToAll", 1]  # chunks of V/n scalars
 
 
 def test_drawn():
@@ -46,41 +41,33 @@ def test_drawn():
     assert frames.draw_chunks((((0, 0),), ())) == "a0"
 
 
-@pytest.fixture
-def streamed(chapter):
-    return chapter("02_tpus").names["streamed"]
-
-
-@pytest.mark.parametrize("times", [(3.0, 1.0, 0.5), (1.0, 3.0, 0.5), (1.0, 1.0, 1.0)])
+@pytest.mark.parametrize("times", [(3.0, 1.0, 0.5), (1.0, 3.0, 0.5), (1.0, 1.0, 1.0), (1.0, 2.0, 0.5)])
 @pytest.mark.parametrize("chunks", [1, 2, 7])
-def test_one_buffer_adds_up_and_two_overlap(streamed, times, chunks):
-    load, compute, store = times
-    runs = [streamed(chunks, *times, buffers=n, first=2.0) for n in (1, 2)]
-    serial, double = map(bars.end_of, runs)
+def test_chunks_wait_for_their_place_in_one_buffer_and_overlap_in_two(chapter, chunks, times):
+    (load, compute, store), streamed = times, chapter("02_tpus").names["streamed"]
+    ends = []
+    for buffers in (1, 2):
+        run = streamed(chunks, *times, buffers=buffers, first=2.0)
+        named = {bar.label: bar for bar in run}
+        for chunk in range(chunks):
+            L, C, S = (named[f"{kind}{chunk}"] for kind in "LCS")
+            assert L.end <= C.start <= C.end <= S.start
+            assert chunk < buffers or L.start >= named[f"C{chunk - buffers}"].end
+        for unit, busy in (("HBM", 2 + chunks * (load + store)), ("core", chunks * compute)):
+            works = sorted((bar for bar in run if bar.row == unit), key=lambda bar: bar.start)
+            assert all(a.end <= b.start for a, b in itertools.pairwise(works)), "one thing at a time"
+            assert bars.busy(run, unit) == pytest.approx(busy)
+        ends.append(bars.end_of(run))
+    serial, double = ends
     assert serial == pytest.approx(2 + chunks * sum(times))
     assert max(2 + chunks * (load + store), chunks * compute) <= double <= serial
-    for run in runs:
-        busy = bars.busy(run, "HBM"), bars.busy(run, "core")
-        assert busy == pytest.approx((2 + chunks * (load + store), chunks * compute))
     if load > compute:  # HBM is never idle but for the last panel's product
         assert double == pytest.approx(2 + chunks * (load + store) + max(0, compute - (chunks > 1) * store))
     if compute > load + store:  # nor is the core, once it has begun
         assert double == pytest.approx(2 + load + chunks * compute + store)
 
 
-def test_a_chunk_waits_for_its_place_and_each_unit_does_one_thing_at_a_time(streamed):
-    run = streamed(6, 1.0, 2.0, 0.5, buffers=2)
-    by_name = {bar.label: bar for bar in run}
-    for chunk in range(6):
-        load, compute, store = (by_name[f"{kind}{chunk}"] for kind in "LCS")
-        assert load.end <= compute.start
-        assert compute.end <= store.start
-        assert chunk < 2 or load.start >= by_name[f"C{chunk - 2}"].end
-    for unit in ("HBM", "core"):
-        works = sorted((bar for bar in run if bar.row == unit), key=lambda bar: bar.start)
-        assert all(a.end <= b.start for a, b in itertools.pairwise(works))
-
-
-def test_streams_drawn(streamed):
+def test_streams_drawn(chapter):
     wanted = ["HBM  |L0--L1--....S0......S1|", "core |....C0------C1------..|"]
-    assert bars.text(streamed(2, 2.0, 4.0, 1.0, buffers=2), 22).splitlines() == wanted
+    run = chapter("02_tpus").names["streamed"](2, 2.0, 4.0, 1.0, buffers=2)
+    assert bars.text(run, 22).splitlines() == wanted

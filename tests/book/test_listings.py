@@ -1,100 +1,19 @@
 """The listings of Part 5 beside the book's: each numbered step once, with its number, its function and the type that it
-leaves, in the book's order; and the chapters' own beside the library's."""
+leaves, in the book's order, in the library and in the chapters; and the chapters' training loop."""
 
-import ast
 import inspect
 import re
-from collections import Counter
 from pathlib import Path
-from types import ModuleType
 
 import pytest
-import torch
-from mlp_problem import STRATEGIES, close, specs, whole
 
-from scaling import tree
 from scaling.book import learning
 from scaling.check import check_source
-from scaling.strategies.stack import Strategy
-from scaling.trace import trace
-
-CHAPTERS = Path(__file__).parents[2] / "chapters"
-NAMES = {"05_dp": "data_parallel", "05_fsdp": "fsdp", "05_tp": "tensor_parallel", "05_fsdp_tp": "fsdp_tp"}
-DROPPED = '    dW_in = all_reduce("dW_in[D, F] {U_X} -> dW_in[D, F]", dW_in, mesh)  # 6. not on the critical path\n'
-
-
-def listed(node: ast.stmt) -> bool:
-    """Whether a statement belongs to a chapter's listing: its imports, SPECS and functions."""
-    types = isinstance(node, ast.Assign) and ast.unparse(node).startswith("SPECS = ")
-    return types or isinstance(node, (ast.Import, ast.ImportFrom, ast.FunctionDef))
-
-
-def listing(name: str, drop: str = "") -> Strategy:
-    text = (CHAPTERS / f"{name}.py").read_text()
-    assert drop in text
-    module, parsed = ModuleType(name), ast.parse(text.replace(drop, "") if drop else text)
-    parsed.body = [node for node in parsed.body if listed(node)]  # the chapter itself is not run
-    exec(compile(parsed, name, "exec"), module.__dict__)
-    return Strategy(module.SPECS, module.forward, module.backward)
-
-
-def gradients(mesh, strategy, types, keep):
-    params, (batch, *_) = whole(torch.float64)
-    params = tree.shard(params, types, mesh)
-    In, dOut = tree.shard(list(batch), [strategy.SPECS["In"], strategy.SPECS["Out"]], mesh)
-    with trace() as log:
-        Out, saved = strategy.forward(params, In, mesh, "gelu", True, True, **keep)
-        result = Out, *strategy.backward(dOut, saved, params, mesh)
-    return result, Counter((event.op, event.axes, str(event.after)) for event in log.collectives())
-
-
-def both(mesh, name):
-    library = STRATEGIES[NAMES[name]]
-    keep = {"keep": False} if "tp" in name else {}  # the book's step 7: In is gathered again
-    ours, lines = gradients(mesh, listing(name), specs(library), {})
-    theirs, library_lines = gradients(mesh, library, specs(library), keep)
-    close(ours, theirs, torch.float64)
-    return lines == library_lines
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_a_chapter_s_listing_is_the_library_s(ranks, name):
-    assert all(ranks(both, {"X": 2, "Y": 2}, name))
-
-
-def edited(mesh):
-    types = specs(STRATEGIES["data_parallel"])
-    right, _ = gradients(mesh, listing("05_dp"), types, {})
-    wrong, _ = gradients(mesh, listing("05_dp", DROPPED), types, {})
-    return (wrong[2]["W_in"] - right[2]["W_in"]).abs().max().item(), torch.equal(wrong[2]["W_out"], right[2]["W_out"])
-
-
-def test_a_chapter_without_one_of_its_lines_trains_otherwise(ranks):
-    for difference, other_is_right in ranks(edited, {"X": 2}):
-        assert difference > 0.1
-        assert other_is_right
-
-
-@pytest.mark.slow
-def test_and_is_refused_before_a_rank_starts():
-    text = (CHAPTERS / "05_dp.py").read_text()
-    assert check_source(text) == []
-    (finding,) = check_source(text.replace(DROPPED, ""))
-    assert "result dW_in[D, F] of backward" in finding.message
-    assert "it is still unreduced over X" in finding.message
-
-
-def test_the_loop_that_05_dp_shows_is_the_one_that_the_others_run():
-    def body(text: str) -> str:
-        return re.search(r"^def train\(.*?\n(?:    \"\"\".*?\"\"\"\n)?(.*?)\n\n\n", text, re.M | re.S)[1]
-
-    shown = body((CHAPTERS / "05_dp.py").read_text()).replace("learning.", "")
-    assert shown == body(inspect.getsource(learning))
-
 
 ROOT = Path(__file__).parents[2]
 LINE = re.compile(r'\b(\w+)\("[^"]* -> (\w+\[[^"]*)".*\)  # (\d+)\.(?:, in the backward (\d+)\.)?')
 OPS = {"*": "einsum", "AllReduce": "all_reduce", "AllGather": "all_gather", "ReduceScatter": "reduce_scatter"}
+DROPPED = '    dW_in = all_reduce("dW_in[D, F] {U_X} -> dW_in[D, F]", dW_in, mesh)  # 6. not on the critical path\n'
 
 # The book's numbered steps; what is a product is written *, and past the activation, which the book leaves out, its
 # dTmp is dAct first. Steps about the loss, "Loss[B] = ..." and "dOut[B, D] = ...", belong to no layer.
@@ -121,12 +40,12 @@ backward  5 AllGather W_out[F_Y, D];  6 * dAct[B_X, F_Y];  7 AllGather In[B_X, D
 backward  9 ReduceScatter dW_in[D_X, F_Y];  10 AllGather W_in[D, F_Y];  11 * dIn[B_X, D] {U_Y}
 backward  12 ReduceScatter dIn[B_X, D_Y]
 """
-FILES = {
-    "scaling/strategies/data_parallel.py": DATA_PARALLEL, "chapters/05_dp.py": DATA_PARALLEL,
-    "scaling/strategies/fsdp.py": FSDP, "chapters/05_fsdp.py": FSDP,
-    "scaling/strategies/tensor_parallel.py": TENSOR_PARALLEL, "chapters/05_tp.py": TENSOR_PARALLEL,
-    "scaling/strategies/fsdp_tp.py": FSDP_TP, "chapters/05_fsdp_tp.py": FSDP_TP,
-}  # fmt: skip
+LISTINGS = {
+    ("scaling/strategies/data_parallel.py", "chapters/05_dp.py"): DATA_PARALLEL,
+    ("scaling/strategies/fsdp.py", "chapters/05_fsdp.py"): FSDP,
+    ("scaling/strategies/tensor_parallel.py", "chapters/05_tp.py"): TENSOR_PARALLEL,
+    ("scaling/strategies/fsdp_tp.py", "chapters/05_fsdp_tp.py"): FSDP_TP,
+}
 
 
 def steps(listing: str) -> list[tuple[str, int, str, str]]:
@@ -140,37 +59,36 @@ def steps(listing: str) -> list[tuple[str, int, str, str]]:
     return found
 
 
-def functions(file: str) -> dict[str, list[tuple[int, int | None, str, str]]]:
-    """{function: [(number, the number in the backward of what both passes do, function called, type left)]}."""
-    found, name = {}, ""
-    for line in (ROOT / file).read_text(encoding="utf-8").split("\n"):
-        if line.startswith("def "):
-            name = line[4:].split("(")[0]
-        if (match := LINE.search(line)) and name:
-            op, result, number, late = match.groups()
-            found.setdefault(name.removeprefix("layer_"), []).append(
-                (int(number), int(late) if late else None, op, result)
-            )
-    return found
+def read(file: str) -> str:
+    return (ROOT / file).read_text(encoding="utf-8")
 
 
-@pytest.mark.parametrize("file", FILES)
-def test_each_step_of_the_book_once(file):
+@pytest.mark.parametrize(("file", "book"), [(file, book) for files, book in LISTINGS.items() for file in files])
+def test_each_step_of_the_book_once_and_in_its_order(file, book):
+    """What both passes do stands once, with its number in either."""
     found = []
-    for name, lines in functions(file).items():
-        where = {"gather": "forward", "reduce": "backward"}.get(name, name)
-        found += [(where, number, op, result) for number, _, op, result in lines]
-        found += [("backward", late, op, result) for _, late, op, result in lines if late]
-    assert sorted(found) == sorted(steps(FILES[file]))
-
-
-@pytest.mark.parametrize("file", FILES)
-def test_in_the_book_s_order(file):
-    for name, lines in functions(file).items():
-        numbers = [number for number, *_ in lines]
+    for name, body in re.findall(r"^def (\w+)(.*?)(?=^\S|\Z)", read(file), re.M | re.S):
+        where = {"gather": "forward", "reduce": "backward"}.get(name, name.removeprefix("layer_"))
+        lines = LINE.findall(body)
+        numbers = [int(number) for *_, number, _ in lines]
         assert numbers == sorted(numbers), name
+        found += [(where, int(number), op, result) for op, result, number, _ in lines]
+        found += [("backward", int(late), op, result) for op, result, _, late in lines if late]
+    assert sorted(found) == sorted(steps(book))
 
 
-@pytest.mark.parametrize("file", [file for file in FILES if file.startswith("scaling")])
-def test_in_sixty_lines(file):
-    assert len((ROOT / file).read_text(encoding="utf-8").split("\n")) <= 61
+@pytest.mark.slow
+def test_a_chapter_without_one_of_its_lines_is_refused_before_a_rank_starts():
+    text = read("chapters/05_dp.py")
+    assert text.count(DROPPED) == 1
+    assert check_source(text) == []
+    (finding,) = check_source(text.replace(DROPPED, ""))
+    assert "result dW_in[D, F] of backward" in finding.message
+    assert "it is still unreduced over X" in finding.message
+
+
+def test_the_loop_that_05_dp_shows_is_the_one_that_the_others_run():
+    def body(text: str) -> str:
+        return re.search(r"^def train\(.*?\n(?:    \"\"\".*?\"\"\"\n)?(.*?)\n\n\n", text, re.M | re.S)[1]
+
+    assert body(read("chapters/05_dp.py")).replace("learning.", "") == body(inspect.getsource(learning))

@@ -15,7 +15,19 @@ import pytest
 import scaling
 from scaling.check import main as check
 from scaling.common.arguments import check_fields, read_table
-from scaling.common.console import HelpFormatter, Parser, command, command_of, complain, integer, number, output, place
+from scaling.common.console import (
+    HelpFormatter,
+    Parser,
+    command,
+    command_of,
+    complain,
+    fold,
+    integer,
+    number,
+    output,
+    place,
+    width,
+)  # fmt: skip
 from scaling.configs import load
 from scaling.measure import command as measure
 from scaling.measure.network import main as network
@@ -134,6 +146,17 @@ def test_help_is_at_most_100_columns_wide_and_keeps_examples(monkeypatch, column
     assert [line for line in lines if line.startswith("    python")] == [DOC.splitlines()[3], DOC.splitlines()[4]]
     assert any(line.endswith("https://example.org/an-address") for line in lines)
     assert [line for line in lines if "continued" in line or "indented" in line][-1].startswith("    ")
+
+
+def test_columns_are_respected(monkeypatch):
+    monkeypatch.setenv("COLUMNS", "72")
+    assert width() == 72
+    assert [len(line) <= 72 for line in fold("word " * 40).splitlines()] == [True] * 3
+    monkeypatch.setenv("COLUMNS", "300")
+    assert width() == 100
+    monkeypatch.setenv("COLUMNS", "10")
+    assert width() == 60
+    assert fold("    indented " + "x " * 40).splitlines()[1].startswith("        x")
 
 
 def test_errors_fit_the_terminal(capsys, monkeypatch):
