@@ -7,6 +7,7 @@ anything with `.sizes`, `.coord` and `.device`; on an AbstractMesh, whose device
 
 import hashlib
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from operator import index
@@ -47,24 +48,19 @@ def paired(tree, specs, name: str = "params") -> list[tuple[str, Any, Spec]]:
     """(where, leaf, spec) of every leaf. ShardingError, naming the places, if the structures differ."""
     found, wanted = named_leaves(tree, name), named_leaves(specs, name)
     if missing := [where for where in wanted if where not in found]:
-        raise ShardingError(
-            f"{missing[0]}: missing: the specs have {wanted[missing[0]]} there{_more(missing)}\n"
-            f"  fix: add it, or leave its type out of the specs; there are {list(found)}"
-        )
+        what = f"{missing[0]}: missing: the specs have {wanted[missing[0]]} there{_more(missing)}"
+        raise ShardingError(f"{what}\n  fix: add it, or leave its type out of the specs; there are {list(found)}")
     if extra := [where for where in found if where not in wanted]:
-        raise ShardingError(
-            f"{extra[0]}: has no spec{_more(extra)}\n"
-            f"  fix: give each leaf its type in the specs, or leave it out; the specs have {list(wanted)}"
-        )
+        fix = f"give each leaf its type in the specs, or leave it out; the specs have {list(wanted)}"
+        raise ShardingError(f"{extra[0]}: has no spec{_more(extra)}\n  fix: {fix}")
     return [(where, found[where], parse(spec)) for where, spec in wanted.items()]
 
 
 def for_each(types, tree, what: str, open_ends: bool = False) -> list:
     """A type for each leaf of a tree: a leaf of the types stands for all below it. `open_ends`: None is such a leaf."""
     try:
-        return optree.broadcast_prefix(
-            types, tree, is_leaf=lambda node: isinstance(node, Spec) or (open_ends and node is None)
-        )
+        is_leaf = lambda node: isinstance(node, Spec) or (open_ends and node is None)  # noqa: E731
+        return optree.broadcast_prefix(types, tree, is_leaf=is_leaf)
     except ValueError as error:
         none = "; None leaves a result open" if open_ends else ""
         raise ShardingError(
@@ -101,12 +97,13 @@ class Constant:
     value: float = 0.0
 
 
-def init(inits, specs, sizes, mesh, seed: int = 0, dtype=torch.float32, device=None) -> Any:
+def init(inits, specs, sizes, mesh, seed: int = 0, dtype=torch.float32, device=None, *, padded=None) -> Any:
     """Params, initialised as shards: no device ever holds a whole array.
 
     `inits` has the structure of `specs`, its leaves `Normal(std)` or `Constant(value)`; `sizes` {"D": 8, "F": 16}.
     Every element is a function of (seed, place in the tree, index in the whole array) alone, so the values are equal
-    to the bit whatever the mesh, and also on CPU and CUDA. `device` is the mesh's unless given.
+    to the bit whatever the mesh, and also on CPU and CUDA. `device` is the mesh's unless given. `padded`: the sizes
+    that are stored, where some are larger; what lies beyond is zeros.
     """
     device = torch.device(mesh.device if device is None else device)
     if not dtype.is_floating_point:
@@ -115,22 +112,29 @@ def init(inits, specs, sizes, mesh, seed: int = 0, dtype=torch.float32, device=N
         from scaling.collectives.checked import alike  # here, so that plain trees need no torch.distributed
 
         alike(mesh, "init", seed=seed, dtype=dtype, sizes=sizes, specs=specs)
-    made = []
+    stored, made = sizes if padded is None else padded, []
     for where, how, spec in paired(inits, specs):
         _no_partial_sums(where, spec)
-        local = spec.local_shape(sizes, mesh)
+        local, whole = spec.local_shape(stored, mesh), spec.global_shape(sizes)
+        held = spec.slices(stored, mesh, mesh.coord)
+        ranges = tuple(slice(min(s.start, n), min(s.stop, n)) for s, n in zip(held, whole, strict=True))
         if isinstance(how, Constant):
-            made.append(torch.full(local, how.value, dtype=dtype, device=device))
+            x = torch.full([s.stop - s.start for s in ranges], how.value, dtype=dtype, device=device)
         elif not isinstance(how, Normal):
-            raise ShardingError(
-                f"{where}: an init is Normal(std) or Constant(value); got {how!r}\n  fix: give one of the two"
-            )
+            what = f"{where}: an init is Normal(std) or Constant(value); got {how!r}"
+            raise ShardingError(f"{what}\n  fix: give one of the two")
         elif device.type == "meta":
-            made.append(torch.empty(local, dtype=dtype, device=device))
+            x = torch.empty(local, dtype=dtype, device=device)
         else:
-            ranges = spec.slices(sizes, mesh, mesh.coord)
-            made.append(_normal(spec.global_shape(sizes), ranges, how.std, key(seed, where), dtype, device))
+            x = _normal(whole, ranges, how.std, key(seed, where), dtype, device)
+        made.append(filled_up(x, local))
     return unflatten(specs, made)
+
+
+def filled_up(x: Tensor, shape: Sequence[int]) -> Tensor:
+    """x, with zeros behind it in each dim up to this shape."""
+    more = [n - there for n, there in zip(shape, x.shape, strict=True)]
+    return torch.nn.functional.pad(x, [k for n in reversed(more) for k in (0, n)]) if any(more) else x
 
 
 def check(tree, specs, sizes, mesh, dtype=None, name: str = "params", fix: str = "") -> None:
@@ -151,10 +155,8 @@ def check(tree, specs, sizes, mesh, dtype=None, name: str = "params", fix: str =
         if tuple(leaf.shape) != (wanted := spec.local_shape(sizes, mesh)):
             whole = spec.global_shape(sizes)
             shard = "tree.shard(tree, specs, mesh)" if tuple(leaf.shape) == whole else "give an array of that shape"
-            raise ShardingError(
-                f"{where}: {spec} has the shape {wanted} on each device ({whole} in all); found {tuple(leaf.shape)}\n"
-                f"  fix: {fix or shard}"
-            )
+            what = f"{where}: {spec} has the shape {wanted} on each device ({whole} in all); found {tuple(leaf.shape)}"
+            raise ShardingError(f"{what}\n  fix: {fix or shard}")
         if dtype is not None and leaf.dtype != dtype:
             what = f"{where}: {spec} must have the dtype {dtype}; found {leaf.dtype}"
             raise ShardingError(f"{what}\n  fix: convert it, .to({dtype})")
@@ -237,10 +239,8 @@ def _no_tensor(where: str, leaf: Any, spec: Spec) -> str:
 
 def _no_partial_sums(where: str, spec: Spec) -> None:
     if spec.unreduced:
-        raise ShardingError(
-            f"{where}: {spec} is unreduced: a whole array has no shards that are partial sums\n"
-            f"  fix: give the type without {{U}}"
-        )
+        what = f"{where}: {spec} is unreduced: a whole array has no shards that are partial sums"
+        raise ShardingError(f"{what}\n  fix: give the type without {{U}}")
 
 
 def _more(places: list) -> str:

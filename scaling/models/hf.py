@@ -21,7 +21,7 @@ from scaling.configs.hugging_face import write_config as table_of
 from scaling.mesh import AbstractMesh
 from scaling.models.hf_layout import FileLayout, leaf_layouts
 from scaling.models.leaves import specs_of
-from scaling.models.params import places_of
+from scaling.models.params import IN_ORDER, Places, places_of, stored_sizes
 from scaling.spec import Spec, parse
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
@@ -45,37 +45,42 @@ def load_sharded(
     dtype: torch.dtype | None = None,
     device: "torch.device | str | None" = None,
     *,
-    slots: Sequence[int] | None = None,
+    places: Places = IN_ORDER,
 ) -> tuple[Config, dict]:
     """(config, params), params this rank's shards by `specs` (None: whole). The rest of the files is not read.
 
-    `slots`: which layer each place of a stack stored for a pipeline's stages holds, -1 for none (zeros).
+    `places`: as of `models.transformer.init`.
     """
     folder = Path(folder)
     config = _config(folder)
-    places, whole = leaf_layouts(config), specs_of(config)
-    slots = range(config.sizes["L"]) if slots is None else slots
-    sizes = config.sizes | {"L": len(slots)}
+    layouts, whole = leaf_layouts(config), specs_of(config)
+    sizes, slots = stored_sizes(config, places), places.get("L", range(config.sizes["L"]))
     files = _Files(folder)
-    files.check(places, config)
+    files.check(layouts, config)
     device = torch.device(mesh.device if device is None else device)
 
     def leaf(spec: Spec, layout: FileLayout) -> Tensor:
         ranges = dict(zip(spec.dim_names, spec.slices(sizes, mesh, mesh.coord), strict=True))
+        real = {dim: _real(held, config.V) if dim == "V" else held for dim, held in ranges.items()}
         made: Any = None
         for at in layout.indices(ranges):
             there = at | ({"L": slots[at["L"]]} if "L" in at else {})
             if there.get("L", 0) < 0:
                 continue
-            part = layout.read(files[layout.tensor(there)], ranges, sizes)
+            part = layout.read(files[layout.tensor(there)], real, sizes)
             if made is None:
                 made = torch.zeros(spec.local_shape(sizes, mesh), dtype=dtype or part.dtype, device=device)
-            made[tuple(i - ranges[dim].start for dim, i in at.items())] = part
+            made[tuple(i - ranges[dim].start for dim, i in at.items())][tuple(map(slice, part.shape))] = part
         return made
 
     types = tree.map(parse, whole if specs is None else specs)
     tree.paired(types, whole, "specs")  # refuses specs of another structure
-    return config, tree.map(leaf, types, places)
+    return config, tree.map(leaf, types, layouts)
+
+
+def _real(held: slice, size: int) -> slice:
+    """What is no padding of a range."""
+    return slice(min(held.start, size), min(held.stop, size))
 
 
 def save(folder: "str | Path", config: Config, params: dict) -> None:
@@ -91,17 +96,17 @@ def save_sharded(
     mesh,
     single: bool = False,
     *,
-    slots: Sequence[int] | None = None,
+    places: Places = IN_ORDER,
 ) -> None:
     """The same from this rank's shards, called by all ranks: a file for the ends and one a layer, or a single one.
 
-    Where L is split over an axis (the stages of a pipeline), each stage's first rank writes its layers; `slots` as in
-    `load_sharded`.
+    Where L is split over an axis (the stages of a pipeline), each stage's first rank writes its layers; `places` as of
+    `load_sharded`: what is written is the model, without padding.
     """
     folder, table = Path(folder), table_of(config)
     types = tree.map(parse, specs)
-    slots = range(config.sizes["L"]) if slots is None else slots
-    tree.check(params, types, config.sizes | {"L": len(slots)}, mesh)
+    slots = places.get("L", range(config.sizes["L"]))
+    tree.check(params, types, stored_sizes(config, places), mesh)
     parts = config.sizes["L"] + 1
     names = [SINGLE] if single else [f"model-{i:05}-of-{parts:05}.safetensors" for i in range(1, parts + 1)]
     if stale := {path.name for path in folder.glob("model*.safetensors*")} - {*names, *([] if single else [INDEX])}:
@@ -130,7 +135,7 @@ def save_sharded(
 
 
 def _parts(
-    params: dict, types: dict, places: dict, config: Config, mesh, slots: Sequence[int]
+    params: dict, types: dict, layouts: dict, config: Config, mesh, slots: Sequence[int]
 ) -> Iterator[tuple[int, dict[str, Tensor]]]:
     """(0, the tensors of the ends and of dense layers before those with experts), then (l + 1, layer l's) of each of
     the others that this rank holds a part of: gathered whole."""
@@ -138,6 +143,7 @@ def _parts(
     def whole(leaf: Tensor, spec: Spec, layout: FileLayout, at: dict[str, int]) -> dict[str, Tensor]:
         leaf = leaf.detach().contiguous()
         leaf = (unshard(str(spec), leaf, mesh) if spec.axes else leaf).cpu()
+        leaf = leaf[tuple(slice(config.V if dim == "V" else None) for dim in spec.dim_names)]
         rest = [dim for dim in layout.numbered if dim not in at]
         return {
             layout.tensor(at | inner): layout.write(leaf[tuple(inner.values())], config.sizes)
@@ -145,14 +151,14 @@ def _parts(
         }
 
     ends = {}
-    each = (tree.leaves({name: some[name] for name in params if name != "layers"}) for some in (params, types, places))
+    each = (tree.leaves({name: some[name] for name in params if name != "layers"}) for some in (params, types, layouts))
     for leaf, spec, layout in zip(*each, strict=True):
         ends |= whole(leaf, spec, layout, {})
     yield 0, ends
     mine = places_of(types, slots, mesh)
     for l, place in ((slots[i], i - mine.start) for i in mine if slots[i] >= 0):
         layer = {}
-        each = (tree.leaves(some["layers"]) for some in (params, types, places))
+        each = (tree.leaves(some["layers"]) for some in (params, types, layouts))
         for stacked, spec, layout in zip(*each, strict=True):
             layer |= whole(stacked[place], Spec("W", spec.dims[1:]), layout, {"L": l})
         yield l + 1, layer

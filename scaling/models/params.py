@@ -1,7 +1,7 @@
 """The params of a decoder-only transformer: how they start, by the table `models.leaves`."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -11,6 +11,11 @@ from scaling.configs import Config
 from scaling.mesh import AbstractMesh
 from scaling.models.leaves import Leaf, check_computed, leaves_of, specs_of
 from scaling.spec import Spec, parse
+
+Places = Mapping[
+    str, Sequence[int]
+]  # of a dim that is stored in another order or padded, the index at each place, or -1
+IN_ORDER: Places = {}
 
 
 def inits(config: Config) -> dict:
@@ -33,20 +38,21 @@ def init(
     *,
     mesh=None,
     specs: dict | None = None,
-    slots: Sequence[int] | None = None,
+    places: Places = IN_ORDER,
 ) -> dict:
     """Params of this model, whole and on the CPU; on a `mesh`, by sharded `specs`, only this device's shards.
 
     The values are the same on every mesh: each is a function of the seed, its leaf and its place in the whole array.
-    `slots`: which layer each place of a stack stored for a pipeline's stages holds, -1 for none (zeros). On the device
-    "meta", shapes only. ValueError for a model that is not computed.
+    `places`: which layer each place of a stack stored for a pipeline's stages holds, and which entry each of a padded
+    vocabulary, -1 for none (zeros). On the device "meta", shapes only. ValueError for a model that is not computed.
     """
     if mesh is None:
         mesh, device = AbstractMesh({}), device or "cpu"
     device = mesh.device if device is None else device
     how, specs = inits(config), specs_of(config) if specs is None else specs
-    if slots is None or list(slots) == list(range(config.sizes["L"])):
-        return tree.init(how, specs, config.sizes, mesh, seed, dtype, device)
+    slots, padded = places.get("L", range(config.sizes["L"])), stored_sizes(config, places)
+    if list(slots) == list(range(config.sizes["L"])):
+        return tree.init(how, specs, config.sizes, mesh, seed, dtype, device, padded=padded)
 
     types = tree.map(lambda text: parse(text).with_axes("L", ("layer",)), specs["layers"])  # a layer at a time
 
@@ -57,8 +63,13 @@ def init(
 
     layers = [layer(slots[i]) for i in places_of(specs, slots, mesh)]
     ends = [{name: leaf for name, leaf in each.items() if name != "layers"} for each in (how, specs)]
-    made = tree.init(ends[0], ends[1], config.sizes, mesh, seed, dtype, device)
+    made = tree.init(ends[0], ends[1], config.sizes, mesh, seed, dtype, device, padded=padded)
     return {name: made.get(name) for name in how} | {"layers": tree.map(lambda *each: torch.cat(each), *layers)}
+
+
+def stored_sizes(config: Config, places: Places) -> dict[str, int]:
+    """The sizes of the model as it is stored, with what is padded."""
+    return config.sizes | {dim: len(at) for dim, at in places.items()}
 
 
 def places_of(specs: dict, slots: Sequence[int], mesh) -> range:

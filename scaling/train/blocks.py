@@ -12,10 +12,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from scaling.models.params import Places
 from scaling.spec import ShardingError, Spec
-
-Places = Mapping[str, Sequence[int]]
-IN_ORDER: Places = {}
 
 
 class SavedBlock(NamedTuple):

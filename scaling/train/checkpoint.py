@@ -25,9 +25,10 @@ from torch import Tensor
 from scaling import tree
 from scaling.collectives.checked import alike
 from scaling.common.arguments import flag, whole
+from scaling.models.params import IN_ORDER, Places
 from scaling.spec import Spec, parse
 from scaling.train import dcp
-from scaling.train.blocks import IN_ORDER, Places, stored
+from scaling.train.blocks import stored
 from scaling.train.durable import INDEX, LATEST, begin, complete, step_name, write_step
 from scaling.train.guards import check_same
 

@@ -25,7 +25,6 @@ from scaling.mesh import AbstractMesh
 from scaling.models.text import NAME
 from scaling.spec.sizes import parse_mesh
 from scaling.strategies import transformer
-from scaling.strategies.transformer.types import check_vocabulary
 from scaling.train import checkpoint, compare, dry, elastic, evaluate, export, flight, tokenize, verify
 from scaling.train.durable import replaced
 from scaling.train.loop import STOP, run
@@ -120,17 +119,16 @@ def main(argv=None) -> int:
     declared = sizes
     if args.chip:
         chip(args.chip)
-    if (world := int(os.environ.get("WORLD_SIZE", 1))) > 1:
+    if (world := world_size()) > 1:
         sizes = elastic.fitted(declared, world)
     asked, settings = settings, elastic.shared(settings, declared, sizes)
     transformer.specs(config, AbstractMesh(sizes))
-    check_vocabulary(config, sizes)
     if args.dry_run:
         backend = "gloo" if args.device == "cpu" else "abstract"
         print(describe(settings, sizes) + "\n" + dry.table(dry.fullest(settings, sizes, backend), sizes))
         return 0
     check_installed(settings)
-    if int(os.environ.get("RANK", 0)) == 0 and not elastic.fits_as_before(declared, sizes):
+    if first_rank() and not elastic.fits_as_before(declared, sizes):
         room = dry.memory_of_rank(args.device, ranks := AbstractMesh(sizes).size())
         counts = dry.refuse_too_large(settings, sizes, room)
         evaluate.check_sample(settings, ranks, counts.params + counts.state, room)
@@ -141,6 +139,16 @@ def main(argv=None) -> int:
         last = flight.told(args.out)
         told = f"\npython -m scaling.train flight {args.out}: each rank's last collectives:\n{last}"
         raise launch.RankError(f"{error}{told if last else ''}") from None
+
+
+def first_rank() -> bool:
+    """Whether this process is torchrun's rank 0, or starts the ranks itself."""
+    return int(os.environ.get("RANK", 0)) == 0
+
+
+def world_size() -> int:
+    """The ranks that torchrun has started; 1 where it has started none."""
+    return int(os.environ.get("WORLD_SIZE", 1))
 
 
 def chosen(settings: Settings, ranks: int, args, given: list[str]) -> dict[str, int]:
@@ -157,7 +165,7 @@ def chosen(settings: Settings, ranks: int, args, given: list[str]) -> dict[str, 
     if not found:
         said = "".join(f"  {why}\n" for why in refused[:8])
         raise ValueError(f"no mesh suits\n{said}  fix: use another number of ranks, or give --mesh")
-    if int(os.environ.get("RANK", 0)) == 0:
+    if first_rank():
         print(f"{choose.table(found, refused)}\nrun: {choose.command_line(given, found[0].sizes)}\n", flush=True)
     args.mesh = ",".join(f"{axis}={size}" for axis, size in found[0].sizes.items())
     return found[0].sizes
@@ -165,11 +173,10 @@ def chosen(settings: Settings, ranks: int, args, given: list[str]) -> dict[str, 
 
 def trained(settings: Settings, sizes: dict[str, int], args) -> int:
     """Run it, on torchrun's ranks or on ranks started here."""
-    first = int(os.environ.get("RANK", 0)) == 0
-    if first:
+    if first_rank():
         print(describe(settings, sizes), flush=True)
     options = {"device": args.device, "checked": not args.unchecked}
-    if int(os.environ.get("WORLD_SIZE", 1)) > 1:
+    if world_size() > 1:
         launch.start(run, sizes, settings, **options)
         return 0
     launch.keep_freed_memory()
@@ -198,7 +205,7 @@ def prepared(settings: Settings, args) -> Iterator[None]:
     before = [(which, signal.signal(which, ask)) for which in (signal.SIGINT, signal.SIGTERM)]
     try:
         with open(out / "lock", "w") as lock:
-            if int(os.environ.get("RANK", 0)) == 0:
+            if first_rank():
                 claim(out, lock, settings, args)
             yield
     finally:

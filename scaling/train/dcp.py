@@ -23,8 +23,9 @@ from torch import Tensor
 from scaling import tree
 from scaling.common.torch_private import checkpoint_place
 from scaling.mesh import Mesh
+from scaling.models.params import IN_ORDER, Places
 from scaling.spec import Spec, parse
-from scaling.train.blocks import IN_ORDER, Places, SavedBlock, SavedLeaf, assembled
+from scaling.train.blocks import SavedBlock, SavedLeaf, assembled
 
 METADATA = ".metadata"
 MODULE = "torch.distributed.checkpoint"

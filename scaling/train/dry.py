@@ -3,6 +3,7 @@
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -14,14 +15,13 @@ from scaling.cost.counted import CountedStep, weighted_sum
 from scaling.cost.units import significant
 from scaling.mesh import AbstractMesh
 from scaling.models import transformer as model
-from scaling.spec import parse
 from scaling.spec.sizes import format_sizes
 from scaling.strategies import transformer
-from scaling.strategies.axes import present
 from scaling.strategies.channels import AHEAD
-from scaling.strategies.transformer.stages import slots_of
+from scaling.strategies.transformer.stages import stored_places
 from scaling.trace.count import Between, counted_step
 from scaling.trace.peak import peak_memory
+from scaling.train.evaluate import batch_type
 from scaling.train.settings import DTYPES, Settings, optimizer_of
 from scaling.train.step import gradients
 
@@ -113,15 +113,15 @@ def _period(model: Config) -> int:
 
 def local_shape(settings: Settings, mesh) -> tuple[int, ...]:
     """Of this rank's tokens."""
-    return parse(str(present("t[B_PXE, T_C]", mesh))).local_shape({"B": settings.batch, "T": settings.seq}, mesh)
+    return batch_type(mesh).local_shape({"B": settings.batch, "T": settings.seq}, mesh)
 
 
 def step_shapes(settings: Settings, mesh, options: StepOptions = StepOptions()) -> tuple[Any, list[torch.Tensor]]:
     """(params, [tokens, targets, segments]) of this rank, on the meta device. ShardingError if they do not divide."""
     config = settings.model
     types = transformer.specs(config, mesh, zero=options.zero, schedule=options.schedule)
-    slots = slots_of(config, mesh, options.schedule)
-    params = model.init(config, 0, DTYPES[settings.dtype], "meta", mesh=mesh, specs=types, slots=slots)
+    places = stored_places(config, mesh, options.schedule)
+    params = model.init(config, 0, DTYPES[settings.dtype], "meta", mesh=mesh, specs=types, places=places)
     shape = local_shape(settings, mesh)
     return params, [torch.empty(shape, dtype=torch.int64, device="meta") for _ in range(3)]
 
@@ -161,9 +161,7 @@ def refuse_too_large(settings: Settings, sizes: Mapping[str, int], available: fl
     counts = fullest(settings, sizes)
     if (needed := counts.memory) <= ROOM * available:
         return counts
-    least = settings.microbatches
-    for axis in ("P", "X", "E"):
-        least *= sizes.get(axis, 1)
+    least = settings.microbatches * prod(sizes.get(axis, 1) for axis in "PXE")
     batch = settings.batch // 2 // least * least
     while batch and fullest(replace(settings, batch=batch), sizes).memory > ROOM * available:
         batch = batch // 2 // least * least

@@ -8,6 +8,7 @@ microbatches of the same size, so that memory stays as it was too.
 import os
 from collections.abc import Mapping
 from dataclasses import replace
+from math import prod
 
 from scaling.spec.sizes import format_sizes
 from scaling.train.settings import Settings
@@ -18,17 +19,10 @@ GIVE = ("P", "X")  # the axes that become shorter, in this order
 def fitted(sizes: Mapping[str, int], world: int) -> dict[str, int]:
     """The mesh on so many ranks: P halved as often as it must and can be, then X. ValueError if that does not fit."""
     found = dict(sizes)
-
-    def ranks() -> int:
-        product = 1
-        for size in found.values():
-            product *= size
-        return product
-
     for axis in GIVE:
-        while ranks() > world and found.get(axis, 1) % 2 == 0:
+        while prod(found.values()) > world and found.get(axis, 1) % 2 == 0:
             found[axis] //= 2
-    if ranks() != world:
+    if prod(found.values()) != world:
         raise ValueError(
             f"the mesh {format_sizes(sizes)} does not fit {world} ranks: halving P, then X, leads to "
             f"{format_sizes(found)}\n  fix: start as many ranks as the mesh has, or half, or a quarter of them"
@@ -45,7 +39,5 @@ def fits_as_before(sizes: Mapping[str, int], on: Mapping[str, int]) -> bool:
 
 def shared(settings: Settings, sizes: Mapping[str, int], on: Mapping[str, int]) -> Settings:
     """The settings with as many more microbatches as the mesh `on` has fewer ranks along P and X than `sizes`."""
-    factor = 1
-    for axis in GIVE:
-        factor *= sizes.get(axis, 1) // on.get(axis, 1)
-    return replace(settings, microbatches=settings.microbatches * factor)
+    more = prod(sizes.get(axis, 1) // on.get(axis, 1) for axis in GIVE)
+    return replace(settings, microbatches=settings.microbatches * more)

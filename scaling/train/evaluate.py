@@ -7,6 +7,7 @@ import torch
 
 from scaling import tree
 from scaling.models import transformer as model
+from scaling.spec import Spec
 from scaling.strategies import transformer
 from scaling.strategies.axes import present
 from scaling.train.batches import IGNORED, Batches
@@ -16,9 +17,14 @@ from scaling.train.settings import DTYPES, Settings
 LENGTH, TEMPERATURE = 64, 0.8  # of what is drawn: tokens
 
 
+def batch_type(mesh) -> Spec:
+    """Of a batch's tokens."""
+    return present("t[B_PXE, T_C]", mesh)
+
+
 def local(x: torch.Tensor, mesh) -> torch.Tensor:
     """This rank's rows and tokens of x[B, T], whole on every rank."""
-    return tree.shard(x.to(mesh.device), str(present("t[B_PXE, T_C]", mesh)), mesh)
+    return tree.shard(x.to(mesh.device), batch_type(mesh), mesh)
 
 
 def evaluate(params, valid: Sequence[Batches], settings: Settings, mesh) -> float:

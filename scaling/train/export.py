@@ -7,7 +7,7 @@ goes with it: tokenizer, chat template, generation config, the ids of begin and 
 import json
 from pathlib import Path
 
-from scaling import launch, tree
+from scaling import launch
 from scaling.common.arguments import read_table
 from scaling.common.console import Parser, complaining
 from scaling.configs import Config
@@ -25,10 +25,9 @@ from scaling.models.text import (
     tokenizer_of,
     write_bytes,
 )
-from scaling.spec import parse
 from scaling.spec.sizes import parse_mesh
 from scaling.strategies import transformer
-from scaling.strategies.transformer.stages import slots_of
+from scaling.strategies.transformer.stages import stored_places
 from scaling.train import checkpoint
 from scaling.train.origin import config_of_run, options_of, short_name
 
@@ -37,9 +36,9 @@ KEPT = (*ENDS, "max_position_embeddings")  # of the config.json that came with t
 
 def export(mesh, run: Path, step: int, config: Config, out: Path) -> None:
     """Write the params of a checkpoint, read as shards of this mesh."""
-    types, slots = transformer.specs(config, mesh), slots_of(config, mesh, None)
-    state, _ = checkpoint.load(run, {"params": types}, mesh, step, places={"L": slots}, among=True)
-    hf.save_sharded(out, config, state["params"], types, mesh, single=mesh.size() == 1, slots=slots)
+    types, places = transformer.specs(config, mesh), stored_places(config, mesh)
+    state, _ = checkpoint.load(run, {"params": types}, mesh, step, places=places, among=True)
+    hf.save_sharded(out, config, state["params"], types, mesh, single=mesh.size() == 1, places=places)
 
 
 def check_folder(run: Path, out: Path, by: Tokenizer) -> None:
@@ -76,9 +75,7 @@ def main(argv=None) -> int:
     check_folder(args.run, args.out, tokenizer_of(args.run, config.V))
     step = checkpoint.latest(args.run) if args.step is None else args.step
     sizes = parse_mesh(args.mesh)
-    for spec in map(parse, tree.leaves(transformer.specs(config, AbstractMesh(sizes)))):
-        if "L" not in spec.dim_names:  # layers that do not divide are padded
-            spec.local_shape(config.sizes, sizes)
+    transformer.specs(config, AbstractMesh(sizes))  # refuses a mesh over which the model does not divide
     launch.run(export, sizes, args.run, step, config, args.out)
     add_companions(args.run, args.out, config)
     print(f"step {step}: {args.out}")

@@ -11,9 +11,10 @@ import torch
 from scaling import optim, tree
 from scaling.models import hf
 from scaling.models import transformer as model
+from scaling.models.params import stored_sizes
 from scaling.profile.record import watched
 from scaling.strategies import transformer
-from scaling.strategies.transformer.stages import slots_of
+from scaling.strategies.transformer.stages import stored_places
 from scaling.train import checkpoint, guards
 from scaling.train.batches import Batch, ahead, inputs
 from scaling.train.evaluate import continuation, evaluate, local
@@ -27,7 +28,7 @@ STOP = "stop"  # a file of this name in the run's folder asks it to save and end
 
 def run(mesh, settings: Settings) -> dict:
     """Train on every rank of a mesh; returns {"step", "sequences", "loss", "valid"}."""
-    out, places = Path(settings.out), {"L": slots_of(settings.model, mesh, None)}
+    out, places = Path(settings.out), stored_places(settings.model, mesh)
     train, valid = inputs(settings)
     optimizer, types = optimizer_of(settings), transformer.specs(settings.model, mesh)
     specs = state_specs(optimizer, types)
@@ -81,20 +82,20 @@ def begun(settings: Settings, mesh, optimizer: optim.Optimizer, types: dict) -> 
     No rank holds more than its shards.
     """
     config, out, dtype = settings.model, Path(settings.out), DTYPES[settings.dtype]
-    slots = slots_of(config, mesh, None)
+    places = stored_places(config, mesh)
     if settings.resume and checkpoint.complete(out):
         specs = state_specs(optimizer, types)
-        state, step = checkpoint.load(out, specs, mesh, places={"L": slots})
-        tree.check(state["params"], types, config.sizes | {"L": len(slots)}, mesh)
+        state, step = checkpoint.load(out, specs, mesh, places=places)
+        tree.check(state["params"], types, stored_sizes(config, places), mesh)
         if (seed := state["data"]["seed"]) != settings.seed:
             raise ValueError(
                 f"{out}: was begun with --seed {seed}, not {settings.seed}\n  fix: give the same, or another --out"
             )
         return state, step
     if settings.weights:
-        _, params = hf.load_sharded(settings.weights, types, mesh, dtype, slots=slots)
+        _, params = hf.load_sharded(settings.weights, types, mesh, dtype, places=places)
     else:
-        params = model.init(config, settings.seed, dtype, mesh=mesh, specs=types, slots=slots)
+        params = model.init(config, settings.seed, dtype, mesh=mesh, specs=types, places=places)
     return {"params": params, "optimizer": optimizer.init(params), "data": {"sequences": 0, "seed": settings.seed}}, 0
 
 

@@ -16,7 +16,7 @@ from scaling.mesh import AbstractMesh
 from scaling.models import hf, transformer
 from scaling.spec import ShardingError
 from scaling.strategies import transformer as strategy
-from scaling.strategies.transformer.stages import slots_of
+from scaling.strategies.transformer.stages import stored_places
 from scaling.trace import trace
 
 TABLE = json.loads((Path(__file__).parent / "hugging_face.json").read_text())
@@ -114,18 +114,18 @@ def test_shards_are_written_read_and_drawn_as_the_whole(case, ranks, tmp_path):
 
 
 def on_stages(mesh, folder, config, schedule, whole):
-    """Read, drawn and written where the layers lie in a schedule's order, with empty places."""
-    specs, slots = strategy.specs(config, mesh, schedule=schedule), slots_of(config, mesh, schedule)
+    """Read, drawn and written where the layers lie in a schedule's order, with empty places; so has the vocabulary."""
+    specs, places = strategy.specs(config, mesh, schedule=schedule), stored_places(config, mesh, schedule)
     wanted = strategy.shard(whole, config, mesh, schedule=schedule)
-    _, mine = hf.load_sharded(f"{folder}/whole", specs, mesh, slots=slots)
-    hf.save_sharded(f"{folder}/again", config, mine, specs, mesh, slots=slots)
-    made = transformer.init(config, 5, torch.float64, mesh=mesh, specs=specs, slots=slots)
+    _, mine = hf.load_sharded(f"{folder}/whole", specs, mesh, places=places)
+    hf.save_sharded(f"{folder}/again", config, mine, specs, mesh, places=places)
+    made = transformer.init(config, 5, torch.float64, mesh=mesh, specs=specs, places=places)
     drawn = strategy.shard(transformer.init(config, 5, torch.float64), config, mesh, schedule=schedule)
     equal = [tree.leaves(tree.map(torch.equal, a, b)) for a, b in ((mine, wanted), (made, drawn))]
-    return -1 in slots, all(map(all, equal))
+    return all(-1 in at for at in places.values()) and {*places} == {"L", "V"}, all(map(all, equal))
 
 
-@pytest.mark.parametrize(("config", "schedule"), [(SMALL, "1f1b"), (MOE.with_(L=7), "interleaved")])
+@pytest.mark.parametrize(("config", "schedule"), [(SMALL.with_(V=5), "1f1b"), (MOE.with_(L=7, V=27), "interleaved")])
 def test_stages_with_empty_places(config, schedule, ranks, tmp_path):
     whole = shaken(config)
     hf.save(tmp_path / "whole", config, whole)

@@ -16,7 +16,7 @@ from scaling.models.rope import tables
 from scaling.spec import parse
 from scaling.strategies import transformer
 from scaling.strategies.transformer.layer import Context, layer, layer_backward
-from scaling.strategies.transformer.stages import slots_of
+from scaling.strategies.transformer.stages import stored_places
 from scaling.trace import trace
 
 LATENT = PLAIN.with_(name="latent", K=4, theta=1e4, latent=Latent(q_rank=12, kv_rank=10, nope=6, rope=4, value=8))
@@ -74,8 +74,8 @@ def test_what_a_layer_sends_and_multiplies_is_the_closed_form(sizes):
 def test_dense_layers_first_are_made_as_shards_on_every_stage(z):
     """And of the uneven stack after them what the stage holds."""
     mesh = AbstractMesh({"Z": 2}, {"Z": z})
-    types, slots = transformer.specs(DEEP, mesh), slots_of(DEEP, mesh, None)
-    made = model.init(DEEP, 0, torch.float64, "cpu", mesh=mesh, specs=types, slots=slots)
+    types, places = transformer.specs(DEEP, mesh), stored_places(DEEP, mesh)
+    made = model.init(DEEP, 0, torch.float64, "cpu", mesh=mesh, specs=types, places=places)
     wanted = transformer.shard(model.init(DEEP, 0, torch.float64), DEEP, mesh)
     assert all(map(torch.equal, tree.leaves(made), tree.leaves(wanted)))
     assert tree.structure(made) == tree.structure(wanted)

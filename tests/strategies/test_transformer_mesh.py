@@ -22,7 +22,6 @@ from scaling.strategies.transformer.api import check_batch
 from scaling.strategies.transformer.layer import own_heads
 from scaling.strategies.transformer.stages import resolved, slots_of
 from scaling.strategies.transformer.step import AskedStep
-from scaling.strategies.transformer.types import check_vocabulary
 from scaling.trace import trace
 
 PLAIN = Config("plain", 2, 16, 24, 4, 2, 8, 32)
@@ -224,8 +223,6 @@ def test_a_vocabulary_that_does_not_divide_is_padded_in_store_alone():
     assert params["embed"].shape == (8, 16)
     assert params["unembed"].shape == (16, 8)
     assert transformer.unshard(params, config, mesh)["unembed"].shape == (16, 30)
-    with pytest.raises(ShardingError, match="V=30 vocabulary entries do not divide into 4 blocks"):
-        check_vocabulary(config, mesh)
 
 
 @pytest.mark.slow

@@ -92,6 +92,14 @@ def slots_of(config: Config, mesh, schedule: "Schedule | str | None") -> list[in
     return slots
 
 
+def stored_places(config: Config, mesh, schedule: "Schedule | str | None" = None) -> dict[str, list[int]]:
+    """Of each place of the stored stack [L_Z], and of the vocabulary [V_YZ] where it is padded, its index in the model;
+    -1 for none."""
+    found = {"L": slots_of(config, mesh, schedule)}
+    more = padded_sizes(config, mesh)["V"] - config.V
+    return found | ({"V": [*range(config.V), *[-1] * more]} if more else {})
+
+
 def arranged_layers(W: Tensor, slots: list[int]) -> Tensor:
     """W[L, ...] in the order of the slots, zeros in the empty ones."""
     if slots == list(range(len(W))):

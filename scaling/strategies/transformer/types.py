@@ -74,12 +74,6 @@ def _check_mesh(config: Config, sizes: Mapping[str, int], zero: int) -> None:
     check_divided(config, Y, [*wanted, ("E", config.E, E, "experts")])
 
 
-def check_vocabulary(config: Config, mesh) -> None:
-    """ShardingError unless the vocabulary divides: params that are made, saved and loaded as shards are not padded."""
-    sizes = mesh_sizes(mesh)
-    check_divided(config, 1, [("V", config.V, sizes.get("Y", 1) * sizes.get("Z", 1), "vocabulary entries")])
-
-
 def check_divided(config: Config, Y: int, wanted: Sequence[tuple[str, int, int, str]]) -> None:
     """ShardingError unless heads split over Y, and each (dim, its size, blocks, what it counts) into its blocks."""
     if config.K % Y and Y % config.K:
