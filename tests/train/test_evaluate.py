@@ -4,10 +4,12 @@ the whole params would say, from any mesh; metrics for TensorBoard."""
 import importlib.util
 import sys
 import types
+from unittest import mock
 
 import numpy
 import pytest
 import torch
+from runs import options, write_text
 
 from scaling import serve
 from scaling.configs import get
@@ -21,6 +23,7 @@ from scaling.train.corpus import Corpus
 from scaling.train.settings import Settings
 
 TINY = get("tiny").with_(L=1, D=16, F=32, H=8, N=2, K=2)
+ONE = Mesh({"X": 1})
 
 
 def corpus():
@@ -40,10 +43,9 @@ def test_the_mean_of_all_sequences_on_any_mesh(ranks):
     segments = torch.zeros(11, 32, dtype=torch.int64)
     segments[3, 4:] = 1  # the second document begins at 100
     wanted = model.loss(model.init(TINY, 0, torch.float64), rows, config=TINY, segments=segments).item()
-    assert valid(Mesh({"X": 1}), 11) == pytest.approx(wanted, rel=1e-12)
-    assert valid(Mesh({"X": 1}), 8, 2) == pytest.approx(wanted, rel=1e-12)  # 4, 4 and 3 sequences
-    for mesh in ({"X": 4}, {"Z": 1, "X": 2, "Y": 2}):
-        assert ranks(valid, mesh, 4) == pytest.approx([wanted] * 4, rel=1e-12)
+    found = [valid(ONE, 11), valid(ONE, 8, 2)]  # in one batch; of 4, 4 and 3 sequences
+    found += [each for mesh in ({"X": 4}, {"Z": 1, "X": 2, "Y": 2}) for each in ranks(valid, mesh, 4)]
+    assert found == pytest.approx([wanted] * 10, rel=1e-12)
 
 
 SAMPLED = get("tiny").with_(L=3, D=32, F=64, H=8, N=4, K=2)
@@ -57,17 +59,14 @@ def sampled(mesh, settings):
 
 @pytest.mark.parametrize("sizes", [{"Z": 2, "X": 2}, {"P": 2, "Y": 2}], ids=str)
 def test_the_same_text_on_every_mesh(ranks, sizes):
-    text, *others = ranks(sampled, sizes, SETTINGS)
-    assert text == sampled(Mesh({"X": 1}), SETTINGS)
-    assert others == ["", "", ""]
+    assert ranks(sampled, sizes, SETTINGS) == [sampled(ONE, SETTINGS), "", "", ""]
 
 
 def test_cold_it_is_what_serving_gives(monkeypatch):
     monkeypatch.setattr(evaluate, "TEMPERATURE", 1e-9)
-    wanted = serve.generate(
-        model.init(SAMPLED, 5, torch.float64), [list(SETTINGS.sample.encode())], SAMPLED, evaluate.LENGTH
-    )
-    assert sampled(Mesh({"X": 1}), SETTINGS) == bytes(wanted[0]).decode(errors="replace")
+    prompts, params = [list(SETTINGS.sample.encode())], model.init(SAMPLED, 5, torch.float64)
+    wanted = serve.generate(params, prompts, SAMPLED, evaluate.LENGTH)
+    assert sampled(ONE, SETTINGS) == bytes(wanted[0]).decode(errors="replace")
 
 
 def test_refused_before_the_run():
@@ -80,38 +79,20 @@ def test_refused_before_the_run():
 
 @pytest.mark.slow
 def test_a_run_shows_and_records_its_sample(tmp_path, monkeypatch, capsys):
-    said = []
-
-    class SummaryWriter:
-        def __init__(self, folder):
-            said.append(folder)
-
-        def add_scalar(self, *given):
-            said.append(given)
-
-        add_text = add_scalar
-
-        def flush(self):
-            pass
-
-    stub = types.SimpleNamespace(SummaryWriter=SummaryWriter)
-    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", stub)
-    find = importlib.util.find_spec
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: stub if "tensorboard" in name else find(name))
-    (tmp_path / "a.txt").write_text("some text to learn from " * 200)
-    given = ["--data", str(tmp_path / "a.txt"), "--out", str(tmp_path / "run"), "--batch", "2", "--seq", "16"]
-    given += ["--steps", "2", "--eval-every", "2", "--eval-batches", "1", "--sample", 'a "😀']
-    assert main([*given, "--tensorboard", "board"]) == 0
-    assert '    a "😀' in capsys.readouterr().out
-    assert said[0] == "board"
-    assert {(name, step) for name, _, step in said[1:]} >= {("loss", 1), ("loss", 2), ("sample", 2), ("memory", 1)}
+    board, find = mock.MagicMock(), importlib.util.find_spec
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", types.SimpleNamespace(SummaryWriter=board))
+    write_text(tmp_path, 300)
+    given = options(tmp_path, "run", "--batch", "2", "--seq", "16", "--steps", "2", "--eval-every", "2")
+    given += ["--eval-batches", "1", "--sample", 'a "😀', "--tensorboard", "board"]
+    for installed in (None, board):
+        found = lambda name, it=installed: it if "tensorboard" in name else find(name)  # noqa: E731
+        monkeypatch.setattr(importlib.util, "find_spec", found)
+        assert main(given) == (0 if installed else 1)
+    said = capsys.readouterr()
+    assert "fix: pip install 'scaling-book-torch[tensorboard]'" in said.err
+    assert '    a "😀' in said.out
+    assert board.call_args.args == ("board",)
+    written = {call.args[::2] for call in board.return_value.method_calls if call.args}
+    assert written >= {("loss", 1), ("loss", 2), ("sample", 2), ("memory", 1)}
     assert main(["--out", str(tmp_path / "run"), "--resume", "--steps", "3"]) == 0  # with the options written back
     assert '    a "😀' in capsys.readouterr().out
-
-
-def test_without_tensorboard(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr("scaling.train.progress.importlib.util.find_spec", lambda name: None)
-    (tmp_path / "x").write_text("x")
-    given = ["--data", str(tmp_path / "x"), "--out", str(tmp_path / "run")]
-    assert main([*given, "--tensorboard", "board"]) == 1
-    assert "fix: pip install 'scaling-book-torch[tensorboard]'" in capsys.readouterr().err

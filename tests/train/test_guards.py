@@ -15,8 +15,9 @@ from scaling.models import transformer as model
 from scaling.strategies import transformer
 from scaling.trace import trace
 from scaling.train import guards
+from scaling.train.evaluate import local
 from scaling.train.settings import Settings, optimizer_of
-from scaling.train.step import make_step
+from scaling.train.step import gradients, make_step
 
 TINY = get("tiny").with_(L=1, D=16, F=32, H=8, N=2, K=2)
 
@@ -37,41 +38,34 @@ def plants(mesh, leaf, rank):
         ({"X": 2, "Y": 2}, "norm_mlp", 3, r'step 7: params\["layers"\]\["norm_mlp"\].*over [XY]+, but rank 3 of 4'),
         ({"P": 2, "Y": 2}, "W_in", 2, r'params\["layers"\]\["W_in"\].*is replicated over P, but rank 2 of 4'),
         ({"C": 4}, "embed", 1, r'params\["embed"\].*is replicated over C, but rank 1 of 4'),
+        ({"X": 2, "Y": 2}, "norm", -1, ""),  # all are alike
+        ({"X": 4}, "W_in", 2, ""),  # sharded: only this rank has it
     ],
 )
 def test_replicas_that_have_come_apart_are_named(ranks, sizes, leaf, rank, words):
+    if not words:
+        ranks(plants, sizes, leaf, rank)
+        return
     with pytest.raises(RankFailed, match=words):
         ranks(plants, sizes, leaf, rank)
 
 
-def test_a_param_that_no_gradient_reaches_must_be_finite_too():
+def test_one_rank_is_compared_with_nobody_but_must_be_finite():
+    one, W = Mesh({"X": 1}), torch.ones(2)
+    guards.check_replicas({"W": W}, {"W": "W[D]"}, one, 1)
     with pytest.raises(ArithmeticError, match=r'step 4: state\["W"\], W\[D\], is not finite on ranks \[0\]'):
-        guards.check_replicas({"W": torch.tensor([1.0, float("inf")])}, {"W": "W[D]"}, Mesh({"X": 1}), 4)
-
-
-def test_replicas_that_are_alike_are_left_alone(ranks):
-    ranks(plants, {"X": 2, "Y": 2}, "norm", -1)
-    ranks(plants, {"X": 4}, "W_in", 2)  # sharded: only this rank has it
-
-
-def test_a_digest_tells_values_and_places_apart():
-    x = torch.arange(5.0)
-    assert guards.digest(x) == guards.digest(x.clone())
-    assert guards.digest(x) != guards.digest(x.flip(0))
-    for dtype in (torch.float64, torch.bfloat16, torch.int64, torch.bool):
-        a, b = torch.zeros(3, dtype=dtype), torch.zeros(3, dtype=dtype)
-        b[1] = 1
-        assert guards.digest(a) != guards.digest(b)
+        guards.check_replicas({"W": W / 0}, {"W": "W[D]"}, one, 4)
 
 
 @pytest.mark.parametrize("n", [3, 2 * guards.ROW, 5 * guards.ROW + 7])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
-def test_a_digest_of_many_tells_every_bit_and_place(n, dtype):
-    x = torch.randn(n, generator=torch.Generator().manual_seed(0)).to(dtype)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64, torch.int64, torch.bool])
+def test_a_digest_tells_every_bit_and_place(n, dtype):
+    x = torch.randn(n, generator=torch.Generator().manual_seed(0))
+    x = x > 0 if dtype == torch.bool else (99 * x).to(dtype)
     said = guards.digest(x)
     for i in {0, 1, n // 2, n - 1}:
         y = x.clone()
-        y[i] = -y[i]  # the highest bit of a word
+        y[i] = ~y[i] if dtype == torch.bool else -y[i] if y[i] else 1  # the highest bit of a word
         assert guards.digest(y) != said
     for i, j in {(0, n - 1), (0, n // 2), (n // 2 - 1, n - 2)}:
         y = x.clone()
@@ -81,13 +75,11 @@ def test_a_digest_of_many_tells_every_bit_and_place(n, dtype):
 
 
 def test_what_is_finite():
-    assert guards.finite(torch.full((9,), 3e38))  # whose sum is not
-    assert guards.finite(torch.full((9,), 60000.0, dtype=torch.float16))
-    assert guards.finite(torch.tensor([1, 2]))
-    assert guards.finite(torch.zeros(0))
-    for bad in (float("nan"), float("inf"), -float("inf")):
-        assert not guards.finite(torch.tensor([1.0, bad, 2.0]))
-    assert not guards.finite(torch.tensor([float("inf"), -float("inf")]))
+    inf, half = float("inf"), torch.float16
+    for good in (torch.full((9,), 3e38), torch.full((9,), 6e4, dtype=half), torch.tensor([1, 2]), torch.zeros(0)):
+        assert guards.finite(good)  # also where a sum is not
+    for bad in ([1.0, float("nan"), 2.0], [1.0, inf], [-inf], [inf, -inf]):
+        assert not guards.finite(torch.tensor(bad))
 
 
 def test_two_that_have_come_apart_along_different_axes():
@@ -104,22 +96,32 @@ def explodes(mesh):
     params, optimizer = model.init(TINY, 0, mesh=mesh, specs=types), optimizer_of(settings)
     if mesh.rank == 1:
         params["layers"]["W_out"].view(-1)[0] = float("nan")
-    before = tree.map(torch.clone, params)
-    batch = torch.ones(4 // mesh.size("X"), 16, dtype=torch.int64)
-    try:
+    before, batch = tree.map(torch.clone, params), torch.ones(4 // mesh.size("X"), 16, dtype=torch.int64)
+    with pytest.raises(ArithmeticError) as error:
         make_step(settings, mesh, optimizer)(params, optimizer.init(params), (batch, batch, None), donate=True)
-    except ArithmeticError as error:
-        same = [
-            torch.equal(a.nan_to_num(), b.nan_to_num())
-            for a, b in zip(*map(tree.leaves, (params, before)), strict=True)
-        ]
-        return str(error), all(same)
+    same = [torch.equal(*map(torch.nan_to_num, pair)) for pair in zip(*map(tree.leaves, (params, before)), strict=True)]
+    return str(error.value), all(same)
 
 
 def test_what_is_not_finite_is_named_before_it_is_learnt(ranks):
     for error, untouched in ranks(explodes, {"X": 2, "Y": 1}):
         assert re.search(r'step 1: the loss is nan.*grads\["embed"\] on ranks \[0, 1\]', error)
         assert untouched
+
+
+def norms(mesh):
+    settings, types = Settings(TINY, "", "", 4, 32), transformer.specs(TINY, mesh)
+    params = model.init(TINY, 0, mesh=mesh, specs=types)
+    rows = local(torch.arange(128).reshape(4, 32), mesh)
+    _, grads, total = gradients(settings, mesh)(params, (rows, rows, None))
+    return guards.leaf_norms(grads, types, mesh), total, transformer.unshard(grads, TINY, mesh)
+
+
+def test_norms_by_leaf_are_those_of_the_whole_gradients(ranks):
+    for ours, total, whole in ranks(norms, {"X": 2, "Y": 2}):
+        wanted = torch.stack([g.double().norm() for g in tree.leaves(whole)])
+        torch.testing.assert_close(ours, wanted, rtol=1e-6, atol=0)
+        assert ours.square().sum().sqrt().item() == pytest.approx(total.item(), rel=1e-5)
 
 
 def test_a_jump_of_the_loss_is_told_from_noise():
@@ -135,17 +137,13 @@ def test_a_jump_of_the_loss_is_told_from_noise():
     assert "jumped to 6.0000" in falling.jump(6.0, 30)
 
 
-def test_one_rank_is_compared_with_nobody():
-    guards.check_replicas({"W": torch.ones(2)}, {"W": "W[D]"}, Mesh({"X": 1}), 1)
-
-
-def steps(mesh, slow, seconds):
-    """Ten steps of 20 ms of work and a collective; one rank works longer."""
+def steps(mesh, seconds):
+    """Ten steps of 20 ms of work and a collective; rank 1 works longer."""
     kept = guards.Pace()
     for _ in range(10):
         began = time.perf_counter()
         with trace() as log:
-            time.sleep(0.02 + (seconds if mesh.rank == slow else 0))
+            time.sleep(0.02 + mesh.rank * seconds)
             all_reduce("x[] {U_X} -> x[]", torch.ones(()), mesh)
         kept.add(time.perf_counter() - began, guards.still(log))
     return kept.slow(mesh, 11)
@@ -153,12 +151,12 @@ def steps(mesh, slow, seconds):
 
 def test_a_slow_rank_is_named_by_all(ranks):
     def named():
-        for said in ranks(steps, {"X": 2}, 1, 0.05):
+        for said in ranks(steps, {"X": 2}, 0.05):
             assert "step 11: rank 1 (X=1) is slow" in said
             assert "rank 0" not in said
 
     def none():
-        assert ranks(steps, {"X": 2}, 1, 0.0) == ["", ""]
+        assert ranks(steps, {"X": 2}, 0.0) == ["", ""]
 
     once(named)
     once(none)

@@ -8,7 +8,7 @@ import sys
 import pytest
 import torch
 from machine import Forked
-from runs import records
+from runs import options, records, write_text
 
 from scaling.configs import get
 from scaling.cost import transformer as tm
@@ -20,47 +20,30 @@ from scaling.train.progress import Progress
 from scaling.train.settings import Settings, optimizer_of, rate
 
 
-@pytest.fixture
-def corpus(tmp_path):
-    folder = tmp_path / "text"
-    folder.mkdir()
-    for i in range(3):
-        (folder / f"{i}.txt").write_text(f"document {i} says " * 200 * (i + 1))
-    return folder
+def settings(out, **options):
+    """Of a run of four steps on a text beside its folder, which is made. V does not divide over Y."""
+    out.mkdir(exist_ok=True)
+    given = {"steps": 4, "warmup": 2} | options
+    return Settings(get("tiny").with_(L=1, V=257), write_text(out.parent, 500), str(out), 4, 32, **given)
 
 
-def settings(corpus, out, **options):
-    return Settings(get("tiny").with_(L=1), str(corpus), str(out), 4, 32, **{"steps": 4, "warmup": 2} | options)
-
-
-def train(mesh, *given):
-    return run(mesh, *given)
-
-
-def test_resumed_on_another_mesh_it_goes_on_as_if_nothing_had_been(ranks, corpus, tmp_path):
+def test_resumed_on_another_mesh_it_goes_on_as_if_nothing_had_been(ranks, tmp_path):
     whole, parts = tmp_path / "whole", tmp_path / "parts"
-    for folder in (whole, parts):
-        folder.mkdir()
-    run(Mesh({"X": 1}), settings(corpus, whole))
-    ranks(train, {"X": 2}, settings(corpus, parts, save_every=2, norms=True))
+    run(Mesh({"X": 1}), settings(whole))
+    ranks(run, {"X": 2}, settings(parts, save_every=2, norms=True))
     (parts / "step-000004" / "index.json").unlink()  # as if the run had been killed before it was through
-    ranks(train, {"Y": 2}, settings(corpus, parts, resume=True, norms=True))
-    for name in ("metrics.jsonl", "norms.jsonl"):
-        assert [record["step"] for record in records(parts, name)] == [
-            1,
-            2,
-            3,
-            4,
-        ]  # of a step done again the last record alone
+    ranks(run, {"Y": 2}, settings(parts, resume=True, norms=True))
+    for name in ("metrics.jsonl", "norms.jsonl"):  # of a step done again the last record alone
+        assert [record["step"] for record in records(parts, name)] == [1, 2, 3, 4]
     losses = [[record["loss"] for record in records(out)] for out in (parts, whole)]
     torch.testing.assert_close(*losses, rtol=2e-5, atol=0)
 
 
 @pytest.mark.parametrize(("every", "compared"), [(0, []), (1, [1, 2, 3, 4]), (3, [1, 4])])
-def test_replicas_are_compared_every_so_many_steps(corpus, tmp_path, monkeypatch, every, compared):
+def test_replicas_are_compared_every_so_many_steps(tmp_path, monkeypatch, every, compared):
     found = []
     monkeypatch.setattr(guards, "check_replicas", lambda state, specs, mesh, step: found.append(step))
-    run(Mesh({"X": 1}), settings(corpus, tmp_path, guard_every=every, eval_every=0, eval_batches=1))
+    run(Mesh({"X": 1}), settings(tmp_path / "run", guard_every=every, eval_every=0, eval_batches=1))
     assert found == compared
 
 
@@ -75,20 +58,22 @@ def test_learning_rates():
 
 def test_only_matrices_decay():
     params = {"embed": torch.ones(2, 2), "layers": {"W_Q": torch.ones(2, 2), "norm_attn": torch.ones(2)}}
-    rule = optimizer_of(Settings(get("tiny"), "", "", lr=0.1, warmup=0, schedule="constant", weight_decay=0.5))
     zeros = {"embed": torch.zeros(2, 2), "layers": {"W_Q": torch.zeros(2, 2), "norm_attn": torch.zeros(2)}}
+    rule = optimizer_of(Settings(get("tiny"), "", "", lr=0.1, warmup=0, schedule="constant", weight_decay=0.5))
     new, _ = rule.update(zeros, rule.init(params), params)
     assert torch.equal(new["embed"], params["embed"])
     assert torch.equal(new["layers"]["norm_attn"], params["layers"]["norm_attn"])
     assert torch.allclose(new["layers"]["W_Q"], torch.full((2, 2), 0.95))
 
 
+SMALL = ["--batch", "4", "--seq", "32", "--eval-every", "0"]
+
+
 @pytest.mark.slow
-def test_stopped_it_saves_and_can_go_on(corpus, tmp_path):
+def test_stopped_it_saves_and_can_go_on(tmp_path):
     """As a user: Ctrl-C on the command, then --resume."""
-    where = ["--data", str(corpus), "--out", str(tmp_path / "run"), "--mesh", "X=2"]
-    options = ["--batch", "4", "--seq", "32", "--steps", "2000", "--eval-every", "0"]
-    process = Forked(lambda: sys.exit(main([*where, *options])))
+    write_text(tmp_path, 500)
+    process = Forked(lambda: sys.exit(main(options(tmp_path, "run", *SMALL, "--mesh", "X=2", "--steps", "2000"))))
     for line in process.stdout:
         if line.startswith("step") and "3/" in line:
             os.kill(process.pid, signal.SIGINT)
@@ -105,11 +90,11 @@ def test_stopped_it_saves_and_can_go_on(corpus, tmp_path):
 
 
 @pytest.mark.slow
-def test_resumed_with_what_does_not_fit(corpus, tmp_path, capsys):
+def test_resumed_with_what_does_not_fit(tmp_path, capsys):
     """Another batch is fine, and counted rightly; another length of sequences, or nothing left to do, is refused."""
+    write_text(tmp_path, 500)
     out = ["--out", str(tmp_path / "run")]
-    small = ["--batch", "4", "--seq", "32", "--steps", "2", "--eval-every", "0"]
-    assert main([*out, "--data", str(corpus), *small]) == 0
+    assert main(options(tmp_path, "run", *SMALL, "--steps", "2")) == 0
     assert "256 tokens seen" in capsys.readouterr().out
     assert main([*out, "--resume", "--batch", "8", "--steps", "3"]) == 0
     assert "512 tokens seen" in capsys.readouterr().out
@@ -120,7 +105,7 @@ def test_resumed_with_what_does_not_fit(corpus, tmp_path, capsys):
 
 
 @pytest.mark.parametrize(
-    ("options", "words"),
+    ("more", "words"),
     [
         (["--data", "nowhere.txt"], "nowhere.txt: no such file"),
         (["--mesh", "Q=2"], "splits nothing of a Transformer"),
@@ -129,18 +114,20 @@ def test_resumed_with_what_does_not_fit(corpus, tmp_path, capsys):
         (["--seq", "999999"], "fix: more ranks along X, or a smaller model: no batch fits"),
     ],
 )
-def test_refused_in_a_line(corpus, tmp_path, capsys, options, words):
-    assert main(["--data", str(corpus), "--out", str(tmp_path / "run"), "--steps", "1", *options]) == 1
+def test_refused_in_a_line(tmp_path, capsys, more, words):
+    write_text(tmp_path, 500)
+    assert main(options(tmp_path, "run", "--steps", "1", *more)) == 1
     error = capsys.readouterr().err
     assert words in error
     assert "Traceback" not in error
 
 
-def test_two_runs_do_not_share_a_folder(corpus, tmp_path, capsys):
+def test_two_runs_do_not_share_a_folder(tmp_path, capsys):
+    write_text(tmp_path, 500)
     (out := tmp_path / "run").mkdir()
     with open(out / "lock", "w") as held:
         fcntl.flock(held, fcntl.LOCK_EX)
-        assert main(["--data", str(corpus), "--out", str(out), "--steps", "1"]) == 1
+        assert main(options(tmp_path, "run", "--steps", "1")) == 1
     assert "another run writes here" in " ".join(capsys.readouterr().err.split())
 
 

@@ -29,10 +29,14 @@ DATA = ("text.txt", "rows.npy", "shards-bytes", "shards-own", "shards-other", "r
 DATA += ("shards-own:2,text.txt:1", "shards-own,shards-other", "rows.npy,shards-own", "rows.npy:1,rows.npy:2")
 
 
+def parts_of(data):
+    return [part.partition(":")[0] for part in data.split(",")]
+
+
 def expected(name, scratch, given, data):
     """The tokenizer that is right for the four, or None where they are to be refused."""
     V, own, weights = MODEL[name]
-    parts = [part.partition(":")[0] for part in data.split(",")]
+    parts = parts_of(data)
     makers = [part.removeprefix("shards-") for part in parts if part.startswith("shards-")]
     made_here = scratch or not weights
     own = None if name.endswith(".json") else own
@@ -58,8 +62,12 @@ def begun(place, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(command.elastic, "fits_as_before", lambda *given: True)
     ran = []
 
-    def begin(*options):
-        code = main([*options, "--seq", "8", "--batch", "2"])
+    def begin(*options, tokenizer=None, **more):
+        """With --tokenizer, by its folder's name, and --model, --data and --out of what is given."""
+        tokenizer = tokenizer if tokenizer in (None, "bytes") else place / tokenizer
+        given = {"--tokenizer": tokenizer} | {f"--{name}": value for name, value in more.items()}
+        given = [str(each) for flag, value in given.items() if value is not None for each in (flag, value)]
+        code = main([*options, *given, "--seq", "8", "--batch", "2"])
         return (ran.pop(), "") if code == 0 else (None, capsys.readouterr().err)
 
     return begin
@@ -75,9 +83,8 @@ def test_every_pair_is_right_or_refused(place, tmp_path, begun, name):
     wrong, right = [], 0
     for i, (scratch, given, data) in enumerate(itertools.product((False, True), GIVEN, DATA)):
         by, out = expected(name, scratch, given, data), tmp_path / str(i)
-        options = ["--model", name, "--data", data, "--out", str(out), *(["--from-scratch"] if scratch else [])]
-        at = given if given in (None, "bytes") else str(place / given)
-        settings, error = begun(*options, *(["--tokenizer", at] if at else []))
+        options = ["--from-scratch"] if scratch else []
+        settings, error = begun(*options, model=name, data=data, out=out, tokenizer=given)
         what = f"{scratch=} {given=} {data}: {by}, not"
         if settings is None:
             wrong += [f"{what} refused: {error}"] if by is not None else []
@@ -104,34 +111,28 @@ REASONS = [  # (model, --tokenizer, data, what the refusal says)
 
 
 @pytest.mark.parametrize(("name", "given", "data", "words"), REASONS)
-def test_a_refusal_says_why(place, tmp_path, begun, name, given, data, words):
-    options = ["--tokenizer", given if given == "bytes" else str(place / given)] if given else []
-    assert words in begun("--model", name, "--data", data, "--out", str(tmp_path / "run"), *options)[1]
+def test_a_refusal_says_why(tmp_path, begun, name, given, data, words):
+    assert words in begun(model=name, data=data, out=tmp_path / "run", tokenizer=given)[1]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("first", ["own", "bytes", "ids"])
 def test_a_resumed_run_keeps_its_tokenizer(place, tmp_path, begun, first):
-    start = {"own": ("hf", "text.txt"), "bytes": ("sizes.json", "shards-bytes"), "ids": ("sizes.json", "rows.npy")}
+    start = {"own": ("hf", "text.txt"), "bytes": ("tiny", "shards-bytes"), "ids": ("sizes.json", "rows.npy")}
     name, data = start[first]
-    out = tmp_path / "run"
-    flags = ["--tokenizer", "bytes"] if first == "bytes" and MODEL[name][0] < 256 else []
-    name = "tiny" if first == "bytes" else name
-    assert begun("--model", name, "--data", data, "--out", str(out), *flags)[0]
+    out, by = tmp_path / "run", "bytes" if first == "bytes" else None
+    assert begun(model=name, data=data, out=out, tokenizer=by)[0]
     (out / "step-000001").mkdir()
     (out / "step-000001" / "index.json").write_text("{}")
     out = out.rename(tmp_path / "moved")
     accepted, wrong = 0, []
     for given, other, data in itertools.product(GIVEN, (None, name, "hf256", "swapped"), (None, *DATA)):
-        options = ["--tokenizer", given if given == "bytes" else str(place / given)] if given else []
-        options += ["--model", other] if other else []
-        options += ["--data", data] if data else []
-        parts = [part.partition(":")[0].removeprefix("shards-") for part in (data or start[first][1]).split(",")]
+        parts = [part.removeprefix("shards-") for part in parts_of(data or start[first][1])]
         same = (None, name, "swapped") if first == "ids" else (None, name)  # made here: a folder gives sizes alone
         fine = given in (None, first) and other in same and not {*parts} - {first, "rows.npy", "text.txt"}
         fine = fine and not (first == "ids" and "text.txt" in parts)
         before = (out / "run.toml").read_text()
-        settings, error = begun("--out", str(out), "--resume", *options)
+        settings, error = begun("--resume", out=out, tokenizer=given, model=other, data=data)
         what = f"{given=} {other=} {data=} {fine=}: {error}"
         if (settings is not None) != fine:
             wrong.append(what)
@@ -152,14 +153,14 @@ def test_exports_of_bytes_are_bytes_again(place, tmp_path, begun, V):
     hf.save(tmp_path / "hf", model(V), transformer.init(model(V), 1))
     write_bytes(tmp_path / "hf")
     assert isinstance(tokenizer_of(tmp_path / "hf", V), ByteText)
-    settings, error = begun("--model", str(tmp_path / "hf"), "--data", "shards-bytes", "--out", str(tmp_path / "run"))
+    settings, error = begun(model=tmp_path / "hf", data="shards-bytes", out=tmp_path / "run")
     assert settings, error
     assert tokenizer_in(settings).identity == tokenizer_of(tmp_path / "run", V).identity == "bytes"
 
 
 def test_files_that_were_changed_are_refused(place, tmp_path, begun):
     run = tmp_path / "run"
-    assert begun("--model", "hf", "--data", "text.txt", "--out", str(run))[0]
+    assert begun(model="hf", data="text.txt", out=run)[0]
     shutil.copy(place / "other" / "tokenizer.json", home_of(run))
     with pytest.raises(ValueError, match=r"is not the tokenizer that .*run was written with\n  fix: copy that one"):
         tokenizer_of(run, 32)
@@ -169,8 +170,8 @@ def test_files_that_were_changed_are_refused(place, tmp_path, begun):
 
 def test_data_and_folders_that_mean_something_else(tmp_path, begun):
     for data in ("shards-own/tokens-00000.npy", "."):
-        assert "part of shards" in begun("--model", "hf", "--data", data, "--out", str(tmp_path / "no"))[1]
-    assert "is a model's folder" in begun("--model", "hf", "--data", "text.txt", "--out", "hf")[1]
+        assert "part of shards" in begun(model="hf", data=data, out=tmp_path / "no")[1]
+    assert "is a model's folder" in begun(model="hf", data="text.txt", out="hf")[1]
     assert not (tmp_path / "no").exists()
 
 
@@ -181,9 +182,8 @@ def test_weights_keep_their_ends_of_text_beside_a_tokenizer_that_was_given(place
     shutil.copytree(place / "bare", tmp_path / "bare")
     (tmp_path / "bare" / "generation_config.json").write_text('{"eos_token_id": 3}')
     (tmp_path / "own" / "generation_config.json").write_text('{"eos_token_id": 9}')
-    given = ["--tokenizer", str(tmp_path / "own")] if name == "own" else []
-    data = "text.txt" if given else "rows.npy"
-    assert begun("--model", str(tmp_path / "bare"), "--data", data, "--out", str(tmp_path / "run"), *given)[0]
+    given = {"data": "text.txt", "tokenizer": tmp_path / "own"} if name == "own" else {"data": "rows.npy"}
+    assert begun(model=tmp_path / "bare", out=tmp_path / "run", **given)[0]
     assert ends_of(tmp_path / "run") == (3,)
 
 

@@ -1,4 +1,5 @@
-"""A run's folder is whole by itself, and so is what is exported of it: moved, asked, served, resumed, trained on."""
+"""A run's folder is whole by itself, and so is what is exported of it, by one process or several: moved, asked, served,
+resumed, trained on."""
 
 import json
 import os
@@ -7,12 +8,15 @@ import shutil
 import pytest
 import torch
 
-pytest.importorskip("tokenizers", reason="a run with a tokenizer.json needs the library: pip install tokenizers")
+pytest.importorskip("tokenizers", reason="a tokenizer.json needs the library: pip install tokenizers")
 pytest.importorskip("safetensors")
 
+from runs import options, write_text
 from tokenized import WORDS
 
+from scaling import tree
 from scaling.generate import command as generate
+from scaling.models import hf
 from scaling.models.text import tokenizer
 from scaling.serve import command as serve
 from scaling.serve.text import chat_prompt, ends_of
@@ -25,8 +29,8 @@ def test_a_run_is_whole_by_itself(place, tmp_path, monkeypatch, capsys):
     shutil.copytree(place / "hf", tmp_path / "work" / "hf")
     shutil.copy(place / "text.txt", tmp_path / "work")
     monkeypatch.chdir(tmp_path / "work")
-    options = ["--seq", "8", "--batch", "2", "--eval-batches", "1", "--steps", "2", "--sample", "the dog"]
-    assert main(["--model", "hf", "--data", "text.txt", "--out", "run", *options]) == 0
+    more = ["--seq", "8", "--batch", "2", "--eval-batches", "1", "--steps", "2", "--sample", "the dog"]
+    assert main(["--model", "hf", "--data", "text.txt", "--out", "run", *more]) == 0
     shutil.rmtree("hf")
     shutil.move("run", tmp_path / "moved")
     (tmp_path / "elsewhere").mkdir()
@@ -68,16 +72,38 @@ def test_a_run_is_whole_by_itself(place, tmp_path, monkeypatch, capsys):
         said.append((capsys.readouterr().out.split("2 of 2")[0], [(row["text"], row["ids"]) for row in rows]))
     assert said[0] == said[1]
     assert {*said[0][1][0][0].split()} <= {*WORDS}  # words, not bytes
-    options = ["--data", str(place / "shards-own"), "--out", "again", "--seq", "8", "--batch", "2", "--steps", "1"]
-    assert main(["--model", out, *options]) == 0
+    more = ["--data", str(place / "shards-own"), "--out", "again", "--seq", "8", "--batch", "2", "--steps", "1"]
+    assert main(["--model", out, *more]) == 0
+
+
+@pytest.mark.slow
+def test_a_run_on_bytes_is_exported_by_one_process_and_by_several(tmp_path, capsys):
+    """From another mesh; the folder is opened again and trained on, and its tokenizer is of the 256 bytes."""
+    write_text(tmp_path, 500)
+    small = ["--batch", "2", "--seq", "32"]
+    assert main(options(tmp_path, "run", *small, "--steps", "2", "--mesh", "X=2")) == 0
+    for name, mesh in (("one", "X=1"), ("two", "Z=2")):
+        assert main(["export", str(tmp_path / "run"), "--out", str(tmp_path / name), "--mesh", mesh]) == 0
+    assert f"step 2: {tmp_path / 'two'}" in capsys.readouterr().out
+    (config, params), (_, again) = (hf.load(tmp_path / name) for name in ("one", "two"))
+    assert (config.L, config.V) == (4, 256)
+    assert all(map(torch.equal, tree.leaves(params), tree.leaves(again)))
+    assert main(options(tmp_path, "more", *small, "--steps", "1", "--model", str(tmp_path / "one"))) == 0
+    assert main(["export", str(tmp_path), "--out", str(tmp_path / "no")]) == 1
+    assert "run.toml" in capsys.readouterr().err
+    opened = pytest.importorskip("tokenizers").Tokenizer.from_file
+    by, text = opened(str(tmp_path / "one" / "tokenizer.json")), " a\tb\n\nÄ€😀\x7f  "
+    assert sorted(by.get_vocab().values()) == list(range(256))
+    assert by.encode(text).ids == list(text.encode())
+    assert by.decode(list(text.encode())) == text
 
 
 def test_ids_without_a_tokenizer(place, tmp_path, capsys):
     """Can be gone on from as numbers; text is refused."""
-    options = ["--model", str(place / "bare"), "--max-new-tokens", "3"]
-    assert generate.main([*options, "--prompt-ids", "2,3"]) == 0
+    given = ["--model", str(place / "bare"), "--max-new-tokens", "3"]
+    assert generate.main([*given, "--prompt-ids", "2,3"]) == 0
     assert len(capsys.readouterr().out.split()) == 3
-    assert generate.main([*options, "--prompt", "the"]) == 1
+    assert generate.main([*given, "--prompt", "the"]) == 1
     assert "fix: put the model's tokenizer.json there" in " ".join(capsys.readouterr().err.split())
     (tmp_path / "in").write_text('{"prompt": "the"}\n{"ids": [2, 3], "max_new_tokens": 2}\n{"ids": [2], "stop": "a"}\n')
     command = ["--model", str(place / "bare"), "--input", str(tmp_path / "in"), "--output", str(tmp_path / "out")]
@@ -92,8 +118,8 @@ def test_ids_without_a_tokenizer(place, tmp_path, capsys):
 def test_transformers_pipeline_behaves_as_before(place, tmp_path):
     transformers = pytest.importorskip("transformers", reason="compares with transformers: pip install transformers")
     run, out = str(tmp_path / "run"), str(tmp_path / "out")
-    options = ["--seq", "8", "--batch", "2", "--steps", "1", "--lr", "0", "--eval-batches", "1"]
-    assert main(["--model", str(place / "hf"), "--data", str(place / "text.txt"), "--out", run, *options]) == 0
+    more = ["--seq", "8", "--batch", "2", "--steps", "1", "--lr", "0", "--eval-batches", "1"]
+    assert main(["--model", str(place / "hf"), "--data", str(place / "text.txt"), "--out", run, *more]) == 0
     assert main(["export", run, "--out", out]) == 0
     said = []
     for folder in (str(place / "hf"), out):

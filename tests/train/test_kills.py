@@ -1,0 +1,172 @@
+"""Real runs, as users start them, that are killed while they save, lose a node, or go wrong by a planted fault."""
+
+import contextlib
+import os
+import random
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from machine import once
+from runs import command, options, records, write_text
+
+from scaling import launch, tree
+from scaling.configs import get
+from scaling.train import checkpoint, loop
+from scaling.train.settings import Settings
+
+pytestmark = pytest.mark.sweep
+OPTIONS = ["--seq", "32", "--eval-every", "0"]
+
+
+def test_a_run_that_is_killed_while_it_saves_goes_on_with_the_same_losses(tmp_path):
+    """-9 at random moments of a run that saves after every step."""
+    write_text(tmp_path)
+    out, log, draw, ran = tmp_path / "run", tmp_path / "log", random.Random(0), []
+    same = [*OPTIONS, "--batch", "4", "--mesh", "X=2", "--schedule", "constant", "--guard-every", "0"]
+    for _ in range(10):
+        before = max(checkpoint.complete(out), default=0)
+        more = ["--steps", "100000", "--save-every", "1", *(["--resume"] if before else [])]
+        with log.open("w") as said:
+            started = command(tmp_path, "run", *same, *more)
+            process = subprocess.Popen(started, stdout=said, stderr=said, start_new_session=True)
+        while "\nstep " not in log.read_text():
+            assert process.poll() is None, log.read_text()
+            time.sleep(0.05)
+        time.sleep(draw.uniform(0, 1.5))
+        finished = max(checkpoint.complete(out), default=0)
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+        assert int(log.read_text().partition("\nstep ")[2].partition("/")[0]) == before + 1
+        assert max(checkpoint.complete(out), default=0) >= finished
+        ran += [(each["step"], each["loss"]) for each in records(out) if each["step"] > before]
+    whole = command(tmp_path, "whole", *same, "--save-every", "0", "--steps", str(max(ran)[0]))
+    subprocess.run(whole, check=True, stdout=subprocess.DEVNULL)
+    wanted = {each["step"]: each["loss"] for each in records(tmp_path / "whole")}
+    assert [(step, wanted[step]) for step, _ in ran] == ran
+
+
+def node(port: int, script: list[str], log: Path) -> subprocess.Popen:
+    """An agent of torchrun and its four ranks, a process group of its own."""
+    started = [
+        sys.executable, "-m", "torch.distributed.run", "--nnodes", "1:2", "--nproc-per-node", "4", "--max-restarts",
+        "3", "--rdzv-backend", "c10d", "--rdzv-endpoint", f"127.0.0.1:{port}", "--rdzv-id", "sweep", "--rdzv-conf",
+        "last_call_timeout=2,keep_alive_interval=1", "--monitor-interval", "0.2", *script,
+    ]  # fmt: skip
+    # A store that nodes share keeps the address of its first round, where nobody answers a node that comes later.
+    env = os.environ | {"OMP_NUM_THREADS": "1", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+    with log.open("w") as out:
+        return subprocess.Popen(started, stdout=out, stderr=subprocess.STDOUT, start_new_session=True, env=env)
+
+
+def wait_for(out: Path, count: int, agents: list) -> list[dict]:
+    deadline = time.monotonic() + 180
+    while len(found := records(out)) < count:
+        assert time.monotonic() < deadline, "too late: see the logs beside it"
+        assert any(agent.poll() is None for agent in agents), "all have ended: see the logs beside it"
+        time.sleep(0.05)
+    return found
+
+
+def below(pid: int) -> list[int]:
+    """The processes that a process has started, and those that they have, by /proc."""
+    parents = {}
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):
+            parents[int(path.parent.name)] = int(path.read_text().rpartition(")")[2].split()[1])
+    found = [pid]
+    for each in found:
+        found += [child for child, parent in parents.items() if parent == each]
+    return found[1:]
+
+
+@pytest.mark.parametrize("lost", ["node", "rank"])
+def test_a_run_of_two_nodes_goes_on_when_one_is_lost(tmp_path, lost):
+    """On half of P, with the losses of one device."""
+    write_text(tmp_path)
+    common = [*OPTIONS, "--batch", "8", "--warmup", "5", "--save-every", "5", "--guard-every", "10", "--steps", "40"]
+    subprocess.run(command(tmp_path, "one", *common), check=True, stdout=subprocess.DEVNULL)
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    script = ["-m", "scaling.train", *options(tmp_path, "two", *common, "--mesh", "P=2,X=2,Y=2", "--resume")]
+    agents = [node(port, script, tmp_path / "node-0.log")]
+    try:
+        while agents[0].poll() is None:  # until this node hosts the rendezvous
+            with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port)):
+                break
+            time.sleep(0.2)
+        agents.append(node(port, script, tmp_path / "node-1.log"))
+        wait_for(tmp_path / "two", 8, agents)
+        ranks = below(agents[1].pid)
+        for pid in [agents[1].pid, *ranks] if lost == "node" else ranks[-1:]:
+            os.kill(pid, signal.SIGKILL)
+        agents[0].wait(300)
+    finally:
+        for pid in [pid for agent in agents for pid in (*below(agent.pid), agent.pid)]:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+    losses = [[each["loss"] for each in records(tmp_path / name)] for name in ("two", "one")]
+    torch.testing.assert_close(*losses, rtol=1e-3, atol=0)
+
+
+FAULTS = {
+    "desync": "is replicated over",
+    "nan": "not finite",
+    "spike": "the loss jumped",
+    "slow": "is slow",
+    "none": "",
+}
+
+
+def planted(mesh, case: str, seed: int, settings: Settings) -> None:
+    """A run in which something goes wrong: on one rank, or for all of them with a batch, at a step after the first."""
+    draw = random.Random(seed)
+    rank, at, late, real = draw.randrange(2), draw.randrange(3, 12), draw.randrange(20, 28), loop.make_step
+
+    def make_step(*given):
+        step = real(*given)
+
+        def wrong(params, state, batch, donate=False):
+            if mesh.rank == rank and case in ("desync", "nan") and int(state["step"]) == at:
+                leaves = [x for where, x in tree.named_leaves(params).items() if case == "nan" or "norm" in where]
+                flat = draw.choice(leaves).view(-1)
+                i = draw.randrange(len(flat))
+                flat[i] += 1e-3 if case == "desync" else float("nan")  # a last bit could be rounded away
+            if mesh.rank == rank and case == "slow":
+                time.sleep(0.03)
+            if case == "spike" and int(state["step"]) == late:
+                batch = (batch[0], torch.full_like(batch[1], 255), batch[2])
+            return step(params, state, batch, donate)
+
+        return wrong
+
+    loop.make_step = make_step
+    loop.run(mesh, settings)
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("case", FAULTS)
+def test_a_planted_fault_is_named_and_a_sound_run_is_silent(tmp_path, capfd, case, seed):
+    model = get("tiny").with_(L=2, D=32, F=64, N=2, K=2, H=16)
+    options = {"steps": 32, "lr": 5e-3, "warmup": 5, "guard_every": 10, "eval_every": 0, "save_every": 0}
+    text = write_text(tmp_path, 3000)
+
+    def check():
+        out = tmp_path / str(time.monotonic_ns())
+        out.mkdir()
+        settings = Settings(model, text, str(out), 4, 64, eval_batches=1, **options)
+        error = ""
+        try:
+            launch.run(planted, {"X": 2, "Y": 1}, case, seed, settings)
+        except launch.RankError as raised:
+            error = str(raised)
+        found = capfd.readouterr().err + error
+        assert FAULTS[case] in found if FAULTS[case] else not found
+
+    once(check)
