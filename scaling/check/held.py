@@ -6,7 +6,7 @@ not known are None: they fit all.
 """
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import lru_cache
 from math import prod
 from typing import NamedTuple
@@ -67,6 +67,11 @@ class HeldType(NamedTuple):
 def of_nothing(shape: Sequence[int], zero: bool = False) -> HeldType:
     """What no typed array went into."""
     return HeldType(tuple(map(any_dim, shape)), None if zero else frozenset(), made="of nothing")
+
+
+def looked_up(axes: Iterable[str]) -> str:
+    """What rows by number have gone through, of an array whose rows are split over axes: each device has its own."""
+    return f"a look-up in what is split over {', '.join(sorted(axes))}"
 
 
 def any_dim(size: int) -> Dim:

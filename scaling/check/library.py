@@ -11,7 +11,7 @@ from scaling.mesh import AbstractMesh
 def judge_library() -> Judgement:
     """Every program of `programs`, each on its mesh; what its listings say of their types is a part of them."""
     report = Judgement()
-    with telling(), nothing_outside("scaling"):
+    with telling(), nothing_outside("scaling", 0):
         from scaling.check.programs import programs
 
         for name, sizes, run in programs():

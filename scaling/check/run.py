@@ -59,8 +59,8 @@ def _abstract(sizes: Any, *args: Any, **options: Any) -> AbstractMesh:
 
 
 @contextlib.contextmanager
-def nothing_outside(path: str) -> Iterator[None]:
-    """No ranks, no output, no waiting, and an end after a minute."""
+def nothing_outside(path: str, seconds: int = SECONDS) -> Iterator[None]:
+    """No ranks, no output, no waiting, and an end after so many seconds; 0: none."""
 
     def stop(*_: Any) -> None:
         raise TimeoutError
@@ -80,7 +80,7 @@ def nothing_outside(path: str) -> Iterator[None]:
         if main:
             stack.callback(signal.signal, signal.SIGALRM, signal.signal(signal.SIGALRM, stop))
             stack.callback(signal.alarm, 0)
-            signal.alarm(SECONDS)
+            signal.alarm(seconds)
         yield
 
 

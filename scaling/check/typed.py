@@ -22,7 +22,7 @@ from scaling.check.compared import (
     without_axes,
 )
 from scaling.check.findings import Finding, Judgement, place_parts
-from scaling.check.held import HeldType, Pieces, any_dim, axes_along, dims_of_view, of_nothing, pieces_of
+from scaling.check.held import HeldType, Pieces, any_dim, axes_along, dims_of_view, looked_up, of_nothing, pieces_of
 from scaling.collectives.linear import Pending, run_op, watcher
 from scaling.collectives.masks import zeroed
 from scaling.collectives.multiply import einsum
@@ -181,10 +181,12 @@ class TypedLines:
         return self.meta(x)
 
     def masked(self, line: str, x: Any, mask: Any) -> Tensor:
-        """What each device has of a sum, of which the values decide: the type is taken at its word."""
+        """What each device has of a sum: of a look-up, rows that are split over the sum's axes; of all else the values
+        decide, and the type is taken at its word."""
         x, mask, spec, place = self.meta(x), self.meta(mask), parse(line), self.reached()
-        self.skip("the mask decides, and the type is taken at its word", place)
         held = self.held(x)
+        if held.through != looked_up(self.live(spec).unreduced):
+            self.skip("the mask decides, and the type is taken at its word", place)
         partial = None if held.unreduced is None else held.unreduced - {*spec.unreduced}
         whole = Spec(spec.name, spec.dims)
         self.compare(held._replace(unreduced=partial, through=""), whole, line, "", place)

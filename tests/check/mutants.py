@@ -82,15 +82,19 @@ def replaced(text: str, node: ast.expr, edit: str) -> str:
     return (data[:start] + edit.encode() + data[end:]).decode()
 
 
+def typed_calls(tree: ast.AST) -> list[ast.Call]:
+    """Those of typed functions by their names, with a literal line."""
+    calls = [n for n in ast.walk(tree) if isinstance(n, ast.Call) and getattr(n.func, "id", "") in TYPED]
+    return [call for call in calls if call.args and isinstance(call.args[0], ast.Constant)]
+
+
 def mutants():
     """(kind, file, line, the call before, the edit, the file's text with it)."""
     for file in FILES:
         text = (ROOT / file).read_text(encoding="utf-8")
         text = "import torch\nfrom scaling.models.pointwise import act, rms_norm\n" + text
         tree = ast.parse(text)
-        for node in [n for n in ast.walk(tree) if isinstance(n, ast.Call) and getattr(n.func, "id", "") in TYPED]:
-            if not (node.args and isinstance(node.args[0], ast.Constant)):
-                continue
+        for node in typed_calls(tree):
             before = ast.get_source_segment(text, node)
             for kind, edit in dict.fromkeys(edits(node)):
                 yield kind, file, node.lineno - 2, before, edit, replaced(text, node, edit)

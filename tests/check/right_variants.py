@@ -8,9 +8,8 @@ import random
 from collections import Counter
 
 from mutant_programs import judgement
-from mutants import FILES, ROOT
+from mutants import FILES, ROOT, typed_calls
 
-from scaling.check.lines import TYPED
 from scaling.common.console import Parser
 from scaling.spec import parse_line
 
@@ -108,12 +107,7 @@ def variants(count: int, seed: int):
         text = right = (ROOT / file).read_text(encoding="utf-8")
         done = []
         for _ in range(rng.randrange(2, 6)):
-            tree = ast.parse(text)
-            calls = [n for n in ast.walk(tree) if isinstance(n, ast.Call) and getattr(n.func, "id", "") in TYPED]
-            calls = [n for n in calls if n.args and isinstance(n.args[0], ast.Constant)]
-            if not calls:
-                break
-            call, edit = rng.choice(calls), rng.choice(EDITS)
+            call, edit = rng.choice(typed_calls(ast.parse(text))), rng.choice(EDITS)
             before, after = ast.get_source_segment(text, call), edit(call, rng)
             text = text.replace(before, after, 1)
             done.append(after)

@@ -1,15 +1,20 @@
-"""Faulty edits that, run on ranks, change numbers and say nothing: the judge finds them on an abstract mesh.
+"""Faulty edits of typed lines: the judge finds them on an abstract mesh, those that on ranks change numbers and say
+nothing, and those that raise there. In right variants of the same files it finds nothing.
 
-What came of each edit is stored (outcomes.py runs them); here one in 25 is judged.
+What came of each edit on ranks is stored (outcomes.py runs them); here some are judged, and all by outcomes.py.
 """
 
 import pytest
+from drawn import of_file
 from mutant_programs import judgement
 from mutants import mutants
 from outcomes import digest, stored
+from right_variants import variants
 
-KNOWN = stored()
-SILENT = [case for case in mutants() if KNOWN.get(digest(case[1], *case[3:5])) == "wrong"]
+from scaling.check.lines import check_lines
+
+KNOWN, EVERY = stored(), list(mutants())
+SILENT, RAISED = ([c for c in EVERY if KNOWN.get(digest(c[1], *c[3:5])) == outcome] for outcome in ("wrong", "raises"))
 HOPS = [case for case in SILENT if case[0] == "collective dropped" and case[3].startswith("ppermute")]
 GAPS = {  # edits that the judge does not find: (file, what stands in the collective's place)
     ("chapters/05_pp.py", "loss"),
@@ -17,11 +22,18 @@ GAPS = {  # edits that the judge does not find: (file, what stands in the collec
     ("chapters/03_products.py", "o"),
 }
 SEEN = [case for case in SILENT if case not in HOPS and (case[1], case[4]) not in GAPS][::25]
+TYPES = "axis dropped in one type", "another axis in one type", "axes swapped in the whole line", "{U} dropped"
+LISTINGS = tuple(f"scaling/strategies/{name}.py" for name in ("data_parallel", "fsdp", "tensor_parallel", "fsdp_tp"))
+SEEN += [case for case in RAISED if case[0] in TYPES and case[1] in LISTINGS][::7]
+RIGHT = list(variants(100, seed=0))
 
 
 def test_enough_were_run():
     assert len(KNOWN) > 3400
     assert len(SILENT) > 660
+    assert len(RAISED) > 1800
+    assert len({text for _, _, text in RIGHT}) == 100
+    assert len({file for file, _, _ in RIGHT}) > 10
 
 
 def test_a_block_that_a_ring_does_not_pass_on():
@@ -32,3 +44,19 @@ def test_a_block_that_a_ring_does_not_pass_on():
 @pytest.mark.parametrize(("kind", "file", "line", "before", "edit", "text"), SEEN)
 def test_is_refused(kind, file, line, before, edit, text):
     assert judgement(file, text).findings, f"{kind}: {file}:{line}: {edit}"
+
+
+@pytest.mark.parametrize("file", LISTINGS)
+def test_another_variable_of_the_same_type_is_refused_by_its_name(file):
+    """Of the variables of a function that its file's lines name; an expression has no name."""
+    edits = [case for case in of_file(file) if case[0].endswith("of the same type")]
+    found = [[f.rule for f in check_lines(text, file)[0]] == ["wrong-name"] for *_, text in edits]
+    assert 2 * sum(found) > len(edits) > 5
+    assert check_lines(edits[0][-1].replace(edits[0][4], edits[0][3]), file)[0] == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", range(0, 100, 10))
+def test_nothing_is_found_in_right_variants(number):
+    for file, done, text in RIGHT[number : number + 10 : 2]:
+        assert [str(found) for found in [*check_lines(text, file)[0], *judgement(file, text).findings]] == [], done
