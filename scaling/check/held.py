@@ -69,7 +69,7 @@ def of_nothing(shape: Sequence[int], zero: bool = False) -> HeldType:
     return HeldType(tuple(map(any_dim, shape)), None if zero else frozenset(), made="of nothing")
 
 
-def looked_up(axes: Iterable[str]) -> str:
+def look_up_over(axes: Iterable[str]) -> str:
     """What rows by number have gone through, of an array whose rows are split over axes: each device has its own."""
     return f"a look-up in what is split over {', '.join(sorted(axes))}"
 

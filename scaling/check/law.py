@@ -5,7 +5,7 @@ fits all.
 from typing import NamedTuple
 
 from scaling.algebra.law import LabelledOp, Sizes
-from scaling.check.held import Dim, HeldType, any_dim, axes_along, looked_up, meeting_dim, name_along, size_along
+from scaling.check.held import Dim, HeldType, any_dim, axes_along, look_up_over, meeting_dim, name_along, size_along
 
 
 class RuleBroken(Exception):
@@ -55,7 +55,7 @@ def by_labels(rule: OpRule, operands: list[HeldType], shape: Sizes) -> HeldType:
     for label, dim in gone.items():
         axes = axes_along(dim)
         if label in rule.by_number and axes:
-            unreduced, through = unreduced or None, looked_up(axes)
+            unreduced, through = unreduced or None, look_up_over(axes)
         elif axes is None and size_along(dim) > 1:
             unreduced = unreduced or None
         elif axes and unreduced is not None:

@@ -22,7 +22,7 @@ from scaling.check.compared import (
     without_axes,
 )
 from scaling.check.findings import Finding, Judgement, place_parts
-from scaling.check.held import HeldType, Pieces, any_dim, axes_along, dims_of_view, looked_up, of_nothing, pieces_of
+from scaling.check.held import HeldType, Pieces, any_dim, axes_along, dims_of_view, look_up_over, of_nothing, pieces_of
 from scaling.collectives.linear import Pending, run_op, watcher
 from scaling.collectives.masks import zeroed
 from scaling.collectives.multiply import einsum
@@ -185,7 +185,7 @@ class TypedLines:
         decide, and the type is taken at its word."""
         x, mask, spec, place = self.meta(x), self.meta(mask), parse(line), self.reached()
         held = self.held(x)
-        if held.through != looked_up(self.live(spec).unreduced):
+        if held.through != look_up_over(self.live(spec).unreduced):
             self.skip("the mask decides, and the type is taken at its word", place)
         partial = None if held.unreduced is None else held.unreduced - {*spec.unreduced}
         whole = Spec(spec.name, spec.dims)

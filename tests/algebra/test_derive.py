@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 import simulated
 import torch
-from array_types import DP, FSDP_TP, LINES, SIZES, UNREDUCED
+from refused import refused
 
 from scaling.algebra import derive
 from scaling.book.largest import largest
@@ -14,9 +14,38 @@ from scaling.collectives import run_program
 from scaling.spec import ShardingError, Spec, parse
 from scaling.strategies import data_parallel, fsdp, fsdp_tp, tensor_parallel
 
+DP = "In[B_X, D] * W_in[D, F] * W_out[F, D] -> Out[B_X, D]"
 FSDP = "In[B_X, D] * W_in[D_X, F] * W_out[F, D_X] -> Out[B_X, D]"
 TP = "In[B, D_Y] * W_in[D, F_Y] * W_out[F_Y, D] -> Out[B, D_Y]"
+FSDP_TP = "In[B_X, D_Y] * W_in[D_X, F_Y] * W_out[F_Y, D_X] -> Out[B_X, D_Y]"
 STRATEGIES = {DP: data_parallel, FSDP: fsdp, TP: tensor_parallel, FSDP_TP: fsdp_tp}
+
+UNREDUCED = [  # the result, or an argument, is a partial sum: its cotangent is replicated
+    "In[B, D_X] * W[D_X, F] -> Out[B, F] {U_X}",
+    "In[B, D] * W[D, F_Y] -> Out[B, F_Y] {U_X}",
+    "In[B_X, D_Y] * W_in[D_Y, F] * W_out[F_Y, D] -> Out[B_X, D] {U_Y}",
+    "In[B, D] {U_X} * W[D, F_Y] -> Out[B, F_Y] {U_X}",
+    "In[B, D_Y] {U_X} * W[D_Y, F] -> Out[B_X, F]",
+]
+LINES = [  # (line, mesh): what nobody wrote by hand
+    (DP, {"X": 2}),
+    (FSDP_TP, {"X": 2, "Y": 2}),
+    ("In[B, D_XYZ] * W_in[D_X, F_YZ] * W_out[F_YZ, D_X] -> Out[B, D_XYZ]", {"X": 2, "Y": 2, "Z": 2}),
+    ("In[B_XZ, D_Y] * W_in[D_XZ, F_Y] * W_out[F_Y, D_XZ] -> Out[B_XZ, D_Y]", {"X": 2, "Y": 2, "Z": 2}),
+    ("In[B_X, D_YZ] * W_in[D_X, F_YZ] * W_out[F_YZ, D_X] -> Out[B_X, D_YZ]", {"X": 2, "Y": 2, "Z": 2}),
+    ("In[B_X, D] * W_in[D_XZ, F_Y] * W_out[F_Y, D_XZ] -> Out[B_X, D]", {"X": 2, "Y": 2, "Z": 2}),
+    ("In[B, D] * W_in[D, F_Y] * W_out[F_Y, D] -> Out[B, D]", {"Y": 4}),
+    ("In[B, D_X] * W_in[D_X, F] * W_out[F_X, D] -> Out[B, D]", {"X": 4}),
+    ("In[B_X, D] * W_1[D, F_Y] * W_2[F_Y, G] * W_3[G_Y, D] -> Out[B_X, D]", {"X": 2, "Y": 2}),
+    ("In[B_X, T, D] * W_Q[D, N_Y, H] -> Q[B_X, T, N_Y, H]", {"X": 2, "Y": 2}),
+    ("Q[B_X, T, N_Y, H] * K[B_X, S, N_Y, H] -> Att[B_X, N_Y, T, S]", {"X": 2, "Y": 2}),
+    ("Att[B_X, N_Y, T, S] * V[B_X, S, N_Y, H] -> O[B_X, T, N_Y, H]", {"X": 2, "Y": 2}),
+    ("O[B_X, T, N_Y, H] * W_O[N_Y, H, D] -> Out[B_X, T, D_Y]", {"X": 2, "Y": 2}),
+    ("Q[B, T_X, N, H] * K[B, S_X, N, H] -> Att[B, N, T_X, S]", {"X": 4}),
+    ("Q[B_X, T, H] *_H K[B_X, S, H] *_S V[B_X, S, H] -> O[B_X, T, H]", {"X": 2}),
+    *((line, {"X": 2, "Y": 2}) for line in UNREDUCED),
+]
+SIZES = {"B": 8, "D": 16, "F": 8, "G": 4, "T": 4, "S": 8, "N": 4, "H": 2}
 
 # Part 5, the algorithm of each section: op and result of every numbered line
 BOOK = {
@@ -92,8 +121,6 @@ def test_kept_gathers_are_not_repeated():
     assert [len(p.backward) for p in (default, kept, all_kept)] == [12, 11, 9]
     assert parse("In[B_X, D]") in kept.saved
     assert parse("In[B_X, D]") not in default.saved
-    with pytest.raises(ShardingError, match="not an operand"):
-        derive(FSDP_TP, keep_gathered=["Wout"])
 
 
 @pytest.mark.parametrize(
@@ -190,46 +217,24 @@ def test_derived_algorithms_compute_the_product_and_its_gradients(line, mesh, ch
         assert (simulated.gather(grad, held[grad], array.shape, mesh) - array.grad).abs().max() < 1e-10, str(program)
 
 
-def test_weight_stationary_is_the_books():
-    """Part 7, Question 7: gather In over YZ, reduce Tmp over X, scatter Out over YZ."""
-    program = derive(LINES[2][0])
-    assert listing(program.forward) == [
-        "AllGather_YZ In[B, D_X] critical",
-        "Einsum Tmp[B, F_YZ] {U_X}",
-        "AllReduce_X Tmp[B, F_YZ] critical",
-        "Einsum Out[B, D_X] {U_YZ}",
-        "ReduceScatter_YZ Out[B, D_XYZ] critical",
-        "Loss Loss[B]",
-    ]
+MOVES = {  # Part 3, Question 7: gather In over YZ, reduce Tmp over X, scatter Out over YZ
+    LINES[2][0]: "AllGather_YZ In[B, D_X]; AllReduce_X Tmp[B, F_YZ]; ReduceScatter_YZ Out[B, D_XYZ]",
+    LINES[3][0]: """AllGather_Y In[B_XZ, D]; AllGather_XZ W_in[D, F_Y]; AllGather_XZ W_out[F_Y, D];
+        ReduceScatter_Y Out[B_XZ, D_Y]""",  # Part 5, with FSDP or tensor parallelism over two axes
+    LINES[4][0]: """AllGather_YZ In[B_X, D]; AllGather_X W_in[D, F_YZ]; AllGather_X W_out[F_YZ, D];
+        ReduceScatter_YZ Out[B_X, D_YZ]""",
+    "In[B, D_XY] * W_in[D, F_XY] * W_out[F_XY, D] -> Out[B, D_XY]": """
+        AllGather_XY In[B, D]; ReduceScatter_XY Out[B, D_XY]""",
+    "In[B_X, D] * W_in[D_XY, F] * W_out[F, D_XY] -> Out[B_X, D]": """
+        AllGather_XY W_in[D, F]; AllGather_XY W_out[F, D]""",
+    LINES[7][0]: "ReduceScatter_X Tmp[B, F_X]; AllReduce_X Out[B, D]",  # where the next weight is split
+}
 
 
-@pytest.mark.parametrize(
-    ("line", "ops"),
-    [
-        (
-            "In[B, D_XY] * W_in[D, F_XY] * W_out[F_XY, D] -> Out[B, D_XY]",
-            ["AllGather_XY In[B, D]", "ReduceScatter_XY Out[B, D_XY]"],
-        ),
-        (
-            "In[B_X, D] * W_in[D_XY, F] * W_out[F, D_XY] -> Out[B_X, D]",
-            ["AllGather_XY W_in[D, F]", "AllGather_XY W_out[F, D]"],
-        ),
-        (
-            "In[B_XZ, D_Y] * W_in[D_XZ, F_Y] * W_out[F_Y, D_XZ] -> Out[B_XZ, D_Y]",
-            ["AllGather_Y In[B_XZ, D]", "AllGather_XZ W_in[D, F_Y]", "AllGather_XZ W_out[F_Y, D]",
-             "ReduceScatter_Y Out[B_XZ, D_Y]"],
-        ),
-        (
-            "In[B_X, D_YZ] * W_in[D_X, F_YZ] * W_out[F_YZ, D_X] -> Out[B_X, D_YZ]",
-            ["AllGather_YZ In[B_X, D]", "AllGather_X W_in[D, F_YZ]", "AllGather_X W_out[F_YZ, D]",
-             "ReduceScatter_YZ Out[B_X, D_YZ]"],
-        ),
-    ],
-)  # fmt: skip
-def test_several_axes_on_a_dim(line, ops):
-    """Part 3, Question 7, and Part 5 with FSDP or tensor parallelism over two axes."""
-    found = [text for text in listing(derive(line).forward) if text.split("_")[0] in ("AllGather", "ReduceScatter")]
-    assert [text.rsplit(" ", 1)[0] for text in found] == ops
+@pytest.mark.parametrize("line", MOVES)
+def test_what_a_forward_moves(line):
+    found = [text.rpartition(" ")[0] for text in listing(derive(line).forward) if "_" in text.split()[0]]
+    assert found == [" ".join(entry.split()) for entry in MOVES[line].split(";")]
 
 
 @pytest.mark.parametrize("line", UNREDUCED)
@@ -241,52 +246,13 @@ def test_the_cotangent_of_a_partial_sum_is_replicated(line):
     assert "dOut[B, F] {U" not in str(program)
 
 
-def run_unreduced(mesh, line):
-    """Gradients on ranks, beside one device's: the largest differences."""
-    from scaling.collectives import shard
-
-    program, rng = derive(line), torch.Generator().manual_seed(0)
-    whole = {s.name: torch.randn(s.global_shape(SIZES), generator=rng, dtype=torch.float64) for s in program.operands}
-    local = {}
-    for spec in program.operands:  # the first rank of an axis holds the whole sum, the others zeros
-        first = all(mesh.coord[axis] == 0 for axis in spec.unreduced)
-        local[spec.name] = shard(str(spec.with_unreduced(())), whole[spec.name], mesh) * first
-    shape = program.out.global_shape(SIZES)
-    dOut = torch.randn(shape, generator=rng, dtype=torch.float64)
-    given = shard(str(program.backward[0].after), dOut, mesh)
-    _, grads = run_program(program, local, given, mesh)
-    wanted = {"In": dOut @ whole["W"].t(), "W": whole["In"].t() @ dOut}
-    return largest(
-        (grads[spec.name] - shard(f"{spec.with_unreduced(())}", wanted[spec.name], mesh)).abs().max().item()
-        for spec in program.operands
-    )
-
-
-@pytest.mark.parametrize("line", [line for line in UNREDUCED if "W_in" not in line])
-def test_the_cotangent_of_a_partial_sum_on_ranks(ranks, line):
-    assert largest(ranks(run_unreduced, {"X": 2, "Y": 2}, line)) < 1e-12
-
-
-def test_an_unreduced_hidden_array_is_scattered_where_the_next_weight_is_split():
-    program = derive(LINES[7][0])
-    assert [(step.op, str(step.after)) for step in program.forward[:4]] == [
-        ("Einsum", "Tmp[B, F] {U_X}"),
-        ("ReduceScatter", "Tmp[B, F_X]"),
-        ("Einsum", "Out[B, D] {U_X}"),
-        ("AllReduce", "Out[B, D]"),
-    ]
-
-
-@pytest.mark.parametrize(
-    ("line", "rule"),
-    [
-        ("In[B, D] -> Out[B, D]", "two operands"),
-        ("In[B, D] * In[D, F] -> Out[B, F]", "name of its own"),
-        ("In[B, D] * W[D, F] -> Out[B, G]", "in no operand"),
-        ("In[B, D] * W[E, F] * V[F, D] -> Out[B, D]", "no dim to contract"),
-        ("In[B, D] *_D W[D, F] *_D V[F, D] -> Out[B, F]", "meets no other"),
-    ],
-)
-def test_refusals(line, rule):
-    with pytest.raises(ShardingError, match=rule):
-        derive(line)
+REFUSED = {
+    "In[B, D] -> Out[B, D]": "two operands",
+    "In[B, D] * In[D, F] -> Out[B, F]": "name of its own",
+    "In[B, D] * W[D, F] -> Out[B, G]": "in no operand",
+    "In[B, D] * W[E, F] * V[F, D] -> Out[B, D]": "no dim to contract",
+    "In[B, D] *_D W[D, F] *_D V[F, D] -> Out[B, F]": "meets no other",
+}
+CALLS = {line: (lambda line=line: derive(line), rule) for line, rule in REFUSED.items()}
+CALLS["kept, but not an operand"] = lambda: derive(FSDP_TP, keep_gathered=["Wout"]), "not an operand"
+test_refused = refused(CALLS, ShardingError)

@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from random_programs import MESH, function, programs
+from refused import refused
 
 from scaling import auto, explicit
 from scaling.mesh import AbstractMesh, Mesh
@@ -102,31 +103,33 @@ def test_a_type_asked_for_is_taken():
     assert torch.equal(matmul(x := torch.ones(2, 2), x, x), torch.full((2, 2), 4.0))  # on one device it is nothing
 
 
-def test_bad_input_is_refused():
-    x, types = meta(8, 16), ("x[B_X, D]",)
-    for fn, in_types, out, args, said in (
-        (lambda x: x, ("x[B_X, D_Y]",), "y[B, D]", (meta(6, 16),), "does not divide into 4 blocks"),
-        (lambda x: x, types, "y[B, D, E]", (x,), "3 dims"),
-        (lambda x: x, types * 2, "y[B, D]", (x,), "in_types are a tree of the same structure as what they type"),
-        (lambda x: (x, x), types, ("y[B, D]",), (x,), "out_types are a tree of the same structure as what they type"),
-        (lambda x: x.reshape(-1, 5), types, None, (x,), "invalid"),
-        (torch.trace, types, None, (x,), "trace: not a function whose sharding is known"),
-        (lambda x: x + torch.ones(8, 16), types, None, (x,), "fix: give it as an argument"),
-        (lambda x: x.add_(1), types, None, (x,), "add_: changes its argument"),
-        (lambda x: x.reshape(2, 64), types, "y[B, D_X]", (x,), None),
-    ):
-        program = auto.jit(fn, ABSTRACT, in_types, out)
-        if said is None:
-            assert program.lower(*args).wire_bytes > 0
-            continue
-        with pytest.raises((ShardingError, RuntimeError), match=said):
-            program.lower(*args)
+def lowered(fn, in_types, out, *shapes):
+    return lambda: auto.jit(fn, ABSTRACT, in_types, out).lower(*(meta(*shape) for shape in shapes or ((8, 16),)))
 
 
-def test_arrays_of_another_mesh_are_refused():
-    x = explicit.array(torch.ones(8, 16), "[8_X, 16]", AbstractMesh(MESH))
-    with pytest.raises(ShardingError, match="an array is on another mesh"):
-        auto.jit(lambda x: x, ABSTRACT, ("x[B_X, D]",))(x)
+ELSEWHERE = explicit.array(torch.ones(8, 16), "[8_X, 16]", AbstractMesh(MESH))
+ROWS, STRUCTURE = ("x[B_X, D]",), "are a tree of the same structure as what they type"
+test_refused = refused(
+    {
+        "a size that does not divide": (
+            lowered(lambda x: x, ("x[B_X, D_Y]",), "y[B, D]", (6, 16)),
+            "does not divide into 4 blocks",
+        ),
+        "a result of other dims": (lowered(lambda x: x, ROWS, "y[B, D, E]"), "3 dims"),
+        "too many types": (lowered(lambda x: x, ROWS * 2, "y[B, D]"), f"in_types {STRUCTURE}"),
+        "too few types": (lowered(lambda x: (x, x), ROWS, ("y[B, D]",)), f"out_types {STRUCTURE}"),
+        "a shape of other elements": (lowered(lambda x: x.reshape(-1, 5), ROWS, None), "invalid"),
+        "not in the table": (lowered(torch.trace, ROWS, None), "trace: not a function whose sharding is known"),
+        "a plain operand": (lowered(lambda x: x + torch.ones(8, 16), ROWS, None), "fix: give it as an argument"),
+        "writing": (lowered(lambda x: x.add_(1), ROWS, None), "add_: changes its argument"),
+        "another mesh": (lambda: auto.jit(lambda x: x, ABSTRACT, ROWS)(ELSEWHERE), "an array is on another mesh"),
+    },
+    ShardingError,
+)
+
+
+def test_a_program_with_a_type_has_a_plan():
+    assert lowered(lambda x: x.reshape(2, 64), ROWS, "y[B, D_X]")().wire_bytes > 0
     y = auto.jit(lambda x: x.sum(0), ABSTRACT, "x[B_X, D]")(explicit.array(torch.ones(8, 16), "[8_X, 16]", ABSTRACT))
     assert y.type in ("float32[16_X]", "float32[16_YX]")  # the least: a ReduceScatter, and maybe a slice
 

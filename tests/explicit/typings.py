@@ -3,7 +3,7 @@
 import itertools
 from typing import NamedTuple
 
-from scaling.algebra.layouts import arrangements, spec_of
+from scaling.algebra.layouts import DimAxes, arrangements, divides, spec_of
 
 MESHES = ({"X": 4}, {"X": 4, "Y": 2})
 PRODUCTS = {  # equation: the operands' shapes
@@ -36,15 +36,7 @@ class Case(NamedTuple):
 
 def splits(shape: tuple, mesh: dict) -> list[tuple]:
     """Every typing of an array: dims of size 1 stay whole, and blocks divide."""
-    found = []
-    for dims in arrangements(tuple(mesh), len(shape)):
-        parts = [1] * len(shape)
-        for i, axes in enumerate(dims):
-            for axis in axes:
-                parts[i] *= mesh[axis]
-        if not any(size % n for size, n in zip(shape, parts, strict=True)):
-            found.append(dims)
-    return sorted(found)
+    return sorted(w for w in arrangements(tuple(mesh), len(shape)) if divides(DimAxes(w), shape, mesh))
 
 
 def cases() -> list[Case]:

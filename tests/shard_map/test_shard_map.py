@@ -11,7 +11,7 @@ from torch.func import grad, jvp, vjp, vmap
 from scaling import trace
 from scaling.book.largest import largest
 from scaling.mesh import AbstractMesh
-from scaling.shard_map import all_gather, axis_index, pcast, pmax, psum, psum_scatter, pvary, shard_map, vma
+from scaling.shard_map import all_gather, axis_index, pcast, pmax, psum, pvary, shard_map, vma
 from scaling.shard_map.types import Marks, marks
 from scaling.spec import ShardingError
 
@@ -117,17 +117,6 @@ def test_gradient_and_collectives_on_ranks(ranks, sizes):
             continue
         # operands are cut, one AllReduce inside, the result is gathered; then back: a sum over X where W became varying
         assert (ops.count("AllReduce"), ops.count("ReduceScatter")) == (2, 0)
-
-
-def test_unreduced_values():
-    rows = here(lambda x: x.sum(0), "x[B_XY, D]", "s[D] {U_XY}")
-    torch.testing.assert_close(rows(A), A.sum(0), rtol=1e-12, atol=1e-12)
-
-    def later(x):
-        terms = pcast(x.sum(0), ("X", "Y"), to="unreduced")
-        return psum_scatter(psum(terms + terms, "X"), "Y", scatter_dimension=0, tiled=True)
-
-    torch.testing.assert_close(here(later, "x[B_XY, D]", "s[D_Y]")(A), 2 * A.sum(0), rtol=1e-12, atol=1e-12)
 
 
 def test_types_are_what_jax_says():
