@@ -14,14 +14,16 @@ CONFIG = Config(
     top_groups=2, routed_scale=2.5,
 )  # fmt: skip
 TYPES = {**moe.SPECS, "shared": {"W_in": "W_in[D, S]", "W_gate": "W_gate[D, S]", "W_out": "W_out[S, D]"}}
-TYPES |= {"x": "x[B, T, D]", "dy": "dy[B, T, D]"}
-SIZES = {"B": 2, "T": 9, "D": 8, "F": 6, "E": 12, "S": 12}
 
 
-def inputs():
+def inputs(config=CONFIG, B=2, T=9):
     """Params, x and the cotangent of y: equal to the bit on any machine."""
-    inits = tree.map(lambda _: tree.Normal(0.7), TYPES) | {"bias": tree.Normal(0.1)}
-    params = tree.init(inits, TYPES, SIZES, AbstractMesh({}), 5, torch.float64, "cpu")
+    some = {"bias": config.routing == "sigmoid", "W_gate": config.gated, "shared": config.shared}
+    types = {name: types for name, types in TYPES.items() if some.get(name, True)}
+    types |= {"x": "x[B, T, D]", "dy": "dy[B, T, D]"}
+    inits = tree.map(lambda _: tree.Normal(0.7), types) | ({"bias": tree.Normal(0.1)} if "bias" in types else {})
+    sizes = {"B": B, "T": T, "S": config.S} | {dim: config.sizes[dim] for dim in "DEF"}
+    params = tree.init(inits, types, sizes, AbstractMesh({}), 5, torch.float64, "cpu")
     return params, params.pop("x"), params.pop("dy")
 
 

@@ -83,9 +83,3 @@ def test_flash_attention_under_torch_func_and_skips_the_future():
     with FlopCounterMode(display=False) as counter:
         flash_attention(*inputs, block=16)
     assert counter.get_total_flops() == 4 * 64 * 64 * 2 * 8 * 10 / 16  # 10 of the 16 pairs of blocks are visible
-
-
-def test_heads_that_do_not_divide_are_refused():
-    for attention in (sdpa, dot_product_attention, flash_attention):
-        with pytest.raises(ValueError, match="must divide N=4"):
-            attention(*qkv(K=3))

@@ -3,11 +3,14 @@ mesh, and gives no number."""
 
 import pytest
 import torch
+from refused import refused
 
 from scaling import tree
-from scaling.configs import Config
+from scaling.configs import Config, RopeScaling
 from scaling.mesh import Mesh
 from scaling.models import transformer
+from scaling.models.attention import dot_product_attention, flash_attention, sdpa
+from scaling.models.rope import frequencies
 from scaling.strategies import transformer as strategy
 
 CONFIG = Config("small", L=2, D=8, F=16, N=4, K=2, H=4, V=16)
@@ -16,13 +19,7 @@ WEIGHTS = torch.tensor([[1.0, 0.0, 2.0, 1.0, 0.5], [3.0, 1.0, 1.0, 0.0, 1.0]])
 NAN = float("nan")
 
 
-@pytest.fixture(scope="module")
-def params():
-    return transformer.init(CONFIG, 3, torch.float64)
-
-
-def changed(params, name, change) -> dict:
-    return params | {name: change(params[name])}
+PARAMS = transformer.init(CONFIG, 3, torch.float64)
 
 
 def both(params, tokens=TOKENS, *, targets=None, config=CONFIG, weights=None, segments=None) -> tuple:
@@ -33,106 +30,122 @@ def both(params, tokens=TOKENS, *, targets=None, config=CONFIG, weights=None, se
     yield lambda: strategy.loss_and_grads(params, inside, after, config, mesh, **given)[0]
 
 
-BATCHES = {
-    "weights a row": {"weights": WEIGHTS[:, :1]},
-    "weights one row for all": {"weights": WEIGHTS[:1]},
-    "weights along T": {"weights": WEIGHTS[0]},
-    "weights one number": {"weights": torch.tensor(2.0)},
-    "weights complex": {"weights": WEIGHTS.to(torch.complex64)},
-    "weights a float": {"weights": 2.0},
-    "segments one row for all": {"segments": TOKENS[:1, :5]},
-    "segments floats": {"segments": WEIGHTS},
-    "segments bools": {"segments": WEIGHTS > 0},
-    "segments short": {"segments": TOKENS[:, :4]},
-    "tokens bytes": {"tokens": TOKENS.to(torch.uint8)},
-    "tokens floats": {"tokens": TOKENS.double()},
-    "tokens large": {"tokens": TOKENS + 10},
-    "config of other layers": {"config": CONFIG.with_(L=1)},
-    "config of other heads": {"config": CONFIG.with_(N=2)},
-    "config of another vocabulary": {"config": CONFIG.with_(V=32)},
-    "config without a gate": {"config": CONFIG.with_(gated=False)},
-    "config with biases": {"config": CONFIG.with_(attention_bias=True)},
-}
+def refuses(words="fix:", params=None, **given):
+    """On one device, and on a mesh."""
 
-
-@pytest.mark.parametrize("given", BATCHES.values(), ids=BATCHES)
-def test_a_batch_that_does_not_fit_is_refused(params, given):
-    for call in both(params, **given):
+    def call():
+        on_one, on_mesh = both(PARAMS if params is None else params, **given)
         with pytest.raises(ValueError, match="fix:"):
-            call()
+            on_one()
+        on_mesh()
+
+    return call, words
 
 
-def test_weights_of_other_dtypes_and_params_that_require_gradients_are_right(params):
+IN_VOCABULARY = "tokens must lie in 0..15"
+test_a_batch_that_does_not_fit = refused(
+    {
+        "weights a row": refuses(weights=WEIGHTS[:, :1]),
+        "weights one row for all": refuses(weights=WEIGHTS[:1]),
+        "weights along T": refuses(weights=WEIGHTS[0]),
+        "weights one number": refuses(weights=torch.tensor(2.0)),
+        "weights complex": refuses(weights=WEIGHTS.to(torch.complex64)),
+        "weights a float": refuses(weights=2.0),
+        "segments one row for all": refuses(segments=TOKENS[:1, :5]),
+        "segments floats": refuses(segments=WEIGHTS),
+        "segments bools": refuses(segments=WEIGHTS > 0),
+        "segments short": refuses(segments=TOKENS[:, :4]),
+        "tokens bytes": refuses(tokens=TOKENS.to(torch.uint8)),
+        "tokens floats": refuses(tokens=TOKENS.double()),
+        "tokens large": refuses(IN_VOCABULARY, tokens=TOKENS + 10),
+        "tokens negative": refuses(IN_VOCABULARY, tokens=TOKENS - 1),
+        "config of other layers": refuses("has the shape (1, ", config=CONFIG.with_(L=1)),
+        "config of other heads": refuses(config=CONFIG.with_(N=2)),
+        "config of another vocabulary": refuses(config=CONFIG.with_(V=32)),
+        "config without a gate": refuses(config=CONFIG.with_(gated=False)),
+        "config with biases": refuses(config=CONFIG.with_(attention_bias=True)),
+        "params of whole numbers": refuses(params=tree.map(torch.Tensor.int, PARAMS)),
+    }
+)
+
+
+def test_weights_of_other_dtypes_and_params_that_require_gradients_are_right():
     for weights in (WEIGHTS.round().long(), WEIGHTS > 0.7):
-        one, mesh = (call() for call in both(params, weights=weights))
+        one, mesh = (call() for call in both(PARAMS, weights=weights))
         torch.testing.assert_close(mesh, one, rtol=1e-12, atol=0)
-    learned = tree.map(torch.nn.Parameter, params)
+    learned = tree.map(torch.nn.Parameter, PARAMS)
     one, mesh = (call().detach() for call in both(learned))
     torch.testing.assert_close(mesh, one, rtol=1e-12, atol=0)
 
 
-def test_a_target_outside_the_vocabulary_counts_only_with_weight_0(params):
+def test_a_target_outside_the_vocabulary_counts_only_with_weight_0():
     targets = TOKENS[:, 1:].clone()
     targets[0, 1] = 99
-    _, on_mesh = both(params, targets=targets)
+    _, on_mesh = both(PARAMS, targets=targets)
     with pytest.raises(ValueError, match=r"targets must lie in 0\.\.15.* found 99"):
         on_mesh()
-    _, on_mesh = both(params, targets=targets, weights=WEIGHTS)
-    one, _ = both(params, weights=WEIGHTS)
+    _, on_mesh = both(PARAMS, targets=targets, weights=WEIGHTS)
+    one, _ = both(PARAMS, weights=WEIGHTS)
     torch.testing.assert_close(on_mesh(), one(), rtol=1e-12, atol=0)
 
 
-def test_targets_that_do_not_stand_beside_the_tokens_are_refused(params):
-    for targets in (TOKENS, TOKENS[:1, 1:], TOKENS[:, 1:].double()):
-        _, on_mesh = both(params, targets=targets)
-        with pytest.raises(ValueError, match="targets"):
-            on_mesh()
+def on_mesh(params=PARAMS, inside=TOKENS[:, :-1], targets=TOKENS[:, 1:], config=CONFIG, **given):
+    return lambda: strategy.loss_and_grads(params, inside, targets, config, Mesh({"X": 1}), **given)
 
 
-OPTIONS = {
-    **{f"microbatches={m}": {"microbatches": m} for m in (0, -1, 2.0, "2", True)},
-    **{f"label_smoothing={s}": {"label_smoothing": s} for s in (-0.1, 2.0, NAN, "0")},
-    **{f"z_loss={z}": {"z_loss": z} for z in (-1.0, NAN, "0")},
-    **{f"scale={s}": {"scale": s} for s in (0.0, -2.0, NAN, float("inf"))},
-    **{f"sums={s}": {"sums": s} for s in (torch.int32, "float32")},
-    **{f"zero={z}": {"zero": z} for z in (4, -1, "3")},
-    "context": {"context": "zig"},
-    "remat": {"remat": "all"},
-    "schedule without stages": {"schedule": "gpipe"},
-}
-
-
-@pytest.mark.parametrize("given", OPTIONS.values(), ids=OPTIONS)
-def test_options_out_of_range_are_refused(params, given):
-    with pytest.raises(ValueError, match="fix:"):
-        strategy.loss_and_grads(params, TOKENS[:, :-1], TOKENS[:, 1:], CONFIG, Mesh({"X": 1}), **given)
-
-
-@pytest.mark.parametrize("seed", ["3", 1.5, NAN, None])
-def test_a_seed_is_a_whole_number(params, seed):
-    dropping = CONFIG.with_(dropout=0.5)
-    with pytest.raises(ValueError, match="fix:"):
-        strategy.loss_and_grads(params, TOKENS[:, :-1], TOKENS[:, 1:], dropping, Mesh({"X": 1}), seed=seed)
-    with pytest.raises(ValueError, match="fix:"):
-        transformer.init(CONFIG, seed)
-
-
-@pytest.mark.parametrize(
-    "change", [torch.Tensor.int, torch.Tensor.bfloat16, lambda p: p.to("meta"), lambda p: p[:1], torch.Tensor.tolist]
+OPTIONS = [{"microbatches": m} for m in (0, -1, 2.0, "2", True, 3)]
+OPTIONS += [{"label_smoothing": s} for s in (-0.1, 2.0, NAN, "0")]
+OPTIONS += [{"z_loss": z} for z in (-1.0, NAN, "0")]
+OPTIONS += [{"scale": s} for s in (0.0, -2.0, NAN, float("inf"))]
+OPTIONS += [{"sums": s} for s in (torch.int32, "float32")]
+OPTIONS += [{"zero": z} for z in (4, -1, "3")]
+OPTIONS += [{"context": "zig"}, {"remat": "all"}, {"schedule": "gpipe"}]
+SEEDS = ("3", 1.5, NAN, None)
+ANOTHER = [torch.Tensor.int, torch.Tensor.bfloat16, lambda p: p.to("meta"), lambda p: p[:1], torch.Tensor.tolist]
+test_what_a_step_is_asked_for = refused(
+    {f"{name}={value}": on_mesh(**{name: value}) for given in OPTIONS for name, value in given.items()}
+    | {f"seed={seed}": on_mesh(config=CONFIG.with_(dropout=0.5), seed=seed) for seed in SEEDS}
+    | {f"init {seed}": lambda seed=seed: transformer.init(CONFIG, seed) for seed in SEEDS}
+    | {f"a leaf {i}": (on_mesh(PARAMS | {"norm": f(PARAMS["norm"])}), 'params["norm"]') for i, f in enumerate(ANOTHER)}
+    | {
+        "targets longer": (on_mesh(targets=TOKENS), "targets"),
+        "targets of one row": (on_mesh(targets=TOKENS[:1, 1:]), "targets"),
+        "targets of floats": (on_mesh(targets=TOKENS[:, 1:].double()), "targets"),
+        "params as floats": (lambda: transformer.init(CONFIG, dtype=torch.int32), "floats"),
+        "a leaf to shard": lambda: strategy.shard(PARAMS | {"norm": PARAMS["norm"][:4]}, CONFIG, Mesh({"X": 1})),
+    }
 )
-def test_a_leaf_unlike_the_others_is_refused_on_a_mesh(params, change):
-    _, on_mesh = both(changed(params, "norm", change))
-    with pytest.raises(ValueError, match=r'params\["norm"\](.|\n)*fix:'):
-        on_mesh()
-    if change is not torch.Tensor.bfloat16:
-        return
-    with pytest.raises(ValueError, match="fix:"):
-        strategy.shard(changed(params, "norm", lambda p: p[:4]), CONFIG, Mesh({"X": 1}))
 
-
-def test_params_are_floats(params):
-    with pytest.raises(ValueError, match="floats"):
-        transformer.init(CONFIG, dtype=torch.int32)
-    _, on_mesh = both(tree.map(torch.Tensor.int, params))
-    with pytest.raises(ValueError, match="fix:"):
-        on_mesh()
+EXPERTS = CONFIG.with_(E=4, k=2)
+DYNAMIC = CONFIG.with_(rope_scaling=RopeScaling("dynamic", 2.0))
+test_what_one_device_does_not_compute = refused(
+    {
+        "targets short": (lambda: transformer.loss(PARAMS, TOKENS, targets=TOKENS[:, :3]), "targets must be"),
+        "one token": (lambda: transformer.loss(PARAMS, TOKENS[:, :1]), "hold no next token"),
+        "remat": (lambda: transformer.forward(PARAMS, TOKENS, "all"), "unknown remat 'all'"),
+        "experts without a config": (lambda: transformer.forward(transformer.init(EXPERTS), TOKENS), "give config="),
+        "dynamic rotations": (
+            lambda: transformer.loss(PARAMS, TOKENS, config=DYNAMIC),
+            "rope_scaling of type 'dynamic'",
+        ),
+        "dynamic frequencies": (
+            lambda: frequencies(8, 1e4, RopeScaling("dynamic", 8.0)),
+            "'dynamic' is not computed here; linear, llama3, yarn are",
+        ),
+        "dense layers alone": (
+            lambda: transformer.init(EXPERTS.with_(dense_layers=2, F_dense=8), device="meta"),
+            "without layers with experts after them",
+        ),
+        "dense layers without experts": (
+            lambda: transformer.init(CONFIG.with_(dense_layers=1, F_dense=8), device="meta"),
+            "without layers with experts after them",
+        ),
+    }
+    | {
+        f.__name__: (
+            lambda f=f: f(*torch.randn(3, 1, 2, 3, 4).unbind()[:1], *torch.randn(2, 1, 2, 2, 4)),
+            "must divide N=3",
+        )
+        for f in (sdpa, dot_product_attention, flash_attention)
+    }
+)

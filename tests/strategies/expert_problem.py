@@ -13,13 +13,6 @@ SIGMOID = Config(
 )
 
 
-EVEN = [  # what else the load is to be even over, and what padding does not count
-    SIGMOID.with_(balance_by="sequence", F_shared=10),
-    SOFTMAX.with_(balance_first=True),
-    SIGMOID.with_(balance_by="sequence", balance_first=True, capacity=0.5),
-]
-
-
 def mask_of(how: str) -> "torch.Tensor | None":
     """bool[4, 6]: sequences of 6, 4, 0 and 5 tokens, the rest padding."""
     return torch.arange(6) < torch.tensor([6, 4, 0, 5])[:, None] if how == "padded" else None

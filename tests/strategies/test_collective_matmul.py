@@ -9,7 +9,6 @@ from scaling.book.largest import largest
 from scaling.collectives import all_reduce
 from scaling.collectives.rings import LinkBytes
 from scaling.mesh import AbstractMesh
-from scaling.spec import ShardingError
 from scaling.strategies import collective_matmul as cm
 
 B, D, F = 6, 8, 16
@@ -78,8 +77,3 @@ def test_hops_and_bytes_by_the_closed_form(n, ways):
         if ways == 2:
             form(*operands, mesh, log=(unsaid := LinkBytes()))
             assert unsaid == log, f"{form.__name__} sends both ways unless told otherwise"
-
-
-def test_parts_that_do_not_divide():
-    with pytest.raises(ShardingError, match="multiple of 4"):
-        cm.matmul_scatter(torch.empty(2, 3, device="meta"), torch.empty(3, 6, device="meta"), AbstractMesh({"Y": 4}))

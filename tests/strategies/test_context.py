@@ -5,15 +5,14 @@ import warnings
 
 import pytest
 import torch
-from context_problem import FORMS, B, H, T
 from torch.func import jvp, linearize, vjp, vmap
 
 from scaling.book.largest import largest
-from scaling.mesh import AbstractMesh, Mesh
+from scaling.mesh import Mesh
 from scaling.models import blockwise, tiles
-from scaling.spec import ShardingError
 from scaling.strategies import context
 
+FORMS, T, H, B = ("ring", "zigzag", "gather", "ulysses"), 48, 8, 2
 HEADS = {"N=K": (4, 4), "K=1": (4, 1), "G=2": (8, 4), "K=6": (12, 6)}
 PLAIN = {}
 PACKED = {"window": 11, "segments": True}  # windows and documents that end inside chunks
@@ -86,33 +85,32 @@ def several(mesh, cases):
 
 
 SIDES = {"causal": False, "window": 5, "scale": 0.7}
+USP = [("usp", "CY", heads, mask) for heads, mask in (("K=1", PLAIN), ("K=6", PACKED))]
 CASES = {
-    1: [("ring", "C", "G=2", PACKED), ("zigzag", "C", "K=1", PLAIN), ("ulysses", "C", "N=K", SIDES)],
-    2: [(form, "C", "K=6", PACKED) for form in FORMS],
-    4: [
-        ("ring", "C", "N=K", PLAIN),
-        ("ring", "C", "K=1", PACKED),
-        ("zigzag", "C", "G=2", PLAIN),
-        ("zigzag", "C", "K=1", PACKED),
-        ("gather", "C", "K=6", {"causal": False}),
-        ("ulysses", "C", "K=1", PACKED),
-        ("ulysses", "C", "K=6", SIDES),
-    ],
-    8: [("ring", "C", "G=2", PACKED), ("zigzag", "C", "K=1", SIDES)],
+    "1": ({"C": 1}, [("ring", "C", "G=2", PACKED), ("zigzag", "C", "K=1", PLAIN), ("ulysses", "C", "N=K", SIDES)]),
+    "2": ({"C": 2}, [(form, "C", "K=6", PACKED) for form in FORMS]),
+    "4": (
+        {"C": 4},
+        [
+            ("ring", "C", "N=K", PLAIN),
+            ("ring", "C", "K=1", PACKED),
+            ("zigzag", "C", "G=2", PLAIN),
+            ("zigzag", "C", "K=1", PACKED),
+            ("gather", "C", "K=6", {"causal": False}),
+            ("ulysses", "C", "K=1", PACKED),
+            ("ulysses", "C", "K=6", SIDES),
+        ],
+    ),
+    "8": ({"C": 8}, [("ring", "C", "G=2", PACKED), ("zigzag", "C", "K=1", SIDES)]),
+    "ulysses inside a ring": ({"C": 2, "Y": 2}, USP),
+    "ulysses alone": ({"Y": 2, "C": 1}, USP),
 }
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("C", CASES)
-def test_equal_to_dense(ranks, C):
+@pytest.mark.parametrize("case", CASES)
+def test_equal_to_dense(ranks, case):
     """K < C, K that does not divide C, a window shorter than a block, documents, both kinds of heads and masks."""
-    for worst in ranks(several, {"C": C}, CASES[C]):
-        assert largest(map(largest, worst)) < 1e-11, list(zip(CASES[C], worst, strict=True))
-
-
-@pytest.mark.parametrize("mesh", [{"C": 2, "Y": 2}, {"Y": 2, "C": 1}])
-def test_ulysses_inside_a_ring(ranks, mesh):
-    cases = [("usp", "CY", heads, mask) for heads, mask in (("K=1", PLAIN), ("K=6", PACKED))]
+    mesh, cases = CASES[case]
     for worst in ranks(several, mesh, cases):
         assert largest(map(largest, worst)) < 1e-11, list(zip(cases, worst, strict=True))
 
@@ -207,30 +205,3 @@ def compiled(mesh):
 def test_compiled_and_linearized(ranks):
     for off in ranks(compiled, {"C": 2}):
         assert largest(off) < 1e-13
-
-
-REFUSED = {
-    "odd": ({"form": "zigzag"}, (7, 4, 2), {}, "T=28 does not divide into 8 chunks.*\n.*\n  fix: pad T to 32"),
-    "heads": ({"form": "ulysses"}, (8, 6, 2), {}, "N=6 query heads do not divide over 4 ranks"),
-    "groups": ({}, (8, 6, 4), {}, "K divides N"),
-    "one axis": ({"form": "usp"}, (8, 4, 4), {}, r"1 axes.*\n.*\n  fix: axis=\('C', 'Y'\)"),
-    "two axes": ({"axis": ("C", "Y")}, (8, 4, 4), {}, "2 axes.*\n.*\n  fix: axis='C', or form='usp'"),
-    "no axis": ({"axis": "Z"}, (8, 4, 4), {}, "unknown mesh axis Z"),
-    "window": ({"window": 0}, (8, 4, 4), {}, "window=0"),
-    "segments": ({"segments": torch.zeros(1, 9, device="meta")}, (8, 4, 4), {}, "segments of shape"),
-    "dtypes": ({}, (8, 4, 4), {"dtype": torch.float32}, "one dtype"),
-}
-
-
-@pytest.mark.parametrize("name", REFUSED)
-def test_refused(name):
-    options, (t, N, K), of_keys, message = REFUSED[name]
-    Q = torch.empty(1, t, N, 8, device="meta", dtype=torch.bfloat16)
-    KV = torch.empty(1, t, K, 8, device="meta", dtype=of_keys.get("dtype", torch.bfloat16))
-    with pytest.raises(ShardingError, match=message):
-        context.attention(Q, KV, KV, AbstractMesh({"C": 4}), **options)
-
-
-def test_unknown_form():
-    with pytest.raises(ValueError, match=r"no form 'rings'\n  fix: choose one of ring, zigzag"):
-        context.work("rings", 8, 2)

@@ -2,12 +2,13 @@
 
 import pytest
 import torch
-from context_problem import FORMS
+from test_context import FORMS
 from torch.func import vjp
 
 from scaling.mesh import AbstractMesh
 from scaling.strategies import context
 from scaling.strategies.context.compare import costs, table
+from scaling.strategies.context.layout import _from_whole
 from scaling.trace import trace
 
 
@@ -25,16 +26,6 @@ def test_work():
             want["zigzag"] = [seen.view(8, -1).sum(1)[[c, 7 - c]].sum().item() for c in range(4)]
             for form, each in want.items():
                 assert context.work(form, 24, 4, causal=causal, window=window) == each
-
-
-@pytest.mark.parametrize(
-    "given",
-    [{"T": 24.0}, {"T": "24"}, {"T": -24}, {"C": True}, {"C": 0}, {"window": "2"}, {"window": 2.0}, {"window": 0}],
-)
-def test_sizes_are_whole_numbers(given):
-    sizes = {"T": 24, "C": 4} | given
-    with pytest.raises(ValueError, match="fix:"):
-        context.work("ring", sizes["T"], sizes["C"], window=sizes.get("window"))
 
 
 def traced(mesh, form, axis, sizes, dtype, window=None):
@@ -109,3 +100,21 @@ def test_table():
     shown = table({"B": 1, "T": 48, "N": 6, "K": 2, "H": 64}, ranks=4).splitlines()
     assert "N=6 query heads do not divide over 4 ranks" in shown[5]
     assert shown[3].split()[-3:] == ["2C", "|", "T"]
+
+
+def orders(mesh):
+    x = torch.arange(6).view(1, 6) + 6 * mesh.rank
+    z = context.to_zigzag(x, 1, mesh, "C")
+    assert torch.equal(context.from_zigzag(z, -1, mesh, "C"), x)
+    assert torch.equal(context.positions("zigzag", 6, mesh, "C"), z[0])
+    return z[0].tolist()
+
+
+@pytest.mark.parametrize("C", [1, 2, 3, 4])
+def test_zigzag_order(ranks, C):
+    chunks = torch.arange(6 * C).view(2 * C, 3)
+    wanted = [chunks[[c, 2 * C - 1 - c]].flatten() for c in range(C)]
+    assert ranks(orders, {"C": C}) == [each.tolist() for each in wanted]
+    x = chunks.flatten()  # what a compiled graph has gathered
+    assert all(torch.equal(_from_whole(x, 0, C, c, back=False), each) for c, each in enumerate(wanted))
+    assert torch.equal(torch.cat([_from_whole(torch.cat(wanted), 0, C, c, back=True) for c in range(C)]), x)

@@ -3,13 +3,13 @@
 import pytest
 import torch
 from mlp_problem import close
+from refused import refused
 from torch import nn
 from torch.func import functional_call, grad, grad_and_value
 
 from scaling import optim, tree
 from scaling.collectives import all_reduce, reduce_scatter
 from scaling.mesh import AbstractMesh
-from scaling.spec import ShardingError
 from scaling.strategies.stateless import call, parameters, reduce_grads
 from scaling.trace import trace
 
@@ -112,34 +112,41 @@ def test_a_mean_over_own_rows_gives_the_mean_s_gradients(ranks, way):
         close(got, wanted, torch.float64)
 
 
+MESH, PAIR = AbstractMesh({"X": 2}), nn.Sequential(nn.Linear(2, 4), nn.BatchNorm1d(4, track_running_stats=False))
+TYPES = {"0.weight": "W[F, D]", "0.bias": "b[F]", "1.weight": "g[F]", "1.bias": "h[F]"}
+PARAMS, ROWS = parameters(PAIR), torch.ones(B, 2)
+
+
+def called(params, module=PAIR):
+    return lambda: call(module.eval(), TYPES, TYPES, MESH)(params, ROWS)
+
+
+def without(name):
+    return {key: type_ for key, type_ in TYPES.items() if key != name}
+
+
+test_refused = refused(
+    {
+        "a loss of no kind": (
+            lambda: reduce_grads(PARAMS, TYPES, MESH, "X", loss="average"),
+            "one of 'sum', 'mean'",
+        ),
+        "a param without a type": (
+            lambda: call(PAIR, without("1.weight"), without("1.weight"), MESH),
+            "1.weight: this param of the module has no type",
+        ),
+        "a batch norm in training": (
+            lambda: call(PAIR.train(), TYPES, TYPES, MESH),
+            "1: BatchNorm1d in training takes its statistics from this rank's rows",
+        ),
+        "types that differ": (lambda: call(PAIR, TYPES, {"0.weight": "W[F, D]"}, MESH), "missing"),
+        "a param too few": called({name: W for name, W in PARAMS.items() if name != "0.bias"}),
+        "a param too many": called(PARAMS | {"more": ROWS}),
+    }
+)
+
+
 def test_who_shards_a_module_says_of_which_kind_its_loss_is():
-    grads, types = {"b": torch.ones(2)}, {"b": "b[F]"}
     with pytest.raises(TypeError, match="loss"):
-        reduce_grads(grads, types, AbstractMesh({"X": 2}), "X")
-    with pytest.raises(ValueError, match="one of 'sum', 'mean'"):
-        reduce_grads(grads, types, AbstractMesh({"X": 2}), "X", loss="average")
-
-
-def test_a_param_without_a_type_is_refused():
-    module = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2, bias=False))
-    types = {"0.weight": "W[F, D]", "0.bias": "b[F]"}
-    with pytest.raises(ShardingError, match=r"1.weight: this param of the module has no type"):
-        call(module, types, types, AbstractMesh({"X": 2}))
-
-
-def test_a_batch_norm_in_training_is_refused():
-    module = nn.Sequential(nn.Linear(2, 4), nn.BatchNorm1d(4, track_running_stats=False))
-    types = {"0.weight": "W[F, D]", "0.bias": "b[F]", "1.weight": "g[F]", "1.bias": "h[F]"}
-    with pytest.raises(ShardingError, match="1: BatchNorm1d in training takes its statistics from this rank's rows"):
-        call(module, types, types, AbstractMesh({"X": 2}))
-    assert call(module.eval(), types, types, AbstractMesh({"X": 2}))
-
-
-def test_trees_that_differ_are_refused():
-    net, _ = problem()
-    with pytest.raises(ShardingError, match="missing"):
-        call(net, DP, {"fc1.weight": "W[F, D]"}, None)
-    given, x = parameters(net), torch.ones(B, D, dtype=torch.float64)
-    for wrong in ({name: W for name, W in given.items() if name != "fc1.bias"}, given | {"more": x}):
-        with pytest.raises(ShardingError, match="fix:"):
-            call(net, DP, DP, AbstractMesh({"X": 2}))(wrong, x)
+        reduce_grads(PARAMS, TYPES, MESH, "X")
+    assert call(PAIR.eval(), TYPES, TYPES, MESH)

@@ -4,29 +4,35 @@ from collections import Counter
 
 import pytest
 import torch
-from mlp_problem import AG, AR, BLOCKS, RS, SIZES, STRATEGIES, B, D, F, L, close, counts, specs, whole
+from mlp_problem import AG, AR, RS, SIZES, STRATEGIES, B, D, F, L, counts
 from torch.func import vjp
 
-from scaling import tree
-from scaling.collectives import Deferred, Pending, all_reduce
+from scaling.collectives import Deferred, Pending
 from scaling.mesh import AbstractMesh
 from scaling.spec import parse
+from scaling.strategies import layers as engine
 from scaling.strategies import pods
 from scaling.strategies.stack import Block
 from scaling.trace import trace
 
+X, Y = 4, 2
+MESH = AbstractMesh({"X": X, "Y": Y})
 
-def one_layer(mesh, name, **keep):
-    """One forward and backward of one layer of B x D x F on an AbstractMesh: the two logs."""
-    strategy, meta = STRATEGIES[name], {"dtype": torch.float32, "device": "meta"}
-    shape = lambda key, **more: torch.empty(types[key].local_shape(SIZES, mesh), **meta)  # noqa: E731
-    types = {key: parse(text) for key, text in strategy.SPECS.items()}
-    params = {key: shape(key)[None] for key in ("W_in", "W_out")}
+
+def arrays(strategy, mesh=MESH, sizes=SIZES, dtype=torch.float32):
+    """In, and the params of L layers."""
+    meta, types = {"dtype": dtype, "device": "meta"}, {key: parse(text) for key, text in strategy.SPECS.items()}
+    local = {key: torch.empty(types[key].local_shape(sizes, mesh), **meta) for key in ("In", "W_in", "W_out")}
+    return local.pop("In"), {key: W.expand(sizes["L"], *W.shape) for key, W in local.items()}
+
+
+def passes(strategy, In, params, mesh=MESH, backward=None, **keep):
+    """The logs of one forward and of one backward."""
     with trace() as forward:
-        Out, saved = strategy.forward(params, shape("In"), mesh, **keep)
-    with trace() as backward:
-        strategy.backward(Out, saved, params, mesh)
-    return forward, backward
+        Out, saved = strategy.forward(params, In, mesh, **keep)
+    with trace() as back:
+        strategy.backward(Out, saved, params, mesh, **(backward or {}))
+    return forward, back
 
 
 LEDGER = {  # book map: collectives of one layer, forward and backward
@@ -38,9 +44,6 @@ LEDGER = {  # book map: collectives of one layer, forward and backward
         {(AG, "X"): 2, (RS, "X"): 2, (AG, "Y"): 1, (RS, "Y"): 1},
     ),
 }
-
-
-X, Y = 4, 2
 BD, DF = 4 * B * D, 4 * D * F  # bytes of the activations and of one weight in float32
 BYTES = {  # Part 5, Takeaways (erratum E-5.1 for the backward of FSDP + TP), with 4 bytes an element instead of 2
     "data_parallel": (0, 4 * DF),
@@ -52,71 +55,62 @@ BYTES = {  # Part 5, Takeaways (erratum E-5.1 for the backward of FSDP + TP), wi
 
 @pytest.mark.parametrize("name", STRATEGIES)
 def test_collectives_and_bytes_of_one_layer(name):
-    mesh, axes = AbstractMesh({"X": X, "Y": Y}), "".join(STRATEGIES[name].SPECS.values())
-    logs = forward, backward = one_layer(mesh, name)
+    """By hand, and by the vjp of forward, which keeps the weights and leaves what is replicated unreduced."""
+    strategy, axes = STRATEGIES[name], "".join(STRATEGIES[name].SPECS.values())
+    In, params = arrays(strategy, sizes=SIZES | {"L": 1})
+    logs = forward, backward = passes(strategy, In, params)
     assert (counts(forward), counts(backward)) == LEDGER[name]
     assert (forward.book_bytes, backward.book_bytes) == BYTES[name]
     flops = 2 * B * D * F // ((X if "_X" in axes else 1) * (Y if "_Y" in axes else 1))
     assert [log.flops for log in logs] == [2 * flops, 4 * flops]
     if "_Y" in axes:
-        again = one_layer(mesh, name, keep=False)[1]
+        again = passes(strategy, In, params, keep=False)[1]
         assert counts(again) == counts(backward) + Counter({(AG, "Y"): 1})
         assert again.book_bytes == backward.book_bytes + BD // (X if "_X" in axes else 1)
-
-
-def run_vjp(mesh, name, block):
-    strategy, (params, batches) = STRATEGIES[name], whole(torch.float64)
-    params = tree.shard(params, specs(strategy), mesh)
-    In, dOut = tree.shard(list(batches[0]), [strategy.SPECS["In"], strategy.SPECS["Out"]], mesh)
-    with trace() as by_hand:
-        Out, saved = strategy.forward(params, In, mesh, *block)
-        dIn, grads = strategy.backward(dOut, saved, params, mesh)
+    Out, pull = vjp(lambda params, In: strategy.forward(params, In, MESH)[0], params, In)
     with trace() as by_vjp:
-        Out_vjp, pull = vjp(lambda params, In: strategy.forward(params, In, mesh, *block)[0], params, In)
-        grads_vjp, dIn_vjp = pull(dOut)
-        if name == "data_parallel":  # a replicated weight's cotangent is unreduced: the AllReduce is the caller's
-            for key, spec in (("W_in", "dW_in[D, F]"), ("W_out", "dW_out[F, D]")):
-                line = f"{spec} {{U_X}} -> {spec}"
-                grads_vjp[key] = torch.stack([all_reduce(line, g, mesh) for g in grads_vjp[key]])
-    close([Out_vjp, dIn_vjp, grads_vjp], [Out, dIn, grads], torch.float64)
-    return counts(by_hand) - counts(by_vjp), counts(by_vjp) - counts(by_hand), by_hand.book_bytes - by_vjp.book_bytes
+        pull(Out)
+    assert counts(by_vjp) == {key: n for key, n in LEDGER[name][1].items() if key not in ((AG, "X"), (AR, "X"))}
+    gathered = {"fsdp": 2 * DF, "fsdp_tp": 2 * DF // Y, "data_parallel": 4 * DF}.get(name, 0)
+    assert by_vjp.book_bytes == backward.book_bytes - gathered
 
 
 @pytest.mark.parametrize("name", STRATEGIES)
-def test_backward_is_the_vjp_of_forward(ranks, name):
-    """In numbers and in collectives, but for the weights that the explicit backward gathers again and a vjp keeps."""
-    mesh = {"X": 2, "Y": 2}
-    again = {(AG, "X"): 2 * L} if "fsdp" in name else {}
-    again_bytes = L * 2 * 8 * D * F // (2 if name == "fsdp_tp" else 1) if "fsdp" in name else 0
-    for result in ranks(run_vjp, mesh, name, BLOCKS[0]):
-        assert result == (Counter(again), Counter(), again_bytes)
+def test_microbatches_synchronise_once(name):
+    strategy = STRATEGIES[name]
+    In, params = arrays(strategy)
+    *_, once = passes(strategy, In, params)
+    *_, first = passes(strategy, In, params, backward={"reduce": False})
+    sums = strategy.backward(In, strategy.forward(params, In, MESH)[1], params, MESH, reduce=False)[1]
+    *_, last = passes(strategy, In, params, backward={"partial": sums})
+    assert counts(last) == counts(once)
+    assert counts(first) == {key: n for key, n in counts(once).items() if key not in ((AR, "X"), (RS, "X"))}
 
 
-def run_microbatches(mesh, name, count):
-    """The gradients of one batch, taken whole and in `count` microbatches, with the collectives of both."""
-    strategy, (params, batches) = STRATEGIES[name], whole(torch.float64)
-    params = tree.shard(params, specs(strategy), mesh)
-    In, dOut = tree.shard(list(batches[0]), [strategy.SPECS["In"], strategy.SPECS["Out"]], mesh)
-    _, saved = strategy.forward(params, In, mesh)
-    with trace() as once:
-        dIn, wanted = strategy.backward(dOut, saved, params, mesh)
-    partial, dIns = None, []
-    for i, (rows, cotangent) in enumerate(zip(In.chunk(count), dOut.chunk(count), strict=True)):
-        _, saved = strategy.forward(params, rows, mesh)
-        with trace() as log:
-            last = i == count - 1
-            dIn_rows, partial = strategy.backward(cotangent, saved, params, mesh, partial, reduce=last)
-        dIns.append(dIn_rows)
-        if not last:
-            assert not any(event.op in (AR, RS) and event.axes == ("X",) for event in log.events)
-    close([torch.cat(dIns), partial], [dIn, wanted], torch.float64)
-    over_x = [Counter({k: n for k, n in counts(each).items() if k[1] == "X"}) for each in (once, log)]
-    return over_x[0] == over_x[1]
+@pytest.mark.parametrize(("layers", "made"), [(0, [1, 1, 1]), (1, [1, 1, 1]), (2, [2, 1]), (3, [3]), (99, [3])])
+def test_a_bucket_holds_as_many_layers_as_fit(layers, made, monkeypatch):
+    """Its gradients are reduced together, out of one buffer, and no byte more is sent."""
+    counted, room = [], engine._room
+    monkeypatch.setattr(engine, "_room", lambda like, shape, *how: counted.append(shape) or room(like, shape, *how))
+    for name, op, share in (("data_parallel", AR, 1), ("fsdp", RS, X)):
+        In, params = arrays(STRATEGIES[name])
+        for bucket in (layers * 2 * DF // share, (layers + 1) * 2 * DF // share - 1):
+            *_, log = passes(STRATEGIES[name], In, params, backward={"bucket_bytes": bucket})
+            assert counts(log)[op, "X"] == 2 * len(made)
+            assert log.book_bytes == L * 4 * DF
+            assert counted == ([(count, *shape) for count in made for shape in ((D, F), (F, D))] if op == RS else [])
+            counted.clear()
 
 
-@pytest.mark.parametrize("name", STRATEGIES)
-def test_microbatches_synchronise_once(ranks, name):
-    assert all(ranks(run_microbatches, {"X": 2, "Y": 2}, name, 4))
+@pytest.mark.parametrize("sizes", [{"P": 2, "X": 2, "Y": 2}, {"P": 2, "X": 1024, "Y": 8}], ids=str)
+def test_bytes_between_pods_are_the_books(sizes):
+    """8DF/M a layer over the datacenter's network (M chips a slice), 12DF/Y over X, 8BD/X over Y of a pod's batch."""
+    mesh, (L, B, D, F) = AbstractMesh(sizes), (2, 4096, 8192, 32768)
+    moved, (P, X, Y) = Counter(), sizes.values()
+    for log in passes(pods, *arrays(pods, mesh, {"L": L, "B": B, "D": D, "F": F}, torch.bfloat16), mesh):
+        for event in log.collectives():
+            moved["".join(event.axes)] += event.nbytes * (2 if event.op == AR else 1)
+    assert moved == {"P": L * 8 * D * F // (X * Y), "X": L * 12 * D * F // Y, "Y": L * 8 * (B // P) * D // X}
 
 
 @pytest.mark.parametrize("strategy", [*STRATEGIES.values(), pods], ids=[*STRATEGIES, "pods"])

@@ -129,15 +129,14 @@ class Together:
 
 def sent_together(W: Sequence[Tensor], moves: Sequence[Moves], mesh) -> dict[int, int]:
     """{place of a leaf: the dim that X splits}, of a layer's shards W that are better sent together; else {}: so are
-    small ones of one dtype, whose gradients are unreduced over the same axes. Found out once a mesh."""
+    small ones, whose gradients are unreduced over the same axes. Found out once a mesh."""
     if torch.compiler.is_compiling():
         return {}
     key = ("sent together", *moves, *map(SIZE, W))
     if key not in mesh.lines:
         sent = {i: to.dim for i, to in enumerate(moves) if to.dim >= 0}
         unreduced = {parse(moves[i].scatter.split(" -> ")[0]).unreduced for i in sent}
-        alike = len(unreduced) == 1 == len({W[i].dtype for i in sent})
-        mesh.lines[key] = sent if alike and sum(W[i].nbytes for i in sent) <= SMALL else {}
+        mesh.lines[key] = sent if len(unreduced) == 1 and sum(W[i].nbytes for i in sent) <= SMALL else {}
     return mesh.lines[key]
 
 

@@ -1,0 +1,100 @@
+"""What lies between the matmuls, and its derivatives written out, beside autograd's; and autograd's tape as a vjp."""
+
+import math
+
+import pytest
+import torch
+
+from scaling.models import pointwise
+from scaling.models.pointwise import act, act_grad, act_vjp, rms_norm, rms_norm_vjp
+from scaling.models.transformer import ACTIVATIONS
+from scaling.strategies.transformer.layer import VJPS
+
+
+def rand(*shape, seed=0, dtype=torch.float64):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=dtype)
+
+
+def same(a, b, tolerance=1e-14):
+    torch.testing.assert_close(a, b, rtol=tolerance, atol=tolerance)
+
+
+def derivative(f, dy, x):
+    return torch.func.vjp(f, x)[1](dy)[0]
+
+
+@pytest.mark.parametrize("activation", pointwise.ACTIVATIONS)
+def test_activations_and_their_derivatives(activation):
+    x, dy = rand(5, 64) * 3, rand(5, 64, seed=1)
+    x[0, :3] = torch.tensor([0.0, -40.0, 40.0])
+    gelu = x * torch.distributions.Normal(0.0, 1.0).cdf(x)
+    same(act(x, activation), {"none": x, "relu": x.clamp(min=0), "gelu": gelu}[activation])
+    dx = derivative(lambda x: act(x, activation), dy, x)
+    same(dy * act_grad(x, activation), dx)
+    same(act_vjp(x, dy, activation), dx)
+    assert act_grad(x.bfloat16(), activation).dtype == torch.bfloat16
+
+
+def test_every_activation_of_a_transformer_has_its_derivative():
+    x, dy = rand(7), rand(7, seed=1)
+    assert VJPS.keys() == ACTIVATIONS.keys()
+    for name, f in ACTIVATIONS.items():
+        same(VJPS[name](dy, x), derivative(f, dy, x), 1e-13)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_rms_norm_and_its_derivative(dtype):
+    x, dy = (3 * rand(5, 64)).to(dtype), rand(5, 64, seed=1).to(dtype)
+    tolerance = {torch.float64: 1e-14, torch.float32: 1e-6, torch.bfloat16: 2e-2}[dtype]
+    same(rms_norm(x), torch.nn.functional.rms_norm(x, (64,), eps=pointwise.EPS), tolerance)
+    same(rms_norm_vjp(x, dy), derivative(rms_norm, dy, x), tolerance)
+    assert rms_norm(x).dtype == rms_norm_vjp(x, dy).dtype == dtype
+    zeros = torch.zeros_like(x)
+    assert torch.equal(rms_norm(zeros), zeros)
+    same(rms_norm_vjp(zeros, dy), dy / math.sqrt(pointwise.EPS), tolerance)
+
+
+def test_rms_norm_of_a_shard_takes_the_means_over_the_whole_row():
+    x, dy = rand(5, 64), rand(5, 64, seed=1)
+    squares, dots = x.square().mean(-1, keepdim=True), (x * dy).mean(-1, keepdim=True)
+    part = slice(16, 32)
+    same(rms_norm(x[:, part], squares), rms_norm(x)[:, part])
+    same(rms_norm_vjp(x[:, part], dy[:, part], squares, dots), rms_norm_vjp(x, dy)[:, part])
+    assert (rms_norm(x[:, part]) - rms_norm(x)[:, part]).abs().max() > 0.01
+
+
+def test_a_norm_with_gains_has_both_derivatives():
+    x, gain = leaves = [t.requires_grad_() for t in (rand(3, 5, 8), rand(8, seed=1))]
+
+    def norm(x, gain):
+        return rms_norm(x, gain=gain, eps=1e-3)
+
+    assert torch.autograd.gradcheck(norm, leaves)
+    assert torch.autograd.gradgradcheck(norm, leaves)
+    half = norm(x.bfloat16(), gain.bfloat16())
+    assert half.dtype == torch.bfloat16
+    assert torch.autograd.grad(half.sum(), x)[0].dtype == torch.float64
+    same(half.double(), norm(x, gain), 2e-2)
+
+
+def test_the_tape_is_torch_func_s_vjp():
+    A, B, dy = rand(3, 4), rand(4, 5, seed=1), rand(3, 5, seed=2)
+
+    def f(A, B):
+        return (A @ B).tanh() * B.sum(0)
+
+    (ours, pull), (theirs, wanted, *_) = pointwise.vjp(f, A, B), torch.func.vjp(f, A, B)
+    assert torch.equal(ours, theirs)
+    assert not ours.requires_grad
+    assert not A.requires_grad
+    assert all(map(torch.equal, pull(dy), wanted(dy)))
+
+
+def test_the_tape_of_trees_and_of_what_is_not_used():
+    W, ids = {"used": torch.tensor([2.0, 3.0]), "unused": torch.ones(3)}, torch.tensor([1, 0])
+    out, pull = pointwise.vjp(lambda W, ids: {"y": W["used"][ids] ** 2}, W, ids)
+    dW, dids = pull({"y": torch.tensor([10.0, 1.0])})
+    assert out["y"].tolist() == [9.0, 4.0]
+    assert dW["used"].tolist() == [4.0, 60.0]
+    assert dW["unused"].tolist() == [0.0] * 3
+    assert dids.tolist() == [0, 0]
