@@ -15,10 +15,9 @@ from test_pipeline import OPTIONS, WEIGHTS, B, D, F, L, close, loss, one_device,
 from scaling import launch, trace, tree
 from scaling.mesh import AbstractMesh, Mesh
 from scaling.schedules import ReduceGrads, make
-from scaling.schedules.instructions import RECVS, SENDS, Backward, Forward, ForwardBackward
+from scaling.schedules.instructions import Backward, Forward, ForwardBackward
 from scaling.schedules.simulator import Deadlock
 from scaling.strategies import fsdp_tp, pipeline
-from scaling.strategies.channels import Channels
 from scaling.strategies.pipeline import _spans
 from scaling.strategies.stage import mlp, of_strategy
 
@@ -161,29 +160,6 @@ def test_a_stage_hands_on_what_the_next_one_waits_for(ranks, change, half, words
     with pytest.raises(RankFailed) as error:
         ranks(broken, {"Z": 2}, change, half)
     assert words in str(error.value)
-
-
-@pytest.mark.parametrize("name", ["gpipe", "1f1b", "interleaved", "zb-h1", "dualpipev"])
-def test_messages_between_two_ranks_have_tags_of_their_own(name):
-    """Sent and received under one tag; and no two, nor the notes, under the same."""
-    schedule = make(name, 4, 8)
-    tags: dict[tuple, list] = {}
-    for rank, program in enumerate(schedule):
-        channels = Channels(AbstractMesh({"Z": 4}, {"Z": rank}), "Z", schedule, torch.empty(2, device="meta"), "x[B]")
-        for step in program:
-            if isinstance(step, RECVS + SENDS):
-                receive = isinstance(step, RECVS)
-                route, note = (channels.route(step, receive=receive, note=note) for note in (False, True))
-                ends = (step.peer, rank) if receive else (rank, step.peer)
-                assert route["group_src" if receive else "group_dst"] == step.peer
-                assert note["group_dst" if receive else "group_src"] == step.peer
-                tags.setdefault((receive, *ends), []).append(route["tag"])
-                tags.setdefault((receive, "notes", *ends), []).append(note["tag"])
-    for (receive, *ends), found in tags.items():
-        assert sorted(found) == sorted(tags[(not receive, *ends)])
-        if ends[0] != "notes":
-            assert len(set(found)) == len(found)
-            assert not set(found) & set(tags[(receive, "notes", *ends)])
 
 
 def wrong(mesh, what):
