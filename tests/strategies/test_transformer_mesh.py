@@ -134,9 +134,7 @@ def one_device(config, options):
 def run(mesh, config, options):
     """(loss, gradients, the loss alone, params after 2 AdamW steps), whole; and what is not the same to the bit."""
     layout = {key: options[key] for key in ("schedule", "zero") if key in options}
-    given = {"seed": at_step(7, 1)} if config.dropout else {}
-    whole = model.init(config, 0, torch.float64)
-    params = transformer.shard(whole, config, mesh, **layout)
+    params = transformer.shard(model.init(config, 0, torch.float64), config, mesh, **layout)
     adamw, differing = optim.adamw(0.01), []
     state, seen = adamw.init(params), ()
     types, places = transformer.specs(config, mesh, **layout), stored_places(config, mesh, layout.get("schedule"))
@@ -147,18 +145,17 @@ def run(mesh, config, options):
             tree.shard(x, str(present("t[B_PXE, T_C]", mesh)), mesh) for x in batch(config, seed)
         )
         given = options | {"weights": weights} | ({"segments": segments} if "segments" in options else {})
-        drawn = {"seed": at_step(7, seed)} if config.dropout else {}
+        alone = {key: value for key, value in given.items() if key not in ("microbatches", "scale")}
+        given |= {"seed": at_step(7, seed)} if config.dropout else {}
         arguments = params, tokens, targets, config, mesh
         before = tree.map(torch.clone, params)
-        loss, grads = transformer.loss_and_grads(*arguments, **given, **drawn)
+        loss, grads = transformer.loss_and_grads(*arguments, **given)
         if not seen:
             for more in [{"remat": remat} for remat in POLICIES[1:]] + [{"keep_weights": True}]:
                 if not config.moe or more.get("remat") not in ("attention", "matmuls"):
-                    again = transformer.loss_and_grads(*arguments, **given, **drawn, **more)
+                    again = transformer.loss_and_grads(*arguments, **given, **more)
                     differing += unlike(str(more), again, (loss, grads))
-            alike = {k: v for k, v in given.items() if k not in ("microbatches", "scale")}
-            alone = transformer.loss(*arguments, **alike)
-            seen = loss, transformer.unshard(grads, config, mesh, **layout), alone
+            seen = loss, transformer.unshard(grads, config, mesh, **layout), transformer.loss(*arguments, **alone)
             differing += unlike("params", params, before)
         params, state = adamw.update(grads, state, params)
     return *seen, transformer.unshard(params, config, mesh, **layout), differing
