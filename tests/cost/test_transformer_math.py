@@ -96,16 +96,6 @@ def test_windows_in_some_layers():
     assert tm.forward_flops(config, 1, 10)["attention"] == 4 * 2 * 4 * 200
 
 
-def test_einsum_flops_of_part_4():
-    assert tm.einsum_flops("p,p->", (7,), (7,)) == 2 * 7
-    assert tm.einsum_flops("np,pm->nm", (2, 3), (3, 5)) == 2 * 2 * 3 * 5
-    assert (
-        tm.einsum_flops("ghijkl,ghmnkl->ghijmn", (2, 3, 4, 5, 6, 7), (2, 3, 8, 9, 6, 7))
-        == 2 * 2 * 3 * 4 * 5 * 6 * 7 * 72
-    )
-    assert tm.einsum_flops("ij,ij->ij", (4, 5), (4, 5)) == 20
-
-
 def test_attention():
     assert tm.attention_fraction(Config("square", 1, 1024, 4096, 8, 8, 128, 1), 8192) == 1
     assert tm.attention_crossover(get("part4-q1")) == 8 * 4096
