@@ -186,16 +186,16 @@ def pipelined(stages: Sequence[float], microbatches: int, alone: Sequence[float]
 
     `alone`: seconds of each stage while all others stand still, as they do where the pipeline fills and drains; no
     less than beside them where each rank has a processor of its own, which is taken for granted if none are given.
-    With some of the others at work it is taken to lie in proportion between the two.
+    Some at work share what processors there are: as quick as alone, until they are more than those.
     """
     Z, M = len(stages), microbatches
 
     def slot(active: Sequence[int]) -> float:
         took = done = 0.0
         for i, z in enumerate(sorted(active, key=stages.__getitem__)):
-            idle = (Z - (len(active) - i)) / max(1, Z - 1)  # of the other stages; those with less to do have ended
+            busy = len(active) - i  # those with less to do have ended
             ratio = min(1.0, alone[z] / stages[z]) if alone else 1.0
-            took, done = took + (stages[z] - done) * (1 - (1 - ratio) * idle), stages[z]
+            took, done = took + (stages[z] - done) * (ratio if busy == 1 < Z else max(ratio, busy / Z)), stages[z]
         return took
 
     return sum(slot([z for z in range(Z) if 0 <= k - z < M]) for k in range(M + Z - 1)) / M

@@ -1,12 +1,12 @@
 """A Transformer's training step: predicted on a chip, stage by stage, and run to compare."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
-from scaling.cost.counted import CountedStep, Prediction, measured_row, others_idle, pipelined, price
+from scaling.cost.counted import CountedStep, Prediction, measured_row, others_idle, pipelined, price, weighted_sum
 from scaling.hardware import Chip
 from scaling.mesh import AbstractMesh
 from scaling.models import transformer as model
@@ -33,29 +33,40 @@ class StepForecast:
 def predict_transformer(
     settings: Settings, sizes: Mapping[str, int], chip: Chip, shape: Sequence[int] = ()
 ) -> StepForecast:
-    """Price a Transformer's training step, stage by stage; of rows that are one document each. `shape`: of the slice of
-    a torus that the mesh is laid on. ShardingError or ValueError for what does not fit."""
-    Z, ranks, dtype = sizes.get("Z", 1), AbstractMesh(sizes).size(), settings.dtype
-    kinds: dict[tuple, CountedStep] = {}  # of stages: the first, the last, and those between by their number of layers
+    """Price a Transformer's training step, stage by stage; of rows that are one document each. What stages do once a
+    step, the optimizer's update say, they do at the same time. `shape`: of the slice of a torus that the mesh is laid
+    on. ShardingError or ValueError for what does not fit."""
+    Z, ranks, M = sizes.get("Z", 1), AbstractMesh(sizes).size(), settings.microbatches
 
-    def did(z: int) -> CountedStep:
-        kind = z == 0, z == Z - 1, z < settings.model.sizes["L"] % Z
-        if kind not in kinds:
-            coord = {"Z": z} if z else None
-            kinds[kind] = dry.counted(settings, sizes, coord, "abstract", documents=False, memory=False)
-        return kinds[kind]
+    def did(z: int, M: int = M) -> CountedStep:
+        rows = settings.batch // settings.microbatches  # as many in each microbatch
+        some = settings if settings.microbatches == M else replace(settings, batch=rows * M, microbatches=M)
+        return dry.counted(some, sizes, {"Z": z} if z else None, "abstract", documents=False, memory=False)
+
+    def priced(step: CountedStep, on: Chip = chip) -> Prediction:
+        return price(step, sizes, on, settings.dtype, shape)
 
     def seconds(stage: Prediction) -> float:
         return stage.total if chip.measured else stage.overlapped
 
-    stages = tuple(price(did(z), sizes, chip, dtype, shape) for z in range(Z))
+    if Z == 1:
+        return StepForecast((whole := priced(did(0)),), seconds(whole))
     one, all_ = measured_row(chip, "Matmul", 1), measured_row(chip, "Matmul", ranks)
     faster = max(1.0, min(Z, one.bandwidth / all_.bandwidth)) if one and all_ else 1.0
-    alone = []
-    for z, stage in enumerate(stages):
-        comms = sum(each for _, each in price(did(z), sizes, others_idle(chip), dtype, shape).comms)
-        alone.append(stage.own / faster + comms)
-    return StepForecast(stages, pipelined([seconds(stage) for stage in stages], settings.microbatches, alone))
+    kinds: dict[tuple, tuple] = {}  # of stages: the first, the last, and those between by their number of layers
+    stages = []
+    for z in range(Z):
+        kind = z == 0, z == Z - 1, z < settings.model.sizes["L"] % Z
+        if kind not in kinds:
+            whole, more = did(z), did(z, M + 1)
+            each = weighted_sum([(M, more), (-M, whole)])  # what a step does for its microbatches, and what once
+            once = weighted_sum([(M + 1, whole), (-M, more)])
+            beside = priced(each)
+            alone = beside.own / faster + sum(t for _, t in priced(each, others_idle(chip)).comms)
+            kinds[kind] = priced(whole), seconds(beside), alone, seconds(priced(once))
+        stages.append(kinds[kind])
+    whole, beside, alone, once = zip(*stages, strict=True)
+    return StepForecast(whole, pipelined(beside, M, alone) + max(once))
 
 
 def transformer_step(settings: Settings, mesh) -> Callable[[], Any]:

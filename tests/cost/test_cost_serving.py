@@ -64,12 +64,12 @@ def test_one_chip_moves_nothing(form):
     config = get("mixtral-8x7b") if form == "experts" else L70
     assert d.collectives(form, config, 4, {"X": 1, "Y": 1, "Z": 1}) == []
     if form == "heads":  # in bf16: an AllReduce after each block, and of the embedding
-        assert d.StepCollective("AllReduce", "x", "Y", 2 * 4 * 8192, 161) in d.collectives(form, L70, 4, {"Y": 8})
+        assert d.StepCollective("AllReduce", "x", "YZ", 2 * 4 * 8192, 161) in d.collectives(form, L70, 4, {"Y": 8})
 
 
 def test_on_a_slice():
-    """Axes fill it; without wraparound it has half the links: an AllReduce on 4x4 is two passes of 15/16 V over two lines;
-    were they rings, of V over four links."""
+    """Axes fill it; without wraparound it has half the links: an AllReduce on 4x4 is two passes of 15/16 V over two
+    lines; were they rings, of V over four links."""
     for shape in ((4, 4), (4, 8), (2, 4, 4)):
         chips = math.prod(shape)
         for y in (2**i for i in range(chips.bit_length())):

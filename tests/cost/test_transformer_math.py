@@ -89,13 +89,6 @@ def test_visible_pairs_counted(T, S, window):
     assert tm.visible_pairs(T, S, window) == pairs
 
 
-def test_windows_in_some_layers():
-    config = Config("w", 2, 8, 16, 2, 1, 4, 10, window=(3, None))
-    flops = tm.forward_flops(config, 1, 10, causal=True)["attention"]
-    assert flops == 4 * 2 * 4 * (10 * 3 - 3 + 55)
-    assert tm.forward_flops(config, 1, 10)["attention"] == 4 * 2 * 4 * 200
-
-
 def test_attention():
     assert tm.attention_fraction(Config("square", 1, 1024, 4096, 8, 8, 128, 1), 8192) == 1
     assert tm.attention_crossover(get("part4-q1")) == 8 * 4096

@@ -115,14 +115,17 @@ def test_stages_are_priced_each():
     rows = (*CHIP.measured, Measured("Matmul", 2, 1e-9, 1e9), Measured("Matmul", 1, 1e-9, 2e9))
     some = replace(TINY, microbatches=4)
     apart, beside = (
-        predict_transformer(some, {"Z": 2}, CHIP),
-        predict_transformer(some, {"Z": 2}, replace(CHIP, measured=rows)),
-    )
+        predict_transformer(some, {"Z": 2}, chip) for chip in (CHIP, replace(CHIP, measured=rows))
+    )  # fmt: skip
     first, last = apart.stages
     assert first.math < last.math  # it has the unembedding
     assert apart.fullest is last
-    assert apart.seconds == pytest.approx(last.total + first.total / 4)
-    least = (first.total + last.total) / 2  # cores that one leaves the other takes
+    more = predict_transformer(replace(some, batch=10, microbatches=5), {"Z": 2}, CHIP).stages
+    (one, first), (each, last) = ((b.total - a.total, a.total) for a, b in zip(apart.stages, more, strict=True))
+    once = [first - 4 * one, last - 4 * each]  # of a step, whatever its microbatches: both stages at the same time
+    assert 0 < min(once) < max(once) < 0.2 * apart.seconds
+    assert apart.seconds == pytest.approx(one + 4 * each + max(once))
+    least = (first + last) / 2  # cores that one leaves the other takes
     assert least <= beside.seconds < 0.8 * apart.seconds
 
 
@@ -134,7 +137,8 @@ def test_a_pipeline_is_the_sum_of_its_slots():
     assert pipelined([even, less], 4) == pytest.approx((2 + 3 * 2 + 1) / 4)  # the first, three of both, the last
     assert pipelined([even] * 2, 1, [1, 1]) == pytest.approx(2)  # as fast as both at once
     assert pipelined([even, less], 100, [1, 0.5]) == pytest.approx(1.5, rel=0.01)  # cores are shared
-    assert pipelined([even] * 3, 2, [1] * 3) == pytest.approx((1 + 1.5 + 1.5 + 1) / 2)  # of two others one at work
+    assert pipelined([even] * 4, 2, [1] * 4) == pytest.approx(5 / 2)  # two at a time, each on one of two processors
+    assert pipelined([even] * 3, 2, [1] * 3) == pytest.approx((1 + 4 / 3 + 4 / 3 + 1) / 2)  # of one and a half
 
 
 @pytest.mark.slow

@@ -126,26 +126,6 @@ def test_llama3_405b_on_16384_h100_is_close_to_what_was_published():
     assert found[0].size("tensor") <= 8
 
 
-REMAT_OF = {  # policy: (model, sizes, sequences, their tokens) for which it is the best
-    "none": ("llama3-8b", (("tensor", 8),), 8, 8192),  # all is held
-    "attention": ("llama3-8b", (("fsdp", 8),), 8, 10_752),  # "none" just does not fit
-    "matmuls": ("llama3-70b", (("fsdp", 8), ("tensor", 8)), 128, 8192),
-    "block": ("llama3-70b", (("fsdp", 8), ("tensor", 8)), 8, 32768),  # nothing else fits
-}
-
-
-@pytest.mark.parametrize("policy", POLICIES)
-def test_the_best_remat_policy_is_chosen(policy):
-    """All policies are tried, and what fits comes before speed."""
-    model, axes, sequences, seq = REMAT_OF[policy]
-    job, chips = Job(get(model), sequences * seq, seq), 64 if len(axes) > 1 else 8
-    fixed = {name: plans(job, H100, chips, Fixed(axes, remat=name))[0] for name in POLICIES}
-    best = min(POLICIES, key=lambda name: (not fixed[name].fits, fixed[name].forecast))
-    assert (best, fixed[best].fits) == (policy, True)
-    assert fixed["none"].fits == (policy in ("none", "matmuls"))
-    assert plans(job, H100, chips, Fixed(axes))[0].layout.remat == policy
-
-
 def test_what_stays_in_a_node():
     """A small model with all its params sharded, experts, and tensor parallelism."""
     assert best("llama3-8b", 8, 16 * 8192, 8192).size("fsdp") == 8

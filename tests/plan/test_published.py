@@ -17,6 +17,7 @@ from scaling.plan.published import (
     token_flops,
     with_matmuls,
 )
+from scaling.plan.serve.published import data, measured_steps
 
 SMALL = 300  # chips, of the runs beside which the planner looks for its own layout here; the command does so for all
 
@@ -89,3 +90,31 @@ def test_tokens_from_tflops():
 def test_each_model_of_the_published_runs_is_one_that_a_user_can_name():
     for run in published_runs():
         assert get(run.job.config.name) == run.job.config
+
+
+# --- Serving
+
+STEPS = [one for group in data()["group"] for one in measured_steps(group)]
+
+
+def test_no_bound_is_beaten():
+    assert len(STEPS) > 40
+    for one in STEPS:
+        assert one.bound <= one.seconds, (one.group, one.config.name, one.batch)
+        assert one.bound + one.slower + one.step.comms + one.rest == pytest.approx(one.seconds)
+        assert one.slower > 0
+
+
+def test_bounds_by_hand():
+    """70.55e9 params in int8 less the embedding, 163,840 bytes a token; LLaMA-2 7B in bf16, 524,288 bytes a token."""
+    of = {(one.group[:13], one.config.name, one.chips, one.batch, one.context): one for one in STEPS}
+    read = 70_553_706_496 - 128256 * 8192
+    eight = of["LLaMA-3.1 70B", "llama3-70b", 16, 8, 2048]
+    assert eight.bound == pytest.approx((8 * 2048 * 163_840 + read) / (16 * 8.2e11))
+    two = of["LLaMA-3.1 70B", "llama3-70b", 8, 128, 2048]  # 64 sequences each
+    assert two.bound == pytest.approx((64 * 2048 * 163_840 + read) / (8 * 8.2e11))
+    compute = of["LLaMA-3.1 70B", "llama3-70b", 16, 128, 2048]
+    assert compute.bound == pytest.approx(128 * 2048 * 163_840 / (16 * 8.2e11) + 2 * 128 * read / (16 * 1.97e14))
+    small = of["gpt-fast, bf1", "llama2-7b", 2, 1, 205]
+    assert small.bound == pytest.approx((2 * (6_738_415_616 - 32000 * 4096) + 205 * 524_288) / (2 * 2.0e12))
+    assert small.step.comms == pytest.approx((2 * 32 + 2) * 2e-5)  # launches
