@@ -1,4 +1,4 @@
-"""Preallocated outputs, donated operands and aliases: what does not fit is refused, and nothing else is written."""
+"""Preallocated outputs and donated operands: what does not fit is refused, and nothing else is written."""
 
 import pytest
 import torch
@@ -7,8 +7,6 @@ from call_lines import GATHER, PRODUCT, REDUCE, SCATTER
 from scaling import collectives as c
 from scaling.collectives.buffers import overlap, overlaps_itself
 from scaling.spec import ShardingError
-
-SUM = "A[I, J] -> C[J]"
 
 
 def memory(dtype=torch.float32):
@@ -19,17 +17,11 @@ def memory(dtype=torch.float32):
 # name -> (the buffer within a stack, words of the error); the result is [4, 4]
 MISFITS = {
     "rows": (lambda g: g[1, :3], "the result has shape (4, 4), out (3, 4)"),
-    "columns": (lambda g: g[1, :, :3], "out (4, 3)"),
-    "more rows": (lambda g: g.view(12, 4)[:5], "out (5, 4)"),
     "another order": (lambda g: g[1].view(2, 8), "out (2, 8)"),
     "a dim more": (lambda g: g[1:2], "out (1, 4, 4)"),
-    "a dim less": (lambda g: g[1].view(16), "out (16,)"),
     "one row for all": (lambda g: g[1, :1], "out (1, 4)"),
-    "nothing": (lambda g: g[:0, 0], "out (0, 4)"),
     "float64": (lambda g: g[1].double(), "the result is torch.float32 on cpu, out torch.float64 on cpu"),
-    "bfloat16": (lambda g: g[1].bfloat16(), "out torch.bfloat16"),
     "whole numbers": (lambda g: g[1].int(), "out torch.int32"),
-    "complex numbers": (lambda g: g[1].to(torch.complex64), "out torch.complex64"),
     "a row, expanded": (lambda g: g[1, :1].expand(4, 4), "elements share their memory"),
     "windows": (lambda g: g.view(-1)[:7].unfold(0, 4, 1), "elements share their memory"),
     "negated": (lambda g: torch.zeros(4, 4, dtype=torch.complex64).conj().imag, "conjugates or negates"),
@@ -39,21 +31,17 @@ MISFITS = {
     "a function of one": (lambda g: g[1].clone().requires_grad_() * 1, "out requires a gradient"),
 }
 WRITERS = {
-    "all_gather": lambda m, out: c.all_gather(GATHER, torch.ones(4 // m.sizes["X"], 4), m, out=out),
     "all_gather, later": lambda m, out: c.all_gather(
         "A[I, J_X] -> A[I, J]", torch.ones(4, 4 // m.sizes["X"]), m, out=out, async_op=True
     ),
     "reduce_scatter": lambda m, out: c.reduce_scatter(SCATTER, torch.ones(4 * m.sizes["X"], 4), m, out=out),
     "einsum": lambda m, out: c.einsum(PRODUCT, torch.ones(4, 8), torch.ones(8, 4), out=out),
-    "einsum, added": lambda m, out: c.einsum(PRODUCT, torch.ones(4, 8), torch.ones(8, 4), out=out, add=True),
-    "einsum, result turned": lambda m, out: c.einsum(
-        "A[I, J] * B[J, K] -> C[K, I]", torch.ones(4, 8), torch.ones(8, 4), out=out
-    ),
     "einsum, no matmul": lambda m, out: c.einsum(
         "A[I, J] * B[I, J] -> C[I, J]", torch.ones(4, 4), torch.ones(4, 4), out=out
     ),
-    "einsum, one operand": lambda m, out: c.einsum("A[I, J, K] -> C[K, J]", torch.ones(2, 4, 4), out=out),
-    "einsum, deferred": lambda m, out: c.einsum(PRODUCT, torch.ones(4, 8), torch.ones(8, 4), defer=True).wait(out=out),
+    "einsum, deferred": lambda m, out: c.einsum(PRODUCT, torch.ones(4, 8), torch.ones(8, 4), defer=True).wait(
+        out=out, add=True
+    ),
 }
 
 
@@ -81,21 +69,18 @@ def overlapping(mesh):
     x, n = torch.arange(64.0).view(8, 8), mesh.sizes["X"]
     kept = x.clone()
     for name, call in {
-        "gather into its operand": lambda: c.all_gather(GATHER, x[: 4 // n], mesh, out=x.view(16, 4)[:4, :].view(2, 8)),
         "gather over part of it": lambda: c.all_gather(GATHER, x[1 : 1 + 4 // n], mesh, out=x[:4]),
         "scatter over its operand": lambda: c.reduce_scatter(SCATTER, x, mesh, out=x[: 8 // n]),
-        "scatter between rows": lambda: c.reduce_scatter(SCATTER, x[::2], mesh, out=x[: 4 // n]),
         "product into a": lambda: c.einsum(PRODUCT, x, x.clone(), out=x),
-        "product into b": lambda: c.einsum(PRODUCT, x.clone(), x, out=x),
         "product into b turned": lambda: c.einsum(PRODUCT, x.clone(), x, out=x.t()),
         "product into the end of a": lambda: c.einsum(
             PRODUCT, x[:4], x[:, :4].clone(), out=x.view(-1)[24:40].view(4, 4)
         ),
-        "sum into its operand": lambda: c.einsum(SUM, x, out=x[3]),
+        "sum into its operand": lambda: c.einsum("A[I, J] -> C[J]", x, out=x[3]),
     }.items():
         with pytest.raises(ShardingError) as error:
             call()
-        assert "shape" in str(error.value) or "out shares memory with an operand" in str(error.value), name
+        assert "out shares memory with an operand" in str(error.value), name
         assert torch.equal(x, kept), name
     beside = torch.zeros(8, 16)
     beside[:, ::2] = x
@@ -159,96 +144,6 @@ def donated(mesh):
 @pytest.mark.parametrize("sizes", [{"X": 1}, {"X": 2}], ids=str)
 def test_donating(ranks, sizes):
     ranks(donated, sizes)
-
-
-LAZY = {
-    "conjugated": lambda x: torch.complex(x, -x).conj(),
-    "negated": lambda x: torch.complex(x, -x).conj().imag,
-    "complex": lambda x: torch.complex(x, x + 1),
-    "complex128": lambda x: torch.complex(x, x + 1).to(torch.complex128),
-    "int16": lambda x: x.to(torch.int16) - 300,
-    "uint16": lambda x: x.to(torch.uint16),
-    "uint32": lambda x: x.to(torch.uint32),
-    "uint64": lambda x: x.to(torch.uint64),
-    "float8": lambda x: x.to(torch.float8_e4m3fn),
-    "bool": lambda x: x > 7,
-}
-MOVES = {
-    "all_gather": lambda x, m: c.all_gather("A[I, J_X] -> A[I, J]", x, m),
-    "all_to_all": lambda x, m: c.all_to_all("A[I_X, J] -> A[I, J_X]", x, m),
-    "ppermute": lambda x, m: c.ppermute(
-        "A[I_X, J]", x, m, "X", [(0, 1), (1, 0)][: m.size()] if m.size() > 1 else [(0, 0)]
-    ),
-    "shard": lambda x, m: c.shard("A[I, J] -> A[I_X, J]", x, m),
-    "scatter": lambda x, m: c.scatter("A[I, J] {U_X} -> A[I_X, J]", x, m),
-    "gather": lambda x, m: c.gather("A[I_X, J] -> A[I, J] {U_X}", x, m),
-}
-ADDS = {
-    "all_reduce": lambda x, m: c.all_reduce(REDUCE, x, m),
-    "reduce_scatter": lambda x, m: c.reduce_scatter("A[I, J] {U_X} -> A[I, J_X]", x, m),
-    "broadcast": lambda x, m: c.broadcast(REDUCE, x, m),
-    "reduce": lambda x, m: c.reduce("A[I, J] {U_X} -> A[I, J] {U_X}", x, m),
-}
-
-
-def lazily(mesh, kind):
-    """What a collective makes of x is what it makes of x written out in a dtype that every transport knows."""
-    plain = torch.arange(16.0).view(4, 4) + 16 * mesh.rank
-    x = LAZY[kind](plain)
-    parts = [x.real, x.imag] if x.is_complex() else [x.float()]
-    adds = ADDS if x.is_complex() or kind == "negated" else {}
-    for name, call in (MOVES | adds).items():
-        y, wanted = call(x, mesh), [call(part.resolve_neg().clone(), mesh) for part in parts]
-        found = [y.real, y.imag] if y.is_complex() else [y.float()]
-        assert y.dtype == x.dtype, name
-        for a, b in zip(found, wanted, strict=True):
-            assert torch.equal(a, b), name
-    if x.is_complex():
-        leaf = x.resolve_conj().clone().requires_grad_()
-        c.all_reduce(REDUCE, leaf, mesh).abs().square().sum().backward()
-        torch.testing.assert_close(leaf.grad, 2 * mesh.size() * c.all_reduce(REDUCE, x, mesh))
-
-
-@pytest.mark.parametrize("kind", LAZY)
-def test_every_dtype_and_lazy_views(ranks, kind):
-    ranks(lazily, {"X": 2}, kind)
-
-
-CALLS = {
-    **{name: (call, (4, 4)) for name, call in (MOVES | ADDS).items()},
-    "all_reduce, later": (lambda x, m: c.all_reduce(REDUCE, x, m, async_op=True).wait(), (4, 4)),
-    "all_gather, later": (lambda x, m: c.all_gather(GATHER, x, m, async_op=True).wait(), (4, 4)),
-    "unshard": (lambda x, m: c.unshard("A[I_X, J]", x, m), (4, 4)),
-    "unshard of a whole": (lambda x, m: c.unshard("A[I, J]", x, m), (4, 4)),
-    "unshard of partial sums": (lambda x, m: c.unshard("A[I, J] {U_X}", x, m), (4, 4)),
-    "shard over nothing": (lambda x, m: c.shard("A[I, J]", x, m), (4, 4)),
-    "shard of a number": (lambda x, m: c.shard("A[]", x, m), ()),
-    "unshard of a number": (lambda x, m: c.unshard("A[]", x, m), ()),
-    "reshard": (lambda x, m: c.reshard("A[I_X, J] -> A[I, J_X]", x, m), (4, 4)),
-    "reshard of nothing": (lambda x, m: c.reshard("A[I_X, J] -> A[I_X, J]", x, m), (4, 4)),
-    "reshard to partial sums": (lambda x, m: c.reshard("A[I, J] -> A[I, J] {U_X}", x, m), (4, 4)),
-    "einsum, turned": (lambda x, m: c.einsum("A[I, J] -> B[J, I]", x), (4, 4)),
-    "einsum, the same": (lambda x, m: c.einsum("A[I, J] -> B[I, J]", x), (4, 4)),
-    "einsum, a sum of one": (lambda x, m: c.einsum("A[I, J] -> B[I]", x), (4, 1)),
-    "einsum, times one": (lambda x, m: c.einsum("A[I, J] * B[J, K] -> C[I, K]", x, torch.ones(1, 1)), (4, 1)),
-    "einsum, times a number": (lambda x, m: c.einsum("A[I, J] * B[] -> C[I, J]", x, torch.ones(())), (4, 4)),
-}
-
-
-def aliased(mesh, name):
-    call, shape = CALLS[name]
-    for leaf in (False, True):
-        x = torch.arange(float(torch.Size(shape).numel())).view(shape).requires_grad_(leaf)
-        kept = x.detach().clone()
-        y = call(x, mesh).detach()
-        y += 1
-        assert torch.equal(x.detach(), kept), "the result's memory is the operand's"
-
-
-@pytest.mark.parametrize("sizes", [{"X": 1}, {"X": 2}], ids=str)
-@pytest.mark.parametrize("name", CALLS)
-def test_a_result_shares_no_memory_with_its_operand_on_any_mesh(ranks, name, sizes):
-    ranks(aliased, sizes, name)
 
 
 def test_overlap_is_exact():

@@ -1,40 +1,102 @@
-"""The checked mode: ranks that are about to make different calls raise, all of them, and are told who calls what."""
+"""The checked mode: ranks that are about to make different calls raise, all of them, and are told who calls what; who
+does not come to a call is named, with where he waits or that he has ended."""
+
+import os
+import time
 
 import pytest
 import torch
-from checked_calls import GATHER, MESH, SCATTER, gather
 from torch.utils.flop_counter import FlopCounterMode
 
 from scaling import collectives as c
 from scaling.mesh import Mesh, page
 from scaling.mesh.meeting import MeetingByMessages, meeting
-from scaling.mesh.page import LENGTH
+from scaling.mesh.page import LENGTH, PLACES
 from scaling.spec import ShardingError
 
-# what rank 1 along X does -> what every rank is told that it said; all others gather float32 [4, 2]
+MESH = {"X": 2, "Y": 2}
+GATHER, SCATTER = "A[I_X, J] -> A[I, J]", "A[I, J] {U_X} -> A[I_X, J]"
+
+
+def gather(mesh, shape=(4, 2), dtype=torch.float32, line=GATHER):
+    c.all_gather(line, torch.zeros(shape, dtype=dtype), mesh)
+
+
+def total(mesh, axes="X", name="A"):
+    return c.all_reduce(f"{name}[] {{U_{axes}}} -> {name}[]", torch.ones(()), mesh).item()
+
+
+def permute(pairs):
+    return lambda m: c.ppermute("A[I_X, J]", torch.zeros(4, 2), m, "X", pairs)
+
+
+def broadcast(root):
+    return lambda m: c.broadcast("A[I] {U_X} -> A[I]", torch.zeros(4), m, root=root)
+
+
+def reduced(kind, op):
+    lines = {"all_reduce": "A[I, J] {U_X} -> A[I, J]", "reduce_scatter": SCATTER, "reduce": "A[I] {U_X} -> A[I] {U_X}"}
+    shape = (4,) if kind == "reduce" else (4, 2)
+    return lambda m: getattr(c, kind)(lines[kind], torch.ones(shape), m, op=op)
+
+
+def a_gradient_s(op):
+    x = torch.ones(4, requires_grad=True)
+    return lambda m: c.all_reduce("A[I] {U_X} -> A[I]", x, m, op=op)
+
+
+def said(line, shape="(4, 2)", dtype="float32"):
+    return f"{line} of {shape} {dtype}"
+
+
+USUAL = gather, said(f"AllGather {GATHER}")
+BY = said("CollectivePermute A[I_X, J] -> A[I_X, J] by {}").format
+ROOT = said("Broadcast A[I] {{U_X}} -> A[I] with root {}", "(4,)").format
+# what the rank at X=0 does and is told to have said, and the one at X=1
 ODD_ONES = {
-    "op": (lambda m: c.reduce_scatter(SCATTER, torch.zeros(4, 2), m), f"ReduceScatter {SCATTER} of (4, 2) float32"),
-    "type": (lambda m: gather(m, line="B[I_X, J] -> B[I, J]"), "AllGather B[I_X, J] -> B[I, J] of (4, 2) float32"),
-    "shape": (lambda m: gather(m, shape=(4, 3)), f"AllGather {GATHER} of (4, 3) float32"),
-    "dtype": (lambda m: gather(m, dtype=torch.float64), f"AllGather {GATHER} of (4, 2) float64"),
+    "op": (USUAL, (lambda m: c.reduce_scatter(SCATTER, torch.zeros(4, 2), m), said(f"ReduceScatter {SCATTER}"))),
+    "type": (USUAL, (lambda m: gather(m, line="B[I_X, J] -> B[I, J]"), said("AllGather B[I_X, J] -> B[I, J]"))),
+    "shape": (USUAL, (lambda m: gather(m, shape=(4, 3)), said(f"AllGather {GATHER}", "(4, 3)"))),
+    "dtype": (USUAL, (lambda m: gather(m, dtype=torch.float64), said(f"AllGather {GATHER}", dtype="float64"))),
     "asynchronous": (
-        lambda m: c.all_gather(GATHER, torch.zeros(2, 2), m, async_op=True),
-        f"AllGather {GATHER} of (2, 2) float32",
+        USUAL,
+        (
+            lambda m: c.all_gather(GATHER, torch.zeros(2, 2), m, async_op=True),
+            said(f"AllGather {GATHER}", "(2, 2)"),
+        ),
     ),
     "differentiated": (
-        lambda m: c.all_gather(GATHER, torch.zeros(2, 2, requires_grad=True), m),
-        f"AllGather {GATHER} of (2, 2) float32",
+        USUAL,
+        (
+            lambda m: c.all_gather(GATHER, torch.zeros(2, 2, requires_grad=True), m),
+            said(f"AllGather {GATHER}", "(2, 2)"),
+        ),
     ),
-    "permutation": (
-        lambda m: c.ppermute("A[I_X, J]", torch.zeros(4, 2), m, "X", [(0, 1)]),
-        "CollectivePermute A[I_X, J] -> A[I_X, J] by ((0, 1),) of (4, 2) float32",
+    "permutation": (USUAL, (permute([(0, 1)]), BY("((0, 1),)"))),
+    "pairs": ((permute([(0, 1)]), BY("((0, 1),)")), (permute([(1, 1)]), BY("((1, 1),)"))),
+    "root": ((broadcast(0), ROOT(0)), (broadcast(1), ROOT(1))),
+    "mean and max": (
+        (reduced("all_reduce", "mean"), said("AllReduce A[I, J] {U_X} -> A[I, J] by mean")),
+        (reduced("all_reduce", "max"), said("AllReduce A[I, J] {U_X} -> A[I, J] by max")),
+    ),
+    "sum and min": (
+        (reduced("reduce_scatter", "sum"), said(f"ReduceScatter {SCATTER}")),
+        (reduced("reduce_scatter", "min"), said(f"ReduceScatter {SCATTER} by min")),
+    ),
+    "max and min": (
+        (reduced("reduce", "max"), said("Reduce A[I] {U_X} -> A[I] {U_X} with root 0 by max", "(4,)")),
+        (reduced("reduce", "min"), said("Reduce A[I] {U_X} -> A[I] {U_X} with root 0 by min", "(4,)")),
+    ),
+    "a gradient's": (
+        (a_gradient_s("sum"), said("AllReduce A[I] {U_X} -> A[I]", "(4,)")),
+        (a_gradient_s("mean"), said("AllReduce A[I] {U_X} -> A[I] by mean", "(4,)")),
     ),
 }
 
 
 def disagree(mesh, what):
     with pytest.raises(ShardingError) as error:
-        ODD_ONES[what][0](mesh) if mesh.coord["X"] == 1 else gather(mesh)
+        ODD_ONES[what][mesh.coord["X"]][0](mesh)
     after = c.all_gather(GATHER, torch.full((1, 1), mesh.coord["X"] + 1.0), mesh)  # the group still works
     return str(error.value), after.flatten().tolist()
 
@@ -42,34 +104,11 @@ def disagree(mesh, what):
 @pytest.mark.parametrize("what", ODD_ONES)
 def test_a_disagreement_is_an_error_on_every_rank_that_names_ranks_and_lines(ranks, what):
     for r, (message, after) in enumerate(ranks(disagree, MESH, what)):
-        y = r % 2
         assert "the ranks along X do not make the same call" in message
-        assert f"\n  rank {y}: AllGather {GATHER} of (4, 2) float32\n" in message
-        assert f"\n  rank {2 + y}: {ODD_ONES[what][1]}\n" in message
+        for x, (_, words) in enumerate(ODD_ONES[what]):
+            assert f"\n  rank {2 * x + r % 2}: {words}\n" in message
         assert "rule: all ranks of a group run the same lines in the same order" in message
         assert after == [1.0, 2.0]
-
-
-def reduced_otherwise(mesh, name, ops):
-    with pytest.raises(ShardingError, match="do not make the same call") as error:
-        REDUCED[name](torch.ones(4, 2), mesh, ops[mesh.coord["X"]])
-    return str(error.value)
-
-
-REDUCED = {
-    "all_reduce": lambda x, m, op: c.all_reduce("A[I, J] {U_X} -> A[I, J]", x, m, op=op),
-    "reduce_scatter": lambda x, m, op: c.reduce_scatter(SCATTER, x, m, op=op),
-    "reduce": lambda x, m, op: c.reduce("A[I, J] {U_X} -> A[I, J] {U_X}", x, m, op=op),
-    "a gradient's": lambda x, m, op: c.all_reduce("A[I, J] {U_X} -> A[I, J]", x.requires_grad_(), m, op=op),
-}
-
-
-@pytest.mark.parametrize("ops", [("sum", "mean"), ("mean", "max"), ("max", "min"), ("sum", "min")], ids="-".join)
-@pytest.mark.parametrize("name", REDUCED)
-def test_ranks_that_put_their_parts_together_in_different_ways(ranks, name, ops):
-    for message in ranks(reduced_otherwise, {"X": 2}, name, ops):
-        for op in ops:
-            assert op == "sum" or f" by {op} of (4, 2) float32" in message
 
 
 def one_of_four(mesh):
@@ -86,38 +125,14 @@ def test_over_several_axes_the_ranks_that_agree_are_named_together(ranks):
         assert "\n  rank 2: AllGather A[I_YX] -> A[I] of (3,) float32\n" in message
 
 
-def different_roots_and_pairs(mesh):
-    x, messages = torch.zeros(4), []
-    for call in [
-        lambda: c.broadcast("A[I] {U_X} -> A[I]", x, mesh, root=mesh.coord["X"]),
-        lambda: c.ppermute("A[I]", x, mesh, "X", [(mesh.coord["X"], 1)]),
-    ]:
-        with pytest.raises(ShardingError) as error:
-            call()
-        messages.append(str(error.value))
-    return messages
-
-
-def test_ranks_that_name_different_roots_or_pairs(ranks):
-    for r, (root, pairs) in enumerate(ranks(different_roots_and_pairs, MESH)):
-        assert f"\n  rank {r % 2}: Broadcast A[I] {{U_X}} -> A[I] with root 0 of (4,) float32\n" in root
-        assert f"\n  rank {2 + r % 2}: Broadcast A[I] {{U_X}} -> A[I] with root 1 of (4,) float32\n" in root
-        assert f"\n  rank {r % 2}: CollectivePermute A[I] -> A[I] by ((0, 1),) of (4,) float32\n" in pairs
-        assert f"\n  rank {2 + r % 2}: CollectivePermute A[I] -> A[I] by ((1, 1),) of (4,) float32\n" in pairs
-
-
 def backwards(mesh):
     """Rank 1 does not use what it gathered first, and so runs one collective of the backward less."""
     a, b = (torch.ones(2, requires_grad=True) for _ in range(2))
     first, second = c.all_gather("A[I_X] -> A[I]", a, mesh), c.all_gather("B[J_X] -> B[J]", b, mesh)
     loss = second.sum() + (first.sum() if mesh.coord["X"] == 0 else 0)
-
-    def backward_and_norm():
-        grads = torch.autograd.grad(loss, (a, b), allow_unused=True)
-        c.all_reduce("N[] {U_X} -> N[]", sum(g.sum() for g in grads if g is not None), mesh)
-
-    with pytest.raises(ShardingError) as error:
-        backward_and_norm()
+    with pytest.raises(ShardingError) as error:  # noqa: PT012
+        torch.autograd.grad(loss, (a, b), allow_unused=True)
+        total(mesh, name="N")
     return str(error.value)
 
 
@@ -145,56 +160,82 @@ def under_grad(f, x):
     return torch.func.vjp(f, x)[0]
 
 
+def plainly(f, x):
+    return f(x)
+
+
 # (what rank 0 does, what rank 1 does) with one line on shards of one shape -> how, in words
 PATHS = {
-    "requires_grad": (lambda f, x: f(x), with_grad, ["", ", differentiated"]),
+    "requires_grad": (plainly, with_grad, ["", ", differentiated"]),
     "no_grad": (with_grad, under_no_grad, [", differentiated", ""]),
-    "a mode": (counted, lambda f, x: f(x), [", under FlopCounterMode", ""]),
-    "torch.func": (lambda f, x: f(x), under_grad, ["", ", differentiated"]),
+    "a mode": (counted, plainly, [", under FlopCounterMode", ""]),
+    "torch.func": (plainly, under_grad, ["", ", differentiated"]),
 }
 
 
 def go_two_ways(mesh, what):
     with pytest.raises(ShardingError) as error:
         PATHS[what][mesh.rank](lambda x: c.all_gather(GATHER, x, mesh), torch.zeros(2, 2))
-    after = c.all_gather(GATHER, torch.full((1, 1), mesh.rank + 1.0), mesh)
-    return str(error.value), after.flatten().tolist()
+    x = torch.full((1, 1), mesh.rank + 1.0)
+    return str(error.value), [way(lambda x: c.all_gather(GATHER, x, mesh), x.clone()) for way in PATHS[what][:2]]
 
 
 @pytest.mark.parametrize("what", PATHS)
 def test_ranks_that_differentiate_or_observe_one_line_in_different_ways(ranks, what):
-    for message, after in ranks(go_two_ways, {"X": 2}, what):
+    for message, together in ranks(go_two_ways, {"X": 2}, what):
         for rank, how in enumerate(PATHS[what][2]):
             assert f"\n  rank {rank}: AllGather {GATHER} of (2, 2) float32{how}\n" in message
-        assert after == [1.0, 2.0]
+        assert all(torch.equal(whole.detach(), torch.tensor([[1.0], [2.0]])) for whole in together)
 
 
-def one_way(mesh):
-    x = torch.full((1, 2), mesh.rank + 1.0)
-    ways = [*(side for first, second, _ in PATHS.values() for side in (first, second)), counted]
-    results = [way(lambda x: c.all_gather(GATHER, x, mesh), x.clone()).detach() for way in ways]
+def what_is_observed_is_compared(mesh):
     with pytest.raises(ShardingError, match=r"rank 1: AllGather .* of \(3, 2\) float32\n"):
         counted(lambda x: c.all_gather(GATHER, x, mesh), torch.zeros(2 + mesh.rank, 2))
-    return results
-
-
-def test_ranks_that_go_one_way_agree_and_what_is_observed_is_compared_too(ranks):
-    for results in ranks(one_way, {"X": 2}):
-        assert all(torch.equal(result, torch.tensor([[1.0, 1.0], [2.0, 2.0]])) for result in results)
 
 
 def many(mesh):
+    """Meetings are counted on past what two bytes hold."""
     held = meeting(mesh.group(("X",)).pg)
     held.number = (held.number | 0xFFFF) - 4  # the same on all ranks: their calls were
-    sums = [c.all_reduce("A[] {U_X} -> A[]", torch.tensor(float(i)), mesh).item() for i in range(12)]
+    assert [total(mesh) for _ in range(12)] == [2.0] * 12
     with pytest.raises(ShardingError):
         gather(mesh, shape=(4 + mesh.rank, 2))
-    return sums
 
 
-def test_meetings_are_counted_on_past_what_two_bytes_hold(ranks):
-    for sums in ranks(many, {"X": 2}):
-        assert sums == [2.0 * i for i in range(12)]
+def long_lines(mesh):
+    """Calls that differ only after many letters."""
+    names = [f"A{'a' * LENGTH}{end}" for end in ("b", "c")]
+    with pytest.raises(ShardingError, match="do not make the same call"):
+        c.all_gather(f"{names[mesh.rank]}[I_X] -> A[I]", torch.zeros(2), mesh)
+
+
+def a_slice_sends_nothing(mesh):
+    if mesh.rank == 1:
+        c.shard("A[I] -> A[I_X]", torch.zeros(4), mesh)
+    gather(mesh)
+
+
+def unchecked_by_default(mesh):
+    quick = Mesh({"X": 2}, timeout=60)
+    assert not quick.checked
+    gather(quick)
+
+
+def late_in_turn(mesh):
+    """Who has waited long does not wait any more."""
+    for late in range(2):
+        time.sleep(0.4 if mesh.rank == late else 0)  # the other one looks who waits for whom
+        for _ in range(PLACES + 1):  # until the places of that meeting are another's
+            gather(mesh, (1 + late, 1))
+
+
+@pytest.mark.parametrize(
+    "holds",
+    [what_is_observed_is_compared, many, long_lines, a_slice_sends_nothing, unchecked_by_default, late_in_turn],
+    ids=lambda holds: holds.__name__,
+)
+def test_of_two_ranks(ranks, holds):
+    ranks(holds, {"X": 2})
 
 
 def by_messages(mesh, what):
@@ -205,47 +246,94 @@ def by_messages(mesh, what):
     finally:
         page._map = kept
     assert isinstance(meeting(apart.group(("X",)).pg), MeetingByMessages)
-    with pytest.raises(ShardingError) as error:
-        ODD_ONES[what][0](apart) if mesh.coord["X"] == 1 else gather(apart)
     with pytest.raises(ShardingError, match=r"rank 0: .* float32\n  rank 1: .* float32, under FlopCounterMode"):
-        (counted if mesh.coord["X"] == 1 else under_no_grad)(lambda x: c.all_gather(GATHER, x, apart), torch.ones(1, 1))
-    return str(error.value), c.all_gather(GATHER, torch.full((1, 1), mesh.rank + 1.0), apart).flatten().tolist()
+        (counted if mesh.rank == 1 else under_no_grad)(lambda x: c.all_gather(GATHER, x, apart), torch.ones(1, 1))
+    return disagree(apart, what)
 
 
 @pytest.mark.parametrize("what", ["op", "shape", "permutation"])
 def test_ranks_that_share_no_memory_compare_by_messages(ranks, what):
     for message, after in ranks(by_messages, {"X": 2}, what):
-        assert f"\n  rank 0: AllGather {GATHER} of (4, 2) float32\n" in message
-        assert f"\n  rank 1: {ODD_ONES[what][1]}\n" in message
+        for rank, (_, words) in enumerate(ODD_ONES[what]):
+            assert f"\n  rank {rank}: {words}\n" in message
         assert after == [1.0, 2.0]
 
 
-def long_lines(mesh):
-    names = [f"A{'a' * LENGTH}{end}" for end in ("b", "c")]
-    line = f"{names[mesh.coord['X']]}[I_X] -> A[I]"
-    with pytest.raises(ShardingError, match="do not make the same call"):
-        c.all_gather(line, torch.zeros(2), mesh)
+# Who does not come
 
 
-def test_calls_that_differ_only_after_many_letters(ranks):
-    ranks(long_lines, {"X": 2})
+def across(mesh):
+    """Each rank waits for another one, in a circle: 0 along Y for 1, 1 along X for 3, 3 along Y for 2, 2 for 0."""
+    with pytest.raises(ShardingError) as error:
+        total(mesh, "Y" if mesh.coord["X"] == mesh.coord["Y"] else "X")
+    return str(error.value), total(mesh, "XY")
 
 
-def a_slice_sends_nothing(mesh):
-    if mesh.coord["X"] == 1:
-        c.shard("A[I] -> A[I_X]", torch.zeros(4), mesh)
-    gather(mesh)
+def test_ranks_that_wait_for_each_other_in_different_groups_are_told_so(ranks):
+    for message, after in ranks(across, MESH):
+        assert "the ranks wait for each other, each in another call\n" in message
+        for rank, axis, other in [(0, "Y", 1), (1, "X", 3), (2, "X", 0), (3, "Y", 2)]:
+            call = f"AllReduce A[] {{U_{axis}}} -> A[] of () float32"
+            assert f"\n  rank {rank}: {call}, waits for rank {other}\n" in message
+        assert after == 4.0
 
 
-def test_a_local_slice_need_not_be_agreed_on(ranks):
-    ranks(a_slice_sends_nothing, {"X": 2})
+def late(mesh):
+    hasty, message = Mesh(mesh.sizes, checked=True, timeout=0.5), ""
+    if mesh.rank == 0:
+        with pytest.raises(TimeoutError) as error:
+            gather(hasty)
+        message = str(error.value)
+    total(mesh)
+    gather(hasty)  # the meeting that was not held is the next one
+    return message
 
 
-def unchecked(mesh):
-    quick = Mesh({"X": 2}, timeout=60)
-    assert not quick.checked
-    gather(quick)
+def test_who_does_not_come_in_time_is_named(ranks):
+    message, _ = ranks(late, {"X": 2})
+    assert message.startswith("Timed out: not all ranks have come within 0.5 s\n")
+    assert f"\n  rank 0: AllGather {GATHER} of (4, 2) float32, waits for rank 1\n" in message
+    assert "\n  rank 1: has not come, and waits in no other call on this mesh\n" in message
 
 
-def test_by_default_a_mesh_is_not_checked(ranks):
-    ranks(unchecked, {"X": 2})
+def gone(mesh):
+    """As under torchrun, where nobody else watches for ranks that end well but early."""
+    fresh, message = Mesh(mesh.sizes, checked=True, timeout=60), ""
+    if mesh.rank == 1:
+        if (child := os.fork()) == 0:
+            os._exit(0)
+        os.waitpid(child, 0)
+        meeting(fresh.group(("X",)).pg).page.set_pid(child)
+    else:
+        with pytest.raises(ShardingError) as error:
+            gather(fresh)
+        message = str(error.value)
+    total(mesh)
+    return message
+
+
+def test_a_rank_that_is_gone_is_not_waited_for(ranks):
+    message, _ = ranks(gone, {"X": 2})
+    assert message.startswith("a rank has ended\n  rank 0: AllGather ")
+    assert "\n  rank 1: has ended\n" in message
+
+
+def waits_elsewhere(mesh, told):
+    hasty, message = Mesh(mesh.sizes, checked=True, timeout=0.5), ""
+    meeting(hasty.group(("Y",)).pg).timeout = 60.0
+    if mesh.rank == 0:
+        with pytest.raises(TimeoutError) as error:
+            total(hasty)
+        message = str(error.value)
+        told.touch()
+    if mesh.rank in (2, 3):
+        while mesh.rank == 3 and not told.exists():
+            time.sleep(0.02)
+        total(hasty, "Y", "B")
+    total(mesh, "XY")
+    return message
+
+
+def test_of_who_does_not_come_it_is_told_where_he_waits(ranks, tmp_path):
+    message = ranks(waits_elsewhere, MESH, tmp_path / "told")[0]
+    assert "\n  rank 2: AllReduce B[] {U_Y} -> B[] of () float32, waits for rank 3\n" in message

@@ -42,6 +42,16 @@ def compiled_and_eager(mesh):
         dW, loss = grad_and_value(loss_of)(W, In, mesh)
         return dW, all_reduce("Loss[] {U_X} -> Loss[]", loss, mesh)
 
+    def reduced(x):
+        """By each way to put parts together: by its weight each gradient is known."""
+        wholes = [all_reduce("A[I] {U_X} -> A[I]", x, mesh, op=by) for by in ("mean", "max", "min")]
+        shards = [reduce_scatter("A[I] {U_X} -> A[I_X]", x, mesh, op=by) for by in ("mean", "max", "min")]
+        each = zip((1, 2, 3), wholes, shards, strict=True)
+        return sum(n * (y * torch.arange(4.0)).sum() + 10 * n * z.sum() for n, y, z in each), (wholes, shards)
+
+    parts = torch.randint(0, 4, (4,), generator=g).double() / 4  # with ties
+    reduced = grad_and_value(reduced, has_aux=True)
+    torch.testing.assert_close(compile_(reduced)(parts), reduced(parts), rtol=1e-12, atol=0)
     leaf = W.clone().requires_grad_()
     compile_(lambda W: loss_of(W, In, mesh))(leaf).backward()
     written_out = step(W, In, mesh)

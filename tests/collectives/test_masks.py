@@ -7,7 +7,7 @@ from torch.func import grad, vjp
 
 from scaling import tree
 from scaling.collectives import all_reduce, masked
-from scaling.mesh import AbstractMesh, Mesh
+from scaling.mesh import Mesh
 from scaling.spec import ShardingError
 from scaling.strategies import axes
 
@@ -59,14 +59,6 @@ def along_one(mesh):
 
 def test_masks_along_an_axis_of_one_device(ranks):
     assert ranks(along_one, {"X": 1, "Y": 2}) == [[1.0, 1.0]] * 2
-
-
-@pytest.mark.parametrize("line", ["x[B, T, D]", "x[B, T, D] -> x[B, T, D] {U_X}", "x[B, T] {U_X}", "x[B, T, D] {U_Y}"])
-def test_a_line_that_is_no_partial_sum(line):
-    mesh = AbstractMesh({"X": 4})
-    x = torch.empty(2, 3, D, device="meta")
-    with pytest.raises(ShardingError):
-        masked(line, x, torch.empty(2, 3, dtype=torch.bool, device="meta"), mesh)
 
 
 def test_on_a_mesh_without_the_axis_the_mask_alone_is_left():

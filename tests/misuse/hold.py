@@ -1,12 +1,15 @@
 """A call made in some mode, and what comes of it held against what is wanted."""
 
 import warnings
+from unittest import mock
 
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 REFUSALS = (ValueError, TypeError)  # ShardingError is a ValueError; TypeError is Python's, of a wrong signature
 MODES = ["plain"] * 6 + ["no_grad", "inference", "flops", "autocast", "leaf", "vjp", "jvp", "vmap"]
+MODES += ["in graph"] * 2  # the forms that a compiler follows, run without one
+BUFFERS = {"out: expanded", "out: meta", "out: numpy"}  # which a graph does not refuse
 
 
 class Wrong(Exception):
@@ -24,6 +27,8 @@ def hold(draw, mesh, call, x, wanted, wrong, may_refuse, memory, options, what: 
     mode = draw.choice(MODES)
     plain = isinstance(x, torch.Tensor) and x.layout == torch.strided and x.device.type == "cpu"
     if not plain or (mode in ("leaf", "vjp", "jvp") and x.dtype not in (torch.float64, torch.float32)):
+        mode = "plain"
+    if mode == "in graph" and BUFFERS & {*wrong}:
         mode = "plain"
     kept = x.clone() if plain else None
     around = None if memory is None else (memory[:4].clone(), memory[-4:].clone())
@@ -48,12 +53,12 @@ def hold(draw, mesh, call, x, wanted, wrong, may_refuse, memory, options, what: 
         result = result.to_dense() if result.layout == torch.sparse_coo else result
         if not is_same(result, wanted, exact=result is y, autocast=mode == "autocast"):
             raise Wrong(f"another number: {what}\n{result}\nwanted {wanted}")
-    if given is not None and mode == "plain" and not (y is given and torch.equal(given, wanted)):
+    if given is not None and mode in ("plain", "in graph") and not (y is given and torch.equal(given, wanted)):
         raise Wrong(f"the buffer does not hold the result: {what}")
     if around is not None and not (torch.equal(memory[:4], around[0]) and torch.equal(memory[-4:], around[1])):
         raise Wrong(f"memory around the buffer was written: {what}")
     if plain and not options.get("donate") and not (given is not None and shares_storage(given, x)):
-        if mode == "plain" and y.layout == torch.strided:
+        if mode in ("plain", "in graph", "leaf", "vjp") and y.layout == torch.strided:
             y.copy_(~y if y.dtype == torch.bool else torch.full_like(y, 7) if y.is_complex() else 7 - y.float())
         if not torch.equal(x.resolve_neg(), kept):
             raise Wrong(f"the operand is changed, by the call or by a change of its result: {what}")
@@ -82,6 +87,9 @@ def shares_storage(out, x) -> bool:
 
 def in_mode(mode: str, call, x, mesh):
     """(the result, what else came of it)."""
+    if mode == "in graph":
+        with mock.patch("torch.compiler.is_compiling", return_value=True):
+            return call(x), {}
     if mode == "no_grad":
         with torch.no_grad():
             return call(x), {}

@@ -1,0 +1,109 @@
+"""Calls drawn at random, right and wrong, beside what their types mean (tests/misuse/typed.py), on every kind of mesh;
+and the ways that data takes on NCCL, taken over gloo, which has the same calls."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from array_types import types
+from misuse import typed
+from misuse.collectives import OP_OF, is_legal
+from torch.func import vjp
+
+from scaling import collectives as c
+from scaling import tree
+from scaling.mesh import AbstractMesh, Mesh
+from scaling.strategies import data_parallel, fsdp, fsdp_tp, pods, tensor_parallel
+
+pytestmark = pytest.mark.filterwarnings("ignore")  # of torch's own tracers
+
+
+class AsOnNccl(Mesh):
+    """A mesh whose groups say that they are NCCL's; unchecked, since to compare calls NCCL needs a GPU."""
+
+    def _make_group(self, axes):
+        group = super()._make_group(axes)
+        return replace(group, backend="nccl") if group.pg is not None else group
+
+
+def drawn(mesh, cases, seed, on_nccl):
+    return typed.run(AsOnNccl(mesh.sizes) if on_nccl else mesh, cases, seed)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "on_nccl", "cases"),
+    [
+        ({"X": 1, "Y": 1}, False, 300),
+        ({"X": 2, "Y": 2}, False, 600),
+        ({"X": 2, "Y": 2}, True, 300),
+        ({"X": 2, "Y": 4}, False, 200),  # an order of blocks that is not its own inverse
+        ({"P": 2, "X": 2, "Y": 2}, True, 200),
+    ],
+    ids=str,
+)
+@pytest.mark.slow
+def test_no_number_is_wrong_without_an_error(ranks, sizes, on_nccl, cases):
+    for outcomes, failures in ranks(drawn, sizes, cases, 1, on_nccl):
+        assert not failures, "\n\n".join(failures)
+        for said in (": right", "refused"):
+            assert sum(count for outcome, count in outcomes.items() if said in outcome) > cases / 4
+
+
+LINES = [
+    (kind, before, after)
+    for before in types("XY")
+    for after in types("XY")
+    for kind, op in OP_OF.items()
+    if is_legal(kind, f"{before} -> {after}", before, after)
+]
+
+
+def test_on_an_abstract_mesh_every_legal_line_gives_the_shape_of_its_type():
+    mesh, sizes = AbstractMesh({"X": 32, "Y": 16}, {"X": 31, "Y": 3}), {"I": 4096, "J": 8192}
+    assert len(LINES) > 100
+    for kind, before, after in LINES:
+        x = torch.empty(before.local_shape(sizes, mesh), device="meta", dtype=torch.bfloat16)
+        call, line = getattr(c, kind), f"{before} -> {after}"
+        y, pull = vjp(lambda x: call(line, x, mesh), x)  # noqa: B023
+        later = call(line, x, mesh) if kind == "shard" else call(line, x, mesh, async_op=True).wait()
+        for result in (y, later):
+            found = result.device.type, result.dtype, result.shape
+            assert found == ("meta", x.dtype, after.local_shape(sizes, mesh)), line
+        assert pull(y)[0].shape == x.shape, line
+
+
+def test_on_one_device_every_legal_line_is_the_identity():
+    mesh, x = Mesh({"X": 1, "Y": 1}, checked=True), torch.randn(16, 8)
+    for kind, before, after in LINES:
+        y, pull = vjp(lambda x: getattr(c, kind)(f"{before} -> {after}", x, mesh), x)  # noqa: B023
+        assert torch.equal(y, x)
+        assert torch.equal(pull(x)[0], x)
+    assert torch.equal(c.ppermute("A[I_X, J]", x, mesh, "X", []), torch.zeros(16, 8))
+
+
+STRATEGIES = {
+    "dp": (data_parallel, {"X": 4}),
+    "fsdp": (fsdp, {"X": 4}),
+    "tp": (tensor_parallel, {"Y": 4}),
+    "fsdp_tp": (fsdp_tp, {"X": 2, "Y": 2}),
+    "pods": (pods, {"P": 2, "X": 2, "Y": 2}),
+}
+
+
+def run_strategy(mesh, name):
+    strategy = STRATEGIES[name][0]
+    g = torch.Generator().manual_seed(0)
+    L, B, D, F = 3, 16, 8, 16
+    params = {"W_in": torch.randn(L, D, F, generator=g).double(), "W_out": torch.randn(L, F, D, generator=g).double()}
+    types, results = strategy.SPECS, []
+    params = tree.shard(params, {k: types[k].replace("[", "[L, ") for k in params}, mesh)
+    In = tree.shard(torch.randn(B, D, generator=g).double(), types["In"], mesh)
+    for each in (mesh, AsOnNccl(mesh.sizes)):
+        Out, saved = strategy.forward(params, In, each, norm=True)
+        results.append((Out, *strategy.backward(Out, saved, params, each)))
+    torch.testing.assert_close(*results, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("name", STRATEGIES)
+def test_strategies_as_on_nccl(ranks, name):
+    ranks(run_strategy, STRATEGIES[name][1], name)
