@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from refused import refused
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from scaling import collectives as c
@@ -23,68 +24,24 @@ from scaling.spec import ShardingError, parse
 MESH = {"X": 2, "Y": 2}
 
 
-def test_ranks_are_row_major():
+def test_an_abstract_mesh_is_only_numbers():
     sizes = {"X": 2, "Y": 3, "Z": 4}
-    for rank, at in enumerate(itertools.product(range(2), range(3), range(4))):
+    for rank, at in enumerate(itertools.product(range(2), range(3), range(4))):  # row-major
         assert AbstractMesh(sizes, dict(zip(sizes, at, strict=True))).rank == rank
-
-
-def test_sizes_of_axes():
     mesh = AbstractMesh({"X": 4, "data": 3})
     assert (mesh.size(), mesh.size(("X",)), mesh.size(("data", "X")), mesh.size(())) == (12, 4, 12, 1)
-    assert repr(mesh) == "AbstractMesh(X=4, data=3)"
-    assert mesh.coord == {"X": 0, "data": 0}
+    assert (repr(mesh), mesh.coord) == ("AbstractMesh(X=4, data=3)", {"X": 0, "data": 0})
     assert AbstractMesh({}).size() == 1
-
-
-def test_an_abstract_group_counts_its_first_axis_as_the_major_one():
-    mesh = AbstractMesh({"X": 4, "Y": 2}, {"X": 3, "Y": 1})
-    index = {axes: mesh.group(axes).index for axes in [("X",), ("Y",), ("X", "Y"), ("Y", "X")]}
-    assert index == {("X",): 3, ("Y",): 1, ("X", "Y"): 7, ("Y", "X"): 7}
-    mesh = AbstractMesh({"X": 4, "Y": 2}, {"X": 1, "Y": 1})
-    assert (mesh.group(("X", "Y")).index, mesh.group(("Y", "X")).index) == (3, 5)
-    assert mesh.group(("X", "Y")).backend == "abstract"
-    assert AbstractMesh({"X": 1}).group(("X",)).backend == "single"
-
-
-def test_thousands_of_devices_are_only_numbers():
     mesh = AbstractMesh({"X": 1024, "Y": 8, "pods": 4}, {"X": 1023, "Y": 7, "pods": 3})
     assert (mesh.rank, mesh.size(), mesh.group(("X", "Y")).size) == (32767, 32768, 8192)
 
 
-NO_MESH = {
-    "size 0": ({"X": 0}, "axis X has size 0\n  fix: give an int of at least 1"),
-    "a float": ({"X": 2.0}, "axis X has size 2.0\n  fix: give an int"),
-    "several capitals": (
-        {"XY": 2},
-        "'XY' cannot name a mesh axis\n  fix: use one capital letter, or a word such as data",
-    ),
-    "a capital twice": ({"XX": 2}, "'XX' cannot name a mesh axis"),
-    "a comma": ({"X,Y": 2}, "'X,Y' cannot name a mesh axis"),
-    "an underscore": ({"d_x": 2}, "'d_x' cannot name a mesh axis"),
-    "nothing": ({"": 2}, "'' cannot name a mesh axis"),
-    "a number": ({3: 2}, "3 cannot name a mesh axis"),
-}
-
-
-@pytest.mark.parametrize("what", NO_MESH)
-def test_what_makes_no_mesh(what):
-    sizes, words = NO_MESH[what]
-    for kind in (AbstractMesh, Mesh):
-        with pytest.raises(ShardingError) as error:
-            kind(sizes)
-        assert words in str(error.value)
-
-
-@pytest.mark.parametrize("coord", [{"X": 4}, {"X": -1}, {"Z": 0}])
-def test_a_coordinate_outside_the_mesh(coord):
-    with pytest.raises(ShardingError, match="is not on the mesh X=4, Y=2"):
-        AbstractMesh({"X": 4, "Y": 2}, coord)
-
-
-def test_a_group_over_an_unknown_axis():
-    with pytest.raises(ShardingError, match="unknown mesh axis Z: the mesh has X=4"):
-        AbstractMesh({"X": 4}).group(("Z",))
+def test_an_abstract_group_counts_its_first_axis_as_the_major_one():
+    mesh = AbstractMesh({"X": 4, "Y": 2}, {"X": 1, "Y": 1})
+    index = {axes: mesh.group(axes).index for axes in [("X",), ("Y",), ("X", "Y"), ("Y", "X")]}
+    assert index == {("X",): 1, ("Y",): 1, ("X", "Y"): 3, ("Y", "X"): 5}
+    assert mesh.group(("X", "Y")).backend == "abstract"
+    assert AbstractMesh({"X": 1}).group(("X",)).backend == "single"
 
 
 def test_one_device_needs_no_process_group():
@@ -95,11 +52,28 @@ def test_one_device_needs_no_process_group():
     assert not dist.is_initialized()
 
 
-def test_more_devices_than_ranks():
-    with pytest.raises(ShardingError) as error:
-        Mesh({"X": 4, "Y": 2})
-    assert "the mesh X=4, Y=2 has 8 devices, but 1 rank is running" in str(error.value)
-    assert "fix: start 8 ranks" in str(error.value)
+NO_MESH = {
+    "size 0": ({"X": 0}, "axis X has size 0\n  fix: give an int of at least 1"),
+    "a float": ({"X": 2.0}, "axis X has size 2.0\n  fix: give an int"),
+    "several capitals": ({"XY": 2}, "'XY' cannot name a mesh axis\n  fix: use one capital letter, or a word"),
+    "a comma": ({"X,Y": 2}, "'X,Y' cannot name a mesh axis"),
+    "an underscore": ({"d_x": 2}, "'d_x' cannot name a mesh axis"),
+    "nothing": ({"": 2}, "'' cannot name a mesh axis"),
+    "a number": ({3: 2}, "3 cannot name a mesh axis"),
+}
+FOUR = {"X": 4, "Y": 2}
+test_what_makes_no_mesh = refused(
+    {f"{what}, {kind.__name__}": (lambda kind=kind, sizes=sizes: kind(sizes), words)
+     for what, (sizes, words) in NO_MESH.items() for kind in (AbstractMesh, Mesh)}
+    | {f"at {coord}": (lambda coord=coord: AbstractMesh(FOUR, coord), "is not on the mesh X=4, Y=2")
+       for coord in ({"X": 4}, {"X": -1}, {"Z": 0})}
+    | {
+        "an axis that is none": (lambda: AbstractMesh({"X": 4}).group(("Z",)), "unknown mesh axis Z: the mesh has X=4"),
+        "more devices than ranks": (lambda: Mesh(FOUR), "the mesh X=4, Y=2 has 8 devices, but 1 rank is running\n"
+                                    "  fix: start 8 ranks"),
+    },
+    ShardingError,
+)  # fmt: skip
 
 
 def describe(mesh):
@@ -108,6 +82,8 @@ def describe(mesh):
     for axes in [("X",), ("Y",), ("X", "Y"), ("Y", "X")]:
         group = mesh.group(axes)
         assert mesh.group(axes) is group
+        part = parse("A[I]").with_axes("I", axes).slices((4,), mesh, mesh.coord)[0]
+        assert group.index == part.start * group.size // 4  # the block that the notation gives this device
         blocks = group.order or range(group.size)  # by member
         assert [group.member_of(block) for block in blocks] == [*range(group.size)]
         said = [torch.zeros(2, dtype=torch.int64) for _ in range(group.size)]
@@ -128,17 +104,6 @@ def test_groups_in_both_orders(ranks):
             assert [s.tolist() for s in said] == [[m, b] for m, b in zip(members, blocks, strict=True)]
 
 
-def index_is_the_block_of_the_notation(mesh):
-    for axes in [("X",), ("X", "Y"), ("Y", "X")]:
-        spec = parse("A[I]").with_axes("I", axes)
-        block = spec.slices((4,), mesh, mesh.coord)[0].start * mesh.size(axes) // 4
-        assert mesh.group(axes).index == block
-
-
-def test_a_groups_index_is_the_block_that_the_notation_gives_this_device(ranks):
-    ranks(index_is_the_block_of_the_notation, MESH)
-
-
 def alone(mesh, checked):
     """What sends nothing needs nobody else, also when it is the first use of its axes."""
     fresh = Mesh(mesh.sizes, checked=checked, timeout=60)
@@ -152,13 +117,15 @@ def test_a_group_is_there_for_a_rank_alone(ranks, checked):
     ranks(alone, MESH, checked)
 
 
-def own_mesh(mesh):
-    """One device each: nobody else has to do with it."""
+def alone_or_too_many(mesh):
+    """A rank makes a mesh of itself alone; of more devices than ranks nobody does."""
+    with pytest.raises(ShardingError, match="the mesh X=3 has 3 devices, but 2 ranks are running"):
+        Mesh({"X": 3})
     return Mesh({"X": 1}, ranks=[mesh.rank]).group(("X",)).backend if mesh.rank else ""
 
 
 def test_a_rank_makes_a_mesh_of_itself_alone(ranks):
-    assert ranks(own_mesh, {"X": 2}) == ["", "single"]
+    assert ranks(alone_or_too_many, {"X": 2}) == ["", "single"]
 
 
 def in_another_order(mesh):
@@ -238,15 +205,6 @@ def timeouts(mesh):
 def test_every_group_has_its_mesh_s_timeout_and_a_longer_one_where_ranks_wait_before_a_call(ranks):
     for seconds in ranks(timeouts, MESH):
         assert seconds == [LONGER * 60.0, LONGER * 60.0, 7.0, 7.0]
-
-
-def wrong_sizes(mesh):
-    with pytest.raises(ShardingError, match="the mesh X=3 has 3 devices, but 2 ranks are running"):
-        Mesh({"X": 3})
-
-
-def test_sizes_that_do_not_multiply_to_the_number_of_ranks(ranks):
-    ranks(wrong_sizes, {"X": 2})
 
 
 def as_torch_sees_it(mesh):
