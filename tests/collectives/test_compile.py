@@ -85,7 +85,6 @@ def test_an_illegal_line_is_refused_while_compiling(ranks):
 STEPS = {
     "dp": (data_parallel, {"X": 2}, {}),
     "dp, two layers a bucket": (data_parallel, {"X": 2}, {"bucket_bytes": 4 * 8 * 8 * 16}),
-    "dp, one bucket": (data_parallel, {"X": 2}, {"bucket_bytes": 1 << 20}),
     "zero": (zero, {"X": 2}, {}),
     "fsdp": (fsdp, {"X": 2}, {}),
     "tp": (tensor_parallel, {"Y": 2}, {}),

@@ -1,6 +1,5 @@
-"""A rank that fails ends the others soon, is named, shows where it was, and leaves no process behind.
-
-tests/sweeps/stress_deaths.py measures how soon."""
+"""A rank that fails ends the others soon, is named, shows where it was, and leaves no process behind; one that waits
+too long for another is told for whom. tests/sweeps/stress_deaths.py measures how soon."""
 
 import ctypes
 import faulthandler
@@ -15,25 +14,24 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch
 from machine import SOON
 from processes import all_ended, hangs, total
 
+from scaling.collectives import all_reduce, recv, send
 from scaling.launch import RankError, run
 from scaling.launch.process import end_with_parent
 from scaling.launch.watch import DIED, LATE, LEFT, RAISED, Rank, Voice
+from scaling.mesh import Mesh
 from scaling.mesh.meeting import RankEnded
 
 
 def raises(mesh):
-    raise ValueError("boom")
+    raise ValueError("boom")  # not timeout, "timed out" or "Timed out"
 
 
 def raises_what_cannot_be_printed(mesh):
     raise ValueError("boom \udcff")
-
-
-def exits(code):
-    return lambda mesh: sys.exit(code)
 
 
 class Odd(Exception):
@@ -55,11 +53,9 @@ FAILURES = {
     "raises": (raises, ["raised:\nTraceback", "in raises", "ValueError: boom"]),
     "raises what cannot be pickled": (raises_what_cannot_be_pickled, ["Odd: 1", "in raises_what_cannot"]),
     "raises what cannot be printed": (raises_what_cannot_be_printed, ["in raises_what_cannot", "boom \\udcff"]),
-    "sys.exit(3)": (exits(3), ["raised:\nTraceback", "SystemExit: 3"]),
-    "sys.exit(0)": (exits(0), ["raised:\nTraceback", "SystemExit: 0"]),
+    "sys.exit(0)": (lambda mesh: sys.exit(0), ["raised:\nTraceback", "SystemExit: 0"]),
     "os._exit(0)": (lambda mesh: os._exit(0), ["ended with exit code 0, so the other ranks were ended"]),
     "SIGKILL": (lambda mesh: os.kill(os.getpid(), signal.SIGKILL), ["was killed by SIGKILL"]),
-    "SIGTERM": (lambda mesh: os.kill(os.getpid(), signal.SIGTERM), ["was killed by SIGTERM"]),
     "segfault": (segfaults, ["was killed by SIGSEGV"]),
     "returns what cannot be pickled": (lambda mesh: lambda: 0, ["raised:", "cannot be pickled", "fix: return tensors"]),
     "returns early": (lambda mesh: None, ["do not make the same call", "rank 1: the end of the run"]),
@@ -139,49 +135,6 @@ def test_the_cause_is_blamed_before_what_follows_from_it():
     assert blames == [DIED, RAISED, LATE, LATE, LEFT, LEFT] == sorted(blames)
 
 
-def test_who_is_to_blame_is_told_as_data_too():
-    def f(mesh):
-        return raises(mesh) if mesh.rank == 1 else total(mesh)
-
-    with pytest.raises(RankError) as error:
-        run(f, {"X": 2})
-    failure = pickle.loads(pickle.dumps(error.value)).failure
-    assert (failure.rank, failure.exception) == (1, "ValueError")
-    assert failure.line == f"{__file__}:{raises.__code__.co_firstlineno + 1}"
-
-
-def spins(mesh):
-    while mesh.rank != 1:
-        pass
-    os._exit(3)
-
-
-@pytest.mark.slow
-def test_a_death_is_noticed_while_the_others_compute():
-    """A dead process cannot always be waited for at once."""
-    for _ in range(2):
-        began = time.monotonic()
-        with pytest.raises(RankError, match="rank 1 of 3 ended with exit code 3"):
-            run(spins, {"X": 3})
-        assert time.monotonic() - began < SOON
-
-
-def leaves_a_child(mesh):
-    if mesh.rank == 0:
-        hangs(mesh)
-    if os.fork() == 0:
-        time.sleep(SOON)  # it keeps the pipes of its parent open
-        os._exit(0)
-    os._exit(3)
-
-
-def test_a_death_is_noticed_while_a_child_lives_on():
-    began = time.monotonic()
-    with pytest.raises(RankError, match="rank 1 of 2 ended with exit code 3"):
-        run(leaves_a_child, {"X": 2})
-    assert time.monotonic() - began < SOON
-
-
 def lives_with(parent: int, say) -> None:
     end_with_parent(parent)
     say.send(os.getpid())
@@ -214,17 +167,153 @@ def test_a_rank_that_begins_after_its_parent_has_died_ends_at_once():
     assert process.exitcode == 1
 
 
-def fails_beside_words_of_waiting(mesh):
-    raise ValueError("boom")  # not timeout, "timed out" or "Timed out"
-
-
-def test_a_failure_is_told_at_once_and_from_the_function_on(monkeypatch):
+def test_a_failure_is_told_at_once_from_the_function_on_and_as_data(monkeypatch):
     """A rank whose source speaks of timeouts is not taken for one that waited too long for another: it is the cause."""
     monkeypatch.setattr("scaling.launch.watch.GRACE", 60.0)
     before = time.monotonic()
     with pytest.raises(RankError, match="boom") as caught:
-        run(fails_beside_words_of_waiting, {"X": 2})
+        run(raises, {"X": 2})
     assert time.monotonic() - before < 30
     places = [line for line in str(caught.value).splitlines() if line.startswith('  File "')]
     assert len(places) == 1
-    assert places[0].endswith("in fails_beside_words_of_waiting")
+    assert places[0].endswith("in raises")
+    failure = pickle.loads(pickle.dumps(caught.value)).failure
+    assert (failure.exception, failure.line) == ("ValueError", f"{__file__}:{raises.__code__.co_firstlineno + 1}")
+
+
+def spins(mesh):
+    while mesh.rank != 1:
+        pass
+    os._exit(3)
+
+
+def leaves_a_child(mesh):
+    if mesh.rank == 0:
+        hangs(mesh)
+    if os.fork() == 0:
+        time.sleep(SOON)  # it keeps the pipes of its parent open
+        os._exit(0)
+    os._exit(3)
+
+
+@pytest.mark.parametrize("meanwhile", [spins, leaves_a_child])
+def test_a_death_is_noticed_while_others_compute_and_while_a_child_lives_on(meanwhile):
+    began = time.monotonic()
+    with pytest.raises(RankError, match="rank 1 of 2 ended with exit code 3"):
+        run(meanwhile, {"X": 2})
+    assert time.monotonic() - began < SOON
+
+
+# Who waits too long is told for whom, and where the other one is
+
+
+@pytest.fixture
+def little_grace(monkeypatch):
+    """Where no other rank is to blame, it is not long looked for."""
+    monkeypatch.setattr("scaling.launch.watch.GRACE", 0.1)
+
+
+def ends_early(mesh):
+    if mesh.rank:
+        all_reduce("A[] {U_Y} -> A[]", torch.ones(()), mesh)
+        all_reduce("A[] {U_X} -> A[]", torch.ones(()), mesh)
+
+
+def test_a_rank_that_ends_early_is_named_by_those_that_wait_in_other_groups():
+    began = time.monotonic()
+    with pytest.raises(RankError) as error:
+        run(ends_early, {"X": 2, "Y": 2})
+    assert time.monotonic() - began < SOON
+    assert "the ranks wait for each other, each in another call\n  rank 0: the end of the run, waits for" in str(
+        error.value
+    )
+    waits = r"\n  rank [12]: AllReduce A\[\] {U_[XY]} -> A\[\] of \(\) float32, waits for rank 0\n"
+    assert re.search(waits, str(error.value)), error.value
+
+
+@pytest.mark.slow
+def test_a_rank_that_hangs_is_shown_where_it_is(tmp_path, little_grace):
+    def f(mesh):
+        (tmp_path / str(os.getpid())).touch()
+        return hangs(mesh) if mesh.rank == 1 else total(mesh)
+
+    began = time.monotonic()
+    with pytest.raises(RankError) as error:
+        run(f, {"X": 2}, timeout=0.5)
+    assert time.monotonic() - began < SOON
+    waited, shown = str(error.value).split("\nrank 1 was still running, here (most recent call first):\n")
+    assert waited.startswith("rank 0 of 2 raised:")
+    assert "Timed out" in waited
+    assert "in total" in waited
+    assert re.search(r"^  File .*processes.py., line \d+ in hangs\n", shown)
+    assert len([*tmp_path.iterdir()]) == 2
+    assert all_ended([int(path.name) for path in tmp_path.iterdir()], 0)
+
+
+def loops_for_ever(mesh):
+    while True:
+        pass
+
+
+@pytest.mark.sweep
+@pytest.mark.slow
+@pytest.mark.parametrize("how", [hangs, loops_for_ever])
+def test_when_all_hang_they_are_shown_where_they_are(how, monkeypatch):
+    monkeypatch.setattr("scaling.launch.watch.PATIENCE", 1)
+    began = time.monotonic()
+    with pytest.raises(RankError) as error:
+        run(how, {"X": 2}, timeout=1.0)
+    assert time.monotonic() - began < 2.0 + SOON
+    said, *shown = re.split(r"\nrank \d was still running, here \(most recent call first\):\n", str(error.value))
+    assert re.match(r"all 2 ranks hang: none has (computed|sent or received anything) for \d s\n  fix: ", said)
+    assert len(shown) == 2
+    assert all(
+        re.match(rf"  File .{how.__code__.co_filename}., line \d+ in {how.__name__}\n", stack) for stack in shown
+    )
+
+
+def computes(mesh, seconds):
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        torch.ones(100, 100) @ torch.ones(100, 100)
+
+
+@pytest.mark.sweep
+@pytest.mark.slow
+def test_ranks_that_compute_or_communicate_do_not_hang():
+    run(computes, {"X": 2}, 2.5, timeout=0.5)
+
+    def communicates(mesh):
+        for _ in range(30):
+            total(mesh)
+            computes(mesh, 0.1)
+
+    run(communicates, {"X": 2}, timeout=1.0)
+
+
+def waits_for_a_message(mesh, receive):
+    call = recv if receive else send
+    return call("A[I]", torch.ones(2), mesh, "X", 0) if mesh.rank else None
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("receive", "said"), [(True, "Recv A[I] from rank 0"), (False, "Send A[I] to rank 0")])
+def test_who_waits_for_a_message_that_has_no_other_end_is_named_with_its_line(receive, said, little_grace):
+    with pytest.raises(RankError) as error:
+        run(waits_for_a_message, {"X": 2}, receive, timeout=0.5)
+    assert str(error.value).startswith("rank 1 of 2 raised")
+    assert f"TimeoutError: Timed out: {said} along X\n  rule: to each send belongs a recv" in str(error.value)
+
+
+def makes_a_mesh_alone(mesh):
+    if mesh.rank == 0:
+        Mesh(mesh.sizes)
+    time.sleep(30)
+
+
+def test_a_mesh_that_one_rank_makes_alone_is_named(little_grace):
+    with pytest.raises(RankError) as error:
+        run(makes_a_mesh_alone, {"X": 2}, checked=False, timeout=0.5)
+    message = str(error.value)
+    assert "Timed out: Mesh(X=2), unchecked, on cpu: rank 0 makes this mesh, and not all others do\n" in message
+    assert "fix: make it outside of what some ranks run alone" in message

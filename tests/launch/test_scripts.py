@@ -162,12 +162,13 @@ def test_a_script_that_is_ended_takes_its_ranks_with_it(script, how):
 
 @pytest.mark.sweep
 @pytest.mark.slow
-def test_bare_torchrun_starts_the_ranks_of_the_scripts_mesh(script):
-    process = script("run", "3", command=TORCHRUN)
+@pytest.mark.parametrize(("world", "options"), [(3, []), (2, ["--nproc-per-node", "2"])])
+def test_torchrun_s_ranks_are_the_mesh_and_those_that_a_bare_one_starts(script, world, options):
+    process = script("run", str(world), command=[*TORCHRUN, *options])
     out, _ = process.communicate(timeout=120)
     assert process.returncode == 0, out
-    assert sorted(out.splitlines())[-1] == "result 3.0"
-    assert (len(pids_in(out)), "Warning" in out) == (3, False)
+    assert sorted(out.splitlines())[-1] == f"result {world}.0"
+    assert (len(pids_in(out)), "Warning" in out) == (world, False)
 
 
 @pytest.mark.sweep
@@ -178,16 +179,6 @@ def test_killing_a_bare_torchrun_leaves_nothing_behind(script):
     assert all(map(running, pids))
     process.kill()
     assert all_ended(pids)
-
-
-@pytest.mark.sweep
-@pytest.mark.slow
-def test_torchruns_ranks_are_the_mesh(script):
-    process = script("run", "2", command=[*TORCHRUN, "--nproc-per-node", "2"])
-    out, _ = process.communicate(timeout=120)
-    assert process.returncode == 0, out
-    assert sorted(out.splitlines())[-1] == "result 2.0"
-    assert (len(pids_in(out)), "Warning" in out) == (2, False)
 
 
 @pytest.mark.slow

@@ -19,89 +19,53 @@ def meta(*shape):
     return torch.empty(shape, device="meta")
 
 
-# call on A of local shape [I, J] -> op, axes, types before and after, V, bytes sent by this rank (Part 3)
-MOVES = {
-    "AllGather": (
-        lambda x: c.all_gather("A[I_X, J] -> A[I, J]", x, MESH),
-        ("X",), "A[I_X, J]", "A[I, J]", 4 * V, 3 * V,
-    ),
-    "ReduceScatter": (
-        lambda x: c.reduce_scatter("A[I, J] {U_X} -> A[I_X, J]", x, MESH),
-        ("X",), "A[I, J] {U_X}", "A[I_X, J]", V, 3 * V // 4,
-    ),
-    "AllReduce": (
-        lambda x: c.all_reduce("A[I, J] {U_XY} -> A[I, J]", x, MESH),
-        ("X", "Y"), "A[I, J] {U_XY}", "A[I, J]", V, 2 * 7 * V // 8,
-    ),
-    "ReduceScatter by mean": (
-        lambda x: c.reduce_scatter("A[I, J] {U_X} -> A[I_X, J]", x, MESH, op="mean"),
-        ("X",), "A[I, J] {U_X}", "A[I_X, J]", V, 3 * V // 4,
-    ),
-    "AllReduce by max": (
-        lambda x: c.all_reduce("A[I, J] {U_X} -> A[I, J]", x, MESH, op="max"),
-        ("X",), "A[I, J] {U_X}", "A[I, J]", V, 2 * 3 * V // 4,
-    ),
-    "AllToAll": (
-        lambda x: c.all_to_all("A[I_X, J] -> A[I, J_X]", x, MESH),
-        ("X",), "A[I_X, J]", "A[I, J_X]", 4 * V, 3 * V // 4,
-    ),
-    "Slice": (
-        lambda x: c.shard("A[I, J] -> A[I_X, J]", x, MESH),
-        ("X",), "A[I, J]", "A[I_X, J]", V, 0,
-    ),
-    "CollectivePermute": (
-        lambda x: c.ppermute("A[I_X, J]", x, MESH, "X", [(0, 1), (1, 0)]),
-        ("X",), "A[I_X, J]", "A[I_X, J]", V, V,
-    ),
-    "Broadcast": (
-        lambda x: c.broadcast("A[I, J] {U_X} -> A[I, J]", x, MESH),
-        ("X",), "A[I, J] {U_X}", "A[I, J]", V, 3 * V,
-    ),
-    "Reduce": (
-        lambda x: c.reduce("A[I, J] {U_X} -> A[I, J] {U_X}", x, MESH, root=1),
-        ("X",), "A[I, J] {U_X}", "A[I, J] {U_X}", V, V,
-    ),
-    "Scatter": (
-        lambda x: c.scatter("A[I, J] {U_X} -> A[I_X, J]", x, MESH),
-        ("X",), "A[I, J] {U_X}", "A[I_X, J]", V, 3 * V // 4,
-    ),
-    "Gather": (
-        lambda x: c.gather("A[I_X, J] -> A[I, J] {U_X}", x, MESH, root=1),
-        ("X",), "A[I_X, J]", "A[I, J] {U_X}", 4 * V, V,
-    ),
-    "Send": (lambda x: c.send("A[I, J]", x, MESH, "Y", 1), ("Y",), "A[I, J]", "A[I, J]", V, V),
-    "Recv": (lambda x: c.recv("A[I, J]", x, MESH, "Y", 1), ("Y",), "A[I, J]", "A[I, J]", V, 0),
-}  # fmt: skip
+SUM, PERM = "A[I, J] {U_X} -> ", [(0, 1), (1, 2), (3, 3)]
+# call on A of local shape [I, J], line, options -> op, axes, V, bytes sent by this rank (Part 3)
+MOVES = [
+    (c.all_gather, "A[I_X, J] -> A[I, J]", {}, "AllGather", "X", 4 * V, 3 * V),
+    (c.reduce_scatter, SUM + "A[I_X, J]", {}, "ReduceScatter", "X", V, 3 * V // 4),
+    (c.reduce_scatter, SUM + "A[I_X, J]", {"op": "mean"}, "ReduceScatter", "X", V, 3 * V // 4),
+    (c.all_reduce, "A[I, J] {U_XY} -> A[I, J]", {}, "AllReduce", "XY", V, 2 * 7 * V // 8),
+    (c.all_reduce, SUM + "A[I, J]", {"op": "max"}, "AllReduce", "X", V, 2 * 3 * V // 4),
+    (c.all_to_all, "A[I_X, J] -> A[I, J_X]", {}, "AllToAll", "X", 4 * V, 3 * V // 4),
+    (c.shard, "A[I, J] -> A[I_X, J]", {}, "Slice", "X", V, 0),
+    (c.ppermute, "A[I_X, J]", {"axis": "X", "perm": PERM}, "CollectivePermute", "X", V, V),
+    (c.broadcast, SUM + "A[I, J]", {}, "Broadcast", "X", V, 3 * V),
+    (c.reduce, SUM + "A[I, J] {U_X}", {"root": 1}, "Reduce", "X", V, V),
+    (c.scatter, SUM + "A[I_X, J]", {}, "Scatter", "X", V, 3 * V // 4),
+    (c.gather, "A[I_X, J] -> A[I, J] {U_X}", {"root": 1}, "Gather", "X", 4 * V, V),
+    (c.send, "A[I, J]", {"axis": "Y", "to": 1}, "Send", "Y", V, V),
+    (c.recv, "A[I, J]", {"axis": "Y", "source": 1}, "Recv", "Y", V, 0),
+]
 
 
-@pytest.mark.parametrize("name", MOVES)
-def test_an_event_per_collective(name):
-    op, (call, axes, before, after, nbytes, wire_bytes) = name.split()[0], MOVES[name]
+@pytest.mark.parametrize(("call", "line", "options", "op", "axes", "nbytes", "wire_bytes"), MOVES)
+def test_an_event_per_collective(call, line, options, op, axes, nbytes, wire_bytes):
     with trace() as log:
-        call(meta(I, J))
+        call(line, meta(I, J), MESH, **options)
     (event,) = log.events
-    assert (event.op, event.axes, str(event.before), str(event.after)) == (op, axes, before, after)
+    assert (event.op, event.axes) == (op, tuple(axes))
+    assert f"{event.before} -> {event.after}" == (line if "->" in line else f"{line} -> {line}")
     assert (event.nbytes, event.wire_bytes, event.flops, event.async_op) == (nbytes, wire_bytes, 0, False)
     assert 0 < event.start <= event.end
     assert log.collectives() == ([] if op == "Slice" else [event])
     assert (log.count(op), log.count(op, axes), log.count(op, "Z"), log.count("Einsum")) == (1, 1, 0, 0)
 
 
-SECOND = AbstractMesh({"X": 4, "Y": 2}, {"X": 1, "Y": 0})
-PEERS = {  # call on SECOND -> the ranks along the axis
-    "a permutation": (lambda x: c.ppermute("A[I_X, J]", x, SECOND, "X", [(0, 1), (1, 2), (3, 3)]), (0,)),
-    "another's Broadcast": (lambda x: c.broadcast("A[I, J] {U_X} -> A[I, J]", x, SECOND, root=3), (3,)),
-    "its own Broadcast": (lambda x: c.broadcast("A[I, J] {U_X} -> A[I, J]", x, SECOND, root=1), ()),
-    "a Scatter": (lambda x: c.scatter("A[I, J] {U_X} -> A[I_X, J]", x, SECOND, root=3), (3,)),
-    "a Send": (lambda x: c.send("A[I, J]", x, SECOND, "Y", 1), (1,)),
-    "an AllGather": (lambda x: c.all_gather("A[I_X, J] -> A[I, J]", x, SECOND), ()),
-}
+PEERS = [  # the ranks along the axis that the second one waits for
+    (c.ppermute, "A[I_X, J]", {"axis": "X", "perm": PERM}, (0,)),
+    (c.broadcast, SUM + "A[I, J]", {"root": 3}, (3,)),
+    (c.broadcast, SUM + "A[I, J]", {"root": 1}, ()),
+    (c.scatter, SUM + "A[I_X, J]", {"root": 3}, (3,)),
+    (c.send, "A[I, J]", {"axis": "Y", "to": 1}, (1,)),
+    (c.all_gather, "A[I_X, J] -> A[I, J]", {}, ()),
+]
 
 
-@pytest.mark.parametrize(("call", "peers"), PEERS.values(), ids=PEERS)
-def test_an_event_names_single_ranks_that_this_one_waits_for(call, peers):
+@pytest.mark.parametrize(("call", "line", "options", "peers"), PEERS)
+def test_an_event_names_single_ranks_that_this_one_waits_for(call, line, options, peers):
     with trace() as log:
-        call(meta(I, J))
+        call(line, meta(I, J), AbstractMesh(MESH.sizes, {"X": 1, "Y": 0}), **options)
     assert [event.peers for event in log.events] == [peers]
 
 
@@ -137,8 +101,8 @@ def test_the_flops_and_the_memory_of_a_product(line):
 
 def test_sums_over_a_log():
     with trace() as log:
-        for op in ("AllGather", "ReduceScatter", "AllReduce", "Slice"):
-            MOVES[op][0](meta(I, J))
+        for call, line, *_ in (MOVES[0], MOVES[1], MOVES[3], MOVES[6]):
+            call(line, meta(I, J), MESH)
         c.einsum("A[I, J] * B[J, K] -> C[I, K]", meta(2, 3), meta(3, 5))
     assert (log.book_bytes, log.wire_bytes, log.flops) == (4 * V + V + 2 * V, 3 * V + 3 * V // 4 + 7 * V // 4, 60)
 
