@@ -261,9 +261,13 @@ def slice_(x: Tensor, op: Op, via: InGraph, out: Tensor | None) -> Started:
 
 
 def pad(x: Tensor, op: Op, via: InGraph, out: Tensor | None) -> Started:
-    """This rank's block in its place among zeros."""
-    m, behind = x.shape[op.dim], [0, 0] * (x.dim() - 1 - op.dim)
-    return (), lambda: padded(x, (*behind, op.index * m, (op.size - 1 - op.index) * m))
+    return (), lambda: among_zeros(x, op.dim, op.index, op.size)
+
+
+def among_zeros(x: Tensor, dim: int, index: int, count: int) -> Tensor:
+    """A block of a dim in its place, of so many, among zeros."""
+    m, behind = x.shape[dim], [0, 0] * (x.dim() - 1 - dim)
+    return padded(x, (*behind, index * m, (count - 1 - index) * m))
 
 
 MOVES: dict[str, StartMove] = {

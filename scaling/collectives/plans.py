@@ -14,6 +14,7 @@ from scaling.algebra.steps import Plan, Step, permutation
 from scaling.collectives import calls as c
 from scaling.collectives.linear import who_watches
 from scaling.collectives.lines import check_operand
+from scaling.collectives.moves import among_zeros
 from scaling.collectives.multiply import einsum
 from scaling.spec import ShardingError, Spec, parse_line
 
@@ -35,8 +36,9 @@ def run_step(step: Step, operands: Sequence[torch.Tensor], mesh) -> torch.Tensor
 def _by_hand(step: Step, x: torch.Tensor, mesh) -> torch.Tensor:
     if step.op == "AllGather":
         return _gather_several(step, x, mesh)
-    if step.op == "Pad":
-        return _pad(step, x, mesh)
+    if step.op == "Pad":  # along the one dim that loses axes
+        group = mesh.group(step.axes)
+        return among_zeros(x, *_changed(step), group.index, group.size)
     if step.op == "Mask":
         return x.clone() if mesh.group(step.axes).index == 0 else x.masked_fill(torch.tensor(True, device=x.device), 0)
     raise ShardingError(
@@ -70,14 +72,6 @@ def _gather_several(step: Step, x: torch.Tensor, mesh) -> torch.Tensor:
         shape.append(counts[-1] * size)
     order = [place for i in range(x.dim()) for place in (i, x.dim() + i)]
     return gathered.reshape(*counts, *x.shape).permute(order).reshape(shape)
-
-
-def _pad(step: Step, x: torch.Tensor, mesh) -> torch.Tensor:
-    """This rank's block in its place among zeros, along the one dim that loses axes."""
-    (dim,) = _changed(step)
-    group, size = mesh.group(step.axes), x.shape[dim]
-    zeros = [0, 0] * (x.dim() - 1 - dim)
-    return torch.nn.functional.pad(x, (*zeros, group.index * size, (group.size - 1 - group.index) * size))
 
 
 def run_steps(steps: Sequence[Step], held: dict, mesh, keep: Container[Spec], made=None) -> dict:

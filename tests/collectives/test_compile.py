@@ -42,16 +42,6 @@ def compiled_and_eager(mesh):
         dW, loss = grad_and_value(loss_of)(W, In, mesh)
         return dW, all_reduce("Loss[] {U_X} -> Loss[]", loss, mesh)
 
-    def reduced(x):
-        """By each way to put parts together: by its weight each gradient is known."""
-        wholes = [all_reduce("A[I] {U_X} -> A[I]", x, mesh, op=by) for by in ("mean", "max", "min")]
-        shards = [reduce_scatter("A[I] {U_X} -> A[I_X]", x, mesh, op=by) for by in ("mean", "max", "min")]
-        each = zip((1, 2, 3), wholes, shards, strict=True)
-        return sum(n * (y * torch.arange(4.0)).sum() + 10 * n * z.sum() for n, y, z in each), (wholes, shards)
-
-    parts = torch.randint(0, 4, (4,), generator=g).double() / 4  # with ties
-    reduced = grad_and_value(reduced, has_aux=True)
-    torch.testing.assert_close(compile_(reduced)(parts), reduced(parts), rtol=1e-12, atol=0)
     leaf = W.clone().requires_grad_()
     compile_(lambda W: loss_of(W, In, mesh))(leaf).backward()
     written_out = step(W, In, mesh)
@@ -61,6 +51,29 @@ def compiled_and_eager(mesh):
         by_torch_func(W, In),
         (leaf.grad, written_out[1]),
     ]
+
+
+def reduced(mesh):
+    """By each way to put parts together: by its weight each gradient is known."""
+    torch._dynamo.reset()
+    x = torch.tensor([[0.0, 1.0, 2.0, 2.0], [0.0, 3.0, 1.0, 2.0]])[mesh.rank]  # with ties
+    ways = "mean", "max", "min"
+
+    def f(x):
+        wholes = [all_reduce("A[I] {U_X} -> A[I]", x, mesh, op=by) for by in ways]
+        shards = [reduce_scatter("A[I] {U_X} -> A[I_X]", x, mesh, op=by) for by in ways]
+        each = zip((1, 2, 3), wholes, shards, strict=True)
+        return sum(n * (y * torch.arange(4.0)).sum() + 10 * n * z.sum() for n, y, z in each), (wholes, shards)
+
+    g = grad_and_value(f, has_aux=True)
+    compiled = torch.compile(g, backend="aot_eager", fullgraph=True)(x)
+    torch.testing.assert_close(compiled, g(x), rtol=1e-6, atol=0)
+    return [whole.tolist() for whole in compiled[1][1][0]]
+
+
+def test_reductions_compiled(ranks):
+    wanted = [[0.0, 2.0, 1.5, 2.0], [0.0, 3.0, 2.0, 2.0], [0.0, 1.0, 1.0, 2.0]]
+    assert ranks(reduced, {"X": 2}) == [wanted] * 2
 
 
 def refused(mesh):
