@@ -10,7 +10,6 @@ import re
 import signal
 import sys
 import time
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -30,17 +29,13 @@ def raises(mesh):
     raise ValueError("boom")  # not timeout, "timed out" or "Timed out"
 
 
-def raises_what_cannot_be_printed(mesh):
-    raise ValueError("boom \udcff")
-
-
 class Odd(Exception):
     def __init__(self, a, b):  # cannot be pickled
         super().__init__(a)
 
 
-def raises_what_cannot_be_pickled(mesh):
-    raise Odd(1, 2)
+def raises_what_is_odd(mesh):
+    raise Odd("boom \udcff", 2)  # cannot be printed either
 
 
 def segfaults(mesh):
@@ -51,8 +46,7 @@ def segfaults(mesh):
 # what one rank does while the others wait for it in a collective -> what the message says
 FAILURES = {
     "raises": (raises, ["raised:\nTraceback", "in raises", "ValueError: boom"]),
-    "raises what cannot be pickled": (raises_what_cannot_be_pickled, ["Odd: 1", "in raises_what_cannot"]),
-    "raises what cannot be printed": (raises_what_cannot_be_printed, ["in raises_what_cannot", "boom \\udcff"]),
+    "raises what cannot be pickled": (raises_what_is_odd, ["Odd: boom \\udcff", "in raises_what_is_odd"]),
     "sys.exit(0)": (lambda mesh: sys.exit(0), ["raised:\nTraceback", "SystemExit: 0"]),
     "os._exit(0)": (lambda mesh: os._exit(0), ["ended with exit code 0, so the other ranks were ended"]),
     "SIGKILL": (lambda mesh: os.kill(os.getpid(), signal.SIGKILL), ["was killed by SIGKILL"]),
@@ -77,18 +71,6 @@ def test_a_failing_rank_ends_the_others_and_is_named(how, tmp_path):
         assert words in str(error.value)
     assert not re.search("ranks.py.*in _(rank|work)\n", str(error.value))  # what started it is of no interest
     assert all_ended([int(path.name) for path in tmp_path.iterdir()], 0)
-
-
-def test_a_failing_rank_ends_those_that_do_not_wait_for_it(tmp_path):
-    def f(mesh):
-        if mesh.rank == 1:
-            raises(mesh)
-        time.sleep(10)  # only if nobody ends it
-        (tmp_path / "lives on").touch()
-
-    with pytest.raises(RankError, match="boom"):
-        run(f, {"X": 2})
-    assert [*tmp_path.iterdir()] == []
 
 
 def test_ctrl_c_is_left_to_the_parent():
@@ -154,10 +136,7 @@ def test_a_rank_dies_with_its_parent_however_that_ends():
     child = ours.recv()
     parent.kill()
     parent.join()
-    began = time.monotonic()
-    while Path(f"/proc/{child}").exists() and "Z" not in Path(f"/proc/{child}/stat").read_text().rpartition(")")[2]:
-        assert time.monotonic() < began + SOON, "it lives on"
-        time.sleep(0.01)
+    assert all_ended([child])
 
 
 def test_a_rank_that_begins_after_its_parent_has_died_ends_at_once():
