@@ -9,7 +9,7 @@ from scaling import cost
 from scaling.configs import get
 from scaling.cost.counted import Calls, CountedStep, LineKind, pipelined, price
 from scaling.hardware import Chip, Efficiency, Measured, load_chip
-from scaling.measure import command, rates
+from scaling.measure import command, network, rates
 from scaling.measure.layouts import Check, check_steps, median_error, table, tau
 from scaling.plan.choose import choices
 from scaling.plan.transformer_step import predict_transformer
@@ -200,3 +200,37 @@ def slowest_last(mesh) -> float:
 
 def test_a_time_lasts_until_the_last_rank_is_done(ranks):
     assert min(ranks(slowest_last, {"X": 2})) >= 0.029  # of 0.03, by another clock
+
+
+# --- Bus bandwidth by axis, collective and size; ranks that are slow on their own are named
+
+
+def test_what_a_rank_must_send():
+    assert network.bytes_on_wire("AllGather", 800, 4) == 600
+    assert network.bytes_on_wire("AllReduce", 800, 4) == 1200
+    assert network.bytes_on_wire("AllToAll", 800, 4) == 150
+
+
+def test_slow_ranks_are_named():
+    assert network.slow([4e9, 1e9, 4e9], "disk") == ["rank 1: disk 1.00 GB/s, the median is 4.00"]
+    assert network.slow([4e9, 3e9], "disk") == []
+
+
+def test_each_axis_is_measured(monkeypatch, tmp_path, capsys):
+    monkeypatch.setattr(network, "SIZES", (4096,))
+    assert (
+        command.main(["network", "--mesh", "X=2,Y=1", "--repeats", "1", "--link", "10", "--folder", str(tmp_path)]) == 0
+    )
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].split() == ["axis", "collective", "V", "bytes", "us", "bus", "GB/s", "of", "the", "link"]
+    assert [line.split()[:3] for line in lines[2:6]] == [["X", op, "4,096"] for op in network.LINES]
+    assert list(tmp_path.iterdir()) == []
+    assert command.main(["network", "--mesh", "X=1"]) == 1
+    assert "has no network" in capsys.readouterr().err
+
+
+def test_what_of_a_network_cannot_be_measured(capsys):
+    assert command.main(["network", "--repeats", "1", "--mesh", "X=x"]) == 1
+    assert "Error" in capsys.readouterr().err
+    with pytest.raises(SystemExit, match="2"):
+        command.main(["network", "--repeats", "1", "--folder", "/nowhere/at/all"])

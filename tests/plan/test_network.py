@@ -62,18 +62,9 @@ def test_placements_lie_on_the_torus():
             assert math.prod(s.size for s in here) == length
             assert [s.stride for s in here] == [1, here[0].size][: len(here)]
     lengths = {math.prod(s.size for s in placed.get("tensor", ())) for placed in found}
-    assert (
-        lengths
-        == {d for d in range(1, 65) if any(L % d == 0 for L in (16, 20, 28))} | {32, 40, 48, 56, 60, 64} & lengths
-    )
-    assert {1, 2, 4, 5, 7, 8, 16, 20, 28} <= lengths
-
-
-def test_seven_chips_are_one_axis():
+    assert lengths >= {d for d in range(1, 65) if any(L % d == 0 for L in (16, 20, 28))}
     ((mesh, placed),) = torus_meshes(V5P, 7, 1, ("fsdp",), (7,))
-    assert mesh == {"fsdp": 7}
-    (span,) = placed["fsdp"]
-    assert (span.size, span.ring) == (7, False)
+    assert (mesh, placed) == ({"fsdp": 7}, {"fsdp": (AxisSpan(placed["fsdp"][0].torus, 7, 1, False, True),)})
 
 
 def test_lanes_of_a_torus():

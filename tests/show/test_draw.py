@@ -20,6 +20,10 @@ def test_the_chart_is_the_schedule():
         "rank 1 |··F0B0--F1B1--F2B2--····|",
         "        F forward  B backward  · idle",
     ]
+    line = summary(simulate(make("1f1b", 4, 8)), "units")
+    assert line == "1f1b: makespan 33 units, bubble 27.3%, live activations 4, 3, 2, 1"
+    with pytest.raises(ValueError, match="no computation"):
+        schedule_chart(replace(simulate(make("1f1b", 2, 2)), spans=()))
 
 
 def test_halves_and_chunks_have_letters_of_their_own():
@@ -35,16 +39,6 @@ def test_rows_are_aligned_and_as_wide_as_asked(name):
     coloured = schedule_chart(timeline, width=90, colour=True).splitlines()[:-1]
     plain = [re.sub("\x1b\\[[0-9;]*m", "", row) for row in coloured]
     assert [row.replace(" ", "-")[7:] for row in plain] == [row[7:] for row in rows]
-
-
-def test_summary():
-    line = summary(simulate(make("1f1b", 4, 8)), "units")
-    assert line == "1f1b: makespan 33 units, bubble 27.3%, live activations 4, 3, 2, 1"
-
-
-def test_nothing_to_draw():
-    with pytest.raises(ValueError, match="no computation"):
-        schedule_chart(replace(simulate(make("1f1b", 2, 2)), spans=()))
 
 
 @pytest.mark.slow

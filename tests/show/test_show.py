@@ -1,11 +1,15 @@
-"""Pictures of shardings against Spec.slices, the command line, and files."""
+"""Pictures of shardings against Spec.slices, and as each device sees them; the types of a Transformer's leaves and
+their bytes on a rank; the command line, and files."""
 
 import itertools
+import math
 
 import pytest
 import torch
 
-from scaling.show import NINE, blocks, draw, main, save
+from scaling.configs import get
+from scaling.cost import transformer as tm
+from scaling.show import NINE, blocks, devices, draw, main, params, save
 from scaling.spec import ShardingError, parse
 
 MESH = {"X": 2, "Y": 2}
@@ -89,3 +93,89 @@ def test_only_flat_arrays_are_plotted(tmp_path):
     save(str(tmp_path / "one.svg"), ["A[I_X]"], MESH)
     with pytest.raises(ShardingError, match="1 or 2 dims are plotted"):
         save(str(tmp_path / "x.svg"), ["A[I, J, K]"], MESH)
+
+
+# --- As each device sees it
+
+
+def test_drawn():
+    assert devices.draw("A[I_X, J_Y]", MESH).splitlines() == [
+        "A[I_X, J_Y]",
+        "    Y=0   Y=1",
+        "X=0 ██··  ··██",
+        "    ██··  ··██",
+        "    ····  ····",
+        "    ····  ····",
+        "",
+        "X=1 ····  ····",
+        "    ····  ····",
+        "    ██··  ··██",
+        "    ██··  ··██",
+    ]
+    assert devices.draw("A[I_X]", {"X": 3}).splitlines() == ["A[I_X]", "X=0 █··", "X=1 ·█·", "X=2 ··█"]
+    assert "▒" in devices.draw("A[I] {U_X}", MESH)
+
+
+@pytest.mark.parametrize("spec", [*NINE, "A[I_YX, J]", "A[I, J_YX]", "A[I_Y] {U_X}"])
+def test_every_device_is_drawn_with_what_it_holds(spec):
+    """Squares held, added over the devices of one replica, are the whole array once; their place is the block's."""
+    found, spec = devices.held_cells(spec, MESH, 8), parse(spec)
+    once = [
+        (row, column)
+        for row in range(2)
+        for column in range(2)
+        if all(at == 0 for axis, at in (("X", row), ("Y", column)) if axis not in spec.axes)
+    ]
+    total = [[sum(found[place][i][j] for place in once) for j in range(8)] for i in range(len(found[0, 0]))]
+    assert total == [[1] * 8] * (8 if len(spec.dims) == 2 else 1)
+    for (row, column), squares in found.items():
+        down = spec.dims[0][1] if len(spec.dims) == 2 else ()
+        at, parts = 0, 1
+        for axis in down:  # the first axis of a subscript is the major one
+            at, parts = at * 2 + {"X": row, "Y": column}[axis], parts * 2
+        if down:
+            assert [any(line) for line in squares] == [i * parts // 8 == at for i in range(8)]
+
+
+def test_what_is_not_drawn_is_refused():
+    for spec, mesh in (("A[I_X, J, K]", MESH), ("A[I_X]", {"X": 2, "Y": 2, "Z": 2})):
+        with pytest.raises(ShardingError, match="1 or 2 dims on meshes of 1 or 2 axes"):
+            devices.draw(spec, mesh)
+
+
+@pytest.mark.slow
+def test_a_picture(tmp_path):
+    pytest.importorskip("matplotlib")
+    picture = devices.figure(["A[I_X, J]", "A[I_YX, J]", "A[I] {U_X}"], MESH)
+    assert [axes.get_title() for axes in picture.axes] == ["A[I_X, J]", "A[I_YX, J]", "A[I] {U_X}"]
+    axes = picture.axes[0]
+    assert [text.get_text() for text in axes.get_xticklabels()] == ["Y=0", "Y=1"]
+    assert [text.get_text() for text in axes.get_yticklabels()] == ["X=0", "X=1"]
+    coloured = [patch for patch in axes.patches if patch.get_fill() and patch.get_facecolor()[:3] != (1.0, 1.0, 1.0)]
+    assert len(coloured) == 4 * 8, "half of 16 squares on each of four devices"
+    assert devices.save(tmp_path / "a.svg", ["A[I_X]"], MESH).read_bytes().startswith(b"<?xml")
+
+
+# --- A Transformer's leaves
+
+
+@pytest.mark.parametrize(
+    ("name", "sizes"), [("llama3-70b", {"X": 64, "Y": 8}), ("llama3-405b", {"Z": 2, "X": 8, "Y": 8}),
+                        ("mixtral-8x7b", {"X": 4, "E": 8})]
+)  # fmt: skip
+def test_all_ranks_together_hold_the_model(name, sizes):
+    config, on_all = get(name), 0
+    for _, text, _, nbytes in params.leaf_rows(config, sizes, "bf16"):
+        on_all += nbytes * math.prod(
+            sizes[axis] for axis in parse(text).axes
+        )  # one copy of what the rest of the mesh replicates
+    assert on_all == 2 * tm.num_params(config)
+
+
+def test_params_command_line(capsys):
+    assert params.main(["--model", "llama3-70b", "--mesh", "P=2,X=64,Y=8"]) == 0
+    out = capsys.readouterr().out
+    assert "W_Q[L, D_X, N_Y, H]  80x128x8x128  20,971,520" in out
+    assert max(map(len, out.splitlines())) <= 100
+    assert params.main(["--mesh", "Q=2"]) == 1
+    assert "splits nothing of a Transformer" in capsys.readouterr().err
