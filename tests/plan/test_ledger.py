@@ -65,17 +65,9 @@ def test_remat():
         assert one.bytes["tensor"] == pytest.approx(gathers * L70.L * 2 * 2**20 / 2 * L70.D)
 
 
-def test_zero():
-    """What of the states is held, and what moves: an AllReduce is a ReduceScatter and an AllGather."""
-    job = Job(L8, 2**20)
-    params = job.work.params
-    ddp, one, three = (planned(job, zero=z, **f) for z, f in ((0, {"data": 8}), (1, {"data": 8}), (3, {"fsdp": 8})))
-    assert [each.held.optimizer for each in (ddp, one)] == pytest.approx([8 * params, params], rel=1e-4)
-    assert (one.held.params, one.held.grads) == (ddp.held.params, ddp.held.grads)
-    assert three.held.params == pytest.approx(2 * params / 8, rel=1e-4)
-    assert ddp.bytes["data"] == pytest.approx(one.bytes["data"])
-    assert three.bytes["fsdp"] == pytest.approx(1.5 * one.bytes["data"])
-    each, once = (planned(job, fsdp=8, zero=3, microbatches=4, reduce=reduce) for reduce in ("each", "once"))
+def test_gradients_of_microbatches_are_scattered_once_or_each_time():
+    """What the stages of ZeRO hold and move stands beside their own code in test_witnesses."""
+    each, once = (planned(Job(L8, 2**20), fsdp=8, zero=3, microbatches=4, reduce=way) for way in ("each", "once"))
     assert each.bytes["fsdp"] / once.bytes["fsdp"] == pytest.approx(12 / 9)
     assert once.held.grads == pytest.approx(8 * each.held.grads)
 
