@@ -119,7 +119,7 @@ def test_experts_over_chips_beat_tensor_parallelism_on_many():
     ("form", "sizes"), [("heads", {"Y": 8, "E": 2}), ("experts", {"Y": 4, "E": 4}), ("sequence", {"Y": 4, "Z": 2})]
 )
 def test_what_a_latent_s_ranks_hold_is_what_they_are_given(form, sizes):
-    c = get("deepseek-v3").with_(L=2, dense_layers=0, F_dense=0, k=1, E=16, expert_groups=1, top_groups=1)
+    c = get("deepseek-v3").with_(L=3, dense_layers=1, k=1, E=16, expert_groups=1, top_groups=1)
     service, mesh = Service(c, 1024, weights="bf16", kv="bf16"), AbstractMesh(sizes)
     one = ServingPlan(service, chip("h100"), (mesh.size(sizes),), form, tuple(sizes.items()), 16)
     given = serve.specs(c, mesh, form=form)
