@@ -11,11 +11,13 @@ from test_transformer_mesh import DROPPED, EXPERTS, PLAIN
 from scaling.mesh import AbstractMesh, Mesh
 from scaling.models import transformer as model
 from scaling.models.dropout import dropout
-from scaling.strategies import context, expert, transformer
+from scaling.schedules import make
+from scaling.strategies import context, expert, one_device, transformer, zero
 from scaling.strategies.collective_matmul import matmul_scatter
 from scaling.strategies.stack import Strategy
 from scaling.strategies.transformer.api import check_batch
 from scaling.strategies.transformer.ends import loss as loss_of
+from scaling.strategies.transformer.stages import resolved
 from scaling.strategies.transformer.step import AskedStep
 
 MESH, NAN, META = Mesh({"X": 1, "C": 1}), float("nan"), {"device": "meta"}
@@ -53,6 +55,14 @@ test_a_transformer = refused(
         "no experts": (specs(PLAIN, {"E": 2}), "E=1 experts"),
         "model dims": (specs(PLAIN.with_(D=18), {"X": 4}), "model dims do not divide into 4 blocks"),
         "zero": (specs(PLAIN, {"X": 2}, zero=4), "zero"),
+        "a schedule of other stages": (
+            lambda: resolved(make("1f1b", 2, 4), AbstractMesh({"Z": 4}), 4),
+            "fix: make it with these",
+        ),
+        "more stages than layers": (
+            lambda: transformer.shard(model.init(PLAIN, 0), PLAIN, AbstractMesh({"Z": 3})),
+            "L=2 layers cannot fill 3 stages",
+        ),
         "tokens beyond": (step(IDS + PLAIN.V), f"tokens must lie in 0..{PLAIN.V - 1}"),
         "tokens below": (step(IDS - 1), f"tokens must lie in 0..{PLAIN.V - 1}"),
         "dropout without a seed": (step(config=DROPPED), "draws random masks\n  fix: give seed="),
@@ -65,8 +75,8 @@ test_a_transformer = refused(
 
 
 def test_what_differs_little_from_what_is_refused():
-    for zero in (0, 1, 2):
-        assert "X" not in str(specs(PLAIN.with_(D=18), {"X": 4}, zero=zero)())
+    for kind in (0, 1, 2):
+        assert "X" not in str(specs(PLAIN.with_(D=18), {"X": 4}, zero=kind)())
     step(IDS + PLAIN.V - 1)()
     checked(CAPACITY, {"X": 2, "C": 2}, form="ring")()
     checked(CAPACITY, {"X": 2, "C": 1})()
@@ -247,6 +257,18 @@ test_a_listing_returns_as_many_parts_as_specs_names = refused(
         "W": with_("gather", lambda W, mesh: W, "gather returned a Tensor\n  fix: return a tuple of 1: W"),
         "reduced": with_("reduce", lambda dW, mesh: dW, "reduce returned a Tensor\n  fix: return a tuple of 1: W"),
         "slowly": with_("reduce_slow", lambda dW, mesh: None, "reduce_slow returned a NoneType\n"),
+        "another name": (
+            lambda: one_device.forward({"W": EYE[None]}, EYE, Mesh({})),
+            "fix: give SPECS a type, and params",
+        ),
+        "another depth": (
+            lambda: one_device.forward({"W_in": EYE[None], "W_out": EYE.expand(2, 2, 2)}, EYE, Mesh({})),
+            "fix: stack all of them over the same layers",
+        ),
+        "a third stage": (
+            lambda: zero.backward(EYE, None, {}, Mesh({}), stage=3),
+            "fix: for stage 3 use scaling.strategies.fsdp",
+        ),
         "swapped": (listed(swapped=True), "saved is a dict, not what forward returned\n  fix: Out, saved = forward"),
         "a part that does not divide": (
             lambda: matmul_scatter(torch.empty(2, 3, **META), torch.empty(3, 6, **META), AbstractMesh({"Y": 4})),

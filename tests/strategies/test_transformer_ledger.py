@@ -20,12 +20,12 @@ from scaling.trace import trace
 from scaling.trace.peak import peak_memory
 
 
-def traced(config, sizes, **options):
+def traced(config, sizes, step=transformer.loss_and_grads, **options):
     mesh = AbstractMesh(sizes)
     params = model.init(config, mesh=mesh, specs=transformer.specs(config, mesh))
     tokens = tree.shard(torch.empty(B, T, dtype=torch.int64, device="meta"), str(present("t[B_PXE, T_C]", mesh)), mesh)
     with trace() as log:
-        transformer.loss_and_grads(params, tokens, tokens, config, mesh, **options)
+        step(params, tokens, tokens, config, mesh, **options)
     return log
 
 
@@ -89,6 +89,11 @@ def test_a_layer_of_latents_sends_and_multiplies_by_the_closed_form(sizes):
     assert len(moves[0]) - len(moves[1]) == 2 * 5
     latents = c.sizes["R"] + c.sizes["M"]
     assert sum(moves[0]) - sum(moves[1]) == 2 * 4 * (B // X) * T * (latents + 3 * c.D)
+
+
+def test_the_loss_alone_computes_a_third_of_a_step():
+    sizes = {"X": 2, "Y": 2}
+    assert 3 * traced(PLAIN, sizes, transformer.loss).flops == traced(PLAIN, sizes).flops
 
 
 def test_no_collective_is_repeated_whose_result_nobody_reads():
