@@ -4,7 +4,7 @@ import math
 
 import pytest
 import torch
-from torch.func import functional_call, grad, grad_and_value
+from torch.func import functional_call, grad_and_value
 
 from scaling import data, optim, tree
 from scaling.mesh import AbstractMesh
@@ -63,18 +63,6 @@ def test_the_byte_model_is_the_formula():
     plain = mlp.MLPConfig(**SMALL, norm=False, residual=False)
     Out = functional_call(mlp.MLPStack(plain), params["blocks"], (In,))
     same(mlp.logits(params, tokens, plain), Out @ params["head"])
-
-
-def test_gradients_by_finite_differences():
-    config = mlp.MLPConfig(**SMALL)
-    params = mlp.init(config, dtype=torch.float64)
-    tokens = torch.randint(config.V, (6, config.K), generator=torch.Generator().manual_seed(0))
-    loss = lambda p: mlp.loss_fn(p, tokens, tokens[:, 0], config)  # noqa: E731
-    grads, step = grad(loss)(params), 1e-6
-    way = tree.map(lambda p: rand(*p.shape, seed=5), params)
-    ahead, behind = (loss(tree.map(lambda p, d, s=s: p + s * d, params, way)) for s in (step, -step))
-    slope = sum((g * d).sum() for g, d in zip(tree.leaves(grads), tree.leaves(way), strict=True))
-    same((ahead - behind) / (2 * step), slope, 1e-8)
 
 
 def test_shapes_specs_and_sharded_init():

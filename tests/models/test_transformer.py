@@ -141,14 +141,6 @@ def test_the_model_is_causal_and_learns():
     assert transformer.loss(params, tokens).item() < 0.8 * before
 
 
-@pytest.mark.slow
-def test_gradient_equals_finite_differences():
-    config = SMALL.with_(L=1, D=8, F=6, N=2, K=1, H=4, V=7)
-    params, tokens = transformer.init(config, dtype=torch.float64), tokens_of(config, 1, 5)
-    leaves = [leaf.requires_grad_() for leaf in tree.leaves(params)]
-    assert torch.autograd.gradcheck(lambda *some: transformer.loss(tree.unflatten(params, some), tokens), leaves)
-
-
 def test_rotary_positions_turn_planes():
     """Dim i and i + H/2 are a plane, turned by position * theta^(-2i/H); scaled frequencies by hand."""
     H, theta = 6, 50.0

@@ -1,5 +1,7 @@
 """Four ways through a layer of experts, beside each token's own products, with gradients."""
 
+from functools import partial
+
 import pytest
 import torch
 from torch.func import vjp
@@ -23,36 +25,25 @@ def drawn(*shape, seed):
 A, W, dOut = drawn(S, D, seed=0), drawn(E, D, F, seed=1), drawn(S, F, seed=2)
 
 
-def wanted(experts):
-    """(Out, dA, dW) with a copy of its experts for each token."""
-    out, pull = vjp(lambda A, W: torch.einsum("sd,skdf->skf", A, W[experts]).mean(1), A, W)
-    return out, *pull(dOut)
-
-
-def close(got, want):
-    for a, b in zip(got, want, strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
-
-
-def test_on_one_device():
-    for experts in CASES.values():
-        for way in (ways.masked_loop, ways.grouped):
-            out, pull = vjp(lambda A, W, way=way, experts=experts: way(A, W, experts), A, W)
-            close((out, *pull(dOut)), wanted(experts))
+TYPES = ["Out[S_X, F]", "A[S_X, D]", "W[E_X, D, F]"]
 
 
 def on_mesh(mesh):
-    types = ["Out[S_X, F]", "A[S_X, D]", "W[E_X, D, F]"]
-    a, w, d_out = tree.shard([A, W, dOut], ["A[S_X, D]", "W[E_X, D, F]", "dOut[S_X, F]"], mesh)
-    for experts in CASES.values():
-        want = tree.shard(list(wanted(experts)), types, mesh)
-        mine = tree.shard([experts], ["B[S_X, k]"], mesh)[0] if mesh.sizes["X"] > 1 else experts
-        for way, options in ((ways.gathered, {}), (ways.ragged, {"chunk": 1}), (ways.ragged, {})):
-            out, pull = vjp(lambda a, w, way=way, mine=mine, o=options: way(a, w, mine, mesh, **o), a, w)
-            close((out, *pull(d_out)), want)
+    a, w, d_out = tree.shard([A, W, dOut], [*TYPES[1:], TYPES[0]], mesh)
+    forms = {"gathered": ways.gathered, "ragged": ways.ragged, "in chunks": partial(ways.ragged, chunk=1)}
+    forms = {name: partial(way, mesh=mesh) for name, way in forms.items()}
+    if mesh.size() == 1:
+        forms |= {"masked loop": ways.masked_loop, "grouped": ways.grouped}
+    for what, experts in CASES.items():  # beside a copy of its experts for each token
+        out, pull = vjp(lambda A, W, experts=experts: torch.einsum("sd,skdf->skf", A, W[experts]).mean(1), A, W)
+        wanted = tree.shard([out, *pull(dOut)], TYPES, mesh)
+        mine = tree.shard([experts], ["B[S_X, k]"], mesh)[0]
+        for name, way in forms.items():
+            out, pull = vjp(lambda a, w, way=way, mine=mine: way(a, w, mine), a, w)
+            for got, want in zip((out, *pull(d_out)), wanted, strict=True):
+                torch.testing.assert_close(got, want, rtol=1e-12, atol=1e-12, msg=f"{name}, {what}")
 
 
-@pytest.mark.slow
-def test_on_meshes(ranks):
-    for X in (1, 2, 4):
-        ranks(on_mesh, {"X": X})
+@pytest.mark.parametrize("X", [1, 2, 4])
+def test_each_way_is_each_token_s_own_products(ranks, X):
+    ranks(on_mesh, {"X": X})
