@@ -9,13 +9,10 @@ import torch
 from scaling.cost.counted import CountedStep, Prediction, measured_row, others_idle, pipelined, price, weighted_sum
 from scaling.hardware import Chip
 from scaling.mesh import AbstractMesh
-from scaling.models import transformer as model
-from scaling.strategies import transformer
-from scaling.strategies.transformer.stages import stored_places
 from scaling.train import dry
 from scaling.train.dry import local_shape
-from scaling.train.settings import DTYPES, Settings, optimizer_of
-from scaling.train.step import make_step
+from scaling.train.settings import Settings, optimizer_of
+from scaling.train.step import drawn, make_step
 
 
 @dataclass(frozen=True)
@@ -72,8 +69,7 @@ def predict_transformer(
 def transformer_step(settings: Settings, mesh) -> Callable[[], Any]:
     """A function that runs one training step on a mesh, again and again, each from where the last one ended."""
     config, optimizer = settings.model, optimizer_of(settings)
-    types, places = transformer.specs(config, mesh), stored_places(config, mesh)
-    params = model.init(config, 0, DTYPES[settings.dtype], mesh=mesh, specs=types, places=places)
+    params = drawn(settings, mesh)
     held, run = [params, optimizer.init(params)], make_step(settings, mesh, optimizer)
     make = torch.Generator().manual_seed(0)
     tokens, targets = (torch.randint(0, config.V, local_shape(settings, mesh), generator=make) for _ in range(2))

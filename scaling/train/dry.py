@@ -14,16 +14,14 @@ from scaling.configs import Config
 from scaling.cost.counted import CountedStep, weighted_sum
 from scaling.cost.units import significant
 from scaling.mesh import AbstractMesh
-from scaling.models import transformer as model
 from scaling.spec.sizes import format_sizes
 from scaling.strategies import transformer
 from scaling.strategies.channels import AHEAD
-from scaling.strategies.transformer.stages import stored_places
 from scaling.trace.count import Between, counted_step
 from scaling.trace.peak import peak_memory
 from scaling.train.evaluate import batch_type
-from scaling.train.settings import DTYPES, Settings, optimizer_of
-from scaling.train.step import gradients
+from scaling.train.settings import Settings, optimizer_of
+from scaling.train.step import drawn, gradients
 
 ROOM = 0.95  # of a device's memory, what is planned with
 UPDATE = 7  # passes of AdamW over params: of them, their gradients and both moments three are written
@@ -118,10 +116,7 @@ def local_shape(settings: Settings, mesh) -> tuple[int, ...]:
 
 def step_shapes(settings: Settings, mesh, options: StepOptions = StepOptions()) -> tuple[Any, list[torch.Tensor]]:
     """(params, [tokens, targets, segments]) of this rank, on the meta device. ShardingError if they do not divide."""
-    config = settings.model
-    types = transformer.specs(config, mesh, zero=options.zero, schedule=options.schedule)
-    places = stored_places(config, mesh, options.schedule)
-    params = model.init(config, 0, DTYPES[settings.dtype], "meta", mesh=mesh, specs=types, places=places)
+    params = drawn(settings, mesh, "meta", options.zero, options.schedule)
     shape = local_shape(settings, mesh)
     return params, [torch.empty(shape, dtype=torch.int64, device="meta") for _ in range(3)]
 

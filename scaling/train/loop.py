@@ -10,7 +10,6 @@ import torch
 
 from scaling import optim, tree
 from scaling.models import hf
-from scaling.models import transformer as model
 from scaling.models.params import stored_sizes
 from scaling.profile.record import watched
 from scaling.strategies import transformer
@@ -21,7 +20,7 @@ from scaling.train.evaluate import continuation, evaluate, local
 from scaling.train.flight import Flight
 from scaling.train.progress import Progress
 from scaling.train.settings import DTYPES, Settings, optimizer_of
-from scaling.train.step import make_step
+from scaling.train.step import drawn, make_step
 
 STOP = "stop"  # a file of this name in the run's folder asks it to save and end
 
@@ -95,7 +94,7 @@ def begun(settings: Settings, mesh, optimizer: optim.Optimizer, types: dict) -> 
     if settings.weights:
         _, params = hf.load_sharded(settings.weights, types, mesh, dtype, places=places)
     else:
-        params = model.init(config, settings.seed, dtype, mesh=mesh, specs=types, places=places)
+        params = drawn(settings, mesh)
     return {"params": params, "optimizer": optimizer.init(params), "data": {"sequences": 0, "seed": settings.seed}}, 0
 
 

@@ -6,10 +6,19 @@ from collections.abc import Callable
 import torch
 
 from scaling import optim
+from scaling.models import transformer as model
 from scaling.models.dropout import at_step
 from scaling.strategies import transformer
+from scaling.strategies.transformer.stages import stored_places
 from scaling.train import guards
 from scaling.train.settings import DTYPES, Settings
+
+
+def drawn(settings: Settings, mesh, device: "str | None" = None, zero: int = 3, schedule=None) -> dict:
+    """This rank's params as a run begins with them, drawn by the seed: no rank holds more than its shards."""
+    config = settings.model
+    types, places = transformer.specs(config, mesh, zero=zero, schedule=schedule), stored_places(config, mesh, schedule)
+    return model.init(config, settings.seed, DTYPES[settings.dtype], device, mesh=mesh, specs=types, places=places)
 
 
 def gradients(settings: Settings, mesh, zero: int = 3, schedule=None) -> Callable:

@@ -8,15 +8,13 @@ import torch
 from scaling import tree
 from scaling.configs import get
 from scaling.mesh import AbstractMesh
-from scaling.models import transformer as model
 from scaling.strategies import transformer
-from scaling.strategies.transformer.stages import stored_places
 from scaling.trace import trace
 from scaling.trace.peak import peak_memory
 from scaling.train import dry
 from scaling.train.evaluate import local
-from scaling.train.settings import DTYPES, Settings, optimizer_of
-from scaling.train.step import gradients, make_step
+from scaling.train.settings import Settings, optimizer_of
+from scaling.train.step import drawn, gradients, make_step
 
 TINY = get("tiny").with_(L=2, D=64, F=128, H=16, N=4, K=2)
 CASES = [
@@ -42,9 +40,7 @@ CASES += [  # of the same kinds as those above
 
 def step_of(mesh, settings):
     """(params, state, the most at once, sent, FLOPs, collectives) of a step that is run, its update included."""
-    config = settings.model
-    types = transformer.specs(config, mesh)
-    params = model.init(config, 0, DTYPES[settings.dtype], mesh=mesh, specs=types, places=stored_places(config, mesh))
+    types, params = transformer.specs(settings.model, mesh), drawn(settings, mesh)
     rows = torch.randint(0, 256, (settings.batch, settings.seq), generator=torch.Generator().manual_seed(1))
     batch = [local(x, mesh) for x in (rows, rows, torch.zeros_like(rows))]
     optimizer = optimizer_of(settings)

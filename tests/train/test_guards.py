@@ -11,21 +11,20 @@ from scaling import tree
 from scaling.collectives import all_reduce
 from scaling.configs import get
 from scaling.mesh import AbstractMesh, Mesh
-from scaling.models import transformer as model
 from scaling.strategies import transformer
 from scaling.trace import trace
 from scaling.train import guards
 from scaling.train.evaluate import local
 from scaling.train.settings import Settings, optimizer_of
-from scaling.train.step import gradients, make_step
+from scaling.train.step import drawn, gradients, make_step
 
 TINY = get("tiny").with_(L=1, D=16, F=32, H=8, N=2, K=2)
+SMALL = Settings(TINY, "", "", 4, 16)
 
 
 def plants(mesh, leaf, rank):
     """On one rank one element is off by its last bit."""
-    types = transformer.specs(TINY, mesh)
-    params = model.init(TINY, 0, mesh=mesh, specs=types)
+    types, params = transformer.specs(TINY, mesh), drawn(SMALL, mesh)
     if mesh.rank == rank:
         flat = (params["layers"][leaf] if leaf in params["layers"] else params[leaf]).view(-1)
         flat[-1] = torch.nextafter(flat[-1], torch.tensor(9.0))
@@ -91,14 +90,12 @@ def test_two_that_have_come_apart_along_different_axes():
 
 
 def explodes(mesh):
-    settings = Settings(TINY, "", "", 4, 16)
-    types = transformer.specs(TINY, mesh)
-    params, optimizer = model.init(TINY, 0, mesh=mesh, specs=types), optimizer_of(settings)
+    params, optimizer = drawn(SMALL, mesh), optimizer_of(SMALL)
     if mesh.rank == 1:
         params["layers"]["W_out"].view(-1)[0] = float("nan")
     before, batch = tree.map(torch.clone, params), torch.ones(4 // mesh.size("X"), 16, dtype=torch.int64)
     with pytest.raises(ArithmeticError) as error:
-        make_step(settings, mesh, optimizer)(params, optimizer.init(params), (batch, batch, None), donate=True)
+        make_step(SMALL, mesh, optimizer)(params, optimizer.init(params), (batch, batch, None), donate=True)
     same = [torch.equal(*map(torch.nan_to_num, pair)) for pair in zip(*map(tree.leaves, (params, before)), strict=True)]
     return str(error.value), all(same)
 
@@ -110,11 +107,9 @@ def test_what_is_not_finite_is_named_before_it_is_learnt(ranks):
 
 
 def norms(mesh):
-    settings, types = Settings(TINY, "", "", 4, 32), transformer.specs(TINY, mesh)
-    params = model.init(TINY, 0, mesh=mesh, specs=types)
-    rows = local(torch.arange(128).reshape(4, 32), mesh)
-    _, grads, total = gradients(settings, mesh)(params, (rows, rows, None))
-    return guards.leaf_norms(grads, types, mesh), total, transformer.unshard(grads, TINY, mesh)
+    rows = local(torch.arange(64).reshape(4, 16), mesh)
+    _, grads, total = gradients(SMALL, mesh)(drawn(SMALL, mesh), (rows, rows, None))
+    return guards.leaf_norms(grads, transformer.specs(TINY, mesh), mesh), total, transformer.unshard(grads, TINY, mesh)
 
 
 def test_norms_by_leaf_are_those_of_the_whole_gradients(ranks):
