@@ -12,7 +12,7 @@ from scaling.mesh import AbstractMesh
 from scaling.train import dry
 from scaling.train.dry import local_shape
 from scaling.train.settings import Settings, optimizer_of
-from scaling.train.step import drawn, make_step
+from scaling.train.step import drawn_params, make_step
 
 
 @dataclass(frozen=True)
@@ -69,7 +69,7 @@ def predict_transformer(
 def transformer_step(settings: Settings, mesh) -> Callable[[], Any]:
     """A function that runs one training step on a mesh, again and again, each from where the last one ended."""
     config, optimizer = settings.model, optimizer_of(settings)
-    params = drawn(settings, mesh)
+    params = drawn_params(settings, mesh)
     held, run = [params, optimizer.init(params)], make_step(settings, mesh, optimizer)
     make = torch.Generator().manual_seed(0)
     tokens, targets = (torch.randint(0, config.V, local_shape(settings, mesh), generator=make) for _ in range(2))

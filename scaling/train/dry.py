@@ -21,7 +21,7 @@ from scaling.trace.count import Between, counted_step
 from scaling.trace.peak import peak_memory
 from scaling.train.evaluate import batch_type
 from scaling.train.settings import Settings, optimizer_of
-from scaling.train.step import drawn, gradients
+from scaling.train.step import drawn_params, gradients
 
 ROOM = 0.95  # of a device's memory, what is planned with
 UPDATE = 7  # passes of AdamW over params: of them, their gradients and both moments three are written
@@ -116,7 +116,7 @@ def local_shape(settings: Settings, mesh) -> tuple[int, ...]:
 
 def step_shapes(settings: Settings, mesh, options: StepOptions = StepOptions()) -> tuple[Any, list[torch.Tensor]]:
     """(params, [tokens, targets, segments]) of this rank, on the meta device. ShardingError if they do not divide."""
-    params = drawn(settings, mesh, "meta", options.zero, options.schedule)
+    params = drawn_params(settings, mesh, "meta", options.zero, options.schedule)
     shape = local_shape(settings, mesh)
     return params, [torch.empty(shape, dtype=torch.int64, device="meta") for _ in range(3)]
 

@@ -20,7 +20,7 @@ from scaling.train.evaluate import continuation, evaluate, local
 from scaling.train.flight import Flight
 from scaling.train.progress import Progress
 from scaling.train.settings import DTYPES, Settings, optimizer_of
-from scaling.train.step import drawn, make_step
+from scaling.train.step import drawn_params, make_step
 
 STOP = "stop"  # a file of this name in the run's folder asks it to save and end
 
@@ -94,7 +94,7 @@ def begun(settings: Settings, mesh, optimizer: optim.Optimizer, types: dict) -> 
     if settings.weights:
         _, params = hf.load_sharded(settings.weights, types, mesh, dtype, places=places)
     else:
-        params = drawn(settings, mesh)
+        params = drawn_params(settings, mesh)
     return {"params": params, "optimizer": optimizer.init(params), "data": {"sequences": 0, "seed": settings.seed}}, 0
 
 

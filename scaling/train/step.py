@@ -14,7 +14,7 @@ from scaling.train import guards
 from scaling.train.settings import DTYPES, Settings
 
 
-def drawn(settings: Settings, mesh, device: "str | None" = None, zero: int = 3, schedule=None) -> dict:
+def drawn_params(settings: Settings, mesh, device: "str | None" = None, zero: int = 3, schedule=None) -> dict:
     """This rank's params as a run begins with them, drawn by the seed: no rank holds more than its shards."""
     config = settings.model
     types, places = transformer.specs(config, mesh, zero=zero, schedule=schedule), stored_places(config, mesh, schedule)

@@ -76,6 +76,7 @@ def test_equal_to_torch(options, dtype):
     ]
     optimizer = optim.muon(0.02, {name: "D -> F" if name != "g" else "" for name in shapes}, **options)
     state = optimizer.init(params)
+    assert [*state] == ["step", "momentum", "rest"]
     for _ in range(4):
         grads = {name: torch.randn(shape, generator=rng, dtype=dtype) for name, shape in shapes.items()}
         kept = tree.map(torch.clone, (params, grads, state))

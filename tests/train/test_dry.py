@@ -14,7 +14,7 @@ from scaling.trace.peak import peak_memory
 from scaling.train import dry
 from scaling.train.evaluate import local
 from scaling.train.settings import Settings, optimizer_of
-from scaling.train.step import drawn, gradients, make_step
+from scaling.train.step import drawn_params, gradients, make_step
 
 TINY = get("tiny").with_(L=2, D=64, F=128, H=16, N=4, K=2)
 CASES = [
@@ -40,7 +40,7 @@ CASES += [  # of the same kinds as those above
 
 def step_of(mesh, settings):
     """(params, state, the most at once, sent, FLOPs, collectives) of a step that is run, its update included."""
-    types, params = transformer.specs(settings.model, mesh), drawn(settings, mesh)
+    types, params = transformer.specs(settings.model, mesh), drawn_params(settings, mesh)
     rows = torch.randint(0, 256, (settings.batch, settings.seq), generator=torch.Generator().manual_seed(1))
     batch = [local(x, mesh) for x in (rows, rows, torch.zeros_like(rows))]
     optimizer = optimizer_of(settings)

@@ -16,7 +16,7 @@ from scaling.trace import trace
 from scaling.train import guards
 from scaling.train.evaluate import local
 from scaling.train.settings import Settings, optimizer_of
-from scaling.train.step import drawn, gradients, make_step
+from scaling.train.step import drawn_params, gradients, make_step
 
 TINY = get("tiny").with_(L=1, D=16, F=32, H=8, N=2, K=2)
 SMALL = Settings(TINY, "", "", 4, 16)
@@ -24,7 +24,7 @@ SMALL = Settings(TINY, "", "", 4, 16)
 
 def plants(mesh, leaf, rank):
     """On one rank one element is off by its last bit."""
-    types, params = transformer.specs(TINY, mesh), drawn(SMALL, mesh)
+    types, params = transformer.specs(TINY, mesh), drawn_params(SMALL, mesh)
     if mesh.rank == rank:
         flat = (params["layers"][leaf] if leaf in params["layers"] else params[leaf]).view(-1)
         flat[-1] = torch.nextafter(flat[-1], torch.tensor(9.0))
@@ -90,7 +90,7 @@ def test_two_that_have_come_apart_along_different_axes():
 
 
 def explodes(mesh):
-    params, optimizer = drawn(SMALL, mesh), optimizer_of(SMALL)
+    params, optimizer = drawn_params(SMALL, mesh), optimizer_of(SMALL)
     if mesh.rank == 1:
         params["layers"]["W_out"].view(-1)[0] = float("nan")
     before, batch = tree.map(torch.clone, params), torch.ones(4 // mesh.size("X"), 16, dtype=torch.int64)
@@ -108,7 +108,7 @@ def test_what_is_not_finite_is_named_before_it_is_learnt(ranks):
 
 def norms(mesh):
     rows = local(torch.arange(64).reshape(4, 16), mesh)
-    _, grads, total = gradients(SMALL, mesh)(drawn(SMALL, mesh), (rows, rows, None))
+    _, grads, total = gradients(SMALL, mesh)(drawn_params(SMALL, mesh), (rows, rows, None))
     return guards.leaf_norms(grads, transformer.specs(TINY, mesh), mesh), total, transformer.unshard(grads, TINY, mesh)
 
 

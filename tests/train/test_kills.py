@@ -65,7 +65,7 @@ def node(port: int, script: list[str], log: Path) -> subprocess.Popen:
 
 
 def wait_for(out: Path, count: int, agents: list) -> list[dict]:
-    deadline = time.monotonic() + 180
+    deadline = time.monotonic() + 600
     while len(found := records(out)) < count:
         assert time.monotonic() < deadline, "too late: see the logs beside it"
         assert any(agent.poll() is None for agent in agents), "all have ended: see the logs beside it"
@@ -111,6 +111,8 @@ def test_a_run_of_two_nodes_goes_on_when_one_is_lost(tmp_path, lost):
         for pid in [pid for agent in agents for pid in (*below(agent.pid), agent.pid)]:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
+        for agent in agents:
+            agent.wait()
     losses = [[each["loss"] for each in records(tmp_path / name)] for name in ("two", "one")]
     torch.testing.assert_close(*losses, rtol=1e-3, atol=0)
 
