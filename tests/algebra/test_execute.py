@@ -39,22 +39,7 @@ def pull_back(mesh, cases, at_once):
     return found
 
 
-PAIRS = [  # and every so many of all pairs
-    ("A[I_X, J]", "A[I, J]"),
-    ("A[I, J]", "A[I_X, J]"),
-    ("A[I, J] {U_X}", "A[I, J_X]"),
-    ("A[I, J_Y] {U_X}", "A[I, J_Y]"),
-    ("A[I_X, J]", "A[I, J_X]"),
-    ("A[I_XY, J]", "A[I_YX, J]"),
-    ("A[I_XY, J]", "A[I_Y, J]"),
-    ("A[I, J_Y]", "A[I, J_Y] {U_X}"),
-    ("A[I_X, J]", "A[I, J] {U_X}"),
-    ("A[I_X, J_Y]", "A[I_Y, J_X]"),
-    ("A[I, J] {U_XY}", "A[I_X, J]"),
-]
-
-
-PAIRS += [(str(src), str(dst)) for src, dst in itertools.product(types("XY"), repeat=2)][::9]
+PAIRS = [(str(src), str(dst)) for src, dst in itertools.product(types("XY"), repeat=2)][::7]  # in which all ops occur
 AT_ONCE = [  # axes of several dims, by one call
     ("A[I_X, J_Y]", "A[I, J]"),
     ("A[I_Y, J_X]", "A[I, J]"),

@@ -13,7 +13,7 @@ import torch
 
 import scaling.strategies
 from scaling.check import RULES, check_source, judge, judged
-from scaling.collectives import all_gather, all_reduce, einsum, reduce_scatter, shard
+from scaling.collectives import all_gather, all_reduce, einsum, masked, reduce_scatter, shard
 from scaling.mesh import AbstractMesh
 from scaling.spec import parse
 
@@ -131,6 +131,23 @@ def test_what_is_not_in_the_table_is_named():
 def test_a_value_that_decides_is_named():
     report = judge(lambda a: a * 2 if a.sum() > 0 else a, A, mesh=MESH)
     assert "may decide" in report.unjudged[0][1]
+
+
+@pytest.mark.parametrize(("line", "rules"), [("x[B, D] {U_X}", []), ("x[B, D] {U_Y}", ["unreduced"])])
+def test_a_masked_look_up_is_a_sum_over_the_axes_of_its_rows(line, rules):
+    def fn(E):
+        ids = torch.zeros(4, dtype=torch.long, device="meta")
+        return masked(line, torch.nn.functional.embedding(ids, E), ids >= 0, MESH)
+
+    report = judge(fn, "E[V_X, D]", mesh=MESH)
+    assert ([found.rule for found in report.findings], report.unjudged) == (rules, []), str(report)
+
+
+def test_of_any_other_mask_the_type_is_taken_at_its_word():
+    report = judge(lambda a: masked("A[I, J_X] {U_Y}", a, a > 0, MESH), A, mesh=MESH, returns="A[I, J_X] {U_Y}")
+    assert ([why for _, why in report.unjudged], report.findings) == (
+        ["the mask decides, and the type is taken at its word"], [],
+    )  # fmt: skip
 
 
 LOSSES = [("loss", True, A), ("", False, A), ("result", False, "A[I, J]")]

@@ -54,8 +54,10 @@ CASES = {  # a call, and the kinds of its arrays: their shapes, or the index
     "diagonal": (lambda x: x.diagonal(0, 0, 2), (4, 4, 4)),
     "getitem": (lambda x: x[..., None, 1::2, :4], (4, 2, 8)),
     "getitem of all": (lambda x: x[..., ...], (4, 8)),
+    "getitem of one": (lambda x: x[1, ..., 0], (4, 8, 4)),
     "moveaxis": (lambda x: torch.moveaxis(x, 0, 2), (4, 2, 8)),
     "div": (lambda x: x / 2, (4, 8)),
+    "div by a scalar": (lambda x: x / torch.tensor(2.0, dtype=torch.float64), (4, 8)),
     "rdiv": (lambda x: 2 / x, (4, 8)),
     "rsub of a number": (lambda x: 2 - x, (4, 8)),
     "rsub of zero": (lambda x: 0 - x, (4, 8)),
@@ -79,6 +81,7 @@ CASES = {  # a call, and the kinds of its arrays: their shapes, or the index
     "unflatten": (lambda x: x.unflatten(0, (4, 2)), (8, 4)),
     "unsqueeze": (lambda x: x.unsqueeze(1), (4, 8)),
     "mT": (lambda x: x.mT, (4, 2, 8)),
+    "transpose": (lambda x: x.transpose(-1, 0), (4, 2, 8)),
 }
 NUMBERS = "pad with a number", "rsub of a number", "add of a number"  # which is added once, and not on each device
 
@@ -104,7 +107,7 @@ def calls_of(fn, arrays):
     return made
 
 
-@pytest.mark.parametrize("name", [name for name in CASES if name != "int"])
+@pytest.mark.parametrize("name", [name for name in CASES if name not in ("int", "div by a scalar")])
 def test_shards_are_what_the_types_say(name):
     fn, *given = CASES[name]
     arrays = arrays_of(given)
@@ -150,7 +153,7 @@ def apart(name: str, got, wanted) -> list[str]:
     assert is_tensor(wanted) == isinstance(got, torch.Tensor | explicit.Array)
     pairs = zip(*(([r] if is_tensor(wanted) else r) for r in (got, wanted)), strict=True)
     alike = [
-        torch.allclose(a.double(), b.double(), rtol=1e-10, atol=1e-10)
+        a.dtype == b.dtype and torch.allclose(a.double(), b.double(), rtol=1e-10, atol=1e-10)
         for a, b in ((a if is_tensor(a) else a.whole(), b) for a, b in pairs)
     ]
     return [] if all(alike) else [name]
@@ -163,7 +166,7 @@ def arrays_on_ranks(mesh) -> tuple[int, list[str]]:
         arrays = arrays_of(given)
         differs = name not in ("int", "argmax", "argmin of all", "gt", "where")
         wanted = torch.func.grad(lambda *xs, fn=fn: weighted(fn(*xs)))(*arrays) if differs else None
-        for at in all_layouts(arrays[0].shape, mesh.sizes, AXES)[::2]:
+        for at in all_layouts(arrays[0].shape, mesh.sizes, AXES)[::3]:
             rest = [DimAxes(at.dims) if x.shape == arrays[0].shape else DimAxes(((),) * x.dim()) for x in arrays[1:]]
             typed = [explicit.array(x, t, mesh) for x, t in zip(arrays, [at, *rest], strict=True)]
             try:
@@ -181,7 +184,7 @@ def arrays_on_ranks(mesh) -> tuple[int, list[str]]:
 def test_values_and_gradients_are_one_devices(ranks):
     for compared, wrong in ranks(arrays_on_ranks, {"X": 2, "Y": 2}):
         assert wrong == []
-        assert compared > 100
+        assert compared > 80
 
 
 def planned_on_ranks(mesh) -> list[str]:

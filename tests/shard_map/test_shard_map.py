@@ -158,7 +158,9 @@ def test_a_cotangent_of_what_is_reduced_is_unreduced():
     assert set(seen.values()) == {Marks(unreduced=frozenset("X"))}
 
 
-def test_one_spec_for_all_and_a_mesh_by_its_sizes():
+def test_one_spec_for_all_a_mesh_by_its_sizes_and_terms_of_a_sum_in_the_books_notation():
+    terms = here(lambda x: x.sum(0), "x[B_XY, D]", "s[D] {U_XY}")
+    torch.testing.assert_close(terms(A), A.sum(0), rtol=1e-12, atol=1e-12)
     both = shard_map(lambda x, y: psum(x * y, "X"), {"X": 2}, "P('X')", "P()", in_process=True)
     torch.testing.assert_close(both(A, A), (A * A).view(2, 4, 6).sum(0), rtol=1e-12, atol=1e-12)
     planned = shard_map(lambda x: psum(x, "X"), MESH, "x[B, D]", "x[B, D]")
