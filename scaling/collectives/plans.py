@@ -36,9 +36,9 @@ def run_step(step: Step, operands: Sequence[torch.Tensor], mesh) -> torch.Tensor
 def _by_hand(step: Step, x: torch.Tensor, mesh) -> torch.Tensor:
     if step.op == "AllGather":
         return _gather_several(step, x, mesh)
-    if step.op == "Pad":  # along the one dim that loses axes
-        group = mesh.group(step.axes)
-        return among_zeros(x, *_changed(step), group.index, group.size)
+    if step.op == "Pad":
+        (dim,), group = _changed(step), mesh.group(step.axes)  # the one that loses axes
+        return among_zeros(x, dim, group.index, group.size)
     if step.op == "Mask":
         return x.clone() if mesh.group(step.axes).index == 0 else x.masked_fill(torch.tensor(True, device=x.device), 0)
     raise ShardingError(
