@@ -2,8 +2,8 @@
 
 `PagedModel` is a model with its pages, one pool a worker: the one that serves, or a draft beside it. `Engine` is what
 `simulate.drive` asks for times and tokens: it computes a Run on the pages that the scheduler says, and measures it. The
-clock of a trace advances by what was measured, so that arrivals in between are met without waiting for
-them, and two workers run beside each other in that clock though they share this machine.
+clock of a trace advances by what was measured, so that arrivals in between are met without waiting for them, and two
+workers run beside each other in that clock though they share this machine.
 
 A draft proposes tokens: the request's own text by n-grams, or a smaller model. At each place the model draws as it
 would without a draft, by the request's seed and the place; a proposal is kept if it is that token. So what is proposed
@@ -14,7 +14,7 @@ request that is preempted would go on with other tokens.
 """
 
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -28,13 +28,14 @@ from scaling.serve.cache import init_cache, share_of, untouched
 from scaling.serve.requests import Request, check_known_ids
 from scaling.serve.sampling import sample
 from scaling.serve.simulate import Simulated, drive
-from scaling.serve.states import Done, Move, Moved, Options, Run, Work
-from scaling.serve.step import run_rows
+from scaling.serve.states import Action, Done, Finish, Move, Moved, Options, Run, Work
+from scaling.serve.step import check_served, run_rows
 from scaling.serve.text import TextStream
 from scaling.serve.types import ONE
 from scaling.spec import Spec
 
 NO_WORK = Work(Request(-1, (), 0), 0, (), (), False)
+Draft = Callable[[str, Sequence[Work]], dict[int, list[int]]]  # so many tokens as each work of a step wants, by id
 
 
 class PagedModel:
@@ -43,6 +44,7 @@ class PagedModel:
     def __init__(
         self, params: dict, config: Config, options: Options, mesh=None, dtype=None, form="heads", paged: bool = True
     ):
+        check_served(params, config, ONE if mesh is None else mesh, form)
         self.params, self.config, self.page, self.mesh, self.form = params, config, options.page, mesh, form
         self.device, self.groups, self.paged = params["norm"].device, options.groups, paged
         self.group = share_of(ONE if mesh is None else mesh, form).group
@@ -88,9 +90,6 @@ class PagedModel:
                 here[name][:, :, target] = there[name][:, :, source]
 
 
-Draft = Callable[[str, Sequence[Work]], dict[int, list[int]]]  # so many tokens as each work of a step wants, by id
-
-
 def by_ngrams(worker: str, works: Sequence[Work]) -> dict[int, list[int]]:
     """A draft: what followed the request's last tokens when they stood there before."""
     return {w.id: ngram((*w.before, *w.tokens), w.proposals) if w.proposals else [] for w in works}
@@ -132,14 +131,6 @@ class Given(NamedTuple):
     tokens: tuple[int, ...]
     logits: Tensor
     stopped: bool = False
-
-
-def event_of(action: Run | Move, given: Mapping[int, Given]) -> Done | Moved:
-    """What the scheduler is told of an action that is over."""
-    if isinstance(action, Move):
-        return Moved(action.id)
-    stopped = frozenset(id for id, own in given.items() if own.stopped)
-    return Done(action.worker, {id: own.tokens for id, own in given.items()}, stopped)
 
 
 def advance(model: PagedModel, draft: Draft | None, worker: str, works: Sequence[Work]) -> dict[int, Given]:
@@ -214,35 +205,46 @@ class Engine:
         self.mesh, self.clock, self.tokenizer = mesh, clock, tokenizer
         self.streams: dict[int, TextStream] = {}  # of requests that end before a text
         own = options, mesh, dtype, form, paged
-        self.model, self.small, self.draft = PagedModel(params, config, *own), None, None
-        if draft == "ngram":
-            self.draft = by_ngrams
-        elif draft is not None:
-            self.small = _small(draft, config, lambda params, config: PagedModel(params, config, *own))
-            self.draft = partial(by_model, self.small)
+        self.model, self.draft = PagedModel(params, config, *own), by_ngrams if draft == "ngram" else None
+        self.models = [self.model]
+        if draft not in (None, "ngram"):
+            self.models.append(_small(draft, config, own))
+            self.draft = partial(by_model, self.models[-1])
 
     def __call__(self, action: Run | Move) -> tuple[float, Done | Moved]:
         start = self.clock()
-        given = self.given(action)
+        _, (event,) = self.carry_out([action])
         if self.model.device.type == "cuda":
             torch.cuda.synchronize(self.model.device)
-        return self._agreed(self.clock() - start), event_of(action, given)
+        return self._agreed(self.clock() - start), event
 
     def _agreed(self, seconds: float) -> float:
         """The mean over the mesh: all ranks have the same clock, and so the same steps."""
         if self.mesh is None or self.mesh.size() == 1:
             return seconds
-        spec = Spec("t", (), tuple(sorted(self.mesh.sizes)))
-        total = unshard(str(spec), torch.tensor(seconds, dtype=torch.float64, device=self.model.device), self.mesh)
+        spec = str(Spec("t", (), tuple(sorted(self.mesh.sizes))))
+        total = unshard(spec, torch.tensor(seconds, dtype=torch.float64, device=self.model.device), self.mesh)
         return float(total) / self.mesh.size()
 
-    def given(self, action: Run | Move) -> dict[int, Given]:
-        """Carry it out: what each request is given, in the order of the works."""
-        if isinstance(action, Move):
-            for model in (self.model, self.small):
-                if model is not None:
+    def carry_out(self, actions: Sequence[Action]) -> tuple[dict[int, Given], list[Done | Moved]]:
+        """What requests are given by what the scheduler has decided, and the events of its end."""
+        given: dict[int, Given] = {}
+        done: list[Done | Moved] = []
+        for action in actions:
+            if isinstance(action, Move):
+                for model in self.models:
                     model.move(action)
-            return {}
+                done.append(Moved(action.id))
+            elif isinstance(action, Run):
+                given |= (own := self._given(action))
+                stopped = frozenset(id for id, each in own.items() if each.stopped)
+                done.append(Done(action.worker, {id: each.tokens for id, each in own.items()}, stopped))
+            elif isinstance(action, Finish):
+                self.streams.pop(action.id, None)
+        return given, done
+
+    def _given(self, action: Run) -> dict[int, Given]:
+        """What each request is given, in the order of the works."""
         given: dict[int, Given] = {}
         for one in (True, False):  # those of one token apart, so that they are not padded to a prompt's length
             if works := [w for w in action.works if (len(w.tokens) == 1) == one]:
@@ -262,17 +264,16 @@ class Engine:
         return Given(tokens, given.logits[: len(tokens)], stopped)
 
 
-def _small(draft: Any, target: Config, hold: Callable[[dict, Config], PagedModel]) -> PagedModel:
+def _small(draft: Any, target: Config, options: tuple) -> PagedModel:
     """A draft's model. ValueError for what is none, and for one that does not fit to its target."""
     if not isinstance(draft, tuple) or {type(part) for part in draft} != {Config, dict}:
         raise ValueError(f'draft={draft!r:.40} is neither (config, params) nor "ngram"\n  fix: give one of these')
     config, params = draft if isinstance(draft[0], Config) else draft[::-1]
     check_draft(config, target)
     try:
-        return hold(params, config)
+        return PagedModel(params, config, *options)
     except ValueError as error:
         what, _, fix = str(error).partition("\n  fix: ")
-        fix = fix or "give params of the draft's own config, sharded by serve.specs(config, mesh)"
         raise type(error)(f"the draft {config.name}: {what}\n  fix: {fix}") from None
 
 

@@ -14,9 +14,9 @@ from scaling.common.arguments import whole, whole_numbers
 from scaling.configs import Config
 from scaling.serve import scheduler
 from scaling.serve.cache import divisible, share_of
-from scaling.serve.engine import Engine, PagedModel, event_of
+from scaling.serve.engine import Engine, Given, PagedModel
 from scaling.serve.requests import Draw, Request, Sampling, prompt_ids, request_seeds
-from scaling.serve.states import Arrive, Options, Run, Work
+from scaling.serve.states import Arrive, Options, Work
 from scaling.serve.types import ONE, check_mesh
 
 
@@ -57,12 +57,9 @@ def generate(
     """
     how = Sampling(temperature, top_k, top_p, min_p)
     out: dict[int, list[int]] = {}
-    for tokens in stream(
-        params, prompts, config, max_new_tokens, how,
-        seed=seed, stop=stop, mesh=mesh, draft=draft, proposals=proposals, page=page, form=form,
-    ):  # fmt: skip
-        for token in tokens:
-            out.setdefault(token.row, []).append(token.id)
+    for given in _steps(params, prompts, config, max_new_tokens, how, seed, stop, mesh, draft, proposals, page, form):
+        for row, own in given.items():
+            out.setdefault(row, []).extend(own.tokens)
     return [out.get(row, []) for row in range(len(prompts))]
 
 
@@ -82,6 +79,14 @@ def stream(
     form: str = "heads",
 ) -> Iterator[list[Token]]:
     """What `generate` returns, step by step as it is known: each step's new tokens, in the order of the prompts."""
+    for given in _steps(params, prompts, config, max_new_tokens, how, seed, stop, mesh, draft, proposals, page, form):
+        yield _with_logprobs([(row, own.tokens, own.logits) for row, own in given.items()])
+
+
+def _steps(
+    params, prompts, config: Config, max_new_tokens, how, seed, stop, mesh, draft, proposals, page, form
+) -> Iterator[dict[int, Given]]:
+    """What each row is given, step by step."""
     rows = _rows("prompt", prompts, config)
     whole(0, max_new_tokens=max_new_tokens)
     whole(proposals=proposals, page=1 if page is None else page)
@@ -94,13 +99,12 @@ def stream(
     engine = Engine(params, config, options, mesh=mesh, draft=draft, form=form, paged=page is not None)
     requests = [Request(row, tuple(ids), max_new_tokens, stops, Draw(how, seeds[row])) for row, ids in enumerate(rows)]
     state, events = scheduler.initial(options), [*map(Arrive, requests)]
-    while events:
+    while True:
         state, actions = scheduler.step(state, events)
-        events = []
-        for run in (action for action in actions if isinstance(action, Run)):
-            given = engine.given(run)
-            events.append(event_of(run, given))
-            yield _with_logprobs([(row, own.tokens, own.logits) for row, own in given.items()])
+        given, events = engine.carry_out(actions)
+        if not events:
+            return
+        yield given
 
 
 def _options(rows: list[list[int]], room: int, config: Config, mesh, page: int | None, form: str) -> Options:

@@ -53,7 +53,7 @@ def prefill(
     `specs`; tokens, lengths and logits are whole on every rank. ValueError for an empty prompt, one that the cache has
     no room for, and ids outside the vocabulary.
     """
-    return _run(params, tokens, cache, config, mesh, lengths, form, donate, True)
+    return _checked(params, tokens, cache, config, mesh, lengths, form, donate, True)
 
 
 def decode(
@@ -63,7 +63,7 @@ def decode(
     if not isinstance(tokens, Tensor) or tokens.dim() != 1:
         found = list(tokens.shape) if isinstance(tokens, Tensor) else type(tokens).__name__
         raise ValueError(f"decode takes one token a row, tokens[B]; got {found}\n  fix: give an int64 for each row")
-    return _run(params, tokens[:, None], cache, config, mesh, None, form, donate, True)
+    return _checked(params, tokens[:, None], cache, config, mesh, None, form, donate, True)
 
 
 def extend(
@@ -81,7 +81,13 @@ def extend(
 
     At padded tokens the logits mean nothing. To take tokens back: cache | {"lengths": fewer}.
     """
-    return _run(params, tokens, cache, config, mesh, lengths, form, donate, False)
+    return _checked(params, tokens, cache, config, mesh, lengths, form, donate, False)
+
+
+def _checked(params, tokens, cache, config, mesh, lengths, form, donate, last) -> tuple[Tensor, dict]:
+    mesh = ONE if mesh is None else mesh
+    check_served(params, config, mesh, form)
+    return _run(params, tokens, cache, config, mesh, lengths, form, donate, last, int(last))
 
 
 def run_rows(
@@ -96,18 +102,18 @@ def run_rows(
     form: str = "heads",
 ) -> tuple[Tensor, dict]:
     """(logits[B, V] after each row's last token, or of `every` token, [B, T, V]; the cache, which is donated). The ids
-    of the rows follow the first `starts` that the cache has of them. A row may have none: its logits mean nothing."""
+    of the rows follow the first `starts` that the cache has of them. A row may have none: its logits mean nothing. The
+    params are such as `check_served` lets pass: it is not asked at each step."""
     device, T = params["norm"].device, max(map(len, rows))
     tokens = torch.tensor([[*row, *[0] * (T - len(row))] for row in rows], device=device)
     lengths = torch.tensor([len(row) for row in rows], device=device)
     cache = cache | {"lengths": torch.tensor(starts, device=device)}
-    return _run(params, tokens, cache, config, mesh, lengths, form, True, not every, least=0)
+    return _run(params, tokens, cache, config, ONE if mesh is None else mesh, lengths, form, True, not every, 0)
 
 
 @torch.no_grad()
-def _run(params, tokens, cache, config, mesh, lengths, form, donate, last, least=None) -> tuple[Tensor, dict]:
+def _run(params, tokens, cache, config, mesh, lengths, form, donate, last, least) -> tuple[Tensor, dict]:
     """`last`: logits of each row's last token alone. `least`: the new tokens that each row has to have."""
-    mesh, least = ONE if mesh is None else mesh, int(last) if least is None else least
     lengths, cache = accepted(params, tokens, cache, config, mesh, lengths, form, donate, least)
     share, dtype, T = share_of(mesh, form), params["norm"].dtype, tokens.shape[1]
     (listing, attention), own = LISTINGS[form], None
@@ -177,25 +183,29 @@ def accepted(params, tokens, cache, config, mesh, lengths, form, donate, least) 
     elif not isinstance(lengths, Tensor) or lengths.dtype not in IDS or lengths.shape != (B,):
         found = f"{lengths.dtype} {list(lengths.shape)}" if isinstance(lengths, Tensor) else type(lengths).__name__
         raise ValueError(f"lengths must be int64[{B}], one for each row; got {found}\n  fix: give torch.tensor([...])")
-    if config.moe and config.capacity is not None:
-        raise ValueError(
-            f"{config.name}: experts with a capacity drop tokens depending on what else is in the batch\n"
-            "  fix: serve config.with_(capacity=None)"
-        )
     if not B or not T:
         raise ValueError(f"tokens[{B}, {T}]: there are no tokens\n  fix: give each row at least one token")
-    int8 = isinstance(params, dict) and isinstance(params.get("embed"), dict)
-    types = _types(config, tuple(mesh.sizes.items()), form, int8)
-    sizes = config.sizes | {"I": 1, "J": 1}  # of the scales of int8
-    tree.check(params, types, sizes, mesh, fix="tree.shard(params, serve.specs(config, mesh, form=...), mesh)")
-    if not int8:
-        tree.check_floats(params)
     lengths = lengths.to(tokens.device)
     cache = cache | {name: cache[name].to(tokens.device) for name in ("lengths", "pages") if name in cache}
     if not tokens.is_meta:
         check_range("tokens", tokens, config.V)
         check_room(cache, lengths, T, share_of(mesh, form), least)
     return lengths, writable(cache, params["norm"], donate)
+
+
+def check_served(params: Any, config: Config, mesh, form: str) -> None:
+    """ValueError unless these are this rank's params, and the model is one that can be served."""
+    if config.moe and config.capacity is not None:
+        raise ValueError(
+            f"{config.name}: experts with a capacity drop tokens depending on what else is in the batch\n"
+            "  fix: serve config.with_(capacity=None)"
+        )
+    int8 = isinstance(params, dict) and isinstance(params.get("embed"), dict)
+    types = _types(config, tuple(mesh.sizes.items()), form, int8)
+    sizes = config.sizes | {"I": 1, "J": 1}  # of the scales of int8
+    tree.check(params, types, sizes, mesh, fix="tree.shard(params, serve.specs(config, mesh, form=...), mesh)")
+    if not int8:
+        tree.check_floats(params)
 
 
 def check_room(cache: dict, lengths: Tensor, T: int, share: Share, least: int) -> None:

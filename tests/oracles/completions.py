@@ -1,25 +1,20 @@
 """What the oracles of greedy completions share: save a model, ask the other library, compare with ours, store."""
 
-import importlib
 import json
 import sys
 import tempfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from types import ModuleType
 
 from scaling import serve
 from scaling.common.console import Parser
 from scaling.models import hf
 
-
-def table_of(name: str) -> ModuleType:
-    """tests/serve/NAME_table.py: its models and prompts, and where the answers are stored."""
-    sys.path.insert(0, str(Path(__file__).parents[1] / "serve"))
-    return importlib.import_module(f"{name}_table")
+sys.path.insert(0, str(Path(__file__).parents[1] / "serve"))
+import stored
 
 
-def compare(doc: str, table: ModuleType, theirs: Callable, completions: Callable, options: Mapping[str, dict]) -> int:
+def compare(doc: str, table: stored.Table, theirs: Callable, completions: Callable, options: Mapping[str, dict]) -> int:
     """The command of an oracle, by its docstring: how many completions differ, by model and by option; 1 if any does.
 
     `theirs(folder, prompts)` asks the other library about the model saved in the
@@ -29,7 +24,7 @@ def compare(doc: str, table: ModuleType, theirs: Callable, completions: Callable
     parser.add_argument("--write", action="store_true", help="store what it gives")
     args = parser.parse_args()
     answers, wrong = {}, 0
-    for name, config in table.CONFIGS.items():
+    for name, config in table.configs.items():
         params, prompts = table.params_of(name), table.prompts_of(name)
         with tempfile.TemporaryDirectory() as folder:
             hf.save(folder, config, params)
@@ -37,11 +32,11 @@ def compare(doc: str, table: ModuleType, theirs: Callable, completions: Callable
         wanted = completions(answers[name])
         differ = {}
         for label, given in options.items():
-            ours = serve.generate(params, prompts, config, table.NEW, **given)
+            ours = serve.generate(params, prompts, config, table.new, **given)
             differ[label] = sum(a != b for a, b in zip(ours, wanted, strict=True))
         wrong += sum(differ.values())
         print(f"{name:10} {len(prompts)} prompts, completions that differ: {differ}")
     if args.write:
         rows = ",\n".join(f'"{name}": {json.dumps(row, separators=(",", ":"))}' for name, row in answers.items())
-        table.TABLE.write_text(f"{{\n{rows}\n}}\n")
+        table.path.write_text(f"{{\n{rows}\n}}\n")
     return 1 if wrong else 0

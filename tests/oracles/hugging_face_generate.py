@@ -11,10 +11,10 @@ from pathlib import Path
 
 import torch
 import transformers
-from completions import compare, table_of
+from completions import compare, stored
 
 BATCH = 10
-table = table_of("greedy")
+table = stored.GREEDY
 
 
 def theirs(folder: Path, prompts: list[list[int]]) -> list[list[int]]:
@@ -26,7 +26,7 @@ def theirs(folder: Path, prompts: list[list[int]]) -> list[list[int]]:
         ids = torch.tensor([[0] * (width - len(p)) + p for p in some])  # theirs are padded on the left
         mask = torch.tensor([[0] * (width - len(p)) + [1] * len(p) for p in some])
         out = model.generate(
-            ids, attention_mask=mask, max_new_tokens=table.NEW, do_sample=False, pad_token_id=0, eos_token_id=None
+            ids, attention_mask=mask, max_new_tokens=table.new, do_sample=False, pad_token_id=0, eos_token_id=None
         )
         found += out[:, width:].tolist()
     return found

@@ -9,18 +9,18 @@ Every prompt is asked for twice, so that the second time its pages are there. Mi
 import sys
 from pathlib import Path
 
-from completions import compare, table_of
+from completions import compare, stored
 from vllm import LLM, SamplingParams
 
-table = table_of("vllm")
+table = stored.VLLM
 
 
 def theirs(folder: Path, prompts: list[list[int]]) -> dict[str, list]:
     model = LLM(
-        str(folder), skip_tokenizer_init=True, dtype="float32", enforce_eager=True, block_size=table.PAGE,
-        max_model_len=4 * table.PAGE + table.NEW, enable_prefix_caching=True, seed=0,
+        str(folder), skip_tokenizer_init=True, dtype="float32", enforce_eager=True, block_size=stored.PAGE,
+        max_model_len=4 * stored.PAGE + table.new, enable_prefix_caching=True, seed=0,
     )  # fmt: skip
-    how = SamplingParams(temperature=0.0, max_tokens=table.NEW, ignore_eos=True, detokenize=False)
+    how = SamplingParams(temperature=0.0, max_tokens=table.new, ignore_eos=True, detokenize=False)
     first, again = (model.generate([{"prompt_token_ids": p} for p in prompts], how) for _ in range(2))
     tokens, repeated = ([list(one.outputs[0].token_ids) for one in some] for some in (first, again))
     if tokens != repeated:

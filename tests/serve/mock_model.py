@@ -125,6 +125,13 @@ class Audited:
                 self.counts["steps of several groups"] += len({work.group for work in action.works}) > 1
         self.before = state
 
+    def ended(self, served) -> Counter:
+        """How often what happened, once all is over."""
+        assert not self.before.live, "a request is starved"
+        assert all(hit == best for _, hit, best in self.hits if self.options.prefix), self.hits
+        self.counts.update(times.reason.split(":")[0] for times in served.requests.values())
+        return self.counts
+
     def _count_hit(self, state, action):
         """By brute force: the longest run of whole pages of these tokens, at most all but one, that the trie of the
         request's group spells."""
@@ -145,15 +152,15 @@ class Audited:
         self.hits.append((action.id, action.cached, best))
 
 
-def trace(seed: int, policy: str | None = None, groups: int = 1):
-    """A random trace: (options, [(time, request)], [(time, id)])."""
+def trace(seed: int, groups: int = 1, drafted: bool | None = None):
+    """A random trace: (options, [(time, request)], [(time, id)]). `drafted`: whether there are proposals, or any."""
     chance = random.Random(seed)
     page = chance.choice([1, 2, 3, 4])
     options = Options(
         pages=chance.randint(4, 12), page=page, slots=groups * chance.randint(1, 4), budget=chance.randint(1, 8),
-        policy=policy or chance.choice(["static", "interleaved", "chunked", "disaggregated"]),
+        policy=chance.choice(["static", "interleaved", "chunked", "disaggregated"]),
         prefix=chance.random() < 0.8, decode_pages=chance.choice([None, chance.randint(4, 12)]),
-        proposals=chance.choice([0, 0, 1, 2, 5]), groups=groups,
+        proposals=chance.choice([0, 0, 1, 2, 5] if drafted is None else [1, 2, 5] if drafted else [0]), groups=groups,
     )  # fmt: skip
     stems = [tuple(chance.randrange(V) for _ in range(chance.choice([page, 2 * page]))) for _ in range(2)]
     arrivals, cancel = [], []
@@ -168,24 +175,24 @@ def trace(seed: int, policy: str | None = None, groups: int = 1):
     return options, arrivals, cancel
 
 
-def run(seed: int, policy: str | None = None, groups: int = 1) -> Counter:
-    """One trace, audited; how often what happened."""
-    options, arrivals, cancel = trace(seed, policy, groups)
-    requests = [request for _, request in arrivals]
-    audited = Audited(options, random.Random(seed + 1))
-    served = drive(arrivals, options, audited.execute, cancel=cancel, watch=audited.watch)
-    cancelled = {id for _, id in cancel}
-    for request in requests:
+def check(served, arrivals, cancel, options: Options, alone) -> None:
+    """Each request is given what it is given alone, or the begin of it if it is cancelled; or it is refused."""
+    for _, request in arrivals:
         times, wanted = served.requests[request.id], alone(request)
         if scheduler.refusal(request, options):
             assert times.reason.startswith("refused"), times
         elif times.reason == "cancelled":
-            assert request.id in cancelled
+            assert request.id in {id for _, id in cancel}
             assert times.tokens == wanted[: len(times.tokens)]
         else:
-            assert times.tokens == wanted, (seed, request, times)
+            assert times.tokens == wanted, (request, times)
             assert times.reason == ("stop" if wanted[-1] in request.stop else "length")
-        audited.counts[times.reason.split(":")[0]] += 1
-    assert all(hit == best for _, hit, best in audited.hits if options.prefix), audited.hits
-    assert not audited.before.live, "a request is starved"
-    return audited.counts
+
+
+def run(seed: int, groups: int = 1) -> Counter:
+    """One trace, audited; how often what happened."""
+    options, arrivals, cancel = trace(seed, groups)
+    audited = Audited(options, random.Random(seed + 1))
+    served = drive(arrivals, options, audited.execute, cancel=cancel, watch=audited.watch)
+    check(served, arrivals, cancel, options, alone)
+    return audited.ended(served)

@@ -2,7 +2,9 @@
 
 import json
 import random
+import re
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -12,10 +14,10 @@ from scaling.configs.sources import Source
 from scaling.generate import command as generate
 from scaling.mesh import AbstractMesh
 from scaling.models import hf, transformer
-from scaling.models.text import ByteText, Unknown, tokenizer_of
+from scaling.models.text import ByteText, tokenizer_of
 from scaling.serve import command as batch
 from scaling.serve import loading
-from scaling.serve.requests import Request, RequestLine
+from scaling.serve.requests import Request, RequestLine, read_requests
 from scaling.serve.text import TextStream, chat_prompt, ends_of
 from scaling.train import checkpoint
 
@@ -30,80 +32,55 @@ def folder(tmp_path_factory):
     return path
 
 
-def test_a_character_is_never_split():
+def test_text_goes_out_as_soon_as_it_is_certain():
     text, stream = "aß€𝄞!", TextStream(ByteText())
-    pieces = [stream.push(byte) for byte in text.encode()]
-    assert "".join(pieces) == text
-    assert set("".join(pieces)) == {piece for piece in pieces if piece}
+    assert [*filter(None, map(stream.push, text.encode()))] == [*text]
     half = TextStream(ByteText())
-    assert [half.push(byte) for byte in "€".encode()[:2]] == ["", ""]
-    assert half.rest() == "\ufffd"
+    assert [*map(half.push, "€".encode()[:2]), half.rest()] == ["", "", "\ufffd"]
+    stream = TextStream(ByteText(), ["END", "xx"])
+    assert [stream.push(b) for b in b"aE xENDx"] == ["a", "", "E ", "", "x", "", "", ""]
+    assert (stream.stopped, stream.rest()) == (True, "")
 
 
-class Pairs:
-    """A tokenizer whose tokens are bytes, decoded only together, as Hugging Face's are."""
+class Loaded:
+    """A tokenizer that decodes ids only together."""
+
+    def __init__(self, loaded):
+        self.loaded = loaded
 
     def decode(self, ids):
-        return bytes(ids).decode(errors="replace")
+        return self.loaded.decode(list(ids))
 
     def reader(self):
         return None
 
 
-def test_a_tokenizer_that_looks_back():
-    stream = TextStream(Pairs(), ["!?"])
-    assert [stream.push(b) for b in "é!a!?b".encode()] == ["", "é", "", "!a", "", "", ""]
-    assert stream.stopped
-    assert stream.rest() == ""
-
-
-def test_a_folders_tokenizer(tmp_path):
-    tokenizers = pytest.importorskip("tokenizers")
-    model = tokenizers.Tokenizer(tokenizers.models.WordLevel({"<s>": 0, "a": 1, "b": 2}, unk_token="<s>"))
-    model.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
-    model.post_processor = tokenizers.processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 0)])
-    model.save(str(tmp_path / "tokenizer.json"))
-    found = tokenizer_of(tmp_path, 3)
-    assert found.encode("a b", special=True) == [0, 1, 2]
-    assert found.encode("a b") == [1, 2]
-    stream = TextStream(found, ["b"])
-    assert [stream.push(1), stream.push(2), stream.rest()] == ["a", " ", ""]
-    with pytest.raises(ValueError, match=r"has the ids 0\.\.2, but .* has 2"):
-        tokenizer_of(tmp_path, 2)
-    assert isinstance(tokenizer_of(tmp_path / "none", 256), ByteText)
-    unknown = tokenizer_of(tmp_path / "none", 512)
-    assert isinstance(unknown, Unknown)
-    with pytest.raises(ValueError, match="fix: put the model's tokenizer"):
-        unknown.encode("a")
-
-
-@pytest.mark.parametrize("kind", ["Metaspace", "ByteLevel"])
+@pytest.mark.parametrize("kind", ["bytes", "Metaspace", "ByteLevel"])
 def test_what_is_streamed_is_what_all_ids_are_together(kind):
-    """Of tokenizers whose tokens have another text at the begin, or are parts of characters; with special ones."""
-    tokenizers = pytest.importorskip("tokenizers")
-    if kind == "Metaspace":
-        words = ["<s>", "\u2581a", "\u2581b", "c", "\u2581", "d\u2581e", "\u00e9"]
-    else:
-        words = ["<s>", *sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet()), "\u0120the", "\u00c3\u00a9"]
-    model = tokenizers.models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="<s>")
-    loaded = tokenizers.Tokenizer(model)
-    loaded.decoder = getattr(tokenizers.decoders, kind)()
-    loaded.add_special_tokens(["<s>"])
-
-    class Read(Pairs):
-        def decode(self, ids):
-            return loaded.decode(list(ids))
-
-    chance = random.Random(0)
-    for _ in range(60):
-        text = "".join(chance.choice("aé€𝄞 \n") for _ in range(6)).encode()
-        alphabet = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    """Of tokenizers whose tokens have another text at the begin, or are parts of characters; with special ones. Up to a
+    stop text, if it comes."""
+    tokenizers, chance = pytest.importorskip("tokenizers"), random.Random(0)
+    alphabet = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    words, tokenizer = ["<s>", "\u2581a", "\u2581b", "c", "\u2581", "d\u2581e", "\u00e9"], ByteText()
+    if kind == "ByteLevel":
+        words = ["<s>", *sorted(alphabet.alphabet()), "\u0120the", "\u00c3\u00a9"]
+    if kind != "bytes":
+        model = tokenizers.models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="<s>")
+        tokenizer = Loaded(tokenizers.Tokenizer(model))
+        tokenizer.loaded.decoder = getattr(tokenizers.decoders, kind)()
+        tokenizer.loaded.add_special_tokens(["<s>"])
+    for i in range(120):
+        text = "".join(chance.choice("aé€𝄞 \n") for _ in range(6))
         ids = [chance.randrange(len(words)) for _ in range(chance.randrange(1, 20))]
         if kind == "ByteLevel":
-            spelled = "".join(piece for piece, _ in alphabet.pre_tokenize_str(text.decode()))
+            spelled = "".join(piece for piece, _ in alphabet.pre_tokenize_str(text))
             ids = [words.index(character) for character in spelled] + [0, *ids[:1], 0]
-        stream = TextStream(Read())
-        assert "".join([*map(stream.push, ids), stream.rest()]) == loaded.decode(ids)
+        ids = [*text.encode(), 300, 240] if kind == "bytes" else ids
+        whole = tokenizer.decode(ids)
+        begin = chance.randrange(len(whole) + 1)
+        stop = whole[begin : begin + 2] if i % 2 else "zz"
+        stream = TextStream(tokenizer, [stop, "zzz"])
+        assert "".join([*map(stream.push, ids), stream.rest()]) == (whole.split(stop)[0] if stop else whole)
         assert len(stream.ids) < 12
 
 
@@ -112,15 +89,6 @@ def test_a_folders_tokenizer_without_its_library(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "tokenizers", None)
     with pytest.raises(ValueError, match=r"fix: pip install 'scaling-book-torch\[hf\]'"):
         tokenizer_of(tmp_path, 9)
-
-
-def test_stop_strings_over_several_tokens():
-    stream = TextStream(ByteText(), ["END", "xx"])
-    assert "".join(stream.push(b) for b in b"aE xEN xENDb") == "aE xEN x"
-    assert stream.stopped
-    open_ended = TextStream(ByteText(), ["END"])
-    assert "".join(open_ended.push(b) for b in b"abEN") == "ab"
-    assert open_ended.rest() == "EN"
 
 
 def test_generate_says_what_the_model_says(folder, capsys):
@@ -166,6 +134,8 @@ def test_what_does_not_fit_is_refused_beforehand(folder, capsys):
     assert generate.main([*options, "98"]) == 0
     with pytest.raises(ValueError, match="a larger mesh"):
         served_on(1, weights).check_fits(1, 10)
+    available = int(re.search(r"MemAvailable: *(\d+)", Path("/proc/meminfo").read_text())[1]) * 1024
+    assert loading.free_memory("cpu", 2) == pytest.approx(0.45 * available, rel=0.05)
 
 
 @pytest.mark.parametrize(
@@ -194,91 +164,84 @@ def test_ends_and_chat_templates(tmp_path):
     assert chat_prompt(tmp_path, [{"role": "user", "content": "hi"}]) == "<s>[user]hi[assistant]"
 
 
-def test_serve_a_file(folder, tmp_path, capsys):
+GOOD = [
+    {"prompt": "hello"}, {"id": "x", "ids": [1, 2, 3], "max_new_tokens": 3}, {"prompt": "hello", "arrival": 0.01},
+    {"prompt": "ab", "temperature": 1.0, "top_k": 9, "seed": 4, "max_new_tokens": 6},
+]  # fmt: skip
+BAD = {
+    "{": "is not JSON", "[]": "not a JSON object", "{}": "one of", '{"prompt": ""}': "is empty",
+    '{"prompt": 5}': "is not a text", '{"ids": [256]}': "token 256", '{"ids": [1], "prompt": "a"}': "one of",
+    '{"prompt": "a", "top_p": 0}': "top_p=0", '{"prompt": "a", "max_new_tokens": 0}': "max_new_tokens=0",
+    '{"prompt": "a", "size": 1}': "unknown field 'size'", '{"prompt": "a", "stop": [1]}': "list of texts",
+    '{"prompt": "a", "arrival": -1}': "arrival=-1", '{"prompt": "a", "temperature": "x"}': "temperature='x'",
+}  # fmt: skip
+
+
+@pytest.fixture
+def served(folder, tmp_path, capsys):
+    """`python -m scaling.serve` on a file of these lines: (its rows, what it says, its errors)."""
+    source, target = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+
+    def run(lines, *options, code=0):
+        source.write_text("\n".join(line if isinstance(line, str) else json.dumps(line) for line in lines))
+        words = ["--model", str(folder), "--input", str(source), "--output", str(target), "--max-new-tokens", "8"]
+        assert __main__.main(["serve", *words, *options]) == code
+        said = capsys.readouterr()
+        rows = [json.loads(line) for line in target.read_text().splitlines()] if target.is_file() else []
+        return rows, said.out, " ".join(said.err.split())
+
+    return run
+
+
+def completed(prompt: bytes, new: int, **options) -> list[int]:
+    return serve.generate(params, [list(prompt)], CONFIG, new, **options)[0]
+
+
+def test_serve_a_file(served, folder):
     """Good lines are served, each bad one is named by its number."""
-    good = [
-        {"prompt": "hello"}, {"id": "x", "ids": [1, 2, 3], "max_new_tokens": 3}, {"prompt": "hello", "arrival": 0.01},
-        {"prompt": "ab", "temperature": 1.0, "top_k": 9, "seed": 4, "max_new_tokens": 6},
-    ]  # fmt: skip
-    bad = [
-        "{", "[]", "{}", '{"prompt": ""}', '{"prompt": 5}', '{"ids": [256]}', '{"ids": [1], "prompt": "a"}',
-        '{"prompt": "a", "top_p": 0}', '{"prompt": "a", "max_new_tokens": 0}', '{"prompt": "a", "size": 1}',
-        '{"prompt": "a", "stop": [1]}', '{"prompt": "a", "arrival": -1}', '{"prompt": "a", "temperature": "x"}',
-    ]  # fmt: skip
-    source, target = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
-    source.write_text("\n".join([*bad[:3], "", *map(json.dumps, good), *bad[3:]]))
-    options = ["--model", str(folder), "--input", str(source), "--output", str(target), "--max-new-tokens", "8"]
-    assert __main__.main(["serve", *options]) == 0
-    rows = [json.loads(line) for line in target.read_text().splitlines()]
-    assert [row["line"] for row in rows if "error" in row] == [1, 2, 3, *range(9, 19)]
-    said = capsys.readouterr().err
-    for what in (
-        "line 1: is not JSON",
-        "line 2: not a JSON object",
-        "line 3: one of",
-        "line 11: the prompt: token",
-        "top_p=0",
-    ):
-        assert what in said
-    assert batch.main([*options, "--form", "sequence"]) == 1
-    assert "a cache in pages cannot do" in capsys.readouterr().err
-    source.write_text("{")
-    assert __main__.main(["serve", *options]) == 1
-    assert "0 of 1 served\n" in capsys.readouterr().out
-    served = {row["id"]: row for row in rows if "error" not in row}
-    assert list(served) == [5, "x", 7, 8]
-    assert served[5]["ids"] == served[7]["ids"] == serve.generate(params, [list(b"hello")], CONFIG, 8)[0]
-    assert served["x"]["ids"] == serve.generate(params, [[1, 2, 3]], CONFIG, 3)[0]
-    assert served[8]["ids"] == serve.generate(params, [list(b"ab")], CONFIG, 6, temperature=1.0, top_k=9, seed=4)[0]
-    assert served[5]["reason"] == "length"
-    assert served[5]["ttft"] > 0
-    stop = bytes(served[5]["ids"]).decode(errors="replace")[2]
-    source.write_text(json.dumps({"prompt": "hello", "stop": stop}))
-    for more in (["--policy", "static"], ["--draft", "ngram"], ["--draft", str(folder)]):
-        assert batch.main([*options, *more]) == 0
-        row = json.loads(target.read_text())
-        assert row["reason"] == "stop"
-        assert stop not in row["text"]
-        assert row["ids"] == served[5]["ids"][: len(row["ids"])]
-    source.write_text("\n".join(map(json.dumps, good)))
-    assert batch.main([*options, "--draft", str(folder), "--proposals", "3"]) == 0
-    assert [json.loads(line)["ids"] for line in target.read_text().splitlines()] == [r["ids"] for r in served.values()]
+    rows, _, said = served(["", *BAD, *GOOD])
+    for number, why in enumerate(BAD.values(), 2):
+        assert f"line {number}: {why}" in said or why in rows[number - 2]["error"]
+    assert [row["line"] for row in rows if "error" in row] == [*range(2, 2 + len(BAD))]
+    good = rows[len(BAD) :]
+    assert [row["id"] for row in good] == [15, "x", 17, 18]
+    hello = completed(b"hello", 8)
+    drawn = completed(b"ab", 6, temperature=1.0, top_k=9, seed=4)
+    assert [row["ids"] for row in good] == [hello, completed(bytes([1, 2, 3]), 3), hello, drawn]
+    assert (good[0]["reason"], good[0]["ttft"] > 0) == ("length", True)
+    stop = bytes(hello).decode(errors="replace")[2]
+    for more in (["--policy", "static"], ["--draft", "ngram"], ["--draft", str(folder), "--proposals", "3"]):
+        (row,), *_ = served([{"prompt": "hello", "stop": stop}], *more)
+        assert (row["reason"], stop in row["text"], row["ids"]) == ("stop", False, hello[: len(row["ids"])])
+        assert [row["ids"] for row in served(GOOD, *more)[0]] == [row["ids"] for row in good]
+    assert "a cache in pages cannot do" in served(GOOD, "--form", "sequence", code=1)[2]
+    assert "0 of 1 served\n" in served(["{"], code=1)[1]
+    assert "holds no request" in served([""], code=1)[2]
 
 
-def test_requests_that_do_not_fit_the_pages_are_refused_alone(folder, tmp_path):
-    source, target = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
-    source.write_text('{"prompt": "aaaaaaaaaaaa"}\n{"prompt": "a"}\n')
-    options = ["--model", str(folder), "--input", str(source), "--output", str(target), "--max-new-tokens", "3"]
-    assert batch.main([*options, "--pages", "2", "--page", "4"]) == 0
-    first, second = (json.loads(line) for line in target.read_text().splitlines())
-    assert "15 tokens with the completion, but only 8 fit" in first["error"]
-    assert len(second["ids"]) == 3
+def test_a_field_that_is_null_is_one_that_is_left_out():
+    text = '{"ids": null}\n{"ids": [1], "arrival": null, "seed": null, "stop": null}\n{"prompt": null, "ids": [2]}'
+    lines, bad = read_requests(text, ByteText(), 16, (), 4)
+    assert [line.request.prompt for line in lines] == [(1,), (2,)]
+    assert bad == [{"line": 1, "error": 'one of "prompt" and "ids" is needed'}]
 
 
-def test_an_absurd_length_is_refused_alone(folder, tmp_path, capsys):
-    """Without --pages the pool is as large as the requests need and memory allows; the others are served."""
-    source, target = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+def test_requests_that_do_not_fit_are_refused_alone(served):
+    """Those that a pool has no pages for; without --pages it is as large as the requests need and memory allows."""
+    (first, second), *_ = served([{"prompt": "a" * 12}, {"prompt": "a"}], "--pages", "4", "--page", "4")
+    assert "20 tokens with the completion, but only 16 fit" in first["error"]
+    assert second["ids"] == completed(b"a", 8)
     table = [{"prompt": "ab"}, {"id": "x", "prompt": "a", "max_new_tokens": 10**9}, {"prompt": "abc"}]
-    source.write_text("\n".join(map(json.dumps, table)))
-    options = ["--model", str(folder), "--input", str(source), "--output", str(target), "--max-new-tokens", "3"]
-    assert batch.main(options) == 0
-    rows = [json.loads(line) for line in target.read_text().splitlines()]
-    assert [row["id"] for row in rows] == [1, "x", 3]
-    assert [row.get("ids") for row in rows] == [
-        serve.generate(params, [list(b"ab")], CONFIG, 3)[0], None, serve.generate(params, [list(b"abc")], CONFIG, 3)[0]
-    ]  # fmt: skip
-    said = capsys.readouterr()
-    assert "line 2: refused: 1000000001 tokens with the completion, where memory has room for" in " ".join(
-        said.err.split()
-    )
-    assert said.out.startswith("2 of 3 served")
+    wanted = [completed(b"ab", 8), None, completed(b"abc", 8)]
+    rows, out, said = served(table)
+    assert ([row["id"] for row in rows], [row.get("ids") for row in rows]) == ([1, "x", 3], wanted)
+    assert "line 2: refused: 1000000001 tokens with the completion, where memory has room for" in said
+    assert out.startswith("2 of 3 served")
     weights = sum(p.nbytes for p in transformer.tree.leaves(params))
     page = 4 * 2 * CONFIG.L * CONFIG.K * CONFIG.H * 4
-    small = ["--page", "4", "--memory", str(weights + 2 * page)]  # room for two pages: one request at a time
-    assert batch.main([*options, *small]) == 0
-    assert [json.loads(line).get("ids") for line in target.read_text().splitlines()] == [row.get("ids") for row in rows]
-    assert batch.main([*options, "--page", "4", "--memory", str(weights)]) == 1
-    assert "a larger mesh" in capsys.readouterr().err
+    small = ["--page", "4", "--memory", str(weights + 3 * page)]  # room for three pages: one request at a time
+    assert [row.get("ids") for row in served(table, *small)[0]] == wanted
+    assert "a larger mesh" in served(table, "--page", "4", "--memory", str(weights), code=1)[2]
 
 
 def test_pages_for_the_longest_requests_at_once():

@@ -9,7 +9,6 @@ from scaling.algebra import derive
 from scaling.configs import Config, Latent
 from scaling.mesh import AbstractMesh
 from scaling.models import transformer as model
-from scaling.spec import ShardingError
 from scaling.trace import trace
 
 CONFIG = Config("plain", 1, 64, 256, 16, 16, 8, 32, gated=False)
@@ -99,11 +98,3 @@ def test_flops_of_latents_are_the_fewer(T):
     per_token = config.D * (24 + M) + 24 * config.N * A + config.N * 8 * config.D + config.D * (2 * config.F + config.V)
     assert counter.get_total_flops() == 2 * B * T * per_token + B * config.N * min(absorbed, plain)
     assert (absorbed < plain) == (T == 1)
-
-
-def test_whole_params_on_a_mesh_are_refused():
-    mesh = AbstractMesh({"Y": 2})
-    params = model.init(CONFIG, device="meta")
-    cache = serve.init_cache(CONFIG, 1, 8, mesh=mesh)
-    with pytest.raises(ShardingError, match=r"fix: tree.shard\(params, serve.specs"):
-        serve.prefill(params, torch.zeros(1, 2, dtype=torch.int64, device="meta"), cache, CONFIG, mesh)

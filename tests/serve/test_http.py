@@ -1,11 +1,13 @@
 """`python -m scaling.serve --port`: what clients get beside what one request gives alone, and what none can break."""
 
 import gc
+import itertools
 import json
 import random
 import signal
 import socket
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
 import torch
@@ -32,119 +34,117 @@ def plain(served, prompt, **options) -> dict:
     return answer.json()
 
 
-def events(response) -> list[dict]:
-    lines = [line.removeprefix("data: ") for line in response.iter_lines() if line]
-    assert lines[-1] == "[DONE]"
-    return [json.loads(line) for line in lines[:-1]]
+def parts_of(served, body: dict) -> list[dict]:
+    """What a call is answered: of a stream each event, else the one object."""
+    path = "/v1/chat/completions" if "messages" in body else "/v1/completions"
+    with served.client.stream("POST", path, json=body) as response:
+        assert response.status_code == 200, response.read()
+        kind, lines = response.headers["content-type"], [line for line in response.iter_lines() if line]
+    if not body.get("stream"):
+        return [json.loads("".join(lines))]
+    assert kind.startswith("text/event-stream")
+    assert lines[-1] == "data: [DONE]"
+    return [json.loads(line.removeprefix("data: ")) for line in lines[:-1]]
 
 
 def text_of(ids) -> str:
     return ByteText().decode(ids)
 
 
+def asked(served, body: dict) -> list[tuple[str, str, list[float]]]:
+    """(text, reason, log-probabilities) of each answer; a stream says no more and no less than the whole does."""
+    found: dict[int, tuple] = {}
+    *_, last = parts = parts_of(served, body)
+    for choice in (choice for part in parts for choice in part["choices"]):
+        said = choice.get("delta", choice.get("message", choice)).get("content", choice.get("text", ""))
+        notes = choice["logprobs"] or {}
+        told = [note["logprob"] for note in notes.get("content", [])] + notes.get("token_logprobs", [])
+        text, reason, logprobs = found.get(choice["index"], ("", None, []))
+        found[choice["index"]] = text + said, reason or choice["finish_reason"], logprobs + told
+    usage, count = last["usage"], sum(len(logprobs) for *_, logprobs in found.values())
+    assert (usage["completion_tokens"], usage["total_tokens"] - usage["prompt_tokens"]) == (count, count)
+    return [found[index] for index in range(len(found))]
+
+
 def drawn(count: int, seed: int) -> list[dict]:
-    """Random requests, of which some begin alike."""
-    random_ = random.Random(seed)
-    starts = [[random_.randrange(256) for _ in range(12)] for _ in range(3)]
-    requests = []
+    """Random calls, of which some prompts begin alike: ids, texts or chats, streamed or not, some up to a text."""
+    chance = random.Random(seed)
+    starts, calls = [[chance.randrange(256) for _ in range(12)] for _ in range(3)], []
     for _ in range(count):
-        own = [random_.randrange(256) for _ in range(random_.randrange(1, 30))]
-        prompt = random_.choice(starts)[: random_.randrange(13)] + own
-        how = random_.choice([GREEDY, {"temperature": 0.8, "seed": 7, "top_k": 9}])
-        requests.append({"prompt": prompt, "max_tokens": random_.randrange(1, 25), "logprobs": 0, **how})
-    return requests
+        ids = chance.choice(starts)[: chance.randrange(13)] + [
+            chance.randrange(256) for _ in range(chance.randint(1, 20))
+        ]
+        body = {"max_tokens": chance.randint(1, 24), "n": chance.choice([1, 1, 2])}
+        body |= chance.choice([GREEDY, {"temperature": 0.8, "seed": 7, "top_k": 9}])
+        body |= chance.choice([{}, {"stream": True, "stream_options": {"include_usage": True}}])
+        text = "".join(chr(97 + id % 26) for id in ids)
+        own = [{"prompt": ids}, {"prompt": [text, ids]}, {"messages": [{"role": "user", "content": text}]}]
+        body |= chance.choice(own)
+        body |= {"logprobs": True, "top_logprobs": 0} if "messages" in body else {"logprobs": 0}
+        (text, _, _), *_ = alone(body)
+        stop = text[len(text) // 2 :][:2]
+        calls.append(body | ({"stop": [stop, "never"]} if stop and stop.isascii() and chance.random() < 0.6 else {}))
+    return calls
 
 
-def alone(request: dict) -> tuple[str, list[float]]:
-    how = Sampling(request["temperature"], request.get("top_k"))
-    steps = stream(PARAMS, [request["prompt"]], CONFIG, request["max_tokens"], how, seed=request.get("seed", 0))
-    tokens = [token for step in steps for token in step]
-    return text_of([token.id for token in tokens]), [token.logprob for token in tokens]
+def alone(body: dict) -> list[tuple[str, str, list[float]]]:
+    """What `asked` should say: by `stream`, without a server, up to the first place where a stop text has come."""
+    prompts = [chat(body["messages"])] if "messages" in body else body["prompt"]
+    prompts = prompts if isinstance(prompts[0], str | list) else [prompts]
+    prompts = [list(p.encode()) if isinstance(p, str) else p for p in prompts for _ in range(body["n"])]
+    how, found = Sampling(body["temperature"], body.get("top_k")), []
+    steps = [*stream(PARAMS, prompts, CONFIG, body["max_tokens"], how, seed=body.get("seed", 0))]
+    for row in range(len(prompts)):
+        tokens = [token for step in steps for token in step if token.row == row]
+        text, reason, stop = text_of([token.id for token in tokens]), "length", body.get("stop", [""])[0]
+        for count in range(1, len(tokens) + 1) if stop else ():
+            if stop in (so_far := text_of([token.id for token in tokens[:count]])):
+                text, reason, tokens = so_far[: so_far.index(stop)], "stop", tokens[:count]
+                break
+        found.append((text, reason, pytest.approx([token.logprob for token in tokens], abs=1e-4)))
+    return found
 
 
-@pytest.mark.parametrize(
-    "count", [pytest.param(30, marks=pytest.mark.slow), pytest.param(1000, marks=pytest.mark.sweep)]
-)
+@pytest.mark.parametrize("count", [24, pytest.param(1000, marks=pytest.mark.sweep)])
 @pytest.mark.parametrize("options", [{}, {"pages": 18}, {"draft": "ngram", "pages": 18}])
+@pytest.mark.slow
 def test_each_of_many_at_once_gets_what_it_gets_alone(options, count):
-    requests = drawn(count, count)
+    """Batched, preempted, prefixed and speculated."""
+    calls = drawn(count, count)
     with running(**options) as found, ThreadPoolExecutor(16) as pool:
-        answers = list(pool.map(lambda r: plain(found, **r)["choices"][0], requests))
+        answers = list(pool.map(lambda body: asked(found, body), calls))
         assert found.until(lambda now: not now["running"])["pages_held"] == 0
-    for request, answer in zip(requests, answers, strict=True):
-        text, logprobs = alone(request)
-        assert answer["text"] == text
-        assert answer["logprobs"]["token_logprobs"] == pytest.approx(logprobs, abs=1e-4)
-        assert answer["finish_reason"] == "length"
+    for body, answer in zip(calls, answers, strict=True):
+        assert answer == alone(body), body
 
 
-def test_usage_logprobs_and_several_answers(served):
-    found = plain(served, "ab", max_tokens=4, logprobs=3, **GREEDY)
-    wanted = serve.generate(PARAMS, [list(b"ab")], CONFIG, 4)[0]
-    choice = found["choices"][0]
-    assert choice["text"] == text_of(wanted)
-    assert found["usage"]["prompt_tokens"] == 2
-    assert found["usage"]["total_tokens"] == 6
-    for token, logprob, top in zip(
-        *(choice["logprobs"][n] for n in ("tokens", "token_logprobs", "top_logprobs")), strict=True
-    ):
-        assert max(top.values()) == pytest.approx(logprob, abs=1e-6)  # greedy
-        assert token in top
+def test_the_fields_of_an_answer(served):
+    """As OpenAI's reference has them: notes of tokens, indices of answers, the begin of a chat's stream, ends."""
+    body = {"prompt": "ab", "max_tokens": 6, "logprobs": 3, "stream": True, **GREEDY}
+    notes = [part["choices"][0]["logprobs"] for part in parts_of(served, body)]
+    notes = {name: [one for note in notes for one in note[name]] for name in notes[0]}
+    assert notes == plain(served, **body | {"stream": False})["choices"][0]["logprobs"]
+    assert [max(top.values()) for top in notes["top_logprobs"]] == pytest.approx(notes["token_logprobs"])  # greedy
+    assert all(token in top for token, top in zip(notes["tokens"], notes["top_logprobs"], strict=True))
+    assert notes["text_offset"] == [*itertools.accumulate(map(len, notes["tokens"][:-1]), initial=0)]
     many = plain(served, ["ab", "cd", "ab"], max_tokens=3, n=2, seed=5, temperature=1)
     prompts = [list(p) for p in (b"ab", b"ab", b"cd", b"cd", b"ab", b"ab")]
     wanted = serve.generate(PARAMS, prompts, CONFIG, 3, temperature=1, seed=5)
-    assert [c["text"] for c in many["choices"]] == [text_of(ids) for ids in wanted]
-    assert [c["index"] for c in many["choices"]] == [0, 1, 2, 3, 4, 5]
+    assert [(c["index"], c["text"]) for c in many["choices"]] == [*enumerate(map(text_of, wanted))]
     assert many["usage"]["prompt_tokens"] == 6
     assert len({plain(served, "ab", max_tokens=8)["choices"][0]["text"] for _ in range(4)}) > 1  # no seed: any
-
-
-def test_a_stop_text_ends_an_answer_before_it(served):
-    whole = plain(served, "ab", max_tokens=20, seed=3)["choices"][0]["text"]
-    stop = whole[5:7]
-    found = plain(served, "ab", max_tokens=20, seed=3, stop=[stop, "never there"])["choices"][0]
-    assert found["text"] == whole[: whole.index(stop)]
-    assert found["finish_reason"] == "stop"
+    asks = {"messages": [{"role": "user", "content": [{"type": "text", "text": "hi"}]}]}
+    whole = served.client.post("/v1/chat/completions", json=asks).json()
+    assert (whole["object"], whole["choices"][0]["message"]["role"]) == ("chat.completion", "assistant")
+    assert whole["usage"]["total_tokens"] == 256  # as much as fits
+    body = asks | {"max_completion_tokens": 6, "logprobs": True, "top_logprobs": 2, "stream": True}
+    first, *parts = parts_of(served, body)
+    assert first["choices"][0]["delta"] == {"role": "assistant", "content": ""}
+    told = [note for part in parts for note in (part["choices"][0]["logprobs"] or {"content": []})["content"]]
+    assert [len(note["top_logprobs"]) for note in told] == [2] * 6
     with running(ends=tuple(range(128, 256))) as other:  # ids that end a text
-        found = plain(other, "ab", max_tokens=50, seed=3)
-        assert found["choices"][0]["finish_reason"] == "stop"
-        assert "\ufffd" not in found["choices"][0]["text"]
-
-
-def test_a_stream_says_what_the_whole_answer_says(served):
-    body = {"prompt": "ab", "max_tokens": 12, "seed": 3, "n": 2, "logprobs": 1}
-    whole = plain(served, **body)["choices"]
-    with served.client.stream("POST", "/v1/completions", json=body | {"stream": True}) as response:
-        assert response.headers["content-type"].startswith("text/event-stream")
-        parts = [event["choices"][0] for event in events(response)]
-    for index, choice in enumerate(whole):
-        mine = [part for part in parts if part["index"] == index]
-        assert "".join(part["text"] for part in mine) == choice["text"]
-        told = [p for part in mine for p in part["logprobs"]["token_logprobs"]]
-        assert told == pytest.approx(choice["logprobs"]["token_logprobs"], abs=1e-4)
-        offsets = [at for part in mine for at in part["logprobs"]["text_offset"]]
-        assert offsets == choice["logprobs"]["text_offset"]
-        assert [part["finish_reason"] for part in mine if part["finish_reason"]] == ["length"]
-
-
-def test_chat(served):
-    messages = [{"role": "user", "content": [{"type": "text", "text": "hi"}]}]
-    body = {"messages": messages, "max_completion_tokens": 6, "logprobs": True, "top_logprobs": 2, **GREEDY}
-    found = served.client.post("/v1/chat/completions", json=body).json()
-    prompt = list(chat([{"role": "user", "content": "hi"}]).encode())
-    text = text_of(serve.generate(PARAMS, [prompt], CONFIG, 6)[0])
-    assert found["object"] == "chat.completion"
-    assert found["choices"][0]["message"] == {"role": "assistant", "content": text}
-    assert [len(t["top_logprobs"]) for t in found["choices"][0]["logprobs"]["content"]] == [2] * 6
-    options = {"stream": True, "stream_options": {"include_usage": True}}
-    with served.client.stream("POST", "/v1/chat/completions", json=body | options) as response:
-        *parts, last = events(response)
-    assert parts[0]["choices"][0]["delta"] == {"role": "assistant", "content": ""}
-    assert "".join(part["choices"][0]["delta"].get("content", "") for part in parts) == text
-    assert last["usage"]["completion_tokens"] == 6
-    assert last["choices"] == []
-    long = served.client.post("/v1/chat/completions", json={"messages": messages}).json()
-    assert long["usage"]["total_tokens"] == 256  # as much as fits
+        choice = plain(other, "ab", max_tokens=50, seed=3)["choices"][0]
+        assert (choice["finish_reason"], "\ufffd" in choice["text"]) == ("stop", False)
 
 
 @pytest.mark.parametrize(
@@ -281,13 +281,19 @@ def test_an_engine_that_ends_says_so_to_all():
 
 
 @pytest.mark.slow
-def test_nothing_is_kept_of_requests_that_are_over(served):
-    def some(count: int) -> int:
-        for i in range(count):
-            plain(served, [i % 256, 1, 2], max_tokens=2, stop=["zz"], logprobs=1)
-        gc.collect()
-        return sum(type(x).__name__ not in ("TimerHandle", "Context") for x in gc.get_objects())  # for seconds
+@pytest.mark.parametrize("count", [250, pytest.param(10_000, marks=pytest.mark.sweep)])
+def test_nothing_is_kept_of_requests_that_are_over(served, count):
+    """Neither objects nor memory."""
 
-    some(300)  # until the caches are full, of prefixes and of timers
-    before = some(50)
-    assert some(250) - before < 200
+    def after(count: int) -> tuple[int, int]:
+        for i in range(count):
+            body = {"prompt": [i % 256, 1, 2], "max_tokens": 2, "stop": ["zz"], "logprobs": 1, "stream": bool(i % 2)}
+            assert served.client.post("/v1/completions", json=body).status_code == 200
+        gc.collect()
+        objects = sum(type(x).__name__ not in ("TimerHandle", "Context") for x in gc.get_objects())  # for seconds
+        return objects, int(Path("/proc/self/statm").read_text().split()[1]) * 4096
+
+    after(300)  # until the caches are full, of prefixes and of timers
+    (objects, memory), (more, grown) = after(50), after(count)
+    assert more - objects < 200
+    assert grown - memory < 8 << 20

@@ -37,16 +37,11 @@ def whole(dtype):
     return KV, torch.rand(2, 2, B, S, 2, generator=g) * held
 
 
-def placed(x, mesh, form, page):
-    """This rank's part of whole KV or scales, by index: heads repeated where the type has R, rows in pages."""
-    Y = mesh.sizes.get("Y", 1)
-    if CONFIG.K % Y:
+def placed(name, x, mesh, form, page):
+    """This rank's part of whole KV or scales, as its type says: heads repeated where it has R, rows in pages."""
+    if CONFIG.K % (Y := mesh.sizes.get("Y", 1)):
         x = x[:, :, :, :, [y * CONFIG.K // Y for y in range(Y)]]
-    rows = {"heads": "Z", "heads_batch": "Z", "sequence": "", "2d": "XZ"}[form]
-    for dim, axes in ((2, rows), (3, "Z" if form == "sequence" else ""), (4, "Y")):
-        for axis in axes:
-            if axis in mesh.sizes:
-                x = x.chunk(mesh.sizes[axis], dim)[mesh.coord[axis]]
+    x = tree.shard(x, serve.cache_specs(CONFIG, mesh, form=form, int8=True)[name], mesh)
     if page is None:
         return x.contiguous()
     x = torch.nn.functional.pad(x.movedim(3, -1), (0, -x.shape[3] % page)).movedim(-1, 3)
@@ -63,17 +58,19 @@ def every_pair(world):
         a, cache = Mesh(sizes, ranks=range(4)), None
         KV, scale = whole(dtype)
         if a.member:
-            cache = {"KV": placed(KV, a, form, page), "lengths": torch.tensor(LENGTHS)}
-            cache |= {"scale": placed(scale, a, form, page)} if dtype == torch.int8 else {}
+            cache = {"KV": placed("KV", KV, a, form, page), "lengths": torch.tensor(LENGTHS)}
+            cache |= {"scale": placed("scale", scale, a, form, page)} if dtype == torch.int8 else {}
             cache |= {"pages": table(cache["KV"], page)} if page else {}
         for b, (_, to, to_page) in zip(targets, TARGETS, strict=True):
             with trace() as log:
                 new = serve.move(cache, CONFIG, a, b, form=form, target_form=to, page=to_page, length=S)
             right = new is None
             if b.member:
-                right = torch.equal(new["KV"], placed(KV, b, to, to_page)) and new["KV"].dtype == dtype
+                right = torch.equal(new["KV"], placed("KV", KV, b, to, to_page)) and new["KV"].dtype == dtype
                 right = right and new["lengths"].tolist() == LENGTHS
-                right = right and (dtype != torch.int8 or torch.equal(new["scale"], placed(scale, b, to, to_page)))
+                right = right and (
+                    dtype != torch.int8 or torch.equal(new["scale"], placed("scale", scale, b, to, to_page))
+                )
                 right = right and (not to_page or torch.equal(new["pages"], table(new["KV"], to_page)))
             found.append((right, [e.wire_bytes for e in log.events if getattr(e.before, "name", "") == "KV"]))
     return found

@@ -1,9 +1,14 @@
-"""Each request gives the tokens that the model without a cache gives it, whatever computes it and runs beside it."""
+"""Each request gives the tokens that the model without a cache gives it, whatever computes it and runs beside it; and
+those of Hugging Face's generate (`tests/oracles/hugging_face_generate.py`) and vLLM (`vllm_generate.py` beside it)."""
 
 import functools
+import itertools
 import random
+from collections import Counter
 
+import mock_model
 import pytest
+import stored
 import torch
 
 from scaling import serve, tree
@@ -24,9 +29,7 @@ DEEPSEEK = CONFIG.with_(
 )  # fmt: skip
 MODELS = {"dense": CONFIG, "experts": CONFIG.with_(E=4, k=2, shared=1), "deepseek": DEEPSEEK, "small": SMALL}
 HOW = Sampling(0.9, top_k=12, top_p=0.95)
-DRAFTS = {"plain": None, "ngram": "ngram", "draft": "small"}
-drafts = pytest.mark.parametrize("draft", DRAFTS.values(), ids=DRAFTS)
-policies = pytest.mark.parametrize("policy", ["static", "interleaved", "chunked", "disaggregated"])
+PROMPTS = [[3, 1, 4, 1, 5, 9], [2], [6, 5, 3], [2]]
 
 
 @functools.cache
@@ -38,114 +41,41 @@ params = params_of("dense")
 NEAR = tree.map(lambda p: p + 0.2 * p.std() * torch.sin(torch.arange(p.numel())).view(p.shape), params)
 
 
+def sharded(params: dict, config: Config, mesh, form: str) -> dict:
+    return params if mesh is None else tree.shard(params, serve.specs(config, mesh, form=form), mesh)
+
+
 def drafted(draft, mesh=None, form="heads"):
-    if draft != "small":
+    """A draft of the dense model: beside n-grams one that is unlike it, and one that is often right."""
+    if draft in (None, "ngram"):
         return draft
-    own = params_of("small")
-    return SMALL, own if mesh is None else tree.shard(own, serve.specs(SMALL, mesh, form=form), mesh)
-
-
-def requests(seed: int, count: int = 6) -> list[Request]:
-    """Some begin alike; every other one is sampled."""
-    chance = random.Random(seed)
-    stem = [chance.randrange(29) for _ in range(8)]
-    prompts = [stem[: chance.choice([0, 4, 8])] + [chance.randrange(29)] * chance.randint(1, 5) for _ in range(count)]
-    draws = [Draw(Sampling() if i % 2 else HOW, 100 + i) for i in range(count)]
-    return [Request(i, tuple(p), chance.randint(1, 9), draw=draws[i]) for i, p in enumerate(prompts)]
+    config, own = (SMALL, params_of("small")) if draft == "small" else (CONFIG, NEAR)
+    return config, sharded(own, config, mesh, form)
 
 
 @functools.cache
 def wanted(request: Request, name: str = "dense") -> tuple[int, ...]:
+    """By the model's own forward pass, which has no cache, up to a stop token."""
     tokens, (how, seed) = list(request.prompt), request.draw
     for _ in range(request.max_new_tokens):
         logits = transformer.forward(params_of(name), torch.tensor([tokens]), config=MODELS[name])[0, -1]
         u = float(uniforms([seed], [len(tokens)]))
-        tokens.append(
-            int((probabilities(logits, how).cumsum(0) <= u).sum()) if how.temperature else int(logits.argmax())
-        )
+        drawn = (probabilities(logits, how).cumsum(0) <= u).sum() if how.temperature else logits.argmax()
+        tokens.append(int(drawn))
+        if tokens[-1] in request.stop:
+            break
     return tuple(tokens[len(request.prompt) :])
 
 
-def generated(some: list[Request], own=params, config=CONFIG, **options) -> dict[int, tuple[int, ...]]:
-    """By `generate`: those that are greedy together, and those that are sampled."""
-    found = {}
-    for rows in (some[1::2], some[::2]):
-        how, seeds = rows[0].draw.how, [r.draw.seed for r in rows]
-        given = {"temperature": how.temperature, "top_k": how.top_k, "top_p": how.top_p, "seed": seeds} | options
-        tokens = serve.generate(own, [r.prompt for r in rows], config, max(r.max_new_tokens for r in rows), **given)
-        found |= {r.id: tuple(row[: r.max_new_tokens]) for r, row in zip(rows, tokens, strict=True)}
-    return found
-
-
-@drafts
-@pytest.mark.parametrize("page", [None, 3])
-def test_generate(draft, page):
-    some = requests(2)
-    for proposals in (1, 4) if draft else (4,):
-        found = generated(some, draft=drafted(draft), page=page, proposals=proposals)
-        assert found == {r.id: wanted(r) for r in some}
-    assert generated(some[:2], draft=drafted(draft)) == {r.id: wanted(r) for r in some[:2]}
-
-
-@drafts
-@policies
-def test_the_engine(policy, draft):
-    """Preempted, prefixed and speculated: what a draft proposes changes no token."""
-    some = requests(3)
-    options = Options(pages=11, page=2, slots=3, budget=5, policy=policy, proposals=3 if draft else 0)
-    served = engine.serve(params, CONFIG, [(0.001 * (r.id // 2), r) for r in some], options, draft=drafted(draft))
-    assert {id: times.tokens for id, times in served.requests.items()} == {r.id: wanted(r) for r in some}
-
-
-def by_ranks(mesh, name, form, policy, proposals, some):
-    """(what each request is given, the seconds, how often rows of one group only were computed, whether some were
-    preempted): by the engine, or by `generate`."""
-    config, draft = MODELS[name], "small" if proposals else None
-    mine = tree.shard(params_of(name), serve.specs(config, mesh, form=form), mesh)
-    given = {"mesh": mesh, "form": form, "draft": drafted(draft, mesh, form)}
-    if policy == "generate":
-        return generated(some, mine, config, **given), 0, 1, 1
-    groups = mesh.sizes.get("Z", 1) * mesh.sizes.get("E", 1)
-    options = Options(11, page=2, slots=8, budget=7, policy=policy, proposals=proposals, groups=groups)
-    served = engine.serve(mine, config, [(0.001 * (r.id // 3), r) for r in some], options, **given)
-    uneven = [len({work.group for work in step.works}) for step in served.steps if isinstance(step, Run)].count(1)
-    preempted = sum(times.preempted for times in served.requests.values())
-    return {id: times.tokens for id, times in served.requests.items()}, served.seconds, uneven, preempted
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("sizes", "name", "form", "policy", "proposals"),
-    [
-        ({"Y": 2, "Z": 2}, "dense", "heads", "generate", 0),
-        ({"Y": 2, "Z": 2}, "dense", "sequence", "generate", 2),
-        ({"Y": 2}, "dense", "heads", "chunked", 0),
-        ({"Z": 2, "Y": 2}, "dense", "heads", "chunked", 2),
-        ({"Z": 2}, "dense", "heads_batch", "interleaved", 0),
-        ({"E": 2}, "experts", "heads", "disaggregated", 0),
-        ({"E": 2, "Y": 2}, "experts", "experts", "chunked", 0),
-        ({"E": 2, "Y": 2}, "deepseek", "experts", "static", 0),
-    ],
-)
-def test_on_a_mesh(ranks, sizes, name, form, policy, proposals):
-    """Each rank drives the scheduler, and their clocks agree; attention by data: requests are split over groups of
-    ranks that have pages of their own."""
-    some = requests(4, 12)
-    found = ranks(by_ranks, sizes, name, form, policy, proposals, some)
-    assert all(other == found[0] for other in found)
-    tokens, _, uneven, preempted = found[0]
-    assert uneven
-    assert preempted
-    assert tokens == {r.id: wanted(r, name) for r in some}
-
-
-@policies
-@pytest.mark.parametrize("draft", [None, (CONFIG, NEAR)], ids=["plain", "draft"])
-def test_the_simulators_steps_are_the_engines(policy, draft):
-    """On a trace whose events come in the same order: each step takes what it took in the engine."""
-    some, right, taken = [(0.001 * (r.id // 2), r) for r in requests(5, 8)], set(), []
-    options = Options(pages=9, page=3, slots=3, budget=6, policy=policy, proposals=2 if draft else 0)
-    run = engine.Engine(params, CONFIG, options, draft=draft)
+def traced(trace, name="dense", draft=None, mesh=None, form="heads") -> Counter:
+    """A trace (options, arrivals, what is cancelled) through the engine, its clock drawn: audited, each request's
+    tokens as it has them alone, and the simulator's steps as the engine's. How often what happened."""
+    options, arrivals, cancel = trace
+    audited, chance = mock_model.Audited(options, random.Random(0)), random.Random(1)
+    mine = sharded(params_of(name), MODELS[name], mesh, form)
+    clock = itertools.accumulate(chance.choice([0.0, 1.0, 1.0, 2.5]) for _ in itertools.count()).__next__
+    given = {"mesh": mesh, "form": form, "draft": drafted(draft, mesh, form), "clock": clock}
+    run, right, taken = engine.Engine(mine, MODELS[name], options, **given), set(), []
 
     def execute(action):
         seconds, event = run(action)
@@ -155,12 +85,85 @@ def test_the_simulators_steps_are_the_engines(policy, draft):
             right.update((work.id, first + n) for n in range(len(event.tokens.get(work.id, "?")) - 1))
         return seconds, event
 
-    served = drive(some, options, execute)
-    tokens = {r.id: (*r.prompt, *served.requests[r.id].tokens) for _, r in some}
-    told = {"token": lambda id, n: (*tokens[id], -1)[n], "kept": lambda id, n: (id, n) in right}
-    times = iter(taken)
-    assert simulate(some, options, lambda action: next(times), **told).steps == served.steps
-    assert bool(right) == bool(draft)
+    served = drive(arrivals, options, execute, cancel=cancel, watch=audited.watch)
+    mock_model.check(served, arrivals, cancel, options, functools.partial(wanted, name=name))
+    tokens, times = {r.id: (*r.prompt, *served.requests[r.id].tokens) for _, r in arrivals}, iter(taken)
+    told = {"token": lambda id, n: (*tokens[id], *[-1] * 9)[n], "kept": lambda id, n: (id, n) in right}
+    assert simulate(arrivals, options, lambda action: next(times), cancel=cancel, **told).steps == served.steps
+    return audited.ended(served) + Counter({"proposals kept": len(right)})
+
+
+@pytest.mark.parametrize("seeds", [range(12), pytest.param(range(12, 300), marks=pytest.mark.sweep)])
+@pytest.mark.parametrize("draft", [None, "ngram", "small", "near"])
+def test_random_traces(draft, seeds):
+    """Preempted, prefixed, moved and speculated: what a draft proposes changes no token."""
+    total: Counter = Counter()
+    for seed in seeds:
+        options, arrivals, cancel = mock_model.trace(seed, drafted=draft is not None)
+        arrivals = [(at, r._replace(draw=Draw(HOW, 100 + r.id)) if r.id % 2 else r) for at, r in arrivals]
+        total += traced((options, arrivals, cancel), draft=draft)
+    for what in ["Preempt", "Move", "hits", "cancelled", *["proposals kept"] * (draft == "near")]:
+        assert total[what], (what, total)
+
+
+def generated(own=params, config=CONFIG, **options) -> list[list[list[int]]]:
+    """By `generate`: greedy, and sampled with a seed for each prompt."""
+    ways = [{}, {"temperature": HOW.temperature, "top_k": HOW.top_k, "top_p": HOW.top_p, "seed": [3, 1, 4, 1]}]
+    return [serve.generate(own, PROMPTS, config, 9, **way, **options) for way in ways]
+
+
+def each(name="dense") -> list[list[list[int]]]:
+    """What `generated` should say."""
+    draws = [[Draw(how, seed) for seed in (3, 1, 4, 1)] for how in (Sampling(), HOW)]
+    rows = [[Request(0, tuple(p), 9, draw=d) for p, d in zip(PROMPTS, own, strict=True)] for own in draws]
+    return [[list(wanted(request, name)) for request in row] for row in rows]
+
+
+@pytest.mark.parametrize("draft", [None, "ngram", "small", "near"])
+@pytest.mark.parametrize("page", [None, 3])
+def test_generate(draft, page):
+    for proposals in (1, 4):
+        assert generated(draft=drafted(draft), page=page, proposals=proposals) == each()
+    if draft in ("small", "near"):
+        assert generated(draft=drafted(draft)[::-1]) == each()  # in either order
+
+
+def by_ranks(mesh, name, form, policy, draft):
+    """By the engine how often what happened; or what `generate` gives."""
+    if policy == "generate":
+        own = sharded(params_of(name), MODELS[name], mesh, form)
+        return generated(own, MODELS[name], mesh=mesh, form=form, draft=drafted(draft, mesh, form))
+    groups = mesh.sizes.get("Z", 1) * mesh.sizes.get("E", 1)
+    prompts = [(*range(4 * (i % 3)), *PROMPTS[i % 4]) for i in range(12)]  # of which some begin alike
+    draws = [Draw(HOW if i % 2 else Sampling(), i) for i in range(12)]
+    arrivals = [(0.1 * (i // 3), Request(i, prompts[i], 1 + 5 * i % 9, draw=draws[i])) for i in range(12)]
+    options = Options(11, page=2, slots=8, budget=7, policy=policy, proposals=2 * (draft is not None), groups=groups)
+    return traced((options, arrivals, []), name, draft, mesh, form)
+
+
+MESHES = [
+    ({"Y": 2, "Z": 2}, "dense", "heads", "generate", None),
+    ({"Y": 2, "Z": 2}, "dense", "sequence", "generate", "small"),
+    ({"Y": 2}, "dense", "heads", "chunked", None),
+    ({"Z": 2, "Y": 2}, "dense", "heads", "chunked", "small"),
+    ({"Z": 2}, "dense", "heads_batch", "interleaved", None),
+    ({"E": 2}, "experts", "heads", "disaggregated", None),
+    ({"E": 2, "Y": 2}, "experts", "experts", "chunked", None),
+    ({"E": 2, "Y": 2}, "deepseek", "experts", "static", None),
+]
+
+
+@pytest.mark.parametrize(("sizes", "name", "form", "policy", "draft"), MESHES)
+def test_on_a_mesh(ranks, sizes, name, form, policy, draft):
+    """Each rank drives the scheduler, and their clocks agree; attention by data: requests are split over groups of
+    ranks that have pages of their own."""
+    found = ranks(by_ranks, sizes, name, form, policy, draft)
+    assert all(other == found[0] for other in found)
+    if policy == "generate":
+        assert found[0] == each()
+    else:
+        assert found[0]["Preempt"]
+        assert found[0]["steps of several groups"] or sizes == {"Y": 2}
 
 
 def test_a_draft_that_is_the_model_is_always_right():
@@ -177,64 +180,61 @@ def test_a_draft_that_is_the_model_is_always_right():
     assert [len(tokens) for tokens in steps] == [2, 8, 8, 8]
 
 
-def test_proposals_and_drafts_come_together():
-    for options, draft in ((Options(9, proposals=2), None), (Options(9), "ngram")):
-        with pytest.raises(ValueError, match="give both, or neither"):
-            engine.Engine(params, CONFIG, options, draft=draft)
-
-
-def test_stops_and_ids_outside_the_vocabulary():
+def test_what_ends_a_completion():
     whole = serve.generate(params, PROMPTS, CONFIG, 9)
     end = whole[0][4]
-    for draft in (None, "ngram"):
-        got = serve.generate(params, PROMPTS, CONFIG, 9, stop=[end], draft=draft)
+    for draft, stop in ((None, [end]), ("ngram", end)):
+        got = serve.generate(params, PROMPTS, CONFIG, 9, stop=stop, draft=draft)
         assert got == [row[: row.index(end) + 1] if end in row else row for row in whole]
-    assert serve.generate(params, PROMPTS, CONFIG, 9, stop=end) == got
     text = Request(0, tuple(PROMPTS[0]), 9, stops=(bytes(whole[0][3:5]).decode(),))
     served = engine.serve(params, CONFIG, [(0.0, text)], Options(pages=8, page=4), tokenizer=ByteText())
     assert (served.requests[0].reason, list(served.requests[0].tokens)) == ("stop", whole[0][:5])
-    with pytest.raises(ValueError, match=r"request 7: token 32 .* 0\.\.31"):
-        engine.serve(params, CONFIG, [(0.0, Request(7, (32,), 9))], Options(pages=8, page=4))
-    with pytest.raises(ValueError, match=r"request 0: a stop text .*\n  fix: "):
-        engine.serve(params, CONFIG, [(0.0, text)], Options(pages=8, page=4))
-
-
-PROMPTS = [[3, 1, 4, 1, 5, 9], [2], [6, 5, 3], [2]]
+    assert serve.generate(params, [], CONFIG, 3) == serve.score(params, [], CONFIG) == []
+    assert serve.generate(params, [[1], [2]], CONFIG, 0) == [[], []]
 
 
 def test_logprobs_and_scores_are_the_models():
     tokens = [t for step in serve.stream(params, PROMPTS, CONFIG, 4, Sampling()) for t in step if t.row == 0]
     text = [*PROMPTS[0], *(t.id for t in tokens)]
     logits = transformer.forward(params, torch.tensor([text[:-1]]), config=CONFIG)[0].log_softmax(-1)
-    wanted = logits.gather(-1, torch.tensor(text[1:])[:, None])[:, 0].tolist()
-    assert [t.logprob for t in tokens] == pytest.approx(wanted[-4:], abs=1e-12)
-    assert serve.score(params, [text, [7, 7]], CONFIG)[0] == pytest.approx(wanted, abs=1e-12)
+    told = logits.gather(-1, torch.tensor(text[1:])[:, None])[:, 0].tolist()
+    assert [t.logprob for t in tokens] == pytest.approx(told[-4:], abs=1e-12)
+    assert serve.score(params, [text, [7, 7]], CONFIG)[0] == pytest.approx(told, abs=1e-12)
 
 
 def test_the_same_prompt_is_drawn_anew():
-    plain, zero = (serve.generate(params, PROMPTS, CONFIG, 7, temperature=1.5, **seed) for seed in ({}, {"seed": 0}))
-    assert plain == zero
-    together = serve.generate(params, PROMPTS, CONFIG, 7, temperature=1.5, seed=3)
+    def drawn(prompts, **seed):
+        return serve.generate(params, prompts, CONFIG, 7, temperature=1.5, **seed)
+
+    assert drawn(PROMPTS) == drawn(PROMPTS, seed=0)
+    together = drawn(PROMPTS, seed=3)
     assert together[1] != together[3]
-    assert together[:3] == [serve.generate(params, [p], CONFIG, 7, temperature=1.5, seed=3)[0] for p in PROMPTS[:3]]
+    assert together[:3] == [drawn([p], seed=3)[0] for p in PROMPTS[:3]]
 
 
-@pytest.mark.parametrize(
-    ("change", "named"),
-    [
-        ({"prompts": [[1], []]}, "prompt 1 is empty"), ({"prompts": [[32]]}, "prompt 0: token 32.*0..31"),
-        ({"prompts": [[-1]]}, "token -1"), ({"max_new_tokens": -1}, "max_new_tokens"), ({"top_k": 0}, "top_k"),
-        ({"draft": 3}, "draft=3"), ({"draft": "ngram", "proposals": 0}, "proposals"),
-        ({"draft": (SMALL.with_(V=33), params)}, "same vocabulary"), ({"page": 0}, "page"),
-    ],
-)  # fmt: skip
-def test_bad_input(change, named):
-    options = {"prompts": [[1]], "max_new_tokens": 2, "config": CONFIG} | change
-    with pytest.raises(ValueError, match=f"(?s){named}"):
-        serve.generate(params, **options)
+@pytest.mark.slow
+@pytest.mark.parametrize("name", stored.GREEDY.configs)
+def test_greedy_tokens_are_hugging_faces(name):
+    """Ragged batches in a contiguous cache, in pages with proposals of n-grams and of a draft, and by the engine."""
+    table, config, own = stored.GREEDY, stored.GREEDY.configs[name], stored.GREEDY.params_of(name)
+    prompts, answers = table.prompts_of(name), table.stored()[name]
+    assert len({tuple(row) for row in answers}) > 35  # of 50
+    small = table.configs["mqa"], table.params_of("mqa")
+    for options in ({}, {"draft": "ngram", "page": 5}, {"draft": small, "page": 16}):
+        assert serve.generate(own, prompts, config, table.new, **options) == answers
+    arrivals = [(0.0, Request(i, tuple(prompt), table.new)) for i, prompt in enumerate(prompts)]
+    served = engine.serve(own, config, arrivals, Options(pages=60, page=5, slots=20, budget=48))
+    assert [list(served.requests[i].tokens) for i in range(len(prompts))] == answers
 
 
-def test_a_draft_in_either_order_and_nothing_to_do():
-    assert generated(requests(2), draft=drafted("small")[::-1]) == generated(requests(2))
-    assert serve.generate(params, [], CONFIG, 3) == []
-    assert serve.generate(params, [[1], [2]], CONFIG, 0) == [[], []]
+@pytest.mark.parametrize("name", stored.VLLM.configs)
+def test_the_engines_tokens_and_hits_are_vllms(name):
+    """All prompts, and when they are done, all of them again: how much of each is found."""
+    table, prompts, answers = stored.VLLM, stored.VLLM.prompts_of(name), stored.VLLM.stored()[name]
+    rounds = [(1e6 * (i >= len(prompts)), p) for i, p in enumerate(2 * prompts)]
+    arrivals = [(when, Request(i, tuple(p), table.new)) for i, (when, p) in enumerate(rounds)]
+    options = Options(pages=60, page=stored.PAGE, slots=12, budget=256)
+    served = engine.serve(table.params_of(name), table.configs[name], arrivals, options)
+    both = [served.requests[i] for i in range(len(arrivals))]
+    assert [list(times.tokens) for times in both] == 2 * answers["tokens"]
+    assert [times.cached for times in both[len(prompts) :]] == answers["cached"]

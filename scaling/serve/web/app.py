@@ -15,7 +15,7 @@ from typing import Any
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
-from starlette.responses import HTMLResponse, JSONResponse, Response, StreamingResponse
+from starlette.responses import HTMLResponse, Response, StreamingResponse
 from starlette.routing import Route
 
 from scaling.serve.web.desk import AnswerPiece, Desk
@@ -97,13 +97,13 @@ class _Calls:
     async def health(self, request: Request) -> Response:
         if self.desk.failed:
             raise Refused(503, f"the engine has ended: {self.desk.failed}")
-        return JSONResponse({"status": "ok"})
+        return _json({"status": "ok"})
 
     async def metrics(self, request: Request) -> Response:
         return Response(self.desk.figures.text(self.desk.turns.state), media_type="text/plain; version=0.0.4")
 
     async def figures(self, request: Request) -> Response:
-        return JSONResponse(self.desk.figures.now(self.desk.turns.state))
+        return _json(self.desk.figures.now(self.desk.turns.state))
 
     async def models(self, request: Request) -> Response:
         name, created = request.path_params.get("name"), 0

@@ -19,9 +19,9 @@ from torch import Tensor
 from scaling.collectives import broadcast
 from scaling.configs import Config
 from scaling.serve import scheduler
-from scaling.serve.engine import Engine, Given, event_of
+from scaling.serve.engine import Engine, Given
 from scaling.serve.requests import Request
-from scaling.serve.states import Action, Admit, Arrive, Cancel, Finish, Move, Options, Run
+from scaling.serve.states import Action, Admit, Arrive, Cancel, Finish, Options
 from scaling.serve.text import TextStream
 from scaling.serve.web.figures import Figures
 
@@ -65,7 +65,7 @@ class Turns:
     """The engine turn by turn, on every rank alike. Params as `Engine` has them, which takes the rest too."""
 
     def __init__(self, params: dict, config: Config, options: Options, mesh=None, **engine):
-        self.execute, self.mesh = Engine(params, config, options, mesh=mesh, **engine), mesh
+        self.engine, self.mesh = Engine(params, config, options, mesh=mesh, **engine), mesh
         self.state, self.done = scheduler.initial(options), []
 
     def __call__(self, news: News) -> tuple[list[Action], dict[int, Given]] | None:
@@ -75,14 +75,7 @@ class Turns:
             return None
         events = [*self.done, *map(Arrive, news.asks), *map(Cancel, news.gone)]
         self.state, actions = scheduler.step(self.state, events)
-        self.done, given = [], {}
-        for action in actions:
-            if isinstance(action, Run | Move):
-                own = self.execute.given(action)
-                given |= own
-                self.done.append(event_of(action, own))
-            elif isinstance(action, Finish):
-                self.execute.streams.pop(action.id, None)
+        given, self.done = self.engine.carry_out(actions)
         return actions, given
 
 

@@ -1,0 +1,297 @@
+"""What serving cannot take is refused with its fix, before anything is computed; and what is as good as the usual."""
+
+import math
+
+import numpy
+import pytest
+import torch
+from refused import refused
+
+from scaling import serve, tree
+from scaling.configs import Config
+from scaling.mesh import AbstractMesh
+from scaling.models import transformer
+from scaling.models.text import Unknown
+from scaling.serve import engine, sampling, scheduler
+from scaling.serve.requests import Draw, Request, Sampling, request_seeds
+from scaling.serve.states import Arrive, Cancel, Done, Finish, Moved, Options
+from scaling.serve.text import TextStream
+from scaling.spec import ShardingError
+
+CONFIG = Config("small", L=2, D=8, F=16, N=4, K=2, H=4, V=16)
+EXPERTS = CONFIG.with_(E=4, k=2, capacity=1.0)
+PARAMS = transformer.init(CONFIG, 3, torch.float64)
+TOKENS = torch.arange(15).view(3, 5)
+NAN, INF = math.nan, math.inf
+
+
+def empty(config=CONFIG, page=None, pages=None, **options) -> dict:
+    cache = serve.init_cache(config, 3, 8, page=page, **options)
+    return cache if pages is None else cache | {"pages": pages(cache["pages"])}
+
+
+def filled(tokens=TOKENS, cache=None, config=CONFIG, params=PARAMS, mesh=None, **options):
+    return serve.prefill(params, tokens, empty() if cache is None else cache, config, mesh, **options)
+
+
+def held(page=None, dtype=None, **changed) -> dict:
+    cache = filled(cache=empty(page=page, dtype=dtype))[1]
+    return cache | {name: change(cache[name]) for name, change in changed.items()}
+
+
+def decoded(cache, params=PARAMS, config=CONFIG, **options):
+    return serve.decode(params, TOKENS[:, 0], cache, config, **options)
+
+
+CACHES = {
+    "ints": {"KV": torch.Tensor.long},
+    "bools": {"KV": lambda x: x > 0},
+    "complex": {"KV": lambda x: x.to(torch.complex128)},
+    "of more heads": {"KV": lambda x: x.repeat(1, 1, 1, 1, 2, 1)},
+    "rows that share memory": {"KV": lambda x: x[:, :, :1].expand_as(x)},
+    "lengths below 0": {"lengths": torch.neg},
+    "lengths of floats": {"lengths": torch.Tensor.double},
+    "lengths of bools": {"lengths": lambda x: x > 0},
+    "lengths a list": {"lengths": torch.Tensor.tolist},
+    "full": {"lengths": lambda x: x + 3},
+    "pages of floats": {"page": 2, "pages": torch.Tensor.double},
+    "pages of bytes": {"page": 2, "pages": lambda x: x.to(torch.uint8)},
+    "pages of fewer rows": {"page": 2, "pages": lambda x: x[:2]},
+    "pages of one dim": {"page": 2, "pages": lambda x: x[0]},
+    "one page for all rows": {"page": 2, "pages": torch.zeros_like},
+    "one page for all of a row": {"page": 2, "pages": lambda x: x[:, :1].expand_as(x)},
+    "int8, of fewer scales": {"dtype": torch.int8, "scale": lambda x: x[:, :, :1]},
+    "int8, then floats": {"dtype": torch.int8, "KV": torch.Tensor.float},
+}
+test_a_cache_that_is_not_as_made = refused(
+    {
+        f"{what}, {donate=}": lambda given=given, donate=donate: decoded(held(**given), donate=donate)
+        for what, given in CACHES.items()
+        for donate in (False, True)
+    }
+)
+
+PARTS = {
+    "fewer layers": PARAMS | {"layers": tree.map(lambda x: x[:1], PARAMS["layers"])},
+    "no norm": {name: leaf for name, leaf in PARAMS.items() if name != "norm"},
+    "a norm elsewhere": PARAMS | {"norm": PARAMS["norm"].to("meta")},
+    "a list": [1],
+}
+CHANGES = {"L": 1}, {"N": 2}, {"V": 32}
+LENGTHS = {"row 1 is empty": [4, 0, 4], "lengths must lie in": [6, 4, 4], "one for each row": [1, 2]}
+test_a_step = refused(
+    {
+        **{f"params {what}": lambda params=params: decoded(held(), params) for what, params in PARTS.items()},
+        **{f"of {change}": lambda c=change: decoded(held(), config=CONFIG.with_(**c)) for change in CHANGES},
+        "no token": (lambda: filled(TOKENS[:, :0]), "there are no tokens"),
+        "ids beyond": (lambda: filled(TOKENS + 16), "vocabulary"),
+        "ids below 0": (lambda: filled(TOKENS - 16), "vocabulary"),
+        "ids of floats": (lambda: filled(TOKENS.double()), "whole numbers"),
+        "fewer rows": (lambda: filled(TOKENS[:2]), "of 2 rows, as the tokens"),
+        "more than there is room": (lambda: filled(TOKENS.repeat(1, 2)), "room for 8"),
+        "many tokens decoded": (lambda: serve.decode(PARAMS, TOKENS, held(), CONFIG), "one token a row"),
+        **{why: (lambda n=n: filled(lengths=torch.tensor(n)), why) for why, n in LENGTHS.items()},
+        "tokens without a page": (lambda: filled(cache=empty(page=2, pages=torch.neg)), "no page for its tokens"),
+        "no lengths": (lambda: filled(cache={"KV": empty()["KV"]}), "is what init_cache"),
+        "int8 without scales": (
+            lambda: filled(cache={name: x for name, x in held(dtype=torch.int8).items() if name != "scale"}),
+            "without its scales",
+        ),
+        "a capacity": (lambda: filled(config=EXPERTS, params=transformer.init(EXPERTS)), "capacity=None"),
+        "a cache of ints": (lambda: empty(dtype=torch.int16), "floating point or int8"),
+        **{
+            f"a cache of {size}": (
+                lambda size=size: serve.init_cache(CONFIG, **{"batch": 1, "length": 1} | size), "at least 1"
+            ) for size in ({"batch": 0}, {"length": -1}, {"page": 0})
+        },
+        "infinite weights": (
+            lambda: serve.quantize(PARAMS | {"unembed": PARAMS["unembed"] + INF}, CONFIG), "not finite"
+        ),
+        "int8 in part": (
+            lambda: filled(params=serve.quantize(PARAMS, CONFIG) | {"embed": PARAMS["embed"]}), "layers"
+        ),
+    }
+)  # fmt: skip
+
+
+def specs(sizes, form, config=CONFIG):
+    return serve.specs(config, AbstractMesh(sizes), form=form)
+
+
+MESHES = {
+    "K=2 KV heads over Y=3": ({"Y": 3}, "heads"),
+    "N=4 query heads": ({"Y": 8}, "heads"),
+    "X splits nothing": ({"X": 2}, "heads"),
+    "the model has none": ({"E": 2}, "heads"),
+    "of a model without": ({"Y": 2}, "experts"),
+    "Z splits nothing": ({"Z": 2}, "experts"),
+    "unknown form": ({"Y": 2}, "rows"),
+}
+two = AbstractMesh({"Z": 2})
+test_a_mesh = refused(
+    {
+        **{words: (lambda of=of: specs(*of), words) for words, of in MESHES.items()},
+        "pages of a part": (
+            lambda: serve.init_cache(CONFIG, 2, 8, mesh=two, form="sequence", page=4),
+            "which a cache in pages cannot do",
+        ),
+        "3 rows over 2": (lambda: empty(mesh=two), "does not divide"),
+        "whole params": (
+            lambda: filled(TOKENS.to("meta"), empty(mesh=AbstractMesh({"Y": 2})), mesh=AbstractMesh({"Y": 2})),
+            "fix: tree.shard(params, serve.specs",
+        ),
+    },
+    ShardingError,
+)
+
+
+def on_a_mesh(mesh):
+    """What each rank says to bad input, and the logits of what comes after it: nobody waits for anybody."""
+    mine, tokens, said = tree.shard(PARAMS, serve.specs(CONFIG, mesh), mesh), TOKENS[:2], []
+    cache = serve.init_cache(CONFIG, 2, 8, mesh=mesh)
+    for bad in (tokens + 16 * (torch.arange(2) == 1)[:, None], tokens.repeat(1, 2), tokens[:, :0]):
+        try:
+            filled(bad, cache, params=mine, mesh=mesh)
+        except ValueError as error:
+            said.append(str(error))
+    return said, filled(tokens, cache, params=mine, mesh=mesh)[0]
+
+
+def test_every_rank_refuses_before_any_works(ranks):
+    wanted = transformer.forward(PARAMS, TOKENS[:2], config=CONFIG)[:, -1]
+    for said, logits in ranks(on_a_mesh, {"Z": 2, "Y": 2}):
+        assert all(part in text for text, part in zip(said, ("vocabulary", "room for 8", "no token"), strict=True))
+        torch.testing.assert_close(logits, wanted, rtol=1e-12, atol=1e-14)
+
+
+def generated(prompts=((1, 2, 3), (4,)), config=CONFIG, new=6, **options):
+    return serve.generate(PARAMS, [*prompts] if isinstance(prompts, tuple) else prompts, config, new, **options)
+
+
+SOME = {
+    "floats": [1.7, 2.2],
+    "bools": [True, False],
+    "text": "abc",
+    "texts": ["1"],
+    "none": [],
+    "beyond": [16],
+    "below": [-1],
+}
+GIVEN = {
+    "prompts": [*([[1], ids] for ids in SOME.values()), "abc", None, [1, 2], torch.tensor([1, 2]), torch.rand(1, 2)],
+    "new": [-1, True, "2", NAN],
+    "temperature": [True, None, INF, -1.0],
+    "top_k": [1.5, True, 0],
+    "top_p": ["0.5", NAN, 0.0, 1.5],
+    "min_p": [1.01, -0.1],
+    "seed": [1.5, "ab", [1.7, 2.2], [1], torch.rand(2)],
+    "stop": ["a", [1.5], None, [True]],
+    "page": [0],
+    "form": ["rows"],
+    "draft": ["bigram", 3, (CONFIG.with_(V=33), PARAMS), (CONFIG.with_(L=1), PARAMS)],
+}  # fmt: skip
+test_options_of_generate = refused(
+    {
+        "a draft's params": (lambda: generated(draft=(CONFIG.with_(name="two", D=4), PARAMS)), "the draft two: params"),
+        **{f"{name}={v!r:.50}": lambda name=name, v=v: generated(**{name: v}) for name in GIVEN for v in GIVEN[name]},
+        **{
+            f"proposals={n!r}": lambda n=n: generated(draft="ngram", proposals=n) for n in (0, 1.5)
+        },
+    }
+)  # fmt: skip
+
+
+def test_numbers_of_numpy_and_torch_are_as_good_as_pythons():
+    plain, given = generated(), {"temperature": 2.0, "top_k": 5, "top_p": 0.875, "min_p": 0.125}
+    assert generated(torch.tensor([[1, 2, 3]])) == plain[:1]
+    assert generated(stop=torch.tensor([plain[0][2]]))[0] == plain[0][:3]
+    drawn = generated(**given)
+    assert drawn != plain
+    for real in (numpy.float32, numpy.float64):
+        own = {name: (real if isinstance(value, float) else numpy.int64)(value) for name, value in given.items()}
+        assert generated(**own) == drawn
+
+
+LOGITS = torch.randn(2, 16, generator=torch.Generator().manual_seed(0))
+test_what_is_drawn_from = refused(
+    {
+        "seeds of fewer rows": lambda: sampling.sample(LOGITS, [Draw(Sampling(1.0), 1)], [0]),
+        "one row": lambda: sampling.sample(LOGITS[0], [Draw(Sampling(1.0), 1)], [0]),
+        "seeds of floats": lambda: sampling.uniforms([1.5], [0]),
+        "seeds below 0": lambda: sampling.uniforms([-1], [0]),
+        "positions below 0": lambda: sampling.uniforms([1], [-1]),
+        "positions of floats": lambda: sampling.uniforms([1], [1.5]),
+        "seeds for other prompts": (lambda: request_seeds([[1], [2], [3]], [1, 2]), "2 seeds for 3 prompts"),
+        "logits of bools": lambda: sampling.probabilities(LOGITS > 0, Sampling(1.0)),
+        "logits complex": lambda: sampling.likeliest(LOGITS.to(torch.complex64)),
+        "logits none": lambda: sampling.likeliest(LOGITS[:, :0]),
+        **{
+            f"logits of {bad}": (
+                lambda bad=bad: sampling.probabilities(torch.full((1, 3), bad), Sampling()), "no token can be drawn"
+            ) for bad in (NAN, INF, -INF)
+        },
+        "p of zeros": lambda: sampling.draw_token(torch.zeros(1, 4), torch.tensor([0.5])),
+        "p of NaN": lambda: sampling.draw_token(torch.full((1, 4), NAN), torch.tensor([0.5])),
+        "u of fewer rows": lambda: sampling.draw_token(LOGITS.softmax(-1), torch.tensor([0.5])),
+    }
+)  # fmt: skip
+
+WHOLE = [("pages", 2.5), ("page", "2"), ("slots", True), ("budget", NAN), ("decode_pages", 0), ("proposals", -1)]
+WHOLE += [("prefix", "no"), ("policy", None), ("policy", "best")]
+REQUEST = Request(0, (1, 2), 2)
+
+
+def served(request=REQUEST, at=0.0, options=Options(4, page=2), **more):  # noqa: B008
+    return engine.serve(PARAMS, CONFIG, [(at, request)], options, **more)
+
+
+test_options_of_the_engine = refused(
+    {
+        **{f"{name}={value}": lambda name=name, value=value: Options(**{"pages": 4} | {name: value})
+           for name, value in WHOLE},
+        **{f"a time of {t}": (lambda t=t: served(at=t), "a time") for t in (NAN, INF, "0", None)},
+        **{f"cancelled at {t}": (lambda t=t: served(cancel=[(t, 0)]), "a time") for t in (NAN, "0")},
+        **{f"a step of {t} s": (lambda t=t: served(clock=lambda: t), "seconds of a step") for t in (NAN, INF)},
+        "proposals without a draft": (lambda: served(options=Options(9, proposals=2)), "give both, or neither"),
+        "a draft without proposals": (lambda: served(draft="ngram"), "give both, or neither"),
+        "an id beyond": (lambda: served(Request(7, (16,), 2)), "request 7: token 16"),
+        "a stop text without a tokenizer": (lambda: served(REQUEST._replace(stops=("a",))), "request 0: a stop text"),
+        "a stop text with an unknown one": lambda: TextStream(Unknown("x"), ["a"]),
+        **{f"one group over {axis}": (
+            lambda axis=axis: engine.Engine({}, None, Options(4, 1, 1), mesh=AbstractMesh({axis: 2})),
+            "among 2 groups of ranks, options.groups is 1\n  fix: Options(..., groups=2)",
+        ) for axis in "ZE"},
+    }
+)  # fmt: skip
+
+UNREADABLE = {
+    "an empty prompt": Request(0, (), 3), "8 fit": Request(0, (1,), 8), "at least 1": Request(0, (1,), 0),
+    "must be a tuple": Request(0, [1, 2], 2), "prompt=(1.5,)": Request(0, (1.5,), 2),
+    "prompt='ab'": Request(0, "ab", 2),
+    "max_new_tokens=nan": Request(0, (1,), NAN), "max_new_tokens=1.5": Request(0, (1,), 1.5),
+    "stop=5": Request(0, (1,), 2, 5), "must be a frozenset": Request(0, (1,), 2, frozenset({"5"})),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("words", UNREADABLE)
+def test_a_request_that_can_never_be_served_is_finished_at_once(words):
+    state, actions = scheduler.step(scheduler.initial(Options(2, page=4)), [Arrive(UNREADABLE[words])])
+    assert not state.live
+    assert [type(action) for action in actions] == [Finish]
+    assert actions[0].reason.startswith("refused: ")
+    assert words in actions[0].reason
+
+
+def test_events_that_nothing_waits_for():
+    start, _ = scheduler.step(scheduler.initial(Options(4)), [Arrive(REQUEST)])
+    for events, words in (
+        ([Arrive(REQUEST)], "request 0 has been given already"),
+        *(([Done("engine", tokens)], "request 0 gives") for tokens in ({}, {0: ()}, {0: (1, 2)})),
+        ([Done("engine", {0: (1,)}), Done("engine", {0: (1,)})], "engine is idle"),
+        ([Moved(0)], "request 0 is not being moved"),
+    ):
+        with pytest.raises(ValueError, match=f"{words}(.|\n)*fix: "):
+            scheduler.step(start, events)
+    state, actions = scheduler.step(start, [Cancel(0), Cancel(77)])
+    assert not actions  # it is in a step
+    assert scheduler.step(state, [Done("engine", {0: (1,)})])[1] == [Finish(0, (), "cancelled")]
