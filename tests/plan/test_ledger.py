@@ -65,8 +65,11 @@ def test_remat():
         assert one.bytes["tensor"] == pytest.approx(gathers * L70.L * 2 * 2**20 / 2 * L70.D)
 
 
-def test_gradients_of_microbatches_are_scattered_once_or_each_time():
-    """What the stages of ZeRO hold and move stands beside their own code in test_witnesses."""
+def test_zero():
+    """What ZeRO holds and moves of a stack stands in test_witnesses; here with embedding and unembedding."""
+    one, three = (planned(Job(L8, 2**20), zero=zero, **{axis: 8}) for zero, axis in ((1, "data"), (3, "fsdp")))
+    assert three.bytes["fsdp"] == pytest.approx(1.5 * one.bytes["data"])
+    assert one.held.optimizer == pytest.approx(one.job.work.params, rel=1e-4)
     each, once = (planned(Job(L8, 2**20), fsdp=8, zero=3, microbatches=4, reduce=way) for way in ("each", "once"))
     assert each.bytes["fsdp"] / once.bytes["fsdp"] == pytest.approx(12 / 9)
     assert once.held.grads == pytest.approx(8 * each.held.grads)

@@ -99,6 +99,8 @@ def test_experts_over_nodes_send_a_token_once_to_each():
     tokens, D, copies = 4096, 7168, 8
     inside = tree(H100, sizes(expert=8), 1, copies=8).lanes["expert"]
     assert inside.seconds(2 * tokens * D) == approx(2 * tokens * D * 8 * 7 / 8 / 450e9)
+    meshed = tree(chip("mi300x"), sizes(expert=2, tensor=2), 1, copies=2).lanes["expert"]  # four GPUs, no switches
+    assert meshed.seconds(1e9) == approx(2e9 / 2 / (3 * 64e9))
     across = tree(H100, sizes(expert=64), 1, copies, groups=64).lanes["expert"]
     layer = gpu.expert_layer(64 * tokens, D, 2048, 64, copies, H100)
     assert 2 * across.seconds(2 * tokens * D) == approx(layer.comms)
