@@ -63,6 +63,8 @@ def test_the_epochs_have_the_length_that_distributed_sampler_gives():
     theirs = DistributedSampler(loader.dataset, num_replicas=4, rank=1, drop_last=True)
     assert len(loader) == len(theirs) // (BATCH // 4)
     assert len(data.Windows(TEXT[:2], 1)) == 1
+    part = slice(0, BATCH)
+    assert all(map(torch.equal, data.BatchRows(97, BATCH, part), data.BatchRows(97, BATCH, part, 0, 0)))
 
 
 def test_the_default_text_is_pythons_own_source():
@@ -79,6 +81,7 @@ def test_a_file_of_ones_own(tmp_path):
     assert bytes(data.load_text(tmp_path / "a.txt", max_bytes=2).tolist()) == b"he"
     train, valid = data.split(data.load_text(tmp_path / "a.txt"), 0.4)
     assert (bytes(train.tolist()), bytes(valid.tolist())) == (b"hel", b"lo")
+    assert [len(part) for part in data.split(TEXT)] == [90, 10]
     (tmp_path / "empty").touch()
     for name, words in (("missing.txt", r"no text at .*missing\.txt"), ("empty", "empty' holds no text")):
         with pytest.raises(ValueError, match=words):

@@ -157,6 +157,7 @@ def test_cheapest_by_bytes_and_flops():
     stack = MatrixStack(parse("M[S, O_Y, I_X]"), AbstractMesh({"X": 8, "Y": 8}))
     for shape, dtype, wanted in [
         ((64, 512, 512), torch.bfloat16, "owned"),
+        ((64, 512, 512), torch.float32, "owned"),
         ((1, 2048, 128), torch.float32, "on_shards"),
         ((1, 2048, 128), torch.bfloat16, "gathered"),
     ]:
