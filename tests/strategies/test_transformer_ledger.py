@@ -14,8 +14,10 @@ from scaling.configs import Config
 from scaling.cost import transformer as tm
 from scaling.mesh import AbstractMesh, Mesh
 from scaling.models import transformer as model
+from scaling.schedules import make
 from scaling.strategies import transformer
 from scaling.strategies.axes import present
+from scaling.strategies.transformer.stages import resolved
 from scaling.trace import trace
 from scaling.trace.peak import peak_memory
 
@@ -89,6 +91,13 @@ def test_a_layer_of_latents_sends_and_multiplies_by_the_closed_form(sizes):
     assert len(moves[0]) - len(moves[1]) == 2 * 5
     latents = c.sizes["R"] + c.sizes["M"]
     assert sum(moves[0]) - sum(moves[1]) == 2 * 4 * (B // X) * T * (latents + 3 * c.D)
+
+
+def test_stages_run_1f1b_unless_they_are_given_a_schedule():
+    flat, staged, given = AbstractMesh({"X": 2}), AbstractMesh({"X": 2, "Z": 2}), make("zb-h1", 2, 4)
+    assert resolved(None, flat, 4) is None
+    assert resolved(None, staged, 4) == make("1f1b", 2, 4)
+    assert resolved(given, staged, 4) is given
 
 
 def test_the_loss_alone_computes_a_third_of_a_step():

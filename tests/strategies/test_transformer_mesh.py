@@ -54,7 +54,7 @@ CASES = [
     (EXPERTS.with_(name="experts, dropout", dropout=0.3), {"E": 2, "Y": 2}, {}),
     (EXPERTS.with_(balance_by="sequence", F_shared=10), {"C": 2, "E": 2}, {"microbatches": 2}),
     (LATENT, {"X": 2, "Y": 2}, {"microbatches": 2, "label_smoothing": 0.1}),
-    (LATENT, {"Z": 2}, LOSS | {"microbatches": 4}),
+    (LATENT.with_(L=4), {"Z": 2}, LOSS | {"microbatches": 4, "schedule": "dualpipev"}),
     (LATENT.with_(window=(None, 5)), {"C": 2, "Y": 2}, LOSS),
     (DEEPSEEK, {"E": 2, "Y": 2}, {}),
     (FIRST, {"E": 2, "Y": 2}, {}),
