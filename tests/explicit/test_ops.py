@@ -25,6 +25,7 @@ CASES = {  # a call, and the kinds of its arrays: their shapes, or the index
     "sort": (lambda x: x.sort(), (4, 8)),
     "topk": (lambda x: x.topk(4, 0), (8, 4)),
     "cummax": (lambda x: x.cummax(0), (4, 4)),
+    "argsort": (lambda x: x.argsort(), (4, 8)),
     "expand": (lambda x: x.expand(4, -1, 8), (4, 1)),
     "broadcast_to": (lambda x: torch.broadcast_to(x, (4, 4, 8)), (4, 8)),
     "pad": (lambda x: F.pad(x, (1, 3)), (4, 8)),
@@ -164,7 +165,7 @@ def arrays_on_ranks(mesh) -> tuple[int, list[str]]:
     compared, wrong = 0, []
     for name, (fn, *given) in CASES.items():
         arrays = arrays_of(given)
-        differs = name not in ("int", "argmax", "argmin of all", "gt", "where")
+        differs = name not in ("int", "argsort", "argmax", "argmin of all", "gt", "where")
         wanted = torch.func.grad(lambda *xs, fn=fn: weighted(fn(*xs)))(*arrays) if differs else None
         for at in all_layouts(arrays[0].shape, mesh.sizes, AXES)[::3]:
             rest = [DimAxes(at.dims) if x.shape == arrays[0].shape else DimAxes(((),) * x.dim()) for x in arrays[1:]]
