@@ -126,6 +126,7 @@ def test_fp8_computes_faster_and_sends_as_much():
     wide, narrow = (planned(Job(L8, 2**20, dtype=dtype), fsdp=8, zero=3) for dtype in ("bf16", "fp8"))
     assert narrow.bytes == wide.bytes
     assert 0.5 < narrow.cost.math / wide.cost.math < 0.7  # dot products and unembedding stay bf16
+    assert [Job(L8, 2**20, dtype=dtype).wide for dtype in ("fp8", "fp16", "fp32")] == ["bf16", "fp16", "fp32"]
     deep = get("deepseek-v3")
     half, whole = (planned(Job(deep, 2**22, dtype=dtype), expert=64).bytes["expert"] for dtype in ("fp8", "bf16"))
     assert half == pytest.approx(0.75 * whole)
