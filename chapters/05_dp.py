@@ -19,6 +19,7 @@ from scaling.book import learning, listing
 from scaling.book.page import Page
 from scaling.collectives import all_reduce, einsum
 from scaling.hardware import chip
+from scaling.mesh import AbstractMesh
 from scaling.models import mlp
 from scaling.strategies.stack import Strategy
 from scaling.strategies.stateless import call, reduce_grads
@@ -90,8 +91,9 @@ def backward(W_in, W_out, dOut, saved, mesh, block):
     return block.norm_vjp(In, dIn), dW_in, dW_out
 
 
+LAYER = Strategy(SPECS, forward, backward)
 B, D, F = 8 * X, 32, 64
-there, back = listing.show_layer(page, forward, backward, SPECS, {"B": B, "D": D, "F": F})
+there, back = listing.show_layer(page, LAYER, {"B": B, "D": D, "F": F})
 
 # %% [markdown]
 # ## What it moves
@@ -113,7 +115,7 @@ C, W = v5p.flops("bf16"), v5p.bandwidth("ici", axes=3)
 
 def times(tokens: int) -> tuple[float, float]:
     """(T_math, T_comms) of the backward in seconds, with so many tokens on each of 64 chips."""
-    _, log = listing.layer_counts(forward, backward, SPECS, {"B": 64 * tokens, "D": 8192, "F": 32768}, {"X": 64})
+    _, log = listing.both_passes(LAYER, {"B": 64 * tokens, "D": 8192, "F": 32768}, AbstractMesh({"X": 64}))
     return log.flops / C, log.book_bytes / W
 
 
@@ -129,7 +131,6 @@ page.say(f"Bound by compute from B/X = C/W = {least:,.0f} tokens on; along one a
 # the line is refused. Steps are pure: from params and the optimizer's state to new ones.
 
 # %%
-LAYER = Strategy(SPECS, forward, backward)
 CONFIG, ADAMW = learning.CONFIG, learning.ADAMW
 
 

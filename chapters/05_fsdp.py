@@ -19,6 +19,7 @@ from scaling.book import learning, listing
 from scaling.book.page import Page
 from scaling.collectives import all_gather, einsum, reduce_scatter
 from scaling.hardware import chip
+from scaling.mesh import AbstractMesh
 from scaling.strategies import data_parallel, fsdp, zero
 from scaling.strategies.stack import Strategy
 from scaling.strategies.stateless import call, reduce_grads
@@ -85,8 +86,9 @@ def backward(W_in, W_out, dOut, saved, mesh, block):
     return block.norm_vjp(In, dIn), dW_in, dW_out
 
 
+LAYER = Strategy(SPECS, forward, backward)
 B, D, F = 8 * X, 8 * X, 16 * X
-there, back = listing.show_layer(page, forward, backward, SPECS, {"B": B, "D": D, "F": F})
+there, back = listing.show_layer(page, LAYER, {"B": B, "D": D, "F": F})
 
 # %% [markdown]
 # ## What it moves
@@ -111,7 +113,7 @@ C, W = v5p.flops("bf16"), v5p.bandwidth("ici", axes=3)
 def times(tokens: int) -> list[tuple[float, float]]:
     """(T_math, T_comms) of both passes in seconds, with so many tokens on each of 64 chips."""
     sizes = {"B": 64 * tokens, "D": 8192, "F": 32768}
-    logs = listing.layer_counts(forward, backward, SPECS, sizes, {"X": 64})
+    logs = listing.both_passes(LAYER, sizes, AbstractMesh({"X": 64}))
     return [(log.flops / C, log.book_bytes / W) for log in logs]
 
 
@@ -128,7 +130,6 @@ page.say(f"Bound by compute from B/X = C/W = {cost.data_threshold(C, W):,.0f} to
 # the line is refused. The loop is 05_dp.py's.
 
 # %%
-LAYER = Strategy(SPECS, forward, backward)
 learning.show(page, LAYER)
 
 # %% [markdown]

@@ -16,6 +16,7 @@ from scaling.book import learning, listing
 from scaling.book.page import Page
 from scaling.collectives import all_gather, einsum, reduce_scatter
 from scaling.hardware import chip
+from scaling.mesh import AbstractMesh
 from scaling.strategies.stack import Strategy
 
 # What must divide over --mesh; the loss is of a part of the batch on each rank.
@@ -63,8 +64,9 @@ def backward(W_in, W_out, dOut, saved, mesh, block):
     return dIn, dW_in, dW_out
 
 
+LAYER = Strategy(SPECS, forward, backward)
 B, D, F = 8 * X * Y, 8 * X * Y, 16 * X * Y
-there, back = listing.show_layer(page, forward, backward, SPECS, {"B": B, "D": D, "F": F})
+there, back = listing.show_layer(page, LAYER, {"B": B, "D": D, "F": F})
 
 # %% [markdown]
 # ## What it moves
@@ -95,7 +97,7 @@ W_X, W_Y = v5p.bandwidth("ici", axes=2), v5p.bandwidth("ici", axes=1)
 def times(x: int, tokens: int = 256) -> tuple[float, float]:
     """(T_math, T_comms) of the forward in seconds, on 64 chips of which x are for FSDP."""
     sizes = {"B": N * tokens, "D": 8192, "F": wide}
-    log, _ = listing.layer_counts(forward, backward, SPECS, sizes, {"X": x, "Y": N // x})
+    log, _ = listing.both_passes(LAYER, sizes, AbstractMesh({"X": x, "Y": N // x}))
     over = {axis: sum(event.nbytes for event in log.collectives() if event.axes == (axis,)) for axis in "XY"}
     return log.flops / C, max(over["X"] / W_X, over["Y"] / W_Y)
 
@@ -113,7 +115,6 @@ page.check("the best X of the table is the formula's", min((4, 8, 16, 32, 64), k
 # the line is refused. The loop is 05_dp.py's.
 
 # %%
-LAYER = Strategy(SPECS, forward, backward)
 learning.show(page, LAYER)
 page.end()
 

@@ -12,8 +12,8 @@ import torch
 
 from scaling import tree
 from scaling.book.answers import Answer
-from scaling.book.arrays import drawn
-from scaling.book.listing import difference, lines
+from scaling.book.arrays import operands
+from scaling.book.listing import difference, lines, show_lines
 from scaling.book.page import Page
 from scaling.collectives import all_gather, all_reduce, einsum, reduce_scatter, shard
 from scaling.configs import Config, Latent, get
@@ -130,8 +130,7 @@ def on_one_device(W, x):
 def compared(mesh):
     """(rows beside one device, the lines of both passes)."""
     types = {"Attn": SPECS["x"], "dx": SPECS["x"]} | {f"d{name}": text for name, text in SPECS.items() if name != "x"}
-    whole = drawn(SPECS | {"dAttn": SPECS["x"]}, SIZES, page.args.seed, 1 / 4)
-    own = {name: shard(SPECS.get(name, SPECS["x"]), array, mesh) for name, array in whole.items()}
+    whole, own = operands(SPECS | {"dAttn": SPECS["x"]}, SIZES, mesh, page.args.seed, 1 / 4)
     (x, dAttn), (own_x, own_dAttn) = ([arrays.pop(name) for name in ("x", "dAttn")] for arrays in (whole, own))
     Attn, pull = torch.func.vjp(on_one_device, whole, x)
     dW, dx = pull(dAttn)
@@ -145,9 +144,8 @@ def compared(mesh):
 
 
 rows, ran = page.on_ranks(compared)
-over_y = [row[:3] for row in ran if row[1] and "_Y(" in row[0]]
-page.title(f"What goes over Y on X={X}, Y={Y}, both passes, float64")
-page.table(over_y, ["line", "V bytes", "sent"])
+over_y = [row for row in ran if row[1] and "_Y(" in row[0]]
+show_lines(page, f"What goes over Y on X={X}, Y={Y}, both passes, float64", over_y, flops=False)
 page.say()
 page.equal(rows)
 

@@ -19,7 +19,7 @@ from scaling.book.answers import Answer
 from scaling.book.arrays import drawn, empty
 from scaling.book.largest import largest
 from scaling.book.layout import bar, format_number
-from scaling.book.listing import difference, lines
+from scaling.book.listing import difference, lines, show_lines
 from scaling.book.page import Page
 from scaling.collectives import all_gather, all_reduce, all_to_all, einsum, ragged_all_to_all
 from scaling.configs import Config, get
@@ -137,8 +137,8 @@ def one_layer(mesh) -> dict:
 
 result = page.on_ranks(one_layer)
 for name in ("forward", "backward"):
-    page.title(f"{name} on {n} ranks, as rank 0 ran it: B={B} T={T} D={D} F={config.F} E={E} k={k}, float64")
-    page.table(result[name], ["line", "V bytes", "sent", "FLOPs"])
+    title = f"{name} on {n} ranks, as rank 0 ran it: B={B} T={T} D={D} F={config.F} E={E} k={k}, float64"
+    show_lines(page, title, result[name])
 page.title("The result, dx and the gradient of each weight, whole, beside one device's")
 page.equal(result["differences"])
 

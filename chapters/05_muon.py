@@ -12,7 +12,7 @@ import torch
 
 from scaling import optim
 from scaling.book.answers import Answer
-from scaling.book.listing import EXACT, difference, lines
+from scaling.book.listing import EXACT, difference, lines, show_lines
 from scaling.book.page import Page
 from scaling.collectives import all_gather, all_reduce, all_to_all, shard, unshard
 from scaling.configs import get
@@ -95,8 +95,7 @@ def compared(mesh) -> dict:
 
 ran = page.on_ranks(compared)
 for name, (_, listed) in ran.items():
-    page.title(f"{name}, on X={X}, float64")
-    page.table([row[:3] for row in listed if row[1]], ["line", "V bytes", "sent"])
+    show_lines(page, f"{name}, on X={X}, float64", [row for row in listed if row[1]], flops=False)
 page.say()
 page.equal([(name, off, EXACT) for name, (off, _) in ran.items()])
 

@@ -21,9 +21,7 @@ from scaling.book.page import Page
 from scaling.collectives import all_reduce, reduce_scatter
 from scaling.hardware import chip
 from scaling.mesh import AbstractMesh
-from scaling.spec import parse
 from scaling.strategies import pods
-from scaling.strategies.pods import SPECS
 from scaling.trace import trace
 
 # What must divide over --mesh; the loss is of a part of the batch on each rank.
@@ -69,8 +67,7 @@ def both_orders(mesh):
 
 lines, crossed, off, times = page.on_ranks(both_orders)
 for rows, order in zip(lines, ("First over X, then over P", "First over P, then over X"), strict=True):
-    page.title(f"{order}, as rank 0 ran it")
-    page.table([row[:3] for row in rows], ["line", "V bytes", "sent"])
+    listing.show_lines(page, f"{order}, as rank 0 ran it", rows, flops=False)
 page.check("both orders give the same", off <= listing.EXACT)
 page.say(f"\nThe results differ by {off:.0e} of the largest element.\n")
 more = f"{X} times as many bytes cross P"
@@ -89,16 +86,10 @@ page.say(f"\n{times[0]:.1f} against {times[1]:.1f} ms here, where P is no slower
 # %%
 def step_bytes(mesh, sizes: dict, dtype) -> dict[str, int]:
     """Forward and backward of L layers, by the book's count (an AllReduce twice), on each axis of the mesh."""
-    meta = {"dtype": dtype, "device": mesh.device}
-    types = {name: SPECS[name].replace("[", "[L, ") for name in ("W_in", "W_out")} | {"In": SPECS["In"]}
-    arrays = {name: torch.zeros(parse(spec).local_shape(sizes, mesh), **meta) for name, spec in types.items()}
-    In = arrays.pop("In")
-    with trace() as log:
-        Out, saved = pods.forward(arrays, In, mesh)
-        pods.backward(Out, saved, arrays, mesh)
     moved = dict.fromkeys(mesh.sizes, 0)
-    for event in log.collectives():
-        moved[event.axes[0]] += event.nbytes * (2 if event.op == "AllReduce" else 1)
+    for log in listing.both_passes(pods, sizes, mesh, dtype):
+        for event in log.collectives():
+            moved[event.axes[0]] += event.nbytes * (2 if event.op == "AllReduce" else 1)
     return moved
 
 

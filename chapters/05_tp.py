@@ -17,6 +17,7 @@ from scaling.book import learning, listing
 from scaling.book.page import Page
 from scaling.collectives import all_gather, einsum, reduce_scatter
 from scaling.hardware import chip
+from scaling.mesh import AbstractMesh
 from scaling.strategies.stack import Strategy
 from scaling.strategies.stateless import call, reduce_grads
 
@@ -84,8 +85,9 @@ def backward(W_in, W_out, dOut, saved, mesh, block):
     return dIn, dW_in, dW_out
 
 
+LAYER = Strategy(SPECS, forward, backward)
 B, D, F = 32, 16 * Y, 32 * Y
-there, back = listing.show_layer(page, forward, backward, SPECS, {"B": B, "D": D, "F": F})
+there, back = listing.show_layer(page, LAYER, {"B": B, "D": D, "F": F})
 
 # %% [markdown]
 # ## What it moves
@@ -109,7 +111,7 @@ C, W, wide = v5p.flops("bf16"), v5p.bandwidth("ici", axes=1), 32768
 
 def times(chips: int) -> tuple[float, float]:
     """(T_math, T_comms) of the forward in seconds, on so many chips."""
-    log, _ = listing.layer_counts(forward, backward, SPECS, {"B": 4096, "D": 8192, "F": wide}, {"Y": chips})
+    log, _ = listing.both_passes(LAYER, {"B": 4096, "D": 8192, "F": wide}, AbstractMesh({"Y": chips}))
     return log.flops / C, log.book_bytes / W
 
 
@@ -125,7 +127,6 @@ page.say(f"Bound by compute up to Y = F W/C = {most:.1f} chips; with two axes of
 # the line is refused. The loop is 05_dp.py's.
 
 # %%
-LAYER = Strategy(SPECS, forward, backward)
 learning.show(page, LAYER)
 page.end()
 

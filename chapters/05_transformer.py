@@ -15,10 +15,10 @@ import torch.nn.functional as F
 from torch.func import grad_and_value, vjp
 
 from scaling import tree
-from scaling.book.arrays import drawn
+from scaling.book.arrays import operands
 from scaling.book.largest import largest
 from scaling.book.layout import format_number
-from scaling.book.listing import difference, lines
+from scaling.book.listing import difference, lines, show_lines
 from scaling.book.page import Page
 from scaling.collectives import all_gather, einsum, reduce_scatter
 from scaling.configs import Config
@@ -111,23 +111,22 @@ def whole_layer(W, x):
 
 def one_layer(mesh) -> dict:
     types = SPECS | {"dx": SPECS["x"]}
-    W = drawn(types, config.sizes | {"B": B, "T": T}, page.args.seed, 1 / 4)
-    x, dx = W.pop("x"), W.pop("dx")
-    want, pull = vjp(whole_layer, W, x)
+    whole, own = operands(types, config.sizes | {"B": B, "T": T}, mesh, page.args.seed, 1 / 4)
+    (x, dx), (own_x, own_dx) = ((arrays.pop("x"), arrays.pop("dx")) for arrays in (whole, own))
+    want, pull = vjp(whole_layer, whole, x)
     want_W, want_x = pull(dx)
-    W, (x, dx) = tree.shard(W, {name: SPECS[name] for name in W}, mesh), tree.shard([x, dx], [SPECS["x"]] * 2, mesh)
     with trace() as forward:
-        Out, pull = vjp(lambda W, x: layer(W, x, mesh), W, x)
+        Out, pull = vjp(lambda W, x: layer(W, x, mesh), own, own_x)
     with trace() as backward:
-        dW, dIn = pull(dx)
+        dW, dIn = pull(own_dx)
     got, wanted = tree.unshard(dW | {"x": Out, "dx": dIn}, types, mesh), want_W | {"x": want, "dx": want_x}
     differences = [(name, difference(x, wanted[name], mesh), LIMIT) for name, x in got.items()]
     return {"forward": lines(forward), "backward": lines(backward), "differences": differences}
 
 
 result = page.on_ranks(one_layer)
-page.title(f"Forward on X={X}, Y={Y}, as rank 0 ran it: B={B} T={T} D={config.D} F={config.F} N={config.N}, float64")
-page.table(result["forward"], ["line", "V bytes", "sent", "FLOPs"])
+title = f"Forward on X={X}, Y={Y}, as rank 0 ran it: B={B} T={T} D={config.D} F={config.F} N={config.N}, float64"
+show_lines(page, title, result["forward"])
 
 # %% [markdown]
 # ## The backward, derived
@@ -136,8 +135,7 @@ page.table(result["forward"], ["line", "V bytes", "sent", "FLOPs"])
 # torch's own and not listed.)
 
 # %%
-page.title("What torch.func.vjp ran on the way back")
-page.table(result["backward"], ["line", "V bytes", "sent", "FLOPs"])
+show_lines(page, "What torch.func.vjp ran on the way back", result["backward"])
 page.title("The result, the gradient of each weight, and dx, whole, beside one device's")
 page.equal(result["differences"])
 

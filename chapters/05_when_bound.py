@@ -11,18 +11,16 @@ their times added up. The strategies run in 05_dp.py, 05_fsdp.py, 05_tp.py and 0
 import re
 from bisect import bisect_left
 
-import torch
-
 from scaling import cost
 from scaling.book.answers import Answer
+from scaling.book.listing import both_passes
 from scaling.book.page import Page
-from scaling.book.sgd import Size, make_shards
 from scaling.configs import get
 from scaling.cost.transformer import num_params, params, rule_of_thumb
 from scaling.hardware import chip
 from scaling.mesh import AbstractMesh
 from scaling.strategies import data_parallel, fsdp, fsdp_tp, tensor_parallel
-from scaling.trace import Log, trace
+from scaling.trace import Log
 
 page = Page(__doc__, plot=True)
 
@@ -48,22 +46,11 @@ page.table([(name, "{In} * {W_in} * {W_out} -> {Out}".format(**code.SPECS)) for 
 
 # %%
 SIZES = {"B": 16, "D": 12, "F": 40, "X": 4, "Y": 2}
-size = Size(1, *(SIZES[dim] for dim in "BDF"))
 
 
 def value(formula: str) -> float:
     """A formula such as 4BD/X + 4DF/Y at SIZES: letters that stand together are multiplied."""
     return eval(re.sub(r"(?<=\w)(?=[A-Z])", "*", formula), dict(SIZES))
-
-
-def counted(code, mesh: AbstractMesh) -> dict[str, Log]:
-    """What a strategy's forward and its backward do on each chip."""
-    weights, In = make_shards(code, size, mesh, lambda shape: torch.empty(shape, dtype=torch.bfloat16, device="meta"))
-    with trace() as forward:
-        Out, saved = code.forward(weights, In, mesh, activation="none")
-    with trace() as backward:
-        code.backward(torch.empty_like(Out), saved, weights, mesh)
-    return {"forward": forward, "backward": backward}
 
 
 def over(axis: str, log: Log) -> int:
@@ -80,15 +67,15 @@ def over(axis: str, log: Log) -> int:
 rows = []
 for name, (code, model, axes, *formulas) in STRATEGIES.items():
     ways = {axis: SIZES[axis] if axis in axes else 1 for axis in "XY"}
-    logs = counted(code, AbstractMesh(ways))
-    for (direction, log), flops, nbytes in zip(logs.items(), formulas[:2], formulas[2:], strict=True):
+    logs = both_passes(code, SIZES, AbstractMesh(ways))
+    for direction, log, flops, nbytes in zip(("forward", "backward"), logs, formulas[:2], formulas[2:], strict=True):
         rows.append((f"{name} {direction}, FLOPs", flops, value(flops), log.flops))
         rows.append((f"{name} {direction}, bytes", nbytes, value(nbytes), log.book_bytes))
-        modelled = cost.layer_bytes(model, cost.LayerShape(size.B, size.D, size.F), **ways, direction=direction)
+        modelled = cost.layer_bytes(model, cost.LayerShape(*(SIZES[dim] for dim in "BDF")), **ways, direction=direction)
         page.check(f"{name} {direction}: the cost model's", modelled == {axis: over(axis, log) for axis in "XY"})
 page.title("One layer on a chip, " + ", ".join(f"{letter}={n}" for letter, n in SIZES.items()))
 page.same(rows, ["what", "formula", "value", "counted"])
-over_Y = [over("Y", log) / (size.B * size.D / SIZES["X"]) for log in logs.values()]  # of the last, FSDP+TP
+over_Y = [over("Y", log) / value("BD/X") for log in logs]  # of the last, FSDP+TP
 page.answers([
     Answer("Table, FSDP+TP: forward bytes over Y / (BD/X)", "4", over_Y[0], "", "counted"),
     Answer("Table, FSDP+TP: backward bytes over Y / (BD/X)", "8", over_Y[1], "", erratum=

@@ -13,7 +13,7 @@ import torch
 from scaling import serve, tree
 from scaling.book.answers import Answer
 from scaling.book.decoding import decoded
-from scaling.book.listing import difference, lines
+from scaling.book.listing import difference, lines, show_lines
 from scaling.book.page import Page
 from scaling.configs import Config, get
 from scaling.cost import decoding
@@ -53,8 +53,8 @@ def compared(mesh) -> dict:
 ran = page.on_ranks(compared)
 first = [row for row in ran["experts"][1] if row[1]]
 start = next(i for i, row in enumerate(first) if "load" in row[0]) - (Y > 1)
-page.title(f"What a layer sends, on E={E}, Y={Y}, {B} requests, float64")
-page.table([row[:3] for row in first[start : start + 4 + 2 * (Y > 1)]], ["line", "V bytes", "sent"])
+of_layer = first[start : start + 4 + 2 * (Y > 1)]
+show_lines(page, f"What a layer sends, on E={E}, Y={Y}, {B} requests, float64", of_layer, flops=False)
 page.say()
 page.equal([(form, off, 1e-12) for form, (off, *_) in ran.items()])
 

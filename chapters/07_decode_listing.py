@@ -11,10 +11,10 @@ this and three other forms, see 07_sharded_decode.py.
 import torch
 from torch.nn.functional import scaled_dot_product_attention as sdpa
 
-from scaling import cost, tree
+from scaling import cost
 from scaling.book.answers import Answer
-from scaling.book.arrays import drawn
-from scaling.book.listing import EXACT, difference, lines
+from scaling.book.arrays import operands
+from scaling.book.listing import EXACT, difference, lines, show_lines
 from scaling.book.page import Page
 from scaling.collectives import all_gather, all_reduce, all_to_all, einsum, unshard
 from scaling.configs import get
@@ -69,10 +69,10 @@ def decoded(mesh, heads: int):
     """With so many KV heads on each rank of Y: how far both endings are from one device, and the lines that ran."""
     K, M = heads * Y, 2 * Z
     types = ["X[B, D]", "W_Q[D, N_YZ, H]", "W_O[N_YZ, H, D]", "K[B_Z, S, K_Y, H]", "V[B_Z, S, K_Y, H]"]
-    whole = [x.to(mesh.device) for x in drawn(types, {"B": B, "S": S, "D": D, "H": H, "K": K, "N": K * M}, SEED)]
+    whole, own = operands(types, {"B": B, "S": S, "D": D, "H": H, "K": K, "N": K * M}, mesh, SEED)
     X, W_Q, W_O, *cache = whole
     O = sdpa((X @ W_Q.flatten(1)).view(B, K * M, 1, H), *(x.transpose(1, 2) for x in cache), enable_gqa=True)
-    wanted, own, found = O.flatten(1) @ W_O.flatten(0, 1), tree.shard(whole, types, mesh), []
+    wanted, found = O.flatten(1) @ W_O.flatten(0, 1), []
     for ending in (by_the_book, by_heads):
         with trace() as log:
             got = attention(*own, mesh, M, ending)
@@ -83,8 +83,7 @@ def decoded(mesh, heads: int):
 apart = {}
 for heads in (1, 2):
     (apart["the book's", heads], _), (apart["over N", heads], ran) = page.on_ranks(decoded, heads)
-page.title(f"A decode step's attention on Y={Y}, Z={Z}, float64")
-page.table(ran, ["line", "V bytes", "sent", "FLOPs"])
+show_lines(page, f"A decode step's attention on Y={Y}, Z={Z}, float64", ran)
 page.say()
 page.equal([(f"{heads} KV heads a rank: steps 9 and 10 {'over N' if heads == 2 else 'by the book'}", off, EXACT)
             for heads, off in ((1, apart["the book's", 1]), (2, apart["over N", 2]))])  # fmt: skip
@@ -121,21 +120,19 @@ def prefilled(mesh):
     """How far it is from one device's causal attention, and the lines that ran."""
     types = ["x[T_Z, D]", "W_Q[D, N_Y, H]", "W_K[D, K_Y, H]", "W_V[D, K_Y, H]", "W_O[N_Y, H, D]"]
     sizes = {"T": 8 * Z, "D": D, "H": H, "N": 2 * Y, "K": Y}
-    whole = [x.to(mesh.device) for x in drawn(types, sizes, SEED)]
-    x, *W, W_O = whole
+    (x, *W, W_O), own = operands(types, sizes, mesh, SEED)
     Q, keys, values = ((x @ each.flatten(1)).view(1, len(x), -1, H).transpose(1, 2) for each in W)
     O = sdpa(Q, keys, values, is_causal=True, enable_gqa=True)[0].transpose(0, 1)
     wanted = O.flatten(1) @ W_O.flatten(0, 1)
     with trace() as log:
-        A, K = prefill(*tree.shard(whole, types, mesh), mesh)
+        A, K = prefill(*own, mesh)
     cache = unshard("K[T_Z, K_Y, H]", K, mesh)
     return (difference(unshard("A[T_Z, D]", A, mesh), wanted, mesh),
             difference(cache, keys[0].transpose(0, 1), mesh), lines(log))  # fmt: skip
 
 
 out, cached, ran = page.on_ranks(prefilled)
-page.title(f"Prefill of one sequence on Y={Y}, Z={Z}, float64")
-page.table(ran, ["line", "V bytes", "sent", "FLOPs"])
+show_lines(page, f"Prefill of one sequence on Y={Y}, Z={Z}, float64", ran)
 page.say()
 page.equal([("A, causal", out, EXACT), ("the cache", cached, EXACT)])
 

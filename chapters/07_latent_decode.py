@@ -12,9 +12,9 @@ import torch
 
 from scaling import serve, tree
 from scaling.book.answers import Answer
-from scaling.book.arrays import drawn
+from scaling.book.arrays import operands
 from scaling.book.decoding import decoded
-from scaling.book.listing import difference, lines
+from scaling.book.listing import difference, lines, show_lines
 from scaling.book.page import Page
 from scaling.collectives import all_gather, all_reduce, einsum, reduce_scatter, unshard
 from scaling.configs import Config, Latent, get
@@ -79,18 +79,18 @@ def compared(mesh):
     """How far the two forms, and the mesh, are from each other; the lines of the mesh."""
     types = ["Q_N[B, N_YZ, P]", "C_KV[B, S_Z, C]", "W_UK[C, N_YZ, P]", "W_UV[C, N_YZ, H]"]
     sizes = {"B": B, "S": S, "C": latent.kv_rank, "N": config.N, "P": latent.nope, "H": latent.value}
-    whole = [x.to(mesh.device) for x in drawn(types, sizes, page.args.seed, 1 / 4)]
+    whole, own = operands(types, sizes, mesh, page.args.seed, 1 / 4)
     wanted = plain(*whole)
     with trace() as log:
-        O = over_places(*tree.shard(whole, types, mesh), mesh)
+        O = over_places(*own, mesh)
     O = unshard("O[B, N_YZ, H]", O, mesh)
     rows = [("absorbed", difference(absorbed(*whole), wanted, mesh), LIMIT)]
     return [*rows, ("S over Z", difference(O, wanted, mesh), LIMIT)], lines(log)
 
 
 rows, ran = page.on_ranks(compared)
-page.title(f"What goes over Z on Y={Y}, Z={Z}, float64")
-page.table([row[:3] for row in ran if row[1] and "Z(" in row[0]], ["line", "V bytes", "sent"])
+over_z = [row for row in ran if row[1] and "Z(" in row[0]]
+show_lines(page, f"What goes over Z on Y={Y}, Z={Z}, float64", over_z, flops=False)
 page.say()
 page.equal(rows)
 

@@ -20,9 +20,8 @@ from scaling import auto, cost, explicit
 from scaling.book import hlo
 from scaling.book.answers import Answer
 from scaling.book.layout import format_number
-from scaling.book.listing import SINGLE, difference
+from scaling.book.listing import SINGLE, both_passes, difference
 from scaling.book.page import Page
-from scaling.book.sgd import Size, traced
 from scaling.hardware import chip
 from scaling.mesh import AbstractMesh
 from scaling.profile import profile
@@ -51,7 +50,7 @@ class Quiz(NamedTuple):
 
     strategy: str
     mesh: dict[str, int]
-    size: Size
+    size: dict[str, int]
 
 
 class Seen(NamedTuple):
@@ -72,7 +71,7 @@ def draw(rng: random.Random) -> Quiz:
     rng.shuffle(axes)
     width = 1024 * rng.randint(1, 4)
     return Quiz(name, {axis: rng.choice([2, 4, 8]) for axis in axes},
-                Size(1, 1024 * rng.randint(1, 8), width, rng.randint(2, 4) * width))  # fmt: skip
+                {"B": 1024 * rng.randint(1, 8), "D": width, "F": rng.randint(2, 4) * width})  # fmt: skip
 
 
 def groups(mesh: AbstractMesh, axes) -> tuple[tuple[int, ...], ...]:
@@ -91,13 +90,10 @@ def groups(mesh: AbstractMesh, axes) -> tuple[tuple[int, ...], ...]:
 
 # %%
 def trace_of(quiz: Quiz) -> list[Seen]:
-    mesh, dims = AbstractMesh(quiz.mesh), {"B": quiz.size.B, "D": quiz.size.D, "F": quiz.size.F}
-    seen = []
-    for event in traced(STRATEGIES[quiz.strategy], quiz.size, quiz.mesh, "bf16").events:
+    mesh, seen = AbstractMesh(quiz.mesh), []
+    for event in (event for log in both_passes(STRATEGIES[quiz.strategy], quiz.size, mesh) for event in log.events):
         before = event.before if isinstance(event.before, tuple) else (event.before,)
-        *operands, result = (
-            spec.local_shape({d: dims[d] for d in spec.dim_names}, mesh) for spec in (*before, event.after)
-        )
+        *operands, result = (spec.local_shape(quiz.size, mesh) for spec in (*before, event.after))
         if event.op == "Einsum":
             elements = sum(a * b for a, b in (*operands, result))
             seconds = cost.roofline(event.flops, 2 * elements, V5E.flops("bf16"), V5E.need("hbm_bw")).lower
@@ -148,12 +144,12 @@ def read(seen: list[Seen]) -> Quiz:
     kind = {(False, "all-reduce"): "data_parallel", (False, "reduce-scatter"): "fsdp", (True, ""): "tensor_parallel"}
     strategy = kind.get((bool(mine), grads[0].op if grads else ""), "fsdp_tp")
     (b, d), (_, f) = seen[dots[0]].operands
-    return Quiz(strategy, mesh, Size(1, b * mesh.get("X", 1), d, f * mesh.get("Y", 1)))
+    return Quiz(strategy, mesh, {"B": b * mesh.get("X", 1), "D": d, "F": f * mesh.get("Y", 1)})
 
 
 answer = read(trace_of(quiz))
 page.title("The answer")
-page.say(f"{answer.strategy} on {format_sizes(answer.mesh)}: {answer.size}")
+page.say(f"{answer.strategy} on {format_sizes(answer.mesh)}: {format_sizes(answer.size)}")
 page.check("it is read rightly", answer == quiz)
 page.say("its types: " + "   ".join(STRATEGIES[answer.strategy].SPECS.values()))
 rng = random.Random(page.args.seed + 1)

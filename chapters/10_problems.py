@@ -17,7 +17,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from scaling import auto, explicit, tree
 from scaling.book.answers import Answer
-from scaling.book.arrays import drawn
+from scaling.book.arrays import drawn, operands
 from scaling.book.largest import largest
 from scaling.book.listing import difference
 from scaling.book.page import Page
@@ -235,8 +235,8 @@ def block(mesh, In, W_in, W_out):
 def blocks(mesh) -> dict[str, tuple[float, float]]:
     """{way: (the difference from one device, ms)}."""
     types = ["In[B, D_Y]", "W_in[D, F_Y]", "W_out[F_Y, D]"]
-    In, W_in, W_out = (x.to(mesh.device) for x in drawn(types, {"B": 8, "D": 4 * n, "F": 8 * n}, page.args.seed))
-    own, wanted = tree.shard([In, W_in, W_out], types, mesh), tree.shard(F_.gelu(In @ W_in) @ W_out, types[0], mesh)
+    (In, W_in, W_out), own = operands(types, {"B": 8, "D": 4 * n, "F": 8 * n}, mesh, page.args.seed)
+    wanted = tree.shard(F_.gelu(In @ W_in) @ W_out, types[0], mesh)
     ways = {
         "one after the other": lambda: block(mesh, *own),
         "hidden, one way": lambda: mlp(*own, mesh, ways=1),

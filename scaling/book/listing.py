@@ -9,12 +9,12 @@ from typing import NamedTuple
 
 import torch
 from torch import nn
-from torch.func import functional_call, grad_and_value
+from torch.func import functional_call, grad_and_value, vjp
 
 from scaling import data, optim, tree
+from scaling.book.arrays import operands
 from scaling.book.largest import largest
 from scaling.book.page import Page
-from scaling.mesh import AbstractMesh
 from scaling.models import mlp
 from scaling.spec import parse
 from scaling.strategies.stack import Block
@@ -40,6 +40,12 @@ def lines(log: Log) -> list[tuple]:
          event.flops or "")
         for event in log.events
     ]  # fmt: skip
+
+
+def show_lines(page: Page, title: str, rows: list[tuple], flops: bool = True) -> None:
+    """A table of `lines`: V is the gathered or unreduced array, the book's measure; sent is what this rank sends."""
+    page.title(title)
+    page.table([row[: 3 + flops] for row in rows], ["line", "V bytes", "sent", "FLOPs"][: 3 + flops])
 
 
 # An nn.Module by the types of its params
@@ -84,35 +90,18 @@ class Ran(NamedTuple):
     rows: list
 
 
-def layer_problem(sizes: dict, types: dict, mesh, seed: int) -> tuple[dict, dict]:
-    """One layer of the book in float64: this rank's shards of In, W_in, W_out, dOut, and one device's results, whole.
-
-    `types` is a strategy's SPECS, `sizes` {"B": ..., "D": ..., "F": ...}.
-    """
-    rng = torch.Generator().manual_seed(seed)
-    types = {**types, "dOut": types["Out"]}
-    shapes = {name: parse(types[name]).global_shape(sizes) for name in ("In", "W_in", "W_out", "dOut")}
-    arrays = {name: torch.randn(shape, generator=rng, dtype=torch.float64) for name, shape in shapes.items()}
-    arrays = {name: array.to(mesh.device) for name, array in arrays.items()}
-    leaves = {name: arrays[name].clone().requires_grad_() for name in ("In", "W_in", "W_out")}
-    Out = leaves["In"] @ leaves["W_in"] @ leaves["W_out"]
-    gradients = torch.autograd.grad(Out, list(leaves.values()), arrays["dOut"])
-    wanted = {"Out": Out.detach()} | {f"d{name}": g for name, g in zip(leaves, gradients, strict=True)}
-    return {name: tree.shard(array, types[name], mesh) for name, array in arrays.items()}, wanted
-
-
-def _one_layer(mesh, forward: Callable, backward: Callable, types: dict, sizes: dict, seed: int) -> Ran:
-    """Run a chapter's own layer in float64, and compare it with one device.
-
-    `forward(W_in, W_out, In, mesh, block) -> (Out, saved)`; `backward(W_in, W_out, dOut, saved, mesh, block) -> (dIn,
-    dW_in, dW_out)`; the block is the book's, with neither activation nor norm.
-    """
-    local, wanted = layer_problem(sizes, types, mesh, seed)
-    W_in, W_out, In, dOut = (local[name] for name in ("W_in", "W_out", "In", "dOut"))
+def _one_layer(mesh, strategy, sizes: dict, seed: int) -> Ran:
+    """A chapter's own layer in float64 beside one device: the block is the book's, with neither activation nor norm."""
+    types = {name: strategy.SPECS[name] for name in ("In", "W_in", "W_out", "Out")}
+    whole, local = operands(types, sizes, mesh, seed)  # of Out its cotangent
+    *inputs, dOut = whole.values()
+    wanted, pull = vjp(lambda In, W_in, W_out: In @ W_in @ W_out, *inputs)
+    wanted = dict(zip(("Out", "dIn", "dW_in", "dW_out"), (wanted, *pull(dOut)), strict=True))
+    In, W_in, W_out, dOut = local.values()
     with trace() as there:
-        Out, saved = forward(W_in, W_out, In, mesh, Block())
+        Out, saved = strategy.layer_forward(W_in, W_out, In, mesh, Block())
     with trace() as back:
-        dIn, dW_in, dW_out = backward(W_in, W_out, dOut, saved, mesh, Block())
+        dIn, dW_in, dW_out = strategy.layer_backward(W_in, W_out, dOut, saved, mesh, Block())
     results = {"Out": Out, "dIn": dIn, "dW_in": dW_in, "dW_out": dW_out}
     wanted_types = {name: types[name.removeprefix("d")] for name in results}
     tree.check(results, wanted_types, sizes, mesh, name="results")
@@ -121,29 +110,29 @@ def _one_layer(mesh, forward: Callable, backward: Callable, types: dict, sizes: 
     return Ran((lines(there), lines(back)), (there.book_bytes, back.book_bytes), rows)
 
 
-def show_layer(page: Page, forward: Callable, backward: Callable, types: dict, sizes: dict) -> tuple[int, int]:
+def show_layer(page: Page, strategy, sizes: dict) -> tuple[int, int]:
     """The chapter's layer on its mesh: the lines as they ran, its results beside one device; bytes of both passes."""
-    ran = page.on_ranks(_one_layer, forward, backward, types, sizes, page.args.seed)
+    ran = page.on_ranks(_one_layer, strategy, sizes, page.args.seed)
     shown = " ".join(f"{dim}={size}" for dim, size in sizes.items())
     for rows, which in zip(ran.lines, ("forward", "backward"), strict=True):
-        page.title(f"The {which} pass as it ran on rank 0: {shown}, float64")
-        page.table(rows, ["line", "V bytes", "sent", "FLOPs"])
+        show_lines(page, f"The {which} pass as it ran on rank 0: {shown}, float64", rows)
     page.say("\nV is the gathered or unreduced array, the book's measure; sent is what this rank sends.\n")
     page.equal(ran.rows)
     return ran.nbytes
 
 
-def layer_counts(forward: Callable, backward: Callable, types: dict, sizes: dict, axes: dict) -> tuple[Log, Log]:
-    """Both passes of a chapter's layer in bfloat16 on an abstract mesh of these axes: its FLOPs and bytes, no data."""
-    mesh = AbstractMesh(axes)
-    meta = {"dtype": torch.bfloat16, "device": mesh.device}
-    W_in, W_out, In, dOut = (
-        torch.empty(parse(types[name]).local_shape(sizes, mesh), **meta) for name in ("W_in", "W_out", "In", "Out")
-    )
+def both_passes(strategy, sizes: dict, mesh, dtype: torch.dtype = torch.bfloat16) -> tuple[Log, Log]:
+    """The FLOPs and bytes of a strategy's forward and of its backward, through one layer if `sizes` have no L: on
+    zeros, or on an abstract mesh on shapes alone."""
+    types = {name: strategy.SPECS[name] for name in ("W_in", "W_out", "In")}
+    types |= {name: types[name].replace("[", "[L, ") for name in ("W_in", "W_out")}
+    shapes = {name: parse(text).local_shape({"L": 1} | sizes, mesh) for name, text in types.items()}
+    params = {name: torch.zeros(shape, dtype=dtype, device=mesh.device) for name, shape in shapes.items()}
+    In = params.pop("In")
     with trace() as there:
-        _, saved = forward(W_in, W_out, In, mesh, Block())
+        Out, saved = strategy.forward(params, In, mesh, activation="none")
     with trace() as back:
-        backward(W_in, W_out, dOut, saved, mesh, Block())
+        strategy.backward(Out, saved, params, mesh)
     return there, back
 
 

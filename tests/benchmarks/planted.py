@@ -22,15 +22,14 @@ from tabulate import tabulate
 from wasteful import PROGRAMS
 
 from scaling import launch
-from scaling.book.sgd import Size, make_shards
-from scaling.book.sgd import sgd_step as train
 from scaling.collectives import all_gather, all_reduce, einsum, reduce_scatter
 from scaling.profile import profile
+from scaling.spec import parse
 from scaling.strategies import fsdp
 
 DELAY, STEPS = 0.03, 7
 B, D, F = 128, 256, 1024
-SIZE = Size(4, 16, 16, 64)  # what a profile costs is by line and operation, whatever their size
+L, SIZES = 4, {"B": 16, "D": 16, "F": 64}  # what a profile costs is by line and operation, whatever their size
 
 
 def step(mesh, x, W, V, before) -> None:
@@ -112,12 +111,14 @@ def advice(mesh, names) -> list[dict]:
 
 def overhead(mesh, rounds: int) -> dict:
     """Steps in turn, some plain, some profiled; of each the first does not count, since others' work precedes it."""
-    params, In = make_shards(fsdp, SIZE, mesh, lambda shape: 0.02 * torch.randn(shape))
+    shapes = {name: parse(fsdp.SPECS[name]).local_shape(SIZES, mesh) for name in ("W_in", "W_out", "In")}
+    params, In = {name: 0.02 * torch.randn(L, *shapes[name]) for name in ("W_in", "W_out")}, torch.randn(shapes["In"])
     plain, with_it, off, steps = [], [], [], []
 
     def timed(into: list[float]) -> float:
         began, outside = thread_time(), perf_counter()
-        train(fsdp, params, In, mesh)
+        Out, saved = fsdp.forward(params, In, mesh)
+        fsdp.backward(Out, saved, params, mesh)
         into.append(thread_time() - began)
         return perf_counter() - outside
 

@@ -59,7 +59,7 @@ def test_every_table_has_a_sentence():
     bare = []
     for name in running.ALL:
         for (before, _, above), (kind, mark, text) in itertools.pairwise(running.cells(name)):
-            shows = kind == "code" and re.search(r"page\.(table|same|equal|answers|chart|timeline)\(", text)
+            shows = kind == "code" and re.search(r"page\.(table|same|equal|answers|chart)\(|show_lines\(", text)
             said = above if before == "markdown" else ""
             if shows and not mark.strip() and not re.search(r"^# [^#\s].*\w", said, flags=re.M):
                 bare.append(f"{name}: {text.splitlines()[0]}")

@@ -5,6 +5,7 @@ import re
 import subprocess
 import sys
 import warnings
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -83,10 +84,9 @@ OPERANDS = {
 def test_a_lazy_clone_is_a_clone(name):
     """Whichever of the two is written to first, and by whatever writes, the other keeps its values."""
     writes = {
-        "add": lambda x: x.add_(1),
+        "in place": lambda x: x.add_(1),
         "out": lambda x: torch.mul(x, 2, out=x),
-        "a view of it": lambda x: x.view(-1)[:2].fill_(7) if x.is_contiguous() else x[:1].fill_(7),
-        "copy": lambda x: x.copy_(torch.zeros_like(x)),
+        "a view of it": lambda x: x[:1].fill_(7),
         "numpy": lambda x: x.numpy().fill(3),
     }
     with torch.no_grad():
@@ -135,22 +135,22 @@ def traceable(mesh):
     assert p.process_group(group.name) is group.pg
     x = torch.arange(float(2 * n)).view(n, 2).t().contiguous().t() + 10 * r  # stored by columns
     kept, everyone = x.clone(), [torch.arange(float(2 * n)).view(n, 2) + 10 * i for i in range(n)]
-    ones = [1] * n
-    swap = [0] * n
-    swap[(r + 1) % n] = n  # all rows to the next rank
-    swapped = [0] * n
-    swapped[(r - 1) % n] = n
-    cases = {
-        "sum_over": (lambda x: p.sum_over(x, group.name), sum(everyone)),
-        "gather_over": (lambda x: p.gather_over(x, n, group.name), torch.cat(everyone)),
-        "scatter_sum_over": (lambda x: p.scatter_sum_over(x, n, group.name), sum(everyone)[r : r + 1]),
-        "exchange_over": (
-            lambda x: p.exchange_over(x, ones, ones, group.name),
-            torch.cat([e[r : r + 1] for e in everyone]),
+    mine, ones = torch.cat([whole[r : r + 1] for whole in everyone]), [1] * n
+    sends, receives = ([n * (i == (r + step) % n) for i in range(n)] for step in (1, -1))  # all rows to the next rank
+    cases = {  # traced, and eager into a tensor that is there
+        "the sum": (lambda x: p.sum_over(x, group.name), None, sum(everyone)),
+        "gathered": (lambda x: p.gather_over(x, n, group.name), p.gather_into, torch.cat(everyone)),
+        "the sum, scattered": (
+            lambda x: p.scatter_sum_over(x, n, group.name), p.scatter_sum_into, sum(everyone)[r : r + 1]
         ),
-        "uneven": (lambda x: p.exchange_over(x, swapped, swap, group.name), everyone[r - 1]),
-    }
-    for name, (call, wanted) in cases.items():
+        "exchanged": (lambda x: p.exchange_over(x, ones, ones, group.name), p.exchange_into, mine),
+        "uneven": (
+            lambda x: p.exchange_over(x, receives, sends, group.name),
+            partial(p.exchange_into, receives=receives, sends=sends),
+            everyone[r - 1],
+        ),
+    }  # fmt: skip
+    for name, (call, into, wanted) in cases.items():
         assert torch.equal(call(x), wanted), name
         assert torch.equal(x, kept), name
         graph = make_fx(call)(x)
@@ -158,16 +158,10 @@ def traceable(mesh):
         for node in graph.graph.nodes:
             if "_c10d_functional" in str(node.target):
                 assert node.is_impure(), f"{name}: what computes constants ahead must leave {node.target} alone"
-    whole, mine, received = torch.empty(n * n, 2), torch.empty(1, 2), torch.empty(n, 2)
-    x = x.contiguous()
-    p.gather_into(whole, x, group.pg).wait()
-    assert torch.equal(whole, torch.cat(everyone))
-    p.scatter_sum_into(mine, x, group.pg).wait()
-    assert torch.equal(mine, sum(everyone)[r : r + 1])
-    p.exchange_into(received, x, group.pg).wait()
-    assert torch.equal(received, torch.cat([e[r : r + 1] for e in everyone]))
-    p.exchange_into(received, x, group.pg, swapped, swap).wait()
-    assert torch.equal(received, everyone[r - 1])
+        if into:
+            out = torch.empty(wanted.shape)
+            into(out, x.contiguous(), pg=group.pg).wait()
+            assert torch.equal(out, wanted), f"{name}, into a tensor"
     assert isinstance(group.pg, dist.ProcessGroup)
 
 
