@@ -10,7 +10,8 @@ import random
 import re
 from collections.abc import Iterator
 
-from mutants import ROOT, mutants, replaced
+from mutants import ROOT, mutants
+from sources import replaced
 
 from scaling.check.lines import TYPED
 from scaling.spec import Line, ShardingError, Spec, parse_line

@@ -2,7 +2,12 @@
 
 import ast
 import re
+import sys
 from pathlib import Path
+
+sys.path.append(str(Path(__file__).parents[1]))
+
+from sources import replaced
 
 from scaling.check.lines import TYPED
 
@@ -71,15 +76,6 @@ def edits(call: ast.Call):
         yield "another axis, in an f-string", f"{name}({call})"
     if name == "all_gather" and not options:
         yield "no wait", again(options=["async_op=True"])
-
-
-def replaced(text: str, node: ast.expr, edit: str) -> str:
-    """A file's text with the edit in the node's place."""
-    data = text.encode()
-    rows = data.splitlines(keepends=True)
-    start = sum(map(len, rows[: node.lineno - 1])) + node.col_offset
-    end = sum(map(len, rows[: node.end_lineno - 1])) + node.end_col_offset
-    return (data[:start] + edit.encode() + data[end:]).decode()
 
 
 def typed_calls(tree: ast.AST) -> list[ast.Call]:

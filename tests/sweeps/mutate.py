@@ -39,6 +39,10 @@ from pathlib import Path
 
 import pytest
 
+sys.path.append(str(Path(__file__).parents[1]))  # at the end: tests of a copy find what is in the copy
+
+from sources import replaced
+
 from scaling.common.console import Parser
 
 ROOT = Path(__file__).parents[2]
@@ -104,13 +108,6 @@ def sites(text: str) -> list[tuple[ast.AST, str]]:
         if isinstance(node, (ast.If, ast.While)):
             found.append((node.test, f"(not ({ast.unparse(node.test)}))"))
     return found
-
-
-def replaced(text: str, node: ast.AST, edit: str) -> str:
-    lines = text.encode().splitlines(keepends=True)
-    start = sum(map(len, lines[: node.lineno - 1])) + node.col_offset
-    end = sum(map(len, lines[: node.end_lineno - 1])) + node.end_col_offset
-    return (text.encode()[:start] + edit.encode() + text.encode()[end:]).decode()
 
 
 def shown(text: str, node: ast.AST, edit: str) -> dict[str, str]:
