@@ -8,9 +8,9 @@ collective matmul; `derived` is what that should take, by the first two. Linux o
 """
 
 import torch
-from harness import in_turn, slowest
+from harness import in_turn, medians
 from kernel import paced, slow_wire, speed
-from report import machine, options, quartiles, show
+from report import machine, options, show
 
 from scaling import collectives as c
 from scaling import launch
@@ -18,7 +18,6 @@ from scaling.collectives import rings
 from scaling.strategies import collective_matmul as cm
 
 SIZES = {"large": (256, 1024, 4096), "small": (16, 64, 256)}  # B, D, F
-PARTS = ("product", "hops", "serial", "collective")
 
 
 def parts(form: str, mesh, size: tuple[int, int, int], ways: int) -> dict:
@@ -81,10 +80,10 @@ def main() -> None:
     wires, rows = paced(args.wire), []
     results = launch.run(measure, {"Y": args.ranks}, wires, args.steps, checked=False, timeout=600)
     for case in results[0]:
-        ms = {p: 1e3 * quartiles(slowest([rank[case][p] for rank in results]))[1] for p in PARTS}
+        ms = {part: 1e3 * seconds for part, seconds in medians([rank[case] for rank in results]).items()}
         form, ways, size, wire = case
         should = derived(form, args.ranks, ms["product"], ms["hops"])
-        figures = [*(f"{ms[part]:.2f}" for part in PARTS), f"{should:.2f}", f"{ms['collective'] / ms['serial']:.2f}"]
+        figures = [*(f"{each:.2f}" for each in ms.values()), f"{should:.2f}", f"{ms['collective'] / ms['serial']:.2f}"]
         rows.append([form, ways, size, speed(wire), *figures])
     print(f"{args.ranks} ranks, one thread each, on {machine()}; medians of {args.steps}; B, D, F: {SIZES}\n")
     headers = ["form", "ways", "size", "wire", "product, ms", "hops", "one after the other"]

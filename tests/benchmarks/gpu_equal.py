@@ -1,44 +1,38 @@
 """Parts `nccl`, `shared` and `equal` of gpu.py: what several devices compute is what one device does.
 
-Collectives move whole numbers, so that every sum is exact in every order and dtype, and results are compared bit by
-bit with the blocks of the whole array, which every rank knows. Of a derivative, the adjoint: over all ranks together,
-<f(x), w> = <x, f^T(w)>, in whole numbers too.
+Collectives are the drawn ones of tests/misuse, right and wrong: whole numbers, whose sums are exact in every order and
+dtype, held bit by bit against what the types say, with derivatives, buffers, modes and memory layouts. Rows, messages,
+strategies, pipelines, attention, updates and the Transformer are held against one device, in float64.
 """
 
 import os
+import sys
+import tempfile
 from collections.abc import Callable
 from dataclasses import replace
 from datetime import timedelta
 from functools import partial
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from gpu_strategies import STRATEGIES, pipelined, strategy, whole_transformer
+
+sys.path.append(str(Path(__file__).resolve().parents[1]))
+
+from misuse import acts, steps, typed
+from misuse.draw import Draw
+from misuse.entries import tried, twisted
 
 from scaling import collectives
 from scaling.common import torch_private
 from scaling.mesh import Mesh
-from scaling.spec import block_index, parse_line
 
 TIMEOUT = 100.0  # seconds that a rank waits for the others
 DTYPES = (torch.float64, torch.float32, torch.bfloat16)
-LINES = {
-    collectives.all_gather: (
-        "A[I_X, J] -> A[I, J]",
-        "A[I, J_Y] -> A[I, J]",
-        "A[I_YX, J] -> A[I, J]",
-        "A[I, J_XY] -> A[I, J]",
-    ),
-    collectives.all_reduce: ("A[I, J] {U_X} -> A[I, J]", "A[I, J] {U_XY} -> A[I, J]"),
-    collectives.reduce_scatter: (
-        "A[I, J] {U_X} -> A[I_X, J]",
-        "A[I, J] {U_Y} -> A[I, J_Y]",
-        "A[I, J] {U_YX} -> A[I_YX, J]",
-        "A[I, J] {U_YX} -> A[I, J_YX]",
-    ),
-    collectives.all_to_all: ("A[I_X, J] -> A[I, J_X]", "A[I, J_YX] -> A[I_YX, J]"),
-}
-SHAPE = {"I": 64, "J": 48}
+MODES = ("plain", "no_grad", "leaf", "vjp", "jvp", "vmap")
+DRAWN = 25  # calls of each kind, each in every mode
+ACTS = acts.ENTRIES | steps.ENTRIES
+SHAPE = 64, 48
 
 
 class OfNccl(Mesh):
@@ -64,137 +58,30 @@ def split(axes: str, ranks: int) -> dict[str, int]:
     return {axes: ranks} if len(axes) == 1 else {axes[0]: ranks // 2, axes[1]: 2}
 
 
-def whole_numbers(seed: int, shape, device) -> torch.Tensor:
-    g = torch.Generator().manual_seed(seed)
-    return torch.randint(-3, 4, tuple(shape), generator=g).double().to(device)
+def drawn(kind: str, mesh: Mesh) -> list[dict]:
+    """Calls of one collective, right and wrong, the same on all ranks."""
+
+    def case(number: int) -> str:
+        draw = Draw.on(mesh, "", f"{kind} {number // len(MODES)}")
+        draw.dtypes, draw.modes, draw.sizes = DTYPES, [MODES[number % len(MODES)]], [2, 4, 6]
+        return typed.collective(draw, [kind])
+
+    outcomes, wrong = tried(case, DRAWN * len(MODES))
+    if wrong:
+        raise ValueError(f"{len(wrong)} of {DRAWN * len(MODES)} are wrong: {wrong[0]}")
+    return [{"kind": kind, "line": how, "calls": count} for how, count in outcomes.items()]
 
 
-def everywhere(value: torch.Tensor) -> float:
-    """The sum over all ranks, by torch's own call."""
-    total = value.detach().double().reshape(1).clone()
-    dist.all_reduce(total)
-    return float(total)
-
-
-# Collectives
-
-
-def one_line(call: Callable, line: str, mesh: Mesh, mapped: bool = True) -> list[dict]:
-    """A collective in every dtype, its vjp by torch.func and by autograd, its jvp, and under vmap."""
-    (before,), after = parse_line(line).operands, parse_line(line).result
-    shape = [SHAPE[dim] for dim, _ in before.dims]
-    terms = [whole_numbers(term, shape, mesh.device) for term in range(mesh.size(before.unreduced))]
-    place = block_index(before.unreduced, mesh.coord, mesh.sizes)
-    x = terms[place][before.slices(SHAPE, mesh.sizes, mesh.coord)]
-    wanted = sum(terms)[after.slices(SHAPE, mesh.sizes, mesh.coord)]
-    for dtype in DTYPES:
-        found = call(line, x.to(dtype), mesh)
-        late = call(line, x.to(dtype), mesh, async_op=True).wait()
-        same(f"{line} in {dtype}", found, wanted)
-        same(f"{line} in {dtype}, async", late, wanted)
-
-    def f(x):
-        return call(line, x, mesh)
-
-    derivatives(f, x, wanted, mesh.rank, line, mapped)
-    return [{"kind": call.__name__, "line": line, "off by": 0.0}]
-
-
-def same(what: str, found: torch.Tensor, wanted: torch.Tensor) -> None:
-    """ValueError unless both are equal to the bit, in the dtype of `found`."""
-    if not torch.equal(found, wanted.to(found.dtype)):
-        raise ValueError(f"{what} is off by {(found.double() - wanted).abs().max():.3g}")
-
-
-def derivatives(f: Callable, x: torch.Tensor, y: torch.Tensor, rank: int, line: str, mapped: bool = True) -> None:
-    """ValueError unless vjp, autograd, jvp and vmap of a linear f are what they must be."""
-    for draw in range(3):
-        w, t = (whole_numbers(1000 * (1 + draw) + 2 * rank + i, like.shape, x.device) for i, like in enumerate((y, x)))
-        sent = everywhere((f(t) * w).sum())
-        own = t.clone().requires_grad_()
-        for way, back in (
-            ("vjp", torch.func.vjp(f, t)[1](w)[0]),
-            ("autograd", torch.autograd.grad(f(own), own, w)[0]),
-        ):
-            if everywhere((back * t).sum()) != sent:
-                raise ValueError(f"{line}: <x, f^T(w)> by {way} is not <f(x), w> = {sent:.0f}")
-        if not torch.equal(torch.func.jvp(f, (x,), (t,))[1], f(t)):
-            raise ValueError(f"{line}: its jvp is not the collective of the tangent")
-        if mapped and not torch.equal(torch.func.vmap(f)(torch.stack([x, t])), torch.stack([f(x), f(t)])):
-            raise ValueError(f"{line}: under vmap it is not the collective of each")
-
-
-def permuted(mesh: Mesh, axes: str) -> list[dict]:
-    """Each block to the next rank along the axes, and the derivatives."""
-    n, line = mesh.size(axes), f"A[I_{axes}, J]"
-    ring, at = [(i, (i + 1) % n) for i in range(n)], mesh.group(tuple(axes)).index
-    blocks = whole_numbers(0, SHAPE.values(), mesh.device).chunk(n)
-
-    def f(x):
-        return collectives.ppermute(line, x, mesh, axes, ring)
-
-    same(f"ppermute {line}", f(blocks[at]), blocks[at - 1])
-    derivatives(f, blocks[at], blocks[at - 1], mesh.rank, line)
-    return [{"kind": "ppermute", "line": line, "off by": 0.0}]
-
-
-def from_root(name: str, mesh: Mesh) -> list[dict]:
-    """Broadcast, Reduce, Scatter and Gather over X, with the last rank along it as the root."""
-    n, me = mesh.sizes["X"], mesh.coord["X"]
-    parts = [whole_numbers(i, SHAPE.values(), mesh.device) for i in range(n)]
-    at_root = float(me == n - 1)
-    line, x, y = {
-        "broadcast": ("A[I, J] {U_X} -> A[I, J]", parts[me], parts[-1]),
-        "reduce": ("A[I, J] {U_X} -> A[I, J] {U_X}", parts[me], sum(parts) * at_root),
-        "scatter": ("A[I, J] {U_X} -> A[I_X, J]", parts[me], parts[-1].chunk(n)[me]),
-        "gather": ("A[I_X, J] -> A[I, J] {U_X}", parts[0].chunk(n)[me], parts[0] * at_root),
-    }[name]
-
-    def f(x):
-        return getattr(collectives, name)(line, x, mesh, root=n - 1)
-
-    for dtype in DTYPES:
-        same(f"{name} {line} in {dtype}", f(x.to(dtype)), y)
-    derivatives(f, x, y, mesh.rank, f"{name} {line}")
-    return [{"kind": name, "line": line, "off by": 0.0}]
-
-
-def largest_of(mesh: Mesh) -> list[dict]:
-    line, n = "A[I, J] {U_X} -> A[I, J]", mesh.sizes["X"]
-    parts = torch.stack([whole_numbers(i, SHAPE.values(), mesh.device) for i in range(n)])
-    same("all_reduce by max", collectives.all_reduce(line, parts[mesh.coord["X"]], mesh, op="max"), parts.amax(0))
-    same("all_reduce by min", collectives.all_reduce(line, parts[mesh.coord["X"]], mesh, op="min"), parts.amin(0))
-    return [{"kind": "all_reduce", "line": f"{line} by max and min", "off by": 0.0}]
-
-
-def ragged(mesh: Mesh) -> list[dict]:
-    """Rank i along X sends 1 + (i + 2j) % 3 rows to rank j."""
-    n, me, line = mesh.sizes["X"], mesh.coord["X"], "x[G_X, E, R, D] -> x[G, E_X, R, D]"
-    counts = [[1 + (i + 2 * j) % 3 for j in range(n)] for i in range(n)]
-    rows = [whole_numbers(i, (sum(counts[i]), 16), mesh.device) for i in range(n)]
-    y = torch.cat([rows[i].split(counts[i])[me] for i in range(n)])
-
-    def f(x):
-        return collectives.ragged_all_to_all(line, x, counts[me], [row[me] for row in counts], mesh)
-
-    same(line, f(rows[me]), y)
-    derivatives(f, rows[me], y, mesh.rank, line, mapped=False)
-    return [{"kind": "ragged_all_to_all", "line": line, "off by": 0.0}]
-
-
-def messages(mesh: Mesh) -> list[dict]:
-    """A message to the next rank along X, which goes round."""
-    n, me, line = mesh.sizes["X"], mesh.coord["X"], "A[I, J]"
-    parts = [whole_numbers(i, SHAPE.values(), mesh.device) for i in range(n)]
-    arriving = collectives.recv(line, torch.empty_like(parts[me]), mesh, "X", (me - 1) % n, async_op=True)
-    leaving = collectives.send(line, parts[me], mesh, "X", (me + 1) % n, async_op=True)
-    same("recv", collectives.wait(arriving), parts[me - 1])
-    collectives.wait(leaving)
-    return [{"kind": "send and recv", "line": line, "off by": 0.0}]
+def act(name: str, make_mesh: Callable[[], Mesh], times: int = 3) -> list[dict]:
+    """Calls above the collectives, beside one device."""
+    mesh = make_mesh()
+    for seed in range(times):
+        twisted(Draw.on(mesh, tempfile.gettempdir(), seed), name, ACTS[name], "")
+    return [{"kind": name, "line": str(mesh), "calls": times}]
 
 
 def in_a_graph(mesh: Mesh) -> list[dict]:
-    """All of them in one graph of torch.compile, forward and backward."""
+    """Four collectives in one graph of torch.compile, forward and backward."""
     axis = next(iter(mesh.sizes))
 
     def f(x):
@@ -203,40 +90,28 @@ def in_a_graph(mesh: Mesh) -> list[dict]:
         x = collectives.reduce_scatter(f"A[I, J] {{U_{axis}}} -> A[I_{axis}, J]", x, mesh)
         return collectives.all_to_all(f"A[I_{axis}, J] -> A[I, J_{axis}]", x, mesh)
 
-    x = whole_numbers(mesh.rank, (SHAPE["I"] // mesh.sizes[axis], SHAPE["J"]), mesh.device).requires_grad_()
+    draw = Draw.on(mesh, "", mesh.rank)
+    x = draw.whole_numbers(7, SHAPE[0] // mesh.sizes[axis], SHAPE[1]).double().requires_grad_()
     ways = (f, torch.compile(f, fullgraph=True, backend="aot_eager"))
     results = [(y := way(x), *torch.autograd.grad(y, x, torch.ones_like(y))) for way in ways]
     if not all(torch.equal(a, b) for a, b in zip(*results, strict=True)):
         raise ValueError("compiled, collectives or their gradients differ")
-    return [{"kind": "torch.compile", "line": "four collectives in one graph", "off by": 0.0}]
+    return [{"kind": "torch.compile", "line": "four collectives in one graph", "calls": 1}]
 
 
 def cases_equal(device: str, tiny: bool, shared: bool = False) -> dict[str, Callable]:
     mesh_of, ranks = join(device, shared), int(os.environ.get("WORLD_SIZE", 1))
-    mesh = mesh_of(split("XY", ranks) if ranks > 2 else {"X": 2})
-    cases: dict[str, Callable] = {}
-    for call, lines in LINES.items():
-        for line in lines:
-            if all(axis in mesh.sizes for axis in "XY" if axis in line.replace("A[", "[").replace("{U", "{")):
-                cases[f"{call.__name__} {line}"] = partial(one_line, call, line, mesh)
-    for axes in ("X", "YX")[: len(mesh.sizes)]:
-        cases[f"ppermute over {axes}"] = partial(permuted, mesh, axes)
-    for name in ("broadcast", "reduce", "scatter", "gather"):
-        cases[name] = partial(from_root, name, mesh)
-    cases["all_reduce by max and min"] = partial(largest_of, mesh)
-    cases["ragged_all_to_all"] = partial(ragged, mesh)
-    cases["torch.compile"] = partial(in_a_graph, mesh)
-    for name, (_, axes) in STRATEGIES.items():
-        if ranks > 2 or len(axes) == 1:
-            cases[name] = lambda name=name, axes=axes: strategy(name, mesh_of(split(axes, ranks)))
-    for axes in ("X", "Y", "XY")[: 3 if ranks > 2 else 2]:
-        cases[f"Transformer over {axes}"] = lambda axes=axes: whole_transformer(mesh_of(split(axes, ranks)))
-    if not shared or device == "cpu":  # gloo sends no messages from a GPU
-        cases["send and recv"] = partial(messages, mesh)
-        if ranks == 2:
-            cases["1f1b"] = lambda: pipelined(mesh_of({"Z": ranks}), "1f1b")
-        stages = {"Z": 2, "X": ranks // 2} if ranks > 2 else {"Z": 2}
-        cases["Transformer over Z"] = lambda: whole_transformer(mesh_of(stages), schedule="1f1b", microbatches=2)
+    axes_of = ("X", "Y", "XY") if ranks > 2 else ("X", "Y")
+    mesh = mesh_of(split("XY" if ranks > 2 else "X", ranks))
+    cases: dict[str, Callable] = {kind: partial(drawn, kind, mesh) for kind in typed.KINDS}
+    cases |= {"torch.compile": partial(in_a_graph, mesh), "ragged": partial(act, "ragged", lambda: mesh)}
+    wanted = [("listing", axes) for axes in axes_of] + [("training", axes) for axes in axes_of]
+    wanted += [("attention", "X"), ("update", "X")]
+    if not shared or (device == "cpu" and ranks == 2):  # gloo sends no messages from a GPU
+        cases["message"] = partial(act, "message", lambda: mesh)
+        wanted += [("pipeline", "X"), ("training", "ZX" if ranks > 2 else "Z")]
+    for name, axes in wanted:
+        cases[f"{name} over {axes}"] = partial(act, name, lambda axes=axes: mesh_of(split(axes, ranks)))
     return cases
 
 
@@ -278,12 +153,12 @@ def cases_nccl(device: str, tiny: bool) -> dict[str, Callable]:
 
     def alike(what: str, call: Callable) -> list[dict]:
         for dtype in DTYPES:
-            x = whole_numbers(0, SHAPE.values(), device).to(dtype)
+            x = torch.arange(SHAPE[0] * SHAPE[1], device=device).view(SHAPE).remainder(7).to(dtype)
             if not torch.equal(call(x), x):
                 raise ValueError(f"{what} in {dtype}: what came back is not what was sent")
             compiled = torch.compile(call, backend="aot_eager", fullgraph=True) if "graph" in what else call
             if not torch.equal(compiled(x), x):
                 raise ValueError(f"{what} in {dtype}, compiled: what came back is not what was sent")
-        return [{"kind": "one rank", "line": what, "off by": 0.0}]
+        return [{"kind": "one rank", "line": what, "calls": len(DTYPES)}]
 
     return {what: partial(alike, what, call) for what, call in calls.items()}

@@ -42,7 +42,7 @@ def cases_beside(device: str, tiny: bool) -> dict[str, Callable]:
         chosen = sides[:2] if "Z" in mesh.sizes else sides
         built = {side: partial(contest.side(side), mesh, size, optimizer) for side in chosen}
         about = {"model": str(size), "ours": name, "theirs": contest.rival, "mesh": mesh.sizes}
-        return [race_here(built, samples, size.dtype, size.flops, PAIRS, **about)]
+        return [race_here(built, samples, size, size.flops, PAIRS, **about)]
 
     def transformer(name: str, axes: str, compiled: bool = False) -> list[dict]:
         given, (first, *rest) = large(tiny), axes
@@ -54,7 +54,7 @@ def cases_beside(device: str, tiny: bool) -> dict[str, Callable]:
         rival = whole.LAYOUTS[name][0]
         about = {"model": str(given), "ours": f"Transformer, {name}", "theirs": rival, "mesh": mesh.sizes}
         flops = sum(train_flops(given.config, given.B, given.T, causal=True).values())
-        return [race_here(built, samples, given.dtype, flops, PAIRS, **about)]
+        return [race_here(built, samples, given, flops, PAIRS, **about)]
 
     for name in STRATEGIES:
         if ranks > 2 or len(contests[name].axes(ranks)) == 1:

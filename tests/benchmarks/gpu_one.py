@@ -66,7 +66,7 @@ def cases_train(device: str, tiny: bool) -> dict[str, Callable]:
         }
         flops = sum(train_flops(config, B, T, causal=True).values())
         about = {"model": f"{name}, {size}", "compiled": compiled, "remat": remat, "tokens": B * T}
-        return [race_here(sides, 3 if tiny else 10, size.dtype, flops, {"": ("ours", "tuned")}, **about)]
+        return [race_here(sides, 3 if tiny else 10, size, flops, {"": ("ours", "tuned")}, **about)]
 
     cases = {}
     for compiled in (False, True):

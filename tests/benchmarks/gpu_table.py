@@ -8,7 +8,10 @@ import json
 import platform
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
+
+from report import spread, table
 
 
 def describe(device: str) -> dict:
@@ -65,18 +68,12 @@ def peaks(found: dict) -> tuple[float, float, str]:
     return *measured, "what the part `rates` measured"
 
 
-def table(head: list[str], rows: list[list], left: int = 1) -> str:
-    """Markdown; the first `left` columns are words."""
-    marks = ["---"] * left + ["---:"] * (len(head) - left)
-    return "\n".join("| " + " | ".join(str(cell) for cell in row) + " |" for row in (head, marks, *rows))
-
-
 def share(part: float, whole: float) -> str:
     return f"{part / whole:.1%}" if whole else ""
 
 
-def spread(values: list | None) -> str:
-    return f"{values[1]:.2f} [{values[0]:.2f}, {values[2]:.2f}]" if values else ""
+def ratio(row: dict, sides: str) -> str:
+    return spread(row["ratio"][sides]) if sides in row["ratio"] else ""
 
 
 def middle(row: dict, side: str) -> str:
@@ -113,13 +110,10 @@ def of_rates(parts, flops, bandwidth) -> str:
 
 def of_equal(name: str):
     def write(parts, flops, bandwidth) -> str:
-        from scaling.book.largest import largest
-
-        kinds: dict[str, list] = {}
+        kinds = Counter()
         for row in rows_of(parts, name):
-            kinds.setdefault(row["kind"], []).append(row["off by"])
-        lines = [[kind, len(off), f"{largest(off):.1g}"] for kind, off in kinds.items()]
-        return table(["what", "cases that are equal", "largest relative difference"], lines)
+            kinds[row["kind"]] += row["calls"]
+        return table(["what", "calls that are as on one device"], [[*each] for each in kinds.items()])
 
     return write
 
@@ -136,7 +130,7 @@ def of_train(parts, flops, bandwidth) -> str:
             line += [f"{row['tokens'] / seconds:,.0f}" if seconds else ""] if side == "ours" else []
             line += [share(row["flops"] / seconds, flops) if seconds else ""]
             line += [f"{row['MB'][side]:.0f}" if side in row["MB"] else ""]
-        lines.append([*line, spread(row["ratio"].get(""))])
+        lines.append([*line, ratio(row, "")])
     return table(head, lines, 2)
 
 
@@ -178,8 +172,8 @@ def of_beside(parts, flops, bandwidth) -> str:
         mesh = ",".join(f"{axis}={size}" for axis, size in row["mesh"].items())
         rate = row["flops"] / row["ranks"] / row["ms"]["ours"][1] * 1e3 if "ours" in row["ms"] else 0
         line = [row["ours"], row["theirs"], row["model"], mesh, middle(row, "ours"), share(rate, flops)]
-        line += [middle(row, "tuned"), spread(row["ratio"].get("eager"))]
-        line += [middle(row, "ours compiled"), middle(row, "tuned compiled"), spread(row["ratio"].get("compiled"))]
+        line += [middle(row, "tuned"), ratio(row, "eager")]
+        line += [middle(row, "ours compiled"), middle(row, "tuned compiled"), ratio(row, "compiled")]
         lines.append([*line, *(f"{row['MB'][side]:.0f}" if side in row["MB"] else "" for side in ("ours", "tuned"))])
     return table([*head, "MB", "theirs"], lines, 4)
 

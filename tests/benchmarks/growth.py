@@ -1,25 +1,22 @@
-"""How a step's time and bytes grow with ranks, layers, width and rows, beside the cost model; and what overlaps.
+"""How a step's time and bytes grow with ranks, layers, width and rows; and what overlaps.
 
     python tests/benchmarks/growth.py [--strategies dp,fsdp,tp,fsdp_tp] [--steps 20] [--json FILE]
 
 One of them varies at a time. Of each point are measured, in turn on the same ranks: a step (SGD); its computing alone
 (the same matmuls and update on this rank, nothing sent); its collectives alone, one after the other. `hidden` is how
 much of the smaller of these two the step hides behind the larger: (computing + communicating - step) / smaller.
-The model is Part 5's without overlap, T = FLOPs/C + bytes/W + t L: `cost.layer_flops` and the book's `cost.layer_bytes`
-of L layers; C, W and the seconds t of a layer are fitted to all points of a strategy, by least squares of the relative
-errors. Ranks share the cores of this machine, so FLOPs and bytes are those of all ranks, divided by the cores in use.
+(`python -m scaling.measure` fits a machine's rates to steps, and predicts them.)
 """
 
-import os
 from dataclasses import replace
 from functools import partial
 
 import torch
-from harness import RATE, Size, in_turn, initial, rows, sent_by, slowest
-from report import machine, options, quartiles, show, write
+from harness import RATE, Size, hidden, in_turn, initial, medians, rows, sent_by
+from report import machine, options, show, write
 from versus_torch import BUCKET, both_axes, ours, over_both, over_x, over_y
 
-from scaling import collectives, cost, launch, optim
+from scaling import collectives, launch, optim
 from scaling.mesh import AbstractMesh
 from scaling.strategies import data_parallel, fsdp, fsdp_tp, tensor_parallel
 from scaling.trace import trace
@@ -94,73 +91,26 @@ def measure(mesh, name: str, size: Size, steps: int) -> dict:
     return {"seconds": in_turn(sides, steps), "sent": sent_by(step)}
 
 
-def modelled(name: str, ranks: int, size: Size) -> tuple[float, float, float]:
-    """(FLOPs, bytes, layers) of a step, the first two per core in use."""
-    mesh = {"X": 1, "Y": 1} | AXES[name](ranks)
-    share = ranks / min(ranks, os.cpu_count())
-    shape = cost.LayerShape(size.rows, size.D, size.F, dtype="f32")
-    flops = size.L * cost.layer_flops(shape, ranks)
-    moved = cost.layer_bytes(name, shape, mesh["X"], mesh["Y"])
-    return flops * share, size.L * sum(moved.values()) * share, size.L
-
-
-def fit(points: list[tuple], seconds: list[float]) -> tuple[list[float], list[float]]:
-    """Non-negative seconds per FLOP, per byte, per layer; and the modelled seconds of each point."""
-    A, t = torch.tensor(points, dtype=torch.float64), torch.tensor(seconds, dtype=torch.float64)
-    used, rates = list(range(A.shape[1])), torch.zeros(A.shape[1], dtype=torch.float64)
-    while used:
-        scale = (A[:, used] / t[:, None]).norm(dim=0).clamp(min=1e-300)
-        found = torch.linalg.lstsq(A[:, used] / t[:, None] / scale, torch.ones(len(t), 1, dtype=torch.float64)).solution
-        found = found.squeeze(1) / scale
-        if (found >= 0).all():
-            rates[used] = found
-            break
-        del used[int((found * scale).argmin())]
-    return rates.tolist(), (A @ rates).tolist()
-
-
 def main() -> None:
     args = options(__doc__, strategies=MODULES, steps=20, json=None).parse_args()
     print(f"One thread a rank, on {machine()}; medians of {args.steps} steps.")
     found = []
     for name in args.strategies:
         points = [(n, size) for n, size in POINTS if name != "fsdp_tp" or n == 4 or size != BASE]
-        points = [(4 if name == "fsdp_tp" else n, size) for n, size in points]
-        measured, models, seconds = [], [], []
+        rows, lines = [], []
         for n, size in points:
-            results = launch.run(measure, AXES[name](n), name, size, args.steps, checked=False, timeout=600)
-            middle = {
-                part: quartiles(slowest([result["seconds"][part] for result in results]))[1]
-                for part in ("step", "computing", "communicating")
-            }
-            smaller = min(middle["computing"], middle["communicating"])
-            hidden = (middle["computing"] + middle["communicating"] - middle["step"]) / smaller
-            sent = [result["sent"] for result in results]
-            sent = None if None in sent else sum(sent) / n
-            closed = CLOSED[name](AXES[name](n), size)
-            row = {"ranks": n, "size": str(size), **middle, "hidden": hidden, "sent": sent, "closed form": closed}
-            measured.append(row)
-            models.append(modelled(name, n, size))
-            seconds.append(middle["step"])
-        rates, predicted = fit(models, seconds)
-        lines = []
-        for row, model in zip(measured, predicted, strict=True):
-            row["model"] = model
-            several = row["ranks"] > 1
-            lines.append(
-                [row["ranks"], row["size"], *(f"{row[part] * 1e3:.1f}" for part in ("step", "computing"))]
-                + ([f"{row['communicating'] * 1e3:.1f}", f"{row['hidden']:.0%}"] if several else ["", ""])
-                + ["" if row["sent"] is None else f"{row['sent'] / 1e6:.2f}", f"{row['closed form'] / 1e6:.2f}"]
-                + [f"{model * 1e3:.1f}", f"{model / row['step'] - 1:+.0%}"]
-            )
-        headers = ["ranks", "size", "step, ms", "computing", "communicating", "hidden", "MB sent", "closed form"]
+            mesh = AXES[name](4 if name == "fsdp_tp" else n)
+            results = launch.run(measure, mesh, name, size, args.steps, checked=False, timeout=600)
+            seconds, sent = medians([result["seconds"] for result in results]), [result["sent"] for result in results]
+            row = {"mesh": mesh, "size": str(size), **seconds, "hidden": hidden(seconds)}
+            row |= {"sent": None if None in sent else sum(sent) / len(sent), "closed form": CLOSED[name](mesh, size)}
+            rows.append(row)
+            lines.append([len(results), row["size"], *(f"{row[part] * 1e3:.1f}" for part in seconds)])
+            lines[-1] += [f"{row['hidden']:.0%}" if len(results) > 1 else ""]
+            lines[-1] += ["" if row[each] is None else f"{row[each] / 1e6:.2f}" for each in ("sent", "closed form")]
         print(f"\n{name}\n")
-        show(lines, [*headers, "model, ms", "off by"], 2)
-        (C, W), t = ((1 / rate if rate else float("inf") for rate in rates[:2]), rates[2])
-        print(
-            f"C = {C / 1e9:.1f} GFLOPs/s and W = {W / 1e9:.2f} GB/s of a core, t = {t * 1e3:.2f} ms a layer", flush=True
-        )
-        found.append({"strategy": name, "points": measured, "rates": rates})
+        show(lines, ["ranks", "size", "step, ms", "computing", "communicating", "hidden", "MB sent", "closed form"], 2)
+        found.append({"strategy": name, "points": rows})
     write(args.json, found)
 
 

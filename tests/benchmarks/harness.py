@@ -135,6 +135,17 @@ def settle() -> None:
         torch.cuda.synchronize()
 
 
+def medians(results: list[dict[str, list[float]]]) -> dict[str, float]:
+    """Of each part that was timed on all ranks."""
+    return {part: quartiles(slowest([result[part] for result in results]))[1] for part in results[0]}
+
+
+def hidden(seconds: dict[str, float]) -> float:
+    """The share of the smaller of computing and communicating by which the step is shorter than both together."""
+    parts = seconds["computing"], seconds["communicating"]
+    return (sum(parts) - seconds["step"]) / min(parts)
+
+
 def slowest(per_rank: list[list[float]]) -> list[float]:
     """A step lasts as long as on its slowest rank."""
     return [max(times) for times in zip(*per_rank, strict=True)]
@@ -181,10 +192,9 @@ def race(
     """One line of the table: all sides in turn on the same ranks, then each by itself on fresh ones for its memory."""
     mesh, sides = contest.axes(ranks), ("ours", *rivals)
     options = {"checked": False, "threads": threads, "timeout": 600}
-    results = launch.run(_timed, mesh, contest, sides, size, optimizer, steps, **options)
-    losses = {side: sum(result["loss"][side] for result in results) for side in sides}
-    if not max(losses.values()) - min(losses.values()) <= AGREE[size.dtype] * abs(losses["ours"]):
-        raise ValueError(f"{contest.name}, {size}, {optimizer}: the sides differ in their loss: {losses}")
+    results = launch.run(_raced, mesh, contest, sides, size, optimizer, steps, **options)
+    if wrong := "".join(results[0]["failed"].values()) or losses_of(results, size.dtype)[1]:
+        raise ValueError(f"{contest.name}, {size}, {optimizer}: {wrong}")
     times = {side: slowest([result["seconds"][side] for result in results]) for side in sides}
     row = {"contest": contest.name, "rival": contest.rival, "optimizer": optimizer, "mesh": mesh}
     row |= {side: quartiles(times[side]) for side in times}
@@ -199,11 +209,44 @@ def race(
     return row | {"wire_bytes": contest.wire_bytes(mesh, size)}
 
 
-def _timed(mesh, contest: Contest, names: tuple, size: Size, optimizer: str, steps: int) -> dict:
-    sides = {side: contest.side(side)(mesh, size, optimizer) for side in names}
-    seconds = in_turn(sides, steps, size.repeat)
-    sent = {side: sent_by(step) for side, step in sides.items()}
-    return {"seconds": seconds, "sent": sent, "loss": {side: float(step().detach()) for side, step in sides.items()}}
+def _raced(mesh, contest: Contest, names: tuple, size: Size, optimizer: str, steps: int) -> dict:
+    return raced({side: partial(contest.side(side), mesh, size, optimizer) for side in names}, steps, size)
+
+
+def raced(sides: dict[str, Callable], samples: int, size: Any) -> dict:
+    """Of each side on this rank: seconds of its steps, in turn; bytes sent in one; its peak memory and its loss.
+
+    `sides`: name -> build() -> step() -> this rank's share of the loss. A side that cannot be built, or does not run,
+    on all ranks alike, is named in "failed", and the others go on.
+    """
+    made, found = {}, {part: {} for part in ("sent", "peaks", "losses", "failed")}
+    for name, build in sides.items():
+        try:
+            gc.collect()
+            before = resident()
+            step = build()
+            first = float(step().detach())
+            step()
+            reset_peak()
+            step()
+            settle()
+            found["peaks"][name] = resident(peak=True) - before
+            again = float(step().detach())
+            found["losses"][name] = first if size.dtype == torch.bfloat16 else again  # bf16 rounds small updates
+            found["sent"][name] = sent_by(step)
+            made[name] = step
+        except Exception as error:
+            found["failed"][name] = f"{type(error).__name__}: {error}"[:600]
+    return found | {"seconds": in_turn(made, samples, size.repeat, warmup=1) if made else {}}
+
+
+def losses_of(results: list[dict], dtype: torch.dtype) -> tuple[dict[str, float], str]:
+    """(each side's loss over all ranks; what is wrong if they differ)."""
+    totals = {side: sum(result["losses"][side] for result in results) for side in results[0]["seconds"]}
+    first = next(iter(totals.values()), 0.0)
+    if totals and not largest(abs(total - first) for total in totals.values()) <= AGREE[dtype] * abs(first):
+        return totals, f"the sides differ in their loss: {totals}"
+    return totals, ""
 
 
 def peak_of(mesh, build: Callable, size: Any, optimizer: str, small: Any) -> int:
@@ -231,43 +274,19 @@ def peak_of(mesh, build: Callable, size: Any, optimizer: str, small: Any) -> int
 # On the ranks of this run, as gpu.py has them
 
 
-def race_here(sides: dict[str, Callable], samples: int, dtype: torch.dtype, flops: float, pairs: dict, **about) -> dict:
-    """A row: ms of each side's step, its peak memory, and the ratios of `pairs` {name: (side, other side)}.
-
-    `sides`: name -> build() -> step() -> this rank's share of the loss. A side that cannot be built, or does not run,
-    on all ranks alike, is named in "failed", and the others go on. `flops`: of a step on all ranks, for the MFU.
-    """
-    made, peaks, losses, failed = {}, {}, {}, {}
-    for name, build in sides.items():
-        try:
-            gc.collect()
-            before = resident()
-            step = build()
-            first = float(step().detach())
-            step()
-            reset_peak()
-            step()
-            settle()
-            peaks[name] = resident(peak=True) - before
-            losses[name] = first if dtype == torch.bfloat16 else float(step().detach())  # bf16 rounds small updates
-            made[name] = step
-        except Exception as error:
-            failed[name] = f"{type(error).__name__}: {error}"[:600]
-    seconds = in_turn(made, samples, warmup=1) if made else {}
-    ranks = everyone({"seconds": seconds, "peaks": peaks, "losses": losses})
-    row = {**about, "ms": {}, "MB": {}, "ratio": {}, "failed": failed, "flops": flops, "ranks": len(ranks)}
-    times = {name: slowest([rank["seconds"][name] for rank in ranks]) for name in made}
-    for name in made:
-        row["ms"][name] = [1e3 * t for t in quartiles(times[name])]
-        row["MB"][name] = max(rank["peaks"][name] for rank in ranks) / 1e6
-    for name, (mine, other) in pairs.items():
-        if mine in made and other in made:
-            row["ratio"][name] = ratios(times[mine], times[other])
-    totals = {name: sum(rank["losses"][name] for rank in ranks) for name in made}
-    row["losses"] = totals
-    first = next(iter(totals.values()), 0.0)
-    if totals and not largest(abs(total - first) for total in totals.values()) <= AGREE[dtype] * abs(first):
-        failed["losses"] = f"the sides differ in their loss: {totals}"
+def race_here(sides: dict[str, Callable], samples: int, size: Any, flops: float, pairs: dict, **about) -> dict:
+    """A row: ms of each side's step as `raced` has them, peak memory, and the ratios of `pairs` {name: (side, other)}.
+    `flops`: of a step on all ranks, for the MFU."""
+    ranks = everyone(raced(sides, samples, size))
+    times = {name: slowest([rank["seconds"][name] for rank in ranks]) for name in ranks[0]["seconds"]}
+    losses, wrong = losses_of(ranks, size.dtype)
+    failed = ranks[0]["failed"] | ({"losses": wrong} if wrong else {})
+    row = {**about, "failed": failed, "flops": flops, "ranks": len(ranks), "losses": losses}
+    row["ms"] = {name: [1e3 * t for t in quartiles(each)] for name, each in times.items()}
+    row["MB"] = {name: max(rank["peaks"][name] for rank in ranks) / 1e6 for name in times}
+    row["ratio"] = {
+        name: ratios(times[mine], times[other]) for name, (mine, other) in pairs.items() if {mine, other} <= {*times}
+    }
     return row
 
 

@@ -24,15 +24,19 @@ LAYOUTS = {"D": Shard(-1), "B": Shard(0), "whole": Replicate()}  # of the activa
 OPTIMIZERS = {"sgd": torch.optim.SGD, "adamw": torch.optim.AdamW}
 
 
+def linear(W: Tensor) -> nn.Linear:
+    """A layer with the book's W[in, out]."""
+    layer = nn.Linear(*W.shape, bias=False, device="meta")
+    layer.weight = nn.Parameter(W.T.clone(memory_format=torch.contiguous_format))
+    return layer
+
+
 class Block(nn.Module):
     """In[B, D] -> gelu(In W_in) W_out."""
 
     def __init__(self, W_in: Tensor, W_out: Tensor):
         super().__init__()
-        self.up = nn.Linear(*W_in.shape, bias=False, device="meta")
-        self.down = nn.Linear(*W_out.shape, bias=False, device="meta")
-        self.up.weight = nn.Parameter(W_in.T.clone(memory_format=torch.contiguous_format))
-        self.down.weight = nn.Parameter(W_out.T.clone(memory_format=torch.contiguous_format))
+        self.up, self.down = linear(W_in), linear(W_out)
 
     def forward(self, In: Tensor) -> Tensor:
         return self.down(nn.functional.gelu(self.up(In)))
@@ -51,7 +55,7 @@ class Native:
         self.strategy, sizes = strategy, mesh.sizes
         self.model = nn.Sequential(*map(Block, params["W_in"], params["W_out"])).to(mesh.device)
         self.replicas = sizes.get("X", 1)
-        devices = mesh.device_mesh
+        devices = mesh.device_mesh if mesh.size() > 1 else None
         tensor = devices["Y"] if strategy == "fsdp_tp" else devices
         data = devices["X"] if strategy == "fsdp_tp" else devices
         if strategy in ("tensor_parallel", "fsdp_tp"):

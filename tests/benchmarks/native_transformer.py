@@ -10,6 +10,7 @@ from contextlib import nullcontext
 
 import torch
 import torch.nn.functional as F
+from native import linear
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Replicate, Shard
@@ -26,13 +27,6 @@ from scaling.configs import Config
 from scaling.models.rope import rotate, tables
 
 
-def linear(W: Tensor) -> nn.Linear:
-    """A layer with the book's W[in, out]."""
-    layer = nn.Linear(*W.shape, bias=False, device="meta")
-    layer.weight = nn.Parameter(W.T.clone(memory_format=torch.contiguous_format))
-    return layer
-
-
 class Block(nn.Module):
     def __init__(self, W: dict, config: Config):
         super().__init__()
@@ -41,10 +35,7 @@ class Block(nn.Module):
         self.q, self.k, self.v = (linear(W[name].flatten(1)) for name in ("W_Q", "W_K", "W_V"))
         self.o = linear(W["W_O"].flatten(0, 1))
         self.up, self.gate, self.down = (linear(W[name]) for name in ("W_in", "W_gate", "W_out"))
-        self.attention, self.mlp = (
-            nn.Identity(),
-            nn.Identity(),
-        )  # where the sequence is gathered under tensor parallelism
+        self.attention, self.mlp = nn.Identity(), nn.Identity()  # where tensor parallelism gathers the sequence
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         y = self.attention(self.norm_attn(x))

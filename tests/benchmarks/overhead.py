@@ -15,10 +15,9 @@ from dataclasses import replace
 
 import torch
 import torch.distributed as dist
-from harness import RATE, SIZES, Size, in_turn, initial, per_call, rows
-from native import OPTIMIZERS, Block
+from harness import SIZES, Size, in_turn, per_call
 from report import machine, options, quartiles, ratios, show, spread, write
-from versus_torch import ours
+from versus_torch import ours, theirs
 
 from scaling.collectives import all_gather, all_reduce, all_to_all, einsum, reduce_scatter
 from scaling.launch import keep_freed_memory
@@ -83,31 +82,14 @@ def calls() -> list[tuple[str, float, float]]:
         dist.destroy_process_group()
 
 
-def module_step(size: Size, optimizer: str, compiled: bool):
-    """Forward, loss, backward and update by nn.Module, autograd and torch.optim; compiled: forward and backward."""
-    params, In = initial(size), rows(size).requires_grad_()
-    model = torch.nn.Sequential(*map(Block, params["W_in"], params["W_out"]))
-    update = OPTIMIZERS[optimizer](model.parameters(), lr=RATE, fused=True)
-    call = torch.compile(model) if compiled else model
-
-    def step():
-        In.grad = None
-        update.zero_grad()
-        loss = call(In).square().sum() / size.rows
-        loss.backward()
-        update.step()
-        return loss.detach()
-
-    return step
-
-
 def steps(size: Size, optimizer: str, count: int, compiled: bool) -> dict[str, list[float]]:
-    sides = {"explicit": ours(data_parallel, Mesh({"X": 1}), size, optimizer)}
-    sides["module"] = module_step(size, optimizer, compiled=False)
+    """Of `ours`, and of an nn.Module with autograd and torch.optim; compiled: its forward and backward."""
+    given = Mesh({"X": 1}), size, optimizer
+    sides = {"explicit": ours(data_parallel, *given), "module": theirs("module", *given, tuned=True)}
     if compiled:
         torch._dynamo.reset()
-        sides["compiled"] = ours(data_parallel, Mesh({"X": 1}), size, optimizer, compiled=True)
-        sides["compiled module"] = module_step(size, optimizer, compiled=True)
+        sides["compiled"] = ours(data_parallel, *given, compiled=True)
+        sides["compiled module"] = theirs("module", *given, tuned=True, compiled=True)
     return in_turn(sides, count, size.repeat)
 
 

@@ -11,9 +11,9 @@ reduces each gradient by itself, as the book has it; `dp-buckets` 25 MB of them 
 """
 
 from growth import communicating, computing
-from harness import SIZES, Size, in_turn, slowest
+from harness import SIZES, Size, hidden, in_turn, medians
 from kernel import paced, slow_wire, speed
-from report import machine, options, quartiles, show, write
+from report import machine, options, show, write
 from versus_torch import BUCKET, contests, ours
 
 from scaling import launch
@@ -25,7 +25,6 @@ STRATEGIES = {  # the module, its options, and PyTorch's contest
     "fsdp": (fsdp, {}, "fsdp"),
     "zero": (zero, {}, "zero"),
 }
-PARTS = ("step", "computing", "communicating", "theirs")
 
 
 def measure(mesh, name: str, size: Size, wires: list[float], steps: int) -> list[dict[str, list[float]]]:
@@ -57,10 +56,8 @@ def main() -> None:
         mesh = {"X": args.ranks}
         results = launch.run(measure, mesh, name, size, wires, args.steps, checked=False, timeout=600)
         for wire, per_rank in zip(wires, zip(*results, strict=True), strict=True):
-            seconds = {part: quartiles(slowest([times[part] for times in per_rank]))[1] for part in PARTS}
-            smaller = min(seconds["computing"], seconds["communicating"])
-            hidden = (seconds["computing"] + seconds["communicating"] - seconds["step"]) / smaller
-            rows.append({"strategy": name, "wire": wire} | seconds | {"hidden": hidden})
+            seconds = medians(per_rank)
+            rows.append({"strategy": name, "wire": wire} | seconds | {"hidden": hidden(seconds)})
     lines = [
         [row["strategy"], speed(row["wire"])]
         + [f"{row[part] * 1e3:.1f}" for part in ("computing", "communicating", "step")]

@@ -6,8 +6,6 @@ import platform
 import statistics
 from pathlib import Path
 
-import torch
-
 from scaling.common.console import Parser
 
 
@@ -44,12 +42,24 @@ def write(path: Path | None, found) -> None:
         path.write_text(json.dumps(found, indent=1) + "\n")
 
 
-def show(lines: list, headers: list[str], left: int = 1) -> None:
-    """A table, the first `left` columns of it words."""
-    from tabulate import tabulate  # here: gpu.py runs without it
+def table(head: list[str], rows: list[list], left: int = 1) -> str:
+    """Markdown; the first `left` columns are words."""
+    lines = [[str(cell) for cell in row] for row in (head, *rows)]
+    widths = [max(3, *map(len, column)) for column in zip(*lines, strict=True)]
+    marks = [("-" * width)[: width - (i >= left)] + ":" * (i >= left) for i, width in enumerate(widths)]
 
-    sides = ("left",) * left + ("right",) * (len(headers) - left)
-    print(tabulate(lines, headers, "github", disable_numparse=True, colalign=sides), end="\n\n", flush=True)
+    def row(cells: list[str]) -> str:
+        padded = [
+            f"{cell:<{w}}" if i < left else f"{cell:>{w}}"
+            for i, (cell, w) in enumerate(zip(cells, widths, strict=True))
+        ]
+        return f"| {' | '.join(padded)} |"
+
+    return "\n".join(map(row, (lines[0], marks, *lines[1:])))
+
+
+def show(rows: list, head: list[str], left: int = 1) -> None:
+    print(table(head, rows, left), end="\n\n", flush=True)
 
 
 def spread(ratios: tuple[float, float, float]) -> str:
@@ -63,6 +73,8 @@ def ratios(ours: list[float], theirs: list[float]) -> tuple[float, float, float]
 
 
 def machine() -> str:
+    import torch  # here: what starts gpu.py's parts runs without it
+
     model = platform.processor() or platform.machine()
     if Path("/proc/cpuinfo").exists():
         lines = [line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("model name")]

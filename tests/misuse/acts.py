@@ -2,7 +2,7 @@
 
 import torch
 from misuse.draw import Draw
-from misuse.entries import Entry, normal, spoils
+from misuse.entries import Entry, spoils
 
 from scaling import collectives as c
 from scaling import tree
@@ -22,7 +22,7 @@ def collective(draw: Draw) -> dict:
     """What is wanted is computed from all ranks' contributions."""
     mesh, kind, axis = draw.mesh, draw.choice([*COLLECTIVES]), draw.choice([*draw.mesh.sizes])
     n, at = mesh.sizes[axis], mesh.coord[axis]
-    parts = normal(draw, mesh.size(), 2 * n, 2 * n)
+    parts = draw.normal(mesh.size(), 2 * n, 2 * n)
     stack = parts[[mesh.rank_at({**mesh.coord, axis: i}) for i in range(n)]]
     wanted = {
         "all_gather": lambda: torch.cat(list(stack)),
@@ -65,20 +65,20 @@ def reshard(draw: Draw) -> dict:
     before, after = (
         f"A[{', '.join(dim + '_' * bool(a) + a for dim, a in zip('IJ', axes, strict=True))}]" for axes in placed
     )
-    whole = normal(draw, 4 * draw.mesh.size(), 4 * draw.mesh.size())
+    whole = draw.normal(4 * draw.mesh.size(), 4 * draw.mesh.size())
     x, wanted = (tree.shard(whole, spec, draw.mesh) for spec in (before, after))
     return {"mesh": draw.mesh, "before": before, "after": after, "x": x, "wanted": wanted}
 
 
 def permuted(draw: Draw) -> dict:
     mesh, n = draw.mesh, draw.mesh.sizes["X"]
-    parts, source = normal(draw, mesh.size(), 2, 3), mesh.rank_at({**mesh.coord, "X": (mesh.coord["X"] - 1) % n})
+    parts, source = draw.normal(mesh.size(), 2, 3), mesh.rank_at({**mesh.coord, "X": (mesh.coord["X"] - 1) % n})
     pairs = [(i, (i + 1) % n) for i in range(n)]
     return {"mesh": mesh, "x": parts[mesh.rank], "pairs": pairs, "wanted": parts[source]}
 
 
 def message(draw: Draw) -> dict:
-    x = normal(draw, 2, 3)
+    x = draw.normal(2, 3)
     return {"mesh": draw.mesh, "line": "A[I, J]", "x": x, "wanted": x}
 
 
@@ -92,7 +92,7 @@ def sent(mesh, line, x):
 def ragged(draw: Draw) -> dict:
     n, at = draw.mesh.sizes["X"], draw.mesh.coord["X"]
     counts = torch.tensor([[draw.randrange(3) for _ in range(n)] for _ in range(n)])
-    rows = normal(draw, n, 2 * n + 1, 3)
+    rows = draw.normal(n, 2 * n + 1, 3)
     blocks = [rows[i][: int(counts[i].sum())].split(counts[i].tolist())[at] for i in range(n)]
     return {"mesh": draw.mesh, "rows": rows[at], "sends": counts[at].tolist(), "receives": counts[:, at].tolist(),
             "wanted": torch.cat(blocks)}  # fmt: skip
@@ -112,7 +112,7 @@ def one_more(name: str):
 
 
 def another_mesh(draw: Draw) -> dict:
-    x = normal(draw, draw.mesh.size(), 2)
+    x = draw.normal(draw.mesh.size(), 2)
     return {"mesh": draw.mesh, "x": x, "sizes": dict(draw.mesh.sizes), "checked": True, "wanted": x}
 
 

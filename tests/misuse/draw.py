@@ -11,6 +11,8 @@ from scaling.spec import Spec
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.int64, torch.int32, torch.uint8, torch.bool]
 ODD = [torch.int16, torch.uint32, torch.uint64, torch.float8_e4m3fn, torch.complex64]
 # these are moved, and complex ones added; their other sums are refused
+MODES = ["plain"] * 6 + ["no_grad", "inference", "flops", "autocast", "leaf", "vjp", "jvp", "vmap"]
+MODES += ["in graph"] * 2  # the forms that a compiler follows, run without one
 
 
 def typed(dims, unreduced=(), name: str = "A") -> Spec:
@@ -22,6 +24,7 @@ class Draw(random.Random):
 
     mesh: Any = None
     folder = ""
+    dtypes, modes, sizes = DTYPES * 3 + ODD, MODES, [0, 1, 2, 2, 4, 4, 6]
 
     @staticmethod
     def on(mesh, folder: str, seed) -> "Draw":
@@ -32,9 +35,18 @@ class Draw(random.Random):
     def maybe(self, chance: float) -> bool:
         return self.random() < chance
 
-    def spec(self, mesh, dims: int) -> tuple[Spec, list[int]]:
+    def generator(self) -> torch.Generator:
+        return torch.Generator().manual_seed(self.randrange(1 << 30))
+
+    def normal(self, *shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=self.generator(), dtype=torch.float64).to(self.mesh.device)
+
+    def whole_numbers(self, below: int, *shape: int) -> torch.Tensor:
+        return torch.randint(below, shape, generator=self.generator()).to(self.mesh.device)
+
+    def spec(self, dims: int) -> tuple[Spec, list[int]]:
         """A type over the mesh's axes, and the shape of its shards; now and then a dim is a number."""
-        axes = list(mesh.sizes)
+        mesh, axes = self.mesh, list(self.mesh.sizes)
         self.shuffle(axes)
         of_dims: list[list[str]] = [[] for _ in range(dims)]
         unreduced = []
@@ -44,7 +56,7 @@ class Draw(random.Random):
                 of_dims[where].append(axis)
             elif where == dims:
                 unreduced.append(axis)
-        local = [self.choice([0, 1, 2, 2, 4, 4, 6]) if self.maybe(0.9) else 4 for _ in range(dims)]
+        local = [self.choice(self.sizes) if self.maybe(0.9) else 4 for _ in range(dims)]
         names = []
         for i, name in enumerate("IJK"[:dims]):
             whole = local[i] * mesh.size(of_dims[i])
@@ -82,7 +94,7 @@ def buffer(draw: Draw, shape, dtype, x):
     if how == "dtype":
         dtype = draw.choice([d for d in DTYPES if d != dtype])
     n = prod(shape)
-    memory = torch.ones(n + 8).to(dtype)
+    memory = torch.ones(n + 8, device=draw.mesh.device).to(dtype)
     out = memory[4 : 4 + n].view(shape)
     if how == "by columns" and len(shape) > 1:
         out = memory[4 : 4 + n].view(shape[::-1]).permute(*reversed(range(len(shape))))

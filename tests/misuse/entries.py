@@ -4,6 +4,7 @@ What is not wrong gives the reference's numbers, and changes no argument; what i
 the fix.
 """
 
+import math
 from collections import Counter
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
@@ -18,7 +19,7 @@ from scaling import tree
 
 class Entry(NamedTuple):
     """`make` draws right arguments, those of this rank on `draw.mesh`, and with them what is "wanted", unless `wanted`
-    is a function of the arguments. `kinds` says how each may be spoiled for all ranks (`corrupt`), `twists` how one
+    is a function of the arguments. `kinds` says how each may be spoiled for all ranks for all, `twists` how one
     alone may make another call: {what: other arguments, or a function (given, draw) of them}; "unheld" among them: what
     this rank then gets is its own. `messages`: whether ranks wait for messages of one rank."""
 
@@ -33,6 +34,92 @@ class Entry(NamedTuple):
         """(the arguments, what the call is to give)."""
         given = self.make(draw)
         return given, given.pop("wanted") if self.wanted is None else self.wanted(**given)
+
+
+# Arguments spoiled for all ranks: (how, value, wrong). What is not wrong must give the same result: other memory, a
+# leaf of autograd, int32 for int64
+
+
+def picked(draw: Draw, wrong, right=()):
+    if right and draw.maybe(0.3):
+        return *draw.choice(right), False
+    return *draw.choice(wrong), True
+
+
+def gaps(x: torch.Tensor) -> tuple[str, torch.Tensor]:
+    return "gaps", torch.stack([x, x], -1)[..., 0]
+
+
+def leaf(x: torch.Tensor) -> tuple[str, torch.Tensor]:
+    return "a leaf", x.clone().requires_grad_()
+
+
+def no_dense(x: torch.Tensor) -> list:
+    """What is given in place of any array."""
+    wrong = [("a list", x.tolist()), ("one dim more", x[None]), ("complex", x.to(torch.complex128))]
+    return [*wrong, ("elsewhere", x.to("meta")), ("sparse", x.to_sparse())]
+
+
+def floats(draw: Draw, x: torch.Tensor):
+    wrong = [*no_dense(x), ("none", None), ("ints", x.long()), ("bools", x > 0)]
+    if x.dim() and x.shape[-1] > 1:
+        wrong += [("broadcast", x[..., :1]), ("cut", x[..., :-1])]
+    return picked(draw, wrong, [gaps(x), leaf(x), ("a copy", x.clone())])
+
+
+def weights(draw: Draw, x: torch.Tensor):
+    """Of each target; None, ints and bools may be weights, too."""
+    return picked(draw, [*no_dense(x), ("broadcast", x[:, :1]), ("cut", x[:, :-1])], [gaps(x), leaf(x)])
+
+
+def dense(draw: Draw, x: torch.Tensor):
+    """A leaf of any sizes."""
+    return picked(draw, [*no_dense(x), ("ints", x.long()), ("bools", x > 0)], [gaps(x), leaf(x)])
+
+
+def masked(draw: Draw, x: torch.Tensor):
+    """Of any size along its last dim, real or complex."""
+    wrong = [(how, bad) for how, bad in no_dense(x) if how != "complex"]
+    return picked(draw, [*wrong, ("none", None), ("bools", x > 0), ("fewer", x[:1])], [leaf(x)])
+
+
+def ids(draw: Draw, x: torch.Tensor):
+    wrong = [("none", None), ("a list", x.tolist()), ("one dim more", x[None]), ("floats", x.double())]
+    wrong += [("bools", x > 0), ("bytes", x.to(torch.uint8)), ("below 0", x - 1000), ("beyond", x + 1000)]
+    return picked(draw, wrong, [gaps(x), ("int32", x.int())])
+
+
+def array(draw: Draw, x: torch.Tensor):
+    """What a whole array is given as."""
+    wrong = [("a text", "x"), ("one dim more", x[None]), ("does not divide", x[:-1]), ("sparse", x.to_sparse())]
+    return picked(draw, wrong, [gaps(x), leaf(x), ("turned", x.T.contiguous().T)])
+
+
+def one_of(values: Callable) -> Callable:
+    """A kind whose values are all wrong."""
+    return lambda draw, x: picked(draw, [(repr(bad), bad) for bad in values(x)])
+
+
+whole = one_of(lambda n: (-1, True, n + 0.5, str(n), math.nan))
+flag = one_of(lambda _: ("no", None, 1))
+positive = one_of(lambda _: (-1.0, math.nan, math.inf, "1", True))
+line = one_of(lambda line: (line.replace("_X", "_Q"), line.replace("[", "[Z, ")))  # with no such axis; with a dim more
+
+
+def params(draw: Draw, given: dict, kind=floats):
+    """A tree of tensors of floats: one leaf spoiled, or gone, or all under other names."""
+    leaves = tree.leaves(given)
+    at = draw.randrange(len(leaves))
+    if draw.maybe(0.2):
+        return "another name", {("z" + name): part for name, part in given.items()}, True
+    if draw.maybe(0.1):
+        return "no tree", draw.choice([None, 3, []]), True
+    how, value, wrong = kind(draw, leaves[at])
+    spoiled = iter([value if i == at else x for i, x in enumerate(leaves)])
+    return f"leaf {at} {how}", tree.map(lambda _: next(spoiled), given), wrong
+
+
+# One rank's other way
 
 
 SPOILS = {
@@ -54,16 +141,10 @@ def spoils(*names: str, only=tuple(SPOILS), **more) -> dict[str, Callable]:
     return {how: of(how) for how in only}
 
 
-def normal(draw: Draw, *shape: int) -> torch.Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(draw.randrange(1 << 30)), dtype=torch.float64)
-
-
 def compare(found, wanted, what: str) -> None:
     for ours, theirs in zip(tree.leaves(found), tree.leaves(wanted), strict=True):
-        close = ours.shape == theirs.shape and torch.allclose(
-            ours.detach().double(), theirs.double(), rtol=1e-9, atol=1e-9
-        )
-        if not close:
+        a, b = ours.detach().double(), theirs.double()
+        if a.shape != b.shape or not torch.allclose(a, b, rtol=1e-9, atol=1e-9):
             raise Wrong(f"another number: {what}\n{ours}\n{theirs}")
 
 

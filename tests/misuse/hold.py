@@ -7,8 +7,6 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 REFUSALS = (ValueError, TypeError)  # ShardingError is a ValueError; TypeError is Python's, of a wrong signature
-MODES = ["plain"] * 6 + ["no_grad", "inference", "flops", "autocast", "leaf", "vjp", "jvp", "vmap"]
-MODES += ["in graph"] * 2  # the forms that a compiler follows, run without one
 BUFFERS = {"out: expanded", "out: meta", "out: numpy"}  # which a graph does not refuse
 
 
@@ -22,10 +20,10 @@ def describe(x) -> str:
     return f"{tuple(x.shape)} {x.layout if x.layout != torch.strided else x.stride()} on {x.device}"
 
 
-def hold(draw, mesh, call, x, wanted, wrong, may_refuse, memory, options, what: str, linear=True) -> str:
+def hold(draw, call, x, wanted, wrong, may_refuse, memory, options, what: str, linear=True) -> str:
     """Make the call in some mode, and hold what comes of it against what is wanted. `wrong`: why it must be refused."""
-    mode = draw.choice(MODES)
-    plain = isinstance(x, torch.Tensor) and x.layout == torch.strided and x.device.type == "cpu"
+    mode, mesh = draw.choice(draw.modes), draw.mesh
+    plain = isinstance(x, torch.Tensor) and x.layout == torch.strided and x.device.type == mesh.device.type
     if not plain or (mode in ("leaf", "vjp", "jvp") and x.dtype not in (torch.float64, torch.float32)):
         mode = "plain"
     if mode == "in graph" and BUFFERS & {*wrong}:
@@ -100,12 +98,12 @@ def in_mode(mode: str, call, x, mesh):
         with FlopCounterMode(display=False):
             return call(x), {}
     if mode == "autocast":
-        with torch.autocast("cpu", torch.bfloat16):
+        with torch.autocast(mesh.device.type, torch.bfloat16):
             return call(x), {}
     if mode in ("leaf", "vjp"):
         leaf = x.clone().requires_grad_()
         y, pull = torch.func.vjp(call, x) if mode == "vjp" else (call(leaf), None)
-        w = (torch.arange(y.numel(), dtype=y.dtype) % 5 + mesh.rank).view(y.shape)
+        w = (torch.arange(y.numel(), dtype=y.dtype, device=y.device) % 5 + mesh.rank).view(y.shape)
         (dx,) = pull(w) if pull else torch.autograd.grad(y, leaf, w)
         return y.detach(), {"pairing": [(w * y.detach()).sum(), (dx * x).sum()]}
     if mode == "jvp":

@@ -15,9 +15,10 @@ from collections import Counter
 from functools import partial
 
 import torch
-from misuse import corrupt, plain, steps
+from misuse import entries as c
+from misuse import plain, steps
 from misuse.draw import Draw
-from misuse.entries import Entry, called, normal, tried
+from misuse.entries import Entry, called, tried
 
 from scaling import auto, collectives, explicit, optim, serve
 from scaling.configs import Config
@@ -36,12 +37,12 @@ PARAMS = transformer.init(CONFIG, 1, torch.float64)
 
 
 def tokens(draw: Draw, *shape: int) -> torch.Tensor:
-    return torch.randint(0, CONFIG.V, shape, generator=torch.Generator().manual_seed(draw.randrange(1 << 30)))
+    return draw.whole_numbers(CONFIG.V, *shape)
 
 
 def batch(draw: Draw) -> dict:
     x = tokens(draw, 2, 4)
-    weights = normal(draw, 2, 3).abs()
+    weights = draw.normal(2, 3).abs()
     return {"params": PARAMS, "inside": x[:, :-1].contiguous(), "targets": x[:, 1:].contiguous(), "weights": weights}
 
 
@@ -58,7 +59,12 @@ def mean_loss(params, inside, targets, weights, **_):
 
 
 def held(draw: Draw) -> dict:
-    return {"params": PARAMS, "prompt": tokens(draw, 2, 3), "next": tokens(draw, 2), "donate": draw.maybe(0.5)}
+    return {
+        "params": PARAMS,
+        "prompt": tokens(draw, 2, 3),
+        "next": tokens(draw, 2),
+        "donate": draw.maybe(0.5),
+    }
 
 
 def decoded(params, prompt, next, donate):
@@ -68,17 +74,17 @@ def decoded(params, prompt, next, donate):
 
 
 def clipped(draw: Draw) -> dict:
-    return {"grads": {"w": normal(draw, 2, 3), "b": normal(draw, 3)}, "most": 0.5}
+    return {"grads": {"w": draw.normal(2, 3), "b": draw.normal(3)}, "most": draw.choice([0.5, 50.0])}
 
 
 def layer(draw: Draw) -> dict:
     shapes = {"router": (4, 4), "W_in": (4, 4, 6), "W_gate": (4, 4, 6), "W_out": (4, 6, 4)}
-    return {"params": {name: normal(draw, *shape) for name, shape in shapes.items()}, "x": normal(draw, 1, 3, 4)}
+    return {"params": {name: draw.normal(*shape) for name, shape in shapes.items()}, "x": draw.normal(1, 3, 4)}
 
 
 def drawing(draw: Draw) -> dict:
     filters = {"top_k": draw.choice([1, 3, 8]), "top_p": draw.choice([0.3, 0.9]), "min_p": draw.choice([0.0, 0.2])}
-    return {"logits": normal(draw, 2, 8), "temperature": 0.7} | filters
+    return {"logits": draw.normal(2, 8), "temperature": 0.7} | filters
 
 
 def distribution(logits, **how):
@@ -86,7 +92,7 @@ def distribution(logits, **how):
 
 
 def masking(draw: Draw) -> dict:
-    return {"x": normal(draw, 2, 3, 4), "mask": normal(draw, 2, 3) > 0, "line": "x[B, T, D_X] {U_Y}"}
+    return {"x": draw.normal(2, 3, 4), "mask": draw.normal(2, 3) > 0, "line": "x[B, T, D_X] {U_Y}"}
 
 
 PROGRAMS = {
@@ -123,11 +129,14 @@ def greedy(max_new_tokens, **_):
     return torch.tensor(row[3:])
 
 
-c = corrupt
 BATCH = {"params": c.params, "inside": c.ids, "targets": c.ids, "weights": c.weights}
 ENTRIES = {name: entry for name, entry in steps.ENTRIES.items() if entry.kinds} | {
     "loss": Entry(
-        lambda draw: {"params": PARAMS, "tokens": tokens(draw, 2, 4), "weights": normal(draw, 2, 3).abs()},
+        lambda draw: {
+            "params": PARAMS,
+            "tokens": tokens(draw, 2, 4),
+            "weights": draw.normal(2, 3).abs(),
+        },
         one_device,
         lambda params, tokens, weights: plain.loss(params, tokens[:, :-1], tokens[:, 1:], CONFIG, weights),
         {"params": c.params, "tokens": c.ids, "weights": c.weights},
@@ -175,34 +184,34 @@ ENTRIES = {name: entry for name, entry in steps.ENTRIES.items() if entry.kinds} 
         {"x": c.masked, "mask": lambda draw, mask: c.picked(draw, [("floats", mask.double()), ("cut", mask[:1])], [])},
     ),
     "ragged": Entry(
-        lambda draw: {"x": normal(draw, 5, 3), "count": 5},
+        lambda draw: {"x": draw.normal(5, 3), "count": 5},
         lambda x, count: collectives.ragged_all_to_all("R[G_X, E, R, D] -> R[G, E_X, R, D]", x, [5], [count], ONE),
         lambda x, count: x,
         {"count": c.whole},
     ),
     "transfer": Entry(
-        lambda draw: {"x": normal(draw, 4, 3), "line": "A[I_X, J] -> A[I, J]", "below": 3},
+        lambda draw: {"x": draw.normal(4, 3), "line": "A[I_X, J] -> A[I, J]", "below": 3},
         lambda x, line, below: collectives.transfer(line, x, ONE, ONE, below=(below, 3)),
         lambda x, line, below: torch.cat([x[:3], torch.zeros(1, 3)]),
-        {"line": c.text, "below": c.whole},
+        {"line": c.line, "below": c.whole},
     ),
     "shard_map": Entry(
-        lambda draw: {"x": normal(draw, 4, 2), "line": "A[I_X, J]", "kind": draw.choice(list(PROGRAMS))},
+        lambda draw: {"x": draw.normal(4, 2), "line": "A[I_X, J]", "kind": draw.choice(list(PROGRAMS))},
         mapped,
         blocks,
-        {"x": c.array, "line": c.text},
+        {"x": c.array, "line": c.line},
     ),
     "explicit": Entry(
-        lambda draw: {"x": normal(draw, 4, 2), "line": "A[I_X, J]"},
+        lambda draw: {"x": draw.normal(4, 2), "line": "A[I_X, J]"},
         lambda x, line: explicit.einsum("ij,kj->ik", *[explicit.array(x, line, ONE)] * 2, out="[4, 4_X]").whole(),
         lambda x, line: x @ x.T,
-        {"x": lambda draw, x: c.picked(draw, [("list", x.tolist()), ("dims", x[None])], []), "line": c.text},
+        {"x": lambda draw, x: c.picked(draw, [("list", x.tolist()), ("dims", x[None])], []), "line": c.line},
     ),
     "auto": Entry(
-        lambda draw: {"x": normal(draw, 4, 2), "line": "A[I_X, J]"},
+        lambda draw: {"x": draw.normal(4, 2), "line": "A[I_X, J]"},
         lambda x, line: auto.jit(lambda v: v @ v.T, ONE, (line,))(x),
         lambda x, line: x @ x.T,
-        {"x": lambda draw, x: c.picked(draw, [("list", x.tolist()), ("dims", x[None])], []), "line": c.text},
+        {"x": lambda draw, x: c.picked(draw, [("list", x.tolist()), ("dims", x[None])], []), "line": c.line},
     ),
 }
 

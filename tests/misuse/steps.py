@@ -1,17 +1,18 @@
 """Calls above the collectives held against one device: strategies, pipelines, a Transformer, attention, checkpoints."""
 
 import torch
-from misuse import corrupt as c
+from misuse import entries as c
 from misuse import plain
 from misuse.draw import Draw
-from misuse.entries import Entry, normal, spoils
+from misuse.entries import Entry, spoils
 
 from scaling import collectives, optim, tree
 from scaling.configs import Config
 from scaling.models import transformer as model
 from scaling.models.mlp import block
 from scaling.schedules import gpipe, one_f_one_b
-from scaling.strategies import context, fsdp, fsdp_tp, pipeline, transformer
+from scaling.strategies import context, data_parallel, fsdp, fsdp_tp, pipeline, tensor_parallel, transformer
+from scaling.strategies.axes import present
 from scaling.train import checkpoint, guards
 
 f64 = torch.float64
@@ -29,11 +30,12 @@ def with_grad(whole: dict) -> dict:
 
 
 def listing(draw: Draw) -> dict:
-    """A step of FSDP, or FSDP and TP."""
-    mesh = draw.mesh
-    strategy, B, D, F = fsdp_tp if "Y" in mesh.sizes else fsdp, 4 * mesh.size(), 2 * mesh.size(), 2 * mesh.size()
-    whole = with_grad({"W_in": normal(draw, 2, D, F), "W_out": normal(draw, 2, F, D)})
-    In, dOut = normal(draw, B, D), normal(draw, B, D)
+    """A step of a strategy over the mesh's axes."""
+    mesh, B, D, F = draw.mesh, 4 * draw.mesh.size(), 2 * draw.mesh.size(), 2 * draw.mesh.size()
+    known = {"X": (data_parallel, fsdp), "Y": (tensor_parallel,), "XY": (fsdp_tp,)}
+    strategy = draw.choice(known["".join(mesh.sizes)])
+    whole = with_grad({"W_in": draw.normal(2, D, F), "W_out": draw.normal(2, F, D)})
+    In, dOut = draw.normal(B, D), draw.normal(B, D)
     Out = through(whole, In)
     Out.backward(dOut)
     types = {name: strategy.SPECS[name].replace("[", "[L, ") for name in whole}
@@ -57,8 +59,8 @@ def wider(given: dict, draw: Draw) -> dict:
 def stages(draw: Draw) -> dict:
     """A pipeline over X."""
     mesh, Z, at = draw.mesh, draw.mesh.sizes["X"], slice(draw.mesh.coord["X"], draw.mesh.coord["X"] + 1)
-    whole = with_grad({"W_in": normal(draw, Z, 4, 6), "W_out": normal(draw, Z, 6, 4)})
-    In, Target, (make, other) = normal(draw, 8, 4), normal(draw, 8, 4), draw.sample([gpipe, one_f_one_b], 2)
+    whole = with_grad({"W_in": draw.normal(Z, 4, 6), "W_out": draw.normal(Z, 6, 4)})
+    In, Target, (make, other) = draw.normal(8, 4), draw.normal(8, 4), draw.sample([gpipe, one_f_one_b], 2)
     loss = squares(through(whole, In), Target)
     loss.backward()
     given = {"mesh": mesh, "params": tree.map(lambda W: W.detach()[at], whole), "In": In, "Target": Target}
@@ -82,24 +84,27 @@ CHANGED |= {"window": {"window": 2}, "gated": {"gated": False}, "tied": {"tied":
 
 def training(draw: Draw) -> dict:
     """Loss and gradients of a Transformer."""
-    seed = draw.randrange(100)
-    tokens = torch.randint(0, 16, (4 * draw.mesh.size(), 9), generator=torch.Generator().manual_seed(seed))
-    leaf = with_grad(model.init(CONFIG, seed, f64))
+    mesh, seed = draw.mesh, draw.randrange(100)
+    tokens = draw.whole_numbers(16, 4 * mesh.size(), 9)
+    leaf = with_grad(model.init(CONFIG, seed, f64, mesh.device))
     loss = model.loss(leaf, tokens, config=CONFIG)
     loss.backward()
-    ids, targets = (tree.shard(x.contiguous(), "t[B_X, T]", draw.mesh) for x in (tokens[:, :-1], tokens[:, 1:]))
-    given = {"mesh": draw.mesh, "ids": ids, "targets": targets, "config": CONFIG, "seed": seed}
+    batch = str(present("t[B_X, T]", mesh))
+    ids, targets = (tree.shard(x.contiguous(), batch, mesh) for x in (tokens[:, :-1], tokens[:, 1:]))
+    given = {"mesh": mesh, "ids": ids, "targets": targets, "config": CONFIG, "seed": seed}
+    given |= {"schedule": "1f1b", "microbatches": 2} if "Z" in mesh.sizes else {}
     return given | {"wanted": (loss.detach(), tree.map(lambda W: W.grad, leaf))}
 
 
-def trained(mesh, ids, targets, config, seed, dtype=f64, zero=3, replica=False, **options):
-    types = transformer.specs(config, mesh, zero=zero)
+def trained(mesh, ids, targets, config, seed, dtype=f64, zero=3, replica=False, schedule=None, **options):
+    types = transformer.specs(config, mesh, zero=zero, schedule=schedule)
     params = model.init(config, seed, dtype, mesh=mesh, specs=types)
     if replica:
         params["norm"] = params["norm"] + 1.0
         guards.check_replicas(params, types, mesh, 1)  # as training does every so many steps
-    loss, grads = transformer.loss_and_grads(params, ids, targets, config, mesh, zero=zero, **options)
-    return loss, transformer.unshard(grads, CONFIG, mesh)
+    options |= {"zero": zero, "schedule": schedule}
+    loss, grads = transformer.loss_and_grads(params, ids, targets, config, mesh, **options)
+    return loss, transformer.unshard(grads, CONFIG, mesh, schedule=schedule)
 
 
 def batch(change):
@@ -110,7 +115,7 @@ TYPES = {"w": "w[I_X, J]", "b": "b[J]"}
 
 
 def leaves(draw: Draw) -> dict:
-    return {"w": normal(draw, 2 * draw.mesh.sizes["X"], 3), "b": normal(draw, 3)}
+    return {"w": draw.normal(2 * draw.mesh.sizes["X"], 3), "b": draw.normal(3)}
 
 
 def step(draw: Draw) -> dict:
@@ -134,7 +139,7 @@ def updated(mesh, params, grads, lr, decay, most, donate, types=TYPES, steps=0):
 def queries(draw: Draw) -> dict:
     """Of a sequence that is split over X; the layout of zig-zag is another one, where it is."""
     n = draw.mesh.sizes["X"]
-    heads = [normal(draw, 1, 4 * n, each * n, 2) for each in (4, 2, 2)]
+    heads = [draw.normal(1, 4 * n, each * n, 2) for each in (4, 2, 2)]
     how = {"causal": n > 1 or draw.maybe(0.7), "window": draw.choice([2, 3]), "scale": 0.7}
     given = dict(zip("QKV", tree.shard(heads, [SEQUENCE] * 3, draw.mesh), strict=True))
     form = draw.choice(["ring", "gather", "ulysses"] + ["zigzag"] * (n == 1))
@@ -245,7 +250,7 @@ ENTRIES = {
     "checkpoint": Entry(
         held_state,
         stored,
-        kinds={"line": c.text, "step": c.whole, "keep": c.whole},
+        kinds={"line": c.line, "step": c.whole, "keep": c.whole},
         twists={
             "shape": other_leaf("w", lambda w: torch.cat([w, w])),
             "dtype": other_leaf("w", torch.Tensor.float),

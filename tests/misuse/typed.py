@@ -11,96 +11,295 @@ ValueError, or if
 - the operands, and the memory around a buffer, are as they were; the result shares no memory with an operand;
 - derivatives are the transpose: <w, f(x)> = <f'(w), x>, summed over the ranks.
 
-What a transform raises is loud as well, and counted by itself. A test of the suite runs some hundred cases.
+What a transform raises is loud as well, and counted by itself. A test of the suite runs some hundred cases, and
+benchmarks/gpu.py runs collectives on GPUs.
 """
 
 from collections import Counter
 
 import torch
-from misuse.collectives import collective
-from misuse.corrupt import picked
-from misuse.draw import Draw, buffer, spoiled
-from misuse.entries import Entry, called, tried
+from misuse.draw import ODD, Draw, buffer, spoiled, typed
+from misuse.entries import Entry, called, picked, tried
 from misuse.hold import describe, hold
 
 from scaling import collectives as c
 from scaling import tree
-from scaling.spec import Spec
+from scaling.algebra.rules import collective_steps
+from scaling.spec import ShardingError, Spec
+
+OP_OF = {"all_gather": "AllGather", "reduce_scatter": "ReduceScatter", "all_reduce": "AllReduce", "shard": "Slice"}
+OP_OF |= {"all_to_all": "AllToAll", "broadcast": "Broadcast", "reduce": "Reduce", "scatter": "Scatter"}
+OP_OF |= {"gather": "Gather"}
+KINDS = [*OP_OF, "ppermute", "unshard", "reshard"]
+REDUCING = ("reduce_scatter", "all_reduce", "reduce")
+ADDING = (*REDUCING, "broadcast", "unshard", "reshard")
 
 
-def product(draw: Draw, mesh, case: int) -> str:
+def contributions(draw: Draw, spec: Spec, local: list[int], dtype) -> torch.Tensor:
+    """[*axes of the mesh, *whole shape]: of each device the part of the array that it contributes, alike where the type
+    says that devices hold replicas. Small whole numbers: sums are exact in every dtype."""
+    mesh = draw.mesh
+    shape = [size * mesh.size(axes) for size, (_, axes) in zip(local, spec.dims, strict=True)]
+    sizes = [n if axis in spec.unreduced else 1 for axis, n in mesh.sizes.items()]
+    x = draw.whole_numbers(4, *sizes, *shape).expand(*mesh.sizes.values(), *shape)
+    return torch.complex(x.float(), x.float() + 1) if dtype == torch.complex64 else x.to(dtype)
+
+
+def block(x: torch.Tensor, spec: Spec, mesh, coord) -> torch.Tensor:
+    """What the device at coord holds of the whole array x, whatever its dims are called."""
+    return x[typed((f"D{i}", axes) for i, (_, axes) in enumerate(spec.dims)).slices(tuple(x.shape), mesh, coord)]
+
+
+def held(parts: torch.Tensor, before: Spec, after: Spec, mesh, by: str = "sum") -> torch.Tensor:
+    """What this rank holds of `after`, where the parts that `before` is unreduced over have been put together."""
+    for axis in mesh.sizes:
+        if axis in before.unreduced and axis not in after.unreduced:
+            parts = reduced(parts, by)
+        else:
+            parts = parts[mesh.coord[axis]]
+    return block(parts, after, mesh, mesh.coord)
+
+
+def reduced(parts: torch.Tensor, by: str) -> torch.Tensor:
+    if by in ("max", "min"):
+        return parts.amax(0) if by == "max" else parts.amin(0)
+    total = parts.sum(0, dtype=parts.dtype)
+    return total / len(parts) if by == "mean" else total
+
+
+def put(spec: Spec, i: int, axes) -> Spec:
+    """The type with other axes on dim i."""
+    return typed(((dim, axes if i == j else was) for j, (dim, was) in enumerate(spec.dims)), spec.unreduced)
+
+
+def more(spec: Spec, i: int, axes) -> Spec:
+    """The type with these axes behind those of dim i."""
+    return put(spec, i, spec.dims[i][1] + tuple(axes))
+
+
+def another(draw: Draw, kind: str, before: Spec) -> Spec:
+    """The result's type, of a line that is mostly legal."""
+    mesh, after, names = draw.mesh, before, [(dim, ()) for dim, _ in before.dims]
+    i = draw.choice([i for i, (_, axes) in enumerate(before.dims) if axes] or [None])
+    to = draw.choice([j for j in range(len(before.dims)) if j != i or kind != "all_to_all"] or [None])
+    axes = before.dims[i][1] if i is not None else ()
+    cut = draw.randrange(len(axes) or 1)
+    if kind == "unshard":
+        return typed(names)
+    if kind in ("all_gather", "gather") and axes:
+        after = put(before, i, axes[:cut])
+        after = typed(after.dims, (*after.unreduced, *axes[cut:])) if kind == "gather" else after
+    if kind in ("reduce_scatter", "scatter", "all_reduce", "broadcast"):
+        taken = [axis for axis in before.unreduced if draw.maybe(0.7)] or list(before.unreduced)
+        draw.shuffle(taken)
+        after = typed(before.dims, {*before.unreduced} - {*taken})
+        if kind in ("reduce_scatter", "scatter") and to is not None:
+            after = more(after, to, taken)
+    if kind == "all_to_all" and axes and to is not None:
+        after = more(put(before, i, axes[:cut]), to, axes[cut:])
+    if kind == "shard" and to is not None:
+        free = [axis for axis in mesh.sizes if axis not in before.axes + before.unreduced]
+        after = more(before, to, free[: draw.randrange(3)])
+    if kind == "reshard" or draw.maybe(0.1):  # anything at all
+        after = typed(names)
+        for axis in draw.sample(list(mesh.sizes), len(mesh.sizes)):
+            if draw.maybe(0.6) and before.dims:
+                after = more(after, draw.randrange(len(before.dims)), (axis,))
+            elif draw.maybe(0.2) and kind != "reshard":
+                after = typed(after.dims, (*after.unreduced, axis))
+    return after
+
+
+def group_of(axes, mesh) -> int:
+    """The number of this device's block along axes, the first of them major."""
+    index = 0
+    for axis in axes:
+        index = index * mesh.sizes[axis] + mesh.coord[axis]
+    return index
+
+
+def device_at(axes, index: int, mesh) -> tuple[int, ...]:
+    """The coordinate of the device of this one's group over axes that holds block `index`."""
+    coord = dict(mesh.coord)
+    for axis in reversed(axes):
+        index, coord[axis] = divmod(index, mesh.sizes[axis])
+    return tuple(coord[axis] for axis in mesh.sizes)
+
+
+def expected(kind, parts, before: Spec, after: Spec, mesh, by: str, root: int, axes=(), pairs=()):
+    """What this rank is to get, or None where the types say nothing of it."""
+
+    def of_device(at, spec=before):
+        return block(parts[at], spec, mesh, dict(zip(mesh.sizes, at, strict=True)))
+
+    here = tuple(mesh.coord.values())
+    if kind == "ppermute":
+        sources = [s for s, t in pairs if t == group_of(axes, mesh)]
+        return of_device(device_at(axes, sources[0], mesh)) if sources else torch.zeros_like(of_device(here))
+    if kind == "reduce":
+        y = held(parts, before, Spec(after.name, after.dims), mesh, by)
+        return y if group_of(before.unreduced, mesh) == root else torch.zeros_like(y)
+    if kind == "broadcast":
+        return of_device(device_at([axis for axis in before.unreduced if axis not in after.unreduced], root, mesh))
+    if kind in ("scatter", "gather"):
+        longer, shorter = (after, before) if kind == "scatter" else (before, after)
+        pairs_of = zip(longer.dims, shorter.dims, strict=True)
+        moved = [a[len(b) :] for (_, a), (_, b) in pairs_of if len(a) > len(b)]
+        if len(moved) != 1:
+            return None
+        if kind == "scatter":
+            return block(parts[device_at(moved[0], root, mesh)], after, mesh, mesh.coord)
+        y = of_device(here, after)
+        return y if group_of(moved[0], mesh) == root else torch.zeros_like(y)
+    if set(after.unreduced) - set(before.unreduced):
+        return None
+    return held(parts, before, after, mesh, by)
+
+
+def is_legal(kind: str, line: str, before: Spec, after: Spec) -> bool:
+    """Whether the rules, which other tests hold against outsiders, allow a line."""
+    if kind not in OP_OF or (kind == "shard" and before.same_sharding(after)):
+        return True
+    try:
+        return bool(collective_steps(OP_OF[kind], line))
+    except ShardingError:
+        return False
+
+
+def drawn_buffer(draw: Draw, shape, dtype, x, wrong: list[str]) -> tuple:
+    """(out, the memory around it, whether it may be refused); why it must be is added to `wrong`."""
+    out, memory, how = buffer(draw, shape, dtype, x)
+    wrong += [f"out: {how}"] if how in ("shape", "dtype", "expanded", "meta", "numpy") else []
+    return out, memory, how in ("operand", "leaf")
+
+
+def fitting(draw: Draw, kind: str) -> tuple[Spec, list[int]]:
+    """A type, mostly one that the kind can change, and the shape of its shards."""
+    while True:
+        before, local = draw.spec(draw.randrange(4))
+        has = {"all_gather": before.axes, "gather": before.axes, "all_to_all": before.axes}
+        has |= dict.fromkeys(("reduce_scatter", "all_reduce", "reduce", "scatter", "broadcast"), before.unreduced)
+        if has.get(kind, True) or draw.maybe(0.2):
+            return before, local
+
+
+def collective(draw: Draw, kinds=KINDS) -> str:
+    """A case of a collective; the outcome in a word. Raises Wrong."""
+    mesh, kind = draw.mesh, draw.choice(kinds)
+    before, local = fitting(draw, kind)
+    dtype = draw.choice(draw.dtypes)
+    by = draw.choice(["sum", "sum", "mean", "max", "min"]) if kind in REDUCING else "sum"
+    root = draw.randrange(-1, 5) if draw.maybe(0.3) else 0
+    parts = contributions(draw, before, local, dtype)
+    x, after = draw.layout(held(parts, before, before, mesh)), another(draw, kind, before)
+    options, positional, axes, pairs, wrong, line = {}, [], (), (), [], f"{before} -> {after}"
+    if kind in ("broadcast", "reduce", "scatter", "gather"):
+        options["root"] = root
+    if kind in ("reduce", "ppermute"):
+        after, line = before, f"{before} -> {before}" if kind == "reduce" else str(before)
+    if kind == "unshard":
+        line = str(before)
+    if kind == "ppermute":
+        axes = tuple(draw.sample(list(mesh.sizes), draw.randrange(1, len(mesh.sizes) + 1)))
+        n = mesh.size(axes)
+        pairs = tuple(zip(draw.sample(range(n), n), draw.sample(range(n), n), strict=True))[: draw.randrange(n + 1)]
+        positional = [axes[0] if len(axes) == 1 else axes, pairs]
+    if by != "sum":
+        options["op"] = by
+    wholes = [size * mesh.size(axes) for size, (_, axes) in zip(local, before.dims, strict=True)]
+    if any(dim.isdigit() and int(dim) != whole for (dim, _), whole in zip(before.dims, wholes, strict=True)):
+        wrong.append("a number is another")
+    adds = kind in ADDING and (set(before.unreduced) - set(after.unreduced) or kind == "reduce")
+    if adds and dtype in ODD and not (dtype.is_complex and by in ("sum", "mean")):
+        wrong.append("no such sum")
+    if by == "mean" and not (dtype.is_floating_point or dtype.is_complex):
+        wrong.append("a mean of whole numbers")
+    if draw.maybe(0.12):
+        x, how = spoiled(draw, x)
+        wrong += [how] if how else []
+    try:
+        wanted = expected(kind, parts, before, after, mesh, by, root, axes, pairs)
+    except (ShardingError, RuntimeError, IndexError):  # the types do not fit each other: nothing is to be had
+        wanted = None
+    memory, may_refuse = None, root != 0 or not is_legal(kind, line, before, after)
+    if kind in ("all_gather", "reduce_scatter") and draw.maybe(0.4) and isinstance(x, torch.Tensor):
+        shape = (2,) if wanted is None else wanted.shape
+        options["out"], memory, odd = drawn_buffer(draw, shape, dtype, x, wrong)
+        may_refuse = may_refuse or odd
+    if kind == "all_reduce" and draw.maybe(0.4):
+        options["donate"] = True
+        may_refuse = may_refuse or (isinstance(x, torch.Tensor) and x.is_neg())
+    if kind not in ("shard", "unshard", "reshard") and draw.maybe(0.3):
+        options["async_op"] = True
+    if kind != "ppermute" and draw.maybe(0.03):
+        positional = [draw.choice([True, "mean", 1, None])]
+        wrong.append("by position")
+
+    def run(x):
+        return c.wait(getattr(c, kind)(line, x, mesh, *positional, **options))
+
+    what = f"{kind} {line!r} {positional} {options} of {dtype} {describe(x)}"
+    return hold(draw, run, x, wanted, wrong, may_refuse, memory, options, what)
+
+
+def product(draw: Draw) -> str:
     """A case of einsum: of one operand or two, by a line whose dims agree or not."""
-    g = torch.Generator().manual_seed(case)
     dims, sizes = draw.sample("IJKL", 4), {dim: draw.choice([0, 1, 2, 3, 5]) for dim in "IJKL"}
-    a = dims[: draw.randrange(1, 4)]
-    b = None if draw.maybe(0.2) else draw.sample(dims, draw.randrange(1, 4))
-    every = list(dict.fromkeys([*a, *(b or [])]))
+    of = [dims[: draw.randrange(1, 4)]] + ([] if draw.maybe(0.2) else [draw.sample(dims, draw.randrange(1, 4))])
+    every = list(dict.fromkeys(dim for each in of for dim in each))
     result = draw.sample(every, draw.randrange(len(every) + 1))
     dtype = draw.choice([torch.float64, torch.float32, torch.int64, torch.int32])
-    names = {dim: dim for dim in every}
-    wrong = []
+    names, wrong = {dim: dim for dim in every}, []
     if draw.maybe(0.15):
         dim = draw.choice(every)
         number = draw.choice([sizes[dim], sizes[dim] + 1])
-        if str(number) not in names.values():
-            names[dim] = str(number)
-            wrong += ["a number is another"] if number != sizes[dim] else []
-
-    def operand(dims) -> torch.Tensor:
-        return draw.layout(torch.randint(0, 4, [sizes[dim] for dim in dims], generator=g).to(dtype))
+        names[dim] = str(number)
+        wrong += ["a number is another"] if number != sizes[dim] else []
 
     def text(dims) -> str:
         return f"[{', '.join(names[dim] for dim in dims)}]"
 
-    xs = [operand(a)] + ([operand(b)] if b else [])
-    letters = ",".join("".join(side) for side in (a, *([b] if b else []))) + "->" + "".join(result)
+    xs = [draw.layout(draw.whole_numbers(4, *(sizes[dim] for dim in each)).to(dtype)) for each in of]
+    letters = ",".join(map("".join, of)) + "->" + "".join(result)
     wanted = torch.einsum(letters, *(x.double().resolve_neg() for x in xs)).to(dtype)
-    line = f"A{text(a)}" + (f" * B{text(b)}" if b else "") + f" -> C{text(result)}"
-    options, memory, may_refuse = {}, None, False
+    line = " * ".join(name + text(each) for name, each in zip("AB", of, strict=False)) + f" -> C{text(result)}"
+    options, memory, may_refuse, alone = {}, None, False, len(of) == 1
     if draw.maybe(0.2):
         which = draw.randrange(len(xs))
         xs[which], how = spoiled(draw, xs[which])
-        alone = how == "meta" and not b  # shapes alone are multiplied without a mesh
-        wrong += [how] if how and how != "sparse" and not alone else []
-        wanted, may_refuse = wanted.to("meta") if alone else wanted, how in ("sparse", "meta")
-    if b and draw.maybe(0.1) and not wrong:
+        if how == "meta" and alone:  # shapes alone are multiplied without a mesh
+            wanted, may_refuse = wanted.to("meta"), True
+        else:
+            wrong += [how] if how and how != "sparse" else []
+            may_refuse = how == "sparse"
+    common = [] if alone else [dim for dim in of[0] if dim in of[1]]
+    if common and not wrong and draw.maybe(0.1):
         i = draw.randrange(2)
-        shape = list(xs[i].shape)
-        if shape and set(a) & set(b):
-            k = draw.randrange(len(shape))
-            if (a, b)[i][k] in (b, a)[i]:
-                shape[k] += 1
-                xs[i] = torch.zeros(shape, dtype=dtype)
-                wrong.append("sizes that do not meet")
+        meeting = draw.choice(common)
+        xs[i] = torch.zeros([sizes[dim] + (dim == meeting) for dim in of[i]], dtype=dtype)
+        wrong.append("sizes that do not meet")
     if draw.maybe(0.4) and not wanted.is_meta:
-        options["out"], memory, how = buffer(draw, wanted.shape, dtype, xs[0])
-        wrong += [f"out: {how}"] if how in ("shape", "dtype", "expanded", "meta", "numpy") else []
-        may_refuse = may_refuse or how in ("operand", "leaf")
-        if draw.maybe(0.4):
-            options["add"] = True
-            wanted = wanted + 1
-            if how == "operand" or how == "leaf" or wrong:
-                del options["add"]
-                wanted = wanted - 1
-    if draw.maybe(0.05):
-        wrong.append("by position")
+        options["out"], memory, odd = drawn_buffer(draw, wanted.shape, dtype, xs[0], wrong)
+        may_refuse = may_refuse or odd
+        if draw.maybe(0.4) and not (odd or wrong):
+            options["add"], wanted = True, wanted + 1
+    by_position = draw.maybe(0.05)
+    wrong += ["by position"] if by_position else []
 
     def run(x):
-        operands = [x, *xs[1:]]
-        return c.einsum(line, *operands, *([None] * 2 if "by position" in wrong else []), **options)
+        return c.einsum(line, x, *xs[1:], *([None] * 2 if by_position else []), **options)
 
     what = f"einsum {line!r} {options} of {dtype} {[describe(x) for x in xs]}"
-    return hold(draw, mesh, run, xs[0], wanted, wrong, may_refuse, memory, options, what, linear=False)
+    return hold(draw, run, xs[0], wanted, wrong, may_refuse, memory, options, what, linear=False)
 
 
 def drawn_tree(draw: Draw) -> dict:
     whole, specs, wanted = {}, {}, {}
     for name in "ab":
-        spec, local = draw.spec(draw.mesh, draw.randrange(3))
+        spec, local = draw.spec(draw.randrange(3))
         spec = Spec(spec.name, tuple((f"D{i}", axes) for i, (_, axes) in enumerate(spec.dims)))
         shape = [n * draw.mesh.size(axes) for n, (_, axes) in zip(local, spec.dims, strict=True)]
-        whole[name] = torch.randint(0, 9, shape, generator=torch.Generator().manual_seed(draw.randrange(1 << 30)))
-        specs[name] = str(spec)
+        whole[name], specs[name] = draw.whole_numbers(9, *shape), str(spec)
         wanted[name] = whole[name][spec.slices(tuple(shape), draw.mesh, draw.mesh.coord)], whole[name]
     return {"mesh": draw.mesh, "both": (whole, specs), "wanted": wanted}
 
@@ -127,7 +326,7 @@ def unfit(draw: Draw, both):
     return picked(draw, wrong, [])
 
 
-def trees(draw: Draw, mesh, case: int) -> str:
+def trees(draw: Draw) -> str:
     """Shards of a tree, and the way back; or trees that do not fit."""
     return called(draw, "tree.shard", Entry(drawn_tree, there_and_back, kinds={"both": unfit}))
 
@@ -141,6 +340,6 @@ def run(mesh, cases: int, seed: int) -> tuple[Counter, list[str]]:
     def case(number: int) -> str:
         draw = Draw.on(mesh, "", f"{seed} {number}")
         make = draw.choice(CASES)
-        return f"{make.__name__}: {make(draw, mesh, number)}"
+        return f"{make.__name__}: {make(draw)}"
 
     return tried(case, cases)

@@ -16,11 +16,11 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from storing import asked_to_store
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "auto"))
 from random_programs import MESH, Program, function, programs
 
-from scaling.common.console import Parser
 from scaling.spec import parse
 
 TABLE = Path(__file__).parents[1] / "auto" / "xla_bytes.json"
@@ -72,9 +72,7 @@ def compiled(program: Program, mesh) -> list[tuple[str, float]]:
 
 
 def main() -> None:
-    parser = Parser(description=__doc__)
-    parser.add_argument("--write", action="store_true", help=f"store {TABLE.name}")
-    args = parser.parse_args()
+    write = asked_to_store(__doc__, TABLE)
     jax.config.update("jax_num_cpu_devices", 8)
     mesh = jax.make_mesh(tuple(MESH.values()), tuple(MESH), axis_types=(AxisType.Auto,) * 2)
     table = {}
@@ -82,7 +80,7 @@ def main() -> None:
         found = compiled(program, mesh)
         table[seed] = sum(nbytes for _, nbytes in found)
         print(seed, program.in_types, program.out_type, round(table[seed]), [op for op, _ in found])
-    if args.write:
+    if write:
         head = {"jax": jax.__version__, "by": "tests/oracles/auto_jax.py"}
         TABLE.write_text(json.dumps(head | {"bytes": table}) + "\n")
 

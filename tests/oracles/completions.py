@@ -6,8 +6,9 @@ import tempfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
+from storing import asked_to_store
+
 from scaling import serve
-from scaling.common.console import Parser
 from scaling.models import hf
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "serve"))
@@ -20,10 +21,7 @@ def compare(doc: str, table: stored.Table, theirs: Callable, completions: Callab
     `theirs(folder, prompts)` asks the other library about the model saved in the
     folder; `completions(answer)` are the tokens of its answer. `options`: of `serve.generate`, by their names.
     """
-    parser = Parser(description=doc.partition("\n")[0])
-    parser.add_argument("--write", action="store_true", help="store what it gives")
-    args = parser.parse_args()
-    answers, wrong = {}, 0
+    write, answers, wrong = asked_to_store(doc, table.path), {}, 0
     for name, config in table.configs.items():
         params, prompts = table.params_of(name), table.prompts_of(name)
         with tempfile.TemporaryDirectory() as folder:
@@ -36,7 +34,7 @@ def compare(doc: str, table: stored.Table, theirs: Callable, completions: Callab
             differ[label] = sum(a != b for a, b in zip(ours, wanted, strict=True))
         wrong += sum(differ.values())
         print(f"{name:10} {len(prompts)} prompts, completions that differ: {differ}")
-    if args.write:
+    if write:
         rows = ",\n".join(f'"{name}": {json.dumps(row, separators=(",", ":"))}' for name, row in answers.items())
         table.path.write_text(f"{{\n{rows}\n}}\n")
     return 1 if wrong else 0

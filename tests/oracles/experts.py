@@ -12,11 +12,11 @@ from pathlib import Path
 
 import torch
 from hugging_face import wide
+from storing import asked_to_store
 from transformers import DeepseekV3Config
 from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3MoE
 
 from scaling.book.largest import largest
-from scaling.common.console import Parser
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "models"))
 from experts_table import CONFIG, inputs, ours, probes
@@ -63,12 +63,10 @@ def theirs() -> dict:
 
 
 if __name__ == "__main__":
-    parser = Parser(description=__doc__.split("\n")[0])
-    parser.add_argument("--write", action="store_true", help=f"store the table in {TABLE.name}")
-    args = parser.parse_args()
+    write = asked_to_store(__doc__, TABLE)
     found, mine = theirs(), ours()
     print("the same experts:", found["experts"] == mine["experts"])
     for name, want in found["probes"].items():
         print(f"{name:30} {largest(abs(a - b) for a, b in zip(want, mine['probes'][name], strict=True)):.1e}")
-    if args.write:
+    if write:
         TABLE.write_text(json.dumps(found) + "\n")

@@ -14,12 +14,12 @@ import jax
 import jax.numpy as jnp
 import numpy
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from storing import asked_to_store
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "explicit"))
 from gradient_programs import digest, function, numbers, typed_programs
 from random_programs import MESH, SIZES
 
-from scaling.common.console import Parser
 from scaling.spec import parse
 
 TABLE = Path(__file__).parents[1] / "explicit" / "jax_gradients.json"
@@ -41,9 +41,7 @@ def axes_of(x) -> str:
 
 
 def main() -> None:
-    parser = Parser(description=__doc__)
-    parser.add_argument("--write", action="store_true", help=f"store {TABLE.name}")
-    args = parser.parse_args()
+    write = asked_to_store(__doc__, TABLE)
     jax.config.update("jax_num_cpu_devices", 8)
     jax.config.update("jax_enable_x64", True)
     mesh = jax.make_mesh(tuple(MESH.values()), tuple(MESH), axis_types=(AxisType.Explicit,) * 2)
@@ -68,7 +66,7 @@ def main() -> None:
             found = [(axes_of(x), digest(numpy.asarray(x).ravel().tolist())) for x in derivatives(dy, *arguments)]
             table.append(found)
             print(program.in_types, [t for t, _ in found], flush=True)
-    if args.write:
+    if write:
         rows = ",\n".join(json.dumps(row) for row in table)
         head = json.dumps(f"JAX {jax.__version__}; written by tests/oracles/{Path(__file__).name}")
         TABLE.write_text(f'{{"by": {head}, "programs": [\n{rows}\n]}}\n')

@@ -16,11 +16,11 @@ from pathlib import Path
 import torch
 import transformers
 from safetensors.torch import load_file
+from storing import asked_to_store
 from tabulate import tabulate
 
 from scaling import tree
 from scaling.book.largest import largest
-from scaling.common.console import Parser
 from scaling.configs import load
 from scaling.configs.hugging_face import write_config
 from scaling.models import hf, transformer
@@ -193,9 +193,7 @@ def reference(name: str, tokens) -> dict:
 
 
 def main() -> int:
-    parser = Parser(description=__doc__)
-    parser.add_argument("--write", action="store_true", help=f"store {TABLE.name} for the suite")
-    args = parser.parse_args()
+    write = asked_to_store(__doc__, TABLE)
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
     sys.path.insert(0, str(TABLE.parent))
@@ -204,7 +202,7 @@ def main() -> int:
     heads = ["model", "logits f64", "loss f64", "worst gradient f64", "logits f32", "same bits, opens there"]
     print(f"transformers {transformers.__version__}, torch {torch.__version__}; differences over the largest value")
     print(tabulate(rows, heads, floatfmt=".1e"))
-    if args.write:
+    if write:
         table = {name: reference(name, tokens) for name in CASES}
         TABLE.write_text(json.dumps(table, indent=1) + "\n")
         print("wrote", TABLE)
