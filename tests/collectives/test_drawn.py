@@ -7,7 +7,7 @@ import pytest
 import torch
 from array_types import types
 from misuse import typed
-from misuse.collectives import OP_OF, is_legal
+from misuse.typed import OP_OF, is_legal
 from torch.func import vjp
 
 from scaling import collectives as c
