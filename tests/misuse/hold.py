@@ -7,7 +7,7 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 REFUSALS = (ValueError, TypeError)  # ShardingError is a ValueError; TypeError is Python's, of a wrong signature
-BUFFERS = {"out: expanded", "out: meta", "out: numpy"}  # which a graph does not refuse
+UNSEEN = {"out: expanded", "out: meta", "out: numpy", "meta"}  # what a graph does not refuse; torch traces no mixture
 
 
 class Wrong(Exception):
@@ -26,7 +26,7 @@ def hold(draw, call, x, wanted, wrong, may_refuse, memory, options, what: str, l
     plain = isinstance(x, torch.Tensor) and x.layout == torch.strided and x.device.type == mesh.device.type
     if not plain or (mode in ("leaf", "vjp", "jvp") and x.dtype not in (torch.float64, torch.float32)):
         mode = "plain"
-    if mode == "in graph" and BUFFERS & {*wrong}:
+    if mode == "in graph" and UNSEEN & {*wrong}:
         mode = "plain"
     kept = x.clone() if plain else None
     around = None if memory is None else (memory[:4].clone(), memory[-4:].clone())
