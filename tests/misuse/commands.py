@@ -39,8 +39,6 @@ CHAPTERS = Path(__file__).parents[2] / "chapters"
 SECONDS, LINES = 60.0, 12  # of a case; of an error
 
 
-# What commands take, to be spoiled: their options and the files that they read
-
 TRAIN = ["--data", "text.txt", "--model", "tiny.json", "--batch", "2", "--seq", "16", "--steps", "1",
          "--eval-batches", "1"]  # fmt: skip
 GIVE = ["--model", "hf", "--max-new-tokens", "2"]
@@ -100,8 +98,6 @@ MACHINE = {
 }  # fmt: skip
 REQUEST = {"id": "a", "prompt": "ab", "max_new_tokens": 2, "temperature": 0.5, "top_k": 3, "top_p": 0.9, "min_p": 0.1,
            "seed": 1, "stop": ["x"], "arrival": 0.0}  # fmt: skip
-
-
 RIGHT = {
     "tiny.json": TINY, "model.toml": TINY | ALL, "machine.toml": MACHINE, "request.json": REQUEST,
     "options.toml": {"lr": 0.1, "warmup": 2, "mesh": "X=1", "dtype": "fp32", "norms": False},
@@ -156,9 +152,6 @@ def spoiled(document: dict, draw: random.Random) -> tuple[object, str]:
         return top[""], f"{words}.unknown = {wrong!r}"
     holder[key] = wrong
     return top[""], f"{words} = {wrong!r}"
-
-
-# Cases
 
 
 def prepare(folder: Path) -> None:
