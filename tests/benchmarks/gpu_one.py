@@ -7,7 +7,7 @@ from functools import partial
 import torch
 import torch.nn.functional as F
 import versus_torch_transformer as whole
-from harness import race_here, seconds_of
+from gpu_race import race_here, seconds_of
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from versus_torch_transformer import SMALL
 
