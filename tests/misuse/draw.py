@@ -106,9 +106,9 @@ def buffer(draw: Draw, shape, dtype, x):
         out = out.to("meta")
     if how == "numpy":
         out = torch.ones(n).numpy()
-    if how == "operand" and isinstance(x, torch.Tensor) and x.numel() >= n and x.dtype == dtype and x.is_contiguous():
+    may_hold = isinstance(x, torch.Tensor) and x.numel() >= n > 0 and x.dtype == dtype and x.is_contiguous()
+    if how == "operand" and may_hold:
         out = x.view(-1)[:n].view(shape)
-        how = "operand" if n else "fits"
     elif how == "operand":
         how = "fits"
     if how == "leaf":
