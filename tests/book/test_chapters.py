@@ -47,6 +47,7 @@ def test_prints(name, chapter):
 
 def test_every_chapter_proposes_things_to_try():
     assert TRIED.keys() == {*running.ALL}
+    assert PINNED.keys() <= {*running.ON_A_PAGE}
     edited = {name: running.things_to_try(name)["old"] for name in running.ALL}
     assert [name for name, old in edited.items() if tried_in(name).count(old) != 1] == []
 

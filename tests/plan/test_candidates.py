@@ -132,7 +132,29 @@ def test_what_stays_in_a_node():
     found = best("mixtral-8x7b", 64, 256 * 4096, 4096)
     assert found.size("expert") > 1
     assert found.network.lanes["expert"].where == "node"
-    assert best("llama3-70b", 256, 2**21, 8192).size("tensor") <= 8
+    assert found.layout.remat == "attention"
+    found = best("llama3-70b", 256, 2**21, 8192)
+    assert (found.size("tensor") <= 8, found.layout.remat) == (True, "matmuls")
+
+
+REMAT_OF = {  # policy: (model, sizes, sequences, their tokens) for which it is the best
+    "none": ("llama3-8b", (("tensor", 8),), 8, 8192),  # all is held
+    "attention": ("llama3-8b", (("fsdp", 8),), 8, 10_752),  # "none" just does not fit
+    "matmuls": ("llama3-70b", (("fsdp", 8), ("tensor", 8)), 128, 8192),
+    "block": ("llama3-70b", (("fsdp", 8), ("tensor", 8)), 8, 32768),  # nothing else fits
+}
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_the_best_remat_policy_is_chosen(policy):
+    """All policies are tried, and what fits comes before speed."""
+    model, axes, sequences, seq = REMAT_OF[policy]
+    job, chips = Job(get(model), sequences * seq, seq), 64 if len(axes) > 1 else 8
+    fixed = {name: plans(job, H100, chips, Fixed(axes, remat=name))[0] for name in POLICIES}
+    best = min(POLICIES, key=lambda name: (not fixed[name].fits, fixed[name].forecast))
+    assert (best, fixed[best].fits) == (policy, True)
+    assert fixed["none"].fits == (policy in ("none", "matmuls"))
+    assert plans(job, H100, chips, Fixed(axes))[0].layout.remat == policy
 
 
 def test_part_6_llama3_70b_on_a_pod():

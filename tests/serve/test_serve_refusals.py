@@ -188,11 +188,13 @@ GIVEN = {
     "stop": ["a", [1.5], None, [True]],
     "page": [0],
     "form": ["rows"],
-    "draft": ["bigram", 3, (CONFIG.with_(V=33), PARAMS), (CONFIG.with_(L=1), PARAMS)],
+    "draft": ["bigram", 3, (CONFIG.with_(L=1), PARAMS)],
 }  # fmt: skip
+C33 = CONFIG.with_(V=33)
 test_options_of_generate = refused(
     {
         "a draft's params": (lambda: generated(draft=(CONFIG.with_(name="two", D=4), PARAMS)), "the draft two: params"),
+        "another vocabulary": (lambda: generated(draft=(C33, transformer.init(C33, 1))), "same vocabulary"),
         **{f"{name}={v!r:.50}": lambda name=name, v=v: generated(**{name: v}) for name in GIVEN for v in GIVEN[name]},
         **{
             f"proposals={n!r}": lambda n=n: generated(draft="ngram", proposals=n) for n in (0, 1.5)
