@@ -96,6 +96,7 @@ def _one_layer(mesh, strategy, sizes: dict, seed: int) -> Ran:
     whole, local = operands(types, sizes, mesh, seed)  # of Out its cotangent
     *inputs, dOut = whole.values()
     product, pull, *_ = vjp(lambda In, W_in, W_out: In @ W_in @ W_out, *inputs)
+    wanted = product, *pull(dOut)
     In, W_in, W_out, dOut = local.values()
     with trace() as there:
         Out, saved = strategy.layer_forward(W_in, W_out, In, mesh, Block())
@@ -105,8 +106,8 @@ def _one_layer(mesh, strategy, sizes: dict, seed: int) -> Ran:
     wanted_types = {name: types[name.removeprefix("d")] for name in results}
     tree.check(results, wanted_types, sizes, mesh, name="results")
     whole = tree.unshard(results, wanted_types, mesh)
-    wanted = zip(results, (product, *pull(dOut)), strict=True)
-    rows = [(name, difference(whole[name], value, mesh), EXACT) for name, value in wanted]
+    pairs = zip(results, wanted, strict=True)
+    rows = [(name, difference(whole[name], value, mesh), EXACT) for name, value in pairs]
     return Ran((lines(there), lines(back)), (there.book_bytes, back.book_bytes), rows)
 
 
