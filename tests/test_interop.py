@@ -43,6 +43,10 @@ def test_placements(text, placements):
     assert from_placements(placements, AbstractMesh(MESH), ("I", "J"), "A") == parse(text)
 
 
+def test_the_meshs_own_order_counts():
+    assert to_placements("A[I_YX, J]", {"Y": 2, "X": 2}) == (Shard(0), Shard(0))
+
+
 def placed(placement):
     return from_placements((placement, Replicate()), MESH, ("I", "J"))
 

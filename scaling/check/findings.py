@@ -18,7 +18,7 @@ RULES = {
     "discarded": "a collective changes nothing in place: what it returns is used",
     "untyped": "what has typed lines moves data by them alone: a raw collective has the gradient of the identity",
     "pending": "what is still under way is waited for before it is used",
-    "wrong-name": "a value goes into a line under its own name",
+    "wrong-name": "a param goes into a line under its own name",
     "result": "a strategy's functions return what SPECS says",
     "loss": "a loss is differentiated while it is unreduced, each device's own terms; its value is reduced afterwards",
     "specs": "SPECS is a dict of types",

@@ -22,7 +22,6 @@ class DimPart(NamedTuple):
 
 Dim = tuple[DimPart, ...]  # from major to minor; a dim that was not merged is one piece
 Pieces = tuple[tuple[int, DimPart], ...]
-LOOK_UP = "a look-up in what is split over "
 KEPT = 1 << 16  # how many answers are kept: layers and steps ask the same again
 
 
@@ -60,10 +59,6 @@ class HeldType(NamedTuple):
         return {axis for dim in self.dims for axis in axes_along(dim) or ()}
 
     @property
-    def looked_up(self) -> bool:
-        return self.through.startswith(LOOK_UP)
-
-    @property
     def of_nothing(self) -> bool:
         return self.made == "of nothing"
 
@@ -76,7 +71,7 @@ def of_nothing(shape: Sequence[int], zero: bool = False) -> HeldType:
 
 def look_up_over(axes: Iterable[str]) -> str:
     """What rows by number have gone through, of an array whose rows are split over axes: each device has its own."""
-    return LOOK_UP + ", ".join(sorted(axes))
+    return f"a look-up in what is split over {', '.join(sorted(axes))}"
 
 
 def any_dim(size: int) -> Dim:

@@ -51,11 +51,11 @@ def by_labels(rule: OpRule, operands: list[HeldType], shape: Sizes) -> HeldType:
     ring = len(operands) > 1 and len(rule.sums) == 1 and any(x.made == "ring" for x in operands)
     unreduced = None if ring else unreduced  # the sums so far: how many are still to come, no type shows
     gone = {label: dim for label, dim in dims.items() if label not in rule.op.output and label not in rule.op.whole}
-    through = ""
+    chosen = list[str]()  # the axes of what is chosen by number
     for label, dim in gone.items():
         axes = axes_along(dim)
         if label in rule.by_number and axes:
-            unreduced, through = unreduced or None, look_up_over(axes)
+            unreduced, chosen = unreduced or None, [*chosen, *axes]
         elif axes is None and size_along(dim) > 1:
             unreduced = unreduced or None
         elif axes and unreduced is not None:
@@ -71,6 +71,7 @@ def by_labels(rule: OpRule, operands: list[HeldType], shape: Sizes) -> HeldType:
     if twice and len(rule.sums) > 1:  # of a product; of a sum it shows in the dims that meet
         what = f"{name} of {types}: {', '.join(sorted(twice))} would occur twice in the result"
         raise RuleBroken("split", what, 0, "all_gather one of them first")
+    through = look_up_over(chosen) if chosen else ""
     return HeldType(made, unreduced, parts if unreduced else "", "ring" if ring else "", through=through)
 
 

@@ -1,5 +1,4 @@
-"""Each literal line of a text by itself, without running anything: what no operand can make right, and operands that
-are given under another one's name.
+"""Each literal line of a text by itself, without running anything: what no operand can make right.
 
     faults, calls = check_lines(text)
 
@@ -14,7 +13,7 @@ import tokenize
 from scaling.algebra.law import check_product
 from scaling.algebra.rules import collective_steps
 from scaling.check.findings import RULES, Finding, said
-from scaling.spec import Line, ShardingError, parse, parse_line
+from scaling.spec import ShardingError, parse, parse_line
 
 KINDS = {"all_gather": "AllGather", "reduce_scatter": "ReduceScatter", "all_reduce": "AllReduce"}
 KINDS |= {"all_to_all": "AllToAll", "shard": "Slice", "ragged_all_to_all": "AllToAll", "broadcast": "Broadcast"}
@@ -41,7 +40,7 @@ def check_lines(text: str, file: str = "<source>") -> "tuple[list[Finding], list
                 found.append(Finding(file, line, said(what, "ignore", f"name one of: {', '.join(RULES)}"), "ignore"))
     if "scaling" not in text or not WORDS.search(text):
         return found, []
-    calls, raw, legal = [], [], dict[ast.Call, Line]()
+    calls, raw = [], []
     for node in ast.walk(tree):
         if isinstance(node, ast.Expr) and isinstance(node.value, ast.Call) and _thrown_away(node.value):
             what = f"{ast.unparse(node.value)}: its result is not used"
@@ -58,11 +57,10 @@ def check_lines(text: str, file: str = "<source>") -> "tuple[list[Finding], list
             calls.append((node.lineno, node.end_lineno or node.lineno))
         try:
             _check(_name(node), line)
-            legal |= {node: parse_line(line)} if "->" in line else {}
         except ShardingError as error:
             text_ = str(error) if line in str(error) else f"{line}\n  {error}"
             found.append(Finding(file, node.lineno, text_, "illegal-line"))
-    found += [*(raw if calls else []), *_misnamed(tree, legal, file)]
+    found += raw if calls else []
     return sorted(f for f in found if f.rule not in comments.get(f.line, ())), calls
 
 
@@ -74,29 +72,6 @@ def _check_specs(node: ast.Assign, file: str) -> list[Finding]:
                 parse(str(value.value))
         except ShardingError as error:
             found.append(Finding(file, value.lineno, said(str(error), "specs", "give each name its type"), "specs"))
-    return found
-
-
-def _misnamed(tree: ast.AST, lines: dict[ast.Call, Line], file: str) -> set[Finding]:
-    """Operands that are another variable than the one by whose name the line calls them, where both are variables that
-    the file's lines name: their types may well be the same."""
-    named = {spec.name for line in lines.values() for spec in (*line.operands, line.result)}
-    pairs = [(call, spec, x) for call in lines for spec, x in zip(lines[call].operands, call.args[1:], strict=False)]
-    other = [each for each in pairs if getattr(each[2], "id", each[1].name) in named - {each[1].name}]
-    found = set()
-    for fn in ast.walk(tree) if other else ():
-        if not isinstance(fn, (ast.FunctionDef, ast.AsyncFunctionDef)):
-            continue
-        inside = [each for each in other if fn.lineno < each[0].lineno <= (fn.end_lineno or 0)]
-        nodes = [*ast.walk(fn)] if inside else []
-        stored = {(x.id, x.lineno) for x in nodes if isinstance(x, ast.Name) and isinstance(x.ctx, ast.Store)}
-        stored |= {(x.arg, x.lineno) for x in nodes if isinstance(x, ast.arg)}
-        for call, spec, x in inside:
-            if any(name == spec.name and at < call.lineno for name, at in stored):
-                text = said(
-                    f"{lines[call]}\n  {spec.name} is given {x.id}", "wrong-name", f"give {spec.name}, or name {x.id}"
-                )
-                found.add(Finding(file, call.lineno, text, "wrong-name"))
     return found
 
 

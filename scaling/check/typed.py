@@ -21,7 +21,7 @@ from scaling.check.compared import (
     unwrapped_by_all,
     without_axes,
 )
-from scaling.check.findings import Finding, Judgement, place_parts, said
+from scaling.check.findings import Finding, Judgement, place_parts
 from scaling.check.held import HeldType, Pieces, any_dim, axes_along, dims_of_view, look_up_over, of_nothing, pieces_of
 from scaling.collectives.linear import Pending, run_op, watcher
 from scaling.collectives.masks import zeroed
@@ -181,15 +181,12 @@ class TypedLines:
         return self.meta(x)
 
     def masked(self, line: str, x: Any, mask: Any) -> Tensor:
-        """What each device has of a sum: of a look-up, rows that are split over the sum's axes; of all else the values
+        """What each device has of a sum: rows looked up in what is split over the sum's axes; of all else the values
         decide, and the type is taken at its word."""
         x, mask, spec, place = self.meta(x), self.meta(mask), parse(line), self.reached()
-        held = self.held(x)
-        if not held.looked_up:
+        held, axes = self.held(x), self.live(spec).unreduced
+        if held.through != look_up_over(axes) or held.axes & {*axes}:
             self.skip("the mask decides, and the type is taken at its word", place)
-        elif held.through != look_up_over(self.live(spec).unreduced):
-            what, law = f"{line}\n  the operand is {held.through}", "rows looked up are terms of a sum over these axes"
-            self.find("unreduced", said(what, "unreduced", "give {U} these axes", law), held.place, place)
         partial = None if held.unreduced is None else held.unreduced - {*spec.unreduced}
         whole = Spec(spec.name, spec.dims)
         self.compare(held._replace(unreduced=partial, through=""), whole, line, "", place)

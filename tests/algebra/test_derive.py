@@ -246,6 +246,29 @@ def test_the_cotangent_of_a_partial_sum_is_replicated(line):
     assert "dOut[B, F] {U" not in str(program)
 
 
+def run_unreduced(mesh, line):
+    """Gradients on ranks, beside one device's: the largest difference."""
+    from scaling.collectives import shard
+
+    program, rng = derive(line), torch.Generator().manual_seed(0)
+    whole = {s.name: torch.randn(s.global_shape(SIZES), generator=rng, dtype=torch.float64) for s in program.operands}
+    local = {}
+    for spec in program.operands:  # the first rank of an axis holds the whole sum, the others zeros
+        first = all(mesh.coord[axis] == 0 for axis in spec.unreduced)
+        local[spec.name] = shard(str(spec.with_unreduced(())), whole[spec.name], mesh) * first
+    dOut = torch.randn(program.out.global_shape(SIZES), generator=rng, dtype=torch.float64)
+    _, grads = run_program(program, local, shard(str(program.backward[0].after), dOut, mesh), mesh)
+    wanted = {"In": dOut @ whole["W"].t(), "W": whole["In"].t() @ dOut}
+    return largest(
+        (grads[spec.name] - shard(f"{spec.with_unreduced(())}", wanted[spec.name], mesh)).abs().max().item()
+        for spec in program.operands
+    )
+
+
+def test_the_cotangent_of_a_partial_sum_on_ranks(ranks):
+    assert largest(ranks(run_unreduced, {"X": 2, "Y": 2}, UNREDUCED[4])) < 1e-12
+
+
 REFUSED = {
     "In[B, D] -> Out[B, D]": "two operands",
     "In[B, D] * In[D, F] -> Out[B, F]": "name of its own",

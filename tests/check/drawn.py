@@ -24,7 +24,7 @@ AXES = (), ("X",), ("Y",), ("X", "Y"), ("Y", "X")
 MOVES = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all", "shard")
 AROUND = ("torch.relu({})", "torch.tanh({})", "({}).abs()", "({}).square()", "({}) * ({})", "({}) + 1.0", "({}).exp()")
 AROUND += ("torch.softmax({}, -1)", "({}) / ({}).norm()", "({}).clamp(min=0)", "({}) - ({}).amax()")
-SAME_TYPE = "another operand, of the same type"  # which no type tells, and its name only where it is a variable
+SAME_TYPE = "another operand, of the same type"  # which no type tells
 HEAD = "import torch\nfrom scaling.collectives import all_to_all, shard\n"
 HEAD += "from scaling.collectives import all_gather, all_reduce, reduce_scatter\n"
 

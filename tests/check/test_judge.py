@@ -133,18 +133,34 @@ def test_a_value_that_decides_is_named():
     assert "may decide" in report.unjudged[0][1]
 
 
-@pytest.mark.parametrize(("line", "rules"), [("x[B, D] {U_X}", []), ("x[B, D] {U_Y}", ["unreduced"])])
-def test_a_masked_look_up_is_a_sum_over_the_axes_of_its_rows(line, rules):
-    def fn(E):
-        ids = torch.zeros(4, dtype=torch.long, device="meta")
-        return masked(line, torch.nn.functional.embedding(ids, E), ids >= 0, MESH)
-
-    report = judge(fn, "E[V_X, D]", mesh=MESH)
-    assert ([found.rule for found in report.findings], report.unjudged) == (rules, []), str(report)
+def looked_up(line):
+    ids = torch.zeros(4, dtype=torch.long, device="meta")
+    return lambda E: masked(line, E[ids], ids >= 0, MESH)
 
 
-def test_of_any_other_mask_the_type_is_taken_at_its_word():
-    report = judge(lambda a: masked("A[I, J_X] {U_Y}", a, a > 0, MESH), A, mesh=MESH, returns="A[I, J_X] {U_Y}")
+def test_a_masked_look_up_is_a_sum_over_the_axes_of_its_rows():
+    report = judge(looked_up("x[B, D] {U_X}"), "E[V_X, D]", mesh=MESH, returns="x[B, D] {U_X}")
+    assert (report.findings, report.unjudged) == ([], []), str(report)
+    both = judge(lambda E: masked("x[B] {U_XY}", E[[0, 1], [1, 0]], torch.ones(2) > 0, MESH), "E[V_X, D_Y]", mesh=MESH)
+    assert (both.findings, both.unjudged) == ([], []), str(both)
+
+
+def reordered(x):
+    return masked("y[T_X, D] {U_Y}", x[x.sum(1).argsort()], x.sum(1) > 0, MESH)
+
+
+WORDS = {  # a program, the type of its argument and of its result
+    "no look-up": (lambda a: masked("A[I, J_X] {U_Y}", a, a > 0, MESH), A, "A[I, J_X] {U_Y}"),
+    "rows over another axis": (looked_up("x[B, D] {U_Y}"), "E[V_X, D]", "x[B, D] {U_Y}"),
+    "rows over one axis of two": (looked_up("x[B, D] {U_XY}"), "E[V_X, D]", "x[B, D] {U_XY}"),
+    "a device's own rows, in another order": (reordered, "x[T_X, D]", "y[T_X, D] {U_Y}"),
+}
+
+
+@pytest.mark.parametrize("what", WORDS)
+def test_of_any_other_mask_the_type_is_taken_at_its_word(what):
+    fn, given, returns = WORDS[what]
+    report = judge(fn, given, mesh=MESH, returns=returns)
     assert ([why for _, why in report.unjudged], report.findings) == (
         ["the mask decides, and the type is taken at its word"], [],
     )  # fmt: skip

@@ -1,6 +1,7 @@
 """Ops of the table in every layout on X=2, Y=2: the shards together beside one device; and what is refused."""
 
 import itertools
+from collections import Counter
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ from typings import check_devices, planned
 from scaling import auto, explicit
 from scaling.algebra.law import Illegal
 from scaling.algebra.layouts import DimAxes
-from scaling.algebra.ops import KEEPS_SUMS, KINDS, op_kind
+from scaling.algebra.ops import KINDS, op_kind
 from scaling.algebra.planner import all_layouts
 from scaling.explicit.functions import each_call, read_call
 from scaling.mesh import AbstractMesh, Mesh
@@ -84,6 +85,10 @@ CASES = {  # a call, and the kinds of its arrays: their shapes, or the index
     "mT": (lambda x: x.mT, (4, 2, 8)),
     "transpose": (lambda x: x.transpose(-1, 0), (4, 2, 8)),
 }
+KEEP = {  # the kinds of op whose result may be unreduced
+    "linear", "adds", "multiplies", "divides", "sums", "contracts", "permutes", "reshapes", "broadcasts", "scans",
+    "takes", "joins", "parts", "zeros",
+}  # fmt: skip
 NUMBERS = "pad with a number", "rsub of a number", "add of a number"  # which is added once, and not on each device
 
 
@@ -127,8 +132,7 @@ def test_shards_are_what_the_types_say(name):
             # of a sum the first device has a quarter, the second three: a number else than in the law
             check_devices(call, arrays, wanted, local, MESH.sizes, (0.25, 0.75))
     assert legal > len(calls) or "of all" in name
-    keeps = op_kind(name.split()[0]) in (*KEEPS_SUMS, "reshapes") and name not in NUMBERS
-    assert bool(unreduced) == keeps
+    assert bool(unreduced) == (op_kind(name.split()[0]) in KEEP and name not in NUMBERS)
 
 
 def weighted(results):
@@ -160,9 +164,10 @@ def apart(name: str, got, wanted) -> list[str]:
     return [] if all(alike) else [name]
 
 
-def arrays_on_ranks(mesh) -> tuple[int, list[str]]:
-    """How many calls of arrays were compared with one device's, in values and gradients, and those that differ."""
-    compared, wrong = 0, []
+def arrays_on_ranks(mesh) -> tuple[Counter[str], list[str]]:
+    """How many calls of arrays were compared with one device's, by case, and those that differ: in gradients, and of
+    every fourth in values."""
+    compared, wrong = Counter(), []
     for name, (fn, *given) in CASES.items():
         arrays = arrays_of(given)
         differs = name not in ("int", "argsort", "argmax", "argmin of all", "gt", "where")
@@ -171,11 +176,11 @@ def arrays_on_ranks(mesh) -> tuple[int, list[str]]:
             rest = [DimAxes(at.dims) if x.shape == arrays[0].shape else DimAxes(((),) * x.dim()) for x in arrays[1:]]
             typed = [explicit.array(x, t, mesh) for x, t in zip(arrays, [at, *rest], strict=True)]
             try:
-                values = fn(*typed) if compared % 4 == 0 or not differs else None
+                values = fn(*typed) if compared[name] % 4 == 0 or not differs else None
                 found = explicit.grad(lambda *xs, fn=fn: weighted(fn(*xs)))(*typed) if differs else None
             except ShardingError:
                 continue  # it must be whole along a dim
-            compared += 1
+            compared[name] += 1
             wrong += [] if values is None else apart(f"{name} {at}", values, fn(*arrays))
             wrong += apart(f"gradient of {name} {at}", found, wanted) if differs else []
     return compared, wrong
@@ -185,7 +190,8 @@ def arrays_on_ranks(mesh) -> tuple[int, list[str]]:
 def test_values_and_gradients_are_one_devices(ranks):
     for compared, wrong in ranks(arrays_on_ranks, {"X": 2, "Y": 2}):
         assert wrong == []
-        assert compared > 80
+        assert compared.keys() == CASES.keys()
+        assert compared.total() > 80
 
 
 def planned_on_ranks(mesh) -> list[str]:
