@@ -63,10 +63,11 @@ CHAIN = optim.chain(optim.clip(1.0), RULES["adamw"])
 SCALED = optim.loss_scaled(SGD())
 OPTIONS = [  # what makes it, an option, and what it is not: the error names the option
     (SGD, "lr", (INF, NAN, -0.1, True, "1", None, 1j, torch.ones(4))),
-    (SGD, "momentum", (-1,)),
-    (SGD, "nesterov", ("no", True)),  # which needs a momentum
+    (SGD, "momentum", (INF, -1)),
+    (partial(SGD, momentum=0.9), "nesterov", ("no",)),
+    (SGD, "nesterov", (True,)),  # which needs a momentum
     (ADAMW, "weight_decay", (INF,)),
-    (ADAMW, "eps", (-1e-8,)),
+    (ADAMW, "eps", (INF, -1e-8)),
     (ADAMW, "betas", (0.9, None, (0.9,), (0.9, 1.0), (1.0, 0.9))),
     (ADAMW, "master", ("no",)),
     (MUON, "form", ("all",)),
@@ -80,8 +81,8 @@ OPTIONS = [  # what makes it, an option, and what it is not: the error names the
     (partial(optim.loss_scaled, SGD()), "interval", (1.5, 0)),
     (partial(optim.loss_scaled, SGD()), "backoff", (1.5,)),
     (partial(updated, SCALED), "finite", ("no", None, W)),
-    (lambda mask: updated(ADAMW(mask=mask)), "mask", (*({"w": m, "b": True} for m in ("no", 2, W)), {"w": True})),
-    (lambda lr: updated(ADAMW(lr=lambda _: lr)), "lr", (INF, -0.1, True, "1", torch.ones(4))),
+    (lambda mask: updated(ADAMW(mask=mask)), "mask", (*({"w": m, "b": True} for m in ("no", 2, W, None)), {"w": True})),
+    (lambda lr: updated(ADAMW(lr=lambda _: lr)), "lr", (INF, NAN, -0.1, True, "1", None, 1j, torch.ones(4))),
 ]
 ORDER = "one optimizer, which comes last"
 CALLS = {  # what: the call, and words of its error

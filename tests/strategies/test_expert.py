@@ -221,3 +221,12 @@ def test_bytes_on_thousands_of_chips(capacity):
     assert sum(e.nbytes for e in big) == 4 * 64 * rows * D * 2
     assert sum(e.wire_bytes for e in big) == 4 * rows * D * 2 * 63 / 64
     assert sum(e.flops for e in forward.events) == 2 * 3 * (rows + T) * D * F / 2
+
+
+@pytest.mark.parametrize(("n", "reordered"), [(1, False), (2, True), (SOFTMAX.E, False)])
+def test_rows_are_put_in_order_only_if_several_ranks_send_to_several_experts(n, reordered):
+    mesh, dims = AbstractMesh({"X": n}), {"D": SOFTMAX.D, "E": SOFTMAX.E, "F": SOFTMAX.F}
+    shapes = tree.map(lambda text: parse(text).local_shape(dims, mesh), expert.specs(SOFTMAX, "X"))
+    params = {name: torch.empty(shape, device="meta") for name, shape in shapes.items()}
+    x = torch.empty(2, 4, SOFTMAX.D, device="meta")
+    assert (expert.route_tokens(params, x, SOFTMAX, mesh, "X").order is not None) == reordered

@@ -40,7 +40,7 @@ def run_steps(mesh, name, dtype, block, layers):
         found = strategy.backward(dOut, saved, params, mesh, **bucket)
         tree.check(found[1], specs(strategy), SIZES, mesh, dtype)
         if first is None:
-            for other in other_ways(strategy, name, In, dOut, params, mesh, block, bucket):
+            for other in other_ways(strategy, name, In, dOut, params, mesh, block, bucket, found):
                 close(other, found, dtype)
             first = tree.unshard(found[1], specs(strategy), mesh), tree.unshard(found[0], types["In"], mesh)
         assert all(map(torch.equal, tree.leaves(before), tree.leaves((In, params)))), "batch or params were changed"
@@ -48,16 +48,17 @@ def run_steps(mesh, name, dtype, block, layers):
     return torch.stack(losses), *first, tree.unshard(params, specs(strategy), mesh)
 
 
-def other_ways(strategy, name, In, dOut, params, mesh, block, bucket):
-    """(dIn, grads) of one batch."""
+def other_ways(strategy, name, In, dOut, params, mesh, block, bucket, found):
+    """(dIn, grads) of one batch. With activations gathered again, or used up, they are `found` to the bit."""
     _, saved = strategy.forward(params, In, mesh, *block, keep=False)
-    yield strategy.backward(dOut, saved, params, mesh)
     dIn, sums = strategy.backward(dOut, saved, params, mesh, reduce=False)
     _, twice = strategy.backward(dOut, saved, params, mesh, partial=tree.map(torch.clone, sums), **bucket)
     yield dIn, tree.map(lambda g: g / 2, twice)
     if name == "pods":  # the flat reduction
         yield dIn, {key: over_pods_first(key, dW, mesh) for key, dW in sums.items()}
-    yield strategy.backward(dOut, saved, params, mesh, donate=True)
+    for donate in (False, True):
+        again = strategy.backward(dOut, saved, params, mesh, donate=donate, **bucket)
+        assert all(map(torch.equal, tree.leaves(again), tree.leaves(found)))
     assert saved.layers == []
     with pytest.raises(ValueError, match=f"saved has 0 layers, the params have {L}: .*\n  fix: run forward again"):
         strategy.backward(dOut, saved, params, mesh)

@@ -46,6 +46,7 @@ def step(tokens=IDS, config=PLAIN, **options):
 
 
 CAPACITY = EXPERTS.with_(capacity=1.5)
+GRAPH = ", which a compiled graph cannot express\n  fix: run it without torch.compile"
 test_a_transformer = refused(
     {
         "an axis it has not": (specs(PLAIN, {"Q": 2}), "splits nothing of a Transformer"),
@@ -68,8 +69,14 @@ test_a_transformer = refused(
         "dropout without a seed": (step(config=DROPPED), "draws random masks\n  fix: give seed="),
         "experts run again in part": (step(config=EXPERTS, remat="matmuls"), "cannot be used with experts"),
         "a capacity in another order": (checked(CAPACITY, {"X": 2, "C": 2}), 'fix: choose context="ring"'),
-        "stages in a graph": (checked(PLAIN, {"Z": 2}, compiling=True), "fix: run it without torch.compile"),
-        "experts in a graph": (checked(EXPERTS, {"X": 1}, compiling=True), "fix: run it without torch.compile"),
+        "stages in a graph": (
+            checked(PLAIN, {"Z": 2}, compiling=True),
+            f"stages wait for each other's messages{GRAPH}",
+        ),
+        "experts in a graph": (
+            checked(EXPERTS, {"X": 1}, compiling=True),
+            f"experts get as many rows as choose them{GRAPH}",
+        ),
     }
 )
 
@@ -250,8 +257,16 @@ def with_(name, function, words):
 
 test_a_listing_returns_as_many_parts_as_specs_names = refused(
     {
-        "Out": with_("layer_forward", lambda W, In, *_: In @ W, "forward returned a Tensor\n  fix: "),
-        "dIn": with_("layer_backward", lambda W, dOut, *_: dOut, "backward returned a Tensor\n  fix: "),
+        "Out": with_(
+            "layer_forward",
+            lambda W, In, *_: In @ W,
+            "forward returned a Tensor\n  fix: return a tuple of 2: Out, saved",
+        ),
+        "dIn": with_(
+            "layer_backward",
+            lambda W, dOut, *_: dOut,
+            "backward returned a Tensor\n  fix: return a tuple of 2: dIn, dW",
+        ),
         "dIn,": with_("layer_backward", lambda W, dOut, *_: (dOut,), "backward returned a tuple of 1\n"),
         "dW": with_("layer_backward", lambda W, dOut, *_: (dOut, dOut[0]), "dW of shape (2,), not (2, 2)\n  fix: "),
         "W": with_("gather", lambda W, mesh: W, "gather returned a Tensor\n  fix: return a tuple of 1: W"),

@@ -146,10 +146,9 @@ REFUSED: dict = {  # what: the call, and words of its error
         partial(saving, state=STATE | {"a": {"b": torch.ones(2)}, "a.b": torch.ones(2)},
                 specs=TYPES | {"a": {"b": "b[D]"}, "a.b": "b[D]"}), "have one name"),
 }  # fmt: skip
-for types, words in (("w[D_X, F] {U_Y}", "is unreduced"), ("w[D_Q, F]", "unknown mesh axis Q")):
-    REFUSED |= {
-        f"{call.__name__} {types}": (partial(call, specs=TYPES | {"w": types}), words) for call in (saving, loading)
-    }
+for call in (saving, loading):
+    partly = partial(call, specs=TYPES | {"w": "w[D_X, F] {U_Y}"})
+    REFUSED[f"{call.__name__} partial sums"] = partly, "is unreduced"
 for changed, words in [
     ({"k": (1, 2)}, "they stand in nested dicts"), ({"k": ["a"]}, "they stand in nested dicts"),
     ({'a"b': 1}, "under names without quotes"), ({"k": b"a"}, "not bytes"), ({"w": STATE["w"][0]}, "leaves are dense"),
@@ -164,7 +163,19 @@ for option, values in {
 for places in ([0], [0, 0, 1, 2], [0, 3, 5, 7], [-2, 0, 1, 2], [0.0, 1.0, 2.0, 3.0]):
     REFUSED[f"places {places}"] = partial(saving, places={"D": places}), "places of D"
 
-test_refused = refused(REFUSED, always="")
+test_refused = refused(REFUSED)
+test_refused_axes = refused(
+    {call.__name__: partial(call, specs=TYPES | {"w": "w[D_Q, F]"}) for call in (saving, loading)},
+    always="unknown mesh axis Q",
+)
+test_refused_folders = refused(
+    {
+        "no run": (partial(load, "no run"), "no run: there is no complete checkpoint here\n  fix: name the folder of"),
+        "no such step": (
+            partial(loading, step=2), "step-000002: there is no complete checkpoint here\n  fix: name a step that is"),
+    },
+    FileNotFoundError,
+)  # fmt: skip
 
 
 def leaf(metadata):

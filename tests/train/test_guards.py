@@ -64,7 +64,7 @@ def test_a_digest_tells_every_bit_and_place(n, dtype):
     said = guards.digest(x)
     for i in {0, 1, n // 2, n - 1}:
         y = x.clone()
-        y[i] = ~y[i] if dtype == torch.bool else -y[i] if y[i] else 1  # the highest bit of a word
+        y[i] = ~y[i] if dtype == torch.bool else -y[i] if y[i] else 1  # of floats, the highest bit of a word
         assert guards.digest(y) != said
     for i, j in {(0, n - 1), (0, n // 2), (n // 2 - 1, n - 2)}:
         y = x.clone()

@@ -87,7 +87,7 @@ def below(pid: int) -> list[int]:
 
 @pytest.mark.parametrize("lost", ["node", "rank"])
 def test_a_run_of_two_nodes_goes_on_when_one_is_lost(tmp_path, lost):
-    """On half of P, with the losses of one device."""
+    """The losses are those of one device. Without its second node the run has half of P."""
     write_text(tmp_path)
     common = [*OPTIONS, "--batch", "8", "--warmup", "5", "--save-every", "5", "--guard-every", "10", "--steps", "40"]
     subprocess.run(command(tmp_path, "one", *common), check=True, stdout=subprocess.DEVNULL)
@@ -115,6 +115,8 @@ def test_a_run_of_two_nodes_goes_on_when_one_is_lost(tmp_path, lost):
             agent.wait()
     losses = [[each["loss"] for each in records(tmp_path / name)] for name in ("two", "one")]
     torch.testing.assert_close(*losses, rtol=1e-3, atol=0)
+    if lost == "node":
+        assert " on P=1, X=2, Y=2, " in (tmp_path / "node-0.log").read_text()
 
 
 FAULTS = {
