@@ -7,6 +7,7 @@ import ast
 import resource
 import subprocess
 import sys
+import tomllib
 from functools import cache
 from pathlib import Path
 
@@ -188,6 +189,14 @@ def test_optional_packages_are_imported_inside_functions_only():
     others = {m: tree for m, tree in modules().items() if not m.startswith("scaling.serve.web.")}
     assert not [(m, name) for m, tree in others.items() for name in at_top(tree) if name.split(".")[0] in OPTIONAL]
     assert not [m for m, tree in others.items() for name in at_top(tree) if name.startswith("scaling.serve.web")]
+
+
+def test_files_that_sweeps_name_exist():
+    """tests/sweeps/rooms.toml: parts of the library, by how their paths begin, and the tests that cover them."""
+    tests = Path(__file__).parent
+    for room, covering in tomllib.loads((tests / "sweeps" / "rooms.toml").read_text(encoding="utf-8")).items():
+        assert any(ROOT.glob(f"{room}*")), room
+        assert [name for name in covering if not (tests / name).exists()] == [], room
 
 
 def test_rooms_of_arithmetic_import_no_torch():

@@ -112,7 +112,8 @@ def of_equal(name: str):
     def write(parts, flops, bandwidth) -> str:
         kinds = Counter()
         for row in rows_of(parts, name):
-            kinds[row["kind"]] += row["calls"]
+            if not row["line"].startswith(("refused", "loud in")):
+                kinds[row["kind"]] += row["calls"]
         return table(["what", "calls that are as on one device"], [[*each] for each in kinds.items()])
 
     return write

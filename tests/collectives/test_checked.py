@@ -60,6 +60,9 @@ ODD_ONES = {
     "dtype": (USUAL, gathered(said(f"AllGather {GATHER}", dtype="float64"), dtype=torch.float64)),
     "asynchronous": (USUAL, (lambda m: c.all_gather(GATHER, torch.zeros(2, 2), m, async_op=True), NARROW)),
     "differentiated": (USUAL, (lambda m: c.all_gather(GATHER, torch.zeros(2, 2, requires_grad=True), m), NARROW)),
+    "under a mode": [
+        (lambda m, n=n: counted(lambda _: gather(m, (n, 2)), None), said(f"AllGather {GATHER}", (n, 2))) for n in (2, 3)
+    ],
     "permutation": (USUAL, permuted([(0, 1)])),
     "pairs": (permuted([(0, 1)]), permuted([(1, 1)])),
     "root": [reduced(c.broadcast, SUM + "A[I]", f"with root {root}", root=root) for root in (0, 1)],
@@ -189,11 +192,7 @@ def late_in_turn(mesh):
             gather(mesh, (1 + late, 1))
 
 
-@pytest.mark.parametrize(
-    "holds",
-    [many, long_lines, a_slice_sends_nothing, late_in_turn],
-    ids=lambda holds: holds.__name__,
-)
+@pytest.mark.parametrize("holds", [many, long_lines, a_slice_sends_nothing, late_in_turn], ids=lambda f: f.__name__)
 def test_of_two_ranks(ranks, holds):
     ranks(holds, {"X": 2})
 

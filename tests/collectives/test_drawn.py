@@ -1,12 +1,12 @@
 """Calls drawn at random, right and wrong, beside what their types mean (tests/misuse/typed.py), on every kind of mesh;
 and the ways that data takes on NCCL, taken over gloo, which has the same calls."""
 
-from dataclasses import replace
-
 import pytest
 import torch
 from array_types import types
 from misuse import typed
+from misuse.draw import AsOnNccl, Draw
+from misuse.entries import tried
 from misuse.typed import OP_OF, is_legal
 from torch.func import vjp
 
@@ -16,14 +16,6 @@ from scaling.mesh import AbstractMesh, Mesh
 from scaling.strategies import data_parallel, fsdp, fsdp_tp, pods, tensor_parallel
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # of torch's own tracers
-
-
-class AsOnNccl(Mesh):
-    """A mesh whose groups say that they are NCCL's; unchecked, since to compare calls NCCL needs a GPU."""
-
-    def _make_group(self, axes):
-        group = super()._make_group(axes)
-        return replace(group, backend="nccl") if group.pg is not None else group
 
 
 def drawn(mesh, cases, seed, on_nccl):
@@ -47,6 +39,28 @@ def test_no_number_is_wrong_without_an_error(ranks, sizes, on_nccl, cases):
         assert not failures, "\n\n".join(failures)
         for said in (": right", "refused"):
             assert sum(count for outcome, count in outcomes.items() if said in outcome) > cases / 4
+
+
+def derivatives(mesh, cases=12):
+    """How often each outcome came of calls that are differentiated, by kind."""
+    outcomes = {}
+    for kind in typed.KINDS:
+
+        def case(number):
+            draw = Draw.on(mesh, "", f"{kind} {number}")  # noqa: B023
+            draw.dtypes, draw.modes, draw.sizes = (torch.float64,), ["leaf", "vjp"], [2, 4]
+            return typed.collective(draw, [kind])  # noqa: B023
+
+        outcomes[kind], failures = tried(case, cases)
+        assert not failures, "\n\n".join(failures)
+    return outcomes
+
+
+@pytest.mark.parametrize("sizes", [{"X": 2, "Y": 2}, {"P": 2, "X": 2, "Y": 2}], ids=str)
+def test_derivatives_are_transposes_over_several_axes(ranks, sizes):
+    for outcomes in ranks(derivatives, sizes):
+        for kind in typed.KINDS:
+            assert any(outcome in ("right, leaf", "right, vjp") for outcome in outcomes[kind]), (kind, outcomes[kind])
 
 
 LINES = [

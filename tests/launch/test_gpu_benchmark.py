@@ -108,12 +108,17 @@ def test_the_tables_of_a_gpu():
     rows = {
         "train": {"model": "m", "compiled": False, "remat": "none", "tokens": 10, "flops": 0.99e12,
                   "ms": {"ours": [1, 2, 3]}, "MB": {"ours": 1}, "ratio": {}, "failed": {"tuned": "out of memory"}},
+        "equal": {"kind": "gather", "line": "right, leaf", "calls": 3},
         "decode": {"B": 1, "T": 2, "side": "ours", "prefill": 1.0, "decode": 1.0, "bytes": 3.4e11, "flops": 1.0},
     }  # fmt: skip
     parts = {name: {"ranks": 1, "cases": [{"case": "c", "seconds": 1, "rows": [row]}]} for name, row in rows.items()}
+    parts["equal"]["cases"][0]["rows"] += [
+        {"kind": "gather", "line": said, "calls": 5} for said in ("right, vjp", "refused", "loud in vmap: an error")
+    ]
     about = {"devices": [{"name": "NVIDIA H100 80GB HBM3", "GB": 80}], "torch": "2", "cuda": "13", "nccl": "2"}
     text = written({"parts": parts, "about": about, "device": "cuda", "tiny": False, "ranks": 1})
     shares = "50.0%", "10.0%"  # 0.99e12 FLOPs in 2 ms of 9.9e14 a second; 3.4e11 bytes/s of 3.4e12
+    assert "| gather | 8 |" in text  # those that are right
     assert all(part in text for part in (*shares, "1 x NVIDIA H100 80GB HBM3", "| train | c: tuned | out of memory |"))
 
 

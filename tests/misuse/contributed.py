@@ -18,7 +18,7 @@ def contributions(draw: Draw, spec: Spec, local: list[int], dtype) -> torch.Tens
     shape = [size * mesh.size(axes) for size, (_, axes) in zip(local, spec.dims, strict=True)]
     sizes = [n if axis in spec.unreduced else 1 for axis, n in mesh.sizes.items()]
     x = draw.whole_numbers(4, *sizes, *shape).expand(*mesh.sizes.values(), *shape)
-    return torch.complex(x.float(), x.float() + 1) if dtype == torch.complex64 else x.to(dtype)
+    return torch.complex(x.double(), x.double() + 1).to(dtype) if dtype.is_complex else x.to(dtype)
 
 
 def block(x: torch.Tensor, spec: Spec, mesh, coord) -> torch.Tensor:

@@ -1,18 +1,30 @@
 """What a random case is made of: types, operands in every layout and dtype, buffers that fit or not."""
 
 import random
+from dataclasses import replace
 from math import prod
 from typing import Any
 
 import torch
 
+from scaling.mesh import Mesh
 from scaling.spec import Spec
 
-DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.int64, torch.int32, torch.uint8, torch.bool]
-ODD = [torch.int16, torch.uint32, torch.uint64, torch.float8_e4m3fn, torch.complex64]
+DTYPES = [torch.float64, torch.float32, torch.float16, torch.bfloat16]
+DTYPES += [torch.int64, torch.int32, torch.uint8, torch.bool]
+ODD = [torch.int16, torch.uint16, torch.uint32, torch.uint64, torch.float8_e4m3fn, torch.complex64, torch.complex128]
 # these are moved, and complex ones added; their other sums are refused
 MODES = ["plain"] * 6 + ["no_grad", "inference", "flops", "autocast", "leaf", "vjp", "jvp", "vmap"]
 MODES += ["in graph"] * 2  # the forms that a compiler follows, run without one
+
+
+class AsOnNccl(Mesh):
+    """A mesh over gloo whose collectives take the ways that they take on NCCL. Unchecked: to compare calls NCCL needs a
+    GPU."""
+
+    def _make_group(self, axes):
+        group = super()._make_group(axes)
+        return group if group.pg is None else replace(group, backend="nccl")
 
 
 def typed(dims, unreduced=(), name: str = "A") -> Spec:

@@ -19,9 +19,9 @@ from scaling import tree
 
 class Entry(NamedTuple):
     """`make` draws right arguments, those of this rank on `draw.mesh`, and with them what is "wanted", unless `wanted`
-    is a function of the arguments. `kinds` says how each may be spoiled for all ranks for all, `twists` how one
-    alone may make another call: {what: other arguments, or a function (given, draw) of them}; "unheld" among them: what
-    this rank then gets is its own. `messages`: whether ranks wait for messages of one rank."""
+    is a function of the arguments. `kinds` says how each may be spoiled for all ranks, `twists` how one alone may
+    make another call: {what: other arguments, or a function (given, draw) of them}; "unheld" among them: what this rank
+    then gets is its own. `messages`: whether ranks wait for messages of one rank."""
 
     make: Callable[[Draw], dict[str, Any]]
     call: Callable[..., Any]

@@ -105,7 +105,7 @@ def in_mode(mode: str, call, x, mesh):
         y, pull = torch.func.vjp(call, x) if mode == "vjp" else (call(leaf), None)
         w = (torch.arange(y.numel(), dtype=y.dtype, device=y.device) % 5 + mesh.rank).view(y.shape)
         (dx,) = pull(w) if pull else torch.autograd.grad(y, leaf, w)
-        return y.detach(), {"pairing": [(w * y.detach()).sum(), (dx * x).sum()]}
+        return y.detach(), {"pairing": [(w * y.detach()).sum(), (dx * leaf.detach()).sum()]}
     if mode == "jvp":
         with warnings.catch_warnings():  # torch's own, of its tracer
             warnings.simplefilter("ignore")

@@ -183,9 +183,10 @@ def run(folder: Path, tests: list[str], marker: str) -> str:
     process.join()
     if late or process.exitcode in (0, 5):  # 5: no test has this marker
         return late
-    if process.exitcode == 3:  # pytest's own error says nothing of the mutant
-        sys.exit(log.read_text())
-    failed = [line for line in log.read_text().splitlines() if line.startswith(("FAILED", "ERROR"))]
+    said = log.read_text()
+    if process.exitcode == 3 or "ERROR: file or directory not found" in said:  # which says nothing of the mutant
+        sys.exit(said)
+    failed = [line for line in said.splitlines() if line.startswith(("FAILED", "ERROR"))]
     return failed[0].split(" - ")[0] if failed else f"exit {process.exitcode}"
 
 

@@ -78,25 +78,26 @@ def test_one_event_for_each_dim_of_a_line():
     ]
 
 
-# line, shapes of the operands and of the result -> FLOPs (Part 4, Counting Dots)
+# line -> shapes of the operands and of the result, FLOPs (Part 4, Counting Dots), bytes of a number
 FLOPS = {
-    "A[I, J_X] * B[J_X, K] -> C[I, K] {U_X}": ([(2, 3), (3, 5)], (2, 5), 2 * 2 * 3 * 5),
-    "A[B, I, J] * B[B, J, K] -> C[B, I, K]": ([(7, 2, 3), (7, 3, 5)], (7, 2, 5), 2 * 7 * 2 * 3 * 5),
-    "A[I] * B[J] -> C[I, J]": ([(2,), (3,)], (2, 3), 2 * 3),
-    "A[I] * B[I] -> C[]": ([(4,), (4,)], (), 2 * 4),
-    "A[I, J] -> C[J, I]": ([(2, 3)], (3, 2), 0),
+    "A[I, J_X] * B[J_X, K] -> C[I, K] {U_X}": ([(2, 3), (3, 5)], (2, 5), 2 * 2 * 3 * 5, 4),
+    "A[B, I, J] * B[B, J, K] -> C[B, I, K]": ([(7, 2, 3), (7, 3, 5)], (7, 2, 5), 2 * 7 * 2 * 3 * 5, 4),
+    "A[I] * B[J] -> C[I, J]": ([(2,), (3,)], (2, 3), 2 * 3, 8),
+    "A[I] * B[I] -> C[]": ([(4,), (4,)], (), 2 * 4, 4),
+    "A[I, J] -> C[J, I]": ([(2, 3)], (3, 2), 0, 4),
 }
 
 
 @pytest.mark.parametrize("line", FLOPS)
 def test_the_flops_and_the_memory_of_a_product(line):
-    shapes, result, flops = FLOPS[line]
+    shapes, result, flops, size = FLOPS[line]
+    dtype = {4: torch.float32, 8: torch.float64}[size]
     with trace() as log:
-        c.einsum(line, *(torch.ones(shape) for shape in shapes))
+        c.einsum(line, *(torch.ones(shape, dtype=dtype) for shape in shapes))
     (event,) = log.events
     assert (event.op, event.axes, event.flops, event.nbytes, event.wire_bytes) == ("Einsum", (), flops, 0, 0)
     assert " * ".join(map(str, event.before)) + f" -> {event.after}" == line
-    assert event.memory == 4 * sum(map(prod, [*shapes, result]))
+    assert event.memory == size * sum(map(prod, [*shapes, result]))
 
 
 def test_sums_over_a_log():
