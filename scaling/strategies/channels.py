@@ -147,19 +147,23 @@ def pair_groups(mesh, axis: str, schedule: Schedule) -> dict[tuple, "dist.Proces
     """For each (whether activations, source, target) of this rank's transfers a process group of the two.
 
     They are made and used once in one order on all ranks: NCCL connects two ranks at their first transfer, and both
-    wait for that.
+    wait for that. For a transfer of others a rank makes a group of its own: torch names a group by its ranks and by how
+    many groups there are, and both ends must give it one name.
     """
     group = mesh.group((axis,))
     wanted = set()
     for rank, program in enumerate(schedule):
         for step in program:
-            if isinstance(step, RECVS) and group.index in (rank, step.peer):
+            if isinstance(step, RECVS):
                 wanted.add((isinstance(step, RecvActivation), step.peer, rank))
     made = mesh.lines.setdefault(("pipeline channels", axis), {})
     for key in sorted(wanted - set(made)):
         _, source, target = key
-        ranks = sorted(group.ranks[group.member_of(end)] for end in (source, target))
+        ends = (source, target) if group.index in (source, target) else (group.index,)
+        ranks = sorted(group.ranks[group.member_of(end)] for end in ends)
         made[key] = dist.new_group(ranks, timeout=timedelta(seconds=mesh.timeout), use_local_synchronization=True)
+        if len(ends) == 1:
+            continue
         dist.all_reduce(torch.zeros(1, device=mesh.device), group=made[key])
         first = torch.zeros(1, device=mesh.device)
         if group.index == source:

@@ -98,9 +98,7 @@ def cases_equal(device: str, tiny: bool, shared: bool = False) -> dict[str, Call
     cases |= {"torch.compile": partial(in_a_graph, mesh), "ragged": partial(act, "ragged", lambda: mesh)}
     wanted = [("listing", axes) for axes in axes_of] + [("training", axes) for axes in axes_of]
     wanted += [("attention", "X"), ("update", "X")]
-    # gloo sends no messages from a GPU; on a CPU with more than two ranks it makes no groups of two stages: their names
-    # tell how many groups a rank has, which differs between stages
-    if not shared or (device == "cpu" and ranks == 2):
+    if not shared or device == "cpu":  # gloo sends no messages from a GPU
         cases["message"] = partial(act, "message", lambda: mesh)
         wanted += [("pipeline", "X"), ("training", "ZX" if ranks > 2 else "Z")]
     for name, axes in wanted:

@@ -120,7 +120,7 @@ def test_every_schedule_equals_one_device(ranks, stages, counts):
     ["1f1b", "interleaved", "dualpipev", *(pytest.param(n, marks=pytest.mark.sweep) for n in ("gpipe", "zb-h1"))],
 )
 def test_other_stages_and_meshes(ranks, name, way):
-    sizes = {"Z": 2, "X": 2, "Y": 2} if way == "fsdp_tp" else {"Z": 2}
+    sizes = {"Z": 2, "X": 2, "Y": 2} if way == "fsdp_tp" else {"Z": 4 if way == "pairs" else 2}
     expected = one_device(OPTIONS)
     for actual in ranks(train, sizes, name, 8, OPTIONS, None, way):
         close(list(actual), list(expected))
