@@ -12,9 +12,8 @@ from scaling.mesh import AbstractMesh
 from scaling.models.leaves import Leaf, check_computed, leaves_of, specs_of
 from scaling.spec import Spec, parse
 
-Places = Mapping[
-    str, Sequence[int]
-]  # of a dim that is stored in another order or padded, the index at each place, or -1
+# of a dim that is stored in another order or padded: its index in the model at each place, -1 for none
+Places = Mapping[str, Sequence[int]]
 IN_ORDER: Places = {}
 
 

@@ -34,10 +34,11 @@ def predict_transformer(
     step, the optimizer's update say, they do at the same time. `shape`: of the slice of a torus that the mesh is laid
     on. ShardingError or ValueError for what does not fit."""
     Z, ranks, M = sizes.get("Z", 1), AbstractMesh(sizes).size(), settings.microbatches
+    few = min(M, 2)  # microbatches, from which on a step is linear in them
 
-    def did(z: int, M: int = M) -> CountedStep:
-        rows = settings.batch // settings.microbatches  # as many in each microbatch
-        some = settings if settings.microbatches == M else replace(settings, batch=rows * M, microbatches=M)
+    def did(z: int, microbatches: int) -> CountedStep:
+        rows = settings.batch // M  # as many in each microbatch
+        some = replace(settings, batch=rows * microbatches, microbatches=microbatches)
         return dry.counted(some, sizes, {"Z": z} if z else None, "abstract", documents=False, memory=False)
 
     def priced(step: CountedStep, on: Chip = chip) -> Prediction:
@@ -47,7 +48,7 @@ def predict_transformer(
         return stage.total if chip.measured else stage.overlapped
 
     if Z == 1:
-        return StepForecast((whole := priced(did(0)),), seconds(whole))
+        return StepForecast((whole := priced(did(0, M)),), seconds(whole))
     one, all_ = measured_row(chip, "Matmul", 1), measured_row(chip, "Matmul", ranks)
     faster = max(1.0, min(Z, one.bandwidth / all_.bandwidth)) if one and all_ else 1.0
     kinds: dict[tuple, tuple] = {}  # of stages: the first, the last, and those between by their number of layers
@@ -55,9 +56,10 @@ def predict_transformer(
     for z in range(Z):
         kind = z == 0, z == Z - 1, z < settings.model.sizes["L"] % Z
         if kind not in kinds:
-            whole, more = did(z), did(z, M + 1)
-            each = weighted_sum([(M, more), (-M, whole)])  # what a step does for its microbatches, and what once
-            once = weighted_sum([(M + 1, whole), (-M, more)])
+            less, more = did(z, few), did(z, few + 1)
+            whole = weighted_sum([(few + 1 - M, less), (M - few, more)])
+            each = weighted_sum([(M, more), (-M, less)])  # what a step does for its microbatches, and what once
+            once = weighted_sum([(few + 1, less), (-few, more)])
             beside = priced(each)
             alone = beside.own / faster + sum(t for _, t in priced(each, others_idle(chip)).comms)
             kinds[kind] = priced(whole), seconds(beside), alone, seconds(priced(once))
