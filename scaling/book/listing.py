@@ -106,8 +106,7 @@ def _one_layer(mesh, strategy, sizes: dict, seed: int) -> Ran:
     wanted_types = {name: types[name.removeprefix("d")] for name in results}
     tree.check(results, wanted_types, sizes, mesh, name="results")
     whole = tree.unshard(results, wanted_types, mesh)
-    pairs = zip(results, wanted, strict=True)
-    rows = [(name, difference(whole[name], value, mesh), EXACT) for name, value in pairs]
+    rows = [(name, difference(whole[name], x, mesh), EXACT) for name, x in zip(results, wanted, strict=True)]
     return Ran((lines(there), lines(back)), (there.book_bytes, back.book_bytes), rows)
 
 

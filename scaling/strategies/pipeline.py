@@ -45,6 +45,8 @@ from scaling.trace import now
 
 __all__ = ["SPECS", "EndsGradients", "arrange", "measure", "restore", "value_and_grad", "with_ends"]
 
+_simulated = lru_cache(maxsize=64)(simulate)  # what would hang, or leave out a microbatch, raises, once a schedule
+
 
 def value_and_grad(params, In, Target, mesh, schedule: Schedule, loss: Callable, stage: Stage | None = None, axis="Z"):
     """(Loss[], grads typed as params), by executing a schedule.
@@ -251,12 +253,6 @@ def _spans(rank: int, some: list, start: float, end: float) -> list[Span]:
     shares = [part for step in some for part in parts(step)]
     width = (end - start) / len(shares)
     return [Span(rank, part, start + i * width, start + (i + 1) * width) for i, part in enumerate(shares)]
-
-
-@lru_cache(maxsize=64)
-def _simulated(schedule: Schedule) -> Timeline:
-    """The schedule on paper, once: what would hang, or compute from too few microbatches, raises there."""
-    return simulate(schedule)
 
 
 def _check(params, In, Target, mesh, schedule: Schedule, axis: str) -> None:
