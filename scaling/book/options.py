@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from scaling.check.findings import judging
-from scaling.common.console import PROFILE, SEEDS, Parser, integer, picture, place
+from scaling.common.console import PROFILE, SEEDS, Parser, first_rank, integer, picture, place, world_size
 from scaling.spec import ShardingError, parse
 from scaling.spec.sizes import format_sizes, parse_mesh
 
@@ -33,12 +33,12 @@ class ChapterParser(Parser):
     """A parser of which rank 0 alone says what is wrong and what options there are."""
 
     def error(self, message: str) -> NoReturn:
-        if int(os.environ.get("RANK", 0)):
+        if not first_rank():
             sys.exit(2)
         super().error(message)
 
     def print_help(self, file=None) -> None:
-        if not int(os.environ.get("RANK", 0)):
+        if first_rank():
             super().print_help(file)
 
 
@@ -100,7 +100,7 @@ def _check_text(parser: ChapterParser, args: argparse.Namespace) -> None:
 
 def _check_script() -> None:
     """End with what the judge finds in the chapter itself; it runs it, and so is not asked again there."""
-    if int(os.environ.get("RANK", 0)) or judging() or not Path(sys.argv[0]).is_file():
+    if not first_rank() or judging() or not Path(sys.argv[0]).is_file():
         return
     from scaling.check.run import check_source
 
@@ -132,7 +132,7 @@ def _mesh(parser: ChapterParser, usual: str, axes: str, given: str | None) -> di
                 fix = f"fix: name {', '.join(known)}"
                 parser.error(f"--mesh {given}: {strange[0]} is no axis of this chapter; {fix}")
             return {**dict.fromkeys(sizes, 1), **asked}
-        if int(os.environ.get("WORLD_SIZE", 1)) == 1:
+        if world_size() == 1:
             return sizes
         from scaling.launch import fit_mesh
 
@@ -145,7 +145,7 @@ def _mesh(parser: ChapterParser, usual: str, axes: str, given: str | None) -> di
 def _check_sizes(parser: ChapterParser, args: argparse.Namespace, usual: str, types: Iterable, sizes: dict) -> None:
     """Refuse a mesh, or a batch, over which arrays of these types do not divide, or of another number of ranks."""
     devices, given = math.prod(args.mesh.values()), format_sizes(args.mesh).replace(" ", "")
-    world = int(os.environ.get("WORLD_SIZE", 1))
+    world = world_size()
     fix = f"fix: --mesh {usual}"
     if world > 1 and math.prod(parse_mesh(usual).values()) != world:
         fix = f"fix: torchrun --nproc-per-node {math.prod(parse_mesh(usual).values())}"

@@ -23,7 +23,7 @@ from scaling.book import layout
 from scaling.book.answers import Answer, answer_table, verdict_counts
 from scaling.book.options import Fits, chapter_parser, in_notebook, read_options
 from scaling.check.findings import judging
-from scaling.common.console import fold
+from scaling.common.console import first_rank, fold, world_size
 from scaling.show import charts
 
 
@@ -41,7 +41,7 @@ class Page:
         self.given: list[Answer] = []
         self.pictures: list[tuple[str, Callable]] = []
         self.profiles: list[Path] = []  # that `--profile` asked for
-        self.first = int(os.environ.get("RANK", 0)) == 0
+        self.first = first_rank()
         parser = chapter_parser(self.doc, mesh, axes, device=device, seed=seed, plot=plot, **options)
         self.args, self.refuse = read_options(parser, mesh, axes, fits), parser.error
         self.opening = "" if in_notebook() else self.doc.split("\n\n")[0].strip()
@@ -129,7 +129,7 @@ class Page:
         sizes, device = self.args.mesh, getattr(self.args, "device", "cpu")
         self.open()  # the ranks may print, too
         sys.stdout.flush()
-        if int(os.environ.get("WORLD_SIZE", 1)) > 1:
+        if world_size() > 1:
             from scaling.mesh import Mesh
 
             return fn(Mesh(sizes, device, checked), *args)
@@ -156,7 +156,7 @@ class Page:
         if "torch.distributed" in sys.modules:
             import torch.distributed as dist
 
-            if dist.is_initialized() and int(os.environ.get("WORLD_SIZE", 1)) > 1:
+            if dist.is_initialized() and world_size() > 1:
                 dist.destroy_process_group()
         if self.failures and in_notebook():
             raise AssertionError(verdict)

@@ -20,7 +20,7 @@ import torch.multiprocessing as mp
 from torch.distributed.elastic.multiprocessing.errors import record
 
 from scaling.collectives.checked import agree
-from scaling.common.console import complain
+from scaling.common.console import complain, world_size
 from scaling.launch.process import autograd_has_threads, end_with_parent, keep_freed_memory, ready_to_fork
 from scaling.launch.watch import LEFT, Rank, RankError, blame_of, watch, watch_self
 from scaling.mesh import TIMEOUT, AbstractMesh, Mesh, check_device, join_world
@@ -51,7 +51,7 @@ def run(
     world = AbstractMesh(sizes).size()
     if world == 1:
         return [fn(Mesh(sizes, device, checked, timeout), *args)]
-    if "TORCHELASTIC_RUN_ID" in os.environ and int(os.environ.get("WORLD_SIZE", 1)) > 1:
+    if "TORCHELASTIC_RUN_ID" in os.environ and world_size() > 1:
         raise ShardingError(
             f"launch.run cannot start {world} ranks in each of torchrun's {os.environ['WORLD_SIZE']}\n"
             f"  fix: launch.start(fn, sizes, ...), for which torchrun's ranks are the mesh, or use python"
@@ -104,7 +104,7 @@ def start_by_torchrun(sizes: Mapping[str, int], device: str) -> None:
     GPUs once the script has computed a gradient. Else it does nothing.
     """
     world = AbstractMesh(sizes).size()
-    if world == 1 or (can_fork(device) and not torch.cuda.is_available()) or int(os.environ.get("WORLD_SIZE", 1)) > 1:
+    if world == 1 or (can_fork(device) and not torch.cuda.is_available()) or world_size() > 1:
         return
     environment = {name: value for name, value in os.environ.items() if not name.startswith(("TORCHELASTIC", "RANK"))}
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(world)]
@@ -119,7 +119,7 @@ def start(fn: Callable, sizes: Mapping[str, int], *args, device: str = "cpu", ch
     """
     if "TORCHELASTIC_RUN_ID" in os.environ:
         end_with_parent(os.getppid())
-    if int(os.environ.get("WORLD_SIZE", 1)) == 1:
+    if world_size() == 1:
         signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that what was started is cleaned up
         try:
             AbstractMesh(sizes)
@@ -157,7 +157,7 @@ def _as_rank(fn: Callable, sizes: Mapping[str, int], args, device: str, checked:
 
 def fit_mesh(sizes: Mapping[str, int]) -> dict[str, int]:
     """A script's default mesh, made to fit the number of ranks that torchrun started by changing its first axis."""
-    world, first = int(os.environ.get("WORLD_SIZE", 1)), next(iter(sizes))
+    world, first = world_size(), next(iter(sizes))
     rest = math.prod(size for axis, size in sizes.items() if axis != first)
     if world == 1 or world % rest:
         return dict(sizes)

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from scaling.common.console import world_size
 from scaling.common.torch_private import constant
 from scaling.mesh.meeting import MESHES, Intent, Meeting, MeetingByMessages, hold_meeting, made_alone, meeting
 from scaling.mesh.page import SharedPage, share_page
@@ -160,7 +161,7 @@ class Mesh(AbstractMesh):
         super().__init__(sizes)
         self.device, self.checked, self.timeout = torch.device(device), checked, timeout
         check_device(device)
-        if not dist.is_initialized() and int(os.environ.get("WORLD_SIZE", 1)) > 1 and "RANK" in os.environ:
+        if not dist.is_initialized() and world_size() > 1 and "RANK" in os.environ:
             join_world(self.device, timeout)
         world, rank = (dist.get_world_size(), dist.get_rank()) if dist.is_initialized() else (1, 0)
         if ranks is not None:

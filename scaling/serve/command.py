@@ -10,13 +10,12 @@ import argparse
 import contextlib
 import json
 import math
-import os
 import sys
 from pathlib import Path
 from typing import Any
 
 from scaling import launch
-from scaling.common.console import Parser, complain, complaining, integer, output
+from scaling.common.console import Parser, complain, complaining, first_rank, integer, output
 from scaling.serve.cache import share_of
 from scaling.serve.engine import serve
 from scaling.serve.loading import Served, add_model, served_by
@@ -125,7 +124,7 @@ def main(argv=None) -> int:
     served: Any = Simulated((), {})
     if lines:
         served = what.on_ranks(run, lines, _options(args, pages, groups))
-    if int(os.environ.get("RANK", 0)) == 0:
+    if first_rank():
         return 0 if _report(args, what, lines, bad + refused, served) else 1
     return 0
 
@@ -154,7 +153,7 @@ def _over_http(args, what: Served, options: Options) -> int:
     except ImportError as error:
         raise ValueError(f"--port needs {error.name}\n  fix: pip install 'scaling-book-torch[serve]'") from None
     model = Model(what.config.name, what.tokenizer, what.config.V, what.ends, None, options, args.max_new_tokens)
-    listener = server.listen(args.host, args.port) if int(os.environ.get("RANK", 0)) == 0 else None
+    listener = server.listen(args.host, args.port) if first_rank() else None
     with server.passed_on():
         what.on_ranks(_serve_http, args, model, listener, timeout=FOR_EVER)
     return 0

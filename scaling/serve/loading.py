@@ -1,7 +1,6 @@
 """What is served, a Hugging Face folder or a run of `scaling.train`; and whether it fits, before it is loaded."""
 
 import argparse
-import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,7 +9,7 @@ from typing import Any
 import torch
 
 from scaling import launch, tree
-from scaling.common.console import Parser, integer
+from scaling.common.console import Parser, integer, world_size
 from scaling.configs import Config, with_weights
 from scaling.configs.sources import WAYS, Source
 from scaling.mesh import AbstractMesh
@@ -97,7 +96,7 @@ class Served:
     def on_ranks(self, fn: Callable, *given: Any, **options: Any) -> Any:
         """What rank 0 returns of fn(mesh, what is served, *given); the ranks are torchrun's, or started here."""
         work = fn, self.sizes, self, *given
-        if int(os.environ.get("WORLD_SIZE", 1)) > 1:
+        if world_size() > 1:
             return launch.start(*work, device=self.device, **options)
         return launch.run(*work, device=self.device, **options)[0]
 

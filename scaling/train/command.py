@@ -7,7 +7,6 @@ each process is one of them; otherwise the ranks of the mesh are started here.
 import argparse
 import fcntl
 import json
-import os
 import signal
 import sys
 from collections.abc import Iterator
@@ -17,7 +16,7 @@ from pathlib import Path
 
 from scaling import launch
 from scaling.common.arguments import of_type, read_table
-from scaling.common.console import Parser, complaining, integer, number
+from scaling.common.console import Parser, complaining, first_rank, integer, number, world_size
 from scaling.configs.sources import HELP, MODEL, RUN
 from scaling.cost.units import significant
 from scaling.hardware import chip
@@ -139,16 +138,6 @@ def main(argv=None) -> int:
         last = flight.told(args.out)
         told = f"\npython -m scaling.train flight {args.out}: each rank's last collectives:\n{last}"
         raise launch.RankError(f"{error}{told if last else ''}") from None
-
-
-def first_rank() -> bool:
-    """Whether this process is torchrun's rank 0, or starts the ranks itself."""
-    return int(os.environ.get("RANK", 0)) == 0
-
-
-def world_size() -> int:
-    """The ranks that torchrun has started; 1 where it has started none."""
-    return int(os.environ.get("WORLD_SIZE", 1))
 
 
 def chosen(settings: Settings, ranks: int, args, given: list[str]) -> dict[str, int]:
