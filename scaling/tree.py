@@ -7,7 +7,6 @@ anything with `.sizes`, `.coord` and `.device`; on an AbstractMesh, whose device
 
 import hashlib
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from operator import index
@@ -117,7 +116,7 @@ def init(inits, specs, sizes, mesh, seed: int = 0, dtype=torch.float32, device=N
         _no_partial_sums(where, spec)
         local, whole = spec.local_shape(stored, mesh), spec.global_shape(sizes)
         held = spec.slices(stored, mesh, mesh.coord)
-        ranges = tuple(slice(min(s.start, n), min(s.stop, n)) for s, n in zip(held, whole, strict=True))
+        ranges = tuple(map(unpadded, held, whole))
         if isinstance(how, Constant):
             x = torch.full([s.stop - s.start for s in ranges], how.value, dtype=dtype, device=device)
         elif not isinstance(how, Normal):
@@ -127,14 +126,14 @@ def init(inits, specs, sizes, mesh, seed: int = 0, dtype=torch.float32, device=N
             x = torch.empty(local, dtype=dtype, device=device)
         else:
             x = _normal(whole, ranges, how.std, key(seed, where), dtype, device)
-        made.append(filled_up(x, local))
+        more = [n - there for n, there in zip(local, x.shape, strict=True)]  # zeros behind it
+        made.append(torch.nn.functional.pad(x, [k for n in reversed(more) for k in (0, n)]) if any(more) else x)
     return unflatten(specs, made)
 
 
-def filled_up(x: Tensor, shape: Sequence[int]) -> Tensor:
-    """x, with zeros behind it in each dim up to this shape."""
-    more = [n - there for n, there in zip(shape, x.shape, strict=True)]
-    return torch.nn.functional.pad(x, [k for n in reversed(more) for k in (0, n)]) if any(more) else x
+def unpadded(held: slice, size: int) -> slice:
+    """What of a range lies in a dim of this size, and not in the padding behind it."""
+    return slice(min(held.start, size), min(held.stop, size))
 
 
 def check(tree, specs, sizes, mesh, dtype=None, name: str = "params", fix: str = "") -> None:

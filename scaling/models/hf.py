@@ -61,7 +61,7 @@ def load_sharded(
 
     def leaf(spec: Spec, layout: FileLayout) -> Tensor:
         ranges = dict(zip(spec.dim_names, spec.slices(sizes, mesh, mesh.coord), strict=True))
-        real = {dim: _real(held, config.V) if dim == "V" else held for dim, held in ranges.items()}
+        real = {dim: tree.unpadded(held, config.V) if dim == "V" else held for dim, held in ranges.items()}
         made: Any = None
         for at in layout.indices(ranges):
             there = at | ({"L": slots[at["L"]]} if "L" in at else {})
@@ -76,11 +76,6 @@ def load_sharded(
     types = tree.map(parse, whole if specs is None else specs)
     tree.paired(types, whole, "specs")  # refuses specs of another structure
     return config, tree.map(leaf, types, layouts)
-
-
-def _real(held: slice, size: int) -> slice:
-    """What is no padding of a range."""
-    return slice(min(held.start, size), min(held.stop, size))
 
 
 def save(folder: "str | Path", config: Config, params: dict) -> None:
