@@ -10,6 +10,7 @@ import torch
 from checkpoints import ONE, SPECS, load, save
 from runs import write_text
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+from torch.nn.functional import pad
 
 from scaling import tree
 from scaling.configs import Config
@@ -53,7 +54,7 @@ def resumed(mesh, settings, whole):
         dcp.ShardReader.__call__ = real
     slots, V, data = slots_of(MODEL, mesh, None), padded_sizes(MODEL, mesh)["V"], state.pop("data")
     padded = [
-        arranged_layers(W, slots) if "layers" in where else tree.filled_up(W, (V, MODEL.D)) if "embed" in where else W
+        arranged_layers(W, slots) if "layers" in where else pad(W, (0, 0, 0, V - len(W))) if "embed" in where else W
         for where, W in tree.named_leaves(whole).items()
     ]
     wanted = tree.shard(tree.unflatten(whole, padded), state_specs(optimizer, types), mesh)
