@@ -69,6 +69,7 @@ def nothing_outside(path: str, seconds: int = SECONDS) -> Iterator[None]:
     with contextlib.ExitStack() as stack:
         for room, name, value in (
             (launch, "run", _on_abstract), (launch, "start", _one_rank), (meshes, "Mesh", _abstract),
+            (launch, "start_by_torchrun", lambda *_: None),
             (time, "sleep", lambda _: None), (sys, "argv", [path, *OPTIONS]),
         ):  # fmt: skip
             stack.enter_context(patch.object(room, name, value))

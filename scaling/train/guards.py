@@ -38,7 +38,7 @@ def check_replicas(state, specs, mesh, step: int, name: str = "state") -> None:
 
 def check_same(typed: Sequence[tuple[str, Tensor, Spec]], mesh, step: int) -> None:
     """The same of (name, leaf, type), but for elements that are not finite."""
-    hashes = everyone(torch.stack([digest(leaf) for _, leaf, _ in typed]), mesh)
+    hashes = everyone(_on(mesh, [digest(leaf) for _, leaf, _ in typed]), mesh)
     for i, (where, _, spec) in enumerate(typed):
         if odd := apart(hashes[:, i].tolist(), spec, mesh):
             ranks, axes = odd
@@ -109,6 +109,11 @@ def everyone(x: Tensor, mesh) -> Tensor:
     return all_gather(f"{split} -> h[R, N]", x[None].to(mesh.device), mesh).cpu()
 
 
+def _on(mesh, scalars: Sequence[Tensor]) -> Tensor:
+    """[N], on the mesh's device: a run's batch, and its count of steps, are on the CPU."""
+    return torch.stack([x.to(mesh.device) for x in scalars])
+
+
 def digest(x: Tensor) -> Tensor:
     """int64[]: a hash of the bits and of where they stand. Sums wrap around, so the order of adding does not matter.
 
@@ -133,7 +138,7 @@ def odd(n: int, step: int, device) -> Tensor:
 
 def not_finite(typed, mesh) -> list[list[int]]:
     """Of each leaf of `tree.paired`, the ranks on which an element is not finite."""
-    good = everyone(torch.stack([finite(leaf) for _, leaf, _ in typed]).to(torch.int64), mesh)
+    good = everyone(_on(mesh, [finite(leaf) for _, leaf, _ in typed]).to(torch.int64), mesh)
     return [(leaf == 0).nonzero().flatten().tolist() for leaf in good.unbind(1)]
 
 

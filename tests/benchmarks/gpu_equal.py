@@ -23,6 +23,7 @@ from misuse.draw import AsOnNccl, Draw
 from misuse.entries import tried, twisted
 
 from scaling import collectives
+from scaling.collectives import moves
 from scaling.common import torch_private
 from scaling.mesh import Mesh
 
@@ -41,7 +42,16 @@ def join(device: str, shared: bool = False) -> Callable[[dict], Mesh]:
     if not dist.is_initialized() and int(os.environ.get("WORLD_SIZE", 1)) > 1:
         how = "gloo" if shared or device == "cpu" else "nccl"
         dist.init_process_group(how, timeout=timedelta(seconds=TIMEOUT))
+    if shared and device == "cuda":
+        moves.gather_over = gathered_by_sums
     return lambda sizes: (AsOnNccl if shared else Mesh)(sizes, device, timeout=TIMEOUT)
+
+
+def gathered_by_sums(x: torch.Tensor, size: int, group: str) -> torch.Tensor:
+    """x[m, ...] -> [n*m, ...]: each block among zeros, summed. gloo's own AllGather in a graph takes the address of a
+    GPU's memory for one of the host's, and ends the process (torch 2.11)."""
+    own = dist.get_rank(torch_private.process_group(group))
+    return torch_private.sum_over(torch.cat([x if i == own else torch.zeros_like(x) for i in range(size)]), group)
 
 
 def split(axes: str, ranks: int) -> dict[str, int]:

@@ -27,11 +27,15 @@ from scaling.configs import Config
 from scaling.models.rope import rotate, tables
 
 
+def norm(config: Config, like: Tensor) -> nn.RMSNorm:
+    return nn.RMSNorm(config.D, eps=config.eps, device=like.device, dtype=like.dtype)
+
+
 class Block(nn.Module):
     def __init__(self, W: dict, config: Config):
         super().__init__()
         self.H = config.H
-        self.norm_attn, self.norm_mlp = (nn.RMSNorm(config.D, eps=config.eps) for _ in range(2))
+        self.norm_attn, self.norm_mlp = (norm(config, W["W_Q"]) for _ in range(2))
         self.q, self.k, self.v = (linear(W[name].flatten(1)) for name in ("W_Q", "W_K", "W_V"))
         self.o = linear(W["W_O"].flatten(0, 1))
         self.up, self.gate, self.down = (linear(W[name]) for name in ("W_in", "W_gate", "W_out"))
@@ -56,9 +60,9 @@ class Model(nn.Module):
         self.embed = nn.Embedding.from_pretrained(params["embed"].clone(), freeze=False) if first == 0 else None
         layers = [{name: W[l] for name, W in params["layers"].items()} for l in range(first, last)]
         self.blocks = nn.ModuleList(Block(W, config) for W in layers)
-        self.norm = nn.RMSNorm(config.D, eps=config.eps) if last == config.L else None
-        self.unembed = linear(params["unembed"]) if last == config.L else None
         like = params["embed"]
+        self.norm = norm(config, like) if last == config.L else None
+        self.unembed = linear(params["unembed"]) if last == config.L else None
         both = tables(torch.arange(T, device=like.device), config.H, config.theta, None, like.dtype)
         for name, table in zip(("cos", "sin"), both, strict=True):
             self.register_buffer(name, table, persistent=False)

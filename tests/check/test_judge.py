@@ -201,6 +201,14 @@ def test_cross_entropy_of_classes_that_are_split_is_refused():
     assert [found.rule for found in judge(loss, "x[B, V_X]", mesh=MESH).findings] == ["split"]
 
 
+def test_beside_a_gpu_a_chapter_is_judged_here_and_starts_nothing(monkeypatch):
+    """There a chapter's ranks cannot be forked, and it would become torchrun."""
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("os.execve", lambda *call: pytest.fail("it started another program"))
+    chapter = FOLDER.parents[1] / "chapters" / "05_fsdp.py"
+    assert check_source(chapter.read_text(encoding="utf-8"), str(chapter)) == []
+
+
 def test_code_as_it_is_written():
     a, b = torch.empty(4, 6, device="meta"), torch.empty(6, 5, device="meta")
     with judged(MESH, {A: a, B: b}) as report:

@@ -2,6 +2,7 @@
 
 import re
 import time
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -54,6 +55,14 @@ def test_one_rank_is_compared_with_nobody_but_must_be_finite():
     guards.check_replicas({"W": W}, {"W": "W[D]"}, one, 1)
     with pytest.raises(ArithmeticError, match=r'step 4: state\["W"\], W\[D\], is not finite on ranks \[0\]'):
         guards.check_replicas({"W": W / 0}, {"W": "W[D]"}, one, 4)
+
+
+def test_a_batch_on_the_cpu_is_looked_at_beside_a_state_on_another_device(monkeypatch):
+    seen = []
+    monkeypatch.setattr(guards, "everyone", lambda x, mesh: seen.append(x.device.type) or torch.ones(1, 2))
+    typed = [("t", torch.zeros(2), "t[B]"), ("W", torch.zeros(2, dtype=torch.int64, device="meta"), "W[D]")]
+    assert guards.not_finite(typed, SimpleNamespace(device=torch.device("meta"))) == [[], []]
+    assert seen == ["meta"]
 
 
 @pytest.mark.parametrize("n", [3, 2 * guards.ROW, 5 * guards.ROW + 7])
