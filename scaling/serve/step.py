@@ -20,7 +20,7 @@ from scaling.models.inputs import IDS, check_ids, check_range
 from scaling.models.leaves import KV_HEADS, STACKS
 from scaling.models.rope import tables
 from scaling.models.transformer import all_layers
-from scaling.serve.cache import At, Share, Slots, capacity, check_cache, share_of, writable
+from scaling.serve.cache import At, Share, Slots, capacity, check_cache, kernels, share_of, writable
 from scaling.serve.forms import context, experts, heads, heads_batch, latent, sequence, weights_2d
 from scaling.serve.int8 import floats
 from scaling.serve.types import ONE, SPLIT_ROWS, specs
@@ -128,10 +128,11 @@ def _run(params, tokens, cache, config, mesh, lengths, form, donate, last, least
     ends = {name: floats(params[name], dtype) for name in set(params) - {*STACKS}} if int8 else params
     tokens = tokens[slots.rows] if form in SPLIT_ROWS else tokens
     x = listing.embed(*looked_up(ends["embed"], tokens if own is None else tokens[:, own], share.block), at)
-    for l, W in enumerate(all_layers(params)):
-        W = floats(W, dtype) if int8 else W
-        x = x + attention(W, x, at, l)
-        x = x + listing.mlp(W, x, at)
+    with kernels(x.device):
+        for l, W in enumerate(all_layers(params)):
+            W = floats(W, dtype) if int8 else W
+            x = x + attention(W, x, at, l)
+            x = x + listing.mlp(W, x, at)
     if own is not None:
         listing, x = heads, all_gather("x[B_ZE, T_C, D] -> x[B_ZE, T, D]", x, mesh)[:, :T]
     if last:
@@ -210,26 +211,26 @@ def check_served(params: Any, config: Config, mesh, form: str) -> None:
 
 def check_room(cache: dict, lengths: Tensor, T: int, share: Share, least: int) -> None:
     """ValueError unless each row has from `least` to T new tokens, and the cache room for them."""
-    low, high = int(lengths.min()), int(lengths.max())
+    new, held = lengths.tolist(), cache["lengths"].tolist()  # of a GPU, which is waited for once each
+    low, high = min(new), max(new)
     if low < least:
-        raise ValueError(f"row {int(lengths.argmin())} is empty: a prompt has at least one token\n  fix: leave it out")
+        raise ValueError(f"row {new.index(low)} is empty: a prompt has at least one token\n  fix: leave it out")
     if low < 0 or high > T:
         raise ValueError(
             f"lengths must lie in {least}..{T}, where T = {T} tokens are given; got {low} to {high}\n"
             "  fix: give the number of real tokens of each row"
         )
-    held = cache["lengths"]
-    if int(held.min()) < 0:
-        raise ValueError(f"the cache's lengths are {held.tolist()}\n  fix: give 0 for an empty row")
-    room, after = capacity(cache, share.shards), held + lengths
-    if int(after.max()) > room:
-        row = int(after.argmax())
+    if min(held) < 0:
+        raise ValueError(f"the cache's lengths are {held}\n  fix: give 0 for an empty row")
+    room, after = capacity(cache, share.shards), [a + b for a, b in zip(held, new, strict=True)]
+    if max(after) > room:
+        row = after.index(max(after))
         raise ValueError(
-            f"row {row}: {int(held[row])} tokens are held and {int(lengths[row])} more come, but the cache "
+            f"row {row}: {held[row]} tokens are held and {new[row]} more come, but the cache "
             f"has room for {room} in all\n  fix: call init_cache with a greater length, or give a shorter prompt"
         )
     if "pages" in cache:
-        check_pages(cache, after, share.groups)
+        check_pages(cache, cache["lengths"] + lengths, share.groups)
 
 
 @lru_cache(maxsize=256)

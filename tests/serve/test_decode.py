@@ -11,6 +11,7 @@ from scaling.configs import Config, Latent
 from scaling.configs.config import RopeScaling
 from scaling.mesh import AbstractMesh
 from scaling.models import transformer as model
+from scaling.serve.cache import kernels
 from scaling.serve.int8 import quantized
 from scaling.serve.types import FORMS, ONE
 from scaling.spec import ShardingError
@@ -246,3 +247,15 @@ def test_int8_on_a_mesh(ranks, sizes, form, name):
     wanted, _ = served(serve.quantize(params, CONFIGS[name]), tokens, CONFIGS[name], dtype=torch.int8)
     for found in ranks(on_mesh, sizes, name, form, True, {}):
         close(found, wanted, 1e-6)  # a rounding of the cache may tip over
+
+
+def test_on_a_gpu_attention_takes_kernels_that_plan_nothing_for_each_length(monkeypatch):
+    seen, before = [], torch.backends.cuda.cudnn_sdp_enabled()
+    with kernels(torch.device("cuda")):
+        assert not torch.backends.cuda.cudnn_sdp_enabled()
+        assert torch.backends.cuda.flash_sdp_enabled()
+    assert torch.backends.cuda.cudnn_sdp_enabled() == before
+    monkeypatch.setattr("scaling.serve.step.kernels", lambda device: seen.append(device.type) or kernels(device))
+    cache = serve.init_cache(PLAIN, 1, 4, dtype=torch.float32)
+    serve.prefill(model.init(PLAIN, 0), torch.zeros(1, 2, dtype=torch.int64), cache, PLAIN)
+    assert seen == ["cpu"]
