@@ -90,19 +90,9 @@ def counted_choice(settings: Settings, sizes: dict[str, int], chip: Chip, backen
 def planned(settings: Settings, ranks: int, chip: Chip, refused: list[str]) -> Iterator[dict[str, int]]:
     """The meshes of so many chips of the catalogue, the fastest first by the planner's formulas; of those that they
     refuse the reason is added to `refused`. Params are sharded over X and replicated over P, stages by 1F1B."""
-    wide = settings.dtype == "bf16"
-    job = Job(
-        settings.model, settings.batch * settings.seq, settings.seq, settings.dtype, 2 if wide else 4,
-        4, 12 if wide else 8, shards=("fsdp",),
-    )  # fmt: skip
-    estimates = evaluated(job, chip, ranks, Fixed((), settings.remat, settings.microbatches, "1f1b", reduce="once"))
     seen: set[str] = set()
-    for one in sorted(estimates, key=lambda one: (not one.fits, float(one.forecast))):
-        sizes: dict[str, int] = {}
-        for axis, size in one.layout.sizes.items():
-            if size > 1:
-                sizes[AXES[axis]] = sizes.get(AXES[axis], 1) * size
-        sizes = {axis: sizes[axis] for axis in "PZXCYE" if axis in sizes} or {"X": 1}
+    for one in sorted(evaluated(settings, chip, ranks), key=lambda one: (not one.fits, float(one.forecast))):
+        sizes = mesh_of(one.layout)
         name = format_sizes(sizes)
         if not one.fits:
             refused.append(f"{name}: a chip needs {float(one.held.total) / 1e9:.2f} GB")
@@ -111,6 +101,15 @@ def planned(settings: Settings, ranks: int, chip: Chip, refused: list[str]) -> I
         elif name not in seen:
             seen.add(name)
             yield sizes
+
+
+def mesh_of(layout: Layout) -> dict[str, int]:
+    """The run's axes for a layout's, those of size 1 left out."""
+    sizes: dict[str, int] = {}
+    for axis, size in layout.sizes.items():
+        if size > 1:
+            sizes[AXES[axis]] = sizes.get(AXES[axis], 1) * size
+    return {axis: sizes[axis] for axis in "PZXCYE" if axis in sizes} or {"X": 1}
 
 
 def uneven(settings: Settings, sizes: Mapping[str, int]) -> str:
@@ -123,8 +122,14 @@ def uneven(settings: Settings, sizes: Mapping[str, int]) -> str:
     return f"{rows} rows do not make {settings.microbatches} microbatches" if rows % settings.microbatches else ""
 
 
-def evaluated(job: Job, chip: Chip, ranks: int, fixed: Fixed) -> Iterator[Estimate]:
-    """The meshes with params sharded over X, and those without X. ValueError if there are none of either kind."""
+def evaluated(settings: Settings, chip: Chip, ranks: int) -> Iterator[Estimate]:
+    """The meshes with params sharded over X, and those without X, by formula. ValueError if there are none."""
+    wide = settings.dtype == "bf16"
+    job = Job(
+        settings.model, settings.batch * settings.seq, settings.seq, settings.dtype, 2 if wide else 4,
+        4, 12 if wide else 8, shards=("fsdp",),
+    )  # fmt: skip
+    fixed = Fixed((), settings.remat, settings.microbatches, "1f1b", reduce="once")
     failures: list[ValueError] = []
     for zero in (3, 0):
         try:

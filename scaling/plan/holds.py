@@ -1,7 +1,8 @@
 """What a chip holds at its fullest: params, gradients, optimizer state, activations and what passes (Parts 4 to 6).
 
 The fullest moment is looked for among a few: of the backward pass, that of the last layer, when all activations are
-there; that of the layer before, when gradients are too; that of the first; the loss; and the end of a step. The tests
+there; that of the layer before, when gradients are too; that of the first; the loss; and the end of a step. Stages
+store the embedding and unembedding together, and each gathers its own (strategies.transformer.stages). The tests
 hold them to the bytes that an abstract mesh counts for the book's stack and for a Transformer whose params are whole;
 what a run of `scaling.train` holds is counted by its own step (`train.dry`).
 """
@@ -46,9 +47,10 @@ def held(job: Job, c: Compute, l: Layout) -> Held:
     dense, experts = weight_elements(job, l)
     ways, ranks = zip(*(weight_ways(job, l, lane) for lane in ("weights", "experts")), strict=True)
     sharded = (l.zero == 3) & (ways[0] > 1)
-    ends = np.where(l.pipe == 1, max(w.ends) if w.tied else sum(w.ends), max(w.ends)) / l.tensor
+    layers = l.chunks * depth(job, l)
+    ends = (max(w.ends) if w.tied else sum(w.ends)) / (l.tensor * l.pipe)
     params, states, whole = 0.0, 0.0, 0.0
-    every = (c.layers * (dense + w.small) + ends, ways[0], ranks[0]), (c.layers * experts, ways[1], ranks[1])
+    every = (layers * (dense + w.small) + ends, ways[0], ranks[0]), (layers * experts, ways[1], ranks[1])
     for elements, way, rank in every:
         params = params + elements / np.where(l.zero == 3, way, 1)
         states = states + elements / np.where(l.zero == 3, way, np.where(l.zero == 1, rank, 1))
@@ -61,8 +63,8 @@ def held(job: Job, c: Compute, l: Layout) -> Held:
     narrow = np.where(
         is_one(l.remat, POLICIES, "none", "attention"), w.operands * (1 - dtype_bytes(job.dtype) / act), 0.0
     )
-    one = c.tokens * c.layers * act * (split / l.tensor + apart - narrow / l.tensor)  # fp8 keeps operands in fp8
-    activations, layer = c.live * one, one / c.layers
+    one = c.tokens * layers * act * (split / l.tensor + apart - narrow / l.tensor)  # fp8 keeps operands in fp8
+    activations, layer = c.live * one, one / layers
 
     first, second = cotangents(job, c, l)
     backward = np.maximum(first, second)
@@ -70,9 +72,10 @@ def held(job: Job, c: Compute, l: Layout) -> Held:
     gathered = np.where(sharded, 2 * weights, 0.0)  # this layer's and the next one's
     flying = np.where(sharded & np.logical_not(late), weights, 0.0)  # a layer's gradients, whole, on their way
     loss = _loss(job, c, l, sharded)
-    working = np.maximum(gathered + backward + 2 * flying, loss)
+    table = np.where(l.pipe > 1, w.ends[1] / l.tensor * (act + job.grad_bytes), 0.0)  # gathered, its gradient whole
+    working = np.maximum(gathered + backward + 2 * flying, loss) + table
     early = 0.0 if any(w.ends) else np.where(l.zero == 1, 0.0, grads)  # a stack's places for them, from the beginning
-    attention = job.grad_bytes * c.layers * w.projections / l.tensor  # whose gradients come after an MLP's
+    attention = job.grad_bytes * layers * w.projections / l.tensor  # whose gradients come after an MLP's
     due = np.where(sharded, flying + early, grads - attention)  # an array a leaf, there from the last layer on
     alone = np.maximum.reduce([
         activations + gathered + first + early,
@@ -86,12 +89,17 @@ def held(job: Job, c: Compute, l: Layout) -> Held:
         activations + gathered + backward + 2 * flying + grads,
         one + loss + grads, np.where(late, grads + 1.5 * own, 0.0),
     ])  # fmt: skip
-    most = np.where(l.microbatches == 1, alone, with_more)
+    most = np.where(l.microbatches == 1, alone, with_more) + table
     return Held(
         params=job.param_bytes * params, grads=grads, optimizer=job.optimizer_bytes * states, activations=activations,
         working=np.maximum(working, most - activations - grads), shares=states / params,
         apart=np.maximum(activations + grads + working - most, 0.0),
     )  # fmt: skip
+
+
+def depth(job: Job, l: Layout) -> Amount:
+    """Places for layers in each chunk of a stage; where L does not divide, the last chunks leave one empty."""
+    return np.ceil(job.work.L / (l.pipe * l.chunks))
 
 
 def cotangents(job: Job, c: Compute, l: Layout) -> tuple[Amount, Amount]:
@@ -103,7 +111,7 @@ def cotangents(job: Job, c: Compute, l: Layout) -> tuple[Amount, Amount]:
     again = np.where(is_one(l.remat, POLICIES, "block", "matmuls"), split / l.tensor + apart, 0.0)
     attended = split - w.saved.get("attention", (split, 0))[0]
     again = np.where(is_one(l.remat, POLICIES, "attention"), attended / l.tensor, again)
-    rests = np.where((l.pipe > 1) & (w.late > 0), c.layers / l.chunks - 1, 0)  # dOut of the stage's other layers
+    rests = np.where((l.pipe > 1) & (w.late > 0), depth(job, l) - 1, 0)  # dOut of the stage's other layers
     first = token * ((rows + rests) * w.D + w.inner / l.tensor + again)
     block = w.queries + 2 * w.kv / w.D, 6 * w.queries + 5 * w.kv / w.D  # of context attention, kept in fp32 as it sums
     attention = token * (rows * w.D + again) + c.tokens * (job.act_bytes * block[0] + 4 * block[1]) / l.tensor

@@ -209,6 +209,15 @@ def test_beside_a_gpu_a_chapter_is_judged_here_and_starts_nothing(monkeypatch):
     assert check_source(chapter.read_text(encoding="utf-8"), str(chapter)) == []
 
 
+@pytest.mark.parametrize("name", STRATEGIES)
+def test_an_array_of_the_right_type_in_the_wrong_place_is_no_derivative(name):
+    text = (FOLDER / f"{name}.py").read_text(encoding="utf-8")
+    assert check_source(text) == []
+    edited = text.replace("dTmp = block.act_vjp(Tmp, dAct)", "dTmp = dAct")
+    assert edited != text
+    assert {finding.rule for finding in check_source(edited)} == {"derivative"}
+
+
 def test_code_as_it_is_written():
     a, b = torch.empty(4, 6, device="meta"), torch.empty(6, 5, device="meta")
     with judged(MESH, {A: a, B: b}) as report:

@@ -36,7 +36,7 @@ def cases_of(name: str, ranks: int, folder: Path, monkeypatch) -> dict[str, dict
     (folder / "failing.py").write_text(FAILING)
     monkeypatch.setenv("PYTHONPATH", str(folder))
     monkeypatch.setitem(gpu.PARTS, name, gpu.Part("failing", ranks, 90))
-    return {case["case"]: case for case in gpu.start_part(name, "cpu", True, ranks, 90, folder, each=3)}
+    return {case["case"]: case for case in gpu.start_part(name, "cpu", True, ranks, 90, folder, each=2)}
 
 
 def written(found: dict) -> str:

@@ -25,6 +25,31 @@ ERRORS = {  # what the hub says of a repository that it does not have, that is p
 }
 
 
+COMMANDS = """
+import json, os, runpy, sys
+import huggingface_hub, torch, scaling.models.hf, scaling.launch
+
+found = []
+for words in json.loads(sys.argv[1]):
+    paths = ["said-1", "said-2"]
+    if not (child := os.fork()):
+        for number, path in enumerate(paths, 1):
+            os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), number)
+        code, sys.argv = 0, words
+        try:
+            runpy.run_module(words[0], run_name="__main__", alter_sys=True)
+        except SystemExit as end:
+            code = end.code if isinstance(end.code, int) else int(end.code is not None)
+            if code != end.code and end.code is not None:
+                print(end.code, file=sys.stderr)
+        sys.stdout.flush(), sys.stderr.flush()
+        os._exit(code)
+    code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    found.append([code, *(open(path).read() for path in paths)])
+print(json.dumps(found))
+"""  # each as `python -m` of a process of its own, forked from one that has the imports
+
+
 class Hub(BaseHTTPRequestHandler):
     """/api/models/REPO/revision/main, .../tree/COMMIT and /REPO/resolve/COMMIT/FILE; `asked` are the paths."""
 
@@ -72,7 +97,7 @@ class Hub(BaseHTTPRequestHandler):
 
 @pytest.fixture
 def hub(tmp_path):
-    """(what runs a command against the hub, what the hub was asked, its server, the model's folder)."""
+    """(what runs commands against the hub, what the hub was asked, its server, the model's folder)."""
     folder, pickles = tmp_path / "small", tmp_path / "pickles"
     hf.save(folder, CONFIG, tree.map(lambda p: p.float(), shaken(CONFIG)))
     (folder / "pytorch_model.bin").write_bytes(b"a pickle")
@@ -90,13 +115,15 @@ def hub(tmp_path):
     environment |= {"HF_ENDPOINT": f"http://127.0.0.1:{server.server_port}", "HF_HOME": str(tmp_path / "cache")}
     environment |= {"COLUMNS": "100", "OMP_NUM_THREADS": "1", "HF_HUB_DISABLE_XET": "1"}
 
-    def command(*words):
+    def commands(*words: list[str]):
+        """(exit code, what it said, and said of errors in one line) of each."""
         done = subprocess.run(
-            [sys.executable, "-m", *words], capture_output=True, text=True, env=environment, cwd=tmp_path
-        )
-        return done.returncode, done.stdout, " ".join(done.stderr.split())
+            [sys.executable, "-c", COMMANDS, json.dumps(words)],
+            stdout=subprocess.PIPE, text=True, env=environment, cwd=tmp_path, check=True,
+        )  # fmt: skip
+        return [(code, out, " ".join(error.split())) for code, out, error in json.loads(done.stdout)]
 
-    yield command, asked, server, folder
+    yield commands, asked, server, folder
     server.shutdown()
     server.server_close()
     thread.join()
@@ -104,26 +131,26 @@ def hub(tmp_path):
 
 @pytest.mark.slow
 def test_a_model_of_the_hub(hub):
-    command, asked, server, folder = hub
-    code, out, error = command("scaling.show", "params", "--model", "org/small", "--mesh", "Y=2")
+    commands, asked, server, folder = hub
+
+    def fetched() -> set[str]:
+        return {path.rpartition("/")[2] for path in asked if "/resolve/" in path}
+
+    ((code, out, error),) = commands(["scaling.show", "params", "--model", "org/small", "--mesh", "Y=2"])
     assert code == 0, error
     assert "org/small on 2 devices" in out
-    fetched = {path.rpartition("/")[2] for path in asked if "/resolve/" in path}
-    assert fetched == {"config.json"}  # sizes need no weights
+    assert fetched() == {"config.json"}  # sizes need no weights
     words = ["--prompt-ids", "1,2,3", "--max-new-tokens", "5", "--mesh", "Y=2"]
-    code, here, error = command("scaling.generate", "--model", str(folder), *words)
-    assert code == 0, error
-    code, out, error = command("scaling.generate", "--model", "org/small", *words)
-    assert (code, out) == (0, here), error
-    fetched = {path.rpartition("/")[2] for path in asked if "/resolve/" in path}
-    assert fetched == {"config.json", "generation_config.json", "model.safetensors"}  # and no pickle
-    plan = ["--chip", "v5p", "--chips", "8", "--batch", "64k"]
-    assert command("scaling.plan", "--model", "org/small", *plan)[0] == 0
+    of_hub = ["scaling.generate", "--model", "org/small", *words]
+    plan = ["scaling.plan", "--model", "org/small", "--chip", "v5p", "--chips", "8", "--batch", "64k"]
+    (code, here, error), there, planned = commands(["scaling.generate", "--model", str(folder), *words], of_hub, plan)
+    assert (code, planned[0]) == (0, 0), error
+    assert there[:2] == (0, here), there
+    assert fetched() == {"config.json", "generation_config.json", "model.safetensors"}  # and no pickle
     server.shutdown()
     server.server_close()
-    code, out, error = command("scaling.generate", "--model", "org/small", *words)  # from the cache
-    assert (code, out) == (0, here), error
-    code, out, error = command("scaling.show", "params", "--model", "org/other")
+    cached, (code, out, error) = commands(of_hub, ["scaling.show", "params", "--model", "org/other"])
+    assert cached[:2] == (0, here), cached
     assert code == 1
     assert "org/other: is not here, and the hub cannot be reached" in error
     assert error.count("fix: connect to the network") == 1
@@ -138,15 +165,15 @@ SAID = {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", SAID)
-def test_what_the_hub_does_not_give(name, hub, tmp_path):
-    command, asked, *_ = hub
-    train = ["scaling.train", "--model", name, "--data", "small", "--out", "run"]
-    generate = ["scaling.generate", "--model", name, "--prompt-ids", "1"]
-    for words in (train, generate):
-        code, out, error = command(*words)
-        assert (code, out) == (1, "")
-        assert SAID[name] in error
+def test_what_the_hub_does_not_give(hub, tmp_path):
+    commands, asked, *_ = hub
+    given = [(name, said) for name, said in SAID.items() for _ in range(2)]
+    train = ["scaling.train", "--data", "small", "--out", "run", "--model"]
+    generate = ["scaling.generate", "--prompt-ids", "1", "--model"]
+    words = [[*command, name] for name in SAID for command in (train, generate)]
+    for (name, said), (code, out, error) in zip(given, commands(*words), strict=True):
+        assert (code, out) == (1, ""), name
+        assert said in error
         assert error.count("fix:") == 1
         assert "Traceback" not in error
     assert not (tmp_path / "run").exists()

@@ -62,6 +62,20 @@ def test_what_does_not_fit_is_not_taken():
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("tied", [False, True])
+def test_stages_that_fit_are_not_refused_by_formula(tied):
+    """Layers that stages share unevenly, and ends that are stored over all stages and gathered at their own."""
+    job = Settings(
+        get("llama3-8b").with_(L=6, tied=tied), "", "", 16, 2048, microbatches=8, dtype="bf16", remat="block"
+    )
+    stages = [one for one in choose.evaluated(job, chip("h100"), 4) if one.layout.sizes["pipe"] > 1]
+    assert {one.layout.sizes["pipe"] for one in stages} == {2, 4}
+    for one in stages:
+        memory = dry.fullest(job, choose.mesh_of(one.layout), "abstract").memory
+        assert 0.75 < float(one.held.total) / memory < 1.05
+
+
+@pytest.mark.slow
 def test_a_chip_of_the_catalogue_is_planned_by_formula():
     job = Settings(get("llama3-8b").with_(V=32768), "", "", batch=64, seq=4096, dtype="bf16", remat="block")
     found, refused = choose.choices(job, 8, chip("h100"))

@@ -30,8 +30,9 @@ def steps(draw) -> tuple[Settings, dict[str, int], StepOptions]:
     most = {"Z": 4, "Y": config.K, "E": config.E, "C": 4, "X": 64, "P": 16}
     sizes = {a: draw(st.sampled_from([2**i for i in range(1, 7) if 2**i <= most[a]])) for a in "PZXCYE" if a in axes}
     Z = sizes.get("Z", 1)
-    M = draw(st.sampled_from([1, 2, 5] if Z == 1 else [2 * Z, 2 * Z + 10]))
-    layers = config.L if isinstance(config.window, tuple) else Z * draw(st.integers(3, 6)) + draw(st.integers(0, Z - 1))
+    M = draw(st.sampled_from([1, 2, 5] if Z == 1 else [2 * Z, 2 * Z + 2]))
+    few = 5 if Z == 1 else 4 * Z  # the least of which fewer say what all take
+    layers = config.L if isinstance(config.window, tuple) else few + draw(st.integers(0, Z))
     options = StepOptions(draw(st.sampled_from((0, 1, 3))), draw(st.sampled_from((None, "zb-h1"))) if Z > 1 else None)
     remat = draw(st.sampled_from(("none", "block") if config.moe else tuple(REMAT)))
     batch = M * sizes.get("P", 1) * sizes.get("X", 1) * sizes.get("E", 1) * draw(st.sampled_from((1, 2)))
