@@ -7,14 +7,12 @@ The types are `cache_specs`. A cache is data: fewer lengths roll it back, other 
 batch on the same pool. Where a call's new tokens go in it, and what they see of it, are its `Slots`.
 """
 
-from contextlib import AbstractContextManager, nullcontext
 from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from scaling import tree
 from scaling.collectives.buffers import overlaps_itself
@@ -120,13 +118,6 @@ def _check_dtype(dtype: Any) -> None:
 def untouched(cache: dict) -> bool:
     """Whether nothing has been written to it yet: its zeros take no memory, and have no dtype of their own."""
     return not any(cache["KV"].stride())
-
-
-def kernels(device: torch.device) -> AbstractContextManager:
-    """Those of attention that take all lengths alike. cuDNN's makes a plan for each new one, and a cache has another at
-    each step: a decode step of 16 layers on an H200 takes 50 ms with it, 10 without."""
-    alike = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
-    return sdpa_kernel(alike) if device.type == "cuda" else nullcontext()
 
 
 def capacity(cache: dict, shards: int = 1) -> int:

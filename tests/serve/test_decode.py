@@ -11,8 +11,8 @@ from scaling.configs import Config, Latent
 from scaling.configs.config import RopeScaling
 from scaling.mesh import AbstractMesh
 from scaling.models import transformer as model
-from scaling.serve.cache import kernels
 from scaling.serve.int8 import quantized
+from scaling.serve.step import kernels
 from scaling.serve.types import FORMS, ONE
 from scaling.spec import ShardingError
 
