@@ -33,7 +33,7 @@ class Passes(NamedTuple):
     place: str
 
 
-def both_passes(module: Any, keep: bool) -> Passes:
+def _passes(module: Any, keep: bool) -> Passes:
     """Those of a file as they are written; of a layer's listing those of two layers with gelu, norm and residual."""
     own: Any = getattr(module, "forward", None)
     back: Any = getattr(module, "backward", None)
@@ -63,7 +63,7 @@ def both_passes(module: Any, keep: bool) -> Passes:
 def run_layers(name: "str | Any", keep: bool, mesh: Any) -> None:
     """Both passes on an abstract mesh, and on one device: what they return is what SPECS says, and the derivative."""
     module = import_module(f"scaling.strategies.{name}") if isinstance(name, str) else name
-    watch, found, sizes = who_watches(), both_passes(module, keep), dict(LAYERS)
+    watch, found, sizes = who_watches(), _passes(module, keep), dict(LAYERS)
     assert watch is not None
 
     def given(spec: Any, where: str = "x") -> Tensor:
