@@ -87,6 +87,8 @@ def run_layers(name: "str | Any", keep: bool, mesh: Any) -> None:
         return
     try:
         wrong = list(not_derivatives(found, In, mesh))
+    except TimeoutError:  # of the whole file
+        raise
     except Exception as error:
         watch.skip(f"backward is not compared with forward's derivative: {error}".splitlines()[0], found.place)
         return
