@@ -203,11 +203,11 @@ def _nll_loss(name: str, args, labels: tuple[str, ...]) -> OpRule:
 def _written(operands: list[HeldType], rows: HeldType, name: str) -> HeldType:
     """Rows written or added by number: of which device's rows they are made is not known where these are split."""
     x, source = operands[0], operands[-1]
-    strange = any(axes_along(dim) is None and size_along(dim) > 1 for dim in rows.dims) or rows.axes - x.axes
+    strange = any(part.axes is None and part.size > 1 for dim in rows.dims for part in dim) or rows.axes - x.axes
     unreduced = None if strange else source.unreduced
     if x.unreduced is not None and not x.of_nothing and x.unreduced != unreduced:
         raise RuleBroken("partial-plus-whole", f"{name} of {source} into {x}", 0)
-    known = all(axes_along(dim) is not None for dim in x.dims)
+    known = all(part.axes is not None for dim in x.dims for part in dim)
     return HeldType(x.dims if known else tuple(map(any_dim, x.shape)), unreduced, "sum" if unreduced else "")
 
 

@@ -50,3 +50,10 @@ def test_is_refused(kind, file, line, before, edit, text):
 def test_nothing_is_found_in_right_variants(number):
     for file, done, text in RIGHT[number : number + 10 : 2]:
         assert [str(found) for found in [*check_lines(text, file)[0], *judgement(file, text).findings]] == [], done
+
+
+def test_rows_chosen_in_an_array_whose_dims_are_half_known():
+    """Serving's experts, with one of a stack of shards taken: which device chose a row is not known there."""
+    file, done, text = list(variants(20, seed=7))[-1]
+    assert "stack" in done[0]
+    assert [str(found) for found in judgement(file, text).findings] == []
