@@ -117,12 +117,12 @@ def _broken_sums(held: HeldType, declared: Spec, by: str, blocks: set[str]) -> "
     return None
 
 
-def place_of_call() -> str:
+def place_of_call(machinery: tuple[str, ...] = ENGINE) -> str:
     """file:line of the innermost call outside the machinery."""
     frame: Any = sys._getframe(1)
     while frame is not None:
         file = frame.f_code.co_filename
-        if not file.startswith(ENGINE) and not any(part in file for part in OTHERS):
+        if not file.startswith(machinery) and not any(part in file for part in OTHERS):
             return f"{file}:{frame.f_lineno}"
         frame = frame.f_back
     return ""

@@ -21,6 +21,7 @@ RULES = {
     "wrong-name": "a param goes into a line under its own name",
     "result": "a strategy's functions return what SPECS says",
     "derivative": "a strategy's backward is the derivative of its forward",
+    "one-rank": "what launch.start returns is one rank's: a whole array, not that rank's part of one",
     "loss": "a loss is differentiated while it is unreduced, each device's own terms; its value is reduced afterwards",
     "specs": "SPECS is a dict of types",
     "ignore": "a comment that silences a finding names the rule: # scaling: ignore[rule]",

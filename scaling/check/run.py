@@ -24,7 +24,7 @@ from unittest.mock import patch
 
 import torch
 
-from scaling import launch
+from scaling import launch, tree
 from scaling import mesh as meshes
 from scaling.check.compared import axes_named, place_of_function, raised_at
 from scaling.check.contracts import documented, run_watched
@@ -35,7 +35,7 @@ from scaling.check.strategy import LAYERS, run_layers
 from scaling.check.watched import shard_of, watching
 from scaling.collectives.linear import who_watches
 from scaling.mesh import AbstractMesh
-from scaling.spec import ShardingError
+from scaling.spec import ShardingError, format_axes
 
 SECONDS = 60
 OPTIONS = ("--small",)
@@ -51,7 +51,20 @@ def _on_abstract(fn: Callable, sizes: Any, *args: Any, **options: Any) -> list:
 
 
 def _one_rank(fn: Callable, sizes: Any, *args: Any, **options: Any) -> Any:
-    return _on_abstract(fn, sizes, *args)[0]
+    """As launch.start, which returns rank 0's result."""
+    return looked_at_alone(_on_abstract(fn, sizes, *args)[0], fn)
+
+
+def looked_at_alone(result: Any, fn: Callable) -> Any:
+    """What fn returned on one rank, which nobody puts together with the others'."""
+    if (watch := who_watches()) is not None:
+        for x in filter(torch.is_tensor, tree.leaves(result)):
+            held = watch.held(x)
+            if axes := format_axes(sorted(held.axes | (held.unreduced or frozenset()))):
+                fix = "all_gather, reduce_scatter or all_reduce it before it is returned"
+                text = said(f"{held} is one rank's part along {axes}", "one-rank", fix)
+                watch.find("one-rank", text, held.place, place_of_function(fn))
+    return result
 
 
 def _abstract(sizes: Any, *args: Any, **options: Any) -> AbstractMesh:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from scaling.check.compared import (
+    ENGINE,
     OWN,
     PODS,
     at_hand,
@@ -93,8 +94,13 @@ class TypedLines:
 
     def find(self, rule: str, text: str, made: str = "", place: str = "") -> None:
         text += f"\n  the value was made at {made}" if made else ""
-        found = Finding(*place_parts(place or place_of_call()), text, rule)
-        if not self.quiet and not found.place.startswith(BOOK) and found not in self.report.findings:
+        place = place or place_of_call()
+        if place.startswith(BOOK):
+            if rule != "partial-plus-whole":
+                return
+            place = place_of_call((*ENGINE, BOOK))  # partial sums beside a whole array: who gave them
+        found = Finding(*place_parts(place), text, rule)
+        if not self.quiet and found not in self.report.findings:
             self.report.findings.append(found)
 
     def skip(self, why: str, place: str = "") -> None:

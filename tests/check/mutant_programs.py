@@ -14,6 +14,7 @@ from scaling import optim, serve, tree
 from scaling.check import judged
 from scaling.check.contracts import run_watched
 from scaling.check.findings import Judgement
+from scaling.check.run import looked_at_alone
 from scaling.check.strategy import run_layers
 from scaling.collectives import all_reduce
 from scaling.configs import Config, Latent
@@ -187,7 +188,7 @@ def of_matmuls(mesh, module: ModuleType):
 
 def of_layer(mesh, module: ModuleType):
     """A chapter's layer beside one device: how far its results are apart; of experts also their choices and bytes."""
-    found = module.one_layer(mesh)
+    found = looked_at_alone(module.one_layer(mesh), module.one_layer)
     return [[apart for _, apart, _ in found["differences"]], found.get("experts", []), found.get("bytes", [])]
 
 
