@@ -22,6 +22,17 @@ def fused_adamw_(params, grads, m, v, count: Tensor, *, beta1, beta2, eps, weigh
     torch._fused_adamw_(params, grads, m, v, [], [count] * len(params), **options, amsgrad=False, maximize=False)
 
 
+def fused_norm(x: Tensor, gain: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """(x r gain, r), r = 1 / sqrt(mean(x^2) + eps) over the last dim: on a GPU one kernel. Its public name,
+    torch.nn.functional.rms_norm, returns no r."""
+    return torch.ops.aten._fused_rms_norm(x, x.shape[-1:], gain, eps)
+
+
+def fused_norm_vjp(x: Tensor, gain: Tensor, r: Tensor, dy: Tensor) -> tuple[Tensor, Tensor]:
+    """(dx, dgain) of it; on GPUs alone."""
+    return torch.ops.aten._fused_rms_norm_backward(dy, x, x.shape[-1:], r, gain, [True, True])
+
+
 _ops = torch.ops._c10d_functional  # the functional collectives: what torch.compile, make_fx and meta tensors understand
 for _op in (
     _ops.all_reduce,

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from scaling import tree
-from scaling.common.torch_private import in_transform, tape_gradients
+from scaling.common.torch_private import fused_norm, fused_norm_vjp, in_transform, tape_gradients
 
 ACTIVATIONS = ("none", "relu", "gelu")
 EPS = 1e-6  # added to the mean square in RMSNorm
@@ -89,6 +89,8 @@ class _RMSNorm(torch.autograd.Function):
 
 def gained_norm(x: Tensor, gain: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """(x r gain, r[..., 1]), r = 1 / sqrt(mean(x^2) + eps): what `gained_norm_vjp` needs of the forward pass."""
+    if _one_kernel(x, gain):
+        return fused_norm(x, gain, eps)
     r = mean_square(x).add_(eps).rsqrt_()  # a vector_norm reads x once, but rounds otherwise than Hugging Face does
     y = (x * r).to(x.dtype)
     return y.mul_(gain) if gain.dtype == y.dtype else y * gain, r
@@ -96,11 +98,20 @@ def gained_norm(x: Tensor, gain: Tensor, eps: float) -> tuple[Tensor, Tensor]:
 
 def gained_norm_vjp(x: Tensor, gain: Tensor, r: Tensor, dy: Tensor) -> tuple[Tensor, Tensor]:
     """(dx, dgain): dx = r gain dy - r^3 x mean(x gain dy), dgain = sum over the rows of r x dy."""
+    if _one_kernel(x, gain):
+        return fused_norm_vjp(x, gain, r, dy)
     along = dy * x
     dgain = r.flatten().to(along.dtype) @ along.flatten(0, -2)
     total = (along @ gain)[..., None]
     dx = (dy * gain).to(r.dtype).mul_(r)
     return dx.addcmul_(x, r**3 * total, value=-1 / x.shape[-1]).to(x.dtype), dgain
+
+
+def _one_kernel(x: Tensor, gain: Tensor) -> bool:
+    """On a GPU torch has one kernel for each pass, where the lines here start six: a step takes a twelfth less
+    (docs/speed.md). A compiler fuses the lines, and torch.func knows their derivatives."""
+    alike = x.is_cuda and gain.dtype == x.dtype
+    return alike and not torch.compiler.is_compiling() and in_transform() is None
 
 
 def rms_norm_vjp(x: Tensor, dy: Tensor, mean_square_x: Tensor | None = None, mean_x_dy: Tensor | None = None) -> Tensor:

@@ -26,6 +26,7 @@ from scaling import collectives
 from scaling.collectives import moves
 from scaling.common import torch_private
 from scaling.mesh import Mesh
+from scaling.models.pointwise import gained_norm, gained_norm_vjp
 
 TIMEOUT = 100.0  # seconds that a rank waits for the others
 DTYPES = (torch.float64, torch.float32, torch.bfloat16)
@@ -100,12 +101,27 @@ def in_a_graph(mesh: Mesh) -> list[dict]:
     return [{"kind": "torch.compile", "line": "four collectives in one graph", "calls": 1}]
 
 
+def norms(device: str) -> list[dict]:
+    """RMSNorm and its derivatives, one kernel each on a GPU, beside the lines of a CPU in float64."""
+    g = torch.Generator().manual_seed(0)
+    x, dy, gain = (torch.randn(*shape, 48, generator=g, dtype=torch.float64) for shape in ((3, 5), (3, 5), ()))
+    y, r = gained_norm(x, gain, 1e-5)
+    wanted = y, r, *gained_norm_vjp(x, gain, r, dy)
+    for dtype, apart in zip(DTYPES, (1e-12, 1e-5, 5e-2), strict=True):
+        x_, dy_, gain_ = (each.to(device, dtype) for each in (x, dy, gain))
+        y, r = gained_norm(x_, gain_, 1e-5)
+        for a, b in zip((y, r, *gained_norm_vjp(x_, gain_, r, dy_)), wanted, strict=True):
+            torch.testing.assert_close(a.double().cpu(), b, rtol=apart, atol=apart * float(b.abs().max()))
+    return [{"kind": "norm", "line": "RMSNorm and its derivatives", "calls": len(DTYPES)}]
+
+
 def cases_equal(device: str, tiny: bool, shared: bool = False) -> dict[str, Callable]:
     mesh_of, ranks = join(device, shared), int(os.environ.get("WORLD_SIZE", 1))
     axes_of = ("X", "Y", "XY") if ranks > 2 else ("X", "Y")
     mesh = mesh_of(split("XY" if ranks > 2 else "X", ranks))
     cases: dict[str, Callable] = {kind: partial(drawn, kind, mesh) for kind in typed.KINDS}
     cases |= {"torch.compile": partial(in_a_graph, mesh), "ragged": partial(act, "ragged", lambda: mesh)}
+    cases["norm"] = partial(norms, device)
     wanted = [("listing", axes) for axes in axes_of] + [("training", axes) for axes in axes_of]
     wanted += [("attention", "X"), ("update", "X")]
     if not shared or device == "cpu":  # gloo sends no messages from a GPU

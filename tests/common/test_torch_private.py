@@ -130,6 +130,16 @@ def test_the_fused_kernel_is_adamw():
             torch.testing.assert_close(a, b.detach(), rtol=1e-6, atol=1e-7)
 
 
+def test_the_kernel_of_a_norm():
+    """Its backward runs on GPUs alone, where gpu_equal.py holds it against the lines: here that it takes these."""
+    x, gain = torch.randn(3, 5, dtype=torch.float64), torch.rand(5, dtype=torch.float64)
+    y, r = p.fused_norm(x, gain, 0.1)
+    torch.testing.assert_close(r, 1 / (x.square().mean(-1, keepdim=True) + 0.1).sqrt())
+    torch.testing.assert_close(y, x * r * gain)
+    dx, dgain = p.fused_norm_vjp(*(each.to("meta") for each in (x, gain, r, y)))
+    assert (dx.shape, dgain.shape) == (x.shape, gain.shape)
+
+
 def traceable(mesh):
     group, n, r = mesh.group(("X",)), mesh.size(), mesh.rank
     assert p.process_group(group.name) is group.pg
