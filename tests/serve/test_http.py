@@ -281,7 +281,7 @@ def test_an_engine_that_ends_says_so_to_all():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("count", [250, pytest.param(10_000, marks=pytest.mark.sweep)])
+@pytest.mark.parametrize("count", [100, pytest.param(10_000, marks=pytest.mark.sweep)])
 def test_nothing_is_kept_of_requests_that_are_over(served, count):
     """Neither objects nor memory."""
 
