@@ -19,8 +19,6 @@ import sys
 import tokenize
 from collections.abc import Sequence
 from dataclasses import asdict
-from itertools import starmap
-from multiprocessing import get_context
 from pathlib import Path
 
 import scaling
@@ -51,18 +49,14 @@ def check_files(paths: Sequence, lines_only: bool = False) -> tuple[Judgement, d
 
 
 def _judge(report: Judgement, texts: dict[str, str], calls: dict[str, list]) -> None:
-    """What running shows; the library is judged by its own programs. Files are judged on all processors."""
+    """What running shows; the library is judged by its own programs."""
+    from scaling.check.library import judge_each
     from scaling.check.run import found_in
 
     own = {path for path in calls if OWN in Path(path).resolve().parents}
     jobs = [("", "")] * bool(own) + [(path, texts[path]) for path in calls if path not in own]
-    workers = min(len(jobs), len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 1)
-    if workers > 1:
-        with get_context("fork").Pool(workers) as pool:  # forked: torch is imported once
-            judgements = pool.starmap(_judged, jobs, chunksize=1)
-    else:
-        judgements = starmap(_judged, jobs)
-    runs = [(judged, texts if not path else {path: text}) for judged, (path, text) in zip(judgements, jobs)]
+    shown = [{path: text} if path else texts for path, text in jobs]
+    runs = [*zip(judge_each(jobs), shown, strict=True)]
     lines, reached = set(), {}
     for judged, shown in runs:
         report.findings += found_in(judged, shown)
@@ -82,14 +76,6 @@ def _judge(report: Judgement, texts: dict[str, str], calls: dict[str, list]) -> 
             written = " ".join(source[first - 1 : last])
             if not at & set(range(first, last + 1)) and not any(line in written for line in lines):
                 report.unjudged.append((f"{path}:{first}", "this call was not reached"))
-
-
-def _judged(path: str, text: str) -> Judgement:
-    """What a file's run shows; of no path, the library's programs."""
-    from scaling.check.library import judge_library
-    from scaling.check.run import judge_file
-
-    return judge_file(path, text) if path else judge_library()
 
 
 def _from_here(place: str) -> str:

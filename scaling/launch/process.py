@@ -18,10 +18,15 @@ def ready_to_fork() -> None:
     """What this process does once, so that the ranks forked from it need not, or do not hang.
 
     The first gradient of torch.func imports the compiler, 840 modules in all, which ranks that share the cores do more
-    slowly by as many times. And a forked process inherits OpenMP's record of its threads, but not the threads: it would
-    wait for them for ever. So they are given back here, and started again by whoever computes next.
+    slowly by as many times.
     """
     import_compiler()
+    give_threads_back()
+
+
+def give_threads_back() -> None:
+    """End OpenMP's threads, which whoever computes next starts again. A process that is forked inherits the record of
+    them, but not the threads: it would wait for them for ever."""
     if sys.platform == "linux":
         loaded = {line.split()[-1] for line in Path("/proc/self/maps").read_text().splitlines()}
         for library in loaded:

@@ -25,8 +25,8 @@ def text(at) -> str:
 @pytest.mark.slow
 @pytest.mark.parametrize("sizes", MESHES, ids=str)
 def test_price_is_what_is_sent(sizes):
-    """Of every pair of layouts, of many every third; and never more than `reshard` sends, which leaves idle axes alone; explicit mode
-    sends the same."""
+    """Of every pair of layouts, of many every third; and never more than `reshard` sends, which leaves idle axes alone;
+    explicit mode sends the same."""
     mesh, x = AbstractMesh(sizes), torch.empty(SHAPE, device="meta")
     every, less = all_layouts(SHAPE, sizes, tuple(sizes), tuple(sizes)), 0
     for src, dst in list(itertools.product(every, every))[:: 1 if len(every) < 50 else 3]:
