@@ -9,11 +9,19 @@ from scaling.check.held import Dim, HeldType, any_dim, axes_along, look_up_over,
 
 
 class RuleBroken(Exception):
-    """A rule is broken: its name, what is wrong, which operand, and the fix."""
+    """A rule is broken: its name, what is wrong, which operand, and the fix. `twice`: the axes that would split two
+    dims of the result."""
 
-    def __init__(self, rule: str, what: str, operand: int = 0, fix: str = "reduce_scatter or all_reduce it first"):
+    def __init__(
+        self,
+        rule: str,
+        what: str,
+        operand: int = 0,
+        fix: str = "reduce_scatter or all_reduce it first",
+        twice: frozenset[str] = frozenset(),
+    ):
         super().__init__(what)
-        self.rule, self.what, self.operand, self.fix = rule, what, operand, fix
+        self.rule, self.what, self.operand, self.fix, self.twice = rule, what, operand, fix, twice
 
 
 class NotInferred(Exception):
@@ -67,10 +75,10 @@ def by_labels(rule: OpRule, operands: list[HeldType], shape: Sizes) -> HeldType:
     found = [(dims.get(label, any_dim(n)), n) for label, n in zip(rule.op.output, shape, strict=True)]
     made = tuple(dim if size_along(dim) == n else any_dim(n) for dim, n in found)
     axes = [axis for dim in made for axis in axes_along(dim) or ()]
-    twice = {axis for axis in axes if axes.count(axis) > 1 or axis in (unreduced or ())}
+    twice = frozenset(axis for axis in axes if axes.count(axis) > 1 or axis in (unreduced or ()))
     if twice and len(rule.sums) > 1:  # of a product; of a sum it shows in the dims that meet
         what = f"{name} of {types}: {', '.join(sorted(twice))} would occur twice in the result"
-        raise RuleBroken("split", what, 0, "all_gather one of them first")
+        raise RuleBroken("split", what, 0, "all_gather one of them first", twice)
     through = look_up_over(chosen) if chosen else ""
     return HeldType(made, unreduced, parts if unreduced else "", "ring" if ring else "", through=through)
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from scaling.algebra.law import Sizes
 from scaling.algebra.ops import op_kind
-from scaling.check.compared import place_of_call
+from scaling.check.compared import at_hand, place_of_call
 from scaling.check.findings import Judgement, said
 from scaling.check.held import KEPT, DimPart, HeldType, any_dim, axes_along, by_stride, of_nothing, size_along
 from scaling.check.law import NotInferred, RuleBroken
@@ -81,6 +81,7 @@ class Judge(TypedLines, TorchDispatchMode):
     def __init__(self, report: Judgement, sizes: "Mapping[str, int] | None" = None):
         TorchDispatchMode.__init__(self)
         TypedLines.__init__(self, report, sizes)
+        self.first_hops: list[tuple[Set[str], tuple[str, str, str, str]]] = []  # (axes, what is found if it is none)
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         name, how = returns(func)
@@ -136,6 +137,8 @@ class Judge(TypedLines, TorchDispatchMode):
             if isinstance(x, Tensor):
                 order.append(id(x))
                 held = self.held(x)._replace(place="")
+                if self.ring & (held.axes | (held.unreduced or frozenset())):
+                    held = at_hand(held, self.ring)
                 x = ArrayMeta(tuple(x.shape), x.stride(), x.dtype, held, order.index(id(x)))
                 found.append(x)
             else:
@@ -192,9 +195,20 @@ class Judge(TypedLines, TorchDispatchMode):
         elif error is not None:
             self.skip(str(error), place)
 
+    def first_hop(self, error: RuleBroken, operands: Sequence[Tensor]) -> None:
+        """A product of a rank's own blocks, of queries and keys say: wrong, but for a ring's first hop. It is one if
+        the program passes blocks on along this axis, which shows at its end; until then each is the block at hand."""
+        self.ring |= error.twice
+        made = self.held(operands[error.operand]).place if operands else ""
+        text = said(error.what, error.rule, error.fix)
+        self.first_hops.append((error.twice, (error.rule, text, made, place_of_call())))
+
     def give_all(self, results: list, found: list[HeldType], error, operands, unset: bool, write: bool = False) -> None:
         """The types of an op's results, and what is wrong with it."""
-        self.wrong(error, operands)
+        if isinstance(error, RuleBroken) and error.twice:
+            self.first_hop(error, operands)
+        else:
+            self.wrong(error, operands)
         quietly = all(self.held(x).of_nothing for x in operands)
         self.report.judged += not quietly and error is None
         place = "" if quietly else place_of_call()
@@ -232,6 +246,9 @@ class Judge(TypedLines, TorchDispatchMode):
         self.give(whole, held._replace(dims=tuple(pieces)))
 
     def end(self) -> None:
+        for axes, finding in self.first_hops:
+            if not axes <= self.passed_on:
+                self.find(*finding)
         for pending, place, line in self.pending:
             if pending.finish is not None:
                 self.find("never-waited", f"{line}\n  " + said("it is under way", "never-waited", "wait(x)"), "", place)

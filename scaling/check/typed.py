@@ -59,6 +59,8 @@ class TypedLines:
         self.ones: set[str] = set()  # axes that split a dim into parts of one element: no view shows which dim
         self.ran: set[Any] = set()  # the code of functions with types that were called
         self.apart: set[str] = set()  # axes along which ranks send to each other: each has its own part
+        self.ring: set[str] = set()  # axes along which blocks are passed on, or may yet be
+        self.passed_on: set[str] = set()
         self.sizes: dict[str, int] = dict(sizes or {})
 
     def live(self, spec: Spec) -> Spec:
@@ -239,6 +241,7 @@ class TypedLines:
         typed, place, held = parse_line(op.line), self.reached(), self.held(x)
         declared, ring = typed.operands[0], op.kind == "CollectivePermute"
         if ring:  # it is the block at hand, or the sums so far of one
+            self.passed_on |= set(op.axes)
             held, declared = at_hand(held, op.axes, True), without_axes(declared, op.axes)
             self.give(x, held)
         line = self.in_pods(Line((declared,), typed.result), [held])

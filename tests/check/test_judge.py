@@ -13,14 +13,15 @@ import torch
 
 import scaling.strategies
 from scaling.check import RULES, check_source, judge, judged
-from scaling.collectives import all_gather, all_reduce, einsum, masked, reduce_scatter, shard
+from scaling.collectives import all_gather, all_reduce, einsum, masked, ppermute, reduce_scatter, shard
 from scaling.mesh import AbstractMesh
 from scaling.spec import parse
 
 MESH = AbstractMesh({"X": 2, "Y": 3})
 STRATEGIES = ("data_parallel", "fsdp", "tensor_parallel", "fsdp_tp")
 FOLDER = Path(scaling.strategies.__file__).parent
-PAGE = (Path(__file__).parents[2] / "docs" / "rules.md").read_text(encoding="utf-8")
+DOCS = Path(__file__).parents[2] / "docs"
+PAGE = (DOCS / "rules.md").read_text(encoding="utf-8")
 SECTIONS = {part.split("\n")[0]: re.findall(r"```python\n(.*?)```", part, re.S) for part in PAGE.split("\n## ")[1:]}
 HEAD = "import torch\nfrom torch.func import grad\nfrom scaling.collectives import all_gather, all_reduce, einsum\n"
 HEAD += "from scaling.collectives import reduce_scatter, shard, wait\n"
@@ -216,6 +217,31 @@ def test_an_array_of_the_right_type_in_the_wrong_place_is_no_derivative(name):
     edited = text.replace("dTmp = block.act_vjp(Tmp, dAct)", "dTmp = dAct")
     assert edited != text
     assert {finding.rule for finding in check_source(edited)} == {"derivative"}
+
+
+@pytest.mark.parametrize("passed_on", [True, False])
+def test_a_product_of_own_blocks_is_a_ring_s_first_hop_or_wrong(passed_on):
+    def scores(Q, K):
+        total = 0.0
+        for _ in range(2):
+            total = total + (Q @ K.mT).exp() @ K
+            K = ppermute("K[B, T_X, H]", K, MESH, "X", [(0, 1), (1, 0)]) if passed_on else K
+        return total
+
+    report = judge(scores, "Q[B, T_X, H]", "K[B, T_X, H]", mesh=MESH)
+    assert {found.rule for found in report.findings} == (set() if passed_on else {"split"}), str(report)
+
+
+PROGRAMS = [
+    pytest.param(program, id=f"{page.name} {number}", marks=pytest.mark.slow)
+    for page in (DOCS / "your-own-code.md", DOCS / "three-columns.md")
+    for number, program in enumerate(re.findall(r"```python\n(.*?)```", page.read_text(encoding="utf-8"), re.S))
+]
+
+
+@pytest.mark.parametrize("program", PROGRAMS)
+def test_nothing_is_found_in_the_programs_of_the_docs(program):
+    assert [str(found) for found in check_source(program)] == []
 
 
 def test_code_as_it_is_written():
