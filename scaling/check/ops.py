@@ -129,7 +129,9 @@ def op_rule(name: str, kind: "str | None", args, kwargs, operands: list[HeldType
         elif kind == "adds" and n == 1 and operands[0].unreduced and any(args[1:2]):  # 0 changes nothing
             raise RuleBroken("partial-plus-whole", "a number is added to partial sums, by every device")
         elif name == "where" and n == 3:
-            keeps = ((1, 2),)
+            numbers = [i for i in (1, 2) if operands[i].of_nothing and not operands[i].shape]  # 0 is part of any sum
+            unknown = [i for i in (1, 2) if operands[i].unreduced is None]
+            keeps = (tuple(unknown),) if numbers and unknown else ((1, 2),)
         elif name == "lerp" and n == 3:
             keeps = ((0, 1),)
         return OpRule(elementwise_op(name, shapes, shape), keeps)

@@ -232,6 +232,21 @@ def test_a_product_of_own_blocks_is_a_ring_s_first_hop_or_wrong(passed_on):
     assert {found.rule for found in report.findings} == (set() if passed_on else {"split"}), str(report)
 
 
+def test_a_look_up_that_a_mask_makes_a_part_of_a_sum():
+    """As written by hand, without `masked`: elements of a split vocabulary, zero where the target is another rank's."""
+
+    def picked(logits, targets, here):
+        return masked_sum(logits.gather(1, targets[:, None].long())[:, 0], here)
+
+    def masked_sum(x, here):
+        return all_reduce("p[B] {U_Y} -> p[B]", torch.where(here > 0, x, 0.0), MESH)
+
+    report = judge(picked, "l[B, V_Y]", "t[B]", "h[B]", mesh=MESH)
+    assert not report.findings, str(report)
+    report = judge(masked_sum, "l[B]", "h[B]", mesh=MESH)
+    assert [found.rule for found in report.findings] == ["reduced-twice"]
+
+
 PROGRAMS = [
     pytest.param(program, id=f"{page.name} {number}", marks=pytest.mark.slow)
     for page in (DOCS / "your-own-code.md", DOCS / "three-columns.md")
