@@ -74,8 +74,10 @@ def broken_rule(
         return "wrong-name", said(f"it is {held.name}", "wrong-name", f"give {declared.name}")
     dims = held.dims[len(held.dims) - len(declared.dims) :]
     named, names = [name_along(dim) for dim in dims], {*re.split(r"[^A-Za-z0-9]+", line.replace("_", " "))}
+    there: dict[str | None, str | None] = dict(zip(declared.dim_names, named, strict=True))
     for dim, name, wanted in zip(dims, named, declared.dim_names, strict=True):
-        if name != wanted and name in names and size_along(dim) > 1 and named.count(name) == 1:
+        sure = there.get(name, wanted) is not None  # else it may belong here as well: a square layer has both names
+        if name != wanted and sure and name in names and size_along(dim) > 1 and named.count(name) == 1:
             what = f"the dims differ: {[name or '?' for name in named]} and {list(declared.dim_names)}"
             fix = "give the operands in the order of their types, and transpose what must be"
             return "dims", said(what, "dims", fix)
