@@ -81,6 +81,7 @@ class Judge(TypedLines, TorchDispatchMode):
     def __init__(self, report: Judgement, sizes: "Mapping[str, int] | None" = None):
         TorchDispatchMode.__init__(self)
         TypedLines.__init__(self, report, sizes)
+        self.ring: set[str] = set()  # axes along which blocks may yet be passed on
         self.first_hops: list[tuple[Set[str], tuple[str, str, str, str]]] = []  # (axes, what is found if it is none)
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):

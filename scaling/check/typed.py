@@ -59,8 +59,7 @@ class TypedLines:
         self.ones: set[str] = set()  # axes that split a dim into parts of one element: no view shows which dim
         self.ran: set[Any] = set()  # the code of functions with types that were called
         self.apart: set[str] = set()  # axes along which ranks send to each other: each has its own part
-        self.ring: set[str] = set()  # axes along which blocks are passed on, or may yet be
-        self.passed_on: set[str] = set()
+        self.passed_on: set[str] = set()  # axes along which blocks are, to the next rank of a ring
         self.sizes: dict[str, int] = dict(sizes or {})
 
     def live(self, spec: Spec) -> Spec:
