@@ -54,9 +54,9 @@ def _judge(report: Judgement, texts: dict[str, str], calls: dict[str, list]) -> 
     from scaling.check.run import found_in
 
     own = {path for path in calls if OWN in Path(path).resolve().parents}
-    jobs = [("", "")] * bool(own) + [(path, texts[path]) for path in calls if path not in own]
-    shown = [{path: text} if path else texts for path, text in jobs]
-    runs = [*zip(judge_each(jobs), shown, strict=True)]
+    alone = [(path, texts[path]) for path in calls if path not in own]
+    files = [None, *alone] if own else alone  # the library first: modules tell their types if they are imported then
+    runs = [(judged, dict([file]) if file else texts) for judged, file in zip(judge_each(files), files, strict=True)]
     lines, reached = set(), {}
     for judged, shown in runs:
         report.findings += found_in(judged, shown)

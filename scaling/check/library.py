@@ -2,7 +2,8 @@
 
 import os
 from collections.abc import Sequence
-from itertools import starmap
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from multiprocessing import get_context
 
 from scaling.check.contracts import telling
@@ -15,18 +16,24 @@ from scaling.launch.process import give_threads_back
 from scaling.mesh import AbstractMesh
 
 
-def judge_each(jobs: Sequence[tuple[str, str]]) -> list[Judgement]:
-    """What each file's run shows, (path, text), on all processors; of no path, what the library's programs show."""
-    workers = min(len(jobs), os.cpu_count() or 1) if can_fork("cpu") else 1
+def judge_each(files: Sequence[tuple[str, str] | None]) -> list[Judgement]:
+    """What each file's run shows, (path, text), on all processors; of None, what the library's programs show.
+    RuntimeError where a file ends the process that it runs in."""
+    workers = min(len(files), os.cpu_count() or 1) if can_fork("cpu") else 1
     if workers < 2:
-        return [*starmap(_judged, jobs)]
+        return [*map(_judged, files)]
     give_threads_back()
-    with get_context("fork").Pool(workers) as pool:  # which has imported torch
-        return pool.starmap(_judged, jobs, chunksize=1)
+    with ProcessPoolExecutor(workers, get_context("fork")) as pool:  # which have imported torch
+        try:
+            return [*pool.map(_judged, files)]
+        except BrokenProcessPool:
+            raise RuntimeError(
+                "a file ended the process in which it was judged\n  fix: give one file at a time"
+            ) from None
 
 
-def _judged(path: str, text: str) -> Judgement:
-    return judge_file(path, text) if path else judge_library()
+def _judged(file: "tuple[str, str] | None") -> Judgement:
+    return judge_library() if file is None else judge_file(*file)
 
 
 def judge_library() -> Judgement:

@@ -191,18 +191,20 @@ class Judge(TypedLines, TorchDispatchMode):
     def wrong(self, error: "Exception | None", operands: Sequence[Tensor] = (), place: str = "") -> None:
         """What is wrong with an op, and where its operand was made; or that it is not judged."""
         if isinstance(error, RuleBroken):
-            made = self.held(operands[min(error.operand, len(operands) - 1)]).place if operands else ""
-            self.find(error.rule, said(error.what, error.rule, error.fix), made, place)
+            self.find(*self.broken(error, operands), place)
         elif error is not None:
             self.skip(str(error), place)
+
+    def broken(self, error: RuleBroken, operands: Sequence[Tensor]) -> tuple[str, str, str]:
+        """(rule, what is found, where its operand was made)."""
+        made = self.held(operands[min(error.operand, len(operands) - 1)]).place if operands else ""
+        return error.rule, said(error.what, error.rule, error.fix), made
 
     def first_hop(self, error: RuleBroken, operands: Sequence[Tensor]) -> None:
         """A product of a rank's own blocks, of queries and keys say: wrong, but for a ring's first hop. It is one if
         the program passes blocks on along this axis, which shows at its end; until then each is the block at hand."""
         self.ring |= error.twice
-        made = self.held(operands[error.operand]).place if operands else ""
-        text = said(error.what, error.rule, error.fix)
-        self.first_hops.append((error.twice, (error.rule, text, made, place_of_call())))
+        self.first_hops.append((error.twice, (*self.broken(error, operands), place_of_call())))
 
     def give_all(self, results: list, found: list[HeldType], error, operands, unset: bool, write: bool = False) -> None:
         """The types of an op's results, and what is wrong with it."""
