@@ -179,8 +179,9 @@ class Layers:
         """x through all layers, by run(l, W, x) -> (x, saved): (x, what each layer has saved)."""
         kept, coming = [], self.weights(0)
         for l in range(len(self.layers)):
-            W = self.waited(l, coming)
-            coming = self.weights(l + 1)
+            W = coming  # the weights of the layer before are freed
+            coming = self.weights(l + 1)  # which starts before these are waited for
+            W = self.waited(l, W)
             x, saved = run(l, W, x)
             kept.append(saved)
         return x, kept
@@ -194,8 +195,9 @@ class Layers:
         """
         put, coming = put or partial(self.add, last=last), self.weights(len(self.layers) - 1)
         for l in reversed(range(len(self.layers))):
-            W = self.waited(l, coming)
+            W = coming
             coming = self.weights(l - 1)
+            W = self.waited(l, W)
             saved = kept.pop() if donate else kept[l]
             dx, dW = run(l, W, dx, saved)
             put(l, dW)
