@@ -7,14 +7,13 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from scaling.models.attention import dot_product_attention, flash_attention, sdpa, visible
 
+IDS = torch.tensor([[0] * 4 + [1] * 5 + [7] * 4, [3] * 13])  # the ids of packed documents
+
 
 def qkv(B=2, T=13, S=13, N=4, K=2, H=8):
     make = torch.Generator().manual_seed(0)
     shapes = (B, T, N, H), (B, S, K, H), (B, S, K, H)
     return [torch.randn(shape, dtype=torch.float64, generator=make, requires_grad=True) for shape in shapes]
-
-
-IDS = torch.tensor([[0] * 4 + [1] * 5 + [7] * 4, [3] * 13])  # the ids of packed documents
 
 
 def by_hand(Q, K, V, window=None, segments=None, scale=None):
@@ -30,56 +29,44 @@ def by_hand(Q, K, V, window=None, segments=None, scale=None):
     return torch.stack(rows).view(B, T, N, H)
 
 
-@pytest.mark.parametrize(
-    "attention", [sdpa, dot_product_attention, flash_attention, partial(flash_attention, block=4)],
-    ids=["sdpa", "dot_product", "flash", "flash block=4"],
-)  # fmt: skip
 @pytest.mark.parametrize(("T", "S"), [(13, 13), (5, 13), (1, 9)])
 @pytest.mark.parametrize(
     "given", [{}, {"window": 3}, {"segments": True}, {"window": 4, "segments": True, "scale": 0.7}]
 )
-def test_attention_query_by_query_forward_and_backward(attention, T, S, given):
+def test_attention_query_by_query_forward_and_backward(T, S, given):
     inputs = qkv(T=T, S=S)
     given = given | ({"segments": IDS[:, :S]} if "segments" in given else {})
-    want, got = by_hand(*inputs, **given), attention(*inputs, **given)
-    torch.testing.assert_close(got, want, rtol=1e-12, atol=1e-12)
+    want = by_hand(*inputs, **given)
     cotangent = torch.randn(want.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(2))
-    for a, b in zip(*(torch.autograd.grad(out, inputs, cotangent) for out in (got, want)), strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-11, atol=1e-12)
+    slopes = torch.autograd.grad(want, inputs, cotangent)
+    for attention in (sdpa, dot_product_attention, flash_attention, partial(flash_attention, block=4)):
+        got = attention(*inputs, **given)
+        torch.testing.assert_close(got, want, rtol=1e-12, atol=1e-12)
+        torch.testing.assert_close(torch.autograd.grad(got, inputs, cotangent), slopes, rtol=1e-11, atol=1e-12)
 
 
 def test_visible_places_may_come_in_any_order():
     """Zig-zag: the rank that has the first and the last of 4 chunks."""
     queries, keys = torch.tensor([0, 1, 6, 7]), torch.tensor([6, 7, 2, 3])
-    assert visible(queries, keys).int().tolist() == [[0, 0, 0, 0], [0, 0, 0, 0], [1, 0, 1, 1], [1, 1, 1, 1]]
-    assert visible(queries, keys, 5).int().tolist()[2:] == [[1, 0, 1, 1], [1, 1, 0, 1]]
+    assert visible(queries, keys, 5).int().tolist() == [[0, 0, 0, 0], [0, 0, 0, 0], [1, 0, 1, 1], [1, 1, 0, 1]]
 
 
 @pytest.mark.filterwarnings("ignore:.*not yet implemented the batching rule", "ignore:`torch.jit.script`")
-def test_sdpa_under_transforms():
-    inputs = [x.detach() for x in qkv(B=2, T=6, S=6)]
+def test_under_torch_func():
+    inputs = [x.detach() for x in qkv(T=6, S=6)]
     tangents = [torch.randn_like(x) for x in inputs]
-    for a, b in zip(
-        *(torch.func.jvp(f, tuple(inputs), tuple(tangents)) for f in (sdpa, dot_product_attention)), strict=True
-    ):
-        torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
     many = [torch.stack([x, t]) for x, t in zip(inputs, tangents, strict=True)]
 
     def slopes(f):
         return torch.vmap(torch.func.grad(lambda *a: f(*a).sin().sum(), argnums=(0, 1, 2)))(*many)
 
-    for a, b in zip(slopes(sdpa), slopes(dot_product_attention), strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
+    for f in (sdpa, partial(flash_attention, block=2)):
+        torch.testing.assert_close(slopes(f), slopes(dot_product_attention), rtol=1e-11, atol=1e-12)
+    ours, wanted = (torch.func.jvp(f, tuple(inputs), tuple(tangents)) for f in (sdpa, dot_product_attention))
+    torch.testing.assert_close(ours, wanted, rtol=1e-12, atol=1e-12)
 
 
-def test_flash_attention_under_torch_func_and_skips_the_future():
-    inputs = [x.detach() for x in qkv(B=1, T=64, S=64, N=2, K=1)]
-    got, want = (
-        torch.func.grad(lambda *a, f=f: f(*a).square().sum(), argnums=(0, 1, 2))(*inputs)
-        for f in (lambda *a: flash_attention(*a, block=16), dot_product_attention)
-    )
-    for a, b in zip(got, want, strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-11, atol=1e-12)
+def test_flash_attention_skips_the_future():
     with FlopCounterMode(display=False) as counter:
-        flash_attention(*inputs, block=16)
+        flash_attention(*qkv(B=1, T=64, S=64, N=2, K=1), block=16)
     assert counter.get_total_flops() == 4 * 64 * 64 * 2 * 8 * 10 / 16  # 10 of the 16 pairs of blocks are visible

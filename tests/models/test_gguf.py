@@ -23,6 +23,7 @@ QWEN2 = LLAMA.with_(attention_bias=True, tied=True)
 TOKENS = [chr(c) for c in range(33, 127)] + [chr(c) for c in range(161, 173)] + [chr(c) for c in range(174, 324)]
 TOKENS += ["th", "Ġth", *(f"<x{i}>" for i in range(12))]  # 256 bytes, two merges, twelve specials
 MERGES, TYPES = ["t h", "Ġ th"], [1] * 258 + [3] * 11 + [4]
+TEMPLATE = "{{ bos_token }}{{ messages[0]['content'] }}{{ eos_token }}"
 
 
 def permuted(rows, heads):
@@ -35,31 +36,21 @@ def written(path, config, arch="llama", kind="F32", pre="gpt-2", leave=(), more=
     hf.save(path.parent / "folder", config, tree.map(lambda p: p.float(), shaken(config)))
     names = gguf.get_tensor_name_map(gguf.MODEL_ARCH[arch.upper()], config.L)
     writer = gguf.GGUFWriter(path, arch)
-    writer.add_block_count(config.L)
-    writer.add_embedding_length(config.D)
-    writer.add_feed_forward_length(config.F)
-    writer.add_head_count(config.N)
-    writer.add_head_count_kv(config.K)
-    writer.add_rope_freq_base(config.theta)
-    writer.add_layer_norm_rms_eps(config.eps)
-    writer.add_tokenizer_model("gpt2")
-    writer.add_tokenizer_pre(pre)
-    writer.add_token_list(TOKENS)
-    writer.add_token_merges(MERGES)
-    writer.add_token_types(TYPES)
-    writer.add_bos_token_id(258)
-    writer.add_eos_token_id(259)
-    writer.add_chat_template("{{ bos_token }}{{ messages[0]['content'] }}{{ eos_token }}")
+    sizes = {"block_count": config.L, "embedding_length": config.D, "feed_forward_length": config.F}
+    sizes |= {"head_count": config.N, "head_count_kv": config.K, "rope_freq_base": config.theta}
+    of_text = {"tokenizer_model": "gpt2", "tokenizer_pre": pre, "token_list": TOKENS, "token_merges": MERGES}
+    of_text |= {"token_types": TYPES, "bos_token_id": 258, "eos_token_id": 259, "chat_template": TEMPLATE}
+    for field, value in (sizes | {"layer_norm_rms_eps": config.eps} | of_text).items():
+        getattr(writer, f"add_{field}")(value)
     for key, value in fields:
         writer.add_uint32(key, value)
     tensors = load_file(path.parent / "folder" / "model.safetensors")
     for name, tensor in tensors.items():
         base, _, last = name.rpartition(".")
         theirs, values = f"{names.get_name(base)}.{last}", tensor.numpy()
-        if arch == "llama" and ".q_proj." in name:
-            values = permuted(values, config.N)
-        if arch == "llama" and ".k_proj." in name:
-            values = permuted(values, config.K)
+        for part, heads in ((".q_proj.", config.N), (".k_proj.", config.K)):
+            if arch == "llama" and part in name:
+                values = permuted(values, heads)
         if theirs in leave:
             continue
         kept = kind if values.ndim > 1 else "F32"
@@ -122,14 +113,12 @@ def test_how_text_is_cut(pre, tmp_path):
 
 def test_llama_3_1s_frequencies(tmp_path):
     """The factors that transformers divides by (modeling_rope_utils, llama3), one by one."""
-    factors = []
-    for i in range(0, LLAMA.H, 2):
-        wave = 2 * numpy.pi * LLAMA.theta ** (i / LLAMA.H)
-        smooth = (8192 / wave - 1) / 3
-        factors.append(1.0 if wave < 2048 else 32.0 if wave > 8192 else 1 / ((1 - smooth) / 32 + smooth))
+    waves = 2 * numpy.pi * LLAMA.theta ** (numpy.arange(0, LLAMA.H, 2) / LLAMA.H)
+    smooth = numpy.clip((8192 / waves - 1) / 3, 0, 1)
+    factors = 1 / ((1 - smooth) / 32 + smooth)
     assert factors[0] == 1.0
     assert 1 < factors[-1] < 32
-    file = written(tmp_path / "m.gguf", LLAMA, more=[("rope_freqs.weight", numpy.array(factors, numpy.float32))])
+    file = written(tmp_path / "m.gguf", LLAMA, more=[("rope_freqs.weight", factors.astype(numpy.float32))])
     assert source_of(file).config.rope_scaling == RopeScaling("llama3", 32.0, 1.0, 4.0, 8192)
     other = [("rope_freqs.weight", numpy.array([1, 2, 3, 4], numpy.float32))]
     with pytest.raises(ValueError, match=r"rope_freqs\.weight is of no scaling known here.*\n  fix: "):

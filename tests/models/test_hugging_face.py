@@ -1,8 +1,10 @@
 """Loss and gradients beside stored numbers of Hugging Face's classes (tests/oracles/hugging_face.py), and checkpoints:
-written and read whole and by shards, and what is refused."""
+written and read whole and by shards, what is refused, and the page's table of what loads."""
 
 import json
+import re
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -12,6 +14,8 @@ from safetensors.torch import load_file, save_file
 
 from scaling import serve, tree
 from scaling.configs import MODELS, Config, Latent, RopeScaling, load
+from scaling.configs.gguf import ARCHITECTURES
+from scaling.configs.hugging_face import KINDS
 from scaling.mesh import AbstractMesh
 from scaling.models import hf, transformer
 from scaling.spec import ShardingError
@@ -20,6 +24,7 @@ from scaling.strategies.transformer.stages import stored_places
 from scaling.trace import trace
 
 TABLE = json.loads((Path(__file__).parent / "hugging_face.json").read_text())
+PAGE = Path(__file__).parents[2] / "docs" / "a-real-model.md"
 TOKENS = torch.randint(61, (2, 25), generator=torch.Generator().manual_seed(0))
 YARN = RopeScaling("yarn", 4.0, 1.0, 32.0, 16, mscale=0.8, mscale_all=1.2)
 SMALL = Config("small", L=3, D=12, F=20, N=4, K=2, H=6, V=28)
@@ -63,74 +68,61 @@ def test_weights_leave_and_return_to_the_bit(config, dtype, tmp_path):
         hf.save_sharded(tmp_path / "once", config, params, transformer.specs_of(config), AbstractMesh({}))
 
 
-def on_ranks(mesh, folder, config, specs, whole):
-    """Saved from shards, loaded to shards of other types, and whole."""
+def on_ranks(mesh, folder, config, types, schedule, whole):
+    """Whether shards that are saved a layer at a time are read again, and drawn, as the whole is sharded.
+
+    Where the layers lie in a schedule's order, with empty places, the vocabulary has some too."""
+    specs, places = transformer.specs_of(config), {}
+    specs |= {"layers": specs["layers"] | types}
+    shard = partial(tree.shard, specs=specs, mesh=mesh)
+    if schedule:
+        specs, places = strategy.specs(config, mesh, schedule=schedule), stored_places(config, mesh, schedule)
+        shard = partial(strategy.shard, config=config, mesh=mesh, schedule=schedule)
+        assert {*places} == {"L", "V"}
+        assert all(-1 in at for at in places.values())
+    shards, drawn = shard(whole), shard(transformer.init(config, 5, torch.float64))
     with trace() as log:
-        hf.save_sharded(f"{folder}/shards", config, tree.shard(whole, specs, mesh), specs, mesh)
+        hf.save_sharded(folder, config, shards, specs, mesh, places=places)
     largest = max(leaf.nbytes // config.L for leaf in tree.leaves(whole["layers"]))
-    assert max(event.nbytes for event in log.collectives()) <= max(largest, whole["embed"].nbytes)  # a layer at a time
-    _, mine = hf.load_sharded(f"{folder}/shards", specs, mesh)
-    wanted = tree.shard(whole, specs, mesh)
-    equal = all(tree.leaves(tree.map(torch.equal, mine, wanted)))
-    made = transformer.init(config, 5, torch.float64, mesh=mesh, specs=specs)
-    drawn = tree.shard(transformer.init(config, 5, torch.float64), specs, mesh)
-    return equal and all(tree.leaves(tree.map(torch.equal, made, drawn)))
+    assert max(event.nbytes for event in log.collectives()) <= max(largest, whole["embed"].nbytes)
+    _, read = hf.load_sharded(folder, specs, mesh, places=places)
+    made = transformer.init(config, 5, torch.float64, mesh=mesh, specs=specs, places=places)
+    return all(map(torch.equal, tree.leaves([read, made]), tree.leaves([shards, drawn])))
 
 
-def sharded(config, **types):
-    specs = transformer.specs_of(config)
-    return specs | {"layers": specs["layers"] | types}
-
-
-CASES = {
+CASES = {  # what: (config, its layers' types, a schedule, mesh)
     "FSDP, tensor": (
         SMALL,
         {"W_Q": "W_Q[L, D_X, N_Y, H]", "W_K": "W_K[L, D_X, K_Y, H]", "W_O": "W_O[L, N_Y, H, D_X]"}
         | {"W_in": "W[L, D_X, F_Y]", "W_gate": "W[L, D_X, F_Y]", "W_out": "W[L, F_Y, D_X]", "norm_mlp": "g[L, D_XY]"},
+        None,
         {"X": 2, "Y": 2},
     ),
     "stages, head dim": (
         SMALL.with_(L=4),
         {name: spec.replace("L", "L_Z", 1) for name, spec in transformer.specs_of(SMALL)["layers"].items()}
         | {"W_V": "W_V[L_Z, D, K, H_Y]"},
+        None,
         {"Z": 2, "Y": 2},
     ),
     "experts": (
         MOE,
         {"W_in": "W[L, E_X, D, F_Y]", "W_out": "W[L, E_YX, F, D]", "router": "r[L, D_Y, E_X]"},
+        None,
         {"X": 2, "Y": 2},
     ),
-}  # fmt: skip
+    "empty places": (SMALL.with_(V=5), {}, "1f1b", {"Z": 2, "Y": 2}),
+    "empty places, experts": (MOE.with_(L=7, V=27), {}, "interleaved", {"Z": 2, "Y": 2}),
+}
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_shards_are_written_read_and_drawn_as_the_whole(case, ranks, tmp_path):
-    config, types, mesh = CASES[case]
-    specs, whole = sharded(config, **types), shaken(config)
-    assert all(ranks(on_ranks, mesh, str(tmp_path), config, specs, whole))
-    back = hf.load(tmp_path / "shards")[1]
-    assert all(tree.leaves(tree.map(torch.equal, back, whole)))
-    assert len(list((tmp_path / "shards").glob("model-*.safetensors"))) == config.L + 1
-
-
-def on_stages(mesh, folder, config, schedule, whole):
-    """Read, drawn and written where the layers lie in a schedule's order, with empty places; so has the vocabulary."""
-    specs, places = strategy.specs(config, mesh, schedule=schedule), stored_places(config, mesh, schedule)
-    wanted = strategy.shard(whole, config, mesh, schedule=schedule)
-    _, mine = hf.load_sharded(f"{folder}/whole", specs, mesh, places=places)
-    hf.save_sharded(f"{folder}/again", config, mine, specs, mesh, places=places)
-    made = transformer.init(config, 5, torch.float64, mesh=mesh, specs=specs, places=places)
-    drawn = strategy.shard(transformer.init(config, 5, torch.float64), config, mesh, schedule=schedule)
-    equal = [tree.leaves(tree.map(torch.equal, a, b)) for a, b in ((mine, wanted), (made, drawn))]
-    return all(-1 in at for at in places.values()) and {*places} == {"L", "V"}, all(map(all, equal))
-
-
-@pytest.mark.parametrize(("config", "schedule"), [(SMALL.with_(V=5), "1f1b"), (MOE.with_(L=7, V=27), "interleaved")])
-def test_stages_with_empty_places(config, schedule, ranks, tmp_path):
+    config, types, schedule, mesh = CASES[case]
     whole = shaken(config)
-    hf.save(tmp_path / "whole", config, whole)
-    assert ranks(on_stages, {"Z": 2, "Y": 2}, str(tmp_path), config, schedule, whole) == [(True, True)] * 4
-    assert all(tree.leaves(tree.map(torch.equal, hf.load(tmp_path / "again")[1], whole)))
+    assert all(ranks(on_ranks, mesh, tmp_path / "shards", config, types, schedule, whole))
+    assert all(map(torch.equal, tree.leaves(hf.load(tmp_path / "shards")[1]), tree.leaves(whole)))
+    assert len(list((tmp_path / "shards").glob("model-*.safetensors"))) == config.L + 1
 
 
 @pytest.fixture
@@ -145,29 +137,36 @@ def edit(folder, change, file="model.safetensors"):
     save_file(tensors, folder / file)
 
 
-@pytest.mark.parametrize(
-    ("change", "says"),
-    [
-        (lambda t: t.pop("model.layers.1.mlp.up_proj.weight"), r"model\.layers\.1\.mlp\.up_proj\.weight is missing,"),
-        (lambda t: t.pop("lm_head.weight"), r"lm_head\.weight is missing"),
-        (
-            lambda t: [t.pop(f"model.layers.{l}.self_attn.k_proj.weight") for l in (0, 2)],
-            r"layers\.0\.self_attn\.k_proj\.weight is missing \(and 1 more\)",
-        ),
-        (
-            lambda t: t.update({"model.layers.0.self_attn.q_proj.bias": torch.ones(24)}),
-            r"model\.layers\.0\.self_attn\.q_proj\.bias is left over: m has no such tensor",
-        ),
-        (
-            lambda t: t.update({"model.layers.2.mlp.down_proj.weight": torch.ones(20, 12)}),
-            r"layers\.2\.mlp\.down_proj\.weight is of shape \(20, 12\); the sizes in config\.json give \(12, 20\)",
-        ),
+LAYER = "model.layers.{}".format
+BROKEN = {  # what is said: how the tensors of the file are changed
+    r"layers\.1\.mlp\.up_proj\.weight is missing,": lambda t: t.pop(LAYER("1.mlp.up_proj.weight")),
+    r"lm_head\.weight is missing": lambda t: t.pop("lm_head.weight"),
+    r"layers\.0\.self_attn\.k_proj\.weight is missing \(and 1 more\)": lambda t: [
+        t.pop(LAYER(f"{l}.self_attn.k_proj.weight")) for l in (0, 2)
     ],
-)
-def test_a_tensor_dropped_added_or_misshaped_is_named(folder, change, says):
-    edit(folder, change)
+    r"layers\.0\.self_attn\.q_proj\.bias is left over: m has no such tensor": lambda t: t.update(
+        {LAYER("0.self_attn.q_proj.bias"): torch.ones(24)}
+    ),
+    r"layers\.2\.mlp\.down_proj\.weight is of shape \(20, 12\); the sizes in config\.json give \(12, 20\)": (
+        lambda t: t.update({LAYER("2.mlp.down_proj.weight"): torch.ones(20, 12)})
+    ),
+}
+
+
+@pytest.mark.parametrize("says", BROKEN)
+def test_a_tensor_dropped_added_or_misshaped_is_named(folder, says):
+    edit(folder, BROKEN[says])
     with pytest.raises(ValueError, match=says):
         hf.load(folder)
+
+
+def test_a_file_that_is_cut_off_is_refused(folder):
+    file = folder / "model.safetensors"
+    whole = file.read_bytes()
+    for size in (0, 5, 100, len(whole) // 2, len(whole) - 1):
+        file.write_bytes(whole[:size])
+        with pytest.raises(ValueError, match=r"model\.safetensors cannot be read.*\n  fix: download"):
+            hf.load(folder)
 
 
 def test_without_safetensors_it_says_what_to_install(folder, monkeypatch):
@@ -212,35 +211,26 @@ def test_a_tied_table_may_stand_in_the_file_twice(tmp_path):
 
 RANKS = {"q_lora_rank": 4, "kv_lora_rank": 4, "qk_nope_head_dim": 2, "qk_rope_head_dim": 2, "v_head_dim": 3}
 BASE = {"hidden_size": 12, "num_hidden_layers": 3, "intermediate_size": 20, "num_attention_heads": 4, "vocab_size": 28}
+YARN_ELSEWHERE = {"rope_type": "yarn", "factor": 2.0, "truncate": False}
+UNCOMPUTED = {  # what is said: the config's table, of a llama unless it says otherwise
+    "model_type 'gemma2'": {"model_type": "gemma2"},
+    "model_type 'gpt_neox'": {"model_type": "gpt_neox"},
+    "latent attention with biases": {"model_type": "deepseek_v3", "attention_bias": True} | RANKS,
+    "rope_scaling of type 'dynamic'": {"rope_scaling": {"type": "dynamic", "factor": 2.0}},
+    "of type 'yarn with": {"model_type": "qwen2", "rope_parameters": YARN_ELSEWHERE},
+    "of type 'by layer'": {"rope_parameters": {"a": {"rope_type": "default"}}},
+    "partial_rotary_factor 0.5": {"partial_rotary_factor": 0.5},
+    "mlp_bias": {"mlp_bias": True},
+    "quantization_config 'awq'": {"quantization_config": {"quant_method": "awq"}},
+    "hidden_act 'relu2'": {"hidden_act": "relu2"},
+    "attention_dropout=0.1": {"attention_dropout": 0.1},
+    "dense layers": {"model_type": "qwen3_moe", "num_experts": 4, "num_experts_per_tok": 2, "mlp_only_layers": [0]},
+}
 
 
-@pytest.mark.parametrize(
-    ("table", "says"),
-    [
-        ({"model_type": "gemma2"}, "model_type 'gemma2'"),
-        ({"model_type": "olmo2"}, "model_type 'olmo2'"),
-        ({"model_type": "phi3"}, "model_type 'phi3'"),
-        ({"model_type": "gpt_neox"}, "model_type 'gpt_neox'"),
-        ({"model_type": "deepseek_v3", "attention_bias": True} | RANKS, "latent attention with biases"),
-        ({"model_type": "llama", "rope_scaling": {"type": "dynamic", "factor": 2.0}}, "rope_scaling of type 'dynamic'"),
-        (
-            {"model_type": "qwen2", "rope_parameters": {"rope_type": "yarn", "factor": 2.0, "truncate": False}},
-            "of type 'yarn with",
-        ),
-        ({"model_type": "llama", "rope_parameters": {"a": {"rope_type": "default"}}}, "of type 'by layer'"),
-        ({"model_type": "llama", "partial_rotary_factor": 0.5}, "partial_rotary_factor 0.5"),
-        ({"model_type": "llama", "mlp_bias": True}, "mlp_bias"),
-        ({"model_type": "llama", "quantization_config": {"quant_method": "awq"}}, "quantization_config 'awq'"),
-        ({"model_type": "llama", "hidden_act": "relu2"}, "hidden_act 'relu2'"),
-        ({"model_type": "llama", "attention_dropout": 0.1}, "attention_dropout=0.1"),
-        (
-            {"model_type": "qwen3_moe", "num_experts": 4, "num_experts_per_tok": 2, "mlp_only_layers": [0]},
-            "dense layers",
-        ),
-    ],
-)
-def test_what_is_not_computed_is_counted_and_refused_by_name(table, says, tmp_path):
-    config = config_from(BASE | table, tmp_path)  # can be counted
+@pytest.mark.parametrize("says", UNCOMPUTED)
+def test_what_is_not_computed_is_counted_and_refused_by_name(says, tmp_path):
+    config = config_from({"model_type": "llama"} | BASE | UNCOMPUTED[says], tmp_path)  # can be counted
     assert says in ", ".join(transformer.uncomputed(config))
     for refuses in (lambda: hf.load(tmp_path), lambda: transformer.init(config, device="meta")):
         with pytest.raises(ValueError, match=f"not computed here: .*{says}"):
@@ -290,3 +280,10 @@ def test_published_configs(tmp_path):
     assert config_from(qwen | {"use_sliding_window": False}, tmp_path).window is None
     with pytest.raises(ValueError, match="rope_scaling of type 'llama3' lacks its factor"):
         config_from(llama2 | {"rope_scaling": {"rope_type": "llama3"}}, tmp_path)
+
+
+def test_the_page_s_table_of_models_is_the_code_s():
+    rows = re.findall(r"^\| (\w+) \| (\w+ForCausalLM) \|( yes)? \|$", PAGE.read_text(), re.MULTILINE)
+    loads = {name: kind.architecture for name, kind in KINDS.items() if kind.architecture}
+    assert {name: architecture for name, architecture, _ in rows} == loads
+    assert {name for name, _, yes in rows if yes} == set(ARCHITECTURES)

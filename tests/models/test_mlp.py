@@ -1,14 +1,19 @@
-"""The reference model: its parts against plain loops, and that it learns."""
+"""The reference model against its formula; what lies between the matmuls, and its derivatives written out, beside
+autograd's; and autograd's tape as a vjp."""
 
 import math
 
 import pytest
 import torch
-from torch.func import functional_call, grad_and_value
+from refused import refused
+from torch.func import functional_call
 
-from scaling import data, optim, tree
+from scaling import tree
 from scaling.mesh import AbstractMesh
 from scaling.models import mlp, pointwise
+from scaling.models.pointwise import act, act_grad, act_vjp, rms_norm, rms_norm_vjp
+from scaling.models.transformer import ACTIVATIONS
+from scaling.strategies.transformer.layer import VJPS
 
 SMALL = {"L": 3, "D": 8, "F": 16, "K": 4, "V": 11}
 
@@ -24,59 +29,45 @@ def same(a, b, tolerance=1e-14):
 @pytest.mark.parametrize("activation", pointwise.ACTIVATIONS)
 @pytest.mark.parametrize("norm", [False, True])
 @pytest.mark.parametrize("residual", [False, True])
-def test_the_stack_is_the_formula(residual, norm, activation):
+def test_the_byte_model_is_the_formula(residual, norm, activation):
     config = mlp.MLPConfig(**SMALL, activation=activation, residual=residual, norm=norm)
-    params = mlp.init(config, dtype=torch.float64)["blocks"]
-    In = Out = rand(6, config.D)
-    for layer in range(config.L):
-        x = Out / (Out.square().mean(-1, keepdim=True) + 1e-6).sqrt() if norm else Out
-        y = pointwise.act(x @ params["W_in"][layer], activation) @ params["W_out"][layer]
+    params = mlp.init(config, dtype=torch.float64)
+    tokens = torch.randint(config.V, (6, config.K), generator=torch.Generator().manual_seed(0))
+    In = Out = torch.stack([sum(params["embed"][k, row[k]] for k in range(config.K)) for row in tokens])
+    same(mlp.embed(params["embed"], tokens), In)
+
+    def normed(x):
+        return x / (x.square().mean(-1, keepdim=True) + 1e-6).sqrt() if norm else x
+
+    for W_in, W_out in zip(*(params["blocks"][name] for name in ("W_in", "W_out")), strict=True):
+        y = pointwise.act(normed(Out) @ W_in, activation) @ W_out
         Out = Out + y if residual else y
     stack = mlp.MLPStack(config)
     assert all(p.is_meta for p in stack.parameters())
-    same(functional_call(stack, params, (In,)), Out)
-
-
-def test_a_block_on_shards_of_F_gives_partial_sums():
-    config = mlp.MLPConfig(**SMALL)
-    W_in, W_out = (mlp.init(config, dtype=torch.float64)["blocks"][name][0] for name in ("W_in", "W_out"))
-    In = rand(6, config.D)
-    parts = [mlp.block(In, W_in[:, part], W_out[part]) for part in (slice(0, 8), slice(8, 16))]
-    same(parts[0] + parts[1], mlp.block(In, W_in, W_out))
-
-
-def test_the_byte_model_is_the_formula():
-    config = mlp.MLPConfig(**SMALL)
-    params = mlp.init(config, dtype=torch.float64)
-    tokens = torch.randint(config.V, (6, config.K), generator=torch.Generator().manual_seed(0))
-    targets = tokens[:, 0]
-    In = torch.stack([sum(params["embed"][k, row[k]] for k in range(config.K)) for row in tokens])
-    same(mlp.embed(params["embed"], tokens), In)
-    Out = functional_call(mlp.MLPStack(config), params["blocks"], (In,))
-    logits = pointwise.rms_norm(Out) @ params["head"]
+    same(functional_call(stack, params["blocks"], (In,)), Out)
+    logits = normed(Out) @ params["head"]
     same(mlp.logits(params, tokens, config), logits)
+    targets = tokens[:, 0]
     loss = -logits.log_softmax(-1)[range(6), targets].mean()
     same(mlp.loss_fn(params, tokens, targets, config), loss)
     same(mlp.bits_per_byte(loss), loss / math.log(2))
     halves = [mlp.loss_fn(params, tokens[p], targets[p], config, batch=6) for p in (slice(0, 2), slice(2, 6))]
     same(halves[0] + halves[1], loss)
-    plain = mlp.MLPConfig(**SMALL, norm=False, residual=False)
-    Out = functional_call(mlp.MLPStack(plain), params["blocks"], (In,))
-    same(mlp.logits(params, tokens, plain), Out @ params["head"])
 
 
-def test_shapes_specs_and_sharded_init():
+def test_sizes_and_sharded_init():
     config = mlp.MLPConfig()
     params = mlp.init(config)
     assert tree.map(lambda p: p.shape, params) == config.shapes()
     assert config.num_params() == tree.nbytes(params) // 4 == 8 * 256 * 128 + 4 * 2 * 128 * 512 + 128 * 256
     tree.check(params, mlp.SPECS, config.sizes, AbstractMesh({}), torch.float32)
-    sharded = {"embed": "E[K, V, D_Y]", "head": "W_head[D_X, V]"}
-    sharded["blocks"] = {"W_in": "W_in[L, D_X, F_Y]", "W_out": "W_out[L, F_Y, D_X]"}
+    specs = {"embed": "E[K, V, D_Y]", "head": "W_head[D_X, V]"}
+    specs["blocks"] = {"W_in": "W_in[L, D_X, F_Y]", "W_out": "W_out[L, F_Y, D_X]"}
     at = AbstractMesh({"X": 4, "Y": 2}, {"X": 3, "Y": 1})
-    local = mlp.init(config, mesh=at, specs=sharded, device="cpu")
-    tree.map(lambda a, b: same(a, b, 0), local, tree.shard(params, sharded, at))
-    assert mlp.init(config, mesh=at, specs=sharded)["embed"].is_meta
+    tree.map(
+        lambda a, b: same(a, b, 0), mlp.init(config, mesh=at, specs=specs, device="cpu"), tree.shard(params, specs, at)
+    )
+    assert mlp.init(config, mesh=at, specs=specs)["embed"].is_meta
 
 
 @pytest.mark.parametrize("activation", pointwise.ACTIVATIONS)
@@ -86,23 +77,84 @@ def test_the_plain_stack_starts_at_unit_scale(activation):
     assert 0.5 < Out.square().mean() < 2
 
 
-def test_errors_of_the_config():
-    with pytest.raises(ValueError, match=r"unknown activation 'tanh'\n  fix: choose one of none, relu, gelu"):
-        mlp.MLPConfig(activation="tanh")
-    with pytest.raises(ValueError, match="F must be at least 1"):
-        mlp.MLPConfig(F=0)
+test_a_config = refused(
+    {
+        "activation": (lambda: mlp.MLPConfig(activation="tanh"), "'tanh'\n  fix: choose one of none, relu, gelu"),
+        "size": (lambda: mlp.MLPConfig(F=0), "F must be at least 1"),
+    }
+)
 
 
-@pytest.mark.slow
-def test_it_learns_pythons_source():
-    train, valid = data.split(data.load_text())
-    config = mlp.MLPConfig()
-    params, optimizer = mlp.init(config), optim.adamw(3e-3, betas=(0.9, 0.99))
-    state, step = optimizer.init(params), grad_and_value(mlp.loss_fn)
-    for _, batch in zip(range(40), data.endless(train, config.K, 256), strict=False):
-        grads, _ = step(params, *batch, config)
-        params, state = optimizer.update(grads, state, params, donate=True)
-    windows = data.Windows(valid, config.K)
-    rows = torch.randperm(len(windows), generator=torch.Generator().manual_seed(0))[:1024]
-    bits = mlp.bits_per_byte(mlp.loss_fn(params, *windows[rows], config))
-    assert bits < data.order0_entropy(valid) - 0.5  # more than single bytes tell
+def derivative(f, dy, x):
+    return torch.func.vjp(f, x)[1](dy)[0]
+
+
+@pytest.mark.parametrize("activation", pointwise.ACTIVATIONS)
+def test_activations_and_their_derivatives(activation):
+    x, dy = rand(5, 64) * 3, rand(5, 64, seed=1)
+    x[0, :3] = torch.tensor([0.0, -40.0, 40.0])
+    gelu = x * torch.distributions.Normal(0.0, 1.0).cdf(x)
+    same(act(x, activation), {"none": x, "relu": x.clamp(min=0), "gelu": gelu}[activation])
+    dx = derivative(lambda x: act(x, activation), dy, x)
+    same(dy * act_grad(x, activation), dx)
+    same(act_vjp(x, dy, activation), dx)
+    assert act_grad(x.bfloat16(), activation).dtype == torch.bfloat16
+
+
+def test_every_activation_of_a_transformer_has_its_derivative():
+    x, dy = rand(7), rand(7, seed=1)
+    assert VJPS.keys() == ACTIVATIONS.keys()
+    for name, f in ACTIVATIONS.items():
+        same(VJPS[name](dy, x), derivative(f, dy, x), 1e-13)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_rms_norm_and_its_derivative(dtype):
+    x, dy = (3 * rand(5, 64)).to(dtype), rand(5, 64, seed=1).to(dtype)
+    tolerance = {torch.float64: 1e-14, torch.float32: 1e-6, torch.bfloat16: 2e-2}[dtype]
+    same(rms_norm(x), torch.nn.functional.rms_norm(x, (64,), eps=pointwise.EPS), tolerance)
+    same(rms_norm_vjp(x, dy), derivative(rms_norm, dy, x), tolerance)
+    assert rms_norm(x).dtype == rms_norm_vjp(x, dy).dtype == dtype
+    zeros = torch.zeros_like(x)
+    assert torch.equal(rms_norm(zeros), zeros)
+    same(rms_norm_vjp(zeros, dy), dy / math.sqrt(pointwise.EPS), tolerance)
+
+
+def test_rms_norm_of_a_shard_takes_the_means_over_the_whole_row():
+    x, dy = rand(5, 64), rand(5, 64, seed=1)
+    squares, dots = x.square().mean(-1, keepdim=True), (x * dy).mean(-1, keepdim=True)
+    part = slice(16, 32)
+    same(rms_norm(x[:, part], squares), rms_norm(x)[:, part])
+    same(rms_norm_vjp(x[:, part], dy[:, part], squares, dots), rms_norm_vjp(x, dy)[:, part])
+
+
+def test_a_norm_with_gains_has_both_derivatives():
+    x, gain = leaves = [t.requires_grad_() for t in (rand(3, 5, 8), rand(8, seed=1))]
+
+    def norm(x, gain):
+        return rms_norm(x, gain=gain, eps=1e-3)
+
+    assert torch.autograd.gradcheck(norm, leaves)
+    assert torch.autograd.gradgradcheck(norm, leaves)
+    half = norm(x.bfloat16(), gain.bfloat16())
+    assert half.dtype == torch.bfloat16
+    assert torch.autograd.grad(half.sum(), x)[0].dtype == torch.float64
+    same(half.double(), norm(x, gain), 2e-2)
+
+
+def test_the_tape_is_torch_func_s_vjp_of_trees_too():
+    A, B, dy = rand(3, 4), rand(4, 5, seed=1), rand(3, 5, seed=2)
+
+    def f(A, B):
+        return (A @ B).tanh() * B.sum(0)
+
+    (ours, pull), (theirs, wanted, *_) = pointwise.vjp(f, A, B), torch.func.vjp(f, A, B)
+    assert torch.equal(ours, theirs)
+    assert not ours.requires_grad
+    assert not A.requires_grad
+    assert all(map(torch.equal, pull(dy), wanted(dy)))
+    W, ids = {"used": torch.tensor([2.0, 3.0]), "unused": torch.ones(3)}, torch.tensor([1, 0])
+    out, pull = pointwise.vjp(lambda W, ids: {"y": W["used"][ids] ** 2}, W, ids)
+    dW, dids = pull({"y": torch.tensor([10.0, 1.0])})
+    assert out["y"].tolist() == [9.0, 4.0]
+    assert [dW["used"].tolist(), dW["unused"].tolist(), dids.tolist()] == [[4.0, 60.0], [0.0] * 3, [0, 0]]

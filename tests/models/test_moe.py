@@ -1,4 +1,4 @@
-"""A layer of experts on one device, token by token in plain Python; and its sizes in Config."""
+"""A layer of experts on one device, token by token in plain Python and beside Hugging Face's; its sizes in Config."""
 
 import json
 import math
@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from experts_table import inputs, ours
+from probes import layer_of_experts, probes_of_experts
 from refused import refused
 from torch.func import vjp
 
@@ -34,11 +34,11 @@ WRONG = {
     "unknown balance_by 'token'": {"balance_by": "token"},
 }
 test_config = refused({says: (partial(Config, "m", **SIZES, E=8, k=2, **given), says) for says, given in WRONG.items()})
-X = inputs(DEEPSEEK, 3, 7)[1]
+X = layer_of_experts(DEEPSEEK, 3, 7)[1]
 test_mask = refused(
     {
         f"{form.__name__} {name}": (
-            lambda form=form, mask=mask: form(inputs(DEEPSEEK)[0], X, DEEPSEEK, mask=mask),
+            lambda form=form, mask=mask: form(layer_of_experts(DEEPSEEK)[0], X, DEEPSEEK, mask=mask),
             "mask must be bool[B, T], ",
         )
         for form in (moe.dense, moe.forward)
@@ -48,32 +48,30 @@ test_mask = refused(
 
 
 def by_hand(params, x, config):
-    """(experts, weights) by Python's sorts and floats, token by token."""
-    experts, weights = [], []
+    """Of each token its experts and their weights, by Python's sorts and floats."""
     for token in x.flatten(0, 1):
         logits = (token @ params["router"]).tolist()
-        if config.routing == "softmax":
-            score = [math.exp(s) / sum(map(math.exp, logits)) for s in logits]
-        else:
-            score = [1 / (1 + math.exp(-s)) for s in logits]
-        biased = [s + b for s, b in zip(score, params["bias"].tolist(), strict=True)] if "bias" in params else score
-        width = config.E // config.expert_groups
-        groups = [sorted(biased[g * width : (g + 1) * width])[-2:] for g in range(config.expert_groups)]
-        best = sorted(range(len(groups)), key=lambda g: (-sum(groups[g]), g))[: config.top_groups]
-        mine = sorted((e for e in range(config.E) if e // width in best), key=lambda e: (-biased[e], e))[: config.k]
+        score = [math.exp(s) / sum(map(math.exp, logits)) for s in logits]
+        mine = sorted(range(config.E), key=lambda e, score=score: (-score[e], e))[: config.k]
         total = sum(score[e] for e in mine) if config.norm_topk else 1
-        experts.append(mine)
-        weights.append([score[e] / total * config.routed_scale for e in mine])
-    return torch.tensor(experts).view(*x.shape[:-1], -1), torch.tensor(weights, dtype=x.dtype).view(*x.shape[:-1], -1)
+        yield token, [(e, score[e] / total) for e in mine]
 
 
-@pytest.mark.parametrize("config", [MIXTRAL, MIXTRAL.with_(norm_topk=False, k=1), DEEPSEEK], ids=lambda c: c.name)
-def test_route_by_hand(config):
-    params, x, _ = inputs(config)
-    weights, experts = moe.route(x, params["router"], config, params.get("bias"))
-    want_experts, want_weights = by_hand(params, x, config)
-    assert torch.equal(experts, want_experts)
-    torch.testing.assert_close(weights, want_weights, rtol=1e-13, atol=0)
+@pytest.mark.parametrize("config", [MIXTRAL, MIXTRAL.with_(capacity=0.5), MIXTRAL.with_(norm_topk=False, k=1)], ids=str)
+def test_dense_token_by_token(config):
+    params, x, _ = layer_of_experts(config, 3, 7)
+    y, aux = moe.dense(params, x, config)
+    most = 10**9 if config.capacity is None else math.ceil(0.5 * 21 * 2 / 5)
+    taken, want = [0] * 5, torch.zeros(21, 6, dtype=torch.float64)
+    for n, (token, chosen) in enumerate(by_hand(params, x, config)):
+        for e, weight in chosen:
+            taken[e] += 1
+            if taken[e] <= most:
+                hidden = torch.nn.functional.silu(token @ params["W_gate"][e]) * (token @ params["W_in"][e])
+                want[n] += weight * (hidden @ params["W_out"][e])
+    torch.testing.assert_close(y.flatten(0, 1), want, rtol=1e-12, atol=1e-12)
+    assert aux["load"].tolist() == taken
+    assert aux["load"].dtype == torch.int64
 
 
 def test_ties_go_to_the_lower_expert():
@@ -98,54 +96,22 @@ def test_ties_go_to_the_lower_expert():
     assert moe.choose_experts(torch.zeros(1, 33), router, config, bias).tolist() == [[7, 9, 0]]
 
 
-def test_bias_evens_out_the_load():
-    config = Config("m", **SIZES, E=8, k=2, routing="sigmoid")
-    rng = torch.Generator().manual_seed(0)
-    x, router = torch.randn(400, 6, generator=rng) + 1, torch.randn(6, 8, generator=rng)
-    bias, worst = torch.zeros(8), []
-    for _ in range(300):
-        load = moe.load_of(moe.choose_experts(x, router, config, bias), 8)
-        worst.append(load.max().item() / 100)
-        bias = moe.update_bias(bias, load, 0.01)
-    assert worst[0] > 2
-    assert max(worst[-20:]) < 1.15
+def test_a_bias_goes_up_where_fewer_than_the_mean_came():
     assert moe.update_bias(torch.zeros(3), torch.tensor([1, 2, 3]), 0.5).tolist() == [0.5, 0.0, -0.5]
 
 
-@pytest.mark.parametrize("capacity", [None, 0.5])
-def test_dense_token_by_token(capacity):
-    config = MIXTRAL.with_(capacity=capacity)
-    params, x, _ = inputs(config, 3, 7)
-    y, aux = moe.dense(params, x, config)
-    experts, weights = by_hand(params, x, config)
-    most = 10**9 if capacity is None else math.ceil(0.5 * 21 * 2 / 5)
-    taken, want = [0] * 5, torch.zeros(21, 6, dtype=torch.float64)
-    for n, token in enumerate(x.flatten(0, 1)):
-        for e, weight in zip(experts.flatten(0, 1)[n].tolist(), weights.flatten(0, 1)[n], strict=True):
-            taken[e] += 1
-            if taken[e] <= most:
-                hidden = torch.nn.functional.silu(token @ params["W_gate"][e]) * (token @ params["W_in"][e])
-                want[n] += weight * (hidden @ params["W_out"][e])
-    torch.testing.assert_close(y.flatten(0, 1), want, rtol=1e-12, atol=1e-12)
-    assert aux["load"].tolist() == taken
-    assert aux["load"].dtype == torch.int64
-    logits = x.flatten(0, 1) @ params["router"]
-    share = torch.tensor(taken, dtype=torch.float64) / 42
-    torch.testing.assert_close(aux["balance"], 5 * (share * logits.softmax(-1).mean(0)).sum())
-    torch.testing.assert_close(aux["z"], (logits.exp().sum(-1).log() ** 2).mean())
-
-
 @pytest.mark.parametrize("form", [moe.dense, moe.forward])
-@pytest.mark.parametrize("first", [False, True])
-def test_what_the_load_is_to_be_even_over(form, first):
+@pytest.mark.parametrize(("config", "first"), [(DEEPSEEK, False), (DEEPSEEK, True), (MIXTRAL, False)], ids=str)
+def test_what_the_load_is_to_be_even_over(form, config, first):
     """Token by token: over the batch or each sequence, all choices or the first (Switch), padding left out."""
-    params, x, _ = inputs(DEEPSEEK)
-    config = DEEPSEEK.with_(balance_first=first)
+    params, x, _ = layer_of_experts(config)
+    config = config.with_(balance_first=first)
     mask = torch.rand(x.shape[:2], generator=torch.Generator().manual_seed(0)) < 0.6
     mask[0] = False
-    score = (x @ params["router"]).sigmoid()
+    logits, E = x @ params["router"], config.E
+    score = logits.sigmoid() if config.routing == "sigmoid" else logits.softmax(-1)
     score = score / score.sum(-1, keepdim=True)
-    chosen, E = moe.choose_experts(x, params["router"], config, params["bias"]), config.E
+    chosen = moe.choose_experts(x, params["router"], config, params.get("bias"))
 
     def even(tokens):
         took, kept = [0.0] * E, [0.0] * E
@@ -165,8 +131,7 @@ def test_what_the_load_is_to_be_even_over(form, first):
     for by, value in wanted.items():
         _, aux = form(params, x, config.with_(balance_by=by), mask=mask)
         assert aux["balance"].item() == pytest.approx(value, rel=1e-12)
-        z = (x @ params["router"]).logsumexp(-1).square()[mask].mean()
-        torch.testing.assert_close(aux["z"], z)
+        torch.testing.assert_close(aux["z"], logits.logsumexp(-1).square()[mask].mean())
 
 
 def outputs(y, aux):
@@ -178,7 +143,7 @@ def outputs(y, aux):
 )
 def test_forward_equals_dense(config):
     """Each token by its own experts alone, sorted, with full and with empty experts: outputs, losses, gradients."""
-    params, x, dy = inputs(config)
+    params, x, dy = layer_of_experts(config)
     outs, grads = [], []
     for f in (moe.forward, moe.dense):
         (y, balance, z), pull, load = vjp(lambda p, x, f=f: outputs(*f(p, x, config)), params, x, has_aux=True)
@@ -193,7 +158,7 @@ def test_forward_equals_dense(config):
 
 def test_deepseeks_layer_is_hugging_faces():
     """Outputs and every gradient, beside the stored numbers of their DeepseekV3MoE (tests/oracles/experts.py)."""
-    theirs, mine = json.loads((Path(__file__).parent / "experts.json").read_text()), ours()
+    theirs, mine = json.loads((Path(__file__).parent / "experts.json").read_text()), probes_of_experts()
     assert mine["experts"] == theirs["experts"]
     assert mine["probes"].keys() == theirs["probes"].keys()
     for name, want in theirs["probes"].items():

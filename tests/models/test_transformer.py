@@ -1,7 +1,6 @@
 """The model on one device: params and FLOPs by the formulas, one gradient however it is taken, and its loss."""
 
 import itertools
-import math
 from functools import partial
 
 import pytest
@@ -12,7 +11,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from scaling import tree
 from scaling.configs import MODELS, Config, Latent, RopeScaling
-from scaling.cost.transformer import forward_flops, num_params, remat_flops, saved_bytes, train_flops
+from scaling.cost.transformer import forward_flops, num_params, saved_bytes, train_flops
 from scaling.models import moe, rope, transformer
 from scaling.models.attention import dot_product_attention, flash_attention
 
@@ -65,11 +64,6 @@ def test_flops_equal_the_counter(config):
         with FlopCounterMode(display=False) as counter:
             torch.func.grad(transformer.loss)(params, tokens, remat, config=config)
         assert counter.get_total_flops() == sum(train_flops(config, B, T, remat=remat).values()), remat
-
-
-def test_remat_flops_of_question_6():
-    config, B, T = MODELS["llama3-8b"], 2, 1000
-    assert remat_flops(config, B, T, "matmuls") == 4 * B * T**2 * config.N * config.H * config.L
 
 
 @pytest.mark.parametrize("config", [*VARIANTS, ALL, EXPERTS, FIRST], ids=named)
@@ -126,43 +120,9 @@ def test_saved_bytes_equal_the_formula(config):
     assert naive - everything > B * T * T * config.N - B * T * config.N  # the scores
 
 
-def test_the_model_is_causal_and_learns():
-    params, tokens = transformer.init(SMALL), tokens_of(SMALL)
-    changed = tokens.clone()
-    changed[:, 7] = (changed[:, 7] + 1) % SMALL.V
-    a, b = (transformer.forward(params, x) for x in (tokens, changed))
-    assert torch.equal(a[:, :7], b[:, :7])
-    assert not torch.allclose(a[:, 7:], b[:, 7:])
-    before = transformer.loss(params, tokens).item()
-    for _ in range(10):
-        _, grads = transformer.loss_and_grads(params, tokens)
-        params = tree.map(lambda p, g: p - 0.5 * g, params, grads)
-    assert before > 0.8 * math.log(SMALL.V)
-    assert transformer.loss(params, tokens).item() < 0.8 * before
-
-
-def test_rotary_positions_turn_planes():
-    """Dim i and i + H/2 are a plane, turned by position * theta^(-2i/H); scaled frequencies by hand."""
-    H, theta = 6, 50.0
-    x = torch.randn(2, 4, 3, H, dtype=torch.float64)
-    places = torch.tensor([[0, 1, 2, 3], [0, 1, 0, 7]])
-    got = rope.rotate(x, *rope.tables(places, H, theta))
-    as_complex = torch.complex(x[..., :3], x[..., 3:])
-    angles = torch.tensor([theta ** (-2 * i / H) for i in range(3)], dtype=torch.float64) * places[:, :, None, None]
-    want = as_complex * torch.polar(torch.ones_like(angles), angles)
-    torch.testing.assert_close(got, torch.cat([want.real, want.imag], -1), rtol=1e-13, atol=1e-13)
-    f = rope.frequencies(H, theta)
-    torch.testing.assert_close(rope.frequencies(H, theta, RopeScaling("linear", 4.0)), f / 4)
-    turns = [20.0, 2.5, 0.5]  # of the original context: kept, between, slowed
-    original = [2 * math.pi * t / w for t, w in zip(turns, f.tolist(), strict=True)]
-    for at, wanted in enumerate((1.0, 0.5 + 0.5 / 8, 1 / 8)):
-        scaled = rope.frequencies(H, theta, RopeScaling("llama3", 8.0, 1.0, 4.0, original[at]))
-        assert scaled[at].item() == pytest.approx(f[at].item() * wanted)
-    assert rope.restarted(IDS)[0].tolist() == [0, 1, 2, 3, 0, 1, 2, 3, 4, 0, 1, 2, 3]
-
-
 @pytest.mark.parametrize("config", [ALL, EXPERTS.with_(capacity=None)], ids=named)
 def test_packed_documents_are_as_if_alone(config):
+    assert rope.restarted(IDS)[0].tolist() == [0, 1, 2, 3, 0, 1, 2, 3, 4, 0, 1, 2, 3]
     params, tokens = shaken(config), tokens_of(config, 2, 13)
     packed = transformer.forward(params, tokens[:, :-1], config=config, segments=IDS)
     for b, start, stop in [(0, 0, 4), (0, 4, 9), (0, 9, 13), (1, 0, 13)]:
@@ -170,7 +130,6 @@ def test_packed_documents_are_as_if_alone(config):
         torch.testing.assert_close(packed[b, start:stop], alone[0], rtol=1e-12, atol=1e-12)
     dense = partial(transformer.loss, params, tokens, config=config)
     assert torch.equal(dense(segments=IDS), dense(segments=torch.cat([IDS, IDS[:, -1:]], 1)))
-    torch.testing.assert_close(dense(segments=IDS, attention=flash_attention), dense(segments=IDS))
 
 
 def test_the_loss_is_torch_s_cross_entropy():
@@ -188,7 +147,6 @@ def test_the_loss_is_torch_s_cross_entropy():
         ce = F.cross_entropy(logits.mT, labels, reduction="none", label_smoothing=smoothing)
         return (w * (ce + z * logits.logsumexp(-1).square())).sum() / w.sum()
 
-    close(transformer.loss(params, tokens), wanted(after, torch.ones_like(weights)), 1e-12, 0)
     close(transformer.loss(params, tokens, weights=weights), wanted(after, weights), 1e-12, 0)
     given = {"targets": targets, "weights": weights, "label_smoothing": 0.1, "z_loss": 0.01}
     close(transformer.loss(params, inside, **given), wanted(targets, weights, 0.1, 0.01), 1e-12, 0)
@@ -210,6 +168,4 @@ def test_the_loss_of_experts_has_their_terms_of_every_layer():
         out, aux = moe.dense(layer, normed(x, layer["norm_mlp"]), EXPERTS)
         x, extra = x + out, extra + 0.1 * aux["balance"] + 0.01 * aux["z"]
     want = F.cross_entropy((normed(x, params["norm"]) @ params["unembed"]).mT, tokens[:, 1:])
-    plain = EXPERTS.with_(aux_coef=0.0, z_coef=0.0)
-    for config, wanted in ((plain, want), (EXPERTS, want + extra)):
-        torch.testing.assert_close(transformer.loss(params, tokens, config=config), wanted, rtol=1e-12, atol=0)
+    torch.testing.assert_close(transformer.loss(params, tokens, config=EXPERTS), want + extra, rtol=1e-12, atol=0)

@@ -19,20 +19,20 @@ from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3MoE
 from scaling.book.largest import largest
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "models"))
-from experts_table import CONFIG, inputs, ours, probes
+from probes import DEEPSEEK, layer_of_experts, probes, probes_of_experts
 
 TABLE = Path(__file__).parents[1] / "models" / "experts.json"
 
 
 def theirs() -> dict:
-    c = CONFIG
+    c = DEEPSEEK
     config = DeepseekV3Config(
         hidden_size=c.D, moe_intermediate_size=c.F, n_routed_experts=c.E, num_experts_per_tok=c.k,
         n_group=c.expert_groups, topk_group=c.top_groups, n_shared_experts=c.shared,
         routed_scaling_factor=c.routed_scale, norm_topk_prob=True,
         experts_implementation="eager",
     )  # fmt: skip
-    params, x, dy = inputs()
+    params, x, dy = layer_of_experts()
     layer = DeepseekV3MoE(config).double()
     shared = params["shared"]
     leaves = {
@@ -64,7 +64,7 @@ def theirs() -> dict:
 
 if __name__ == "__main__":
     write = asked_to_store(__doc__, TABLE)
-    found, mine = theirs(), ours()
+    found, mine = theirs(), probes_of_experts()
     print("the same experts:", found["experts"] == mine["experts"])
     for name, want in found["probes"].items():
         print(f"{name:30} {largest(abs(a - b) for a, b in zip(want, mine['probes'][name], strict=True)):.1e}")
