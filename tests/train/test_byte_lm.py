@@ -1,23 +1,31 @@
-"""The byte model trained by each strategy equals the byte model on one device."""
+"""The byte model trained by each strategy equals the byte model on one device; and the page From laptop to cluster: its
+synchronised batch norm, and that its commands have these options."""
 
+import re
 from itertools import islice
+from pathlib import Path
 
 import pytest
 import torch
 from torch.func import grad_and_value
 
+import scaling
 from scaling import data, optim, tree
+from scaling.collectives import all_reduce
 from scaling.models import mlp
 from scaling.strategies import data_parallel, fsdp, fsdp_tp, tensor_parallel
 from scaling.train.byte_lm import batch_axes, evaluate, loss_and_grads, param_specs, reduced
+from scaling.train.command import arguments
 
+PAGE = (Path(scaling.__file__).parent.parent / "docs" / "from-laptop-to-cluster.md").read_text()
 CONFIG = mlp.MLPConfig(L=2, D=16, F=32, K=4)
 B, SEED = 32, 3
 STRATEGIES = {s.__name__.split(".")[-1]: s for s in (data_parallel, fsdp, tensor_parallel, fsdp_tp)}
 
 
-def text():
-    return data.load_text(max_bytes=20_000)
+def batches(steps, mesh=None, strategy=data_parallel):
+    given = (mesh, batch_axes(strategy)) if mesh else ()
+    return [*islice(data.batches(data.load_text(max_bytes=20_000), CONFIG.K, B, *given, seed=SEED), steps)]
 
 
 def trained(loss_and_grads, params, batches, master=False):
@@ -32,24 +40,19 @@ def trained(loss_and_grads, params, batches, master=False):
     return params, losses, first, state
 
 
-def run_training(mesh, name, microbatches):
-    strategy = STRATEGIES[name]
-    specs = param_specs(strategy)
-    params = mlp.init(CONFIG, SEED, torch.float64, mesh, specs)
-    batches = [*islice(data.batches(text(), CONFIG.K, B, mesh, batch_axes(strategy), SEED), 3)]
+def run_training(mesh, name, microbatches=1, dtype=torch.float64):
+    """(params, losses, the first gradients, the first batch's loss after it), whole."""
+    strategy, master = STRATEGIES[name], dtype == torch.bfloat16
+    specs, given = param_specs(strategy), batches(8 if master else 3, mesh, strategy)
+    params = mlp.init(CONFIG, SEED, dtype, mesh, specs)
     step = lambda params, *batch: loss_and_grads(strategy, params, *batch, CONFIG, mesh, microbatches)  # noqa: E731
-    params, losses, grads, _ = trained(step, params, batches)
-    tree.check(grads, specs, CONFIG.sizes, mesh, torch.float64)
-    valid = evaluate(strategy, params, *batches[0], CONFIG, mesh)
-    losses = [reduced(strategy, loss, mesh) for loss in losses]
+    params, losses, grads, state = trained(step, params, given, master)
+    tree.check([params, grads], [specs, specs], CONFIG.sizes, mesh, dtype)
+    if master:
+        tree.check(state["master"], specs, CONFIG.sizes, mesh, torch.float32)
+    valid = evaluate(strategy, params, *given[0], CONFIG, mesh)
+    losses = torch.stack([reduced(strategy, loss, mesh) for loss in losses])
     return tree.unshard(params, specs, mesh), losses, tree.unshard(grads, specs, mesh), valid
-
-
-def one_device():
-    batches = [*islice(data.batches(text(), CONFIG.K, B, seed=SEED), 3)]
-    step = lambda params, *batch: grad_and_value(mlp.loss_fn)(params, *batch, CONFIG)[::-1]  # noqa: E731
-    params, losses, grads, _ = trained(step, mlp.init(CONFIG, SEED, torch.float64), batches)
-    return params, losses, grads, mlp.loss_fn(params, *batches[0], CONFIG)
 
 
 @pytest.mark.parametrize(
@@ -58,32 +61,59 @@ def one_device():
         ("data_parallel", {"X": 4}, 1),
         ("fsdp", {"X": 4}, 2),
         ("tensor_parallel", {"Y": 4}, 2),
-        ("fsdp_tp", {"X": 2, "Y": 2}, 1),
         ("fsdp_tp", {"X": 2, "Y": 2}, 4),
         ("fsdp_tp", {"X": 1, "Y": 1}, 1),
     ],
 )
 def test_equal_to_one_device(ranks, name, mesh, microbatches):
-    wanted = one_device()
+    step = lambda params, *batch: grad_and_value(mlp.loss_fn)(params, *batch, CONFIG)[::-1]  # noqa: E731
+    params, losses, grads, _ = trained(step, mlp.init(CONFIG, SEED, torch.float64), batches(3))
+    wanted = params, torch.stack(losses), grads, mlp.loss_fn(params, *batches(1)[0], CONFIG)
     for result in ranks(run_training, mesh, name, microbatches):
         for got, want in zip(tree.leaves(result), tree.leaves(wanted), strict=True):
             assert (got - want).abs().max() <= 1e-12 * want.abs().max()
 
 
-def run_bfloat16(mesh, name):
-    """Losses with params, activations and collectives in bfloat16, float32 master copies in the optimizer's state."""
-    strategy = STRATEGIES[name]
-    specs = param_specs(strategy)
-    params = mlp.init(CONFIG, SEED, torch.bfloat16, mesh, specs)
-    batches = islice(data.batches(text(), CONFIG.K, B, mesh, batch_axes(strategy), SEED), 8)
-    step = lambda params, *batch: loss_and_grads(strategy, params, *batch, CONFIG, mesh)  # noqa: E731
-    params, losses, _, state = trained(step, params, batches, master=True)
-    tree.check(params, specs, CONFIG.sizes, mesh, torch.bfloat16)
-    tree.check(state["master"], specs, CONFIG.sizes, mesh, torch.float32)
-    return torch.stack([reduced(strategy, loss, mesh) for loss in losses]).double()
-
-
 def test_bfloat16_with_float32_master_params(ranks):
-    split, whole = (ranks(run_bfloat16, {"X": n, "Y": n}, "fsdp_tp")[0] for n in (2, 1))
+    split, whole = (ranks(run_training, {"X": n, "Y": n}, "fsdp_tp", 1, torch.bfloat16)[0][1] for n in (2, 1))
     assert (split - whole).abs().max() < 0.05  # of 5.5: bfloat16 has 3 digits, and each mesh rounds in its own way
     assert split[-1] < split[0] - 0.1
+
+
+def normed(x, B, mesh):
+    n = torch.stack([x.sum(0), x.square().sum(0)]) / B
+    mean, square = all_reduce("n[K, D] {U_X} -> n[K, D]", n, mesh)
+    return (x - mean) / (square - mean**2).sqrt()
+
+
+def rows_and_weights():
+    x = torch.randn(8, 3, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    return x, torch.arange(24, dtype=torch.float64).reshape(8, 3).sin()
+
+
+def batch_norm(mesh):
+    """(the normed rows of this rank, their gradient) of one batch split over X."""
+    mine, weights = tree.shard([*rows_and_weights()], ["x[B_X, D]"] * 2, mesh)
+    y = normed(mine.requires_grad_(), 8, mesh)
+    (y * weights).sum().backward()
+    return y.detach(), mine.grad
+
+
+def test_synchronised_batch_norm_is_one_device_s(ranks):
+    x, weights = rows_and_weights()
+    y = torch.nn.functional.batch_norm(x.requires_grad_(), None, None, training=True, eps=1e-14)
+    (y * weights).sum().backward()
+    found = [torch.cat(parts) for parts in zip(*ranks(batch_norm, {"X": 4}), strict=True)]
+    torch.testing.assert_close(found[0], y.detach(), rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(found[1], x.grad, rtol=1e-10, atol=1e-10)
+
+
+def test_the_page_s_commands_and_lines_are_these(capsys):
+    assert 'mean, square = all_reduce("n[K, D] {U_X} -> n[K, D]", n, mesh)' in PAGE
+    with pytest.raises(SystemExit):
+        arguments(["--help"])
+    known = capsys.readouterr().out
+    lines = re.findall(r"-m scaling\.train (--[^\n`#]*)", PAGE.replace("\\\n", " "))
+    used = {flag for line in lines for flag in re.findall(r"--[\w-]+", line)}
+    assert used >= {"--data", "--out", "--mesh", "--dtype", "--resume"}
+    assert [flag for flag in used if flag not in known] == []

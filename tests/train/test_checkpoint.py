@@ -7,8 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from checkpoints import ONE, SPECS, load, save
-from runs import write_text
+from runs import ONE, SPECS, load, save, write_text
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from torch.nn.functional import pad
 

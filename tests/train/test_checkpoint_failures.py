@@ -12,8 +12,8 @@ from tempfile import TemporaryDirectory
 
 import pytest
 import torch
-from checkpoints import SPECS, Malicious, load, save
 from refused import refused
+from runs import SPECS, Malicious, load, save
 from torch.distributed.checkpoint.metadata import MetadataIndex
 
 from scaling import launch, tree

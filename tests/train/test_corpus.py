@@ -1,17 +1,25 @@
-"""Corpora: text, ids, chats and shards, whole and in order; what cannot be read is named."""
+"""Corpora: text, ids, chats and shards, whole and in order. Batches of them: an order of the seed alone, each sequence
+once an epoch, mixtures by weight, targets that do not count. What cannot be read is named."""
 
 import json
 import os
+from itertools import islice
 
 import numpy
 import pytest
+import torch
 
+from scaling.configs import get
 from scaling.models.text import ByteText
 from scaling.train import corpus, tokenize
+from scaling.train.batches import IGNORED, Batches, Mixture, ahead, hold_out, inputs
+from scaling.train.corpus import Corpus
+from scaling.train.origin import weighted_paths
+from scaling.train.settings import Settings
 
 
-def ids(read):
-    return read.between(0, len(read))[0]
+def said(ids) -> str:
+    return bytes(ids.astype(numpy.uint8)).decode()
 
 
 def test_text_files_are_documents_mapped_into_memory(tmp_path):
@@ -19,10 +27,10 @@ def test_text_files_are_documents_mapped_into_memory(tmp_path):
     for i, text in enumerate(texts):
         (tmp_path / f"{i}.txt").write_text(text)
     read = corpus.open_corpus(tmp_path)
-    assert bytes(ids(read).astype(numpy.uint8)).decode() == "".join(texts)
+    assert said(read.between(0, len(read))[0]) == "".join(texts)
+    assert said(read.between(4, 9)[0]) == "t sec"
     assert read.starts.tolist() == [0, 6]
     assert all(isinstance(part, numpy.memmap) for part in read.parts)
-    assert bytes(read.between(4, 9)[0].astype(numpy.uint8)) == b"t sec"
 
 
 def test_rows_of_ids_are_mapped(tmp_path):
@@ -42,38 +50,28 @@ CHATS = [
 ]
 
 
-def lines(folder):
-    (path := folder / "chats.jsonl").write_text("".join(json.dumps(line) + "\n" for line in CHATS))
-    return path
-
-
-def test_prompts_do_not_count(tmp_path):
-    read = corpus.open_corpus(lines(tmp_path))
-    found, counted = read.between(0, len(read))
-    assert bytes(found.astype(numpy.uint8)).decode() == "user: 2+2?\n\nassistant: 4\n\nabcdplain"
-    assert bytes(found[counted].astype(numpy.uint8)).decode() == "4\n\ncdplain"
-    assert read.starts.tolist() == [0, 26, 30]
-
-
-@pytest.mark.parametrize("shard_tokens", [7, 20, 10**8])
-def test_shards_are_the_text_again(tmp_path, shard_tokens):
-    source = lines(tmp_path)
+@pytest.mark.parametrize(("shard_tokens", "shards"), [(7, 2), (20, 2), (10**8, 1)])
+def test_prompts_do_not_count_and_shards_are_the_text_again(tmp_path, shard_tokens, shards):
+    (source := tmp_path / "chats.jsonl").write_text("".join(json.dumps(line) + "\n" for line in CHATS))
     index = tokenize.write_shards(source, tmp_path / "out", ByteText(), shard_tokens)
+    assert len(index["tokens"]) == shards
     whole, again = corpus.open_corpus(source), corpus.open_corpus(tmp_path / "out")
-    assert len(index["tokens"]) == {7: 2, 20: 1, 10**8: 1}[shard_tokens] + (shard_tokens == 20)
+    found, counted = whole.between(0, len(whole))
+    assert said(found) == "user: 2+2?\n\nassistant: 4\n\nabcdplain"
+    assert said(found[counted]) == "4\n\ncdplain"
+    assert again.starts.tolist() == whole.starts.tolist() == [0, 26, 30]
     for first, last in ((0, len(whole)), (20, 33), (25, 27)):
-        for a, b in zip(whole.between(first, last), again.between(first, last), strict=True):
-            assert a.tolist() == b.tolist()
-    assert again.starts.tolist() == whole.starts.tolist()
+        assert all(map(numpy.array_equal, whole.between(first, last), again.between(first, last)))
     assert again.top == whole.top
 
 
 def test_shards_of_plain_text_carry_no_mask(tmp_path, capsys):
     (tmp_path / "a.txt").write_text("hello")
-    assert tokenize.main(["--data", str(tmp_path / "a.txt"), "--out", str(tmp_path / "out")]) == 0
+    given = ["--data", str(tmp_path / "a.txt"), "--out", str(tmp_path / "out")]
+    assert tokenize.main(given) == 0
     assert "5 tokens in 1 shards" in capsys.readouterr().out
     assert sorted(p.name for p in (tmp_path / "out").iterdir()) == ["shards.json", "starts.npy", "tokens-00000.npy"]
-    assert tokenize.main(["--data", str(tmp_path / "a.txt"), "--out", str(tmp_path / "out")]) == 1
+    assert tokenize.main(given) == 1
     assert "is not empty" in capsys.readouterr().err
     file = tmp_path / "out" / "tokens-00000.npy"
     file.write_bytes(file.read_bytes()[:-1])
@@ -105,3 +103,65 @@ def test_a_file_without_permission_is_named(tmp_path):
     (tmp_path / "a.txt").chmod(0)
     with pytest.raises(PermissionError, match=r"a\.txt"):
         corpus.open_corpus(tmp_path)
+
+
+def counting(n, first=0, starts=(0,), counted=()):
+    return Corpus((numpy.arange(first, first + n),), numpy.array(starts), counted)
+
+
+def test_each_sequence_comes_once_an_epoch_in_an_order_of_the_seed():
+    train, valid = hold_out(counting(3000, starts=(0, 500, 1000)), 4, 32, seed=5)
+    seen = [i for step in range(2 * train.sequences // 4) for i in train.chosen(4 * step)]
+    assert sorted(seen[: train.sequences]) == list(range(train.sequences))
+    assert seen[: train.sequences] != seen[train.sequences : 2 * train.sequences]
+    other, _ = hold_out(counting(3000), 6, 32, seed=6)
+    assert other.chosen(0) != seen[:6]
+    larger, _ = hold_out(counting(3000), 6, 32, seed=5)  # a batch of another size sees the same order
+    assert larger.chosen(6) == seen[6:12]
+    inputs, targets, segments = train.at(12)
+    assert torch.equal(inputs + 1, targets)
+    assert torch.equal(segments, 1 + (inputs >= 500).long() + (inputs >= 1000).long())
+    assert valid.first == train.last
+    assert min(valid.rows(range(valid.sequences))[0].flatten().tolist()) == train.last
+    train, valid = hold_out(counting(100), 4, 32, seed=5)  # of a short text at least one sequence is held out
+    assert (train.sequences, valid.sequences) == (2, 1)
+
+
+def test_targets_that_do_not_count():
+    counted = numpy.arange(100) % 3 == 0
+    tokens, targets, _ = Batches(counting(100, counted=(counted,)), 1, 9, 0, 0, 100).row(1)
+    assert tokens.tolist() == list(range(9, 18))
+    assert targets.tolist() == [t if t % 3 == 0 else IGNORED for t in range(10, 19)]
+
+
+def test_a_mixture_is_exact_over_a_round_and_repeats_nothing_within_an_epoch():
+    sources = tuple(Batches(counting(100_001, 1_000_000 * i), 10, 10, 3, 0, 100_001) for i in range(3))
+    mixture = Mixture(sources, (5, 3, 2))
+    found = [each for at in range(0, 2000, 10) for each in mixture.chosen(at)]
+    for some in (found[:1000], found[1000:]):
+        assert [sum(source == i for source, _ in some) for i in range(3)] == [500, 300, 200]
+    assert len(set(found)) == len(found)
+    early = [sum(source == i for source, _ in found[:200]) for i in range(3)]
+    assert early == pytest.approx([100, 60, 40], abs=25)
+    assert mixture.at(70)[0][3, 0] // 1_000_000 == found[73][0]
+
+
+def test_read_ahead_they_are_the_same():
+    source = Batches(counting(3000), 4, 32, 0, 0, 3000)
+    for i, batch in enumerate(islice(ahead(source, 8, 4), 5)):
+        assert all(map(torch.equal, batch, source.at(8 + 4 * i)))
+
+
+def test_paths_with_weights(tmp_path):
+    assert weighted_paths("a:3,b") == [("a", 3.0), ("b", 1.0)]
+    (tmp_path / "a,b:2").mkdir()
+    assert weighted_paths(str(tmp_path / "a,b:2")) == [(str(tmp_path / "a,b:2"), 1.0)]
+    for wrong in ("a:x,b:1", "a:0,b:1", "a:nan"):
+        with pytest.raises(ValueError, match="weight"):
+            weighted_paths(wrong)
+
+
+def test_tokens_outside_the_vocabulary_are_refused(tmp_path):
+    numpy.save(tmp_path / "ids.npy", numpy.full(5000, 256))
+    with pytest.raises(ValueError, match=r"ids.npy: token 256 lies outside the vocabulary of tiny, 0..255"):
+        inputs(Settings(get("tiny"), str(tmp_path / "ids.npy"), ""))

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as torch_dcp
-from checkpoints import Malicious
+from runs import Malicious
 from torch.distributed.checkpoint import metadata as torch_metadata
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from torch.distributed.device_mesh import DeviceMesh

@@ -1,12 +1,11 @@
 """Steps in bfloat16 and float16, whose sums are float32: gradients over microbatches, chunks and ranks; float16's loss
-scale beside torch.amp.GradScaler's, and saved with the run. A step on any mesh is one device's, whatever its dtype."""
+scale beside torch.amp.GradScaler's. A step on any mesh is one device's, whatever its dtype."""
 
 from itertools import pairwise
 
 import pytest
 import torch
 import torch.nn.functional as F
-from runs import records, write_text
 
 from scaling import optim, tree
 from scaling.book.largest import largest
@@ -18,9 +17,7 @@ from scaling.strategies import transformer
 from scaling.strategies.axes import all_reduce
 from scaling.strategies.transformer.ends import loss
 from scaling.trace import trace
-from scaling.train import dcp
 from scaling.train.evaluate import local
-from scaling.train.loop import run
 from scaling.train.settings import DTYPES, Settings, optimizer_of
 from scaling.train.step import make_step
 
@@ -76,7 +73,6 @@ def trained(mesh, config, dtype, options):
         ({"Z": 2, "C": 2}, TINY, "fp16", {"microbatches": 2}),
         ({"X": 2, "Y": 2}, TINY, "fp64", {"optimizer": "muon"}),
         ({"Z": 2, "X": 2}, TINY, "fp64", {"optimizer": "muon"}),
-        ({"C": 2}, TINY, "fp64", {"optimizer": "muon", "remat": "block"}),
         ({"E": 2}, TINY.with_(E=4, k=2), "fp64", {"optimizer": "muon"}),
     ],
     ids=str,
@@ -107,7 +103,6 @@ def gradients(mesh, config, dtype, microbatches):
 @pytest.mark.parametrize(
     ("config", "sizes", "microbatches"),
     [(TINY, {"X": 2, "Y": 2}, 2), (TINY, {"Z": 2, "X": 2}, 2), (EXPERTS, {"E": 2}, 1), (TINY, {"C": 2}, 1)],
-    ids=["X, Y", "Z, X", "E", "C"],
 )
 def test_gradients_are_summed_in_float32(ranks, config, sizes, microbatches):
     found = ranks(gradients, sizes, config, torch.bfloat16, microbatches)[0]
@@ -139,23 +134,6 @@ def test_which_lines_are_in_which_dtype(ranks, remat):
         assert {dtype for op, _, dtype in found if op == "AllReduce"} == {"float32"}
 
 
-def curve(dtype, steps=200):
-    params, state, step = begun(dtype, ONE, steps=steps, lr=3e-3, warmup=5)
-    g, losses = torch.Generator().manual_seed(0), []
-    text = torch.randint(0, 16, (4096,), generator=g).cumsum(0) % 64
-    for _ in range(steps):
-        at = torch.randint(0, 4096 - 33, (8,), generator=g)
-        rows = torch.stack([text[i : i + 33] for i in at])
-        params, state, metrics = step(params, state, (rows[:, :-1], rows[:, 1:], None), donate=True)
-        losses.append(metrics["loss"].item())
-    return sum(losses[-10:]) / 10
-
-
-@pytest.mark.sweep
-def test_the_loss_is_float32_s_after_200_steps():
-    assert curve("bf16") == pytest.approx(curve("fp32"), rel=0.01)
-
-
 def test_the_scales_are_those_of_grad_scaler():
     rule = optim.loss_scaled(optim.adamw(0.1), first=64.0, interval=3)
     params = {"W": torch.tensor([1.0, -2.0])}
@@ -184,27 +162,10 @@ def scaled(mesh, config):
     return all(alike), (plain[0] - found[0]).abs().item()
 
 
-@pytest.mark.parametrize(
-    ("config", "sizes"),
-    [(TINY, {"X": 2, "Y": 2}), (EXPERTS, {"Z": 2, "E": 2}), (EXPERTS, {"C": 2})],
-    ids=["X, Y", "Z, E", "C"],
-)
-def test_nothing_else_is_seen_of_a_scale(ranks, config, sizes):
-    for same, by in ranks(scaled, sizes, config):
+def test_nothing_else_is_seen_of_a_scale(ranks):
+    for same, by in ranks(scaled, {"Z": 2, "E": 2}, EXPERTS):
         assert same
         assert by < 1e-14
-
-
-def test_small_gradients_survive():
-    """Beside float64's: with a scale as near as float16 is; those 2^12 times smaller without one, as of a batch of a
-    million tokens, are not."""
-    wanted, half = gradients(ONE, TINY, torch.float64, 1), model.init(TINY, 0, torch.float16)
-    with_it, without = (
-        off(transformer.loss_and_grads(half, *batch(ONE), TINY, ONE, sums=torch.float32, scale=scale)[1], wanted)
-        for scale in (2.0**16, 2.0**-12)
-    )
-    assert largest(with_it.values()) < 0.01
-    assert max(without.values()) > 3 * max(with_it.values())
 
 
 def test_where_no_scale_helps_the_run_ends():
@@ -212,18 +173,6 @@ def test_where_no_scale_helps_the_run_ends():
     params["norm"][0] = INF
     with pytest.raises(ArithmeticError, match="step 1: the loss is nan"):
         step(params, state, (*batch(ONE), None))
-
-
-@pytest.mark.slow
-def test_the_scale_is_saved_and_resumed(tmp_path):
-    text, options = write_text(tmp_path, 200), {"dtype": "fp16", "warmup": 2, "eval_every": 0, "eval_batches": 1}
-    for folder, more in (("whole", {}), ("parts", {"steps": 2}), ("parts", {"resume": True})):
-        (tmp_path / folder).mkdir(exist_ok=True)
-        run(ONE, Settings(TINY, text, str(tmp_path / folder), 4, 32, **({"steps": 4} | options | more)))
-    whole, parts = (records(tmp_path / name) for name in ("whole", "parts"))
-    assert [record["loss_scale"] for record in parts] == [65536.0] * 4
-    assert parts[0]["loss"] == whole[0]["loss"]
-    assert {"optimizer.scale", "optimizer.good"} <= dcp.saved_leaves(tmp_path / "parts" / "step-000004").keys()
 
 
 # Sums over many tokens do not show the mesh: within 1e-6 of float64, however they are split.
@@ -251,7 +200,7 @@ def long_loss(mesh):
     return all_reduce("Loss[] {U_PXECY} -> Loss[]", term, mesh).item()
 
 
-@pytest.mark.parametrize("sizes", [{"X": 1}, {"X": 4}, {"C": 2, "Y": 2}], ids=str)
+@pytest.mark.parametrize("sizes", [{"X": 1}, {"C": 2, "Y": 2}], ids=str)
 def test_a_loss_over_half_a_million_tokens_in_chunks(ranks, sizes):
     x, U, targets, w = problem()
     ce = F.cross_entropy((x.double() @ U.double()).flatten(0, 1), targets.flatten(), reduction="none")
@@ -261,14 +210,14 @@ def test_a_loss_over_half_a_million_tokens_in_chunks(ranks, sizes):
 
 
 @pytest.mark.slow
-def test_the_experts_losses_over_two_million_tokens():
-    logits = 3 * torch.randn(1 << 21, 8, generator=torch.Generator().manual_seed(0))
+def test_the_experts_losses_over_half_a_million_tokens():
+    logits = 3 * torch.randn(1 << 19, 8, generator=torch.Generator().manual_seed(0))
     load = moe.load_of(logits.topk(2).indices, 8)
     true = moe.balance_loss(logits.double(), load, E8, len(logits)), moe.z_loss(logits.double(), len(logits))
-    for parts in (1, 2, 4, 64):
+    for parts in (1, 64):
         some = logits.chunk(parts)
-        balance = torch.stack([moe.balance_loss(part, load, E8, len(logits)) for part in some]).sum()
-        z = torch.stack([moe.z_loss(part, len(logits)) for part in some]).sum()
+        balance = sum(moe.balance_loss(part, load, E8, len(logits)) for part in some)
+        z = sum(moe.z_loss(part, len(logits)) for part in some)
         assert (balance.item(), z.item()) == pytest.approx([one.item() for one in true], rel=3e-7)
 
 
