@@ -43,11 +43,10 @@ def dies_while_saving(mesh, folder, after):
         checkpoint.save(folder, state, {"W": "W[D_X]"}, mesh, step, keep=2)
 
 
-@pytest.mark.parametrize("after", [2, 5])
-def test_a_run_that_is_killed_leaves_the_last_good_one(tmp_path, after):
+def test_a_run_that_is_killed_leaves_the_last_good_one(tmp_path):
     with pytest.raises(launch.RankError):
-        launch.run(dies_while_saving, {"X": 2}, tmp_path, after)
-    assert load(tmp_path) == ([after - 1.0] * 2000, after - 1)
+        launch.run(dies_while_saving, {"X": 2}, tmp_path, 5)
+    assert load(tmp_path) == ([4.0] * 2000, 4)
 
 
 def leftovers(mesh, folder):
@@ -135,20 +134,21 @@ def loading(specs=TYPES, **options):
         checkpoint.load(folder, specs, MESH, **options)
 
 
+PARTIAL, ELSEWHERE = (TYPES | {"w": w} for w in ("w[D_X, F] {U_Y}", "w[D_Q, F]"))
+ALIKE = {"a": {"b": torch.ones(2)}, "a.b": torch.ones(2)}
 REFUSED: dict = {  # what: the call, and words of its error
     "loaded, of other dims": (partial(loading, TYPES | {"w": "w[D_X]"}), "was saved with shape [4, 6]"),
     "loaded, a leaf less": (partial(loading, {"w": TYPES["w"]}), "holds b, which"),
     "loaded, a leaf more": (partial(loading, TYPES | {"z": "z[D]"}), "has no z; it has b, w"),
     "loaded, of other places": (partial(loading, places={"D": [0, 1]}), "shape [4, 6], but D is 2 here\n  fix:"),
+    "loaded, partial sums": (partial(loading, PARTIAL), "is unreduced"),
+    "partial sums": (partial(saving, specs=PARTIAL), "is unreduced"),
     "a type more": (partial(saving, specs=TYPES | {"z": "z[D]"}), 'state["z"]: the specs have a type there'),
     "a type of other dims": (partial(saving, specs=TYPES | {"w": "w[D_X]"}), "have the dims of their types"),
     "two leaves of one name": (
-        partial(saving, state=STATE | {"a": {"b": torch.ones(2)}, "a.b": torch.ones(2)},
-                specs=TYPES | {"a": {"b": "b[D]"}, "a.b": "b[D]"}), "have one name"),
+        partial(saving, state=STATE | ALIKE, specs=TYPES | {"a": {"b": "b[D]"}, "a.b": "b[D]"}), "have one name",
+    ),
 }  # fmt: skip
-for call in (saving, loading):
-    partly = partial(call, specs=TYPES | {"w": "w[D_X, F] {U_Y}"})
-    REFUSED[f"{call.__name__} partial sums"] = partly, "is unreduced"
 for changed, words in [
     ({"k": (1, 2)}, "they stand in nested dicts"), ({"k": ["a"]}, "they stand in nested dicts"),
     ({'a"b': 1}, "under names without quotes"), ({"k": b"a"}, "not bytes"), ({"w": STATE["w"][0]}, "leaves are dense"),
@@ -156,26 +156,23 @@ for changed, words in [
     ({"V": torch.ones(2)}, 'state["V"]: a tensor needs a type'),
 ]:  # fmt: skip
     REFUSED[f"a state with {changed!r:.60}"] = partial(saving, state=STATE | changed), words
-for option, values in {
-    "step": (-1, 1.5, True, "3", None), "keep": (0, -1, 1.5, True), "async_op": ("no",),
-}.items():  # fmt: skip
+for option, values in {"step": (-1, 1.5, True, "3", None), "keep": (0, 1.5, True), "async_op": ("no",)}.items():
     REFUSED |= {f"{option} {value!r}": (partial(saving, **{option: value}), option) for value in values}
 for places in ([0], [0, 0, 1, 2], [0, 3, 5, 7], [-2, 0, 1, 2], [0.0, 1.0, 2.0, 3.0]):
     REFUSED[f"places {places}"] = partial(saving, places={"D": places}), "places of D"
 
 test_refused = refused(REFUSED)
 test_refused_axes = refused(
-    {call.__name__: partial(call, specs=TYPES | {"w": "w[D_Q, F]"}) for call in (saving, loading)},
-    always="unknown mesh axis Q",
+    {"saved": partial(saving, specs=ELSEWHERE), "loaded": partial(loading, ELSEWHERE)}, always="unknown mesh axis Q"
 )
+NO_STEP = ": there is no complete checkpoint here\n  fix: name "
 test_refused_folders = refused(
     {
-        "no run": (partial(load, "no run"), "no run: there is no complete checkpoint here\n  fix: name the folder of"),
-        "no such step": (
-            partial(loading, step=2), "step-000002: there is no complete checkpoint here\n  fix: name a step that is"),
+        "no run": (partial(load, "no run"), f"no run{NO_STEP}the folder of"),
+        "no such step": (partial(loading, step=2), f"step-000002{NO_STEP}a step that is"),
     },
     FileNotFoundError,
-)  # fmt: skip
+)
 
 
 def leaf(metadata):
@@ -192,13 +189,11 @@ def moved(metadata, **changed) -> None:
 
 
 DAMAGES = {
-    "no blocks": lambda metadata: (metadata.storage_data.clear(), leaf(metadata).chunks.clear()),
     "blocks that lie nowhere": lambda metadata: metadata.storage_data.clear(),
     "a block that has no size": lambda metadata: leaf(metadata).chunks.clear(),
     "a block of fewer rows": lambda metadata: moved(metadata, sizes=(2, 6)),
     "a block further on": lambda metadata: moved(metadata, offsets=(2, 0)),
     "a larger shape": lambda metadata: setattr(leaf(metadata), "size", torch.Size((8, 6))),
-    "a smaller shape": lambda metadata: setattr(leaf(metadata), "size", torch.Size((2, 6))),
     "another shape": lambda metadata: setattr(leaf(metadata), "size", torch.Size((6, 4))),
     "no dtype": lambda metadata: setattr(leaf(metadata).properties, "dtype", 31),
     "another dtype": lambda metadata: setattr(leaf(metadata).properties, "dtype", torch.float64),
@@ -206,7 +201,7 @@ DAMAGES = {
 }
 
 
-@pytest.mark.parametrize("damage", [*DAMAGES, "", "{", "[]", "null", '{"leaves": 3}'])
+@pytest.mark.parametrize("damage", [*DAMAGES, "{", "[]", '{"leaves": 3}'])
 def test_an_index_that_does_not_fit_its_files_is_damaged(tmp_path, damage):
     checkpoint.save(tmp_path, STATE, TYPES, MESH, 1)
     path, words = tmp_path / "step-000001" / ".metadata", r"(damaged|does not hold)(.|\n)*fix:"
@@ -221,18 +216,18 @@ def test_an_index_that_does_not_fit_its_files_is_damaged(tmp_path, damage):
         checkpoint.load(tmp_path, TYPES, MESH)
 
 
-@pytest.mark.parametrize("text", ["", "abc", "-1", "99"])
-def test_a_file_latest_that_names_no_step_is_passed_over(tmp_path, text):
+def test_a_file_latest_that_names_no_step_is_passed_over(tmp_path):
     save(tmp_path, 4)
-    (tmp_path / "latest").write_text(text)
-    assert load(tmp_path) == ([4.0] * 3, 4)
+    for text in ("", "abc", "-1", "99"):
+        (tmp_path / "latest").write_text(text)
+        assert load(tmp_path) == ([4.0] * 3, 4)
 
 
 def saves_replicas_that_differ(mesh, folder):
     state = {
         "W": torch.ones(2, 3),
         "b": torch.full((3,), float(mesh.rank == 1)),
-        "ids": torch.ones(2, dtype=torch.complex128),
+        "ids": torch.ones(2).to(torch.complex128),
     }
     with pytest.raises(ArithmeticError) as error:
         checkpoint.save(folder, state, {"W": "W[D_X, F]", "b": "b[F]", "ids": "ids[I]"}, mesh, 5)

@@ -9,11 +9,10 @@ from unittest import mock
 import numpy
 import pytest
 import torch
-from runs import options, write_text
+from runs import ONE, options, write_text
 
 from scaling import serve
 from scaling.configs import get
-from scaling.mesh import Mesh
 from scaling.models import transformer as model
 from scaling.strategies import transformer
 from scaling.train import evaluate
@@ -23,7 +22,6 @@ from scaling.train.corpus import Corpus
 from scaling.train.settings import Settings
 
 TINY = get("tiny").with_(L=1, D=16, F=32, H=8, N=2, K=2)
-ONE = Mesh({"X": 1})
 
 
 def corpus():
@@ -57,12 +55,9 @@ def sampled(mesh, settings):
     return evaluate.continuation(transformer.shard(whole, settings.model, mesh), settings, mesh)
 
 
-@pytest.mark.parametrize("sizes", [{"Z": 2, "X": 2}, {"P": 2, "Y": 2}], ids=str)
-def test_the_same_text_on_every_mesh(ranks, sizes):
-    assert ranks(sampled, sizes, SETTINGS) == [sampled(ONE, SETTINGS), "", "", ""]
-
-
-def test_cold_it_is_what_serving_gives(monkeypatch):
+def test_the_same_text_on_every_mesh_and_cold_what_serving_gives(ranks, monkeypatch):
+    for sizes in ({"Z": 2, "X": 2}, {"P": 2, "Y": 2}):
+        assert ranks(sampled, sizes, SETTINGS) == [sampled(ONE, SETTINGS), "", "", ""]
     monkeypatch.setattr(evaluate, "TEMPERATURE", 1e-9)
     prompts, params = [list(SETTINGS.sample.encode())], model.init(SAMPLED, 5, torch.float64)
     wanted = serve.generate(params, prompts, SAMPLED, evaluate.LENGTH)

@@ -38,19 +38,15 @@ def plants(mesh, leaf, rank):
         ({"X": 2, "Y": 2}, "norm_mlp", 3, r'step 7: params\["layers"\]\["norm_mlp"\].*over [XY]+, but rank 3 of 4'),
         ({"P": 2, "Y": 2}, "W_in", 2, r'params\["layers"\]\["W_in"\].*is replicated over P, but rank 2 of 4'),
         ({"C": 4}, "embed", 1, r'params\["embed"\].*is replicated over C, but rank 1 of 4'),
-        ({"X": 2, "Y": 2}, "norm", -1, ""),  # all are alike
-        ({"X": 4}, "W_in", 2, ""),  # sharded: only this rank has it
     ],
 )
 def test_replicas_that_have_come_apart_are_named(ranks, sizes, leaf, rank, words):
-    if not words:
-        ranks(plants, sizes, leaf, rank)
-        return
     with pytest.raises(RankFailed, match=words):
         ranks(plants, sizes, leaf, rank)
 
 
-def test_one_rank_is_compared_with_nobody_but_must_be_finite():
+def test_what_no_other_rank_has_may_be_anything_finite(ranks):
+    ranks(plants, {"X": 4}, "W_in", 2)  # sharded: only this rank has it
     one, W = Mesh({"X": 1}), torch.ones(2)
     guards.check_replicas({"W": W}, {"W": "W[D]"}, one, 1)
     with pytest.raises(ArithmeticError, match=r'step 4: state\["W"\], W\[D\], is not finite on ranks \[0\]'):
@@ -65,7 +61,7 @@ def test_a_batch_on_the_cpu_is_looked_at_beside_a_state_on_another_device(monkey
     assert seen == ["meta"]
 
 
-@pytest.mark.parametrize("n", [3, 2 * guards.ROW, 5 * guards.ROW + 7])
+@pytest.mark.parametrize("n", [3, 5 * guards.ROW + 7])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64, torch.int64, torch.bool])
 def test_a_digest_tells_every_bit_and_place(n, dtype):
     x = torch.randn(n, generator=torch.Generator().manual_seed(0))
@@ -125,18 +121,16 @@ def test_norms_by_leaf_are_those_of_the_whole_gradients(ranks):
     for ours, total, whole in ranks(norms, {"X": 2, "Y": 2}):
         wanted = torch.stack([g.double().norm() for g in tree.leaves(whole)])
         torch.testing.assert_close(ours, wanted, rtol=1e-6, atol=0)
-        assert ours.square().sum().sqrt().item() == pytest.approx(total.item(), rel=1e-5)
+        torch.testing.assert_close(total.double(), wanted.norm(), rtol=1e-5, atol=0)
 
 
 def test_a_jump_of_the_loss_is_told_from_noise():
-    g = torch.Generator().manual_seed(0)
-    losses = guards.Losses()
+    g, losses, falling = torch.Generator().manual_seed(0), guards.Losses(), guards.Losses()
     for step in range(400):
         smooth = 2 + 3 * 0.98**step
         assert losses.jump(smooth + 0.1 * torch.randn((), generator=g).item(), step) == ""
     assert "step 400: the loss jumped to 4.0000; the median of the 8 before is 2" in losses.jump(4.0, 400)
     assert losses.jump(2.0, 401) == ""
-    falling = guards.Losses()
     assert not any(falling.jump(6 * 0.95**step, step) for step in range(30))
     assert "jumped to 6.0000" in falling.jump(6.0, 30)
 

@@ -8,11 +8,11 @@ import sys
 import pytest
 import torch
 from machine import Forked
-from runs import options, records, write_text
+from runs import ONE, options, records, write_text
 
+from scaling import tree
 from scaling.configs import get
 from scaling.cost import transformer as tm
-from scaling.mesh import Mesh
 from scaling.train import guards
 from scaling.train.command import main
 from scaling.train.loop import run
@@ -29,7 +29,7 @@ def settings(out, **options):
 
 def test_resumed_on_another_mesh_it_goes_on_as_if_nothing_had_been(ranks, tmp_path):
     whole, parts = tmp_path / "whole", tmp_path / "parts"
-    run(Mesh({"X": 1}), settings(whole))
+    run(ONE, settings(whole))
     ranks(run, {"X": 2}, settings(parts, save_every=2, norms=True))
     (parts / "step-000004" / "index.json").unlink()  # as if the run had been killed before it was through
     ranks(run, {"Y": 2}, settings(parts, resume=True, norms=True))
@@ -39,18 +39,19 @@ def test_resumed_on_another_mesh_it_goes_on_as_if_nothing_had_been(ranks, tmp_pa
     torch.testing.assert_close(*losses, rtol=2e-5, atol=0)
 
 
-@pytest.mark.parametrize(("every", "compared"), [(0, []), (1, [1, 2, 3, 4]), (3, [1, 4])])
-def test_replicas_are_compared_every_so_many_steps(tmp_path, monkeypatch, every, compared):
+def test_replicas_are_compared_every_so_many_steps(tmp_path, monkeypatch):
     found = []
     monkeypatch.setattr(guards, "check_replicas", lambda state, specs, mesh, step: found.append(step))
-    run(Mesh({"X": 1}), settings(tmp_path / "run", guard_every=every, eval_every=0, eval_batches=1))
-    assert found == compared
+    for every, compared in ((0, []), (3, [1, 4])):
+        run(ONE, settings(tmp_path / f"run {every}", guard_every=every, eval_every=0, eval_batches=1))
+        assert found == compared
 
 
 def test_learning_rates():
-    at = lambda schedule, count: float(  # noqa: E731
-        rate(Settings(get("tiny"), "", "", steps=100, warmup=10, lr=1.0, schedule=schedule))(torch.tensor(count))
-    )
+    def at(schedule: str, count: int) -> float:
+        options = {"steps": 100, "warmup": 10, "lr": 1.0, "schedule": schedule}
+        return rate(Settings(get("tiny"), "", "", **options))(torch.tensor(count)).item()
+
     assert [at("constant", 0), at("constant", 9), at("constant", 50)] == pytest.approx([0.1, 1, 1])
     assert [at("cosine", 10), at("cosine", 55), at("cosine", 100)] == pytest.approx([1, 0.55, 0.1])
     assert [at("wsd", 50), at("wsd", 95)] == pytest.approx([1, 0.5])
@@ -58,12 +59,10 @@ def test_learning_rates():
 
 def test_only_matrices_decay():
     params = {"embed": torch.ones(2, 2), "layers": {"W_Q": torch.ones(2, 2), "norm_attn": torch.ones(2)}}
-    zeros = {"embed": torch.zeros(2, 2), "layers": {"W_Q": torch.zeros(2, 2), "norm_attn": torch.zeros(2)}}
     rule = optimizer_of(Settings(get("tiny"), "", "", lr=0.1, warmup=0, schedule="constant", weight_decay=0.5))
-    new, _ = rule.update(zeros, rule.init(params), params)
-    assert torch.equal(new["embed"], params["embed"])
-    assert torch.equal(new["layers"]["norm_attn"], params["layers"]["norm_attn"])
-    assert torch.allclose(new["layers"]["W_Q"], torch.full((2, 2), 0.95))
+    new, _ = rule.update(tree.map(torch.zeros_like, params), rule.init(params), params)
+    after = [new["embed"], new["layers"]["norm_attn"], new["layers"]["W_Q"]]
+    assert [leaf.unique().item() for leaf in after] == pytest.approx([1, 1, 0.95])
 
 
 SMALL = ["--batch", "4", "--seq", "32", "--eval-every", "0"]
@@ -140,8 +139,7 @@ def test_dry_run_counts_what_a_rank_holds(capsys):
 
 def test_flops_by_both_conventions_and_the_share_of_the_chip(tmp_path, capsys):
     config = get("tiny")
-    settings = Settings(config, "", str(tmp_path), batch=8, seq=64, dtype="bf16", chip="h100")
-    progress = Progress(settings, Mesh({"X": 1}))
+    progress = Progress(Settings(config, "", str(tmp_path), batch=8, seq=64, dtype="bf16", chip="h100"), ONE)
     record = progress.record(3, 1.5, 0.25, 0.5, 0.1)
     assert record["flops_per_second"] == 6 * tm.num_params(config) * 8 * 64 / 0.5
     matmuls = tm.num_params(config) - config.D * config.V - (2 * config.L + 1) * config.D  # no look-up, no norms
