@@ -17,8 +17,6 @@ CONFIG = Config("small", L=2, D=8, F=16, N=4, K=2, H=4, V=16)
 TOKENS = torch.arange(12).view(2, 6)
 WEIGHTS = torch.tensor([[1.0, 0.0, 2.0, 1.0, 0.5], [3.0, 1.0, 1.0, 0.0, 1.0]])
 NAN = float("nan")
-
-
 PARAMS = transformer.init(CONFIG, 3, torch.float64)
 
 
@@ -93,12 +91,12 @@ def on_mesh(params=PARAMS, inside=TOKENS[:, :-1], targets=TOKENS[:, 1:], config=
     return lambda: strategy.loss_and_grads(params, inside, targets, config, Mesh({"X": 1}), **given)
 
 
-OPTIONS = [{"microbatches": m} for m in (0, -1, 2.0, "2", True, 3)]
-OPTIONS += [{"label_smoothing": s} for s in (-0.1, 2.0, NAN, "0")]
-OPTIONS += [{"z_loss": z} for z in (-1.0, NAN, "0")]
-OPTIONS += [{"scale": s} for s in (0.0, -2.0, NAN, float("inf"))]
+OPTIONS = [{"microbatches": m} for m in (0, 2.0, "2", True, 3)]
+OPTIONS += [{"label_smoothing": s} for s in (-0.1, 2.0, NAN)]
+OPTIONS += [{"z_loss": z} for z in (-1.0, NAN)]
+OPTIONS += [{"scale": s} for s in (0.0, NAN, float("inf"))]
 OPTIONS += [{"sums": s} for s in (torch.int32, "float32")]
-OPTIONS += [{"zero": z} for z in (4, -1, "3")]
+OPTIONS += [{"zero": z} for z in (4, "3")]
 OPTIONS += [{"context": "zig"}, {"remat": "all"}, {"schedule": "gpipe"}]
 SEEDS = ("3", 1.5, NAN, None)
 ANOTHER = [torch.Tensor.int, torch.Tensor.bfloat16, lambda p: p.to("meta"), lambda p: p[:1], torch.Tensor.tolist]
@@ -118,6 +116,9 @@ test_what_a_step_is_asked_for = refused(
 
 EXPERTS = CONFIG.with_(E=4, k=2)
 DYNAMIC = CONFIG.with_(rope_scaling=RopeScaling("dynamic", 2.0))
+DENSE = {"dense_layers": 2, "F_dense": 8}
+NO_EXPERTS = "without layers with experts after them"
+Q, K = torch.randn(1, 2, 3, 4), torch.randn(1, 2, 2, 4)
 test_what_one_device_does_not_compute = refused(
     {
         "targets short": (lambda: transformer.loss(PARAMS, TOKENS, targets=TOKENS[:, :3]), "targets must be"),
@@ -129,23 +130,11 @@ test_what_one_device_does_not_compute = refused(
             "rope_scaling of type 'dynamic'",
         ),
         "dynamic frequencies": (
-            lambda: frequencies(8, 1e4, RopeScaling("dynamic", 8.0)),
+            lambda: frequencies(8, 1e4, DYNAMIC.rope_scaling),
             "'dynamic' is not computed here; linear, llama3, yarn are",
         ),
-        "dense layers alone": (
-            lambda: transformer.init(EXPERTS.with_(dense_layers=2, F_dense=8), device="meta"),
-            "without layers with experts after them",
-        ),
-        "dense layers without experts": (
-            lambda: transformer.init(CONFIG.with_(dense_layers=1, F_dense=8), device="meta"),
-            "without layers with experts after them",
-        ),
+        "dense layers alone": (lambda: transformer.init(EXPERTS.with_(**DENSE), device="meta"), NO_EXPERTS),
+        "dense layers without experts": (lambda: transformer.init(CONFIG.with_(**DENSE), device="meta"), NO_EXPERTS),
     }
-    | {
-        f.__name__: (
-            lambda f=f: f(*torch.randn(3, 1, 2, 3, 4).unbind()[:1], *torch.randn(2, 1, 2, 2, 4)),
-            "must divide N=3",
-        )
-        for f in (sdpa, dot_product_attention, flash_attention)
-    }
+    | {f.__name__: (lambda f=f: f(Q, K, K), "must divide N=3") for f in (sdpa, dot_product_attention, flash_attention)}
 )

@@ -75,25 +75,21 @@ def test_dense_token_by_token(config):
 
 
 def test_ties_go_to_the_lower_expert():
-    config = MIXTRAL.with_(E=64, k=3, D=33)
-    rng = torch.Generator().manual_seed(1)
-    column = torch.randn(33, 4, generator=rng, dtype=torch.float64)
+    config, rng = MIXTRAL.with_(E=64, k=3, D=33), torch.Generator().manual_seed(1)
+    column, x = (torch.randn(shape, generator=rng, dtype=torch.float64) for shape in ((33, 4), (50, 33)))
     router = column.repeat(1, 16)  # expert e is the twin of e + 4, e + 8, ...
-    x = torch.randn(50, 33, generator=rng, dtype=torch.float64)
-    experts = moe.choose_experts(x, router, config)
+    choose = partial(moe.choose_experts, config=config)
     first = (x @ column).argmax(-1)
-    assert torch.equal(experts, torch.stack([first, first + 4, first + 8], -1))
-    assert torch.equal(moe.choose_experts(x.float(), router.float(), config), experts)
-    alone = torch.cat([moe.choose_experts(row[None], router, config) for row in x])
-    assert torch.equal(alone, experts)  # a matmul of one row adds up in another order
+    wanted = torch.stack([first, first + 4, first + 8], -1)
+    alone = torch.cat([choose(row[None], router) for row in x])  # a matmul of one row adds up in another order
+    for experts in (choose(x, router), choose(x.float(), router.float()), alone):
+        assert torch.equal(experts, wanted)
     turned = torch.stack([column[:, 0].roll(e) for e in range(64)], 1)  # sums of the same numbers, in another order
     same = torch.arange(1, 6, dtype=torch.float64)[:, None].expand(5, 33)
     assert len((same @ turned).unique()) > 5
-    assert moe.choose_experts(same, turned, config).tolist() == [[0, 1, 2]] * 5
-    zero = moe.choose_experts(torch.zeros(2, 33), router, config, torch.zeros(64))
-    assert zero.tolist() == [[0, 1, 2]] * 2
+    assert choose(same, turned).tolist() == [[0, 1, 2]] * 5
     bias = torch.zeros(64, dtype=torch.float64).index_fill(0, torch.tensor([7, 9]), 1e-3)
-    assert moe.choose_experts(torch.zeros(1, 33), router, config, bias).tolist() == [[7, 9, 0]]
+    assert choose(torch.zeros(1, 33), router, bias=bias).tolist() == [[7, 9, 0]]
 
 
 def test_a_bias_goes_up_where_fewer_than_the_mean_came():

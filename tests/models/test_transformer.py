@@ -55,8 +55,7 @@ def test_params_equal_the_formula(config):
 @pytest.mark.parametrize("config", [*VARIANTS, MODELS["llama3-8b"].with_(L=2)], ids=named)
 def test_flops_equal_the_counter(config):
     B, T = 2, 12
-    params = transformer.init(config, device="meta")
-    tokens = torch.zeros(B, T + 1, dtype=torch.long, device="meta")
+    params, tokens = transformer.init(config, device="meta"), tokens_of(config, B, T).to("meta")
     with FlopCounterMode(display=False) as counter:
         transformer.forward(params, tokens[:, :-1], config=config)
     assert counter.get_total_flops() == sum(forward_flops(config, B, T).values())
@@ -86,7 +85,7 @@ def test_however_it_is_differentiated(config):
 def saved_elements(config, remat, attention, B, T):
     """Elements that autograd holds for the backward pass of one layer, without params."""
     params = tree.map(lambda p: p.requires_grad_(), transformer.init(config, dtype=torch.float64))
-    own = {p.untyped_storage()._cdata for p in tree.leaves(params)}
+    own, tokens = {p.untyped_storage()._cdata for p in tree.leaves(params)}, tokens_of(config, B, T)[:, :-1]
 
     def held(layers):
         storages = {}
@@ -97,11 +96,9 @@ def saved_elements(config, remat, attention, B, T):
 
         cut = params | {"layers": {name: p[:layers] for name, p in params["layers"].items()}}
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
-            tokens, cut_config = tokens_of(config, B, T)[:, :-1], config.with_(L=layers)
-            out = transformer.forward(cut, tokens, remat, attention, config=cut_config)
-        kept = sum(s.nbytes() for key, s in storages.items() if key not in own) // 8
+            out = transformer.forward(cut, tokens, remat, attention, config=config.with_(L=layers))
         assert out.requires_grad
-        return kept
+        return sum(s.nbytes() for key, s in storages.items() if key not in own) // 8
 
     return held(2) - held(1)
 
