@@ -5,7 +5,7 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from scaling.models.attention import dot_product_attention, flash_attention, sdpa, visible
+from scaling.models.attention import dot_product_attention, flash_attention, sdpa
 
 IDS = torch.tensor([[0] * 4 + [1] * 5 + [7] * 4, [3] * 13])  # the ids of packed documents
 
@@ -43,12 +43,6 @@ def test_attention_query_by_query_forward_and_backward(T, S, given):
         got = attention(*inputs, **given)
         torch.testing.assert_close(got, want, rtol=1e-12, atol=1e-12)
         torch.testing.assert_close(torch.autograd.grad(got, inputs, cotangent), slopes, rtol=1e-11, atol=1e-12)
-
-
-def test_visible_places_may_come_in_any_order():
-    """Zig-zag: the rank that has the first and the last of 4 chunks."""
-    queries, keys = torch.tensor([0, 1, 6, 7]), torch.tensor([6, 7, 2, 3])
-    assert visible(queries, keys, 5).int().tolist() == [[0, 0, 0, 0], [0, 0, 0, 0], [1, 0, 1, 1], [1, 1, 0, 1]]
 
 
 @pytest.mark.filterwarnings("ignore:.*not yet implemented the batching rule", "ignore:`torch.jit.script`")

@@ -3,20 +3,19 @@
 import io
 import pickle
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed.checkpoint as torch_dcp
-from runs import Malicious
+from runs import ONE, Malicious
 from torch.distributed.checkpoint import metadata as torch_metadata
-from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from scaling import tree
-from scaling.mesh import Mesh
 from scaling.train import checkpoint, dcp
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # torch's own: deprecations, and that a load is of one process
@@ -56,10 +55,9 @@ def loaded_by_torch(mesh, folder, state):
     """By torch's own load, as DTensors of other shardings."""
     zeros = tree.map(torch.zeros_like, state)
     W = placed(mesh, zeros["params"]["W"], Shard(2), Shard(1))
-    given = {"params": {"W": W, "norm": zeros["params"]["norm"]}, "n": zeros["n"]}
-    torch_dcp.load(given, checkpoint_id=folder / "step-000001")
-    wanted = placed(mesh, state["params"]["W"], Shard(2), Shard(1)).to_local()
-    return equal({"W": W.to_local(), "norm": given["params"]["norm"]}, {"W": wanted, "norm": state["params"]["norm"]})
+    torch_dcp.load({"params": zeros["params"] | {"W": W}, "n": zeros["n"]}, checkpoint_id=folder / "step-000001")
+    wanted = placed(mesh, state["params"]["W"], Shard(2), Shard(1))
+    return equal([W.to_local(), zeros["params"]["norm"]], [wanted.to_local(), state["params"]["norm"]])
 
 
 def test_torch_opens_a_step(ranks, tmp_path):
@@ -69,8 +67,6 @@ def test_torch_opens_a_step(ranks, tmp_path):
     torch_dcp.load(found, checkpoint_id=tmp_path / "step-000001")
     assert equal(found, state)
     assert all(ranks(loaded_by_torch, {"X": 2, "Y": 2}, tmp_path, state))
-    dcp_to_torch_save(tmp_path / "step-000001", tmp_path / "whole.pt")
-    assert equal(torch.load(tmp_path / "whole.pt"), state)
 
 
 def saved_by_torch(mesh, folder, state):
@@ -87,12 +83,11 @@ def loads_torch_s(mesh, folder, state):
 def test_a_checkpoint_of_torch_is_opened(ranks, tmp_path):
     state = whole()
     ranks(saved_by_torch, {"X": 2, "Y": 2}, tmp_path, state)
-    assert all(ranks(loads_torch_s, {"X": 4, "Y": 1}, tmp_path, state))
-    assert all(ranks(loads_torch_s, {"X": 2, "Y": 2}, tmp_path, state))
-    with pytest.raises(ValueError, match=r"has no params.W_in; it has moments.0.W, "):
-        dcp.load(tmp_path, {"params": {"W_in": "W_in[D]"}}, Mesh({"X": 1}))
-    with pytest.raises(ValueError, match=r"has no params.other"):  # it is a pickle
-        dcp.load(tmp_path, {"params": {"other": "n[]"}}, Mesh({"X": 1}))
+    for sizes in ({"X": 4, "Y": 1}, {"X": 2, "Y": 2}):
+        assert all(ranks(loads_torch_s, sizes, tmp_path, state))
+    for name, words in (("W_in", "W_in; it has moments.0.W, "), ("other", "other")):  # the latter is a pickle
+        with pytest.raises(ValueError, match=f"has no params.{words}"):
+            dcp.load(tmp_path, {"params": {name: "n[]"}}, ONE)
 
 
 class Attribute:
@@ -125,18 +120,17 @@ def test_a_path_of_python_3_13_is_read():
 
 def test_a_malicious_checkpoint_of_torch_is_refused(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    state = {"W": torch.ones(4)}
-    torch_dcp.save(state, checkpoint_id=tmp_path, no_dist=True)
+    torch_dcp.save({"W": torch.ones(4)}, checkpoint_id=tmp_path, no_dist=True)
     metadata, data = tmp_path / ".metadata", tmp_path / "__0_0.distcp"
-    good = metadata.read_bytes()
+    good, load = metadata.read_bytes(), partial(dcp.load, specs={"W": "W[D]"}, mesh=ONE)
     for evil in (Malicious(), {"planner_data": Malicious()}, eval, torch.load):
         metadata.write_bytes(pickle.dumps(evil))
         with pytest.raises(ValueError, match=r"not what torch\.distributed\.checkpoint writes"):
-            dcp.load(tmp_path, {"W": "W[D]"}, Mesh({"X": 1}))
+            load(tmp_path)
     metadata.write_bytes(good)
     data.write_bytes(pickle.dumps(Malicious()).ljust(data.stat().st_size, b"\0"))
     with pytest.raises(ValueError, match="not a file of tensors alone"):
-        dcp.load(tmp_path, {"W": "W[D]"}, Mesh({"X": 1}))
+        load(tmp_path)
     with pytest.raises(FileNotFoundError, match="no checkpoint"):
-        dcp.load(tmp_path / "elsewhere", {"W": "W[D]"}, Mesh({"X": 1}))
+        load(tmp_path / "elsewhere")
     assert not (tmp_path / "never").exists()

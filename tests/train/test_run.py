@@ -130,13 +130,6 @@ def test_two_runs_do_not_share_a_folder(tmp_path, capsys):
     assert "another run writes here" in " ".join(capsys.readouterr().err.split())
 
 
-def test_dry_run_counts_what_a_rank_holds(capsys):
-    assert main(["--dry-run", "--mesh", "X=4,Y=2", "--batch", "8", "--seq", "64"]) == 0
-    out = capsys.readouterr().out
-    assert "each of 8 ranks of X=4, Y=2" in out
-    assert "optimizer's state" in out
-
-
 def test_flops_by_both_conventions_and_the_share_of_the_chip(tmp_path, capsys):
     config = get("tiny")
     progress = Progress(Settings(config, "", str(tmp_path), batch=8, seq=64, dtype="bf16", chip="h100"), ONE)
