@@ -40,29 +40,25 @@ def refuses(words="fix:", params=None, **given):
     return call, words
 
 
+BATCHES = {
+    "weights": [
+        *(WEIGHTS[:, :1], WEIGHTS[:1], WEIGHTS[0], torch.tensor(2.0)),  # all of these torch would broadcast
+        *(WEIGHTS.to(torch.complex64), 2.0),
+    ],
+    "segments": [TOKENS[:1, :5], WEIGHTS, WEIGHTS > 0, TOKENS[:, :4]],
+    "tokens": [TOKENS.to(torch.uint8), TOKENS.double()],
+    "config": [CONFIG.with_(**given) for given in (
+        {"N": 2}, {"V": 32}, {"gated": False}, {"attention_bias": True},
+    )],
+    "params": [tree.map(torch.Tensor.int, PARAMS)],
+}  # fmt: skip
 IN_VOCABULARY = "tokens must lie in 0..15"
 test_a_batch_that_does_not_fit = refused(
-    {
-        "weights a row": refuses(weights=WEIGHTS[:, :1]),
-        "weights one row for all": refuses(weights=WEIGHTS[:1]),
-        "weights along T": refuses(weights=WEIGHTS[0]),
-        "weights one number": refuses(weights=torch.tensor(2.0)),
-        "weights complex": refuses(weights=WEIGHTS.to(torch.complex64)),
-        "weights a float": refuses(weights=2.0),
-        "segments one row for all": refuses(segments=TOKENS[:1, :5]),
-        "segments floats": refuses(segments=WEIGHTS),
-        "segments bools": refuses(segments=WEIGHTS > 0),
-        "segments short": refuses(segments=TOKENS[:, :4]),
-        "tokens bytes": refuses(tokens=TOKENS.to(torch.uint8)),
-        "tokens floats": refuses(tokens=TOKENS.double()),
+    {f"{name} {i}": refuses(**{name: value}) for name, values in BATCHES.items() for i, value in enumerate(values)}
+    | {
         "tokens large": refuses(IN_VOCABULARY, tokens=TOKENS + 10),
         "tokens negative": refuses(IN_VOCABULARY, tokens=TOKENS - 1),
         "config of other layers": refuses("has the shape (1, ", config=CONFIG.with_(L=1)),
-        "config of other heads": refuses(config=CONFIG.with_(N=2)),
-        "config of another vocabulary": refuses(config=CONFIG.with_(V=32)),
-        "config without a gate": refuses(config=CONFIG.with_(gated=False)),
-        "config with biases": refuses(config=CONFIG.with_(attention_bias=True)),
-        "params of whole numbers": refuses(params=tree.map(torch.Tensor.int, PARAMS)),
     }
 )
 

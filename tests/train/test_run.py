@@ -13,7 +13,7 @@ from runs import ONE, options, records, write_text
 from scaling import tree
 from scaling.configs import get
 from scaling.cost import transformer as tm
-from scaling.train import guards
+from scaling.train import guards, loop
 from scaling.train.command import main
 from scaling.train.loop import run
 from scaling.train.progress import Progress
@@ -45,6 +45,24 @@ def test_replicas_are_compared_every_so_many_steps(tmp_path, monkeypatch):
     for every, compared in ((0, []), (3, [1, 4])):
         run(ONE, settings(tmp_path / f"run {every}", guard_every=every, eval_every=0, eval_batches=1))
         assert found == compared
+
+
+def test_a_jump_of_the_loss_and_slow_ranks_are_told_and_nothing_else(tmp_path, monkeypatch, capsys):
+    real = loop.make_step
+
+    def make_step(*given):
+        def with_a_wrong_batch(params, state, batch, donate):
+            targets = torch.full_like(batch[1], 255) if int(state["step"]) == 24 else batch[1]
+            return real(*given)(params, state, (batch[0], targets, batch[2]), donate)
+
+        return with_a_wrong_batch
+
+    monkeypatch.setattr(loop, "make_step", make_step)
+    monkeypatch.setattr(guards, "slow_ranks", lambda work, seconds, mesh, step: [f"slow at {step}"] * (step == 21))
+    run(ONE, settings(tmp_path / "run", steps=26, lr=5e-3, guard_every=10, eval_every=0, eval_batches=1))
+    slow, jump = capsys.readouterr().err.splitlines()
+    assert "slow at 21" in slow
+    assert "step 25: the loss jumped" in jump
 
 
 def test_learning_rates():
