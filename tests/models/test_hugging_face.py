@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from probes import probes, shaken
+from refused import refused
 from safetensors.torch import load_file, save_file
 
 from scaling import serve, tree
@@ -175,29 +176,30 @@ def test_without_safetensors_it_says_what_to_install(folder, monkeypatch):
         hf.load(folder)
 
 
-def test_old_files_with_frequencies_and_broken_folders(folder, tmp_path):
-    edit(folder, lambda t: t.update({"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(3)}))
+def test_old_files_with_frequencies_and_broken_folders(folder):
+    edit(folder, lambda t: t.update({LAYER("0.self_attn.rotary_emb.inv_freq"): torch.ones(3)}))
     hf.load(folder)
     (folder / "model.safetensors").rename(folder / "model-00001.safetensors")
     with pytest.raises(ValueError, match=r"has no model\.safetensors\n  fix: "):
         hf.load(folder)
-    names = load_file(folder / "model-00001.safetensors")
-    where = dict.fromkeys(names, "model-00001.safetensors")
-    index = folder / "model.safetensors.index.json"
-    index.write_text(json.dumps({"weight_map": where | {"lm_head.weight": "model-00002.safetensors"}}))
-    with pytest.raises(ValueError, match=r"has no model-00002\.safetensors"):
-        hf.load(folder)
-    index.write_text(json.dumps({"weight_map": where | {"lm_head.bias": "model-00001.safetensors"}}))
-    with pytest.raises(ValueError, match=r"model-00001\.safetensors does not have lm_head\.bias"):
-        hf.load(folder)
+    where = dict.fromkeys(load_file(folder / "model-00001.safetensors"), "model-00001.safetensors")
+    for wrong, says in (
+        ({"lm_head.weight": "model-00002.safetensors"}, r"has no model-00002\.safetensors"),
+        ({"lm_head.bias": "model-00001.safetensors"}, r"model-00001\.safetensors does not have lm_head\.bias"),
+    ):
+        (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": where | wrong}))
+        with pytest.raises(ValueError, match=says):
+            hf.load(folder)
     (folder / "config.json").unlink()
     with pytest.raises(ValueError, match=r"has no config\.json"):
         hf.load(folder)
+
+
+def test_specs_of_another_structure_are_refused(folder):
     specs = transformer.specs_of(SMALL)
     del specs["norm"]
-    hf.save(tmp_path / "n", SMALL, shaken(SMALL))
     with pytest.raises(ShardingError, match=r'specs\["norm"\]: missing'):
-        hf.load_sharded(tmp_path / "n", specs, AbstractMesh({}), device="cpu")
+        hf.load_sharded(folder, specs, AbstractMesh({}), device="cpu")
 
 
 def test_a_tied_table_may_stand_in_the_file_twice(tmp_path):
@@ -237,30 +239,35 @@ def test_what_is_not_computed_is_counted_and_refused_by_name(says, tmp_path):
             refuses()
 
 
-def test_a_latent_is_refused_where_it_is_not_computed():
-    for refuses in (serve.specs, serve.cache_specs):
-        with pytest.raises(ShardingError, match=r'latent: the form "2d" has no latent .*\n  rule: .*\n  fix: '):
-            refuses(LATENT, AbstractMesh({"X": 2}), form="2d")
-    wide = LATENT.with_(H=7, latent=Latent(8, 6, 4, 2, 7))
-    for config, mesh, says in ((LATENT, {"X": 4}, "C=6 of the keys' and"), (wide, {"Y": 2}, "is wider than its keys")):
-        with pytest.raises(ShardingError, match=says):
-            strategy.specs(config, AbstractMesh(mesh))
-    with pytest.raises(ValueError, match="K=N=4 of them; got H=5, K=4\n  fix: "):
-        LATENT.with_(H=5)
-    with pytest.raises(ValueError, match="do not say how a head's dims are divided\n  fix: "):
-        transformer.config_of_params(transformer.init(LATENT, device="meta"))
-
-
-def test_what_no_class_there_has_is_not_written(tmp_path):
-    for config, says in [
-        (SMALL.with_(gated=False), "MLP without a gate"),
-        (MOE.with_(shared=1), "shared experts"),
-        (MOE.with_(routing="sigmoid"), "routing"),
-        (MOE.with_(capacity=1.0), "capacity"),
-        (SMALL.with_(window=(2, None, 2)), "windows"),
-    ]:
-        with pytest.raises(ValueError, match=f"no class of Hugging Face's has its {says}"):
-            hf.save(tmp_path, config, {})
+SIZES_OF = "do not say how a head's dims are divided"
+test_a_latent_where_it_is_not_computed = refused(
+    {
+        "config": (partial(LATENT.with_, H=5), "K=N=4 of them; got H=5, K=4\n  fix: "),
+        "sizes": (lambda: transformer.config_of_params(transformer.init(LATENT, device="meta")), SIZES_OF),
+        "C": (partial(strategy.specs, LATENT, AbstractMesh({"X": 4})), "C=6 of the keys' and"),
+        "values": (
+            partial(strategy.specs, LATENT.with_(H=7, latent=Latent(8, 6, 4, 2, 7)), AbstractMesh({"Y": 2})),
+            "is wider than its keys",
+        ),
+    }
+    | {
+        f.__name__: (partial(f, LATENT, AbstractMesh({"X": 2}), form="2d"), 'latent: the form "2d" has no latent ')
+        for f in (serve.specs, serve.cache_specs)
+    }
+)
+UNWRITTEN = {  # what is said: a config
+    "MLP without a gate": SMALL.with_(gated=False),
+    "shared experts": MOE.with_(shared=1),
+    "routing": MOE.with_(routing="sigmoid"),
+    "capacity": MOE.with_(capacity=1.0),
+    "windows": SMALL.with_(window=(2, None, 2)),
+}
+test_what_no_class_there_has_is_not_written = refused(
+    {
+        says: (partial(hf.save, "nowhere", config, {}), f"no class of Hugging Face's has its {says}")
+        for says, config in UNWRITTEN.items()
+    }
+)
 
 
 def test_published_configs(tmp_path):

@@ -104,6 +104,14 @@ def test_rms_norm_and_its_derivative(dtype):
     same(rms_norm_vjp(zeros, dy), dy / math.sqrt(pointwise.EPS), tolerance)
 
 
+def test_rms_norm_of_a_shard_takes_the_means_over_the_whole_row():
+    x, dy = rand(5, 64), rand(5, 64, seed=1)
+    squares, dots = x.square().mean(-1, keepdim=True), (x * dy).mean(-1, keepdim=True)
+    part = slice(16, 32)
+    same(rms_norm(x[:, part], squares), rms_norm(x)[:, part])
+    same(rms_norm_vjp(x[:, part], dy[:, part], squares, dots), rms_norm_vjp(x, dy)[:, part])
+
+
 def test_a_norm_with_gains_has_both_derivatives():
     x, gain = leaves = [t.requires_grad_() for t in (rand(3, 5, 8), rand(8, seed=1))]
 

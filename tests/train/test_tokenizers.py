@@ -81,25 +81,22 @@ def identity(place, by):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", MODEL)
 def test_every_pair_is_right_or_refused(place, tmp_path, begun, name):
-    wrong, right = [], 0
+    right = 0
     every = [*itertools.product((False, True), GIVEN, DATA)]
     for i, (scratch, given, data) in enumerate(random.Random(name).sample(every, 50)):
         by, out = expected(name, scratch, given, data), tmp_path / str(i)
         options = ["--from-scratch"] if scratch else []
         settings, error = begun(*options, model=name, data=data, out=out, tokenizer=given)
-        what = f"{scratch=} {given=} {data}: {by}, not"
+        what = f"{scratch=} {given=} {data}: {by=} {error}"
+        assert (settings is None) == (by is None), what
         if settings is None:
-            wrong += [f"{what} refused: {error}"] if by is not None else []
-            wrong += [f"{what} without a fix or with a folder: {error}"] if "fix:" not in error or out.exists() else []
+            assert "fix:" in error
+            assert not out.exists(), what
             continue
         right += 1
         found = {tokenizer_in(settings).identity, tokenizer_of(out, MODEL[name][0]).identity}
-        found |= {options_of(out)["identity"]}
-        if by is None or found != {identity(place, by)}:
-            wrong.append(f"{what} {settings.tokenizer or 'ids'} {found}")
-        if ends_of(out) != ((1, 5) if by == "own" and name in ("hf", "hf256") else ()):
-            wrong.append(f"{what}: ends of text are {ends_of(out)}")
-    assert not wrong, "\n".join(wrong)
+        assert found | {options_of(out)["identity"]} == {identity(place, by)}, what
+        assert ends_of(out) == ((1, 5) if by == "own" and name in ("hf", "hf256") else ()), what
     assert right >= 3
 
 
@@ -127,7 +124,7 @@ def test_a_resumed_run_keeps_its_tokenizer(place, tmp_path, begun, first):
     (out / "step-000001").mkdir()
     (out / "step-000001" / "index.json").write_text("{}")
     out = out.rename(tmp_path / "moved")
-    accepted, wrong = 0, []
+    accepted = 0
     every = [*itertools.product(GIVEN, (None, name, "hf256", "swapped"), (None, *DATA))]
     for given, other, data in random.Random(first).sample(every, 80):
         parts = [part.removeprefix("shards-") for part in parts_of(data or start[first][1])]
@@ -136,17 +133,14 @@ def test_a_resumed_run_keeps_its_tokenizer(place, tmp_path, begun, first):
         fine = fine and not (first == "ids" and "text.txt" in parts)
         before = (out / "run.toml").read_text()
         settings, error = begun("--resume", out=out, tokenizer=given, model=other, data=data)
-        what = f"{given=} {other=} {data=} {fine=}: {error}"
-        if (settings is not None) != fine:
-            wrong.append(what)
-        if settings is None and ("fix:" not in error or (out / "run.toml").read_text() != before):
-            wrong.append(f"no fix, or written: {what}")
-        if settings is not None and fine:
-            accepted += 1
-            if {tokenizer_in(settings).identity, tokenizer_of(out, 32).identity} != {identity(place, first)}:
-                wrong.append(f"another tokenizer: {what}")
+        assert (settings is not None) == fine, f"{given=} {other=} {data=} {fine=}: {error}"
+        if settings is None:
+            assert "fix:" in error
+            assert (out / "run.toml").read_text() == before
+            continue
+        accepted += 1
+        assert {tokenizer_in(settings).identity, tokenizer_of(out, 32).identity} == {identity(place, first)}, data
         (out / "run.toml").write_text(before)
-    assert not wrong, "\n".join(wrong)
     assert accepted > 3
 
 
