@@ -8,10 +8,12 @@ from pathlib import Path
 
 import torch
 
+from scaling.configs import get
 from scaling.mesh import Mesh
 from scaling.train import checkpoint
 
 ONE, SPECS = Mesh({"X": 1}), {"W": "W[D]"}
+TINY = get("tiny").with_(L=1, D=16, F=32, H=8, N=2, K=2)
 
 
 def write_text(folder: Path, lines: int = 20_000) -> str:

@@ -9,11 +9,10 @@ from dataclasses import replace
 
 import pytest
 import torch
-from runs import ONE, write_text
+from runs import ONE, TINY, write_text
 
 from scaling import launch
 from scaling.collectives import all_gather, all_reduce, wait
-from scaling.configs import get
 from scaling.train import dcp, flight
 from scaling.train.command import main
 from scaling.train.loop import run
@@ -23,8 +22,8 @@ from scaling.train.settings import Settings
 @pytest.mark.slow
 def test_where_two_runs_part(tmp_path, capsys):
     (a := tmp_path / "a").mkdir()
-    config, b = get("tiny").with_(L=1, D=16, F=32, H=8, N=2, K=2), tmp_path / "b"
-    settings = Settings(config, write_text(tmp_path, 500), str(a), 2, 16, steps=4, save_every=2, norms=True)
+    b = tmp_path / "b"
+    settings = Settings(TINY, write_text(tmp_path, 500), str(a), 2, 16, steps=4, save_every=2, norms=True)
     run(ONE, settings)
     shutil.copytree(a, b)
     for out in (a, b):

@@ -9,7 +9,7 @@ from unittest import mock
 import numpy
 import pytest
 import torch
-from runs import ONE, options, write_text
+from runs import ONE, TINY, options, write_text
 
 from scaling import serve
 from scaling.configs import get
@@ -20,8 +20,6 @@ from scaling.train.batches import Batches
 from scaling.train.command import main
 from scaling.train.corpus import Corpus
 from scaling.train.settings import Settings
-
-TINY = get("tiny").with_(L=1, D=16, F=32, H=8, N=2, K=2)
 
 
 def corpus():

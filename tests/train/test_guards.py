@@ -7,11 +7,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 from machine import RankFailed, once
+from runs import ONE, TINY
 
 from scaling import tree
 from scaling.collectives import all_reduce
-from scaling.configs import get
-from scaling.mesh import AbstractMesh, Mesh
+from scaling.mesh import AbstractMesh
 from scaling.strategies import transformer
 from scaling.trace import trace
 from scaling.train import guards
@@ -19,7 +19,6 @@ from scaling.train.evaluate import local
 from scaling.train.settings import Settings, optimizer_of
 from scaling.train.step import drawn_params, gradients, make_step
 
-TINY = get("tiny").with_(L=1, D=16, F=32, H=8, N=2, K=2)
 SMALL = Settings(TINY, "", "", 4, 16)
 
 
@@ -47,10 +46,10 @@ def test_replicas_that_have_come_apart_are_named(ranks, sizes, leaf, rank, words
 
 def test_what_no_other_rank_has_may_be_anything_finite(ranks):
     ranks(plants, {"X": 4}, "W_in", 2)  # sharded: only this rank has it
-    one, W = Mesh({"X": 1}), torch.ones(2)
-    guards.check_replicas({"W": W}, {"W": "W[D]"}, one, 1)
+    W = torch.ones(2)
+    guards.check_replicas({"W": W}, {"W": "W[D]"}, ONE, 1)
     with pytest.raises(ArithmeticError, match=r'step 4: state\["W"\], W\[D\], is not finite on ranks \[0\]'):
-        guards.check_replicas({"W": W / 0}, {"W": "W[D]"}, one, 4)
+        guards.check_replicas({"W": W / 0}, {"W": "W[D]"}, ONE, 4)
 
 
 def test_a_batch_on_the_cpu_is_looked_at_beside_a_state_on_another_device(monkeypatch):

@@ -100,14 +100,13 @@ def test_a_run_on_bytes_is_exported_by_one_process_and_by_several(tmp_path, caps
 
 def test_ids_without_a_tokenizer(place, tmp_path, capsys):
     """Can be gone on from as numbers; text is refused."""
-    given = ["--model", str(place / "bare"), "--max-new-tokens", "3"]
-    assert generate.main([*given, "--prompt-ids", "2,3"]) == 0
+    bare = ["--model", str(place / "bare")]
+    assert generate.main([*bare, "--max-new-tokens", "3", "--prompt-ids", "2,3"]) == 0
     assert len(capsys.readouterr().out.split()) == 3
-    assert generate.main([*given, "--prompt", "the"]) == 1
+    assert generate.main([*bare, "--prompt", "the"]) == 1
     assert "fix: put the model's tokenizer.json there" in " ".join(capsys.readouterr().err.split())
     (tmp_path / "in").write_text('{"prompt": "the"}\n{"ids": [2, 3], "max_new_tokens": 2}\n{"ids": [2], "stop": "a"}\n')
-    command = ["--model", str(place / "bare"), "--input", str(tmp_path / "in"), "--output", str(tmp_path / "out")]
-    assert serve.main(command) == 0
+    assert serve.main([*bare, "--input", str(tmp_path / "in"), "--output", str(tmp_path / "out")]) == 0
     rows = [json.loads(line) for line in (tmp_path / "out").read_text().splitlines()]
     assert ["error" in row for row in rows] == [True, False, True]
     assert (rows[1]["text"], len(rows[1]["ids"])) == ("", 2)
@@ -118,8 +117,8 @@ def test_ids_without_a_tokenizer(place, tmp_path, capsys):
 def test_transformers_pipeline_behaves_as_before(place, tmp_path):
     transformers = pytest.importorskip("transformers", reason="compares with transformers: pip install transformers")
     run, out = str(tmp_path / "run"), str(tmp_path / "out")
-    more = ["--seq", "8", "--batch", "2", "--steps", "1", "--lr", "0", "--eval-batches", "1"]
-    assert main(["--model", str(place / "hf"), "--data", str(place / "text.txt"), "--out", run, *more]) == 0
+    given = ["--model", str(place / "hf"), "--data", str(place / "text.txt"), "--out", run, "--lr", "0", "--steps", "1"]
+    assert main([*given, "--seq", "8", "--batch", "2", "--eval-batches", "1"]) == 0
     assert main(["export", run, "--out", out]) == 0
     said = []
     for folder in (str(place / "hf"), out):
