@@ -225,7 +225,7 @@ BUGS = (
         "the norm is that of each stage's params: stages are clipped by different factors",
         "scaling/optim/clipping.py",
         (('(all_reduce(f"Norm[] {{U_{axes}}} -> Norm[]", square, mesh) if axes else square)', "square"),),
-        fails="tests/optim/test_clipping.py::test_clipping_counts_each_element_once",
+        fails="tests/optim/test_optim.py::test_clipping_counts_each_element_once",
     ),
     Bug(
         "squares of millions of elements added up one by one in float32",
@@ -233,7 +233,7 @@ BUGS = (
         "the norm is 0.1% too small, by another share on every mesh, and so is what gradients are clipped by",
         "scaling/optim/clipping.py",
         (("ROW = 1024", "ROW = 1 << 40"),),
-        fails="tests/optim/test_clipping.py::test_the_norm_of_a_large_leaf_is_the_same_however_it_is_split",
+        fails="tests/optim/test_optim.py::test_the_norm_of_a_large_leaf_is_the_same_however_it_is_split",
     ),
     Bug(
         "experts chosen again where a layer is computed again",

@@ -1,5 +1,7 @@
 """Muon beside torch.optim.Muon on one device; on meshes each form beside one device, with its bytes."""
 
+from collections import Counter
+
 import pytest
 import torch
 
@@ -11,16 +13,9 @@ from scaling.optim.orthogonal import MatrixStack, assigned
 from scaling.spec import parse
 from scaling.trace import trace
 
-MATRICES = {
-    "W_in": "D -> F",
-    "W_gate": "D -> F",
-    "W_out": "F -> D",
-    "W_Q": "D -> N H",
-    "E": {"W_in": "D -> F"},
-    "g": "",
-}
-SPECS = {"W_in": "W[L_Z, D_X, F_Y]", "W_gate": "W[L_Z, D_X, F_Y]", "W_out": "W[L_Z, F_Y, D_X]",
-         "W_Q": "W[L_Z, D_X, N_Y, H]", "E": {"W_in": "W[L_Z, E_E, D_X, F_Y]"}, "g": "g[L_Z, D]"}  # fmt: skip
+MATRICES = {"in": "D -> F", "gate": "D -> F", "out": "F -> D", "Q": "D -> N H", "E": {"in": "D -> F"}, "g": ""}
+SPECS = {"in": "W[L_Z, D_X, F_Y]", "gate": "W[L_Z, D_X, F_Y]", "out": "W[L_Z, F_Y, D_X]",
+         "Q": "W[L_Z, D_X, N_Y, H]", "E": {"in": "W[L_Z, E_E, D_X, F_Y]"}, "g": "g[L_Z, D]"}  # fmt: skip
 SIZES = {"L": 6, "E": 4, "D": 16, "F": 24, "N": 4, "H": 3}
 ONE = Mesh({"X": 1})
 
@@ -65,7 +60,8 @@ def test_equal_to_torch(options, dtype):
     """torch has W[out, in], one matrix a parameter; its Newton-Schulz is in bfloat16, as ours by default."""
     rng = torch.Generator().manual_seed(0)
     shapes = {"tall": (24, 16), "wide": (16, 24), "square": (16, 16), "g": (5,)}
-    params = {name: torch.randn(shape, generator=rng, dtype=dtype) for name, shape in shapes.items()}
+    draw = lambda: {name: torch.randn(shape, generator=rng, dtype=dtype) for name, shape in shapes.items()}  # noqa: E731
+    params = draw()
     specs = {name: "W[D, F]" if len(shape) == 2 else "g[D]" for name, shape in shapes.items()}
     theirs = {name: torch.nn.Parameter(x.t().contiguous().clone()) for name, x in params.items()}
     given = {name: value for name, value in options.items() if name != "scale"}
@@ -77,8 +73,8 @@ def test_equal_to_torch(options, dtype):
     optimizer = optim.muon(0.02, {name: "D -> F" if name != "g" else "" for name in shapes}, **options)
     state = optimizer.init(params)
     assert [*state] == ["step", "momentum", "rest"]
-    for _ in range(4):
-        grads = {name: torch.randn(shape, generator=rng, dtype=dtype) for name, shape in shapes.items()}
+    for _ in range(3):
+        grads = draw()
         kept = tree.map(torch.clone, (params, grads, state))
         new = optimizer.update(grads, state, params, specs=specs)
         assert equal((params, grads, state), kept)
@@ -107,8 +103,9 @@ def on_rank(mesh, cases, donate):
 )
 def test_every_form_on_a_mesh_equals_one_device(ranks, sizes):
     """Of six layers on four ranks `owned` leaves two without a matrix of some leaves."""
-    cases = [({"form": form, "dtype": torch.float64}, torch.float64) for form in orthogonal.FORMS]
-    cases += [({"form": form, "dtype": torch.float32}, torch.float32) for form in orthogonal.FORMS]
+    cases = [
+        ({"form": form, "dtype": dtype}, dtype) for form in orthogonal.FORMS for dtype in (torch.float64, torch.float32)
+    ]
     cases += [({}, torch.float32), ({"dtype": torch.float32}, torch.float32), ({"master": True}, torch.bfloat16)]
     wanted = on_rank(ONE, cases, False)
     for found in ranks(on_rank, sizes, cases, True):
@@ -128,28 +125,31 @@ def test_bytes_are_those_of_the_closed_form(form):
     with trace() as log:
         optimizer.update(params, optimizer.init(params), params, specs=specs, mesh=mesh)
     V, gram = 6 * 24 * 16, 6 * 16 * 16
-    sent = {op: sum(e.nbytes for e in log.collectives() if e.op == op) for op in ("AllGather", "AllToAll", "AllReduce")}
+    sent: Counter = Counter()
+    for event in log.collectives():
+        sent[event.op] += event.nbytes
     padded = V * 8 // 6  # six matrices in the places of eight; over one axis, half of them is sent
-    wanted = {
-        "gathered": {"AllGather": 2 * (V // 2 + V), "AllToAll": 0, "AllReduce": 0},
-        "owned": {"AllGather": 0, "AllToAll": 2 * 2 * 2 * padded // 2, "AllReduce": 0},
-        "on_shards": {"AllGather": 0, "AllToAll": 2 * 4 * V // 2, "AllReduce": 5 * 4 * gram + 4 * 6},
-    }[form]
-    assert sent == wanted, sent
+    assert (
+        sent
+        == {
+            "gathered": {"AllGather": 2 * (V // 2 + V)},
+            "owned": {"AllToAll": 2 * 2 * 2 * padded // 2},
+            "on_shards": {"AllToAll": 2 * 4 * V // 2, "AllReduce": 5 * 4 * gram + 4 * 6},
+        }[form]
+    )
 
 
-@pytest.mark.parametrize(("S", "R"), [(S, R) for S in (1, 3, 4, 6, 9) for R in (2, 3, 4)])
-def test_each_matrix_has_one_owner_and_the_least_loaded_have_most(S, R):
-    loads = [float(r) for r in range(R)]
-    before = list(loads)
-    places, counts = assigned(S, loads, 10.0)
-    share = -(-S // R)
-    assert len(set(places)) == S == sum(counts)
-    assert max(places) < share * R
-    assert [sum(place // share == rank for place in places) for rank in range(R)] == counts == sorted(counts)[::-1]
-    assert loads == [b + 10 * c for b, c in zip(before, counts, strict=True)]
-    assigned(1, loads, 1000.0)
-    assert max(loads) - 1000 == min(b + 10 * c for b, c in zip(before, counts, strict=True))
+def test_each_matrix_has_one_owner_and_the_least_loaded_have_most():
+    for S, R in ((1, 3), (3, 2), (4, 3), (6, 4), (9, 4)):
+        loads = [float(r) for r in range(R)]
+        places, counts = assigned(S, loads, 10.0)
+        share = -(-S // R)
+        assert len(set(places)) == S
+        assert [sum(place // share == rank for place in places) for rank in range(R)] == counts == sorted(counts)[::-1]
+        assert loads == [r + 10 * c for r, c in enumerate(counts)]
+        least = loads.index(min(loads))
+        assigned(1, loads, 1000.0)
+        assert loads[least] > 1000
 
 
 def test_cheapest_by_bytes_and_flops():
