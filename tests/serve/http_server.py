@@ -1,4 +1,5 @@
-"""A server of a tiny model in threads of this process, and requests that no server should fall over."""
+"""A server of a tiny model in threads of this process; random calls, and their answers by it and
+without it; and requests that no server should fall over."""
 
 import json
 import random
@@ -10,16 +11,20 @@ from contextlib import contextmanager
 from typing import NamedTuple
 
 import httpx
+import pytest
 
 from scaling.configs import Config
 from scaling.models import transformer
 from scaling.models.text import ByteText
+from scaling.serve.generation import stream
+from scaling.serve.requests import Sampling
 from scaling.serve.states import Options
 from scaling.serve.web import server
 from scaling.serve.web.words import Model
 
 CONFIG = Config("tiny", L=2, D=24, F=48, N=6, K=3, H=4, V=256)
 PARAMS = transformer.init(CONFIG, 3)
+GREEDY = {"temperature": 0}
 
 
 def chat(messages):
@@ -75,6 +80,77 @@ def running(*, pages=64, page=4, slots=4, queue=100, key=None, params=PARAMS, te
         found[0](signal.SIGTERM)
         thread.join(30)
     assert not thread.is_alive()
+
+
+def parts_of(served, body: dict) -> list[dict]:
+    """What a call is answered: of a stream each event, else the one object."""
+    path = "/v1/chat/completions" if "messages" in body else "/v1/completions"
+    with served.client.stream("POST", path, json=body) as response:
+        assert response.status_code == 200, response.read()
+        kind, lines = response.headers["content-type"], [line for line in response.iter_lines() if line]
+    if not body.get("stream"):
+        return [json.loads("".join(lines))]
+    assert kind.startswith("text/event-stream")
+    assert lines[-1] == "data: [DONE]"
+    return [json.loads(line.removeprefix("data: ")) for line in lines[:-1]]
+
+
+def text_of(ids) -> str:
+    return ByteText().decode(ids)
+
+
+def asked(served, body: dict) -> list[tuple[str, str, list[float]]]:
+    """(text, reason, log-probabilities) of each answer; a stream says no more and no less than the whole does."""
+    found: dict[int, tuple] = {}
+    *_, last = parts = parts_of(served, body)
+    for choice in (choice for part in parts for choice in part["choices"]):
+        said = choice.get("delta", choice.get("message", choice)).get("content", choice.get("text", ""))
+        notes = choice["logprobs"] or {}
+        told = [note["logprob"] for note in notes.get("content", [])] + notes.get("token_logprobs", [])
+        text, reason, logprobs = found.get(choice["index"], ("", None, []))
+        found[choice["index"]] = text + said, reason or choice["finish_reason"], logprobs + told
+    usage, count = last["usage"], sum(len(logprobs) for *_, logprobs in found.values())
+    assert (usage["completion_tokens"], usage["total_tokens"] - usage["prompt_tokens"]) == (count, count)
+    return [found[index] for index in range(len(found))]
+
+
+def drawn(count: int, seed: int) -> list[dict]:
+    """Random calls, of which some prompts begin alike: ids, texts or chats, streamed or not, some up to a text."""
+    chance = random.Random(seed)
+    starts, calls = [[chance.randrange(256) for _ in range(12)] for _ in range(3)], []
+    for _ in range(count):
+        ids = chance.choice(starts)[: chance.randrange(13)] + [
+            chance.randrange(256) for _ in range(chance.randint(1, 20))
+        ]
+        body = {"max_tokens": chance.randint(1, 24), "n": chance.choice([1, 1, 2])}
+        body |= chance.choice([GREEDY, {"temperature": 0.8, "seed": 7, "top_k": 9}])
+        body |= chance.choice([{}, {"stream": True, "stream_options": {"include_usage": True}}])
+        text = "".join(chr(97 + id % 26) for id in ids)
+        own = [{"prompt": ids}, {"prompt": [text, ids]}, {"messages": [{"role": "user", "content": text}]}]
+        body |= chance.choice(own)
+        body |= {"logprobs": True, "top_logprobs": 0} if "messages" in body else {"logprobs": 0}
+        (text, _, _), *_ = alone(body)
+        stop = text[len(text) // 2 :][:2]
+        calls.append(body | ({"stop": [stop, "never"]} if stop and stop.isascii() and chance.random() < 0.6 else {}))
+    return calls
+
+
+def alone(body: dict) -> list[tuple[str, str, list[float]]]:
+    """What `asked` should say: by `stream`, without a server, up to the first place where a stop text has come."""
+    prompts = [chat(body["messages"])] if "messages" in body else body["prompt"]
+    prompts = prompts if isinstance(prompts[0], str | list) else [prompts]
+    prompts = [list(p.encode()) if isinstance(p, str) else p for p in prompts for _ in range(body["n"])]
+    how, found = Sampling(body["temperature"], body.get("top_k")), []
+    steps = [*stream(PARAMS, prompts, CONFIG, body["max_tokens"], how, seed=body.get("seed", 0))]
+    for row in range(len(prompts)):
+        tokens = [token for step in steps for token in step if token.row == row]
+        text, reason, stop = text_of([token.id for token in tokens]), "length", body.get("stop", [""])[0]
+        for count in range(1, len(tokens) + 1) if stop else ():
+            if stop in (so_far := text_of([token.id for token in tokens[:count]])):
+                text, reason, tokens = so_far[: so_far.index(stop)], "stop", tokens[:count]
+                break
+        found.append((text, reason, pytest.approx([token.logprob for token in tokens], abs=1e-4)))
+    return found
 
 
 def raw(port: int, data: bytes, seconds: float = 20.0) -> bytes:

@@ -1,8 +1,11 @@
-"""`python -m scaling.generate` and `python -m scaling.serve`, in this process; text as it is streamed."""
+"""`python -m scaling.generate` and `python -m scaling.serve`; text as it is streamed."""
 
 import json
+import os
 import random
 import re
+import signal
+import subprocess
 import sys
 from pathlib import Path
 
@@ -14,14 +17,15 @@ from scaling.configs.sources import Source
 from scaling.generate import command as generate
 from scaling.mesh import AbstractMesh
 from scaling.models import hf, transformer
-from scaling.models.text import ByteText, tokenizer_of
+from scaling.models.text import ByteText, tokenizer_of, write_bytes
 from scaling.serve import command as batch
 from scaling.serve import loading
-from scaling.serve.requests import Request, RequestLine, read_requests
+from scaling.serve.requests import Request, RequestLine
 from scaling.serve.text import TextStream, chat_prompt, ends_of
 from scaling.train import checkpoint
 
 CONFIG = Config("tiny", L=1, D=16, F=24, N=4, K=2, H=4, V=256)
+LARGER = CONFIG.with_(name="larger", L=2, V=258)  # of bytes and two ids more, as write_bytes has them
 params = transformer.init(CONFIG, 3)
 
 
@@ -35,11 +39,8 @@ def folder(tmp_path_factory):
 def test_text_goes_out_as_soon_as_it_is_certain():
     text, stream = "aß€𝄞!", TextStream(ByteText())
     assert [*filter(None, map(stream.push, text.encode()))] == [*text]
-    half = TextStream(ByteText())
-    assert [*map(half.push, "€".encode()[:2]), half.rest()] == ["", "", "\ufffd"]
     stream = TextStream(ByteText(), ["END", "xx"])
     assert [stream.push(b) for b in b"aE xENDx"] == ["a", "", "E ", "", "x", "", "", ""]
-    assert (stream.stopped, stream.rest()) == (True, "")
 
 
 class Loaded:
@@ -69,7 +70,7 @@ def test_what_is_streamed_is_what_all_ids_are_together(kind):
         tokenizer = Loaded(tokenizers.Tokenizer(model))
         tokenizer.loaded.decoder = getattr(tokenizers.decoders, kind)()
         tokenizer.loaded.add_special_tokens(["<s>"])
-    for i in range(120):
+    for i in range(60):
         text = "".join(chance.choice("aé€𝄞 \n") for _ in range(6))
         ids = [chance.randrange(len(words)) for _ in range(chance.randrange(1, 20))]
         if kind == "ByteLevel":
@@ -165,15 +166,15 @@ def test_ends_and_chat_templates(tmp_path):
 
 
 GOOD = [
-    {"prompt": "hello"}, {"id": "x", "ids": [1, 2, 3], "max_new_tokens": 3}, {"prompt": "hello", "arrival": 0.01},
+    {"prompt": "hello", "ids": None, "stop": None},  # null is as left out
+    {"id": "x", "ids": [1, 2, 3], "max_new_tokens": 3}, {"prompt": "hello", "arrival": 0.01, "seed": None},
     {"prompt": "ab", "temperature": 1.0, "top_k": 9, "seed": 4, "max_new_tokens": 6},
 ]  # fmt: skip
-BAD = {
-    "{": "is not JSON", "[]": "not a JSON object", "{}": "one of", '{"prompt": ""}': "is empty",
-    '{"prompt": 5}': "is not a text", '{"ids": [256]}': "token 256", '{"ids": [1], "prompt": "a"}': "one of",
-    '{"prompt": "a", "top_p": 0}': "top_p=0", '{"prompt": "a", "max_new_tokens": 0}': "max_new_tokens=0",
-    '{"prompt": "a", "size": 1}': "unknown field 'size'", '{"prompt": "a", "stop": [1]}': "list of texts",
-    '{"prompt": "a", "arrival": -1}': "arrival=-1", '{"prompt": "a", "temperature": "x"}': "temperature='x'",
+BAD = {  # beside what calls over HTTP are refused for
+    "{": "is not JSON", "[]": "not a JSON object", '{"ids": null}': "one of", '{"prompt": 5}': "is not a text",
+    '{"ids": [256]}': "token 256", '{"ids": [1], "prompt": "a"}': "one of",
+    '{"prompt": "a", "size": 1}': "unknown field 'size'", '{"prompt": "a", "arrival": -1}': "arrival=-1",
+    '{"prompt": "a", "temperature": "x"}': "temperature='x'",
 }  # fmt: skip
 
 
@@ -204,7 +205,7 @@ def test_serve_a_file(served, folder):
         assert f"line {number}: {why}" in said or why in rows[number - 2]["error"]
     assert [row["line"] for row in rows if "error" in row] == [*range(2, 2 + len(BAD))]
     good = rows[len(BAD) :]
-    assert [row["id"] for row in good] == [15, "x", 17, 18]
+    assert [row["id"] for row in good] == [11, "x", 13, 14]
     hello = completed(b"hello", 8)
     drawn = completed(b"ab", 6, temperature=1.0, top_k=9, seed=4)
     assert [row["ids"] for row in good] == [hello, completed(bytes([1, 2, 3]), 3), hello, drawn]
@@ -217,13 +218,6 @@ def test_serve_a_file(served, folder):
     assert "a cache in pages cannot do" in served(GOOD, "--form", "sequence", code=1)[2]
     assert "0 of 1 served\n" in served(["{"], code=1)[1]
     assert "holds no request" in served([""], code=1)[2]
-
-
-def test_a_field_that_is_null_is_one_that_is_left_out():
-    text = '{"ids": null}\n{"ids": [1], "arrival": null, "seed": null, "stop": null}\n{"prompt": null, "ids": [2]}'
-    lines, bad = read_requests(text, ByteText(), 16, (), 4)
-    assert [line.request.prompt for line in lines] == [(1,), (2,)]
-    assert bad == [{"line": 1, "error": 'one of "prompt" and "ids" is needed'}]
 
 
 def test_requests_that_do_not_fit_are_refused_alone(served):
@@ -259,3 +253,33 @@ def test_rows_divide_only_over_the_axes_that_split_them():
     on_two = [served_on(2).needed(1, n) for n in (64, 128)]
     assert on_two[1] - on_two[0] == 64 * token // 2
     assert [served_on(2, on_two[1] - less).length_that_fits(1) for less in (0, 1)] == [128, 127]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("torchrun", [False, True])
+def test_a_server_on_a_mesh_finishes_what_runs_at_ctrl_c(tmp_path, torchrun):
+    for extra in ("starlette", "uvicorn", "prometheus_client"):
+        pytest.importorskip(extra, reason="the extra serve has it")
+    httpx = pytest.importorskip("httpx", reason="the extra test has it")
+    hf.save(tmp_path, LARGER, (params := transformer.init(LARGER, 3)))
+    write_bytes(tmp_path)
+    start = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"] if torchrun else []
+    options = f"-m scaling.serve --model {tmp_path} --mesh Y=2 --port 0 --pages 600".split()
+    command, out = [sys.executable, *start, *options], subprocess.PIPE
+    error = subprocess.DEVNULL if torchrun else None  # its traceback of the signal
+    with subprocess.Popen(command, stdout=out, stderr=error, text=True, start_new_session=True) as process:
+        url = process.stdout.readline().split()[1] + "/v1/completions"
+        text = ByteText().decode(serve.generate(params, [[5, 6, 7]], LARGER, 15)[0])
+        stop = text[-4:-1]  # a text that all ranks have to see
+        asked = {"prompt": [5, 6, 7], "max_tokens": 15, "stop": stop, "temperature": 0}
+        answer = httpx.post(url, json=asked, timeout=60).json()["choices"][0]
+        assert (answer["text"], answer["finish_reason"]) == (text[: text.index(stop)], "stop")
+        body = {"prompt": [5], "max_tokens": 60, "stream": True, "stream_options": {"include_usage": True}}
+        with httpx.stream("POST", url, json=body, timeout=100) as long:
+            lines = long.iter_lines()
+            next(lines)
+            os.killpg(process.pid, signal.SIGINT)  # as a terminal does
+            *_, usage, done = (line for line in lines if line)
+        assert json.loads(usage.removeprefix("data: "))["usage"]["completion_tokens"] == 60
+        assert done == "data: [DONE]"
+        assert process.wait(60) == (1 if torchrun else 0)  # torchrun's own code for a signal

@@ -13,7 +13,7 @@ from scaling.serve.simulate import simulate
 from scaling.serve.states import Admit, Arrive, Done, Finish, Options, Preempt, Run
 
 
-@pytest.mark.parametrize("count", [300, pytest.param(5000, marks=pytest.mark.sweep)])
+@pytest.mark.parametrize("count", [120, pytest.param(5000, marks=pytest.mark.sweep)])
 @pytest.mark.parametrize("groups", [1, 2, 3])
 def test_random_traces(groups, count):
     """Each thing must have happened: requests that are preempted and come again (nano-vllm#144, #211, #233), pages that
@@ -23,7 +23,7 @@ def test_random_traces(groups, count):
     happens = ["Preempt", "Move", "evictions", "hits", "full hits", "chunks", "cancelled", "stop", "refused"]
     happens += ["proposals kept", "proposals dropped", *["steps of several groups"] * (groups > 1)]
     for what in happens:
-        assert total[what] > 9, (what, total)
+        assert total[what] > 3, (what, total)
 
 
 def drained(state, events=()):
@@ -55,13 +55,11 @@ def test_step_changes_nothing_that_it_is_given():
 
 
 def test_each_worker_has_its_pages():
-    def totals(**options):
-        pools = initial(Options(8, 2, **options)).pools
-        return {worker: [pool.total for pool in own] for worker, own in pools.items()}
-
-    assert totals(decode_pages=5) == {"engine": [8]}
-    assert totals(policy="disaggregated") == {"prefill": [8], "decode": [8]}
-    assert totals(policy="disaggregated", decode_pages=5, groups=2) == {"prefill": [8, 8], "decode": [5, 5]}
+    pools = initial(Options(8, 2, policy="disaggregated", decode_pages=5, groups=2)).pools
+    assert {worker: [pool.total for pool in own] for worker, own in pools.items()} == {
+        "prefill": [8, 8],
+        "decode": [5, 5],
+    }
 
 
 @pytest.mark.parametrize(("policy", "first", "seconds"), [("static", 7, 7), ("interleaved", 3, 8), ("chunked", 2, 6)])
@@ -70,6 +68,7 @@ def test_policies_differ_in_when_they_admit(policy, first, seconds):
     arrivals = [(0.0, Request(i, (1, 2), n)) for i, n in enumerate((1, 6, 1))]
     served = simulate(arrivals, Options(pages=16, page=2, slots=2, policy=policy), lambda action: 1.0)
     assert (served.requests[2].ttft, served.seconds) == (first, seconds)
+    assert math.isnan(served.requests[2].tpot)  # of one token
 
 
 @pytest.mark.parametrize(("policy", "gap"), [("chunked", 8), ("interleaved", 42)])
@@ -87,12 +86,10 @@ def test_times_of_a_trace_by_hand():
     arrivals = [(0.0, Request(0, (1, 2), 3)), (1.0, Request(1, (3, 4), 2))]
     options = Options(pages=8, page=2, policy="interleaved")
     served = simulate(arrivals, options, lambda action: float(len(action.works[0].tokens)))
-    first, second = served.requests[0], served.requests[1]
-    assert (first.at, second.at) == ([2.0, 5.0, 6.0], [4.0, 5.0])
-    assert (first.ttft, first.tpot, second.tpot) == (2.0, 2.0, 1.0)
+    assert [times.at for times in served.requests.values()] == [[2.0, 5.0, 6.0], [4.0, 5.0]]
+    assert [(times.ttft, times.tpot) for times in served.requests.values()] == [(2.0, 2.0), (3.0, 1.0)]
     assert (served.seconds, served.throughput) == (6.0, 5 / 6)
-    assert (served.percentile("ttft", 50), served.percentile("ttft", 95)) == (2.0, 3.0)
-    assert math.isnan(first.__class__(0.0).tpot)
+    assert [served.percentile("ttft", p) for p in (50, 95)] == [2.0, 3.0]
 
 
 def test_least_lately_used_is_evicted_first():

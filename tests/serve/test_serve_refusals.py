@@ -45,17 +45,14 @@ def decoded(cache, params=PARAMS, config=CONFIG, **options):
 
 CACHES = {
     "ints": {"KV": torch.Tensor.long},
-    "bools": {"KV": lambda x: x > 0},
     "complex": {"KV": lambda x: x.to(torch.complex128)},
     "of more heads": {"KV": lambda x: x.repeat(1, 1, 1, 1, 2, 1)},
     "rows that share memory": {"KV": lambda x: x[:, :, :1].expand_as(x)},
     "lengths below 0": {"lengths": torch.neg},
     "lengths of floats": {"lengths": torch.Tensor.double},
-    "lengths of bools": {"lengths": lambda x: x > 0},
     "lengths a list": {"lengths": torch.Tensor.tolist},
     "full": {"lengths": lambda x: x + 3},
     "pages of floats": {"page": 2, "pages": torch.Tensor.double},
-    "pages of bytes": {"page": 2, "pages": lambda x: x.to(torch.uint8)},
     "pages of fewer rows": {"page": 2, "pages": lambda x: x[:2]},
     "pages of one dim": {"page": 2, "pages": lambda x: x[0]},
     "one page for all rows": {"page": 2, "pages": torch.zeros_like},
@@ -65,9 +62,8 @@ CACHES = {
 }
 test_a_cache_that_is_not_as_made = refused(
     {
-        f"{what}, {donate=}": lambda given=given, donate=donate: decoded(held(**given), donate=donate)
-        for what, given in CACHES.items()
-        for donate in (False, True)
+        what: lambda given=given, donate=bool(i % 2): decoded(held(**given), donate=donate)
+        for i, (what, given) in enumerate(CACHES.items())
     }
 )
 
@@ -168,17 +164,9 @@ def generated(prompts=((1, 2, 3), (4,)), config=CONFIG, new=6, **options):
     return serve.generate(PARAMS, [*prompts] if isinstance(prompts, tuple) else prompts, config, new, **options)
 
 
-SOME = {
-    "floats": [1.7, 2.2],
-    "bools": [True, False],
-    "text": "abc",
-    "texts": ["1"],
-    "none": [],
-    "beyond": [16],
-    "below": [-1],
-}
+SOME = [1.7, 2.2], [True, False], "abc", ["1"], [], [16], [-1]
 GIVEN = {
-    "prompts": [*([[1], ids] for ids in SOME.values()), "abc", None, [1, 2], torch.tensor([1, 2]), torch.rand(1, 2)],
+    "prompts": [*([[1], ids] for ids in SOME), "abc", None, [1, 2], torch.tensor([1, 2]), torch.rand(1, 2)],
     "new": [-1, True, "2", NAN],
     "temperature": [True, None, INF, -1.0],
     "top_k": [1.5, True, 0],
@@ -207,18 +195,14 @@ def test_numbers_of_numpy_and_torch_are_as_good_as_pythons():
     plain, given = generated(), {"temperature": 2.0, "top_k": 5, "top_p": 0.875, "min_p": 0.125}
     assert generated(torch.tensor([[1, 2, 3]])) == plain[:1]
     assert generated(stop=torch.tensor([plain[0][2]]))[0] == plain[0][:3]
-    drawn = generated(**given)
-    assert drawn != plain
-    for real in (numpy.float32, numpy.float64):
-        own = {name: (real if isinstance(value, float) else numpy.int64)(value) for name, value in given.items()}
-        assert generated(**own) == drawn
+    own = {name: (numpy.float32 if isinstance(x, float) else numpy.int64)(x) for name, x in given.items()}
+    assert generated(**own) == generated(**given) != plain
 
 
 LOGITS = torch.randn(2, 16, generator=torch.Generator().manual_seed(0))
 test_what_is_drawn_from = refused(
     {
         "seeds of fewer rows": lambda: sampling.sample(LOGITS, [Draw(Sampling(1.0), 1)], [0]),
-        "one row": lambda: sampling.sample(LOGITS[0], [Draw(Sampling(1.0), 1)], [0]),
         "seeds of floats": lambda: sampling.uniforms([1.5], [0]),
         "seeds below 0": lambda: sampling.uniforms([-1], [0]),
         "positions below 0": lambda: sampling.uniforms([1], [-1]),

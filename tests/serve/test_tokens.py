@@ -120,11 +120,10 @@ def each(name="dense") -> list[list[list[int]]]:
 
 
 @pytest.mark.parametrize("draft", [None, "ngram", "small", "near"])
-@pytest.mark.parametrize("page", [None, 3])
-def test_generate(draft, page):
-    for proposals in (1, 4):
-        assert generated(draft=drafted(draft), page=page, proposals=proposals) == each()
-    if draft in ("small", "near"):
+def test_generate(draft):
+    for options in ({"proposals": 1}, {"proposals": 4, "page": 3}):
+        assert generated(draft=drafted(draft), **options) == each()
+    if draft == "near":
         assert generated(draft=drafted(draft)[::-1]) == each()  # in either order
 
 
@@ -142,13 +141,10 @@ def by_ranks(mesh, name, form, policy, draft):
 
 
 MESHES = [
-    ({"Y": 2, "Z": 2}, "dense", "heads", "generate", None),
     ({"Y": 2, "Z": 2}, "dense", "sequence", "generate", "small"),
-    ({"Y": 2}, "dense", "heads", "chunked", None),
     ({"Z": 2, "Y": 2}, "dense", "heads", "chunked", "small"),
     ({"Z": 2}, "dense", "heads_batch", "interleaved", None),
     ({"E": 2}, "experts", "heads", "disaggregated", None),
-    ({"E": 2, "Y": 2}, "experts", "experts", "chunked", None),
     ({"E": 2, "Y": 2}, "deepseek", "experts", "static", None),
 ]
 
@@ -163,19 +159,17 @@ def test_on_a_mesh(ranks, sizes, name, form, policy, draft):
         assert found[0] == each()
     else:
         assert found[0]["Preempt"]
-        assert found[0]["steps of several groups"] or sizes == {"Y": 2}
+        assert found[0]["steps of several groups"]
 
 
 def test_a_draft_that_is_the_model_is_always_right():
     """Greedy and sampled: each step of decode gives 1 + k tokens, over prefix hits and a move to another worker."""
-    prompt = tuple(range(9))
     for policy, how in (("interleaved", Sampling()), ("disaggregated", Sampling(0.8))):
         options = Options(pages=20, page=2, policy=policy, proposals=3)
-        arrivals = [(9.0 * id, Request(id, prompt, 13, draw=Draw(how, 7))) for id in range(2)]
+        arrivals = [(9.0 * id, Request(id, tuple(range(9)), 13, draw=Draw(how, 7))) for id in range(2)]
         served = engine.serve(params, CONFIG, arrivals, options, draft=(CONFIG, params))
         assert served.requests[1].cached == 8
         assert len([s for s in served.steps if isinstance(s, Run)]) == 2 * (1 + 3)  # 1 + 3 x 4 tokens
-        assert served.requests[0].tokens == served.requests[1].tokens
     steps = list(serve.stream(params, [[3, 1], [2]], CONFIG, 13, Sampling(0.8), draft=(CONFIG, params), proposals=3))
     assert [len(tokens) for tokens in steps] == [2, 8, 8, 8]
 
@@ -202,14 +196,13 @@ def test_logprobs_and_scores_are_the_models():
     assert serve.score(params, [text, [7, 7]], CONFIG)[0] == pytest.approx(told, abs=1e-12)
 
 
-def test_the_same_prompt_is_drawn_anew():
-    def drawn(prompts, **seed):
-        return serve.generate(params, prompts, CONFIG, 7, temperature=1.5, **seed)
+def test_a_prompt_is_drawn_alike_alone_and_beside_others_and_anew_where_it_comes_again():
+    def drawn(prompts, seed=3):
+        return serve.generate(params, prompts, CONFIG, 7, temperature=1.5, seed=seed)
 
-    assert drawn(PROMPTS) == drawn(PROMPTS, seed=0)
-    together = drawn(PROMPTS, seed=3)
-    assert together[1] != together[3]
-    assert together[:3] == [drawn([p], seed=3)[0] for p in PROMPTS[:3]]
+    together = drawn(PROMPTS)
+    assert together[:3] == [drawn([p])[0] for p in PROMPTS[:3]]
+    assert together[1] not in (together[3], drawn(PROMPTS, seed=4)[1])
 
 
 @pytest.mark.slow

@@ -1,0 +1,191 @@
+"""What serving sends: in each form of decoding the collectives that its one-line types derive, Part 7's; and a cache
+that is moved from the mesh that prefills to the mesh that decodes: bitwise, by the plan's bytes."""
+
+import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+from scaling import serve, tree
+from scaling.algebra import derive
+from scaling.configs import Config, Latent
+from scaling.mesh import AbstractMesh, Mesh
+from scaling.models import transformer as model
+from scaling.trace import trace
+
+CONFIG = Config("plain", 2, 16, 24, 4, 2, 8, 32, qk_norm=True)
+LATENT = CONFIG.with_(K=4, qk_norm=False, latent=Latent(q_rank=12, kv_rank=10, nope=6, rope=4, value=8))
+B, S, LENGTHS = 4, 8, [5, 2, 7, 3]
+SOURCES = [  # (mesh of ranks 0 to 3, form, page, dtype)
+    ({"Y": 4}, "heads", None, torch.float32),  # K < Y: two copies of a head
+    ({"Z": 2, "Y": 2}, "heads", 3, torch.bfloat16),
+    ({"Y": 2, "Z": 2}, "heads_batch", None, torch.int8),
+    ({"Z": 2, "Y": 2}, "sequence", None, torch.float64),
+    ({"X": 2, "Y": 2}, "2d", 4, torch.float32),
+]
+TARGETS = [  # of ranks 4 to 7
+    ({"Y": 4}, "heads", None),
+    ({"Y": 2, "Z": 2}, "heads", 3),
+    ({"Z": 4}, "sequence", None),
+    ({"Y": 2, "X": 2}, "2d", 4),
+]
+
+
+def whole(dtype):
+    """KV[2, L, B, S, K, H] and scale[2, L, B, S, K], zero where no token is held."""
+    g = torch.Generator().manual_seed(0)
+    held = (torch.arange(S) < torch.tensor(LENGTHS)[:, None])[:, :, None]
+    KV = torch.randint(1, 100, (2, 2, B, S, 2, 8), generator=g).to(dtype) * held[..., None]
+    return KV, torch.rand(2, 2, B, S, 2, generator=g) * held
+
+
+def placed(name, x, mesh, form, page):
+    """This rank's part of whole KV or scales, as its type says: heads repeated where it has R, rows in pages."""
+    if CONFIG.K % (Y := mesh.sizes.get("Y", 1)):
+        x = x[:, :, :, :, [y * CONFIG.K // Y for y in range(Y)]]
+    x = tree.shard(x, serve.cache_specs(CONFIG, mesh, form=form, int8=True)[name], mesh)
+    if page is None:
+        return x.contiguous()
+    x = torch.nn.functional.pad(x.movedim(3, -1), (0, -x.shape[3] % page)).movedim(-1, 3)
+    return x.unflatten(3, (-1, page)).flatten(2, 3).contiguous()
+
+
+def table(pool, page):
+    return (torch.arange(B * -(-S // page)) % pool.shape[2]).view(B, -1)
+
+
+def every_pair(world):
+    found, targets = [], [Mesh(sizes, ranks=range(4, 8)) for sizes, *_ in TARGETS]
+    for sizes, form, page, dtype in SOURCES:
+        a, cache = Mesh(sizes, ranks=range(4)), None
+        KV, scale = whole(dtype)
+        if a.member:
+            cache = {"KV": placed("KV", KV, a, form, page), "lengths": torch.tensor(LENGTHS)}
+            cache |= {"scale": placed("scale", scale, a, form, page)} if dtype == torch.int8 else {}
+            cache |= {"pages": table(cache["KV"], page)} if page else {}
+        for b, (_, to, to_page) in zip(targets, TARGETS, strict=True):
+            with trace() as log:
+                new = serve.move(cache, CONFIG, a, b, form=form, target_form=to, page=to_page, length=S)
+            assert (new is None) == (not b.member)
+            if b.member:
+                assert torch.equal(new["KV"], placed("KV", KV, b, to, to_page))
+                assert (new["KV"].dtype, new["lengths"].tolist()) == (dtype, LENGTHS)
+                assert dtype != torch.int8 or torch.equal(new["scale"], placed("scale", scale, b, to, to_page))
+                assert not to_page or torch.equal(new["pages"], table(new["KV"], to_page))
+            found.append(sum(e.wire_bytes for e in log.events if getattr(e.before, "name", "") == "KV"))
+    return found
+
+
+def test_every_pair_of_types(ranks):
+    """TensorRT-LLM#6507, sglang PR#15674, #19086, vllm#14952, prefill and decode under other degrees: pages whose dims
+    are read in another order, copies of a head counted twice, ranks that wait for ever."""
+    results = ranks(every_pair, {"W": 8})
+    held = 2 * 2 * B * max(LENGTHS) * 2 * 8  # of the places below the longest row, one copy
+    for i, (sizes, form, _, dtype) in enumerate(SOURCES):
+        for j, (to_sizes, to, _) in enumerate(TARGETS):
+            shares = [found[i * len(TARGETS) + j] for found in results]
+            copies = 2 if to_sizes == {"Y": 4} else 1  # each KV head goes to the two ranks that hold it
+            assert sum(shares) == held * copies * dtype.itemsize, (sizes, form, to_sizes, to)
+            assert sizes != {"Y": 4} or min(shares[:4]) > 0.2 * sum(shares)  # copies of a head share the sending
+
+
+def prefill_then_decode(world, tokens, config):
+    a, b = Mesh({"Y": 2}, ranks=range(2)), Mesh({"Y": 1, "Z": 2}, ranks=range(2, 4))
+    params, cache = model.init(config, 0, torch.float64), None
+    lengths = torch.tensor(LENGTHS)
+    if a.member:
+        mine = tree.shard(params, serve.specs(config, a), a)
+        cache = serve.init_cache(config, B, S, mesh=a)
+        _, cache = serve.prefill(mine, tokens, cache, config, a, lengths=lengths)
+    cache = serve.move(cache, config, a, b, target_form="heads_batch", page=4, length=12)
+    if not b.member:
+        return None
+    mine = tree.shard(params, serve.specs(config, b, form="heads_batch"), b)
+    return serve.decode(mine, tokens[range(B), lengths], cache, config, b, form="heads_batch")[0]
+
+
+@pytest.mark.parametrize("config", [CONFIG, LATENT], ids=["heads", "latent"])
+def test_prefill_on_one_mesh_decode_on_another(ranks, config):
+    g = torch.Generator().manual_seed(1)
+    tokens = torch.randint(0, 32, (B, S), generator=g)
+    params = model.init(config, 0, torch.float64)
+    logits = model.forward(params, tokens, config=config)
+    wanted = logits[range(B), LENGTHS]
+    results = ranks(prefill_then_decode, {"W": 4}, tokens, config)
+    assert results[:2] == [None, None]
+    for found in results[2:]:
+        assert (found - wanted).abs().max() <= 1e-12 * wanted.abs().max()
+
+
+WIDE = Config("plain", 1, 64, 256, 16, 16, 8, 32, gated=False)
+ROWS, LONG = 16, 1024
+BYTES = 4  # float32
+SIZES = WIDE.sizes | {"B": ROWS, "S": LONG}
+SENT = {  # form: (mesh, attention, MLP, {other arrays that are sent: how often})
+    "heads": (
+        {"Z": 2, "Y": 4},
+        "y[B_Z, D] *_D W_Q[D, N_Y, H] *_H K[B_Z, S, N_Y, H] *_S V[B_Z, S, N_Y, H] *_N W_O[N_Y, H, D] -> Attn[B_Z, D]",
+        "y[B_Z, D] * W_in[D, F_Y] * W_out[F_Y, D] -> Out[B_Z, D]",
+        {"x": 1, "logits": 2},
+    ),
+    "heads_batch": (
+        {"Y": 4, "Z": 2},
+        "y[B, D] *_D W_Q[D, N_YZ, H] *_H K[B_Z, S, N_Y, H] *_S V[B_Z, S, N_Y, H] *_N W_O[N_YZ, H, D] -> Attn[B, D]",
+        "y[B, D] * W_in[D, F_YZ] * W_out[F_YZ, D] -> Out[B, D]",
+        {"x": 1, "logits": 1},
+    ),
+    "sequence": (
+        {"Y": 4, "Z": 2},
+        "y[B, D] *_D W_Q[D, N_YZ, H] *_H K[B, S_Z, N_Y, H] *_S V[B, S_Z, N_Y, H] *_N W_O[N_YZ, H, D] -> Attn[B, D]",
+        "y[B, D] * W_in[D, F_YZ] * W_out[F_YZ, D] -> Out[B, D]",
+        {"x": 1, "logits": 1, "m": 1, "L": 1},  # the softmax's statistics
+    ),
+    "2d": (
+        {"X": 2, "Y": 2, "Z": 2},
+        "y[B, D_XYZ] *_D W_Q[D_X, N_YZ, H] *_H K[B_XZ, S, N_Y, H] *_S V[B_XZ, S, N_Y, H] *_N W_O[N_YZ, H, D_X] "
+        "-> Attn[B, D_XYZ]",
+        "y[B, D_XYZ] * W_in[D_X, F_YZ] * W_out[F_YZ, D_X] -> Out[B, D_XYZ]",
+        {"x": 1, "logits": 2, "s": 3, "K": 1, "V": 1},  # the norms' mean squares, the new keys and values
+    ),
+}
+
+
+def decoding(form):
+    """[(array, op, axes, V)] of one decode step of one layer."""
+    mesh = AbstractMesh(SENT[form][0])
+    params = model.init(WIDE, mesh=mesh, specs=serve.specs(WIDE, mesh, form=form))
+    cache = serve.init_cache(WIDE, ROWS, LONG, mesh=mesh, form=form)
+    with trace() as log:
+        serve.decode(params, torch.empty(ROWS, dtype=torch.int64, device="meta"), cache, WIDE, mesh, form=form)
+    return [(event.before.name, event.op, event.axes, event.nbytes) for event in log.collectives()]
+
+
+@pytest.mark.parametrize("form", SENT)
+def test_a_layer_sends_what_its_types_derive(form):
+    sizes, attention, mlp, others = SENT[form]
+    wanted = []
+    for line in (attention, mlp):
+        steps = derive(line, sizes=SIZES, mesh=sizes).forward
+        wanted += [(s.op, s.axes, s.nbytes(SIZES, sizes, BYTES)) for s in steps if s.nbytes(SIZES, sizes, BYTES)]
+    events = decoding(form)
+    assert sorted(name for name, *_ in events if name in others) == sorted(n for n in others for _ in range(others[n]))
+    found = [event for name, *event in events if name not in others]
+    if form == "2d":  # the last norm, before the logits
+        assert found.pop()[0] == "AllGather"
+    assert [tuple(event) for event in found] == wanted
+
+
+@pytest.mark.parametrize("T", [1, 16])
+def test_flops_of_latents_are_the_fewer(T):
+    """Absorbed for one query, plain for a prompt: a place and head take 2 (2 M) a query, or 2 C W and 2 (2 A) a query;
+    values are computed as wide as keys are."""
+    latent = Latent(q_rank=24, kv_rank=48, nope=6, rope=4, value=8)
+    config = WIDE.with_(latent=latent)
+    params, cache = model.init(config, device="meta"), serve.init_cache(config, ROWS, LONG)
+    cache = {name: x.to("meta") for name, x in cache.items()}
+    with FlopCounterMode(display=False) as counter:
+        serve.extend(params, torch.empty(ROWS, T, dtype=torch.int64, device="meta"), cache, config)
+    C, A, W, M = 48, 10, 14, 52
+    absorbed, plain = 2 * T * (2 * M) * LONG + 2 * T * C * W, 2 * C * W * LONG + 2 * T * 2 * A * LONG
+    per_token = config.D * (24 + M) + 24 * config.N * A + config.N * 8 * config.D + config.D * (2 * config.F + config.V)
+    assert counter.get_total_flops() == 2 * ROWS * T * per_token + ROWS * config.N * min(absorbed, plain)
+    assert (absorbed < plain) == (T == 1)
