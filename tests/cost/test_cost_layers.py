@@ -17,25 +17,17 @@ LAYER = cost.LayerShape(1e6, 8192, 32768)
 TPUS = st.sampled_from(["v4p", "v5p", "v5e", "v6e"]).map(chip)
 GPUS = st.sampled_from(["h100", "h800", "b200", "gb200"]).map(chip)
 WIDTHS, SIZES, MATRICES = st.integers(256, 100_000), st.integers(2, 64), st.sampled_from([2, 3])
-EACH = settings(deadline=None, derandomize=True)
+EACH = settings(deadline=None, derandomize=True, max_examples=40)
 SLOWER, FASTER = 1 - 1e-6, 1 + 1e-6
 
 
-def test_bytes_by_strategy_are_the_ledger_of_the_algorithms():
-    """Part 5: AllGather equivalents, forward and backward."""
+def test_bytes_by_strategy():
+    """What the strategies themselves move of a plain layer, plan/test_witnesses.py holds; here what is beside it."""
     B, D, F, X, Y = 4096, 512, 2048, 8, 4
     shape = cost.LayerShape(B, D, F)
-    weights, activations = 4 * D * F, 4 * B * D
-    for strategy, x, y, forward, backward in (
-        ("dp", X, 1, (0, 0), (2 * weights, 0)),
-        ("fsdp", X, 1, (weights, 0), (2 * weights, 0)),
-        ("tp", 1, Y, (0, activations), (0, activations)),
-        ("fsdp_tp", X, Y, (weights / Y, activations / X), (2 * weights / Y, activations / X)),
-    ):
-        assert tuple(cost.layer_bytes(strategy, shape, x, y, "forward").values()) == forward
-        assert tuple(cost.layer_bytes(strategy, shape, x, y, "backward").values()) == backward
-        both = tuple(a + b for a, b in zip(forward, backward, strict=True))
-        assert tuple(cost.layer_bytes(strategy, shape, x, y).values()) == both
+    for strategy, x, y in (("dp", X, 1), ("fsdp", X, 1), ("tp", 1, Y), ("fsdp_tp", X, Y)):
+        ways = [cost.layer_bytes(strategy, shape, x, y, way).values() for way in ("forward", "backward")]
+        assert [*cost.layer_bytes(strategy, shape, x, y).values()] == [a + b for a, b in zip(*ways, strict=True)]
         one = cost.layer(strategy, LAYER, cost.Links(C))  # a single chip moves nothing
         assert (one.comms, one.axes, one.bound) == (0, (), "compute")
         assert one.lower == one.upper == one.math == pytest.approx(12 * 1e6 * 8192 * 32768 / C)
@@ -47,12 +39,8 @@ def test_bytes_by_strategy_are_the_ledger_of_the_algorithms():
 def test_numbers_of_part_5():
     two, three = V5P.bandwidth("ici", 2), V5P.bandwidth("ici", 3)
     assert [cost.data_threshold(C, each) for each in (W, three)] == [2550, 850]
-    assert 40e6 / cost.data_threshold(C, three) == pytest.approx(47_059, abs=1)
-    assert [cost.tensor_limit(F, C, W) for F in (30_000, 50_000)] == pytest.approx([11.8, 19.6], abs=0.05)
     widths = {32768: 99.2, 13824: 235, 28672: 113}
     assert [cost.mixed_threshold(F, C, two, W) for F in widths] == pytest.approx([*widths.values()], abs=0.5)
-    assert cost.mixed_threshold(32768, C, two, W, "sum") == pytest.approx(397, abs=0.5)
-    assert cost.mixed_threshold(28672, C, two, W, matrices=3) == pytest.approx(75.6, abs=0.05)
     best = [(48_000, 32768, 64), (3e6, 13824, 4096), (4.19e6, 28672, 8960)]  # the book has 13.9 for the first
     assert [cost.mixed_optimum(*each, 2, 1) for each in best] == pytest.approx([13.69, 1333, 1618], rel=1e-3)
     assert cost.pod_threshold(C, V5P.dcn_bw) == 73_440
@@ -68,10 +56,6 @@ def test_where_the_curves_of_part_5_cross():
         assert near[0] != near[1] == "compute"
     links = cost.Links(C, V5P.bandwidth("ici", 2), W)
     assert cost.layer("fsdp_tp", replace(LAYER, B=8e6), links, 256, 16, "forward").bound == "Y"
-    flat = cost.layer(
-        "fsdp", replace(LAYER, B=1e5), cost.Links(C, V5P.bandwidth("ici", 3)), X=4096, direction="forward"
-    )
-    assert flat.comms == pytest.approx(1.988e-3, rel=1e-3)
 
 
 def test_overlap_models():

@@ -95,15 +95,14 @@ def test_on_a_slice():
     assert [s.smallest_slice(16e9 + more, V5E) for more in (0, 1)] == [(1, 1), (2, 2)]
 
 
-@pytest.mark.parametrize(("F", "batch"), [(16384, 32), (28672, 64)])
-def test_limits_are_where_two_times_are_equal(F, batch):
-    W, ici, D = 8.2e11, 9e10, 8192
+def test_limits_are_where_two_times_are_equal():
+    W, ici, D, F, batch = 8.2e11, 9e10, 8192, 16384, 32
     for weights, size in (("bf16", 2), ("int8", 1)):
         Y = d.bandwidth_limit(F, batch, W, ici, weights=weights)
         assert 2 * batch * D / ici == pytest.approx(size * D * F / (Y * W))
 
 
-@pytest.mark.parametrize(("D", "F"), [(8192, 32768), (4096, 14336), (8192, 8192)])
+@pytest.mark.parametrize(("D", "F"), [(8192, 32768), (8192, 8192)])
 def test_2d_by_trying_every_split(D, F):
     W, splits = 9e10, [2 ** (i / 50) for i in range(1000)]
 
@@ -168,7 +167,7 @@ def test_attention_of_latents_may_be_bound_by_flops():
     assert step.kv > 8 * v3.kv(4096) / (64 * 8.2e11)
 
 
-@pytest.mark.parametrize(("E", "k", "batch"), [(4, 1, 3), (4, 2, 2), (3, 3, 2), (5, 2, 1)])
+@pytest.mark.parametrize(("E", "k", "batch"), [(4, 1, 3), (4, 2, 2), (3, 3, 2)])
 def test_experts_read_are_enumerated(E, k, batch):
     """The mean number of different experts over all routings."""
     each = list(itertools.combinations(range(E), k))
@@ -181,8 +180,7 @@ def test_experts_read_are_enumerated(E, k, batch):
     assert moe.experts == 16 * 3 * 64 * 4096 * 16384
 
 
-@pytest.mark.parametrize("context", [100, 8192, 100_000])
-@pytest.mark.parametrize("headroom", [0.8, 1.0])
+@pytest.mark.parametrize(("context", "headroom"), [(100, 0.8), (8192, 1.0), (100_000, 0.8)])
 def test_the_largest_batch_is_the_last_that_fits(context, headroom):
     load = s.load(L70, "int8", "int8")
     tried = [B for B in range(1, 20_000) if load.weights + B * load.kv(context) <= headroom * 16 * 16e9]

@@ -1,4 +1,5 @@
 import json
+import math
 
 import pytest
 import torch
@@ -23,9 +24,8 @@ EXACT = {
 }
 
 
-@pytest.mark.parametrize(("name", "count"), EXACT.items())
-def test_published_parameter_counts(name, count):
-    assert tm.num_params(get(name)) == count
+def test_published_parameter_counts():
+    assert {name: tm.num_params(get(name)) for name in EXACT} == EXACT
 
 
 def test_deepseek_v3():
@@ -35,15 +35,6 @@ def test_deepseek_v3():
     assert tm.kv_cache_bytes(config, 1, "bf16") == 61 * 576 * 2  # 70 kB a token
 
 
-def test_part_4_table():
-    B, T, c = 3, 5, L70
-    flops = tm.train_flops(c, B, T)
-    assert flops["mlp"] == 18 * B * T * c.D * c.F * c.L
-    assert flops["projections"] == 12 * B * T * c.D * (c.N + c.K) * c.H * c.L
-    assert flops["attention"] == 12 * B * T * T * c.N * c.H * c.L
-    assert flops["unembed"] == 6 * B * T * c.D * c.V
-
-
 def test_rule_of_thumb_is_the_exact_count_but_for_attention_embedding_and_norms():
     exact = tm.train_flops(L70, 1, 1)
     rest = 6 * (L70.D * L70.V + tm.params(L70)["norms"])
@@ -51,7 +42,7 @@ def test_rule_of_thumb_is_the_exact_count_but_for_attention_embedding_and_norms(
     assert tm.rule_of_thumb(L70, 1e6, "block") / tm.rule_of_thumb(L70, 1e6) == 8 / 6
 
 
-@settings(deadline=None, derandomize=True, max_examples=30)
+@settings(deadline=None, derandomize=True, max_examples=15)
 @given(st.sampled_from(list(MODELS)), st.integers(1, 9), st.integers(1, 300))
 def test_decoding_token_by_token_is_a_causal_forward_pass(name, B, T):
     config = get(name)
@@ -61,32 +52,23 @@ def test_decoding_token_by_token_is_a_causal_forward_pass(name, B, T):
     assert steps - prefill == 2 * B * (T - 1) * config.D * config.V
 
 
-@settings(deadline=None, derandomize=True, max_examples=40)
+@settings(deadline=None, derandomize=True, max_examples=30)
 @given(st.data())
 def test_einsum_flops_equal_the_counter(data):
     letters = "abcde"
     x, y = (data.draw(st.lists(st.sampled_from(letters), min_size=1, max_size=4, unique=True)) for _ in range(2))
-    out = [letter for letter in letters if letter in x or letter in y]
-    out = [letter for letter in out if not (letter in x and letter in y) or data.draw(st.booleans())]
+    both = {*x, *y}
+    out = [i for i in letters if i in both and (i not in x or i not in y or data.draw(st.booleans()))]
     sizes = {letter: data.draw(st.integers(2, 5)) for letter in letters}
     equation = f"{''.join(x)},{''.join(y)}->{''.join(out)}"
     shapes = [tuple(sizes[letter] for letter in operand) for operand in (x, y)]
     flops = tm.einsum_flops(equation, *shapes)
-    total = 1
-    for letter in set(x) | set(y):
-        total *= sizes[letter]
-    contracted = (set(x) | set(y)) - set(out)
-    assert flops == total * (2 if contracted else 1)
+    contracted = both - {*out}
+    assert flops == math.prod(sizes[letter] for letter in both) * (2 if contracted else 1)
     if contracted:
         with FlopCounterMode(display=False) as counter:
             torch.einsum(equation, *(torch.empty(shape, device="meta") for shape in shapes))
         assert counter.get_total_flops() in (flops, 0)  # 0: torch multiplied elementwise and summed
-
-
-@pytest.mark.parametrize(("T", "S", "window"), [(5, 5, None), (5, 5, 2), (3, 9, 4), (4, 6, 50), (7, 7, 1), (2, 9, 3)])
-def test_visible_pairs_counted(T, S, window):
-    pairs = sum(t - (window or S) < s <= t for t in range(S - T, S) for s in range(S))
-    assert tm.visible_pairs(T, S, window) == pairs
 
 
 def test_attention():
@@ -153,23 +135,22 @@ def test_hugging_face_files(name, file, tmp_path):
 
 
 def test_utilization_counts_pairs_as_a_mask_does():
-    """Causal, with a window in one layer of two, GQA, and T < S: pairs counted one by one."""
-    config = Config("windowed", L=2, D=16, F=32, N=4, K=2, H=4, V=32, window=(3, None))
+    """Causal, with two windows and none, GQA, and T < S: pairs counted one by one."""
+    config = Config("windowed", L=4, D=16, F=32, N=4, K=2, H=4, V=32, window=(3, None, 50, 1))
     C, seconds = 1e9, 0.5
 
-    def flops(B, T, S, pairs):
+    def flops(B, T, pairs):
         parts = tm.params(config)
         return (
             2 * B * T * (parts["mlp"] + parts["attention"] + config.D * config.V) + 4 * B * pairs * config.N * config.H
         )
 
     for T, S in ((6, 6), (1, 6), (2, 7)):
-        seen = sum(0 <= S - T + t - s < window for window in (3, S) for t in range(T) for s in range(S))
-        for causal, pairs in ((True, seen), (False, 2 * T * S)):
+        seen = sum(0 <= S - T + t - s < (window or S) for window in config.windows for t in range(T) for s in range(S))
+        for causal, pairs in ((True, seen), (False, config.L * T * S)):
             got = tm.utilization(config, 3, T, seconds, 4, C, S=S, causal=causal, training=False)
-            assert got == pytest.approx(flops(3, T, S, pairs) / (seconds * 4 * C))
+            assert got == pytest.approx(flops(3, T, pairs) / (seconds * 4 * C))
     step = tm.utilization(config, 3, 6, seconds, 4, C)
     assert step == pytest.approx(3 * tm.utilization(config, 3, 6, seconds, 4, C, training=False))
     again = tm.utilization(config, 3, 6, seconds, 4, C, remat="block") - step
     assert again == pytest.approx(tm.remat_flops(config, 3, 6, "block", causal=True) / (seconds * 4 * C))
-    assert sum(tm.forward_flops(config, 3, 1, 6, causal=True).values()) == flops(3, 1, 6, 3 + 6)
