@@ -75,7 +75,7 @@ def run(op, called, end, rank=0, **fields):
     return LineRun(op, op, ("X",), called, end, ((called, end),), after="A[B]", **fields)
 
 
-@pytest.mark.parametrize("seed", range(30))
+@pytest.mark.parametrize("seed", range(12))
 def test_random_programs_are_split_exactly(seed):
     rng = random.Random(seed)
     ranks = rng.choice([2, 3, 4])
@@ -96,14 +96,6 @@ def test_random_programs_are_split_exactly(seed):
         assert part.exposed == pytest.approx(sum(exposed for _, exposed, _ in own), abs=1e-9)
 
 
-def test_who_is_waited_for_is_who_came_last():
-    timelines, _ = play([[("work", "P", [0.1, 0.5, 0.2]), ("call", "C", 0.3)]], 3)
-    found = [timeline.runs[1] for timeline in of(timelines).timelines]
-    assert [s.behind for s in found] == [1, None, 1]
-    assert [s.waiting for s in found] == pytest.approx([0.4, 0.0, 0.3])
-    assert [s.exposed for s in found] == pytest.approx([0.3, 0.3, 0.3])
-
-
 def test_only_those_that_are_needed_are_waited_for():
     """In a ring rank 0 hears from 1 alone, and goes on before 2 has come. One rank alone waits for nobody."""
     times = (0.0, 0.3), (0.2, 0.9), (0.8, 0.9)
@@ -113,6 +105,8 @@ def test_only_those_that_are_needed_are_waited_for():
     assert (zero.behind, zero.waiting, zero.exposed) == (1, pytest.approx(0.2), pytest.approx(0.1))
     assert (one.behind, one.waiting) == (2, pytest.approx(0.6))
     assert two.behind is None
+    late, _ = play([[("work", "P", [0.1, 0.5, 0.2]), ("call", "C", 0.3)]], 3)
+    assert [timeline.runs[1].behind for timeline in of(late).timelines] == [1, None, 1]  # all wait for who came last
     alone = run("AllReduce", 0.0, 1.0, group=(0,))
     assert of([RankTimeline(0, (0.0, 1.0), (alone,))]).timelines[0].runs == (alone,)
     assert (alone.waiting, alone.exposed, alone.hidden) == (0, 0, 0)
@@ -137,7 +131,7 @@ def test_a_run_inside_another_has_its_own_time():
     assert [each.held for each in kept] == [((0.0, 2.0), (5.0, 10.0)), ((2.0, 5.0),)]
 
 
-@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("seed", range(10))
 def test_sets_of_times_are_sets(seed):
     """Against sets of the whole numbers that they cover."""
     rng = random.Random(seed)
@@ -175,7 +169,7 @@ def slow(programs, ranks: int = 2):
     return of(play(programs, ranks)[0]).stragglers()
 
 
-@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("seed", range(10))
 def test_a_planted_delay_is_found_exactly(seed):
     """In a product, or in the gap before it, of one run of its line, in every step; every line runs twice."""
     rng = random.Random(seed)
