@@ -5,7 +5,7 @@ import pytest
 
 from scaling.configs import get
 from scaling.hardware import chip
-from scaling.plan import Fixed, Job, Layout, Stack, evaluate, plans, search, tree
+from scaling.plan import Fixed, Job, Layout, evaluate, plans, search, tree
 from scaling.plan.candidates import CHUNKS, TIE, rank, simplest_first
 from scaling.plan.job import AXES, POLICIES
 from scaling.plan.network import Unplaced
@@ -18,7 +18,7 @@ EXPERTS = get("mixtral-8x7b").with_(L=4)
 def every_layout(job: Job, chips: int):
     """All there are, by trying every size of every axis and every recipe; those that a tree cannot hold are left
     out."""
-    w, node = job.work, H100.node_gpus
+    w = job.work
     divisors = [d for d in range(1, chips + 1) if chips % d == 0]
     for sizes in product(divisors, repeat=len(AXES) - 1):
         if math.prod(sizes) != chips:
@@ -55,7 +55,6 @@ def every_layout(job: Job, chips: int):
             yield Layout(
                 **mesh, zero=zero, microbatches=m, schedule=schedule, chunks=chunks, remat=remat, reduce=reduce
             )
-    assert node == 8
 
 
 @pytest.mark.slow
@@ -64,7 +63,7 @@ def every_layout(job: Job, chips: int):
     [
         pytest.param(SMALL, 8, 6, marks=pytest.mark.sweep),
         (SMALL, 12, 6),
-        (SMALL, 16, 3),
+        pytest.param(SMALL, 16, 3, marks=pytest.mark.sweep),
         (EXPERTS, 8, 4),
         (SMALL, 4, 1),
     ],
@@ -111,10 +110,6 @@ def test_of_layouts_as_fast_and_as_simple_the_one_comes_first_that_needs_overlap
 # --- Jobs that people know
 
 
-def best(model, chips, batch, seq, on=H100):
-    return plans(Job(get(model), batch, seq), on, chips)[0]
-
-
 def test_llama3_405b_on_16384_h100_is_close_to_what_was_published():
     """TP 8, PP 16, DP 128 (arXiv:2407.21783): among the candidates, and nothing is much faster."""
     job = Job(get("llama3-405b"), 2048 * 8192, 8192, grad_bytes=4, optimizer_bytes=12)
@@ -124,17 +119,6 @@ def test_llama3_405b_on_16384_h100_is_close_to_what_was_published():
     assert found[i].forecast < 1.1 * found[0].forecast
     assert found[0].size("pipe") >= 8
     assert found[0].size("tensor") <= 8
-
-
-def test_what_stays_in_a_node():
-    """A small model with all its params sharded, experts, and tensor parallelism."""
-    assert best("llama3-8b", 8, 16 * 8192, 8192).size("fsdp") == 8
-    found = best("mixtral-8x7b", 64, 256 * 4096, 4096)
-    assert found.size("expert") > 1
-    assert found.network.lanes["expert"].where == "node"
-    assert found.layout.remat == "attention"
-    found = best("llama3-70b", 256, 2**21, 8192)
-    assert (found.size("tensor") <= 8, found.layout.remat) == (True, "matmuls")
 
 
 REMAT_OF = {  # policy: (model, sizes, sequences, their tokens) for which it is the best
@@ -170,21 +154,14 @@ def test_part_6_llama3_70b_on_a_pod():
         assert network.lanes["tensor"].ranks == network.sizes["tensor"]
 
 
-@pytest.mark.parametrize(
-    ("on", "chips"), [*((H100, n) for n in (1000, 500, 100, 12, 7, 3)), *((V5P, n) for n in (1, 2, 7, 8, 32))]
-)
+@pytest.mark.parametrize(("on", "chips"), [*((H100, n) for n in (500, 12, 7)), *((V5P, n) for n in (1, 7, 32))])
 def test_chips_of_any_number(on, chips):
     job = Job(get("llama3-8b"), 2**22, 8192) if on == H100 else Job(get("llama3-8b").with_(L=2, V=1000), 2**20)
-    for found in plans(job, on, chips)[:20]:
-        assert found.chips == chips
-        assert found.bound >= found.cost.math / (1 - found.bubble) * (1 - 1e-12)
-    assert plans(job, on, chips)[0].fits
-
-
-def test_pods():
-    found = best("llama3-405b", 8 * 8960, 16 * 2**20, 4096, on=V5P)
-    assert found.size("pod") == 8
-    assert plans(Job(get("llama3-70b"), 2**22), V5P, 8192, Fixed(pods=4))[0].size("pod") == 4
+    found = plans(job, on, chips)
+    assert found[0].fits
+    for one in found[:20]:
+        assert one.chips == chips
+        assert one.bound >= one.cost.math / (1 - one.bubble) * (1 - 1e-12)
 
 
 # --- What is refused, and why
@@ -206,15 +183,10 @@ def test_what_is_fixed_stays():
     for found in plans(job, H100, 64, Fixed((("tensor", 4), ("pipe", 2)), "block", schedule="zb-h1", zero=1)):
         layout = found.layout
         assert (layout.tensor, layout.pipe, layout.remat, layout.schedule, layout.zero) == (4, 2, "block", "zb-h1", 1)
+    assert plans(Job(get("llama3-70b"), 2**22), V5P, 8192, Fixed(pods=4))[0].size("pod") == 4
     once = plans(job, H100, 64, Fixed((("fsdp", 8),), microbatches=2, zero=3, reduce="once"))
     assert {layout.reduce for _, layout in once.layouts()} == {"once"}
     with pytest.raises(ValueError, match="at least 1"):
         plans(job, H100, 0)
     with pytest.raises(ValueError, match="has no FLOPs/s for fp8"):
         plans(Job(get("llama3-8b"), 2**20, dtype="fp8"), V5P, 64)
-
-
-def test_the_books_stack_is_a_model_too():
-    found = plans(Job(Stack(32, 8192, 32768), 2**21, seq=1), H100, 64)[0]
-    assert found.size("context") == 1
-    assert found.fits
