@@ -1,22 +1,94 @@
-"""Running plans on ranks, and the law of cotangents through every kind of step."""
+"""Running lines and plans: einsum beside torch.einsum whatever the order of dims, plans on ranks, their derivatives,
+and the law of cotangents through every kind of step."""
 
 import itertools
 
 import pytest
-import simulated
 import torch
-from array_types import types
+from array_types import gather, scatter, types
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
 from refused import refused
+from torch.func import grad, jvp, vmap
 
 from scaling.algebra import matmul, reshard
+from scaling.collectives import einsum, run
 from scaling.collectives import reshard as run_reshard
-from scaling.collectives import run
+from scaling.collectives.multiply import product_of
 from scaling.collectives.plans import run_steps
 from scaling.mesh import AbstractMesh
 from scaling.spec import ShardingError, Spec, parse
 from scaling.trace import trace
 
+SIZES = {"A": 2, "B": 3, "C": 4, "D": 5, "E": 0, "F": 1}
 MESH = {"X": 2, "Y": 2}
+
+
+@st.composite
+def products(draw):
+    """(line, torch's equation, operands, whether the buffer is a transposed view): one or two operands with dims in any
+    order, strided or not; the result with some of them in any order."""
+    sides = [draw(st.lists(st.sampled_from([*SIZES]), unique=True, max_size=4)) for _ in range(draw(st.integers(1, 2)))]
+    both = [*dict.fromkeys(dim for dims in sides for dim in dims)]
+    kept = draw(st.permutations(draw(st.lists(st.sampled_from(both), unique=True)) if both else []))
+    names = [f"{name}[{', '.join(dims)}]" for name, dims in zip("XY", sides, strict=False)]
+    g, strided = torch.Generator().manual_seed(draw(st.integers(0, 99))), draw(st.booleans())
+    arrays = [torch.randn([SIZES[d] for d in dims], generator=g, dtype=torch.float64) for dims in sides]
+    arrays = [t.repeat_interleave(2, -1)[..., ::2] if strided and t.dim() else t for t in arrays]
+    equation = f"{','.join(map(''.join, sides))}->{''.join(kept)}"
+    return f"{' * '.join(names)} -> Z[{', '.join(kept)}]", equation, arrays, draw(st.booleans())
+
+
+@pytest.mark.slow
+@settings(deadline=None, max_examples=150, derandomize=True)
+@given(products())
+@example(
+    ("X[A, B, C, D] * Y[F, C, D] -> Z[F, A, B]", "ABCD,FCD->FAB", [torch.ones(2, 3, 4, 5), torch.ones(1, 4, 5)], True)
+)
+def test_equal_to_torchs_einsum(case):
+    line, equation, arrays, turned = case
+    wanted = torch.einsum(equation, *arrays)
+    torch.testing.assert_close(einsum(line, *arrays), wanted, rtol=1e-12, atol=1e-12)
+    out = torch.full(wanted.shape[::-1] if turned else wanted.shape, torch.nan, dtype=wanted.dtype)
+    out = out.permute(tuple(range(out.dim()))[::-1]) if turned else out
+    assert einsum(line, *arrays, out=out).data_ptr() == out.data_ptr()
+    torch.testing.assert_close(out, wanted, rtol=1e-12, atol=1e-12)
+    einsum(line, *arrays, out=out, add=True)
+    torch.testing.assert_close(out, 2 * wanted, rtol=1e-12, atol=1e-12)
+    assert einsum(line, *(x.to("meta") for x in arrays)).shape == wanted.shape
+
+
+ONE_PRODUCT = {  # of matrices or their transposes: whether it is one
+    "A[I, J] * B[J, K] -> C[I, K]": True,
+    "A[J, I] * B[J, K] -> C[K, I]": True,
+    "A[K, I, J] * B[J, L] -> C[K, I, L]": True,
+    "A[I, J, K] * B[J, K] -> C[I]": True,
+    "A[K, I, J] * B[I, J, L] -> C[L, K]": True,
+    "A[J] * B[K, J, L] -> C[K, L]": False,  # what is summed is in the middle
+    "A[I, J, K] * B[K, J, L] -> C[I, L]": False,  # in another order
+    "A[I, J, K] * B[J, L] -> C[I, K, L]": False,
+    "A[I, J] * B[J, K, L] -> C[K, I, L]": False,  # between the dims of the other one
+    "A[K, I, J] * B[J, K] -> C[K, I]": False,  # a dim of both stays
+    "A[I] * B[L] -> C[I, L]": False,  # nothing is summed
+}
+
+
+@pytest.mark.parametrize("line", ONE_PRODUCT)
+def test_a_product_is_one_of_matrices_where_its_dims_allow(line):
+    assert (product_of(line).summed > 0) is ONE_PRODUCT[line]
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:.torch.jit.script")  # of torch's own, in jvp
+@pytest.mark.parametrize("line", ["A[I, J] * B[J, K] -> C[I, K]", "A[I, J] * B[J, K] -> C[K, I]"])
+def test_derivatives(line):
+    x, y = torch.randn(3, 4, dtype=torch.float64), torch.randn(4, 5, dtype=torch.float64)
+    assert torch.autograd.gradcheck(lambda x, y: einsum(line, x, y), (x.requires_grad_(), y.requires_grad_()))
+    x, y = x.detach(), y.detach()
+    torch.testing.assert_close(grad(lambda x: einsum(line, x, y).sum())(x), y.sum(1).expand(3, 4))
+    torch.testing.assert_close(jvp(lambda x: einsum(line, x, y), (x,), (x,))[1], einsum(line, x, y))
+    stack = vmap(lambda x: einsum(line, x, y))(torch.stack([x, 2 * x]))
+    torch.testing.assert_close(stack[1], 2 * einsum(line, x, y))
 
 
 def dual(spec: Spec, mesh) -> Spec:
@@ -56,14 +128,13 @@ def test_a_resharding_is_the_identity_and_so_is_its_transpose(ranks, pairs, at_o
     for src, dst in (map(parse, pair) for pair in pairs):
         shape = (8, 4, 12)[: len(src.dims)]
         whole, g = (torch.randn(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(i)) for i in (0, 1))
-        shards, cotangents = (simulated.scatter(s, x, MESH) for s, x in ((src, whole), (dual(dst, MESH), g)))
-        cases.append((src, dst, shape, shards, cotangents))
+        cases.append((src, dst, shape, scatter(src, whole, MESH), scatter(dual(dst, MESH), g, MESH)))
         wanted.append((whole, g))
     answers = ranks(pull_back, MESH, cases, at_once)
     for (src, dst, shape, *_), (whole, g), *case in zip(cases, wanted, *answers, strict=True):
         results, back = ({at: each[i] for at, *each in case} for i in (0, 1))
-        assert (simulated.gather(dst, results, shape, MESH) - whole).abs().max() < 1e-12, (src, dst)
-        assert (simulated.gather(dual(src, MESH), back, shape, MESH) - g).abs().max() < 1e-12, (src, dst)
+        assert (gather(dst, results, shape, MESH) - whole).abs().max() < 1e-12, (src, dst)
+        assert (gather(dual(src, MESH), back, shape, MESH) - g).abs().max() < 1e-12, (src, dst)
         assert all(same for *_, same in case), (src, dst)
 
 
@@ -82,12 +153,22 @@ def test_plans_run_on_one_device():
 
 
 TWO, X = AbstractMesh({"X": 2}), torch.empty(3, 4, device="meta")
+BUFFER = torch.zeros(3, 3)
+
+
+def multiplied(line="A[I, J] * B[J, K] -> C[I, K]", **options):
+    return lambda: einsum(line, torch.ones(3, 3, requires_grad=True), torch.ones(3, 3), **options)
+
+
 test_refused = refused(
     {
         "a shard too few": (lambda: run(matmul("A[I, J]", "B[J, K]"), X, TWO), "1 shards for 2 operands"),
         "a dim that does not divide": (lambda: run_reshard("A[I, J] -> A[I_X, J]", X, TWO), "does not divide"),
         "a dim too many": (lambda: run_reshard("A[I] -> A[I_X]", X, TWO), "its type has 1 dims"),
         "two operands": (lambda: run_reshard("A[I] * B[I] -> A[I]", X, TWO), "has one operand"),
+        "a buffer, differentiated": (multiplied(out=BUFFER), "what is written to a buffer is not differentiated"),
+        "an illegal line": (multiplied("A[I, J_X] * B[J, K] -> C[I, K]"), "case 2"),
+        "the same line again": (multiplied("A[I, J_X] * B[J, K] -> C[I, K]"), "case 2"),
     },
     ShardingError,
 )

@@ -1,6 +1,7 @@
-"""Products of sharded matrices: every combination planned, done by simulated devices, compared with the dense one; and
-how soon a plan is found."""
+"""Products of sharded matrices: planned, done by simulated devices, compared with the dense one; and how soon a plan is
+found."""
 
+import contextlib
 import itertools
 import time
 
@@ -19,46 +20,6 @@ from scaling.hardware import chip
 from scaling.spec import ShardingError, parse
 
 
-def matrices(axes, name, dims):
-    return [spec.with_name(name) for spec in types(axes, dims, unreduced=False)]
-
-
-def one_axis_each(axes, name, dims):
-    """The types with at most one axis on a dim."""
-    return [spec for spec in matrices(axes, name, dims) if all(len(over) < 2 for _, over in spec.dims)]
-
-
-def naive(a, b, out, sizes, mesh):
-    """Gather both operands everywhere, multiply, slice."""
-    shapes = [[sizes[d] for d in s.dim_names] for s in (a, b)]
-    return sum(naive_bytes(s, None, shape, mesh) for s, shape in zip((a, b), shapes, strict=True))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("mesh", "count"), [({"X": 2, "Y": 2}, 343), ({"X": 4}, 27)])
-def test_every_combination(mesh, count):
-    """All types with at most one axis a dim; by bytes at given sizes, and by the book's default without."""
-    combinations = list(
-        itertools.product(*(one_axis_each(mesh, n, d) for n, d in (("A", "IJ"), ("B", "JK"), ("C", "IK"))))
-    )
-    assert len(combinations) == count
-    cheaper = 0
-    for a, b, out in combinations:
-        plan, default = matmul(a, b, out, SIZES, mesh), matmul(a, b, out, mesh=mesh)
-        check(plan, a, b, out, SIZES, mesh)
-        check(default, a, b, out, SIZES, mesh)
-        sent, most = plan.wire_bytes(SIZES, mesh, 1), naive(a, b, out, SIZES, mesh)
-        assert sent <= most + 1e-9, f"{a} * {b} -> {out}\n{plan}"
-        assert sent <= default.wire_bytes(SIZES, mesh, 1) + 1e-9
-        cheaper += sent < most - 1e-9
-    assert cheaper > count // 2
-
-
-def price(plan, mesh):
-    """What plans are compared by: bytes sent, then FLOPs, then steps."""
-    return plan.wire_bytes(SIZES, mesh, 1), plan.flops(SIZES, mesh), len(plan.steps)
-
-
 def test_no_other_choice_of_local_types_is_cheaper():
     """Against brute force: every pair of local types, each with its own cheapest reshardings, on the axes named."""
     for a, b, out in [
@@ -69,14 +30,12 @@ def test_no_other_choice_of_local_types_is_cheaper():
         ("A[I, J] {U_X}", "B[J_X, K]", "C[I, K_X]"),
     ]:
         mesh = {axis: 2 for axis in "XY" if axis in a + b + out}
-        found = []
-        for local_a, local_b in itertools.product(matrices(mesh, "A", "IJ"), matrices(mesh, "B", "JK")):
-            try:
-                plan = matmul_via(a, b, out, local_a, local_b, SIZES, mesh)
-            except ShardingError:
-                continue
-            found.append(price(plan, mesh))
-        assert price(matmul(a, b, out, SIZES, mesh), mesh) == min(found)
+        plans = [matmul(a, b, out, SIZES, mesh)]
+        for local_a, local_b in itertools.product(*(types(mesh, dims, unreduced=False) for dims in ("IJ", "JK"))):
+            with contextlib.suppress(ShardingError):
+                plans.append(matmul_via(a, b, out, local_a, local_b.with_name("B"), SIZES, mesh))
+        prices = [(p.wire_bytes(SIZES, mesh, 1), p.flops(SIZES, mesh), len(p.steps)) for p in plans]
+        assert prices[0] == min(prices[1:])
 
 
 @pytest.mark.parametrize(
@@ -102,11 +61,8 @@ def test_the_books_cases(a, b, out, number, ops, result):
     assert (plan.cases, plan.case) == (number, number[0])
     assert [step.op for step in plan.steps] == ops
     assert str(plan.result) == result
-
-
-def test_a_plan_is_printed_by_numbered_lines():
-    plan = matmul("A[I, J_X]", "B[J, K]", "C[I, K]")
-    assert str(plan) == "1. A[I, J] = AllGather_X(A[I, J_X])\n2. C[I, K] = A[I, J] *_J B[J, K]"
+    if out == "C[I, K]" and number == (2,):
+        assert str(plan) == "1. B[J, K] = AllGather_X(B[J_X, K])\n2. C[I, K] = A[I, J] *_J B[J, K]"
 
 
 def test_case_4_gathers_the_smaller_operand():
@@ -131,18 +87,6 @@ def test_question_4(B, strategy):
     assert matmul("X[B, D]", "Y[D_X, F]", "Z[B, F]", sizes, mesh) == (one, two)[strategy - 1]
 
 
-def test_a_cost_function_weighs_flops():
-    """Slow links: one device computes everything by itself. Fast ones: the work is shared and gathered."""
-    sizes, mesh = {"I": 64, "J": 64, "K": 64}, {"X": 4}
-    for seconds_per_byte, gathers in ((1e3, False), (1e-9, True)):
-
-        def cost(step, per_byte=seconds_per_byte):
-            return step.flops(sizes, mesh) + per_byte * step.wire_bytes(sizes, mesh, 2)
-
-        plan = matmul("A[I, J]", "B[J, K]", "C[I, K]", sizes, mesh, cost)
-        assert any(step.op == "AllGather" for step in plan.steps) == gathers
-
-
 def test_plans_by_time_on_a_chip():
     """Question 4 by time: no slower than either strategy, nor than the plan by bytes."""
     line, mesh, v5p, plans = ("X[B, D]", "Y[D_X, F]", "Z[B, F]"), {"X": 4}, chip("v5p"), []
@@ -158,33 +102,30 @@ def test_plans_by_time_on_a_chip():
     assert plans[0] != plans[1]
 
 
-def test_attention_has_batch_dims():
-    sizes, mesh = {"B": 4, "T": 4, "S": 8, "N": 4, "H": 2}, {"X": 2, "Y": 2}
-    for q, k, s in [
-        ("Q[B_X, T, N_Y, H]", "K[B_X, S, N_Y, H]", "S[B_X, N_Y, T, S]"),
-        ("Q[B_X, T, N_Y, H]", "K[B, S, N_Y, H]", "S[B_X, N_Y, T, S]"),
-        ("Q[B, T_X, N, H_Y]", "K[B, S_X, N, H_Y]", "S[B, N_Y, T_X, S]"),
-        ("Q[B_X, T, N, H]", "K[B_Y, S, N, H]", "S[B_XY, N, T, S]"),
-    ]:
-        a, b, out = parse(q), parse(k), parse(s)
-        for plan in (matmul(a, b, out, sizes, mesh), matmul(a, b, out, mesh=mesh)):
-            check(plan, a, b, out, sizes, mesh)
-    plan = matmul("Q[B_X, T, N_Y, H]", "K[B, S, N_Y, H]", "S[B_X, N_Y, T, S]")
-    assert [step.op for step in plan.steps] == ["Slice", "Einsum"]
-
-
-@pytest.mark.parametrize(
-    ("a", "b", "out", "sizes"),
-    [  # each has a plan that sends less, were it not that a dim does not divide
-        ("A[I, J]", "B[J, K] {U_X}", "C[I, K]", {"I": 2, "J": 2, "K": 3}),
-        ("A[I_X, J]", "B[J_Y, K] {U_X}", "C[I_X, K]", {"I": 2, "J": 2, "K": 2}),
-        ("A[I_Y, J] {U_X}", "B[J, K]", "C[I_X, K]", {"I": 6, "J": 3, "K": 3}),
+CHECKED = [  # (a, b, result, sizes): plans with sizes and without are the dense product
+    *[
+        (*line, {"B": 4, "T": 4, "S": 8, "N": 4, "H": 2})  # attention has batch dims
+        for line in (
+            ("Q[B_X, T, N_Y, H]", "K[B_X, S, N_Y, H]", "S[B_X, N_Y, T, S]"),
+            ("Q[B_X, T, N_Y, H]", "K[B, S, N_Y, H]", "S[B_X, N_Y, T, S]"),
+            ("Q[B, T_X, N, H_Y]", "K[B, S_X, N, H_Y]", "S[B, N_Y, T_X, S]"),
+            ("Q[B_X, T, N, H]", "K[B_Y, S, N, H]", "S[B_XY, N, T, S]"),
+        )
     ],
-)
+    # each has a plan that sends less, were it not that a dim does not divide
+    ("A[I, J]", "B[J, K] {U_X}", "C[I, K]", {"I": 2, "J": 2, "K": 3}),
+    ("A[I_X, J]", "B[J_Y, K] {U_X}", "C[I_X, K]", {"I": 2, "J": 2, "K": 2}),
+    ("A[I_Y, J] {U_X}", "B[J, K]", "C[I_X, K]", {"I": 6, "J": 3, "K": 3}),
+]
+
+
+@pytest.mark.parametrize(("a", "b", "out", "sizes"), CHECKED)
 def test_every_array_on_the_way_divides(a, b, out, sizes):
-    mesh = {"X": 2, "Y": 2}
-    plan = matmul(a, b, out, sizes, mesh)
-    check(plan, parse(a), parse(b), parse(out), sizes, mesh)
+    mesh, specs = {"X": 2, "Y": 2}, [*map(parse, (a, b, out))]
+    plan = matmul(*specs, sizes, mesh)
+    check(plan, *specs, sizes, mesh)
+    if "Q" in a:
+        check(matmul(*specs, mesh=mesh), *specs, sizes, mesh)
     for spec in (spec for step in plan.steps for spec in (*step.operands, step.after)):
         spec.local_shape({dim: sizes[dim] for dim in spec.dim_names}, mesh)
 
@@ -204,18 +145,21 @@ test_refused = refused(
 
 
 @pytest.mark.slow
-@settings(deadline=None, derandomize=True, max_examples=60)
+@settings(deadline=None, derandomize=True, max_examples=80)
 @given(st.data())
-def test_unreduced_and_many_axes(data):
+def test_any_types(data):
     """Any types at all, unreduced ones too, on two and three axes."""
     mesh = data.draw(st.sampled_from([{"X": 2, "Y": 2}, {"X": 2, "Y": 3}, {"X": 2, "Y": 2, "Z": 2}]))
     sizes = {"I": 24, "J": 24, "K": 24}
-    a, b, out = (
-        data.draw(st.sampled_from(list(types(mesh, dims)))).with_name(name)
-        for name, dims in (("A", "IJ"), ("B", "JK"), ("C", "IK"))
-    )
-    check(matmul(a, b, out, sizes, mesh), a, b, out, sizes, mesh)
-    check(matmul(a, b, out, mesh=mesh), a, b, out, sizes, mesh)
+    sides = (("A", "IJ"), ("B", "JK"), ("C", "IK"))
+    a, b, out = (data.draw(st.sampled_from(list(types(mesh, dims)))).with_name(name) for name, dims in sides)
+    plan, default = matmul(a, b, out, sizes, mesh), matmul(a, b, out, mesh=mesh)
+    check(plan, a, b, out, sizes, mesh)
+    check(default, a, b, out, sizes, mesh)
+    sent = plan.wire_bytes(sizes, mesh, 1)
+    assert sent <= default.wire_bytes(sizes, mesh, 1) + 1e-9
+    if not out.unreduced:  # to reduce and gather both everywhere, multiply and slice
+        assert sent <= sum(naive_bytes(spec, (24, 24), mesh) for spec in (a, b)) + 1e-9, f"{a} * {b} -> {out}\n{plan}"
     natural = matmul(a, b, mesh=mesh)
     check(natural, a, b, natural.result, sizes, mesh)
     assert reshard(natural.result, out.with_name("C"), mesh=mesh).result == out

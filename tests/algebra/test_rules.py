@@ -131,25 +131,23 @@ def test_illegal_collectives_are_refused_with_the_rule(kind, line, words):
     assert "\n  rule: " in message
 
 
-# line -> the type of the product
-PRODUCTS = {
-    "A[I_X, J] * B[J, K_Y] -> C[I_X, K_Y]": "C[I_X, K_Y]",  # case 1
-    "A[I_X, J_Y] * B[J_Y, K] -> C[I_X, K] {U_Y}": "C[I_X, K] {U_Y}",  # case 3
-    "A[I, J_XY] * B[J_XY, K] -> C[I, K] {U_XY}": "C[I, K] {U_XY}",
-    "A[I, J] * B[J, K] -> C[K, I]": "C[K, I]",
-    "A[B_X, I] * B[B_X, J] -> C[B_X, I, J]": "C[B_X, I, J]",  # a dim that both have and that stays
-    "A[I_X] -> C[] {U_X}": "C[] {U_X}",
-    "A[I_X, J] -> C[J, I_X]": "C[J, I_X]",
-    "A[I, J] {U_X} * B[J, K_Y] -> C[I, K_Y] {U_X}": "C[I, K_Y] {U_X}",
-    "A[I, J_Y] {U_X} * B[J_Y, K] -> C[I, K] {U_XY}": "C[I, K] {U_XY}",
-    "A[I, J] *_J B[J, K] -> C[I, K]": "C[I, K]",
-}
+PRODUCTS = [
+    "A[I_X, J] * B[J, K_Y] -> C[I_X, K_Y]",  # case 1
+    "A[I_X, J_Y] * B[J_Y, K] -> C[I_X, K] {U_Y}",  # case 3
+    "A[I, J_XY] * B[J_XY, K] -> C[I, K] {U_XY}",
+    "A[I, J] * B[J, K] -> C[K, I]",
+    "A[B_X, I] * B[B_X, J] -> C[B_X, I, J]",  # a dim that both have and that stays
+    "A[I_X] -> C[] {U_X}",
+    "A[I_X, J] -> C[J, I_X]",
+    "A[I, J] {U_X} * B[J, K_Y] -> C[I, K_Y] {U_X}",
+    "A[I, J_Y] {U_X} * B[J_Y, K] -> C[I, K] {U_XY}",
+    "A[I, J] *_J B[J, K] -> C[I, K]",
+]
 
 
 @pytest.mark.parametrize("line", PRODUCTS)
 def test_legal_products(line):
-    assert str(result_type(line)) == PRODUCTS[line]
-    assert str(check_product(line).result) == PRODUCTS[line]
+    assert str(result_type(line)) == str(check_product(line).result) == line.split(" -> ")[1]
 
 
 KINDS = {"AllGather": c.all_gather, "ReduceScatter": c.reduce_scatter, "AllReduce": c.all_reduce}

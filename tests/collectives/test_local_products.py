@@ -1,4 +1,4 @@
-"""Products that are deferred and joined; their dtypes; what is differentiated. tests/algebra/test_contraction.py has
+"""Products that are deferred and joined; their dtypes; what is differentiated. tests/algebra/test_execute.py has
 their values, in a buffer too."""
 
 import pytest
