@@ -49,7 +49,7 @@ def test_map_keeps_structure_and_pairs_leaves():
     assert list(tree.named_leaves(WHOLE)) == ["params" + name for name in names]
 
 
-@pytest.mark.parametrize("sizes", [{"X": 1, "Y": 1}, {"X": 2, "Y": 2}, {"X": 4, "Y": 1}, {"X": 1, "Y": 4}], ids=str)
+@pytest.mark.parametrize("sizes", [{"X": 1, "Y": 1}, {"X": 2, "Y": 2}, {"X": 1, "Y": 4}], ids=str)
 def test_shards_cover_the_whole_and_own_their_memory(sizes):
     meshes, found = ranks_of(**sizes), tree.map(lambda whole: torch.full_like(whole, math.nan), WHOLE)
     for at in meshes:
@@ -91,19 +91,6 @@ def test_initial_values_are_equal_to_the_bit_on_every_mesh(blocks, data, chunk):
     tree.check(part, specs, sizes, some, given["dtype"])
     assert equal(part, tree.shard(whole, specs, some))
     assert whole["n"] == 3
-
-
-def test_the_initial_values_are_a_normal_sample():
-    w = tree.init(tree.Normal(0.5), "W[D, F]", {"D": 1000, "F": 1000}, ONE, dtype=torch.float64) / 0.5
-    n = w.numel()
-    assert abs(w.mean()) < 4 / n**0.5
-    assert abs(w.var() - 1) < 4 * (2 / n) ** 0.5
-    assert abs((w**3).mean()) < 4 * (15 / n) ** 0.5
-    assert abs((w**4).mean() - 2.85) < 0.03  # 3 - 1.2/8
-    for cut in (0.5, 1.0, 2.0):
-        assert abs((w.abs() < cut).double().mean() - math.erf(cut / 2**0.5)) < 0.007
-    for a, b in ((w[1:], w[:-1]), (w[:, 1:], w[:, :-1]), (w[:, 2:], w[:, :-2]), (w, w.T)):
-        assert abs((a * b).mean()) < 0.005
 
 
 def test_the_values_are_those_of_splitmix64_in_plain_python():
@@ -153,10 +140,9 @@ def made(spec="W[D]", init=INITS["norms"][1]):
 test_refused = refused(
     {
         "whole arrays": (checked(WHOLE), SHAPES),
-        "whole arrays, their fix": (checked(WHOLE), "fix: tree.shard(tree, specs, mesh)"),
         "another shape": (checked(LOCAL | {"norms": [torch.ones(3), LOCAL["norms"][1]]}), "give an array of that sha"),
         "another dtype": (checked(LOCAL, dtype=torch.float64, name="grads"), 'grads["blocks"]["W_in"]: W_in[L, D_X'),
-        "its dtypes": (checked(LOCAL, dtype=torch.float64), "must have the dtype torch.float64; found torch.float32"),
+        "dtypes": (checked(LOCAL, dtype=torch.float64), "must have the dtype torch.float64; found torch.float32"),
         "a number": (checked(LOCAL | {"norms": [LOCAL["norms"][0], 1.0]}), "tensor typed s[]; found float"),
         "a number alone": (checked({"W": 1.0}, {"W": "W[D_X, F_Y]"}), 'params["W"]: must be a tensor typed W[D_X, F'),
         "no blocks": (checked({"norms": LOCAL["norms"]}), 'params["blocks"]["W_in"]: missing'),

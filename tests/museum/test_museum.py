@@ -1,40 +1,22 @@
 """The bugs that types refuse are refused, and the page shows what the command prints. (What runs on ranks, it runs.)"""
 
-import importlib
 import subprocess
 import sys
 from pathlib import Path
-from types import FunctionType, ModuleType
 
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
 import museum
 from bugs import BUGS
-from calls import answer
 
 PAGE = museum.ROOT / "docs" / "museum.md"
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("bug", [bug for bug in BUGS if bug.refused], ids=lambda bug: bug.name)
-def test_refused_before_it_runs(bug):
+@pytest.mark.parametrize("bug", [bug for bug in BUGS if not bug.fails], ids=lambda bug: bug.name)
+def test_refused_before_anything_is_sent(bug):
     assert museum.seen(bug)
-
-
-@pytest.mark.parametrize("bug", [bug for bug in BUGS if bug.raises[0]], ids=lambda bug: bug.name)
-def test_refused_before_anything_is_sent(bug, monkeypatch):
-    call, words = bug.raises
-    assert answer(call) == ""
-    module = importlib.import_module(bug.file.removesuffix(".py").replace("/", "."))
-    edited = ModuleType(module.__name__)
-    exec(compile(museum.planted(bug), bug.file, "exec"), edited.__dict__)
-    for name, value in vars(edited).items():
-        if getattr(value, "__module__", "") == module.__name__ and (
-            isinstance(value, FunctionType) or hasattr(value, "cache_clear")
-        ):
-            monkeypatch.setattr(module, name, value)
-    assert words in answer(call)
 
 
 def test_those_that_a_test_sees_can_be_planted():
@@ -47,16 +29,11 @@ def test_those_that_a_test_sees_can_be_planted():
     assert found.returncode == 0, found.stderr  # each names a test that exists
 
 
-def test_at_least_five_of_seven_by_type():
-    of_layouts = [bug for bug in BUGS if "float32" not in bug.name]  # how a sum is rounded is no matter of types
-    assert len(of_layouts) == len(BUGS) - 1
-    assert sum(not bug.fails for bug in of_layouts) >= len(of_layouts) * 5 / 7
-
-
 def test_the_page_shows_what_the_command_prints():
     page = PAGE.read_text(encoding="utf-8")
     assert museum.table() in page
     assert all(link in page for bug in BUGS for link in bug.links)
     typed, readme = sum(not bug.fails for bug in BUGS), (museum.ROOT / "README.md").read_text(encoding="utf-8")
+    assert typed >= (len(BUGS) - 1) * 5 / 7  # but for how a sum is rounded, which is no matter of types
     assert f"plants {len(BUGS)} silent bugs of other systems here: types refuse {typed} of them" in readme
     assert f"other {len(BUGS) - typed}." in readme
