@@ -3,6 +3,7 @@
     python tests/check/outcomes.py              runs those that are not in outcomes.txt yet, and adds them
     python tests/check/outcomes.py --report     what the judge finds of those that change numbers, by kind
     python tests/check/outcomes.py --fresh 200 --seed 1     the same of 200 others a strategy, drawn and run here
+    python tests/check/outcomes.py --right 100  judges 100 right variants, and runs them on ranks: each must be "same"
 
 An edit's outcome is "same" (no number changes), "wrong" (numbers change and nothing is said) or "raises". The file
 holds a line an edit: its digest and outcome.
@@ -14,9 +15,9 @@ from hashlib import blake2b
 from pathlib import Path
 
 import torch
-from drawn import LISTINGS, SAME_TYPE, drawn
 from mutant_programs import judgement, mesh_of, program
-from mutants import ROOT, mutants
+from mutants import LISTINGS, ROOT, SAME_TYPE, drawn, mutants
+from right_variants import variants
 
 from scaling import launch
 from scaling.common.console import Parser
@@ -53,10 +54,7 @@ def on_ranks(file: str, texts: list[str]) -> list[str]:
     try:
         ranks = launch.run(outcomes, mesh_of(file), file, texts, timeout=SECONDS)
         words = [set(each) for each in zip(*ranks, strict=True)]  # of each edit on all ranks
-        return [
-            "wrong" if "wrong" in each and "raises" not in each else "raises" if "raises" in each else "same"
-            for each in words
-        ]
+        return [next(word for word in ("raises", "wrong", "same") if word in each) for each in words]
     except Exception:
         if len(texts) == 1:
             return ["raises"]
@@ -75,8 +73,12 @@ def main() -> None:
     parser.add_argument("--fresh", type=int, metavar="N", help="N edits of each of five strategies, drawn")
     parser.add_argument("--only", nargs="+", default=[*LISTINGS], help="of --fresh, these strategies")
     parser.add_argument("--seed", type=int, default=1, help="of --fresh")
+    parser.add_argument("--right", type=int, metavar="N", help="N right variants")
     parser.add_argument("--out", type=Path, metavar="FILE", help="of --fresh, where outcomes are kept")
     args = parser.parse_args()
+    if args.right:
+        run_right(args.right)
+        return
     if args.fresh:
         for listing in args.only:
             fresh(listing, args.fresh, args.seed, args.out)
@@ -97,6 +99,11 @@ def fresh(listing: str, count: int, seed: int, kept: "Path | None") -> None:
         known = stored(kept)
     print(f"{listing}: {len(every)} drawn, {dict(Counter(known[digest(*each[1:4])] for each in every))}")
     report(every, known)
+
+
+def run_right(count: int) -> None:
+    for file, done, text in variants(count, 0):
+        print(file, *on_ranks(file, [text]), *judgement(file, text).findings, *done, sep="\n  ")
 
 
 def run_all(every, kept: Path) -> None:
@@ -121,9 +128,9 @@ def report(every, known: dict[str, str]) -> None:
         if known.get(digest(file, before, edit)) != "wrong":
             continue
         count[kind] += 1
-        found = bool(judgement(file, text).findings)
-        caught[kind] += found
-        if not found:
+        if judgement(file, text).findings:
+            caught[kind] += 1
+        else:
             silent.append(f"{kind}: {file}: {edit}")
     told = caught.total() - caught[SAME_TYPE], count.total() - count[SAME_TYPE]
     name = "all but the same type" if SAME_TYPE in count else "all"

@@ -1,16 +1,11 @@
-"""Right programs: the files of mutants.py with random edits that change no number. The judge finds nothing in them.
-
-python tests/check/right_variants.py        checks 100 of them, and runs them on ranks beside the right program
-"""
+"""Right programs: the files of mutants.py with random edits that change no number. The judge finds nothing in them, and
+`outcomes.py --right` runs them on ranks beside the right program."""
 
 import ast
 import random
-from collections import Counter
 
-from mutant_programs import judgement
 from mutants import FILES, ROOT, typed_calls
 
-from scaling.common.console import Parser
 from scaling.spec import parse_line
 
 HEAD = "import torch\nfrom scaling import tree\nfrom scaling.collectives import wait\n"
@@ -117,25 +112,3 @@ def variants(count: int, seed: int):
         first = next(i for i, line in enumerate(text.splitlines()) if line.startswith(("import", "from")))
         lines = text.splitlines(keepends=True)
         yield file, done, "".join([*lines[:first], HEAD, *lines[first:]])
-
-
-def main() -> None:
-    from outcomes import on_ranks
-
-    by_file = {}
-    for file, done, text in variants(100, 0):
-        by_file.setdefault(file, []).append((done, text))
-        print(*judgement(file, text).findings, sep="\n", end="")
-    count = Counter()
-    for file, some in by_file.items():
-        found = on_ranks(file, [text for _, text in some])
-        count.update(found)
-        for word, (done, _) in zip(found, some, strict=True):
-            if word != "same":
-                print(file, word, *done, sep="\n  ")
-    print(dict(count))
-
-
-if __name__ == "__main__":
-    Parser(description=__doc__).parse_args()
-    main()

@@ -1,52 +1,26 @@
-"""The judge runs a program on an abstract mesh: clean listings have no finding, and each rule finds its own fault.
+"""The judge runs a program on an abstract mesh: right programs have no finding, and each rule finds its own fault.
 
 docs/rules.md names every rule; what it says is refused is refused, by that rule, and what is right passes.
 """
 
 import re
 import textwrap
-import types
 from pathlib import Path
 
 import pytest
 import torch
+from torch.nn.functional import cross_entropy, nll_loss
 
-import scaling.strategies
 from scaling.check import RULES, check_source, judge, judged
 from scaling.collectives import all_gather, all_reduce, einsum, masked, ppermute, reduce_scatter, shard
 from scaling.mesh import AbstractMesh
 from scaling.spec import parse
 
 MESH = AbstractMesh({"X": 2, "Y": 3})
-STRATEGIES = ("data_parallel", "fsdp", "tensor_parallel", "fsdp_tp")
-FOLDER = Path(scaling.strategies.__file__).parent
 PAGE = (Path(__file__).parents[2] / "docs" / "rules.md").read_text(encoding="utf-8")
 SECTIONS = {part.split("\n")[0]: re.findall(r"```python\n(.*?)```", part, re.S) for part in PAGE.split("\n## ")[1:]}
 HEAD = "import torch\nfrom torch.func import grad\nfrom scaling.collectives import all_gather, all_reduce, einsum\n"
 HEAD += "from scaling.collectives import reduce_scatter, shard, wait\n"
-
-
-def report_of(text: str, **options):
-    """A listing's forward and backward, judged against its own SPECS."""
-    s = types.ModuleType("listing")
-    exec(compile(text, "listing.py", "exec"), s.__dict__)
-    params = {k: str(parse(v).stacked("L")) for k, v in s.SPECS.items() if k not in ("In", "Out")}
-
-    def both(params, In, dOut):
-        Out, saved = s.forward(params, In, MESH, **options)
-        return Out, *s.backward(dOut, saved, params, MESH)
-
-    In, Out = s.SPECS["In"], s.SPECS["Out"]
-    return judge(both, params, In, Out, mesh=MESH, returns=(Out, In, params))
-
-
-@pytest.mark.parametrize("keep", [True, False])
-@pytest.mark.parametrize("name", STRATEGIES)
-def test_listing_is_clean_and_wholly_judged(name, keep):
-    report = report_of((FOLDER / f"{name}.py").read_text(), keep=keep)
-    assert not report.findings, str(report)
-    assert not report.unjudged, str(report)
-    assert report.judged > 20
 
 
 def rules_of(example: str) -> set[str]:
@@ -67,7 +41,7 @@ def test_the_examples_are_as_the_page_says(rule):
     assert rules_of(right) == set()
 
 
-U = "C[I, K] {U_X}"
+U, WHOLE = "C[I, K] {U_X}", "C[I, K]"
 A, B = "A[I, J_X]", "B[J_X, K]"
 
 
@@ -75,62 +49,23 @@ def product(a, b):
     return einsum(f"{A} * {B} -> {U}", a, b)
 
 
-def reduced(x):
-    return all_reduce(f"{U} -> C[I, K]", x, MESH)
+def reduced(x, **options):
+    return all_reduce(f"{U} -> {WHOLE}", x, MESH, **options)
 
 
-FAULTS = [
-    ("unreduced", lambda a, b: shard("C[I, K] -> C[I_X, K]", product(a, b), MESH)),
-    ("reduced-twice", lambda a, b: reduced(reduced(product(a, b)))),
-    ("nonlinear", lambda a, b: reduced(torch.relu(product(a, b)))),
-    ("product-of-sums", lambda a, b: reduced(product(a, b) * product(a, b))),
-    ("partial-plus-whole", lambda a, b: reduced(product(a, b) + reduced(product(a, b)))),
-    ("how-reduced", lambda a, b: all_reduce(f"{U} -> C[I, K]", product(a, b), MESH, op="mean")),
-    ("never-waited", lambda a, b: [all_reduce(f"{U} -> C[I, K]", product(a, b), MESH, async_op=True), a][1]),
-    ("split", lambda a, b: einsum("A[I_X, J] * B[J, K] -> C[I_X, K]", a, all_gather("B[J_X, K] -> B[J, K]", b, MESH))),
-]
+def right(a, b):
+    return torch.relu(reduce_scatter(f"{U} -> C[I_X, K]", product(a, b) * 2.0, MESH)) + 1.0
 
 
-@pytest.mark.parametrize(("rule", "fn"), FAULTS, ids=[rule for rule, _ in FAULTS])
-def test_each_rule(rule, fn):
-    report = judge(fn, A, B, mesh=MESH)
-    assert report.findings[0].rule == rule, str(report)
-    assert __file__ in report.findings[0].place
+def made_of_nothing(a):
+    return all_gather(f"{A} -> A[I, J]", torch.zeros(tuple(a.shape), device="meta"), MESH)
 
 
-def test_right_program_has_no_finding():
-    def fn(a, b):
-        return torch.relu(reduce_scatter(f"{U} -> C[I_X, K]", product(a, b) * 2.0, MESH)) + 1.0
+def derivative(reduces: bool):
+    def loss(a, b):
+        return (reduced(product(a, b)) if reduces else product(a, b)).sum()
 
-    report = judge(fn, A, B, mesh=MESH, returns="C[I_X, K]")
-    assert not report.findings, str(report)
-    assert not report.unjudged, str(report)
-
-
-def test_result_is_compared_with_its_promise():
-    assert [found.rule for found in judge(product, A, B, mesh=MESH, returns="C[I, K]").findings] == ["result"]
-    assert judge(product, A, B, mesh=MESH).result == parse(U)
-    assert judge(lambda a: None, A, mesh=MESH, returns="C[I, K]").result is None
-    short = judge(lambda a: (a,), A, mesh=MESH, returns=(A, A))
-    assert [found.rule for found in short.findings] == ["result"]
-
-
-def test_what_is_made_of_nothing_is_what_the_line_says():
-    def fn(a):
-        return all_gather("A[I, J_X] -> A[I, J]", torch.zeros(tuple(a.shape), device="meta"), MESH)
-
-    report = judge(fn, A, mesh=MESH, returns="A[I, J]")
-    assert not report.findings
-
-
-def test_what_is_not_in_the_table_is_named():
-    report = judge(lambda a: torch.special.i0(a), A, mesh=MESH)
-    assert [why for _, why in report.unjudged] == ["i0: not in the table of ops"]
-
-
-def test_a_value_that_decides_is_named():
-    report = judge(lambda a: a * 2 if a.sum() > 0 else a, A, mesh=MESH)
-    assert "may decide" in report.unjudged[0][1]
+    return torch.func.grad(loss)
 
 
 def looked_up(line):
@@ -138,88 +73,17 @@ def looked_up(line):
     return lambda E: masked(line, E[ids], ids >= 0, MESH)
 
 
-def test_a_masked_look_up_is_a_sum_over_the_axes_of_its_rows():
-    report = judge(looked_up("x[B, D] {U_X}"), "E[V_X, D]", mesh=MESH, returns="x[B, D] {U_X}")
-    assert (report.findings, report.unjudged) == ([], []), str(report)
-    both = judge(lambda E: masked("x[B] {U_XY}", E[[0, 1], [1, 0]], torch.ones(2) > 0, MESH), "E[V_X, D_Y]", mesh=MESH)
-    assert (both.findings, both.unjudged) == ([], []), str(both)
-
-
 def reordered(x):
     return masked("y[T_X, D] {U_Y}", x[x.sum(1).argsort()], x.sum(1) > 0, MESH)
 
 
-WORDS = {  # a program, the type of its argument and of its result
-    "no look-up": (lambda a: masked("A[I, J_X] {U_Y}", a, a > 0, MESH), A, "A[I, J_X] {U_Y}"),
-    "rows over another axis": (looked_up("x[B, D] {U_Y}"), "E[V_X, D]", "x[B, D] {U_Y}"),
-    "rows over one axis of two": (looked_up("x[B, D] {U_XY}"), "E[V_X, D]", "x[B, D] {U_XY}"),
-    "a device's own rows, in another order": (reordered, "x[T_X, D]", "y[T_X, D] {U_Y}"),
-}
+def entropy(reduction):
+    return lambda x: cross_entropy(x, torch.zeros(len(x)).long(), reduction=reduction)
 
 
-@pytest.mark.parametrize("what", WORDS)
-def test_of_any_other_mask_the_type_is_taken_at_its_word(what):
-    fn, given, returns = WORDS[what]
-    report = judge(fn, given, mesh=MESH, returns=returns)
-    assert ([why for _, why in report.unjudged], report.findings) == (
-        ["the mask decides, and the type is taken at its word"], [],
-    )  # fmt: skip
+def ring(passed_on: bool):
+    """Its first hop is a product of own blocks."""
 
-
-LOSSES = [("loss", True, A), ("", False, A), ("result", False, "A[I, J]")]
-
-
-@pytest.mark.parametrize(("rule", "reduces", "returns"), LOSSES)
-def test_the_derivative_of_torch_func(rule, reduces, returns):
-    def loss(a, b):
-        return (reduced(product(a, b)) if reduces else product(a, b)).sum()
-
-    report = judge(torch.func.grad(loss), A, B, mesh=MESH, returns=returns)
-    assert [found.rule for found in report.findings] == [rule] * bool(rule)
-
-
-NLL = [("none", "L[B_X]"), ("sum", "L[] {U_X}"), ("mean", "L[] {U_X}")]
-
-
-@pytest.mark.parametrize(("reduction", "type_"), NLL)
-def test_cross_entropy_of_rows_that_are_split(reduction, type_):
-    def loss(x):
-        return torch.nn.functional.cross_entropy(x, torch.zeros(len(x)).long(), reduction=reduction)
-
-    report = judge(loss, "x[B_X, V]", mesh=MESH, returns=type_)
-    assert not report.findings, str(report)
-    assert not report.unjudged, str(report)
-    report = judge(torch.func.grad(lambda x: loss(x).sum()), "x[B_X, V]", mesh=MESH, returns="dx[B_X, V]")
-    assert not report.findings, str(report)
-    assert not report.unjudged, str(report)
-
-
-def test_cross_entropy_of_classes_that_are_split_is_refused():
-    def loss(x):
-        return torch.nn.functional.nll_loss(x, torch.zeros(len(x)).long())
-
-    assert [found.rule for found in judge(loss, "x[B, V_X]", mesh=MESH).findings] == ["split"]
-
-
-def test_beside_a_gpu_a_chapter_is_judged_here_and_starts_nothing(monkeypatch):
-    """There a chapter's ranks cannot be forked, and it would become torchrun."""
-    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
-    monkeypatch.setattr("os.execve", lambda *call: pytest.fail("it started another program"))
-    chapter = FOLDER.parents[1] / "chapters" / "05_fsdp.py"
-    assert check_source(chapter.read_text(encoding="utf-8"), str(chapter)) == []
-
-
-@pytest.mark.parametrize("name", STRATEGIES)
-def test_an_array_of_the_right_type_in_the_wrong_place_is_no_derivative(name):
-    text = (FOLDER / f"{name}.py").read_text(encoding="utf-8")
-    assert check_source(text) == []
-    edited = text.replace("dTmp = block.act_vjp(Tmp, dAct)", "dTmp = dAct")
-    assert edited != text
-    assert {finding.rule for finding in check_source(edited)} == {"derivative"}
-
-
-@pytest.mark.parametrize("passed_on", [True, False])
-def test_a_product_of_own_blocks_is_a_ring_s_first_hop_or_wrong(passed_on):
     def scores(Q, K):
         total = 0.0
         for _ in range(2):
@@ -227,23 +91,89 @@ def test_a_product_of_own_blocks_is_a_ring_s_first_hop_or_wrong(passed_on):
             K = ppermute("K[B, T_X, H]", K, MESH, "X", [(0, 1), (1, 0)]) if passed_on else K
         return total
 
-    report = judge(scores, "Q[B, T_X, H]", "K[B, T_X, H]", mesh=MESH)
-    assert {found.rule for found in report.findings} == (set() if passed_on else {"split"}), str(report)
+    return scores
 
 
-def test_a_look_up_that_a_mask_makes_a_part_of_a_sum():
-    """As written by hand, without `masked`: elements of a split vocabulary, zero where the target is another rank's."""
+def masked_sum(x, here):
+    return all_reduce("p[B] {U_Y} -> p[B]", torch.where(here > 0, x, 0.0), MESH)
 
-    def picked(logits, targets, here):
-        return masked_sum(logits.gather(1, targets[:, None].long())[:, 0], here)
 
-    def masked_sum(x, here):
-        return all_reduce("p[B] {U_Y} -> p[B]", torch.where(here > 0, x, 0.0), MESH)
+def picked(logits, targets, here):
+    """Without `masked`: elements of a split vocabulary, zero where the target is another rank's."""
+    return masked_sum(logits.gather(1, targets[:, None].long())[:, 0], here)
 
-    report = judge(picked, "l[B, V_Y]", "t[B]", "h[B]", mesh=MESH)
+
+BOTH_AXES = "E[V_X, D_Y]"
+JUDGED = {  # a program, its arguments' types and its result's: the rule that it breaks first, "" of a right one
+    "sliced": (lambda a, b: shard("C[I, K] -> C[I_X, K]", product(a, b), MESH), (A, B), None, "unreduced"),
+    "twice": (lambda a, b: reduced(reduced(product(a, b))), (A, B), None, "reduced-twice"),
+    "relu": (lambda a, b: reduced(torch.relu(product(a, b))), (A, B), None, "nonlinear"),
+    "squared": (lambda a, b: reduced(product(a, b) * product(a, b)), (A, B), None, "product-of-sums"),
+    "added": (lambda a, b: reduced(product(a, b) + reduced(product(a, b))), (A, B), None, "partial-plus-whole"),
+    "mean": (lambda a, b: reduced(product(a, b), op="mean"), (A, B), None, "how-reduced"),
+    "in flight": (lambda a, b: [reduced(product(a, b), async_op=True), a][1], (A, B), None, "never-waited"),
+    "split": (
+        lambda a, b: einsum("A[I_X, J] * B[J, K] -> C[I_X, K]", a, all_gather(f"{B} -> B[J, K]", b, MESH)),
+        (A, B), None, "split",
+    ),
+    "right": (right, (A, B), "C[I_X, K]", ""),
+    "a promise": (product, (A, B), WHOLE, "result"),
+    "too few results": (lambda a: (a,), (A,), (A, A), "result"),
+    "rows over X": (looked_up("x[B, D] {U_X}"), ("E[V_X, D]",), "x[B, D] {U_X}", ""),
+    "over X and Y": (lambda E: masked("x[B] {U_XY}", E[[0], [1]], torch.ones(1) > 0, MESH), (BOTH_AXES,), None, ""),
+    "a loss that was reduced": (derivative(True), (A, B), A, "loss"),
+    "a loss that was not": (derivative(False), (A, B), A, ""),
+    "nor is what its result promises": (derivative(False), (A, B), "A[I, J]", "result"),
+    "each row's loss": (entropy("none"), ("x[B_X, V]",), "L[B_X]", ""),
+    "their sum": (entropy("sum"), ("x[B_X, V]",), "L[] {U_X}", ""),
+    "their mean": (entropy("mean"), ("x[B_X, V]",), "L[] {U_X}", ""),
+    **{
+        f"the derivative of {how}": (
+            torch.func.grad(lambda x, how=how: entropy(how)(x).sum()), ("x[B_X, V]",), "dx[B_X, V]", "",
+        )
+        for how in ("none", "sum", "mean")
+    },
+    "classes that are split": (lambda x: nll_loss(x, torch.zeros(len(x)).long()), ("x[B, V_X]",), None, "split"),
+    "own blocks alone": (ring(False), ("Q[B, T_X, H]", "K[B, T_X, H]"), None, "split"),
+    "a mask around a look-up": (picked, ("l[B, V_Y]", "t[B]", "h[B]"), None, ""),
+    "a mask around anything else": (masked_sum, ("l[B]", "h[B]"), None, "reduced-twice"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("what", JUDGED)
+def test_a_program_is_right_or_breaks_its_rule(what):
+    fn, arguments, returns, rule = JUDGED[what]
+    report = judge(fn, *arguments, mesh=MESH, returns=returns)
+    assert [found.rule for found in report.findings][:1] == [rule] * bool(rule), str(report)
+    assert rule or not report.unjudged, str(report)
+    assert not rule or rule == "result" or __file__ in report.findings[0].place
+
+
+WORD = "the mask decides, and the type is taken at its word"
+TAKEN = {  # a program without a finding: its argument, its result, and what is said of it
+    "no such op": (lambda a: torch.special.i0(a), A, None, "i0: not in the table of ops"),
+    "a mask of no look-up": (lambda a: masked("A[I, J_X] {U_Y}", a, a > 0, MESH), A, "A[I, J_X] {U_Y}", WORD),
+    "rows over another axis": (looked_up("x[B, D] {U_Y}"), "E[V_X, D]", "x[B, D] {U_Y}", WORD),
+    "rows over one axis of two": (looked_up("x[B, D] {U_XY}"), "E[V_X, D]", "x[B, D] {U_XY}", WORD),
+    "a device's own rows, in another order": (reordered, "x[T_X, D]", "y[T_X, D] {U_Y}", WORD),
+}
+
+
+@pytest.mark.parametrize("what", TAKEN)
+def test_what_cannot_be_judged_is_named(what):
+    fn, argument, returns, words = TAKEN[what]
+    report = judge(fn, argument, mesh=MESH, returns=returns)
     assert not report.findings, str(report)
-    report = judge(masked_sum, "l[B]", "h[B]", mesh=MESH)
-    assert [found.rule for found in report.findings] == ["reduced-twice"]
+    assert words in report.unjudged[0][1]
+    assert len(report.unjudged) == 1
+
+
+def test_what_is_found_beside_the_rules():
+    assert judge(product, A, B, mesh=MESH).result == parse(U)
+    assert judge(lambda a: None, A, mesh=MESH, returns=WHOLE).result is None
+    assert not judge(made_of_nothing, A, mesh=MESH, returns="A[I, J]").findings  # it is what the line says
+    assert "may decide" in judge(lambda a: a * 2 if a.sum() > 0 else a, A, mesh=MESH).unjudged[0][1]
+    assert not judge(ring(True), "Q[B, T_X, H]", "K[B, T_X, H]", mesh=MESH).findings
 
 
 def test_code_as_it_is_written():

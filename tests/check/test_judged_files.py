@@ -1,16 +1,54 @@
-"""Whole files: programs as users write them are found right, and one that ends its process ends the judging."""
+"""Whole files: listings of strategies and chapters, right variants of them, and programs as users write them are found
+right; faults of whole statements are found in them, and faulty edits of typed lines: those that on ranks change numbers
+and say nothing, and those that raise there. A file that ends its process ends the judging.
+
+What came of each edit on ranks is stored (outcomes.py runs them); here some are judged, and all by outcomes.py.
+"""
 
 import re
 import subprocess
 import sys
-from pathlib import Path
+import types
 
 import pytest
+from mutant_programs import judgement
+from mutants import ROOT, mutants
+from outcomes import digest, right, stored
+from right_variants import variants
 
-from scaling.check import check_source
+from scaling.check import check_source, judge
+from scaling.check.lines import check_lines
+from scaling.mesh import AbstractMesh
+from scaling.spec import parse
 
-DOCS = Path(__file__).parents[2] / "docs"
-HEAD = "import torch\nfrom scaling.collectives import all_gather\n"
+STRATEGIES = [f"scaling/strategies/{name}.py" for name in ("data_parallel", "fsdp", "tensor_parallel", "fsdp_tp")]
+MESH = AbstractMesh({"X": 2, "Y": 3})
+
+
+@pytest.mark.parametrize("keep", [True, False])
+@pytest.mark.parametrize("file", STRATEGIES)
+def test_a_listing_is_clean_and_wholly_judged(file, keep):
+    """Its forward and backward, against its own SPECS."""
+    s = types.ModuleType("listing")
+    exec(compile(right(file), "listing.py", "exec"), s.__dict__)
+    params = {k: str(parse(v).stacked("L")) for k, v in s.SPECS.items() if k not in ("In", "Out")}
+
+    def both(params, In, dOut):
+        Out, saved = s.forward(params, In, MESH, keep=keep)
+        return Out, *s.backward(dOut, saved, params, MESH)
+
+    In, Out = s.SPECS["In"], s.SPECS["Out"]
+    report = judge(both, params, In, Out, mesh=MESH, returns=(Out, In, params))
+    assert not report.findings, str(report)
+    assert not report.unjudged, str(report)
+    assert report.judged > 20
+
+
+PROGRAMS = [
+    pytest.param(program, id=f"{page} {number}", marks=pytest.mark.slow)
+    for page in ("docs/your-own-code.md", "docs/three-columns.md")
+    for number, program in enumerate(re.findall(r"```python\n(.*?)```", right(page), re.S))
+]
 SQUARE = """
 import torch
 from torch.func import vjp
@@ -28,30 +66,155 @@ def main(mesh, W, x):
     return tree.unshard(dW, "dW[D_X, F]", mesh)
 
 launch.start(main, {"X": 2}, torch.ones(3, 6, 6), torch.ones(4, 6))
+"""  # what goes into a square layer has the name that came out of one
+
+
+@pytest.mark.parametrize("program", [*PROGRAMS, pytest.param(SQUARE, id="square layers")])
+def test_nothing_is_found_in_right_programs(program):
+    assert [str(found) for found in check_source(program)] == []
+
+
+LOSSES = {"chapters/05_dp.py": "X", "chapters/05_fsdp.py": "X", "chapters/05_tp.py": "Y"}
+GRADIENTS = {f"scaling/strategies/{name}.py": "dW_in" for name in ("data_parallel", "fsdp_tp", "zero")}
+GRADIENTS |= {f"scaling/strategies/{name}.py": "dW_out" for name in ("fsdp", "pods")}
+GRADIENTS |= {"chapters/05_dp.py": "dW_in", "chapters/05_fsdp.py": "dW_out", "chapters/05_fsdp_tp.py": "dW_in"}
+FAULTS = [  # (file, what stands there, what stands there instead, the rule that is broken last)
+    *(  # a loss that is reduced before it is differentiated
+        (
+            file, r"return (.*\.square\(\)\.sum\(\))(?=  # Loss\[\] \{U_)",
+            rf'return all_reduce("Loss[] {{U_{axis}}} -> Loss[]", \1, mesh)', "loss",
+        )
+        for file, axis in LOSSES.items()
+    ),
+    *(  # a residual of another type
+        (file, *edit)
+        for file in ("scaling/strategies/tensor_parallel.py", "chapters/05_fsdp_tp.py")
+        for edit in (
+            (r'(Out = reduce_scatter\("Out\[.*", Out)(?=, mesh\))', r"\1 + In", "partial-plus-whole"),
+            (r"return Out(?=, \(In)", "return Out + In", "split"),
+        )
+    ),
+    *(  # a gradient that is returned unreduced
+        (file, rf"    {weight} = (all_reduce|reduce_scatter)\(.*\n", "", "result")
+        for file, weight in GRADIENTS.items()
+    ),
+    *(  # an array of the right type in the wrong place
+        (file, r"dTmp = block\.act_vjp\(Tmp, dAct\)", "dTmp = dAct", "derivative")
+        for file in (STRATEGIES[0], STRATEGIES[3])
+    ),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("file", "pattern", "edit", "rule"), FAULTS)
+def test_a_fault_of_a_whole_statement_is_found(file, pattern, edit, rule):
+    text, count = re.subn(pattern, edit, right(file), count=1)
+    assert count == 1
+    head = "from scaling.collectives import all_reduce\n" if rule == "loss" else ""
+    found = [fault.rule for fault in check_source(head + text, file)]
+    assert found[-1] == rule or (rule == "loss" and rule in found)
+    assert {*found} == {rule} or rule not in ("result", "derivative")
+
+
+WAITS = """
+import torch
+from scaling.collectives import all_gather, wait
+
+def f(A, B, mesh):
+    '''Of A[I_X, J], B[J, K_X].'''
+    a = all_gather("A[I_X, J] -> A[I, J]", A, mesh, async_op=True)
+    b = all_gather("B[J, K_X] -> B[J, K]", B, mesh, async_op=True)
+    """
+
+
+@pytest.mark.parametrize(("lines", "rule"), [
+    ("a, b = wait(a), wait(b)\n    return torch.relu(a), torch.relu(b)", ""),
+    ("wait(a)\n    return torch.relu(a), wait(b)", "pending"),
+    ("a = wait(a)\n    return a @ b", "pending"),
+    ("a = wait(b)\n    return torch.relu(a), torch.relu(b)", "pending"),
+    ("a = a.wait()\n    return a, torch.relu(b)", "pending"),
+    ("b = wait(a)\n    return b", "never-waited"),
+    ("a = wait(a)\n    return a", "never-waited"),
+])  # fmt: skip
+def test_a_wait_for_the_wrong_array(lines, rule):
+    found = [found.rule for found in check_source(WAITS + lines)]
+    assert rule in found if rule else not found
+
+
+@pytest.mark.parametrize("above", ["", "@torch.no_grad()\n", "@torch.no_grad()\n@torch.enable_grad()\n"])
+def test_a_decorated_function_is_judged_as_any_other(above):
+    """Nothing calls it: the mesh that it is run on has the axes of its lines, which no type of its docstring names."""
+    text = f"""
+import torch
+from scaling.collectives import all_gather, shard
+
+{above}def f(x, mesh):
+    '''x[B, D] -> Out[B, D].'''
+    own = shard("x[B, D] -> x[B_X, D]", x, mesh)
+    return all_gather("x[B_X, D] -> Out[B, D]", own, mesh)
 """
+    assert check_source(text) == []
+    wrong = text.partition("    return all_gather")[0] + "    return own\n"
+    assert [found.rule for found in check_source(wrong)] == ["result"]
 
 
-def test_what_goes_into_a_square_layer_has_the_name_that_came_out_of_one():
-    assert [str(found) for found in check_source(SQUARE)] == []
+def test_beside_a_gpu_a_chapter_is_judged_here_and_starts_nothing(monkeypatch):
+    """There a chapter's ranks cannot be forked, and it would become torchrun."""
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("os.execve", lambda *call: pytest.fail("it started another program"))
+    assert check_source(right("chapters/05_fsdp.py"), str(ROOT / "chapters/05_fsdp.py")) == []
 
 
 @pytest.mark.slow
 def test_a_file_that_ends_its_process_ends_the_judging(tmp_path):
+    head = "import torch\nfrom scaling.collectives import all_gather\n"
     for name, first in ("ends.py", "__import__('os')._exit(3)"), ("right.py", ""):
-        (tmp_path / name).write_text(f"{HEAD}{first}\nx = all_gather('x[B_X] -> x[B]', torch.ones(2), None)\n")
+        (tmp_path / name).write_text(f"{head}{first}\nx = all_gather('x[B_X] -> x[B]', torch.ones(2), None)\n")
     command = [sys.executable, "-m", "scaling.check", str(tmp_path)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert done.returncode != 0
     assert "fix:" in done.stderr or done.returncode == 3  # of one processor: as the file says
 
 
-PROGRAMS = [
-    pytest.param(program, id=f"{page.name} {number}", marks=pytest.mark.slow)
-    for page in (DOCS / "your-own-code.md", DOCS / "three-columns.md")
-    for number, program in enumerate(re.findall(r"```python\n(.*?)```", page.read_text(encoding="utf-8"), re.S))
-]
+KNOWN, EVERY = stored(), list(mutants())
+SILENT, RAISED = ([c for c in EVERY if KNOWN.get(digest(c[1], *c[3:5])) == outcome] for outcome in ("wrong", "raises"))
+HOPS = [case for case in SILENT if case[0] == "collective dropped" and case[3].startswith("ppermute")]
+GAPS = {  # edits that the judge does not find: (file, what stands in the collective's place)
+    ("scaling/serve/forms/experts.py", "all_gather('Out[B_EY, T, D] -> Out[B, T, D]', Out, at.mesh)"),
+    ("scaling/serve/forms/experts.py", "all_gather('Out[B_EY, T, D] -> Out[B_X, T, D]', Out, at.mesh)"),
+}
+SEEN = [case for case in SILENT if case not in HOPS and (case[1], case[4]) not in GAPS][::25]
+TYPES = "axis dropped in one type", "another axis in one type", "{U} dropped"
+SEEN += [case for case in RAISED if case[0] in TYPES and case[1] in STRATEGIES][::7]
+RIGHT = list(variants(50, seed=0))
 
 
-@pytest.mark.parametrize("program", PROGRAMS)
-def test_nothing_is_found_in_the_programs_of_the_docs(program):
-    assert [str(found) for found in check_source(program)] == []
+def test_enough_were_run():
+    assert len(KNOWN) > 3400
+    assert len(SILENT) > 660
+    assert len(RAISED) > 1800
+    assert len({text for _, _, text in RIGHT}) == 50
+    assert len({file for file, _, _ in RIGHT}) > 10
+
+
+def test_a_block_that_a_ring_does_not_pass_on():
+    assert HOPS
+    assert all(judgement(case[1], case[5]).findings for case in HOPS)
+
+
+@pytest.mark.parametrize(("kind", "file", "line", "before", "edit", "text"), SEEN)
+def test_an_edit_is_refused(kind, file, line, before, edit, text):
+    assert judgement(file, text).findings, f"{kind}: {file}:{line}: {edit}"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", range(0, 50, 10))
+def test_nothing_is_found_in_right_variants(number):
+    for file, done, text in RIGHT[number : number + 10 : 2]:
+        assert [str(found) for found in [*check_lines(text, file)[0], *judgement(file, text).findings]] == [], done
+
+
+def test_rows_chosen_in_an_array_whose_dims_are_half_known():
+    """Serving's experts, with one of a stack of shards taken: which device chose a row is not known there."""
+    file, done, text = list(variants(20, seed=7))[-1]
+    assert "stack" in done[0]
+    assert [str(found) for found in judgement(file, text).findings] == []
