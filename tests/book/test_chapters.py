@@ -8,7 +8,7 @@ import sys
 import pytest
 import running
 from pinned import PINNED
-from proposals import TRIED
+from running import TRIED
 
 from scaling.book.answers import Answer
 
@@ -24,9 +24,9 @@ def nearly(value, rel: float):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", running.ON_A_PAGE)
-def test_answers(name, chapter):
-    page = chapter(name).page
-    assert (chapter(name).status, page.failures) == (0, [])
+def test_answers(name):
+    page = running.chapter(name).page
+    assert (running.chapter(name).status, page.failures) == (0, [])
     pinned = PINNED.get(name, {})
     got = {answer.question: answer.ours for answer in page.given if to_be_pinned(answer) or answer.question in pinned}
     assert got == {question: nearly(value, 1e-9) for question, value in pinned.items()}
@@ -36,13 +36,14 @@ def test_answers(name, chapter):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", running.ON_A_PAGE)
-def test_prints(name, chapter):
-    lines = chapter(name).text.splitlines()
+def test_prints(name):
+    ran = running.chapter(name)
+    lines = ran.text.splitlines()
     assert not [line for line in lines if len(line) > 80]
     assert lines[0].startswith(f"Part {int(name[:2])}")
-    held = " ".join(chapter(name).text.rpartition("\nWhat held: ")[2].split())  # as long as a line, or continued
+    held = " ".join(ran.text.rpartition("\nWhat held: ")[2].split())  # as long as a line, or continued
     assert re.search(r": all hold \(\d[\d.]* s\)$", held)
-    assert bool({"steps", "batch", "text"} & set(vars(chapter(name).page.args))) == (name in running.TRAIN)
+    assert bool({"steps", "batch", "text"} & set(vars(ran.page.args))) == (name in running.TRAIN)
 
 
 def test_every_chapter_proposes_things_to_try():
@@ -59,12 +60,12 @@ def tried_in(name: str) -> str:
 
 @pytest.mark.sweep
 @pytest.mark.parametrize("name", TRIED)
-def test_things_to_try(name, chapter, monkeypatch, tmp_path):
+def test_things_to_try(name, monkeypatch, tmp_path):
     """Each proposal stands in the chapter's last cell; the edit is made in its text, the flag given."""
     after_edit, value, with_flag = TRIED[name]
     proposed = running.things_to_try(name)
     body = tried_in(name)
-    found = eval(proposed["expression"], chapter(name).names)
+    found = eval(proposed["expression"], running.chapter(name).names)
     assert found == nearly(value, 1e-3)
     monkeypatch.chdir(tmp_path)
     edited = running.run(name, code=body.replace(proposed["old"], proposed["new"]))
@@ -105,8 +106,8 @@ def test_under_torchrun_every_rank_ends_well(name):
 
 
 @pytest.mark.slow
-def test_part_5_thresholds_of_chips(chapter):
-    lines = [line.split() for line in chapter("05_when_bound").text.splitlines()]
+def test_part_5_thresholds_of_chips():
+    lines = [line.split() for line in running.chapter("05_when_bound").text.splitlines()]
     links = {"v4p": (2.75e14, 9e10, 3, 6.25e9), "v5p": (4.59e14, 1.8e11, 3, 6.25e9),
              "v5e": (1.97e14, 9e10, 2, 3.125e9), "v6e": (9.2e14, 1.8e11, 2, 1.25e10)}  # fmt: skip
     for name, (flops, ici, axes, dcn) in links.items():
@@ -117,8 +118,8 @@ def test_part_5_thresholds_of_chips(chapter):
 
 
 @pytest.mark.slow
-def test_part_5_figures_cross_where_the_book_says(chapter):
-    names = chapter("05_when_bound").names
+def test_part_5_figures_cross_where_the_book_says():
+    names = running.chapter("05_when_bound").names
     never = float("inf")
     assert list(names["turns"]) == ["4096 FSDP", "1024 x 4", "512 x 8", "256 x 16", "4096 TP"]
     wanted = [850 * 4096, 4096 * 2550 / 4 / 2, 4096 * 2550 / 8 / 2, never, never]

@@ -1,10 +1,14 @@
-"""Rings frame by frame, beside scaling.collectives.rings; and chunks streamed through a core, as 02_tpus draws them."""
+"""What chapters draw: rings frame by frame, beside scaling.collectives.rings; chunks streamed through a core, as
+02_tpus has them; and layouts in memory against numpy arrays that are laid out as XLA's documents say."""
 
 import itertools
+import random
 
+import numpy as np
 import pytest
+from running import chapter
 
-from scaling.book import frames
+from scaling.book import frames, hlo
 from scaling.collectives import rings
 from scaling.show import bars
 
@@ -33,7 +37,7 @@ def test_everything_arrives_by_as_much_as_travels_over_the_links(n):
     assert passed * V == n * n * loads["AllToAll", 1]  # chunks of V/n scalars
 
 
-def test_drawn():
+def test_frames_drawn():
     text = frames.draw(frames.all_gather(4, 1), lambda held: frames.draw_shards(held, 4))
     assert text.splitlines()[2] == "device 0  A...      A..D   A.CD   ABCD"
     assert frames.partial_sum((2, frozenset({0, 3}))) == "C: 0+3"
@@ -43,7 +47,7 @@ def test_drawn():
 
 @pytest.mark.parametrize("times", [(3.0, 1.0, 0.5), (1.0, 3.0, 0.5), (1.0, 1.0, 1.0), (1.0, 2.0, 0.5)])
 @pytest.mark.parametrize("chunks", [1, 2, 7])
-def test_chunks_wait_for_their_place_in_one_buffer_and_overlap_in_two(chapter, chunks, times):
+def test_chunks_wait_for_their_place_in_one_buffer_and_overlap_in_two(chunks, times):
     (load, compute, store), streamed = times, chapter("02_tpus").names["streamed"]
     ends = []
     for buffers in (1, 2):
@@ -67,7 +71,90 @@ def test_chunks_wait_for_their_place_in_one_buffer_and_overlap_in_two(chapter, c
         assert double == pytest.approx(2 + load + chunks * compute + store)
 
 
-def test_streams_drawn(chapter):
+def test_streams_drawn():
     wanted = ["HBM  |L0--L1--....S0......S1|", "core |....C0------C1------..|"]
     run = chapter("02_tpus").names["streamed"](2, 2.0, 4.0, 1.0, buffers=2)
     assert bars.text(run, 22).splitlines() == wanted
+
+
+# --- Layouts in memory, and lines of HLO
+
+FUSION = (
+    "%fusion.3 = bf16[32,32,4096]{2,1,0:T(8,128)(2,1)S(1)} fusion(bf16[32,32,8192]{2,1,0:T(8,128)(2,1)S(1)} "
+    "%fusion.32), kind=kCustom, calls=%all-reduce-scatter.3"
+)
+DOT = (
+    "ROOT %dot.4 = f32[16,128]{1,0} dot(f32[256,16]{1,0} %convert.3, f32[128,256]{1,0} %Arg_0.1), "
+    "lhs_contracting_dims={0}, rhs_contracting_dims={1}"
+)
+
+
+def laid_out(shape: hlo.Shape) -> list[int]:
+    """The elements' numbers in memory, -1 for padding: transposed, padded and cut by numpy, one level after another."""
+    x = np.arange(int(np.prod(shape.shape))).reshape(shape.shape).transpose(shape.order[::-1])
+    for tile in shape.tiles:
+        x = x.reshape((1,) * (len(tile) - x.ndim) + x.shape)
+        front = x.ndim - len(tile)
+        x = np.pad(x, [(0, 0)] * front + [(0, -n % t) for n, t in zip(x.shape[front:], tile, strict=True)],
+                   constant_values=-1)  # fmt: skip
+        cut = [part for n, t in zip(x.shape[front:], tile, strict=True) for part in (n // t, t)]
+        x = x.reshape(*x.shape[:front], *cut)
+        pairs = range(front, x.ndim)
+        x = x.transpose(*range(front), *pairs[::2], *pairs[1::2])
+    return x.ravel().tolist()
+
+
+def random_shape(rng: random.Random) -> hlo.Shape:
+    dims = rng.randint(1, 4)
+    order = list(range(dims))
+    rng.shuffle(order)
+    tiles = [tuple(rng.randint(1, 4) for _ in range(rng.randint(1, min(dims, 2)))) for _ in range(rng.randint(0, 3))]
+    shape = tuple(rng.randint(1, 6) for _ in range(dims))
+    return hlo.Shape(rng.choice(["f32", "bf16", "s8"]), shape, tuple(order), tuple(tiles))
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_every_element_lies_where_it_does(seed):
+    shape = random_shape(random.Random(seed))
+    memory = laid_out(shape)
+    assert shape.padded_bytes == len(memory) * shape.itemsize
+    for number, index in enumerate(np.ndindex(*shape.shape)):
+        assert memory[shape.offset(*index) // shape.itemsize] == number
+    assert hlo.parse_shape(str(shape)) == shape
+
+
+def test_the_books_pictures():
+    """f32[3,5] in tiles of 2 x 2 is padded to 4 x 6; bf16[4,8]: pairs of rows, a column at a time."""
+    small = hlo.parse_shape("f32[3,5]{1,0:T(2,2)}")
+    assert small.padded == (4, 6)
+    assert small.padded_bytes / small.nbytes == 1.6
+    assert [small.offset(*at) // 4 for at in ((0, 0), (0, 1), (1, 0), (1, 1), (0, 2), (2, 0))] == [0, 1, 2, 3, 4, 12]
+    pairs = hlo.parse_shape("bf16[4,8]{1,0:T(2,4)(2,1)}")
+    assert [pairs.offset(*at) // 2 for at in ((0, 0), (1, 0), (0, 1), (1, 1), (0, 4), (2, 0))] == [0, 1, 2, 3, 8, 16]
+
+
+def test_lines_of_a_program_are_read():
+    fusion = hlo.operation(FUSION)
+    assert (fusion.name, fusion.op, fusion.result.space) == ("fusion.3", "fusion", 1)
+    assert fusion.operands == (("fusion.32", hlo.parse_shape("bf16[32,32,8192]{2,1,0:T(8,128)(2,1)S(1)}")),)
+    assert dict(fusion.attributes) == {"kind": "kCustom", "calls": "%all-reduce-scatter.3"}
+    dot = hlo.operation(DOT)
+    assert [name for name, _ in dot.operands] == ["convert.3", "Arg_0.1"]
+    assert dict(dot.attributes) == {"lhs_contracting_dims": "{0}", "rhs_contracting_dims": "{1}"}
+
+
+REFUSED = {  # what is no layout, no index inside, no operation
+    **dict.fromkeys(
+        ["f32(3,5)", "q7[3]", "f32[3,5]{1,1}", "f32[3,5]{0}", "f32[3]{0:T(0)}", "f32[3]{0:Q}"],
+        (hlo.parse_shape, ValueError, "layout"),
+    ),
+    "f32[3,5]{1,0:T(2,2)}": (lambda text: hlo.parse_shape(text).offset(3, 0), IndexError, None),
+    "fusion.3 is a fusion": (hlo.operation, ValueError, "is not an operation"),
+}
+
+
+@pytest.mark.parametrize("text", REFUSED)
+def test_what_is_refused(text):
+    read, error, said = REFUSED[text]
+    with pytest.raises(error, match=said):
+        read(text)

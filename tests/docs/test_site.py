@@ -7,7 +7,6 @@ import sys
 import tomllib
 from pathlib import Path
 
-import links
 import pytest
 import visit
 
@@ -87,7 +86,7 @@ def test_links_that_lead_nowhere(tmp_path):
     (tmp_path / "two.html").write_text(
         '<a href="three.html">3</a><a href="one.html#gone">1</a><script src="http://x/y.js">'
     )
-    found, count = links.faults(tmp_path)
+    found, count = visit.faults(tmp_path)
     assert count == 4
     assert len(found) == 4
     assert any("loads http://x/y.js" in fault for fault in found)

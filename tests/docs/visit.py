@@ -1,15 +1,63 @@
 """Visits the built site as a reader does: `python tests/docs/visit.py site`, which needs playwright and Chromium.
 
-The page to play on, line by line, legal and illegal; search; and no page wider than a phone.
+The page to play on, line by line, legal and illegal; search; and no page wider than a phone. With `--links`, which
+needs neither, it looks at every link instead: each inside the site must lead to a page and, behind a #, to something
+there; nothing may be loaded from elsewhere.
 """
 
 import argparse
 import functools
 import http.server
 import shutil
+import sys
 import threading
 import time
+from html.parser import HTMLParser
 from pathlib import Path
+from urllib.parse import unquote, urlsplit
+
+LOADED = {("script", "src"), ("img", "src"), ("link", "href"), ("iframe", "src"), ("source", "src")}
+
+
+class Reader(HTMLParser):
+    """A page's ids, its links, and what it loads."""
+
+    def __init__(self, file: Path):
+        super().__init__()
+        self.ids: set[str] = set()
+        self.links: list[str] = []
+        self.loaded: list[str] = []
+        self.feed(file.read_text(encoding="utf-8"))
+
+    def handle_starttag(self, tag, attrs):
+        for name, value in attrs:
+            if name == "id" or (tag == "a" and name == "name"):
+                self.ids.add(value)
+            elif tag == "a" and name == "href":
+                self.links.append(value)
+            elif (tag, name) in LOADED and ("rel", "canonical") not in attrs:
+                self.loaded.append(value)
+
+
+def faults(site: Path) -> tuple[list[str], int]:
+    """What is wrong, and how many links were looked at."""
+    pages = {file.resolve(): Reader(file) for file in sorted(site.rglob("*.html"))}
+    found, count = [], 0
+    for file, page in pages.items():
+        where = file.relative_to(site.resolve())
+        found += [f"{where} loads {url}" for url in page.loaded if urlsplit(url).scheme not in ("", "data")]
+        for link in page.links:
+            url = urlsplit(link)
+            if url.scheme or url.netloc:
+                continue
+            count += 1
+            target = (file.parent / unquote(url.path)).resolve() if url.path else file
+            if not target.exists():
+                found.append(f"{where}: {link} leads nowhere")
+            elif url.fragment and target in pages and unquote(url.fragment) not in pages[target].ids:
+                found.append(f"{where}: {link} leads to nothing on that page")
+    return found, count
+
 
 LEGAL, RULE = "legal", "rule:"
 LINES = [
@@ -78,13 +126,18 @@ def visit(page, base: str, site: Path, shots: Path | None) -> None:
     assert not errors, errors
 
 
-def main() -> None:
-    from playwright.sync_api import sync_playwright
-
+def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split(":")[0])
     parser.add_argument("site", type=Path)
     parser.add_argument("--shots", type=Path, help="a folder for pictures of some pages")
+    parser.add_argument("--links", action="store_true", help="look at links alone, without a browser")
     args = parser.parse_args()
+    if args.links:
+        wrong, count = faults(args.site)
+        print("\n".join([*wrong, f"{count:,} links inside the site, {len(wrong)} faults"]))
+        return int(bool(wrong))
+    from playwright.sync_api import sync_playwright
+
     server = Server(("127.0.0.1", 0), functools.partial(Quiet, directory=str(args.site)))
     threading.Thread(target=server.serve_forever, daemon=True).start()
     with sync_playwright() as play:
@@ -92,7 +145,8 @@ def main() -> None:
         visit(browser.new_page(), f"http://127.0.0.1:{server.server_port}/", args.site, args.shots)
         browser.close()
     print(f"{len(LINES)} lines played, every page as narrow as a phone")
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

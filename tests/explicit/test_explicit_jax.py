@@ -1,5 +1,5 @@
-"""The rules beside what JAX's explicit mode says of 3,045 cases (tests/oracles/explicit_jax.py), types alone; and its
-gradients (explicit_gradients_jax.py), in types and, on ranks, in values."""
+"""The rules beside what JAX's explicit mode says (tests/oracles/explicit_jax.py): of 3,045 cases, types alone; and its
+gradients, in types and, on ranks, in values."""
 
 import json
 import re

@@ -44,7 +44,7 @@ def layer_of_experts(config=DEEPSEEK, B=2, T=9):
 
 
 def probes_of_experts() -> dict:
-    """What is compared with Hugging Face's DeepseekV3MoE (tests/oracles/experts.py)."""
+    """What is compared with Hugging Face's DeepseekV3MoE (tests/oracles/hugging_face.py)."""
     params, x, dy = layer_of_experts()
     y, pull = vjp(lambda params, x: moe.forward(params, x, DEEPSEEK)[0], params, x)
     grads, dx = pull(dy)

@@ -153,7 +153,7 @@ def test_forward_equals_dense(config):
 
 
 def test_deepseeks_layer_is_hugging_faces():
-    """Outputs and every gradient, beside the stored numbers of their DeepseekV3MoE (tests/oracles/experts.py)."""
+    """Outputs and every gradient, beside the stored numbers of their DeepseekV3MoE (tests/oracles/hugging_face.py)."""
     theirs, mine = json.loads((Path(__file__).parent / "experts.json").read_text()), probes_of_experts()
     assert mine["experts"] == theirs["experts"]
     assert mine["probes"].keys() == theirs["probes"].keys()

@@ -7,6 +7,7 @@ The program is compiled for eight CPU devices with the same types for what goes 
 are read; each counts the bytes that a device sends by the algorithm that is optimal in bytes, as ours do.
 """
 
+import argparse
 import json
 import re
 import sys
@@ -16,7 +17,6 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
-from storing import asked_to_store
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "auto"))
 from random_programs import MESH, Program, function, programs
@@ -72,7 +72,9 @@ def compiled(program: Program, mesh) -> list[tuple[str, float]]:
 
 
 def main() -> None:
-    write = asked_to_store(__doc__, TABLE)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--write", action="store_true", help="store the table")
+    write = parser.parse_args().write
     jax.config.update("jax_num_cpu_devices", 8)
     mesh = jax.make_mesh(tuple(MESH.values()), tuple(MESH), axis_types=(AxisType.Auto,) * 2)
     table = {}

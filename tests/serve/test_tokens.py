@@ -1,5 +1,5 @@
 """Each request gives the tokens that the model without a cache gives it, whatever computes it and runs beside it; and
-those of Hugging Face's generate (`tests/oracles/hugging_face_generate.py`) and vLLM (`vllm_generate.py` beside it)."""
+those of Hugging Face's generate and vLLM (`tests/oracles/completions.py`)."""
 
 import functools
 import itertools

@@ -1,15 +1,22 @@
 """Pictures of shardings against Spec.slices, and as each device sees them; the types of a Transformer's leaves and
-their bytes on a rank; the command line, and files."""
+their bytes on a rank; pictures and traces of schedules; the command lines, and files."""
 
 import itertools
+import json
 import math
+import re
+from dataclasses import replace
 
 import pytest
 import torch
 
 from scaling.configs import get
 from scaling.cost import transformer as tm
+from scaling.schedules import SCHEDULES, make
+from scaling.schedules.simulator import Times, simulate
 from scaling.show import NINE, blocks, devices, draw, main, params, save
+from scaling.show import schedules as show_schedule
+from scaling.show.timelines import draw_on, save_schedule, schedule_chart, summary, write_chrome
 from scaling.spec import ShardingError, parse
 
 MESH = {"X": 2, "Y": 2}
@@ -54,8 +61,6 @@ def test_a_real_array_gives_its_sizes():
     assert "0:3" in text
     assert "3:6" in text
     assert "0:5" in text
-    with pytest.raises(ShardingError, match="not 2 dims"):
-        draw("A[I_X, J]", MESH, shard=torch.zeros(3))
 
 
 def test_three_dims_are_a_grid_for_each_block_of_the_first():
@@ -63,8 +68,6 @@ def test_three_dims_are_a_grid_for_each_block_of_the_first():
     assert text.count("┌") == 2
     assert "B 0" in text
     assert "B 1" in text
-    with pytest.raises(ShardingError, match="1, 2 or 3 dims"):
-        draw("A[A, B, C, D]", MESH)
 
 
 def test_colours_tell_groups_of_devices_apart():
@@ -86,13 +89,26 @@ def test_command_line(capsys, tmp_path):
         assert main(["--plot", str(tmp_path / name)]) == 0
         assert (tmp_path / name).stat().st_size > 5000
     assert "<svg" in (tmp_path / "nine.svg").read_text()
-
-
-@pytest.mark.slow
-def test_only_flat_arrays_are_plotted(tmp_path):
     save(str(tmp_path / "one.svg"), ["A[I_X]"], MESH)
-    with pytest.raises(ShardingError, match="1 or 2 dims are plotted"):
-        save(str(tmp_path / "x.svg"), ["A[I, J, K]"], MESH)
+
+
+REFUSED = {  # what is not drawn: what is said of it
+    "a shard of other dims": (lambda: draw("A[I_X, J]", MESH, shard=torch.zeros(3)), "not 2 dims"),
+    "four dims": (lambda: draw("A[A, B, C, D]", MESH), "1, 2 or 3 dims"),
+    "three dims, plotted": (lambda: save("x.svg", ["A[I, J, K]"], MESH), "1 or 2 dims are plotted"),
+    "three dims, by device": (lambda: devices.draw("A[I_X, J, K]", MESH), "1 or 2 dims on meshes of 1 or 2 axes"),
+    "three axes, by device": (
+        lambda: devices.draw("A[I_X]", MESH | {"Z": 2}),
+        "1 or 2 dims on meshes of 1 or 2 axes",
+    ),
+}
+
+
+@pytest.mark.parametrize("what", REFUSED)
+def test_what_is_not_drawn_is_refused(what):
+    call, said = REFUSED[what]
+    with pytest.raises(ShardingError, match=said):
+        call()
 
 
 # --- As each device sees it
@@ -137,12 +153,6 @@ def test_every_device_is_drawn_with_what_it_holds(spec):
             assert [any(line) for line in squares] == [i * parts // 8 == at for i in range(8)]
 
 
-def test_what_is_not_drawn_is_refused():
-    for spec, mesh in (("A[I_X, J, K]", MESH), ("A[I_X]", {"X": 2, "Y": 2, "Z": 2})):
-        with pytest.raises(ShardingError, match="1 or 2 dims on meshes of 1 or 2 axes"):
-            devices.draw(spec, mesh)
-
-
 @pytest.mark.slow
 def test_a_picture(tmp_path):
     pytest.importorskip("matplotlib")
@@ -179,3 +189,89 @@ def test_params_command_line(capsys):
     assert max(map(len, out.splitlines())) <= 100
     assert params.main(["--mesh", "Q=2"]) == 1
     assert "splits nothing of a Transformer" in capsys.readouterr().err
+
+
+# --- Schedules
+
+
+def test_the_chart_is_the_schedule():
+    chart = schedule_chart(simulate(make("1f1b", 2, 3), Times(1, 1, 1)))
+    assert chart.splitlines() == [
+        "rank 0 |F0F1····B0--F2B1--··B2--|",
+        "rank 1 |··F0B0--F1B1--F2B2--····|",
+        "        F forward  B backward  · idle",
+    ]
+    line = summary(simulate(make("1f1b", 4, 8)), "units")
+    assert line == "1f1b: makespan 33 units, bubble 27.3%, live activations 4, 3, 2, 1"
+    with pytest.raises(ValueError, match="no computation"):
+        schedule_chart(replace(simulate(make("1f1b", 2, 2)), spans=()))
+
+
+def test_halves_and_chunks_have_letters_of_their_own():
+    assert "F0I0F1I1F2I2W0" in schedule_chart(simulate(make("zb-h1", 3, 4))).splitlines()[2]
+    assert "F0f0F1f1" in schedule_chart(simulate(make("dualpipev", 2, 4))).splitlines()[1]
+
+
+@pytest.mark.parametrize("name", list(SCHEDULES))
+def test_rows_are_aligned_and_as_wide_as_asked(name):
+    timeline = simulate(make(name, 4, 8), Times(1.25, 1, 0.75, hop=0.1))
+    rows = schedule_chart(timeline, width=90).splitlines()[:-1]
+    assert [len(row) for row in rows] == [len("rank 0 ||") + 90] * 4
+    coloured = schedule_chart(timeline, width=90, colour=True).splitlines()[:-1]
+    plain = [re.sub("\x1b\\[[0-9;]*m", "", row) for row in coloured]
+    assert [row.replace(" ", "-")[7:] for row in plain] == [row[7:] for row in rows]
+
+
+@pytest.mark.slow
+def test_pictures_of_schedules(tmp_path):
+    save_schedule(tmp_path / "chart.png", *(simulate(make(name, 2, 4)) for name in ("gpipe", "dualpipev")))
+    assert (tmp_path / "chart.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_schedules_command_line(capsys, tmp_path):
+    picture, trace = tmp_path / "a.svg", tmp_path / "a.json"
+    options = ["--stages", "4", "--microbatches", "8", "--plot", str(picture), "--trace", str(trace)]
+    assert main(["schedule", "1f1b", *options]) == 0
+    shown = capsys.readouterr().out
+    assert "bubble 27.3%" in shown
+    assert "closed form 9 = simulated 9" in shown
+    assert picture.read_bytes().startswith(b"<?xml")
+    assert trace.exists()
+
+    assert show_schedule.main(["all", "--stages", "2", "--microbatches", "3", "--times", "1,2,1"]) == 0
+    shown = capsys.readouterr()
+    assert shown.out.count("rank 1 |") == 4
+    assert "interleaved: 3 microbatches are not a multiple of 2 stages" in shown.err
+    assert show_schedule.main(["dualpipev", "--stages", "4", "--microbatches", "4"]) == 2
+    assert show_schedule.main(["gpipe", "--split", "--hop", "1/2"]) == 0
+
+
+def test_chrome_trace(tmp_path):
+    timeline = simulate(make("gpipe", 2, 3), Times(hop=1))
+    write_chrome(tmp_path / "trace.json", timeline, timeline)
+    events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    assert [e["args"]["name"] for e in events if e["ph"] == "M"] == ["gpipe", "rank 0", "rank 1"] * 2
+    spans = [e for e in events if e["ph"] == "X" and e["pid"] == 1]
+    assert len(spans) == len(timeline.spans)
+    forward = next(e for e in spans if e["name"] == "Forward 2" and e["tid"] == 1)
+    assert (forward["ts"], forward["dur"], forward["args"]) == (4e6, 1e6, {"stage": 1, "microbatch": 2})
+
+
+@pytest.mark.parametrize("shown", [False, True])
+def test_on_a_page_it_is_text_or_a_picture(shown):
+    said = []
+
+    class Page:
+        columns = 70
+
+        def picture(self, name, make):
+            said.append(name)
+            return shown
+
+        def say(self, text):
+            said.append(text)
+
+    timeline = simulate(make("1f1b", 2, 3))
+    draw_on(Page(), timeline, "s")
+    text = f"{summary(timeline, 's')}\n{schedule_chart(timeline, width=60)}"
+    assert said == ["1f1b"] + [text] * (not shown)

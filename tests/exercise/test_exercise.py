@@ -1,0 +1,151 @@
+"""Every exercise: its solution is right, and each planted wrong answer gets a message of its own that helps; what is no
+answer is refused with what is wrong; the commands; a verdict in time, and nothing is left running."""
+
+import subprocess
+import tempfile
+import time
+import tomllib
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from scaling.exercise import __main__ as command
+from scaling.exercise import exercise_named, exercises, grade, new
+from scaling.exercise.judge import assess
+
+FOLDER = Path(__file__).parent / "answers"
+ANSWERS = {file.stem: tomllib.loads(file.read_text()) for file in sorted(FOLDER.glob("*.toml"))}
+
+
+def said(name: str, answer: str) -> tuple[bool, str]:
+    return assess(exercise_named(name), f'"""Exercise {name}: an answer"""\n{answer}')
+
+
+def test_there_are_thirty_with_a_hundred_wrong_answers():
+    assert set(ANSWERS) == set(exercises())
+    assert len(ANSWERS) >= 30
+    assert all(3 <= len(answers["wrong"]) <= 5 for answers in ANSWERS.values())
+    assert sum(len(answers["wrong"]) for answers in ANSWERS.values()) >= 100
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ANSWERS)
+def test_the_solution_and_the_planted_slips(name):
+    right, wrong = ANSWERS[name]["right"], ANSWERS[name]["wrong"]
+    passed, praise = said(name, right)
+    assert passed, praise
+    assert "enough" not in praise  # the least bytes known, sent and held
+    messages = []
+    for slip in wrong:
+        of, becomes = slip["of"].removeprefix("\n"), slip["is"].removeprefix("\n")
+        assert right.count(of) >= 1, of
+        passed, message = said(name, right.replace(of, becomes, 1))
+        assert not passed, f"{becomes!r} passed: {message}"
+        assert slip["says"] in message, f"{becomes!r} is told {message!r}"
+        messages.append(message)
+    assert len(set(messages)) == len(messages), messages
+    lines = [line.strip() for line in right.splitlines() if "(" in line and "import" not in line and "def " not in line]
+    for message in messages:
+        assert not any(line in message for line in lines), f"it gives the answer away: {message}"
+
+
+@pytest.mark.parametrize("name", ANSWERS)
+def test_what_is_handed_out_is_not_yet_right(name):
+    passed, message = assess(exercise_named(name), new(name))
+    assert not passed, message
+
+
+# --- What is no answer, and the commands
+
+NAME = "05_fsdp_forward"
+RIGHT = f'"""Exercise {NAME}: an answer"""\n{ANSWERS[NAME]["right"]}'
+BODY = "    Tmp = einsum("
+
+
+def spoilt(line: str) -> str:
+    """The right answer with a line before its first product."""
+    assert BODY in RIGHT
+    return RIGHT.replace(BODY, f"    {line}\n{BODY}")
+
+
+NO_ANSWERS = {
+    "blank": (new(NAME), "still blank"),
+    "no Python": (RIGHT + "\ndef", "is not Python"),
+    "nothing imported": (RIGHT.replace("from scaling", "# from scaling"), "NameError"),
+    "no function": (RIGHT.replace("def forward", "def backward"), "there is no function forward"),
+    "the library's own": ("from scaling.strategies import fsdp\n" + RIGHT, "imports scaling.strategies"),
+    "another collective": (RIGHT.replace("import all_gather", "import unshard, all_gather"), "imports unshard"),
+    "torch's own": (spoilt("__import__('torch.distributed')"), "a way of its own"),
+    "fails as it is read": (RIGHT + "\n1 / 0\n", "ZeroDivisionError"),
+    "fails on ranks": (spoilt("assert In.device.type == 'meta'"), "AssertionError"),
+    "ranks that disagree": (
+        spoilt("In = In if In.is_meta or mesh.rank else all_gather('In[B_X, D] -> In[B, D]', In, mesh)"),
+        "rank",
+    ),
+    "none": (RIGHT.replace("return Out", "return None"), "is NoneType"),
+    "too many": (RIGHT.replace("return Out", "return Out, Out"), "2 results where 1"),
+}  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", NO_ANSWERS)
+def test_no_answer(kind):
+    text, expected = NO_ANSWERS[kind]
+    right, said = assess(exercise_named(NAME), text)
+    assert not right
+    assert expected in said
+
+
+@pytest.mark.slow
+def test_a_right_answer_that_holds_more_is_told():
+    right, said = assess(exercise_named(NAME), spoilt("room = In.new_zeros(100, 100)"))
+    assert right
+    assert "are enough: what could be gathered later?" in said
+
+
+@pytest.mark.slow
+def test_answers_that_hang_are_ended_with_all_that_they_started(tmp_path, monkeypatch):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))  # its processes are known by this folder's name
+    lines = "while True: pass", 'all_gather("W_in[D_X, F] -> W_in[D, F]", W_in, mesh)'
+    alone = "if not In.is_meta and mesh.rank == 1:"
+    texts = [spoilt(f"{alone}\n        {line}") for line in lines]
+    began = time.monotonic()
+    with ThreadPoolExecutor() as both:
+        verdicts = list(both.map(lambda text: grade(text, seconds=5), texts))
+    assert time.monotonic() - began < 9
+    assert not any(verdict.right for verdict in verdicts)
+    left = subprocess.run(["pgrep", "-f", str(tmp_path)], capture_output=True, text=True).stdout
+    assert not left
+
+
+def test_commands(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    assert command.main([]) == 0
+    listed = capsys.readouterr().out
+    assert all(name in listed for name in exercises())
+    assert command.main(["new", NAME]) == 0
+    file = Path(f"{NAME}.py")
+    assert "..." in file.read_text()
+    assert all(len(line) <= 120 for line in file.read_text().splitlines())
+    Path("other.py").write_text("x = 1\n")
+    for refused in (["new", NAME], ["new", "no_such"], ["check", "other.py"], ["check", "not_there.py"]):
+        assert command.main(refused) == 1, refused
+        assert "fix:" in capsys.readouterr().err
+
+
+JUDGED = {  # the answer: what the command returns and says
+    "prints": (RIGHT.replace("def forward", "print('hello')\n\n\ndef forward"), 0, "right: "),
+    "ends its process": (spoilt("raise SystemExit(3)"), 1, "not yet: "),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("answer", JUDGED)
+def test_the_command_judges(answer, tmp_path, capfd):
+    text, code, said = JUDGED[answer]
+    (tmp_path / "a.py").write_text(text)
+    assert command.main(["check", str(tmp_path / "a.py")]) == code
+    out = capfd.readouterr().out
+    assert out.startswith(said)
+    assert "hello" not in out
