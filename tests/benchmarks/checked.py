@@ -10,7 +10,8 @@ time, and of the processor time of all ranks, which other programs on the machin
 import importlib
 from time import perf_counter, process_time
 
-from harness import together
+import numpy
+from harness import in_turn
 from report import machine, options, quartiles, ratios, show, spread
 
 from scaling import data, launch, optim
@@ -26,8 +27,8 @@ def sizes(strategy: str, ranks: int) -> dict[str, int]:
     return {"X": ranks // 2, "Y": 2} if MESHES[strategy] == "XY" else {MESHES[strategy]: ranks}
 
 
-def run(mesh, name: str, samples: int, rows: int) -> dict[str, list[tuple[float, float]]]:
-    """(seconds, processor seconds) of each sample on this rank: {"checked": [...], "unchecked": [...]}."""
+def run(mesh, name: str, samples: int, rows: int) -> dict[str, list[numpy.ndarray]]:
+    """(seconds, processor seconds) of a step in each sample on this rank: {"checked": [...], "unchecked": [...]}."""
     strategy, config, adamw = importlib.import_module(f"scaling.strategies.{name}"), mlp.MLPConfig(), optim.adamw(3e-3)
     text, sides = data.load_text(max_bytes=200_000), {}
     for side, where in (("checked", mesh), ("unchecked", Mesh(mesh.sizes, mesh.device, False, mesh.timeout))):
@@ -35,22 +36,13 @@ def run(mesh, name: str, samples: int, rows: int) -> dict[str, list[tuple[float,
         state = {"params": params, "opt": adamw.init(params)}
         batches = data.endless(text, config.K, rows, where, batch_axes(strategy), 0)
 
-        def steps(state=state, batches=batches, where=where):
-            for _ in range(REPEAT):
-                loss, grads = loss_and_grads(strategy, state["params"], *next(batches), config, where)
-                state["params"], state["opt"] = adamw.update(grads, state["opt"], state["params"])
-                reduced(strategy, loss, where)
+        def step(state=state, batches=batches, where=where):
+            loss, grads = loss_and_grads(strategy, state["params"], *next(batches), config, where)
+            state["params"], state["opt"] = adamw.update(grads, state["opt"], state["params"])
+            reduced(strategy, loss, where)
 
-        sides[side] = steps
-    found = {side: [] for side in sides}
-    for sample in range(-1, samples):
-        for side in sides if sample % 2 else reversed(sides):
-            together()
-            began = perf_counter(), process_time()
-            sides[side]()
-            if sample >= 0:
-                found[side].append((perf_counter() - began[0], process_time() - began[1]))
-    return found
+        sides[side] = step
+    return in_turn(sides, samples, REPEAT, warmup=1, clock=lambda: numpy.array([perf_counter(), process_time()]))
 
 
 def main() -> None:
@@ -67,7 +59,7 @@ def main() -> None:
             each = {side: [*zip(*(result[side] for result in per_rank), strict=True)] for side in per_rank[0]}
             slowest = [[max(seconds for seconds, _ in sample) for sample in each[side]] for side in each]
             worked = [[sum(seconds for _, seconds in sample) for sample in each[side]] for side in each]
-            ms = [f"{quartiles(times)[1] / REPEAT * 1e3:.1f}" for times in slowest]
+            ms = [f"{quartiles(times)[1] * 1e3:.1f}" for times in slowest]
             shape = ",".join(f"{axis}={size}" for axis, size in mesh.items())
             rows.append([name, shape, *ms, spread(ratios(*slowest)), spread(ratios(*worked))])
     headers = ["strategy", "mesh", "ms checked", "unchecked", "ratio", "of processor time"]

@@ -104,8 +104,10 @@ def rows(size: Size, device="cpu") -> torch.Tensor:
     return torch.randn(size.rows, size.D, generator=g, device=device, dtype=size.dtype)
 
 
-def in_turn(steps: dict[str, Callable], count: int, repeat: int = 1, warmup: int = 3) -> dict[str, list[float]]:
-    """Seconds of a step on this rank, `count` samples of `repeat` steps each.
+def in_turn(
+    steps: dict[str, Callable], count: int, repeat: int = 1, warmup: int = 3, clock: Callable = perf_counter
+) -> dict[str, list[Any]]:
+    """Seconds of a step on this rank, `count` samples of `repeat` steps each; `clock` may read several clocks at once.
 
     The sides take turns, and turns in going first; all ranks start each sample together.
     """
@@ -113,12 +115,12 @@ def in_turn(steps: dict[str, Callable], count: int, repeat: int = 1, warmup: int
     for sample in range(-warmup, count):
         for name in names if sample % 2 else reversed(names):
             together()
-            start = perf_counter()
+            start = clock()
             for _ in range(repeat):
                 steps[name]()
             settle()
             if sample >= 0:
-                seconds[name].append((perf_counter() - start) / repeat)
+                seconds[name].append((clock() - start) / repeat)
     return seconds
 
 

@@ -4,7 +4,7 @@
     python tests/benchmarks/versus_loop.py --ranks 4             # fully_shard in the plain loop
 
 Ours is `scaling.train.loop.run` as the command runs it: data, step, clipping, guards, metrics.jsonl, progress. Theirs
-is an nn.Module (`native_transformer`), cross-entropy, clip_grad_norm_, fused AdamW in two groups, a rate by step,
+is an nn.Module (`native.Model`), cross-entropy, clip_grad_norm_, fused AdamW in two groups, a rate by step,
 batches from an array of uint16, and a print of the loss. Both have the same initial values, batches and schedule, and
 their losses must agree at every step. Runs of both sides in turn; of each run the first two steps do not count.
 """
@@ -22,7 +22,7 @@ from time import perf_counter
 import numpy
 import torch
 import torch.nn.functional as F
-from native_transformer import Model, fully_sharded
+from native import Model, fully_sharded
 from report import machine, options, quartiles, ratios, show, spread
 
 from scaling import launch

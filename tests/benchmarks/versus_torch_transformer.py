@@ -5,7 +5,7 @@
 
 Both sides have the same model (RMSNorm, RoPE, grouped queries, SwiGLU, untied), initial values, tokens, float32 and
 AdamW, and run in turn on the same four ranks, one thread a rank; a step is forward, loss, backward and update.
-PyTorch's is `native_transformer`, with its default optimizer and tuned with a fused one. Figures as in versus_torch.py.
+PyTorch's is `native.Model`, with its default optimizer and tuned with a fused one. Figures as in versus_torch.py.
 """
 
 from dataclasses import dataclass
@@ -13,7 +13,7 @@ from functools import partial
 
 import torch
 from harness import RATE, SIDES, Contest, Timed, race
-from native_transformer import staged_step_of, step_of
+from native import staged_step_of, step_of
 from report import options
 from versus_torch import report
 

@@ -1,13 +1,12 @@
-"""Ranks that die or go wrong at random, many times: is every one noticed, soon, and by its number?
+"""Ranks that die at random, many times: is every death noticed, soon, and by the rank's number?
 
-    python tests/sweeps/stress_deaths.py [--deaths 1000] [--faults 200] [--seed 0]
+    python tests/sweeps/stress_deaths.py [--deaths 1000] [--seed 0]
 
-A death: one of two to four ranks exits, is killed by a signal, or runs out of memory (RLIMIT_AS), at a random moment,
-while the others compute, sleep or wait for it in a collective. A fault: it raises, makes another call than the others,
-ends early, or hangs; or all hang. Prints how long after a death `launch.run` raised; exits with 1 if one was missed,
-blamed on another rank, or noticed later than `--limit` seconds, times the load of each core where that is above 1: on
-a busy machine who dies, who notices and who is ended all wait for their turn. Takes some ten minutes; no part of the
-suite.
+One of two to four ranks exits, is killed by a signal, or runs out of memory (RLIMIT_AS), at a random moment, while the
+others compute, sleep or wait for it in a collective. (Ranks that go wrong and live: `fuzz.py ranks` beside this file.)
+Prints how long after a death `launch.run` raised; exits with 1 if one was missed, blamed on another rank, or noticed
+later than `--limit` seconds, times the load of each core where that is above 1: on a busy machine who dies, who notices
+and who is ended all wait for their turn. Takes some ten minutes; no part of the suite.
 """
 
 import ctypes
@@ -15,29 +14,26 @@ import faulthandler
 import mmap
 import os
 import random
-import re
 import resource
 import signal
 import statistics
 import struct
 import sys
 import time
-from collections import Counter, defaultdict
+from collections import defaultdict
 from pathlib import Path
 
 import torch
 
-from scaling import collectives as c
+from scaling.collectives import all_reduce
 from scaling.common.console import Parser
 from scaling.launch import RankError, run
 
 SIGNALS = [signal.SIGKILL, signal.SIGTERM, signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS, signal.SIGFPE, signal.SIGXCPU]
 
 
-def total(mesh, shape=(), dtype=torch.float32):
-    return c.all_reduce(
-        "A[] {U_X} -> A[]" if shape == () else "A[I] {U_X} -> A[I]", torch.ones(shape, dtype=dtype), mesh
-    )
+def total(mesh):
+    return all_reduce("A[] {U_X} -> A[]", torch.ones(()), mesh)
 
 
 # Deaths: each is called in the rank that dies; `stamp` notes the time
@@ -125,85 +121,30 @@ def death(rng: random.Random, clock) -> tuple[str, float, str]:
     return f"{how}, others {meanwhile}", time.monotonic() - struct.unpack("d", clock[:8])[0], wrong
 
 
-# Other faults: (what the odd rank does, whether it must be named alone)
-
-
-def fault(rng: random.Random) -> tuple[str, float, str]:
-    """(kind, seconds of the run, what is wrong with how it was told)."""
-    world, steps, timeout = rng.randint(2, 4), rng.randrange(4), 2.0
-    who, kind = (
-        rng.randrange(world),
-        rng.choice(["raise", "op", "shape", "dtype", "line", "path", "end", "hang", "all"]),
-    )
-    idle = rng.choice([lambda: time.sleep(60), OTHERS["spin"]])
-
-    def odd(mesh):
-        if kind == "raise":
-            raise rng.choice([ValueError, KeyError, RuntimeError, KeyboardInterrupt])("boom")
-        if kind == "op":
-            return c.all_gather("A[I_X] -> A[I]", torch.ones(world), mesh)
-        if kind in ("shape", "dtype"):
-            return total(mesh, (world,) if kind == "shape" else (), torch.float64 if kind == "dtype" else torch.float32)
-        if kind == "line":
-            return c.all_reduce("B[] {U_X} -> B[]", torch.ones(()), mesh)
-        if kind == "path":
-            return c.all_reduce("A[] {U_X} -> A[]", torch.ones((), requires_grad=True), mesh)
-        return idle() if kind == "hang" else None
-
-    def work(mesh):
-        for _ in range(steps):
-            total(mesh)
-        if kind == "all":
-            idle()
-        return odd(mesh) if mesh.rank == who else (total(mesh), total(mesh))[0].item()
-
-    told, began = "", time.monotonic()
-    try:
-        run(work, {"X": world}, timeout=timeout)
-    except RankError as error:
-        told = str(error)
-    wanted = {
-        "raise": rf"rank {who} of {world} raised:\n(.*\n)*.*boom",
-        "hang": rf"Timed out(.*\n)*\nrank {who} was still running, here .*:\n  File",
-        "all": rf"all {world} ranks hang(.*\n)*"
-        + r"\nrank \d was still running, here .*:\n(  File.*\n)+(.*\n)*" * world,
-        "end": rf"rank {who}: the end of the run",
-    }.get(kind, rf"do not make the same call\n(.*\n)*?  rank {who}: .*\n")
-    return kind, time.monotonic() - began, "" if re.search(wanted, told) else f"rank {who} of {world}: {told[:800]!r}"
-
-
 def main() -> None:
     parser = Parser(description=__doc__)
     parser.add_argument("--deaths", type=int, default=1000)
-    parser.add_argument("--faults", type=int, default=200)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--limit", type=float, default=0.5, help="seconds in which a death is known (default 0.5)")
     args = parser.parse_args()
     rng, clock, missed, late = random.Random(args.seed), mmap.mmap(-1, 4096), 0, 0
     torch.set_num_threads(1)
-    for what, count, once in (
-        ("deaths", args.deaths, lambda: death(rng, clock)),
-        ("faults", args.faults, lambda: fault(rng)),
-    ):
-        took, kinds = [], Counter()
-        slowest = defaultdict(float)
-        for number in range(count):
-            kind, seconds, wrong = once()
-            took.append(seconds)
-            kinds[kind] += 1
-            slowest[kind] = max(slowest[kind], seconds)
-            if wrong:
-                missed += 1
-                print(f"{what} {number}, {kind}: {wrong}", flush=True)
-            load = max(1.0, os.getloadavg()[0] / (os.cpu_count() or 1))
-            if what == "deaths" and seconds > args.limit * load:
-                late += 1
-                print(f"{what} {number}, {kind}: known after {seconds:.2f} s at load {load:.1f} a core", flush=True)
-        if took:
-            over = f"{sum(seconds > args.limit for seconds in took)} over {args.limit} s"
-            print(f"{count} {what}: {statistics.median(took):.3f} s in the median, {max(took):.3f} s at most; {over}")
-            for kind, times in sorted(kinds.items()):
-                print(f"    {times:4} {kind}: {slowest[kind]:.3f} s at most")
+    took = defaultdict(list)
+    for number in range(args.deaths):
+        kind, seconds, wrong = death(rng, clock)
+        took[kind].append(seconds)
+        if wrong:
+            missed += 1
+            print(f"{number}, {kind}: {wrong}", flush=True)
+        load = max(1.0, os.getloadavg()[0] / (os.cpu_count() or 1))
+        if seconds > args.limit * load:
+            late += 1
+            print(f"{number}, {kind}: known after {seconds:.2f} s at load {load:.1f} a core", flush=True)
+    every = [seconds for some in took.values() for seconds in some]
+    over = f"{sum(seconds > args.limit for seconds in every)} over {args.limit} s"
+    print(f"{len(every)} deaths: {statistics.median(every):.3f} s in the median, {max(every):.3f} s at most; {over}")
+    for kind, times in sorted(took.items()):
+        print(f"    {len(times):4} {kind}: {max(times):.3f} s at most")
     print(f"{missed} missed or blamed on another rank, {late} late; load {os.getloadavg()[0]:.1f}")
     sys.exit(missed + late > 0)
 
