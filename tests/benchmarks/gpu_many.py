@@ -10,7 +10,7 @@ import torch
 import versus_torch
 import versus_torch_transformer as whole
 from gpu_equal import join
-from gpu_race import race_here
+from gpu_one import race_here
 from harness import SIZES, Size
 from versus_torch_transformer import SMALL
 
