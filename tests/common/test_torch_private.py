@@ -161,6 +161,22 @@ def test_an_assertion_on_a_tensor():
         p.assert_later(torch.tensor([1, -2]).gt(0).all(), "above 0")
 
 
+def test_graphs_of_both_passes():
+    forward, backward = p.aot_graphs(lambda x: (x * x).sin(), torch.ones(2, requires_grad=True))
+    names = [{str(node.target).partition(".")[2] for node in graph.nodes} for graph in (forward, backward)]
+    assert "sin.default" in names[0]
+    assert "cos.default" in names[1]
+
+
+def test_gradients_are_autograd_s_own():
+    W, x, unused = (torch.randn(3, 3, dtype=torch.float64, requires_grad=True) for _ in range(3))
+    results, cotangents = [W @ x, (W * x).sum(0)], [torch.randn(3, 3).double(), torch.randn(3).double()]
+    wanted = torch.autograd.grad(results, [W, x, unused], cotangents, allow_unused=True, retain_graph=True)
+    found = p.tape_gradients(results, [W, x, unused], cotangents)
+    assert found[2] is None is wanted[2]
+    assert all(torch.equal(a, b) for a, b in zip(found[:2], wanted[:2], strict=True))
+
+
 @pytest.mark.slow
 def test_a_first_step_imports_neither_compiler_nor_sympy():
     """Which would cost each rank of a run that is started again a second and more."""
