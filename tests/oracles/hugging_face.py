@@ -27,11 +27,11 @@ from scaling.configs import load
 from scaling.configs.hugging_face import write_config
 from scaling.models import hf, transformer
 
-MODELS = Path(__file__).parents[1] / "models"
-sys.path.insert(0, str(MODELS))
+sys.path.insert(0, str(Path(__file__).parents[1] / "models"))
 from probes import DEEPSEEK, layer_of_experts, probes, probes_of_experts
 from probes import shaken as params_of
 
+MODELS = Path(__file__).parents[1] / "models"
 TABLE, EXPERTS = MODELS / "hugging_face.json", MODELS / "experts.json"
 SMALL = {"vocab_size": 61, "hidden_size": 32, "intermediate_size": 40, "num_hidden_layers": 2, "head_dim": 8}
 SMALL |= {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64}
