@@ -29,7 +29,7 @@ def of_rank(mesh):
     whole = all_reduce("x[B, T, D] {U_X} -> x[B, T, D]", x, mesh)
     given = vjp(lambda t: lookup(t, IDS, mesh), table)[1](WHOLE.cos())[0]  # of a partial sum it is replicated
     refused = []
-    for mask in (torch.ones(2, 3, dtype=torch.bool), IDS > 4, torch.ones(2, 3), torch.ones(3, 2, dtype=torch.bool)):
+    for mask in (torch.ones(2, 3, dtype=torch.bool), IDS > 4):
         try:
             masked("x[B, T, D] {U_X}", x, mask, mesh)
         except ShardingError as error:
@@ -44,10 +44,9 @@ def test_rows_of_a_split_table(ranks):
     for rank, (whole, given, refused, alone) in enumerate(found):
         assert torch.equal(whole, WHOLE)
         assert torch.equal(given, wanted[2 * rank : 2 * rank + 2])
-        assert len(refused) == 4
+        assert len(refused) == 2
         assert "6 of 6 elements are held by several devices along X" in refused[0]
         assert "3 of 6 elements" in refused[1]
-        assert all("a mask is bool, and has the operand's first dims" in why for why in refused[2:])
         assert bool(alone.isnan().all()) is (rank == 1)
     assert sum(float(x[3].nan_to_num(9).sum()) for x in found) == 18
 

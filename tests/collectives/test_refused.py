@@ -92,10 +92,8 @@ test_reductions = refused({
 test_masks = refused({
     what: lambda args=args: c.masked(*args, ONE)
     for what, args in {
-        "floats": (MASKED, X, MASK.float()),
         "a list": (MASKED, X, MASK.tolist()),
         "none": (MASKED, X, None),
-        "of fewer rows": (MASKED, X, MASK[:1]),
         "of the last dims": (MASKED, X, MASK[0]),
         "elsewhere": (MASKED, X, MASK.to("meta")),
         "of nothing": (MASKED, None, MASK),
@@ -107,6 +105,9 @@ test_masks = refused({
         "a line": ("x[B, T, D] -> x[B, T, D] {U_X}", X, MASK),
         "an axis that is none": ("x[B, T, D] {U_Z}", X, MASK),
     }.items()
+} | {
+    what: (lambda mask=mask: c.masked(MASKED, X, mask, ONE), "a mask is bool, and has the operand's first dims")
+    for what, mask in {"floats": MASK.float(), "of fewer rows": MASK[:1]}.items()
 })  # fmt: skip
 
 test_ragged_rows = refused({

@@ -18,10 +18,9 @@ benchmarks/gpu.py runs collectives on GPUs.
 from collections import Counter
 
 import torch
-from misuse.contributed import OP_OF, contributions, expected, held, is_legal
 from misuse.draw import ODD, Draw, buffer, spoiled, typed
 from misuse.entries import Entry, called, picked, tried
-from misuse.hold import describe, hold
+from misuse.hold import OP_OF, contributions, describe, expected, held, hold, is_legal
 
 from scaling import collectives as c
 from scaling import tree
