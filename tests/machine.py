@@ -1,4 +1,5 @@
-"""Tests on a machine that does other things too: what ends soon, ranks that fail, programs in forks, gloo's threads.
+"""Tests on a machine that does other things too: what ends soon, ranks that fail, programs in forks, gloo's threads,
+processes that have ended.
 
 What other programs delay now and then holds once among several tries; what is wrong fails each of them. And what has to
 end soon ends long before the timeout that would end it otherwise."""
@@ -7,9 +8,14 @@ import multiprocessing
 import os
 import signal
 import sys
+import time
 from collections.abc import Callable
+from pathlib import Path
 
+import torch
 import torch.distributed as dist
+
+from scaling.collectives import all_reduce
 
 SOON = 40.0  # seconds: most of them are other programs'; without these it is well under one
 
@@ -73,3 +79,28 @@ def share_gloo_device() -> None:
             super().__init__(store, rank, size, options)
 
     c10d.ProcessGroupGloo = OnOneDevice
+
+
+def total(mesh) -> float:
+    """The number of ranks, by a collective over all axes."""
+    axes = "".join(mesh.sizes)
+    return all_reduce(f"A[] {{U_{axes}}} -> A[]", torch.ones(()), mesh).item()
+
+
+def running(pid: int) -> bool:
+    """Whether a process exists and has not ended (a zombie has)."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    except FileNotFoundError:
+        return False
+
+
+def all_ended(pids, limit=SOON) -> bool:
+    deadline = time.monotonic() + limit
+    while (left := [pid for pid in pids if running(pid)]) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    return not left
+
+
+def hangs(mesh):
+    time.sleep(60)

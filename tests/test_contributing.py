@@ -4,7 +4,7 @@ import importlib.util
 from pathlib import Path
 
 import torch
-from mlp_problem import B, close, one_device, specs, whole
+from problems import B, close, one_device, specs, whole
 
 from scaling import tree
 from scaling.check import check_source

@@ -9,7 +9,7 @@ import warnings
 import pytest
 import torch
 from benchmarks.native import Native
-from mlp_problem import STRATEGIES, TOLERANCE, B, L, specs, whole
+from problems import STRATEGIES, TOLERANCE, B, L, specs, whole
 
 from scaling import optim, tree
 from scaling.collectives import all_reduce

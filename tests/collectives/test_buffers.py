@@ -5,12 +5,14 @@ from collections import Counter
 
 import pytest
 import torch
-from call_lines import GATHER, PRODUCT, REDUCE, SCATTER
 
 from scaling import collectives as c
 from scaling.collectives.buffers import overlap, overlaps_itself
 from scaling.mesh import Mesh
 from scaling.spec import ShardingError
+
+GATHER, SCATTER, REDUCE = "A[I_X, J] -> A[I, J]", "A[I, J] {U_X} -> A[I_X, J]", "A[I, J] {U_X} -> A[I, J]"
+PRODUCT = "A[I, J] * B[J, K] -> C[I, K]"
 
 
 def memory(dtype=torch.float32):

@@ -1,10 +1,11 @@
 """Calls drawn at random, right and wrong, beside what their types mean (tests/misuse/typed.py), on every kind of mesh;
-and the ways that data takes on NCCL, taken over gloo, which has the same calls."""
+and the ways that data takes on NCCL, taken over gloo, which has the same calls. And some cases of the rooms above the
+collectives: tests/sweeps/fuzz.py runs ten thousand."""
 
 import pytest
 import torch
 from array_types import types
-from misuse import typed
+from misuse import rooms, typed
 from misuse.draw import AsOnNccl, Draw
 from misuse.entries import tried
 from misuse.typed import OP_OF, is_legal
@@ -121,3 +122,11 @@ def run_strategy(mesh, name):
 @pytest.mark.parametrize("name", STRATEGIES)
 def test_strategies_as_on_nccl(ranks, name):
     ranks(run_strategy, STRATEGIES[name][1], name)
+
+
+@pytest.mark.slow
+def test_no_number_is_wrong_without_an_error_in_the_rooms_above_the_collectives():
+    outcomes, failures = rooms.run(120, 1)
+    assert not failures, "\n\n".join(failures)
+    assert sum(count for outcome, count in outcomes.items() if "right" in outcome) > 20
+    assert sum(count for outcome, count in outcomes.items() if "refused" in outcome) > 50

@@ -1,14 +1,18 @@
-"""Send and receive: what arrives is what the receiver expects, in every dtype and order; anything else is refused."""
+"""Send and receive: what arrives is what the receiver expects, in every dtype and order; anything else is refused. And
+arrays between meshes of some of the ranks: bitwise, and the bytes of the plan."""
 
 import pytest
 import torch
 from machine import RankFailed
 
 from scaling import collectives as c
+from scaling.collectives import all_gather, plan_transfer, shard, transfer
 from scaling.collectives.messages import TAG, announcement, data_tag
 from scaling.collectives.moves import TAG as EAGER
 from scaling.collectives.transfer import TAG as TRANSFER
+from scaling.mesh import AbstractMesh, Mesh
 from scaling.spec import ShardingError, parse
+from scaling.trace import trace
 
 A = torch.arange(6.0).view(2, 3)
 MISFITS = {
@@ -92,3 +96,115 @@ def test_an_announcement_tells_all_that_matters_apart():
     assert all(TAG < tag < 1 << 31 for tag in tags)
     long = [announcement(parse(f"{'A' * 300}[{dim}]"), A[0], "cpu") for dim in "IJ"]
     assert not torch.equal(*long)
+
+
+SHAPE = (4, 8, 6)
+TYPES = ["A[I, J, K]", "A[I_X, J_Y, K]", "A[I, J_YX, K]", "A[I_XY, J, K]", "A[I, J_X, K_Y]"]
+PAIRS = [(a, b) for a in TYPES for b in TYPES if a != b]
+DTYPES = [torch.float32, torch.bfloat16, torch.int64, torch.bool, torch.int16]
+
+
+def whole(dtype):
+    x = torch.arange(4 * 8 * 6).view(SHAPE)
+    return x * 3 % 250 > 100 if dtype == torch.bool else x.to(dtype)
+
+
+def every_pair(world):
+    """Of every pair of types whether this rank gets its block, whether what it sent and got are the plan's bytes."""
+    a, b = Mesh({"X": 2, "Y": 2}, ranks=range(4)), Mesh({"Y": 2, "X": 2}, ranks=[4, 5, 6, 7])
+    found = []
+    for i, (source, target) in enumerate(PAIRS):
+        x = whole(DTYPES[i % len(DTYPES)])
+        mine = x[parse(source).slices(SHAPE, a, a.coord)] if a.member else None
+        line = f"{source} -> {target}"
+        with trace() as log:
+            got = transfer(line, mine, a, b)
+        plan = plan_transfer(line, SHAPE, a, b)
+        sent = sum(m.numel for m in plan if m.source == world.rank) * x.element_size()
+        right = torch.equal(got, x[parse(target).slices(SHAPE, b, b.coord)]) if b.member else got is None
+        moved = sum(m.numel for m in plan if world.rank in (m.source, m.target)) * x.element_size()
+        as_planned = (log.wire_bytes, [event.nbytes for event in log.events]) == (sent, [moved])
+        found.append((right, as_planned, sum(m.numel for m in plan if m.target == world.rank)))
+    return found
+
+
+def test_every_pair_of_types_between_disjoint_ranks(ranks):
+    results = ranks(every_pair, {"W": 8})
+    for rank, found in enumerate(results):
+        for (source, target), (right, as_planned, received) in zip(PAIRS, found, strict=True):
+            local = parse(target).local_shape(SHAPE, {"X": 2, "Y": 2})
+            assert right, (rank, source, target)
+            assert as_planned, (rank, source, target)
+            assert received == (0 if rank < 4 else torch.Size(local).numel())
+
+
+def test_replicas_share_the_sending():
+    a, b = AbstractMesh({"X": 2, "Y": 2}), AbstractMesh({"Z": 4})
+    sent = [0] * 4
+    for message in plan_transfer("A[I_X, J] -> A[I_Z, J]", (8, 3), a, b):
+        sent[message.source] += message.numel
+    assert sent == [6] * 4
+
+
+def on_some_ranks(world):
+    """Collectives on meshes of some ranks, of which one overlaps another; ranks outside pass None."""
+    a, b = Mesh({"X": 2}, ranks=[0, 2], checked=True), Mesh({"X": 3}, ranks=[1, 2, 3])
+    x = torch.arange(6.0)
+    mine = shard("A[I_X]", x, a) if a.member else None
+    gathered = all_gather("A[I_X] -> A[I]", mine, a)
+    there = transfer("A[I_X] -> A[I_X]", mine, a, b)
+    return (a.member, a.ranks, gathered, there)
+
+
+def test_meshes_of_some_ranks(ranks):
+    for rank, (member, those, gathered, there) in enumerate(ranks(on_some_ranks, {"W": 4})):
+        assert member is (rank in (0, 2))
+        assert those == (0, 2)
+        assert (gathered is None) if not member else torch.equal(gathered, torch.arange(6.0))
+        assert (there is None) if rank == 0 else torch.equal(there, torch.arange(6.0)[2 * rank - 2 : 2 * rank])
+
+
+def refusals(world):
+    a = Mesh({"X": 2}, ranks=range(2))
+    said = []
+    for call in (
+        lambda: transfer("A[I_X] -> A[I_X]", None if a.member else torch.ones(2), a, a),
+        lambda: transfer("A[I_X] {U_Y} -> A[I_X]", None, a, a),
+        lambda: transfer("A[I_X] -> A[J_X]", None, a, a),
+        lambda: transfer("A[I_Z] -> A[I_X]", None, a, a),
+        lambda: Mesh({"X": 2}, ranks=[1, 0]),
+        lambda: Mesh({"X": 2}, ranks=[3, 4]),
+        lambda: None if a.member else a.group(("X",)),
+    ):
+        try:
+            call()
+            said.append("")
+        except ShardingError as error:
+            said.append(str(error))
+    return said
+
+
+def test_what_does_not_go_together_is_refused(ranks):
+    wanted = ["give their shard", "partial sums", "same dims", "unknown mesh axis Z", "ascending", "ascending"]
+    for rank, said in enumerate(ranks(refusals, {"W": 4})):
+        for text, part in zip(said, [*wanted, "not one of the mesh" if rank > 1 else ""], strict=True):
+            assert part in text
+            assert bool(part) is bool(text)
+
+
+def test_one_device():
+    mesh = Mesh({"X": 1})
+    x = torch.arange(4)
+    got = transfer("A[I_X] -> A[I]", x, mesh, Mesh({}))
+    assert torch.equal(got, x)
+    assert torch.equal(
+        transfer("A[I_X] -> A[I]", x, mesh, mesh, into=(6,), below=(2,)), torch.tensor([0, 1, 0, 0, 0, 0])
+    )
+    assert torch.equal(transfer("A[I_X] -> A[I]", x, mesh, mesh, below=(0,)), torch.zeros(4, dtype=torch.int64))
+
+
+def test_types_name_axes_of_their_own_meshes():
+    source, target = AbstractMesh({"X": 2}), AbstractMesh({"Y": 2})
+    for line, axis in (("A[I_Y] -> A[I]", "Y"), ("A[I] -> A[I_X]", "X")):
+        with pytest.raises(ShardingError, match=f"unknown mesh axis {axis}"):
+            plan_transfer(line, (4,), source, target)

@@ -2,8 +2,8 @@
 
 import pytest
 import torch
-from call_lines import GATHER, PRODUCT, REDUCE, SCATTER
 from refused import refused
+from test_buffers import GATHER, PRODUCT, REDUCE, SCATTER
 
 from scaling import collectives as c
 from scaling.collectives import rings

@@ -9,10 +9,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from gradient_programs import digest, function, numbers, typed_programs
 from random_programs import MESH, SIZES
 from torch.distributed.tensor import Partial, Replicate, Shard
-from typings import Case, cases, check_devices, planned, written
+from typings import Case, cases, check_devices, digest, function, numbers, planned, typed_programs, written
 
 from scaling import explicit
 from scaling.algebra.law import Illegal

@@ -14,8 +14,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from machine import SOON
-from processes import all_ended, hangs, total
+from machine import SOON, all_ended, hangs, total
 
 from scaling.collectives import all_reduce, recv, send
 from scaling.launch import RankError, run

@@ -8,7 +8,7 @@ import time
 
 import pytest
 import torch
-from processes import total
+from machine import total
 from refused import refused
 
 from scaling.collectives import all_gather

@@ -12,8 +12,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from machine import SOON, Forked
-from processes import all_ended, running
+from machine import SOON, Forked, all_ended, running
 from torch.distributed import run as torchrun
 
 from scaling import launch

@@ -22,9 +22,8 @@ import numpy
 from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "explicit"))
-from gradient_programs import digest, function, numbers, typed_programs
 from random_programs import MESH, SIZES
-from typings import Case, cases, written
+from typings import Case, cases, digest, function, numbers, typed_programs, written
 
 from scaling.spec import parse
 

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from mlp_problem import close
+from problems import close
 from refused import refused
 from torch import nn
 from torch.func import functional_call, grad, grad_and_value

@@ -5,7 +5,7 @@ partial sums that are reduced later, and by the vjp of forward."""
 
 import pytest
 import torch
-from mlp_problem import AG, BLOCKS, MESHES, RS, SIZES, STRATEGIES, B, L, close, counts, one_device, specs, whole
+from problems import AG, BLOCKS, MESHES, RS, SIZES, STRATEGIES, B, L, close, counts, one_device, specs, whole
 from torch.func import vjp
 
 from scaling import optim, tree

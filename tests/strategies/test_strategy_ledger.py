@@ -4,7 +4,7 @@ from collections import Counter
 
 import pytest
 import torch
-from mlp_problem import AG, AR, RS, SIZES, STRATEGIES, B, D, F, L, counts
+from problems import AG, AR, RS, SIZES, STRATEGIES, B, D, F, L, counts
 from torch.func import vjp
 
 from scaling.collectives import Deferred, Pending

@@ -4,7 +4,7 @@ from functools import partial
 
 import pytest
 import torch
-from expert_problem import SIGMOID, SOFTMAX, problem
+from problems import SIGMOID, SOFTMAX, problem
 from refused import refused
 from test_transformer_mesh import DROPPED, EXPERTS, PLAIN
 
