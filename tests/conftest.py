@@ -184,8 +184,6 @@ def pytest_collection_modifyitems(config, items):
     for item in items:
         if "ranks" in item.fixturenames:
             item.add_marker("slow")
-        if "chapter" in item.fixturenames and not item.get_closest_marker("sweep"):
-            item.add_marker("chapter")
     unasked = [mark for mark in ("sweep", "chapter") if mark not in config.option.markexpr]
     left_out = dict.fromkeys(item for item in items if any(map(item.get_closest_marker, unasked)))
     items[:] = [item for item in items if item not in left_out]

@@ -22,7 +22,7 @@ def nearly(value, rel: float):
     return value if isinstance(value, tuple | str) else pytest.approx(value, rel=rel)
 
 
-@pytest.mark.slow
+@pytest.mark.chapter
 @pytest.mark.parametrize("name", running.ON_A_PAGE)
 def test_answers(name):
     page = running.chapter(name).page
@@ -34,7 +34,7 @@ def test_answers(name):
     assert len(set(questions)) == len(questions), "rows are named so that they stand alone"
 
 
-@pytest.mark.slow
+@pytest.mark.chapter
 @pytest.mark.parametrize("name", running.ON_A_PAGE)
 def test_prints(name):
     ran = running.chapter(name)
@@ -105,7 +105,7 @@ def test_under_torchrun_every_rank_ends_well(name):
     assert ran.stdout.count("What held") == 1
 
 
-@pytest.mark.slow
+@pytest.mark.chapter
 def test_part_5_thresholds_of_chips():
     lines = [line.split() for line in running.chapter("05_when_bound").text.splitlines()]
     links = {"v4p": (2.75e14, 9e10, 3, 6.25e9), "v5p": (4.59e14, 1.8e11, 3, 6.25e9),
@@ -117,7 +117,7 @@ def test_part_5_thresholds_of_chips():
         assert [name, str(axes), *(f"{x:,.0f}" for x in row)] in lines
 
 
-@pytest.mark.slow
+@pytest.mark.chapter
 def test_part_5_figures_cross_where_the_book_says():
     names = running.chapter("05_when_bound").names
     never = float("inf")

@@ -45,6 +45,7 @@ def test_frames_drawn():
     assert frames.draw_chunks((((0, 0),), ())) == "a0"
 
 
+@pytest.mark.chapter
 @pytest.mark.parametrize("times", [(3.0, 1.0, 0.5), (1.0, 3.0, 0.5), (1.0, 1.0, 1.0), (1.0, 2.0, 0.5)])
 @pytest.mark.parametrize("chunks", [1, 2, 7])
 def test_chunks_wait_for_their_place_in_one_buffer_and_overlap_in_two(chunks, times):
@@ -71,6 +72,7 @@ def test_chunks_wait_for_their_place_in_one_buffer_and_overlap_in_two(chunks, ti
         assert double == pytest.approx(2 + load + chunks * compute + store)
 
 
+@pytest.mark.chapter
 def test_streams_drawn():
     wanted = ["HBM  |L0--L1--....S0......S1|", "core |....C0------C1------..|"]
     run = chapter("02_tpus").names["streamed"](2, 2.0, 4.0, 1.0, buffers=2)

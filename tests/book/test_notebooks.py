@@ -82,7 +82,7 @@ def test_runs_as_a_kernel_does(monkeypatch, capsys):
     assert printed.splitlines()[-1].startswith("What held")
 
 
-@pytest.mark.slow
+@pytest.mark.chapter
 def test_the_numbers_are_the_chapters_own():
     ran = running.run("11_recap", "--parts", "2")
     assert ran.status == 0
