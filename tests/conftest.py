@@ -170,7 +170,7 @@ def pytest_cmdline_main(config):
     silent = not asked.usepdb and asked.capture != "no" and not hasattr(config, "workerinput")
     if everything and silent and getattr(asked, "numprocesses", 0) is None:
         os.environ["PYTHONHASHSEED"] = "0"  # both must collect the same tests
-        asked.numprocesses, asked.dist = 2, "loadfile"
+        asked.numprocesses, asked.dist = 2, "worksteal"
 
 
 def pytest_collection_finish(session):
