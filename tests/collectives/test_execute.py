@@ -239,10 +239,3 @@ def test_products_of_whole_numbers_keep_their_dtype(dtype):
         y = einsum(line, *operands)
         assert y.dtype == dtype
         assert torch.equal(y, wanted.to(dtype))
-
-
-def test_a_product_that_is_differentiated_is_torch_s():
-    x, W = (torch.randn(shape, dtype=torch.float64) for shape in ((8, 16), (16, 32)))
-    dx = torch.func.grad(lambda x: einsum(PRODUCT, x, W).sum())(x)
-    torch.testing.assert_close(dx, W.sum(1).expand(8, 16))
-    torch.testing.assert_close(torch.func.vmap(lambda x: einsum(PRODUCT, x, W))(x[None])[0], x @ W)
