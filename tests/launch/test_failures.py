@@ -225,7 +225,7 @@ def test_a_rank_that_hangs_is_shown_where_it_is(tmp_path, little_grace):
     assert waited.startswith("rank 0 of 2 raised:")
     assert "Timed out" in waited
     assert "in total" in waited
-    assert re.search(r"^  File .*processes.py., line \d+ in hangs\n", shown)
+    assert re.search(r"^  File .*machine.py., line \d+ in hangs\n", shown)
     assert len([*tmp_path.iterdir()]) == 2
     assert all_ended([int(path.name) for path in tmp_path.iterdir()], 0)
 
