@@ -75,7 +75,8 @@ def main(argv=None) -> int:
     check_folder(args.run, args.out, tokenizer_of(args.run, config.V))
     step = checkpoint.latest(args.run) if args.step is None else args.step
     sizes = parse_mesh(args.mesh)
-    transformer.specs(config, AbstractMesh(sizes))  # refuses a mesh over which the model does not divide
+    for refuses in (transformer.specs, stored_places):  # a mesh over which the model does not divide
+        refuses(config, AbstractMesh(sizes))
     launch.run(export, sizes, args.run, step, config, args.out)
     add_companions(args.run, args.out, config)
     print(f"step {step}: {args.out}")

@@ -89,8 +89,12 @@ def test_a_run_on_bytes_is_exported_by_one_process_and_by_several(tmp_path, caps
     assert (config.L, config.V) == (4, 256)
     assert all(map(torch.equal, tree.leaves(params), tree.leaves(again)))
     assert main(options(tmp_path, "more", *small, "--steps", "1", "--model", str(tmp_path / "one"))) == 0
-    assert main(["export", str(tmp_path), "--out", str(tmp_path / "no")]) == 1
-    assert "run.toml" in capsys.readouterr().err
+    for given, said in (("", "run.toml"), ("run --mesh Z=5", "L=4 layers cannot fill 5 stages\n  fix: ")):
+        folder, *mesh = given.split() or [""]
+        assert main(["export", str(tmp_path / folder), "--out", str(tmp_path / "no"), *mesh]) == 1
+        error = capsys.readouterr().err
+        assert said in error
+        assert "Traceback" not in error
     opened = pytest.importorskip("tokenizers").Tokenizer.from_file
     by, text = opened(str(tmp_path / "one" / "tokenizer.json")), " a\tb\n\nÄ€😀\x7f  "
     assert sorted(by.get_vocab().values()) == list(range(256))
