@@ -1,5 +1,5 @@
 """Tests on a machine that does other things too: what ends soon, ranks that fail, programs in forks, gloo's threads,
-processes that have ended.
+processes and commands that have ended.
 
 What other programs delay now and then holds once among several tries; what is wrong fails each of them. And what has to
 end soon ends long before the timeout that would end it otherwise."""
@@ -64,6 +64,14 @@ def _as_program(main: Callable[[], object], writer: int) -> None:
     sys.stdout, sys.stderr = (open(stream, "w", buffering=1) for stream in (1, 2))  # noqa: SIM115
     signal.signal(signal.SIGINT, signal.default_int_handler)
     main()
+
+
+def ended(main, arguments) -> int | None:
+    """A command's return code, where argparse ends it too."""
+    try:
+        return main(arguments)
+    except SystemExit as end:
+        return end.code
 
 
 def share_gloo_device() -> None:

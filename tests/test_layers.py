@@ -49,8 +49,20 @@ TORCH_BY_NAME = {"scaling.hardware.systolic", "scaling.common.torch_private"} | 
 }
 TORCH_BY_NAME |= {f"scaling.plan.{name}" for name in ("choose", "transformer_step")}
 OPTIONAL = {  # extras of pyproject.toml
-    *("matplotlib", "safetensors", "tokenizers", "huggingface_hub", "gguf", "jupytext", "nbclient", "nbformat"),
-    *("IPython", "jinja2", "starlette", "uvicorn", "h11", "prometheus_client"),
+    "matplotlib",
+    "safetensors",
+    "tokenizers",
+    "huggingface_hub",
+    "gguf",
+    "jupytext",
+    "nbclient",
+    "nbformat",
+    "IPython",
+    "jinja2",
+    "starlette",
+    "uvicorn",
+    "h11",
+    "prometheus_client",
 }
 INSIDE = {  # (module, what it imports inside a function): why
     ("scaling.cost.lanes", "numpy"): "the page to play on has none",

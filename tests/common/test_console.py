@@ -11,6 +11,7 @@ from fractions import Fraction
 from pathlib import Path
 
 import pytest
+from machine import ended
 
 import scaling
 from scaling.check import main as check
@@ -62,14 +63,6 @@ BAD = {  # (command, arguments): words of the last line
     (show, "A[I]", "--plot", "x" * 300 + ".png"): "(304 characters): File name too long",
     (show, "A[I]", "--plot", "x.json"): "ends in .png or .svg",
 }
-
-
-def ended(main, arguments) -> int | None:
-    """A command's return code, where argparse ends it too."""
-    try:
-        return main(arguments)
-    except SystemExit as end:
-        return end.code
 
 
 @pytest.mark.parametrize("case", BAD, ids=lambda case: " ".join(case[1:])[:40])

@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from machine import ended
 
 from scaling import cost
 from scaling.configs import get
@@ -193,11 +194,7 @@ def test_two_ranks_measure_and_run_what_is_planned(ranks):
     ],
 )
 def test_command_refuses_nonsense(capsys, arguments, code, said):
-    try:
-        ended = command.main(arguments.split())
-    except SystemExit as error:
-        ended = error.code
-    assert ended == code
+    assert ended(command.main, arguments.split()) == code
     assert said in capsys.readouterr().err
 
 

@@ -1,5 +1,5 @@
-"""What JAX's explicit mode says: of every case of tests/explicit/typings.py its type, and of every program of
-gradient_programs.py there its gradients, their types and their values by two projections; the tables that the suite
+"""What JAX's explicit mode says: of every case of tests/explicit/typings.py its type, and of every program
+there its gradients, their types and their values by two projections; the tables that the suite
 compares with.
 
     pip install jax==0.10.2

@@ -6,6 +6,7 @@ from dataclasses import replace
 from itertools import pairwise
 
 import pytest
+from machine import ended
 from test_serve import by_hand
 
 from scaling.configs import get
@@ -73,12 +74,9 @@ SAID = [  # arguments, exit status, what is said among other things
 
 @pytest.mark.parametrize(("arguments", "code", "words"), SAID)
 def test_what_a_command_says(capsys, arguments, code, words):
-    try:
-        ended = main(arguments.split())
-    except SystemExit as error:
-        ended = error.code
+    found = ended(main, arguments.split())
     out, err = capsys.readouterr()
-    assert ended == code
+    assert found == code
     refused = code > 0 and "Nothing fits" not in words  # which is an answer
     assert bool(err) == refused
     assert [word for word in words if word not in " ".join((err if refused else out).split())] == []

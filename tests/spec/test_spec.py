@@ -32,11 +32,11 @@ def specs(draw, axes=tuple(MESH)):
 
 
 CANONICAL = [
-    *("W[D, F_X]", "W_in[D_X, F_Y]", "In[B_XY, D]", "In[B_YX, D]", "In[B_{data,model}, D]", "In[B_{X,data}, D]"),
-    *("[B, D]", "[]", "Loss[] {U_XY}", "Out[B_X, D] {U_Y}", "KV[2, B_X, S]", "dW[D', F'_X] {U_{data}}"),
-    *("fc1.weight[F, D_X]", "layers.0.attention.q_proj.weight[N_Y, H, D_X]", "0.weight[F, D_X]"),
+    "W[D, F_X]", "W_in[D_X, F_Y]", "In[B_XY, D]", "In[B_YX, D]", "In[B_{data,model}, D]", "In[B_{X,data}, D]",
+    "[B, D]", "[]", "Loss[] {U_XY}", "Out[B_X, D] {U_Y}", "KV[2, B_X, S]", "dW[D', F'_X] {U_{data}}",
+    "fc1.weight[F, D_X]", "layers.0.attention.q_proj.weight[N_Y, H, D_X]", "0.weight[F, D_X]",
     "_orig_mod.fc1.weight[F, D] {U_X}",
-]
+]  # fmt: skip
 SPELLINGS = {
     "In[B_{XY},D]": "In[B_XY, D]",
     " In [ B_XY , D ] ": "In[B_XY, D]",

@@ -1,8 +1,8 @@
 """The Transformer under every axis beside one device: loss, every gradient, and the params after AdamW steps.
 
-Whatever is kept for the backward, loss and gradients are the same to the bit: each case takes one policy more, in turn.
-The one-device model is differentiated by autograd, with dropout around its blocks. What is dropped looks random, hangs
-on the seed, and nothing is where nothing is trained."""
+Whatever is kept for the backward, loss and gradients are the same to the bit: each case takes one policy more, in turn;
+marked sweep, every one. The one-device model is differentiated by autograd, with dropout around its blocks. What is
+dropped looks random, hangs on the seed, and nothing is where nothing is trained."""
 
 import itertools
 from unittest.mock import patch
@@ -66,10 +66,15 @@ CASES = [
     (RICH.with_(name="V 31", V=31), {"X": 2, "Y": 2}, LOSS | {"microbatches": 2}),
     (PLAIN.with_(name="V 30", V=30), {"Z": 2, "Y": 2}, {"microbatches": 2, "label_smoothing": 0.1}),
 ]
-BLOCK_OR_KEPT = {"remat": "block"}, {"keep_weights": True}  # experts have no policy between
-EVERY_WAY = (*BLOCK_OR_KEPT, {"remat": "attention"}, {"remat": "matmuls"})
-TURNS = {False: itertools.cycle(EVERY_WAY), True: itertools.cycle(BLOCK_OR_KEPT)}
-CASES = [(*case, next(TURNS[case[0].moe])) for case in CASES]
+SWEPT = [  # of the same kinds as those above
+    (PLAIN, {"X": 2, "C": 2}, {"context": "ring", "microbatches": 2}),
+    (EXPERTS, {"X": 2, "E": 2}, {"label_smoothing": 0.1}),
+]
+BLOCK_OR_KEPT = [{"remat": "block"}, {"keep_weights": True}]  # experts have no policy between
+WAYS = {False: [*BLOCK_OR_KEPT, {"remat": "attention"}, {"remat": "matmuls"}], True: BLOCK_OR_KEPT}
+TURNS = {moe: itertools.cycle(ways) for moe, ways in WAYS.items()}
+EVERY = [pytest.param((*case, WAYS[case[0].moe]), marks=pytest.mark.sweep) for case in CASES + SWEPT]
+CASES = [(*case, [next(TURNS[case[0].moe])]) for case in CASES] + EVERY
 
 
 def batch(config, seed):
@@ -128,7 +133,7 @@ def one_device(config, options):
     return *seen[0], params
 
 
-def run(mesh, config, options, more):
+def run(mesh, config, options, ways):
     """(loss, gradients, the loss alone, params after 2 AdamW steps), whole; and what is not the same to the bit."""
     layout = {key: options[key] for key in ("schedule", "zero") if key in options}
     params = transformer.shard(model.init(config, 0, torch.float64), config, mesh, **layout)
@@ -148,7 +153,9 @@ def run(mesh, config, options, more):
         before = tree.map(torch.clone, params)
         loss, grads = transformer.loss_and_grads(*arguments, **given)
         if not seen:
-            differing += unlike(str(more), transformer.loss_and_grads(*arguments, **given, **more), (loss, grads))
+            for more in ways:
+                again = transformer.loss_and_grads(*arguments, **given, **more)
+                differing += unlike(str(more), again, (loss, grads))
             seen = loss, transformer.unshard(grads, config, mesh, **layout), transformer.loss(*arguments, **alone)
             differing += unlike("params", params, before)
         params, state = adamw.update(grads, state, params)
@@ -163,9 +170,9 @@ def unlike(what, ours, theirs):
 @pytest.mark.slow
 @pytest.mark.parametrize("case", CASES, ids=lambda c: f"{c[0].name} {c[1]}".replace("'", ""))
 def test_equal_to_one_device(ranks, case):
-    config, mesh, options, more = case
+    config, mesh, options, ways = case
     wanted_loss, wanted_grads, wanted_params = one_device(config, options)
-    for loss, grads, alone, params, differing in ranks(run, mesh, config, options, more):
+    for loss, grads, alone, params, differing in ranks(run, mesh, config, options, ways):
         assert differing == []
         assert abs(loss - wanted_loss) < 1e-12
         assert config.dropout or abs(alone - wanted_loss) < 1e-12
