@@ -73,8 +73,16 @@ SWEPT = [  # of the same kinds as those above
 BLOCK_OR_KEPT = [{"remat": "block"}, {"keep_weights": True}]  # experts have no policy between
 WAYS = {False: [*BLOCK_OR_KEPT, {"remat": "attention"}, {"remat": "matmuls"}], True: BLOCK_OR_KEPT}
 TURNS = {moe: itertools.cycle(ways) for moe, ways in WAYS.items()}
-EVERY = [pytest.param((*case, WAYS[case[0].moe]), marks=pytest.mark.sweep) for case in CASES + SWEPT]
-CASES = [(*case, [next(TURNS[case[0].moe])]) for case in CASES] + EVERY
+
+
+def named(case, ways, what="", marks=()):
+    """`docs/museum.md` names a case by its id."""
+    config, mesh, options = case
+    return pytest.param((*case, ways), id=f"{what}{config.name} {mesh}".replace("'", ""), marks=marks)
+
+
+EVERY = [named(case, WAYS[case[0].moe], "every policy: ", pytest.mark.sweep) for case in CASES + SWEPT]
+CASES = [named(case, [next(TURNS[case[0].moe])]) for case in CASES]
 
 
 def batch(config, seed):
@@ -168,7 +176,7 @@ def unlike(what, ours, theirs):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("case", CASES, ids=lambda c: f"{c[0].name} {c[1]}".replace("'", ""))
+@pytest.mark.parametrize("case", CASES + EVERY)
 def test_equal_to_one_device(ranks, case):
     config, mesh, options, ways = case
     wanted_loss, wanted_grads, wanted_params = one_device(config, options)
