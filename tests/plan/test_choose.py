@@ -70,9 +70,7 @@ def test_what_is_sent_decides_of_what_fits():
 @pytest.mark.parametrize("tied", [False, True])
 def test_stages_that_fit_are_not_refused_by_formula(tied):
     """Layers that stages share unevenly, and ends that are stored over all stages and gathered at their own."""
-    job = Settings(
-        get("llama3-8b").with_(L=6, tied=tied), "", "", 16, 2048, microbatches=8, dtype="bf16", remat="block"
-    )
+    job = Settings(get("llama3-8b").with_(L=6, tied=tied), "", "", 8, 2048, microbatches=4, dtype="bf16", remat="block")
     stages = [one for one in choose.evaluated(job, chip("h100"), 4) if one.layout.sizes["pipe"] > 1]
     assert {one.layout.sizes["pipe"] for one in stages} == {2, 4}
     for one in stages:
@@ -110,12 +108,12 @@ def test_the_command(tmp_path, capsys):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("ranks", "batch", "remat", "memory", "least"),
-    [pytest.param(32, 64, "none", 20e9, 0, marks=pytest.mark.sweep), (16, 32, "block", 10e9, 2)],
+    ("L", "ranks", "batch", "remat", "memory", "least"),
+    [pytest.param(8, 32, 64, "none", 20e9, 0, marks=pytest.mark.sweep), (4, 16, 32, "block", 8e9, 1)],
 )
-def test_no_mesh_is_offered_on_which_the_run_does_not_fit(ranks, batch, remat, memory, least):
+def test_no_mesh_is_offered_on_which_the_run_does_not_fit(L, ranks, batch, remat, memory, least):
     """By the count of the run's own step, all layers of it; at `least` so many fit by formula alone."""
-    some = Settings(get("llama3-8b").with_(L=8), "", "", batch, 4096, dtype="bf16", microbatches=2, remat=remat)
+    some = Settings(get("llama3-8b").with_(L=L), "", "", batch, 4096, dtype="bf16", microbatches=2, remat=remat)
     small = replace(chip("h100"), hbm_bytes=memory)
     found, refused = choose.choices(some, ranks, small)
     assert 0 < len(found) <= choose.OFFERED
@@ -138,7 +136,7 @@ MODELS = [DENSE, TIED, get("mixtral-8x7b"), DENSE.with_(window=(512, None) * 4, 
 def steps(draw) -> tuple[Settings, dict[str, int], StepOptions]:
     config = draw(st.sampled_from(MODELS))
     axes = draw(st.lists(st.sampled_from("PXCYZ" + "E" * config.moe), unique=True, min_size=1, max_size=3))
-    most = {"Z": 4, "Y": config.K, "E": config.E, "C": 4, "X": 64, "P": 16}
+    most = {"Z": 2, "Y": config.K, "E": config.E, "C": 4, "X": 64, "P": 16}
     sizes = {a: draw(st.sampled_from([2**i for i in range(1, 7) if 2**i <= most[a]])) for a in "PZXCYE" if a in axes}
     Z = sizes.get("Z", 1)
     M = draw(st.sampled_from([1, 2, 5] if Z == 1 else [2 * Z, 2 * Z + 2]))
@@ -169,7 +167,7 @@ def test_a_few_layers_and_microbatches_say_what_all_take(drawn, last):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("Z", "z"), [(2, 0), (2, 1), (4, 2)])
+@pytest.mark.parametrize(("Z", "z"), [(2, 0), (4, 2)])
 def test_a_few_of_many_microbatches_say_what_a_pipeline_takes(Z, z):
     """The first stage holds more of them than the last, which has the logits."""
     some = Settings(TIED.with_(L=3 * Z), "", "", 64, 256, microbatches=32, dtype="bf16", remat="none")
@@ -179,16 +177,10 @@ def test_a_few_of_many_microbatches_say_what_a_pipeline_takes(Z, z):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("name", "L", "sizes", "M", "remat"),
-    [
-        ("llama3-405b", 40, {"P": 32, "Z": 4, "X": 4, "Y": 16}, 4, "block"),
-        ("llama3-8b", 32, {"X": 32}, 2, "none"),
-    ],
-)
-def test_a_few_layers_say_where_a_deep_model_is_fullest(name, L, sizes, M, remat):
-    """With few layers the activations are the most, with many the gradients: of the first model a tenth was missing."""
-    some = Settings(get(name).with_(L=L), "", "", 2048, 4096, microbatches=M, dtype="bf16", remat=remat)
+def test_a_few_layers_say_where_a_deep_model_is_fullest():
+    """With few layers the activations are the most, with many the gradients: a tenth was missing."""
+    model, sizes = get("llama3-405b").with_(L=40), {"P": 32, "Z": 4, "X": 4, "Y": 16}
+    some = Settings(model, "", "", 2048, 4096, microbatches=4, dtype="bf16", remat="block")
     few, whole = (f(some, sizes, None, "gloo") for f in (dry.counted, dry.count))
     assert few.memory == pytest.approx(whole.memory, rel=1e-6)
 
@@ -212,7 +204,7 @@ def test_a_plan_is_the_dry_run_of_the_command_that_it_prints(capsys):
     """To the byte: memory, and what is sent."""
     given = ["--model", "llama3-8b", "--batch", "64", "--seq", "2048", "--dtype", "bf16", "--remat", "block"]
     given += ["--microbatches", "2", "--chip", "h100", "--device", "cuda"]
-    assert command.main([*given, "--plan", "16", "--dry-run"]) == 0
+    assert command.main([*given, "--plan", "8", "--dry-run"]) == 0
     said = capsys.readouterr().out
     run = next(line for line in said.splitlines() if line.startswith("run: ")).split("scaling.train ")[1].split()
     assert command.main([*run, "--dry-run"]) == 0

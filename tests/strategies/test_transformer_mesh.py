@@ -77,7 +77,7 @@ TURNS = {moe: itertools.cycle(ways) for moe, ways in WAYS.items()}
 
 def named(case, ways, what="", marks=()):
     """`docs/museum.md` names a case by its id."""
-    config, mesh, options = case
+    config, mesh, _ = case
     return pytest.param((*case, ways), id=f"{what}{config.name} {mesh}".replace("'", ""), marks=marks)
 
 
