@@ -12,7 +12,7 @@ import torch
 from torch.nn.functional import cross_entropy, nll_loss
 
 from scaling.check import RULES, check_source, judge, judged
-from scaling.collectives import all_gather, all_reduce, einsum, masked, ppermute, reduce_scatter, shard
+from scaling.collectives import all_gather, all_reduce, einsum, masked, ppermute, reduce_scatter
 from scaling.mesh import AbstractMesh
 from scaling.spec import parse
 
@@ -49,8 +49,8 @@ def product(a, b):
     return einsum(f"{A} * {B} -> {U}", a, b)
 
 
-def reduced(x, **options):
-    return all_reduce(f"{U} -> {WHOLE}", x, MESH, **options)
+def reduced(x):
+    return all_reduce(f"{U} -> {WHOLE}", x, MESH)
 
 
 def right(a, b):
@@ -104,18 +104,8 @@ def picked(logits, targets, here):
 
 
 BOTH_AXES = "E[V_X, D_Y]"
+# beside the examples of the page
 JUDGED = {  # a program, its arguments' types and its result's: the rule that it breaks first, "" of a right one
-    "sliced": (lambda a, b: shard("C[I, K] -> C[I_X, K]", product(a, b), MESH), (A, B), None, "unreduced"),
-    "twice": (lambda a, b: reduced(reduced(product(a, b))), (A, B), None, "reduced-twice"),
-    "relu": (lambda a, b: reduced(torch.relu(product(a, b))), (A, B), None, "nonlinear"),
-    "squared": (lambda a, b: reduced(product(a, b) * product(a, b)), (A, B), None, "product-of-sums"),
-    "added": (lambda a, b: reduced(product(a, b) + reduced(product(a, b))), (A, B), None, "partial-plus-whole"),
-    "mean": (lambda a, b: reduced(product(a, b), op="mean"), (A, B), None, "how-reduced"),
-    "in flight": (lambda a, b: [reduced(product(a, b), async_op=True), a][1], (A, B), None, "never-waited"),
-    "split": (
-        lambda a, b: einsum("A[I_X, J] * B[J, K] -> C[I_X, K]", a, all_gather(f"{B} -> B[J, K]", b, MESH)),
-        (A, B), None, "split",
-    ),
     "right": (right, (A, B), "C[I_X, K]", ""),
     "a promise": (product, (A, B), WHOLE, "result"),
     "too few results": (lambda a: (a,), (A,), (A, A), "result"),

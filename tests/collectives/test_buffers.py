@@ -23,18 +23,12 @@ def memory(dtype=torch.float32):
 # name -> (the buffer within a stack, words of the error); the result is [4, 4]
 MISFITS = {
     "rows": (lambda g: g[1, :3], "the result has shape (4, 4), out (3, 4)"),
-    "another order": (lambda g: g[1].view(2, 8), "out (2, 8)"),
-    "a dim more": (lambda g: g[1:2], "out (1, 4, 4)"),
-    "one row for all": (lambda g: g[1, :1], "out (1, 4)"),
     "float64": (lambda g: g[1].double(), "the result is torch.float32 on cpu, out torch.float64 on cpu"),
-    "whole numbers": (lambda g: g[1].int(), "out torch.int32"),
     "a row, expanded": (lambda g: g[1, :1].expand(4, 4), "elements share their memory"),
-    "windows": (lambda g: g.view(-1)[:7].unfold(0, 4, 1), "elements share their memory"),
     "negated": (lambda g: torch.zeros(4, 4, dtype=torch.complex64).conj().imag, "conjugates or negates"),
     "shapes alone": (lambda g: g[1].to("meta"), "out torch.float32 on meta"),
     "an array": (lambda g: g[1].numpy(), "out is a ndarray"),
-    "a param": (lambda g: g[1].clone().requires_grad_(), "out requires a gradient"),
-    "a function of one": (lambda g: g[1].clone().requires_grad_() * 1, "out requires a gradient"),
+    "a function of a param": (lambda g: g[1].clone().requires_grad_() * 1, "out requires a gradient"),
 }
 WRITERS = {
     "all_gather, later": lambda m, out: c.all_gather(
@@ -42,12 +36,6 @@ WRITERS = {
     ),
     "reduce_scatter": lambda m, out: c.reduce_scatter(SCATTER, torch.ones(4 * m.sizes["X"], 4), m, out=out),
     "einsum": lambda m, out: c.einsum(PRODUCT, torch.ones(4, 8), torch.ones(8, 4), out=out),
-    "einsum, no matmul": lambda m, out: c.einsum(
-        "A[I, J] * B[I, J] -> C[I, J]", torch.ones(4, 4), torch.ones(4, 4), out=out
-    ),
-    "einsum, deferred": lambda m, out: c.einsum(PRODUCT, torch.ones(4, 8), torch.ones(8, 4), defer=True).wait(
-        out=out, add=True
-    ),
 }
 
 
@@ -70,20 +58,12 @@ def overlapping(mesh):
         "scatter over its operand": lambda: c.reduce_scatter(SCATTER, x, mesh, out=x[: 8 // n]),
         "product into a": lambda: c.einsum(PRODUCT, x, x.clone(), out=x),
         "product into b turned": lambda: c.einsum(PRODUCT, x.clone(), x, out=x.t()),
-        "product into the end of a": lambda: c.einsum(
-            PRODUCT, x[:4], x[:, :4].clone(), out=x.view(-1)[24:40].view(4, 4)
-        ),
         "sum into its operand": lambda: c.einsum("A[I, J] -> C[J]", x, out=x[3]),
     }.items():
         with pytest.raises(ShardingError) as error:
             call()
         assert "out shares memory with an operand" in str(error.value), name
         assert torch.equal(x, kept), name
-    beside = torch.zeros(8, 16)
-    beside[:, ::2] = x
-    c.einsum(PRODUCT, beside[:, ::2], x, out=beside[:, 1::2])  # columns that lie between each other are apart
-    torch.testing.assert_close(beside[:, 1::2], x @ x)
-    assert torch.equal(beside[:, ::2], x)
 
 
 @pytest.mark.parametrize("sizes", [{"X": 1}, {"X": 2}], ids=str)
@@ -112,21 +92,12 @@ def test_gathering_in_place(ranks, sizes, order):
 
 def donated(mesh):
     n, x = mesh.size(), torch.arange(6.0).view(2, 3)
-    fits = {
-        "by rows": x.clone(),
-        "by columns": x.t().contiguous().t(),
-        "every other": torch.stack([x, x], -1)[..., 0],
-        "of a stack": torch.stack([x, x])[1],
-        "complex": torch.complex(x, -x),
-        "complex, real part": torch.complex(x, -x).real,
-    }
-    for name, given in fits.items():
+    for given in (x.t().contiguous().t(), torch.stack([x, x])[1], torch.complex(x, -x), torch.complex(x, -x).real):
         before = given.clone()
-        assert c.all_reduce(REDUCE, given, mesh, donate=True) is given, name
-        assert torch.equal(given, n * before), name
+        assert c.all_reduce(REDUCE, given, mesh, donate=True) is given
+        assert torch.equal(given, n * before)
     for name, given in {
         "expanded": x[:1].expand(2, 3),
-        "windows": x.view(-1)[:4].unfold(0, 3, 1),
         "conjugated": torch.complex(x, x).conj(),
         "negated": torch.complex(x, x).conj().imag,
         "a param": x.clone().requires_grad_(),

@@ -17,7 +17,6 @@ from torch.func import grad, jvp, linearize, vjp, vmap
 from scaling import collectives as c
 from scaling import launch
 from scaling.collectives import all_reduce
-from scaling.mesh import Mesh
 
 I, J = 8, 4
 N = 4  # ranks
@@ -41,10 +40,6 @@ def stack_ppermute(s):  # 0 -> 1 -> 2 -> 3: rank 0 receives nothing
 
 def stack_slice(s):
     return torch.stack([s[r, r * I // N : (r + 1) * I // N] for r in range(N)])
-
-
-def stack_min(s):
-    return s[:, 1:, 0].amin(0).expand(N, I - 1)
 
 
 def only_root(x):
@@ -75,11 +70,6 @@ MAPS = {
         lambda x, m: c.all_reduce("A[I, J] {U_X} -> A[I, J]", x, m, op="max"),
         lambda s: s.amax(0).expand_as(s),
     ),
-    "all_reduce min": (lambda x, m: c.all_reduce("A[I] {U_X} -> A[I]", x[1:, 0], m, op="min"), stack_min),
-    "reduce_scatter mean": (
-        lambda x, m: c.reduce_scatter("A[I, J] {U_X} -> A[I_X, J]", x, m, op="mean"),
-        lambda s: s.mean(0).view(N, I // N, J),
-    ),
     "reduce_scatter max": (
         lambda x, m: c.reduce_scatter("A[I, J] {U_X} -> A[I, J_X]", x, m, op="max"),
         lambda s: s.amax(0).view(I, N, J // N).movedim(1, 0),
@@ -87,10 +77,6 @@ MAPS = {
     "reduce max": (
         lambda x, m: c.reduce("A[I, J] {U_X} -> A[I, J] {U_X}", x, m, root=2, op="max"),
         lambda s: only_root(s.amax(0).expand_as(s)),
-    ),
-    "reduce mean": (
-        lambda x, m: c.reduce("A[I, J] {U_X} -> A[I, J] {U_X}", x, m, root=2, op="mean"),
-        lambda s: only_root(s.mean(0).expand_as(s)),
     ),
     "scatter": (lambda x, m: c.scatter("A[I, J] {U_X} -> A[I_X, J]", x, m, root=2), lambda s: s[2].view(N, I // N, J)),
     "gather": (
@@ -127,8 +113,7 @@ def run_derivatives(mesh, name):
         warnings.simplefilter("ignore")
         out["jvp"] = jvp(curved, (x,), (t,))[1]
         out["linearize"] = linearize(curved, x)[1](t)
-    out["vmap"] = vmap(f)(torch.stack([x, t, x + t]))
-    out["vmap_in_dim"] = vmap(f, in_dims=2, out_dims=1)(torch.stack([x, t, x + t], 2))
+    out["vmap"] = vmap(f, in_dims=2, out_dims=1)(torch.stack([x, t, x + t], 2))
     out["vmap_grad"] = vmap(grad(own))(torch.stack([x, t]))
     out["grad_grad"] = grad(lambda x: (grad(own)(x) * t).sum())(x)
     out["sent"] = x
@@ -153,8 +138,7 @@ def expected(name):
         "vjp": vjp(stacked, x)[1](w)[0],
         "jvp": tangent,
         "linearize": tangent,
-        "vmap": torch.stack([stacked(x), stacked(t), stacked(x + t)], 1),
-        "vmap_in_dim": torch.stack([stacked(x), stacked(t), stacked(x + t)], 2),
+        "vmap": torch.stack([stacked(x), stacked(t), stacked(x + t)], 2),
         "vmap_grad": torch.stack([g, grad(loss)(t)], 1),
         "grad_grad": grad(lambda x: (grad(loss)(x) * t).sum())(x),
         "sent": x,
@@ -182,11 +166,6 @@ def extremes(mesh):
 
 def test_a_nan_is_not_lost_and_any_size_will_do(ranks):
     assert ranks(extremes, {"X": 4}) == [("[nan, nan, -inf, inf, -0.5]", [[], [0.0]], 3.0)] * 4
-
-
-def test_a_permutation_of_what_is_stacked():
-    x, mesh = operands()[0], Mesh({"X": 1}).stacked("I")
-    assert torch.equal(c.ppermute("A[J_X]", x, mesh, "X", [(0, 0)]), x)
 
 
 def drop(mesh, x):
