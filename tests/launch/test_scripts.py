@@ -215,13 +215,3 @@ def test_ranks_of_torchrun_that_all_hang_say_where(script):
     assert re.search(r"rank \d: this rank hangs: it has not computed for \d+ s\n  fix: ", out)
     assert re.search(r", in main\n    time.sleep\(60\)\n", out)
     assert all_ended(pids_in(out))
-
-
-@pytest.mark.sweep
-@pytest.mark.slow
-def test_a_mesh_that_does_not_fit_torchruns_ranks(script):
-    process = script("run", "3", command=[*TORCHRUN, "--nproc-per-node", "2"])
-    out, _ = process.communicate(timeout=120)
-    assert process.returncode == 1
-    assert "ShardingError: the mesh X=3 has 3 devices, but 2 ranks are running" in out.partition("Root Cause")[2]
-    assert "or choose sizes whose product is 2" in out
