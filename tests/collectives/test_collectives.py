@@ -158,14 +158,11 @@ def test_values_and_derivatives(ranks, name):
 def extremes(mesh):
     nan, inf, r = float("nan"), float("inf"), mesh.rank
     x = torch.tensor([nan if r == 0 else 1.0, nan if r == 3 else 2.0, -inf, inf if r == 1 else 0.0, -0.5 - r])
-    line = "A[I] {U_X} -> A[I]"
-    least = [c.all_reduce(line, torch.full((size,), float(r)), mesh, op="min").tolist() for size in (0, 1)]
-    scalar = c.all_reduce("A[] {U_X} -> A[]", torch.tensor(float(r)), mesh, op="max").item()
-    return str(c.all_reduce(line, x, mesh, op="max").tolist()), least, scalar
+    return str(c.all_reduce("A[I] {U_X} -> A[I]", x, mesh, op="max").tolist())
 
 
-def test_a_nan_is_not_lost_and_any_size_will_do(ranks):
-    assert ranks(extremes, {"X": 4}) == [("[nan, nan, -inf, inf, -0.5]", [[], [0.0]], 3.0)] * 4
+def test_a_nan_is_not_lost(ranks):
+    assert ranks(extremes, {"X": 4}) == ["[nan, nan, -inf, inf, -0.5]"] * 4
 
 
 def drop(mesh, x):

@@ -1,18 +1,14 @@
 """Collectives within torch.compile: the same numbers as eagerly, of a function and of its gradients. test_drawn.py has
 the forms of the calls that a compiler follows, run without one."""
 
-from functools import partial
-
 import pytest
 import torch
 from torch.func import grad, grad_and_value
 
 from scaling import optim, tree
 from scaling.collectives import all_gather, all_reduce, einsum, reduce_scatter
-from scaling.schedules import make
 from scaling.spec import ShardingError
-from scaling.strategies import data_parallel, fsdp, fsdp_tp, pipeline, pods, tensor_parallel, zero
-from scaling.strategies.stage import mlp, of_strategy
+from scaling.strategies import data_parallel, fsdp, fsdp_tp, pods, tensor_parallel, zero
 
 
 def compiled(test):
@@ -49,7 +45,6 @@ def compiled_and_eager(mesh):
     compile_(lambda W: loss_of(W, In, mesh))(leaf).backward()
     written_out = step(W, In, mesh)
     return written_out, [
-        compile_(lambda W, In: step(W, In, mesh))(W, In),
         compile_(by_torch_func)(W, In),
         by_torch_func(W, In),
         (leaf.grad, written_out[1]),
@@ -57,27 +52,23 @@ def compiled_and_eager(mesh):
 
 
 def reduced(mesh):
-    """By each way to put parts together: by its weight each gradient is known."""
+    """By each way to put parts together."""
     torch._dynamo.reset()
     x = torch.tensor([[0.0, 1.0, 2.0, 2.0], [0.0, 3.0, 1.0, 2.0]])[mesh.rank]  # with ties
-    ways = "mean", "max", "min"
 
     def f(x):
+        ways = "mean", "max", "min"
         wholes = [all_reduce("A[I] {U_X} -> A[I]", x, mesh, op=by) for by in ways]
         shards = [reduce_scatter("A[I] {U_X} -> A[I_X]", x, mesh, op=by) for by in ways]
-        each = zip((1, 2, 3), wholes, shards, strict=True)
-        return sum(n * (y * torch.arange(4.0)).sum() + 10 * n * z.sum() for n, y, z in each), (wholes, shards)
+        return sum(n * y.square().sum() for n, y in enumerate(wholes + shards)), (wholes, shards)
 
     g = grad_and_value(f, has_aux=True)
-    compiled = torch.compile(g, backend="aot_eager", fullgraph=True)(x)
-    torch.testing.assert_close(compiled, g(x), rtol=1e-6, atol=0)
-    return [whole.tolist() for whole in compiled[1][1][0]]
+    torch.testing.assert_close(torch.compile(g, backend="aot_eager", fullgraph=True)(x), g(x), rtol=1e-6, atol=0)
 
 
 @compiled
 def test_reductions_compiled(ranks):
-    wanted = [[0.0, 2.0, 1.5, 2.0], [0.0, 3.0, 2.0, 2.0], [0.0, 1.0, 1.0, 2.0]]
-    assert ranks(reduced, {"X": 2}) == [wanted] * 2
+    ranks(reduced, {"X": 2})
 
 
 def refused(mesh):
@@ -145,30 +136,3 @@ def test_a_strategy_s_whole_step_in_one_graph(ranks, name):
     for results in ranks(whole_step, STEPS[name][1], name):
         for eager, compiled in results:
             torch.testing.assert_close(compiled, eager, rtol=1e-10, atol=1e-12)
-
-
-def pipelined(mesh, kind):
-    """(Loss, grads) of a pipeline: as it is, and with the stage's functions compiled."""
-    torch._dynamo.reset()
-    g = torch.Generator().manual_seed(0)
-    L, B, D, F = 4, 8, 8, 16
-    params = {"W_in": torch.randn(L, D, F, generator=g).double(), "W_out": torch.randn(L, F, D, generator=g).double()}
-    stage = mlp(residual=True) if kind == "mlp" else of_strategy(fsdp_tp.STRATEGY, residual=True)
-    params = tree.shard(params, {name: stage.specs[name] for name in params}, mesh)
-    In = tree.shard(torch.randn(B, D, generator=g).double(), stage.specs["In"], mesh)
-
-    def loss(Out, Target):
-        return Out.square().sum() / B
-
-    compile_ = partial(torch.compile, backend="aot_eager", fullgraph=True)
-    compiled = {name: compile_(getattr(stage, name)) for name in ("forward", "backward_input")}
-    runs = (stage, stage._replace(**compiled))
-    return [pipeline.value_and_grad(params, In, In, mesh, make("1f1b", 2, 4), loss, each) for each in runs]
-
-
-@compiled
-@pytest.mark.sweep
-@pytest.mark.parametrize(("kind", "mesh"), [("mlp", {"Z": 2}), ("fsdp_tp", {"Z": 2, "X": 1, "Y": 2})])
-def test_a_pipeline_s_stages_compiled(ranks, kind, mesh):
-    for eager, compiled in ranks(pipelined, mesh, kind):
-        torch.testing.assert_close(compiled, eager, rtol=1e-10, atol=1e-12)

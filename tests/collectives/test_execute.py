@@ -9,7 +9,6 @@ import torch
 from array_types import gather, scatter, types
 from refused import refused
 from test_buffers import PRODUCT
-from torch.func import grad, jvp, vmap
 
 from scaling.algebra import matmul, reshard
 from scaling.collectives import einsum, join_products, run
@@ -41,17 +40,10 @@ def test_a_product_is_one_of_matrices_where_its_dims_allow(line):
     assert (product_of(line).summed > 0) is ONE_PRODUCT[line]
 
 
-@pytest.mark.slow
-@pytest.mark.filterwarnings("ignore:.torch.jit.script")  # of torch's own, in jvp
-@pytest.mark.parametrize("line", ["A[I, J] * B[J, K] -> C[I, K]", "A[I, J] * B[J, K] -> C[K, I]"])
-def test_derivatives(line):
-    x, y = torch.randn(3, 4, dtype=torch.float64), torch.randn(4, 5, dtype=torch.float64)
-    assert torch.autograd.gradcheck(lambda x, y: einsum(line, x, y), (x.requires_grad_(), y.requires_grad_()))
-    x, y = x.detach(), y.detach()
-    torch.testing.assert_close(grad(lambda x: einsum(line, x, y).sum())(x), y.sum(1).expand(3, 4))
-    torch.testing.assert_close(jvp(lambda x: einsum(line, x, y), (x,), (x,))[1], einsum(line, x, y))
-    stack = vmap(lambda x: einsum(line, x, y))(torch.stack([x, 2 * x]))
-    torch.testing.assert_close(stack[1], 2 * einsum(line, x, y))
+def test_derivatives_of_a_product_and_of_its_transpose():
+    x, y = (torch.randn(*shape, dtype=torch.float64, requires_grad=True) for shape in ((3, 4), (4, 5)))
+    for line in (PRODUCT, "A[I, J] * B[J, K] -> C[K, I]"):
+        assert torch.autograd.gradcheck(lambda x, y: einsum(line, x, y), (x, y))  # noqa: B023
 
 
 def dual(spec: Spec, mesh) -> Spec:
@@ -99,14 +91,6 @@ def test_a_resharding_is_the_identity_and_so_is_its_transpose(ranks, pairs, at_o
         assert (gather(dst, results, shape, MESH) - whole).abs().max() < 1e-12, (src, dst)
         assert (gather(dual(src, MESH), back, shape, MESH) - g).abs().max() < 1e-12, (src, dst)
         assert all(same for *_, same in case), (src, dst)
-
-
-def test_on_an_abstract_mesh():
-    mesh = AbstractMesh({"X": 4, "Y": 4})
-    for src in types("XY"):
-        x = torch.empty(src.local_shape((32, 16), mesh), device="meta")
-        for dst in types("XY"):
-            assert run_reshard(f"{src} -> {dst}", x, mesh).shape == dst.local_shape((32, 16), mesh)
 
 
 TWO, X = AbstractMesh({"X": 2}), torch.empty(3, 4, device="meta")

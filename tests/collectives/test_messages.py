@@ -16,32 +16,27 @@ from scaling.trace import trace
 
 A = torch.arange(6.0).view(2, 3)
 MISFITS = {
-    "fewer rows": (("A[I, J]", A[:1]), ("A[I, J]", A), "rank 0 sends A[I, J] of (1, 3) float32\n"),
-    "another order": (
-        ("A[I, J]", A.t()),
-        ("A[I, J]", A),
-        "of (3, 2) float32\n  this rank expects A[I, J] of (2, 3) float32",
-    ),
-    "float64": (("A[I, J]", A.double()), ("A[I, J]", A), "sends A[I, J] of (2, 3) float64\n"),
-    "as many bytes": (("A[I, J]", A.int()), ("A[I, J]", A), "sends A[I, J] of (2, 3) int32\n"),
-    "another array": (("B[I, J]", A), ("A[I, J]", A), "sends B[I, J] of (2, 3) float32\n"),
+    "another order": ("A[I, J]", A.t(), "A[I, J] of (3, 2) float32"),
+    "as many bytes": ("A[I, J]", A.int(), "A[I, J] of (2, 3) int32"),
+    "another array": ("B[I, J]", A, "B[I, J] of (2, 3) float32"),
 }
 
 
 def misfit(mesh, name, async_op):
-    (line, x), (expected, like), _ = MISFITS[name]
+    line, x, _ = MISFITS[name]
     if mesh.rank == 0:
         c.send(line, x, mesh, "X", 1)
     else:
-        c.wait(c.recv(expected, like, mesh, "X", 0, async_op=async_op))
+        c.wait(c.recv("A[I, J]", A, mesh, "X", 0, async_op=async_op))
 
 
 @pytest.mark.parametrize("name", MISFITS)
 def test_what_is_not_expected_is_refused_by_the_receiver(ranks, name):
     with pytest.raises(RankFailed) as error:
-        ranks(misfit, {"X": 2}, name, name == "float64")
+        ranks(misfit, {"X": 2}, name, name == "as many bytes")
     assert "rank 1 of" in str(error.value)
-    assert MISFITS[name][2] in str(error.value)
+    said = f"rank 0 sends {MISFITS[name][2]}\n  this rank expects A[I, J] of (2, 3) float32\n"
+    assert said in str(error.value)
     assert "rule: what is received has the type, the shape and the dtype of what is sent" in str(error.value)
 
 
@@ -172,6 +167,7 @@ def refusals(world):
         lambda: transfer("A[I_X] {U_Y} -> A[I_X]", None, a, a),
         lambda: transfer("A[I_X] -> A[J_X]", None, a, a),
         lambda: transfer("A[I_Z] -> A[I_X]", None, a, a),
+        lambda: transfer("A[I_X] -> A[I_Z]", None, a, a),
         lambda: Mesh({"X": 2}, ranks=[1, 0]),
         lambda: Mesh({"X": 2}, ranks=[3, 4]),
         lambda: None if a.member else a.group(("X",)),
@@ -185,7 +181,7 @@ def refusals(world):
 
 
 def test_what_does_not_go_together_is_refused(ranks):
-    wanted = ["give their shard", "partial sums", "same dims", "unknown mesh axis Z", "ascending", "ascending"]
+    wanted = ["give their shard", "partial sums", "same dims", *["unknown mesh axis Z"] * 2, *["ascending"] * 2]
     for rank, said in enumerate(ranks(refusals, {"W": 4})):
         for text, part in zip(said, [*wanted, "not one of the mesh" if rank > 1 else ""], strict=True):
             assert part in text
@@ -201,10 +197,3 @@ def test_one_device():
         transfer("A[I_X] -> A[I]", x, mesh, mesh, into=(6,), below=(2,)), torch.tensor([0, 1, 0, 0, 0, 0])
     )
     assert torch.equal(transfer("A[I_X] -> A[I]", x, mesh, mesh, below=(0,)), torch.zeros(4, dtype=torch.int64))
-
-
-def test_types_name_axes_of_their_own_meshes():
-    source, target = AbstractMesh({"X": 2}), AbstractMesh({"Y": 2})
-    for line, axis in (("A[I_Y] -> A[I]", "Y"), ("A[I] -> A[I_X]", "X")):
-        with pytest.raises(ShardingError, match=f"unknown mesh axis {axis}"):
-            plan_transfer(line, (4,), source, target)

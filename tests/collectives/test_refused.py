@@ -3,7 +3,7 @@
 import pytest
 import torch
 from refused import refused
-from test_buffers import GATHER, PRODUCT, REDUCE, SCATTER
+from test_buffers import GATHER, PRODUCT, REDUCE
 
 from scaling import collectives as c
 from scaling.collectives import rings
@@ -31,21 +31,16 @@ test_operands = refused({
         lambda: c.ppermute("A[I_Q] -> A[I]", ones(3), ONE, "X", []),
         "unknown mesh axis Q",
     ),
-    "in a message": (lambda: c.send("A[2]", meta(3), ABSTRACT, "X", 1), "has size 3, not 2"),
     "an axis that a sent type alone has": (lambda: c.send("A[I_Z]", meta(4), ABSTRACT, "X", 1), "unknown mesh axis Z"),
-    "and one that is received": (lambda: c.recv("A[I_Z]", meta(4), ABSTRACT, "X", 1), "unknown mesh axis Z"),
     "in a product": (
         lambda: c.einsum("A[2, J] * B[J, K] -> C[2, K]", ones(3, 1), ones(1, 1)),
         "dim 2 says its own size",
     ),
-    "in a sum": (lambda: c.einsum("A[I, 4_X] -> C[I] {U_X}", ones(3, 3)), "dim 4 says its own size"),
     "a number that does not divide": (lambda: c.shard("A[3_X]", meta(3), ABSTRACT), "does not divide"),
     "too many dims, no axes": (lambda: c.shard("A[I, J]", X, ONE), "its type has 2 dims"),
     "shapes alone on a real mesh": (lambda: c.all_gather(GATHER, meta(2, 2), ONE), "the operand is on meta"),
     "a product with shapes alone": (lambda: c.einsum(PRODUCT, ones(2, 2), meta(2, 2)), "meta device"),
     "an array of numpy": (lambda: c.all_reduce(REDUCE, ones(2, 2).numpy(), ONE), "numpy.ndarray"),
-    "a product of arrays": (lambda: c.einsum(PRODUCT, ones(2, 2).numpy(), ones(2, 2)), "torch.as_tensor"),
-    "nothing": (lambda: c.reshard("A[I_X] -> A[I]", None, ONE), "builtins.NoneType"),
     "a product of nothing": (lambda: c.einsum(PRODUCT, None, None), "do not have the dims of their types"),
     "two dtypes": (
         lambda: c.einsum(PRODUCT, ones(2, 2), ones(2, 2).double()),
@@ -60,10 +55,6 @@ test_operands = refused({
         "of torch.float8_e4m3fn it has none",
     ),
     "added to nothing": (lambda: c.einsum(PRODUCT, ones(2, 2), ones(2, 2), add=True), "fix: give out="),
-    "a derivative in a buffer": (
-        lambda: c.einsum(PRODUCT, ones(2, 2).requires_grad_(), ones(2, 2), out=ones(2, 2)),
-        "fix: leave out= away",
-    ),
     "sparse": (lambda: c.all_gather(GATHER, ones(2, 2).to_sparse(), ONE), "fix: give it as .to_dense()"),
     "a sparse product of a batch, which torch gets wrong": (
         lambda: c.einsum("A[L, J] * B[J, K] -> C[J, K, L]", ones(2, 5), ones(5, 2).to_sparse()),
@@ -92,13 +83,10 @@ test_reductions = refused({
 test_masks = refused({
     what: lambda args=args: c.masked(*args, ONE)
     for what, args in {
-        "a list": (MASKED, X, MASK.tolist()),
         "none": (MASKED, X, None),
         "of the last dims": (MASKED, X, MASK[0]),
         "elsewhere": (MASKED, X, MASK.to("meta")),
-        "of nothing": (MASKED, None, MASK),
         "of bools": ("m[B, T] {U_Y}", MASK, MASK),
-        "of other dims": (MASKED, X[0], MASK),
         "of another number": ("x[9, T, D] {U_Y}", X, MASK),
         "sparse": (MASKED, X.to_sparse(), MASK),
         "a type that is no sum": ("x[B, T, D]", X, MASK),
@@ -116,11 +104,8 @@ test_ragged_rows = refused({
         "it keeps other rows": ("", RAGGED, ROWS, [5], [3], ONE),
         "below 0": ("", RAGGED, ROWS, [5], [-5], ONE),
         "floats": ("", RAGGED, ROWS, [5.0], [5], ONE),
-        "bools": ("", RAGGED, ROWS[:1], [True], [True], ONE),
-        "texts": ("", RAGGED, ROWS, ["5"], ["5"], ONE),
         "no counts": ("", RAGGED, ROWS, None, None, ONE),
         "rows of one dim": ("dims up to R are one", RAGGED, ROWS[:, 0], [5], [5], ONE),
-        "no rows": ("", RAGGED, None, [5], [5], ONE),
         "too few counts": ("4 rows cannot be sent", RAGGED, meta(4, 3), (4,), (2, 2), ABSTRACT),
         "other rows": ("4 rows cannot be sent", RAGGED, meta(4, 3), (2, 1), (2, 2), ABSTRACT),
         "no AllToAll": ("rule: AllToAll takes", RAGGED.replace("E_X", "E"), meta(4, 3), (2, 2), (2, 2), ABSTRACT),
@@ -128,12 +113,12 @@ test_ragged_rows = refused({
     }.items()
 })  # fmt: skip
 
-SIZES = [{"into": size} for size in ((-1,), (6.0,), 6, (3, 2))] + [{"below": size} for size in ((-1,), (2.5,), (1, 2))]
+SIZES = {"into": (-1,)}, {"into": 6}, {"into": (3, 2)}, {"below": (2.5,)}
 test_whole_numbers = refused(
     {f"transfer {given}": lambda given=given: c.transfer(TRANSFER, X[0, 0], ONE, ONE, **given) for given in SIZES}
     | {
         f"ppermute by {perm}": lambda perm=perm: c.ppermute("A[I_X]", torch.arange(6.0), ONE, "X", perm)
-        for perm in [[(0.9, 0)], [("0", "0")], [(0,)], 3, None]
+        for perm in [[(0.9, 0)], [(0,)], 3]
     }
 )
 
@@ -143,19 +128,12 @@ test_rings = refused({
     "too many chunks": (lambda: rings.all_to_all(meta(3, 2), ABSTRACT, "X"), "a chunk for each device"),
 })  # fmt: skip
 
-test_options_are_given_by_name = refused(
+test_options_are_given_by_name = refused(  # those of others: test_drawn.py
     {
         call.__name__: lambda call=call, args=args: call(*args)
         for call, *args in (
-            (c.all_gather, GATHER, ROWS, ONE, True),
-            (c.reduce_scatter, SCATTER, ROWS, ONE, ROWS),
-            (c.all_reduce, REDUCE, ROWS, ONE, "mean"),
-            (c.all_to_all, "A[I_X, J] -> A[I, J_X]", ROWS, ONE, True),
-            (c.broadcast, REDUCE, ROWS, ONE, 0),
-            (c.gather, "A[I_X, J] -> A[I, J] {U_X}", ROWS, ONE, 0),
             (c.ppermute, "A[I]", ROWS[0], ONE, "X", [], True),
             (c.send, "A[I]", ROWS[0], ONE, "X", 1, True),
-            (c.einsum, PRODUCT, ROWS, ROWS, ROWS),
         )
     },
     TypeError,

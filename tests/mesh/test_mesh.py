@@ -32,8 +32,6 @@ def test_an_abstract_mesh_is_only_numbers():
     assert (mesh.size(), mesh.size(("X",)), mesh.size(("data", "X")), mesh.size(())) == (12, 4, 12, 1)
     assert (repr(mesh), mesh.coord) == ("AbstractMesh(X=4, data=3)", {"X": 0, "data": 0})
     assert AbstractMesh({}).size() == 1
-    mesh = AbstractMesh({"X": 1024, "Y": 8, "pods": 4}, {"X": 1023, "Y": 7, "pods": 3})
-    assert (mesh.rank, mesh.size(), mesh.group(("X", "Y")).size) == (32767, 32768, 8192)
 
 
 def test_an_abstract_group_counts_its_first_axis_as_the_major_one():
@@ -74,34 +72,6 @@ test_what_makes_no_mesh = refused(
     },
     ShardingError,
 )  # fmt: skip
-
-
-def describe(mesh):
-    """Of each group of axes: (index, blocks of the members in order, their ranks, what an all_gather over it says)."""
-    groups = {}
-    for axes in [("X",), ("Y",), ("X", "Y"), ("Y", "X")]:
-        group = mesh.group(axes)
-        assert mesh.group(axes) is group
-        part = parse("A[I]").with_axes("I", axes).slices((4,), mesh, mesh.coord)[0]
-        assert group.index == part.start * group.size // 4  # the block that the notation gives this device
-        blocks = group.order or range(group.size)  # by member
-        assert [group.member_of(block) for block in blocks] == [*range(group.size)]
-        said = [torch.zeros(2, dtype=torch.int64) for _ in range(group.size)]
-        dist.all_gather(said, torch.tensor([mesh.rank, group.index]), group=group.pg)
-        groups[axes] = group.index, [*blocks], [*group.ranks], said
-    return mesh.rank, mesh.coord, groups
-
-
-def test_groups_in_both_orders(ranks):
-    for r, (rank, coord, groups) in enumerate(ranks(describe, MESH)):
-        x, y = divmod(r, 2)
-        assert (rank, coord) == (r, {"X": x, "Y": y})
-        assert groups["X",][:3] == (x, [0, 1], [y, 2 + y])
-        assert groups["Y",][:3] == (y, [0, 1], [2 * x, 2 * x + 1])
-        assert groups["X", "Y"][:3] == (2 * x + y, [0, 1, 2, 3], [0, 1, 2, 3])
-        assert groups["Y", "X"][:3] == (2 * y + x, [0, 2, 1, 3], [0, 1, 2, 3])
-        for _, blocks, members, said in groups.values():
-            assert [s.tolist() for s in said] == [[m, b] for m, b in zip(members, blocks, strict=True)]
 
 
 def alone(mesh, checked):

@@ -2,9 +2,7 @@
 
 import itertools
 import mmap
-import os
 import random
-import subprocess
 
 import numpy as np
 import pytest
@@ -31,30 +29,6 @@ def test_every_row_word_and_text_has_a_place_of_its_own():
                 assert page.meetings[words] == (ranks, texts)
                 taken += [range(words, words + len(ranks) * WORD), range(texts, texts + len(ranks) * LENGTH)]
     assert sorted(itertools.chain(*taken)) == [*range(len(page.memory))]
-
-
-def test_what_a_rank_says_in_its_row_is_read_by_all():
-    each = pages(SETS)
-    waits = {rank: Wait(words, bytes([rank, 7])) for rank, words in zip(range(SIZE), each[0].meetings, strict=False)}
-    for rank, wait in waits.items():
-        each[rank].set_wait(wait, found=rank == 2)
-    for page in each:
-        assert page.waits() == waits
-        assert [page.has_found(rank) for rank in range(SIZE)] == [False, False, True, False]
-    each[2].set_wait(None)
-    assert each[0].waits().keys() == {0, 1, 3}
-    assert not each[0].has_found(2)
-    assert not any(each[0].has_ended(rank) for rank in range(SIZE)), "a row holds its process too"
-
-
-def test_who_has_ended():
-    each = pages(SETS)
-    ended = subprocess.Popen(["true"])
-    ended.wait()
-    each[2].set_pid(ended.pid)
-    assert [each[0].has_ended(rank) for rank in range(SIZE)] == [False, False, True, False]
-    each[2].set_pid(os.getpid())
-    assert not each[1].has_ended(2)
 
 
 @pytest.mark.parametrize("seed", range(40))
