@@ -1,5 +1,5 @@
 """Things of torch that have no public name: that they are there and do what is relied on, where no test of what uses
-them would say so: it compares kernels, gradients, levels of transforms and memory with one device's."""
+them would say so."""
 
 import re
 import subprocess

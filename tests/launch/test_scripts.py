@@ -82,6 +82,14 @@ def pids_in(text: str) -> list[int]:
     return [int(pid) for pid in re.findall(r"pid (\d+) rank", text)]
 
 
+def failure_of(process) -> str:
+    """What a process has printed that ends with exit code 1, and takes its ranks with it."""
+    out, _ = process.communicate(timeout=120)
+    assert process.returncode == 1, out
+    assert all_ended(pids_in(out))
+    return out
+
+
 @pytest.fixture
 def as_script():
     """As `start` finds it in a script; it handles SIGTERM."""
@@ -132,13 +140,10 @@ def test_a_rank_of_torchrun_with_nothing_new_to_say_lets_the_others_end_first(
 
 @pytest.mark.slow
 def test_a_script_with_a_failing_rank_prints_its_traceback_alone(script):
-    process = script("raise", "4")
-    out, _ = process.communicate(timeout=120)
-    assert process.returncode == 1
+    out = failure_of(script("raise", "4"))
     assert out.count("Traceback") == 1
     assert "RankError: rank 3 of 4 raised:\nTraceback" in out
     assert "ValueError: boom" in out
-    assert all_ended(pids_in(out))
 
 
 @pytest.mark.slow
@@ -183,35 +188,27 @@ def test_killing_a_bare_torchrun_leaves_nothing_behind(script):
 @pytest.mark.slow
 def test_torchrun_blames_the_rank_that_failed_and_shows_its_traceback(script, tmp_path):
     (tmp_path / "script.py").write_text(SCRIPT)
-    process = Forked(lambda: torchrun.main(["--nproc-per-node", "2", str(tmp_path / "script.py"), "raise", "2"]))
-    out, _ = process.communicate(timeout=120)
-    assert process.returncode == 1
+    arguments = ["--nproc-per-node", "2", str(tmp_path / "script.py"), "raise", "2"]
+    out = failure_of(Forked(lambda: torchrun.main(arguments)))
     cause = out.partition("Root Cause")[2]
     assert "rank      : 1 " in cause
     assert "ValueError: boom" in cause
-    assert all_ended(pids_in(out))
 
 
 @pytest.mark.sweep
 @pytest.mark.slow
 @pytest.mark.parametrize(("how", "said"), [("early", "rank 1: the end of the run\n"), ("leave", "rank 1: has ended\n")])
 def test_torchrun_is_told_once_of_a_rank_that_ends_early(script, how, said):
-    process = script(how, "2", command=[*TORCHRUN, "--nproc-per-node", "2"])
-    out, _ = process.communicate(timeout=120)
-    assert process.returncode == 1
+    out = failure_of(script(how, "2", command=[*TORCHRUN, "--nproc-per-node", "2"]))
     cause = out.partition("Root Cause")[2]
     assert "rank 0: AllReduce A[] {U_X} -> A[] of () float32" in cause
     assert said in cause
     assert out.partition("=====")[0].count("[rank") == out.count("[rank0]: ") > 0  # one rank speaks
-    assert all_ended(pids_in(out))
 
 
 @pytest.mark.sweep
 @pytest.mark.slow
 def test_ranks_of_torchrun_that_all_hang_say_where(script):
-    process = script("hang", "2", "0.5", command=[*TORCHRUN, "--nproc-per-node", "2"])
-    out, _ = process.communicate(timeout=120)
-    assert process.returncode == 1
+    out = failure_of(script("hang", "2", "0.5", command=[*TORCHRUN, "--nproc-per-node", "2"]))
     assert re.search(r"rank \d: this rank hangs: it has not computed for \d+ s\n  fix: ", out)
     assert re.search(r", in main\n    time.sleep\(60\)\n", out)
-    assert all_ended(pids_in(out))

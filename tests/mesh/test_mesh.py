@@ -1,4 +1,4 @@
-"""Meshes: coordinates, groups along one axis and several, what cannot be a mesh, and torch's own view of one."""
+"""Meshes: coordinates, how groups are made, what cannot be a mesh, and torch's own view of one."""
 
 import itertools
 import os

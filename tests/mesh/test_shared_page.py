@@ -1,4 +1,4 @@
-"""The page that ranks share: who has ended, who waits for whom in a circle, and that each place is one group's."""
+"""The page that ranks share: who waits for whom in a circle, and that each place is one group's."""
 
 import itertools
 import mmap
