@@ -138,6 +138,12 @@ def test_graphs_of_both_passes():
     assert "cos.default" in names[1]
 
 
+def test_a_leaf_that_is_not_used_has_no_gradient():
+    x, unused = (torch.ones(2, requires_grad=True) for _ in range(2))
+    dx, nothing = p.tape_gradients([3 * x], [x, unused], [torch.ones(2)])
+    assert (dx.tolist(), nothing) == ([3.0, 3.0], None)
+
+
 @pytest.mark.slow
 def test_a_first_step_imports_neither_compiler_nor_sympy():
     """Which would cost each rank of a run that is started again a second and more."""

@@ -48,3 +48,7 @@ def test_who_waits_in_a_circle(seed):
     edges = np.array([[other in for_whom.get(rank, ()) for other in range(SIZE)] for rank in range(SIZE)], int)
     endless = [rank for rank in range(SIZE) if np.linalg.matrix_power(edges, SIZE)[rank].any()]
     assert each[1].stuck() == {rank: waits[rank] for rank in endless}
+    for rank, wait in waits.items():
+        each[rank].set_wait(wait, found=rank in endless)
+    assert [rank for rank in range(SIZE) if each[0].has_found(rank)] == endless
+    assert each[0].waits() == waits
