@@ -1,5 +1,5 @@
 """Collectives within torch.compile: the same numbers as eagerly, of a function and of its gradients. test_drawn.py has
-the forms of the calls that a compiler follows, run without one."""
+the forms of the calls that a compiler follows, run without one; their buffers are here."""
 
 import pytest
 import torch
@@ -7,6 +7,7 @@ from torch.func import grad, grad_and_value
 
 from scaling import optim, tree
 from scaling.collectives import all_gather, all_reduce, einsum, reduce_scatter
+from scaling.mesh import Mesh
 from scaling.spec import ShardingError
 from scaling.strategies import data_parallel, fsdp, fsdp_tp, pods, tensor_parallel, zero
 
@@ -136,3 +137,32 @@ def test_a_strategy_s_whole_step_in_one_graph(ranks, name):
     for results in ranks(whole_step, STEPS[name][1], name):
         for eager, compiled in results:
             torch.testing.assert_close(compiled, eager, rtol=1e-10, atol=1e-12)
+
+
+ONE = Mesh({"X": 1})
+INTO = {  # what a compiler follows, run without one: a call on x[2, 3], and the shape of its result
+    "matrices": (lambda x, **out: einsum("A[I, J] * B[K, J] -> C[I, K]", x, x, **out), (2, 2)),
+    "elements": (lambda x, **out: einsum("A[I, J] * B[I, J] -> C[I, J]", x, x, **out), (2, 3)),
+    "transposed": (lambda x, **out: einsum("A[I, J] -> C[J, I]", x, **out), (3, 2)),
+    "gathered": (lambda x, **out: all_gather("A[I_X, J] -> A[I, J]", x, ONE, **out), (2, 3)),
+    "scattered": (lambda x, **out: reduce_scatter("A[I, J] {U_X} -> A[I_X, J]", x, ONE, **out), (2, 3)),
+}
+
+
+@pytest.mark.parametrize("what", INTO)
+def test_a_buffer_in_a_graph_holds_the_eager_result_or_is_refused(what, monkeypatch):
+    (call, shape), x = INTO[what], torch.arange(6.0).view(2, 3)
+    wanted, out = call(x), torch.full(shape, 5.0)
+    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
+    assert torch.equal(call(x), wanted)
+    assert call(x, out=out) is out
+    assert torch.equal(out, wanted)
+    if what in ("matrices", "elements", "transposed"):
+        assert torch.equal(call(x, out=out, add=True), 2 * wanted)
+        with pytest.raises(ShardingError, match="fix: give out="):
+            call(x, add=True)
+    for misfit in (torch.ones(1, *shape), torch.ones(shape).double()):
+        with pytest.raises(ShardingError, match="out has the result's shape and dtype"):
+            call(x, out=misfit)
+    with pytest.raises(ShardingError):
+        call(x[0])
