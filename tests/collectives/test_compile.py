@@ -6,7 +6,7 @@ import torch
 from torch.func import grad, grad_and_value
 
 from scaling import optim, tree
-from scaling.collectives import all_gather, all_reduce, einsum, reduce_scatter
+from scaling.collectives import all_gather, all_reduce, all_to_all, einsum, reduce_scatter
 from scaling.mesh import Mesh
 from scaling.spec import ShardingError
 from scaling.strategies import data_parallel, fsdp, fsdp_tp, pods, tensor_parallel, zero
@@ -166,3 +166,12 @@ def test_a_buffer_in_a_graph_holds_the_eager_result_or_is_refused(what, monkeypa
             call(x, out=misfit)
     with pytest.raises(ShardingError):
         call(x[0])
+
+
+@pytest.mark.parametrize("line", ["A[I, J] {U_X} -> A[I, J]", "A[I_X, J] -> A[I, J_X]"])
+def test_a_right_call_in_a_graph_is_not_refused(line, monkeypatch):
+    call, x = all_reduce if "U" in line else all_to_all, torch.arange(6.0).view(2, 3)
+    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
+    assert torch.equal(call(line, x, ONE), x)
+    with pytest.raises(ShardingError):
+        call(line, x[0], ONE)
