@@ -1,8 +1,15 @@
-"""Faulty edits of typed lines, one at a time. What came of each, outcomes.py keeps."""
+"""Faulty edits of typed lines, one at a time. What came of each, outcomes.py keeps.
+
+And others, drawn by a seed, for outcomes.py --fresh: of each literal type in a listing one dim's axes, name or place,
+or what it is unreduced over, in one place of its line or wherever the line has it; of each typed call another function,
+operand or option, a function around partial sums, or its operand in its place.
+"""
 
 import ast
+import random
 import re
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 sys.path.append(str(Path(__file__).parents[1]))
@@ -10,6 +17,7 @@ sys.path.append(str(Path(__file__).parents[1]))
 from sources import replaced
 
 from scaling.check.lines import TYPED
+from scaling.spec import Line, ShardingError, Spec, parse_line
 
 ROOT = Path(__file__).parents[2]
 FILES = ["data_parallel", "fsdp", "tensor_parallel", "fsdp_tp", "pods", "zero", "transformer/layer", "transformer/ends"]
@@ -23,6 +31,17 @@ FILES += [
     f"scaling/serve/forms/{name}.py"
     for name in ("heads", "heads_batch", "sequence", "context", "weights_2d", "experts")
 ]
+LISTINGS = {
+    name: (f"scaling/strategies/{name}.py",) for name in ("data_parallel", "fsdp", "tensor_parallel", "fsdp_tp")
+}
+LISTINGS["transformer"] = ("scaling/strategies/transformer/layer.py", "scaling/strategies/transformer/ends.py")
+AXES = (), ("X",), ("Y",), ("X", "Y"), ("Y", "X")
+MOVES = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all", "shard")
+AROUND = ("torch.relu({})", "torch.tanh({})", "({}).abs()", "({}).square()", "({}) * ({})", "({}) + 1.0", "({}).exp()")
+AROUND += ("torch.softmax({}, -1)", "({}) / ({}).norm()", "({}).clamp(min=0)", "({}) - ({}).amax()")
+SAME_TYPE = "another operand, of the same type"  # which no type tells
+HEAD = "import torch\nfrom scaling.collectives import all_to_all, shard\n"
+HEAD += "from scaling.collectives import all_gather, all_reduce, reduce_scatter\n"
 NONLINEAR = ("torch.relu({})", "{} ** 2", "{} + 1.0", 'act({}, "gelu")', "rms_norm({})", "{}.norm()")
 
 
@@ -94,3 +113,115 @@ def mutants():
             before = ast.get_source_segment(text, node)
             for kind, edit in dict.fromkeys(edits(node)):
                 yield kind, file, node.lineno - 2, before, edit, replaced(text, node, edit)
+
+
+def other_types(spec: Spec) -> Iterator[Spec]:
+    """Types that differ from one in one thing."""
+    for i, (dim, axes) in enumerate(spec.dims):
+        for other in (*AXES, *(tuple(a for a in axes if a != axis) for axis in axes)):
+            yield Spec(spec.name, (*spec.dims[:i], (dim, other), *spec.dims[i + 1 :]), spec.unreduced)
+        for j in range(i):
+            other, dims = spec.dims[j], list(spec.dims)
+            for here, there in ((other, (dim, axes)), ((dim, other[1]), (other[0], axes))):
+                dims[i], dims[j] = here, there
+                yield Spec(spec.name, tuple(dims), spec.unreduced)
+    for other in (*AXES[:4], *((axis,) for axis in spec.unreduced)):
+        yield Spec(spec.name, spec.dims, other)
+
+
+def other_lines(text: str) -> Iterator[str]:
+    """Lines that differ from one in one type; and those in which a dim is split otherwise wherever it stands."""
+    line = parse_line(text)
+    specs = (*line.operands, line.result)
+    for i, spec in enumerate(specs):
+        for other in other_types(spec):
+            changed = (*specs[:i], other, *specs[i + 1 :])
+            yield str(Line(changed[:-1], changed[-1]))
+    for dim in dict.fromkeys(dim for spec in specs for dim in spec.dim_names):
+        for axes in AXES:
+            changed = [Spec(s.name, tuple((d, axes if d == dim else a) for d, a in s.dims), s.unreduced) for s in specs]
+            yield str(Line(tuple(changed[:-1]), changed[-1]))
+
+
+def legal(line: str) -> bool:
+    try:
+        return bool(parse_line(line))
+    except ShardingError:
+        return False
+
+
+def types_in(tree: ast.AST) -> dict[str, set[Spec]]:
+    """{name: the types that a file's lines give it}, without the name."""
+    found: dict[str, set[Spec]] = {}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Constant) and " -> " in str(node.value) and legal(str(node.value)):
+            line = parse_line(str(node.value))
+            for spec in (*line.operands, line.result):
+                found.setdefault(spec.name, set()).add(spec.with_name(""))
+    return found
+
+
+def of_call(call: ast.Call, text: str, names: set[str], types: dict[str, set[Spec]]) -> Iterator[tuple[str, str]]:
+    """(kind, edit) of a typed call of this line: another function, another operand, something around one, an option."""
+    fn, rest = call.func.id, [ast.unparse(a) for a in call.args]  # type: ignore[attr-defined]
+    options = [ast.unparse(k) for k in call.keywords]
+
+    def again(fn=fn, rest=rest, options=options) -> str:
+        return f"{fn}({', '.join([*rest, *options])})"
+
+    for other in MOVES if fn in MOVES else ():
+        if other != fn:
+            yield "another function", again(other, options=[o for o in options if "async" in o and other != "shard"])
+    declared = parse_line(text).operands if " -> " in text and legal(text) else ()
+    for i in range(1, len(rest) if fn == "einsum" else len(rest) - 1):
+        for name in sorted(names - {rest[i]}):
+            alike = i <= len(declared) and declared[i - 1].with_name("") in types.get(name, ())
+            kind = SAME_TYPE if alike else "another operand"
+            yield kind, again(rest=[*rest[:i], name, *rest[i + 1 :]])
+        for around in AROUND if i <= len(declared) and declared[i - 1].unreduced else ():
+            yield (
+                "a function around partial sums",
+                again(rest=[*rest[:i], around.replace("{}", rest[i]), *rest[i + 1 :]]),
+            )
+    if fn in ("all_reduce", "reduce_scatter"):
+        for op in ("mean", "max", "min"):
+            yield "another op", again(options=[*options, f"op='{op}'"])
+    if fn in MOVES:
+        yield "a call left out", rest[1]
+    if fn == "einsum" and len(rest) == 3:
+        yield "operands exchanged", again(rest=[rest[0], rest[2], rest[1]])
+    elif not any("async" in option for option in options):
+        yield "never waited for", again(options=[*options, "async_op=True"])
+
+
+def of_file(file: str) -> Iterator[tuple[str, str, int, str, str, str]]:
+    """As `mutants`, of one file."""
+    text = (ROOT / file).read_text(encoding="utf-8")
+    tree = ast.parse(text)
+    types = types_in(tree)
+    for fn in [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)]:
+        stored = {n.id for n in ast.walk(fn) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)}
+        given = {arg.arg for arg in fn.args.args} - {"mesh", "block", "at", "into", "saved", "W", "s", "terms"}
+        assigned = sorted((n for n in ast.walk(fn) if isinstance(n, ast.Assign)), key=lambda n: n.lineno)
+        names = {name for name in stored | given if re.match(r"d?[A-Z]|d[a-z]$|[a-z]$", name)}
+        for node in ast.walk(fn):
+            if isinstance(node, ast.Constant) and isinstance(node.value, str) and " -> " in node.value:
+                lines = other_lines(node.value) if legal(node.value) else ()
+                found = [("another type", repr(line)) for line in lines if legal(line) and line != node.value]
+            elif isinstance(node, ast.Call) and getattr(node.func, "id", "") in TYPED:
+                line = node.args[0] if node.args else None
+                texts = [a.value for a in assigned if a.lineno < node.lineno and ast.unparse(a.targets[0]) == "line"]
+                literal = line if isinstance(line, ast.Constant) else texts[-1] if texts else None
+                found = list(of_call(node, str(getattr(literal, "value", "")), names, types))
+            else:
+                continue
+            before = ast.get_source_segment(text, node) or ""
+            for kind, edit in dict.fromkeys(found):
+                yield kind, file, node.lineno, before, edit, HEAD + replaced(text, node, edit)
+
+
+def drawn(listing: str, count: int, seed: int) -> list[tuple[str, str, int, str, str, str]]:
+    """`count` edits of a listing that `mutants` does not make, or all if there are fewer."""
+    known = {(file, line, edit) for _, file, line, _, edit, _ in mutants()}
+    every = [each for file in LISTINGS[listing] for each in of_file(file) if (*each[1:3], each[4]) not in known]
+    return random.Random(seed).sample(every, min(count, len(every)))

@@ -90,6 +90,20 @@ def test_a_disagreement_is_an_error_on_every_rank_that_names_ranks_and_lines(ran
         assert after == [1.0, 2.0]
 
 
+def one_of_four(mesh):
+    axes = "YX" if mesh.rank == 2 else "XY"
+    with pytest.raises(ShardingError) as error:
+        c.all_gather(f"A[I_{axes}] -> A[I]", torch.zeros(3), mesh)
+    return str(error.value)
+
+
+def test_over_several_axes_the_ranks_that_agree_are_named_together(ranks):
+    for message in ranks(one_of_four, MESH):
+        assert "the ranks along X, Y" in message or "the ranks along Y, X" in message
+        assert "\n  ranks [0, 1, 3]: AllGather A[I_XY] -> A[I] of (3,) float32\n" in message
+        assert "\n  rank 2: AllGather A[I_YX] -> A[I] of (3,) float32\n" in message
+
+
 def backwards(mesh):
     """Rank 1 does not use what it gathered first, and so runs one collective of the backward less."""
     a, b = (torch.ones(2, requires_grad=True) for _ in range(2))

@@ -1,6 +1,8 @@
 """Collectives within torch.compile: the same numbers as eagerly, of a function and of its gradients. test_drawn.py has
 the forms of the calls that a compiler follows, run without one; their buffers are here."""
 
+from functools import partial
+
 import pytest
 import torch
 from torch.func import grad, grad_and_value
@@ -8,8 +10,10 @@ from torch.func import grad, grad_and_value
 from scaling import optim, tree
 from scaling.collectives import all_gather, all_reduce, all_to_all, einsum, reduce_scatter
 from scaling.mesh import Mesh
+from scaling.schedules import make
 from scaling.spec import ShardingError
-from scaling.strategies import data_parallel, fsdp, fsdp_tp, pods, tensor_parallel, zero
+from scaling.strategies import data_parallel, fsdp, fsdp_tp, pipeline, pods, tensor_parallel, zero
+from scaling.strategies.stage import mlp, of_strategy
 
 
 def compiled(test):
@@ -137,6 +141,33 @@ def test_a_strategy_s_whole_step_in_one_graph(ranks, name):
     for results in ranks(whole_step, STEPS[name][1], name):
         for eager, compiled in results:
             torch.testing.assert_close(compiled, eager, rtol=1e-10, atol=1e-12)
+
+
+def pipelined(mesh, kind):
+    """(Loss, grads) of a pipeline: as it is, and with the stage's functions compiled."""
+    torch._dynamo.reset()
+    g = torch.Generator().manual_seed(0)
+    L, B, D, F = 4, 8, 8, 16
+    params = {"W_in": torch.randn(L, D, F, generator=g).double(), "W_out": torch.randn(L, F, D, generator=g).double()}
+    stage = mlp(residual=True) if kind == "mlp" else of_strategy(fsdp_tp.STRATEGY, residual=True)
+    params = tree.shard(params, {name: stage.specs[name] for name in params}, mesh)
+    In = tree.shard(torch.randn(B, D, generator=g).double(), stage.specs["In"], mesh)
+
+    def loss(Out, Target):
+        return Out.square().sum() / B
+
+    compile_ = partial(torch.compile, backend="aot_eager", fullgraph=True)
+    compiled = {name: compile_(getattr(stage, name)) for name in ("forward", "backward_input")}
+    runs = (stage, stage._replace(**compiled))
+    return [pipeline.value_and_grad(params, In, In, mesh, make("1f1b", 2, 4), loss, each) for each in runs]
+
+
+@compiled
+@pytest.mark.sweep
+@pytest.mark.parametrize(("kind", "mesh"), [("mlp", {"Z": 2}), ("fsdp_tp", {"Z": 2, "X": 1, "Y": 2})])
+def test_a_pipeline_s_stages_compiled(ranks, kind, mesh):
+    for eager, compiled in ranks(pipelined, mesh, kind):
+        torch.testing.assert_close(compiled, eager, rtol=1e-10, atol=1e-12)
 
 
 ONE = Mesh({"X": 1})

@@ -6,12 +6,13 @@ import pytest
 import torch
 from array_types import types
 from misuse import rooms, typed
-from misuse.draw import AsOnNccl
+from misuse.draw import AsOnNccl, Draw
+from misuse.entries import tried
 from misuse.typed import OP_OF, is_legal
 from torch.func import vjp
 
 from scaling import collectives as c
-from scaling.mesh import AbstractMesh
+from scaling.mesh import AbstractMesh, Mesh
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # of torch's own tracers
 
@@ -39,6 +40,28 @@ def test_no_number_is_wrong_without_an_error(ranks, sizes, on_nccl, cases):
             assert sum(count for outcome, count in outcomes.items() if said in outcome) > cases / 4
 
 
+def derivatives(mesh, cases=12):
+    """How often each outcome came of calls that are differentiated, by kind."""
+    outcomes = {}
+    for kind in typed.KINDS:
+
+        def case(number):
+            draw = Draw.on(mesh, "", f"{kind} {number}")  # noqa: B023
+            draw.dtypes, draw.modes, draw.sizes = (torch.float64,), ["leaf", "vjp"], [2, 4]
+            return typed.collective(draw, [kind])  # noqa: B023
+
+        outcomes[kind], failures = tried(case, cases)
+        assert not failures, "\n\n".join(failures)
+    return outcomes
+
+
+@pytest.mark.parametrize("sizes", [{"X": 2, "Y": 2}, {"P": 2, "X": 2, "Y": 2}], ids=str)
+def test_derivatives_are_transposes_over_several_axes(ranks, sizes):
+    for outcomes in ranks(derivatives, sizes):
+        for kind in typed.KINDS:
+            assert any(outcome in ("right, leaf", "right, vjp") for outcome in outcomes[kind]), (kind, outcomes[kind])
+
+
 LINES = [
     (kind, before, after)
     for before in types("XY")
@@ -60,6 +83,15 @@ def test_on_an_abstract_mesh_every_legal_line_gives_the_shape_of_its_type():
             found = result.device.type, result.dtype, result.shape
             assert found == ("meta", x.dtype, after.local_shape(sizes, mesh)), line
         assert pull(y)[0].shape == x.shape, line
+
+
+def test_on_one_device_every_legal_line_is_the_identity():
+    mesh, x = Mesh({"X": 1, "Y": 1}, checked=True), torch.randn(16, 8)
+    for kind, before, after in LINES:
+        y, pull = vjp(lambda x: getattr(c, kind)(f"{before} -> {after}", x, mesh), x)  # noqa: B023
+        assert torch.equal(y, x)
+        assert torch.equal(pull(x)[0], x)
+    assert torch.equal(c.ppermute("A[I_X, J]", x, mesh, "X", []), torch.zeros(16, 8))
 
 
 @pytest.mark.slow

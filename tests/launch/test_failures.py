@@ -221,6 +221,25 @@ def test_when_all_hang_they_are_shown_where_they_are(how, monkeypatch):
     )
 
 
+def computes(mesh, seconds):
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        torch.ones(100, 100) @ torch.ones(100, 100)
+
+
+@pytest.mark.sweep
+@pytest.mark.slow
+def test_ranks_that_compute_or_communicate_do_not_hang():
+    run(computes, {"X": 2}, 2.5, timeout=0.5)
+
+    def communicates(mesh):
+        for _ in range(30):
+            total(mesh)
+            computes(mesh, 0.1)
+
+    run(communicates, {"X": 2}, timeout=1.0)
+
+
 def waits_for_a_message(mesh, receive):
     call = recv if receive else send
     return call("A[I]", torch.ones(2), mesh, "X", 0) if mesh.rank else None
