@@ -16,8 +16,7 @@ V5E, H100 = chip("v5e"), chip("h100")
 C, W = V5E.flops(), V5E.hbm_bw
 approx = partial(pytest.approx, rel=1e-6, abs=0)  # seconds a byte are below the usual absolute tolerance
 numbers = st.floats(1, 1e15)
-powers = st.integers(0, 10).map(lambda e: 2**e)
-EACH = settings(deadline=None, max_examples=25, derandomize=True)
+EACH = settings(deadline=None, max_examples=20, derandomize=True)
 
 
 @EACH
@@ -57,14 +56,11 @@ def test_matmuls():
 
 def test_memory():
     """Of Adam, by stages of ZeRO; of checkpoints, as in Part 4's quiz."""
-    assert cost.training_memory(13e9, grad_bytes=0).total == 130e9
     assert cost.largest_model(96e9) == 9.6e9
-    assert cost.training_memory(70e9, Y=8, grad_bytes=0).total == 87.5e9
-    by_stage = [cost.training_memory(1e9, X=10, zero=stage).total for stage in range(4)]
-    assert by_stage == [12e9, 4e9 + 8e8, 2e9 + 1e9, 1.2e9]
+    by_stage = [cost.training_memory(1e9, X=10, Y=2, zero=stage).total for stage in range(4)]
+    assert by_stage == [6e9, 2e9 + 4e8, 1e9 + 5e8, 6e8]
     assert cost.training_memory(1e9, activations=64e9, X=4, Y=2, Z=2, zero=3).total == 12e9 / 16 + 64e9 / 16
     assert cost.checkpoint_bytes(16e6, [5120, 13824, 13824], 40) == approx(4.2e13, rel=0.01)
-    assert cost.checkpoint_bytes(4e6, [8192] * 4, 80) == approx(20.97e12, rel=1e-3)
 
 
 # --- GPUs
@@ -89,14 +85,6 @@ def test_gathers_of_gpus():
     assert [gpu.all_gather(1, chip("mi300x"), n) for n in (8, 2)] == approx([7 / 8 / 448e9, 1 / 2 / 64e9])
 
 
-@EACH
-@given(powers, powers)
-def test_exact_is_less_and_no_less_than_half(x, y):
-    if x * y <= 1024 and x > 1:
-        exact, rough = (gpu.all_gather(1e9, H100, x, y, exact=e) for e in (True, False))
-        assert rough / 2 <= exact < rough
-
-
 def test_all_to_all_by_counting():
     """What each GPU, node and unit sends out of itself."""
     for n in (2, 8, 16, 256, 512):
@@ -115,27 +103,20 @@ def test_all_to_all_forms():
     assert gpu.nonzero_share(4, 4, random=True) * 3 / 4 == approx(0.513, abs=1e-3)
 
 
-def test_expert_parallelism():
-    Z, k, B, D, F = 64, 4, 1e6, 7168, 2048
-    layer = gpu.expert_layer(B, D, F, Z, k, H100)
-    assert layer.math == approx(4 * B * k * D * F / (Z * 9.9e14))
-    two = 2 * gpu.all_to_all(2 * B * D * 8, H100, 64, k=4)  # the tokens, once for each of 8 nodes, there and back
-    assert layer.comms == approx(two)
-
-
-def test_gpu_thresholds():
-    F = 28_672
-    Y = gpu.tensor_limit_across(F, H100)
-    assert approx(4 * (Y / 8 - 1) / (Y / 8 * 400e9)) == 4 * F / (Y * 9.9e14)
-    given = {(None, 1): 2475, (2, 1): 1925, (2, 2): 1237.5 / 2}
-    assert [gpu.data_threshold(H100, *each) for each in given] == [*given.values()]
+def test_models_on_gpus():
+    """The tokens go to experts once for each of 8 nodes, there and back; TP over several nodes; GPUs of a replica."""
+    layer = gpu.expert_layer(1e6, 7168, 2048, 64, 4, H100)
+    assert layer.math == approx(4 * 1e6 * 4 * 7168 * 2048 / (64 * 9.9e14))
+    assert layer.comms == approx(2 * gpu.all_to_all(2 * 1e6 * 7168 * 8, H100, 64, k=4))
+    Y = gpu.tensor_limit_across(28_672, H100)
+    assert approx(4 * (Y / 8 - 1) / (Y / 8 * 400e9)) == 4 * 28_672 / (Y * 9.9e14)
     assert gpu.replicas_fit(70e9, H100) == 9
 
 
 # --- Collectives of TPUs
 
 
-V4P, V5P = chip("v4p"), chip("v5p")
+V5P = chip("v5p")
 shapes = st.lists(st.integers(1, 5), min_size=1, max_size=3).map(tuple)
 
 
@@ -172,8 +153,6 @@ def test_torus_numbers():
     assert [Torus((16,), (wrap,)).bisection_links for wrap in (True, False)] == [2, 1]
     pod = slice_of(V5P, (16, 20, 28))
     assert (pod.size, pod.diameter, pod.bisection_links) == (8960, 32, 640)
-    assert len(slice_of(V5E, (4, 4)).neighbours((0, 0))) == 2
-    assert len(slice_of(V4P, (4, 4, 4)).neighbours((0, 0, 0))) == 6
 
 
 def test_all_gather_forms():
@@ -207,7 +186,4 @@ def test_by_name():
 
 def test_a_measured_chip_uses_its_measurements():
     box = Chip("box", "cpu", measured=(Measured("AllGather", 2, 1e-4, 1e9),))
-    assert cost.seconds("AllGather", 1e9, box, 2) == pytest.approx(1.0001)
-    assert cost.seconds("AllGather", 1e9, box, 1) == 0
-    with pytest.raises(ValueError, match=r"AllToAll over 2 ranks was not measured \(there is: AllGather over 2\)"):
-        cost.seconds("AllToAll", 1e9, box, 2)
+    assert [cost.seconds("AllGather", 1e9, box, ranks) for ranks in (1, 2)] == [0, pytest.approx(1.0001)]

@@ -5,13 +5,14 @@ from dataclasses import replace
 
 from refused import refused
 
-from scaling import cost
+from scaling import cost, serve
 from scaling.configs import get
 from scaling.cost import decoding, gpu, serving
 from scaling.cost import transformer as tm
 from scaling.cost.lanes import place_axes
-from scaling.hardware import chip
+from scaling.hardware import Chip, Measured, chip
 from scaling.hardware.torus import Torus
+from scaling.mesh import AbstractMesh
 
 V5E, V5P, H100, L70 = chip("v5e"), chip("v5p"), chip("h100"), get("llama3-70b")
 NODE = replace(H100, levels=H100.levels[:1])
@@ -58,11 +59,14 @@ REFUSED = {
     "an even cut": (lambda: Torus((3,), (True,)).bisection_links, "no even cut"),
     "bytes of a torus": (lambda: RING.all_to_all_seconds(-1, 1), "bytes are not negative"),
     "an op": (lambda: cost.seconds("Gossip", 1e8, V5P, 4), "op = 'Gossip': one of 'AllGather'"),
+    "what was not measured": (
+        lambda: cost.seconds("AllToAll", 1e9, Chip("box", "cpu", measured=(Measured("AllGather", 2, 1, 1e9),)), 2),
+        "AllToAll over 2 ranks was not measured (there is: AllGather over 2)"),
     "ports": (lambda: cost.point_to_point(1, V5E, 2, ports=5), "v5e has 4 links"),
     "no hops": (lambda: cost.point_to_point(1, V5E, 0), "hops = 0"),
     **{
         f"{f.__name__}, {words}": (lambda f=f, arguments=arguments, more=more: f(*arguments, **more), words)
-        for f in (cost.all_gather, cost.reduce_scatter, cost.all_reduce, cost.all_to_all)
+        for f in (cost.all_gather, cost.all_to_all)
         for arguments, more, words in (
             ((-1, V5P, 4), {}, "nbytes = -1"),
             ((math.nan, V5P, 4), {}, "nbytes = nan"),
@@ -97,6 +101,9 @@ REFUSED = {
             ("ring", {"Y": 2}, "form"),
         )
     },
+    "latents in 2d": (lambda: decoding.check_form("2d", get("deepseek-v3"), {"X": 2}), "fix: choose form"),
+    "latents served in 2d": (
+        lambda: serve.specs(get("deepseek-v3"), AbstractMesh({"X": 2}), form="2d"), "no latent attention"),
     "idle chips": (lambda: place_axes((4, 4), {"Y": 8}), "idle"),
     "three of four": (lambda: place_axes((4, 4), {"Y": 3, "Z": 5}), "Y = 3 does not fit"),
     "no weights": (lambda: serving.Load(weights=0, params=1), "must be a"),
@@ -104,14 +111,14 @@ REFUSED = {
     "no batch": (lambda: serving.step(serving.Load(1, 1), 0, 1, V5E), "batch = 0"),
     "no slice": (lambda: serving.smallest_slice(1e15, V5E), "fit no slice of v5e: the largest is 16x16"),
     # models
-    **{f"{bad} rows": (lambda bad=bad: tm.forward_flops(L70, bad, 1), "whole number") for bad in (0, -1, 2.5)},
+    "half a row": (lambda: tm.forward_flops(L70, 2.5, 1), "whole number"),
+    "no row": (lambda: tm.forward_flops(L70, 0, 1), "whole number"),
     "remat": (lambda: tm.train_flops(L70, 1, 1, remat="some"), "unknown remat 'some'"),
     "fewer keys": (lambda: tm.forward_flops(L70, 1, 8, 4, causal=True), "at least as many keys"),
     "S in training": (lambda: tm.utilization(L70, 3, 1, 0.5, 4, 1e9, S=6), "training=False"),
     "a size twice": (lambda: tm.einsum_flops("ab,bc->ac", (2, 3), (4, 5)), "b is both 3 and 4"),
     "a dim of nothing": (lambda: tm.einsum_flops("ab->d", (2, 3)), "the result has d"),
     "a model": (lambda: get("llama9"), "unknown model 'llama9'\n  fix: "),
-    "a model, of which the known ones are named": (lambda: get("llama9"), "llama3-70b"),
     **{
         f"config {change}": (lambda change=change: L70.with_(**change), words)
         for change, words in (

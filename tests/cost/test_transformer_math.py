@@ -30,8 +30,8 @@ def test_published_parameter_counts():
 
 def test_deepseek_v3():
     config = get("deepseek-v3")
-    assert tm.num_params(config) == pytest.approx(671e9, rel=1e-3)
-    assert tm.num_params(config, active=True) == pytest.approx(37e9, rel=0.02)
+    counts = [tm.num_params(config, active=active) for active in (False, True)]
+    assert counts == [pytest.approx(671e9, rel=1e-3), pytest.approx(37e9, rel=0.02)]
     assert tm.kv_cache_bytes(config, 1, "bf16") == 61 * 576 * 2  # 70 kB a token
 
 
@@ -42,7 +42,7 @@ def test_rule_of_thumb_is_the_exact_count_but_for_attention_embedding_and_norms(
     assert tm.rule_of_thumb(L70, 1e6, "block") / tm.rule_of_thumb(L70, 1e6) == 8 / 6
 
 
-@settings(deadline=None, derandomize=True, max_examples=15)
+@settings(deadline=None, derandomize=True, max_examples=8)
 @given(st.sampled_from(list(MODELS)), st.integers(1, 9), st.integers(1, 300))
 def test_decoding_token_by_token_is_a_causal_forward_pass(name, B, T):
     config = get(name)
@@ -52,7 +52,7 @@ def test_decoding_token_by_token_is_a_causal_forward_pass(name, B, T):
     assert steps - prefill == 2 * B * (T - 1) * config.D * config.V
 
 
-@settings(deadline=None, derandomize=True, max_examples=30)
+@settings(deadline=None, derandomize=True, max_examples=20)
 @given(st.data())
 def test_einsum_flops_equal_the_counter(data):
     letters = "abcde"
@@ -74,14 +74,10 @@ def test_einsum_flops_equal_the_counter(data):
 def test_attention():
     assert tm.attention_fraction(Config("square", 1, 1024, 4096, 8, 8, 128, 1), 8192) == 1
     assert tm.attention_crossover(get("part4-q1")) == 8 * 4096
-    G = 8
-    assert tm.attention_intensity(100, 100, G) == pytest.approx(100 * G / (G + 1))
-    assert tm.attention_intensity(1, 10**9, G) == pytest.approx(G, rel=1e-6)
+    assert tm.attention_intensity(100, 100, 8) == pytest.approx(100 * 8 / 9)
 
 
-def test_kv_cache_and_saved_activations():
-    assert tm.kv_cache_bytes(get("part4-q1"), 1, "int8") == 512 * 1024
-    assert tm.kv_cache_bytes(L70, 1, "int8") == 163_840
+def test_saved_activations():
     assert tm.saved_bytes(L70, 1000, "block") == 2 * 8192 * 1000 * 80
     widths = tm.saved_widths(L70, "matmuls")
     assert len(widths) == 6  # W_in and W_gate, both F wide, as one entry: the book's seven
@@ -89,15 +85,10 @@ def test_kv_cache_and_saved_activations():
 
 
 def test_models_from_files(tmp_path):
-    (tmp_path / "config.json").write_text(
-        '{"num_hidden_layers": 32, "hidden_size": 4096, "intermediate_size": 14336, "num_attention_heads": 32,'
-        ' "num_key_value_heads": 8, "vocab_size": 128256, "tie_word_embeddings": false, "rope_theta": 500000}'
-    )
-    assert tm.num_params(get(tmp_path / "config.json")) == EXACT["llama3-8b"]
     assert get("LLaMA-3 70B") is get("llama3-70b")
-    with pytest.raises(ValueError, match="no such file"):
-        get(tmp_path / "none.toml")
     own = tmp_path / "own.toml"
+    with pytest.raises(ValueError, match="no such file"):
+        get(own)
     own.write_text("L = 2\nD = 8\nF = 16\nN = 2\nK = 1\nH = 4\nV = 10\ngated = false\n")
     assert load(own) == Config("own", 2, 8, 16, 2, 1, 4, 10, gated=False, source=str(own))
     own.write_text("L = 2\nD = 8\nwidth = 3\n")
@@ -137,20 +128,15 @@ def test_hugging_face_files(name, file, tmp_path):
 def test_utilization_counts_pairs_as_a_mask_does():
     """Causal, with two windows and none, GQA, and T < S: pairs counted one by one."""
     config = Config("windowed", L=4, D=16, F=32, N=4, K=2, H=4, V=32, window=(3, None, 50, 1))
-    C, seconds = 1e9, 0.5
-
-    def flops(B, T, pairs):
-        parts = tm.params(config)
-        return (
-            2 * B * T * (parts["mlp"] + parts["attention"] + config.D * config.V) + 4 * B * pairs * config.N * config.H
-        )
-
+    parts, spent = tm.params(config), (0.5, 4, 1e9)  # seconds, chips, FLOPs/s
+    of_a_token = 2 * (parts["mlp"] + parts["attention"] + config.D * config.V)
     for T, S in ((6, 6), (1, 6), (2, 7)):
         seen = sum(0 <= S - T + t - s < (window or S) for window in config.windows for t in range(T) for s in range(S))
         for causal, pairs in ((True, seen), (False, config.L * T * S)):
-            got = tm.utilization(config, 3, T, seconds, 4, C, S=S, causal=causal, training=False)
-            assert got == pytest.approx(flops(3, T, pairs) / (seconds * 4 * C))
-    step = tm.utilization(config, 3, 6, seconds, 4, C)
-    assert step == pytest.approx(3 * tm.utilization(config, 3, 6, seconds, 4, C, training=False))
-    again = tm.utilization(config, 3, 6, seconds, 4, C, remat="block") - step
-    assert again == pytest.approx(tm.remat_flops(config, 3, 6, "block", causal=True) / (seconds * 4 * C))
+            got = tm.utilization(config, 3, T, *spent, S=S, causal=causal, training=False)
+            flops = 3 * T * of_a_token + 4 * 3 * pairs * config.N * config.H
+            assert got == pytest.approx(flops / math.prod(spent))
+    step = tm.utilization(config, 3, 6, *spent)
+    assert step == pytest.approx(3 * tm.utilization(config, 3, 6, *spent, training=False))
+    again = tm.utilization(config, 3, 6, *spent, remat="block") - step
+    assert again == pytest.approx(tm.remat_flops(config, 3, 6, "block", causal=True) / math.prod(spent))
