@@ -1,7 +1,7 @@
 """Schedules as data, simulated: closed forms met exactly, deadlocks and wrong programs found."""
 
 from collections import Counter
-from dataclasses import FrozenInstanceError, replace
+from dataclasses import replace
 from fractions import Fraction
 from itertools import pairwise
 
@@ -25,41 +25,32 @@ from scaling.schedules.instructions import (
 )
 from scaling.schedules.simulator import Deadlock, Times, simulate
 
-ISSUE = [(name, p, m) for name in SCHEDULES for p in (2, 4, 8) for m in (1, 4, 8, 16)]
+ISSUE = [(name, p, m) for name in SCHEDULES for p in (2, 3, 4) for m in (1, 4, 6, 8)]
 DEFINED = [
     (name, p, m)
     for name, p, m in ISSUE
     if not (name == "interleaved" and m % p) and not (name == "dualpipev" and m < 2 * p)
 ]
+EVEN, ANY = [Times(), Times(3, 3, 2)], [Times(5, 4, 3), Times(2, 7, 1)]
+TIMES = {name: EVEN + ANY * (name in ("naive", "gpipe", "1f1b", "zb-h1")) for name in SCHEDULES}
 
 
-@pytest.mark.parametrize(("name", "stages", "microbatches"), DEFINED)
-def test_closed_forms_are_met_exactly(name, stages, microbatches):
-    schedule = make(name, stages, microbatches)
-    for times in (Times(), Times(3, 3, 2)):
+@pytest.mark.parametrize(
+    ("name", "stages", "microbatches", "chunks"), [(*each, None) for each in DEFINED] + [("interleaved", 4, 8, 3)]
+)
+def test_closed_forms_are_met_exactly(name, stages, microbatches, chunks):
+    schedule = make(name, stages, microbatches, chunks)
+    for times in TIMES[name]:
         timeline = simulate(schedule, times)
         args = name, stages, microbatches, schedule.chunks, times
-        assert timeline.idle(stages - 1) == bubbles.bubble_time(*args)
+        idle, work = bubbles.bubble_time(*args), times.forward + times.backward_input + times.backward_weight
+        assert (timeline.idle(stages - 1), timeline.makespan) == (idle, idle + microbatches * work)
         assert timeline.live == bubbles.live_activations(*args[:4])
-        assert timeline.bubble == bubbles.bubble(*args)
-        assert timeline.overhead == bubbles.overhead(*args)
-        assert timeline.makespan == bubbles.bubble_time(*args) + microbatches * sum(
-            (times.forward, times.backward_input, times.backward_weight)
-        )
-
-
-@given(st.sampled_from(["gpipe", "1f1b", "naive", "zb-h1"]), st.integers(1, 6), st.integers(1, 12), st.data())
-@settings(deadline=None, max_examples=30, derandomize=True)
-def test_closed_forms_for_any_times(name, stages, microbatches, data):
-    f, b = data.draw(st.integers(1, 9)), data.draw(st.integers(1, 9))
-    times = Times(f, b, data.draw(st.integers(1, min(f, b))))
-    timeline = simulate(make(name, stages, microbatches), times)
-    assert timeline.bubble_time == bubbles.bubble_time(name, stages, microbatches, 1, times)
-    assert timeline.live == bubbles.live_activations(name, stages, microbatches)
+        assert (timeline.bubble, timeline.overhead) == (bubbles.bubble(*args), bubbles.overhead(*args))
 
 
 @given(st.sampled_from(list(SCHEDULES)), st.integers(1, 5), st.integers(1, 16), st.integers(1, 3))
-@settings(deadline=None, max_examples=50, derandomize=True)
+@settings(deadline=None, max_examples=30, derandomize=True)
 def test_every_microbatch_passes_every_stage_once(name, stages, microbatches, chunks):
     try:
         schedule = make(name, stages, microbatches, chunks)
@@ -82,21 +73,8 @@ def test_every_microbatch_passes_every_stage_once(name, stages, microbatches, ch
         assert all(step.forward.stage != step.backward.stage for step in both)
 
 
-def test_the_textbook_fractions():
-    for v in (2, 3):
-        timeline = simulate(make("interleaved", 4, 8, v))
-        assert (timeline.overhead, timeline.bubble) == (Fraction(3, 8) / v, Fraction(3, v * 8 + 3))
-    # Qi et al.: with F = B = W, ZB-H1's bubble is a third of 1F1B's.
-    assert simulate(make("1f1b", 4, 8)).bubble_time == 3 * simulate(make("zb-h1", 4, 8)).bubble_time
-
-
-def test_a_schedule_is_plain_data():
-    schedule = make("1f1b", 2, 2)
+def test_one_chunk_interleaved_is_1f1b():
     assert make("interleaved", 4, 8, 1).programs == make("1f1b", 4, 8).programs
-    assert schedule == make("1f1b", 2, 2)
-    assert schedule[0][:2] == (Forward(0, 0), SendActivation(0, 0, peer=1))
-    with pytest.raises(FrozenInstanceError):
-        schedule[0][0].stage = 1
 
 
 def test_what_dualpipe_overlaps_may_take_less():
@@ -127,20 +105,20 @@ def test_deadlock_is_found_and_named():
     simulate(make("gpipe", 4, 8), blocking_sends=True)  # forwards and backwards never cross
 
     good = make("1f1b", 2, 4)
-    late = tuple(sorted(good[1], key=lambda step: isinstance(step, Forward | RecvActivation)))  # backwards first
-    with pytest.raises(ValueError, match="without"):
-        simulate(replace(good, programs=(good[0], late)))
-    unsent = tuple(step for step in good[0] if step != SendActivation(0, 2, 1))
-    with pytest.raises(ValueError, match="expects RecvActivation"):
-        simulate(replace(good, programs=(unsent, good[1])))
-    cut = tuple(step for step in good[0] if not isinstance(step, SendActivation))
-    with pytest.raises(Deadlock, match="rank 1: RecvActivation"):
-        simulate(replace(good, programs=(cut, good[1])))
-    unread = [step for step in good[0] if not isinstance(step, (*COMPUTE[1:], ReduceGrads, RecvGrad))]
-    with pytest.raises(ValueError, match="never received"):
-        simulate(replace(good, programs=(tuple(unread), good[1])))
-    with pytest.raises(ValueError, match="has already"):
-        simulate(replace(good, programs=(good[0], (*good[1], Backward(1, 0)))))
+    first, last = good.programs
+    late = sorted(last, key=lambda step: isinstance(step, Forward | RecvActivation))  # backwards first
+    unsent = [step for step in first if step != SendActivation(0, 2, 1)]
+    cut = [step for step in first if not isinstance(step, SendActivation)]
+    unread = [step for step in first if not isinstance(step, (*COMPUTE[1:], ReduceGrads, RecvGrad))]
+    for programs, error, said in (
+        ((first, late), ValueError, "without"),
+        ((unsent, last), ValueError, "expects RecvActivation"),
+        ((cut, last), Deadlock, "rank 1: RecvActivation"),
+        ((unread, last), ValueError, "never received"),
+        ((first, (*last, Backward(1, 0))), ValueError, "has already"),
+    ):
+        with pytest.raises(error, match=said):
+            simulate(replace(good, programs=tuple(map(tuple, programs))))
 
 
 def test_layer_order():
