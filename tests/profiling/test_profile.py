@@ -2,8 +2,6 @@
 
 import json
 import os
-import subprocess
-import sys
 import time
 from dataclasses import replace
 
@@ -259,16 +257,6 @@ def test_each_time_that_a_chapter_goes_to_its_ranks_has_a_profile(tmp_path, capf
         assert REDUCE in (tmp_path / place / "lines.txt").read_text()
         events = json.loads((tmp_path / place / "trace.json").read_text())["traceEvents"]
         assert sorted(e["pid"] // 1000 for e in events if e["name"] == REDUCE) == [0] * times + [1] * times
-
-
-@pytest.mark.slow
-def test_a_chapter_asks_for_its_profile_itself(tmp_path):
-    chapter, found = tmp_path / "chapter.py", tmp_path / "found"
-    chapter.write_text(CHAPTER)
-    command = [sys.executable, str(chapter), "--times", "2", f"--profile={found}", "--mesh", "X=2"]
-    run = subprocess.run(command, capture_output=True, text=True, check=True)
-    assert "2 checks: all hold" in run.stdout
-    assert REDUCE in (found / "lines.txt").read_text()
 
 
 @pytest.mark.parametrize(

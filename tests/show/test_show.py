@@ -6,9 +6,11 @@ import json
 import math
 import re
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
+from refused import refused
 
 from scaling.configs import get
 from scaling.cost import transformer as tm
@@ -16,8 +18,9 @@ from scaling.schedules import SCHEDULES, make
 from scaling.schedules.simulator import Times, simulate
 from scaling.show import NINE, blocks, devices, draw, main, params, save
 from scaling.show import schedules as show_schedule
-from scaling.show.timelines import draw_on, save_schedule, schedule_chart, summary, write_chrome
+from scaling.show.timelines import draw_on, schedule_chart, summary, write_chrome
 from scaling.spec import ShardingError, parse
+from scaling.spec.sizes import parse_mesh
 
 MESH = {"X": 2, "Y": 2}
 
@@ -37,8 +40,7 @@ def test_every_device_stands_where_its_slice_is(text):
 
 def test_partial_sums_and_replicas():
     assert blocks("A[I] {U_X}", MESH) == {(0,): [[0, 2], [1, 3]]}
-    assert blocks("A[I_X] {U_Y}", MESH) == {(0,): [[0, 1]], (1,): [[2, 3]]}
-    text = draw("A[I_X, J] {U_Y}", {"X": 2, "Y": 2, "Z": 1})
+    text = draw("A[I_X, J] {U_Y}", MESH | {"Z": 1})
     assert "0+1" in text
     assert "partial sums over Y" in text
 
@@ -56,24 +58,15 @@ def test_the_grid():
     ]
 
 
-def test_a_real_array_gives_its_sizes():
-    text = draw("A[I_X, J]", MESH, shard=torch.zeros(3, 5))
-    assert "0:3" in text
-    assert "3:6" in text
-    assert "0:5" in text
-
-
-def test_three_dims_are_a_grid_for_each_block_of_the_first():
+def test_what_else_a_grid_shows():
+    """A real array's sizes; of three dims a grid for each block of the first; a colour for each group of devices."""
+    of_shard = draw("A[I_X, J]", MESH, shard=torch.zeros(3, 5))
+    assert of_shard == draw("A[I_X, J]", MESH, sizes={"I": 6, "J": 5})
     text = draw("A[B_X, I, J_Y]", MESH)
-    assert text.count("┌") == 2
-    assert "B 0" in text
-    assert "B 1" in text
-
-
-def test_colours_tell_groups_of_devices_apart():
+    assert [text.count(part) for part in ("┌", "B 0", "B 1")] == [2, 1, 1]
     painted = draw("A[I_X, J]", MESH, colour=True)
-    assert len({code for code in painted.split("\033[48;5;")[1:] for code in [code.split(";")[0]]}) == 2
-    assert "\033" not in draw("A[I_X, J]", MESH)
+    assert len(set(re.findall("48;5;([0-9]+)", painted))) == 2
+    assert re.sub("\x1b\\[[0-9;]*m", "", painted) == draw("A[I_X, J]", MESH)
 
 
 def test_command_line(capsys, tmp_path):
@@ -85,30 +78,17 @@ def test_command_line(capsys, tmp_path):
     assert "\033" not in out
     assert main(["A[I_X, J_X]"]) == 1
     assert "mesh axis X is used twice" in capsys.readouterr().err
-    for name in ("nine.svg", "nine.png"):
-        assert main(["--plot", str(tmp_path / name)]) == 0
-        assert (tmp_path / name).stat().st_size > 5000
-    assert "<svg" in (tmp_path / "nine.svg").read_text()
-    save(str(tmp_path / "one.svg"), ["A[I_X]"], MESH)
+    assert main(["--plot", str(tmp_path / "nine.svg")]) == 0
+    assert all(text in (tmp_path / "nine.svg").read_text() for text in NINE)
 
 
-REFUSED = {  # what is not drawn: what is said of it
+test_refused = refused({
     "a shard of other dims": (lambda: draw("A[I_X, J]", MESH, shard=torch.zeros(3)), "not 2 dims"),
     "four dims": (lambda: draw("A[A, B, C, D]", MESH), "1, 2 or 3 dims"),
     "three dims, plotted": (lambda: save("x.svg", ["A[I, J, K]"], MESH), "1 or 2 dims are plotted"),
     "three dims, by device": (lambda: devices.draw("A[I_X, J, K]", MESH), "1 or 2 dims on meshes of 1 or 2 axes"),
-    "three axes, by device": (
-        lambda: devices.draw("A[I_X]", MESH | {"Z": 2}),
-        "1 or 2 dims on meshes of 1 or 2 axes",
-    ),
-}
-
-
-@pytest.mark.parametrize("what", REFUSED)
-def test_what_is_not_drawn_is_refused(what):
-    call, said = REFUSED[what]
-    with pytest.raises(ShardingError, match=said):
-        call()
+    "three axes, by device": (lambda: devices.draw("A[I_X]", MESH | {"Z": 2}), "1 or 2 dims on meshes of 1 or 2 axes"),
+}, ShardingError)  # fmt: skip
 
 
 # --- As each device sees it
@@ -156,11 +136,12 @@ def test_every_device_is_drawn_with_what_it_holds(spec):
 @pytest.mark.slow
 def test_a_picture(tmp_path):
     pytest.importorskip("matplotlib")
-    picture = devices.figure(["A[I_X, J]", "A[I_YX, J]", "A[I] {U_X}"], MESH)
-    assert [axes.get_title() for axes in picture.axes] == ["A[I_X, J]", "A[I_YX, J]", "A[I] {U_X}"]
+    types = ["A[I_X, J]", "A[I_YX, J]", "A[I] {U_X}"]
+    picture = devices.figure(types, MESH)
+    assert [axes.get_title() for axes in picture.axes] == types
     axes = picture.axes[0]
-    assert [text.get_text() for text in axes.get_xticklabels()] == ["Y=0", "Y=1"]
-    assert [text.get_text() for text in axes.get_yticklabels()] == ["X=0", "X=1"]
+    labels = [text.get_text() for text in (*axes.get_xticklabels(), *axes.get_yticklabels())]
+    assert labels == ["Y=0", "Y=1", "X=0", "X=1"]
     coloured = [patch for patch in axes.patches if patch.get_fill() and patch.get_facecolor()[:3] != (1.0, 1.0, 1.0)]
     assert len(coloured) == 4 * 8, "half of 16 squares on each of four devices"
     assert devices.save(tmp_path / "a.svg", ["A[I_X]"], MESH).read_bytes().startswith(b"<?xml")
@@ -169,25 +150,21 @@ def test_a_picture(tmp_path):
 # --- A Transformer's leaves
 
 
-@pytest.mark.parametrize(
-    ("name", "sizes"), [("llama3-70b", {"X": 64, "Y": 8}), ("llama3-405b", {"Z": 2, "X": 8, "Y": 8}),
-                        ("mixtral-8x7b", {"X": 4, "E": 8})]
-)  # fmt: skip
-def test_all_ranks_together_hold_the_model(name, sizes):
-    config, on_all = get(name), 0
-    for _, text, _, nbytes in params.leaf_rows(config, sizes, "bf16"):
-        on_all += nbytes * math.prod(
-            sizes[axis] for axis in parse(text).axes
-        )  # one copy of what the rest of the mesh replicates
+@pytest.mark.parametrize(("name", "mesh"), [("llama3-405b", "Z=2,X=8,Y=8"), ("mixtral-8x7b", "X=4,E=8")])
+def test_all_ranks_together_hold_the_model(name, mesh):
+    """Each leaf's bytes on a rank, times the ranks that do not replicate it."""
+    config, sizes = get(name), parse_mesh(mesh)
+    rows = params.leaf_rows(config, sizes, "bf16")
+    on_all = sum(nbytes * math.prod(sizes[axis] for axis in parse(text).axes) for _, text, _, nbytes in rows)
     assert on_all == 2 * tm.num_params(config)
 
 
 def test_params_command_line(capsys):
-    assert params.main(["--model", "llama3-70b", "--mesh", "P=2,X=64,Y=8"]) == 0
+    assert main(["params", "--model", "llama3-70b", "--mesh", "P=2,X=64,Y=8"]) == 0
     out = capsys.readouterr().out
     assert "W_Q[L, D_X, N_Y, H]  80x128x8x128  20,971,520" in out
     assert max(map(len, out.splitlines())) <= 100
-    assert params.main(["--mesh", "Q=2"]) == 1
+    assert main(["params", "--mesh", "Q=2"]) == 1
     assert "splits nothing of a Transformer" in capsys.readouterr().err
 
 
@@ -205,9 +182,7 @@ def test_the_chart_is_the_schedule():
     assert line == "1f1b: makespan 33 units, bubble 27.3%, live activations 4, 3, 2, 1"
     with pytest.raises(ValueError, match="no computation"):
         schedule_chart(replace(simulate(make("1f1b", 2, 2)), spans=()))
-
-
-def test_halves_and_chunks_have_letters_of_their_own():
+    # halves and chunks have letters of their own
     assert "F0I0F1I1F2I2W0" in schedule_chart(simulate(make("zb-h1", 3, 4))).splitlines()[2]
     assert "F0f0F1f1" in schedule_chart(simulate(make("dualpipev", 2, 4))).splitlines()[1]
 
@@ -222,16 +197,10 @@ def test_rows_are_aligned_and_as_wide_as_asked(name):
     assert [row.replace(" ", "-")[7:] for row in plain] == [row[7:] for row in rows]
 
 
-@pytest.mark.slow
-def test_pictures_of_schedules(tmp_path):
-    save_schedule(tmp_path / "chart.png", *(simulate(make(name, 2, 4)) for name in ("gpipe", "dualpipev")))
-    assert (tmp_path / "chart.png").read_bytes().startswith(b"\x89PNG")
-
-
 def test_schedules_command_line(capsys, tmp_path):
     picture, trace = tmp_path / "a.svg", tmp_path / "a.json"
-    options = ["--stages", "4", "--microbatches", "8", "--plot", str(picture), "--trace", str(trace)]
-    assert main(["schedule", "1f1b", *options]) == 0
+    options = f"1f1b --stages 4 --microbatches 8 --plot {picture} --trace {trace}"
+    assert main(["schedule", *options.split()]) == 0
     shown = capsys.readouterr().out
     assert "bubble 27.3%" in shown
     assert "closed form 9 = simulated 9" in shown
@@ -260,18 +229,8 @@ def test_chrome_trace(tmp_path):
 @pytest.mark.parametrize("shown", [False, True])
 def test_on_a_page_it_is_text_or_a_picture(shown):
     said = []
-
-    class Page:
-        columns = 70
-
-        def picture(self, name, make):
-            said.append(name)
-            return shown
-
-        def say(self, text):
-            said.append(text)
-
+    page = SimpleNamespace(columns=70, say=said.append, picture=lambda name, make: said.append(name) or shown)
     timeline = simulate(make("1f1b", 2, 3))
-    draw_on(Page(), timeline, "s")
+    draw_on(page, timeline, "s")
     text = f"{summary(timeline, 's')}\n{schedule_chart(timeline, width=60)}"
     assert said == ["1f1b"] + [text] * (not shown)
