@@ -81,7 +81,6 @@ def test_each_step_of_the_book_once_and_in_its_order(file, book):
 def test_a_chapter_without_one_of_its_lines_is_refused_before_a_rank_starts():
     text = read("chapters/05_dp.py")
     assert text.count(DROPPED) == 1
-    assert check_source(text) == []
     (finding,) = check_source(text.replace(DROPPED, ""))
     assert "result dW_in[D, F] of backward" in finding.message
     assert "it is still unreduced over X" in finding.message
