@@ -152,15 +152,14 @@ def test_the_ranks_traces_are_joined_on_one_clock():
     """Rank 1's clock is 1,000 s ahead; its line has what is said of it, arrows stay within a rank."""
     arrow = {"ph": "s", "name": "ac2g", "ts": 5e6, "id": 7, "pid": 40, "tid": 1}
     named = {"ph": "M", "name": "process_name", "pid": 40, "tid": 0, "args": {"name": "python"}}
-    own = [{**span("A", at, 1.0), "pid": 40} for at in (2.0, 4.0)]
-    ahead = [{**each, "ts": each["ts"] + 1e9} for each in own]
-    traces = [RankTrace(json.dumps({"traceEvents": [named, arrow, *spans]}), shift)
-              for spans, shift in ((own, 0.0), (ahead, -1000.0))]  # fmt: skip
-    runs = [LineRun("A", "Einsum", (), at, at + 1, ((at, at + 1),), nbytes=n) for n, at in ((1, 2.0), (2, 4.0))]
-    timelines = [RankTimeline(rank, (0.0, 9.0), tuple(runs[: rank * 2])) for rank in (0, 1)]
-    events = join_traces(traces, timelines)["traceEvents"]
-    assert [e["ts"] for e in events if e["name"] == "A"] == [2e6, 4e6] * 2
-    assert [e["args"].get("V") for e in events if e["name"] == "A"] == [None, None, 1, 2]
+    traces = [
+        RankTrace(json.dumps({"traceEvents": [named, arrow, *(span("A", at + ahead, 1.0) for at in (2, 4))]}), -ahead)
+        for ahead in (0, 1000)
+    ]
+    runs = tuple(LineRun("A", "Einsum", (), at, at + 1, ((at, at + 1),), nbytes=n) for n, at in ((1, 2.0), (2, 4.0)))
+    events = join_traces(traces, [RankTimeline(0, (0.0, 9.0), ()), RankTimeline(1, (0.0, 9.0), runs)])["traceEvents"]
+    drawn = [(e["ts"], e["args"].get("V")) for e in events if e["name"] == "A"]
+    assert drawn == [(2e6, None), (4e6, None), (2e6, 1), (4e6, 2)]
     assert [e["args"]["name"] for e in events if e["name"] == "process_name"] == ["rank 0", "rank 1"]
     assert len({(e["pid"], e["id"]) for e in events if "id" in e}) == 2
 
@@ -185,14 +184,15 @@ def test_kernels_belong_to_the_line_that_launched_them():
 
 
 def test_an_asynchronous_line_holds_the_rank_in_its_call_and_its_wait():
-    event = trace.Event(
-        "AllReduce", ("X",), (), "A[B]", async_op=True, called=1.0, start=1.5, left=2.0, waited=5.0, end=6.0
-    )
-    (run,), (later,) = runs_of([event]), runs_of([event], ahead=10.0)
-    assert (run.called, run.end, run.held) == (1.0, 6.0, ((1.0, 2.0), (5.0, 6.0)))
-    assert (later.called, later.end, later.held) == (11.0, 16.0, ((11.0, 12.0), (15.0, 16.0)))
-    run = replace(run, group=(0, 1))
-    (placed,) = with_transfers([run], [("gloo:all_reduce", 0.5, 0.6), ("gloo:all_reduce", 1.6, 5.9)])
+    times = {"called": 1.0, "start": 1.5, "left": 2.0, "waited": 5.0, "end": 6.0}
+    event = trace.Event("AllReduce", ("X",), (), "A[B]", async_op=True, **times)
+    for ahead in (0.0, 10.0):
+        (run,) = runs_of([event], ahead=ahead)
+        held = ((1.0 + ahead, 2.0 + ahead), (5.0 + ahead, 6.0 + ahead))
+        assert (run.called, run.end, run.held) == (1.0 + ahead, 6.0 + ahead, held)
+    (run,) = runs_of([event])
+    moved = [("gloo:all_reduce", 0.5, 0.6), ("gloo:all_reduce", 1.6, 5.9)]
+    (placed,) = with_transfers([replace(run, group=(0, 1))], moved)
     assert placed.transfer == (1.6, 5.9)
 
 
