@@ -36,13 +36,6 @@ def test_bytes_by_strategy():
     assert cost.layer_bytes("tp", replace(shape, dtype="int8", blocks=2), 1, Y, "forward")["Y"] == 4 * B * D
 
 
-def test_utilization_and_seconds():
-    assert cost.pod_threshold(C, V5P.dcn_bw) == 73_440
-    seconds = cost.seconds_at(6.3e24, 8960, C, 0.4)
-    assert seconds / 86400 == pytest.approx(44.3, abs=0.1)
-    assert cost.mfu(6.3e24, seconds, 8960, C) == pytest.approx(0.4)
-
-
 def test_overlap_models():
     links = cost.Links(C, 2 * W, W)
     together, after = (cost.layer("fsdp_tp", LAYER, links, 1024, 8, overlap=way) for way in ("max", "sum"))
@@ -61,11 +54,6 @@ def test_what_backward_communicates_does_not_hide_behind_forward():
     assert both.math == pytest.approx(1.2 * both.comms)
     assert (forward.bound, backward.bound, both.bound) == ("compute", "X", "X")
     assert both.math < both.lower == pytest.approx(forward.math + backward.comms)
-
-
-def test_pipeline_comms():
-    assert cost.pipeline_comms(1e6, 8192, 4e11, 1, 8) == 0
-    assert cost.pipeline_comms(1e6, 8192, 4e11, 4, 8) == pytest.approx(2 * 1e6 * 8192 / (4e11 * 8) * 10)
 
 
 # --- Each threshold is where the functions that it is a threshold of cross

@@ -71,19 +71,6 @@ def test_einsum_flops_equal_the_counter(data):
         assert counter.get_total_flops() in (flops, 0)  # 0: torch multiplied elementwise and summed
 
 
-def test_attention():
-    assert tm.attention_fraction(Config("square", 1, 1024, 4096, 8, 8, 128, 1), 8192) == 1
-    assert tm.attention_crossover(get("part4-q1")) == 8 * 4096
-    assert tm.attention_intensity(100, 100, 8) == pytest.approx(100 * 8 / 9)
-
-
-def test_saved_activations():
-    assert tm.saved_bytes(L70, 1000, "block") == 2 * 8192 * 1000 * 80
-    widths = tm.saved_widths(L70, "matmuls")
-    assert len(widths) == 6  # W_in and W_gate, both F wide, as one entry: the book's seven
-    assert tm.saved_bytes(L70, 10, "matmuls") == 10 * 80 * 2 * sum(widths.values())
-
-
 def test_models_from_files(tmp_path):
     assert get("LLaMA-3 70B") is get("llama3-70b")
     own = tmp_path / "own.toml"
@@ -103,11 +90,6 @@ HUGGING_FACE = {
         "n_routed_experts": 256, "num_experts_per_tok": 8, "n_shared_experts": 1, "first_k_dense_replace": 3,
         "q_lora_rank": 1536, "kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128,
         "tie_word_embeddings": False, "n_group": 8, "topk_group": 4, "routed_scaling_factor": 2.5,
-    },
-    "mixtral-8x7b": {
-        "model_type": "mixtral", "num_hidden_layers": 32, "hidden_size": 4096, "intermediate_size": 14336,
-        "num_attention_heads": 32, "num_key_value_heads": 8, "vocab_size": 32000, "num_local_experts": 8,
-        "num_experts_per_tok": 2, "tie_word_embeddings": False,
     },
     "gemma2-27b": {
         "model_type": "gemma2", "num_hidden_layers": 46, "hidden_size": 4608, "intermediate_size": 36864,

@@ -128,28 +128,26 @@ def test_layer_order():
 
 
 FORMS = make, bubbles.bubble_time, bubbles.bubble, bubbles.live_activations
+REFUSED = {  # what is said: what is asked for
+    "unknown schedule 'pipe'": lambda: make("pipe", 2, 2),
+    "use a multiple of 4 layers": lambda: make("interleaved", 2, 4).layer_order(6),
+    "use interleaved for several": lambda: schedules.one_f_one_b(2, 4, 2),
+    "2 chunks": lambda: schedules.dualpipe_v(2, 4, 3),
+    "W <= F": lambda: bubbles.bubble_time("zb-h1", 2, 4, 1, Times(1, 1, 2)),
+    "F = B >= W": lambda: bubbles.bubble_time("dualpipev", 2, 4, 2, Times(1, 2, 1)),
+    "no time for transfers": lambda: bubbles.bubble_time("gpipe", 2, 4, 1, Times(hop=1)),
+    "differs from rank to rank": lambda: bubbles.bubble("dualpipev", 2, 4, 2, Times(overlapped=2)),
+    "is not split": lambda: split_backward(make("dualpipev", 2, 4)),
+    "collect is 0": lambda: split_backward(make("1f1b", 4, 8), 0),
+}
+REFUSED |= {f"{name}: stages is 0": lambda name=name: make(name, 0, 4) for name in SCHEDULES}
+REFUSED |= {f"{name}: microbatches is 1.5": lambda name=name: make(name, 2, 1.5) for name in SCHEDULES}
 test_refused = refused(
-    {
-        "a schedule": (lambda: make("pipe", 2, 2), "unknown schedule 'pipe'"),
-        "layers": (lambda: make("interleaved", 2, 4).layer_order(6), "use a multiple of 4 layers"),
-        "chunks of 1F1B": (lambda: schedules.one_f_one_b(2, 4, 2), "use interleaved for several"),
-        "three chunks": (lambda: schedules.dualpipe_v(2, 4, 3), "2 chunks"),
-        "a long W": (lambda: bubbles.bubble_time("zb-h1", 2, 4, 1, Times(1, 1, 2)), "W <= F"),
-        "F unlike B": (lambda: bubbles.bubble_time("dualpipev", 2, 4, 2, Times(1, 2, 1)), "F = B >= W"),
-        "transfers": (lambda: bubbles.bubble_time("gpipe", 2, 4, 1, Times(hop=1)), "no time for transfers"),
-        "overlapped": (lambda: bubbles.bubble("dualpipev", 2, 4, 2, Times(overlapped=2)), "differs from rank to rank"),
-        "split twice": (lambda: split_backward(make("dualpipev", 2, 4)), "is not split"),
-        "split by none": (lambda: split_backward(make("1f1b", 4, 8), 0), "at least 1"),
-        **{
-            f"{name} {bad}": (lambda name=name, bad=bad: make(name, *bad), "at least 1")
-            for name in SCHEDULES
-            for bad in ((0, 4), (2, 1.5))
-        },
-        **{
-            f"{i} {case}": (lambda what=what, case=case: what(*case, 2), f"{case[0]}: {case[2]} microbatches are")
-            for case in ISSUE
-            if case not in DEFINED
-            for i, what in enumerate(FORMS)
-        },
+    {said: (call, said) for said, call in REFUSED.items()}
+    | {
+        f"{i} {case}": (lambda what=what, case=case: what(*case, 2), f"{case[0]}: {case[2]} microbatches are")
+        for case in ISSUE
+        if case not in DEFINED
+        for i, what in enumerate(FORMS)
     }
 )

@@ -69,13 +69,14 @@ def test_one_point_is_drawn_and_a_long_legend_goes_on_below():
     assert max(len(line) for line in chart(names, width=60).splitlines()) <= 71
 
 
-test_refused = refused({
-    "nothing": (lambda: chart({}), "nothing to draw"),
-    "0 on logarithmic axes": (lambda: chart({"a": [(0, 1)]}), "on logarithmic axes"),
-    "a NaN": (lambda: chart({"a": [(1, float("nan"))]}), "cannot be drawn"),
-    "0 on a logarithmic y": (lambda: chart({"a": [(1, 0)]}, log="y"), "cannot be drawn"),
-    "too many": (lambda: chart({str(i): [(1, 1)] for i in range(11)}), "11 series"),
-})  # fmt: skip
+REFUSED = {  # what is said: what is drawn
+    "nothing to draw": lambda: chart({}),
+    "on logarithmic axes": lambda: chart({"a": [(0, 1)]}),
+    "(1, nan) cannot be drawn": lambda: chart({"a": [(1, float("nan"))]}),
+    "(1, 0) cannot be drawn": lambda: chart({"a": [(1, 0)]}, log="y"),
+    "11 series": lambda: chart({str(i): [(1, 1)] for i in range(11)}),
+}
+test_refused = refused({said: (call, said) for said, call in REFUSED.items()})
 
 
 def test_a_file_of_it(tmp_path):
