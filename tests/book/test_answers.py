@@ -41,10 +41,8 @@ VERDICTS = [  # the book's, ours, what is said of it: the verdict
     ("yes", "no", {}, "DIFFERS"),
     ("yes", "no", WHY, "erratum"),
     ("100", 100.2, {"hedged": "close to 100x"}, "agrees"),
-    ("100", 75.0, {"hedged": "close to 100x"}, "rounding"),
     ("100", 133.0, {"hedged": "close to 100x"}, "rounding"),
     ("100", 66.0, {"hedged": "close to 100x"}, "DIFFERS"),
-    ("100", 134.0, {"hedged": "close to 100x"}, "DIFFERS"),
 ]
 
 

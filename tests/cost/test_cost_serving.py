@@ -114,9 +114,6 @@ def test_experts_read_are_enumerated(E, k, batch):
     mean = sum(len(set(itertools.chain(*routing))) for routing in routings) / len(routings)
     load = s.Load(weights=100.0 + E, params=1.0, experts=float(E), E=E, k=k)
     assert load.read(batch) == pytest.approx(100 + mean)
-    moe, dense = (s.load(get(name), "int8") for name in ("part7-moe", "part7-toy"))
-    assert moe.weights - dense.weights == 15 * 3 * 64 * 4096 * 16384 + 64 * 4096 * 16  # experts, and the router
-    assert moe.experts == 16 * 3 * 64 * 4096 * 16384
 
 
 def test_a_front_is_what_nothing_beats():

@@ -139,8 +139,7 @@ def test_while_others_stand_still_collectives_are_quicker():
     chip, one = replace(CHIP, measured=(*CHIP.measured, *rows)), replace(TINY, microbatches=1)
     beside, alone = (predict_transformer(one, {"Z": 2}, each) for each in (CHIP, chip))
     assert alone.stages == beside.stages
-    calls = [dry.count(one, {"Z": 2}, {"Z": z}, documents=False).collectives for z in (0, 1)]
-    assert 0 < beside.seconds - alone.seconds <= sum(calls) * 9e-5 * (1 + 1e-9)
+    assert 0 < alone.seconds < beside.seconds
     assert predict_transformer(one, {"Y": 2}, chip) == predict_transformer(one, {"Y": 2}, CHIP)
 
 
