@@ -3,7 +3,6 @@ shows SystemExit as an error; and the recap, whose numbers are the chapters' own
 
 import importlib.util
 import itertools
-import json
 import re
 from types import SimpleNamespace
 
@@ -23,13 +22,10 @@ KERNEL = all(importlib.util.find_spec(name) for name in ("jupytext", "nbclient",
 )
 def test_runs_in_a_kernel(tmp_path, capfd):
     """Cells of its own: .ci/run has the chapters."""
-    (tmp_path / "chapter.py").write_text(
-        "# %%\nimport sys\nprint(sys.argv[1])\n# %%\nprint('held', 'argv' in dir(sys))\n"
-    )
+    (tmp_path / "chapter.py").write_text("# %%\nx = 1 + 1\n# %%\nprint('words')\nprint('held', x)\n")
     assert notebook.main([str(tmp_path / "chapter.py"), "--out", str(tmp_path / "chapter.ipynb")]) == 0
-    assert capfd.readouterr() == ("held True\n", "")
-    outputs = [cell["outputs"] for cell in json.loads((tmp_path / "chapter.ipynb").read_text())["cells"]]
-    assert [out["text"] for each in outputs for out in each][1:] == [["held True\n"]]
+    assert capfd.readouterr() == ("held 2\n", "")
+    assert "held 2" in (tmp_path / "chapter.ipynb").read_text()
 
 
 def test_warnings_of_cells_are_shown(monkeypatch, capsys):
