@@ -19,31 +19,33 @@ def test_every_chip_and_variant_can_be_read():
         assert all(chip(name, variant) != one for variant in variants(name))
 
 
-def test_tables_of_part_2():
-    table = {  # pod, HBM, HBM/s, bf16, int8, link one-way
-        "v3": ((32, 32), 32e9, 9.0e11, 1.4e14, 1.4e14, 1.0e11),
-        "v4p": ((16, 16, 16), 32e9, 1.2e12, 2.75e14, 2.75e14, 4.5e10),
-        "v5p": ((16, 20, 28), 96e9, 2.8e12, 4.59e14, 9.18e14, 9.0e10),
-        "v5e": ((16, 16), 16e9, 8.2e11, 1.97e14, 3.94e14, 4.5e10),
-        "v6e": ((16, 16), 32e9, 1.6e12, 9.20e14, 1.84e15, 9.0e10),
-        "7x": ((4, 4, 576), 192e9, 7.4e12, 2.30e15, 4.61e15, 9.0e10),
-    }
-    for name, row in table.items():
+# As the book has them. Part 2: pod, HBM, HBM/s, bf16, int8, link one-way; Part 12: HBM, HBM/s, bf16, fp8, node's link
+PART_2 = """
+v3   32x32     32e9   9.0e11  1.4e14   1.4e14   1.0e11
+v4p  16x16x16  32e9   1.2e12  2.75e14  2.75e14  4.5e10
+v5p  16x20x28  96e9   2.8e12  4.59e14  9.18e14  9.0e10
+v5e  16x16     16e9   8.2e11  1.97e14  3.94e14  4.5e10
+v6e  16x16     32e9   1.6e12  9.20e14  1.84e15  9.0e10
+7x   4x4x576   192e9  7.4e12  2.30e15  4.61e15  9.0e10
+"""
+PART_12 = """
+a100  80e9   2.0e12  3.1e14  6.2e14  300e9
+h100  80e9   3.4e12  9.9e14  2.0e15  450e9
+h200  141e9  4.8e12  9.9e14  2.0e15  450e9
+b200  192e9  8.0e12  2.3e15  4.5e15  900e9
+"""
+
+
+def test_tables_of_the_book():
+    for name, pod, *numbers in map(str.split, PART_2.strip().splitlines()):
         c = chip(name)
-        assert (c.pod, c.hbm_bytes, c.hbm_bw, c.flops("bf16"), c.flops("int8"), c.link_bw) == row
+        assert "x".join(map(str, c.pod)) == pod
+        assert [c.hbm_bytes, c.hbm_bw, c.flops("bf16"), c.flops("int8"), c.link_bw] == [*map(float, numbers)]
         assert c.ici_bw == 2 * c.link_bw
-
-
-def test_tables_of_part_12():
-    rows = {
-        "a100": (80e9, 2.0e12, 3.1e14, 6.2e14, 300e9),
-        "h100": (80e9, 3.4e12, 9.9e14, 2.0e15, 450e9),
-        "h200": (141e9, 4.8e12, 9.9e14, 2.0e15, 450e9),
-        "b200": (192e9, 8.0e12, 2.3e15, 4.5e15, 900e9),
-    }
-    for name, row in rows.items():
+    for name, *numbers in map(str.split, PART_12.strip().splitlines()):
         c = chip(name)
-        assert (c.hbm_bytes, c.hbm_bw, c.flops("bf16"), c.flops("fp8"), c.bandwidth("node")) == row
+        own = [c.hbm_bytes, c.hbm_bw, c.flops("bf16"), c.flops("fp8"), c.bandwidth("node")]
+        assert own == [*map(float, numbers)]
     egress = {name: (chip(name).node_gpus, chip(name).bandwidth("scale-out")) for name in ("h100", "b200", "gb200")}
     assert egress == {"h100": (8, 400e9), "b200": (8, 400e9), "gb200": (72, 3600e9)}
 
