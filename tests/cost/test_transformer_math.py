@@ -1,4 +1,3 @@
-import json
 import math
 
 import pytest
@@ -83,27 +82,32 @@ def test_models_from_files(tmp_path):
         load(own)
 
 
-HUGGING_FACE = {
-    "deepseek-v3": {
+HUGGING_FACE = {  # config.json
+    "deepseek-v3": """{
         "model_type": "deepseek_v3", "num_hidden_layers": 61, "hidden_size": 7168, "intermediate_size": 18432,
         "moe_intermediate_size": 2048, "num_attention_heads": 128, "num_key_value_heads": 128, "vocab_size": 129280,
         "n_routed_experts": 256, "num_experts_per_tok": 8, "n_shared_experts": 1, "first_k_dense_replace": 3,
         "q_lora_rank": 1536, "kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128,
-        "tie_word_embeddings": False, "n_group": 8, "topk_group": 4, "routed_scaling_factor": 2.5,
-    },
-    "gemma2-27b": {
+        "tie_word_embeddings": false, "n_group": 8, "topk_group": 4, "routed_scaling_factor": 2.5
+    }""",
+    "mixtral-8x7b": """{
+        "model_type": "mixtral", "num_hidden_layers": 32, "hidden_size": 4096, "intermediate_size": 14336,
+        "num_attention_heads": 32, "num_key_value_heads": 8, "vocab_size": 32000, "num_local_experts": 8,
+        "num_experts_per_tok": 2, "tie_word_embeddings": false
+    }""",
+    "gemma2-27b": """{
         "model_type": "gemma2", "num_hidden_layers": 46, "hidden_size": 4608, "intermediate_size": 36864,
-        "num_attention_heads": 32, "num_key_value_heads": 16, "head_dim": 128, "vocab_size": 256000,
-    },
-}  # fmt: skip
+        "num_attention_heads": 32, "num_key_value_heads": 16, "head_dim": 128, "vocab_size": 256000
+    }""",
+}
 
 
-@pytest.mark.parametrize(("name", "file"), HUGGING_FACE.items())
-def test_hugging_face_files(name, file, tmp_path):
+@pytest.mark.parametrize("name", HUGGING_FACE)
+def test_hugging_face_files(name, tmp_path):
     path = tmp_path / f"{name}.json"
-    path.write_text(json.dumps(file))
+    path.write_text(HUGGING_FACE[name])
     assert get(path).with_(source=get(name).source, dtype=get(name).dtype) == get(name)
-    path.write_text(json.dumps({"text_config": file}))
+    path.write_text(f'{{"text_config": {HUGGING_FACE[name]}}}')
     assert tm.params(load(path)) == tm.params(get(name))
 
 
