@@ -92,16 +92,20 @@ def test_intensities():
     assert cost.reduce_scatter(1e9, PODLESS, 8, wrap=True) == cost.reduce_scatter(1e9, chip("v5e"), 8, wrap=True)
 
 
+RINGS = """
+v5e  4x4    line line
+v5e  8x16   line ring
+v5e  16     ring
+v5p  2x2x4  line line line
+v5p  4x4x8  ring ring ring
+v3   32x16  ring line
+"""
+
+
 def test_wraparound():
-    for name, shape, rings in (
-        ("v5e", (4, 4), (False, False)),
-        ("v5e", (8, 16), (False, True)),
-        ("v5e", 16, (True,)),
-        ("v5p", (2, 2, 4), (False, False, False)),
-        ("v5p", (4, 4, 8), (True, True, True)),
-        ("v3", (32, 16), (True, False)),
-    ):
-        assert chip(name).wraps(shape) == rings
+    for name, shape, *kinds in map(str.split, RINGS.strip().splitlines()):
+        assert chip(name).wraps([*map(int, shape.split("x"))]) == tuple(kind == "ring" for kind in kinds)
+    assert chip("v5e").wraps(16) == (True,)
 
 
 def write(path, text):
