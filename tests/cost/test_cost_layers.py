@@ -11,6 +11,7 @@ from scaling import cost
 from scaling.cost import gpu
 from scaling.hardware import chip
 
+approx = pytest.approx
 V5P = chip("v5p")
 C, W = V5P.flops(), V5P.ici_bw
 LAYER = cost.LayerShape(1e6, 8192, 32768)
@@ -30,7 +31,7 @@ def test_bytes_by_strategy():
         assert [*cost.layer_bytes(strategy, shape, x, y).values()] == [a + b for a, b in zip(*ways, strict=True)]
         one = cost.layer(strategy, LAYER, cost.Links(C))  # a single chip moves nothing
         assert (one.comms, one.axes, one.bound) == (0, (), "compute")
-        assert one.lower == one.upper == one.math == pytest.approx(12 * 1e6 * 8192 * 32768 / C)
+        assert one.lower == one.upper == one.math == approx(12 * 1e6 * 8192 * 32768 / C)
     assert cost.layer_bytes("tp", shape, 1, Y, "backward", regather=True)["Y"] == 6 * B * D
     assert cost.layer_bytes("fsdp", replace(shape, matrices=3), X, 1, "forward")["X"] == 6 * D * F
     assert cost.layer_bytes("tp", replace(shape, dtype="int8", blocks=2), 1, Y, "forward")["Y"] == 4 * B * D
@@ -40,20 +41,20 @@ def test_overlap_models():
     links = cost.Links(C, 2 * W, W)
     together, after = (cost.layer("fsdp_tp", LAYER, links, 1024, 8, overlap=way) for way in ("max", "sum"))
     assert together.axes == after.axes
-    assert after.comms == pytest.approx(sum(t for _, t in after.axes))
+    assert after.comms == approx(sum(t for _, t in after.axes))
     assert together.comms == sum(max(t for _, t in part.axes) for part in together.parts) < after.comms
-    assert together.upper == after.upper == pytest.approx(after.math + after.comms)
-    assert together.scaled(3).comms == pytest.approx(3 * together.comms)
-    assert together.scaled(3).lower == pytest.approx(3 * together.lower)
+    assert together.upper == after.upper == approx(after.math + after.comms)
+    assert together.scaled(3).comms == approx(3 * together.comms)
+    assert together.scaled(3).lower == approx(3 * together.lower)
 
 
 def test_what_backward_communicates_does_not_hide_behind_forward():
     """DP at 0.8 of its threshold: computing both ways takes 1.2 times the AllReduce, but backward alone only 0.8."""
     both = cost.layer("dp", replace(LAYER, B=0.8 * 64 * C / W), cost.Links(C, X=W), X=64)
     forward, backward = both.parts
-    assert both.math == pytest.approx(1.2 * both.comms)
+    assert both.math == approx(1.2 * both.comms)
     assert (forward.bound, backward.bound, both.bound) == ("compute", "X", "X")
-    assert both.math < both.lower == pytest.approx(forward.math + backward.comms)
+    assert both.math < both.lower == approx(forward.math + backward.comms)
 
 
 # --- Each threshold is where the functions that it is a threshold of cross
@@ -90,16 +91,16 @@ def test_mixed_threshold_and_optimum(X, Y, m_x, overlap, matrices):
     """At its best X both axes' collectives take the same time, at the threshold that of computing."""
     F, N = 16384, X * Y
     B = X**2 * matrices * F / (2 * N * m_x)  # whose optimum is this X
-    assert cost.mixed_optimum(B, F, N, m_x, 1, matrices) == pytest.approx(X)
+    assert cost.mixed_optimum(B, F, N, m_x, 1, matrices) == approx(X)
     links = cost.Links(C, m_x * W, W)
     forward = cost.layer(
         "fsdp_tp", cost.LayerShape(B, 4096, F, matrices), links, X, Y, "forward", overlap=overlap
     )  # fmt: skip
     times = dict(forward.axes)
-    assert times["X"] == pytest.approx(times["Y"])
+    assert times["X"] == approx(times["Y"])
     least = cost.mixed_threshold(F, C, m_x * W, W, overlap, matrices)
-    assert (forward.comms / forward.math) ** 2 == pytest.approx(least / (B / N))
-    assert forward.comms == pytest.approx(times["X"] * (1 if overlap == "max" else 2))
+    assert (forward.comms / forward.math) ** 2 == approx(least / (B / N))
+    assert forward.comms == approx(times["X"] * (1 if overlap == "max" else 2))
 
 
 @EACH
@@ -108,8 +109,8 @@ def test_gpu_data_threshold(hw, nodes):
     """The book's V/W between nodes is over all of them; a part (X - 1)/X leaves a node, and 1 - 1/G a GPU inside it."""
     inside = hw.flops() * gpu.all_gather(1, hw, hw.node_gpus)
     between = hw.intensity("scale-out") * (nodes - 1) / nodes
-    assert gpu.data_threshold(hw, nodes) == pytest.approx(max(inside, between))
-    assert gpu.data_threshold(hw, nodes, 4) == pytest.approx(between / 4)
+    assert gpu.data_threshold(hw, nodes) == approx(max(inside, between))
+    assert gpu.data_threshold(hw, nodes, 4) == approx(between / 4)
     assert gpu.data_threshold(hw) >= gpu.data_threshold(hw, nodes)
 
 

@@ -17,6 +17,7 @@ from scaling.models import transformer as model
 from scaling.spec.sizes import parse_mesh
 from scaling.trace import trace
 
+approx = pytest.approx
 V5E, H100, L70 = chip("v5e"), chip("h100"), get("llama3-70b")
 
 
@@ -69,7 +70,7 @@ def test_on_a_slice():
         ((node, H100, (8,), {"Y": 8}), 3 * 2 * 8e9 * 7 / 8 / 450e9),
         ((tiny, H100, (16,), both), 10 * 2e-5),
     ):
-        assert d.collective_seconds(*given) == pytest.approx(seconds)
+        assert d.collective_seconds(*given) == approx(seconds)
     assert s.slices(V5E) == [(1, 1), (2, 2), (2, 4), (4, 4), (4, 8), (8, 8), (8, 16), (16, 16)]
     assert s.slices(H100, 8) == [(1,), (2,), (4,), (8,)]
 
@@ -99,11 +100,11 @@ def test_a_pass_over_prompts_and_decodes():
     prompt = s.mixed(load, [(4096, 4096)], V5E, 8)
     flops = tm.forward_flops(L70, 1, 4096, causal=True)
     norms = 2 * 4096 * (160 * 8192 + 8192)  # counted as params here
-    assert prompt.kv == pytest.approx(flops["attention"] / (8 * 1.97e14))
-    assert prompt.math * 8 * 1.97e14 == pytest.approx(sum(flops.values()) - flops["attention"] + norms)
+    assert prompt.kv == approx(flops["attention"] / (8 * 1.97e14))
+    assert prompt.math * 8 * 1.97e14 == approx(sum(flops.values()) - flops["attention"] + norms)
     both = s.mixed(load, [(2, 300), (1, 50)], V5E, 8)
-    assert both.kv == pytest.approx((300 + 50) * 163_840 / (8 * 8.2e11))
-    assert both.math == pytest.approx(3 * 2 * load.params / (8 * 1.97e14))
+    assert both.kv == approx((300 + 50) * 163_840 / (8 * 8.2e11))
+    assert both.math == approx(3 * 2 * load.params / (8 * 1.97e14))
 
 
 @pytest.mark.parametrize(("E", "k", "batch"), [(4, 1, 3), (4, 2, 2), (3, 3, 2)])
@@ -113,7 +114,7 @@ def test_experts_read_are_enumerated(E, k, batch):
     routings = list(itertools.product(each, repeat=batch))
     mean = sum(len(set(itertools.chain(*routing))) for routing in routings) / len(routings)
     load = s.Load(weights=100.0 + E, params=1.0, experts=float(E), E=E, k=k)
-    assert load.read(batch) == pytest.approx(100 + mean)
+    assert load.read(batch) == approx(100 + mean)
 
 
 def test_a_front_is_what_nothing_beats():

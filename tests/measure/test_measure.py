@@ -18,6 +18,7 @@ from scaling.plan.transformer_step import predict_transformer
 from scaling.train import dry
 from scaling.train.settings import Settings
 
+approx = pytest.approx
 OPS = ("AllGather", "ReduceScatter", "AllReduce", "AllToAll", "CollectivePermute")
 CHIP = Chip(
     "ours", "cpu", "a test", (("fp32", 1e9), ("bf16", 4e9)), hbm_bytes=8e9, hbm_bw=1e10,
@@ -30,9 +31,9 @@ TINY = Settings(get("tiny").with_(L=2, D=64, F=128, H=16, N=4, K=2), "", "", 8, 
 @given(st.floats(1e-6, 1e-2), st.floats(1e7, 1e11))
 def test_fit_finds_the_line(latency, bandwidth):
     got = rates.fit([(V, latency + V / bandwidth) for V in rates.VOLUMES])
-    assert got[0] == pytest.approx(latency, rel=1e-3, abs=1e-9)
+    assert got[0] == approx(latency, rel=1e-3, abs=1e-9)
     if rates.VOLUMES[-1] / bandwidth > 1e-3 * latency:
-        assert got[1] == pytest.approx(bandwidth, rel=1e-2)
+        assert got[1] == approx(bandwidth, rel=1e-2)
     for points in ([(1e3, 1e-3), (1e6, 1e-4)], [(1e3, 1e-6), (1e6, 1.0)], [(1e6, 1e-3)]):  # and what a chip file takes
         assert all(0 < found < math.inf for found in rates.fit(points))
 
@@ -42,7 +43,7 @@ def test_fit_finds_the_line(latency, bandwidth):
 def test_prices_of_three_things_are_found_together(prices):
     rows = [(1.0, float(n), float(n * m)) for n in (1, 5, 90) for m in (1, 7, 300)]
     seconds = [sum(p * x for p, x in zip(prices, row, strict=True)) for row in rows]
-    assert rates.fit_prices(rows, seconds) == pytest.approx(prices, rel=1e-4)
+    assert rates.fit_prices(rows, seconds) == approx(prices, rel=1e-4)
 
 
 def test_the_chip_file_is_read_back(tmp_path):
@@ -50,7 +51,7 @@ def test_the_chip_file_is_read_back(tmp_path):
     both = replace(CHIP, measured=(*CHIP.measured, Measured("AllReduce", 2, 1e-5, 2e9, alone=True)))
     path.write_text(rates.toml(both))
     assert load_chip(path) == both
-    assert cost.seconds("AllReduce", 1e6, load_chip(path), 2) == pytest.approx(1e-4 + 1e-3)
+    assert cost.seconds("AllReduce", 1e6, load_chip(path), 2) == approx(1e-4 + 1e-3)
 
 
 def test_the_slowest_rank_counts():
@@ -63,8 +64,8 @@ def test_the_slowest_rank_counts():
     chip = rates.combine_ranks([one, two], "m")
     assert (chip.flops("fp32"), chip.hbm_bw, chip.efficiency.attention) == (1e9, 4e9, 0.5)
     rows = [(row.op, row.ranks, row.bandwidth) for row in chip.measured]
-    assert rows == [("AllReduce", 2, pytest.approx(5e8, rel=1e-3)), ("Matmul", 2, 1e9), ("Matmul", 1, 3e9)]
-    assert chip.measured[0].latency == pytest.approx(2e-3, rel=1e-3)
+    assert rows == [("AllReduce", 2, approx(5e8, rel=1e-3)), ("Matmul", 2, 1e9), ("Matmul", 1, 3e9)]
+    assert chip.measured[0].latency == approx(2e-3, rel=1e-3)
 
 
 def test_a_step_s_price_is_what_its_calls_take():
@@ -78,16 +79,16 @@ def test_a_step_s_price_is_what_its_calls_take():
         curved=Calls(6, 1e6), lines={gather: Calls(6, 3e6), reduce: Calls(2, 1e6), send: Calls(5, 1e6)},
     )  # fmt: skip
     got = price(step, {"X": 2, "Y": 2}, CHIP)
-    assert got.math == pytest.approx(6e6 / 1e9 + 1e6 / 0.25e9)
-    assert got.between == pytest.approx((2e6 + 1e6) / 1e10)
-    assert dict(got.comms) == {"X": pytest.approx(6e-4 + 3e-3), "Y": pytest.approx(2e-4 + 1e-3)}
-    assert got.total == pytest.approx(got.math + got.between + 3.6e-3 + 1.2e-3)
-    assert got.overlapped == pytest.approx(got.total - 3.6e-3)
-    assert price(step, {"X": 2, "Y": 2}, CHIP, "bf16").math == pytest.approx(got.math / 4)
+    assert got.math == approx(6e6 / 1e9 + 1e6 / 0.25e9)
+    assert got.between == approx((2e6 + 1e6) / 1e10)
+    assert dict(got.comms) == {"X": approx(6e-4 + 3e-3), "Y": approx(2e-4 + 1e-3)}
+    assert got.total == approx(got.math + got.between + 3.6e-3 + 1.2e-3)
+    assert got.overlapped == approx(got.total - 3.6e-3)
+    assert price(step, {"X": 2, "Y": 2}, CHIP, "bf16").math == approx(got.math / 4)
     rows = (*CHIP.measured, Measured("Activation", 4, 1e-5, 1e8), Measured("Product", 4, 1e-6, 1e9))
     timed = price(step, {"X": 2, "Y": 2}, replace(CHIP, measured=rows))
-    assert timed.between - got.between == pytest.approx(6 * 1e-5 + 1e6 * (1 / 1e8 - 1 / 1e10))
-    assert timed.math - got.math == pytest.approx(18 * 1e-6 + 3e6 / 1e9 + 4 * 1e-6)
+    assert timed.between - got.between == approx(6 * 1e-5 + 1e6 * (1 / 1e8 - 1 / 1e10))
+    assert timed.math - got.math == approx(18 * 1e-6 + 3e6 / 1e9 + 4 * 1e-6)
 
 
 def test_a_transformer_is_counted_whole():
@@ -111,7 +112,7 @@ def test_stages_are_priced_each():
     (one, first), (each, last) = ((b.total - a.total, a.total) for a, b in zip(apart.stages, more, strict=True))
     once = [first - 4 * one, last - 4 * each]  # of a step, whatever its microbatches: both stages at the same time
     assert 0 < min(once) < max(once) < 0.2 * apart.seconds
-    assert apart.seconds == pytest.approx(one + 4 * each + max(once))
+    assert apart.seconds == approx(one + 4 * each + max(once))
     least = (first + last) / 2  # cores that one leaves the other takes
     assert least <= beside.seconds < 0.8 * apart.seconds
 
@@ -130,7 +131,7 @@ def test_stages_are_priced_each():
     ],
 )
 def test_a_pipeline_is_the_sum_of_its_slots(stages, microbatches, alone, seconds):
-    assert pipelined(stages, microbatches, alone) == pytest.approx(seconds, rel=1e-3)
+    assert pipelined(stages, microbatches, alone) == approx(seconds, rel=1e-3)
 
 
 @pytest.mark.slow
@@ -153,7 +154,7 @@ def test_while_others_stand_still_collectives_are_quicker():
 )
 def test_order_is_counted_in_pairs(pairs, order, error):
     checks = [Check({"X": 2}, *pair) for pair in pairs]
-    assert (tau(checks), median_error(checks)) == pytest.approx((order, error))
+    assert (tau(checks), median_error(checks)) == approx((order, error))
 
 
 def measured(mesh):

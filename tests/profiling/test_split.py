@@ -15,6 +15,8 @@ from scaling.profile import LineRun, RankTimeline, intervals, of
 from scaling.profile.clock import offset, waited_within
 from scaling.profile.timeline import disjoint
 
+approx = pytest.approx
+
 
 def play(programs, ranks: int, **options):
     """(timelines of a step for each program; by (number of a collective, rank): (waiting, for whom, exposed, the
@@ -89,15 +91,13 @@ def test_random_programs_are_split_exactly(seed):
             *[own for (_, r), own in sorted(truth.items()) if r == rank], strict=True
         )
         hidden = [intervals.length(intervals.subtract([transfer], still)) for transfer in transfers]
-        assert [r.waiting for r in runs] == pytest.approx(waiting, abs=1e-9)
+        assert [r.waiting for r in runs] == approx(waiting, abs=1e-9)
         assert [r.behind for r in runs] == list(behind)
-        assert [r.exposed for r in runs] == pytest.approx(exposed, abs=1e-9)
-        assert [r.hidden for r in runs] == pytest.approx(hidden, abs=1e-9)
+        assert [r.exposed for r in runs] == approx(exposed, abs=1e-9)
+        assert [r.hidden for r in runs] == approx(hidden, abs=1e-9)
         (part,) = profile.parts(rank)
-        assert (part.total, part.waiting, part.exposed) == pytest.approx(
-            (part.step, sum(waiting), sum(exposed)), abs=1e-9
-        )
-        assert part.products == pytest.approx(sum(r.end - r.called for r in timeline.runs if not r.communicates))
+        assert (part.total, part.waiting, part.exposed) == approx((part.step, sum(waiting), sum(exposed)), abs=1e-9)
+        assert part.products == approx(sum(r.end - r.called for r in timeline.runs if not r.communicates))
 
 
 def test_only_those_that_are_needed_are_waited_for():
@@ -107,8 +107,8 @@ def test_only_those_that_are_needed_are_waited_for():
     found = of([RankTimeline(r, (0.0, 1.0), (own,)) for r, own in enumerate(runs)]).timelines
     first = [timeline.runs[0] for timeline in found]
     assert [each.behind for each in first] == [1, 2, None]
-    assert [each.waiting for each in first] == pytest.approx([0.2, 0.6, 0])
-    assert first[0].exposed == pytest.approx(0.1)
+    assert [each.waiting for each in first] == approx([0.2, 0.6, 0])
+    assert first[0].exposed == approx(0.1)
 
 
 def test_messages_meet_by_their_ends_and_order():
@@ -117,7 +117,7 @@ def test_messages_meet_by_their_ends_and_order():
             [("Recv", 0.5, 1.0), ("Send", 3.0, 3.5), ("Recv", 4.0, 5.5)]]  # fmt: skip
     runs = [tuple(run(*each, group=(0, 1), peers=(1 - r,)) for each in row) for r, row in enumerate(rows)]
     zero, one = (timeline.runs for timeline in of([RankTimeline(r, (0.0, 9.0), runs[r]) for r in (0, 1)]).timelines)
-    assert [s.waiting for s in (*zero, *one)] == pytest.approx([0.0, 2.8, 0.0, 0.0, 0.0, 1.0])
+    assert [s.waiting for s in (*zero, *one)] == approx([0.0, 2.8, 0.0, 0.0, 0.0, 1.0])
     assert one[2].behind == 0
 
 
@@ -148,7 +148,7 @@ def test_sets_of_times_are_sets(seed):
 def test_the_quickest_exchange_tells_the_other_clock():
     """The other clock is 100 s ahead; messages take 1 ms there and 1 to 9 ms back."""
     exchanges = [(t, t + 100.001, t + 0.001 + back) for t, back in ((0.0, 0.009), (1.0, 0.001), (2.0, 0.004))]
-    assert offset(exchanges) == pytest.approx(100.0)
+    assert offset(exchanges) == approx(100.0)
 
 
 # --- Stragglers
@@ -227,7 +227,7 @@ def test_a_delay_in_one_step_is_found_once():
 
 def test_waiting_for_a_core_is_counted_between_looks():
     waited = [(0.0, 0.0), (1.0, 0.5), (2.0, 0.5), (3.0, 0.9)]
-    assert waited_within(waited, 0.2, 0.8) == pytest.approx(0.5)
-    assert waited_within(waited, 1.0, 2.0) == pytest.approx(0.0)
-    assert waited_within(waited, 1.5, 2.5) == pytest.approx(0.4)
+    assert waited_within(waited, 0.2, 0.8) == approx(0.5)
+    assert waited_within(waited, 1.0, 2.0) == approx(0.0)
+    assert waited_within(waited, 1.5, 2.5) == approx(0.4)
     assert waited_within((), 0.0, 1.0) == 0.0
