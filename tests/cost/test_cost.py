@@ -43,6 +43,13 @@ def test_critical_batch_is_where_math_equals_comms(D, F, dtypes):
         assert cost.matmul(1e9, D, F, C, W, dtypes).bound == "comms"
 
 
+def test_bytes_of_matmuls():
+    op, tiled = cost.matmul(2, 3, 5, C, W), cost.tiled_matmul(256, 512, 128, (64, 128, 32), C, W)
+    assert (op.flops, op.nbytes) == (60, 2 * (6 + 15 + 10))
+    assert tiled.nbytes == 2 * 4 * 4 * (4 * (64 * 128 + 128 * 32) + 64 * 32)
+    assert cost.matmul(2, 3, 5, C, W, exact_flops=True).flops == 2 * 5 * (2 * 3 - 1)
+
+
 def test_memory_by_stages_of_zero():
     by_stage = [cost.training_memory(1e9, X=10, Y=2, zero=stage).total for stage in range(4)]
     assert by_stage == [6e9, 2e9 + 4e8, 1e9 + 5e8, 6e8]
@@ -56,6 +63,8 @@ def test_gathers_of_gpus():
     """Over nodes the sharded axis helps by the nodes that it spans; a node that is half full has half the links;
     without switches few GPUs are slow."""
     assert gpu.all_gather(1e9, H100, 1) == 0
+    assert gpu.all_reduce(1, H100, 8) == 2 * gpu.reduce_scatter(1, H100, 8) == approx(2 * 7 / 8 / 450e9)
+    assert gpu.all_reduce(1, H100, 1024, sharp=True) == 1 / 400e9
     for Y in (8, 16, 128):
         assert gpu.all_gather(1, H100, 256 // Y, Y, exact=False) == approx(1 / (Y * 50e9))
     for gpus, inner, seconds in (
@@ -78,6 +87,11 @@ def test_all_to_all_by_counting():
                 out = sum(1 / n**2 for a in range(below) for b in range(n) if b // below != a // below)
                 worst = max(worst, out / bandwidth)
         assert gpu.all_to_all(1, H100, n) == approx(worst)
+
+
+def test_tensor_parallelism_over_nodes():
+    Y = gpu.tensor_limit_across(28_672, H100)
+    assert approx(4 * (Y / 8 - 1) / (Y / 8 * 400e9)) == 4 * 28_672 / (Y * 9.9e14)
 
 
 # --- Collectives of TPUs

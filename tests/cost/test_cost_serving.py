@@ -75,7 +75,7 @@ def test_on_a_slice():
     assert s.slices(H100, 8) == [(1,), (2,), (4,), (8,)]
 
 
-# Serving by brute force: caches counted by element, experts enumerated, batches and fronts tried one by one
+# Serving by brute force: caches counted by element, experts enumerated, fronts tried one by one
 
 
 def test_a_cache_is_counted_head_by_head():
@@ -122,3 +122,8 @@ def test_a_front_is_what_nothing_beats():
     front = s.pareto(points, lambda p: p[0], lambda p: p[1])
     beaten = {p for p in points for q in points if q != p and q[0] <= p[0] and q[1] >= p[1]}
     assert front == sorted({*points} - beaten)
+
+
+def test_servers_keep_pace():
+    """10 sequences are ready after 100 steps, 2 s, and take 5 s of prefill."""
+    assert s.prefill_servers(0.5, 0.02, 10, 100) == 2.5
