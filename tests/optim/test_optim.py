@@ -136,50 +136,48 @@ def test_bfloat16_rounds_no_worse_than_torch_and_a_master_copy_not_at_all(name, 
 
 
 def test_params_that_require_grad_and_mixed_dtypes_in_lists_and_tuples():
-    params = {"a": torch.ones(3).double().requires_grad_(), "b": torch.ones(5), "c": [torch.ones(()).bfloat16()]}
-    grads = {"a": torch.ones(3).double(), "b": torch.ones(5), "c": (torch.ones(()).bfloat16(),)}
-    new, state = our_run(optim.adamw(0.1), params, [grads])
-    assert [t.dtype for t in tree.leaves(new)] == [torch.float64, torch.float32, torch.bfloat16]
+    ones = {dtype: torch.ones(3, dtype=dtype) for dtype in (*EXACT, torch.bfloat16)}
+    params = {"a": ones[torch.float64].requires_grad_(), "b": ones[torch.float32], "c": [ones[torch.bfloat16]]}
+    new, state = our_run(optim.adamw(0.1), params, [params | {"c": (ones[torch.bfloat16],)}])
+    assert [t.dtype for t in tree.leaves(new)] == [*ones]
     assert not any(t.requires_grad for t in tree.leaves((new, state)))
-    assert [float(t.detach().mean()) for t in tree.leaves(new)] == pytest.approx([0.899] * 3, abs=2e-3)
+    assert [float(t[0]) for t in tree.leaves(new)] == pytest.approx([0.899] * 3, abs=2e-3)
 
 
 @pytest.mark.compile
 @pytest.mark.slow
 def test_clipped_adamw_under_torch_compile():
-    params, grads = params_and_grads(steps=4)
+    """As it is without; partial sums, and axes that are not there, are refused while it is compiled."""
+    params, grads = params_and_grads(steps=3)
     optimizer = optim.chain(optim.clip(0.1), optim.adamw(lambda step: 0.1 / (1 + step)))
     typed = {"specs": SPECS, "mesh": Mesh({"X": 1})}
-    compiled = torch.compile(optimizer.update, backend="aot_eager", fullgraph=True)
-    found, _ = our_run(optimizer._replace(update=compiled), params, grads, **typed)
-    for a, b in zip(tree.leaves(found), tree.leaves(our_run(optimizer, params, grads, **typed)[0]), strict=True):
-        torch.testing.assert_close(a, b, rtol=4e-16, atol=4e-16)
+    compiled = optimizer._replace(update=torch.compile(optimizer.update, backend="aot_eager", fullgraph=True))
+    found, _ = our_run(compiled, params, grads, **typed)
+    torch.testing.assert_close(found, our_run(optimizer, params, grads, **typed)[0], rtol=4e-16, atol=4e-16)
+    for wrong in ("g[D] {U_X}", "g[D_Y]"):
+        with pytest.raises(Exception, match="ShardingError"):
+            our_run(compiled, params, grads, **typed | {"specs": SPECS | {"norm": wrong}})
 
 
-@pytest.mark.parametrize("dtype", EXACT)
-@pytest.mark.parametrize("scheduled", [False, True])
-def test_on_a_gpu_the_kernel_is_not_given_a_rate_less_precise_than_the_params(dtype, scheduled, monkeypatch):
+def test_on_a_gpu_the_kernel_is_not_given_a_rate_less_precise_than_the_params(monkeypatch):
     """It takes a rate that is a tensor as float32."""
     rates = []
     monkeypatch.setattr(optim.rules, "fused_adamw_", lambda *args, lr, **options: rates.append(lr))
-    adamw = optim.adamw((lambda step: 0.1 + step) if scheduled else 0.1)
-    with FakeTensorMode():
-        params = {"W": torch.empty(3, dtype=dtype, device="cuda")}
-        adamw.update(params, adamw.init(params), params)
-    if dtype == torch.float64 and scheduled:
-        assert rates == []
-    else:
-        (rate,) = rates
-        assert rate.dtype == torch.float32 if scheduled else rate == 0.1
+    for dtype, lr in product(EXACT, (0.1, lambda step: 0.1 + step)):
+        adamw = optim.adamw(lr)
+        with FakeTensorMode():
+            params = {"W": torch.empty(3, dtype=dtype, device="cuda")}
+            adamw.update(params, adamw.init(params), params)
+    assert [getattr(rate, "dtype", rate) for rate in rates] == [0.1, 0.1, torch.float32]
 
 
 CLIPPED = {"a": "a[D_X, F_Y]", "b": "b[D, F_XY]", "c": ["c[D]", "d[F_Y, D]"], "e": "e[]", "f": "f[D_Y, F_X]"}
 ONE = AbstractMesh({"X": 1, "Y": 1})
 
 
-def clipped_grads(dtype, mesh=ONE, device="cpu"):
+def clipped_grads(dtype):
     inits = tree.map(lambda _: tree.Normal(1.0), CLIPPED)
-    return tree.init(inits, CLIPPED, {"D": 8, "F": 16}, mesh, dtype=dtype, device=device)
+    return tree.init(inits, CLIPPED, {"D": 8, "F": 16}, ONE, dtype=dtype, device="cpu")
 
 
 def clip_on_rank(mesh, dtype, max_norm):
@@ -200,7 +198,7 @@ def clip_on_rank(mesh, dtype, max_norm):
     return [norm, *tree.leaves([tree.unshard(each, CLIPPED, mesh) for each in (clipped, params)])]
 
 
-@pytest.mark.parametrize("sizes", [{"X": 1, "Y": 1}, {"X": 2, "Y": 1}, {"X": 2, "Y": 2}])
+@pytest.mark.parametrize("sizes", [{"X": 1, "Y": 1}, {"X": 2, "Y": 2}])
 def test_clipping_counts_each_element_once(ranks, sizes):
     for dtype, max_norm in ((torch.float64, 3.0), (torch.float32, 3.0), (torch.float64, 1e3)):
         grads = tree.leaves(clipped_grads(dtype))
@@ -222,25 +220,18 @@ def test_the_norm_of_a_large_leaf_is_the_same_however_it_is_split():
     """torch's own adds its squares in float32 one after the other, and is 0.2% off here."""
     x = torch.randn(49152, 576, generator=torch.Generator().manual_seed(0)) * 1e-3
     x[:200, 0] = 2
-    true = x.double().square().sum().sqrt().item()
-    assert optim.global_norm([x], ["x[D, F]"], Mesh({"X": 1})).item() == pytest.approx(true, rel=5e-7)
-    total = sum(optim.clipping.sum_of_squares(shard) for shard in x.chunk(3))
-    assert total.sqrt().item() == pytest.approx(true, rel=5e-7)
-    assert optim.clipping.sum_of_squares(x[:3, :5].T).item() == pytest.approx(x[:3, :5].double().square().sum().item())
+    true = pytest.approx(x.double().square().sum().item(), rel=1e-6)
+    assert optim.global_norm([x], ["x[D, F]"], Mesh({"X": 1})).item() ** 2 == true
+    assert sum(optim.clipping.sum_of_squares(shard) for shard in x.T.chunk(3)).item() == true
 
 
 def test_clipping_sends_one_scalar_for_each_set_of_axes():
-    mesh = AbstractMesh({"X": 4, "Y": 2})
-    grads = clipped_grads(torch.bfloat16, mesh, "meta")
+    """In the mesh's order, whatever that of a type is."""
+    mesh = AbstractMesh({"X": 4, "model": 2})
+    types = {"a": "a[D_X, F_model]", "b": "b[D, F_{model,X}]", "c": ["c[D, F]"], "f": "f[D_model, F]"}
+    grads = tree.map(lambda _: torch.empty(2, 2, dtype=torch.bfloat16, device="meta"), types)
     with trace() as log:
-        clipped, norm = optim.clip_by_global_norm(grads, CLIPPED, mesh, 1.0)
-    assert sorted((event.op, event.axes, event.nbytes) for event in log.events) == [
-        ("AllReduce", ("X", "Y"), 4),
-        ("AllReduce", ("Y",), 4),
-    ]
-    assert norm.dtype == torch.float32
-    assert clipped["a"].dtype == torch.bfloat16
-    named, meta = AbstractMesh({"data": 2, "model": 2}), torch.empty(4, device="meta")
-    with trace() as log:
-        optim.clip_by_global_norm([meta, meta], ["a[D_{model,data}]", "b[D_data]"], named, 1.0)
-    assert [event.axes for event in log.events] == [("data", "model"), ("data",)]
+        clipped, norm = optim.clip_by_global_norm(grads, types, mesh, 1.0)
+    sent = [(event.op, event.axes, event.nbytes) for event in log.events]
+    assert sent == [("AllReduce", ("X", "model"), 4), ("AllReduce", ("model",), 4)]
+    assert (norm.dtype, clipped["a"].dtype) == (torch.float32, torch.bfloat16)

@@ -9,14 +9,14 @@ import torch
 from refused import refused
 
 from scaling import optim, tree
-from scaling.mesh import AbstractMesh, Mesh
+from scaling.mesh import Mesh
 
 INF, NAN = float("inf"), float("nan")
 ONE = Mesh({"X": 1})
 G = torch.Generator().manual_seed(0)
 W, B = (torch.randn(shape, generator=G, dtype=torch.float64) for shape in ((3, 4), (4,)))
 SPECS = {"w": "w[D, F]", "b": "b[F]"}
-PARTIAL = SPECS | {"w": "w[D, F] {U_X}"}
+PARTIAL, TYPED = SPECS | {"w": "w[D, F] {U_X}"}, {"W": "W[D, F]"}
 SGD, ADAMW = partial(optim.sgd, lr=0.1), partial(optim.adamw, lr=0.1)
 MUON = partial(optim.muon, lr=0.1, matrices={"W": "D -> F"})
 RULES = {"sgd": SGD(momentum=0.9), "adamw": ADAMW(), "master": ADAMW(master=True)}
@@ -48,11 +48,9 @@ def norm(grads, spec="w[D, F]"):
     return optim.global_norm(grads, dict.fromkeys(grads, spec), ONE)
 
 
-def muon(specs="W[D, F]", params=None, donate=False, **options):
-    params = {"W": torch.ones(4, 4)} if params is None else params
-    rule = MUON(**{"matrices": dict.fromkeys(params, "D -> F")} | options)
-    specs = dict.fromkeys(params, specs) if specs else None
-    return rule.update(tree.map(torch.clone, params), rule.init(params), params, specs=specs, donate=donate)
+def muon(specs, W=W, **options):
+    rule, params = MUON(**options), {"W": W}
+    return rule.update(params, rule.init(params), params, specs=specs)
 
 
 def given_m(value, name="w"):
@@ -71,7 +69,7 @@ OPTIONS = [  # what makes it, an option, and what it is not: the error names the
     (SGD, "nesterov", (True,)),  # which needs a momentum
     (ADAMW, "weight_decay", (INF,)),
     (ADAMW, "eps", (INF, -1e-8)),
-    (ADAMW, "betas", (0.9, None, (0.9,), (0.9, 1.0), (1.0, 0.9))),
+    (ADAMW, "betas", (0.9, (0.9,), (0.9, 1.0), (1.0, 0.9))),
     (ADAMW, "master", ("no",)),
     (MUON, "form", ("all",)),
     (MUON, "scale", ("rms",)),
@@ -89,34 +87,25 @@ OPTIONS = [  # what makes it, an option, and what it is not: the error names the
 ]
 ORDER = "one optimizer, which comes last"
 CALLS = {  # what: the call, and words of its error
-    "a beta below 0": (lambda: ADAMW(betas=(-0.1, 0.9)), "b1 = -0.1"),
     "a schedule that falls below 0": (
         lambda: updated(SGD(lr=lambda step: 0.1 - step), state=lambda _: {"step": torch.tensor(1)}), "lr = "),
     "a state of ints": (lambda: SGD().init({"w": W.int()}), "dense tensors of floats"),
-    "a norm of other dims": (lambda: norm({"w": W}, "w[D]"), "has 1 dims, but the gradient"),
     "a norm of ints": (lambda: norm({"w": W.int()}), "float"),
-    "a norm of an axis that is not there": (lambda: norm({"w": W}, "w[D_Y, F]"), "unknown mesh axis Y"),
     "a norm of partial sums": (lambda: norm({"W": W}, "W[D, F] {U_X}"), 'grads["W"]: W[D, F] {U_X} is unreduced'),
-    "a norm of another tree": (lambda: optim.global_norm({"v": W}, {"w": "w[D, F]"}, ONE), "missing"),
     "a norm of two devices": (lambda: norm({"v": W, "w": W.to("meta")}), "grads are on cpu, meta"),
     "chain of nothing": (optim.chain, ORDER),
-    "chain of a number": (lambda: optim.chain(3, SGD()), ORDER),
     "chain without an optimizer": (lambda: optim.chain(optim.clip(1.0)), ORDER),
     "chain of two": (lambda: optim.chain(ADAMW(), SGD()), ORDER),
     "chain without types": (lambda: updated(CHAIN), "fix: update(..., specs=..., mesh=mesh)"),
-    "chain of partial sums": (lambda: updated(CHAIN, specs=PARTIAL, mesh=AbstractMesh({"X": 2})), "unreduced"),
     "scale of nothing": (lambda: optim.loss_scaled(None), "give an optimizer"),
     "a state without its scale": (
         lambda: updated(SCALED, state=lambda state: {"step": state["step"]}, finite=True), "no scale"),
-    "muon without types": (lambda: muon(specs=None), "muon needs the types"),
-    "muon of a vector": (lambda: muon(params={"g": torch.ones(4)}), 'params["g"]: Muon updates matrices'),
-    "muon of another tree": (lambda: muon(matrices={"V": "D -> F"}), "matrices is not a tree like params"),
-    "muon of one side": (lambda: muon(matrices={"W": "D"}), "names no matrix"),
-    "muon of another dim": (lambda: muon(matrices={"W": "D -> N"}), "has no dim N"),
-    "muon of partial sums": (lambda: muon(specs="W[D, F] {U_X}"), "is unreduced"),
-    "muon's rate": (lambda: muon(lr=lambda step: step - 1), "zero or more"),
-    "muon of tied params": (lambda: muon(params=dict.fromkeys("VW", torch.ones(4, 4)), donate=True), "share memory"),
-    "muon of ints": (lambda: muon(params={"W": torch.ones(4, 4).int()}), "dense tensors of floats"),
+    "muon without types": (lambda: muon(None), "muon needs the types"),
+    "muon of a vector": (lambda: muon(TYPED, B), 'params["W"]: Muon updates matrices'),
+    "muon of another tree": (lambda: muon(TYPED, matrices={"V": "D -> F"}), "matrices is not a tree like params"),
+    "muon of one side": (lambda: muon(TYPED, matrices={"W": "D"}), "names no matrix"),
+    "muon of another dim": (lambda: muon(TYPED, matrices={"W": "D -> N"}), "has no dim N"),
+    "muon of partial sums": (lambda: muon({"W": "W[D, F] {U_X}"}), "is unreduced"),
 }  # fmt: skip
 CALLS |= {
     f"{make.func.__name__ if isinstance(make, partial) else 'updated'}, {name}={value!r}": (
@@ -138,11 +127,11 @@ TREES = {  # what is another in an update, and words of its error
     "no spec": ({"specs": {"w": "w[D, F]"}, "mesh": ONE}, 'grads["b"]: has no spec'),
     "donate": ({"donate": "no"}, "donate"),
 }
-for step in (torch.tensor(1.0), torch.tensor(True), torch.zeros(2).long(), 3, None):
+for step in (torch.tensor(1.0), torch.zeros(2).long(), 3):
     TREES[f"step {step!r}"] = {"state": lambda state, step=step: state | {"step": step}}, 'state["step"]'
 for kind, leaf in {
-    "ints": W.int(), "bools": W > 0, "complex": W.to(torch.complex128), "meta": W.to("meta"), "sparse": W.to_sparse(),
-    "a number": 1.0, "numpy's": W.numpy(), "8 bits": W.to(torch.float8_e4m3fn),
+    "ints": W.int(), "complex": W.to(torch.complex128), "meta": W.to("meta"), "sparse": W.to_sparse(), "a number": 1.0,
+    "8 bits": W.to(torch.float8_e4m3fn),
 }.items():  # fmt: skip
     TREES |= {f"{part} of {kind}": ({part: {"w": leaf, "b": B}}, "fix:") for part in ("grads", "params")}
     TREES[f"moments of {kind}"] = {"state": given_m(leaf)}, "fix:"
@@ -152,9 +141,8 @@ for (what, (options, words)), (name, rule), donate in product(TREES.items(), RUL
 test_refused = refused(CALLS)
 
 
-@pytest.mark.parametrize("rule", RULES)
-def test_donated_tensors_share_no_memory(rule):
-    optimizer, buffer = RULES[rule], torch.randn(8, 6, generator=G, dtype=torch.float64)
+def test_donated_tensors_share_no_memory():
+    optimizer, buffer = RULES["adamw"], torch.randn(8, 6, generator=G, dtype=torch.float64)
     for a, b, words in [
         (buffer[:3], buffer[2:5], r'params\["W1"\] and params\["W2"\] share memory'),
         (buffer[1:4, :4], buffer[:4, :3].t(), "share memory"),
@@ -172,22 +160,10 @@ def test_donated_tensors_share_no_memory(rule):
         else:
             new, _ = optimizer.update(grads, state, params, donate=True)
             assert equal(wanted, new)
-            assert new["W1"].data_ptr() == buffer.data_ptr()
+            assert new["W1"] is a
     params = {"W1": torch.ones(3, 3), "W2": torch.zeros(3, 3)}
     grads, state = dict.fromkeys(params, params["W1"] + 1), optimizer.init(params)
     for moved in {"grads": grads | {"W1": state["m"]["W2"]}}, {"grads": params}, {"state": state | {"m": params}}:
         with pytest.raises(ValueError, match="share memory"):
             optimizer.update(**{"grads": grads, "state": state, "params": params, "donate": True} | moved)
     optimizer.update(grads, state, params, donate=True)  # gradients are only read, and may be one
-
-
-@pytest.mark.slow
-def test_partial_sums_are_refused_by_a_compiled_update():
-    params, optimizer = {"w": W, "b": B}, RULES["adamw"]
-    state = optimizer.init(params)
-    assert equal(*(optimizer.update(params, state, params, **o) for o in ({}, {"specs": SPECS, "mesh": ONE})))
-    for specs in (PARTIAL, SPECS | {"w": "w[D_Y, F]"}):
-        torch._dynamo.reset()
-        update = lambda g, s=specs: optimizer.update(g, state, params, specs=s, mesh=ONE)  # noqa: E731
-        with pytest.raises(Exception, match="ShardingError"):
-            torch.compile(update, backend="eager")(params)

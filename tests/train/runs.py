@@ -11,6 +11,7 @@ import torch
 from scaling.configs import get
 from scaling.mesh import Mesh
 from scaling.train import checkpoint
+from scaling.train.command import main
 
 ONE, SPECS = Mesh({"X": 1}), {"W": "W[D]"}
 TINY = get("tiny").with_(L=1, D=16, F=32, H=8, N=2, K=2)
@@ -25,6 +26,15 @@ def write_text(folder: Path, lines: int = 20_000) -> str:
 def options(folder: Path, name: str, *more: str) -> list[str]:
     """Of a run of this name on the folder's text."""
     return ["--data", str(folder / "text.txt"), "--out", str(folder / name), *more]
+
+
+def refusal(capsys, *given: str) -> str:
+    """What the command says, in a few lines, as it refuses these arguments."""
+    capsys.readouterr()
+    assert main([*given]) == 1
+    said = capsys.readouterr().err
+    assert "Traceback" not in said
+    return said
 
 
 def command(folder: Path, name: str, *more: str) -> list[str]:

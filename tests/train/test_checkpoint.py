@@ -21,8 +21,8 @@ from scaling.train.loop import begun, run, state_specs
 from scaling.train.settings import Settings, optimizer_of
 
 MODEL = Config("c", 3, 16, 24, 4, 2, 8, 257, tied=True)  # whose layers and vocabulary do not divide evenly
-MESHES = [{"X": 4}, {"X": 2, "Y": 2}, {"P": 2, "Y": 2}, {"Z": 2, "X": 2}, {"C": 2, "Y": 2}, {"X": 1}]
-STEPS, AHEAD = 3, 50
+MESHES = [{"X": 2, "Y": 2}, {"Z": 2, "X": 2}, {"P": 2, "Y": 2}, {"X": 4}, {"X": 1}]  # from the first three
+STEPS, AHEAD = 2, 50
 
 
 class Counted:
@@ -65,8 +65,7 @@ def resumed(mesh, settings, whole):
     return wrong, sum(taken), tree.nbytes(state), coming
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("source", range(5), ids=lambda i: str(MESHES[i]))
+@pytest.mark.parametrize("source", range(3), ids=lambda i: str(MESHES[i]))
 def test_a_run_goes_on_from_each_mesh_on_others(ranks, tmp_path, source):
     """Params, moments, loss scale, step, place in the data and seed are those that torch's own reader finds; a rank
     reads what it holds, and no more."""
@@ -78,7 +77,7 @@ def test_a_run_goes_on_from_each_mesh_on_others(ranks, tmp_path, source):
     whole, train = torch.load(tmp_path / "whole.pt"), inputs(settings)[0]
     assert [each["loss_scale"] for each in records(tmp_path)] == [whole["optimizer"]["scale"].item()] * STEPS
     order = [train.chosen(i * settings.batch) for i in range(STEPS, STEPS + AHEAD)]
-    for target in (MESHES[(source + far) % len(MESHES)] for far in (1, 3)):
+    for target in MESHES[source + 1 : source + 3]:
         results = ranks(resumed, target, settings, whole)
         for wrong, _, _, coming in results:
             assert (wrong, coming) == (set(), order), target
@@ -116,14 +115,16 @@ def test_the_newest_are_kept(tmp_path):
 
 
 def test_of_a_view_its_own_elements_are_written_with_a_checksum_whatever_torch_is_set_to(tmp_path):
-    flat = torch.arange(1000.0)
+    """Numbers and strings beside it come back where they stood."""
+    flat, data = torch.arange(1000.0), {"position": 3, "seeds": {0: 7, "a.b": "c"}}
     torch.serialization.set_crc32_options(False)
     try:
-        save(tmp_path, 1, flat[10:20])
+        checkpoint.save(tmp_path, {"W": flat[10:20], "data": data}, SPECS, ONE, 1)
     finally:
         torch.serialization.set_crc32_options(True)
     assert (tmp_path / "step-000001" / "__0_0_0.distcp").stat().st_size < 2000
-    assert load(tmp_path)[0] == flat[10:20].tolist()
+    found, _ = checkpoint.load(tmp_path, SPECS, ONE)
+    assert (found["data"], found["W"].tolist()) == (data, flat[10:20].tolist())
 
 
 def test_asynchronous(tmp_path):
@@ -171,9 +172,3 @@ def test_a_step_counts_from_the_moment_at_which_it_has_its_name(tmp_path, monkey
     save(tmp_path, 3)
     assert [step for to, step in seen if to != "step-000003"] == [2] * (len(seen) - 2)
     assert seen[-2:] == [("step-000003", 2), ("step-000003", 3)]
-
-
-def test_numbers_come_back_where_they_stood(tmp_path):
-    data = {"position": 3, "seeds": {0: 7, "a.b": "c"}}
-    checkpoint.save(tmp_path, {"W": torch.ones(3), "data": data}, SPECS, ONE, 1)
-    assert checkpoint.load(tmp_path, SPECS, ONE)[0]["data"] == data

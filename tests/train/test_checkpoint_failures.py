@@ -4,6 +4,7 @@ each is refused with its fix, and the last good checkpoint stays."""
 import io
 import os
 import pickle
+import re
 import resource
 import signal
 import threading
@@ -12,6 +13,7 @@ from tempfile import TemporaryDirectory
 
 import pytest
 import torch
+from machine import RankFailed
 from refused import refused
 from runs import SPECS, Malicious, load, save
 from torch.distributed.checkpoint.metadata import MetadataIndex
@@ -35,18 +37,17 @@ def test_a_program_that_has_ended_does_not_wait_for_files_of_a_rank_that_is_gone
     assert checkpoint.complete(tmp_path) == []
 
 
-def dies_while_saving(mesh, folder, after):
-    for step in range(1, 100):
-        if step == after and mesh.rank == 1:
+def dies_while_saving(mesh, folder):
+    for step in range(1, 4):
+        if (step, mesh.rank) == (3, 1):
             os.kill(os.getpid(), signal.SIGKILL)
-        state = {"W": torch.full((1000,), float(step))}
-        checkpoint.save(folder, state, {"W": "W[D_X]"}, mesh, step, keep=2)
+        checkpoint.save(folder, {"W": torch.full((2,), float(step))}, {"W": "W[D_X]"}, mesh, step)
 
 
 def test_a_run_that_is_killed_leaves_the_last_good_one(tmp_path):
     with pytest.raises(launch.RankError):
-        launch.run(dies_while_saving, {"X": 2}, tmp_path, 5)
-    assert load(tmp_path) == ([4.0] * 2000, 4)
+        launch.run(dies_while_saving, {"X": 2}, tmp_path)
+    assert load(tmp_path) == ([2.0] * 4, 2)
 
 
 def leftovers(mesh, folder):
@@ -94,28 +95,21 @@ DAMAGED = [  # what the file holds in the place of what was written, and what is
 ]
 
 
-def test_damaged_and_malicious_files_are_refused(tmp_path, monkeypatch):
+def test_damaged_and_malicious_files_are_refused_and_found_by_verify(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     save(tmp_path, 1)
     file = tmp_path / "step-000001" / "__0_0_0.distcp"
     good = file.read_bytes()
+    assert verify.main([str(tmp_path)]) == 0
     for content, words in DAMAGED:
         file.write_bytes(content(good))
         with pytest.raises(ValueError, match=f"__0_0_0.distcp: {words}"):
             load(tmp_path)
-    assert not (tmp_path / "never").exists()
-
-
-def test_a_bit_that_flipped_in_a_part_is_found_by_verify(tmp_path, capsys):
-    save(tmp_path, 5, torch.randn(1000))
-    file = tmp_path / "step-000005" / "__0_0_0.distcp"
-    good = file.read_bytes()
-    assert verify.main([str(tmp_path)]) == 0
-    file.write_bytes(good[: len(good) // 2] + bytes([good[len(good) // 2] ^ 16]) + good[len(good) // 2 + 1 :])
-    assert verify.main([str(tmp_path), "--step", "5"]) == 1
-    assert f"{file.name}: its bytes are not those that were written" in capsys.readouterr().out
-    (tmp_path / "step-000005" / "index.json").write_text("{}")
+        assert verify.main([str(tmp_path), "--step", "1"]) == 1
+        assert re.search(f"{file.name}: {words}", capsys.readouterr().out)
+    file.with_name("index.json").write_text("{}")
     assert [verify.main([str(tmp_path)]), verify.main([str(tmp_path / "no run")])] == [1, 2]
+    assert not (tmp_path / "never").exists()
 
 
 def saving(**changed):
@@ -186,10 +180,8 @@ def moved(metadata, leaf, **changed) -> None:
 
 DAMAGES = {  # how the index is changed, by what it says of w
     "blocks that lie nowhere": lambda metadata, leaf: metadata.storage_data.clear(),
-    "a block that has no size": lambda metadata, leaf: leaf.chunks.clear(),
     "a block of fewer rows": partial(moved, sizes=(2, 6)),
     "a block further on": partial(moved, offsets=(2, 0)),
-    "a larger shape": lambda metadata, leaf: setattr(leaf, "size", torch.Size((8, 6))),
     "another shape": lambda metadata, leaf: setattr(leaf, "size", torch.Size((6, 4))),
     "no dtype": lambda metadata, leaf: setattr(leaf.properties, "dtype", 31),
     "another dtype": lambda metadata, leaf: setattr(leaf.properties, "dtype", torch.float64),
@@ -197,7 +189,7 @@ DAMAGES = {  # how the index is changed, by what it says of w
 }
 
 
-@pytest.mark.parametrize("damage", [*DAMAGES, "{", "[]", '{"leaves": 3}'])
+@pytest.mark.parametrize("damage", [*DAMAGES, "{", '{"leaves": 3}'])
 def test_an_index_that_does_not_fit_its_files_is_damaged(tmp_path, damage):
     checkpoint.save(tmp_path, STATE, TYPES, MESH, 1)
     path, words = tmp_path / "step-000001" / ".metadata", r"(damaged|does not hold)(.|\n)*fix:"
@@ -214,23 +206,19 @@ def test_an_index_that_does_not_fit_its_files_is_damaged(tmp_path, damage):
 
 def test_a_file_latest_that_names_no_step_is_passed_over(tmp_path):
     save(tmp_path, 4)
-    for text in ("", "abc", "-1", "99"):
+    for text in ("", "-1", "99"):
         (tmp_path / "latest").write_text(text)
         assert load(tmp_path) == ([4.0] * 3, 4)
 
 
 def saves_replicas_that_differ(mesh, folder):
-    state = {
-        "W": torch.ones(2, 3),
-        "b": torch.full((3,), float(mesh.rank == 1)),
-        "ids": torch.ones(2).to(torch.complex128),
-    }
-    with pytest.raises(ArithmeticError) as error:
-        checkpoint.save(folder, state, {"W": "W[D_X, F]", "b": "b[F]", "ids": "ids[I]"}, mesh, 5)
-    return str(error.value)
+    state = {"W": torch.ones(2, 3), "b": torch.full((3,), float(mesh.rank == 1)), "ids": torch.ones(2) * 1j}
+    checkpoint.save(folder, state, {"W": "W[D_X, F]", "b": "b[F]", "ids": "ids[I]"}, mesh, 5)
 
 
 def test_replicas_that_differ_are_named_as_one_of_them_would_be_lost(ranks, tmp_path):
-    for message in ranks(saves_replicas_that_differ, {"X": 4}, tmp_path):
-        assert 'step 5: state["b"], b[F], is replicated over X, but rank 1 of 4 has other values' in message
+    with pytest.raises(
+        RankFailed, match=r'step 5: state\["b"\], b\[F\], is replicated over X, but rank 1 of 4 has oth'
+    ):
+        ranks(saves_replicas_that_differ, {"X": 4}, tmp_path)
     assert not [*tmp_path.iterdir()]

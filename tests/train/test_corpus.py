@@ -2,7 +2,6 @@
 once an epoch, mixtures by weight, targets that do not count. What cannot be read is named."""
 
 import json
-import os
 from itertools import islice
 
 import numpy
@@ -27,8 +26,7 @@ def test_text_files_are_documents_mapped_into_memory(tmp_path):
     for i, text in enumerate(texts):
         (tmp_path / f"{i}.txt").write_text(text)
     read = corpus.open_corpus(tmp_path)
-    assert said(read.between(0, len(read))[0]) == "".join(texts)
-    assert said(read.between(4, 9)[0]) == "t sec"
+    assert [said(read.between(*at)[0]) for at in ((0, len(read)), (4, 9))] == ["".join(texts), "t sec"]
     assert read.starts.tolist() == [0, 6]
     assert all(isinstance(part, numpy.memmap) for part in read.parts)
 
@@ -50,19 +48,17 @@ CHATS = [
 ]
 
 
-@pytest.mark.parametrize(("shard_tokens", "shards"), [(7, 2), (20, 2), (10**8, 1)])
+@pytest.mark.parametrize(("shard_tokens", "shards"), [(7, 2), (10**8, 1)])
 def test_prompts_do_not_count_and_shards_are_the_text_again(tmp_path, shard_tokens, shards):
     (source := tmp_path / "chats.jsonl").write_text("".join(json.dumps(line) + "\n" for line in CHATS))
     index = tokenize.write_shards(source, tmp_path / "out", ByteText(), shard_tokens)
     assert len(index["tokens"]) == shards
-    whole, again = corpus.open_corpus(source), corpus.open_corpus(tmp_path / "out")
-    found, counted = whole.between(0, len(whole))
-    assert said(found) == "user: 2+2?\n\nassistant: 4\n\nabcdplain"
-    assert said(found[counted]) == "4\n\ncdplain"
-    assert again.starts.tolist() == whole.starts.tolist() == [0, 26, 30]
-    for first, last in ((0, len(whole)), (20, 33), (25, 27)):
-        assert all(map(numpy.array_equal, whole.between(first, last), again.between(first, last)))
-    assert again.top == whole.top
+    for read in corpus.open_corpus(source), corpus.open_corpus(tmp_path / "out"):
+        found, counted = read.between(0, len(read))
+        assert said(found) == "user: 2+2?\n\nassistant: 4\n\nabcdplain"
+        assert said(found[counted]) == "4\n\ncdplain"
+        assert said(read.between(25, 31)[0]) == "\nabcdp"
+        assert (read.starts.tolist(), read.top) == ([0, 26, 30], max(found))
 
 
 def test_shards_of_plain_text_carry_no_mask(tmp_path, capsys):
@@ -79,29 +75,21 @@ def test_shards_of_plain_text_carry_no_mask(tmp_path, capsys):
         corpus.open_corpus(tmp_path / "out")
 
 
-@pytest.mark.parametrize(
-    ("name", "content", "words"),
-    [
-        ("a.txt", b"", "holds no text"),
-        ("a.jsonl", b"{}\n", r"a.jsonl, line 1: a line is"),
-        ("a.jsonl", b'{"text": "x"}\nnonsense\n', r"a.jsonl, line 2: Expecting value"),
-        ("a.jsonl", b'{"messages": [{"role": "user"}]}\n', r"line 1: a message is"),
-        ("a.jsonl", b"\xff\xfe", "a.jsonl: not UTF-8"),
-        ("a.npy", b"not an array", "a.npy: cannot be read"),
-        ("a.bin", b"?", "no text and no .npy"),
-    ],
-)
+UNREADABLE = [  # a file, what it holds, and what is said
+    ("a.txt", b"", "holds no text"),
+    ("a.jsonl", b"{}\n", "a.jsonl, line 1: a line is"),
+    ("a.jsonl", b'{"text": "x"}\nnonsense\n', "a.jsonl, line 2: Expecting value"),
+    ("a.jsonl", b'{"messages": [{"role": "user"}]}\n', "line 1: a message is"),
+    ("a.jsonl", b"\xff\xfe", "a.jsonl: not UTF-8"),
+    ("a.npy", b"not an array", "a.npy: cannot be read"),
+    ("a.bin", b"?", "no text and no .npy"),
+]
+
+
+@pytest.mark.parametrize(("name", "content", "words"), UNREADABLE)
 def test_what_cannot_be_read_is_named(tmp_path, name, content, words):
     (tmp_path / name).write_bytes(content)
     with pytest.raises(ValueError, match=words):
-        corpus.open_corpus(tmp_path)
-
-
-@pytest.mark.skipif(os.geteuid() == 0, reason="the superuser may read everything")
-def test_a_file_without_permission_is_named(tmp_path):
-    (tmp_path / "a.txt").write_text("x")
-    (tmp_path / "a.txt").chmod(0)
-    with pytest.raises(PermissionError, match=r"a\.txt"):
         corpus.open_corpus(tmp_path)
 
 
@@ -111,18 +99,17 @@ def counting(n, first=0, starts=(0,), counted=()):
 
 def test_each_sequence_comes_once_an_epoch_in_an_order_of_the_seed():
     train, valid = hold_out(counting(3000, starts=(0, 500, 1000)), 4, 32, seed=5)
-    seen = [i for step in range(2 * train.sequences // 4) for i in train.chosen(4 * step)]
-    assert sorted(seen[: train.sequences]) == list(range(train.sequences))
-    assert seen[: train.sequences] != seen[train.sequences : 2 * train.sequences]
-    other, _ = hold_out(counting(3000), 6, 32, seed=6)
+    n = train.sequences
+    seen = [i for step in range(n // 2) for i in train.chosen(4 * step)]
+    assert sorted(seen[:n]) == list(range(n))
+    assert seen[:n] != seen[n : 2 * n]
+    other, larger = (hold_out(counting(3000), 6, 32, seed)[0] for seed in (6, 5))
     assert other.chosen(0) != seen[:6]
-    larger, _ = hold_out(counting(3000), 6, 32, seed=5)  # a batch of another size sees the same order
-    assert larger.chosen(6) == seen[6:12]
+    assert larger.chosen(6) == seen[6:12]  # a batch of another size sees the same order
     inputs, targets, segments = train.at(12)
     assert torch.equal(inputs + 1, targets)
     assert torch.equal(segments, 1 + (inputs >= 500).long() + (inputs >= 1000).long())
-    assert valid.first == train.last
-    assert min(valid.rows(range(valid.sequences))[0].flatten().tolist()) == train.last
+    assert valid.first == train.last == valid.rows(range(valid.sequences))[0].min()
     train, valid = hold_out(counting(100), 4, 32, seed=5)  # of a short text at least one sequence is held out
     assert (train.sequences, valid.sequences) == (2, 1)
 
@@ -138,11 +125,10 @@ def test_a_mixture_is_exact_over_a_round_and_repeats_nothing_within_an_epoch():
     sources = tuple(Batches(counting(100_001, 1_000_000 * i), 10, 10, 3, 0, 100_001) for i in range(3))
     mixture = Mixture(sources, (5, 3, 2))
     found = [each for at in range(0, 2000, 10) for each in mixture.chosen(at)]
-    for some in (found[:1000], found[1000:]):
-        assert [sum(source == i for source, _ in some) for i in range(3)] == [500, 300, 200]
+    for some, off in ((found[:1000], 0), (found[1000:], 0), (found[:200], 25)):
+        counts = [sum(source == i for source, _ in some) for i in range(3)]
+        assert counts == pytest.approx([len(some) * share for share in (0.5, 0.3, 0.2)], abs=off)
     assert len(set(found)) == len(found)
-    early = [sum(source == i for source, _ in found[:200]) for i in range(3)]
-    assert early == pytest.approx([100, 60, 40], abs=25)
     assert mixture.at(70)[0][3, 0] // 1_000_000 == found[73][0]
 
 

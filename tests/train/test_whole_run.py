@@ -11,8 +11,9 @@ import torch
 pytest.importorskip("tokenizers", reason="a tokenizer.json needs the library: pip install tokenizers")
 pytest.importorskip("safetensors")
 
-from runs import options, write_text
+from runs import options, refusal, write_text
 from tokenized import WORDS
+from tokenizers import Tokenizer
 
 from scaling import tree
 from scaling.generate import command as generate
@@ -38,8 +39,8 @@ def test_a_run_is_whole_by_itself(place, tmp_path, monkeypatch, capsys):
     run, out = str(tmp_path / "moved"), str(tmp_path / "out")
     assert 'model = "model"' in (tmp_path / "moved" / "run.toml").read_text()
     assert main(["--out", run, "--resume", "--steps", "3"]) == 0
-    assert main(["--out", run, "--resume", "--steps", "4", "--tokenizer", str(place / "other")]) == 1
-    assert "was begun with another" in " ".join(capsys.readouterr().err.split())
+    other = ["--steps", "4", "--tokenizer", str(place / "other")]
+    assert "was begun with another" in refusal(capsys, "--out", run, "--resume", *other)
     assert main(["export", run, "--out", out]) == 0
     for name in ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "generation_config.json"):
         assert (tmp_path / "out" / name).read_bytes() == (place / "hf" / name).read_bytes()
@@ -50,8 +51,8 @@ def test_a_run_is_whole_by_itself(place, tmp_path, monkeypatch, capsys):
     assert main(["export", run, "--out", out]) == 0  # again
     shutil.copytree(tmp_path / "out", tmp_path / "changed")
     (tmp_path / "changed" / "chat_template.jinja").write_text("another model's")
-    assert main(["export", run, "--out", str(tmp_path / "changed")]) == 1
-    assert "chat_template.jinja: is another model's" in " ".join(capsys.readouterr().err.split())
+    error = refusal(capsys, "export", run, "--out", str(tmp_path / "changed"))
+    assert "chat_template.jinja: is another model's" in error
     (tmp_path / "changed" / "chat_template.jinja").unlink()
     shutil.copy(place / "other" / "tokenizer.json", tmp_path / "changed")
     assert generate.main(["--model", str(tmp_path / "changed"), "--prompt", "the"]) == 1
@@ -78,25 +79,19 @@ def test_a_run_is_whole_by_itself(place, tmp_path, monkeypatch, capsys):
 
 @pytest.mark.slow
 def test_a_run_on_bytes_is_exported_by_one_process_and_by_several(tmp_path, capsys):
-    """From another mesh; the folder is opened again and trained on, and its tokenizer is of the 256 bytes."""
+    """From another mesh; the tokenizer is of the 256 bytes."""
     write_text(tmp_path, 500)
-    small = ["--batch", "2", "--seq", "32"]
-    assert main(options(tmp_path, "run", *small, "--steps", "2", "--mesh", "X=2")) == 0
+    assert main(options(tmp_path, "run", "--batch", "2", "--seq", "32", "--steps", "2", "--mesh", "X=2")) == 0
     for name, mesh in (("one", "X=1"), ("two", "Z=2")):
         assert main(["export", str(tmp_path / "run"), "--out", str(tmp_path / name), "--mesh", mesh]) == 0
     assert f"step 2: {tmp_path / 'two'}" in capsys.readouterr().out
     (config, params), (_, again) = (hf.load(tmp_path / name) for name in ("one", "two"))
     assert (config.L, config.V) == (4, 256)
     assert all(map(torch.equal, tree.leaves(params), tree.leaves(again)))
-    assert main(options(tmp_path, "more", *small, "--steps", "1", "--model", str(tmp_path / "one"))) == 0
     for given, said in (("", "run.toml"), ("run --mesh Z=5", "L=4 layers cannot fill 5 stages\n  fix: ")):
         folder, *mesh = given.split() or [""]
-        assert main(["export", str(tmp_path / folder), "--out", str(tmp_path / "no"), *mesh]) == 1
-        error = capsys.readouterr().err
-        assert said in error
-        assert "Traceback" not in error
-    opened = pytest.importorskip("tokenizers").Tokenizer.from_file
-    by, text = opened(str(tmp_path / "one" / "tokenizer.json")), " a\tb\n\nÄ€😀\x7f  "
+        assert said in refusal(capsys, "export", str(tmp_path / folder), "--out", str(tmp_path / "no"), *mesh)
+    by, text = Tokenizer.from_file(str(tmp_path / "one" / "tokenizer.json")), " a\tb\n\nÄ€😀\x7f  "
     assert sorted(by.get_vocab().values()) == list(range(256))
     assert by.encode(text).ids == list(text.encode())
     assert by.decode(list(text.encode())) == text
@@ -105,10 +100,8 @@ def test_a_run_on_bytes_is_exported_by_one_process_and_by_several(tmp_path, caps
 def test_ids_without_a_tokenizer(place, tmp_path, capsys):
     """Can be gone on from as numbers; text is refused."""
     bare = ["--model", str(place / "bare")]
-    assert generate.main([*bare, "--max-new-tokens", "3", "--prompt-ids", "2,3"]) == 0
-    assert len(capsys.readouterr().out.split()) == 3
     assert generate.main([*bare, "--prompt", "the"]) == 1
-    assert "fix: put the model's tokenizer.json there" in " ".join(capsys.readouterr().err.split())
+    assert "fix: put the model's tokenizer.json there" in capsys.readouterr().err
     (tmp_path / "in").write_text('{"prompt": "the"}\n{"ids": [2, 3], "max_new_tokens": 2}\n{"ids": [2], "stop": "a"}\n')
     assert serve.main([*bare, "--input", str(tmp_path / "in"), "--output", str(tmp_path / "out")]) == 0
     rows = [json.loads(line) for line in (tmp_path / "out").read_text().splitlines()]
