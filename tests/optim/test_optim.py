@@ -217,8 +217,8 @@ def test_clipping_counts_each_element_once(ranks, sizes):
 
 
 def test_the_norm_of_a_large_leaf_is_the_same_however_it_is_split():
-    """torch's own adds its squares in float32 one after the other, and is 0.2% off here."""
-    x = torch.randn(49152, 576, generator=torch.Generator().manual_seed(0)) * 1e-3
+    """torch's own adds its squares in float32 one after the other, and is 0.04% off here."""
+    x = torch.randn(4096, 576, generator=torch.Generator().manual_seed(0)) * 1e-3
     x[:200, 0] = 2
     true = pytest.approx(x.double().square().sum().item(), rel=1e-6)
     assert optim.global_norm([x], ["x[D, F]"], Mesh({"X": 1})).item() ** 2 == true

@@ -51,7 +51,6 @@ def step_of(mesh, settings):
     return *held, min(peaks), sent, log.flops, number
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(("config", "sizes", "options"), CASES, ids=lambda x: "" if hasattr(x, "L") else str(x))
 def test_the_dry_run_is_the_run(ranks, config, sizes, options):
     settings = Settings(config, "", "", 8, 64, **options)
@@ -85,10 +84,10 @@ def test_too_large_a_batch_is_refused_with_the_largest_that_fits():
 def test_a_step_of_8b_holds_neither_all_logits_nor_its_tables_to_the_end():
     """Beside the state: 4,096 tokens of llama3-8b on a rank of X=32 would have 2.1 GB of float32 logits alone, and each
     table of the vocabulary, its gradient and the buffers of gloo's ReduceScatter take 1.05 GB each, and the sum of the
-    chunks' gradients, in float32, 2.1 GB while the loss is made."""
-    settings = Settings(model=get("llama3-8b"), data="", out="", batch=32, seq=4096, dtype="bf16", remat="block")
-    assert dry.count(settings, {"X": 32}, backend="abstract").step < 5.6e9
-    assert dry.count(settings, {"X": 32}, backend="gloo").step < 9.1e9
+    chunks' gradients, in float32, 2.1 GB while the loss is made. Four layers add 0.14 GB."""
+    settings = Settings(get("llama3-8b").with_(L=4), "", "", batch=32, seq=4096, dtype="bf16", remat="block")
+    assert dry.count(settings, {"X": 32}, backend="abstract").step < 4.7e9
+    assert dry.count(settings, {"X": 32}, backend="gloo").step < 8.4e9
 
 
 @pytest.mark.parametrize(

@@ -83,7 +83,7 @@ def identity(place, by):
 def test_every_pair_is_right_or_refused(place, tmp_path, begun, name):
     right = 0
     every = [*itertools.product((False, True), GIVEN, DATA)]
-    for i, (scratch, given, data) in enumerate(random.Random(name).sample(every, 40)):
+    for i, (scratch, given, data) in enumerate(random.Random(name).sample(every, 50)):
         by, out = expected(name, scratch, given, data), tmp_path / str(i)
         options = ["--from-scratch"] if scratch else []
         settings, error = begun(*options, model=name, data=data, out=out, tokenizer=given)
@@ -128,7 +128,7 @@ def test_a_resumed_run_keeps_its_tokenizer(place, tmp_path, begun, first):
     out = out.rename(tmp_path / "moved")
     accepted = 0
     every = [*itertools.product(GIVEN, (None, name, "hf256", "swapped"), (None, *DATA))]
-    for given, other, data in random.Random(first).sample(every, 50):
+    for given, other, data in random.Random(first).sample(every, 80):
         parts = [part.removeprefix("shards-") for part in parts_of(data or start[first][1])]
         same = (None, name, "swapped") if first == "ids" else (None, name)  # made here: a folder gives sizes alone
         fine = given in (None, first) and other in same and not {*parts} - {first, "rows.npy", "text.txt"}
