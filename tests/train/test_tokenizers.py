@@ -10,10 +10,9 @@ import pytest
 pytest.importorskip("tokenizers", reason="tables of tokenizers need the library: pip install tokenizers")
 pytest.importorskip("safetensors")
 
-from tokenized import WORDS, model
+from tokenized import WORDS
 
-from scaling.models import hf, transformer
-from scaling.models.text import ByteText, home_of, tokenizer, tokenizer_of, write_bytes
+from scaling.models.text import home_of, tokenizer, tokenizer_of
 from scaling.serve.text import ends_of
 from scaling.train import command
 from scaling.train.command import main
@@ -22,7 +21,7 @@ from scaling.train.origin import options_of, tokenizer_in
 MODEL = {  # name: (its vocabulary, its own tokenizer, whether it has weights)
     "hf": (32, "own", True), "bare": (32, None, True), "hf256": (256, "own", True), "bare256": (256, None, True),
     "less": (16, "own", True), "sizes.json": (32, None, False), "hf/config.json": (32, "own", False),
-    "tiny": (256, None, False),
+    "tiny": (256, None, False), "room": (300, "bytes", True),
 }  # fmt: skip
 IDS = {"bytes": 256, "own": len(WORDS), "other": len(WORDS), "long": len(WORDS) + 400, "ids": 0}
 GIVEN = (None, "bytes", "own", "other", "long")
@@ -144,16 +143,6 @@ def test_a_resumed_run_keeps_its_tokenizer(place, tmp_path, begun, first):
         assert {tokenizer_in(settings).identity, tokenizer_of(out, 32).identity} == {identity(place, first)}, data
         (out / "run.toml").write_text(before)
     assert accepted > 3
-
-
-def test_exports_of_bytes_are_bytes_again(tmp_path, begun):
-    """Also of a vocabulary with room: the tokenizer.json that an export writes is known by its content."""
-    hf.save(tmp_path / "hf", model(300), transformer.init(model(300), 1))
-    write_bytes(tmp_path / "hf")
-    assert isinstance(tokenizer_of(tmp_path / "hf", 300), ByteText)
-    settings, error = begun(model=tmp_path / "hf", data="shards-bytes", out=tmp_path / "run")
-    assert settings, error
-    assert tokenizer_in(settings).identity == tokenizer_of(tmp_path / "run", 300).identity == "bytes"
 
 
 def test_files_that_were_changed_and_folders_of_models_are_refused(place, tmp_path, begun):

@@ -48,7 +48,6 @@ def test_a_run_is_whole_by_itself(place, tmp_path, monkeypatch, capsys):
     assert (table["bos_token_id"], table["eos_token_id"], table["max_position_embeddings"]) == (0, 1, 64)
     assert table["tokenizer"] == "hf/tokenizer.json"
     assert table["tokenizer_identity"] == tokenizer(str(place / "hf")).identity
-    assert main(["export", run, "--out", out]) == 0  # again
     shutil.copytree(tmp_path / "out", tmp_path / "changed")
     (tmp_path / "changed" / "chat_template.jinja").write_text("another model's")
     error = refusal(capsys, "export", run, "--out", str(tmp_path / "changed"))
@@ -56,23 +55,19 @@ def test_a_run_is_whole_by_itself(place, tmp_path, monkeypatch, capsys):
     (tmp_path / "changed" / "chat_template.jinja").unlink()
     shutil.copy(place / "other" / "tokenizer.json", tmp_path / "changed")
     assert generate.main(["--model", str(tmp_path / "changed"), "--prompt", "the"]) == 1
-    asked = [{"role": "user", "content": "dog"}]
+    said, (answers, requests) = [], (tmp_path / "answers.jsonl", tmp_path / "requests.jsonl")
+    requests.write_text('{"prompt": "the dog ran"}\n{"ids": [2, 3], "stop": "cat"}\n')
     for folder in (run, out):
         assert ends_of(folder) == ends_of(place / "hf") == (1, 5)
-        assert chat_prompt(folder, asked) == chat_prompt(place / "hf", asked) == "<s>the dog a"
-    said = []
-    for folder in (run, out):
+        assert chat_prompt(folder, [{"role": "user", "content": "dog"}]) == "<s>the dog a"
         capsys.readouterr()
         for more in (["--chat"], ["--score"], ["--ignore-eos"]):
             assert generate.main(["--model", folder, "--prompt", "the dog", "--max-new-tokens", "8", *more]) == 0
-        requests = tmp_path / "requests.jsonl"
-        requests.write_text('{"prompt": "the dog ran"}\n{"ids": [2, 3], "stop": "cat"}\n')
-        answers = tmp_path / "answers.jsonl"
         assert serve.main(["--model", folder, "--input", str(requests), "--output", str(answers)]) == 0
         rows = [json.loads(line) for line in answers.read_text().splitlines()]
         said.append((capsys.readouterr().out.split("2 of 2")[0], [(row["text"], row["ids"]) for row in rows]))
     assert said[0] == said[1]
-    assert {*said[0][1][0][0].split()} <= {*WORDS}  # words, not bytes
+    assert {*rows[0]["text"].split()} <= {*WORDS}  # words, not bytes
     more = ["--data", str(place / "shards-own"), "--out", "again", "--seq", "8", "--batch", "2", "--steps", "1"]
     assert main(["--model", out, *more]) == 0
 

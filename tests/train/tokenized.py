@@ -8,6 +8,7 @@ import tokenizers
 
 from scaling.configs import Config
 from scaling.models import hf, transformer
+from scaling.models.text import write_bytes
 from scaling.train import tokenize
 
 LINE = "the cat sat on a mat and the dog ran to us in time for tea "
@@ -50,6 +51,8 @@ def make(here):
             (here / name / "special_tokens_map.json").write_text(json.dumps(special))
             table = {"tokenizer_class": "PreTrainedTokenizerFast", "chat_template": TEMPLATE} | special
             (here / name / "tokenizer_config.json").write_text(json.dumps(table))
+    hf.save(here / "room", model(300), transformer.init(model(300), 1))  # an export of bytes, with ids that are none
+    write_bytes(here / "room")
     shutil.copytree(here / "hf", here / "swapped")
     shutil.copy(here / "other" / "tokenizer.json", here / "swapped")
     (here / "sizes.json").write_text(json.dumps({x: getattr(model(32), x) for x in "LDFNKHV"}))
