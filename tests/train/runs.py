@@ -17,15 +17,15 @@ ONE, SPECS = Mesh({"X": 1}), {"W": "W[D]"}
 TINY = get("tiny").with_(L=1, D=16, F=32, H=8, N=2, K=2)
 
 
-def write_text(folder: Path, lines: int = 20_000) -> str:
-    """A text file; its path."""
-    (folder / "text.txt").write_text("".join(f"line {i} of {i * i % 97}\n" for i in range(lines)))
-    return str(folder / "text.txt")
+def write_text(lines: int = 20_000) -> str:
+    """A text to train on, in the working folder; its path."""
+    (path := Path("text.txt").absolute()).write_text("".join(f"line {i} of {i * i % 97}\n" for i in range(lines)))
+    return str(path)
 
 
-def options(folder: Path, name: str, *more: str) -> list[str]:
-    """Of a run of this name on the folder's text."""
-    return ["--data", str(folder / "text.txt"), "--out", str(folder / name), *more]
+def options(name: str, *more: str) -> list[str]:
+    """Of a run of this name on that text."""
+    return ["--data", "text.txt", "--out", name, *more]
 
 
 def refusal(capsys, *given: str) -> str:
@@ -37,11 +37,11 @@ def refusal(capsys, *given: str) -> str:
     return said
 
 
-def command(folder: Path, name: str, *more: str) -> list[str]:
-    return [sys.executable, "-m", "scaling.train", *options(folder, name, *more)]
+def command(name: str, *more: str) -> list[str]:
+    return [sys.executable, "-m", "scaling.train", *options(name, *more)]
 
 
-def records(out: Path, name: str = "metrics.jsonl") -> list[dict]:
+def records(out: str, name: str = "metrics.jsonl") -> list[dict]:
     """What a run has said of its steps; a line that a kill has cut short is left out."""
     path, found = Path(out) / name, []
     for line in path.read_text().splitlines() if path.exists() else ():
@@ -52,13 +52,13 @@ def records(out: Path, name: str = "metrics.jsonl") -> list[dict]:
     return found
 
 
-def save(folder, step: int, W: "torch.Tensor | None" = None, **options):
-    """By default three elements, which are the step's number."""
+def save(step: int, W: "torch.Tensor | None" = None, **options):
+    """In the working folder; by default three elements, which are the step's number."""
     given = torch.full((3,), float(step)) if W is None else W
-    return checkpoint.save(folder, {"W": given}, SPECS, ONE, step, **options)
+    return checkpoint.save(".", {"W": given}, SPECS, ONE, step, **options)
 
 
-def load(folder, step: "int | None" = None) -> tuple[list[float], int]:
+def load(folder: str = ".", step: "int | None" = None) -> tuple[list[float], int]:
     state, found = checkpoint.load(folder, SPECS, ONE, step)
     return state["W"].tolist(), found
 

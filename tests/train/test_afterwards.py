@@ -6,6 +6,7 @@ import shutil
 import signal
 import time
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -20,10 +21,10 @@ from scaling.train.settings import Settings
 
 
 @pytest.mark.slow
-def test_where_two_runs_part(tmp_path, capsys):
-    (a := tmp_path / "a").mkdir()
-    b = tmp_path / "b"
-    settings = Settings(TINY, write_text(tmp_path, 500), str(a), 2, 16, steps=4, save_every=2, norms=True)
+def test_where_two_runs_part(capsys):
+    (a := Path("a")).mkdir()
+    b = Path("b")
+    settings = Settings(TINY, write_text(500), "a", 2, 16, steps=4, save_every=2, norms=True)
     run(ONE, settings)
     shutil.copytree(a, b)
     for out in (a, b):
@@ -31,7 +32,7 @@ def test_where_two_runs_part(tmp_path, capsys):
 
     def compared(*more: str) -> tuple[int, list[str]]:
         capsys.readouterr()
-        return main(["compare", str(a), str(b), *more]), capsys.readouterr().out.splitlines()
+        return main(["compare", "a", "b", *more]), capsys.readouterr().out.splitlines()
 
     assert compared() == (0, ["no difference"])
     file = b / "step-000004" / dcp.saved_leaves(b / "step-000004")["params.layers.W_Q"].blocks[0].file
@@ -42,7 +43,7 @@ def test_where_two_runs_part(tmp_path, capsys):
     assert compared() == (1, ["checkpoint of step 4: params.layers.W_Q: 1 of 256 elements differ, by up to 1"])
     shutil.rmtree(b)
     b.mkdir()
-    run(ONE, replace(settings, out=str(b), lr=settings.lr * 2))
+    run(ONE, replace(settings, out="b", lr=settings.lr * 2))
     (a / "run.toml").write_text('lr = 1\nseq = 16\nprofile = ""\nsave_every = 5\n[mesh]\nX = 2\n')
     (b / "run.toml").write_text('lr = 2\nseq = 16\nprofile = "p"\n[mesh]\nX = 2\n')
     code, (option, losses, norms, saved) = compared()
@@ -51,13 +52,13 @@ def test_where_two_runs_part(tmp_path, capsys):
     assert norms.startswith('step 2: the gradient of params["embed"]: norms')
     assert saved.startswith("checkpoint of step 2: params.embed: ")
     assert compared("--tolerance", "10")[0] == 0
-    assert main(["compare", str(a), str(tmp_path)]) == 2
+    assert main(["compare", "a", "."]) == 2
     assert "is not a run of scaling.train" in capsys.readouterr().err
 
 
-def flown(mesh, folder, killed):
+def flown(mesh, killed):
     """Three steps of two collectives; before the last, one rank is killed, or comes too late."""
-    record = flight.Flight(folder, mesh.rank)
+    record = flight.Flight(".", mesh.rank)
     for number in (1, 2, 3):
         with record.step(number):
             all_reduce("n[] {U_X} -> n[]", torch.ones(()), mesh)
@@ -68,11 +69,11 @@ def flown(mesh, folder, killed):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("killed", [True, False], ids=["killed", "late"])
-def test_what_ranks_did_last_outlives_them(tmp_path, killed, monkeypatch):
+def test_what_ranks_did_last_outlives_them(killed, monkeypatch):
     monkeypatch.setattr("scaling.launch.watch.GRACE", 0.1)
     with pytest.raises(launch.RankError):
-        launch.run(flown, {"X": 2}, tmp_path, killed, timeout=0.5)
-    first, second = flight.records(tmp_path).values()
+        launch.run(flown, {"X": 2}, killed, timeout=0.5)
+    first, second = flight.records(".").values()
     assert [text.split("step ")[1].split()[0] for text in second] == ["1", "1", "2", "2", "3"]
     assert second[-1].endswith(" ms n[] = AllReduce_X(n[] {U_X})")
     assert first[-2].endswith(" ms n[] = AllReduce_X(n[] {U_X})")
@@ -80,21 +81,21 @@ def test_what_ranks_did_last_outlives_them(tmp_path, killed, monkeypatch):
     assert " under way " not in "".join(first[:-1])
 
 
-def test_a_ring_of_the_last_and_the_command(tmp_path, capsys):
+def test_a_ring_of_the_last_and_the_command(capsys):
     for words in ("no run is here", "its ranks have sent nothing"):
-        assert words in refusal(capsys, "flight", str(tmp_path))
-        (tmp_path / "run.toml").touch()
-    record = flight.Flight(tmp_path, 3)
+        assert words in refusal(capsys, "flight", ".")
+        Path("run.toml").touch()
+    record = flight.Flight(".", 3)
     for number in range(1, 40):
         with record.step(number):
             for name in ("a", "b", "W" * 300):
                 all_reduce(f"{name}[D] {{U_X}} -> {name}[D]", torch.ones(2), ONE)
-    (lines,) = flight.records(tmp_path).values()
+    (lines,) = flight.records(".").values()
     assert len(lines) == flight.LAST
     assert [text.split()[2] for text in lines[-4:]] == ["38", "39", "39", "39"]
-    assert (tmp_path / "flight-0003.txt").stat().st_size == flight.LAST * flight.WIDTH
-    assert main(["flight", str(tmp_path), "--last", "1"]) == 0
+    assert Path("flight-0003.txt").stat().st_size == flight.LAST * flight.WIDTH
+    assert main(["flight", ".", "--last", "1"]) == 0
     assert capsys.readouterr().out.startswith("rank 3: ")
-    flight.keep_earlier(tmp_path)
-    assert flight.records(tmp_path) == {}
-    assert (tmp_path / "flight-0003.before").is_file()
+    flight.keep_earlier(".")
+    assert flight.records(".") == {}
+    assert Path("flight-0003.before").is_file()

@@ -71,11 +71,11 @@ def test_a_run_goes_on_from_each_mesh_on_others(ranks, tmp_path, source):
     reads what it holds, and no more."""
     given = {"batch": 8, "seq": 32, "steps": STEPS, "seed": 7, "eval_every": 0, "eval_batches": 1, "save_every": 0}
     given |= {"dtype": "fp16", "microbatches": 2, "resume": True}
-    settings = Settings(MODEL, write_text(tmp_path), str(tmp_path), **given)
+    settings = Settings(MODEL, write_text(), str(tmp_path), **given)
     ranks(trained, MESHES[source], settings)
-    dcp_to_torch_save(tmp_path / f"step-{STEPS:06d}", tmp_path / "whole.pt")
-    whole, train = torch.load(tmp_path / "whole.pt"), inputs(settings)[0]
-    assert [each["loss_scale"] for each in records(tmp_path)] == [whole["optimizer"]["scale"].item()] * STEPS
+    dcp_to_torch_save(f"step-{STEPS:06d}", "whole.pt")
+    whole, train = torch.load("whole.pt"), inputs(settings)[0]
+    assert [each["loss_scale"] for each in records(".")] == [whole["optimizer"]["scale"].item()] * STEPS
     order = [train.chosen(i * settings.batch) for i in range(STEPS, STEPS + AHEAD)]
     for target in MESHES[source + 1 : source + 3]:
         results = ranks(resumed, target, settings, whole)
@@ -93,48 +93,47 @@ def writes_replicas(mesh, folder):
 
 def test_no_block_is_written_twice(ranks, tmp_path):
     ranks(writes_replicas, {"P": 2, "X": 2}, tmp_path)
-    files = [*(tmp_path / "step-000005").glob("*.distcp")]
+    files = [*Path("step-000005").glob("*.distcp")]
     assert sum(torch.load(file, mmap=True).nbytes for file in files) == 48 * 4 + 8
     assert {file.name[2] for file in files} == {"0", "1"}  # of the second pod: nothing
 
 
-def test_the_newest_are_kept(tmp_path):
+def test_the_newest_are_kept():
     """What is saved again replaces the other; what killed runs have left lying is removed."""
-    (tmp_path / ".step-000001").mkdir()
-    (tmp_path / ".step-000004-old").mkdir()  # half removed
-    (tmp_path / ".step-000009").mkdir()  # might be one that is being written
+    for left in (".step-000001", ".step-000004-old", ".step-000009"):  # one half removed, one perhaps being written
+        Path(left).mkdir()
     for step in range(1, 6):
-        save(tmp_path, step, keep=2)
-    assert load(tmp_path, step=4) == ([4.0] * 3, 4)
-    save(tmp_path, 5, torch.zeros(3), keep=2)
-    assert load(tmp_path) == ([0.0] * 3, 5)
-    assert {path.name for path in tmp_path.iterdir()} == {".step-000009", "step-000004", "step-000005", "latest"}
-    assert (tmp_path / "latest").read_text() == "5"
-    save(tmp_path, 3, keep=2)  # after going back: the step that is saved is never cleaned up
-    assert (checkpoint.complete(tmp_path), checkpoint.latest(tmp_path)) == ([3, 5], 3)
+        save(step, keep=2)
+    assert load(step=4) == ([4.0] * 3, 4)
+    save(5, torch.zeros(3), keep=2)
+    assert load() == ([0.0] * 3, 5)
+    assert {*os.listdir()} == {".step-000009", "step-000004", "step-000005", "latest"}
+    assert Path("latest").read_text() == "5"
+    save(3, keep=2)  # after going back: the step that is saved is never cleaned up
+    assert (checkpoint.complete(Path()), checkpoint.latest(".")) == ([3, 5], 3)
 
 
-def test_of_a_view_its_own_elements_are_written_with_a_checksum_whatever_torch_is_set_to(tmp_path):
+def test_of_a_view_its_own_elements_are_written_with_a_checksum_whatever_torch_is_set_to():
     """Numbers and strings beside it come back where they stood."""
     flat, data = torch.arange(1000.0), {"position": 3, "seeds": {0: 7, "a.b": "c"}}
     torch.serialization.set_crc32_options(False)
     try:
-        checkpoint.save(tmp_path, {"W": flat[10:20], "data": data}, SPECS, ONE, 1)
+        checkpoint.save(".", {"W": flat[10:20], "data": data}, SPECS, ONE, 1)
     finally:
         torch.serialization.set_crc32_options(True)
-    assert (tmp_path / "step-000001" / "__0_0_0.distcp").stat().st_size < 2000
-    found, _ = checkpoint.load(tmp_path, SPECS, ONE)
+    assert Path("step-000001/__0_0_0.distcp").stat().st_size < 2000
+    found, _ = checkpoint.load(".", SPECS, ONE)
     assert (found["data"], found["W"].tolist()) == (data, flat[10:20].tolist())
 
 
-def test_asynchronous(tmp_path):
+def test_asynchronous():
     """What was handed over is what is written; steps are completed in the order in which they were asked for."""
     large = torch.ones(1 << 20)
-    save(tmp_path, 1, large, async_op=True, keep=2)
+    save(1, large, async_op=True, keep=2)
     large.zero_()
-    save(tmp_path, 2, async_op=True, keep=2).result()
-    assert checkpoint.complete(tmp_path) == [1, 2]
-    assert sum(load(tmp_path, step=1)[0]) == 1 << 20
+    save(2, async_op=True, keep=2).result()
+    assert checkpoint.complete(Path()) == [1, 2]
+    assert sum(load(step=1)[0]) == 1 << 20
 
 
 def writes_late(mesh, folder):
@@ -157,18 +156,18 @@ def test_a_rank_with_nothing_to_write_may_be_late(ranks, tmp_path):
     assert ranks(writes_late, {"P": 2}, tmp_path) == [["latest", "step-000001"]] * 2
 
 
-def test_a_step_counts_from_the_moment_at_which_it_has_its_name(tmp_path, monkeypatch):
+def test_a_step_counts_from_the_moment_at_which_it_has_its_name(monkeypatch):
     """Ranks other than 0 go on then, and may die, or be ended, before rank 0 does anything else."""
-    for step in (1, 2):
-        save(tmp_path, step)
+    save(1)
+    save(2)
     real, seen = Path.rename, []
 
     def rename(self, to):
-        seen.append((to.name, checkpoint.latest(tmp_path)))
+        before = checkpoint.latest(".")
         real(self, to)
-        seen.append((to.name, checkpoint.latest(tmp_path)))
+        seen.append((to.name, before, checkpoint.latest(".")))
 
     monkeypatch.setattr(Path, "rename", rename)
-    save(tmp_path, 3)
-    assert [step for to, step in seen if to != "step-000003"] == [2] * (len(seen) - 2)
-    assert seen[-2:] == [("step-000003", 2), ("step-000003", 3)]
+    save(3)
+    assert [step for _, *steps in seen[:-1] for step in steps] == [2] * 2 * (len(seen) - 1)
+    assert seen[-1] == ("step-000003", 2, 3)

@@ -9,6 +9,7 @@ import resource
 import signal
 import threading
 from functools import partial
+from pathlib import Path
 from tempfile import TemporaryDirectory
 
 import pytest
@@ -27,27 +28,27 @@ STATE = {"w": torch.arange(24.0).view(4, 6), "b": torch.arange(6.0)}
 TYPES = {"w": "w[D_X, F_Y]", "b": "b[F_Y]"}
 
 
-def test_a_program_that_has_ended_does_not_wait_for_files_of_a_rank_that_is_gone(tmp_path, monkeypatch):
+def test_a_program_that_has_ended_does_not_wait_for_files_of_a_rank_that_is_gone(monkeypatch):
     monkeypatch.setattr(durable, "AT_END", 0.05)
     monkeypatch.setattr(threading, "main_thread", threading.Thread)  # one that does not run
     mesh = AbstractMesh({"X": 2})
-    pending = checkpoint.save(tmp_path, {"W": torch.ones(2)}, {"W": "W[D_X]"}, mesh, 1, async_op=True)
+    pending = checkpoint.save(".", {"W": torch.ones(2)}, {"W": "W[D_X]"}, mesh, 1, async_op=True)
     with pytest.raises(TimeoutError, match=r"__1_0_0.distcp: not written within 0.05 s"):
         pending.result(60)
-    assert checkpoint.complete(tmp_path) == []
+    assert checkpoint.complete(Path()) == []
 
 
-def dies_while_saving(mesh, folder):
+def dies_while_saving(mesh):
     for step in range(1, 4):
         if (step, mesh.rank) == (3, 1):
             os.kill(os.getpid(), signal.SIGKILL)
-        checkpoint.save(folder, {"W": torch.full((2,), float(step))}, {"W": "W[D_X]"}, mesh, step)
+        checkpoint.save(".", {"W": torch.full((2,), float(step))}, {"W": "W[D_X]"}, mesh, step)
 
 
-def test_a_run_that_is_killed_leaves_the_last_good_one(tmp_path):
+def test_a_run_that_is_killed_leaves_the_last_good_one():
     with pytest.raises(launch.RankError):
-        launch.run(dies_while_saving, {"X": 2}, tmp_path)
-    assert load(tmp_path) == ([2.0] * 4, 2)
+        launch.run(dies_while_saving, {"X": 2})
+    assert load() == ([2.0] * 4, 2)
 
 
 def leftovers(mesh, folder):
@@ -64,18 +65,17 @@ def test_files_of_a_killed_run_are_not_taken_for_this_one_s(ranks, tmp_path):
     assert ranks(leftovers, {"X": 2}, tmp_path) == [8.0, 8.0]
 
 
-def test_a_full_disk_leaves_the_last_good_one_and_says_how_much_was_to_be_written(tmp_path):
-    save(tmp_path, 1)
+def test_a_full_disk_leaves_the_last_good_one_and_says_how_much_was_to_be_written():
+    save(1)
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, limits[1]))
+    words = r"__0_0_0.distcp: its 400,000 bytes could not be written(.|\n)*fix: make room"
     try:
-        with pytest.raises(
-            OSError, match=r"__0_0_0.distcp: its 400,000 bytes could not be written(.|\n)*fix: make room"
-        ):
-            save(tmp_path, 2, torch.ones(100_000))
+        with pytest.raises(OSError, match=words):
+            save(2, torch.ones(100_000))
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-    assert load(tmp_path)[1] == 1
+    assert load()[1] == 1
 
 
 def saved(what, length: int) -> bytes:
@@ -95,21 +95,20 @@ DAMAGED = [  # what the file holds in the place of what was written, and what is
 ]
 
 
-def test_damaged_and_malicious_files_are_refused_and_found_by_verify(tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
-    save(tmp_path, 1)
-    file = tmp_path / "step-000001" / "__0_0_0.distcp"
+def test_damaged_and_malicious_files_are_refused_and_found_by_verify(capsys):
+    save(1)
+    file = Path("step-000001/__0_0_0.distcp")
     good = file.read_bytes()
-    assert verify.main([str(tmp_path)]) == 0
+    assert verify.main(["."]) == 0
     for content, words in DAMAGED:
         file.write_bytes(content(good))
         with pytest.raises(ValueError, match=f"__0_0_0.distcp: {words}"):
-            load(tmp_path)
-        assert verify.main([str(tmp_path), "--step", "1"]) == 1
+            load()
+        assert verify.main([".", "--step", "1"]) == 1
         assert re.search(f"{file.name}: {words}", capsys.readouterr().out)
     file.with_name("index.json").write_text("{}")
-    assert [verify.main([str(tmp_path)]), verify.main([str(tmp_path / "no run")])] == [1, 2]
-    assert not (tmp_path / "never").exists()
+    assert [verify.main(["."]), verify.main(["no run"])] == [1, 2]
+    assert not Path("never").exists()
 
 
 def saving(**changed):
@@ -190,9 +189,9 @@ DAMAGES = {  # how the index is changed, by what it says of w
 
 
 @pytest.mark.parametrize("damage", [*DAMAGES, "{", '{"leaves": 3}'])
-def test_an_index_that_does_not_fit_its_files_is_damaged(tmp_path, damage):
-    checkpoint.save(tmp_path, STATE, TYPES, MESH, 1)
-    path, words = tmp_path / "step-000001" / ".metadata", r"(damaged|does not hold)(.|\n)*fix:"
+def test_an_index_that_does_not_fit_its_files_is_damaged(damage):
+    checkpoint.save(".", STATE, TYPES, MESH, 1)
+    path, words = Path("step-000001/.metadata"), r"(damaged|does not hold)(.|\n)*fix:"
     if damage in DAMAGES:
         metadata = pickle.loads(path.read_bytes())
         DAMAGES[damage](metadata, metadata.state_dict_metadata["w"])
@@ -201,14 +200,14 @@ def test_an_index_that_does_not_fit_its_files_is_damaged(tmp_path, damage):
         path.with_name("index.json").write_text(damage)
         words = r"index\.json: is damaged(.|\n)*fix:"
     with pytest.raises(ValueError, match=words):
-        checkpoint.load(tmp_path, TYPES, MESH)
+        checkpoint.load(".", TYPES, MESH)
 
 
-def test_a_file_latest_that_names_no_step_is_passed_over(tmp_path):
-    save(tmp_path, 4)
+def test_a_file_latest_that_names_no_step_is_passed_over():
+    save(4)
     for text in ("", "-1", "99"):
-        (tmp_path / "latest").write_text(text)
-        assert load(tmp_path) == ([4.0] * 3, 4)
+        Path("latest").write_text(text)
+        assert load() == ([4.0] * 3, 4)
 
 
 def saves_replicas_that_differ(mesh, folder):
@@ -221,4 +220,4 @@ def test_replicas_that_differ_are_named_as_one_of_them_would_be_lost(ranks, tmp_
         RankFailed, match=r'step 5: state\["b"\], b\[F\], is replicated over X, but rank 1 of 4 has oth'
     ):
         ranks(saves_replicas_that_differ, {"X": 4}, tmp_path)
-    assert not [*tmp_path.iterdir()]
+    assert not os.listdir()

@@ -3,6 +3,7 @@ once an epoch, mixtures by weight, targets that do not count. What cannot be rea
 
 import json
 from itertools import islice
+from pathlib import Path
 
 import numpy
 import pytest
@@ -21,24 +22,24 @@ def said(ids) -> str:
     return bytes(ids.astype(numpy.uint8)).decode()
 
 
-def test_text_files_are_documents_mapped_into_memory(tmp_path):
+def test_text_files_are_documents_mapped_into_memory():
     texts = ["first ", "", "second, longer"]
     for i, text in enumerate(texts):
-        (tmp_path / f"{i}.txt").write_text(text)
-    read = corpus.open_corpus(tmp_path)
+        Path(f"{i}.txt").write_text(text)
+    read = corpus.open_corpus(".")
     assert [said(read.between(*at)[0]) for at in ((0, len(read)), (4, 9))] == ["".join(texts), "t sec"]
     assert read.starts.tolist() == [0, 6]
     assert all(isinstance(part, numpy.memmap) for part in read.parts)
 
 
-def test_rows_of_ids_are_mapped(tmp_path):
-    numpy.save(tmp_path / "a.npy", numpy.arange(1000, dtype=numpy.uint16))
-    read = corpus.open_corpus(tmp_path / "a.npy")
+def test_rows_of_ids_are_mapped():
+    numpy.save("a.npy", numpy.arange(1000, dtype=numpy.uint16))
+    read = corpus.open_corpus("a.npy")
     assert isinstance(read.parts[0], numpy.memmap)
     assert (len(read), read.top) == (1000, 999)
-    numpy.save(tmp_path / "b.npy", numpy.ones((2, 2)))
+    numpy.save("b.npy", numpy.ones((2, 2)))
     with pytest.raises(ValueError, match=r"b\.npy: not a row of token ids"):
-        corpus.open_corpus(tmp_path)
+        corpus.open_corpus(".")
 
 
 CHATS = [
@@ -49,11 +50,11 @@ CHATS = [
 
 
 @pytest.mark.parametrize(("shard_tokens", "shards"), [(7, 2), (10**8, 1)])
-def test_prompts_do_not_count_and_shards_are_the_text_again(tmp_path, shard_tokens, shards):
-    (source := tmp_path / "chats.jsonl").write_text("".join(json.dumps(line) + "\n" for line in CHATS))
-    index = tokenize.write_shards(source, tmp_path / "out", ByteText(), shard_tokens)
+def test_prompts_do_not_count_and_shards_are_the_text_again(shard_tokens, shards):
+    (source := Path("chats.jsonl")).write_text("".join(json.dumps(line) + "\n" for line in CHATS))
+    index = tokenize.write_shards(source, "out", ByteText(), shard_tokens)
     assert len(index["tokens"]) == shards
-    for read in corpus.open_corpus(source), corpus.open_corpus(tmp_path / "out"):
+    for read in corpus.open_corpus(source), corpus.open_corpus("out"):
         found, counted = read.between(0, len(read))
         assert said(found) == "user: 2+2?\n\nassistant: 4\n\nabcdplain"
         assert said(found[counted]) == "4\n\ncdplain"
@@ -61,18 +62,18 @@ def test_prompts_do_not_count_and_shards_are_the_text_again(tmp_path, shard_toke
         assert (read.starts.tolist(), read.top) == ([0, 26, 30], max(found))
 
 
-def test_shards_of_plain_text_carry_no_mask(tmp_path, capsys):
-    (tmp_path / "a.txt").write_text("hello")
-    given = ["--data", str(tmp_path / "a.txt"), "--out", str(tmp_path / "out")]
+def test_shards_of_plain_text_carry_no_mask(capsys):
+    Path("a.txt").write_text("hello")
+    given = ["--data", "a.txt", "--out", "out"]
     assert tokenize.main(given) == 0
     assert "5 tokens in 1 shards" in capsys.readouterr().out
-    assert sorted(p.name for p in (tmp_path / "out").iterdir()) == ["shards.json", "starts.npy", "tokens-00000.npy"]
+    assert sorted(p.name for p in Path("out").iterdir()) == ["shards.json", "starts.npy", "tokens-00000.npy"]
     assert tokenize.main(given) == 1
     assert "is not empty" in capsys.readouterr().err
-    file = tmp_path / "out" / "tokens-00000.npy"
+    file = Path("out/tokens-00000.npy")
     file.write_bytes(file.read_bytes()[:-1])
     with pytest.raises(ValueError, match=r"tokens-00000.npy: missing or cut short"):
-        corpus.open_corpus(tmp_path / "out")
+        corpus.open_corpus("out")
 
 
 UNREADABLE = [  # a file, what it holds, and what is said
@@ -87,10 +88,10 @@ UNREADABLE = [  # a file, what it holds, and what is said
 
 
 @pytest.mark.parametrize(("name", "content", "words"), UNREADABLE)
-def test_what_cannot_be_read_is_named(tmp_path, name, content, words):
-    (tmp_path / name).write_bytes(content)
+def test_what_cannot_be_read_is_named(name, content, words):
+    Path(name).write_bytes(content)
     with pytest.raises(ValueError, match=words):
-        corpus.open_corpus(tmp_path)
+        corpus.open_corpus(".")
 
 
 def counting(n, first=0, starts=(0,), counted=()):
@@ -138,16 +139,16 @@ def test_read_ahead_they_are_the_same():
         assert all(map(torch.equal, batch, source.at(8 + 4 * i)))
 
 
-def test_paths_with_weights(tmp_path):
+def test_paths_with_weights():
     assert weighted_paths("a:3,b") == [("a", 3.0), ("b", 1.0)]
-    (tmp_path / "a,b:2").mkdir()
-    assert weighted_paths(str(tmp_path / "a,b:2")) == [(str(tmp_path / "a,b:2"), 1.0)]
+    Path("a,b:2").mkdir()
+    assert weighted_paths("a,b:2") == [("a,b:2", 1.0)]
     for wrong in ("a:x,b:1", "a:0,b:1", "a:nan"):
         with pytest.raises(ValueError, match="weight"):
             weighted_paths(wrong)
 
 
-def test_tokens_outside_the_vocabulary_are_refused(tmp_path):
-    numpy.save(tmp_path / "ids.npy", numpy.full(5000, 256))
+def test_tokens_outside_the_vocabulary_are_refused():
+    numpy.save("ids.npy", numpy.full(5000, 256))
     with pytest.raises(ValueError, match=r"ids.npy: token 256 lies outside the vocabulary of tiny, 0..255"):
-        inputs(Settings(get("tiny"), str(tmp_path / "ids.npy"), ""))
+        inputs(Settings(get("tiny"), "ids.npy", ""))

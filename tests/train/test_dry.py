@@ -2,9 +2,11 @@
 Fewer devices: P is halved, then X, never another axis; the global batch stays, by more microbatches."""
 
 import math
+from pathlib import Path
 
 import pytest
 import torch
+from runs import options, write_text
 
 from scaling import tree
 from scaling.configs import get
@@ -113,15 +115,14 @@ def test_memory_is_counted_again_unless_pods_alone_are_fewer(monkeypatch):
     assert not fits_as_before(sizes, sizes | {"P": 1, "X": 1})
 
 
-def test_restarts_on_fewer_ranks_keep_what_was_asked_for(monkeypatch, tmp_path):
+def test_restarts_on_fewer_ranks_keep_what_was_asked_for(monkeypatch):
     """run.toml, which each start reads, has the options as they were given: else each would share the batch again."""
     started = []
     monkeypatch.setattr(command, "trained", lambda settings, sizes, args: started.append((settings, sizes)))
     for name, value in {"WORLD_SIZE": "2", "RANK": "0", "TORCHELASTIC_RESTART_COUNT": "1"}.items():
         monkeypatch.setenv(name, value)
-    (tmp_path / "text").write_text("text")
-    again = ["--out", str(tmp_path), "--resume"]
-    for more in (["--data", str(tmp_path / "text"), "--mesh", "P=2,X=2"], [], []):
-        command.main([*again, *more])
+    write_text(1)
+    for more in (options("run", "--mesh", "P=2,X=2"), [], []):
+        command.main(["--resume", *more])
     assert [(settings.microbatches, sizes) for settings, sizes in started] == [(2, {"P": 1, "X": 2})] * 3
-    assert "microbatches = 1\n" in (tmp_path / "run.toml").read_text()
+    assert "microbatches = 1\n" in Path("run/run.toml").read_text()

@@ -20,16 +20,16 @@ pytestmark = pytest.mark.sweep
 OPTIONS = ["--seq", "32", "--eval-every", "0"]
 
 
-def test_a_run_that_is_killed_while_it_saves_goes_on_with_the_same_losses(tmp_path):
+def test_a_run_that_is_killed_while_it_saves_goes_on_with_the_same_losses():
     """-9 at random moments of a run that saves after every step."""
-    write_text(tmp_path)
-    out, log, draw, ran = tmp_path / "run", tmp_path / "log", random.Random(0), []
+    write_text()
+    out, log, draw, ran = Path("run"), Path("log"), random.Random(0), []
     same = [*OPTIONS, "--batch", "4", "--mesh", "X=2", "--schedule", "constant", "--guard-every", "0"]
     for _ in range(10):
         before = max(checkpoint.complete(out), default=0)
         more = ["--steps", "100000", "--save-every", "1", *(["--resume"] if before else [])]
         with log.open("w") as said:
-            started = command(tmp_path, "run", *same, *more)
+            started = command("run", *same, *more)
             process = subprocess.Popen(started, stdout=said, stderr=said, start_new_session=True)
         while "\nstep " not in log.read_text():
             assert process.poll() is None, log.read_text()
@@ -41,9 +41,9 @@ def test_a_run_that_is_killed_while_it_saves_goes_on_with_the_same_losses(tmp_pa
         assert int(log.read_text().partition("\nstep ")[2].partition("/")[0]) == before + 1
         assert max(checkpoint.complete(out), default=0) >= finished
         ran += [(each["step"], each["loss"]) for each in records(out) if each["step"] > before]
-    whole = command(tmp_path, "whole", *same, "--save-every", "0", "--steps", str(max(ran)[0]))
+    whole = command("whole", *same, "--save-every", "0", "--steps", str(max(ran)[0]))
     subprocess.run(whole, check=True, stdout=subprocess.DEVNULL)
-    wanted = {each["step"]: each["loss"] for each in records(tmp_path / "whole")}
+    wanted = {each["step"]: each["loss"] for each in records("whole")}
     assert [(step, wanted[step]) for step, _ in ran] == ran
 
 
@@ -60,7 +60,7 @@ def node(port: int, script: list[str], log: Path) -> subprocess.Popen:
         return subprocess.Popen(started, stdout=out, stderr=subprocess.STDOUT, start_new_session=True, env=env)
 
 
-def wait_for(out: Path, count: int, agents: list) -> list[dict]:
+def wait_for(out: str, count: int, agents: list) -> list[dict]:
     deadline = time.monotonic() + 600
     while len(found := records(out)) < count:
         assert time.monotonic() < deadline, "too late: see the logs beside it"
@@ -82,23 +82,23 @@ def below(pid: int) -> list[int]:
 
 
 @pytest.mark.parametrize("lost", ["node", "rank"])
-def test_a_run_of_two_nodes_goes_on_when_one_is_lost(tmp_path, lost):
+def test_a_run_of_two_nodes_goes_on_when_one_is_lost(lost):
     """The losses are those of one device. Without its second node the run has half of P."""
-    write_text(tmp_path)
+    write_text()
     common = [*OPTIONS, "--batch", "8", "--warmup", "5", "--save-every", "5", "--guard-every", "10", "--steps", "40"]
-    subprocess.run(command(tmp_path, "one", *common), check=True, stdout=subprocess.DEVNULL)
+    subprocess.run(command("one", *common), check=True, stdout=subprocess.DEVNULL)
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    script = ["-m", "scaling.train", *options(tmp_path, "two", *common, "--mesh", "P=2,X=2,Y=2", "--resume")]
-    agents = [node(port, script, tmp_path / "node-0.log")]
+    script = ["-m", "scaling.train", *options("two", *common, "--mesh", "P=2,X=2,Y=2", "--resume")]
+    agents = [node(port, script, Path("node-0.log"))]
     try:
         while agents[0].poll() is None:  # until this node hosts the rendezvous
             with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port)):
                 break
             time.sleep(0.2)
-        agents.append(node(port, script, tmp_path / "node-1.log"))
-        wait_for(tmp_path / "two", 8, agents)
+        agents.append(node(port, script, Path("node-1.log")))
+        wait_for("two", 8, agents)
         ranks = below(agents[1].pid)
         for pid in [agents[1].pid, *ranks] if lost == "node" else ranks[-1:]:
             os.kill(pid, signal.SIGKILL)
@@ -109,7 +109,7 @@ def test_a_run_of_two_nodes_goes_on_when_one_is_lost(tmp_path, lost):
                 os.kill(pid, signal.SIGKILL)
         for agent in agents:
             agent.wait()
-    losses = [[each["loss"] for each in records(tmp_path / name)] for name in ("two", "one")]
+    losses = [[each["loss"] for each in records(name)] for name in ("two", "one")]
     torch.testing.assert_close(*losses, rtol=1e-3, atol=0)
     if lost == "node":
-        assert " on P=1, X=2, Y=2, " in (tmp_path / "node-0.log").read_text()
+        assert " on P=1, X=2, Y=2, " in Path("node-0.log").read_text()

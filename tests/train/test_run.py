@@ -4,6 +4,7 @@ import fcntl
 import os
 import signal
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -20,26 +21,25 @@ from scaling.train.progress import Progress
 from scaling.train.settings import Settings, optimizer_of, rate
 
 
-def settings(out, **options):
-    """Of a run of four steps on a text beside its folder, which is made. V does not divide over Y."""
-    out.mkdir(exist_ok=True)
+def settings(name, **options):
+    """Of a run of four steps in a folder of this name. V does not divide over Y."""
+    Path(name).mkdir(exist_ok=True)
     given = {"steps": 4, "warmup": 2} | options
-    return Settings(get("tiny").with_(L=1, V=257), write_text(out.parent, 500), str(out), 4, 32, **given)
+    return Settings(get("tiny").with_(L=1, V=257), write_text(500), str(Path(name).absolute()), 4, 32, **given)
 
 
-def test_resumed_on_another_mesh_it_goes_on_as_if_nothing_had_been(ranks, tmp_path):
-    whole, parts = tmp_path / "whole", tmp_path / "parts"
-    run(ONE, settings(whole))
-    ranks(run, {"X": 2}, settings(parts, save_every=2, norms=True))
-    (parts / "step-000004" / "index.json").unlink()  # as if the run had been killed before it was through
-    ranks(run, {"Y": 2}, settings(parts, resume=True, norms=True))
+def test_resumed_on_another_mesh_it_goes_on_as_if_nothing_had_been(ranks):
+    run(ONE, settings("whole"))
+    ranks(run, {"X": 2}, settings("parts", save_every=2, norms=True))
+    Path("parts/step-000004/index.json").unlink()  # as if the run had been killed before it was through
+    ranks(run, {"Y": 2}, settings("parts", resume=True, norms=True))
     for name in ("metrics.jsonl", "norms.jsonl"):  # of a step done again the last record alone
-        assert [record["step"] for record in records(parts, name)] == [1, 2, 3, 4]
-    losses = [[record["loss"] for record in records(out)] for out in (parts, whole)]
+        assert [record["step"] for record in records("parts", name)] == [1, 2, 3, 4]
+    losses = [[record["loss"] for record in records(out)] for out in ("parts", "whole")]
     torch.testing.assert_close(*losses, rtol=2e-5, atol=0)
 
 
-def test_jumps_of_the_loss_and_slow_ranks_are_told_and_replicas_compared(tmp_path, monkeypatch, capsys):
+def test_jumps_of_the_loss_and_slow_ranks_are_told_and_replicas_compared(monkeypatch, capsys):
     """The latter two every ten steps; nothing else is told."""
     real, compared = loop.make_step, []
 
@@ -53,11 +53,11 @@ def test_jumps_of_the_loss_and_slow_ranks_are_told_and_replicas_compared(tmp_pat
     monkeypatch.setattr(loop, "make_step", make_step)
     monkeypatch.setattr(guards, "check_replicas", lambda state, specs, mesh, step: compared.append(step))
     monkeypatch.setattr(guards, "slow_ranks", lambda work, seconds, mesh, step: [f"slow at {step}"] * (step == 21))
-    run(ONE, settings(tmp_path / "run", steps=26, lr=5e-3, guard_every=10, eval_every=0, eval_batches=1))
+    run(ONE, settings("run", steps=26, lr=5e-3, guard_every=10, eval_every=0, eval_batches=1))
     slow, jump = capsys.readouterr().err.splitlines()
     assert "slow at 21" in slow
     assert "step 25: the loss jumped" in jump
-    run(ONE, settings(tmp_path / "unguarded", guard_every=0, eval_every=0, eval_batches=1))
+    run(ONE, settings("unguarded", guard_every=0, eval_every=0, eval_batches=1))
     assert compared == [1, 11, 21]
 
 
@@ -80,10 +80,10 @@ SMALL = ["--batch", "4", "--seq", "32", "--eval-every", "0"]
 
 
 @pytest.mark.slow
-def test_stopped_it_saves_and_can_go_on(tmp_path):
+def test_stopped_it_saves_and_can_go_on():
     """As a user: Ctrl-C on the command, then --resume."""
-    write_text(tmp_path, 500)
-    process = Forked(lambda: sys.exit(main(options(tmp_path, "run", *SMALL, "--mesh", "X=2", "--steps", "2000"))))
+    write_text(500)
+    process = Forked(lambda: sys.exit(main(options("run", *SMALL, "--mesh", "X=2", "--steps", "2000"))))
     for line in process.stdout:
         if line.startswith("step") and "3/" in line:
             os.kill(process.pid, signal.SIGINT)
@@ -92,19 +92,19 @@ def test_stopped_it_saves_and_can_go_on(tmp_path):
     assert process.returncode == 0, rest
     assert "stopped at step" in rest
     assert "--resume goes on" in rest
-    step = int((tmp_path / "run" / "latest").read_text())
+    step = int(Path("run/latest").read_text())
     assert 3 <= step < 200
-    out = ["--out", str(tmp_path / "run"), "--resume"]  # its other options are those of the run
+    out = ["--out", "run", "--resume"]  # its other options are those of the run
     assert main([*out, "--mesh", "X=1", "--steps", str(step + 1)]) == 0
-    assert int((tmp_path / "run" / "latest").read_text()) == step + 1
+    assert int(Path("run/latest").read_text()) == step + 1
 
 
 @pytest.mark.slow
-def test_resumed_with_what_does_not_fit(tmp_path, capsys):
+def test_resumed_with_what_does_not_fit(capsys):
     """Another batch is fine, and counted rightly; another length of sequences, or nothing left to do, is refused."""
-    write_text(tmp_path, 500)
-    resume = ["--out", str(tmp_path / "run"), "--resume"]
-    assert main(options(tmp_path, "run", *SMALL, "--steps", "2")) == 0
+    write_text(500)
+    resume = ["--out", "run", "--resume"]
+    assert main(options("run", *SMALL, "--steps", "2")) == 0
     assert "256 tokens seen" in capsys.readouterr().out
     assert main([*resume, "--batch", "8", "--steps", "3"]) == 0
     assert "512 tokens seen" in capsys.readouterr().out
@@ -122,23 +122,23 @@ REFUSED = {  # what is given: what is said
 
 
 @pytest.mark.parametrize("more", REFUSED)
-def test_refused_in_a_line(tmp_path, capsys, monkeypatch, more):
+def test_refused_in_a_line(capsys, monkeypatch, more):
     monkeypatch.setattr(dry, "memory_of_rank", lambda device, ranks: 1e5 if more == "--batch 64" else 1e12)
-    write_text(tmp_path, 500)
-    assert REFUSED[more] in refusal(capsys, *options(tmp_path, "run", "--steps", "1", *more.split()))
+    write_text(500)
+    assert REFUSED[more] in refusal(capsys, *options("run", "--steps", "1", *more.split()))
 
 
-def test_two_runs_do_not_share_a_folder(tmp_path, capsys):
-    write_text(tmp_path, 500)
-    (out := tmp_path / "run").mkdir()
-    with open(out / "lock", "w") as held:
+def test_two_runs_do_not_share_a_folder(capsys):
+    write_text(500)
+    Path("run").mkdir()
+    with open("run/lock", "w") as held:
         fcntl.flock(held, fcntl.LOCK_EX)
-        assert "another run writes here" in refusal(capsys, *options(tmp_path, "run", "--steps", "1"))
+        assert "another run writes here" in refusal(capsys, *options("run", "--steps", "1"))
 
 
-def test_flops_by_both_conventions_and_the_share_of_the_chip(tmp_path, capsys):
+def test_flops_by_both_conventions_and_the_share_of_the_chip(capsys):
     config = get("tiny")
-    progress = Progress(Settings(config, "", str(tmp_path), batch=8, seq=64, dtype="bf16", chip="h100"), ONE)
+    progress = Progress(Settings(config, "", ".", batch=8, seq=64, dtype="bf16", chip="h100"), ONE)
     record = progress.record(3, 1.5, 0.25, 0.5, 0.1)
     assert record["flops_per_second"] == 6 * tm.num_params(config) * 8 * 64 / 0.5
     matmuls = tm.num_params(config) - config.D * config.V - (2 * config.L + 1) * config.D  # no look-up, no norms
@@ -148,4 +148,4 @@ def test_flops_by_both_conventions_and_the_share_of_the_chip(tmp_path, capsys):
     assert record["exposed"] == 0.2
     progress.say(record)
     assert "step      3/200  loss 1.5000  norm 0.25  1,024 tokens/s  MFU 0.0%" in capsys.readouterr().out
-    assert records(tmp_path) == [record]
+    assert records(".") == [record]

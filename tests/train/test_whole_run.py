@@ -4,6 +4,7 @@ resumed, trained on."""
 import json
 import os
 import shutil
+from pathlib import Path
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ import torch
 pytest.importorskip("tokenizers", reason="a tokenizer.json needs the library: pip install tokenizers")
 pytest.importorskip("safetensors")
 
-from runs import options, refusal, write_text
+from runs import options, records, refusal, write_text
 from tokenized import WORDS
 from tokenizers import Tokenizer
 
@@ -25,46 +26,44 @@ from scaling.train.command import main
 
 
 @pytest.mark.slow
-def test_a_run_is_whole_by_itself(place, tmp_path, monkeypatch, capsys):
+def test_a_run_is_whole_by_itself(place, capsys):
     """Trained by relative paths, moved, its model gone: resumed, asked, served and exported from elsewhere."""
-    shutil.copytree(place / "hf", tmp_path / "work" / "hf")
-    shutil.copy(place / "text.txt", tmp_path / "work")
-    monkeypatch.chdir(tmp_path / "work")
+    shutil.copytree(place / "hf", "hf")
+    shutil.copy(place / "text.txt", ".")
     more = ["--seq", "8", "--batch", "2", "--eval-batches", "1", "--steps", "2", "--sample", "the dog"]
     assert main(["--model", "hf", "--data", "text.txt", "--out", "run", *more]) == 0
     shutil.rmtree("hf")
-    shutil.move("run", tmp_path / "moved")
-    (tmp_path / "elsewhere").mkdir()
-    os.chdir(tmp_path / "elsewhere")
-    run, out = str(tmp_path / "moved"), str(tmp_path / "out")
-    assert 'model = "model"' in (tmp_path / "moved" / "run.toml").read_text()
+    Path("elsewhere").mkdir()
+    run, out = (str(Path(name).absolute()) for name in ("moved", "out"))
+    shutil.move("run", run)
+    os.chdir("elsewhere")
+    assert 'model = "model"' in Path(run, "run.toml").read_text()
     assert main(["--out", run, "--resume", "--steps", "3"]) == 0
     other = ["--steps", "4", "--tokenizer", str(place / "other")]
     assert "was begun with another" in refusal(capsys, "--out", run, "--resume", *other)
     assert main(["export", run, "--out", out]) == 0
     for name in ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "generation_config.json"):
-        assert (tmp_path / "out" / name).read_bytes() == (place / "hf" / name).read_bytes()
-    table = json.loads((tmp_path / "out" / "config.json").read_text())
+        assert Path(out, name).read_bytes() == (place / "hf" / name).read_bytes()
+    table = json.loads(Path(out, "config.json").read_text())
     assert (table["bos_token_id"], table["eos_token_id"], table["max_position_embeddings"]) == (0, 1, 64)
     assert table["tokenizer"] == "hf/tokenizer.json"
     assert table["tokenizer_identity"] == tokenizer(str(place / "hf")).identity
-    shutil.copytree(tmp_path / "out", tmp_path / "changed")
-    (tmp_path / "changed" / "chat_template.jinja").write_text("another model's")
-    error = refusal(capsys, "export", run, "--out", str(tmp_path / "changed"))
-    assert "chat_template.jinja: is another model's" in error
-    (tmp_path / "changed" / "chat_template.jinja").unlink()
-    shutil.copy(place / "other" / "tokenizer.json", tmp_path / "changed")
-    assert generate.main(["--model", str(tmp_path / "changed"), "--prompt", "the"]) == 1
-    said, (answers, requests) = [], (tmp_path / "answers.jsonl", tmp_path / "requests.jsonl")
-    requests.write_text('{"prompt": "the dog ran"}\n{"ids": [2, 3], "stop": "cat"}\n')
+    shutil.copytree(out, "changed")
+    (template := Path("changed/chat_template.jinja")).write_text("another model's")
+    assert "chat_template.jinja: is another model's" in refusal(capsys, "export", run, "--out", "changed")
+    template.unlink()
+    shutil.copy(place / "other" / "tokenizer.json", "changed")
+    assert generate.main(["--model", "changed", "--prompt", "the"]) == 1
+    said = []
+    Path("requests").write_text('{"prompt": "the dog ran"}\n{"ids": [2, 3], "stop": "cat"}\n')
     for folder in (run, out):
         assert ends_of(folder) == ends_of(place / "hf") == (1, 5)
         assert chat_prompt(folder, [{"role": "user", "content": "dog"}]) == "<s>the dog a"
         capsys.readouterr()
         for more in (["--chat"], ["--score"], ["--ignore-eos"]):
             assert generate.main(["--model", folder, "--prompt", "the dog", "--max-new-tokens", "8", *more]) == 0
-        assert serve.main(["--model", folder, "--input", str(requests), "--output", str(answers)]) == 0
-        rows = [json.loads(line) for line in answers.read_text().splitlines()]
+        assert serve.main(["--model", folder, "--input", "requests", "--output", "answers"]) == 0
+        rows = records(".", "answers")
         said.append((capsys.readouterr().out.split("2 of 2")[0], [(row["text"], row["ids"]) for row in rows]))
     assert said[0] == said[1]
     assert {*rows[0]["text"].split()} <= {*WORDS}  # words, not bytes
@@ -73,47 +72,46 @@ def test_a_run_is_whole_by_itself(place, tmp_path, monkeypatch, capsys):
 
 
 @pytest.mark.slow
-def test_a_run_on_bytes_is_exported_by_one_process_and_by_several(tmp_path, capsys):
+def test_a_run_on_bytes_is_exported_by_one_process_and_by_several(capsys):
     """From another mesh; the tokenizer is of the 256 bytes."""
-    write_text(tmp_path, 500)
-    assert main(options(tmp_path, "run", "--batch", "2", "--seq", "32", "--steps", "2", "--mesh", "X=2")) == 0
+    write_text(500)
+    assert main(options("run", "--batch", "2", "--seq", "32", "--steps", "2", "--mesh", "X=2")) == 0
     for name, mesh in (("one", "X=1"), ("two", "Z=2")):
-        assert main(["export", str(tmp_path / "run"), "--out", str(tmp_path / name), "--mesh", mesh]) == 0
-    assert f"step 2: {tmp_path / 'two'}" in capsys.readouterr().out
-    (config, params), (_, again) = (hf.load(tmp_path / name) for name in ("one", "two"))
+        assert main(["export", "run", "--out", name, "--mesh", mesh]) == 0
+    assert "step 2: two" in capsys.readouterr().out
+    (config, params), (_, again) = map(hf.load, ("one", "two"))
     assert (config.L, config.V) == (4, 256)
     assert all(map(torch.equal, tree.leaves(params), tree.leaves(again)))
-    for given, said in (("", "run.toml"), ("run --mesh Z=5", "L=4 layers cannot fill 5 stages\n  fix: ")):
-        folder, *mesh = given.split() or [""]
-        assert said in refusal(capsys, "export", str(tmp_path / folder), "--out", str(tmp_path / "no"), *mesh)
-    by, text = Tokenizer.from_file(str(tmp_path / "one" / "tokenizer.json")), " a\tb\n\nÄ€😀\x7f  "
+    for given, said in ((".", "run.toml"), ("run --mesh Z=5", "L=4 layers cannot fill 5 stages\n  fix: ")):
+        assert said in refusal(capsys, "export", *given.split(), "--out", "no")
+    by, text = Tokenizer.from_file("one/tokenizer.json"), " a\tb\n\nÄ€😀\x7f  "
     assert sorted(by.get_vocab().values()) == list(range(256))
     assert by.encode(text).ids == list(text.encode())
     assert by.decode(list(text.encode())) == text
 
 
-def test_ids_without_a_tokenizer(place, tmp_path, capsys):
+def test_ids_without_a_tokenizer(place, capsys):
     """Can be gone on from as numbers; text is refused."""
     bare = ["--model", str(place / "bare")]
     assert generate.main([*bare, "--prompt", "the"]) == 1
     assert "fix: put the model's tokenizer.json there" in capsys.readouterr().err
-    (tmp_path / "in").write_text('{"prompt": "the"}\n{"ids": [2, 3], "max_new_tokens": 2}\n{"ids": [2], "stop": "a"}\n')
-    assert serve.main([*bare, "--input", str(tmp_path / "in"), "--output", str(tmp_path / "out")]) == 0
-    rows = [json.loads(line) for line in (tmp_path / "out").read_text().splitlines()]
+    Path("in").write_text('{"prompt": "the"}\n{"ids": [2, 3], "max_new_tokens": 2}\n{"ids": [2], "stop": "a"}\n')
+    assert serve.main([*bare, "--input", "in", "--output", "out"]) == 0
+    rows = records(".", "out")
     assert ["error" in row for row in rows] == [True, False, True]
     assert (rows[1]["text"], len(rows[1]["ids"])) == ("", 2)
 
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")  # of transformers
-def test_transformers_pipeline_behaves_as_before(place, tmp_path):
+def test_transformers_pipeline_behaves_as_before(place):
     transformers = pytest.importorskip("transformers", reason="compares with transformers: pip install transformers")
-    run, out = str(tmp_path / "run"), str(tmp_path / "out")
-    given = ["--model", str(place / "hf"), "--data", str(place / "text.txt"), "--out", run, "--lr", "0", "--steps", "1"]
-    assert main([*given, "--seq", "8", "--batch", "2", "--eval-batches", "1"]) == 0
-    assert main(["export", run, "--out", out]) == 0
+    own, text = str(place / "hf"), str(place / "text.txt")
+    given = ["--model", own, "--data", text, "--lr", "0", "--steps", "1", "--seq", "8", "--batch", "2"]
+    assert main([*given, "--eval-batches", "1"]) == 0
+    assert main(["export", "run", "--out", "out"]) == 0
     said = []
-    for folder in (str(place / "hf"), out):
+    for folder in (own, "out"):
         pipe = transformers.pipeline("text-generation", model=folder, dtype=torch.float32)
         chat = pipe([{"role": "user", "content": "dog"}], max_new_tokens=12, do_sample=False)[0]["generated_text"]
         plain = pipe("the dog", max_new_tokens=12, do_sample=False, return_full_text=False)[0]["generated_text"]
