@@ -60,7 +60,6 @@ def run_training(mesh, name, microbatches):
         ("fsdp", {"X": 4}, 2),
         ("tensor_parallel", {"Y": 4}, 2),
         ("fsdp_tp", {"X": 2, "Y": 2}, 4),
-        ("fsdp_tp", {"X": 1, "Y": 1}, 1),
     ],
 )
 def test_equal_to_one_device(ranks, name, mesh, microbatches):

@@ -48,15 +48,16 @@ SETTINGS = Settings(SAMPLED, "", "", sample="Once upon ä", seed=3)
 
 
 def sampled(mesh, settings):
-    whole = model.init(settings.model, 5, torch.float64)
-    return evaluate.continuation(transformer.shard(whole, settings.model, mesh), settings, mesh)
+    params = transformer.shard(model.init(settings.model, 5, torch.float64), settings.model, mesh)
+    with mock.patch.object(evaluate, "LENGTH", 16):
+        return evaluate.continuation(params, settings, mesh)
 
 
 def test_the_same_text_on_every_mesh_and_cold_what_serving_gives(ranks, monkeypatch):
     assert ranks(sampled, {"Z": 2, "Y": 2}, SETTINGS) == [sampled(ONE, SETTINGS), "", "", ""]
     monkeypatch.setattr(evaluate, "TEMPERATURE", 1e-9)
     prompts, params = [list(SETTINGS.sample.encode())], model.init(SAMPLED, 5, torch.float64)
-    wanted = serve.generate(params, prompts, SAMPLED, evaluate.LENGTH)
+    wanted = serve.generate(params, prompts, SAMPLED, 16)
     assert sampled(ONE, SETTINGS) == bytes(wanted[0]).decode(errors="replace")
 
 
@@ -71,6 +72,7 @@ def test_refused_before_the_run():
 @pytest.mark.slow
 def test_a_run_shows_and_records_its_sample(monkeypatch, capsys):
     board, find = mock.MagicMock(), importlib.util.find_spec
+    monkeypatch.setattr(evaluate, "LENGTH", 4)
     monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", types.SimpleNamespace(SummaryWriter=board))
     write_text(300)
     given = options("run", "--batch", "2", "--seq", "16", "--steps", "2", "--eval-every", "2")

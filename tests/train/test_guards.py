@@ -36,7 +36,6 @@ def plants(mesh, leaf, rank):
     [
         ({"X": 2, "Y": 2}, "norm_mlp", 3, r'step 7: params\["layers"\]\["norm_mlp"\].*over [XY]+, but rank 3 of 4'),
         ({"P": 2, "Y": 2}, "W_in", 2, r'params\["layers"\]\["W_in"\].*is replicated over P, but rank 2 of 4'),
-        ({"C": 4}, "embed", 1, r'params\["embed"\].*is replicated over C, but rank 1 of 4'),
     ],
 )
 def test_replicas_that_have_come_apart_are_named(ranks, sizes, leaf, rank, words):
@@ -89,20 +88,19 @@ def test_two_that_have_come_apart_along_different_axes():
 
 
 def explodes(mesh):
-    params, optimizer = drawn_params(SMALL, mesh), optimizer_of(SMALL)
+    params, optimizer, rows = drawn_params(SMALL, mesh), optimizer_of(SMALL), torch.ones(2, 16, dtype=torch.int64)
     if mesh.rank == 1:
         params["layers"]["W_out"].view(-1)[0] = float("nan")
-    before, batch = tree.map(torch.clone, params), torch.ones(4 // mesh.size("X"), 16, dtype=torch.int64)
+    before = tree.map(torch.clone, params)
     with pytest.raises(ArithmeticError) as error:
-        make_step(SMALL, mesh, optimizer)(params, optimizer.init(params), (batch, batch, None), donate=True)
-    same = [torch.equal(*map(torch.nan_to_num, pair)) for pair in zip(*map(tree.leaves, (params, before)), strict=True)]
-    return str(error.value), all(same)
+        make_step(SMALL, mesh, optimizer)(params, optimizer.init(params), (rows, rows, None), donate=True)
+    torch.testing.assert_close(params, before, rtol=0, atol=0, equal_nan=True)
+    return str(error.value)
 
 
 def test_what_is_not_finite_is_named_before_it_is_learnt(ranks):
-    for error, untouched in ranks(explodes, {"X": 2, "Y": 1}):
+    for error in ranks(explodes, {"X": 2}):
         assert re.search(r'step 1: the loss is nan.*grads\["embed"\] on ranks \[0, 1\]', error)
-        assert untouched
 
 
 def norms(mesh):

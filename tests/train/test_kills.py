@@ -41,8 +41,7 @@ def test_a_run_that_is_killed_while_it_saves_goes_on_with_the_same_losses():
         assert int(log.read_text().partition("\nstep ")[2].partition("/")[0]) == before + 1
         assert max(checkpoint.complete(out), default=0) >= finished
         ran += [(each["step"], each["loss"]) for each in records(out) if each["step"] > before]
-    whole = command("whole", *same, "--save-every", "0", "--steps", str(max(ran)[0]))
-    subprocess.run(whole, check=True, stdout=subprocess.DEVNULL)
+    subprocess.run(command("whole", *same, "--save-every", "0", "--steps", str(max(ran)[0])), check=True)
     wanted = {each["step"]: each["loss"] for each in records("whole")}
     assert [(step, wanted[step]) for step, _ in ran] == ran
 
@@ -86,7 +85,7 @@ def test_a_run_of_two_nodes_goes_on_when_one_is_lost(lost):
     """The losses are those of one device. Without its second node the run has half of P."""
     write_text()
     common = [*OPTIONS, "--batch", "8", "--warmup", "5", "--save-every", "5", "--guard-every", "10", "--steps", "40"]
-    subprocess.run(command("one", *common), check=True, stdout=subprocess.DEVNULL)
+    subprocess.run(command("one", *common), check=True)
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]

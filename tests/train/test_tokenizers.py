@@ -1,9 +1,9 @@
 """Which tokenizer belongs to which ids: each (model, tokenizer, data, run) is right or refused, none is silent."""
 
 import itertools
-import json
 import random
 import shutil
+from pathlib import Path
 
 import pytest
 
@@ -53,8 +53,9 @@ def expected(name, scratch, given, data):
 
 
 @pytest.fixture
-def begun(place, tmp_path, monkeypatch, capsys):
-    """Calls the command up to where its ranks would start; what it made of its arguments, or its refusal."""
+def begun(place, monkeypatch, capsys):
+    """Calls the command, among the models and data, up to where its ranks would start; what it made of its arguments,
+    or its refusal."""
     monkeypatch.chdir(place)
     monkeypatch.setattr(command, "trained", lambda settings, sizes, args: ran.append(settings) or 0)
     monkeypatch.setattr(command.dry, "refuse_too_large", lambda *given: None)
@@ -62,24 +63,22 @@ def begun(place, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(command.elastic, "fits_as_before", lambda *given: True)
     ran = []
 
-    def begin(*options, tokenizer=None, **more):
-        """With --tokenizer, by its folder's name, and --model, --data and --out of what is given."""
-        tokenizer = tokenizer if tokenizer in (None, "bytes") else place / tokenizer
-        given = {"--tokenizer": tokenizer} | {f"--{name}": value for name, value in more.items()}
-        given = [str(each) for flag, value in given.items() if value is not None for each in (flag, value)]
+    def begin(*options, **more):
+        """With --model, --tokenizer, --data and --out of what is given."""
+        given = [str(each) for name, value in more.items() if value is not None for each in (f"--{name}", value)]
         code = main([*options, *given, "--seq", "8", "--batch", "2"])
         return (ran.pop(), "") if code == 0 else (None, capsys.readouterr().err)
 
     return begin
 
 
-def identity(place, by):
-    return {"bytes": "bytes", "ids": ""}.get(by) if by in ("bytes", "ids") else tokenizer(str(place / by)).identity
+def identity(by):
+    return "" if by == "ids" else tokenizer(by).identity
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", MODEL)
-def test_every_pair_is_right_or_refused(place, tmp_path, begun, name):
+def test_every_pair_is_right_or_refused(tmp_path, begun, name):
     right = 0
     every = [*itertools.product((False, True), GIVEN, DATA)]
     for i, (scratch, given, data) in enumerate(random.Random(name).sample(every, 50)):
@@ -94,7 +93,7 @@ def test_every_pair_is_right_or_refused(place, tmp_path, begun, name):
             continue
         right += 1
         found = {tokenizer_in(settings).identity, tokenizer_of(out, MODEL[name][0]).identity}
-        assert found | {options_of(out)["identity"]} == {identity(place, by)}, what
+        assert found | {options_of(out)["identity"]} == {identity(by)}, what
         assert ends_of(out) == ((1, 5) if by == "own" and name in ("hf", "hf256") else ()), what
     assert right >= 3
 
@@ -117,7 +116,7 @@ def test_a_refusal_says_why(tmp_path, begun, name, given, data, words):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("first", ["own", "bytes", "ids"])
-def test_a_resumed_run_keeps_its_tokenizer(place, tmp_path, begun, first):
+def test_a_resumed_run_keeps_its_tokenizer(tmp_path, begun, first):
     start = {"own": ("hf", "text.txt"), "bytes": ("tiny", "shards-bytes"), "ids": ("sizes.json", "rows.npy")}
     name, data = start[first]
     out, by = tmp_path / "run", "bytes" if first == "bytes" else None
@@ -140,40 +139,40 @@ def test_a_resumed_run_keeps_its_tokenizer(place, tmp_path, begun, first):
             assert (out / "run.toml").read_text() == before
             continue
         accepted += 1
-        assert {tokenizer_in(settings).identity, tokenizer_of(out, 32).identity} == {identity(place, first)}, data
+        assert {tokenizer_in(settings).identity, tokenizer_of(out, 32).identity} == {identity(first)}, data
         (out / "run.toml").write_text(before)
     assert accepted > 3
 
 
-def test_files_that_were_changed_and_folders_of_models_are_refused(place, tmp_path, begun):
-    assert "is a model's folder" in begun(model="hf", data="text.txt", out="hf")[1]
+def test_files_that_were_changed_and_folders_of_models_are_refused(tmp_path, begun):
     run = tmp_path / "run"
+    assert "is a model's folder" in begun(model="hf", data="text.txt", out="hf")[1]
     assert begun(model="hf", data="text.txt", out=run)[0]
-    shutil.copy(place / "other" / "tokenizer.json", home_of(run))
+    shutil.copy("other/tokenizer.json", home_of(run))
     with pytest.raises(ValueError, match=r"is not the tokenizer that .*run was written with\n  fix: copy that one"):
         tokenizer_of(run, 32)
     with pytest.raises(ValueError, match=r"has the ids 0\.\.16, but .* has 16\n  fix: give the tokenizer"):
-        tokenizer_of(place / "less", 16)
+        tokenizer_of(Path("less"), 16)
 
 
 @pytest.mark.parametrize("name", ["bare", "own"])
-def test_weights_keep_their_ends_of_text_beside_a_tokenizer_that_was_given(place, tmp_path, begun, name):
+def test_weights_keep_their_ends_of_text_beside_a_tokenizer_that_was_given(tmp_path, begun, name):
     """Of a folder that has ends of text and no tokenizer.json; the tokenizer's own folder has others."""
-    shutil.copytree(place / name, tmp_path / "own", dirs_exist_ok=True)
-    shutil.copytree(place / "bare", tmp_path / "bare")
-    (tmp_path / "bare" / "generation_config.json").write_text('{"eos_token_id": 3}')
-    (tmp_path / "own" / "generation_config.json").write_text('{"eos_token_id": 9}')
-    given = {"data": "text.txt", "tokenizer": tmp_path / "own"} if name == "own" else {"data": "rows.npy"}
-    assert begun(model=tmp_path / "bare", out=tmp_path / "run", **given)[0]
-    assert ends_of(tmp_path / "run") == (3,)
+    bare, own, run = (tmp_path / folder for folder in ("bare", "own", "run"))
+    for source, folder, end in (("bare", bare, 3), (name, own, 9)):
+        shutil.copytree(source, folder)
+        (folder / "generation_config.json").write_text(f'{{"eos_token_id": {end}}}')
+    given = {"data": "text.txt", "tokenizer": own} if name == "own" else {"data": "rows.npy"}
+    assert begun(model=bare, out=run, **given)[0]
+    assert ends_of(run) == (3,)
 
 
-def test_a_run_that_says_nothing_of_its_tokenizer(tmp_path):
+def test_a_run_that_says_nothing_of_its_tokenizer():
     """Runs of old: bytes where there are 256 ids; a file if it is still there; else text is refused."""
-    (tmp_path / "run.toml").write_text('model = "tiny"\ntokenizer = "bytes"\n')
-    assert tokenizer_of(tmp_path, 256).identity == "bytes"
+    (run := Path("run.toml")).write_text('model = "tiny"\ntokenizer = "bytes"\n')
+    assert tokenizer_of(Path(), 256).identity == "bytes"
     with pytest.raises(ValueError, match="fix: put the model's"):
-        tokenizer_of(tmp_path, 300).encode("a")
-    (tmp_path / "run.toml").write_text(f'model = "tiny"\ntokenizer = {json.dumps(str(tmp_path / "gone.json"))}\n')
+        tokenizer_of(Path(), 300).encode("a")
+    run.write_text('model = "tiny"\ntokenizer = "gone.json"\n')
     with pytest.raises(ValueError, match="no such file"):
-        tokenizer_of(tmp_path, 300)
+        tokenizer_of(Path(), 300)
