@@ -3,7 +3,7 @@ loaded again; what a pickle of an evil hand runs."""
 
 import json
 import os
-import sys
+import shlex
 from pathlib import Path
 
 import torch
@@ -23,22 +23,18 @@ def write_text(lines: int = 20_000) -> str:
     return str(path)
 
 
-def options(name: str, *more: str) -> list[str]:
-    """Of a run of this name on that text."""
-    return ["--data", "text.txt", "--out", name, *more]
+def train(line: str) -> int:
+    """What the command with these words returns."""
+    return main(shlex.split(line))
 
 
-def refusal(capsys, *given: str) -> str:
-    """What the command says, in a few lines, as it refuses these arguments."""
+def refusal(capsys, line: str) -> str:
+    """What the command says, in a few lines, as it refuses these words."""
     capsys.readouterr()
-    assert main([*given]) == 1
+    assert train(line) == 1
     said = capsys.readouterr().err
     assert "Traceback" not in said
     return said
-
-
-def command(name: str, *more: str) -> list[str]:
-    return [sys.executable, "-m", "scaling.train", *options(name, *more)]
 
 
 def records(out: str, name: str = "metrics.jsonl") -> list[dict]:

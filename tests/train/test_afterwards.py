@@ -10,12 +10,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from runs import ONE, TINY, refusal, write_text
+from runs import ONE, TINY, refusal, train, write_text
 
 from scaling import launch
 from scaling.collectives import all_gather, all_reduce, wait
 from scaling.train import dcp, flight
-from scaling.train.command import main
 from scaling.train.loop import run
 from scaling.train.settings import Settings
 
@@ -30,9 +29,9 @@ def test_where_two_runs_part(capsys):
     for out in (a, b):
         (out / "run.toml").write_text(f'out = "{out}"\n')
 
-    def compared(*more: str) -> tuple[int, list[str]]:
+    def compared(more: str = "") -> tuple[int, list[str]]:
         capsys.readouterr()
-        return main(["compare", "a", "b", *more]), capsys.readouterr().out.splitlines()
+        return train(f"compare a b {more}"), capsys.readouterr().out.splitlines()
 
     assert compared() == (0, ["no difference"])
     file = b / "step-000004" / dcp.saved_leaves(b / "step-000004")["params.layers.W_Q"].blocks[0].file
@@ -51,8 +50,8 @@ def test_where_two_runs_part(capsys):
     assert losses.startswith("step 2: loss ")
     assert norms.startswith('step 2: the gradient of params["embed"]: norms')
     assert saved.startswith("checkpoint of step 2: params.embed: ")
-    assert compared("--tolerance", "10")[0] == 0
-    assert main(["compare", "a", "."]) == 2
+    assert compared("--tolerance 10")[0] == 0
+    assert train("compare a .") == 2
     assert "is not a run of scaling.train" in capsys.readouterr().err
 
 
@@ -83,7 +82,7 @@ def test_what_ranks_did_last_outlives_them(killed, monkeypatch):
 
 def test_a_ring_of_the_last_and_the_command(capsys):
     for words in ("no run is here", "its ranks have sent nothing"):
-        assert words in refusal(capsys, "flight", ".")
+        assert words in refusal(capsys, "flight .")
         Path("run.toml").touch()
     record = flight.Flight(".", 3)
     for number in range(1, 40):
@@ -94,7 +93,7 @@ def test_a_ring_of_the_last_and_the_command(capsys):
     assert len(lines) == flight.LAST
     assert [text.split()[2] for text in lines[-4:]] == ["38", "39", "39", "39"]
     assert Path("flight-0003.txt").stat().st_size == flight.LAST * flight.WIDTH
-    assert main(["flight", ".", "--last", "1"]) == 0
+    assert train("flight . --last 1") == 0
     assert capsys.readouterr().out.startswith("rank 3: ")
     flight.keep_earlier(".")
     assert flight.records(".") == {}

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from runs import options, write_text
+from runs import train, write_text
 
 from scaling import tree
 from scaling.configs import get
@@ -122,7 +122,7 @@ def test_restarts_on_fewer_ranks_keep_what_was_asked_for(monkeypatch):
     for name, value in {"WORLD_SIZE": "2", "RANK": "0", "TORCHELASTIC_RESTART_COUNT": "1"}.items():
         monkeypatch.setenv(name, value)
     write_text(1)
-    for more in (options("run", "--mesh", "P=2,X=2"), [], []):
-        command.main(["--resume", *more])
+    for more in ("--data text.txt --mesh P=2,X=2", "", ""):
+        train(f"--resume {more}")
     assert [(settings.microbatches, sizes) for settings, sizes in started] == [(2, {"P": 1, "X": 2})] * 3
     assert "microbatches = 1\n" in Path("run/run.toml").read_text()

@@ -9,7 +9,7 @@ from unittest import mock
 import numpy
 import pytest
 import torch
-from runs import ONE, TINY, options, refusal, write_text
+from runs import ONE, TINY, refusal, train, write_text
 
 from scaling import serve
 from scaling.configs import get
@@ -17,7 +17,6 @@ from scaling.models import transformer as model
 from scaling.strategies import transformer
 from scaling.train import evaluate
 from scaling.train.batches import Batches
-from scaling.train.command import main
 from scaling.train.corpus import Corpus
 from scaling.train.settings import Settings
 
@@ -75,16 +74,15 @@ def test_a_run_shows_and_records_its_sample(monkeypatch, capsys):
     monkeypatch.setattr(evaluate, "LENGTH", 4)
     monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", types.SimpleNamespace(SummaryWriter=board))
     write_text(300)
-    given = options("run", "--batch", "2", "--seq", "16", "--steps", "2", "--eval-every", "2")
-    given += ["--eval-batches", "1", "--sample", 'a "😀', "--tensorboard", "board"]
+    given = "--data text.txt --batch 2 --seq 16 --steps 2 --eval-batches 1 --sample 'a \"😀' --tensorboard board"
     with monkeypatch.context() as patch:
         patch.setattr(importlib.util, "find_spec", lambda name: None if "tensorboard" in name else find(name))
-        assert "fix: pip install 'scaling-book-torch[tensorboard]'" in refusal(capsys, *given)
+        assert "fix: pip install 'scaling-book-torch[tensorboard]'" in refusal(capsys, given)
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: board if "tensorboard" in name else find(name))
-    assert main(given) == 0
+    assert train(given) == 0
     assert '    a "😀' in capsys.readouterr().out
     assert board.call_args.args == ("board",)
     written = {call.args[::2] for call in board.return_value.method_calls if call.args}
     assert written >= {("loss", 1), ("loss", 2), ("sample", 2), ("memory", 1)}
-    assert main(["--out", "run", "--resume", "--steps", "3"]) == 0  # with the options written back
+    assert train("--resume --steps 3") == 0  # with the options written back
     assert '    a "😀' in capsys.readouterr().out

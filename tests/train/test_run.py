@@ -9,13 +9,12 @@ from pathlib import Path
 import pytest
 import torch
 from machine import Forked
-from runs import ONE, options, records, refusal, write_text
+from runs import ONE, records, refusal, train, write_text
 
 from scaling import tree
 from scaling.configs import get
 from scaling.cost import transformer as tm
 from scaling.train import dry, guards, loop
-from scaling.train.command import main
 from scaling.train.loop import run
 from scaling.train.progress import Progress
 from scaling.train.settings import Settings, optimizer_of, rate
@@ -76,14 +75,14 @@ def test_only_matrices_decay():
     assert after == pytest.approx({'["embed"]': 1, '["layers"]["W_Q"]': 0.95, '["layers"]["norm_attn"]': 1})
 
 
-SMALL = ["--batch", "4", "--seq", "32", "--eval-every", "0"]
+SMALL = "--data text.txt --out run --batch 4 --seq 32 --eval-every 0"
 
 
 @pytest.mark.slow
 def test_stopped_it_saves_and_can_go_on():
     """As a user: Ctrl-C on the command, then --resume."""
     write_text(500)
-    process = Forked(lambda: sys.exit(main(options("run", *SMALL, "--mesh", "X=2", "--steps", "2000"))))
+    process = Forked(lambda: sys.exit(train(f"{SMALL} --mesh X=2 --steps 2000")))
     for line in process.stdout:
         if line.startswith("step") and "3/" in line:
             os.kill(process.pid, signal.SIGINT)
@@ -94,8 +93,7 @@ def test_stopped_it_saves_and_can_go_on():
     assert "--resume goes on" in rest
     step = int(Path("run/latest").read_text())
     assert 3 <= step < 200
-    out = ["--out", "run", "--resume"]  # its other options are those of the run
-    assert main([*out, "--mesh", "X=1", "--steps", str(step + 1)]) == 0
+    assert train(f"--out run --resume --mesh X=1 --steps {step + 1}") == 0  # its other options are those of the run
     assert int(Path("run/latest").read_text()) == step + 1
 
 
@@ -103,13 +101,12 @@ def test_stopped_it_saves_and_can_go_on():
 def test_resumed_with_what_does_not_fit(capsys):
     """Another batch is fine, and counted rightly; another length of sequences, or nothing left to do, is refused."""
     write_text(500)
-    resume = ["--out", "run", "--resume"]
-    assert main(options("run", *SMALL, "--steps", "2")) == 0
+    assert train(f"{SMALL} --steps 2") == 0
     assert "256 tokens seen" in capsys.readouterr().out
-    assert main([*resume, "--batch", "8", "--steps", "3"]) == 0
+    assert train("--out run --resume --batch 8 --steps 3") == 0
     assert "512 tokens seen" in capsys.readouterr().out
-    assert "fix: give --steps above 3" in refusal(capsys, *resume)
-    assert "was begun with --seq 32" in refusal(capsys, *resume, "--steps", "9", "--seq", "16")
+    assert "fix: give --steps above 3" in refusal(capsys, "--out run --resume")
+    assert "was begun with --seq 32" in refusal(capsys, "--out run --resume --steps 9 --seq 16")
 
 
 REFUSED = {  # what is given: what is said
@@ -125,7 +122,7 @@ REFUSED = {  # what is given: what is said
 def test_refused_in_a_line(capsys, monkeypatch, more):
     monkeypatch.setattr(dry, "memory_of_rank", lambda device, ranks: 1e5 if more == "--batch 64" else 1e12)
     write_text(500)
-    assert REFUSED[more] in refusal(capsys, *options("run", "--steps", "1", *more.split()))
+    assert REFUSED[more] in refusal(capsys, f"--data text.txt {more}")
 
 
 def test_two_runs_do_not_share_a_folder(capsys):
@@ -133,7 +130,7 @@ def test_two_runs_do_not_share_a_folder(capsys):
     Path("run").mkdir()
     with open("run/lock", "w") as held:
         fcntl.flock(held, fcntl.LOCK_EX)
-        assert "another run writes here" in refusal(capsys, *options("run", "--steps", "1"))
+        assert "another run writes here" in refusal(capsys, "--data text.txt")
 
 
 def test_flops_by_both_conventions_and_the_share_of_the_chip(capsys):

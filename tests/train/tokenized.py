@@ -5,11 +5,11 @@ import shutil
 
 import numpy
 import tokenizers
+from runs import train
 
 from scaling.configs import Config
 from scaling.models import hf, transformer
 from scaling.models.text import write_bytes
-from scaling.train import tokenize
 
 LINE = "the cat sat on a mat and the dog ran to us in time for tea "
 ENDS = {"bos_token_id": 0, "eos_token_id": 1, "max_position_embeddings": 64}
@@ -59,6 +59,5 @@ def make(here):
     (here / "text.txt").write_text(TEXT)
     numpy.save(here / "rows.npy", numpy.arange(2000) % 16)
     for name in ("bytes", "own", "other"):
-        by = name if name == "bytes" else str(here / name)
-        options = ["--data", str(here / "text.txt"), "--out", str(here / f"shards-{name}"), "--tokenizer", by]
-        assert tokenize.main(options) == 0
+        by = name if name == "bytes" else here / name
+        assert train(f"tokenize --data {here}/text.txt --out {here}/shards-{name} --tokenizer {by}") == 0
