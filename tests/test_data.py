@@ -1,5 +1,7 @@
 """Batches of real text: the same rows in the same order on every mesh, each row once an epoch."""
 
+from itertools import islice, product
+
 import pytest
 import torch
 from refused import refused
@@ -29,16 +31,14 @@ def test_a_row_is_a_context_and_the_next_byte():
 def test_the_devices_parts_make_up_the_one_device_batch(x, y, axes):
     """Epoch after epoch; devices along other axes have the same."""
     whole, parts = [each for epoch in range(3) for each in epoch_of(epoch=epoch)], {}
-    for i, j in [(i, j) for i in range(x) for j in range(y)]:
+    for i, j in product(range(x), range(y)):
         at = AbstractMesh({"X": x, "Y": y}, {"X": i, "Y": j})
-        stream = data.endless(TEXT, K, BATCH, at, tuple(axes))
-        found = [next(stream) for _ in whole]
+        found = [*islice(data.endless(TEXT, K, BATCH, at, tuple(axes)), len(whole))]
         block = tuple(at.coord[axis] for axis in axes)  # the first axis is major
-        for a, b in zip(parts.setdefault(block, found), found, strict=True):
-            assert all(map(torch.equal, a, b))
+        torch.testing.assert_close(found, parts.setdefault(block, found), rtol=0, atol=0)
     for step, wanted in enumerate(whole):
-        for k in (0, 1):
-            assert torch.equal(torch.cat([parts[block][step][k] for block in sorted(parts)]), wanted[k])
+        found = map(torch.cat, zip(*(parts[block][step] for block in sorted(parts)), strict=True))
+        assert all(map(torch.equal, found, wanted))
 
 
 def test_every_seed_and_epoch_has_an_order_of_its_own():

@@ -2,6 +2,7 @@
 each element counts once, whatever the mesh."""
 
 import random
+from functools import partial
 from itertools import product
 
 import pytest
@@ -122,19 +123,20 @@ def test_equal_to_torch(name, options, plain, monkeypatch):
 
 @pytest.mark.parametrize(("name", "options"), RULES)
 def test_bfloat16_rounds_no_worse_than_torch_and_a_master_copy_not_at_all(name, options):
-    params, grads = params_and_grads(torch.bfloat16, steps=20)
-    floats, make = tree.map(torch.Tensor.float, (params, grads)), getattr(optim, name)
-    exact = torch_run(name, *tree.map(torch.Tensor.double, (params, grads)), **options)
-    wanted, _ = our_run(make(0.1, **options), *floats)
-    masters, state = our_run(make(0.1, master=True, **options), tree.map(torch.clone, params), grads, donate=True)
+    given, make = params_and_grads(torch.bfloat16, steps=20), partial(getattr(optim, name), 0.1, **options)
+    floats, exact = (
+        tree.map(torch.Tensor.float, given),
+        torch_run(name, *tree.map(torch.Tensor.double, given), **options),
+    )
+    wanted, _ = our_run(make(), *floats)
+    masters, state = our_run(make(master=True), *tree.map(torch.clone, given), donate=True)
     assert equal(state["master"], wanted)
     assert equal(masters, tree.map(torch.Tensor.bfloat16, wanted))
 
     def error(found):
         return sum((a.double() - b).abs().sum() for a, b in zip(tree.leaves(found), exact, strict=True))
 
-    without = error(our_run(make(0.1, **options), params, grads)[0])
-    assert error(masters) < without < 1.25 * error(torch_run(name, params, grads, **options))
+    assert error(masters) < error(our_run(make(), *given)[0]) < 1.25 * error(torch_run(name, *given, **options))
     if name == "adamw":
         assert equal(wanted, torch_run(name, *floats, fused=True, **options))  # to the bit
 

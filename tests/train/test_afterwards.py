@@ -21,18 +21,16 @@ from scaling.train.settings import Settings
 
 @pytest.mark.slow
 def test_where_two_runs_part(capsys):
-    (a := Path("a")).mkdir()
-    b = Path("b")
-    settings = Settings(TINY, write_text(500), "a", 2, 16, steps=4, save_every=2, norms=True)
-    run(ONE, settings)
-    shutil.copytree(a, b)
-    for out in (a, b):
-        (out / "run.toml").write_text(f'out = "{out}"\n')
-
     def compared(more: str = "") -> tuple[int, list[str]]:
         capsys.readouterr()
         return train(f"compare a b {more}"), capsys.readouterr().out.splitlines()
 
+    a, b = Path("a"), Path("b")
+    a.mkdir()
+    settings = Settings(TINY, write_text(500), "a", 2, 16, steps=4, save_every=2, norms=True)
+    run(ONE, settings)
+    (a / "run.toml").write_text('lr = 1\nseq = 16\nprofile = ""\nsave_every = 5\n[mesh]\nX = 2\n')
+    shutil.copytree(a, b)
     assert compared() == (0, ["no difference"])
     file = b / "step-000004" / dcp.saved_leaves(b / "step-000004")["params.layers.W_Q"].blocks[0].file
     held = torch.load(file, weights_only=True)
@@ -43,7 +41,6 @@ def test_where_two_runs_part(capsys):
     shutil.rmtree(b)
     b.mkdir()
     run(ONE, replace(settings, out="b", lr=settings.lr * 2))
-    (a / "run.toml").write_text('lr = 1\nseq = 16\nprofile = ""\nsave_every = 5\n[mesh]\nX = 2\n')
     (b / "run.toml").write_text('lr = 2\nseq = 16\nprofile = "p"\n[mesh]\nX = 2\n')
     code, (option, losses, norms, saved) = compared()
     assert (code, option) == (1, "option lr: 1 and 2")

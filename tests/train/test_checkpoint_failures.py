@@ -10,7 +10,6 @@ import signal
 import threading
 from functools import partial
 from pathlib import Path
-from tempfile import TemporaryDirectory
 
 import pytest
 import torch
@@ -113,19 +112,17 @@ def test_damaged_and_malicious_files_are_refused_and_found_by_verify(capsys):
 
 def saving(**changed):
     """Saves the state, of which something is another; what is refused leaves nothing."""
-    with TemporaryDirectory() as folder:
-        try:
-            checkpoint.save(folder, **({"state": STATE, "specs": TYPES, "mesh": MESH, "step": 1} | changed))
-        except ValueError:
-            assert not os.listdir(folder)
-            raise
+    try:
+        checkpoint.save(".", **({"state": STATE, "specs": TYPES, "mesh": MESH, "step": 1} | changed))
+    except ValueError:
+        assert not os.listdir()
+        raise
 
 
 def loading(specs=TYPES, **options):
     """Saves the state, and loads it by other types."""
-    with TemporaryDirectory() as folder:
-        checkpoint.save(folder, STATE, TYPES, MESH, 1)
-        checkpoint.load(folder, specs, MESH, **options)
+    checkpoint.save(".", STATE, TYPES, MESH, 1)
+    checkpoint.load(".", specs, MESH, **options)
 
 
 PARTIAL, ELSEWHERE = (TYPES | {"w": w} for w in ("w[D_X, F] {U_Y}", "w[D_Q, F]"))
@@ -150,7 +147,7 @@ for changed, words in [
     ({"V": torch.ones(2)}, 'state["V"]: a tensor needs a type'),
 ]:  # fmt: skip
     REFUSED[f"a state with {changed!r:.60}"] = partial(saving, state=STATE | changed), words
-for option, values in {"step": (-1, 1.5, True, "3", None), "keep": (0, 1.5, True), "async_op": ("no",)}.items():
+for option, values in {"step": (-1, "3"), "keep": (0, 1.5), "async_op": ("no",)}.items():
     REFUSED |= {f"{option} {value!r}": (partial(saving, **{option: value}), option) for value in values}
 for places in ([0], [0, 0, 1, 2], [0, 3, 5, 7], [-2, 0, 1, 2], [0.0, 1.0, 2.0, 3.0]):
     REFUSED[f"places {places}"] = partial(saving, places={"D": places}), "places of D"

@@ -52,10 +52,10 @@ CHATS = [
 
 @pytest.mark.parametrize(("shard_tokens", "shards"), [(7, 2), (10**8, 1)])
 def test_prompts_do_not_count_and_shards_are_the_text_again(shard_tokens, shards):
-    (source := Path("chats.jsonl")).write_text("".join(json.dumps(line) + "\n" for line in CHATS))
-    index = tokenize.write_shards(source, "out", ByteText(), shard_tokens)
+    Path("chats.jsonl").write_text("".join(json.dumps(line) + "\n" for line in CHATS))
+    index = tokenize.write_shards("chats.jsonl", "out", ByteText(), shard_tokens)
     assert len(index["tokens"]) == shards
-    for read in corpus.open_corpus(source), corpus.open_corpus("out"):
+    for read in corpus.open_corpus("chats.jsonl"), corpus.open_corpus("out"):
         found, counted = read.between(0, len(read))
         assert said(found) == "user: 2+2?\n\nassistant: 4\n\nabcdplain"
         assert said(found[counted]) == "4\n\ncdplain"

@@ -24,11 +24,8 @@ PLACES = {"L": [0, 2, 1]}  # as on interleaved stages: no block of several layer
 
 def whole() -> dict:
     W = torch.arange(3 * 8 * 4.0, dtype=torch.float64).view(3, 8, 4)
-    return {
-        "params": {"W": W, "norm": torch.rand(8).bfloat16()},
-        "moments": [{"W": W.float() / 7}],
-        "n": torch.tensor(5),
-    }
+    params = {"W": W, "norm": torch.rand(8).bfloat16()}
+    return {"params": params, "moments": [{"W": W.float() / 7}], "n": torch.tensor(5)}
 
 
 def equal(a, b) -> bool:

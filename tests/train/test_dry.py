@@ -11,6 +11,7 @@ from runs import train, write_text
 from scaling import tree
 from scaling.configs import get
 from scaling.mesh import AbstractMesh
+from scaling.spec.sizes import parse_mesh
 from scaling.trace.peak import peak_memory
 from scaling.train import command, dry
 from scaling.train.elastic import fits_as_before, fitted, shared
@@ -83,26 +84,23 @@ def test_a_step_of_8b_holds_neither_all_logits_nor_its_tables_to_the_end():
     assert dry.count(settings, {"X": 32}, backend="gloo").step < 8.4e9
 
 
-@pytest.mark.parametrize(
-    ("sizes", "world", "wanted"),
-    [
-        ({"P": 2, "X": 4, "Y": 2}, 8, {"P": 1, "X": 4, "Y": 2}),
-        ({"P": 2, "X": 4, "Y": 2}, 4, {"P": 1, "X": 2, "Y": 2}),
-        ({"Z": 2, "X": 4, "C": 2}, 8, {"Z": 2, "X": 2, "C": 2}),
-        ({"X": 2, "Y": 4}, 2, None),
-        ({"X": 3}, 2, None),
-        ({"X": 2}, 4, None),
-    ],
-)
-def test_what_gives(sizes, world, wanted):
-    if wanted is None:
+GIVES = {  # a mesh, on so many ranks: what is left of it, or nothing
+    ("P=2,X=4,Y=2", 8): "P=1,X=4,Y=2", ("P=2,X=4,Y=2", 4): "P=1,X=2,Y=2", ("Z=2,X=4,C=2", 8): "Z=2,X=2,C=2",
+    ("X=2,Y=4", 2): "", ("X=3", 2): "", ("X=2", 4): "",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("mesh", "world"), GIVES)
+def test_what_gives(mesh, world):
+    before, sizes, wanted = Settings(TINY, "", "", batch=32, microbatches=2), parse_mesh(mesh), GIVES[mesh, world]
+    if not wanted:
         with pytest.raises(ValueError, match=f"does not fit {world} ranks"):
             fitted(sizes, world)
         return
-    assert fitted(sizes, world) == wanted
-    before = Settings(TINY, "", "", batch=32, microbatches=2)
-    after = shared(before, sizes, wanted)
-    rows = [s.batch // s.microbatches // (m.get("P", 1) * m["X"]) for s, m in ((before, sizes), (after, wanted))]
+    found = fitted(sizes, world)
+    after = shared(before, sizes, found)
+    assert found == parse_mesh(wanted)
+    rows = [s.batch // s.microbatches // (m.get("P", 1) * m["X"]) for s, m in ((before, sizes), (after, found))]
     assert rows[0] == rows[1]  # of a microbatch on each rank
     assert after.batch == before.batch
 
