@@ -74,26 +74,14 @@ def test_a_run_goes_on_from_each_mesh_on_others(ranks, tmp_path, source):
     ranks(trained, MESHES[source], settings)
     dcp_to_torch_save(f"step-{STEPS:06d}", "whole.pt")
     whole, train = torch.load("whole.pt"), inputs(settings)[0]
+    files = Path(f"step-{STEPS:06d}").glob("*.distcp")
+    assert sum(torch.load(file, mmap=True).nbytes for file in files) == tree.nbytes(whole)  # no block is there twice
     assert [each["loss_scale"] for each in records(".")] == [whole["optimizer"]["scale"].item()] * STEPS
     order = [train.chosen(i * settings.batch) for i in range(STEPS, STEPS + AHEAD)]
     for target in MESHES[source + 1 : source + 3]:
         shares, coming = zip(*ranks(resumed, target, settings, whole), strict=True)
         assert all(sequences == order for sequences in coming)
         assert max(shares) == 1  # padding is not read
-
-
-def writes_replicas(mesh, folder):
-    """8 x 6 elements in four blocks, each of which two ranks hold, and a number that all do."""
-    whole = {"W": torch.arange(48.0).view(8, 6), "n": torch.tensor(7)}
-    specs = {"W": "W[D_X, F]", "n": "n[]"}
-    checkpoint.save(folder, tree.shard(whole, specs, mesh) | {"data": {"seed": "s"}}, specs, mesh, 5)
-
-
-def test_no_block_is_written_twice(ranks, tmp_path):
-    ranks(writes_replicas, {"P": 2, "X": 2}, tmp_path)
-    files = [*Path("step-000005").glob("*.distcp")]
-    assert sum(torch.load(file, mmap=True).nbytes for file in files) == 48 * 4 + 8
-    assert {file.name[2] for file in files} == {"0", "1"}  # of the second pod: nothing
 
 
 def test_the_newest_are_kept():
