@@ -12,7 +12,7 @@ from collections import Counter
 from scaling.serve import scheduler
 from scaling.serve.requests import Request
 from scaling.serve.simulate import drive
-from scaling.serve.states import Admit, Done, Move, Moved, Options, Run
+from scaling.serve.states import Admit, Done, Move, Moved, Options, Preempt, Run
 
 V = 5
 
@@ -120,6 +120,13 @@ class Audited:
             self.counts[type(action).__name__] += 1
             if isinstance(action, Admit):
                 self._count_hit(state, action)
+                older = itertools.takewhile(lambda id, new=action.id: id != new, state.live)
+                gone = {each.id for each in actions if isinstance(each, Preempt)}
+                assert all(state.live[id].where or id in gone for id in older), "a younger request overtakes"
+            if isinstance(action, Preempt) and len(state.pools) == 1:
+                younger = itertools.islice(state.live.values(), [*state.live].index(action.id) + 1, None)
+                group = state.live[action.id].group
+                assert not any(each.where and each.group == group for each in younger), "an older one makes room"
             if isinstance(action, Run):
                 self.counts["chunks"] += sum(not work.sample for work in action.works)
                 self.counts["steps of several groups"] += len({work.group for work in action.works}) > 1
@@ -137,16 +144,10 @@ class Audited:
         request's group spells."""
         live = state.live[action.id]
         pool, tokens = state.pools[state.policy.workers[0]][live.group], live.tokens
-        spelled = set()
-        for page in pool.edges:
-            parts, at = [], page
-            while at != -1:
-                parent, part, _ = pool.edges[at]
-                parts.append(part)
-                at = parent
-            spelled.add(tuple(t for part in reversed(parts) for t in part))
-        whole = range(0, len(tokens), pool.size)
-        best = max((n for n in whole if n == 0 or tokens[:n] in spelled), default=0)
+        spelled = {-1: ()}
+        for page, (parent, part, _) in sorted(pool.edges.items(), key=lambda edge: edge[1][2]):  # parents first
+            spelled[page] = (*spelled[parent], *part)
+        best = max(n for n in range(0, len(tokens), pool.size) if tokens[:n] in spelled.values())
         self.counts["hits"] += action.cached > 0
         self.counts["full hits"] += best > 0 and best + pool.size >= len(tokens) and len(tokens) % pool.size == 0
         self.hits.append((action.id, action.cached, best))
