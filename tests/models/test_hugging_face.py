@@ -112,8 +112,7 @@ CASES = {  # what: (config, its layers' types, a schedule, mesh)
         None,
         {"X": 2, "Y": 2},
     ),
-    "empty places": (SMALL.with_(V=5), {}, "1f1b", {"Z": 2, "Y": 2}),
-    "empty places, experts": (MOE.with_(L=7, V=27), {}, "interleaved", {"Z": 2, "Y": 2}),
+    "empty places": (MOE.with_(L=7, V=27), {}, "interleaved", {"Z": 2, "Y": 2}),
 }
 
 
@@ -140,7 +139,6 @@ def edit(folder, change, file="model.safetensors"):
 
 LAYER = "model.layers.{}".format
 BROKEN = {  # what is said: how the tensors of the file are changed
-    r"layers\.1\.mlp\.up_proj\.weight is missing,": lambda t: t.pop(LAYER("1.mlp.up_proj.weight")),
     r"lm_head\.weight is missing": lambda t: t.pop("lm_head.weight"),
     r"layers\.0\.self_attn\.k_proj\.weight is missing \(and 1 more\)": lambda t: [
         t.pop(LAYER(f"{l}.self_attn.k_proj.weight")) for l in (0, 2)
@@ -164,7 +162,7 @@ def test_a_tensor_dropped_added_or_misshaped_is_named(folder, says):
 def test_a_file_that_is_cut_off_is_refused(folder):
     file = folder / "model.safetensors"
     whole = file.read_bytes()
-    for size in (0, 5, 100, len(whole) // 2, len(whole) - 1):
+    for size in (0, 5, len(whole) // 2, len(whole) - 1):
         file.write_bytes(whole[:size])
         with pytest.raises(ValueError, match=r"model\.safetensors cannot be read.*\n  fix: download"):
             hf.load(folder)
@@ -215,7 +213,6 @@ RANKS = {"q_lora_rank": 4, "kv_lora_rank": 4, "qk_nope_head_dim": 2, "qk_rope_he
 BASE = {"hidden_size": 12, "num_hidden_layers": 3, "intermediate_size": 20, "num_attention_heads": 4, "vocab_size": 28}
 YARN_ELSEWHERE = {"rope_type": "yarn", "factor": 2.0, "truncate": False}
 UNCOMPUTED = {  # what is said: the config's table, of a llama unless it says otherwise
-    "model_type 'gemma2'": {"model_type": "gemma2"},
     "model_type 'gpt_neox'": {"model_type": "gpt_neox"},
     "latent attention with biases": {"model_type": "deepseek_v3", "attention_bias": True} | RANKS,
     "rope_scaling of type 'dynamic'": {"rope_scaling": {"type": "dynamic", "factor": 2.0}},
