@@ -174,17 +174,11 @@ def test_int8_numbers_are_within_half_a_scale():
 
 @pytest.mark.parametrize("name", ["rich", "experts", "deepseek"])
 def test_int8_weights(name):
-    """One scale an output channel, and each number within half of it; the logits' error is small."""
+    """One scale an output channel; the logits' error is small."""
     config = CONFIGS[name]
     params, tokens = setting(config, torch.float32)
     small = serve.quantize(params, config)
     tree.check(small, serve.specs(config, int8=True), config.sizes | {"I": 1, "J": 1}, ONE)
-    whole, own = tree.named_leaves(params), tree.named_leaves(small)
-    held = {name.removesuffix('["q"]') for name in own if name.endswith('["q"]')}
-    assert len(held) > 3
-    for name in held:
-        q, scale = own[f'{name}["q"]'], own[f'{name}["scale"]']
-        assert ((q * scale - whole[name]).abs() <= scale / 2 * (1 + 1e-5)).all()
     query = small["layers"]["W_DQ" if config.latent else "W_Q"]
     assert query["scale"].shape == (len(query["q"]), 1, *query["q"].shape[2:])
     assert 0 < off(served(small, tokens, config)[0], served(params, tokens, config)[0]) < 0.05
