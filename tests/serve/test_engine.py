@@ -10,7 +10,7 @@ from scaling.serve.pages import Pool
 from scaling.serve.requests import Request
 from scaling.serve.scheduler import initial, step
 from scaling.serve.simulate import simulate
-from scaling.serve.states import Admit, Arrive, Done, Options, Run
+from scaling.serve.states import Admit, Arrive, Done, Options, Preempt, Run
 
 
 @pytest.mark.parametrize("count", [120, pytest.param(5000, marks=pytest.mark.sweep)])
@@ -105,3 +105,11 @@ def test_a_request_goes_to_the_group_that_has_its_prefix_and_else_where_the_fewe
     state, _ = drained(state, [Done("engine", dict.fromkeys(range(3), (9,)))])
     state, actions = step(state, [Arrive(Request(7, (1, 5), 1))])
     assert (state.live[7].group, actions[0]) == (1, Admit(7, 1))
+
+
+def test_a_group_without_pages_preempts_its_own_youngest():
+    """Not the one of the other group, though that is younger."""
+    options = Options(pages=2, page=2, slots=4, groups=2, prefix=False)
+    state, _ = arrived(options, ((1, 1), 2), ((2,), 2), ((3,), 2), ((4,), 2))
+    _, actions = step(state, [Done("engine", dict.fromkeys(range(4), (9,)))])
+    assert [action.id for action in actions if isinstance(action, Preempt)] == [2]
