@@ -56,7 +56,6 @@ def test_the_byte_model_is_the_formula(residual, norm, activation):
 def test_sizes():
     config = mlp.MLPConfig()
     params = mlp.init(config)
-    assert tree.map(lambda p: p.shape, params) == config.shapes()
     assert config.num_params() == tree.nbytes(params) // 4 == 8 * 256 * 128 + 4 * 2 * 128 * 512 + 128 * 256
     tree.check(params, mlp.SPECS, config.sizes, AbstractMesh({}), torch.float32)
 

@@ -77,14 +77,12 @@ def test_the_books_rule_gives_the_targets_distribution(target, draft):
     tokens, count = verify(
         ps, qs, proposed, torch.stack([first_kept, second_kept], 1), again[:, None].expand(-1, K + 1)
     )
-    chances = q[0][first] * q[1][first, second] / PARTS**3
-    joint = torch.zeros(V, V, V, dtype=torch.float64)  # of three tokens: what a step leaves open, the target draws
-    for a, b, c in itertools.product(range(V), repeat=3):
-        follows = torch.ones(len(first), dtype=torch.float64)
-        for n, (token, then) in enumerate(((a, p[0][a]), (b, p[1][a, b]), (c, p[2][a, b, c]))):
-            follows = follows * torch.where(count > n, (tokens[:, n] == token).double(), then)
-        joint[a, b, c] = (chances * follows).sum()
-    assert (joint - p[0][:, None, None] * p[1][..., None] * p[2]).abs().max() < 1e-12
+    joint = q[0][first] * q[1][first, second] / PARTS**3
+    for n in range(K + 1):  # of three tokens: what a step leaves open, the target draws
+        given, open_ = (tokens[:, n, None] == torch.arange(V)).double(), count <= n
+        shape = len(first), *[1] * n
+        joint = joint[..., None] * torch.where(open_.view(*shape, 1), p[n], given.view(*shape, V))
+    assert (joint.sum(0) - p[0][:, None, None] * p[1][..., None] * p[2]).abs().max() < 1e-12
 
 
 def test_tokens_that_are_expected_of_a_step():

@@ -14,6 +14,7 @@ import torch
 from scaling import serve, tree
 from scaling.configs import Config, Latent
 from scaling.models import transformer
+from scaling.models.text import ByteText
 from scaling.serve import engine
 from scaling.serve.requests import Draw, Request, Sampling
 from scaling.serve.sampling import probabilities, uniforms
@@ -230,3 +231,12 @@ def test_the_engines_tokens_and_hits_are_vllms(name):
     both = [served.requests[i] for i in range(len(arrivals))]
     assert [list(times.tokens) for times in both] == 2 * answers["tokens"]
     assert [times.cached for times in both[len(prompts) :]] == answers["cached"]
+
+
+def test_a_stop_text_ends_a_completion_at_its_token():
+    """Whatever more a step has given."""
+    whole = serve.generate(params, PROMPTS[:1], CONFIG, 9)[0]
+    arrivals = [(0.0, Request(0, tuple(PROMPTS[0]), 9, stops=(bytes(whole[2:4]).decode(),)))]
+    given = {"tokenizer": ByteText(), "draft": (CONFIG, params)}
+    (times,) = engine.serve(params, CONFIG, arrivals, Options(8, page=4, proposals=3), **given).requests.values()
+    assert (times.reason, list(times.tokens)) == ("stop", whole[:4])
