@@ -58,6 +58,7 @@ def test_no_other_choice_of_local_types_is_cheaper():
 )
 def test_the_books_cases(a, b, out, number, ops, result):
     plan = matmul(a, b, out)
+    assert matmul(a, b, out) is plan, "a plan made once is kept"
     assert (plan.cases, plan.case) == (number, number[0])
     assert [step.op for step in plan.steps] == ops
     assert str(plan.result) == result
@@ -66,11 +67,10 @@ def test_the_books_cases(a, b, out, number, ops, result):
 
 
 def test_case_4_gathers_the_smaller_operand():
-    for sizes, gathered in (({"I": 64, "J": 8, "K": 8}, "B"), ({"I": 8, "J": 8, "K": 64}, "A")):
+    for I, K, gathered in ((64, 8, "B"), (8, 64, "A")):
         for out in (None, "C[I, K]"):
-            plan = matmul("A[I_X, J]", "B[J, K_X]", out, sizes, {"X": 4})
-            assert plan.steps[0].op == "AllGather"
-            assert plan.steps[0].after.name == gathered
+            first = matmul("A[I_X, J]", "B[J, K_X]", out, {"I": I, "J": 8, "K": K}, {"X": 4}).steps[0]
+            assert (first.op, first.after.name) == ("AllGather", gathered)
 
 
 @pytest.mark.parametrize(("B", "strategy"), [(128, 2), (1024, 2), (16384, 1)])
@@ -106,7 +106,6 @@ CHECKED = [  # (a, b, result, sizes): plans with sizes and without are the dense
     *[
         (*line, {"B": 4, "T": 4, "S": 8, "N": 4, "H": 2})  # attention has batch dims
         for line in (
-            ("Q[B_X, T, N_Y, H]", "K[B_X, S, N_Y, H]", "S[B_X, N_Y, T, S]"),
             ("Q[B_X, T, N_Y, H]", "K[B, S, N_Y, H]", "S[B_X, N_Y, T, S]"),
             ("Q[B, T_X, N, H_Y]", "K[B, S_X, N, H_Y]", "S[B, N_Y, T_X, S]"),
             ("Q[B_X, T, N, H]", "K[B_Y, S, N, H]", "S[B_XY, N, T, S]"),
@@ -145,7 +144,7 @@ test_refused = refused(
 
 
 @pytest.mark.slow
-@settings(deadline=None, derandomize=True, max_examples=80)
+@settings(deadline=None, derandomize=True, max_examples=40)
 @given(st.data())
 def test_any_types(data):
     """Any types at all, unreduced ones too, on two and three axes."""
@@ -176,24 +175,12 @@ def test_a_product_that_sums_nothing_has_one_flop_an_element():
         assert step.flops(sizes, {"X": 2}) == flops
 
 
-def test_planning_is_quick():
-    a, b, out = parse("A[I_X, J_Y]"), parse("B[J_Y, K_X]"), parse("C[I, K]")
-    matmul(a, b, out, SIZES, {"X": 2, "Y": 2})
-    times = []
-    for _ in range(100):
-        start = time.perf_counter()
-        matmul(a, b, out, SIZES, {"X": 2, "Y": 2})
-        times.append(time.perf_counter() - start)
-    assert min(times) < 1e-3
-
-
 @pytest.mark.parametrize(
     ("a", "b", "out"),
     [
         ("A[I_ABC, J]", "B[J, K_DEF]", "C[I_ABC, K_DEF]"),
         ("A[I, J_ABCDEF]", "B[J_ABCDEF, K]", "C[I, K]"),
         ("A[I_AB, J_C]", "B[J_CD, K_EF]", "C[I_F, K_AB]"),
-        ("A[I_ABC, J]", "B[J_DEF]", "C[I_ABC]"),
         ("A[I_ABC, J]", "B[J_DE]", "C[I_ABC]"),
     ],
 )
@@ -209,10 +196,9 @@ def test_beyond_the_bound_the_rules_decide(a, b, out):
     check(plan, parse(a), parse(b), parse(out), sizes, mesh)
 
 
-@pytest.mark.parametrize("axes", range(6))
-@pytest.mark.parametrize(("a", "b"), [("A[I, J]", "B[J]"), ("A[I, J]", "B[J, K]"), ("A[I, J, K]", "B[K, L, M]")])
-def test_the_bound_is_of_all_ways_to_split_a_product(a, b, axes):
-    a, b = parse(a), parse(b)
-    ways = arrangements(tuple("PQRST"[:axes]), len({*a.dim_names, *b.dim_names}))
-    few = len(list(itertools.islice(ways, WAYS + 1))) <= WAYS
-    assert few_ways(a, b, axes) is few
+def test_the_bound_is_of_all_ways_to_split_a_product():
+    for a, b in [("A[I, J]", "B[J]"), ("A[I, J]", "B[J, K]"), ("A[I, J, K]", "B[K, L, M]")]:
+        a, b = parse(a), parse(b)
+        for axes in range(6):
+            ways = arrangements(tuple("PQRST"[:axes]), len({*a.dim_names, *b.dim_names}))
+            assert few_ways(a, b, axes) is (len(list(itertools.islice(ways, WAYS + 1))) <= WAYS)

@@ -18,31 +18,35 @@ from scaling.cost.step_time import seconds_on
 from scaling.hardware import chip
 from scaling.spec import ShardingError, Spec, parse
 
+TWELVE = "ABCDEFGHIJKL"
+KNOWN = [  # (from, to, ops)
+    ("A[I_XY]", "A[I_X]", ["AllGather"]),
+    ("A[I_XY]", "A[I_Y]", ["CollectivePermute", "AllGather"]),
+    ("A[I, J] {U_XY}", "A[I, J] {U_Y}", ["AllReduce"]),
+    ("A[I_XY, J]", "A[I_X, J_Y]", ["AllToAll"]),
+    ("A[I_X, J]", "A[I_X, J]", []),
+    # over twelve axes, one step
+    (f"W[M_{TWELVE}]", "W[M]", ["AllGather"]),
+    ("W[M_ABCDEF, N, K]", "W[M, N, K]", ["AllGather"]),
+    ("W[M]", f"W[M_{TWELVE}]", ["Slice"]),
+    (f"W[M_{TWELVE}, N]", f"W[M, N_{TWELVE}]", ["AllToAll"]),
+    (f"W[M] {{U_{TWELVE}}}", "W[M]", ["AllReduce"]),
+    (f"W[M] {{U_{TWELVE}}}", f"W[M_{TWELVE}]", ["ReduceScatter"]),
+    (f"W[M_{TWELVE[:6]}, N] {{U_{TWELVE[6:]}}}", f"W[M_{TWELVE[:6]}, N_{TWELVE[6:]}]", ["ReduceScatter"]),
+    (f"W[M_{TWELVE}]", f"W[M_{TWELVE[::-1]}]", ["CollectivePermute"]),
+    ("W[M, N]", f"W[M, N] {{U_{TWELVE}}}", ["Mask"]),
+    (f"W[M_{TWELVE}, N]", f"W[M, N] {{U_{TWELVE}}}", ["Pad"]),
+]
 
-@pytest.mark.parametrize(
-    ("src", "dst", "ops"),
-    [
-        ("A[I_XY]", "A[I]", ["AllGather"]),
-        ("A[I_XY]", "A[I_X]", ["AllGather"]),
-        ("A[I_XY]", "A[I_Y]", ["CollectivePermute", "AllGather"]),
-        ("A[I_XY]", "A[I_YX]", ["CollectivePermute"]),
-        ("A[I, J]", "A[I, J_X]", ["Slice"]),
-        ("A[I, J] {U_X}", "A[I, J]", ["AllReduce"]),
-        ("A[I, J] {U_XY}", "A[I, J] {U_Y}", ["AllReduce"]),
-        ("A[I, J] {U_X}", "A[I_X, J]", ["ReduceScatter"]),
-        ("A[I, J] {U_XY}", "A[I_YX, J]", ["ReduceScatter"]),
-        ("A[I_X, J]", "A[I, J_X]", ["AllToAll"]),
-        ("A[I_XY, J]", "A[I_X, J_Y]", ["AllToAll"]),
-        ("A[I, J]", "A[I, J] {U_X}", ["Mask"]),
-        ("A[I_X, J]", "A[I, J] {U_X}", ["Pad"]),
-        ("A[I_X, J]", "A[I_X, J]", []),
-    ],
-)
-def test_plans_known_by_hand(src, dst, ops):
-    for mesh in (None, {"X": 2, "Y": 4}, {"Y": 4, "X": 2}):
+
+@pytest.mark.parametrize(("src", "dst", "ops"), KNOWN)
+def test_plans_known_by_hand_are_found_at_once(src, dst, ops):
+    for mesh in (None, dict.fromkeys(f"X{TWELVE}Y", 2), dict.fromkeys(f"Y{TWELVE}X", 2)):
+        began = time.process_time()
         plan = reshard(src, dst, mesh=mesh)
+        assert time.process_time() - began < 0.1
         assert [step.op for step in plan.steps] == ops
-        assert plan.case is None
+        assert (plan.case, plan.note) == (None, "")
         assert [str(step.after) for step in plan.steps][-1:] == ([dst] if ops else [])
 
 
@@ -110,7 +114,7 @@ test_refused = refused(
 )
 
 
-@settings(SETTINGS, max_examples=150)
+@settings(SETTINGS, max_examples=100)
 @given(st.data())
 def test_any_two_types_of_any_array(data):
     """The plan arrives at the array, and costs no more than to reduce and gather everything and slice."""
@@ -139,31 +143,6 @@ def test_equal_sizes_allow_a_permutation_between_axes():
     assert (0, 0) in pairs  # a device on the diagonal keeps its block
 
 
-TWELVE = "ABCDEFGHIJKL"
-MANY = [  # (from, to, ops): over 12 axes, one step
-    (f"W[M_{TWELVE}]", "W[M]", "AllGather"),
-    ("W[M]", f"W[M_{TWELVE}]", "Slice"),
-    (f"W[M_{TWELVE}, N]", f"W[M, N_{TWELVE}]", "AllToAll"),
-    (f"W[M] {{U_{TWELVE}}}", "W[M]", "AllReduce"),
-    (f"W[M] {{U_{TWELVE}}}", f"W[M_{TWELVE}]", "ReduceScatter"),
-    (f"W[M_{TWELVE[:6]}, N] {{U_{TWELVE[6:]}}}", f"W[M_{TWELVE[:6]}, N_{TWELVE[6:]}]", "ReduceScatter"),
-    (f"W[M_{TWELVE}]", f"W[M_{TWELVE[::-1]}]", "CollectivePermute"),
-    ("W[M, N]", f"W[M, N] {{U_{TWELVE}}}", "Mask"),
-    (f"W[M_{TWELVE}, N]", f"W[M, N] {{U_{TWELVE}}}", "Pad"),
-    ("W[M_ABCDEF, N, K]", "W[M, N, K]", "AllGather"),
-]
-
-
-@pytest.mark.parametrize(("src", "dst", "op"), MANY)
-def test_one_step_over_many_axes_is_found_at_once(src, dst, op):
-    for mesh in (None, dict.fromkeys(TWELVE, 2)):
-        began = time.process_time()
-        plan = reshard(src, dst, mesh=mesh)
-        assert time.process_time() - began < 0.1
-        assert [step.op for step in plan.steps] == [op]
-        assert plan.note == ""
-
-
 def without(axis: str, spec: Spec) -> Spec:
     dims = tuple((dim, tuple(a for a in axes if a != axis)) for dim, axes in spec.dims)
     return Spec(spec.name, dims, tuple(a for a in spec.unreduced if a != axis))
@@ -188,7 +167,12 @@ def test_an_axis_of_size_1_costs_nothing():
         pytest.param("W[M_ABC, N_DEF, K]", "W[M_F, N_BA, K_CDE]", True, marks=pytest.mark.sweep),
         pytest.param("W[M_AB, N, K_C] {U_DEF}", "W[M_DA, N_EC, K]", True, marks=pytest.mark.sweep),
         ("W[M_BA, N, K_C]", "W[M_DA, N, K_EC] {U_BF}", True),
-        (f"W[M_{TWELVE[:4]}, N_{TWELVE[4:8]}, K_{TWELVE[8:]}]", f"W[M_{TWELVE[7:3:-1]}, N_{TWELVE[:3]}, K]", True),
+        pytest.param(
+            f"W[M_{TWELVE[:4]}, N_{TWELVE[4:8]}, K_{TWELVE[8:]}]",
+            f"W[M_{TWELVE[7:3:-1]}, N_{TWELVE[:3]}, K]",
+            True,
+            marks=pytest.mark.sweep,
+        ),
     ],
 )
 def test_the_search_ends_at_its_bound_and_says_so(src, dst, bounded):
