@@ -77,19 +77,19 @@ def typed(rng: random.Random, name: str, dims: str) -> str:
     return f"{name}[{', '.join(d + ('_' + ''.join(axes) if axes else '') for d, axes in zip(dims, way, strict=True))}]"
 
 
-def function(program: Program, einsum, tanh):
-    """The program as a Python function, with this library's einsum and tanh."""
+def function(program: Program, einsum, tanh, types=None, reshard=None):
+    """The program as a Python function, with this library's einsum and tanh. With `types` each line's result has one,
+    by `einsum(equation, *operands, out)`, or by `reshard(x, type)` of the operands."""
 
     def run(*arguments):
         made = []
-        for what, operands, detail in program.steps:
+        for number, (what, operands, detail) in enumerate(program.steps):
             xs = [made[i] if i >= 0 else arguments[-1 - i] for i in operands]
             if what == "einsum":
-                made.append(einsum(detail.lower(), *xs))
-            elif what == "add":
-                made.append(xs[0] + xs[1])
-            else:
-                made.append(xs[0] * xs[0] if what == "square" else tanh(xs[0]))
+                made.append(einsum(detail.lower(), *xs, **({"out": types[number]} if types else {})))
+                continue
+            xs = [reshard(x, types[number]) for x in xs] if types else xs
+            made.append(xs[0] + xs[1] if what == "add" else xs[0] * xs[0] if what == "square" else tanh(xs[0]))
         return made[-1]
 
     return run

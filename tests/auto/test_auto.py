@@ -14,7 +14,7 @@ from refused import refused
 
 from scaling import auto, explicit
 from scaling.algebra import matmul, reshard
-from scaling.algebra.layouts import spec_of
+from scaling.algebra.layouts import DimAxes, spec_of
 from scaling.algebra.planner import all_layouts
 from scaling.book.largest import largest
 from scaling.collectives.plans import run_step
@@ -47,44 +47,45 @@ def test_it_never_moves_more_than_xla():
     assert less >= 40
 
 
+def lowered(fn, in_types, out, *arguments):
+    """Of arguments, or their shapes."""
+    return auto.jit(fn, ABSTRACT, in_types, out).lower(*(meta(*x) if isinstance(x, tuple) else x for x in arguments))
+
+
 def test_the_books_program():
     def matmul_square(In, W):
         return torch.einsum("bd,df->bf", In * In, W)
 
     arguments = meta(8, 2048, dtype=torch.bfloat16), meta(2048, 8192, dtype=torch.bfloat16)
-    lowered = auto.jit(matmul_square, ABSTRACT, ("In[B_X, D_Y]", "W[D_Y, F]"), "Out[B_X, F]").lower(*arguments)
-    assert lowered.listing.splitlines() == [
+    program = lowered(matmul_square, ("In[B_X, D_Y]", "W[D_Y, F]"), "Out[B_X, F]", *arguments)
+    assert program.listing.splitlines() == [
         "1. T1[B_X, D_Y] = mul(In[B_X, D_Y], In[B_X, D_Y])",
         "2. Out[B_X, F] {U_Y} = T1[B_X, D_Y] *_D W[D_Y, F]",
         "3. Out[B_X, F] = AllReduce_Y(Out[B_X, F] {U_Y})",
     ]
-    assert lowered.wire_bytes == 2 * 2 * 8192 * 2 / 2
-    sizes = auto.jit(matmul_square, ABSTRACT, ("[8_X, 2048_Y]", "[2048_Y, 8192]"), "[8_X, 8192_Y]").lower(*arguments)
+    assert program.wire_bytes == 2 * 2 * 8192 * 2 / 2
+    sizes = lowered(matmul_square, ("[8_X, 2048_Y]", "[2048_Y, 8192]"), "[8_X, 8192_Y]", *arguments)
     assert [str(step) for step in sizes.steps] == ["T2[I_X, L_Y] = ReduceScatter_Y(T2[I_X, L] {U_Y})"]
 
 
 def block(x, p):
-    """Attention and MLP with residuals."""
+    """Attention with a residual."""
     Q, K, V = (torch.einsum("btd,dnh->btnh", x, p[w]) for w in ("W_Q", "W_K", "W_V"))
     P = torch.softmax(torch.einsum("btnh,bsnh->bnts", Q, K) / 2, -1)
-    x = x + torch.einsum("btnh,nhd->btd", torch.einsum("bnts,bsnh->btnh", P, V), p["W_O"])
-    return x + torch.einsum("btf,fd->btd", F.gelu(torch.einsum("btd,df->btf", x, p["W_in"])), p["W_out"])
+    return x + torch.einsum("btnh,nhd->btd", torch.einsum("bnts,bsnh->btnh", P, V), p["W_O"])
 
 
-TYPES = {
-    "W_Q": "W_Q[D_X, N_Y, H]", "W_K": "W_K[D_X, N_Y, H]", "W_V": "W_V[D_X, N_Y, H]", "W_O": "W_O[N_Y, H, D_X]",
-    "W_in": "W_in[D_X, F_Y]", "W_out": "W_out[F_Y, D_X]",
-}  # fmt: skip
-SHAPES = {"W_Q": (8, 2, 4), "W_K": (8, 2, 4), "W_V": (8, 2, 4), "W_O": (2, 4, 8), "W_in": (8, 32), "W_out": (32, 8)}
+TYPES = {"W_Q": "W_Q[D_X, N_Y, H]", "W_K": "W_K[D_X, N_Y, H]", "W_V": "W_V[D_X, N_Y, H]", "W_O": "W_O[N_Y, H, D_X]"}
+SHAPES = {"W_Q": (8, 2, 4), "W_K": (8, 2, 4), "W_V": (8, 2, 4), "W_O": (2, 4, 8)}
 
 
 def test_fsdp_and_tensor_parallelism_are_found():
     """From the types of the weights and of what goes in and out alone: the book's algorithm, line by line."""
-    program = auto.jit(
+    program = lowered(
         lambda In, W_in, W_out: In + F.gelu(In @ W_in) @ W_out,
-        ABSTRACT, ("In[B_X, D_Y]", "W_in[D_X, F_Y]", "W_out[F_Y, D_X]"), "Out[B_X, D_Y]",
+        ("In[B_X, D_Y]", "W_in[D_X, F_Y]", "W_out[F_Y, D_X]"), "Out[B_X, D_Y]", (128, 64), (64, 256), (256, 64),
     )  # fmt: skip
-    assert program.lower(meta(128, 64), meta(64, 256), meta(256, 64)).listing.splitlines() == [
+    assert program.listing.splitlines() == [
         "1. In[B_X, D] = AllGather_Y(In[B_X, D_Y])",
         "2. W_in[D, F_Y] = AllGather_X(W_in[D_X, F_Y])",
         "3. T1[B_X, F_Y] = In[B_X, D] *_D W_in[D, F_Y]",
@@ -104,40 +105,30 @@ def test_a_type_asked_for_is_taken():
         hidden = explicit.reshard(hidden, "hidden[B_X, F_Y]")
         return torch.einsum("bf,df->bd", hidden, W_out)
 
-    program = auto.jit(matmul, ABSTRACT, ("x[B_X, D]", "W_in[D, F]", None), "Out[B_X, D]")
-    lowered = program.lower(meta(8, 16), meta(16, 32), meta(16, 32))
-    assert [step.op for step in lowered.steps] == ["AllReduce"]
-    assert "T1[B_X, F_Y]: as asked for" in lowered.listing
+    program = lowered(matmul, ("x[B_X, D]", "W_in[D, F]", None), "Out[B_X, D]", (8, 16), (16, 32), (16, 32))
+    assert [step.op for step in program.steps] == ["AllReduce"]
+    assert "T1[B_X, F_Y]: as asked for" in program.listing
     assert torch.equal(matmul(x := torch.ones(2, 2), x, x), torch.full((2, 2), 4.0))  # on one device it is nothing
-
-
-def lowered(fn, in_types, out, *shapes):
-    return lambda: auto.jit(fn, ABSTRACT, in_types, out).lower(*(meta(*shape) for shape in shapes or ((8, 16),)))
 
 
 ELSEWHERE = explicit.array(torch.ones(8, 16), "[8_X, 16]", AbstractMesh(MESH))
 ROWS, STRUCTURE = ("x[B_X, D]",), "are a tree of the same structure as what they type"
-test_refused = refused(
-    {
-        "a size that does not divide": (
-            lowered(lambda x: x, ("x[B_X, D_Y]",), "y[B, D]", (6, 16)),
-            "does not divide into 4 blocks",
-        ),
-        "a result of other dims": (lowered(lambda x: x, ROWS, "y[B, D, E]"), "3 dims"),
-        "too many types": (lowered(lambda x: x, ROWS * 2, "y[B, D]"), f"in_types {STRUCTURE}"),
-        "too few types": (lowered(lambda x: (x, x), ROWS, ("y[B, D]",)), f"out_types {STRUCTURE}"),
-        "a shape of other elements": (lowered(lambda x: x.reshape(-1, 5), ROWS, None), "invalid"),
-        "not in the table": (lowered(torch.trace, ROWS, None), "trace: not a function whose sharding is known"),
-        "a plain operand": (lowered(lambda x: x + torch.ones(8, 16), ROWS, None), "fix: give it as an argument"),
-        "writing": (lowered(lambda x: x.add_(1), ROWS, None), "add_: changes its argument"),
-        "another mesh": (lambda: auto.jit(lambda x: x, ABSTRACT, ROWS)(ELSEWHERE), "an array is on another mesh"),
-    },
-    ShardingError,
-)
+REFUSED = {  # what: (program, types of its arguments and of its result, words)
+    "a size that does not divide": (lambda x: x, ("x[B, D_XY]",), "y[B, D]", "does not divide into 8 blocks"),
+    "a result of other dims": (lambda x: x, ROWS, "y[B, D, E]", "3 dims"),
+    "too many types": (lambda x: x, ROWS * 2, "y[B, D]", f"in_types {STRUCTURE}"),
+    "too few types": (lambda x: (x, x), ROWS, ("y[B, D]",), f"out_types {STRUCTURE}"),
+    "not in the table": (torch.trace, ROWS, None, "trace: not a function whose sharding is known"),
+    "a plain operand": (lambda x: x + torch.ones(8, 20), ROWS, None, "fix: give it as an argument"),
+    "writing": (lambda x: x.add_(1), ROWS, None, "add_: changes its argument"),
+}
+CALLS = {what: (lambda of=of: lowered(*of, (8, 20)), words) for what, (*of, words) in REFUSED.items()}
+CALLS["another mesh"] = lambda: auto.jit(lambda x: x, ABSTRACT, ROWS)(ELSEWHERE), "an array is on another mesh"
+test_refused = refused(CALLS, ShardingError)
 
 
 def test_a_program_with_a_type_has_a_plan():
-    assert lowered(lambda x: x.reshape(2, 64), ROWS, "y[B, D_X]")().wire_bytes > 0
+    assert lowered(lambda x: x.reshape(2, 64), ROWS, "y[B, D_X]", (8, 16)).wire_bytes > 0
     y = auto.jit(lambda x: x.sum(0), ABSTRACT, "x[B_X, D]")(explicit.array(torch.ones(8, 16), "[8_X, 16]", ABSTRACT))
     assert y.type in ("float32[16_X]", "float32[16_YX]")  # the least: a ReduceScatter, and maybe a slice
 
@@ -190,67 +181,59 @@ MESHES = [{"X": 2, "Y": 4}, {"X": 2, "Y": 2, "Z": 2}]
 SHAPE = (64, 128)
 
 
-def text(at) -> str:
-    return str(spec_of(at, "A"))
+def every(*shapes, sizes, unreduced=True):
+    """All layouts of arrays, each with each."""
+    axes = tuple(sizes)
+    return [*itertools.product(*(all_layouts(shape, sizes, axes, axes if unreduced else ()) for shape in shapes))]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("sizes", MESHES, ids=str)
-def test_price_is_what_is_sent(sizes):
-    """Of every pair of layouts, of many every third; and never more than `reshard` sends, which leaves idle axes alone;
-    explicit mode sends the same."""
-    mesh, x = AbstractMesh(sizes), torch.empty(SHAPE, device="meta")
-    every, less = all_layouts(SHAPE, sizes, tuple(sizes), tuple(sizes)), 0
-    for src, dst in list(itertools.product(every, every))[:: 1 if len(every) < 50 else 3]:
-        if set(dst.unreduced) - set(src.unreduced):
-            continue  # only a product makes partial sums
-        lowered = auto.jit(lambda x: x, mesh, text(src), text(dst)).lower(x)
-        assert lowered.wire_bytes == pytest.approx(lowered.planned), (src, dst)
-        explicit = reshard(spec_of(src), spec_of(dst), SHAPE, mesh, idle=True).wire_bytes(SHAPE, mesh, 4)
-        assert explicit == pytest.approx(lowered.wire_bytes), (src, dst)
-        plain = reshard(spec_of(src), spec_of(dst), SHAPE, mesh).wire_bytes(SHAPE, mesh, 4)
-        assert lowered.wire_bytes <= plain, (src, dst)
-        less += lowered.wire_bytes < plain
-    assert less > 0
+def text(at, name="A") -> str:
+    return str(spec_of(at, name))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("sizes", "pairs"), [(MESHES[0], 18**2), (MESHES[1], 92**2)], ids=str)
-def test_every_step_sends_its_price(sizes, pairs):
-    """Of all plans between two layouts, sums that are made included: what a trace sees the busiest rank send."""
-    mesh, every = AbstractMesh(sizes), all_layouts(SHAPE, sizes, tuple(sizes), tuple(sizes))
-    plans = [reshard(spec_of(a), spec_of(b), SHAPE, mesh, idle=True) for a, b in itertools.product(every, every)]
-    assert len(plans) == pairs
+def test_price_is_what_is_sent(sizes, pairs):
+    """Of every pair of layouts, of many some; and never more than `reshard` sends, which leaves idle axes alone;
+    explicit mode sends the same. And of each step of these plans, sums that are made included, what a trace sees the
+    busiest rank send."""
+    mesh, x, steps, less = AbstractMesh(sizes), torch.empty(SHAPE, device="meta"), set(), 0
+    drawn = every(SHAPE, SHAPE, sizes=sizes)
+    assert len(drawn) == pairs
+    for src, dst in drawn[:: 1 if pairs < 500 else 13]:
+        idle = reshard(spec_of(src), spec_of(dst), SHAPE, mesh, idle=True)
+        steps.update(idle.steps)
+        if {*dst.unreduced} - {*src.unreduced}:
+            continue  # only a product makes partial sums
+        program = auto.jit(lambda x: x, mesh, text(src), text(dst)).lower(x)
+        plain = reshard(spec_of(src), spec_of(dst), SHAPE, mesh).wire_bytes(SHAPE, mesh, 4)
+        sent = program.wire_bytes, idle.wire_bytes(SHAPE, mesh, 4)
+        assert sent == pytest.approx((program.planned,) * 2), (src, dst)
+        assert sent[0] <= plain, (src, dst)
+        less += sent[0] < plain
+    assert less > 0
     ranks = [AbstractMesh(sizes, mesh.coord_of(rank)) for rank in range(8)]
-    for step in {step for plan in plans for step in plan.steps}:
-        x, sent = torch.empty(step.before.local_shape(SHAPE, mesh), device="meta"), []
+    for step in steps:
+        shard, sent = torch.empty(step.before.local_shape(SHAPE, mesh), device="meta"), []
         for rank in ranks:
             with trace() as log:
-                run_step(step, [x], rank)
+                run_step(step, [shard], rank)
             sent.append(sum(event.wire_bytes for event in log.events))
         assert largest(sent) == step.wire_bytes(SHAPE, mesh, x.dtype), step
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("sizes", MESHES, ids=str)
-def test_a_product_never_sends_more_than_matmul_plans(sizes):
+@pytest.mark.parametrize(("sizes", "stride"), [(MESHES[0], 37), (MESHES[1], 2003)], ids=str)
+def test_a_product_never_sends_more_than_matmul_plans(sizes, stride):
     mesh, (I, J, K) = AbstractMesh(sizes), (64, 128, 32)
-    arguments = torch.empty(I, J, device="meta"), torch.empty(J, K, device="meta")
-    of_a, of_b, of_out = (all_layouts(shape, sizes, tuple(sizes)) for shape in ((I, J), (J, K), (I, K)))
-    drawn = [*itertools.product(of_a, of_b, of_out)][:: 37 if len(sizes) == 2 else 997]
-    for a, b, out in drawn:
-        types = [str(spec_of(at, name)) for at, name in ((a, "A"), (b, "B"), (out, "C"))]
-        lowered = auto.jit(torch.matmul, mesh, (types[0], types[1]), types[2]).lower(*arguments)
-        assert lowered.wire_bytes == pytest.approx(lowered.planned), types
-        lines = types[0], types[1].replace("J", "K").replace("I", "J"), types[2].replace("J", "K")
-        planned = matmul(*lines, sizes={"I": I, "J": J, "K": K}, mesh=sizes)
-        assert lowered.wire_bytes <= planned.wire_bytes({"I": I, "J": J, "K": K}, mesh, 4), types
-
-
-def test_the_product_that_sent_more():
-    mesh = AbstractMesh(MESHES[0])
-    run = auto.jit(torch.matmul, mesh, ("A[I, J_X]", "B[J, K_X]"), "C[I_Y, K]")
-    assert run.lower(torch.empty(64, 128, device="meta"), torch.empty(128, 32, device="meta")).wire_bytes <= 5120
+    drawn = every((I, J), (J, K), (I, K), sizes=sizes, unreduced=False)[::stride]
+    sent_more = DimAxes(((), ("X",))), DimAxes(((), ("X",))), DimAxes((("Y",), ()))
+    for a, b, out in [*drawn, sent_more]:
+        A, B, C = text(a), text(b, "B").replace("J", "K").replace("I", "J"), text(out, "C").replace("J", "K")
+        program = auto.jit(torch.matmul, mesh, (A, B), C).lower(meta(I, J), meta(J, K))
+        assert program.wire_bytes == pytest.approx(program.planned), (A, B, C)
+        planned = matmul(A, B, C, sizes={"I": I, "J": J, "K": K}, mesh=sizes)
+        assert program.wire_bytes <= planned.wire_bytes({"I": I, "J": J, "K": K}, mesh, 4), (A, B, C)
 
 
 @pytest.mark.slow
@@ -262,5 +245,4 @@ def test_states_are_kept_by_what_their_arrays_still_cost():
         return x + torch.einsum("bts,bsh->bth", torch.softmax(torch.einsum("bth,bsh->bts", Q, K), -1), V) @ W_O
 
     types = ("x[B_Y, T, D_X]", "W_Q[D_Y, F]", "W_K[D, F_Y]", "W_V[D, F_Y]", "W_O[D_YX, F]")
-    arguments = [torch.empty(8, 16, 32, device="meta"), *(torch.empty(32, 32, device="meta") for _ in types[1:])]
-    assert auto.jit(attention, AbstractMesh({"X": 4, "Y": 2}), types).lower(*arguments).wire_bytes <= 11264
+    assert lowered(attention, types, None, (8, 16, 32), *[(32, 32)] * 4).wire_bytes <= 11264

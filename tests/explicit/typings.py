@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 from typing import NamedTuple
 
-from scaling.algebra.layouts import DimAxes, arrangements, divides, spec_of
+from scaling.algebra.layouts import DimAxes, arrangements, divides
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "auto"))
 from random_programs import Program, programs, typed
@@ -62,38 +62,6 @@ def cases() -> list[Case]:
     ]
 
 
-def planned(call, xs: list, at: list, sizes: dict):
-    """What a device computes of a call with operands of these layouts: a LocalPlan. Raises what a layout that is not
-    legal raises."""
-    from scaling.explicit.functions import LocalPlan  # here: the writer of JAX's table reads this file too
-    from scaling.mesh import AbstractMesh
-
-    needed, result = call.op.infer(at, [tuple(x.shape) for x in xs], sizes)
-    return LocalPlan(needed, result, spec_of(result).local_shape(call.shape, AbstractMesh(sizes)))
-
-
-def check_devices(call, xs: list, wanted, local, sizes: dict, terms=(0.5, 0.5)) -> None:
-    """What each device alone makes of its shards is its part of the whole result, or the terms of all add up to it; of
-    a sum over an axis the devices have `terms`."""
-    import torch
-
-    from scaling.mesh import AbstractMesh
-
-    spec, mesh = spec_of(local.result), AbstractMesh(sizes)
-    found = torch.zeros(call.shape, dtype=wanted.dtype)
-    for coord in (mesh.coord_of(rank) for rank in range(mesh.size())):
-        if any(coord[axis] for axis in sizes if axis not in local.result.used):
-            continue  # a copy
-        shards = []
-        for x, given in zip(xs, local.needed, strict=True):
-            part = x[spec_of(given).slices(tuple(x.shape), mesh, coord)].contiguous()
-            for axis in given.unreduced:
-                part = part * terms[coord[axis]]
-            shards.append(part)
-        found[spec.slices(call.shape, mesh, coord)] += call.run(call.op, shards, local).to(wanted.dtype)
-    torch.testing.assert_close(found, wanted.detach().clone(), rtol=1e-12, atol=1e-12)
-
-
 def written(dims) -> str:
     """The axes of each dim: ((), ("X", "Y")) -> "-,XY"; of a scalar "."."""
     return ",".join("".join(axes) or "-" for axes in dims) or "."
@@ -110,23 +78,6 @@ def typed_programs(count: int = 50) -> list[tuple[Program, list[str]]]:
             types.append(typed(rng, "T", dims[-1]))
         found.append((program, [*types[:-1], program.out_type]))
     return found
-
-
-def function(program: Program, types: list[str], einsum, reshard, tanh):
-    """The program with its lines' types: `einsum(equation, *operands, out)`, and `reshard(x, type)` before the rest."""
-
-    def run(*arguments):
-        made = []
-        for (what, operands, detail), type in zip(program.steps, types, strict=True):
-            xs = [made[i] if i >= 0 else arguments[-1 - i] for i in operands]
-            if what == "einsum":
-                made.append(einsum(detail.lower(), *xs, out=type))
-                continue
-            xs = [reshard(x, type) for x in xs]
-            made.append(xs[0] + xs[1] if what == "add" else xs[0] * xs[0] if what == "square" else tanh(xs[0]))
-        return made[-1]
-
-    return run
 
 
 def numbers(count: int, seed: int) -> list[float]:

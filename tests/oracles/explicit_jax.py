@@ -22,8 +22,8 @@ import numpy
 from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "explicit"))
-from random_programs import MESH, SIZES
-from typings import Case, cases, digest, function, numbers, typed_programs, written
+from random_programs import MESH, SIZES, function
+from typings import Case, cases, digest, numbers, typed_programs, written
 
 from scaling.spec import parse
 
@@ -37,6 +37,12 @@ FUNCTIONS = {
     "permute": lambda detail: lambda a: jnp.transpose(a, detail),
     "reshape": lambda detail: lambda a: jnp.reshape(a, detail),
 }
+
+
+def axes_of(x) -> str:
+    """`X,-`: the axes of each dim."""
+    dims = [() if a is None else (a,) if isinstance(a, str) else a for a in x.sharding.spec]
+    return written(dims + [()] * (len(x.shape) - len(dims)))
 
 
 def answer(case: Case) -> str:
@@ -55,8 +61,7 @@ def answer(case: Case) -> str:
             if not any(word in f"{type(error).__name__} {error}" for word in known):
                 raise
             return "!"
-    dims = [() if a is None else (a,) if isinstance(a, str) else a for a in result.sharding.spec]
-    return written(dims + [()] * (len(result.shape) - len(dims)))
+    return axes_of(result)
 
 
 def types(write: bool) -> None:
@@ -79,12 +84,6 @@ def array(shape, seed: int, type: str, mesh):
     return jax.device_put(values, NamedSharding(mesh, partition(type)))
 
 
-def axes_of(x) -> str:
-    """`X,-`: the axes of each dim."""
-    dims = [*x.sharding.spec] + [None] * x.ndim
-    return ",".join("-" if a is None else a if isinstance(a, str) else "".join(a) or "-" for a in dims[: x.ndim])
-
-
 def gradients(write: bool) -> None:
     jax.config.update("jax_num_cpu_devices", 8)
     jax.config.update("jax_enable_x64", True)
@@ -97,7 +96,7 @@ def gradients(write: bool) -> None:
                 y = jnp.einsum(equation, *xs, out_sharding=partition(out))
                 return jax.sharding.reshard(y, partition(out))  # an equation that changes nothing ignores out_sharding
 
-            run = function(program, types, einsum, lambda x, t: jax.sharding.reshard(x, partition(t)), jnp.tanh)
+            run = function(program, einsum, jnp.tanh, types, lambda x, t: jax.sharding.reshard(x, partition(t)))
             given = zip(program.shapes, program.in_types, strict=True)
             arguments = [array(shape, i, type, mesh) for i, (shape, type) in enumerate(given)]
             dy = array([SIZES[d] for d in parse(program.out_type).dim_names], 50, program.out_type, mesh)
