@@ -1,22 +1,25 @@
-"""shard_map beside JAX's (stored numbers), under torch's transforms, and what it refuses."""
+"""shard_map beside JAX's (numbers stored by tests/oracles/shard_map_jax.py), under torch's transforms, and compiled."""
 
 import json
 from pathlib import Path
 
 import pytest
 import torch
-from compared import CLOSE, apart, differences
+from programs import evaluate, filling
+from programs import marks as sums
 from torch.func import grad, jvp, vjp, vmap
 
+from scaling import shard_map as manual
 from scaling import trace
 from scaling.book.largest import largest
-from scaling.mesh import AbstractMesh
+from scaling.mesh import AbstractMesh, Mesh
 from scaling.shard_map import all_gather, axis_index, pcast, pmax, psum, pvary, shard_map, vma
 from scaling.shard_map.types import Marks, marks
 from scaling.spec import ShardingError
 
 TABLE, TYPED = (json.loads((Path(__file__).parent / f"{name}.json").read_text()) for name in ("programs", "typed"))
 pytestmark = pytest.mark.filterwarnings("ignore:.*torch.jit.script")  # of torch's own, at the first jvp
+CLOSE = 1e-12
 MESH = AbstractMesh({"X": 4, "Y": 2})
 
 
@@ -29,6 +32,55 @@ A, W, R = random(8, 6), random(6, 5, seed=1), random(8, 5, seed=2)
 
 def here(fn, in_specs, out_specs):
     return shard_map(fn, MESH, in_specs, out_specs, in_process=True)
+
+
+class Lib:
+    """Torch's functions, and ours, under the names that programs use."""
+
+    sin, tanh, matmul, sum, reshape, stop = torch.sin, torch.tanh, torch.matmul, torch.sum, torch.reshape, torch.detach
+    grad, jvp, vjp, vmap = grad, jvp, vjp, vmap
+    psum, pmean, pmax, all_gather = manual.psum, manual.pmean, manual.pmax, manual.all_gather
+    psum_scatter, all_to_all, ppermute = manual.psum_scatter, manual.all_to_all, manual.ppermute
+    axis_index, axis_size, pcast, vma = manual.axis_index, manual.axis_size, manual.pcast, manual.vma
+
+
+def partition(spec, unreduced=()) -> str:
+    entries = [repr(tuple(axes) or None) for axes in spec]
+    return f"P({', '.join(entries + ([f'unreduced={ {*unreduced} }'] if unreduced else []))})"
+
+
+def tensor(shape, seed: int) -> torch.Tensor:
+    return torch.tensor(filling(shape, seed), dtype=torch.float64).reshape(shape)
+
+
+def apart(row: dict, mesh, in_process: bool) -> float:
+    """How far from JAX, relative to the largest; 0 where both refuse, infinite where one alone does."""
+    inputs = [tensor(i["shape"], n) for n, i in enumerate(row["inputs"])]
+    specs = tuple(partition(i["spec"]) for i in row["inputs"])
+    here = {"in_process": in_process}
+    out_spec = partition(row["out_spec"], row.get("unreduced", ()))
+    program = shard_map(lambda *shards: evaluate(row, shards, Lib), mesh, specs, out_spec, **here)
+    try:
+        out, pull = torch.func.vjp(program, *inputs)
+    except ShardingError:
+        return 0.0 if "refused" in row else float("inf")
+    if "refused" in row or list(out.shape) != row["shape"]:
+        return float("inf")
+    found = [out, *pull(tensor(out.shape, 99))]
+    wanted = [row["out"], *row["cotangents"]]
+    found = torch.tensor([sums(x.flatten().tolist()) for x in found], dtype=torch.float64)
+    wanted = torch.tensor(wanted, dtype=torch.float64)
+    return float(((found - wanted).abs() / (1 + wanted.abs())).max())
+
+
+def differences(mesh, rows: list) -> list[float]:
+    """On ranks: of each row, how far from JAX."""
+    meshes = {}
+    for row in rows:
+        key = tuple(row["mesh"].items())
+        if key not in meshes:
+            meshes[key] = Mesh(row["mesh"])
+    return [apart(row, meshes[tuple(row["mesh"].items())], False) for row in rows]
 
 
 def steps_of(row) -> set[str]:
@@ -47,17 +99,16 @@ def with_every_step(rows) -> list:
 product = here(lambda A, W: psum(A @ W, "Y"), ("A[B_X, D_Y]", "W[D_Y, F]"), "Out[B_X, F]")
 
 
-@pytest.mark.slow
-def test_programs_are_jax_s_in_one_process():
-    """Every second one, and some with every step; compared.py has all."""
-    for table in (TABLE, TYPED):  # the second with values that are unreduced and reduced
-        some = [*table[::2], *with_every_step(table)]
-        found = {i: apart(row, AbstractMesh(row["mesh"]), True) for i, row in enumerate(some)}
-        assert not {i: difference for i, difference in found.items() if not difference <= CLOSE}
-        assert 4 <= sum("refused" in row for row in table) <= 24
+@pytest.mark.parametrize("table", [TABLE, TYPED], ids=["JAX's older steps", "unreduced and reduced"])
+@pytest.mark.parametrize("part", [0, *(pytest.param(n, marks=pytest.mark.sweep) for n in (1, 2))])
+def test_programs_are_jax_s_in_one_process(table, part):
+    """Every third one, and some with every step."""
+    some = [*table[part::3], *(with_every_step(table) if part == 0 else ())]
+    found = {i: apart(row, AbstractMesh(row["mesh"]), True) for i, row in enumerate(some)}
+    assert not {i: difference for i, difference in found.items() if not difference <= CLOSE}
+    assert sum("refused" in row for row in table) == (4 if table is TABLE else 12)
 
 
-@pytest.mark.slow
 def test_programs_are_jax_s_on_ranks(ranks):
     rows = with_every_step(TABLE + TYPED)
     for each in ranks(differences, {"X": 8}, rows):
@@ -82,41 +133,38 @@ def test_under_every_transform():
         torch.testing.assert_close(f(gradient), f(one), rtol=1e-12, atol=1e-12)
 
 
-@pytest.mark.slow
-@pytest.mark.compile
-def test_under_compile():
-    program = here(
+def on_ranks(mesh):
+    product = shard_map(lambda A, W: psum(A @ W, "Y"), mesh, ("A[B_X, D_Y]", "W[D_Y, F]"), "Out[B_X, F]")
+    over = grad(lambda W: (shard_map(lambda A: A @ W, mesh, "A[B_XY, D]", "Out[B_XY, F]")(A) * R).sum())
+    torch.testing.assert_close(over(W), A.T @ R, rtol=1e-12, atol=1e-12)  # W is no argument: all devices have it
+    with trace.trace() as log:
+        found = grad(lambda W: (product(A, W) * R).sum())(W)
+    return found, [event.op for event in log.events]
+
+
+def test_gradient_and_collectives_on_ranks(ranks):
+    for found, ops in ranks(on_ranks, {"X": 2, "Y": 2}):
+        torch.testing.assert_close(found, A.T @ R, rtol=1e-12, atol=1e-12)
+        # operands are cut, one AllReduce inside, the result is gathered; then back: a sum over X where W became varying
+        assert (ops.count("AllReduce"), ops.count("ReduceScatter")) == (2, 0)
+
+
+def compiled(mesh):
+    """A program of a tree to a list: its gradient, and the same compiled."""
+    program = shard_map(
         lambda p, x: (psum(x @ p["W"], "Y"), [all_gather(x, "Y", axis=1, tiled=True)]),
+        mesh,
         ({"W": "W[D_Y, F]"}, "A[B_X, D_Y]"),
         ("P('X')", "P('X', 'Y')"),
     )
     eager = grad(lambda W: (program({"W": W}, A)[0].sin() * R).sum())
-    compiled = torch.compile(eager, backend="aot_eager", fullgraph=True)
-    torch.testing.assert_close(compiled(W), eager(W), rtol=1e-12, atol=1e-12)
+    return eager(W), torch.compile(eager, backend="aot_eager", fullgraph=True)(W)
 
 
-def on_ranks(mesh):
-    program = shard_map(lambda A, W: psum(A @ W, "Y"), mesh, ("A[B_X, D_Y]", "W[D_Y, F]"), "Out[B_X, F]")
-    step = grad(lambda W: (program(A, W) * R).sum())
-    over = grad(lambda W: (shard_map(lambda A: A @ W, mesh, "A[B_XY, D]", "Out[B_XY, F]")(A) * R).sum())
-    torch.testing.assert_close(over(W), A.T @ R, rtol=1e-12, atol=1e-12)  # W is no argument: all devices have it
-    with trace.trace() as log:
-        found = step(W)
-    compiled = torch.compile(step, backend="aot_eager", fullgraph=True)(W) if mesh.size() == 2 else found
-    return found, [event.op for event in log.events], compiled
-
-
-@pytest.mark.slow
 @pytest.mark.compile
-@pytest.mark.parametrize("sizes", [{"X": 2, "Y": 2}, {"X": 2, "Y": 1}], ids=str)
-def test_gradient_and_collectives_on_ranks(ranks, sizes):
-    for found, ops, compiled in ranks(on_ranks, sizes):
-        torch.testing.assert_close(found, A.T @ R, rtol=1e-12, atol=1e-12)
-        torch.testing.assert_close(compiled, found, rtol=1e-12, atol=1e-12)
-        if sizes["Y"] == 1:
-            continue
-        # operands are cut, one AllReduce inside, the result is gathered; then back: a sum over X where W became varying
-        assert (ops.count("AllReduce"), ops.count("ReduceScatter")) == (2, 0)
+def test_under_compile(ranks):
+    for eager, found in ranks(compiled, {"X": 2, "Y": 1}):
+        torch.testing.assert_close(found, eager, rtol=1e-12, atol=1e-12)
 
 
 def test_types_are_what_jax_says():
