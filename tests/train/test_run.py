@@ -114,13 +114,13 @@ REFUSED = {  # what is given: what is said
     "--mesh Q=2": "splits nothing of a Transformer",
     "--mesh Y=3": "KV heads over Y=3",
     "--seq 19999 --batch 1": "hold no sequence of 19999",
-    "--batch 64": "fix: more ranks along X, or a smaller model: no batch fits",
+    "--batch 2": "fix: more ranks along X, or a smaller model: no batch fits",
 }
 
 
 @pytest.mark.parametrize("more", REFUSED)
 def test_refused_in_a_line(capsys, monkeypatch, more):
-    monkeypatch.setattr(dry, "memory_of_rank", lambda device, ranks: 1e5 if more == "--batch 64" else 1e12)
+    monkeypatch.setattr(dry, "memory_of_rank", lambda device, ranks: 1e5 if more == "--batch 2" else 1e12)
     write_text(500)
     assert REFUSED[more] in refusal(capsys, f"--data text.txt {more}")
 
