@@ -22,6 +22,7 @@ import numpy
 from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "explicit"))
+sys.path.insert(0, str(Path(__file__).parents[1] / "auto"))
 from random_programs import MESH, SIZES, function
 from typings import Case, cases, digest, numbers, typed_programs, written
 
