@@ -116,6 +116,27 @@ def test_kept_gathers_are_not_repeated():
     assert parse("In[B_X, D]") not in default.saved
 
 
+B, D, F, X, Y = 4096, 1024, 8192, 4, 8
+
+
+@pytest.mark.parametrize(
+    ("line", "devices", "forward", "both"),
+    [
+        (DP, X, 0, 8 * D * F),
+        (FSDP, X, 4 * D * F, 12 * D * F),
+        (TP, Y, 4 * B * D, 8 * B * D),
+        (FSDP_TP, X * Y, 4 * B * D // X + 4 * D * F // Y, 8 * B * D // X + 12 * D * F // Y),
+    ],
+)
+def test_bytes_are_the_books_ledger(line, devices, forward, both):
+    """Part 5, Takeaways, bf16, with In kept; and FLOPs, 4 BDF forward and 8 BDF backward over all devices."""
+    sizes, mesh = {"B": B, "D": D, "F": F}, {"X": X, "Y": Y}
+    program = derive(line, keep_gathered=True)
+    assert sum(step.gather_bytes(sizes, mesh, "bf16") for step in program.forward) == forward
+    assert program.gather_bytes(sizes, mesh, "bf16") == both
+    assert program.flops(sizes, mesh) * devices == 12 * B * D * F
+
+
 def collectives_of(events):
     return Counter((e.op, e.axes, e.before.dims, e.before.unreduced, e.after.dims, e.after.unreduced) for e in events)
 
