@@ -67,6 +67,10 @@ test_a_step = refused(
     | {
         "of more layers": lambda: decoded(held(), config=CONFIG.with_(L=1)),
         "no token": (lambda: filled(TOKENS[:, :0]), "there are no tokens"),
+        "ids beyond": (lambda: filled(TOKENS + 16), "vocabulary"),
+        "ids of floats": (lambda: filled(TOKENS.double()), "whole numbers"),
+        "more than there is room": (lambda: filled(TOKENS.repeat(1, 2)), "room for 8"),
+        "many tokens decoded": (lambda: serve.decode(PARAMS, TOKENS, held(), CONFIG), "one token a row"),
         "fewer rows": (lambda: filled(TOKENS[:2]), "of 2 rows, as the tokens"),
         **{why: (lambda n=n: filled(lengths=torch.tensor(n)), why) for why, n in LENGTHS.items()},
         "tokens without a page": (lambda: filled(cache=empty(page=2, pages=torch.neg)), "no page for its tokens"),
@@ -110,7 +114,9 @@ def specs(sizes, form, config=CONFIG):
 
 MESHES = {
     "K=2 KV heads over Y=3": ({"Y": 3}, "heads"),
+    "N=4 query heads": ({"Y": 8}, "heads"),
     "X splits nothing": ({"X": 2}, "heads"),
+    "unknown form": ({"Y": 2}, "rows"),
     "the model has none": ({"E": 2}, "heads"),
     "of a model without": ({"Y": 2}, "experts"),
 }

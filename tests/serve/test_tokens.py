@@ -233,6 +233,14 @@ def test_the_engines_tokens_and_hits_are_vllms(name):
     assert [times.cached for times in both[len(prompts) :]] == answers["cached"]
 
 
+def test_an_id_of_the_stop_ends_a_completion():
+    whole = serve.generate(params, PROMPTS, CONFIG, 9)
+    end = whole[0][4]
+    for draft, stop in ((None, [end]), ("ngram", end)):
+        got = serve.generate(params, PROMPTS, CONFIG, 9, stop=stop, draft=draft)
+        assert got == [row[: row.index(end) + 1] if end in row else row for row in whole]
+
+
 def test_a_stop_text_ends_a_completion_at_its_token():
     """Whatever more a step has given."""
     whole = serve.generate(params, PROMPTS[:1], CONFIG, 9)[0]
