@@ -55,6 +55,10 @@ test_operands = refused({
         "of torch.float8_e4m3fn it has none",
     ),
     "added to nothing": (lambda: c.einsum(PRODUCT, ones(2, 2), ones(2, 2), add=True), "fix: give out="),
+    "a derivative in a buffer": (
+        lambda: c.einsum(PRODUCT, ones(2, 2).requires_grad_(), ones(2, 2), out=ones(2, 2)),
+        "fix: leave out= away",
+    ),
     "sparse": (lambda: c.all_gather(GATHER, ones(2, 2).to_sparse(), ONE), "fix: give it as .to_dense()"),
     "a sparse product of a batch, which torch gets wrong": (
         lambda: c.einsum("A[L, J] * B[J, K] -> C[J, K, L]", ones(2, 5), ones(5, 2).to_sparse()),

@@ -9,7 +9,7 @@ from misuse import rooms
 from refused import refused
 
 from scaling import serve, tree
-from scaling.configs import Config
+from scaling.configs import Config, Latent
 from scaling.mesh import AbstractMesh
 from scaling.models import transformer
 from scaling.models.text import Unknown
@@ -112,6 +112,7 @@ def specs(sizes, form, config=CONFIG):
     return serve.specs(config, AbstractMesh(sizes), form=form)
 
 
+LATENT = CONFIG.with_(K=CONFIG.N, latent=Latent(q_rank=4, kv_rank=4, nope=2, rope=2, value=CONFIG.H))
 MESHES = {
     "K=2 KV heads over Y=3": ({"Y": 3}, "heads"),
     "N=4 query heads": ({"Y": 8}, "heads"),
@@ -124,6 +125,7 @@ two = AbstractMesh({"Z": 2})
 test_a_mesh = refused(
     {
         **{words: (lambda of=of: specs(*of), words) for words, of in MESHES.items()},
+        "latents over X": (lambda: specs({"X": 2}, "2d", LATENT), "no latent attention"),
         "pages of a part": (
             lambda: serve.init_cache(CONFIG, 2, 8, mesh=two, form="sequence", page=4),
             "which a cache in pages cannot do",
