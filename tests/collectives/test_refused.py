@@ -41,6 +41,7 @@ test_operands = refused({
     "shapes alone on a real mesh": (lambda: c.all_gather(GATHER, meta(2, 2), ONE), "the operand is on meta"),
     "a product with shapes alone": (lambda: c.einsum(PRODUCT, ones(2, 2), meta(2, 2)), "meta device"),
     "an array of numpy": (lambda: c.all_reduce(REDUCE, ones(2, 2).numpy(), ONE), "numpy.ndarray"),
+    "a product of arrays": (lambda: c.einsum(PRODUCT, ones(2, 2).numpy(), ones(2, 2)), "torch.as_tensor"),
     "a product of nothing": (lambda: c.einsum(PRODUCT, None, None), "do not have the dims of their types"),
     "two dtypes": (
         lambda: c.einsum(PRODUCT, ones(2, 2), ones(2, 2).double()),

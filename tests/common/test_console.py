@@ -47,6 +47,7 @@ BAD = {  # (command, arguments): words of the last line
     (show, "schedule", "1f1b", "--stages", "2000", "--microbatches", "8000"): "16,000,000 forward passes are not drawn",
     (show, "schedule", "1f1b", "--stages", "0"): "'0' is not a whole number from 1 to",
     (plan, *PLAN[:-1], "1e400"): "'1e400' is not a number",
+    (plan, *PLAN[:-1], NINES): "(5,000 characters)' is not a number",
     (plan, *PLAN, "--top", NINES): "(5,000 characters)' is not a whole number",
     (plan, *PLAN, "--mfu", "nan"): "'nan' is not a number from 1e-06 to 1",
     (guide, "--model", "llama3-8b", "--memory", "1e400GB"): "'1e400GB' is no number with a unit; fix: write it as 24GB",
