@@ -16,3 +16,8 @@ def refused(calls: dict, error: type[Exception] = ValueError, always: str = "fix
         assert always in str(found.value)
 
     return test
+
+
+def by_words(calls: dict) -> dict:
+    """A table of {words of its error: a call}."""
+    return {words: (call, words) for words, call in calls.items()}

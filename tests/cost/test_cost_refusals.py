@@ -3,7 +3,7 @@
 import math
 from dataclasses import replace
 
-from refused import refused
+from refused import by_words, refused
 
 from scaling import cost
 from scaling.configs import get
@@ -114,4 +114,4 @@ REFUSED = {  # what is said: what is asked for
     "window has 2 entries for L=80": changed(window=(3, None)),
     "'linear' lacks its factor": changed(rope_scaling={"type": "linear"}),
 }  # fmt: skip
-test_refused = refused({said: (call, said) for said, call in REFUSED.items()})
+test_refused = refused(by_words(REFUSED))

@@ -5,7 +5,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from refused import refused
+from refused import by_words, refused
 
 from scaling import cost
 from scaling.hardware import Level, Measured, chip, chips, load_chip, systolic, variants
@@ -81,7 +81,7 @@ LACKS = {  # what is said: what is asked for
     "n = 0": lambda: systolic.systolic_matmul(torch.ones(2, 3), torch.ones(3, 2), 0),
     "fix: give wrap=True or wrap=False": lambda: cost.reduce_scatter(1e9, PODLESS, 8),
 }
-test_what_a_chip_lacks = refused({said: (call, said) for said, call in LACKS.items()})
+test_what_a_chip_lacks = refused(by_words(LACKS))
 
 
 def test_intensities():

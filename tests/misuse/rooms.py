@@ -227,3 +227,8 @@ def run(cases: int, seed: int) -> tuple[Counter, list[str]]:
             return called(draw, name, ENTRIES[name])
 
         return tried(case, cases)
+
+
+def spoiled(name: str, cases: int) -> tuple[Counter, list[str]]:
+    """The same of the calls of one entry, which write no files."""
+    return tried(lambda number: called(Draw.on(ONE, "", f"{name} {number}"), name, ENTRIES[name]), cases)

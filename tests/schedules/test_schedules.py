@@ -8,7 +8,7 @@ from itertools import pairwise
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from refused import refused
+from refused import by_words, refused
 
 from scaling import schedules
 from scaling.schedules import SCHEDULES, Backward, ForwardBackward, ReduceGrads, SendActivation, make, split_backward
@@ -143,7 +143,7 @@ REFUSED = {  # what is said: what is asked for
 REFUSED |= {f"{name}: stages is 0": lambda name=name: make(name, 0, 4) for name in SCHEDULES}
 REFUSED |= {f"{name}: microbatches is 1.5": lambda name=name: make(name, 2, 1.5) for name in SCHEDULES}
 test_refused = refused(
-    {said: (call, said) for said, call in REFUSED.items()}
+    by_words(REFUSED)
     | {
         f"{i} {case}": (lambda what=what, case=case: what(*case, 2), f"{case[0]}: {case[2]} microbatches are")
         for case in ISSUE

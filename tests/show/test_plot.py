@@ -1,7 +1,7 @@
 import builtins
 
 import pytest
-from refused import refused
+from refused import by_words, refused
 
 from scaling.show.charts import chart, figure, save, ticks
 
@@ -84,7 +84,7 @@ REFUSED = {  # what is said: what is drawn
     "(1, 0) cannot be drawn": lambda: chart({"a": [(1, 0)]}, log="y"),
     "11 series": lambda: chart({str(i): [(1, 1)] for i in range(11)}),
 }
-test_refused = refused({said: (call, said) for said, call in REFUSED.items()})
+test_refused = refused(by_words(REFUSED))
 
 
 def test_a_picture_shows_what_the_chart_is_given(tmp_path):

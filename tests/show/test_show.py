@@ -10,7 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from refused import refused
+from refused import by_words, refused
 
 from scaling.configs import get
 from scaling.cost import transformer as tm
@@ -89,7 +89,7 @@ REFUSED = {  # what is said: what is drawn
     "X, Y: only arrays of 1 or 2 dims on meshes of 1 or 2 axes": lambda: devices.draw("A[I_X, J, K]", MESH),
     "X, Y, Z: only arrays of 1 or 2 dims on meshes of 1 or 2": lambda: devices.draw("A[I_X]", MESH | {"Z": 2}),
 }
-test_refused = refused({said: (call, said) for said, call in REFUSED.items()}, ShardingError)
+test_refused = refused(by_words(REFUSED), ShardingError)
 
 
 # --- As each device sees it
