@@ -1,6 +1,6 @@
 """What the checked mode costs: a training step on ranks that compare their calls, against one on ranks that do not.
 
-    python tests/benchmarks/checked.py [--ranks 4,8] [--strategies data_parallel,fsdp,...] [--samples 10] [--batch 256]
+    python tests/benchmarks/checked.py [--ranks 4,8] [--strategies data_parallel,fsdp,...] [--samples 10]
 
 The model, batch and meshes are those of the chapters of Part 5. Both kinds of step run in turn on the same ranks, each
 on a mesh of its own. Ratios are of two samples one after the other, in the median with quartiles: of the slowest rank's
@@ -8,11 +8,12 @@ time, and of the processor time of all ranks, which other programs on the machin
 """
 
 import importlib
+import itertools
 from time import perf_counter, process_time
 
 import numpy
-from harness import in_turn
-from report import machine, options, quartiles, ratios, show, spread
+from harness import in_turn, split
+from report import beside, machine, options, ratios, show, spread
 
 from scaling import data, launch, optim
 from scaling.mesh import Mesh
@@ -20,21 +21,18 @@ from scaling.models import mlp
 from scaling.train.byte_lm import batch_axes, loss_and_grads, param_specs, reduced
 
 REPEAT = 4  # steps in a sample
+BATCH = 256  # rows
 MESHES = {"data_parallel": "X", "fsdp": "X", "tensor_parallel": "Y", "fsdp_tp": "XY"}
 
 
-def sizes(strategy: str, ranks: int) -> dict[str, int]:
-    return {"X": ranks // 2, "Y": 2} if MESHES[strategy] == "XY" else {MESHES[strategy]: ranks}
-
-
-def run(mesh, name: str, samples: int, rows: int) -> dict[str, list[numpy.ndarray]]:
+def run(mesh, name: str, samples: int) -> dict[str, list[numpy.ndarray]]:
     """(seconds, processor seconds) of a step in each sample on this rank: {"checked": [...], "unchecked": [...]}."""
     strategy, config, adamw = importlib.import_module(f"scaling.strategies.{name}"), mlp.MLPConfig(), optim.adamw(3e-3)
     text, sides = data.load_text(max_bytes=200_000), {}
     for side, where in (("checked", mesh), ("unchecked", Mesh(mesh.sizes, mesh.device, False, mesh.timeout))):
         params = mlp.init(config, 0, mesh=where, specs=param_specs(strategy))
         state = {"params": params, "opt": adamw.init(params)}
-        batches = data.endless(text, config.K, rows, where, batch_axes(strategy), 0)
+        batches = data.endless(text, config.K, BATCH, where, batch_axes(strategy), 0)
 
         def step(state=state, batches=batches, where=where):
             loss, grads = loss_and_grads(strategy, state["params"], *next(batches), config, where)
@@ -45,27 +43,16 @@ def run(mesh, name: str, samples: int, rows: int) -> dict[str, list[numpy.ndarra
     return in_turn(sides, samples, REPEAT, warmup=1, clock=lambda: numpy.array([perf_counter(), process_time()]))
 
 
-def main() -> None:
-    parser = options(__doc__, strategies=MESHES)
-    parser.add_argument("--ranks", default="4,8")
-    parser.add_argument("--samples", type=int, default=10, help=f"of {REPEAT} steps each (default 10)")
-    parser.add_argument("--batch", type=int, default=256, help="rows of the global batch (default 256)")
-    args = parser.parse_args()
-    rows = []
-    for name in args.strategies:
-        for ranks in map(int, args.ranks.split(",")):
-            mesh = sizes(name, ranks)
-            per_rank = launch.run(run, mesh, name, args.samples, args.batch)
-            each = {side: [*zip(*(result[side] for result in per_rank), strict=True)] for side in per_rank[0]}
-            slowest = [[max(seconds for seconds, _ in sample) for sample in each[side]] for side in each]
-            worked = [[sum(seconds for _, seconds in sample) for sample in each[side]] for side in each]
-            ms = [f"{quartiles(times)[1] * 1e3:.1f}" for times in slowest]
-            shape = ",".join(f"{axis}={size}" for axis, size in mesh.items())
-            rows.append([name, shape, *ms, spread(ratios(*slowest)), spread(ratios(*worked))])
-    headers = ["strategy", "mesh", "ms checked", "unchecked", "ratio", "of processor time"]
-    print(machine())
-    show(rows, headers, 2)
-
-
 if __name__ == "__main__":
-    main()
+    args = options(__doc__, ranks=(4, 8), strategies=MESHES, samples=10).parse_args()
+    rows = []
+    for name, ranks in itertools.product(args.strategies, args.ranks):
+        mesh = split(MESHES[name], ranks)
+        per_rank = launch.run(run, mesh, name, args.samples)
+        each = {side: [*zip(*(result[side] for result in per_rank), strict=True)] for side in per_rank[0]}
+        slowest = [[max(seconds for seconds, _ in sample) for sample in each[side]] for side in each]
+        worked = [[sum(seconds for _, seconds in sample) for sample in each[side]] for side in each]
+        shape = ",".join(f"{axis}={size}" for axis, size in mesh.items())
+        rows.append([name, shape, *beside(*slowest), spread(ratios(*worked))])
+    print(machine())
+    show(rows, ["strategy", "mesh", "ms checked", "unchecked", "ratio", "of processor time"], 2)

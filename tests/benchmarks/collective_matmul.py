@@ -7,13 +7,14 @@ size, in turn on the same ranks: the product alone, the hops alone, the two call
 collective matmul; `derived` is what that should take, by the first two. Linux only.
 """
 
+from functools import partial
+
 import torch
-from harness import in_turn, medians
-from kernel import paced, slow_wire, speed
+from harness import in_turn, medians, on_ranks
+from kernel import slow_wire, speed
 from report import machine, options, show
 
 from scaling import collectives as c
-from scaling import launch
 from scaling.collectives import rings
 from scaling.strategies import collective_matmul as cm
 
@@ -24,27 +25,34 @@ def parts(form: str, mesh, size: tuple[int, int, int], ways: int) -> dict:
     """The functions to be timed, of the shards A[B, D_Y] and W."""
     (B, D, F), n = size, mesh.sizes["Y"]
     a, whole, out = torch.randn(B, D // n), torch.randn(B, D), torch.randn(B, F)
-    if form == "gather":
-        w = torch.randn(D, F // n)
-        return {
-            "product": lambda: whole @ w,
-            "hops": lambda: rings.all_gather(a, mesh, "Y", ways),
-            "serial": lambda: c.all_gather("A[B, D_Y] -> A[B, D]", a, mesh) @ w,
-            "collective": lambda: cm.gather_matmul(a, w, mesh, ways=ways),
-        }
-    w = torch.randn(D // n, F)
-    if form == "scatter":
-        return {
-            "product": lambda: a @ w,
-            "hops": lambda: rings.reduce_scatter(out.T, mesh, "Y", ways),
-            "serial": lambda: c.reduce_scatter("Out[B, F] {U_Y} -> Out[B, F_Y]", a @ w, mesh),
-            "collective": lambda: cm.matmul_scatter(a, w, mesh, ways=ways),
-        }
+    w = torch.randn(D, F // n) if form == "gather" else torch.randn(D // n, F)
+
+    def scattered():
+        return rings.reduce_scatter(out.T, mesh, "Y", ways)
+
+    hops, serial, collective = {
+        "gather": (
+            lambda: rings.all_gather(a, mesh, "Y", ways),
+            lambda: c.all_gather("A[B, D_Y] -> A[B, D]", a, mesh) @ w,
+            cm.gather_matmul,
+        ),
+        "scatter": (
+            scattered,
+            lambda: c.reduce_scatter("Out[B, F] {U_Y} -> Out[B, F_Y]", a @ w, mesh),
+            cm.matmul_scatter,
+        ),
+        "reduce": (
+            lambda: rings.all_gather(scattered(), mesh, "Y", ways),
+            lambda: c.all_reduce("Out[B, F] {U_Y} -> Out[B, F]", a @ w, mesh),
+            cm.matmul_reduce,
+        ),
+    }[form]
+    product = partial(torch.matmul, whole if form == "gather" else a, w)
     return {
-        "product": lambda: a @ w,
-        "hops": lambda: rings.all_gather(rings.reduce_scatter(out.T, mesh, "Y", ways), mesh, "Y", ways),
-        "serial": lambda: c.all_reduce("Out[B, F] {U_Y} -> Out[B, F]", a @ w, mesh),
-        "collective": lambda: cm.matmul_reduce(a, w, mesh, ways=ways),
+        "product": product,
+        "hops": hops,
+        "serial": serial,
+        "collective": partial(collective, a, w, mesh, ways=ways),
     }
 
 
@@ -65,20 +73,17 @@ def measure(mesh, wires: list[float], steps: int) -> dict:
         for ways in (1, 2) if mesh.size() > 2 else (1,):  # of two devices, both ways are one
             for name, size in SIZES.items():
                 timed = parts(form, mesh, size, ways)
-                slow_wire(1e12)
+                slow_wire(0)
                 in_turn(timed, 1)  # all connections are made
                 for wire in wires:
-                    slow_wire(wire * 1e6 or 1e12)
+                    slow_wire(wire)
                     found[form, ways, name, wire] = in_turn(timed, steps, warmup=1)
     return found
 
 
-def main() -> None:
-    parser = options(__doc__, wire="0,100", steps=10)
-    parser.add_argument("--ranks", type=int, choices=(2, 4), default=2)
-    args = parser.parse_args()
-    wires, rows = paced(args.wire), []
-    results = launch.run(measure, {"Y": args.ranks}, wires, args.steps, checked=False, timeout=600)
+if __name__ == "__main__":
+    args, rows = options(__doc__, ranks=2, wire=(0.0, 100.0), steps=10).parse_args(), []
+    results = on_ranks(measure, {"Y": args.ranks}, args.wire, args.steps)
     for case in results[0]:
         ms = {part: 1e3 * seconds for part, seconds in medians([rank[case] for rank in results]).items()}
         form, ways, size, wire = case
@@ -89,7 +94,3 @@ def main() -> None:
     headers = ["form", "ways", "size", "wire", "product, ms", "hops", "one after the other"]
     headers += ["collective matmul", "derived", "ratio"]
     show(rows, headers, 4)
-
-
-if __name__ == "__main__":
-    main()

@@ -2,7 +2,7 @@
 and requests of many lengths by continuous batching, beside its `generate_batch`.
 
     pip install transformers safetensors
-    python tests/benchmarks/decode.py [--threads 2] [--steps 16] [--batch 1 8 64] [--requests 32]
+    python tests/benchmarks/decode.py [--steps 16] [--batch 1 8 64] [--requests 32]
 
 Medians, and of the ratios of neighbouring runs, ours over theirs. Of B = 1, what a decode step reads (params and cache)
 over its time, as a share of the bandwidth at which the same threads read memory. `--cpu`: the processor's time, on one
@@ -17,56 +17,56 @@ import time
 
 import torch
 import transformers
-from report import options, ratios, show, spread
+from harness import in_turn
+from report import beside, options, ratios, show
 
 from scaling import serve, tree
+from scaling.configs import Config
 from scaling.models import hf
+from scaling.models import transformer as model
 from scaling.serve import engine
 from scaling.serve.requests import Request
 from scaling.serve.states import Options
 
-SIZES = {"hidden_size": 768, "num_attention_heads": 12, "num_key_value_heads": 4, "head_dim": 64}
-SIZES |= {"num_hidden_layers": 12, "intermediate_size": 2048, "vocab_size": 32000, "tie_word_embeddings": True}
+CONFIG = Config("llama", L=12, D=768, F=2048, N=12, K=4, H=64, V=32000, tied=True)
+PROMPT, THREADS = 64, 2
 WORDS = 1 << 26  # of the array that is read to find the bandwidth
 
 
-def contest(model, config, params, B: int, T: int, steps: int, clock) -> dict[str, list[float]]:
-    """Seconds of each call, in turn: prefill of [B, T] and decode steps after it."""
-    g = torch.Generator().manual_seed(0)
-    tokens = torch.randint(config.V, (B, T + steps), generator=g)
-    prompt, times = tokens[:, :T], {name: [] for name in ("prefill", "theirs prefill", "decode", "theirs decode")}
-
-    def timed(name, call):
-        start = clock()
-        result = call()
-        times[name].append(clock() - start)
-        return result
+def contest(net, params: dict, B: int, steps: int, clock) -> dict[str, dict[str, list[float]]]:
+    """Seconds of each side's calls: prefill of [B, T] and decode steps after it."""
+    T = PROMPT
+    tokens = torch.randint(CONFIG.V, (B, T + steps), generator=torch.Generator().manual_seed(0))
+    ours, theirs = (iter(tokens[:, T:].unbind(1)) for _ in range(2))
+    now = {}
 
     def our_prefill():
-        cache = serve.init_cache(config, B, T + steps, dtype=torch.float32)
-        return serve.prefill(params, prompt, cache, config, donate=True)
+        cache = serve.init_cache(CONFIG, B, T + steps, dtype=torch.float32)
+        now["ours"] = serve.prefill(params, tokens[:, :T], cache, CONFIG, donate=True)
 
     def their_prefill():
-        return model(prompt, use_cache=True, logits_to_keep=1)
+        now["theirs"] = net(tokens[:, :T], use_cache=True, logits_to_keep=1)
 
-    for _ in range(3 if B > 8 else 5):
-        ours = timed("prefill", our_prefill)
-        theirs = timed("theirs prefill", their_prefill)
-    cache, past = ours[1], theirs.past_key_values
-    for t in range(T, T + steps):
-        ours = timed("decode", lambda t=t, cache=cache: serve.decode(params, tokens[:, t], cache, config, donate=True))
-        cache = ours[1]
-        theirs = timed("theirs decode", lambda t=t: model(tokens[:, t : t + 1], past_key_values=past, use_cache=True))
-    gap = (ours[0] - theirs.logits[:, -1]).abs().max() / ours[0].abs().max()
+    def our_decode():
+        now["ours"] = serve.decode(params, next(ours), now["ours"][1], CONFIG, donate=True)
+
+    def their_decode():
+        now["theirs"] = net(next(theirs)[:, None], past_key_values=now["theirs"].past_key_values, use_cache=True)
+
+    few = 2 if B > 8 else 4
+    times = {"prefill": in_turn({"ours": our_prefill, "theirs": their_prefill}, few, warmup=1, clock=clock)}
+    times["decode"] = in_turn({"ours": our_decode, "theirs": their_decode}, steps - 1, warmup=1, clock=clock)
+    logits, others = now["ours"][0], now["theirs"].logits[:, -1]
+    gap = (logits - others).abs().max() / logits.abs().max()
     assert gap < 1e-3, f"the two sides compute different logits: {gap}"
-    return {name: seconds[1:] for name, seconds in times.items()}
+    return times
 
 
-def batched(model, config, params, count: int, clock) -> dict[str, list[float]]:
-    """Seconds of each run, in turn: so many requests that come at once, 32 tokens of each, by 8 slots and at most 64
-    tokens a step. No prefix is shared, on either side."""
+def batched(net, params: dict, count: int, clock) -> dict[str, list[float]]:
+    """Seconds of each run: so many requests that come at once, 32 tokens of each, by 8 slots and at most 64 tokens a
+    step. No prefix is shared, on either side."""
     chance, new, page, slots, budget = random.Random(0), 32, 32, 8, 64
-    prompts = [[chance.randrange(config.V) for _ in range(chance.randint(8, 128))] for _ in range(count)]
+    prompts = [[chance.randrange(CONFIG.V) for _ in range(chance.randint(8, 128))] for _ in range(count)]
     pages = slots * (128 + new) // page
     arrivals = [(0.0, Request(i, tuple(prompt), new)) for i, prompt in enumerate(prompts)]
     how = transformers.GenerationConfig(max_new_tokens=new, do_sample=False, eos_token_id=-1, pad_token_id=0)
@@ -74,84 +74,64 @@ def batched(model, config, params, count: int, clock) -> dict[str, list[float]]:
         page_size=page, num_blocks=pages, max_batch_tokens=budget, max_requests_per_batch=slots,
         allow_block_sharing=False,
     )  # fmt: skip
+    tokens = {}
 
-    def ours() -> list[list[int]]:
-        served = engine.serve(params, config, arrivals, Options(pages, page, slots, budget, prefix=False))
-        return [list(served.requests[i].tokens) for i in range(count)]
+    def ours():
+        served = engine.serve(params, CONFIG, arrivals, Options(pages, page, slots, budget, prefix=False))
+        tokens["ours"] = [list(served.requests[i].tokens) for i in range(count)]
 
-    def theirs() -> list[list[int]]:
-        answers = model.generate_batch(prompts, how, their_options, persistent_manager=True)
-        return [answers[id].generated_tokens for id in sorted(answers, key=lambda id: int(id.removeprefix("req_")))]
+    def theirs():
+        answers = net.generate_batch(prompts, how, their_options, persistent_manager=True)
+        numbers = sorted(answers, key=lambda id: int(id.removeprefix("req_")))
+        tokens["theirs"] = [answers[id].generated_tokens for id in numbers]
 
-    times: dict[str, list[float]] = {"ours": [], "theirs": []}
-    for _ in range(4):
-        tokens = []
-        for name, run in (("ours", ours), ("theirs", theirs)):
-            start = clock()
-            tokens.append(run())
-            times[name].append(clock() - start)
-        differ = sum(a != b for a, b in zip(*tokens, strict=True))
-        assert differ <= count // 10, f"{differ} of {count} requests give other tokens"
-    return {name: seconds[1:] for name, seconds in times.items()}
+    times = in_turn({"ours": ours, "theirs": theirs}, 3, warmup=1, clock=clock)
+    differ = sum(a != b for a, b in zip(*tokens.values(), strict=True))
+    assert differ <= count // 10, f"{differ} of {count} requests give other tokens"
+    return times
 
 
-def share_of_bandwidth(config, params, T: int, steps: int, clock) -> tuple[float, float, float]:
-    """(GB/s at which memory is read, GB/s of a decode step of one row, the median of their ratios), in turn."""
-    cache = serve.init_cache(config, 1, T + steps, dtype=torch.float32)
-    tokens = torch.zeros(1, T, dtype=torch.int64)
-    _, cache = serve.prefill(params, tokens, cache, config, donate=True)
-    big = torch.ones(WORDS)
-    read = tree.nbytes(params) + 2 * config.L * T * config.K * config.H * 4
-    rates = []
-    for _ in range(steps):
-        start = clock()
-        big.sum()
-        middle = clock()
-        _, cache = serve.decode(params, tokens[:, 0], cache, config, donate=True)
-        rates.append((4 * WORDS / (middle - start), read / (clock() - middle)))
-    ratio = statistics.median(ours / memory for memory, ours in rates[1:])
-    return *(statistics.median(rate) / 1e9 for rate in zip(*rates[1:], strict=True)), ratio
+def share_of_bandwidth(params: dict, steps: int, clock) -> str:
+    """What a decode step of one row reads, beside what a sum of a large array does, in turn."""
+    cache = serve.init_cache(CONFIG, 1, PROMPT + steps, dtype=torch.float32)
+    now = serve.prefill(params, torch.zeros(1, PROMPT, dtype=torch.int64), cache, CONFIG, donate=True)
+    big, token = torch.ones(WORDS), torch.zeros(1, dtype=torch.int64)
 
+    def decoded():
+        nonlocal now
+        now = serve.decode(params, token, now[1], CONFIG, donate=True)
 
-def main() -> None:
-    parser = options(__doc__, threads=2, steps=16)
-    parser.add_argument("--prompt", type=int, default=64)
-    parser.add_argument("--batch", type=int, nargs="*", default=[1, 8, 64])
-    parser.add_argument("--requests", type=int, default=32)
-    parser.add_argument("--cpu", action="store_true")
-    args = parser.parse_args()
-    clock = time.process_time if args.cpu else time.perf_counter
-    args.threads = 1 if args.cpu else args.threads
-    torch.set_num_threads(args.threads)
-    transformers.logging.set_verbosity_error()
-    transformers.logging.disable_progress_bar()
-    logging.getLogger("ContinuousBatchingLogger").setLevel(logging.ERROR)
-    torch.manual_seed(0)
-    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**SIZES)).eval()
-    with tempfile.TemporaryDirectory() as folder:
-        model.save_pretrained(folder)
-        config, params = hf.load(folder)
-    count = sum(leaf.numel() for leaf in tree.leaves(params))
-    print(f"transformers {transformers.__version__}, torch {torch.__version__}, {args.threads} threads, float32")
-    print(f"{count / 1e6:.0f}M params, prompts of {args.prompt} tokens")
-    rows = []
-    with torch.no_grad():
-        for B in args.batch:
-            times = contest(model, config, params, B, args.prompt, args.steps, clock)
-            for name in ("prefill", "decode"):
-                ours, theirs = times[name], times[f"theirs {name}"]
-                middle = [f"{1000 * statistics.median(side):.2f}" for side in (ours, theirs)]
-                rows.append((B, name, *middle, spread(ratios(ours, theirs))))
-        if args.requests:
-            times = batched(model, config, params, args.requests, clock)
-            middle = [f"{1000 * statistics.median(times[side]):.0f}" for side in ("ours", "theirs")]
-            rows.append(
-                (f"{args.requests} requests", "continuous", *middle, spread(ratios(times["ours"], times["theirs"])))
-            )
-        show(rows, ["B", "", "ours, ms", "theirs", "ratio"], 2)
-        memory, ours, ratio = share_of_bandwidth(config, params, args.prompt, args.steps, clock)
-    print(f"B = 1 reads {ours:.1f} GB/s of the {memory:.1f} at which memory is read: {ratio:.0%}")
+    seconds = in_turn({"memory": big.sum, "decode": decoded}, steps - 1, warmup=1, clock=clock)
+    memory = [big.nbytes / each / 1e9 for each in seconds["memory"]]
+    nbytes = tree.nbytes(params) + 2 * CONFIG.L * PROMPT * CONFIG.K * CONFIG.H * 4
+    ours = [nbytes / each / 1e9 for each in seconds["decode"]]
+    share, rates = ratios(ours, memory)[1], [statistics.median(each) for each in (ours, memory)]
+    return f"B = 1 reads {rates[0]:.1f} GB/s of the {rates[1]:.1f} at which memory is read: {share:.0%}"
 
 
 if __name__ == "__main__":
-    main()
+    parser = options(__doc__, steps=16, requests=32)
+    parser.add_argument("--batch", type=int, nargs="*", default=[1, 8, 64])
+    parser.add_argument("--cpu", action="store_true")
+    args, rows = parser.parse_args(), []
+    clock, threads = (time.process_time, 1) if args.cpu else (time.perf_counter, THREADS)
+    torch.set_num_threads(threads)
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
+    logging.getLogger("ContinuousBatchingLogger").setLevel(logging.ERROR)
+    params = model.init(CONFIG, 0)
+    with tempfile.TemporaryDirectory() as folder:
+        hf.save(folder, CONFIG, params)
+        net = transformers.LlamaForCausalLM.from_pretrained(folder).eval()
+    count = sum(leaf.numel() for leaf in tree.leaves(params))
+    print(f"transformers {transformers.__version__}, torch {torch.__version__}, {threads} threads, float32")
+    print(f"{count / 1e6:.0f}M params, prompts of {PROMPT} tokens")
+    with torch.no_grad():
+        for B in args.batch:
+            times = contest(net, params, B, args.steps, clock)
+            rows += [[B, name, *beside(*both.values(), digits=2)] for name, both in times.items()]
+        if args.requests:
+            times = batched(net, params, args.requests, clock)
+            rows.append([f"{args.requests} requests", "continuous", *beside(*times.values(), digits=0)])
+        show(rows, ["B", "", "ours, ms", "theirs", "ratio"], 2)
+        print(share_of_bandwidth(params, args.steps, clock))

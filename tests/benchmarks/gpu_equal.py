@@ -18,6 +18,7 @@ import torch.distributed as dist
 
 sys.path.append(str(Path(__file__).resolve().parents[1]))
 
+from harness import split
 from misuse import acts, steps, typed
 from misuse.draw import AsOnNccl, Draw
 from misuse.entries import tried, twisted
@@ -55,15 +56,15 @@ def gathered_by_sums(x: torch.Tensor, size: int, group: str) -> torch.Tensor:
     return torch_private.sum_over(torch.cat([x if i == own else torch.zeros_like(x) for i in range(size)]), group)
 
 
-def split(axes: str, ranks: int) -> dict[str, int]:
-    """A mesh of these axes, two on the last where there are several."""
-    return {axes: ranks} if len(axes) == 1 else {axes[0]: ranks // 2, axes[1]: 2}
+def held(kind: str, line: str, calls: int) -> list[dict]:
+    """The row of a table."""
+    return [{"kind": kind, "line": line, "calls": calls}]
 
 
 def drawn(kind: str, mesh: Mesh) -> list[dict]:
     """Calls of one collective, right and wrong, the same on all ranks."""
 
-    def case(number: int) -> str:
+    def case(number):
         draw = Draw.on(mesh, "", f"{kind} {number // len(MODES)}")
         draw.dtypes, draw.modes, draw.sizes = DTYPES, [MODES[number % len(MODES)]], [2, 4, 6]
         return typed.collective(draw, [kind])
@@ -71,7 +72,7 @@ def drawn(kind: str, mesh: Mesh) -> list[dict]:
     outcomes, wrong = tried(case, DRAWN * len(MODES))
     if wrong:
         raise ValueError(f"{len(wrong)} of {DRAWN * len(MODES)} are wrong: {wrong[0]}")
-    return [{"kind": kind, "line": how, "calls": count} for how, count in outcomes.items()]
+    return [row for how, count in outcomes.items() for row in held(kind, how, count)]
 
 
 def act(name: str, make_mesh: Callable[[], Mesh], times: int = 3) -> list[dict]:
@@ -79,7 +80,7 @@ def act(name: str, make_mesh: Callable[[], Mesh], times: int = 3) -> list[dict]:
     mesh = make_mesh()
     for seed in range(times):
         twisted(Draw.on(mesh, tempfile.gettempdir(), seed), name, ACTS[name], "")
-    return [{"kind": name, "line": str(mesh), "calls": times}]
+    return held(name, str(mesh), times)
 
 
 def in_a_graph(mesh: Mesh) -> list[dict]:
@@ -98,7 +99,7 @@ def in_a_graph(mesh: Mesh) -> list[dict]:
     results = [(y := way(x), *torch.autograd.grad(y, x, torch.ones_like(y))) for way in ways]
     if not all(torch.equal(a, b) for a, b in zip(*results, strict=True)):
         raise ValueError("compiled, collectives or their gradients differ")
-    return [{"kind": "torch.compile", "line": "four collectives in one graph", "calls": 1}]
+    return held("torch.compile", "four collectives in one graph", 1)
 
 
 def norms(device: str) -> list[dict]:
@@ -112,41 +113,42 @@ def norms(device: str) -> list[dict]:
         y, r = gained_norm(x_, gain_, 1e-5)
         for a, b in zip((y, r, *gained_norm_vjp(x_, gain_, r, dy_)), wanted, strict=True):
             torch.testing.assert_close(a.double().cpu(), b, rtol=apart, atol=apart * float(b.abs().max()))
-    return [{"kind": "norm", "line": "RMSNorm and its derivatives", "calls": len(DTYPES)}]
+    return held("norm", "RMSNorm and its derivatives", len(DTYPES))
 
 
-def cases_equal(device: str, tiny: bool, shared: bool = False) -> dict[str, Callable]:
+def cases_equal(device, tiny, shared=False):
     mesh_of, ranks = join(device, shared), int(os.environ.get("WORLD_SIZE", 1))
     axes_of = ("X", "Y", "XY") if ranks > 2 else ("X", "Y")
     mesh = mesh_of(split("XY" if ranks > 2 else "X", ranks))
     cases: dict[str, Callable] = {kind: partial(drawn, kind, mesh) for kind in typed.KINDS}
-    cases |= {"torch.compile": partial(in_a_graph, mesh), "ragged": partial(act, "ragged", lambda: mesh)}
-    cases["norm"] = partial(norms, device)
-    wanted = [("listing", axes) for axes in axes_of] + [("training", axes) for axes in axes_of]
-    wanted += [("attention", "X"), ("update", "X")]
+    cases |= {"torch.compile": partial(in_a_graph, mesh), "norm": partial(norms, device)}
+    wanted = {"listing": axes_of, "training": axes_of, "attention": "X", "update": "X"}
+    alike = ["ragged"]  # on the same mesh
     if not shared or device == "cpu":  # gloo sends no messages from a GPU
-        cases["message"] = partial(act, "message", lambda: mesh)
-        wanted += [("pipeline", "X"), ("training", "ZX" if ranks > 2 else "Z")]
-    for name, axes in wanted:
-        cases[f"{name} over {axes}"] = partial(act, name, lambda axes=axes: mesh_of(split(axes, ranks)))
+        wanted |= {"pipeline": "X", "training": (*axes_of, "ZX" if ranks > 2 else "Z")}
+        alike += ["message"]
+    cases |= {name: partial(act, name, lambda: mesh) for name in alike}
+    for name, meshes in wanted.items():
+        for axes in meshes:
+            cases[f"{name} over {axes}"] = partial(act, name, lambda axes=axes: mesh_of(split(axes, ranks)))
     return cases
 
 
-def cases_shared(device: str, tiny: bool) -> dict[str, Callable]:
+def cases_shared(device, tiny):
     return cases_equal(device, tiny, shared=True)
 
 
 # NCCL with one rank: what each of torch's calls gives back is what it was given. On a CPU gloo stands in for it
 
 
-def cases_nccl(device: str, tiny: bool) -> dict[str, Callable]:
+def cases_nccl(device, tiny):
     if device == "cuda":
         torch.cuda.set_device(0)
     dist.init_process_group("nccl" if device == "cuda" else "gloo", store=dist.HashStore(), rank=0, world_size=1)
     pg = dist.group.WORLD
     name = pg.group_name
 
-    def into(start: Callable, x):
+    def into(start, x):
         y = torch.empty_like(x)
         start(y, x, pg).wait()
         return y
@@ -168,14 +170,12 @@ def cases_nccl(device: str, tiny: bool) -> dict[str, Callable]:
         "all_to_all in a graph": lambda x: torch_private.exchange_over(x, [len(x)], [len(x)], name),
     }
 
-    def alike(what: str, call: Callable) -> list[dict]:
+    def alike(what, call):
+        ways = [call, torch.compile(call, backend="aot_eager", fullgraph=True)] if "graph" in what else [call]
         for dtype in DTYPES:
             x = torch.arange(SHAPE[0] * SHAPE[1], device=device).view(SHAPE).remainder(7).to(dtype)
-            if not torch.equal(call(x), x):
+            if not all(torch.equal(way(x), x) for way in ways):
                 raise ValueError(f"{what} in {dtype}: what came back is not what was sent")
-            compiled = torch.compile(call, backend="aot_eager", fullgraph=True) if "graph" in what else call
-            if not torch.equal(compiled(x), x):
-                raise ValueError(f"{what} in {dtype}, compiled: what came back is not what was sent")
-        return [{"kind": "one rank", "line": what, "calls": len(DTYPES)}]
+        return held("one rank", what, len(DTYPES))
 
     return {what: partial(alike, what, call) for what, call in calls.items()}

@@ -2,11 +2,13 @@
 
 A `Contest` is one strategy of ours against PyTorch's own. `ours` and `theirs` are called on every rank as
 `build(mesh, size, optimizer)`, with optimizer "sgd" or "adamw", and return `step() -> loss` (this rank's share, a
-tensor), which makes one training step: forward, loss = sum of squares / rows, backward, optimizer update. Both start
-from `initial(size)` and see `rows(size)`, so that their losses agree; a contest whose losses differ is an error.
+tensor), which makes one training step: forward, loss, backward, optimizer update. Both start from the same params and
+see the same rows, so that their losses agree; a contest whose losses differ is an error.
 """
 
 import gc
+import itertools
+import statistics
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -17,14 +19,15 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from kernel import bytes_sent, reset_peak, resident
-from report import quartiles, ratios
+from report import machine, options, quartiles, ratios, show, spread
 
 from scaling import launch
 from scaling.book.largest import largest
 
-SIDES = ("ours", "theirs", "tuned")
+RIVALS = ("theirs", "tuned")
 RATE = 1e-4  # learning rate
 AGREE = {torch.float32: 1e-3, torch.bfloat16: 2e-2}  # how far the losses of two sides may lie apart, relative
+on_ranks = partial(launch.run, checked=False, timeout=600)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,10 +68,15 @@ SIZES = {
 }
 
 
+def split(axes: str, ranks: int) -> dict[str, int]:
+    """A mesh of these axes, two on the last where there are several."""
+    return {axes: ranks} if len(axes) == 1 else {axes[0]: ranks // 2, axes[1]: 2}
+
+
 @dataclass(frozen=True)
 class Contest:
-    """`axes(ranks)`: the mesh; `wire_bytes(mesh_sizes, size)`: what a rank sends in a step, by the closed form;
-    `chunks`: of a pipeline, the parts of the model that each rank has.
+    """`wire_bytes(mesh_sizes, size)`: what a rank sends in a step, by the closed form; `chunks`: of a pipeline, the
+    parts of the model that each rank has.
 
     `theirs` has PyTorch's defaults, or with `tuned=True` its fastest settings. But for pipelines both take
     `compiled=True`: by torch.compile.
@@ -76,32 +84,33 @@ class Contest:
 
     name: str
     rival: str
-    axes: Callable[[int], dict[str, int]]
+    axes: str
     ours: Callable
     theirs: Callable
-    wire_bytes: Callable[[dict[str, int], Size], float]
+    wire_bytes: Callable[[dict[str, int], Any], float] | None = None
     chunks: int = 1
 
     def side(self, name: str) -> Callable:
-        """`build(mesh, size, optimizer)` of one of SIDES."""
-        fast, together = partial(self.theirs, tuned=True), partial(self.ours, compiled=True)
-        sides = {"ours": self.ours, "theirs": self.theirs, "tuned": fast, "ours compiled": together}
-        return (sides | {"tuned compiled": partial(fast, compiled=True)})[name]
+        """`build(mesh, size, optimizer)` of "ours", "theirs" or "tuned", each also as in "ours compiled"."""
+        how = {word: True for word in ("tuned", "compiled") if word in name}
+        return partial(self.ours if "ours" in name else self.theirs, **how)
+
+    def fits(self, size: Any, ranks: int) -> bool:
+        """Two ranks make no mesh of two axes; and layers are to divide over stages."""
+        sizes = split(self.axes, ranks)
+        return 1 not in sizes.values() and size.L % (sizes.get("Z", 1) * self.chunks) == 0
 
 
-def initial(size: Size, device="cpu") -> dict[str, torch.Tensor]:
-    """The whole params, the same on every rank: unit scale through the stack of gelus."""
-    to = {"generator": torch.Generator(device).manual_seed(0), "device": device, "dtype": size.dtype}
-    return {
-        "W_in": torch.randn(size.L, size.D, size.F, **to) / size.D**0.5,
-        "W_out": torch.randn(size.L, size.F, size.D, **to) / (0.65 * size.F**0.5),
-    }
+def stepping(pure: Callable, params: Any, state: Any, *inputs: torch.Tensor, compiled: bool = False) -> Callable:
+    """step() -> loss, of `pure(params, state, *inputs) -> loss, params, state`."""
+    run = torch.compile(pure, fullgraph=True, dynamic=False) if compiled else pure
 
+    def step():
+        nonlocal params, state
+        loss, params, state = run(params, state, *inputs)
+        return loss
 
-def rows(size: Size, device="cpu") -> torch.Tensor:
-    """The whole batch In[B, D]."""
-    g = torch.Generator(device).manual_seed(1)
-    return torch.randn(size.rows, size.D, generator=g, device=device, dtype=size.dtype)
+    return step
 
 
 def in_turn(
@@ -137,9 +146,13 @@ def settle() -> None:
         torch.cuda.synchronize()
 
 
-def medians(results: list[dict[str, list[float]]]) -> dict[str, float]:
-    """Of each part that was timed on all ranks."""
-    return {part: quartiles(slowest([result[part] for result in results]))[1] for part in results[0]}
+def slowest(results: Sequence[dict[str, list[float]]]) -> dict[str, list[float]]:
+    """Of what was timed on all ranks: a step lasts as long as on its slowest one."""
+    return {part: [max(times) for times in zip(*(rank[part] for rank in results), strict=True)] for part in results[0]}
+
+
+def medians(results: Sequence[dict[str, list[float]]]) -> dict[str, float]:
+    return {part: statistics.median(times) for part, times in slowest(results).items()}
 
 
 def hidden(seconds: dict[str, float]) -> float:
@@ -148,126 +161,125 @@ def hidden(seconds: dict[str, float]) -> float:
     return (sum(parts) - seconds["step"]) / min(parts)
 
 
-def slowest(per_rank: list[list[float]]) -> list[float]:
-    """A step lasts as long as on its slowest rank."""
-    return [max(times) for times in zip(*per_rank, strict=True)]
-
-
-def per_call(f: Callable, seconds: float = 0.2, batches: int = 20) -> float:
-    """Seconds of one call: the least of the means over several batches, which a busy machine disturbs least."""
-    f()
-    start = perf_counter()
-    f()
-    count = max(1, int(seconds / batches / max(perf_counter() - start, 1e-7)))
-    best = float("inf")
-    for _ in range(batches):
+def seconds_of(call: Callable, samples: int = 5, least: float = 0.02, chosen: Callable = statistics.median) -> float:
+    """Seconds of one call: of samples, each long enough for the clock, the median or another that is chosen."""
+    for _ in range(2):
+        settle()
         start = perf_counter()
-        for _ in range(count):
-            f()
-        best = min(best, (perf_counter() - start) / count)
-    return best
+        call()
+        settle()
+    often, found = 1 + int(least / max(perf_counter() - start, 1e-7)), []
+    for _ in range(samples):
+        start = perf_counter()
+        for _ in range(often):
+            call()
+        settle()
+        found.append((perf_counter() - start) / often)
+    return chosen(found)
 
 
-def sent_by(step: Callable, count: int = 2) -> float | None:
+def sent_by(step: Callable, count: int = 2) -> float:
     """Bytes that this rank sends in one step."""
     together()
     before = bytes_sent()
     for _ in range(count):
         step()
-    return None if before is None else (bytes_sent() - before) / count
+    return (bytes_sent() - before) / count
 
 
 # Contests
 
 
-def race(
-    contest: Contest,
-    size: Any,
-    optimizer: str,
-    ranks: int,
-    steps: int,
-    threads: int = 1,
-    rivals: Sequence[str] = SIDES[1:],
-    *,
-    small: Any = SIZES["tiny"],
+def raced(
+    mesh, contest: Contest, sides: Sequence[str], size: Any, optimizer: str, samples: int, small: Any = None
 ) -> dict:
-    """One line of the table: all sides in turn on the same ranks, then each by itself on fresh ones for its memory."""
-    mesh, sides = contest.axes(ranks), ("ours", *rivals)
-    options = {"checked": False, "threads": threads, "timeout": 600}
-    results = launch.run(_raced, mesh, contest, sides, size, optimizer, steps, **options)
-    if wrong := "".join(results[0]["failed"].values()) or losses_of(results, size.dtype)[1]:
-        raise ValueError(f"{contest.name}, {size}, {optimizer}: {wrong}")
-    times = {side: slowest([result["seconds"][side] for result in results]) for side in sides}
-    row = {"contest": contest.name, "rival": contest.rival, "optimizer": optimizer, "mesh": mesh}
-    row |= {side: quartiles(times[side]) for side in times}
-    for side in rivals:
-        row[f"ratio_{side}"] = ratios(times["ours"], times[side])
-    for side in sides:
-        sent = [result["sent"][side] for result in results]
-        row[f"sent_{side}"] = None if None in sent else sum(sent) / len(sent)
-        row[f"peak_{side}"] = max(launch.run(peak_of, mesh, contest.side(side), size, optimizer, small, **options))
-    words = ", ".join(f"{side} {row[f'ratio_{side}'][1]:.2f}" for side in rivals)
-    print(f"{size}, {contest.name}, {optimizer}: {words}", file=sys.stderr, flush=True)
-    return row | {"wire_bytes": contest.wire_bytes(mesh, size)}
+    """Of each side on this rank: seconds of its steps, in turn; bytes sent in one; the most that the third one holds in
+    memory, beyond what this rank had before there was this model; and its loss.
 
-
-def _raced(mesh, contest: Contest, names: tuple, size: Size, optimizer: str, steps: int) -> dict:
-    return raced({side: partial(contest.side(side), mesh, size, optimizer) for side in names}, steps, size)
-
-
-def raced(sides: dict[str, Callable], samples: int, size: Any) -> dict:
-    """Of each side on this rank: seconds of its steps, in turn; bytes sent in one; its peak memory and its loss.
-
-    `sides`: name -> build() -> step() -> this rank's share of the loss. A side that cannot be built, or does not run,
-    on all ranks alike, is named in "failed", and the others go on.
+    A side that cannot be built, or does not run, on all ranks alike, is named in "failed", and the others go on.
+    `small`: a step of this size goes first, so that code, threads and sockets, which every program has, do not count.
     """
     made, found = {}, {part: {} for part in ("sent", "peaks", "losses", "failed")}
-    for name, build in sides.items():
+    for side in sides:
+        build = contest.side(side)
         try:
+            if small:
+                build(mesh, small, optimizer)()
             gc.collect()
+            together()
             before = resident()
-            step = build()
+            step = build(mesh, size, optimizer)
             first = float(step().detach())
             step()
+            gc.collect()
             reset_peak()
             step()
             settle()
-            found["peaks"][name] = resident(peak=True) - before
+            found["peaks"][side] = resident(peak=True) - before
             again = float(step().detach())
-            found["losses"][name] = first if size.dtype == torch.bfloat16 else again  # bf16 rounds small updates
-            found["sent"][name] = sent_by(step)
-            made[name] = step
+            found["losses"][side] = first if size.dtype == torch.bfloat16 else again  # bf16 rounds small updates
+            found["sent"][side] = sent_by(step)
+            made[side] = step
         except Exception as error:
-            found["failed"][name] = f"{type(error).__name__}: {error}"[:600]
+            found["failed"][side] = f"{type(error).__name__}: {error}"[:600]
     return found | {"seconds": in_turn(made, samples, size.repeat, warmup=1) if made else {}}
 
 
-def losses_of(results: list[dict], dtype: torch.dtype) -> tuple[dict[str, float], str]:
-    """(each side's loss over all ranks; what is wrong if they differ)."""
-    totals = {side: sum(result["losses"][side] for result in results) for side in results[0]["seconds"]}
-    first = next(iter(totals.values()), 0.0)
-    if totals and not largest(abs(total - first) for total in totals.values()) <= AGREE[dtype] * abs(first):
-        return totals, f"the sides differ in their loss: {totals}"
-    return totals, ""
+def compared(ranks: list[dict], size: Any) -> dict:
+    """What `raced` gave on all ranks, by side: quartiles of milliseconds, MB sent, peak MB, loss, and each rival's
+    ratio, of ours to its; and what failed."""
+    times, failed = slowest([rank["seconds"] for rank in ranks]), dict(ranks[0]["failed"])
+    losses = {side: sum(rank["losses"][side] for rank in ranks) for side in times}
+    first = next(iter(losses.values()), 0.0)
+    if times and not largest(abs(loss - first) for loss in losses.values()) <= AGREE[size.dtype] * abs(first):
+        failed["losses"] = f"the sides differ in their loss: {losses}"
+    row: dict = {"failed": failed, "flops": size.flops, "ranks": len(ranks), "losses": losses, "ratio": {}}
+    row["ms"] = {side: [1e3 * t for t in quartiles(each)] for side, each in times.items()}
+    row["sent"] = {side: sum(rank["sent"][side] for rank in ranks) / len(ranks) / 1e6 for side in times}
+    row["MB"] = {side: max(rank["peaks"][side] for rank in ranks) / 1e6 for side in times}
+    for rival in times:
+        mine = "ours compiled" if "compiled" in rival else "ours"
+        if rival != mine and mine in times:
+            row["ratio"][rival] = ratios(times[mine], times[rival])
+    return row
 
 
-def peak_of(mesh, build: Callable, size: Any, optimizer: str, small: Any) -> int:
-    """The most bytes that the third step has in memory, beyond what this rank had before there was this model.
+def race(contest: Contest, sides: Sequence[str], size: Any, optimizer: str, samples: int, ranks: int, small=None):
+    """`compared`, of ranks that are started for it; none of the sides may fail."""
+    row = compared(on_ranks(raced, split(contest.axes, ranks), contest, sides, size, optimizer, samples, small), size)
+    if row["failed"]:
+        raise ValueError(f"{contest.name}, {size}, {optimizer}: {row['failed']}")
+    return row
 
-    Fresh ranks: what one side has given back to the allocator must not serve the other. A tiny model goes first, so
-    that code, threads and sockets, which every program has, do not count.
-    """
-    step = build(mesh, small, optimizer)
-    step()
-    del step
-    gc.collect()
-    together()
-    before = resident()
-    step = build(mesh, size, optimizer)
-    for _ in range(2):
-        step()
-    gc.collect()
-    reset_peak()
-    step()
-    together()
-    return resident(peak=True) - before
+
+def peak(contest: Contest, side: str, size: Any, optimizer: str, ranks: int, small: Any) -> float:
+    """MB that the fullest rank holds in a step, on fresh ranks: what one side has given back to the allocator must not
+    serve the other."""
+    return race(contest, [side], size, optimizer, 1, ranks, small)["MB"][side]
+
+
+def compete(
+    about: str | None, known: dict[str, Contest], sizes: dict[str, Any], optimizers: Sequence[str], small: Any
+) -> None:
+    """A command: the table of these contests. All sides in turn on the same ranks, then each alone for its memory."""
+    parser = options(about, ranks=4, only=known, sizes=sizes, optimizers=optimizers, rivals=RIVALS, steps=20)
+    args, lines = parser.parse_args(), []
+    torch.set_num_threads(1)
+    ranks, rivals = args.ranks, args.rivals
+    for label, name, optimizer in itertools.product(args.sizes, args.only, args.optimizers):
+        contest, size = known[name], sizes[label]
+        if not contest.fits(size, ranks):
+            continue
+        sides = ("ours", *rivals)
+        row = race(contest, sides, size, optimizer, args.steps, ranks)
+        line = [label, name, contest.rival, optimizer, f"{row['ms']['ours'][1]:.1f}"]
+        for rival in rivals:
+            line += [f"{row['ms'][rival][1]:.1f}", spread(row["ratio"][rival])]
+        closed = f"{contest.wire_bytes(split(contest.axes, ranks), size) / 1e6:.1f}" if contest.wire_bytes else ""
+        line += [f"{row['sent']['ours']:.1f}", closed, f"{row['sent'][rivals[0]]:.1f}"]
+        lines.append([*line, *(f"{peak(contest, side, size, optimizer, ranks, small):.1f}" for side in sides)])
+        print(", ".join(map(str, lines[-1])), file=sys.stderr, flush=True)
+    chosen = "; ".join(f"{label}: {sizes[label]}" for label in args.sizes)
+    print(f"{ranks} ranks on {machine()}; {args.steps} samples of each side, 1 thread a rank.\n{chosen}.\n")
+    headers = ["size", "ours", "PyTorch's", "optimizer", "ms", *(head for rival in rivals for head in (rival, "ratio"))]
+    show(lines, [*headers, "MB sent", "closed form", "theirs", "peak MB", *rivals], 4)

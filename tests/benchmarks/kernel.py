@@ -1,6 +1,7 @@
 """What the kernel knows of this process: bytes sent over its sockets, and how fast they may be; memory held."""
 
 import ctypes
+import math
 import os
 import platform
 import socket
@@ -15,7 +16,9 @@ MAX_PACING_RATE = 47  # of asm-generic/socket.h: SO_MAX_PACING_RATE
 
 
 def tcp_sockets() -> Iterator[tuple[socket.socket, bytes]]:
-    """This process's TCP sockets, each with its struct tcp_info; Linux only."""
+    """This process's TCP sockets, each with its struct tcp_info."""
+    if platform.system() != "Linux":
+        raise OSError("only Linux counts what its sockets send, and paces them\n  fix: run it there")
     for fd in os.listdir("/proc/self/fd"):
         try:
             if not os.readlink(f"/proc/self/fd/{fd}").startswith("socket:"):
@@ -26,39 +29,28 @@ def tcp_sockets() -> Iterator[tuple[socket.socket, bytes]]:
             continue
 
 
-def bytes_sent() -> int | None:
-    """Payload bytes that this process has sent over its TCP sockets so far; None where the kernel does not tell.
+def bytes_sent() -> float:
+    """Payload bytes that this process has sent over its TCP sockets so far; NaN where the kernel does not tell.
 
     Each socket's own counter, not the interface's: other processes on this machine do not count.
     """
-    if platform.system() != "Linux":
-        return None
-    total = 0
-    for _, info in tcp_sockets():
-        if len(info) < BYTES_SENT + 8:
-            return None
-        total += struct.unpack_from("Q", info, BYTES_SENT)[0]
-    return total
-
-
-def paced(wires: list[float]) -> list[float]:
-    """Wires of these speeds, where the kernel can slow them."""
-    if platform.system() != "Linux":
-        raise SystemExit("only Linux paces its sockets\n  fix: run it there")
-    return wires
+    infos = [info for _, info in tcp_sockets()]
+    if any(len(info) < BYTES_SENT + 8 for info in infos):
+        return math.nan
+    return sum(struct.unpack_from("Q", info, BYTES_SENT)[0] for info in infos)
 
 
 def speed(wire: float) -> str:
     return f"{wire:.0f} MB/s" if wire else "loopback"
 
 
-def slow_wire(bytes_per_second: float) -> None:
-    """Let the kernel send on each of this process's TCP connections no faster than so; Linux only.
+def slow_wire(wire: float) -> None:
+    """Let the kernel send on each of this process's TCP connections no faster than so many MB/s; 0: as fast as it can.
 
     Loopback is as fast as the cores copy: to send takes their time. On a slowed wire it takes time, but not theirs.
     """
     for s, _ in tcp_sockets():
-        s.setsockopt(socket.SOL_SOCKET, MAX_PACING_RATE, struct.pack("Q", int(bytes_per_second)))
+        s.setsockopt(socket.SOL_SOCKET, MAX_PACING_RATE, struct.pack("Q", int(wire * 1e6 or 1e12)))
 
 
 def resident(peak: bool = False) -> int:

@@ -8,45 +8,36 @@ two layers' weights.
 
 from functools import partial
 
-from harness import SIZES, peak_of
-from report import show
+from harness import SIZES, Contest, peak
+from report import options, show
 from versus_torch import BUCKET, FLOAT32, ours, theirs
 
-from scaling import launch
-from scaling.common.console import Parser
 from scaling.strategies import data_parallel, fsdp, zero
 
 X = 4
-SIDES = {  # ours; PyTorch's
-    0: (partial(ours, data_parallel, bucket_bytes=BUCKET), "DistributedDataParallel", "data_parallel"),
-    1: (partial(ours, zero, stage=1), "ZeroRedundancyOptimizer", "zero"),
-    2: (partial(ours, zero, stage=2), "fully_shard, reshard_after_forward=False", "fsdp_kept"),
-    3: (partial(ours, fsdp), "fully_shard", "fsdp"),
-}
+SIDES = (  # ours; PyTorch's
+    (partial(ours, data_parallel, bucket_bytes=BUCKET), "DistributedDataParallel", "data_parallel"),
+    (partial(ours, zero, stage=1), "ZeroRedundancyOptimizer", "zero"),
+    (partial(ours, zero, stage=2), "fully_shard, reshard_after_forward=False", "fsdp_kept"),
+    (partial(ours, fsdp), "fully_shard", "fsdp"),
+)
 
 
-def least(level: int, size) -> int:
-    """The closed form, in bytes."""
+def least(level: int, size) -> float:
+    """The closed form, in MB."""
     moments, grads, params = (1 if level < split else 1 / X for split in (1, 2, 3))
     state = size.params * (params + grads + 2 * moments)
     passing = ((level >= 2) + 2 * (level == 3)) * size.params / size.L
-    return int(FLOAT32 * (state + passing + size.L * size.rows / X * (size.D + 2 * size.F)))
-
-
-def main() -> None:
-    parser = Parser(description=__doc__)
-    parser.add_argument("--size", default="default", choices=SIZES)
-    size = SIZES[parser.parse_args().size]
-    options, rows = {"checked": False, "threads": 1, "timeout": 600}, []
-    for level, (mine, rival, name) in SIDES.items():
-        peaks = [
-            max(launch.run(peak_of, {"X": X}, build, size, "adamw", SIZES["tiny"], **options)) / 1e6
-            for build in (mine, partial(theirs, name))
-        ]
-        rows.append((level, rival, f"{least(level, size) / 1e6:.0f}", *(f"{peak:.0f}" for peak in peaks)))
-    print(f"{size}, AdamW, X={X}.\n")
-    show(rows, ["ZeRO", "PyTorch's", "closed form MB", "ours", "theirs"], 2)
+    return FLOAT32 * (state + passing + size.L * size.rows / X * (size.D + 2 * size.F)) / 1e6
 
 
 if __name__ == "__main__":
-    main()
+    parser = options(__doc__)
+    parser.add_argument("--size", default="default", choices=SIZES)
+    size, rows = SIZES[parser.parse_args().size], []
+    for level, (mine, rival, name) in enumerate(SIDES):
+        contest = Contest(name, rival, "X", mine, partial(theirs, name))
+        peaks = [peak(contest, side, size, "adamw", X, SIZES["tiny"]) for side in ("ours", "theirs")]
+        rows.append([level, rival, *(f"{MB:.0f}" for MB in (least(level, size), *peaks))])
+    print(f"{size}, AdamW, X={X}.\n")
+    show(rows, ["ZeRO", "PyTorch's", "closed form MB", "ours", "theirs"], 2)

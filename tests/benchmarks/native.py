@@ -6,13 +6,12 @@ DistributedDataParallel with ZeroRedundancyOptimizer. An nn.Linear's weight is t
 
 And the same Transformer: an nn.Module of nn.Linear, nn.RMSNorm and scaled_dot_product_attention; fully_shard for each
 block, then the root; parallelize_module with sequence parallelism (norms and the residual stream split along T) and a
-loss over a split vocabulary; stages by ScheduleInterleaved1F1B. PyTorch averages gradients over X, hence the factor in
-the loss.
+loss over a split vocabulary. Both on stages, too, by a schedule of torch's. PyTorch averages gradients over X, hence
+the factor in the loss.
 """
 
 import warnings
-from collections.abc import Callable
-from contextlib import nullcontext
+from collections.abc import Callable, Iterable
 
 import torch
 import torch.nn.functional as F
@@ -24,7 +23,6 @@ from torch.distributed.tensor.parallel import (
     PrepareModuleInput,
     RowwiseParallel,
     SequenceParallel,
-    loss_parallel,
     parallelize_module,
 )
 from torch.nn.parallel import DistributedDataParallel
@@ -36,7 +34,6 @@ with warnings.catch_warnings():  # torch's own import of it uses what torch depr
     warnings.simplefilter("ignore")
     from torch.distributed.optim import ZeroRedundancyOptimizer
 
-STRATEGIES = ("data_parallel", "zero", "fsdp", "tensor_parallel", "fsdp_tp")
 LAYOUTS = {"D": Shard(-1), "B": Shard(0), "whole": Replicate()}  # of the activations between layers, over Y
 OPTIMIZERS = {"sgd": torch.optim.SGD, "adamw": torch.optim.AdamW}
 
@@ -59,41 +56,25 @@ class Block(nn.Module):
         return self.down(F.gelu(self.up(In)))
 
 
-class Native:
-    """A wrapped model and its optimizer. `step(In, target)` makes one training step in place and returns this rank's
-    share of the loss, whose gradients are those of the whole batch's sum of squares / rows; `layout` is that of
-    activations between layers over Y: "D" as the book has it, "B" (sequence parallelism), or "whole" (an AllReduce).
-    `tuned`: the fastest settings instead of the default ones; `compiled`: forward and backward by torch.compile.
-    """
+def optimizer_of(weights: Iterable, rule: str, lr: float, tuned: bool, group=None):
+    """`tuned`: fused; of a DTensor there is no fused SGD: foreach is then the best there is. `group`: its states are
+    split over it."""
+    weights = list(weights)
+    fast = "foreach" if rule == "sgd" and isinstance(weights[0], DTensor) else "fused"
+    options = {"lr": lr} | ({fast: True} if tuned else {})
+    if group is None:
+        return OPTIMIZERS[rule](weights, **options)
+    return ZeroRedundancyOptimizer(weights, optimizer_class=OPTIMIZERS[rule], process_group=group, **options)
 
-    def __init__(
-        self, strategy, params: dict, mesh, optimizer="adamw", lr=1e-3, layout="D", tuned=False, compiled=False
-    ):
-        self.strategy, sizes = strategy, mesh.sizes
-        self.model = nn.Sequential(*map(Block, params["W_in"], params["W_out"])).to(mesh.device)
-        self.replicas = sizes.get("X", 1)
-        devices = mesh.device_mesh if mesh.size() > 1 else None
-        tensor = devices["Y"] if strategy == "fsdp_tp" else devices
-        data = devices["X"] if strategy == "fsdp_tp" else devices
-        if strategy in ("tensor_parallel", "fsdp_tp"):
-            split_over_tensor_axis(self.model, tensor, LAYOUTS[layout])
-        if strategy in ("fsdp", "fsdp_tp", "fsdp_kept"):
-            again = strategy != "fsdp_kept"  # whether weights are thrown away after the forward
-            for block in self.model:
-                fully_shard(block, mesh=data, reshard_after_forward=again)
-            fully_shard(self.model, mesh=data, reshard_after_forward=again)
-        if strategy in ("data_parallel", "zero"):
-            group = mesh.group(("X",)).pg
-            self.model = DistributedDataParallel(self.model, process_group=group, gradient_as_bucket_view=tuned)
-        self.call = torch.compile(self.model) if compiled else self.model
-        rule, weights = OPTIMIZERS[optimizer], list(self.model.parameters())
-        # Of a DTensor there is no fused SGD: foreach is then the best there is.
-        fast = "foreach" if optimizer == "sgd" and isinstance(weights[0], DTensor) else "fused"
-        options = {"lr": lr} | ({fast: True} if tuned else {})
-        if strategy == "zero":
-            self.optimizer = ZeroRedundancyOptimizer(weights, optimizer_class=rule, process_group=group, **options)
-        else:
-            self.optimizer = rule(weights, **options)
+
+class Trained:
+    """A wrapped model and its optimizer. `step(In, loss)` makes one training step in place and returns this rank's
+    share of the loss. `compiled`: forward and backward by torch.compile."""
+
+    def __init__(self, model: nn.Module, mesh, compiled: bool, optimizer: str, lr: float, tuned: bool, group=None):
+        self.model, self.replicas = model, mesh.sizes.get("X", 1)
+        self.call = torch.compile(model) if compiled else model
+        self.optimizer = optimizer_of(model.parameters(), optimizer, lr, tuned, group)
 
     def backward(self, In: Tensor, loss: Callable[[Tensor], Tensor]) -> Tensor:
         """Gradients of loss(Out), this rank's share, into `.grad`; those over X are averaged, hence the factor."""
@@ -107,6 +88,28 @@ class Native:
         self.optimizer.step()
         return share
 
+
+class Native(Trained):
+    """The book's stack by a strategy. `layout` is that of activations between layers over Y: "D" as the book has it,
+    "B" (sequence parallelism), or "whole" (an AllReduce). `tuned`: the fastest settings instead of the default ones."""
+
+    def __init__(
+        self, strategy, params: dict, mesh, optimizer="adamw", lr=1e-3, layout="D", tuned=False, compiled=False
+    ):
+        self.blocks = model = nn.Sequential(*map(Block, params["W_in"], params["W_out"])).to(mesh.device)
+        devices, group = mesh.device_mesh if mesh.size() > 1 else None, None
+        tensor, data = (devices["Y"], devices["X"]) if strategy == "fsdp_tp" else (devices, devices)
+        if strategy in ("tensor_parallel", "fsdp_tp"):  # up by columns, down by rows; in and out are local tensors
+            plan = {f"{i}.up": ColwiseParallel(input_layouts=LAYOUTS[layout]) for i in range(len(model))}
+            plan |= {f"{i}.down": RowwiseParallel(output_layouts=LAYOUTS[layout]) for i in range(len(model))}
+            parallelize_module(model, tensor, plan)
+        if strategy in ("fsdp", "fsdp_tp", "fsdp_kept"):
+            fully_sharded(model, model, data, keep=strategy == "fsdp_kept")
+        if strategy in ("data_parallel", "zero"):
+            group = mesh.group(("X",)).pg
+            model = DistributedDataParallel(model, process_group=group, gradient_as_bucket_view=tuned)
+        super().__init__(model, mesh, compiled, optimizer, lr, tuned, group if strategy == "zero" else None)
+
     def params(self) -> dict:
         """The whole params in the book's form: W_in[L, D, F], W_out[L, F, D]."""
         return self._stacked(lambda layer: layer.weight.detach())
@@ -115,18 +118,8 @@ class Native:
         return self._stacked(lambda layer: layer.weight.grad)
 
     def _stacked(self, read: Callable) -> dict:
-        blocks = self.model.module if isinstance(self.model, DistributedDataParallel) else self.model
-        halves = {"W_in": [whole(read(b.up)).T for b in blocks], "W_out": [whole(read(b.down)).T for b in blocks]}
-        return {name: torch.stack(weights) for name, weights in halves.items()}
-
-
-def split_over_tensor_axis(model: nn.Sequential, devices, layout) -> None:
-    """up by columns, down by rows, activations between blocks laid out as said; in and out are local tensors."""
-    plan = {}
-    for i in range(len(model)):
-        plan[f"{i}.up"] = ColwiseParallel(input_layouts=layout)
-        plan[f"{i}.down"] = RowwiseParallel(output_layouts=layout)
-    parallelize_module(model, devices, plan)
+        halves = {"W_in": [block.up for block in self.blocks], "W_out": [block.down for block in self.blocks]}
+        return {name: torch.stack([whole(read(layer)).T for layer in layers]) for name, layers in halves.items()}
 
 
 def whole(x: Tensor) -> Tensor:
@@ -135,6 +128,42 @@ def whole(x: Tensor) -> Tensor:
     with warnings.catch_warnings():  # torch's own code calls what torch deprecates
         warnings.simplefilter("ignore")
         return x.full_tensor()
+
+
+def fully_sharded(model: nn.Module, blocks: Iterable, devices, keep: bool = False) -> None:
+    """Each block, then the root. `keep`: gathered weights stay until the backward, as pipelines want it."""
+    for module in (*blocks, model):
+        fully_shard(module, mesh=devices, reshard_after_forward=not keep)
+
+
+def staged(
+    stage: Callable[[int, int], nn.Module], layers: int, chunks: int, schedule: str, microbatches: int, mesh,
+    In: Tensor, target: Tensor, loss: Callable, optimizer: str, lr: float, tuned: bool,
+) -> Callable:  # fmt: skip
+    """step() -> this rank's share of the loss, `loss(Out, target)`, on stages of `stage(first layer, last)`, so many on
+    each rank, by a schedule of torch's."""
+    from torch.distributed import pipelining
+
+    Z, z, X, group = mesh.sizes["Z"], mesh.coord["Z"], mesh.sizes.get("X", 1), mesh.group(("Z",)).pg
+    own, depth = range(z, chunks * Z, Z), layers // (chunks * Z)
+    modules = [stage(s * depth, (s + 1) * depth) for s in own]
+    stages = [
+        pipelining.PipelineStage(module, s, chunks * Z, mesh.device, group=group)
+        for module, s in zip(modules, own, strict=True)
+    ]
+    options = {"loss_fn": lambda Out, target: X * loss(Out, target), "scale_grads": False}
+    run = getattr(pipelining, schedule)(stages if chunks > 1 else stages[0], microbatches, **options)
+    update = optimizer_of((W for module in modules for W in module.parameters()), optimizer, lr, tuned)
+
+    def step():
+        update.zero_grad()
+        losses: list = []
+        given = {"target": target, "losses": losses} if z == Z - 1 else {}
+        run.step(*([In] if z == 0 else []), **given)
+        update.step()
+        return sum(losses).detach() / X if losses else torch.zeros((), device=mesh.device)
+
+    return step
 
 
 # The Transformer
@@ -202,69 +231,3 @@ def split_over_y(model: Model, devices) -> None:
         plan = {"norm_attn": SequenceParallel(), "norm_mlp": SequenceParallel(), "attention": gathered, "mlp": gathered}
         plan |= {name: ColwiseParallel() for name in columns} | {n: RowwiseParallel(output_layouts=rows) for n in out}
         parallelize_module(block, devices, plan)
-
-
-def fully_sharded(model: Model, devices, keep: bool = False) -> None:
-    """Each block, then the root. `keep`: gathered weights stay until the backward, as pipelines want it."""
-    options = {"mesh": devices} | ({"reshard_after_forward": False} if keep else {})
-    for block in model.blocks:
-        fully_shard(block, **options)
-    fully_shard(model, **options)
-
-
-def step_of(params: dict, config: Config, mesh, tokens, targets, rate: float, tuned: bool, compiled: bool = False):
-    """step() -> this rank's share of the mean loss, on tokens and targets [B_X, T] of this rank."""
-    warnings.simplefilter("ignore")  # of torch's own code
-    model, sizes = Model(params, config, tokens.shape[1]), mesh.sizes
-    X, Y = sizes.get("X", 1), sizes.get("Y", 1)
-    devices = mesh.device_mesh if X * Y > 1 else None
-    if Y > 1:
-        split_over_y(model, devices["Y"] if X > 1 else devices)
-    if X > 1:
-        fully_sharded(model, devices["X"] if Y > 1 else devices)
-    update = torch.optim.AdamW(model.parameters(), lr=rate, **({"fused": True} if tuned else {}))
-    count = targets.numel() * X
-    call = torch.compile(model) if compiled else model
-
-    def step():
-        update.zero_grad()
-        with loss_parallel() if Y > 1 else nullcontext():
-            loss = F.cross_entropy(call(tokens).flatten(0, 1).float(), targets.flatten(), reduction="sum") / count
-            (loss * X).backward()
-        update.step()
-        loss = loss.detach()
-        return (loss.to_local() if Y > 1 else loss) / Y
-
-    return step
-
-
-def staged_step_of(params: dict, config: Config, mesh, tokens, targets, rate: float, tuned: bool, microbatches: int):
-    """The same on stages, each rank two of them, by ScheduleInterleaved1F1B; fully_shard over X inside a stage."""
-    from torch.distributed import pipelining
-
-    warnings.simplefilter("ignore")
-    Z, z, X = mesh.sizes["Z"], mesh.coord["Z"], mesh.sizes.get("X", 1)
-    group, modules, stages, depth = mesh.group(("Z",)).pg, [], [], config.L // (2 * Z)
-    for s in (z, z + Z):
-        modules.append(Model(params, config, tokens.shape[1], s * depth, (s + 1) * depth))
-        if X > 1:
-            fully_sharded(modules[-1], mesh.device_mesh["X"], keep=True)
-        stages.append(pipelining.PipelineStage(modules[-1], s, 2 * Z, mesh.device, group=group))
-    count = targets.numel() * X
-
-    def loss_of(logits, wanted):
-        return F.cross_entropy(logits.flatten(0, 1).float(), wanted.flatten(), reduction="sum") / count * X
-
-    run = pipelining.ScheduleInterleaved1F1B(stages, microbatches, loss_fn=loss_of, scale_grads=False)
-    weights = [W for module in modules for W in module.parameters()]
-    update = torch.optim.AdamW(weights, lr=rate, **({"fused": True} if tuned else {}))
-
-    def step():
-        update.zero_grad()
-        losses: list = []
-        given = {"target": targets, "losses": losses} if z == Z - 1 else {}
-        run.step(*([tokens] if z == 0 else []), **given)
-        update.step()
-        return sum(losses).detach() / X if losses else torch.zeros((), device=mesh.device)
-
-    return step

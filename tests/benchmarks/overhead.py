@@ -1,6 +1,6 @@
 """What the notation costs: a typed call against the raw one, and an explicit step against nn.Module's, on one rank.
 
-    python tests/benchmarks/overhead.py [--sizes tiny,default] [--no-compile] [--json FILE]
+    python tests/benchmarks/overhead.py [--sizes tiny,default] [--no-compile]
 
 1. Calls. Matrices of 8 x 8, so that the call is all there is. The raw side does the same by hand: it allocates the same
    buffers and calls torch.distributed. Collectives go to torch's "fake" process group, in which nothing is sent and
@@ -10,26 +10,32 @@
    module (whose update is not compiled). Medians of samples taken in turn.
 """
 
+import itertools
 import warnings
 from dataclasses import replace
 
 import torch
 import torch.distributed as dist
-from harness import SIZES, Size, in_turn, per_call
-from report import machine, options, quartiles, ratios, show, spread, write
-from versus_torch import ours, theirs
+from harness import SIZES, Size, in_turn, seconds_of
+from report import machine, ms, options, ratios, show, spread
+from versus_torch import OPTIMIZERS, ours, theirs
 
 from scaling.collectives import all_gather, all_reduce, all_to_all, einsum, reduce_scatter
 from scaling.launch import keep_freed_memory
 from scaling.mesh import Mesh
 from scaling.strategies import data_parallel
 
-LIMIT = 5e-6  # seconds that a typed call should add at most
-PAIRS = (("explicit", "module"), ("compiled", "compiled module"), ("compiled", "explicit"))
+PRODUCT, ELEMENTS = "A[I, J] * B[J, K] -> C[I, K]", "A[I, J] * B[I, J] -> C[I, J]"
+LIMIT = 5  # microseconds that a typed call should add at most
+PAIRS = {
+    "explicit / module": ("explicit", "module"),
+    "both compiled": ("compiled", "compiled module"),
+    "compiled / explicit": ("compiled", "explicit"),
+}
 
 
 def calls() -> list[tuple[str, float, float]]:
-    """(name, seconds raw, seconds typed) of each call, on two ranks of which this process is one."""
+    """(name, microseconds raw, typed) of each call, on two ranks of which this process is one."""
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
@@ -60,24 +66,19 @@ def calls() -> list[tuple[str, float, float]]:
         return received.flatten(0, 1)
 
     pairs = {
-        "einsum": (lambda: a @ b, lambda: einsum("A[I, J] * B[J, K] -> C[I, K]", a, b)),
+        "einsum": (lambda: a @ b, lambda: einsum(PRODUCT, a, b)),
         "einsum, one turned": (lambda: a.t() @ b, lambda: einsum("A[J, I] * B[J, K] -> C[I, K]", a, b)),
         "einsum, result turned": (lambda: (a @ b).t(), lambda: einsum("A[I, J] * B[J, K] -> C[K, I]", a, b)),
-        "einsum into out": (
-            lambda: torch.mm(a, b, out=out),
-            lambda: einsum("A[I, J] * B[J, K] -> C[I, K]", a, b, out=out),
-        ),
-        "einsum, not a matmul": (
-            lambda: torch.einsum("ij,ij->ij", a, b),
-            lambda: einsum("A[I, J] * B[I, J] -> C[I, J]", a, b),
-        ),
+        "einsum into out": (lambda: torch.mm(a, b, out=out), lambda: einsum(PRODUCT, a, b, out=out)),
+        "einsum, not a matmul": (lambda: torch.einsum("ij,ij->ij", a, b), lambda: einsum(ELEMENTS, a, b)),
         "all_gather": (gathered, lambda: all_gather("A[I_X, J] -> A[I, J]", a, mesh)),
         "all_reduce": (reduced, lambda: all_reduce("A[I, J] {U_X} -> A[I, J]", a, mesh)),
         "reduce_scatter": (scattered, lambda: reduce_scatter("A[I, J] {U_X} -> A[I_X, J]", a, mesh)),
         "all_to_all": (exchanged, lambda: all_to_all("A[I_X, J] -> A[I, J_X]", a, mesh)),
     }
     try:
-        return [(name, per_call(raw), per_call(typed)) for name, (raw, typed) in pairs.items()]
+        # The least of several means, which a busy machine disturbs least.
+        return [(name, *(1e6 * seconds_of(call, 20, 0.01, min) for call in pair)) for name, pair in pairs.items()]
     finally:
         dist.destroy_process_group()
 
@@ -93,8 +94,8 @@ def steps(size: Size, optimizer: str, count: int, compiled: bool) -> dict[str, l
     return in_turn(sides, count, size.repeat)
 
 
-def main() -> None:
-    parser = options(__doc__, sizes=reversed(SIZES), optimizers=("sgd", "adamw"), steps=20, json=None)
+if __name__ == "__main__":
+    parser = options(__doc__, sizes=reversed(SIZES), optimizers=OPTIMIZERS, steps=20)
     parser.add_argument("--no-compile", action="store_true", help="leave torch.compile out: it needs a C++ compiler")
     args = parser.parse_args()
     torch.set_num_threads(1)
@@ -102,25 +103,14 @@ def main() -> None:
     keep_freed_memory()
     measured = calls()
     print(f"One rank, one thread, on {machine()}; {args.steps} samples of each side.\n")
-    lines = [
-        [name, *(f"{seconds * 1e6:.2f}" for seconds in (raw, typed, typed - raw))] for name, raw, typed in measured
-    ]
+    lines = [[name, *(f"{us:.2f}" for us in (raw, typed, typed - raw))] for name, raw, typed in measured]
     show(lines, ["call", "raw, us", "typed, us", "added, us"])
-    lines, found = [], []
-    for label in args.sizes:
-        for optimizer in args.optimizers:
-            seconds = steps(SIZES[label], optimizer, args.steps, not args.no_compile)
-            line = [label, optimizer, *(f"{quartiles(times)[1] * 1e3:.2f}" for times in seconds.values())]
-            found.append({"size": label, "optimizer": optimizer, "seconds": seconds})
-            for mine, other in PAIRS if not args.no_compile else PAIRS[:1]:
-                line.append(spread(ratios(seconds[mine], seconds[other])))
-            lines.append(line)
-    headers = ["size", "optimizer", *(f"{side}, ms" for side in found[0]["seconds"]), "explicit / module"]
-    show(lines, headers + ([] if args.no_compile else ["both compiled", "compiled / explicit"]), 2)
-    write(args.json, {"calls": measured, "steps": found})
+    pairs, lines, headers = list(PAIRS.items())[: 1 if args.no_compile else None], [], []
+    for label, optimizer in itertools.product(args.sizes, args.optimizers):
+        seconds = steps(SIZES[label], optimizer, args.steps, not args.no_compile)
+        spreads = [spread(ratios(seconds[mine], seconds[other])) for _, (mine, other) in pairs]
+        lines.append([label, optimizer, *(ms(times, 2) for times in seconds.values()), *spreads])
+        headers = ["size", "optimizer", *(f"{side}, ms" for side in seconds), *(name for name, _ in pairs)]
+    show(lines, headers, 2)
     if slow := [name for name, raw, typed in measured if typed - raw >= LIMIT]:
-        print(f"These typed calls add {LIMIT * 1e6:.0f} microseconds or more: {', '.join(slow)}")
-
-
-if __name__ == "__main__":
-    main()
+        print(f"These typed calls add {LIMIT} microseconds or more: {', '.join(slow)}")

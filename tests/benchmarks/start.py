@@ -1,6 +1,6 @@
-"""Time to the first collective, by three ways to start ranks; and the wall time of every chapter.
+"""Time to the first collective, by three ways to start ranks.
 
-    python tests/benchmarks/start.py [--ranks 2,4,8] [--repeat 3] [--chapters '05*.py'] [--json FILE]
+    python tests/benchmarks/start.py [--ranks 2,4,8] [--repeat 3]
 
 Each start is a whole process: Python, `import torch`, the ranks, one AllReduce, the end. Least of `--repeat` runs.
 `scaling.launch` forks its ranks; torchrun and torch.multiprocessing.spawn start a Python each.
@@ -13,7 +13,7 @@ import tempfile
 from pathlib import Path
 from time import perf_counter
 
-from report import options, show, write
+from report import options, show
 
 OURS = """
 import torch
@@ -57,53 +57,24 @@ WAYS = {"scaling.launch": OURS, "torchrun": TORCHRUN, "mp.spawn": SPAWN}
 LIMIT = 600  # seconds
 
 
-def seconds(command: list[str], cwd=None) -> tuple[float, int]:
-    """(wall time, exit code) of a program; its output is shown if it fails."""
-    start = perf_counter()
-    env = os.environ | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo" if sys.platform == "linux" else ""}
-    done = subprocess.run(command, cwd=cwd, env=env, capture_output=True, text=True, timeout=LIMIT)
-    took = perf_counter() - start
-    if done.returncode:
-        print(f"{' '.join(command)} ended with {done.returncode}:\n{done.stdout}\n{done.stderr}", file=sys.stderr)
-    return took, done.returncode
-
-
-def start(way: str, ranks: int, folder: str) -> tuple[float, int]:
+def seconds(way: str, ranks: int, folder: str) -> float:
+    """Wall time of a program, which must end well."""
     script = Path(folder, f"{way}-{ranks}.py")
     script.write_text(WAYS[way].replace("RANKS", str(ranks)))
-    if way == "torchrun":
-        torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-        return seconds([*torchrun, "--nproc-per-node", str(ranks), str(script)])
-    return seconds([sys.executable, str(script)])
-
-
-def main() -> None:
-    parser = options(__doc__, json=None)
-    parser.add_argument("--ranks", default="2,4,8")
-    parser.add_argument("--repeat", type=int, default=3)
-    parser.add_argument("--chapters", default="[0-9]*.py", help="which to time; none: ''. Default: %(default)s")
-    args = parser.parse_args()
-    counts, failed = [int(n) for n in args.ranks.split(",")], 0
-    found = {"start": {}, "chapters": {}}
-    with tempfile.TemporaryDirectory() as folder:
-        for way in WAYS:
-            for n in counts:
-                runs = [start(way, n, folder) for _ in range(args.repeat)]
-                failed += any(code for _, code in runs)
-                found["start"].setdefault(way, {})[n] = min(took for took, _ in runs)
-    lines = [[way, *(f"{took:.1f}" for took in times.values())] for way, times in found["start"].items()]
-    show(lines, ["seconds to the first collective", *(f"{n} ranks" for n in counts)])
-    if args.chapters:
-        root, lines = Path(__file__).parents[2], []
-        for chapter in sorted((root / "chapters").glob(args.chapters)):
-            took, code = seconds([sys.executable, str(chapter)], cwd=root)
-            failed += code != 0
-            found["chapters"][chapter.name] = took
-            lines.append([chapter.name, f"{took:.1f}", "" if code == 0 else f"exit code {code}"])
-        show(lines, ["chapter", "seconds", ""])
-    write(args.json, found)
-    sys.exit(failed > 0)
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
+    command = [sys.executable, *(torchrun if way == "torchrun" else []), str(script)]
+    env = os.environ | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo" if sys.platform == "linux" else ""}
+    start = perf_counter()
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=LIMIT)
+    if done.returncode:
+        sys.exit(f"{' '.join(command)} ended with {done.returncode}:\n{done.stdout}\n{done.stderr}")
+    return perf_counter() - start
 
 
 if __name__ == "__main__":
-    main()
+    args, lines = options(__doc__, ranks=(2, 4, 8), repeat=3).parse_args(), []
+    with tempfile.TemporaryDirectory() as folder:
+        for way in WAYS:
+            least = [min(seconds(way, n, folder) for _ in range(args.repeat)) for n in args.ranks]
+            lines.append([way, *(f"{each:.1f}" for each in least)])
+    show(lines, ["seconds to the first collective", *(f"{n} ranks" for n in args.ranks)])

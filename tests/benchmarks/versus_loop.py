@@ -16,6 +16,7 @@ import statistics
 import sys
 import tempfile
 import warnings
+from itertools import pairwise
 from pathlib import Path
 from time import perf_counter
 
@@ -23,7 +24,7 @@ import numpy
 import torch
 import torch.nn.functional as F
 from native import Model, fully_sharded
-from report import machine, options, quartiles, ratios, show, spread
+from report import beside, machine, options, show
 
 from scaling import launch
 from scaling.collectives import all_reduce
@@ -36,7 +37,6 @@ from scaling.train.settings import Settings
 
 SIZES = {
     "tiny": (get("tiny"), 8, 256),
-    "small": (Config("small", 4, 256, 1024, 4, 4, 64, 256), 8, 256),
     "short": (Config("short", 4, 512, 1408, 8, 4, 64, 256), 8, 64),  # few tokens a param: more to send than to compute
 }
 AGREE = 1e-3  # relative, of the losses
@@ -65,10 +65,10 @@ def theirs(mesh, settings: Settings) -> list[tuple[float, float]]:
     net = Model(model.init(config, s.seed), config, s.seq)
     if X > 1:
         warnings.simplefilter("ignore")  # of torch's own code
-        fully_sharded(net, mesh.device_mesh)
-    named = dict(net.named_parameters())
-    matrices = {name for name, W in named.items() if W.dim() > 1 and not name.startswith("embed")}
-    decayed, rest = ([W for name, W in named.items() if (name in matrices) is wanted] for wanted in (True, False))
+        fully_sharded(net, net.blocks, mesh.device_mesh)
+    decayed, rest = [], []
+    for name, W in net.named_parameters():
+        (decayed if W.dim() > 1 and not name.startswith("embed") else rest).append(W)
     groups = [{"params": decayed, "weight_decay": s.weight_decay}, {"params": rest, "weight_decay": 0.0}]
     update = torch.optim.AdamW(groups, lr=s.lr, betas=(0.9, 0.95), fused=True)
     data = numpy.frombuffer(Path(s.data).read_bytes(), numpy.uint8).astype(numpy.uint16)
@@ -76,10 +76,8 @@ def theirs(mesh, settings: Settings) -> list[tuple[float, float]]:
     rows, seen = slice(mesh.rank * s.batch // X, (mesh.rank + 1) * s.batch // X), []
     for step in range(s.steps):
         starts = [number * s.seq for number in order.chosen(step * s.batch)[rows]]
-        x, y = (
-            torch.stack([torch.from_numpy(data[i + off : i + off + s.seq].astype(numpy.int64)) for i in starts])
-            for off in (0, 1)
-        )
+        windows = numpy.stack([data[start : start + s.seq + 1] for start in starts]).astype(numpy.int64)
+        x, y = torch.from_numpy(windows[:, :-1]), torch.from_numpy(windows[:, 1:])
         gone = max(0, step - s.warmup) / max(1, s.steps - s.warmup)
         rate = s.lr * min(1, (step + 1) / s.warmup) * (0.1 + 0.45 * (1 + math.cos(math.pi * gone)))
         for group in update.param_groups:
@@ -96,44 +94,34 @@ def theirs(mesh, settings: Settings) -> list[tuple[float, float]]:
     return seen
 
 
-def race(mesh, label: str, rounds: int, steps: int, folder: str) -> list[dict[str, float]]:
+def race(mesh, label: str, rounds: int, steps: int, folder: str) -> dict[str, list[float]]:
     """Of each round, seconds from step to step of both sides: their medians."""
     launch.keep_freed_memory()  # as the command does; both sides have it
-    (config, batch, seq), found = SIZES[label], []
-    settings = {"batch": batch, "seq": seq, "steps": steps, "warmup": 2, "eval_every": 0, "eval_batches": 1}
-    with open(os.devnull, "w") as nowhere, contextlib.redirect_stdout(nowhere):
-        for number in range(rounds):
-            seen = {}
-            for side in (ours, theirs) if number % 2 == 0 else (theirs, ours):
-                out = Path(folder) / f"{label}-{number}"
-                out.mkdir(exist_ok=True)
-                given = Settings(config, f"{folder}/text.txt", str(out), save_every=0, **settings)
-                seen[side.__name__] = side(mesh, given)
-            for (_, a), (_, b) in zip(*seen.values(), strict=True):
-                if abs(a - b) > AGREE * abs(b):
-                    raise ValueError(f"the losses of the two sides do not agree: {a} and {b}")
-            times = {side: [when for when, _ in each][SKIPPED - 1 :] for side, each in seen.items()}
-            found.append({side: statistics.median(numpy.diff(each).tolist()) for side, each in times.items()})
+    (config, batch, seq), found = SIZES[label], {"ours": [], "theirs": []}
+    given = {"batch": batch, "seq": seq, "steps": steps, "warmup": 2, "eval_every": 0, "eval_batches": 1}
+    for number in range(rounds):
+        seen, out = {}, Path(folder, f"{label}-{number}")
+        out.mkdir(exist_ok=True)
+        settings = Settings(config, f"{folder}/text.txt", str(out), save_every=0, **given)
+        for side in (ours, theirs) if number % 2 == 0 else (theirs, ours):
+            with open(os.devnull, "w") as nowhere, contextlib.redirect_stdout(nowhere):
+                seen[side.__name__] = side(mesh, settings)
+        for (_, a), (_, b) in zip(*seen.values(), strict=True):
+            if abs(a - b) > AGREE * abs(b):
+                raise ValueError(f"the losses of the two sides do not agree: {a} and {b}")
+        for side, each in seen.items():
+            found[side].append(statistics.median(b - a for (a, _), (b, _) in pairwise(each[SKIPPED - 1 :])))
     return found
 
 
-def main() -> None:
-    parser = options(__doc__, ranks=1, sizes=SIZES)
-    parser.add_argument("--rounds", type=int, default=7, help="runs of each side (default 7)")
-    parser.add_argument("--steps", type=int, default=10, help="of a run (default 10)")
-    args, rows = parser.parse_args(), []
+if __name__ == "__main__":
+    args, rows = options(__doc__, ranks=1, sizes=SIZES, rounds=7, steps=10).parse_args(), []
     with tempfile.TemporaryDirectory() as folder:
         sources = sorted(Path(loop.__file__).parents[1].rglob("*.py"))
         Path(folder, "text.txt").write_text("".join(path.read_text() for path in sources))
         for label in args.sizes:
             found = launch.run(race, {"X": args.ranks}, label, args.rounds, args.steps, folder)[0]
-            sides = [[each[side] for each in found] for side in ("ours", "theirs")]
-            ms = [f"{quartiles(seconds)[1] * 1e3:.1f}" for seconds in sides]
-            rows.append([label, args.ranks, *ms, spread(ratios(*sides))])
+            rows.append([label, args.ranks, *beside(*found.values())])
             print(*rows[-1], file=sys.stderr, flush=True)
     print(f"{machine()}; {args.rounds} runs of {args.steps} steps of each side, 1 thread a rank.\n")
     show(rows, ["size", "ranks", "ms a step: ours", "theirs", "ratio"])
-
-
-if __name__ == "__main__":
-    main()

@@ -8,21 +8,22 @@ AdamW, and run in turn on the same four ranks, one thread a rank; a step is forw
 PyTorch's is `native.Model`, with its default optimizer and tuned with a fused one. Figures as in versus_torch.py.
 """
 
+import warnings
+from contextlib import nullcontext
 from dataclasses import dataclass
-from functools import partial
 
+import native
 import torch
-from harness import RATE, SIDES, Contest, Timed, race
-from native import staged_step_of, step_of
-from report import options
-from versus_torch import report
+import torch.nn.functional as F
+from harness import RATE, Contest, Timed, compete, stepping
+from torch.distributed.tensor.parallel import loss_parallel
 
 from scaling import optim, tree
 from scaling.configs import Config
+from scaling.cost.transformer import train_flops
 from scaling.models import transformer as model
 from scaling.strategies import transformer
 from scaling.strategies.axes import present
-from scaling.strategies.transformer.layer import REMAT
 
 MICROBATCHES = 4
 
@@ -39,6 +40,15 @@ class Size(Timed):
         c = self.config
         return f"L={c.L} D={c.D} N={c.N} K={c.K} H={c.H} F={c.F} V={c.V}, {self.B} x {self.T} tokens"
 
+    @property
+    def L(self) -> int:
+        return self.config.L
+
+    @property
+    def flops(self) -> float:
+        """Of one step on all ranks together."""
+        return sum(train_flops(self.config, self.B, self.T, causal=True).values())
+
 
 LARGE = Config("large", 4, 512, 1408, 8, 4, 64, 4096)
 SIZES = {
@@ -46,12 +56,6 @@ SIZES = {
     "tiny": Size(LARGE.with_(name="tiny", D=128, H=16, F=384), 8, 64, repeat=3),
 }
 SMALL = Size(LARGE.with_(name="small", D=32, H=4, F=64, V=64), 8, 16)  # runs first where memory is measured
-LAYOUTS = {
-    "fsdp": ("fully_shard", {"X": 4}),
-    "tp": ("parallelize_module, sequence and loss parallel", {"Y": 4}),
-    "fsdp_tp": ("fully_shard + parallelize_module", {"X": 2, "Y": 2}),
-    "interleaved": ("ScheduleInterleaved1F1B + fully_shard", {"Z": 2, "X": 2}),
-}
 
 
 def given(mesh, size: Size):
@@ -67,49 +71,53 @@ def ours(mesh, size: Size, _optimizer: str, remat: str = "none", compiled: bool 
     layout = {"schedule": "interleaved"} if "Z" in mesh.sizes else {}
     options = layout | ({"microbatches": MICROBATCHES, "keep_weights": True} if layout else {})  # as theirs keeps them
     params, rule = transformer.shard(params, config, mesh, **layout), optim.adamw(RATE)
-    state = rule.init(params)
 
     def pure(params, state, tokens, targets):
         loss, grads = transformer.loss_and_grads(params, tokens, targets, config, mesh, remat=remat, **options)
-        return loss, *rule.update(grads, state, params, donate=True)
+        return loss / mesh.size(), *rule.update(grads, state, params, donate=True)
 
-    run = torch.compile(pure, fullgraph=True, dynamic=False) if compiled else pure
+    return stepping(pure, params, rule.init(params), tokens, targets, compiled=compiled)
+
+
+def theirs(mesh, size: Size, _optimizer: str, tuned: bool = False, compiled: bool = False):
+    """By fully_shard over X, parallelize_module over Y, and over Z by ScheduleInterleaved1F1B."""
+    warnings.simplefilter("ignore")  # of torch's own code
+    (params, tokens, targets), X, Y = given(mesh, size), mesh.sizes.get("X", 1), mesh.sizes.get("Y", 1)
+    devices = mesh.device_mesh if mesh.size() > 1 else None
+
+    def part(first=0, last=size.L):
+        net = native.Model(params, size.config, size.T, first, last)
+        if Y > 1:
+            native.split_over_y(net, devices["Y"])
+        if X > 1:
+            native.fully_sharded(net, net.blocks, devices["X"], keep="Z" in mesh.sizes)
+        return net
+
+    def loss(logits, wanted=targets):
+        return F.cross_entropy(logits.flatten(0, 1).float(), wanted.flatten(), reduction="sum") / (targets.numel() * X)
+
+    if "Z" in mesh.sizes:
+        layout = part, size.L, 2, "ScheduleInterleaved1F1B", MICROBATCHES, mesh
+        return native.staged(*layout, tokens, targets, loss, "adamw", RATE, tuned)
+    side = native.Trained(part(), mesh, compiled, "adamw", RATE, tuned)
 
     def step():
-        nonlocal params, state
-        loss, params, state = run(params, state, tokens, targets)
-        return loss / mesh.size()
+        with loss_parallel() if Y > 1 else nullcontext():
+            share = side.step(tokens, loss)
+        return (share.to_local() if Y > 1 else share) / Y
 
     return step
 
 
-def theirs(mesh, size: Size, _optimizer: str, tuned: bool = False, compiled: bool = False):
-    params, tokens, targets = given(mesh, size)
-    if "Z" in mesh.sizes:
-        return staged_step_of(params, size.config, mesh, tokens, targets, RATE, tuned, MICROBATCHES)
-    return step_of(params, size.config, mesh, tokens, targets, RATE, tuned, compiled)
-
-
-def contests(remat: str) -> dict[str, Contest]:
-    mine = partial(ours, remat=remat)
-    return {
-        name: Contest(name, rival, lambda ranks, axes=axes: axes, mine, theirs, lambda mesh, size: None)
-        for name, (rival, axes) in LAYOUTS.items()
-    }
-
-
-def main() -> None:
-    parser = options(__doc__, only=LAYOUTS, sizes=SIZES, rivals=SIDES[1:], steps=20, threads=1, json=None)
-    parser.add_argument("--remat", default="none", choices=REMAT, help="of ours: %(default)s")
-    args = parser.parse_args()
-    torch.set_num_threads(1)
-    known, results = contests(args.remat), []
-    for label in args.sizes:
-        for name in args.only:
-            row = race(known[name], SIZES[label], "adamw", 4, args.steps, args.threads, args.rivals, small=SMALL)
-            results.append({"size": label} | row)
-    report(results, args, 4, SIZES)
-
+CONTESTS = {
+    each.name: each
+    for each in (
+        Contest("fsdp", "fully_shard", "X", ours, theirs),
+        Contest("tp", "parallelize_module, sequence and loss parallel", "Y", ours, theirs),
+        Contest("fsdp_tp", "fully_shard + parallelize_module", "XY", ours, theirs),
+        Contest("interleaved", "ScheduleInterleaved1F1B + fully_shard", "XZ", ours, theirs, chunks=2),
+    )
+}
 
 if __name__ == "__main__":
-    main()
+    compete(__doc__, CONTESTS, SIZES, ["adamw"], small=SMALL)

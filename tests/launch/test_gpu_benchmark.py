@@ -2,11 +2,14 @@
 
 import importlib
 import itertools
+import json
+import os
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
-from machine import Forked
+from machine import SOON, Forked
 
 BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
 sys.path.append(str(BENCHMARKS))
@@ -36,14 +39,13 @@ def cases_of(name: str, ranks: int, count: int, folder: Path, monkeypatch) -> di
     """The first `count` cases of a part, each of which may take a second."""
     (folder / "failing.py").write_text(FAILING)
     monkeypatch.setenv("PYTHONPATH", str(folder))
-    monkeypatch.setitem(gpu.PARTS, name, gpu.Part("failing", ranks, 90))
-    cases = gpu.start_part(name, "cpu", True, ranks, 90, folder, each=1)
+    cases = gpu.start_part(name, "failing", "cpu", ranks, limit=90, each=1)
     return {case["case"]: case for case in itertools.islice(cases, count)}
 
 
-def written(found: dict) -> str:
+def written(parts: dict, about: dict, device: str) -> str:
     """The tables, of which columns are wide as they need to be."""
-    return " ".join(gpu_table.markdown(found).split())
+    return " ".join(gpu_table.markdown({"parts": parts, "about": about, "device": device, "ranks": 1}).split())
 
 
 @pytest.mark.slow
@@ -54,13 +56,30 @@ def test_a_part_goes_on_past_what_raises_dies_and_hangs(tmp_path, monkeypatch):
     assert cases["raises"]["failed"][-1] == "ValueError: of its own accord"
     assert "exit code 3" in cases["dies"]["failed"][0]
     assert "failing.py" in " ".join(cases["hangs"]["failed"])  # where it hung
-    parts = {"rates": {"ranks": 1, "cases": list(cases.values())}}
-    text = written({"parts": parts, "about": {"devices": []}, "device": "cpu", "tiny": True, "ranks": 1})
+    text = written({"rates": {"ranks": 1, "cases": list(cases.values())}}, {"devices": []}, "cpu")
     assert all(row in text for row in ("| rates | hangs |", "| b | 2 |"))
+
+
+def forks(command: list[str], limit: float) -> tuple[int, list[str]]:
+    """What torchrun does, by two forks of this process, which has imported torch."""
+    assert command[1:6] == ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    given = json.loads(command[-1])
+    os.environ |= {"MASTER_ADDR": "localhost", "MASTER_PORT": str(20_000 + os.getpid() % 10_000), "WORLD_SIZE": "2"}
+
+    def as_rank(rank: int) -> None:
+        os.environ["RANK"] = str(rank)
+        gpu.run_part(**given)
+
+    processes = [Forked(partial(as_rank, rank)) for rank in (0, 1)]
+    said = [process.communicate(SOON)[0].splitlines() for process in processes]
+    return max(process.returncode for process in processes), said[0]
 
 
 @pytest.mark.slow
 def test_a_rank_that_raises_alone_is_named(tmp_path, monkeypatch):
+    monkeypatch.setattr(gpu, "last_words", forks)
+    monkeypatch.setattr(os, "environ", os.environ.copy())
+    monkeypatch.syspath_prepend(tmp_path)
     cases = cases_of("equal", 2, 1, tmp_path, monkeypatch)
     assert cases["alone"]["failed"][-1] == "ValueError: one rank alone"
 
@@ -77,6 +96,7 @@ def wrong(mesh):
         return x + (collectives.wait(found) - x).detach()
 
     with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(gpu_equal, "DRAWN", 4)
         patch.setattr(collectives, "all_reduce", identity)
         with pytest.raises(ValueError, match=r"<w, f\(x\)> and <f'\(w\), x>"):
             gpu_equal.drawn("all_reduce", mesh)
@@ -93,7 +113,7 @@ def test_equalities_find_a_wrong_transpose_and_a_wrong_value(ranks):
 def test_the_tables_of_a_gpu():
     """Of figures as a GPU gives them: the shares are of the book's table, and a case that failed is in none of them."""
     rows = {
-        "train": {"model": "m", "compiled": False, "remat": "none", "tokens": 10, "flops": 0.99e12,
+        "train": {"model": "m", "how": "eager", "tokens": 10, "flops": 0.99e12, "ranks": 1, "sides": ["ours", "tuned"],
                   "ms": {"ours": [1, 2, 3]}, "MB": {"ours": 1}, "ratio": {}, "failed": {"tuned": "out of memory"}},
         "equal": {"kind": "gather", "line": "right, leaf", "calls": 3},
         "decode": {"B": 1, "T": 2, "side": "ours", "prefill": 1.0, "decode": 1.0, "bytes": 3.4e11, "flops": 1.0},
@@ -103,7 +123,7 @@ def test_the_tables_of_a_gpu():
         {"kind": "gather", "line": said, "calls": 5} for said in ("right, vjp", "refused", "loud in vmap: an error")
     ]
     about = {"devices": [{"name": "NVIDIA H100 80GB HBM3", "GB": 80}], "torch": "2", "cuda": "13", "nccl": "2"}
-    text = written({"parts": parts, "about": about, "device": "cuda", "tiny": False, "ranks": 1})
+    text = written(parts, about, "cuda")
     shares = "50.0%", "10.0%"  # 0.99e12 FLOPs in 2 ms of 9.9e14 a second; 3.4e11 bytes/s of 3.4e12
     assert "| gather | 8 |" in text  # those that are right
     assert all(part in text for part in (*shares, "1 x NVIDIA H100 80GB HBM3", "| train | c: tuned | out of memory |"))
