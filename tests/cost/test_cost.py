@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from scaling import cost
 from scaling.cost import gpu
-from scaling.hardware import Chip, Measured, chip
+from scaling.hardware import Chip, chip
 from scaling.hardware.torus import Torus
 
 V5E, H100 = chip("v5e"), chip("h100")
@@ -151,8 +151,3 @@ def test_by_name():
     assert cost.seconds("CollectivePermute", 1e8, V5P, 4) == cost.permute(1e8, V5P)
     for op in ("Gather", "Scatter"):  # the root has all blocks but its own on the two links of its ring
         assert 0.75e8 / 1.8e11 <= cost.seconds(op, 1e8, V5P, 4) <= 1e8 / 1.8e11
-
-
-def test_a_measured_chip_uses_its_measurements():
-    box = Chip("box", "cpu", measured=(Measured("AllGather", 2, 1e-4, 1e9),))
-    assert [cost.seconds("AllGather", 1e9, box, ranks) for ranks in (1, 2)] == [0, pytest.approx(1.0001)]

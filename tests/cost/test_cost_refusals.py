@@ -12,6 +12,7 @@ from scaling.cost import transformer as tm
 from scaling.cost.lanes import place_axes
 from scaling.hardware import Chip, Measured, chip
 from scaling.hardware.torus import Torus
+from scaling.spec.sizes import parse_mesh
 
 V5E, V5P, H100, L70 = chip("v5e"), chip("v5p"), chip("h100"), get("llama3-70b")
 NODE = replace(H100, levels=H100.levels[:1])
@@ -26,8 +27,10 @@ def layer(strategy="fsdp", shape=None, links=None, **options):
     return cost.layer(strategy, cost.LayerShape(**shape), cost.Links(**{"C": C} | (links or {})), **options)
 
 
-def form_of(form, sizes):
-    return lambda: decoding.check_form(form, L70, sizes)
+def form_of(text):
+    """Of "heads Y=2,Z=2"."""
+    form, sizes = text.split()
+    return lambda: decoding.check_form(form, L70, parse_mesh(sizes))
 
 
 def changed(**change):
@@ -83,13 +86,13 @@ REFUSED = {  # what is said: what is asked for
     "direction = 'up'": lambda: layer(direction="up"),
     "C = inf": lambda: layer(links={"C": math.inf}),
     # decoding and serving
-    "the axis Z": form_of("heads", {"Y": 2, "Z": 2}),
-    "the axis X": form_of("sequence", {"X": 2}),
-    "N = 64 does not divide over 128": form_of("heads", {"Y": 128}),
-    "N = 64 does not divide over 3": form_of("heads", {"Y": 3}),
-    "experts over chips, of a model without": form_of("heads", {"E": 4}),
-    "of a model without\n  fix: use other axes": form_of("experts", {"Y": 2}),
-    "form = 'ring'": form_of("ring", {"Y": 2}),
+    "the axis Z": form_of("heads Y=2,Z=2"),
+    "the axis X": form_of("sequence X=2"),
+    "N = 64 does not divide over 128": form_of("heads Y=128"),
+    "N = 64 does not divide over 3": form_of("heads Y=3"),
+    "experts over chips, of a model without": form_of("heads E=4"),
+    "of a model without\n  fix: use other axes": form_of("experts Y=2"),
+    "form = 'ring'": form_of("ring Y=2"),
     "idle": lambda: place_axes((4, 4), {"Y": 8}),
     "Y = 3 does not fit": lambda: place_axes((4, 4), {"Y": 3, "Z": 5}),
     "weights = 0": lambda: serving.Load(weights=0, params=1),

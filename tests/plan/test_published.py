@@ -19,7 +19,7 @@ from scaling.plan.published import (
 )
 from scaling.plan.serve.published import data, measured_steps
 
-SMALL = 300  # chips, of the runs beside which the planner looks for its own layout here; the command does so for all
+SMALL, LLAMA = 128, 16_384  # chips of the runs beside which the planner finds its own layout here; the command: all
 
 
 @pytest.fixture(scope="module")
@@ -27,7 +27,7 @@ def rows():
     """Each run beside the planner; of large ones only the run's own mesh."""
     found = []
     for run in published_runs():
-        if run.chips <= SMALL:
+        if run.chips <= SMALL or run.chips == LLAMA:
             found.append(beside_planner(run))
         else:
             own = own_mesh(run)
