@@ -64,7 +64,8 @@ def every_layout(job: Job, chips: int):
         pytest.param(SMALL, 8, 6, marks=pytest.mark.sweep),
         (SMALL, 12, 6),
         pytest.param(SMALL, 16, 3, marks=pytest.mark.sweep),
-        (EXPERTS, 8, 4),
+        pytest.param(EXPERTS, 8, 4, marks=pytest.mark.sweep),
+        (EXPERTS, 4, 4),
         (SMALL, 4, 1),
     ],
 )
