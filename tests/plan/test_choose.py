@@ -41,6 +41,7 @@ def test_every_mesh_is_tried():
 
 @pytest.mark.slow
 def test_the_fastest_is_taken_of_all_that_suit():
+    """Where a call is dear the mesh has few collectives; with less memory fewer fit."""
     found, refused = choose.choices(SOME, 2, machine())
     assert [c.seconds for c in found] == sorted(c.seconds for c in found)
     assert {c.name for c in found} == {"P=2", "X=2", "C=2", "Y=2"}
@@ -48,11 +49,6 @@ def test_the_fastest_is_taken_of_all_that_suit():
     for one in found:
         assert one.seconds == predict_transformer(SOME, one.sizes, machine()).seconds
         assert one.memory == dry.fullest(SOME, one.sizes).memory
-
-
-@pytest.mark.slow
-def test_what_is_sent_decides_of_what_fits():
-    """Where a call is dear the mesh has few collectives."""
     few, refused = choose.choices(SOME, 2, machine(latency=1.0))
     calls = {c.name: dry.count(SOME, c.sizes).collectives for c in few}
     assert calls[few[0].name] == min(calls.values()) < calls["Y=2"]
@@ -67,23 +63,20 @@ def test_what_is_sent_decides_of_what_fits():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("tied", [False, True])
-def test_stages_that_fit_are_not_refused_by_formula(tied):
+@pytest.mark.parametrize(("tied", "on"), [(False, "Z=4"), (False, "Z=2,X=2"), (True, "Z=4"), (True, "Z=2,Y=2")])
+def test_stages_that_fit_are_not_refused_by_formula(tied, on):
     """Layers that stages share unevenly, and ends that are stored over all stages and gathered at their own."""
     job = Settings(get("llama3-8b").with_(L=6, tied=tied), "", "", 8, 2048, microbatches=4, dtype="bf16", remat="block")
-    stages = [one for one in choose.evaluated(job, chip("h100"), 4) if one.layout.sizes["pipe"] > 1]
-    assert {one.layout.sizes["pipe"] for one in stages} == {2, 4}
-    for one in stages:
-        memory = dry.fullest(job, choose.mesh_of(one.layout), "abstract").memory
-        assert 0.75 < float(one.held.total) / memory < 1.05
+    one = next(one for one in choose.evaluated(job, chip("h100"), 4) if choose.mesh_of(one.layout) == parse_mesh(on))
+    assert 0.75 < float(one.held.total) / dry.fullest(job, parse_mesh(on), "abstract").memory < 1.05
 
 
 @pytest.mark.slow
 def test_a_chip_of_the_catalogue_is_planned_by_formula():
-    job = Settings(get("llama3-8b").with_(V=32768), "", "", batch=64, seq=4096, dtype="bf16", remat="block")
-    found, refused = choose.choices(job, 8, chip("h100"))
+    job = Settings(get("llama3-8b").with_(V=8192), "", "", batch=64, seq=4096, dtype="bf16", remat="block")
+    found, refused = choose.choices(job, 8, chip("h100"), most=3)
     assert found[0].sizes == {"X": 8}
-    assert len(found) == choose.OFFERED
+    assert len(found) == 3
     assert all(c.memory < dry.ROOM * 80e9 for c in found)
     assert refused == []  # what comes first by formula fits by count
     found, refused = choose.choices(replace(job, batch=63), 7, chip("h100"))
@@ -92,28 +85,14 @@ def test_a_chip_of_the_catalogue_is_planned_by_formula():
 
 
 @pytest.mark.slow
-def test_the_command(tmp_path, capsys):
-    file = tmp_path / "machine.toml"
-    file.write_text(rates.toml(machine()))
-    given = ["--model", "tiny", "--batch", "4", "--seq", "16", "--dry-run", "--chip", str(file)]
-    assert command.main([*given, "--plan", "2"]) == 0
-    out = capsys.readouterr().out
-    assert "meshes were compared" in out
-    assert "of 2 ranks of" in out
-    assert command.main([*given, "--mesh", "X=5", "--plan"]) == 1
-    assert "no mesh suits\n  " in capsys.readouterr().err
-    assert command.main(["--model", "tiny", "--dry-run", "--plan", "2"]) == 1
-    assert "scaling.measure --ranks 2 --out machine.toml" in " ".join(capsys.readouterr().err.split())
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("L", "ranks", "batch", "remat", "memory", "least"),
-    [pytest.param(8, 32, 64, "none", 20e9, 0, marks=pytest.mark.sweep), (4, 16, 32, "block", 8e9, 1)],
+    [pytest.param(8, 32, 64, "none", 20e9, 0, marks=pytest.mark.sweep), (4, 16, 32, "block", 5.75e9, 1)],
 )
 def test_no_mesh_is_offered_on_which_the_run_does_not_fit(L, ranks, batch, remat, memory, least):
     """By the count of the run's own step, all layers of it; at `least` so many fit by formula alone."""
-    some = Settings(get("llama3-8b").with_(L=L), "", "", batch, 4096, dtype="bf16", microbatches=2, remat=remat)
+    model = get("llama3-8b").with_(L=L, V=32768)
+    some = Settings(model, "", "", batch, 4096, dtype="bf16", microbatches=2, remat=remat)
     small = replace(chip("h100"), hbm_bytes=memory)
     found, refused = choose.choices(some, ranks, small)
     assert 0 < len(found) <= choose.OFFERED
@@ -128,8 +107,8 @@ def test_no_mesh_is_offered_on_which_the_run_does_not_fit(L, ranks, batch, remat
 # memory within 2%. Drawn: dense models and experts, meshes of up to thousands of ranks, every policy, schedules, ZeRO.
 
 
-DENSE, TIED = get("llama3-8b").with_(V=32768), get("llama3-8b").with_(D=1024, F=4096, N=16, K=4, H=64, tied=True)
-MODELS = [DENSE, TIED, get("mixtral-8x7b"), DENSE.with_(window=(512, None) * 4, L=8)]
+DENSE, TIED = get("llama3-8b").with_(V=8192), get("llama3-8b").with_(V=8192, D=1024, F=4096, N=16, K=4, H=64, tied=True)
+MODELS = [DENSE, TIED, get("mixtral-8x7b").with_(V=8192), DENSE.with_(window=(512, None) * 4, L=8)]
 
 
 @st.composite
@@ -170,7 +149,7 @@ def test_a_few_layers_and_microbatches_say_what_all_take(drawn, last):
 @pytest.mark.parametrize(("Z", "z"), [(2, 0), (4, 2)])
 def test_a_few_of_many_microbatches_say_what_a_pipeline_takes(Z, z):
     """The first stage holds more of them than the last, which has the logits."""
-    some = Settings(TIED.with_(L=3 * Z), "", "", 64, 256, microbatches=32, dtype="bf16", remat="none")
+    some = Settings(TIED.with_(L=Z), "", "", 42, 256, microbatches=21, dtype="bf16", remat="none")
     few, whole = (f(some, {"Z": Z}, {"Z": z}, "abstract") for f in (dry.counted, dry.count))
     assert few.memory == pytest.approx(whole.memory, rel=1e-3)
     assert (few.lines, few.flops) == (whole.lines, whole.flops)
@@ -179,7 +158,7 @@ def test_a_few_of_many_microbatches_say_what_a_pipeline_takes(Z, z):
 @pytest.mark.slow
 def test_a_few_layers_say_where_a_deep_model_is_fullest():
     """With few layers the activations are the most, with many the gradients: a tenth was missing."""
-    model, sizes = get("llama3-405b").with_(L=40), {"P": 32, "Z": 4, "X": 4, "Y": 16}
+    model, sizes = get("llama3-405b").with_(L=40, V=32768), {"P": 32, "Z": 4, "X": 4, "Y": 16}
     some = Settings(model, "", "", 2048, 4096, microbatches=4, dtype="bf16", remat="block")
     few, whole = (f(some, sizes, None, "gloo") for f in (dry.counted, dry.count))
     assert few.memory == pytest.approx(whole.memory, rel=1e-6)
@@ -200,33 +179,36 @@ def test_steps_are_mixed_by_their_numbers():
 
 
 @pytest.mark.slow
-def test_a_plan_is_the_dry_run_of_the_command_that_it_prints(capsys):
+def test_a_plan_is_the_dry_run_of_the_command_that_it_prints(tmp_path, capsys):
     """To the byte: memory, and what is sent."""
-    given = ["--model", "llama3-8b", "--batch", "64", "--seq", "2048", "--dtype", "bf16", "--remat", "block"]
-    given += ["--microbatches", "2", "--chip", "h100", "--device", "cuda"]
-    assert command.main([*given, "--plan", "8", "--dry-run"]) == 0
+    model, on = tmp_path / "small.toml", tmp_path / "machine.toml"
+    model.write_text("L = 1\nD = 32\nF = 64\nH = 8\nN = 4\nK = 2\nV = 256\n")
+    on.write_text(rates.toml(machine()))
+    given = ["--model", str(model), "--batch", "4", "--seq", "16", "--device", "cuda", "--dry-run"]
+    assert command.main([*given, "--plan", "2", "--chip", str(on)]) == 0
     said = capsys.readouterr().out
+    assert "meshes were compared" in said
     run = next(line for line in said.splitlines() if line.startswith("run: ")).split("scaling.train ")[1].split()
     assert command.main([*run, "--dry-run"]) == 0
     again = capsys.readouterr().out
     assert said.endswith(again)
-    some = Settings(get("llama3-8b"), "", "", 64, 2048, microbatches=2, dtype="bf16", remat="block")
-    sizes = parse_mesh(run[run.index("--mesh") + 1])
-    whole = dry.count(some, sizes, backend="abstract")
-    assert f"{whole.sent:,} bytes" in again
-    best = dry.fullest(some, sizes, "abstract")
-    assert f"{best.memory:,} bytes" in again
-    assert replace(whole, peaks={}) == replace(best, peaks={})
+    counted = dry.count(SOME, parse_mesh(run[run.index("--mesh") + 1]), backend="abstract")
+    assert f"{counted.sent:,} bytes" in again
+    assert f"{counted.memory:,} bytes" in again
+    assert command.main([*given, "--mesh", "X=5", "--plan", "--chip", str(on)]) == 1
+    assert "no mesh suits\n  " in capsys.readouterr().err
+    assert command.main([*given, "--plan", "2"]) == 1
+    assert "scaling.measure --ranks 2 --out machine.toml" in " ".join(capsys.readouterr().err.split())
 
 
 @pytest.mark.slow
 def test_the_planner_prints_the_command_that_runs_its_plan(capsys):
-    asked = ["--model", "llama3-8b", "--chip", "h100", "--chips", "8", "--batch", "131072", "--seq", "2048", "--run"]
-    assert plan.main(asked) == 0
+    asked = "--model tiny --chip h100 --chips 2 --batch 8192 --run --seq"
+    assert plan.main([*asked.split(), "1024"]) == 0
     command_line, counted = capsys.readouterr().out.splitlines()[-2:]
     assert command.main([*command_line.split("scaling.train ")[1].split(), "--dry-run"]) == 0
     dry_run = capsys.readouterr().out
     together = int(re.search(r"together +([\d,]+) bytes", dry_run)[1].replace(",", ""))
-    assert f": {size(together)} a rank; sent in a step over X " in counted
-    assert plan.main([*asked[:-2], "2047", "--run"]) == 0
+    assert f": {size(together)} a rank; sent in a step over P " in counted
+    assert plan.main([*asked.split(), "1023"]) == 0
     assert capsys.readouterr().out.splitlines()[-1].startswith("This code runs no such step: whole sequences")
