@@ -218,12 +218,22 @@ def test_nothing_in_the_table_is_beaten():
 
 def test_what_would_change_the_answer_is_planned_again():
     job = Job(L8, 2**17)
-    found = {change.what: change for change in explain.changes(Question(job, H100, 16))}
-    less = plans(job, replace(H100, hbm_bytes=40e9), 16)[0]
-    assert found["half the memory"].found.name == less.name
-    assert found["half the memory"].found.forecast == pytest.approx(less.forecast)
-    assert found["half the batch"].found.job.batch == 2**16
-    assert found["matmuls in fp8"].per_chip > found["twice the batch"].per_chip
+    asked = {
+        "half the batch": (replace(job, batch=2**16), H100, 16),
+        "twice the batch": (replace(job, batch=2**18), H100, 16),
+        "sequences of 4 times the length": (replace(job, seq=4 * 4096), H100, 16),
+        "links half as fast": (job, explain.links(H100, 0.5), 16),
+        "links twice as fast": (job, explain.links(H100, 2), 16),
+        "half the memory": (job, replace(H100, hbm_bytes=40e9), 16),
+        "twice the memory": (job, replace(H100, hbm_bytes=160e9), 16),
+        "half the chips": (job, H100, 8),
+        "twice the chips": (job, H100, 32),
+        "matmuls in fp8": (replace(job, dtype="fp8"), H100, 16),
+    }
+    found = {change.what: change.found for change in explain.changes(Question(job, H100, 16))}
+    assert {what: one.forecast for what, one in found.items()} == {
+        what: plans(*question)[0].forecast for what, question in asked.items()
+    }
     found = {change.what: change for change in explain.changes(Question(job, H100, 16, Fixed((("tensor", 16),))))}
     assert found["links half as fast"].per_chip < 0.8 * found["links twice as fast"].per_chip
     fixed = {c.what: c for c in explain.changes(Question(job, H100, 16, Fixed((("data", 16),), remat="none")))}
