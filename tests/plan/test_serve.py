@@ -16,6 +16,7 @@ from scaling.plan.serve.traces import gantt, histogram, modelled, under_load
 from scaling.serve.requests import Request
 from scaling.serve.simulate import RequestTimes, Simulated, WorkSpan
 from scaling.serve.states import POLICIES, Move, Run, Work
+from scaling.spec.sizes import parse_mesh
 
 V5E, L70 = chip("v5e"), get("llama3-70b")
 SMALL = get("llama3-8b").with_(L=8, V=32000)
@@ -101,10 +102,16 @@ def test_experts_over_chips_beat_tensor_parallelism_on_many():
 
 
 @pytest.mark.parametrize(
-    ("form", "sizes"), [("heads", {"Y": 8, "E": 2}), ("experts", {"Y": 4, "E": 4}), ("sequence", {"Y": 4, "Z": 2})]
+    ("form", "on", "kept"),
+    [
+        ("heads", "Y=8,E=2", "KV[B_E, S, M]"),
+        ("experts", "Y=4,E=4", "KV[B_E, S, M]"),
+        ("sequence", "Y=4,Z=2", "KV[B, S_Z, M]"),
+    ],
 )
-def test_what_a_latent_s_ranks_hold_is_what_they_are_given(form, sizes):
+def test_what_a_latent_s_ranks_hold_is_what_they_are_given(form, on, kept):
     c = get("deepseek-v3").with_(L=3, dense_layers=1, k=1, E=16, expert_groups=1, top_groups=1)
+    sizes = parse_mesh(on)
     service, mesh = Service(c, 1024, weights="bf16", kv="bf16"), AbstractMesh(sizes)
     one = ServingPlan(service, chip("h100"), (mesh.size(sizes),), form, tuple(sizes.items()), 16)
     given = serve.specs(c, mesh, form=form)
@@ -112,7 +119,7 @@ def test_what_a_latent_s_ranks_hold_is_what_they_are_given(form, sizes):
     cache = serve.init_cache(c, 16, 1024, mesh=mesh, form=form, dtype=torch.bfloat16)["KV"].nbytes
     assert one.weight_bytes == pytest.approx(params, rel=1e-3)  # norms and routers are whole on every rank
     assert one.kv_bytes == cache
-    assert one.type == {"heads": "KV[B_E, S, M]", "experts": "KV[B_E, S, M]", "sequence": "KV[B, S_Z, M]"}[form]
+    assert one.type == kept
 
 
 def test_a_latent_cache_is_told_apart_from_few_heads():
