@@ -19,6 +19,7 @@ from scaling.configs.gguf import ARCHITECTURES
 from scaling.configs.hugging_face import KINDS
 from scaling.mesh import AbstractMesh
 from scaling.models import hf, transformer
+from scaling.models.text import tokenizer_of
 from scaling.spec import ShardingError
 from scaling.strategies import transformer as strategy
 from scaling.strategies.transformer.stages import stored_places
@@ -125,16 +126,15 @@ def test_shards_are_written_read_and_drawn_as_the_whole(case, ranks, tmp_path):
     assert len(list((tmp_path / "shards").glob("model-*.safetensors"))) == config.L + 1
 
 
-@pytest.fixture
-def folder(tmp_path):
-    hf.save(tmp_path / "m", SMALL, shaken(SMALL))
-    return tmp_path / "m"
-
-
 def edit(folder, change, file="model.safetensors"):
     tensors = load_file(folder / file)
     change(tensors)
     save_file(tensors, folder / file)
+
+
+def refuses(folder, says):
+    with pytest.raises(ValueError, match=says):
+        hf.load(folder)
 
 
 LAYER = "model.layers.{}".format
@@ -150,63 +150,59 @@ BROKEN = {  # what is said: how the tensors of the file are changed
         lambda t: t.update({LAYER("2.mlp.down_proj.weight"): torch.ones(20, 12)})
     ),
 }
+MISPLACED = {  # what is said: the file in which the index has a tensor
+    r"has no model-00002\.safetensors": {"lm_head.weight": "model-00002.safetensors"},
+    r"model-00001\.safetensors does not have lm_head\.bias": {"lm_head.bias": "model-00001.safetensors"},
+}
 
 
-@pytest.mark.parametrize("says", BROKEN)
-def test_a_tensor_dropped_added_or_misshaped_is_named(folder, says):
-    edit(folder, BROKEN[says])
-    with pytest.raises(ValueError, match=says):
-        hf.load(folder)
-
-
-def test_a_file_that_is_cut_off_is_refused(folder):
-    file = folder / "model.safetensors"
+def test_what_is_wrong_in_a_folder_is_named(tmp_path):
+    """Tensors dropped, added and misshaped, files that are cut off, an index of others; not an old file's frequencies,
+    nor a tied table that stands there twice."""
+    folder, file = tmp_path / "m", tmp_path / "m" / "model.safetensors"
+    hf.save(folder, SMALL, shaken(SMALL))
     whole = file.read_bytes()
+    for says, change in BROKEN.items():
+        edit(folder, change)
+        refuses(folder, says)
+        file.write_bytes(whole)
     for size in (0, 5, len(whole) // 2, len(whole) - 1):
         file.write_bytes(whole[:size])
-        with pytest.raises(ValueError, match=r"model\.safetensors cannot be read.*\n  fix: download"):
-            hf.load(folder)
-
-
-def test_without_safetensors_it_says_what_to_install(folder, monkeypatch):
-    monkeypatch.setitem(sys.modules, "safetensors.torch", None)
-    with pytest.raises(ValueError, match=r"fix: pip install 'scaling-book-torch\[hf\]'"):
-        hf.load(folder)
-
-
-def test_old_files_with_frequencies_and_broken_folders(folder):
+        refuses(folder, r"model\.safetensors cannot be read.*\n  fix: download")
+    file.write_bytes(whole)
     edit(folder, lambda t: t.update({LAYER("0.self_attn.rotary_emb.inv_freq"): torch.ones(3)}))
     hf.load(folder)
-    (folder / "model.safetensors").rename(folder / "model-00001.safetensors")
-    with pytest.raises(ValueError, match=r"has no model\.safetensors\n  fix: "):
-        hf.load(folder)
-    where = dict.fromkeys(load_file(folder / "model-00001.safetensors"), "model-00001.safetensors")
-    for wrong, says in (
-        ({"lm_head.weight": "model-00002.safetensors"}, r"has no model-00002\.safetensors"),
-        ({"lm_head.bias": "model-00001.safetensors"}, r"model-00001\.safetensors does not have lm_head\.bias"),
-    ):
-        (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": where | wrong}))
-        with pytest.raises(ValueError, match=says):
-            hf.load(folder)
-    (folder / "config.json").unlink()
-    with pytest.raises(ValueError, match=r"has no config\.json"):
-        hf.load(folder)
-
-
-def test_specs_of_another_structure_are_refused(folder):
     specs = transformer.specs_of(SMALL)
     del specs["norm"]
     with pytest.raises(ShardingError, match=r'specs\["norm"\]: missing'):
         hf.load_sharded(folder, specs, AbstractMesh({}), device="cpu")
+    where = dict.fromkeys(load_file(file), "model-00001.safetensors")
+    file.rename(folder / "model-00001.safetensors")
+    refuses(folder, r"has no model\.safetensors\n  fix: ")
+    for says, wrong in MISPLACED.items():
+        (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": where | wrong}))
+        refuses(folder, says)
+    (folder / "config.json").unlink()
+    refuses(folder, r"has no config\.json")
+
+    tied = tmp_path / "tied"
+    hf.save(tied, SMALL.with_(tied=True), shaken(SMALL.with_(tied=True)))
+    edit(tied, lambda t: t.update({"lm_head.weight": t["model.embed_tokens.weight"].clone()}))
+    assert "unembed" not in hf.load(tied)[1]
+    edit(tied, lambda t: t["lm_head.weight"].add_(1))
+    refuses(tied, r"lm_head\.weight is left over")
 
 
-def test_a_tied_table_may_stand_in_the_file_twice(tmp_path):
-    hf.save(tmp_path / "m", SMALL.with_(tied=True), shaken(SMALL.with_(tied=True)))
-    edit(tmp_path / "m", lambda t: t.update({"lm_head.weight": t["model.embed_tokens.weight"].clone()}))
-    assert "unembed" not in hf.load(tmp_path / "m")[1]
-    edit(tmp_path / "m", lambda t: t["lm_head.weight"].add_(1))
-    with pytest.raises(ValueError, match=r"lm_head\.weight is left over"):
-        hf.load(tmp_path / "m")
+@pytest.mark.parametrize(
+    ("library", "call"),
+    [("safetensors.torch", hf.load), ("tokenizers", lambda folder: tokenizer_of(folder, SMALL.V))],
+)
+def test_without_a_library_it_says_what_to_install(library, call, tmp_path, monkeypatch):
+    hf.save(tmp_path, SMALL, shaken(SMALL))
+    (tmp_path / "tokenizer.json").write_text("{}")
+    monkeypatch.setitem(sys.modules, library, None)
+    with pytest.raises(ValueError, match=r"fix: pip install 'scaling-book-torch\[hf\]'"):
+        call(tmp_path)
 
 
 RANKS = {"q_lora_rank": 4, "kv_lora_rank": 4, "qk_nope_head_dim": 2, "qk_rope_head_dim": 2, "v_head_dim": 3}
