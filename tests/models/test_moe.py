@@ -1,12 +1,14 @@
 """A layer of experts on one device, token by token in plain Python; its sizes in Config."""
 
+import itertools
 import math
 from functools import partial
 
 import pytest
 import torch
+import torch.nn.functional as F
 from probes import layer_of_experts
-from refused import refused
+from refused import by_words, refused
 from torch.func import vjp
 
 from scaling import tree
@@ -31,44 +33,91 @@ WRONG = {
     "routed_scale must be above 0": {"routed_scale": 0.0},
     "unknown balance_by 'token'": {"balance_by": "token"},
 }
-test_config = refused({says: (partial(Config, "m", **SIZES, E=8, k=2, **given), says) for says, given in WRONG.items()})
-X = layer_of_experts(DEEPSEEK, 3, 7)[1]
+test_config = refused(
+    by_words({words: partial(Config, "m", **SIZES, E=8, k=2, **given) for words, given in WRONG.items()})
+)
+PARAMS, X, _ = layer_of_experts(DEEPSEEK)
+MASKS = {"of a row": torch.ones(1, 9).bool(), "of floats": torch.ones(2, 9)}
 test_mask = refused(
     {
-        f"{form.__name__} {name}": (
-            lambda form=form, mask=mask: form(layer_of_experts(DEEPSEEK)[0], X, DEEPSEEK, mask=mask),
-            "mask must be bool[B, T], ",
-        )
+        f"{form.__name__} {name}": (partial(form, PARAMS, X, DEEPSEEK, mask=mask), "mask must be bool[B, T], ")
         for form in (moe.dense, moe.forward)
-        for name, mask in {"of a row": torch.ones(1, 7).bool(), "of floats": torch.ones(3, 7)}.items()
+        for name, mask in MASKS.items()
     }
 )
 
 
-def by_hand(params, x, config):
-    """Of each token its experts and their weights, by Python's sorts and floats."""
-    for token in x.flatten(0, 1):
-        logits = (token @ params["router"]).tolist()
-        score = [math.exp(s) / sum(map(math.exp, logits)) for s in logits]
-        mine = sorted(range(config.E), key=lambda e, score=score: (-score[e], e))[: config.k]
-        total = sum(score[e] for e in mine)
-        yield token, [(e, score[e] / total) for e in mine]
+def mlp(W, x):
+    hidden = x @ W["W_in"]
+    return (F.silu(x @ W["W_gate"]) * hidden if "W_gate" in W else F.gelu(hidden)) @ W["W_out"]
 
 
-def test_dense_token_by_token():
-    config = MIXTRAL.with_(capacity=0.5)
-    params, x, _ = layer_of_experts(config, 3, 7)
-    y, aux = moe.dense(params, x, config)
-    most, taken, want = math.ceil(0.5 * 21 * 2 / 5), [0] * 5, torch.zeros(21, 6, dtype=torch.float64)
-    for n, (token, chosen) in enumerate(by_hand(params, x, config)):
-        for e, weight in chosen:
-            taken[e] += 1
-            if taken[e] <= most:
-                hidden = torch.nn.functional.silu(token @ params["W_gate"][e]) * (token @ params["W_in"][e])
-                want[n] += weight * (hidden @ params["W_out"][e])
-    torch.testing.assert_close(y.flatten(0, 1), want, rtol=1e-12, atol=1e-12)
-    assert aux["load"].tolist() == taken
-    assert aux["load"].dtype == torch.int64
+def by_hand(params, x, config, mask):
+    """(y, balance, z, load): each token by itself, its experts by Python's sorts."""
+    logits, most = x @ params["router"], math.inf
+    score = logits.sigmoid() if config.routing == "sigmoid" else logits.softmax(-1)
+    if config.capacity is not None:
+        most = math.ceil(config.capacity * mask.numel() * config.k / config.E)
+    size, rows, load = config.E // config.expert_groups, [], [0] * config.E
+    took = torch.zeros(*x.shape[:2], config.E, dtype=x.dtype)
+    for token in itertools.product(*map(range, x.shape[:2])):
+        choice = (score[token] + params.get("bias", 0)).tolist()
+        groups = [range(g, g + size) for g in range(0, config.E, size)]
+        groups.sort(key=lambda group, choice=choice: -sum(sorted(choice[e] for e in group)[-2:]))
+        candidates = itertools.chain(*groups[: config.top_groups])
+        mine = sorted(candidates, key=lambda e, choice=choice: -choice[e])[: config.k]
+        y = mlp(params["shared"], x[token]) if config.shared else torch.zeros_like(x[token])
+        for e in mine:
+            load[e] += 1
+            if load[e] <= most:
+                W = {name: params[name][e] for name in ("W_in", "W_gate", "W_out") if name in params}
+                y = y + score[token][e] / score[token][mine].sum() * config.routed_scale * mlp(W, x[token])
+        rows.append(y)
+        counted = mine[:1] if config.balance_first else mine
+        took[token][counted] = 1 / len(counted)
+
+    even = score / score.sum(-1, keepdim=True)
+    parts = [mask[b : b + 1] for b in range(len(x))] if config.balance_by == "sequence" else [mask]
+    some = [(took[b : b + len(m)][m], even[b : b + len(m)][m]) for b, m in enumerate(parts) if m.any()]
+    balance = sum((f.mean(0) * p.mean(0)).sum() for f, p in some) * config.E / len(parts)
+    return torch.stack(rows).view_as(x), balance, logits.logsumexp(-1).square()[mask].mean(), torch.tensor(load)
+
+
+@pytest.mark.parametrize("form", [moe.dense, moe.forward])
+@pytest.mark.parametrize(
+    "config",
+    [
+        MIXTRAL.with_(capacity=0.7, balance_by="sequence"),
+        DEEPSEEK,
+        DEEPSEEK.with_(balance_by="sequence", balance_first=True),
+        MIXTRAL.with_(E=40, k=1, gated=False, balance_first=True),
+    ],
+    ids=["capacity", "groups", "first choices", "empty experts"],
+)
+def test_a_layer_token_by_token_and_its_derivatives(form, config):
+    """Outputs, losses that are even over the batch or each sequence, padding left out, the load, and gradients."""
+    params, x, dy = layer_of_experts(config)
+    mask = torch.rand(x.shape[:2], generator=torch.Generator().manual_seed(0)) < 0.6
+    mask[0] = False
+
+    def formed(params, x):
+        y, aux = form(params, x, config, mask=mask)
+        return (y, aux["balance"], aux["z"]), aux["load"]
+
+    def written_out(params, x):
+        *outs, load = by_hand(params, x, config, mask)
+        return tuple(outs), load
+
+    found = []
+    for f in (formed, written_out):
+        outs, pull, load = vjp(f, params, x, has_aux=True)
+        grads = pull((dy, torch.tensor(0.3).double(), torch.tensor(0.7).double()))
+        found.append([*outs, load, *tree.leaves(grads)])
+    assert load.dtype == torch.int64
+    assert 0 in load.tolist() or config.E < 40
+    assert not any(grads[0].get("bias", ()))  # it enters the choice, and not the weights
+    for got, want in zip(*found, strict=True):
+        assert (got - want).abs().max() <= 1e-12 * want.abs().max().clamp(min=1e-9)
 
 
 def test_ties_go_to_the_lower_expert():
@@ -90,52 +139,3 @@ def test_ties_go_to_the_lower_expert():
 
 def test_a_bias_goes_up_where_fewer_than_the_mean_came():
     assert moe.update_bias(torch.zeros(3), torch.tensor([1, 2, 3]), 0.5).tolist() == [0.5, 0.0, -0.5]
-
-
-@pytest.mark.parametrize("form", [moe.dense, moe.forward])
-@pytest.mark.parametrize(("config", "first"), [(DEEPSEEK, False), (DEEPSEEK, True), (MIXTRAL, False)], ids=str)
-def test_what_the_load_is_to_be_even_over(form, config, first):
-    """Over the batch or each sequence, all choices or the first (Switch), padding left out."""
-    params, x, _ = layer_of_experts(config)
-    config = config.with_(balance_first=first)
-    mask = torch.rand(x.shape[:2], generator=torch.Generator().manual_seed(0)) < 0.6
-    mask[0] = False
-    logits, E = x @ params["router"], config.E
-    score = logits.sigmoid() if config.routing == "sigmoid" else logits.softmax(-1)
-    score = score / score.sum(-1, keepdim=True)
-    chosen = moe.choose_experts(x, params["router"], config, params.get("bias"))
-
-    choices = chosen[..., :1] if first else chosen
-    took = torch.nn.functional.one_hot(choices, E).double().mean(-2)  # [B, T, E]
-
-    def even(took, score):
-        return E * (took.mean(0) * score.mean(0)).sum().item() if len(took) else 0.0
-
-    each = [even(took[b][seen], score[b][seen]) for b, seen in enumerate(mask)]
-    wanted = {"batch": even(took[mask], score[mask]), "sequence": sum(each) / len(x)}
-    for by, value in wanted.items():
-        _, aux = form(params, x, config.with_(balance_by=by), mask=mask)
-        assert aux["balance"].item() == pytest.approx(value, rel=1e-12)
-        torch.testing.assert_close(aux["z"], logits.logsumexp(-1).square()[mask].mean())
-
-
-def outputs(y, aux):
-    return (y, aux["balance"], aux["z"]), aux["load"]
-
-
-@pytest.mark.parametrize(
-    "config", [MIXTRAL.with_(capacity=0.7), DEEPSEEK, MIXTRAL.with_(E=40, k=1, gated=False)], ids=lambda c: c.name
-)
-def test_forward_equals_dense(config):
-    """Each token by its own experts alone, sorted, with full and with empty experts: outputs, losses, gradients."""
-    params, x, dy = layer_of_experts(config)
-    outs, grads = [], []
-    for f in (moe.forward, moe.dense):
-        (y, balance, z), pull, load = vjp(lambda p, x, f=f: outputs(*f(p, x, config)), params, x, has_aux=True)
-        outs.append([y, balance, z, load])
-        grads.append(pull((dy, torch.tensor(0.3).double(), torch.tensor(0.7).double())))
-    assert 0 in load.tolist() or config.E < 40
-    assert not any(grads[0][0].get("bias", ()))  # it enters the choice, and not the weights
-    pairs = [*zip(*outs, strict=True), *zip(*map(tree.leaves, grads), strict=True)]
-    for got, want in pairs:
-        assert (got - want).abs().max() <= 1e-12 * want.abs().max().clamp(min=1e-9)
