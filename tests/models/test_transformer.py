@@ -37,21 +37,14 @@ def tokens_of(config, B=2, T=12):
 
 
 def close(got, want, rtol=1e-9, atol=1e-11):
-    for a, b in zip(tree.leaves(got), tree.leaves(want), strict=True):
-        torch.testing.assert_close(a, b, rtol=rtol, atol=atol)
-
-
-@pytest.mark.parametrize("config", [*VARIANTS, ALL, EXPERTS, FIRST], ids=named)
-def test_params_equal_the_formula(config):
-    shapes = [p.shape for p in tree.leaves(transformer.init(config, device="meta"))]
-    assert shapes == [p.shape for p in tree.leaves(transformer.init(config))]
-    assert sum(shape.numel() for shape in shapes) == num_params(config)
+    torch.testing.assert_close(tree.leaves(got), tree.leaves(want), rtol=rtol, atol=atol)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("config", [LATENT, PLAIN, TIED], ids=named)
 def test_flops_equal_the_counter(config):
     B, T = 2, 12
+    config = config.with_(L=2)
     params, tokens = transformer.init(config, device="meta"), tokens_of(config, B, T).to("meta")
     with FlopCounterMode(display=False) as counter:
         transformer.forward(params, tokens[:, :-1], config=config)
@@ -63,9 +56,12 @@ def test_flops_equal_the_counter(config):
 
 
 @pytest.mark.parametrize("config", [*VARIANTS, ALL, EXPERTS, FIRST], ids=named)
-def test_however_it_is_differentiated(config):
+def test_params_equal_the_formula_and_gradients_however_they_are_taken(config):
     """By torch.func and by autograd, with any attention, and whatever is computed again."""
     params, tokens = shaken(config), tokens_of(config)
+    shapes = [p.shape for p in tree.leaves(transformer.init(config, device="meta"))]
+    assert shapes == [p.shape for p in tree.leaves(params)]
+    assert sum(shape.numel() for shape in shapes) == num_params(config)
     want = torch.func.grad_and_value(transformer.loss)(params, tokens, config=config)[::-1]
     close(transformer.loss_and_grads(params, tokens, config=config), want)
     for given in ((tokens, "block", flash_attention), (tokens, "matmuls", dot_product_attention)):
@@ -120,7 +116,7 @@ def test_packed_documents_are_as_if_alone(config):
     packed = transformer.forward(params, tokens[:, :-1], config=config, segments=IDS)
     for b, start, stop in [(0, 0, 4), (0, 4, 9), (0, 9, 13), (1, 0, 13)]:
         alone = transformer.forward(params, tokens[b : b + 1, start:stop], config=config)
-        torch.testing.assert_close(packed[b, start:stop], alone[0], rtol=1e-12, atol=1e-12)
+        close(packed[b, start:stop], alone[0], 1e-12, 1e-12)
     dense = partial(transformer.loss, params, tokens, config=config)
     assert torch.equal(dense(segments=IDS), dense(segments=torch.cat([IDS, IDS[:, -1:]], 1)))
 
@@ -129,20 +125,17 @@ def test_the_loss_is_torch_s_cross_entropy():
     """Of targets, some of which do not count, weighted, with smoothing and z; and of nothing. Of the next tokens
     `misuse.plain` has it (test_inputs.py)."""
     params, tokens = shaken(SMALL), tokens_of(SMALL)
-    g = torch.Generator().manual_seed(3)
-    inside = tokens[:, :-1]
+    g, inside = torch.Generator().manual_seed(3), tokens[:, :-1]
     weights = torch.rand(2, 12, generator=g, dtype=torch.float64) * (torch.arange(12) % 3 > 0)
     targets = torch.randint(0, SMALL.V, (2, 12), generator=g)
     targets[0, :3] = -100
-    logits = transformer.forward(params, inside)
-
-    given = {"targets": targets, "weights": weights, "label_smoothing": 0.1, "z_loss": 0.01}
-    w, ce = weights * (targets != -100), F.cross_entropy(logits.mT, targets, reduction="none", label_smoothing=0.1)
+    logits, w = transformer.forward(params, inside), weights * (targets != -100)
+    ce = F.cross_entropy(logits.mT, targets, reduction="none", label_smoothing=0.1)
     wanted = (w * (ce + 0.01 * logits.logsumexp(-1).square())).sum() / w.sum()
+    given = {"targets": targets, "weights": weights, "label_smoothing": 0.1, "z_loss": 0.01}
     close(transformer.loss(params, inside, **given), wanted, 1e-12, 0)
-    loss, grads = transformer.loss_and_grads(params, tokens, weights=torch.zeros(2, 12))
-    assert loss == 0
-    assert not any(leaf.any() for leaf in tree.leaves(grads))
+    nothing = transformer.loss_and_grads(params, tokens, weights=torch.zeros(2, 12))
+    assert not any(leaf.any() for leaf in tree.leaves(nothing))
 
 
 def test_the_loss_of_experts_has_their_terms_of_every_layer():
@@ -151,14 +144,14 @@ def test_the_loss_of_experts_has_their_terms_of_every_layer():
     angles = rope.tables(torch.arange(12), SMALL.H, SMALL.theta)
 
     def normed(x, gain):
-        return x * (x.square().mean(-1, keepdim=True) + 1e-5).rsqrt() * gain
+        return F.rms_norm(x, (32,), gain, 1e-5)
 
     for layer in tree.unstacked(params["layers"]):
         x = x + transformer.attention_block(layer, x, dot_product_attention, angles, 1e-5)
         out, aux = moe.dense(layer, normed(x, layer["norm_mlp"]), EXPERTS)
         x, extra = x + out, extra + 0.1 * aux["balance"] + 0.01 * aux["z"]
     want = F.cross_entropy((normed(x, params["norm"]) @ params["unembed"]).mT, tokens[:, 1:])
-    torch.testing.assert_close(transformer.loss(params, tokens, config=EXPERTS), want + extra, rtol=1e-12, atol=0)
+    close(transformer.loss(params, tokens, config=EXPERTS), want + extra, 1e-12, 0)
 
 
 def qkv(B=2, T=13, S=13, N=4, K=2, H=8):
@@ -192,8 +185,8 @@ def test_attention_query_by_query_forward_and_backward(T, S, given):
     slopes = torch.autograd.grad(want, inputs, cotangent)
     for attention in (sdpa, dot_product_attention, flash_attention, partial(flash_attention, block=4)):
         got = attention(*inputs, **given)
-        torch.testing.assert_close(got, want, rtol=1e-12, atol=1e-12)
-        torch.testing.assert_close(torch.autograd.grad(got, inputs, cotangent), slopes, rtol=1e-11, atol=1e-12)
+        close(got, want, 1e-12, 1e-12)
+        close(torch.autograd.grad(got, inputs, cotangent), slopes, 1e-11, 1e-12)
 
 
 @pytest.mark.filterwarnings("ignore:.*not yet implemented the batching rule", "ignore:`torch.jit.script`")
@@ -206,9 +199,9 @@ def test_under_torch_func():
         return torch.vmap(torch.func.grad(lambda *a: f(*a).sin().sum(), argnums=(0, 1, 2)))(*many)
 
     for f in (sdpa, partial(flash_attention, block=2)):
-        torch.testing.assert_close(slopes(f), slopes(dot_product_attention), rtol=1e-11, atol=1e-12)
+        close(slopes(f), slopes(dot_product_attention), 1e-11, 1e-12)
     ours, wanted = (torch.func.jvp(f, tuple(inputs), tuple(tangents)) for f in (sdpa, dot_product_attention))
-    torch.testing.assert_close(ours, wanted, rtol=1e-12, atol=1e-12)
+    close(ours, wanted, 1e-12, 1e-12)
 
 
 def test_flash_attention_skips_the_future():
