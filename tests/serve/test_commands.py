@@ -17,7 +17,7 @@ from scaling.configs import Config
 from scaling.configs.sources import Source
 from scaling.mesh import AbstractMesh
 from scaling.models import hf, transformer
-from scaling.models.text import ByteText, write_bytes
+from scaling.models.text import ByteText, tokenizer, write_bytes
 from scaling.serve import command as batch
 from scaling.serve import loading
 from scaling.serve.requests import Request, RequestLine
@@ -45,21 +45,8 @@ def test_text_goes_out_as_soon_as_it_is_certain():
     assert "".join([*map(stream.push, (97, 300, 240)), stream.rest()]) == "a\ufffd"  # an id beyond, half a character
 
 
-class Loaded:
-    """A tokenizer that decodes ids only together."""
-
-    def __init__(self, loaded):
-        self.loaded = loaded
-
-    def decode(self, ids):
-        return self.loaded.decode(list(ids))
-
-    def reader(self):
-        return None
-
-
 @pytest.mark.parametrize("kind", ["Metaspace", "ByteLevel"])
-def test_what_is_streamed_is_what_all_ids_are_together(kind):
+def test_what_is_streamed_is_what_all_ids_are_together(kind, tmp_path):
     """Of tokenizers whose tokens have another text at the begin, or are parts of characters; with special ones. Up to a
     stop text, if it comes."""
     tokenizers, chance = pytest.importorskip("tokenizers"), random.Random(0)
@@ -68,19 +55,21 @@ def test_what_is_streamed_is_what_all_ids_are_together(kind):
     if kind == "ByteLevel":
         words = ["<s>", *sorted(alphabet.alphabet()), "\u0120the", "\u00c3\u00a9"]
     model = tokenizers.models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="<s>")
-    tokenizer = Loaded(tokenizers.Tokenizer(model))
-    tokenizer.loaded.decoder = getattr(tokenizers.decoders, kind)()
-    tokenizer.loaded.add_special_tokens(["<s>"])
+    made = tokenizers.Tokenizer(model)
+    made.decoder = getattr(tokenizers.decoders, kind)()
+    made.add_special_tokens(["<s>"])
+    made.save(str(tmp_path / "tokenizer.json"))
+    by = tokenizer(str(tmp_path))
     for i in range(60):
         text = "".join(chance.choice("aé€𝄞 \n") for _ in range(6))
         ids = [chance.randrange(len(words)) for _ in range(chance.randrange(1, 20))]
         if kind == "ByteLevel":
             spelled = "".join(piece for piece, _ in alphabet.pre_tokenize_str(text))
             ids = [words.index(character) for character in spelled] + [0, *ids[:1], 0]
-        whole = tokenizer.decode(ids)
+        whole = by.decode(ids)
         begin = chance.randrange(len(whole) + 1)
         stop = whole[begin : begin + 2] if i % 2 else "zz"
-        stream = TextStream(tokenizer, [stop, "zzz"])
+        stream = TextStream(by, [stop, "zzz"])
         assert "".join([*map(stream.push, ids), stream.rest()]) == (whole.split(stop)[0] if stop else whole)
         assert len(stream.ids) < 12
 
@@ -210,9 +199,9 @@ def test_serve_a_file(served, folder):
     stop = texts[-1][2]
     first = next(n for n, text in enumerate(texts) if stop in text)
     for more in (["--policy", "static"], ["--draft", "ngram"], ["--draft", str(folder), "--proposals", "3"]):
-        (row,), *_ = served([{"prompt": "hello", "stop": stop}], *more)
+        (*others, row), *_ = served([*GOOD, {"prompt": "hello", "stop": stop}], *more)
         assert (row["reason"], stop in row["text"], row["ids"]) == ("stop", False, hello[:first])
-        assert [row["ids"] for row in served(GOOD, *more)[0]] == [row["ids"] for row in good]
+        assert [row["ids"] for row in others] == [row["ids"] for row in good]
     assert "a cache in pages cannot do" in served(GOOD, "--form", "sequence", code=1)[2]
     assert "0 of 1 served\n" in served(["{"], code=1)[1]
     assert "holds no request" in served([""], code=1)[2]
