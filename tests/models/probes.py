@@ -1,12 +1,10 @@
-"""Params, the layer of experts, and short tables of gradients, for tests that compare with stored numbers of others."""
+"""Params, and short tables of gradients, for tests that compare with stored numbers of others."""
 
 import torch
 
 from scaling import tree
 from scaling.mesh import AbstractMesh
-from scaling.models import moe, transformer
-
-TYPES = {**moe.SPECS, "shared": {"W_in": "W_in[D, S]", "W_gate": "W_gate[D, S]", "W_out": "W_out[S, D]"}}
+from scaling.models import transformer
 
 
 def shaken(config):
@@ -24,14 +22,3 @@ def probes(grads) -> dict[str, list[float]]:
         along = torch.arange(leaf.numel(), dtype=leaf.dtype).cos()
         found[name] = [leaf.norm().item(), (leaf.flatten() @ along).item()]
     return found
-
-
-def layer_of_experts(config, B=2, T=9):
-    """Params, x and the cotangent of y: equal to the bit on any machine."""
-    some = {"bias": config.routing == "sigmoid", "W_gate": config.gated, "shared": config.shared}
-    types = {name: types for name, types in TYPES.items() if some.get(name, True)}
-    types |= {"x": "x[B, T, D]", "dy": "dy[B, T, D]"}
-    inits = tree.map(lambda _: tree.Normal(0.7), types) | ({"bias": tree.Normal(0.1)} if "bias" in types else {})
-    sizes = {"B": B, "T": T, "S": config.S} | {dim: config.sizes[dim] for dim in "DEF"}
-    params = tree.init(inits, types, sizes, AbstractMesh({}), 5, torch.float64, "cpu")
-    return params, params.pop("x"), params.pop("dy")

@@ -6,6 +6,7 @@ import sys
 from hashlib import sha1
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 from probes import shaken
@@ -74,17 +75,27 @@ def of_library() -> list[str]:
     return [name for name in sys.modules if name.partition(".")[0] == "huggingface_hub"]
 
 
+class Asked(NamedTuple):
+    """A hub that answers: its process, a model's folder, and where the paths that it was asked for stand."""
+
+    process: multiprocessing.Process
+    folder: Path
+    paths: Path
+
+    def files(self) -> set[str]:
+        return {Path(path).name for path in self.paths.read_text().split()}
+
+
 @pytest.fixture
 def hub(tmp_path, monkeypatch):
-    """(a model's folder, what says which paths the hub was asked for, its process)."""
-    folder, pickles = tmp_path / "small", tmp_path / "pickles"
+    folder, pickles, asked = (tmp_path / name for name in ("small", "pickles", "asked"))
     hf.save(folder, CONFIG, tree.map(lambda p: p.float(), shaken(CONFIG)))
-    (folder / "pytorch_model.bin").write_bytes(b"a pickle")
     (folder / "generation_config.json").write_text('{"eos_token_id": 7}')
     pickles.mkdir()
     (pickles / "config.json").write_bytes((folder / "config.json").read_bytes())
-    (pickles / "pytorch_model.bin").write_bytes(b"a pickle")
-    given = {"repos": {"org/small": folder, "org/pickles": pickles}, "asked": tmp_path / "asked"}
+    for each in (folder, pickles):
+        (each / "pytorch_model.bin").write_bytes(b"a pickle")
+    given = {"repos": {"org/small": folder, "org/pickles": pickles}, "asked": asked}
     server = HTTPServer(("127.0.0.1", 0), type("Handler", (Hub,), given))
     process = multiprocessing.get_context("fork").Process(target=server.serve_forever, daemon=True)
     process.start()
@@ -92,42 +103,17 @@ def hub(tmp_path, monkeypatch):
     for name in ("HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY", "HF_TOKEN", "HF_HUB_OFFLINE"):
         for given_as in (name, name.lower()):
             monkeypatch.delenv(given_as, raising=False)
-    settings = {"HF_ENDPOINT": f"http://127.0.0.1:{server.server_port}", "HF_HOME": str(tmp_path / "cache")}
-    for name, value in (settings | {"HF_HUB_DISABLE_XET": "1"}).items():
-        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("HF_ENDPOINT", f"http://127.0.0.1:{server.server_port}")
+    monkeypatch.setenv("HF_HOME", str(tmp_path / "cache"))
+    monkeypatch.setenv("HF_HUB_DISABLE_XET", "1")
     for name in of_library():  # which reads its environment when it is imported
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.chdir(tmp_path)
-    yield folder, lambda: {path.rpartition("/")[2] for path in given["asked"].read_text().split()}, process
+    yield Asked(process, folder, asked)
     process.kill()
     process.join()
     for name in of_library():
         del sys.modules[name]
-
-
-@pytest.mark.slow
-def test_a_model_of_the_hub(hub, capfd):
-    folder, asked, process = hub
-    files = {"config.json", "generation_config.json", "model.safetensors", "pytorch_model.bin"}
-    assert show(["params", "--model", "org/small", "--mesh", "Y=2"]) == 0
-    assert "org/small on 2 devices" in capfd.readouterr().out
-    assert asked() & files == {"config.json"}  # sizes need no weights
-    assert plan(["--model", "org/small", "--chip", "v5p", "--chips", "8", "--batch", "64k"]) == 0
-    said = []
-    for model in (str(folder), "org/small", "org/small"):
-        capfd.readouterr()
-        given = ["--prompt-ids", "1,2,3", "--max-new-tokens", "5", "--mesh", "Y=2"]
-        assert generate(["--model", model, *given]) == 0
-        said.append(capfd.readouterr().out)
-        if len(said) == 2:
-            assert asked() & files == {"config.json", "generation_config.json", "model.safetensors"}  # and no pickle
-            process.kill()  # the third time the cache has it
-            process.join()
-    assert said == [said[0]] * 3
-    assert show(["params", "--model", "org/other"]) == 1
-    error = " ".join(capfd.readouterr().err.split())
-    assert "org/other: is not here, and the hub cannot be reached" in error
-    assert error.count("fix: connect to the network") == 1
 
 
 SAID = {
@@ -139,14 +125,34 @@ SAID = {
 
 
 @pytest.mark.slow
-def test_what_the_hub_does_not_give(hub, tmp_path, capsys):
-    _, asked, _ = hub
-    for name, said in SAID.items():
-        for call, words in ((train, ["--data", "small", "--out", "run"]), (generate, ["--prompt-ids", "1"])):
-            assert call([*words, "--model", name]) == 1, name
-            out, error = capsys.readouterr()
-            assert out == ""
-            assert said in " ".join(error.split())
-            assert error.count("fix:") == 1
-    assert not (tmp_path / "run").exists()
-    assert not any(path.endswith(".bin") for path in asked())
+def test_a_model_of_the_hub(hub, capfd):
+    """What it gives, and says that it does not give; without it, what is in the cache."""
+    files = {"config.json", "generation_config.json", "model.safetensors", "pytorch_model.bin"}
+    assert show(["params", "--model", "org/small", "--mesh", "Y=2"]) == 0
+    assert "org/small on 2 devices" in capfd.readouterr().out
+    assert hub.files() & files == {"config.json"}  # sizes need no weights
+    assert plan(["--model", "org/small", "--chip", "v5p", "--chips", "8", "--batch", "64k"]) == 0
+    capfd.readouterr()
+
+    def said(call, *words, code=1):
+        assert call([*words]) == code
+        out, error = capfd.readouterr()
+        assert bool(out) == (not code)
+        assert error.count("fix:") == code
+        return out or " ".join(error.split())
+
+    for name, reason in SAID.items():
+        assert reason in said(train, "--data", "small", "--out", "run", "--model", name)
+        assert reason in said(generate, "--prompt-ids", "1", "--model", name)
+    assert not Path("run").exists()
+
+    given = ["--prompt-ids", "1,2,3", "--max-new-tokens", "5", "--mesh", "Y=2", "--model"]
+    wanted = said(generate, *given, str(hub.folder), code=0)
+    assert said(generate, *given, "org/small", code=0) == wanted
+    assert hub.files() & files == {"config.json", "generation_config.json", "model.safetensors"}  # and no pickle
+    hub.process.kill()
+    hub.process.join()
+    assert said(generate, *given, "org/small", code=0) == wanted  # the cache has it
+    error = said(show, "params", "--model", "org/other")
+    assert "org/other: is not here, and the hub cannot be reached" in error
+    assert "fix: connect to the network" in error

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from probes import probes, shaken
-from refused import refused
+from refused import by_words, refused
 from safetensors.torch import load_file, save_file
 
 from scaling import serve, tree
@@ -232,34 +232,32 @@ def test_what_is_not_computed_is_counted_and_refused_by_name(says, tmp_path):
             refuses()
 
 
-SIZES_OF = "do not say how a head's dims are divided"
-test_a_latent_where_it_is_not_computed = refused(
-    {
-        "config": (partial(LATENT.with_, H=5), "K=N=4 of them; got H=5, K=4\n  fix: "),
-        "sizes": (lambda: transformer.config_of_params(transformer.init(LATENT, device="meta")), SIZES_OF),
-        "C": (partial(strategy.specs, LATENT, AbstractMesh({"X": 4})), "C=6 of the keys' and"),
-        "values": (
-            partial(strategy.specs, LATENT.with_(H=7, latent=Latent(8, 6, 4, 2, 7)), AbstractMesh({"Y": 2})),
-            "is wider than its keys",
-        ),
-    }
-    | {
-        f.__name__: (partial(f, LATENT, AbstractMesh({"X": 2}), form="2d"), 'latent: the form "2d" has no latent ')
-        for f in (serve.specs, serve.cache_specs)
-    }
-)
-UNWRITTEN = {  # what is said: a config
+X2, X4, Y2 = (AbstractMesh(sizes) for sizes in ({"X": 2}, {"X": 4}, {"Y": 2}))
+WIDE = LATENT.with_(H=7, latent=Latent(8, 6, 4, 2, 7))
+UNWRITTEN = {  # what no class there has: a config
     "MLP without a gate": SMALL.with_(gated=False),
     "shared experts": MOE.with_(shared=1),
     "routing": MOE.with_(routing="sigmoid"),
     "capacity": MOE.with_(capacity=1.0),
     "windows": SMALL.with_(window=(2, None, 2)),
 }
-test_what_no_class_there_has_is_not_written = refused(
-    {
-        says: (partial(hf.save, "nowhere", config, {}), f"no class of Hugging Face's has its {says}")
-        for says, config in UNWRITTEN.items()
-    }
+test_what_is_not_written_and_a_latent_where_it_is_not_computed = refused(
+    by_words(
+        {
+            f"no class of Hugging Face's has its {what}": partial(hf.save, "nowhere", config, {})
+            for what, config in UNWRITTEN.items()
+        }
+        | {
+            "K=N=4 of them; got H=5, K=4\n  fix: ": partial(LATENT.with_, H=5),
+            "do not say how a head's dims are divided": (
+                lambda: transformer.config_of_params(transformer.init(LATENT, device="meta"))
+            ),
+            "C=6 of the keys' and": partial(strategy.specs, LATENT, X4),
+            "is wider than its keys": partial(strategy.specs, WIDE, Y2),
+            'latent: the form "2d" has no latent ': partial(serve.specs, LATENT, X2, form="2d"),
+            'the form "2d" has no latent attention': partial(serve.cache_specs, LATENT, X2, form="2d"),
+        }
+    )
 )
 
 
