@@ -1,61 +1,226 @@
-"""The scheduler: random traces with a model of whole numbers, and by hand what they do not look at: order and times."""
+"""The scheduler: random traces over tiny pools, by a model of whole numbers that reads and writes pages as the real one
+does; and by hand what they do not look at: order and times.
+
+The next token is a sum over all tokens before it, read back from the pages: `(7 + sum (i + 1) (t_i + 1)) mod V`. So a
+page that was written by two, read after it was freed, or not moved shows as a wrong token, or at once: each place of a
+page knows which prefix of tokens it belongs to, and a read that finds another prefix raises.
+"""
 
 import itertools
 import math
+import pickle
+import random
+from collections import Counter
 
-import mock_model
 import pytest
 
 from scaling.serve.pages import Pool
 from scaling.serve.requests import Request
-from scaling.serve.scheduler import initial, step
-from scaling.serve.simulate import simulate
-from scaling.serve.states import Admit, Arrive, Done, Options, Preempt, Run
+from scaling.serve.scheduler import initial, refusal, step
+from scaling.serve.simulate import drive, simulate
+from scaling.serve.states import Admit, Arrive, Done, Move, Moved, Options, Preempt, Run
+
+V = 5
 
 
-@pytest.mark.parametrize("count", [120, pytest.param(5000, marks=pytest.mark.sweep)])
+def next_token(tokens) -> int:
+    return (7 + sum((i + 1) * (t + 1) for i, t in enumerate(tokens))) % V
+
+
+def alone(request: Request) -> tuple[int, ...]:
+    """The completion of a request that has everything to itself."""
+    out: list[int] = []
+    while len(out) < request.max_new_tokens and not (out and out[-1] in request.stop):
+        out.append(next_token([*request.prompt, *out]))
+    return tuple(out)
+
+
+class Memory:
+    """One worker's pages: at each place the token there and a fingerprint of all the tokens up to it."""
+
+    def __init__(self, page: int):
+        self.page, self.at = page, {}
+
+    def write(self, pages, start: int, tokens) -> None:
+        before = self.read(pages, start)
+        for i, token in enumerate(tokens, start):
+            before = (*before, token)
+            self.at[pages[i // self.page], i % self.page] = before
+
+    def read(self, pages, count: int) -> tuple[int, ...]:
+        """The first `count` tokens, whose fingerprints must be each other's prefixes."""
+        found: tuple[int, ...] = ()
+        for i in range(count):
+            there = self.at[pages[i // self.page], i % self.page]
+            assert there[:-1] == found, f"page {pages[i // self.page]} holds another request's tokens"
+            found = there
+        return found
+
+
+class Audited:
+    """execute and watch for `drive`: computes with the memories, and checks every state and every action."""
+
+    def __init__(self, options: Options, chance: random.Random):
+        self.options, self.chance = options, chance
+        pools = initial(options).pools
+        self.memories = {worker: [Memory(options.page) for _ in each] for worker, each in pools.items()}
+        self.counts: Counter[str] = Counter()
+        self.before = initial(options)
+        self.frozen = pickle.dumps(self.before)
+
+    def execute(self, action):
+        seconds = self.chance.choice([0.0, 1.0, 1.0, 2.5])
+        if isinstance(action, Move):
+            source, target = (self.memories[worker][action.group] for worker in ("prefill", "decode"))
+            target.write(action.target, 0, source.read(action.source, action.tokens))
+            return seconds, Moved(action.id)
+        memories, tokens, size = self.memories[action.worker], {}, self.options.page
+        written = Counter((w.group, page) for w in action.works for page in set(w.pages[w.start // size :]))
+        assert all(n == 1 for n in written.values()), "a page is written by two"
+        for work in action.works:
+            assert work.tokens
+            memories[work.group].write(work.pages, work.start, (*work.tokens, *self.proposed(work)))
+        for work in action.works:
+            if work.sample:
+                found = memories[work.group].read(work.pages, work.start + work.width)
+                tokens[work.id] = self.verified(found, work.proposals)
+        return seconds, Done(action.worker, tokens)
+
+    def proposed(self, work) -> list[int]:
+        """A draft's tokens after those of the request, each right more often than not."""
+        text = [*work.before, *work.tokens]
+        for _ in range(work.proposals):
+            text.append(next_token(text) if self.chance.random() < 0.7 else self.chance.randrange(V))
+        return text[len(text) - work.proposals :]
+
+    def verified(self, found: tuple[int, ...], proposals: int) -> tuple[int, ...]:
+        """The proposals that are right, and the token after them; the others stay in the pages."""
+        first = len(found) - proposals
+        right = itertools.takewhile(lambda n: next_token(found[:n]) == found[n], range(first, len(found)))
+        kept = len(list(right))
+        self.counts["proposals kept"] += kept
+        self.counts["proposals dropped"] += proposals - kept
+        return (*found[first : first + kept], next_token(found[: first + kept]))
+
+    def watch(self, state, actions):
+        assert pickle.dumps(self.before) == self.frozen, "a step changes the state that it is given"
+        for worker, group, pool in ((w, g, pool) for w, pools in state.pools.items() for g, pool in enumerate(pools)):
+            mine = {id: live for id, live in state.live.items() if live.group == group}
+            cached = pool.edges.keys() - pool.refs.keys()
+            assert sorted([*pool.free, *pool.refs, *cached]) == [*range(pool.total)]
+            assert (pool.held, pool.cached) == (len(pool.refs), len(cached))
+            assert pool.total == ((worker == "decode" and self.options.decode_pages) or self.options.pages)
+            holders = Counter(p for live in mine.values() if live.where == worker for p in live.pages)
+            holders += Counter(p for live in mine.values() if worker == "decode" for p in live.target or ())
+            assert holders == Counter(pool.refs), "reference counts are not the holders"
+            for id, live in mine.items():  # idle: no page for a guess that was dropped
+                spare = live.where == worker and not any(id in [w.id for w in ws] for ws in state.busy.values())
+                assert not spare or len(live.pages) <= pool.count(len(live.tokens))
+            for page, (parent, tokens, _) in pool.edges.items():
+                assert pool.children[parent, tokens] == page
+                assert len(tokens) == pool.size
+                assert parent == -1 or parent in pool.edges
+                assert parent == -1 or page not in pool.refs or parent in pool.refs
+            assert len(pool.children) == len(pool.edges) == len(pool.used)
+            self.counts["evictions"] += len(self.before.pools[worker][group].edges.keys() - pool.edges.keys())
+        for action in actions:
+            self.counts[type(action).__name__] += 1
+            if isinstance(action, Admit):
+                self._count_hit(state, action)
+                older = itertools.takewhile(lambda id, new=action.id: id != new, state.live)
+                gone = {each.id for each in actions if isinstance(each, Preempt)}
+                assert all(state.live[id].where or id in gone for id in older), "a younger request overtakes"
+            if isinstance(action, Preempt) and len(state.pools) == 1:
+                younger = itertools.islice(state.live.values(), [*state.live].index(action.id) + 1, None)
+                group = state.live[action.id].group
+                assert not any(each.where and each.group == group for each in younger), "an older one makes room"
+            if isinstance(action, Run):
+                self.counts["chunks"] += sum(not work.sample for work in action.works)
+                self.counts["steps of several groups"] += len({work.group for work in action.works}) > 1
+        self.before, self.frozen = state, pickle.dumps(state)
+
+    def ended(self, served) -> Counter:
+        """How often what happened, once all is over."""
+        assert not self.before.live, "a request is starved"
+        self.counts.update(times.reason.split(":")[0] for times in served.requests.values())
+        return self.counts
+
+    def _count_hit(self, state, action):
+        """By brute force: the longest run of whole pages of these tokens, at most all but one, that the trie of the
+        request's group spells."""
+        live = state.live[action.id]
+        pool, tokens = state.pools[state.policy.workers[0]][live.group], live.tokens
+        spelled = {-1: ()}
+        for page, (parent, part, _) in sorted(pool.edges.items(), key=lambda edge: edge[1][2]):  # parents first
+            spelled[page] = (*spelled[parent], *part)
+        best = max(n for n in range(0, len(tokens), pool.size) if tokens[:n] in spelled.values())
+        self.counts["hits"] += action.cached > 0
+        self.counts["full hits"] += best > 0 and best + pool.size >= len(tokens) and len(tokens) % pool.size == 0
+        assert action.cached == best or not self.options.prefix
+
+
+def trace(seed: int, groups: int = 1, drafted: bool | None = None):
+    """A random trace: (options, [(time, request)], [(time, id)]). `drafted`: whether there are proposals, or any."""
+    chance = random.Random(seed)
+    page = chance.choice([1, 2, 3, 4])
+    options = Options(
+        pages=chance.randint(4, 12), page=page, slots=groups * chance.randint(1, 4), budget=chance.randint(1, 8),
+        policy=chance.choice(["static", "interleaved", "chunked", "disaggregated"]),
+        prefix=chance.random() < 0.8, decode_pages=chance.choice([None, chance.randint(4, 12)]),
+        proposals=chance.choice([0, 0, 1, 2, 5] if drafted is None else [1, 2, 5] if drafted else [0]), groups=groups,
+    )  # fmt: skip
+    stems = [tuple(chance.randrange(V) for _ in range(chance.choice([page, 2 * page]))) for _ in range(2)]
+    arrivals, cancel = [], []
+    for id in range(chance.randint(2, 9)):
+        stem = chance.choice([*stems, ()])
+        prompt = stem + tuple(chance.randrange(V) for _ in range(chance.choice([0, 0, 1, page, chance.randint(1, 5)])))
+        stop = frozenset({chance.randrange(V)}) if chance.random() < 0.3 else frozenset()
+        when = chance.choice([0.0, 0.0, 1.0, chance.uniform(0, 12)])
+        arrivals.append((when, Request(id, prompt or (1,), chance.randint(1, 8), stop)))
+        if chance.random() < 0.2:
+            cancel.append((when + chance.choice([0.0, 1.0, chance.uniform(0, 9)]), id))
+    return options, arrivals, cancel
+
+
+def check(served, arrivals, cancel, options: Options, alone) -> None:
+    """Each request is given what it is given alone, or the begin of it if it is cancelled; or it is refused."""
+    for _, request in arrivals:
+        times, wanted = served.requests[request.id], alone(request)
+        if refusal(request, options):
+            assert times.reason.startswith("refused"), times
+        elif times.reason == "cancelled":
+            assert request.id in {id for _, id in cancel}
+            assert times.tokens == wanted[: len(times.tokens)]
+        else:
+            assert times.tokens == wanted, (request, times)
+            assert times.reason == ("stop" if wanted[-1] in request.stop else "length")
+
+
+def run(seed: int, groups: int = 1) -> Counter:
+    """One trace, audited; how often what happened."""
+    options, arrivals, cancel = trace(seed, groups)
+    audited = Audited(options, random.Random(seed + 1))
+    served = drive(arrivals, options, audited.execute, cancel=cancel, watch=audited.watch)
+    check(served, arrivals, cancel, options, alone)
+    return audited.ended(served)
+
+
+@pytest.mark.parametrize("count", [80, pytest.param(5000, marks=pytest.mark.sweep)])
 @pytest.mark.parametrize("groups", [1, 2, 3])
 def test_random_traces(groups, count):
     """Each thing must have happened: requests that are preempted and come again (nano-vllm#144, #211, #233), pages that
     several hold (sglang#35270, nano-vllm#217), prefixes that are shared (vllm#5543, #7845), also whole prompts
     (nano-vllm#144) and in pages that were another's before (#163); groups of ranks, each with pages of its own."""
-    total = sum((mock_model.run(seed, groups) for seed in range(count)), mock_model.Counter())
+    total = sum((run(seed, groups) for seed in range(count)), Counter())
     happens = ["Preempt", "Move", "evictions", "hits", "full hits", "chunks", "cancelled", "stop", "refused"]
     happens += ["proposals kept", "proposals dropped", *["steps of several groups"] * (groups > 1)]
     for what in happens:
         assert total[what] > 3, (what, total)
 
 
-def drained(state, events=()):
-    """(state, actions) of all steps until nothing runs, each worker done at once, giving token 9."""
-    log, todo = [], list(events)
-    while True:
-        state, actions = step(state, todo)
-        log += actions
-        todo = [Done(a.worker, {w.id: (9,) for w in a.works if w.sample}) for a in actions if isinstance(a, Run)]
-        if not todo:
-            return state, log
-
-
 def arrived(options: Options, *requests: tuple):
     """After the first step of requests (prompt, new tokens), whose ids are 0, 1, ..."""
     return step(initial(options), [Arrive(Request(i, *request)) for i, request in enumerate(requests)])
-
-
-def test_step_changes_nothing_that_it_is_given():
-    state, _ = arrived(Options(pages=8, page=2), ((1, 2, 3), 3))
-    again = [step(state, [Done("engine", {0: (5,)}), Arrive(Request(1, (1, 2, 9), 2))]) for _ in range(2)]
-    assert again[0][1] == again[1][1]
-    assert again[0][0].live == again[1][0].live
-    assert (state.live[0].out, list(state.busy)) == ((), ["engine"])
-
-
-def test_each_worker_has_its_pages():
-    pools = initial(Options(8, 2, policy="disaggregated", decode_pages=5, groups=2)).pools
-    assert {worker: [pool.total for pool in own] for worker, own in pools.items()} == {
-        "prefill": [8, 8],
-        "decode": [5, 5],
-    }
 
 
 POLICIES = [("static", 7, 7, 1), ("interleaved", 3, 8, 42), ("chunked", 2, 6, 8)]
@@ -102,7 +267,7 @@ def test_least_lately_used_is_evicted_first():
 def test_a_request_goes_to_the_group_that_has_its_prefix_and_else_where_the_fewest_are():
     state, actions = arrived(Options(pages=4, page=1, slots=6, groups=2), *(((i, i), 1) for i in range(3)))
     assert [(work.id, work.group) for work in actions[-1].works] == [(0, 0), (1, 1), (2, 0)]
-    state, _ = drained(state, [Done("engine", dict.fromkeys(range(3), (9,)))])
+    state, _ = step(state, [Done("engine", dict.fromkeys(range(3), (9,)))])
     state, actions = step(state, [Arrive(Request(7, (1, 5), 1))])
     assert (state.live[7].group, actions[0]) == (1, Admit(7, 1))
 

@@ -22,97 +22,72 @@ SOURCES = [  # (mesh of ranks 0 to 3, form, page, dtype)
     ({"Z": 2, "Y": 2}, "sequence", None, torch.float64),
     ({"X": 2, "Y": 2}, "2d", 4, torch.float32),
 ]
-TARGETS = [  # of ranks 4 to 7
-    ({"Y": 4}, "heads", None),
-    ({"Y": 2, "Z": 2}, "heads", 3),
-    ({"Z": 4}, "sequence", None),
-    ({"Y": 2, "X": 2}, "2d", 4),
+TARGETS = [  # of ranks 4 to 7: (mesh, form, page, places of a row)
+    ({"Y": 4}, "heads", None, S),
+    ({"Y": 2, "Z": 2}, "heads", 3, 12),
+    ({"Z": 4}, "sequence", None, 12),
+    ({"Y": 2, "X": 2}, "2d", 4, S),
 ]
+PAIRS = [(CONFIG, source, target) for source in SOURCES for target in TARGETS]
+PAIRS += [(LATENT, source, target) for source in SOURCES[:4] for target in TARGETS[:3]]
 
 
-def whole(dtype):
-    """KV[2, L, B, S, K, H] and scale[2, L, B, S, K], zero where no token is held."""
-    g = torch.Generator().manual_seed(0)
+def whole(config, dtype, length):
+    """KV[2, L, B, S, K, H], or latents KV[1, L, B, S, 1, M], and scale[.., K], zero where no token is held."""
+    g, shape = torch.Generator().manual_seed(0), (1, 2, B, S, 1, 14) if config.latent else (2, 2, B, S, 2, 8)
     held = (torch.arange(S) < torch.tensor(LENGTHS)[:, None])[:, :, None]
-    KV = torch.randint(1, 100, (2, 2, B, S, 2, 8), generator=g).to(dtype) * held[..., None]
-    return KV, torch.rand(2, 2, B, S, 2, generator=g) * held
+    KV = torch.randint(1, 100, shape, generator=g).to(dtype) * held[..., None]
+    scale = torch.rand(shape[:-1], generator=g) * held
+    KV, scale = (torch.cat([x, torch.zeros_like(x[:, :, :, : length - S])], 3) for x in (KV, scale))
+    return {"KV": KV, "scale": scale} if dtype == torch.int8 else {"KV": KV}
 
 
-def placed(name, x, mesh, form, page):
-    """This rank's part of whole KV or scales, as its type says: heads repeated where it has R, rows in pages."""
-    if CONFIG.K % (Y := mesh.sizes.get("Y", 1)):
-        x = x[:, :, :, :, [y * CONFIG.K // Y for y in range(Y)]]
-    x = tree.shard(x, serve.cache_specs(CONFIG, mesh, form=form, int8=True)[name], mesh)
-    if page is None:
-        return x.contiguous()
-    x = torch.nn.functional.pad(x.movedim(3, -1), (0, -x.shape[3] % page)).movedim(-1, 3)
-    return x.unflatten(3, (-1, page)).flatten(2, 3).contiguous()
-
-
-def table(pool, page):
-    return (torch.arange(B * -(-S // page)) % pool.shape[2]).view(B, -1)
+def placed(config, dtype, mesh, form, page, length=S):
+    """This rank's part of a whole cache, as its type says: heads repeated where it has R, rows in pages."""
+    cache = {"lengths": torch.tensor(LENGTHS)}
+    for name, x in whole(config, dtype, length).items():
+        if (Y := mesh.sizes.get("Y", 1)) > 2 and not config.latent:
+            x = x[:, :, :, :, [y * CONFIG.K // Y for y in range(Y)]]
+        x = tree.shard(x, serve.cache_specs(config, mesh, form=form, int8=True)[name], mesh)
+        if page is not None:
+            x = torch.nn.functional.pad(x.movedim(3, -1), (0, -x.shape[3] % page)).movedim(-1, 3)
+            x = x.unflatten(3, (-1, page)).flatten(2, 3)
+            cache["pages"] = (torch.arange(B * -(-length // page)) % x.shape[2]).view(B, -1)
+        cache[name] = x.contiguous()
+    return cache
 
 
 def every_pair(world):
-    found, targets = [], [Mesh(sizes, ranks=range(4, 8)) for sizes, *_ in TARGETS]
-    for sizes, form, page, dtype in SOURCES:
-        a, cache = Mesh(sizes, ranks=range(4)), None
-        KV, scale = whole(dtype)
-        if a.member:
-            cache = {"KV": placed("KV", KV, a, form, page), "lengths": torch.tensor(LENGTHS)}
-            cache |= {"scale": placed("scale", scale, a, form, page)} if dtype == torch.int8 else {}
-            cache |= {"pages": table(cache["KV"], page)} if page else {}
-        for b, (_, to, to_page) in zip(targets, TARGETS, strict=True):
-            with trace() as log:
-                new = serve.move(cache, CONFIG, a, b, form=form, target_form=to, page=to_page, length=S)
-            assert (new is None) == (not b.member)
-            if b.member:
-                assert torch.equal(new["KV"], placed("KV", KV, b, to, to_page))
-                assert (new["KV"].dtype, new["lengths"].tolist()) == (dtype, LENGTHS)
-                assert dtype != torch.int8 or torch.equal(new["scale"], placed("scale", scale, b, to, to_page))
-                assert not to_page or torch.equal(new["pages"], table(new["KV"], to_page))
-            found.append(sum(e.wire_bytes for e in log.events if getattr(e.before, "name", "") == "KV"))
+    """What this rank sends of keys and values in each."""
+    found, meshes = [], {}
+    for config, (sizes, form, page, dtype), (to_sizes, to, to_page, length) in PAIRS:
+        for first, some in ((0, sizes), (4, to_sizes)):
+            meshes.setdefault((first, str(some)), Mesh(some, ranks=range(first, first + 4)))
+        a, b = meshes[0, str(sizes)], meshes[4, str(to_sizes)]
+        cache = placed(config, dtype, a, form, page) if a.member else None
+        with trace() as log:
+            new = serve.move(cache, config, a, b, form=form, target_form=to, page=to_page, length=length)
+        wanted = placed(config, dtype, b, to, to_page, length) if b.member else {}
+        assert (new or {}).keys() == wanted.keys()
+        for name, x in wanted.items():
+            assert torch.equal(new[name], x)
+            assert new[name].dtype == x.dtype
+        found.append(sum(e.wire_bytes for e in log.events if getattr(e.before, "name", "") == "KV"))
     return found
 
 
 def test_every_pair_of_types(ranks):
     """TensorRT-LLM#6507, sglang PR#15674, #19086, vllm#14952, prefill and decode under other degrees: pages whose dims
-    are read in another order, copies of a head counted twice, ranks that wait for ever."""
-    results = ranks(every_pair, {"W": 8})
+    are read in another order, copies of a head counted twice, ranks that wait for ever. Each to more room than it
+    had."""
+    shares = zip(*ranks(every_pair, {"W": 8}), strict=True)
     held = 2 * 2 * B * max(LENGTHS) * 2 * 8  # of the places below the longest row, one copy
-    for i, (sizes, form, _, dtype) in enumerate(SOURCES):
-        for j, (to_sizes, to, _) in enumerate(TARGETS):
-            shares = [found[i * len(TARGETS) + j] for found in results]
-            copies = 2 if to_sizes == {"Y": 4} else 1  # each KV head goes to the two ranks that hold it
-            assert sum(shares) == held * copies * dtype.itemsize, (sizes, form, to_sizes, to)
-            assert sizes != {"Y": 4} or min(shares[:4]) > 0.2 * sum(shares)  # copies of a head share the sending
-
-
-def prefill_then_decode(world, tokens):
-    a, b = Mesh({"Y": 2}, ranks=range(2)), Mesh({"Y": 1, "Z": 2}, ranks=range(2, 4))
-    params, cache = model.init(LATENT, 0, torch.float64), None
-    lengths = torch.tensor(LENGTHS)
-    if a.member:
-        mine = tree.shard(params, serve.specs(LATENT, a), a)
-        cache = serve.init_cache(LATENT, B, S, mesh=a)
-        _, cache = serve.prefill(mine, tokens, cache, LATENT, a, lengths=lengths)
-    cache = serve.move(cache, LATENT, a, b, target_form="heads_batch", page=4, length=12)
-    if not b.member:
-        return None
-    mine = tree.shard(params, serve.specs(LATENT, b, form="heads_batch"), b)
-    return serve.decode(mine, tokens[range(B), lengths], cache, LATENT, b, form="heads_batch")[0]
-
-
-def test_latents_prefilled_on_one_mesh_are_decoded_on_another(ranks):
-    g = torch.Generator().manual_seed(1)
-    tokens = torch.randint(0, 32, (B, S), generator=g)
-    params = model.init(LATENT, 0, torch.float64)
-    logits = model.forward(params, tokens, config=LATENT)
-    wanted = logits[range(B), LENGTHS]
-    results = ranks(prefill_then_decode, {"W": 4}, tokens)
-    assert results[:2] == [None, None]
-    for found in results[2:]:
-        assert (found - wanted).abs().max() <= 1e-12 * wanted.abs().max()
+    for (config, (sizes, *_, dtype), (to_sizes, *_)), sent in zip(PAIRS, shares, strict=True):
+        if config.latent:
+            continue
+        copies = 2 if to_sizes == {"Y": 4} else 1  # each KV head goes to the two ranks that hold it
+        assert sum(sent) == held * copies * dtype.itemsize, (sizes, to_sizes)
+        assert sizes != {"Y": 4} or min(sent[:4]) > 0.2 * sum(sent)  # copies of a head share the sending
 
 
 WIDE = Config("plain", 1, 64, 256, 16, 16, 8, 32, gated=False)

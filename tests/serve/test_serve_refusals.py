@@ -6,7 +6,7 @@ import numpy
 import pytest
 import torch
 from misuse import rooms
-from refused import refused
+from refused import by_words, refused
 
 from scaling import serve, tree
 from scaling.configs import Config, Latent
@@ -58,42 +58,43 @@ CACHES = {
     "int8, of fewer scales": {"dtype": torch.int8, "scale": lambda x: x[:, :, :1]},
     "int8, then floats": {"dtype": torch.int8, "KV": torch.Tensor.float},
 }
-LENGTHS = {"row 1 is empty": [4, 0, 4], "lengths must lie in": [6, 4, 4], "one for each row": [1, 2]}
+SIZES = {"batch": 0}, {"length": -1}, {"page": 0}
 test_a_step = refused(
     {
         f"a cache {what}": lambda given=given, donate=bool(i % 2): decoded(held(**given), donate=donate)
         for i, (what, given) in enumerate(CACHES.items())
     }
     | {
-        "of more layers": lambda: decoded(held(), config=CONFIG.with_(L=1)),
-        "no token": (lambda: filled(TOKENS[:, :0]), "there are no tokens"),
-        "ids beyond": (lambda: filled(TOKENS + 16), "vocabulary"),
-        "ids of floats": (lambda: filled(TOKENS.double()), "whole numbers"),
-        "more than there is room": (lambda: filled(TOKENS.repeat(1, 2)), "room for 8"),
-        "many tokens decoded": (lambda: serve.decode(PARAMS, TOKENS, held(), CONFIG), "one token a row"),
-        "fewer rows": (lambda: filled(TOKENS[:2]), "of 2 rows, as the tokens"),
-        **{why: (lambda n=n: filled(lengths=torch.tensor(n)), why) for why, n in LENGTHS.items()},
-        "tokens without a page": (lambda: filled(cache=empty(page=2, pages=torch.neg)), "no page for its tokens"),
-        "no lengths": (lambda: filled(cache={"KV": empty()["KV"]}), "is what init_cache"),
-        "int8 without scales": (
-            lambda: filled(cache={name: x for name, x in held(dtype=torch.int8).items() if name != "scale"}),
-            "without its scales",
-        ),
-        "a capacity": (lambda: filled(config=EXPERTS, params=transformer.init(EXPERTS)), "capacity=None"),
-        "a cache of ints": (lambda: empty(dtype=torch.int16), "floating point or int8"),
-        **{
-            f"a cache of {size}": (
-                lambda size=size: serve.init_cache(CONFIG, **{"batch": 1, "length": 1} | size), "at least 1"
-            ) for size in ({"batch": 0}, {"length": -1}, {"page": 0})
-        },
-        "infinite weights": (
-            lambda: serve.quantize(PARAMS | {"unembed": PARAMS["unembed"] + INF}, CONFIG), "not finite"
-        ),
-        "int8 in part": (
-            lambda: filled(params=serve.quantize(PARAMS, CONFIG) | {"embed": PARAMS["embed"]}), "layers"
-        ),
+        f"a cache of {size}": (
+            lambda size=size: serve.init_cache(CONFIG, **{"batch": 1, "length": 1} | size),
+            "at least 1",
+        )
+        for size in SIZES
     }
-)  # fmt: skip
+    | {"of more layers": lambda: decoded(held(), config=CONFIG.with_(L=1))}
+    | by_words(
+        {
+            "there are no tokens": lambda: filled(TOKENS[:, :0]),
+            "vocabulary": lambda: filled(TOKENS + 16),
+            "whole numbers": lambda: filled(TOKENS.double()),
+            "room for 8": lambda: filled(TOKENS.repeat(1, 2)),
+            "one token a row": lambda: serve.decode(PARAMS, TOKENS, held(), CONFIG),
+            "of 2 rows, as the tokens": lambda: filled(TOKENS[:2]),
+            "row 1 is empty": lambda: filled(lengths=torch.tensor([4, 0, 4])),
+            "lengths must lie in": lambda: filled(lengths=torch.tensor([6, 4, 4])),
+            "one for each row": lambda: filled(lengths=torch.tensor([1, 2])),
+            "no page for its tokens": lambda: filled(cache=empty(page=2, pages=torch.neg)),
+            "is what init_cache": lambda: filled(cache={"KV": empty()["KV"]}),
+            "without its scales": lambda: filled(
+                cache={name: empty(dtype=torch.int8)[name] for name in ("KV", "lengths")}
+            ),
+            "capacity=None": lambda: filled(config=EXPERTS, params=transformer.init(EXPERTS)),
+            "floating point or int8": lambda: empty(dtype=torch.int16),
+            "not finite": lambda: serve.quantize(PARAMS | {"unembed": PARAMS["unembed"] + INF}, CONFIG),
+            "layers": lambda: filled(params=serve.quantize(PARAMS, CONFIG) | {"embed": PARAMS["embed"]}),
+        }
+    )
+)
 
 
 @pytest.mark.parametrize(("name", "cases"), [("decode", 60), ("serve", 60), ("sampling", 200)])
@@ -109,29 +110,22 @@ def specs(sizes, form, config=CONFIG):
 
 
 LATENT = CONFIG.with_(K=CONFIG.N, latent=Latent(q_rank=4, kv_rank=4, nope=2, rope=2, value=CONFIG.H))
-MESHES = {
-    "K=2 KV heads over Y=3": ({"Y": 3}, "heads"),
-    "N=4 query heads": ({"Y": 8}, "heads"),
-    "X splits nothing": ({"X": 2}, "heads"),
-    "unknown form": ({"Y": 2}, "rows"),
-    "the model has none": ({"E": 2}, "heads"),
-    "of a model without": ({"Y": 2}, "experts"),
-}
-two = AbstractMesh({"Z": 2})
+Y2, Z2 = AbstractMesh({"Y": 2}), AbstractMesh({"Z": 2})
 test_a_mesh = refused(
-    {
-        **{words: (lambda of=of: specs(*of), words) for words, of in MESHES.items()},
-        "latents over X": (lambda: specs({"X": 2}, "2d", LATENT), "no latent attention"),
-        "pages of a part": (
-            lambda: serve.init_cache(CONFIG, 2, 8, mesh=two, form="sequence", page=4),
-            "which a cache in pages cannot do",
-        ),
-        "3 rows over 2": (lambda: empty(mesh=two), "does not divide"),
-        "whole params": (
-            lambda: filled(TOKENS.to("meta"), empty(mesh=AbstractMesh({"Y": 2})), mesh=AbstractMesh({"Y": 2})),
-            "fix: tree.shard(params, serve.specs",
-        ),
-    },
+    by_words(
+        {
+            "K=2 KV heads over Y=3": lambda: specs({"Y": 3}, "heads"),
+            "N=4 query heads": lambda: specs({"Y": 8}, "heads"),
+            "X splits nothing": lambda: specs({"X": 2}, "heads"),
+            "unknown form": lambda: specs({"Y": 2}, "rows"),
+            "the model has none": lambda: specs({"E": 2}, "heads"),
+            "of a model without": lambda: specs({"Y": 2}, "experts"),
+            "no latent attention": lambda: specs({"X": 2}, "2d", LATENT),
+            "which a cache in pages cannot do": lambda: empty(page=4, mesh=Z2, form="sequence"),
+            "does not divide": lambda: empty(mesh=Z2),
+            "fix: tree.shard(params, serve.specs": lambda: filled(TOKENS.to("meta"), empty(mesh=Y2), mesh=Y2),
+        }
+    ),
     ShardingError,
 )
 
@@ -182,6 +176,8 @@ def test_numbers_of_numpy_and_torch_are_as_good_as_pythons():
 
 
 LOGITS = torch.randn(2, 16, generator=torch.Generator().manual_seed(0))
+HALF = torch.tensor([0.5])
+BAD = {f"logits of {bad}": torch.full((1, 3), bad) for bad in (NAN, INF, -INF)}
 test_what_is_drawn_from = refused(
     {
         "seeds of fewer rows": lambda: sampling.sample(LOGITS, [Draw(Sampling(1.0), 1)], [0]),
@@ -191,15 +187,11 @@ test_what_is_drawn_from = refused(
         "positions of floats": lambda: sampling.uniforms([1], [1.5]),
         "logits of bools": lambda: sampling.probabilities(LOGITS > 0, Sampling(1.0)),
         "logits none": lambda: sampling.likeliest(LOGITS[:, :0]),
-        **{
-            f"logits of {bad}": (
-                lambda bad=bad: sampling.probabilities(torch.full((1, 3), bad), Sampling()), "no token can be drawn"
-            ) for bad in (NAN, INF, -INF)
-        },
-        "p of zeros": lambda: sampling.draw_token(torch.zeros(1, 4), torch.tensor([0.5])),
-        "u of fewer rows": lambda: sampling.draw_token(LOGITS.softmax(-1), torch.tensor([0.5])),
+        "p of zeros": lambda: sampling.draw_token(torch.zeros(1, 4), HALF),
+        "u of fewer rows": lambda: sampling.draw_token(LOGITS.softmax(-1), HALF),
     }
-)  # fmt: skip
+    | {w: (lambda x=x: sampling.probabilities(x, Sampling()), "no token can be drawn") for w, x in BAD.items()}
+)
 
 OPTIONS = {"decode_pages": 0, "proposals": -1, "prefix": "no", "policy": "best"}
 REQUEST = Request(0, (1, 2), 2)
@@ -210,22 +202,23 @@ def served(request=REQUEST, at=0.0, options=Options(4, page=2), **more):  # noqa
 
 
 test_options_of_the_engine = refused(
-    {
-        **{name: lambda name=name: Options(**{"pages": 4, name: OPTIONS[name]}) for name in OPTIONS},
-        **{f"a time of {t}": (lambda t=t: served(at=t), "a time") for t in (NAN, "0")},
-        "cancelled at NaN": (lambda: served(cancel=[(NAN, 0)]), "a time"),
-        "a step of NaN s": (lambda: served(clock=lambda: NAN), "seconds of a step"),
-        "proposals without a draft": (lambda: served(options=Options(9, proposals=2)), "give both, or neither"),
-        "a draft without proposals": (lambda: served(draft="ngram"), "give both, or neither"),
-        "an id beyond": (lambda: served(Request(7, (16,), 2)), "request 7: token 16"),
-        "a stop text without a tokenizer": (lambda: served(REQUEST._replace(stops=("a",))), "request 0: a stop text"),
-        "a stop text with an unknown one": lambda: TextStream(Unknown("x"), ["a"]),
-        "one group": (
-            lambda: engine.Engine({}, None, Options(4, 1, 1), mesh=AbstractMesh({"Z": 2})),
-            "among 2 groups of ranks, options.groups is 1\n  fix: Options(..., groups=2)",
-        ),
-    }
-)  # fmt: skip
+    {name: lambda name=name: Options(**{"pages": 4, name: OPTIONS[name]}) for name in OPTIONS}
+    | {f"a time of {t}": (lambda t=t: served(at=t), "a time") for t in (NAN, "0")}
+    | {"a stop text with an unknown tokenizer": lambda: TextStream(Unknown("x"), ["a"])}
+    | {"a draft without proposals": (lambda: served(draft="ngram"), "give both, or neither")}
+    | by_words(
+        {
+            "a time": lambda: served(cancel=[(NAN, 0)]),
+            "seconds of a step": lambda: served(clock=lambda: NAN),
+            "give both, or neither": lambda: served(options=Options(9, proposals=2)),
+            "request 7: token 16": lambda: served(Request(7, (16,), 2)),
+            "request 0: a stop text": lambda: served(REQUEST._replace(stops=("a",))),
+            "among 2 groups of ranks, options.groups is 1\n  fix: Options(..., groups=2)": (
+                lambda: engine.Engine({}, None, Options(4, 1, 1), mesh=Z2)
+            ),
+        }
+    )
+)
 
 UNREADABLE = {
     "an empty prompt": Request(0, (), 3), "8 fit": Request(0, (1,), 8), "at least 1": Request(0, (1,), 0),

@@ -6,51 +6,48 @@ import itertools
 import random
 from collections import Counter
 
-import mock_model
 import pytest
 import stored
+import test_engine
 import torch
+from probes import shaken
+from test_decode import CONFIGS, PLAIN
 
 from scaling import serve, tree
-from scaling.configs import Config, Latent
 from scaling.models import transformer
-from scaling.models.text import ByteText
 from scaling.serve import engine
 from scaling.serve.requests import Draw, Request, Sampling
 from scaling.serve.sampling import probabilities, uniforms
 from scaling.serve.simulate import drive, simulate
 from scaling.serve.states import Options, Run
 
-CONFIG = Config("tiny", L=2, D=16, F=24, N=4, K=2, H=4, V=32, window=(None, 7))
-SMALL = Config("small", L=1, D=8, F=12, N=4, K=1, H=4, V=32)
-DEEPSEEK = CONFIG.with_(
-    L=3, dense_layers=1, F_dense=40, K=4, H=8, E=4, k=2, shared=1, routing="sigmoid", expert_groups=2, window=None,
-    latent=Latent(q_rank=12, kv_rank=60, nope=4, rope=4, value=8, interleaved=False),
-)  # fmt: skip
-MODELS = {"dense": CONFIG, "experts": CONFIG.with_(E=4, k=2, shared=1), "deepseek": DEEPSEEK, "small": SMALL}
+DENSE = PLAIN.with_(window=(None, 7))
+SMALL = PLAIN.with_(name="small", L=1, D=8, F=12, K=1, H=4)
+MODELS = {"dense": DENSE, "experts": CONFIGS["experts"], "deepseek": CONFIGS["deepseek"], "small": SMALL}
 HOW = Sampling(0.9, top_k=12, top_p=0.95)
 PROMPTS = [[3, 1, 4, 1, 5, 9], [2], [6, 5, 3], [2]]
+SEEDS = [3, 1, 4, 1]
 
 
 @functools.cache
 def params_of(name: str) -> dict:
-    return transformer.init(MODELS[name], 1 + (name == "small"), torch.float64)
+    """ "near": almost the dense model's."""
+    if name != "near":
+        return shaken(MODELS[name])
+    return tree.map(lambda p: p + 0.2 * p.std() * torch.sin(torch.arange(p.numel())).view(p.shape), params_of("dense"))
 
 
-params = params_of("dense")
-NEAR = tree.map(lambda p: p + 0.2 * p.std() * torch.sin(torch.arange(p.numel())).view(p.shape), params)
-
-
-def sharded(params: dict, config: Config, mesh, form: str) -> dict:
-    return params if mesh is None else tree.shard(params, serve.specs(config, mesh, form=form), mesh)
+def sharded(name: str, mesh=None, form="heads") -> dict:
+    if mesh is None:
+        return params_of(name)
+    return tree.shard(params_of(name), serve.specs(MODELS[name], mesh, form=form), mesh)
 
 
 def drafted(draft, mesh=None, form="heads"):
     """A draft of the dense model: beside n-grams one that is unlike it, and one that is often right."""
     if draft in (None, "ngram"):
         return draft
-    config, own = (SMALL, params_of("small")) if draft == "small" else (CONFIG, NEAR)
-    return config, sharded(own, config, mesh, form)
+    return SMALL if draft == "small" else DENSE, sharded(draft, mesh, form)
 
 
 @functools.cache
@@ -67,15 +64,14 @@ def wanted(request: Request, name: str = "dense") -> tuple[int, ...]:
     return tuple(tokens[len(request.prompt) :])
 
 
-def traced(trace, name="dense", draft=None, mesh=None, form="heads") -> Counter:
-    """A trace (options, arrivals, what is cancelled) through the engine, its clock drawn: audited, each request's
-    tokens as it has them alone, and the simulator's steps as the engine's. How often what happened."""
+def traced(trace, name="dense", draft=None, mesh=None, form="heads"):
+    """A trace (options, arrivals, what is cancelled) through the engine, its clock drawn: audited, and the simulator's
+    steps as the engine's. (What was served, how often what happened.)"""
     options, arrivals, cancel = trace
-    audited, chance = mock_model.Audited(options, random.Random(0)), random.Random(1)
-    mine = sharded(params_of(name), MODELS[name], mesh, form)
+    audited, chance = test_engine.Audited(options, random.Random(0)), random.Random(1)
     clock = itertools.accumulate(chance.choice([0.0, 1.0, 1.0, 2.5]) for _ in itertools.count()).__next__
     given = {"mesh": mesh, "form": form, "draft": drafted(draft, mesh, form), "clock": clock}
-    run, right, taken = engine.Engine(mine, MODELS[name], options, **given), set(), []
+    run, right, taken = engine.Engine(sharded(name, mesh, form), MODELS[name], options, **given), set(), []
 
     def execute(action):
         seconds, event = run(action)
@@ -86,11 +82,10 @@ def traced(trace, name="dense", draft=None, mesh=None, form="heads") -> Counter:
         return seconds, event
 
     served = drive(arrivals, options, execute, cancel=cancel, watch=audited.watch)
-    mock_model.check(served, arrivals, cancel, options, functools.partial(wanted, name=name))
     tokens, times = {r.id: (*r.prompt, *served.requests[r.id].tokens) for _, r in arrivals}, iter(taken)
     told = {"token": lambda id, n: (*tokens[id], *[-1] * 9)[n], "kept": lambda id, n: (id, n) in right}
     assert simulate(arrivals, options, lambda action: next(times), cancel=cancel, **told).steps == served.steps
-    return audited.ended(served) + Counter({"proposals kept": len(right)})
+    return served, audited.ended(served) + Counter({"proposals kept": len(right)})
 
 
 RICH = 3, 7, 8, 10, 16, 25  # seeds of traces in which most happens
@@ -102,45 +97,46 @@ def test_random_traces(draft, seeds):
     """Preempted, prefixed, moved and speculated: what a draft proposes changes no token."""
     total: Counter = Counter()
     for seed in seeds:
-        options, arrivals, cancel = mock_model.trace(seed, drafted=draft is not None)
+        options, arrivals, cancel = test_engine.trace(seed, drafted=draft is not None)
         arrivals = [(at, r._replace(draw=Draw(HOW, 100 + r.id)) if r.id % 2 else r) for at, r in arrivals]
-        total += traced((options, arrivals, cancel), draft=draft)
+        served, happened = traced((options, arrivals, cancel), draft=draft)
+        test_engine.check(served, arrivals, cancel, options, wanted)
+        total += happened
     for what in ["Preempt", "Move", "hits", "cancelled", *["proposals kept"] * (draft == "near")]:
         assert total[what], (what, total)
 
 
-def generated(own=params, config=CONFIG, **options) -> list[list[list[int]]]:
-    """By `generate`: greedy, and sampled with a seed for each prompt."""
-    ways = [{}, {"temperature": HOW.temperature, "top_k": HOW.top_k, "top_p": HOW.top_p, "seed": [3, 1, 4, 1]}]
-    return [serve.generate(own, PROMPTS, config, 9, **way, **options) for way in ways]
+def generated(sampled: bool, name="dense", mesh=None, form="heads", **options) -> list[list[int]]:
+    """By `generate`: greedy, or sampled with a seed for each prompt."""
+    way = {"temperature": HOW.temperature, "top_k": HOW.top_k, "top_p": HOW.top_p, "seed": SEEDS} if sampled else {}
+    return serve.generate(sharded(name, mesh, form), PROMPTS, MODELS[name], 7, mesh=mesh, form=form, **way, **options)
 
 
-def each(name="dense") -> list[list[list[int]]]:
-    """What `generated` should say."""
-    draws = [[Draw(how, seed) for seed in (3, 1, 4, 1)] for how in (Sampling(), HOW)]
-    rows = [[Request(0, tuple(p), 9, draw=d) for p, d in zip(PROMPTS, own, strict=True)] for own in draws]
-    return [[list(wanted(request, name)) for request in row] for row in rows]
+def each(sampled: bool, stop=frozenset()) -> list[list[int]]:
+    """What `generated` should say of the dense model."""
+    draws = [Draw(HOW if sampled else Sampling(), seed) for seed in SEEDS]
+    rows = [Request(0, tuple(p), 7, stop, draw) for p, draw in zip(PROMPTS, draws, strict=True)]
+    return [list(wanted(request)) for request in rows]
 
 
 @pytest.mark.parametrize("draft", [None, "ngram", "small", "near"])
-def test_generate(draft):
-    for options in ({"proposals": 1}, {"proposals": 4, "page": 3}):
-        assert generated(draft=drafted(draft), **options) == each()
+@pytest.mark.parametrize("sampled", [False, True])
+def test_generate(sampled, draft):
+    """With few and many proposals, in pages, and up to an id that ends a completion."""
+    assert generated(sampled, draft=drafted(draft), proposals=1) == each(sampled)
+    end = each(sampled)[0][3]
+    found = generated(sampled, draft=drafted(draft), page=3, stop=end if draft else [end])
+    assert found == each(sampled, frozenset({end})) != each(sampled)
     if draft == "near":
-        assert generated(draft=drafted(draft)[::-1]) == each()  # in either order
+        assert generated(sampled, draft=drafted(draft)[::-1]) == each(sampled)  # in either order
 
 
-def by_ranks(mesh, name, form, policy, draft):
-    """By the engine how often what happened; or what `generate` gives."""
-    if policy == "generate":
-        own = sharded(params_of(name), MODELS[name], mesh, form)
-        return generated(own, MODELS[name], mesh=mesh, form=form, draft=drafted(draft, mesh, form))
-    groups = mesh.sizes.get("Z", 1) * mesh.sizes.get("E", 1)
-    prompts = [(*range(4 * (i % 3)), *PROMPTS[i % 4]) for i in range(12)]  # of which some begin alike
-    draws = [Draw(HOW if i % 2 else Sampling(), i) for i in range(12)]
-    arrivals = [(0.1 * (i // 3), Request(i, prompts[i], 1 + 5 * i % 9, draw=draws[i])) for i in range(12)]
-    options = Options(11, page=2, slots=8, budget=7, policy=policy, proposals=2 * (draft is not None), groups=groups)
-    return traced((options, arrivals, []), name, draft, mesh, form)
+def by_ranks(mesh, name, form, draft, trace):
+    """Of the engine what was served and how often what happened; or what `generate` gives."""
+    if trace is None:
+        return generated(True, name, mesh, form, draft=drafted(draft, mesh, form), proposals=2)
+    served, happened = traced(trace, name, draft, mesh, form)
+    return served.requests, happened
 
 
 MESHES = [
@@ -156,51 +152,67 @@ MESHES = [
 def test_on_a_mesh(ranks, sizes, name, form, policy, draft):
     """Each rank drives the scheduler, and their clocks agree; attention by data: requests are split over groups of
     ranks that have pages of their own."""
-    found = ranks(by_ranks, sizes, name, form, policy, draft)
-    assert all(other == found[0] for other in found)
     if policy == "generate":
-        assert found[0] == each()
-    else:
-        assert found[0]["Preempt"]
-        assert found[0]["steps of several groups"]
+        assert ranks(by_ranks, sizes, name, form, draft, None) == [each(True)] * 4
+        return
+    prompts = [(*range(4 * (i % 3)), *PROMPTS[i % 4]) for i in range(9)]  # of which some begin alike
+    draws = [Draw(HOW if i % 2 else Sampling(), i) for i in range(9)]
+    arrivals = [(0.1 * (i // 3), Request(i, prompts[i], 1 + 5 * i % 9, draw=draws[i])) for i in range(9)]
+    options = Options(11, page=2, slots=8, budget=7, policy=policy, proposals=2 * (draft is not None), groups=2)
+    found = ranks(by_ranks, sizes, name, form, draft, (options, arrivals, []))
+    assert all(other == found[0] for other in found)
+    requests, happened = found[0]
+    assert {r.id: requests[r.id].tokens for _, r in arrivals} == {r.id: wanted(r, name) for _, r in arrivals}
+    assert happened["Preempt"]
+    assert happened["steps of several groups"]
 
 
 def test_a_draft_that_is_the_model_is_always_right():
     """Greedy and sampled: each step of decode gives 1 + k tokens, over prefix hits and a move to another worker."""
+    own, as_draft = params_of("dense"), {"draft": (DENSE, params_of("dense"))}
     for policy, how in (("interleaved", Sampling()), ("disaggregated", Sampling(0.8))):
         options = Options(pages=20, page=2, policy=policy, proposals=3)
         arrivals = [(9.0 * id, Request(id, tuple(range(9)), 13, draw=Draw(how, 7))) for id in range(2)]
-        served = engine.serve(params, CONFIG, arrivals, options, draft=(CONFIG, params))
+        served = engine.serve(own, DENSE, arrivals, options, **as_draft)
         assert served.requests[1].cached == 8
         assert len([s for s in served.steps if isinstance(s, Run)]) == 2 * (1 + 3)  # 1 + 3 x 4 tokens
-    steps = list(serve.stream(params, [[3, 1], [2]], CONFIG, 13, Sampling(0.8), draft=(CONFIG, params), proposals=3))
+    steps = serve.stream(own, [[3, 1], [2]], DENSE, 13, Sampling(0.8), proposals=3, **as_draft)
     assert [len(tokens) for tokens in steps] == [2, 8, 8, 8]
 
 
 def test_logprobs_and_scores_are_the_models():
-    tokens = [t for step in serve.stream(params, PROMPTS, CONFIG, 4, Sampling()) for t in step if t.row == 0]
+    own = params_of("dense")
+    tokens = [t for step in serve.stream(own, PROMPTS, DENSE, 4, Sampling()) for t in step if t.row == 0]
     text = [*PROMPTS[0], *(t.id for t in tokens)]
-    logits = transformer.forward(params, torch.tensor([text[:-1]]), config=CONFIG)[0].log_softmax(-1)
+    logits = transformer.forward(own, torch.tensor([text[:-1]]), config=DENSE)[0].log_softmax(-1)
     told = logits.gather(-1, torch.tensor(text[1:])[:, None])[:, 0].tolist()
     assert [t.logprob for t in tokens] == pytest.approx(told[-4:], abs=1e-12)
-    assert serve.score(params, [text, [7, 7]], CONFIG)[0] == pytest.approx(told, abs=1e-12)
-    assert serve.generate(params, [], CONFIG, 3) == serve.score(params, [], CONFIG) == []
-    assert serve.generate(params, [[1], [2]], CONFIG, 0) == [[], []]
+    assert serve.score(own, [text, [7, 7]], DENSE)[0] == pytest.approx(told, abs=1e-12)
+    assert serve.generate(own, [], DENSE, 3) == serve.score(own, [], DENSE) == []
+    assert serve.generate(own, [[1], [2]], DENSE, 0) == [[], []]
 
 
 def test_a_prompt_is_drawn_alike_alone_and_beside_others_and_anew_where_it_comes_again():
     def drawn(prompts, seed=3):
-        return serve.generate(params, prompts, CONFIG, 7, temperature=1.5, seed=seed)
+        return serve.generate(params_of("dense"), prompts, DENSE, 7, temperature=1.5, seed=seed)
 
     together = drawn(PROMPTS)
     assert together[:3] == [drawn([p])[0] for p in PROMPTS[:3]]
     assert together[1] not in (together[3], drawn(PROMPTS, seed=4)[1])
 
 
+def by_engine(table, name, prompts, **options) -> list:
+    """Each prompt's times and tokens, those of later rounds after all that came before."""
+    arrivals = [(1e6 * n, Request(i, tuple(p), table.new)) for i, (n, p) in enumerate(prompts)]
+    served = engine.serve(table.params_of(name), table.configs[name], arrivals, Options(pages=60, **options))
+    return [served.requests[i] for i in range(len(arrivals))]
+
+
+MQA = stored.GREEDY.configs["mqa"], stored.GREEDY.params_of("mqa")
 WAYS = {  # of Hugging Face's models; each way gives what the others give, as the tests above say
     "untied": {},
     "tied": {"draft": "ngram", "page": 5},
-    "gqa": {"draft": (stored.GREEDY.configs["mqa"], stored.GREEDY.params_of("mqa")), "page": 16},
+    "gqa": {"draft": MQA, "page": 16},
     "mqa": None,  # by the engine
 }
 
@@ -209,42 +221,21 @@ WAYS = {  # of Hugging Face's models; each way gives what the others give, as th
 @pytest.mark.parametrize("name", stored.GREEDY.configs)
 def test_greedy_tokens_are_hugging_faces(name):
     """Ragged batches in a contiguous cache, in pages with proposals of n-grams and of a draft, and by the engine."""
-    table, config, own = stored.GREEDY, stored.GREEDY.configs[name], stored.GREEDY.params_of(name)
-    prompts, answers, way = table.prompts_of(name), table.stored()[name], WAYS[name]
-    assert len({tuple(row) for row in answers}) > 35  # of 50
-    if way is not None:
-        assert serve.generate(own, prompts, config, table.new, **way) == answers
-        return
-    arrivals = [(0.0, Request(i, tuple(prompt), table.new)) for i, prompt in enumerate(prompts)]
-    served = engine.serve(own, config, arrivals, Options(pages=60, page=5, slots=20, budget=48))
-    assert [list(served.requests[i].tokens) for i in range(len(prompts))] == answers
+    table, way = stored.GREEDY, WAYS[name]
+    prompts, answers = table.prompts_of(name)[:25], table.stored()[name][:25]
+    assert len({tuple(row) for row in answers}) > 18
+    if way is None:
+        served = by_engine(table, name, [(0, p) for p in prompts], page=5, slots=20, budget=48)
+        assert [list(times.tokens) for times in served] == answers
+    else:
+        assert serve.generate(table.params_of(name), prompts, table.configs[name], table.new, **way) == answers
 
 
 @pytest.mark.parametrize("name", stored.VLLM.configs)
 def test_the_engines_tokens_and_hits_are_vllms(name):
     """All prompts, and when they are done, all of them again: how much of each is found."""
     table, prompts, answers = stored.VLLM, stored.VLLM.prompts_of(name), stored.VLLM.stored()[name]
-    rounds = [(1e6 * (i >= len(prompts)), p) for i, p in enumerate(2 * prompts)]
-    arrivals = [(when, Request(i, tuple(p), table.new)) for i, (when, p) in enumerate(rounds)]
-    options = Options(pages=60, page=stored.PAGE, slots=12, budget=256)
-    served = engine.serve(table.params_of(name), table.configs[name], arrivals, options)
-    both = [served.requests[i] for i in range(len(arrivals))]
+    rounds = [(n, p) for n in range(2) for p in prompts]
+    both = by_engine(table, name, rounds, page=stored.PAGE, slots=12, budget=256)
     assert [list(times.tokens) for times in both] == 2 * answers["tokens"]
     assert [times.cached for times in both[len(prompts) :]] == answers["cached"]
-
-
-def test_an_id_of_the_stop_ends_a_completion():
-    whole = serve.generate(params, PROMPTS, CONFIG, 9)
-    end = whole[0][4]
-    for draft, stop in ((None, [end]), ("ngram", end)):
-        got = serve.generate(params, PROMPTS, CONFIG, 9, stop=stop, draft=draft)
-        assert got == [row[: row.index(end) + 1] if end in row else row for row in whole]
-
-
-def test_a_stop_text_ends_a_completion_at_its_token():
-    """Whatever more a step has given."""
-    whole = serve.generate(params, PROMPTS[:1], CONFIG, 9)[0]
-    arrivals = [(0.0, Request(0, tuple(PROMPTS[0]), 9, stops=(bytes(whole[2:4]).decode(),)))]
-    given = {"tokenizer": ByteText(), "draft": (CONFIG, params)}
-    (times,) = engine.serve(params, CONFIG, arrivals, Options(8, page=4, proposals=3), **given).requests.values()
-    assert (times.reason, list(times.tokens)) == ("stop", whole[:4])
