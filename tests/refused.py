@@ -1,6 +1,7 @@
 """Tables of what is refused: {what: a call, or (a call, words of its error)}, as one test."""
 
 import re
+from functools import partial
 
 import pytest
 
@@ -21,3 +22,8 @@ def refused(calls: dict, error: type[Exception] = ValueError, always: str = "fix
 def by_words(calls: dict) -> dict:
     """A table of {words of its error: a call}."""
     return {words: (call, words) for words, call in calls.items()}
+
+
+def evaluated(calls: dict, names: dict) -> dict:
+    """A table of {a call as it is written: words of its error}, in a module's names."""
+    return {call: (partial(eval, call, names), words) for call, words in calls.items()}

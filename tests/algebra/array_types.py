@@ -1,7 +1,7 @@
 """Arrays on a mesh that is simulated in one process: types, every device's shard, and each step done as devices do it.
 
-Not as the types of a step say: so a plan that is wrong gives wrong shards here. Shards are float64 tensors, by
-coordinate.
+Not as the types of a step say: so a plan that is wrong gives wrong shards here. All devices' shards are
+one float64 tensor, [size of each axis of the mesh..., shape of a shard...].
 """
 
 import itertools
@@ -33,100 +33,91 @@ def naive_bytes(spec: Spec, shape, mesh) -> float:
     return 2 * spec.nbytes(shape, mesh, 1) * (terms - 1) / terms + math.prod(shape) * (blocks - 1) / blocks
 
 
-def coordinates(mesh) -> list[tuple]:
-    """Every device, as a tuple in the order of the mesh's axes."""
-    return list(itertools.product(*(range(n) for n in mesh.values())))
-
-
-def scatter(spec: Spec, whole: torch.Tensor, mesh) -> dict:
+def scatter(spec: Spec, whole: torch.Tensor, mesh) -> torch.Tensor:
     """The shards of an array: its blocks, and where it is unreduced partial sums that add up to them."""
-    seed, partial = torch.Generator().manual_seed(whole.numel()), [list(mesh).index(axis) for axis in spec.unreduced]
-    terms, last = {}, tuple(mesh[axis] - 1 for axis in spec.unreduced)
-    for part in itertools.product(*(range(mesh[axis]) for axis in spec.unreduced)):
-        terms[part] = torch.randn(whole.shape, generator=seed, dtype=whole.dtype)
-    terms[last] = whole - sum((term for part, term in terms.items() if part != last), torch.zeros_like(whole))
-    return {
-        at: terms[tuple(at[i] for i in partial)][
-            spec.slices(whole.shape, mesh, dict(zip(mesh, at, strict=True)))
-        ].clone()
-        for at in coordinates(mesh)
-    }
+    for i, (_, axes) in reversed([*enumerate(spec.dims)]):
+        whole = whole.unflatten(i, (*(mesh[axis] for axis in axes), -1))
+    idle = [axis for axis in mesh if axis not in spec.axes]
+    labels = [*idle, *blocked(spec)]
+    shards = whole[(None,) * len(idle)].permute([labels.index(label) for label in (*mesh, *spec.dim_names)])
+    generator = torch.Generator().manual_seed(whole.numel())
+    for i in map([*mesh].index, spec.unreduced):
+        shape = (*shards.shape[:i], [*mesh.values()][i] - 1, *shards.shape[i + 1 :])
+        terms = torch.randn(shape, generator=generator, dtype=whole.dtype)
+        shards = torch.cat([terms, shards - terms.sum(i, keepdim=True)], i)
+    return shards.expand(*mesh.values(), *shards.shape[len(mesh) :]).contiguous()
 
 
-def gather(spec: Spec, shards: dict, shape, mesh) -> torch.Tensor:
-    """The array that typed shards stand for; fails unless all replicas are equal."""
-    whole = torch.full(shape, float("nan"), dtype=torch.float64)
-    partial = [list(mesh).index(axis) for axis in spec.unreduced]
-    for at in coordinates(mesh):
-        place = spec.slices(shape, mesh, dict(zip(mesh, at, strict=True)))
-        siblings = itertools.product(*(range(n) if i in partial else (at[i],) for i, n in enumerate(mesh.values())))
-        block = sum(shards[other] for other in siblings)
-        assert block.shape == whole[place].shape, f"{spec}: shard of {tuple(shards[at].shape)} at {at}"
-        same = whole[place].isnan().all() or (whole[place] - block).abs().max() < 1e-12
-        assert same, f"{spec}: the replica at {at} differs"
-        whole[place] = block
-    assert not whole.isnan().any()
-    return whole
+def blocked(spec: Spec) -> list[str]:
+    """The dims of an array that is cut: of each of its own the axes, then the block."""
+    return [label for dim, axes in spec.dims for label in (*axes, dim)]
 
 
-def groups(mesh, axes):
-    """The groups over `axes`: each a list of coordinates, row-major in the axes' own order."""
-    names = list(mesh)
-    for base in itertools.product(*(range(n) if axis not in axes else (0,) for axis, n in mesh.items())):
-        members = []
-        for over in itertools.product(*(range(mesh[axis]) for axis in axes)):
-            at = list(base)
-            for axis, i in zip(axes, over, strict=True):
-                at[names.index(axis)] = i
-            members.append(tuple(at))
-        yield members
+def gather(spec: Spec, shards: torch.Tensor | dict, shape, mesh) -> torch.Tensor:
+    """The array that typed shards, or those of ranks by coordinate, stand for; fails unless all replicas are equal."""
+    if isinstance(shards, dict):
+        shards = torch.stack([shards[at] for at in sorted(shards)]).unflatten(0, [*mesh.values()])
+    for i in map([*mesh].index, spec.unreduced):
+        shards = shards.sum(i, keepdim=True)
+    for i in (i for i, axis in enumerate(mesh) if axis not in spec.axes):
+        first = shards.narrow(i, 0, 1)
+        assert (shards - first).abs().max() < 1e-12, f"{spec}: replicas differ"
+        shards = first
+    labels, order = [*mesh, *spec.dim_names], blocked(spec)
+    idle = [label for label in labels if label not in order]
+    return shards.permute([labels.index(label) for label in (*idle, *order)]).reshape(shape)
 
 
 def equation_of(*specs: Spec) -> str:
     """torch's equation of a product of two types that has the third."""
     letters: dict[str, str] = {}
     sides = ["".join(letters.setdefault(dim, chr(97 + len(letters))) for dim in spec.dim_names) for spec in specs]
-    return f"{sides[0]},{sides[1]}->{sides[2]}"
+    return "...{},...{}->...{}".format(*sides)
 
 
-def apply(step: Step, operands: list[dict], mesh) -> dict:
+def apply(step: Step, operands: list[torch.Tensor], mesh) -> torch.Tensor:
     """One step on every device's shards."""
     if step.op == "Einsum":
-        equation = equation_of(*step.before, step.after)
-        return {at: torch.einsum(equation, operands[0][at], operands[1][at]) for at in coordinates(mesh)}
-    (shards,), result = operands, {}
-    changed = [i for i, (a, b) in enumerate(zip(step.before.dims, step.after.dims, strict=True)) if a != b]
-    for members in groups(mesh, step.axes):
-        held, n = [shards[at] for at in members], len(members)
-        if step.op == "AllGather":
+        return torch.einsum(equation_of(*step.before, step.after), *operands)
+    places, sizes = [[*mesh].index(axis) for axis in step.axes], [mesh[axis] for axis in step.axes]
+    front, n = [*range(len(places))], math.prod(sizes)
+    (shards,) = operands
+    held = shards.movedim(places, front).flatten(0, len(places) - 1)  # [device of the group, ...]
+    dims = [*zip(step.before.dims, step.after.dims, strict=True)]
+    changed = [i - len(dims) for i, (a, b) in enumerate(dims) if a != b]  # counted from the end
+    match step.op:
+        case "AllGather":
             for dim in reversed(changed):  # the axes of the last dim are the fastest
-                joined = step.before.dims[dim][1][len(step.after.dims[dim][1]) :]
-                parts = math.prod(mesh[axis] for axis in joined)
-                held = [torch.cat(held[i : i + parts], dim) for i in range(0, len(held), parts)]
-            new = held * n
-        elif step.op == "AllReduce":
-            new = [sum(held)] * n
-        elif step.op == "ReduceScatter":
-            new = sum(held).chunk(n, changed[0])
-        elif step.op == "AllToAll":
-            target, source = sorted(changed, key=lambda i: len(step.after.dims[i][1]) < len(step.before.dims[i][1]))
-            blocks = [x.chunk(n, target) for x in held]
-            new = [torch.cat([blocks[j][i] for j in range(n)], source) for i in range(n)]
-        elif step.op == "CollectivePermute":
-            new = [None] * n
-            for source, target in permutation(step, mesh):
-                new[target] = held[source]
-        elif step.op == "Slice":
-            new = [x.chunk(n, changed[0])[i] for i, x in enumerate(held)]
-        elif step.op == "Pad":
-            zero = torch.zeros_like(held[0])
-            new = [torch.cat([x if j == i else zero for j in range(n)], changed[0]) for i, x in enumerate(held)]
-        elif step.op == "Mask":
-            new = [held[0]] + [torch.zeros_like(x) for x in held[1:]]
-        else:
+                before, after = dims[dim]
+                parts = math.prod(mesh[axis] for axis in before[1][len(after[1]) :])
+                held = joined(held.unflatten(0, (-1, parts)), dim)
+            held = held.expand(n, *held.shape[1:])
+        case "AllReduce":
+            held = held.sum(0, keepdim=True).expand(held.shape)
+        case "ReduceScatter":
+            held = torch.stack(held.sum(0).chunk(n, changed[0]))
+        case "AllToAll":
+            target, source = sorted(changed, key=lambda i: len(dims[i][1][1]) < len(dims[i][0][1]))
+            held = joined(torch.stack(held.chunk(n, target)), source)
+        case "CollectivePermute":
+            sources, targets = map(list, zip(*permutation(step, mesh), strict=True))
+            held = torch.full_like(held, math.nan).index_copy(0, torch.tensor(targets), held[sources])
+        case "Slice":
+            held = torch.stack([x.chunk(n, changed[0])[i] for i, x in enumerate(held)])
+        case "Pad":
+            alone = torch.zeros(n, *held.shape, dtype=held.dtype)
+            alone[range(n), range(n)] = held
+            held = joined(alone, changed[0])
+        case "Mask":
+            held = torch.cat([held[:1], torch.zeros_like(held[1:])])
+        case _:
             raise ValueError(f"no step {step.op}")
-        result |= dict(zip(members, new, strict=True))
-    return result
+    return held.unflatten(0, sizes).movedim(front, places)
+
+
+def joined(parts: torch.Tensor, dim: int) -> torch.Tensor:
+    """[devices, parts, ...]: each device's parts, one after another in a dim that is counted from the end."""
+    return parts.movedim(1, dim - 1).flatten(dim - 1, dim)
 
 
 def execute(steps, arrays: dict, mesh) -> dict:

@@ -1,15 +1,19 @@
-"""Algorithms derived from one-line types: the book's listings, their costs, and their numbers against one device."""
+"""Algorithms derived from one-line types: the book's listings, their costs, and their numbers against one device; and
+the listings of Part 5 in the library and in the chapters: each numbered step once, in the book's order."""
 
+import re
 from collections import Counter
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
 from array_types import equation_of, execute, gather, scatter
-from refused import refused
+from refused import evaluated, refused
 
 from scaling.algebra import derive
 from scaling.book.largest import largest
+from scaling.check import check_source
 from scaling.collectives import run_program, shard
 from scaling.models.pointwise import act
 from scaling.spec import ShardingError, Spec, parse
@@ -21,6 +25,7 @@ FSDP = "In[B_X, D] * W_in[D_X, F] * W_out[F, D_X] -> Out[B_X, D]"
 TP = "In[B, D_Y] * W_in[D, F_Y] * W_out[F_Y, D] -> Out[B, D_Y]"
 FSDP_TP = "In[B_X, D_Y] * W_in[D_X, F_Y] * W_out[F_Y, D_X] -> Out[B_X, D_Y]"
 STRATEGIES = {DP: data_parallel, FSDP: fsdp, TP: tensor_parallel, FSDP_TP: fsdp_tp}
+CHAPTERS = {DP: "05_dp", FSDP: "05_fsdp", TP: "05_tp", FSDP_TP: "05_fsdp_tp"}
 
 UNREDUCED = [  # the result, or an argument, is a partial sum: its cotangent is replicated
     "In[B, D_X] * W[D_X, F] -> Out[B, F] {U_X}",
@@ -92,6 +97,50 @@ def test_the_books_listings(line, mesh):
     program = derive(line, mesh=mesh)
     for steps, text in zip((program.forward, program.backward), BOOK[line].split("|"), strict=True):
         assert listing(steps) == [" ".join(entry.split()) for entry in text.split(";")]
+
+
+ROOT = Path(__file__).parents[2]
+STEP = re.compile(r'\b(\w+)\("[^"]* -> (\w+\[[^"]*)".*\)  # (\d+)\.(?:, in the backward (\d+)\.)?')
+DROPPED = '    dW_in = all_reduce("dW_in[D, F] {U_X} -> dW_in[D, F]", dW_in, mesh)  # 6. not on the critical path\n'
+
+
+def numbered(line: str) -> list[tuple[str, int, str, str]]:
+    """[(pass, number, function, the type that it leaves)] of the book. Past the activation, which the book leaves out,
+    its dTmp is dAct; steps about the loss belong to no layer."""
+    found = []
+    for where, steps in zip(("forward", "backward"), BOOK[line].split("|"), strict=True):
+        for number, entry in enumerate(steps.split(";"), 1):
+            op, result = " ".join(entry.split()).split(" ", 1)
+            if op in ("Loss", "Cotangent"):
+                continue
+            op = re.sub(r"\B(?=[A-Z])", "_", op.partition("_")[0]).lower()
+            result = re.sub(r" (async|ahead|critical)$", "", result).replace("dTmp", "dAct")
+            found.append((where, number, op, result))
+    return found
+
+
+@pytest.mark.parametrize("line", BOOK)
+@pytest.mark.parametrize("chapter", [False, True], ids=["library", "chapter"])
+def test_a_listing_by_hand_has_each_step_of_the_book_once_and_in_its_order(line, chapter):
+    """What both passes do stands once, with its number in either."""
+    file, found = ROOT / f"chapters/{CHAPTERS[line]}.py" if chapter else Path(STRATEGIES[line].__file__), []
+    for name, body in re.findall(r"^def (\w+)(.*?)(?=^\S|\Z)", file.read_text(), re.M | re.S):
+        where = {"gather": "forward", "reduce": "backward"}.get(name, name.removeprefix("layer_"))
+        lines = STEP.findall(body)
+        numbers = [int(number) for *_, number, _ in lines]
+        assert numbers == sorted(numbers), name
+        found += [(where, int(number), op, result) for op, result, number, _ in lines]
+        found += [("backward", int(late), op, result) for op, result, _, late in lines if late]
+    assert sorted(found) == sorted(numbered(line))
+
+
+@pytest.mark.slow
+def test_a_chapter_without_one_of_its_lines_is_refused_before_a_rank_starts():
+    text = (ROOT / "chapters/05_dp.py").read_text()
+    assert text.count(DROPPED) == 1
+    (finding,) = check_source(text.replace(DROPPED, ""))
+    assert "result dW_in[D, F] of backward" in finding.message
+    assert "it is still unreduced over X" in finding.message
 
 
 def test_printed_as_the_book_numbers_it():
@@ -224,12 +273,11 @@ def test_what_a_forward_moves(line):
 
 
 REFUSED = {
-    "In[B, D] -> Out[B, D]": "two operands",
-    "In[B, D] * In[D, F] -> Out[B, F]": "name of its own",
-    "In[B, D] * W[D, F] -> Out[B, G]": "in no operand",
-    "In[B, D] * W[E, F] * V[F, D] -> Out[B, D]": "no dim to contract",
-    "In[B, D] *_D W[D, F] *_D V[F, D] -> Out[B, F]": "meets no other",
+    "derive('In[B, D] -> Out[B, D]')": "two operands",
+    "derive('In[B, D] * In[D, F] -> Out[B, F]')": "name of its own",
+    "derive('In[B, D] * W[D, F] -> Out[B, G]')": "in no operand",
+    "derive('In[B, D] * W[E, F] * V[F, D] -> Out[B, D]')": "no dim to contract",
+    "derive('In[B, D] *_D W[D, F] *_D V[F, D] -> Out[B, F]')": "meets no other",
+    "derive(FSDP_TP, keep_gathered=['Wout'])": "not an operand",
 }
-CALLS = {line: (lambda line=line: derive(line), rule) for line, rule in REFUSED.items()}
-CALLS["kept, but not an operand"] = lambda: derive(FSDP_TP, keep_gathered=["Wout"]), "not an operand"
-test_refused = refused(CALLS, ShardingError)
+test_refused = refused(evaluated(REFUSED, globals()), ShardingError)

@@ -1,5 +1,6 @@
 """Every chapter as a reader runs it: its answers, what it prints, its pictures, and what it proposes to try."""
 
+import inspect
 import os
 import re
 import subprocess
@@ -10,6 +11,7 @@ import running
 from pinned import PINNED
 from running import TRIED
 
+from scaling.book import learning
 from scaling.book.answers import Answer
 
 
@@ -53,6 +55,13 @@ def test_every_chapter_proposes_things_to_try():
     assert [name for name, old in edited.items() if tried_in(name).count(old) != 1] == []
 
 
+def test_the_loop_that_05_dp_shows_is_the_one_that_the_others_run():
+    def body(text: str) -> str:
+        return re.search(r"^def train\(.*?\n(?:    \"\"\".*?\"\"\"\n)?(.*?)\n\n\n", text, re.M | re.S)[1]
+
+    assert body(running.source("05_dp")).replace("learning.", "") == body(inspect.getsource(learning))
+
+
 def tried_in(name: str) -> str:
     """The text that the proposed edit is made in."""
     return running.without_training(running.source(name).rpartition("# %% [markdown]")[0])
@@ -72,7 +81,7 @@ def test_things_to_try(name, monkeypatch, tmp_path):
     flagged = running.run(name, *proposed["flag"].split(), code=body)
     for ran, wanted in ((edited, after_edit), (flagged, with_flag)):
         printed = " ".join(ran.text.split())
-        assert [words for words in wanted if words not in printed] == [], ran.text
+        assert [words for words in wanted.split(" ... ") if words not in printed] == [], ran.text
     assert flagged.status == 0
 
 

@@ -4,13 +4,12 @@ says of sizes: local shapes, slices, bytes."""
 import itertools
 import math
 import re
-from collections import Counter
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from refused import refused
+from refused import evaluated, refused
 
 from scaling.common.arguments import shortened
 from scaling.spec import Line, ShardingError, Spec, dtype_bytes, format_axes, parse, parse_line
@@ -30,10 +29,11 @@ def specs(draw, axes=tuple(MESH)):
     return Spec(name, tuple((d, placed[d]) for d in dims), tuple(sorted(placed["U"])))
 
 
-CANONICAL = [
+CANONICAL = (  # what is printed as it is written
     "[]", "Loss[] {U_XY}", "KV[2, B_X, S]", "dW[D', F'_X] {U_{data}}", "In[B_{X,data}, D]",
     "layers.0.attention.q_proj.weight[N_Y, H, D_X]", "0.weight[F, D_X]", "_orig_mod.fc1.weight[F, D] {U_X}",
-]  # fmt: skip
+    "A[I_X, J] -> A[I, J]", "mlp.fc1.weight[F, D_X] -> 0.weight[F]", "In[B] * W[B] * V[B] -> Out[B]",
+)  # fmt: skip
 SPELLINGS = {
     "In[B_{XY},D]": "In[B_XY, D]",
     " In [ B_XY , D ] ": "In[B_XY, D]",
@@ -43,57 +43,42 @@ SPELLINGS = {
     "A[I]\t{U_X}\n": "A[I] {U_X}",
     "A[I] {U_YX}": "A[I] {U_XY}",
     "A[I] {U.Y}": "A[I] {U_Y}",
+    "A[I,J]*B[J,K]->C[I,K]": "A[I, J] * B[J, K] -> C[I, K]",
+    "A[I, J] · B[J, K] → C[I, K]": "A[I, J] * B[J, K] -> C[I, K]",
+    "In[B_X, D] *_D W_in[D, F] -> Tmp[B_X, F]": "In[B_X, D] * W_in[D, F] -> Tmp[B_X, F]",
+    "A[I, J_X] *_LOCAL B[J_X, K] -> C[I, K] {U_X}": "A[I, J_X] * B[J_X, K] -> C[I, K] {U_X}",
 }
+TEXTS = dict(zip(CANONICAL, CANONICAL, strict=True)) | SPELLINGS
 
 
-@pytest.mark.parametrize(("text", "canonical"), [*zip(CANONICAL, CANONICAL, strict=True), *SPELLINGS.items()])
-def test_a_type_is_printed_in_its_canonical_form(text, canonical):
-    assert str(parse(text)) == canonical
-    assert {parse(text): 1}[parse(canonical)]  # equal, and of one hash
-    assert parse(parse(text)) is parse(text)
+@pytest.mark.parametrize("text", TEXTS)
+def test_a_type_and_a_line_are_printed_in_their_canonical_form(text):
+    read = parse_line if "->" in TEXTS[text] else parse
+    found, again = read(text), read(TEXTS[text])
+    assert str(found) == TEXTS[text]
+    assert read(found) is found
+    if read is parse:
+        assert {found: 1}[again]  # equal, and of one hash
+    else:
+        assert (again.operands, again.result) == (found.operands, found.result)
+        assert found.contract == (("D",) if "*_D" in text else ())
 
 
-def test_the_parts_of_a_type():
+def test_the_parts_of_a_type_and_types_made_from_it():
     spec = parse("W[D_XY, F] {U_Z}")
     assert spec == Spec("W", (("D", ("X", "Y")), ("F", ())), ("Z",))
     assert (spec.dim_names, spec.axes, spec.unreduced) == (("D", "F"), ("X", "Y"), ("Z",))
     assert (spec.axes_of("D"), spec.axes_of("F"), spec.axes_of("B"), spec.index("F")) == (("X", "Y"), (), (), 1)
-    assert spec.replicated({"X": 2, "Y": 2, "Z": 2, "W": 3}) == ("W",)
     with pytest.raises(AttributeError):
         spec.name = "V"
-
-
-def test_types_made_from_types():
     spec = parse("W[D_X, F]")
     assert str(spec.with_axes("F", ("Y",))) == "W[D_X, F_Y]"
     assert str(spec.with_axes("D", ()).with_unreduced(("Y", "X"))) == "W[D, F] {U_XY}"
     assert str(spec.with_name("dW")) == "dW[D_X, F]"
-    assert spec.same_sharding(parse("V[D_X, F]"))
-    assert not spec.same_sharding(parse("W[D_X, F] {U_Y}"))
+    assert [spec.same_sharding(parse(text)) for text in ("V[D_X, F]", "W[D_X, F] {U_Y}")] == [True, False]
     for change in (lambda: spec.with_axes("F", ("X",)), lambda: spec.with_unreduced(("X",))):
         with pytest.raises(ShardingError, match="mesh axis X is used twice"):
             change()
-
-
-LINES = {
-    "A[I_X, J] -> A[I, J]": ("A[I_X, J] -> A[I, J]", ()),
-    "A[I,J]*B[J,K]->C[I,K]": ("A[I, J] * B[J, K] -> C[I, K]", ()),
-    "A[I, J] · B[J, K] → C[I, K]": ("A[I, J] * B[J, K] -> C[I, K]", ()),
-    "In[B_X, D] *_D W_in[D, F] -> Tmp[B_X, F]": ("In[B_X, D] * W_in[D, F] -> Tmp[B_X, F]", ("D",)),
-    "A[I, J_X] *_LOCAL B[J_X, K] -> C[I, K] {U_X}": ("A[I, J_X] * B[J_X, K] -> C[I, K] {U_X}", ()),
-    "mlp.fc1.weight[F, D_X] -> 0.weight[F]": ("mlp.fc1.weight[F, D_X] -> 0.weight[F]", ()),
-    "In[B] * W[B] * V[B] -> Out[B]": ("In[B] * W[B] * V[B] -> Out[B]", ()),
-}
-
-
-@pytest.mark.parametrize("text", LINES)
-def test_lines(text):
-    canonical, contract = LINES[text]
-    line = parse_line(text)
-    assert (str(line), line.contract) == (canonical, contract)
-    again = parse_line(canonical)
-    assert (again.operands, again.result) == (line.operands, line.result)
-    assert parse_line(line) is line
 
 
 # text -> (words of the message, what stands over the caret); lines begin with A[
@@ -149,7 +134,7 @@ pieces = st.sampled_from(
 text_like_types = st.lists(pieces, max_size=25).map("".join)
 letters = [*map(chr, range(0x250)), *"→\u2028\ud800\U0001f600"]  # to list all there are takes 4 s
 any_letters = st.lists(st.sampled_from(letters), max_size=40).map("".join)
-edited = st.tuples(st.sampled_from([*CANONICAL, *LINES]), st.integers(0, 40), st.integers(0, 3), pieces).map(
+edited = st.tuples(st.sampled_from([*TEXTS]), st.integers(0, 40), st.integers(0, 3), pieces).map(
     lambda t: t[0][: t[1]] + t[3] + t[0][t[1] + t[2] :]
 )
 
@@ -194,32 +179,24 @@ def test_the_law_of_cotangents():
 
 @FAST
 @given(specs(), st.lists(st.integers(1, 3), min_size=3, max_size=3), st.sampled_from(["bf16", "fp32", "int8", "int4"]))
-def test_the_devices_slices_tile_the_array_once_per_replica_group(spec, blocks, dtype):
-    """Every element lies on as many devices as there are replicas and partial sums; on one for each of their coords.
-    And the type is read as it is printed."""
+def test_a_device_has_the_block_that_its_coordinates_count(spec, blocks, dtype):
+    """Of each dim, the first axis being the major one; all have the bytes of a block. And the type is read as it is
+    printed."""
     assert parse(str(spec)) == spec.validated() == spec
     assert {*spec.axes, *spec.unreduced, *spec.replicated(MESH)} == {*MESH}
-    sizes = {dim: n * math.prod(MESH[axis] for axis in axes) for (dim, axes), n in zip(spec.dims, blocks, strict=False)}
-    copies = [axis for axis in MESH if axis not in spec.axes]
-    held: dict[tuple, Counter] = {}
-    for coord in ({**dict(zip(MESH, at, strict=True))} for at in itertools.product(*map(range, MESH.values()))):
-        slices = spec.slices(sizes, MESH, coord)
-        assert tuple(s.stop - s.start for s in slices) == spec.local_shape(sizes, MESH)
-        elements = itertools.product(*(range(s.start, s.stop) for s in slices))
-        held.setdefault(tuple(coord[axis] for axis in copies), Counter()).update(elements)
-    everything = Counter(itertools.product(*map(range, spec.global_shape(sizes))))
-    assert len(held) == math.prod(MESH[axis] for axis in copies)
-    assert all(one_copy == everything for one_copy in held.values())
-    nbytes = everything.total() * dtype_bytes(dtype) * len(held)
-    assert spec.total_nbytes(sizes, MESH, dtype) == nbytes
-    assert spec.nbytes(sizes, MESH, dtype) * math.prod(MESH.values()) == nbytes
-
-
-def test_the_first_axis_of_a_dim_is_the_major_one():
-    mesh = {"X": 4, "Y": 2}
-    for x, y in itertools.product(range(4), range(2)):
-        for text, block in (("A[I_XY]", 2 * x + y), ("A[I_YX]", 4 * y + x)):
-            assert parse(text).slices((16,), mesh, {"X": x, "Y": y}) == (slice(2 * block, 2 * block + 2),)
+    local = tuple(blocks[: len(spec.dims)])
+    sizes = {dim: n * math.prod(MESH[axis] for axis in axes) for (dim, axes), n in zip(spec.dims, local, strict=True)}
+    assert spec.local_shape(sizes, MESH) == local
+    for at in itertools.product(*map(range, MESH.values())):
+        coord, wanted = dict(zip(MESH, at, strict=True)), []
+        for (_, axes), n in zip(spec.dims, local, strict=True):
+            block = 0
+            for axis in axes:
+                block = block * MESH[axis] + coord[axis]
+            wanted.append(slice(block * n, block * n + n))
+        assert spec.slices(sizes, MESH, coord) == tuple(wanted)
+    nbytes = math.prod(local) * dtype_bytes(dtype)
+    assert (spec.nbytes(sizes, MESH, dtype), spec.total_nbytes(sizes, MESH, dtype)) == (nbytes, 16 * nbytes)
 
 
 def test_sizes_by_name_by_shape_and_by_the_dim_itself():
@@ -230,25 +207,22 @@ def test_sizes_by_name_by_shape_and_by_the_dim_itself():
     assert parse("A[I_X]").local_shape((0,), {"X": 4}) == (0,)
 
 
-test_sizes_that_do_not_fit_are_refused = refused(
-    {
-        "does not divide": (
-            lambda: parse("W[D_XY, F]").local_shape({"D": 12, "F": 3}, {"X": 4, "Y": 2}),
-            "dim D of size 12 does not divide into 8 blocks (X=4 * Y=2)\n  fix: make D a multiple of 8",
-        ),
-        "axis": (lambda: parse("W[D_Z]").local_shape((12,), {"X": 4}), "unknown mesh axis Z: the mesh has X=4"),
-        "axis in U": (lambda: parse("W[D] {U_Z}").replicated({}), "unknown mesh axis Z: the mesh has no axes"),
-        "size missing": (lambda: parse("W[D, F]").global_shape({"D": 2}), "dim F needs a size, an int >= 0; got None"),
-        "size negative": (lambda: parse("W[D]").global_shape({"D": -2}), "got -2"),
-        "number of dims": (lambda: parse("W[D]").global_shape((2, 3)), "has 1 dims, but the sizes given are (2, 3)"),
-        "its own size": (lambda: parse("KV[2, B]").global_shape((3, 4)), "dim 2 says its own size, but the array has"),
-        "coordinate missing": (lambda: parse("W[D_X]").slices((8,), {"X": 4}, {}), "needs X in 0..3"),
-        "coordinate too large": (lambda: parse("W[D_X]").slices((8,), {"X": 4}, {"X": 4}), "needs X in 0..3"),
-        "dtype": (lambda: parse("W[D]").nbytes((8,), {}, "float33"), "unknown dtype 'float33'"),
-        **{f"dtype {bad!r}": (lambda bad=bad: dtype_bytes(bad), "unknown dtype") for bad in (0, -1, None, "")},
-    },
-    ShardingError,
-)
+REFUSED = {
+    "parse('W[D_XY, F]').local_shape({'D': 12, 'F': 3}, {'X': 4, 'Y': 2})": (
+        "dim D of size 12 does not divide into 8 blocks (X=4 * Y=2)\n  fix: make D a multiple of 8"
+    ),
+    "parse('W[D_Z]').local_shape((12,), {'X': 4})": "unknown mesh axis Z: the mesh has X=4",
+    "parse('W[D] {U_Z}').replicated({})": "unknown mesh axis Z: the mesh has no axes",
+    "parse('W[D, F]').global_shape({'D': 2})": "dim F needs a size, an int >= 0; got None",
+    "parse('W[D]').global_shape({'D': -2})": "got -2",
+    "parse('W[D]').global_shape((2, 3))": "has 1 dims, but the sizes given are (2, 3)",
+    "parse('KV[2, B]').global_shape((3, 4))": "dim 2 says its own size, but the array has",
+    "parse('W[D_X]').slices((8,), {'X': 4}, {})": "needs X in 0..3",
+    "parse('W[D_X]').slices((8,), {'X': 4}, {'X': 4})": "needs X in 0..3",
+    "parse('W[D]').nbytes((8,), {}, 'float33')": "unknown dtype 'float33'",
+    **{f"dtype_bytes({dtype!r})": "unknown dtype" for dtype in (0, -1, None, "")},
+}
+test_sizes_that_do_not_fit_are_refused = refused(evaluated(REFUSED, globals()), ShardingError)
 
 
 def test_dtypes_by_name_by_torch_and_by_bytes():
