@@ -3,6 +3,9 @@
 P70 = 80 * (8192 * (3 * 28672 + 2 * 72 * 128) + 2 * 8192) + 8192 + 2 * 8192 * 128_256  # LLaMA-3 70B
 READ70 = P70 - 8192 * 128_256  # a step does not read the embedding
 READ405 = 126 * (16384 * (3 * 53248 + 2 * 136 * 128) + 2 * 16384) + 16384 + 16384 * 128_256
+CACHE70 = 8192 * 163_840  # bytes of a cache of 8k tokens
+TOKEN70 = 2 * READ70 / 1.97e14  # seconds of a token's FLOPs on a v5e
+FULL = 16e9 / 8.2e11 * 512  # seconds of 512 steps that read all of a v5e's HBM
 EXPERTS = 16 * 64 * 3 * 4096 * 16384  # of the toy model of Part 7
 TOY = 64 * 4096 * (3 * 16384 + 512 * 40 + 2) + 4096 * 32129
 MOE = EXPERTS + 64 * 4096 * (16 + 512 * 40 + 2) + 4096 * 32129
@@ -95,26 +98,26 @@ INFERENCE = {
     "08_applied_inference": {
         "FLOPs / $ of a v5e": 1.97e14 * 3600 / 1.2,
         "240 of them beside the weights: v5e": (P70 + 240 * 32768 * 163_840) / 16e9,
-        "32 caches of 8192 tokens": 32 * 8192 * 163_840,
-        "with the weights": (P70 + 32 * 8192 * 163_840) / 1e9,
-        "4x2: tokens/s": 32 * 8 * 8.2e11 / (READ70 + 32 * 8192 * 163_840),
-        "4x2: tokens/s a chip": 32 * 8.2e11 / (READ70 + 32 * 8192 * 163_840),
+        "32 caches of 8192 tokens": 32 * CACHE70,
+        "with the weights": (P70 + 32 * CACHE70) / 1e9,
+        "4x2: tokens/s": 32 * 8 * 8.2e11 / (READ70 + 32 * CACHE70),
+        "4x2: tokens/s a chip": 32 * 8.2e11 / (READ70 + 32 * CACHE70),
         "... on two axes without wraparound, as 4x2 and 4x4 are": 28672 * 2 * 4.5e10 / 1.97e14,
         "bf16: KV a token": 2 * 163.84,
         "bf16: chips at least": 2 * P70 / 16e9,
         "bf16: HBM left": 256 - 2 * P70 / 1e9,
-        "bf16: queries/s a chip on twice the chips": 138 / (16e9 / 8.2e11 * 512 * 32),
+        "bf16: queries/s a chip on twice the chips": 138 / (FULL * 32),
         "int8: KV a token": 163.84,
         "int8: chips at least": P70 / 16e9,
-        "int8: queries/s a chip": 42 / (16e9 / 8.2e11 * 512 * 8),
-        "int8: queries/s a chip on twice the chips": 138 / (16e9 / 8.2e11 * 512 * 16),
+        "int8: queries/s a chip": 42 / (FULL * 8),
+        "int8: queries/s a chip on twice the chips": 138 / (FULL * 16),
         "int4: chips at least": P70 / 2 / 16e9,
-        "int4: queries/s a chip": 42 / (16e9 / 8.2e11 * 512 * 4),
-        "int4: queries/s a chip on twice the chips": 138 / (16e9 / 8.2e11 * 512 * 8),
+        "int4: queries/s a chip": 42 / (FULL * 4),
+        "int4: queries/s a chip on twice the chips": 138 / (FULL * 8),
         "512 of them": 512 * 16e9 / 8.2e11,
-        "Queries/s of the slice: 4.42": 42 / (16e9 / 8.2e11 * 512),
+        "Queries/s of the slice: 4.42": 42 / FULL,
         "bf16 on 4x8: HBM left for caches": 512 - 2 * P70 / 1e9,
-        "bf16 on 4x8: queries/s of the slice": 138 / (16e9 / 8.2e11 * 512),
+        "bf16 on 4x8: queries/s of the slice": 138 / FULL,
         "B = 64: bound by HBM up to Y =": 28672 / (64 * 8.2e11 / 9e10),
         "T_math of a matmul": 1e6 * 2 * 64 * 8192 * 28672 / (32 * 1.97e14),
         "All collectives of a step on 4x8, no wraparound": 1e3 * 2 * 64 * 31 / 32 / 9e10 * (322 * 8192 + 128_256),
@@ -122,14 +125,14 @@ INFERENCE = {
         "... with causal attention, the unembedding once": (
             2 * 8192 * 80 * (3 * 8192 * 28672 + 2 * 8192 * 72 * 128) + 2 * 80 * 8192 * 8193 * 8192 + 2 * 8192 * 128_256
         ) / (16 * 1.97e14 * 0.4),
-        "... with the 42 caches that fit": 42 * 2 * P70 * 8192 / (16 * 1.97e14 * 0.4) / (16e9 / 8.2e11 * 512),
-        "Latency at batch 1, 8k": 1e3 * (READ70 + 8192 * 163_840) / (16 * 8.2e11),
-        "Latency at the largest batch, 8k": 1e3 * 138 * (8192 * 163_840 / 8.2e11 + 2 * READ70 / 1.97e14) / 16,
-        "Throughput plateaus at 2k context at ('around')": 1e-3 / (2048 * 163_840 / 8.2e11 + 2 * READ70 / 1.97e14),
+        "... with the 42 caches that fit": 42 * 2 * P70 * 8192 / (16 * 1.97e14 * 0.4) / FULL,
+        "Latency at batch 1, 8k": 1e3 * (READ70 + CACHE70) / (16 * 8.2e11),
+        "Latency at the largest batch, 8k": 1e3 * 138 * (CACHE70 / 8.2e11 + TOKEN70) / 16,
+        "Throughput plateaus at 2k context at ('around')": 1e-3 / (2048 * 163_840 / 8.2e11 + TOKEN70),
         "Doubling the latency lowers the cost by": (READ70 + 1024 * 163_840) / 8.2e11 / (
-            1024 * 163_840 / 8.2e11 + 2 * READ70 / 1.97e14
+            1024 * 163_840 / 8.2e11 + TOKEN70
         ),
-        "Reading caches takes longer than FLOPs beyond": 2 * READ70 / 1.97e14 * 8.2e11 / 163_840,
+        "Reading caches takes longer than FLOPs beyond": TOKEN70 * 8.2e11 / 163_840,
         "Its code's flops_time over 2 params B / C, in bf16": 2,
         "Its code at 8k: the largest batch": 138,  # (256e9 - 70.55e9) / 1.342e9 = 138.2
         "1 FLOPs a token of 405B": 2 * READ405 / 1e9,
