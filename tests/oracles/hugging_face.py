@@ -35,6 +35,7 @@ LLAMA3 |= {"original_max_position_embeddings": 16, "rope_theta": 500.0}
 LATENT = {"q_lora_rank": 12, "kv_lora_rank": 10, "qk_nope_head_dim": 6, "qk_rope_head_dim": 4, "v_head_dim": 8}
 LATENT |= {"num_key_value_heads": 4, "head_dim": 4, "num_experts_per_tok": 3, "first_k_dense_replace": 0}
 LATENT |= {"n_routed_experts": 8, "n_group": 4, "topk_group": 2, "n_shared_experts": 2, "moe_intermediate_size": 24}
+EXPERTS = {"moe_intermediate_size": 24, "num_experts": 8, "num_experts_per_tok": 3}
 YARN = {"rope_type": "yarn", "factor": 4.0, "rope_theta": 1e4, "original_max_position_embeddings": 16}
 CASES = {
     "llama": ("Llama", {}),
@@ -51,11 +52,8 @@ CASES = {
     "qwen3": ("Qwen3", {}),
     "qwen3 biases": ("Qwen3", {"attention_bias": True}),
     "mixtral": ("Mixtral", {"num_local_experts": 6, "num_experts_per_tok": 2}),
-    "qwen3 moe": ("Qwen3Moe", {"moe_intermediate_size": 24, "num_experts": 8, "num_experts_per_tok": 3}),
-    "qwen3 moe normed": (
-        "Qwen3Moe",
-        {"moe_intermediate_size": 24, "num_experts": 8, "num_experts_per_tok": 3, "norm_topk_prob": True},
-    ),
+    "qwen3 moe": ("Qwen3Moe", EXPERTS),
+    "qwen3 moe normed": ("Qwen3Moe", EXPERTS | {"norm_topk_prob": True}),
     "llama yarn": ("Llama", {"rope_parameters": YARN}),
     "deepseek": ("DeepseekV3", LATENT),
     "deepseek dense, halves": ("DeepseekV3", LATENT | {"first_k_dense_replace": 2, "rope_interleave": False}),
