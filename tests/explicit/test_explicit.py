@@ -6,20 +6,25 @@ import re
 import pytest
 import torch
 import torch.nn.functional as F
-from typings import splits
+from beside_jax import splits
+from refused import evaluated, refused
 
-from scaling import explicit
+from scaling import auto, explicit
 from scaling.algebra.layouts import DimAxes
 from scaling.explicit import arrays, planning
 from scaling.mesh import AbstractMesh, Mesh
 from scaling.spec import ShardingError
 
 plain = arrays.call_typed
-MESH = AbstractMesh({"X": 4, "Y": 2})
+MESH, ONE, OTHER = AbstractMesh({"X": 4, "Y": 2}), Mesh({"X": 1, "Y": 1}), Mesh({"Y": 1, "X": 1})
+
+
+def array(x, type, mesh=ONE):
+    return explicit.array(x, type, mesh)
 
 
 def abstract(shape, type, dtype=torch.float32):
-    return explicit.array(torch.empty(shape, dtype=dtype), type, MESH)
+    return array(torch.empty(shape, dtype=dtype), type, MESH)
 
 
 def test_the_books_example():
@@ -52,33 +57,33 @@ def test_what_needs_no_values_is_had_of_the_whole_array():
     assert explicit.reshard(x, "[8, 4, 16]").amax().type == explicit.amax(x, out="[]").type == "float32[]"
 
 
-REFUSED = [  # what is wrong, by the rule
-    (lambda a, b, u: u.exp(), "is not the sum of exp"),
-    (lambda a, b, u: u + 1, "not the sum of add"),
-    (lambda a, b, u: u * u, "a product of sums"),
-    (lambda a, b, u: u + explicit.reshard(u, "[8_X, 16]"), "would count once for each device along Y"),
-    (lambda a, b, u: a / u, "linear in its first operand"),
-    (lambda a, b, u: 2 / u, "not the sum of rdiv"),
-    (lambda a, b, u: u.to(torch.int32), "not the sum of to"),
-    (lambda a, b, u: torch.div(u, 2, rounding_mode="floor"), "not the sum of div"),
-    (lambda a, b, u: a @ a.mT, "case 4"),
-    (lambda a, b, u: explicit.reshard(a, "[8_X, 16]") @ b, "case 2"),
-    (lambda a, b, u: torch.softmax(a, -1), "needs the whole dim"),
-    (lambda a, b, u: a.amax(0), "needs the whole dim"),
-    (lambda a, b, u: a[0], "needs the whole dim"),
-    (lambda a, b, u: a.flatten(), "interleaved"),
-    (lambda a, b, u: a.reshape(2, 4, 16), "cuts no block"),
-]
+REFUSED = {  # calls of a[8_X, 16_Y], b[16_Y, 8] and of u[8_X, 16] {U_Y}, by what rule
+    "u.exp()": "is not the sum of exp",
+    "u + 1": "not the sum of add",
+    "u * u": "a product of sums",
+    "u + explicit.reshard(u, '[8_X, 16]')": "would count once for each device along Y",
+    "a / u": "linear in its first operand",
+    "2 / u": "not the sum of rdiv",
+    "u.to(torch.int32)": "not the sum of to",
+    "torch.div(u, 2, rounding_mode='floor')": "not the sum of div",
+    "a @ a.mT": "case 4",
+    "explicit.reshard(a, '[8_X, 16]') @ b": "case 2",
+    "torch.softmax(a, -1)": "needs the whole dim",
+    "a.amax(0)": "needs the whole dim",
+    "a[0]": "needs the whole dim",
+    "a.flatten()": "interleaved",
+    "a.reshape(2, 4, 16)": "cuts no block",
+}
 
 
-@pytest.mark.parametrize(("f", "rule"), REFUSED)
-def test_what_has_no_type_is_refused_with_a_line_that_is_then_accepted(f, rule, monkeypatch):
+@pytest.mark.parametrize(("call", "rule"), REFUSED.items())
+def test_what_has_no_type_is_refused_with_a_line_that_is_then_accepted(call, rule, monkeypatch):
     a, b = abstract((8, 16), "[8_X, 16_Y]"), abstract((16, 8), "[16_Y, 8]")
     u = torch.einsum("ij,jk->ik", a, abstract((16, 16), "[16_Y, 16]"))
     calls = []
     monkeypatch.setattr(arrays, "call_typed", lambda *call: calls.append(call) or plain(*call))
     with pytest.raises(ShardingError, match=re.escape(rule)) as refusal:
-        f(a, b, u)
+        eval(call, {"torch": torch, "explicit": explicit, "a": a, "b": b, "u": u})
     text = str(refusal.value)
     assert "  rule: " in text
     fixes = re.findall(r'reshard\((it|operand \d), "([^"]*)"\), [\w, ]+: [\d,]+ bytes sent', text)
@@ -92,9 +97,6 @@ def test_what_has_no_type_is_refused_with_a_line_that_is_then_accepted(f, rule, 
     assert plain(func, tuple(args), kwargs).type == wanted
     whole = "[" + ", ".join(str(n) for n in plain(func, tuple(args), kwargs).shape) + "]"
     assert plain(func, calls[-1][1], kwargs, whole).type == wanted.split("[")[0] + whole
-
-
-ONE = Mesh({"X": 1, "Y": 1})
 
 
 def test_several_ways_to_ask_for_gradients():
@@ -123,21 +125,23 @@ def test_several_ways_to_ask_for_gradients():
         torch.testing.assert_close([*found], [*wanted], rtol=1e-12, atol=1e-14)
 
 
-WITH_OUT = (  # functions with the result's type given, the shapes (or the index) that they take, the result's
-    (lambda out, a, b: explicit.einsum("bij,bjk->bki", a, b, out=out), ((4, 8, 4), (4, 4, 8)), (4, 8, 8)),
-    (lambda out, a: explicit.matmul(a, a, out=out), ((8, 8),), (8, 8)),
-    (lambda out, a: explicit.reshape(a, (4, 16), out=out), ((8, 8),), (4, 16)),
-    (lambda out, a: explicit.amax(a, 0, out=out), ((8, 8),), (8,)),
-    (lambda out, a: explicit.mean(a, (0, 2), out=out), ((4, 8, 4),), (8,)),
-    (lambda out, a, i: explicit.take(a, i, 0, out=out), ((4, 8), torch.tensor([3, 0, 2, 2])), (4, 8)),
-    (lambda out, a: explicit.broadcast_to(a, (4, 4, 8), out=out), ((4, 8),), (4, 4, 8)),
-)
+WITH_OUT = {  # calls with the result's type given: shapes of their arrays (or the index), the result's
+    "explicit.einsum('bij,bjk->bki', x, y, out=out)": (((4, 8, 4), (4, 4, 8)), (4, 8, 8)),
+    "explicit.matmul(x, x, out=out)": (((8, 8),), (8, 8)),
+    "explicit.reshape(x, (4, 16), out=out)": (((8, 8),), (4, 16)),
+    "explicit.amax(x, 0, out=out)": (((8, 8),), (8,)),
+    "explicit.mean(x, (0, 2), out=out)": (((4, 8, 4),), (8,)),
+    "explicit.take(x, y, 0, out=out)": (((4, 8), torch.tensor([3, 0, 2, 2])), (4, 8)),
+    "explicit.broadcast_to(x, (4, 4, 8), out=out)": (((4, 8),), (4, 4, 8)),
+}
 
 
-def test_a_result_is_had_in_any_type():
+@pytest.mark.parametrize("call", WITH_OUT)
+def test_a_result_is_had_in_any_type(call):
     """Of random typings of operands; values on more devices are those of planned programs."""
     rng, generator = random.Random(2), torch.Generator().manual_seed(2)
-    for f, shapes, after in WITH_OUT * 3:
+    f, (shapes, after) = eval(f"lambda out, x, y=None: {call}", {"explicit": explicit}), WITH_OUT[call]
+    for _ in range(3):
         whole = [torch.randn(s, generator=generator) if isinstance(s, tuple) else s for s in shapes]
         for mesh in (ONE, MESH):
             types = [DimAxes(rng.choice(splits(x.shape, mesh.sizes))) for x in whole]
@@ -146,3 +150,97 @@ def test_a_result_is_had_in_any_type():
             assert got.layout == wanted
             if mesh is ONE:
                 torch.testing.assert_close(got.whole(), f(None, *whole))
+
+
+# What an explicit array or a program in auto mode would take for something else: refused with its fix, or right
+
+WHOLE = torch.arange(32.0).view(8, 4) / 7
+X, SQUARE = array(WHOLE, "[8_X, 4_Y]"), array(torch.ones(4, 4), "[4_X, 4]")
+
+
+def traced(use, *types, mesh=ONE):
+    """A program of auto mode of the whole array, and of what else it is given."""
+    return lambda *more: auto.jit(use, mesh, ("[8_X, 4]", *types))(WHOLE, *more)
+
+
+def pulled(dy):
+    return explicit.vjp(lambda x: x * 2, X)[1](dy)
+
+
+CALLS = [
+    # an array decides nothing in Python
+    "bool(X)",
+    "1 if X.sum() > 0 else 2",
+    "float(X.sum())",
+    "int(X.sum())",
+    "X.sum().item()",
+    "X.tolist()",
+    "X.numpy()",
+    "range(X.sum())",
+    "traced(lambda x: x * (1 if x.sum() > 0 else 2))()",
+    "traced(lambda x: x * x.sum().item())()",
+    # a cotangent is like the result
+    "pulled(None)",
+    "pulled(WHOLE)",
+    "pulled(array(WHOLE.double(), '[8_X, 4]'))",
+    "pulled(array(WHOLE[:1], '[1, 4]'))",
+    "pulled(array(WHOLE, '[8_X, 4]', OTHER))",
+    "X.view(torch.int32)",
+    "X.sum(9)",
+    "X @ X",
+    "X[9]",
+    "array(X, '[8, 4]')",
+    "array(WHOLE.numpy(), '[8, 4]')",
+    "array(3.0, '[]')",
+    "array(WHOLE.to_sparse(), '[8, 4]')",
+    "array(WHOLE.to('meta'), '[8, 4]')",
+    "array(WHOLE, '[8, 4]', {'X': 1})",
+    "explicit.reshard(X, None)",
+    "explicit.reshard(WHOLE, '[9, 4]')",
+    "explicit.reshard('x', '[1]')",
+    "explicit.grad(lambda x: x.sum())(array(WHOLE.int(), '[8_X, 4]'))",
+    "explicit.grad(lambda x: x.sum(), 5)(X)",
+    "explicit.grad(lambda x: x.sum(), '0')(X)",
+    "traced(lambda x, y: x * y, None)(2.0)",
+    "traced(lambda x, y: x, None)(None)",
+    "traced(lambda x: None)()",
+    "traced(lambda x: x, mesh={'X': 1})()",
+]
+TYPES = {  # words of the error
+    "abstract((8, 3), '[8_X, 3_Y]')": "dim 3 of size 3 does not divide",
+    "abstract((8, 2), '[4_X, 2_Y]')": "says 4 where the array",
+    "abstract((8, 2), '[8_X]')": "1 dims",
+    "abstract((8, 2), 'float64[8_X, 2]')": "fix: convert it, x.to(torch.float64)",
+    "abstract((8, 2), '[8_Z, 2]')": "unknown mesh axis Z",
+    "X + torch.ones(8, 4)": "fix: explicit.array(x, type, mesh)",
+    "X + array(WHOLE, '[8, 4]', OTHER)": "the arrays are on two meshes",
+    "torch.rand_like(SQUARE)": "rand_like: not a function whose sharding is known",
+    "torch.kron(SQUARE, SQUARE)": "kron: not a function whose sharding is known",
+    "torch.where(SQUARE)": "where: not a function whose sharding is known",
+}
+test_calls_without_a_result_are_refused = refused(evaluated(dict.fromkeys(CALLS, ""), globals()))
+test_types_that_do_not_fit_are_refused = refused(evaluated(TYPES, globals()), ShardingError)
+
+
+def test_what_no_array_has_is_no_attribute():
+    assert not hasattr(X, "nothing")
+
+
+def test_an_array_has_memory_of_its_own():
+    given = WHOLE.clone()
+    array(given, "[8, 4]").local.add_(1)
+    auto.jit(lambda x: x, ONE, ("[8, 4]",))(given).add_(1)
+    assert torch.equal(given, WHOLE)
+
+
+def test_a_mean_has_the_dtype_that_is_asked_for():
+    for dims in (None, 0, (0, 1)):
+        found = X.mean(dims, dtype=torch.float64).whole()
+        assert found.dtype == torch.float64
+        torch.testing.assert_close(found, WHOLE.double().mean(dims), rtol=1e-12, atol=0)
+
+
+def test_a_plain_tensor_passes_where_its_type_fits():
+    square = torch.ones(4, 4)
+    assert explicit.reshard(square, "[4_X, 4]") is square
+    assert explicit.reshard(square, "float32[I_X, J]") is square
