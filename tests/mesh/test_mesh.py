@@ -74,28 +74,23 @@ test_what_makes_no_mesh = refused(
 )  # fmt: skip
 
 
-def alone(mesh, checked):
+# What holds on ranks
+
+
+def alone(mesh):
     """What sends nothing needs nobody else, also when it is the first use of its axes."""
-    fresh = Mesh(mesh.sizes, checked=checked, timeout=60)
-    if mesh.rank == 1:
-        assert fresh.group(("Y", "X")).index == 2
-        assert c.shard("A[I] -> A[I_X]", torch.arange(4.0), fresh).tolist() == [0.0, 1.0]
-
-
-@pytest.mark.parametrize("checked", [False, True])
-def test_a_group_is_there_for_a_rank_alone(ranks, checked):
-    ranks(alone, MESH, checked)
+    for checked in (False, True):
+        fresh = Mesh(mesh.sizes, checked=checked, timeout=60)
+        if mesh.rank == 1:
+            assert fresh.group(("Y", "X")).index == 2
+            assert c.shard("A[I] -> A[I_X]", torch.arange(4.0), fresh).tolist() == [0.0, 1.0]
 
 
 def alone_or_too_many(mesh):
     """A rank makes a mesh of itself alone; of more devices than ranks nobody does."""
     with pytest.raises(ShardingError, match="the mesh X=3 has 3 devices, but 2 ranks are running"):
         Mesh({"X": 3})
-    return Mesh({"X": 1}, ranks=[mesh.rank]).group(("X",)).backend if mesh.rank else ""
-
-
-def test_a_rank_makes_a_mesh_of_itself_alone(ranks):
-    assert ranks(alone_or_too_many, {"X": 2}) == ["", "single"]
+    assert not mesh.rank or Mesh({"X": 1}, ranks=[mesh.rank]).group(("X",)).backend == "single"
 
 
 def in_another_order(mesh):
@@ -103,21 +98,52 @@ def in_another_order(mesh):
     fresh, one = Mesh(mesh.sizes, timeout=60), torch.ones(())
     order = "XY" if mesh.rank in (0, 3) else "YX"
     pending = [c.all_reduce(f"A[] {{U_{axis}}} -> A[]", one, fresh, async_op=True) for axis in order]
-    return [each.wait().item() for each in pending]
+    assert [each.wait().item() for each in pending] == [2.0, 2.0]
 
 
-def test_groups_may_be_used_first_in_different_orders(ranks):
-    assert ranks(in_another_order, MESH) == [[2.0, 2.0]] * 4
-
-
-def axes_of_size_one(mesh):
+def axes_of_size_one_make_no_other_group(mesh):
     fresh = Mesh({"X": 2, "Y": 2, "Z": 1})
-    same = [fresh.group(axes).name for axes in (("X",), ("X", "Z"), ("Z", "X"))]
-    return len(set(same)), fresh.group(("X", "Y", "Z")).name == dist.group.WORLD.group_name
+    assert len({fresh.group(axes).name for axes in (("X",), ("X", "Z"), ("Z", "X"))}) == 1
+    assert fresh.group(("X", "Y", "Z")).name == dist.group.WORLD.group_name
 
 
-def test_axes_of_size_one_make_no_other_group(ranks):
-    assert ranks(axes_of_size_one, MESH) == [(1, True)] * 4
+def timeouts(mesh):
+    """Every group has its mesh's, and a longer one where ranks wait before a call."""
+    groups = [each.group(axes).pg for each in (mesh, Mesh(mesh.sizes, timeout=7)) for axes in (("X",), ("Y",))]
+    seconds = [pg._get_backend(torch.device("cpu")).options._timeout.total_seconds() for pg in groups]
+    assert seconds == [LONGER * 60.0, LONGER * 60.0, 7.0, 7.0]
+
+
+def shared_memory_leaves_no_file(mesh):
+    if sys.platform != "linux":  # elsewhere the file has a name while the mesh is made
+        return
+    for _ in range(5):
+        held = Mesh(mesh.sizes, checked=True)
+        dist.barrier()
+        for folder in (tempfile.gettempdir(), "/dev/shm"):
+            assert [*Path(folder).glob(f"ranks-{os.getpid()}-*")] == []
+        assert isinstance(meeting(held.group(("X",)).pg), Meeting)  # not by messages
+        dist.barrier()
+
+
+def as_torch_sees_it(mesh):
+    """The same mesh, for torch's own strategies."""
+    other, whole = mesh.device_mesh, torch.arange(16.0).view(4, 4)
+    assert other.mesh_dim_names == tuple(mesh.sizes)
+    assert [*other.get_coordinate()] == [*mesh.coord.values()]
+    rows = whole[parse("A[I_X, J]").slices((4, 4), mesh, mesh.coord)]
+    placements = [Shard(0) if axis == "X" else Replicate() for axis in mesh.sizes]
+    assert torch.equal(DTensor.from_local(rows, other, placements).full_tensor(), whole)
+
+
+HOLDS = [(holds, MESH) for holds in (alone, in_another_order, axes_of_size_one_make_no_other_group, timeouts)]
+HOLDS += [(holds, {"X": 2}) for holds in (alone_or_too_many, shared_memory_leaves_no_file)]
+HOLDS += [(as_torch_sees_it, sizes) for sizes in ({"X": 2}, MESH, {"X": 2, "Y": 1})]
+
+
+@pytest.mark.parametrize(("holds", "sizes"), HOLDS, ids=lambda each: getattr(each, "__name__", str(each)))
+def test_on_ranks(ranks, holds, sizes):
+    ranks(holds, sizes)
 
 
 def different_meshes(mesh):
@@ -148,49 +174,6 @@ def test_a_mesh_made_by_one_rank_alone_is_told_at_once_and_the_group_can_still_b
     for message in run(other_meshes, {"X": 4}):
         assert "rank 0: Mesh(X=4), unchecked, on cpu, over the ranks [0, 1, 2, 3]\n" in message
         assert "ranks [1, 2, 3]: AllGather A[I_X] -> A[I] of (4,) float32\n" in message
-
-
-def files_while_meshes_are_made(mesh):
-    seen = []
-    for _ in range(5):
-        held = Mesh(mesh.sizes, checked=True)
-        dist.barrier()
-        seen += [path.name for path in Path(tempfile.gettempdir()).glob(f"ranks-{os.getpid()}-*")]
-        seen += [path.name for path in Path("/dev/shm").glob(f"ranks-{os.getpid()}-*")]
-        assert isinstance(meeting(held.group(("X",)).pg), Meeting)  # not by messages
-        dist.barrier()
-    return seen
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere the file has a name while the mesh is made")
-def test_shared_memory_leaves_no_file(ranks):
-    assert ranks(files_while_meshes_are_made, {"X": 2}) == [[], []]
-
-
-def timeouts(mesh):
-    groups = [each.group(axes).pg for each in (mesh, Mesh(mesh.sizes, timeout=7)) for axes in (("X",), ("Y",))]
-    return [pg._get_backend(torch.device("cpu")).options._timeout.total_seconds() for pg in groups]
-
-
-def test_every_group_has_its_mesh_s_timeout_and_a_longer_one_where_ranks_wait_before_a_call(ranks):
-    for seconds in ranks(timeouts, MESH):
-        assert seconds == [LONGER * 60.0, LONGER * 60.0, 7.0, 7.0]
-
-
-def as_torch_sees_it(mesh):
-    other = mesh.device_mesh
-    assert other.mesh_dim_names == tuple(mesh.sizes)
-    assert [*other.get_coordinate()] == [*mesh.coord.values()]
-    whole = torch.arange(16.0).view(4, 4)
-    rows = whole[parse("A[I_X, J]").slices((4, 4), mesh, mesh.coord)]
-    placements = [Shard(0) if axis == "X" else Replicate() for axis in mesh.sizes]
-    return DTensor.from_local(rows, other, placements).full_tensor()
-
-
-@pytest.mark.parametrize("sizes", [{"X": 2}, MESH, {"X": 2, "Y": 1}], ids=str)
-def test_the_same_mesh_for_torchs_own_strategies(ranks, sizes):
-    for whole in ranks(as_torch_sees_it, sizes):
-        assert torch.equal(whole, torch.arange(16.0).view(4, 4))
 
 
 def test_of_a_long_call_the_ranks_are_told_the_beginning():

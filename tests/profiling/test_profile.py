@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import time
 from dataclasses import replace
 
@@ -22,7 +23,7 @@ from scaling.profile.timeline import LineRun, RankTimeline
 from scaling.profile.torch_trace import RankTrace, join_traces, on_device, read_trace, with_transfers
 
 LINE = "A[I, J] * B[J, K] -> C[I, K]"
-DELAY, STEPS = 0.03, 5
+DELAY = 0.03
 
 
 def test_one_process(tmp_path):
@@ -89,37 +90,6 @@ def test_what_is_not_there_is_said(tmp_path):
     assert not trace.open_logs
     with pytest.raises(ValueError, match="fix: profile\\(\\) without ops=False"):
         p.save(tmp_path)
-
-
-def slow_rank(mesh):
-    """Rank 1 sleeps before its second product in each step."""
-    x, W = torch.randn(64, 64), torch.randn(64, 64)
-    with profile(memory=False) as p:
-        for _ in range(STEPS):
-            y = einsum("x[B, D_X] * W[D_X, F] -> y[B, F] {U_X}", x, W)
-            y = all_reduce("y[B, F] {U_X} -> y[B, F]", y, mesh)
-            if mesh.rank == 1:
-                time.sleep(DELAY)
-            z = einsum("y[B, F] * W[F, D] -> z[B, D]", y, W)
-            all_reduce("z[B, D] {U_X} -> z[B, D]", z, mesh)
-            p.step()
-    sums = [abs(part.total - part.step) for rank in (0, 1) for part in p.parts(rank)]
-    return p.stragglers(), {line.line: line for line in p.lines()}, max(sums), p.suggestions()
-
-
-def test_a_slow_rank_is_named_with_its_line(ranks):
-    """On a busy machine others may be late too, and longer: benchmarks/planted.py has how exactly it is found."""
-
-    def named():
-        for found, lines, off, suggested in ranks(slow_rank, {"X": 2}):
-            slow = [each for each in found if each.step is None and each.rank == 1]
-            assert [(each.line, each.inside) for each in slow] == [("z[B, D] = y[B, F] * W[F, D]", False)]
-            assert slow[0].seconds == pytest.approx(DELAY, rel=0.5)
-            assert lines["z[B, D] = AllReduce_X(z[B, D] {U_X})"].waiting > DELAY / 8  # one of two ranks waits
-            assert off < 1e-9
-            assert "straggler" in [each.kind for each in suggested]
-
-    once(named)
 
 
 def span(name, start, seconds, cat="cpu_op", tid=1, **args):
@@ -197,28 +167,44 @@ def test_an_asynchronous_line_holds_the_rank_in_its_call_and_its_wait():
 
 
 def watch(mesh, place, predict=""):
-    numbers = []
+    """Rank 1 sleeps before its second product in each step."""
+    x, W, numbers = torch.randn(64, 64), torch.randn(64, 64), []
     for number in watched(range(9), place, mesh.rank, predict):
-        all_reduce("A[I] {U_X} -> A[I]", torch.ones(4), mesh)
+        y = einsum("x[B, D_X] * W[D_X, F] -> y[B, F] {U_X}", x, W)
+        y = all_reduce("y[B, F] {U_X} -> y[B, F]", y, mesh)
+        if mesh.rank == 1 and place:
+            time.sleep(DELAY)
+        z = einsum("y[B, F] * W[F, D] -> z[B, D]", y, W)
+        all_reduce("z[B, D] {U_X} -> z[B, D]", z, mesh)
         numbers.append(number)
     return numbers
 
 
-def test_some_steps_of_a_run_are_profiled(ranks, tmp_path):
-    machine = tmp_path / "machine.toml"
+def test_some_steps_of_a_run_are_profiled_and_a_slow_rank_is_named_with_its_line(ranks, tmp_path):
+    """On a busy machine others may be late too, and longer: benchmarks/planted.py has how exactly it is found."""
+    machine, place = tmp_path / "machine.toml", tmp_path / "p"
     reduce = Measured("AllReduce", 2, 0.25, 1e9)  # 250 ms, then a byte each nanosecond
     one = Chip("m", "cpu", "here", peaks=(("fp32", 1e9),), hbm_bytes=1e9, hbm_bw=1e9, measured=(reduce,))
     machine.write_text(toml(one))
-    assert ranks(watch, {"X": 2}, str(tmp_path / "p"), str(machine)) == [list(range(9))] * 2
-    said = (tmp_path / "p" / "lines.txt").read_text()
-    assert "  predicted  of roof" in said
-    assert "  250.00  " in said
-    events = json.loads((tmp_path / "p" / "trace.json").read_text())["traceEvents"]
-    lines = [e for e in events if e["name"] == "A[I] = AllReduce_X(A[I] {U_X})"]
-    assert sorted(e["pid"] // 1000 for e in lines) == [0] * 5 + [1] * 5
-    assert all(e["args"]["waiting ms"] >= 0 for e in lines)
-    first, second = ([e["ts"] for e in lines if e["pid"] // 1000 == rank] for rank in (0, 1))
-    assert all(abs(a - b) < 1e6 for a, b in zip(first, second, strict=True)), "on one clock"
+
+    def named():
+        assert ranks(watch, {"X": 2}, str(place), str(machine)) == [list(range(9))] * 2
+        said = (place / "lines.txt").read_text()
+        assert "  predicted  of roof" in said
+        assert re.search(r" 250\.0\d ", said)
+        slow, change = " ".join(said.partition("slow ranks")[2].split()).split("to change")
+        (late,) = re.findall(r"rank 1 is (\S+) ms slow before z\[B, D\] = y\[B, F\] \* W\[F, D\]: others wait", slow)
+        assert float(late) / 1e3 == pytest.approx(DELAY, rel=0.5)
+        assert "look at why rank 1" in change
+        events = json.loads((place / "trace.json").read_text())["traceEvents"]
+        lines = [e for e in events if e["name"] == "z[B, D] = AllReduce_X(z[B, D] {U_X})"]
+        zero, one = ([e for e in lines if e["pid"] // 1000 == rank] for rank in (0, 1))
+        assert len(zero) == len(one) == 5
+        assert all(abs(a["ts"] - b["ts"]) < 1e6 for a, b in zip(zero, one, strict=True)), "on one clock"
+        assert sum(e["args"]["waiting ms"] for e in zero) / 5 > DELAY * 1e3 / 4
+        assert all(e["args"]["waiting ms"] >= 0 for e in one)
+
+    once(named)
     assert ranks(watch, {"X": 2}, "") == [list(range(9))] * 2
 
 

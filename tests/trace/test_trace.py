@@ -26,7 +26,12 @@ def meta(*shape):
     return torch.empty(shape, device="meta")
 
 
-SUM, PERM = "A[I, J] {U_X} -> ", [(0, 1), (1, 2), (3, 3)]
+def ragged(line, x, mesh):
+    """8 rows, of which 2 stay; as many rows come, or 9."""
+    return c.ragged_all_to_all(line, x, (2, 2, 2, 2), (0, 2, 5, 2), mesh)
+
+
+SUM, PERM, RAGGED = "A[I, J] {U_X} -> ", [(0, 1), (1, 2), (3, 3)], "A[G_X, E, R, D] {U_Y} -> A[G, E_X, R, D] {U_Y}"
 # call on A of local shape [I, J], line, options -> op, axes, V, bytes sent by this rank (Part 3), and the single rank
 # along the axis that it waits for
 MOVES = [
@@ -47,6 +52,7 @@ MOVES = [
     (c.gather, "A[I_X, J] -> A[I, J] {U_X}", {"root": 3}, "Gather", "X", 4 * V, V, 3),
     (c.send, "A[I, J]", {"axis": "Y", "to": 1}, "Send", "Y", V, V, 1),
     (c.recv, "A[I, J]", {"axis": "Y", "source": 1}, "Recv", "Y", V, 0, 1),
+    (ragged, RAGGED, {}, "AllToAll", "X", 4 * V, 6 * V // 8),
 ]
 
 
@@ -87,20 +93,15 @@ def test_the_flops_and_the_memory_of_a_product(line):
     assert event.memory == size * sum(map(prod, [*shapes, result]))
 
 
-def test_sums_over_a_log():
-    with trace() as log:
-        for call, line, *_ in (MOVES[0], MOVES[1], MOVES[3], MOVES[6]):
-            call(line, meta(I, J), MESH)
-        c.einsum("A[I, J] * B[J, K] -> C[I, K]", meta(2, 3), meta(3, 5))
-    assert (log.book_bytes, log.wire_bytes, log.flops) == (4 * V + V + 2 * V, 3 * V + 3 * V // 4 + 7 * V // 4, 60)
-
-
-def test_the_table_shows_the_lines_as_they_ran():
+def test_the_table_shows_the_lines_as_they_ran_and_a_log_has_their_sums():
     with trace() as log:
         c.all_gather("W[D_X, F] -> W[D, F]", meta(I, J), MESH, async_op=True).wait()
         c.all_gather("W[D_{data}] -> W[D]", meta(4), AbstractMesh({"data": 3}))
         c.einsum("A[I, J_X] * B[J_X, K] -> C[I, K] {U_X}", meta(200, 3), meta(3, 5))
-    head, _, first, second, third = log.table().splitlines()
+        c.all_reduce("A[I, J] {U_X} -> A[I, J]", meta(I, J), MESH)
+        c.shard("A[I, J] -> A[I_X, J]", meta(I, J), MESH)
+    assert (log.book_bytes, log.wire_bytes, log.flops) == (4 * V + 48 + 2 * V, 3 * V + 32 + 6 * V // 4, 6000)
+    head, _, first, second, third, *_ = log.table().splitlines()
     assert head.split("  ")[0] == "line"
     assert first.split()[:4] == ["W[D,", "F]", "=", "AllGather_X(W[D_X,"]
     assert first.split()[5:7] == ["2,048", "1,536"]
@@ -129,41 +130,51 @@ def both_ways(mesh):
     """What a forward and backward, explicit, by autograd and by torch.func, leave in the log of a real mesh."""
     x, w = torch.arange(4.0) + mesh.rank, torch.ones(8)
 
+    def gather(x):
+        return c.all_gather("A[I_X] -> A[I]", x, mesh)
+
     def explicit():
-        full = c.all_gather("A[I_X] -> A[I]", x, mesh)
-        return full, c.reduce_scatter("dA[I] {U_X} -> dA[I_X]", w, mesh)
+        return gather(x), c.reduce_scatter("dA[I] {U_X} -> dA[I_X]", w, mesh)
 
     def by_vjp():
-        full, pull = vjp(lambda x: c.all_gather("A[I_X] -> A[I]", x, mesh), x)
-        return full, pull(w)[0]
+        full, pull = vjp(gather, x)
+        return full, *pull(w)
 
     def by_autograd():
         leaf = torch.nn.Parameter(x.clone())
-        full = c.all_gather("A[I_X] -> A[I]", leaf, mesh)
-        return full.detach(), torch.autograd.grad(full, leaf, w)[0]
+        full = gather(leaf)
+        return full.detach(), *torch.autograd.grad(full, leaf, w)
 
-    results = []
+    logs = []
     for way in (explicit, by_vjp, by_autograd):
         untraced = way()
         with trace() as log:
             traced = way()
         assert all(map(torch.equal, traced, untraced)), "a trace only observes"
-        results.append(
-            [(e.op, e.axes, str(e.before), str(e.after), e.nbytes, e.wire_bytes, e.start <= e.end) for e in log.events]
-        )
+        logs.append([(e.op, e.axes, str(e.before), str(e.after), e.nbytes, e.wire_bytes) for e in log.events])
     with trace() as log:
         grad(lambda x: c.all_reduce("A[I] {U_X} -> A[I]", x, mesh).sum())(x)
-    return results, [e.op for e in log.events]
+    return logs, [e.op for e in log.events]
 
 
 def test_a_derivative_traces_as_the_explicit_backward_does(ranks):
     wanted = [
-        ("AllGather", ("X",), "A[I_X]", "A[I]", 32, 16, True),
-        ("ReduceScatter", ("X",), "dA[I] {U_X}", "dA[I_X]", 32, 16, True),
+        ("AllGather", ("X",), "A[I_X]", "A[I]", 32, 16),
+        ("ReduceScatter", ("X",), "dA[I] {U_X}", "dA[I_X]", 32, 16),
     ]
-    for results, reduced in ranks(both_ways, {"X": 2}):
-        assert results == [wanted] * 3
+    for logs, reduced in ranks(both_ways, {"X": 2}):
+        assert logs == [wanted] * 3
         assert reduced == ["AllReduce", "AllReduce"]
+
+
+def test_ragged_rows_go_back_as_many_as_they_came_and_of_partial_sums_replicated():
+    rows, pull = vjp(lambda x: ragged(RAGGED, x, MESH), meta(I, J))
+    with trace() as log:
+        (back,) = pull(meta(9, J))
+    (event,) = log.events
+    assert (rows.shape, back.shape, event.op) == ((9, J), (I, J), "AllToAll")
+    assert f"{event.before} -> {event.after}" == "dA[G, E_X, R, D] -> dA[G_X, E, R, D]"
+    assert (event.nbytes, event.wire_bytes) == (4 * 9 * J * 4, 7 * J * 4)
 
 
 def asynchronous(mesh):
@@ -188,18 +199,13 @@ def test_a_line_that_is_reached_is_told_before_it_is_recorded():
     told = []
     with trace() as log, trace(lambda event, moment: told.append((event.op, moment, len(log.events)))):
         for _ in range(2):
-            c.all_gather("A[I_X] -> A[I]", torch.empty(2, device="meta"), AbstractMesh({"X": 2}))
+            c.all_gather("A[I_X] -> A[I]", meta(2), AbstractMesh({"X": 2}))
     moments = [("reached", 0), ("started", 1), ("ended", 1), ("reached", 1), ("started", 2), ("ended", 2)]
     assert told == [("AllGather", *each) for each in moments]
 
 
-def abstract(spec, sizes, mesh, layers=None):
-    shape = parse(spec).local_shape(sizes, mesh)
-    return torch.empty((layers, *shape) if layers else shape, dtype=torch.bfloat16, device="meta")
-
-
 def test_storages_are_counted_once_and_until_they_are_gone():
-    x = torch.empty(100, device="meta")
+    x = meta(100)
     with peak_memory() as memory:
         y = x + 1
         assert memory.now == memory.peak == 800  # x counts from its first use
@@ -217,7 +223,7 @@ def test_storages_are_counted_once_and_until_they_are_gone():
 
 def test_steps_of_a_gather():
     mesh = AbstractMesh({"X": 4})
-    W, In = torch.empty(8, 16, device="meta"), torch.empty(2, 32, device="meta")
+    W, In = meta(8, 16), meta(2, 32)
     with peak_memory() as memory:
         whole = all_gather("W[D_X, F] -> W[D, F]", W, mesh)
         Tmp = einsum("In[B_X, D] * W[D, F] -> Tmp[B_X, F]", In, whole)
@@ -226,22 +232,21 @@ def test_steps_of_a_gather():
     (gather, after, _), (product, _, peak) = memory.steps
     assert (gather.op, product.op) == ("AllGather", "Einsum")
     assert after == 4 * (8 * 16 + 32 * 16)
-    assert peak == 4 * (8 * 16 + 32 * 16 + 2 * 32 + 2 * 16)
-    assert memory.peak == peak
+    assert memory.peak == peak == after + 4 * (2 * 32 + 2 * 16)
     assert "AllGather_X" in memory.table()
 
 
 def test_a_pod_in_seconds():
     """LLaMA-3 70B's MLPs, 8 layers of them, on X=1024, Y=8: every step's memory."""
-    sizes, L, mesh = {"B": 1 << 20, "D": 8192, "F": 28672}, 8, AbstractMesh({"X": 1024, "Y": 8})
-    params = {name: abstract(fsdp_tp.SPECS[name], sizes, mesh, L) for name in ("W_in", "W_out")}
-    In = abstract(fsdp_tp.SPECS["In"], sizes, mesh)
-    start = time.process_time()
+    sizes, mesh = {"B": 1 << 20, "D": 8192, "F": 28672}, AbstractMesh({"X": 1024, "Y": 8})
+    local = {name: parse(spec).local_shape(sizes, mesh) for name, spec in fsdp_tp.SPECS.items()}
+    params = {name: meta(8, *local[name]).bfloat16() for name in ("W_in", "W_out")}
+    In, start = meta(*local["In"]).bfloat16(), time.process_time()
     with peak_memory() as memory:
         Out, saved = fsdp_tp.forward(params, In, mesh)
         fsdp_tp.backward(torch.empty_like(Out), saved, params, mesh)
     assert time.process_time() - start < 10
     gathered = 2 * 2 * 8192 * 28672 // 8
-    weights = L * gathered // 1024
+    weights = 8 * gathered // 1024
     assert weights + gathered < memory.peak < 20 * gathered
     assert all(now <= peak <= memory.peak for _, now, peak in memory.steps)
