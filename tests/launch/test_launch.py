@@ -9,27 +9,38 @@ import time
 import pytest
 import torch
 from machine import total
-from refused import refused
+from refused import by_words, refused
 
 from scaling.collectives import all_gather
 from scaling.launch import RankError, can_fork, fit_mesh, parse_mesh, run
 from scaling.spec import ShardingError
 
 
-def test_results_come_in_rank_order_from_closures_too():
+def test_what_ranks_are_given_and_give_and_leave(tmp_path, monkeypatch):
+    """Closures too; results in rank order. What lay in a file while they run would stay behind if their parent were
+    killed. A first collective takes each 0.05 s of a processor, which other programs on the machine hardly change; no
+    rank imports anything, for its first gradient neither."""
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     here = []  # a rank changes its own copy
 
     def f(mesh, factor, shift):
         here.append(mesh.rank)
+        before = set(sys.modules)
         whole = all_gather("A[I_XY] -> A[I]", torch.tensor([mesh.rank * factor + shift]), mesh)
-        return mesh.rank, mesh.coord, whole, mesh.checked, torch.get_num_threads(), os.environ["WORLD_SIZE"]
+        took = time.process_time()
+        torch.func.vjp(torch.sin, torch.ones(2))[1](torch.ones(2))
+        around = mesh.checked, torch.get_num_threads(), os.environ["WORLD_SIZE"], [*tmp_path.iterdir()]
+        large = torch.full((300_000,), float(mesh.rank))
+        return mesh.rank, mesh.coord, whole, took, around, sorted(set(sys.modules) - before), large
 
-    results = run(f, {"X": 2, "Y": 2}, 10, 1)
-    assert [result[0] for result in results] == [0, 1, 2, 3]
-    assert [result[1] for result in results] == [{"X": x, "Y": y} for x in (0, 1) for y in (0, 1)]
-    assert all(torch.equal(result[2], torch.tensor([1, 11, 21, 31])) for result in results)
-    assert all(result[3:] == (True, 1, "4") for result in results)
-    assert here == []
+    results = run(f, {"X": 4, "Y": 2}, 10, 1)
+    for number, (rank, coord, whole, took, around, imported, large) in enumerate(results):
+        assert (rank, coord) == (number, {"X": number // 2, "Y": number % 2})
+        assert torch.equal(whole, torch.arange(8) * 10 + 1)
+        assert took < 0.5
+        assert (around, imported) == ((True, 1, "8", []), [])
+        assert torch.equal(large, torch.full((300_000,), float(rank)))
+    assert (here, len(results), [*tmp_path.iterdir()]) == ([], 8, [])
 
 
 def test_one_rank_runs_here():
@@ -40,14 +51,9 @@ def test_one_rank_runs_here():
 
 test_sizes_that_make_no_mesh = refused(
     {
-        f"run on {sizes}": (lambda sizes=sizes: run(total, sizes), words)
-        for sizes, words in [
-            ((("X", 0), ("Y", 2)), "a mesh is given by the sizes of its axes"),
-            (4, "a mesh is given by the sizes of its axes"),
-            (None, "a mesh is given by the sizes of its axes"),
-        ]
+        f"run on {sizes}": (lambda sizes=sizes: run(total, sizes), "a mesh is given by the sizes of its axes")
+        for sizes in ((("X", 0), ("Y", 2)), 4, None)
     }
-    | {"run on size 0": (lambda: run(total, {"X": 0, "Y": 2}), "axis X has size 0")}
     | {
         f"parse {text!r}": (lambda text=text: parse_mesh(text), words)
         for text, words in {
@@ -58,46 +64,20 @@ test_sizes_that_make_no_mesh = refused(
             "X=4,X=2": "axis X is given twice",
             "XY=4": "'XY' cannot name a mesh axis",
         }.items()
-    },
+    }
+    | by_words({"axis X has size 0": lambda: run(total, {"X": 0, "Y": 2})}),
     ShardingError,
 )
 
 
-def test_no_file_stays_behind_nor_lies_there_meanwhile(tmp_path, monkeypatch):
-    """What lay there while ranks run would stay behind if their parent were killed."""
-    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-
-    def files(mesh):
-        total(mesh)
-        return [str(path) for path in tmp_path.iterdir()], torch.full((3_000_000,), float(mesh.rank))
-
-    for rank, (found, large) in enumerate(run(files, {"X": 2})):
-        assert found == []
-        assert torch.equal(large, torch.full((3_000_000,), float(rank)))
-    assert [*tmp_path.iterdir()] == []
-
-
-def test_a_rank_cannot_start_ranks():
-    with pytest.raises(RankError) as error:
+def test_ranks_start_none_nor_do_torchruns(monkeypatch):
+    words = "ShardingError: launch.run cannot start 2 ranks from a process that is a rank itself\n"
+    with pytest.raises(RankError, match=words):
         run(lambda mesh: run(total, {"X": 2}), {"X": 2})
-    assert "ShardingError: launch.run cannot start 2 ranks from a process that is a rank itself\n" in str(error.value)
-
-
-def test_torchruns_ranks_start_none(monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "4")
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "here")
     with pytest.raises(ShardingError, match=r"2 ranks in each of torchrun's 4\n  fix: launch\.start"):
         run(total, {"X": 2})
-
-
-def imported_by_a_pull(mesh):
-    before = set(sys.modules)
-    torch.func.vjp(torch.sin, torch.ones(2))[1](torch.ones(2))
-    return sorted(set(sys.modules) - before)
-
-
-def test_the_first_gradient_imports_nothing_in_a_forked_rank():
-    assert run(imported_by_a_pull, {"X": 2}) == [[], []]
 
 
 def test_ranks_may_use_threads_after_their_parent_did():
@@ -116,23 +96,8 @@ def test_ranks_may_use_threads_after_their_parent_did():
         torch.set_num_threads(1)
 
 
-def test_eight_ranks_are_soon_through_their_first_collective():
-    """0.05 s of a processor for each, which other programs on the machine hardly change; no rank imports anything."""
-
-    def f(mesh):
-        total(mesh)
-        return time.process_time()
-
-    assert max(run(f, {"X": 4, "Y": 2})) < 0.5
-
-
-def test_meshes_are_read_from_the_command_line():
-    assert parse_mesh(" X = 4 , Y=2 ") == {"X": 4, "Y": 2}
-    assert [*parse_mesh("Y=2,X=4")] == ["Y", "X"]
-    assert parse_mesh("data=2") == {"data": 2}
-
-
-def test_a_default_mesh_is_fitted_to_torchruns_ranks(monkeypatch):
+def test_meshes_of_the_command_line_and_those_fitted_to_torchruns_ranks(monkeypatch):
+    assert [*parse_mesh(" Y = 4 , X=2,data=3 ").items()] == [("Y", 4), ("X", 2), ("data", 3)]
     for world, fitted in {"1": (4, 2), "4": (2, 2), "2": (1, 2), "16": (8, 2), "3": (4, 2)}.items():
         monkeypatch.setenv("WORLD_SIZE", world)
         assert tuple(fit_mesh({"X": 4, "Y": 2}).values()) == fitted

@@ -69,10 +69,16 @@ def test_who_hangs():
             os.waitpid(pid, 0)
 
 
-def test_what_the_watcher_did_not_see_is_not_held_against_ranks(monkeypatch):
+@pytest.fixture
+def now(monkeypatch) -> list[float]:
+    """The watcher's clock."""
+    clock = [0.0]
+    monkeypatch.setattr("scaling.launch.watch.time.monotonic", lambda: clock[0])
+    return clock
+
+
+def test_what_the_watcher_did_not_see_is_not_held_against_ranks(now, monkeypatch):
     """It got no processor itself: a look after a minute tells as much as one look."""
-    now = [0.0]
-    monkeypatch.setattr("scaling.launch.watch.time.monotonic", lambda: now[0])
     monkeypatch.setattr("scaling.launch.watch._counts", lambda pids: (0.0, 0, False))
     pulse = Pulse([os.getpid()], 2.0, sockets=True)
     for _ in range(3):
@@ -92,9 +98,7 @@ def test_what_the_watcher_did_not_see_is_not_held_against_ranks(monkeypatch):
         (0.025, 1, True, None),
     ],
 )
-def test_after_how_long_ranks_hang(computes, moves, sockets, said, monkeypatch):
-    now = [0.0]
-    monkeypatch.setattr("scaling.launch.watch.time.monotonic", lambda: now[0])
+def test_after_how_long_ranks_hang(computes, moves, sockets, said, now, monkeypatch):
     counts = lambda pids: (7 + computes * now[0], 7 + moves * int(4 * now[0]), False)  # noqa: E731
     monkeypatch.setattr("scaling.launch.watch._counts", counts)
     pulse = Pulse([1, 2], 2.0, sockets)
