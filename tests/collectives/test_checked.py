@@ -1,21 +1,36 @@
 """The checked mode: ranks that are about to make different calls raise, all of them, and are told who calls what; who
-does not come to a call is named, with where he waits or that he has ended."""
+does not come to a call is named, with where he waits or that he has ended.
+
+Of calls above the collectives too, whose arguments no message shows: without it most would give wrong numbers."""
 
 import os
+import re
 import time
+import warnings
+from functools import partial
 
 import pytest
 import torch
+import torch.distributed as dist
+from misuse.ranks import ACTS, Case, finding, page_of, tell
+from misuse.steps import CHANGED
 from torch.utils.flop_counter import FlopCounterMode
 
 from scaling import collectives as c
+from scaling import tree
+from scaling.collectives.checked import alike
+from scaling.configs import Config
 from scaling.mesh import Mesh, page
 from scaling.mesh.meeting import MeetingByMessages, meeting
 from scaling.mesh.page import LENGTH, PLACES
-from scaling.spec import ShardingError
+from scaling.models import transformer as model
+from scaling.schedules import gpipe, one_f_one_b
+from scaling.spec import ShardingError, parse
+from scaling.strategies import pipeline, transformer
+from scaling.strategies.expert import moe
 
 MESH = {"X": 2, "Y": 2}
-GATHER, SCATTER = "A[I_X, J] -> A[I, J]", "A[I, J] {U_X} -> A[I_X, J]"
+GATHER, SCATTER, SUM = "A[I_X, J] -> A[I, J]", "A[I, J] {U_X} -> A[I_X, J]", "A[I] {U_X} -> "
 
 
 def gather(mesh, shape=(4, 2), dtype=torch.float32, line=GATHER):
@@ -27,98 +42,28 @@ def total(mesh, axes="X", name="A"):
 
 
 def said(line, shape="(4, 2)", dtype="float32"):
-    return f"{line} of {shape} {dtype}"
+    return re.escape(f"{line} of {shape} {dtype}") + "\n"
+
+
+def gathered(words, **options):
+    return lambda mesh: gather(mesh, **options), words
 
 
 def permuted(pairs):
     call = f"CollectivePermute A[I_X, J] -> A[I_X, J] by {tuple(pairs)}"
-    return lambda m: c.ppermute("A[I_X, J]", torch.zeros(4, 2), m, "X", pairs), said(call)
+    return lambda mesh: c.ppermute("A[I_X, J]", torch.zeros(4, 2), mesh, "X", pairs), said(call)
 
 
-def reduced(call, line, words, **options):
+def reduced(call, after, words, requires_grad=False, **options):
     """A call by some way to put parts together, or from some root."""
-    kind = call.__name__.title().replace("_", "")
-    return lambda m: call(line, torch.ones(4), m, **options), said(f"{kind} {line} {words}".strip(), "(4,)")
+    kind, x = call.__name__.title().replace("_", ""), torch.ones(4, requires_grad=requires_grad)
+    return lambda mesh: call(SUM + after, x, mesh, **options), said(f"{kind} {SUM}{after}{words}", "(4,)")
 
 
-def a_gradient_s(op, words):
-    x, line = torch.ones(4, requires_grad=True), SUM + "A[I]"
-    return lambda m: c.all_reduce(line, x, m, op=op), said(f"AllReduce {line}{words}", "(4,)")
-
-
-def gathered(words, **options):
-    return lambda m: gather(m, **options), words
-
-
-SUM = "A[I] {U_X} -> "
-USUAL = gathered(said(f"AllGather {GATHER}"))
-# what the rank at X=0 does and is told to have said, and the one at X=1
-ODD_ONES = {
-    "op": (USUAL, (lambda m: c.reduce_scatter(SCATTER, torch.zeros(4, 2), m), said(f"ReduceScatter {SCATTER}"))),
-    "type": (USUAL, gathered(said("AllGather B[I_X, J] -> B[I, J]"), line="B[I_X, J] -> B[I, J]")),
-    "shape": (USUAL, gathered(said(f"AllGather {GATHER}", "(4, 3)"), shape=(4, 3))),
-    "dtype": (USUAL, gathered(said(f"AllGather {GATHER}", dtype="float64"), dtype=torch.float64)),
-    "differentiated": (
-        USUAL,
-        (lambda m: c.all_gather(GATHER, torch.zeros(2, 2, requires_grad=True), m), said(f"AllGather {GATHER}", (2, 2))),
-    ),
-    "pairs": (permuted([(0, 1)]), permuted([(1, 1)])),
-    "root": [reduced(c.broadcast, SUM + "A[I]", f"with root {root}", root=root) for root in (0, 1)],
-    "max and min": [reduced(c.reduce, SUM + "A[I] {U_X}", f"with root 0 by {op}", op=op) for op in ("max", "min")],
-    "sum and min": [
-        reduced(c.reduce_scatter, SUM + "A[I_X]", "", op="sum"),
-        reduced(c.reduce_scatter, SUM + "A[I_X]", "by min", op="min"),
-    ],
-    "a gradient's": (a_gradient_s("sum", ""), a_gradient_s("mean", " by mean")),
-}
-
-
-def disagree(mesh, what):
-    with pytest.raises(ShardingError) as error:
-        ODD_ONES[what][mesh.coord["X"]][0](mesh)
-    after = c.all_gather(GATHER, torch.full((1, 1), mesh.coord["X"] + 1.0), mesh)  # the group still works
-    return str(error.value), after.flatten().tolist()
-
-
-@pytest.mark.parametrize("what", ODD_ONES)
-def test_a_disagreement_is_an_error_on_every_rank_that_names_ranks_and_lines(ranks, what):
-    for r, (message, after) in enumerate(ranks(disagree, MESH, what)):
-        assert "the ranks along X do not make the same call" in message
-        for x, (_, words) in enumerate(ODD_ONES[what]):
-            assert f"\n  rank {2 * x + r % 2}: {words}\n" in message
-        assert "rule: all ranks of a group run the same lines in the same order" in message
-        assert after == [1.0, 2.0]
-
-
-def one_of_four(mesh):
-    axes = "YX" if mesh.rank == 2 else "XY"
-    with pytest.raises(ShardingError) as error:
-        c.all_gather(f"A[I_{axes}] -> A[I]", torch.zeros(3), mesh)
-    return str(error.value)
-
-
-def test_over_several_axes_the_ranks_that_agree_are_named_together(ranks):
-    for message in ranks(one_of_four, MESH):
-        assert "the ranks along X, Y" in message or "the ranks along Y, X" in message
-        assert "\n  ranks [0, 1, 3]: AllGather A[I_XY] -> A[I] of (3,) float32\n" in message
-        assert "\n  rank 2: AllGather A[I_YX] -> A[I] of (3,) float32\n" in message
-
-
-def backwards(mesh):
-    """Rank 1 does not use what it gathered first, and so runs one collective of the backward less."""
-    a, b = (torch.ones(2, requires_grad=True) for _ in range(2))
-    first, second = c.all_gather("A[I_X] -> A[I]", a, mesh), c.all_gather("B[J_X] -> B[J]", b, mesh)
-    loss = second.sum() + (first.sum() if mesh.coord["X"] == 0 else 0)
-    with pytest.raises(ShardingError) as error:  # noqa: PT012
-        torch.autograd.grad(loss, (a, b), allow_unused=True)
-        total(mesh, name="N")
-    return str(error.value)
-
-
-def test_a_backward_that_differs_between_ranks(ranks):
-    for message in ranks(backwards, {"X": 2}):
-        assert "\n  rank 0: ReduceScatter dA[I] {U_X} -> dA[I_X] of (4,) float32\n" in message
-        assert "\n  rank 1: AllReduce N[] {U_X} -> N[] of () float32\n" in message
+def in_some_way(way, words=""):
+    """One line on shards of one shape, differentiated or observed."""
+    call = lambda mesh: way(lambda x: c.all_gather(GATHER, x, mesh), torch.zeros(2, 2))  # noqa: E731
+    return call, said(f"AllGather {GATHER}", "(2, 2)", f"float32{words}")
 
 
 def counted(f, x):
@@ -135,28 +80,166 @@ def under_no_grad(f, x):
         return f(x.requires_grad_())
 
 
-# (what rank 0 does, what rank 1 does) with one line on shards of one shape -> how, in words
-PATHS = {
-    "requires_grad": (lambda f, x: f(x), with_grad, ["", ", differentiated"]),
-    "no_grad": (with_grad, under_no_grad, [", differentiated", ""]),
-    "a mode": (counted, lambda f, x: f(x), [", under FlopCounterMode", ""]),
-    "torch.func": (lambda f, x: f(x), lambda f, x: torch.func.vjp(f, x)[0], ["", ", differentiated"]),
+def backward(mesh, uses_first):
+    """A rank that does not use what it gathered first runs one collective of the backward less."""
+    a, b = (torch.ones(2, requires_grad=True) for _ in range(2))
+    first, second = c.all_gather("A[I_X] -> A[I]", a, mesh), c.all_gather("B[J_X] -> B[J]", b, mesh)
+    torch.autograd.grad(second.sum() + (first.sum() if uses_first else 0), (a, b), allow_unused=True)
+    total(mesh, name="N")
+
+
+USUAL = gathered(said(f"AllGather {GATHER}"))
+# what rank 0 does and all are told that it said, and rank 1
+DIFFER = {
+    "op": (USUAL, (lambda mesh: c.reduce_scatter(SCATTER, torch.zeros(4, 2), mesh), said(f"ReduceScatter {SCATTER}"))),
+    "type": (USUAL, gathered(said("AllGather B[I_X, J] -> B[I, J]"), line="B[I_X, J] -> B[I, J]")),
+    "shape": (USUAL, gathered(said(f"AllGather {GATHER}", "(4, 3)"), shape=(4, 3))),
+    "dtype": (USUAL, gathered(said(f"AllGather {GATHER}", dtype="float64"), dtype=torch.float64)),
+    "pairs": (permuted([(0, 1)]), permuted([(1, 1)])),
+    "root": [reduced(c.broadcast, "A[I]", f" with root {root}", root=root) for root in (0, 1)],
+    "max and min": [reduced(c.reduce, "A[I] {U_X}", f" with root 0 by {op}", op=op) for op in ("max", "min")],
+    "sum and min": [reduced(c.reduce_scatter, "A[I_X]", "", op="sum"),
+                    reduced(c.reduce_scatter, "A[I_X]", " by min", op="min")],
+    "a gradient's": [reduced(c.all_reduce, "A[I]", "", requires_grad=True),
+                     reduced(c.all_reduce, "A[I]", " by mean", requires_grad=True, op="mean")],
+    "requires_grad": (in_some_way(lambda f, x: f(x)), in_some_way(with_grad, ", differentiated")),
+    "no_grad": (in_some_way(with_grad, ", differentiated"), in_some_way(under_no_grad)),
+    "a mode": (in_some_way(counted, ", under FlopCounterMode"), in_some_way(lambda f, x: f(x))),
+    "torch.func": (in_some_way(lambda f, x: f(x)), in_some_way(torch.func.vjp, ", differentiated")),
+    "a backward": (
+        (partial(backward, uses_first=True), said("ReduceScatter dA[I] {U_X} -> dA[I_X]", "(4,)")),
+        (partial(backward, uses_first=False), said("AllReduce N[] {U_X} -> N[]", "()")),
+    ),
+}  # fmt: skip
+
+# Calls above the collectives: those of which none is in tests/misuse
+
+CONFIG = Config("small", L=1, D=4, F=4, N=2, K=2, H=2, V=8)
+IDS = torch.zeros(2, 4, dtype=torch.int64)
+
+
+def route(mesh, k=1):
+    params = {"router": torch.ones(4, 2)} | {name: torch.ones(1, 4, 4) for name in ("W_in", "W_gate", "W_out")}
+    moe(params, torch.ones(1, 2, 4), CONFIG.with_(E=2, k=k), mesh, "X")
+
+
+def init(mesh, seed=0):
+    tree.init({"w": tree.Normal(1.0)}, {"w": "w[I_X, J]"}, {"I": 4, "J": 3}, mesh, seed)
+
+
+def evaluate(mesh, eps=1e-5):
+    config = CONFIG.with_(eps=eps)
+    transformer.loss(transformer.shard(model.init(config, 0), config, mesh), IDS, IDS, config, mesh)
+
+
+def pipe(mesh, make=gpipe, layers=1):
+    params = {"W_in": torch.ones(layers, 4, 6), "W_out": torch.ones(layers, 6, 4)}
+    x = torch.ones(4, 4)
+    pipeline.value_and_grad(params, x, x, mesh, make(2, 2), lambda Out, Target: Out.sum(), axis="X")
+
+
+def move(mesh, rows=2):
+    c.transfer("A[I_X] -> A[I]", torch.ones(rows), mesh, mesh)
+
+
+# (the call, what rank 1 gives otherwise) -> what all are told of each of the two
+ABOVE = {
+    "experts": (route, {"k": 2}, "moe with config=Config.*{}", "V=8, E=2\\)", "k=2\\)"),
+    "seed": (init, {"seed": 1}, "init with seed={},", "0", "1"),
+    "eps": (evaluate, {"eps": 0.1}, "loss with config=Config.*{}", "V=8\\)", "eps=0.1\\)"),
+    "schedule": (pipe, {"make": one_f_one_b}, "pipeline {},", "gpipe", "1f1b"),
+    "layers": (pipe, {"layers": 2}, r"pipeline gpipe, .*W_in: float32\[{}, 4, 6\]", "1", "2"),
+    "shards": (move, {"rows": 3}, r"transfer A\[I_X\] -> A\[I\] .* x=float32\[{}\]", "2", "3"),
+}
+DIFFER |= {
+    what: ((call, ".*" + words.format(usual)), (partial(call, **given), ".*" + words.format(other)))
+    for what, (call, given, words, usual, other) in ABOVE.items()
 }
 
 
-def go_two_ways(mesh, what):
+def refused(call, mesh) -> str:
+    """The error of a call that is none of a kind; the group can still be used."""
     with pytest.raises(ShardingError) as error:
-        PATHS[what][mesh.rank](lambda x: c.all_gather(GATHER, x, mesh), torch.zeros(2, 2))
-    x = torch.full((1, 1), mesh.rank + 1.0)
-    return str(error.value), [way(lambda x: c.all_gather(GATHER, x, mesh), x.clone()) for way in PATHS[what][:2]]
+        call(mesh)
+    assert c.all_gather("A[I_X] -> A[I]", torch.tensor([mesh.coord["X"]]), mesh).tolist() == [0, 1]
+    return str(error.value)
 
 
-@pytest.mark.parametrize("what", PATHS)
-def test_ranks_that_differentiate_or_observe_one_line_in_different_ways(ranks, what):
-    for message, together in ranks(go_two_ways, {"X": 2}, what):
-        for rank, how in enumerate(PATHS[what][2]):
-            assert f"\n  rank {rank}: AllGather {GATHER} of (2, 2) float32{how}\n" in message
-        assert all(torch.equal(whole.detach(), torch.tensor([[1.0], [2.0]])) for whole in together)
+def differ(mesh, what):
+    return refused(DIFFER[what][mesh.rank][0], mesh)
+
+
+@pytest.mark.parametrize("what", DIFFER)
+def test_a_disagreement_is_an_error_on_every_rank_that_names_ranks_and_calls(ranks, what):
+    for message in ranks(differ, {"X": 2}, what):
+        assert "the ranks along X do not make the same call" in message
+        assert "rule: all ranks of a group run the same lines in the same order" in message
+        for rank, (_, words) in enumerate(DIFFER[what]):
+            assert re.search(f"\n  rank {rank}: {words}", message), message
+
+
+def each_act_in_another_way(mesh, folder):
+    """Of the acts of tests/misuse with each twist of rank 1, how they ended as none should; of the configs that may be
+    others, with one."""
+    control, wrong = dist.new_group(backend="gloo"), []
+    for name, act in ACTS.items():
+        left_out = {*CHANGED} - {"theta"} if name == "training" else {}
+        twists = [twist for twist in act.twists if twist not in left_out and not act.messages]
+        for number, twist in enumerate(twists):
+            case, told = Case([(name, number)], odd=1, at=0, twist=twist), [None, None]
+            with warnings.catch_warnings():  # of what is dropped
+                warnings.simplefilter("ignore")
+                mine = tell(mesh, case, folder)
+            dist.all_gather_object(told, mine, group=control)
+            page_of(mesh).set_pid(os.getpid())
+            dist.barrier(control)
+            wrong += [f"{case}: {found}"] if (found := finding(case, told)) else []
+    return wrong
+
+
+def test_of_acts_that_one_rank_does_in_another_way_all_are_told_or_the_numbers_are_right(ranks, tmp_path):
+    for wrong in ranks(each_act_in_another_way, {"X": 2}, tmp_path):
+        assert not wrong, "\n\n".join(wrong)
+
+
+def ragged(mesh):
+    counts, line = [2, 2], "A[G_X, E, R, D] -> A[G, E_X, R, D]"
+    c.ragged_all_to_all(line, torch.ones(4, 3), counts, [1, 2] if mesh.rank else counts, mesh)
+
+
+def masked(mesh, mask):
+    c.masked("x[B, T, D] {U_X}", torch.ones(2, 3, 4), mask, mesh)
+
+
+NUMBERS = {  # calls that are alike, but for numbers that do not go together: what all are told
+    "the ranks send [[2, 2], [2, 2]], but expect [[2, 2], [1, 2]]": ragged,
+    "6 of 6 elements are held by several devices along X": partial(masked, mask=torch.ones(2, 3) > 0),
+    "3 of 6 elements are held": partial(masked, mask=torch.arange(6).view(2, 3) > 2),
+}
+
+
+def numbers_differ(mesh, words):
+    return refused(NUMBERS[words], mesh)
+
+
+@pytest.mark.parametrize("words", NUMBERS)
+def test_numbers_that_do_not_go_together_are_an_error_on_every_rank(ranks, words):
+    assert all(words in message for message in ranks(numbers_differ, {"X": 2}, words))
+
+
+def one_of_four(mesh):
+    axes = "YX" if mesh.rank == 2 else "XY"
+    everyone = refused(lambda mesh: c.all_gather(f"A[I_{axes}] -> A[I]", torch.zeros(3), mesh), mesh)
+    return everyone, refused(lambda mesh: gather(mesh, (4, mesh.coord["X"])), mesh)
+
+
+def test_ranks_of_a_group_are_named_by_their_places_in_the_run_those_that_agree_together(ranks):
+    for rank, (everyone, along_x) in enumerate(ranks(one_of_four, MESH)):
+        assert "the ranks along X, Y" in everyone or "the ranks along Y, X" in everyone
+        assert "\n  ranks [0, 1, 3]: AllGather A[I_XY] -> A[I] of (3,) float32\n" in everyone
+        assert "\n  rank 2: AllGather A[I_YX] -> A[I] of (3,) float32\n" in everyone
+        for x in (0, 1):
+            assert f"\n  rank {2 * x + rank % 2}: AllGather {GATHER} of (4, {x}) float32\n" in along_x
 
 
 def many(mesh):
@@ -175,10 +258,24 @@ def long_lines(mesh):
         c.all_gather(f"{names[mesh.rank]}[I_X] -> A[I]", torch.zeros(2), mesh)
 
 
-def a_slice_sends_nothing(mesh):
+def arguments(mesh):
+    """Of a function nothing is compared, of a long argument its digest, of a config what is not its default."""
+    given = {"state": {"w": (torch.ones(2, 3), parse("w[I_X, J]")), "n": (1, None)}, "config": CONFIG}
+    alike(mesh, "a call", f=lambda: mesh.rank, long="a" * 200, **given)
+    with pytest.raises(ShardingError, match=r"rank 0: a call with long='a+\.\.\. \(digest \w+\)\n  rank 1: "):
+        alike(mesh, "a call", long=["a" * 200, "a" * 199 + "b"][mesh.rank])
+    said = "state={n: [1, None], w: [float32[2, 3], w[I_X, J]]}, config=Config(name='small', L=1,"
+    with pytest.raises(ShardingError, match=re.escape(said)):
+        alike(mesh, "a call", **given, f=1 if mesh.rank else print)
+
+
+def nothing_is_sent(mesh):
+    """By a slice that one rank makes, nor where a device is alone along an axis: its mask is no other's."""
     if mesh.rank == 1:
         c.shard("A[I] -> A[I_X]", torch.zeros(4), mesh)
     gather(mesh)
+    other = Mesh({"X": 1, "Y": 2}, checked=True, timeout=60)
+    assert c.masked("x[B] {U_X}", torch.ones(2), torch.ones(2) > 0, other).tolist() == [1.0, 1.0]
 
 
 def late_in_turn(mesh):
@@ -189,12 +286,15 @@ def late_in_turn(mesh):
             gather(mesh, (1 + late, 1))
 
 
-@pytest.mark.parametrize("holds", [many, long_lines, a_slice_sends_nothing, late_in_turn], ids=lambda f: f.__name__)
+HOLDS = [many, long_lines, arguments, nothing_is_sent, late_in_turn]
+
+
+@pytest.mark.parametrize("holds", HOLDS, ids=lambda f: f.__name__)
 def test_of_two_ranks(ranks, holds):
     ranks(holds, {"X": 2})
 
 
-def by_messages(mesh, what):
+def by_messages(mesh):
     """As between machines, where no memory is shared."""
     kept, page._map = page._map, lambda *_: None
     try:
@@ -202,17 +302,14 @@ def by_messages(mesh, what):
     finally:
         page._map = kept
     assert isinstance(meeting(apart.group(("X",)).pg), MeetingByMessages)
-    with pytest.raises(ShardingError, match=r"rank 0: .* float32\n  rank 1: .* float32, under FlopCounterMode"):
-        (counted if mesh.rank == 1 else under_no_grad)(lambda x: c.all_gather(GATHER, x, apart), torch.ones(1, 1))
-    return disagree(apart, what)
+    return {what: differ(apart, what) for what in ("op", "pairs", "a mode")}
 
 
-@pytest.mark.parametrize("what", ["op", "pairs"])
-def test_ranks_that_share_no_memory_compare_by_messages(ranks, what):
-    for message, after in ranks(by_messages, {"X": 2}, what):
-        for rank, (_, words) in enumerate(ODD_ONES[what]):
-            assert f"\n  rank {rank}: {words}\n" in message
-        assert after == [1.0, 2.0]
+def test_ranks_that_share_no_memory_compare_by_messages(ranks):
+    for messages in ranks(by_messages, {"X": 2}):
+        for what, message in messages.items():
+            for rank, (_, words) in enumerate(DIFFER[what]):
+                assert re.search(f"\n  rank {rank}: {words}", message), message
 
 
 # Who does not come

@@ -24,11 +24,11 @@ def drawn(mesh, cases, seed, on_nccl):
 @pytest.mark.parametrize(
     ("sizes", "on_nccl", "cases"),
     [
-        ({"X": 1, "Y": 1}, False, 300),
-        ({"X": 2, "Y": 2}, False, 600),
-        ({"X": 2, "Y": 2}, True, 300),
-        ({"X": 2, "Y": 4}, False, 200),  # an order of blocks that is not its own inverse
-        ({"P": 2, "X": 2, "Y": 2}, True, 200),
+        ({"X": 1, "Y": 1}, False, 200),
+        ({"X": 2, "Y": 2}, False, 300),
+        ({"X": 2, "Y": 2}, True, 200),
+        ({"X": 2, "Y": 4}, False, 100),  # an order of blocks that is not its own inverse
+        ({"P": 2, "X": 2, "Y": 2}, True, 100),
     ],
     ids=str,
 )
@@ -40,26 +40,19 @@ def test_no_number_is_wrong_without_an_error(ranks, sizes, on_nccl, cases):
             assert sum(count for outcome, count in outcomes.items() if said in outcome) > cases / 4
 
 
-def derivatives(mesh, cases=12):
-    """How often each outcome came of calls that are differentiated, by kind."""
-    outcomes = {}
-    for kind in typed.KINDS:
+def reshards(mesh, cases):
+    def case(number):
+        draw = Draw.on(mesh, "", f"reshard {number}")
+        draw.dtypes, draw.modes, draw.sizes = (torch.float64,), ["leaf", "vjp"], [2, 4]
+        return typed.collective(draw, ["reshard"])
 
-        def case(number):
-            draw = Draw.on(mesh, "", f"{kind} {number}")  # noqa: B023
-            draw.dtypes, draw.modes, draw.sizes = (torch.float64,), ["leaf", "vjp"], [2, 4]
-            return typed.collective(draw, [kind])  # noqa: B023
+    return tried(case, cases)
 
-        outcomes[kind], failures = tried(case, cases)
+
+def test_a_derivative_of_any_resharding_is_its_transpose(ranks):
+    for outcomes, failures in ranks(reshards, {"X": 2, "Y": 2}, 60):
         assert not failures, "\n\n".join(failures)
-    return outcomes
-
-
-@pytest.mark.parametrize("sizes", [{"X": 2, "Y": 2}, {"P": 2, "X": 2, "Y": 2}], ids=str)
-def test_derivatives_are_transposes_over_several_axes(ranks, sizes):
-    for outcomes in ranks(derivatives, sizes):
-        for kind in typed.KINDS:
-            assert any(outcome in ("right, leaf", "right, vjp") for outcome in outcomes[kind]), (kind, outcomes[kind])
+        assert outcomes["right, leaf"] + outcomes["right, vjp"] > 30, outcomes
 
 
 LINES = [
@@ -71,8 +64,9 @@ LINES = [
 ]
 
 
-def test_on_an_abstract_mesh_every_legal_line_gives_the_shape_of_its_type():
+def test_every_legal_line_gives_the_shape_of_its_type_and_on_one_device_the_identity():
     mesh, sizes = AbstractMesh({"X": 32, "Y": 16}, {"X": 31, "Y": 3}), {"I": 4096, "J": 8192}
+    one, whole = Mesh({"X": 1, "Y": 1}, checked=True), torch.randn(16, 8)
     assert len(LINES) > 100
     for kind, before, after in LINES:
         x = torch.empty(before.local_shape(sizes, mesh), device="meta", dtype=torch.bfloat16)
@@ -83,15 +77,10 @@ def test_on_an_abstract_mesh_every_legal_line_gives_the_shape_of_its_type():
             found = result.device.type, result.dtype, result.shape
             assert found == ("meta", x.dtype, after.local_shape(sizes, mesh)), line
         assert pull(y)[0].shape == x.shape, line
-
-
-def test_on_one_device_every_legal_line_is_the_identity():
-    mesh, x = Mesh({"X": 1, "Y": 1}, checked=True), torch.randn(16, 8)
-    for kind, before, after in LINES:
-        y, pull = vjp(lambda x: getattr(c, kind)(f"{before} -> {after}", x, mesh), x)  # noqa: B023
-        assert torch.equal(y, x)
-        assert torch.equal(pull(x)[0], x)
-    assert torch.equal(c.ppermute("A[I_X, J]", x, mesh, "X", []), torch.zeros(16, 8))
+        same, pull = vjp(lambda x: call(line, x, one), whole)  # noqa: B023
+        assert torch.equal(same, whole), line
+        assert torch.equal(pull(whole)[0], whole), line
+    assert torch.equal(c.ppermute("A[I_X, J]", whole, one, "X", []), torch.zeros(16, 8))
 
 
 @pytest.mark.slow

@@ -15,27 +15,20 @@ from scaling.spec import ShardingError, parse
 from scaling.trace import trace
 
 A = torch.arange(6.0).view(2, 3)
-MISFITS = {
-    "another order": ("A[I, J]", A.t(), "A[I, J] of (3, 2) float32"),
-    "as many bytes": ("A[I, J]", A.int(), "A[I, J] of (2, 3) int32"),
-    "another array": ("B[I, J]", A, "B[I, J] of (2, 3) float32"),
-}
 
 
-def misfit(mesh, name, async_op):
-    line, x, _ = MISFITS[name]
+def misfit(mesh):
+    """As many bytes of another dtype, which are none of a buffer's until they are asked for."""
     if mesh.rank == 0:
-        c.send(line, x, mesh, "X", 1)
+        c.send("A[I, J]", A.int(), mesh, "X", 1)
     else:
-        c.wait(c.recv("A[I, J]", A, mesh, "X", 0, async_op=async_op))
+        c.recv("A[I, J]", A, mesh, "X", 0, async_op=True).wait()
 
 
-@pytest.mark.parametrize("name", MISFITS)
-def test_what_is_not_expected_is_refused_by_the_receiver(ranks, name):
-    with pytest.raises(RankFailed) as error:
-        ranks(misfit, {"X": 2}, name, name == "as many bytes")
-    assert "rank 1 of" in str(error.value)
-    said = f"rank 0 sends {MISFITS[name][2]}\n  this rank expects A[I, J] of (2, 3) float32\n"
+def test_what_is_not_expected_is_refused_by_the_receiver(ranks):
+    with pytest.raises(RankFailed, match="rank 1 of") as error:
+        ranks(misfit, {"X": 2})
+    said = "rank 0 sends A[I, J] of (2, 3) int32\n  this rank expects A[I, J] of (2, 3) float32\n"
     assert said in str(error.value)
     assert "rule: what is received has the type, the shape and the dtype of what is sent" in str(error.value)
 
@@ -50,8 +43,6 @@ KINDS = {
     "G[I]": torch.complex(A[0], A[1]).conj(),
     "H[I]": torch.complex(A[0], A[1]).conj().imag,
     "J[I]": A.to(torch.bfloat16)[:, 1],
-    "K[I]": A.to(torch.int64)[0],
-    "M[I]": A.double()[0],
 }
 
 
@@ -73,8 +64,6 @@ def both_ways(mesh):
             assert c.send("A[I, J]", A + sender, mesh, "X", other) is not None
         else:
             assert torch.equal(c.recv("A[I, J]", torch.empty_like(A), mesh, "X", other), A + sender)
-    with pytest.raises(ShardingError, match="not differentiable"):
-        c.send("A[I]", torch.ones(2, requires_grad=True), mesh, "X", other)
 
 
 def test_messages_of_every_kind_both_ways_at_once(ranks):
@@ -142,58 +131,36 @@ def test_replicas_share_the_sending():
 
 
 def on_some_ranks(world):
-    """Collectives on meshes of some ranks, of which one overlaps another; ranks outside pass None."""
+    """Collectives on meshes of some ranks, of which one overlaps another; ranks outside pass None, or are refused."""
+    for those in ([2, 0], [3, 4]):
+        with pytest.raises(ShardingError, match="ascending"):
+            Mesh({"X": 2}, ranks=those)
     a, b = Mesh({"X": 2}, ranks=[0, 2], checked=True), Mesh({"X": 3}, ranks=[1, 2, 3])
     x = torch.arange(6.0)
     mine = shard("A[I_X]", x, a) if a.member else None
+    with pytest.raises(ShardingError, match="give their shard"):
+        transfer("A[I_X] -> A[I_X]", None if a.member else x, a, b)
+    if not a.member:
+        with pytest.raises(ShardingError, match="not one of the mesh"):
+            a.group(("X",))
     gathered = all_gather("A[I_X] -> A[I]", mine, a)
     there = transfer("A[I_X] -> A[I_X]", mine, a, b)
-    return (a.member, a.ranks, gathered, there)
+    return a.member, a.ranks, gathered, there
 
 
 def test_meshes_of_some_ranks(ranks):
+    whole = torch.arange(6.0)
     for rank, (member, those, gathered, there) in enumerate(ranks(on_some_ranks, {"W": 4})):
-        assert member is (rank in (0, 2))
-        assert those == (0, 2)
-        assert (gathered is None) if not member else torch.equal(gathered, torch.arange(6.0))
-        assert (there is None) if rank == 0 else torch.equal(there, torch.arange(6.0)[2 * rank - 2 : 2 * rank])
+        assert (member, those) == (rank in (0, 2), (0, 2))
+        assert torch.equal(gathered, whole) if member else gathered is None
+        assert torch.equal(there, whole[2 * rank - 2 : 2 * rank]) if rank else there is None
 
 
-def refusals(world):
-    a = Mesh({"X": 2}, ranks=range(2))
-    said = []
-    for call in (
-        lambda: transfer("A[I_X] -> A[I_X]", None if a.member else torch.ones(2), a, a),
-        lambda: transfer("A[I_X] {U_Y} -> A[I_X]", None, a, a),
-        lambda: transfer("A[I_X] -> A[J_X]", None, a, a),
-        lambda: transfer("A[I_Z] -> A[I_X]", None, a, a),
-        lambda: transfer("A[I_X] -> A[I_Z]", None, a, a),
-        lambda: Mesh({"X": 2}, ranks=[1, 0]),
-        lambda: Mesh({"X": 2}, ranks=[3, 4]),
-        lambda: None if a.member else a.group(("X",)),
+def test_on_one_device_into_another_shape():
+    mesh, x = Mesh({"X": 1}), torch.arange(4)
+    for given, wanted in (
+        ({}, [0, 1, 2, 3]),
+        ({"into": (6,), "below": (2,)}, [0, 1, 0, 0, 0, 0]),
+        ({"below": (0,)}, [0] * 4),
     ):
-        try:
-            call()
-            said.append("")
-        except ShardingError as error:
-            said.append(str(error))
-    return said
-
-
-def test_what_does_not_go_together_is_refused(ranks):
-    wanted = ["give their shard", "partial sums", "same dims", *["unknown mesh axis Z"] * 2, *["ascending"] * 2]
-    for rank, said in enumerate(ranks(refusals, {"W": 4})):
-        for text, part in zip(said, [*wanted, "not one of the mesh" if rank > 1 else ""], strict=True):
-            assert part in text
-            assert bool(part) is bool(text)
-
-
-def test_one_device():
-    mesh = Mesh({"X": 1})
-    x = torch.arange(4)
-    got = transfer("A[I_X] -> A[I]", x, mesh, Mesh({}))
-    assert torch.equal(got, x)
-    assert torch.equal(
-        transfer("A[I_X] -> A[I]", x, mesh, mesh, into=(6,), below=(2,)), torch.tensor([0, 1, 0, 0, 0, 0])
-    )
-    assert torch.equal(transfer("A[I_X] -> A[I]", x, mesh, mesh, below=(0,)), torch.zeros(4, dtype=torch.int64))
+        assert transfer("A[I_X] -> A[I]", x, mesh, Mesh({}), **given).tolist() == wanted

@@ -1,18 +1,22 @@
-"""What the typed calls refuse, before anything is sent, with the rule and the fix."""
+"""What the typed calls refuse, before anything is sent or written, with the rule and the fix."""
+
+import re
 
 import pytest
 import torch
-from refused import refused
-from test_buffers import GATHER, PRODUCT, REDUCE
+from refused import by_words, refused
 
 from scaling import collectives as c
+from scaling.algebra import matmul
 from scaling.collectives import rings
 from scaling.mesh import AbstractMesh, Mesh
+from scaling.spec import ShardingError
 
 ONE, ABSTRACT = Mesh({"X": 1, "Y": 1}), AbstractMesh({"X": 2})
+GATHER, SCATTER, PRODUCT = "A[I_X, J] -> A[I, J]", "A[I, J] {U_X} -> A[I_X, J]", "A[I, J] * B[J, K] -> C[I, K]"
+SUM, TRANSFER, RAGGED = "A[I] {U_X} -> A[I]", "A[I_X] -> A[I]", "Row[G_X, E, R, D] -> Row[G, E_X, R, D]"
 X, MASK = torch.arange(24.0).view(2, 3, 4), torch.tensor([[True, False, True], [False, True, False]])
-ROWS, MASKED, SUM = torch.arange(20.0).view(5, 4), "x[B, T, D] {U_Y}", "A[I] {U_X} -> A[I]"
-RAGGED, TRANSFER = "Row[G_X, E, R, D] -> Row[G, E_X, R, D]", "A[I_X] -> A[I]"
+ROWS, MASKED = torch.arange(20.0).view(5, 4), "x[B, T, D] {U_Y}"
 
 
 def meta(*shape, dtype=torch.float32):
@@ -23,130 +27,191 @@ def ones(*shape, dtype=torch.float32):
     return torch.ones(shape, dtype=dtype)
 
 
-test_operands = refused({
-    "a number that is another": (lambda: c.all_gather("A[2, I_X] -> A[2, I]", ones(3, 1), ONE), "dim 2 of this shard"),
-    "its part": (lambda: c.all_gather("A[8_X] -> A[8]", meta(8), ABSTRACT), "dim 8 of this shard has size 8, not 4"),
-    "in a permutation": (lambda: c.ppermute("A[2, I]", ones(3, 1), ONE, "X", []), "has size 3, not 2"),
-    "an axis that a permuted type alone has": (
-        lambda: c.ppermute("A[I_Q] -> A[I]", ones(3), ONE, "X", []),
-        "unknown mesh axis Q",
+def param(*shape):
+    return ones(*shape).requires_grad_()
+
+
+def float8(*shape):
+    return ones(*shape).to(torch.float8_e4m3fn)
+
+
+def product(a, b, line=PRODUCT, **options):
+    return lambda: c.einsum(line, a, b, **options)
+
+
+def donated(x):
+    return lambda: c.all_reduce("A[I, J] {U_X} -> A[I, J]", x, ONE, donate=True)
+
+
+test_operands = refused(by_words({
+    "dim 2 of this shard": lambda: c.all_gather("A[2, I_X] -> A[2, I]", ones(3, 1), ONE),
+    "dim 8 of this shard has size 8, not 4": lambda: c.all_gather("A[8_X] -> A[8]", meta(8), ABSTRACT),
+    "has size 3, not 2": lambda: c.ppermute("A[2, I]", ones(3, 1), ONE, "X", []),
+    "unknown mesh axis Q": lambda: c.ppermute("A[I_Q] -> A[I]", ones(3), ONE, "X", []),
+    "unknown mesh axis Z": lambda: c.send("A[I_Z]", meta(4), ABSTRACT, "X", 1),
+    "which does not divide into 2 blocks over X": lambda: c.shard("A[3_X]", meta(3), ABSTRACT),
+    "its type has 2 dims": lambda: c.shard("A[I, J]", X, ONE),
+    "the operand is on meta": lambda: c.all_gather(GATHER, meta(2, 2), ONE),
+    "numpy.ndarray": lambda: c.all_reduce(SUM, ones(2).numpy(), ONE),
+    "fix: give it as .to_dense()": lambda: c.all_gather(GATHER, ones(2, 2).to_sparse(), ONE),
+    "not differentiable, since its transpose lies on another rank": (
+        lambda: c.send("A[I]", param(2), Mesh({"X": 1}), "X", 1)
     ),
-    "an axis that a sent type alone has": (lambda: c.send("A[I_Z]", meta(4), ABSTRACT, "X", 1), "unknown mesh axis Z"),
-    "in a product": (
-        lambda: c.einsum("A[2, J] * B[J, K] -> C[2, K]", ones(3, 1), ones(1, 1)),
-        "dim 2 says its own size",
-    ),
-    "a number that does not divide": (lambda: c.shard("A[3_X]", meta(3), ABSTRACT), "does not divide"),
-    "too many dims, no axes": (lambda: c.shard("A[I, J]", X, ONE), "its type has 2 dims"),
-    "shapes alone on a real mesh": (lambda: c.all_gather(GATHER, meta(2, 2), ONE), "the operand is on meta"),
-    "a product with shapes alone": (lambda: c.einsum(PRODUCT, ones(2, 2), meta(2, 2)), "meta device"),
-    "an array of numpy": (lambda: c.all_reduce(REDUCE, ones(2, 2).numpy(), ONE), "numpy.ndarray"),
-    "a product of arrays": (lambda: c.einsum(PRODUCT, ones(2, 2).numpy(), ones(2, 2)), "torch.as_tensor"),
-    "a product of nothing": (lambda: c.einsum(PRODUCT, None, None), "do not have the dims of their types"),
-    "two dtypes": (
-        lambda: c.einsum(PRODUCT, ones(2, 2), ones(2, 2).double()),
-        "the operands, torch.float32 on cpu and torch.float64 on cpu, have one dtype",
-    ),
-    "a dtype that torch does not multiply": (
-        lambda: c.einsum(PRODUCT, ones(2, 2).bool(), ones(2, 2).bool()),
-        "of torch.bool it has none",
-    ),
-    "a dtype that torch does not add": (
-        lambda: c.einsum("A[I, J] -> C[I]", ones(2, 2).to(torch.float8_e4m3fn)),
-        "of torch.float8_e4m3fn it has none",
-    ),
-    "added to nothing": (lambda: c.einsum(PRODUCT, ones(2, 2), ones(2, 2), add=True), "fix: give out="),
-    "a derivative in a buffer": (
-        lambda: c.einsum(PRODUCT, ones(2, 2).requires_grad_(), ones(2, 2), out=ones(2, 2)),
-        "fix: leave out= away",
-    ),
-    "sparse": (lambda: c.all_gather(GATHER, ones(2, 2).to_sparse(), ONE), "fix: give it as .to_dense()"),
-    "a sparse product of a batch, which torch gets wrong": (
-        lambda: c.einsum("A[L, J] * B[J, K] -> C[J, K, L]", ones(2, 5), ones(5, 2).to_sparse()),
-        "fix: give them as .to_dense()",
-    ),
+    "its type has 1 dims": lambda: c.reshard("A[I] -> A[I_X]", meta(3, 4), ABSTRACT),
+    "has one operand": lambda: c.reshard("A[I] * B[I] -> A[I]", meta(3, 4), ABSTRACT),
+    "1 shards for 2 operands": lambda: c.run(matmul("A[I, J]", "B[J, K]"), meta(3, 4), ABSTRACT),
+}) | {
+    "a resharding": (lambda: c.reshard("A[I, J] -> A[I_X, J]", meta(3, 4), ABSTRACT), "does not divide"),
 })  # fmt: skip
 
-test_reductions = refused({
-    "another word": (lambda: c.all_reduce(SUM, meta(4), ABSTRACT, op="avg"), "one of sum, mean, max, min"),
-    "a mean of whole numbers": (
-        lambda: c.all_reduce(SUM, meta(4, dtype=torch.int32), ABSTRACT, op="mean"),
-        "a mean has fractions",
+test_products = refused(by_words({
+    "dim 2 says its own size": product(ones(3, 1), ones(1, 1), "A[2, J] * B[J, K] -> C[2, K]"),
+    "meta device": product(ones(2, 2), meta(2, 2)),
+    "torch.as_tensor": product(ones(2, 2).numpy(), ones(2, 2)),
+    "do not have the dims of their types": product(None, None),
+    "they differ in the size of dim J": product(ones(2, 2), ones(3, 2), defer=True),
+    "the operands, torch.float32 on cpu and torch.float64 on cpu, have one dtype": (
+        product(ones(2, 2), ones(2, 2).double())
     ),
-    "the greatest complex number": (
-        lambda: c.all_reduce(SUM, ones(4, dtype=torch.complex64), ONE, op="max"),
-        "the max of torch.complex64",
+    "of torch.bool it has none": product(ones(2, 2).bool(), ones(2, 2).bool()),
+    "of torch.float8_e4m3fn it has none": product(float8(2, 2), None, "A[I, J] -> C[I]"),
+    "fix: give out=": product(ones(2, 2), ones(2, 2), add=True),
+    "fix: leave out= away": product(param(2, 2), ones(2, 2), out=ones(2, 2)),
+    "fix: give them as .to_dense()": (  # of which torch gets the sum over a batch wrong
+        product(ones(2, 5), ones(5, 2).to_sparse(), "A[L, J] * B[J, K] -> C[J, K, L]")
     ),
-    "a sum of short integers": (
-        lambda: c.all_reduce(SUM, meta(4, dtype=torch.int16), ABSTRACT),
-        "the sum of torch.int16",
-    ),
-    "a broadcast of float8": (lambda: c.broadcast(SUM, ones(4).to(torch.float8_e4m3fn), ONE), "fix: convert it"),
-})  # fmt: skip
+    "case 2": product(ones(3, 3), ones(3, 3), "A[I, J_X] * B[J, K] -> C[I, K]"),
+    "case 3": product(ones(3, 3), ones(3, 3), "A[I, J_X] * B[J_X, K] -> C[I, K]", defer=True),
+}))  # fmt: skip
+
+test_reductions = refused(by_words({
+    "one of sum, mean, max, min": lambda: c.all_reduce(SUM, meta(4), ABSTRACT, op="avg"),
+    "a mean has fractions": lambda: c.all_reduce(SUM, meta(4, dtype=torch.int32), ABSTRACT, op="mean"),
+    "the max of torch.complex64": lambda: c.all_reduce(SUM, ones(4, dtype=torch.complex64), ONE, op="max"),
+    "the sum of torch.int16": lambda: c.all_reduce(SUM, meta(4, dtype=torch.int16), ABSTRACT),
+    "fix: convert it": lambda: c.broadcast(SUM, float8(4), ONE),
+    "the donated operand has shape (2, 3) and strides (0, 1)": donated(X[0, :1, :3].expand(2, 3)),
+    "the donated operand is a view that conjugates or negates": donated(torch.complex(X[0], X[0]).conj()),
+    "give it as .resolve_conj().resolve_neg()": donated(torch.complex(X[0], X[0]).conj().imag),
+    "the donated operand requires a gradient": donated(param(2, 3)),
+}))  # fmt: skip
 
 test_masks = refused({
-    what: lambda args=args: c.masked(*args, ONE)
-    for what, args in {
-        "none": (MASKED, X, None),
-        "of the last dims": (MASKED, X, MASK[0]),
-        "elsewhere": (MASKED, X, MASK.to("meta")),
-        "of bools": ("m[B, T] {U_Y}", MASK, MASK),
-        "of another number": ("x[9, T, D] {U_Y}", X, MASK),
-        "sparse": (MASKED, X.to_sparse(), MASK),
-        "a type that is no sum": ("x[B, T, D]", X, MASK),
-        "a line": ("x[B, T, D] -> x[B, T, D] {U_X}", X, MASK),
-        "an axis that is none": ("x[B, T, D] {U_Z}", X, MASK),
+    what: (lambda args=args: c.masked(*args, ONE), words)
+    for what, (words, *args) in {
+        "none": ("both are dense tensors", MASKED, X, None),
+        "sparse": ("both are dense tensors", MASKED, X.to_sparse(), MASK),
+        "of the last dims": ("a mask is bool, and has the operand's first dims", MASKED, X, MASK[0]),
+        "elsewhere": ("the mask is torch.bool [2, 3] on meta", MASKED, X, MASK.to("meta")),
+        "floats": ("the mask is torch.float32", MASKED, X, MASK.float()),
+        "of fewer rows": ("the mask is torch.bool [1, 3]", MASKED, X, MASK[:1]),
+        "of bools": ("partial sums are of numbers", "m[B, T] {U_Y}", MASK, MASK),
+        "of another number": ("says those that are numbers", "x[9, T, D] {U_Y}", X, MASK),
+        "a type that is no sum": ("a mask makes partial sums", "x[B, T, D]", X, MASK),
+        "a line": ("a mask makes partial sums", "x[B, T, D] -> x[B, T, D] {U_X}", X, MASK),
+        "an axis that is none": ("unknown mesh axis Z", "x[B, T, D] {U_Z}", X, MASK),
     }.items()
-} | {
-    what: (lambda mask=mask: c.masked(MASKED, X, mask, ONE), "a mask is bool, and has the operand's first dims")
-    for what, mask in {"floats": MASK.float(), "of fewer rows": MASK[:1]}.items()
 })  # fmt: skip
 
 test_ragged_rows = refused({
-    what: (lambda args=args: c.ragged_all_to_all(*args), words)
-    for what, (words, *args) in {
-        "it keeps other rows": ("", RAGGED, ROWS, [5], [3], ONE),
-        "below 0": ("", RAGGED, ROWS, [5], [-5], ONE),
-        "floats": ("", RAGGED, ROWS, [5.0], [5], ONE),
-        "no counts": ("", RAGGED, ROWS, None, None, ONE),
-        "rows of one dim": ("dims up to R are one", RAGGED, ROWS[:, 0], [5], [5], ONE),
-        "too few counts": ("4 rows cannot be sent", RAGGED, meta(4, 3), (4,), (2, 2), ABSTRACT),
-        "other rows": ("4 rows cannot be sent", RAGGED, meta(4, 3), (2, 1), (2, 2), ABSTRACT),
-        "no AllToAll": ("rule: AllToAll takes", RAGGED.replace("E_X", "E"), meta(4, 3), (2, 2), (2, 2), ABSTRACT),
-        "an axis that is none": ("unknown mesh axis Z", RAGGED.replace("X", "Z"), meta(4, 3), (2, 2), (2, 2), ABSTRACT),
-    }.items()
+    f"{sends} and {receives}": (
+        lambda args=(x, sends, receives, mesh): c.ragged_all_to_all(RAGGED, *args),
+        f"{len(x)} rows cannot be sent as {sends} and received as {receives}",
+    )
+    for x, sends, receives, mesh in [
+        (ROWS, (5,), (3,), ONE),  # it keeps other rows
+        (ROWS, (5,), (-5,), ONE),
+        (meta(4, 3), (4,), (2, 2), ABSTRACT),
+        (meta(4, 3), (2, 1), (2, 2), ABSTRACT),
+    ]
+} | by_words({
+    "sends = [5.0]: must be whole numbers": lambda: c.ragged_all_to_all(RAGGED, ROWS, [5.0], [5], ONE),
+    "sends = None: must be whole numbers": lambda: c.ragged_all_to_all(RAGGED, ROWS, None, None, ONE),
+    "dims up to R are one": lambda: c.ragged_all_to_all(RAGGED, ROWS[:, 0], [5], [5], ONE),
+    "rule: AllToAll takes": (
+        lambda: c.ragged_all_to_all(RAGGED.replace("E_X", "E"), meta(4, 3), (2, 2), (2, 2), ABSTRACT)
+    ),
+    "unknown mesh axis Z": (
+        lambda: c.ragged_all_to_all(RAGGED.replace("X", "Z"), meta(4, 3), (2, 2), (2, 2), ABSTRACT)
+    ),
+}))  # fmt: skip
+
+test_transfers = refused({
+    f"{line} {options}": (lambda line=line, options=options: c.transfer(line, X[0, 0], ONE, ONE, **options), words)
+    for line, options, words in [
+        ("A[I_X] {U_Y} -> A[I_X]", {}, "partial sums stay on their mesh"),
+        ("A[I_X] -> A[J_X]", {}, "of the same dims in the same order"),
+        ("A[I_Z] -> A[I_X]", {}, "unknown mesh axis Z"),
+        ("A[I_X] -> A[I_Z]", {}, "unknown mesh axis Z"),
+        *((TRANSFER, {"into": size}, "into has a size of at least 0") for size in ((-1,), 6, (3, 2))),
+        (TRANSFER, {"below": (2.5,)}, "below has a size of at least 0"),
+    ]
 })  # fmt: skip
 
-SIZES = {"into": (-1,)}, {"into": 6}, {"into": (3, 2)}, {"below": (2.5,)}
-test_whole_numbers = refused(
-    {f"transfer {given}": lambda given=given: c.transfer(TRANSFER, X[0, 0], ONE, ONE, **given) for given in SIZES}
-    | {
-        f"ppermute by {perm}": lambda perm=perm: c.ppermute("A[I_X]", torch.arange(6.0), ONE, "X", perm)
-        for perm in [[(0.9, 0)], [(0,)], 3]
-    }
-)
-
-test_rings = refused({
-    "three ways": (lambda: rings.all_gather(meta(4), ABSTRACT, "X", ways=3), "ways must be 1 or 2"),
-    "a rest": (lambda: rings.reduce_scatter(meta(5), ABSTRACT, "X"), "does not divide into 2"),
-    "too many chunks": (lambda: rings.all_to_all(meta(3, 2), ABSTRACT, "X"), "a chunk for each device"),
+test_permutations = refused({
+    f"{perm}": (
+        lambda perm=perm: c.ppermute("A[I_X]", torch.arange(6.0), ONE, "X", perm),
+        "a permutation is pairs of whole numbers",
+    )
+    for perm in [[(0.9, 0)], [(0,)], 3]
 })  # fmt: skip
+
+test_rings = refused(by_words({
+    "ways must be 1 or 2": lambda: rings.all_gather(meta(4), ABSTRACT, "X", ways=3),
+    "does not divide into 2": lambda: rings.reduce_scatter(meta(5), ABSTRACT, "X"),
+    "a chunk for each device": lambda: rings.all_to_all(meta(3, 2), ABSTRACT, "X"),
+}))  # fmt: skip
 
 test_options_are_given_by_name = refused(  # those of others: test_drawn.py
     {
-        call.__name__: lambda call=call, args=args: call(*args)
-        for call, *args in (
-            (c.ppermute, "A[I]", ROWS[0], ONE, "X", [], True),
-            (c.send, "A[I]", ROWS[0], ONE, "X", 1, True),
-        )
+        "ppermute": lambda: c.ppermute("A[I]", ROWS[0], ONE, "X", [], True),
+        "send": lambda: c.send("A[I]", ROWS[0], ONE, "X", 1, True),
     },
     TypeError,
     "positional",
 )
 
 
-@pytest.mark.parametrize("size", [2, 4])
-def test_a_number_may_be_split(size):
-    x = ones(3, size)  # a part of 4 divides it
-    assert torch.equal(c.einsum("A[I, 4_X] -> C[I] {U_X}", x), x.sum(1))
-    assert c.all_gather("A[2, 8_X] -> A[2, 8]", meta(2, 4), ABSTRACT).shape == (2, 8)
+def memory():
+    """A stack [3, 4, 4] of which a test gives one layer away: the others must not change."""
+    return torch.arange(48.0).view(3, 4, 4)
+
+
+MISFITS = {  # words of the error: the buffer within a stack; the result is [4, 4]
+    "the result has shape (4, 4), out (3, 4)": lambda g: g[1, :3],
+    "the result is torch.float32 on cpu, out torch.float64 on cpu": lambda g: g[1].double(),
+    "elements share their memory": lambda g: g[1, :1].expand(4, 4),
+    "conjugates or negates": lambda g: torch.zeros(4, 4, dtype=torch.complex64).conj().imag,
+    "out torch.float32 on meta": lambda g: g[1].to("meta"),
+    "out is a ndarray": lambda g: g[1].numpy(),
+    "out requires a gradient": lambda g: g[1].clone().requires_grad_() * 1,
+}
+
+
+@pytest.mark.parametrize("words", MISFITS)
+def test_a_buffer_that_does_not_fit_is_refused_and_nothing_is_written(words):
+    for write in (
+        lambda out: c.all_gather("A[I, J_X] -> A[I, J]", ones(4, 4), ONE, out=out, async_op=True).wait(),
+        lambda out: c.reduce_scatter(SCATTER, ones(4, 4), ONE, out=out),
+        lambda out: c.einsum(PRODUCT, ones(4, 8), ones(8, 4), out=out),
+    ):
+        g = memory()
+        with pytest.raises(ShardingError, match=re.escape(words)) as error:
+            write(MISFITS[words](g))
+        assert "\n  rule: " in str(error.value)
+        assert torch.equal(g, memory())
+
+
+def test_a_buffer_that_shares_memory_with_an_operand_is_refused():
+    x = torch.arange(64.0).view(8, 8)
+    kept = x.clone()
+    for call in (
+        lambda: c.all_gather(GATHER, x[1:5], ONE, out=x[:4]),  # a part of it
+        lambda: c.reduce_scatter(SCATTER, x[:4], ONE, out=x[1:5]),
+        product(x, x.clone(), out=x),
+        product(x.clone(), x, out=x.t()),
+        product(x, None, "A[I, J] -> C[J]", out=x[3]),
+    ):
+        with pytest.raises(ShardingError, match="out shares memory with an operand"):
+            call()
+        assert torch.equal(x, kept)
