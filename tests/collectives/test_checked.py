@@ -1,33 +1,20 @@
 """The checked mode: ranks that are about to make different calls raise, all of them, and are told who calls what; who
-does not come to a call is named, with where he waits or that he has ended.
-
-Of calls above the collectives too, whose arguments no message shows: without it most would give wrong numbers."""
+does not come to a call is named, with where he waits or that he has ended. Of calls above them: test_alike.py."""
 
 import os
 import re
 import time
-import warnings
 from functools import partial
 
 import pytest
 import torch
-import torch.distributed as dist
-from misuse.ranks import ACTS, Case, finding, page_of, tell
-from misuse.steps import CHANGED
 from torch.utils.flop_counter import FlopCounterMode
 
 from scaling import collectives as c
-from scaling import tree
-from scaling.collectives.checked import alike
-from scaling.configs import Config
 from scaling.mesh import Mesh, page
 from scaling.mesh.meeting import MeetingByMessages, meeting
 from scaling.mesh.page import LENGTH, PLACES
-from scaling.models import transformer as model
-from scaling.schedules import gpipe, one_f_one_b
-from scaling.spec import ShardingError, parse
-from scaling.strategies import pipeline, transformer
-from scaling.strategies.expert import moe
+from scaling.spec import ShardingError
 
 MESH = {"X": 2, "Y": 2}
 GATHER, SCATTER, SUM = "A[I_X, J] -> A[I, J]", "A[I, J] {U_X} -> A[I_X, J]", "A[I] {U_X} -> "
@@ -112,50 +99,6 @@ DIFFER = {
     ),
 }  # fmt: skip
 
-# Calls above the collectives: those of which none is in tests/misuse
-
-CONFIG = Config("small", L=1, D=4, F=4, N=2, K=2, H=2, V=8)
-IDS = torch.zeros(2, 4, dtype=torch.int64)
-
-
-def route(mesh, k=1):
-    params = {"router": torch.ones(4, 2)} | {name: torch.ones(1, 4, 4) for name in ("W_in", "W_gate", "W_out")}
-    moe(params, torch.ones(1, 2, 4), CONFIG.with_(E=2, k=k), mesh, "X")
-
-
-def init(mesh, seed=0):
-    tree.init({"w": tree.Normal(1.0)}, {"w": "w[I_X, J]"}, {"I": 4, "J": 3}, mesh, seed)
-
-
-def evaluate(mesh, eps=1e-5):
-    config = CONFIG.with_(eps=eps)
-    transformer.loss(transformer.shard(model.init(config, 0), config, mesh), IDS, IDS, config, mesh)
-
-
-def pipe(mesh, make=gpipe, layers=1):
-    params = {"W_in": torch.ones(layers, 4, 6), "W_out": torch.ones(layers, 6, 4)}
-    x = torch.ones(4, 4)
-    pipeline.value_and_grad(params, x, x, mesh, make(2, 2), lambda Out, Target: Out.sum(), axis="X")
-
-
-def move(mesh, rows=2):
-    c.transfer("A[I_X] -> A[I]", torch.ones(rows), mesh, mesh)
-
-
-# (the call, what rank 1 gives otherwise) -> what all are told of each of the two
-ABOVE = {
-    "experts": (route, {"k": 2}, "moe with config=Config.*{}", "V=8, E=2\\)", "k=2\\)"),
-    "seed": (init, {"seed": 1}, "init with seed={},", "0", "1"),
-    "eps": (evaluate, {"eps": 0.1}, "loss with config=Config.*{}", "V=8\\)", "eps=0.1\\)"),
-    "schedule": (pipe, {"make": one_f_one_b}, "pipeline {},", "gpipe", "1f1b"),
-    "layers": (pipe, {"layers": 2}, r"pipeline gpipe, .*W_in: float32\[{}, 4, 6\]", "1", "2"),
-    "shards": (move, {"rows": 3}, r"transfer A\[I_X\] -> A\[I\] .* x=float32\[{}\]", "2", "3"),
-}
-DIFFER |= {
-    what: ((call, ".*" + words.format(usual)), (partial(call, **given), ".*" + words.format(other)))
-    for what, (call, given, words, usual, other) in ABOVE.items()
-}
-
 
 def refused(call, mesh) -> str:
     """The error of a call that is none of a kind; the group can still be used."""
@@ -169,62 +112,18 @@ def differ(mesh, what):
     return refused(DIFFER[what][mesh.rank][0], mesh)
 
 
-@pytest.mark.parametrize("what", DIFFER)
-def test_a_disagreement_is_an_error_on_every_rank_that_names_ranks_and_calls(ranks, what):
-    for message in ranks(differ, {"X": 2}, what):
+def are_told(messages, words) -> None:
+    """All ranks are told of each, and the rule."""
+    for message in messages:
         assert "the ranks along X do not make the same call" in message
         assert "rule: all ranks of a group run the same lines in the same order" in message
-        for rank, (_, words) in enumerate(DIFFER[what]):
-            assert re.search(f"\n  rank {rank}: {words}", message), message
+        for rank, each in enumerate(words):
+            assert re.search(f"\n  rank {rank}: {each}", message), message
 
 
-def each_act_in_another_way(mesh, folder):
-    """Of the acts of tests/misuse with each twist of rank 1, how they ended as none should; of the configs that may be
-    others, with one."""
-    control, wrong = dist.new_group(backend="gloo"), []
-    for name, act in ACTS.items():
-        left_out = {*CHANGED} - {"theta"} if name == "training" else {}
-        twists = [twist for twist in act.twists if twist not in left_out and not act.messages]
-        for number, twist in enumerate(twists):
-            case, told = Case([(name, number)], odd=1, at=0, twist=twist), [None, None]
-            with warnings.catch_warnings():  # of what is dropped
-                warnings.simplefilter("ignore")
-                mine = tell(mesh, case, folder)
-            dist.all_gather_object(told, mine, group=control)
-            page_of(mesh).set_pid(os.getpid())
-            dist.barrier(control)
-            wrong += [f"{case}: {found}"] if (found := finding(case, told)) else []
-    return wrong
-
-
-def test_of_acts_that_one_rank_does_in_another_way_all_are_told_or_the_numbers_are_right(ranks, tmp_path):
-    for wrong in ranks(each_act_in_another_way, {"X": 2}, tmp_path):
-        assert not wrong, "\n\n".join(wrong)
-
-
-def ragged(mesh):
-    counts, line = [2, 2], "A[G_X, E, R, D] -> A[G, E_X, R, D]"
-    c.ragged_all_to_all(line, torch.ones(4, 3), counts, [1, 2] if mesh.rank else counts, mesh)
-
-
-def masked(mesh, mask):
-    c.masked("x[B, T, D] {U_X}", torch.ones(2, 3, 4), mask, mesh)
-
-
-NUMBERS = {  # calls that are alike, but for numbers that do not go together: what all are told
-    "the ranks send [[2, 2], [2, 2]], but expect [[2, 2], [1, 2]]": ragged,
-    "6 of 6 elements are held by several devices along X": partial(masked, mask=torch.ones(2, 3) > 0),
-    "3 of 6 elements are held": partial(masked, mask=torch.arange(6).view(2, 3) > 2),
-}
-
-
-def numbers_differ(mesh, words):
-    return refused(NUMBERS[words], mesh)
-
-
-@pytest.mark.parametrize("words", NUMBERS)
-def test_numbers_that_do_not_go_together_are_an_error_on_every_rank(ranks, words):
-    assert all(words in message for message in ranks(numbers_differ, {"X": 2}, words))
+@pytest.mark.parametrize("what", DIFFER)
+def test_a_disagreement_is_an_error_on_every_rank_that_names_ranks_and_lines(ranks, what):
+    are_told(ranks(differ, {"X": 2}, what), [words for _, words in DIFFER[what]])
 
 
 def one_of_four(mesh):
@@ -258,17 +157,6 @@ def long_lines(mesh):
         c.all_gather(f"{names[mesh.rank]}[I_X] -> A[I]", torch.zeros(2), mesh)
 
 
-def arguments(mesh):
-    """Of a function nothing is compared, of a long argument its digest, of a config what is not its default."""
-    given = {"state": {"w": (torch.ones(2, 3), parse("w[I_X, J]")), "n": (1, None)}, "config": CONFIG}
-    alike(mesh, "a call", f=lambda: mesh.rank, long="a" * 200, **given)
-    with pytest.raises(ShardingError, match=r"rank 0: a call with long='a+\.\.\. \(digest \w+\)\n  rank 1: "):
-        alike(mesh, "a call", long=["a" * 200, "a" * 199 + "b"][mesh.rank])
-    said = "state={n: [1, None], w: [float32[2, 3], w[I_X, J]]}, config=Config(name='small', L=1,"
-    with pytest.raises(ShardingError, match=re.escape(said)):
-        alike(mesh, "a call", **given, f=1 if mesh.rank else print)
-
-
 def nothing_is_sent(mesh):
     """By a slice that one rank makes, nor where a device is alone along an axis: its mask is no other's."""
     if mesh.rank == 1:
@@ -286,10 +174,7 @@ def late_in_turn(mesh):
             gather(mesh, (1 + late, 1))
 
 
-HOLDS = [many, long_lines, arguments, nothing_is_sent, late_in_turn]
-
-
-@pytest.mark.parametrize("holds", HOLDS, ids=lambda f: f.__name__)
+@pytest.mark.parametrize("holds", [many, long_lines, nothing_is_sent, late_in_turn], ids=lambda f: f.__name__)
 def test_of_two_ranks(ranks, holds):
     ranks(holds, {"X": 2})
 
@@ -308,8 +193,7 @@ def by_messages(mesh):
 def test_ranks_that_share_no_memory_compare_by_messages(ranks):
     for messages in ranks(by_messages, {"X": 2}):
         for what, message in messages.items():
-            for rank, (_, words) in enumerate(DIFFER[what]):
-                assert re.search(f"\n  rank {rank}: {words}", message), message
+            are_told([message], [words for _, words in DIFFER[what]])
 
 
 # Who does not come
@@ -331,7 +215,7 @@ def test_ranks_that_wait_for_each_other_in_different_groups_are_told_so(ranks):
         assert after == 4.0
 
 
-def late(mesh):
+def late(mesh, told):
     hasty, message = Mesh(mesh.sizes, checked=True, timeout=0.5), ""
     if mesh.rank == 0:
         with pytest.raises(TimeoutError) as error:
@@ -342,14 +226,7 @@ def late(mesh):
     return message
 
 
-def test_who_does_not_come_in_time_is_named(ranks):
-    message, _ = ranks(late, {"X": 2})
-    assert message.startswith("Timed out: not all ranks have come within 0.5 s\n")
-    assert f"\n  rank 0: AllGather {GATHER} of (4, 2) float32, waits for rank 1\n" in message
-    assert "\n  rank 1: has not come, and waits in no other call on this mesh\n" in message
-
-
-def gone(mesh):
+def gone(mesh, told):
     """As under torchrun, where nobody else watches for ranks that end well but early."""
     fresh, message = Mesh(mesh.sizes, checked=True, timeout=60), ""
     if mesh.rank == 1:
@@ -363,12 +240,6 @@ def gone(mesh):
         message = str(error.value)
     total(mesh)
     return message
-
-
-def test_a_rank_that_is_gone_is_not_waited_for(ranks):
-    message, _ = ranks(gone, {"X": 2})
-    assert message.startswith("a rank has ended\n  rank 0: AllGather ")
-    assert "\n  rank 1: has ended\n" in message
 
 
 def waits_elsewhere(mesh, told):
@@ -387,6 +258,18 @@ def waits_elsewhere(mesh, told):
     return message
 
 
-def test_of_who_does_not_come_it_is_told_where_he_waits(ranks, tmp_path):
-    message = ranks(waits_elsewhere, MESH, tmp_path / "told")[0]
-    assert "\n  rank 2: AllReduce B[] {U_Y} -> B[] of () float32, waits for rank 3\n" in message
+ABSENT = {  # what rank 1 does while rank 0 waits for it: what rank 0 is told
+    late: ({"X": 2}, "Timed out: not all ranks have come within 0.5 s\n",
+           f"\n  rank 0: AllGather {GATHER} of (4, 2) float32, waits for rank 1\n",
+           "\n  rank 1: has not come, and waits in no other call on this mesh\n"),
+    gone: ({"X": 2}, "a rank has ended\n  rank 0: AllGather ", "\n  rank 1: has ended\n"),
+    waits_elsewhere: (MESH, "\n  rank 2: AllReduce B[] {U_Y} -> B[] of () float32, waits for rank 3\n"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("how", ABSENT, ids=lambda how: how.__name__)
+def test_who_does_not_come_is_named_with_where_he_is(ranks, how, tmp_path):
+    sizes, *words = ABSENT[how]
+    message = ranks(how, sizes, tmp_path / "told")[0]
+    for each in words:
+        assert each in message

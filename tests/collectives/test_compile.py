@@ -1,14 +1,14 @@
-"""Steps within torch.compile: the same numbers as eagerly. test_collectives.py has every collective in one graph, and
-test_drawn.py the forms of the calls that a compiler follows, run without one: what these refuse is here."""
+"""Collectives and steps within torch.compile: the same numbers as eagerly. test_drawn.py has the forms of the calls
+that a compiler follows, run without one: what these refuse is here."""
 
 from functools import partial
 
 import pytest
 import torch
-from torch.func import grad
+from torch.func import grad, grad_and_value
 
 from scaling import optim, tree
-from scaling.collectives import all_gather, einsum, reduce_scatter
+from scaling.collectives import all_gather, all_reduce, einsum, reduce_scatter
 from scaling.mesh import Mesh
 from scaling.schedules import make
 from scaling.spec import ShardingError
@@ -86,6 +86,70 @@ def pipelined(mesh, kind):
 def test_a_pipeline_s_stages_compiled(ranks, kind, mesh):
     for eager, compiled in ranks(pipelined, mesh, kind):
         torch.testing.assert_close(compiled, eager, rtol=1e-10, atol=1e-12)
+
+
+def loss_of(W, In, mesh):
+    """An FSDP layer: Loss[] {U_X}."""
+    W = all_gather("W[D_X, F] -> W[D, F]", W, mesh)
+    Tmp = einsum("In[B_X, D] * W[D, F] -> Tmp[B_X, F]", In, W)
+    return Tmp.square().sum()
+
+
+def step(W, In, mesh):
+    """The same, its gradient written out."""
+    whole = all_gather("W[D_X, F] -> W[D, F]", W, mesh, async_op=True)
+    Tmp = einsum("In[B_X, D] * W[D, F] -> Tmp[B_X, F]", In, whole.wait())
+    dW = einsum("In[B_X, D] * dTmp[B_X, F] -> dW[D, F] {U_X}", In, 2 * Tmp)
+    dW = reduce_scatter("dW[D, F] {U_X} -> dW[D_X, F]", dW, mesh)
+    return dW, all_reduce("Loss[] {U_X} -> Loss[]", Tmp.square().sum(), mesh)
+
+
+def compiled_and_eager(mesh):
+    torch._dynamo.reset()
+    g = torch.Generator().manual_seed(mesh.rank)
+    W, In = torch.randn(4, 6, generator=g, dtype=torch.float64), torch.randn(5, 8, generator=g, dtype=torch.float64)
+
+    def by_torch_func(W, In):
+        dW, loss = grad_and_value(loss_of)(W, In, mesh)
+        return dW, all_reduce("Loss[] {U_X} -> Loss[]", loss, mesh)
+
+    leaf = W.clone().requires_grad_()
+    compile_(lambda W: loss_of(W, In, mesh))(leaf).backward()
+    written_out = step(W, In, mesh)
+    return written_out, [
+        compile_(by_torch_func)(W, In),
+        by_torch_func(W, In),
+        (leaf.grad, written_out[1]),
+    ]
+
+
+def reduced(mesh):
+    """By each way to put parts together."""
+    torch._dynamo.reset()
+    x = torch.tensor([[0.0, 1.0, 2.0, 2.0], [0.0, 3.0, 1.0, 2.0]])[mesh.rank]  # with ties
+
+    def f(x):
+        ways = "mean", "max", "min"
+        wholes = [all_reduce("A[I] {U_X} -> A[I]", x, mesh, op=by) for by in ways]
+        shards = [reduce_scatter("A[I] {U_X} -> A[I_X]", x, mesh, op=by) for by in ways]
+        return sum(n * y.square().sum() for n, y in enumerate(wholes + shards)), (wholes, shards)
+
+    g = grad_and_value(f, has_aux=True)
+    torch.testing.assert_close(compile_(g)(x), g(x), rtol=1e-6, atol=0)
+
+
+@pytest.mark.slow
+@pytest.mark.compile
+def test_reductions_compiled(ranks):
+    ranks(reduced, {"X": 2})
+
+
+@pytest.mark.slow
+@pytest.mark.compile
+def test_a_step_and_its_derivatives_compiled(ranks):
+    for (dW, loss), others in ranks(compiled_and_eager, {"X": 2}):
+        for other in others:
+            torch.testing.assert_close(other, (dW, loss), rtol=1e-12, atol=1e-12)
 
 
 ONE = Mesh({"X": 1})
