@@ -88,12 +88,11 @@ def test_types_of_options(tmp_path):
 
 
 def test_a_reader_that_goes_away_ends_a_command_quietly():
-    for module, arguments in (("plan", [*PLAN, "--json"]), ("show", ["schedule", "all"])):
-        command_line = [sys.executable, "-m", f"scaling.{module}", *arguments]
-        with subprocess.Popen(command_line, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
-            process.stdout.close()
-            assert process.stderr.read() == b""
-        assert process.wait() == 141
+    command_line = [sys.executable, "-m", "scaling.show", "schedule", "all"]
+    with subprocess.Popen(command_line, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        process.stdout.close()
+        assert process.stderr.read() == b""
+    assert process.wait() == 141
 
 
 def test_ctrl_c_ends_a_command_in_one_line(capsys, monkeypatch, tmp_path):
@@ -121,24 +120,22 @@ as there are.
 """
 
 
-@pytest.mark.parametrize("columns", [60, 100, 200])
-def test_help_and_text_are_at_most_100_columns_wide_and_keep_examples(monkeypatch, columns):
+@pytest.mark.parametrize(("columns", "wide"), [(60, 60), (100, 100), (200, 100)])
+def test_help_and_text_are_60_to_100_columns_wide_and_keep_examples(monkeypatch, columns, wide):
+    monkeypatch.setenv("COLUMNS", "10")
+    assert width() == 60
     monkeypatch.setenv("COLUMNS", str(columns))
-    assert width() == min(columns, 100)
-    assert max(map(len, fold("word " * 40).splitlines())) <= width()
+    assert width() == wide
+    folded = fold("    indented " + "word " * 40).splitlines()
+    assert max(map(len, folded)) <= wide
+    assert folded[1].startswith("        word")
     parser = argparse.ArgumentParser(description=DOC, formatter_class=HelpFormatter)
     parser.add_argument("--long", help="words that go on " * 12)
     lines = parser.format_help().splitlines()
-    assert width() - 20 < max(map(len, lines)) <= width()
+    assert wide - 20 < max(map(len, lines)) <= wide
     assert [line for line in lines if line.startswith("    python")] == [DOC.splitlines()[3], DOC.splitlines()[4]]
     assert any(line.endswith("https://example.org/an-address") for line in lines)
     assert [line for line in lines if "continued" in line or "indented" in line][-1].startswith("    ")
-
-
-def test_a_narrow_terminal_and_an_indented_line(monkeypatch):
-    monkeypatch.setenv("COLUMNS", "10")
-    assert width() == 60
-    assert fold("    indented " + "x " * 40).splitlines()[1].startswith("        x")
 
 
 def test_errors_fit_the_terminal(capsys, monkeypatch):

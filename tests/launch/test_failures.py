@@ -30,12 +30,6 @@ def failed(fn, sizes, *args, **options) -> RankError:
     return error.value
 
 
-def raises(mesh):
-    if mesh.rank == 1:
-        raise ValueError("boom")  # not timeout, "timed out" or "Timed out"
-    return total(mesh)
-
-
 class Odd(Exception):
     def __init__(self, a, b):  # cannot be pickled
         super().__init__(a)
@@ -45,29 +39,96 @@ def raises_what_is_odd(mesh):
     raise Odd("boom \udcff", 2)  # cannot be printed either
 
 
-# what one rank does while the others wait for it in a collective -> what the message says
+def on_rank_1(does):
+    """While the others wait for it in a collective."""
+    return lambda mesh: does(mesh) if mesh.rank == 1 else total(mesh)
+
+
+def ends_early(mesh):
+    if mesh.rank:
+        all_reduce("A[] {U_Y} -> A[]", torch.ones(()), mesh)
+        all_reduce("A[] {U_X} -> A[]", torch.ones(()), mesh)
+
+
+def spins(mesh):
+    while mesh.rank != 1:
+        pass
+    os._exit(3)
+
+
+def leaves_a_child(mesh):
+    if mesh.rank == 0:
+        hangs(mesh)
+    if os.fork() == 0:
+        time.sleep(SOON)  # it keeps the pipes of its parent open
+        os._exit(0)
+    os._exit(3)
+
+
+def makes_a_mesh_alone(mesh):
+    if mesh.rank == 0:
+        Mesh(mesh.sizes)
+    time.sleep(30)
+
+
+def waits_for_a_message(call):
+    return lambda mesh: call("A[I]", torch.ones(2), mesh, "X", 0) if mesh.rank else None
+
+
+TWO, THREE, HASTY = {"X": 2}, {"X": 3}, {"timeout": 0.5}
+RULE = r"along X\n  rule: to each send belongs a recv"
+WAITS = "the ranks wait for each other, each in another call\n  rank 0: the end of the run, waits for"
+# (what the ranks do, the mesh, options) -> what the message says
 FAILURES = {
-    "raises what cannot be pickled": (raises_what_is_odd, ["Odd: boom \\udcff", "in raises_what_is_odd"]),
-    "sys.exit(0)": (lambda mesh: sys.exit(0), ["raised:\nTraceback", "SystemExit: 0"]),
-    "os._exit(0)": (lambda mesh: os._exit(0), ["ended with exit code 0, so the other ranks were ended"]),
-    "SIGKILL": (lambda mesh: os.kill(os.getpid(), signal.SIGKILL), ["was killed by SIGKILL"]),
-    "returns what cannot be pickled": (lambda mesh: lambda: 0, ["raised:", "cannot be pickled", "fix: return tensors"]),
-    "returns early": (lambda mesh: None, ["do not make the same call", "rank 1: the end of the run"]),
-}
+    "raises what cannot be pickled": (on_rank_1(raises_what_is_odd), THREE, {},
+        "^rank 1 of 3 raised", r"Odd: boom \\udcff", "in raises_what_is_odd"),
+    "sys.exit(0)": (on_rank_1(lambda mesh: sys.exit(0)), THREE, {},
+        "^rank 1 of 3 raised:\nTraceback", "SystemExit: 0"),
+    "os._exit(0)": (on_rank_1(lambda mesh: os._exit(0)), THREE, {},
+        "^rank 1 of 3 ended with exit code 0, so the other ranks were ended"),
+    "SIGKILL": (on_rank_1(lambda mesh: os.kill(os.getpid(), signal.SIGKILL)), THREE, {},
+        "^rank 1 of 3 was killed by SIGKILL"),
+    "returns what cannot be pickled": (on_rank_1(lambda mesh: lambda: 0), THREE, {},
+        "^rank 1 of 3 raised:", "cannot be pickled", "fix: return tensors"),
+    "returns early": (on_rank_1(lambda mesh: None), THREE, {},
+        r"^rank \d of 3 ", "do not make the same call", "rank 1: the end of the run"),
+    "returns, and others wait in several groups": (ends_early, {"X": 2, "Y": 2}, {}, WAITS,
+        r"\n  rank [12]: AllReduce A\[\] {U_[XY]} -> A\[\] of \(\) float32, waits for rank 0\n"),
+    "dies, others compute": (spins, TWO, {}, "^rank 1 of 2 ended with exit code 3"),
+    "dies, a child lives on": (leaves_a_child, TWO, {}, "^rank 1 of 2 ended with exit code 3"),
+    # who waits too long is told for whom, and where the other one is
+    "hangs": (on_rank_1(hangs), TWO, HASTY, "^rank 0 of 2 raised:", "Timed out", "in total",
+        r"\nrank 1 was still running, here \(most recent call first\):\n  File .*machine.py., line \d+ in hangs\n"),
+    "recv without send": (waits_for_a_message(recv), TWO, HASTY,
+        "^rank 1 of 2 raised", r"TimeoutError: Timed out: Recv A\[I\] from rank 0 " + RULE),
+    "send without recv": (waits_for_a_message(send), TWO, HASTY,
+        "^rank 1 of 2 raised", r"TimeoutError: Timed out: Send A\[I\] to rank 0 " + RULE),
+    "a mesh of one rank": (makes_a_mesh_alone, TWO, HASTY | {"checked": False},
+        r"Timed out: Mesh\(X=2\), unchecked, on cpu: rank 0 makes this mesh, and not all others do\n",
+        "fix: make it outside of what some ranks run alone"),
+}  # fmt: skip
 
 
-@pytest.mark.parametrize("how", FAILURES)
-def test_a_failing_rank_ends_the_others_and_is_named(how, tmp_path):
+@pytest.mark.parametrize(
+    "how", [pytest.param(how, marks=pytest.mark.slow) if FAILURES[how][2] else how for how in FAILURES]
+)
+def test_a_failing_rank_ends_the_others_and_is_named(how, tmp_path, monkeypatch):
+    program, sizes, options, *words = FAILURES[how]
+    if options:  # where no other rank is to blame, it is not long looked for
+        monkeypatch.setattr("scaling.launch.watch.GRACE", 0.1)
+
     def f(mesh):
         (tmp_path / str(os.getpid())).touch()
-        return FAILURES[how][0](mesh) if mesh.rank == 1 else total(mesh)
+        return program(mesh)
 
-    message = str(failed(f, {"X": 3}))
-    assert re.match(r"rank \d of 3 " if how == "returns early" else "rank 1 of 3 ", message)
-    for words in FAILURES[how][1]:
-        assert words in message
-    assert not re.search("ranks.py.*in _(rank|work)\n", message)  # what started it is of no interest
-    assert all_ended([int(path.name) for path in tmp_path.iterdir()], 0)
+    message = str(failed(f, sizes, **options))
+    for each in words:
+        assert re.search(each, message), message
+    if how != "hangs":  # of which the whole stack is shown
+        assert not re.search("ranks.py.*in _(rank|work)\n", message)  # what started it is of no interest
+    pids = [int(path.name) for path in tmp_path.iterdir()]
+    assert len(pids) == 2 or not options  # else some may not have begun
+    assert all_ended(pids, 0)
 
 
 def test_ctrl_c_is_left_to_the_parent():
@@ -133,6 +194,12 @@ def test_a_rank_that_begins_after_its_parent_has_died_ends_at_once():
     assert process.exitcode == 1
 
 
+def raises(mesh):
+    if mesh.rank == 1:
+        raise ValueError("boom")  # not timeout, "timed out" or "Timed out"
+    return total(mesh)
+
+
 def test_a_failure_is_told_at_once_from_the_function_on_and_as_data(monkeypatch):
     """A rank whose source speaks of timeouts is not taken for one that waited too long for another: it is the cause."""
     monkeypatch.setattr("scaling.launch.watch.GRACE", 2 * SOON)
@@ -142,64 +209,6 @@ def test_a_failure_is_told_at_once_from_the_function_on_and_as_data(monkeypatch)
     failure = pickle.loads(pickle.dumps(error)).failure
     assert (failure.rank, failure.exception) == (1, "ValueError")
     assert failure.line == f"{__file__}:{raises.__code__.co_firstlineno + 2}"
-
-
-def spins(mesh):
-    while mesh.rank != 1:
-        pass
-    os._exit(3)
-
-
-def leaves_a_child(mesh):
-    if mesh.rank == 0:
-        hangs(mesh)
-    if os.fork() == 0:
-        time.sleep(SOON)  # it keeps the pipes of its parent open
-        os._exit(0)
-    os._exit(3)
-
-
-@pytest.mark.parametrize("meanwhile", [spins, leaves_a_child])
-def test_a_death_is_noticed_while_others_compute_and_while_a_child_lives_on(meanwhile):
-    assert "rank 1 of 2 ended with exit code 3" in str(failed(meanwhile, {"X": 2}))
-
-
-# Who waits too long is told for whom, and where the other one is
-
-
-@pytest.fixture
-def little_grace(monkeypatch):
-    """Where no other rank is to blame, it is not long looked for."""
-    monkeypatch.setattr("scaling.launch.watch.GRACE", 0.1)
-
-
-def ends_early(mesh):
-    if mesh.rank:
-        all_reduce("A[] {U_Y} -> A[]", torch.ones(()), mesh)
-        all_reduce("A[] {U_X} -> A[]", torch.ones(()), mesh)
-
-
-def test_a_rank_that_ends_early_is_named_by_those_that_wait_in_other_groups():
-    message = str(failed(ends_early, {"X": 2, "Y": 2}))
-    assert "the ranks wait for each other, each in another call\n  rank 0: the end of the run, waits for" in message
-    waits = r"\n  rank [12]: AllReduce A\[\] {U_[XY]} -> A\[\] of \(\) float32, waits for rank 0\n"
-    assert re.search(waits, message), message
-
-
-@pytest.mark.slow
-def test_a_rank_that_hangs_is_shown_where_it_is(tmp_path, little_grace):
-    def f(mesh):
-        (tmp_path / str(os.getpid())).touch()
-        return hangs(mesh) if mesh.rank == 1 else total(mesh)
-
-    error = failed(f, {"X": 2}, timeout=0.5)
-    waited, shown = str(error).split("\nrank 1 was still running, here (most recent call first):\n")
-    assert waited.startswith("rank 0 of 2 raised:")
-    assert "Timed out" in waited
-    assert "in total" in waited
-    assert re.search(r"^  File .*machine.py., line \d+ in hangs\n", shown)
-    assert len([*tmp_path.iterdir()]) == 2
-    assert all_ended([int(path.name) for path in tmp_path.iterdir()], 0)
 
 
 def loops_for_ever(mesh):
@@ -238,28 +247,3 @@ def test_ranks_that_compute_or_communicate_do_not_hang():
             computes(mesh, 0.1)
 
     run(communicates, {"X": 2}, timeout=1.0)
-
-
-def waits_for_a_message(mesh, receive):
-    call = recv if receive else send
-    return call("A[I]", torch.ones(2), mesh, "X", 0) if mesh.rank else None
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("receive", "said"), [(True, "Recv A[I] from rank 0"), (False, "Send A[I] to rank 0")])
-def test_who_waits_for_a_message_that_has_no_other_end_is_named_with_its_line(receive, said, little_grace):
-    message = str(failed(waits_for_a_message, {"X": 2}, receive, timeout=0.5))
-    assert message.startswith("rank 1 of 2 raised")
-    assert f"TimeoutError: Timed out: {said} along X\n  rule: to each send belongs a recv" in message
-
-
-def makes_a_mesh_alone(mesh):
-    if mesh.rank == 0:
-        Mesh(mesh.sizes)
-    time.sleep(30)
-
-
-def test_a_mesh_that_one_rank_makes_alone_is_named(little_grace):
-    message = str(failed(makes_a_mesh_alone, {"X": 2}, checked=False, timeout=0.5))
-    assert "Timed out: Mesh(X=2), unchecked, on cpu: rank 0 makes this mesh, and not all others do\n" in message
-    assert "fix: make it outside of what some ranks run alone" in message

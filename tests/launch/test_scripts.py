@@ -47,6 +47,7 @@ if __name__ == "__main__":
         print("result", result)
 """
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run"]
+TWO_RANKS = [*TORCHRUN, "--nproc-per-node", "2"]
 
 
 def as_main(path: Path, args) -> None:
@@ -166,9 +167,9 @@ def test_a_script_that_is_ended_takes_its_ranks_with_it(script, how):
 
 @pytest.mark.sweep
 @pytest.mark.slow
-@pytest.mark.parametrize(("world", "options"), [(3, []), (2, ["--nproc-per-node", "2"])])
-def test_torchrun_s_ranks_are_the_mesh_and_those_that_a_bare_one_starts(script, world, options):
-    process = script("run", str(world), command=[*TORCHRUN, *options])
+@pytest.mark.parametrize(("world", "command"), [(3, TORCHRUN), (2, TWO_RANKS)])
+def test_torchrun_s_ranks_are_the_mesh_and_those_that_a_bare_one_starts(script, world, command):
+    process = script("run", str(world), command=command)
     out, _ = process.communicate(timeout=120)
     assert process.returncode == 0, out
     assert sorted(out.splitlines())[-1] == f"result {world}.0"
@@ -199,7 +200,7 @@ def test_torchrun_blames_the_rank_that_failed_and_shows_its_traceback(script, tm
 @pytest.mark.slow
 @pytest.mark.parametrize(("how", "said"), [("early", "rank 1: the end of the run\n"), ("leave", "rank 1: has ended\n")])
 def test_torchrun_is_told_once_of_a_rank_that_ends_early(script, how, said):
-    out = failure_of(script(how, "2", command=[*TORCHRUN, "--nproc-per-node", "2"]))
+    out = failure_of(script(how, "2", command=TWO_RANKS))
     cause = out.partition("Root Cause")[2]
     assert "rank 0: AllReduce A[] {U_X} -> A[] of () float32" in cause
     assert said in cause
@@ -209,6 +210,6 @@ def test_torchrun_is_told_once_of_a_rank_that_ends_early(script, how, said):
 @pytest.mark.sweep
 @pytest.mark.slow
 def test_ranks_of_torchrun_that_all_hang_say_where(script):
-    out = failure_of(script("hang", "2", "0.5", command=[*TORCHRUN, "--nproc-per-node", "2"]))
+    out = failure_of(script("hang", "2", "0.5", command=TWO_RANKS))
     assert re.search(r"rank \d: this rank hangs: it has not computed for \d+ s\n  fix: ", out)
     assert re.search(r", in main\n    time.sleep\(60\)\n", out)

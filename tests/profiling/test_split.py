@@ -3,7 +3,8 @@ slow, where, by how much, and nobody where there is nothing.
 
 A program of products and collectives is played on ranks with given speeds. Every rank runs the same items: ("work",
 line, seconds by rank), ("gap", "", seconds by rank), ("call", line, seconds of the transfer) waited for at once,
-("start", line, seconds) and ("wait", line, 0) of an asynchronous one. A transfer begins when all have come.
+("start", line, seconds) and ("wait", line, 0) of an asynchronous one. A transfer begins when all have come; that of a
+line R when the next rank in a ring has, from which alone each hears.
 """
 
 import random
@@ -18,7 +19,7 @@ from scaling.profile.timeline import disjoint
 approx = pytest.approx
 
 
-def play(programs, ranks: int, **options):
+def play(programs, ranks: int):
     """(timelines of a step for each program; by (number of a collective, rank): (waiting, for whom, exposed, the
     transfer))."""
     now, everyone = [0.0] * ranks, tuple(range(ranks))
@@ -40,19 +41,20 @@ def play(programs, ranks: int, **options):
                     own.append(None)
             if kind in ("call", "wait"):
                 n, seconds, called, places = under_way.pop(line)
-                begin = max(called)
                 for r in everyone:
+                    ring = {"peers": ((r + 1) % ranks,)} if line.startswith("R") else {}
+                    needed = (r, *ring["peers"]) if ring else everyone
+                    begin = max(called[other] for other in needed)
                     end = max(now[r], begin + seconds)
                     waiting = max(0.0, min(begin, end) - now[r])
-                    behind = called.index(begin) if waiting else None
+                    behind = max(other for other in needed if called[other] == begin) if waiting else None
                     truth[n, r] = waiting, behind, end - now[r] - waiting, (begin, begin + seconds)
-                    more = {"held": ((now[r], end),)}
+                    more = {"held": ((now[r], end),), **ring}
                     if kind == "wait":
-                        more = {"held": ((called[r], called[r]), (now[r], end)), "async_op": True,
-                                "transfer": (begin, begin + seconds)}  # fmt: skip
-                    runs[r][places[r]] = LineRun(
-                        line, "AllReduce", ("X",), called[r], end, group=everyone, **more, **options
-                    )
+                        more |= {"held": ((called[r], called[r]), (now[r], end)), "async_op": True,
+                                 "transfer": (begin, begin + seconds)}  # fmt: skip
+                    op = "CollectivePermute" if ring else "AllReduce"
+                    runs[r][places[r]] = LineRun(line, op, ("X",), called[r], end, group=everyone, **more)
                     now[r] = end
         for r in everyone:
             marks[r].append(now[r])
@@ -63,14 +65,15 @@ def program(rng: random.Random, ranks: int, length: int = 12) -> list:
     """A random one, whose asynchronous collectives are all waited for."""
     items, open_ = [], []
     for i in range(length):
+        call = f"{rng.choice('CR')}{i}"
         kind = rng.choice(["work", "work", "gap", "call", "start", "wait"])
         if kind in ("work", "gap"):
             items.append((kind, f"P{i}", [rng.random() for _ in range(ranks)]))
         elif kind == "wait" and open_:
             items.append(("wait", open_.pop(rng.randrange(len(open_))), 0))
         elif kind != "wait":
-            open_ += [f"C{i}"] if kind == "start" else []
-            items.append((kind, f"C{i}", rng.random()))
+            open_ += [call] if kind == "start" else []
+            items.append((kind, call, rng.random()))
     return items + [("wait", line, 0) for line in open_]
 
 
@@ -98,17 +101,6 @@ def test_random_programs_are_split_exactly(seed):
         (part,) = profile.parts(rank)
         assert (part.total, part.waiting, part.exposed) == approx((part.step, sum(waiting), sum(exposed)), abs=1e-9)
         assert part.products == approx(sum(r.end - r.called for r in timeline.runs if not r.communicates))
-
-
-def test_only_those_that_are_needed_are_waited_for():
-    """In a ring rank 0 hears from 1 alone, and goes on before 2 has come."""
-    times = (0.0, 0.3), (0.2, 0.9), (0.8, 0.9)
-    runs = [run("CollectivePermute", *at, group=(0, 1, 2), peers=((r + 1) % 3,)) for r, at in enumerate(times)]
-    found = of([RankTimeline(r, (0.0, 1.0), (own,)) for r, own in enumerate(runs)]).timelines
-    first = [timeline.runs[0] for timeline in found]
-    assert [each.behind for each in first] == [1, 2, None]
-    assert [each.waiting for each in first] == approx([0.2, 0.6, 0])
-    assert first[0].exposed == approx(0.1)
 
 
 def test_messages_meet_by_their_ends_and_order():

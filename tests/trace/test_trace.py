@@ -28,7 +28,7 @@ def meta(*shape):
 
 def ragged(line, x, mesh):
     """8 rows, of which 2 stay; as many rows come, or 9."""
-    return c.ragged_all_to_all(line, x, (2, 2, 2, 2), (0, 2, 5, 2), mesh)
+    return c.ragged_all_to_all(line, x, (2, 2, 2, 2), torch.tensor([0, 2, 5, 2]), mesh)
 
 
 SUM, PERM, RAGGED = "A[I, J] {U_X} -> ", [(0, 1), (1, 2), (3, 3)], "A[G_X, E, R, D] {U_Y} -> A[G, E_X, R, D] {U_Y}"
