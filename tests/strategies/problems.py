@@ -1,14 +1,72 @@
-"""The strategies, sizes and meshes that their tests share, a layer of experts, and what one device computes."""
+"""What tests of strategies share: how what a mesh gives is held beside one device, by the law of cotangents and through
+steps of training; the book's strategies, sizes and meshes; a layer of experts."""
 
 from collections import Counter
 
 import torch
+from torch.func import functional_call, vjp
 
-from scaling import tree
+from scaling import optim, tree
 from scaling.configs import Config
 from scaling.models.mlp import MLPConfig, MLPStack
 from scaling.spec import parse
 from scaling.strategies import data_parallel, expert, fsdp, fsdp_tp, tensor_parallel
+
+TOLERANCE = {torch.float64: 1e-12, torch.float32: 2e-5}  # relative to the largest element; never to be loosened
+
+
+def close(got, wanted, limit=None):
+    """Each leaf, to the tolerance of its dtype or another, relative to the largest element of the wanted one."""
+    for (where, a), b in zip(tree.named_leaves(got, "found").items(), tree.leaves(wanted), strict=True):
+        off, largest = (a - b).abs().max(), b.abs().max()
+        assert off <= (limit or TOLERANCE[b.dtype]) * largest, f"{where}: {off} of {largest}"
+
+
+def drawn(*shapes, seed=0):
+    """Normal numbers in float64 of each shape."""
+    rng = torch.Generator().manual_seed(seed)
+    return [torch.randn(shape, dtype=torch.float64, generator=rng) for shape in shapes]
+
+
+def pulled(f, mesh, operands, types, results, cotangents, by=vjp):
+    """f of whole operands' shards: its results, and the operands' gradients, made whole. Replicas of a result have each
+    a part of its cotangent, and those of an operand each a part of its gradient."""
+    found, pull = by(f, *tree.shard(operands, types, mesh))
+    grads = pull(tree.map(lambda whole, text: part(whole, text, mesh), cotangents, results))
+    return tree.unshard(found, results, mesh), summed(grads, types, mesh)
+
+
+def part(cotangent, text, mesh):
+    spec = parse(text)
+    replicas = mesh.size([axis for axis in mesh.sizes if axis not in spec.axes + spec.unreduced])
+    return tree.shard(cotangent, spec.with_unreduced(()), mesh) / replicas
+
+
+def summed(grads, types, mesh):
+    """Whole gradients of what is typed so: sums over the axes along which it is replicated."""
+
+    def partial_sums(text):
+        return parse(text).with_unreduced([axis for axis in mesh.sizes if axis not in parse(text).axes])
+
+    return tree.unshard(grads, tree.map(partial_sums, types), mesh)
+
+
+def on_one_device(f, operands, cotangents):
+    found, pull = vjp(f, *operands)
+    return found, pull(cotangents)
+
+
+def trained(params, loss_and_grads, batches):
+    """The losses, what was found of the first batch beside its loss, and the params after an AdamW step for each."""
+    adamw, losses, first = optim.adamw(0.01), [], None
+    state = adamw.init(params)
+    for batch in batches:
+        loss, *found = loss_and_grads(params, batch)  # gradients first
+        losses.append(loss)
+        first = first or found
+        params, state = adamw.update(found[0], state, params)
+    return torch.stack(losses), first, params
+
 
 STRATEGIES = {s.__name__.split(".")[-1]: s for s in (data_parallel, fsdp, tensor_parallel, fsdp_tp)}
 MESHES = {
@@ -20,7 +78,7 @@ MESHES = {
 L, B, D, F = 3, 16, 16, 32
 SIZES = {"L": L, "B": B, "D": D, "F": F}
 BLOCKS = [("gelu", True, True), ("gelu", False, False), ("relu", False, False), ("none", False, False)]
-TOLERANCE = {torch.float64: 1e-12, torch.float32: 2e-5}  # relative to the largest element; never to be loosened
+AG, RS, AR = "AllGather", "ReduceScatter", "AllReduce"
 
 
 def specs(strategy):
@@ -28,49 +86,40 @@ def specs(strategy):
     return {name: strategy.SPECS[name].replace("[", "[L, ") for name in ("W_in", "W_out")}
 
 
-def whole(dtype):
-    g = torch.Generator().manual_seed(0)
-    params = {
-        "W_in": torch.randn(L, D, F, generator=g, dtype=torch.float64) / D**0.5,
-        "W_out": torch.randn(L, F, D, generator=g, dtype=torch.float64) / F**0.5,
-    }
-    batches = torch.randn(3, 2, B, D, generator=g, dtype=torch.float64)  # inputs and targets of three steps
+def whole(dtype=torch.float64, L=L):
+    """Params, and the inputs and targets of three steps."""
+    W_in, W_out, batches = drawn((L, D, F), (L, F, D), (3, 2, B, D))
+    params = {"W_in": W_in / D**0.5, "W_out": W_out / F**0.5}
     return tree.map(lambda p: p.to(dtype), params), batches.to(dtype)
 
 
-def one_device(dtype, block):
-    """The reference, by nn.Module, autograd and torch.optim: losses, first gradients, params after 3 steps."""
-    params, batches = whole(dtype)
-    activation, residual, norm = block
-    model = (
-        MLPStack(MLPConfig(L=L, D=D, F=F, activation=activation, residual=residual, norm=norm))
-        .to_empty(device="cpu")
-        .to(dtype)
-    )
-    model.load_state_dict(params)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-    losses, first = [], None
-    for In, target in batches:
-        In = In.clone().requires_grad_()
-        optimizer.zero_grad()
-        loss = (model(In) - target).square().sum() / B
-        loss.backward()
-        losses.append(loss.detach())
-        first = first or ({name: p.grad.clone() for name, p in model.named_parameters()}, In.grad)
-        optimizer.step()
-    return losses, *first, {name: p.detach().clone() for name, p in model.named_parameters()}
+def squares(Out, Target):
+    """The mean over the batch of the squared error, as the terms of the rows at hand."""
+    return (Out - Target).square().sum() / B
 
 
-def close(got, wanted, dtype):
-    for a, b in zip(tree.leaves(got), tree.leaves(wanted), strict=True):
-        assert (a - b).abs().max() <= TOLERANCE[dtype] * b.abs().max(), f"{(a - b).abs().max()} of {b.abs().max()}"
+def stack(params, In, block=BLOCKS[0]):
+    """The book's layers as an nn.Module."""
+    config = MLPConfig(len(params["W_in"]), D, F, activation=block[0], residual=block[1], norm=block[2])
+    return functional_call(MLPStack(config), params, (In,))
+
+
+def one_device(dtype=torch.float64, block=BLOCKS[0], L=L, steps=3):
+    """The losses, (gradients, dIn) of the first batch, and the params after the steps."""
+    params, batches = whole(dtype, L)
+
+    def step(params, batch):
+        def loss(params, In):
+            return squares(stack(params, In, block), batch[1])
+
+        grads, value = torch.func.grad_and_value(loss, argnums=(0, 1))(params, batch[0])
+        return value, *grads
+
+    return trained(params, step, batches[:steps])
 
 
 def counts(log):
     return Counter((event.op, "".join(event.axes)) for event in log.collectives())
-
-
-AG, RS, AR = "AllGather", "ReduceScatter", "AllReduce"
 
 
 OF_EXPERTS = {"L": 1, "D": 6, "F": 8, "N": 2, "K": 1, "H": 4, "V": 7}
@@ -88,19 +137,17 @@ def mask_of(how: str) -> "torch.Tensor | None":
 def problem(config: Config, how: str):
     """Params, x[4, 6, D] and the cotangent dy, whole: normal numbers, in which no two tokens or experts are alike."""
     rng = torch.Generator().manual_seed(len(how))
-    sizes = {"D": config.D, "E": config.E, "F": config.F}
-    wide = {"D": config.D, "F": config.S}
 
-    def draw(types, sizes):
-        return {
-            name: draw(text, wide)
-            if isinstance(text, dict)
-            else torch.randn(parse(text).global_shape(sizes), generator=rng, dtype=torch.float64) / 2
-            for name, text in types.items()
-        }
+    def normal(*shape):
+        return torch.randn(shape, generator=rng, dtype=torch.float64)
 
-    params = draw(expert.specs(config, None), sizes)
-    x, dy = (torch.randn(4, 6, config.D, generator=rng, dtype=torch.float64) for _ in range(2))
+    def draw(types, **other):
+        return tree.map(lambda text: normal(*parse(text).global_shape(config.sizes | other)) / 2, types)
+
+    types = expert.specs(config, None)
+    shared = types.pop("shared", {})
+    params = draw(types) | ({"shared": draw(shared, F=config.S)} if shared else {})
+    x, dy = normal(4, 6, config.D), normal(4, 6, config.D)
     if how == "one":  # all tokens choose expert 5 first; most others are empty
         x[..., 0] = x[..., 0].abs() + 1
         params["router"] *= 0.1

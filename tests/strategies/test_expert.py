@@ -6,11 +6,10 @@ from functools import partial
 
 import pytest
 import torch
-from problems import SIGMOID, SOFTMAX, mask_of, problem
+from problems import SIGMOID, SOFTMAX, close, drawn, mask_of, on_one_device, problem, pulled
 from torch.func import vjp
 
 from scaling import tree
-from scaling.collectives import all_reduce
 from scaling.configs import Config
 from scaling.mesh import AbstractMesh, Mesh
 from scaling.models import moe as one_device
@@ -24,70 +23,48 @@ from scaling.trace import trace
 COEF = {"balance": 0.3, "z": 0.07}  # of the auxiliary losses, in the loss that is differentiated
 
 
-def dense(config, how):
+def differentiated(config, how):
+    """The operands of a layer, and the cotangents of y and of the losses."""
     params, x, dy = problem(config, how)
+    return (params, x), (dy, *(torch.tensor(c, dtype=torch.float64) for c in COEF.values()))
 
+
+def dense(config, how):
     def f(params, x):
         y, aux = one_device.dense(params, x, config, mask=mask_of(how))
-        return (y * dy).sum() + sum(coef * aux[name] for name, coef in COEF.items()), (y, aux)
+        return y, *(aux[name] for name in COEF)
 
-    leaves = [leaf.requires_grad_() for leaf in tree.leaves((params, x))]
-    loss, (y, aux) = f(params, x)
-    *grads, dx = torch.autograd.grad(loss, leaves, allow_unused=True, materialize_grads=True)
-    names = list(tree.named_leaves(params))
+    (params, x), cotangents = differentiated(config, how)
     experts = one_device.choose_experts(x, params["router"], config, params.get("bias"))
-    return y.detach(), {k: v.detach() for k, v in aux.items()}, dict(zip(names, grads, strict=True)), dx, experts
-
-
-def whole(leaf, spec, axes, mesh):
-    """The whole gradient: summed over the axes along which its array is replicated, gathered over the others."""
-    spec = parse(spec).with_name("g")
-    over = tuple(a for a in axes if a not in spec.axes and a in mesh.sizes)
-    return tree.unshard(leaf, spec.with_unreduced(over), mesh)
+    return on_one_device(f, (params, x), cotangents), experts, one_device.load_of(experts, config.E)
 
 
 def run(mesh, axis, tensor, spec, config, how, way):
-    """y, aux, gradients and routing of one layer on a mesh, made whole."""
-    params, x, dy = problem(config, how)
-    types = expert.specs(config, axis, tensor)
-    params = tree.shard(params, types, mesh)
-    x, dy = tree.shard([x, dy], [spec, spec], mesh)
-    options, y_axes, times = {"tensor": tensor, "spec": spec}, parse(spec).axes, parse(spec).axes_of("T")
+    """y, losses, gradients and routing of one layer on a mesh, made whole."""
+    operands, cotangents = differentiated(config, how)
+    types = expert.specs(config, axis, tensor), spec
+    batch, times = (parse(spec).axes_of(dim) for dim in "BT")
     times = [axis for axis in times if axis != tensor]  # over which the tokens are split where they are routed
+    tokens = parse("m[B, T]").with_axes("B", batch).with_axes("T", times)
+    options = {"tensor": tensor, "spec": spec}
     if (mask := mask_of(how)) is not None:
-        counted = parse("m[B, T]").with_axes("B", parse(spec).axes_of("B")).with_axes("T", times)
-        options["mask"] = tree.shard(mask, counted, mesh)
-    copies = mesh.size([tensor]) if tensor and tensor not in y_axes else 1
+        options["mask"] = tree.shard(mask, tokens, mesh)
 
     def layer(params, x, routing=None):
         if routing is None:
             routing = expert.route_tokens(params, x, config, mesh, axis, **options)
         y, aux = expert.moe(params, x, config, mesh, axis, **options, routing=routing)
-        return (y, aux["balance"], aux["z"]), routing
+        return (y, *(aux[name] for name in COEF)), routing
 
     f = one_device.checkpoint_routed(layer) if way == "remat" else layer
-    by = tape if way == "autograd" else torch.func.vjp
-    outs, pull = by(lambda params, x: f(params, x)[0], params, x)
-    grads, dx = pull((dy / copies, *(torch.full((), c, dtype=torch.float64) for c in COEF.values())))
-    everywhere = tuple(dict.fromkeys((*y_axes, *([tensor] if tensor else ()))))
-    U = format_axes(tuple(a for a in everywhere if a in mesh.sizes))
-    aux = [all_reduce(f"a[] {{U_{U}}} -> a[]", a, mesh) for a in outs[1:]]
-    kinds = tree.named_leaves(types)
-    named = {name: whole(g, kinds[name], everywhere, mesh) for name, g in tree.named_leaves(grads).items()}
-    experts = expert.route_tokens(params, x, config, mesh, axis, **options).experts.view(x.shape[0], -1, config.k)
-    at = parse(spec).with_name("e").with_axes("T", times)
-    return (
-        tree.unshard(outs[0], spec, mesh),
-        dict(zip(COEF, aux, strict=True)) | {"load": expert.moe(params, x, config, mesh, axis, **options)[1]["load"]},
-        named,
-        whole(dx, spec, everywhere, mesh),
-        tree.unshard(experts, at, mesh),
-    )
-
-
-def close(got, want, what):
-    scale = want.abs().max().clamp(min=1e-9)
-    assert (got - want).abs().max() <= 1e-11 * scale, what
+    partial_sum = f"a[] {{U_{format_axes(tuple(mesh.sizes))}}}"
+    results = spec, partial_sum, partial_sum
+    by = tape if way == "autograd" else vjp
+    found = pulled(lambda params, x: f(params, x)[0], mesh, operands, types, results, cotangents, by)
+    params, x = tree.shard(operands, types, mesh)
+    experts = expert.route_tokens(params, x, config, mesh, axis, **options).experts.view(len(x), -1, config.k)
+    experts = tree.unshard(experts, f"e[{str(tokens)[2:-1]}, K]", mesh)
+    return found, experts, expert.moe(params, x, config, mesh, axis, **options)[1]["load"]
 
 
 EVEN = [  # what else the load is to be even over, and what padding does not count
@@ -122,20 +99,18 @@ CASES = {  # mesh, the experts' axes, the features', the tokens' type: (config, 
 }  # fmt: skip
 
 
+def several(mesh, cases):
+    return [run(mesh, *case) for case in cases]
+
+
 @pytest.mark.parametrize("case", CASES)
 def test_equals_dense(ranks, case):
     sizes, *layout, kinds = CASES[case]
-    for config, how, way in kinds:
-        y, aux, grads, dx, experts = dense(config, how)
-        for got_y, got_aux, got_grads, got_dx, got_experts in ranks(run, sizes, *layout, config, how, way):
-            assert torch.equal(got_experts, experts)
-            assert torch.equal(got_aux["load"], aux["load"])
-            close(got_y, y, "y")
-            close(got_dx, dx, "dx")
-            for name in COEF:
-                close(got_aux[name], aux[name], name)
-            for name, want in grads.items():
-                close(got_grads[name], want, name)
+    wanted = [dense(config, how) for config, how, _ in kinds]
+    for everyone in ranks(several, sizes, [(*layout, *kind) for kind in kinds]):
+        for (found, *routed), (want, *routing) in zip(everyone, wanted, strict=True):
+            assert all(map(torch.equal, routed, routing))
+            close(found, want, 1e-11)
 
 
 @pytest.mark.parametrize("config", [SOFTMAX, SIGMOID], ids=lambda config: config.name)
@@ -144,7 +119,7 @@ def test_a_bias_of_the_choice_may_be_given_or_not(config, bias):
     params, x, _ = problem(config, "drawn")
     params = {name: leaf for name, leaf in params.items() if name != "bias"} | bias
     y, _ = expert.moe(params, x, config, Mesh({"X": 1}), "X")
-    close(y, one_device.dense(params, x, config)[0], "y")
+    close(y, one_device.dense(params, x, config)[0])
 
 
 def moved_and_remade(mesh, config):
@@ -246,30 +221,19 @@ CHOICES = {
 }
 
 
-def drawn(*shape, seed):
-    return torch.randn(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
-
-
-A, W, dOut = drawn(S, D, seed=0), drawn(E, D, F, seed=1), drawn(S, F, seed=2)
-
-
-TYPES = ["Out[S_X, F]", "A[S_X, D]", "W[E_X, D, F]"]
-
-
 def on_mesh(mesh):
-    a, w, d_out = tree.shard([A, W, dOut], [*TYPES[1:], TYPES[0]], mesh)
+    """Each way beside a copy of its experts for each token."""
     forms = {"gathered": ways.gathered, "ragged": ways.ragged, "in chunks": partial(ways.ragged, chunk=1)}
     forms = {name: partial(way, mesh=mesh) for name, way in forms.items()}
     if mesh.size() == 1:
         forms |= {"masked loop": ways.masked_loop, "grouped": ways.grouped}
-    for what, experts in CHOICES.items():  # beside a copy of its experts for each token
-        out, pull = vjp(lambda A, W, experts=experts: torch.einsum("sd,skdf->skf", A, W[experts]).mean(1), A, W)
-        wanted = tree.shard([out, *pull(dOut)], TYPES, mesh)
-        mine = tree.shard([experts], ["B[S_X, k]"], mesh)[0]
-        for name, way in forms.items():
-            out, pull = vjp(lambda a, w, way=way, mine=mine: way(a, w, mine), a, w)
-            for got, want in zip((out, *pull(d_out)), wanted, strict=True):
-                torch.testing.assert_close(got, want, rtol=1e-12, atol=1e-12, msg=f"{name}, {what}")
+    *operands, dOut = drawn((S, D), (E, D, F), (S, F))
+    for experts in CHOICES.values():
+        wanted = on_one_device(lambda A, W, at=experts: torch.einsum("sd,skdf->skf", A, W[at]).mean(1), operands, dOut)
+        mine = tree.shard(experts, "B[S_X, k]", mesh)
+        for way in forms.values():
+            f = partial(lambda A, W, way, mine: way(A, W, mine), way=way, mine=mine)
+            close(pulled(f, mesh, operands, ["A[S_X, D]", "W[E_X, D, F]"], "Out[S_X, F]", dOut), wanted)
 
 
 @pytest.mark.parametrize("X", [1, 2, 4])

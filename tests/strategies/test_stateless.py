@@ -1,19 +1,20 @@
 """Unmodified modules under DP, FSDP and TP, by the types of their params: equal to one device, leaf by leaf."""
 
+import copy
+
 import pytest
 import torch
-from problems import close
+from problems import B, D, F, close, squares, trained, whole
 from refused import refused
 from torch import nn
 from torch.func import functional_call, grad, grad_and_value
 
-from scaling import optim, tree
+from scaling import tree
 from scaling.collectives import all_reduce, reduce_scatter
 from scaling.mesh import AbstractMesh
 from scaling.strategies.stateless import call, parameters, reduce_grads
 from scaling.trace import trace
 
-B, D, F = 8, 12, 20
 DP = {"norm.weight": "g[D]", "norm.bias": "b[D]", "fc1.weight": "W[F, D]", "fc1.bias": "b[F]"}
 DP |= {"fc2.weight": "W[D, F]", "fc2.bias": "b[D]"}
 FSDP = {"norm.weight": "g[D_X]", "norm.bias": "b[D]", "fc1.weight": "W[F, D_X]", "fc1.bias": "b[F_X]"}
@@ -39,108 +40,102 @@ def problem():
     net = Net().double()
     for W in net.parameters():
         nn.init.normal_(W)
-    return net, torch.randn(2, B, D, dtype=torch.float64)
+    return net, whole()[1][:2]
 
 
-def terms(Out, Target):
-    return (Out - Target).square().sum() / B
+def one_device(of=squares):
+    net, batches = problem()
+
+    def step(params, batch):
+        grads, loss = grad_and_value(lambda params: of(functional_call(net, params, (batch[0],)), batch[1]))(params)
+        return loss, grads
+
+    return trained(parameters(net), step, batches)
 
 
-def one_device(steps=2):
-    net, (x, Target) = problem()
-    params, adamw = parameters(net), optim.adamw(0.01)
-    state, seen = adamw.init(params), []
-    for _ in range(steps):
-        grads, loss = grad_and_value(lambda p: terms(functional_call(net, p, (x,)), Target))(params)
-        params, state = adamw.update(grads, state, params)
-        seen.append((loss, grads))
-    return [loss for loss, _ in seen], seen[0][1], params
-
-
-def train(mesh, way, steps=2):
+def train(mesh, way):
     stored, used = WAYS[way]
-    net, (x, Target) = problem()
+    net, batches = problem()
     specs = {name: stored[name] for name in parameters(net)}
-    params, adamw = tree.shard(parameters(net), specs, mesh), optim.adamw(0.01)
     g = call(net, stored, used, mesh, again="again" in way)
-    x = tree.shard(x, "x[B_X, D]", mesh)
-
-    def loss(params):
-        Out = g(params, x)  # Out[B_X, D], under tensor parallelism {U_Y}
-        if "tp" in way:
-            Out = reduce_scatter("Out[B_X, D] {U_Y} -> Out[B_XY, D]", Out, mesh)
-        return terms(Out, tree.shard(Target, "T[B_XY, D]" if "tp" in way else "T[B_X, D]", mesh))
-
     over = ("X", "Y") if "tp" in way else ("X",)
-    state, losses, first = adamw.init(params), [], None
-    for _ in range(steps):
-        with trace() as log:
-            grads, value = grad_and_value(loss)(params)
-            grads = reduce_grads(grads, stored, mesh, over, loss="sum")
-        first = tree.unshard(grads, specs, mesh) if first is None else first
-        params, state = adamw.update(grads, state, params)
-        losses.append(all_reduce(f"Loss[] {{U_{''.join(over)}}} -> Loss[]", value, mesh))
-    return losses, first, tree.unshard(params, specs, mesh), log.count("AllGather", "X")
+    targets = f"T[B_{''.join(over)}, D]"
+
+    def step(params, batch):
+        x, Target = tree.shard([*batch], ["x[B_X, D]", targets], mesh)
+
+        def loss(params):
+            Out = g(params, x)  # Out[B_X, D], under tensor parallelism {U_Y}
+            return squares(
+                reduce_scatter("Out[B_X, D] {U_Y} -> Out[B_XY, D]", Out, mesh) if "tp" in way else Out, Target
+            )
+
+        grads, value = grad_and_value(loss)(params)
+        return value, reduce_grads(grads, stored, mesh, over, loss="sum")
+
+    with trace() as log:
+        losses, first, params = trained(tree.shard(parameters(net), specs, mesh), step, batches)
+    losses = all_reduce(f"Loss[S] {{U_{''.join(over)}}} -> Loss[S]", losses, mesh)
+    found = losses, tree.unshard(first, [specs], mesh), tree.unshard(params, specs, mesh)
+    return found, log.count("AllGather", "X") / len(batches)
 
 
 @pytest.mark.parametrize("way", WAYS)
 def test_equal_to_one_device(ranks, way):
-    losses, grads, params = one_device()
     mesh = {"X": 2, "Y": 2 if "tp" in way else 1}
-    for got in ranks(train, mesh, way):
-        close(torch.stack(got[0]), torch.stack(losses), torch.float64)
-        close(got[1], grads, torch.float64)
-        close(got[2], params, torch.float64)
-        assert got[3] == {"dp": 0, "fsdp": 4, "fsdp, gathered again": 8, "tp": 0, "fsdp + tp": 3}[way]
+    for found, gathers in ranks(train, mesh, way):
+        close(found, one_device())
+        assert gathers == {"dp": 0, "fsdp": 4, "fsdp, gathered again": 8, "tp": 0, "fsdp + tp": 3}[way]
+
+
+def mean_square(Out, Target):
+    return (Out - Target).square().mean()
 
 
 def of_mean(mesh, way):
-    """The gradients of a mean over each rank's own rows, and those of the mean over all rows."""
+    """The gradients of a mean over each rank's own rows."""
     stored, used = WAYS[way]
-    net, (x, Target) = problem()
+    net, (batch, _) = problem()
     specs = {name: stored[name] for name in parameters(net)}
-    g, params = call(net, stored, used, mesh), tree.shard(parameters(net), specs, mesh)
-    own, wanted = (tree.shard(each, "x[B_X, D]", mesh) for each in (x, Target))
-    grads = grad(lambda p: (g(p, own) - wanted).square().mean())(params)
-    grads = tree.unshard(reduce_grads(grads, stored, mesh, ("X",), loss="mean"), specs, mesh)
-    return grads, grad(lambda p: (functional_call(net, p, (x,)) - Target).square().mean())(parameters(net))
+    g, own = call(net, stored, used, mesh), tree.shard(batch, "x[S, B_X, D]", mesh)
+    grads = grad(lambda params: mean_square(g(params, own[0]), own[1]))(tree.shard(parameters(net), specs, mesh))
+    return tree.unshard(reduce_grads(grads, stored, mesh, ("X",), loss="mean"), specs, mesh)
 
 
 @pytest.mark.parametrize("way", ["dp", "fsdp"])
 def test_a_mean_over_own_rows_gives_the_mean_s_gradients(ranks, way):
-    for got, wanted in ranks(of_mean, {"X": 4}, way):
-        close(got, wanted, torch.float64)
+    (wanted,) = one_device(mean_square)[1]
+    for found in ranks(of_mean, {"X": 4}, way):
+        close(found, wanted)
 
 
-MESH, PAIR = AbstractMesh({"X": 2}), nn.Sequential(nn.Linear(2, 4), nn.BatchNorm1d(4, track_running_stats=False))
+MESH = AbstractMesh({"X": 2})
+PAIR = nn.Sequential(nn.Linear(2, 4), nn.BatchNorm1d(4, track_running_stats=False)).eval()
 TYPES = {"0.weight": "W[F, D]", "0.bias": "b[F]", "1.weight": "g[F]", "1.bias": "h[F]"}
 PARAMS, ROWS = parameters(PAIR), torch.ones(B, 2)
 
 
-def called(params, module=PAIR):
-    return lambda: call(module.eval(), TYPES, TYPES, MESH)(params, ROWS)
+def called(params, used=TYPES, module=PAIR):
+    return lambda: call(module, TYPES, used, MESH)(params, ROWS)
 
 
-def without(name):
-    return {key: type_ for key, type_ in TYPES.items() if key != name}
+def without(tree, name):
+    return {key: leaf for key, leaf in tree.items() if key != name}
 
 
 test_refused = refused(
     {
-        "a loss of no kind": (
-            lambda: reduce_grads(PARAMS, TYPES, MESH, "X", loss="average"),
-            "one of 'sum', 'mean'",
-        ),
+        "a loss of no kind": (lambda: reduce_grads(PARAMS, TYPES, MESH, "X", loss="average"), "one of 'sum', 'mean'"),
         "a param without a type": (
-            lambda: call(PAIR, without("1.weight"), without("1.weight"), MESH),
+            lambda: call(PAIR, without(TYPES, "1.weight"), without(TYPES, "1.weight"), MESH),
             "1.weight: this param of the module has no type",
         ),
         "a batch norm in training": (
-            lambda: call(PAIR.train(), TYPES, TYPES, MESH),
+            called(PARAMS, module=copy.deepcopy(PAIR).train()),
             "1: BatchNorm1d in training takes its statistics from this rank's rows",
         ),
-        "types that differ": (lambda: call(PAIR, TYPES, {"0.weight": "W[F, D]"}, MESH), "missing"),
-        "a param too few": called({name: W for name, W in PARAMS.items() if name != "0.bias"}),
+        "types that differ": (called(PARAMS, used={"0.weight": "W[F, D]"}), "missing"),
+        "a param too few": called(without(PARAMS, "0.bias")),
         "a param too many": called(PARAMS | {"more": ROWS}),
     }
 )
@@ -149,4 +144,4 @@ test_refused = refused(
 def test_who_shards_a_module_says_of_which_kind_its_loss_is():
     with pytest.raises(TypeError, match="loss"):
         reduce_grads(PARAMS, TYPES, MESH, "X")
-    assert call(PAIR.eval(), TYPES, TYPES, MESH)
+    assert called(PARAMS)
