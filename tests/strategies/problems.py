@@ -88,7 +88,7 @@ def specs(strategy):
 
 def whole(dtype=torch.float64, L=L):
     """Params, and the inputs and targets of three steps."""
-    W_in, W_out, batches = drawn((L, D, F), (L, F, D), (3, 2, B, D))
+    batches, W_in, W_out = drawn((3, 2, B, D), (L, D, F), (L, F, D))
     params = {"W_in": W_in / D**0.5, "W_out": W_out / F**0.5}
     return tree.map(lambda p: p.to(dtype), params), batches.to(dtype)
 
