@@ -5,7 +5,7 @@ import copy
 import pytest
 import torch
 from problems import B, D, F, close, squares, trained, whole
-from refused import refused
+from refused import by_words, refused
 from torch import nn
 from torch.func import functional_call, grad, grad_and_value
 
@@ -123,22 +123,17 @@ def without(tree, name):
     return {key: leaf for key, leaf in tree.items() if key != name}
 
 
-test_refused = refused(
-    {
-        "a loss of no kind": (lambda: reduce_grads(PARAMS, TYPES, MESH, "X", loss="average"), "one of 'sum', 'mean'"),
-        "a param without a type": (
-            lambda: call(PAIR, without(TYPES, "1.weight"), without(TYPES, "1.weight"), MESH),
-            "1.weight: this param of the module has no type",
-        ),
-        "a batch norm in training": (
-            called(PARAMS, module=copy.deepcopy(PAIR).train()),
-            "1: BatchNorm1d in training takes its statistics from this rank's rows",
-        ),
-        "types that differ": (called(PARAMS, used={"0.weight": "W[F, D]"}), "missing"),
-        "a param too few": called(without(PARAMS, "0.bias")),
-        "a param too many": called(PARAMS | {"more": ROWS}),
-    }
-)
+BY_WORDS = {
+    "one of 'sum', 'mean'": lambda: reduce_grads(PARAMS, TYPES, MESH, "X", loss="average"),
+    "1.weight: this param of the module has no type": lambda: call(PAIR, *[without(TYPES, "1.weight")] * 2, MESH),
+    "1: BatchNorm1d in training takes its statistics from this rank's rows": called(
+        PARAMS, module=copy.deepcopy(PAIR).train()
+    ),
+    'used["0.bias"]: missing': called(PARAMS, used={"0.weight": "W[F, D]"}),
+    'params["0.bias"]: missing': called(without(PARAMS, "0.bias")),
+    'params["more"]: has no spec': called(PARAMS | {"more": ROWS}),
+}
+test_refused = refused(by_words(BY_WORDS))
 
 
 def test_who_shards_a_module_says_of_which_kind_its_loss_is():
