@@ -67,6 +67,11 @@ def test_collectives_and_bytes_of_one_layer(name):
         again = passes(strategy, In, params, keep=False)[1]
         assert counts(again) == counts(backward) + Counter({(AG, "Y"): 1})
         assert again.book_bytes == backward.book_bytes + BD // (X if "_X" in axes else 1)
+    unreduced = {key: n for key, n in LEDGER[name][1].items() if key not in ((AR, "X"), (RS, "X"))}
+    _, first = passes(strategy, In, params, backward={"reduce": False})  # microbatches synchronise once, in the last
+    sums = strategy.backward(In, strategy.forward(params, In, MESH)[1], params, MESH, reduce=False)[1]
+    _, last = passes(strategy, In, params, backward={"partial": sums})
+    assert (counts(first), counts(last)) == (unreduced, counts(backward))
     Out, pull = vjp(lambda params, In: strategy.forward(params, In, MESH)[0], params, In)
     with trace() as by_vjp:
         pull(Out)
@@ -75,30 +80,27 @@ def test_collectives_and_bytes_of_one_layer(name):
     assert by_vjp.book_bytes == backward.book_bytes - gathered
 
 
-@pytest.mark.parametrize("name", STRATEGIES)
-def test_microbatches_synchronise_once(name):
-    strategy = STRATEGIES[name]
-    In, params = arrays(strategy)
-    *_, once = passes(strategy, In, params)
-    *_, first = passes(strategy, In, params, backward={"reduce": False})
-    sums = strategy.backward(In, strategy.forward(params, In, MESH)[1], params, MESH, reduce=False)[1]
-    *_, last = passes(strategy, In, params, backward={"partial": sums})
-    assert counts(last) == counts(once)
-    assert counts(first) == {key: n for key, n in counts(once).items() if key not in ((AR, "X"), (RS, "X"))}
-
-
 @pytest.mark.parametrize(("layers", "made"), [(0, [1, 1, 1]), (1, [1, 1, 1]), (2, [2, 1]), (3, [3]), (99, [3])])
 def test_a_bucket_holds_as_many_layers_as_fit(layers, made, monkeypatch):
-    """Its gradients are reduced together, out of one buffer, and no byte more is sent."""
-    counted, room = [], engine._room
-    monkeypatch.setattr(engine, "_room", lambda like, shape, *how: counted.append(shape) or room(like, shape, *how))
+    """Its gradients are reduced together, out of one buffer in which blocks that are scattered lie in one piece, and
+    no byte more is sent."""
+    counted, real = [], engine._room
+
+    def room(like, shape, dim, together, dtype=None):
+        made = real(like, shape, dim, together, dtype)
+        assert made.movedim(dim, 0 if together else 1).is_contiguous()
+        counted.append((together, *made.shape))
+        return made
+
+    monkeypatch.setattr(engine, "_room", room)
     for name, op, share in (("data_parallel", AR, 1), ("fsdp", RS, X)):
         In, params = arrays(STRATEGIES[name])
         for bucket in (layers * 2 * DF // share, (layers + 1) * 2 * DF // share - 1):
             *_, log = passes(STRATEGIES[name], In, params, backward={"bucket_bytes": bucket})
             assert counts(log)[op, "X"] == 2 * len(made)
             assert log.book_bytes == L * 4 * DF
-            assert counted == ([(count, *shape) for count in made for shape in ((D, F), (F, D))] if op == RS else [])
+            rooms = [(count > 1, count, *shape) for count in made for shape in ((D, F), (F, D))]
+            assert counted == (rooms if op == RS else [])
             counted.clear()
 
 
@@ -117,20 +119,19 @@ def test_bytes_between_pods_are_the_books(sizes):
 def test_nothing_in_a_layer_waits_that_need_not(strategy):
     """Gathers and reductions are under way when their lines return, and weights' gradients are not even begun."""
     mesh, listing = AbstractMesh({"P": 2, "X": 2, "Y": 2}), strategy.STRATEGY
-    types = {key: parse(text) for key, text in strategy.SPECS.items()}
-    In, W_in, W_out, Out = (torch.empty(spec.local_shape(SIZES, mesh), device="meta") for spec in types.values())
-    weights = [W_in, W_out]
+    In, stacks = arrays(strategy, mesh)
+    weights = [W[0] for W in stacks.values()]
+
+    def waited(pending, kind=Pending):
+        assert all(isinstance(each, kind) for each in pending)
+        return [each.wait() for each in pending]
+
     if listing.gather:
-        pending = listing.gather(*weights, mesh)
-        assert all(isinstance(W, Pending) for W in pending)
-        weights = [W.wait() for W in pending]
-    _, saved = listing.layer_forward(*weights, In, mesh, Block())
+        weights = waited(listing.gather(*weights, mesh))
+    Out, saved = listing.layer_forward(*weights, In, mesh, Block())
     with trace() as log:
         dIn, *products = listing.layer_backward(*weights, Out, saved, mesh, Block())
     assert [e.async_op for e in log.events if e.op == "ReduceScatter"] == [True] * isinstance(dIn, Pending)
-    assert all(isinstance(product, Deferred) for product in products)
-    grads = [product.wait() for product in products]
+    grads = waited(products, Deferred)
     for reduce in filter(None, (listing.reduce, listing.reduce_slow)):
-        pending = reduce(*grads, mesh)
-        assert all(isinstance(dW, Pending) for dW in pending)
-        grads = [dW.wait() for dW in pending]
+        grads = waited(reduce(*grads, mesh))

@@ -5,6 +5,7 @@ from collections import Counter
 
 import pytest
 import torch
+from problems import counts
 from test_transformer_mesh import EXPERTS, LATENT, PLAIN, B, T
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -31,10 +32,6 @@ def traced(config, sizes, step=transformer.loss_and_grads, **options):
     return log
 
 
-def counted(log):
-    return Counter((event.op, "".join(event.axes)) for event in log.collectives())
-
-
 def test_gathers_and_reductions_are_under_way_while_a_layer_computes():
     """So no more than two layers' whole gradients are held. Over X all of a layer travels at once."""
     L = 4
@@ -51,8 +48,8 @@ def test_gathers_and_reductions_are_under_way_while_a_layer_computes():
 def test_tokens_are_routed_once(remat):
     """What was decided forward is kept: a layer that is computed again asks no rank again."""
     log = traced(EXPERTS, {"E": 2}, remat=remat)
-    counts = [event for event in log.events if event.op == "AllToAll" and str(event.before).startswith("n[")]
-    assert len(counts) == EXPERTS.L
+    routed = [event for event in log.events if event.op == "AllToAll" and str(event.before).startswith("n[")]
+    assert len(routed) == EXPERTS.L
 
 
 @pytest.mark.parametrize("keep", [False, True])
@@ -105,21 +102,28 @@ def test_the_loss_alone_computes_a_third_of_a_step():
     assert 3 * traced(PLAIN, sizes, transformer.loss).flops == traced(PLAIN, sizes).flops
 
 
-def test_no_collective_is_repeated_whose_result_nobody_reads():
-    """Of a layer with X and Y the two streams y over Y; of the ReduceScatters attention's, which the MLP needs."""
-    none, attention, matmuls, block = (counted(traced(PLAIN, {"X": 2, "Y": 2}, remat=remat)) for remat in tm.POLICIES)
-    assert attention == none
-    assert matmuls - none == {("AllGather", "Y"): 2 * PLAIN.L}
-    assert block - none == {("AllGather", "Y"): 2 * PLAIN.L, ("ReduceScatter", "Y"): PLAIN.L}
+def kept_once(sizes, microbatches):
+    """What is saved if weights stay: else a layer's, which travel together, are gathered in both passes of each
+    microbatch."""
+    kept, thrown_away = ({"microbatches": microbatches, "keep_weights": keep} for keep in (True, False))
+    return sizes, kept, thrown_away, {("AllGather", "X"): PLAIN.L // sizes.get("Z", 1) * (2 * microbatches - 1)}
 
 
-@pytest.mark.parametrize(("sizes", "microbatches"), [({"X": 4}, 1), ({"X": 2}, 2), ({"Z": 2, "X": 2}, 2)])
-def test_kept_weights_are_gathered_once_a_step(sizes, microbatches):
-    """Else a layer's, which travel together, are gathered in both passes of each microbatch."""
-    thrown_away, once = (
-        counted(traced(PLAIN, sizes, microbatches=microbatches, keep_weights=keep)) for keep in (False, True)
-    )
-    assert thrown_away - once == {("AllGather", "X"): PLAIN.L // sizes.get("Z", 1) * (2 * microbatches - 1)}
+XY, STREAMS = {"X": 2, "Y": 2}, {("AllGather", "Y"): 2 * PLAIN.L}
+MORE = [  # a mesh, options, others, and what these send more: nothing is repeated whose result nobody reads
+    (XY, {}, {"remat": "attention"}, {}),
+    (XY, {}, {"remat": "matmuls"}, STREAMS),  # of a layer the two streams y over Y
+    (XY, {}, {"remat": "block"}, STREAMS | {("ReduceScatter", "Y"): PLAIN.L}),  # attention's, which the MLP needs
+    kept_once({"X": 4}, 1),
+    kept_once({"X": 2}, 2),
+    kept_once({"Z": 2, "X": 2}, 2),
+]
+
+
+@pytest.mark.parametrize(("sizes", "options", "others", "more"), MORE)
+def test_what_another_way_sends_more(sizes, options, others, more):
+    fewer, many = (counts(traced(PLAIN, sizes, **each)) for each in (options, others))
+    assert (many - fewer, fewer - many) == (more, {})
 
 
 def attention_flops(Q, K, V, *_, **__):
