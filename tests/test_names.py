@@ -55,22 +55,15 @@ def defined(kind) -> dict[str, list[str]]:
     return found
 
 
-def aliases() -> dict[str, list[str]]:
-    """{name: modules} of public type aliases: `Axes = tuple[str, ...]`, named as a class is."""
-    found = defaultdict(list)
+def test_a_type_has_a_name_of_its_own():
+    """A class, or an alias: `Axes = tuple[str, ...]`."""
+    types = defined(ast.ClassDef)
     for module, tree in modules().items():
         for node in tree.body:
             target = node.targets[0] if isinstance(node, ast.Assign) else getattr(node, "target", None)
             name = getattr(target, "id", "_")
             if name[0].isupper() and len(name) > 1 and not name.isupper() and "_" not in name:
-                found[name].append(module)
-    return found
-
-
-def test_a_type_has_a_name_of_its_own():
-    types = defined(ast.ClassDef)
-    for name, where in aliases().items():
-        types[name] += where
+                types[name].append(module)
     assert {"Axes", "Schedule", "Event"} <= types.keys(), "both kinds are found"
     assert not {name: where for name, where in types.items() if len(where) > 1}
 
@@ -105,24 +98,15 @@ NO_FIX = {  # where a sentence alone is enough: why
 }
 
 
-def texts(node: ast.AST | None, names: dict[str, str]) -> str:
+def texts(node: ast.AST, names: dict[str, str]) -> str:
     """The constant parts of a message, with those of names that were given a text in the same function."""
-    match node:
-        case ast.Constant(value=str(value)):
-            return value
-        case ast.JoinedStr(values=parts):
-            return "".join(texts(part, names) for part in parts)
-        case ast.FormattedValue(value=value):
-            return texts(value, names) or "{}"
-        case ast.BinOp(left=left, right=right):
-            return texts(left, names) + texts(right, names)
-        case ast.IfExp(body=body, orelse=orelse):
-            return texts(body, names) + texts(orelse, names)
-        case ast.Name(id=name):
-            return names.get(name, "")
-        case ast.Call(func=ast.Name(id="_fix")):
-            return "fix:"
-    return ""
+    found = ""
+    for part in ast.walk(node):
+        if isinstance(part, ast.Constant) and isinstance(part.value, str):
+            found += part.value
+        elif isinstance(part, ast.Name):
+            found += names.get(part.id, "")
+    return found
 
 
 def kind_of(error: ast.expr) -> str:
@@ -133,11 +117,10 @@ def kind_of(error: ast.expr) -> str:
 def messages(path: Path) -> Iterator[tuple[int, str]]:
     """(line, message) of each refusal of a module whose message, or a part of it, stands there."""
     module = parsed(path)
-    constants = {
-        node.targets[0].id: texts(node.value, {})
-        for node in module.body
-        if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name)
-    }
+    constants = {"_fix": "fix:"}
+    for node in module.body:
+        if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name):
+            constants[node.targets[0].id] = texts(node.value, {})
     for function in ast.walk(module):
         if not isinstance(function, ast.FunctionDef):
             continue
@@ -155,7 +138,7 @@ def messages(path: Path) -> Iterator[tuple[int, str]]:
         for node in nodes:
             match node:
                 case ast.Raise(exc=ast.Call(func=error, args=[message, *_])) if kind_of(error) not in CAUGHT | ITS_OWN:
-                    said = texts(message, names).replace("{}", "").strip()
+                    said = texts(message, names)
                     if len(re.findall("[a-z]", said)) > 5:  # else it is written elsewhere
                         yield node.lineno, said
 

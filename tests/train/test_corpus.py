@@ -18,56 +18,60 @@ from scaling.train.corpus import Corpus
 from scaling.train.origin import weighted_paths
 from scaling.train.settings import Settings
 
-
-def said(ids) -> str:
-    return bytes(ids.astype(numpy.uint8)).decode()
-
-
-def test_text_files_are_documents_mapped_into_memory():
-    texts = ["first ", "", "second, longer"]
-    for i, text in enumerate(texts):
-        Path(f"{i}.txt").write_text(text)
-    read = corpus.open_corpus(".")
-    assert [said(read.between(*at)[0]) for at in ((0, len(read)), (4, 9))] == ["".join(texts), "t sec"]
-    assert read.starts.tolist() == [0, 6]
-    assert all(isinstance(part, numpy.memmap) for part in read.parts)
-
-
-def test_rows_of_ids_are_mapped():
-    numpy.save("a.npy", numpy.arange(1000, dtype=numpy.uint16))
-    read = corpus.open_corpus("a.npy")
-    assert isinstance(read.parts[0], numpy.memmap)
-    assert (len(read), read.top) == (1000, 999)
-    numpy.save("b.npy", numpy.ones((2, 2)))
-    with pytest.raises(ValueError, match=r"b\.npy: not a row of token ids"):
-        corpus.open_corpus(".")
-
-
 CHATS = [
     {"messages": [{"role": "user", "content": "2+2?"}, {"role": "assistant", "content": "4"}]},
     {"prompt": "ab", "completion": "cd"},
     {"text": "plain"},
 ]
+TEXTS = {"0.txt": "first ", "1.txt": "", "2.txt": "second, longer"}
+SOURCES = [  # files: what they hold, of it what counts, where documents begin, how many shards of 7 tokens or more
+    (TEXTS, "first second, longer", "all", [0, 6], 1),
+    ({"a.jsonl": "\n".join(map(json.dumps, CHATS))},
+     "user: 2+2?\n\nassistant: 4\n\nabcdplain", "4\n\ncdplain", [0, 26, 30], 2),
+]  # fmt: skip
 
 
-@pytest.mark.parametrize(("shard_tokens", "shards"), [(7, 2), (10**8, 1)])
-def test_prompts_do_not_count_and_shards_are_the_text_again(shard_tokens, shards):
-    Path("chats.jsonl").write_text("".join(json.dumps(line) + "\n" for line in CHATS))
-    index = tokenize.write_shards("chats.jsonl", "out", ByteText(), shard_tokens)
-    assert len(index["tokens"]) == shards
-    for read in corpus.open_corpus("chats.jsonl"), corpus.open_corpus("out"):
-        found, counted = read.between(0, len(read))
-        assert said(found) == "user: 2+2?\n\nassistant: 4\n\nabcdplain"
-        assert said(found[counted]) == "4\n\ncdplain"
-        assert said(read.between(25, 31)[0]) == "\nabcdp"
-        assert (read.starts.tolist(), read.top) == ([0, 26, 30], max(found))
+def said(ids) -> str:
+    return bytes(ids.astype(numpy.uint8)).decode()
 
 
-def test_shards_of_plain_text_carry_no_mask(capsys):
+@pytest.mark.parametrize("shard_tokens", [0, 7, 10**8])
+@pytest.mark.parametrize(("files", "text", "counts", "starts", "shards"), SOURCES, ids=["texts", "chats"])
+def test_text_and_its_shards_are_documents_in_order(files, text, counts, starts, shards, shard_tokens):
+    Path("data").mkdir()
+    for name, content in files.items():
+        Path("data", name).write_text(content)
+    if shard_tokens:
+        index = tokenize.write_shards("data", "out", ByteText(), shard_tokens)
+        assert len(index["tokens"]) == (shards if shard_tokens == 7 else 1)
+        assert sorted(path.name for path in Path("out").iterdir()) == sorted([*index["bytes"], "shards.json"])
+    read = corpus.open_corpus("out" if shard_tokens else "data")
+    found, counted = read.between(0, len(read))
+    assert said(found) == text
+    assert ("all" if counted is None else said(found[counted])) == counts
+    assert (read.starts.tolist(), read.top) == (starts, max(found))
+    for first in range(len(text) - 9):
+        assert said(read.between(first, first + 9)[0]) == text[first : first + 9]
+    if shard_tokens or counts == "all":
+        assert all(isinstance(part, numpy.memmap) for part in read.parts)
+
+
+def test_rows_of_ids_are_mapped():
+    numpy.save("a.npy", numpy.arange(5000, dtype=numpy.uint16))
+    read = corpus.open_corpus("a.npy")
+    assert isinstance(read.parts[0], numpy.memmap)
+    assert (len(read), read.top) == (5000, 4999)
+    with pytest.raises(ValueError, match=r"a.npy: token 4999 lies outside the vocabulary of tiny, 0..255"):
+        inputs(Settings(get("tiny"), "a.npy", ""))
+    numpy.save("b.npy", numpy.ones((2, 2)))
+    with pytest.raises(ValueError, match=r"b\.npy: not a row of token ids"):
+        corpus.open_corpus(".")
+
+
+def test_the_command_and_a_shard_that_is_cut_short(capsys):
     Path("a.txt").write_text("hello")
     assert train("tokenize --data a.txt --out out") == 0
     assert "5 tokens in 1 shards" in capsys.readouterr().out
-    assert sorted(p.name for p in Path("out").iterdir()) == ["shards.json", "starts.npy", "tokens-00000.npy"]
     assert "is not empty" in refusal(capsys, "tokenize --data a.txt --out out")
     file = Path("out/tokens-00000.npy")
     file.write_bytes(file.read_bytes()[:-1])
@@ -93,12 +97,22 @@ def test_what_cannot_be_read_is_named(name, content, words):
         corpus.open_corpus(".")
 
 
+def test_paths_with_weights():
+    assert weighted_paths("a:3,b") == [("a", 3.0), ("b", 1.0)]
+    Path("a,b:2").mkdir()
+    assert weighted_paths("a,b:2") == [("a,b:2", 1.0)]
+    for wrong in ("a:x,b:1", "a:0,b:1", "a:nan"):
+        with pytest.raises(ValueError, match="weight"):
+            weighted_paths(wrong)
+
+
 def counting(n, first=0, starts=(0,), counted=()):
     return Corpus((numpy.arange(first, first + n),), numpy.array(starts), counted)
 
 
 def test_each_sequence_comes_once_an_epoch_in_an_order_of_the_seed():
-    first, valid = hold_out(counting(3000, starts=(0, 500, 1000)), 4, 32, seed=5)
+    counted = numpy.arange(3000) % 3 == 0
+    first, valid = hold_out(counting(3000, starts=(0, 500, 1000), counted=(counted,)), 4, 32, seed=5)
     n = first.sequences
     seen = [i for step in range(n // 2) for i in first.chosen(4 * step)]
     assert sorted(seen[:n]) == list(range(n))
@@ -106,19 +120,13 @@ def test_each_sequence_comes_once_an_epoch_in_an_order_of_the_seed():
     other, larger = (hold_out(counting(3000), 6, 32, seed)[0] for seed in (6, 5))
     assert other.chosen(0) != seen[:6]
     assert larger.chosen(6) == seen[6:12]  # a batch of another size sees the same order
-    inputs, targets, segments = first.at(12)
-    assert torch.equal(inputs + 1, targets)
-    assert torch.equal(segments, 1 + (inputs >= 500).long() + (inputs >= 1000).long())
+    for step, (ids, targets, segments) in enumerate(islice(ahead(first, 8, 4), 5), 2):  # read by a thread
+        assert ids[:, 0].tolist() == [32 * number for number in first.chosen(4 * step)]
+        assert torch.equal(targets, torch.where((ids + 1) % 3 == 0, ids + 1, IGNORED))
+        assert torch.equal(segments, 1 + (ids >= 500).long() + (ids >= 1000).long())
     assert valid.first == first.last == valid.rows(range(valid.sequences))[0].min()
     short = hold_out(counting(100), 4, 32, seed=5)  # of a short text at least one sequence is held out
     assert [part.sequences for part in short] == [2, 1]
-
-
-def test_targets_that_do_not_count():
-    counted = numpy.arange(100) % 3 == 0
-    tokens, targets, _ = Batches(counting(100, counted=(counted,)), 1, 9, 0, 0, 100).row(1)
-    assert tokens.tolist() == list(range(9, 18))
-    assert targets.tolist() == [t if t % 3 == 0 else IGNORED for t in range(10, 19)]
 
 
 def test_a_mixture_is_exact_over_a_round_and_repeats_nothing_within_an_epoch():
@@ -130,24 +138,3 @@ def test_a_mixture_is_exact_over_a_round_and_repeats_nothing_within_an_epoch():
         assert counts == pytest.approx([len(some) * share for share in (0.5, 0.3, 0.2)], abs=off)
     assert len(set(found)) == len(found)
     assert mixture.at(70)[0][3, 0] // 1_000_000 == found[73][0]
-
-
-def test_read_ahead_they_are_the_same():
-    source = Batches(counting(3000), 4, 32, 0, 0, 3000)
-    for i, batch in enumerate(islice(ahead(source, 8, 4), 5)):
-        assert all(map(torch.equal, batch, source.at(8 + 4 * i)))
-
-
-def test_paths_with_weights():
-    assert weighted_paths("a:3,b") == [("a", 3.0), ("b", 1.0)]
-    Path("a,b:2").mkdir()
-    assert weighted_paths("a,b:2") == [("a,b:2", 1.0)]
-    for wrong in ("a:x,b:1", "a:0,b:1", "a:nan"):
-        with pytest.raises(ValueError, match="weight"):
-            weighted_paths(wrong)
-
-
-def test_tokens_outside_the_vocabulary_are_refused():
-    numpy.save("ids.npy", numpy.full(5000, 256))
-    with pytest.raises(ValueError, match=r"ids.npy: token 256 lies outside the vocabulary of tiny, 0..255"):
-        inputs(Settings(get("tiny"), "ids.npy", ""))
