@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+from functools import cache
 from pathlib import Path
 from types import FunctionType, ModuleType
 
@@ -47,10 +48,9 @@ def planted(bug: Bug) -> str:
     return text
 
 
-def rules_broken(bug: Bug | None, file: str = "") -> set[str]:
-    """The rules that the judge names, of a file with its bug, or of the file as it is."""
-    file = bug.file if bug else file
-    text = planted(bug) if bug else (ROOT / file).read_text(encoding="utf-8")
+@cache
+def rules_broken(file: str, text: str) -> set[str]:
+    """The rules that the judge names, of a file whose text is this."""
     found = check_source(text, file) if "STRATEGY =" in text else check_lines(text, file)[0]
     return {fault.rule for fault in (*found, *judgement(file, text).findings)}
 
@@ -98,7 +98,8 @@ def tested(bug: Bug, plant: bool) -> str:
 def seen(bug: Bug) -> bool:
     """Whether the bug, planted, is answered as `bugs` says; and, without it, nothing is."""
     if bug.refused:
-        return bug.refused in rules_broken(bug) and not rules_broken(None, bug.file)
+        as_it_is = (ROOT / bug.file).read_text(encoding="utf-8")
+        return bug.refused in rules_broken(bug.file, planted(bug)) and not rules_broken(bug.file, as_it_is)
     if bug.fails:
         printed = tested(bug, True)  # it must fail by what is compared: a crash is not silent
         held = re.search(r"^E +(assert |AssertionError)", printed, re.M) and "1 failed" in printed
