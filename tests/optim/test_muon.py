@@ -62,7 +62,7 @@ def test_equal_to_torch(options, dtype, limit):
     specs, matrices = specs | {"g": "g[D]"}, matrices | {"g": ""}
     given = {name.replace("adjust_lr_fn", "scale"): value for name, value in options.items()}
     optimizer, params = optim.muon(0.02, matrices, **given), draw()
-    theirs = {name: torch.nn.Parameter(x.t().contiguous().clone()) for name, x in params.items()}
+    theirs = {name: torch.nn.Parameter(x.t().contiguous()) for name, x in params.items()}
     reference = [
         torch.optim.Muon([theirs[name] for name in shapes if name != "g"], lr=0.02, **options),
         torch.optim.AdamW([theirs["g"]], lr=0.02, weight_decay=options.get("weight_decay", 0.1)),
@@ -73,10 +73,10 @@ def test_equal_to_torch(options, dtype, limit):
         kept = tree.map(torch.clone, held)
         params, state = optimizer.update(grads, state, params, specs=specs, donate=donate)
         found = params, state["momentum"], state["rest"]["m"]
-        assert all((a is b) == donate for a, b in zip(*map(tree.leaves, (held, found)), strict=True))
-        assert donate or all(map(torch.equal, tree.leaves(held), tree.leaves(kept)))
+        for old, before, new in zip(*map(tree.leaves, (held, kept, found)), strict=True):
+            assert new is old if donate else torch.equal(old, before)
         for name, p in theirs.items():
-            p.grad = grads[name].t().contiguous().clone()
+            p.grad = grads[name].t().contiguous()
         for one in reference:
             one.step()
     for name, p in theirs.items():
@@ -84,7 +84,7 @@ def test_equal_to_torch(options, dtype, limit):
 
 
 CASES = [({"form": form, "dtype": torch.float64}, torch.float64) for form in orthogonal.FORMS]
-CASES += [({}, torch.float32), ({"dtype": torch.float32}, torch.float32), ({"master": True}, torch.bfloat16)]
+CASES += [({}, torch.float32), ({"master": True}, torch.bfloat16)]
 
 
 def on_rank(mesh):
@@ -116,18 +116,14 @@ def test_bytes_are_those_of_the_closed_form(form):
     with trace() as log:
         optimizer.update(params, optimizer.init(params), params, specs=specs, mesh=mesh)
     V, gram = 6 * 24 * 16, 6 * 16 * 16
-    sent: Counter = Counter()
-    for event in log.collectives():
-        sent[event.op] += event.nbytes
     padded = V * 8 // 6  # six matrices in the places of eight; over one axis, half of them is sent
-    assert (
-        sent
-        == {
-            "gathered": {"AllGather": 2 * (V // 2 + V)},
-            "owned": {"AllToAll": 2 * 2 * 2 * padded // 2},
-            "on_shards": {"AllToAll": 2 * 4 * V // 2, "AllReduce": 5 * 4 * gram + 4 * 6},
-        }[form]
-    )
+    wanted = {
+        "gathered": {"AllGather": 2 * (V // 2 + V)},
+        "owned": {"AllToAll": 2 * 2 * 2 * padded // 2},
+        "on_shards": {"AllToAll": 2 * 4 * V // 2, "AllReduce": 5 * 4 * gram + 4 * 6},
+    }[form]
+    assert {op: sum(e.nbytes for e in log.collectives() if e.op == op) for op in wanted} == wanted
+    assert {event.op for event in log.collectives()} == {*wanted}
 
 
 def test_each_matrix_has_one_owner_and_the_least_loaded_have_most():

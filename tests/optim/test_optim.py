@@ -1,6 +1,7 @@
 """Optimizers against torch.optim's, in every way that an update may be made; and clipping by the norm of all gradients:
 each element counts once, whatever the mesh."""
 
+import math
 import random
 from functools import partial
 from itertools import product
@@ -142,12 +143,11 @@ def test_bfloat16_rounds_no_worse_than_torch_and_a_master_copy_not_at_all(name, 
 
 
 def test_params_that_require_grad_and_mixed_dtypes_in_lists_and_tuples():
-    ones = {dtype: torch.ones(3, dtype=dtype) for dtype in (*EXACT, torch.bfloat16)}
-    params = {"a": ones[torch.float64].requires_grad_(), "b": ones[torch.float32], "c": [ones[torch.bfloat16]]}
-    new, state = our_run(optim.adamw(0.1), params, [params | {"c": (ones[torch.bfloat16],)}])
-    assert [t.dtype for t in tree.leaves(new)] == [*ones]
-    assert not any(t.requires_grad for t in tree.leaves((new, state)))
-    assert [float(t[0]) for t in tree.leaves(new)] == pytest.approx([0.899] * 3, abs=2e-3)
+    a, b, c = (torch.ones(3, dtype=dtype) for dtype in (*EXACT, torch.bfloat16))
+    new, state = our_run(optim.adamw(0.1), {"a": a.requires_grad_(), "b": [b, c]}, [{"a": a, "b": (b, c)}])
+    assert [leaf.dtype for leaf in tree.leaves(new)] == [*EXACT, torch.bfloat16]
+    assert not any(leaf.requires_grad for leaf in tree.leaves((new, state)))
+    assert [float(leaf[0]) for leaf in tree.leaves(new)] == pytest.approx([0.899] * 3, abs=2e-3)
 
 
 @pytest.mark.compile
@@ -177,6 +177,23 @@ def test_on_a_gpu_the_kernel_is_not_given_a_rate_less_precise_than_the_params(mo
     assert [getattr(rate, "dtype", rate) for rate in rates] == [0.1, 0.1, torch.float32]
 
 
+def test_the_scales_are_those_of_grad_scaler():
+    rule = optim.loss_scaled(optim.adamw(0.1), first=64.0, interval=3)
+    params = {"W": torch.tensor([1.0, -2.0])}
+    state, theirs = rule.init(params), params["W"].clone().requires_grad_()
+    adamw, scaler = torch.optim.AdamW([theirs], 0.1), torch.amp.GradScaler("cpu", init_scale=64.0, growth_interval=3)
+    for slope in [1.0, math.inf, 2.0, 0.5, 3.0, 1.0, math.inf, math.inf, *[0.25] * 7]:
+        grad = torch.tensor([slope, 0.5])
+        adamw.zero_grad()
+        scaler.scale((theirs * grad).sum()).backward()
+        scaler.step(adamw)
+        scaler.update()
+        params, state = rule.update({"W": grad}, state, params, finite=slope < math.inf)
+        assert state["scale"].item() == scaler.get_scale()
+        torch.testing.assert_close(params["W"], theirs.detach(), rtol=1e-6, atol=0)
+    assert state["step"].item() == 12
+
+
 CLIPPED = {"a": "a[D_X, F_Y]", "b": "b[D, F_XY]", "c": ["c[D]", "d[F_Y, D]"], "e": "e[]", "f": "f[D_Y, F_X]"}
 ONE = AbstractMesh({"X": 1, "Y": 1})
 
@@ -188,12 +205,16 @@ def clipped_grads(dtype):
 
 def clip_on_rank(mesh, dtype, max_norm):
     """The norm, the clipped gradients, and what two steps of a chain with SGD make of params of zeros, whole. Gradients
-    that are given away are scaled where they lie, and a chain takes any function of gradients."""
+    that are given away are scaled where they lie, and a chain takes any function of gradients. One scalar is sent for
+    each set of axes, in the mesh's order, whatever that of a type is."""
     grads = tree.shard(clipped_grads(dtype), CLIPPED, mesh)
     doubled = lambda grads, specs, mesh: tree.map(lambda g: 2 * g, grads)  # noqa: E731
     rule = optim.chain(optim.clip(max_norm), doubled, optim.sgd(0.25, momentum=0.9))
     params, _ = our_run(rule, tree.map(torch.zeros_like, grads), [grads] * 2, specs=CLIPPED, mesh=mesh)
-    clipped, norm = optim.clip_by_global_norm(grads, CLIPPED, mesh, max_norm)
+    with trace() as log:
+        clipped, norm = optim.clip_by_global_norm(grads, CLIPPED, mesh, max_norm)
+    sent = [(event.op, event.axes, event.nbytes) for event in log.events]
+    assert mesh.size() == 1 or sent == [("AllReduce", axes, norm.nbytes) for axes in (("X", "Y"), ("Y",))]
     given = optim.scaled_to(grads, norm, max_norm, donate=True)
     assert pointers(given) == pointers(grads)
     assert equal(given, clipped)
@@ -224,16 +245,5 @@ def test_the_norm_of_a_large_leaf_is_the_same_however_it_is_split():
     x[:200, 0] = 2
     true = pytest.approx(x.double().square().sum().item(), rel=1e-6)
     assert optim.global_norm([x], ["x[D, F]"], Mesh({"X": 1})).item() ** 2 == true
+    assert optim.global_norm([x.bfloat16()], ["x[D, F]"], Mesh({"X": 1})).dtype == torch.float32
     assert sum(optim.clipping.sum_of_squares(shard) for shard in x.T.chunk(3)).item() == true
-
-
-def test_clipping_sends_one_scalar_for_each_set_of_axes():
-    """In the mesh's order, whatever that of a type is."""
-    mesh = AbstractMesh({"X": 4, "model": 2})
-    types = {"a": "a[D_X, F_model]", "b": "b[D, F_{model,X}]", "c": ["c[D, F]"], "f": "f[D_model, F]"}
-    grads = tree.map(lambda _: torch.empty(2, 2, dtype=torch.bfloat16, device="meta"), types)
-    with trace() as log:
-        clipped, norm = optim.clip_by_global_norm(grads, types, mesh, 1.0)
-    sent = [(event.op, event.axes, event.nbytes) for event in log.events]
-    assert sent == [("AllReduce", ("X", "model"), 4), ("AllReduce", ("model",), 4)]
-    assert (norm.dtype, clipped["a"].dtype) == (torch.float32, torch.bfloat16)
