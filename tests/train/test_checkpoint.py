@@ -1,14 +1,18 @@
-"""Checkpoints: bitwise back on the same mesh and on any other; written once, complete or not there."""
+"""Checkpoints: bitwise back on the same mesh and on any other, beside torch.distributed.checkpoint's own save and load;
+written once, complete or not there."""
 
 import contextlib
 import os
 import time
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed.checkpoint as torch_dcp
 from runs import ONE, SPECS, load, records, save, write_text
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.nn.functional import pad
 
 from scaling import tree
@@ -21,7 +25,7 @@ from scaling.train.loop import begun, run, state_specs
 from scaling.train.settings import Settings, optimizer_of
 
 MODEL = Config("c", 3, 16, 24, 4, 2, 8, 257, tied=True)  # whose layers and vocabulary do not divide evenly
-MESHES = [{"X": 2, "Y": 2}, {"Z": 2, "X": 2}, {"P": 2, "Y": 2}, {"X": 4}, {"X": 1}]  # from the first three
+MESHES = [{"X": 2, "Y": 2}, {"Z": 2, "X": 2}, {"P": 2, "Y": 2}, {"X": 4}, {"X": 1}]  # from the first two to two more
 STEPS, AHEAD = 2, 50
 
 
@@ -64,7 +68,7 @@ def resumed(mesh, settings, whole):
     return sum(taken) / tree.nbytes(state), coming
 
 
-@pytest.mark.parametrize("source", range(3), ids=lambda i: str(MESHES[i]))
+@pytest.mark.parametrize("source", range(2), ids=lambda i: str(MESHES[i]))
 def test_a_run_goes_on_from_each_mesh_on_others(ranks, tmp_path, source):
     """Params, moments, loss scale, step, place in the data and seed are those that torch's own reader finds; a rank
     reads what it holds, and no more."""
@@ -78,10 +82,55 @@ def test_a_run_goes_on_from_each_mesh_on_others(ranks, tmp_path, source):
     assert sum(torch.load(file, mmap=True).nbytes for file in files) == tree.nbytes(whole)  # no block is there twice
     assert [each["loss_scale"] for each in records(".")] == [whole["optimizer"]["scale"].item()] * STEPS
     order = [train.chosen(i * settings.batch) for i in range(STEPS, STEPS + AHEAD)]
-    for target in MESHES[source + 1 : source + 3]:
+    for target in MESHES[2 * source + 1 : 2 * source + 3]:
         shares, coming = zip(*ranks(resumed, target, settings, whole), strict=True)
         assert all(sequences == order for sequences in coming)
         assert max(shares) == 1  # padding is not read
+
+
+PLACES = {"L": [0, 2, 1]}  # as on interleaved stages: no block of several layers is whole
+TYPES = {"params": {"W": "W[L, D_X, F_Y]", "norm": "norm[D]"}, "moments": [{"W": "W[L, D_XY, F]"}], "n": "n[]"}
+
+
+def whole() -> dict:
+    W = torch.arange(3 * 8 * 4.0, dtype=torch.float64).view(3, 8, 4)
+    params = {"W": W, "norm": torch.rand(8, generator=torch.Generator().manual_seed(0)).bfloat16()}
+    return {"params": params, "moments": [{"W": W.float() / 7}], "n": torch.tensor(5)}
+
+
+def placed(mesh):
+    """The whole, and this rank's shards of it as it is stored."""
+    stored = tree.map(lambda W: W[PLACES["L"]] if W.dim() == 3 else W, state := whole())
+    return state, tree.shard(stored, TYPES, mesh)
+
+
+def by_torch(mesh, folder):
+    """Saved here, and loaded by torch's own load, one leaf as a DTensor of another sharding; then saved by torch."""
+    state, shards = placed(mesh)
+    checkpoint.save(folder, shards | {"data": {"seed": 1}}, TYPES, mesh, 1, places=PLACES)
+    on_mesh = partial(distribute_tensor, device_mesh=mesh.device_mesh)
+    found, (W, norm) = tree.map(torch.zeros_like, state), (state["params"][name] for name in ("W", "norm"))
+    found["params"]["W"] = on_mesh(found["params"]["W"], placements=(Shard(2), Shard(1)))
+    torch_dcp.load(found, checkpoint_id=folder / "step-000001")
+    found["params"]["W"] = found["params"]["W"].full_tensor()
+    torch.testing.assert_close(found, state, rtol=0, atol=0)
+    params = {"W": on_mesh(W, placements=(Shard(1), Replicate())), "other": "text"}
+    params["norm"] = on_mesh(norm, placements=(Replicate(), Shard(0)))
+    torch_dcp.save(state | {"params": params}, checkpoint_id=folder / "theirs")
+
+
+def loaded(mesh, folder):
+    torch.testing.assert_close(dcp.load(folder, TYPES, mesh, places=PLACES), placed(mesh)[1], rtol=0, atol=0)
+
+
+@pytest.mark.filterwarnings("ignore")  # torch's own: deprecations, and that a load is of one process
+def test_torch_opens_a_step_and_a_checkpoint_of_torch_is_opened(ranks, tmp_path):
+    ranks(by_torch, {"X": 2, "Y": 2}, tmp_path)
+    for sizes in ({"X": 4, "Y": 1}, {"X": 2, "Y": 2}):
+        ranks(loaded, sizes, tmp_path / "theirs")
+    for name, words in (("W_in", "W_in; it has moments.0.W, "), ("other", "other")):  # the latter is a pickle
+        with pytest.raises(ValueError, match=f"has no params.{words}"):
+            dcp.load(tmp_path / "theirs", {"params": {name: "n[]"}}, ONE)
 
 
 def test_the_newest_are_kept():
@@ -122,24 +171,30 @@ def test_asynchronous():
     assert sum(load(step=1)[0]) == 1 << 20
 
 
-def writes_late(mesh, folder):
-    """The rank that holds a replica alone comes when rank 0 has completed the step."""
+def late(mesh, folder):
+    """Each rank comes the later the greater its number. A run on another mesh has left a file of rank 1; then all that
+    rank 1 holds is a replica."""
     real, wait = checkpoint.write_step, durable.WAIT
 
     def write(*given):
         time.sleep(0.3 * mesh.rank)
         real(*given)
 
+    if mesh.rank == 0:
+        (folder / ".step-000001").mkdir()
+        torch.save(torch.zeros(7), folder / ".step-000001" / "__1_0_0.distcp")
+    tree.unshard({"n": torch.ones(1)}, {"n": "n[D_X]"}, mesh)  # all ranks see the leftovers
     checkpoint.write_step, durable.WAIT = write, 5.0
     try:
-        checkpoint.save(folder, {"W": torch.ones(2)}, SPECS, mesh, 1)
+        checkpoint.save(folder, {"W": torch.ones(4)}, {"W": "W[D_X]"}, mesh, 1)
+        checkpoint.save(folder, {"W": torch.ones(2)}, SPECS, mesh, 2)
     finally:
         checkpoint.write_step, durable.WAIT = real, wait
-    return sorted(path.name for path in folder.iterdir())
+    return checkpoint.load(folder, SPECS, mesh, 1)[0]["W"].tolist(), sorted(path.name for path in folder.iterdir())
 
 
-def test_a_rank_with_nothing_to_write_may_be_late(ranks, tmp_path):
-    assert ranks(writes_late, {"P": 2}, tmp_path) == [["latest", "step-000001"]] * 2
+def test_a_late_rank_is_waited_for_where_it_has_something_to_write(ranks, tmp_path):
+    assert ranks(late, {"X": 2}, tmp_path) == [([1.0] * 8, ["latest", "step-000001", "step-000002"])] * 2
 
 
 def test_a_step_counts_from_the_moment_at_which_it_has_its_name(monkeypatch):

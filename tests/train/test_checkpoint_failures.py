@@ -6,21 +6,18 @@ import os
 import pickle
 import re
 import resource
-import signal
 import threading
 from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
-from machine import RankFailed
 from refused import refused
-from runs import SPECS, Malicious, load, save
-from torch.distributed.checkpoint.metadata import MetadataIndex
+from runs import Malicious, load, save
+from torch.distributed.checkpoint import metadata as torch_metadata
 
-from scaling import launch, tree
 from scaling.mesh import AbstractMesh, Mesh
-from scaling.train import checkpoint, durable, verify
+from scaling.train import checkpoint, dcp, durable, verify
 
 MESH = Mesh({"X": 1, "Y": 1})
 STATE = {"w": torch.arange(24.0).view(4, 6), "b": torch.arange(6.0)}
@@ -35,33 +32,6 @@ def test_a_program_that_has_ended_does_not_wait_for_files_of_a_rank_that_is_gone
     with pytest.raises(TimeoutError, match=r"__1_0_0.distcp: not written within 0.05 s"):
         pending.result(60)
     assert checkpoint.complete(Path()) == []
-
-
-def dies_while_saving(mesh):
-    for step in range(1, 4):
-        if (step, mesh.rank) == (3, 1):
-            os.kill(os.getpid(), signal.SIGKILL)
-        checkpoint.save(".", {"W": torch.full((2,), float(step))}, {"W": "W[D_X]"}, mesh, step)
-
-
-def test_a_run_that_is_killed_leaves_the_last_good_one():
-    with pytest.raises(launch.RankError):
-        launch.run(dies_while_saving, {"X": 2})
-    assert load() == ([2.0] * 4, 2)
-
-
-def leftovers(mesh, folder):
-    """A run on this mesh, after one on another mesh that was killed when one rank had written its file."""
-    if mesh.rank == 0:
-        (folder / ".step-000001").mkdir()
-        torch.save(torch.zeros(7), folder / ".step-000001" / "__1_0_0.distcp")
-    tree.unshard({"n": torch.ones(1)}, {"n": "n[D_X]"}, mesh)  # all ranks see the leftovers
-    checkpoint.save(folder, {"W": torch.ones(4)}, {"W": "W[D_X]"}, mesh, 1)
-    return checkpoint.load(folder, SPECS, mesh)[0]["W"].sum().item()
-
-
-def test_files_of_a_killed_run_are_not_taken_for_this_one_s(ranks, tmp_path):
-    assert ranks(leftovers, {"X": 2}, tmp_path) == [8.0, 8.0]
 
 
 def test_a_full_disk_leaves_the_last_good_one_and_says_how_much_was_to_be_written():
@@ -83,31 +53,6 @@ def saved(what, length: int) -> bytes:
     data = bytearray(out.getvalue())
     data[-2:] = (length - len(data)).to_bytes(2, "little")
     return bytes(data).ljust(length, b"\0")
-
-
-DAMAGED = [  # what the file holds in the place of what was written, and what is said
-    (lambda good: good[:-10], "missing or cut short"),
-    (lambda good: pickle.dumps(Malicious()).ljust(len(good), b"\0"), "not a file of tensors alone"),
-    (lambda good: saved(Malicious(), len(good)), "not a file of tensors alone"),
-    (lambda good: saved(torch.ones(2), len(good)), r"does not hold W, float32\[3\]"),
-    (lambda good: good.replace(b"\0\0\x80?", b"\0\0\x81?", 1), "its bytes are not those that were written"),
-]
-
-
-def test_damaged_and_malicious_files_are_refused_and_found_by_verify(capsys):
-    save(1)
-    file = Path("step-000001/__0_0_0.distcp")
-    good = file.read_bytes()
-    assert verify.main(["."]) == 0
-    for content, words in DAMAGED:
-        file.write_bytes(content(good))
-        with pytest.raises(ValueError, match=f"__0_0_0.distcp: {words}"):
-            load()
-        assert verify.main([".", "--step", "1"]) == 1
-        assert re.search(f"{file.name}: {words}", capsys.readouterr().out)
-    file.with_name("index.json").write_text("{}")
-    assert [verify.main(["."]), verify.main(["no run"])] == [1, 2]
-    assert not Path("never").exists()
 
 
 def saving(**changed):
@@ -161,6 +106,7 @@ test_refused_folders = refused(
     {
         "no run": (partial(load, "no run"), f"no run{NO_STEP}the folder of"),
         "no such step": (partial(loading, step=2), f"step-000002{NO_STEP}a step that is"),
+        "none of torch's": (partial(dcp.load, "elsewhere", {}, MESH), "no checkpoint"),
     },
     FileNotFoundError,
 )
@@ -171,10 +117,28 @@ def moved(metadata, leaf, **changed) -> None:
     (chunk,) = leaf.chunks
     kept = metadata.storage_data.pop(next(at for at in metadata.storage_data if at.fqn == "w"))
     chunk.offsets, chunk.sizes = (torch.Size(changed.get(n, getattr(chunk, n))) for n in ("offsets", "sizes"))
-    metadata.storage_data[MetadataIndex("w", chunk.offsets)] = kept
+    metadata.storage_data[torch_metadata.MetadataIndex("w", chunk.offsets)] = kept
 
 
-DAMAGES = {  # how the index is changed, by what it says of w
+NO_TENSORS, NO_INDEX = "not a file of tensors alone", "not what torch.distributed.checkpoint writes"
+DAMAGE = {  # a file: {what: (how its bytes are changed, what is said)}
+    "__0_0_0.distcp": {
+        "cut short": (lambda good: good[:-10], "missing or cut short"),
+        "a pickle": (lambda good: pickle.dumps(Malicious()).ljust(len(good), b"\0"), NO_TENSORS),
+        "an evil object": (lambda good: saved(Malicious(), len(good)), NO_TENSORS),
+        "another tensor": (lambda good: saved(torch.ones(2), len(good)), "does not hold b, float32[6]"),
+        "a bit": (
+            lambda good: good.replace(b"\0\0\x80?", b"\0\0\x81?", 1),
+            "its bytes are not those that were written",
+        ),
+    },
+    "index.json": {text: (lambda _, text=text: text.encode(), "is damaged") for text in ("{", "{}", '{"leaves": 3}')},
+    ".metadata": {
+        f"evil {evil!r:.20}": (lambda _, evil=evil: pickle.dumps(evil), NO_INDEX)
+        for evil in (Malicious(), {"planner_data": Malicious()}, eval, torch.load)
+    },
+}
+INDEXED = {  # how the index is changed, by what it says of w
     "blocks that lie nowhere": lambda metadata, leaf: metadata.storage_data.clear(),
     "a block of fewer rows": partial(moved, sizes=(2, 6)),
     "a block further on": partial(moved, offsets=(2, 0)),
@@ -185,19 +149,29 @@ DAMAGES = {  # how the index is changed, by what it says of w
 }
 
 
-@pytest.mark.parametrize("damage", [*DAMAGES, "{", '{"leaves": 3}'])
-def test_an_index_that_does_not_fit_its_files_is_damaged(damage):
+def index_of(good: bytes, change) -> bytes:
+    metadata = pickle.loads(good)
+    change(metadata, metadata.state_dict_metadata["w"])
+    return pickle.dumps(metadata)
+
+
+DAMAGE[".metadata"] |= {what: (partial(index_of, change=change), "") for what, change in INDEXED.items()}
+
+
+@pytest.mark.parametrize(("name", "what"), [(name, what) for name in DAMAGE for what in DAMAGE[name]])
+def test_damaged_and_malicious_files_are_refused_and_found_by_verify(name, what, capsys):
     checkpoint.save(".", STATE, TYPES, MESH, 1)
-    path, words = Path("step-000001/.metadata"), r"(damaged|does not hold)(.|\n)*fix:"
-    if damage in DAMAGES:
-        metadata = pickle.loads(path.read_bytes())
-        DAMAGES[damage](metadata, metadata.state_dict_metadata["w"])
-        path.write_bytes(pickle.dumps(metadata))
-    else:
-        path.with_name("index.json").write_text(damage)
-        words = r"index\.json: is damaged(.|\n)*fix:"
-    with pytest.raises(ValueError, match=words):
+    file, (change, words) = Path("step-000001", name), DAMAGE[name][what]
+    assert verify.main(["."]) == 0
+    file.write_bytes(change(file.read_bytes()))
+    with pytest.raises(ValueError, match=re.escape(words) or "damaged|does not hold") as refused:
         checkpoint.load(".", TYPES, MESH)
+    assert "fix:" in str(refused.value)
+    if what not in INDEXED:
+        assert verify.main([".", "--step", "1"]) == 1
+        assert f"{name}: " in (said := capsys.readouterr().out)
+        assert words in said
+    assert not Path("never").exists()
 
 
 def test_a_file_latest_that_names_no_step_is_passed_over():
@@ -207,14 +181,36 @@ def test_a_file_latest_that_names_no_step_is_passed_over():
         assert load() == ([4.0] * 3, 4)
 
 
+class Attribute:
+    """Pickled as a getattr, as Python before 3.11.5 pickles the member of an enum."""
+
+    def __init__(self, of, name: str):
+        self.given = of, name
+
+    def __reduce__(self):
+        return getattr, self.given
+
+
+def test_nothing_is_made_but_records():
+    unpickled = lambda data: dcp._Restricted(io.BytesIO(data)).load()  # noqa: E731
+    formats = torch_metadata._MEM_FORMAT_ENCODING
+    for what in torch_metadata.Metadata({}), Path("a/b"), formats(0), *(Attribute(formats, of.name) for of in formats):
+        assert type(unpickled(pickle.dumps(what))) is dcp.PickledRecord
+    for of, name in ((torch.Size, "__class__"), (formats, "__class__"), (torch.float32, "__reduce__"), (4, "real")):
+        with pytest.raises(pickle.UnpicklingError, match=name):
+            unpickled(pickle.dumps(Attribute(of, name)))
+    of_3_13 = pickle.dumps(Path("a/b"), protocol=0).replace(b"cpathlib\n", b"cpathlib._local\n")
+    assert unpickled(of_3_13).given == ("a", "b")
+
+
 def saves_replicas_that_differ(mesh, folder):
     state = {"W": torch.ones(2, 3), "b": torch.full((3,), float(mesh.rank == 1)), "ids": torch.ones(2) * 1j}
-    checkpoint.save(folder, state, {"W": "W[D_X, F]", "b": "b[F]", "ids": "ids[I]"}, mesh, 5)
+    with pytest.raises(ArithmeticError) as refused:
+        checkpoint.save(folder, state, {"W": "W[D_X, F]", "b": "b[F]", "ids": "ids[I]"}, mesh, 5)
+    return str(refused.value)
 
 
 def test_replicas_that_differ_are_named_as_one_of_them_would_be_lost(ranks, tmp_path):
-    with pytest.raises(
-        RankFailed, match=r'step 5: state\["b"\], b\[F\], is replicated over X, but rank 1 of 4 has oth'
-    ):
-        ranks(saves_replicas_that_differ, {"X": 4}, tmp_path)
+    for said in ranks(saves_replicas_that_differ, {"X": 4}, tmp_path):
+        assert 'step 5: state["b"], b[F], is replicated over X, but rank 1 of 4 has oth' in said
     assert not os.listdir()

@@ -60,15 +60,6 @@ def node(port: int, run: str, log: str) -> subprocess.Popen:
         return subprocess.Popen(command, stdout=out, stderr=subprocess.STDOUT, start_new_session=True, env=env)
 
 
-def wait_for(out: str, count: int, agents: list) -> list[dict]:
-    deadline = time.monotonic() + 600
-    while len(found := records(out)) < count:
-        assert time.monotonic() < deadline, "too late: see the logs beside it"
-        assert any(agent.poll() is None for agent in agents), "all have ended: see the logs beside it"
-        time.sleep(0.05)
-    return found
-
-
 def below(pid: int) -> list[int]:
     """The processes that a process has started, and those that they have, by /proc."""
     parents = {}
@@ -97,7 +88,11 @@ def test_a_run_of_two_nodes_goes_on_when_one_is_lost(lost):
                 break
             time.sleep(0.2)
         agents.append(node(port, common, "node-1.log"))
-        wait_for("two", 8, agents)
+        deadline = time.monotonic() + 600
+        while len(records("two")) < 8:
+            assert time.monotonic() < deadline, "too late: see the logs beside it"
+            assert any(agent.poll() is None for agent in agents), "all have ended: see the logs beside it"
+            time.sleep(0.05)
         ranks = below(agents[1].pid)
         for pid in [agents[1].pid, *ranks] if lost == "node" else ranks[-1:]:
             os.kill(pid, signal.SIGKILL)

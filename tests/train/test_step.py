@@ -1,0 +1,174 @@
+"""A run's step on a mesh: gradients, losses and params are one device's, in every dtype; sums are float32, whatever the
+params are; and bytes, collectives and FLOPs are those that the dry run says. What does not fit is refused by it."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from runs import ONE
+
+from scaling import tree
+from scaling.book.largest import largest
+from scaling.configs import get
+from scaling.mesh import AbstractMesh
+from scaling.strategies import transformer
+from scaling.strategies.transformer.ends import loss
+from scaling.trace import trace
+from scaling.trace.peak import peak_memory
+from scaling.train import dry, guards
+from scaling.train.evaluate import local
+from scaling.train.settings import DTYPES, Settings, optimizer_of
+from scaling.train.step import drawn_params, gradients, make_step
+
+MODEL = get("tiny").with_(L=2, D=32, F=64, H=8, N=4, K=2)
+EXPERTS = MODEL.with_(E=4, k=2, aux_coef=0.01)
+CASES = [
+    (MODEL, {"X": 1}, {"dtype": "bf16", "remat": "matmuls"}),
+    (MODEL.with_(L=3, tied=True), {"X": 1}, {"dtype": "fp32", "remat": "block", "microbatches": 2}),
+    (MODEL, {"C": 2, "Y": 2}, {"dtype": "fp32", "remat": "attention"}),
+    (EXPERTS, {"Z": 2, "E": 2}, {"dtype": "fp64", "optimizer": "muon"}),
+    (MODEL, {"Z": 2, "X": 2}, {"dtype": "fp16", "remat": "block", "microbatches": 2}),
+    (MODEL.with_(K=1), {"X": 2, "Y": 2}, {"dtype": "fp64", "optimizer": "muon", "keep_weights": True}),
+]
+STEPS = {"fp64": (1e-12, 1e-10), "fp16": (2e-3, 5e-3)}  # how far losses and params are from one device's
+SCALES = [(2.0**30, 2.0**29, 0), (2.0**16, 2.0**16, 1), (2.0**16, 2.0**16, 2)]  # that used, the next, the updates
+
+
+def off(found, wanted) -> dict[str, float]:
+    """{leaf: the norm of the difference over the wanted one's}"""
+    return tree.named_leaves(tree.map(lambda g, w: ((g - w).norm() / w.norm()).item(), found, wanted))
+
+
+def batch_of(settings, mesh):
+    rows = torch.randint(0, 256, (settings.batch, settings.seq + 1), generator=torch.Generator().manual_seed(1))
+    return [local(x, mesh) for x in (rows[:, :-1], rows[:, 1:], torch.zeros_like(rows[:, 1:]))]
+
+
+def summed(mesh, settings, dtype, scale=1024.0):
+    """(the loss, whole gradients) under a scale, of which nothing else is seen, and {(op, name, dtype) of a line}. The
+    norms are those of the whole gradients."""
+    settings, types = replace(settings, dtype=dtype), transformer.specs(settings.model, mesh)
+    params, batch = drawn_params(settings, mesh), batch_of(settings, mesh)
+    with trace() as log:
+        term, grads, norm = gradients(settings, mesh)(params, batch, scale=scale)
+    tree.check(grads, types, settings.model.sizes, mesh, torch.promote_types(DTYPES[dtype], torch.float32))
+    norms, whole = guards.leaf_norms(grads, types, mesh), transformer.unshard(grads, settings.model, mesh)
+    wanted = torch.stack([g.double().norm() for g in tree.leaves(whole)])
+    torch.testing.assert_close((norms, norm.double()), (wanted, wanted.norm()), rtol=1e-5, atol=0)
+    return term.item(), whole, {(event.op, str(event.after.name), event.dtype) for event in log.events}
+
+
+def trained(mesh, settings):
+    """Two steps, in float16 after one with a scale that is too great: (bytes of params, of the state, the most at
+    once, sent, FLOPs, collectives), scales, losses, the params or their masters, whole."""
+    params, optimizer = drawn_params(settings, mesh), optimizer_of(settings)
+    state, step, peaks = optimizer.init(params), make_step(settings, mesh, optimizer), []
+    held, scales, losses = (tree.nbytes(params), tree.nbytes(state)), [], []
+    for number in range(3 if "scale" in state else 2):
+        if "scale" in state:
+            state |= {"scale": torch.tensor(2.0 ** (16 if number else 30))}
+        with peak_memory() as memory:
+            tree.map(torch.Tensor.detach, (params, state))
+            params, state, metrics = step(params, state, batch_of(settings, mesh), donate=True)
+        peaks.append(memory.peak)
+        losses.append(metrics["loss"].item())
+        if "scale" in state:
+            scales.append((metrics["scale"], state["scale"].item(), int(state["step"])))
+    log, most = memory.log, min(peaks[-2:])  # a message's buffer may live a little longer while the machine is busy
+    taken = *held, len(log.collectives()), most, sum(event.wire_bytes for event in log.events), log.flops
+    return taken, scales, losses, transformer.unshard(state.get("master", params), settings.model, mesh)
+
+
+@pytest.mark.parametrize(("config", "sizes", "options"), CASES, ids=lambda x: "" if hasattr(x, "L") else str(x))
+def test_the_dry_run_is_the_run_and_the_run_is_one_device_s(ranks, config, sizes, options):
+    settings = Settings(config, "", "", 8, 32, lr=3e-3, warmup=1, **options)
+    of_stages = [dry.count(settings, sizes, {"Z": z} if z else None) for z in range(sizes.get("Z", 1))]
+    peaks, said, found = [], [], ranks(trained, sizes, settings)
+    for rank, ((*held, most, sent, flops), *_) in enumerate(found):
+        wanted = of_stages[AbstractMesh(sizes).coord_of(rank).get("Z", 0)]
+        assert held == [wanted.params, wanted.state, wanted.collectives]
+        if not config.moe:  # with experts they follow the routing
+            assert (sent, flops) == (wanted.sent, wanted.flops)
+            assert most == pytest.approx(wanted.memory, rel=0.03)
+        peaks.append(most)
+        said.append(wanted.memory)
+    assert sum(peaks) == pytest.approx(sum(said), rel=0.03)
+    assert dry.fullest(settings, sizes).memory == pytest.approx(max(peaks), rel=0.05 if config.moe else 0.03)
+    if settings.dtype in STEPS:
+        _, scales, wanted_losses, wanted_params = trained(ONE, settings)
+        skipped = settings.dtype == "fp16"  # the first step
+        assert scales == SCALES * skipped
+        assert (wanted_losses[0] == wanted_losses[1]) == skipped
+        assert wanted_losses[-2] > wanted_losses[-1]
+        limit, far = STEPS[settings.dtype]
+        for _, *scales_and_losses, params in found:
+            assert scales_and_losses == [scales, pytest.approx(wanted_losses, rel=limit)]
+            assert largest(off(params, wanted_params).values()) < far
+
+
+@pytest.mark.slow
+def test_too_large_a_batch_is_refused_with_the_largest_that_fits():
+    settings, sizes = Settings(MODEL, "", "", 40, 64), {"P": 2, "X": 2}  # half of 20 does not divide over both axes
+    limit = dry.count(Settings(MODEL, "", "", 12, 64), sizes).memory / dry.ROOM
+    with pytest.raises(ValueError, match=r"a rank needs 0.0\d GB.*\n  fix: --batch 8;"):
+        dry.refuse_too_large(settings, sizes, limit)
+    dry.refuse_too_large(Settings(MODEL, "", "", 8, 64), sizes, limit)
+    with pytest.raises(ValueError, match="no batch fits"):
+        dry.refuse_too_large(settings, sizes, 1000)
+
+
+@pytest.mark.slow
+def test_a_step_of_8b_holds_neither_all_logits_nor_its_tables_to_the_end():
+    """Beside the state: 4,096 tokens of llama3-8b on a rank of X=32 would have 2.1 GB of float32 logits alone, and each
+    table of the vocabulary, its gradient and the buffers of gloo's ReduceScatter take 1.05 GB each, and the sum of the
+    chunks' gradients, in float32, 2.1 GB while the loss is made. Four layers add 0.14 GB."""
+    settings = Settings(get("llama3-8b").with_(L=4), "", "", batch=32, seq=4096, dtype="bf16", remat="block")
+    assert dry.count(settings, {"X": 32}, backend="abstract").step < 4.7e9
+    assert dry.count(settings, {"X": 32}, backend="gloo").step < 8.4e9
+
+
+@pytest.mark.parametrize(("config", "sizes", "microbatches"), [
+    (MODEL, {"X": 2, "Y": 2}, 2), (MODEL, {"Z": 2, "X": 2}, 2), (EXPERTS, {"Z": 2, "E": 2}, 1), (EXPERTS, {"E": 2}, 1),
+    (MODEL, {"C": 2}, 1),
+])  # fmt: skip
+def test_gradients_are_one_device_s_summed_in_float32(ranks, config, sizes, microbatches):
+    """Products, weights and activations on their way are in bfloat16; gradients, the loss and norms are sums."""
+    settings = Settings(config, "", "", 8, 32, microbatches=microbatches)
+    wanted_value, wanted, _ = summed(ONE, settings, "fp64", 1.0)
+    for dtype, limit in {"fp64": 1e-12, "bf16": 0.05}.items():
+        for value, grads, lines in ranks(summed, sizes, settings, dtype):
+            assert value == pytest.approx(wanted_value, rel=limit)
+            far = off(grads, wanted)
+            assert largest(by for leaf, by in far.items() if dtype == "fp64" or "router" not in leaf) < limit
+            if dtype == "bf16":
+                assert not torch.equal(grads["norm"], grads["norm"].bfloat16().float())  # sums that it cannot hold
+                assert sizes != {"X": 2, "Y": 2} or [line for line in lines if line[2] != dtype_of(*line[:2])] == []
+
+
+def dtype_of(op: str, name: str) -> torch.dtype:
+    """Of a line in a step whose params are bfloat16."""
+    moved = op == "ReduceScatter" and name in ("x", "y", "dy", "dx", "Attn", "Out")
+    added = op in ("AllReduce", "ReduceScatter") or name in ("total", "k")  # of the loss: its tokens and its slope
+    return torch.float32 if added and not moved else torch.bfloat16
+
+
+def test_a_loss_over_half_a_million_tokens_in_chunks():
+    """Of which a few weigh a thousand times as much as the others: what the chunks add up is as good as float64's."""
+    x, U, w = torch.randn(4, 1 << 17, 2), torch.randn(2, 4), torch.rand(4, 1 << 17)
+    w[0, :200] = 1000
+    targets = torch.randint(4, w.shape)
+    found = loss(x, U, targets, ONE, weights=w, chunk_bytes=1 << 13)
+    true = loss(x.double(), U.double(), targets, ONE, weights=w.double())
+    assert found.item() == pytest.approx(true.item(), rel=3e-7)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_the_gradient_of_the_unembedding_does_not_show_the_chunks(tied):
+    """In bfloat16, 256 chunks: their sum is rounded once, as that of one chunk is."""
+    x, U = (1 + torch.randn(1, 1 << 14, 4)).bfloat16(), torch.randn((8, 4) if tied else (4, 8)).bfloat16()
+    U, targets = U.requires_grad_(), torch.randint(8, x.shape[:2])
+    one, many = (
+        torch.autograd.grad(loss(x, U, targets, ONE, tied=tied, chunk_bytes=size), U)[0] for size in (1 << 30, 1 << 11)
+    )
+    assert many.dtype == torch.bfloat16
+    assert (many.float() - one.float()).abs().max() <= 2**-7 * one.abs().max()
