@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from beside_jax import MESH, close, filling, programs, written
 from refused import evaluated, refused
 
-from scaling import auto, explicit
+from scaling import auto, explicit, tree
 from scaling.algebra import matmul, reshard
 from scaling.algebra.layouts import DimAxes, spec_of
 from scaling.algebra.planner import all_layouts
@@ -170,6 +170,32 @@ def test_values_and_gradients_are_jaxs_in_both_modes(ranks, part):
         assert wrong == []
     for each in zip(*(sent for _, sent in results), strict=True):
         assert max(moved for moved, _ in each) == each[0][1], "in a permutation some ranks send nothing"
+
+
+def block(x, W):
+    """Attention and what goes around it: products over batch dims, a softmax, a tree of params."""
+    Q, K, V = (torch.einsum("btd,dnh->btnh", x, W[name]) for name in "QKV")
+    P = torch.softmax(torch.einsum("btnh,bsnh->bnts", Q, K) / 2, -1)
+    return x + torch.einsum("btnh,nhd->btd", torch.einsum("bnts,bsnh->btnh", P, V), W["O"])
+
+
+IN, WEIGHTS = "x[B_X, T, D_Y]", dict.fromkeys("QKV", "W[D_X, N_Y, H]") | {"O": "W[N_Y, H, D_X]"}
+WHOLE = tensor((4, 3, 8), 1), {name: tensor((2, 4, 8) if name == "O" else (8, 2, 4), 2) for name in WEIGHTS}
+
+
+def gradients_of_a_block(mesh):
+    run = auto.jit(block, mesh, (IN, WEIGHTS), IN)
+    x, W = tree.map(lambda whole, type: explicit.array(whole, type, mesh), WHOLE, (IN, WEIGHTS))
+    grads = explicit.grad(lambda W: run(x, W).square().sum())(W)
+    assert [g.type for g in grads.values()] == [each.type for each in W.values()]
+    return {name: g.whole() for name, g in grads.items()}
+
+
+def test_gradients_of_a_block_are_one_devices(ranks):
+    wanted = torch.func.grad(lambda W: block(WHOLE[0], W).square().sum())(WHOLE[1])
+    for found in ranks(gradients_of_a_block, {"X": 2, "Y": 2}):
+        for name, grad in found.items():
+            torch.testing.assert_close(grad, wanted[name], rtol=1e-12, atol=1e-13)
 
 
 MESHES = [{"X": 2, "Y": 4}, {"X": 2, "Y": 2, "Z": 2}]
