@@ -28,56 +28,51 @@ def test_work():
                 assert context.work(form, 24, 4, causal=causal, window=window) == each
 
 
-def traced(mesh, form, axis, sizes, dtype, window=None):
-    """Bytes that this rank sends, by axis, forward and backward; and the FLOPs of both."""
-    t = sizes["T"] // mesh.size(tuple(axis))
-    shapes = [(sizes["B"], t, sizes[heads], sizes["H"]) for heads in "NKK"]
-    operands = [torch.ones(shape, dtype=dtype, device=mesh.device) for shape in shapes]
-    logs, options = [], {"axis": tuple(axis) if form == "usp" else axis, "form": form, "window": window}
-    with trace() as log:
+def as_the_types_say(mesh, form, axis, sizes, dtype="bfloat16", window=None):
+    """What this rank sends, by axis and pass, and computes is the closed form."""
+    shapes = [(sizes["B"], sizes["T"] // mesh.size(tuple(axis)), sizes[heads], sizes["H"]) for heads in "NKK"]
+    operands = [torch.ones(shape, dtype=getattr(torch, dtype), device=mesh.device) for shape in shapes]
+    options = {"axis": tuple(axis) if form == "usp" else axis, "form": form, "window": window}
+    with trace() as forward:
         O, pull = vjp(lambda *x: context.attention(*x, mesh, **options), *operands)
-    logs.append(log)
-    with trace() as log:
+    with trace() as backward:
         pull(O)
-    logs.append(log)
+    logs = forward, backward
     if form in ("ring", "zigzag", "gather"):  # no heads are exchanged, so every product is of this rank's own queries
         names = {"T": sizes["T"], "S": sizes["T"]} | {key: sizes[key] for key in "BNKH"}
         queries = [e.before[0] for log in logs for e in log.events if e.op == "Einsum"]
         assert {each.local_shape({d: names[d] for d in each.dim_names}, mesh) for each in queries} == {shapes[0]}
     sent = {a: tuple(sum(e.wire_bytes for e in log.events if e.axes == (a,)) for log in logs) for a in axis}
-    return sent, sum(log.flops for log in logs)
+    assert sent == costs(form, sizes, mesh, axis=tuple(axis), dtype=dtype, window=window).sent
+    scores = context.work(form, sizes["T"], mesh.sizes["C"], window=window)[mesh.coord["C"]]
+    each = 14 * sizes["B"] * sizes["N"] * sizes["H"]  # of a score: two matmuls forward, five backward
+    assert sum(log.flops for log in logs) == each * scores / (mesh.sizes["Y"] if form == "usp" else 1)
 
 
-BYTES = [
-    ("ring", "C", {"C": 4}, {"B": 2, "T": 24, "N": 4, "K": 1, "H": 8}, "float64", None),
-    ("gather", "C", {"C": 4}, {"B": 2, "T": 24, "N": 4, "K": 2, "H": 8}, "bfloat16", 7),
-    ("ring", "C", {"C": 4}, {"B": 2, "T": 24, "N": 4, "K": 2, "H": 8}, "bfloat16", 7),
-    ("ulysses", "C", {"C": 4}, {"B": 2, "T": 24, "N": 12, "K": 6, "H": 8}, "bfloat16", None),
-    ("usp", "CY", {"C": 2, "Y": 2}, {"B": 2, "T": 24, "N": 4, "K": 4, "H": 8}, "float32", None),
+SMALL = {"B": 2, "T": 24, "N": 4, "K": 2, "H": 8}
+CASES = [
+    ("ring", "C", SMALL | {"K": 1}, "float64"),
+    ("gather", "C", SMALL, "bfloat16", 7),
+    ("ring", "C", SMALL, "bfloat16", 7),
+    ("ulysses", "C", SMALL | {"N": 12, "K": 6}),
 ]
 
 
-@pytest.mark.parametrize(("form", "axis", "mesh", "sizes", "dtype", "window"), BYTES)
-def test_bytes_and_flops(ranks, form, axis, mesh, sizes, dtype, window):
-    """What ranks send and compute is what the types say, exactly."""
-    wanted = costs(form, sizes, mesh, axis=tuple(axis), dtype=dtype, window=window)
-    scores = context.work(form, sizes["T"], mesh["C"], window=window)
-    each = 14 * sizes["B"] * sizes["N"] * sizes["H"]  # of a score: two matmuls forward, five backward
-    arguments = form, axis, sizes, getattr(torch, dtype), window
-    for rank, (sent, flops) in enumerate(ranks(traced, mesh, *arguments)):
-        assert sent == wanted.sent
-        assert flops == each * scores[rank // mesh.get("Y", 1)] / mesh.get("Y", 1)
+def each_as_the_types_say(mesh, cases):
+    for case in cases:
+        as_the_types_say(mesh, *case)
+
+
+def test_bytes_and_flops_of_ranks(ranks):
+    ranks(each_as_the_types_say, {"C": 4}, CASES)
+    ranks(each_as_the_types_say, {"C": 2, "Y": 2}, [("usp", "CY", SMALL | {"K": 4}, "float32")])
 
 
 @pytest.mark.parametrize("form", [*FORMS, "usp"])
-def test_bytes_on_thousands_of_chips(form):
+def test_bytes_and_flops_on_thousands_of_chips(form):
     """32-way data and 16-way context parallelism, 8 heads each: 4,096 chips, at LLaMA-3 405B's sizes."""
-    mesh, axis = AbstractMesh({"X": 32, "C": 16, "Y": 8}), "CY" if form == "usp" else "C"
     sizes = {"B": 1, "T": 1 << 17, "N": 128, "K": 8, "H": 128}
-    sent, flops = traced(mesh, form, axis, sizes, torch.bfloat16)
-    assert sent == costs(form, sizes, mesh, axis=tuple(axis)).sent
-    work = context.work(form, sizes["T"], 16)[0] / (8 if form == "usp" else 1)
-    assert flops == 14 * sizes["N"] * sizes["H"] * work
+    as_the_types_say(AbstractMesh({"X": 32, "C": 16, "Y": 8}), form, "CY" if form == "usp" else "C", sizes)
 
 
 def test_a_window_ends_the_ring():
@@ -86,9 +81,7 @@ def test_a_window_ends_the_ring():
     for window, hops in ((1, 0), (2, 1), (9, 1), (10, 2), (57, 7), (None, 7)):
         ring = costs("ring", sizes, {"C": 8}, window=window, dtype="bf16")
         assert ring.rounds == hops
-        if window is not None:
-            arguments = "ring", "C", sizes, torch.bfloat16, window
-            assert traced(AbstractMesh({"C": 8}), *arguments)[0] == ring.sent
+        as_the_types_say(AbstractMesh({"C": 8}), "ring", "C", sizes, window=window)
         assert ring.held == 2 * 64 // 8 * 2 * (2 if hops else 1)  # KV of its own block, and of the one that comes
         assert costs("gather", sizes, {"C": 8}, window=window, dtype="bf16").held == 2 * 64 * 2
     assert costs("zigzag", sizes, {"C": 8}, window=2).rounds == 7
