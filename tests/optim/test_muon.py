@@ -38,16 +38,27 @@ def arrays(seed, dtype):
 
 
 def steps(mesh, options, dtype, donate):
-    """Params after two steps, whole."""
+    """Params after two steps, whole. Each step's are made in the buffers that are given away, or beside the others."""
     specs = types(mesh)
     optimizer = optim.muon(0.02, MATRICES, **options)
     params = tree.shard(arrays(0, dtype), specs, mesh)
-    state = optimizer.init(params)
+    state, on = optimizer.init(params), mesh if mesh.size() > 1 else None
     for step in range(2):
         grads = tree.shard(arrays(step + 1, dtype), specs, mesh)
-        params, state = optimizer.update(grads, state, params, specs=specs, mesh=mesh, donate=donate)
+        held = tree.leaves((params, state["momentum"], state["rest"]["m"]))
+        kept = tree.map(torch.clone, held)
+        params, state = optimizer.update(grads, state, params, specs=specs, mesh=on, donate=donate)
+        found = tree.leaves((params, state["momentum"], state["rest"]["m"]))
+        for old, before, new in zip(held, kept, found, strict=True):
+            assert new is old if donate else torch.equal(old, before)
     assert tree.structure(state) == tree.structure(optimizer.state_specs(specs))
     return tree.unshard(params, specs, mesh)
+
+
+def matrices_of(arrays):
+    """As torch has them, W[out, in], each by itself."""
+    stacks = tree.map(lambda x: x.flatten(0, 1) if x.shape[1] == SIZES["E"] else x[..., None].flatten(2), arrays)
+    return tree.map(lambda stack: [matrix.t().contiguous() for matrix in stack], stacks)
 
 
 @pytest.mark.parametrize(("dtype", "limit"), [(torch.float64, 1e-12), (torch.float32, 2e-7)])
@@ -55,32 +66,22 @@ def steps(mesh, options, dtype, donate):
     "options", [{}, {"nesterov": False}, {"weight_decay": 0.0}, {"adjust_lr_fn": "match_rms_adamw"}], ids=str
 )
 def test_equal_to_torch(options, dtype, limit):
-    """torch has W[out, in], one matrix a parameter; its Newton-Schulz is in bfloat16, as ours by default."""
-    shapes = {"tall": (24, 16), "wide": (16, 24), "square": (16, 16), "g": (5,)}
-    draw = lambda: {name: torch.randn(shape, dtype=dtype) for name, shape in shapes.items()}  # noqa: E731
-    specs, matrices = (dict.fromkeys(shapes, of) for of in ("W[D, F]", "D -> F"))
-    specs, matrices = specs | {"g": "g[D]"}, matrices | {"g": ""}
-    given = {name.replace("adjust_lr_fn", "scale"): value for name, value in options.items()}
-    optimizer, params = optim.muon(0.02, matrices, **given), draw()
-    theirs = {name: torch.nn.Parameter(x.t().contiguous()) for name, x in params.items()}
+    """Its Newton-Schulz is in bfloat16, as ours by default."""
+    first, *grads = (matrices_of(arrays(seed, dtype)) for seed in range(3))
+    theirs = tree.map(torch.nn.Parameter, first)
     reference = [
-        torch.optim.Muon([theirs[name] for name in shapes if name != "g"], lr=0.02, **options),
-        torch.optim.AdamW([theirs["g"]], lr=0.02, weight_decay=options.get("weight_decay", 0.1)),
+        torch.optim.Muon(tree.leaves(theirs | {"g": []}), lr=0.02, **options),
+        torch.optim.AdamW(theirs["g"], lr=0.02, weight_decay=options.get("weight_decay", 0.1)),
     ]
-    state = optimizer.init(params)
-    for donate in (False, False, True):
-        held, grads = (params, state["momentum"], state["rest"]["m"]), draw()
-        kept = tree.map(torch.clone, held)
-        params, state = optimizer.update(grads, state, params, specs=specs, donate=donate)
-        found = params, state["momentum"], state["rest"]["m"]
-        for old, before, new in zip(*map(tree.leaves, (held, kept, found)), strict=True):
-            assert new is old if donate else torch.equal(old, before)
-        for name, p in theirs.items():
-            p.grad = grads[name].t().contiguous()
+    for grad in grads:
+        for p, g in zip(tree.leaves(theirs), tree.leaves(grad), strict=True):
+            p.grad = g
         for one in reference:
             one.step()
-    for name, p in theirs.items():
-        torch.testing.assert_close(params[name], p.detach().t(), rtol=0, atol=limit)
+    given = {name.replace("adjust_lr_fn", "scale"): value for name, value in options.items()}
+    for donate in (False, True):
+        found = matrices_of(steps(ONE, given, dtype, donate))
+        torch.testing.assert_close(found, tree.map(torch.Tensor.detach, theirs), rtol=0, atol=limit)
 
 
 CASES = [({"form": form, "dtype": torch.float64}, torch.float64) for form in orthogonal.FORMS]
