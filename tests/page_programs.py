@@ -17,17 +17,19 @@ ROOT = Path(__file__).parents[1]
 INDEX = "pip download"  # a program that needs the package index: where that cannot be reached, the page is left out
 
 
-def run_in_turn(page: str, short: bool) -> str:
-    """Run the programs of bash and Python; what happened."""
-    programs = re.findall(r"^```(bash|python)\n(.*?)^```", Path(page).read_text(), re.MULTILINE | re.DOTALL)
+def run(page: str, in_turn: bool, short: bool) -> str:
+    """Run the programs of Python, in turn those of bash too; what happened."""
+    languages = "bash|python" if in_turn else "python"
+    programs = re.findall(rf"^```({languages})\n(.*?)^```", Path(page).read_text(), re.MULTILINE | re.DOTALL)
     with tempfile.TemporaryDirectory() as folder:
         shutil.copyfile(ROOT / "README.md", Path(folder) / "text.txt")
         places = os.environ | {"XDG_CACHE_HOME": folder, "PYTHONPATH": f"{ROOT}:{os.environ.get('PYTHONPATH', '')}"}
-        for language, program in programs:
+        for number, (language, program) in enumerate(programs, 1):
             if short:
                 program = re.sub(r"--steps (\d+)", lambda steps: f"--steps {int(steps[1]) // 4}", program)
-            command = ["bash", "-euo", "pipefail", "-c"] if language == "bash" else [sys.executable, "-c"]
-            if subprocess.run([*command, program], cwd=folder, env=places).returncode:
+            (file := Path(folder) / f"program_{number}.py").write_text(program)
+            command = ["bash", "-euo", "pipefail"] if language == "bash" else [sys.executable]
+            if subprocess.run([*command, file], cwd=folder if in_turn else None, env=places).returncode:
                 if INDEX in program:
                     return f"{page}: left out: the package index cannot be reached"
                 sys.exit(f"{page}: failed:\n{program}")
@@ -40,13 +42,4 @@ parser.add_argument("--in-turn", action="store_true", help="in one folder, with 
 parser.add_argument("--short", action="store_true", help="of each --steps a quarter")
 args = parser.parse_args()
 for page in args.pages:
-    if args.in_turn:
-        print(run_in_turn(page, args.short))
-        continue
-    programs = re.findall(r"^```python\n(.*?)^```", Path(page).read_text(), re.MULTILINE | re.DOTALL)
-    for number, program in enumerate(programs, 1):
-        with tempfile.TemporaryDirectory() as folder:
-            file = Path(folder) / f"program_{number}.py"
-            file.write_text(program)
-            subprocess.run([sys.executable, file], check=True)
-    print(f"{page}: {len(programs)} programs ran")
+    print(run(page, args.in_turn, args.short))
