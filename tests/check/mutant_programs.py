@@ -3,7 +3,9 @@ judge finds in them, run on an abstract mesh."""
 
 import ast
 import importlib
+import re
 import sys
+from collections import OrderedDict
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
@@ -21,28 +23,29 @@ from scaling.configs import Config, Latent
 from scaling.mesh import AbstractMesh
 from scaling.models import transformer as model
 from scaling.spec import ShardingError, parse
+from scaling.spec.sizes import parse_mesh
 from scaling.strategies import transformer
 from scaling.strategies.stack import Strategy
 
 SIZES = {"L": 2, "B": 8, "D": 8, "F": 16}
 MODEL = Config("tiny", 1, 32, 64, 8, 4, 4, 16).with_(window=(3,), attention_bias=True, output_bias=True)
 LATENT = MODEL.with_(K=8, attention_bias=False, output_bias=False, latent=Latent(16, 12, 6, 4, 4))
-MESHES = {  # of a file by a part of its name; of others X=2, Y=2
-    "pods": {"P": 2, "X": 2, "Y": 1},
-    "forms/heads": {"Y": 2, "Z": 2},
-    "forms/sequence": {"Y": 2, "Z": 2},
-    "forms/context": {"Y": 2, "C": 2},
-    "forms/weights_2d": {"X": 2, "Y": 2, "Z": 2},
-    "forms/experts": {"E": 2, "Y": 2},
-    "05_moe": {"X": 4},
-    "05_context": {"C": 4},
-    "05_pp": {"Z": 4},
-    "10_problems": {"Y": 4},
+MESHES = {  # of a file by a part of its name
+    "pods": "P=2,X=2,Y=1",
+    "forms/heads": "Y=2,Z=2",
+    "forms/sequence": "Y=2,Z=2",
+    "forms/context": "Y=2,C=2",
+    "forms/weights_2d": "X=2,Y=2,Z=2",
+    "forms/experts": "E=2,Y=2",
+    "05_moe": "X=4",
+    "05_context": "C=4",
+    "05_pp": "Z=4",
+    "10_problems": "Y=4",
 }
 
 
 def mesh_of(file: str) -> dict[str, int]:
-    return next((sizes for part, sizes in MESHES.items() if part in file), {"X": 2, "Y": 2})
+    return parse_mesh(next((sizes for part, sizes in MESHES.items() if part in file), "X=2,Y=2"))
 
 
 def listed(file: str, text: str, mesh) -> ModuleType:
@@ -56,22 +59,29 @@ def listed(file: str, text: str, mesh) -> ModuleType:
         def kept(node: ast.stmt) -> bool:
             if not isinstance(node, ast.Assign):
                 return isinstance(node, (ast.Import, ast.ImportFrom, ast.FunctionDef))
-            text = ast.unparse(node).replace("page.args", "").replace("page.small", "")
-            alone = "page" not in text and "flops[" not in text  # a table that a loop fills, which is not run
-            return ast.unparse(node).startswith(("SPECS", "STORED", "USED")) or (alone and node.lineno <= before)
+            said = ast.unparse(node)
+            if said.startswith(("SPECS", "STORED", "USED")):
+                return True
+            # what needs the page, or a table that a loop fills, which is not run
+            return node.lineno <= before and not re.search(r"page(?!\.args|\.small)|flops\[", said)
 
         parsed.body = list(filter(kept, parsed.body))
     run_watched(text, "edited", module.__dict__, parsed)
     return module
 
 
+def drawn(g: torch.Generator, *shapes) -> list[torch.Tensor]:
+    return [torch.randn(shape, generator=g, dtype=torch.float64) for shape in shapes]
+
+
+def seeded(seed: int = 0) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
 def random(types: dict, mesh) -> dict:
     """Arrays of these types, drawn whole and sharded."""
-    g = torch.Generator().manual_seed(0)
-    whole = {
-        name: torch.randn(parse(t).global_shape(SIZES), generator=g, dtype=torch.float64) for name, t in types.items()
-    }
-    return {name: tree.shard(x, types[name], mesh) for name, x in whole.items()}
+    whole = dict(zip(types, drawn(seeded(), *(parse(t).global_shape(SIZES) for t in types.values())), strict=True))
+    return tree.shard(whole, types, mesh)
 
 
 def of_strategy(mesh, module: ModuleType):
@@ -92,17 +102,16 @@ def of_strategy(mesh, module: ModuleType):
 def of_module(mesh, module: ModuleType):
     """A chapter's gradients of an nn.Module by the types of its params."""
     torch.manual_seed(0)
-    own = torch.nn.Sequential()
-    for name, part in (("fc1", torch.nn.Linear(8, 16)), ("act", torch.nn.GELU()), ("fc2", torch.nn.Linear(16, 8))):
-        own.add_module(name, part)
+    parts = {"fc1": torch.nn.Linear(8, 16), "act": torch.nn.GELU(), "fc2": torch.nn.Linear(16, 8)}
+    own = torch.nn.Sequential(OrderedDict(parts))
     whole = {name: W.detach().double() for name, W in own.named_parameters()}
-    x = torch.randn(8, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    (x,) = drawn(seeded(1), (8, 8))
     rows = "x[B_X, D]" if "Y" not in str(module.STORED) else "x[B, D]"
     return module.gradients(own.double(), tree.shard(whole, module.STORED, mesh), tree.shard(x, rows, mesh), mesh)
 
 
 def of_pods(mesh, module: ModuleType):
-    partial = torch.randn(8, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(mesh.rank))
+    (partial,) = drawn(seeded(mesh.rank), (8, 8))
     return module.grads_of_layer(partial.clone(), mesh), module.grads_of_layer_flat(partial, mesh)
 
 
@@ -125,17 +134,16 @@ def of_transformer(mesh, name: str, text: str):
     found = []
     for config in (LATENT,) if name.endswith(".latent") else (MODEL, MODEL.with_(tied=True), MODEL.with_(E=2, k=1)):
         params = transformer.shard(model.init(config, 0, torch.float64), config, mesh)
-        g = torch.Generator().manual_seed(0)
+        g = seeded()
         tokens, targets = (torch.randint(0, config.V, (4, 8), generator=g) for _ in range(2))
         weights = torch.rand(4, 8, generator=g, dtype=torch.float64)
-        batch = tree.shard([tokens, targets, weights], ["t[B_X, T]"] * 3, mesh)
-        options = {"weights": batch[2], "label_smoothing": 0.1, "z_loss": 0.01}
-        found.append(transformer.loss_and_grads(params, *batch[:2], config, mesh, **options))
+        tokens, targets, weights = tree.shard([tokens, targets, weights], ["t[B_X, T]"] * 3, mesh)
+        options = {"weights": weights, "label_smoothing": 0.1, "z_loss": 0.01}
+        found.append(transformer.loss_and_grads(params, tokens, targets, config, mesh, **options))
         if name.endswith(".ends") and config.E == 1:
-            ends = importlib.import_module(name)
-            hidden = tree.shard(torch.randn(4, 8, config.D, generator=g, dtype=torch.float64), "x[B_X, T, D]", mesh)
-            U = tree.shard(torch.randn(config.D, config.V, generator=g, dtype=torch.float64), "U[D, V_Y]", mesh)
-            own, pull = vjp(lambda *x, f=ends.loss, b=batch: f(*x, b[1], mesh, weights=b[2]), hidden, U)
+            loss, (hidden, U) = importlib.import_module(name).loss, drawn(g, (4, 8, config.D), (config.D, config.V))
+            hidden, U = tree.shard([hidden, U], ["x[B_X, T, D]", "U[D, V_Y]"], mesh)
+            own, pull = vjp(lambda x, U, f=loss, t=targets, w=weights: f(x, U, t, mesh, weights=w), hidden, U)
             dhidden, dU = pull(torch.ones_like(own))
             found.append(all_reduce("Loss[] {U_XY} -> Loss[]", own, mesh))
             found.append(all_reduce("dx[B_X, T, D] {U_Y} -> dx[B_X, T, D]", dhidden, mesh))
@@ -147,7 +155,7 @@ def of_serving(mesh, name: str, text: str):
     """The logits of a prompt and of a token after it, by one form of serving: its file edited."""
     replace(importlib.import_module(f"scaling.serve.forms.{name}"), text)
     form = {"weights_2d": "2d", "context": "heads"}.get(name, name)
-    g, found = torch.Generator().manual_seed(0), []
+    g, found = seeded(), []
     tokens = torch.randint(0, MODEL.V, (8, 6), generator=g)
     plain = MODEL.with_(window=None, attention_bias=False, gated=False, tied=True)
     for config in (MODEL.with_(E=4, k=2),) if name == "experts" else (MODEL, plain):
@@ -181,8 +189,7 @@ def of_stages(mesh, module: ModuleType):
 
 
 def of_matmuls(mesh, module: ModuleType):
-    g = torch.Generator().manual_seed(0)
-    whole = [torch.randn(s, generator=g, dtype=torch.float64) for s in ((8, 16), (16, 32), (32, 16))]
+    whole = drawn(seeded(), (8, 16), (16, 32), (32, 16))
     return module.block(mesh, *tree.shard(whole, ["In[B, D_Y]", "W[D, F_Y]", "W[F_Y, D]"], mesh))
 
 

@@ -10,7 +10,9 @@ import random
 import re
 import sys
 from collections.abc import Iterator
+from hashlib import blake2b
 from pathlib import Path
+from typing import NamedTuple
 
 sys.path.append(str(Path(__file__).parents[1]))
 
@@ -20,21 +22,14 @@ from scaling.check.lines import TYPED
 from scaling.spec import Line, ShardingError, Spec, parse_line
 
 ROOT = Path(__file__).parents[2]
-FILES = ["data_parallel", "fsdp", "tensor_parallel", "fsdp_tp", "pods", "zero", "transformer/layer", "transformer/ends"]
-FILES += ["one_device"]
-FILES = [f"scaling/strategies/{name}.py" for name in FILES]
-FILES += [
-    f"chapters/05_{name}.py" for name in ("dp", "fsdp", "tp", "fsdp_tp", "pods", "pp", "moe", "transformer", "context")
-]
-FILES += [f"chapters/{name}.py" for name in ("03_products", "09_profiling", "10_problems")]
-FILES += [
-    f"scaling/serve/forms/{name}.py"
-    for name in ("heads", "heads_batch", "sequence", "context", "weights_2d", "experts")
-]
-LISTINGS = {
-    name: (f"scaling/strategies/{name}.py",) for name in ("data_parallel", "fsdp", "tensor_parallel", "fsdp_tp")
-}
-LISTINGS["transformer"] = ("scaling/strategies/transformer/layer.py", "scaling/strategies/transformer/ends.py")
+OF_STRATEGIES = "data_parallel", "fsdp", "tensor_parallel", "fsdp_tp", "pods", "zero"
+OF_STRATEGIES += "transformer/layer", "transformer/ends", "one_device"
+OF_CHAPTERS = "05_dp", "05_fsdp", "05_tp", "05_fsdp_tp", "05_pods", "05_pp", "05_moe", "05_transformer", "05_context"
+OF_CHAPTERS += "03_products", "09_profiling", "10_problems"
+OF_FORMS = "heads", "heads_batch", "sequence", "context", "weights_2d", "experts"
+FILES = [f"scaling/strategies/{name}.py" for name in OF_STRATEGIES]
+FILES += [f"chapters/{name}.py" for name in OF_CHAPTERS] + [f"scaling/serve/forms/{name}.py" for name in OF_FORMS]
+LISTINGS = {Path(file).stem: [file] for file in FILES[:4]} | {"transformer": FILES[6:8]}
 AXES = (), ("X",), ("Y",), ("X", "Y"), ("Y", "X")
 MOVES = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all", "shard")
 AROUND = ("torch.relu({})", "torch.tanh({})", "({}).abs()", "({}).square()", "({}) * ({})", "({}) + 1.0", "({}).exp()")
@@ -45,27 +40,50 @@ HEAD += "from scaling.collectives import all_gather, all_reduce, reduce_scatter\
 NONLINEAR = ("torch.relu({})", "{} ** 2", "{} + 1.0", 'act({}, "gelu")', "rms_norm({})", "{}.norm()")
 
 
+class Edit(NamedTuple):
+    """What stands in the place of what was before, in a line of a file; the file's text with it."""
+
+    kind: str
+    file: str
+    line: int
+    before: str
+    edit: str
+    text: str
+
+    @property
+    def digest(self) -> str:
+        return blake2b(f"{self.file}\n{self.before}\n{self.edit}".encode(), digest_size=6).hexdigest()
+
+
+def parts_of(call: ast.Call) -> tuple[str, list[str], list[str]]:
+    """(the function, its operands and its options) as text."""
+    return call.func.id, list(map(ast.unparse, call.args)), list(map(ast.unparse, call.keywords))
+
+
 def edits(call: ast.Call):
     """(kind, the call or the text that stands in its place) for each edit of one typed call."""
-    name, text, rest = call.func.id, call.args[0].value, [ast.unparse(a) for a in call.args[1:]]
-    options = [ast.unparse(k) for k in call.keywords]
+    (name, (_, *rest), options), text = parts_of(call), call.args[0].value
 
     def again(line=text, fn=name, operands=rest, options=options):
         return f"{fn}({', '.join([repr(line), *operands, *options])})"
 
+    def at(match: re.Match, instead: str = "") -> str:
+        return again(text[: match.start()] + instead + text[match.end() :])
+
+    def of_first(operand: str) -> str:
+        return again(operands=[operand, *rest[1:]])
+
     if name != "einsum":
         yield "collective dropped", rest[0]
-    for match in re.finditer(r"_([A-Z]+)(?![A-Za-z\[])", text):
-        before, after = text[: match.start()], text[match.end() :]
-        if not before.endswith("U"):
-            yield "axis dropped in one type", again(before + after)
-            yield "another axis in one type", again(before + ("_Y" if match[1] == "X" else "_X") + after)
+    for match in re.finditer(r"(?<!U)_([A-Z]+)(?![A-Za-z\[])", text):
+        yield "axis dropped in one type", at(match)
+        yield "another axis in one type", at(match, "_Y" if match[1] == "X" else "_X")
     if "_X" in text or "_Y" in text:
         swapped = re.sub("[XY](?=[A-Z]*[\\],} ])", lambda m: "YX"["XY".index(m[0])], text)
         if swapped != text:
             yield "axes swapped in the whole line", again(swapped)
     for match in re.finditer(r" \{U_\w+\}", text):
-        yield "{U} dropped", again(text[: match.start()] + text[match.end() :])
+        yield "{U} dropped", at(match)
     if "{U" not in text.split("->")[-1]:
         yield "{U} added", again(text + " {U_X}")
     if name == "einsum" and len(rest) == 2:
@@ -77,11 +95,10 @@ def edits(call: ast.Call):
         others = [option for option in options if not option.startswith("op=")]
         yield "mean for sum", again(options=others if "op='mean'" in options else [*others, "op='mean'"])
         for f in NONLINEAR:
-            yield "nonlinear function of partial sums", again(operands=[f.format(whole), *rest[1:]])
-        yield "bias on partial sums", again(operands=[f"{whole} + params['bias']", *rest[1:]])
-        yield "product of partial sums", again(operands=[f"{whole} * {whole}", *rest[1:]])
-        twice = re.sub(r" -> (\w+)", r" -> \1", text)
-        yield "reduced twice", again(operands=[again(twice, options=[]), *rest[1:]])
+            yield "nonlinear function of partial sums", of_first(f.format(whole))
+        yield "bias on partial sums", of_first(f"{whole} + params['bias']")
+        yield "product of partial sums", of_first(f"{whole} * {whole}")
+        yield "reduced twice", of_first(again(options=[]))
     if "donate=True" in options:
         yield "used after donation", f"({again(options=['donate=True'])}, {rest[0]})[1]"
     for i, operand in enumerate(rest[:-1] if name != "einsum" else rest):
@@ -103,16 +120,14 @@ def typed_calls(tree: ast.AST) -> list[ast.Call]:
     return [call for call in calls if call.args and isinstance(call.args[0], ast.Constant)]
 
 
-def mutants():
-    """(kind, file, line, the call before, the edit, the file's text with it)."""
+def mutants() -> Iterator[Edit]:
     for file in FILES:
         text = (ROOT / file).read_text(encoding="utf-8")
         text = "import torch\nfrom scaling.models.pointwise import act, rms_norm\n" + text
-        tree = ast.parse(text)
-        for node in typed_calls(tree):
+        for node in typed_calls(ast.parse(text)):
             before = ast.get_source_segment(text, node)
             for kind, edit in dict.fromkeys(edits(node)):
-                yield kind, file, node.lineno - 2, before, edit, replaced(text, node, edit)
+                yield Edit(kind, file, node.lineno - 2, before, edit, replaced(text, node, edit))
 
 
 def other_types(spec: Spec) -> Iterator[Spec]:
@@ -152,22 +167,23 @@ def legal(line: str) -> bool:
 
 def types_in(tree: ast.AST) -> dict[str, set[Spec]]:
     """{name: the types that a file's lines give it}, without the name."""
+    texts = [str(node.value) for node in ast.walk(tree) if isinstance(node, ast.Constant)]
     found: dict[str, set[Spec]] = {}
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Constant) and " -> " in str(node.value) and legal(str(node.value)):
-            line = parse_line(str(node.value))
-            for spec in (*line.operands, line.result):
-                found.setdefault(spec.name, set()).add(spec.with_name(""))
+    for line in [parse_line(text) for text in texts if " -> " in text and legal(text)]:
+        for spec in (*line.operands, line.result):
+            found.setdefault(spec.name, set()).add(spec.with_name(""))
     return found
 
 
 def of_call(call: ast.Call, text: str, names: set[str], types: dict[str, set[Spec]]) -> Iterator[tuple[str, str]]:
     """(kind, edit) of a typed call of this line: another function, another operand, something around one, an option."""
-    fn, rest = call.func.id, [ast.unparse(a) for a in call.args]  # type: ignore[attr-defined]
-    options = [ast.unparse(k) for k in call.keywords]
+    fn, rest, options = parts_of(call)
 
     def again(fn=fn, rest=rest, options=options) -> str:
         return f"{fn}({', '.join([*rest, *options])})"
+
+    def put(i: int, operand: str) -> str:
+        return again(rest=[*rest[:i], operand, *rest[i + 1 :]])
 
     for other in MOVES if fn in MOVES else ():
         if other != fn:
@@ -176,13 +192,9 @@ def of_call(call: ast.Call, text: str, names: set[str], types: dict[str, set[Spe
     for i in range(1, len(rest) if fn == "einsum" else len(rest) - 1):
         for name in sorted(names - {rest[i]}):
             alike = i <= len(declared) and declared[i - 1].with_name("") in types.get(name, ())
-            kind = SAME_TYPE if alike else "another operand"
-            yield kind, again(rest=[*rest[:i], name, *rest[i + 1 :]])
+            yield SAME_TYPE if alike else "another operand", put(i, name)
         for around in AROUND if i <= len(declared) and declared[i - 1].unreduced else ():
-            yield (
-                "a function around partial sums",
-                again(rest=[*rest[:i], around.replace("{}", rest[i]), *rest[i + 1 :]]),
-            )
+            yield "a function around partial sums", put(i, around.replace("{}", rest[i]))
     if fn in ("all_reduce", "reduce_scatter"):
         for op in ("mean", "max", "min"):
             yield "another op", again(options=[*options, f"op='{op}'"])
@@ -194,8 +206,8 @@ def of_call(call: ast.Call, text: str, names: set[str], types: dict[str, set[Spe
         yield "never waited for", again(options=[*options, "async_op=True"])
 
 
-def of_file(file: str) -> Iterator[tuple[str, str, int, str, str, str]]:
-    """As `mutants`, of one file."""
+def of_file(file: str) -> Iterator[Edit]:
+    """As `mutants`, of one file; its line stands before what was before."""
     text = (ROOT / file).read_text(encoding="utf-8")
     tree = ast.parse(text)
     types = types_in(tree)
@@ -205,6 +217,7 @@ def of_file(file: str) -> Iterator[tuple[str, str, int, str, str, str]]:
         assigned = sorted((n for n in ast.walk(fn) if isinstance(n, ast.Assign)), key=lambda n: n.lineno)
         names = {name for name in stored | given if re.match(r"d?[A-Z]|d[a-z]$|[a-z]$", name)}
         for node in ast.walk(fn):
+            found: list[tuple[str, str]] = []
             if isinstance(node, ast.Constant) and isinstance(node.value, str) and " -> " in node.value:
                 lines = other_lines(node.value) if legal(node.value) else ()
                 found = [("another type", repr(line)) for line in lines if legal(line) and line != node.value]
@@ -213,15 +226,14 @@ def of_file(file: str) -> Iterator[tuple[str, str, int, str, str, str]]:
                 texts = [a.value for a in assigned if a.lineno < node.lineno and ast.unparse(a.targets[0]) == "line"]
                 literal = line if isinstance(line, ast.Constant) else texts[-1] if texts else None
                 found = list(of_call(node, str(getattr(literal, "value", "")), names, types))
-            else:
-                continue
-            before = ast.get_source_segment(text, node) or ""
+            before = f"{getattr(node, 'lineno', 0)}: {ast.get_source_segment(text, node) or ''}" if found else ""
             for kind, edit in dict.fromkeys(found):
-                yield kind, file, node.lineno, before, edit, HEAD + replaced(text, node, edit)
+                yield Edit(kind, file, node.lineno, before, edit, HEAD + replaced(text, node, edit))
 
 
-def drawn(listing: str, count: int, seed: int) -> list[tuple[str, str, int, str, str, str]]:
+def drawn(listing: str, count: int, seed: int) -> list[Edit]:
     """`count` edits of a listing that `mutants` does not make, or all if there are fewer."""
-    known = {(file, line, edit) for _, file, line, _, edit, _ in mutants()}
-    every = [each for file in LISTINGS[listing] for each in of_file(file) if (*each[1:3], each[4]) not in known]
+    known = {(each.file, each.line, each.edit) for each in mutants()}
+    every = [each for file in LISTINGS[listing] for each in of_file(file)]
+    every = [each for each in every if (each.file, each.line, each.edit) not in known]
     return random.Random(seed).sample(every, min(count, len(every)))

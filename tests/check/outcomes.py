@@ -10,13 +10,13 @@ holds a line an edit: its digest and outcome.
 """
 
 import tempfile
-from collections import Counter
-from hashlib import blake2b
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import torch
 from mutant_programs import judgement, mesh_of, program
-from mutants import LISTINGS, ROOT, SAME_TYPE, drawn, mutants
+from mutants import LISTINGS, ROOT, SAME_TYPE, Edit, drawn, mutants
 from right_variants import variants
 
 from scaling import launch
@@ -24,10 +24,6 @@ from scaling.common.console import Parser
 
 STORED = Path(__file__).parent / "outcomes.txt"
 TOGETHER, SECONDS = 24, 20  # edits that share their ranks; how long these wait for one another
-
-
-def digest(file: str, before: str, edit: str) -> str:
-    return blake2b(f"{file}\n{before}\n{edit}".encode(), digest_size=6).hexdigest()
 
 
 def outcomes(mesh, file: str, texts: list[str]) -> list[str]:
@@ -77,67 +73,47 @@ def main() -> None:
     parser.add_argument("--out", type=Path, metavar="FILE", help="of --fresh, where outcomes are kept")
     args = parser.parse_args()
     if args.right:
-        run_right(args.right)
-        return
-    if args.fresh:
-        for listing in args.only:
-            fresh(listing, args.fresh, args.seed, args.out)
-        return
-    every = [(kind, file, before, edit, text) for kind, file, _, before, edit, text in mutants()]
-    if not args.report:
-        run_all(every, STORED)
-    report(every, stored(STORED))
+        for file, done, text in variants(args.right, 0):
+            print(file, *on_ranks(file, [text]), *judgement(file, text).findings, *done, sep="\n  ")
+    elif args.fresh:
+        with tempfile.TemporaryDirectory() as folder:
+            for listing in args.only:
+                every = drawn(listing, args.fresh, args.seed)
+                known = run_all(every, args.out or Path(folder) / "outcomes.txt")
+                print(f"{listing}: {len(every)} drawn, {dict(Counter(known[each.digest] for each in every))}")
+                report(every, known)
+    else:
+        every = list(mutants())
+        report(every, stored() if args.report else run_all(every, STORED))
 
 
-def fresh(listing: str, count: int, seed: int, kept: "Path | None") -> None:
-    every = [
-        (kind, file, f"{at}: {was}", edit, text) for kind, file, at, was, edit, text in drawn(listing, count, seed)
-    ]
-    with tempfile.TemporaryDirectory() as folder:
-        kept = kept or Path(folder) / "outcomes.txt"
-        run_all(every, kept)
-        known = stored(kept)
-    print(f"{listing}: {len(every)} drawn, {dict(Counter(known[digest(*each[1:4])] for each in every))}")
-    report(every, known)
-
-
-def run_right(count: int) -> None:
-    for file, done, text in variants(count, 0):
-        print(file, *on_ranks(file, [text]), *judgement(file, text).findings, *done, sep="\n  ")
-
-
-def run_all(every, kept: Path) -> None:
-    """Run the edits that a file does not have the outcomes of, and add them to it."""
-    known, todo = stored(kept), {}
-    for kind, file, before, edit, text in every:
-        if digest(file, before, edit) not in known:
-            todo.setdefault(file, {})[digest(file, before, edit)] = (kind, text)
-    for file, edits in todo.items():
-        keys = list(edits)
+def run_all(every: Iterable[Edit], kept: Path) -> dict[str, str]:
+    """Run the edits that a file does not have the outcomes of, and add them to it; all that it has."""
+    known, todo = stored(kept), defaultdict(dict)
+    for each in every:
+        if each.digest not in known:
+            todo[each.file][each.digest] = each.text
+    for file, texts in todo.items():
+        keys = list(texts)
         for start in range(0, len(keys), TOGETHER):
             some = keys[start : start + TOGETHER]
-            found = on_ranks(file, [edits[key][1] for key in some])
+            found = on_ranks(file, [texts[key] for key in some])
             with kept.open("a", encoding="utf-8") as out:
                 out.writelines(f"{key} {word}\n" for key, word in zip(some, found, strict=True))
             print(file, start, Counter(found), flush=True)
+    return stored(kept)
 
 
-def report(every, known: dict[str, str]) -> None:
-    count, caught, silent = Counter(), Counter(), []
-    for kind, file, before, edit, text in every:
-        if known.get(digest(file, before, edit)) != "wrong":
-            continue
-        count[kind] += 1
-        if judgement(file, text).findings:
-            caught[kind] += 1
-        else:
-            silent.append(f"{kind}: {file}: {edit}")
-    told = caught.total() - caught[SAME_TYPE], count.total() - count[SAME_TYPE]
+def report(every: Sequence[Edit], known: dict[str, str]) -> None:
+    changing = [each for each in every if known.get(each.digest) == "wrong"]
+    silent = [each for each in changing if not judgement(each.file, each.text).findings]
+    count, missed = (Counter(each.kind for each in some) for some in (changing, silent))
+    rows = [(kind, n - missed[kind], n) for kind, n in count.items()]
+    told = [row for row in rows if row[0] != SAME_TYPE]
     name = "all but the same type" if SAME_TYPE in count else "all"
-    rows = [*((kind, caught[kind], n) for kind, n in count.items()), (name, *told)]
-    for kind, refused, n in rows:
+    for kind, refused, n in [*rows, (name, sum(row[1] for row in told), sum(row[2] for row in told))]:
         print(f"{kind:36} {refused:5} of {n:5} that change numbers silently  {refused / max(1, n):6.1%}")
-    print(*silent, sep="\n")
+    print(*(f"{each.kind}: {each.file}: {each.edit}" for each in silent), sep="\n")
 
 
 if __name__ == "__main__":

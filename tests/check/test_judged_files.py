@@ -12,7 +12,7 @@ import pytest
 from machine import Forked
 from mutant_programs import judgement
 from mutants import ROOT, mutants
-from outcomes import digest, right, stored
+from outcomes import right, stored
 from right_variants import variants
 
 from scaling.check import check_source, main
@@ -152,15 +152,15 @@ def test_a_file_that_ends_its_process_ends_the_judging(tmp_path):
 
 
 KNOWN, EVERY = stored(), list(mutants())
-SILENT, RAISED = ([c for c in EVERY if KNOWN.get(digest(c[1], *c[3:5])) == outcome] for outcome in ("wrong", "raises"))
-HOPS = [case for case in SILENT if case[0] == "collective dropped" and case[3].startswith("ppermute")]
+SILENT, RAISED = ([each for each in EVERY if KNOWN.get(each.digest) == outcome] for outcome in ("wrong", "raises"))
+HOPS = [each for each in SILENT if each.kind == "collective dropped" and each.before.startswith("ppermute")]
 GAPS = {  # edits that the judge does not find: (file, what stands in the collective's place)
     ("scaling/serve/forms/experts.py", "all_gather('Out[B_EY, T, D] -> Out[B, T, D]', Out, at.mesh)"),
     ("scaling/serve/forms/experts.py", "all_gather('Out[B_EY, T, D] -> Out[B_X, T, D]', Out, at.mesh)"),
 }
-SEEN = [case for case in SILENT if case not in HOPS and (case[1], case[4]) not in GAPS][::25]
+SEEN = [each for each in SILENT if each not in HOPS and (each.file, each.edit) not in GAPS][::25]
 TYPES = "axis dropped in one type", "another axis in one type", "{U} dropped"
-SEEN += HOPS + [case for case in RAISED if case[0] in TYPES and case[1] in STRATEGIES][::7]
+SEEN += HOPS + [each for each in RAISED if each.kind in TYPES and each.file in STRATEGIES][::7]
 RIGHT = list(variants(20, seed=0))
 
 
@@ -173,9 +173,9 @@ def test_enough_were_run():
     assert len({file for file, _, _ in RIGHT}) > 10
 
 
-@pytest.mark.parametrize(("kind", "file", "line", "before", "edit", "text"), SEEN)
-def test_an_edit_is_refused(kind, file, line, before, edit, text):
-    assert judgement(file, text).findings, f"{kind}: {file}:{line}: {edit}"
+@pytest.mark.parametrize("edit", SEEN, ids=lambda each: f"{each.kind}: {each.file}:{each.line}: {each.edit}")
+def test_an_edit_is_refused(edit):
+    assert judgement(edit.file, edit.text).findings
 
 
 @pytest.mark.slow
