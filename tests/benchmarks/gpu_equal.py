@@ -19,9 +19,10 @@ import torch.distributed as dist
 sys.path.append(str(Path(__file__).resolve().parents[1]))
 
 from harness import split
-from misuse import acts, steps, typed
+from misuse import typed
 from misuse.draw import AsOnNccl, Draw
 from misuse.entries import tried, twisted
+from misuse.rooms import ON_RANKS
 
 from scaling import collectives
 from scaling.collectives import moves
@@ -33,7 +34,6 @@ TIMEOUT = 100.0  # seconds that a rank waits for the others
 DTYPES = (torch.float64, torch.float32, torch.bfloat16)
 MODES = ("plain", "no_grad", "leaf", "vjp", "jvp", "vmap")
 DRAWN = 25  # calls of each kind, each in every mode
-ACTS = acts.ENTRIES | steps.ENTRIES
 SHAPE = 64, 48
 
 
@@ -79,7 +79,7 @@ def act(name: str, make_mesh: Callable[[], Mesh], times: int = 3) -> list[dict]:
     """Calls above the collectives, beside one device."""
     mesh = make_mesh()
     for seed in range(times):
-        twisted(Draw.on(mesh, tempfile.gettempdir(), seed), name, ACTS[name], "")
+        twisted(Draw.on(mesh, tempfile.gettempdir(), seed), name, ON_RANKS[name], "")
     return held(name, str(mesh), times)
 
 

@@ -85,7 +85,7 @@ def test_every_legal_line_gives_the_shape_of_its_type_and_on_one_device_the_iden
 
 @pytest.mark.slow
 def test_no_number_is_wrong_without_an_error_in_the_rooms_above_the_collectives():
-    outcomes, failures = rooms.run(120, 1)
+    outcomes, failures = rooms.spoiled("", 120, 1)
     assert not failures, "\n\n".join(failures)
     assert sum(count for outcome, count in outcomes.items() if "right" in outcome) > 20
     assert sum(count for outcome, count in outcomes.items() if "refused" in outcome) > 50

@@ -1,5 +1,5 @@
 """A rank that fails ends the others soon, is named, shows where it was, and leaves no process behind; one that waits
-too long for another is told for whom. tests/sweeps/stress_deaths.py measures how soon."""
+too long for another is told for whom. `tests/sweeps/fuzz.py deaths` measures how soon."""
 
 import multiprocessing
 import os

@@ -1,80 +1,66 @@
 """Calls of collectives in which one rank may differ from the others, held against one device."""
 
+import re
+
 import torch
+from misuse import typed
 from misuse.draw import Draw
-from misuse.entries import Entry, spoils
+from misuse.entries import EVERY, WHOLE, Entry, others, spoils
 
 from scaling import collectives as c
-from scaling import tree
 from scaling.mesh import Mesh
 
 f64 = torch.float64
-COLLECTIVES = {  # kind: the line, another one, and one by another dim
-    "all_gather": ("A[I_X, J] -> A[I, J]", "B[I_X, J] -> B[I, J]", "A[I, J_X] -> A[I, J]"),
-    "reduce_scatter": ("A[I, J] {U_X} -> A[I_X, J]", "B[I, J] {U_X} -> B[I_X, J]", "A[I, J] {U_X} -> A[I, J_X]"),
-    "all_reduce": ("A[I, J] {U_X} -> A[I, J]", "A[I, K] {U_X} -> A[I, K]", "A[I, J_X] -> A[I, J]"),
-    "all_to_all": ("A[I_X, J] -> A[I, J_X]", "A[I_X, K] -> A[I, K_X]", "A[I, J_X] -> A[I_X, J]"),
-    "broadcast": ("A[I, J] {U_X} -> A[I, J]", "B[I, J] {U_X} -> B[I, J]", "A[I_X, J] -> A[I, J]"),
-}
+FIVE = ["all_gather", "reduce_scatter", "all_reduce", "all_to_all", "broadcast"]
 
 
-def collective(draw: Draw) -> dict:
-    """What is wanted is computed from all ranks' contributions."""
-    mesh, kind, axis = draw.mesh, draw.choice([*COLLECTIVES]), draw.choice([*draw.mesh.sizes])
-    n, at = mesh.sizes[axis], mesh.coord[axis]
-    parts = draw.normal(mesh.size(), 2 * n, 2 * n)
-    stack = parts[[mesh.rank_at({**mesh.coord, axis: i}) for i in range(n)]]
-    wanted = {
-        "all_gather": lambda: torch.cat(list(stack)),
-        "reduce_scatter": lambda: stack.sum(0).chunk(n)[at],
-        "all_reduce": lambda: stack.sum(0),
-        "all_to_all": lambda: torch.cat([part.chunk(n, 1)[at] for part in stack]),
-        "broadcast": lambda: stack[0],
-    }[kind]()
-    given = {"mesh": mesh, "kind": kind, "axis": axis, "x": parts[mesh.rank].clone(), "async_op": draw.maybe(0.3)}
-    return given | {"wanted": wanted}
+def right(kinds: list[str], size: int):
+    """A right call of one of these collectives, which sends something. Ranks tell calls apart by what these send: each
+    entry has its own size."""
+
+    def make(draw: Draw) -> dict:
+        draw.dtypes, draw.sizes = [f64], [size]
+        while True:
+            kind = draw.choice(kinds)
+            case, before, after, line, more = typed.drawn(draw, kind)
+            sends = kind == "ppermute" or before != after
+            if sends and before.dims and case.wanted is not None and not (case.wrong or case.may_refuse):
+                break
+        options = case.options | ({} if kind == "reshard" else {"async_op": draw.maybe(0.3)})
+        given = {"mesh": draw.mesh, "kind": kind, "line": line, "x": case.x, "more": more, "options": options}
+        return given | {"shape": case.wanted.shape, "wanted": case.wanted}
+
+    return make
 
 
-def collected(mesh, kind, axis, x, line=0, dropped=False, inference=False, **options):
+def collected(mesh, kind, line, x, more, options, shape, dropped=False, inference=False):
     with torch.inference_mode(inference):
-        found = getattr(c, kind)(COLLECTIVES[kind][line].replace("X", axis), x, mesh, **options)
+        found = getattr(c, kind)(line, x, mesh, *more, **options)
         return None if dropped else c.wait(found).detach()
 
 
-def of(*kinds: str, **values):
+def option(kinds: str, **options):
     """A twist of these collectives alone."""
-    return lambda given, draw: values if given["kind"] in kinds else {}
+    return lambda given, draw: {"options": given["options"] | options} if given["kind"] in kinds.split() else {}
 
 
 def out(given: dict, draw: Draw) -> dict:
-    fits = {
-        "all_gather": lambda x, n: (n * len(x), x.shape[1]),
-        "reduce_scatter": lambda x, n: (len(x) // n, x.shape[1]),
-    }
-    fits = fits.get(given["kind"])
-    return {"out": torch.empty(fits(given["x"], draw.mesh.sizes[given["axis"]]), dtype=f64)} if fits else {}
+    return option("all_gather reduce_scatter", out=torch.empty(given["shape"], dtype=f64))(given, draw)
 
 
-def reshard(draw: Draw) -> dict:
-    placed = [["", ""], ["", ""]]  # of each type the axes of I and of J
-    for axes in placed:
-        for axis in draw.sample([*draw.mesh.sizes], len(draw.mesh.sizes)):
-            where = draw.randrange(3)
-            if where < 2:
-                axes[where] += axis
-    before, after = (
-        f"A[{', '.join(dim + '_' * bool(a) + a for dim, a in zip('IJ', axes, strict=True))}]" for axes in placed
-    )
-    whole = draw.normal(4 * draw.mesh.size(), 4 * draw.mesh.size())
-    x, wanted = (tree.shard(whole, spec, draw.mesh) for spec in (before, after))
-    return {"mesh": draw.mesh, "before": before, "after": after, "x": x, "wanted": wanted}
+def turned(text: str) -> str:
+    """The axes of the first two dims change places."""
+    return re.sub(r"\[([A-Z\d]+)(_[A-Z]+)?, ([A-Z\d]+)(_[A-Z]+)?", r"[\1\4, \3\2", text)
 
 
-def permuted(draw: Draw) -> dict:
-    mesh, n = draw.mesh, draw.mesh.sizes["X"]
-    parts, source = draw.normal(mesh.size(), 2, 3), mesh.rank_at({**mesh.coord, "X": (mesh.coord["X"] - 1) % n})
-    pairs = [(i, (i + 1) % n) for i in range(n)]
-    return {"mesh": mesh, "x": parts[mesh.rank], "pairs": pairs, "wanted": parts[source]}
+def other_axes(given: dict, draw: Draw) -> dict:
+    other = {"X": "Y", "Y": "X"} if len(draw.mesh.sizes) > 1 else dict.fromkeys(draw.mesh.sizes, "Q")
+    return {"line": given["line"].translate(str.maketrans(other))}
+
+
+def other_result(given: dict, draw: Draw) -> dict:
+    before, after = given["line"].split(" -> ")
+    return {"line": f"{before} -> {turned(after)}"}
 
 
 def message(draw: Draw) -> dict:
@@ -103,6 +89,11 @@ def exchanged(mesh, rows, sends, receives):
     return c.ragged_all_to_all("Row[G_X, E, R, D] -> Row[G, E_X, R, D]", x, sends, receives, mesh).detach()
 
 
+def no_count(draw: Draw, counts: list):
+    how, first, wrong = WHOLE(draw, counts[0])
+    return how, [first, *counts[1:]], wrong
+
+
 def one_more(name: str):
     def more(given: dict, draw: Draw) -> dict:
         before = (draw.mesh.coord["X"] - 1) % len(given[name])
@@ -123,51 +114,56 @@ def gathered(mesh, x, sizes, checked):
 
 ENTRIES = {
     "collective": Entry(
-        collective,
+        right(FIVE, 2),
         collected,
         twists=spoils("x")
-        | {f"op {op}": of("reduce_scatter", "all_reduce", op=op) for op in ("mean", "max", "min")}
+        | others(inference=True)
+        | {f"op {op}": option("reduce_scatter all_reduce", op=op) for op in ("mean", "max", "min")}
         | {
-            "line": {"line": 1},
-            "turned": {"line": 2},
-            "axis": lambda given, draw: {"axis": next((a for a in draw.mesh.sizes if a != given["axis"]), "Q")},
-            "kind": lambda given, draw: {"kind": draw.choice([*COLLECTIVES])},
-            "root": of("broadcast", root=1),
+            "line": lambda given, draw: {"line": given["line"].replace("A[", "B[")},
+            "turned": lambda given, draw: {"line": turned(given["line"])},
+            "axis": other_axes,
+            "kind": lambda given, draw: {"kind": draw.choice(FIVE), "options": {}},
+            "root": option("broadcast", root=1),
             "out": out,
-            "wrong out": of("all_gather", "reduce_scatter", out=torch.empty(3, dtype=f64)),
-            "donate": of("all_reduce", donate=True),
-            "async": lambda given, draw: {"async_op": not given["async_op"]},
-            "dropped": {"dropped": True, "async_op": True},
-            "no grad": {"inference": True},
+            "wrong out": option("all_gather reduce_scatter", out=torch.empty(3, dtype=f64)),
+            "donate": option("all_reduce", donate=True),
+            "async": lambda given, draw: {"options": {"async_op": not given["options"]["async_op"]}},
+            "dropped": lambda given, draw: {"dropped": True, "options": given["options"] | {"async_op": True}},
         },
     ),
     "reshard": Entry(
-        reshard,
-        lambda mesh, before, after, x: c.reshard(f"{before} -> {after}", x, mesh),
-        twists=spoils("x", unheld=True) | {"line": {"after": "A[I, J]", "unheld": True}},  # what sends nothing
+        right(["reshard"], 6),
+        collected,
+        twists=spoils("x") | {"line": other_result},
+        unheld=[*EVERY.split(", "), "line"],  # what sends nothing
     ),
     "ppermute": Entry(
-        permuted,
-        lambda mesh, x, pairs: c.ppermute("A[I_X, J]", x, mesh, "X", pairs),
-        twists=spoils("x") | {"pairs": lambda given, draw: {"pairs": given["pairs"][:1]}},
+        right(["ppermute"], 4),
+        collected,
+        twists=spoils("x") | {"pairs": lambda given, draw: {"more": [given["more"][0], given["more"][1][:1]]}},
     ),
     "message": Entry(
-        message, sent, twists=spoils("x", only=("shape", "dtype", "dim")) | {"line": {"line": "B[I, J]"}}, messages=True
+        message,
+        sent,
+        twists=spoils("x", "twice, float32, one dim more") | others(line="B[I, J]"),
+        messages=True,
     ),
     "ragged": Entry(
         ragged,
         exchanged,
-        twists=spoils("rows", only=("dtype", "dim", "differentiated"))
+        kinds={"receives": no_count},
+        twists=spoils("rows", "float32, one dim more, a leaf")
         | {name: one_more(name) for name in ("sends", "receives")},
     ),
     "mesh": Entry(
         another_mesh,
         gathered,
-        twists={
+        twists=others(checked=False)
+        | {
             "order": lambda given, draw: {"sizes": dict(reversed(given["sizes"].items()))},
             "sizes": lambda given, draw: {"sizes": {"X" if len(given["sizes"]) > 1 else "Q": draw.mesh.size()}},
             "product": lambda given, draw: {"sizes": {"X": draw.mesh.size() * 2}},
-            "unchecked": {"checked": False},
         },
     ),
 }

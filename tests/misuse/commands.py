@@ -19,6 +19,7 @@ import copy
 import importlib
 import json
 import math
+import multiprocessing
 import os
 import random
 import re
@@ -27,11 +28,10 @@ import shutil
 import signal
 import sys
 import tempfile
-import time
 import tomllib
-import traceback
 from collections import Counter
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from unittest import mock
 
@@ -39,34 +39,31 @@ CHAPTERS = Path(__file__).parents[2] / "chapters"
 SECONDS, LINES = 60.0, 12  # of a case; of an error
 
 
-TRAIN = ["--data", "text.txt", "--model", "tiny.json", "--batch", "2", "--seq", "16", "--steps", "1",
-         "--eval-batches", "1"]  # fmt: skip
-GIVE = ["--model", "hf", "--max-new-tokens", "2"]
-PLAN = ["--model", "llama3-8b", "--chip", "v5e", "--chips", "16", "--batch", "1M"]
-PLAN_SERVE = ["--model", "llama3-8b", "--chip", "v5e", "--context", "2048", "--most", "4"]
+TRAIN = "--data text.txt --model tiny.json --batch 2 --seq 16 --steps 1 --eval-batches 1"
+GIVE = "--model hf --max-new-tokens 2"
 COMMANDS = {  # name: (module, arguments that are right and soon done)
-    "train": ("scaling.train.command", TRAIN),
-    "train dry": ("scaling.train.command", ["--dry-run", *TRAIN]),
-    "train resume": ("scaling.train.command", ["--resume", "--out", "run", "--steps", "3"]),
-    "train tokenize": ("scaling.train.tokenize", ["--data", "text.txt", "--out", "tokens"]),
-    "train compare": ("scaling.train.compare", ["run", "run"]),
-    "train export": ("scaling.train.export", ["run", "--out", "exported"]),
-    "train flight": ("scaling.train.flight", ["run"]),
-    "train verify": ("scaling.train.verify", ["run"]),
-    "generate": ("scaling.generate.command", [*GIVE, "--prompt", "ab"]),
-    "serve": ("scaling.serve.command", [*GIVE, "--input", "request.json", "--output", "completions.jsonl"]),
-    "show": ("scaling.show", ["A[I_X, J_Y]"]),
-    "show schedule": ("scaling.show.schedules", ["1f1b"]),
-    "show params": ("scaling.show.params", ["--model", "tiny.json", "--mesh", "X=2"]),
-    "check": ("scaling.check", ["program.py"]),
-    "plan": ("scaling.plan.__main__", PLAN),
-    "plan guide": ("scaling.plan.guide", ["--model", "llama3-8b", "--gpu", "h100"]),
-    "plan published": ("scaling.plan.published", ["--only", "llama"]),
-    "plan serve": ("scaling.plan.serve.command", PLAN_SERVE),
-    "plan serve published": ("scaling.plan.serve.published", ["--only", "v5e"]),
-    "measure": ("scaling.measure.command", ["--chip", "machine.toml", "--no-check"]),
-    "measure network": ("scaling.measure.network", ["--repeats", "1"]),
-    "notebook": ("scaling.book.notebook", ["program.py"]),
+    "train": ("train.command", TRAIN),
+    "train dry": ("train.command", f"--dry-run {TRAIN}"),
+    "train resume": ("train.command", "--resume --out run --steps 3"),
+    "train tokenize": ("train.tokenize", "--data text.txt --out tokens"),
+    "train compare": ("train.compare", "run run"),
+    "train export": ("train.export", "run --out exported"),
+    "train flight": ("train.flight", "run"),
+    "train verify": ("train.verify", "run"),
+    "generate": ("generate.command", f"{GIVE} --prompt ab"),
+    "serve": ("serve.command", f"{GIVE} --input request.json --output completions.jsonl"),
+    "show": ("show", "A[I_X,J_Y]"),
+    "show schedule": ("show.schedules", "1f1b"),
+    "show params": ("show.params", "--model tiny.json --mesh X=2"),
+    "check": ("check", "program.py"),
+    "plan": ("plan.__main__", "--model llama3-8b --chip v5e --chips 16 --batch 1M"),
+    "plan guide": ("plan.guide", "--model llama3-8b --gpu h100"),
+    "plan published": ("plan.published", "--only llama"),
+    "plan serve": ("plan.serve.command", "--model llama3-8b --chip v5e --context 2048 --most 4"),
+    "plan serve published": ("plan.serve.published", "--only v5e"),
+    "measure": ("measure.command", "--chip machine.toml --no-check"),
+    "measure network": ("measure.network", "--repeats 1"),
+    "notebook": ("book.notebook", "program.py"),
 }
 TEXTS = ["", " ", "-1", "0", "1", "2", "3", "7", "1.5", "-0.0", "1e3", "1e400", "nan", "inf", "-inf", "9" * 20,
          "9" * 400, "x", "x" * 300, "é", "none", "a,b", ",", "=", "1/3", "1/0", "[]", "{}", "A[I_X", "%s"]  # fmt: skip
@@ -86,8 +83,7 @@ DOCUMENTS = {  # file: commands that read it
     "machine.toml": ["plan", "measure", "plan serve"],
     "request.json": ["serve"],
 }
-GIVEN = {"options.toml": ["--config", "options.toml"], "model.toml": ["--model", "model.toml"],
-         "machine.toml": ["--chip", "machine.toml"], "request.json": ["--input", "request.json"]}  # fmt: skip
+GIVEN = {"options.toml": "--config", "model.toml": "--model", "machine.toml": "--chip", "request.json": "--input"}
 TINY = {"name": "tiny", "L": 2, "D": 32, "F": 64, "N": 4, "K": 2, "H": 8, "V": 256}
 ALL = {"gated": True, "E": 2, "k": 1, "window": [4, None], "rope_scaling": {"type": "linear", "factor": 2.0}}
 MACHINE = {
@@ -104,26 +100,24 @@ RIGHT = {
 }  # fmt: skip
 
 
+AS_TOML = {'": ': '" = ', "null": '"none"', "Infinity": "inf", "NaN": "nan"}  # what JSON writes otherwise
+
+
 def written(name: str, document) -> str:
     """A document as text: TOML if the file's name says so, with what stands in a table on one line each."""
-
-    def value(x) -> str:
-        if isinstance(x, dict):
-            return "{" + ", ".join(f"{json.dumps(key)} = {value(inner)}" for key, inner in x.items()) + "}"
-        if isinstance(x, list):
-            return "[" + ", ".join(map(value, x)) + "]"
-        return '"none"' if x is None else str(x) if isinstance(x, float) else json.dumps(x)
-
     if name.endswith(".json"):
         return json.dumps(document)
     if not isinstance(document, dict):
         return "1"
-    return "".join(f"{json.dumps(key)} = {value(x)}\n" for key, x in document.items())
+    text = "".join(f"{json.dumps(key)} = {json.dumps(value)}\n" for key, value in document.items())
+    for ours, theirs in AS_TOML.items():
+        text = text.replace(ours, theirs)
+    return text
 
 
 def drawn(name: str, options: list[argparse.Action], draw: random.Random) -> list[str]:
     """Arguments of a command, one or two of them wrong."""
-    arguments = list(COMMANDS[name][1]) if name in COMMANDS else []
+    arguments = COMMANDS[name][1].split() if name in COMMANDS else []
     for action in draw.sample(options, min(len(options), draw.choice([1, 1, 1, 2]))):
         kinds = (TEXTS, MESHES, FILES, [*map(str, action.choices or ["1"])])
         weights = (3, 6 if "mesh" in action.dest else 0.2, 2, bool(action.choices))
@@ -154,29 +148,33 @@ def spoiled(document: dict, draw: random.Random) -> tuple[object, str]:
     return top[""], f"{words} = {wrong!r}"
 
 
+BYTES = bytes(range(256)) * 9
+HERE = {  # what lies in the folder of a case, beside what is RIGHT
+    "text.txt": b"".join(b"line %d of a small text, said again and again\n" % i for i in range(300)),
+    "program.py": b"import torch\n", "empty": b"", "list.json": b"[1]",
+    "binary": BYTES, "binary.json": BYTES, "binary.toml": BYTES, "broken.json": b"{", "broken.toml": b"a =",
+}  # fmt: skip
+
+
 def prepare(folder: Path) -> None:
     """Put into the folder what is right, to be spoiled, and files that are wrong."""
     os.chdir(folder)
-    Path("text.txt").write_text("".join(f"line {i} of a small text, said again and again\n" for i in range(300)))
+    for name, data in HERE.items():
+        Path(name).write_bytes(data)
     for name, document in RIGHT.items():
         Path(name).write_text(written(name, document))
-    Path("program.py").write_text("import torch\n")
     for name in ("folder", "folder.json"):
         Path(name).mkdir()
-    for name in ("empty", "binary", "binary.json", "binary.toml"):
-        Path(name).write_bytes(b"" if name == "empty" else bytes(range(256)) * 9)
-    for name, text in (("broken.json", "{"), ("broken.toml", "a ="), ("list.json", "[1]")):
-        Path(name).write_text(text)
     Path("link").symlink_to("gone")
-    for name, arguments in (("train", [*TRAIN, "--out", "run"]), ("train export", ["run", "--out", "hf"])):
-        if (ended := forked(lambda name=name, arguments=arguments: start(name, arguments)))[0]:
-            raise ValueError(f"{name} {' '.join(arguments)}: {ended}")
+    for name, arguments in (("train", f"{TRAIN} --out run"), ("train export", "run --out hf")):
+        if (ended := forked(partial(start, name, arguments.split())))[0]:
+            raise ValueError(f"{name} {arguments}: {ended}")
 
 
 def start(name: str, arguments: list[str]) -> int:
     """Run a command or a chapter with these arguments in this process; its exit status."""
     if name in COMMANDS:
-        return importlib.import_module(COMMANDS[name][0]).main(arguments)
+        return importlib.import_module(f"scaling.{COMMANDS[name][0]}").main(arguments)
     sys.argv = [str(CHAPTERS / f"{name}.py"), "--small", *arguments]
     runpy.run_path(sys.argv[0], run_name="__main__")
     return 0
@@ -198,35 +196,28 @@ def parser_of(name: str) -> argparse.ArgumentParser:
             return found.args[0]
 
 
-def forked(run: Callable[[], int], seconds: float = SECONDS) -> tuple[int | None, str, str]:
+def forked(run: Callable[[], int]) -> tuple[int | None, str, str]:
     """(exit status or None if it took too long, what was said on the output, and on the error stream) of a child."""
     with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:
-        sys.stdout.flush()
-        if not (pid := os.fork()):
+
+        def child() -> None:
             os.setpgid(0, 0)
-            for file, number in ((out, 1), (err, 2)):
-                os.dup2(file.fileno(), number)
-            code = 99
-            try:
-                code = run()
-            except SystemExit as end:
-                code = end.code if isinstance(end.code, int) else int(end.code is not None)
-                if isinstance(end.code, str):
-                    print(end.code, file=sys.stderr)
-            except BaseException:
-                traceback.print_exc()
-            finally:
-                sys.stdout.flush()
-                os._exit(code or 0)
-        end = time.monotonic() + seconds
-        while not (ended := os.waitpid(pid, os.WNOHANG))[0] and time.monotonic() < end:
-            time.sleep(0.005)
+            os.dup2(out.fileno(), 1)
+            os.dup2(err.fileno(), 2)
+            sys.exit(run())
+
+        process = multiprocessing.get_context("fork").Process(target=child)
+        process.start()
+        process.join(SECONDS)
+        status = process.exitcode
         with contextlib.suppress(ProcessLookupError):
-            os.killpg(pid, signal.SIGKILL)
-        status = os.waitstatus_to_exitcode(ended[1]) if ended[0] else os.waitpid(pid, 0) and None
+            os.killpg(process.pid, signal.SIGKILL)
+        process.join()
+        said = []
         for file in (out, err):
             file.seek(0)
-        return status, *(file.read().decode(errors="replace") for file in (out, err))
+            said.append(file.read().decode(errors="replace"))
+        return status, *said
 
 
 def judged(status: int | None, out: str, err: str, new: list[str]) -> str:
@@ -249,25 +240,26 @@ def judged(status: int | None, out: str, err: str, new: list[str]) -> str:
     return ""
 
 
-def case(
-    name: str, options: list[argparse.Action], base: Path, draw: random.Random
-) -> tuple[str, int | None, str, str]:
-    """(what was given, the exit status, what is wrong with it, what was said) of one draw, in a folder of its own."""
+Ended = tuple[str, int | None, str, str]  # what was given, the exit status, what is wrong with it, what was said
+
+
+def case(name: str, options: list[argparse.Action], base: Path, draw: random.Random) -> Ended:
+    """One draw, in a folder of its own."""
     with tempfile.TemporaryDirectory(prefix="case-") as folder:
         shutil.copytree(base, folder, symlinks=True, dirs_exist_ok=True)
         os.chdir(folder)
         read = [file for file, readers in DOCUMENTS.items() if name in readers]
         if read and draw.random() < 0.5:
-            document = draw.choice(read)
-            text = Path(document).read_text()
-            table, words = spoiled(tomllib.loads(text) if document.endswith("toml") else json.loads(text), draw)
-            Path(document).write_text(written(document, table))
-            arguments, words = [*COMMANDS[name][1], *GIVEN.get(document, [])], f"{name}: {document}{words}"
+            file = Path(draw.choice(read))
+            table, how = spoiled((tomllib if file.suffix == ".toml" else json).loads(file.read_text()), draw)
+            file.write_text(written(file.name, table))
+            given = [GIVEN[file.name], file.name] if file.name in GIVEN else []
+            arguments, words = [*COMMANDS[name][1].split(), *given], f"{name}: {file}{how}"
         else:
             arguments = drawn(name, options, draw)
             words = f"{name} {' '.join(arguments)}"
         before = {*Path().rglob("*")}
-        status, out, err = forked(lambda: start(name, arguments))
+        status, out, err = forked(partial(start, name, arguments))
         new = sorted(str(path) for path in {*Path().rglob("*")} - before)
         os.chdir(base)
         return words, status, judged(status, out, err, new), (err or out).strip()
@@ -276,22 +268,20 @@ def case(
 def run(cases: int, seed: int, only: list[str], each: bool, show: bool) -> tuple[Counter, list[str]]:
     """(how often each exit status came, what was wrong)."""
     names = [*COMMANDS, *(path.stem for path in sorted(CHAPTERS.glob("[0-9]*.py")))]
-    names = [name for name in names if not only or any(name.startswith(word) for word in only)]
-    here, tally, wrong, draw = Path.cwd(), Counter(), [], random.Random(seed)
+    names = [name for name in names if not only or name.startswith(tuple(only))]
+    tally, wrong, draw = Counter(), [], random.Random(seed)
     os.environ["COLUMNS"] = "100"
-    with tempfile.TemporaryDirectory(prefix="commands-") as base:
+    with tempfile.TemporaryDirectory(prefix="commands-") as base, contextlib.chdir(base):
         prepare(Path(base))
-        for name in names:
-            options = [action for action in parser_of(name)._actions if action.dest != "help"]
-            weight = 4 if name in COMMANDS else 1
-            draws = [options] * max(1, cases * weight // (4 * len(COMMANDS) + 39))
-            for chosen in [[option] for option in options] if each else draws:
-                words, status, why, said = case(name, chosen, Path(base), draw)
-                tally[status] += 1
-                if why:
-                    wrong.append(f"{words[:150]}\n    {why}")
-                    print(wrong[-1], flush=True)
-                if show and not why:
-                    print(f"{status} {words}\n    {said[-300:]}", flush=True)
-        os.chdir(here)
+        options = {name: [act for act in parser_of(name)._actions if act.dest != "help"] for name in names}
+        some = sorted(draw.choices(names, [4 if name in COMMANDS else 1 for name in names], k=cases))
+        alone = [(name, [option]) for name in names for option in options[name]]
+        for name, chosen in alone if each else [(name, options[name]) for name in some]:
+            words, status, why, said = case(name, chosen, Path(base), draw)
+            tally[status] += 1
+            if why:
+                wrong.append(f"{words[:150]}\n    {why}")
+                print(wrong[-1], flush=True)
+            elif show:
+                print(f"{status} {words}\n    {said[-300:]}", flush=True)
     return tally, wrong

@@ -58,23 +58,17 @@ class Draw(random.Random):
 
     def spec(self, dims: int) -> tuple[Spec, list[int]]:
         """A type over the mesh's axes, and the shape of its shards; now and then a dim is a number."""
-        mesh, axes = self.mesh, list(self.mesh.sizes)
-        self.shuffle(axes)
-        of_dims: list[list[str]] = [[] for _ in range(dims)]
-        unreduced = []
-        for axis in axes:
-            where = self.randrange(dims + 2)
-            if where < dims:
-                of_dims[where].append(axis)
-            elif where == dims:
-                unreduced.append(axis)
-        local = [self.choice(self.sizes) if self.maybe(0.9) else 4 for _ in range(dims)]
-        names = []
-        for i, name in enumerate("IJK"[:dims]):
-            whole = local[i] * mesh.size(of_dims[i])
-            number = str(whole if self.maybe(0.7) else whole + mesh.size(of_dims[i]))
-            names.append(number if self.maybe(0.15) and number not in names else name)
-        return typed(zip(names, of_dims, strict=True), unreduced), local
+        mesh = self.mesh
+        places: list[list[str]] = [[] for _ in range(dims + 2)]  # the dims', what is unreduced, what is in no place
+        for axis in self.sample([*mesh.sizes], len(mesh.sizes)):
+            self.choice(places).append(axis)
+        local = [self.choice(self.sizes) for _ in range(dims)]
+        names = list("IJK"[:dims])
+        for i, (size, axes) in enumerate(zip(local, places, strict=False)):
+            number = str((size + self.maybe(0.3)) * mesh.size(axes))
+            if self.maybe(0.15) and number not in names:
+                names[i] = number
+        return typed(zip(names, places, strict=False), places[dims]), local
 
     def layout(self, x: torch.Tensor) -> torch.Tensor:
         """The same values, in memory in another way."""
@@ -92,54 +86,29 @@ class Draw(random.Random):
         return x
 
 
+BUFFERS = ["fits", "fits", "by columns", "shape", "shape", "dtype", "expanded", "meta", "numpy", "operand", "leaf"]
+
+
 def buffer(draw: Draw, shape, dtype, x):
     """(what is given as out, the memory around it, whether it fits)."""
-    how = draw.choice(
-        ["fits", "fits", "by columns", "shape", "shape", "dtype", "expanded", "meta", "numpy", "operand", "leaf"]
-    )
-    shape = tuple(shape)
+    how, shape = draw.choice(BUFFERS), tuple(shape)
+    others = [(*shape, 1), (1, *shape), shape[1:], tuple(n + 1 for n in shape), (1,) * len(shape), (0,)]
     if how == "shape":
-        other = draw.choice([(*shape, 1), (1, *shape), shape[1:], tuple(n + 1 for n in shape), (1,) * len(shape), (0,)])
-        if other == shape:
-            how = "fits"
-        shape = other
+        shape = draw.choice([other for other in others if other != shape])
     if how == "dtype":
-        dtype = draw.choice([d for d in DTYPES if d != dtype])
+        dtype = draw.choice([other for other in DTYPES if other != dtype])
     n = prod(shape)
+    holds = isinstance(x, torch.Tensor) and x.numel() >= n > 0 and x.dtype == dtype and x.is_contiguous()
+    if not {"expanded": n > 1, "operand": holds, "leaf": dtype.is_floating_point}.get(how, True):
+        how = "fits"
     memory = torch.ones(n + 8, device=draw.mesh.device).to(dtype)
-    out = memory[4 : 4 + n].view(shape)
-    if how == "by columns" and len(shape) > 1:
-        out = memory[4 : 4 + n].view(shape[::-1]).permute(*reversed(range(len(shape))))
-    if how == "expanded" and n > 1:
-        out = memory[4:5].view((1,) * len(shape)).expand(shape)
-    elif how == "expanded":
-        how = "fits"
-    if how == "meta":
-        out = out.to("meta")
-    if how == "numpy":
-        out = torch.ones(n).numpy()
-    may_hold = isinstance(x, torch.Tensor) and x.numel() >= n > 0 and x.dtype == dtype and x.is_contiguous()
-    if how == "operand" and may_hold:
-        out = x.view(-1)[:n].view(shape)
-    elif how == "operand":
-        how = "fits"
-    if how == "leaf":
-        out = out.clone().requires_grad_() if dtype.is_floating_point else out
-        how = "leaf" if dtype.is_floating_point else "fits"
-    return out, memory, how
-
-
-def spoiled(draw: Draw, x: torch.Tensor):
-    """(an operand that is none of its type, why), or x as it is."""
-    how = draw.choice(["a dim more", "flat", "numpy", "list", "none", "meta", "sparse"])
-    if (how == "flat" and x.dim() == 1) or (how == "sparse" and not (x.dim() and x.dtype == torch.float32)):
-        return x, ""
-    return {
-        "a dim more": lambda: x[None],
-        "flat": lambda: x.reshape(-1),
-        "numpy": lambda: torch.zeros(x.shape).numpy(),
-        "list": lambda: [0.0] * 4,
-        "none": lambda: None,
-        "meta": lambda: x.to("meta"),
-        "sparse": lambda: x.contiguous().to_sparse(),
-    }[how](), how
+    inside = memory[4 : 4 + n]
+    made = {
+        "by columns": lambda: inside.view(shape[::-1]).permute([*range(len(shape))][::-1]),
+        "expanded": lambda: memory[4:5].view((1,) * len(shape)).expand(shape),
+        "meta": lambda: inside.view(shape).to("meta"),
+        "numpy": lambda: torch.ones(n).numpy(),
+        "operand": lambda: x.view(-1)[:n].view(shape),
+        "leaf": lambda: inside.view(shape).clone().requires_grad_(),
+    }
+    return made.get(how, lambda: inside.view(shape))(), memory, how

@@ -1,33 +1,38 @@
-"""A call of some room held against its reference: of all ranks, with an argument spoiled; or of one, in another way.
+"""The engine: a call of some room held against its reference, with an argument spoiled on all ranks or on one alone.
 
 What is not wrong gives the reference's numbers, and changes no argument; what is wrong raises a ValueError that names
 the fix.
 """
 
 import math
+import warnings
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
 from misuse.draw import Draw
-from misuse.hold import Wrong
 
 from scaling import tree
+
+
+class Wrong(Exception):
+    """A number that is wrong, or a right call that was refused."""
 
 
 class Entry(NamedTuple):
     """`make` draws right arguments, those of this rank on `draw.mesh`, and with them what is "wanted", unless `wanted`
     is a function of the arguments. `kinds` says how each may be spoiled for all ranks, `twists` how one alone may
-    make another call: {what: other arguments, or a function (given, draw) of them}; "unheld" among them: what this rank
-    then gets is its own. `messages`: whether ranks wait for messages of one rank."""
+    make another call: {what: other arguments, or a function (given, draw) of them}; what this rank gets of those that
+    are `unheld` is its own. `messages`: whether ranks wait for messages of one rank."""
 
     make: Callable[[Draw], dict[str, Any]]
     call: Callable[..., Any]
     wanted: Callable[..., Any] | None = None
     kinds: Mapping[str, Callable] = MappingProxyType({})
     twists: Mapping[str, Any] = MappingProxyType({})
+    unheld: Sequence[str] = ()
     messages: bool = False
 
     def drawn(self, draw: Draw) -> tuple[dict[str, Any], Any]:
@@ -36,109 +41,110 @@ class Entry(NamedTuple):
         return given, given.pop("wanted") if self.wanted is None else self.wanted(**given)
 
 
-# Arguments spoiled for all ranks: (how, value, wrong). What is not wrong must give the same result: other memory, a
-# leaf of autograd, int32 for int64
-
-
-def picked(draw: Draw, wrong, right=()):
-    if right and draw.maybe(0.3):
-        return *draw.choice(right), False
-    return *draw.choice(wrong), True
-
-
-def gaps(x: torch.Tensor) -> tuple[str, torch.Tensor]:
-    return "gaps", torch.stack([x, x], -1)[..., 0]
-
-
-def leaf(x: torch.Tensor) -> tuple[str, torch.Tensor]:
-    return "a leaf", x.clone().requires_grad_()
-
-
-def no_dense(x: torch.Tensor) -> list:
-    """What is given in place of any array."""
-    wrong = [("a list", x.tolist()), ("one dim more", x[None]), ("complex", x.to(torch.complex128))]
-    return [*wrong, ("elsewhere", x.to("meta")), ("sparse", x.to_sparse())]
-
-
-def floats(draw: Draw, x: torch.Tensor):
-    wrong = [*no_dense(x), ("none", None), ("ints", x.long()), ("bools", x > 0)]
-    if x.dim() and x.shape[-1] > 1:
-        wrong += [("broadcast", x[..., :1]), ("cut", x[..., :-1])]
-    return picked(draw, wrong, [gaps(x), leaf(x), ("a copy", x.clone())])
-
-
-def weights(draw: Draw, x: torch.Tensor):
-    """Of each target; None, ints and bools may be weights, too."""
-    return picked(draw, [*no_dense(x), ("broadcast", x[:, :1]), ("cut", x[:, :-1])], [gaps(x), leaf(x)])
-
-
-def dense(draw: Draw, x: torch.Tensor):
-    """A leaf of any sizes."""
-    return picked(draw, [*no_dense(x), ("ints", x.long()), ("bools", x > 0)], [gaps(x), leaf(x)])
-
-
-def masked(draw: Draw, x: torch.Tensor):
-    """Of any size along its last dim, real or complex."""
-    wrong = [(how, bad) for how, bad in no_dense(x) if how != "complex"]
-    return picked(draw, [*wrong, ("none", None), ("bools", x > 0), ("fewer", x[:1])], [leaf(x)])
-
-
-def ids(draw: Draw, x: torch.Tensor):
-    wrong = [("none", None), ("a list", x.tolist()), ("one dim more", x[None]), ("floats", x.double())]
-    wrong += [("bools", x > 0), ("bytes", x.to(torch.uint8)), ("below 0", x - 1000), ("beyond", x + 1000)]
-    return picked(draw, wrong, [gaps(x), ("int32", x.int())])
-
-
-def array(draw: Draw, x: torch.Tensor):
-    """What a whole array is given as."""
-    wrong = [("a text", "x"), ("one dim more", x[None]), ("does not divide", x[:-1]), ("sparse", x.to_sparse())]
-    return picked(draw, wrong, [gaps(x), leaf(x), ("turned", x.T.contiguous().T)])
-
-
-def one_of(values: Callable) -> Callable:
-    """A kind whose values are all wrong."""
-    return lambda draw, x: picked(draw, [(repr(bad), bad) for bad in values(x)])
-
-
-whole = one_of(lambda n: (-1, True, n + 0.5, str(n), math.nan))
-flag = one_of(lambda _: ("no", None, 1))
-positive = one_of(lambda _: (-1.0, math.nan, math.inf, "1", True))
-line = one_of(lambda line: (line.replace("_X", "_Q"), line.replace("[", "[Z, ")))  # with no such axis; with a dim more
-
-
-def params(draw: Draw, given: dict, kind=floats):
-    """A tree of tensors of floats: one leaf spoiled, or gone, or all under other names."""
-    leaves = tree.leaves(given)
-    at = draw.randrange(len(leaves))
-    if draw.maybe(0.2):
-        return "another name", {("z" + name): part for name, part in given.items()}, True
-    if draw.maybe(0.1):
-        return "no tree", draw.choice([None, 3, []]), True
-    how, value, wrong = kind(draw, leaves[at])
-    spoiled = iter([value if i == at else x for i, x in enumerate(leaves)])
-    return f"leaf {at} {how}", tree.map(lambda _: next(spoiled), given), wrong
-
-
-# One rank's other way
-
-
-SPOILS = {
-    "shape": lambda x: torch.cat([x, x]),
-    "dtype": torch.Tensor.float,
-    "dim": lambda x: x[None],
-    "differentiated": lambda x: x.clone().requires_grad_(),
+SPOILS: dict[str, Callable] = {  # what is given in the place of an argument
+    "none": lambda _: None,
+    "a text": lambda _: "x",
+    # of a tensor
+    "a list": torch.Tensor.tolist,
+    "an array": lambda x: torch.zeros(x.shape).numpy(),
+    "one dim more": lambda x: x[None],
+    "flat": lambda x: x.reshape(-1),
+    "elsewhere": lambda x: x.to("meta"),
+    "sparse": lambda x: x.contiguous().to_sparse(),
+    "complex": lambda x: x.to(torch.complex128),
+    "floats": torch.Tensor.double,
+    "float32": torch.Tensor.float,
+    "ints": torch.Tensor.long,
+    "bytes": lambda x: x.to(torch.uint8),
+    "bools": lambda x: x > 0,
+    "below 0": lambda x: x - 1000,
+    "beyond": lambda x: x + 1000,
+    "broadcast": lambda x: x[..., :1],
+    "cut": lambda x: x[..., :-1],
+    "fewer": lambda x: x[:-1],
     "empty": lambda x: x[:0],
-    "int": torch.Tensor.long,
+    "twice": lambda x: torch.cat([x, x]),
+    # the same tensor
+    "a copy": torch.clone,
+    "a leaf": lambda x: x.clone().requires_grad_(),
+    "gaps": lambda x: torch.stack([x, x], -1)[..., 0],
+    "turned": lambda x: x.T.contiguous().T,
+    "int32": torch.Tensor.int,
+    # of a number, a flag, a line
+    "-1": lambda n: type(n)(-1),
+    "a half more": lambda n: n + 0.5,
+    "its text": str,
+    "nan": lambda _: math.nan,
+    "infinite": lambda _: math.inf,
+    "true": lambda _: True,
+    "one": lambda _: 1,
+    "an axis Q": lambda line: line.replace("_X", "_Q"),
+    "on Q": lambda _: "A[Z_Q]",
+    "three dims": lambda _: "A[I, J, K]",
+    "a dim Z": lambda line: line.replace("[", "[Z, "),
+    "unreduced": lambda line: line + " {U_X}",
 }
 
 
-def spoils(*names: str, only=tuple(SPOILS), **more) -> dict[str, Callable]:
+class Kind(NamedTuple):
+    """What is wrong in the place of an argument, and what is right, and gives the same result."""
+
+    wrong: str
+    right: str = ""
+
+    def __call__(self, draw: Draw, x) -> tuple[str, Any, bool]:
+        """(how it is spoiled, the value, whether it is wrong)."""
+        wrong = not (self.right and draw.maybe(0.3))
+        how = draw.choice((self.wrong if wrong else self.right).split(", "))
+        return how, SPOILS[how](x), wrong
+
+
+OTHER = "a list, one dim more, elsewhere, sparse"  # in the place of any array
+DENSE = Kind(f"{OTHER}, complex, ints, bools", "gaps, a leaf")  # a leaf of any sizes
+FLOATS = Kind(f"{DENSE.wrong}, none, broadcast, cut", f"{DENSE.right}, a copy")
+WEIGHTS = Kind(f"{OTHER}, complex, broadcast, cut", "gaps, a leaf")  # None, ints and bools may be weights, too
+MASKED = Kind(f"{OTHER}, none, bools, fewer", "a leaf")  # of any size along its last dim, real or complex
+IDS = Kind("none, a list, one dim more, floats, bools, bytes, below 0, beyond", "gaps, int32")
+WHOLE_ARRAY = Kind("a text, one dim more, fewer, sparse", "gaps, a leaf, turned")
+WHOLE = Kind("-1, true, a half more, its text, nan")
+FLAG = Kind("a text, none, one")
+POSITIVE = Kind("-1, nan, infinite, its text, true")
+LINE = Kind("an axis Q, a dim Z")
+
+
+def tree_of(kind: Callable) -> Callable:
+    """A kind: a tree of tensors, of which one leaf is spoiled, or gone, or all are under other names."""
+
+    def spoiled(draw: Draw, given: dict) -> tuple[str, Any, bool]:
+        leaves = tree.leaves(given)
+        at = draw.randrange(len(leaves))
+        if draw.maybe(0.2):
+            return "another name", {("z" + name): part for name, part in given.items()}, True
+        if draw.maybe(0.1):
+            return "no tree", draw.choice([None, 3, []]), True
+        how, value, wrong = kind(draw, leaves[at])
+        others = iter([value if i == at else x for i, x in enumerate(leaves)])
+        return f"leaf {at} {how}", tree.map(lambda _: next(others), given), wrong
+
+    return spoiled
+
+
+PARAMS = tree_of(FLOATS)
+EVERY = "twice, float32, one dim more, a leaf, empty, ints"
+
+
+def spoils(names: str, how: str = EVERY) -> dict[str, Callable]:
     """Twists that make other tensors of these arguments."""
 
-    def of(how: str):
-        return lambda given, draw: {name: tree.map(SPOILS[how], given[name]) for name in names} | more
+    def of(f: Callable):
+        return lambda given, draw: {name: tree.map(f, given[name]) for name in names.split()}
 
-    return {how: of(how) for how in only}
+    return {each: of(SPOILS[each]) for each in how.split(", ")}
+
+
+def others(**values) -> dict[str, dict]:
+    """Twists that give an argument another value."""
+    return {name: {name: value} for name, value in values.items()}
 
 
 def compare(found, wanted, what: str) -> None:
@@ -152,9 +158,8 @@ def twisted(draw: Draw, name: str, entry: Entry, twist: str) -> None:
     """The call of a rank that makes it in another way; as it should be, if `twist` is ""."""
     given, wanted = entry.drawn(draw)
     change = entry.twists[twist] if twist else {}
-    given |= change(given, draw) if callable(change) else change
-    unheld, found = given.pop("unheld", False), entry.call(**given)
-    if found is not None and not unheld:
+    found = entry.call(**given | (change(given, draw) if callable(change) else change))
+    if found is not None and twist not in entry.unheld:
         compare(found, wanted, f"{name}: {twist}")
 
 
@@ -180,7 +185,7 @@ def called(draw: Draw, name: str, entry: Entry) -> str:
         if wrong:
             raise Wrong(f"accepted: {what}\n{found}")
         compare(found, wanted, what)
-    if not all(map(torch.equal, kept, [x for x in tree.leaves(given) if is_plain(x)])):
+    if not all(map(torch.equal, kept, filter(is_plain, tree.leaves(given)))):
         raise Wrong(f"an argument was changed: {what}")
     return f"{name}: {'refused' if wrong else 'right'}"
 
@@ -192,9 +197,11 @@ def is_plain(x) -> bool:
 def tried(case: Callable[[int], str], cases: int) -> tuple[Counter, list[str]]:
     """(how often each outcome came, what was wrong) of `cases` calls of `case(number)`."""
     outcomes, failures = Counter(), []
-    for number in range(cases):
-        try:
-            outcomes[case(number)] += 1
-        except Wrong as error:
-            failures.append(f"case {number}: {error}")
+    with warnings.catch_warnings():  # torch's own, of its tracers and of complex numbers cut off
+        warnings.simplefilter("ignore")
+        for number in range(cases):
+            try:
+                outcomes[case(number)] += 1
+            except Wrong as error:
+                failures.append(f"case {number}: {error}")
     return outcomes, failures

@@ -1,4 +1,4 @@
-"""References written out one token, head and expert at a time, in float64: what the rooms are held against."""
+"""References written out a token, head or expert at a time, in float64: what the rooms are held against."""
 
 import math
 
@@ -11,26 +11,28 @@ def norm(x, gain, eps):
     return x / (x.square().mean(-1, keepdim=True) + eps).sqrt() * gain
 
 
-def turned(x, place: int, theta: float):
-    """x[heads, H] at its place in the sequence."""
+def turned(x, theta: float):
+    """x[T, heads, H], each at its place in the sequence."""
     half = x.shape[-1] // 2
-    angle = place * theta ** (-torch.arange(half, dtype=F64) / half)
+    angle = torch.arange(len(x))[:, None, None] * theta ** (-torch.arange(half, dtype=F64) / half)
     a, b = x[..., :half], x[..., half:]
     return torch.cat([a * angle.cos() - b * angle.sin(), b * angle.cos() + a * angle.sin()], -1)
 
 
 def attend(Q, K, V, *, causal=True, window=None, scale=None):
     """O[B, T, N, H] of Q[B, T, N, H], K and V[B, T, K, H]."""
-    O, G = torch.zeros_like(Q), Q.shape[2] // K.shape[2]
-    scale = Q.shape[-1] ** -0.5 if scale is None else scale
-    for b in range(Q.shape[0]):
-        for t in range(Q.shape[1]):
-            seen = [s for s in range(K.shape[1]) if not causal or s <= t]
-            seen = [s for s in seen if window is None or abs(t - s) < window]
-            for n in range(Q.shape[2]):
-                p = (K[b, seen, n // G] @ Q[b, t, n] * scale).softmax(0)
-                O[b, t, n] = p @ V[b, seen, n // G]
+    O, G, scale = torch.zeros_like(Q), Q.shape[2] // K.shape[2], scale or Q.shape[-1] ** -0.5
+    for t in range(Q.shape[1]):
+        seen = [s for s in range(K.shape[1]) if (s <= t or not causal) and abs(t - s) < (window or math.inf)]
+        for n in range(Q.shape[2]):
+            p = torch.einsum("bsh,bh->bs", K[:, seen, n // G], Q[:, t, n] * scale).softmax(1)
+            O[:, t, n] = torch.einsum("bs,bsh->bh", p, V[:, seen, n // G])
     return O
+
+
+def gated(x, W_gate, W_in, W_out):
+    gate = x @ W_gate
+    return (gate * gate.sigmoid() * (x @ W_in)) @ W_out
 
 
 def logits(params, tokens, config):
@@ -42,12 +44,9 @@ def logits(params, tokens, config):
             W = {name: leaf[l] for name, leaf in params["layers"].items()}
             y = norm(x, W["norm_attn"], config.eps)
             Q, K, V = (torch.einsum("td,dnh->tnh", y, W[name]) for name in ("W_Q", "W_K", "W_V"))
-            Q, K = (torch.stack([turned(h, t, config.theta) for t, h in enumerate(x)]) for x in (Q, K))
-            heads = attend(Q[None], K[None], V[None])[0]
-            x = x + torch.einsum("tnh,nhd->td", heads, W["W_O"])
-            y = norm(x, W["norm_mlp"], config.eps)
-            gate = y @ W["W_gate"]
-            x = x + (gate * gate.sigmoid() * (y @ W["W_in"])) @ W["W_out"]
+            Q, K = turned(Q, config.theta), turned(K, config.theta)
+            x = x + torch.einsum("tnh,nhd->td", attend(Q[None], K[None], V[None])[0], W["W_O"])
+            x = x + gated(norm(x, W["norm_mlp"], config.eps), W["W_gate"], W["W_in"], W["W_out"])
         rows.append(norm(x, params["norm"], config.eps) @ params["unembed"])
     return torch.stack(rows)
 
@@ -59,16 +58,13 @@ def loss(params, inside, targets, config, weights):
 
 def experts(params, x, config):
     """A layer of experts, routing "softmax", each token's k best with their weights over their sum."""
-    y = torch.zeros_like(x)
-    for b in range(x.shape[0]):
-        for t in range(x.shape[1]):
-            scores = (x[b, t] @ params["router"]).softmax(-1)
-            best = scores.topk(config.k).indices.tolist()
-            for e in best:
-                gate = x[b, t] @ params["W_gate"][e]
-                out = (gate * gate.sigmoid() * (x[b, t] @ params["W_in"][e])) @ params["W_out"][e]
-                y[b, t] += scores[e] / scores[best].sum() * out
-    return y
+    rows = []
+    for token in x.flatten(0, 1):
+        scores = (token @ params["router"]).softmax(-1)
+        best = scores.topk(config.k).indices.tolist()
+        of = {e: gated(token, *(params[name][e] for name in ("W_gate", "W_in", "W_out"))) for e in best}
+        rows.append(sum(scores[e] / scores[best].sum() * out for e, out in of.items()))
+    return torch.stack(rows).view_as(x)
 
 
 def drawn_from(row, how):

@@ -1,6 +1,7 @@
 """Programs in which one rank does another thing than the others: an error on every rank, or the right numbers.
 
-    python tests/sweeps/fuzz.py ranks [--cases 3000] [--seed 0] [--mesh X=2,Y=2] [--alone 0.05]
+    python tests/sweeps/fuzz.py ranks [--cases 3000] [--seed 0] [--mesh X=2,Y=2]
+    python tests/sweeps/fuzz.py alone [--cases 150] [--seed 0] [--mesh X=2,Y=2]
 
 Each case draws a program of some different calls: collectives, reshards, a ring, messages, ragged rows, strategies, a
 pipeline, a Transformer's step, an update, a checkpoint, a mesh. One rank differs from the others in one thing: shape,
@@ -13,13 +14,13 @@ the same types: so a program has no two of one kind, and params are drawn alike 
 - no rank does, and the numbers are those of one device.
 
 A hang, an error of the transport, and a wrong number are findings; the sweep then exits with 1. Ranks are kept from
-case to case, as in a notebook; a part of the cases, `--alone`, is a run by itself. Meshes are checked.
+case to case, as in a notebook; `alone` makes each case a run by itself, with messages and ranks that exit as well.
+Meshes are checked.
 """
 
 import math
 import os
 import re
-import sys
 import tempfile
 import time
 import warnings
@@ -29,17 +30,17 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from misuse import acts, steps
 from misuse.draw import Draw
 from misuse.entries import twisted
+from misuse.rooms import ON_RANKS
 
 from scaling.launch import RankError, run
 from scaling.launch.ranks import end_alike
 from scaling.mesh.meeting import meeting
 
-ACTS = acts.ENTRIES | steps.ENTRIES
 TIMEOUT, SOON = 20.0, 12.0  # of a collective; seconds after which an error comes late
 DEAD = (1 << 22) + 1  # no process has this number: Linux stops at 1 << 22
+ENDS = {"raises": KeyError("boom"), "exits": SystemExit(3)}
 ORDERS = ["exchanged", "left out", "twice", "ends early", "raises", "exits"]
 
 
@@ -52,11 +53,12 @@ class Case(NamedTuple):
     twist: str
 
     @staticmethod
-    def drawn(draw: Draw, world: int, alone: bool) -> "Case":
-        names = [name for name in ACTS if alone or not ACTS[name].messages]
+    def drawn(seed, number: int, world: int, alone: bool = False) -> "Case":
+        draw = Draw(f"{seed} {number}")
+        names = [name for name in ON_RANKS if alone or not ON_RANKS[name].messages]
         program = [(name, draw.randrange(1 << 30)) for name in draw.sample(names, draw.randrange(1, 4))]
         at = draw.randrange(len(program))
-        twists = [*ACTS[program[at][0]].twists] * 2 + ["nothing"] + ORDERS[: 6 if alone else 5]
+        twists = [*ON_RANKS[program[at][0]].twists] * 2 + ["nothing"] + ORDERS[: 6 if alone else 5]
         return Case(program, draw.randrange(world), at, draw.choice(twists))
 
     def __str__(self) -> str:
@@ -67,7 +69,7 @@ class Case(NamedTuple):
         calls = [(name, seed, "") for name, seed in self.program]
         if rank != self.odd or self.twist == "nothing":
             return calls
-        here, rest = calls[self.at], calls[self.at + 1 :]
+        before, here, rest = calls[: self.at], calls[self.at], calls[self.at + 1 :]
         changed = {
             "exchanged": [*rest[:1], here, *rest[1:]],
             "left out": rest,
@@ -76,23 +78,15 @@ class Case(NamedTuple):
             "raises": [("raises", 0, "")],
             "exits": [("exits", 0, "")],
         }
-        return calls[: self.at] + changed.get(self.twist, [(*here[:2], self.twist), *rest])
-
-
-def raises(*_) -> None:
-    raise KeyError("boom")
-
-
-def exits(*_) -> None:
-    sys.exit(3)
+        return before + changed.get(self.twist, [(*here[:2], self.twist), *rest])
 
 
 def made(mesh, case: Case, folder: str) -> None:
     """This rank's part of the case; Wrong for a wrong number."""
     for name, seed, twist in case.own(mesh.rank):
-        if name in ("raises", "exits"):
-            (raises if name == "raises" else exits)()
-        twisted(Draw.on(mesh, f"{folder}/{seed}", seed), name, ACTS[name], twist)
+        if name in ENDS:
+            raise ENDS[name]
+        twisted(Draw.on(mesh, f"{folder}/{seed}", seed), name, ON_RANKS[name], twist)
     end_alike(mesh)
 
 
@@ -137,74 +131,64 @@ def finding(case: Case, told: list[tuple[str, str, float]]) -> str:
     return ""
 
 
-def many(mesh, seed: str, first: int, last: int, reached: Path) -> tuple[int, Counter, list[str]]:
+def many(mesh, seed: int, first: int, cases: int, reached: Path) -> tuple[int, Counter, list[str]]:
     """(the next case, outcomes, findings): as many as leave the ranks good for another one."""
-    outcomes, findings = Counter(), []
+    outcomes = Counter()
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
     control: Any = dist.new_group(backend="gloo")  # of the sweep's own
-    for number in range(first, last):
-        if mesh.rank == 0:
-            reached.write_text(str(number))
+    for number in range(first, cases):
+        reached.write_text(str(number)) if mesh.rank == 0 else None
         with tempfile.TemporaryDirectory() as mine:
-            case = Case.drawn(Draw(f"{seed} {number}"), mesh.size(), False)
+            case = Case.drawn(seed, number, mesh.size())
             shared, told = [mine], [None] * mesh.size()
             dist.broadcast_object_list(shared, 0, group=control)
             dist.all_gather_object(told, tell(mesh, case, shared[0]), group=control)
             page_of(mesh).set_pid(os.getpid())
             dist.barrier(control)
         wrong = finding(case, told)  # type: ignore[arg-type]
-        kinds = {kind for kind, *_ in told}  # type: ignore[misc]
-        outcomes[f"{'/'.join(sorted(kinds)) or 'right'}"] += 1
+        outcomes["/".join(sorted({kind for kind, *_ in told})) or "right"] += 1  # type: ignore[misc]
         if wrong:
-            findings.append(f"case {number}, {case}: {wrong}")
-            return number + 1, outcomes, findings
-    return last, outcomes, findings
+            return number + 1, outcomes, [f"case {number}, {case}: {wrong}"]
+    return cases, outcomes, []
 
 
-def alone(seed: str, number: int, sizes) -> tuple[str, str]:
-    """(the outcome, the finding) of a case that is a run by itself."""
-    case, began = (
-        Case.drawn(Draw(f"{seed} {number}"), math.prod(sizes.values()), True),
-        time.monotonic(),
-    )
-    with tempfile.TemporaryDirectory() as folder:
-        try:
-            run(made, sizes, case, folder, timeout=TIMEOUT)
-        except RankError as error:
-            text, seconds = str(error), time.monotonic() - began
-            named = {"raises": f"rank {case.odd} of", "exits": f"rank {case.odd} of"}.get(case.twist, "rank ")
-            good = named in text and re.search(
-                r"fix:|rule:|: use |: make |boom|exit code|SystemExit|has ended|wait for each", text
-            )
-            in_time = seconds < SOON + 5 and "Timed out" not in text
-            late = "Wrong" in text or not (in_time or re.search("Timed out: (Send|Recv)", text))
-            return "RankError", f"case {number}, {case}, {seconds:.1f} s: {text}" if late or not good else ""
-    return "right", ""
-
-
-def sweep(sizes, cases: int, seed: int, share: float) -> tuple[Counter, list[str]]:
-    """(how often each outcome came, the findings)."""
+def sweep(sizes, cases: int, seed: int) -> tuple[Counter, list[str]]:
+    """(how often each outcome came, the findings); ranks that a case has spoiled are started anew."""
     outcomes, findings, number = Counter(), [], 0
-    while number < cases:
-        if share and Draw(f"alone {seed} {number}").maybe(share):
-            outcome, wrong = alone(str(seed), number, sizes)
-            outcomes[f"alone: {outcome}"] += 1
-            findings += [wrong] if wrong else []
-            number += 1
-            continue
-        last = number + 1
-        while last < cases and not Draw(f"alone {seed} {last}").maybe(share):
-            last += 1
-        reached = Path(tempfile.gettempdir()) / f"fuzz-ranks-{os.getpid()}"
-        try:
-            number, more, found = run(many, sizes, str(seed), number, last, reached, timeout=TIMEOUT)[0]
-        except RankError as error:
-            at = int(reached.read_text())
-            case = Case.drawn(Draw(f"{seed} {at}"), math.prod(sizes.values()), False)
-            number, more, found = at + 1, Counter(), [f"case {at}, {case}: {error}"]
-        outcomes += more
-        findings += found
-        for text in found:
-            print(text, flush=True)
+    with tempfile.TemporaryDirectory() as folder:
+        reached = Path(folder) / "reached"
+        while number < cases:
+            try:
+                number, more, found = run(many, sizes, seed, number, cases, reached, timeout=TIMEOUT)[0]
+            except RankError as error:
+                at = int(reached.read_text())
+                case = Case.drawn(seed, at, math.prod(sizes.values()))
+                number, more, found = at + 1, Counter(), [f"case {at}, {case}: {error}"]
+            outcomes += more
+            findings += found
+            print(*found, sep="\n", end="", flush=True)
     return outcomes, findings
+
+
+def alone(sizes, cases: int, seed: int) -> tuple[Counter, list[str]]:
+    """The same, each case a run by itself."""
+    outcomes, findings = Counter(), []
+    for number in range(cases):
+        case, began, text = Case.drawn(f"alone {seed}", number, math.prod(sizes.values()), True), time.monotonic(), ""
+        with tempfile.TemporaryDirectory() as folder:
+            try:
+                run(made, sizes, case, folder, timeout=TIMEOUT)
+            except RankError as error:
+                text = str(error)
+        outcomes["RankError" if text else "right"] += 1
+        seconds = time.monotonic() - began
+        named = f"rank {case.odd} of" if case.twist in ENDS else "rank "
+        in_time = (seconds < SOON + 5 and "Timed out" not in text) or re.search("Timed out: (Send|Recv)", text)
+        if text and not (named in text and "Wrong" not in text and re.search(SAYS, text) and in_time):
+            findings.append(f"case {number}, {case}, {seconds:.1f} s: {text}")
+            print(findings[-1], flush=True)
+    return outcomes, findings
+
+
+SAYS = r"fix:|rule:|: use |: make |boom|exit code|SystemExit|has ended|wait for each"

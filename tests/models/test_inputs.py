@@ -59,7 +59,7 @@ test_a_step_on_a_mesh = refused(
 )
 
 
-@pytest.mark.parametrize("name", ["loss", "loss on a mesh"])
+@pytest.mark.parametrize("name", ["loss", "training"])
 def test_no_argument_that_is_spoiled_gives_a_wrong_number(name):
     """Params, tokens, weights and numbers, drawn: the right calls beside `misuse.plain`, the others refused."""
     outcomes, failures = rooms.spoiled(name, 40)

@@ -1,12 +1,12 @@
 """Ranks that die at random, many times: is every death noticed, soon, and by the rank's number?
 
-    python tests/sweeps/stress_deaths.py [--deaths 1000] [--seed 0]
+    python tests/sweeps/fuzz.py deaths [--cases 1000] [--seed 0]
 
 One of two to four ranks exits, is killed by a signal, or runs out of memory (RLIMIT_AS), at a random moment, while the
-others compute, sleep or wait for it in a collective. (Ranks that go wrong and live: `fuzz.py ranks` beside this file.)
-Prints how long after a death `launch.run` raised; exits with 1 if one was missed, blamed on another rank, or noticed
-later than `--limit` seconds, times the load of each core where that is above 1: on a busy machine who dies, who notices
-and who is ended all wait for their turn. Takes some ten minutes; no part of the suite.
+others compute, sleep or wait for it in a collective. (Ranks that go wrong and live: `ranks.py`.) A finding is a death
+that was missed, blamed on another rank, or noticed by `launch.run` later than `--limit` seconds, times the load of each
+core where that is above 1: on a busy machine who dies, who notices and who is ended all wait for their turn. Takes some
+ten minutes.
 """
 
 import ctypes
@@ -20,16 +20,13 @@ import statistics
 import struct
 import sys
 import time
-from collections import defaultdict
+from collections import Counter, defaultdict
+from itertools import chain
 from pathlib import Path
 
 import torch
-
-sys.path.append(str(Path(__file__).parents[1]))
-
 from machine import total
 
-from scaling.common.console import Parser
 from scaling.launch import RankError, run
 
 SIGNALS = [signal.SIGKILL, signal.SIGTERM, signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS, signal.SIGFPE, signal.SIGXCPU]
@@ -120,33 +117,16 @@ def death(rng: random.Random, clock) -> tuple[str, float, str]:
     return f"{how}, others {meanwhile}", time.monotonic() - struct.unpack("d", clock[:8])[0], wrong
 
 
-def main() -> None:
-    parser = Parser(description=__doc__)
-    parser.add_argument("--deaths", type=int, default=1000)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--limit", type=float, default=0.5, help="seconds in which a death is known (default 0.5)")
-    args = parser.parse_args()
-    rng, clock, missed, late = random.Random(args.seed), mmap.mmap(-1, 4096), 0, 0
+def run_all(cases: int, seed: int, limit: float) -> tuple[Counter, list[str]]:
+    """(how often each kind came, and the longest that it took to be known; the findings)."""
+    rng, clock, took, findings = random.Random(seed), mmap.mmap(-1, 4096), defaultdict(list), []
     torch.set_num_threads(1)
-    took = defaultdict(list)
-    for number in range(args.deaths):
+    for number in range(cases):
         kind, seconds, wrong = death(rng, clock)
         took[kind].append(seconds)
-        if wrong:
-            missed += 1
-            print(f"{number}, {kind}: {wrong}", flush=True)
         load = max(1.0, os.getloadavg()[0] / (os.cpu_count() or 1))
-        if seconds > args.limit * load:
-            late += 1
-            print(f"{number}, {kind}: known after {seconds:.2f} s at load {load:.1f} a core", flush=True)
-    every = [seconds for some in took.values() for seconds in some]
-    over = f"{sum(seconds > args.limit for seconds in every)} over {args.limit} s"
-    print(f"{len(every)} deaths: {statistics.median(every):.3f} s in the median, {max(every):.3f} s at most; {over}")
-    for kind, times in sorted(took.items()):
-        print(f"    {len(times):4} {kind}: {max(times):.3f} s at most")
-    print(f"{missed} missed or blamed on another rank, {late} late; load {os.getloadavg()[0]:.1f}")
-    sys.exit(missed + late > 0)
-
-
-if __name__ == "__main__":
-    main()
+        if wrong or seconds > limit * load:
+            late = f"known after {seconds:.2f} s at load {load:.1f} a core"
+            findings.append(f"{number}, {kind}: {wrong or late}")
+    print(f"{statistics.median(chain(*took.values())):.3f} s in the median")
+    return Counter({f"{kind}: {max(times):.3f} s at most": len(times) for kind, times in took.items()}), findings
