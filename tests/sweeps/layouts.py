@@ -11,7 +11,6 @@ aot_eager`, or another backend, a step is one graph of torch.compile, on the mes
 and experts, which are refused there.
 """
 
-import json
 import math
 import random
 import sys
@@ -21,6 +20,7 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
+from rows import Rows
 from torch import Tensor
 from torch.func import grad_and_value
 
@@ -28,6 +28,7 @@ from scaling import launch, optim, tree
 from scaling.common.console import Parser
 from scaling.configs import Config
 from scaling.models import transformer as model
+from scaling.spec.sizes import parse_mesh
 from scaling.strategies import transformer
 from scaling.strategies.axes import present
 
@@ -42,9 +43,8 @@ MODELS = {
     "experts": PLAIN.with_(E=4, k=2, aux_coef=0.1, z_coef=0.01, shared=1),
     "sigmoid": PLAIN.with_(E=6, k=3, aux_coef=0.1, routing="sigmoid", routed_scale=2.5, K=4, qk_norm=True),
 }
-TRIPLES = ({"Z": 2, "C": 2, "Y": 2}, {"X": 2, "C": 2, "Y": 2}, {"Z": 2, "X": 2, "Y": 2}, {"X": 2, "E": 2, "Y": 2})
-SIXTEEN = {"Z": 2, "X": 2, "C": 2, "Y": 2}
-SCHEDULES = ("gpipe", "1f1b", "interleaved", "zb-h1", "dualpipev")
+LARGER = ["Z=2,C=2,Y=2", "X=2,C=2,Y=2", "Z=2,X=2,Y=2", "X=2,E=2,Y=2", "Z=2,X=2,C=2,Y=2"]
+AXES = "PZXCYE"
 CHOICES = {
     "microbatches": (2,),
     "remat": ("none", "block"),
@@ -52,6 +52,7 @@ CHOICES = {
     "z_loss": (0.0, 0.01),
     "context": ("zigzag", "ring", "gather", "ulysses"),
     "zero": (0, 3),
+    "schedule": ("gpipe", "1f1b", "interleaved", "zb-h1", "dualpipev"),
     "packed": (False, True),
     "weighted": (False, True),
 }
@@ -59,53 +60,59 @@ CHOICES = {
 
 def meshes():
     """The matrix: each axis alone, by two and by four, all pairs, the triples, sixteen ranks."""
-    yield from ({axis: size} for axis in "PZXCYE" for size in (2, 4))
-    yield from ({a: 2, b: 2} for a, b in combinations("PZXCYE", 2))
-    yield from TRIPLES
-    yield SIXTEEN
+    yield from ({axis: size} for axis in AXES for size in (2, 4))
+    yield from ({a: 2, b: 2} for a, b in combinations(AXES, 2))
+    yield from map(parse_mesh, LARGER)
+
+
+def models_of(sizes: dict) -> list[str]:
+    return ["experts", "sigmoid"] if "E" in sizes else list(MODELS)
 
 
 def fitting(name: str, config: Config, sizes: dict, options: dict) -> tuple[Config, dict]:
     """The model with as many layers, heads and features as the mesh asks for; options that go with the mesh."""
-    Y, Z, E = (sizes.get(axis, 1) for axis in "YZE")
-    if sizes.get("Z", 1) > 1:
-        options = options | {"microbatches": 2 * Z}
+    X, Y, Z, E, C = (sizes.get(axis, 1) for axis in "XYZEC")
+    options = dict(options)
+    if Z > 1:
+        options["microbatches"] = 2 * Z
         chunks = 2 if options["schedule"] in ("interleaved", "dualpipev") else 1
         L = max(config.L, chunks * Z + 1)  # uneven stages
         window = config.window if not isinstance(config.window, tuple) else (None, *[5, 3] * L)[:L]
         config = config.with_(L=L, window=window)
     else:
-        options = {key: value for key, value in options.items() if key != "schedule"}
-    if sizes.get("C", 1) > 1 and options["context"] == "ulysses" and (config.N // Y) % sizes["C"]:
-        options = options | {"context": "zigzag"}
-    if config.K % Y and Y % config.K:
-        config = config.with_(K=1)
+        del options["schedule"]
+    if options["context"] == "ulysses" and (config.N // Y) % C:
+        options["context"] = "zigzag"
+    K = 1 if config.K % Y and Y % config.K else config.K
+    N, F, V = math.lcm(config.N, Y), math.lcm(config.F, Y), math.lcm(config.V, Y * Z)
     experts = math.lcm(config.E, E) if config.moe else 1
-    sizes_of = {"N": math.lcm(config.N, Y), "F": math.lcm(config.F, Y), "V": math.lcm(config.V, Y * Z)}
-    config = config.with_(name=name, D=math.lcm(config.D, sizes.get("X", 1)), E=experts, **sizes_of)
-    return config.with_(K=math.gcd(config.N, config.K)), options
+    config = config.with_(name=name, D=math.lcm(config.D, X), E=experts, N=N, F=F, V=V, K=math.gcd(N, K))
+    return config, options
 
 
 def cases(drawn: int, seed: int):
     """(name, mesh, config, options) of the matrix, each mesh with two models, and of `drawn` random ones."""
     draw = random.Random(seed)
+
+    def case(what: str, name: str, config: Config, sizes: dict):
+        options = {key: draw.choice(values) for key, values in CHOICES.items()}
+        return f"{what}{name} {sizes}", sizes, *fitting(name, config, sizes, options)
+
     for i, sizes in enumerate(meshes()):
-        names = ("experts", "sigmoid") if "E" in sizes else list(MODELS)
+        names = models_of(sizes)
         for name in (names[i % len(names)], names[(i + 1) % len(names)]):
-            yield f"{name} {sizes}", sizes, *fitting(name, MODELS[name], sizes, options_of(draw))
+            yield case("", name, MODELS[name], sizes)
     for i in range(drawn):
-        axes = draw.sample("PZXCYE", draw.randint(1, 3))
+        axes = draw.sample(AXES, draw.randint(1, 3))
         sizes = {axis: draw.choice((2, 3, 4) if len(axes) < 3 else (2, 3)) for axis in axes}
         if math.prod(sizes.values()) > 18:
             continue
-        name = draw.choice(("experts", "sigmoid") if "E" in sizes else list(MODELS))
-        H, heads = draw.choice((4, 6, 8)), draw.choice(((4, 2), (6, 3), (6, 1), (12, 4)))
-        config = MODELS[name].with_(D=draw.choice((8, 12, 20)), F=draw.choice((10, 16)), H=H, N=heads[0], K=heads[1])
-        yield f"drawn {seed}.{i} {name} {sizes}", sizes, *fitting(name, config, sizes, options_of(draw))
+        name, H, (N, K) = draw.choice(models_of(sizes)), draw.choice((4, 6, 8)), draw.choice(HEADS)
+        config = MODELS[name].with_(D=draw.choice((8, 12, 20)), F=draw.choice((10, 16)), H=H, N=N, K=K)
+        yield case(f"drawn {seed}.{i} ", name, config, sizes)
 
 
-def options_of(draw: random.Random) -> dict:
-    return {key: draw.choice(values) for key, values in CHOICES.items()} | {"schedule": draw.choice(SCHEDULES)}
+HEADS = (4, 2), (6, 3), (6, 1), (12, 4)
 
 
 def batches(config: Config, sizes: dict, options: dict) -> list[tuple[Tensor, ...]]:
@@ -195,19 +202,32 @@ def on_mesh(mesh, config: Config, sizes: dict, options: dict, wanted: dict, back
 
 def errors(found: dict, wanted: dict) -> dict:
     """(the largest error, relative to its leaf's maximum; its leaf) of each kind."""
-    each = {}
+    each = {key: [] for key in found}
     for key, steps in found.items():
-        for ours, theirs in zip(steps, wanted[key], strict=True):
-            both = tree.named_leaves({"": ours}), tree.named_leaves({"": theirs})
-            for where, b in both[1].items():
-                error = ((both[0][where] - b).abs().max() / b.abs().max().clamp(min=1e-30)).item()
-                each.setdefault(key, []).append((error, where))
+        for ours, theirs in zip(map(named, steps), map(named, wanted[key]), strict=True):
+            for where, b in theirs.items():
+                error = ((ours[where] - b).abs().max() / b.abs().max().clamp(min=1e-30)).item()
+                each[key].append((error, where))
     return {key: worst(some) for key, some in each.items()}
+
+
+def named(x) -> dict[str, Tensor]:
+    return tree.named_leaves({"": x})
 
 
 def worst(some):
     """The greatest (error, where); a NaN is greater than all numbers."""
     return max(some, key=lambda each: (math.isnan(each[0]), each))
+
+
+def outcome(sizes: dict, config: Config, options: dict, backend: str) -> dict:
+    try:
+        wanted = one_device(config, sizes, options)
+        ranks = launch.run(on_mesh, sizes, config, sizes, options, wanted, backend)
+        most = {key: worst(rank[key] for rank in ranks) for key in LIMITS}
+        return most | {"ok": all(most[key][0] <= limit for key, limit in LIMITS.items())}
+    except Exception as error:
+        return {"ok": False, "error": f"{type(error).__name__}: {error}"[-2000:]}
 
 
 def main() -> int:
@@ -219,30 +239,19 @@ def main() -> int:
     parser.add_argument("--compile", default="", metavar="BACKEND", help="of torch.compile")
     args = parser.parse_args()
     torch.set_num_threads(1)
-    lines = args.out.read_text().splitlines() if args.out.exists() else []
-    done = {line["case"]: line for line in map(json.loads, lines)}
+    rows = Rows(args.out)
+    done = {row["case"] for row in rows}
     for name, sizes, config, options in cases(args.drawn, args.seed):
-        if name in done or args.only not in name:
-            continue
-        if args.compile and (math.prod(sizes.values()) > 4 or "Z" in sizes or config.moe):
+        compiles = math.prod(sizes.values()) <= 4 and "Z" not in sizes and not config.moe
+        if name in done or args.only not in name or (args.compile and not compiles):
             continue
         began = time.time()
-        line = {"case": name, "options": options}
-        try:
-            wanted = one_device(config, sizes, options)
-            ranks = launch.run(on_mesh, sizes, config, sizes, options, wanted, args.compile)
-            line |= {key: worst(rank[key] for rank in ranks) for key in LIMITS}
-            line["ok"] = all(line[key][0] <= limit for key, limit in LIMITS.items())
-        except Exception as error:
-            line |= {"ok": False, "error": f"{type(error).__name__}: {error}"[-2000:]}
-        line["seconds"] = round(time.time() - began, 1)
-        done[name] = line
-        with args.out.open("a") as file:
-            file.write(json.dumps(line) + "\n")
-        print(f"{'ok' if line['ok'] else 'FAILED':7}{name}", flush=True)
-    most = {key: worst([d[key] for d in done.values() if key in d] or [(0.0, "")])[0] for key in LIMITS}
-    failed = [name for name, line in done.items() if not line["ok"]]
-    print(f"{len(done)} cases, {len(failed)} failed; worst: " + ", ".join(f"{k} {v:.1e}" for k, v in most.items()))
+        found = outcome(sizes, config, options, args.compile)
+        rows.add({"case": name, "options": options} | found | {"seconds": round(time.time() - began, 1)})
+        print(f"{'ok' if found['ok'] else 'FAILED':7}{name}", flush=True)
+    most = {key: worst([row[key] for row in rows if key in row] or [(0.0, "")])[0] for key in LIMITS}
+    failed = sum(not row["ok"] for row in rows)
+    print(f"{len(rows)} cases, {failed} failed; worst: " + ", ".join(f"{k} {v:.1e}" for k, v in most.items()))
     return 1 if failed else 0
 
 

@@ -22,7 +22,6 @@ has those that were found, each with its reason; the report leaves them out.
 import ast
 import contextlib
 import importlib
-import json
 import multiprocessing
 import os
 import resource
@@ -41,6 +40,7 @@ import pytest
 
 sys.path.append(str(Path(__file__).parents[1]))  # at the end: tests of a copy find what is in the copy
 
+from rows import Rows
 from sources import replaced
 
 from scaling.common.console import Parser
@@ -64,7 +64,7 @@ def parts(node: ast.AST) -> Iterator[ast.AST]:
         return
     yield node
     for name, child in ast.iter_fields(node):
-        if name in ("annotation", "returns", "decorator_list", "msg") or isinstance(child, (ast.Raise, ast.JoinedStr)):
+        if name in ("annotation", "returns", "decorator_list", "msg"):
             continue
         for each in child if isinstance(child, list) else [child]:
             strict = isinstance(each, ast.keyword) and each.arg == "strict"
@@ -243,13 +243,13 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True, help="JSON lines, one a mutant")
     parser.add_argument("--report", action="store_true", help="run nothing")
     args = parser.parse_args()
-    rows = [json.loads(line) for line in args.out.read_text().splitlines()] if args.out.exists() else []
+    rows = Rows(args.out)
     if not args.report:
         os.environ |= {"OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1"}
         for name in ("torch._dynamo", "numpy", "optree"):
             importlib.import_module(name)  # once, for all that is forked
         done = {(row["file"], row["line"], row["before"], row["after"]) for row in rows}
-        with tempfile.TemporaryDirectory() as name, args.out.open("a") as out:
+        with tempfile.TemporaryDirectory() as name:
             folder = Path(name) / "copy"
             os.environ["PYTHONPATH"] = str(folder)
             sys.dont_write_bytecode = True
@@ -268,8 +268,7 @@ def main() -> None:
                 slow = "slow" if "compil" in original else "slow and not compile"
                 markers = "not slow", slow, "chapter", slow.replace("slow", "sweep")
                 row["noticed"] = tried(folder, file, text, tests_of(file), *markers)
-                rows.append(row)
-                print(json.dumps(row), file=out, flush=True)
+                rows.add(row)
     report(rows)
 
 
