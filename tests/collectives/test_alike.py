@@ -10,7 +10,8 @@ from functools import partial
 import pytest
 import torch
 import torch.distributed as dist
-from misuse.ranks import ACTS, Case, finding, page_of, tell
+from misuse.ranks import Case, finding, page_of, tell
+from misuse.rooms import ON_RANKS
 from misuse.steps import CHANGED
 from test_checked import are_told, refused
 
@@ -78,7 +79,7 @@ def each_act_in_another_way(mesh, folder):
     """Of the acts of tests/misuse with each twist of rank 1, how they ended as none should; of the configs that may be
     others, with one. Meshes are made in tests/mesh."""
     control, wrong = dist.new_group(backend="gloo"), []
-    for name, act in ACTS.items():
+    for name, act in ON_RANKS.items():
         left_out = {*CHANGED} - {"theta"} if name == "training" else {}
         twists = [] if act.messages or name == "mesh" else [twist for twist in act.twists if twist not in left_out]
         for number, twist in enumerate(twists):
