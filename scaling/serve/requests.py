@@ -16,6 +16,14 @@ SEEDS = 2**63
 KNOWN = ("id", "prompt", "ids", "max_new_tokens", "temperature", "top_k", "top_p", "min_p", "seed", "stop", "arrival")
 
 
+def as_float(value: Any) -> float:
+    """Of a whole number that is too large for one, infinity."""
+    try:
+        return float(value)
+    except OverflowError:
+        return math.inf
+
+
 @dataclass(frozen=True)
 class Sampling:
     """How tokens are drawn. temperature 0: the likeliest, the lower id where two are equal.
@@ -36,13 +44,16 @@ class Sampling:
         of_type("top_p", self.top_p, Real, NoneType)
         of_type("min_p", self.min_p, Real, NoneType)
         for name, fits, rule in (
-            ("temperature", 0 <= self.temperature < math.inf, "is a finite number of at least 0"),
+            ("temperature", 0 <= as_float(self.temperature) < math.inf, "is a finite number of at least 0"),
             ("top_k", self.top_k is None or self.top_k >= 1, "of at least 1, or None"),
             ("top_p", self.top_p is None or 0 < self.top_p <= 1, "above 0 and at most 1, or None"),
             ("min_p", self.min_p is None or 0 <= self.min_p <= 1, "from 0 to 1, or None"),
         ):
             if not fits:
-                raise ValueError(f"{name}={getattr(self, name)!r} leaves no token to draw\n  fix: {name} {rule}")
+                raise ValueError(f"{name}={_short(getattr(self, name))} leaves no token to draw\n  fix: {name} {rule}")
+        for name in ("temperature", "top_p", "min_p"):  # torch divides by no whole number of more than 64 bits
+            value = getattr(self, name)
+            object.__setattr__(self, name, None if value is None else as_float(value))
 
 
 class Draw(NamedTuple):
@@ -121,7 +132,7 @@ class Fields:
         value = self.given.get(name, default)
         if value is not None and (not isinstance(value, int | float) or isinstance(value, bool)):
             raise ValueError(f"{name}={_short(value)} is not a number")
-        return value
+        return None if value is None else as_float(value)
 
     def flag(self, name: str) -> bool:
         value = self.given.get(name, False)
@@ -215,7 +226,7 @@ def _read_line(number: int, text: str, tokenizer, V: int, ends: tuple[int, ...],
     arrival = fields.real("arrival", 0.0)
     if not 0 <= arrival < math.inf:
         raise ValueError(f"arrival={arrival!r} is not a time of 0 or later")
-    return RequestLine(table.get("id", number), float(arrival), request)
+    return RequestLine(table.get("id", number), arrival, request)
 
 
 def read_requests(

@@ -96,7 +96,7 @@ def wrong(mesh):
         return x + (collectives.wait(found) - x).detach()
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(gpu_equal, "DRAWN", 4)
+        patch.setattr(gpu_equal, "DRAWN", 16)
         patch.setattr(collectives, "all_reduce", identity)
         with pytest.raises(ValueError, match=r"<w, f\(x\)> and <f'\(w\), x>"):
             gpu_equal.drawn("all_reduce", mesh)
