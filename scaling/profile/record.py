@@ -40,12 +40,12 @@ def profile(*, ops: bool = True, memory: bool = True) -> Iterator[Profile]:
     `memory`: and the memory of live tensors; within another profile, which has that one already, neither. What the
     block raises goes through, and no profile is made."""
     cuda = torch.cuda.is_available() and torch.cuda.is_initialized()
-    spans, device = Spans(), "cuda" if cuda else "cpu"
+    spans, device = Spans(not profiling() and (ops or memory)), "cuda" if cuda else "cpu"
     found = Profile(spans=spans, synchronize=torch.cuda.synchronize if cuda else None)
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # it would write when it starts and stops
     activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * cuda
     below = None
-    if not profiling() and (ops or memory):
+    if spans.read:
         below, blocks = torch_profile(activities=activities, profile_memory=memory, acc_events=True), [torch.empty(1)]
         below.start()
         if memory:

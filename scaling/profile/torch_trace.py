@@ -24,12 +24,16 @@ KernelSpan = tuple[float, str, float, float]  # when launched, name, start, end
 
 @dataclass
 class Spans:
-    """Spans of torch's trace, open and closed; of all, in order, the name and when it began, by `perf_counter`."""
+    """Spans of torch's trace, open and closed; of all, in order, the name and when it began, by `perf_counter`. There
+    are none where no trace is `read`: those of a profile within another one would stand in the other's."""
 
+    read: bool = True
     begun: list[tuple[str, float]] = field(default_factory=list)
     open: dict[Hashable, Any] = field(default_factory=dict)
 
     def begin(self, key: Hashable, name: str) -> None:
+        if not self.read:
+            return
         span = self.open[key] = RecordedSpan(name)
         self.begun.append((name, trace.now()))
         span.__enter__()
