@@ -134,6 +134,7 @@ def run_zero(mesh, stage, layers, donate):
             tree.check(found, shards, SIZES, mesh)
         assert new["W_in"] is params["W_in"] if donate else all(map(torch.equal, params.values(), given.values()))
         params = new
+    assert all(event.async_op for event in log.collectives())
     return params, counts(log), log.book_bytes
 
 
