@@ -57,6 +57,7 @@ BY_WORDS = {
     "fix: make it with these": lambda: resolved(make("1f1b", 2, 4), AbstractMesh({"Z": 4}), 4),
     "L=2 layers cannot fill 3 stages": lambda: transformer.shard(model.init(PLAIN, 0), PLAIN, AbstractMesh({"Z": 3})),
     f"tokens must lie in 0..{PLAIN.V - 1}": step(IDS + PLAIN.V),
+    "draws random masks\n  fix: give seed=": step(config=PLAIN.with_(dropout=0.1)),
     "cannot be used with experts": step(config=EXPERTS, remat="matmuls"),
     'fix: choose context="ring"': checked(CAPACITY, {"X": 2, "C": 2}),
     f"stages wait for each other's messages{GRAPH}": checked(PLAIN, {"Z": 2}, compiling=True),
