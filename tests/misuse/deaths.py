@@ -49,7 +49,8 @@ def is_killed(rng, stamp):
     stamp()
     faulthandler.disable()
     how = rng.choice(SIGNALS)
-    signal.signal(how, signal.SIG_DFL) if how != signal.SIGKILL else None
+    if how != signal.SIGKILL:
+        signal.signal(how, signal.SIG_DFL)
     os.kill(os.getpid(), how)
     time.sleep(60)
 

@@ -138,7 +138,8 @@ def many(mesh, seed: int, first: int, cases: int, reached: Path) -> tuple[int, C
     warnings.simplefilter("ignore")
     control: Any = dist.new_group(backend="gloo")  # of the sweep's own
     for number in range(first, cases):
-        reached.write_text(str(number)) if mesh.rank == 0 else None
+        if mesh.rank == 0:
+            reached.write_text(str(number))
         with tempfile.TemporaryDirectory() as mine:
             case = Case.drawn(seed, number, mesh.size())
             shared, told = [mine], [None] * mesh.size()
