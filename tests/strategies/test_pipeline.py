@@ -1,69 +1,71 @@
-"""Pipelines executed on ranks: loss, gradients and two AdamW steps equal one device and torch's own pipelines."""
+"""Pipelines executed on ranks: loss and gradients equal one device and torch's own pipelines; what stages send, each
+message told from all others; and what ends a run that cannot go on."""
 
+import os
+import signal
+from collections import Counter
+from dataclasses import replace
+from functools import partial
+from itertools import pairwise
+from time import perf_counter
 from unittest.mock import patch
 
 import pytest
 import torch
-from problems import BLOCKS, D, close, one_device, squares, stack, summed, trained, whole
+from machine import SOON, RankFailed
+from problems import BLOCKS, D, F, close, one_device, squares, stack, summed, whole
+from refused import by_words, refused
 
-from scaling import tree
-from scaling.mesh import Mesh
-from scaling.schedules import SCHEDULES, make, split_backward
+from scaling import launch, trace, tree
+from scaling.mesh import AbstractMesh, Mesh
+from scaling.schedules import SCHEDULES, ReduceGrads, make, split_backward
+from scaling.schedules.instructions import parts
+from scaling.schedules.simulator import Deadlock
 from scaling.strategies import fsdp_tp, pipeline
 from scaling.strategies.stage import mlp, of_strategy
 
 LAYERS = 8
-STAGE, BARE = BLOCKS[0], BLOCKS[2]
-FSDP_TP = of_strategy(fsdp_tp.STRATEGY, *STAGE)
+BLOCK, BARE = BLOCKS[0], BLOCKS[2]
+STAGE, FSDP_TP = mlp(*BLOCK), of_strategy(fsdp_tp.STRATEGY, *BLOCK)
+
+
+def problem(mesh, schedule, stage=STAGE):
+    """This rank's params, and the first batch: In and Target."""
+    params, batches = whole(L=LAYERS)
+    params = tree.shard(pipeline.arrange(params, schedule), weights_of(stage), mesh)
+    return params, *tree.shard([*batches[0]], [stage.specs["In"]] * 2, mesh)
 
 
 def weights_of(stage):
     return {name: type_ for name, type_ in stage.specs.items() if name.startswith("W")}
 
 
-WEIGHTS = weights_of(mlp())
+def restored(params, mesh, schedule, stage=STAGE):
+    return pipeline.restore(tree.unshard(params, weights_of(stage), mesh), schedule)
 
 
-def problem(mesh, schedule, types=WEIGHTS):
-    """This rank's params, and the first batch: In and Target."""
-    params, batches = whole(L=LAYERS)
-    return tree.shard(pipeline.arrange(params, schedule), types, mesh), *batches[0]
-
-
-def restored(params, mesh, schedule, types=WEIGHTS):
-    return pipeline.restore(tree.unshard(params, types, mesh), schedule)
-
-
-def train(mesh, name, microbatches, block=STAGE, collect=None, how=""):
-    """Losses, the first gradients and the params after two steps, whole and in the model's order of layers.
-
-    `how`: "fsdp_tp": with FSDP and tensor parallelism in each stage; "pairs": as on NCCL, with a process group for each
-    direction and kind; "unchecked": on a mesh that compares nothing, the loss is reduced while the backward goes on.
-    """
-    channels = pipeline.Channels
-    schedule = make(name, mesh.sizes["Z"], microbatches)
-    schedule = split_backward(schedule, collect) if collect is not None else schedule
-    mesh = Mesh(mesh.sizes, checked=False) if how == "unchecked" else mesh
-    stage = FSDP_TP if how == "fsdp_tp" else mlp(*block)
-    types = weights_of(stage)
-
-    def step(params, batch):
-        if how == "fsdp_tp":
-            batch = tree.shard(batch, "In[S, B_X, D_Y]", mesh)
-        return pipeline.value_and_grad(params, *batch, mesh, schedule, squares, stage)
-
-    with patch.object(pipeline, "Channels", lambda *args: channels(*args, pairs=True if how == "pairs" else None)):
-        losses, (grads,), params = trained(problem(mesh, schedule, types)[0], step, whole()[1][:2])
-    return losses, restored(grads, mesh, schedule, types), restored(params, mesh, schedule, types)
+def alone(block=BLOCK):
+    (Loss,), (grads, _), _ = one_device(block=block, L=LAYERS, steps=1)
+    return Loss, grads
 
 
 def several(mesh, cases):
-    return [train(mesh, *case) for case in cases]
+    """Loss and gradients of each, whole and in the model's order of layers.
 
-
-def trained_alone(block=STAGE):
-    losses, (grads, _), params = one_device(block=block, L=LAYERS, steps=2)
-    return losses, grads, params
+    On axes X and Y with FSDP and tensor parallelism in each stage. "pairs": as on NCCL, with a process group for each
+    direction and kind; "unchecked": on a mesh that compares nothing, the loss is reduced while the backward goes on.
+    """
+    found, channels = [], pipeline.Channels
+    for name, microbatches, block, collect, how in cases:
+        schedule = make(name, mesh.sizes["Z"], microbatches)
+        schedule = split_backward(schedule, collect) if collect is not None else schedule
+        at = Mesh(mesh.sizes, checked=False) if how == "unchecked" else mesh
+        stage = FSDP_TP if "X" in mesh.sizes else mlp(*block)
+        params, *batch = problem(at, schedule, stage)
+        with patch.object(pipeline, "Channels", partial(channels, pairs=True if how == "pairs" else None)):
+            Loss, grads = pipeline.value_and_grad(params, *batch, at, schedule, squares, stage)
+        found.append((Loss, restored(grads, at, schedule, stage)))
+    return found
 
 
 CASES = [(name, m, None) for name in SCHEDULES for m in (1, 4, 8, 16)]
@@ -86,19 +88,20 @@ def is_made(name, stages, microbatches):
     ],
 )
 def test_every_schedule_equals_one_device(ranks, stages, counts):
-    wanted = {block: trained_alone(block) for block in (BARE, STAGE)}
+    wanted = {block: alone(block) for block in (BARE, BLOCK)}
     cases = [case for case in CASES if case[1] in counts and is_made(case[0], stages, case[1])]
-    cases = [(name, m, STAGE if i % 3 else BARE, collect) for i, (name, m, collect) in enumerate(cases)]
+    cases = [(name, m, BLOCK if i % 3 else BARE, collect, "") for i, (name, m, collect) in enumerate(cases)]
     everyone = ranks(several, {"Z": stages}, cases)
     for case, *found in zip(cases, *everyone, strict=True):
         for each in found:
             close(each, wanted[case[2]])
-        assert all(torch.equal(losses, found[0][0]) for losses, *_ in found)  # the same bits on every rank
+        assert all(torch.equal(Loss, found[0][0]) for Loss, _ in found)  # the same bits on every rank
 
 
 WAYS = [
-    ("fsdp_tp", {"Z": 2, "X": 2, "Y": 2}, ["1f1b", "dualpipev"]),
-    ("pairs", {"Z": 4}, ["1f1b", "interleaved", "dualpipev"]),
+    ("fsdp", {"Z": 2, "X": 2, "Y": 1}, ["dualpipev"]),
+    ("tp", {"Z": 2, "X": 1, "Y": 2}, ["1f1b"]),
+    ("pairs", {"Z": 4}, ["1f1b", "dualpipev"]),
     ("unchecked", {"Z": 2}, ["1f1b", "interleaved", "dualpipev"]),
 ]
 SWEPT = [pytest.param(*way, ["gpipe", "interleaved", "zb-h1"], marks=pytest.mark.sweep) for *way, _ in WAYS]
@@ -106,9 +109,9 @@ SWEPT = [pytest.param(*way, ["gpipe", "interleaved", "zb-h1"], marks=pytest.mark
 
 @pytest.mark.parametrize(("way", "sizes", "names"), WAYS + SWEPT)
 def test_other_stages_and_meshes(ranks, way, sizes, names):
-    for everyone in ranks(several, sizes, [(name, 8, STAGE, None, way) for name in names]):
+    for everyone in ranks(several, sizes, [(name, 8, BLOCK, None, way) for name in names]):
         for found in everyone:
-            close(found, trained_alone())
+            close(found, alone())
 
 
 class Layers(torch.nn.Module):
@@ -128,7 +131,7 @@ def both(mesh, name, microbatches):
 
     schedule, group = make(name, mesh.sizes["Z"], microbatches), mesh.group(("Z",)).pg
     params, In, Target = problem(mesh, schedule)
-    Loss, grads = pipeline.value_and_grad(params, In, Target, mesh, schedule, squares, mlp(*STAGE))
+    Loss, grads = pipeline.value_and_grad(params, In, Target, mesh, schedule, squares, STAGE)
 
     own, modules, stages = schedule.stages_of(mesh.coord["Z"]), [], []
     for c, stage in enumerate(own):
@@ -156,7 +159,7 @@ def ends(mesh, name):
     schedule = make(name, mesh.sizes["Z"], 8)
     params, In, Target = problem(mesh, schedule)
     E = torch.eye(D, dtype=torch.float64)
-    Loss, grads = pipeline.with_ends(params, {"E": E}, In @ E, Target, mesh, schedule, head_loss, mlp(*STAGE))
+    Loss, grads = pipeline.with_ends(params, {"E": E}, In @ E, Target, mesh, schedule, head_loss, STAGE)
     dIn, dE = summed([grads.dIn, grads.head["E"]], ["dIn[B, D]", "dE[D, E]"], mesh)
     return Loss, dIn, restored(grads.params, mesh, schedule), dE
 
@@ -175,3 +178,161 @@ def test_ends_of_a_model(ranks, name):
     grads, Loss = torch.func.grad_and_value(f, argnums=(0, 1, 2))(In, params, torch.eye(D, dtype=torch.float64))
     for found in ranks(ends, {"Z": 2}, name):
         close(found, (Loss, *grads))
+
+
+def timed(mesh, name):
+    schedule = make(name, 2, 8)
+    given = *problem(mesh, schedule), mesh, schedule
+    lopsided = lambda Out, Target: squares(Out, Target) + (Out * Target.square()).sum()  # noqa: E731
+    *measured, timeline = pipeline.measure(*given, lopsided)
+    plain = pipeline.value_and_grad(*given, lopsided)
+    return timeline, all(map(torch.equal, tree.leaves(measured), tree.leaves(plain)))
+
+
+def test_measured_timeline(ranks):
+    """Steps that ran as one share its time."""
+    for timeline, same in ranks(timed, {"Z": 2}, "dualpipev"):
+        assert same
+        assert timeline.live == (2.5, 2.5)
+        assert 0 < timeline.bubble < 1
+        assert timeline.name == "dualpipev, measured"
+        for rank, program in enumerate(make("dualpipev", 2, 8)):
+            own = [span for span in timeline.spans if span.rank == rank]
+            assert [span.step for span in own] == [part for step in program for part in parts(step)]
+            assert all(a.end <= b.start + 1e-9 for a, b in pairwise(own))
+
+
+@pytest.mark.parametrize("z", [0, 3, 15])
+def test_bytes_on_each_axis(z):
+    """Per rank, with l layers: over X the weights and their gradients once a step, over Y four passes of the
+    activations, over Z one activation and one dOut a microbatch to and from each neighbour."""
+    sizes, l, rows, D, F = {"Z": 16, "X": 8, "Y": 4}, 2, 64, 8192, 32768
+    mesh, schedule = AbstractMesh(sizes, {"Z": z, "X": 0, "Y": 0}), make("1f1b", 16, 4)
+    In, W_in, W_out = (
+        torch.empty(shape, device="meta") for shape in ((rows, D // 4), (l, D // 8, F // 4), (l, F // 4, D // 8))
+    )
+    with trace.trace() as log:
+        Loss, grads = pipeline.value_and_grad({"W_in": W_in, "W_out": W_out}, In, In, mesh, schedule, squares, FSDP_TP)
+    assert Loss.is_meta
+    assert grads["W_in"].shape == W_in.shape
+    moved, neighbours = Counter(), (z > 0) + (z < 15)
+    for event in log.collectives():
+        moved[event.op, "".join(event.axes)] += event.nbytes
+    weights, stream, own = 2 * l * D * F // 4 * 4, 2 * l * rows * D * 4, neighbours * In.nbytes
+    assert moved == {
+        ("AllGather", "X"): weights,
+        ("ReduceScatter", "X"): weights,
+        ("AllGather", "Y"): stream,
+        ("ReduceScatter", "Y"): stream,
+        ("Send", "Z"): own,
+        ("Recv", "Z"): own,
+        ("AllReduce", "XYZ"): 4,
+    }
+    assert (log.count("AllGather", "X"), log.count("Send")) == (2 * l, 4 * neighbours)
+    assert {event.async_op for event in log.events if event.op == "Send"} == {True}  # nobody waits for it
+    assert {event.async_op for event in log.events if event.op == "Recv"} == {False}
+
+
+def staged(schedule=None, rank=0, L=4, stage=STAGE):
+    """One rank's run of a pipeline of two stages."""
+    mesh = AbstractMesh({"Z": 2}, {"Z": rank})
+    In, W_in, W_out = (torch.empty(shape, device="meta") for shape in ((16, D), (L, D, F), (L, F, D)))
+    given = {"W_in": W_in, "W_out": W_out}, In, In, mesh, schedule or make("1f1b", 2, 4), squares, stage
+    return partial(pipeline.value_and_grad, *given)
+
+
+def handing_on(half, change):
+    """A stage of which one function hands on another x."""
+
+    def changed(*args):
+        x, rest = getattr(STAGE, half)(*args)
+        return change(x), rest
+
+    return STAGE._replace(**{half: changed})
+
+
+FITS = make("1f1b", 2, 4)
+UNREDUCED = replace(FITS, programs=(FITS[0], tuple(step for step in FITS[1] if not isinstance(step, ReduceGrads))))
+BY_WORDS = {
+    "without Z=4\n  fix: make the schedule with": staged(make("1f1b", 4, 4)),
+    "5 microbatches": staged(make("1f1b", 2, 5)),
+    "rank 1 holds the virtual stages [1], and reduces the gradients of []": staged(UNREDUCED),
+    'params["W_in"] has 3 layers here, not a multiple of 2': staged(make("interleaved", 2, 4), L=3),
+    "SendActivation x[B, D]\n  stage 0 hands on torch.float32 (4, 15) on meta": staged(
+        stage=handing_on("forward", lambda Out: Out[:, :-1])
+    ),
+    "hands on torch.bfloat16 (4, 16) on meta, but microbatches of In are torch.float32": staged(
+        stage=handing_on("forward", torch.Tensor.bfloat16)
+    ),
+    "SendGrad x[B, D]\n  stage 1 hands on torch.float32 (1, 16) on meta": staged(
+        rank=1, stage=handing_on("backward_input", lambda dIn: dIn[:1])
+    ),
+}
+test_what_does_not_fit_is_refused = refused(by_words(BY_WORDS))
+
+
+def another_batch(mesh):
+    params, In, _ = problem(mesh, FITS)
+    In = In[:, :-1].float() if mesh.rank == 1 else In
+    mesh = Mesh(mesh.sizes, timeout=20)  # unchecked: in the checked mode the ranks would compare their batches first
+    pipeline.value_and_grad(params, In, In, mesh, FITS, squares, STAGE)
+
+
+def test_a_stage_sends_what_the_next_one_waits_for(ranks):
+    with pytest.raises(RankFailed) as error:
+        ranks(another_batch, {"Z": 2})
+    found = "this rank sends x[B, D] of (4, 16) float64\n  rank 1 expects x[B, D] of (4, 15) float32\n"
+    assert f"{found}  rule: what is received" in str(error.value)
+
+
+def edits(schedule):
+    """The schedule with one instruction of one rank left out, done twice, or put behind the next one."""
+    for rank, program in enumerate(schedule):
+        for i, step in enumerate(program):
+            behind = (*program[i + 1 : i + 2], step)
+            for steps, replaced in (((), 1), ((step, step), 1), (behind, 2)):
+                changed = (*program[:i], *steps, *program[i + replaced :])
+                yield replace(schedule, programs=(*schedule.programs[:rank], changed, *schedule.programs[rank + 1 :]))
+
+
+def edited(mesh, name):
+    """(how many edits of a schedule are refused, how many run), where those that run must give one device's result."""
+    schedule, stopped, run = make(name, 2, 4 if name == "dualpipev" else 2), 0, 0
+    given, wanted = (*problem(mesh, schedule), mesh), alone()
+    for other in edits(schedule):
+        try:
+            found, dW = pipeline.value_and_grad(*given, other, squares, STAGE)
+        except (ValueError, Deadlock):
+            stopped += 1
+        else:
+            close((found, restored(dW, mesh, schedule)), wanted)
+            run += 1
+    return stopped, run
+
+
+@pytest.mark.parametrize("name", ["1f1b", "zb-h1", "dualpipev"])
+def test_an_edited_schedule_is_refused_before_it_starts_or_right(ranks, name):
+    for stopped, run in ranks(edited, {"Z": 2}, name):
+        assert stopped > 30
+        assert run > 5
+
+
+def dies(mesh):
+    calls = []
+
+    def fails(*args):
+        calls.append(1)
+        if mesh.rank == 1 and len(calls) == 3:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return STAGE.backward_input(*args)
+
+    schedule = make("1f1b", 4, 8)
+    given = *problem(mesh, schedule), mesh, schedule
+    pipeline.value_and_grad(*given, squares, STAGE._replace(backward_input=fails))
+
+
+def test_a_rank_that_dies_ends_the_run():
+    start = perf_counter()
+    with pytest.raises(launch.RankError, match=r"(?s)rank 1 of 4.*SIGKILL"):
+        launch.run(dies, {"Z": 4})
+    assert perf_counter() - start < SOON
