@@ -69,16 +69,9 @@ def trained(params, loss_and_grads, batches):
 
 
 STRATEGIES = {s.__name__.split(".")[-1]: s for s in (data_parallel, fsdp, tensor_parallel, fsdp_tp)}
-MESHES = {
-    "data_parallel": [{"X": 1}, {"X": 2}, {"X": 4}],
-    "fsdp": [{"X": 1}, {"X": 2}, {"X": 4}],
-    "tensor_parallel": [{"Y": 2}, {"Y": 4}],
-    "fsdp_tp": [{"X": 2, "Y": 2}, {"X": 4, "Y": 2}, {"X": 1, "Y": 2}, {"X": 4, "Y": 1}],
-}
 L, B, D, F = 3, 16, 16, 32
 SIZES = {"L": L, "B": B, "D": D, "F": F}
 BLOCKS = [("gelu", True, True), ("gelu", False, False), ("relu", False, False), ("none", False, False)]
-AG, RS, AR = "AllGather", "ReduceScatter", "AllReduce"
 
 
 def specs(strategy):

@@ -7,7 +7,7 @@ import torch
 from problems import B, D, F, close, squares, trained, whole
 from refused import by_words, refused
 from torch import nn
-from torch.func import functional_call, grad, grad_and_value
+from torch.func import functional_call, grad_and_value
 
 from scaling import tree
 from scaling.collectives import all_reduce, reduce_scatter
@@ -22,8 +22,15 @@ FSDP |= {"fc2.weight": "W[D_X, F]", "fc2.bias": "b[D]"}
 TP = DP | {"fc1.weight": "W[F_Y, D]", "fc1.bias": "b[F_Y]", "fc2.weight": "W[D, F_Y]"}
 BOTH = TP | {"fc1.weight": "W[F_Y, D_X]", "fc2.weight": "W[D_X, F_Y]", "norm.weight": "g[D_X]"}
 LAST = {"fc2.bias": "b[D] {U_Y}"}  # one rank along Y adds the bias to the sum
-WAYS = {"dp": (DP, DP), "fsdp": (FSDP, DP), "fsdp, gathered again": (FSDP, DP), "tp": (TP, TP | LAST),
-        "fsdp + tp": (BOTH, TP | LAST)}  # fmt: skip
+WAYS = {  # types as stored and as used, and how often a step gathers something
+    "dp": (DP, DP, 0),
+    "fsdp": (FSDP, DP, 4),
+    "fsdp, gathered again": (FSDP, DP, 8),
+    "fsdp, of a mean over own rows": (FSDP, DP, 4),
+    "dp, of a mean over own rows": (DP, DP, 0),
+    "tp": (TP, TP | LAST, 0),
+    "fsdp + tp": (BOTH, TP | LAST, 3),
+}
 
 
 class Net(nn.Module):
@@ -43,7 +50,11 @@ def problem():
     return net, whole()[1][:2]
 
 
-def one_device(of=squares):
+def mean_square(Out, Target):
+    return (Out - Target).square().mean()
+
+
+def one_device(of):
     net, batches = problem()
 
     def step(params, batch):
@@ -54,7 +65,7 @@ def one_device(of=squares):
 
 
 def train(mesh, way):
-    stored, used = WAYS[way]
+    stored, used, _ = WAYS[way]
     net, batches = problem()
     specs = {name: stored[name] for name in parameters(net)}
     g = call(net, stored, used, mesh, again="again" in way)
@@ -66,12 +77,12 @@ def train(mesh, way):
 
         def loss(params):
             Out = g(params, x)  # Out[B_X, D], under tensor parallelism {U_Y}
-            return squares(
-                reduce_scatter("Out[B_X, D] {U_Y} -> Out[B_XY, D]", Out, mesh) if "tp" in way else Out, Target
-            )
+            Out = reduce_scatter("Out[B_X, D] {U_Y} -> Out[B_XY, D]", Out, mesh) if "tp" in way else Out
+            return mean_square(Out, Target) if "mean" in way else squares(Out, Target)
 
         grads, value = grad_and_value(loss)(params)
-        return value, reduce_grads(grads, stored, mesh, over, loss="sum")
+        value = value / mesh.size("X") if "mean" in way else value
+        return value, reduce_grads(grads, stored, mesh, over, loss="mean" if "mean" in way else "sum")
 
     with trace() as log:
         losses, first, params = trained(tree.shard(parameters(net), specs, mesh), step, batches)
@@ -83,30 +94,10 @@ def train(mesh, way):
 @pytest.mark.parametrize("way", WAYS)
 def test_equal_to_one_device(ranks, way):
     mesh = {"X": 2, "Y": 2 if "tp" in way else 1}
+    wanted = one_device(mean_square if "mean" in way else squares)
     for found, gathers in ranks(train, mesh, way):
-        close(found, one_device())
-        assert gathers == {"dp": 0, "fsdp": 4, "fsdp, gathered again": 8, "tp": 0, "fsdp + tp": 3}[way]
-
-
-def mean_square(Out, Target):
-    return (Out - Target).square().mean()
-
-
-def of_mean(mesh, way):
-    """The gradients of a mean over each rank's own rows."""
-    stored, used = WAYS[way]
-    net, (batch, _) = problem()
-    specs = {name: stored[name] for name in parameters(net)}
-    g, own = call(net, stored, used, mesh), tree.shard(batch, "x[S, B_X, D]", mesh)
-    grads = grad(lambda params: mean_square(g(params, own[0]), own[1]))(tree.shard(parameters(net), specs, mesh))
-    return tree.unshard(reduce_grads(grads, stored, mesh, ("X",), loss="mean"), specs, mesh)
-
-
-@pytest.mark.parametrize("way", ["dp", "fsdp"])
-def test_a_mean_over_own_rows_gives_the_mean_s_gradients(ranks, way):
-    (wanted,) = one_device(mean_square)[1]
-    for found in ranks(of_mean, {"X": 4}, way):
         close(found, wanted)
+        assert gathers == WAYS[way][2]
 
 
 MESH = AbstractMesh({"X": 2})

@@ -185,6 +185,7 @@ test_experts = refused(by_words(BY_WORDS))
 
 SPECS = {"In": "In[B, D]", "W": "W[D, D2]", "Out": "Out[B, D]"}
 EYE = torch.eye(2)  # as many rows as a listing returns parts: an array alone would be taken apart into its rows
+NONE, TWO = EYE[None][:0], EYE.expand(2, 2, 2)
 
 
 def listed(swapped=False, **functions):
@@ -210,6 +211,7 @@ def test_a_listing_as_it_should_be():
     assert torch.equal(Out, EYE)
     assert torch.equal(dIn, EYE)
     assert torch.equal(grads["W"], EYE[None])
+    assert one_device.forward({"W_in": NONE, "W_out": NONE}, EYE, Mesh({}))[0] is EYE
 
 
 def gives(**functions):
@@ -217,7 +219,6 @@ def gives(**functions):
     return listed(**{name: lambda *_, result=result: result for name, result in functions.items()})
 
 
-NONE, TWO = EYE[None][:0], EYE.expand(2, 2, 2)
 BY_WORDS = {
     "forward returned a Tensor\n  fix: return a tuple of 2: Out, saved": gives(layer_forward=EYE),
     "backward returned a Tensor\n  fix: return a tuple of 2: dIn, dW": gives(layer_backward=EYE),
