@@ -165,28 +165,6 @@ def test_the_cause_is_blamed_before_what_follows_from_it():
     assert DIED < RAISED
 
 
-def lives_with(parent: int, say) -> None:
-    end_with_parent(parent)
-    say.send(os.getpid())
-    time.sleep(60)
-
-
-def has_a_child(say) -> None:
-    multiprocessing.get_context("fork").Process(target=lives_with, args=(os.getpid(), say)).start()
-    time.sleep(60)
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere a killed parent leaves its ranks")
-def test_a_rank_dies_with_its_parent_however_that_ends():
-    ours, theirs = multiprocessing.Pipe()
-    parent = multiprocessing.get_context("fork").Process(target=has_a_child, args=(theirs,))
-    parent.start()
-    child = ours.recv()
-    parent.kill()
-    parent.join()
-    assert all_ended([child])
-
-
 def test_a_rank_that_begins_after_its_parent_has_died_ends_at_once():
     process = multiprocessing.get_context("fork").Process(target=end_with_parent, args=(os.getppid(),))
     process.start()
@@ -195,20 +173,18 @@ def test_a_rank_that_begins_after_its_parent_has_died_ends_at_once():
 
 
 def raises(mesh):
-    if mesh.rank == 1:
-        raise ValueError("boom")  # not timeout, "timed out" or "Timed out"
-    return total(mesh)
+    raise ValueError("boom")  # not timeout, "timed out" or "Timed out"
 
 
 def test_a_failure_is_told_at_once_from_the_function_on_and_as_data(monkeypatch):
     """A rank whose source speaks of timeouts is not taken for one that waited too long for another: it is the cause."""
     monkeypatch.setattr("scaling.launch.watch.GRACE", 2 * SOON)
-    error = failed(raises, {"X": 2})
+    error = failed(on_rank_1(raises), TWO)
     places = [line for line in str(error).splitlines() if line.startswith('  File "')]
-    assert [place.endswith("in raises") for place in places] == [True]
+    assert [place.rpartition(" in ")[2] for place in places] == ["<lambda>", "raises"]
     failure = pickle.loads(pickle.dumps(error)).failure
     assert (failure.rank, failure.exception) == (1, "ValueError")
-    assert failure.line == f"{__file__}:{raises.__code__.co_firstlineno + 2}"
+    assert failure.line == f"{__file__}:{raises.__code__.co_firstlineno + 1}"
 
 
 def loops_for_ever(mesh):
