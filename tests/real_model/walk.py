@@ -69,9 +69,20 @@ def said(main, *words: str) -> str:
     return out.getvalue()
 
 
+def rows(file: Path) -> list[dict]:
+    return [json.loads(line) for line in file.read_text().splitlines()]
+
+
 def losses(run: Path) -> list[float]:
-    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    return [row["loss"] for row in rows if "loss" in row]
+    return [row["loss"] for row in rows(run / "metrics.jsonl") if "loss" in row]
+
+
+def apart(run: Path, first: Path) -> float:
+    """How far a run's losses are from the first one's, which they must be near."""
+    found, wanted = losses(run), losses(first)
+    off = largest(abs(a / b - 1) for a, b in zip(found, wanted, strict=True))
+    assert off <= LOSSES, (run, found, wanted)
+    return off
 
 
 class Walk:
@@ -85,15 +96,16 @@ class Walk:
         self.at = time.perf_counter()
 
 
+def answered(model, ids: list[int], new: int, end: int | None = None) -> list[int]:
+    """transformers' own greedy tokens after these."""
+    given = torch.tensor([ids])
+    options = {"do_sample": False, "eos_token_id": end, "pad_token_id": end or 0, "max_new_tokens": new}
+    return model.generate(given, attention_mask=torch.ones_like(given), **options)[0, len(ids) :].tolist()
+
+
 def greedy(walk: Walk, folder: str, model, prompts: list[list[int]], new: int, full: bool) -> None:
     """Greedy tokens beside transformers', on one rank and on meshes."""
-    wanted = []
-    for ids in prompts:
-        out = model.generate(
-            torch.tensor([ids]), attention_mask=torch.ones(1, len(ids), dtype=torch.long), max_new_tokens=new,
-            do_sample=False, eos_token_id=None, pad_token_id=0,
-        )  # fmt: skip
-        wanted.append(out[0, len(ids) :].tolist())
+    wanted = [answered(model, ids, new) for ids in prompts]
     walk.done(f"transformers' {len(prompts)} x {new} tokens")
     for sizes in [{"Y": 1}, {"Y": 3}, {"Z": 2, "Y": 3}] if full else [{"Y": 3}]:
         found = launch.run(on_mesh, sizes, folder, prompts, new)[0]
@@ -107,34 +119,26 @@ def served(walk: Walk, file: Path, folder: str, model, work: Path, count: int) -
     (work / "requests.jsonl").write_text("".join(json.dumps({"prompt": each}) + "\n" for each in asked))
     words = ["--input", str(work / "requests.jsonl"), "--output", str(work / "completions.jsonl")]
     said(serve, "--model", str(file), *words, "--max-new-tokens", "16")
-    rows = [json.loads(line) for line in (work / "completions.jsonl").read_text().splitlines()]
-    for prompt, row in zip(asked, rows, strict=True):
-        ids = torch.tensor([by.encode(prompt, special=True)])
-        out = model.generate(
-            ids, attention_mask=torch.ones_like(ids), max_new_tokens=16, do_sample=False, eos_token_id=2, pad_token_id=2
-        )
-        assert out[0, ids.shape[1] :].tolist() == row["ids"], prompt
+    for prompt, row in zip(asked, rows(work / "completions.jsonl"), strict=True):
+        assert answered(model, by.encode(prompt, special=True), 16, end=2) == row["ids"], prompt
     walk.done(f"served: {count} of {count} requests equal transformers'")
 
 
 def trained(walk: Walk, file: Path, work: Path, steps: int, full: bool) -> Path:
     """Fine-tuning on several meshes with the same losses, and a run that goes on elsewhere."""
     text = Path(__file__).parents[2] / "README.md"
-    words = ["--data", str(text), "--batch", "4", "--seq", "48", "--lr", "1e-4", "--warmup", "2", "--eval-every", "0"]
-    words += ["--eval-batches", "1", "--schedule", "constant", "--clip", "1"]
+    words = ["--model", str(file), "--data", str(text), "--batch", "4", "--seq", "48", "--lr", "1e-4", "--warmup", "2"]
+    words += ["--eval-every", "0", "--eval-batches", "1", "--schedule", "constant", "--clip", "1"]
     meshes = ["X=1", "X=2", "Y=3", "X=2,Y=3", "Z=2,X=2"] if full else ["X=1", "Y=3"]
     for mesh in meshes:
-        said(train, "--model", str(file), *words, "--out", str(work / mesh), "--mesh", mesh, "--steps", str(steps))
-        found, wanted = losses(work / mesh), losses(work / meshes[0])
-        off = largest(abs(a / b - 1) for a, b in zip(found, wanted, strict=True))
+        said(train, *words, "--out", str(work / mesh), "--mesh", mesh, "--steps", str(steps))
+        off, found = apart(work / mesh, work / meshes[0]), losses(work / mesh)
         assert len(found) == steps, found
-        assert off <= LOSSES, (mesh, found, wanted)
         walk.done(f"trained on {mesh}: {found[0]:.4f} to {found[-1]:.4f} in {steps} steps; off by {off:.1e} at most")
     half = ["--out", str(work / "half")]
-    said(train, "--model", str(file), *words, *half, "--mesh", "X=1", "--steps", str(steps // 2))
+    said(train, *words, *half, "--mesh", "X=1", "--steps", str(steps // 2))
     said(train, *half, "--mesh", meshes[-1], "--steps", str(steps), "--resume")
-    off = largest(abs(a / b - 1) for a, b in zip(losses(work / "half"), losses(work / meshes[0]), strict=True))
-    assert off <= LOSSES, losses(work / "half")
+    off = apart(work / "half", work / meshes[0])
     walk.done(f"resumed after {steps // 2} steps on {meshes[-1]}: losses as of the undisturbed run, off by {off:.1e}")
     return work / "half"
 

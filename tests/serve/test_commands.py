@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 from machine import Forked
-from torch.distributed import run as torchrun
+from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from scaling import __main__, serve
 from scaling.configs import Config
@@ -239,12 +239,12 @@ def test_a_server_on_a_mesh_finishes_what_runs_at_ctrl_c(tmp_path, by_torchrun):
     httpx = pytest.importorskip("httpx", reason="the extra test has it")
     hf.save(tmp_path, LARGER, (own := transformer.init(LARGER, 3)))
     write_bytes(tmp_path)
-    options = f"--model {tmp_path} --mesh Y=2 --port 0 --pages 600".split()
-    agent = ["--standalone", "--nproc-per-node", "2", "-m", "scaling.serve"]
-    if by_torchrun:
-        process = Forked(lambda: torchrun.main([*agent, *options]))
+    options = f"serve --model {tmp_path} --mesh Y=2 --port 0 --pages 600".split()
+    if by_torchrun:  # its agent, with ranks that are forked, and so need not import torch
+        agent = LaunchConfig(1, 1, 2, rdzv_backend="c10d", rdzv_endpoint="localhost:0", start_method="fork")
+        process = Forked(lambda: elastic_launch(agent, __main__.main)(options))
     else:
-        process = Forked(lambda: sys.exit(__main__.main(["serve", *options])))
+        process = Forked(lambda: sys.exit(__main__.main(options)))
     url = next(line for line in process.stdout if "http://" in line).split()[1] + "/v1/completions"
     text = ByteText().decode(serve.generate(own, [[5, 6, 7]], LARGER, 15)[0])
     stop = text[-4:-1]  # a text that all ranks have to see
