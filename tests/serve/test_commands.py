@@ -231,6 +231,17 @@ def test_pages_for_the_longest_requests_at_once():
     assert batch.pages_of(lines[3:], 4, 8, 4)[:2] == (1, [])
 
 
+def as_torchrun(options: list[str]) -> None:
+    """Its agent, and two ranks that are forked, which need not import torch: each in a session of its own, as its."""
+
+    def rank():
+        os.setsid()
+        os._exit(__main__.main(options))  # who returns is kept waiting for an agent that has ended
+
+    own = {"rdzv_backend": "c10d", "rdzv_endpoint": "localhost:0", "run_id": "serve", "start_method": "fork"}
+    elastic_launch(LaunchConfig(1, 1, 2, **own), rank)()
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("by_torchrun", [False, True])
 def test_a_server_on_a_mesh_finishes_what_runs_at_ctrl_c(tmp_path, by_torchrun):
@@ -240,11 +251,7 @@ def test_a_server_on_a_mesh_finishes_what_runs_at_ctrl_c(tmp_path, by_torchrun):
     hf.save(tmp_path, LARGER, (own := transformer.init(LARGER, 3)))
     write_bytes(tmp_path)
     options = f"serve --model {tmp_path} --mesh Y=2 --port 0 --pages 600".split()
-    if by_torchrun:  # its agent, with ranks that are forked, and so need not import torch
-        agent = LaunchConfig(1, 1, 2, rdzv_backend="c10d", rdzv_endpoint="localhost:0", start_method="fork")
-        process = Forked(lambda: elastic_launch(agent, __main__.main)(options))
-    else:
-        process = Forked(lambda: sys.exit(__main__.main(options)))
+    process = Forked(lambda: as_torchrun(options) if by_torchrun else sys.exit(__main__.main(options)))
     url = next(line for line in process.stdout if "http://" in line).split()[1] + "/v1/completions"
     text = ByteText().decode(serve.generate(own, [[5, 6, 7]], LARGER, 15)[0])
     stop = text[-4:-1]  # a text that all ranks have to see
