@@ -6,17 +6,17 @@ import numpy
 import pytest
 import torch
 from misuse import rooms
-from refused import by_words, refused
+from refused import evaluated, refused
 
 from scaling import serve, tree
 from scaling.configs import Config, Latent
 from scaling.mesh import AbstractMesh
 from scaling.models import transformer
-from scaling.models.text import Unknown
-from scaling.serve import engine, sampling, scheduler
-from scaling.serve.requests import Draw, Request, Sampling
+from scaling.models.text import Unknown  # noqa: F401
+from scaling.serve import engine, sampling, scheduler  # noqa: F401
+from scaling.serve.requests import Draw, Request, Sampling  # noqa: F401
 from scaling.serve.states import Arrive, Cancel, Done, Finish, Moved, Options
-from scaling.serve.text import TextStream
+from scaling.serve.text import TextStream  # noqa: F401
 from scaling.spec import ShardingError
 
 CONFIG = Config("small", L=2, D=8, F=16, N=4, K=2, H=4, V=16)
@@ -26,9 +26,8 @@ TOKENS = torch.arange(15).view(3, 5)
 NAN, INF = math.nan, math.inf
 
 
-def empty(config=CONFIG, page=None, pages=None, **options) -> dict:
-    cache = serve.init_cache(config, 3, 8, page=page, **options)
-    return cache if pages is None else cache | {"pages": pages(cache["pages"])}
+def empty(**options) -> dict:
+    return serve.init_cache(CONFIG, 3, 8, **options)
 
 
 def filled(tokens=TOKENS, cache=None, config=CONFIG, params=PARAMS, mesh=None, **options):
@@ -40,64 +39,43 @@ def held(page=None, dtype=None, **changed) -> dict:
     return cache | {name: change(cache[name]) for name, change in changed.items()}
 
 
-def decoded(cache, params=PARAMS, config=CONFIG, **options):
-    return serve.decode(params, TOKENS[:, 0], cache, config, **options)
+def decoded(cache, tokens=TOKENS[:, 0], config=CONFIG, **options):
+    return serve.decode(PARAMS, tokens, cache, config, **options)
 
 
-CACHES = {
-    "ints": {"KV": torch.Tensor.long},
-    "of more heads": {"KV": lambda x: x.repeat(1, 1, 1, 1, 2, 1)},
-    "rows that share memory": {"KV": lambda x: x[:, :, :1].expand_as(x)},
-    "lengths below 0": {"lengths": torch.neg},
-    "lengths of floats": {"lengths": torch.Tensor.double},
-    "lengths a list": {"lengths": torch.Tensor.tolist},
-    "full": {"lengths": lambda x: x + 3},
-    "pages of one dim": {"page": 2, "pages": lambda x: x[:, 0]},
-    "one page for all rows": {"page": 2, "pages": torch.zeros_like},
-    "one page for all of a row": {"page": 2, "pages": lambda x: x[:, :1].expand_as(x)},
-    "int8, of fewer scales": {"dtype": torch.int8, "scale": lambda x: x[:, :, :1]},
-    "int8, then floats": {"dtype": torch.int8, "KV": torch.Tensor.float},
-}
-SIZES = {"batch": 0}, {"length": -1}, {"page": 0}
-test_a_step = refused(
-    {
-        f"a cache {what}": lambda given=given, donate=bool(i % 2): decoded(held(**given), donate=donate)
-        for i, (what, given) in enumerate(CACHES.items())
-    }
-    | {
-        f"a cache of {size}": (
-            lambda size=size: serve.init_cache(CONFIG, **{"batch": 1, "length": 1} | size),
-            "at least 1",
-        )
-        for size in SIZES
-    }
-    | {"of more layers": lambda: decoded(held(), config=CONFIG.with_(L=1))}
-    | by_words(
-        {
-            "there are no tokens": lambda: filled(TOKENS[:, :0]),
-            "vocabulary": lambda: filled(TOKENS + 16),
-            "whole numbers": lambda: filled(TOKENS.double()),
-            "room for 8": lambda: filled(TOKENS.repeat(1, 2)),
-            "one token a row": lambda: serve.decode(PARAMS, TOKENS, held(), CONFIG),
-            "of 2 rows, as the tokens": lambda: filled(TOKENS[:2]),
-            "row 1 is empty": lambda: filled(lengths=torch.tensor([4, 0, 4])),
-            "lengths must lie in": lambda: filled(lengths=torch.tensor([6, 4, 4])),
-            "one for each row": lambda: filled(lengths=torch.tensor([1, 2])),
-            "no page for its tokens": lambda: filled(cache=empty(page=2, pages=torch.neg)),
-            "is what init_cache": lambda: filled(cache={"KV": empty()["KV"]}),
-            "without its scales": lambda: filled(
-                cache={name: empty(dtype=torch.int8)[name] for name in ("KV", "lengths")}
-            ),
-            "capacity=None": lambda: filled(config=EXPERTS, params=transformer.init(EXPERTS)),
-            "floating point or int8": lambda: empty(dtype=torch.int16),
-            "not finite": lambda: serve.quantize(PARAMS | {"unembed": PARAMS["unembed"] + INF}, CONFIG),
-            "layers": lambda: filled(params=serve.quantize(PARAMS, CONFIG) | {"embed": PARAMS["embed"]}),
-        }
-    )
-)
+STEPS = {
+    "decoded(held(), config=CONFIG.with_(L=1))": "has the shape (1, 8, 2, 4)",
+    "decoded(held(KV=torch.Tensor.long))": "floating point or int8",
+    "decoded(held(KV=lambda x: x.repeat(1, 1, 1, 1, 2, 1)), donate=True)": "found (2, 2, 3, 8, 4, 4)",
+    "decoded(held(KV=lambda x: x[:, :, :1].expand_as(x)))": "share their memory",
+    "decoded(held(lengths=torch.neg), donate=True)": "the cache's lengths are [-5, -5, -5]",
+    "decoded(held(lengths=torch.Tensor.double))": "found torch.float64 [3]",
+    "decoded(held(lengths=torch.Tensor.tolist))": "found list",
+    "decoded(held(lengths=lambda x: x + 3))": "row 0: 8 tokens are held and 1 more come",
+    "decoded(held(page=2, pages=lambda x: x[:, 0]))": "pages[B, M] are int64",
+    "decoded(held(page=2, pages=torch.zeros_like))": "page 0 is written to, but stands in more than one place",
+    "decoded(held(page=2, pages=lambda x: x[:, :1].expand_as(x)), donate=True)": "page 0 is written to",
+    "decoded(held(dtype=torch.int8, scale=lambda x: x[:, :, :1]))": "found (2, 2, 1, 8, 2)",
+    "decoded(held(dtype=torch.int8, KV=torch.Tensor.float), donate=True)": "scales beside a cache of torch.float32",
+    "serve.init_cache(CONFIG, 0, 1)": "at least 1", "serve.init_cache(CONFIG, 1, -1)": "at least 1",
+    "serve.init_cache(CONFIG, 1, 1, page=0)": "at least 1", "empty(dtype=torch.int16)": "floating point or int8",
+    "filled(TOKENS[:, :0])": "there are no tokens", "filled(TOKENS + 16)": "vocabulary",
+    "filled(TOKENS.double())": "whole numbers", "filled(TOKENS.repeat(1, 2))": "room for 8",
+    "filled(TOKENS[:2])": "of 2 rows, as the tokens", "decoded(held(), TOKENS)": "one token a row",
+    "filled(lengths=torch.tensor([4, 0, 4]))": "row 1 is empty",
+    "filled(lengths=torch.tensor([6, 4, 4]))": "lengths must lie in",
+    "filled(lengths=torch.tensor([1, 2]))": "one for each row",
+    "filled(cache=empty(page=2) | {'pages': -empty(page=2)['pages']})": "no page for its tokens",
+    "filled(cache={'KV': empty()['KV']})": "is what init_cache",
+    "filled(cache=empty() | {'KV': empty(dtype=torch.int8)['KV']})": "without its scales",
+    "filled(config=EXPERTS, params=transformer.init(EXPERTS))": "capacity=None",
+    "filled(params=serve.quantize(PARAMS, CONFIG) | {'embed': PARAMS['embed']})": "layers",
+    "serve.quantize(PARAMS | {'unembed': PARAMS['unembed'] + INF}, CONFIG)": "not finite",
+}  # fmt: skip
+test_a_step = refused(evaluated(STEPS, globals()))
 
 
-@pytest.mark.parametrize(("name", "cases"), [("decode", 60), ("serve", 60), ("sampling", 200)])
+@pytest.mark.parametrize(("name", "cases"), [("decode", 60), ("serve", 30), ("sampling", 200)])
 def test_no_argument_that_is_spoiled_gives_a_wrong_number(name, cases):
     """Params, ids and numbers, drawn: the right calls beside `misuse.plain`, the others refused with their fix."""
     outcomes, failures = rooms.spoiled(name, cases)
@@ -111,23 +89,15 @@ def specs(sizes, form, config=CONFIG):
 
 LATENT = CONFIG.with_(K=CONFIG.N, latent=Latent(q_rank=4, kv_rank=4, nope=2, rope=2, value=CONFIG.H))
 Y2, Z2 = AbstractMesh({"Y": 2}), AbstractMesh({"Z": 2})
-test_a_mesh = refused(
-    by_words(
-        {
-            "K=2 KV heads over Y=3": lambda: specs({"Y": 3}, "heads"),
-            "N=4 query heads": lambda: specs({"Y": 8}, "heads"),
-            "X splits nothing": lambda: specs({"X": 2}, "heads"),
-            "unknown form": lambda: specs({"Y": 2}, "rows"),
-            "the model has none": lambda: specs({"E": 2}, "heads"),
-            "of a model without": lambda: specs({"Y": 2}, "experts"),
-            "no latent attention": lambda: specs({"X": 2}, "2d", LATENT),
-            "which a cache in pages cannot do": lambda: empty(page=4, mesh=Z2, form="sequence"),
-            "does not divide": lambda: empty(mesh=Z2),
-            "fix: tree.shard(params, serve.specs": lambda: filled(TOKENS.to("meta"), empty(mesh=Y2), mesh=Y2),
-        }
-    ),
-    ShardingError,
-)
+MESHES = {
+    "specs({'Y': 3}, 'heads')": "K=2 KV heads over Y=3", "specs({'Y': 8}, 'heads')": "N=4 query heads",
+    "specs({'X': 2}, 'heads')": "X splits nothing", "specs({'Y': 2}, 'rows')": "unknown form",
+    "specs({'E': 2}, 'heads')": "the model has none", "specs({'Y': 2}, 'experts')": "of a model without",
+    "specs({'X': 2}, '2d', LATENT)": "no latent attention", "empty(mesh=Z2)": "does not divide",
+    "empty(page=4, mesh=Z2, form='sequence')": "which a cache in pages cannot do",
+    "filled(TOKENS.to('meta'), empty(mesh=Y2), mesh=Y2)": "fix: tree.shard(params, serve.specs",
+}  # fmt: skip
+test_a_mesh = refused(evaluated(MESHES, globals()), ShardingError)
 
 
 def on_a_mesh(mesh):
@@ -149,22 +119,25 @@ def test_every_rank_refuses_before_any_works(ranks):
         torch.testing.assert_close(logits, wanted, rtol=1e-12, atol=1e-14)
 
 
-def generated(prompts=((1, 2, 3), (4,)), config=CONFIG, new=6, **options):
-    return serve.generate(PARAMS, [*prompts] if isinstance(prompts, tuple) else prompts, config, new, **options)
+def generated(prompts=([1, 2, 3], [4]), new=6, **options):
+    return serve.generate(PARAMS, prompts, CONFIG, new, **options)
 
 
-SOME = [1.7, 2.2], [True, False], [], [16], [-1]
-GIVEN = {
-    "prompts": [*([[1], ids] for ids in SOME), "abc", None, [1, 2]],
-    "new": [-1], "top_k": [0], "top_p": [0.0, 1.5], "min_p": [1.01], "seed": [1.5, [1]], "stop": ["a", [True]],
-    "page": [0], "proposals": [0], "form": ["rows"],
-}  # fmt: skip
 D4, V33 = CONFIG.with_(name="two", D=4), CONFIG.with_(V=33)
-DRAFTS = {"neither": "bigram", "the draft two: params": (D4, PARAMS), "same vocabulary": (V33, transformer.init(V33))}
-test_options_of_generate = refused(
-    {f"{name}={v!r:.50}": lambda name=name, v=v: generated(**{name: v}) for name in GIVEN for v in GIVEN[name]}
-    | {words: (lambda draft=draft: generated(draft=draft), words) for words, draft in DRAFTS.items()}
-)
+GENERATE = {
+    "generated([[1], [1.7, 2.2]])": "prompt 1 = [1.7, 2.2]: must be whole numbers",
+    "generated([[1], [True, False]])": "has bools", "generated([[1], []])": "prompt 1 is empty",
+    "generated([[1], [16]])": "prompt 1: token 16 lies", "generated([[1], [-1]])": "prompt 1: token -1 lies",
+    "generated('abc')": "must be lists of ids", "generated(None)": "must be lists of ids",
+    "generated([1, 2])": "prompt 0 = 1", "generated(new=-1)": "0 or more", "generated(top_k=0)": "of at least 1",
+    "generated(top_p=0.0)": "above 0", "generated(top_p=1.5)": "at most 1", "generated(min_p=1.01)": "from 0 to 1",
+    "generated(seed=1.5)": "whole numbers", "generated(seed=[1])": "1 seeds for 2 prompts",
+    "generated(stop='a')": "stop = 'a': must be whole numbers", "generated(stop=[True])": "has bools",
+    "generated(page=0)": "page = 0", "generated(proposals=0)": "proposals = 0", "generated(form='rows')": "form 'rows'",
+    "generated(draft='bigram')": "neither", "generated(draft=(D4, PARAMS))": "the draft two: params",
+    "generated(draft=(V33, transformer.init(V33)))": "same vocabulary",
+}  # fmt: skip
+test_options_of_generate = refused(evaluated(GENERATE, globals()))
 
 
 def test_numbers_of_numpy_and_torch_are_as_good_as_pythons():
@@ -177,23 +150,20 @@ def test_numbers_of_numpy_and_torch_are_as_good_as_pythons():
 
 LOGITS = torch.randn(2, 16, generator=torch.Generator().manual_seed(0))
 HALF = torch.tensor([0.5])
-BAD = {f"logits of {bad}": torch.full((1, 3), bad) for bad in (NAN, INF, -INF)}
-test_what_is_drawn_from = refused(
-    {
-        "seeds of fewer rows": lambda: sampling.sample(LOGITS, [Draw(Sampling(1.0), 1)], [0]),
-        "seeds of floats": lambda: sampling.uniforms([1.5], [0]),
-        "seeds below 0": lambda: sampling.uniforms([-1], [0]),
-        "positions below 0": lambda: sampling.uniforms([1], [-1]),
-        "positions of floats": lambda: sampling.uniforms([1], [1.5]),
-        "logits of bools": lambda: sampling.probabilities(LOGITS > 0, Sampling(1.0)),
-        "logits none": lambda: sampling.likeliest(LOGITS[:, :0]),
-        "p of zeros": lambda: sampling.draw_token(torch.zeros(1, 4), HALF),
-        "u of fewer rows": lambda: sampling.draw_token(LOGITS.softmax(-1), HALF),
-    }
-    | {w: (lambda x=x: sampling.probabilities(x, Sampling()), "no token can be drawn") for w, x in BAD.items()}
-)
+DRAWN = {
+    "sampling.sample(LOGITS, [Draw(Sampling(1.0), 1)], [0])": "1 seeds for logits[2, 16]",
+    "sampling.uniforms([1.5], [0])": "seeds = [1.5]", "sampling.uniforms([1], [1.5])": "positions = [1.5]",
+    "sampling.uniforms([-1], [0])": "seeds in 0..2^63", "sampling.uniforms([1], [-1])": "positions from 0",
+    "sampling.probabilities(LOGITS > 0, Sampling(1.0))": "got torch.bool [2, 16]",
+    "sampling.probabilities(LOGITS * NAN, Sampling())": "no token can be drawn",
+    "sampling.probabilities(LOGITS + INF, Sampling())": "no token can be drawn",
+    "sampling.probabilities(LOGITS - INF, Sampling())": "no token can be drawn",
+    "sampling.likeliest(LOGITS[:, :0])": "got torch.float32 [2, 0]",
+    "sampling.draw_token(torch.zeros(1, 4), HALF)": "without a sum above 0",
+    "sampling.draw_token(LOGITS.softmax(-1), HALF)": "u[1] and p[2, 16]",
+}  # fmt: skip
+test_what_is_drawn_from = refused(evaluated(DRAWN, globals()))
 
-OPTIONS = {"decode_pages": 0, "proposals": -1, "prefix": "no", "policy": "best"}
 REQUEST = Request(0, (1, 2), 2)
 
 
@@ -201,24 +171,18 @@ def served(request=REQUEST, at=0.0, options=Options(4, page=2), **more):  # noqa
     return engine.serve(PARAMS, CONFIG, [(at, request)], options, **more)
 
 
-test_options_of_the_engine = refused(
-    {name: lambda name=name: Options(**{"pages": 4, name: OPTIONS[name]}) for name in OPTIONS}
-    | {f"a time of {t}": (lambda t=t: served(at=t), "a time") for t in (NAN, "0")}
-    | {"a stop text with an unknown tokenizer": lambda: TextStream(Unknown("x"), ["a"])}
-    | {"a draft without proposals": (lambda: served(draft="ngram"), "give both, or neither")}
-    | by_words(
-        {
-            "a time": lambda: served(cancel=[(NAN, 0)]),
-            "seconds of a step": lambda: served(clock=lambda: NAN),
-            "give both, or neither": lambda: served(options=Options(9, proposals=2)),
-            "request 7: token 16": lambda: served(Request(7, (16,), 2)),
-            "request 0: a stop text": lambda: served(REQUEST._replace(stops=("a",))),
-            "among 2 groups of ranks, options.groups is 1\n  fix: Options(..., groups=2)": (
-                lambda: engine.Engine({}, None, Options(4, 1, 1), mesh=Z2)
-            ),
-        }
-    )
-)
+ENGINE = {
+    "Options(4, decode_pages=0)": "decode_pages = 0", "Options(4, proposals=-1)": "proposals = -1",
+    "Options(4, prefix='no')": "must be True or False", "Options(4, policy='best')": "unknown policy",
+    "TextStream(Unknown('x'), ['a'])": "needs its tokenizer", "served(at=NAN)": "a time", "served(at='0')": "a time",
+    "served(cancel=[(NAN, 0)])": "a time", "served(clock=lambda: NAN)": "seconds of a step",
+    "served(options=Options(9, proposals=2))": "give both, or neither",
+    "served(draft='ngram')": "give both, or neither", "served(Request(7, (16,), 2))": "request 7: token 16",
+    "served(REQUEST._replace(stops=('a',)))": "request 0: a stop text",
+    "engine.Engine({}, None, Options(4, 1, 1), mesh=Z2)":
+        "among 2 groups of ranks, options.groups is 1\n  fix: Options(..., groups=2)",
+}  # fmt: skip
+test_options_of_the_engine = refused(evaluated(ENGINE, globals()))
 
 UNREADABLE = {
     "an empty prompt": Request(0, (), 3), "8 fit": Request(0, (1,), 8), "at least 1": Request(0, (1,), 0),
