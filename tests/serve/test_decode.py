@@ -13,7 +13,6 @@ from scaling.configs import Config, Latent
 from scaling.configs.config import RopeScaling
 from scaling.mesh import AbstractMesh
 from scaling.models import transformer as model
-from scaling.serve.int8 import quantized
 from scaling.serve.step import kernels
 from scaling.serve.types import FORMS, ONE
 from scaling.spec import ShardingError
@@ -40,7 +39,7 @@ CONFIGS = {
 }  # fmt: skip
 B, S = 4, 16
 LENGTHS = torch.tensor([5, 1, 7, 4])
-STEPS = 3
+STEPS = 2
 TOKENS = torch.randint(0, 32, (B, S), generator=torch.Generator().manual_seed(1))
 WAYS = [{}, {"donate": True, "chunks": (2, 3, 7)}, {"page": 4}, {"page": 3, "chunks": (4, 7)}]
 INT8 = {"dtype": torch.int8}
@@ -131,7 +130,7 @@ def fits(form, sizes, name) -> bool:
         return False
 
 
-SIZES = [{"Y": 2}, {"Y": 4}, {"Z": 4}, {"Z": 2, "Y": 2}, {"Y": 2, "Z": 2}, {"C": 2, "Y": 2}, {"C": 4}, {"C": 2, "E": 2}]
+SIZES = [{"Y": 2}, {"Z": 2}, {"Y": 4}, {"Z": 2, "Y": 2}, {"Y": 2, "Z": 2}, {"C": 2, "Y": 2}, {"C": 2}, {"C": 2, "E": 2}]
 SIZES += [{"E": 2, "Y": 2}, {"X": 2, "Y": 2}, {"X": 2, "Z": 2}]
 CASES = [(form, sizes, name) for form in FORMS for sizes in SIZES for name in CONFIGS if fits(form, sizes, name)]
 CASES = [(*case, WAYS[i % (2 if case[0] == "sequence" else 4)]) for i, case in enumerate(CASES)]  # it has no pages
@@ -145,15 +144,12 @@ FIRST += [("heads", {"Y": 4}, "rich", INT8), ("2d", {"X": 2, "Y": 2}, "rich", IN
 FIRST += [("sequence", {"Y": 2, "Z": 2}, "deepseek", INT8)]
 
 
-def test_none_that_fits_is_left_out():
-    found = Counter(form for form, *_ in CASES)
-    assert found == {"heads": 60, "heads_batch": 40, "sequence": 40, "2d": 35, "experts": 6}
-
-
 @pytest.mark.parametrize("cases", [[case] for case in FIRST] + [pytest.param(CASES, marks=pytest.mark.sweep, id="all")])
 def test_every_form_on_a_mesh(ranks, cases):
     """Of all that fit together, each form with each model and on each mesh; the sweep has the others. The scales of
     int8 lie where their channels do: the logits are one device's."""
+    fit = Counter(form for form, *_ in CASES)
+    assert fit == {"heads": 60, "heads_batch": 40, "sequence": 40, "2d": 35, "experts": 6}  # none is left out
     for form, sizes, name, way in cases:
         wanted, tolerance = expected(name), 1e-12
         if way is INT8:
@@ -163,21 +159,11 @@ def test_every_form_on_a_mesh(ranks, cases):
             close(found, wanted, tolerance)
 
 
-def restored(small: dict) -> dict:
-    """Quantized params as numbers."""
+def restored(small: dict, off: float = 0.0) -> dict:
+    """Quantized params as numbers, so many scales above."""
     if "q" in small:
-        return small["q"] * small["scale"].double()
-    return {name: restored(x) if isinstance(x, dict) else x.double() for name, x in small.items()}
-
-
-def test_int8_numbers_are_within_half_a_scale():
-    sizes = torch.tensor([1e-4, 1, 50, 0, 3])[:, None, None]
-    x = sizes * torch.randn(5, 7, 16, generator=torch.Generator().manual_seed(0))
-    for dims in ((-1,), (1,), (0, 1)):
-        q, scale = quantized(x, dims)
-        assert q.dtype == torch.int8
-        assert ((q * scale - x).abs() <= scale / 2 * (1 + 1e-5)).all()
-        assert torch.allclose(scale * 127, x.abs().amax(dims, keepdim=True))
+        return (small["q"] + off) * small["scale"].double()
+    return {name: restored(x, off) if isinstance(x, dict) else x.double() for name, x in small.items()}
 
 
 @pytest.mark.parametrize("name", ["rich", "experts", "latent", "deepseek"])
@@ -187,13 +173,14 @@ def test_int8_weights_and_cache(name):
     llm-compressor#2176, Model-Optimizer#20, vllm PR#11906, sglang#25790: scales are of the values, in pages too; what a
     prefill sees is what a decode sees, as it is stored."""
     config, params = CONFIGS[name], params_of(name)
-    small = serve.quantize(tree.map(torch.Tensor.float, params), config)
+    small = serve.quantize(given := tree.map(torch.Tensor.float, params), config)
     tree.check(small, serve.specs(config, int8=True), config.sizes | {"I": 1, "J": 1}, ONE)
     query = small["layers"]["W_DQ" if config.latent else "W_Q"]
     assert query["scale"].shape == (len(query["q"]), 1, *query["q"].shape[2:])
+    assert (query["q"].abs().amax(1) == 127).all()
     kept = restored(small)
-    for near, leaf in zip(tree.leaves(kept), tree.leaves(params), strict=True):
-        assert (near - leaf).abs().max() <= leaf.abs().max() / 254 * 1.001
+    for near, above, leaf in zip(*map(tree.leaves, (kept, restored(small, 0.5), given)), strict=True):
+        assert ((near - leaf).abs() <= (above - near) * (1 + 1e-4)).all()
     close(served(name, small)[0], served(name, kept)[0], 1e-5)
 
     (_, exact), (logits, cache) = served(name, params), served(name, params, **INT8)

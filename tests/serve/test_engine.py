@@ -218,15 +218,9 @@ def test_random_traces(groups, count):
         assert total[what] > 3, (what, total)
 
 
-def arrived(options: Options, *requests: tuple):
-    """After the first step of requests (prompt, new tokens), whose ids are 0, 1, ..."""
-    return step(initial(options), [Arrive(Request(i, *request)) for i, request in enumerate(requests)])
-
-
-POLICIES = [("static", 7, 7, 1), ("interleaved", 3, 8, 42), ("chunked", 2, 6, 8)]
-
-
-@pytest.mark.parametrize(("policy", "first", "seconds", "gap"), POLICIES)
+@pytest.mark.parametrize(
+    ("policy", "first", "seconds", "gap"), [("static", 7, 7, 1), ("interleaved", 3, 8, 42), ("chunked", 2, 6, 8)]
+)
 def test_policies_differ_in_when_they_admit(policy, first, seconds, gap):
     """Two short requests and a long one, two slots: when the third has its first token, and when all is over.
 
@@ -265,16 +259,18 @@ def test_least_lately_used_is_evicted_first():
 
 
 def test_a_request_goes_to_the_group_that_has_its_prefix_and_else_where_the_fewest_are():
-    state, actions = arrived(Options(pages=4, page=1, slots=6, groups=2), *(((i, i), 1) for i in range(3)))
+    """And a group without pages preempts its own youngest, not the one of the other group, though that is younger."""
+    start, arrivals = (
+        initial(Options(pages=4, page=1, slots=6, groups=2)),
+        [Arrive(Request(i, (i, i), 1)) for i in range(3)],
+    )
+    state, actions = step(start, arrivals)
     assert [(work.id, work.group) for work in actions[-1].works] == [(0, 0), (1, 1), (2, 0)]
     state, _ = step(state, [Done("engine", dict.fromkeys(range(3), (9,)))])
     state, actions = step(state, [Arrive(Request(7, (1, 5), 1))])
     assert (state.live[7].group, actions[0]) == (1, Admit(7, 1))
 
-
-def test_a_group_without_pages_preempts_its_own_youngest():
-    """Not the one of the other group, though that is younger."""
-    options = Options(pages=2, page=2, slots=4, groups=2, prefix=False)
-    state, _ = arrived(options, ((1, 1), 2), ((2,), 2), ((3,), 2), ((4,), 2))
+    start = initial(Options(pages=2, page=2, slots=4, groups=2, prefix=False))
+    state, _ = step(start, [Arrive(Request(i, prompt, 2)) for i, prompt in enumerate([(1, 1), (2,), (3,), (4,)])])
     _, actions = step(state, [Done("engine", dict.fromkeys(range(4), (9,)))])
     assert [action.id for action in actions if isinstance(action, Preempt)] == [2]
