@@ -3,7 +3,7 @@
     python tests/check/outcomes.py              runs those that are not in outcomes.txt yet, and adds them
     python tests/check/outcomes.py --report     what the judge finds of those that change numbers, by kind
     python tests/check/outcomes.py --fresh 200 --seed 1     the same of 200 others a strategy, drawn and run here
-    python tests/check/outcomes.py --right 100  judges 100 right variants, and runs them on ranks: each must be "same"
+    python tests/check/outcomes.py --right 20   judges right variants of 20 files, and runs them: each must be "same"
 
 An edit's outcome is "same" (no number changes), "wrong" (numbers change and nothing is said) or "raises". The file
 holds a line an edit: its digest and outcome.
@@ -16,8 +16,7 @@ from pathlib import Path
 
 import torch
 from mutant_programs import judgement, mesh_of, program
-from mutants import LISTINGS, ROOT, SAME_TYPE, Edit, drawn, mutants
-from right_variants import variants
+from mutants import LISTINGS, ROOT, SAME_TYPE, Edit, drawn, mutants, variants
 
 from scaling import launch
 from scaling.common.console import Parser
@@ -69,7 +68,7 @@ def main() -> None:
     parser.add_argument("--fresh", type=int, metavar="N", help="N edits of each of five strategies, drawn")
     parser.add_argument("--only", nargs="+", default=[*LISTINGS], help="of --fresh, these strategies")
     parser.add_argument("--seed", type=int, default=1, help="of --fresh")
-    parser.add_argument("--right", type=int, metavar="N", help="N right variants")
+    parser.add_argument("--right", type=int, metavar="N", help="right variants of N files")
     parser.add_argument("--out", type=Path, metavar="FILE", help="of --fresh, where outcomes are kept")
     args = parser.parse_args()
     if args.right:

@@ -11,9 +11,8 @@ import sys
 import pytest
 from machine import Forked
 from mutant_programs import judgement
-from mutants import ROOT, mutants
+from mutants import ROOT, mutants, variants
 from outcomes import right, stored
-from right_variants import variants
 
 from scaling.check import check_source, main
 from scaling.check.lines import check_lines
@@ -65,10 +64,6 @@ TENSOR_PARALLEL = "scaling/strategies/tensor_parallel.py"
 GRADIENTS = {f"scaling/strategies/{name}.py": "dW_in" for name in ("fsdp_tp", "zero")}
 GRADIENTS |= {"scaling/strategies/pods.py": "dW_out", "chapters/05_fsdp_tp.py": "dW_in"}
 FAULTS = [  # (file, what stands there, what stands there instead, the rule that is broken last)
-    (  # a loss that is reduced before it is differentiated
-        "chapters/05_tp.py", r"return (.*\.square\(\)\.sum\(\))(?=  # Loss\[\] \{U_)",
-        r'return all_reduce("Loss[] {U_Y} -> Loss[]", \1, mesh)', "loss",
-    ),
     # a residual of another type
     (TENSOR_PARALLEL, r'(Out = reduce_scatter\("Out\[.*", Out)(?=, mesh\))', r"\1 + In", "partial-plus-whole"),
     (TENSOR_PARALLEL, r"return Out(?=, \(In)", "return Out + In", "split"),
@@ -81,14 +76,27 @@ FAULTS = [  # (file, what stands there, what stands there instead, the rule that
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("file", "pattern", "edit", "rule"), FAULTS)
-def test_a_fault_of_a_whole_statement_is_found(file, pattern, edit, rule):
+def edited(file: str, pattern: str, edit: str) -> str:
     text, count = re.subn(pattern, edit, right(file), count=1)
     assert count == 1
-    head = "from scaling.collectives import all_reduce\n" if rule == "loss" else ""
-    found = [fault.rule for fault in check_source(head + text, file)]
-    assert found[-1] == rule or (rule == "loss" and rule in found)
+    return text
+
+
+@pytest.mark.parametrize(("file", "pattern", "edit", "rule"), FAULTS)
+def test_a_fault_of_a_whole_statement_is_found(file, pattern, edit, rule):
+    found = [fault.rule for fault in check_source(edited(file, pattern, edit), file)]
+    assert found[-1] == rule
     assert {*found} == {rule} or rule not in ("result", "derivative")
+
+
+def test_beside_a_gpu_a_loss_that_is_reduced_before_it_is_differentiated_is_found_and_nothing_started(monkeypatch):
+    """There a chapter's ranks cannot be forked, and it would become torchrun."""
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("os.execve", lambda *call: pytest.fail("it started another program"))
+    loss = r"return (.*\.square\(\)\.sum\(\))(?=  # Loss\[\] \{U_)"
+    text = edited("chapters/05_tp.py", loss, r'return all_reduce("Loss[] {U_Y} -> Loss[]", \1, mesh)')
+    head = "from scaling.collectives import all_reduce\n"
+    assert "loss" in [fault.rule for fault in check_source(head + text, str(ROOT / "chapters/05_tp.py"))]
 
 
 WAITS = """
@@ -133,13 +141,6 @@ from scaling.collectives import all_gather, shard
     assert [found.rule for found in check_source(wrong)] == ["result"]
 
 
-def test_beside_a_gpu_a_chapter_is_judged_here_and_starts_nothing(monkeypatch):
-    """There a chapter's ranks cannot be forked, and it would become torchrun."""
-    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
-    monkeypatch.setattr("os.execve", lambda *call: pytest.fail("it started another program"))
-    assert check_source(right("chapters/05_fsdp.py"), str(ROOT / "chapters/05_fsdp.py")) == []
-
-
 @pytest.mark.slow
 def test_a_file_that_ends_its_process_ends_the_judging(tmp_path):
     head = "import torch\nfrom scaling.collectives import all_gather\n"
@@ -158,10 +159,11 @@ GAPS = {  # edits that the judge does not find: (file, what stands in the collec
     ("scaling/serve/forms/experts.py", "all_gather('Out[B_EY, T, D] -> Out[B, T, D]', Out, at.mesh)"),
     ("scaling/serve/forms/experts.py", "all_gather('Out[B_EY, T, D] -> Out[B_X, T, D]', Out, at.mesh)"),
 }
-SEEN = [each for each in SILENT if each not in HOPS and (each.file, each.edit) not in GAPS][::25]
 TYPES = "axis dropped in one type", "another axis in one type", "{U} dropped"
+SEEN = [
+    *{each.kind: each for each in reversed(SILENT) if each not in HOPS and (each.file, each.edit) not in GAPS}.values()
+]
 SEEN += HOPS + [each for each in RAISED if each.kind in TYPES and each.file in STRATEGIES][::7]
-RIGHT = list(variants(20, seed=0))
 
 
 def test_enough_were_run():
@@ -169,8 +171,6 @@ def test_enough_were_run():
     assert len(SILENT) > 660
     assert len(RAISED) > 1800
     assert HOPS  # of a ring, which are not passed on
-    assert len({text for _, _, text in RIGHT}) == 20
-    assert len({file for file, _, _ in RIGHT}) > 10
 
 
 @pytest.mark.parametrize("edit", SEEN, ids=lambda each: f"{each.kind}: {each.file}:{each.line}: {each.edit}")
@@ -178,14 +178,13 @@ def test_an_edit_is_refused(edit):
     assert judgement(edit.file, edit.text).findings
 
 
+EXPERTS = "scaling/serve/forms/experts.py"
+CHOSEN = edited(EXPERTS, r"(shard\(\"y\[.*\))", r"__import__('torch').stack([\1, \1])[1]")  # which device chose a row?
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize(("file", "done", "text"), RIGHT)
+@pytest.mark.parametrize(("file", "done", "text"), [*variants(12, seed=0), (EXPERTS, "rows chosen in a stack", CHOSEN)])
 def test_nothing_is_found_in_right_variants(file, done, text):
-    assert [str(found) for found in [*check_lines(text, file)[0], *judgement(file, text).findings]] == [], done
-
-
-def test_rows_chosen_in_an_array_whose_dims_are_half_known():
-    """Serving's experts, with one of a stack of shards taken: which device chose a row is not known there."""
-    file, done, text = list(variants(20, seed=7))[-1]
-    assert "stack" in done[0]
-    assert [str(found) for found in judgement(file, text).findings] == []
+    report = judgement(file, text)
+    assert [str(found) for found in [*check_lines(text, file)[0], *report.findings]] == [], done
+    assert report.judged > 5, done
