@@ -2,6 +2,7 @@
 
     python tests/sweeps/fuzz.py ranks [--cases 3000] [--seed 0] [--mesh X=2,Y=2]
     python tests/sweeps/fuzz.py alone [--cases 150] [--seed 0] [--mesh X=2,Y=2]
+    python tests/sweeps/fuzz.py deaths [--cases 1000] [--seed 0] [--mesh X=2,Y=2] [--limit 0.5]
 
 Each case draws a program of some different calls: collectives, reshards, a ring, messages, ragged rows, strategies, a
 pipeline, a Transformer's step, an update, a checkpoint, a mesh. One rank differs from the others in one thing: shape,
@@ -14,13 +15,24 @@ the same types: so a program has no two of one kind, and params are drawn alike 
 - no rank does, and the numbers are those of one device.
 
 A hang, an error of the transport, and a wrong number are findings; the sweep then exits with 1. Ranks are kept from
-case to case, as in a notebook; `alone` makes each case a run by itself, with messages and ranks that exit as well.
-Meshes are checked.
+case to case, as in a notebook; `alone` makes each case a run by itself, with messages and ranks that die as well: that
+exit, are killed by a signal, or run out of memory (RLIMIT_AS), while the others go on, compute, sleep or spin. `deaths`
+has these alone, between calls that are soon made. A death that was missed, blamed on another rank, or noticed by
+`launch.run` later than `--limit` seconds is a finding: times the load of each core where that is above 1, as on a busy
+machine who dies, who notices and who is ended all wait for their turn. Meshes are checked.
 """
 
+import ctypes
+import faulthandler
 import math
+import mmap
 import os
 import re
+import resource
+import signal
+import statistics
+import struct
+import sys
 import tempfile
 import time
 import warnings
@@ -40,43 +52,107 @@ from scaling.mesh.meeting import meeting
 
 TIMEOUT, SOON = 20.0, 12.0  # of a collective; seconds after which an error comes late
 DEAD = (1 << 22) + 1  # no process has this number: Linux stops at 1 << 22
-ENDS = {"raises": KeyError("boom"), "exits": SystemExit(3)}
-ORDERS = ["exchanged", "left out", "twice", "ends early", "raises", "exits"]
+SIGNALS = [signal.SIGKILL, signal.SIGTERM, signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS, signal.SIGFPE, signal.SIGXCPU]
+CLOCK = mmap.mmap(-1, 8)  # when a rank died, which the process that forked it reads
+
+
+def raises(draw):
+    raise KeyError("boom")
+
+
+def is_killed(draw):
+    how = draw.choice(SIGNALS)
+    if how != signal.SIGKILL:
+        signal.signal(how, signal.SIG_DFL)
+    os.kill(os.getpid(), how)
+    time.sleep(60)
+
+
+def runs_out_of_memory(draw):
+    used = int(Path("/proc/self/statm").read_text().split()[0]) * mmap.PAGESIZE
+    resource.setrlimit(resource.RLIMIT_AS, (used + (draw.choice([1, 16, 256]) << 20),) * 2)
+    held, size = [], draw.choice([1 << 12, 1 << 18, 1 << 22])
+    make = draw.choice([lambda: bytearray(size), lambda: torch.ones(size // 4), lambda: [None] * (size // 8)])
+    try:
+        while True:
+            held.append(make())
+    finally:
+        stamp()
+
+
+def stamp():
+    CLOCK[:] = struct.pack("d", time.monotonic())
+
+
+def dead_by(how):
+    """An act that ends its rank: now and then later, while the others may be waiting for it."""
+
+    def death(draw):
+        time.sleep(draw.choice([0, 0, 0.01, 0.1]) * draw.random())
+        faulthandler.disable()
+        stamp()
+        how(draw)
+
+    return death
+
+
+DEATHS = {
+    "exit": dead_by(lambda draw: os._exit(draw.choice([0, 1, 3, 77, 255]))),
+    "sys.exit": dead_by(lambda draw: sys.exit(draw.choice([0, 1, 3, "words"]))),
+    "signal": dead_by(is_killed),
+    "segfault": dead_by(lambda draw: ctypes.string_at(0)),
+    "memory": dead_by(runs_out_of_memory),
+}
+OTHERS = {
+    "compute": lambda draw: any((torch.ones(50, 50) @ torch.ones(50, 50)).sum() < 0 for _ in iter(int, 1)),
+    "sleep": lambda draw: time.sleep(60),
+    "spin": lambda draw: any(None for _ in iter(int, 1)),
+}
+ORDERS = ["exchanged", "left out", "twice", "ends early", "raises"]
+ENDS = {"raises": raises} | DEATHS | OTHERS
 
 
 class Case(NamedTuple):
-    """`program`: the acts' names and seeds; rank `odd` does `twist` to act `at`."""
+    """`program`: the acts' names and seeds; rank `odd` does `twist` to act `at`, and the others do what is in OTHERS
+    where it dies."""
 
     program: list[tuple[str, int]]
     odd: int
     at: int
     twist: str
+    others: str = ""
 
     @staticmethod
-    def drawn(seed, number: int, world: int, alone: bool = False) -> "Case":
-        draw = Draw(f"{seed} {number}")
-        names = [name for name in ON_RANKS if alone or not ON_RANKS[name].messages]
+    def drawn(how: str, seed: int, number: int, world: int) -> "Case":
+        draw = Draw(f"{seed} {number}" if how == "ranks" else f"{how} {seed} {number}")
+        names = [name for name in ON_RANKS if how != "ranks" or not ON_RANKS[name].messages]
+        if how == "deaths":
+            names = ["collective", "reshard", "ragged"]
         program = [(name, draw.randrange(1 << 30)) for name in draw.sample(names, draw.randrange(1, 4))]
         at = draw.randrange(len(program))
-        twists = [*ON_RANKS[program[at][0]].twists] * 2 + ["nothing"] + ORDERS[: 6 if alone else 5]
-        return Case(program, draw.randrange(world), at, draw.choice(twists))
+        twists = [*ON_RANKS[program[at][0]].twists] * 2 + ["nothing", *ORDERS] if how != "deaths" else []
+        twists += [*DEATHS] if how != "ranks" else []
+        case = Case(program, draw.randrange(world), at, draw.choice(twists))
+        return case._replace(others=draw.choice(["", *OTHERS])) if case.twist in DEATHS else case
 
     def __str__(self) -> str:
-        return f"{[name for name, _ in self.program]}, rank {self.odd} has call {self.at}: {self.twist}"
+        meanwhile = f", others {self.others or 'go on'}" if self.twist in DEATHS else ""
+        return f"{[name for name, _ in self.program]}, rank {self.odd} has call {self.at}: {self.twist}{meanwhile}"
 
     def own(self, rank: int) -> list[tuple[str, int, str]]:
         """(act, seed, twist) of this rank's program."""
         calls = [(name, seed, "") for name, seed in self.program]
+        before, here, rest = calls[: self.at], calls[self.at], calls[self.at + 1 :]
+        if rank != self.odd and self.others:
+            return [*before, (self.others, 0, "")]
         if rank != self.odd or self.twist == "nothing":
             return calls
-        before, here, rest = calls[: self.at], calls[self.at], calls[self.at + 1 :]
         changed = {
             "exchanged": [*rest[:1], here, *rest[1:]],
             "left out": rest,
             "twice": [here, here, *rest],
             "ends early": [],
-            "raises": [("raises", 0, "")],
-            "exits": [("exits", 0, "")],
+            **{name: [(name, here[1], "")] for name in ENDS},
         }
         return before + changed.get(self.twist, [(*here[:2], self.twist), *rest])
 
@@ -84,9 +160,11 @@ class Case(NamedTuple):
 def made(mesh, case: Case, folder: str) -> None:
     """This rank's part of the case; Wrong for a wrong number."""
     for name, seed, twist in case.own(mesh.rank):
+        draw = Draw.on(mesh, f"{folder}/{seed}", seed)
         if name in ENDS:
-            raise ENDS[name]
-        twisted(Draw.on(mesh, f"{folder}/{seed}", seed), name, ON_RANKS[name], twist)
+            ENDS[name](draw)
+        else:
+            twisted(draw, name, ON_RANKS[name], twist)
     end_alike(mesh)
 
 
@@ -141,7 +219,7 @@ def many(mesh, seed: int, first: int, cases: int, reached: Path) -> tuple[int, C
         if mesh.rank == 0:
             reached.write_text(str(number))
         with tempfile.TemporaryDirectory() as mine:
-            case = Case.drawn(seed, number, mesh.size())
+            case = Case.drawn("ranks", seed, number, mesh.size())
             shared, told = [mine], [None] * mesh.size()
             dist.broadcast_object_list(shared, 0, group=control)
             dist.all_gather_object(told, tell(mesh, case, shared[0]), group=control)
@@ -164,7 +242,7 @@ def sweep(sizes, cases: int, seed: int) -> tuple[Counter, list[str]]:
                 number, more, found = run(many, sizes, seed, number, cases, reached, timeout=TIMEOUT)[0]
             except RankError as error:
                 at = int(reached.read_text())
-                case = Case.drawn(seed, at, math.prod(sizes.values()))
+                case = Case.drawn("ranks", seed, at, math.prod(sizes.values()))
                 number, more, found = at + 1, Counter(), [f"case {at}, {case}: {error}"]
             outcomes += more
             findings += found
@@ -172,24 +250,39 @@ def sweep(sizes, cases: int, seed: int) -> tuple[Counter, list[str]]:
     return outcomes, findings
 
 
-def alone(sizes, cases: int, seed: int) -> tuple[Counter, list[str]]:
+def alone(how: str, sizes, cases: int, seed: int, limit: float) -> tuple[Counter, list[str]]:
     """The same, each case a run by itself."""
-    outcomes, findings = Counter(), []
+    outcomes, findings, took = Counter(), [], []
+    torch.set_num_threads(1)
     for number in range(cases):
-        case, began, text = Case.drawn(f"alone {seed}", number, math.prod(sizes.values()), True), time.monotonic(), ""
+        case, began, text = Case.drawn(how, seed, number, math.prod(sizes.values())), time.monotonic(), ""
         with tempfile.TemporaryDirectory() as folder:
             try:
                 run(made, sizes, case, folder, timeout=TIMEOUT)
             except RankError as error:
                 text = str(error)
-        outcomes["RankError" if text else "right"] += 1
-        seconds = time.monotonic() - began
-        named = f"rank {case.odd} of" if case.twist in ENDS else "rank "
-        in_time = (seconds < SOON + 5 and "Timed out" not in text) or re.search("Timed out: (Send|Recv)", text)
-        if text and not (named in text and "Wrong" not in text and re.search(SAYS, text) and in_time):
-            findings.append(f"case {number}, {case}, {seconds:.1f} s: {text}")
+        now = time.monotonic()
+        if case.twist in DEATHS:
+            seconds = now - struct.unpack("d", CLOCK)[0]
+            took.append(seconds)
+            right = text.startswith(f"rank {case.odd} of ") and seconds <= limit * load()
+        else:
+            seconds = now - began
+            named = f"rank {case.odd} of" if case.twist in ENDS else "rank "
+            in_time = (seconds < SOON + 5 and "Timed out" not in text) or re.search("Timed out: (Send|Recv)", text)
+            right = not text or (named in text and "Wrong" not in text and re.search(SAYS, text) and in_time)
+        outcomes[f"{case.twist}, others {case.others or 'go on'}" if how == "deaths" else str(bool(text))] += 1
+        if not right:
+            findings.append(f"case {number}, {case}, {seconds:.2f} s at load {load():.1f} a core: {text[:2000]}")
             print(findings[-1], flush=True)
+    if took:
+        print(f"{len(took)} deaths, known after {statistics.median(took):.3f} s in the median, {max(took):.3f} at most")
     return outcomes, findings
+
+
+def load() -> float:
+    """The processes that wait for each core, where that is more than one."""
+    return max(1.0, os.getloadavg()[0] / (os.cpu_count() or 1))
 
 
 SAYS = r"fix:|rule:|: use |: make |boom|exit code|SystemExit|has ended|wait for each"

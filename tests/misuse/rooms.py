@@ -15,8 +15,8 @@ import tempfile
 from collections import Counter
 
 import torch
-from misuse import acts, plain, steps
 from misuse import entries as c
+from misuse import plain, steps
 from misuse.draw import Draw
 from misuse.entries import Entry, Kind, called, tried
 from misuse.steps import tensors
@@ -91,7 +91,7 @@ def squared(mesh, x, line):
     return x @ x.T
 
 
-ENTRIES = acts.ENTRIES | steps.ENTRIES | {
+ENTRIES = steps.ENTRIES | {
     "loss": Entry(
         lambda draw: {"params": PARAMS, "tokens": tokens(draw, 2, 4), "weights": draw.normal(2, 3).abs()},
         lambda params, tokens, weights: model.loss(params, tokens, config=SMALL, weights=weights),

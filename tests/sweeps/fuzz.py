@@ -4,10 +4,10 @@
     python tests/sweeps/fuzz.py rooms [--cases 10000] [--seed 0]                     the rooms above them
     python tests/sweeps/fuzz.py ranks [--cases 3000] [--mesh X=2,Y=2]    one rank does another thing
     python tests/sweeps/fuzz.py alone [--cases 150] [--mesh X=2,Y=2]     and each case is a run by itself
-    python tests/sweeps/fuzz.py deaths [--cases 1000] [--limit 0.5]      one rank dies
+    python tests/sweeps/fuzz.py deaths [--cases 1000] [--limit 0.5]      one dies, and it is known soon
     python tests/sweeps/fuzz.py commands [--cases 2500] [--only train,show] [--each] [--show]    the command line
 
-What is drawn, and when a case ends well, stands in misuse/typed.py, rooms.py, ranks.py, deaths.py and commands.py.
+What is drawn, and when a case ends well, stands in misuse/typed.py, rooms.py, ranks.py and commands.py.
 Exits with 1 if a case does not.
 """
 
@@ -17,7 +17,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from misuse import commands, deaths, ranks, rooms, typed
+from misuse import commands, ranks, rooms, typed
 
 from scaling import launch
 from scaling.common.console import Parser, integer
@@ -37,8 +37,8 @@ WHAT = {  # (cases, run)
     "calls": (10_000, on_ranks),
     "rooms": (10_000, lambda args: rooms.spoiled("", args.cases, args.seed)),
     "ranks": (3000, lambda args: ranks.sweep(args.mesh, args.cases, args.seed)),
-    "alone": (150, lambda args: ranks.alone(args.mesh, args.cases, args.seed)),
-    "deaths": (1000, lambda args: deaths.run_all(args.cases, args.seed, args.limit)),
+    "alone": (150, lambda args: ranks.alone("alone", args.mesh, args.cases, args.seed, args.limit)),
+    "deaths": (1000, lambda args: ranks.alone("deaths", args.mesh, args.cases, args.seed, args.limit)),
     "commands": (2500, command_line),
 }
 
@@ -49,8 +49,8 @@ def main() -> int:
     parser.add_argument("what", choices=WHAT)
     parser.add_argument("--cases", type=integer(1), help="about how many")
     parser.add_argument("--seed", type=integer(), default=0, help="of what is drawn (default 0)")
-    parser.add_argument("--mesh", default="X=2,Y=2", help="of calls, ranks and alone (default X=2,Y=2)")
-    parser.add_argument("--limit", type=float, default=0.5, help="of deaths: seconds until known (default 0.5)")
+    parser.add_argument("--mesh", default="X=2,Y=2", help="of ranks (default X=2,Y=2)")
+    parser.add_argument("--limit", type=float, default=0.5, help="seconds until a death is known (default 0.5)")
     parser.add_argument("--only", default="", help="commands and chapters that begin with one of these, by commas")
     parser.add_argument("--each", action="store_true", help="one case for each option alone, instead of draws")
     parser.add_argument("--show", action="store_true", help="print each command and what was said, to be read")

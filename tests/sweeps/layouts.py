@@ -15,6 +15,7 @@ import math
 import random
 import sys
 import time
+from collections.abc import Callable
 from itertools import combinations
 from pathlib import Path
 
@@ -32,6 +33,7 @@ from scaling.spec.sizes import parse_mesh
 from scaling.strategies import transformer
 from scaling.strategies.axes import present
 
+LIMIT = 0.05  # of the gradients' norm
 LIMITS = {"loss": 1e-11, "norm": 1e-11, "grads": 1e-11, "params": 1e-9}
 PLAIN = Config("plain", 2, 16, 24, 4, 2, 8, 32)
 MODELS = {
@@ -43,8 +45,11 @@ MODELS = {
     "experts": PLAIN.with_(E=4, k=2, aux_coef=0.1, z_coef=0.01, shared=1),
     "sigmoid": PLAIN.with_(E=6, k=3, aux_coef=0.1, routing="sigmoid", routed_scale=2.5, K=4, qk_norm=True),
 }
-LARGER = ["Z=2,C=2,Y=2", "X=2,C=2,Y=2", "Z=2,X=2,Y=2", "X=2,E=2,Y=2", "Z=2,X=2,C=2,Y=2"]
 AXES = "PZXCYE"
+LARGER = ["Z=2,C=2,Y=2", "X=2,C=2,Y=2", "Z=2,X=2,Y=2", "X=2,E=2,Y=2", "Z=2,X=2,C=2,Y=2"]
+MESHES = [*({axis: size} for axis in AXES for size in (2, 4)), *({a: 2, b: 2} for a, b in combinations(AXES, 2))]
+MESHES += map(parse_mesh, LARGER)
+HEADS = (4, 2), (6, 3), (6, 1), (12, 4)
 CHOICES = {
     "microbatches": (2,),
     "remat": ("none", "block"),
@@ -56,13 +61,6 @@ CHOICES = {
     "packed": (False, True),
     "weighted": (False, True),
 }
-
-
-def meshes():
-    """The matrix: each axis alone, by two and by four, all pairs, the triples, sixteen ranks."""
-    yield from ({axis: size} for axis in AXES for size in (2, 4))
-    yield from ({a: 2, b: 2} for a, b in combinations(AXES, 2))
-    yield from map(parse_mesh, LARGER)
 
 
 def models_of(sizes: dict) -> list[str]:
@@ -98,7 +96,7 @@ def cases(drawn: int, seed: int):
         options = {key: draw.choice(values) for key, values in CHOICES.items()}
         return f"{what}{name} {sizes}", sizes, *fitting(name, config, sizes, options)
 
-    for i, sizes in enumerate(meshes()):
+    for i, sizes in enumerate(MESHES):
         names = models_of(sizes)
         for name in (names[i % len(names)], names[(i + 1) % len(names)]):
             yield case("", name, MODELS[name], sizes)
@@ -110,9 +108,6 @@ def cases(drawn: int, seed: int):
         name, H, (N, K) = draw.choice(models_of(sizes)), draw.choice((4, 6, 8)), draw.choice(HEADS)
         config = MODELS[name].with_(D=draw.choice((8, 12, 20)), F=draw.choice((10, 16)), H=H, N=N, K=K)
         yield case(f"drawn {seed}.{i} ", name, config, sizes)
-
-
-HEADS = (4, 2), (6, 3), (6, 1), (12, 4)
 
 
 def batches(config: Config, sizes: dict, options: dict) -> list[tuple[Tensor, ...]]:
@@ -144,87 +139,84 @@ def start(config: Config):
     return tree.map(lambda W: W + 0.1 * torch.randn(W.shape, generator=g, dtype=W.dtype), params)
 
 
+def trained(params, steps, loss_and_grads: Callable, clipped: Callable, whole: Callable, **where) -> dict:
+    """Of steps of AdamW by `loss_and_grads` and `clipped`: losses, norms, gradients; and the params after them."""
+    adamw, found = optim.adamw(0.01), {"loss": [], "norm": [], "grads": []}
+    state = adamw.init(params)
+    for batch in steps:
+        loss, grads = loss_and_grads(params, *batch)
+        scaled, norm = clipped(grads)
+        for key, x in zip(found, (loss, norm, whole(grads)), strict=True):
+            found[key].append(x)
+        params, state = adamw.update(scaled, state, params, **where)
+    return found | {"params": whole(params)}
+
+
 def one_device(config: Config, sizes: dict, options: dict) -> dict:
     """Three steps by microbatches: those of all parts of the batch together."""
-    params, adamw, M = start(config), optim.adamw(0.01), options["microbatches"]
-    state, found = adamw.init(params), {"loss": [], "norm": [], "grads": []}
-    for tokens, targets, weights, segments in batches(config, sizes, options):
+    M, smoothing = options["microbatches"], options["label_smoothing"]
+
+    def loss_and_grads(params, tokens, targets, weights, segments):
         w = (weights if options["weighted"] else 1) * (targets != -100).double()
 
-        def loss(params, tokens=tokens, targets=targets, segments=segments, w=w):
+        def loss(params):
             total, rows = 0, torch.arange(len(tokens)).view(parts(sizes), M, -1)
             for some in (rows[:, m].flatten() for m in range(M)):
                 given = segments[some] if options["packed"] else None
                 logits, extra = model._forward(params, tokens[some], "none", model.sdpa, config, given)
                 flat = logits.flatten(0, 1)
-                smoothing = options["label_smoothing"]
                 ce = F.cross_entropy(flat, targets[some].flatten(), reduction="none", label_smoothing=smoothing)
                 ce = ce + options["z_loss"] * flat.logsumexp(-1).square()
                 total = total + (w[some].flatten() * ce).sum() / w.sum() + extra / M
             return total
 
-        grads, value = grad_and_value(loss)(params)
+        return grad_and_value(loss)(params)[::-1]
+
+    def clipped(grads):
         norm = torch.cat([g.flatten() for g in tree.leaves(grads)]).norm()
         assert norm > LIMIT, "clipping must bite"
-        scale = (LIMIT / (norm + 1e-6)).clamp(max=1)
-        for key, x in (("loss", value), ("norm", norm), ("grads", grads)):
-            found[key].append(x)
-        params, state = adamw.update(tree.map(lambda g, scale=scale: g * scale, grads), state, params)
-    return found | {"params": [params]}
+        return tree.map(lambda g: g * LIMIT / (norm + 1e-6), grads), norm
 
-
-LIMIT = 0.05  # of the gradients' norm
+    return trained(start(config), batches(config, sizes, options), loss_and_grads, clipped, lambda whole: whole)
 
 
 def on_mesh(mesh, config: Config, sizes: dict, options: dict, wanted: dict, backend: str) -> dict:
     """The largest errors of this rank, by kind, and where."""
     layout = {key: options[key] for key in ("schedule", "zero") if key in options}
     types = transformer.specs(config, mesh, **layout)
-    params, adamw = transformer.shard(start(config), config, mesh, **layout), optim.adamw(0.01)
-    state, found = adamw.init(params), {"loss": [], "norm": [], "grads": []}
     given = {key: value for key, value in options.items() if key not in ("packed", "weighted")}
 
-    def loss_and_grads(params, tokens, targets, extra):
+    def loss_and_grads(params, tokens, targets, weights, segments):
+        extra = {"weights": weights} if options["weighted"] else {}
+        extra |= {"segments": segments} if options["packed"] else {}
         return transformer.loss_and_grads(params, tokens, targets, config, mesh, **given, **extra)
 
-    compiled = torch.compile(loss_and_grads, backend=backend, fullgraph=True, dynamic=False) if backend else None
-    for batch in batches(config, sizes, options):
-        local = [tree.shard(x, str(present("t[B_PXE, T_C]", mesh)), mesh) for x in batch]
-        extra = {"weights": local[2]} if options["weighted"] else {}
-        extra |= {"segments": local[3]} if options["packed"] else {}
-        loss, grads = (compiled or loss_and_grads)(params, *local[:2], extra)
-        clipped, norm = optim.clip_by_global_norm(grads, types, mesh, LIMIT)
-        for key, x in (("loss", loss), ("norm", norm), ("grads", transformer.unshard(grads, config, mesh, **layout))):
-            found[key].append(x)
-        params, state = adamw.update(clipped, state, params, specs=types, mesh=mesh)
-    return errors(found | {"params": [transformer.unshard(params, config, mesh, **layout)]}, wanted)
+    def whole(x):
+        return transformer.unshard(x, config, mesh, **layout)
+
+    def clipped(grads):
+        return optim.clip_by_global_norm(grads, types, mesh, LIMIT)
+
+    if backend:
+        loss_and_grads = torch.compile(loss_and_grads, backend=backend, fullgraph=True, dynamic=False)
+    rows = [tree.shard(x, [str(present("t[B_PXE, T_C]", mesh))] * 4, mesh) for x in batches(config, sizes, options)]
+    params = transformer.shard(start(config), config, mesh, **layout)
+    found = trained(params, rows, loss_and_grads, clipped, whole, specs=types, mesh=mesh)
+    return {key: largest(found[key], wanted[key]) for key in LIMITS}
 
 
-def errors(found: dict, wanted: dict) -> dict:
-    """(the largest error, relative to its leaf's maximum; its leaf) of each kind."""
-    each = {key: [] for key in found}
-    for key, steps in found.items():
-        for ours, theirs in zip(map(named, steps), map(named, wanted[key]), strict=True):
-            for where, b in theirs.items():
-                error = ((ours[where] - b).abs().max() / b.abs().max().clamp(min=1e-30)).item()
-                each[key].append((error, where))
-    return {key: worst(some) for key, some in each.items()}
-
-
-def named(x) -> dict[str, Tensor]:
-    return tree.named_leaves({"": x})
-
-
-def worst(some):
-    """The greatest (error, where); a NaN is greater than all numbers."""
-    return max(some, key=lambda each: (math.isnan(each[0]), each))
+def largest(found, wanted) -> tuple[float, str]:
+    """(the largest error, relative to its leaf's maximum; where): of a NaN infinity."""
+    leaves = zip(tree.named_leaves(found).items(), tree.leaves(wanted), strict=True)
+    off = [((a - b).abs().max() / b.abs().max().clamp(min=1e-30), where) for (where, a), b in leaves]
+    return max((error.nan_to_num(math.inf).item(), where) for error, where in off)
 
 
 def outcome(sizes: dict, config: Config, options: dict, backend: str) -> dict:
     try:
         wanted = one_device(config, sizes, options)
         ranks = launch.run(on_mesh, sizes, config, sizes, options, wanted, backend)
-        most = {key: worst(rank[key] for rank in ranks) for key in LIMITS}
+        most = {key: max(rank[key] for rank in ranks) for key in LIMITS}
         return most | {"ok": all(most[key][0] <= limit for key, limit in LIMITS.items())}
     except Exception as error:
         return {"ok": False, "error": f"{type(error).__name__}: {error}"[-2000:]}
@@ -249,7 +241,7 @@ def main() -> int:
         found = outcome(sizes, config, options, args.compile)
         rows.add({"case": name, "options": options} | found | {"seconds": round(time.time() - began, 1)})
         print(f"{'ok' if found['ok'] else 'FAILED':7}{name}", flush=True)
-    most = {key: worst([row[key] for row in rows if key in row] or [(0.0, "")])[0] for key in LIMITS}
+    most = {key: max((row[key][0] for row in rows if key in row), default=0.0) for key in LIMITS}
     failed = sum(not row["ok"] for row in rows)
     print(f"{len(rows)} cases, {failed} failed; worst: " + ", ".join(f"{k} {v:.1e}" for k, v in most.items()))
     return 1 if failed else 0
