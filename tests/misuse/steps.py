@@ -45,7 +45,7 @@ def right(kinds: list[str], size: int):
 
 def collected(mesh, kind, line, x, more, options, shape, dropped=False, inference=False):
     with torch.inference_mode(inference):
-        found = getattr(c, kind)(line, x, mesh, *more, **options)
+        found = getattr(collectives, kind)(line, x, mesh, *more, **options)
         return None if dropped else collectives.wait(found).detach()
 
 
