@@ -1,9 +1,5 @@
 """Programs in which one rank does another thing than the others: an error on every rank, or the right numbers.
 
-    python tests/sweeps/fuzz.py ranks [--cases 3000] [--seed 0] [--mesh X=2,Y=2]
-    python tests/sweeps/fuzz.py alone [--cases 150] [--seed 0] [--mesh X=2,Y=2]
-    python tests/sweeps/fuzz.py deaths [--cases 1000] [--seed 0] [--mesh X=2,Y=2] [--limit 0.5]
-
 Each case draws a program of some different calls: collectives, reshards, a ring, messages, ragged rows, strategies, a
 pipeline, a Transformer's step, an update, a checkpoint, a mesh. One rank differs from the others in one thing: shape,
 dtype, line, axis, `out=`, async or not, a Pending dropped, an option, a config, a seed, values that are to be replicas,
@@ -14,7 +10,7 @@ the same types: so a program has no two of one kind, and params are drawn alike 
   other end is missing when it times out; or
 - no rank does, and the numbers are those of one device.
 
-A hang, an error of the transport, and a wrong number are findings; the sweep then exits with 1. Ranks are kept from
+A hang, an error of the transport, and a wrong number are findings. `ranks` keeps its ranks from
 case to case, as in a notebook; `alone` makes each case a run by itself, with messages and ranks that die as well: that
 exit, are killed by a signal, or run out of memory (RLIMIT_AS), while the others go on, compute, sleep or spin. `deaths`
 has these alone, between calls that are soon made. A death that was missed, blamed on another rank, or noticed by

@@ -1,12 +1,10 @@
 """The rooms above the collectives: calls held against references, with an argument spoiled or one rank's other way.
 
-    python tests/sweeps/fuzz.py rooms [--cases 10000] [--seed 0]
-
 Each case draws a call: a loss on one device and on a mesh, a decode step, the engine, sampling, an update, clipping,
 attention over a split sequence, experts, masks, ragged rows, a transfer, a program of shard_map, of explicit and of
-auto mode, a checkpoint. One of its arguments is spoiled: its shape, dtype, device, range, name, memory. It ends well if
-the numbers are those of a reference written out in float64 (`plain`), or if the call raises a ValueError that names the
-fix. All is done in one process. A test of the suite runs some hundred cases.
+auto mode, a checkpoint, the shards of a tree. One of its arguments is spoiled: its shape, dtype, device, range, name,
+memory. It ends well if the numbers are those of a reference written out in float64 (`plain`), or if the call raises a
+ValueError that names the fix. All is done in one process. A test of the suite runs some hundred cases.
 
 Those that have twists are also calls of ranks.py, where one rank does another thing.
 """
@@ -17,11 +15,11 @@ from collections import Counter
 import torch
 from misuse import entries as c
 from misuse import plain, steps
-from misuse.draw import Draw
-from misuse.entries import Entry, Kind, called, tried
+from misuse.draw import Draw, typed
+from misuse.entries import Entry, Kind, called, spoils, tree_of, tried
 from misuse.steps import tensors
 
-from scaling import auto, collectives, explicit, serve
+from scaling import auto, collectives, explicit, serve, tree
 from scaling.configs import Config
 from scaling.mesh import Mesh
 from scaling.models import transformer as model
@@ -91,6 +89,26 @@ def squared(mesh, x, line):
     return x @ x.T
 
 
+def drawn_tree(draw: Draw) -> dict:
+    whole, specs, wanted = {}, {}, {}
+    for name in "ab":
+        spec, local = draw.spec(draw.randrange(3))
+        spec = typed((f"D{i}", axes) for i, (_, axes) in enumerate(spec.dims))
+        shape = [n * draw.mesh.size(axes) for n, (_, axes) in zip(local, spec.dims, strict=True)]
+        whole[name], specs[name] = draw.whole_numbers(9, *shape), str(spec)
+        wanted[name] = whole[name][spec.slices(tuple(shape), draw.mesh, draw.mesh.coord)], whole[name]
+    return {"mesh": draw.mesh, "whole": whole, "specs": specs, "wanted": wanted}
+
+
+def there_and_back(mesh, whole, specs) -> dict:
+    """{name: (its shard, the whole)}; what is changed afterwards is no memory of the tree."""
+    shards = tree.shard(whole, specs, mesh)
+    back = tree.unshard(shards, specs, mesh)
+    found = {name: (shards[name].clone(), back[name].clone()) for name in shards}
+    tree.map(lambda x: x.add_(1), (shards, back))
+    return found
+
+
 ENTRIES = steps.ENTRIES | {
     "loss": Entry(
         lambda draw: {"params": PARAMS, "tokens": tokens(draw, 2, 4), "weights": draw.normal(2, 3).abs()},
@@ -154,6 +172,15 @@ ENTRIES = steps.ENTRIES | {
         squared, TWO_DIMS,
     ),
     "auto": Entry(array_of, lambda mesh, x, line: auto.jit(lambda v: v @ v.T, mesh, (line,))(x), squared, TWO_DIMS),
+    "tree": Entry(
+        drawn_tree,
+        there_and_back,
+        kinds={
+            "whole": tree_of(Kind("one dim more, an array, a text")),
+            "specs": tree_of(Kind("unreduced, on Q, three dims")),
+        },
+        twists=spoils("whole", "float32"),
+    ),
 }  # fmt: skip
 ON_RANKS = {name: entry for name, entry in ENTRIES.items() if entry.twists}
 SPOILED = {name: entry for name, entry in ENTRIES.items() if entry.kinds}

@@ -21,6 +21,7 @@ from scaling.strategies.axes import present
 from scaling.train import checkpoint, guards
 
 f64 = torch.float64
+MOVED = "all_gather reduce_scatter"
 FIVE = ["all_gather", "reduce_scatter", "all_reduce", "all_to_all", "broadcast"]
 
 
@@ -52,10 +53,6 @@ def collected(mesh, kind, line, x, more, options, shape, dropped=False, inferenc
 def option(kinds: str, **options):
     """A twist of these collectives alone."""
     return lambda given, draw: {"options": given["options"] | options} if given["kind"] in kinds.split() else {}
-
-
-def out(given: dict, draw: Draw) -> dict:
-    return option("all_gather reduce_scatter", out=torch.empty(given["shape"], dtype=f64))(given, draw)
 
 
 def turned(text: str) -> str:
@@ -105,6 +102,8 @@ def no_count(draw: Draw, counts: list):
 
 
 def one_more(name: str):
+    """A twist: of what goes to the rank before, or comes from it."""
+
     def more(given: dict, draw: Draw) -> dict:
         before = (draw.mesh.coord["X"] - 1) % len(given[name])
         return {name: [n + (i == before) for i, n in enumerate(given[name])]}
@@ -127,10 +126,6 @@ CONFIG = Config("small", L=2, D=8, F=8, N=4, K=4, H=2, V=16)
 
 def tensors(draw: Draw, **shapes) -> dict:
     return {name: draw.normal(*shape) for name, shape in shapes.items()}
-
-
-def twice(x: torch.Tensor, dim: int = 0) -> torch.Tensor:
-    return torch.cat([x, x], dim)
 
 
 # The book's layers: a strategy over the mesh's axes, and a pipeline over X
@@ -164,7 +159,7 @@ def listed(mesh, strategy, params, In, dOut, types, activation="gelu", residual=
 
 
 def wider(given: dict, draw: Draw) -> dict:
-    return {"params": {name: twice(W, 2 if name == "W_in" else 1) for name, W in given["params"].items()}}
+    return {"params": {name: torch.cat([W, W], 2 if name == "W_in" else 1) for name, W in given["params"].items()}}
 
 
 def stages(draw: Draw) -> dict:
@@ -193,9 +188,11 @@ def staged(mesh, params, In, Target, make, other, microbatches):
 CHANGED = {"theta": 100.0, "eps": 1e-2, "activation": "relu", "gated": False, "tied": True, "window": 2, "L": 1, "F": 4}
 
 
-def initial(mesh, seed: int, config=CONFIG, dtype=f64, **layout):
+def initial(given: dict, seed: int = 0, config=CONFIG, dtype=f64, **layout) -> dict:
     """What makes the params, as all ranks do at one time: another config or seed is refused there."""
-    return lambda: model.init(config, seed, dtype, mesh=mesh, specs=transformer.specs(config, mesh, **layout))
+    mesh, seed = given["mesh"], given["seed"] + seed
+    specs = transformer.specs(config, mesh, **layout)
+    return {"params": lambda: model.init(config, seed, dtype, mesh=mesh, specs=specs)}
 
 
 def training(draw: Draw) -> dict:
@@ -209,7 +206,7 @@ def training(draw: Draw) -> dict:
     layout = {"schedule": "1f1b"} if staged else {}
     given = {"mesh": mesh, "ids": ids, "targets": targets, "weights": weights, "config": CONFIG, "seed": seed}
     given |= layout | {"microbatches": 2 if staged else 1, "z_loss": 0.0, "scale": 1.0}
-    return given | {"params": initial(mesh, seed, **layout), "wanted": (loss, grads)}
+    return given | initial(given, **layout) | {"wanted": (loss, grads)}
 
 
 def trained(mesh, params, ids, targets, config, seed, replica=False, zero=3, schedule=None, **options):
@@ -222,14 +219,9 @@ def trained(mesh, params, ids, targets, config, seed, replica=False, zero=3, sch
     return loss, transformer.unshard(grads, CONFIG, mesh, schedule=schedule)
 
 
-def otherwise(given: dict, seed: int = 0, **options) -> dict:
-    """Params of one rank alone."""
-    return {"params": initial(given["mesh"], given["seed"] + seed, **options)}
-
-
 def of_config(name: str, value):
     config = CONFIG.with_(**{name: value})
-    return lambda given, draw: {"config": config} | otherwise(given, config=config)
+    return lambda given, draw: {"config": config} | initial(given, config=config)
 
 
 # Updates, attention over a split sequence, checkpoints
@@ -309,8 +301,8 @@ ENTRIES = {
             "axis": other_axes,
             "kind": lambda given, draw: {"kind": draw.choice(FIVE), "options": {}},
             "root": option("broadcast", root=1),
-            "out": out,
-            "wrong out": option("all_gather reduce_scatter", out=torch.empty(3, dtype=f64)),
+            "out": lambda given, draw: option(MOVED, out=torch.empty(given["shape"], dtype=f64))(given, draw),
+            "wrong out": option(MOVED, out=torch.empty(3, dtype=f64)),
             "donate": option("all_reduce", donate=True),
             "async": lambda given, draw: {"options": {"async_op": not given["options"]["async_op"]}},
             "dropped": lambda given, draw: {"dropped": True, "options": given["options"] | {"async_op": True}},
@@ -368,7 +360,7 @@ ENTRIES = {
         | others(microbatches=2)
         | {
             "schedule": lambda given, draw: {"make": given["other"]},
-            "layers": lambda given, draw: {"params": tree.map(twice, given["params"])},
+            "layers": lambda given, draw: {"params": tree.map(SPOILS["twice"], given["params"])},
             "params dtype": spoils("params", "float32")["float32"],
         },
         messages=True,
@@ -385,9 +377,9 @@ ENTRIES = {
         | {
             "microbatches": lambda given, draw: {"microbatches": 3 - given["microbatches"]},
             "segments": lambda given, draw: {"segments": torch.zeros_like(given["targets"])},
-            "zero": lambda given, draw: {"zero": 1} | otherwise(given, zero=1),
-            "dtype": lambda given, draw: otherwise(given, dtype=torch.float32),
-            "seed": lambda given, draw: otherwise(given, seed=1),
+            "zero": lambda given, draw: {"zero": 1} | initial(given, zero=1),
+            "dtype": lambda given, draw: initial(given, dtype=torch.float32),
+            "seed": lambda given, draw: initial(given, seed=1),
         },
     ),
     "update": Entry(

@@ -1,8 +1,6 @@
 """Random calls, right and wrong, held against what their types mean: no wrong number without an error.
 
-    python tests/sweeps/fuzz.py calls [--cases 10000] [--seed 0] [--mesh X=2,Y=2]
-
-Each case draws a collective, a product, or shards of a tree, a line that is legal or not, operands of any shape, dtype,
+Each case draws a collective or a product, a line that is legal or not, operands of any shape, dtype,
 device and memory layout, buffers that fit or not or overlap, options, and a mode: under a transform of torch.func,
 autograd, a tensor mode, autocast. All ranks draw the same case. It ends well if the call raises a ShardingError or a
 ValueError, or if
@@ -18,16 +16,15 @@ benchmarks/gpu.py runs collectives on GPUs.
 from collections import Counter
 from collections.abc import Callable
 from contextlib import nullcontext, suppress
-from itertools import chain
+from itertools import chain, product
 from unittest import mock
 
 import torch
 from misuse.draw import ODD, Draw, buffer, typed
-from misuse.entries import SPOILS, Entry, Kind, Wrong, called, tree_of, tried
+from misuse.entries import SPOILS, Wrong, tried
 from torch.utils.flop_counter import FlopCounterMode
 
 from scaling import collectives as c
-from scaling import tree
 from scaling.algebra.rules import collective_steps
 from scaling.spec import ShardingError, Spec
 
@@ -72,27 +69,20 @@ def reduced(parts: torch.Tensor, by: str) -> torch.Tensor:
     return total / len(parts) if by == "mean" else total
 
 
-def group_of(axes, mesh) -> int:
-    """The number of this device's block along axes, the first of them major."""
-    index = 0
-    for axis in axes:
-        index = index * mesh.sizes[axis] + mesh.coord[axis]
-    return index
-
-
-def device_at(axes, index: int, mesh) -> tuple[int, ...]:
-    """The coordinate of the device of this one's group over axes that holds block `index`."""
-    coord = dict(mesh.coord)
-    for axis in reversed(axes):
-        index, coord[axis] = divmod(index, mesh.sizes[axis])
-    return tuple(coord[axis] for axis in mesh.sizes)
+def devices_along(axes, mesh) -> list[tuple[int, ...]]:
+    """The coordinates of this device's group over axes, in the order of their blocks: the first axis is major."""
+    places = product(*(range(mesh.sizes[axis]) for axis in axes))
+    coords = [dict(mesh.coord) | dict(zip(axes, place, strict=True)) for place in places]
+    return [tuple(coord[axis] for axis in mesh.sizes) for coord in coords]
 
 
 def expected(kind, parts, before: Spec, after: Spec, mesh, by: str, root: int, axes=(), pairs=()):
     """What this rank is to get, or None where the types say nothing of it."""
+    here = tuple(mesh.coord[axis] for axis in mesh.sizes)
     if kind == "ppermute":
-        sources = [s for s, t in pairs if t == group_of(axes, mesh)]
-        at = device_at(axes, sources[0] if sources else 0, mesh)
+        group = devices_along(axes, mesh)
+        sources = [s for s, t in pairs if group[t] == here]
+        at = group[sources[0] if sources else 0]
         y = block(parts[at], before, mesh, dict(zip(mesh.sizes, at, strict=True)))
         return y if sources else torch.zeros_like(y)
     after = Spec(after.name, after.dims) if kind == "reduce" else after
@@ -101,11 +91,12 @@ def expected(kind, parts, before: Spec, after: Spec, mesh, by: str, root: int, a
     if kind in ("reduce", "broadcast"):
         along = [axis for axis in before.unreduced if axis in others]
     if kind in ("broadcast", "scatter"):
-        return block(parts[device_at(along, root, mesh)], after, mesh, mesh.coord)
+        return block(parts[devices_along(along, mesh)[root]], after, mesh, mesh.coord)
     if kind != "gather" and {*after.unreduced} - {*before.unreduced}:
         return None
     y = held(parts, before, after, mesh, by)
-    return y if kind not in ("reduce", "gather") or group_of(along, mesh) == root else torch.zeros_like(y)
+    to_one = kind in ("reduce", "gather")
+    return torch.zeros_like(y) if to_one and devices_along(along, mesh)[root] != here else y
 
 
 def is_legal(kind: str, line: str, before: Spec, after: Spec) -> bool:
@@ -345,7 +336,7 @@ def collective(draw: Draw, kinds=KINDS) -> str:
     return case.hold(run, f"{kind} {line!r} {positional} of {dtype}")
 
 
-def product(draw: Draw) -> str:
+def einsum(draw: Draw) -> str:
     """A case of einsum: of one operand or two, by a line whose dims agree or not."""
     dims, sizes = draw.sample("IJKL", 4), {dim: draw.choice([0, 1, 2, 3, 5]) for dim in "IJKL"}
     of = [dims[: draw.randrange(1, 4)]] + ([] if draw.maybe(0.2) else [draw.sample(dims, draw.randrange(1, 4))])
@@ -390,44 +381,12 @@ def product(draw: Draw) -> str:
     return case.hold(run, f"einsum {line!r} {[describe(x) for x in xs]} of {dtype}", linear=False)
 
 
-def drawn_tree(draw: Draw) -> dict:
-    whole, specs, wanted = {}, {}, {}
-    for name in "ab":
-        spec, local = draw.spec(draw.randrange(3))
-        spec = typed((f"D{i}", axes) for i, (_, axes) in enumerate(spec.dims))
-        shape = [n * draw.mesh.size(axes) for n, (_, axes) in zip(local, spec.dims, strict=True)]
-        whole[name], specs[name] = draw.whole_numbers(9, *shape), str(spec)
-        wanted[name] = whole[name][spec.slices(tuple(shape), draw.mesh, draw.mesh.coord)], whole[name]
-    return {"mesh": draw.mesh, "whole": whole, "specs": specs, "wanted": wanted}
-
-
-def there_and_back(mesh, whole, specs) -> dict:
-    """{name: (its shard, the whole)}; what is changed afterwards is no memory of the tree."""
-    shards = tree.shard(whole, specs, mesh)
-    back = tree.unshard(shards, specs, mesh)
-    found = {name: (shards[name].clone(), back[name].clone()) for name in shards}
-    tree.map(lambda x: x.add_(1), (shards, back))
-    return found
-
-
-def trees(draw: Draw) -> str:
-    """Shards of a tree, and the way back; or trees that do not fit."""
-    kinds = {
-        "whole": tree_of(Kind("one dim more, an array, a text")),
-        "specs": tree_of(Kind("unreduced, on Q, three dims")),
-    }
-    return called(draw, "tree.shard", Entry(drawn_tree, there_and_back, kinds=kinds))
-
-
-CASES = [collective] * 12 + [product] * 5 + [trees]
-
-
 def run(mesh, cases: int, seed: int) -> tuple[Counter, list[str]]:
     """(how often each outcome came, what was wrong) of this rank's cases, which are the same on every rank."""
 
     def case(number: int) -> str:
         draw = Draw.on(mesh, "", f"{seed} {number}")
-        make = draw.choice(CASES)
+        make = draw.choice([collective, collective, einsum])
         return f"{make.__name__}: {make(draw)}"
 
     return tried(case, cases)

@@ -1,6 +1,6 @@
 """Random calls and commands, right and wrong: no wrong number without an error, no error without its fix.
 
-    python tests/sweeps/fuzz.py calls [--cases 10000] [--seed 0] [--mesh X=2,Y=2]    collectives, products, trees
+    python tests/sweeps/fuzz.py calls [--cases 10000] [--seed 0] [--mesh X=2,Y=2]    collectives and products
     python tests/sweeps/fuzz.py rooms [--cases 10000] [--seed 0]                     the rooms above them
     python tests/sweeps/fuzz.py ranks [--cases 3000] [--mesh X=2,Y=2]    one rank does another thing
     python tests/sweeps/fuzz.py alone [--cases 150] [--mesh X=2,Y=2]     and each case is a run by itself
