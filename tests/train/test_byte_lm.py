@@ -58,9 +58,9 @@ def run_training(mesh, name, microbatches=1, dtype=torch.float64):
 @pytest.mark.parametrize(
     ("name", "mesh", "microbatches"),
     [
-        ("data_parallel", {"X": 4}, 1),
-        ("fsdp", {"X": 4}, 2),
-        ("tensor_parallel", {"Y": 4}, 2),
+        ("data_parallel", {"X": 2}, 1),
+        ("fsdp", {"X": 2}, 2),
+        ("tensor_parallel", {"Y": 2}, 2),
         ("fsdp_tp", {"X": 2, "Y": 2}, 4),
         ("fsdp_tp", {"X": 1, "Y": 1}, 1),
     ],
@@ -96,7 +96,7 @@ def batch_norm(mesh, x, weights):
 
 def test_synchronised_batch_norm_is_one_device_s(ranks):
     x, weights = torch.randn(2, 8, 3, dtype=torch.float64)
-    found = [torch.cat(parts) for parts in zip(*ranks(batch_norm, {"X": 4}, x, weights), strict=True)]
+    found = [torch.cat(parts) for parts in zip(*ranks(batch_norm, {"X": 2}, x, weights), strict=True)]
     y = torch.nn.functional.batch_norm(x.requires_grad_(), None, None, training=True, eps=1e-14)
     (y * weights).sum().backward()
     torch.testing.assert_close(found, [y.detach(), x.grad], rtol=1e-10, atol=1e-10)

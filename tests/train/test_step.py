@@ -26,10 +26,10 @@ EXPERTS = MODEL.with_(E=4, k=2, aux_coef=0.01)
 CASES = [
     (MODEL, {"X": 1}, {"dtype": "bf16", "remat": "matmuls"}),
     (MODEL.with_(L=3, tied=True), {"X": 1}, {"dtype": "fp32", "remat": "block", "microbatches": 2}),
-    (MODEL, {"C": 2, "Y": 2}, {"dtype": "fp32", "remat": "attention"}),
+    (MODEL, {"C": 2}, {"dtype": "fp32", "remat": "attention"}),
     (EXPERTS, {"Z": 2, "E": 2}, {"dtype": "fp64", "optimizer": "muon"}),
-    (MODEL, {"Z": 2, "X": 2}, {"dtype": "fp16", "remat": "block", "microbatches": 2}),
-    (MODEL.with_(K=1), {"X": 2, "Y": 2}, {"dtype": "fp64", "optimizer": "muon", "keep_weights": True}),
+    (MODEL, {"Z": 2}, {"dtype": "fp16", "remat": "block", "microbatches": 2}),
+    (MODEL.with_(K=1, L=1), {"X": 2, "Y": 2}, {"dtype": "fp64", "optimizer": "muon", "keep_weights": True}),
 ]
 STEPS = {"fp64": (1e-12, 1e-10), "fp16": (2e-3, 5e-3)}  # how far losses and params are from one device's
 SCALES = [(2.0**30, 2.0**29, 0), (2.0**16, 2.0**16, 1), (2.0**16, 2.0**16, 2)]  # that used, the next, the updates
@@ -136,14 +136,11 @@ def test_gradients_are_one_device_s_summed_in_float32(ranks, config, sizes, micr
     """Products, weights and activations on their way are in bfloat16; gradients, the loss and norms are sums."""
     settings = Settings(config, "", "", 8, 32, microbatches=microbatches)
     wanted_value, wanted, _ = summed(ONE, settings, "fp64", 1.0)
-    for dtype, limit in {"fp64": 1e-12, "bf16": 0.05}.items():
-        for value, grads, lines in ranks(summed, sizes, settings, dtype):
-            assert value == pytest.approx(wanted_value, rel=limit)
-            far = off(grads, wanted)
-            assert largest(by for leaf, by in far.items() if dtype == "fp64" or "router" not in leaf) < limit
-            if dtype == "bf16":
-                assert not torch.equal(grads["norm"], grads["norm"].bfloat16().float())  # sums that it cannot hold
-                assert sizes != {"X": 2, "Y": 2} or [line for line in lines if line[2] != dtype_of(*line[:2])] == []
+    for value, grads, lines in ranks(summed, sizes, settings, "bf16"):
+        assert value == pytest.approx(wanted_value, rel=0.05)
+        assert largest(by for leaf, by in off(grads, wanted).items() if "router" not in leaf) < 0.05
+        assert not torch.equal(grads["norm"], grads["norm"].bfloat16().float())  # sums that it cannot hold
+        assert sizes != {"X": 2, "Y": 2} or [line for line in lines if line[2] != dtype_of(*line[:2])] == []
 
 
 def dtype_of(op: str, name: str) -> torch.dtype:
