@@ -7,12 +7,12 @@ name from other rooms: `hf.save` and `checkpoint.save`.
 
 import ast
 import re
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterator
 from pathlib import Path
 
 from sources import parsed
-from test_layers import ROOT, modules
+from test_layers import ROOT, lists_of_names, modules
 
 SAME = {  # what the public functions of one name have in common: their names
     "a collective: the call, how it is sent, as a ring, compiled, drawn, by JAX's name; its time on TPUs and on GPUs": {
@@ -77,13 +77,8 @@ def test_a_function_has_one_meaning():
 
 def test_packages_list_a_name_once():
     packages = {module.rpartition(".")[0] for module in modules()} - {"", "scaling"}
-    found = defaultdict(set)
-    for module, tree in modules().items():
-        for node in tree.body:
-            if isinstance(node, ast.Assign) and getattr(node.targets[0], "id", "") == "__all__":
-                for name in ast.literal_eval(node.value) if module in packages else ():
-                    found[name].add(module)
-    twice = {name for name, where in found.items() if len(where) > 1}
+    names = Counter(name for m, given in lists_of_names() if m in packages for name in ast.literal_eval(given))
+    twice = {name for name, count in names.items() if count > 1}
     assert twice == LISTED.keys(), twice ^ LISTED.keys()
 
 
