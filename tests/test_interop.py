@@ -27,17 +27,6 @@ from scaling.spec import ShardingError, Spec, parse
 MESH = {"X": 2, "Y": 2}
 
 
-def test_placements():
-    for text, placements in [
-        ("A[I_Y, J]", (Replicate(), Shard(0))),
-        ("A[I_XY, J]", (Shard(0), Shard(0))),
-        ("A[I, J_X] {U_Y}", (Shard(1), Partial())),
-    ]:
-        assert to_placements(text, MESH) == placements
-        assert from_placements(placements, AbstractMesh(MESH), ("I", "J"), "A") == parse(text)
-    assert to_placements("A[I_YX, J]", {"Y": 2, "X": 2}) == (Shard(0), Shard(0))  # the mesh's own order counts
-
-
 def placed(placement):
     return from_placements((placement, Replicate()), MESH, ("I", "J"))
 
@@ -56,15 +45,18 @@ test_what_dtensor_cannot_say = refused(
 @pytest.mark.parametrize("sizes", [(2,), (2, 3), (2, 3, 2), (2, 2, 2)], ids=str)
 def test_placements_of_every_type(sizes):
     """There and back; and each device's block is where DTensor has it, by its own arithmetic."""
-    mesh = dict(zip("XYZ", sizes, strict=False))
+    mesh = dict(zip("YXZ", sizes, strict=False))  # the mesh's own order counts
     shape, seen = (48, 72), set()
     for dims in arrangements(tuple(mesh), 2):
         idle = tuple(axis for axis in mesh if axis not in {*dims[0], *dims[1]})
         for unreduced in subsets(idle, least=0):
-            spec = Spec("A", (("I", dims[0]), ("J", dims[1])), unreduced)
+            spec = parse(str(Spec("A", (("I", dims[0]), ("J", dims[1])), unreduced)))
             placements = spec.placements(mesh)
             seen.add(placements)
-            assert Spec.from_placements(placements, mesh, ("I", "J"), "A") == spec
+            in_order = all([*axes] == [axis for axis in mesh if axis in axes] for axes in dims)
+            assert not in_order or to_placements(str(spec), mesh) == placements
+            assert [axis for axis, one in zip(mesh, placements, strict=True) if one.is_partial()] == [*unreduced]
+            assert from_placements(placements, AbstractMesh(mesh), ("I", "J"), "A") == spec
             for at in itertools.product(*map(range, mesh.values())):
                 found = dtensors_block(shape, (*mesh.values(),), at, placements)
                 ours = spec.slices(shape, mesh, dict(zip(mesh, at, strict=True)))
@@ -87,14 +79,14 @@ def test_partition_spec():
 
 NO_SPECS = "P('X', None, None)|P(x)|Q('X')|P('X'|P('X', axes=2)|P(5)|P(b'X')|P(True)|P({'X'})|P(['X'])|P(1.5)|P(*'X')"
 NO_SPECS += "|P('X', unreduced='X')|P('X', unreduced=3)|P()()|P||\0"
-DEEP = ["(" * 300, "P(" + "(" * 300, "P(" + "-" * 100_000 + "1)"]
 
 
-@pytest.mark.parametrize("text", [*NO_SPECS.split("|"), *DEEP, 5, None, ("X", None)])
-def test_what_is_no_partition_spec(text):
-    with pytest.raises(ShardingError, match="is not a PartitionSpec of 2 dims") as error:
-        from_partition_spec(text, ("I", "J"))
-    assert max(map(len, str(error.value).splitlines())) < 120
+def test_what_is_no_partition_spec():
+    deep = "(" * 300, "P(" + "(" * 300, "P(" + "-" * 100_000 + "1)"
+    for text in (*NO_SPECS.split("|"), *deep, 5, None, ("X", None)):
+        with pytest.raises(ShardingError, match="is not a PartitionSpec of 2 dims") as error:
+            from_partition_spec(text, ("I", "J"))
+        assert max(map(len, str(error.value).splitlines())) < 120
 
 
 NOT_SAID = {  # P('XY') in JAX is one axis, not two: read as two it would be another sharding
@@ -142,7 +134,7 @@ def redistribute_on_rank(mesh, pairs, shape):
     from scaling.collectives import reshard as ours
     from scaling.collectives import shard
 
-    whole, errors, cheaper, dearer = torch.arange(shape[0] * shape[1], dtype=torch.float64).view(shape), [], 0, 0
+    whole, errors, more = torch.arange(shape[0] * shape[1], dtype=torch.float64).view(shape), [], []
     for src, dst in pairs:
         local = shard(str(src.with_unreduced(()).with_name("")), whole, mesh) / mesh.size(src.unreduced)
         theirs = to_dtensor(src, local, mesh).redistribute(placements=to_placements(dst, mesh))
@@ -152,9 +144,8 @@ def redistribute_on_rank(mesh, pairs, shape):
         errors.append((mine - shard_of_theirs).abs().max().item() if same else float("inf"))
         theirs_sent = dtensor_bytes(src, dst, shape, mesh)
         if theirs_sent is not None:
-            sent = reshard(src, dst, shape, mesh).wire_bytes(shape, mesh, 8)
-            cheaper, dearer = cheaper + (sent < theirs_sent - 1e-9), dearer + (sent > theirs_sent + 1e-9)
-    return largest(errors), cheaper, dearer, theirs_sent is not None
+            more.append(reshard(src, dst, shape, mesh).wire_bytes(shape, mesh, 8) - theirs_sent)
+    return largest(errors), more
 
 
 def test_redistribute_agrees_and_sends_no_less(ranks):
@@ -162,7 +153,7 @@ def test_redistribute_agrees_and_sends_no_less(ranks):
     every = [spec for spec in types(MESH) if all([*axes] == sorted(axes) for _, axes in spec.dims)]
     pairs = [(src, dst) for src in every for dst in every if not dst.unreduced]
     assert len(pairs) == 16 * 9
-    for error, cheaper, dearer, counted in ranks(redistribute_on_rank, MESH, pairs[::4], (4, 8)):
+    for error, more in ranks(redistribute_on_rank, MESH, pairs[::6], (4, 8)):
         assert error < 1e-12
-        assert dearer == 0
-        assert cheaper > 0 or not counted
+        assert max(more, default=0) < 1e-9
+        assert min(more, default=-1) < -1e-9

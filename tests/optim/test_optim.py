@@ -125,10 +125,8 @@ def test_equal_to_torch(name, options, plain, monkeypatch):
 @pytest.mark.parametrize(("name", "options"), RULES)
 def test_bfloat16_rounds_no_worse_than_torch_and_a_master_copy_not_at_all(name, options):
     given, make = params_and_grads(torch.bfloat16, steps=20), partial(getattr(optim, name), 0.1, **options)
-    floats, exact = (
-        tree.map(torch.Tensor.float, given),
-        torch_run(name, *tree.map(torch.Tensor.double, given), **options),
-    )
+    floats = tree.map(torch.Tensor.float, given)
+    exact = torch_run(name, *tree.map(torch.Tensor.double, given), **options)
     wanted, _ = our_run(make(), *floats)
     masters, state = our_run(make(master=True), *tree.map(torch.clone, given), donate=True)
     assert equal(state["master"], wanted)
@@ -157,7 +155,7 @@ def test_clipped_adamw_under_torch_compile():
     params, grads = params_and_grads(steps=3)
     optimizer = optim.chain(optim.clip(0.1), optim.adamw(lambda step: 0.1 / (1 + step)))
     typed = {"specs": SPECS, "mesh": Mesh({"X": 1})}
-    compiled = optimizer._replace(update=torch.compile(optimizer.update, backend="aot_eager", fullgraph=True))
+    compiled = optimizer._replace(update=torch.compile(optimizer.update, backend="eager", fullgraph=True))
     found, _ = our_run(compiled, params, grads, **typed)
     torch.testing.assert_close(found, our_run(optimizer, params, grads, **typed)[0], rtol=4e-16, atol=4e-16)
     for wrong in ("g[D] {U_X}", "g[D_Y]"):
