@@ -35,19 +35,14 @@ def steps_are_counted_once():
 
 
 @settings(deadline=None, derandomize=True, max_examples=15)
-@given(st.floats(1e-6, 1e-2), st.floats(1e7, 1e11))
-def test_fit_finds_the_line(latency, bandwidth):
+@given(st.floats(1e-6, 1e-2), st.floats(1e7, 1e11), st.lists(st.floats(1e-9, 1e-3), min_size=3, max_size=3))
+def test_fits_find_the_line_and_the_prices_of_three_things(latency, bandwidth, prices):
     got = rates.fit([(V, latency + V / bandwidth) for V in rates.VOLUMES])
     assert got[0] == approx(latency, rel=1e-3, abs=1e-9)
     if rates.VOLUMES[-1] / bandwidth > 1e-3 * latency:
         assert got[1] == approx(bandwidth, rel=1e-2)
     for points in ([(1e3, 1e-3), (1e6, 1e-4)], [(1e3, 1e-6), (1e6, 1.0)], [(1e6, 1e-3)]):  # and what a chip file takes
         assert all(0 < found < math.inf for found in rates.fit(points))
-
-
-@settings(deadline=None, derandomize=True, max_examples=10)
-@given(st.lists(st.floats(1e-9, 1e-3), min_size=3, max_size=3))
-def test_prices_of_three_things_are_found_together(prices):
     rows = [(1.0, float(n), float(n * m)) for n in (1, 5, 90) for m in (1, 7, 300)]
     seconds = [sum(p * x for p, x in zip(prices, row, strict=True)) for row in rows]
     assert rates.fit_prices(rows, seconds) == approx(prices, rel=1e-4)
@@ -108,10 +103,12 @@ def test_a_transformer_is_counted_whole():
 
 
 @pytest.mark.slow
-def test_stages_are_priced_each():
+def test_stages_are_priced_each_and_while_others_stand_still_collectives_are_quicker():
     rows = (*CHIP.measured, Measured("Matmul", 2, 1e-9, 1e9), Measured("Matmul", 1, 1e-9, 2e9))
+    idle = tuple(Measured(op, 2, 1e-5, 1e9, alone=True) for op in OPS)
+    shared, quick = replace(CHIP, measured=rows), replace(CHIP, measured=(*CHIP.measured, *idle))
     some = replace(TINY, microbatches=4)
-    apart, beside = (predict_transformer(some, {"Z": 2}, on) for on in (CHIP, replace(CHIP, measured=rows)))
+    apart, beside, alone = (predict_transformer(some, {"Z": 2}, on) for on in (CHIP, shared, quick))
     first, last = apart.stages
     assert first.math < last.math  # it has the unembedding
     assert apart.fullest is last
@@ -122,46 +119,30 @@ def test_stages_are_priced_each():
     assert apart.seconds == approx(one + 4 * each + max(once))
     least = (first + last) / 2  # cores that one leaves the other takes
     assert least <= beside.seconds < 0.8 * apart.seconds
+    assert alone.stages == apart.stages
+    assert 0 < alone.seconds < apart.seconds
+    assert predict_transformer(some, {"Y": 2}, quick) == predict_transformer(some, {"Y": 2}, CHIP)
 
 
-@pytest.mark.parametrize(
-    ("stages", "microbatches", "alone", "seconds"),
-    [
-        ([2] * 4, 4, (), 2 * (1 + 3 / 4)),
-        ([2], 1, [0.5], 2),  # there is no other stage that could stand still
-        ([2, 1], 1, (), 2 + 1),  # one microbatch: each in its turn
-        ([2, 1], 4, (), (2 + 3 * 2 + 1) / 4),  # the first, three of both, the last
-        ([2] * 2, 1, [1, 1], 2),  # as fast as both at once
-        ([2, 1], 1000, [1, 0.5], 1.5),  # cores are shared
-        ([2] * 4, 2, [1] * 4, 5 / 2),  # two at a time, each on one of two processors
-        ([2] * 3, 2, [1] * 3, (1 + 4 / 3 + 4 / 3 + 1) / 2),  # of one and a half
-    ],
+PIPELINES = (  # seconds of stages, microbatches, seconds of stages alone, of all
+    ([2] * 4, 4, (), 2 * (1 + 3 / 4)),
+    ([2], 1, [0.5], 2),  # there is no other stage that could stand still
+    ([2, 1], 1, (), 2 + 1),  # one microbatch: each in its turn
+    ([2, 1], 4, (), (2 + 3 * 2 + 1) / 4),  # the first, three of both, the last
+    ([2] * 2, 1, [1, 1], 2),  # as fast as both at once
+    ([2, 1], 1000, [1, 0.5], 1.5),  # cores are shared
+    ([2] * 4, 2, [1] * 4, 5 / 2),  # two at a time, each on one of two processors
+    ([2] * 3, 2, [1] * 3, (1 + 4 / 3 + 4 / 3 + 1) / 2),  # of one and a half
 )
-def test_a_pipeline_is_the_sum_of_its_slots(stages, microbatches, alone, seconds):
-    assert pipelined(stages, microbatches, alone) == approx(seconds, rel=1e-3)
+MEASURED = (((2, 3, 4), 1, 1 / 3), ((4, 3, 2), -1, 1 / 2), ((2, 4, 3), 1 / 3, 1 / 2))  # of 1, 2, 3; tau, and the error
 
 
-@pytest.mark.slow
-def test_while_others_stand_still_collectives_are_quicker():
-    rows = tuple(Measured(op, 2, 1e-5, 1e9, alone=True) for op in OPS)
-    chip, one = replace(CHIP, measured=(*CHIP.measured, *rows)), replace(TINY, microbatches=1)
-    beside, alone = (predict_transformer(one, {"Z": 2}, each) for each in (CHIP, chip))
-    assert alone.stages == beside.stages
-    assert 0 < alone.seconds < beside.seconds
-    assert predict_transformer(one, {"Y": 2}, chip) == predict_transformer(one, {"Y": 2}, CHIP)
-
-
-@pytest.mark.parametrize(
-    ("pairs", "order", "error"),
-    [
-        (((1, 2), (2, 3), (3, 4)), 1, 1 / 3),
-        (((1, 4), (2, 3), (3, 2)), -1, 1 / 2),
-        (((1, 2), (2, 4), (3, 3)), 1 / 3, 1 / 2),
-    ],
-)
-def test_order_is_counted_in_pairs(pairs, order, error):
-    checks = [Check({"X": 2}, *pair) for pair in pairs]
-    assert (tau(checks), median_error(checks)) == approx((order, error))
+def test_a_pipeline_is_the_sum_of_its_slots_and_order_is_counted_in_pairs():
+    for *stages, seconds in PIPELINES:
+        assert pipelined(*stages) == approx(seconds, rel=1e-3)
+    for found, order, error in MEASURED:
+        checks = [Check({"X": 2}, said, seconds) for said, seconds in zip((1, 2, 3), found, strict=True)]
+        assert (tau(checks), median_error(checks)) == approx((order, error))
 
 
 def measured(mesh):
@@ -178,6 +159,7 @@ def test_two_ranks_measure_and_run_what_is_planned(ranks, monkeypatch):
     some = replace(TINY, microbatches=2)
     planned, _ = choices(some, 2, chip)
     assert {choice.name for choice in planned} == {"P=2", "Z=2", "X=2", "C=2", "Y=2"}
+    monkeypatch.setattr(layouts.launch, "run", lambda fn, sizes, *given, checked: ranks(fn, sizes, *given))
     checks = check_steps(some, chip, 2, 1, 3)
     assert [(c.sizes, c.predicted) for c in checks] == [(choice.sizes, choice.seconds) for choice in planned[::2]]
     assert all(c.seconds > 0 < c.predicted for c in checks)
@@ -189,16 +171,16 @@ def test_two_ranks_measure_and_run_what_is_planned(ranks, monkeypatch):
         check_steps(TINY, chip, 3, 1)
 
 
-@pytest.mark.parametrize(
-    ("arguments", "code", "said"),
-    [
-        ("--dtypes int4", 2, "unknown dtype int4"),
-        ("--ranks 1", 2, "'1' is not a whole number from 2"),
-        ("network --repeats 1 --mesh X=x", 1, "Error"),
-        ("network --repeats 1 --folder /nowhere/at/all", 2, "/nowhere/at/all"),
-        ("network --mesh X=1", 1, "has no network"),
-    ],
-)
+NONSENSE = [
+    ("--dtypes int4", 2, "unknown dtype int4"),
+    ("--ranks 1", 2, "'1' is not a whole number from 2"),
+    ("network --repeats 1 --mesh X=x", 1, "Error"),
+    ("network --repeats 1 --folder /nowhere/at/all", 2, "/nowhere/at/all"),
+    ("network --mesh X=1", 1, "has no network"),
+]
+
+
+@pytest.mark.parametrize(("arguments", "code", "said"), NONSENSE)
 def test_command_refuses_nonsense(capsys, arguments, code, said):
     assert ended(command.main, arguments.split()) == code
     assert said in capsys.readouterr().err
@@ -222,8 +204,9 @@ def test_what_a_rank_must_send_and_who_is_slow():
     assert network.slow([4e9, 1e9, 4e9], "disk") == ["rank 1: disk 1.00 GB/s, the median is 4.00"]
 
 
-def test_each_axis_is_measured(monkeypatch, tmp_path, capsys):
+def test_each_axis_is_measured(ranks, monkeypatch, tmp_path, capsys):
     monkeypatch.setattr(network, "SIZES", (4096,))
+    monkeypatch.setattr(network.launch, "run", lambda fn, sizes, *given, device, checked: ranks(fn, sizes, *given))
     options = f"--mesh X=2,Y=1 --repeats 1 --link 10 --folder {tmp_path}"
     assert command.main(["network", *options.split()]) == 0
     lines = capsys.readouterr().out.splitlines()
