@@ -23,7 +23,7 @@ SLOWER, FASTER = 1 - 1e-6, 1 + 1e-6
 
 
 def test_bytes_by_strategy():
-    """What the strategies themselves move of a plain layer, plan/test_witnesses.py holds; here what is beside it."""
+    """What the strategies themselves move of a plain layer, plan/test_ledger.py holds; here what is beside it."""
     B, D, F, X, Y = 4096, 512, 2048, 8, 4
     shape = cost.LayerShape(B, D, F)
     for strategy, x, y in (("dp", X, 1), ("fsdp", X, 1), ("tp", 1, Y), ("fsdp_tp", X, Y)):

@@ -2,7 +2,6 @@ import math
 from itertools import product
 
 import pytest
-from refused import by_words, refused
 
 from scaling.configs import get
 from scaling.hardware import chip
@@ -174,12 +173,3 @@ def test_what_is_fixed_stays():
     assert plans(Job(L70, 2**22), V5P, 8192, Fixed(pods=4))[0].size("pod") == 4
     once = plans(job, H100, 64, Fixed((("fsdp", 8),), microbatches=2, zero=3, reduce="once"))
     assert {layout.reduce for _, layout in once.layouts()} == {"once"}
-
-
-REFUSED = {  # what is said: what is asked
-    "more replicas than the 1 sequences": lambda: plans(Job(L8.with_(N=3, K=3, L=1), 2**11, 2**11), H100, 64),
-    "are not a slice": lambda: plans(Job(L8, 2**22), V5P, 8951),
-    "at least 1": lambda: plans(Job(L70, 2**20), H100, 0),
-    "has no FLOPs/s for fp8": lambda: plans(Job(L8, 2**20, dtype="fp8"), V5P, 64),
-}
-test_refused = refused(by_words(REFUSED))
