@@ -1,7 +1,8 @@
-"""Rooflines of a chip, memory, and the collectives of GPUs and TPUs, by what they must be at any sizes, and where no
-chapter has them: the book's numbers are the chapters' answers (book/test_chapters.py)."""
+"""Rooflines of a chip, memory, the collectives of GPUs and TPUs, layers under each strategy, by what they must be at
+any sizes, and where no chapter has them: the book's numbers are the chapters' answers (book/test_chapters.py)."""
 
 import math
+from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -13,11 +14,12 @@ from scaling.cost import gpu
 from scaling.hardware import Chip, chip
 from scaling.hardware.torus import Torus
 
-V5E, H100 = chip("v5e"), chip("h100")
+V5E, V5P, H100 = chip("v5e"), chip("v5p"), chip("h100")
 C, W = V5E.flops(), V5E.hbm_bw
 approx = partial(pytest.approx, rel=1e-6, abs=0)  # seconds a byte are below the usual absolute tolerance
 numbers = st.floats(1, 1e15)
 EACH = settings(deadline=None, max_examples=20, derandomize=True)
+SLOWER, FASTER = 1 - 1e-6, 1 + 1e-6
 
 
 @EACH
@@ -97,18 +99,12 @@ def test_tensor_parallelism_over_nodes():
 # --- Collectives of TPUs
 
 
-V5P = chip("v5p")
-shapes = st.lists(st.integers(1, 5), min_size=1, max_size=3).map(tuple)
-
-
-@st.composite
-def tori(draw):
-    shape = draw(shapes)
-    return Torus(shape, tuple(draw(st.booleans()) for _ in shape))
+sides = st.lists(st.tuples(st.integers(1, 5), st.booleans()), min_size=1, max_size=3)
+tori = sides.map(lambda each: Torus(*zip(*each, strict=True)))
 
 
 @settings(deadline=None, max_examples=30, derandomize=True)
-@given(tori())
+@given(tori)
 def test_all_to_all_takes_as_long_as_its_fullest_link_and_hops_are_the_diameter(torus):
     slow = Chip("own", "tpu", axes=3, link_bw=1e9, wrap="none")
     routed = torus.all_to_all_seconds(1e12, 1e9)
@@ -118,7 +114,7 @@ def test_all_to_all_takes_as_long_as_its_fullest_link_and_hops_are_the_diameter(
 
 @pytest.mark.slow
 @settings(deadline=None, max_examples=15, derandomize=True)
-@given(tori())
+@given(tori)
 def test_torus_links_and_distances(torus):
     for a in torus.chips():
         assert all(torus.distance(a, b) == 1 or torus.size == 1 for b in torus.neighbours(a))
@@ -130,11 +126,8 @@ def test_torus_links_and_distances(torus):
     assert set(loads) <= set(torus.links())
 
 
-def test_links_across_an_even_cut():
-    assert [Torus((16, 4), (wrap, False)).bisection_links for wrap in (True, False)] == [8, 4]
-
-
 def test_gathers_on_a_torus():
+    assert [Torus((16, 4), (wrap, False)).bisection_links for wrap in (True, False)] == [8, 4]  # across an even cut
     for axes, exact, seconds in (
         (4, False, 1 / 1.8e11),  # a ring: whatever its length
         (8, True, 7 / 8 / 1.8e11),
@@ -143,11 +136,112 @@ def test_gathers_on_a_torus():
         assert cost.all_gather(1e9, V5P, axes, exact=exact) == approx(1e9 * seconds)
     assert cost.all_gather(1e9, V5E, 8) == approx(7 / 8 / 45)  # a line
     assert cost.all_gather(1e9, V5E, (8, 16)) == approx(1 / (3 * 45))  # one line, one ring
-
-
-def test_by_name():
     for op, f in (("AllGather", cost.all_gather), ("AllReduce", cost.all_reduce), ("AllToAll", cost.all_to_all)):
         assert cost.seconds(op, 1e8, V5P, (4, 4)) == f(1e8, V5P, (4, 4))
     assert cost.seconds("CollectivePermute", 1e8, V5P, 4) == cost.permute(1e8, V5P)
     for op in ("Gather", "Scatter"):  # the root has all blocks but its own on the two links of its ring
         assert 0.75e8 / 1.8e11 <= cost.seconds(op, 1e8, V5P, 4) <= 1e8 / 1.8e11
+
+
+# --- A layer under each strategy: the ledger of Part 5's algorithms, and what hides behind what
+
+PEAK, RING = V5P.flops(), V5P.ici_bw
+LAYER = cost.LayerShape(1e6, 8192, 32768)
+TPUS = st.sampled_from(["v4p", "v5p", "v5e", "v6e"]).map(chip)
+GPUS = st.sampled_from(["h100", "h800", "b200", "gb200"]).map(chip)
+WIDTHS, SIZES, MATRICES = st.integers(256, 100_000), st.integers(2, 64), st.sampled_from([2, 3])
+
+
+def test_bytes_by_strategy():
+    """What the strategies themselves move of a plain layer, plan/test_ledger.py holds; here what is beside it."""
+    B, D, F, X, Y = 4096, 512, 2048, 8, 4
+    shape = cost.LayerShape(B, D, F)
+    for strategy, x, y in (("dp", X, 1), ("fsdp", X, 1), ("tp", 1, Y), ("fsdp_tp", X, Y)):
+        ways = [cost.layer_bytes(strategy, shape, x, y, way).values() for way in ("forward", "backward")]
+        assert [*cost.layer_bytes(strategy, shape, x, y).values()] == [a + b for a, b in zip(*ways, strict=True)]
+        one = cost.layer(strategy, LAYER, cost.Links(PEAK))  # a single chip moves nothing
+        assert (one.comms, one.axes, one.bound) == (0, (), "compute")
+        assert one.lower == one.upper == one.math == approx(12 * 1e6 * 8192 * 32768 / PEAK)
+    assert cost.layer_bytes("tp", shape, 1, Y, "backward", regather=True)["Y"] == 6 * B * D
+    assert cost.layer_bytes("fsdp", replace(shape, matrices=3), X, 1, "forward")["X"] == 6 * D * F
+    assert cost.layer_bytes("tp", replace(shape, dtype="int8", blocks=2), 1, Y, "forward")["Y"] == 4 * B * D
+
+
+def test_overlap_models():
+    links = cost.Links(PEAK, 2 * RING, RING)
+    together, after = (cost.layer("fsdp_tp", LAYER, links, 1024, 8, overlap=way) for way in ("max", "sum"))
+    assert together.axes == after.axes
+    assert after.comms == approx(sum(t for _, t in after.axes))
+    assert together.comms == sum(max(t for _, t in part.axes) for part in together.parts) < after.comms
+    assert together.upper == after.upper == approx(after.math + after.comms)
+    assert together.scaled(3).comms == approx(3 * together.comms)
+    assert together.scaled(3).lower == approx(3 * together.lower)
+    # What backward communicates does not hide behind forward. DP at 0.8 of its threshold: computing both ways takes 1.2
+    # times the AllReduce, but backward alone only 0.8.
+    both = cost.layer("dp", replace(LAYER, B=0.8 * 64 * PEAK / RING), cost.Links(PEAK, X=RING), X=64)
+    forward, backward = both.parts
+    assert both.math == approx(1.2 * both.comms)
+    assert (forward.bound, backward.bound, both.bound) == ("compute", "X", "X")
+    assert both.math < both.lower == approx(forward.math + backward.comms)
+
+
+# --- Each threshold is where the functions that it is a threshold of cross
+
+
+@EACH
+@given(TPUS, st.sampled_from([2, 16, (4, 4), (2, 4), (1, 2)]), st.sampled_from([None, True, False]), st.booleans())
+def test_latency_bound_bytes(hw, axes, wrap, exact):
+    V, least = cost.latency_bound_bytes(hw, axes, wrap, exact), cost.all_gather(0, hw, axes, wrap, exact)
+    assert cost.all_gather(SLOWER * V, hw, axes, wrap, exact) == least
+    assert cost.all_gather(FASTER * V, hw, axes, wrap, exact) > least
+
+
+@EACH
+@given(TPUS, st.integers(2, 4096), WIDTHS, WIDTHS, MATRICES)
+def test_data_threshold_and_tensor_limit(hw, X, D, F, matrices):
+    """Of DP and FSDP by tokens a chip, whatever the matrices; of TP by Y, where F is matrices / 2 times as wide."""
+    C, W = hw.flops(), hw.bandwidth("ici")
+    links, B = cost.Links(C, X=W, Y=W), X * cost.data_threshold(C, W)
+    for tokens, bound in ((FASTER * B, "compute"), (SLOWER * B, "X")):
+        shape = cost.LayerShape(tokens, D, F, matrices)
+        for strategy, direction in (("fsdp", "forward"), ("fsdp", "backward"), ("dp", "backward")):
+            assert cost.layer(strategy, shape, links, X=X, direction=direction).bound == bound
+    limit, shape = cost.tensor_limit(F * matrices / 2, C, W), cost.LayerShape(1e6, D, F, matrices)
+    for Y in {*range(2, 9), max(2, int(limit)), max(2, int(limit) + 1)}:
+        assert (cost.layer("tp", shape, links, Y=Y, direction="forward").bound == "compute") == (limit >= Y)
+
+
+@EACH
+@given(SIZES, SIZES, st.integers(1, 2), st.sampled_from(["max", "sum"]), MATRICES)
+def test_mixed_threshold_and_optimum(X, Y, m_x, overlap, matrices):
+    """At its best X both axes' collectives take the same time, at the threshold that of computing."""
+    F, N = 16384, X * Y
+    B = X**2 * matrices * F / (2 * N * m_x)  # whose optimum is this X
+    assert cost.mixed_optimum(B, F, N, m_x, 1, matrices) == approx(X)
+    links = cost.Links(PEAK, m_x * RING, RING)
+    forward = cost.layer("fsdp_tp", cost.LayerShape(B, 4096, F, matrices), links, X, Y, "forward", overlap=overlap)
+    times = dict(forward.axes)
+    assert times["X"] == approx(times["Y"])
+    least = cost.mixed_threshold(F, PEAK, m_x * RING, RING, overlap, matrices)
+    assert (forward.comms / forward.math) ** 2 == approx(least / (B / N))
+    assert forward.comms == approx(times["X"] * (1 if overlap == "max" else 2))
+
+
+@EACH
+@given(GPUS, st.integers(2, 16))
+def test_gpu_data_threshold(hw, nodes):
+    """The book's V/W between nodes is over all of them; a part (X - 1)/X leaves a node, and 1 - 1/G a GPU inside it."""
+    inside = hw.flops() * gpu.all_gather(1, hw, hw.node_gpus)
+    between = hw.intensity("scale-out") * (nodes - 1) / nodes
+    assert gpu.data_threshold(hw, nodes) == approx(max(inside, between))
+    assert gpu.data_threshold(hw, nodes, 4) == approx(between / 4)
+    assert gpu.data_threshold(hw) >= gpu.data_threshold(hw, nodes)
+
+
+@EACH
+@given(GPUS, SIZES, st.integers(1, 16))
+def test_expert_min_width(hw, units, k):
+    Z = units * hw.node_gpus
+    F = gpu.expert_min_width(Z, k, hw)
+    assert gpu.expert_layer(1e6, 4096, FASTER * F, Z, k, hw).bound == "compute"
+    assert gpu.expert_layer(1e6, 4096, SLOWER * F, Z, k, hw).bound == "Z"
