@@ -128,6 +128,10 @@ MAPS = {
 }
 
 
+LINEARIZED = "all_gather", "max", "reduce_scatter", "all_to_all", "ppermute", "scatter", "ragged"  # each way to send
+UNDRAWN = ["two dims at once", "ragged", "masked"]  # what test_drawn.py has not
+
+
 def operands(ranks: int, seed: int) -> torch.Tensor:
     """[block, I, J] of few values: a maximum is a tie."""
     rng = torch.Generator().manual_seed(seed)
@@ -138,63 +142,60 @@ def weights(of_block: int, y: torch.Tensor) -> torch.Tensor:
     return 1.0 + torch.arange(y.numel(), dtype=y.dtype).view(y.shape) + of_block
 
 
-def transformed(f, x, t, w, every: bool) -> dict:
-    """What f and its derivatives give at x, along t or weighted by w: of one rank, or of the stack of all."""
+def transformed(f, x: dict, t: dict, weights_of) -> dict:
+    """What f, of {name: operand}, and its derivatives give at x, along t or weighted."""
+    value = f(x)
+    w = {name: weights_of(y) for name, y in value.items()}
 
     def loss(x):
-        return (f(x).sin() * w).sum()
+        return sum((y.sin() * w[name]).sum() for name, y in f(x).items())
 
-    leaf = x.clone().requires_grad_()
-    loss(leaf).backward()
-    found = {"value": f(x), "autograd": leaf.grad, "vjp": vjp(f, x)[1](w)[0]}
-    if every:
-        curved, several = lambda x: f(x).sin(), torch.stack([x, t, x + t], -1)
-        found |= {
-            "grad": grad(loss)(x),
-            "jvp": jvp(curved, (x,), (t,))[1],
-            "linearize": linearize(curved, x)[1](t),
-            "vmap": vmap(f, -1, -1)(several),
-            "vmap of grad": vmap(grad(loss), -1, -1)(several),
-            "grad of grad": grad(lambda x: (grad(loss)(x) * t).sum())(x),
-        }
-    return found
+    def curved(x):
+        return {name: y.sin() for name, y in f(x).items()}
+
+    leaves = {name: each.clone().requires_grad_() for name, each in x.items()}
+    loss(leaves).backward()
+    autograd = {name: leaf.grad for name, leaf in leaves.items()}
+    found = {"value": value, "autograd": autograd, "vjp": vjp(f, x)[1](w)[0], "grad": grad(loss)(x)}
+    if [*x] == UNDRAWN:
+        return found
+    some, along = ({name: each[name] for name in LINEARIZED} for each in (x, t))
+    several = {name: torch.stack([x[name], t[name], x[name] + t[name]], -1) for name in x}
+    return found | {
+        "jvp": jvp(curved, (x,), (t,))[1],
+        "linearize": linearize(curved, some)[1](along),
+        "vmap": vmap(f, -1, -1)(several),
+        "vmap of grad": vmap(grad(loss), -1, -1)(several),
+        "grad of grad": grad(lambda x: sum((g * t[name]).sum() for name, g in grad(loss)(x).items()))(x),
+    }
 
 
-def of_rank(mesh, every):
-    block, found = mesh.group(("Y", "X")).index, {}
-    x, t = (operands(mesh.size(), seed)[block] for seed in (0, 1))
-    kept = x.clone()
-    for name, (call, _) in MAPS.items():
-        f = lambda x: call(x, mesh)  # noqa: B023, E731
-        with warnings.catch_warnings():  # torch's own, of its tracer
-            warnings.simplefilter("ignore")
-            found[name] = transformed(f, x, t, weights(block, f(x)), every)
-    assert torch.equal(x, kept)
+def of_rank(mesh, names):
+    block = mesh.group(("Y", "X")).index
+    x, t = (dict.fromkeys(names, operands(mesh.size(), seed)[block]) for seed in (0, 1))
+    kept = x["masked"].clone()
+    f = lambda x: {name: MAPS[name][0](each, mesh) for name, each in x.items()}  # noqa: E731
+    with warnings.catch_warnings():  # torch's own, of its tracer
+        warnings.simplefilter("ignore")
+        found = transformed(f, x, t, lambda y: weights(block, y))
+    assert torch.equal(x["masked"], kept)
     return block, found
 
 
-def expected(name: str, ranks: int, every: bool) -> dict:
-    stacked, x = MAPS[name][1], operands(ranks, 0)
-    w = torch.stack([weights(block, y) for block, y in enumerate(stacked(x))])
+@pytest.mark.parametrize(("sizes", "names"), [({"X": 2, "Y": 2}, [*MAPS]), ({"X": 2, "Y": 4}, UNDRAWN)])
+def test_values_and_derivatives(ranks, sizes, names):
+    """On X=2, Y=4 the order of blocks is not its own inverse."""
+    answers = ranks(of_rank, sizes, names)
+    x, t = (dict.fromkeys(names, operands(len(answers), seed)) for seed in (0, 1))
+    stacked = lambda x: {name: MAPS[name][1](each) for name, each in x.items()}  # noqa: E731
+    weights_of = lambda y: torch.stack([weights(block, part) for block, part in enumerate(y)])  # noqa: E731
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        return transformed(stacked, x, operands(ranks, 1), w, every)
-
-
-@pytest.mark.parametrize(("sizes", "every"), [({"X": 2, "Y": 2}, True), ({"X": 2, "Y": 4}, False)], ids=str)
-def test_values_and_derivatives(ranks, sizes, every):
-    """On X=2, Y=4 the order of blocks is not its own inverse."""
-    answers = ranks(of_rank, sizes, every)
-    for name in MAPS:
-        for what, wanted in expected(name, len(answers), every).items():
-            for block, found in answers:
-                torch.testing.assert_close(
-                    found[name][what],
-                    wanted[block],
-                    rtol=1e-12,
-                    atol=1e-12,
-                    msg=lambda text, what=f"{what} of {name}": f"{what}: {text}",
-                )
+        wanted = transformed(stacked, x, t, weights_of)
+    for block, found in answers:
+        for what, name in [(kind, name) for kind in wanted for name in wanted[kind]]:
+            said = lambda text, what=f"{what} of {name}": f"{what}: {text}"  # noqa: E731
+            torch.testing.assert_close(found[what][name], wanted[what][name][block], rtol=1e-12, atol=1e-12, msg=said)
 
 
 def in_place(mesh, order):
