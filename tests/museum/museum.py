@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 from types import FunctionType, ModuleType
@@ -41,18 +42,23 @@ CALLS = {  # on an AbstractMesh, where nothing is sent
 def planted(bug: Bug) -> str:
     """The file's text with the bug."""
     text = (ROOT / bug.file).read_text(encoding="utf-8")
-    for old, new in bug.edits:
+    for old, new in bug.edits.items():
         if text.count(old) != 1:
             raise ValueError(f"{bug.name}: {bug.file} has {text.count(old)} of {old!r}: rewrite the edit")
         text = text.replace(old, new)
     return text
 
 
+def rules_broken(file: str, text: str) -> Iterator[str]:
+    """The rules that a file of this text breaks: first of its lines alone, then as the judge runs it."""
+    of_lines = check_source(text, file) if "STRATEGY =" in text else check_lines(text, file)[0]
+    yield from (fault.rule for fault in of_lines)
+    yield from (fault.rule for fault in judgement(file, text).findings)
+
+
 @cache
-def rules_broken(file: str, text: str) -> set[str]:
-    """The rules that the judge names, of a file whose text is this."""
-    found = check_source(text, file) if "STRATEGY =" in text else check_lines(text, file)[0]
-    return {fault.rule for fault in (*found, *judgement(file, text).findings)}
+def broken_as_it_is(file: str) -> list[str]:
+    return list(rules_broken(file, (ROOT / file).read_text(encoding="utf-8")))
 
 
 def answer(name: str) -> str:
@@ -98,8 +104,7 @@ def tested(bug: Bug, plant: bool) -> str:
 def seen(bug: Bug) -> bool:
     """Whether the bug, planted, is answered as `bugs` says; and, without it, nothing is."""
     if bug.refused:
-        as_it_is = (ROOT / bug.file).read_text(encoding="utf-8")
-        return bug.refused in rules_broken(bug.file, planted(bug)) and not rules_broken(bug.file, as_it_is)
+        return bug.refused in rules_broken(bug.file, planted(bug)) and not broken_as_it_is(bug.file)
     if bug.fails:
         printed = tested(bug, True)  # it must fail by what is compared: a crash is not silent
         held = re.search(r"^E +(assert |AssertionError)", printed, re.M) and "1 failed" in printed

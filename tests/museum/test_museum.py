@@ -9,13 +9,20 @@ from sources import parsed
 
 sys.path.insert(0, str(Path(__file__).parent))
 import museum
-from bugs import BUGS
+from bugs import BUGS, TRANSFORMER
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("bug", [bug for bug in BUGS if not bug.fails], ids=lambda bug: bug.name)
 def test_refused_before_anything_is_sent(bug):
-    assert museum.seen(bug)
+    assert bug.refused in museum.rules_broken(bug.file, museum.planted(bug)) if bug.refused else museum.seen(bug)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("file", ["ends", "latent"])
+def test_nothing_is_found_in_a_step_without_a_bug(file):
+    """A Transformer's is judged as a whole, whichever of its files has the bug; tests/check has the strategies."""
+    assert museum.broken_as_it_is(f"{TRANSFORMER}{file}.py") == []
 
 
 @pytest.mark.parametrize("bug", [bug for bug in BUGS if bug.fails], ids=lambda bug: bug.name)
