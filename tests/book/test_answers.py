@@ -4,8 +4,6 @@ import ast
 import builtins
 import math
 import re
-from collections import defaultdict
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -134,51 +132,35 @@ GIVEN = {  # own sides that are the question's own givens, or what the book's fi
 }  # fmt: skip
 
 
-def calls_in(node: ast.AST) -> list[ast.Call]:
-    return [each for each in ast.walk(node) if isinstance(each, ast.Call)]
-
-
-def called(call: ast.Call) -> str:
-    return getattr(call.func, "id", getattr(call.func, "attr", ""))
+def called(node: ast.AST) -> str:
+    """The name of what is called, if this is a call."""
+    func = getattr(node, "func", None)
+    return getattr(func, "id", getattr(func, "attr", ""))
 
 
 def names_in(node: ast.AST) -> set[str]:
-    return {each.id for each in ast.walk(node) if isinstance(each, ast.Name)} - set(dir(builtins))
+    return {each.id for each in ast.walk(node) if isinstance(each, ast.Name)}
 
 
-def assigned(node: ast.Assign) -> list[tuple[str, ast.expr]]:
-    """(name, its value): of a tuple of names each with its own, where the values are written as one too."""
-    found = []
-    for target in node.targets:
-        both = isinstance(target, ast.Tuple) and len(target.elts) == len(getattr(node.value, "elts", ()))
-        sides = zip(target.elts, node.value.elts, strict=True) if both else [(target, node.value)]
-        found += [(name, value) for to, value in sides for name in names_in(to)]
-    return found
-
-
-def literal_answers(text: str) -> list[str]:
+def literal_answers(name: str) -> set[str]:
     """The own sides that come of literals alone, also through names: nothing of the library computes them."""
-    tree, values = ast.parse(text), defaultdict(list)
-    for name, value in (pair for node in tree.body if isinstance(node, ast.Assign) for pair in assigned(node)):
-        values[name].append(value)
-    filled = {name for name, each in values.items() if any(ast.unparse(v) in ("{}", "[]") for v in each)}  # in a loop
-    literal: set[str] = set()
-    while more := {n for n in values.keys() - literal - filled if all(names_in(v) <= literal for v in values[n])}:
-        literal |= more
-    answers = [call for call in calls_in(tree) if called(call) == "Answer"]
-    own = [([k.value for k in call.keywords if k.arg == "ours"] or call.args[2:3])[0] for call in answers]
-    return [ast.unparse(each) for each in own if names_in(each) <= literal]
+    tree, literal, found = parsed(running.CHAPTERS / f"{name}.py"), {*dir(builtins)}, set()
+    for node in tree.body:
+        for target in node.targets if isinstance(node, ast.Assign) else ():
+            both = isinstance(target, ast.Tuple) and len(target.elts) == len(getattr(node.value, "elts", ()))
+            for to, value in zip(target.elts, node.value.elts, strict=True) if both else [(target, node.value)]:
+                empty = ast.unparse(value) in ("{}", "[]")  # filled in a loop
+                literal = literal - names_in(to) if empty or names_in(value) - literal else literal | names_in(to)
+        for call in (call for call in ast.walk(node) if called(call) == "Answer"):
+            (own,) = [k.value for k in call.keywords if k.arg == "ours"] or call.args[2:3]
+            found |= set() if names_in(own) - literal else {ast.unparse(own)}
+    return found
 
 
 def test_no_answer_of_ours_is_a_literal():
     """Each is computed by the library, or from what the chapter has computed; what is given is named above."""
-    texts = {name: running.source(name) for name in running.ALL}
-    assert sum(text.count("    Answer(") for text in texts.values()) > 550
-    found = {name: {*literal_answers(text)} for name, text in texts.items()}
-    assert {name: own for name, own in found.items() if own} == GIVEN
-
-
-JUDGED = {"abs", "apart", "difference", "errors", "off"}
+    assert sum(running.source(name).count("    Answer(") for name in running.ALL) > 550
+    assert {name: own for name in running.ALL if (own := literal_answers(name))} == GIVEN
 
 
 def test_nan_is_the_largest():
@@ -198,30 +180,19 @@ def test_on_a_mesh_a_difference_is_of_all_ranks(ranks):
     assert ranks(judged, {"X": 2, "Y": 2}) == [(float(rank == 3), 1, True) for rank in range(4)]
 
 
-def modules_with(pattern: str, *folders: str) -> Iterator[tuple[Path, ast.Module]]:
-    for path in (path for folder in folders for path in (ROOT / folder).rglob("*.py")):
-        if re.search(pattern, path.read_text(encoding="utf-8"), re.S):
-            yield path.relative_to(ROOT), parsed(path)
+OFF = r"\b(abs|apart|difference|errors|off)\b"
 
 
-def test_chapters_judge_what_every_rank_has():
-    """`page.on_ranks` returns what rank 0 has: another rank's copy counts if the difference is taken on the mesh."""
-    found = []
-    for path, tree in modules_with(r"mesh.*\b(difference|largest)\(", "chapters", "scaling/book"):
-        functions = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)]
-        for function in (each for each in functions if "mesh" in [a.arg for a in each.args.args]):
-            for call in calls_in(function):
-                of_one = called(call) in ("difference", "largest") and "mesh" not in ast.unparse(call)
-                found += [f"{path}:{call.lineno}"] * (of_one and path.stem != "largest")
-    assert not found, f"fix: difference(got, want, mesh), largest(numbers, mesh) at {found}"
-
-
-def test_no_difference_is_judged_by_max():
-    found = []
-    judged = rf"(?<![.\w])max\(.{{,300}}\b({'|'.join(JUDGED)})\b"
-    for path, tree in modules_with(judged, "chapters", "tests", "scaling/book"):
-        for call in (call for call in calls_in(tree) if getattr(call.func, "id", "") == "max"):
-            inside = [part for argument in call.args for part in ast.walk(argument)]
-            names = {getattr(part, "id", getattr(part, "attr", "")) for part in inside}
-            found += [f"{path}:{call.lineno}"] * bool(names & JUDGED)
-    assert not found, f"fix: largest(...) of scaling.book.largest instead of max(...) at {found}"
+def test_a_difference_is_judged_so_that_a_nan_and_every_rank_count():
+    """Python's max passes by a NaN; and `page.on_ranks` returns what rank 0 has: another rank's copy counts if the
+    difference is taken on the mesh."""
+    judged = re.compile(rf"mesh.*\b(difference|largest)\(|(?<![.\w])max\(.{{,300}}{OFF}", re.S)
+    for path in (path for folder in ("chapters", "scaling/book", "tests") for path in (ROOT / folder).rglob("*.py")):
+        if path.stem == "largest" or not judged.search(path.read_text(encoding="utf-8")):
+            continue
+        for node in ast.walk(parsed(path)):
+            if called(node) == "max" and isinstance(node.func, ast.Name):
+                assert not re.search(OFF, ast.unparse(node)), f"{path}:{node.lineno}\n  fix: largest of scaling.book"
+            if isinstance(node, ast.FunctionDef) and "mesh" in ast.unparse(node.args) and "tests" not in path.parts:
+                of_one = [each for each in ast.walk(node) if called(each) in ("difference", "largest")]
+                assert all("mesh" in ast.unparse(each) for each in of_one), f"{path}\n  fix: {node.name} gives the mesh"
