@@ -1,7 +1,6 @@
 """Reshardings between any two types, done by simulated devices, and what they cost; the search for the cheapest one:
 its bound, how soon it ends, what it gives there, and that nothing beats it."""
 
-import itertools
 import math
 import time
 
@@ -11,12 +10,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from refused import evaluated, refused
 
-from scaling.algebra import layouts, permutation, reshard
+from scaling.algebra import layouts, reshard
 from scaling.algebra.resharding import COLLECTIVE, PlannedArray, shortest
 from scaling.algebra.steps import FREE
 from scaling.cost.step_time import seconds_on
 from scaling.hardware import chip
-from scaling.spec import ShardingError, Spec, parse_line
+from scaling.spec import ShardingError, parse_line
 
 TWELVE = "ABCDEFGHIJKL"
 KNOWN = {  # the plan's steps
@@ -74,27 +73,9 @@ def test_counts_are_the_books():
         assert step.gather_bytes(sizes, mesh, 2) == nbytes * (2 if step.op == "AllReduce" else 1)
 
 
-def test_steps_must_divide():
-    """J has 2 columns: no plan may split it over X=4, even on the way."""
-    mesh, sizes = {"X": 4, "Y": 2}, {"I": 8, "J": 2}
-    plan = reshard("A[I_XY, J]", "A[I_Y, J]", sizes, mesh)
-    assert all(step.after.axes_of("J") in ((), ("Y",)) for step in plan.steps)
-
-
-def test_a_cost_function_finds_the_idle_links():
-    """Part 3, Question 2: with Z idle, slicing over it first and gathering over X and Z takes half the time."""
-    mesh, sizes = {"X": 4, "Y": 4, "Z": 4}, {"B": 1024, "D": 4096}
-
-    def seconds(step):
-        return step.gather_bytes(sizes, mesh, "bf16") / (9e10 * len(step.axes))
-
-    plan = reshard("In[B_X, D_Y]", "In[B, D_Y]", sizes, mesh, cost=seconds)
-    assert [step.op for step in plan.steps] == ["Slice", "AllGather"]
-    assert sum(map(seconds, plan.steps)) == pytest.approx(11.65e-6, rel=1e-3)
-
-
-def test_by_time_one_allgather_takes_the_links_of_both_axes():
-    """Part 3, Question 2: AllGather_XY of an array sharded over both takes 46 us on v4p; one after the other, more."""
+def test_by_time_links_that_idle_are_used_and_one_allgather_takes_those_of_both_axes():
+    """Part 3, Question 2, on v4p. AllGather_XY of an array sharded over both takes 46 us; one after the other, more.
+    With Z idle, slicing over it first and gathering over X and Z takes half the time."""
     mesh, sizes = {"X": 4, "Y": 4}, {"B": 1024, "D": 4096}
     seconds = seconds_on(chip("v4p"), sizes, mesh)
     plans = [reshard("A[B_X, D_Y]", "A[B, D]", sizes, mesh, cost) for cost in (None, seconds)]
@@ -103,6 +84,13 @@ def test_by_time_one_allgather_takes_the_links_of_both_axes():
     assert together == pytest.approx(46.6e-6, rel=1e-2)
     assert one_by_one > 2 * together
     assert plans[0].wire_bytes(sizes, mesh, 2) == plans[1].wire_bytes(sizes, mesh, 2)
+
+    def over_links(step):
+        return step.gather_bytes(sizes, mesh | {"Z": 4}, "bf16") / (9e10 * len(step.axes))
+
+    idle = reshard("In[B_X, D_Y]", "In[B, D_Y]", sizes, mesh | {"Z": 4}, cost=over_links)
+    assert [step.op for step in idle.steps] == ["Slice", "AllGather"]
+    assert sum(map(over_links, idle.steps)) == pytest.approx(11.65e-6, rel=1e-3)
 
 
 REFUSED = {
@@ -134,30 +122,7 @@ def test_any_two_types_of_any_array(data):
         assert reshard(dst, src, shape, mesh).wire_bytes(shape, mesh, 1) == pytest.approx(sent)
 
 
-def test_equal_sizes_allow_a_permutation_between_axes():
-    plan = reshard("A[I_X, J_Y]", "A[I_Y, J_X]", mesh={"X": 4, "Y": 4})
-    assert [step.op for step in plan.steps] == ["CollectivePermute"]
-    pairs = permutation(plan.steps[0], {"X": 4, "Y": 4})
-    assert sorted(s for s, _ in pairs) == sorted(t for _, t in pairs) == list(range(16))
-    assert (0, 0) in pairs  # a device on the diagonal keeps its block
-
-
-def without(axis: str, spec: Spec) -> Spec:
-    dims = tuple((dim, tuple(a for a in axes if a != axis)) for dim, axes in spec.dims)
-    return Spec(spec.name, dims, tuple(a for a in spec.unreduced if a != axis))
-
-
-def test_an_axis_of_size_1_costs_nothing():
-    """Wherever it stands in either type, as many bytes are sent as without it."""
-    shape = (4, 4)
-    for src, dst in itertools.product(types("XY"), repeat=2):
-        sent = reshard(src, dst, shape, {"X": 2, "Y": 1}).wire_bytes(shape, {"X": 2, "Y": 1}, 4)
-        alone = reshard(without("Y", src), without("Y", dst), shape, {"X": 2}).wire_bytes(shape, {"X": 2}, 4)
-        assert sent == alone, (src, dst)
-
-
 SEARCHED = {  # whether the search is bounded
-    "W[M_AB, N_CD, K_EF] -> W[M, N, K]": False,
     f"W[M_{TWELVE[:4]}, N_{TWELVE[4:8]}, K_{TWELVE[8:]}] -> W[M, N, K]": False,  # it sends what is missing
     "W[M_AB, N_CD, K_EF] -> W[M_E, N_FA, K_BD]": False,
     "W[M_BA, N, K_C] -> W[M_DA, N, K_EC] {U_BF}": True,

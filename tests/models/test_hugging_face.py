@@ -55,7 +55,7 @@ def test_loss_and_gradients_are_hugging_faces(name, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "config", [SMALL, SMALL.with_(tied=True), MOE, LATENT, DEEPSEEK], ids=lambda c: f"{c.name} tied={c.tied}"
+    "config", [SMALL.with_(name="tied", tied=True), MOE, LATENT, DEEPSEEK], ids=lambda config: config.name
 )
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_weights_leave_and_return_to_the_bit(config, dtype, tmp_path):

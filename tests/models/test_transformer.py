@@ -40,8 +40,7 @@ def close(got, want, rtol=1e-9, atol=1e-11):
     torch.testing.assert_close(tree.leaves(got), tree.leaves(want), rtol=rtol, atol=atol)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("config", [LATENT, PLAIN, TIED], ids=named)
+@pytest.mark.parametrize("config", [LATENT, TIED.with_(gated=False)], ids=named)
 def test_flops_equal_the_counter(config):
     B, T = 2, 12
     config = config.with_(L=2)
@@ -55,7 +54,7 @@ def test_flops_equal_the_counter(config):
         assert counter.get_total_flops() == sum(train_flops(config, B, T, remat=remat).values()), remat
 
 
-@pytest.mark.parametrize("config", [*VARIANTS, ALL, EXPERTS, FIRST], ids=named)
+@pytest.mark.parametrize("config", [LATENT, PLAIN, TIED, ALL, FIRST], ids=named)
 def test_params_equal_the_formula_and_gradients_however_they_are_taken(config):
     """By torch.func and by autograd, with any attention, and whatever is computed again."""
     params, tokens = shaken(config), tokens_of(config)
