@@ -1,4 +1,4 @@
-import builtins
+import sys
 
 import pytest
 from refused import by_words, refused
@@ -6,8 +6,6 @@ from refused import by_words, refused
 from scaling.show.charts import chart, figure, save, ticks
 
 ROOF = {"roof": [(1, 1e12), (100, 1e14), (1e4, 1e14)]}
-
-
 MARKS = [("x", 100, "C/W = 100"), ("y", 1e13, "a tenth"), ("x", 1e9, "beyond")]
 LOGARITHMIC = """
 title
@@ -55,26 +53,23 @@ def test_charts_drawn():
     curve = chart({"a": [(1, 0), (10, 1), (100, 2)]}, log="x", width=21, height=5)
     assert f"\n{curve}" == OF_ONE_AXIS
     assert chart({"a": [(1, 1)]}).count("*") == 2, "one point, and in the legend"
-
-
-@pytest.mark.parametrize(
-    ("ends", "log", "wanted"),
-    [
-        ("0.1 1e4", True, "0.1 1 10 100 1e3 1e4"),
-        ("1e3 1e14", True, "1e4 1e6 1e8 1e10 1e12 1e14"),
-        ("30 80", True, "50"),
-        ("3 45", True, "5 10 20"),
-        ("0 511", False, "0 100 200 300 400 500"),
-        ("-1 1", False, "-1 -0.5 0 0.5 1"),
-    ],
-)
-def test_ticks_are_round(ends, log, wanted):
-    assert ticks(*map(float, ends.split()), log) == pytest.approx([*map(float, wanted.split())])
-
-
-def test_a_long_legend_goes_on_below():
     names = {f"a series with a name, {i}": [(1, 1), (2, i + 1)] for i in range(6)}
-    assert max(len(line) for line in chart(names, width=60).splitlines()) <= 71
+    assert max(len(line) for line in chart(names, width=60).splitlines()) <= 71, "a long legend goes on below"
+
+
+TICKS = {  # ends: round numbers between them
+    "0.1 1e4": [0.1, 1, 10, 100, 1e3, 1e4],
+    "1e3 1e14": [1e4, 1e6, 1e8, 1e10, 1e12, 1e14],
+    "30 80": [50],
+    "3 45": [5, 10, 20],
+    "0 511": [0, 100, 200, 300, 400, 500],
+    "-1 1": [-1, -0.5, 0, 0.5, 1],
+}
+
+
+def test_ticks_are_round():
+    found = {ends: ticks(*map(float, ends.split()), log=ends[:2] not in ("0 ", "-1")) for ends in TICKS}
+    assert found == {ends: pytest.approx(wanted) for ends, wanted in TICKS.items()}
 
 
 REFUSED = {  # what is said: what is drawn
@@ -101,30 +96,15 @@ def test_a_picture_shows_what_the_chart_is_given(tmp_path):
 
 def test_a_picture_s_legend_and_names_of_marks_cover_nothing_and_are_not_cut_off():
     pytest.importorskip("matplotlib")
-    flat = {"a series of a long name that takes a row": [(1, 1), (1e4, 1)], "low": [(1, 1e-4), (99, 2e-4)]}
+    lines = {"a series of a long name that takes a row": [(1, 1), (1e4, 1)], "low": [(1, 1e-4), (99, 2e-4)]}
     marks = [("x", 10, "a name so long that higher up it is cut off"), ("x", 100, "C/W")]
-    picture = figure({**flat, "high": [(5, 2e-4), (9.9, 0.9)]}, "x", "y", marks=marks)
+    picture = figure(lines | {"high": [(5, 2e-4), (9.9, 0.9)]}, "x", "y", marks=marks)
     picture.draw_without_rendering()
-    field, (legend,) = picture.axes[0].get_window_extent(), picture.legends
-    assert not legend.get_window_extent().overlaps(field)
-    assert 0 <= legend.get_window_extent().x0 <= legend.get_window_extent().x1 <= picture.bbox.x1
-    assert all(name.get_window_extent().y1 <= field.y1 for name in picture.axes[0].texts)
+    (axes,), legend = picture.axes, picture.legends[0].get_window_extent()
+    assert not legend.overlaps(axes.get_window_extent())
+    assert 0 <= legend.x0 <= legend.x1 <= picture.bbox.x1
+    assert all(name.get_window_extent().y1 <= axes.get_window_extent().y1 for name in axes.texts)
 
-
-def test_without_matplotlib(monkeypatch, tmp_path):
-    real = builtins.__import__
-
-    def refuse(name, *args):
-        if name.startswith("matplotlib"):
-            raise ImportError(name)
-        return real(name, *args)
-
-    monkeypatch.setattr(builtins, "__import__", refuse)
-    with pytest.raises(ImportError, match=r"pip install 'scaling-book-torch\[plot\]'"):
-        save(tmp_path / "a.png", ROOF)
-
-
-def test_names_of_marks_stand_where_nothing_else_is():
     crowded = {"flat": [(1, 1), (1e4, 1)], "steep": [(1, 1), (1e4, 1e4)]}
     axes = figure(crowded, marks=[("x", 10, "ten"), ("x", 10.5, "a little more"), ("y", 1, "one")]).axes[0]
     names = [text.get_window_extent() for text in axes.texts]
@@ -132,3 +112,10 @@ def test_names_of_marks_stand_where_nothing_else_is():
     for line in axes.lines[:2]:
         drawn = line.get_transform().transform_path(line.get_path()).interpolated(50).vertices
         assert not any(name.count_contains(drawn) for name in names)
+
+
+def test_without_matplotlib(monkeypatch, tmp_path):
+    for name in [name for name in sys.modules if name.startswith("matplotlib")] + ["matplotlib"]:
+        monkeypatch.setitem(sys.modules, name, None)
+    with pytest.raises(ImportError, match=r"pip install 'scaling-book-torch\[plot\]'"):
+        save(tmp_path / "a.png", ROOF)

@@ -5,6 +5,7 @@ import itertools
 import json
 import math
 import re
+import textwrap
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -38,24 +39,23 @@ def test_every_device_stands_where_its_slice_is(text):
     assert sum(len(groups) for groups in held.values()) == 12
 
 
-def test_partial_sums_and_replicas():
+GRID = """\
+A[I_X, J_Y]
+  mesh X=2, Y=2
+   J   0:4   4:8
+     ┌─────┬─────┐
+ 0:2 │  0  │  1  │
+     ├─────┼─────┤
+ 2:4 │  2  │  3  │
+     └─────┴─────┘"""
+
+
+def test_the_grid():
+    assert draw("A[I_X, J_Y]", MESH, sizes={"I": 4, "J": 8}) == GRID
     assert blocks("A[I] {U_X}", MESH) == {(0,): [[0, 2], [1, 3]]}
     text = draw("A[I_X, J] {U_Y}", MESH | {"Z": 1})
     assert "0+1" in text
     assert "partial sums over Y" in text
-
-
-def test_the_grid():
-    assert draw("A[I_X, J_Y]", MESH, sizes={"I": 4, "J": 8}).splitlines() == [
-        "A[I_X, J_Y]",
-        "  mesh X=2, Y=2",
-        "   J   0:4   4:8",
-        "     ┌─────┬─────┐",
-        " 0:2 │  0  │  1  │",
-        "     ├─────┼─────┤",
-        " 2:4 │  2  │  3  │",
-        "     └─────┴─────┘",
-    ]
 
 
 def test_what_else_a_grid_shows():
@@ -95,26 +95,36 @@ test_refused = refused(by_words(REFUSED), ShardingError)
 # --- As each device sees it
 
 
+DRAWN = {  # what each of X=2, Y=2, or of X=3, has
+    "A[I_X, J_Y]": """
+            Y=0   Y=1
+        X=0 ██··  ··██
+            ██··  ··██
+            ····  ····
+            ····  ····
+
+        X=1 ····  ····
+            ····  ····
+            ██··  ··██
+            ██··  ··██""",
+    "A[I_YX]": """
+            Y=0   Y=1
+        X=0 █···  ··█·
+        X=1 ·█··  ···█""",  # Y is the major one
+    "A[I_Y] {U_X}": """
+            Y=0   Y=1
+        X=0 ▒▒··  ··▒▒
+        X=1 ▒▒··  ··▒▒""",
+    "A[I_X]": """
+        X=0 █··
+        X=1 ·█·
+        X=2 ··█""",
+}
+
+
 def test_drawn():
-    assert devices.draw("A[I_X, J_Y]", MESH).splitlines() == [
-        "A[I_X, J_Y]",
-        "    Y=0   Y=1",
-        "X=0 ██··  ··██",
-        "    ██··  ··██",
-        "    ····  ····",
-        "    ····  ····",
-        "",
-        "X=1 ····  ····",
-        "    ····  ····",
-        "    ██··  ··██",
-        "    ██··  ··██",
-    ]
-    assert devices.draw("A[I_X]", {"X": 3}).splitlines() == ["A[I_X]", "X=0 █··", "X=1 ·█·", "X=2 ··█"]
-    for text, rows in (
-        ("A[I_YX]", ["X=0 █···  ··█·", "X=1 ·█··  ···█"]),  # Y is the major one
-        ("A[I_Y] {U_X}", ["X=0 ▒▒··  ··▒▒", "X=1 ▒▒··  ··▒▒"]),
-    ):
-        assert devices.draw(text, MESH).splitlines() == [text, "    Y=0   Y=1", *rows]
+    found = {text: devices.draw(text, MESH if "Y" in text else {"X": 3}) for text in DRAWN}
+    assert found == {text: text + textwrap.dedent(drawn) for text, drawn in DRAWN.items()}
 
 
 @pytest.mark.slow
