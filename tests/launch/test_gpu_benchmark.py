@@ -2,14 +2,12 @@
 
 import importlib
 import itertools
-import json
-import os
 import sys
-from functools import partial
 from pathlib import Path
 
 import pytest
 from machine import SOON, Forked
+from test_scripts import ranks_of_torchrun
 
 BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
 sys.path.append(str(BENCHMARKS))
@@ -35,12 +33,32 @@ def cases_equal(device, tiny):
 """
 
 
+def forks(command: list[str], limit: float) -> tuple[int, list[str]]:
+    """What `last_words` does, by forks of this process, which has imported torch."""
+    begins = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    several = command[1:6] == begins
+
+    def begin() -> Forked:
+        return Forked(lambda: setattr(sys, "argv", command[6 if several else 1 :]) or sys.exit(gpu.main()))
+
+    processes = ranks_of_torchrun(begin) if several else [begin()]
+    said = [process.communicate(SOON)[0].splitlines() for process in processes]
+    return max(process.returncode for process in processes), said[0]
+
+
 def cases_of(name: str, ranks: int, count: int, folder: Path, monkeypatch) -> dict[str, dict]:
     """The first `count` cases of a part, each of which may take a second."""
     (folder / "failing.py").write_text(FAILING)
-    monkeypatch.setenv("PYTHONPATH", str(folder))
+    monkeypatch.syspath_prepend(folder)
+    monkeypatch.setattr(gpu, "last_words", forks)
     cases = gpu.start_part(name, "failing", "cpu", ranks, limit=90, each=1)
     return {case["case"]: case for case in itertools.islice(cases, count)}
+
+
+def test_what_a_process_said_last_and_how_it_ended():
+    quick = [sys.executable, "-S", "-c"]
+    assert gpu.last_words([*quick, "print(7)\nraise SystemExit(3)"], SOON) == (3, ["7"])
+    assert gpu.last_words([*quick, "import time; time.sleep(600)"], 0.1) == (None, [])
 
 
 def written(parts: dict, about: dict, device: str) -> str:
@@ -60,26 +78,8 @@ def test_a_part_goes_on_past_what_raises_dies_and_hangs(tmp_path, monkeypatch):
     assert all(row in text for row in ("| rates | hangs |", "| b | 2 |"))
 
 
-def forks(command: list[str], limit: float) -> tuple[int, list[str]]:
-    """What torchrun does, by two forks of this process, which has imported torch."""
-    assert command[1:6] == ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    given = json.loads(command[-1])
-    os.environ |= {"MASTER_ADDR": "localhost", "MASTER_PORT": str(20_000 + os.getpid() % 10_000), "WORLD_SIZE": "2"}
-
-    def as_rank(rank: int) -> None:
-        os.environ["RANK"] = str(rank)
-        gpu.run_part(**given)
-
-    processes = [Forked(partial(as_rank, rank)) for rank in (0, 1)]
-    said = [process.communicate(SOON)[0].splitlines() for process in processes]
-    return max(process.returncode for process in processes), said[0]
-
-
 @pytest.mark.slow
 def test_a_rank_that_raises_alone_is_named(tmp_path, monkeypatch):
-    monkeypatch.setattr(gpu, "last_words", forks)
-    monkeypatch.setattr(os, "environ", os.environ.copy())
-    monkeypatch.syspath_prepend(tmp_path)
     cases = cases_of("equal", 2, 1, tmp_path, monkeypatch)
     assert cases["alone"]["failed"][-1] == "ValueError: one rank alone"
 

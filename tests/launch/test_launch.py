@@ -5,6 +5,7 @@ import os
 import sys
 import threading
 import time
+from multiprocessing import util
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from refused import by_words, refused
 
 from scaling.collectives import all_gather
 from scaling.launch import RankError, can_fork, fit_mesh, parse_mesh, run
+from scaling.launch.process import ready_to_fork
 from scaling.spec import ShardingError
 
 
@@ -20,6 +22,7 @@ def test_what_ranks_are_given_and_give_and_leave(tmp_path, monkeypatch):
     """Closures too; results in rank order. What lay in a file while they run would stay behind if their parent were
     killed. A first collective takes each 0.05 s of a processor, which other programs on the machine hardly change; no
     rank imports anything, for its first gradient neither."""
+    ready_to_fork()  # the compiler makes a folder
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     here = []  # a rank changes its own copy
 
@@ -109,10 +112,28 @@ def pulled(mesh):
     return x.grad.sum().item()
 
 
+def spawned_by_a_fork(path, arguments, descriptors, spawn=util.spawnv_passfds) -> int:
+    """A spawned process, which is sent what it runs, but need not import torch first."""
+    if arguments[-1] != "--multiprocessing-fork":
+        return spawn(path, arguments, descriptors)
+    if pid := os.fork():
+        return pid
+    sys.argv = arguments[-2:]
+    try:
+        exec(arguments[-2])
+    except SystemExit as end:
+        os._exit(end.code)
+    finally:
+        os._exit(1)
+
+
 @pytest.mark.slow
-def test_after_a_gradient_beside_gpus_ranks_are_spawned():
+@pytest.mark.parametrize("really", [False, pytest.param(True, marks=pytest.mark.sweep)])
+def test_after_a_gradient_beside_gpus_ranks_are_spawned(really, monkeypatch):
     """autograd's threads are named so; torch refuses gradients in a process forked from one that has them."""
     done, begun = threading.Event(), threading.Event()
+    if not really:
+        monkeypatch.setattr(util, "spawnv_passfds", spawned_by_a_fork)
 
     def named():
         ctypes.CDLL(None).prctl(15, b"pt_autograd_0")  # PR_SET_NAME

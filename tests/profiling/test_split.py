@@ -186,33 +186,26 @@ def test_a_rank_is_slow_though_its_group_alone_waits():
 
 
 IN_EACH = [item for i in range(10) for item in (("work", f"P{i}", [0.01, 0.012]), ("call", f"C{i}", 0.001))]
+DELAYED = [product(0.05, second) for second in (0.05, 0.05, 0.1, 0.05, 0.05)]
+WITHIN = [product(0.05, 0.06 + extra) for extra in (-0.009, 0.009, 0, 0.009)]
+SLOW = {  # what rank 1 is, by the steps that two ranks make
+    "after the last line": (
+        [[*product(0.01, 0.01), ("gap", "", [0.0, 0.02])]] * 4,
+        "20.0 ms slow before the end of the step: others wait 20.0 ms",
+    ),
+    "less than steps differ": (WITHIN, ""),
+    "every line": ([IN_EACH] * 4, "20.0 ms slow in all its lines: others wait 20.0 ms"),
+    "nobody waits": ([[("work", "P", [0.01, 0.05])]] * 4, ""),
+    "one step alone": (
+        [[*product(0.05, 0.05), *product(0.05, 0.08)]], "30.0 ms slow in P in step 0: others wait 30.0 ms"
+    ),
+    "one of five": (DELAYED, "50.0 ms slow in P in step 2: others wait 50.0 ms"),
+}  # fmt: skip
 
-DELAYED = [product(0.05, 0.05), product(0.05, 0.05), product(0.05, 0.1), product(0.05, 0.05), product(0.05, 0.05)]
 
-
-@pytest.mark.parametrize(
-    ("programs", "found"),
-    [
-        (
-            [[*product(0.01, 0.01), ("gap", "", [0.0, 0.02])]] * 4,
-            "20.0 ms slow before the end of the step: others wait 20.0 ms",
-        ),
-        ([product(0.05, 0.06 + extra) for extra in (-0.009, 0.009, 0, 0.009)], ""),
-        ([IN_EACH] * 4, "20.0 ms slow in all its lines: others wait 20.0 ms"),
-        ([[("work", "P", [0.01, 0.05])]] * 4, ""),
-        ([[*product(0.05, 0.05), *product(0.05, 0.08)]], "30.0 ms slow in P in step 0: others wait 30.0 ms"),
-        (DELAYED, "50.0 ms slow in P in step 2: others wait 50.0 ms"),
-    ],
-    ids=[
-        "after the last line",
-        "less than steps differ",
-        "every line",
-        "nobody waits",
-        "one step alone",
-        "one of five",
-    ],
-)
-def test_who_is_slow(programs, found):
+@pytest.mark.parametrize("name", SLOW)
+def test_who_is_slow(name):
+    programs, found = SLOW[name]
     assert [str(one) for one in slow(programs)] == [f"rank 1 is {found}"] * bool(found)
 
 
@@ -220,11 +213,6 @@ def test_a_rank_that_waited_for_a_core_is_not_slow():
     zero, one = play(DELAYED, 2)[0]
     waited = ((0.0, 0.0), (one.marks[2], 0.001), (one.marks[3], 0.05), (one.marks[-1], 0.05))
     assert of([zero, replace(one, waited=waited)]).stragglers() == []
-
-
-def test_waiting_for_a_core_is_counted_between_looks():
     waited = [(0.0, 0.0), (1.0, 0.5), (2.0, 0.5), (3.0, 0.9)]
-    assert waited_within(waited, 0.2, 0.8) == approx(0.5)
-    assert waited_within(waited, 1.0, 2.0) == approx(0.0)
-    assert waited_within(waited, 1.5, 2.5) == approx(0.4)
+    assert [waited_within(waited, *span) for span in ((0.2, 0.8), (1.0, 2.0), (1.5, 2.5))] == approx([0.5, 0.0, 0.4])
     assert waited_within((), 0.0, 1.0) == 0.0
