@@ -25,24 +25,15 @@ def first(mesh):
 
 assert run(first, {"X": RANKS}, checked=False) == [RANKS] * RANKS
 """
-TORCHRUN = """
-import torch
-import torch.distributed as dist
-
-dist.init_process_group("gloo")
-x = torch.ones(())
-dist.all_reduce(x)
-assert x == RANKS
-dist.destroy_process_group()
-"""
-SPAWN = """
+PLAIN = """
 import tempfile
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-def first(rank, store):
-    dist.init_process_group("gloo", store=dist.FileStore(store, RANKS), rank=rank, world_size=RANKS)
+def first(rank=None, store=None):
+    where = {"store": dist.FileStore(store, RANKS), "rank": rank, "world_size": RANKS} if store else {}
+    dist.init_process_group("gloo", **where)
     x = torch.ones(())
     dist.all_reduce(x)
     assert x == RANKS
@@ -50,6 +41,9 @@ def first(rank, store):
     dist.destroy_process_group()
 
 if __name__ == "__main__":
+"""
+TORCHRUN = PLAIN + "    first()"
+SPAWN = f"""{PLAIN}
     with tempfile.TemporaryDirectory() as folder:
         mp.spawn(first, (folder + "/store",), nprocs=RANKS)
 """

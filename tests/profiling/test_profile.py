@@ -8,10 +8,10 @@ from dataclasses import replace
 
 import pytest
 import torch
-from machine import once
+from machine import ended, once
 
 from scaling import trace
-from scaling.collectives import all_reduce, einsum
+from scaling.collectives import all_gather, all_reduce, einsum, wait
 from scaling.common.torch_private import profiling
 from scaling.hardware import Chip, Measured
 from scaling.measure.rates import toml
@@ -189,7 +189,7 @@ def watch(mesh, place, predict=""):
 
 
 def test_some_steps_of_a_run_are_profiled_and_a_slow_rank_is_named_with_its_line(ranks, tmp_path):
-    """On a busy machine others may be late too, and longer: benchmarks/planted.py has how exactly it is found."""
+    """On a busy machine others may be late too, and longer: `test_split.py` has how exactly it is found."""
     machine, place = tmp_path / "machine.toml", tmp_path / "p"
     reduce = Measured("AllReduce", 2, 0.25, 1e9)  # 250 ms, then a byte each nanosecond
     one = Chip("m", "cpu", "here", peaks=(("fp32", 1e9),), hbm_bytes=1e9, hbm_bw=1e9, measured=(reduce,))
@@ -214,6 +214,43 @@ def test_some_steps_of_a_run_are_profiled_and_a_slow_rank_is_named_with_its_line
 
     once(named)
     assert ranks(watch, {"X": 2}, "") == [list(range(9))] * 2
+
+
+def wastes(mesh, fixed: bool) -> set[str]:
+    """What is suggested for a step with a gather where it is needed, one of what was gathered, float32 sent of 16 bits,
+    and many small sums; or without them."""
+    x, W = torch.randn(256, 1024).bfloat16(), torch.randn(2, 512, 64).bfloat16()
+    gather, product = "W[D_X, F] -> W[D, F]", "x[B_X, D] * W[D, F] -> y[B_X, F]"
+
+    def step():
+        whole = all_gather(gather, W[0], mesh)
+        ahead = all_gather(gather, W[1], mesh, async_op=True) if fixed else None
+        einsum(product, x, whole)
+        y = einsum(product, x, wait(ahead) if fixed else all_gather(gather, W[1], mesh))
+        for _ in range(1 if fixed else 2):
+            all_gather("y[B_X, F] -> y[B, F]", y, mesh)
+        z = einsum("x[B, E_X] * V[E_X, D] -> z[B, D] {U_X}", x[:, :8], x[:8])
+        all_reduce("z[B, D] {U_X} -> z[B, D]", z if fixed else z.float(), mesh)
+        for _ in range(1 if fixed else 16):
+            all_reduce("n[] {U_X} -> n[]", torch.zeros(()), mesh)
+
+    step()
+    with profile() as p:
+        for _ in range(3):
+            step()
+            p.step()
+    return {each.kind for each in p.suggestions()}
+
+
+def test_the_wastes_of_a_real_step_are_found_and_none_without_them(ranks):
+    """`test_advice.py` has their prices."""
+    kinds = {"prefetch", "twice", "wire", "buckets"}
+
+    def found():
+        assert [suggested & kinds for suggested in ranks(wastes, {"X": 2}, False)] == [kinds] * 2
+
+    once(found)
+    assert [suggested & kinds for suggested in ranks(wastes, {"X": 2}, True)] == [set()] * 2
 
 
 # --- `python -m scaling.profile` runs a chapter as it is, and writes a profile of what its ranks do
@@ -254,25 +291,19 @@ def test_each_time_that_a_chapter_goes_to_its_ranks_has_a_profile(tmp_path, capf
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("arguments", "code", "said"),
     [
-        (["pyproject.toml", "chapter.py"], "it must be FILE.json or a folder, and "),
-        (["pyproject.toml/deeper", "chapter.py"], "it must be FILE.json or a folder, and "),
-        (["found", "nowhere.py"], "nowhere.py: there is no such chapter"),
-        (["found", "chapter.py", "--steps", "0"], "unrecognized arguments: --steps 0"),
+        (["pyproject.toml", "chapter.py"], 2, "it must be FILE.json or a folder, and "),
+        (["pyproject.toml/deeper", "chapter.py"], 2, "it must be FILE.json or a folder, and "),
+        (["found", "nowhere.py"], 2, "nowhere.py: there is no such chapter"),
+        (["found", "chapter.py", "--steps", "0"], 2, "unrecognized arguments: --steps 0"),
+        (["found", "alone.py"], 1, "started no ranks"),
     ],
 )
-def test_what_cannot_be_is_refused(tmp_path, monkeypatch, capsys, arguments, said):
+def test_what_cannot_be_profiled_is_refused(tmp_path, monkeypatch, capsys, arguments, code, said):
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "chapter.py").write_text(CHAPTER)
-    (tmp_path / "pyproject.toml").write_text("")
-    with pytest.raises(SystemExit, match="2"):
-        main(arguments)
+    for name, text in {"chapter.py": CHAPTER, "alone.py": "print(1)", "pyproject.toml": ""}.items():
+        (tmp_path / name).write_text(text)
+    assert ended(main, arguments) == code
     assert said in " ".join(capsys.readouterr().err.split())
     assert not (tmp_path / "found").exists()
-
-
-def test_a_chapter_without_ranks_has_no_profile(tmp_path, capsys):
-    (tmp_path / "chapter.py").write_text("print(1)")
-    assert main([str(tmp_path / "found"), str(tmp_path / "chapter.py")]) == 1
-    assert "started no ranks" in capsys.readouterr().err
