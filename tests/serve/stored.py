@@ -11,20 +11,17 @@ import torch
 from scaling.configs import Config
 from scaling.models import transformer
 
+HERE = Path(__file__).parent
 PAGE = 32  # tokens of vLLM's
 
 
 class Table(NamedTuple):
     """`new` tokens of each of a model's prompts."""
 
-    file: str
+    path: Path
     new: int
     configs: dict[str, Config]
     prompts: Callable[[random.Random], list[list[int]]]
-
-    @property
-    def path(self) -> Path:
-        return Path(__file__).with_name(self.file)
 
     def params_of(self, name: str) -> dict:
         return transformer.init(self.configs[name], list(self.configs).index(name), torch.float32)
@@ -34,11 +31,6 @@ class Table(NamedTuple):
 
     def stored(self) -> dict[str, Any]:
         return json.loads(self.path.read_text())
-
-
-def _any(chance: random.Random) -> list[list[int]]:
-    """50 prompts of 1 to 24 tokens."""
-    return [[chance.randrange(2, 67) for _ in range(chance.randint(1, 24))] for _ in range(50)]
 
 
 def _alike(chance: random.Random) -> list[list[int]]:
@@ -51,13 +43,13 @@ def _alike(chance: random.Random) -> list[list[int]]:
 small = {"L": 2, "D": 32, "F": 48, "N": 4, "H": 8, "V": 67, "theta": 1e4}
 large = {"L": 2, "D": 64, "F": 96, "N": 4, "H": 32, "V": 128, "theta": 1e4}
 GREEDY = Table(  # Hugging Face's generate: by model the completions
-    "greedy.json", 12, {
+    HERE / "greedy.json", 12, {
         "untied": Config("untied", K=4, **small), "tied": Config("tied", K=4, tied=True, **small),
         "gqa": Config("gqa", K=2, **small), "mqa": Config("mqa", K=1, tied=True, **small),
-    }, _any,
+    }, lambda chance: [[chance.randrange(2, 67) for _ in range(chance.randint(1, 24))] for _ in range(50)],
 )  # fmt: skip
 VLLM = Table(  # by model "tokens", and "cached", the prompts' tokens found when all are asked for once more
-    "vllm.json", 12, {
+    HERE / "vllm.json", 12, {
         "gqa": Config("gqa", K=2, **large), "mqa, tied": Config("mqa, tied", K=1, tied=True, **large),
     }, _alike,
 )  # fmt: skip

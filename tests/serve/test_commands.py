@@ -6,6 +6,7 @@ import random
 import re
 import signal
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -90,13 +91,10 @@ def completed(prompt: bytes, new: int, **options) -> list[int]:
     return serve.generate(params, [list(prompt)], CONFIG, new, **options)[0]
 
 
-def ids_of(out: str) -> list[int]:
-    return [int(id) for id in out.split()]
-
-
 def test_generate_says_what_the_model_says(said):
     wanted = completed(b"ab", 5)
-    assert ids_of(said("generate", ["--max-new-tokens", "5", "--prompt-ids", "97,98"])[0]) == wanted
+    out, _ = said("generate", ["--max-new-tokens", "5", "--prompt-ids", "97,98"])
+    assert [*map(int, out.split())] == wanted
     out, _ = said("generate", ["--max-new-tokens", "5", "--prompt", "ab", "--logprobs", "--draft", "ngram"])
     assert out.startswith(bytes(wanted).decode(errors="replace"))
     assert "over 5 tokens; perplexity" in out
@@ -112,7 +110,7 @@ def test_generate_from_a_training_run(tmp_path, capsys):
     state = {"params": params, "optimizer": {"mu": params}}
     checkpoint.save(tmp_path, state, {"params": specs, "optimizer": {"mu": specs}}, AbstractMesh({}), 7)
     assert __main__.main(f"generate --model {tmp_path} --prompt-ids 1,2 --max-new-tokens 4".split()) == 0
-    assert ids_of(capsys.readouterr().out) == completed(bytes([1, 2]), 4)
+    assert [*map(int, capsys.readouterr().out.split())] == completed(bytes([1, 2]), 4)
 
 
 REFUSED = {  # by what is said: options of `generate`
@@ -124,10 +122,6 @@ WEIGHTS = sum(p.nbytes for p in transformer.tree.leaves(params))
 TOKEN = 2 * CONFIG.L * CONFIG.K * CONFIG.H * 4  # bytes of a token's cache
 
 
-def served_on(Y: int, memory: int = 0) -> loading.Served:
-    return loading.Served(Source(CONFIG), {"Y": Y}, memory=memory)
-
-
 def test_generate_refuses_what_it_cannot_do_and_what_does_not_fit_beforehand(said):
     for words, options in REFUSED.items():
         assert words in said("generate", options, code=1)[1]
@@ -135,9 +129,9 @@ def test_generate_refuses_what_it_cannot_do_and_what_does_not_fit_beforehand(sai
     options = ["--prompt", "ab", "--memory", str(room), "--max-new-tokens"]
     assert "give at most 100 tokens, with the completion" in said("generate", [*options, "99"], code=1)[1]
     said("generate", [*options, "98"])
-    on_two = [served_on(2).needed(1, n) for n in (64, 128)]  # its heads over Y
-    assert on_two[1] - on_two[0] == 64 * TOKEN // 2
-    assert [served_on(2, on_two[1] - less).length_that_fits(1) for less in (0, 1)] == [128, 127]
+    on_two = partial(loading.Served, Source(CONFIG), {"Y": 2})  # its heads over Y
+    assert (full := on_two().needed(1, 128)) - on_two().needed(1, 64) == 64 * TOKEN // 2
+    assert [on_two(memory=full - less).length_that_fits(1) for less in (0, 1)] == [128, 127]
     available = int(re.search(r"MemAvailable: *(\d+)", Path("/proc/meminfo").read_text())[1]) * 1024
     assert loading.free_memory("cpu", 2) == pytest.approx(0.45 * available, rel=0.05)
 
@@ -221,12 +215,10 @@ def test_requests_that_do_not_fit_are_refused_alone(served):
     small = ["--page", "4", "--memory", str(WEIGHTS + 3 * 4 * TOKEN)]  # room for three pages: one request at a time
     assert [row.get("ids") for row in served(table, *small)[0]] == wanted
     assert "a larger mesh" in served(table, "--page", "4", "--memory", str(WEIGHTS), code=1)[2]
-
-
-def test_pages_for_the_longest_requests_at_once():
+    # pages for the longest requests at once
     lines = [RequestLine(n, 0.0, Request(n, (1,) * 3, n)) for n in (1, 9, 5, 97)]
-    pages, served, refused = batch.pages_of(lines, 4, 2, 20)
-    assert (pages, [line.request.id for line in served], [row["line"] for row in refused]) == (3 + 2, [1, 9, 5], [97])
+    pages, some, refused = batch.pages_of(lines, 4, 2, 20)
+    assert (pages, [line.request.id for line in some], [row["line"] for row in refused]) == (3 + 2, [1, 9, 5], [97])
     assert batch.pages_of(lines, 4, 8, 4)[0] == 4
     assert batch.pages_of(lines[3:], 4, 8, 4)[:2] == (1, [])
 

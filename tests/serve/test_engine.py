@@ -196,22 +196,19 @@ def check(served, arrivals, cancel, options: Options, alone) -> None:
             assert times.reason == ("stop" if wanted[-1] in request.stop else "length")
 
 
-def run(seed: int, groups: int = 1) -> Counter:
-    """One trace, audited; how often what happened."""
-    options, arrivals, cancel = trace(seed, groups)
-    audited = Audited(options, random.Random(seed + 1))
-    served = drive(arrivals, options, audited.execute, cancel=cancel, watch=audited.watch)
-    check(served, arrivals, cancel, options, alone)
-    return audited.ended(served)
-
-
 @pytest.mark.parametrize("count", [80, pytest.param(5000, marks=pytest.mark.sweep)])
 @pytest.mark.parametrize("groups", [1, 2, 3])
 def test_random_traces(groups, count):
     """Each thing must have happened: requests that are preempted and come again (nano-vllm#144, #211, #233), pages that
     several hold (sglang#35270, nano-vllm#217), prefixes that are shared (vllm#5543, #7845), also whole prompts
     (nano-vllm#144) and in pages that were another's before (#163); groups of ranks, each with pages of its own."""
-    total = sum((run(seed, groups) for seed in range(count)), Counter())
+    total: Counter = Counter()
+    for seed in range(count):
+        options, arrivals, cancel = trace(seed, groups)
+        audited = Audited(options, random.Random(seed + 1))
+        served = drive(arrivals, options, audited.execute, cancel=cancel, watch=audited.watch)
+        check(served, arrivals, cancel, options, alone)
+        total += audited.ended(served)
     happens = ["Preempt", "Move", "evictions", "hits", "full hits", "chunks", "cancelled", "stop", "refused"]
     happens += ["proposals kept", "proposals dropped", *["steps of several groups"] * (groups > 1)]
     for what in happens:

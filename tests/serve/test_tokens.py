@@ -200,41 +200,29 @@ def test_a_prompt_is_drawn_alike_alone_and_beside_others_and_anew_where_it_comes
     assert together[1] not in (together[3], drawn(PROMPTS, seed=4)[1])
 
 
-def by_engine(table, name, prompts, **options) -> list:
-    """Each prompt's times and tokens, those of later rounds after all that came before."""
-    arrivals = [(1e6 * n, Request(i, tuple(p), table.new)) for i, (n, p) in enumerate(prompts)]
-    served = engine.serve(table.params_of(name), table.configs[name], arrivals, Options(pages=60, **options))
-    return [served.requests[i] for i in range(len(arrivals))]
-
-
 MQA = stored.GREEDY.configs["mqa"], stored.GREEDY.params_of("mqa")
-WAYS = {  # of Hugging Face's models; each way gives what the others give, as the tests above say
-    "untied": {},
-    "tied": {"draft": "ngram", "page": 5},
-    "gqa": {"draft": MQA, "page": 16},
-    "mqa": None,  # by the engine
-}
+WAYS = [  # each way gives what the others give, as the tests above say
+    ("untied", {}), ("tied", {"draft": "ngram", "page": 5}), ("gqa", {"draft": MQA, "page": 16}), ("mqa", {"page": 3}),
+]  # fmt: skip
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", stored.GREEDY.configs)
-def test_greedy_tokens_are_hugging_faces(name):
-    """Ragged batches in a contiguous cache, in pages with proposals of n-grams and of a draft, and by the engine."""
-    table, way = stored.GREEDY, WAYS[name]
+@pytest.mark.parametrize(("name", "way"), WAYS, ids=stored.GREEDY.configs)
+def test_greedy_tokens_are_hugging_faces(name, way):
+    """Ragged batches in a contiguous cache, and in pages with proposals of n-grams and of a draft."""
+    table = stored.GREEDY
     prompts, answers = table.prompts_of(name)[:25], table.stored()[name][:25]
     assert len({tuple(row) for row in answers}) > 18
-    if way is None:
-        served = by_engine(table, name, [(0, p) for p in prompts], page=5, slots=20, budget=48)
-        assert [list(times.tokens) for times in served] == answers
-    else:
-        assert serve.generate(table.params_of(name), prompts, table.configs[name], table.new, **way) == answers
+    assert serve.generate(table.params_of(name), prompts, table.configs[name], table.new, **way) == answers
 
 
 @pytest.mark.parametrize("name", stored.VLLM.configs)
 def test_the_engines_tokens_and_hits_are_vllms(name):
     """All prompts, and when they are done, all of them again: how much of each is found."""
     table, prompts, answers = stored.VLLM, stored.VLLM.prompts_of(name), stored.VLLM.stored()[name]
-    rounds = [(n, p) for n in range(2) for p in prompts]
-    both = by_engine(table, name, rounds, page=stored.PAGE, slots=12, budget=256)
+    arrivals = [(1e6 * (i // 12), Request(i, tuple(p), table.new)) for i, p in enumerate(2 * prompts)]
+    options = Options(pages=60, page=stored.PAGE, slots=12, budget=256)
+    served = engine.serve(table.params_of(name), table.configs[name], arrivals, options)
+    both = [served.requests[i] for i in range(len(arrivals))]
     assert [list(times.tokens) for times in both] == 2 * answers["tokens"]
     assert [times.cached for times in both[len(prompts) :]] == answers["cached"]
