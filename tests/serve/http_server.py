@@ -8,7 +8,8 @@ import signal
 import socket
 import threading
 import time
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from queue import SimpleQueue
 from typing import NamedTuple
 
 import httpx
@@ -74,32 +75,28 @@ class Running(NamedTuple):
 
 
 @contextmanager
-def running(*, pages=64, page=4, slots=4, queue=100, key=None, params=PARAMS, ends=(), **engine):
+def running(*, pages=32, page=4, slots=4, queue=100, key=None, params=PARAMS, ends=(), **engine):
     options = Options(pages, page, slots, budget=16, proposals=3 if "draft" in engine else 0)
     model = Model("tiny", ByteText(), CONFIG.V, ends, chat, options)
-    listener, found, up, errors = server.listen("127.0.0.1", 0), [], threading.Event(), []
-    port = listener.getsockname()[1]
-
-    def ready(address, stop):
-        assert address == f"http://127.0.0.1:{port}"
-        found.append(stop)
-        up.set()
+    listener, up, errors = server.listen("127.0.0.1", 0), SimpleQueue(), []
+    engine |= {"queue": queue, "key": key, "ready": lambda *told: up.put(told)}
 
     def serve():
         try:
-            server.serve_http(params, model, CONFIG, listener, queue=queue, key=key, ready=ready, **engine)
+            server.serve_http(params, model, CONFIG, listener, **engine)
         except ValueError as error:
             errors.append(error)
 
-    thread = threading.Thread(target=serve)
+    thread, port = threading.Thread(target=serve), listener.getsockname()[1]
     thread.start()
-    assert up.wait(30)
+    address, stop = up.get(timeout=30)
+    assert address == f"http://127.0.0.1:{port}"
     headers = {} if key is None else {"Authorization": f"Bearer {key}"}
     try:
-        with httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=60, headers=headers) as client:
-            yield Running(client, port, found[0], errors)
+        with httpx.Client(base_url=address, timeout=60, headers=headers) as client:
+            yield Running(client, port, stop, errors)
     finally:
-        found[0](signal.SIGTERM)
+        stop(signal.SIGTERM)
         thread.join(30)
     assert not thread.is_alive()
 
@@ -162,15 +159,13 @@ def alone(body: dict) -> list[tuple[str, str, list[float]]]:
     return found
 
 
-def raw(port: int, data: bytes, seconds: float = 20.0) -> bytes:
+def raw(port: int, data: bytes) -> bytes:
     """What comes back for these bytes, up to where the server closes or the client has had enough."""
-    with socket.create_connection(("127.0.0.1", port), timeout=seconds) as s:
-        try:
-            s.sendall(data)
-            s.shutdown(socket.SHUT_WR)
-            return s.recv(1 << 16)
-        except OSError:
-            return b""
+    with socket.create_connection(("127.0.0.1", port), timeout=20) as s, suppress(OSError):
+        s.sendall(data)
+        s.shutdown(socket.SHUT_WR)
+        return s.recv(1 << 16)
+    return b""
 
 
 def post(body: bytes, path: str = "/v1/completions", head: str = "") -> bytes:
