@@ -215,33 +215,27 @@ def test_random_traces(groups, count):
         assert total[what] > 3, (what, total)
 
 
-@pytest.mark.parametrize(
-    ("policy", "first", "seconds", "gap"), [("static", 7, 7, 1), ("interleaved", 3, 8, 42), ("chunked", 2, 6, 8)]
-)
-def test_policies_differ_in_when_they_admit(policy, first, seconds, gap):
-    """Two short requests and a long one, two slots: when the third has its first token, and when all is over.
+POLICIES = [("static", [1, 1, 7], 1.0, 7, 1), ("interleaved", [1, 2, 3], 1.2, 8, 42), ("chunked", [1, 1, 2], 1.0, 6, 8)]
+
+
+@pytest.mark.parametrize(("policy", "first", "each", "seconds", "gap"), POLICIES)
+def test_policies_differ_in_when_they_admit(policy, first, each, seconds, gap):
+    """Two short requests and a long one, two slots: when they have their first tokens, and when all is over.
 
     nano-vllm#73, PR#276, vllm#5042, who starves whom: chunked, no step is without those that decode; interleaved, a
     long prompt stops them for one step; static, it waits."""
     arrivals = [(0.0, Request(i, (1, 2), n)) for i, n in enumerate((1, 6, 1))]
     served = simulate(arrivals, Options(pages=16, page=2, slots=2, policy=policy), lambda action: 1.0)
-    assert (served.requests[2].ttft, served.seconds) == (first, seconds)
+    assert [times.ttft for times in served.requests.values()] == first
+    assert [served.percentile("ttft", p) for p in (50, 95)] == first[1:]
+    assert served.requests[1].tpot == served.percentile("tpot", 50) == each
     assert math.isnan(served.requests[2].tpot)  # of one token
+    assert (served.seconds, served.throughput) == (seconds, 8 / seconds)
     arrivals = [(0.0, Request(0, (1,), 12)), (2.5, Request(1, tuple(range(40)), 2))]
     options = Options(pages=16, page=4, policy=policy, budget=8)
     served = simulate(arrivals, options, lambda action: float(sum(len(w.tokens) for w in action.works)))
     assert max(b - a for a, b in itertools.pairwise(served.requests[0].at)) == gap
-
-
-def test_times_of_a_trace_by_hand():
-    """Prefill 2 s, decode 1 s a step: the clock, the percentiles and the throughput."""
-    arrivals = [(0.0, Request(0, (1, 2), 3)), (1.0, Request(1, (3, 4), 2))]
-    options = Options(pages=8, page=2, policy="interleaved")
-    served = simulate(arrivals, options, lambda action: float(len(action.works[0].tokens)))
-    assert [times.at for times in served.requests.values()] == [[2.0, 5.0, 6.0], [4.0, 5.0]]
-    assert [(times.ttft, times.tpot) for times in served.requests.values()] == [(2.0, 2.0), (3.0, 1.0)]
-    assert (served.seconds, served.throughput) == (6.0, 5 / 6)
-    assert [served.percentile("ttft", p) for p in (50, 95)] == [2.0, 3.0]
+    assert served.requests[1].ttft == served.requests[1].at[0] - 2.5
 
 
 def test_least_lately_used_is_evicted_first():
@@ -257,11 +251,8 @@ def test_least_lately_used_is_evicted_first():
 
 def test_a_request_goes_to_the_group_that_has_its_prefix_and_else_where_the_fewest_are():
     """And a group without pages preempts its own youngest, not the one of the other group, though that is younger."""
-    start, arrivals = (
-        initial(Options(pages=4, page=1, slots=6, groups=2)),
-        [Arrive(Request(i, (i, i), 1)) for i in range(3)],
-    )
-    state, actions = step(start, arrivals)
+    start = initial(Options(pages=4, page=1, slots=6, groups=2))
+    state, actions = step(start, [Arrive(Request(i, (i, i), 1)) for i in range(3)])
     assert [(work.id, work.group) for work in actions[-1].works] == [(0, 0), (1, 1), (2, 0)]
     state, _ = step(state, [Done("engine", dict.fromkeys(range(3), (9,)))])
     state, actions = step(state, [Arrive(Request(7, (1, 5), 1))])

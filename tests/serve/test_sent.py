@@ -89,39 +89,35 @@ WIDE = Config("plain", 1, 64, 256, 16, 16, 8, 32, gated=False)
 ROWS, LONG = 16, 1024
 BYTES = 4  # float32
 SIZES = WIDE.sizes | {"B": ROWS, "S": LONG}
-SENT = {  # form: (mesh, attention, MLP, {other arrays that are sent: how often})
+SENT = {  # form: (mesh, {other arrays that are sent: how often}, attention, MLP)
     "heads": (
-        {"Z": 2, "Y": 4},
+        {"Z": 2, "Y": 4}, {"x": 1, "logits": 2},
         "y[B_Z, D] *_D W_Q[D, N_Y, H] *_H K[B_Z, S, N_Y, H] *_S V[B_Z, S, N_Y, H] *_N W_O[N_Y, H, D] -> Attn[B_Z, D]",
         "y[B_Z, D] * W_in[D, F_Y] * W_out[F_Y, D] -> Out[B_Z, D]",
-        {"x": 1, "logits": 2},
     ),
     "heads_batch": (
-        {"Y": 4, "Z": 2},
+        {"Y": 4, "Z": 2}, {"x": 1, "logits": 1},
         "y[B, D] *_D W_Q[D, N_YZ, H] *_H K[B_Z, S, N_Y, H] *_S V[B_Z, S, N_Y, H] *_N W_O[N_YZ, H, D] -> Attn[B, D]",
         "y[B, D] * W_in[D, F_YZ] * W_out[F_YZ, D] -> Out[B, D]",
-        {"x": 1, "logits": 1},
     ),
     "sequence": (
-        {"Y": 4, "Z": 2},
+        {"Y": 4, "Z": 2}, {"x": 1, "logits": 1, "m": 1, "L": 1},  # the softmax's statistics
         "y[B, D] *_D W_Q[D, N_YZ, H] *_H K[B, S_Z, N_Y, H] *_S V[B, S_Z, N_Y, H] *_N W_O[N_YZ, H, D] -> Attn[B, D]",
         "y[B, D] * W_in[D, F_YZ] * W_out[F_YZ, D] -> Out[B, D]",
-        {"x": 1, "logits": 1, "m": 1, "L": 1},  # the softmax's statistics
     ),
-    "2d": (
-        {"X": 2, "Y": 2, "Z": 2},
+    "2d": (  # the norms' mean squares, the new keys and values
+        {"X": 2, "Y": 2, "Z": 2}, {"x": 1, "logits": 2, "s": 3, "K": 1, "V": 1},
         "y[B, D_XYZ] *_D W_Q[D_X, N_YZ, H] *_H K[B_XZ, S, N_Y, H] *_S V[B_XZ, S, N_Y, H] *_N W_O[N_YZ, H, D_X] "
         "-> Attn[B, D_XYZ]",
         "y[B, D_XYZ] * W_in[D_X, F_YZ] * W_out[F_YZ, D_X] -> Out[B, D_XYZ]",
-        {"x": 1, "logits": 2, "s": 3, "K": 1, "V": 1},  # the norms' mean squares, the new keys and values
     ),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("form", SENT)
 def test_a_layer_sends_what_its_types_derive(form):
     """In one decode step of one layer."""
-    sizes, attention, mlp, others = SENT[form]
+    sizes, others, *lines = SENT[form]
     mesh = AbstractMesh(sizes)
     params = model.init(WIDE, mesh=mesh, specs=serve.specs(WIDE, mesh, form=form))
     cache = serve.init_cache(WIDE, ROWS, LONG, mesh=mesh, form=form)
@@ -129,7 +125,7 @@ def test_a_layer_sends_what_its_types_derive(form):
         serve.decode(params, torch.empty(ROWS, dtype=torch.int64, device="meta"), cache, WIDE, mesh, form=form)
     events = [(event.before.name, event.op, event.axes, event.nbytes) for event in log.collectives()]
     wanted = []
-    for line in (attention, mlp):
+    for line in lines:
         steps = derive(line, sizes=SIZES, mesh=sizes).forward
         wanted += [(s.op, s.axes, s.nbytes(SIZES, sizes, BYTES)) for s in steps if s.nbytes(SIZES, sizes, BYTES)]
     assert sorted(name for name, *_ in events if name in others) == sorted(n for n in others for _ in range(others[n]))
