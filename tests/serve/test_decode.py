@@ -130,7 +130,7 @@ def fits(form, sizes, name) -> bool:
         return False
 
 
-SIZES = [{"Y": 2}, {"Z": 2}, {"Y": 4}, {"Z": 2, "Y": 2}, {"Y": 2, "Z": 2}, {"C": 2, "Y": 2}, {"C": 2}, {"C": 2, "E": 2}]
+SIZES = [{"Y": 2}, {"Z": 4}, {"Y": 4}, {"Z": 2, "Y": 2}, {"Y": 2, "Z": 2}, {"C": 2, "Y": 2}, {"C": 4}, {"C": 2, "E": 2}]
 SIZES += [{"E": 2, "Y": 2}, {"X": 2, "Y": 2}, {"X": 2, "Z": 2}]
 CASES = [(form, sizes, name) for form in FORMS for sizes in SIZES for name in CONFIGS if fits(form, sizes, name)]
 CASES = [(*case, WAYS[i % (2 if case[0] == "sequence" else 4)]) for i, case in enumerate(CASES)]  # it has no pages
