@@ -5,7 +5,7 @@
     python tests/sweeps/fuzz.py ranks [--cases 3000] [--mesh X=2,Y=2]    one rank does another thing
     python tests/sweeps/fuzz.py alone [--cases 150] [--mesh X=2,Y=2]     and each case is a run by itself
     python tests/sweeps/fuzz.py deaths [--cases 1000] [--limit 0.5]      one dies, and it is known soon
-    python tests/sweeps/fuzz.py commands [--cases 2500] [--only train,show] [--each] [--show]    the command line
+    python tests/sweeps/fuzz.py commands [--cases 2500] [--only train,show] [--each]    the command line
 
 What is drawn, and when a case ends well, stands in misuse/typed.py, rooms.py, ranks.py and commands.py.
 Exits with 1 if a case does not.
@@ -29,17 +29,13 @@ def on_ranks(args) -> tuple[Counter, list[str]]:
     return results[0][0], sorted({text for _, found in results for text in found})
 
 
-def command_line(args) -> tuple[Counter, list[str]]:
-    return commands.run(args.cases, args.seed, args.only.split(",") if args.only else [], args.each, args.show)
-
-
 WHAT = {  # (cases, run)
     "calls": (10_000, on_ranks),
     "rooms": (10_000, lambda args: rooms.spoiled("", args.cases, args.seed)),
     "ranks": (3000, lambda args: ranks.sweep(args.mesh, args.cases, args.seed)),
     "alone": (150, lambda args: ranks.alone("alone", args.mesh, args.cases, args.seed, args.limit)),
     "deaths": (1000, lambda args: ranks.alone("deaths", args.mesh, args.cases, args.seed, args.limit)),
-    "commands": (2500, command_line),
+    "commands": (2500, lambda args: commands.run(args.cases, args.seed, args.only, args.each)),
 }
 
 
@@ -53,7 +49,6 @@ def main() -> int:
     parser.add_argument("--limit", type=float, default=0.5, help="seconds until a death is known (default 0.5)")
     parser.add_argument("--only", default="", help="commands and chapters that begin with one of these, by commas")
     parser.add_argument("--each", action="store_true", help="one case for each option alone, instead of draws")
-    parser.add_argument("--show", action="store_true", help="print each command and what was said, to be read")
     args = parser.parse_args()
     cases, run = WHAT[args.what]
     args.cases, args.mesh = args.cases or cases, parse_mesh(args.mesh)

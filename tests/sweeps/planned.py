@@ -7,11 +7,9 @@ The meshes of a job take turns, step by step, so that whatever else the machine 
 the lower quartile counts. A job that --out has is not run again. Times decide nothing: the exit status is 0.
 """
 
-import json
-import sys
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parents[2]))
+from rows import Rows
 
 from scaling.common.console import Parser
 from scaling.configs import get
@@ -57,25 +55,22 @@ def one(name: str, settings: Settings, chip, ranks: int, rounds: int) -> dict:
 def main() -> None:
     parser = Parser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--chip", required=True, help="the file that scaling.measure wrote")
-    parser.add_argument("--out", default="planned.jsonl")
+    parser.add_argument("--out", type=Path, default="planned.jsonl")
     parser.add_argument("--ranks", type=int, default=4)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--only", default="", help="jobs whose name contains this")
     parser.add_argument("--most", type=int, default=len(JOBS), help="jobs to run now")
     args = parser.parse_args()
-    out, chip = Path(args.out), load_chip(args.chip)
-    done = [json.loads(line) for line in out.read_text().splitlines()] if out.exists() else []
-    todo = [name for name in JOBS if args.only in name and name not in {row["job"] for row in done}]
+    rows, chip = Rows(args.out), load_chip(args.chip)
+    todo = [name for name in JOBS if args.only in name and name not in {row["job"] for row in rows}]
     for name in todo[: args.most]:
-        done.append(one(name, JOBS[name], chip, args.ranks, args.rounds))
-        with out.open("a") as file:
-            file.write(json.dumps(done[-1]) + "\n")
-    for row in done:
+        rows.add(one(name, JOBS[name], chip, args.ranks, args.rounds))
+    for row in rows:
         print(
             f"{row['job']:20} chose {row['chosen']:10} place {row['place']:2} of {len(row['meshes'])}, "
             f"+{row['slower']:.0%} of {row['fastest']:10} error {row['median_error']:.0%}, tau {row['tau']:.2f}"
         )
-    print(f"among the two fastest: {sum(row['place'] <= 2 for row in done)} of {len(done)}")
+    print(f"among the two fastest: {sum(row['place'] <= 2 for row in rows)} of {len(rows)}")
 
 
 if __name__ == "__main__":
