@@ -20,8 +20,7 @@ sys.path.append(str(Path(__file__).resolve().parents[1]))
 
 from harness import split
 from misuse import typed
-from misuse.draw import AsOnNccl, Draw
-from misuse.entries import tried, twisted
+from misuse.entries import AsOnNccl, Draw, tried, twisted
 from misuse.rooms import ON_RANKS
 
 from scaling import collectives

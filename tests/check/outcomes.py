@@ -295,19 +295,17 @@ def main() -> None:
     parser = Parser(description=__doc__)
     parser.add_argument("--report", action="store_true", help="run nothing")
     parser.add_argument("--fresh", type=int, metavar="N", help="N edits of each of five strategies, drawn")
-    parser.add_argument("--only", nargs="+", default=[*LISTINGS], help="of --fresh, these strategies")
     parser.add_argument("--seed", type=int, default=1, help="of --fresh")
     parser.add_argument("--right", type=int, metavar="N", help="right variants of N files")
-    parser.add_argument("--out", type=Path, metavar="FILE", help="of --fresh, where outcomes are kept")
     args = parser.parse_args()
     if args.right:
         for file, done, text in variants(args.right, 0):
             print(file, *on_ranks(file, [text]), *judgement(file, text).findings, *done, sep="\n  ")
     elif args.fresh:
         with tempfile.TemporaryDirectory() as folder:
-            for listing in args.only:
+            for listing in LISTINGS:
                 every = drawn(listing, args.fresh, args.seed)
-                known = run_all(every, args.out or Path(folder) / "outcomes.txt")
+                known = run_all(every, Path(folder) / "outcomes.txt")
                 print(f"{listing}: {len(every)} drawn, {dict(Counter(known[each.digest] for each in every))}")
                 report(every, known)
     else:

@@ -6,8 +6,7 @@ import pytest
 import torch
 from array_types import types
 from misuse import rooms, typed
-from misuse.draw import AsOnNccl, Draw
-from misuse.entries import tried
+from misuse.entries import AsOnNccl, Draw, tried
 from misuse.typed import OP_OF, is_legal
 from torch.func import vjp
 

@@ -38,8 +38,7 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from misuse.draw import Draw
-from misuse.entries import twisted
+from misuse.entries import Draw, twisted
 from misuse.rooms import ON_RANKS
 
 from scaling.launch import RankError, run

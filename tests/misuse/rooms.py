@@ -15,8 +15,7 @@ from collections import Counter
 import torch
 from misuse import entries as c
 from misuse import plain, steps
-from misuse.draw import Draw, typed
-from misuse.entries import Entry, Kind, called, spoils, tree_of, tried
+from misuse.entries import Draw, Entry, Kind, called, spoils, tree_of, tried, typed
 from misuse.steps import tensors
 
 from scaling import auto, collectives, explicit, serve, tree

@@ -6,8 +6,7 @@ import re
 import torch
 from misuse import entries as c
 from misuse import plain, typed
-from misuse.draw import Draw
-from misuse.entries import SPOILS, Entry, others, spoils, tree_of
+from misuse.entries import SPOILS, Draw, Entry, others, spoils, tree_of
 from torch.func import grad_and_value, vjp
 
 from scaling import collectives, optim, tree

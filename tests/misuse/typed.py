@@ -17,11 +17,11 @@ from collections import Counter
 from collections.abc import Callable
 from contextlib import nullcontext, suppress
 from itertools import chain, product
+from math import prod
 from unittest import mock
 
 import torch
-from misuse.draw import ODD, Draw, buffer, typed
-from misuse.entries import SPOILS, Wrong, tried
+from misuse.entries import DTYPES, ODD, SPOILS, Draw, Wrong, tried, typed
 from torch.utils.flop_counter import FlopCounterMode
 
 from scaling import collectives as c
@@ -113,6 +113,34 @@ def describe(x) -> str:
     if not isinstance(x, torch.Tensor):
         return type(x).__name__
     return f"{tuple(x.shape)} {x.layout if x.layout != torch.strided else x.stride()} on {x.device}"
+
+
+BUFFERS = ["fits", "fits", "by columns", "shape", "shape", "dtype", "expanded", "meta", "numpy", "operand", "leaf"]
+
+
+def buffer(draw: Draw, shape, dtype, x):
+    """(what is given as out, the memory around it, whether it fits)."""
+    how, shape = draw.choice(BUFFERS), tuple(shape)
+    others = [(*shape, 1), (1, *shape), shape[1:], tuple(n + 1 for n in shape), (1,) * len(shape), (0,)]
+    if how == "shape":
+        shape = draw.choice([other for other in others if other != shape])
+    if how == "dtype":
+        dtype = draw.choice([other for other in DTYPES if other != dtype])
+    n = prod(shape)
+    holds = isinstance(x, torch.Tensor) and x.numel() >= n > 0 and x.dtype == dtype and x.is_contiguous()
+    if not {"expanded": n > 1, "operand": holds, "leaf": dtype.is_floating_point}.get(how, True):
+        how = "fits"
+    memory = torch.ones(n + 8, device=draw.mesh.device).to(dtype)
+    inside = memory[4 : 4 + n]
+    made = {
+        "by columns": lambda: inside.view(shape[::-1]).permute([*range(len(shape))][::-1]),
+        "expanded": lambda: memory[4:5].view((1,) * len(shape)).expand(shape),
+        "meta": lambda: inside.view(shape).to("meta"),
+        "numpy": lambda: torch.ones(n).numpy(),
+        "operand": lambda: x.view(-1)[:n].view(shape),
+        "leaf": lambda: inside.view(shape).clone().requires_grad_(),
+    }
+    return made.get(how, lambda: inside.view(shape))(), memory, how
 
 
 class Case:

@@ -41,17 +41,6 @@ JOBS = {
 }
 
 
-def one(name: str, settings: Settings, chip, ranks: int, rounds: int) -> dict:
-    checks = check_steps(settings, chip, ranks, rounds, most=1000)
-    quickest, names = min(checks, key=lambda check: check.seconds), [format_sizes(c.sizes) for c in checks]
-    return {
-        "job": name, "chosen": names[0], "place": 1 + sum(c.seconds < checks[0].seconds for c in checks),
-        "slower": checks[0].seconds / quickest.seconds - 1, "fastest": format_sizes(quickest.sizes),
-        "median_error": median_error(checks), "tau": tau(checks),
-        "meshes": {each: [c.predicted, c.seconds] for each, c in zip(names, checks, strict=True)},
-    }  # fmt: skip
-
-
 def main() -> None:
     parser = Parser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--chip", required=True, help="the file that scaling.measure wrote")
@@ -64,11 +53,16 @@ def main() -> None:
     rows, chip = Rows(args.out), load_chip(args.chip)
     todo = [name for name in JOBS if args.only in name and name not in {row["job"] for row in rows}]
     for name in todo[: args.most]:
-        rows.add(one(name, JOBS[name], chip, args.ranks, args.rounds))
+        checks = check_steps(JOBS[name], chip, args.ranks, args.rounds, most=1000)
+        meshes = {format_sizes(c.sizes): [c.predicted, c.seconds] for c in checks}
+        place = 1 + sum(c.seconds < checks[0].seconds for c in checks)
+        rows.add({"job": name, "place": place, "error": median_error(checks), "tau": tau(checks), "meshes": meshes})
     for row in rows:
+        times = {mesh: seconds for mesh, (_, seconds) in row["meshes"].items()}
+        chosen, fastest = next(iter(times)), min(times, key=lambda mesh: times[mesh])
         print(
-            f"{row['job']:20} chose {row['chosen']:10} place {row['place']:2} of {len(row['meshes'])}, "
-            f"+{row['slower']:.0%} of {row['fastest']:10} error {row['median_error']:.0%}, tau {row['tau']:.2f}"
+            f"{row['job']:20} chose {chosen:10} place {row['place']:2} of {len(times)}, "
+            f"+{times[chosen] / times[fastest] - 1:.0%} of {fastest:10} error {row['error']:.0%}, tau {row['tau']:.2f}"
         )
     print(f"among the two fastest: {sum(row['place'] <= 2 for row in rows)} of {len(rows)}")
 
