@@ -84,10 +84,6 @@ def array_of(draw: Draw) -> dict:
 TWO_DIMS = {"x": Kind("a list, one dim more"), "line": c.LINE}
 
 
-def squared(mesh, x, line):
-    return x @ x.T
-
-
 def drawn_tree(draw: Draw) -> dict:
     whole, specs, wanted = {}, {}, {}
     for name in "ab":
@@ -168,9 +164,15 @@ ENTRIES = steps.ENTRIES | {
         lambda mesh, x, line: explicit.einsum(
             "ij,kj->ik", *[explicit.array(x, line, mesh)] * 2, out="[4, 4_X]"
         ).whole(),
-        squared, TWO_DIMS,
+        lambda x, **_: x @ x.T,
+        TWO_DIMS,
     ),
-    "auto": Entry(array_of, lambda mesh, x, line: auto.jit(lambda v: v @ v.T, mesh, (line,))(x), squared, TWO_DIMS),
+    "auto": Entry(
+        array_of,
+        lambda mesh, x, line: auto.jit(lambda v: v @ v.T, mesh, (line,))(x),
+        lambda x, **_: x @ x.T,
+        TWO_DIMS,
+    ),
     "tree": Entry(
         drawn_tree,
         there_and_back,

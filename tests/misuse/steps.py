@@ -54,24 +54,20 @@ def option(kinds: str, **options):
     return lambda given, draw: {"options": given["options"] | options} if given["kind"] in kinds.split() else {}
 
 
-def turned(text: str) -> str:
-    """The axes of the first two dims change places."""
-    return re.sub(r"\[([A-Z\d]+)(_[A-Z]+)?, ([A-Z\d]+)(_[A-Z]+)?", r"[\1\4, \3\2", text)
+def turned(where: str = ""):
+    """A twist: the axes of the first two dims change places, in all types after `where`."""
+
+    def other(given: dict, draw: Draw) -> dict:
+        before, found, after = given["line"].partition(where) if where else ("", "", given["line"])
+        after = re.sub(r"\[([A-Z\d]+)(_[A-Z]+)?, ([A-Z\d]+)(_[A-Z]+)?", r"[\1\4, \3\2", after)
+        return {"line": before + found + after}
+
+    return other
 
 
 def other_axes(given: dict, draw: Draw) -> dict:
     other = {"X": "Y", "Y": "X"} if len(draw.mesh.sizes) > 1 else dict.fromkeys(draw.mesh.sizes, "Q")
     return {"line": given["line"].translate(str.maketrans(other))}
-
-
-def other_result(given: dict, draw: Draw) -> dict:
-    before, after = given["line"].split(" -> ")
-    return {"line": f"{before} -> {turned(after)}"}
-
-
-def message(draw: Draw) -> dict:
-    x = draw.normal(2, 3)
-    return {"mesh": draw.mesh, "line": "A[I, J]", "x": x, "wanted": x}
 
 
 def sent(mesh, line, x):
@@ -110,13 +106,8 @@ def one_more(name: str):
     return more
 
 
-def another_mesh(draw: Draw) -> dict:
-    x = draw.normal(draw.mesh.size(), 2)
-    return {"mesh": draw.mesh, "x": x, "sizes": dict(draw.mesh.sizes), "checked": True, "wanted": x}
-
-
-def gathered(mesh, x, sizes, checked):
-    another = Mesh(sizes, checked=checked, timeout=mesh.timeout)
+def gathered(x, sizes, checked):
+    another = Mesh(sizes, checked=checked, timeout=20.0)
     return collectives.all_gather(f"A[I_{''.join(sizes)}, J] -> A[I, J]", x[another.rank][None], another)
 
 
@@ -155,10 +146,6 @@ def listed(mesh, strategy, params, In, dOut, types, activation="gelu", residual=
     Out, saved = strategy.forward(params, In, mesh, activation, residual, norm)
     _, grads = strategy.backward(dOut, saved, params, mesh)
     return tree.unshard(Out, strategy.SPECS["Out"], mesh), tree.unshard(grads, types, mesh)
-
-
-def wider(given: dict, draw: Draw) -> dict:
-    return {"params": {name: torch.cat([W, W], 2 if name == "W_in" else 1) for name, W in given["params"].items()}}
 
 
 def stages(draw: Draw) -> dict:
@@ -263,10 +250,6 @@ def queries(draw: Draw) -> dict:
     return given | how | {"mesh": draw.mesh, "form": form, "wanted": plain.attend(*heads, **how)}
 
 
-def attention(mesh, Q, K, V, **options):
-    return collectives.unshard(SEQUENCE, context.attention(Q, K, V, mesh, axis="X", **options), mesh)
-
-
 def held_state(draw: Draw) -> dict:
     state = tree.shard(leaves(draw), TYPES, draw.mesh)
     given = {"mesh": draw.mesh, "state": state | {"n": 4}, "line": TYPES["w"], "step": 3, "keep": 1}
@@ -296,7 +279,7 @@ ENTRIES = {
         | {f"op {op}": option("reduce_scatter all_reduce", op=op) for op in ("mean", "max", "min")}
         | {
             "line": lambda given, draw: {"line": given["line"].replace("A[", "B[")},
-            "turned": lambda given, draw: {"line": turned(given["line"])},
+            "turned": turned(),
             "axis": other_axes,
             "kind": lambda given, draw: {"kind": draw.choice(FIVE), "options": {}},
             "root": option("broadcast", root=1),
@@ -310,7 +293,7 @@ ENTRIES = {
     "reshard": Entry(
         right(["reshard"], 6),
         collected,
-        twists=spoils("x") | {"line": other_result},
+        twists=spoils("x") | {"line": turned(" -> ")},
         unheld=[*c.EVERY.split(", "), "line"],  # what sends nothing
     ),
     "ppermute": Entry(
@@ -319,8 +302,9 @@ ENTRIES = {
         twists=spoils("x") | {"pairs": lambda given, draw: {"more": [given["more"][0], given["more"][1][:1]]}},
     ),
     "message": Entry(
-        message,
+        lambda draw: {"mesh": draw.mesh, "line": "A[I, J]", "x": draw.normal(2, 3)},
         sent,
+        lambda mesh, line, x: x,
         twists=spoils("x", "twice, float32, one dim more") | others(line="B[I, J]"),
         messages=True,
     ),
@@ -332,8 +316,9 @@ ENTRIES = {
         | {name: one_more(name) for name in ("sends", "receives")},
     ),
     "mesh": Entry(
-        another_mesh,
+        lambda draw: {"x": draw.normal(draw.mesh.size(), 2), "sizes": dict(draw.mesh.sizes), "checked": True},
         gathered,
+        lambda x, **_: x,
         twists=others(checked=False)
         | {
             "order": lambda given, draw: {"sizes": dict(reversed(given["sizes"].items()))},
@@ -348,7 +333,9 @@ ENTRIES = {
         | others(activation="relu", residual=True, norm=True)
         | {
             "layers": lambda given, draw: {"params": tree.map(lambda W: W[:1], given["params"])},
-            "features": wider,
+            "features": lambda given, draw: {
+                "params": {name: torch.cat([W, W], 2 if name == "W_in" else 1) for name, W in given["params"].items()}
+            },
             "rows": lambda given, draw: {"In": torch.cat([given["In"]] * (1 + ("Y" in draw.mesh.sizes)))},
         },
     ),
@@ -398,7 +385,9 @@ ENTRIES = {
     ),
     "attention": Entry(
         queries,
-        attention,
+        lambda mesh, Q, K, V, **options: collectives.unshard(
+            SEQUENCE, context.attention(Q, K, V, mesh, axis="X", **options), mesh
+        ),
         kinds=dict.fromkeys("QKV", c.FLOATS) | {"causal": c.FLAG, "window": c.WHOLE, "scale": c.POSITIVE},
         twists=spoils("Q K V", "twice, float32, one dim more")
         | others(causal=False, window=4, scale=0.5)
