@@ -79,24 +79,12 @@ def stamp():
     CLOCK[:] = struct.pack("d", time.monotonic())
 
 
-def dead_by(how):
-    """An act that ends its rank: now and then later, while the others may be waiting for it."""
-
-    def death(draw):
-        time.sleep(draw.choice([0, 0, 0.01, 0.1]) * draw.random())
-        faulthandler.disable()
-        stamp()
-        how(draw)
-
-    return death
-
-
 DEATHS = {
-    "exit": dead_by(lambda draw: os._exit(draw.choice([0, 1, 3, 77, 255]))),
-    "sys.exit": dead_by(lambda draw: sys.exit(draw.choice([0, 1, 3, "words"]))),
-    "signal": dead_by(is_killed),
-    "segfault": dead_by(lambda draw: ctypes.string_at(0)),
-    "memory": dead_by(runs_out_of_memory),
+    "exit": lambda draw: os._exit(draw.choice([0, 1, 3, 77, 255])),
+    "sys.exit": lambda draw: sys.exit(draw.choice([0, 1, 3, "words"])),
+    "signal": is_killed,
+    "segfault": lambda draw: ctypes.string_at(0),
+    "memory": runs_out_of_memory,
 }
 OTHERS = {
     "compute": lambda draw: any((torch.ones(50, 50) @ torch.ones(50, 50)).sum() < 0 for _ in iter(int, 1)),
@@ -156,6 +144,10 @@ def made(mesh, case: Case, folder: str) -> None:
     """This rank's part of the case; Wrong for a wrong number."""
     for name, seed, twist in case.own(mesh.rank):
         draw = Draw.on(mesh, f"{folder}/{seed}", seed)
+        if name in DEATHS:
+            time.sleep(draw.choice([0, 0, 0.01, 0.1]) * draw.random())  # the others may be waiting for it
+            faulthandler.disable()
+            stamp()
         if name in ENDS:
             ENDS[name](draw)
         else:
