@@ -90,22 +90,17 @@ class Workers:
         job = pickle.dumps((fn, sizes, args))
         for pipe in self.pipes:
             pipe.send_bytes(job)
-        results, failed, waiting = {}, {}, dict(enumerate(self.pipes))
-        while waiting and not failed:
-            for pipe in connection.wait(list(waiting.values()), timeout=90) or [None]:
-                if pipe is None:
-                    failed[-1] = f"ranks {sorted(waiting)} did not answer"
-                    break
-                rank = self.pipes.index(pipe)
-                del waiting[rank]
+        results, waiting = {}, {pipe: rank for rank, pipe in enumerate(self.pipes)}
+        while waiting:
+            if not (ready := connection.wait([*waiting], timeout=90)):
+                raise RankFailed(f"ranks {sorted(waiting.values())} of {sizes} did not answer")
+            for rank, pipe in sorted((waiting.pop(pipe), pipe) for pipe in ready):
                 try:
-                    ok, value = pickle.loads(pipe.recv_bytes())
+                    ok, results[rank] = pickle.loads(pipe.recv_bytes())
                 except EOFError:
-                    ok, value = False, "the process died"
-                (results if ok else failed)[rank] = value
-        if failed:
-            rank, text = min(failed.items())
-            raise RankFailed(f"rank {rank} of {sizes}:\n{text}")
+                    ok, results[rank] = False, "the process died"
+                if not ok:
+                    raise RankFailed(f"rank {rank} of {sizes}:\n{results[rank]}")
         return [results[rank] for rank in range(len(self.pipes))]
 
     def signal(self, number: int) -> None:

@@ -55,16 +55,10 @@ def run_training(mesh, name, microbatches=1, dtype=torch.float64):
     return tree.unshard(params, specs, mesh), losses, tree.unshard(grads, specs, mesh), valid
 
 
-@pytest.mark.parametrize(
-    ("name", "mesh", "microbatches"),
-    [
-        ("data_parallel", {"X": 2}, 1),
-        ("fsdp", {"X": 2}, 2),
-        ("tensor_parallel", {"Y": 2}, 2),
-        ("fsdp_tp", {"X": 2, "Y": 2}, 4),
-        ("fsdp_tp", {"X": 1, "Y": 1}, 1),
-    ],
-)
+@pytest.mark.parametrize(("name", "mesh", "microbatches"), [
+    ("data_parallel", {"X": 2}, 1), ("fsdp", {"X": 2}, 2), ("tensor_parallel", {"Y": 2}, 2),
+    ("fsdp_tp", {"X": 2, "Y": 2}, 4), ("fsdp_tp", {"X": 1, "Y": 1}, 1),
+])  # fmt: skip
 def test_equal_to_one_device(ranks, name, mesh, microbatches):
     step = lambda params, *batch: grad_and_value(mlp.loss_fn)(params, *batch, CONFIG)[::-1]  # noqa: E731
     params, losses, grads, _ = trained(step, mlp.init(CONFIG, SEED, torch.float64), batches(3))

@@ -2,6 +2,7 @@
 params are; and bytes, collectives and FLOPs are those that the dry run says. What does not fit is refused by it."""
 
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -109,11 +110,12 @@ def test_the_dry_run_is_the_run_and_the_run_is_one_device_s(ranks, config, sizes
 
 @pytest.mark.slow
 def test_too_large_a_batch_is_refused_with_the_largest_that_fits():
-    settings, sizes = Settings(MODEL, "", "", 40, 64), {"P": 2, "X": 2}  # half of 20 does not divide over both axes
-    limit = dry.count(Settings(MODEL, "", "", 12, 64), sizes).memory / dry.ROOM
+    of_batch = partial(Settings, MODEL.with_(L=1), "", "", seq=64)
+    settings, sizes = of_batch(batch=40), {"P": 2, "X": 2}  # half of 20 does not divide over both axes
+    limit = dry.count(of_batch(batch=12), sizes).memory / dry.ROOM
     with pytest.raises(ValueError, match=r"a rank needs 0.0\d GB.*\n  fix: --batch 8;"):
         dry.refuse_too_large(settings, sizes, limit)
-    dry.refuse_too_large(Settings(MODEL, "", "", 8, 64), sizes, limit)
+    dry.refuse_too_large(of_batch(batch=8), sizes, limit)
     with pytest.raises(ValueError, match="no batch fits"):
         dry.refuse_too_large(settings, sizes, 1000)
 
