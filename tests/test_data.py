@@ -59,16 +59,13 @@ def test_the_epochs_have_the_length_that_distributed_sampler_gives():
     assert len(data.Windows(TEXT[:2], 1)) == 1
 
 
-def test_the_default_text_is_pythons_own_source():
+def test_the_text_is_pythons_own_source_or_a_file_of_ones_own(tmp_path):
     text = data.load_text()
     assert text.dtype == torch.uint8
     assert 1_000_000 < len(text) <= data.MAX_BYTES
     assert bytes(text.numpy()).count(b"import ") > 1000
     for some, bits in ((text, pytest.approx(4.75, abs=0.75)), (torch.arange(64), pytest.approx(6)), (text[:1], 0)):
         assert data.order0_entropy(some) == bits
-
-
-def test_a_file_of_ones_own(tmp_path):
     (tmp_path / "a.txt").write_bytes(b"hello")
     assert bytes(data.load_text(tmp_path / "a.txt", max_bytes=2).tolist()) == b"he"
     train, valid = data.split(data.load_text(tmp_path / "a.txt"), 0.4)

@@ -146,6 +146,9 @@ def test_the_newest_are_kept():
     assert Path("latest").read_text() == "5"
     save(3, keep=2)  # after going back: the step that is saved is never cleaned up
     assert (checkpoint.complete(Path()), checkpoint.latest(".")) == ([3, 5], 3)
+    for no_step in ("", "-1", "99"):  # which is passed over
+        Path("latest").write_text(no_step)
+        assert load() == ([0.0] * 3, 5)
 
 
 def test_of_a_view_its_own_elements_are_written_with_a_checksum_whatever_torch_is_set_to():

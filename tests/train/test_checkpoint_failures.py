@@ -71,7 +71,7 @@ def loading(specs=TYPES, **options):
 
 
 PARTIAL, ELSEWHERE = (TYPES | {"w": w} for w in ("w[D_X, F] {U_Y}", "w[D_Q, F]"))
-ALIKE = {"a": {"b": torch.ones(2)}, "a.b": torch.ones(2)}
+ALIKE, ALIKE_TYPES = ({"a": {"b": leaf}, "a.b": leaf} for leaf in (torch.ones(2), "b[D]"))
 REFUSED: dict = {  # what: the call, and words of its error
     "loaded, of other dims": (partial(loading, TYPES | {"w": "w[D_X]"}), "was saved with shape [4, 6]"),
     "loaded, a leaf less": (partial(loading, {"w": TYPES["w"]}), "holds b, which"),
@@ -81,10 +81,8 @@ REFUSED: dict = {  # what: the call, and words of its error
     "partial sums": (partial(saving, specs=PARTIAL), "is unreduced"),
     "a type more": (partial(saving, specs=TYPES | {"z": "z[D]"}), 'state["z"]: the specs have a type there'),
     "a type of other dims": (partial(saving, specs=TYPES | {"w": "w[D_X]"}), "have the dims of their types"),
-    "two leaves of one name": (
-        partial(saving, state=STATE | ALIKE, specs=TYPES | {"a": {"b": "b[D]"}, "a.b": "b[D]"}), "have one name",
-    ),
-}  # fmt: skip
+    "two leaves of one name": (partial(saving, state=STATE | ALIKE, specs=TYPES | ALIKE_TYPES), "have one name"),
+}
 for changed, words in [
     ({"k": (1, 2)}, "they stand in nested dicts"), ({"k": ["a"]}, "they stand in nested dicts"),
     ({'a"b': 1}, "under names without quotes"), ({"k": b"a"}, "not bytes"), ({"w": STATE["w"][0]}, "leaves are dense"),
@@ -121,16 +119,14 @@ def moved(metadata, leaf, **changed) -> None:
 
 
 NO_TENSORS, NO_INDEX = "not a file of tensors alone", "not what torch.distributed.checkpoint writes"
+FLIPPED = "its bytes are not those that were written"
 DAMAGE = {  # a file: {what: (how its bytes are changed, what is said)}
     "__0_0_0.distcp": {
         "cut short": (lambda good: good[:-10], "missing or cut short"),
         "a pickle": (lambda good: pickle.dumps(Malicious()).ljust(len(good), b"\0"), NO_TENSORS),
         "an evil object": (lambda good: saved(Malicious(), len(good)), NO_TENSORS),
         "another tensor": (lambda good: saved(torch.ones(2), len(good)), "does not hold b, float32[6]"),
-        "a bit": (
-            lambda good: good.replace(b"\0\0\x80?", b"\0\0\x81?", 1),
-            "its bytes are not those that were written",
-        ),
+        "a bit": (lambda good: good.replace(b"\0\0\x80?", b"\0\0\x81?", 1), FLIPPED),
     },
     "index.json": {text: (lambda _, text=text: text.encode(), "is damaged") for text in ("{", "{}", '{"leaves": 3}')},
     ".metadata": {
@@ -172,13 +168,6 @@ def test_damaged_and_malicious_files_are_refused_and_found_by_verify(name, what,
         assert f"{name}: " in (said := capsys.readouterr().out)
         assert words in said
     assert not Path("never").exists()
-
-
-def test_a_file_latest_that_names_no_step_is_passed_over():
-    save(4)
-    for text in ("", "-1", "99"):
-        Path("latest").write_text(text)
-        assert load() == ([4.0] * 3, 4)
 
 
 class Attribute:

@@ -165,16 +165,6 @@ def test_a_resumed_run_keeps_its_tokenizer(tmp_path, begun, first):
     assert accepted > 1
 
 
-def test_files_that_were_changed_are_refused(tmp_path, begun):
-    run = tmp_path / "run"
-    assert begun(model="hf", data="text.txt", out=run)[0]
-    shutil.copy("other/tokenizer.json", home_of(run))
-    with pytest.raises(ValueError, match=r"is not the tokenizer that .*run was written with\n  fix: copy that one"):
-        tokenizer_of(run, 32)
-    with pytest.raises(ValueError, match=r"has the ids 0\.\.16, but .* has 16\n  fix: give the tokenizer"):
-        tokenizer_of(Path("less"), 16)
-
-
 @pytest.mark.parametrize("name", ["bare", "own"])
 def test_weights_keep_their_ends_of_text_beside_a_tokenizer_that_was_given(tmp_path, begun, name):
     """Of a folder that has ends of text and no tokenizer.json; the tokenizer's own folder has others."""
@@ -187,8 +177,15 @@ def test_weights_keep_their_ends_of_text_beside_a_tokenizer_that_was_given(tmp_p
     assert ends_of(run) == (3,)
 
 
-def test_a_run_that_says_nothing_of_its_tokenizer():
-    """Runs of old: bytes where there are 256 ids; a file if it is still there; else text is refused."""
+def test_tokenizers_that_are_gone_changed_or_not_named(tmp_path, begun, monkeypatch):
+    """Runs of old say nothing: bytes where there are 256 ids; a file if it is still there; else text is refused."""
+    assert begun(model="hf", data="text.txt", out=tmp_path / "run")[0]
+    shutil.copy("other/tokenizer.json", home_of(tmp_path / "run"))
+    with pytest.raises(ValueError, match=r"is not the tokenizer that .*run was written with\n  fix: copy that one"):
+        tokenizer_of(tmp_path / "run", 32)
+    with pytest.raises(ValueError, match=r"has the ids 0\.\.16, but .* has 16\n  fix: give the tokenizer"):
+        tokenizer_of(Path("less"), 16)
+    monkeypatch.chdir(tmp_path)
     (run := Path("run.toml")).write_text('model = "tiny"\ntokenizer = "bytes"\n')
     assert tokenizer_of(Path(), 256).identity == "bytes"
     with pytest.raises(ValueError, match="fix: put the model's"):

@@ -33,11 +33,8 @@ def words(path, some):
 
 def make(here):
     """Write them into a folder."""
-    for name, some in {
-        "own": WORDS,
-        "other": WORDS[:2] + WORDS[:1:-1],
-        "long": [*WORDS, *map(str, range(400))],
-    }.items():
+    long = [*WORDS, *map(str, range(400))]
+    for name, some in {"own": WORDS, "other": WORDS[:2] + WORDS[:1:-1], "long": long}.items():
         (here / name).mkdir()
         words(here / name, some)
     for name, V in {"hf": 32, "bare": 32, "hf256": 256, "bare256": 256, "less": 16}.items():
