@@ -1,19 +1,25 @@
+"""Every layout of so many chips, the planner's beside all there are, and where their meshes lie on the chips."""
+
 import math
+from functools import partial
 from itertools import product
 
 import pytest
 
 from scaling.configs import get
+from scaling.cost import gpu
+from scaling.cost.lanes import AxisSpan, exchange, gather_price, join_spans
 from scaling.hardware import chip
-from scaling.plan import Fixed, Job, Layout, evaluate, plans, search, tree
+from scaling.plan import Fixed, Job, Layout, evaluate, plans, search
 from scaling.plan.candidates import CHUNKS, TIE, rank, simplest_first
 from scaling.plan.job import AXES, POLICIES
-from scaling.plan.network import Unplaced
+from scaling.plan.network import Unplaced, book, placements, slice_shape, torus, torus_meshes, tree
 
 H100, V5P = chip("h100"), chip("v5p")
 L8, L70 = get("llama3-8b"), get("llama3-70b")
 SMALL = L8.with_(L=6, V=32000)
 EXPERTS = get("mixtral-8x7b").with_(L=4)
+LONG = [pytest.param(*case, marks=pytest.mark.sweep) for case in ((SMALL, 8, 6), (SMALL, 16, 3), (EXPERTS, 8, 4))]
 
 
 def every_layout(job: Job, chips: int):
@@ -26,23 +32,16 @@ def every_layout(job: Job, chips: int):
             continue
         mesh = dict(zip(AXES, (1, *sizes), strict=True))
         replicas = mesh["data"] * mesh["fsdp"] * mesh["expert"]
-        if (
-            w.heads % mesh["tensor"]
-            or w.experts_count % mesh["expert"]
-            or mesh["pipe"] > w.L
-            or replicas > job.sequences
-        ):
+        if w.heads % mesh["tensor"] or w.experts_count % mesh["expert"]:
+            continue
+        if mesh["pipe"] > w.L or replicas > job.sequences:
             continue
         if mesh["context"] > 1 and job.seq < 256 * mesh["context"]:
             continue
         own = -(-job.sequences // replicas)
+        schedules = "1f1b", "interleaved", "zb-h1", "dualpipev"
         for zero, m, schedule, chunks, remat, reduce in product(
-            (1, 3),
-            range(1, own + 1),
-            ("1f1b", "interleaved", "zb-h1", "dualpipev"),
-            (1, *CHUNKS),
-            POLICIES,
-            ("each", "once"),
+            (1, 3), range(1, own + 1), schedules, (1, *CHUNKS), POLICIES, ("each", "once")
         ):
             stages, layers = mesh["pipe"], -(-w.L // mesh["pipe"])
             if (zero == 1 and mesh["fsdp"] > 1) or (zero == 3 and mesh["fsdp"] * mesh["context"] * mesh["expert"] == 1):
@@ -59,17 +58,7 @@ def every_layout(job: Job, chips: int):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("config", "chips", "sequences"),
-    [
-        pytest.param(SMALL, 8, 6, marks=pytest.mark.sweep),
-        (SMALL, 12, 6),
-        pytest.param(SMALL, 16, 3, marks=pytest.mark.sweep),
-        pytest.param(EXPERTS, 8, 4, marks=pytest.mark.sweep),
-        (EXPERTS, 4, 4),
-        (SMALL, 4, 1),
-    ],
-)
+@pytest.mark.parametrize(("config", "chips", "sequences"), [(SMALL, 12, 6), (EXPERTS, 4, 4), (SMALL, 4, 1), *LONG])
 def test_the_best_of_every_layout_is_the_planners(config, chips, sequences):
     job = Job(config, sequences * 2048, 2048)
     best, networks, every = math.inf, {}, set()
@@ -91,15 +80,7 @@ def test_the_best_of_every_layout_is_the_planners(config, chips, sequences):
     assert {layout for _, layout in found.layouts()} <= every  # none that cannot run
     assert min(found[0].forecast, found[1].forecast) == pytest.approx(best)  # no layout is faster
     assert found[0].forecast <= (1 + TIE) * best  # what comes first may be simpler
-
-
-def test_the_order_of_what_is_found():
-    job = Job(L70, 2**20)
-    found = plans(job, H100, 64)
-    ranks = [rank(one) for one in found]
-    assert ranks[1:] == sorted(ranks[1:])
-    assert ranks[0][1] <= (1 + TIE) * ranks[1][1]
-    assert all(one.chips == 64 for one in found)
+    assert [*map(rank, found[1:])] == sorted(map(rank, found[1:]))
     assert sum(one.fits for one in found) == found.fitting
     assert len({(tuple(layout.sizes.values()), layout.zero) for _, layout in found.layouts()}) == len(found)
 
@@ -125,7 +106,7 @@ REMAT_OF = {  # policy: (model, sizes, sequences, their tokens) for which it is 
 def test_the_best_remat_policy_is_chosen(policy):
     """All policies are tried, and what fits comes before speed."""
     model, axes, sequences, seq = REMAT_OF[policy]
-    job, chips = Job(get(model), sequences * seq, seq), 64 if len(axes) > 1 else 8
+    job, chips = Job(get(model), sequences * seq, seq), math.prod(size for _, size in axes)
     fixed = {name: plans(job, H100, chips, Fixed(axes, remat=name))[0] for name in POLICIES}
     best = min(POLICIES, key=lambda name: (not fixed[name].fits, fixed[name].forecast))
     assert (best, fixed[best].fits) == (policy, True)
@@ -134,8 +115,7 @@ def test_the_best_remat_policy_is_chosen(policy):
 
 
 def test_part_6_llama3_70b_on_a_pod():
-    job = Job(L70, 4 * 2**20)
-    found = plans(job, V5P, 8960)
+    found = plans(Job(L70, 4 * 2**20), V5P, 8960)
     first = found[0]
     assert first.size("tensor") in (4, 8, 16)
     assert first.size("fsdp") * first.size("data") * first.size("context") >= 560  # X_opt = 1618
@@ -173,3 +153,88 @@ def test_what_is_fixed_stays():
     assert plans(Job(L70, 2**22), V5P, 8192, Fixed(pods=4))[0].size("pod") == 4
     once = plans(job, H100, 64, Fixed((("fsdp", 8),), microbatches=2, zero=3, reduce="once"))
     assert {layout.reduce for _, layout in once.layouts()} == {"once"}
+
+
+# --- A mesh on a torus, or on a tree of switches
+
+approx = partial(pytest.approx, rel=1e-9, abs=0)  # seconds a byte are below the usual absolute tolerance
+
+
+def sizes(**given):
+    return dict.fromkeys(AXES, 1) | given
+
+
+def test_half_of_a_ring_is_a_line_and_its_rest_is_slow():
+    """Of whole axes an AllGather is the book's, whose forms stand in cost/test_cost.py."""
+    inner, outer = AxisSpan(0, 8, 1, False, False), AxisSpan(0, 2, 8, True, False)
+    assert gather_price(V5P, [inner])[0] == approx(7 / 8 / 9e10)  # links one way
+    assert gather_price(V5P, [outer])[0] == approx(8 / 1.8e11)  # eight groups share each link
+    assert join_spans([inner, outer]) == (AxisSpan(0, 16, 1, True, True),)
+    rest = AxisSpan(1, 20, 1, True, True)
+    assert gather_price(V5P, [outer, rest]) == approx(((2 / 40) * 8 / 1.8e11 + 1 / 1.8e11, 18e-6))  # the least
+    mixed = [AxisSpan(0, 16, 1, True, True), AxisSpan(1, 4, 1, False, True)]
+    assert exchange(chip("v5e"), mixed)[0] == approx(16 / 4 / (2 * chip("v5e").link_bw))  # the ring's hops are longest
+
+
+def test_slices_and_placements_lie_on_the_torus():
+    given = {8960: (16, 20, 28), 4096: (16, 16, 16), 7: (1, 1, 7)}
+    assert {chips: slice_shape(V5P, chips) for chips in given} == given
+    with pytest.raises(ValueError, match="8,950 chips are not a slice of a 16x20x28 pod of v5p; fix: take 8,"):
+        slice_shape(V5P, 8950)
+    axes, limits = ("fsdp", "tensor"), (8960, 64)
+    found = placements(V5P, (16, 20, 28), axes, limits)
+    for placed in found:
+        for axis, limit in zip(axes, limits, strict=True):
+            spans = placed.get(axis, ())
+            assert math.prod(s.size for s in spans) <= limit
+            assert sum(not s.whole for s in spans) <= 1
+        for i, length in enumerate((16, 20, 28)):
+            here = sorted((s for spans in placed.values() for s in spans if s.torus == i), key=lambda s: s.stride)
+            assert math.prod(s.size for s in here) == length
+            assert [s.stride for s in here] == [1, here[0].size][: len(here)]
+    lengths = {math.prod(s.size for s in placed.get("tensor", ())) for placed in found}
+    dividing = {d for d in range(1, 65) if any(L % d == 0 for L in (16, 20, 28))}
+    assert lengths == dividing | {32, 40, 48, 56, 60, 64} & lengths
+    ((mesh, placed),) = torus_meshes(V5P, 7, 1, ("fsdp",), (7,))
+    assert (mesh, placed) == ({"fsdp": 7}, {"fsdp": (AxisSpan(placed["fsdp"][0].torus, 7, 1, False, True),)})
+
+
+def test_lanes_of_a_torus():
+    placed = {
+        "fsdp": (AxisSpan(0, 16, 1, True, True), AxisSpan(1, 16, 1, True, True)),
+        "tensor": (AxisSpan(2, 4, 1, False, False),),
+    }
+    network = torus(V5P, sizes(fsdp=256, tensor=4), 3, placed)
+    assert network.lanes["weights"].seconds(1e9) == approx(1e9 / 3.6e11)
+    assert 2 * network.lanes["tensor"].seconds(1e9) == approx(2e9 * 3 / 4 / 9e10)
+    assert network.lanes["weights"].seconds(1.0) == approx(16e-6)  # hops
+    assert network.lanes["weights"].links == (True, True, False, False)
+    pods = torus(V5P, sizes(pod=2, fsdp=256, tensor=4), 3, placed)
+    assert 2 * pods.lanes["pod"].seconds(1e9) == approx(2e9 / 6.25e9)
+    ideal = book(V5P, sizes(fsdp=256, tensor=4), {"fsdp": 2, "tensor": 1})
+    assert ideal.lanes["tensor"].seconds(1e9) == approx(1e9 / 1.8e11)
+
+
+def test_lanes_of_a_tree():
+    network = tree(H100, sizes(pipe=2, fsdp=4, tensor=8), 3)
+    assert network.lanes["tensor"].seconds(1e9) == approx(1e9 * 7 / 8 / 450e9)
+    assert network.lanes["weights"].seconds(1e9) == approx(8e9 * 3 / 4 / 400e9)  # 8 groups, one node
+    assert network.lanes["pipe"].seconds(1e9) == approx(1e9 / 50e9)
+    assert network.lanes["tensor"].links[0]
+    assert network.lanes["weights"].links[1]
+    with pytest.raises(Unplaced, match="groups of 6 GPUs lie across nodes of 8"):
+        tree(H100, sizes(data=4, tensor=6), 1)
+    tree(H100, sizes(tensor=6), 1)  # all there is: 6 of a node's GPUs
+
+
+def test_experts_over_nodes_send_a_token_once_to_each():
+    tokens, D, copies = 4096, 7168, 8
+    inside = tree(H100, sizes(expert=8), 1, copies=8).lanes["expert"]
+    assert inside.seconds(2 * tokens * D) == approx(2 * tokens * D * 8 * 7 / 8 / 450e9)
+    meshed = tree(chip("mi300x"), sizes(expert=2, tensor=2), 1, copies=2).lanes["expert"]  # four GPUs, no switches
+    assert meshed.seconds(1e9) == approx(2e9 / 2 / (3 * 64e9))
+    across = tree(H100, sizes(expert=64), 1, copies, groups=64).lanes["expert"]
+    layer = gpu.expert_layer(64 * tokens, D, 2048, 64, copies, H100)
+    assert 2 * across.seconds(2 * tokens * D) == approx(layer.comms)
+    limited = tree(H100, sizes(expert=64), 1, copies, groups=4).lanes["expert"]
+    assert limited.per_byte == approx(across.per_byte / 2)

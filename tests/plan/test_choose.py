@@ -64,7 +64,7 @@ def test_stages_that_fit_are_not_refused_by_formula(tied, on):
     """Layers that stages share unevenly, and ends that are stored over all stages and gathered at their own."""
     job = Settings(get("llama3-8b").with_(L=6, tied=tied), "", "", 8, 2048, microbatches=4, dtype="bf16", remat="block")
     one = next(one for one in choose.evaluated(job, chip("h100"), 4) if choose.mesh_of(one.layout) == parse_mesh(on))
-    assert 0.75 < float(one.held.total) / dry.fullest(job, parse_mesh(on), "abstract").memory < 1.05
+    assert 0.95 < float(one.held.total) / dry.fullest(job, parse_mesh(on), "abstract").memory < 1.05
 
 
 @pytest.mark.slow
