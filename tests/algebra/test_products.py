@@ -7,9 +7,8 @@ import re
 import time
 
 import pytest
-from array_types import MATRICES as SIZES
-from array_types import check, naive_bytes, types
-from hypothesis import given, settings
+from array_types import MATRICES, SETTINGS, check, naive_bytes, types
+from hypothesis import given
 from hypothesis import strategies as st
 from refused import evaluated, refused
 
@@ -17,6 +16,18 @@ from scaling.algebra import derive, matmul, matmul_via, reshard
 from scaling.cost.step_time import seconds_on
 from scaling.hardware import chip
 from scaling.spec import ShardingError, parse
+
+REFUSED = {
+    "matmul('A[I, J]', 'B[J, K]', 'C[I, L]')": "is in no operand",
+    "matmul('A[I, J]', 'B[J, K]', 'C[I, K]', {'I': 2, 'J': 2})": "has no size",
+    "matmul('A[I_X, J]', 'B[J, K]', 'C[I, K]', {'I': 3, 'J': 2, 'K': 2}, {'X': 2})": "does not divide",
+}
+test_refused = refused(evaluated(REFUSED, globals()), ShardingError)
+
+
+def split(line: str) -> list[str]:
+    """A product's types."""
+    return re.split(r" \* | -> ", line)
 
 
 def test_no_other_choice_of_local_types_is_cheaper():
@@ -28,13 +39,13 @@ def test_no_other_choice_of_local_types_is_cheaper():
         "A[I, J_XY] * B[J_X, K_Y] -> C[I_Y, K]",
         "A[I, J] {U_X} * B[J_X, K] -> C[I, K_X]",
     ):
-        a, b, out = re.split(r" \* | -> ", line)
+        a, b, out = split(line)
         mesh = {axis: 2 for axis in "XY" if axis in a + b + out}
-        plans = [matmul(a, b, out, SIZES, mesh)]
+        plans = [matmul(a, b, out, MATRICES, mesh)]
         for local_a, local_b in itertools.product(*(types(mesh, dims, unreduced=False) for dims in ("IJ", "JK"))):
             with contextlib.suppress(ShardingError):
-                plans.append(matmul_via(a, b, out, local_a, local_b.with_name("B"), SIZES, mesh))
-        prices = [(p.wire_bytes(SIZES, mesh, 1), p.flops(SIZES, mesh), len(p.steps)) for p in plans]
+                plans.append(matmul_via(a, b, out, local_a, local_b.with_name("B"), MATRICES, mesh))
+        prices = [(p.wire_bytes(MATRICES, mesh, 1), p.flops(MATRICES, mesh), len(p.steps)) for p in plans]
         assert prices[0] == min(prices[1:])
 
 
@@ -57,20 +68,16 @@ CASES = {  # a product: the cases that it is, the steps, and its type
 
 @pytest.mark.parametrize("product", CASES)
 def test_the_books_cases(product):
-    types = re.split(r" \* | -> ", product)
-    plan = matmul(*types)
-    assert matmul(*types) is plan, "a plan made once is kept"
+    plan = matmul(*split(product))
+    assert matmul(*split(product)) is plan, "a plan made once is kept"
     found = [plan.cases, [step.op for step in plan.steps]]
     assert ": ".join([*(", ".join(map(str, each)) for each in found), str(plan.result)]) == CASES[product]
     assert plan.case == plan.cases[0]
 
 
-def test_a_plan_is_printed_as_the_book_numbers_it():
+def test_case_4_gathers_the_smaller_operand_and_a_plan_is_printed_as_the_book_numbers_it():
     plan = matmul("A[I, J]", "B[J_X, K]", "C[I, K]")
     assert str(plan) == "1. B[J, K] = AllGather_X(B[J_X, K])\n2. C[I, K] = A[I, J] *_J B[J, K]"
-
-
-def test_case_4_gathers_the_smaller_operand():
     for I, K, gathered in ((64, 8, "B"), (8, 64, "A")):
         for out in (None, "C[I, K]"):
             first = matmul("A[I_X, J]", "B[J, K_X]", out, {"I": I, "J": 8, "K": K}, {"X": 4}).steps[0]
@@ -106,45 +113,34 @@ def test_plans_by_time_on_a_chip():
     assert plans[0] != plans[1]
 
 
-CHECKED = [  # (a, b, result, sizes): plans with sizes and without are the dense product
-    *[
-        (*line, {"B": 4, "T": 4, "S": 8, "N": 4, "H": 2})  # attention has batch dims
-        for line in (
-            ("Q[B_X, T, N_Y, H]", "K[B, S, N_Y, H]", "S[B_X, N_Y, T, S]"),
-            ("Q[B, T_X, N, H_Y]", "K[B, S_X, N, H_Y]", "S[B, N_Y, T_X, S]"),
-            ("Q[B_X, T, N, H]", "K[B_Y, S, N, H]", "S[B_XY, N, T, S]"),
-        )
-    ],
+ATTENTION = {"B": 4, "T": 4, "S": 8, "N": 4, "H": 2}
+CHECKED = {  # a product: sizes with which its plan is the dense product
+    # attention has batch dims
+    "Q[B_X, T, N_Y, H] * K[B, S, N_Y, H] -> S[B_X, N_Y, T, S]": ATTENTION,
+    "Q[B, T_X, N, H_Y] * K[B, S_X, N, H_Y] -> S[B, N_Y, T_X, S]": ATTENTION,
+    "Q[B_X, T, N, H] * K[B_Y, S, N, H] -> S[B_XY, N, T, S]": ATTENTION,
     # each has a plan that sends less, were it not that a dim does not divide
-    ("A[I, J]", "B[J, K] {U_X}", "C[I, K]", {"I": 2, "J": 2, "K": 3}),
-    ("A[I_X, J]", "B[J_Y, K] {U_X}", "C[I_X, K]", {"I": 2, "J": 2, "K": 2}),
-    ("A[I_Y, J] {U_X}", "B[J, K]", "C[I_X, K]", {"I": 6, "J": 3, "K": 3}),
-]
+    "A[I, J] * B[J, K] {U_X} -> C[I, K]": {"I": 2, "J": 2, "K": 3},
+    "A[I_X, J] * B[J_Y, K] {U_X} -> C[I_X, K]": {"I": 2, "J": 2, "K": 2},
+    "A[I_Y, J] {U_X} * B[J, K] -> C[I_X, K]": {"I": 6, "J": 3, "K": 3},
+}
 
 
-@pytest.mark.parametrize(("a", "b", "out", "sizes"), CHECKED)
-def test_every_array_on_the_way_divides(a, b, out, sizes):
-    mesh, specs = {"X": 2, "Y": 2}, [*map(parse, (a, b, out))]
+@pytest.mark.parametrize("line", CHECKED)
+def test_every_array_on_the_way_divides(line):
+    mesh, sizes, specs = {"X": 2, "Y": 2}, CHECKED[line], [*map(parse, split(line))]
     plan = matmul(*specs, sizes, mesh)
     check(plan, *specs, sizes, mesh)
-    if "Q" in a:
+    if sizes is ATTENTION:
         check(matmul(*specs, mesh=mesh), *specs, sizes, mesh)
     for spec in (spec for step in plan.steps for spec in (*step.operands, step.after)):
         spec.local_shape({dim: sizes[dim] for dim in spec.dim_names}, mesh)
 
 
-REFUSED = {
-    "matmul('A[I, J]', 'B[J, K]', 'C[I, L]')": "is in no operand",
-    "matmul('A[I, J]', 'B[J, K]', 'C[I, K]', {'I': 2, 'J': 2})": "has no size",
-    "matmul('A[I_X, J]', 'B[J, K]', 'C[I, K]', {'I': 3, 'J': 2, 'K': 2}, {'X': 2})": "does not divide",
-}
-test_refused = refused(evaluated(REFUSED, globals()), ShardingError)
-
-
 @pytest.mark.slow
-@settings(deadline=None, derandomize=True, max_examples=40)
+@SETTINGS
 @given(st.data())
-def test_any_types(data):
+def test_a_product_of_any_types(data):
     """Any types at all, unreduced ones too, on two and three axes."""
     mesh = data.draw(st.sampled_from([{"X": 2, "Y": 2}, {"X": 2, "Y": 3}, {"X": 2, "Y": 2, "Z": 2}]))
     sizes = {"I": 24, "J": 24, "K": 24}
@@ -174,22 +170,22 @@ def test_a_product_that_sums_nothing_has_one_flop_an_element():
         assert step.flops(sizes, {"X": 2}) == flops
 
 
-@pytest.mark.parametrize(
-    ("a", "b", "out"),
-    [
-        ("A[I_ABC, J]", "B[J, K_DEF]", "C[I_ABC, K_DEF]"),
-        ("A[I, J_ABCDEF]", "B[J_ABCDEF, K]", "C[I, K]"),
-        ("A[I_AB, J_C]", "B[J_CD, K_EF]", "C[I_F, K_AB]"),
-        ("A[I_ABC, J]", "B[J_DE]", "C[I_ABC]"),
-    ],
+BEYOND = (
+    "A[I_ABC, J] * B[J, K_DEF] -> C[I_ABC, K_DEF]",
+    "A[I, J_ABCDEF] * B[J_ABCDEF, K] -> C[I, K]",
+    "A[I_AB, J_C] * B[J_CD, K_EF] -> C[I_F, K_AB]",
+    "A[I_ABC, J] * B[J_DE] -> C[I_ABC]",
 )
-def test_beyond_the_bound_the_rules_decide(a, b, out):
+
+
+@pytest.mark.parametrize("line", BEYOND)
+def test_beyond_the_bound_the_rules_decide(line):
     """Six axes are too many ways: a plan by the four cases, at once, right on 64 devices, which says so."""
-    mesh, sizes = dict.fromkeys("ABCDEF", 2), dict.fromkeys("IJK", 64)
+    mesh, sizes, specs = dict.fromkeys("ABCDEF", 2), dict.fromkeys("IJK", 64), [*map(parse, split(line))]
     began = time.process_time()
-    plan = matmul(a, b, out, sizes, mesh)
+    plan = matmul(*specs, sizes, mesh)
     assert time.process_time() - began < 1
     assert plan.note in str(plan).splitlines()[-1]
     assert plan.note
-    assert plan == matmul(a, b, out, mesh=mesh)
-    check(plan, parse(a), parse(b), parse(out), sizes, mesh)
+    assert plan == matmul(*specs, mesh=mesh)
+    check(plan, *specs, sizes, mesh)

@@ -1,6 +1,7 @@
 """Every chapter as a reader runs it: its answers, what it prints, its pictures, and what it proposes to try."""
 
 import inspect
+import math
 import os
 import re
 import subprocess
@@ -26,20 +27,15 @@ def nearly(value, rel: float):
 
 @pytest.mark.chapter
 @pytest.mark.parametrize("name", running.ON_A_PAGE)
-def test_answers(name):
-    page = running.chapter(name).page
-    assert (running.chapter(name).status, page.failures) == (0, [])
+def test_answers_and_what_is_printed(name):
+    ran = running.chapter(name)
+    page = ran.page
+    assert (ran.status, page.failures) == (0, [])
     pinned = PINNED.get(name, {})
     got = {answer.question: answer.ours for answer in page.given if to_be_pinned(answer) or answer.question in pinned}
     assert got == {question: nearly(value, 1e-9) for question, value in pinned.items()}
     questions = [answer.question for answer in page.given]
     assert len(set(questions)) == len(questions), "rows are named so that they stand alone"
-
-
-@pytest.mark.chapter
-@pytest.mark.parametrize("name", running.ON_A_PAGE)
-def test_prints(name):
-    ran = running.chapter(name)
     lines = ran.text.splitlines()
     assert not [line for line in lines if len(line) > 80]
     assert lines[0].startswith(f"Part {int(name[:2])}")
@@ -115,24 +111,22 @@ def test_under_torchrun_every_rank_ends_well(name):
 
 
 @pytest.mark.chapter
-def test_part_5_thresholds_of_chips():
-    lines = [line.split() for line in running.chapter("05_when_bound").text.splitlines()]
+def test_part_5_has_thresholds_of_each_chip_and_its_figures_cross_where_the_book_says():
+    names, text = running.chapter("05_when_bound").names, running.chapter("05_when_bound").text
     links = {"v4p": (2.75e14, 9e10, 3, 6.25e9), "v5p": (4.59e14, 1.8e11, 3, 6.25e9),
              "v5e": (1.97e14, 9e10, 2, 3.125e9), "v6e": (9.2e14, 1.8e11, 2, 1.25e10)}  # fmt: skip
     for name, (flops, ici, axes, dcn) in links.items():
         alpha = flops / ici
         mixed = alpha**2 / ((axes - 1) * 28672)
         row = (alpha, alpha / axes, 28672 / alpha, mixed, 4 * mixed, flops / dcn)
-        assert [name, str(axes), *(f"{x:,.0f}" for x in row)] in lines
-
-
-@pytest.mark.chapter
-def test_part_5_figures_cross_where_the_book_says():
-    names = running.chapter("05_when_bound").names
-    never = float("inf")
-    assert list(names["turns"]) == ["4096 FSDP", "1024 x 4", "512 x 8", "256 x 16", "4096 TP"]
-    wanted = [850 * 4096, 4096 * 2550 / 4 / 2, 4096 * 2550 / 8 / 2, never, never]
-    assert list(names["turns"].values()) == pytest.approx(wanted)
+        assert [name, str(axes), *(f"{x:,.0f}" for x in row)] in [line.split() for line in text.splitlines()]
+    assert names["turns"] == {
+        "4096 FSDP": pytest.approx(850 * 4096),
+        "1024 x 4": pytest.approx(4096 * 2550 / 4 / 2),
+        "512 x 8": pytest.approx(4096 * 2550 / 8 / 2),
+        "256 x 16": math.inf,  # never
+        "4096 TP": math.inf,
+    }
     assert names["ratios"](850)["FSDP"] == pytest.approx(1)
     assert names["ratios"](2550**2 / 60_000)["FSDP+TP"] == pytest.approx(1)
     assert names["ratios"](100)["TP only"] == names["ratios"](1000)["TP only"]

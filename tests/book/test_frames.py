@@ -39,37 +39,39 @@ device 2  c2 | c3 c0 c1  c2 b2 | b3 b0  c2 b2 a2 | a3  c2 b2 a2 d2
 device 3  d3 | d0 d1 d2  d3 c3 | c0 c1  d3 c3 b3 | b0  d3 c3 b3 a3"""
 
 
-@pytest.mark.parametrize(
-    ("found", "cell", "drawn"),
-    [
-        (frames.all_gather(4, 1), lambda held: frames.draw_shards(held, 4), ONE_WAY),
-        (frames.all_gather(4), lambda held: frames.draw_shards(held, 4), BOTH_WAYS),
-        (frames.all_gather(5), lambda held: frames.draw_shards(held, 5), BOTH_WAYS_OF_FIVE),
-        (frames.reduce_scatter(4), frames.partial_sum, REDUCE_SCATTER),
-        (frames.all_to_all(4), frames.draw_chunks, ALL_TO_ALL),
-    ],
-)
-def test_rings_drawn(found, cell, drawn):
+RINGS = {  # frames, and how what a device holds is written
+    ONE_WAY: (frames.all_gather(4, 1), lambda held: frames.draw_shards(held, 4)),
+    BOTH_WAYS: (frames.all_gather(4), lambda held: frames.draw_shards(held, 4)),
+    BOTH_WAYS_OF_FIVE: (frames.all_gather(5), lambda held: frames.draw_shards(held, 5)),
+    REDUCE_SCATTER: (frames.reduce_scatter(4), frames.partial_sum),
+    ALL_TO_ALL: (frames.all_to_all(4), frames.draw_chunks),
+}
+
+
+def test_rings_drawn():
     """Each device sends to its neighbours alone, and in the end each has what the collective gives it."""
-    head, _, *rows = frames.draw(found, cell).splitlines()
-    assert head.split() == " ".join(["at first", *(f"hop {i}" for i in range(1, len(found)))]).split()
-    assert rows == drawn.split("\n")[1:]
+    for drawn, (found, cell) in RINGS.items():
+        head, _, *rows = frames.draw(found, cell).splitlines()
+        assert head.split() == " ".join(["at first", *(f"hop {i}" for i in range(1, len(found)))]).split()
+        assert rows == drawn.split("\n")[1:]
 
 
 @pytest.mark.chapter
 @pytest.mark.parametrize(
-    ("times", "buffers", "first", "hbm", "core"),
-    [
-        ((2, 4, 1), 1, 2, "LXL0....SL1....SL2....S", "....C0--...C1--...C2--."),
-        ((2, 4, 1), 2, 2, "LXL0L1..SL2.S...S", "....C0--C1--C2--."),
-        ((4, 2, 1), 2, 2, "LXL0--L1--SL2--S.S", "......C0..C1...C2."),
-        ((3, 3, 2), 1, 2, "LXL0-...S0L1-...S1L2-...S2", ".....C0-.....C1-.....C2-.."),
-        ((3, 3, 2), 2, 2, "LXL0-L1-S0L2-S1.S2", ".....C0-C1-..C2-.."),
-        ((2, 4, 1), 2, 0, "L0L1..SL2.S...S", "..C0--C1--C2--."),
-    ],
+    "given",
+    """
+        2 4 1  1 2  LXL0....SL1....SL2....S     ....C0--...C1--...C2--.
+        2 4 1  2 2  LXL0L1..SL2.S...S           ....C0--C1--C2--.
+        4 2 1  2 2  LXL0--L1--SL2--S.S          ......C0..C1...C2.
+        3 3 2  1 2  LXL0-...S0L1-...S1L2-...S2  .....C0-.....C1-.....C2-..
+        3 3 2  2 2  LXL0-L1-S0L2-S1.S2          .....C0-C1-..C2-..
+        2 4 1  2 0  L0L1..SL2.S...S             ..C0--C1--C2--.
+    """.strip().splitlines(),
 )
-def test_chunks_wait_for_their_place_in_one_buffer_and_overlap_in_two(times, buffers, first, hbm, core):
-    """A column a second: each chunk is loaded, multiplied and stored, and the next one has its place after that."""
+def test_chunks_wait_for_their_place_in_one_buffer_and_overlap_in_two(given):
+    """Seconds of loading, multiplying and storing a chunk; buffers; seconds of a first load: a column a second.
+    Each chunk is loaded, multiplied and stored, and the next one has its place after that."""
+    *times, buffers, first, hbm, core = (int(word) if word.isdigit() else word for word in given.split())
     run = chapter("02_tpus").names["streamed"](3, *times, buffers=buffers, first=first)
     assert bars.text(run, round(bars.end_of(run))).splitlines() == [f"HBM  |{hbm}|", f"core |{core}|"]
 
@@ -103,8 +105,7 @@ def laid_out(shape: hlo.Shape) -> list[int]:
 
 def random_shape(rng: random.Random) -> hlo.Shape:
     dims = rng.randint(1, 4)
-    order = list(range(dims))
-    rng.shuffle(order)
+    order = rng.sample(range(dims), dims)
     tiles = [tuple(rng.randint(1, 4) for _ in range(rng.randint(1, min(dims, 2)))) for _ in range(rng.randint(0, 3))]
     shape = tuple(rng.randint(1, 6) for _ in range(dims))
     return hlo.Shape(rng.choice(["f32", "bf16", "s8"]), shape, tuple(order), tuple(tiles))

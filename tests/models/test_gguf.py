@@ -65,14 +65,9 @@ def written(path, config, arch="llama", kind="F32", pre="gpt-2", leave=(), more=
 
 
 @pytest.fixture
-def cache(tmp_path, monkeypatch):
+def read(tmp_path, monkeypatch):
+    """What `--model m.gguf` names, of a file that is written so; what is made of it stands in tmp_path / "cache"."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    return tmp_path / "cache"
-
-
-@pytest.fixture
-def read(tmp_path, cache):
-    """What `--model m.gguf` names, of a file that is written so."""
     return lambda config=LLAMA, **given: source_of(written(tmp_path / "m.gguf", config, **given))
 
 
@@ -142,13 +137,13 @@ REFUSED = {  # what is said: how the file is written
 
 
 @pytest.mark.parametrize("said", REFUSED)
-def test_what_is_refused_and_nothing_written(said, read, cache):
+def test_what_is_refused_and_nothing_written(said, read, tmp_path):
     with pytest.raises(ValueError, match=rf"{said}(.|\n)*\n  fix: "):
         read(**REFUSED[said])
-    assert [path for path in cache.rglob("*") if path.is_file()] == []
+    assert [path for path in (tmp_path / "cache").rglob("*") if path.is_file()] == []
 
 
-def test_a_truncated_file_is_refused(tmp_path, cache):
+def test_a_truncated_file_is_refused(tmp_path, read):
     whole = written(tmp_path / "m.gguf", LLAMA).read_bytes()
     at = whole.index(b"output_norm.weight") + len("output_norm.weight") + 4 + 8  # its dims; then the type
     no_gguf = r"is truncated, or no GGUF file(.|\n)*\n  fix: "
@@ -160,13 +155,13 @@ def test_a_truncated_file_is_refused(tmp_path, cache):
             source_of(tmp_path / "cut.gguf")
     with pytest.raises(ValueError, match=r"none\.gguf: no such file\n  fix: "):
         source_of(tmp_path / "none.gguf")
-    assert not cache.exists() or list(cache.rglob("*.safetensors")) == []
+    assert list((tmp_path / "cache").rglob("*.safetensors")) == []
 
 
 def test_it_is_written_once(tmp_path, read):
-    first = Path(read().folder)
-    before = (first / "config.json").stat().st_mtime_ns
-    assert Path(source_of(tmp_path / "m.gguf").folder) == first
-    assert (first / "config.json").stat().st_mtime_ns == before
-    assert json.loads((first / "config.json").read_text())["rms_norm_eps"] == 1e-5
-    assert Path(read(LLAMA.with_(theta=5e5)).folder) != first
+    config = Path((first := read().folder), "config.json")
+    before = config.stat().st_mtime_ns
+    assert source_of(tmp_path / "m.gguf").folder == first
+    assert config.stat().st_mtime_ns == before
+    assert json.loads(config.read_text())["rms_norm_eps"] == 1e-5
+    assert read(LLAMA.with_(theta=5e5)).folder != first

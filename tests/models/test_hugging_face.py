@@ -132,11 +132,6 @@ def edit(folder, change, file="model.safetensors"):
     save_file(tensors, folder / file)
 
 
-def refuses(folder, says):
-    with pytest.raises(ValueError, match=says):
-        hf.load(folder)
-
-
 LAYER = "model.layers.{}".format
 BROKEN = {  # what is said: how the tensors of the file are changed
     r"lm_head\.weight is missing": lambda t: t.pop("lm_head.weight"),
@@ -160,6 +155,11 @@ def test_what_is_wrong_in_a_folder_is_named(tmp_path):
     """Tensors dropped, added and misshaped, files that are cut off, an index of others; not an old file's frequencies,
     nor a tied table that stands there twice."""
     folder, file = tmp_path / "m", tmp_path / "m" / "model.safetensors"
+
+    def refuses(folder, says):
+        with pytest.raises(ValueError, match=says):
+            hf.load(folder)
+
     hf.save(folder, SMALL, shaken(SMALL))
     whole = file.read_bytes()
     for says, change in BROKEN.items():
@@ -193,16 +193,14 @@ def test_what_is_wrong_in_a_folder_is_named(tmp_path):
     refuses(tied, r"lm_head\.weight is left over")
 
 
-@pytest.mark.parametrize(
-    ("library", "call"),
-    [("safetensors.torch", hf.load), ("tokenizers", lambda folder: tokenizer_of(folder, SMALL.V))],
-)
-def test_without_a_library_it_says_what_to_install(library, call, tmp_path, monkeypatch):
+def test_without_a_library_it_says_what_to_install(tmp_path, monkeypatch):
     hf.save(tmp_path, SMALL, shaken(SMALL))
     (tmp_path / "tokenizer.json").write_text("{}")
-    monkeypatch.setitem(sys.modules, library, None)
-    with pytest.raises(ValueError, match=r"fix: pip install 'scaling-book-torch\[hf\]'"):
-        call(tmp_path)
+    tokenizer = partial(tokenizer_of, vocabulary=SMALL.V)
+    for library, call in (("safetensors.torch", hf.load), ("tokenizers", tokenizer)):
+        monkeypatch.setitem(sys.modules, library, None)
+        with pytest.raises(ValueError, match=r"fix: pip install 'scaling-book-torch\[hf\]'"):
+            call(tmp_path)
 
 
 RANKS = {"q_lora_rank": 4, "kv_lora_rank": 4, "qk_nope_head_dim": 2, "qk_rope_head_dim": 2, "v_head_dim": 3}

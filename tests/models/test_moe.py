@@ -90,19 +90,19 @@ def by_hand(params, x, config, mask):
     return torch.stack(rows).view_as(x), balance, logits.logsumexp(-1).square()[mask].mean(), torch.tensor(load)
 
 
+LAYERS = {
+    "capacity": MIXTRAL.with_(capacity=0.7, balance_by="sequence"),
+    "groups": DEEPSEEK,
+    "first choices": DEEPSEEK.with_(balance_by="sequence", balance_first=True),
+    "empty experts": MIXTRAL.with_(E=40, k=1, gated=False, balance_first=True),
+}
+
+
+@pytest.mark.parametrize("name", LAYERS)
 @pytest.mark.parametrize("form", [moe.dense, moe.forward])
-@pytest.mark.parametrize(
-    "config",
-    [
-        MIXTRAL.with_(capacity=0.7, balance_by="sequence"),
-        DEEPSEEK,
-        DEEPSEEK.with_(balance_by="sequence", balance_first=True),
-        MIXTRAL.with_(E=40, k=1, gated=False, balance_first=True),
-    ],
-    ids=["capacity", "groups", "first choices", "empty experts"],
-)
-def test_a_layer_token_by_token_and_its_derivatives(form, config):
+def test_a_layer_token_by_token_and_its_derivatives(form, name):
     """Outputs, losses that are even over the batch or each sequence, padding left out, the load, and gradients."""
+    config = LAYERS[name]
     params, x, dy = layer_of(config)
     mask = torch.rand(x.shape[:2], generator=torch.Generator().manual_seed(0)) < 0.6
     mask[0] = False
@@ -127,7 +127,7 @@ def test_a_layer_token_by_token_and_its_derivatives(form, config):
         assert (got - want).abs().max() <= 1e-12 * want.abs().max().clamp(min=1e-9)
 
 
-def test_ties_go_to_the_lower_expert():
+def test_ties_go_to_the_lower_expert_and_a_bias_to_those_that_few_choose():
     config, rng = MIXTRAL.with_(E=64, k=3, D=33), torch.Generator().manual_seed(1)
     column, x = (torch.randn(shape, generator=rng, dtype=torch.float64) for shape in ((33, 4), (50, 33)))
     router = column.repeat(1, 16)  # expert e is the twin of e + 4, e + 8, ...
@@ -142,7 +142,5 @@ def test_ties_go_to_the_lower_expert():
     assert choose(same, turned).tolist() == [[0, 1, 2]] * 5
     bias = torch.zeros(64, dtype=torch.float64).index_fill(0, torch.tensor([7, 9]), 1e-3)
     assert choose(torch.zeros(1, 33), router, bias=bias).tolist() == [[7, 9, 0]]
-
-
-def test_a_bias_goes_up_where_fewer_than_the_mean_came():
+    # a bias goes up where fewer than the mean came
     assert moe.update_bias(torch.zeros(3), torch.tensor([1, 2, 3]), 0.5).tolist() == [0.5, 0.0, -0.5]

@@ -121,7 +121,7 @@ def shown(text: str, node: ast.AST, edit: str) -> dict[str, str]:
 def tests_of(file: str) -> list[str]:
     """The tests that cover a file: of the library, those named as it is first."""
     if file.startswith("chapters/"):
-        return [f"tests/book/test_chapters.py::test_answers[{Path(file).stem}]"]
+        return [f"tests/book/test_chapters.py::test_answers_and_what_is_printed[{Path(file).stem}]"]
     rooms = [room for room in TESTS if file.removeprefix("scaling/").startswith(room)]
     tests = [f"tests/{name}" for name in TESTS[max(rooms, key=len)]]
     named = (ROOT / "tests").rglob(f"test_*{Path(file).stem.removeprefix('_')}*.py")
