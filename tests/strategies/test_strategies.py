@@ -1,20 +1,23 @@
 """The strategies of Part 5 against one device: loss, gradients, params after AdamW steps, by every option there is; and
-what a layer of each sends, in both passes: which collectives, how many bytes, and what overlaps.
-
+what a layer of each sends, in both passes: which collectives, how many bytes, and what overlaps. So collective matmuls.
 The first batch's gradients are taken by other options too: activations gathered again or used up, in microbatches, as
 partial sums that are reduced later, and by the vjp of forward."""
 
 from collections import Counter
+from functools import partial
 
+import problems
 import pytest
 import torch
 from problems import BLOCKS, SIZES, STRATEGIES, close, counts, one_device, pulled, specs, squares, stack, trained, whole
 from torch.func import vjp
 
 from scaling import optim, tree
-from scaling.collectives import Deferred, Pending, all_reduce, reduce_scatter
+from scaling.collectives import Deferred, Pending
+from scaling.collectives.rings import LinkBytes
 from scaling.mesh import AbstractMesh
 from scaling.spec import parse
+from scaling.strategies import collective_matmul as cm
 from scaling.strategies import layers as engine
 from scaling.strategies import pods, zero
 from scaling.strategies.stack import Block
@@ -72,13 +75,9 @@ def other_ways(strategy, name, batch, params, mesh, block, bucket, found):
     for donate in (False, True):
         dIn, grads = strategy.backward(dOut, saved, params, mesh, donate=donate, **bucket)
         assert all(map(torch.equal, tree.leaves([grads, dIn]), tree.leaves(found)))
-        if not donate:
-            _, sums = strategy.backward(dOut, saved, params, mesh, reduce=False)
     assert saved.layers == []
     with pytest.raises(ValueError, match=f"saved has 0 layers, the params have {L}: .*\n  fix: run forward again"):
         strategy.backward(dOut, saved, params, mesh)
-    if name == "pods":  # the flat reduction
-        close({key: over_pods_first(key, dW, mesh) for key, dW in sums.items()}, found[0])
     partial, dIns, count = None, [], 2
     for i, (rows, cotangent) in enumerate(zip(In.chunk(count), dOut.chunk(count), strict=True)):
         _, saved = strategy.forward(params, rows, mesh, *block)
@@ -90,19 +89,7 @@ def other_ways(strategy, name, batch, params, mesh, block, bucket, found):
         assert all(partial[key].data_ptr() == given[key].data_ptr() for key in given)
 
 
-def over_pods_first(name, dW, mesh):
-    whole, shard = {"W_in": ("[L, D, F_Y]", "[L, D_X, F_Y]"), "W_out": ("[L, F_Y, D]", "[L, F_Y, D_X]")}[name]
-    dW = all_reduce(f"dW{whole} {{U_PX}} -> dW{whole} {{U_X}}", dW, mesh)
-    return reduce_scatter(f"dW{whole} {{U_X}} -> dW{shard}", dW, mesh)
-
-
-def label(value):
-    if isinstance(value, tuple):
-        return value[0] + "-residual-norm" * value[1]
-    return ",".join(f"{k}={v}" for k, v in value.items()) if isinstance(value, dict) else value
-
-
-@pytest.mark.parametrize(("name", "mesh", "block", "layers"), CASES, ids=label)
+@pytest.mark.parametrize(("name", "mesh", "block", "layers"), CASES, ids=str)
 def test_equal_to_one_device(ranks, name, mesh, block, layers):
     both = block == BLOCKS[0] and mesh in ({"X": 2}, {"X": 2, "Y": 2})
     for dtype in (torch.float64, torch.float32) if both else (torch.float64,):
@@ -264,3 +251,50 @@ def test_nothing_in_a_layer_waits_that_need_not(strategy):
     grads = waited(products, Deferred)
     for reduce in filter(None, (listing.reduce, listing.reduce_slow)):
         grads = waited(reduce(*grads, mesh))
+
+
+FORMS = [  # the function, the types of its operands and result
+    (cm.gather_matmul, ["A[B_X, D_Y]", "W[D, F_Y]"], "Out[B_X, F_Y]"),
+    (cm.matmul_scatter, ["A[B_X, D_Y]", "W[D_Y, F]"], "Out[B_X, F_Y]"),
+    (cm.matmul_reduce, ["A[B_X, D_Y]", "W[D_Y, F]"], "Out[B_X, F]"),
+    (cm.mlp, ["In[B_X, D_Y]", "W_in[D, F_Y]", "W_out[F_Y, D]"], "Out[B_X, D_Y]"),
+]
+
+
+def dense(A, *weights):
+    first = A @ weights[0]
+    return torch.nn.functional.gelu(first) @ weights[1] if len(weights) == 2 else first
+
+
+def compared(mesh):
+    for form, types, result in FORMS:
+        operands = problems.drawn((B, D), (D, F), (F, D))[: len(types)]
+        dOut = problems.drawn((B, D if form is cm.mlp else F), seed=1)[0]
+        wanted = problems.on_one_device(dense, operands, dOut)
+        for ways in (1, 2):
+            close(pulled(partial(form, mesh=mesh, ways=ways), mesh, operands, types, result, dOut), wanted)
+
+
+@pytest.mark.parametrize("sizes", [{"X": 1, "Y": 4}, {"X": 2, "Y": 2}, {"X": 1, "Y": 1}])
+def test_collective_matmuls_equal_one_device(ranks, sizes):
+    ranks(compared, sizes)
+
+
+@pytest.mark.parametrize("n", [1, 2, 3, 4, 5, 8])
+@pytest.mark.parametrize("ways", [1, 2])
+def test_hops_and_bytes_of_collective_matmuls(n, ways):
+    mesh, hops = AbstractMesh({"Y": n}), (n - 1 if ways == 1 else n // 2)
+    F = 4 * n
+    meta = lambda *shape: torch.empty(shape, device="meta")  # noqa: E731
+    cases = {  # form: operands, V, hops, (multiple of V/n over the busiest link)
+        cm.gather_matmul: ((meta(B, 2), meta(2 * n, 5)), 4 * B * 2 * n, hops, hops),
+        cm.matmul_scatter: ((meta(B, 3), meta(3, F)), 4 * B * F, hops, hops),
+        cm.matmul_reduce: ((meta(B, 3), meta(3, F)), 4 * B * F, 3 * hops, 2 * hops),
+    }
+    for form, (operands, V, want_hops, share) in cases.items():
+        log = LinkBytes()
+        form(*operands, mesh, ways=ways, log=log)
+        assert (log.hops, log.busiest) == (want_hops, V * share // n), form.__name__
+        if ways == 2:
+            form(*operands, mesh, log=(unsaid := LinkBytes()))
+            assert unsaid == log, f"{form.__name__} sends both ways unless told otherwise"
