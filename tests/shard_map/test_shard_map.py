@@ -109,6 +109,8 @@ def test_under_every_transform():
     w = random(6, seed=3)
     for f in (lambda g: g(w, A), lambda g: grad(lambda w: g(w, A).square().sum())(w), lambda g: vjp(g, w, A)[1](w)):
         torch.testing.assert_close(f(gradient), f(one), rtol=1e-12, atol=1e-12)
+    with pytest.raises(NotImplementedError, match="pmax over X is not differentiated"):
+        grad(lambda A: here(lambda x: pmax(x, "X"), "A[B_X, D]", "A[B, D]")(A).sum())(A)
 
 
 def on_ranks(mesh):
@@ -191,8 +193,3 @@ def test_one_spec_for_all_a_mesh_by_its_sizes_and_terms_of_a_sum_in_the_books_no
     torch.testing.assert_close(both(A, A), (A * A).view(2, 4, 6).sum(0), rtol=1e-12, atol=1e-12)
     planned = shard_map(lambda x: psum(x, "X"), MESH, "x[B, D]", "x[B, D]")
     assert planned(A.to("meta")).shape == A.shape
-
-
-def test_pmax_has_no_derivative():
-    with pytest.raises(NotImplementedError, match="pmax over X is not differentiated"):
-        grad(lambda A: here(lambda x: pmax(x, "X"), "A[B_X, D]", "A[B, D]")(A).sum())(A)

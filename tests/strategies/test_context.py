@@ -82,22 +82,20 @@ def compared(mesh, cases):
 
 SIDES = {"causal": False, "window": 5, "scale": 0.7}
 USP = [("usp", "CY", heads, mask) for heads, mask in (("K=1", PLAIN), ("K=6", PACKED))]
+ON_4 = [
+    ("ring", "C", "K=1", PACKED),
+    ("zigzag", "C", "G=2", PLAIN),
+    ("zigzag", "C", "K=1", PACKED),
+    ("gather", "C", "K=6", {"causal": False}),
+    ("ulysses", "C", "K=1", PACKED),
+    ("ulysses", "C", "K=6", SIDES),
+    ("zigzag", "C", "K=1", SIDES),
+    ("ring", "C", "N=K", {"scale": 200.0}),  # of scores of some thousands exp overflows
+]
 CASES = {
     "1": ({"C": 1}, [("ring", "C", "G=2", PACKED), ("zigzag", "C", "K=1", PLAIN), ("ulysses", "C", "N=K", SIDES)]),
     "2": ({"C": 2}, [(form, "C", "K=6", PACKED) for form in FORMS]),
-    "4": (
-        {"C": 4},
-        [
-            ("ring", "C", "K=1", PACKED),
-            ("zigzag", "C", "G=2", PLAIN),
-            ("zigzag", "C", "K=1", PACKED),
-            ("gather", "C", "K=6", {"causal": False}),
-            ("ulysses", "C", "K=1", PACKED),
-            ("ulysses", "C", "K=6", SIDES),
-            ("zigzag", "C", "K=1", SIDES),
-            ("ring", "C", "N=K", {"scale": 200.0}),  # of scores of some thousands exp overflows
-        ],
-    ),
+    "4": ({"C": 4}, ON_4),
     "ulysses inside a ring": ({"C": 2, "Y": 2}, USP),
     "ulysses alone": ({"Y": 2, "C": 1}, USP),
 }

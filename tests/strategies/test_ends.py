@@ -76,9 +76,7 @@ def test_memory_and_messages_by_the_size_of_a_chunk():
     """Of 1,024 x 1,024 logits no more than a chunk is there; each chunk sends four numbers a token."""
     (whole, one), (parts, eight) = on_an_abstract_mesh(1 << 22), on_an_abstract_mesh(1 << 19)
     assert whole > 1 << 20 > parts
-    sent = [
-        [event.nbytes for event in log.collectives() if event.op != "AllReduce" or event.axes] for log in (one, eight)
-    ]
+    sent = [[e.nbytes for e in log.collectives() if e.op != "AllReduce" or e.axes] for log in (one, eight)]
     assert sent == [[4 * 1024, 3 * 4 * 1024], [512, 3 * 512] * 8]
     flops = [sum(event.flops for event in log.events) for log in (one, eight)]
     assert flops == [3 * 2 * 1024 * 8 * 1024] * 2  # no logit twice

@@ -162,9 +162,8 @@ def test_bytes_on_each_axis(z):
     activations, over Z one activation and one dOut a microbatch to and from each neighbour."""
     sizes, l, rows, D, F = {"Z": 16, "X": 8, "Y": 4}, 2, 64, 8192, 32768
     mesh, schedule = AbstractMesh(sizes, {"Z": z, "X": 0, "Y": 0}), make("1f1b", 16, 4)
-    In, W_in, W_out = (
-        torch.empty(shape, device="meta") for shape in ((rows, D // 4), (l, D // 8, F // 4), (l, F // 4, D // 8))
-    )
+    shapes = (rows, D // 4), (l, D // 8, F // 4), (l, F // 4, D // 8)
+    In, W_in, W_out = (torch.empty(shape, device="meta") for shape in shapes)
     with trace.trace() as log:
         Loss, grads = pipeline.value_and_grad({"W_in": W_in, "W_out": W_out}, In, In, mesh, schedule, squares, FSDP_TP)
     assert (Loss.shape, grads["W_in"].shape) == ((), W_in.shape)

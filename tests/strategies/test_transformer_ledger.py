@@ -79,25 +79,13 @@ def test_a_layer_of_latents_sends_and_multiplies_by_the_closed_form():
     assert sum(moves[0]) - sum(moves[1]) == 2 * 4 * (B // X) * T * (latents + 3 * c.D)
 
 
-XY, STREAMS = {"X": 2, "Y": 2}, {("AllGather", "Y"): 2 * PLAIN.L}
-TWO = {"microbatches": 2}
+XY, TWO, STREAMS = {"X": 2, "Y": 2}, {"microbatches": 2}, {("AllGather", "Y"): 2 * PLAIN.L}
 MORE = [  # of a mesh, with options or others, what these send more: nothing is repeated whose result nobody reads
     (PLAIN, XY, {}, {"remat": "attention"}, {}),
     (PLAIN, XY, {}, {"remat": "matmuls"}, STREAMS),  # of a layer the two streams y over Y
-    (
-        PLAIN,
-        XY,
-        {},
-        {"remat": "block"},
-        STREAMS | {("ReduceScatter", "Y"): PLAIN.L},
-    ),  # attention's, which the MLP needs
-    (
-        EXPERTS,
-        {"E": 2},
-        {},
-        {"remat": "block"},
-        {("AllToAll", "E"): 2 * EXPERTS.L},
-    ),  # rows go there and back, as routed
+    # attention's, which the MLP needs; of experts rows go there and back, as they were routed
+    (PLAIN, XY, {}, {"remat": "block"}, STREAMS | {("ReduceScatter", "Y"): PLAIN.L}),
+    (EXPERTS, {"E": 2}, {}, {"remat": "block"}, {("AllToAll", "E"): 2 * EXPERTS.L}),
     # weights that stay: else a layer's, which travel together, are gathered in both passes of each microbatch
     (PLAIN, {"X": 2}, TWO | {"keep_weights": True}, TWO, {("AllGather", "X"): 3 * PLAIN.L}),
     (PLAIN, {"Z": 2, "X": 2}, TWO | {"keep_weights": True}, TWO, {("AllGather", "X"): 3 * PLAIN.L // 2}),

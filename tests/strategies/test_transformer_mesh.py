@@ -88,10 +88,9 @@ def batch(config, seed):
 def reference(params, config, options, seed):
     """The loss by F.cross_entropy on one device, with the experts' terms of the model's own loss."""
     tokens, targets, weights, segments = batch(config, seed)
+    segments = segments if "segments" in options else None
     with dropping(config, seed):
-        logits, extra = model._forward(
-            params, tokens, "none", model.sdpa, config, segments if "segments" in options else None
-        )
+        logits, extra = model._forward(params, tokens, "none", model.sdpa, config, segments)
     flat, labels = logits.flatten(0, 1), targets.flatten()
     smoothing = options.get("label_smoothing", 0.0)
     ce = F.cross_entropy(flat, labels, reduction="none", ignore_index=-100, label_smoothing=smoothing)
@@ -138,9 +137,8 @@ def run(mesh, config, options, ways):
     types, places = transformer.specs(config, mesh, **layout), stored_places(config, mesh, layout.get("schedule"))
 
     def given(seed, *left_out):
-        tokens, targets, weights, segments = tree.shard(
-            list(batch(config, seed)), [present("t[B_PXE, T_C]", mesh)] * 4, mesh
-        )
+        types = [present("t[B_PXE, T_C]", mesh)] * 4
+        tokens, targets, weights, segments = tree.shard([*batch(config, seed)], types, mesh)
         more = {"weights": weights} | ({"segments": segments} if "segments" in options else {})
         return (tokens, targets, config, mesh), {key: options[key] for key in options if key not in left_out} | more
 
