@@ -71,6 +71,11 @@ def makes_a_mesh_alone(mesh):
     time.sleep(30)
 
 
+def loops_for_ever(mesh):
+    while True:
+        pass
+
+
 def waits_for_a_message(call):
     return lambda mesh: call("A[I]", torch.ones(2), mesh, "X", 0) if mesh.rank else None
 
@@ -78,6 +83,7 @@ def waits_for_a_message(call):
 TWO, THREE, HASTY = {"X": 2}, {"X": 3}, {"timeout": 0.5}
 RULE = r"along X\n  rule: to each send belongs a recv"
 WAITS = "the ranks wait for each other, each in another call\n  rank 0: the end of the run, waits for"
+BOTH = r"(\nrank \d was still running, here \(most recent call first\):\n  File .*, line \d+ in %s\n(?s:.*)){2}$"
 # (what the ranks do, the mesh, options) -> what the message says
 FAILURES = {
     "raises what cannot be pickled": (on_rank_1(raises_what_is_odd), THREE, {},
@@ -106,16 +112,24 @@ FAILURES = {
     "a mesh of one rank": (makes_a_mesh_alone, TWO, HASTY | {"checked": False},
         r"Timed out: Mesh\(X=2\), unchecked, on cpu: rank 0 makes this mesh, and not all others do\n",
         "fix: make it outside of what some ranks run alone"),
+    "all sleep": (hangs, TWO, {"timeout": 1.0},
+        r"^all 2 ranks hang: none has computed for \d s\n  fix: ", BOTH % "hangs"),
+    "all loop": (loops_for_ever, TWO, {"timeout": 1.0},
+        r"^all 2 ranks hang: none has sent or received anything for \d s\n  fix: ", BOTH % "loops_for_ever"),
 }  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    "how", [pytest.param(how, marks=pytest.mark.slow) if FAILURES[how][2] else how for how in FAILURES]
-)
+def marks_of(how: str) -> list:
+    return [pytest.mark.slow] * bool(FAILURES[how][2]) + [pytest.mark.sweep] * how.startswith("all")
+
+
+@pytest.mark.parametrize("how", [pytest.param(how, marks=marks_of(how)) for how in FAILURES])
 def test_a_failing_rank_ends_the_others_and_is_named(how, tmp_path, monkeypatch):
     program, sizes, options, *words = FAILURES[how]
     if options:  # where no other rank is to blame, it is not long looked for
         monkeypatch.setattr("scaling.launch.watch.GRACE", 0.1)
+    if how == "all loop":  # else that takes longer
+        monkeypatch.setattr("scaling.launch.watch.PATIENCE", 1)
 
     def f(mesh):
         (tmp_path / str(os.getpid())).touch()
@@ -124,7 +138,7 @@ def test_a_failing_rank_ends_the_others_and_is_named(how, tmp_path, monkeypatch)
     message = str(failed(f, sizes, **options))
     for each in words:
         assert re.search(each, message), message
-    if how != "hangs":  # of which the whole stack is shown
+    if how not in ("hangs", "all sleep", "all loop"):  # of which the whole stack is shown
         assert not re.search("ranks.py.*in _(rank|work)\n", message)  # what started it is of no interest
     pids = [int(path.name) for path in tmp_path.iterdir()]
     assert len(pids) == 2 or not options  # else some may not have begun
@@ -185,25 +199,6 @@ def test_a_failure_is_told_at_once_from_the_function_on_and_as_data(monkeypatch)
     failure = pickle.loads(pickle.dumps(error)).failure
     assert (failure.rank, failure.exception) == (1, "ValueError")
     assert failure.line == f"{__file__}:{raises.__code__.co_firstlineno + 1}"
-
-
-def loops_for_ever(mesh):
-    while True:
-        pass
-
-
-@pytest.mark.sweep
-@pytest.mark.slow
-@pytest.mark.parametrize("how", [hangs, loops_for_ever])
-def test_when_all_hang_they_are_shown_where_they_are(how, monkeypatch):
-    monkeypatch.setattr("scaling.launch.watch.PATIENCE", 1)
-    error = failed(how, {"X": 2}, timeout=1.0)
-    said, *shown = re.split(r"\nrank \d was still running, here \(most recent call first\):\n", str(error))
-    assert re.match(r"all 2 ranks hang: none has (computed|sent or received anything) for \d s\n  fix: ", said)
-    assert len(shown) == 2
-    assert all(
-        re.match(rf"  File .{how.__code__.co_filename}., line \d+ in {how.__name__}\n", stack) for stack in shown
-    )
 
 
 def computes(mesh, seconds):
