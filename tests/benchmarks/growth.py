@@ -103,11 +103,8 @@ if __name__ == "__main__":
             mesh = split(contest.axes, n)
             times, sent = zip(*on_ranks(measure, mesh, name, size, args.steps), strict=True)
             seconds, closed = medians(times), contest.wire_bytes(mesh, size)
-            lines.append([n, size, *(f"{each * 1e3:.1f}" for each in seconds.values())])
-            lines[-1] += [
-                f"{hidden(seconds):.0%}" if n > 1 else "",
-                f"{sum(sent) / n / 1e6:.2f}",
-                f"{closed / 1e6:.2f}",
-            ]
+            line = [n, size, *(f"{each * 1e3:.1f}" for each in seconds.values())]
+            line += [f"{hidden(seconds):.0%}" if n > 1 else "", f"{sum(sent) / n / 1e6:.2f}", f"{closed / 1e6:.2f}"]
+            lines.append(line)
         print(f"\n{name}\n")
         show(lines, ["ranks", "size", "step, ms", "computing", "communicating", "hidden", "MB sent", "closed form"], 2)
