@@ -11,7 +11,7 @@ import torch
 from machine import ended, once
 
 from scaling import trace
-from scaling.collectives import all_gather, all_reduce, einsum, wait
+from scaling.collectives import all_reduce, einsum
 from scaling.common.torch_private import profiling
 from scaling.hardware import Chip, Measured
 from scaling.measure.rates import toml
@@ -214,43 +214,6 @@ def test_some_steps_of_a_run_are_profiled_and_a_slow_rank_is_named_with_its_line
 
     once(named)
     assert ranks(watch, {"X": 2}, "") == [list(range(9))] * 2
-
-
-def wastes(mesh, fixed: bool) -> set[str]:
-    """What is suggested for a step with a gather where it is needed, one of what was gathered, float32 sent of 16 bits,
-    and many small sums; or without them."""
-    x, W = torch.randn(256, 1024).bfloat16(), torch.randn(2, 512, 64).bfloat16()
-    gather, product = "W[D_X, F] -> W[D, F]", "x[B_X, D] * W[D, F] -> y[B_X, F]"
-
-    def step():
-        whole = all_gather(gather, W[0], mesh)
-        ahead = all_gather(gather, W[1], mesh, async_op=True) if fixed else None
-        einsum(product, x, whole)
-        y = einsum(product, x, wait(ahead) if fixed else all_gather(gather, W[1], mesh))
-        for _ in range(1 if fixed else 2):
-            all_gather("y[B_X, F] -> y[B, F]", y, mesh)
-        z = einsum("x[B, E_X] * V[E_X, D] -> z[B, D] {U_X}", x[:, :8], x[:8])
-        all_reduce("z[B, D] {U_X} -> z[B, D]", z if fixed else z.float(), mesh)
-        for _ in range(1 if fixed else 16):
-            all_reduce("n[] {U_X} -> n[]", torch.zeros(()), mesh)
-
-    step()
-    with profile() as p:
-        for _ in range(3):
-            step()
-            p.step()
-    return {each.kind for each in p.suggestions()}
-
-
-def test_the_wastes_of_a_real_step_are_found_and_none_without_them(ranks):
-    """`test_advice.py` has their prices."""
-    kinds = {"prefetch", "twice", "wire", "buckets"}
-
-    def found():
-        assert [suggested & kinds for suggested in ranks(wastes, {"X": 2}, False)] == [kinds] * 2
-
-    once(found)
-    assert [suggested & kinds for suggested in ranks(wastes, {"X": 2}, True)] == [set()] * 2
 
 
 # --- `python -m scaling.profile` runs a chapter as it is, and writes a profile of what its ranks do

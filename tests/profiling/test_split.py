@@ -1,5 +1,5 @@
-"""Profiles of programs whose answer is known: waiting, exposed and hidden; the parts of a step; sets of times; who is
-slow, where, by how much, and nobody where there is nothing.
+"""Profiles of programs whose answer is known: waiting, exposed and hidden; the parts of a step; who is slow, where,
+by how much, and nobody where there is nothing.
 
 A program of products and collectives is played on ranks with given speeds. Every rank runs the same items: ("work",
 line, seconds by rank), ("gap", "", seconds by rank), ("call", line, seconds of the transfer) waited for at once,
@@ -116,25 +116,6 @@ def test_messages_meet_by_their_ends_and_order():
 def test_a_run_inside_another_has_its_own_time():
     kept = disjoint([run("Einsum", 0.0, 10.0), run("Einsum", 2.0, 5.0)])
     assert [each.held for each in kept] == [((0.0, 2.0), (5.0, 10.0)), ((2.0, 5.0),)]
-
-
-@pytest.mark.parametrize("seed", range(10))
-def test_sets_of_times_are_sets(seed):
-    """Against sets of the whole numbers that they cover."""
-    rng = random.Random(seed)
-
-    def draw():
-        return intervals.union((rng.randrange(30), rng.randrange(30)) for _ in range(rng.randrange(6)))
-
-    def covered(some):
-        return {t for a, b in some for t in range(a, b)}
-
-    a, b = draw(), draw()
-    assert covered(intervals.intersect(a, b)) == covered(a) & covered(b)
-    assert covered(intervals.subtract(a, b)) == covered(a) - covered(b)
-    assert covered(intervals.union([*a, *b])) == covered(a) | covered(b)
-    assert covered(intervals.gaps(a, (3, 25))) == set(range(3, 25)) - covered(a)
-    assert intervals.length(a) == len(covered(a))
 
 
 def test_the_quickest_exchange_tells_the_other_clock():
