@@ -3,8 +3,6 @@
 And others, drawn by a seed, for outcomes.py --fresh: of each literal type in a listing one dim's axes, name or place,
 or what it is unreduced over, in one place of its line or wherever the line has it; of each typed call another function,
 operand or option, a function around partial sums, or its operand in its place.
-
-And right variants of the files, for `outcomes.py --right`, which runs them beside the right program.
 """
 
 import ast
@@ -39,26 +37,6 @@ AROUND += ("torch.softmax({}, -1)", "({}) / ({}).norm()", "({}).clamp(min=0)", "
 SAME_TYPE = "another operand, of the same type"  # which no type tells
 HEAD = "import torch\nfrom scaling.collectives import all_to_all, shard\n"
 HEAD += "from scaling.collectives import all_gather, all_reduce, reduce_scatter\n"
-FORMS = "operands exchanged", "another name", "in two steps", "an operand within another call"
-FORMS += ("the line as other text", "within another call", "within another call")
-SAME = (  # of an array, whatever it is
-    "{}.clone()", "1.0 * {}", "{} / 1", "{} + 0", "-(-{})", "({}).contiguous()", "({},)[0]", "[{}][-1]",
-    "dict(x={})['x']", "passed({})", "paired({})[0]", "(lambda x: x)({})", "next(iter([{}]))", "({}).to(({}).dtype)",
-    "list(map(passed, [{}]))[0]", "tree.map(passed, {'x': {}})['x']", "torch.stack([{}, {}])[1]", "{} if True else {}",
-    "torch.zeros_like({}) + {}", "({}).view(({}).shape)", "({}) - 0 * ({})",
-)  # fmt: skip
-RIGHT = """import torch
-from scaling import tree
-from scaling.collectives import wait
-from scaling.strategies.axes import all_gather as gathered, reduce_scatter as scattered
-
-def passed(x):
-    return x
-
-def paired(x, y=None):
-    return x, y
-
-"""
 NONLINEAR = ("torch.relu({})", "{} ** 2", "{} + 1.0", 'act({}, "gelu")', "rms_norm({})", "{}.norm()")
 
 
@@ -75,6 +53,10 @@ class Edit(NamedTuple):
     @property
     def digest(self) -> str:
         return blake2b(f"{self.file}\n{self.before}\n{self.edit}".encode(), digest_size=6).hexdigest()
+
+
+def text_of(file: str) -> str:
+    return (ROOT / file).read_text(encoding="utf-8")
 
 
 def parts_of(call: ast.Call) -> tuple[str, list[str], list[str]]:
@@ -144,7 +126,7 @@ def typed_calls(tree: ast.AST) -> list[ast.Call]:
 
 def mutants() -> Iterator[Edit]:
     for file in FILES:
-        text = (ROOT / file).read_text(encoding="utf-8")
+        text = text_of(file)
         text = "import torch\nfrom scaling.models.pointwise import act, rms_norm\n" + text
         for node in typed_calls(ast.parse(text)):
             before = ast.get_source_segment(text, node)
@@ -230,7 +212,7 @@ def of_call(call: ast.Call, text: str, names: set[str], types: dict[str, set[Spe
 
 def of_file(file: str) -> Iterator[Edit]:
     """As `mutants`, of one file; its line stands before what was before."""
-    text = (ROOT / file).read_text(encoding="utf-8")
+    text = text_of(file)
     tree = ast.parse(text)
     types = types_in(tree)
     for fn in [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)]:
@@ -259,55 +241,3 @@ def drawn(listing: str, count: int, seed: int) -> list[Edit]:
     every = [each for file in LISTINGS[listing] for each in of_file(file)]
     every = [each for each in every if (each.file, each.line, each.edit) not in known]
     return random.Random(seed).sample(every, min(count, len(every)))
-
-
-# Right edits, that change no number
-
-
-def alike(call: ast.Call, rng: random.Random) -> str:
-    """A typed call that gives the same, in another form if it has one of the form that is drawn."""
-    (name, (line, *rest), options), whole, text = parts_of(call), ast.unparse(call), call.args[0].value
-    parsed = parse_line(text) if "->" in text else None
-
-    def again(line=line, rest=rest) -> str:
-        return f"{name}({', '.join([line, *rest, *options])})"
-
-    match rng.choice(FORMS):
-        case "within another call" if "async_op=True" not in whole and "defer=True" not in whole:
-            return rng.choice(SAME).replace("{}", whole)
-        case "the line as other text":
-            half = rng.randrange(1, len(text) - 1)
-            one, other = repr(text[:half]), repr(text[half:])
-            return again(
-                rng.choice((f"{one} + {other}", f"{one} {other}", f"''.join([{one}, {other}])", repr(f" {text}")))
-            )
-        case "operands exchanged" if name == "einsum" and len(rest) == 2 and not options:
-            a, b = parsed.operands
-            return again(repr(f"{b} * {a} -> {parsed.result}"), rest[::-1])
-        case "another name" if parsed:  # which says nothing of a type
-            return again(repr(f"{' * '.join(map(str, parsed.operands))} -> {parsed.result.with_name('R')}"))
-        case "an operand within another call" if name == "einsum":
-            at = rng.randrange(len(rest))
-            around = rng.choice(("passed({})", "paired({})[0]"))
-            return again(rest=[*rest[:at], around.format(rest[at]), *rest[at + 1 :]])
-        case "in two steps" if name == "all_gather" and not options:
-            return f"wait({whole[:-1]}, async_op=True))"
-        case "in two steps" if name == "all_reduce" and not options:
-            before, after = parsed.operands[0], parsed.result
-            if free := [dim for dim, axes in before.dims if not axes and dim in ("D", "F", "B")]:
-                part = after.with_axes(free[-1], [axis for axis in before.unreduced if axis not in after.unreduced])
-                inner = f"scattered({f'{before} -> {part}'!r}, {', '.join(rest)})"
-                return f"gathered({f'{part} -> {after}'!r}, {inner}, {rest[1]})"
-    return whole
-
-
-def variants(count: int, seed: int) -> Iterator[tuple[str, list[str], str]]:
-    """(file, what was edited, its text): `count` of FILES, each with four to seven edits."""
-    rng = random.Random(seed)
-    for file in rng.sample(FILES, count):
-        text, done = (ROOT / file).read_text(encoding="utf-8"), []
-        for _ in range(rng.randrange(4, 8)):
-            call = rng.choice(typed_calls(ast.parse(text)))
-            done.append(alike(call, rng))
-            text = text.replace(ast.get_source_segment(text, call), done[-1], 1)
-        yield file, done, re.sub(r"(?m)^(?=import|from)", lambda _: RIGHT, text, count=1)

@@ -5,253 +5,48 @@
     python tests/check/outcomes.py --fresh 200 --seed 1     the same of 200 others a strategy, drawn and run here
     python tests/check/outcomes.py --right 20   judges right variants of 20 files, and runs them: each must be "same"
 
-What each file computes on a rank are small programs that run its lines, which the judge runs on an abstract mesh, too.
 An edit's outcome is "same" (no number changes), "wrong" (numbers change and nothing is said) or "raises". The file
 holds a line an edit: its digest and outcome.
 """
 
 import ast
-import importlib
+import random
 import re
-import sys
 import tempfile
-from collections import Counter, OrderedDict, defaultdict
-from collections.abc import Iterable, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
 
 import torch
-from mutants import LISTINGS, ROOT, SAME_TYPE, Edit, drawn, mutants, variants
-from torch.func import vjp
+from mutant_programs import judgement, mesh_of, program
+from mutants import FILES, LISTINGS, SAME_TYPE, Edit, drawn, mutants, parts_of, text_of, typed_calls
 
-from scaling import launch, optim, serve, tree
-from scaling.check import judged
-from scaling.check.contracts import run_watched
-from scaling.check.findings import Judgement
-from scaling.check.run import looked_at_alone
-from scaling.check.strategy import run_layers
-from scaling.collectives import all_reduce
+from scaling import launch
 from scaling.common.console import Parser
-from scaling.configs import Config, Latent
-from scaling.mesh import AbstractMesh
-from scaling.models import transformer as model
-from scaling.spec import ShardingError, parse
-from scaling.spec.sizes import parse_mesh
-from scaling.strategies import transformer
-from scaling.strategies.stack import Strategy
+from scaling.spec import parse_line
 
 STORED = Path(__file__).parent / "outcomes.txt"
 TOGETHER, SECONDS = 24, 20  # edits that share their ranks; how long these wait for one another
-SIZES = {"L": 2, "B": 8, "D": 8, "F": 16}
-MODEL = Config("tiny", 1, 32, 64, 8, 4, 4, 16).with_(window=(3,), attention_bias=True, output_bias=True)
-LATENT = MODEL.with_(K=8, attention_bias=False, output_bias=False, latent=Latent(16, 12, 6, 4, 4))
-MESHES = {  # of a file by a part of its name
-    "pods": "P=2,X=2,Y=1",
-    "forms/heads": "Y=2,Z=2",
-    "forms/sequence": "Y=2,Z=2",
-    "forms/context": "Y=2,C=2",
-    "forms/weights_2d": "X=2,Y=2,Z=2",
-    "forms/experts": "E=2,Y=2",
-    "05_moe": "X=4",
-    "05_context": "C=4",
-    "05_pp": "Z=4",
-    "10_problems": "Y=4",
-}
+FORMS = "operands exchanged", "another name", "in two steps", "an operand within another call"
+FORMS += ("the line as other text", "within another call", "within another call")
+SAME = (  # of an array, whatever it is
+    "{}.clone()", "1.0 * {}", "{} / 1", "{} + 0", "-(-{})", "({}).contiguous()", "({},)[0]", "[{}][-1]",
+    "dict(x={})['x']", "passed({})", "paired({})[0]", "(lambda x: x)({})", "next(iter([{}]))", "({}).to(({}).dtype)",
+    "list(map(passed, [{}]))[0]", "tree.map(passed, {'x': {}})['x']", "torch.stack([{}, {}])[1]", "{} if True else {}",
+    "torch.zeros_like({}) + {}", "({}).view(({}).shape)", "({}) - 0 * ({})",
+)  # fmt: skip
+RIGHT = """import torch
+from scaling import tree
+from scaling.collectives import wait
+from scaling.strategies.axes import all_gather as gathered, reduce_scatter as scattered
 
+def passed(x):
+    return x
 
-def mesh_of(file: str) -> dict[str, int]:
-    return parse_mesh(next((sizes for part, sizes in MESHES.items() if part in file), "X=2,Y=2"))
+def paired(x, y=None):
+    return x, y
 
-
-def listed(file: str, text: str, mesh) -> ModuleType:
-    """A strategy's file, or of a chapter what stands before it runs its first ranks: imports, values and functions."""
-    module, parsed = ModuleType("edited"), ast.parse(text)
-    if "page.end()" in text:
-        options = {"seed": 0, "steps": 1, "batch": 32, "text": "", "microbatches": 8, "tick": 0.0, "compile": 0}
-        module.page = SimpleNamespace(small=True, args=SimpleNamespace(mesh=dict(mesh.sizes), **options))
-        before = text[: text.index("page.on_ranks")].count("\n") if Path(file).stem in CHAPTERS else 0
-
-        def kept(node: ast.stmt) -> bool:
-            if not isinstance(node, ast.Assign):
-                return isinstance(node, (ast.Import, ast.ImportFrom, ast.FunctionDef))
-            said = ast.unparse(node)
-            if said.startswith(("SPECS", "STORED", "USED")):
-                return True
-            # what needs the page, or a table that a loop fills, which is not run
-            return node.lineno <= before and not re.search(r"page(?!\.args|\.small)|flops\[", said)
-
-        parsed.body = list(filter(kept, parsed.body))
-    run_watched(text, "edited", module.__dict__, parsed)
-    return module
-
-
-def normals(*shapes, seed: int = 0) -> list[torch.Tensor]:
-    g = torch.Generator().manual_seed(seed)
-    return [torch.randn(shape, generator=g, dtype=torch.float64) for shape in shapes]
-
-
-def of_strategy(mesh, module: ModuleType):
-    """Two layers with gelu, norm and residual: the result, and all gradients; of ZeRO also the update."""
-    strategy = getattr(module, "STRATEGY", None) or Strategy(module.SPECS, module.forward, module.backward)
-    types = [module.SPECS[name].replace("[", "[L, ") for name in ("W_in", "W_out")]
-    types += [module.SPECS["In"], module.SPECS["Out"].replace("Out", "dOut")]
-    W_in, W_out, In, dOut = tree.shard(normals(*(parse(text).global_shape(SIZES) for text in types)), types, mesh)
-    arrays = {"W_in": W_in, "W_out": W_out}
-    Out, saved = strategy.forward(arrays, In, mesh, "gelu", True, True)
-    results = [Out, *strategy.backward(dOut, saved, arrays, mesh)]
-    if hasattr(module, "scatter_grads"):
-        adamw = optim.adamw(0.1)
-        grads = {name: list(dW.unbind()) for name, dW in results[2].items()}
-        results += [module.update(adamw, grads, module.init(adamw, arrays, mesh), arrays, mesh)[0]]
-    return results
-
-
-def of_module(mesh, module: ModuleType):
-    """A chapter's gradients of an nn.Module by the types of its params."""
-    torch.manual_seed(0)
-    parts = {"fc1": torch.nn.Linear(8, 16), "act": torch.nn.GELU(), "fc2": torch.nn.Linear(16, 8)}
-    own = torch.nn.Sequential(OrderedDict(parts))
-    whole = {name: W.detach().double() for name, W in own.named_parameters()}
-    (x,) = normals((8, 8), seed=1)
-    rows = "x[B_X, D]" if "Y" not in str(module.STORED) else "x[B, D]"
-    return module.gradients(own.double(), tree.shard(whole, module.STORED, mesh), tree.shard(x, rows, mesh), mesh)
-
-
-def of_pods(mesh, module: ModuleType):
-    (partial,) = normals((8, 8), seed=mesh.rank)
-    return module.grads_of_layer(partial.clone(), mesh), module.grads_of_layer_flat(partial, mesh)
-
-
-def replace(module: ModuleType, text: str) -> None:
-    """Run another text in a module, and give what it defines to all that had imported it from there."""
-    before = {
-        id(value): key for key, value in vars(module).items() if getattr(value, "__module__", "") == module.__name__
-    }
-    kept = list(vars(module).values())  # so that no id is used again
-    run_watched(text, str(module.__file__), vars(module))
-    for other in [m for name, m in sys.modules.items() if name.startswith("scaling.")]:
-        for key, value in list(vars(other).items()):
-            if id(value) in before and kept:
-                setattr(other, key, vars(module)[before[id(value)]])
-
-
-def of_transformer(mesh, name: str, text: str):
-    """The loss and gradients of tiny Transformers: with biases, tied, with experts; a file of theirs edited."""
-    replace(importlib.import_module(name), text)
-    found = []
-    for config in (LATENT,) if name.endswith(".latent") else (MODEL, MODEL.with_(tied=True), MODEL.with_(E=2, k=1)):
-        params = transformer.shard(model.init(config, 0, torch.float64), config, mesh)
-        g = torch.Generator().manual_seed(0)
-        tokens, targets = (torch.randint(0, config.V, (4, 8), generator=g) for _ in range(2))
-        weights = torch.rand(4, 8, generator=g, dtype=torch.float64)
-        tokens, targets, weights = tree.shard([tokens, targets, weights], ["t[B_X, T]"] * 3, mesh)
-        options = {"weights": weights, "label_smoothing": 0.1, "z_loss": 0.01}
-        found.append(transformer.loss_and_grads(params, tokens, targets, config, mesh, **options))
-        if name.endswith(".ends") and config.E == 1:
-            loss, (hidden, U) = importlib.import_module(name).loss, normals((4, 8, config.D), (config.D, config.V))
-            hidden, U = tree.shard([hidden, U], ["x[B_X, T, D]", "U[D, V_Y]"], mesh)
-            own, pull = vjp(lambda x, U, f=loss, t=targets, w=weights: f(x, U, t, mesh, weights=w), hidden, U)
-            types = "Loss[] {U_XY}", "dx[B_X, T, D] {U_Y}", "dU[D, V_Y] {U_X}"
-            for text, x in zip(types, (own, *pull(torch.ones_like(own))), strict=True):
-                found.append(all_reduce(f"{text} -> {text.partition(' {')[0]}", x, mesh))
-    return found
-
-
-def of_serving(mesh, name: str, text: str):
-    """The logits of a prompt and of a token after it, by one form of serving: its file edited."""
-    replace(importlib.import_module(f"scaling.serve.forms.{name}"), text)
-    form = {"weights_2d": "2d", "context": "heads"}.get(name, name)
-    g, found = torch.Generator().manual_seed(0), []
-    tokens = torch.randint(0, MODEL.V, (8, 6), generator=g)
-    plain = MODEL.with_(window=None, attention_bias=False, gated=False, tied=True)
-    for config in (MODEL.with_(E=4, k=2),) if name == "experts" else (MODEL, plain):
-        params = model.init(config, 0, torch.float64)
-        params = tree.map(lambda p: p + 0.1 * torch.randn(p.shape, generator=g, dtype=p.dtype), params)
-        params = tree.shard(params, serve.specs(config, mesh, form=form), mesh)
-        cache = serve.init_cache(config, 8, 8, mesh=mesh, form=form)
-        logits, cache = serve.prefill(params, tokens, cache, config, mesh, form=form)
-        found += [logits, serve.decode(params, tokens[:, 0], cache, config, mesh, form=form)[0]]
-    return found
-
-
-def of_context(mesh, module: ModuleType):
-    """The ring, forward and backward, in both orders; Ulysses and its gradients."""
-    Q, key, V, dO, _ = problem = [x[:, : module.T] for x in module.problem()]
-    found = []
-    for order in ("plain", "zig-zag"):
-        Q, key, V, dO, _ = (x[:, module.places(order, mesh.coord["C"])] for x in problem)
-        Q, dO, KV = Q.unflatten(2, (module.K, -1)), dO.unflatten(2, (module.K, -1)), torch.stack([key, V])
-        O, logL = module.forward(Q, KV, mesh, order)
-        found += [O, logL, *module.backward(dO, O, logL, Q, KV, mesh, order)]
-    R = KV.repeat_interleave(module.C, 3)
-    O, pull = vjp(lambda Q, R: module.ulysses(Q, R, mesh, module.dense), Q.flatten(2, 3), R)
-    return [*found, O, *pull(dO.flatten(2, 3))]
-
-
-def of_stages(mesh, module: ModuleType):
-    """The book's listing beside one device, and the first step of a training run."""
-    module.ADAMW = optim.adamw(3e-3)
-    return [*(apart for _, apart, _ in module.book(mesh, 0)), module.training(mesh, module.page.args)]
-
-
-def of_matmuls(mesh, module: ModuleType):
-    whole = normals((8, 16), (16, 32), (32, 16))
-    return module.block(mesh, *tree.shard(whole, ["In[B, D_Y]", "W[D, F_Y]", "W[F_Y, D]"], mesh))
-
-
-def of_layer(mesh, module: ModuleType):
-    """A chapter's layer beside one device: how far its results are apart; of experts also their choices and bytes."""
-    found = looked_at_alone(module.one_layer(mesh), module.one_layer)
-    return [[apart for _, apart, _ in found["differences"]], found.get("experts", []), found.get("bytes", [])]
-
-
-CHAPTERS = {
-    "05_pods": of_pods,
-    "05_moe": of_layer,
-    "05_transformer": of_layer,
-    "05_context": of_context,
-    "05_pp": of_stages,
-    "10_problems": of_matmuls,
-    "03_products": lambda mesh, module: module.question_9(mesh)[1],
-    "09_profiling": lambda mesh, module: module.block(*module.arrays(mesh), mesh),
-}
-
-
-def program(mesh, file: str, text: str) -> torch.Tensor:
-    """What a file's program gives on this rank, as one flat vector."""
-    name = Path(file).stem
-    if "transformer/" in file or "expert/" in file:
-        results = of_transformer(mesh, file.removesuffix(".py").replace("/", "."), text)
-    elif "serve/" in file:
-        results = of_serving(mesh, name, text)
-    elif name in CHAPTERS:
-        results = CHAPTERS[name](mesh, listed(file, text, mesh))
-    else:
-        module = listed(file, text, mesh)
-        results = [of_strategy(mesh, module), of_module(mesh, module) if hasattr(module, "gradients") else []]
-    return torch.cat([torch.as_tensor(x).flatten().double() for x in tree.leaves(results)])
-
-
-def judgement(file: str, text: str) -> Judgement:
-    """The judge's, of a file's program on an abstract mesh. Values that were compared are none there: what its end does
-    with them may fail."""
-    mesh = AbstractMesh(mesh_of(file))
-    with judged(mesh) as report:
-        try:
-            program(mesh, file, text)
-            if "SPECS = " in text and Path(file).stem not in CHAPTERS:  # as of any file that has one
-                module = listed(file, text, mesh)
-                module.__file__ = file
-                run_layers(module, True, mesh)
-        except ShardingError:
-            raise
-        except NameError as error:
-            raise ShardingError(str(error)) from None
-        except Exception:
-            pass
-    if "transformer/" in file or "expert/" in file or "serve/" in file:
-        replace(sys.modules[file.removesuffix(".py").replace("/", ".")], text_of(file))
-    return report
+"""
 
 
 def outcomes(mesh, file: str, texts: list[str]) -> list[str]:
@@ -267,10 +62,6 @@ def outcomes(mesh, file: str, texts: list[str]) -> list[str]:
         alike = got.shape == wanted.shape and torch.allclose(got, wanted, rtol=1e-9, atol=1e-12)
         found.append("same" if alike else "wrong")
     return found
-
-
-def text_of(file: str) -> str:
-    return (ROOT / file).read_text(encoding="utf-8")
 
 
 def on_ranks(file: str, texts: list[str]) -> list[str]:
@@ -289,6 +80,55 @@ def on_ranks(file: str, texts: list[str]) -> list[str]:
 def stored(kept: Path = STORED) -> dict[str, str]:
     lines = kept.read_text(encoding="utf-8").splitlines() if kept.exists() else []
     return dict(line.split() for line in lines)
+
+
+def alike(call: ast.Call, rng: random.Random) -> str:
+    """A typed call that gives the same, in another form if it has one of the form that is drawn."""
+    (name, (line, *rest), options), whole, text = parts_of(call), ast.unparse(call), call.args[0].value
+    parsed = parse_line(text) if "->" in text else None
+
+    def again(line=line, rest=rest) -> str:
+        return f"{name}({', '.join([line, *rest, *options])})"
+
+    match rng.choice(FORMS):
+        case "within another call" if "async_op=True" not in whole and "defer=True" not in whole:
+            return rng.choice(SAME).replace("{}", whole)
+        case "the line as other text":
+            half = rng.randrange(1, len(text) - 1)
+            one, other = repr(text[:half]), repr(text[half:])
+            return again(
+                rng.choice((f"{one} + {other}", f"{one} {other}", f"''.join([{one}, {other}])", repr(f" {text}")))
+            )
+        case "operands exchanged" if name == "einsum" and len(rest) == 2 and not options:
+            a, b = parsed.operands
+            return again(repr(f"{b} * {a} -> {parsed.result}"), rest[::-1])
+        case "another name" if parsed:  # which says nothing of a type
+            return again(repr(f"{' * '.join(map(str, parsed.operands))} -> {parsed.result.with_name('R')}"))
+        case "an operand within another call" if name == "einsum":
+            at = rng.randrange(len(rest))
+            around = rng.choice(("passed({})", "paired({})[0]"))
+            return again(rest=[*rest[:at], around.format(rest[at]), *rest[at + 1 :]])
+        case "in two steps" if name == "all_gather" and not options:
+            return f"wait({whole[:-1]}, async_op=True))"
+        case "in two steps" if name == "all_reduce" and not options:
+            before, after = parsed.operands[0], parsed.result
+            if free := [dim for dim, axes in before.dims if not axes and dim in ("D", "F", "B")]:
+                part = after.with_axes(free[-1], [axis for axis in before.unreduced if axis not in after.unreduced])
+                inner = f"scattered({f'{before} -> {part}'!r}, {', '.join(rest)})"
+                return f"gathered({f'{part} -> {after}'!r}, {inner}, {rest[1]})"
+    return whole
+
+
+def variants(count: int, seed: int) -> Iterator[tuple[str, list[str], str]]:
+    """(file, what was edited, its text): `count` of FILES, each with four to seven edits."""
+    rng = random.Random(seed)
+    for file in rng.sample(FILES, count):
+        text, done = text_of(file), []
+        for _ in range(rng.randrange(4, 8)):
+            call = rng.choice(typed_calls(ast.parse(text)))
+            done.append(alike(call, rng))
+            text = text.replace(ast.get_source_segment(text, call), done[-1], 1)
+        yield file, done, re.sub(r"(?m)^(?=import|from)", lambda _: RIGHT, text, count=1)
 
 
 def main() -> None:

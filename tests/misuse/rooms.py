@@ -13,8 +13,8 @@ import tempfile
 from collections import Counter
 
 import torch
+from misuse import acts, plain, steps
 from misuse import entries as c
-from misuse import plain, steps
 from misuse.entries import Draw, Entry, Kind, called, spoils, tree_of, tried, typed
 from misuse.steps import tensors
 
@@ -104,7 +104,7 @@ def there_and_back(mesh, whole, specs) -> dict:
     return found
 
 
-ENTRIES = steps.ENTRIES | {
+ENTRIES = acts.ENTRIES | steps.ENTRIES | {
     "loss": Entry(
         lambda draw: {"params": PARAMS, "tokens": tokens(draw, 2, 4), "weights": draw.normal(2, 3).abs()},
         lambda params, tokens, weights: model.loss(params, tokens, config=SMALL, weights=weights),

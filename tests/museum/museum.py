@@ -19,7 +19,7 @@ from bugs import BUGS, Bug
 from tabulate import tabulate
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "check"))
-from outcomes import judgement
+from mutant_programs import judgement
 
 from scaling.check import check_source
 from scaling.check.findings import RULES

@@ -1,0 +1,182 @@
+"""Whole files: listings of strategies and chapters, right variants of them, and programs as users write them are found
+right; faults of whole statements are found in them, and faulty edits of typed lines: those that on ranks change numbers
+and say nothing, and those that raise there. What came of each edit on ranks is stored (outcomes.py runs them); here
+some are judged, and all by outcomes.py."""
+
+import re
+import sys
+
+import pytest
+from machine import Forked
+from mutant_programs import judgement
+from mutants import ROOT, mutants, text_of
+from outcomes import stored, variants
+
+from scaling.check import check_source, main
+from scaling.check.lines import check_lines
+from scaling.check.run import judge_file
+
+STRATEGIES = [f"scaling/strategies/{name}.py" for name in ("data_parallel", "fsdp", "tensor_parallel", "fsdp_tp")]
+
+
+@pytest.mark.parametrize("file", STRATEGIES)
+def test_a_listing_is_clean_and_wholly_judged(file):
+    """Both passes, against its own SPECS."""
+    report = judge_file(ROOT / file)
+    assert not report.findings, str(report)
+    assert not report.unjudged, str(report)
+    assert report.judged > 20
+
+
+PROGRAMS = [
+    pytest.param(program, id=f"{page} {number}", marks=pytest.mark.slow)
+    for page in ("docs/your-own-code.md", "docs/three-columns.md")
+    for number, program in enumerate(re.findall(r"```python\n(.*?)```", text_of(page), re.S))
+]
+SQUARE = """
+import torch
+from torch.func import vjp
+from scaling import launch, tree
+from scaling.collectives import reduce_scatter
+
+def main(mesh, W, x):
+    W, x = tree.shard(W, "W[L, D, F]", mesh), tree.shard(x, "x[B_X, D]", mesh)
+    layer = lambda W, x: torch.tanh(x @ W)
+    x, _ = vjp(layer, W[0], x)
+    x, middle = vjp(layer, W[1], x)
+    x, last = vjp(layer, W[2], x)
+    dW, dx = middle(last(2 * x)[1])
+    dW = reduce_scatter("dW[D, F] {U_X} -> dW[D_X, F]", dW, mesh)
+    return tree.unshard(dW, "dW[D_X, F]", mesh)
+
+launch.start(main, {"X": 2}, torch.ones(3, 6, 6), torch.ones(4, 6))
+"""  # what goes into a square layer has the name that came out of one
+
+
+@pytest.mark.parametrize("program", [*PROGRAMS, pytest.param(SQUARE, id="square layers")])
+def test_nothing_is_found_in_right_programs(program):
+    assert [str(found) for found in check_source(program)] == []
+
+
+TENSOR_PARALLEL = "scaling/strategies/tensor_parallel.py"
+GRADIENTS = {f"scaling/strategies/{name}.py": "dW_in" for name in ("fsdp_tp", "zero")}
+GRADIENTS |= {"scaling/strategies/pods.py": "dW_out", "chapters/05_fsdp_tp.py": "dW_in"}
+FAULTS = [  # (file, what stands there, what stands there instead, the rule that is broken last)
+    # a residual of another type
+    (TENSOR_PARALLEL, r'(Out = reduce_scatter\("Out\[.*", Out)(?=, mesh\))', r"\1 + In", "partial-plus-whole"),
+    (TENSOR_PARALLEL, r"return Out(?=, \(In)", "return Out + In", "split"),
+    *(  # a gradient that is returned unreduced
+        (file, rf"    {weight} = (all_reduce|reduce_scatter)\(.*\n", "", "result")
+        for file, weight in GRADIENTS.items()
+    ),
+    # an array of the right type in the wrong place
+    (STRATEGIES[3], r"dTmp = block\.act_vjp\(Tmp, dAct\)", "dTmp = dAct", "derivative"),
+]  # fmt: skip
+
+
+def edited(file: str, pattern: str, edit: str) -> str:
+    text, count = re.subn(pattern, edit, text_of(file), count=1)
+    assert count == 1
+    return text
+
+
+@pytest.mark.parametrize(("file", "pattern", "edit", "rule"), FAULTS)
+def test_a_fault_of_a_whole_statement_is_found(file, pattern, edit, rule):
+    found = [fault.rule for fault in check_source(edited(file, pattern, edit), file)]
+    assert found[-1] == rule
+    assert {*found} == {rule} or rule not in ("result", "derivative")
+
+
+def test_beside_a_gpu_a_loss_that_is_reduced_before_it_is_differentiated_is_found_and_nothing_started(monkeypatch):
+    """There a chapter's ranks cannot be forked, and it would become torchrun."""
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("os.execve", lambda *call: pytest.fail("it started another program"))
+    loss = r"return (.*\.square\(\)\.sum\(\))(?=  # Loss\[\] \{U_)"
+    text = edited("chapters/05_tp.py", loss, r'return all_reduce("Loss[] {U_Y} -> Loss[]", \1, mesh)')
+    head = "from scaling.collectives import all_reduce\n"
+    assert "loss" in [fault.rule for fault in check_source(head + text, str(ROOT / "chapters/05_tp.py"))]
+
+
+WAITS = """
+import torch
+from scaling.collectives import all_gather, wait
+
+def f(A, B, mesh):
+    '''Of A[I_X, J], B[J, K_X].'''
+    a = all_gather("A[I_X, J] -> A[I, J]", A, mesh, async_op=True)
+    b = all_gather("B[J, K_X] -> B[J, K]", B, mesh, async_op=True)
+    """
+
+
+@pytest.mark.parametrize(("lines", "rule"), [
+    ("a, b = wait(a), wait(b)\n    return torch.relu(a), torch.relu(b)", ""),
+    ("wait(a)\n    return torch.relu(a), wait(b)", "pending"),
+    ("a = wait(a)\n    return a @ b", "pending"),
+    ("a = wait(b)\n    return torch.relu(a), torch.relu(b)", "pending"),
+    ("a = a.wait()\n    return a, torch.relu(b)", "pending"),
+    ("b = wait(a)\n    return b", "never-waited"),
+    ("a = wait(a)\n    return a", "never-waited"),
+])  # fmt: skip
+def test_a_wait_for_the_wrong_array(lines, rule):
+    found = [found.rule for found in check_source(WAITS + lines)]
+    assert rule in found if rule else not found
+
+
+@pytest.mark.parametrize("above", ["", "@torch.no_grad()\n", "@torch.no_grad()\n@torch.enable_grad()\n"])
+def test_a_decorated_function_is_judged_as_any_other(above):
+    """Nothing calls it: the mesh that it is run on has the axes of its lines, which no type of its docstring names."""
+    text = f"""
+import torch
+from scaling.collectives import all_gather, shard
+
+{above}def f(x, mesh):
+    '''x[B, D] -> Out[B, D].'''
+    own = shard("x[B, D] -> x[B_X, D]", x, mesh)
+    return all_gather("x[B_X, D] -> Out[B, D]", own, mesh)
+"""
+    assert check_source(text) == []
+    wrong = text.partition("    return all_gather")[0] + "    return own\n"
+    assert [found.rule for found in check_source(wrong)] == ["result"]
+
+
+@pytest.mark.slow
+def test_a_file_that_ends_its_process_ends_the_judging(tmp_path):
+    head = "import torch\nfrom scaling.collectives import all_gather\n"
+    for name, first in ("ends.py", "__import__('os')._exit(3)"), ("right.py", ""):
+        (tmp_path / name).write_text(f"{head}{first}\nx = all_gather('x[B_X] -> x[B]', torch.ones(2), None)\n")
+    process = Forked(lambda: sys.exit(main([str(tmp_path)])))
+    out, _ = process.communicate(timeout=60)
+    assert process.returncode != 0
+    assert "fix:" in out or process.returncode == 3  # of one processor: as the file says
+
+
+KNOWN, EVERY = stored(), list(mutants())
+SILENT, RAISED = ([each for each in EVERY if KNOWN.get(each.digest) == outcome] for outcome in ("wrong", "raises"))
+HOPS = [each for each in SILENT if each.kind == "collective dropped" and each.before.startswith("ppermute")]
+TYPES = "axis dropped in one type", "another axis in one type", "{U} dropped"
+SEEN = [*{each.kind: each for each in reversed(SILENT)}.values(), *HOPS]  # the first of each kind
+SEEN += [each for each in RAISED if each.kind in TYPES and each.file in STRATEGIES][::7]
+
+
+def test_enough_were_run():
+    assert len(KNOWN) > 3400
+    assert len(SILENT) > 660
+    assert len(RAISED) > 1800
+    assert HOPS  # of a ring, which are not passed on
+
+
+@pytest.mark.parametrize("edit", SEEN, ids=lambda each: f"{each.kind}: {each.file}:{each.line}: {each.edit}")
+def test_an_edit_is_refused(edit):
+    assert judgement(edit.file, edit.text).findings
+
+
+EXPERTS = "scaling/serve/forms/experts.py"
+CHOSEN = edited(EXPERTS, r"(shard\(\"y\[.*\))", r"__import__('torch').stack([\1, \1])[1]")  # which device chose a row?
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("file", "done", "text"), [*variants(12, seed=0), (EXPERTS, "rows chosen in a stack", CHOSEN)])
+def test_nothing_is_found_in_right_variants(file, done, text):
+    report = judgement(file, text)
+    assert [str(found) for found in [*check_lines(text, file)[0], *report.findings]] == [], done
+    assert report.judged > 5, done
