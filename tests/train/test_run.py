@@ -69,14 +69,11 @@ def test_jumps_of_the_loss_and_slow_ranks_are_told_and_replicas_compared(monkeyp
     assert compared == [1, 11, 21]
 
 
-def test_learning_rates():
+def test_learning_rates_and_that_only_matrices_decay():
     wanted = {"constant": {0: 0.1, 9: 1, 50: 1}, "cosine": {10: 1, 55: 0.55, 100: 0.1}, "wsd": {50: 1, 95: 0.5}}
     for schedule, rates in wanted.items():
         at = rate(Settings(get("tiny"), "", "", steps=100, warmup=10, lr=1.0, schedule=schedule))
         assert {count: at(torch.tensor(count)).item() for count in rates} == pytest.approx(rates)
-
-
-def test_only_matrices_decay():
     params = {"embed": torch.ones(2, 2), "layers": {"W_Q": torch.ones(2, 2), "norm_attn": torch.ones(2)}}
     rule = optimizer_of(Settings(get("tiny"), "", "", lr=0.1, warmup=0, schedule="constant", weight_decay=0.5))
     new, _ = rule.update(tree.map(torch.zeros_like, params), rule.init(params), params)
