@@ -48,13 +48,13 @@ def test_tables_of_the_book():
         assert own == [*map(float, numbers)]
     egress = {name: (chip(name).node_gpus, chip(name).bandwidth("scale-out")) for name in ("h100", "b200", "gb200")}
     assert egress == {"h100": (8, 400e9), "b200": (8, 400e9), "gb200": (72, 3600e9)}
-
-
-def test_variants_are_the_other_values_of_the_text():
-    assert chip("v6e", "part1").flops() == 9.1e14
-    assert chip("v6e", "part1").flops("int8") == 1.84e15  # what a variant does not name stays
-
+    # Variants are the other values of the text; what one does not name stays
+    assert [chip("v6e", "part1").flops(dtype) for dtype in ("bf16", "int8")] == [9.1e14, 1.84e15]
     assert chip("v4p", "part2").hbm_bw == 1.23e12
+
+
+def multiplied(x, w, n=2):
+    return lambda: systolic.systolic_matmul(torch.ones(x), torch.ones(w), n)
 
 
 PODLESS, NODE = replace(chip("v5e"), pod=None), replace(chip("h100"), levels=chip("h100").levels[:1])
@@ -73,23 +73,13 @@ LACKS = {  # what is said: what is asked for
     "slice 32: a pod of v5e is 16x16": lambda: chip("v5e").wraps(32),
     "3 axes: v5e has 2": lambda: chip("v5e").wraps((4, 4, 4)),
     "whole numbers": lambda: chip("v5e").wraps((4, 0)),
-    "X[2, 3] W[4, 2]\n  fix: give two matrices": lambda: systolic.systolic_matmul(
-        torch.ones(2, 3), torch.ones(4, 2), 2
-    ),
-    "X[3] W[3, 2]\n  fix: give two matrices": lambda: systolic.systolic_matmul(torch.ones(3), torch.ones(3, 2), 2),
-    "X[0, 3] W[3, 2]\n  fix: give two": lambda: systolic.systolic_matmul(torch.ones(0, 3), torch.ones(3, 2), 2),
-    "n = 0": lambda: systolic.systolic_matmul(torch.ones(2, 3), torch.ones(3, 2), 0),
+    "X[2, 3] W[4, 2]\n  fix: give two matrices": multiplied((2, 3), (4, 2)),
+    "X[3] W[3, 2]\n  fix: give two matrices": multiplied((3,), (3, 2)),
+    "X[0, 3] W[3, 2]\n  fix: give two": multiplied((0, 3), (3, 2)),
+    "n = 0": multiplied((2, 3), (3, 2), n=0),
     "fix: give wrap=True or wrap=False": lambda: cost.reduce_scatter(1e9, PODLESS, 8),
 }
 test_what_a_chip_lacks = refused(by_words(LACKS))
-
-
-def test_intensities():
-    assert chip("v5e").intensity("hbm") == pytest.approx(240, abs=0.5)
-    assert [chip("v5p").intensity("dcn"), chip("v5p").intensity("ici", axes=3)] == [73440, 850]
-    assert chip("v5e").bandwidth("line") == 4.5e10
-    assert chip("h100").flops(torch.bfloat16) == chip("h100").flops("float16") == 9.9e14
-    assert cost.reduce_scatter(1e9, PODLESS, 8, wrap=True) == cost.reduce_scatter(1e9, chip("v5e"), 8, wrap=True)
 
 
 RINGS = """
@@ -102,86 +92,87 @@ v3   32x16  ring line
 """
 
 
-def test_wraparound():
+def test_intensities_and_wraparound():
+    assert chip("v5e").intensity("hbm") == pytest.approx(240, abs=0.5)
+    assert [chip("v5p").intensity("dcn"), chip("v5p").intensity("ici", axes=3)] == [73440, 850]
+    assert chip("v5e").bandwidth("line") == 4.5e10
+    assert chip("h100").flops(torch.bfloat16) == chip("h100").flops("float16") == 9.9e14
+    assert cost.reduce_scatter(1e9, PODLESS, 8, wrap=True) == cost.reduce_scatter(1e9, chip("v5e"), 8, wrap=True)
     for name, shape, *kinds in map(str.split, RINGS.strip().splitlines()):
         assert chip(name).wraps([*map(int, shape.split("x"))]) == tuple(kind == "ring" for kind in kinds)
     assert chip("v5e").wraps(16) == (True,)
 
 
-def write(path, text):
-    path.write_text(text, encoding="utf-8")
-    return path
+@pytest.fixture
+def read(tmp_path):
+    """A function that reads a chip from the text of its file."""
+
+    def chip_of(text, name="mine.toml"):
+        (tmp_path / name).write_text(text, encoding="utf-8")
+        return load_chip(tmp_path / name)
+
+    return chip_of
 
 
-def test_load_chip(tmp_path):
-    path = write(
-        tmp_path / "mine.toml",
-        """
-        name = "box"
-        kind = "cpu"
-        hbm_bytes = 64e9
-        hbm_bw = 2e10
-        flops = { fp32 = 1e11 }
-        levels = [{ name = "node", degree = 4, link_bw = 5e9 }]
-        [[measured]]
-        op = "AllGather"
-        ranks = 2
-        latency = 1e-4
-        bandwidth = 1e9
-        """,
-    )
-    box = load_chip(path)
+BOX = """
+name = "box"
+kind = "cpu"
+hbm_bytes = 64e9
+hbm_bw = 2e10
+flops = { fp32 = 1e11 }
+levels = [{ name = "node", degree = 4, link_bw = 5e9 }]
+measured = [{ op = "AllGather", ranks = 2, latency = 1e-4, bandwidth = 1e9 }]
+"""
+
+
+def test_a_chip_is_read_from_its_file_and_may_stand_on_a_base(read, tmp_path):
+    box, h100 = read(BOX), chip("h100")
     assert (box.name, box.kind, box.flops("float32"), box.node_gpus) == ("box", "cpu", 1e11, 4)
     assert box.levels == (Level("node", 4, 5e9),)
     assert box.measured == (Measured("AllGather", 2, 1e-4, 1e9),)
-    assert chip(str(path)) == box
+    assert chip(str(tmp_path / "mine.toml")) == box
     assert chip("TPU v5p") == chip("v5p")
-
-
-def test_a_file_may_stand_on_a_base(tmp_path):
-    h100 = chip("h100")
-    ours = load_chip(write(tmp_path / "ours.toml", 'base = "h100"\nhbm_bw = 3e12\n[flops]\nbf16 = 8e14\n'))
+    ours = read('base = "h100"\nhbm_bw = 3e12\n[flops]\nbf16 = 8e14\n', "ours.toml")
     expected = replace(h100, name="ours", source="", hbm_bw=3e12)
     assert replace(ours, peaks=()) == replace(expected, peaks=())
     assert (ours.flops("bf16"), ours.flops("fp8")) == (8e14, 2.0e15)
-    ours = load_chip(write(tmp_path / "ours.toml", 'base = "h800"\nhbm_bytes = 96e9\n'))  # which has one itself
+    ours = read('base = "h800"\nhbm_bytes = 96e9\n')  # which has one itself
     assert (ours.bandwidth("node"), ours.hbm_bytes, ours.flops("fp8")) == (300e9, 96e9, 2.0e15)
     assert ours.efficiency == h100.efficiency
-    half = load_chip(write(tmp_path / "half.toml", 'base = "h100"\n[efficiency]\nlinks = 0.4\n'))
-    assert half.efficiency == replace(h100.efficiency, links=0.4)
+    assert read('base = "h100"\n[efficiency]\nlinks = 0.4\n').efficiency == replace(h100.efficiency, links=0.4)
 
 
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("kind = ", "mine.toml: not a TOML file"),
-        ("hbm_bw = 1e12", "mine.toml: kind is missing"),
-        ('kind = "tpu"\nhbm = 1', r"unknown field \['hbm'\]"),
-        ('kind = "tpu"\nflops = { bf17 = 1e12 }', r"unknown field \['bf17'\]"),
-        ('kind = "asic"', "kind is 'asic'"),
-        ('kind = "tpu"\nhbm_bw = -1.0', "hbm_bw is -1.0\n  fix: give a positive number"),
-        ('kind = "tpu"\nflops = { bf16 = 0 }', "flops.bf16 is 0"),
-        ('kind = "tpu"\nhbm_bw = "fast"', "hbm_bw is 'fast'"),
-        ('kind = "tpu"\naxes = "two"', "axes is 'two'"),
-        ('kind = "tpu"\naxes = 2\npod = [4, 4.5]', "pod is 4.5\n  fix: give a whole number"),
-        ('kind = "gpu"\nlevels = [{ name = "node", degree = 8.0, link_bw = 1 }]', "levels.degree is 8.0\n  fix: "),
-        ('kind = "gpu"\nlevels = 8', "mine.toml"),
-        ('kind = "tpu"\naxes = 2\npod = [4, 4, 4]', "has 3 axes, but axes = 2"),
-        ('kind = "tpu"\nwrap = "moebius"', "wrap is 'moebius'"),
-        ('kind = "gpu"\nlevels = [{ name = "node", degree = 8 }]', "mine.toml.*link_bw"),
-        ('base = "h1000"', "unknown base 'h1000'"),
-        ('base = "h100"\nhbm_bytes = 80', "hbm_bytes is 80: too little in SI units"),
-        ('base = "h100"\nflops = { bf16 = 989 }', "flops.bf16 is 989: too little in SI units"),
-        ('base = "h100"\nlevels = [{ name = "node", degre = 8, link_bw = 1 }]', r"unknown field \['degre'\] in levels"),
-        ('base = "h100"\nefficiency = { matmul = 1.2 }', "efficiency.matmul.bf16 is 1.2\n  fix: give a share"),
-        ('base = "h100"\nefficiency = { matmuls = 0.5 }', r"unknown field \['matmuls'\] in efficiency"),
-        ('kind = "gpu"\nhbm_bytes = 80e9\nflops = { bf16 = 1e15 }', "a gpu needs levels; fix:"),
-        ('kind = "tpu"\naxes = 2', "a tpu needs hbm_bytes, link_bw, wrap, flops"),
-    ],
-)
-def test_chip_files_that_are_wrong(tmp_path, text, message):
+WRONG = [
+    ("kind = ", "mine.toml: not a TOML file"),
+    ("hbm_bw = 1e12", "mine.toml: kind is missing"),
+    ('kind = "tpu"\nhbm = 1', r"unknown field \['hbm'\]"),
+    ('kind = "tpu"\nflops = { bf17 = 1e12 }', r"unknown field \['bf17'\]"),
+    ('kind = "asic"', "kind is 'asic'"),
+    ('kind = "tpu"\nhbm_bw = -1.0', "hbm_bw is -1.0\n  fix: give a positive number"),
+    ('kind = "tpu"\nflops = { bf16 = 0 }', "flops.bf16 is 0"),
+    ('kind = "tpu"\nhbm_bw = "fast"', "hbm_bw is 'fast'"),
+    ('kind = "tpu"\naxes = "two"', "axes is 'two'"),
+    ('kind = "tpu"\naxes = 2\npod = [4, 4.5]', "pod is 4.5\n  fix: give a whole number"),
+    ('kind = "gpu"\nlevels = [{ name = "node", degree = 8.0, link_bw = 1 }]', "levels.degree is 8.0\n  fix: "),
+    ('kind = "gpu"\nlevels = 8', "mine.toml"),
+    ('kind = "tpu"\naxes = 2\npod = [4, 4, 4]', "has 3 axes, but axes = 2"),
+    ('kind = "tpu"\nwrap = "moebius"', "wrap is 'moebius'"),
+    ('kind = "gpu"\nlevels = [{ name = "node", degree = 8 }]', "mine.toml.*link_bw"),
+    ('base = "h1000"', "unknown base 'h1000'"),
+    ('base = "h100"\nhbm_bytes = 80', "hbm_bytes is 80: too little in SI units"),
+    ('base = "h100"\nflops = { bf16 = 989 }', "flops.bf16 is 989: too little in SI units"),
+    ('base = "h100"\nlevels = [{ name = "node", degre = 8, link_bw = 1 }]', r"unknown field \['degre'\] in levels"),
+    ('base = "h100"\nefficiency = { matmul = 1.2 }', "efficiency.matmul.bf16 is 1.2\n  fix: give a share"),
+    ('base = "h100"\nefficiency = { matmuls = 0.5 }', r"unknown field \['matmuls'\] in efficiency"),
+    ('kind = "gpu"\nhbm_bytes = 80e9\nflops = { bf16 = 1e15 }', "a gpu needs levels; fix:"),
+    ('kind = "tpu"\naxes = 2', "a tpu needs hbm_bytes, link_bw, wrap, flops"),
+]
+
+
+@pytest.mark.parametrize(("text", "message"), WRONG)
+def test_chip_files_that_are_wrong(read, text, message):
     with pytest.raises(ValueError, match=message):
-        load_chip(write(tmp_path / "mine.toml", text))
+        read(text)
 
 
 # --- A systolic array, cycle by cycle
