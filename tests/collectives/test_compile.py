@@ -37,7 +37,8 @@ def problem(mesh, types, layers, batch=8):
 
 
 def whole_step(mesh, name):
-    """(eager, compiled): dIn, params and state after a step; for dp with two sizes of batch: dynamic shapes."""
+    """dIn, params and state after a step are those of the same run eagerly; for dp with two sizes of batch: dynamic
+    shapes."""
     torch._dynamo.reset()
     strategy, _, options = STEPS[name]
     rule, types = optim.adamw(0.01), strategy.SPECS
@@ -53,7 +54,9 @@ def whole_step(mesh, name):
         return dIn, *rule.update(grads, state, params)
 
     compiled, batches = compile_(step), [In, In[:-1]] if name == "dp" else [In]
-    return [(step(params, state, In), compiled(params, state, In)) for In in batches]
+    for In in batches:
+        eager = step(params, state, In)
+        torch.testing.assert_close(compiled(params, state, In), eager, rtol=1e-10, atol=1e-12)
 
 
 @pytest.mark.slow
@@ -62,9 +65,7 @@ def whole_step(mesh, name):
     "name", [name if name == "fsdp" else pytest.param(name, marks=pytest.mark.sweep) for name in STEPS]
 )
 def test_a_strategy_s_whole_step_in_one_graph(ranks, name):
-    for results in ranks(whole_step, STEPS[name][1], name):
-        for eager, compiled in results:
-            torch.testing.assert_close(compiled, eager, rtol=1e-10, atol=1e-12)
+    ranks(whole_step, STEPS[name][1], name)
 
 
 def pipelined(mesh, kind):
@@ -73,10 +74,11 @@ def pipelined(mesh, kind):
     stage = mlp(residual=True) if kind == "mlp" else of_strategy(fsdp_tp.STRATEGY, residual=True)
     params, In = problem(mesh, stage.specs, layers=4)
     compiled = {name: compile_(getattr(stage, name)) for name in ("forward", "backward_input")}
-    return [
+    eager, compiled = (
         pipeline.value_and_grad(params, In, In, mesh, make("1f1b", 2, 4), lambda Out, _: Out.square().sum() / 8, each)
         for each in (stage, stage._replace(**compiled))
-    ]
+    )
+    torch.testing.assert_close(compiled, eager, rtol=1e-10, atol=1e-12)
 
 
 @pytest.mark.slow
@@ -84,8 +86,7 @@ def pipelined(mesh, kind):
 @pytest.mark.sweep
 @pytest.mark.parametrize(("kind", "mesh"), [("mlp", {"Z": 2}), ("fsdp_tp", {"Z": 2, "X": 1, "Y": 2})])
 def test_a_pipeline_s_stages_compiled(ranks, kind, mesh):
-    for eager, compiled in ranks(pipelined, mesh, kind):
-        torch.testing.assert_close(compiled, eager, rtol=1e-10, atol=1e-12)
+    ranks(pipelined, mesh, kind)
 
 
 def loss_of(W, In, mesh):
@@ -115,12 +116,9 @@ def compiled_and_eager(mesh):
 
     leaf = W.clone().requires_grad_()
     compile_(lambda W: loss_of(W, In, mesh))(leaf).backward()
-    written_out = step(W, In, mesh)
-    return written_out, [
-        compile_(by_torch_func)(W, In),
-        by_torch_func(W, In),
-        (leaf.grad, written_out[1]),
-    ]
+    dW, loss = step(W, In, mesh)
+    for other in (compile_(by_torch_func)(W, In), by_torch_func(W, In), (leaf.grad, loss)):
+        torch.testing.assert_close(other, (dW, loss), rtol=1e-12, atol=1e-12)
 
 
 def reduced(mesh):
@@ -129,10 +127,9 @@ def reduced(mesh):
     x = torch.tensor([[0.0, 1.0, 2.0, 2.0], [0.0, 3.0, 1.0, 2.0]])[mesh.rank]  # with ties
 
     def f(x):
-        ways = "mean", "max", "min"
-        wholes = [all_reduce("A[I] {U_X} -> A[I]", x, mesh, op=by) for by in ways]
-        shards = [reduce_scatter("A[I] {U_X} -> A[I_X]", x, mesh, op=by) for by in ways]
-        return sum(n * y.square().sum() for n, y in enumerate(wholes + shards)), (wholes, shards)
+        found = [all_reduce("A[I] {U_X} -> A[I]", x, mesh, op=by) for by in ("mean", "max")]
+        found.append(reduce_scatter("A[I] {U_X} -> A[I_X]", x, mesh, op="min"))
+        return sum(n * y.square().sum() for n, y in enumerate(found, 1)), found
 
     g = grad_and_value(f, has_aux=True)
     torch.testing.assert_close(compile_(g)(x), g(x), rtol=1e-6, atol=0)
@@ -147,9 +144,7 @@ def test_reductions_compiled(ranks):
 @pytest.mark.slow
 @pytest.mark.compile
 def test_a_step_and_its_derivatives_compiled(ranks):
-    for (dW, loss), others in ranks(compiled_and_eager, {"X": 2}):
-        for other in others:
-            torch.testing.assert_close(other, (dW, loss), rtol=1e-12, atol=1e-12)
+    ranks(compiled_and_eager, {"X": 2})
 
 
 ONE = Mesh({"X": 1})
