@@ -12,7 +12,6 @@ RINGS = rings.all_gather, rings.reduce_scatter, rings.all_to_all
 
 
 def run_rings(mesh, axis):
-    """Of each number of ways: (the ring's results, the collectives', what links carried)."""
     n, rng = mesh.size((axis,)), torch.Generator().manual_seed(mesh.rank)
     shard = torch.randn(ROWS, COLUMNS, dtype=torch.float64, generator=rng)
     whole = torch.randn(n * ROWS, COLUMNS, dtype=torch.float64, generator=rng)
@@ -22,23 +21,19 @@ def run_rings(mesh, axis):
         c.reduce_scatter(f"A[I, J] {{U_{axis}}} -> A[I_{axis}, J]", whole, mesh),
         c.all_to_all(f"A[I_{axis}, J, K] -> A[I, J_{axis}, K]", chunks.transpose(0, 1).contiguous(), mesh),
     ]
-    found = []
+    V = 8 * whole.numel()
     for ways in (1, 2):
         logs = [rings.LinkBytes() for _ in range(3)]
-        got = [ring(x, mesh, axis, ways, log) for ring, x, log in zip(RINGS, (shard, whole, chunks), logs, strict=True)]
-        found.append((ways, got, wanted, [(log.busiest, log.hops, sum(log.bytes.values())) for log in logs]))
-    return found
+        for ring, x, log, theirs in zip(RINGS, (shard, whole, chunks), logs, wanted, strict=True):
+            torch.testing.assert_close(ring(x, mesh, axis, ways, log).flatten(), theirs.flatten(), rtol=0, atol=1e-12)
+        hops = n - 1 if ways == 1 else n // 2
+        for log in logs[:2]:
+            assert (log.busiest, log.hops, sum(log.bytes.values())) == (hops * V // n, hops, n * (n - 1) * V // n)
 
 
 @pytest.mark.parametrize(("mesh", "axis"), [({"X": 2, "Y": 4}, "Y"), ({"X": 3}, "X")])
 def test_equal_to_the_collectives(ranks, mesh, axis):
-    n, V = mesh[axis], 8 * mesh[axis] * ROWS * COLUMNS
-    for found in ranks(run_rings, mesh, axis):
-        for ways, got, wanted, (gather, scatter, _) in found:
-            for ours, theirs in zip(got, wanted, strict=True):
-                torch.testing.assert_close(ours.flatten(), theirs.flatten(), rtol=0, atol=1e-12)
-            hops = n - 1 if ways == 1 else n // 2
-            assert gather == scatter == (hops * V // n, hops, n * (n - 1) * V // n)
+    ranks(run_rings, mesh, axis)
 
 
 def counted(ways, n, items):
@@ -58,9 +53,6 @@ def test_half_and_quarter(n):
     gather, exchange, V = counted(2, n, 2)
     assert gather == V // 2
     assert exchange * 4 == gather
-
-
-def test_an_odd_ring_and_one_of_one_device_that_sends_nothing():
     gather, exchange, V = counted(2, 5, 2)
-    assert (gather, exchange) == (2 * V // 5, 3 * V // 25)
-    assert counted(1, 1, 3)[:2] == counted(2, 1, 3)[:2] == (0, 0)
+    assert (gather, exchange) == (2 * V // 5, 3 * V // 25), "an odd ring"
+    assert counted(1, 1, 3)[:2] == counted(2, 1, 3)[:2] == (0, 0), "one device sends nothing"

@@ -101,25 +101,22 @@ def test_what_has_no_type_is_refused_with_a_line_that_is_then_accepted(call, rul
 
 def test_several_ways_to_ask_for_gradients():
     """Their types, and their values where an axis has one device: those on more are in test_ops and beside JAX's."""
-    generator = torch.Generator().manual_seed(1)
-    types = {"W": "[D, F_Y]", "V": "[F_Y, D]", "x": "[B_X, D]"}
+    generator, types = torch.Generator().manual_seed(1), ("[D, F_Y]", "[F_Y, D]", "[B_X, D]")
     whole = [torch.randn(s, generator=generator, dtype=torch.float64) for s in ((6, 8), (8, 6), (4, 6))]
-    W, V, x = (explicit.array(value, type, ONE) for value, type in zip(whole, types.values(), strict=True))
+    W, V, x = map(array, whole, types)
 
     def loss(W, V, x=x):
-        z = torch.einsum("bf,fd->bd", F.gelu(torch.einsum("bd,df->bf", x, W)), V)
-        return (torch.softmax(explicit.reshard(z, "[B_X, D]"), -1) * x).sum()
+        return (F.gelu(x @ W) @ V).sum()
 
-    def on_whole(W, V):  # torch's own grad, of tensors
-        arrays = explicit.array(W, types["W"], ONE), explicit.array(V, types["V"], ONE)
-        return explicit.reshard(loss(*arrays), "[] {U_XY}").local
+    def on_whole(*weights):  # torch's own grad, of tensors
+        return explicit.reshard(loss(*map(array, weights, types)), "[] {U_XY}").local
 
     wanted = torch.func.grad(lambda W, V: loss(W, V, whole[2]), (0, 1))(*whole[:2])
     grads = explicit.grad(loss, (0, 1))(W, V)
-    assert [g.type for g in grads] == ["float64[6, 8_Y] {U_X}", "float64[8_Y, 6] {U_X}"]
-    reduced = explicit.grad(lambda *Ws: explicit.reshard(loss(*Ws), "[]"), (0, 1))(W, V)
+    reduced = explicit.grad(lambda *weights: explicit.reshard(loss(*weights), "[]"), (0, 1))(W, V)
     of_dict = explicit.grad(lambda p: loss(**p))({"W": W, "V": V})
-    assert {name: g.type for name, g in of_dict.items()} == {"W": grads[0].type, "V": grads[1].type}
+    for found in (grads, [of_dict["W"], of_dict["V"]]):
+        assert [g.type for g in found] == ["float64[6, 8_Y] {U_X}", "float64[8_Y, 6] {U_X}"]
     ways = [[g.whole() for g in found] for found in (grads, reduced, of_dict.values())]
     for found in (*ways, torch.func.grad(on_whole, (0, 1))(*whole[:2])):
         torch.testing.assert_close([*found], [*wanted], rtol=1e-12, atol=1e-14)
@@ -222,15 +219,14 @@ test_calls_without_a_result_are_refused = refused(evaluated(dict.fromkeys(CALLS,
 test_types_that_do_not_fit_are_refused = refused(evaluated(TYPES, globals()), ShardingError)
 
 
-def test_what_no_array_has_is_no_attribute():
-    assert not hasattr(X, "nothing")
-
-
-def test_an_array_has_memory_of_its_own():
+def test_an_array_has_memory_of_its_own_and_a_plain_tensor_passes_where_its_type_fits():
     given = WHOLE.clone()
     array(given, "[8, 4]").local.add_(1)
     auto.jit(lambda x: x, ONE, ("[8, 4]",))(given).add_(1)
     assert torch.equal(given, WHOLE)
+    for type in ("[8_X, 4]", "float32[I_X, J]"):
+        assert explicit.reshard(given, type) is given
+    assert not hasattr(X, "nothing")
 
 
 def test_a_mean_has_the_dtype_that_is_asked_for():
@@ -238,9 +234,3 @@ def test_a_mean_has_the_dtype_that_is_asked_for():
         found = X.mean(dims, dtype=torch.float64).whole()
         assert found.dtype == torch.float64
         torch.testing.assert_close(found, WHOLE.double().mean(dims), rtol=1e-12, atol=0)
-
-
-def test_a_plain_tensor_passes_where_its_type_fits():
-    square = torch.ones(4, 4)
-    assert explicit.reshard(square, "[4_X, 4]") is square
-    assert explicit.reshard(square, "float32[I_X, J]") is square

@@ -32,12 +32,9 @@ def test_an_abstract_mesh_is_only_numbers():
     assert (mesh.size(), mesh.size(("X",)), mesh.size(("data", "X")), mesh.size(())) == (12, 4, 12, 1)
     assert (repr(mesh), mesh.coord) == ("AbstractMesh(X=4, data=3)", {"X": 0, "data": 0})
     assert AbstractMesh({}).size() == 1
-
-
-def test_an_abstract_group_counts_its_first_axis_as_the_major_one():
     mesh = AbstractMesh({"X": 4, "Y": 2}, {"X": 1, "Y": 1})
-    index = {axes: mesh.group(axes).index for axes in [("X",), ("Y",), ("X", "Y"), ("Y", "X")]}
-    assert index == {("X",): 1, ("Y",): 1, ("X", "Y"): 3, ("Y", "X"): 5}
+    index = {axes: mesh.group(tuple(axes)).index for axes in ("X", "Y", "XY", "YX")}
+    assert index == {"X": 1, "Y": 1, "XY": 3, "YX": 5}, "the first axis is the major one"
     assert mesh.group(("X", "Y")).backend == "abstract"
     assert AbstractMesh({"X": 1}).group(("X",)).backend == "single"
 
