@@ -163,10 +163,10 @@ def on_ranks(mesh, part: slice) -> tuple[list, list]:
     return wrong, sent
 
 
-@pytest.mark.parametrize("part", [slice(5), pytest.param(slice(5, 50), marks=pytest.mark.sweep)], ids=str)
+@pytest.mark.parametrize("part", [slice(3), pytest.param(slice(3, 50), marks=pytest.mark.sweep)], ids=str)
 def test_values_and_gradients_are_jaxs_in_both_modes(ranks, part):
     results = ranks(on_ranks, {"X": 2, "Y": 2}, part)
-    for wrong, _ in [*results, on_ranks(Mesh({"X": 1, "Y": 1}), slice(5))]:
+    for wrong, _ in [*results, on_ranks(Mesh({"X": 1, "Y": 1}), slice(3))]:
         assert wrong == []
     for each in zip(*(sent for _, sent in results), strict=True):
         assert max(moved for moved, _ in each) == each[0][1], "in a permutation some ranks send nothing"
@@ -179,7 +179,7 @@ def block(x, W):
     return x + torch.einsum("btnh,nhd->btd", torch.einsum("bnts,bsnh->btnh", P, V), W["O"])
 
 
-IN, WEIGHTS = "x[B_X, T, D_Y]", dict.fromkeys("QKV", "W[D_X, N_Y, H]") | {"O": "W[N_Y, H, D_X]"}
+IN, WEIGHTS = "x[B, T, D_X]", dict.fromkeys("QKV", "W[D, N_X, H]") | {"O": "W[N, H, D_X]"}
 WHOLE = tensor((4, 3, 8), 1), {name: tensor((2, 4, 8) if name == "O" else (8, 2, 4), 2) for name in WEIGHTS}
 
 
@@ -188,14 +188,12 @@ def gradients_of_a_block(mesh):
     x, W = tree.map(lambda whole, type: explicit.array(whole, type, mesh), WHOLE, (IN, WEIGHTS))
     grads = explicit.grad(lambda W: run(x, W).square().sum())(W)
     assert [g.type for g in grads.values()] == [each.type for each in W.values()]
-    return {name: g.whole() for name, g in grads.items()}
+    wanted = torch.func.grad(lambda W: block(WHOLE[0], W).square().sum())(WHOLE[1])
+    torch.testing.assert_close({name: g.whole() for name, g in grads.items()}, wanted, rtol=1e-12, atol=1e-13)
 
 
 def test_gradients_of_a_block_are_one_devices(ranks):
-    wanted = torch.func.grad(lambda W: block(WHOLE[0], W).square().sum())(WHOLE[1])
-    for found in ranks(gradients_of_a_block, {"X": 2, "Y": 2}):
-        for name, grad in found.items():
-            torch.testing.assert_close(grad, wanted[name], rtol=1e-12, atol=1e-13)
+    ranks(gradients_of_a_block, {"X": 2})
 
 
 MESHES = [{"X": 2, "Y": 4}, {"X": 2, "Y": 2, "Z": 2}]
@@ -221,7 +219,7 @@ def test_price_is_what_is_sent(sizes, pairs):
     mesh, x, steps, less = AbstractMesh(sizes), torch.empty(SHAPE, device="meta"), set(), 0
     drawn = every(SHAPE, SHAPE, sizes=sizes)
     assert len(drawn) == pairs
-    for src, dst in drawn[:: 1 if pairs < 500 else 13]:
+    for src, dst in drawn[:: 1 if pairs < 500 else 29]:
         idle = reshard(spec_of(src), spec_of(dst), SHAPE, mesh, idle=True)
         steps.update(idle.steps)
         if {*dst.unreduced} - {*src.unreduced}:
