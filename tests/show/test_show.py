@@ -19,7 +19,7 @@ from scaling.schedules import SCHEDULES, make
 from scaling.schedules.simulator import Times, simulate
 from scaling.show import NINE, blocks, devices, draw, main, params, save
 from scaling.show import schedules as show_schedule
-from scaling.show.timelines import draw_on, schedule_chart, summary, write_chrome
+from scaling.show.timelines import draw_on, schedule_chart, summary
 from scaling.spec import ShardingError, parse
 from scaling.spec.sizes import parse_mesh
 
@@ -193,31 +193,25 @@ def test_rows_are_aligned_and_as_wide_as_asked(name):
 
 def test_schedules_command_line(capsys, tmp_path):
     picture, trace = tmp_path / "a.svg", tmp_path / "a.json"
-    options = f"1f1b --stages 4 --microbatches 8 --plot {picture} --trace {trace}"
-    assert main(["schedule", *options.split()]) == 0
+    assert main(["schedule", "1f1b", "--stages", "4", "--microbatches", "8", "--plot", str(picture)]) == 0
     shown = capsys.readouterr().out
     assert "bubble 27.3%" in shown
     assert "closed form 9 = simulated 9" in shown
     assert picture.read_bytes().startswith(b"<?xml")
-    assert trace.exists()
 
-    assert show_schedule.main(["all", "--stages", "2", "--microbatches", "3", "--times", "1,2,1"]) == 0
+    options = f"all --stages 2 --microbatches 3 --times 1,2,1 --trace {trace}"
+    assert show_schedule.main(options.split()) == 0
     shown = capsys.readouterr()
     assert shown.out.count("rank 1 |") == 4
     assert "interleaved: 3 microbatches are not a multiple of 2 stages" in shown.err
+    events = json.loads(trace.read_text())["traceEvents"]
+    names = [e["args"]["name"] for e in events if e["ph"] == "M"]
+    assert names[:6] == ["naive", "rank 0", "rank 1", "gpipe", "rank 0", "rank 1"]
+    forward = next(e for e in events if (e["name"], e["pid"], e.get("tid")) == ("Forward 2", 1, 1))
+    assert (forward["ts"], forward["dur"], forward["args"]) == (3e6, 1e6, {"stage": 1, "microbatch": 2})
+
     assert show_schedule.main(["dualpipev", "--stages", "4", "--microbatches", "4"]) == 2
     assert show_schedule.main(["gpipe", "--split", "--hop", "1/2"]) == 0
-
-
-def test_chrome_trace(tmp_path):
-    timeline = simulate(make("gpipe", 2, 3), Times(hop=1))
-    write_chrome(tmp_path / "trace.json", timeline, timeline)
-    events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
-    assert [e["args"]["name"] for e in events if e["ph"] == "M"] == ["gpipe", "rank 0", "rank 1"] * 2
-    spans = [e for e in events if e["ph"] == "X" and e["pid"] == 1]
-    assert len(spans) == len(timeline.spans)
-    forward = next(e for e in spans if e["name"] == "Forward 2" and e["tid"] == 1)
-    assert (forward["ts"], forward["dur"], forward["args"]) == (4e6, 1e6, {"stage": 1, "microbatch": 2})
 
 
 @pytest.mark.parametrize("shown", [False, True])
