@@ -13,11 +13,25 @@ from scaling.algebra.rules import collective_steps
 from scaling.collectives import op
 from scaling.collectives.op import dual_line
 from scaling.mesh import AbstractMesh
-from scaling.spec import ShardingError, Spec, parse_line
+from scaling.spec import ShardingError, Spec, format_axes, parse_line
 
 
 def meta(*shape):
     return torch.empty(shape, device="meta")
+
+
+STEPS = {  # a call: the steps that it takes, as "axes over which: type after"
+    "AllGather: A[I_YX] -> A[I]": ["YX: A[I]"],
+    "AllGather: A[I_X, J_Y] -> A[I, J]": ["X: A[I, J_Y]", "Y: A[I, J]"],
+    "AllGather: W[D_{data,model}] -> W[D_data]": ["{model}: W[D_{data}]"],
+    "ReduceScatter: A[I, J] {U_XYZ} -> A[I_X, J_Y] {U_Z}": ["X: A[I_X, J] {U_YZ}", "Y: A[I_X, J_Y] {U_Z}"],
+    "AllToAll: A[I_X, J_Y] {U_Z} -> A[I, J_YX] {U_Z}": ["X: A[I, J_YX] {U_Z}"],
+}
+
+
+def test_the_steps_of_a_line():
+    found = {call: [f"{format_axes(s.axes)}: {s.after}" for s in collective_steps(*call.split(": "))] for call in STEPS}
+    assert found == STEPS
 
 
 MINOR = "the minor (last) axes of a dim; otherwise the blocks would be interleaved"
