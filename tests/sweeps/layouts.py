@@ -208,8 +208,8 @@ def on_mesh(mesh, config: Config, sizes: dict, options: dict, wanted: dict, back
 def largest(found, wanted) -> tuple[float, str]:
     """(the largest error, relative to its leaf's maximum; where): of a NaN infinity."""
     leaves = zip(tree.named_leaves(found).items(), tree.leaves(wanted), strict=True)
-    off = [((a - b).abs().max() / b.abs().max().clamp(min=1e-30), where) for (where, a), b in leaves]
-    return max((error.nan_to_num(math.inf).item(), where) for error, where in off)
+    relative = [((a - b).abs().max() / b.abs().max().clamp(min=1e-30), where) for (where, a), b in leaves]
+    return max((error.nan_to_num(math.inf).item(), where) for error, where in relative)
 
 
 def outcome(sizes: dict, config: Config, options: dict, backend: str) -> dict:
