@@ -147,6 +147,7 @@ def tape_gradients(results: Sequence[Tensor], leaves: Sequence[Tensor], cotangen
 
 # What torch.func wraps a tensor in, level by level: of vmap those alone whose level it is batched at.
 is_wrapped = torch._C._functorch.is_functorch_wrapped_tensor
+is_tracked = torch._C._functorch.is_gradtrackingtensor  # wrapped by a derivative of torch.func, not by vmap
 level_of = torch._C._functorch.maybe_get_level
 unwrapped = torch._C._functorch.get_unwrapped
 without_functions = torch._C.DisableTorchFunction  # a context in which no TorchFunctionMode is called

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from scaling import tree
-from scaling.common.torch_private import any_modes, assert_later, is_wrapped, modes
+from scaling.common.torch_private import any_modes, assert_later, is_tracked, is_wrapped, modes, unwrapped
 from scaling.configs import Config
 from scaling.mesh import AbstractMesh
 from scaling.models.leaves import specs_of
@@ -19,7 +19,9 @@ IDS = (torch.int64, torch.int32)
 
 
 def _readable(x: Tensor) -> bool:
-    """Whether x has values that may be looked at now: it is no tracer's, and not on the meta device."""
+    """Whether x has values that may be looked at now: it is no tracer's and not vmap's, and not on the meta device."""
+    while is_tracked(x):  # as all that is computed inside torch.func.grad
+        x = unwrapped(x)
     return not (torch.compiler.is_compiling() or x.is_meta or is_wrapped(x) or (any_modes() and modes()))
 
 

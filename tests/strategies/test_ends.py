@@ -42,7 +42,6 @@ def compared(mesh):
     three = torch.tensor(3.0, dtype=torch.float64)
     for by, (V, chunk, tied, smoothing, z) in zip(itertools.cycle((tape, tape, vjp)), CASES):
         x, U, targets, w = problem(V)
-        targets = targets.clamp(min=0) if by is vjp else targets  # what torch.func has wrapped, w, is not looked at
         wanted = on_one_device(partial(by_torch, targets=targets, w=w, smoothing=smoothing, z=z), (x, U), three)
         beyond = (0, -V % mesh.sizes["Y"])
         U, wanted_dU = F.pad(U, beyond, value=50.0), F.pad(wanted[1][1], beyond)  # what is padding is in no sum
