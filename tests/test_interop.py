@@ -54,7 +54,8 @@ def test_placements_of_every_type(sizes):
             placements = spec.placements(mesh)
             seen.add(placements)
             in_order = all([*axes] == [axis for axis in mesh if axis in axes] for axes in dims)
-            assert not in_order or to_placements(str(spec), mesh) == placements
+            if in_order:
+                assert to_placements(str(spec), mesh) == placements
             assert [axis for axis, one in zip(mesh, placements, strict=True) if one.is_partial()] == [*unreduced]
             assert from_placements(placements, AbstractMesh(mesh), ("I", "J"), "A") == spec
             for at in itertools.product(*map(range, mesh.values())):
@@ -153,7 +154,7 @@ def test_redistribute_agrees_and_sends_no_less(ranks):
     every = [spec for spec in types(MESH) if all([*axes] == sorted(axes) for _, axes in spec.dims)]
     pairs = [(src, dst) for src in every for dst in every if not dst.unreduced]
     assert len(pairs) == 16 * 9
-    for error, more in ranks(redistribute_on_rank, MESH, pairs[::6], (4, 8)):
+    for error, more in ranks(redistribute_on_rank, MESH, pairs[::7], (4, 8)):
         assert error < 1e-12
         assert max(more, default=0) < 1e-9
         assert min(more, default=-1) < -1e-9

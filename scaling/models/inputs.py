@@ -20,9 +20,11 @@ IDS = (torch.int64, torch.int32)
 
 def _readable(x: Tensor) -> bool:
     """Whether x has values that may be looked at now: it is no tracer's and not vmap's, and not on the meta device."""
+    if torch.compiler.is_compiling():
+        return False
     while is_tracked(x):  # as all that is computed inside torch.func.grad
         x = unwrapped(x)
-    return not (torch.compiler.is_compiling() or x.is_meta or is_wrapped(x) or (any_modes() and modes()))
+    return not (x.is_meta or is_wrapped(x) or (any_modes() and modes()))
 
 
 def check_ids(name: str, ids: Any, shape: tuple[int, ...] | None = None) -> None:

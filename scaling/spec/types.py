@@ -214,7 +214,7 @@ class Spec:
         self.check_axes(mesh)
         local, axis_sizes = [], mesh_sizes(mesh)
         for (dim, axes), size in zip(self.dims, self.global_shape(sizes), strict=True):
-            parts = math.prod(axis_sizes[axis] for axis in axes)
+            parts = math.prod([axis_sizes[axis] for axis in axes])  # a list: Dynamo sees through it
             if size % parts:
                 product = " * ".join(f"{axis}={axis_sizes[axis]}" for axis in axes)
                 raise ShardingError(

@@ -18,7 +18,7 @@ from torch import Tensor
 from scaling.collectives import wait
 from scaling.collectives.checked import alike
 from scaling.models.pointwise import act, act_vjp, check_activation, rms_norm, rms_norm_vjp
-from scaling.spec import parse
+from scaling.spec import Spec, parse
 from scaling.strategies.layers import Layers, layers_a_bucket
 
 
@@ -88,6 +88,12 @@ class Strategy:
         """The names of the weights: those of SPECS that are neither In nor Out."""
         return tuple(name for name in self.SPECS if name not in ("In", "Out"))
 
+    @cached_property
+    def types(self) -> tuple[list[Spec], list[Spec]]:
+        """Of the weights and of their gradients, read once: torch.compile would read them again, and warn."""
+        of_grads = self.GRADS or self.SPECS
+        return [parse(self.SPECS[name]) for name in self.weights], [parse(of_grads[name]) for name in self.weights]
+
     def layers(self, params: Mapping[str, Tensor], mesh, **options) -> Layers:
         """The engine of these params, stacked over L."""
         layers = list(zip(*(params[name].unbind() for name in self.weights), strict=True))
@@ -105,12 +111,11 @@ class Strategy:
         """Of one layer's gradients, whose types are `GRADS`; None if those of the weights."""
         if self.GRADS is None:
             return None
+        types, gradient_types = self.types
         sizes = {}
-        for name, x in zip(self.weights, W, strict=True):
-            sizes |= {
-                dim: n * mesh.size(axes) for (dim, axes), n in zip(parse(self.SPECS[name]).dims, x.shape, strict=True)
-            }
-        return [parse(self.GRADS[name]).local_shape(sizes, mesh) for name in self.weights]
+        for spec, x in zip(types, W, strict=True):
+            sizes |= {dim: n * mesh.size(axes) for (dim, axes), n in zip(spec.dims, x.shape, strict=True)}
+        return [spec.local_shape(sizes, mesh) for spec in gradient_types]
 
     def depth(self, params: Mapping[str, Tensor]) -> int:
         """L. ValueError if the params are not the strategy's weights, or not stacked alike."""

@@ -179,7 +179,7 @@ def block(x, W):
     return x + torch.einsum("btnh,nhd->btd", torch.einsum("bnts,bsnh->btnh", P, V), W["O"])
 
 
-IN, WEIGHTS = "x[B, T, D_X]", dict.fromkeys("QKV", "W[D, N_X, H]") | {"O": "W[N, H, D_X]"}
+IN, WEIGHTS = "x[B_X, T, D_Y]", dict.fromkeys("QKV", "W[D_X, N_Y, H]") | {"O": "W[N_Y, H, D_X]"}
 WHOLE = tensor((4, 3, 8), 1), {name: tensor((2, 4, 8) if name == "O" else (8, 2, 4), 2) for name in WEIGHTS}
 
 
@@ -193,7 +193,7 @@ def gradients_of_a_block(mesh):
 
 
 def test_gradients_of_a_block_are_one_devices(ranks):
-    ranks(gradients_of_a_block, {"X": 2})
+    ranks(gradients_of_a_block, {"X": 2, "Y": 2})
 
 
 MESHES = [{"X": 2, "Y": 4}, {"X": 2, "Y": 2, "Z": 2}]

@@ -150,10 +150,14 @@ def literal_answers(name: str) -> set[str]:
             both = isinstance(target, ast.Tuple) and len(target.elts) == len(getattr(node.value, "elts", ()))
             for to, value in zip(target.elts, node.value.elts, strict=True) if both else [(target, node.value)]:
                 empty = ast.unparse(value) in ("{}", "[]")  # filled in a loop
-                literal = literal - names_in(to) if empty or names_in(value) - literal else literal | names_in(to)
+                if empty or names_in(value) - literal:
+                    literal -= names_in(to)
+                else:
+                    literal |= names_in(to)
         for call in (call for call in ast.walk(node) if called(call) == "Answer"):
             (own,) = [k.value for k in call.keywords if k.arg == "ours"] or call.args[2:3]
-            found |= set() if names_in(own) - literal else {ast.unparse(own)}
+            if names_in(own) <= literal:
+                found.add(ast.unparse(own))
     return found
 
 
@@ -193,6 +197,12 @@ def test_a_difference_is_judged_so_that_a_nan_and_every_rank_count():
         for node in ast.walk(parsed(path)):
             if called(node) == "max" and isinstance(node.func, ast.Name):
                 assert not re.search(OFF, ast.unparse(node)), f"{path}:{node.lineno}\n  fix: largest of scaling.book"
-            if isinstance(node, ast.FunctionDef) and "mesh" in ast.unparse(node.args) and "tests" not in path.parts:
+            if (
+                isinstance(node, ast.FunctionDef)
+                and "mesh" in ast.unparse(node.args)
+                and "tests" not in path.relative_to(ROOT).parts
+            ):
                 of_one = [each for each in ast.walk(node) if called(each) in ("difference", "largest")]
-                assert all("mesh" in ast.unparse(each) for each in of_one), f"{path}\n  fix: {node.name} gives the mesh"
+                assert all("mesh" in ast.unparse(each) for each in of_one), (
+                    f"{path}:{node.lineno}\n  fix: {node.name} gives the mesh"
+                )

@@ -67,8 +67,10 @@ def test_what_cannot_be_done_is_refused_with_the_right_fix_and_nothing_else(monk
     page(monkeypatch, "--mesh", "X=2", "--batch", "6", "--text", "README.md", **options)
     said = refused(monkeypatch, capsys, *argv.split(), **options)
     assert REFUSED[argv].replace("MESH", "--mesh X=4,Y=2") in said
-    if argv == "--device tpu":  # without a mesh too
-        assert REFUSED[argv] in refused(monkeypatch, capsys, *argv.split(), device=True)
+
+
+def test_a_device_that_is_not_there_is_refused_without_a_mesh_too(monkeypatch, capsys):
+    assert REFUSED["--device tpu"] in refused(monkeypatch, capsys, "--device", "tpu", device=True)
 
 
 def test_the_mesh_fits_the_ranks_of_torchrun_or_the_fix_is_another_number_of_them(monkeypatch, capsys):

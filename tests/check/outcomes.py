@@ -28,7 +28,7 @@ from scaling.spec import parse_line
 STORED = Path(__file__).parent / "outcomes.txt"
 TOGETHER, SECONDS = 24, 20  # edits that share their ranks; how long these wait for one another
 FORMS = "operands exchanged", "another name", "in two steps", "an operand within another call"
-FORMS += ("the line as other text", "within another call", "within another call")
+FORMS += ("the line as other text", "within another call", "within another call")  # this one twice as often
 SAME = (  # of an array, whatever it is
     "{}.clone()", "1.0 * {}", "{} / 1", "{} + 0", "-(-{})", "({}).contiguous()", "({},)[0]", "[{}][-1]",
     "dict(x={})['x']", "passed({})", "paired({})[0]", "(lambda x: x)({})", "next(iter([{}]))", "({}).to(({}).dtype)",

@@ -36,6 +36,12 @@ def test_a_product_is_one_of_matrices_where_its_dims_allow(line):
     assert (product_of(line).summed > 0) is ONE_PRODUCT[line]
 
 
+def test_derivatives_of_a_product_and_of_its_transpose():
+    x, y = (torch.randn(*shape, dtype=torch.float64, requires_grad=True) for shape in ((3, 4), (4, 5)))
+    for line in (PRODUCT, "A[I, J] * B[J, K] -> C[K, I]"):
+        assert torch.autograd.gradcheck(lambda x, y: einsum(line, x, y), (x, y))  # noqa: B023
+
+
 TYPES = [*types("XY")]
 PAIRS = [*itertools.product(TYPES, TYPES)][::7]  # in which all ops occur
 

@@ -53,6 +53,9 @@ def test_half_and_quarter(n):
     gather, exchange, V = counted(2, n, 2)
     assert gather == V // 2
     assert exchange * 4 == gather
+
+
+def test_an_odd_ring_and_one_device():
     gather, exchange, V = counted(2, 5, 2)
-    assert (gather, exchange) == (2 * V // 5, 3 * V // 25), "an odd ring"
-    assert counted(1, 1, 3)[:2] == counted(2, 1, 3)[:2] == (0, 0), "one device sends nothing"
+    assert (gather, exchange) == (2 * V // 5, 3 * V // 25)
+    assert counted(1, 1, 3)[:2] == counted(2, 1, 3)[:2] == (0, 0)

@@ -226,6 +226,9 @@ def test_an_array_has_memory_of_its_own_and_a_plain_tensor_passes_where_its_type
     assert torch.equal(given, WHOLE)
     for type in ("[8_X, 4]", "float32[I_X, J]"):
         assert explicit.reshard(given, type) is given
+
+
+def test_it_has_no_attributes_but_a_tensor_s():
     assert not hasattr(X, "nothing")
 
 

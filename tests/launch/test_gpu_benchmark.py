@@ -35,13 +35,13 @@ def cases_equal(device, tiny):
 
 def forks(command: list[str], limit: float) -> tuple[int, list[str]]:
     """What `last_words` does, by forks of this process, which has imported torch."""
-    begins = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    several = command[1:6] == begins
+    several = "--standalone" in command  # torchrun's options before the script
 
-    def begin() -> Forked:
-        return Forked(lambda: setattr(sys, "argv", command[6 if several else 1 :]) or sys.exit(gpu.main()))
+    def program():
+        sys.argv = command[6 if several else 1 :]
+        sys.exit(gpu.main())
 
-    processes = ranks_of_torchrun(begin) if several else [begin()]
+    processes = ranks_of_torchrun(lambda: Forked(program)) if several else [Forked(program)]
     said = [process.communicate(SOON)[0].splitlines() for process in processes]
     return max(process.returncode for process in processes), said[0]
 

@@ -6,6 +6,7 @@ import sys
 import threading
 import time
 from multiprocessing import util
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -23,6 +24,7 @@ def test_what_ranks_are_given_and_give_and_leave(tmp_path, monkeypatch):
     killed. A first collective takes each 0.05 s of a processor, which other programs on the machine hardly change; no
     rank imports anything, for its first gradient neither."""
     ready_to_fork()  # the compiler makes a folder
+    monkeypatch.setattr("scaling.launch.ranks.ready_to_fork", ready := Mock(wraps=ready_to_fork))
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     here = []  # a rank changes its own copy
 
@@ -37,6 +39,7 @@ def test_what_ranks_are_given_and_give_and_leave(tmp_path, monkeypatch):
         return mesh.rank, mesh.coord, whole, took, around, sorted(set(sys.modules) - before), large
 
     results = run(f, {"X": 4, "Y": 2}, 10, 1)
+    ready.assert_called_once()
     for number, (rank, coord, whole, took, around, imported, large) in enumerate(results):
         assert (rank, coord) == (number, {"X": number // 2, "Y": number % 2})
         assert torch.equal(whole, torch.arange(8) * 10 + 1)

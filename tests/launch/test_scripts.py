@@ -32,16 +32,14 @@ def main(mesh, how):
     if how == "wait":
         time.sleep(600)
     if mesh.rank < mesh.size() - 1:
-        return all_reduce("A[] {{U_X}} -> A[]", torch.ones(()), mesh).item()
+        return all_reduce("A[] {{U_X}} -> A[]", torch.ones(()), mesh)
     if how == "raise":
         raise ValueError("boom")
     if how == "leave":
         sys.exit(0)
 
 if __name__ == "__main__":
-    result = start(main, {{"X": int(sys.argv[2])}}, sys.argv[1], timeout=float((sys.argv + ["60"])[3]))
-    if int(os.environ.get("RANK", 0)) == 0:
-        print("result", result)
+    start(main, {{"X": int(sys.argv[2])}}, sys.argv[1], timeout=float((sys.argv + ["60"])[3]))
 """
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run"]
 TWO_RANKS = [*TORCHRUN, "--nproc-per-node", "2"]
@@ -171,6 +169,8 @@ def test_the_rank_that_failed_leaves_torchrun_its_traceback_and_the_other_waits_
         lambda: script("raise", "2"), TORCHELASTIC_ERROR_FILE=str(said), TORCHELASTIC_RUN_ID="a"
     )
     failure_of(one)
+    zero.process.join(1.0)
+    assert running(zero.pid)
     os.kill(zero.pid, signal.SIGTERM)
     zero.communicate(SOON)
     assert zero.returncode == -signal.SIGTERM

@@ -174,7 +174,6 @@ def start(name: str, arguments: list[str]) -> int:
 
 def parser_of(name: str) -> argparse.ArgumentParser:
     """The parser that a command or a chapter makes, caught where it is to read the arguments."""
-
     parsers = []
 
     def caught(parser, *_, **__):
@@ -183,6 +182,7 @@ def parser_of(name: str) -> argparse.ArgumentParser:
 
     with mock.patch.object(argparse.ArgumentParser, "parse_known_args", caught), contextlib.suppress(SystemExit):
         start(name, [])
+    assert parsers, f"{name} made no parser"
     return parsers[0]
 
 
@@ -240,6 +240,7 @@ def case(name: str, options: list[argparse.Action], base: Path, draw: random.Ran
             file = Path(draw.choice(read))
             table, how = spoiled((tomllib if file.suffix == ".toml" else json).loads(file.read_text()), draw)
             file.write_text(written(file.name, table))
+            how = f"{file}: {how}"
             given = [GIVEN[file.name], file.name] if file.name in GIVEN else []
             arguments = [*COMMANDS[name][1].split(), *given]
         else:
@@ -248,7 +249,7 @@ def case(name: str, options: list[argparse.Action], base: Path, draw: random.Ran
         status, out, err = forked(partial(start, name, arguments))
         new = sorted(str(path) for path in {*Path().rglob("*")} - before)
         os.chdir(base)
-        return f"{name} {' '.join(arguments)} {how}", status, judged(status, out, err, new)
+        return f"{name} {how} {' '.join(arguments)}", status, judged(status, out, err, new)
 
 
 def run(cases: int, seed: int, only: str, each: bool) -> tuple[Counter, list[str]]:

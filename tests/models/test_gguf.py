@@ -159,7 +159,8 @@ def test_a_truncated_file_is_refused(tmp_path, read):
 
 
 def test_it_is_written_once(tmp_path, read):
-    config = Path((first := read().folder), "config.json")
+    first = read().folder
+    config = Path(first, "config.json")
     before = config.stat().st_mtime_ns
     assert source_of(tmp_path / "m.gguf").folder == first
     assert config.stat().st_mtime_ns == before

@@ -237,9 +237,7 @@ REFUSED = {  # what is said: what is asked
     "unknown zero 2": lambda: Fixed(zero=2),
     "unknown reduce 'late'": lambda: Fixed(reduce="late"),
     "tensor = 0": lambda: Fixed((("tensor", 0),)),
-    "more replicas than the 1 sequences": lambda: plans(Job(L8.with_(N=3, K=3, L=1), 2**11, 2**11), H100, 64),
     "are not a slice": lambda: plans(Job(L8, 2**22), V5P, 8951),
     "at least 1": lambda: plans(Job(L70, 2**20), H100, 0),
-    "has no FLOPs/s for fp8": lambda: plans(Job(L8, 2**20, dtype="fp8"), V5P, 64),
 }
 test_refused = refused(by_words(REFUSED))

@@ -189,7 +189,7 @@ def watch(mesh, place, predict=""):
 
 
 def test_some_steps_of_a_run_are_profiled_and_a_slow_rank_is_named_with_its_line(ranks, tmp_path):
-    """On a busy machine others may be late too, and longer: `test_split.py` has how exactly it is found."""
+    """On a busy machine others may be late too, and longer; how exactly it is found, `test_split.py` has."""
     machine, place = tmp_path / "machine.toml", tmp_path / "p"
     reduce = Measured("AllReduce", 2, 0.25, 1e9)  # 250 ms, then a byte each nanosecond
     one = Chip("m", "cpu", "here", peaks=(("fp32", 1e9),), hbm_bytes=1e9, hbm_bw=1e9, measured=(reduce,))

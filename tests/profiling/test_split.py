@@ -1,5 +1,5 @@
 """Profiles of programs whose answer is known: waiting, exposed and hidden; the parts of a step; who is slow, where,
-by how much, and nobody where there is nothing.
+by how much, and nobody where there is nothing; sets of times.
 
 A program of products and collectives is played on ranks with given speeds. Every rank runs the same items: ("work",
 line, seconds by rank), ("gap", "", seconds by rank), ("call", line, seconds of the transfer) waited for at once,
@@ -75,6 +75,15 @@ def program(rng: random.Random, ranks: int, length: int = 12) -> list:
             open_ += [call] if kind == "start" else []
             items.append((kind, call, rng.random()))
     return items + [("wait", line, 0) for line in open_]
+
+
+def test_sets_of_times_are_sets():
+    """Nested, touching, and turned round, which covers none."""
+    a, b = intervals.union([(12, 15), (0, 9), (2, 3), (15, 16), (20, 18)]), [(1, 4), (8, 13)]
+    assert a == [(0, 9), (12, 16)]
+    assert intervals.intersect(a, b) == [(1, 4), (8, 9), (12, 13)]
+    assert intervals.subtract(a, b) == [(0, 1), (4, 8), (13, 16)]
+    assert intervals.gaps(a, (3, 14)) == [(9, 12)]
 
 
 def run(op, called, end, rank=0, **fields):
@@ -194,6 +203,9 @@ def test_a_rank_that_waited_for_a_core_is_not_slow():
     zero, one = play(DELAYED, 2)[0]
     waited = ((0.0, 0.0), (one.marks[2], 0.001), (one.marks[3], 0.05), (one.marks[-1], 0.05))
     assert of([zero, replace(one, waited=waited)]).stragglers() == []
+
+
+def test_how_long_was_waited_within_a_span():
     waited = [(0.0, 0.0), (1.0, 0.5), (2.0, 0.5), (3.0, 0.9)]
     assert [waited_within(waited, *span) for span in ((0.2, 0.8), (1.0, 2.0), (1.5, 2.5))] == approx([0.5, 0.0, 0.4])
     assert waited_within((), 0.0, 1.0) == 0.0

@@ -60,13 +60,16 @@ def test_every_microbatch_passes_every_stage_once(name, stages, microbatches, ch
         assert all(step.forward.stage != step.backward.stage for step in both)
 
 
-def test_by_hand():
+def test_one_chunk_overlap_and_hops_by_hand():
     assert make("interleaved", 4, 8, 1).programs == make("1f1b", 4, 8).programs
     times = Times(overlapped=Fraction(5, 2))  # what DualPipe overlaps may take less
     idle = simulate(make("dualpipev", 4, 16), times).idle(3)
     assert idle == bubbles.bubble_time("dualpipev", 4, 16, 2, times) == Fraction(9, 4)
     slow = simulate(make("gpipe", 4, 8), Times(hop=1))  # hops delay, but do not change the order
     assert slow.makespan == simulate(make("gpipe", 4, 8)).makespan + 2 * 3  # three hops forward, three back
+
+
+def test_layers_in_the_order_of_their_stages():
     orders = {("1f1b", 4): [0, 1, 2, 3], ("interleaved", 8): [0, 1, 4, 5, 2, 3, 6, 7], ("dualpipev", 4): [0, 3, 1, 2]}
     for (name, layers), order in orders.items():
         assert make(name, 2, 4).layer_order(layers) == order

@@ -215,7 +215,9 @@ def test_requests_that_do_not_fit_are_refused_alone(served):
     small = ["--page", "4", "--memory", str(WEIGHTS + 3 * 4 * TOKEN)]  # room for three pages: one request at a time
     assert [row.get("ids") for row in served(table, *small)[0]] == wanted
     assert "a larger mesh" in served(table, "--page", "4", "--memory", str(WEIGHTS), code=1)[2]
-    # pages for the longest requests at once
+
+
+def test_pages_for_the_longest_requests_at_once():
     lines = [RequestLine(n, 0.0, Request(n, (1,) * 3, n)) for n in (1, 9, 5, 97)]
     pages, some, refused = batch.pages_of(lines, 4, 2, 20)
     assert (pages, [line.request.id for line in some], [row["line"] for row in refused]) == (3 + 2, [1, 9, 5], [97])

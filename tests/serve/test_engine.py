@@ -215,11 +215,12 @@ def test_random_traces(groups, count):
         assert total[what] > 3, (what, total)
 
 
+# (policy, times to the first tokens, time per token, all, longest gap of a decode)
 POLICIES = [("static", [1, 1, 7], 1.0, 7, 1), ("interleaved", [1, 2, 3], 1.2, 8, 42), ("chunked", [1, 1, 2], 1.0, 6, 8)]
 
 
-@pytest.mark.parametrize(("policy", "first", "each", "seconds", "gap"), POLICIES)
-def test_policies_differ_in_when_they_admit(policy, first, each, seconds, gap):
+@pytest.mark.parametrize(("policy", "first", "tpot", "seconds", "gap"), POLICIES)
+def test_policies_differ_in_when_they_admit(policy, first, tpot, seconds, gap):
     """Two short requests and a long one, two slots: when they have their first tokens, and when all is over.
 
     nano-vllm#73, PR#276, vllm#5042, who starves whom: chunked, no step is without those that decode; interleaved, a
@@ -228,7 +229,7 @@ def test_policies_differ_in_when_they_admit(policy, first, each, seconds, gap):
     served = simulate(arrivals, Options(pages=16, page=2, slots=2, policy=policy), lambda action: 1.0)
     assert [times.ttft for times in served.requests.values()] == first
     assert [served.percentile("ttft", p) for p in (50, 95)] == first[1:]
-    assert served.requests[1].tpot == served.percentile("tpot", 50) == each
+    assert served.requests[1].tpot == served.percentile("tpot", 50) == tpot
     assert math.isnan(served.requests[2].tpot)  # of one token
     assert (served.seconds, served.throughput) == (seconds, 8 / seconds)
     arrivals = [(0.0, Request(0, (1,), 12)), (2.5, Request(1, tuple(range(40)), 2))]
@@ -250,7 +251,6 @@ def test_least_lately_used_is_evicted_first():
 
 
 def test_a_request_goes_to_the_group_that_has_its_prefix_and_else_where_the_fewest_are():
-    """And a group without pages preempts its own youngest, not the one of the other group, though that is younger."""
     start = initial(Options(pages=4, page=1, slots=6, groups=2))
     state, actions = step(start, [Arrive(Request(i, (i, i), 1)) for i in range(3)])
     assert [(work.id, work.group) for work in actions[-1].works] == [(0, 0), (1, 1), (2, 0)]
@@ -258,6 +258,9 @@ def test_a_request_goes_to_the_group_that_has_its_prefix_and_else_where_the_fewe
     state, actions = step(state, [Arrive(Request(7, (1, 5), 1))])
     assert (state.live[7].group, actions[0]) == (1, Admit(7, 1))
 
+
+def test_a_group_without_pages_preempts_its_own_youngest():
+    """Not the one of the other group, though that is younger."""
     start = initial(Options(pages=2, page=2, slots=4, groups=2, prefix=False))
     state, _ = step(start, [Arrive(Request(i, prompt, 2)) for i, prompt in enumerate([(1, 1), (2,), (3,), (4,)])])
     _, actions = step(state, [Done("engine", dict.fromkeys(range(4), (9,)))])

@@ -28,7 +28,7 @@ TARGETS = [  # of ranks 4 to 7: (mesh, form, page, places of a row)
     ({"Z": 4}, "sequence", None, 12),
     ({"Y": 2, "X": 2}, "2d", 4, S),
 ]
-PAIRS = [(CONFIG, source, TARGETS[(i + n) % 4]) for i, source in enumerate(SOURCES) for n in range(2)]
+PAIRS = [(CONFIG, source, TARGETS[(i + 1 + n) % 4]) for i, source in enumerate(SOURCES) for n in range(2)]
 PAIRS += [(LATENT, source, TARGETS[i % 3]) for i, source in enumerate(SOURCES[:4])]
 
 

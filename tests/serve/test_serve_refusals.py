@@ -12,7 +12,7 @@ from scaling import serve, tree
 from scaling.configs import Config, Latent
 from scaling.mesh import AbstractMesh
 from scaling.models import transformer
-from scaling.models.text import Unknown  # noqa: F401
+from scaling.models.text import Unknown  # noqa: F401, as the three below: calls in the tables name them
 from scaling.serve import engine, sampling, scheduler  # noqa: F401
 from scaling.serve.requests import Draw, Request, Sampling  # noqa: F401
 from scaling.serve.states import Arrive, Cancel, Done, Finish, Moved, Options

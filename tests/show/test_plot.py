@@ -58,17 +58,17 @@ def test_charts_drawn():
 
 
 TICKS = {  # ends: round numbers between them
-    "0.1 1e4": [0.1, 1, 10, 100, 1e3, 1e4],
-    "1e3 1e14": [1e4, 1e6, 1e8, 1e10, 1e12, 1e14],
-    "30 80": [50],
-    "3 45": [5, 10, 20],
-    "0 511": [0, 100, 200, 300, 400, 500],
-    "-1 1": [-1, -0.5, 0, 0.5, 1],
+    (0.1, 1e4, "log"): [0.1, 1, 10, 100, 1e3, 1e4],
+    (1e3, 1e14, "log"): [1e4, 1e6, 1e8, 1e10, 1e12, 1e14],
+    (30, 80, "log"): [50],
+    (3, 45, "log"): [5, 10, 20],
+    (0, 511, ""): [0, 100, 200, 300, 400, 500],
+    (-1, 1, ""): [-1, -0.5, 0, 0.5, 1],
 }
 
 
 def test_ticks_are_round():
-    found = {ends: ticks(*map(float, ends.split()), log=ends[:2] not in ("0 ", "-1")) for ends in TICKS}
+    found = {(low, high, scale): ticks(low, high, log=scale == "log") for low, high, scale in TICKS}
     assert found == {ends: pytest.approx(wanted) for ends, wanted in TICKS.items()}
 
 

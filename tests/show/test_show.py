@@ -209,6 +209,8 @@ def test_schedules_command_line(capsys, tmp_path):
     assert names[:6] == ["naive", "rank 0", "rank 1", "gpipe", "rank 0", "rank 1"]
     forward = next(e for e in events if (e["name"], e["pid"], e.get("tid")) == ("Forward 2", 1, 1))
     assert (forward["ts"], forward["dur"], forward["args"]) == (3e6, 1e6, {"stage": 1, "microbatch": 2})
+    spans = simulate(make("gpipe", 2, 3), Times(1, 2, 1)).spans  # sends and receives too
+    assert sum((e["ph"], e["pid"]) == ("X", 1) for e in events) == len(spans)
 
     assert show_schedule.main(["dualpipev", "--stages", "4", "--microbatches", "4"]) == 2
     assert show_schedule.main(["gpipe", "--split", "--hop", "1/2"]) == 0

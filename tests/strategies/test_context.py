@@ -83,7 +83,7 @@ def compared(mesh, cases):
 SIDES = {"causal": False, "window": 5, "scale": 0.7}
 USP = [("usp", "CY", heads, mask) for heads, mask in (("K=1", PLAIN), ("K=6", PACKED))]
 ON_4 = [
-    ("ring", "C", "K=1", PACKED),
+    ("ring", "C", "K=1", PACKED | {"window": 14}),  # two hops
     ("zigzag", "C", "G=2", PLAIN),
     ("zigzag", "C", "K=1", PACKED),
     ("gather", "C", "K=6", {"causal": False}),

@@ -1,4 +1,4 @@
-"""The loss in chunks of tokens is torch's of all logits, with its gradients, for any split of V."""
+"""The loss in chunks of tokens is torch's of all logits, with its gradients, for any split of V. A pipeline's ends."""
 
 import itertools
 from functools import partial
@@ -6,12 +6,15 @@ from functools import partial
 import pytest
 import torch
 import torch.nn.functional as F
-from problems import close, drawn, on_one_device, pulled
-from torch.func import vjp
+from problems import BLOCKS, close, drawn, on_one_device, pulled, squares, stack, summed, whole
+from torch.func import grad_and_value, vjp
 
 from scaling import tree
 from scaling.mesh import AbstractMesh, Mesh
 from scaling.models.pointwise import vjp as tape
+from scaling.schedules import make
+from scaling.strategies import pipeline
+from scaling.strategies.stage import mlp
 from scaling.strategies.transformer.ends import loss
 from scaling.trace import trace
 from scaling.trace.peak import peak_memory
@@ -87,3 +90,30 @@ def test_the_backward_runs_once():
     value.backward(retain_graph=True)
     with pytest.raises(RuntimeError, match="runs once"):
         value.backward()
+
+
+PARAMS, ((IN, TARGET), *_) = whole(L=8)
+HEAD = {"E": torch.eye(IN.shape[1], dtype=torch.float64)}
+
+
+def of_head(head, Out, Target):
+    return squares(Out @ head["E"], Target)
+
+
+def with_ends(mesh):
+    """(Loss, gradients of the input, of layers and of a head), the head's by the derivative of its loss."""
+    stage, schedule = mlp(*BLOCKS[0]), make("dualpipev", 2, 8)
+    types = {name: stage.specs[name] for name in PARAMS}
+    params = tree.shard(pipeline.arrange(PARAMS, schedule), types, mesh)
+    Loss, grads = pipeline.with_ends(params, HEAD, IN, TARGET, mesh, schedule, of_head, stage)
+    dIn, dE = summed([grads.dIn, grads.head["E"]], ["dIn[B, D]", "dE[D, E]"], mesh)
+    return Loss, (dIn, pipeline.restore(tree.unshard(grads.params, types, mesh), schedule), {"E": dE})
+
+
+def test_ends_of_a_pipeline(ranks):
+    def f(In, params, head):
+        return of_head(head, stack(params, In), TARGET)
+
+    grads, Loss = grad_and_value(f, argnums=(0, 1, 2))(IN, PARAMS, HEAD)
+    for found in ranks(with_ends, {"Z": 2}):
+        close(found, (Loss, grads))

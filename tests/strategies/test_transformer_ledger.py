@@ -83,8 +83,8 @@ XY, TWO, STREAMS = {"X": 2, "Y": 2}, {"microbatches": 2}, {("AllGather", "Y"): 2
 MORE = [  # of a mesh, with options or others, what these send more: nothing is repeated whose result nobody reads
     (PLAIN, XY, {}, {"remat": "attention"}, {}),
     (PLAIN, XY, {}, {"remat": "matmuls"}, STREAMS),  # of a layer the two streams y over Y
-    # attention's, which the MLP needs; of experts rows go there and back, as they were routed
-    (PLAIN, XY, {}, {"remat": "block"}, STREAMS | {("ReduceScatter", "Y"): PLAIN.L}),
+    (PLAIN, XY, {}, {"remat": "block"}, STREAMS | {("ReduceScatter", "Y"): PLAIN.L}),  # attention's, for the MLP
+    # rows go there and back, as they were routed
     (EXPERTS, {"E": 2}, {}, {"remat": "block"}, {("AllToAll", "E"): 2 * EXPERTS.L}),
     # weights that stay: else a layer's, which travel together, are gathered in both passes of each microbatch
     (PLAIN, {"X": 2}, TWO | {"keep_weights": True}, TWO, {("AllGather", "X"): 3 * PLAIN.L}),
@@ -96,6 +96,11 @@ MORE = [  # of a mesh, with options or others, what these send more: nothing is 
 def test_what_another_way_sends_more(config, sizes, options, others, more):
     fewer, many = (counts(traced(config, sizes, **each)) for each in (options, others))
     assert (many - fewer, fewer - many) == (more, {})
+
+
+def test_tokens_are_routed_once():
+    """Of a layer how many rows, the rows, and back; their cotangents there and back."""
+    assert counts(traced(EXPERTS, {"E": 2}))["AllToAll", "E"] == 5 * EXPERTS.L
 
 
 def attention_flops(Q, K, V, *_, **__):

@@ -4,7 +4,7 @@
     python tests/sweeps/fuzz.py rooms [--cases 10000] [--seed 0]                     the rooms above them
     python tests/sweeps/fuzz.py ranks [--cases 3000] [--mesh X=2,Y=2]    one rank does another thing
     python tests/sweeps/fuzz.py alone [--cases 150] [--mesh X=2,Y=2]     and each case is a run by itself
-    python tests/sweeps/fuzz.py deaths [--cases 1000] [--limit 0.5]      one dies, and it is known soon
+    python tests/sweeps/fuzz.py deaths [--cases 1000] [--mesh X=2,Y=2] [--limit 0.5]    one dies, and it is known soon
     python tests/sweeps/fuzz.py commands [--cases 2500] [--only train,show] [--each]    the command line
 
 What is drawn, and when a case ends well, stands in misuse/typed.py, rooms.py, ranks.py and commands.py.
@@ -45,7 +45,7 @@ def main() -> int:
     parser.add_argument("what", choices=WHAT)
     parser.add_argument("--cases", type=integer(1), help="about how many")
     parser.add_argument("--seed", type=integer(), default=0, help="of what is drawn (default 0)")
-    parser.add_argument("--mesh", default="X=2,Y=2", help="of ranks (default X=2,Y=2)")
+    parser.add_argument("--mesh", default="X=2,Y=2", help="of calls, ranks, alone and deaths (default X=2,Y=2)")
     parser.add_argument("--limit", type=float, default=0.5, help="seconds until a death is known (default 0.5)")
     parser.add_argument("--only", default="", help="commands and chapters that begin with one of these, by commas")
     parser.add_argument("--each", action="store_true", help="one case for each option alone, instead of draws")

@@ -48,8 +48,8 @@ MODELS = {
 AXES = "PZXCYE"
 LARGER = ["Z=2,C=2,Y=2", "X=2,C=2,Y=2", "Z=2,X=2,Y=2", "X=2,E=2,Y=2", "Z=2,X=2,C=2,Y=2"]
 MESHES = [*({axis: size} for axis in AXES for size in (2, 4)), *({a: 2, b: 2} for a, b in combinations(AXES, 2))]
-MESHES += map(parse_mesh, LARGER)
-HEADS = (4, 2), (6, 3), (6, 1), (12, 4)
+MESHES += map(parse_mesh, LARGER)  # each axis alone, by two and by four, all pairs, triples, and sixteen ranks
+HEADS = (4, 2), (6, 3), (6, 1), (12, 4)  # N, K
 CHOICES = {
     "microbatches": (2,),
     "remat": ("none", "block"),

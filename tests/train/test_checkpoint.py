@@ -133,7 +133,7 @@ def test_torch_opens_a_step_and_a_checkpoint_of_torch_is_opened(ranks, tmp_path)
             dcp.load(tmp_path / "theirs", {"params": {name: "n[]"}}, ONE)
 
 
-def test_the_newest_are_kept():
+def test_the_newest_are_kept_and_a_latest_of_no_step_is_passed_over():
     """What is saved again replaces the other; what killed runs have left lying is removed."""
     for left in (".step-000001", ".step-000004-old", ".step-000009"):  # one half removed, one perhaps being written
         Path(left).mkdir()
@@ -146,7 +146,7 @@ def test_the_newest_are_kept():
     assert Path("latest").read_text() == "5"
     save(3, keep=2)  # after going back: the step that is saved is never cleaned up
     assert (checkpoint.complete(Path()), checkpoint.latest(".")) == ([3, 5], 3)
-    for no_step in ("", "-1", "99"):  # which is passed over
+    for no_step in ("", "-1", "99"):
         Path("latest").write_text(no_step)
         assert load() == ([0.0] * 3, 5)
 

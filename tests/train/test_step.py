@@ -30,7 +30,7 @@ CASES = [
     (MODEL, {"C": 2}, {"dtype": "fp32", "remat": "attention"}),
     (EXPERTS, {"Z": 2, "E": 2}, {"dtype": "fp64", "optimizer": "muon"}),
     (MODEL, {"Z": 2}, {"dtype": "fp16", "remat": "block", "microbatches": 2}),
-    (MODEL.with_(K=1, L=1), {"X": 2, "Y": 2}, {"dtype": "fp64", "optimizer": "muon", "keep_weights": True}),
+    (MODEL.with_(K=1), {"X": 2, "Y": 2}, {"dtype": "fp64", "optimizer": "muon", "keep_weights": True}),
 ]
 STEPS = {"fp64": (1e-12, 1e-10), "fp16": (2e-3, 5e-3)}  # how far losses and params are from one device's
 SCALES = [(2.0**30, 2.0**29, 0), (2.0**16, 2.0**16, 1), (2.0**16, 2.0**16, 2)]  # that used, the next, the updates
