@@ -7,6 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from array_types import types
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from refused import refused
@@ -49,20 +50,24 @@ def test_leaves_are_paired_and_have_the_names_that_fetch_them():
     assert [*tree.named_leaves(WHOLE)][1:3] == ['params["blocks"]["W_out"]', 'params["norms"][0]']
 
 
-def there_and_back(mesh):
-    """Shards own their memory, have their types, and are the whole again."""
-    shards = tree.shard(WHOLE, SPECS, mesh)
-    for part in tree.leaves(shards):
+def there_and_back(mesh, whole, specs, sizes):
+    """Shards own their memory, are the blocks that their types say, and are the whole again."""
+    shards = tree.shard(whole, specs, mesh)
+    for part, full, spec in zip(tree.leaves(shards), tree.leaves(whole), tree.leaves(specs), strict=True):
+        assert torch.equal(part, full[parse(spec).slices(tuple(full.shape), mesh, mesh.coord)])
         assert part.is_contiguous()
         assert part.untyped_storage().nbytes() == part.nbytes
-    tree.check(shards, SPECS, SIZES, mesh, torch.float32)
-    assert tree.nbytes(shards) == tree.local_nbytes(SPECS, SIZES, mesh, "fp32")
-    return tree.unshard(shards, SPECS, mesh)
+    tree.check(shards, specs, sizes, mesh, torch.float32)
+    assert tree.nbytes(shards) == tree.local_nbytes(specs, sizes, mesh, "fp32")
+    assert equal(tree.unshard(shards, specs, mesh), whole)
 
 
 def test_unshard_is_the_inverse_of_shard(ranks):
     for sizes in ({"X": 1, "Y": 1}, {"X": 2, "Y": 2}, {"X": 1, "Y": 4}):
-        assert all(equal(whole, WHOLE) for whole in ranks(there_and_back, sizes))
+        ranks(there_and_back, sizes, WHOLE, SPECS, SIZES)
+    every = [*types("XY", unreduced=False)]
+    wholes = list(torch.randn(len(every), 4, 8))
+    ranks(there_and_back, {"X": 2, "Y": 2}, wholes, every, {"I": 4, "J": 8})
     assert tree.shard(WHOLE, SPECS, ONE)["norms"][1] is not WHOLE["norms"][1]
 
 
@@ -135,6 +140,8 @@ test_refused = refused(
                     'params["head"]: has no spec\n  fix: give each leaf its type'),
         "does not divide": (lambda: tree.shard({"W": torch.ones(8)}, {"W": "W[D_X]"}, THREE),
                             'params["W"]: W[D_X]: dim D of size 8 does not divide'),
+        "a text": (lambda: tree.shard({"W": "x"}, {"W": "W[D]"}, AT), 'params["W"]: must be a tensor typed W[D]; found str'),
+        "another axis": (lambda: tree.shard({"W": torch.ones(8)}, {"W": "W[D_Q]"}, AT), "unknown mesh axis Q"),
         "one array": (lambda: tree.shard(torch.zeros(3, 2), "x[B_X, D]", AT), "array: x[B_X, D]: dim B of size 3 does"),
         "shards of partial sums": (lambda: tree.shard({"W": torch.ones(8)}, {"W": "W[D] {U_X}"}, AT), "is unreduced"),
         "inits of partial sums": (made("W[D] {U_X}"), 'params["W"]: W[D] {U_X} is unreduced'),

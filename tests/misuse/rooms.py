@@ -15,10 +15,10 @@ from collections import Counter
 import torch
 from misuse import acts, plain, steps
 from misuse import entries as c
-from misuse.entries import Draw, Entry, Kind, called, spoils, tree_of, tried, typed
+from misuse.entries import Draw, Entry, Kind, called, tried
 from misuse.steps import tensors
 
-from scaling import auto, collectives, explicit, serve, tree
+from scaling import auto, collectives, explicit, serve
 from scaling.configs import Config
 from scaling.mesh import Mesh
 from scaling.models import transformer as model
@@ -82,26 +82,6 @@ def array_of(draw: Draw) -> dict:
 
 
 TWO_DIMS = {"x": Kind("a list, one dim more"), "line": c.LINE}
-
-
-def drawn_tree(draw: Draw) -> dict:
-    whole, specs, wanted = {}, {}, {}
-    for name in "ab":
-        spec, local = draw.spec(draw.randrange(3))
-        spec = typed((f"D{i}", axes) for i, (_, axes) in enumerate(spec.dims))
-        shape = [n * draw.mesh.size(axes) for n, (_, axes) in zip(local, spec.dims, strict=True)]
-        whole[name], specs[name] = draw.whole_numbers(9, *shape), str(spec)
-        wanted[name] = whole[name][spec.slices(tuple(shape), draw.mesh, draw.mesh.coord)], whole[name]
-    return {"mesh": draw.mesh, "whole": whole, "specs": specs, "wanted": wanted}
-
-
-def there_and_back(mesh, whole, specs) -> dict:
-    """{name: (its shard, the whole)}; what is changed afterwards is no memory of the tree."""
-    shards = tree.shard(whole, specs, mesh)
-    back = tree.unshard(shards, specs, mesh)
-    found = {name: (shards[name].clone(), back[name].clone()) for name in shards}
-    tree.map(lambda x: x.add_(1), (shards, back))
-    return found
 
 
 ENTRIES = acts.ENTRIES | steps.ENTRIES | {
@@ -172,15 +152,6 @@ ENTRIES = acts.ENTRIES | steps.ENTRIES | {
         lambda mesh, x, line: auto.jit(lambda v: v @ v.T, mesh, (line,))(x),
         lambda x, **_: x @ x.T,
         TWO_DIMS,
-    ),
-    "tree": Entry(
-        drawn_tree,
-        there_and_back,
-        kinds={
-            "whole": tree_of(Kind("one dim more, an array, a text")),
-            "specs": tree_of(Kind("unreduced, on Q, three dims")),
-        },
-        twists=spoils("whole", "float32"),
     ),
 }  # fmt: skip
 ON_RANKS = {name: entry for name, entry in ENTRIES.items() if entry.twists}
