@@ -5,9 +5,10 @@ some are judged, and all by outcomes.py."""
 
 import re
 import sys
+from pathlib import Path
 
 import pytest
-from machine import Forked
+from machine import Forked, ended
 from mutant_programs import judgement
 from mutants import ROOT, mutants, text_of
 from outcomes import stored, variants
@@ -149,6 +150,39 @@ def test_a_file_that_ends_its_process_ends_the_judging(tmp_path):
     out, _ = process.communicate(timeout=60)
     assert process.returncode != 0
     assert "fix:" in out or process.returncode == 3  # of one processor: as the file says
+
+
+HEAD = "import torch\nfrom scaling.collectives import all_gather\nfrom scaling.mesh import AbstractMesh\n"
+CALL = "all_gather('x[B_X] -> x[B]', torch.ones(2), AbstractMesh({'X': 2}))\n"
+COMMANDS = {  # arguments: the exit status, what is said
+    "right.py": (0, "1 call in 1 file, 0 of them not judged"),
+    "--strict right.py": (0, "0 findings"),
+    "--lines . right.py": (1, "3 calls in 3 files, each line by itself"),
+    "wrong.py": (1, "wrong.py:4: "),
+    "--json wrong.py": (1, '"checked": 1'),
+    "never.py": (0, "never.py:5: this call was not reached"),
+    "--strict never.py": (1, "0 findings"),
+    "nowhere.py": (2, "nowhere.py: no such file"),
+    "empty": (2, "empty: no Python files in this directory"),
+    "notes.txt": (2, "notes.txt: is not a Python file"),
+}
+
+
+@pytest.mark.parametrize("given", COMMANDS)
+def test_the_command(given, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    Path("empty").mkdir()
+    for name, text in {
+        "right.py": f"{HEAD}x = {CALL}",
+        "wrong.py": HEAD + CALL.replace("x[B]", "x[C]"),
+        "never.py": f"{HEAD}def f():\n    return {CALL}",
+        "notes.txt": "",
+    }.items():
+        Path(name).write_text(text)
+    status, said = COMMANDS[given]
+    assert ended(main, given.split()) == status
+    shown = capsys.readouterr()
+    assert said in shown.out + shown.err
 
 
 KNOWN, EVERY = stored(), list(mutants())
