@@ -11,6 +11,7 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -64,6 +65,17 @@ def _as_program(main: Callable[[], object], writer: int) -> None:
     sys.stdout, sys.stderr = (open(stream, "w", buffering=1) for stream in (1, 2))  # noqa: SIM115
     signal.signal(signal.SIGINT, signal.default_int_handler)
     main()
+
+
+def ranks_of_torchrun(start: Callable[[], Forked], **environment: str) -> list[Forked]:
+    """What torchrun does for a script of two ranks, by forks of this process, which has imported torch."""
+    shared = {"MASTER_ADDR": "localhost", "MASTER_PORT": str(20_000 + os.getpid() % 10_000), "WORLD_SIZE": "2"}
+    begun = []
+    with patch.dict(os.environ, shared | {"LOCAL_WORLD_SIZE": "2"} | environment):
+        for rank in "01":
+            os.environ["RANK"] = rank
+            begun.append(start())
+    return begun
 
 
 def ended(main, arguments) -> int | None:

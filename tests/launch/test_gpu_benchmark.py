@@ -6,8 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from machine import SOON, Forked
-from test_scripts import ranks_of_torchrun
+from machine import SOON, Forked, ranks_of_torchrun
 
 BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
 sys.path.append(str(BENCHMARKS))

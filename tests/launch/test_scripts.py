@@ -7,13 +7,12 @@ import runpy
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from unittest.mock import Mock
 
 import pytest
-from machine import SOON, Forked, all_ended, running
+from machine import SOON, Forked, all_ended, ranks_of_torchrun, running
 
 from scaling import launch
 from scaling.launch.ranks import WAIT, WAIT_OF_MANY
@@ -71,19 +70,6 @@ def script(tmp_path_factory):
         with contextlib.suppress(ProcessLookupError):  # it has ended
             os.killpg(process.pid, signal.SIGKILL)
         process.stdout.close()
-
-
-def ranks_of_torchrun(start: Callable[[], Forked], **environment: str) -> list[Forked]:
-    """What torchrun does for a script of two ranks, by forks of this process, which has imported torch."""
-    shared = {"MASTER_ADDR": "localhost", "MASTER_PORT": str(20_000 + os.getpid() % 10_000), "WORLD_SIZE": "2"}
-    begun = []
-    with pytest.MonkeyPatch.context() as patch:
-        for name, value in (shared | {"LOCAL_WORLD_SIZE": "2"} | environment).items():
-            patch.setenv(name, value)
-        for rank in "01":
-            patch.setenv("RANK", rank)
-            begun.append(start())
-    return begun
 
 
 def pids_in(text: str) -> list[int]:
