@@ -1,11 +1,13 @@
 """`ranks(fn, {"X": 2, "Y": 2}, *args)`: call `fn(mesh, *args)` on ranks that are forked once and reused by all tests.
 
+A test whose first argument is `mesh`, parametrized as {"X": 2, "Y": 2}, runs on these ranks itself, each with its mesh.
 Functions are pickled by name, so they stand at the top of their test module. A test that makes a rank fail ends its
 ranks; the next test gets new ones. Collectives are checked: ranks that disagree raise instead of hanging.
 """
 
 import gc
 import importlib
+import inspect
 import math
 import os
 import pickle
@@ -146,6 +148,21 @@ def ranks():
         each.end()
 
 
+def of_ranks(item) -> bool:
+    """Whether a test itself runs on ranks: its first argument is a `mesh` of sizes."""
+    given = item.callspec.params if hasattr(item, "callspec") else {}
+    return isinstance(given.get("mesh"), dict) and next(iter(inspect.signature(item.obj).parameters)) == "mesh"
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_pyfunc_call(pyfuncitem):
+    if not of_ranks(pyfuncitem):
+        return None
+    sizes, *args = (pyfuncitem.funcargs[name] for name in inspect.signature(pyfuncitem.obj).parameters)
+    pyfuncitem.funcargs["ranks"](pyfuncitem.obj, sizes, *args)
+    return True
+
+
 gc.disable()  # what is imported and collected stays to the end: the collector need not look through it time and again
 
 
@@ -177,6 +194,8 @@ def pytest_collection_finish(session):
 def pytest_collection_modifyitems(config, items):
     """What runs on ranks is slow. What is marked sweep, or runs a chapter, runs only if its mark is asked for."""
     for item in items:
+        if of_ranks(item):
+            item.fixturenames.append("ranks")
         if "ranks" in item.fixturenames:
             item.add_marker("slow")
     unasked = [mark for mark in ("sweep", "chapter") if mark not in config.option.markexpr]

@@ -13,6 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 from unittest.mock import patch
 
+import pytest
 import torch
 import torch.distributed as dist
 
@@ -29,6 +30,11 @@ def once(check: Callable[[], None], tries: int = 6) -> None:
         except AssertionError:
             if not left:
                 raise
+
+
+def on_ranks(*meshes: dict[str, int]):
+    """A test with a `mesh`, which all ranks of each of these run (conftest.py)."""
+    return pytest.mark.parametrize("mesh", meshes, ids=str)
 
 
 class RankFailed(Exception):

@@ -101,9 +101,9 @@ def listing(steps) -> list[str]:
 
 
 @pytest.mark.parametrize("line", BOOK)
-@pytest.mark.parametrize("mesh", [None, {"X": 2, "Y": 2}, {"X": 1024, "Y": 8}])
-def test_the_books_listings(line, mesh):
-    program = derive(line, mesh=mesh)
+@pytest.mark.parametrize("sizes", [None, {"X": 2, "Y": 2}, {"X": 1024, "Y": 8}])
+def test_the_books_listings(line, sizes):
+    program = derive(line, mesh=sizes)
     for steps, text in zip((program.forward, program.backward), BOOK[line].split("|"), strict=True):
         assert listing(steps) == entries(text)
 
@@ -201,7 +201,10 @@ def problem(program):
     return whole, dOut, out.detach()
 
 
-def run_both(mesh, line):
+@pytest.mark.parametrize(
+    ("mesh", "line"), [({"X": 2}, DP), ({"X": 2}, FSDP), ({"Y": 2}, TP), ({"X": 2, "Y": 2}, FSDP_TP)]
+)
+def test_equal_to_the_strategy_written_by_hand(mesh, line):
     """One layer by hand and derived: equal in numbers, and in the collectives' number, axes, types and bytes."""
     strategy, program = STRATEGIES[line], derive(line, keep_gathered=True)
     whole, dOut, _ = problem(program)
@@ -218,11 +221,6 @@ def run_both(mesh, line):
     assert collectives_of(derived.collectives()) == collectives_of(by_hand.collectives())
     assert by_hand.book_bytes == derived.book_bytes == program.gather_bytes(SIZES, mesh, torch.float64)
     assert derived.flops == by_hand.flops
-
-
-@pytest.mark.parametrize("line", BOOK)
-def test_equal_to_the_strategy_written_by_hand(ranks, line):
-    ranks(run_both, {"X": 2, "Y": 2} if line == FSDP_TP else {"Y" if line == TP else "X": 2}, line)
 
 
 @pytest.mark.parametrize("line", LINES)

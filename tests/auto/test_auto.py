@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from beside_jax import MESH, close, filling, programs, written
+from machine import on_ranks
 from refused import evaluated, refused
 
 from scaling import auto, explicit, tree
@@ -147,7 +148,7 @@ def test_gradients_have_jaxs_types_with_the_reduction_left_to_the_caller():
         assert (y.layout.unreduced, {frozenset(x.layout.used) for x in grads}) == ((), {frozenset(MESH)})
 
 
-def on_ranks(mesh, part: slice) -> tuple[list, list]:
+def compared(mesh, part: slice) -> tuple[list, list]:
     """Which values and gradients are not JAX's; and, of each program in auto mode, the bytes (sent here, planned)."""
     wrong, sent = [], []
     for number, program in enumerate(programs()[part], part.start or 0):
@@ -165,8 +166,8 @@ def on_ranks(mesh, part: slice) -> tuple[list, list]:
 
 @pytest.mark.parametrize("part", [slice(3), pytest.param(slice(3, 50), marks=pytest.mark.sweep)], ids=str)
 def test_values_and_gradients_are_jaxs_in_both_modes(ranks, part):
-    results = ranks(on_ranks, {"X": 2, "Y": 2}, part)
-    for wrong, _ in [*results, on_ranks(Mesh({"X": 1, "Y": 1}), slice(3))]:
+    results = ranks(compared, {"X": 2, "Y": 2}, part)
+    for wrong, _ in [*results, compared(Mesh({"X": 1, "Y": 1}), slice(3))]:
         assert wrong == []
     for each in zip(*(sent for _, sent in results), strict=True):
         assert max(moved for moved, _ in each) == each[0][1], "in a permutation some ranks send nothing"
@@ -183,17 +184,14 @@ IN, WEIGHTS = "x[B_X, T, D_Y]", dict.fromkeys("QKV", "W[D_X, N_Y, H]") | {"O": "
 WHOLE = tensor((4, 3, 8), 1), {name: tensor((2, 4, 8) if name == "O" else (8, 2, 4), 2) for name in WEIGHTS}
 
 
-def gradients_of_a_block(mesh):
+@on_ranks({"X": 2, "Y": 2})
+def test_gradients_of_a_block_are_one_devices(mesh):
     run = auto.jit(block, mesh, (IN, WEIGHTS), IN)
     x, W = tree.map(lambda whole, type: explicit.array(whole, type, mesh), WHOLE, (IN, WEIGHTS))
     grads = explicit.grad(lambda W: run(x, W).square().sum())(W)
     assert [g.type for g in grads.values()] == [each.type for each in W.values()]
     wanted = torch.func.grad(lambda W: block(WHOLE[0], W).square().sum())(WHOLE[1])
     torch.testing.assert_close({name: g.whole() for name, g in grads.items()}, wanted, rtol=1e-12, atol=1e-13)
-
-
-def test_gradients_of_a_block_are_one_devices(ranks):
-    ranks(gradients_of_a_block, {"X": 2, "Y": 2})
 
 
 MESHES = [{"X": 2, "Y": 4}, {"X": 2, "Y": 2, "Z": 2}]

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from misuse.ranks import Case, finding, page_of, tell
 from misuse.rooms import ON_RANKS
 from misuse.steps import CHANGED
-from test_checked import are_told, refused
+from test_checked import TWO, are_told, refused
 
 from scaling import collectives as c
 from scaling import tree
@@ -64,20 +64,18 @@ ABOVE = {
 }
 
 
-def differ(mesh, what):
-    call, otherwise, *_ = ABOVE[what]
-    return refused(partial(call, **(otherwise if mesh.rank else {})), mesh)
-
-
+@TWO
 @pytest.mark.parametrize("what", ABOVE)
-def test_arguments_that_differ_between_ranks(ranks, what):
-    _, _, words, *values = ABOVE[what]
-    are_told(ranks(differ, {"X": 2}, what), [".*" + words.format(value) for value in values])
+def test_arguments_that_differ_between_ranks(mesh, what):
+    call, otherwise, words, *values = ABOVE[what]
+    message = refused(partial(call, **(otherwise if mesh.rank else {})), mesh)
+    are_told(message, [".*" + words.format(value) for value in values])
 
 
-def each_act_in_another_way(mesh, folder):
-    """Of the acts of tests/misuse with each twist of rank 1, how they ended as none should; of the configs that may be
-    others, with one. Meshes are made in tests/mesh."""
+@TWO
+def test_of_acts_that_one_rank_does_in_another_way_all_are_told_or_the_numbers_are_right(mesh, tmp_path):
+    """Of the acts of tests/misuse with each twist of rank 1; of the configs that may be others, with one. Meshes are
+    made in tests/mesh."""
     control, wrong = dist.new_group(backend="gloo"), []
     for name, act in ON_RANKS.items():
         left_out = {*CHANGED} - {"theta"} if name == "training" else {}
@@ -86,17 +84,12 @@ def each_act_in_another_way(mesh, folder):
             case, told = Case([(name, number)], odd=1, at=0, twist=twist), [None, None]
             with warnings.catch_warnings():  # of what is dropped
                 warnings.simplefilter("ignore")
-                mine = tell(mesh, case, folder)
+                mine = tell(mesh, case, tmp_path)
             dist.all_gather_object(told, mine, group=control)
             page_of(mesh).set_pid(os.getpid())
             dist.barrier(control)
             wrong += [f"{case}: {found}"] if (found := finding(case, told)) else []
-    return wrong
-
-
-def test_of_acts_that_one_rank_does_in_another_way_all_are_told_or_the_numbers_are_right(ranks, tmp_path):
-    for wrong in ranks(each_act_in_another_way, {"X": 2}, tmp_path):
-        assert not wrong, "\n\n".join(wrong)
+    assert not wrong, "\n\n".join(wrong)
 
 
 def ragged(mesh):
@@ -115,16 +108,14 @@ NUMBERS = {  # calls that are alike, but for numbers that do not go together: wh
 }
 
 
-def numbers_differ(mesh, words):
-    return refused(NUMBERS[words], mesh)
-
-
+@TWO
 @pytest.mark.parametrize("words", NUMBERS)
-def test_numbers_that_do_not_go_together_are_an_error_on_every_rank(ranks, words):
-    assert all(words in message for message in ranks(numbers_differ, {"X": 2}, words))
+def test_numbers_that_do_not_go_together_are_an_error_on_every_rank(mesh, words):
+    assert words in refused(NUMBERS[words], mesh)
 
 
-def arguments(mesh):
+@TWO
+def test_how_arguments_are_compared(mesh):
     """Of a function nothing is compared, of a long argument its digest, of a config what is not its default."""
     given = {"state": {"w": (torch.ones(2, 3), parse("w[I_X, J]")), "n": (1, None)}, "config": CONFIG}
     alike(mesh, "a call", f=lambda: mesh.rank, long="a" * 200, **given)
@@ -133,7 +124,3 @@ def arguments(mesh):
     said = "state={n: [1, None], w: [float32[2, 3], w[I_X, J]]}, config=Config(name='small', L=1,"
     with pytest.raises(ShardingError, match=re.escape(said)):
         alike(mesh, "a call", **given, f=1 if mesh.rank else print)
-
-
-def test_how_arguments_are_compared(ranks):
-    ranks(arguments, {"X": 2})

@@ -8,6 +8,7 @@ from functools import partial
 
 import pytest
 import torch
+from machine import on_ranks
 from torch.utils.flop_counter import FlopCounterMode
 
 from scaling import collectives as c
@@ -16,7 +17,7 @@ from scaling.mesh.meeting import MeetingByMessages, meeting
 from scaling.mesh.page import LENGTH, PLACES
 from scaling.spec import ShardingError
 
-MESH = {"X": 2, "Y": 2}
+TWO, FOUR = on_ranks({"X": 2}), on_ranks({"X": 2, "Y": 2})
 GATHER, SCATTER, SUM = "A[I_X, J] -> A[I, J]", "A[I, J] {U_X} -> A[I_X, J]", "A[I] {U_X} -> "
 
 
@@ -108,41 +109,38 @@ def refused(call, mesh) -> str:
     return str(error.value)
 
 
+def are_told(message, words) -> None:
+    """Of each rank's call, and the rule."""
+    assert "the ranks along X do not make the same call" in message
+    assert "rule: all ranks of a group run the same lines in the same order" in message
+    for rank, each in enumerate(words):
+        assert re.search(f"\n  rank {rank}: {each}", message), message
+
+
 def differ(mesh, what):
-    return refused(DIFFER[what][mesh.rank][0], mesh)
+    are_told(refused(DIFFER[what][mesh.rank][0], mesh), [words for _, words in DIFFER[what]])
 
 
-def are_told(messages, words) -> None:
-    """All ranks are told of each, and the rule."""
-    for message in messages:
-        assert "the ranks along X do not make the same call" in message
-        assert "rule: all ranks of a group run the same lines in the same order" in message
-        for rank, each in enumerate(words):
-            assert re.search(f"\n  rank {rank}: {each}", message), message
-
-
+@TWO
 @pytest.mark.parametrize("what", DIFFER)
-def test_a_disagreement_is_an_error_on_every_rank_that_names_ranks_and_lines(ranks, what):
-    are_told(ranks(differ, {"X": 2}, what), [words for _, words in DIFFER[what]])
+def test_a_disagreement_is_an_error_on_every_rank_that_names_ranks_and_lines(mesh, what):
+    differ(mesh, what)
 
 
-def one_of_four(mesh):
+@FOUR
+def test_ranks_of_a_group_are_named_by_their_places_in_the_run_those_that_agree_together(mesh):
     axes = "YX" if mesh.rank == 2 else "XY"
     everyone = refused(lambda mesh: c.all_gather(f"A[I_{axes}] -> A[I]", torch.zeros(3), mesh), mesh)
-    return everyone, refused(lambda mesh: gather(mesh, (4, mesh.coord["X"])), mesh)
+    along_x = refused(lambda mesh: gather(mesh, (4, mesh.coord["X"])), mesh)
+    assert "the ranks along X, Y" in everyone or "the ranks along Y, X" in everyone
+    assert "\n  ranks [0, 1, 3]: AllGather A[I_XY] -> A[I] of (3,) float32\n" in everyone
+    assert "\n  rank 2: AllGather A[I_YX] -> A[I] of (3,) float32\n" in everyone
+    for x in (0, 1):
+        assert f"\n  rank {2 * x + mesh.rank % 2}: AllGather {GATHER} of (4, {x}) float32\n" in along_x
 
 
-def test_ranks_of_a_group_are_named_by_their_places_in_the_run_those_that_agree_together(ranks):
-    for rank, (everyone, along_x) in enumerate(ranks(one_of_four, MESH)):
-        assert "the ranks along X, Y" in everyone or "the ranks along Y, X" in everyone
-        assert "\n  ranks [0, 1, 3]: AllGather A[I_XY] -> A[I] of (3,) float32\n" in everyone
-        assert "\n  rank 2: AllGather A[I_YX] -> A[I] of (3,) float32\n" in everyone
-        for x in (0, 1):
-            assert f"\n  rank {2 * x + rank % 2}: AllGather {GATHER} of (4, {x}) float32\n" in along_x
-
-
-def many(mesh):
-    """Meetings are counted on past what two bytes hold."""
+@TWO
+def test_meetings_are_counted_on_past_what_two_bytes_hold(mesh):
     held = meeting(mesh.group(("X",)).pg)
     held.number = (held.number | 0xFFFF) - 4  # the same on all ranks: their calls were
     assert [total(mesh) for _ in range(12)] == [2.0] * 12
@@ -150,14 +148,15 @@ def many(mesh):
         gather(mesh, shape=(4 + mesh.rank, 2))
 
 
-def long_lines(mesh):
-    """Calls that differ only after many letters."""
+@TWO
+def test_calls_that_differ_only_after_many_letters(mesh):
     names = [f"A{'a' * LENGTH}{end}" for end in ("b", "c")]
     with pytest.raises(ShardingError, match="do not make the same call"):
         c.all_gather(f"{names[mesh.rank]}[I_X] -> A[I]", torch.zeros(2), mesh)
 
 
-def nothing_is_sent(mesh):
+@TWO
+def test_nothing_is_compared_where_nothing_is_sent(mesh):
     """By a slice that one rank makes, nor where a device is alone along an axis: its mask is no other's."""
     if mesh.rank == 1:
         c.shard("A[I] -> A[I_X]", torch.zeros(4), mesh)
@@ -166,110 +165,86 @@ def nothing_is_sent(mesh):
     assert c.masked("x[B] {U_X}", torch.ones(2), torch.ones(2) > 0, other).tolist() == [1.0, 1.0]
 
 
-def late_in_turn(mesh):
-    """Who has waited long does not wait any more."""
+@TWO
+def test_who_has_waited_long_does_not_wait_any_more(mesh):
     for late in range(2):
         time.sleep(0.4 if mesh.rank == late else 0)  # the other one looks who waits for whom
         for _ in range(PLACES + 1):  # until the places of that meeting are another's
             gather(mesh, (1 + late, 1))
 
 
-@pytest.mark.parametrize("holds", [many, long_lines, nothing_is_sent, late_in_turn], ids=lambda f: f.__name__)
-def test_of_two_ranks(ranks, holds):
-    ranks(holds, {"X": 2})
-
-
-def by_messages(mesh):
-    """As between machines, where no memory is shared."""
+@TWO
+def test_ranks_that_share_no_memory_compare_by_messages(mesh):
+    """As between machines."""
     kept, page._map = page._map, lambda *_: None
     try:
         apart = Mesh(mesh.sizes, checked=True, timeout=60)
     finally:
         page._map = kept
     assert isinstance(meeting(apart.group(("X",)).pg), MeetingByMessages)
-    return {what: differ(apart, what) for what in ("op", "pairs", "a mode")}
-
-
-def test_ranks_that_share_no_memory_compare_by_messages(ranks):
-    for messages in ranks(by_messages, {"X": 2}):
-        for what, message in messages.items():
-            are_told([message], [words for _, words in DIFFER[what]])
+    for what in ("op", "pairs", "a mode"):
+        differ(apart, what)
 
 
 # Who does not come
 
 
-def across(mesh):
-    """Each rank waits for another one, in a circle: 0 along Y for 1, 1 along X for 3, 3 along Y for 2, 2 for 0."""
+@FOUR
+def test_ranks_that_wait_for_each_other_in_different_groups_are_told_so(mesh):
+    """In a circle: 0 waits along Y for 1, 1 along X for 3, 3 along Y for 2, 2 for 0."""
     with pytest.raises(ShardingError) as error:
         total(mesh, "Y" if mesh.coord["X"] == mesh.coord["Y"] else "X")
-    return str(error.value), total(mesh, "XY")
+    assert "the ranks wait for each other, each in another call\n" in str(error.value)
+    for rank, axis, other in [(0, "Y", 1), (1, "X", 3), (2, "X", 0), (3, "Y", 2)]:
+        call = f"AllReduce A[] {{U_{axis}}} -> A[] of () float32"
+        assert f"\n  rank {rank}: {call}, waits for rank {other}\n" in str(error.value)
+    assert total(mesh, "XY") == 4
 
 
-def test_ranks_that_wait_for_each_other_in_different_groups_are_told_so(ranks):
-    for message, after in ranks(across, MESH):
-        assert "the ranks wait for each other, each in another call\n" in message
-        for rank, axis, other in [(0, "Y", 1), (1, "X", 3), (2, "X", 0), (3, "Y", 2)]:
-            call = f"AllReduce A[] {{U_{axis}}} -> A[] of () float32"
-            assert f"\n  rank {rank}: {call}, waits for rank {other}\n" in message
-        assert after == 4.0
+def called_in_vain(call, error, mesh) -> str:
+    with pytest.raises(error) as told:
+        call(mesh)
+    return str(told.value)
 
 
-def late(mesh, told):
-    hasty, message = Mesh(mesh.sizes, checked=True, timeout=0.5), ""
+@TWO
+def test_who_does_not_come_in_time_is_named(mesh):
+    hasty = Mesh(mesh.sizes, checked=True, timeout=0.5)
     if mesh.rank == 0:
-        with pytest.raises(TimeoutError) as error:
-            gather(hasty)
-        message = str(error.value)
+        message = called_in_vain(gather, TimeoutError, hasty)
+        assert "Timed out: not all ranks have come within 0.5 s\n" in message
+        assert f"\n  rank 0: AllGather {GATHER} of (4, 2) float32, waits for rank 1\n" in message
+        assert "\n  rank 1: has not come, and waits in no other call on this mesh\n" in message
     total(mesh)
     gather(hasty)  # the meeting that was not held is the next one
-    return message
 
 
-def gone(mesh, told):
+@TWO
+def test_who_has_ended_is_named(mesh):
     """As under torchrun, where nobody else watches for ranks that end well but early."""
-    fresh, message = Mesh(mesh.sizes, checked=True, timeout=60), ""
+    fresh = Mesh(mesh.sizes, checked=True, timeout=60)
     if mesh.rank == 1:
         if (child := os.fork()) == 0:
             os._exit(0)
         os.waitpid(child, 0)
         meeting(fresh.group(("X",)).pg).page.set_pid(child)
     else:
-        with pytest.raises(ShardingError) as error:
-            gather(fresh)
-        message = str(error.value)
+        message = called_in_vain(gather, ShardingError, fresh)
+        assert "a rank has ended\n  rank 0: AllGather " in message
+        assert "\n  rank 1: has ended\n" in message
     total(mesh)
-    return message
 
 
-def waits_elsewhere(mesh, told):
-    hasty, message = Mesh(mesh.sizes, checked=True, timeout=0.5), ""
+@FOUR
+def test_who_waits_elsewhere_is_named_with_where_he_is(mesh, tmp_path):
+    hasty, told = Mesh(mesh.sizes, checked=True, timeout=0.5), tmp_path / "told"
     meeting(hasty.group(("Y",)).pg).timeout = 60.0
     if mesh.rank == 0:
-        with pytest.raises(TimeoutError) as error:
-            total(hasty)
-        message = str(error.value)
+        message = called_in_vain(total, TimeoutError, hasty)
         told.touch()
+        assert "\n  rank 2: AllReduce B[] {U_Y} -> B[] of () float32, waits for rank 3\n" in message
     if mesh.rank in (2, 3):
         while mesh.rank == 3 and not told.exists():
             time.sleep(0.02)
         total(hasty, "Y", "B")
     total(mesh, "XY")
-    return message
-
-
-ABSENT = {  # what rank 1 does while rank 0 waits for it: what rank 0 is told
-    late: ({"X": 2}, "Timed out: not all ranks have come within 0.5 s\n",
-           f"\n  rank 0: AllGather {GATHER} of (4, 2) float32, waits for rank 1\n",
-           "\n  rank 1: has not come, and waits in no other call on this mesh\n"),
-    gone: ({"X": 2}, "a rank has ended\n  rank 0: AllGather ", "\n  rank 1: has ended\n"),
-    waits_elsewhere: (MESH, "\n  rank 2: AllReduce B[] {U_Y} -> B[] of () float32, waits for rank 3\n"),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("how", ABSENT, ids=lambda how: how.__name__)
-def test_who_does_not_come_is_named_with_where_he_is(ranks, how, tmp_path):
-    sizes, *words = ABSENT[how]
-    message = ranks(how, sizes, tmp_path / "told")[0]
-    for each in words:
-        assert each in message

@@ -12,6 +12,7 @@ import warnings
 import pytest
 import torch
 import torch.distributed as dist
+from machine import on_ranks
 from torch.distributed import _functional_collectives as functional
 from torch.func import grad, jvp, linearize, vjp, vmap
 from torch.nn.functional import pad
@@ -197,7 +198,8 @@ def test_values_and_derivatives(ranks, sizes, every):
             torch.testing.assert_close(found[what][name], wanted[what][name][block], rtol=1e-12, atol=1e-12, msg=said)
 
 
-def in_place(mesh, order):
+@pytest.mark.parametrize(("mesh", "order"), [({"X": 1}, "X"), ({"X": 2}, "X"), ({"X": 2, "Y": 2}, "YX")])
+def test_in_place(mesh, order):
     """The operand of an AllGather may be its own block of the buffer: nothing is copied. What is donated, in whatever
     layout, holds the sum."""
     n, line = mesh.size(), f"A[I_{order}, J] -> A[I, J]"
@@ -217,12 +219,8 @@ def in_place(mesh, order):
         assert torch.equal(given, n * before)
 
 
-@pytest.mark.parametrize(("sizes", "order"), [({"X": 1}, "X"), ({"X": 2}, "X"), ({"X": 2, "Y": 2}, "YX")])
-def test_in_place(ranks, sizes, order):
-    ranks(in_place, sizes, order)
-
-
-def extremes(mesh):
+@on_ranks({"X": 4})
+def test_a_nan_is_lost_only_where_it_is_masked(mesh):
     nan, inf, r = float("nan"), float("inf"), mesh.rank
     x = torch.tensor([nan if r == 0 else 1.0, nan if r == 3 else 2.0, -inf, inf if r == 1 else 0.0, -0.5 - r])
     hidden = c.masked("x[B] {U_X}", torch.full((2,), nan), torch.full((2,), r == 1), mesh)
@@ -231,37 +229,28 @@ def extremes(mesh):
     assert str(hidden.tolist()) == ("[nan, nan]" if r == 1 else "[0.0, 0.0]")
 
 
-def test_a_nan_is_lost_only_where_it_is_masked(ranks):
-    ranks(extremes, {"X": 4})
-
-
-def drop(mesh, x):
+@on_ranks({"X": 2})
+def test_what_is_dropped_without_wait_is_named_and_holds_nobody_up(mesh):
     """Each rank drops what the other one waits for."""
-    for _ in range(3):
-        c.all_gather("A[I_X] -> A[I]", x, mesh, async_op=mesh.rank == 0)
-    if mesh.rank == 1:
-        c.send("B[I]", x, mesh, "X", 0, async_op=True)
-    else:
-        c.recv("B[I]", x, mesh, "X", 1)
-
-
-def drop_and_go_on(mesh):
     x = torch.full((200_000,), mesh.rank + 1.0)
-    with pytest.warns(RuntimeWarning) as warned:
-        drop(mesh, x)
+    with warnings.catch_warnings(record=True, action="always") as warned:
+        for _ in range(3):
+            c.all_gather("A[I_X] -> A[I]", x, mesh, async_op=mesh.rank == 0)
+        if mesh.rank == 1:
+            c.send("B[I]", x, mesh, "X", 0, async_op=True)
+        else:
+            c.recv("B[I]", x, mesh, "X", 1)
     c.all_gather("A[I_X] -> A[I]", x, mesh, async_op=True).wait()
-    return [str(each.message) for each in warned], c.all_reduce("A[I] {U_X} -> A[I]", x, mesh)[0].item()
-
-
-def test_what_is_dropped_without_wait_is_named_and_holds_nobody_up(ranks):
+    assert c.all_reduce("A[I] {U_X} -> A[I]", x, mesh)[0] == 3
+    dropped = ["Send: B[I]"] if mesh.rank else ["AllGather: A[I_X] -> A[I]"] * 3
     what = "\n  its Pending was dropped without wait(), so that nobody has the result\n  fix: call .wait(), or "
-    (first, sum0), (second, sum1) = ranks(drop_and_go_on, {"X": 2})
-    assert (sum0, sum1, len(first), len(second)) == (3.0, 3.0, 3, 1)
-    assert all(message.startswith("AllGather: A[I_X] -> A[I]" + what) for message in first)
-    assert second[0].startswith("Send: B[I]" + what)
+    for warning, call in zip(warned, dropped, strict=True):
+        assert warning.category is RuntimeWarning
+        assert str(warning.message).startswith(call + what)
 
 
-def gradients(mesh):
+@on_ranks({"X": 2})
+def test_torch_s_own_collectives_under_torch_func(mesh):
     """The gradient of sum(w * y), y the sum over the ranks of x, as torch's raw collective has it, and as ours; what
     the functional one says."""
     w, x, group = torch.arange(3.0) + 10 * mesh.rank, torch.ones(3), mesh.group(("X",)).pg
@@ -278,12 +267,5 @@ def gradients(mesh):
         warnings.simplefilter("ignore")
         with pytest.raises(RuntimeError, match="setup_context"):  # the functional collectives refuse
             grad(lambda x: (functional.all_reduce(x, "sum", group) * w).sum())(x)
-    return grad(raw)(x), grad(ours)(x), w
-
-
-def test_torch_s_own_collectives_under_torch_func(ranks):
-    results = ranks(gradients, {"X": 2})
-    right = sum(w for *_, w in results)  # each rank's x is in every rank's y
-    for raw, ours, w in results:
-        assert torch.equal(raw, w), "a raw all_reduce has the gradient of the identity, without a word"
-        assert torch.equal(ours, right)
+    assert torch.equal(grad(raw)(x), w), "a raw all_reduce has the gradient of the identity, without a word"
+    assert torch.equal(grad(ours)(x), 2 * torch.arange(3.0) + 10)  # each rank's x is in every rank's y

@@ -5,6 +5,7 @@ from functools import partial
 
 import pytest
 import torch
+from machine import on_ranks
 from torch.func import grad, grad_and_value
 
 from scaling import optim, tree
@@ -27,6 +28,12 @@ STEPS = {
 }
 
 
+CASES = [  # marked sweep, but for one
+    pytest.param(mesh, name, id=name, marks=() if name == "fsdp" else pytest.mark.sweep)
+    for name, (_, mesh, _) in STEPS.items()
+]
+
+
 def problem(mesh, types, layers, batch=8):
     """(params, In) on this rank."""
     rng, D, F = torch.Generator().manual_seed(0), 8, 16
@@ -36,7 +43,10 @@ def problem(mesh, types, layers, batch=8):
     return params, params.pop("In")
 
 
-def whole_step(mesh, name):
+@pytest.mark.slow
+@pytest.mark.compile
+@pytest.mark.parametrize(("mesh", "name"), CASES)
+def test_a_strategy_s_whole_step_in_one_graph(mesh, name):
     """dIn, params and state after a step are those of the same run eagerly; for dp with two sizes of batch: dynamic
     shapes."""
     torch._dynamo.reset()
@@ -61,14 +71,9 @@ def whole_step(mesh, name):
 
 @pytest.mark.slow
 @pytest.mark.compile
-@pytest.mark.parametrize(
-    "name", [name if name == "fsdp" else pytest.param(name, marks=pytest.mark.sweep) for name in STEPS]
-)
-def test_a_strategy_s_whole_step_in_one_graph(ranks, name):
-    ranks(whole_step, STEPS[name][1], name)
-
-
-def pipelined(mesh, kind):
+@pytest.mark.sweep
+@pytest.mark.parametrize(("mesh", "kind"), [({"Z": 2}, "mlp"), ({"Z": 2, "X": 1, "Y": 2}, "fsdp_tp")])
+def test_a_pipeline_s_stages_compiled(mesh, kind):
     """(Loss, grads) of a pipeline: as it is, and with the stage's functions compiled."""
     torch._dynamo.reset()
     stage = mlp(residual=True) if kind == "mlp" else of_strategy(fsdp_tp.STRATEGY, residual=True)
@@ -79,14 +84,6 @@ def pipelined(mesh, kind):
         for each in (stage, stage._replace(**compiled))
     )
     torch.testing.assert_close(compiled, eager, rtol=1e-10, atol=1e-12)
-
-
-@pytest.mark.slow
-@pytest.mark.compile
-@pytest.mark.sweep
-@pytest.mark.parametrize(("kind", "mesh"), [("mlp", {"Z": 2}), ("fsdp_tp", {"Z": 2, "X": 1, "Y": 2})])
-def test_a_pipeline_s_stages_compiled(ranks, kind, mesh):
-    ranks(pipelined, mesh, kind)
 
 
 def loss_of(W, In, mesh):
@@ -105,7 +102,10 @@ def step(W, In, mesh):
     return dW, all_reduce("Loss[] {U_X} -> Loss[]", Tmp.square().sum(), mesh)
 
 
-def compiled_and_eager(mesh):
+@pytest.mark.slow
+@pytest.mark.compile
+@on_ranks({"X": 2})
+def test_a_step_and_its_derivatives_compiled(mesh):
     torch._dynamo.reset()
     g = torch.Generator().manual_seed(mesh.rank)
     W, In = torch.randn(4, 6, generator=g, dtype=torch.float64), torch.randn(5, 8, generator=g, dtype=torch.float64)
@@ -121,7 +121,10 @@ def compiled_and_eager(mesh):
         torch.testing.assert_close(other, (dW, loss), rtol=1e-12, atol=1e-12)
 
 
-def reduced(mesh):
+@pytest.mark.slow
+@pytest.mark.compile
+@on_ranks({"X": 2})
+def test_reductions_compiled(mesh):
     """By each way to put parts together."""
     torch._dynamo.reset()
     x = torch.tensor([[0.0, 1.0, 2.0, 2.0], [0.0, 3.0, 1.0, 2.0]])[mesh.rank]  # with ties
@@ -133,18 +136,6 @@ def reduced(mesh):
 
     g = grad_and_value(f, has_aux=True)
     torch.testing.assert_close(compile_(g)(x), g(x), rtol=1e-6, atol=0)
-
-
-@pytest.mark.slow
-@pytest.mark.compile
-def test_reductions_compiled(ranks):
-    ranks(reduced, {"X": 2})
-
-
-@pytest.mark.slow
-@pytest.mark.compile
-def test_a_step_and_its_derivatives_compiled(ranks):
-    ranks(compiled_and_eager, {"X": 2})
 
 
 ONE = Mesh({"X": 1})

@@ -5,6 +5,7 @@ collectives: tests/sweeps/fuzz.py runs ten thousand."""
 import pytest
 import torch
 from array_types import types
+from machine import on_ranks
 from misuse import rooms, typed
 from misuse.entries import AsOnNccl, Draw, tried
 from misuse.typed import OP_OF, is_legal
@@ -16,12 +17,8 @@ from scaling.mesh import AbstractMesh, Mesh
 pytestmark = pytest.mark.filterwarnings("ignore")  # of torch's own tracers
 
 
-def drawn(mesh, cases, seed, on_nccl):
-    return typed.run(AsOnNccl(mesh.sizes) if on_nccl else mesh, cases, seed)
-
-
 @pytest.mark.parametrize(
-    ("sizes", "on_nccl", "cases"),
+    ("mesh", "on_nccl", "cases"),
     [
         ({"X": 1, "Y": 1}, False, 200),
         ({"X": 2, "Y": 2}, False, 300),
@@ -31,27 +28,23 @@ def drawn(mesh, cases, seed, on_nccl):
     ],
     ids=str,
 )
-@pytest.mark.slow
-def test_no_number_is_wrong_without_an_error(ranks, sizes, on_nccl, cases):
-    for outcomes, failures in ranks(drawn, sizes, cases, 1, on_nccl):
-        assert not failures, "\n\n".join(failures)
-        for said in (": right", "refused"):
-            assert sum(count for outcome, count in outcomes.items() if said in outcome) > cases / 4
+def test_no_number_is_wrong_without_an_error(mesh, on_nccl, cases):
+    outcomes, failures = typed.run(AsOnNccl(mesh.sizes) if on_nccl else mesh, cases, 1)
+    assert not failures, "\n\n".join(failures)
+    for said in (": right", "refused"):
+        assert sum(count for outcome, count in outcomes.items() if said in outcome) > cases / 4
 
 
-def reshards(mesh, cases):
+@on_ranks({"X": 2, "Y": 2})
+def test_a_derivative_of_any_resharding_is_its_transpose(mesh):
     def case(number):
         draw = Draw.on(mesh, "", f"reshard {number}")
         draw.dtypes, draw.modes, draw.sizes = (torch.float64,), ["leaf", "vjp"], [2, 4]
         return typed.collective(draw, ["reshard"])
 
-    return tried(case, cases)
-
-
-def test_a_derivative_of_any_resharding_is_its_transpose(ranks):
-    for outcomes, failures in ranks(reshards, {"X": 2, "Y": 2}, 60):
-        assert not failures, "\n\n".join(failures)
-        assert outcomes["right, leaf"] + outcomes["right, vjp"] > 30, outcomes
+    outcomes, failures = tried(case, 60)
+    assert not failures, "\n\n".join(failures)
+    assert outcomes["right, leaf"] + outcomes["right, vjp"] > 30, outcomes
 
 
 LINES = [

@@ -3,7 +3,7 @@ arrays between meshes of some of the ranks: bitwise, and the bytes of the plan."
 
 import pytest
 import torch
-from machine import RankFailed
+from machine import RankFailed, on_ranks
 
 from scaling import collectives as c
 from scaling.collectives import all_gather, plan_transfer, shard, transfer
@@ -46,8 +46,9 @@ KINDS = {
 }
 
 
-def both_ways(mesh):
-    """Messages of every kind to and from, all under way at once, waited for in another order than they were sent."""
+@on_ranks({"X": 2})
+def test_messages_of_every_kind_both_ways_at_once(mesh):
+    """All are under way, and waited for in another order than they were sent."""
     other, messages, arriving, leaving = 1 - mesh.rank, list(KINDS.items()) * 2, [], []
     for line, x in messages:
         arriving.append(c.recv(line, torch.empty_like(x), mesh, "X", other, async_op=True))
@@ -64,10 +65,6 @@ def both_ways(mesh):
             assert c.send("A[I, J]", A + sender, mesh, "X", other) is not None
         else:
             assert torch.equal(c.recv("A[I, J]", torch.empty_like(A), mesh, "X", other), A + sender)
-
-
-def test_messages_of_every_kind_both_ways_at_once(ranks):
-    ranks(both_ways, {"X": 2})
 
 
 def test_an_announcement_tells_all_that_matters_apart():
@@ -93,7 +90,8 @@ def whole(dtype):
     return x * 3 % 250 > 100 if dtype == torch.bool else x.to(dtype)
 
 
-def every_pair(world):
+@on_ranks({"W": 8})
+def test_every_pair_of_types_between_disjoint_ranks(mesh):
     """This rank gets its block, once, and what it sends and gets are the plan's bytes."""
     a, b = Mesh({"X": 2, "Y": 2}, ranks=range(4)), Mesh({"Y": 2, "X": 2}, ranks=[4, 5, 6, 7])
     for i, (source, target) in enumerate(PAIRS):
@@ -103,15 +101,11 @@ def every_pair(world):
         with trace() as log:
             got = transfer(line, mine, a, b)
         plan = plan_transfer(line, SHAPE, a, b)
-        sent = sum(m.numel for m in plan if m.source == world.rank) * x.element_size()
+        sent = sum(m.numel for m in plan if m.source == mesh.rank) * x.element_size()
         assert torch.equal(got, x[parse(target).slices(SHAPE, b, b.coord)]) if b.member else got is None, line
-        moved = sum(m.numel for m in plan if world.rank in (m.source, m.target)) * x.element_size()
+        moved = sum(m.numel for m in plan if mesh.rank in (m.source, m.target)) * x.element_size()
         assert (log.wire_bytes, [event.nbytes for event in log.events]) == (sent, [moved]), line
-        assert sum(m.numel for m in plan if m.target == world.rank) == (got.numel() if b.member else 0), line
-
-
-def test_every_pair_of_types_between_disjoint_ranks(ranks):
-    ranks(every_pair, {"W": 8})
+        assert sum(m.numel for m in plan if m.target == mesh.rank) == (got.numel() if b.member else 0), line
 
 
 def test_replicas_share_the_sending():
@@ -122,8 +116,9 @@ def test_replicas_share_the_sending():
     assert sent == [6] * 4
 
 
-def on_some_ranks(world):
-    """Collectives on meshes of some ranks, of which one overlaps another; ranks outside pass None, or are refused."""
+@on_ranks({"W": 4})
+def test_meshes_of_some_ranks(mesh):
+    """Collectives on them, of which one overlaps another; ranks outside pass None, or are refused."""
     for those in ([2, 0], [3, 4]):
         with pytest.raises(ShardingError, match="ascending"):
             Mesh({"X": 2}, ranks=those)
@@ -137,14 +132,10 @@ def on_some_ranks(world):
             a.group(("X",))
     gathered = all_gather("A[I_X] -> A[I]", mine, a)
     there = transfer("A[I_X] -> A[I_X]", mine, a, b)
-    rank = world.rank
+    rank = mesh.rank
     assert (a.member, a.ranks) == (rank in (0, 2), (0, 2))
     assert torch.equal(gathered, x) if a.member else gathered is None
     assert torch.equal(there, x[2 * rank - 2 : 2 * rank]) if rank else there is None
-
-
-def test_meshes_of_some_ranks(ranks):
-    ranks(on_some_ranks, {"W": 4})
 
 
 def test_on_one_device_into_another_shape():

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from machine import on_ranks
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import scaling
@@ -95,7 +96,8 @@ def test_the_kernel_of_a_norm():
     assert (dx.shape, dgain.shape) == (x.shape, gain.shape)
 
 
-def traceable(mesh):
+@on_ranks({"X": 2})
+def test_collectives_of_shards(mesh):
     """Their numbers are held where a compiler follows the typed calls."""
     group, x, ones = mesh.group(("X",)), torch.arange(4.0).view(2, 2), [1, 1]
     assert p.process_group(group.name) is group.pg
@@ -112,10 +114,6 @@ def traceable(mesh):
         assert sent, name
         for node in sent:
             assert node.is_impure(), f"{name}: what computes constants ahead must leave {node.target} alone"
-
-
-def test_collectives_of_shards(ranks):
-    ranks(traceable, {"X": 2})
 
 
 def test_a_profiler_is_noticed():

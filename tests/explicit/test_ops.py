@@ -5,6 +5,7 @@ import itertools
 
 import pytest
 import torch
+from machine import on_ranks
 
 from scaling import auto, explicit
 from scaling.algebra.law import Illegal
@@ -144,9 +145,10 @@ def alike(got, wanted) -> bool:
     return all(a.dtype == b.dtype and torch.allclose(a.double(), b.double(), 1e-10, 1e-10) for a, b in pairs)
 
 
-def on_ranks(mesh) -> list[str]:
-    """The cases whose values as a program of auto mode are not one device's, or whose loss and its gradient in a legal
-    layout, each case in another one."""
+@on_ranks({"X": 2, "Y": 2})
+def test_values_gradients_and_planned_programs_are_one_devices(mesh):
+    """Of each case the values as a program of auto mode, and a loss and its gradient in a legal layout, each in another
+    one."""
     wrong = []
     for number, (case, given) in enumerate(CASES.items()):
         fn = called(case)
@@ -167,11 +169,7 @@ def on_ranks(mesh) -> list[str]:
                 break
         found = [loss, *pull(explicit.array(torch.ones((), dtype=torch.float64), "[]", mesh))]
         wrong += [] if alike(found, [value, gradient]) else [f"{case} {at}"]
-    return wrong
-
-
-def test_values_gradients_and_planned_programs_are_one_devices(ranks):
-    assert ranks(on_ranks, {"X": 2, "Y": 2}) == [[]] * 4
+    assert wrong == []
 
 
 def test_a_name_has_one_kind():

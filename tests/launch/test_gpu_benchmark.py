@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from machine import SOON, Forked, ranks_of_torchrun
+from machine import SOON, Forked, on_ranks, ranks_of_torchrun
 
 BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
 sys.path.append(str(BENCHMARKS))
@@ -83,7 +83,8 @@ def test_a_rank_that_raises_alone_is_named(tmp_path, monkeypatch):
     assert cases["alone"]["failed"][-1] == "ValueError: one rank alone"
 
 
-def wrong(mesh):
+@on_ranks({"X": 2})
+def test_equalities_find_a_wrong_transpose_and_a_wrong_value(mesh):
     """What the equalities say of an AllReduce whose gradient is the identity, as that of torch's own under torch.func;
     and of one that is twice too large."""
     right = collectives.all_reduce
@@ -102,11 +103,6 @@ def wrong(mesh):
         patch.setattr(collectives, "all_reduce", lambda line, x, *rest, **options: right(line, 2 * x, *rest, **options))
         with pytest.raises(ValueError, match="another number"):
             gpu_equal.drawn("all_reduce", mesh)
-
-
-@pytest.mark.slow
-def test_equalities_find_a_wrong_transpose_and_a_wrong_value(ranks):
-    ranks(wrong, {"X": 2})
 
 
 def test_the_tables_of_a_gpu():

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from machine import on_ranks
 from refused import refused
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
@@ -74,7 +75,8 @@ test_what_makes_no_mesh = refused(
 # What holds on ranks
 
 
-def alone(mesh):
+@on_ranks(MESH)
+def test_alone(mesh):
     """What sends nothing needs nobody else, also when it is the first use of its axes."""
     for checked in (False, True):
         fresh = Mesh(mesh.sizes, checked=checked, timeout=60)
@@ -83,7 +85,8 @@ def alone(mesh):
             assert c.shard("A[I] -> A[I_X]", torch.arange(4.0), fresh).tolist() == [0.0, 1.0]
 
 
-def alone_or_too_many(mesh):
+@on_ranks({"X": 2})
+def test_alone_or_too_many(mesh):
     """A rank makes a mesh of itself alone; of more devices than ranks nobody does."""
     with pytest.raises(ShardingError, match="the mesh X=3 has 3 devices, but 2 ranks are running"):
         Mesh({"X": 3})
@@ -91,7 +94,8 @@ def alone_or_too_many(mesh):
         assert Mesh({"X": 1}, ranks=[mesh.rank]).group(("X",)).backend == "single"
 
 
-def in_another_order(mesh):
+@on_ranks(MESH)
+def test_groups_made_in_another_order(mesh):
     """Rank 0 uses X first, 1 uses Y first, and so on: a circle of ranks that would wait for each other."""
     fresh, one = Mesh(mesh.sizes, timeout=60), torch.ones(())
     order = "XY" if mesh.rank in (0, 3) else "YX"
@@ -99,20 +103,23 @@ def in_another_order(mesh):
     assert [each.wait().item() for each in pending] == [2.0, 2.0]
 
 
-def axes_of_size_one_make_no_other_group(mesh):
+@on_ranks(MESH)
+def test_axes_of_size_one_make_no_other_group(mesh):
     fresh = Mesh({"X": 2, "Y": 2, "Z": 1})
     assert len({fresh.group(axes).name for axes in (("X",), ("X", "Z"), ("Z", "X"))}) == 1
     assert fresh.group(("X", "Y", "Z")).name == dist.group.WORLD.group_name
 
 
-def timeouts(mesh):
+@on_ranks(MESH)
+def test_timeouts(mesh):
     """Every group has its mesh's, and a longer one where ranks wait before a call."""
     groups = [each.group(axes).pg for each in (mesh, Mesh(mesh.sizes, timeout=7)) for axes in (("X",), ("Y",))]
     seconds = [pg._get_backend(torch.device("cpu")).options._timeout.total_seconds() for pg in groups]
     assert seconds == [LONGER * 60.0, LONGER * 60.0, 7.0, 7.0]
 
 
-def shared_memory_leaves_no_file(mesh):
+@on_ranks({"X": 2})
+def test_shared_memory_leaves_no_file(mesh):
     if sys.platform != "linux":  # elsewhere the file has a name while the mesh is made
         return
     for _ in range(5):
@@ -124,7 +131,8 @@ def shared_memory_leaves_no_file(mesh):
         dist.barrier()
 
 
-def as_torch_sees_it(mesh):
+@on_ranks({"X": 2}, MESH, {"X": 2, "Y": 1})
+def test_as_torch_sees_it(mesh):
     """The same mesh, for torch's own strategies."""
     other, whole = mesh.device_mesh, torch.arange(16.0).view(4, 4)
     assert other.mesh_dim_names == tuple(mesh.sizes)
@@ -132,16 +140,6 @@ def as_torch_sees_it(mesh):
     rows = whole[parse("A[I_X, J]").slices((4, 4), mesh, mesh.coord)]
     placements = [Shard(0) if axis == "X" else Replicate() for axis in mesh.sizes]
     assert torch.equal(DTensor.from_local(rows, other, placements).full_tensor(), whole)
-
-
-HOLDS = [(holds, MESH) for holds in (alone, in_another_order, axes_of_size_one_make_no_other_group, timeouts)]
-HOLDS += [(holds, {"X": 2}) for holds in (alone_or_too_many, shared_memory_leaves_no_file)]
-HOLDS += [(as_torch_sees_it, sizes) for sizes in ({"X": 2}, MESH, {"X": 2, "Y": 1})]
-
-
-@pytest.mark.parametrize(("holds", "sizes"), HOLDS, ids=lambda each: getattr(each, "__name__", str(each)))
-def test_on_ranks(ranks, holds, sizes):
-    ranks(holds, sizes)
 
 
 def different_meshes(mesh):

@@ -8,6 +8,7 @@ from functools import partial
 
 import pytest
 import torch
+from machine import on_ranks
 from problems import close, drawn, on_one_device, pulled
 from torch.func import jvp, linearize, vjp, vmap
 
@@ -147,7 +148,9 @@ def test_vmap_and_second_derivatives():
         vjp(gradient, Q)[1](dO)
 
 
-def compiled(mesh):
+@pytest.mark.compile
+@on_ranks({"C": 2})
+def test_compiled_and_linearized(mesh):
     """One graph of a step by torch.func, and linearize, beside the same run eagerly."""
     torch._dynamo.reset()
     operands, tangents, dO, segments = arrays("G=2")
@@ -162,11 +165,6 @@ def compiled(mesh):
         got = torch.compile(step, backend="aot_eager", fullgraph=True)(dO, *shards)
         linear, tangent = linearize(f, *shards)[1](tQ, tK, tV), jvp(f, tuple(shards), (tQ, tK, tV))[1]
     close((*got, linear), (*step(dO, *shards), tangent))
-
-
-@pytest.mark.compile
-def test_compiled_and_linearized(ranks):
-    ranks(compiled, {"C": 2})
 
 
 @pytest.mark.parametrize("causal", [True, False])
@@ -242,19 +240,16 @@ def test_table():
     assert shown[3].split()[-3:] == ["2C", "|", "T"]
 
 
-def orders(mesh):
+@on_ranks({"C": 1}, {"C": 2}, {"C": 3})
+def test_zigzag_order(mesh):
+    C, c = mesh.sizes["C"], mesh.rank
     x = torch.arange(6).view(1, 6) + 6 * mesh.rank
     z = context.to_zigzag(x, 1, mesh, "C")
     assert torch.equal(context.from_zigzag(z, -1, mesh, "C"), x)
     assert torch.equal(context.positions("zigzag", 6, mesh, "C"), z[0])
-    return z[0].tolist()
-
-
-def test_zigzag_order(ranks):
-    for C in (1, 2, 3):
-        chunks = torch.arange(6 * C).view(2 * C, 3)
-        wanted = [chunks[[c, 2 * C - 1 - c]].flatten() for c in range(C)]
-        assert ranks(orders, {"C": C}) == [each.tolist() for each in wanted]
-        x = chunks.flatten()  # what a compiled graph has gathered
-        assert all(torch.equal(_from_whole(x, 0, C, c, back=False), each) for c, each in enumerate(wanted))
-        assert torch.equal(torch.cat([_from_whole(torch.cat(wanted), 0, C, c, back=True) for c in range(C)]), x)
+    chunks = torch.arange(6 * C).view(2 * C, 3)
+    wanted = [chunks[[c, 2 * C - 1 - c]].flatten() for c in range(C)]
+    assert torch.equal(z[0], wanted[c])
+    whole = chunks.flatten()  # what a compiled graph has gathered
+    assert torch.equal(_from_whole(whole, 0, C, c, back=False), wanted[c])
+    assert torch.equal(_from_whole(torch.cat(wanted), 0, C, c, back=True), x[0])

@@ -6,6 +6,7 @@ from functools import partial
 import pytest
 import torch
 import torch.nn.functional as F
+from machine import on_ranks
 from problems import BLOCKS, close, drawn, on_one_device, pulled, squares, stack, summed, whole
 from torch.func import grad_and_value, vjp
 
@@ -41,7 +42,9 @@ CASES = [(V, chunk, tied, 0.1, 0.01) for V in (8, 9, 5) for chunk in (150, 1 << 
 CASES += [(8, chunk, tied, 0.0, 0.0) for chunk in (1, 150) for tied in (False, True)]
 
 
-def compared(mesh):
+@on_ranks({"Y": 1}, {"Y": 2}, {"Y": 4})
+def test_chunks_of_tokens_and_parts_of_the_vocabulary_are_the_whole(mesh):
+    """V = 9 and 5 over Y = 4: a rank has padding alone."""
     three = torch.tensor(3.0, dtype=torch.float64)
     for by, (V, chunk, tied, smoothing, z) in zip(itertools.cycle((tape, tape, vjp)), CASES):
         x, U, targets, w = problem(V)
@@ -58,12 +61,6 @@ def compared(mesh):
         alone = ours(*tree.shard((x, U), types, mesh))
         close((value, *grads), (wanted[0], wanted[1][0], wanted_dU))
         close(tree.unshard(alone, "Loss[] {U_Y}", mesh), wanted[0])
-
-
-@pytest.mark.parametrize("Y", [1, 2, 4])
-def test_chunks_of_tokens_and_parts_of_the_vocabulary_are_the_whole(ranks, Y):
-    """V = 9 and 5 over Y = 4: a rank has padding alone."""
-    ranks(compared, {"Y": Y})
 
 
 def on_an_abstract_mesh(chunk_bytes):
@@ -100,20 +97,17 @@ def of_head(head, Out, Target):
     return squares(Out @ head["E"], Target)
 
 
-def with_ends(mesh):
-    """(Loss, gradients of the input, of layers and of a head), the head's by the derivative of its loss."""
+@on_ranks({"Z": 2})
+def test_ends_of_a_pipeline(mesh):
+    """Loss, gradients of the input, of layers and of a head, the head's by the derivative of its loss."""
+
+    def f(In, params, head):
+        return of_head(head, stack(params, In), TARGET)
+
     stage, schedule = mlp(*BLOCKS[0]), make("dualpipev", 2, 8)
     types = {name: stage.specs[name] for name in PARAMS}
     params = tree.shard(pipeline.arrange(PARAMS, schedule), types, mesh)
     Loss, grads = pipeline.with_ends(params, HEAD, IN, TARGET, mesh, schedule, of_head, stage)
     dIn, dE = summed([grads.dIn, grads.head["E"]], ["dIn[B, D]", "dE[D, E]"], mesh)
-    return Loss, (dIn, pipeline.restore(tree.unshard(grads.params, types, mesh), schedule), {"E": dE})
-
-
-def test_ends_of_a_pipeline(ranks):
-    def f(In, params, head):
-        return of_head(head, stack(params, In), TARGET)
-
-    grads, Loss = grad_and_value(f, argnums=(0, 1, 2))(IN, PARAMS, HEAD)
-    for found in ranks(with_ends, {"Z": 2}):
-        close(found, (Loss, grads))
+    found = dIn, pipeline.restore(tree.unshard(grads.params, types, mesh), schedule), {"E": dE}
+    close((found, Loss), grad_and_value(f, argnums=(0, 1, 2))(IN, PARAMS, HEAD))

@@ -7,6 +7,7 @@ from unittest.mock import patch
 
 import pytest
 import torch
+from machine import on_ranks
 from problems import SIGMOID, SOFTMAX, close, drawn, mask_of, on_one_device, problem, pulled
 from torch.func import vjp
 
@@ -208,7 +209,8 @@ CHOICES = {
 }
 
 
-def on_mesh(mesh):
+@on_ranks({"X": 1}, {"X": 4})
+def test_each_way_is_each_token_s_own_products(mesh):
     """Each way beside a copy of its experts for each token."""
     forms = {"gathered": ways.gathered, "ragged": ways.ragged, "in chunks": partial(ways.ragged, chunk=1)}
     forms = {name: partial(way, mesh=mesh) for name, way in forms.items()}
@@ -221,8 +223,3 @@ def on_mesh(mesh):
         for way in forms.values():
             f = partial(lambda A, W, way, mine: way(A, W, mine), way=way, mine=mine)
             close(pulled(f, mesh, operands, ["A[S_X, D]", "W[E_X, D, F]"], "Out[S_X, F]", dOut), wanted)
-
-
-@pytest.mark.parametrize("X", [1, 4])
-def test_each_way_is_each_token_s_own_products(ranks, X):
-    ranks(on_mesh, {"X": X})

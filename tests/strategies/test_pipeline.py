@@ -12,7 +12,7 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from machine import SOON, RankFailed
+from machine import SOON, RankFailed, on_ranks
 from problems import BLOCKS, D, F, close, module, one_device, squares, whole
 from refused import by_words, refused
 
@@ -136,25 +136,21 @@ def test_equal_to_torch(ranks, name, stages):
     assert sum(ranks(both, {"Z": stages}, name, 8)) == 1
 
 
-def timed(mesh, name):
-    schedule = make(name, 2, 8)
+@on_ranks({"Z": 2})
+def test_measured_timeline(mesh):
+    """Steps that ran as one share its time."""
+    schedule = make("dualpipev", 2, 8)
     given = *problem(mesh, schedule), mesh, schedule
     lopsided = lambda Out, Target: squares(Out, Target) + (Out * Target.square()).sum()  # noqa: E731
     *measured, timeline = pipeline.measure(*given, lopsided)
     plain = pipeline.value_and_grad(*given, lopsided)
-    return timeline, all(map(torch.equal, tree.leaves(measured), tree.leaves(plain)))
-
-
-def test_measured_timeline(ranks):
-    """Steps that ran as one share its time."""
-    for timeline, same in ranks(timed, {"Z": 2}, "dualpipev"):
-        assert same
-        assert (timeline.name, timeline.live) == ("dualpipev, measured", (2.5, 2.5))
-        assert 0 < timeline.bubble < 1
-        for rank, program in enumerate(make("dualpipev", 2, 8)):
-            own = [span for span in timeline.spans if span.rank == rank]
-            assert [span.step for span in own] == [part for step in program for part in parts(step)]
-            assert all(a.end <= b.start + 1e-9 for a, b in pairwise(own))
+    assert all(map(torch.equal, tree.leaves(measured), tree.leaves(plain)))
+    assert (timeline.name, timeline.live) == ("dualpipev, measured", (2.5, 2.5))
+    assert 0 < timeline.bubble < 1
+    for rank, program in enumerate(schedule):
+        own = [span for span in timeline.spans if span.rank == rank]
+        assert [span.step for span in own] == [part for step in program for part in parts(step)]
+        assert all(a.end <= b.start + 1e-9 for a, b in pairwise(own))
 
 
 @pytest.mark.parametrize("z", [0, 3, 15])
@@ -246,8 +242,9 @@ def edits(schedule):
                 yield replace(schedule, programs=(*schedule.programs[:rank], changed, *schedule.programs[rank + 1 :]))
 
 
-def edited(mesh, name):
-    """(how many edits of a schedule are refused, how many run), where those that run must give one device's result."""
+@on_ranks({"Z": 2})
+@pytest.mark.parametrize("name", ["1f1b", "zb-h1", "dualpipev"])
+def test_an_edited_schedule_is_refused_before_it_starts_or_right(mesh, name):
     schedule, stopped, run = make(name, 2, 4 if name == "dualpipev" else 2), 0, 0
     given, wanted = (*problem(mesh, schedule), mesh), alone()
     for other in edits(schedule):
@@ -258,14 +255,8 @@ def edited(mesh, name):
         else:
             close((found, restored(dW, mesh, schedule)), wanted)
             run += 1
-    return stopped, run
-
-
-@pytest.mark.parametrize("name", ["1f1b", "zb-h1", "dualpipev"])
-def test_an_edited_schedule_is_refused_before_it_starts_or_right(ranks, name):
-    for stopped, run in ranks(edited, {"Z": 2}, name):
-        assert stopped > 30
-        assert run > 5
+    assert stopped > 30
+    assert run > 5
 
 
 def dies(mesh):

@@ -9,6 +9,7 @@ from functools import partial
 import problems
 import pytest
 import torch
+from machine import on_ranks
 from problems import BLOCKS, SIZES, STRATEGIES, close, counts, one_device, pulled, specs, squares, stack, trained, whole
 from torch.func import vjp
 
@@ -267,18 +268,14 @@ def dense(A, *weights):
     return torch.nn.functional.gelu(first) @ weights[1] if len(weights) == 2 else first
 
 
-def compared(mesh):
+@on_ranks({"X": 1, "Y": 4}, {"X": 2, "Y": 2}, {"X": 1, "Y": 1})
+def test_collective_matmuls_equal_one_device(mesh):
     for form, types, result in FORMS:
         operands = problems.drawn((B, D), (D, F), (F, D))[: len(types)]
         dOut = problems.drawn((B, D if form is cm.mlp else F), seed=1)[0]
         wanted = problems.on_one_device(dense, operands, dOut)
         for ways in (1, 2):
             close(pulled(partial(form, mesh=mesh, ways=ways), mesh, operands, types, result, dOut), wanted)
-
-
-@pytest.mark.parametrize("sizes", [{"X": 1, "Y": 4}, {"X": 2, "Y": 2}, {"X": 1, "Y": 1}])
-def test_collective_matmuls_equal_one_device(ranks, sizes):
-    ranks(compared, sizes)
 
 
 @pytest.mark.parametrize("n", [1, 2, 3, 4, 5, 8])

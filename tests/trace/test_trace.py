@@ -6,6 +6,7 @@ from math import prod
 
 import pytest
 import torch
+from machine import on_ranks
 from torch.func import grad, vjp
 
 from scaling import collectives as c
@@ -123,8 +124,9 @@ def test_blocks_nest_and_each_sees_what_runs_inside_it():
     assert [len(log.events) for log in (outer, inner, second, raised)] == [3, 1, 1, 0]
 
 
-def both_ways(mesh):
-    """What a forward and backward, explicit, by autograd and by torch.func, leave in the log of a real mesh."""
+@on_ranks({"X": 2})
+def test_a_derivative_traces_as_the_explicit_backward_does(mesh):
+    """A forward and backward, explicit, by autograd and by torch.func, on a real mesh."""
     x, w = torch.arange(4.0) + mesh.rank, torch.ones(8)
 
     def gather(x):
@@ -151,17 +153,9 @@ def both_ways(mesh):
         logs.append([(e.op, e.axes, str(e.before), str(e.after), e.nbytes, e.wire_bytes) for e in log.events])
     with trace() as log:
         grad(lambda x: c.all_reduce("A[I] {U_X} -> A[I]", x, mesh).sum())(x)
-    return logs, [e.op for e in log.events]
-
-
-def test_a_derivative_traces_as_the_explicit_backward_does(ranks):
-    wanted = [
-        ("AllGather", ("X",), "A[I_X]", "A[I]", 32, 16),
-        ("ReduceScatter", ("X",), "dA[I] {U_X}", "dA[I_X]", 32, 16),
-    ]
-    for logs, reduced in ranks(both_ways, {"X": 2}):
-        assert logs == [wanted] * 3
-        assert reduced == ["AllReduce", "AllReduce"]
+    gathered = ("AllGather", ("X",), "A[I_X]", "A[I]", 32, 16)
+    assert logs == [[gathered, ("ReduceScatter", ("X",), "dA[I] {U_X}", "dA[I_X]", 32, 16)]] * 3
+    assert [e.op for e in log.events] == ["AllReduce", "AllReduce"]
 
 
 def test_ragged_rows_go_back_as_many_as_they_came_and_of_partial_sums_replicated():
@@ -174,7 +168,8 @@ def test_ragged_rows_go_back_as_many_as_they_came_and_of_partial_sums_replicated
     assert (event.nbytes, event.wire_bytes) == (4 * 9 * J * 4, 7 * J * 4)
 
 
-def asynchronous(mesh):
+@on_ranks({"X": 2})
+def test_an_asynchronous_event_ends_where_it_is_waited_for(mesh):
     with trace() as log:
         pending = c.all_reduce("A[I] {U_X} -> A[I]", torch.ones(4), mesh, async_op=True)
         started = log.events[0].end
@@ -185,11 +180,7 @@ def asynchronous(mesh):
     event, product = log.events
     assert (event.op, event.async_op, started) == ("AllReduce", True, 0.0)
     assert event.start < product.start < product.end < event.end == first
-    return event.nbytes
-
-
-def test_an_asynchronous_event_ends_where_it_is_waited_for(ranks):
-    assert ranks(asynchronous, {"X": 2}) == [16, 16]
+    assert event.nbytes == 16
 
 
 def test_a_line_that_is_reached_is_told_before_it_is_recorded():

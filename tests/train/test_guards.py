@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from machine import once
+from machine import on_ranks, once
 from runs import ONE, TINY
 
 from scaling import tree
@@ -20,15 +20,21 @@ from scaling.train.settings import Settings, optimizer_of
 from scaling.train.step import drawn_params, make_step
 
 SMALL = Settings(TINY, "", "", 4, 16)
+PLANTED = [  # a mesh, a leaf of one rank, and what is said of it
+    ({"X": 2, "Y": 2}, "norm_mlp", 3, r'step 7: params\["layers"\]\["norm_mlp"\].*over [XY]+, but rank 3 of 4'),
+    ({"P": 2, "Y": 2}, "W_in", 2, r'params\["layers"\]\["W_in"\].*is replicated over P, but rank 2 of 4'),
+    ({"X": 2}, "W_in", 1, "^$"),  # sharded: only this rank has it
+]
 
 
-def plants(mesh, leaf, rank):
-    """What is said where on one rank one element is off by its last bit."""
+@pytest.mark.parametrize(("mesh", "leaf", "rank", "words"), PLANTED)
+def test_replicas_that_have_come_apart_are_named(mesh, leaf, rank, words):
+    """On one rank one element is off by its last bit."""
     types, params = transformer.specs(TINY, mesh), drawn_params(SMALL, mesh)
     if mesh.rank == rank:
         flat = (params["layers"] | params)[leaf].view(-1)
         flat[-1] = torch.nextafter(flat[-1], torch.tensor(9.0))
-    return refused(guards.check_replicas, params, types, mesh, 7, "params")
+    assert re.search(words, refused(guards.check_replicas, params, types, mesh, 7, "params"))
 
 
 def refused(call, *given, **options) -> str:
@@ -37,19 +43,6 @@ def refused(call, *given, **options) -> str:
     except ArithmeticError as error:
         return str(error)
     return ""
-
-
-PLANTED = [  # a mesh, a leaf of one rank, and what is said of it
-    ({"X": 2, "Y": 2}, "norm_mlp", 3, r'step 7: params\["layers"\]\["norm_mlp"\].*over [XY]+, but rank 3 of 4'),
-    ({"P": 2, "Y": 2}, "W_in", 2, r'params\["layers"\]\["W_in"\].*is replicated over P, but rank 2 of 4'),
-    ({"X": 2}, "W_in", 1, "^$"),  # sharded: only this rank has it
-]
-
-
-def test_replicas_that_have_come_apart_are_named(ranks):
-    for sizes, leaf, rank, words in PLANTED:
-        for said in ranks(plants, sizes, leaf, rank):
-            assert re.search(words, said)
 
 
 def test_a_batch_on_the_cpu_is_looked_at_beside_a_state_on_another_device(monkeypatch):
@@ -92,7 +85,10 @@ def test_two_that_have_come_apart_along_different_axes():
     assert guards.apart([1, 1, 2, 4, 4, 4], "W[D_X]", mesh) == ([2], ["Y"])
 
 
-def explodes(mesh, dtype):
+@on_ranks({"X": 2})
+@pytest.mark.parametrize("dtype", ["fp32", "fp16"])
+def test_what_is_not_finite_is_named_before_it_is_learnt(mesh, dtype):
+    """Also where no scale of the loss helps."""
     settings, rows = replace(SMALL, dtype=dtype), torch.ones(2, 16, dtype=torch.int64)
     params, optimizer = drawn_params(settings, mesh), optimizer_of(settings)
     if mesh.rank == 1:
@@ -100,13 +96,7 @@ def explodes(mesh, dtype):
     before, step = tree.map(torch.clone, params), make_step(settings, mesh, optimizer)
     said = refused(step, params, optimizer.init(params), (rows, rows, None), donate=True)
     torch.testing.assert_close(params, before, rtol=0, atol=0, equal_nan=True)
-    return said
-
-
-def test_what_is_not_finite_is_named_before_it_is_learnt(ranks):
-    """Also where no scale of the loss helps."""
-    for said in [*ranks(explodes, {"X": 2}, "fp32"), *ranks(explodes, {"X": 2}, "fp16")]:
-        assert re.search(r'step 1: the loss is nan.*grads\["embed"\] on ranks \[0, 1\]', said)
+    assert re.search(r'step 1: the loss is nan.*grads\["embed"\] on ranks \[0, 1\]', said)
 
 
 def test_a_jump_of_the_loss_is_told_from_noise():

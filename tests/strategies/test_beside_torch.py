@@ -25,7 +25,8 @@ MESHES = {
     "tensor_parallel": {"Y": 2},
     "fsdp_tp": {"X": 2, "Y": 2},
 }
-CASES = [(name, torch.float64) for name in MESHES] + [("fsdp_tp", torch.float32)]
+CASES = [(mesh, name, torch.float64) for name, mesh in MESHES.items()]
+CASES += [(MESHES["fsdp_tp"], "fsdp_tp", torch.float32)]
 STEPS = 2
 
 
@@ -63,7 +64,8 @@ def theirs(mesh, name, params, batches):
     return losses, *first, native.params()
 
 
-def compare(mesh, name, dtype):
+@pytest.mark.parametrize(("mesh", "name", "dtype"), CASES)
+def test_equal_to_torch(mesh, name, dtype):
     """Losses, gradients of params and of the input, new params."""
     params, batches = whole(dtype)
     types = [STRATEGIES[name].SPECS[key] for key in ("In", "Out")]
@@ -74,9 +76,3 @@ def compare(mesh, name, dtype):
             found.append(train(mesh, name, params, [tree.shard(list(b), types, mesh) for b in batches[:STEPS]]))
     assert len(tree.leaves(found[1])) == STEPS + 2 + 1 + 2
     close(*found)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("name", "dtype"), CASES)
-def test_equal_to_torch(ranks, name, dtype):
-    ranks(compare, MESHES[name], name, dtype)
