@@ -7,7 +7,7 @@ CHAPTER="--small" python -m scaling.book.notebook chapters/03_collectives.py
 import sys
 from pathlib import Path
 
-from scaling.common.console import Parser
+from scaling.common.console import Parser, output
 
 
 def execute(chapter, timeout: int = 600):
@@ -24,8 +24,10 @@ def execute(chapter, timeout: int = 600):
 def main(argv: list[str] | None = None) -> int:
     parser = Parser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("chapter", help="a script in percent cells")
-    parser.add_argument("--out", default="", metavar="FILE.ipynb", help="write the notebook with its output")
+    parser.add_argument("--out", type=output, metavar="FILE.ipynb", help="write the notebook with its output")
     args = parser.parse_args(argv)
+    if Path(args.chapter).suffix not in (".py", ".ipynb") or not Path(args.chapter).is_file():
+        parser.error(f"{args.chapter!r}: no such script; fix: name one, as chapters/01_roofline.py")
     try:
         notebook = execute(args.chapter)
     except ImportError as error:

@@ -8,12 +8,9 @@ from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor
-
 import scaling
 from scaling.check.findings import said
 from scaling.check.held import Dim, DimPart, HeldType, axes_along, name_along, size_along
-from scaling.common.torch_private import is_wrapped, unwrapped
 from scaling.spec import Spec, format_axes
 
 OWN = str(Path(scaling.__file__).parent / "")
@@ -57,13 +54,6 @@ def dims_said(sizes: Sequence[int], spec: Spec) -> tuple[Dim, ...]:
         (DimPart(n, dim, None if dim == RAGGED and not axes else axes),)
         for n, (dim, axes) in zip(sizes, spec.dims, strict=True)
     )
-
-
-def unwrapped_by_all(x: Any) -> Any:
-    """What torch.func has wrapped."""
-    while isinstance(x, Tensor) and is_wrapped(x):
-        x = unwrapped(x)
-    return x
 
 
 def broken_rule(

@@ -19,7 +19,6 @@ from scaling.check.compared import (
     dims_said,
     over_pods,
     place_of_call,
-    unwrapped_by_all,
     without_axes,
 )
 from scaling.check.findings import Finding, Judgement, place_parts
@@ -27,7 +26,7 @@ from scaling.check.held import HeldType, Pieces, any_dim, axes_along, dims_of_vi
 from scaling.collectives.linear import Pending, run_op, watcher
 from scaling.collectives.masks import zeroed
 from scaling.collectives.multiply import einsum
-from scaling.common.torch_private import is_wrapped, storage_of
+from scaling.common.torch_private import is_wrapped, storage_of, unwrapped_by_all
 from scaling.spec import Line, Spec, parse, parse_line
 
 SAID = ("result ", "argument ", "forward returns", "backward returns")  # what is no line of the program's

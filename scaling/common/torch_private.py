@@ -7,7 +7,7 @@ torch 2.11 to 2.13 have them alike. A public twin, where there is one, costs mor
 # pyright: reportAttributeAccessIssue=false, reportArgumentType=false, reportCallIssue=false
 import importlib
 from collections.abc import Callable, Sequence
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -151,6 +151,14 @@ is_tracked = torch._C._functorch.is_gradtrackingtensor  # wrapped by a derivativ
 level_of = torch._C._functorch.maybe_get_level
 unwrapped = torch._C._functorch.get_unwrapped
 without_functions = torch._C.DisableTorchFunction  # a context in which no TorchFunctionMode is called
+
+
+def unwrapped_by_all(x: Any) -> Any:
+    """What torch.func has wrapped, whatever the number of its levels."""
+    while isinstance(x, Tensor) and is_wrapped(x):
+        x = unwrapped(x)
+    return x
+
 
 # The CPU's flash attention, which holds no T x S scores and takes float64 and meta tensors too.
 flash_cpu = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu

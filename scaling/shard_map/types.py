@@ -19,7 +19,14 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from scaling.algebra.ops import names_of, op_kind
-from scaling.common.torch_private import is_wrapped, level_of, storage_of, unwrapped, without_functions
+from scaling.common.torch_private import (
+    is_wrapped,
+    level_of,
+    storage_of,
+    unwrapped,
+    unwrapped_by_all,
+    without_functions,
+)
 from scaling.shard_map.calls import Bound, Call, Collective, apply_typed
 from scaling.spec import ShardingError, format_axes
 
@@ -95,9 +102,7 @@ def varying(x: Tensor, bound: Bound) -> frozenset[str]:
 
 def memory_of(x: Tensor) -> int:
     """What tells the memory apart that x, or what it wraps, lies in."""
-    while is_wrapped(x):
-        x = unwrapped(x)
-    return storage_of(x)
+    return storage_of(unwrapped_by_all(x))
 
 
 def vary(x: Tensor, axes, bound: Bound) -> Tensor:
