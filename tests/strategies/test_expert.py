@@ -32,6 +32,8 @@ def differentiated(config, how):
 
 
 def dense(config, how):
+    """y, losses and gradients; routing."""
+
     def f(params, x):
         y, aux = one_device.dense(params, x, config, mask=mask_of(how))
         return y, *(aux[name] for name in COEF)
@@ -41,8 +43,8 @@ def dense(config, how):
     return on_one_device(f, (params, x), cotangents), experts, one_device.load_of(experts, config.E)
 
 
-def run(mesh, axis, tensor, spec, config, how, way):
-    """y, losses, gradients and routing of one layer on a mesh, made whole."""
+def on_mesh(mesh, axis, tensor, spec, config, how, way):
+    """The same of one layer on a mesh, made whole."""
     operands, cotangents = differentiated(config, how)
     types = expert.specs(config, axis, tensor), spec
     batch, times = (parse(spec).axes_of(dim) for dim in "BT")
@@ -93,18 +95,13 @@ CASES = {  # mesh, the experts' axes, the features', the tokens' type: (config, 
 }  # fmt: skip
 
 
-def several(mesh, cases):
-    return [run(mesh, *case) for case in cases]
-
-
-@pytest.mark.parametrize("case", CASES)
-def test_equals_dense(ranks, case):
-    sizes, *layout, kinds = CASES[case]
-    wanted = [dense(config, how) for config, how, _ in kinds]
-    for everyone in ranks(several, sizes, [(*layout, *kind) for kind in kinds]):
-        for (found, *routed), (want, *routing) in zip(everyone, wanted, strict=True):
-            assert all(map(torch.equal, routed, routing))
-            close(found, want, 1e-11)
+@pytest.mark.parametrize(("mesh", "axis", "tensor", "spec", "kinds"), CASES.values(), ids=CASES)
+def test_equals_dense(mesh, axis, tensor, spec, kinds):
+    for config, how, way in kinds:
+        wanted, *routing = dense(config, how)
+        found, *routed = on_mesh(mesh, axis, tensor, spec, config, how, way)
+        assert all(map(torch.equal, routed, routing))
+        close(found, wanted, 1e-11)
 
 
 @pytest.mark.parametrize("config", [SOFTMAX, SIGMOID], ids=lambda config: config.name)
@@ -116,73 +113,61 @@ def test_a_bias_of_the_choice_may_be_given_or_not(config, bias):
     close(y, one_device.dense(params, x, config)[0])
 
 
-def moved_and_remade(mesh, config):
-    """The trace of a forward and of a backward that computes the layer again; choosing again there would raise."""
-    params, x, dy = problem(config, "plain")
-    spec = "x[B_X, T, D]"
-    params, (x, dy) = tree.shard(params, expert.specs(config, "X"), mesh), tree.shard([x, dy], [spec, spec], mesh)
+@on_ranks({"X": 4})
+def test_bytes_are_real_and_computing_again_routes_nothing(mesh):
+    """Of a forward, and of a backward that computes the layer again; choosing again there would raise."""
+    params, x, dy = problem(SOFTMAX, "plain")
+    types = expert.specs(SOFTMAX, "X"), "x[B_X, T, D]", "dy[B_X, T, D]"
+    params, x, dy = tree.shard((params, x, dy), types, mesh)
 
     def layer(params, x, routing):
         if routing is None:
-            routing = expert.route_tokens(params, x, config, mesh, "X")
-        return (expert.moe(params, x, config, mesh, "X", routing=routing)[0],), routing
+            routing = expert.route_tokens(params, x, SOFTMAX, mesh, "X")
+        return (expert.moe(params, x, SOFTMAX, mesh, "X", routing=routing)[0],), routing
 
     with trace() as forward:
         _, pull = vjp(lambda params, x: one_device.checkpoint_routed(layer)(params, x)[0], params, x)
-
     again = patch.object(routing_module, "choose_experts", side_effect=AssertionError("experts are chosen again"))
     with again, trace() as backward:
         pull((dy,))
-    experts = expert.route_tokens(params, x, config, mesh, "X").experts
-    return experts, [
-        [(e.op, str(e.after), e.nbytes, e.wire_bytes) for e in t.collectives()] for t in (forward, backward)
+
+    experts = tree.unshard(expert.route_tokens(params, x, SOFTMAX, mesh, "X").experts, "e[S_X, K]", mesh)
+    to = torch.stack([torch.bincount(each.flatten() // 2, minlength=4) for each in experts.chunk(4)])  # from, to
+    row, rank = SOFTMAX.D * 8, mesh.rank
+    sent, received = (row * int(of.sum() - of[rank]) for of in (to[rank], to[:, rank]))
+    held = 4 * row * int(to[:, rank].sum())
+    there = ("AllToAll", "Row[G, E_X, R, D]", 4 * row * 12, sent)
+    back = ("AllToAll", "Out[G_X, E, R, D]", held, received)
+    chosen = [("AllReduce", "load[E]", 8 * 8, 2 * 3 * 16), ("AllToAll", "n[G, E_X]", 4 * 8 * 8, 3 * 16)]
+    turned = [
+        ("AllToAll", "dOut[G, E_X, R, D]", 4 * row * 12, sent),
+        ("AllToAll", "dRow[G_X, E, R, D]", held, received),
     ]
-
-
-def test_bytes_are_real_and_computing_again_routes_nothing(ranks):
-    results = ranks(moved_and_remade, {"X": 4}, SOFTMAX)
-    to = [torch.bincount(experts.flatten() // 2, minlength=4) for experts, _ in results]
-    row = SOFTMAX.D * 8
-    for rank, (_, (forward, backward)) in enumerate(results):
-        sent = row * int(to[rank].sum() - to[rank][rank])
-        received = row * int(sum(t[rank] for t in to) - to[rank][rank])
-        held = 4 * row * int(sum(t[rank] for t in to))
-        there = ("AllToAll", "Row[G, E_X, R, D]", 4 * row * 12, sent)
-        back = ("AllToAll", "Out[G_X, E, R, D]", held, received)
-        counts = [("AllReduce", "load[E]", 8 * 8, 2 * 3 * 16), ("AllToAll", "n[G, E_X]", 4 * 8 * 8, 3 * 16)]
-        assert forward == [*counts, there, back]
-        turned = [
-            ("AllToAll", "dOut[G, E_X, R, D]", 4 * row * 12, sent),
-            ("AllToAll", "dRow[G_X, E, R, D]", held, received),
-        ]
-        assert backward == [there, back, *turned]
-
-
-BIG = Config("big", L=1, D=7168, F=2048, N=1, K=1, H=1, V=1, E=256, k=8, shared=1, routing="sigmoid")
+    for log, wanted in ((forward, [*chosen, there, back]), (backward, [there, back, *turned])):
+        assert [(e.op, str(e.after), e.nbytes, e.wire_bytes) for e in log.collectives()] == wanted
 
 
 @pytest.mark.parametrize("capacity", [None, 1.25, 0.5])
 def test_bytes_on_thousands_of_chips(capacity):
     """DeepSeek-V3's layer on 2048 x 2 abstract chips: forward and backward have the closed form's bytes and FLOPs."""
-    config, sizes = BIG.with_(capacity=capacity), {"P": 32, "X": 64, "Y": 2}
-    mesh, spec, (B, T) = AbstractMesh(sizes), "x[B_PX, T_Y, D]", (2048, 4096)
-    types, D, F = expert.specs(config, "X", "Y"), config.D, config.F
-    dims = {"D": D, "E": config.E, "F": F}
-    params = tree.map(
-        lambda text: torch.empty(parse(text).local_shape(dims, mesh), dtype=torch.bfloat16, device="meta"), types
-    )
-    x = torch.empty(B // 2048, T // 2, config.D, dtype=torch.bfloat16, device="meta")
+    D, F, E, T, mesh = 7168, 2048, 256, 4096, AbstractMesh({"P": 32, "X": 64, "Y": 2})
+    config = Config("big", 1, D, F, N=1, K=1, H=1, V=1, E=E, k=8, shared=1, routing="sigmoid", capacity=capacity)
+    types, dims = expert.specs(config, "X", "Y"), {"D": D, "E": E, "F": F}
+
+    def empty(*shape):
+        return torch.empty(shape, dtype=torch.bfloat16, device="meta")
 
     def layer(params, x):
-        y, aux = expert.moe(params, x, config, mesh, "X", tensor="Y", spec=spec)
+        y, aux = expert.moe(params, x, config, mesh, "X", tensor="Y", spec="x[B_PX, T_Y, D]")
         return y, aux["balance"] + aux["z"]
 
+    params, x = tree.map(lambda text: empty(*parse(text).local_shape(dims, mesh)), types), empty(1, T // 2, D)
     with trace() as log:
         with trace() as forward:
             outs, pull = vjp(layer, params, x)
         grads, dx = pull(outs)
     assert outs[0].shape == dx.shape == x.shape
-    tree.check(grads, types, dims | {"F": F}, mesh)
+    tree.check(grads, types, dims, mesh)
     rows = T * config.k * (1 if capacity is None else min(capacity, 1))
     big = [e for e in log.collectives() if "R" in e.after.dim_names]
     assert [e.axes for e in big] == [("X",)] * 4
