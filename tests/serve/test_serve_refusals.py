@@ -118,7 +118,16 @@ def generated(prompts=([1, 2, 3], [4]), new=6, **options):
 
 
 D4, V33 = CONFIG.with_(name="two", D=4), CONFIG.with_(V=33)
-GENERATE = {
+LOGITS = torch.randn(2, 16, generator=torch.Generator().manual_seed(0))
+HALF = torch.tensor([0.5])
+REQUEST = Request(0, (1, 2), 2)
+
+
+def served(request=REQUEST, at=0.0, options=Options(4, page=2), **more):  # noqa: B008
+    return engine.serve(PARAMS, CONFIG, [(at, request)], options, **more)
+
+
+OPTIONS = {  # of generate, of what is drawn from, of the engine
     "generated([[1], [1.7, 2.2]])": "prompt 1 = [1.7, 2.2]: must be whole numbers",
     "generated([[1], [True, False]])": "has bools", "generated([[1], []])": "prompt 1 is empty",
     "generated([[1], [16]])": "prompt 1: token 16 lies", "generated([[1], [-1]])": "prompt 1: token -1 lies",
@@ -130,21 +139,6 @@ GENERATE = {
     "generated(page=0)": "page = 0", "generated(proposals=0)": "proposals = 0", "generated(form='rows')": "form 'rows'",
     "generated(draft='bigram')": "neither", "generated(draft=(D4, PARAMS))": "the draft two: params",
     "generated(draft=(V33, transformer.init(V33)))": "same vocabulary",
-}  # fmt: skip
-test_options_of_generate = refused(evaluated(GENERATE, globals()))
-
-
-def test_numbers_of_numpy_and_torch_are_as_good_as_pythons():
-    plain, given = generated(), {"temperature": 2.0, "top_k": 5, "top_p": 0.875, "min_p": 0.125}
-    assert generated(torch.tensor([[1, 2, 3]])) == plain[:1]
-    assert generated(stop=torch.tensor([plain[0][2]]))[0] == plain[0][:3]
-    own = {name: (numpy.float32 if isinstance(x, float) else numpy.int64)(x) for name, x in given.items()}
-    assert generated(**own) == generated(**given) != plain
-
-
-LOGITS = torch.randn(2, 16, generator=torch.Generator().manual_seed(0))
-HALF = torch.tensor([0.5])
-DRAWN = {
     "sampling.sample(LOGITS, [Draw(Sampling(1.0), 1)], [0])": "1 seeds for logits[2, 16]",
     "sampling.uniforms([1.5], [0])": "seeds = [1.5]", "sampling.uniforms([1], [1.5])": "positions = [1.5]",
     "sampling.uniforms([-1], [0])": "seeds in 0..2^63", "sampling.uniforms([1], [-1])": "positions from 0",
@@ -155,17 +149,6 @@ DRAWN = {
     "sampling.likeliest(LOGITS[:, :0])": "got torch.float32 [2, 0]",
     "sampling.draw_token(torch.zeros(1, 4), HALF)": "without a sum above 0",
     "sampling.draw_token(LOGITS.softmax(-1), HALF)": "u[1] and p[2, 16]",
-}  # fmt: skip
-test_what_is_drawn_from = refused(evaluated(DRAWN, globals()))
-
-REQUEST = Request(0, (1, 2), 2)
-
-
-def served(request=REQUEST, at=0.0, options=Options(4, page=2), **more):  # noqa: B008
-    return engine.serve(PARAMS, CONFIG, [(at, request)], options, **more)
-
-
-ENGINE = {
     "Options(4, decode_pages=0)": "decode_pages = 0", "Options(4, proposals=-1)": "proposals = -1",
     "Options(4, prefix='no')": "must be True or False", "Options(4, policy='best')": "unknown policy",
     "TextStream(Unknown('x'), ['a'])": "needs its tokenizer", "served(at=NAN)": "a time", "served(at='0')": "a time",
@@ -176,7 +159,16 @@ ENGINE = {
     "engine.Engine({}, None, Options(4, 1, 1), mesh=Z2)":
         "among 2 groups of ranks, options.groups is 1\n  fix: Options(..., groups=2)",
 }  # fmt: skip
-test_options_of_the_engine = refused(evaluated(ENGINE, globals()))
+test_options = refused(evaluated(OPTIONS, globals()))
+
+
+def test_numbers_of_numpy_and_torch_are_as_good_as_pythons():
+    plain, given = generated(), {"temperature": 2.0, "top_k": 5, "top_p": 0.875, "min_p": 0.125}
+    assert generated(torch.tensor([[1, 2, 3]])) == plain[:1]
+    assert generated(stop=torch.tensor([plain[0][2]]))[0] == plain[0][:3]
+    own = {name: (numpy.float32 if isinstance(x, float) else numpy.int64)(x) for name, x in given.items()}
+    assert generated(**own) == generated(**given) != plain
+
 
 UNREADABLE = {
     "an empty prompt": Request(0, (), 3), "8 fit": Request(0, (1,), 8), "at least 1": Request(0, (1,), 0),

@@ -44,8 +44,8 @@ def sharded(name: str, mesh=None, form="heads") -> dict:
 
 
 def drafted(draft, mesh=None, form="heads"):
-    """A draft of the dense model: beside n-grams one that is unlike it, and one that is often right."""
-    if draft in (None, "ngram"):
+    """A draft of the dense model: beside others one that is unlike it, and one that is often right."""
+    if draft not in ("small", "near"):
         return draft
     return SMALL if draft == "small" else DENSE, sharded(draft, mesh, form)
 
@@ -64,7 +64,7 @@ def wanted(request: Request, name: str = "dense") -> tuple[int, ...]:
     return tuple(tokens[len(request.prompt) :])
 
 
-def traced(trace, name="dense", draft=None, mesh=None, form="heads"):
+def traced(mesh, trace, name="dense", form="heads", draft=None):
     """A trace (options, arrivals, what is cancelled) through the engine, its clock drawn: audited, and the simulator's
     steps as the engine's. (What was served, how often what happened.)"""
     options, arrivals, cancel = trace
@@ -99,7 +99,7 @@ def test_random_traces(draft, seeds):
     for seed in seeds:
         options, arrivals, cancel = test_engine.trace(seed, drafted=draft is not None)
         arrivals = [(at, r._replace(draw=Draw(HOW, 100 + r.id)) if r.id % 2 else r) for at, r in arrivals]
-        served, happened = traced((options, arrivals, cancel), draft=draft)
+        served, happened = traced(None, (options, arrivals, cancel), draft=draft)
         test_engine.check(served, arrivals, cancel, options, wanted)
         total += happened
     happens = ["Preempt", "Move", "hits", "full hits", "evictions", "chunks", "cancelled"]
@@ -107,10 +107,11 @@ def test_random_traces(draft, seeds):
         assert total[what], (what, total)
 
 
-def generated(mesh=None, form="heads", **options) -> list[list[int]]:
+def generated(mesh=None, form="heads", draft=None, **options) -> list[list[int]]:
     """By `generate`, sampled with a seed for each prompt."""
     way = {"temperature": HOW.temperature, "top_k": HOW.top_k, "top_p": HOW.top_p, "seed": SEEDS}
-    return serve.generate(sharded("dense", mesh, form), PROMPTS, DENSE, 7, mesh=mesh, form=form, **way, **options)
+    way |= {"mesh": mesh, "form": form, "draft": drafted(draft, mesh, form)}
+    return serve.generate(sharded("dense", mesh, form), PROMPTS, DENSE, 7, **way, **options)
 
 
 def each(stop=frozenset()) -> list[list[int]]:
@@ -122,20 +123,12 @@ def each(stop=frozenset()) -> list[list[int]]:
 @pytest.mark.parametrize("draft", [None, "ngram", "small", "near"])
 def test_generate(draft):
     """With few and many proposals, in pages, and up to an id that ends a completion."""
-    assert generated(draft=drafted(draft), proposals=1) == each()
+    assert generated(draft=draft, proposals=1) == each()
     end = each()[0][3]
-    found = generated(draft=drafted(draft), page=3, stop=end if draft else [end])
+    found = generated(draft=draft, page=3, stop=end if draft else [end])
     assert found == each(frozenset({end})) != each()
     if draft == "near":
         assert generated(draft=drafted(draft)[::-1]) == each()  # in either order
-
-
-def by_ranks(mesh, name, form, draft, trace):
-    """Of the engine what was served and how often what happened; or what `generate` gives."""
-    if trace is None:
-        return generated(mesh, form, draft=drafted(draft, mesh, form), proposals=2)
-    served, happened = traced(trace, name, draft, mesh, form)
-    return served.requests, happened
 
 
 MESHES = [
@@ -152,16 +145,16 @@ def test_on_a_mesh(ranks, sizes, name, form, policy, draft):
     """Each rank drives the scheduler, and their clocks agree; attention by data: requests are split over groups of
     ranks that have pages of their own."""
     if policy == "generate":
-        assert ranks(by_ranks, sizes, name, form, draft, None) == [each()] * 4
+        assert ranks(generated, sizes, form, draft) == [each()] * 4
         return
     prompts = [(*range(4 * (i % 3)), *PROMPTS[i % 4]) for i in range(6)]  # of which some begin alike
     draws = [Draw(HOW if i % 2 else Sampling(), i) for i in range(6)]
     arrivals = [(0.1 * (i // 3), Request(i, prompts[i], 1 + 5 * i % 8, draw=draws[i])) for i in range(6)]
     options = Options(8, page=2, slots=6, budget=7, policy=policy, proposals=2 * (draft is not None), groups=2)
-    found = ranks(by_ranks, sizes, name, form, draft, (options, arrivals, []))
+    found = ranks(traced, sizes, (options, arrivals, []), name, form, draft)
     assert all(other == found[0] for other in found)
-    requests, happened = found[0]
-    assert {r.id: requests[r.id].tokens for _, r in arrivals} == {r.id: wanted(r, name) for _, r in arrivals}
+    served, happened = found[0]
+    assert {r.id: served.requests[r.id].tokens for _, r in arrivals} == {r.id: wanted(r, name) for _, r in arrivals}
     assert happened["Preempt"]
     assert happened["steps of several groups"]
 
