@@ -215,37 +215,29 @@ def test_requests_that_do_not_fit_are_refused_alone(served):
     small = ["--page", "4", "--memory", str(WEIGHTS + 3 * 4 * TOKEN)]  # room for three pages: one request at a time
     assert [row.get("ids") for row in served(table, *small)[0]] == wanted
     assert "a larger mesh" in served(table, "--page", "4", "--memory", str(WEIGHTS), code=1)[2]
-
-
-def test_pages_for_the_longest_requests_at_once():
     lines = [RequestLine(n, 0.0, Request(n, (1,) * 3, n)) for n in (1, 9, 5, 97)]
-    pages, some, refused = batch.pages_of(lines, 4, 2, 20)
+    pages, some, refused = batch.pages_of(lines, 4, 2, 20)  # there are pages for the longest at once
     assert (pages, [line.request.id for line in some], [row["line"] for row in refused]) == (3 + 2, [1, 9, 5], [97])
     assert batch.pages_of(lines, 4, 8, 4)[0] == 4
     assert batch.pages_of(lines[3:], 4, 8, 4)[:2] == (1, [])
 
 
-def as_torchrun(options: list[str]) -> None:
-    """Its agent, and two ranks that are forked, which need not import torch: each in a session of its own, as its."""
-
-    def rank():
-        os.setsid()
-        os._exit(__main__.main(options))  # who returns is kept waiting for an agent that has ended
-
-    own = {"rdzv_backend": "c10d", "rdzv_endpoint": "localhost:0", "run_id": "serve", "start_method": "fork"}
-    elastic_launch(LaunchConfig(1, 1, 2, **own), rank)()
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("by_torchrun", [False, True])
 def test_a_server_on_a_mesh_finishes_what_runs_at_ctrl_c(tmp_path, by_torchrun):
-    for extra in ("starlette", "uvicorn", "prometheus_client"):
-        pytest.importorskip(extra, reason="the extra serve has it")
-    httpx = pytest.importorskip("httpx", reason="the extra test has it")
+    extras = ("starlette", "uvicorn", "prometheus_client", "httpx")
+    *_, httpx = (pytest.importorskip(extra, reason="the extras serve and test have it") for extra in extras)
     hf.save(tmp_path, LARGER, (own := transformer.init(LARGER, 3)))
     write_bytes(tmp_path)
     options = f"serve --model {tmp_path} --mesh Y=2 --port 0 --pages 600".split()
-    process = Forked(lambda: as_torchrun(options) if by_torchrun else sys.exit(__main__.main(options)))
+
+    def rank():
+        os.setsid()  # a session of its own, as torchrun gives it
+        os._exit(__main__.main(options))  # who returns is kept waiting for an agent that has ended
+
+    meeting = {"rdzv_backend": "c10d", "rdzv_endpoint": "localhost:0", "run_id": "serve"}
+    agent = elastic_launch(LaunchConfig(1, 1, 2, start_method="fork", **meeting), rank)  # forks have torch already
+    process = Forked(agent if by_torchrun else lambda: sys.exit(__main__.main(options)))
     url = next(line for line in process.stdout if "http://" in line).split()[1] + "/v1/completions"
     text = ByteText().decode(serve.generate(own, [[5, 6, 7]], LARGER, 15)[0])
     stop = text[-4:-1]  # a text that all ranks have to see
