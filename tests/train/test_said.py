@@ -16,6 +16,7 @@ from unittest import mock
 import numpy
 import pytest
 import torch
+from machine import on_ranks
 from runs import ONE, TINY, refusal, train, write_text
 
 from scaling import launch, serve
@@ -29,41 +30,35 @@ from scaling.train.corpus import Corpus
 from scaling.train.loop import run
 from scaling.train.settings import Settings
 
-IDS = numpy.random.default_rng(0).integers(0, 256, 32 * 11 + 1)
-CORPUS = Corpus((IDS[:200], IDS[200:]), numpy.array([0, 100]))
-
-
-def valid(mesh, batch, microbatches=1):
-    params = transformer.shard(model.init(TINY, 0, torch.float64), TINY, mesh)
-    settings = Settings(TINY, "", "", batch, 32, microbatches=microbatches, eval_batches=0)
-    return evaluate.evaluate(params, [Batches(CORPUS, batch, 32, 0, 0, len(IDS))], settings, mesh)
-
-
-def test_the_mean_of_all_sequences_on_any_mesh(ranks):
-    rows = torch.from_numpy(IDS).unfold(0, 33, 32)
-    segments = torch.zeros(11, 32, dtype=torch.int64)
-    segments[3, 4:] = 1  # the second document begins at 100
-    wanted = model.loss(model.init(TINY, 0, torch.float64), rows, config=TINY, segments=segments).item()
-    found = [valid(ONE, 11), valid(ONE, 8, 2), *ranks(valid, {"X": 2, "Y": 2}, 4)]  # one batch; of 4, 4 and 3 sequences
-    assert found == pytest.approx([wanted] * 6, rel=1e-12)
-
-
 SAMPLED = get("tiny").with_(L=3, D=32, F=64, H=8, N=4, K=2)
 SETTINGS = Settings(SAMPLED, "", "", sample="Once upon ä", seed=3)
 
 
-def sampled(mesh, settings):
-    params = transformer.shard(model.init(settings.model, 5, torch.float64), settings.model, mesh)
+@on_ranks({"X": 2, "Y": 2})
+def test_the_mean_of_all_sequences_on_any_mesh(mesh):
+    ids = numpy.random.default_rng(0).integers(0, 256, 32 * 11 + 1)
+    corpus = Corpus((ids[:200], ids[200:]), numpy.array([0, 100]))
+    segments = torch.zeros(11, 32, dtype=torch.int64)
+    segments[3, 4:] = 1  # the second document begins at 100
+    params, rows = model.init(TINY, 0, torch.float64), torch.from_numpy(ids).unfold(0, 33, 32)
+    wanted = model.loss(params, rows, config=TINY, segments=segments).item()
+    for on, batch, microbatches in (ONE, 11, 1), (ONE, 8, 2), (mesh, 4, 1):  # one batch; of 4, 4 and 3 sequences
+        settings = Settings(TINY, "", "", batch, 32, microbatches=microbatches, eval_batches=0)
+        held = [Batches(corpus, batch, 32, 0, 0, len(ids))]
+        found = evaluate.evaluate(transformer.shard(params, TINY, on), held, settings, on)
+        assert found == pytest.approx(wanted, rel=1e-12)
+
+
+@on_ranks({"Z": 2, "Y": 2})
+def test_the_same_text_on_every_mesh_and_cold_what_serving_gives(mesh):
+    params = model.init(SAMPLED, 5, torch.float64)
     with mock.patch.object(evaluate, "LENGTH", 16):
-        return evaluate.continuation(params, settings, mesh)
-
-
-def test_the_same_text_on_every_mesh_and_cold_what_serving_gives(ranks, monkeypatch):
-    assert ranks(sampled, {"Z": 2, "Y": 2}, SETTINGS) == [sampled(ONE, SETTINGS), "", "", ""]
-    monkeypatch.setattr(evaluate, "TEMPERATURE", 1e-9)
-    prompts, params = [list(SETTINGS.sample.encode())], model.init(SAMPLED, 5, torch.float64)
-    wanted = serve.generate(params, prompts, SAMPLED, 16)
-    assert sampled(ONE, SETTINGS) == bytes(wanted[0]).decode(errors="replace")
+        found = evaluate.continuation(transformer.shard(params, SAMPLED, mesh), SETTINGS, mesh)
+        assert found == ("" if mesh.rank else evaluate.continuation(params, SETTINGS, ONE))
+        if mesh.rank == 0:
+            wanted = serve.generate(params, [list(SETTINGS.sample.encode())], SAMPLED, 16)
+            with mock.patch.object(evaluate, "TEMPERATURE", 1e-9):
+                assert evaluate.continuation(params, SETTINGS, ONE) == bytes(wanted[0]).decode(errors="replace")
 
 
 def test_refused_before_the_run():
