@@ -42,14 +42,10 @@ def test_derivatives_of_a_product_and_of_its_transpose():
         assert torch.autograd.gradcheck(lambda x, y: einsum(line, x, y), (x, y))  # noqa: B023
 
 
-TYPES = [*types("XY")]
-PAIRS = [*itertools.product(TYPES, TYPES)][::7]  # in which all ops occur
-
-
 def test_a_resharding_runs_the_steps_of_its_plan_and_goes_back():
     """Its numbers are held where calls are drawn."""
     mesh, shape = AbstractMesh({"X": 2, "Y": 2}), (8, 4)
-    for before, after in PAIRS:
+    for before, after in [*itertools.product(types("XY"), repeat=2)][::7]:  # in which all ops occur
         plan, x = reshard(before, after, shape, mesh), torch.empty(before.local_shape(shape, mesh), device="meta")
         with trace() as log:
             y, pull = torch.func.vjp(lambda x: run(plan, x, mesh), x)  # noqa: B023
@@ -59,12 +55,11 @@ def test_a_resharding_runs_the_steps_of_its_plan_and_goes_back():
         assert pull(y)[0].shape == x.shape
 
 
-@pytest.mark.parametrize("keep", [(), ("A[I_X, J]",)])
-def test_an_array_goes_after_its_last_use(keep):
-    mesh, source = AbstractMesh({"X": 2}), parse("A[I_X, J]")
-    steps, keep = reshard(source, "A[I, J_X]").steps, tuple(map(parse, keep))
-    held = run_steps(steps, {source: torch.empty(2, 8, device="meta")}, mesh, keep)
-    assert set(held) == {*keep, steps[-1].after}
+def test_an_array_goes_after_its_last_use():
+    source, (step,) = parse("A[I_X, J]"), reshard("A[I_X, J]", "A[I, J_X]").steps
+    for keep in ((), (source,)):
+        held = run_steps([step], {source: torch.empty(2, 8, device="meta")}, AbstractMesh({"X": 2}), keep)
+        assert set(held) == {*keep, step.after}
 
 
 LINE = "Act[B_X, F] * dOut[B_X, D] -> dW[F, D] {U_X}"
@@ -75,7 +70,7 @@ def operands(rows, seed=0):
     return (torch.randn(rows, n, generator=rng, dtype=torch.float64) for n in (6, 4))
 
 
-def test_a_deferred_product_is_checked_at_once_and_computed_when_it_is_waited_for():
+def test_a_deferred_product_is_checked_at_once_and_computed_when_it_is_waited_for_and_several_as_their_sum():
     a, b = operands(5)
     with trace() as log:
         product = einsum(LINE, a, b, defer=True)
@@ -85,9 +80,6 @@ def test_a_deferred_product_is_checked_at_once_and_computed_when_it_is_waited_fo
     out = torch.ones(6, 4, dtype=torch.float64)
     assert product.wait(out, add=True) is out
     torch.testing.assert_close(out, 1 + a.t() @ b, rtol=1e-14, atol=0)
-
-
-def test_joined_products_are_their_sum():
     some = [einsum(LINE, *operands(rows, seed), defer=True) for seed, rows in enumerate((3, 1, 4))]
     wanted = sum(product.wait() for product in some)
     torch.testing.assert_close(join_products(some).wait(), wanted, rtol=1e-13, atol=1e-13)
@@ -121,10 +113,9 @@ def test_products_of_whole_numbers_keep_their_dtype(dtype):
         assert torch.equal(y, wanted.to(dtype))
 
 
-@pytest.mark.parametrize("size", [2, 4])
-def test_a_number_may_be_split(size):
-    x = torch.ones(3, size)  # a part of 4 divides it
-    assert torch.equal(einsum("A[I, 4_X] -> C[I] {U_X}", x), x.sum(1))
+def test_a_number_may_be_split():
+    for x in (torch.ones(3, 2), torch.ones(3, 4)):  # a part of 4 divides it
+        assert torch.equal(einsum("A[I, 4_X] -> C[I] {U_X}", x), x.sum(1))
 
 
 def test_a_mask_of_several_layers_and_on_a_mesh_without_the_axis():

@@ -1,12 +1,15 @@
-"""Send and receive: what arrives is what the receiver expects, in every dtype and order; anything else is refused. And
-arrays between meshes of some of the ranks: bitwise, and the bytes of the plan."""
+"""Send and receive: what arrives is what the receiver expects, in every dtype and order; anything else is refused.
+Arrays between meshes of some of the ranks: bitwise, and the bytes of the plan. And the ring algorithms against the
+collectives, and what their links carry against the book's counts."""
+
+import itertools
 
 import pytest
 import torch
 from machine import RankFailed, on_ranks
 
 from scaling import collectives as c
-from scaling.collectives import all_gather, plan_transfer, shard, transfer
+from scaling.collectives import all_gather, plan_transfer, rings, shard, transfer
 from scaling.collectives.messages import TAG, announcement, data_tag
 from scaling.collectives.moves import TAG as EAGER
 from scaling.collectives.transfer import TAG as TRANSFER
@@ -79,30 +82,21 @@ def test_an_announcement_tells_all_that_matters_apart():
     assert not torch.equal(*long)
 
 
-SHAPE = (4, 8, 6)
-TYPES = ["A[I, J, K]", "A[I_X, J_Y, K]", "A[I, J_YX, K]", "A[I_XY, J, K]", "A[I, J_X, K_Y]"]
-PAIRS = [(a, b) for a in TYPES for b in TYPES if a != b]
-DTYPES = [torch.float32, torch.bfloat16, torch.int64, torch.bool, torch.int16]
-
-
-def whole(dtype):
-    x = torch.arange(4 * 8 * 6).view(SHAPE)
-    return x * 3 % 250 > 100 if dtype == torch.bool else x.to(dtype)
-
-
 @on_ranks({"W": 8})
 def test_every_pair_of_types_between_disjoint_ranks(mesh):
     """This rank gets its block, once, and what it sends and gets are the plan's bytes."""
     a, b = Mesh({"X": 2, "Y": 2}, ranks=range(4)), Mesh({"Y": 2, "X": 2}, ranks=[4, 5, 6, 7])
-    for i, (source, target) in enumerate(PAIRS):
-        x = whole(DTYPES[i % len(DTYPES)])
-        mine = x[parse(source).slices(SHAPE, a, a.coord)] if a.member else None
+    types = "A[I, J, K]", "A[I_X, J_Y, K]", "A[I, J_YX, K]", "A[I_XY, J, K]", "A[I, J_X, K_Y]"
+    whole = torch.arange(4 * 8 * 6).view(4, 8, 6)
+    arrays = [whole.float(), whole.bfloat16(), whole, whole * 3 % 250 > 100, whole.short()]
+    for (source, target), x in zip(itertools.permutations(types, 2), itertools.cycle(arrays)):  # noqa: B905
+        mine = x[parse(source).slices(x.shape, a, a.coord)] if a.member else None
         line = f"{source} -> {target}"
         with trace() as log:
             got = transfer(line, mine, a, b)
-        plan = plan_transfer(line, SHAPE, a, b)
+        plan = plan_transfer(line, x.shape, a, b)
         sent = sum(m.numel for m in plan if m.source == mesh.rank) * x.element_size()
-        assert torch.equal(got, x[parse(target).slices(SHAPE, b, b.coord)]) if b.member else got is None, line
+        assert torch.equal(got, x[parse(target).slices(x.shape, b, b.coord)]) if b.member else got is None, line
         moved = sum(m.numel for m in plan if mesh.rank in (m.source, m.target)) * x.element_size()
         assert (log.wire_bytes, [event.nbytes for event in log.events]) == (sent, [moved]), line
         assert sum(m.numel for m in plan if m.target == mesh.rank) == (got.numel() if b.member else 0), line

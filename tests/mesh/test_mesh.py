@@ -7,7 +7,6 @@ import os
 import random
 import sys
 import tempfile
-from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -80,22 +79,18 @@ test_what_makes_no_mesh = refused(
 
 
 @on_ranks(MESH)
-def test_alone(mesh):
-    """What sends nothing needs nobody else, also when it is the first use of its axes."""
+def test_alone_or_too_many(mesh):
+    """What sends nothing needs nobody else, also when it is the first use of its axes; nor does a mesh of one rank. Of
+    more devices than ranks nobody makes one."""
     for checked in (False, True):
         fresh = Mesh(mesh.sizes, checked=checked, timeout=60)
         if mesh.rank == 1:
             assert fresh.group(("Y", "X")).index == 2
             assert c.shard("A[I] -> A[I_X]", torch.arange(4.0), fresh).tolist() == [0.0, 1.0]
-
-
-@on_ranks({"X": 2})
-def test_alone_or_too_many(mesh):
-    """A rank makes a mesh of itself alone; of more devices than ranks nobody does."""
-    with pytest.raises(ShardingError, match="the mesh X=3 has 3 devices, but 2 ranks are running"):
-        Mesh({"X": 3})
     if mesh.rank:
         assert Mesh({"X": 1}, ranks=[mesh.rank]).group(("X",)).backend == "single"
+    with pytest.raises(ShardingError, match="the mesh X=5 has 5 devices, but 4 ranks are running"):
+        Mesh({"X": 5})
 
 
 @on_ranks(MESH)
@@ -146,34 +141,26 @@ def test_as_torch_sees_it(mesh):
     assert torch.equal(DTensor.from_local(rows, other, placements).full_tensor(), whole)
 
 
-def different_meshes(mesh):
-    with pytest.raises(ShardingError) as error:
-        Mesh({"X": 4} if mesh.rank == 3 else {"X": 2, "Y": 2}, checked=mesh.rank != 1)
-    return str(error.value)
-
-
+@pytest.mark.slow
 @pytest.mark.parametrize("checked", [True, False])  # of the mesh that the ranks have already
-def test_ranks_that_make_different_meshes(ranks, checked):
-    run_on = ranks if checked else partial(run, checked=False)
+def test_ranks_that_make_different_meshes_are_told_at_once_and_the_group_can_still_be_used(checked):
     over, two = (", over the ranks [0, 1, 2, 3]", "ranks [0, 2]") if checked else ("", "rank 0")
-    for message in run_on(different_meshes, MESH):
-        assert f"  {two}: Mesh(X=2, Y=2), checked, on cpu{over}\n" in message
-        assert f"  rank 1: Mesh(X=2, Y=2), unchecked, on cpu{over}\n" in message
-        assert f"  rank 3: Mesh(X=4), checked, on cpu{over}\n" in message
 
+    def on_rank(mesh):
+        x = torch.ones(4)
+        with pytest.raises(ShardingError) as error:
+            Mesh({"X": 4} if mesh.rank == 3 else MESH, checked=mesh.rank != 1)
+        assert f"  {two}: Mesh(X=2, Y=2), checked, on cpu{over}\n" in str(error.value)
+        assert f"  rank 1: Mesh(X=2, Y=2), unchecked, on cpu{over}\n" in str(error.value)
+        assert f"  rank 3: Mesh(X=4), checked, on cpu{over}\n" in str(error.value)
+        if checked:  # one rank alone makes another mesh
+            with pytest.raises(ShardingError) as error:
+                Mesh({"X": 4}) if mesh.rank == 0 else c.all_gather("A[I_XY] -> A[I]", x, mesh)
+            assert "rank 0: Mesh(X=4), unchecked, on cpu, over the ranks [0, 1, 2, 3]\n" in str(error.value)
+            assert "ranks [1, 2, 3]: AllGather A[I_XY] -> A[I] of (4,) float32\n" in str(error.value)
+        assert c.all_gather("A[I_XY] -> A[I]", x, mesh).tolist() == [1.0] * 16
 
-def other_meshes(mesh):
-    x = torch.ones(4)
-    with pytest.raises(ShardingError) as error:
-        Mesh({"X": 4}) if mesh.rank == 0 else c.all_gather("A[I_X] -> A[I]", x, mesh)
-    assert c.all_gather("A[I_X] -> A[I]", x, mesh).tolist() == [1.0] * 16
-    return str(error.value)
-
-
-def test_a_mesh_made_by_one_rank_alone_is_told_at_once_and_the_group_can_still_be_used():
-    for message in run(other_meshes, {"X": 4}):
-        assert "rank 0: Mesh(X=4), unchecked, on cpu, over the ranks [0, 1, 2, 3]\n" in message
-        assert "ranks [1, 2, 3]: AllGather A[I_X] -> A[I] of (4,) float32\n" in message
+    run(on_rank, MESH, checked=checked)
 
 
 def test_of_a_long_call_the_ranks_are_told_the_beginning():
