@@ -11,18 +11,10 @@ from refused import refused
 from torch.distributed.tensor import Partial, Replicate, Shard
 from torch.distributed.tensor._utils import _compute_local_shape_and_global_offset as dtensors_block
 
-from scaling import collectives
+from scaling import collectives, interop
 from scaling.algebra import reshard
 from scaling.algebra.layouts import arrangements, subsets
 from scaling.book.largest import largest
-from scaling.interop import (
-    from_dtensor,
-    from_partition_spec,
-    from_placements,
-    to_dtensor,
-    to_partition_spec,
-    to_placements,
-)
 from scaling.mesh import AbstractMesh
 from scaling.spec import ShardingError, Spec, parse
 
@@ -30,13 +22,13 @@ MESH = {"X": 2, "Y": 2}
 
 
 def placed(placement):
-    return from_placements((placement, Replicate()), MESH, ("I", "J"))
+    return interop.from_placements((placement, Replicate()), MESH, ("I", "J"))
 
 
 test_what_dtensor_cannot_say = refused(
     {
-        "an order of its own": (lambda: to_placements("A[I_YX, J]", MESH), "in the mesh's order, which is X, Y"),
-        "no axis of the mesh": (lambda: to_placements("A[I_Z]", MESH), "unknown mesh axis"),
+        "another order": (lambda: interop.to_placements("A[I_YX]", MESH), "in the mesh's order, which is X, Y"),
+        "no axis of the mesh": (lambda: interop.to_placements("A[I_Z]", MESH), "unknown mesh axis"),
         "Partial('max')": (lambda: placed(Partial("max")), "only Shard of one of the 2 dims"),
         "Shard(5)": (lambda: placed(Shard(5)), "only Shard of one of the 2 dims"),
     },
@@ -57,9 +49,9 @@ def test_placements_of_every_type(sizes):
             seen.add(placements)
             in_order = all([*axes] == [axis for axis in mesh if axis in axes] for axes in dims)
             if in_order:
-                assert to_placements(str(spec), mesh) == placements
+                assert interop.to_placements(str(spec), mesh) == placements
             assert [axis for axis, one in zip(mesh, placements, strict=True) if one.is_partial()] == [*unreduced]
-            assert from_placements(placements, AbstractMesh(mesh), ("I", "J"), "A") == spec
+            assert interop.from_placements(placements, AbstractMesh(mesh), ("I", "J"), "A") == spec
             for at in itertools.product(*map(range, mesh.values())):
                 found = dtensors_block(shape, (*mesh.values(),), at, placements)
                 ours = spec.slices(shape, mesh, dict(zip(mesh, at, strict=True)))
@@ -68,16 +60,16 @@ def test_placements_of_every_type(sizes):
 
 
 def test_partition_spec():
-    for text, jax in [
-        ("A[I, J]", "P(None, None)"),
-        ("A[I_YX, J_Z]", "P(('Y', 'X'), 'Z')"),
-        ("A[I_data, J_model]", "P('data', 'model')"),
-        ("A[I_X, J] {U_Y}", "P('X', None, unreduced={'Y'})"),
-    ]:
-        assert to_partition_spec(text) == jax
-        assert from_partition_spec(jax, ("I", "J"), "A") == parse(text)
-    assert str(from_partition_spec("jax.sharding.PartitionSpec('X')", ("I", "J"), "A")) == "A[I_X, J]"
-    assert from_partition_spec("P((), ('X',))", ("I", "J"), "A") == parse("A[I, J_X]")
+    for text, jax in {
+        "A[I, J]": "P(None, None)",
+        "A[I_YX, J_Z]": "P(('Y', 'X'), 'Z')",
+        "A[I_data, J_model]": "P('data', 'model')",
+        "A[I_X, J] {U_Y}": "P('X', None, unreduced={'Y'})",
+    }.items():
+        assert interop.to_partition_spec(text) == jax
+        assert interop.from_partition_spec(jax, ("I", "J"), "A") == parse(text)
+    assert str(interop.from_partition_spec("jax.sharding.PartitionSpec('X')", ("I", "J"), "A")) == "A[I_X, J]"
+    assert interop.from_partition_spec("P((), ('X',))", ("I", "J"), "A") == parse("A[I, J_X]")
 
 
 NO_SPECS = "P('X', None, None)|P(x)|Q('X')|P('X'|P('X', axes=2)|P(5)|P(b'X')|P(True)|P({'X'})|P(['X'])|P(1.5)|P(*'X')"
@@ -88,7 +80,7 @@ def test_what_is_no_partition_spec():
     deep = "(" * 300, "P(" + "(" * 300, "P(" + "-" * 100_000 + "1)"
     for text in (*NO_SPECS.split("|"), *deep, 5, None, ("X", None)):
         with pytest.raises(ShardingError, match="is not a PartitionSpec of 2 dims") as error:
-            from_partition_spec(text, ("I", "J"))
+            interop.from_partition_spec(text, ("I", "J"))
         assert max(map(len, str(error.value).splitlines())) < 120
 
 
@@ -104,8 +96,8 @@ NOT_SAID = {  # P('XY') in JAX is one axis, not two: read as two it would be ano
     "P('X', 'X')": "used twice",
 }
 test_what_types_cannot_say = refused(
-    {text: (partial(from_partition_spec, text, ("I", "J")), words) for text, words in NOT_SAID.items()}
-    | {"dims of another type": (lambda: from_partition_spec("P()", ("I_X",)), "which is another type")},
+    {text: (partial(interop.from_partition_spec, text, ("I", "J")), words) for text, words in NOT_SAID.items()}
+    | {"dims of another type": (lambda: interop.from_partition_spec("P()", ("I_X",)), "which is another type")},
     ShardingError,
 )
 
@@ -117,11 +109,11 @@ def dtensor_bytes(before, after, shape, mesh):
         from torch.distributed.tensor._redistribute import _gen_transform_infos
 
         meta = TensorMeta(torch.Size(shape), (shape[1], 1), torch.float64)
-        ends = [DTensorSpec(mesh.device_mesh, to_placements(s, mesh), tensor_meta=meta) for s in (before, after)]
-        infos = _gen_transform_infos(*ends)
+        ends = [interop.to_placements(spec, mesh) for spec in (before, after)]
+        infos = _gen_transform_infos(*(DTensorSpec(mesh.device_mesh, end, tensor_meta=meta) for end in ends))
     except (ImportError, TypeError):
         return None
-    sizes, placements, sent = list(mesh.sizes.values()), list(to_placements(before, mesh)), 0
+    sizes, placements, sent = list(mesh.sizes.values()), list(ends[0]), 0
     for info in infos:
         n, local = sizes[info.mesh_dim], shape[0] * shape[1] * 8
         for size, placement in zip(sizes, placements, strict=True):
@@ -143,8 +135,8 @@ def test_redistribute_agrees_and_sends_no_less(mesh):
     whole = torch.arange(32, dtype=torch.float64).view(shape)
     for src, dst in pairs[::7]:
         local = collectives.shard(str(src.with_unreduced(()).with_name("")), whole, mesh) / mesh.size(src.unreduced)
-        theirs = to_dtensor(src, local, mesh).redistribute(placements=to_placements(dst, mesh))
-        spec, shard_of_theirs = from_dtensor(theirs, mesh, ("I", "J"), "A")
+        theirs = interop.to_dtensor(src, local, mesh).redistribute(placements=interop.to_placements(dst, mesh))
+        spec, shard_of_theirs = interop.from_dtensor(theirs, mesh, ("I", "J"), "A")
         mine = collectives.reshard(f"{src} -> {dst}", local, mesh)
         same = spec == dst and mine.shape == shard_of_theirs.shape
         errors.append((mine - shard_of_theirs).abs().max().item() if same else float("inf"))
