@@ -1,24 +1,19 @@
 """The bugs that types refuse are refused, and the page shows what the command prints. (What runs on ranks, it runs.)"""
 
 import ast
-import sys
-from pathlib import Path
 
+import museum
 import pytest
 from sources import parsed
 
-sys.path.insert(0, str(Path(__file__).parent))
-import museum
-from bugs import BUGS
-
 
 @pytest.mark.slow
-@pytest.mark.parametrize("bug", [bug for bug in BUGS if not bug.fails], ids=lambda bug: bug.name)
+@pytest.mark.parametrize("bug", [bug for bug in museum.BUGS if not bug.fails], ids=lambda bug: bug.name)
 def test_refused_before_anything_is_sent(bug):
     assert museum.seen(bug)
 
 
-@pytest.mark.parametrize("bug", [bug for bug in BUGS if bug.fails], ids=lambda bug: bug.name)
+@pytest.mark.parametrize("bug", [bug for bug in museum.BUGS if bug.fails], ids=lambda bug: bug.name)
 def test_those_that_a_test_sees_can_be_planted(bug):
     assert museum.planted(bug)
     file, _, test = bug.fails.partition("[")[0].partition("::")
@@ -28,8 +23,8 @@ def test_those_that_a_test_sees_can_be_planted(bug):
 def test_the_page_shows_what_the_command_prints():
     page, readme = ((museum.ROOT / name).read_text(encoding="utf-8") for name in ("docs/museum.md", "README.md"))
     assert museum.table() in page
-    assert all(link in page for bug in BUGS for link in bug.links)
-    typed = sum(not bug.fails for bug in BUGS)
-    assert typed >= (len(BUGS) - 1) * 5 / 7  # but for how a sum is rounded, which is no matter of types
-    assert f"plants {len(BUGS)} silent bugs of other systems here: types refuse {typed} of them" in readme
-    assert f"other {len(BUGS) - typed}." in readme
+    assert all(link in page for bug in museum.BUGS for link in bug.links)
+    typed = sum(not bug.fails for bug in museum.BUGS)
+    assert typed >= (len(museum.BUGS) - 1) * 5 / 7  # but for how a sum is rounded, which is no matter of types
+    assert f"plants {len(museum.BUGS)} silent bugs of other systems here: types refuse {typed} of them" in readme
+    assert f"other {len(museum.BUGS) - typed}." in readme
