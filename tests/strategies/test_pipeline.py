@@ -49,67 +49,56 @@ def alone(block=BLOCK):
     return Loss, grads
 
 
-def several(mesh, cases):
-    """Loss and gradients of each, whole and in the model's order of layers.
+def every(stages, *counts):
+    """(mesh, cases) of all schedules for so many microbatches, where those are enough."""
+    too_few = {("interleaved", m) for m in counts if m % stages} | {("dualpipev", m) for m in counts if m < 2 * stages}
+    cases = [(name, m, None) for name in SCHEDULES for m in counts if (name, m) not in too_few]
+    cases += [case for case in (("gpipe", 8, 8), ("1f1b", 8, 3), ("interleaved", 8, 2)) if case[1] in counts]
+    return {"Z": stages}, [(*case, BLOCK if i % 3 else BARE, "") for i, case in enumerate(cases)]
+
+
+def in_some_way(mesh, way, names):
+    return mesh, [(name, 8, None, BLOCK, way) for name in names]
+
+
+WAYS = [
+    ({"Z": 2, "X": 2, "Y": 1}, "", ["dualpipev"]),
+    ({"Z": 2, "X": 1, "Y": 2}, "", ["1f1b"]),
+    ({"Z": 4}, "pairs", ["1f1b", "dualpipev"]),
+    ({"Z": 2}, "unchecked", ["1f1b", "interleaved", "dualpipev"]),
+]
+CASES = [every(2, 1, 8), every(4, 8), *(in_some_way(*way) for way in WAYS)]
+SWEPT = [every(2, 4, 16), every(4, 1, 4, 16)]
+SWEPT += [in_some_way(*way, ["gpipe", "interleaved", "zb-h1"]) for *way, _ in WAYS]
+
+
+@pytest.mark.parametrize(("mesh", "cases"), CASES + [pytest.param(*case, marks=pytest.mark.sweep) for case in SWEPT])
+def test_equal_to_one_device(mesh, cases):
+    """Loss and gradients, whole and in the model's order of layers; the loss to the bit on all stages.
 
     On axes X and Y with FSDP and tensor parallelism in each stage. "pairs": as on NCCL, with a process group for each
     direction and kind; "unchecked": on a mesh that compares nothing, the loss is reduced while the backward goes on.
     """
-    found, channels = [], pipeline.Channels
-    for name, microbatches, block, collect, how in cases:
+    wanted, channels = {block: alone(block) for block in (BARE, BLOCK)}, pipeline.Channels
+    for name, microbatches, collect, block, way in cases:
         schedule = make(name, mesh.sizes["Z"], microbatches)
         schedule = split_backward(schedule, collect) if collect is not None else schedule
-        at = Mesh(mesh.sizes, checked=False) if how == "unchecked" else mesh
+        at = Mesh(mesh.sizes, checked=False) if way == "unchecked" else mesh
         stage = FSDP_TP if "X" in mesh.sizes else mlp(*block)
         params, *batch = problem(at, schedule, stage)
-        with patch.object(pipeline, "Channels", partial(channels, pairs=True if how == "pairs" else None)):
+        with patch.object(pipeline, "Channels", partial(channels, pairs=True if way == "pairs" else None)):
             Loss, grads = pipeline.value_and_grad(params, *batch, at, schedule, squares, stage)
-        found.append((Loss, restored(grads, at, schedule, stage)))
-    return found
+        close((Loss, restored(grads, at, schedule, stage)), wanted[block])
+        assert (tree.unshard(Loss[None], "Loss[S_Z]", mesh) == Loss).all()
 
 
-CASES = [(name, m, None) for name in SCHEDULES for m in (1, 4, 8, 16)]
-CASES += [("gpipe", 8, 8), ("1f1b", 8, 3), ("interleaved", 8, 2)]
-
-
-MORE = [pytest.param(*case, marks=pytest.mark.sweep) for case in ((2, (4, 16)), (4, (1, 4, 16)))]
-
-
-@pytest.mark.parametrize(("stages", "counts"), [(2, (1, 8)), (4, (8,)), *MORE])
-def test_every_schedule_equals_one_device(ranks, stages, counts):
-    wanted = {block: alone(block) for block in (BARE, BLOCK)}
-    too_few = {("interleaved", m) for m in counts if m % stages} | {("dualpipev", m) for m in counts if m < 2 * stages}
-    cases = [case for case in CASES if case[1] in counts and case[:2] not in too_few]
-    cases = [(name, m, BLOCK if i % 3 else BARE, collect, "") for i, (name, m, collect) in enumerate(cases)]
-    everyone = ranks(several, {"Z": stages}, cases)
-    for case, *found in zip(cases, *everyone, strict=True):
-        for each in found:
-            close(each, wanted[case[2]])
-        assert all(torch.equal(Loss, found[0][0]) for Loss, _ in found)  # the same bits on every rank
-
-
-WAYS = [
-    ("", {"Z": 2, "X": 2, "Y": 1}, ["dualpipev"]),
-    ("", {"Z": 2, "X": 1, "Y": 2}, ["1f1b"]),
-    ("pairs", {"Z": 4}, ["1f1b", "dualpipev"]),
-    ("unchecked", {"Z": 2}, ["1f1b", "interleaved", "dualpipev"]),
-]
-SWEPT = [pytest.param(*way, ["gpipe", "interleaved", "zb-h1"], marks=pytest.mark.sweep) for *way, _ in WAYS]
-
-
-@pytest.mark.parametrize(("way", "sizes", "names"), WAYS + SWEPT)
-def test_other_stages_and_meshes(ranks, way, sizes, names):
-    wanted = alone()
-    for everyone in ranks(several, sizes, [(name, 8, BLOCK, None, way) for name in names]):
-        for found in everyone:
-            close(found, wanted)
-
-
-def both(mesh, name, microbatches):
-    """(loss, grads) of this rank's layers, ours and torch.distributed.pipelining's (loss None off the last stage)."""
+@on_ranks({"Z": 2}, {"Z": 4})
+@pytest.mark.parametrize("name", ["gpipe", "1f1b", "interleaved"])
+def test_equal_to_torch(mesh, name):
+    """Gradients of this rank's layers, and the loss, which only the last stage has of torch.distributed.pipelining."""
     from torch.distributed import pipelining
 
-    schedule, group = make(name, mesh.sizes["Z"], microbatches), mesh.group(("Z",)).pg
+    schedule, group = make(name, mesh.sizes["Z"], 8), mesh.group(("Z",)).pg
     params, In, Target = problem(mesh, schedule)
     Loss, grads = pipeline.value_and_grad(params, In, Target, mesh, schedule, squares, STAGE)
 
@@ -121,19 +110,12 @@ def both(mesh, name, microbatches):
         stages.append(pipelining.PipelineStage(modules[-1], stage, schedule.virtual_stages, "cpu", group=group))
     kinds = {"gpipe": pipelining.ScheduleGPipe, "1f1b": pipelining.Schedule1F1B}
     kind = kinds.get(name, pipelining.ScheduleInterleaved1F1B)
-    run = kind(stages if name == "interleaved" else stages[0], microbatches, loss_fn=squares, scale_grads=False)
-    losses, last = [], own[-1] == schedule.virtual_stages - 1
+    run = kind(stages if name == "interleaved" else stages[0], 8, loss_fn=squares, scale_grads=False)
+    losses, last = [], mesh.coord["Z"] == mesh.sizes["Z"] - 1
     run.step(*([In] if own[0] == 0 else []), **({"target": Target, "losses": losses} if last else {}))
     close(grads, {name: torch.cat([getattr(module, name).grad for module in modules]) for name in params})
     if last:
         close(Loss, sum(losses).detach())
-    return last
-
-
-@pytest.mark.parametrize("stages", [2, 4])
-@pytest.mark.parametrize("name", ["gpipe", "1f1b", "interleaved"])
-def test_equal_to_torch(ranks, name, stages):
-    assert sum(ranks(both, {"Z": stages}, name, 8)) == 1
 
 
 @on_ranks({"Z": 2})
