@@ -11,7 +11,6 @@ from pathlib import Path
 import visit
 
 ROOT = Path(__file__).parents[2]
-CHAPTERS = {file.stem: file.read_text() for file in ROOT.glob("chapters/[0-9]*.py")}
 QUESTIONS = tomllib.loads((ROOT / "docs/questions.toml").read_text())["question"]
 ASK = """
 import sys, json
@@ -47,7 +46,7 @@ def test_the_page_to_play_on_has_an_answer_of_each_form_and_needs_no_torch():
 
 def test_questions_are_as_many_as_the_books_and_name_what_is_there():
     for question in QUESTIONS:
-        text = CHAPTERS[question["chapter"]]
+        text = (ROOT / f"chapters/{question['chapter']}.py").read_text()
         assert int(question["chapter"][:2]) == question["part"], question
         assert question["asks"].endswith((".", "?")), question
         if "section" in question:
@@ -62,10 +61,7 @@ def test_questions_are_as_many_as_the_books_and_name_what_is_there():
 
 def test_links_that_lead_nowhere(tmp_path):
     (tmp_path / "one.html").write_text('<h1 id="here">1</h1><a href="two.html#there">2</a><a href="#here">1</a>')
-    (tmp_path / "two.html").write_text(
-        '<a href="three.html">3</a><a href="one.html#gone">1</a><script src="http://x/y.js">'
-    )
+    (tmp_path / "two.html").write_text('<a href="three.html">3</a><a href="one.html#gone">1</a><script src="http://x">')
     found, count = visit.faults(tmp_path)
-    assert count == 4
-    assert len(found) == 4
-    assert any("loads http://x/y.js" in fault for fault in found)
+    assert (len(found), count) == (4, 4)
+    assert any("loads http://x" in fault for fault in found)

@@ -16,16 +16,15 @@ from scaling.exercise import __main__ as command
 from scaling.exercise import compared, exercise_named, exercises, grade, new
 from scaling.exercise.judge import assess
 
-FOLDER = Path(__file__).parent / "answers"
-ANSWERS = {file.stem: tomllib.loads(file.read_text()) for file in sorted(FOLDER.glob("*.toml"))}
+ANSWERS = {path.stem: tomllib.loads(path.read_text()) for path in sorted(Path(__file__).parent.glob("answers/*.toml"))}
 
 
 def judged_on_rank(mesh, name: str, text: str):
     return compared.on_rank(mesh, exercise_named(name), text)
 
 
-@pytest.fixture
-def ready_ranks(ranks, monkeypatch):
+@pytest.mark.parametrize("name", ANSWERS)
+def test_the_solution_and_the_planted_slips(ranks, monkeypatch, name):
     """Answers run on ranks that are there already; one that fails runs again as a reader's does, for its message."""
 
     def run(fn, sizes, exercise, text, timeout):
@@ -35,10 +34,6 @@ def ready_ranks(ranks, monkeypatch):
             return launch.run(fn, sizes, exercise, text, timeout=timeout)
 
     monkeypatch.setattr(compared, "launch", SimpleNamespace(run=run))
-
-
-@pytest.mark.parametrize("name", ANSWERS)
-def test_the_solution_and_the_planted_slips(ready_ranks, name):
     right, wrong = ANSWERS[name]["right"], ANSWERS[name]["wrong"]
     assert 3 <= len(wrong) <= 5
     assert not assess(exercise_named(name), new(name))[0]  # what is handed out

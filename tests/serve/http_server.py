@@ -5,10 +5,9 @@ import functools
 import json
 import random
 import signal
-import socket
 import threading
 import time
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from queue import SimpleQueue
 from typing import NamedTuple
 
@@ -157,15 +156,6 @@ def alone(body: dict) -> list[tuple[str, str, list[float]]]:
         logprobs = [token.logprob for token in tokens[:count]]
         found.append((texts[count].split(stop)[0], reason, pytest.approx(logprobs, abs=1e-4)))
     return found
-
-
-def raw(port: int, data: bytes) -> bytes:
-    """What comes back for these bytes, up to where the server closes or the client has had enough."""
-    with socket.create_connection(("127.0.0.1", port), timeout=20) as s, suppress(OSError):
-        s.sendall(data)
-        s.shutdown(socket.SHUT_WR)
-        return s.recv(1 << 16)
-    return b""
 
 
 def post(body: bytes, path: str = "/v1/completions", head: str = "") -> bytes:

@@ -32,16 +32,13 @@ def test_temperature_and_filters_by_hand(logits, how, parts):
     assert probabilities(logits, how)[0].tolist() == pytest.approx(wanted, abs=1e-15)
 
 
-def test_a_token_never_drawn_has_no_probability():
+def test_a_token_is_drawn_by_its_probability_and_a_uniform_number():
     p = torch.tensor([0.0, 0.3, 0.0, 0.7, 0.0], dtype=torch.float64)
     u = torch.tensor([0.0, 0.29999, 0.3, 0.99999999999999989], dtype=torch.float64)
     assert draw_token(p.expand(4, 5), u).tolist() == [1, 1, 3, 3]
     uneven = torch.full((7,), 1 / 7, dtype=torch.float64)
     assert draw_token(uneven, torch.tensor(1 - 2.0**-53, dtype=torch.float64)).item() == 6
-
-
-def test_randomness_is_of_the_seed_and_the_position_alone():
-    assert uniforms([3, 4], [5, 5])[1:].equal(uniforms([4], [5]))
+    assert uniforms([3, 4], [5, 5])[1:].equal(uniforms([4], [5]))  # of the seed and the position alone
     u = uniforms([1] * 500 + [2] * 500, [*range(500)] * 2)
     assert (u.sort().values - torch.linspace(0, 1, 1000, dtype=torch.float64)).abs().max() < 0.05
 
@@ -75,10 +72,7 @@ def test_the_books_rule_gives_the_targets_distribution():
         shape = len(first), *[1] * n
         joint = joint[..., None] * torch.where(open_.view(*shape, 1), p[n], given.view(*shape, V))
     assert (joint.sum(0) - p[0][:, None, None] * p[1][..., None] * p[2]).abs().max() < 1e-12
-
-
-def test_tokens_that_are_expected_of_a_step():
-    for rate, k in itertools.product((0.0, 0.3, 0.95, 1.0), (1, 4, 8)):
+    for rate, k in itertools.product((0.0, 0.3, 0.95, 1.0), (1, 4, 8)):  # the tokens that a step gives on average
         assert expected_tokens(rate, k) == pytest.approx(sum(rate**n for n in range(k + 1)))
 
 
