@@ -127,8 +127,6 @@ MAPS = {
     "ragged": (ragged, stacked_ragged),
     "masked": (masked, stacked_masked),
 }
-
-
 LINEARIZED = "all_gather", "max", "reduce_scatter", "all_to_all", "ppermute", "scatter", "ragged"  # each way to send
 
 

@@ -26,8 +26,6 @@ STEPS = {
     "fsdp_tp": (fsdp_tp, {"X": 2, "Y": 2}, {}),
     "pods": (pods, {"P": 2, "X": 1, "Y": 2}, {}),
 }
-
-
 CASES = [  # marked sweep, but for one
     pytest.param(mesh, name, id=name, marks=() if name == "fsdp" else pytest.mark.sweep)
     for name, (_, mesh, _) in STEPS.items()

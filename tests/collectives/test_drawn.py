@@ -2,6 +2,8 @@
 and the ways that data takes on NCCL, taken over gloo, which has the same calls. And some cases of the rooms above the
 collectives: tests/sweeps/fuzz.py runs ten thousand."""
 
+import itertools
+
 import pytest
 import torch
 from array_types import types
@@ -47,22 +49,17 @@ def test_a_derivative_of_any_resharding_is_its_transpose(mesh):
     assert outcomes["right, leaf"] + outcomes["right, vjp"] > 30, outcomes
 
 
-LINES = [
-    (kind, before, after)
-    for before in types("XY")
-    for after in types("XY")
-    for kind, op in OP_OF.items()
-    if is_legal(kind, f"{before} -> {after}", before, after)
-]
-
-
 def test_every_legal_line_gives_the_shape_of_its_type_and_on_one_device_the_identity():
     mesh, sizes = AbstractMesh({"X": 32, "Y": 16}, {"X": 31, "Y": 3}), {"I": 4096, "J": 8192}
     one, whole = Mesh({"X": 1, "Y": 1}, checked=True), torch.randn(16, 8)
-    assert len(LINES) > 100
-    for kind, before, after in LINES:
-        x = torch.empty(before.local_shape(sizes, mesh), device="meta", dtype=torch.bfloat16)
-        call, line = getattr(c, kind), f"{before} -> {after}"
+    lines = [
+        (kind, f"{before} -> {after}", before, after)
+        for before, after, kind in itertools.product(types("XY"), types("XY"), OP_OF)
+        if is_legal(kind, f"{before} -> {after}", before, after)
+    ]
+    assert len(lines) > 100
+    for kind, line, before, after in lines:
+        x, call = torch.empty(before.local_shape(sizes, mesh), device="meta", dtype=torch.bfloat16), getattr(c, kind)
         y, pull = vjp(lambda x: call(line, x, mesh), x)  # noqa: B023
         later = call(line, x, mesh) if kind == "shard" else call(line, x, mesh, async_op=True).wait()
         for result in (y, later):

@@ -1,14 +1,20 @@
-"""What the typed calls refuse, before anything is sent or written, with the rule and the fix."""
+"""What the typed calls refuse, before anything is sent or written, with the rule and the fix. And whether arrays lie in
+each other's memory, and whether elements of one share theirs: against the places of all elements."""
 
+import random
 import re
+from collections import Counter
+from functools import partial
 
 import pytest
 import torch
 from refused import by_words, refused
+from torch import ones
 
 from scaling import collectives as c
 from scaling.algebra import matmul
 from scaling.collectives import rings
+from scaling.collectives.buffers import overlap, overlaps_itself
 from scaling.mesh import AbstractMesh, Mesh
 from scaling.spec import ShardingError
 
@@ -19,20 +25,7 @@ X, MASK = torch.arange(24.0).view(2, 3, 4), torch.tensor([[True, False, True], [
 ROWS, MASKED = torch.arange(20.0).view(5, 4), "x[B, T, D] {U_Y}"
 
 
-def meta(*shape, dtype=torch.float32):
-    return torch.empty(shape, dtype=dtype, device="meta")
-
-
-def ones(*shape, dtype=torch.float32):
-    return torch.ones(shape, dtype=dtype)
-
-
-def param(*shape):
-    return ones(*shape).requires_grad_()
-
-
-def float8(*shape):
-    return ones(*shape).to(torch.float8_e4m3fn)
+meta = partial(torch.empty, device="meta")
 
 
 def product(a, b, line=PRODUCT, **options):
@@ -55,7 +48,7 @@ test_operands = refused(by_words({
     "numpy.ndarray": lambda: c.all_reduce(SUM, ones(2).numpy(), ONE),
     "fix: give it as .to_dense()": lambda: c.all_gather(GATHER, ones(2, 2).to_sparse(), ONE),
     "not differentiable, since its transpose lies on another rank": (
-        lambda: c.send("A[I]", param(2), Mesh({"X": 1}), "X", 1)
+        lambda: c.send("A[I]", ones(2, requires_grad=True), Mesh({"X": 1}), "X", 1)
     ),
     "its type has 1 dims": lambda: c.reshard("A[I] -> A[I_X]", meta(3, 4), ABSTRACT),
     "has one operand": lambda: c.reshard("A[I] * B[I] -> A[I]", meta(3, 4), ABSTRACT),
@@ -74,9 +67,9 @@ test_products = refused(by_words({
         product(ones(2, 2), ones(2, 2).double())
     ),
     "of torch.bool it has none": product(ones(2, 2).bool(), ones(2, 2).bool()),
-    "of torch.float8_e4m3fn it has none": product(float8(2, 2), None, "A[I, J] -> C[I]"),
+    "of torch.float8_e4m3fn it has none": product(ones(2, 2).to(torch.float8_e4m3fn), None, "A[I, J] -> C[I]"),
     "fix: give out=": product(ones(2, 2), ones(2, 2), add=True),
-    "fix: leave out= away": product(param(2, 2), ones(2, 2), out=ones(2, 2)),
+    "fix: leave out= away": product(ones(2, 2, requires_grad=True), ones(2, 2), out=ones(2, 2)),
     "fix: give them as .to_dense()": (  # of which torch gets the sum over a batch wrong
         product(ones(2, 5), ones(5, 2).to_sparse(), "A[L, J] * B[J, K] -> C[J, K, L]")
     ),
@@ -89,11 +82,11 @@ test_reductions = refused(by_words({
     "a mean has fractions": lambda: c.all_reduce(SUM, meta(4, dtype=torch.int32), ABSTRACT, op="mean"),
     "the max of torch.complex64": lambda: c.all_reduce(SUM, ones(4, dtype=torch.complex64), ONE, op="max"),
     "the sum of torch.int16": lambda: c.all_reduce(SUM, meta(4, dtype=torch.int16), ABSTRACT),
-    "fix: convert it": lambda: c.broadcast(SUM, float8(4), ONE),
+    "fix: convert it": lambda: c.broadcast(SUM, ones(4).to(torch.float8_e4m3fn), ONE),
     "the donated operand has shape (2, 3) and strides (0, 1)": donated(X[0, :1, :3].expand(2, 3)),
     "the donated operand is a view that conjugates or negates": donated(torch.complex(X[0], X[0]).conj()),
     "give it as .resolve_conj().resolve_neg()": donated(torch.complex(X[0], X[0]).conj().imag),
-    "the donated operand requires a gradient": donated(param(2, 3)),
+    "the donated operand requires a gradient": donated(ones(2, 3, requires_grad=True)),
 }))  # fmt: skip
 
 test_masks = refused({
@@ -172,12 +165,7 @@ test_options_are_given_by_name = refused(  # those of others: test_drawn.py
 )
 
 
-def memory():
-    """A stack [3, 4, 4] of which a test gives one layer away: the others must not change."""
-    return torch.arange(48.0).view(3, 4, 4)
-
-
-MISFITS = {  # words of the error: the buffer within a stack; the result is [4, 4]
+MISFITS = {  # words of the error: the buffer within a stack [3, 4, 4]; the result is [4, 4]
     "the result has shape (4, 4), out (3, 4)": lambda g: g[1, :3],
     "the result is torch.float32 on cpu, out torch.float64 on cpu": lambda g: g[1].double(),
     "elements share their memory": lambda g: g[1, :1].expand(4, 4),
@@ -190,16 +178,17 @@ MISFITS = {  # words of the error: the buffer within a stack; the result is [4, 
 
 @pytest.mark.parametrize("words", MISFITS)
 def test_a_buffer_that_does_not_fit_is_refused_and_nothing_is_written(words):
+    stack = torch.arange(48.0).view(3, 4, 4)
     for write in (
         lambda out: c.all_gather("A[I, J_X] -> A[I, J]", ones(4, 4), ONE, out=out, async_op=True).wait(),
         lambda out: c.reduce_scatter(SCATTER, ones(4, 4), ONE, out=out),
         lambda out: c.einsum(PRODUCT, ones(4, 8), ones(8, 4), out=out),
     ):
-        g = memory()
+        g = stack.clone()
         with pytest.raises(ShardingError, match=re.escape(words)) as error:
             write(MISFITS[words](g))
         assert "\n  rule: " in str(error.value)
-        assert torch.equal(g, memory())
+        assert torch.equal(g, stack)
 
 
 def test_a_buffer_that_shares_memory_with_an_operand_is_refused():
@@ -215,3 +204,37 @@ def test_a_buffer_that_shares_memory_with_an_operand_is_refused():
         with pytest.raises(ShardingError, match="out shares memory with an operand"):
             call()
         assert torch.equal(x, kept)
+
+
+def view(dice: random.Random, x: torch.Tensor) -> torch.Tensor:
+    """What slices, transposes and expands make of a tensor."""
+    for _ in range(dice.randrange(5)):
+        if not x.dim():
+            break
+        how, dim = dice.choice(["part", "step", "row", "turn", "expand"]), dice.randrange(x.dim())
+        start = dice.randrange(x.shape[dim] + 1)
+        if how == "part":
+            x = x.narrow(dim, start, dice.randrange(x.shape[dim] - start + 1))
+        elif how == "step":
+            x = x.movedim(dim, 0)[start :: dice.choice([2, 3])].movedim(0, dim)
+        elif how == "row" and start < x.shape[dim]:
+            x = x.select(dim, start)
+        elif how == "turn":
+            x = x.transpose(0, dim)
+        elif how == "expand":
+            x = x[None].expand(2, *x.shape) if x.dim() < 4 else x
+    return x
+
+
+def test_overlap_is_exact():
+    x, places, found = torch.zeros(6, 6), torch.arange(36.0).view(6, 6), Counter()
+    for seed in range(200):
+        (a, of_a), (b, of_b) = ([view(random.Random(2 * seed + i), t) for t in (x, places)] for i in (0, 1))
+        assert overlap(a, b) == overlap(b, a) == bool({*of_a.flatten().tolist()} & {*of_b.flatten().tolist()})
+        assert overlaps_itself(a) == (of_a.unique().numel() < of_a.numel())
+        found[overlap(a, b), overlaps_itself(a)] += 1
+    assert min(found.values()) > 5, found
+    assert len(found) == 4
+    assert not any(overlap(a, b) for a, b in [(x, x.clone()), (x.to("meta"), x.to("meta"))])
+    assert overlaps_itself(x.view(-1).unfold(0, 3, 2))
+    assert overlaps_itself(x.view(-1).as_strided((2, 2), (1, 1)))
