@@ -1,6 +1,7 @@
 """What a line may say: every rule of the collectives and of einsum, by lines that keep it and lines that break it."""
 
 import itertools
+from functools import partial
 
 import pytest
 import torch
@@ -15,11 +16,7 @@ from scaling.collectives.op import dual_line
 from scaling.mesh import AbstractMesh
 from scaling.spec import ShardingError, Spec, format_axes, parse_line
 
-
-def meta(*shape):
-    return torch.empty(shape, device="meta")
-
-
+meta = partial(torch.empty, device="meta")
 STEPS = {  # a call: the steps that it takes, as "axes over which: type after"
     "AllGather: A[I_YX] -> A[I]": ["YX: A[I]"],
     "AllGather: A[I_X, J_Y] -> A[I, J]": ["X: A[I, J_Y]", "Y: A[I, J]"],
@@ -93,8 +90,6 @@ KINDS = {"AllGather": c.all_gather, "ReduceScatter": c.reduce_scatter, "AllReduc
 KINDS |= {"AllToAll": c.all_to_all, "Slice": c.shard, "Broadcast": c.broadcast, "Reduce": c.reduce}
 KINDS |= {"Scatter": c.scatter, "Gather": c.gather}
 TRANSPOSED = "AllGather", "ReduceScatter", "AllReduce", "AllToAll"
-
-
 SIZES, ABSTRACT = {"I": 12, "J": 24}, AbstractMesh({"X": 2, "Y": 3})
 
 

@@ -15,20 +15,8 @@ from machine import ended
 
 import scaling
 from scaling.check import main as check
+from scaling.common import console
 from scaling.common.arguments import check_fields, read_table
-from scaling.common.console import (
-    HelpFormatter,
-    Parser,
-    command,
-    command_of,
-    complain,
-    fold,
-    integer,
-    number,
-    output,
-    place,
-    width,
-)  # fmt: skip
 from scaling.configs import load
 from scaling.measure import command as measure
 from scaling.measure.network import main as network
@@ -74,17 +62,17 @@ def test_a_bad_argument_ends_in_one_clear_line(case, capsys):
 
 
 def test_types_of_options(tmp_path):
-    assert integer(1)("12") == 12
-    assert number(kind=Fraction)("1/3") == Fraction(1, 3)
-    assert number()("0.25") == 0.25
-    assert output("here.toml") == "here.toml"
+    assert console.integer(1)("12") == 12
+    assert console.number(kind=Fraction)("1/3") == Fraction(1, 3)
+    assert console.number()("0.25") == 0.25
+    assert console.output("here.toml") == "here.toml"
     (tmp_path / "link").symlink_to("gone")
     no_places = {tmp_path / "link": "it must be FILE", tmp_path / "link" / "deeper": "it must be FILE"}
     if Path("/proc/self").exists():  # on Linux
         no_places[Path("/proc/nothing/x")] = "cannot write /proc/nothing/x: "
     for path, words in no_places.items():
         with pytest.raises(argparse.ArgumentTypeError, match=words):
-            place(str(path))
+            console.place(str(path))
 
 
 def test_a_reader_that_goes_away_ends_a_command_quietly():
@@ -99,15 +87,15 @@ def test_ctrl_c_ends_a_command_in_one_line(capsys, monkeypatch, tmp_path):
     def main():
         raise KeyboardInterrupt
 
-    assert command(main) == 130
+    assert console.command(main) == 130
     assert capsys.readouterr().err == "interrupted\n"
     (tmp_path / "stopped_while_imported.py").write_text("raise KeyboardInterrupt")
     monkeypatch.syspath_prepend(tmp_path)
-    assert command_of("stopped_while_imported") == 130
+    assert console.command_of("stopped_while_imported") == 130
     for tool in ("train", "generate", "serve", "measure", "profile"):  # nothing but the console is imported before that
         text = (Path(scaling.__file__).parent / tool / "__main__.py").read_text(encoding="utf-8")
         assert re.findall("^(?:from|import) (\\S+)", text, flags=re.M) == ["sys", "scaling.common.console"]
-    assert command(lambda: 3) == 3
+    assert console.command(lambda: 3) == 3
 
 
 DOC = """A tool that does something, said in a paragraph of more than one line, which is filled again to as many columns
@@ -123,13 +111,13 @@ as there are.
 @pytest.mark.parametrize(("columns", "wide"), [(60, 60), (100, 100), (200, 100)])
 def test_help_and_text_are_60_to_100_columns_wide_and_keep_examples(monkeypatch, columns, wide):
     monkeypatch.setenv("COLUMNS", "10")
-    assert width() == 60
+    assert console.width() == 60
     monkeypatch.setenv("COLUMNS", str(columns))
-    assert width() == wide
-    folded = fold("    indented " + "word " * 40).splitlines()
+    assert console.width() == wide
+    folded = console.fold("    indented " + "word " * 40).splitlines()
     assert max(map(len, folded)) <= wide
     assert folded[1].startswith("        word")
-    parser = argparse.ArgumentParser(description=DOC, formatter_class=HelpFormatter)
+    parser = argparse.ArgumentParser(description=DOC, formatter_class=console.HelpFormatter)
     parser.add_argument("--long", help="words that go on " * 12)
     lines = parser.format_help().splitlines()
     assert wide - 20 < max(map(len, lines)) <= wide
@@ -140,13 +128,13 @@ def test_help_and_text_are_60_to_100_columns_wide_and_keep_examples(monkeypatch,
 
 def test_errors_fit_the_terminal(capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "80")
-    complain("a rule that takes " * 9 + "x" * 300 + "\n  fix: leave it out")
+    console.complain("a rule that takes " * 9 + "x" * 300 + "\n  fix: leave it out")
     lines = capsys.readouterr().err.splitlines()
     assert max(map(len, lines)) <= 80
     assert lines[-1] == "  fix: leave it out"
     assert "(300 characters)" in " ".join(lines)
     with pytest.raises(SystemExit):
-        Parser(prog="tool").parse_args(["word " * 40])
+        console.Parser(prog="tool").parse_args(["word " * 40])
     assert max(map(len, capsys.readouterr().err.splitlines())) <= 80
 
 

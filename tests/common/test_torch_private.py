@@ -1,6 +1,7 @@
 """Things of torch that have no public name: that they are there and do what is relied on, where no test of what uses
 them would say so."""
 
+import itertools
 import re
 import subprocess
 import sys
@@ -64,16 +65,15 @@ def test_a_lazy_clone_is_a_clone(name):
         "numpy": lambda x: x.numpy().fill(3),
     }
     with torch.no_grad():
-        for how, write in writes.items():
-            for first in ("the operand", "the clone"):
-                x = OPERANDS[name]()
-                y, kept = p.lazy_clone(x), x.detach().clone()
-                assert type(y) is torch.Tensor
-                assert y.stride() == x.stride()
-                assert torch.equal(y, kept)
-                write(x if first == "the operand" else y)
-                other = y if first == "the operand" else x
-                assert torch.equal(other, kept), f"{how} to {first}"
+        for how, first in itertools.product(writes, ("the operand", "the clone")):
+            x = OPERANDS[name]()
+            y, kept = p.lazy_clone(x), x.detach().clone()
+            assert type(y) is torch.Tensor
+            assert y.stride() == x.stride()
+            assert torch.equal(y, kept)
+            written, other = (x, y) if first == "the operand" else (y, x)
+            writes[how](written)
+            assert torch.equal(other, kept), f"{how} to {first}"
     assert p.lazy_clone(torch.ones(2, device="meta")).is_meta
 
 

@@ -159,24 +159,14 @@ def test_ctrl_c_is_left_to_the_parent():
         signal.signal(signal.SIGINT, handler)
 
 
-def followed(error: Exception, cause: Exception) -> Exception:
-    error.__cause__ = cause
-    return error
-
-
-# what ended a rank, the worst first: who raised, whose wait timed out, who was left by another one
-BLAME = [
-    ValueError("the page said: request timed out, closed by peer"),
-    RuntimeError("Timed out waiting 1000ms"),
-    followed(KeyError("loss"), TimeoutError("not all ranks have come")),
-    RuntimeError("Connection closed by peer"),
-    followed(ValueError("no batch"), RankEnded("a rank has ended")),
-]
-
-
 def test_the_cause_is_blamed_before_what_follows_from_it():
-    assert [blame_of(error) for error in BLAME] == [RAISED, LATE, LATE, LEFT, LEFT] == sorted(map(blame_of, BLAME))
-    assert DIED < RAISED
+    """The worst first: who raised, whose wait timed out, who was left by another one."""
+    late, left = KeyError("loss"), ValueError("no batch")
+    late.__cause__, left.__cause__ = TimeoutError("not all ranks have come"), RankEnded("a rank has ended")
+    raised = ValueError("the page said: request timed out, closed by peer")
+    errors = raised, RuntimeError("Timed out waiting 1000ms"), late, RuntimeError("Connection closed by peer"), left
+    assert [blame_of(error) for error in errors] == [RAISED, LATE, LATE, LEFT, LEFT]
+    assert DIED < RAISED < LATE < LEFT
 
 
 def test_a_rank_that_begins_after_its_parent_has_died_ends_at_once():
@@ -201,20 +191,18 @@ def test_a_failure_is_told_at_once_from_the_function_on_and_as_data(monkeypatch)
     assert failure.line == f"{__file__}:{raises.__code__.co_firstlineno + 1}"
 
 
-def computes(mesh, seconds):
-    deadline = time.monotonic() + seconds
-    while time.monotonic() < deadline:
-        torch.ones(100, 100) @ torch.ones(100, 100)
-
-
 @pytest.mark.sweep
 @pytest.mark.slow
 def test_ranks_that_compute_or_communicate_do_not_hang():
-    run(computes, {"X": 2}, 2.5, timeout=0.5)
+    def computes(mesh, seconds):
+        deadline = time.monotonic() + seconds
+        while time.monotonic() < deadline:
+            torch.ones(100, 100) @ torch.ones(100, 100)
 
     def communicates(mesh):
         for _ in range(30):
             total(mesh)
             computes(mesh, 0.1)
 
-    run(communicates, {"X": 2}, timeout=1.0)
+    run(computes, TWO, 2.5, timeout=0.5)
+    run(communicates, TWO, timeout=1.0)

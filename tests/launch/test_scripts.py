@@ -41,7 +41,6 @@ if __name__ == "__main__":
     start(main, {{"X": int(sys.argv[2])}}, sys.argv[1], timeout=float((sys.argv + ["60"])[3]))
 """
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run"]
-TWO_RANKS = [*TORCHRUN, "--nproc-per-node", "2"]
 
 
 @pytest.fixture(scope="module")
@@ -72,15 +71,11 @@ def script(tmp_path_factory):
         process.stdout.close()
 
 
-def pids_in(text: str) -> list[int]:
-    return [int(pid) for pid in re.findall(r"pid (\d+) rank", text)]
-
-
 def failure_of(process) -> str:
     """What a process has printed that ends with exit code 1, and takes its ranks with it."""
     out, _ = process.communicate(timeout=120)
     assert process.returncode == 1, out
-    assert all_ended(pids_in(out))
+    assert all_ended(int(pid) for pid in re.findall(r"pid (\d+) rank", out))
     return out
 
 
@@ -188,7 +183,7 @@ HANGS = r"rank \d: this rank hangs: it has not computed for \d+ s\n  fix: (?s:.*
     ids=["raises", "ends early", "leaves", "hangs"],
 )
 def test_torchrun_is_told_once_of_a_rank_that_fails_ends_early_or_hangs(script, arguments, said):
-    out = failure_of(script(*arguments, command=TWO_RANKS))
+    out = failure_of(script(*arguments, command=[*TORCHRUN, "--nproc-per-node", "2"]))
     assert re.search(said, out), out
     if said.startswith(WAITED):
         assert out.partition("=====")[0].count("[rank") == out.count("[rank0]: ") > 0  # one rank speaks
