@@ -25,11 +25,6 @@ def rows():
     return found
 
 
-def test_a_model_that_was_run_is_one_that_a_user_can_name():
-    runs = published.published_runs()
-    assert [get(run.job.config.name) for run in runs] == [run.job.config for run in runs]
-
-
 @pytest.mark.slow
 def test_forecasts_of_the_published_meshes_are_near_what_was_measured_and_what_is_off_is_explained(rows):
     errors, printed = [abs(math.log1p(row.error)) for row in rows], published.table(rows)
@@ -59,29 +54,24 @@ def test_what_is_fitted_to_one_half_holds_for_the_other(rows):
     assert published.with_matmuls(rows[0], 1.0).own.forecast == pytest.approx(rows[0].own.forecast)
 
 
-def test_tokens_from_tflops():
+def test_runs_are_of_models_that_a_user_can_name_and_tokens_follow_from_tflops():
     """LLaMA-3 405B: 400 TFLOPs/s a GPU of 6 x 405e9 FLOPs a token and attention are 41% of 989."""
-    run = next(run for run in published.published_runs() if run.chips == 16_384 and run.job.seq == 8192)
+    runs = published.published_runs()
+    assert [get(run.job.config.name) for run in runs] == [run.job.config for run in runs]
+    run = next(run for run in runs if run.chips == LLAMA and run.job.seq == 8192)
     assert run.measured * published.token_flops(run.job, "causal") == pytest.approx(400e12)
     assert 6 * 405e9 < published.token_flops(run.job, "causal") < 6.5 * 405e9
 
 
-# --- Serving
-
-STEPS = [one for group in data()["group"] for one in measured_steps(group)]
-
-
-def test_no_bound_is_beaten():
-    assert len(STEPS) > 40
-    for one in STEPS:
+def test_bounds_of_serving_are_those_by_hand_and_none_is_beaten():
+    """70.55e9 params in int8 less the embedding, 163,840 bytes a token; LLaMA-2 7B in bf16, 524,288 bytes a token."""
+    steps = [one for group in data()["group"] for one in measured_steps(group)]
+    assert len(steps) > 40
+    for one in steps:
         assert one.bound <= one.seconds, (one.group, one.config.name, one.batch)
         assert one.bound + one.slower + one.step.comms + one.rest == pytest.approx(one.seconds)
         assert one.slower > 0
-
-
-def test_bounds_by_hand():
-    """70.55e9 params in int8 less the embedding, 163,840 bytes a token; LLaMA-2 7B in bf16, 524,288 bytes a token."""
-    of = {(one.group[:13], one.config.name, one.chips, one.batch, one.context): one for one in STEPS}
+    of = {(one.group[:13], one.config.name, one.chips, one.batch, one.context): one for one in steps}
     read = 70_553_706_496 - 128256 * 8192
     two = of["LLaMA-3.1 70B", "llama3-70b", 8, 128, 2048]  # 64 sequences each
     assert two.bound == pytest.approx((64 * 2048 * 163_840 + read) / (8 * 8.2e11))

@@ -132,12 +132,12 @@ def test_a_latent_cache_is_told_apart_from_few_heads():
 
 # --- Plans under load: lone requests timed by hand, pictures drawn from spans that are known
 
-FOUR = get("llama3-8b").with_(L=4, V=32000)
-PLAN = plans(Service(FOUR, 256, 16), V5E, chips=1)[0]
+PLAN = plans(Service(SMALL.with_(L=4), 256, 16), V5E, chips=1)[0]
 
 
-def test_a_lone_request_by_hand():
-    """240 tokens of prompt at 40% MFU, and 15 steps of one token, each reading all weights and its own cache."""
+def test_a_lone_request_and_a_move_by_hand():
+    """240 tokens of prompt at 40% MFU, and 15 steps of one token, each reading all weights and its own cache; a move
+    goes over the datacenter."""
     D, F, heads = 4096, 14336, 32 * 128 + 2 * 8 * 128
     params = 4 * (3 * D * F + D * heads + 32 * 128 * D + 2 * D) + D + D * 32000
     served = under_load(PLAN, rate=1e-3, count=3)
@@ -148,6 +148,7 @@ def test_a_lone_request_by_hand():
         assert times.ttft == pytest.approx(first)
         steps = [(241 + i) * 2 * 4 * 8 * 128 / 8.2e11 + params / 8.2e11 for i in range(15)]
         assert times.tpot == pytest.approx(sum(steps) / 15)
+    assert modelled(PLAN)(Move(0, 100, (0,), (1,))) == pytest.approx(100 * 2 * 4 * 8 * 128 / 3.125e9)
 
 
 @pytest.mark.parametrize("policy", POLICIES)
@@ -159,16 +160,13 @@ def test_all_are_served_under_load(policy):
     assert again.steps == served.steps
 
 
-def test_a_move_goes_over_the_datacenter():
-    assert modelled(PLAN)(Move(0, 100, (0,), (1,))) == pytest.approx(100 * 2 * 4 * 8 * 128 / 3.125e9)
-
-
 def work(id, tokens):
     return Work(Request(id, (0,), 1), 0, (0,) * tokens, (0,), True)
 
 
-def test_slots_as_drawn():
-    """Two requests beside each other, the third where the first was; the second's cache is moved."""
+def test_slots_and_histograms_as_drawn():
+    """Two requests beside each other, the third where the first was; the second's cache is moved. A histogram counts
+    everything."""
     spans = (
         WorkSpan(0.0, 2.0, Run("engine", (work(0, 5),))), WorkSpan(2.0, 4.0, Run("engine", (work(0, 1), work(1, 3)))),
         WorkSpan(4.0, 5.0, Move(1, 3, (0,), (1,))), WorkSpan(6.0, 7.0, Run("engine", (work(1, 1), work(2, 2)))),
@@ -177,13 +175,8 @@ def test_slots_as_drawn():
     served = Simulated(spans, {id: RequestTimes(0.0) for id in range(3)})
     assert gantt(served, 10) == "  0 |PPdd  Pddd|\n  1 |  PP>.d   |"
     assert gantt(served, 10, rows=1).endswith("and 1 more slots")
-
-
-def test_histograms_count_everything():
-    values = [0.001, 0.0011, 0.5, 1.0, math.nan]
-    lines = histogram(values).splitlines()
-    assert sum(int(line.split()[2]) for line in lines) == 4
-    assert [int(line.split()[2]) for line in lines][0::7] == [2, 2]
+    counts = [int(line.split()[2]) for line in histogram([0.001, 0.0011, 0.5, 1.0, math.nan]).splitlines()]
+    assert (sum(counts), counts[0::7]) == (4, [2, 2])
     assert histogram([math.nan]) == "  (none)"
 
 

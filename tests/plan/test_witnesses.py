@@ -33,28 +33,6 @@ def adam(params, ways=1):
     return [tree.map(lambda p: empty(p.numel() // ways, dtype=torch.float32), params) for _ in range(2)]
 
 
-def traced(module, sizes, tokens, L, width, microbatches=1):
-    """Of a step of the strategy, its gradients summed over microbatches."""
-    mesh, dims = AbstractMesh(sizes), {"B": tokens // microbatches, "D": width, "F": 4 * width}
-
-    def local(name, *front):
-        return empty(*front, *parse(module.SPECS[name]).local_shape(dims, mesh))
-
-    params, partial = {name: local(name, L) for name in ("W_in", "W_out")}, None
-    states = adam(params, 8 if module is zero else 1)
-    with peak_memory() as memory:
-        counted(params, *states)
-        for i in range(microbatches):
-            Out, saved = module.forward(params, local("In"), mesh, activation="gelu")
-            dOut, last = torch.ones_like(Out), i == microbatches - 1
-            del Out
-            given = {"partial": partial, "reduce": last} | ({"stage": 1} if module is zero else {})
-            _, partial = module.backward(dOut, saved, params, mesh, donate=True, **given)
-            del saved, dOut
-    return memory
-
-
-AXES = {"X": ("data", "fsdp"), "Y": ("tensor",)}
 STACKS = [
     (data_parallel, "X=8", "data=8 zero=0"),
     (zero, "X=8", "data=8 zero=1"),
@@ -69,14 +47,31 @@ STACKS = [
 @pytest.mark.parametrize(("tokens", "L", "M"), [(8 * 1024, 6, 2), (8 * 4096, 8, 1), (64 * 4096, 4, 2)])
 @pytest.mark.parametrize(("module", "mesh", "text"), STACKS)
 def test_a_stack_of_layers(module, mesh, text, tokens, L, M):
+    """A step of the strategy, its gradients summed over microbatches."""
+    abstract, dims = AbstractMesh(parse_mesh(mesh)), {"B": tokens // M, "D": 4096, "F": 4 * 4096}
+
+    def local(name, *front):
+        return empty(*front, *parse(module.SPECS[name]).local_shape(dims, abstract))
+
+    params, partial = {name: local(name, L) for name in ("W_in", "W_out")}, None
+    states = adam(params, 8 if module is zero else 1)
+    with peak_memory() as memory:
+        counted(params, *states)
+        for i in range(M):
+            Out, saved = module.forward(params, local("In"), abstract, activation="gelu")
+            dOut = torch.ones_like(Out)
+            del Out
+            given = {"partial": partial, "reduce": i == M - 1} | ({"stage": 1} if module is zero else {})
+            _, partial = module.backward(dOut, saved, params, abstract, donate=True, **given)
+            del saved, dOut
     ours = planned(stack(L, tokens, 4096), f"{text} microbatches={M} reduce=once")
-    memory = traced(module, parse_mesh(mesh), tokens, L, 4096, M)
     assert float(ours.held.total) == pytest.approx(memory.peak, rel=0.03)
     assert 3 * M * ours.compute.linear == memory.log.flops
-    for axis in parse_mesh(mesh):
+    for axis in abstract.sizes:
         moved = sum(e.nbytes * (2 if e.op == "AllReduce" else 1) for e in memory.log.collectives() if axis in e.axes)
         after = moved if module is zero else 0  # its params are gathered once they are updated
-        assert sum(ours.bytes.get(name, 0) for name in AXES[axis]) == moved + after
+        planned_axes = {"X": ("data", "fsdp"), "Y": ("tensor",)}[axis]
+        assert sum(ours.bytes.get(name, 0) for name in planned_axes) == moved + after
 
 
 @pytest.mark.parametrize("Y", [1, 4])
