@@ -25,23 +25,19 @@ from scaling.trace import trace
 approx = pytest.approx
 V5E, H100, L70 = chip("v5e"), chip("h100"), get("llama3-70b")
 
-# Published counts: each model's own card or paper, where it says them to the last parameter or to three digits.
-EXACT = {
-    "llama2-13b": 13_015_864_320,
-    "llama3-8b": 8_030_261_248,
-    "llama3-70b": 70_553_706_496,
-    "llama3-405b": 405_853_388_800,
-    "gemma-7b": 8_537_680_896,
-    "gemma2-27b": 27_227_128_320,
-    "mixtral-8x7b": 46_702_792_704,
-}
-
 
 def test_published_parameter_counts():
-    assert {name: tm.num_params(get(name)) for name in EXACT} == EXACT
-
-
-def test_deepseek_v3():
+    """Each model's own card or paper, where it says them to the last parameter or to three digits."""
+    exact = {
+        "llama2-13b": 13_015_864_320,
+        "llama3-8b": 8_030_261_248,
+        "llama3-70b": 70_553_706_496,
+        "llama3-405b": 405_853_388_800,
+        "gemma-7b": 8_537_680_896,
+        "gemma2-27b": 27_227_128_320,
+        "mixtral-8x7b": 46_702_792_704,
+    }
+    assert {name: tm.num_params(get(name)) for name in exact} == exact
     config = get("deepseek-v3")
     counts = [tm.num_params(config, active=active) for active in (False, True)]
     assert counts == [approx(671e9, rel=1e-3), approx(37e9, rel=0.02)]
@@ -84,18 +80,6 @@ def test_einsum_flops_equal_the_counter(data):
         assert counter.get_total_flops() in (flops, 0)  # 0: torch multiplied elementwise and summed
 
 
-def test_models_from_files(tmp_path):
-    assert get("LLaMA-3 70B") is get("llama3-70b")
-    own = tmp_path / "own.toml"
-    with pytest.raises(ValueError, match="no such file"):
-        get(own)
-    own.write_text("L = 2\nD = 8\nF = 16\nN = 2\nK = 1\nH = 4\nV = 10\ngated = false\n")
-    assert load(own) == Config("own", 2, 8, 16, 2, 1, 4, 10, gated=False, source=str(own))
-    own.write_text("L = 2\nD = 8\nwidth = 3\n")
-    with pytest.raises(ValueError, match="lacks F, N, K, H, V; does not know width"):
-        load(own)
-
-
 HUGGING_FACE = {  # config.json
     "deepseek-v3": """{
         "model_type": "deepseek_v3", "num_hidden_layers": 61, "hidden_size": 7168, "intermediate_size": 18432,
@@ -116,13 +100,22 @@ HUGGING_FACE = {  # config.json
 }
 
 
-@pytest.mark.parametrize("name", HUGGING_FACE)
-def test_hugging_face_files(name, tmp_path):
-    path = tmp_path / f"{name}.json"
-    path.write_text(HUGGING_FACE[name])
-    assert get(path).with_(source=get(name).source, dtype=get(name).dtype) == get(name)
-    path.write_text(f'{{"text_config": {HUGGING_FACE[name]}}}')
-    assert tm.params(load(path)) == tm.params(get(name))
+def test_models_from_files(tmp_path):
+    assert get("LLaMA-3 70B") is get("llama3-70b")
+    own = tmp_path / "own.toml"
+    with pytest.raises(ValueError, match="no such file"):
+        get(own)
+    own.write_text("L = 2\nD = 8\nF = 16\nN = 2\nK = 1\nH = 4\nV = 10\ngated = false\n")
+    assert load(own) == Config("own", 2, 8, 16, 2, 1, 4, 10, gated=False, source=str(own))
+    own.write_text("L = 2\nD = 8\nwidth = 3\n")
+    with pytest.raises(ValueError, match="lacks F, N, K, H, V; does not know width"):
+        load(own)
+    for name, config in HUGGING_FACE.items():
+        path = tmp_path / f"{name}.json"
+        path.write_text(config)
+        assert get(path).with_(source=get(name).source, dtype=get(name).dtype) == get(name)
+        path.write_text(f'{{"text_config": {config}}}')
+        assert tm.params(load(path)) == tm.params(get(name))
 
 
 def test_utilization_counts_pairs_as_a_mask_does():
@@ -197,9 +190,6 @@ def test_on_a_slice():
     assert s.slices(H100, 8) == [(1,), (2,), (4,), (8,)]
 
 
-# Serving by brute force: caches counted by element, experts enumerated, fronts tried one by one
-
-
 def test_a_cache_is_counted_head_by_head():
     config = get("llama3-8b").with_(window=(4,) * 8 + (None,) * 24)
     for context in (1, 4, 5, 100):
@@ -208,16 +198,12 @@ def test_a_cache_is_counted_head_by_head():
         assert s.load(config, kv="fp32").kv(context) == 4 * elements
 
 
-def test_what_a_step_is_bound_by():
+def test_what_a_step_is_bound_by_and_a_pass_over_prompts_and_decodes_takes():
+    """Of decodes alone it is their step; a prompt's FLOPs are a forward pass's, causal, with all its logits."""
     load = s.load(L70, "int8", "int8")
     assert [s.step(load, batch, 1, V5E, 8).bound for batch in (1, 1024)] == ["weights", "compute"]
     slow = s.step(load, 1, 1, V5E, 8, comms=1.0)
     assert (slow.bound, slow.seconds, slow.apart) == ("collectives", slow.kv + 1.0, slow.kv + slow.weights + 1.0)
-
-
-def test_a_pass_over_prompts_and_decodes():
-    """Of decodes alone it is their step; a prompt's FLOPs are a forward pass's, causal, with all its logits."""
-    load = s.load(L70, "int8", "int8")
     assert s.mixed(load, [(1, 4096)] * 32, V5E, 8) == s.step(load, 32, 4096, V5E, 8)
     prompt = s.mixed(load, [(4096, 4096)], V5E, 8)
     flops = tm.forward_flops(L70, 1, 4096, causal=True)
@@ -244,8 +230,3 @@ def test_a_front_is_what_nothing_beats():
     front = s.pareto(points, lambda p: p[0], lambda p: p[1])
     beaten = {p for p in points for q in points if q != p and q[0] <= p[0] and q[1] >= p[1]}
     assert front == sorted({*points} - beaten)
-
-
-def test_servers_keep_pace():
-    """10 sequences are ready after 100 steps, 2 s, and take 5 s of prefill."""
-    assert s.prefill_servers(0.5, 0.02, 10, 100) == 2.5
