@@ -77,13 +77,15 @@ def program(rng: random.Random, ranks: int, length: int = 12) -> list:
     return items + [("wait", line, 0) for line in open_]
 
 
-def test_sets_of_times_are_sets():
+def test_sets_of_times_are_sets_and_a_run_inside_another_has_its_own():
     """Nested, touching, and turned round, which covers none."""
     a, b = intervals.union([(12, 15), (0, 9), (2, 3), (15, 16), (20, 18)]), [(1, 4), (8, 13)]
     assert a == [(0, 9), (12, 16)]
     assert intervals.intersect(a, b) == [(1, 4), (8, 9), (12, 13)]
     assert intervals.subtract(a, b) == [(0, 1), (4, 8), (13, 16)]
     assert intervals.gaps(a, (3, 14)) == [(9, 12)]
+    kept = disjoint([run("Einsum", 0.0, 10.0), run("Einsum", 2.0, 5.0)])
+    assert [each.held for each in kept] == [((0.0, 2.0), (5.0, 10.0)), ((2.0, 5.0),)]
 
 
 def run(op, called, end, rank=0, **fields):
@@ -120,11 +122,6 @@ def test_messages_meet_by_their_ends_and_order():
     zero, one = (timeline.runs for timeline in of([RankTimeline(r, (0.0, 9.0), runs[r]) for r in (0, 1)]).timelines)
     assert [s.waiting for s in (*zero, *one)] == approx([0.0, 2.8, 0.0, 0.0, 0.0, 1.0])
     assert one[2].behind == 0
-
-
-def test_a_run_inside_another_has_its_own_time():
-    kept = disjoint([run("Einsum", 0.0, 10.0), run("Einsum", 2.0, 5.0)])
-    assert [each.held for each in kept] == [((0.0, 2.0), (5.0, 10.0)), ((2.0, 5.0),)]
 
 
 def test_the_quickest_exchange_tells_the_other_clock():
@@ -177,13 +174,12 @@ def test_a_rank_is_slow_though_its_group_alone_waits():
 
 IN_EACH = [item for i in range(10) for item in (("work", f"P{i}", [0.01, 0.012]), ("call", f"C{i}", 0.001))]
 DELAYED = [product(0.05, second) for second in (0.05, 0.05, 0.1, 0.05, 0.05)]
-WITHIN = [product(0.05, 0.06 + extra) for extra in (-0.009, 0.009, 0, 0.009)]
 SLOW = {  # what rank 1 is, by the steps that two ranks make
     "after the last line": (
         [[*product(0.01, 0.01), ("gap", "", [0.0, 0.02])]] * 4,
         "20.0 ms slow before the end of the step: others wait 20.0 ms",
     ),
-    "less than steps differ": (WITHIN, ""),
+    "less than steps differ": ([product(0.05, 0.06 + extra) for extra in (-0.009, 0.009, 0, 0.009)], ""),
     "every line": ([IN_EACH] * 4, "20.0 ms slow in all its lines: others wait 20.0 ms"),
     "nobody waits": ([[("work", "P", [0.01, 0.05])]] * 4, ""),
     "one step alone": (
@@ -200,12 +196,9 @@ def test_who_is_slow(name):
 
 
 def test_a_rank_that_waited_for_a_core_is_not_slow():
-    zero, one = play(DELAYED, 2)[0]
-    waited = ((0.0, 0.0), (one.marks[2], 0.001), (one.marks[3], 0.05), (one.marks[-1], 0.05))
-    assert of([zero, replace(one, waited=waited)]).stragglers() == []
-
-
-def test_how_long_was_waited_within_a_span():
     waited = [(0.0, 0.0), (1.0, 0.5), (2.0, 0.5), (3.0, 0.9)]
     assert [waited_within(waited, *span) for span in ((0.2, 0.8), (1.0, 2.0), (1.5, 2.5))] == approx([0.5, 0.0, 0.4])
     assert waited_within((), 0.0, 1.0) == 0.0
+    zero, one = play(DELAYED, 2)[0]
+    waited = ((0.0, 0.0), (one.marks[2], 0.001), (one.marks[3], 0.05), (one.marks[-1], 0.05))
+    assert of([zero, replace(one, waited=waited)]).stragglers() == []
