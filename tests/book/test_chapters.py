@@ -1,24 +1,24 @@
-"""Every chapter as a reader runs it: its answers, what it prints, its pictures, and what it proposes to try."""
+"""Every chapter as a reader runs it: its answers, what it prints, its pictures, and what it proposes to try; as a
+notebook, in a kernel and cell by cell as one would, which has no `__file__`, its own `sys.argv`, and shows SystemExit
+as an error; and the recap, whose numbers are the chapters' own."""
 
+import importlib.util
 import inspect
+import itertools
 import math
 import os
 import re
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 import running
 from pinned import PINNED
-from running import TRIED
+from running import CHAPTERS, TRIED
 
-from scaling.book import learning
-from scaling.book.answers import Answer
-
-
-def to_be_pinned(answer: Answer) -> bool:
-    """Whether the book's number alone does not hold this answer in place."""
-    return answer.verdict in ("ours", "erratum") or answer.rounded is not None
+from scaling.book import learning, notebook, recap
+from scaling.book.answers import VERDICTS
 
 
 def nearly(value, rel: float):
@@ -32,7 +32,11 @@ def test_answers_and_what_is_printed(name):
     page = ran.page
     assert (ran.status, page.failures) == (0, [])
     pinned = PINNED.get(name, {})
-    got = {answer.question: answer.ours for answer in page.given if to_be_pinned(answer) or answer.question in pinned}
+    got = {
+        answer.question: answer.ours
+        for answer in page.given  # the book's number alone does not hold the first ones in place
+        if answer.verdict in ("ours", "erratum") or answer.rounded is not None or answer.question in pinned
+    }
     assert got == {question: nearly(value, 1e-9) for question, value in pinned.items()}
     questions = [answer.question for answer in page.given]
     assert len(set(questions)) == len(questions), "rows are named so that they stand alone"
@@ -48,7 +52,7 @@ def test_every_chapter_proposes_things_to_try():
     assert TRIED.keys() == {*running.ALL}
     assert PINNED.keys() <= {*running.ON_A_PAGE}
     edited = {name: running.things_to_try(name)["old"] for name in running.ALL}
-    assert [name for name, old in edited.items() if tried_in(name).count(old) != 1] == []
+    assert [name for name, old in edited.items() if running.tried_in(name).count(old) != 1] == []
 
 
 def test_the_loop_that_05_dp_shows_is_the_one_that_the_others_run():
@@ -58,18 +62,13 @@ def test_the_loop_that_05_dp_shows_is_the_one_that_the_others_run():
     assert body(running.source("05_dp")).replace("learning.", "") == body(inspect.getsource(learning))
 
 
-def tried_in(name: str) -> str:
-    """The text that the proposed edit is made in."""
-    return running.without_training(running.source(name).rpartition("# %% [markdown]")[0])
-
-
 @pytest.mark.sweep
 @pytest.mark.parametrize("name", TRIED)
 def test_things_to_try(name, monkeypatch, tmp_path):
     """Each proposal stands in the chapter's last cell; the edit is made in its text, the flag given."""
     after_edit, value, with_flag = TRIED[name]
     proposed = running.things_to_try(name)
-    body = tried_in(name)
+    body = running.tried_in(name)
     found = eval(proposed["expression"], running.chapter(name).names)
     assert found == nearly(value, 1e-3)
     monkeypatch.chdir(tmp_path)
@@ -104,7 +103,7 @@ def test_an_odd_mesh_is_run_or_refused(name, capfd):
 def test_under_torchrun_every_rank_ends_well(name):
     """What is checked is of rank 0, or holds on all."""
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "4"]
-    command = [*torchrun, str(running.CHAPTERS / f"{name}.py"), "--small"]
+    command = [*torchrun, str(CHAPTERS / f"{name}.py"), "--small"]
     ran = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
     assert ran.returncode == 0, ran.stderr[-2000:]
     assert ran.stdout.count("What held") == 1
@@ -146,3 +145,102 @@ def test_what_a_chapter_refuses_comes_before_its_first_line(case, capsys):
     ran = running.run(*case)
     assert (ran.status, ran.text) == (2, "")
     assert REFUSED[case] in " ".join(capsys.readouterr().err.split())
+
+
+@pytest.mark.skipif(
+    not all(importlib.util.find_spec(name) for name in ("jupytext", "nbclient", "ipykernel")),
+    reason="needs jupytext, nbclient and ipykernel: pip install 'scaling-book-torch[notebook]'",
+)
+def test_runs_in_a_kernel(tmp_path, capfd):
+    """Cells of its own: .ci/run has the chapters."""
+    (tmp_path / "chapter.py").write_text("# %%\nx = 1 + 1\n# %%\nprint('words')\nprint('held', x)\n")
+    assert notebook.main([str(tmp_path / "chapter.py"), "--out", str(tmp_path / "chapter.ipynb")]) == 0
+    assert capfd.readouterr() == ("held 2\n", "")
+    assert "held 2" in (tmp_path / "chapter.ipynb").read_text()
+
+
+def test_warnings_of_cells_are_shown(monkeypatch, capsys):
+    streams = [("stderr", "UserWarning: old\n"), ("stdout", "What\nheld\n"), ("stderr", "")]
+    outputs = [SimpleNamespace(output_type="stream", name=name, text=text) for name, text in streams]
+    cells = [{"outputs": [SimpleNamespace(output_type="display_data")]}, {}, {"outputs": outputs}]
+    monkeypatch.setattr(notebook, "execute", lambda path: SimpleNamespace(cells=cells))
+    assert notebook.main(["chapter.py"]) == 0
+    assert capsys.readouterr() == ("held\n", "UserWarning: old\n")
+
+
+@pytest.mark.parametrize("name", running.ON_A_PAGE)
+def test_cells(name):
+    cells = running.cells(name)
+    kinds = [kind for kind, *_ in cells]
+    assert (kinds[0], kinds[-1]) == ("markdown", "markdown")
+    assert "https://jax-ml.github.io/scaling-book/" in cells[0][-1]
+    assert kinds.count("markdown") >= 4
+    lines = [sum(bool(line.strip()) for line in text.splitlines()) for kind, _, text in cells if kind == "code"]
+    assert max(lines) <= 40
+    assert 80 <= len(running.source(name).splitlines()) <= 300
+
+
+def test_every_table_has_a_sentence():
+    """In the text above its cell, or beside the cell's mark."""
+    bare = []
+    for name in running.ALL:
+        for (before, _, above), (kind, mark, text) in itertools.pairwise(running.cells(name)):
+            shows = kind == "code" and re.search(r"page\.(table|same|equal|answers|chart)\(|show_lines\(", text)
+            said = above if before == "markdown" else ""
+            if shows and not mark.strip() and not re.search(r"^# [^#\s].*\w", said, flags=re.M):
+                bare.append(f"{name}: {text.splitlines()[0]}")
+    assert bare == []
+
+
+@pytest.mark.slow
+def test_runs_as_a_kernel_does(monkeypatch, capsys):
+    """With arguments that are a kernel's, without `__file__`, cell by cell."""
+    monkeypatch.setattr("builtins.__IPYTHON__", True, raising=False)
+    monkeypatch.setattr("scaling.book.page.Page.picture", lambda *_: False)
+    monkeypatch.setattr("sys.argv", ["ipykernel_launcher.py", "-f", "kernel.json"])
+    monkeypatch.setenv("CHAPTER", "--small")
+    names = {"__name__": "__main__", "__doc__": "Automatically created module for IPython interactive environment"}
+    for kind, _, text in running.cells(running.NOTEBOOK):
+        if kind == "code":
+            exec(compile(text, "cell", "exec"), names)
+    printed = capsys.readouterr().out
+    assert "Automatically" not in printed
+    assert printed.splitlines()[-1].startswith("What held")
+
+
+@pytest.mark.chapter
+def test_the_numbers_are_the_chapters_own():
+    ran = running.run("11_recap", "--parts", "2")
+    assert ran.status == 0
+    own = [answer for name in ("02_networking", "02_tpus") for answer in running.chapter(name).page.given]
+    assert [answer.row for answer in ran.page.given] == [answer.row for answer in own]
+    verdicts = [answer.verdict for answer in own]
+    line = next(line.split() for line in ran.text.splitlines() if line.startswith("Part 2 "))
+    assert line[2:] == [str(len(own)), *(str(verdicts.count(verdict)) for verdict in VERDICTS)]
+    assert all(f"{name}.py" in ran.text for name in running.ON_A_PAGE)
+    assert not [line for line in ran.text.splitlines() if len(line) > 80]
+
+
+def test_what_differs_fails(tmp_path):
+    wrong = tmp_path / "13_wrong.py"
+    wrong.write_text(
+        '"""Part 13, a chapter: https://example.org"""\n'
+        "from scaling.book.answers import Answer\nfrom scaling.book.page import Page\n"
+        'page = Page(__doc__)\npage.answers([Answer("pi", "3.14", 2.0), Answer("e", "2.72", 2.718)])\n'
+        'page.check("it holds", False)\npage.end()\n'
+    )
+    chapter = recap.run_script(wrong)
+    assert (recap.part(wrong), recap.shows(wrong), chapter.status) == (13, "a chapter", 1)
+    assert [answer.verdict for answer in chapter.page.given] == ["DIFFERS", "agrees"]
+    assert chapter.page.checks == [("it holds", False)]
+
+
+def test_the_readme_says_how_long_each_takes():
+    text = (CHAPTERS.parent / "README.md").read_text(encoding="utf-8")
+    said = {}
+    for row in re.findall(r"^\| .*`.*\|$", text.partition("## The book")[2].partition("\n## ")[0], re.M):
+        names, minutes = re.findall(r"`(\w+)\.py`", row), row.strip("| ").rpartition("|")[2].split(",")
+        said |= zip(names, map(int, minutes), strict=True)
+    found = {path.stem: recap.minutes(path) for path in CHAPTERS.glob("*.py")}
+    assert said.keys() == found.keys()
+    assert [name for name, minutes in said.items() if abs(minutes - found[name]) > 5] == []

@@ -2,6 +2,7 @@
 against numpy arrays that are laid out as XLA's documents say."""
 
 import random
+import textwrap
 
 import numpy as np
 import pytest
@@ -11,49 +12,42 @@ from running import chapter
 from scaling.book import frames, hlo
 from scaling.show import bars
 
-ONE_WAY = """
-device 0  A...      A..D   A.CD   ABCD
-device 1  .B..      AB..   AB.D   ABCD
-device 2  ..C.      .BC.   ABC.   ABCD
-device 3  ...D      ..CD   .BCD   ABCD"""
-BOTH_WAYS = """
-device 0  A...      AB.D   ABCD
-device 1  .B..      ABC.   ABCD
-device 2  ..C.      .BCD   ABCD
-device 3  ...D      A.CD   ABCD"""
-BOTH_WAYS_OF_FIVE = """
-device 0  A....     AB..E  ABCDE
-device 1  .B...     ABC..  ABCDE
-device 2  ..C..     .BCD.  ABCDE
-device 3  ...D.     ..CDE  ABCDE
-device 4  ....E     A..DE  ABCDE"""
-REDUCE_SCATTER = """
-device 0  D: 0      C: 0+3  B: 0+2+3  A: 0+1+2+3
-device 1  A: 1      D: 0+1  C: 0+1+3  B: 0+1+2+3
-device 2  B: 2      A: 1+2  D: 0+1+2  C: 0+1+2+3
-device 3  C: 3      B: 2+3  A: 1+2+3  D: 0+1+2+3"""
-ALL_TO_ALL = """
-device 0  a0 | a1 a2 a3  a0 d0 | d1 d2  a0 d0 c0 | c1  a0 d0 c0 b0
-device 1  b1 | b2 b3 b0  b1 a1 | a2 a3  b1 a1 d1 | d2  b1 a1 d1 c1
-device 2  c2 | c3 c0 c1  c2 b2 | b3 b0  c2 b2 a2 | a3  c2 b2 a2 d2
-device 3  d3 | d0 d1 d2  d3 c3 | c0 c1  d3 c3 b3 | b0  d3 c3 b3 a3"""
-
-
-RINGS = {  # frames, and how what a device holds is written
-    ONE_WAY: (frames.all_gather(4, 1), lambda held: frames.draw_shards(held, 4)),
-    BOTH_WAYS: (frames.all_gather(4), lambda held: frames.draw_shards(held, 4)),
-    BOTH_WAYS_OF_FIVE: (frames.all_gather(5), lambda held: frames.draw_shards(held, 5)),
-    REDUCE_SCATTER: (frames.reduce_scatter(4), frames.partial_sum),
-    ALL_TO_ALL: (frames.all_to_all(4), frames.draw_chunks),
-}
+RINGS = (  # frames, how what a device holds is written, and what is drawn
+    (frames.all_gather(4, 1), lambda held: frames.draw_shards(held, 4), """
+        device 0  A...      A..D   A.CD   ABCD
+        device 1  .B..      AB..   AB.D   ABCD
+        device 2  ..C.      .BC.   ABC.   ABCD
+        device 3  ...D      ..CD   .BCD   ABCD"""),
+    (frames.all_gather(4), lambda held: frames.draw_shards(held, 4), """
+        device 0  A...      AB.D   ABCD
+        device 1  .B..      ABC.   ABCD
+        device 2  ..C.      .BCD   ABCD
+        device 3  ...D      A.CD   ABCD"""),
+    (frames.all_gather(5), lambda held: frames.draw_shards(held, 5), """
+        device 0  A....     AB..E  ABCDE
+        device 1  .B...     ABC..  ABCDE
+        device 2  ..C..     .BCD.  ABCDE
+        device 3  ...D.     ..CDE  ABCDE
+        device 4  ....E     A..DE  ABCDE"""),
+    (frames.reduce_scatter(4), frames.partial_sum, """
+        device 0  D: 0      C: 0+3  B: 0+2+3  A: 0+1+2+3
+        device 1  A: 1      D: 0+1  C: 0+1+3  B: 0+1+2+3
+        device 2  B: 2      A: 1+2  D: 0+1+2  C: 0+1+2+3
+        device 3  C: 3      B: 2+3  A: 1+2+3  D: 0+1+2+3"""),
+    (frames.all_to_all(4), frames.draw_chunks, """
+        device 0  a0 | a1 a2 a3  a0 d0 | d1 d2  a0 d0 c0 | c1  a0 d0 c0 b0
+        device 1  b1 | b2 b3 b0  b1 a1 | a2 a3  b1 a1 d1 | d2  b1 a1 d1 c1
+        device 2  c2 | c3 c0 c1  c2 b2 | b3 b0  c2 b2 a2 | a3  c2 b2 a2 d2
+        device 3  d3 | d0 d1 d2  d3 c3 | c0 c1  d3 c3 b3 | b0  d3 c3 b3 a3"""),
+)  # fmt: skip
 
 
 def test_rings_drawn():
     """Each device sends to its neighbours alone, and in the end each has what the collective gives it."""
-    for drawn, (found, cell) in RINGS.items():
+    for found, cell, drawn in RINGS:
         head, _, *rows = frames.draw(found, cell).splitlines()
         assert head.split() == " ".join(["at first", *(f"hop {i}" for i in range(1, len(found)))]).split()
-        assert rows == drawn.split("\n")[1:]
+        assert rows == textwrap.dedent(drawn).splitlines()[1:]
 
 
 @pytest.mark.chapter
@@ -75,8 +69,6 @@ def test_chunks_wait_for_their_place_in_one_buffer_and_overlap_in_two(given):
     run = chapter("02_tpus").names["streamed"](3, *times, buffers=buffers, first=first)
     assert bars.text(run, round(bars.end_of(run))).splitlines() == [f"HBM  |{hbm}|", f"core |{core}|"]
 
-
-# --- Layouts in memory, and lines of HLO
 
 FUSION = (
     "%fusion.3 = bf16[32,32,4096]{2,1,0:T(8,128)(2,1)S(1)} fusion(bf16[32,32,8192]{2,1,0:T(8,128)(2,1)S(1)} "
@@ -103,17 +95,14 @@ def laid_out(shape: hlo.Shape) -> list[int]:
     return x.ravel().tolist()
 
 
-def random_shape(rng: random.Random) -> hlo.Shape:
+@pytest.mark.parametrize("seed", range(20))
+def test_every_element_lies_where_it_does(seed):
+    rng = random.Random(seed)
     dims = rng.randint(1, 4)
     order = rng.sample(range(dims), dims)
     tiles = [tuple(rng.randint(1, 4) for _ in range(rng.randint(1, min(dims, 2)))) for _ in range(rng.randint(0, 3))]
-    shape = tuple(rng.randint(1, 6) for _ in range(dims))
-    return hlo.Shape(rng.choice(["f32", "bf16", "s8"]), shape, tuple(order), tuple(tiles))
-
-
-@pytest.mark.parametrize("seed", range(20))
-def test_every_element_lies_where_it_does(seed):
-    shape = random_shape(random.Random(seed))
+    sizes = tuple(rng.randint(1, 6) for _ in range(dims))
+    shape = hlo.Shape(rng.choice(["f32", "bf16", "s8"]), sizes, tuple(order), tuple(tiles))
     memory = laid_out(shape)
     assert shape.padded_bytes == len(memory) * shape.itemsize
     for number, index in enumerate(np.ndindex(*shape.shape)):

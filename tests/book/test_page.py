@@ -8,12 +8,10 @@ import torch
 from scaling.book.answers import Answer
 from scaling.book.page import Page
 
-DOC = "Part 1, A Title: what it shows.\nhttps://example.org\n\nMore words."
-
 
 def page(monkeypatch, *argv, **options) -> Page:
     monkeypatch.setattr("sys.argv", ["chapter.py", *argv])
-    return Page(DOC, **options)
+    return Page("Part 1, A Title: what it shows.\nhttps://example.org\n\nMore words.", **options)
 
 
 def refused(monkeypatch, capsys, *argv, **options) -> str:
@@ -32,13 +30,13 @@ def test_a_chapter_has_the_options_that_it_names(monkeypatch, capsys):
     args = page(monkeypatch, "--mesh", "Y=2", "--largest", "7", mesh="X=2,Y=4", plot=True, largest=(3, "bytes")).args
     assert (args.mesh, args.largest, args.plot) == ({"X": 1, "Y": 2}, 7, None)
     assert page(monkeypatch, "--mesh", "Z=2", mesh="X=2,Y=4", axes="PZ").args.mesh == {"X": 1, "Y": 1, "Z": 2}
+    assert REFUSED["--device tpu"] in refused(monkeypatch, capsys, "--device", "tpu", device=True)  # without a mesh too
     lazy = page(monkeypatch)
     assert capsys.readouterr().out == ""  # what the chapter refuses comes first
     lazy.say("words")
     assert capsys.readouterr().out.startswith("Part 1, A Title")
 
 
-FITS = ("W[D_X, F]", "Tokens[B_XY]"), {"D": 32, "F": 64}
 REFUSED = {  # what is given: what is said
     "--steps 3": "unrecognized arguments",
     "--plot a.doc": "ends in .png or .svg",
@@ -62,15 +60,11 @@ def test_what_cannot_be_done_is_refused_with_the_right_fix_and_nothing_else(monk
     if argv == "--device cuda" and torch.cuda.is_available():
         pytest.skip("of machines without a GPU")
     monkeypatch.chdir(Path(__file__).parents[2])
-    options = {"mesh": "X=4,Y=2", "fits": FITS, "batch": (256, "rows"), "text": ("", "file")}
-    options |= {"plot": True, "device": True}
+    options = {"mesh": "X=4,Y=2", "batch": (256, "rows"), "text": ("", "file"), "plot": True, "device": True}
+    options["fits"] = (("W[D_X, F]", "Tokens[B_XY]"), {"D": 32, "F": 64})
     page(monkeypatch, "--mesh", "X=2", "--batch", "6", "--text", "README.md", **options)
     said = refused(monkeypatch, capsys, *argv.split(), **options)
     assert REFUSED[argv].replace("MESH", "--mesh X=4,Y=2") in said
-
-
-def test_a_device_that_is_not_there_is_refused_without_a_mesh_too(monkeypatch, capsys):
-    assert REFUSED["--device tpu"] in refused(monkeypatch, capsys, "--device", "tpu", device=True)
 
 
 def test_the_mesh_fits_the_ranks_of_torchrun_or_the_fix_is_another_number_of_them(monkeypatch, capsys):
