@@ -17,8 +17,7 @@ from scaling.configs import get
 from scaling.cost import transformer as tm
 from scaling.schedules import SCHEDULES, make
 from scaling.schedules.simulator import Times, simulate
-from scaling.show import NINE, blocks, devices, draw, main, params, save
-from scaling.show import schedules as show_schedule
+from scaling.show import NINE, blocks, devices, draw, main, params, save, schedules
 from scaling.show.timelines import draw_on, schedule_chart, summary
 from scaling.spec import ShardingError, parse
 from scaling.spec.sizes import parse_mesh
@@ -69,7 +68,7 @@ def test_what_else_a_grid_shows():
     assert re.sub("\x1b\\[[0-9;]*m", "", painted) == draw("A[I_X, J]", MESH)
 
 
-def test_command_line(capsys, tmp_path):
+def test_command_lines(capsys, tmp_path):
     assert main(["A[I_X, J_Y]", "--mesh", "X=2,Y=2", "--color"]) == 0
     assert "\033[48;5;" in capsys.readouterr().out
     assert main([]) == 0
@@ -81,6 +80,14 @@ def test_command_line(capsys, tmp_path):
     assert main(["--plot", str(tmp_path / "nine.svg")]) == 0
     assert all(text in (tmp_path / "nine.svg").read_text() for text in NINE)
 
+    capsys.readouterr()
+    assert main(["params", "--model", "llama3-70b", "--mesh", "P=2,X=64,Y=8"]) == 0
+    out = capsys.readouterr().out
+    assert "W_Q[L, D_X, N_Y, H]  80x128x8x128  20,971,520" in out
+    assert max(map(len, out.splitlines())) <= 100
+    assert main(["params", "--mesh", "Q=2"]) == 1
+    assert "splits nothing of a Transformer" in capsys.readouterr().err
+
 
 REFUSED = {  # what is said: what is drawn
     "not 2 dims": lambda: draw("A[I_X, J]", MESH, shard=torch.zeros(3)),
@@ -90,9 +97,6 @@ REFUSED = {  # what is said: what is drawn
     "X, Y, Z: only arrays of 1 or 2 dims on meshes of 1 or 2": lambda: devices.draw("A[I_X]", MESH | {"Z": 2}),
 }
 test_refused = refused(by_words(REFUSED), ShardingError)
-
-
-# --- As each device sees it
 
 
 DRAWN = {  # what each of X=2, Y=2, or of X=3, has
@@ -122,13 +126,13 @@ DRAWN = {  # what each of X=2, Y=2, or of X=3, has
 }
 
 
-def test_drawn():
+def test_devices_drawn():
     found = {text: devices.draw(text, MESH if "Y" in text else {"X": 3}) for text in DRAWN}
     assert found == {text: text + textwrap.dedent(drawn) for text, drawn in DRAWN.items()}
 
 
 @pytest.mark.slow
-def test_a_picture(tmp_path):
+def test_a_picture_of_devices(tmp_path):
     pytest.importorskip("matplotlib")
     types = ["A[I_X, J]", "A[I_YX, J]", "A[I] {U_X}"]
     picture = devices.figure(types, MESH)
@@ -141,9 +145,6 @@ def test_a_picture(tmp_path):
     assert devices.save(tmp_path / "a.svg", ["A[I_X]"], MESH).read_bytes().startswith(b"<?xml")
 
 
-# --- A Transformer's leaves
-
-
 @pytest.mark.parametrize(("name", "mesh"), [("llama3-405b", "Z=2,X=8,Y=8"), ("mixtral-8x7b", "X=4,E=8")])
 def test_all_ranks_together_hold_the_model(name, mesh):
     """Each leaf's bytes on a rank, times the ranks that do not replicate it."""
@@ -151,18 +152,6 @@ def test_all_ranks_together_hold_the_model(name, mesh):
     rows = params.leaf_rows(config, sizes, "bf16")
     on_all = sum(nbytes * math.prod(sizes[axis] for axis in parse(text).axes) for _, text, _, nbytes in rows)
     assert on_all == 2 * tm.num_params(config)
-
-
-def test_params_command_line(capsys):
-    assert main(["params", "--model", "llama3-70b", "--mesh", "P=2,X=64,Y=8"]) == 0
-    out = capsys.readouterr().out
-    assert "W_Q[L, D_X, N_Y, H]  80x128x8x128  20,971,520" in out
-    assert max(map(len, out.splitlines())) <= 100
-    assert main(["params", "--mesh", "Q=2"]) == 1
-    assert "splits nothing of a Transformer" in capsys.readouterr().err
-
-
-# --- Schedules
 
 
 def test_the_chart_is_the_schedule():
@@ -200,7 +189,7 @@ def test_schedules_command_line(capsys, tmp_path):
     assert picture.read_bytes().startswith(b"<?xml")
 
     options = f"all --stages 2 --microbatches 3 --times 1,2,1 --trace {trace}"
-    assert show_schedule.main(options.split()) == 0
+    assert schedules.main(options.split()) == 0
     shown = capsys.readouterr()
     assert shown.out.count("rank 1 |") == 4
     assert "interleaved: 3 microbatches are not a multiple of 2 stages" in shown.err
@@ -212,8 +201,8 @@ def test_schedules_command_line(capsys, tmp_path):
     spans = simulate(make("gpipe", 2, 3), Times(1, 2, 1)).spans  # sends and receives too
     assert sum((e["ph"], e["pid"]) == ("X", 1) for e in events) == len(spans)
 
-    assert show_schedule.main(["dualpipev", "--stages", "4", "--microbatches", "4"]) == 2
-    assert show_schedule.main(["gpipe", "--split", "--hop", "1/2"]) == 0
+    assert schedules.main(["dualpipev", "--stages", "4", "--microbatches", "4"]) == 2
+    assert schedules.main(["gpipe", "--split", "--hop", "1/2"]) == 0
 
 
 @pytest.mark.parametrize("shown", [False, True])
