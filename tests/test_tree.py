@@ -30,7 +30,6 @@ INITS = {
     "blocks": {"W_in": tree.Normal(0.5), "W_out": tree.Normal(1.0)},
     "norms": [tree.Constant(1.0), tree.Normal(2.0)],
 }
-ONE = Mesh({"X": 1, "Y": 1})
 
 
 def ranks_of(**sizes):
@@ -97,7 +96,8 @@ def test_the_values_are_those_of_splitmix64_in_plain_python():
 
     state = torch.get_rng_state()
     for seed, name in ((7, "V"), (7, "W"), (8, "W")):
-        found = tree.init({name: tree.Normal(1.0)}, {name: "T[D, F]"}, {"D": 4, "F": 10}, ONE, seed, torch.float64)
+        init, sizes = {name: tree.Normal(1.0)}, {"D": 4, "F": 10}
+        found = tree.init(init, {name: "T[D, F]"}, sizes, Mesh({}), seed, torch.float64)
         key = int.from_bytes(hashlib.sha256(f'{seed} params["{name}"]'.encode()).digest()[:8], "little")
         wanted = []
         for i in range(40):
