@@ -47,7 +47,6 @@ def answers(repo: str, folder: Path) -> dict[str, tuple[bytes, dict]]:
 class Hub(BaseHTTPRequestHandler):
     """`table` has what is answered of a path; `asked` gets a line a path."""
 
-    protocol_version = "HTTP/1.1"
     table: dict[str, tuple[bytes, dict]]
     asked: Path
 
@@ -59,7 +58,7 @@ class Hub(BaseHTTPRequestHandler):
         status, code, _ = ERRORS.get(repo, (200, "", ""))
         body, headers = (b"", {"X-Error-Code": code, "X-Error-Message": "no"}) if code else self.table[path]
         self.send_response(status)
-        for name, value in (headers | {"Content-Length": str(len(body)), "Connection": "close"}).items():
+        for name, value in (headers | {"Content-Length": str(len(body))}).items():
             self.send_header(name, value)
         self.end_headers()
         if self.command == "GET":

@@ -5,6 +5,7 @@ import json
 import re
 import sys
 from functools import partial
+from operator import attrgetter
 from pathlib import Path
 
 import pytest
@@ -54,9 +55,7 @@ def test_loss_and_gradients_are_hugging_faces(name, tmp_path):
         assert got[leaf][1] == pytest.approx(product, rel=1e-11, abs=1e-11 * norm), leaf
 
 
-@pytest.mark.parametrize(
-    "config", [SMALL.with_(name="tied", tied=True), MOE, LATENT, DEEPSEEK], ids=lambda config: config.name
-)
+@pytest.mark.parametrize("config", [SMALL.with_(tied=True), MOE, LATENT, DEEPSEEK], ids=attrgetter("name"))
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_weights_leave_and_return_to_the_bit(config, dtype, tmp_path):
     params = tree.map(lambda p: p.to(dtype), shaken(config))
@@ -70,11 +69,25 @@ def test_weights_leave_and_return_to_the_bit(config, dtype, tmp_path):
         hf.save_sharded(tmp_path / "once", config, params, transformer.specs_of(config), AbstractMesh({}))
 
 
-def on_ranks(mesh, folder, config, types, schedule, whole):
-    """Whether shards that are saved a layer at a time are read again, and drawn, as the whole is sharded.
+FSDP = {"W_Q": "W_Q[L, D_X, N_Y, H]", "W_K": "W_K[L, D_X, K_Y, H]", "W_O": "W_O[L, N_Y, H, D_X]"}
+FSDP |= {"W_in": "W[L, D_X, F_Y]", "W_gate": "W[L, D_X, F_Y]", "W_out": "W[L, F_Y, D_X]", "norm_mlp": "g[L, D_XY]"}
+STAGES = {name: spec.replace("L", "L_Z", 1) for name, spec in transformer.specs_of(SMALL)["layers"].items()}
+STAGES |= {"W_V": "W_V[L_Z, D, K, H_Y]"}
+EXPERTS = {"W_in": "W[L, E_X, D, F_Y]", "W_out": "W[L, E_YX, F, D]", "router": "r[L, D_Y, E_X]"}
+X2Y2, Z2Y2 = {"X": 2, "Y": 2}, {"Z": 2, "Y": 2}
+CASES = {  # what: (config, its layers' types, a schedule)
+    "FSDP, tensor": (SMALL, FSDP, None),
+    "stages, head dim": (SMALL.with_(L=4), STAGES, None),
+    "experts": (MOE, EXPERTS, None),
+    "empty places": (MOE.with_(L=7, V=27), {}, "interleaved"),
+}
 
-    Where the layers lie in a schedule's order, with empty places, the vocabulary has some too."""
-    specs, places = transformer.specs_of(config), {}
+
+@pytest.mark.parametrize(("mesh", "case"), [*zip([X2Y2, Z2Y2, X2Y2, Z2Y2], CASES, strict=True)], ids=str)
+def test_shards_are_written_read_and_drawn_as_the_whole(mesh, case, tmp_path):
+    """Where the layers lie in a schedule's order, with empty places, the vocabulary has some too."""
+    (config, types, schedule), folder = CASES[case], tmp_path / "shards"
+    whole, specs, places = shaken(config), transformer.specs_of(config), {}
     specs |= {"layers": specs["layers"] | types}
     shard = partial(tree.shard, specs=specs, mesh=mesh)
     if schedule:
@@ -89,62 +102,23 @@ def on_ranks(mesh, folder, config, types, schedule, whole):
     assert max(event.nbytes for event in log.collectives()) <= max(largest, whole["embed"].nbytes)
     _, read = hf.load_sharded(folder, specs, mesh, places=places)
     made = transformer.init(config, 5, torch.float64, mesh=mesh, specs=specs, places=places)
-    return all(map(torch.equal, tree.leaves([read, made]), tree.leaves([shards, drawn])))
+    for found, wanted in ((read, shards), (made, drawn), (hf.load(folder)[1], whole)):
+        assert all(map(torch.equal, tree.leaves(found), tree.leaves(wanted)))
+    assert len(list(folder.glob("model-*.safetensors"))) == config.L + 1
 
 
-CASES = {  # what: (config, its layers' types, a schedule, mesh)
-    "FSDP, tensor": (
-        SMALL,
-        {"W_Q": "W_Q[L, D_X, N_Y, H]", "W_K": "W_K[L, D_X, K_Y, H]", "W_O": "W_O[L, N_Y, H, D_X]"}
-        | {"W_in": "W[L, D_X, F_Y]", "W_gate": "W[L, D_X, F_Y]", "W_out": "W[L, F_Y, D_X]", "norm_mlp": "g[L, D_XY]"},
-        None,
-        {"X": 2, "Y": 2},
-    ),
-    "stages, head dim": (
-        SMALL.with_(L=4),
-        {name: spec.replace("L", "L_Z", 1) for name, spec in transformer.specs_of(SMALL)["layers"].items()}
-        | {"W_V": "W_V[L_Z, D, K, H_Y]"},
-        None,
-        {"Z": 2, "Y": 2},
-    ),
-    "experts": (
-        MOE,
-        {"W_in": "W[L, E_X, D, F_Y]", "W_out": "W[L, E_YX, F, D]", "router": "r[L, D_Y, E_X]"},
-        None,
-        {"X": 2, "Y": 2},
-    ),
-    "empty places": (MOE.with_(L=7, V=27), {}, "interleaved", {"Z": 2, "Y": 2}),
-}
-
-
-@pytest.mark.parametrize("case", CASES)
-def test_shards_are_written_read_and_drawn_as_the_whole(case, ranks, tmp_path):
-    config, types, schedule, mesh = CASES[case]
-    whole = shaken(config)
-    assert all(ranks(on_ranks, mesh, tmp_path / "shards", config, types, schedule, whole))
-    assert all(map(torch.equal, tree.leaves(hf.load(tmp_path / "shards")[1]), tree.leaves(whole)))
-    assert len(list((tmp_path / "shards").glob("model-*.safetensors"))) == config.L + 1
-
-
-def edit(folder, change, file="model.safetensors"):
-    tensors = load_file(folder / file)
-    change(tensors)
-    save_file(tensors, folder / file)
-
-
-LAYER = "model.layers.{}".format
-BROKEN = {  # what is said: how the tensors of the file are changed
-    r"lm_head\.weight is missing": lambda t: t.pop("lm_head.weight"),
-    r"layers\.0\.self_attn\.k_proj\.weight is missing \(and 1 more\)": lambda t: [
-        t.pop(LAYER(f"{l}.self_attn.k_proj.weight")) for l in (0, 2)
-    ],
-    r"layers\.0\.self_attn\.q_proj\.bias is left over: m has no such tensor": lambda t: t.update(
-        {LAYER("0.self_attn.q_proj.bias"): torch.ones(24)}
-    ),
-    r"layers\.2\.mlp\.down_proj\.weight is of shape \(20, 12\); the sizes in config\.json give \(12, 20\)": (
-        lambda t: t.update({LAYER("2.mlp.down_proj.weight"): torch.ones(20, 12)})
-    ),
-}
+BROKEN = {  # what is said: what stands in the file in place of some tensors
+    r"lm_head\.weight is missing": {"lm_head.weight": None},
+    r"layers\.0\.self_attn\.k_proj\.weight is missing \(and 1 more\)": {
+        "model.layers.0.self_attn.k_proj.weight": None, "model.layers.2.self_attn.k_proj.weight": None
+    },
+    r"layers\.0\.self_attn\.q_proj\.bias is left over: m has no such tensor": {
+        "model.layers.0.self_attn.q_proj.bias": torch.ones(24)
+    },
+    r"layers\.2\.mlp\.down_proj\.weight is of shape \(20, 12\); the sizes in config\.json give \(12, 20\)": {
+        "model.layers.2.mlp.down_proj.weight": torch.ones(20, 12)
+    },
+}  # fmt: skip
 MISPLACED = {  # what is said: the file in which the index has a tensor
     r"has no model-00002\.safetensors": {"lm_head.weight": "model-00002.safetensors"},
     r"model-00001\.safetensors does not have lm_head\.bias": {"lm_head.bias": "model-00001.safetensors"},
@@ -156,21 +130,25 @@ def test_what_is_wrong_in_a_folder_is_named(tmp_path):
     nor a tied table that stands there twice."""
     folder, file = tmp_path / "m", tmp_path / "m" / "model.safetensors"
 
+    def edit(file, tensors):
+        left = load_file(file) | tensors
+        save_file({name: tensor for name, tensor in left.items() if tensor is not None}, file)
+
     def refuses(folder, says):
         with pytest.raises(ValueError, match=says):
             hf.load(folder)
 
     hf.save(folder, SMALL, shaken(SMALL))
     whole = file.read_bytes()
-    for says, change in BROKEN.items():
-        edit(folder, change)
+    for says, tensors in BROKEN.items():
+        edit(file, tensors)
         refuses(folder, says)
         file.write_bytes(whole)
     for size in (0, 5, len(whole) // 2, len(whole) - 1):
         file.write_bytes(whole[:size])
         refuses(folder, r"model\.safetensors cannot be read.*\n  fix: download")
     file.write_bytes(whole)
-    edit(folder, lambda t: t.update({LAYER("0.self_attn.rotary_emb.inv_freq"): torch.ones(3)}))
+    edit(file, {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(3)})
     hf.load(folder)
     specs = transformer.specs_of(SMALL)
     del specs["norm"]
@@ -185,12 +163,13 @@ def test_what_is_wrong_in_a_folder_is_named(tmp_path):
     (folder / "config.json").unlink()
     refuses(folder, r"has no config\.json")
 
-    tied = tmp_path / "tied"
-    hf.save(tied, SMALL.with_(tied=True), shaken(SMALL.with_(tied=True)))
-    edit(tied, lambda t: t.update({"lm_head.weight": t["model.embed_tokens.weight"].clone()}))
-    assert "unembed" not in hf.load(tied)[1]
-    edit(tied, lambda t: t["lm_head.weight"].add_(1))
-    refuses(tied, r"lm_head\.weight is left over")
+    hf.save(tmp_path, SMALL.with_(tied=True), shaken(SMALL.with_(tied=True)))
+    file = tmp_path / "model.safetensors"
+    twice = load_file(file)["model.embed_tokens.weight"]
+    edit(file, {"lm_head.weight": twice.clone()})
+    assert "unembed" not in hf.load(tmp_path)[1]
+    edit(file, {"lm_head.weight": twice + 1})
+    refuses(tmp_path, r"lm_head\.weight is left over")
 
 
 def test_without_a_library_it_says_what_to_install(tmp_path, monkeypatch):
@@ -230,8 +209,8 @@ def test_what_is_not_computed_is_counted_and_refused_by_name(says, tmp_path):
             refuses()
 
 
+NAMELESS = transformer.init(LATENT, device="meta")
 X2, X4, Y2 = (AbstractMesh(sizes) for sizes in ({"X": 2}, {"X": 4}, {"Y": 2}))
-WIDE = LATENT.with_(H=7, latent=Latent(8, 6, 4, 2, 7))
 UNWRITTEN = {  # what no class there has: a config
     "MLP without a gate": SMALL.with_(gated=False),
     "shared experts": MOE.with_(shared=1),
@@ -247,11 +226,9 @@ test_what_is_not_written_and_a_latent_where_it_is_not_computed = refused(
         }
         | {
             "K=N=4 of them; got H=5, K=4\n  fix: ": partial(LATENT.with_, H=5),
-            "do not say how a head's dims are divided": (
-                lambda: transformer.config_of_params(transformer.init(LATENT, device="meta"))
-            ),
+            "do not say how a head's dims are divided": partial(transformer.config_of_params, NAMELESS),
             "C=6 of the keys' and": partial(strategy.specs, LATENT, X4),
-            "is wider than its keys": partial(strategy.specs, WIDE, Y2),
+            "is wider than its keys": partial(strategy.specs, LATENT.with_(H=7, latent=Latent(8, 6, 4, 2, 7)), Y2),
             'latent: the form "2d" has no latent ': partial(serve.specs, LATENT, X2, form="2d"),
             'the form "2d" has no latent attention': partial(serve.cache_specs, LATENT, X2, form="2d"),
         }

@@ -40,16 +40,13 @@ WRONG = {
     "routed_scale must be above 0": {"routed_scale": 0.0},
     "unknown balance_by 'token'": {"balance_by": "token"},
 }
-test_config = refused(
-    by_words({words: partial(Config, "m", **SIZES, E=8, k=2, **given) for words, given in WRONG.items()})
-)
 PARAMS, X, _ = layer_of(DEEPSEEK)
-MASKS = {"of a row": torch.ones(1, 9).bool(), "of floats": torch.ones(2, 9)}
-test_mask = refused(
-    {
-        f"{form.__name__} {name}": (partial(form, PARAMS, X, DEEPSEEK, mask=mask), "mask must be bool[B, T], ")
+test_config_and_mask = refused(
+    by_words({words: partial(Config, "m", **SIZES, E=8, k=2, **given) for words, given in WRONG.items()})
+    | {
+        f"{form.__name__} {mask.dtype}": (partial(form, PARAMS, X, DEEPSEEK, mask=mask), "mask must be bool[B, T], ")
         for form in (moe.dense, moe.forward)
-        for name, mask in MASKS.items()
+        for mask in (torch.ones(1, 9).bool(), torch.ones(2, 9))
     }
 )
 

@@ -1,35 +1,36 @@
-"""The model on one device: params and FLOPs by the formulas, one gradient however it is taken, and its loss; and its
-attention, query by query."""
+"""The model on one device: params and FLOPs by the formulas, one gradient however it is taken, and its loss; its
+attention, query by query; and a batch or params that torch would broadcast, cast or cut off: each is refused with its
+fix, on one device and on a mesh, and gives no number."""
 
 import itertools
 from functools import partial
+from operator import attrgetter
 
 import pytest
 import torch
 import torch.nn.functional as F
+from misuse import rooms
 from probes import shaken
+from refused import by_words, refused
 from torch.utils.flop_counter import FlopCounterMode
 
 from scaling import tree
 from scaling.configs import Config, Latent, RopeScaling
 from scaling.cost.transformer import forward_flops, num_params, saved_bytes, train_flops
+from scaling.mesh import Mesh
 from scaling.models import moe, rope, transformer
 from scaling.models.attention import dot_product_attention, flash_attention, sdpa
+from scaling.strategies import transformer as strategy
 
 SMALL = Config("small", L=3, D=32, F=48, N=4, K=2, H=8, V=50)
 LATENT = SMALL.with_(name="latent", K=4, latent=Latent(q_rank=12, kv_rank=10, nope=6, rope=4, value=8))
 PLAIN = SMALL.with_(name="plain", gated=False, K=4)
 TIED = SMALL.with_(name="tied", tied=True, K=1, H=10)
-VARIANTS = [LATENT, SMALL, PLAIN, TIED]
 ALL = SMALL.with_(name="all", theta=100.0, attention_bias=True, output_bias=True, qk_norm=True, window=(3, None, 5))
 ALL = ALL.with_(eps=1e-3, rope_scaling=RopeScaling("llama3", 4.0, 1.0, 4.0, 16))
 EXPERTS = SMALL.with_(name="experts", E=4, k=2, shared=1, routing="sigmoid", aux_coef=0.1, z_coef=0.01, capacity=1.2)
 FIRST = EXPERTS.with_(name="dense first", dense_layers=1, F_dense=20)
 IDS = torch.tensor([[0] * 4 + [1] * 5 + [7] * 4, [3] * 13])  # the ids of packed documents
-
-
-def named(config):
-    return config.name
 
 
 def tokens_of(config, B=2, T=12):
@@ -40,21 +41,25 @@ def close(got, want, rtol=1e-9, atol=1e-11):
     torch.testing.assert_close(tree.leaves(got), tree.leaves(want), rtol=rtol, atol=atol)
 
 
-@pytest.mark.parametrize("config", [LATENT, TIED.with_(gated=False)], ids=named)
-def test_flops_equal_the_counter(config):
-    B, T = 2, 12
-    config = config.with_(L=2)
-    params, tokens = transformer.init(config, device="meta"), tokens_of(config, B, T).to("meta")
+def flops(f, *args, **given) -> int:
     with FlopCounterMode(display=False) as counter:
-        transformer.forward(params, tokens[:, :-1], config=config)
-    assert counter.get_total_flops() == sum(forward_flops(config, B, T).values())
+        f(*args, **given)
+    return counter.get_total_flops()
+
+
+@pytest.mark.parametrize("config", [LATENT.with_(L=2), TIED.with_(L=2, gated=False)], ids=attrgetter("name"))
+def test_flops_equal_the_counter(config):
+    """And flash attention skips the future: of 4 by 4 pairs of blocks 10 are visible."""
+    params, tokens = transformer.init(config, device="meta"), tokens_of(config).to("meta")
+    got = flops(transformer.forward, params, tokens[:, :-1], config=config)
+    assert got == sum(forward_flops(config, 2, 12).values())
     for remat in ("none", "matmuls", "block"):
-        with FlopCounterMode(display=False) as counter:
-            torch.func.grad(transformer.loss)(params, tokens, remat, config=config)
-        assert counter.get_total_flops() == sum(train_flops(config, B, T, remat=remat).values()), remat
+        got = flops(torch.func.grad(transformer.loss), params, tokens, remat, config=config)
+        assert got == sum(train_flops(config, 2, 12, remat=remat).values()), remat
+    assert flops(flash_attention, *qkv(B=1, T=64, S=64, N=2, K=1), block=16) == 4 * 64 * 64 * 2 * 8 * 10 / 16
 
 
-@pytest.mark.parametrize("config", [LATENT, PLAIN, TIED, ALL, FIRST], ids=named)
+@pytest.mark.parametrize("config", [LATENT, PLAIN, TIED, ALL, FIRST], ids=attrgetter("name"))
 def test_params_equal_the_formula_and_gradients_however_they_are_taken(config):
     """By torch.func and by autograd, with any attention, and whatever is computed again."""
     params, tokens = shaken(config), tokens_of(config)
@@ -94,7 +99,7 @@ def saved_elements(config, remat, attention, B, T):
     return held(2) - held(1)
 
 
-@pytest.mark.parametrize("config", VARIANTS, ids=named)
+@pytest.mark.parametrize("config", [LATENT, SMALL, PLAIN, TIED], ids=attrgetter("name"))
 def test_saved_bytes_equal_the_formula(config):
     B, T = 3, 16
     for remat in ("block", "matmuls"):
@@ -108,7 +113,7 @@ def test_saved_bytes_equal_the_formula(config):
     assert naive - everything > B * T * T * config.N - B * T * config.N  # the scores
 
 
-@pytest.mark.parametrize("config", [ALL, EXPERTS.with_(capacity=None)], ids=named)
+@pytest.mark.parametrize("config", [ALL, EXPERTS.with_(capacity=None)], ids=attrgetter("name"))
 def test_packed_documents_are_as_if_alone(config):
     assert rope.restarted(IDS)[0].tolist() == [0, 1, 2, 3, 0, 1, 2, 3, 4, 0, 1, 2, 3]
     params, tokens = shaken(config), tokens_of(config, 2, 13)
@@ -122,7 +127,7 @@ def test_packed_documents_are_as_if_alone(config):
 
 def test_the_loss_is_torch_s_cross_entropy():
     """Of targets, some of which do not count, weighted, with smoothing and z; and of nothing. Of the next tokens
-    `misuse.plain` has it (test_inputs.py)."""
+    `misuse.plain` has it."""
     params, tokens = shaken(SMALL), tokens_of(SMALL)
     g, inside = torch.Generator().manual_seed(3), tokens[:, :-1]
     weights = torch.rand(2, 12, generator=g, dtype=torch.float64) * (torch.arange(12) % 3 > 0)
@@ -203,7 +208,84 @@ def test_under_torch_func():
     close(ours, wanted, 1e-12, 1e-12)
 
 
-def test_flash_attention_skips_the_future():
-    with FlopCounterMode(display=False) as counter:
-        flash_attention(*qkv(B=1, T=64, S=64, N=2, K=1), block=16)
-    assert counter.get_total_flops() == 4 * 64 * 64 * 2 * 8 * 10 / 16  # 10 of the 16 pairs of blocks are visible
+# What is not as it should be
+
+TOKENS = torch.arange(12).view(2, 6)
+INSIDE, TARGETS = TOKENS[:, :-1].contiguous(), TOKENS[:, 1:]
+WEIGHTS = torch.tensor([[1.0, 0.0, 2.0, 1.0, 0.5], [3.0, 1.0, 1.0, 0.0, 1.0]])
+PARAMS = transformer.init(SMALL, 3, torch.float64)
+
+
+def on_one(config=SMALL, **given):
+    return transformer.loss(PARAMS, TOKENS, config=config, **given)
+
+
+def on_mesh(params=PARAMS, targets=TARGETS, config=SMALL, **given):
+    return strategy.loss_and_grads(params, INSIDE, targets, config, Mesh({"X": 1, "Y": 1}), **given)[0]
+
+
+def by_torch_func(targets, **given):
+    """The loss of one device, as it is differentiated by torch.func."""
+    loss = partial(transformer.loss, tokens=INSIDE, config=SMALL, targets=targets, **given)
+    return torch.func.grad_and_value(loss)(PARAMS)[1]
+
+
+WRONG = {
+    "segments": [TOKENS[:1, :5], WEIGHTS, WEIGHTS > 0],
+    "config": [SMALL.with_(V=32), SMALL.with_(gated=False), SMALL.with_(attention_bias=True)],
+}
+OPTIONS = {
+    "microbatches": [0, 3], "label_smoothing": [-0.1, 2.0], "scale": [0.0], "sums": [torch.int32, "float32"],
+    "zero": [4], "context": ["zig"], "remat": ["all"], "schedule": ["gpipe"],
+}  # fmt: skip
+test_a_step_on_a_mesh = refused(
+    {f"{n} {i}": partial(on_mesh, **{n: x}) for n, some in (WRONG | OPTIONS).items() for i, x in enumerate(some)}
+    | {f"seed={seed}": partial(on_mesh, config=SMALL.with_(dropout=0.5), seed=seed) for seed in ("3", None)}
+    | by_words(
+        {
+            "has the shape (1, ": partial(on_mesh, config=SMALL.with_(L=1)),
+            'params["norm"]': partial(on_mesh, PARAMS | {"norm": PARAMS["norm"].bfloat16()}),
+            "targets": partial(on_mesh, targets=TOKENS),
+            "targets must lie in 0..49": partial(on_mesh, targets=TARGETS + 99 * (TARGETS == 2)),
+            "found 101": lambda: by_torch_func(TARGETS + 99 * (TARGETS == 2)),
+        }
+    )
+    | {"a leaf to shard": lambda: strategy.shard(PARAMS | {"norm": PARAMS["norm"][:4]}, SMALL, Mesh({"X": 1}))}
+)
+
+
+@pytest.mark.parametrize("name", ["loss", "training"])
+def test_no_argument_that_is_spoiled_gives_a_wrong_number(name):
+    """Params, tokens, weights and numbers, drawn: the right calls beside `misuse.plain`, the others refused."""
+    outcomes, failures = rooms.spoiled(name, 25)
+    assert not failures, "\n\n".join(failures)
+    assert len(outcomes) == 2  # right and refused
+
+
+def test_weights_of_other_dtypes_are_right_and_targets_outside_the_vocabulary_where_they_have_none():
+    for weights in (WEIGHTS, WEIGHTS.round().long(), WEIGHTS > 0.7):
+        given = {"weights": weights, "targets": TARGETS + 99 * (weights == 0)}
+        for found in (on_mesh(**given), by_torch_func(**given)):
+            torch.testing.assert_close(found, on_one(weights=weights), rtol=1e-12, atol=0)
+
+
+DYNAMIC = RopeScaling("dynamic", 2.0)
+Q, K = torch.randn(1, 2, 3, 4), torch.randn(1, 2, 2, 4)
+test_what_one_device_does_not_compute = refused(
+    {f"{name} {i}": partial(on_one, **{name: x}) for name, values in WRONG.items() for i, x in enumerate(values)}
+    | {"other layers": partial(on_one, SMALL.with_(L=1))}
+    | {f"init {seed}": lambda seed=seed: transformer.init(SMALL, seed) for seed in ("3", None)}
+    | {f.__name__: (partial(f, Q, K, K), "must divide N=3") for f in (sdpa, dot_product_attention, flash_attention)}
+    | by_words(
+        {
+            "targets must be": lambda: transformer.loss(PARAMS, TOKENS, targets=TOKENS[:, :3]),
+            "hold no next token": lambda: transformer.loss(PARAMS, TOKENS[:, :1]),
+            "unknown remat 'all'": lambda: transformer.forward(PARAMS, TOKENS, "all"),
+            "give config=": lambda: transformer.forward(transformer.init(EXPERTS), TOKENS),
+            "rope_scaling of type 'dynamic'": partial(on_one, SMALL.with_(rope_scaling=DYNAMIC)),
+            "'dynamic' is not computed here; linear, llama3, yarn are": partial(rope.frequencies, 8, 1e4, DYNAMIC),
+            "without layers with experts after them": lambda: transformer.init(FIRST.with_(dense_layers=3)),
+            "floats": lambda: transformer.init(SMALL, dtype=torch.int32),
+        }
+    )
+)
