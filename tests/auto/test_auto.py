@@ -23,7 +23,7 @@ from scaling.mesh import AbstractMesh, Mesh
 from scaling.spec import ShardingError
 from scaling.trace import trace
 
-ABSTRACT = AbstractMesh(MESH)
+ABSTRACT, ROWS = AbstractMesh(MESH), ("x[B_X, D]",)
 
 
 def meta(*shape, dtype=torch.float32):
@@ -82,10 +82,14 @@ def test_a_type_asked_for_is_taken():
     assert [step.op for step in program.steps] == ["AllReduce"]
     assert "T1[B_X, F_Y]: as asked for" in program.listing
     assert torch.equal(matmul(x := torch.ones(2, 2), x, x), torch.full((2, 2), 4.0))  # on one device it is nothing
+    # and a program whose result has a type has a plan
+    assert lowered(lambda x: x.reshape(2, 64), ROWS, "y[B, D_X]", (8, 16)).wire_bytes > 0
+    y = auto.jit(lambda x: x.sum(0), ABSTRACT, "x[B_X, D]")(explicit.array(torch.ones(8, 16), "[8_X, 16]", ABSTRACT))
+    assert y.type in ("float32[16_X]", "float32[16_YX]")  # the least: a ReduceScatter, and maybe a slice
 
 
 ELSEWHERE = explicit.array(torch.ones(8, 16), "[8_X, 16]", AbstractMesh(ABSTRACT.sizes))
-ROWS, STRUCTURE = ("x[B_X, D]",), "are a tree of the same structure as what they type"
+STRUCTURE = "are a tree of the same structure as what they type"
 REFUSED = {
     "lowered(lambda x: x, ('x[B, D_XY]',), 'y[B, D]', (8, 20))": "does not divide into 8 blocks",
     "lowered(lambda x: x, ROWS, 'y[B, D, E]', (8, 20))": "3 dims",
@@ -97,12 +101,6 @@ REFUSED = {
     "auto.jit(lambda x: x, ABSTRACT, ROWS)(ELSEWHERE)": "an array is on another mesh",
 }
 test_refused = refused(evaluated(REFUSED, globals()), ShardingError)
-
-
-def test_a_program_with_a_type_has_a_plan():
-    assert lowered(lambda x: x.reshape(2, 64), ROWS, "y[B, D_X]", (8, 16)).wire_bytes > 0
-    y = auto.jit(lambda x: x.sum(0), ABSTRACT, "x[B_X, D]")(explicit.array(torch.ones(8, 16), "[8_X, 16]", ABSTRACT))
-    assert y.type in ("float32[16_X]", "float32[16_YX]")  # the least: a ReduceScatter, and maybe a slice
 
 
 def tensor(shape, seed: int) -> torch.Tensor:
@@ -173,24 +171,22 @@ def test_values_and_gradients_are_jaxs_in_both_modes(ranks, part):
         assert max(moved for moved, _ in each) == each[0][1], "in a permutation some ranks send nothing"
 
 
-def block(x, W):
-    """Attention and what goes around it: products over batch dims, a softmax, a tree of params."""
-    Q, K, V = (torch.einsum("btd,dnh->btnh", x, W[name]) for name in "QKV")
-    P = torch.softmax(torch.einsum("btnh,bsnh->bnts", Q, K) / 2, -1)
-    return x + torch.einsum("btnh,nhd->btd", torch.einsum("bnts,bsnh->btnh", P, V), W["O"])
-
-
-IN, WEIGHTS = "x[B_X, T, D_Y]", dict.fromkeys("QKV", "W[D_X, N_Y, H]") | {"O": "W[N_Y, H, D_X]"}
-WHOLE = tensor((4, 3, 8), 1), {name: tensor((2, 4, 8) if name == "O" else (8, 2, 4), 2) for name in WEIGHTS}
-
-
 @on_ranks({"X": 2, "Y": 2})
 def test_gradients_of_a_block_are_one_devices(mesh):
-    run = auto.jit(block, mesh, (IN, WEIGHTS), IN)
-    x, W = tree.map(lambda whole, type: explicit.array(whole, type, mesh), WHOLE, (IN, WEIGHTS))
+    """Attention and what goes around it: products over batch dims, a softmax, a tree of params."""
+
+    def block(x, W):
+        Q, K, V = (torch.einsum("btd,dnh->btnh", x, W[name]) for name in "QKV")
+        P = torch.softmax(torch.einsum("btnh,bsnh->bnts", Q, K) / 2, -1)
+        return x + torch.einsum("btnh,nhd->btd", torch.einsum("bnts,bsnh->btnh", P, V), W["O"])
+
+    types = "x[B_X, T, D_Y]", dict.fromkeys("QKV", "W[D_X, N_Y, H]") | {"O": "W[N_Y, H, D_X]"}
+    whole = tensor((4, 3, 8), 1), {name: tensor((2, 4, 8) if name == "O" else (8, 2, 4), 2) for name in "QKVO"}
+    run = auto.jit(block, mesh, types, types[0])
+    x, W = tree.map(lambda each, type: explicit.array(each, type, mesh), whole, types)
     grads = explicit.grad(lambda W: run(x, W).square().sum())(W)
     assert [g.type for g in grads.values()] == [each.type for each in W.values()]
-    wanted = torch.func.grad(lambda W: block(WHOLE[0], W).square().sum())(WHOLE[1])
+    wanted = torch.func.grad(lambda W: block(whole[0], W).square().sum())(whole[1])
     torch.testing.assert_close({name: g.whole() for name, g in grads.items()}, wanted, rtol=1e-12, atol=1e-13)
 
 
