@@ -1,6 +1,6 @@
 """A program's lines here and in JAX's explicit mode, side by side: what JAX 0.10 would refuse, and what it would send.
 
-JAX's rules are those of its answers to 3,045 lines (`tests/explicit/test_explicit_jax.py`): what they say of functions
+JAX's rules are those of its answers to 3,045 lines (`tests/explicit/test_ops.py`): what they say of functions
 that were not asked there, or of partial sums, is said to be unknown.
 """
 

@@ -52,7 +52,7 @@ def test_a_call_is_planned_once_for_its_shapes_and_types(monkeypatch):
 def test_what_needs_no_values_is_had_of_the_whole_array():
     x = abstract((8, 4, 16), "[8_X, 4, 16_Y]")
     assert (x.shape, x.ndim, x.numel(), len(x)) == ((8, 4, 16), 3, 512, 8)
-    assert (x.size(), x.size(1)) == ((8, 4, 16), 4)
+    assert (x.size(), x.size(1), hasattr(x, "nothing")) == ((8, 4, 16), 4, False)
     assert x.sum(()).type == explicit.sum(x).type == "float32[] {U_XY}"
     assert explicit.reshard(x, "[8, 4, 16]").amax().type == explicit.amax(x, out="[]").type == "float32[]"
 
@@ -166,43 +166,22 @@ def pulled(dy):
 
 CALLS = [
     # an array decides nothing in Python
-    "bool(X)",
-    "1 if X.sum() > 0 else 2",
-    "float(X.sum())",
-    "int(X.sum())",
-    "X.sum().item()",
-    "X.tolist()",
-    "X.numpy()",
-    "range(X.sum())",
-    "traced(lambda x: x * (1 if x.sum() > 0 else 2))()",
-    "traced(lambda x: x * x.sum().item())()",
+    "bool(X)", "1 if X.sum() > 0 else 2", "float(X.sum())", "int(X.sum())", "range(X.sum())",
+    "X.sum().item()", "X.tolist()", "X.numpy()",
+    "traced(lambda x: x * (1 if x.sum() > 0 else 2))()", "traced(lambda x: x * x.sum().item())()",
     # a cotangent is like the result
-    "pulled(None)",
-    "pulled(WHOLE)",
-    "pulled(array(WHOLE.double(), '[8_X, 4]'))",
-    "pulled(array(WHOLE[:1], '[1, 4]'))",
-    "pulled(array(WHOLE, '[8_X, 4]', OTHER))",
-    "X.view(torch.int32)",
-    "X.sum(9)",
-    "X @ X",
-    "X[9]",
-    "array(X, '[8, 4]')",
-    "array(WHOLE.numpy(), '[8, 4]')",
-    "array(3.0, '[]')",
-    "array(WHOLE.to_sparse(), '[8, 4]')",
-    "array(WHOLE.to('meta'), '[8, 4]')",
-    "array(WHOLE, '[8, 4]', {'X': 1})",
-    "explicit.reshard(X, None)",
-    "explicit.reshard(WHOLE, '[9, 4]')",
-    "explicit.reshard('x', '[1]')",
+    "pulled(None)", "pulled(WHOLE)", "pulled(array(WHOLE[:1], '[1, 4]'))",
+    "pulled(array(WHOLE.double(), '[8_X, 4]'))", "pulled(array(WHOLE, '[8_X, 4]', OTHER))",
+    # what an array, a type, a gradient and a program are made of
+    "X.view(torch.int32)", "X.sum(9)", "X @ X", "X[9]",
+    "array(X, '[8, 4]')", "array(3.0, '[]')", "array(WHOLE, '[8, 4]', {'X': 1})",
+    "array(WHOLE.numpy(), '[8, 4]')", "array(WHOLE.to_sparse(), '[8, 4]')", "array(WHOLE.to('meta'), '[8, 4]')",
+    "explicit.reshard(X, None)", "explicit.reshard(WHOLE, '[9, 4]')", "explicit.reshard('x', '[1]')",
     "explicit.grad(lambda x: x.sum())(array(WHOLE.int(), '[8_X, 4]'))",
-    "explicit.grad(lambda x: x.sum(), 5)(X)",
-    "explicit.grad(lambda x: x.sum(), '0')(X)",
-    "traced(lambda x, y: x * y, None)(2.0)",
-    "traced(lambda x, y: x, None)(None)",
-    "traced(lambda x: None)()",
-    "traced(lambda x: x, mesh={'X': 1})()",
-]
+    "explicit.grad(lambda x: x.sum(), 5)(X)", "explicit.grad(lambda x: x.sum(), '0')(X)",
+    "traced(lambda x, y: x * y, None)(2.0)", "traced(lambda x, y: x, None)(None)",
+    "traced(lambda x: None)()", "traced(lambda x: x, mesh={'X': 1})()",
+]  # fmt: skip
 TYPES = {  # words of the error
     "abstract((8, 3), '[8_X, 3_Y]')": "dim 3 of size 3 does not divide",
     "abstract((8, 2), '[4_X, 2_Y]')": "says 4 where the array",
@@ -226,14 +205,3 @@ def test_an_array_has_memory_of_its_own_and_a_plain_tensor_passes_where_its_type
     assert torch.equal(given, WHOLE)
     for type in ("[8_X, 4]", "float32[I_X, J]"):
         assert explicit.reshard(given, type) is given
-
-
-def test_it_has_no_attributes_but_a_tensor_s():
-    assert not hasattr(X, "nothing")
-
-
-def test_a_mean_has_the_dtype_that_is_asked_for():
-    for dims in (None, 0, (0, 1)):
-        found = X.mean(dims, dtype=torch.float64).whole()
-        assert found.dtype == torch.float64
-        torch.testing.assert_close(found, WHOLE.double().mean(dims), rtol=1e-12, atol=0)

@@ -1,20 +1,130 @@
-"""Ops of the table in every layout on X=2, Y=2: the shards together beside one device; and what is refused."""
+"""Ops of the table: their types beside what JAX's explicit mode says of 3,045 cases (tests/oracles/jax_answers.py); and
+in every layout on X=2, Y=2, the shards together beside one device."""
 
 import contextlib
 import itertools
+import re
+from collections import Counter
+from pathlib import Path
 
 import pytest
 import torch
+from beside_jax import Case, called, cases, written
 from machine import on_ranks
+from torch.distributed.tensor import Partial, Replicate, Shard
 
 from scaling import auto, explicit
 from scaling.algebra.law import Illegal
-from scaling.algebra.layouts import DimAxes, spec_of
+from scaling.algebra.layouts import DimAxes, layout, spec_of
 from scaling.algebra.ops import KINDS, function_name, op_kind
 from scaling.algebra.planner import all_layouts
+from scaling.explicit.beside import jax_layout, spmd_names
 from scaling.explicit.functions import LocalPlan, each_call, read_call
 from scaling.mesh import AbstractMesh
-from scaling.spec import ShardingError
+from scaling.spec import ShardingError, parse
+
+SAME = "the same"
+UNREDUCED = "JAX calls it ambiguous: here the result is {U}"
+SILENT_SUM = "JAX reduces without a word: here the result is {U}"
+SILENT_MAX = "JAX reduces a maximum without a word: here a reshard is asked for"
+CASE_2 = "JAX communicates without a word where one operand of a contraction is split: here case 2 is refused"
+BATCH = "JAX takes the left operand's batch dim, and gathers the right one's: here the left one is sliced"
+MERGED = "JAX moves data to merge dims whose blocks are interleaved: here a reshape sends nothing"
+RESPLIT = "JAX knows one split or merge at a time: here any that keeps the order of each device's elements"
+
+
+def reason(case: Case, got: str, unreduced: tuple, theirs: str) -> str:
+    """The difference that is to be expected of a case, from its typing alone."""
+    if got == theirs and not unreduced:
+        return SAME
+    split = {axis for dims in case.typing for axes in dims for axis in axes}
+    if case.kind == "einsum":
+        left, right, kept = re.split("->|,", case.detail[0])
+        axes = [(d, case.typing[0][left.index(d)], case.typing[1][right.index(d)]) for d in left if d in right]
+        summed = [(a, b) for d, a, b in axes if d not in kept]
+        batch = [(a, b) for d, a, b in axes if d in kept]
+        if any(a != b for a, b in summed):
+            assert (got, "!" in theirs) == ("!", False)
+            return CASE_2
+        if any(not a and b for a, b in batch) and theirs != "!":
+            assert got == "!" or got.split(",")[0] == written([case.typing[1][0]]) != theirs.split(",")[0]
+            return BATCH
+        assert theirs == "!"
+        assert {*unreduced} == {axis for a, _ in summed for axis in a} != set()
+        return UNREDUCED
+    if case.kind in ("sum", "amax"):
+        over = {axis for i in case.detail for axis in case.typing[0][i]}
+        assert theirs == written([axes for i, axes in enumerate(case.typing[0]) if i not in case.detail])
+        assert over
+        assert (got, {*unreduced}) == ((theirs, over) if case.kind == "sum" else ("!", set()))
+        return SILENT_SUM if case.kind == "sum" else SILENT_MAX
+    assert case.kind == "reshape"
+    assert split
+    assert (got == "!") != (theirs == "!")
+    return MERGED if got == "!" else RESPLIT
+
+
+COUNTS = {SAME: 1768, CASE_2: 942, SILENT_SUM: 96, SILENT_MAX: 96, UNREDUCED: 91, BATCH: 26, RESPLIT: 17, MERGED: 9}
+
+
+def test_equal_or_different_for_a_reason():
+    """And what `beside_jax` says of JAX is what JAX said."""
+    found = Counter()
+    for _, some, answers in cases():
+        func, args = called(some[0], torch, [torch.empty(shape, device="meta") for shape in some[0].shapes])
+        op = read_call(func, args, {}, is_tensor).op
+        for case, theirs in zip(some, answers, strict=True):
+            given = [DimAxes(dims) for dims in case.typing], case.shapes, case.mesh
+            try:
+                _, result = op.infer(*given)
+                ours = written(result.dims), result.unreduced
+            except Illegal:
+                ours = "!", ()
+            found[reason(case, *ours, theirs)] += 1
+            answer = jax_layout(op, *given)
+            assert ("!" if isinstance(answer, str) else written(answer)) == theirs, case
+    assert found == COUNTS
+
+
+def test_a_program_beside_jaxs():
+    mesh = AbstractMesh({"X": 4, "Y": 2})
+    types = "In[8_X, 32_Y]", "W[32_Y, 64]", "V[64_Y, 16]"
+    arrays = [explicit.array(torch.empty([int(n) for n in re.findall(r"\d+", t)]), t, mesh) for t in types]
+
+    def program(In, W, V):
+        T = explicit.reshard(torch.einsum("bd,df->bf", In, W), "[8_X, 64]")
+        return torch.cat([T, explicit.reshard(T, "[8, 64]")], 1) @ torch.cat([V, V], 0)
+
+    lines = explicit.beside_jax(program, *arrays).splitlines()
+    assert lines[:6] == [
+        "1. float32[8_X, 64] {U_Y} = einsum bd,df->bf(float32[8_X, 32_Y], float32[32_Y, 64])",
+        "     here: X: S(0), Y: P",
+        "     JAX:  refused: ambiguous, asks for out_sharding",
+        "2. float32[8_X, 64] = reshard(float32[8_X, 64] {U_Y})",
+        "     here: X: S(0), Y: R",
+        "     JAX:  the same",
+    ]
+    text = "\n".join(lines)
+    assert "cat(float32[8_X, 64], float32[8, 64])\n     here: X: S(0), Y: R\n     JAX:  refused: what is joined" in text
+    assert "here: refused, cat runs along a dim that is split over Y; so with operands resharded" in text
+    with pytest.raises(ShardingError, match="arguments are Arrays"):
+        explicit.beside_jax(program, torch.ones(2))
+
+
+def test_the_names_of_spmd_types_in_the_notation():
+    """Its table of cotangents: the type's placement has the name that stands beside it, and so has its cotangent's."""
+    lines = (Path(__file__).parents[2] / "notation.md").read_text().split("`spmd_types` |")[1].splitlines()[2:5]
+    placed = {Shard(0): "S(0)", Replicate(): "R", Partial(): "P"}
+    for line in lines:
+        text, name, cotangent, dual = re.findall(r"`([^`]*)`", line)
+        spec, mesh = parse(text), {"X": 4}
+        assert spec.cotangent(mesh) == parse(cotangent)
+        for each, of in ((spec, name), (spec.cotangent(mesh), dual)):
+            assert placed[each.placements(mesh)[0]] == of
+            assert spmd_names(layout(each), mesh) == f"X: {of}"
+
+
+# The shards together
 
 MESH, AXES = AbstractMesh({"X": 2, "Y": 2}), ("X", "Y")
 INDEX, MASK = torch.tensor([3, 0, 2, 2]), torch.arange(32).view(4, 8) % 3 > 0
@@ -26,6 +136,7 @@ GROUPS = [  # the shapes of x (and of y), or what it is: calls
         "torch.ones_like(x)", "(9 * x).int()", "x[..., ...]", "x / 2", "x / torch.tensor(2.0, dtype=torch.float64)",
         "2 - x", "torch.add(x, 0, alpha=2)", "x + 1", "-x", "x > 0", "F.gelu(x)", "torch.softmax(x, 1)",
         "torch.logsumexp(x, 1)", "x.mean(0)", "x.mean()", "x.unsqueeze(1)",
+        "x.float().mean(0, dtype=torch.float64)",
     ]),
     ([(4, 2)], ["x.unbind(-1)"]),
     ([(8, 4)], ["x.topk(4, 0)"]),
@@ -52,10 +163,10 @@ KEEP = {  # the kinds of op whose result may be unreduced
 NUMBERS = "F.pad(x, (0, 0, 2, 2), value=3.0)", "2 - x", "x + 1"  # the number is added once, and not on each device
 ALL_WHOLE = "x.roll(1)", "x.repeat_interleave(2)", "x.var(False)"  # whose operand has one type
 NO_GRADIENT = "(9 * x).int()", "x.argsort()", "x.argmax(1)", "x > 0"
-TWO_CALLS = "(9 * x).int()", "x / torch.tensor(2.0, dtype=torch.float64)"
+TWO_CALLS = "(9 * x).int()", "x / torch.tensor(2.0, dtype=torch.float64)", "x.float().mean(0, dtype=torch.float64)"
 
 
-def called(call: str):
+def function_of(call: str):
     return eval(f"lambda x, y=None: {call}", {"torch": torch, "F": torch.nn.functional})
 
 
@@ -69,16 +180,6 @@ class Recorded(torch.overrides.TorchFunctionMode):
 
 def is_tensor(x) -> bool:
     return isinstance(x, torch.Tensor)
-
-
-def calls_of(fn, arrays):
-    """The kind of op that a function calls, and the calls as they are read."""
-    metas = [x.to("meta") for x in arrays]
-    with Recorded() as seen:
-        fn(*metas)
-    made = []
-    each_call(made.append, read_call(*seen.call, is_tensor))
-    return op_kind(function_name(seen.call[0])), made
 
 
 def check_devices(call, xs: list, wanted, local: LocalPlan) -> None:
@@ -101,10 +202,12 @@ def check_devices(call, xs: list, wanted, local: LocalPlan) -> None:
 
 @pytest.mark.parametrize("case", [case for case in CASES if case not in TWO_CALLS])
 def test_shards_are_what_the_types_say(case):
-    fn, arrays = called(case), arrays_of(CASES[case])
-    whole, legal, unreduced = fn(*arrays), 0, 0
-    wholes = [whole] if is_tensor(whole) else whole
-    kind, calls = calls_of(fn, arrays)
+    fn, arrays = function_of(case), arrays_of(CASES[case])
+    whole, calls, legal, unreduced = fn(*arrays), [], 0, 0
+    wholes, metas = [whole] if is_tensor(whole) else whole, [x.to("meta") for x in arrays]
+    with Recorded() as seen:
+        fn(*metas)
+    each_call(calls.append, read_call(*seen.call, is_tensor))
     assert len(calls) == len(wholes)
     every = [all_layouts(x.shape, MESH.sizes, AXES, AXES if x.dtype.is_floating_point else ()) for x in arrays]
     for at in itertools.product(*every):
@@ -117,7 +220,7 @@ def test_shards_are_what_the_types_say(case):
             legal, unreduced = legal + 1, unreduced + bool(local.result.unreduced)
             check_devices(call, arrays, wanted, local)
     assert legal > len(calls) or case in ALL_WHOLE
-    assert bool(unreduced) == (kind in KEEP and case not in NUMBERS)
+    assert bool(unreduced) == (op_kind(function_name(seen.call[0])) in KEEP and case not in NUMBERS)
 
 
 def weighted(results):
@@ -151,7 +254,7 @@ def test_values_gradients_and_planned_programs_are_one_devices(mesh):
     one."""
     wrong = []
     for number, (case, given) in enumerate(CASES.items()):
-        fn = called(case)
+        fn = function_of(case)
         first, *others = arrays = arrays_of(given)
         axes = [f"{n}{axis if n > 1 else ''}" for n, axis in zip(first.shape, ("_X", "_Y", ""), strict=False)]
         types = [f"[{', '.join(axes)}]", *(str([*x.shape]) for x in others)]
