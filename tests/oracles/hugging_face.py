@@ -36,6 +36,7 @@ LATENT = {"q_lora_rank": 12, "kv_lora_rank": 10, "qk_nope_head_dim": 6, "qk_rope
 LATENT |= {"num_key_value_heads": 4, "head_dim": 4, "num_experts_per_tok": 3, "first_k_dense_replace": 0}
 LATENT |= {"n_routed_experts": 8, "n_group": 4, "topk_group": 2, "n_shared_experts": 2, "moe_intermediate_size": 24}
 EXPERTS = {"moe_intermediate_size": 24, "num_experts": 8, "num_experts_per_tok": 3}
+EAGER = {"attn_implementation": "eager", "experts_implementation": "eager"}
 YARN = {"rope_type": "yarn", "factor": 4.0, "rope_theta": 1e4, "original_max_position_embeddings": 16}
 CASES = {
     "llama": ("Llama", {}),
@@ -77,20 +78,14 @@ def wide():
         torch.set_default_dtype(kept[0])
 
 
-EAGER = {"attn_implementation": "eager", "experts_implementation": "eager"}
-
-
-def biases(model) -> list:
-    """The biases of choices of experts: no gradient reaches them."""
-    return [buffer for name, buffer in model.named_buffers() if name.endswith("e_score_correction_bias")]
-
-
 def theirs(model, tokens):
     """(loss, gradients as params are laid out here); the model's values are its gradients afterwards."""
     loss = model(tokens, labels=tokens).loss
     loss.backward()
+    # the biases of choices of experts: no gradient reaches them
+    biases = [buffer for name, buffer in model.named_buffers() if name.endswith("e_score_correction_bias")]
     with tempfile.TemporaryDirectory() as folder, torch.no_grad():
-        for p in (*model.parameters(), *biases(model)):
+        for p in (*model.parameters(), *biases):
             p.copy_(torch.zeros_like(p) if p.grad is None else p.grad)
         model.save_pretrained(folder)
         return loss.item(), hf.load(folder)[1]

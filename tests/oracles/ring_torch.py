@@ -20,7 +20,6 @@ from scaling.strategies import context
 
 LIMIT = 3e-6
 B, N, K, H = 2, 8, 2, 16
-aten = torch.ops.aten
 
 
 def theirs(mesh, Q, K, V, dO, balanced: bool, rotation: str):
@@ -31,10 +30,8 @@ def theirs(mesh, Q, K, V, dO, balanced: bool, rotation: str):
     private._cp_options.rotate_method = private._RotateMethod[rotation]
     group, copies = mesh.group(("C",)).pg, Q.shape[2] // K.shape[2]
     q, k, v, do = (x.movedim(2, 1).contiguous() for x in (Q, *(x.repeat_interleave(copies, 2) for x in (K, V)), dO))
-    flash, backward = (
-        aten._scaled_dot_product_flash_attention_for_cpu,
-        aten._scaled_dot_product_flash_attention_for_cpu_backward,
-    )
+    flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+    backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
     O, lse, *_ = private._templated_ring_attention(group, 2, flash, query=q, key=k, value=v, is_causal=True)
     grads = private._templated_ring_attention_backward(
         group, 2, backward, do, "grad_out", q, k, v, O, lse, is_causal=True, dropout_p=0.0
