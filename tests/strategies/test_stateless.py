@@ -10,7 +10,7 @@ from torch import nn
 from torch.func import functional_call, grad_and_value
 
 from scaling import tree
-from scaling.collectives import all_reduce, reduce_scatter
+from scaling.collectives import reduce_scatter
 from scaling.mesh import AbstractMesh
 from scaling.strategies.stateless import call, parameters, reduce_grads
 from scaling.trace import trace
@@ -48,23 +48,18 @@ def mean_square(Out, Target):
     return (Out - Target).square().mean()
 
 
-def one_device(of):
-    net, batches = problem()
-
-    def step(params, batch):
-        grads, loss = grad_and_value(lambda params: of(functional_call(net, params, (batch[0],)), batch[1]))(params)
-        return loss, grads
-
-    return trained(parameters(net), step, batches)
-
-
-def train(mesh, way):
-    stored, used, _ = WAYS[way]
+@pytest.mark.parametrize(("mesh", "way"), [({"X": 2, "Y": 2 if "tp" in way else 1}, way) for way in WAYS])
+def test_equal_to_one_device(mesh, way):
+    stored, used, gathers = WAYS[way]
     net, batches = problem()
     specs = {name: stored[name] for name in parameters(net)}
     g = call(net, stored, used, mesh, again="again" in way)
-    over = ("X", "Y") if "tp" in way else ("X",)
+    over, of = ("X", "Y") if "tp" in way else ("X",), mean_square if "mean" in way else squares
     targets = f"T[B_{''.join(over)}, D]"
+
+    def alone(params, batch):
+        grads, value = grad_and_value(lambda params: of(functional_call(net, params, (batch[0],)), batch[1]))(params)
+        return value, grads
 
     def step(params, batch):
         x, Target = tree.shard([*batch], ["x[B_X, D]", targets], mesh)
@@ -72,26 +67,17 @@ def train(mesh, way):
         def loss(params):
             Out = g(params, x)  # Out[B_X, D], under tensor parallelism {U_Y}
             Out = reduce_scatter("Out[B_X, D] {U_Y} -> Out[B_XY, D]", Out, mesh) if "tp" in way else Out
-            return mean_square(Out, Target) if "mean" in way else squares(Out, Target)
+            return of(Out, Target)
 
         grads, value = grad_and_value(loss)(params)
         value = value / mesh.size("X") if "mean" in way else value
         return value, reduce_grads(grads, stored, mesh, over, loss="mean" if "mean" in way else "sum")
 
     with trace() as log:
-        losses, first, params = trained(tree.shard(parameters(net), specs, mesh), step, batches)
-    losses = all_reduce(f"Loss[S] {{U_{''.join(over)}}} -> Loss[S]", losses, mesh)
-    found = losses, tree.unshard(first, [specs], mesh), tree.unshard(params, specs, mesh)
-    return found, log.count("AllGather", "X") / len(batches)
-
-
-@pytest.mark.parametrize("way", WAYS)
-def test_equal_to_one_device(ranks, way):
-    mesh = {"X": 2, "Y": 2 if "tp" in way else 1}
-    wanted = one_device(mean_square if "mean" in way else squares)
-    for found, gathers in ranks(train, mesh, way):
-        close(found, wanted)
-        assert gathers == WAYS[way][2]
+        losses, *found = trained(tree.shard(parameters(net), specs, mesh), step, batches)
+    losses = tree.unshard(losses, f"Loss[S] {{U_{''.join(over)}}}", mesh)
+    close((losses, *tree.unshard(found, [[specs], specs], mesh)), trained(parameters(net), alone, batches))
+    assert log.count("AllGather", "X") == gathers * len(batches)
 
 
 MESH = AbstractMesh({"X": 2})
@@ -119,8 +105,6 @@ BY_WORDS = {
     'params["more"]: has no spec': called(PARAMS | {"more": ROWS}),
 }
 test_refused = refused(by_words(BY_WORDS))
-
-
-def test_who_shards_a_module_says_of_which_kind_its_loss_is():
-    with pytest.raises(TypeError, match="loss"):
-        reduce_grads(PARAMS, TYPES, MESH, "X")
+test_of_which_kind_a_loss_is_must_be_said = refused(
+    {"": lambda: reduce_grads(PARAMS, TYPES, MESH, "X")}, TypeError, always="loss"
+)

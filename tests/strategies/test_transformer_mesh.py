@@ -66,8 +66,8 @@ TURNS = {moe: itertools.cycle(ways) for moe, ways in WAYS.items()}
 
 def named(case, ways, what="", marks=()):
     """`docs/museum.md` names a case by its id."""
-    config, mesh, _ = case
-    return pytest.param((*case, ways), id=f"{what}{config.name} {mesh}".replace("'", ""), marks=marks)
+    config, mesh, options = case
+    return pytest.param(mesh, config, options, ways, id=f"{what}{config.name} {mesh}".replace("'", ""), marks=marks)
 
 
 EVERY = [named(case, WAYS[case[0].moe], "every policy: ", pytest.mark.sweep) for case in CASES]
@@ -130,8 +130,13 @@ def one_device(config, options):
     return loss, grads, after, reference(params, config.with_(dropout=0.0), options, 2)
 
 
-def run(mesh, config, options, ways):
-    """The same, whole. What else is kept or computed again changes no bit, and params are not changed."""
+def same(ours, theirs):
+    return all(torch.equal(a, b) for a, b in zip(tree.leaves(ours), tree.leaves(theirs), strict=True))
+
+
+@pytest.mark.parametrize(("mesh", "config", "options", "ways"), CASES + EVERY)
+def test_equal_to_one_device(mesh, config, options, ways):
+    """What else is kept or computed again changes no bit, and params are not changed."""
     layout = {key: options[key] for key in ("schedule", "zero") if key in options}
     params = transformer.shard(model.init(config, 0, torch.float64), config, mesh, **layout)
     types, places = transformer.specs(config, mesh, **layout), stored_places(config, mesh, layout.get("schedule"))
@@ -151,23 +156,13 @@ def run(mesh, config, options, ways):
     for more in ways:
         assert same(step(params, 1, **more), (loss, grads)), more
     assert same(model.init(config, 0, torch.float64, "cpu", mesh=mesh, specs=types, places=places), params)
-    arguments, options_of_loss = given(2, "microbatches", "scale")
-    another = transformer.loss(params, *arguments, **options_of_loss)
-    return loss, *(transformer.unshard(found, config, mesh, **layout) for found in (grads, after)), another
-
-
-def same(ours, theirs):
-    return all(torch.equal(a, b) for a, b in zip(tree.leaves(ours), tree.leaves(theirs), strict=True))
-
-
-@pytest.mark.parametrize("case", CASES + EVERY)
-def test_equal_to_one_device(ranks, case):
-    config, mesh, options, ways = case
-    loss, grads, after, another = one_device(config, options)
-    for found_loss, found_grads, found_after, found_other in ranks(run, mesh, config, options, ways):
-        close((found_loss, found_other), (loss, another))
-        close(found_grads, grads, 1e-11)
-        close(found_after, after, 1e-9)
+    arguments, of_loss = given(2, "microbatches", "scale")
+    another = transformer.loss(params, *arguments, **of_loss)
+    found, found_after = (transformer.unshard(found, config, mesh, **layout) for found in (grads, after))
+    wanted_loss, wanted, wanted_after, wanted_other = one_device(config, options)
+    close((loss, another), (wanted_loss, wanted_other))
+    close(found, wanted, 1e-11)
+    close(found_after, wanted_after, 1e-9)
 
 
 def test_a_step_sees_its_own_batch_and_nothing_where_nothing_counts():
