@@ -31,15 +31,15 @@ def drawn(*shapes, seed=0):
 def pulled(f, mesh, operands, types, results, cotangents, by=vjp):
     """f of whole operands' shards: its results, and the operands' gradients, made whole. Replicas of a result have each
     a part of its cotangent, and those of an operand each a part of its gradient."""
+
+    def part(cotangent, text):
+        spec = parse(text)
+        replicas = mesh.size([axis for axis in mesh.sizes if axis not in spec.axes + spec.unreduced])
+        return tree.shard(cotangent, spec.with_unreduced(()), mesh) / replicas
+
     found, pull = by(f, *tree.shard(operands, types, mesh))
-    grads = pull(tree.map(lambda whole, text: part(whole, text, mesh), cotangents, results))
+    grads = pull(tree.map(part, cotangents, results))
     return tree.unshard(found, results, mesh), summed(grads, types, mesh)
-
-
-def part(cotangent, text, mesh):
-    spec = parse(text)
-    replicas = mesh.size([axis for axis in mesh.sizes if axis not in spec.axes + spec.unreduced])
-    return tree.shard(cotangent, spec.with_unreduced(()), mesh) / replicas
 
 
 def summed(grads, types, mesh):

@@ -179,9 +179,8 @@ def test_bytes_on_thousands_of_chips(capacity):
 @pytest.mark.parametrize(("n", "reordered"), [(1, False), (2, True), (SOFTMAX.E, False)])
 def test_rows_are_put_in_order_only_if_several_ranks_send_to_several_experts(n, reordered):
     mesh, dims = AbstractMesh({"X": n}), {"D": SOFTMAX.D, "E": SOFTMAX.E, "F": SOFTMAX.F}
-    shapes = tree.map(lambda text: parse(text).local_shape(dims, mesh), expert.specs(SOFTMAX, "X"))
-    params = {name: torch.empty(shape, device="meta") for name, shape in shapes.items()}
-    x = torch.empty(2, 4, SOFTMAX.D, device="meta")
+    types, x = expert.specs(SOFTMAX, "X"), torch.empty(2, 4, SOFTMAX.D, device="meta")
+    params = tree.map(lambda text: torch.empty(parse(text).local_shape(dims, mesh), device="meta"), types)
     assert (expert.route_tokens(params, x, SOFTMAX, mesh, "X").order is not None) == reordered
 
 

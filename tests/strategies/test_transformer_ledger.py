@@ -34,8 +34,7 @@ def test_gathers_and_reductions_are_under_way_while_a_layer_computes():
     """So no more than two layers' whole gradients are held. Over X all of a layer travels at once."""
     L = 4
     events = traced(PLAIN.with_(L=L), {"X": 2}).events
-    moves = [event for event in events if event.op in ("AllGather", "ReduceScatter")]
-    assert all(event.async_op for event in moves)
+    assert all(event.async_op for event in events if event.op in ("AllGather", "ReduceScatter"))
     ops = [event.op for event in events]
     starts = [i for i, op in enumerate(ops) if op == "ReduceScatter"]  # a layer's, all in one, and those of the ends
     assert len(starts) == L + 2

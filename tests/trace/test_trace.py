@@ -1,7 +1,6 @@
-"""The trace: which events, their types, V, wire bytes and FLOPs, and that blocks nest.
+"""The trace: which events, their types, V, wire bytes and FLOPs; blocks nest. Peak memory, known by hand."""
 
-And peak memory: known by hand on small runs."""
-
+from functools import partial
 from math import prod
 
 import pytest
@@ -12,6 +11,7 @@ from torch.func import grad, vjp
 from scaling import collectives as c
 from scaling.collectives import all_gather, einsum
 from scaling.mesh import AbstractMesh
+from scaling.models.pointwise import vjp as tape
 from scaling.trace import trace
 from scaling.trace.peak import peak_memory
 
@@ -69,26 +69,25 @@ def test_an_event_per_collective(case):
     assert (log.count(op), log.count(op, axes), log.count(op, "Z"), log.count("Einsum")) == (1, 1, 0, 0)
 
 
-# line -> shapes of the operands and of the result, FLOPs (Part 4, Counting Dots), bytes of a number
+# line -> shapes of the operands and of the result, FLOPs (Part 4, Counting Dots), dtype
 FLOPS = {
-    "A[I, J_X] * B[J_X, K] -> C[I, K] {U_X}": ([(2, 3), (3, 5)], (2, 5), 2 * 2 * 3 * 5, 4),
-    "A[B, I, J] * B[B, J, K] -> C[B, I, K]": ([(7, 2, 3), (7, 3, 5)], (7, 2, 5), 2 * 7 * 2 * 3 * 5, 4),
-    "A[I] * B[J] -> C[I, J]": ([(2,), (3,)], (2, 3), 2 * 3, 8),
-    "A[I] * B[I] -> C[]": ([(4,), (4,)], (), 2 * 4, 4),
-    "A[I, J] -> C[J, I]": ([(2, 3)], (3, 2), 0, 4),
+    "A[I, J_X] * B[J_X, K] -> C[I, K] {U_X}": ([(2, 3), (3, 5)], (2, 5), 2 * 2 * 3 * 5, torch.float32),
+    "A[B, I, J] * B[B, J, K] -> C[B, I, K]": ([(7, 2, 3), (7, 3, 5)], (7, 2, 5), 2 * 7 * 2 * 3 * 5, torch.float32),
+    "A[I] * B[J] -> C[I, J]": ([(2,), (3,)], (2, 3), 2 * 3, torch.float64),
+    "A[I] * B[I] -> C[]": ([(4,), (4,)], (), 2 * 4, torch.float32),
+    "A[I, J] -> C[J, I]": ([(2, 3)], (3, 2), 0, torch.float32),
 }
 
 
 @pytest.mark.parametrize("line", FLOPS)
 def test_the_flops_and_the_memory_of_a_product(line):
-    shapes, result, flops, size = FLOPS[line]
-    dtype = {4: torch.float32, 8: torch.float64}[size]
+    shapes, result, flops, dtype = FLOPS[line]
     with trace() as log:
         c.einsum(line, *(torch.ones(shape, dtype=dtype) for shape in shapes))
     (event,) = log.events
     assert (event.op, event.axes, event.flops, event.nbytes, event.wire_bytes) == ("Einsum", (), flops, 0, 0)
     assert " * ".join(map(str, event.before)) + f" -> {event.after}" == line
-    assert event.memory == size * sum(map(prod, [*shapes, result]))
+    assert event.memory == dtype.itemsize * sum(map(prod, [*shapes, result]))
 
 
 def test_the_table_shows_the_lines_as_they_ran_and_a_log_has_their_sums():
@@ -135,17 +134,12 @@ def test_a_derivative_traces_as_the_explicit_backward_does(mesh):
     def explicit():
         return gather(x), c.reduce_scatter("dA[I] {U_X} -> dA[I_X]", w, mesh)
 
-    def by_vjp():
-        full, pull = vjp(gather, x)
+    def derived(by):
+        full, pull = by(gather, x)
         return full, *pull(w)
 
-    def by_autograd():
-        leaf = torch.nn.Parameter(x.clone())
-        full = gather(leaf)
-        return full.detach(), *torch.autograd.grad(full, leaf, w)
-
     logs = []
-    for way in (explicit, by_vjp, by_autograd):
+    for way in (explicit, partial(derived, vjp), partial(derived, tape)):
         untraced = way()
         with trace() as log:
             traced = way()
