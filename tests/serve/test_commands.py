@@ -15,15 +15,13 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from scaling import __main__, serve
 from scaling.configs import Config
-from scaling.configs.sources import Source
-from scaling.mesh import AbstractMesh
+from scaling.configs.sources import Source, with_weights
 from scaling.models import hf, transformer
 from scaling.models.text import ByteText, tokenizer, write_bytes
 from scaling.serve import command as batch
 from scaling.serve import loading
 from scaling.serve.requests import Request, RequestLine
 from scaling.serve.text import TextStream, chat_prompt, ends_of
-from scaling.train import checkpoint
 
 CONFIG = Config("tiny", L=1, D=16, F=24, N=4, K=2, H=4, V=256)
 LARGER = CONFIG.with_(name="larger", L=2, V=258)  # of bytes and two ids more, as write_bytes has them
@@ -91,7 +89,7 @@ def completed(prompt: bytes, new: int, **options) -> list[int]:
     return serve.generate(params, [list(prompt)], CONFIG, new, **options)[0]
 
 
-def test_generate_says_what_the_model_says(said):
+def test_generate_says_what_the_model_says(said, folder, tmp_path):
     wanted = completed(b"ab", 5)
     out, _ = said("generate", ["--max-new-tokens", "5", "--prompt-ids", "97,98"])
     assert [*map(int, out.split())] == wanted
@@ -100,17 +98,8 @@ def test_generate_says_what_the_model_says(said):
     assert "over 5 tokens; perplexity" in out
     scores = [float(line.split()[0]) for line in said("generate", ["--prompt", "abc", "--score"])[0].splitlines()[:2]]
     assert scores == pytest.approx(serve.score(params, [list(b"abc")], CONFIG)[0], abs=1e-4)
-
-
-def test_generate_from_a_training_run(tmp_path, capsys):
-    """A checkpoint holds the optimizer's state as well, which is not read."""
-    (tmp_path / "model.json").write_text(json.dumps({x: getattr(CONFIG, x) for x in "LDFNKHV"}))
-    (tmp_path / "run.toml").write_text(f"model = {json.dumps(str(tmp_path / 'model.json'))}\n")
-    specs = transformer.specs_of(CONFIG)
-    state = {"params": params, "optimizer": {"mu": params}}
-    checkpoint.save(tmp_path, state, {"params": specs, "optimizer": {"mu": specs}}, AbstractMesh({}), 7)
-    assert __main__.main(f"generate --model {tmp_path} --prompt-ids 1,2 --max-new-tokens 4".split()) == 0
-    assert [*map(int, capsys.readouterr().out.split())] == completed(bytes([1, 2]), 4)
+    (tmp_path / "run.toml").write_text(f"model = '{folder}/config.json'\n")  # as a run of old that kept no model
+    assert with_weights(tmp_path).config.sizes == CONFIG.sizes
 
 
 REFUSED = {  # by what is said: options of `generate`

@@ -36,9 +36,8 @@ CONFIGS = {
         latent=Latent(q_rank=12, kv_rank=60, nope=4, rope=4, value=8, interleaved=False),
     ),
 }  # fmt: skip
-B, S = 4, 16
+B, S, STEPS = 4, 16, 2
 LENGTHS = torch.tensor([5, 1, 7, 4])
-STEPS = 2
 TOKENS = torch.randint(0, 32, (B, S), generator=torch.Generator().manual_seed(1))
 WAYS = [{}, {"donate": True, "chunks": (2, 3, 7)}, {"page": 4}, {"page": 3, "chunks": (4, 7)}]
 INT8 = {"dtype": torch.int8}
@@ -56,10 +55,12 @@ def expected(name: str) -> torch.Tensor:
     return torch.stack([rows[b][int(n) - 1 : int(n) + STEPS] for b, n in enumerate(LENGTHS)])
 
 
-def served(name, params, mesh=None, chunks=(7,), form="heads", donate=False, **options):
+def served(mesh, name, params, chunks=(7,), form="heads", donate=False, **options):
     """(logits[B, STEPS + 1, V] from each row's last prompt token on, the cache): the prompts LENGTHS in chunks, the
     pages of a row in any order."""
     config = CONFIGS[name]
+    if mesh is not None:
+        params = tree.shard(params, serve.specs(config, mesh, form=form, int8="dtype" in options), mesh)
     cache = serve.init_cache(config, B, S, mesh=mesh, form=form, **options)
     cache |= {"pages": cache["pages"].flip(1)} if "pages" in cache else {}
     given, seen, done = {"form": form, "donate": donate}, [], torch.zeros(B, dtype=torch.int64)
@@ -88,7 +89,7 @@ def close(found, wanted, tolerance=1e-12):
 def test_cached_equals_uncached_at_every_position(name):
     config, params = CONFIGS[name], params_of(name)
     for way in WAYS:
-        close(served(name, params, **way)[0], expected(name))
+        close(served(None, name, params, **way)[0], expected(name))
     logits, _ = serve.extend(params, TOKENS, serve.init_cache(config, B, S), config)
     close(logits, model.forward(params, TOKENS, config=config))
 
@@ -115,13 +116,6 @@ def test_a_cache_is_data():
     close(serve.decode(params, TOKENS[rows, 6], some, PLAIN)[0], wanted[rows])
 
 
-def on_mesh(mesh, form, name, way):
-    int8, config = "dtype" in way, CONFIGS[name]
-    params = serve.quantize(params_of(name), config) if int8 else params_of(name)
-    mine = tree.shard(params, serve.specs(config, mesh, form=form, int8=int8), mesh)
-    return served(name, mine, mesh, form=form, **way)[0]
-
-
 SIZES = [{"Y": 2}, {"Z": 4}, {"Y": 4}, {"Z": 2, "Y": 2}, {"Y": 2, "Z": 2}, {"C": 2, "Y": 2}, {"C": 4}, {"C": 2, "E": 2}]
 SIZES += [{"E": 2, "Y": 2}, {"X": 2, "Y": 2}, {"X": 2, "Z": 2}]
 CASES = []
@@ -146,11 +140,11 @@ def test_every_form_on_a_mesh(ranks, cases):
     fit = Counter(form for form, *_ in CASES)
     assert fit == {"heads": 60, "heads_batch": 40, "sequence": 40, "2d": 35, "experts": 6}  # none is left out
     for form, sizes, name, way in cases:
-        wanted, tolerance = expected(name), 1e-12
+        params, wanted, tolerance = params_of(name), expected(name), 1e-12
         if way is INT8:
-            wanted, _ = served(name, serve.quantize(params_of(name), CONFIGS[name]), **INT8)
-            tolerance = 1e-6  # a rounding of the cache may tip over
-        for found in ranks(on_mesh, sizes, form, name, way):
+            params, tolerance = serve.quantize(params, CONFIGS[name]), 1e-6  # a rounding of the cache may tip over
+            wanted, _ = served(None, name, params, **INT8)
+        for found, _ in ranks(functools.partial(served, form=form, **way), sizes, name, params):
             close(found, wanted, tolerance)
 
 
@@ -176,16 +170,16 @@ def test_int8_weights_and_cache(name):
     kept = restored(small)
     for near, above, leaf in zip(*map(tree.leaves, (kept, restored(small, 0.5), given)), strict=True):
         assert ((near - leaf).abs() <= (above - near) * (1 + 1e-4)).all()
-    close(served(name, small)[0], served(name, kept)[0], 1e-5)
+    close(served(None, name, small)[0], served(None, name, kept)[0], 1e-5)
 
-    (_, exact), (logits, cache) = served(name, params), served(name, params, **INT8)
+    (_, exact), (logits, cache) = served(None, name, params), served(None, name, params, **INT8)
     assert 0 < (logits - expected(name)).norm() / expected(name).norm() < 0.03
     assert cache["scale"].shape == cache["KV"].shape[:-1]
     first = exact["KV"][:, 0]  # the first layer's keys and values come of the same numbers
     error = (cache["KV"] * cache["scale"][..., None])[:, 0] - first
     assert (error.abs() <= cache["scale"][:, 0, ..., None] / 2 * (1 + 1e-4)).all()
     for way in WAYS[1:]:
-        close(served(name, params, **INT8, **way)[0], logits, 1e-9)
+        close(served(None, name, params, **INT8, **way)[0], logits, 1e-9)
 
 
 def test_on_a_gpu_attention_takes_kernels_that_plan_nothing_for_each_length(monkeypatch):

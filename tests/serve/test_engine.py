@@ -62,11 +62,10 @@ class Audited:
 
     def __init__(self, options: Options, chance: random.Random):
         self.options, self.chance = options, chance
-        pools = initial(options).pools
-        self.memories = {worker: [Memory(options.page) for _ in each] for worker, each in pools.items()}
-        self.counts: Counter[str] = Counter()
         self.before = initial(options)
         self.frozen = pickle.dumps(self.before)
+        self.memories = {worker: [Memory(options.page) for _ in each] for worker, each in self.before.pools.items()}
+        self.counts: Counter[str] = Counter()
 
     def execute(self, action):
         seconds = self.chance.choice([0.0, 1.0, 1.0, 2.5])

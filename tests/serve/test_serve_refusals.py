@@ -119,7 +119,6 @@ def generated(prompts=([1, 2, 3], [4]), new=6, **options):
 
 D4, V33 = CONFIG.with_(name="two", D=4), CONFIG.with_(V=33)
 LOGITS = torch.randn(2, 16, generator=torch.Generator().manual_seed(0))
-HALF = torch.tensor([0.5])
 REQUEST = Request(0, (1, 2), 2)
 
 
@@ -147,8 +146,8 @@ OPTIONS = {  # of generate, of what is drawn from, of the engine
     "sampling.probabilities(LOGITS + INF, Sampling())": "no token can be drawn",
     "sampling.probabilities(LOGITS - INF, Sampling())": "no token can be drawn",
     "sampling.likeliest(LOGITS[:, :0])": "got torch.float32 [2, 0]",
-    "sampling.draw_token(torch.zeros(1, 4), HALF)": "without a sum above 0",
-    "sampling.draw_token(LOGITS.softmax(-1), HALF)": "u[1] and p[2, 16]",
+    "sampling.draw_token(torch.zeros(1, 4), torch.tensor([0.5]))": "without a sum above 0",
+    "sampling.draw_token(LOGITS.softmax(-1), torch.tensor([0.5]))": "u[1] and p[2, 16]",
     "Options(4, decode_pages=0)": "decode_pages = 0", "Options(4, proposals=-1)": "proposals = -1",
     "Options(4, prefix='no')": "must be True or False", "Options(4, policy='best')": "unknown policy",
     "TextStream(Unknown('x'), ['a'])": "needs its tokenizer", "served(at=NAN)": "a time", "served(at='0')": "a time",
@@ -177,16 +176,13 @@ UNREADABLE = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("words", UNREADABLE)
-def test_a_request_that_can_never_be_served_is_finished_at_once(words):
-    state, actions = scheduler.step(scheduler.initial(Options(2, page=4)), [Arrive(UNREADABLE[words])])
-    assert not state.live
-    assert [type(action) for action in actions] == [Finish]
-    assert actions[0].reason.startswith("refused: ")
-    assert words in actions[0].reason
-
-
-def test_events_that_nothing_waits_for():
+def test_requests_that_can_never_be_served_and_events_that_nothing_waits_for():
+    for words, request in UNREADABLE.items():
+        state, actions = scheduler.step(scheduler.initial(Options(2, page=4)), [Arrive(request)])
+        assert not state.live
+        assert [type(action) for action in actions] == [Finish]
+        assert actions[0].reason.startswith("refused: ")
+        assert words in actions[0].reason
     start, _ = scheduler.step(scheduler.initial(Options(4)), [Arrive(REQUEST)])
     for events, words in (
         ([Arrive(REQUEST)], "request 0 has been given already"),
