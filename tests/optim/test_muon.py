@@ -11,35 +11,24 @@ from scaling.optim import orthogonal
 from scaling.optim.matrices import cheapest_form
 from scaling.optim.orthogonal import MatrixStack, assigned
 from scaling.spec import parse
+from scaling.strategies.axes import present
 from scaling.trace import trace
 
 MATRICES = {"in": "D -> F", "gate": "D -> F", "out": "F -> D", "Q": "D -> N H", "E": {"in": "D -> F"}, "g": ""}
 SPECS = {"in": "W[L_Z, D_X, F_Y]", "gate": "W[L_Z, D_X, F_Y]", "out": "W[L_Z, F_Y, D_X]",
          "Q": "W[L_Z, D_X, N_Y, H]", "E": {"in": "W[L_Z, E_E, D_X, F_Y]"}, "g": "g[L_Z, D]"}  # fmt: skip
 SIZES = {"L": 6, "E": 2, "D": 16, "F": 24, "N": 4, "H": 3}
-ONE = Mesh({"X": 1})
-
-
-def types(mesh):
-    """SPECS without the axes that the mesh lacks."""
-
-    def here(text):
-        spec = parse(text)
-        for dim in spec.dim_names:
-            spec = spec.with_axes(dim, [axis for axis in spec.axes_of(dim) if axis in mesh.sizes])
-        return spec
-
-    return tree.map(here, SPECS)
+ONE = Mesh(dict.fromkeys("XYZE", 1))
 
 
 def arrays(seed, dtype):
     inits = tree.map(lambda _: tree.Normal(1.0), SPECS)
-    return tree.init(inits, types(ONE), SIZES, ONE, seed=seed, dtype=dtype, device="cpu")
+    return tree.init(inits, SPECS, SIZES, ONE, seed=seed, dtype=dtype, device="cpu")
 
 
 def steps(mesh, options, dtype, donate):
     """Params after two steps, whole. Each step's are made in the buffers that are given away, or beside the others."""
-    specs = types(mesh)
+    specs = tree.map(lambda spec: present(spec, mesh), SPECS)
     optimizer = optim.muon(0.02, MATRICES, **options)
     params = tree.shard(arrays(0, dtype), specs, mesh)
     state, on = optimizer.init(params), mesh if mesh.size() > 1 else None

@@ -8,16 +8,17 @@ from itertools import product
 
 import pytest
 import torch
+from machine import on_ranks
 from torch._subclasses import FakeTensorMode
 
 from scaling import optim, tree
+from scaling.collectives import all_gather
 from scaling.mesh import AbstractMesh, Mesh
 from scaling.trace import trace
 
 SHAPES = {"W_in": (3, 8, 12), "norm": (5,), "scalar": ()}
 SPECS = {"W_in": "W[L, D, F]", "norm": "g[D]", "scalar": "s[]"}
 EXACT = {torch.float64: 4e-16, torch.float32: 3e-7}  # one or two units in the last place
-REFERENCE = {"sgd": torch.optim.SGD, "adamw": torch.optim.AdamW}
 RULES = [
     ("sgd", {}),
     ("sgd", {"momentum": 0.9, "weight_decay": 0.1}),
@@ -26,8 +27,6 @@ RULES = [
     ("adamw", {"betas": (0.8, 0.95), "eps": 1e-3, "weight_decay": 0.1}),
     ("adamw", {"weight_decay": 0.0}),
 ]
-
-
 LAYOUTS = {  # a gathered weight is a transposed view, a shard may be a part of a larger buffer
     "plain": torch.clone,
     "transposed": lambda t: torch.empty(t.shape[::-1], dtype=t.dtype).permute([*range(t.dim())][::-1]).copy_(t),
@@ -46,7 +45,7 @@ def torch_run(name, params, grads, schedule=None, bare=(), **options):
     ps = {leaf: torch.nn.Parameter(p.clone()) for leaf, p in params.items()}
     groups = [{"params": [p for leaf, p in ps.items() if leaf not in bare]}]
     groups += [{"params": [ps[leaf] for leaf in bare], "weight_decay": 0.0}] if bare else []
-    optimizer = REFERENCE[name](groups, lr=0.1, **options)
+    optimizer = {"sgd": torch.optim.SGD, "adamw": torch.optim.AdamW}[name](groups, lr=0.1, **options)
     for step, grad in enumerate(grads):
         for leaf, p in ps.items():
             p.grad = grad[leaf].clone()
@@ -188,19 +187,25 @@ def test_the_scales_are_those_of_grad_scaler():
 
 
 CLIPPED = {"a": "a[D_X, F_Y]", "b": "b[D, F_XY]", "c": ["c[D]", "d[F_Y, D]"], "e": "e[]", "f": "f[D_Y, F_X]"}
-ONE = AbstractMesh({"X": 1, "Y": 1})
 
 
-def clipped_grads(dtype):
-    inits = tree.map(lambda _: tree.Normal(1.0), CLIPPED)
-    return tree.init(inits, CLIPPED, {"D": 8, "F": 16}, ONE, dtype=dtype, device="cpu")
-
-
-def clip_on_rank(mesh, dtype, max_norm):
-    """The norm, the clipped gradients, and what two steps of a chain with SGD make of params of zeros, whole. Gradients
-    that are given away are scaled where they lie, and a chain takes any function of gradients. One scalar is sent for
-    each set of axes, in the mesh's order, whatever that of a type is."""
-    grads = tree.shard(clipped_grads(dtype), CLIPPED, mesh)
+@on_ranks({"X": 1, "Y": 1}, {"X": 2, "Y": 2})
+@pytest.mark.parametrize(("dtype", "max_norm"), [(torch.float64, 3.0), (torch.float32, 3.0), (torch.float64, 1e3)])
+def test_clipping_counts_each_element_once(mesh, dtype, max_norm):
+    """By itself, and in two steps of a chain with SGD, from zeros. Gradients that are given away are scaled where they
+    lie, and a chain takes any function of gradients. One scalar is sent for each set of axes, in the mesh's order,
+    whatever that of a type is."""
+    inits, one = tree.map(lambda _: tree.Normal(1.0), CLIPPED), AbstractMesh({"X": 1, "Y": 1})
+    whole = tree.init(inits, CLIPPED, {"D": 8, "F": 16}, one, dtype=dtype, device="cpu")
+    theirs = [torch.nn.Parameter(torch.zeros_like(g)) for g in tree.leaves(whole)]
+    sgd = torch.optim.SGD(theirs, lr=0.5, momentum=0.9)
+    for _ in range(2):
+        for p, g in zip(theirs, tree.leaves(whole), strict=True):
+            p.grad = g.clone()
+        wanted = [torch.nn.utils.clip_grad_norm_(theirs, max_norm)]
+        sgd.step()
+    wanted += [*(p.grad for p in theirs), *(p.detach() for p in theirs)]
+    grads = tree.shard(whole, CLIPPED, mesh)
     doubled = lambda grads, specs, mesh: tree.map(lambda g: 2 * g, grads)  # noqa: E731
     rule = optim.chain(optim.clip(max_norm), doubled, optim.sgd(0.25, momentum=0.9))
     params, _ = our_run(rule, tree.map(torch.zeros_like, grads), [grads] * 2, specs=CLIPPED, mesh=mesh)
@@ -211,25 +216,9 @@ def clip_on_rank(mesh, dtype, max_norm):
     given = optim.scaled_to(grads, norm, max_norm, donate=True)
     assert pointers(given) == pointers(grads)
     assert equal(given, clipped)
-    return [norm, *tree.leaves([tree.unshard(each, CLIPPED, mesh) for each in (clipped, params)])]
-
-
-@pytest.mark.parametrize("sizes", [{"X": 1, "Y": 1}, {"X": 2, "Y": 2}])
-def test_clipping_counts_each_element_once(ranks, sizes):
-    for dtype, max_norm in ((torch.float64, 3.0), (torch.float32, 3.0), (torch.float64, 1e3)):
-        grads = tree.leaves(clipped_grads(dtype))
-        params = [torch.nn.Parameter(torch.zeros_like(g)) for g in grads]
-        sgd = torch.optim.SGD(params, lr=0.5, momentum=0.9)
-        for _ in range(2):
-            for p, g in zip(params, grads, strict=True):
-                p.grad = g.clone()
-            norm = torch.nn.utils.clip_grad_norm_(params, max_norm)
-            sgd.step()
-        wanted = [norm, *(p.grad for p in params), *(p.detach() for p in params)]
-        results = ranks(clip_on_rank, sizes, dtype, max_norm)
-        for found in results:
-            assert found[0] == results[0][0]
-            torch.testing.assert_close(found, wanted, rtol=1e-14 if dtype == torch.float64 else 1e-6, atol=0)
+    found = [norm, *tree.leaves([tree.unshard(each, CLIPPED, mesh) for each in (clipped, params)])]
+    torch.testing.assert_close(found, wanted, rtol=1e-14 if dtype == torch.float64 else 1e-6, atol=0)
+    assert len({*all_gather("n[R_XY] -> n[R]", norm[None], mesh).tolist()}) == 1  # to the bit
 
 
 def test_the_norm_of_a_large_leaf_is_the_same_however_it_is_split():

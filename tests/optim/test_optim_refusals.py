@@ -85,9 +85,7 @@ OPTIONS = [  # what makes it, an option, and what it is not: the error names the
 ORDER = "one optimizer, which comes last"
 CALLS = {  # what: the call, and words of its error
     "a schedule that falls below 0": (
-        lambda: updated(SGD(lr=lambda step: 0.1 - step), state=lambda _: {"step": torch.tensor(1)}),
-        "zero or more",
-    ),
+        lambda: updated(SGD(lr=lambda step: 0.1 - step), state=lambda _: {"step": torch.tensor(1)}), "zero or more"),
     "a state of ints": (lambda: SGD().init({"w": W.int()}), "dense tensors of floats"),
     "a norm of ints": (lambda: norm({"w": W.int()}), "float"),
     "a norm of partial sums": (lambda: norm({"W": W}, "W[D, F] {U_X}"), 'grads["W"]: W[D, F] {U_X} is unreduced'),

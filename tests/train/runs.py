@@ -1,8 +1,6 @@
-"""Runs as users start them: a text to train on, the command, and what it writes. One array saved by one rank, and
-loaded again; what a pickle of an evil hand runs."""
+"""Runs as users start them: a text to train on, the command, what it writes; one array saved, and loaded again."""
 
 import json
-import os
 import shlex
 from pathlib import Path
 
@@ -57,10 +55,3 @@ def save(step: int, W: "torch.Tensor | None" = None, **options):
 def load(folder: str = ".", step: "int | None" = None) -> tuple[list[float], int]:
     state, found = checkpoint.load(folder, SPECS, ONE, step)
     return state["W"].tolist(), found
-
-
-class Malicious:
-    """Whoever unpickles it has a file `never` in the working folder."""
-
-    def __reduce__(self):
-        return os.system, ("touch never",)

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from machine import on_ranks
 from torch.func import grad_and_value
 
 import scaling
@@ -74,26 +75,19 @@ def test_bfloat16_with_float32_master_params(ranks):
     assert split[-1] < split[0] - 0.1
 
 
-def normed(x, B, mesh):
-    n = torch.stack([x.sum(0), x.square().sum(0)]) / B
+@on_ranks({"X": 2})
+def test_synchronised_batch_norm_is_one_device_s(mesh):
+    whole = torch.randn(2, 8, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    x, weights = tree.shard(whole, "x[K, B_X, D]", mesh)
+    n = torch.stack([x.requires_grad_().sum(0), x.square().sum(0)]) / 8
     mean, square = all_reduce("n[K, D] {U_X} -> n[K, D]", n, mesh)
-    return (x - mean) / (square - mean**2).sqrt()
-
-
-def batch_norm(mesh, x, weights):
-    """(the normed rows of this rank, their gradient) of one batch split over X."""
-    mine, weights = tree.shard([x, weights], ["x[B_X, D]"] * 2, mesh)
-    y = normed(mine.requires_grad_(), 8, mesh)
+    y = (x - mean) / (square - mean**2).sqrt()
     (y * weights).sum().backward()
-    return y.detach(), mine.grad
-
-
-def test_synchronised_batch_norm_is_one_device_s(ranks):
-    x, weights = torch.randn(2, 8, 3, dtype=torch.float64)
-    found = [torch.cat(parts) for parts in zip(*ranks(batch_norm, {"X": 2}, x, weights), strict=True)]
-    y = torch.nn.functional.batch_norm(x.requires_grad_(), None, None, training=True, eps=1e-14)
-    (y * weights).sum().backward()
-    torch.testing.assert_close(found, [y.detach(), x.grad], rtol=1e-10, atol=1e-10)
+    x_1, weights_1 = whole
+    y_1 = torch.nn.functional.batch_norm(x_1.requires_grad_(), None, None, training=True, eps=1e-14)
+    (y_1 * weights_1).sum().backward()
+    wanted = tree.shard([y_1.detach(), x_1.grad], ["x[B_X, D]"] * 2, mesh)
+    torch.testing.assert_close([y.detach(), x.grad], wanted, rtol=1e-10, atol=1e-10)
 
 
 def test_the_page_s_commands_and_lines_are_these(capsys):

@@ -23,9 +23,8 @@ CHATS = [
     {"prompt": "ab", "completion": "cd"},
     {"text": "plain"},
 ]
-TEXTS = {"0.txt": "first ", "1.txt": "", "2.txt": "second, longer"}
 SOURCES = [  # files: what they hold, of it what counts, where documents begin, how many shards of 7 tokens or more
-    (TEXTS, "first second, longer", "all", [0, 6], 1),
+    ({"0.txt": "first ", "1.txt": "", "2.txt": "second, longer"}, "first second, longer", "all", [0, 6], 1),
     ({"a.jsonl": "\n".join(map(json.dumps, CHATS))},
      "user: 2+2?\n\nassistant: 4\n\nabcdplain", "4\n\ncdplain", [0, 26, 30], 2),
 ]  # fmt: skip
@@ -79,19 +78,16 @@ def test_the_command_and_a_shard_that_is_cut_short(capsys):
         corpus.open_corpus("out")
 
 
-UNREADABLE = [  # a file, what it holds, and what is said
-    ("a.txt", b"", "holds no text"),
-    ("a.jsonl", b"{}\n", "a.jsonl, line 1: a line is"),
-    ("a.jsonl", b'{"text": "x"}\nnonsense\n', "a.jsonl, line 2: Expecting value"),
-    ("a.jsonl", b'{"messages": [{"role": "user"}]}\n', "line 1: a message is"),
-    ("a.jsonl", b"\xff\xfe", "a.jsonl: not UTF-8"),
-    ("a.npy", b"not an array", "a.npy: cannot be read"),
-    ("a.bin", b"?", "no text and no .npy"),
-]
-
-
 def test_what_cannot_be_read_is_named():
-    for name, content, words in UNREADABLE:
+    for name, content, words in [
+        ("a.txt", b"", "holds no text"),
+        ("a.jsonl", b"{}\n", "a.jsonl, line 1: a line is"),
+        ("a.jsonl", b'{"text": "x"}\nnonsense\n', "a.jsonl, line 2: Expecting value"),
+        ("a.jsonl", b'{"messages": [{"role": "user"}]}\n', "line 1: a message is"),
+        ("a.jsonl", b"\xff\xfe", "a.jsonl: not UTF-8"),
+        ("a.npy", b"not an array", "a.npy: cannot be read"),
+        ("a.bin", b"?", "no text and no .npy"),
+    ]:
         Path(name).write_bytes(content)
         with pytest.raises(ValueError, match=words):
             corpus.open_corpus(".")
