@@ -163,6 +163,7 @@ def test_the_rank_that_failed_leaves_torchrun_its_traceback_and_the_other_waits_
 def test_killing_a_bare_torchrun_leaves_nothing_behind(script):
     pids = all_begun(process := script("wait", "2", command=TORCHRUN), 2)
     process.kill()
+    process.wait()
     assert all_ended(pids)
 
 
