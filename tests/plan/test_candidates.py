@@ -12,7 +12,7 @@ from scaling.cost.lanes import AxisSpan, exchange, gather_price, join_spans
 from scaling.hardware import chip
 from scaling.plan import Fixed, Job, Layout, evaluate, plans, search
 from scaling.plan.candidates import CHUNKS, TIE, rank, simplest_first
-from scaling.plan.job import AXES, POLICIES
+from scaling.plan.job import AXES, POLICIES, SCHEDULES
 from scaling.plan.network import Unplaced, book, placements, slice_shape, torus, torus_meshes, tree
 
 H100, V5P = chip("h100"), chip("v5p")
@@ -31,19 +31,15 @@ def every_layout(job: Job, chips: int):
         if math.prod(sizes) != chips:
             continue
         mesh = dict(zip(AXES, (1, *sizes), strict=True))
-        replicas = mesh["data"] * mesh["fsdp"] * mesh["expert"]
-        if w.heads % mesh["tensor"] or w.experts_count % mesh["expert"]:
+        replicas, stages = mesh["data"] * mesh["fsdp"] * mesh["expert"], mesh["pipe"]
+        divides = not (w.heads % mesh["tensor"] or w.experts_count % mesh["expert"])
+        long_enough = mesh["context"] == 1 or job.seq >= 256 * mesh["context"]
+        if not (divides and long_enough and stages <= w.L and replicas <= job.sequences):
             continue
-        if mesh["pipe"] > w.L or replicas > job.sequences:
-            continue
-        if mesh["context"] > 1 and job.seq < 256 * mesh["context"]:
-            continue
-        own = -(-job.sequences // replicas)
-        schedules = "1f1b", "interleaved", "zb-h1", "dualpipev"
+        own, layers = -(-job.sequences // replicas), -(-w.L // stages)
         for zero, m, schedule, chunks, remat, reduce in product(
-            (1, 3), range(1, own + 1), schedules, (1, *CHUNKS), POLICIES, ("each", "once")
+            (1, 3), range(1, own + 1), SCHEDULES, (1, *CHUNKS), POLICIES, ("each", "once")
         ):
-            stages, layers = mesh["pipe"], -(-w.L // mesh["pipe"])
             if (zero == 1 and mesh["fsdp"] > 1) or (zero == 3 and mesh["fsdp"] * mesh["context"] * mesh["expert"] == 1):
                 continue
             if (schedule != "1f1b" and stages == 1) or (schedule in ("1f1b", "zb-h1")) != (chunks == 1):
@@ -55,6 +51,12 @@ def every_layout(job: Job, chips: int):
             yield Layout(
                 **mesh, zero=zero, microbatches=m, schedule=schedule, chunks=chunks, remat=remat, reduce=reduce
             )
+
+
+def assert_as_columns(found):
+    """Each is chosen by numbers from columns of many layouts, which are its own."""
+    for (key, *_), one in zip(found.chosen, found, strict=True):
+        assert key == pytest.approx(rank(one), rel=1e-12)
 
 
 @pytest.mark.slow
@@ -81,6 +83,8 @@ def test_the_best_of_every_layout_is_the_planners(config, chips, sequences):
     assert min(found[0].forecast, found[1].forecast) == pytest.approx(best)  # no layout is faster
     assert found[0].forecast <= (1 + TIE) * best  # what comes first may be simpler
     assert [*map(rank, found[1:])] == sorted(map(rank, found[1:]))
+    assert_as_columns(found)
+    assert all(one.bound <= one.forecast and one.bound <= one.worst for one in found)
     assert sum(one.fits for one in found) == found.fitting
     assert len({(tuple(layout.sizes.values()), layout.zero) for _, layout in found.layouts()}) == len(found)
 
@@ -93,20 +97,18 @@ def test_of_layouts_as_fast_and_as_simple_the_one_comes_first_that_needs_overlap
 
 # --- Jobs that people know
 
+REMAT = [  # the policy that is best for a model, sizes, sequences, their tokens
+    ("none", L8, (("tensor", 8),), 8, 8192),  # all is held
+    ("attention", L8, (("fsdp", 8),), 8, 10_752),  # "none" just does not fit
+    ("matmuls", L70, (("fsdp", 8), ("tensor", 8)), 128, 8192),
+    ("block", L70, (("fsdp", 8), ("tensor", 8)), 8, 32768),  # nothing else fits
+]
 
-REMAT_OF = {  # policy: (model, sizes, sequences, their tokens) for which it is the best
-    "none": ("llama3-8b", (("tensor", 8),), 8, 8192),  # all is held
-    "attention": ("llama3-8b", (("fsdp", 8),), 8, 10_752),  # "none" just does not fit
-    "matmuls": ("llama3-70b", (("fsdp", 8), ("tensor", 8)), 128, 8192),
-    "block": ("llama3-70b", (("fsdp", 8), ("tensor", 8)), 8, 32768),  # nothing else fits
-}
 
-
-@pytest.mark.parametrize("policy", POLICIES)
-def test_the_best_remat_policy_is_chosen(policy):
+@pytest.mark.parametrize(("policy", "config", "axes", "sequences", "seq"), REMAT)
+def test_the_best_remat_policy_is_chosen(policy, config, axes, sequences, seq):
     """All policies are tried, and what fits comes before speed."""
-    model, axes, sequences, seq = REMAT_OF[policy]
-    job, chips = Job(get(model), sequences * seq, seq), math.prod(size for _, size in axes)
+    job, chips = Job(config, sequences * seq, seq), math.prod(size for _, size in axes)
     fixed = {name: plans(job, H100, chips, Fixed(axes, remat=name))[0] for name in POLICIES}
     best = min(POLICIES, key=lambda name: (not fixed[name].fits, fixed[name].forecast))
     assert (best, fixed[best].fits) == (policy, True)
@@ -136,23 +138,19 @@ def test_chips_of_any_number(on, chips):
         assert one.bound >= one.cost.math / (1 - one.bubble) * (1 - 1e-12)
 
 
-# --- What is fixed, and what is refused
-
-
-def test_reasons_are_counted():
-    found = search(Job(L8, 2**20), H100, 24)
-    assert any("lie across nodes of 8" in reason for reason in found.refused)
-    assert found.layouts > len(found.found)
-
-
-def test_what_is_fixed_stays():
+def test_what_is_fixed_stays_and_reasons_are_counted():
     job = Job(L70, 2**20)
-    for found in plans(job, H100, 64, Fixed((("tensor", 4), ("pipe", 2)), "block", schedule="zb-h1", zero=1)):
-        layout = found.layout
-        assert (layout.tensor, layout.pipe, layout.remat, layout.schedule, layout.zero) == (4, 2, "block", "zb-h1", 1)
+    for schedule, remat in zip(SCHEDULES, POLICIES, strict=True):
+        found = plans(job, H100, 64, Fixed((("tensor", 4), ("pipe", 2)), remat, schedule=schedule, zero=1))
+        for _, one in found.layouts():
+            assert (one.tensor, one.pipe, one.remat, one.schedule, one.zero) == (4, 2, remat, schedule, 1)
+        assert_as_columns(found)
     assert plans(Job(L70, 2**22), V5P, 8192, Fixed(pods=4))[0].size("pod") == 4
     once = plans(job, H100, 64, Fixed((("fsdp", 8),), microbatches=2, zero=3, reduce="once"))
     assert {layout.reduce for _, layout in once.layouts()} == {"once"}
+    every = search(Job(L8, 2**20), H100, 24)
+    assert any("lie across nodes of 8" in reason for reason in every.refused)
+    assert every.layouts > len(every.found)
 
 
 # --- A mesh on a torus, or on a tree of switches
@@ -199,7 +197,7 @@ def test_slices_and_placements_lie_on_the_torus():
     assert (mesh, placed) == ({"fsdp": 7}, {"fsdp": (AxisSpan(placed["fsdp"][0].torus, 7, 1, False, True),)})
 
 
-def test_lanes_of_a_torus():
+def test_lanes_of_a_torus_and_of_a_tree():
     placed = {
         "fsdp": (AxisSpan(0, 16, 1, True, True), AxisSpan(1, 16, 1, True, True)),
         "tensor": (AxisSpan(2, 4, 1, False, False),),
@@ -213,9 +211,7 @@ def test_lanes_of_a_torus():
     assert 2 * pods.lanes["pod"].seconds(1e9) == approx(2e9 / 6.25e9)
     ideal = book(V5P, sizes(fsdp=256, tensor=4), {"fsdp": 2, "tensor": 1})
     assert ideal.lanes["tensor"].seconds(1e9) == approx(1e9 / 1.8e11)
-
-
-def test_lanes_of_a_tree():
+    # of a tree
     network = tree(H100, sizes(pipe=2, fsdp=4, tensor=8), 3)
     assert network.lanes["tensor"].seconds(1e9) == approx(1e9 * 7 / 8 / 450e9)
     assert network.lanes["weights"].seconds(1e9) == approx(8e9 * 3 / 4 / 400e9)  # 8 groups, one node

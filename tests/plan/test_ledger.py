@@ -1,19 +1,17 @@
 """The planner's ledger beside what it must be: the closed forms of Part 5, the simulator of schedules, and what each
 recipe computes, moves and holds by hand. What the strategies' own code does stands in test_witnesses."""
 
-from dataclasses import fields, replace
+from dataclasses import replace
 from fractions import Fraction
 
-import numpy as np
 import pytest
 from refused import by_words, refused
 
 from scaling import cost
 from scaling.configs import get
-from scaling.cost.lanes import Lane
 from scaling.hardware import chip
 from scaling.plan import Job, Layout, Stack, evaluate, network, plans
-from scaling.plan.job import CODED, Fixed, row
+from scaling.plan.job import Fixed
 from scaling.plan.ledger import heaviest
 from scaling.schedules import make
 from scaling.schedules.simulator import Times, simulate
@@ -135,7 +133,8 @@ def test_remat():
 
 
 def test_zero():
-    """What ZeRO holds and moves of a stack stands in test_witnesses; here with embedding and unembedding."""
+    """What it holds and moves of a stack stands in test_witnesses; here with embedding and unembedding. Where weights
+    are sharded over fsdp alone, as a run does, what the ranks along context hold alike they reduce as replicas do."""
     job = Job(L8, BATCH)
     one, three = planned(job, "data=8"), planned(job, "fsdp=8 zero=3")
     assert three.bytes["fsdp"] == pytest.approx(1.5 * one.bytes["data"])
@@ -143,11 +142,6 @@ def test_zero():
     each, once = (planned(job, f"fsdp=8 zero=3 microbatches=4 reduce={way}") for way in ("each", "once"))
     assert each.bytes["fsdp"] / once.bytes["fsdp"] == pytest.approx(12 / 9)
     assert once.held.grads == pytest.approx(8 * each.held.grads)
-
-
-def test_weights_that_zero_shards_over_fsdp_alone():
-    """As a run does. What the ranks along context then hold alike they reduce as replicas do."""
-    job = Job(L8, BATCH)
     params, text = job.work.params, "fsdp=4 context=2 zero=3"
     shared, alone = planned(job, text), planned(replace(job, shards=("fsdp",)), text)
     for found, ways in ((shared, 8), (alone, 4)):
@@ -190,29 +184,6 @@ def test_fp8_computes_faster_and_sends_as_much():
     deep = get("deepseek-v3")
     half, whole = (planned(Job(deep, 2**22, dtype=dtype), "expert=64").bytes["expert"] for dtype in ("fp8", "bf16"))
     assert half == pytest.approx(0.75 * whole)
-
-
-def test_columns_are_the_rows():
-    """And no forecast is below its bound."""
-    job = Job(MIXTRAL, BATCH)
-    texts = (
-        "pipe=2 data=2 expert=4 microbatches=4 remat=block",
-        "fsdp=4 context=2 tensor=2 zero=3 microbatches=2 reduce=once",
-        "pipe=4 expert=2 tensor=2 microbatches=8 schedule=interleaved chunks=2 remat=matmuls",
-        "pipe=2 data=8 microbatches=8 schedule=dualpipev chunks=2",
-        "fsdp=8 tensor=2 zero=3",
-    )
-    singles = [planned(job, text) for text in texts]
-    layouts, networks = [one.layout for one in singles], [one.network.lanes for one in singles]
-    rows: dict = {field.name: [getattr(layout, field.name) for layout in layouts] for field in fields(Layout)}
-    rows |= {name: [words.index(word) for word in rows[name]] for name, words in CODED.items()}
-    many = Layout(**{name: np.array(values) for name, values in rows.items()})
-    lanes = {name: Lane.columns([lane[name] for lane in networks]) for name in networks[0]}
-    assert [row(many, i) for i in range(len(layouts))] == layouts
-    together = evaluate(job, network.Network(H100, {}, 0, lanes), many)
-    for found in (lambda one: one.forecast, lambda one: one.held.total, lambda one: one.bound, lambda one: one.worst):
-        np.testing.assert_allclose(found(together), [float(found(one)) for one in singles], rtol=1e-12)
-    assert all(one.bound <= one.forecast and one.bound <= one.worst for one in singles)
 
 
 def job(**other):
