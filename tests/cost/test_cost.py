@@ -45,14 +45,11 @@ def test_critical_batch_is_where_math_equals_comms(D, F, dtypes):
         assert cost.matmul(1e9, D, F, C, W, dtypes).bound == "comms"
 
 
-def test_bytes_of_matmuls():
+def test_bytes_of_matmuls_and_of_memory_by_stages_of_zero():
     op, tiled = cost.matmul(2, 3, 5, C, W), cost.tiled_matmul(256, 512, 128, (64, 128, 32), C, W)
     assert (op.flops, op.nbytes) == (60, 2 * (6 + 15 + 10))
     assert tiled.nbytes == 2 * 4 * 4 * (4 * (64 * 128 + 128 * 32) + 64 * 32)
     assert cost.matmul(2, 3, 5, C, W, exact_flops=True).flops == 2 * 5 * (2 * 3 - 1)
-
-
-def test_memory_by_stages_of_zero():
     by_stage = [cost.training_memory(1e9, X=10, Y=2, zero=stage).total for stage in range(4)]
     assert by_stage == [6e9, 2e9 + 4e8, 1e9 + 5e8, 6e8]
     assert cost.training_memory(1e9, activations=64e9, X=4, Y=2, Z=2, zero=3).total == 12e9 / 16 + 64e9 / 16
@@ -63,7 +60,7 @@ def test_memory_by_stages_of_zero():
 
 def test_gathers_of_gpus():
     """Over nodes the sharded axis helps by the nodes that it spans; a node that is half full has half the links;
-    without switches few GPUs are slow."""
+    without switches few GPUs are slow; tensor parallelism is bound where its gathers take as long as its math."""
     assert gpu.all_gather(1e9, H100, 1) == 0
     assert gpu.all_reduce(1, H100, 8) == 2 * gpu.reduce_scatter(1, H100, 8) == approx(2 * 7 / 8 / 450e9)
     assert gpu.all_reduce(1, H100, 1024, sharp=True) == 1 / 400e9
@@ -78,6 +75,8 @@ def test_gathers_of_gpus():
     ):
         assert gpu.all_gather(1, H100, gpus, inner) == approx(seconds)
     assert [gpu.all_gather(1, chip("mi300x"), n) for n in (8, 2)] == approx([7 / 8 / 448e9, 1 / 2 / 64e9])
+    Y = gpu.tensor_limit_across(28_672, H100)
+    assert approx(4 * (Y / 8 - 1) / (Y / 8 * 400e9)) == 4 * 28_672 / (Y * 9.9e14)
 
 
 def test_all_to_all_by_counting():
@@ -91,31 +90,19 @@ def test_all_to_all_by_counting():
         assert gpu.all_to_all(1, H100, n) == approx(worst)
 
 
-def test_tensor_parallelism_over_nodes():
-    Y = gpu.tensor_limit_across(28_672, H100)
-    assert approx(4 * (Y / 8 - 1) / (Y / 8 * 400e9)) == 4 * 28_672 / (Y * 9.9e14)
-
-
 # --- Collectives of TPUs
-
 
 sides = st.lists(st.tuples(st.integers(1, 5), st.booleans()), min_size=1, max_size=3)
 tori = sides.map(lambda each: Torus(*zip(*each, strict=True)))
 
 
-@settings(deadline=None, max_examples=30, derandomize=True)
+@EACH
 @given(tori)
-def test_all_to_all_takes_as_long_as_its_fullest_link_and_hops_are_the_diameter(torus):
+def test_an_all_to_all_takes_as_long_as_its_fullest_link_and_hops_are_the_diameter(torus):
     slow = Chip("own", "tpu", axes=3, link_bw=1e9, wrap="none")
     routed = torus.all_to_all_seconds(1e12, 1e9)
     assert cost.all_to_all(1e12, slow, torus.shape, torus.wrap, exact=True) == pytest.approx(routed, rel=1e-9)
     assert cost.all_gather(0, slow, torus.shape, torus.wrap) == pytest.approx(torus.diameter * 1e-6)
-
-
-@pytest.mark.slow
-@settings(deadline=None, max_examples=15, derandomize=True)
-@given(tori)
-def test_torus_links_and_distances(torus):
     for a in torus.chips():
         assert all(torus.distance(a, b) == 1 or torus.size == 1 for b in torus.neighbours(a))
     distances = [torus.distance(a, b) for a in torus.chips() for b in torus.chips()]
@@ -228,20 +215,15 @@ def test_mixed_threshold_and_optimum(X, Y, m_x, overlap, matrices):
 
 
 @EACH
-@given(GPUS, st.integers(2, 16))
-def test_gpu_data_threshold(hw, nodes):
+@given(GPUS, SIZES, st.integers(1, 16))
+def test_gpu_data_threshold_and_expert_min_width(hw, nodes, k):
     """The book's V/W between nodes is over all of them; a part (X - 1)/X leaves a node, and 1 - 1/G a GPU inside it."""
     inside = hw.flops() * gpu.all_gather(1, hw, hw.node_gpus)
     between = hw.intensity("scale-out") * (nodes - 1) / nodes
     assert gpu.data_threshold(hw, nodes) == approx(max(inside, between))
     assert gpu.data_threshold(hw, nodes, 4) == approx(between / 4)
     assert gpu.data_threshold(hw) >= gpu.data_threshold(hw, nodes)
-
-
-@EACH
-@given(GPUS, SIZES, st.integers(1, 16))
-def test_expert_min_width(hw, units, k):
-    Z = units * hw.node_gpus
+    Z = nodes * hw.node_gpus
     F = gpu.expert_min_width(Z, k, hw)
     assert gpu.expert_layer(1e6, 4096, FASTER * F, Z, k, hw).bound == "compute"
     assert gpu.expert_layer(1e6, 4096, SLOWER * F, Z, k, hw).bound == "Z"
