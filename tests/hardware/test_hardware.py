@@ -19,33 +19,26 @@ def test_every_chip_and_variant_can_be_read():
         assert all(chip(name, variant) != one for variant in variants(name))
 
 
-# As the book has them. Part 2: pod, HBM, HBM/s, bf16, int8, link one-way; Part 12: HBM, HBM/s, bf16, fp8, node's link
-PART_2 = """
-v3   32x32     32e9   9.0e11  1.4e14   1.4e14   1.0e11
-v4p  16x16x16  32e9   1.2e12  2.75e14  2.75e14  4.5e10
-v5p  16x20x28  96e9   2.8e12  4.59e14  9.18e14  9.0e10
-v5e  16x16     16e9   8.2e11  1.97e14  3.94e14  4.5e10
-v6e  16x16     32e9   1.6e12  9.20e14  1.84e15  9.0e10
-7x   4x4x576   192e9  7.4e12  2.30e15  4.61e15  9.0e10
-"""
-PART_12 = """
-a100  80e9   2.0e12  3.1e14  6.2e14  300e9
-h100  80e9   3.4e12  9.9e14  2.0e15  450e9
-h200  141e9  4.8e12  9.9e14  2.0e15  450e9
-b200  192e9  8.0e12  2.3e15  4.5e15  900e9
-"""
-
-
 def test_tables_of_the_book():
-    for name, pod, *numbers in map(str.split, PART_2.strip().splitlines()):
+    for name, *of_part_2 in (  # pod, HBM, HBM/s, bf16, int8, link one-way
+        ("v3", (32, 32), 32e9, 9.0e11, 1.4e14, 1.4e14, 1.0e11),
+        ("v4p", (16, 16, 16), 32e9, 1.2e12, 2.75e14, 2.75e14, 4.5e10),
+        ("v5p", (16, 20, 28), 96e9, 2.8e12, 4.59e14, 9.18e14, 9.0e10),
+        ("v5e", (16, 16), 16e9, 8.2e11, 1.97e14, 3.94e14, 4.5e10),
+        ("v6e", (16, 16), 32e9, 1.6e12, 9.20e14, 1.84e15, 9.0e10),
+        ("7x", (4, 4, 576), 192e9, 7.4e12, 2.30e15, 4.61e15, 9.0e10),
+    ):
         c = chip(name)
-        assert "x".join(map(str, c.pod)) == pod
-        assert [c.hbm_bytes, c.hbm_bw, c.flops("bf16"), c.flops("int8"), c.link_bw] == [*map(float, numbers)]
+        assert [c.pod, c.hbm_bytes, c.hbm_bw, c.flops("bf16"), c.flops("int8"), c.link_bw] == of_part_2
         assert c.ici_bw == 2 * c.link_bw
-    for name, *numbers in map(str.split, PART_12.strip().splitlines()):
+    for name, *of_part_12 in (  # HBM, HBM/s, bf16, fp8, node's link
+        ("a100", 80e9, 2.0e12, 3.1e14, 6.2e14, 300e9),
+        ("h100", 80e9, 3.4e12, 9.9e14, 2.0e15, 450e9),
+        ("h200", 141e9, 4.8e12, 9.9e14, 2.0e15, 450e9),
+        ("b200", 192e9, 8.0e12, 2.3e15, 4.5e15, 900e9),
+    ):
         c = chip(name)
-        own = [c.hbm_bytes, c.hbm_bw, c.flops("bf16"), c.flops("fp8"), c.bandwidth("node")]
-        assert own == [*map(float, numbers)]
+        assert [c.hbm_bytes, c.hbm_bw, c.flops("bf16"), c.flops("fp8"), c.bandwidth("node")] == of_part_12
     egress = {name: (chip(name).node_gpus, chip(name).bandwidth("scale-out")) for name in ("h100", "b200", "gb200")}
     assert egress == {"h100": (8, 400e9), "b200": (8, 400e9), "gb200": (72, 3600e9)}
     # Variants are the other values of the text; what one does not name stays
@@ -82,36 +75,27 @@ LACKS = {  # what is said: what is asked for
 test_what_a_chip_lacks = refused(by_words(LACKS))
 
 
-RINGS = """
-v5e  4x4    line line
-v5e  8x16   line ring
-v5e  16     ring
-v5p  2x2x4  line line line
-v5p  4x4x8  ring ring ring
-v3   32x16  ring line
-"""
-
-
 def test_intensities_and_wraparound():
     assert chip("v5e").intensity("hbm") == pytest.approx(240, abs=0.5)
     assert [chip("v5p").intensity("dcn"), chip("v5p").intensity("ici", axes=3)] == [73440, 850]
     assert chip("v5e").bandwidth("line") == 4.5e10
     assert chip("h100").flops(torch.bfloat16) == chip("h100").flops("float16") == 9.9e14
     assert cost.reduce_scatter(1e9, PODLESS, 8, wrap=True) == cost.reduce_scatter(1e9, chip("v5e"), 8, wrap=True)
-    for name, shape, *kinds in map(str.split, RINGS.strip().splitlines()):
-        assert chip(name).wraps([*map(int, shape.split("x"))]) == tuple(kind == "ring" for kind in kinds)
-    assert chip("v5e").wraps(16) == (True,)
+    for name, shape, rings in (
+        ("v5e", (4, 4), (False, False)),
+        ("v5e", (8, 16), (False, True)),
+        ("v5e", 16, (True,)),
+        ("v5p", (2, 2, 4), (False, False, False)),
+        ("v5p", (4, 4, 8), (True, True, True)),
+        ("v3", (32, 16), (True, False)),
+    ):
+        assert chip(name).wraps(shape) == rings
 
 
-@pytest.fixture
-def read(tmp_path):
-    """A function that reads a chip from the text of its file."""
-
-    def chip_of(text, name="mine.toml"):
-        (tmp_path / name).write_text(text, encoding="utf-8")
-        return load_chip(tmp_path / name)
-
-    return chip_of
+def read(folder, text, name="mine.toml"):
+    """A chip from the text of its file."""
+    (folder / name).write_text(text, encoding="utf-8")
+    return load_chip(folder / name)
 
 
 BOX = """
@@ -125,21 +109,22 @@ measured = [{ op = "AllGather", ranks = 2, latency = 1e-4, bandwidth = 1e9 }]
 """
 
 
-def test_a_chip_is_read_from_its_file_and_may_stand_on_a_base(read, tmp_path):
-    box, h100 = read(BOX), chip("h100")
+def test_a_chip_is_read_from_its_file_and_may_stand_on_a_base(tmp_path):
+    box, h100 = read(tmp_path, BOX), chip("h100")
     assert (box.name, box.kind, box.flops("float32"), box.node_gpus) == ("box", "cpu", 1e11, 4)
     assert box.levels == (Level("node", 4, 5e9),)
     assert box.measured == (Measured("AllGather", 2, 1e-4, 1e9),)
     assert chip(str(tmp_path / "mine.toml")) == box
     assert chip("TPU v5p") == chip("v5p")
-    ours = read('base = "h100"\nhbm_bw = 3e12\n[flops]\nbf16 = 8e14\n', "ours.toml")
+    ours = read(tmp_path, 'base = "h100"\nhbm_bw = 3e12\n[flops]\nbf16 = 8e14\n', "ours.toml")
     expected = replace(h100, name="ours", source="", hbm_bw=3e12)
     assert replace(ours, peaks=()) == replace(expected, peaks=())
     assert (ours.flops("bf16"), ours.flops("fp8")) == (8e14, 2.0e15)
-    ours = read('base = "h800"\nhbm_bytes = 96e9\n')  # which has one itself
+    ours = read(tmp_path, 'base = "h800"\nhbm_bytes = 96e9\n')  # which has one itself
     assert (ours.bandwidth("node"), ours.hbm_bytes, ours.flops("fp8")) == (300e9, 96e9, 2.0e15)
     assert ours.efficiency == h100.efficiency
-    assert read('base = "h100"\n[efficiency]\nlinks = 0.4\n').efficiency == replace(h100.efficiency, links=0.4)
+    ours = read(tmp_path, 'base = "h100"\n[efficiency]\nlinks = 0.4\n')
+    assert ours.efficiency == replace(h100.efficiency, links=0.4)
 
 
 WRONG = [
@@ -170,21 +155,15 @@ WRONG = [
 
 
 @pytest.mark.parametrize(("text", "message"), WRONG)
-def test_chip_files_that_are_wrong(read, text, message):
+def test_chip_files_that_are_wrong(tmp_path, text, message):
     with pytest.raises(ValueError, match=message):
-        read(text)
-
-
-# --- A systolic array, cycle by cycle
-
-
-side = st.integers(1, 9)
+        read(tmp_path, text)
 
 
 @pytest.mark.slow
 @settings(deadline=None, max_examples=30, derandomize=True)
-@given(side, side, side, st.integers(1, 5), st.integers(0, 100))
-def test_it_multiplies_in_the_cycles_it_says(M, K, N, n, seed):
+@given(*[st.integers(1, 9)] * 3, st.integers(1, 5), st.integers(0, 100))
+def test_a_systolic_array_multiplies_in_the_cycles_it_says(M, K, N, n, seed):
     g = torch.Generator().manual_seed(seed)
     X, W = (torch.randint(-9, 10, shape, generator=g).double() for shape in ((M, K), (K, N)))
     run = systolic.systolic_matmul(X, W, n)
@@ -193,7 +172,7 @@ def test_it_multiplies_in_the_cycles_it_says(M, K, N, n, seed):
     assert run.utilization == M * K * N / (run.cycles * n * n) <= 1
 
 
-def test_rows_enter_diagonally():
+def test_rows_enter_a_systolic_array_diagonally():
     frames = []
     systolic.systolic_matmul(torch.ones(2, 3), torch.full((3, 3), 5.0), 3, frames)
     assert systolic.draw(frames[1]) == ["1 0 .", "0 . .", ". . ."]
