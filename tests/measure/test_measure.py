@@ -7,7 +7,7 @@ import pytest
 from counts import counted_once
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from machine import ended, on_ranks
+from machine import ended
 
 from scaling import cost
 from scaling.configs import get
@@ -49,15 +49,7 @@ def test_fits_find_the_line_and_the_prices_of_three_things(latency, bandwidth, p
     assert rates.fit_prices(rows, seconds) == approx(prices, rel=1e-4)
 
 
-def test_the_chip_file_is_read_back(tmp_path):
-    path = tmp_path / "machine.toml"
-    both = replace(CHIP, measured=(*CHIP.measured, Measured("AllReduce", 2, 1e-5, 2e9, alone=True)))
-    path.write_text(rates.toml(both))
-    assert load_chip(path) == both
-    assert [cost.seconds("AllReduce", 1e6, load_chip(path), n) for n in (1, 2)] == [0, approx(1e-4 + 1e-3)]
-
-
-def test_the_slowest_rank_counts():
+def test_the_slowest_rank_counts_and_the_chip_file_is_read_back(tmp_path):
     quick, slow = (
         {("AllReduce", 2): [(V, latency + V / bandwidth) for V in rates.VOLUMES]}
         for latency, bandwidth in ((1e-3, 1e9), (2e-3, 5e8))
@@ -69,6 +61,11 @@ def test_the_slowest_rank_counts():
     rows = [(row.op, row.ranks, row.bandwidth) for row in chip.measured]
     assert rows == [("AllReduce", 2, approx(5e8, rel=1e-3)), ("Matmul", 2, 1e9), ("Matmul", 1, 3e9)]
     assert chip.measured[0].latency == approx(2e-3, rel=1e-3)
+    path = tmp_path / "machine.toml"
+    both = replace(CHIP, measured=(*CHIP.measured, Measured("AllReduce", 2, 1e-5, 2e9, alone=True)))
+    path.write_text(rates.toml(both))
+    assert load_chip(path) == both
+    assert [cost.seconds("AllReduce", 1e6, load_chip(path), n) for n in (1, 2)] == [0, approx(1e-4 + 1e-3)]
 
 
 def test_a_step_s_price_is_what_its_calls_take():
@@ -125,28 +122,26 @@ def test_stages_are_priced_each_and_while_others_stand_still_collectives_are_qui
     assert predict_transformer(some, {"Y": 2}, quick) == predict_transformer(some, {"Y": 2}, CHIP)
 
 
-PIPELINES = (  # seconds of stages, microbatches, seconds of stages alone, of all
-    ([2] * 4, 4, (), 2 * (1 + 3 / 4)),
-    ([2], 1, [0.5], 2),  # there is no other stage that could stand still
-    ([2, 1], 1, (), 2 + 1),  # one microbatch: each in its turn
-    ([2, 1], 4, (), (2 + 3 * 2 + 1) / 4),  # the first, three of both, the last
-    ([2] * 2, 1, [1, 1], 2),  # as fast as both at once
-    ([2, 1], 1000, [1, 0.5], 1.5),  # cores are shared
-    ([2] * 4, 2, [1] * 4, 5 / 2),  # two at a time, each on one of two processors
-    ([2] * 3, 2, [1] * 3, (1 + 4 / 3 + 4 / 3 + 1) / 2),  # of one and a half
-)
-ORDERS = (((2, 3, 4), 1, 1 / 3), ((4, 3, 2), -1, 1 / 2), ((2, 4, 3), 1 / 3, 1 / 2))  # of 1, 2, 3; tau, and the error
-
-
 def test_a_pipeline_is_the_sum_of_its_slots_and_order_is_counted_in_pairs():
-    for *stages, seconds in PIPELINES:
-        assert pipelined(*stages) == approx(seconds, rel=1e-3)
-    for found, order, error in ORDERS:
+    for stages, microbatches, alone, seconds in (
+        ([2] * 4, 4, (), 2 * (1 + 3 / 4)),
+        ([2], 1, [0.5], 2),  # there is no other stage that could stand still
+        ([2, 1], 1, (), 2 + 1),  # one microbatch: each in its turn
+        ([2, 1], 4, (), (2 + 3 * 2 + 1) / 4),  # the first, three of both, the last
+        ([2] * 2, 1, [1, 1], 2),  # as fast as both at once
+        ([2, 1], 1000, [1, 0.5], 1.5),  # cores are shared
+        ([2] * 4, 2, [1] * 4, 5 / 2),  # two at a time, each on one of two processors
+        ([2] * 3, 2, [1] * 3, (1 + 4 / 3 + 4 / 3 + 1) / 2),  # of one and a half
+    ):
+        assert pipelined(stages, microbatches, alone) == approx(seconds, rel=1e-3)
+    for found, order, error in (((2, 3, 4), 1, 1 / 3), ((4, 3, 2), -1, 1 / 2), ((2, 4, 3), 1 / 3, 1 / 2)):
         checks = [Check({"X": 2}, said, seconds) for said, seconds in zip((1, 2, 3), found, strict=True)]
         assert (tau(checks), median_error(checks)) == approx((order, error))
 
 
 def measured(mesh):
+    last = rates.timed(lambda: time.sleep(0.03 * mesh.rank), mesh, 2, times=2)
+    assert last >= 0.029  # a time lasts until the last rank is done: of 0.03, by another clock
     rates.BUSY, rates.POOL = (16, 32, 32), 2**21  # here and on these ranks alone: nothing is measured in earnest
     return rates.measure_rank(mesh, ("fp32",), 1, (2**15, 2**18), ((8, 16, 16), (16, 32, 64)))
 
@@ -191,12 +186,6 @@ NONSENSE = [
 def test_command_refuses_nonsense(capsys, arguments, code, said):
     assert ended(command.main, arguments.split()) == code
     assert said in capsys.readouterr().err
-
-
-@on_ranks({"X": 2})
-def test_a_time_lasts_until_the_last_rank_is_done(mesh):
-    seconds = rates.timed(lambda: time.sleep(0.03 * mesh.rank), mesh, 2, times=2)
-    assert seconds >= 0.029  # of 0.03, by another clock
 
 
 # --- Bus bandwidth by axis, collective and size; ranks that are slow on their own are named
