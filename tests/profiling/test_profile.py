@@ -80,15 +80,12 @@ def test_torch_s_warning_of_a_block_that_was_allocated_before_is_not_shown(capfd
     assert freed == [(1, True)]
 
 
-def test_within_another_profile():
+def test_a_profile_within_another_sees_the_same_and_what_is_not_there_is_said(tmp_path):
     with profile() as outer:
         for _ in range(2):
             with profile() as inner:
                 einsum(LINE, torch.ones(2, 3), torch.ones(3, 4))
     assert [line.line for line in outer.lines()] == [line.line for line in inner.lines()]
-
-
-def test_what_is_not_there_is_said(tmp_path):
     with pytest.raises(ValueError, match="at the end of its block"), profile() as p:
         p.table()
     with profile(ops=False, memory=False) as p:
@@ -218,7 +215,6 @@ def test_some_steps_of_a_run_are_profiled_and_a_slow_rank_is_named_with_its_line
 
 # --- `python -m scaling.profile` runs a chapter as it is, and writes a profile of what its ranks do
 
-
 REDUCE = "a[I] = AllReduce_X(a[I] {U_X})"
 CHAPTER = '''
 """A chapter that goes to its ranks twice."""
@@ -253,20 +249,20 @@ def test_each_time_that_a_chapter_goes_to_its_ranks_has_a_profile(tmp_path, capf
         assert sorted(e["pid"] // 1000 for e in events if e["name"] == REDUCE) == [0] * times + [1] * times
 
 
-@pytest.mark.parametrize(
-    ("arguments", "code", "said"),
-    [
-        (["pyproject.toml", "chapter.py"], 2, "it must be FILE.json or a folder, and "),
-        (["pyproject.toml/deeper", "chapter.py"], 2, "it must be FILE.json or a folder, and "),
-        (["found", "nowhere.py"], 2, "nowhere.py: there is no such chapter"),
-        (["found", "chapter.py", "--steps", "0"], 2, "unrecognized arguments: --steps 0"),
-        (["found", "alone.py"], 1, "started no ranks"),
-    ],
-)
+CANNOT = [
+    ("pyproject.toml chapter.py", 2, "it must be FILE.json or a folder, and "),
+    ("pyproject.toml/deeper chapter.py", 2, "it must be FILE.json or a folder, and "),
+    ("found nowhere.py", 2, "nowhere.py: there is no such chapter"),
+    ("found chapter.py --steps 0", 2, "unrecognized arguments: --steps 0"),
+    ("found alone.py", 1, "started no ranks"),
+]
+
+
+@pytest.mark.parametrize(("arguments", "code", "said"), CANNOT)
 def test_what_cannot_be_profiled_is_refused(tmp_path, monkeypatch, capsys, arguments, code, said):
     monkeypatch.chdir(tmp_path)
     for name, text in {"chapter.py": CHAPTER, "alone.py": "print(1)", "pyproject.toml": ""}.items():
         (tmp_path / name).write_text(text)
-    assert ended(main, arguments) == code
+    assert ended(main, arguments.split()) == code
     assert said in " ".join(capsys.readouterr().err.split())
     assert not (tmp_path / "found").exists()
