@@ -64,10 +64,8 @@ def typed(case) -> str:
     mesh = AbstractMesh(tuple(case.mesh.values()), tuple(case.mesh), axis_types=(AxisType.Explicit,) * len(case.mesh))
     with jax.sharding.use_abstract_mesh(mesh):
         shardings = [NamedSharding(mesh, PartitionSpec(*(axes or None for axes in dims))) for dims in case.typing]
-        operands = [
-            jax.ShapeDtypeStruct(shape, jnp.float32, sharding=sharding)
-            for shape, sharding in zip(case.shapes, shardings, strict=True)
-        ]
+        given = zip(case.shapes, shardings, strict=True)
+        operands = [jax.ShapeDtypeStruct(shape, jnp.float32, sharding=sharding) for shape, sharding in given]
         try:
             return axes_of(jax.eval_shape(run, *operands))
         except Exception as error:
@@ -162,11 +160,10 @@ def numbers(shape, seed: int):
 
 
 def of_programs(write: bool) -> None:
-    stored = programs()
-    found = [
-        program._replace(xla_bytes=partitioned(program), derivatives=[list(d) for d in derivatives(program)])
-        for program in stored
-    ]
+    stored, found = programs(), []
+    for program in stored:
+        slopes = [list(each) for each in derivatives(program)]
+        found.append(program._replace(xla_bytes=partitioned(program), derivatives=slopes))
     print(f"programs: {sum(a == b for a, b in zip(found, stored, strict=True))} of {len(found)} as stored")
     if write:
         store(PROGRAMS, [program._asdict() for program in found])
