@@ -17,9 +17,7 @@ from scaling.models import moe
 
 SIZES = {"L": 1, "D": 6, "F": 10, "N": 2, "K": 1, "H": 4, "V": 7}
 MIXTRAL = Config("mixtral", **SIZES, E=5, k=2)
-DEEPSEEK = Config(
-    "deepseek", **SIZES, E=8, k=3, shared=1, routing="sigmoid", expert_groups=4, top_groups=2, routed_scale=2.5
-)
+DEEPSEEK = MIXTRAL.with_(E=8, k=3, shared=1, routing="sigmoid", expert_groups=4, top_groups=2, routed_scale=2.5)
 
 
 def layer_of(config):

@@ -251,7 +251,7 @@ PROGRAMS = {  # of x[B_X, D] -> the result's type: words of the error
     "(x if x.sum() > 0 else -x) -> x[B_X, D]": "decides nothing",
     "x + torch.rand(6) -> x[B_X, D]": "draw the whole array outside",
     "x[x > 0] -> x[B_X]": "one shape",
-    "torch.zeros(6).double().__iadd__(x.sum(0)) -> x[D]": "x = x + y in place of",  # and no longer invariant
+    "torch.zeros(6).double().add_(x.sum(0)) -> x[D]": "x = x + y in place of",  # and no longer invariant
     "x -> x[B_X, D] {U_Y}": "terms of a sum",
     "pcast(x, 'X', to='unreduced') * 2 -> x[B, D] {U_X}": "partial sums",
     "pcast(x, 'X', to='unreduced') + x -> x[B, D] {U_X}": "partial sums",
