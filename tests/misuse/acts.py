@@ -77,11 +77,6 @@ def ragged(draw: Draw) -> dict:
             "wanted": torch.cat(blocks)}  # fmt: skip
 
 
-def exchanged(mesh, rows, sends, receives):
-    x = rows[..., : sum(sends), :]
-    return collectives.ragged_all_to_all("Row[G_X, E, R, D] -> Row[G, E_X, R, D]", x, sends, receives, mesh).detach()
-
-
 def no_count(draw: Draw, counts: list):
     how, first, wrong = c.WHOLE(draw, counts[0])
     return how, [first, *counts[1:]], wrong
@@ -142,7 +137,9 @@ ENTRIES = {
     ),
     "ragged": Entry(
         ragged,
-        exchanged,
+        lambda mesh, rows, sends, receives: collectives.ragged_all_to_all(
+            "Row[G_X, E, R, D] -> Row[G, E_X, R, D]", rows[..., : sum(sends), :], sends, receives, mesh
+        ).detach(),
         kinds={"receives": no_count},
         twists=spoils("rows", "float32, one dim more, a leaf")
         | {name: one_more(name) for name in ("sends", "receives")},

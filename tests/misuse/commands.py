@@ -35,8 +35,6 @@ from unittest import mock
 
 CHAPTERS = Path(__file__).parents[2] / "chapters"
 SECONDS, LINES = 60.0, 12  # of a case; of an error
-
-
 TRAIN = "--data text.txt --model tiny.json --batch 2 --seq 16 --steps 1 --eval-batches 1"
 GIVE = "--model hf --max-new-tokens 2"
 COMMANDS = {  # name: (module, arguments that are right and soon done)
@@ -96,6 +94,12 @@ RIGHT = {
     "tiny.json": TINY, "model.toml": TINY | ALL, "machine.toml": MACHINE, "request.json": REQUEST,
     "options.toml": {"lr": 0.1, "warmup": 2, "mesh": "X=1", "dtype": "fp32", "norms": False},
 }  # fmt: skip
+BYTES = bytes(range(256)) * 9
+HERE = {  # what lies in the folder of a case, beside what is RIGHT
+    "text.txt": b"".join(b"line %d of a small text, said again and again\n" % i for i in range(300)),
+    "program.py": b"import torch\n", "empty": b"", "list.json": b"[1]",
+    "binary": BYTES, "binary.json": BYTES, "binary.toml": BYTES, "broken.json": b"{", "broken.toml": b"a =",
+}  # fmt: skip
 
 
 def written(name: str, document) -> str:
@@ -138,14 +142,6 @@ def spoiled(document: dict, draw: random.Random) -> tuple[object, str]:
         holder, key, words = holder[key], "unknown", f"{words}.unknown"
     holder[key] = wrong
     return top[""], f"{words} = {wrong!r}"
-
-
-BYTES = bytes(range(256)) * 9
-HERE = {  # what lies in the folder of a case, beside what is RIGHT
-    "text.txt": b"".join(b"line %d of a small text, said again and again\n" % i for i in range(300)),
-    "program.py": b"import torch\n", "empty": b"", "list.json": b"[1]",
-    "binary": BYTES, "binary.json": BYTES, "binary.toml": BYTES, "broken.json": b"{", "broken.toml": b"a =",
-}  # fmt: skip
 
 
 def prepare(folder: Path) -> None:

@@ -1,8 +1,7 @@
 """The engine: what a random case is made of, types and operands in every layout and dtype; and a call of some room held
 against its reference, with an argument spoiled on all ranks or on one alone.
 
-What is not wrong gives the reference's numbers, and changes no argument; what is wrong raises a ValueError that names
-the fix.
+What is not wrong gives the reference's numbers and changes no argument; what is wrong raises a ValueError with its fix.
 """
 
 import math
@@ -29,8 +28,7 @@ MODES += ["in graph"] * 2  # the forms that a compiler follows, run without one
 
 
 class AsOnNccl(Mesh):
-    """A mesh over gloo whose collectives take the ways that they take on NCCL. Unchecked: to compare calls NCCL needs a
-    GPU."""
+    """A mesh over gloo whose collectives go the ways of NCCL. Unchecked: to compare calls NCCL needs a GPU."""
 
     def _make_group(self, axes):
         group = super()._make_group(axes)

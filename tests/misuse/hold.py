@@ -14,10 +14,9 @@ from torch.utils.flop_counter import FlopCounterMode
 from scaling.algebra.rules import collective_steps
 from scaling.spec import ShardingError, Spec
 
-REFUSALS = (ValueError, TypeError)  # ShardingError is a ValueError; TypeError is Python's, of a wrong signature
+BUFFERS = ["fits", "fits", "by columns", "shape", "shape", "dtype", "expanded", "meta", "numpy", "operand", "leaf"]
+ENDS = slice(4), slice(-4, None)  # of the memory that a buffer lies in
 UNSEEN = {"out: expanded", "out: meta", "out: numpy", "elsewhere"}  # by a graph: torch traces no mixture of devices
-
-
 OP_OF = {"all_gather": "AllGather", "reduce_scatter": "ReduceScatter", "all_reduce": "AllReduce", "shard": "Slice"}
 OP_OF |= {"all_to_all": "AllToAll", "broadcast": "Broadcast", "reduce": "Reduce", "scatter": "Scatter"}
 OP_OF |= {"gather": "Gather"}
@@ -101,9 +100,6 @@ def describe(x) -> str:
     return f"{tuple(x.shape)} {x.layout if x.layout != torch.strided else x.stride()} on {x.device}"
 
 
-BUFFERS = ["fits", "fits", "by columns", "shape", "shape", "dtype", "expanded", "meta", "numpy", "operand", "leaf"]
-
-
 def buffer(draw: Draw, shape, dtype, x):
     """(what is given as out, the memory around it, whether it fits)."""
     how, shape = draw.choice(BUFFERS), tuple(shape)
@@ -134,7 +130,7 @@ class Case:
 
     def __init__(self, draw: Draw, x, wanted=None, wrong: list | None = None, may_refuse: bool = False):
         self.draw, self.x, self.wanted, self.wrong, self.may_refuse = draw, x, wanted, wrong or [], may_refuse
-        self.options, self.memory = {}, None
+        self.options, self.memory, self.in_operand = {}, None, False
 
     def out(self, shape, dtype) -> str:
         """Give a buffer: how it fits."""
@@ -142,6 +138,7 @@ class Case:
         if how in ("shape", "dtype", "expanded", "meta", "numpy"):
             self.wrong.append(f"out: {how}")
         self.may_refuse |= how in ("operand", "leaf")
+        self.in_operand = how == "operand"
         return how
 
     def hold(self, call: Callable, what: str, linear: bool = True) -> str:
@@ -158,7 +155,7 @@ class Case:
         what, given = f"{what} {options} of {describe(x)}, {mode}, wrong: {self.wrong}", options.get("out")
         try:
             y, more = in_mode(mode, call, x, mesh)
-        except REFUSALS as error:
+        except (ValueError, TypeError) as error:  # also ShardingErrors, and Python's of a wrong signature
             if not self.wrong and not self.may_refuse and wanted is not None and mode == "plain":
                 raise Wrong(f"refused: {what}\n{error}") from error
             if kept is not None and not torch.equal(x.resolve_neg(), kept):
@@ -180,7 +177,7 @@ class Case:
             raise Wrong(f"the buffer does not hold the result: {what}")
         if around is not None and any(not torch.equal(self.memory[end], around[end]) for end in ENDS):
             raise Wrong(f"memory around the buffer was written: {what}")
-        if plain and not options.get("donate") and not (given is not None and shares_storage(given, x)):
+        if plain and not options.get("donate") and not self.in_operand:
             if mode in ("plain", "in graph", "leaf", "vjp") and y.layout == torch.strided:
                 y.copy_(~y if y.dtype == torch.bool else torch.full_like(y, 7) if y.is_complex() else 7 - y.float())
             if not torch.equal(x.resolve_neg(), kept):
@@ -194,13 +191,9 @@ class Case:
         return f"right, {mode}"
 
 
-ENDS = slice(4), slice(-4, None)  # of the memory that a buffer lies in
-ODD_OPERANDS = ("one dim more", "flat", "an array", "a list", "none", "elsewhere", "sparse")
-
-
 def spoiled(draw: Draw, x: torch.Tensor):
     """(an operand that is none of its type, why), or x as it is."""
-    how = draw.choice(ODD_OPERANDS)
+    how = draw.choice(["one dim more", "flat", "an array", "a list", "none", "elsewhere", "sparse"])
     if (how == "flat" and x.dim() == 1) or (how == "sparse" and not (x.dim() and x.dtype == torch.float32)):
         return x, ""
     return SPOILS[how](x), how
@@ -214,10 +207,6 @@ def is_same(result, wanted, exact: bool, autocast: bool) -> bool:
     if wanted.is_complex():
         return torch.equal(result, wanted)
     return torch.allclose(result.double(), wanted.double(), rtol=1e-6, atol=0)
-
-
-def shares_storage(out, x) -> bool:
-    return isinstance(out, torch.Tensor) and out.untyped_storage().data_ptr() == x.untyped_storage().data_ptr()
 
 
 CONTEXTS: dict[str, Callable] = {  # that a call of a mode is made in

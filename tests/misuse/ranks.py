@@ -48,6 +48,7 @@ from scaling.mesh.meeting import meeting
 TIMEOUT, SOON = 20.0, 12.0  # of a collective; seconds after which an error comes late
 DEAD = (1 << 22) + 1  # no process has this number: Linux stops at 1 << 22
 SIGNALS = [signal.SIGKILL, signal.SIGTERM, signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS, signal.SIGFPE, signal.SIGXCPU]
+SAYS = r"fix:|rule:|: use |: make |boom|exit code|SystemExit|has ended|wait for each"  # an error that ends a run
 CLOCK = mmap.mmap(-1, 8)  # when a rank died, which the process that forked it reads
 
 
@@ -88,17 +89,16 @@ DEATHS = {
 }
 
 
-def computes(draw):
+def without_end(work):
     while True:
-        torch.ones(50, 50) @ torch.ones(50, 50)
+        work()
 
 
-def spins(draw):
-    while True:
-        pass
-
-
-OTHERS = {"compute": computes, "sleep": lambda draw: time.sleep(60), "spin": spins}
+OTHERS = {
+    "compute": lambda draw: without_end(lambda: torch.ones(50, 50) @ torch.ones(50, 50)),
+    "sleep": lambda draw: time.sleep(60),
+    "spin": lambda draw: without_end(int),
+}
 ORDERS = ["exchanged", "left out", "twice", "ends early", "raises"]
 ENDS = {"raises": raises} | DEATHS | OTHERS
 
@@ -279,6 +279,3 @@ def alone(how: str, sizes, cases: int, seed: int, limit: float) -> tuple[Counter
 def load() -> float:
     """The processes that wait for each core, where that is more than one."""
     return max(1.0, os.getloadavg()[0] / (os.cpu_count() or 1))
-
-
-SAYS = r"fix:|rule:|: use |: make |boom|exit code|SystemExit|has ended|wait for each"

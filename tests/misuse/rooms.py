@@ -30,6 +30,11 @@ from scaling.strategies.expert import moe
 SMALL = Config("small", L=1, D=4, F=6, N=2, K=1, H=2, V=8)
 EXPERTS = SMALL.with_(E=4, k=2)
 PARAMS = model.init(SMALL, 1, torch.float64)
+PROGRAMS = {  # on whole arrays
+    "psum": (lambda v: psum(v, "X"), "A[I, J]"),
+    "psum_scatter": (lambda v: psum_scatter(v, "X", tiled=True), "A[I_X, J]"),
+    "all_gather": (lambda v: all_gather(v, "X", tiled=True, to="invarying"), "A[I, J]"),
+}
 
 
 def tokens(draw: Draw, *shape: int) -> torch.Tensor:
@@ -63,15 +68,6 @@ def drawing(draw: Draw) -> dict:
     return {"logits": draw.normal(2, 8), "temperature": 0.7} | filters
 
 
-# Programs on whole arrays
-
-PROGRAMS = {
-    "psum": (lambda v: psum(v, "X"), "A[I, J]"),
-    "psum_scatter": (lambda v: psum_scatter(v, "X", tiled=True), "A[I_X, J]"),
-    "all_gather": (lambda v: all_gather(v, "X", tiled=True, to="invarying"), "A[I, J]"),
-}
-
-
 def mapped(mesh, x, line, kind):
     program, out = PROGRAMS[kind]
     return shard_map(program, {"X": 2, "Y": 2}, (line,), out, in_process=True)(x)
@@ -82,8 +78,6 @@ def array_of(draw: Draw) -> dict:
 
 
 TWO_DIMS = {"x": Kind("a list, one dim more"), "line": c.LINE}
-
-
 ENTRIES = acts.ENTRIES | steps.ENTRIES | {
     "loss": Entry(
         lambda draw: {"params": PARAMS, "tokens": tokens(draw, 2, 4), "weights": draw.normal(2, 3).abs()},
@@ -141,9 +135,7 @@ ENTRIES = acts.ENTRIES | steps.ENTRIES | {
     ),
     "explicit": Entry(
         array_of,
-        lambda mesh, x, line: explicit.einsum(
-            "ij,kj->ik", *[explicit.array(x, line, mesh)] * 2, out="[4, 4_X]"
-        ).whole(),
+        lambda mesh, x, line: explicit.einsum("ij,kj->ik", *[explicit.array(x, line, mesh)] * 2, out="[4,4_X]").whole(),
         lambda x, **_: x @ x.T,
         TWO_DIMS,
     ),

@@ -18,13 +18,14 @@ from scaling.train import checkpoint, guards
 
 f64 = torch.float64
 CONFIG = Config("small", L=2, D=8, F=8, N=4, K=4, H=2, V=16)
+# what one rank's config has instead
+CHANGED = {"theta": 100.0, "eps": 1e-2, "activation": "relu", "gated": False, "tied": True, "window": 2, "L": 1, "F": 4}
+TYPES = {"w": "w[I_X, J]", "b": "b[J]"}
+SEQUENCE = "A[B, T_X, N, H]"
 
 
 def tensors(draw: Draw, **shapes) -> dict:
     return {name: draw.normal(*shape) for name, shape in shapes.items()}
-
-
-# The book's layers: a strategy over the mesh's axes, and a pipeline over X
 
 
 def through(whole: dict, x: torch.Tensor) -> torch.Tensor:
@@ -35,6 +36,7 @@ def through(whole: dict, x: torch.Tensor) -> torch.Tensor:
 
 
 def listing(draw: Draw) -> dict:
+    """The book's layers, by a strategy over the mesh's axes."""
     mesh, n = draw.mesh, draw.mesh.size()
     known = {"X": (data_parallel, fsdp), "Y": (tensor_parallel,), "XY": (fsdp_tp,)}
     strategy = draw.choice(known["".join(mesh.sizes)])
@@ -73,13 +75,6 @@ def staged(mesh, params, In, Target, make, other, microbatches):
     return pipeline.value_and_grad(params, In, Target, mesh, schedule, squares, axis="X")
 
 
-# The Transformer
-
-
-# the config of one rank
-CHANGED = {"theta": 100.0, "eps": 1e-2, "activation": "relu", "gated": False, "tied": True, "window": 2, "L": 1, "F": 4}
-
-
 def initial(given: dict, seed: int = 0, config=CONFIG, dtype=f64, **layout) -> dict:
     """What makes the params, as all ranks do at one time: another config or seed is refused there."""
     mesh, seed = given["mesh"], given["seed"] + seed
@@ -116,11 +111,6 @@ def of_config(name: str, value):
     return lambda given, draw: {"config": config} | initial(given, config=config)
 
 
-# Updates, attention over a split sequence, checkpoints
-
-TYPES = {"w": "w[I_X, J]", "b": "b[J]"}
-
-
 def leaves(draw: Draw) -> dict:
     return tensors(draw, w=(2 * draw.mesh.sizes["X"], 3), b=(3,))
 
@@ -141,9 +131,6 @@ def updated(mesh, params, grads, lr, decay, most, donate, types=TYPES, steps=0):
     found, _ = rule.update(grads, state, params, donate=donate, specs=types, mesh=mesh)
     guards.check_replicas(found, TYPES, mesh, 1)
     return tree.unshard(found, TYPES, mesh)
-
-
-SEQUENCE = "A[B, T_X, N, H]"
 
 
 def queries(draw: Draw) -> dict:
