@@ -47,13 +47,8 @@ def parts(form: str, mesh, size: tuple[int, int, int], ways: int) -> dict:
             cm.matmul_reduce,
         ),
     }[form]
-    product = partial(torch.matmul, whole if form == "gather" else a, w)
-    return {
-        "product": product,
-        "hops": hops,
-        "serial": serial,
-        "collective": partial(collective, a, w, mesh, ways=ways),
-    }
+    apart = {"product": partial(torch.matmul, whole if form == "gather" else a, w), "hops": hops, "serial": serial}
+    return apart | {"collective": partial(collective, a, w, mesh, ways=ways)}
 
 
 def derived(form: str, n: int, product: float, hops: float, tiles: int = 2) -> float:

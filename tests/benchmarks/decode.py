@@ -34,18 +34,17 @@ WORDS = 1 << 26  # of the array that is read to find the bandwidth
 
 
 def contest(net, params: dict, B: int, steps: int, clock) -> dict[str, dict[str, list[float]]]:
-    """Seconds of each side's calls: prefill of [B, T] and decode steps after it."""
-    T = PROMPT
-    tokens = torch.randint(CONFIG.V, (B, T + steps), generator=torch.Generator().manual_seed(0))
-    ours, theirs = (iter(tokens[:, T:].unbind(1)) for _ in range(2))
-    now = {}
+    """Seconds of each side's calls: prefill of B prompts and decode steps after it."""
+    tokens = torch.randint(CONFIG.V, (B, PROMPT + steps), generator=torch.Generator().manual_seed(0))
+    prompt, now = tokens[:, :PROMPT], {}
+    ours, theirs = (iter(tokens[:, PROMPT:].unbind(1)) for _ in range(2))
 
     def our_prefill():
-        cache = serve.init_cache(CONFIG, B, T + steps, dtype=torch.float32)
-        now["ours"] = serve.prefill(params, tokens[:, :T], cache, CONFIG, donate=True)
+        cache = serve.init_cache(CONFIG, B, PROMPT + steps, dtype=torch.float32)
+        now["ours"] = serve.prefill(params, prompt, cache, CONFIG, donate=True)
 
     def their_prefill():
-        now["theirs"] = net(tokens[:, :T], use_cache=True, logits_to_keep=1)
+        now["theirs"] = net(prompt, use_cache=True, logits_to_keep=1)
 
     def our_decode():
         now["ours"] = serve.decode(params, next(ours), now["ours"][1], CONFIG, donate=True)
@@ -53,9 +52,9 @@ def contest(net, params: dict, B: int, steps: int, clock) -> dict[str, dict[str,
     def their_decode():
         now["theirs"] = net(next(theirs)[:, None], past_key_values=now["theirs"].past_key_values, use_cache=True)
 
-    few = 2 if B > 8 else 4
-    times = {"prefill": in_turn({"ours": our_prefill, "theirs": their_prefill}, few, warmup=1, clock=clock)}
-    times["decode"] = in_turn({"ours": our_decode, "theirs": their_decode}, steps - 1, warmup=1, clock=clock)
+    prefills, decodes = {"ours": our_prefill, "theirs": their_prefill}, {"ours": our_decode, "theirs": their_decode}
+    times = {"prefill": in_turn(prefills, 2 if B > 8 else 4, warmup=1, clock=clock)}
+    times["decode"] = in_turn(decodes, steps - 1, warmup=1, clock=clock)
     logits, others = now["ours"][0], now["theirs"].logits[:, -1]
     gap = (logits - others).abs().max() / logits.abs().max()
     assert gap < 1e-3, f"the two sides compute different logits: {gap}"
@@ -123,9 +122,8 @@ if __name__ == "__main__":
     with tempfile.TemporaryDirectory() as folder:
         hf.save(folder, CONFIG, params)
         net = transformers.LlamaForCausalLM.from_pretrained(folder).eval()
-    count = sum(leaf.numel() for leaf in tree.leaves(params))
     print(f"transformers {transformers.__version__}, torch {torch.__version__}, {threads} threads, float32")
-    print(f"{count / 1e6:.0f}M params, prompts of {PROMPT} tokens")
+    print(f"{sum(leaf.numel() for leaf in tree.leaves(params)) / 1e6:.0f}M params, prompts of {PROMPT} tokens")
     with torch.no_grad():
         for B in args.batch:
             times = contest(net, params, B, args.steps, clock)

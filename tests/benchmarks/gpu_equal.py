@@ -133,14 +133,11 @@ def cases_equal(device, tiny, shared=False):
     return cases
 
 
-def cases_shared(device, tiny):
-    return cases_equal(device, tiny, shared=True)
-
-
-# NCCL with one rank: what each of torch's calls gives back is what it was given. On a CPU gloo stands in for it
+cases_shared = partial(cases_equal, shared=True)
 
 
 def cases_nccl(device, tiny):
+    """What torch's calls give back by NCCL with one rank is what they were given. On a CPU gloo stands in for it."""
     if device == "cuda":
         torch.cuda.set_device(0)
     dist.init_process_group("nccl" if device == "cuda" else "gloo", store=dist.HashStore(), rank=0, world_size=1)

@@ -1,5 +1,4 @@
-"""Parts `rates`, `train`, `decode`, `attention`, `beside` and `trace` of gpu.py: what one device does, strategies on
-all ranks beside PyTorch's own, and a profile of a step."""
+"""Parts `rates`, `train`, `decode`, `attention`, `beside` and `trace` of gpu.py, which says what each of them is."""
 
 import importlib.util
 import os
@@ -39,7 +38,6 @@ ON_ALL = whole.Size(LLAMA, 8, 4096, dtype=BF16)  # of all ranks together
 LARGE = Size(8, 4096, 16384, 16384, dtype=BF16)
 TINY = replace(SMALL, config=SMALL.config.with_(L=1))
 EAGER, COMPILED = ("ours", "tuned"), ("ours compiled", "tuned compiled")
-STRATEGIES = ("dp", "fsdp", "tp-rows", "fsdp_tp", "1f1b")
 
 
 def cases_rates(device, tiny):
@@ -184,7 +182,7 @@ def cases_beside(device, tiny):
         about = {"model": str(size), "ours": ours, "theirs": contest.rival, "mesh": mesh.sizes}
         return race(contest, sides, mesh, size, tiny, about)
 
-    for name in STRATEGIES:
+    for name in ("dp", "fsdp", "tp-rows", "fsdp_tp", "1f1b"):
         contest = versus_torch.CONTESTS[name]
         if contest.fits(size, ranks):
             sides = EAGER if tiny or "Z" in contest.axes else EAGER + COMPILED

@@ -17,22 +17,14 @@ from harness import RATE, Size, hidden, in_turn, medians, on_ranks, sent_by, spl
 from report import machine, options, show
 from versus_torch import BUCKET, CONTESTS, initial, ours, rows
 
-from scaling import collectives, optim
+from scaling import optim
+from scaling.collectives import all_gather, all_reduce, reduce_scatter, wait
 from scaling.mesh import AbstractMesh
 from scaling.strategies import data_parallel, fsdp, fsdp_tp, tensor_parallel
 from scaling.trace import trace
 
-STRATEGIES = {
-    "dp": (data_parallel, {"bucket_bytes": BUCKET}),
-    "fsdp": (fsdp, {}),
-    "tp": (tensor_parallel, {}),
-    "fsdp_tp": (fsdp_tp, {}),
-}
-CALLS = {
-    "AllGather": collectives.all_gather,
-    "ReduceScatter": collectives.reduce_scatter,
-    "AllReduce": partial(collectives.all_reduce, donate=True),
-}
+STRATEGIES = {"dp": data_parallel, "fsdp": fsdp, "tp": tensor_parallel, "fsdp_tp": fsdp_tp}
+CALLS = {"AllGather": all_gather, "ReduceScatter": reduce_scatter, "AllReduce": partial(all_reduce, donate=True)}
 BASE, RANKS = Size(4, 512, 2048, 256), 2
 POINTS = [(n, BASE) for n in (1, 2, 4)]
 POINTS += [(RANKS, replace(BASE, L=L)) for L in (2, 8)]
@@ -82,14 +74,14 @@ def communicating(step: Callable, mesh, size: Size, at_once: bool) -> Callable:
     def replay():
         pending = [call(line, x, mesh, async_op=at_once) for call, line, x in calls]
         if at_once:
-            [collectives.wait(x) for x in pending]
+            [wait(x) for x in pending]
 
     return replay
 
 
 def measure(mesh, name: str, size: Size, steps: int) -> tuple[dict, float]:
-    strategy, options = STRATEGIES[name]
-    sides = parts(strategy, mesh, size, at_once=False, **options)
+    options = {"bucket_bytes": BUCKET} if name == "dp" else {}
+    sides = parts(STRATEGIES[name], mesh, size, at_once=False, **options)
     return in_turn(sides, steps), sent_by(sides["step"])
 
 

@@ -17,15 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor, Replicate, Shard
-from torch.distributed.tensor.parallel import (
-    ColwiseParallel,
-    PrepareModuleInput,
-    RowwiseParallel,
-    SequenceParallel,
-    parallelize_module,
-)
-from torch.nn.parallel import DistributedDataParallel
+from torch.distributed.tensor import DTensor, Replicate, Shard, parallel
 
 from scaling.configs import Config
 from scaling.models.rope import rotate, tables
@@ -57,8 +49,7 @@ class Block(nn.Module):
 
 
 def optimizer_of(weights: Iterable, rule: str, lr: float, tuned: bool, group=None):
-    """`tuned`: fused; of a DTensor there is no fused SGD: foreach is then the best there is. `group`: its states are
-    split over it."""
+    """`tuned`: fused, or foreach for an SGD of DTensors, which has no fused one. `group`: states are split over it."""
     weights = list(weights)
     fast = "foreach" if rule == "sgd" and isinstance(weights[0], DTensor) else "fused"
     options = {"lr": lr} | ({fast: True} if tuned else {})
@@ -93,21 +84,19 @@ class Native(Trained):
     """The book's stack by a strategy. `layout` is that of activations between layers over Y: "D" as the book has it,
     "B" (sequence parallelism), or "whole" (an AllReduce). `tuned`: the fastest settings instead of the default ones."""
 
-    def __init__(
-        self, strategy, params: dict, mesh, optimizer="adamw", lr=1e-3, layout="D", tuned=False, compiled=False
-    ):
+    def __init__(self, strategy, params, mesh, optimizer="adamw", lr=1e-3, layout="D", tuned=False, compiled=False):
         self.blocks = model = nn.Sequential(*map(Block, params["W_in"], params["W_out"])).to(mesh.device)
         devices, group = mesh.device_mesh if mesh.size() > 1 else None, None
         tensor, data = (devices["Y"], devices["X"]) if strategy == "fsdp_tp" else (devices, devices)
         if strategy in ("tensor_parallel", "fsdp_tp"):  # up by columns, down by rows; in and out are local tensors
-            plan = {f"{i}.up": ColwiseParallel(input_layouts=LAYOUTS[layout]) for i in range(len(model))}
-            plan |= {f"{i}.down": RowwiseParallel(output_layouts=LAYOUTS[layout]) for i in range(len(model))}
-            parallelize_module(model, tensor, plan)
+            plan = {f"{i}.up": parallel.ColwiseParallel(input_layouts=LAYOUTS[layout]) for i in range(len(model))}
+            plan |= {f"{i}.down": parallel.RowwiseParallel(output_layouts=LAYOUTS[layout]) for i in range(len(model))}
+            parallel.parallelize_module(model, tensor, plan)
         if strategy in ("fsdp", "fsdp_tp", "fsdp_kept"):
             fully_sharded(model, model, data, keep=strategy == "fsdp_kept")
         if strategy in ("data_parallel", "zero"):
             group = mesh.group(("X",)).pg
-            model = DistributedDataParallel(model, process_group=group, gradient_as_bucket_view=tuned)
+            model = nn.parallel.DistributedDataParallel(model, process_group=group, gradient_as_bucket_view=tuned)
         super().__init__(model, mesh, compiled, optimizer, lr, tuned, group if strategy == "zero" else None)
 
     def params(self) -> dict:
@@ -166,9 +155,6 @@ def staged(
     return step
 
 
-# The Transformer
-
-
 def norm(config: Config, like: Tensor) -> nn.RMSNorm:
     return nn.RMSNorm(config.D, eps=config.eps, device=like.device, dtype=like.dtype)
 
@@ -196,9 +182,8 @@ class TransformerBlock(nn.Module):
 class Model(nn.Module):
     """Layers `first` to `last` of the model, with the embedding if it begins there and the head if it ends there."""
 
-    def __init__(self, params: dict, config: Config, T: int, first: int = 0, last: int | None = None):
+    def __init__(self, params: dict, config: Config, T: int, first: int, last: int):
         super().__init__()
-        last = config.L if last is None else last
         self.embed = nn.Embedding.from_pretrained(params["embed"].clone(), freeze=False) if first == 0 else None
         layers = [{name: W[l] for name, W in params["layers"].items()} for l in range(first, last)]
         self.blocks = nn.ModuleList(TransformerBlock(W, config) for W in layers)
@@ -219,15 +204,16 @@ class Model(nn.Module):
 def split_over_y(model: Model, devices) -> None:
     """Heads, features and vocabulary over Y; between them the sequence."""
     rows, whole = Shard(1), Replicate()
-    gathered = PrepareModuleInput(input_layouts=(rows,), desired_input_layouts=(whole,))
+    gathered = parallel.PrepareModuleInput(input_layouts=(rows,), desired_input_layouts=(whole,))
+    norms, columns = parallel.SequenceParallel(), parallel.ColwiseParallel()
     ends = {
-        "embed": RowwiseParallel(input_layouts=whole, output_layouts=rows),
-        "norm": SequenceParallel(),
-        "unembed": ColwiseParallel(input_layouts=rows, output_layouts=Shard(-1), use_local_output=False),
+        "embed": parallel.RowwiseParallel(input_layouts=whole, output_layouts=rows),
+        "norm": norms,
+        "unembed": parallel.ColwiseParallel(input_layouts=rows, output_layouts=Shard(-1), use_local_output=False),
     }
-    parallelize_module(model, devices, ends)
-    columns, out = ("q", "k", "v", "up", "gate"), ("o", "down")
+    parallel.parallelize_module(model, devices, ends)
     for block in model.blocks:
-        plan = {"norm_attn": SequenceParallel(), "norm_mlp": SequenceParallel(), "attention": gathered, "mlp": gathered}
-        plan |= {name: ColwiseParallel() for name in columns} | {n: RowwiseParallel(output_layouts=rows) for n in out}
-        parallelize_module(block, devices, plan)
+        plan = {"norm_attn": norms, "norm_mlp": norms, "attention": gathered, "mlp": gathered}
+        plan |= dict.fromkeys(("q", "k", "v", "up", "gate"), columns)
+        plan |= dict.fromkeys(("o", "down"), parallel.RowwiseParallel(output_layouts=rows))
+        parallel.parallelize_module(block, devices, plan)

@@ -5,15 +5,14 @@ import os
 import platform
 import re
 import statistics
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from pathlib import Path
 
 from scaling.common.console import Parser
 
 
 def options(about: str | None, **defaults) -> Parser:
-    """A parser of options by their defaults: a whole number; numbers by commas; or names by commas, of which there are
-    no others."""
+    """Options by their defaults: a whole number, numbers by commas, or names by commas, and then no others."""
     parser = Parser(description=about)
     for name, default in defaults.items():
         if isinstance(default, int):
@@ -21,20 +20,16 @@ def options(about: str | None, **defaults) -> Parser:
         else:
             known = [*default]
             text = f"by commas: {','.join(map(str, known))}"
-            parser.add_argument(f"--{name}", type=listed(known), default=known, help=text)
+            parser.add_argument(f"--{name}", type=lambda text, of=known: listed(text, of), default=known, help=text)
     return parser
 
 
-def listed(known: list) -> Callable[[str], list]:
-    """A type for argparse: some of these names, or any numbers."""
-
-    def read(text):
-        found = [type(known[0])(part) for part in text.split(",")]
-        if isinstance(known[0], str) and (unknown := set(found) - set(known)):
-            raise argparse.ArgumentTypeError(f"{', '.join(sorted(unknown))}: there are {', '.join(known)}")
-        return found
-
-    return read
+def listed(text: str, known: list) -> list:
+    """Some of these names, or any numbers."""
+    found = [type(known[0])(part) for part in text.split(",")]
+    if isinstance(known[0], str) and (unknown := set(found) - set(known)):
+        raise argparse.ArgumentTypeError(f"{', '.join(sorted(unknown))}: there are {', '.join(known)}")
+    return found
 
 
 def table(head: list[str], rows: list[list], left: int = 1) -> str:

@@ -42,13 +42,11 @@ def first(rank=None, store=None):
 
 if __name__ == "__main__":
 """
-TORCHRUN = PLAIN + "    first()"
-SPAWN = f"""{PLAIN}
+SPAWN = """
     with tempfile.TemporaryDirectory() as folder:
         mp.spawn(first, (folder + "/store",), nprocs=RANKS)
 """
-WAYS = {"scaling.launch": OURS, "torchrun": TORCHRUN, "mp.spawn": SPAWN}
-LIMIT = 600  # seconds
+WAYS = {"scaling.launch": OURS, "torchrun": PLAIN + "    first()", "mp.spawn": PLAIN + SPAWN}
 
 
 def seconds(way: str, ranks: int, folder: str) -> float:
@@ -59,7 +57,7 @@ def seconds(way: str, ranks: int, folder: str) -> float:
     command = [sys.executable, *(torchrun if way == "torchrun" else []), str(script)]
     env = os.environ | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo" if sys.platform == "linux" else ""}
     start = perf_counter()
-    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=LIMIT)
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=600)
     if done.returncode:
         sys.exit(f"{' '.join(command)} ended with {done.returncode}:\n{done.stdout}\n{done.stderr}")
     return perf_counter() - start

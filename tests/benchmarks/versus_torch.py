@@ -75,9 +75,7 @@ def ours(strategy, mesh, size: Size, optimizer: str, compiled: bool = False, **o
     return stepping(pure, params, init(params), In, compiled=compiled)
 
 
-def theirs(
-    name: str, mesh, size: Size, optimizer: str, tuned: bool = False, layout: str = "D", compiled: bool = False
-) -> Callable:
+def theirs(name: str, mesh, size: Size, optimizer: str, tuned=False, layout="D", compiled=False) -> Callable:
     warnings.simplefilter("ignore")  # of torch's own code
     side = native.Native(name, initial(size, mesh.device), mesh, optimizer, RATE, layout, tuned, compiled)
     types = {"D": "In[B_X, D_Y]", "B": "In[B_XY, D]", "whole": "In[B_X, D]"}[layout]

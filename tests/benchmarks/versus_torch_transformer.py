@@ -51,10 +51,7 @@ class Size(Timed):
 
 
 LARGE = Config("large", 4, 512, 1408, 8, 4, 64, 4096)
-SIZES = {
-    "default": Size(LARGE, 8, 256),
-    "tiny": Size(LARGE.with_(name="tiny", D=128, H=16, F=384), 8, 64, repeat=3),
-}
+SIZES = {"default": Size(LARGE, 8, 256), "tiny": Size(LARGE.with_(name="tiny", D=128, H=16, F=384), 8, 64, repeat=3)}
 SMALL = Size(LARGE.with_(name="small", D=32, H=4, F=64, V=64), 8, 16)  # runs first where memory is measured
 
 
