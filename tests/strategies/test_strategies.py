@@ -33,35 +33,12 @@ MESHES = {
     "fsdp_tp": [{"X": 1, "Y": 2}, {"X": 4, "Y": 1}, {"X": 2, "Y": 2}],
 }
 OTHERS = {"data_parallel": BLOCKS[2:3], "fsdp": BLOCKS[1:2], "tensor_parallel": BLOCKS[3:], "fsdp_tp": BLOCKS[1:3]}
-CASES = [(name, mesh, BLOCKS[0], 0) for name, meshes in MESHES.items() for mesh in meshes]
-CASES += [(name, MESHES[name][-1], block, 0) for name, blocks in OTHERS.items() for block in blocks]
-CASES += [("pods", {"P": 2, "X": 2, "Y": 1}, BLOCKS[0], 2), ("pods", {"P": 2, "X": 1, "Y": 2}, BLOCKS[0], 1)]
-
-
-def run(mesh, name, dtype, block, layers):
-    """Three steps, and the gradients by the vjp of forward. `layers`: how many of them a bucket holds."""
-    strategy, (params, batches) = (STRATEGIES | {"pods": pods})[name], whole(dtype)
-    types = specs(strategy), strategy.SPECS["In"]
-    bucket = {"bucket_bytes": layers * tree.nbytes(tree.shard(params, specs(strategy), mesh)) // L}
-
-    def step(params, batch):
-        In, Target = batch_of(strategy, batch, mesh)
-        before = tree.map(torch.clone, (In, params))
-        Out, saved = strategy.forward(params, In, mesh, *block)
-        dIn, grads = strategy.backward(2 / B * (Out - Target), saved, params, mesh, **bucket)
-        tree.check(grads, types[0], SIZES, mesh, dtype)
-        assert all(map(torch.equal, tree.leaves(before), tree.leaves((In, params)))), "batch or params were changed"
-        return squares(Out, Target), grads, dIn  # Loss[] {U}: this rank's terms
-
-    def forward(params, In):
-        return strategy.forward(params, In, mesh, *block)[0]
-
-    shards, (In, Target) = tree.shard(params, types[0], mesh), batches[0]
-    losses, first, after = trained(shards, step, batches)
-    other_ways(strategy, name, batches[0], shards, mesh, block, bucket, first)
-    dOut = 2 / B * (stack(params, In, block) - Target)
-    _, by_vjp = pulled(forward, mesh, (params, In), types, strategy.SPECS["Out"], dOut)
-    return losses, tree.unshard(first, list(types), mesh), tree.unshard(after, types[0], mesh), [*by_vjp]
+F64, F32 = torch.float64, torch.float32
+CASES = [(mesh, name, BLOCKS[0], 0, F64) for name, meshes in MESHES.items() for mesh in meshes]
+CASES += [(meshes[-1], name, BLOCKS[0], 0, F32) for name, meshes in MESHES.items()]
+CASES += [(MESHES[name][-1], name, block, 0, F64) for name, blocks in OTHERS.items() for block in blocks]
+CASES += [({"P": 2, "X": 2, "Y": 1}, "pods", BLOCKS[0], 2, dtype) for dtype in (F64, F32)]
+CASES += [({"P": 2, "X": 1, "Y": 2}, "pods", BLOCKS[0], 1, dtype) for dtype in (F64, F32)]
 
 
 def batch_of(strategy, batch, mesh):
@@ -90,18 +67,40 @@ def other_ways(strategy, name, batch, params, mesh, block, bucket, found):
         assert all(partial[key].data_ptr() == given[key].data_ptr() for key in given)
 
 
-@pytest.mark.parametrize(("name", "mesh", "block", "layers"), CASES, ids=str)
-def test_equal_to_one_device(ranks, name, mesh, block, layers):
-    both = block == BLOCKS[0] and mesh == MESHES.get(name, [mesh])[-1]
-    for dtype in (torch.float64, torch.float32) if both else (torch.float64,):
-        wanted_losses, first, params = one_device(dtype, block)
-        everyone = ranks(run, mesh, name, dtype, block, layers)
-        close(sum(losses for losses, *_ in everyone), wanted_losses)
-        for _, *found in everyone:
-            close(found, [first, params, first])
+@pytest.mark.parametrize(("mesh", "name", "block", "layers", "dtype"), CASES, ids=str)
+def test_equal_to_one_device(mesh, name, block, layers, dtype):
+    """Three steps, and the gradients by the vjp of forward. `layers`: how many of them a bucket holds."""
+    strategy, (params, batches) = (STRATEGIES | {"pods": pods})[name], whole(dtype)
+    types = specs(strategy), strategy.SPECS["In"]
+    shards, (In, Target) = tree.shard(params, types[0], mesh), batches[0]
+    bucket = {"bucket_bytes": layers * tree.nbytes(shards) // L}
+
+    def step(params, batch):
+        In, Target = batch_of(strategy, batch, mesh)
+        before = tree.map(torch.clone, (In, params))
+        Out, saved = strategy.forward(params, In, mesh, *block)
+        dIn, grads = strategy.backward(2 / B * (Out - Target), saved, params, mesh, **bucket)
+        tree.check(grads, types[0], SIZES, mesh, dtype)
+        assert all(map(torch.equal, tree.leaves(before), tree.leaves((In, params)))), "batch or params were changed"
+        return squares(Out, Target), grads, dIn  # Loss[] {U}: this rank's terms
+
+    def forward(params, In):
+        return strategy.forward(params, In, mesh, *block)[0]
+
+    losses, first, after = trained(shards, step, batches)
+    other_ways(strategy, name, batches[0], shards, mesh, block, bucket, first)
+    dOut = 2 / B * (stack(params, In, block) - Target)
+    _, by_vjp = pulled(forward, mesh, (params, In), types, strategy.SPECS["Out"], dOut)
+    terms = f"Loss[S] {{U_{''.join(mesh.sizes)}}}"
+    found = tree.unshard([losses, first, after], [terms, [*types], types[0]], mesh)
+    wanted = one_device(dtype, block)
+    close([*found, [*by_vjp]], [*wanted, wanted[1]])
 
 
-def run_zero(mesh, stage, layers, donate):
+@on_ranks({"X": 2})
+@pytest.mark.parametrize(("stage", "layers", "donate"), [(1, 0, False), (2, 0, True), (2, 2, False), (2, 3, True)])
+def test_zero(mesh, stage, layers, donate):
+    """Equal to one device; an AllReduce of DP is a ReduceScatter and an AllGather here: the same bytes."""
     params, batches = whole()
     bucket = {"bucket_bytes": layers * tree.nbytes(params) // L}
     adamw, shards = optim.adamw(0.01), {name: [spec] * L for name, spec in zero.SHARDS.items()}
@@ -118,18 +117,10 @@ def run_zero(mesh, stage, layers, donate):
         assert new["W_in"] is params["W_in"] if donate else all(map(torch.equal, params.values(), given.values()))
         params = new
     assert all(event.async_op for event in log.collectives())
-    return params, counts(log), log.book_bytes
-
-
-@pytest.mark.parametrize(("stage", "layers", "donate"), [(1, 0, False), (2, 0, True), (2, 2, False), (2, 3, True)])
-def test_zero(ranks, stage, layers, donate):
-    """Equal to one device; an AllReduce of DP is a ReduceScatter and an AllGather here: the same bytes."""
-    *_, wanted = one_device()
-    for params, seen, nbytes in ranks(run_zero, {"X": 2}, stage, layers, donate):
-        close(params, wanted)
-        calls = 2 * -(-L // max(1, layers))
-        assert seen == {(RS, "X"): calls, (AG, "X"): calls}
-        assert nbytes == 2 * tree.nbytes(wanted)
+    calls = 2 * -(-L // max(1, layers))
+    assert counts(log) == {(RS, "X"): calls, (AG, "X"): calls}
+    assert log.book_bytes == 2 * tree.nbytes(params)
+    close(params, one_device()[2])
 
 
 X, Y = 4, 2
