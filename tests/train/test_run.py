@@ -11,6 +11,7 @@ import socket
 import subprocess
 import sys
 import time
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -51,14 +52,11 @@ def test_jumps_of_the_loss_and_slow_ranks_are_told_and_replicas_compared(monkeyp
     """The latter two every ten steps; nothing else is told."""
     real, compared = loop.make_step, []
 
-    def make_step(*given):
-        def with_a_wrong_batch(params, state, batch, donate):
-            targets = torch.full_like(batch[1], 255) if int(state["step"]) == 24 else batch[1]
-            return real(*given)(params, state, (batch[0], targets, batch[2]), donate)
+    def with_a_wrong_batch(step, params, state, batch, donate):
+        targets = torch.full_like(batch[1], 255) if int(state["step"]) == 24 else batch[1]
+        return step(params, state, (batch[0], targets, batch[2]), donate)
 
-        return with_a_wrong_batch
-
-    monkeypatch.setattr(loop, "make_step", make_step)
+    monkeypatch.setattr(loop, "make_step", lambda *given: partial(with_a_wrong_batch, real(*given)))
     monkeypatch.setattr(guards, "check_replicas", lambda state, specs, mesh, step: compared.append(step))
     monkeypatch.setattr(guards, "slow_ranks", lambda work, seconds, mesh, step: [f"slow at {step}"] * (step == 21))
     run(ONE, settings("run", steps=26, lr=5e-3, guard_every=10, eval_every=0, eval_batches=1))
@@ -105,24 +103,21 @@ def test_stopped_it_saves_and_can_go_on(capsys):
     assert "was begun with --seq 32" in refusal(capsys, f"--out run --resume --steps {step + 2} --seq 16")
 
 
-REFUSED = {  # what is given: what is said
-    "--data nowhere.txt": "nowhere.txt: no such file",
-    "--mesh Q=2": "splits nothing of a Transformer",
-    "--mesh Y=3": "KV heads over Y=3",
-    "--seq 19999 --batch 1": "hold no sequence of 19999",
-    "--out held": "another run writes here",
-    "--batch 2": "fix: more ranks along X, or a smaller model: no batch fits",
-}
-
-
-@pytest.mark.parametrize("more", REFUSED)
-def test_refused_in_a_line(capsys, monkeypatch, more):
+@pytest.mark.parametrize(("more", "words"), [
+    ("--data nowhere.txt", "nowhere.txt: no such file"),
+    ("--mesh Q=2", "splits nothing of a Transformer"),
+    ("--mesh Y=3", "KV heads over Y=3"),
+    ("--seq 19999 --batch 1", "hold no sequence of 19999"),
+    ("--out held", "another run writes here"),
+    ("--batch 2", "fix: more ranks along X, or a smaller model: no batch fits"),
+])  # fmt: skip
+def test_refused_in_a_line(capsys, monkeypatch, more, words):
     monkeypatch.setattr(dry, "memory_of_rank", lambda device, ranks: 1e5 if more == "--batch 2" else 1e12)
     write_text(500)
     Path("held").mkdir()
     with open("held/lock", "w") as held:
         fcntl.flock(held, fcntl.LOCK_EX)
-        assert REFUSED[more] in refusal(capsys, f"--data text.txt {more}")
+        assert words in refusal(capsys, f"--data text.txt {more}")
 
 
 def test_flops_by_both_conventions_and_the_share_of_the_chip(capsys):
@@ -140,21 +135,18 @@ def test_flops_by_both_conventions_and_the_share_of_the_chip(capsys):
     assert records(".") == [record]
 
 
-GIVES = {  # a mesh, on so many ranks: what is left of it, or nothing
-    ("P=2,X=4,Y=2", 8): "P=1,X=4,Y=2", ("P=2,X=4,Y=2", 4): "P=1,X=2,Y=2", ("Z=2,X=4,C=2", 8): "Z=2,X=2,C=2",
-    ("X=2,Y=4", 2): "", ("X=3", 2): "", ("X=2", 4): "",
-}  # fmt: skip
-
-
-@pytest.mark.parametrize(("mesh", "world"), GIVES)
-def test_what_gives(mesh, world, monkeypatch):
-    before, sizes, wanted = Settings(TINY, "", "", batch=32, microbatches=2), parse_mesh(mesh), GIVES[mesh, world]
-    if not wanted:
+@pytest.mark.parametrize(("mesh", "world", "left"), [
+    ("P=2,X=4,Y=2", 8, "P=1,X=4,Y=2"), ("P=2,X=4,Y=2", 4, "P=1,X=2,Y=2"), ("Z=2,X=4,C=2", 8, "Z=2,X=2,C=2"),
+    ("X=2,Y=4", 2, ""), ("X=3", 2, ""), ("X=2", 4, ""),
+])  # fmt: skip
+def test_what_gives(mesh, world, left, monkeypatch):
+    before, sizes = Settings(TINY, "", "", batch=32, microbatches=2), parse_mesh(mesh)
+    if not left:
         with pytest.raises(ValueError, match=f"does not fit {world} ranks"):
             fitted(sizes, world)
         return
     after = shared(before, sizes, found := fitted(sizes, world))
-    assert found == parse_mesh(wanted)
+    assert found == parse_mesh(left)
     rows = [s.batch // s.microbatches // (m.get("P", 1) * m["X"]) for s, m in ((before, sizes), (after, found))]
     assert rows[0] == rows[1]  # of a microbatch on each rank
     assert after.batch == before.batch
@@ -216,8 +208,7 @@ def node(port: int, run: str, log: str) -> subprocess.Popen:
     # A store that nodes share keeps the address of its first round, where nobody answers a node that comes later.
     env = os.environ | {"OMP_NUM_THREADS": "1", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
     with open(log, "w") as out:
-        command = [sys.executable, *started]
-        return subprocess.Popen(command, stdout=out, stderr=subprocess.STDOUT, start_new_session=True, env=env)
+        return subprocess.Popen([sys.executable, *started], stdout=out, stderr=out, start_new_session=True, env=env)
 
 
 def below(pid: int) -> list[int]:
