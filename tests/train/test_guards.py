@@ -1,21 +1,27 @@
-"""Guards: what is planted is found and named; runs in which nothing is planted are left alone."""
+"""Guards: what is planted is found and named; runs in which nothing is planted are left alone. `compare`: the first
+step and leaf at which two runs part. The flight record: what each rank did last, also of one that was killed."""
 
+import os
+import shutil
+import signal
 import time
 from contextlib import nullcontext
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 from machine import on_ranks, once
-from runs import ONE, TINY
+from runs import ONE, TINY, refusal, train, write_text
 
-from scaling import tree
-from scaling.collectives import all_reduce
+from scaling import launch, tree
+from scaling.collectives import all_gather, all_reduce, wait
 from scaling.mesh import AbstractMesh
 from scaling.strategies import transformer
 from scaling.trace import trace
-from scaling.train import guards
+from scaling.train import dcp, flight, guards
+from scaling.train.loop import run
 from scaling.train.settings import Settings, optimizer_of
 from scaling.train.step import drawn_params, make_step
 
@@ -127,3 +133,79 @@ def test_stages_have_their_own_pace():
     assert only.startswith("step 3: rank 3 (Z=1, X=1) is slow: it works 1900 ms a step, its peers 1500 ms")
     assert guards.slow_ranks([1.0], 1.0, AbstractMesh({"X": 1}), 3) == []
     assert guards.slow_ranks([0.002, 0.002, 0.006], 0.006, AbstractMesh({"X": 3}), 3) == []  # a few ms are noise
+
+
+@pytest.mark.slow
+def test_where_two_runs_part(capsys):
+    def compared(more: str = "") -> tuple[int, list[str]]:
+        capsys.readouterr()
+        return train(f"compare a b {more}"), capsys.readouterr().out.splitlines()
+
+    settings = Settings(TINY, write_text(500), "a", 2, 16, steps=4, save_every=2, norms=True)
+    for out, lr, more in ("a", 1, 'profile = ""\nsave_every = 5'), ("b", 2, 'profile = "p"'):
+        Path(out).mkdir()
+        run(ONE, replace(settings, out=out, lr=lr * 1e-3))
+        Path(out, "run.toml").write_text(f"lr = {lr}\nseq = 16\n{more}\n[mesh]\nX = 2\n")
+    code, (option, losses, norms, saved) = compared()
+    assert (code, option) == (1, "option lr: 1 and 2")
+    assert losses.startswith("step 2: loss ")
+    assert norms.startswith('step 2: the gradient of params["embed"]: norms')
+    assert saved.startswith("checkpoint of step 2: params.embed: ")
+    assert compared("--tolerance 10")[0] == 0
+    shutil.rmtree("b")
+    shutil.copytree("a", "b")
+    assert compared() == (0, ["no difference"])
+    step = Path("b/step-000004")
+    file = step / dcp.saved_leaves(step)["params.layers.W_Q"].blocks[0].file
+    held = torch.load(file, weights_only=True)
+    held[0, 3, 1, 2] += 1
+    with file.open("wb") as out:
+        torch.save(held, out)
+    assert compared() == (1, ["checkpoint of step 4: params.layers.W_Q: 1 of 256 elements differ, by up to 1"])
+    assert train("compare a .") == 2
+    assert "is not a run of scaling.train" in capsys.readouterr().err
+
+
+def flown(mesh, killed):
+    """Three steps of two collectives; before the last, one rank is killed, or comes too late."""
+    record = flight.Flight(".", mesh.rank)
+    for number in (1, 2, 3):
+        with record.step(number):
+            all_reduce("n[] {U_X} -> n[]", torch.ones(()), mesh)
+            if number == 3 and mesh.rank == 1:
+                os.kill(os.getpid(), signal.SIGKILL) if killed else time.sleep(30)
+            wait(all_gather("W[D_X] -> W[D]", torch.ones(2), mesh, async_op=True))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("killed", [True, False], ids=["killed", "late"])
+def test_what_ranks_did_last_outlives_them(killed, monkeypatch):
+    monkeypatch.setattr("scaling.launch.watch.GRACE", 0.1)
+    with pytest.raises(launch.RankError):
+        launch.run(flown, {"X": 2}, killed, timeout=0.5)
+    first, second = flight.records(".").values()
+    assert [text.split("step ")[1].split()[0] for text in second] == ["1", "1", "2", "2", "3"]
+    assert second[-1].endswith(" ms n[] = AllReduce_X(n[] {U_X})")
+    assert first[-2].endswith(" ms n[] = AllReduce_X(n[] {U_X})")
+    assert first[-1].endswith("step 3 under way W[D] = AllGather_X(W[D_X])")
+    assert " under way " not in "".join(first[:-1])
+
+
+def test_a_ring_of_the_last_and_the_command(capsys):
+    for words in ("no run is here", "its ranks have sent nothing"):
+        assert words in refusal(capsys, "flight .")
+        Path("run.toml").touch()
+    record = flight.Flight(".", 3)
+    for number in range(1, 40):
+        with record.step(number):
+            for name in ("a", "b", "W" * 300):
+                all_reduce(f"{name}[D] {{U_X}} -> {name}[D]", torch.ones(2), ONE)
+    (lines,) = flight.records(".").values()
+    assert len(lines) == flight.LAST
+    assert [text.split()[2] for text in lines[-4:]] == ["38", "39", "39", "39"]
+    assert Path("flight-0003.txt").stat().st_size == flight.LAST * flight.WIDTH
+    assert train("flight . --last 1") == 0
+    assert capsys.readouterr().out.startswith("rank 3: ")
+    flight.keep_earlier(".")
+    assert flight.records(".") == {}
+    assert Path("flight-0003.before").is_file()

@@ -1,37 +1,37 @@
 """A run's step on a mesh: gradients, losses and params are one device's, in every dtype; sums are float32, whatever the
-params are; and bytes, collectives and FLOPs are those that the dry run says. What does not fit is refused by it."""
+params are; and bytes, collectives and FLOPs are those that the dry run says. What does not fit is refused by it. The
+loss of held-out text, whatever is left for the last batch, and sample text are one device's too."""
 
+import importlib.util
+import sys
 from dataclasses import replace
 from functools import partial
+from unittest import mock
 
+import numpy
 import pytest
 import torch
 import torch.nn.functional as F
-from runs import ONE
+from machine import on_ranks
+from runs import ONE, TINY, refusal, train, write_text
 
-from scaling import tree
+from scaling import serve, tree
 from scaling.book.largest import largest
 from scaling.configs import get
 from scaling.mesh import AbstractMesh
+from scaling.models import transformer as model
 from scaling.strategies import transformer
 from scaling.strategies.transformer.ends import loss
 from scaling.trace import trace
 from scaling.trace.peak import peak_memory
-from scaling.train import dry, guards
-from scaling.train.evaluate import local
+from scaling.train import dry, evaluate, guards
+from scaling.train.batches import Batches
+from scaling.train.corpus import Corpus
 from scaling.train.settings import DTYPES, Settings, optimizer_of
 from scaling.train.step import drawn_params, gradients, make_step
 
 MODEL = get("tiny").with_(L=2, D=32, F=64, H=8, N=4, K=2)
 EXPERTS = MODEL.with_(E=4, k=2, aux_coef=0.01)
-CASES = [
-    (MODEL, {"X": 1}, {"dtype": "bf16", "remat": "matmuls"}),
-    (MODEL.with_(L=3, tied=True), {"X": 1}, {"dtype": "fp32", "remat": "block", "microbatches": 2}),
-    (MODEL, {"C": 2}, {"dtype": "fp32", "remat": "attention"}),
-    (EXPERTS, {"Z": 2, "E": 2}, {"dtype": "fp64", "optimizer": "muon"}),
-    (MODEL, {"Z": 2}, {"dtype": "fp16", "remat": "block", "microbatches": 2}),
-    (MODEL.with_(K=1), {"X": 2, "Y": 2}, {"dtype": "fp64", "optimizer": "muon", "keep_weights": True}),
-]
 STEPS = {"fp64": (1e-12, 1e-10), "fp16": (2e-3, 5e-3)}  # how far losses and params are from one device's
 SCALES = [(2.0**30, 2.0**29, 0), (2.0**16, 2.0**16, 1), (2.0**16, 2.0**16, 2)]  # that used, the next, the updates
 
@@ -43,7 +43,7 @@ def off(found, wanted) -> dict[str, float]:
 
 def batch_of(settings, mesh):
     rows = torch.randint(0, 256, (settings.batch, settings.seq + 1), generator=torch.Generator().manual_seed(1))
-    return [local(x, mesh) for x in (rows[:, :-1], rows[:, 1:], torch.zeros_like(rows[:, 1:]))]
+    return [evaluate.local(x, mesh) for x in (rows[:, :-1], rows[:, 1:], torch.zeros_like(rows[:, 1:]))]
 
 
 def summed(mesh, settings, dtype, scale=1024.0):
@@ -81,7 +81,14 @@ def trained(mesh, settings):
     return taken, scales, losses, transformer.unshard(state.get("master", params), settings.model, mesh)
 
 
-@pytest.mark.parametrize(("config", "sizes", "options"), CASES, ids=lambda x: "" if hasattr(x, "L") else str(x))
+@pytest.mark.parametrize(("config", "sizes", "options"), [
+    (MODEL, {"X": 1}, {"dtype": "bf16", "remat": "matmuls"}),
+    (MODEL.with_(L=3, tied=True), {"X": 1}, {"dtype": "fp32", "remat": "block", "microbatches": 2}),
+    (MODEL, {"C": 2}, {"dtype": "fp32", "remat": "attention"}),
+    (EXPERTS, {"Z": 2, "E": 2}, {"dtype": "fp64", "optimizer": "muon"}),
+    (MODEL, {"Z": 2}, {"dtype": "fp16", "remat": "block", "microbatches": 2}),
+    (MODEL.with_(K=1), {"X": 2, "Y": 2}, {"dtype": "fp64", "optimizer": "muon", "keep_weights": True}),
+], ids=lambda x: "" if hasattr(x, "L") else str(x))  # fmt: skip
 def test_the_dry_run_is_the_run_and_the_run_is_one_device_s(ranks, config, sizes, options):
     settings = Settings(config, "", "", 8, 32, lr=3e-3, warmup=1, **options)
     of_stages = [dry.count(settings, sizes, {"Z": z} if z else None) for z in range(sizes.get("Z", 1))]
@@ -167,3 +174,62 @@ def test_what_the_chunks_of_a_loss_add_up_to():
         one, many = (torch.autograd.grad(found(chunk_bytes=size), U)[0] for size in (1 << 30, 1 << 11))
         assert many.dtype == torch.bfloat16
         assert (many.float() - one.float()).abs().max() <= 2**-7 * one.abs().max()
+
+
+SAMPLED = MODEL.with_(L=3)
+SETTINGS = Settings(SAMPLED, "", "", sample="Once upon ä", seed=3)
+
+
+@on_ranks({"X": 2, "Y": 2})
+def test_the_mean_of_all_sequences_on_any_mesh(mesh):
+    ids = numpy.random.default_rng(0).integers(0, 256, 32 * 11 + 1)
+    corpus = Corpus((ids[:200], ids[200:]), numpy.array([0, 100]))
+    segments = torch.zeros(11, 32, dtype=torch.int64)
+    segments[3, 4:] = 1  # the second document begins at 100
+    params, rows = model.init(TINY, 0, torch.float64), torch.from_numpy(ids).unfold(0, 33, 32)
+    wanted = model.loss(params, rows, config=TINY, segments=segments).item()
+    for on, batch, microbatches in (ONE, 11, 1), (ONE, 8, 2), (mesh, 4, 1):  # one batch; of 4, 4 and 3 sequences
+        settings = Settings(TINY, "", "", batch, 32, microbatches=microbatches, eval_batches=0)
+        held = [Batches(corpus, batch, 32, 0, 0, len(ids))]
+        found = evaluate.evaluate(transformer.shard(params, TINY, on), held, settings, on)
+        assert found == pytest.approx(wanted, rel=1e-12)
+
+
+@on_ranks({"Z": 2, "Y": 2})
+def test_the_same_text_on_every_mesh_and_cold_what_serving_gives(mesh):
+    params = model.init(SAMPLED, 5, torch.float64)
+    with mock.patch.object(evaluate, "LENGTH", 16):
+        found = evaluate.continuation(transformer.shard(params, SAMPLED, mesh), SETTINGS, mesh)
+        assert found == ("" if mesh.rank else evaluate.continuation(params, SETTINGS, ONE))
+        if mesh.rank == 0:
+            wanted = serve.generate(params, [list(SETTINGS.sample.encode())], SAMPLED, 16)
+            with mock.patch.object(evaluate, "TEMPERATURE", 1e-9):
+                assert evaluate.continuation(params, SETTINGS, ONE) == bytes(wanted[0]).decode(errors="replace")
+
+
+def test_refused_before_the_run():
+    with pytest.raises(ValueError, match=r"--sample gathers the whole params .*\n  fix: leave it out"):
+        evaluate.check_sample(SETTINGS, 2, 50_000, 1e5)
+    evaluate.check_sample(SETTINGS, 1, 50_000, 1e5)  # which has them already
+    with pytest.raises(ValueError, match=r"do not lie in 0\.\.99"):
+        evaluate.check_sample(Settings(SAMPLED.with_(V=100), "", "", sample="prompt"), 1, 0, 1e9)
+
+
+@pytest.mark.slow
+def test_a_run_shows_and_records_its_sample(monkeypatch, capsys):
+    board, find = mock.MagicMock(), importlib.util.find_spec
+    monkeypatch.setattr(evaluate, "LENGTH", 4)
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", mock.Mock(SummaryWriter=board))
+    write_text(300)
+    given = "--data text.txt --batch 2 --seq 16 --steps 2 --eval-batches 1 --sample 'a \"😀' --tensorboard board"
+    with monkeypatch.context() as patch:
+        patch.setattr(importlib.util, "find_spec", lambda name: None if "tensorboard" in name else find(name))
+        assert "fix: pip install 'scaling-book-torch[tensorboard]'" in refusal(capsys, given)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: board if "tensorboard" in name else find(name))
+    assert train(given) == 0
+    assert '    a "😀' in capsys.readouterr().out
+    assert board.call_args.args == ("board",)
+    written = {call.args[::2] for call in board.return_value.method_calls if call.args}
+    assert written >= {("loss", 1), ("loss", 2), ("sample", 2), ("memory", 1)}
+    assert train("--resume --steps 3") == 0  # with the options written back
+    assert '    a "😀' in capsys.readouterr().out
