@@ -123,14 +123,14 @@ def test_a_step_and_its_derivatives_compiled(mesh):
 @pytest.mark.compile
 @on_ranks({"X": 2})
 def test_reductions_compiled(mesh):
-    """By each way to put parts together."""
+    """By each way to put parts together. The sizes of a mesh are numbers of a graph."""
     torch._dynamo.reset()
     x = torch.tensor([[0.0, 1.0, 2.0, 2.0], [0.0, 3.0, 1.0, 2.0]])[mesh.rank]  # with ties
 
     def f(x):
         found = [all_reduce("A[I] {U_X} -> A[I]", x, mesh, op=by) for by in ("mean", "max")]
         found.append(reduce_scatter("A[I] {U_X} -> A[I_X]", x, mesh, op="min"))
-        return sum(n * y.square().sum() for n, y in enumerate(found, 1)), found
+        return sum(n * y.square().sum() for n, y in enumerate(found, mesh.size() + mesh.size("X"))), found
 
     g = grad_and_value(f, has_aux=True)
     torch.testing.assert_close(compile_(g)(x), g(x), rtol=1e-6, atol=0)

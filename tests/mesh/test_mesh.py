@@ -170,14 +170,6 @@ def test_of_a_long_call_the_ranks_are_told_the_beginning():
         assert len(call.text) <= LENGTH  # its place on the page
 
 
-@pytest.mark.slow
-@pytest.mark.compile
-def test_sizes_are_numbers_of_a_compiled_graph():
-    mesh = AbstractMesh({"X": 2, "Y": 3})
-    compiled = torch.compile(lambda x: x * mesh.size("XY") + mesh.size(), backend="eager", fullgraph=True)
-    assert compiled(torch.ones(())) == 12
-
-
 SIZE = 4
 SETS = [[(0, 1), (2, 3)], [(0, 2), (1, 3)], [(0, 1, 2, 3)]]
 
