@@ -21,7 +21,6 @@ TRAIN = {  # those that train, and how the tests run them; .ci/run has all on th
     "05_fsdp_tp": "--steps 2 --mesh X=2,Y=2",
     "06_train_llama": "--steps 3 --mesh X=2,C=2",
 }
-NOTEBOOK = "01_roofline"  # the one that the tests run as a notebook
 
 
 def source(name: str) -> str:
