@@ -1,5 +1,4 @@
-"""What each file of mutants.py computes on this rank: small programs that run its lines, for outcomes.py; and what the
-judge finds in them, run on an abstract mesh."""
+"""Small programs that run the lines of each file of mutants.py: on ranks for outcomes.py, and to be judged."""
 
 import ast
 import importlib
@@ -20,7 +19,7 @@ from scaling.check.findings import Judgement
 from scaling.check.run import looked_at_alone
 from scaling.check.strategy import run_layers
 from scaling.collectives import all_reduce
-from scaling.configs import Config, Latent
+from scaling.configs import Config
 from scaling.mesh import AbstractMesh
 from scaling.models import transformer as model
 from scaling.spec import ShardingError, parse
@@ -30,19 +29,10 @@ from scaling.strategies.stack import Strategy
 
 SIZES = {"L": 2, "B": 8, "D": 8, "F": 16}
 MODEL = Config("tiny", 1, 32, 64, 8, 4, 4, 16).with_(window=(3,), attention_bias=True, output_bias=True)
-LATENT = MODEL.with_(K=8, attention_bias=False, output_bias=False, latent=Latent(16, 12, 6, 4, 4))
-MESHES = {  # of a file by a part of its name
-    "pods": "P=2,X=2,Y=1",
-    "forms/heads": "Y=2,Z=2",
-    "forms/sequence": "Y=2,Z=2",
-    "forms/context": "Y=2,C=2",
-    "forms/weights_2d": "X=2,Y=2,Z=2",
-    "forms/experts": "E=2,Y=2",
-    "05_moe": "X=4",
-    "05_context": "C=4",
-    "05_pp": "Z=4",
-    "10_problems": "Y=4",
-}
+# of a file by a part of its name
+MESHES = {"pods": "P=2,X=2,Y=1", "05_moe": "X=4", "05_context": "C=4", "05_pp": "Z=4", "10_problems": "Y=4"}
+MESHES |= {"forms/heads": "Y=2,Z=2", "forms/sequence": "Y=2,Z=2", "forms/context": "Y=2,C=2"}
+MESHES |= {"forms/weights_2d": "X=2,Y=2,Z=2", "forms/experts": "E=2,Y=2"}
 
 
 def mesh_of(file: str) -> dict[str, int]:
@@ -103,16 +93,9 @@ def of_module(mesh, module: ModuleType):
     return module.gradients(own.double(), tree.shard(whole, module.STORED, mesh), tree.shard(x, rows, mesh), mesh)
 
 
-def of_pods(mesh, module: ModuleType):
-    (partial,) = normals((8, 8), seed=mesh.rank)
-    return module.grads_of_layer(partial.clone(), mesh), module.grads_of_layer_flat(partial, mesh)
-
-
 def replace(module: ModuleType, text: str) -> None:
     """Run another text in a module, and give what it defines to all that had imported it from there."""
-    before = {
-        id(value): key for key, value in vars(module).items() if getattr(value, "__module__", "") == module.__name__
-    }
+    before = {id(x): key for key, x in vars(module).items() if getattr(x, "__module__", "") == module.__name__}
     kept = list(vars(module).values())  # so that no id is used again
     run_watched(text, str(module.__file__), vars(module))
     for other in [m for name, m in sys.modules.items() if name.startswith("scaling.")]:
@@ -125,7 +108,7 @@ def of_transformer(mesh, name: str, text: str):
     """The loss and gradients of tiny Transformers: with biases, tied, with experts; a file of theirs edited."""
     replace(importlib.import_module(name), text)
     found = []
-    for config in (LATENT,) if name.endswith(".latent") else (MODEL, MODEL.with_(tied=True), MODEL.with_(E=2, k=1)):
+    for config in (MODEL, MODEL.with_(tied=True), MODEL.with_(E=2, k=1)):
         params = transformer.shard(model.init(config, 0, torch.float64), config, mesh)
         g = torch.Generator().manual_seed(0)
         tokens, targets = (torch.randint(0, config.V, (4, 8), generator=g) for _ in range(2))
@@ -180,11 +163,6 @@ def of_stages(mesh, module: ModuleType):
     return [*(apart for _, apart, _ in module.book(mesh, 0)), module.training(mesh, module.page.args)]
 
 
-def of_matmuls(mesh, module: ModuleType):
-    whole = normals((8, 16), (16, 32), (32, 16))
-    return module.block(mesh, *tree.shard(whole, ["In[B, D_Y]", "W[D, F_Y]", "W[F_Y, D]"], mesh))
-
-
 def of_layer(mesh, module: ModuleType):
     """A chapter's layer beside one device: how far its results are apart; of experts also their choices and bytes."""
     found = looked_at_alone(module.one_layer(mesh), module.one_layer)
@@ -192,12 +170,16 @@ def of_layer(mesh, module: ModuleType):
 
 
 CHAPTERS = {
-    "05_pods": of_pods,
+    "05_pods": lambda mesh, module: [
+        grads(*normals((8, 8), seed=mesh.rank), mesh) for grads in (module.grads_of_layer, module.grads_of_layer_flat)
+    ],
     "05_moe": of_layer,
     "05_transformer": of_layer,
     "05_context": of_context,
     "05_pp": of_stages,
-    "10_problems": of_matmuls,
+    "10_problems": lambda mesh, module: module.block(
+        mesh, *tree.shard(normals((8, 16), (16, 32), (32, 16)), ["In[B, D_Y]", "W[D, F_Y]", "W[F_Y, D]"], mesh)
+    ),
     "03_products": lambda mesh, module: module.question_9(mesh)[1],
     "09_profiling": lambda mesh, module: module.block(*module.arrays(mesh), mesh),
 }
@@ -206,7 +188,7 @@ CHAPTERS = {
 def program(mesh, file: str, text: str) -> torch.Tensor:
     """What a file's program gives on this rank, as one flat vector."""
     name = Path(file).stem
-    if "transformer/" in file or "expert/" in file:
+    if "transformer/" in file:
         results = of_transformer(mesh, file.removesuffix(".py").replace("/", "."), text)
     elif "serve/" in file:
         results = of_serving(mesh, name, text)
@@ -219,8 +201,7 @@ def program(mesh, file: str, text: str) -> torch.Tensor:
 
 
 def judgement(file: str, text: str) -> Judgement:
-    """The judge's, of a file's program on an abstract mesh. Values that were compared are none there: what its end does
-    with them may fail."""
+    """The judge's, of a file's program on an abstract mesh, where its end may fail: no values are compared."""
     mesh = AbstractMesh(mesh_of(file))
     with judged(mesh) as report:
         try:
@@ -235,6 +216,6 @@ def judgement(file: str, text: str) -> Judgement:
             raise ShardingError(str(error)) from None
         except Exception:
             pass
-    if "transformer/" in file or "expert/" in file or "serve/" in file:
+    if "transformer/" in file or "serve/" in file:
         replace(sys.modules[file.removesuffix(".py").replace("/", ".")], text_of(file))
     return report

@@ -96,9 +96,8 @@ def alike(call: ast.Call, rng: random.Random) -> str:
         case "the line as other text":
             half = rng.randrange(1, len(text) - 1)
             one, other = repr(text[:half]), repr(text[half:])
-            return again(
-                rng.choice((f"{one} + {other}", f"{one} {other}", f"''.join([{one}, {other}])", repr(f" {text}")))
-            )
+            said = rng.choice((f"{one} + {other}", f"{one} {other}", f"''.join([{one}, {other}])", repr(f" {text}")))
+            return again(said)
         case "operands exchanged" if name == "einsum" and len(rest) == 2 and not options:
             a, b = parsed.operands
             return again(repr(f"{b} * {a} -> {parsed.result}"), rest[::-1])

@@ -9,6 +9,7 @@ import textwrap
 import pytest
 import torch
 from mutants import text_of
+from torch.func import grad
 from torch.nn.functional import cross_entropy, nll_loss
 
 from scaling.check import RULES, check_source, judge, judged
@@ -17,6 +18,8 @@ from scaling.mesh import AbstractMesh
 from scaling.spec import parse
 
 MESH = AbstractMesh({"X": 2, "Y": 3})
+U, WHOLE = "C[I, K] {U_X}", "C[I, K]"
+A, B = "A[I, J_X]", "B[J_X, K]"
 PARTS = text_of("docs/rules.md").split("\n## ")[1:]
 SECTIONS = {part.split("\n")[0]: re.findall(r"```python\n(.*?)```", part, re.S) for part in PARTS}
 HEAD = "import torch\nfrom torch.func import grad\nfrom scaling.collectives import all_gather, all_reduce, einsum\n"
@@ -36,10 +39,6 @@ def test_the_examples_are_as_the_page_says(rule):
     refused, right = SECTIONS[rule]
     assert rule in rules_of(refused)
     assert rules_of(right) == set()
-
-
-U, WHOLE = "C[I, K] {U_X}", "C[I, K]"
-A, B = "A[I, J_X]", "B[J_X, K]"
 
 
 def product(a, b):
@@ -62,7 +61,7 @@ def derivative(reduces: bool):
     def loss(a, b):
         return (reduced(product(a, b)) if reduces else product(a, b)).sum()
 
-    return torch.func.grad(loss)
+    return grad(loss)
 
 
 def looked_up(line):
@@ -117,9 +116,7 @@ JUDGED = {  # beside the examples of the page
     "their sum": (entropy("sum"), ("x[B_X, V]",), "L[] {U_X}", ""),
     "their mean": (entropy("mean"), ("x[B_X, V]",), "L[] {U_X}", ""),
     **{
-        f"the derivative of {how}": (
-            torch.func.grad(lambda x, how=how: entropy(how)(x).sum()), ("x[B_X, V]",), "dx[B_X, V]", "",
-        )
+        f"the derivative of {how}": (grad(lambda x, how=how: entropy(how)(x).sum()), ("x[B_X, V]",), "dx[B_X, V]", "")
         for how in ("none", "sum", "mean")
     },
     "classes that are split": (lambda x: nll_loss(x, torch.zeros(len(x)).long()), ("x[B, V_X]",), None, "split"),

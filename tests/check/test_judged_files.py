@@ -59,13 +59,12 @@ def test_nothing_is_found_in_right_programs(program):
     assert [str(found) for found in check_source(program)] == []
 
 
-TENSOR_PARALLEL = "scaling/strategies/tensor_parallel.py"
 GRADIENTS = {f"scaling/strategies/{name}.py": "dW_in" for name in ("fsdp_tp", "zero")}
 GRADIENTS |= {"scaling/strategies/pods.py": "dW_out", "chapters/05_fsdp_tp.py": "dW_in"}
 FAULTS = [  # (file, what stands there, what stands there instead, the rule that is broken last)
     # a residual of another type
-    (TENSOR_PARALLEL, r'(Out = reduce_scatter\("Out\[.*", Out)(?=, mesh\))', r"\1 + In", "partial-plus-whole"),
-    (TENSOR_PARALLEL, r"return Out(?=, \(In)", "return Out + In", "split"),
+    (STRATEGIES[2], r'(Out = reduce_scatter\("Out\[.*", Out)(?=, mesh\))', r"\1 + In", "partial-plus-whole"),
+    (STRATEGIES[2], r"return Out(?=, \(In)", "return Out + In", "split"),
     *(  # a gradient that is returned unreduced
         (file, rf"    {weight} = (all_reduce|reduce_scatter)\(.*\n", "", "result")
         for file, weight in GRADIENTS.items()
@@ -190,8 +189,8 @@ SILENT, RAISED = ([each for each in EVERY if KNOWN.get(each.digest) == outcome] 
 HOPS = [each for each in SILENT if each.kind == "collective dropped" and each.before.startswith("ppermute")]
 TYPES = "axis dropped in one type", "another axis in one type", "{U} dropped"
 SEEN = [*{each.kind: each for each in reversed(SILENT)}.values(), *HOPS]  # the first of each kind
-NOT_SEEN = "scaling/serve/forms/experts.py"  # whose rows are sent by their values
-SEEN += [edit for file, edit in {each.file: each for each in SILENT}.items() if edit not in SEEN and file != NOT_SEEN]
+EXPERTS = "scaling/serve/forms/experts.py"  # whose rows are sent by their values: its edits are not seen
+SEEN += [edit for file, edit in {each.file: each for each in SILENT}.items() if edit not in SEEN and file != EXPERTS]
 SEEN += [each for each in RAISED if each.kind in TYPES and each.file in STRATEGIES][::7]
 
 
@@ -207,7 +206,6 @@ def test_an_edit_is_refused(edit):
     assert judgement(edit.file, edit.text).findings
 
 
-EXPERTS = "scaling/serve/forms/experts.py"
 CHOSEN = edited(EXPERTS, r"(shard\(\"y\[.*\))", r"__import__('torch').stack([\1, \1])[1]")  # which device chose a row?
 
 
