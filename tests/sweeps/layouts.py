@@ -16,6 +16,7 @@ import random
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from itertools import combinations
 from pathlib import Path
 
@@ -50,17 +51,10 @@ LARGER = ["Z=2,C=2,Y=2", "X=2,C=2,Y=2", "Z=2,X=2,Y=2", "X=2,E=2,Y=2", "Z=2,X=2,C
 MESHES = [*({axis: size} for axis in AXES for size in (2, 4)), *({a: 2, b: 2} for a, b in combinations(AXES, 2))]
 MESHES += map(parse_mesh, LARGER)  # each axis alone, by two and by four, all pairs, triples, and sixteen ranks
 HEADS = (4, 2), (6, 3), (6, 1), (12, 4)  # N, K
-CHOICES = {
-    "microbatches": (2,),
-    "remat": ("none", "block"),
-    "label_smoothing": (0.0, 0.1),
-    "z_loss": (0.0, 0.01),
-    "context": ("zigzag", "ring", "gather", "ulysses"),
-    "zero": (0, 3),
-    "schedule": ("gpipe", "1f1b", "interleaved", "zb-h1", "dualpipev"),
-    "packed": (False, True),
-    "weighted": (False, True),
-}
+CHOICES = {"microbatches": (2,), "remat": ("none", "block"), "label_smoothing": (0.0, 0.1), "z_loss": (0.0, 0.01)}
+CHOICES |= {"context": ("zigzag", "ring", "gather", "ulysses"), "zero": (0, 3)}
+CHOICES |= {"schedule": ("gpipe", "1f1b", "interleaved", "zb-h1", "dualpipev")}
+CHOICES |= dict.fromkeys(("packed", "weighted"), (False, True))
 
 
 def models_of(sizes: dict) -> list[str]:
@@ -184,18 +178,14 @@ def on_mesh(mesh, config: Config, sizes: dict, options: dict, wanted: dict, back
     """The largest errors of this rank, by kind, and where."""
     layout = {key: options[key] for key in ("schedule", "zero") if key in options}
     types = transformer.specs(config, mesh, **layout)
+    clipped = partial(optim.clip_by_global_norm, specs=types, mesh=mesh, max_norm=LIMIT)
+    whole = partial(transformer.unshard, config=config, mesh=mesh, **layout)
     given = {key: value for key, value in options.items() if key not in ("packed", "weighted")}
 
     def loss_and_grads(params, tokens, targets, weights, segments):
         extra = {"weights": weights} if options["weighted"] else {}
         extra |= {"segments": segments} if options["packed"] else {}
         return transformer.loss_and_grads(params, tokens, targets, config, mesh, **given, **extra)
-
-    def whole(x):
-        return transformer.unshard(x, config, mesh, **layout)
-
-    def clipped(grads):
-        return optim.clip_by_global_norm(grads, types, mesh, LIMIT)
 
     if backend:
         loss_and_grads = torch.compile(loss_and_grads, backend=backend, fullgraph=True, dynamic=False)

@@ -46,7 +46,6 @@ from sources import replaced
 from scaling.common.console import Parser
 
 ROOT = Path(__file__).parents[2]
-EQUIVALENT = Path(__file__).with_name("equivalent.toml")
 ALIKE = ("max", "min", "add", "promote_types")  # take their two arguments alike
 PROCESSOR, IDLE = 150.0, 150.0  # seconds that one test may take, and that it may wait
 BYTES = 16 * 2**30  # of memory, for all tests of a mutant
@@ -217,8 +216,8 @@ def tried(folder: Path, file: str, text: str, tests: list[str], *markers: str) -
 
 
 def report(rows: list[dict]) -> None:
-    known = tomllib.loads(EQUIVALENT.read_text(encoding="utf-8"))["mutant"]
-    known = {(each["file"], each["before"], each["after"]) for each in known}
+    equivalent = tomllib.loads(Path(__file__).with_name("equivalent.toml").read_text(encoding="utf-8"))["mutant"]
+    known = {(each["file"], each["before"], each["after"]) for each in equivalent}
     every, apart = len(rows), {"survived": "", "looped": "loops", "hung": "hangs"}
     rows = [row for row in rows if row["noticed"] or (row["file"], row["before"], row["after"]) not in known]
     counts = Counter()
