@@ -69,9 +69,12 @@ SAID = 12  # lines of what a process said last that are kept of a failure
 
 
 def run_part(name: str, module: str, device: str, report: str, left_out: list[str], limit: float) -> None:
-    """Each case of a part, in its own process: a line of JSON in `report` when it begins and when all ranks ended it.
+    """In a process of its own, each case of a part, noted in `report` when it begins and when it has ended on all
+    ranks, one line of JSON each.
+
     A case that hangs ends the process after `limit` seconds; where it hung, or crashed, stands in report.stack. A rank
-    that raises notes so: if it does so alone, the others wait for it until their collective's timeout ends them."""
+    that raises notes so: if it does so alone, the others wait for it until their collective's timeout ends them.
+    """
     import torch
     import torch.distributed as dist
 

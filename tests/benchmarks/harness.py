@@ -76,8 +76,11 @@ def split(axes: str, ranks: int) -> dict[str, int]:
 @dataclass(frozen=True)
 class Contest:
     """`theirs` has PyTorch's defaults, or with `tuned=True` its fastest settings. But for pipelines both take
-    `compiled=True`: by torch.compile. `wire_bytes(mesh_sizes, size)`: what a rank sends in a step, by the closed form;
-    `chunks`: of a pipeline, the parts of the model that each rank has."""
+    `compiled=True`: by torch.compile.
+
+    `wire_bytes(mesh_sizes, size)`: what a rank sends in a step, by the closed form. `chunks`: of a pipeline, the parts
+    of the model that each rank has.
+    """
 
     name: str
     rival: str
@@ -110,9 +113,13 @@ def stepping(pure: Callable, params: Any, state: Any, *inputs: torch.Tensor, com
     return step
 
 
-def in_turn(steps: dict[str, Callable], count: int, repeat=1, warmup=3, clock=perf_counter) -> dict[str, list[Any]]:
+def in_turn(
+    steps: dict[str, Callable], count: int, repeat: int = 1, warmup: int = 3, clock: Callable = perf_counter
+) -> dict[str, list[Any]]:
     """Seconds of a step on this rank, `count` samples of `repeat` steps each; `clock` may read several clocks at once.
-    The sides take turns, and turns in going first; all ranks start each sample together."""
+
+    The sides take turns, and turns in going first; all ranks start each sample together.
+    """
     names, seconds = list(steps), {name: [] for name in steps}
     for sample in range(-warmup, count):
         for name in names if sample % 2 else reversed(names):
@@ -182,9 +189,11 @@ def sent_by(step: Callable, count: int = 2) -> float:
 
 def raced(mesh, contest: Contest, sides: Sequence[str], size: Any, optimizer: str, samples: int, small=None) -> dict:
     """Of each side on this rank: seconds of its steps, in turn; bytes sent in one; the most that the third one holds in
-    memory, beyond what this rank had before there was this model; and its loss. A side that cannot be built, or does
-    not run, on all ranks alike, is named in "failed", and the others go on. `small`: a step of this size goes first, so
-    that code, threads and sockets, which every program has, do not count."""
+    memory, beyond what this rank had before there was this model; and its loss.
+
+    A side that cannot be built, or does not run, on all ranks alike, is named in "failed", and the others go on.
+    `small`: a step of this size goes first, so that code, threads and sockets, which every program has, do not count.
+    """
     made, found = {}, {part: {} for part in ("sent", "peaks", "losses", "failed")}
     for side in sides:
         build = contest.side(side)
@@ -212,7 +221,8 @@ def raced(mesh, contest: Contest, sides: Sequence[str], size: Any, optimizer: st
 
 
 def compared(ranks: list[dict], size: Any) -> dict:
-    """By side, of what `raced` gave on all ranks: quartiles of ms, MB sent, peak MB, loss, rivals' ratios; failures."""
+    """What `raced` gave on all ranks, by side: quartiles of milliseconds, MB sent, peak MB, loss, and each rival's
+    ratio, of ours to its; and what failed."""
     times, failed = slowest([rank["seconds"] for rank in ranks]), dict(ranks[0]["failed"])
     losses = {side: sum(rank["losses"][side] for rank in ranks) for side in times}
     first = next(iter(losses.values()), 0.0)
@@ -238,7 +248,8 @@ def race(contest: Contest, sides: Sequence[str], size: Any, optimizer: str, samp
 
 
 def peak(contest: Contest, side: str, size: Any, optimizer: str, ranks: int, small: Any) -> float:
-    """MB of the fullest rank in a step, on fresh ranks: what a side gave back to the allocator must serve no other."""
+    """MB that the fullest rank holds in a step, on fresh ranks: what one side has given back to the allocator must not
+    serve the other."""
     return race(contest, [side], size, optimizer, 1, ranks, small)["MB"][side]
 
 

@@ -30,8 +30,10 @@ def tcp_sockets() -> Iterator[tuple[socket.socket, bytes]]:
 
 
 def bytes_sent() -> float:
-    """Payload bytes that this process has sent over its TCP sockets so far; NaN where the kernel does not tell. By each
-    socket's own counter, not the interface's: other processes on this machine do not count."""
+    """Payload bytes that this process has sent over its TCP sockets so far; NaN where the kernel does not tell.
+
+    Each socket's own counter, not the interface's: other processes on this machine do not count.
+    """
     infos = [info for _, info in tcp_sockets()]
     if any(len(info) < BYTES_SENT + 8 for info in infos):
         return math.nan
@@ -44,7 +46,9 @@ def speed(wire: float) -> str:
 
 def slow_wire(wire: float) -> None:
     """Let the kernel send on each of this process's TCP connections no faster than so many MB/s; 0: as fast as it can.
-    Loopback is as fast as the cores copy: to send takes their time. On a slowed wire it takes time, but not theirs."""
+
+    Loopback is as fast as the cores copy: to send takes their time. On a slowed wire it takes time, but not theirs.
+    """
     for s, _ in tcp_sockets():
         s.setsockopt(socket.SOL_SOCKET, MAX_PACING_RATE, struct.pack("Q", int(wire * 1e6 or 1e12)))
 

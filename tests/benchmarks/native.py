@@ -49,7 +49,8 @@ class Block(nn.Module):
 
 
 def optimizer_of(weights: Iterable, rule: str, lr: float, tuned: bool, group=None):
-    """`tuned`: fused, or foreach for an SGD of DTensors, which has no fused one. `group`: states are split over it."""
+    """`tuned`: fused; of a DTensor there is no fused SGD: foreach is then the best there is. `group`: its states are
+    split over it."""
     weights = list(weights)
     fast = "foreach" if rule == "sgd" and isinstance(weights[0], DTensor) else "fused"
     options = {"lr": lr} | ({fast: True} if tuned else {})

@@ -164,8 +164,16 @@ def test_warnings_of_cells_are_shown(monkeypatch, capsys):
     outputs = [SimpleNamespace(output_type="stream", name=name, text=text) for name, text in streams]
     cells = [{"outputs": [SimpleNamespace(output_type="display_data")]}, {}, {"outputs": outputs}]
     monkeypatch.setattr(notebook, "execute", lambda path: SimpleNamespace(cells=cells))
-    assert notebook.main(["chapter.py"]) == 0
+    assert notebook.main([str(CHAPTERS / "01_roofline.py")]) == 0
     assert capsys.readouterr() == ("held\n", "UserWarning: old\n")
+
+
+def test_what_is_no_script_is_refused_before_anything_runs(capsys):
+    refused = {"no.py": "no such script", str(CHAPTERS): "no such script", "a.py --out nowhere/x.ipynb": "no folder"}
+    for options, words in refused.items():
+        with pytest.raises(SystemExit, match="2"):
+            notebook.main(options.split())
+        assert words in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("name", running.ON_A_PAGE)
