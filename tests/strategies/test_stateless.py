@@ -36,14 +36,6 @@ class Net(nn.Module):
         return self.fc2(nn.functional.gelu(self.fc1(self.norm(x))))
 
 
-def problem():
-    torch.manual_seed(0)
-    net = Net().double()
-    for W in net.parameters():
-        nn.init.normal_(W)
-    return net, whole()[1][:2]
-
-
 def mean_square(Out, Target):
     return (Out - Target).square().mean()
 
@@ -51,7 +43,10 @@ def mean_square(Out, Target):
 @pytest.mark.parametrize(("mesh", "way"), [({"X": 2, "Y": 2 if "tp" in way else 1}, way) for way in WAYS])
 def test_equal_to_one_device(mesh, way):
     stored, used, gathers = WAYS[way]
-    net, batches = problem()
+    torch.manual_seed(0)
+    net, batches = Net().double(), whole()[1][:2]
+    for W in net.parameters():
+        nn.init.normal_(W)
     specs = {name: stored[name] for name in parameters(net)}
     g = call(net, stored, used, mesh, again="again" in way)
     over, of = ("X", "Y") if "tp" in way else ("X",), mean_square if "mean" in way else squares
