@@ -252,6 +252,7 @@ PROGRAMS = {  # of x[B_X, D] -> the result's type: words of the error
     "x + torch.rand(6) -> x[B_X, D]": "draw the whole array outside",
     "x[x > 0] -> x[B_X]": "one shape",
     "torch.zeros(6).double().add_(x.sum(0)) -> x[D]": "x = x + y in place of",  # and no longer invariant
+    "(torch.zeros(6) > 0).__ior__(x[0] > 0) -> x[D]": "torch.where or torch.cat in place of x[i] = y",
     "x -> x[B_X, D] {U_Y}": "terms of a sum",
     "pcast(x, 'X', to='unreduced') * 2 -> x[B, D] {U_X}": "partial sums",
     "pcast(x, 'X', to='unreduced') + x -> x[B, D] {U_X}": "partial sums",
