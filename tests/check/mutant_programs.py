@@ -19,7 +19,7 @@ from scaling.check.findings import Judgement
 from scaling.check.run import looked_at_alone
 from scaling.check.strategy import run_layers
 from scaling.collectives import all_reduce
-from scaling.configs import Config
+from scaling.configs import Config, Latent
 from scaling.mesh import AbstractMesh
 from scaling.models import transformer as model
 from scaling.spec import ShardingError, parse
@@ -29,6 +29,8 @@ from scaling.strategies.stack import Strategy
 
 SIZES = {"L": 2, "B": 8, "D": 8, "F": 16}
 MODEL = Config("tiny", 1, 32, 64, 8, 4, 4, 16).with_(window=(3,), attention_bias=True, output_bias=True)
+# of the museum's edits of latent.py
+LATENT = MODEL.with_(K=8, attention_bias=False, output_bias=False, latent=Latent(16, 12, 6, 4, 4))
 # of a file by a part of its name
 MESHES = {"pods": "P=2,X=2,Y=1", "05_moe": "X=4", "05_context": "C=4", "05_pp": "Z=4", "10_problems": "Y=4"}
 MESHES |= {"forms/heads": "Y=2,Z=2", "forms/sequence": "Y=2,Z=2", "forms/context": "Y=2,C=2"}
@@ -108,7 +110,7 @@ def of_transformer(mesh, name: str, text: str):
     """The loss and gradients of tiny Transformers: with biases, tied, with experts; a file of theirs edited."""
     replace(importlib.import_module(name), text)
     found = []
-    for config in (MODEL, MODEL.with_(tied=True), MODEL.with_(E=2, k=1)):
+    for config in (LATENT,) if name.endswith(".latent") else (MODEL, MODEL.with_(tied=True), MODEL.with_(E=2, k=1)):
         params = transformer.shard(model.init(config, 0, torch.float64), config, mesh)
         g = torch.Generator().manual_seed(0)
         tokens, targets = (torch.randint(0, config.V, (4, 8), generator=g) for _ in range(2))
@@ -188,7 +190,7 @@ CHAPTERS = {
 def program(mesh, file: str, text: str) -> torch.Tensor:
     """What a file's program gives on this rank, as one flat vector."""
     name = Path(file).stem
-    if "transformer/" in file:
+    if "transformer/" in file or "expert/" in file:
         results = of_transformer(mesh, file.removesuffix(".py").replace("/", "."), text)
     elif "serve/" in file:
         results = of_serving(mesh, name, text)
@@ -216,6 +218,6 @@ def judgement(file: str, text: str) -> Judgement:
             raise ShardingError(str(error)) from None
         except Exception:
             pass
-    if "transformer/" in file or "serve/" in file:
+    if "transformer/" in file or "expert/" in file or "serve/" in file:
         replace(sys.modules[file.removesuffix(".py").replace("/", ".")], text_of(file))
     return report
