@@ -162,7 +162,7 @@ def of_context(mesh, module: ModuleType):
 def of_stages(mesh, module: ModuleType):
     """The book's listing beside one device, and the first step of a training run."""
     module.ADAMW = optim.adamw(3e-3)
-    return [*(apart for _, apart, _ in module.book(mesh, 0)), module.training(mesh, module.page.args)]
+    return [*(apart for _, apart, _ in module.book(mesh, 0)), *module.training(mesh, module.page.args)[:2]]
 
 
 def of_layer(mesh, module: ModuleType):
