@@ -26,7 +26,10 @@ def options(about: str | None, **defaults) -> Parser:
 
 def listed(text: str, known: list) -> list:
     """Some of these names, or any numbers."""
-    found = [type(known[0])(part) for part in text.split(",")]
+    try:
+        found = [type(known[0])(part) for part in text.split(",")]
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text}: give numbers by commas") from None
     if isinstance(known[0], str) and (unknown := set(found) - set(known)):
         raise argparse.ArgumentTypeError(f"{', '.join(sorted(unknown))}: there are {', '.join(known)}")
     return found
