@@ -1,6 +1,7 @@
 """`ranks(fn, {"X": 2, "Y": 2}, *args)`: call `fn(mesh, *args)` on ranks that are forked once and reused by all tests.
 
-A test whose first argument is `mesh`, parametrized as {"X": 2, "Y": 2}, runs on these ranks itself, each with its mesh.
+A test whose first argument is `mesh`, parametrized as {"X": 2, "Y": 2}, runs on these ranks itself, each with its mesh;
+a mark of warnings holds there for the ranks that it is the first to start, and for all that they run.
 Functions are pickled by name, so they stand at the top of their test module. A test that makes a rank fail ends its
 ranks; the next test gets new ones. Collectives are checked: ranks that disagree raise instead of hanging.
 """
@@ -159,7 +160,8 @@ def pytest_pyfunc_call(pyfuncitem):
     if not of_ranks(pyfuncitem):
         return None
     sizes, *args = (pyfuncitem.funcargs[name] for name in inspect.signature(pyfuncitem.obj).parameters)
-    pyfuncitem.funcargs["ranks"](pyfuncitem.obj, sizes, *args)
+    answers = pyfuncitem.funcargs["ranks"](pyfuncitem.obj, sizes, *args)
+    assert set(answers) == {None}, "a test on ranks asserts, and returns nothing"
     return True
 
 

@@ -121,7 +121,7 @@ def running(pid: int) -> bool:
         return False
 
 
-def all_ended(pids, limit=SOON) -> bool:
+def all_ended(pids: list[int], limit=SOON) -> bool:
     deadline = time.monotonic() + limit
     while (left := [pid for pid in pids if running(pid)]) and time.monotonic() < deadline:
         time.sleep(0.02)

@@ -112,14 +112,10 @@ def are_told(message, words) -> None:
         assert re.search(f"\n  rank {rank}: {each}", message), message
 
 
-def differ(mesh, what):
-    are_told(refused(DIFFER[what][mesh.rank][0], mesh), [words for _, words in DIFFER[what]])
-
-
 @TWO
 @pytest.mark.parametrize("what", DIFFER)
 def test_a_disagreement_is_an_error_on_every_rank_that_names_ranks_and_lines(mesh, what):
-    differ(mesh, what)
+    are_told(refused(DIFFER[what][mesh.rank][0], mesh), [words for _, words in DIFFER[what]])
 
 
 @FOUR
@@ -177,28 +173,28 @@ def test_ranks_that_share_no_memory_compare_by_messages(mesh):
         page._map = kept
     assert isinstance(meeting(apart.group(("X",)).pg), MeetingByMessages)
     for what in ("op", "pairs", "a mode"):
-        differ(apart, what)
+        test_a_disagreement_is_an_error_on_every_rank_that_names_ranks_and_lines(apart, what)
 
 
 # Who does not come
-
-
-@FOUR
-def test_ranks_that_wait_for_each_other_in_different_groups_are_told_so(mesh):
-    """In a circle: 0 waits along Y for 1, 1 along X for 3, 3 along Y for 2, 2 for 0."""
-    with pytest.raises(ShardingError) as error:
-        total(mesh, "Y" if mesh.coord["X"] == mesh.coord["Y"] else "X")
-    assert "the ranks wait for each other, each in another call\n" in str(error.value)
-    for rank, axis, other in [(0, "Y", 1), (1, "X", 3), (2, "X", 0), (3, "Y", 2)]:
-        call = f"AllReduce A[] {{U_{axis}}} -> A[] of () float32"
-        assert f"\n  rank {rank}: {call}, waits for rank {other}\n" in str(error.value)
-    assert total(mesh, "XY") == 4
 
 
 def called_in_vain(call, error, mesh) -> str:
     with pytest.raises(error) as told:
         call(mesh)
     return str(told.value)
+
+
+@FOUR
+def test_ranks_that_wait_for_each_other_in_different_groups_are_told_so(mesh):
+    """In a circle: 0 waits along Y for 1, 1 along X for 3, 3 along Y for 2, 2 for 0."""
+    axis = "Y" if mesh.coord["X"] == mesh.coord["Y"] else "X"
+    message = called_in_vain(partial(total, axes=axis), ShardingError, mesh)
+    assert "the ranks wait for each other, each in another call\n" in message
+    for rank, axis, other in [(0, "Y", 1), (1, "X", 3), (2, "X", 0), (3, "Y", 2)]:
+        call = f"AllReduce A[] {{U_{axis}}} -> A[] of () float32"
+        assert f"\n  rank {rank}: {call}, waits for rank {other}\n" in message
+    assert total(mesh, "XY") == 4
 
 
 @TWO

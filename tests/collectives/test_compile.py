@@ -41,7 +41,6 @@ def problem(mesh, types, layers, batch=8):
     return params, params.pop("In")
 
 
-@pytest.mark.slow
 @pytest.mark.compile
 @pytest.mark.parametrize(("mesh", "name"), CASES)
 def test_a_strategy_s_whole_step_in_one_graph(mesh, name):
@@ -67,7 +66,6 @@ def test_a_strategy_s_whole_step_in_one_graph(mesh, name):
         torch.testing.assert_close(compiled(params, state, In), eager, rtol=1e-10, atol=1e-12)
 
 
-@pytest.mark.slow
 @pytest.mark.compile
 @pytest.mark.sweep
 @pytest.mark.parametrize(("mesh", "kind"), [({"Z": 2}, "mlp"), ({"Z": 2, "X": 1, "Y": 2}, "fsdp_tp")])
@@ -100,7 +98,6 @@ def step(W, In, mesh):
     return dW, all_reduce("Loss[] {U_X} -> Loss[]", Tmp.square().sum(), mesh)
 
 
-@pytest.mark.slow
 @pytest.mark.compile
 @on_ranks({"X": 2})
 def test_a_step_and_its_derivatives_compiled(mesh):
@@ -119,7 +116,6 @@ def test_a_step_and_its_derivatives_compiled(mesh):
         torch.testing.assert_close(other, (dW, loss), rtol=1e-12, atol=1e-12)
 
 
-@pytest.mark.slow
 @pytest.mark.compile
 @on_ranks({"X": 2})
 def test_reductions_compiled(mesh):

@@ -23,8 +23,6 @@ GATHER, SCATTER, PRODUCT = "A[I_X, J] -> A[I, J]", "A[I, J] {U_X} -> A[I_X, J]",
 SUM, TRANSFER, RAGGED = "A[I] {U_X} -> A[I]", "A[I_X] -> A[I]", "Row[G_X, E, R, D] -> Row[G, E_X, R, D]"
 X, MASK = torch.arange(24.0).view(2, 3, 4), torch.tensor([[True, False, True], [False, True, False]])
 ROWS, MASKED = torch.arange(20.0).view(5, 4), "x[B, T, D] {U_Y}"
-
-
 meta = partial(torch.empty, device="meta")
 
 
@@ -235,6 +233,7 @@ def test_overlap_is_exact():
         found[overlap(a, b), overlaps_itself(a)] += 1
     assert min(found.values()) > 5, found
     assert len(found) == 4
+    # of other memory or of none; of windows
     assert not any(overlap(a, b) for a, b in [(x, x.clone()), (x.to("meta"), x.to("meta"))])
     assert overlaps_itself(x.view(-1).unfold(0, 3, 2))
     assert overlaps_itself(x.view(-1).as_strided((2, 2), (1, 1)))

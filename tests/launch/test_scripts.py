@@ -75,7 +75,9 @@ def failure_of(process) -> str:
     """What a process has printed that ends with exit code 1, and takes its ranks with it."""
     out, _ = process.communicate(timeout=120)
     assert process.returncode == 1, out
-    assert all_ended(int(pid) for pid in re.findall(r"pid (\d+) rank", out))
+    pids = [int(pid) for pid in re.findall(r"pid (\d+) rank", out)]
+    assert pids
+    assert all_ended(pids), out
     return out
 
 

@@ -79,9 +79,8 @@ test_what_makes_no_mesh = refused(
 
 
 @on_ranks(MESH)
-def test_alone_or_too_many(mesh):
-    """What sends nothing needs nobody else, also when it is the first use of its axes; nor does a mesh of one rank. Of
-    more devices than ranks nobody makes one."""
+def test_what_sends_nothing_needs_nobody_else(mesh):
+    """Also when it is the first use of its axes; nor does a mesh of one rank, or one that nobody can make."""
     for checked in (False, True):
         fresh = Mesh(mesh.sizes, checked=checked, timeout=60)
         if mesh.rank == 1:
@@ -110,8 +109,7 @@ def test_axes_of_size_one_make_no_other_group(mesh):
 
 
 @on_ranks(MESH)
-def test_timeouts(mesh):
-    """Every group has its mesh's, and a longer one where ranks wait before a call."""
+def test_every_group_has_its_mesh_s_timeout_and_a_longer_one_where_ranks_wait_before_a_call(mesh):
     groups = [each.group(axes).pg for each in (mesh, Mesh(mesh.sizes, timeout=7)) for axes in (("X",), ("Y",))]
     seconds = [pg._get_backend(torch.device("cpu")).options._timeout.total_seconds() for pg in groups]
     assert seconds == [LONGER * 60.0, LONGER * 60.0, 7.0, 7.0]
@@ -131,8 +129,7 @@ def test_shared_memory_leaves_no_file(mesh):
 
 
 @on_ranks({"X": 2}, MESH, {"X": 2, "Y": 1})
-def test_as_torch_sees_it(mesh):
-    """The same mesh, for torch's own strategies."""
+def test_torch_s_own_strategies_have_the_same_mesh(mesh):
     other, whole = mesh.device_mesh, torch.arange(16.0).view(4, 4)
     assert other.mesh_dim_names == tuple(mesh.sizes)
     assert [*other.get_coordinate()] == [*mesh.coord.values()]

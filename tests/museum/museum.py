@@ -238,7 +238,7 @@ def seen(bug: Bug) -> bool:
         return bug.refused in rules_broken(bug.file, planted(bug)) and not broken_as_it_is(bug.file)
     if bug.fails:
         printed = tested(bug, True)  # it must fail by what is compared: a crash is not silent
-        held = re.search(r"^E +(assert |AssertionError)", printed, re.M) and "1 failed" in printed
+        held = re.search(r"^E +AssertionError|^E {7}assert ", printed, re.M) and "1 failed" in printed
         return bool(held) and " passed" in tested(bug, False)
     call, words = bug.raises
     return not answer(call) and words in answer_with(bug)

@@ -101,7 +101,7 @@ def test_equals_dense(mesh, axis, tensor, spec, kinds):
         wanted, *routing = dense(config, how)
         found, *routed = on_mesh(mesh, axis, tensor, spec, config, how, way)
         assert all(map(torch.equal, routed, routing))
-        close(found, wanted, 1e-11)
+        close({f"{config} {how} {way}": found}, wanted, 1e-11)
 
 
 @pytest.mark.parametrize("config", [SOFTMAX, SIGMOID], ids=lambda config: config.name)
@@ -150,8 +150,9 @@ def test_bytes_are_real_and_computing_again_routes_nothing(mesh):
 @pytest.mark.parametrize("capacity", [None, 1.25, 0.5])
 def test_bytes_on_thousands_of_chips(capacity):
     """DeepSeek-V3's layer on 2048 x 2 abstract chips: forward and backward have the closed form's bytes and FLOPs."""
-    D, F, E, T, mesh = 7168, 2048, 256, 4096, AbstractMesh({"P": 32, "X": 64, "Y": 2})
-    config = Config("big", 1, D, F, N=1, K=1, H=1, V=1, E=E, k=8, shared=1, routing="sigmoid", capacity=capacity)
+    mesh, (B, T), (D, F, E) = AbstractMesh({"P": 32, "X": 64, "Y": 2}), (2048, 4096), (7168, 2048, 256)
+    sizes = {"L": 1, "D": D, "F": F, "N": 1, "K": 1, "H": 1, "V": 1, "E": E, "k": 8}
+    config = Config("big", **sizes, shared=1, routing="sigmoid", capacity=capacity)
     types, dims = expert.specs(config, "X", "Y"), {"D": D, "E": E, "F": F}
 
     def empty(*shape):
@@ -161,7 +162,8 @@ def test_bytes_on_thousands_of_chips(capacity):
         y, aux = expert.moe(params, x, config, mesh, "X", tensor="Y", spec="x[B_PX, T_Y, D]")
         return y, aux["balance"] + aux["z"]
 
-    params, x = tree.map(lambda text: empty(*parse(text).local_shape(dims, mesh)), types), empty(1, T // 2, D)
+    params = tree.map(lambda text: empty(*parse(text).local_shape(dims, mesh)), types)
+    x = empty(B // 2048, T // 2, D)
     with trace() as log:
         with trace() as forward:
             outs, pull = vjp(layer, params, x)

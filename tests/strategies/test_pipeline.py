@@ -49,16 +49,18 @@ def alone(block=BLOCK):
     return Loss, grads
 
 
-def every(stages, *counts):
-    """(mesh, cases) of all schedules for so many microbatches, where those are enough."""
+def every_schedule(stages, *counts, marks=()):
+    """Of so many microbatches, where those are enough."""
     too_few = {("interleaved", m) for m in counts if m % stages} | {("dualpipev", m) for m in counts if m < 2 * stages}
     cases = [(name, m, None) for name in SCHEDULES for m in counts if (name, m) not in too_few]
     cases += [case for case in (("gpipe", 8, 8), ("1f1b", 8, 3), ("interleaved", 8, 2)) if case[1] in counts]
-    return {"Z": stages}, [(*case, BLOCK if i % 3 else BARE, "") for i, case in enumerate(cases)]
+    cases = [(*case, BLOCK if i % 3 else BARE, "") for i, case in enumerate(cases)]
+    return pytest.param({"Z": stages}, cases, marks=marks, id=f"Z={stages} {counts}")
 
 
-def in_some_way(mesh, way, names):
-    return mesh, [(name, 8, None, BLOCK, way) for name in names]
+def by_way(mesh, way, names, marks=()):
+    cases = [(name, 8, None, BLOCK, way) for name in names]
+    return pytest.param(mesh, cases, marks=marks, id=f"{mesh} {way} {' '.join(names)}")
 
 
 WAYS = [
@@ -67,19 +69,20 @@ WAYS = [
     ({"Z": 4}, "pairs", ["1f1b", "dualpipev"]),
     ({"Z": 2}, "unchecked", ["1f1b", "interleaved", "dualpipev"]),
 ]
-CASES = [every(2, 1, 8), every(4, 8), *(in_some_way(*way) for way in WAYS)]
-SWEPT = [every(2, 4, 16), every(4, 1, 4, 16)]
-SWEPT += [in_some_way(*way, ["gpipe", "interleaved", "zb-h1"]) for *way, _ in WAYS]
+CASES = [every_schedule(2, 1, 8), every_schedule(4, 8), *(by_way(*way) for way in WAYS)]
+SWEEP = {"marks": pytest.mark.sweep}
+SWEPT = [every_schedule(2, 4, 16, **SWEEP), every_schedule(4, 1, 4, 16, **SWEEP)]
+SWEPT += [by_way(*way, ["gpipe", "interleaved", "zb-h1"], **SWEEP) for *way, _ in WAYS]
 
 
-@pytest.mark.parametrize(("mesh", "cases"), CASES + [pytest.param(*case, marks=pytest.mark.sweep) for case in SWEPT])
+@pytest.mark.parametrize(("mesh", "cases"), CASES + SWEPT)
 def test_equal_to_one_device(mesh, cases):
     """Loss and gradients, whole and in the model's order of layers; the loss to the bit on all stages.
 
     On axes X and Y with FSDP and tensor parallelism in each stage. "pairs": as on NCCL, with a process group for each
     direction and kind; "unchecked": on a mesh that compares nothing, the loss is reduced while the backward goes on.
     """
-    wanted, channels = {block: alone(block) for block in (BARE, BLOCK)}, pipeline.Channels
+    wanted, channels = {block: alone(block) for block in {case[3] for case in cases}}, pipeline.Channels
     for name, microbatches, collect, block, way in cases:
         schedule = make(name, mesh.sizes["Z"], microbatches)
         schedule = split_backward(schedule, collect) if collect is not None else schedule
@@ -88,7 +91,8 @@ def test_equal_to_one_device(mesh, cases):
         params, *batch = problem(at, schedule, stage)
         with patch.object(pipeline, "Channels", partial(channels, pairs=True if way == "pairs" else None)):
             Loss, grads = pipeline.value_and_grad(params, *batch, at, schedule, squares, stage)
-        close((Loss, restored(grads, at, schedule, stage)), wanted[block])
+        found = (Loss, restored(grads, at, schedule, stage))
+        close({f"{name} {microbatches}": found}, wanted[block])
         assert (tree.unshard(Loss[None], "Loss[S_Z]", mesh) == Loss).all()
 
 

@@ -138,8 +138,13 @@ def test_a_derivative_traces_as_the_explicit_backward_does(mesh):
         full, pull = by(gather, x)
         return full, *pull(w)
 
+    def by_autograd():
+        leaf = torch.nn.Parameter(x.clone())  # as a module's: no plain tensor
+        full = gather(leaf)
+        return full.detach(), *torch.autograd.grad(full, leaf, w)
+
     logs = []
-    for way in (explicit, partial(derived, vjp), partial(derived, tape)):
+    for way in (explicit, partial(derived, vjp), partial(derived, tape), by_autograd):
         untraced = way()
         with trace() as log:
             traced = way()
@@ -148,7 +153,7 @@ def test_a_derivative_traces_as_the_explicit_backward_does(mesh):
     with trace() as log:
         grad(lambda x: c.all_reduce("A[I] {U_X} -> A[I]", x, mesh).sum())(x)
     gathered = ("AllGather", ("X",), "A[I_X]", "A[I]", 32, 16)
-    assert logs == [[gathered, ("ReduceScatter", ("X",), "dA[I] {U_X}", "dA[I_X]", 32, 16)]] * 3
+    assert logs == [[gathered, ("ReduceScatter", ("X",), "dA[I] {U_X}", "dA[I_X]", 32, 16)]] * 4
     assert [e.op for e in log.events] == ["AllReduce", "AllReduce"]
 
 
