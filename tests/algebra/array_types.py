@@ -6,6 +6,7 @@ one float64 tensor, [size of each axis of the mesh..., shape of a shard...].
 
 import itertools
 import math
+from functools import partial
 
 import torch
 from hypothesis import settings
@@ -16,6 +17,7 @@ from scaling.spec import Spec
 
 SETTINGS = settings(deadline=None, derandomize=True, max_examples=40)
 MATRICES = {"I": 4, "J": 8, "K": 12}
+meta = partial(torch.empty, device="meta")  # shapes and dtypes alone
 
 
 def types(axes: str, dims=("I", "J"), unreduced=True):
@@ -23,8 +25,8 @@ def types(axes: str, dims=("I", "J"), unreduced=True):
     for split in arrangements(tuple(axes), len(dims)):
         idle = [axis for axis in axes if all(axis not in over for over in split)]
         for n in range(len(idle) + 1 if unreduced else 1):
-            for partial in itertools.combinations(idle, n):
-                yield Spec("A", tuple(zip(dims, split, strict=True)), partial)
+            for over in itertools.combinations(idle, n):
+                yield Spec("A", tuple(zip(dims, split, strict=True)), over)
 
 
 def naive_bytes(spec: Spec, shape, mesh) -> float:

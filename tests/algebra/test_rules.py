@@ -1,11 +1,10 @@
 """What a line may say: every rule of the collectives and of einsum, by lines that keep it and lines that break it."""
 
 import itertools
-from functools import partial
 
 import pytest
-import torch
-from array_types import types
+import torch  # noqa: F401  of a line below
+from array_types import meta, types
 from refused import evaluated, refused
 
 from scaling import collectives as c
@@ -16,7 +15,6 @@ from scaling.collectives.op import dual_line
 from scaling.mesh import AbstractMesh
 from scaling.spec import ShardingError, Spec, format_axes, parse_line
 
-meta = partial(torch.empty, device="meta")
 STEPS = {  # a call: the steps that it takes, as "axes over which: type after"
     "AllGather: A[I_YX] -> A[I]": ["YX: A[I]"],
     "AllGather: A[I_X, J_Y] -> A[I, J]": ["X: A[I, J_Y]", "Y: A[I, J]"],

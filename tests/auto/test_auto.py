@@ -9,6 +9,7 @@ from functools import partial
 import pytest
 import torch
 import torch.nn.functional as F
+from array_types import meta
 from beside_jax import MESH, close, filling, programs, written
 from machine import on_ranks
 from refused import evaluated, refused
@@ -23,11 +24,8 @@ from scaling.mesh import AbstractMesh, Mesh
 from scaling.spec import ShardingError
 from scaling.trace import trace
 
-ABSTRACT, ROWS = AbstractMesh(MESH), ("x[B_X, D]",)
-
-
-def meta(*shape, dtype=torch.float32):
-    return torch.empty(shape, dtype=dtype, device="meta")
+ABSTRACT = AbstractMesh(MESH)
+ROWS = ("x[B_X, D]",)
 
 
 def lowered(fn, in_types, out, *arguments):
@@ -82,7 +80,9 @@ def test_a_type_asked_for_is_taken():
     assert [step.op for step in program.steps] == ["AllReduce"]
     assert "T1[B_X, F_Y]: as asked for" in program.listing
     assert torch.equal(matmul(x := torch.ones(2, 2), x, x), torch.full((2, 2), 4.0))  # on one device it is nothing
-    # and a program whose result has a type has a plan
+
+
+def test_a_program_with_a_type_has_a_plan():
     assert lowered(lambda x: x.reshape(2, 64), ROWS, "y[B, D_X]", (8, 16)).wire_bytes > 0
     y = auto.jit(lambda x: x.sum(0), ABSTRACT, "x[B_X, D]")(explicit.array(torch.ones(8, 16), "[8_X, 16]", ABSTRACT))
     assert y.type in ("float32[16_X]", "float32[16_YX]")  # the least: a ReduceScatter, and maybe a slice

@@ -95,6 +95,10 @@ def figures(row: dict, side: str, flops: float) -> dict[str, str]:
     }
 
 
+def of_rates(rows, flops, bandwidth) -> str:
+    return table(["what", "rate"], [[row["what"], f"{row['rate']:.3g}"] for row in rows])
+
+
 def of_equal(rows, flops, bandwidth) -> str:
     kinds = Counter()
     for row in rows:
@@ -148,8 +152,12 @@ def of_beside(rows, flops, bandwidth) -> str:
     return table([*head, "MB", "theirs"], lines, 4)
 
 
+def of_trace(rows, flops, bandwidth) -> str:
+    return "\n".join(f"{row['file']}: {row['ranks']} ranks, {row['seconds']:.3g} s" for row in rows)
+
+
 SECTIONS = {
-    "rates": ("The device", lambda rows, *_: table(["what", "rate"], [[r["what"], f"{r['rate']:.3g}"] for r in rows])),
+    "rates": ("The device", of_rates),
     "nccl": ("NCCL with one rank", of_equal),
     "shared": ("Ranks that share one device, equal to one device", of_equal),
     "equal": ("All ranks, equal to one device", of_equal),
@@ -157,8 +165,5 @@ SECTIONS = {
     "decode": ("Prefill and decode", of_decode),
     "attention": ("Kernels of attention", of_attention),
     "beside": ("Beside PyTorch's own, on all ranks", of_beside),
-    "trace": (
-        "A trace for ui.perfetto.dev",
-        lambda rows, *_: "\n".join(f"{row['file']}: {row['ranks']} ranks, {row['seconds']:.3g} s" for row in rows),
-    ),
+    "trace": ("A trace for ui.perfetto.dev", of_trace),
 }

@@ -23,7 +23,12 @@ from scaling.mesh import AbstractMesh
 from scaling.strategies import data_parallel, fsdp, fsdp_tp, tensor_parallel
 from scaling.trace import trace
 
-STRATEGIES = {"dp": data_parallel, "fsdp": fsdp, "tp": tensor_parallel, "fsdp_tp": fsdp_tp}
+STRATEGIES = {
+    "dp": (data_parallel, {"bucket_bytes": BUCKET}),
+    "fsdp": (fsdp, {}),
+    "tp": (tensor_parallel, {}),
+    "fsdp_tp": (fsdp_tp, {}),
+}
 CALLS = {"AllGather": all_gather, "ReduceScatter": reduce_scatter, "AllReduce": partial(all_reduce, donate=True)}
 BASE, RANKS = Size(4, 512, 2048, 256), 2
 POINTS = [(n, BASE) for n in (1, 2, 4)]
@@ -80,8 +85,8 @@ def communicating(step: Callable, mesh, size: Size, at_once: bool) -> Callable:
 
 
 def measure(mesh, name: str, size: Size, steps: int) -> tuple[dict, float]:
-    options = {"bucket_bytes": BUCKET} if name == "dp" else {}
-    sides = parts(STRATEGIES[name], mesh, size, at_once=False, **options)
+    strategy, more = STRATEGIES[name]
+    sides = parts(strategy, mesh, size, at_once=False, **more)
     return in_turn(sides, steps), sent_by(sides["step"])
 
 

@@ -15,7 +15,6 @@ from types import SimpleNamespace
 import pytest
 import running
 from pinned import PINNED
-from running import CHAPTERS, TRIED
 
 from scaling.book import learning, notebook, recap
 from scaling.book.answers import VERDICTS
@@ -49,7 +48,7 @@ def test_answers_and_what_is_printed(name):
 
 
 def test_every_chapter_proposes_things_to_try():
-    assert TRIED.keys() == {*running.ALL}
+    assert running.TRIED.keys() == {*running.ALL}
     assert PINNED.keys() <= {*running.ON_A_PAGE}
     edited = {name: running.things_to_try(name)["old"] for name in running.ALL}
     assert [name for name, old in edited.items() if running.tried_in(name).count(old) != 1] == []
@@ -63,10 +62,10 @@ def test_the_loop_that_05_dp_shows_is_the_one_that_the_others_run():
 
 
 @pytest.mark.sweep
-@pytest.mark.parametrize("name", TRIED)
+@pytest.mark.parametrize("name", running.TRIED)
 def test_things_to_try(name, monkeypatch, tmp_path):
     """Each proposal stands in the chapter's last cell; the edit is made in its text, the flag given."""
-    after_edit, value, with_flag = TRIED[name]
+    after_edit, value, with_flag = running.TRIED[name]
     proposed = running.things_to_try(name)
     body = running.tried_in(name)
     found = eval(proposed["expression"], running.chapter(name).names)
@@ -103,7 +102,7 @@ def test_an_odd_mesh_is_run_or_refused(name, capfd):
 def test_under_torchrun_every_rank_ends_well(name):
     """What is checked is of rank 0, or holds on all."""
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "4"]
-    command = [*torchrun, str(CHAPTERS / f"{name}.py"), "--small"]
+    command = [*torchrun, str(running.CHAPTERS / f"{name}.py"), "--small"]
     ran = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
     assert ran.returncode == 0, ran.stderr[-2000:]
     assert ran.stdout.count("What held") == 1
@@ -164,13 +163,14 @@ def test_warnings_of_cells_are_shown(monkeypatch, capsys):
     outputs = [SimpleNamespace(output_type="stream", name=name, text=text) for name, text in streams]
     cells = [{"outputs": [SimpleNamespace(output_type="display_data")]}, {}, {"outputs": outputs}]
     monkeypatch.setattr(notebook, "execute", lambda path: SimpleNamespace(cells=cells))
-    assert notebook.main([str(CHAPTERS / "01_roofline.py")]) == 0
+    assert notebook.main([str(running.CHAPTERS / "01_roofline.py")]) == 0
     assert capsys.readouterr() == ("held\n", "UserWarning: old\n")
 
 
-def test_what_is_no_script_is_refused_before_anything_runs(capsys):
-    refused = {"no.py": "no such script", str(CHAPTERS): "no such script", "a.py --out nowhere/x.ipynb": "no folder"}
-    for options, words in refused.items():
+def test_what_is_no_script_is_refused_before_anything_runs(monkeypatch, capsys):
+    monkeypatch.setattr(notebook, "execute", None)
+    no_script, readme = "no such script", str(running.CHAPTERS.parent / "README.md")
+    for options, words in {"no.py": no_script, readme: no_script, "a.py --out nowhere/x.ipynb": "no folder"}.items():
         with pytest.raises(SystemExit, match="2"):
             notebook.main(options.split())
         assert words in capsys.readouterr().err
@@ -217,7 +217,7 @@ def test_runs_as_a_kernel_does(monkeypatch, capsys):
 
 
 @pytest.mark.chapter
-def test_the_numbers_are_the_chapters_own():
+def test_the_recap_s_numbers_are_the_chapters_own():
     ran = running.run("11_recap", "--parts", "2")
     assert ran.status == 0
     own = [answer for name in ("02_networking", "02_tpus") for answer in running.chapter(name).page.given]
@@ -229,7 +229,7 @@ def test_the_numbers_are_the_chapters_own():
     assert not [line for line in ran.text.splitlines() if len(line) > 80]
 
 
-def test_what_differs_fails(tmp_path):
+def test_a_script_of_which_an_answer_differs_fails(tmp_path):
     wrong = tmp_path / "13_wrong.py"
     wrong.write_text(
         '"""Part 13, a chapter: https://example.org"""\n'
@@ -244,11 +244,11 @@ def test_what_differs_fails(tmp_path):
 
 
 def test_the_readme_says_how_long_each_takes():
-    text = (CHAPTERS.parent / "README.md").read_text(encoding="utf-8")
+    text = (running.CHAPTERS.parent / "README.md").read_text(encoding="utf-8")
     said = {}
     for row in re.findall(r"^\| .*`.*\|$", text.partition("## The book")[2].partition("\n## ")[0], re.M):
         names, minutes = re.findall(r"`(\w+)\.py`", row), row.strip("| ").rpartition("|")[2].split(",")
         said |= zip(names, map(int, minutes), strict=True)
-    found = {path.stem: recap.minutes(path) for path in CHAPTERS.glob("*.py")}
+    found = {path.stem: recap.minutes(path) for path in running.CHAPTERS.glob("*.py")}
     assert said.keys() == found.keys()
     assert [name for name, minutes in said.items() if abs(minutes - found[name]) > 5] == []

@@ -1,4 +1,5 @@
-"""Small programs that run the lines of each file of mutants.py: on ranks for outcomes.py, and to be judged."""
+"""Small programs that run the lines of each file of mutants.py, and of the museum's latent.py: on ranks for
+outcomes.py, and to be judged."""
 
 import ast
 import importlib
@@ -29,7 +30,6 @@ from scaling.strategies.stack import Strategy
 
 SIZES = {"L": 2, "B": 8, "D": 8, "F": 16}
 MODEL = Config("tiny", 1, 32, 64, 8, 4, 4, 16).with_(window=(3,), attention_bias=True, output_bias=True)
-# of the museum's edits of latent.py
 LATENT = MODEL.with_(K=8, attention_bias=False, output_bias=False, latent=Latent(16, 12, 6, 4, 4))
 # of a file by a part of its name
 MESHES = {"pods": "P=2,X=2,Y=1", "05_moe": "X=4", "05_context": "C=4", "05_pp": "Z=4", "10_problems": "Y=4"}
@@ -171,17 +171,23 @@ def of_layer(mesh, module: ModuleType):
     return [[apart for _, apart, _ in found["differences"]], found.get("experts", []), found.get("bytes", [])]
 
 
+def of_pods(mesh, module: ModuleType) -> list[torch.Tensor]:
+    (dW,) = normals((8, 8), seed=mesh.rank)  # which the first may change
+    return [module.grads_of_layer(dW.clone(), mesh), module.grads_of_layer_flat(dW, mesh)]
+
+
+def of_matmuls(mesh, module: ModuleType):
+    whole = normals((8, 16), (16, 32), (32, 16))
+    return module.block(mesh, *tree.shard(whole, ["In[B, D_Y]", "W[D, F_Y]", "W[F_Y, D]"], mesh))
+
+
 CHAPTERS = {
-    "05_pods": lambda mesh, module: [
-        grads(*normals((8, 8), seed=mesh.rank), mesh) for grads in (module.grads_of_layer, module.grads_of_layer_flat)
-    ],
+    "05_pods": of_pods,
     "05_moe": of_layer,
     "05_transformer": of_layer,
     "05_context": of_context,
     "05_pp": of_stages,
-    "10_problems": lambda mesh, module: module.block(
-        mesh, *tree.shard(normals((8, 16), (16, 32), (32, 16)), ["In[B, D_Y]", "W[D, F_Y]", "W[F_Y, D]"], mesh)
-    ),
+    "10_problems": of_matmuls,
     "03_products": lambda mesh, module: module.question_9(mesh)[1],
     "09_profiling": lambda mesh, module: module.block(*module.arrays(mesh), mesh),
 }
@@ -203,7 +209,8 @@ def program(mesh, file: str, text: str) -> torch.Tensor:
 
 
 def judgement(file: str, text: str) -> Judgement:
-    """The judge's, of a file's program on an abstract mesh, where its end may fail: no values are compared."""
+    """The judge's, of a file's program on an abstract mesh: what its end does with values, which there are none of, may
+    fail."""
     mesh = AbstractMesh(mesh_of(file))
     with judged(mesh) as report:
         try:

@@ -64,7 +64,7 @@ def outcomes(mesh, file: str, texts: list[str]) -> list[str]:
     return found
 
 
-def on_ranks(file: str, texts: list[str]) -> list[str]:
+def given_by_ranks(file: str, texts: list[str]) -> list[str]:
     """The outcomes of edits of one file: of all together, or where one spoils the ranks of each alone."""
     try:
         ranks = launch.run(outcomes, mesh_of(file), file, texts, timeout=SECONDS)
@@ -74,7 +74,7 @@ def on_ranks(file: str, texts: list[str]) -> list[str]:
         if len(texts) == 1:
             return ["raises"]
         half = len(texts) // 2
-        return on_ranks(file, texts[:half]) + on_ranks(file, texts[half:])
+        return given_by_ranks(file, texts[:half]) + given_by_ranks(file, texts[half:])
 
 
 def stored(kept: Path = STORED) -> dict[str, str]:
@@ -139,7 +139,7 @@ def main() -> None:
     args = parser.parse_args()
     if args.right:
         for file, done, text in variants(args.right, 0):
-            print(file, *on_ranks(file, [text]), *judgement(file, text).findings, *done, sep="\n  ")
+            print(file, *given_by_ranks(file, [text]), *judgement(file, text).findings, *done, sep="\n  ")
     elif args.fresh:
         with tempfile.TemporaryDirectory() as folder:
             for listing in LISTINGS:
@@ -162,7 +162,7 @@ def run_all(every: Iterable[Edit], kept: Path) -> dict[str, str]:
         keys = list(texts)
         for start in range(0, len(keys), TOGETHER):
             some = keys[start : start + TOGETHER]
-            found = on_ranks(file, [texts[key] for key in some])
+            found = given_by_ranks(file, [texts[key] for key in some])
             with kept.open("a", encoding="utf-8") as out:
                 out.writelines(f"{key} {word}\n" for key, word in zip(some, found, strict=True))
             print(file, start, Counter(found), flush=True)

@@ -18,6 +18,7 @@ from scaling.check.lines import check_lines
 from scaling.check.run import judge_file
 
 STRATEGIES = [f"scaling/strategies/{name}.py" for name in ("data_parallel", "fsdp", "tensor_parallel", "fsdp_tp")]
+*_, TENSOR_PARALLEL, FSDP_TP = STRATEGIES
 
 
 @pytest.mark.parametrize("file", STRATEGIES)
@@ -63,14 +64,14 @@ GRADIENTS = {f"scaling/strategies/{name}.py": "dW_in" for name in ("fsdp_tp", "z
 GRADIENTS |= {"scaling/strategies/pods.py": "dW_out", "chapters/05_fsdp_tp.py": "dW_in"}
 FAULTS = [  # (file, what stands there, what stands there instead, the rule that is broken last)
     # a residual of another type
-    (STRATEGIES[2], r'(Out = reduce_scatter\("Out\[.*", Out)(?=, mesh\))', r"\1 + In", "partial-plus-whole"),
-    (STRATEGIES[2], r"return Out(?=, \(In)", "return Out + In", "split"),
+    (TENSOR_PARALLEL, r'(Out = reduce_scatter\("Out\[.*", Out)(?=, mesh\))', r"\1 + In", "partial-plus-whole"),
+    (TENSOR_PARALLEL, r"return Out(?=, \(In)", "return Out + In", "split"),
     *(  # a gradient that is returned unreduced
         (file, rf"    {weight} = (all_reduce|reduce_scatter)\(.*\n", "", "result")
         for file, weight in GRADIENTS.items()
     ),
     # an array of the right type in the wrong place
-    (STRATEGIES[3], r"dTmp = block\.act_vjp\(Tmp, dAct\)", "dTmp = dAct", "derivative"),
+    (FSDP_TP, r"dTmp = block\.act_vjp\(Tmp, dAct\)", "dTmp = dAct", "derivative"),
 ]  # fmt: skip
 
 

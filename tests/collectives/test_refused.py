@@ -4,10 +4,10 @@ each other's memory, and whether elements of one share theirs: against the place
 import random
 import re
 from collections import Counter
-from functools import partial
 
 import pytest
 import torch
+from array_types import meta
 from refused import by_words, refused
 from torch import ones
 
@@ -23,7 +23,6 @@ GATHER, SCATTER, PRODUCT = "A[I_X, J] -> A[I, J]", "A[I, J] {U_X} -> A[I_X, J]",
 SUM, TRANSFER, RAGGED = "A[I] {U_X} -> A[I]", "A[I_X] -> A[I]", "Row[G_X, E, R, D] -> Row[G, E_X, R, D]"
 X, MASK = torch.arange(24.0).view(2, 3, 4), torch.tensor([[True, False, True], [False, True, False]])
 ROWS, MASKED = torch.arange(20.0).view(5, 4), "x[B, T, D] {U_Y}"
-meta = partial(torch.empty, device="meta")
 
 
 def product(a, b, line=PRODUCT, **options):

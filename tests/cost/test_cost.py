@@ -75,8 +75,6 @@ def test_gathers_of_gpus():
     ):
         assert gpu.all_gather(1, H100, gpus, inner) == approx(seconds)
     assert [gpu.all_gather(1, chip("mi300x"), n) for n in (8, 2)] == approx([7 / 8 / 448e9, 1 / 2 / 64e9])
-    Y = gpu.tensor_limit_across(28_672, H100)
-    assert approx(4 * (Y / 8 - 1) / (Y / 8 * 400e9)) == 4 * 28_672 / (Y * 9.9e14)
 
 
 def test_all_to_all_by_counting():
@@ -98,7 +96,7 @@ tori = sides.map(lambda each: Torus(*zip(*each, strict=True)))
 
 @EACH
 @given(tori)
-def test_an_all_to_all_takes_as_long_as_its_fullest_link_and_hops_are_the_diameter(torus):
+def test_a_torus_is_its_links_and_an_all_to_all_takes_as_long_as_the_fullest(torus):
     slow = Chip("own", "tpu", axes=3, link_bw=1e9, wrap="none")
     routed = torus.all_to_all_seconds(1e12, 1e9)
     assert cost.all_to_all(1e12, slow, torus.shape, torus.wrap, exact=True) == pytest.approx(routed, rel=1e-9)
@@ -227,3 +225,5 @@ def test_gpu_data_threshold_and_expert_min_width(hw, nodes, k):
     F = gpu.expert_min_width(Z, k, hw)
     assert gpu.expert_layer(1e6, 4096, FASTER * F, Z, k, hw).bound == "compute"
     assert gpu.expert_layer(1e6, 4096, SLOWER * F, Z, k, hw).bound == "Z"
+    Y = gpu.tensor_limit_across(28_672, H100)
+    assert approx(4 * (Y / 8 - 1) / (Y / 8 * 400e9)) == 4 * 28_672 / (Y * 9.9e14)

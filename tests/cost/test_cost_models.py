@@ -41,7 +41,6 @@ def test_published_parameter_counts():
     config = get("deepseek-v3")
     counts = [tm.num_params(config, active=active) for active in (False, True)]
     assert counts == [approx(671e9, rel=1e-3), approx(37e9, rel=0.02)]
-    assert tm.kv_cache_bytes(config, 1, "bf16") == 61 * 576 * 2  # 70 kB a token
 
 
 def test_rule_of_thumb_is_the_exact_count_but_for_attention_embedding_and_norms():
@@ -191,6 +190,7 @@ def test_on_a_slice():
 
 
 def test_a_cache_is_counted_head_by_head():
+    assert tm.kv_cache_bytes(get("deepseek-v3"), 1, "bf16") == 61 * 576 * 2  # 70 kB a token
     config = get("llama3-8b").with_(window=(4,) * 8 + (None,) * 24)
     for context in (1, 4, 5, 100):
         elements = sum(2 * config.K * config.H * min(context, window or context) for window in config.windows)

@@ -67,7 +67,7 @@ def reason(case: Case, got: str, unreduced: tuple, theirs: str) -> str:
 COUNTS = {SAME: 1768, CASE_2: 942, SILENT_SUM: 96, SILENT_MAX: 96, UNREDUCED: 91, BATCH: 26, RESPLIT: 17, MERGED: 9}
 
 
-def test_equal_or_different_for_a_reason():
+def test_types_are_jaxs_or_differ_for_a_reason():
     """And what `beside_jax` says of JAX is what JAX said."""
     found = Counter()
     for _, some, answers in cases():

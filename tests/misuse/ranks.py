@@ -89,16 +89,17 @@ DEATHS = {
 }
 
 
-def without_end(work):
+def computes(draw):
     while True:
-        work()
+        torch.ones(50, 50) @ torch.ones(50, 50)
 
 
-OTHERS = {
-    "compute": lambda draw: without_end(lambda: torch.ones(50, 50) @ torch.ones(50, 50)),
-    "sleep": lambda draw: time.sleep(60),
-    "spin": lambda draw: without_end(int),
-}
+def spins(draw):
+    while True:
+        pass
+
+
+OTHERS = {"compute": computes, "sleep": lambda draw: time.sleep(60), "spin": spins}
 ORDERS = ["exchanged", "left out", "twice", "ends early", "raises"]
 ENDS = {"raises": raises} | DEATHS | OTHERS
 

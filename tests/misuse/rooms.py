@@ -135,7 +135,9 @@ ENTRIES = acts.ENTRIES | steps.ENTRIES | {
     ),
     "explicit": Entry(
         array_of,
-        lambda mesh, x, line: explicit.einsum("ij,kj->ik", *[explicit.array(x, line, mesh)] * 2, out="[4,4_X]").whole(),
+        lambda mesh, x, line: explicit.einsum(
+            "ij,kj->ik", *[explicit.array(x, line, mesh)] * 2, out="[4, 4_X]"
+        ).whole(),
         lambda x, **_: x @ x.T,
         TWO_DIMS,
     ),

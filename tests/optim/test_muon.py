@@ -4,6 +4,7 @@ from collections import Counter
 
 import pytest
 import torch
+from machine import on_ranks
 
 from scaling import optim, tree
 from scaling.mesh import AbstractMesh, Mesh
@@ -77,18 +78,12 @@ CASES = [({"form": form, "dtype": torch.float64}, torch.float64) for form in ort
 CASES += [({"master": True}, torch.bfloat16)]
 
 
-def on_mesh(mesh):
-    return [steps(mesh, options, dtype, mesh.size() > 1) for options, dtype in CASES]
-
-
-def test_every_form_on_a_mesh_equals_one_device(ranks):
+@on_ranks({"X": 2, "Y": 2}, {"Z": 2, "Y": 2}, {"E": 2, "X": 2})
+@pytest.mark.parametrize(("options", "dtype"), CASES, ids=str)
+def test_every_form_on_a_mesh_equals_one_device(mesh, options, dtype):
     """Of six layers on four ranks `owned` leaves two without a matrix of some leaves; over E some leaves are whole."""
-    wanted = on_mesh(ONE)
-    for sizes in {"X": 2, "Y": 2}, {"Z": 2, "Y": 2}, {"E": 2, "X": 2}:
-        for found in ranks(on_mesh, sizes):
-            for (options, dtype), ours, one in zip(CASES, found, wanted, strict=True):
-                for (where, a), b in zip(tree.named_leaves(ours).items(), tree.leaves(one), strict=True):
-                    assert (a - b).abs().max() <= (1e-12 if dtype == torch.float64 else 0), (sizes, where, options)
+    found, wanted = steps(mesh, options, dtype, donate=True), steps(ONE, options, dtype, donate=False)
+    torch.testing.assert_close(found, wanted, rtol=0, atol=1e-12 if dtype == torch.float64 else 0)
 
 
 @pytest.mark.parametrize("form", orthogonal.FORMS)

@@ -113,7 +113,7 @@ def test_a_few_layers_and_microbatches_say_what_all_take(model, L, mesh, z, M, s
 
 @pytest.mark.slow
 def test_a_plan_is_the_dry_run_of_the_command_that_it_prints(tmp_path, capsys):
-    """To the byte: memory, and what is sent. The planner, too, prints the command that runs its plan."""
+    """To the byte: memory, and what is sent."""
     model, on = tmp_path / "small.toml", tmp_path / "machine.toml"
     model.write_text("L = 1\nD = 32\nF = 64\nH = 8\nN = 4\nK = 2\nV = 256\n")
     on.write_text(rates.toml(machine()))
@@ -133,6 +133,9 @@ def test_a_plan_is_the_dry_run_of_the_command_that_it_prints(tmp_path, capsys):
     assert command.main([*given, "--plan", "2"]) == 1
     assert "scaling.measure --ranks 2 --out machine.toml" in " ".join(capsys.readouterr().err.split())
 
+
+@pytest.mark.slow
+def test_the_planner_too_prints_the_command_that_runs_its_plan(capsys):
     asked = "--model tiny --chip h100 --chips 2 --batch 8192 --run --seq"
     assert plan.main([*asked.split(), "1024"]) == 0
     command_line, counted = capsys.readouterr().out.splitlines()[-2:]

@@ -80,12 +80,15 @@ def test_torch_s_warning_of_a_block_that_was_allocated_before_is_not_shown(capfd
     assert freed == [(1, True)]
 
 
-def test_a_profile_within_another_sees_the_same_and_what_is_not_there_is_said(tmp_path):
+def test_a_profile_within_another_sees_the_same():
     with profile() as outer:
         for _ in range(2):
             with profile() as inner:
                 einsum(LINE, torch.ones(2, 3), torch.ones(3, 4))
     assert [line.line for line in outer.lines()] == [line.line for line in inner.lines()]
+
+
+def test_what_a_profile_has_not_is_said(tmp_path):
     with pytest.raises(ValueError, match="at the end of its block"), profile() as p:
         p.table()
     with profile(ops=False, memory=False) as p:

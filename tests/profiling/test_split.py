@@ -195,7 +195,7 @@ def test_who_is_slow(name):
     assert [str(one) for one in slow(programs)] == [f"rank 1 is {found}"] * bool(found)
 
 
-def test_a_rank_that_waited_for_a_core_is_not_slow():
+def test_waiting_within_a_span_is_counted_and_who_waited_for_a_core_is_not_slow():
     waited = [(0.0, 0.0), (1.0, 0.5), (2.0, 0.5), (3.0, 0.9)]
     assert [waited_within(waited, *span) for span in ((0.2, 0.8), (1.0, 2.0), (1.5, 2.5))] == approx([0.5, 0.0, 0.4])
     assert waited_within((), 0.0, 1.0) == 0.0

@@ -15,13 +15,15 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from scaling import __main__, serve
 from scaling.configs import Config
-from scaling.configs.sources import Source, with_weights
+from scaling.configs.sources import Source
+from scaling.mesh import AbstractMesh
 from scaling.models import hf, transformer
 from scaling.models.text import ByteText, tokenizer, write_bytes
 from scaling.serve import command as batch
 from scaling.serve import loading
 from scaling.serve.requests import Request, RequestLine
 from scaling.serve.text import TextStream, chat_prompt, ends_of
+from scaling.train import checkpoint
 
 CONFIG = Config("tiny", L=1, D=16, F=24, N=4, K=2, H=4, V=256)
 LARGER = CONFIG.with_(name="larger", L=2, V=258)  # of bytes and two ids more, as write_bytes has them
@@ -89,7 +91,7 @@ def completed(prompt: bytes, new: int, **options) -> list[int]:
     return serve.generate(params, [list(prompt)], CONFIG, new, **options)[0]
 
 
-def test_generate_says_what_the_model_says(said, folder, tmp_path):
+def test_generate_says_what_the_model_says(said):
     wanted = completed(b"ab", 5)
     out, _ = said("generate", ["--max-new-tokens", "5", "--prompt-ids", "97,98"])
     assert [*map(int, out.split())] == wanted
@@ -98,8 +100,16 @@ def test_generate_says_what_the_model_says(said, folder, tmp_path):
     assert "over 5 tokens; perplexity" in out
     scores = [float(line.split()[0]) for line in said("generate", ["--prompt", "abc", "--score"])[0].splitlines()[:2]]
     assert scores == pytest.approx(serve.score(params, [list(b"abc")], CONFIG)[0], abs=1e-4)
-    (tmp_path / "run.toml").write_text(f"model = '{folder}/config.json'\n")  # as a run of old that kept no model
-    assert with_weights(tmp_path).config.sizes == CONFIG.sizes
+
+
+def test_generate_from_a_run_that_kept_no_model(folder, tmp_path, capsys):
+    """Its checkpoint holds the optimizer's state as well, which is not read."""
+    (tmp_path / "run.toml").write_text(f"model = '{folder}/config.json'\n")
+    specs = transformer.specs_of(CONFIG)
+    types = {"params": specs, "optimizer": {"mu": specs}}
+    checkpoint.save(tmp_path, {"params": params, "optimizer": {"mu": params}}, types, AbstractMesh({}), 7)
+    assert __main__.main(f"generate --model {tmp_path} --prompt-ids 1,2 --max-new-tokens 4".split()) == 0
+    assert [*map(int, capsys.readouterr().out.split())] == completed(bytes([1, 2]), 4)
 
 
 REFUSED = {  # by what is said: options of `generate`
@@ -214,8 +224,9 @@ def test_requests_that_do_not_fit_are_refused_alone(served):
 @pytest.mark.slow
 @pytest.mark.parametrize("by_torchrun", [False, True])
 def test_a_server_on_a_mesh_finishes_what_runs_at_ctrl_c(tmp_path, by_torchrun):
-    extras = ("starlette", "uvicorn", "prometheus_client", "httpx")
-    *_, httpx = (pytest.importorskip(extra, reason="the extras serve and test have it") for extra in extras)
+    for extra in ("starlette", "uvicorn", "prometheus_client"):
+        pytest.importorskip(extra, reason="the extra serve has it")
+    httpx = pytest.importorskip("httpx", reason="the extra test has it")
     hf.save(tmp_path, LARGER, (own := transformer.init(LARGER, 3)))
     write_bytes(tmp_path)
     options = f"serve --model {tmp_path} --mesh Y=2 --port 0 --pages 600".split()

@@ -249,15 +249,17 @@ def test_least_lately_used_is_evicted_first():
     assert [bool(pool.match((token, 9))) for token in (5, 6, 7)] == [True, False, True]
 
 
-def test_groups_of_ranks():
-    """A request goes to the group that has its prefix, else where the fewest are."""
+def test_a_request_goes_to_the_group_that_has_its_prefix_else_where_the_fewest_are():
     start = initial(Options(pages=4, page=1, slots=6, groups=2))
     state, actions = step(start, [Arrive(Request(i, (i, i), 1)) for i in range(3)])
     assert [(work.id, work.group) for work in actions[-1].works] == [(0, 0), (1, 1), (2, 0)]
     state, _ = step(state, [Done("engine", dict.fromkeys(range(3), (9,)))])
     state, actions = step(state, [Arrive(Request(7, (1, 5), 1))])
     assert (state.live[7].group, actions[0]) == (1, Admit(7, 1))
-    # without pages, a group preempts its own youngest, not the one of the other group, though that is younger
+
+
+def test_a_group_without_pages_preempts_its_own_youngest():
+    """Not the one of the other group, though that is younger."""
     start = initial(Options(pages=2, page=2, slots=4, groups=2, prefix=False))
     state, _ = step(start, [Arrive(Request(i, prompt, 2)) for i, prompt in enumerate([(1, 1), (2,), (3,), (4,)])])
     _, actions = step(state, [Done("engine", dict.fromkeys(range(4), (9,)))])

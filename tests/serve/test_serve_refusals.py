@@ -158,7 +158,7 @@ OPTIONS = {  # of generate, of what is drawn from, of the engine
     "engine.Engine({}, None, Options(4, 1, 1), mesh=Z2)":
         "among 2 groups of ranks, options.groups is 1\n  fix: Options(..., groups=2)",
 }  # fmt: skip
-test_options = refused(evaluated(OPTIONS, globals()))
+test_options_of_generate_of_drawing_and_of_the_engine = refused(evaluated(OPTIONS, globals()))
 
 
 def test_numbers_of_numpy_and_torch_are_as_good_as_pythons():

@@ -44,7 +44,7 @@ def sharded(name: str, mesh=None, form="heads") -> dict:
 
 
 def drafted(draft, mesh=None, form="heads"):
-    """A draft of the dense model: beside others one that is unlike it, and one that is often right."""
+    """For the dense model: "small", which is unlike it, or "near", which is often right; another draft as it is."""
     if draft not in ("small", "near"):
         return draft
     return SMALL if draft == "small" else DENSE, sharded(draft, mesh, form)

@@ -98,7 +98,6 @@ REFUSED = {  # what is said: what is drawn
 }
 test_refused = refused(by_words(REFUSED), ShardingError)
 
-
 DRAWN = {  # what each of X=2, Y=2, or of X=3, has
     "A[I_X, J_Y]": """
             Y=0   Y=1

@@ -9,6 +9,7 @@ from functools import partial
 import problems
 import pytest
 import torch
+from array_types import meta
 from machine import on_ranks
 from problems import BLOCKS, SIZES, STRATEGIES, close, counts, one_device, pulled, specs, squares, stack, trained, whole
 from torch.func import vjp
@@ -273,7 +274,6 @@ def test_collective_matmuls_equal_one_device(mesh):
 @pytest.mark.parametrize("ways", [1, 2])
 def test_hops_and_bytes_of_collective_matmuls(n, ways):
     mesh, F, hops = AbstractMesh({"Y": n}), 4 * n, (n - 1 if ways == 1 else n // 2)
-    meta = lambda *shape: torch.empty(shape, device="meta")  # noqa: E731
     cases = {  # form: operands, V, hops, (multiple of V/n over the busiest link)
         cm.gather_matmul: ((meta(B, 2), meta(2 * n, 5)), 4 * B * 2 * n, hops, hops),
         cm.matmul_scatter: ((meta(B, 3), meta(3, F)), 4 * B * F, hops, hops),

@@ -24,13 +24,13 @@ from scaling.common.console import Parser, integer
 from scaling.spec.sizes import parse_mesh
 
 
-def on_ranks(args) -> tuple[Counter, list[str]]:
+def on_all(args) -> tuple[Counter, list[str]]:
     results = launch.run(typed.run, args.mesh, args.cases, args.seed)
     return results[0][0], sorted({text for _, found in results for text in found})
 
 
 WHAT = {  # (cases, run)
-    "calls": (10_000, on_ranks),
+    "calls": (10_000, on_all),
     "rooms": (10_000, lambda args: rooms.spoiled("", args.cases, args.seed)),
     "ranks": (3000, lambda args: ranks.sweep(args.mesh, args.cases, args.seed)),
     "alone": (150, lambda args: ranks.alone("alone", args.mesh, args.cases, args.seed, args.limit)),

@@ -5,6 +5,7 @@ from math import prod
 
 import pytest
 import torch
+from array_types import meta
 from machine import on_ranks
 from torch.func import grad, vjp
 
@@ -18,10 +19,6 @@ from scaling.trace.peak import peak_memory
 MESH = AbstractMesh({"X": 4, "Y": 2}, {"X": 1, "Y": 0})
 I, J = 8, 16  # what one device holds in the calls below, float32
 V = I * J * 4  # its bytes
-
-
-def meta(*shape):
-    return torch.empty(shape, device="meta")
 
 
 def ragged(line, x, mesh):

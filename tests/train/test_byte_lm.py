@@ -79,7 +79,8 @@ def test_bfloat16_with_float32_master_params(ranks):
 def test_synchronised_batch_norm_is_one_device_s(mesh):
     whole = torch.randn(2, 8, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     x, weights = tree.shard(whole, "x[K, B_X, D]", mesh)
-    n = torch.stack([x.requires_grad_().sum(0), x.square().sum(0)]) / 8
+    x.requires_grad_()
+    n = torch.stack([x.sum(0), x.square().sum(0)]) / 8
     mean, square = all_reduce("n[K, D] {U_X} -> n[K, D]", n, mesh)
     y = (x - mean) / (square - mean**2).sqrt()
     (y * weights).sum().backward()

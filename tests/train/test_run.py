@@ -4,6 +4,7 @@ sweep: real runs that are killed while they save, or lose a node."""
 
 import contextlib
 import fcntl
+import importlib.util
 import os
 import random
 import signal
@@ -13,6 +14,7 @@ import sys
 import time
 from functools import partial
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -23,7 +25,7 @@ from scaling import tree
 from scaling.configs import get
 from scaling.cost import transformer as tm
 from scaling.spec.sizes import parse_mesh
-from scaling.train import checkpoint, command, dry, guards, loop
+from scaling.train import checkpoint, command, dry, evaluate, guards, loop
 from scaling.train.elastic import fits_as_before, fitted, shared
 from scaling.train.loop import run
 from scaling.train.progress import Progress
@@ -170,6 +172,26 @@ def test_restarts_on_fewer_ranks_keep_what_was_asked_for(monkeypatch):
 
 TRAIN = [sys.executable, "-m", "scaling.train"]
 OPTIONS = "--data text.txt --seq 32 --eval-every 0"
+
+
+@pytest.mark.slow
+def test_a_run_shows_and_records_its_sample(monkeypatch, capsys):
+    board, find = mock.MagicMock(), importlib.util.find_spec
+    monkeypatch.setattr(evaluate, "LENGTH", 4)
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", mock.Mock(SummaryWriter=board))
+    write_text(300)
+    given = "--data text.txt --batch 2 --seq 16 --steps 2 --eval-batches 1 --sample 'a \"😀' --tensorboard board"
+    with monkeypatch.context() as patch:
+        patch.setattr(importlib.util, "find_spec", lambda name: None if "tensorboard" in name else find(name))
+        assert "fix: pip install 'scaling-book-torch[tensorboard]'" in refusal(capsys, given)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: board if "tensorboard" in name else find(name))
+    assert train(given) == 0
+    assert '    a "😀' in capsys.readouterr().out
+    assert board.call_args.args == ("board",)
+    written = {call.args[::2] for call in board.return_value.method_calls if call.args}
+    assert written >= {("loss", 1), ("loss", 2), ("sample", 2), ("memory", 1)}
+    assert train("--resume --steps 3") == 0  # with the options written back
+    assert '    a "😀' in capsys.readouterr().out
 
 
 @pytest.mark.sweep

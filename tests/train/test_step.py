@@ -2,8 +2,6 @@
 params are; and bytes, collectives and FLOPs are those that the dry run says. What does not fit is refused by it. The
 loss of held-out text, whatever is left for the last batch, and sample text are one device's too."""
 
-import importlib.util
-import sys
 from dataclasses import replace
 from functools import partial
 from unittest import mock
@@ -13,7 +11,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from machine import on_ranks
-from runs import ONE, TINY, refusal, train, write_text
+from runs import ONE, TINY
 
 from scaling import serve, tree
 from scaling.book.largest import largest
@@ -207,7 +205,7 @@ def test_the_same_text_on_every_mesh_and_cold_what_serving_gives(mesh):
                 assert evaluate.continuation(params, SETTINGS, ONE) == bytes(wanted[0]).decode(errors="replace")
 
 
-def test_refused_before_the_run():
+def test_a_sample_that_cannot_be_taken_is_refused_before_the_run():
     with pytest.raises(ValueError, match=r"--sample gathers the whole params .*\n  fix: leave it out"):
         evaluate.check_sample(SETTINGS, 2, 50_000, 1e5)
     evaluate.check_sample(SETTINGS, 1, 50_000, 1e5)  # which has them already
@@ -215,21 +213,22 @@ def test_refused_before_the_run():
         evaluate.check_sample(Settings(SAMPLED.with_(V=100), "", "", sample="prompt"), 1, 0, 1e9)
 
 
-@pytest.mark.slow
-def test_a_run_shows_and_records_its_sample(monkeypatch, capsys):
-    board, find = mock.MagicMock(), importlib.util.find_spec
-    monkeypatch.setattr(evaluate, "LENGTH", 4)
-    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", mock.Mock(SummaryWriter=board))
-    write_text(300)
-    given = "--data text.txt --batch 2 --seq 16 --steps 2 --eval-batches 1 --sample 'a \"😀' --tensorboard board"
-    with monkeypatch.context() as patch:
-        patch.setattr(importlib.util, "find_spec", lambda name: None if "tensorboard" in name else find(name))
-        assert "fix: pip install 'scaling-book-torch[tensorboard]'" in refusal(capsys, given)
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: board if "tensorboard" in name else find(name))
-    assert train(given) == 0
-    assert '    a "😀' in capsys.readouterr().out
-    assert board.call_args.args == ("board",)
-    written = {call.args[::2] for call in board.return_value.method_calls if call.args}
-    assert written >= {("loss", 1), ("loss", 2), ("sample", 2), ("memory", 1)}
-    assert train("--resume --steps 3") == 0  # with the options written back
-    assert '    a "😀' in capsys.readouterr().out
+def test_steps_are_those_of_a_plain_loop_of_torch_s():
+    """Clipped, and by AdamW with betas of 0.9 and 0.95, in which only matrices decay."""
+    settings = Settings(MODEL, "", "", 8, 32, lr=3e-3, warmup=1, clip=0.1, dtype="fp64", schedule="constant")
+    params, optimizer = drawn_params(settings, ONE), optimizer_of(settings)
+    state, step, batch = optimizer.init(params), make_step(settings, ONE, optimizer), batch_of(settings, ONE)
+    theirs = tree.map(lambda W: W.clone().requires_grad_(), params)
+    leaves, rows = tree.named_leaves(theirs), torch.cat([batch[0], batch[1][:, -1:]], 1)
+    matrices = {name for name in leaves if "W_" in name or "unembed" in name}
+    groups = [{"params": [leaves[name] for name in matrices], "weight_decay": 0.1}]
+    groups += [{"params": [W for name, W in leaves.items() if name not in matrices], "weight_decay": 0.0}]
+    plain = torch.optim.AdamW(groups, lr=3e-3, betas=(0.9, 0.95))
+    for _ in range(3):
+        params, state, metrics = step(params, state, batch)
+        plain.zero_grad()
+        model.loss(theirs, rows, config=MODEL).backward()
+        norm = torch.nn.utils.clip_grad_norm_(leaves.values(), 0.1)
+        plain.step()
+        assert metrics["grad_norm"].item() == pytest.approx(norm.item(), rel=1e-12)
+    assert largest(off(params, theirs).values()) < 1e-12
