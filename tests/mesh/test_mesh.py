@@ -75,9 +75,6 @@ test_what_makes_no_mesh = refused(
 )  # fmt: skip
 
 
-# What holds on ranks
-
-
 @on_ranks(MESH)
 def test_what_sends_nothing_needs_nobody_else(mesh):
     """Also when it is the first use of its axes; nor does a mesh of one rank, or one that nobody can make."""

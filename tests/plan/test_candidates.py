@@ -13,7 +13,7 @@ from scaling.hardware import chip
 from scaling.plan import Fixed, Job, Layout, evaluate, plans, search
 from scaling.plan.candidates import CHUNKS, TIE, rank, simplest_first
 from scaling.plan.job import AXES, POLICIES, SCHEDULES
-from scaling.plan.network import Unplaced, book, placements, slice_shape, torus, torus_meshes, tree
+from scaling.plan.network import Unplaced, book, measured, placements, slice_shape, torus, torus_meshes, tree
 
 H100, V5P = chip("h100"), chip("v5p")
 L8, L70 = get("llama3-8b"), get("llama3-70b")
@@ -221,6 +221,8 @@ def test_lanes_of_a_torus_and_of_a_tree():
     assert network.lanes["weights"].links[1]
     with pytest.raises(Unplaced, match="groups of 6 GPUs lie across nodes of 8"):
         tree(H100, sizes(data=4, tensor=6), 1)
+    with pytest.raises(Unplaced, match="AllGather over 2 ranks was not measured"):
+        measured(H100, sizes(data=2), 1)
     tree(H100, sizes(tensor=6), 1)  # all there is: 6 of a node's GPUs
 
 

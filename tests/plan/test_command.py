@@ -48,7 +48,7 @@ SAID = [  # arguments, exit status, what is said among other things
     ("--model llama3-8b --chip v9 --chips 16 --batch 1M", 2, ["unknown chip"]),
     ("--model llama3-8b --chip v5e --dtype fp8 --chips 16 --batch 1M", 2, ["no FLOPs/s for fp8"]),
     *((f"{POD} {wrong}", 2, []) for wrong in
-      ("--mfu 2", "--headroom 0", "--batch 1e400", "--batch 4x", "--mesh seq=2", "--dtype int4")),
+      ("--mfu 2", "--headroom 0", "--batch 1e400", "--batch 4x", "--batch 4.2.1", "--mesh seq=2", "--dtype int4")),
     ("published --only gpt-9", 2, ["no run is called 'gpt-9'"]),
     ("guide --model llama3-8b --gpu h100 --gpus 8", 0, ["Take: FSDP"]),
     ("guide --model llama3-8b --memory 24GB --gpus 2", 1, ["Nothing fits", "8-bit Adam"]),
