@@ -124,6 +124,7 @@ JUDGED = {  # beside the examples of the page
     "and those that are passed on": (ring(True), ("Q[B, T_X, H]", "K[B, T_X, H]"), None, ""),
     "a mask around a look-up": (picked, ("l[B, V_Y]", "t[B]", "h[B]"), None, ""),
     "a mask around anything else": (masked_sum, ("l[B]", "h[B]"), None, "reduced-twice"),
+    "of nothing, and not linear": (lambda a: reduced(a.new_zeros(4, 5).exp()), (A,), None, "nonlinear"),
     "no such op": (lambda a: torch.special.i0(a), (A,), None, "i0: not in the table of ops"),
     "a mask of no look-up": (lambda a: masked("A[I, J_X] {U_Y}", a, a > 0, MESH), (A,), "A[I, J_X] {U_Y}", WORD),
     "rows over another axis": (looked_up("x[B, D] {U_Y}"), ("E[V_X, D]",), "x[B, D] {U_Y}", WORD),
