@@ -12,6 +12,7 @@ from misuse.entries import DTYPES, SPOILS, Draw, Wrong, typed
 from torch.utils.flop_counter import FlopCounterMode
 
 from scaling.algebra.rules import collective_steps
+from scaling.common.torch_private import storage_of
 from scaling.spec import ShardingError, Spec
 
 BUFFERS = ["fits", "fits", "by columns", "shape", "shape", "dtype", "expanded", "meta", "numpy", "operand", "leaf"]
@@ -130,7 +131,7 @@ class Case:
 
     def __init__(self, draw: Draw, x, wanted=None, wrong: list | None = None, may_refuse: bool = False):
         self.draw, self.x, self.wanted, self.wrong, self.may_refuse = draw, x, wanted, wrong or [], may_refuse
-        self.options, self.memory, self.in_operand = {}, None, False
+        self.options, self.memory = {}, None
 
     def out(self, shape, dtype) -> str:
         """Give a buffer: how it fits."""
@@ -138,7 +139,6 @@ class Case:
         if how in ("shape", "dtype", "expanded", "meta", "numpy"):
             self.wrong.append(f"out: {how}")
         self.may_refuse |= how in ("operand", "leaf")
-        self.in_operand = how == "operand"
         return how
 
     def hold(self, call: Callable, what: str, linear: bool = True) -> str:
@@ -177,7 +177,7 @@ class Case:
             raise Wrong(f"the buffer does not hold the result: {what}")
         if around is not None and any(not torch.equal(self.memory[end], around[end]) for end in ENDS):
             raise Wrong(f"memory around the buffer was written: {what}")
-        if plain and not options.get("donate") and not self.in_operand:
+        if plain and not options.get("donate") and (given is None or storage_of(given) != storage_of(x)):
             if mode in ("plain", "in graph", "leaf", "vjp") and y.layout == torch.strided:
                 y.copy_(~y if y.dtype == torch.bool else torch.full_like(y, 7) if y.is_complex() else 7 - y.float())
             if not torch.equal(x.resolve_neg(), kept):

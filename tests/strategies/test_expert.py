@@ -7,6 +7,7 @@ from unittest.mock import patch
 
 import pytest
 import torch
+from array_types import meta
 from machine import on_ranks
 from problems import SIGMOID, SOFTMAX, close, drawn, mask_of, on_one_device, problem, pulled
 from torch.func import vjp
@@ -155,15 +156,12 @@ def test_bytes_on_thousands_of_chips(capacity):
     config = Config("big", **sizes, shared=1, routing="sigmoid", capacity=capacity)
     types, dims = expert.specs(config, "X", "Y"), {"D": D, "E": E, "F": F}
 
-    def empty(*shape):
-        return torch.empty(shape, dtype=torch.bfloat16, device="meta")
-
     def layer(params, x):
         y, aux = expert.moe(params, x, config, mesh, "X", tensor="Y", spec="x[B_PX, T_Y, D]")
         return y, aux["balance"] + aux["z"]
 
-    params = tree.map(lambda text: empty(*parse(text).local_shape(dims, mesh)), types)
-    x = empty(B // 2048, T // 2, D)
+    params = tree.map(lambda text: meta(parse(text).local_shape(dims, mesh), dtype=torch.bfloat16), types)
+    x = meta(B // 2048, T // 2, D, dtype=torch.bfloat16)
     with trace() as log:
         with trace() as forward:
             outs, pull = vjp(layer, params, x)
@@ -181,8 +179,8 @@ def test_bytes_on_thousands_of_chips(capacity):
 @pytest.mark.parametrize(("n", "reordered"), [(1, False), (2, True), (SOFTMAX.E, False)])
 def test_rows_are_put_in_order_only_if_several_ranks_send_to_several_experts(n, reordered):
     mesh, dims = AbstractMesh({"X": n}), {"D": SOFTMAX.D, "E": SOFTMAX.E, "F": SOFTMAX.F}
-    types, x = expert.specs(SOFTMAX, "X"), torch.empty(2, 4, SOFTMAX.D, device="meta")
-    params = tree.map(lambda text: torch.empty(parse(text).local_shape(dims, mesh), device="meta"), types)
+    params = tree.map(lambda text: meta(parse(text).local_shape(dims, mesh)), expert.specs(SOFTMAX, "X"))
+    x = meta(2, 4, SOFTMAX.D)
     assert (expert.route_tokens(params, x, SOFTMAX, mesh, "X").order is not None) == reordered
 
 
