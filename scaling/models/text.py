@@ -74,6 +74,8 @@ class FromFile:
             raise ValueError(
                 f"{path}: not a tokenizer.json: {error}\n  fix: give a file that the tokenizers library wrote"
             ) from error
+        self.loaded.no_truncation()  # a file may ask to cut every text, or to pad it: neither is part of the text
+        self.loaded.no_padding()
         self.name, self.identity = str(path), sha256(Path(path).read_bytes()).hexdigest()
         self.vocabulary = max(self.loaded.get_vocab().values(), default=-1) + 1
 
