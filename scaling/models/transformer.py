@@ -171,7 +171,7 @@ def loss(
     sum(w * ce) / sum(w), and 0 where they are all 0. `label_smoothing` and `z_loss`: a token's loss is
     (1 - smoothing) ce + smoothing (mean over V of ce) + z_loss lse^2. Nothing is dropped: dropout belongs to
     `scaling.strategies.transformer.loss_and_grads`. segments[B, T], or [B, T + 1] beside the tokens: the ids of packed
-    documents. The rest as in `forward`.
+    documents. Without `targets` no token is asked for the first token of the next document. The rest as in `forward`.
     """
     check_ids("tokens", tokens)
     if targets is None and tokens.shape[1] < 2:
@@ -180,10 +180,15 @@ def loss(
     check_ids("targets", wanted, inside.shape)
     if weights is not None:
         check_weights(weights, wanted)
+    documents = segments
     if isinstance(segments, Tensor) and targets is None and segments.shape == tokens.shape:
         segments = segments[:, :-1]
     logits, extra = _forward(params, inside, remat, attention, config or config_of_params(params), segments)
-    counts = (wanted != ignore_index) if weights is None else weights * (wanted != ignore_index)
+    counts = wanted != ignore_index
+    if documents is not None and targets is None:
+        same = documents[:, 1:] == documents[:, :-1]
+        counts = counts & F.pad(same, (0, wanted.shape[1] - same.shape[1]), value=True)
+    counts = counts if weights is None else weights * counts
     check_range("tokens" if targets is None else "targets", wanted, logits.shape[-1], counts)
     wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
     logprobs, inside_V = wide.log_softmax(-1), torch.where(counts == 0, 0, wanted)

@@ -66,12 +66,19 @@ class Batches:
         return stacked([self.row(i) for i in numbers])
 
     def row(self, number: int) -> Batch:
-        """One sequence: tokens, targets, segments [length]."""
+        """Return one sequence: tokens, targets, segments [length].
+
+        A target counts unless the corpus says that it does not, or it belongs to another document than its token:
+        attention hides documents from each other, so a document's first token cannot be predicted.
+        """
         start = self.first + number * self.length
         ids, counted = self.corpus.between(start, start + self.length + 1)
-        targets = ids[1:] if counted is None else numpy.where(counted[1:], ids[1:], IGNORED)
-        segments = numpy.searchsorted(self.corpus.starts, numpy.arange(start, start + self.length), side="right")
-        tokens, targets, segments = (torch.from_numpy(x.astype(numpy.int64)) for x in (ids[:-1], targets, segments))
+        segments = numpy.searchsorted(self.corpus.starts, numpy.arange(start, start + self.length + 1), side="right")
+        counts = segments[1:] == segments[:-1]
+        if counted is not None:
+            counts &= counted[1:]
+        row = ids[:-1], numpy.where(counts, ids[1:], IGNORED), segments[:-1]
+        tokens, targets, segments = (torch.from_numpy(x.astype(numpy.int64)) for x in row)
         return tokens, targets, segments
 
 

@@ -121,10 +121,14 @@ def test_packed_documents_are_as_if_alone(config):
     assert rope.restarted(IDS)[0].tolist() == [0, 1, 2, 3, 0, 1, 2, 3, 4, 0, 1, 2, 3]
     params, tokens = shaken(config), tokens_of(config, 2, 13)
     packed = transformer.forward(params, tokens[:, :-1], config=config, segments=IDS)
+    total, count = 0.0, 0
     for b, start, stop in [(0, 0, 4), (0, 4, 9), (0, 9, 13), (1, 0, 13)]:
         alone = transformer.forward(params, tokens[b : b + 1, start:stop], config=config)
         close(packed[b, start:stop], alone[0], 1e-12, 1e-12)
-    dense = partial(transformer.loss, params, tokens, config=config)
+        targets = tokens[b, start + 1 : stop + (stop == 13)]  # the last token's next one is taken for its document's
+        total, count = total + F.cross_entropy(alone[0, : len(targets)], targets, reduction="sum"), count + len(targets)
+    dense = partial(transformer.loss, params, tokens, config=config.with_(aux_coef=0.0, z_coef=0.0))
+    close(dense(segments=IDS), total / count, 1e-12, 0)
     assert torch.equal(dense(segments=IDS), dense(segments=torch.cat([IDS, IDS[:, -1:]], 1)))
 
 

@@ -2,6 +2,8 @@
 once an epoch, mixtures by weight, targets that do not count. What cannot be read is named."""
 
 import json
+import random
+import string
 from itertools import islice
 from pathlib import Path
 
@@ -124,6 +126,37 @@ def test_each_sequence_comes_once_an_epoch_in_an_order_of_the_seed():
     assert valid.first == first.last == valid.rows(range(valid.sequences))[0].min()
     short = hold_out(counting(100), 4, 32, seed=5)  # of a short text at least one sequence is held out
     assert [part.sequences for part in short] == [2, 1]
+
+
+TEXTS = [f"{letter}xyz." for letter in random.Random(0).choices(string.ascii_letters, k=400)]
+
+
+@pytest.mark.parametrize("kind", ["one text", "texts", "lines", "rows of ids", "shards", "mixture"])
+def test_no_target_is_of_another_document_than_its_token(kind):
+    """Of 400 documents of five bytes each fifth token has no target; of one text each token has."""
+    Path("data").mkdir()
+    if kind == "one text":
+        Path("data/a.txt").write_text("".join(TEXTS))
+    elif kind == "texts":
+        for i, text in enumerate(TEXTS):
+            Path(f"data/{i:03}.txt").write_text(text)
+    elif kind == "rows of ids":
+        for i, text in enumerate(TEXTS):
+            numpy.save(f"data/{i:03}.npy", numpy.frombuffer(text.encode(), numpy.uint8))
+    else:
+        Path("data/a.jsonl").write_text("\n".join(json.dumps({"text": text}) for text in TEXTS))
+        if kind == "shards":
+            tokenize.write_shards("data", "shards", ByteText(), 64)
+    data = {"shards": "shards", "mixture": "data:1,data/a.jsonl:2"}.get(kind, "data")
+    train, valid = inputs(Settings(get("tiny"), data, "", 8, 32))
+    for read in (train, *valid):
+        for part in read.sources if isinstance(read, Mixture) else [read]:
+            for number in range(part.sequences):
+                first = part.first + 32 * number
+                text = "".join(TEXTS)[first : first + 33].encode()
+                wanted = [IGNORED if kind != "one text" and (first + i) % 5 == 0 else text[i] for i in range(1, 33)]
+                tokens, targets, _ = part.row(number)
+                assert (tokens.tolist(), targets.tolist()) == ([*text[:-1]], wanted)
 
 
 def test_a_mixture_is_exact_over_a_round_and_repeats_nothing_within_an_epoch():

@@ -4,6 +4,7 @@ loss of held-out text, whatever is left for the last batch, and sample text are 
 
 from dataclasses import replace
 from functools import partial
+from itertools import pairwise
 from unittest import mock
 
 import numpy
@@ -11,7 +12,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from machine import on_ranks
-from runs import ONE, TINY
+from runs import ONE
 
 from scaling import serve, tree
 from scaling.book.largest import largest
@@ -178,19 +179,37 @@ SAMPLED = MODEL.with_(L=3)
 SETTINGS = Settings(SAMPLED, "", "", sample="Once upon ä", seed=3)
 
 
-@on_ranks({"X": 2, "Y": 2})
-def test_the_mean_of_all_sequences_on_any_mesh(mesh):
-    ids = numpy.random.default_rng(0).integers(0, 256, 32 * 11 + 1)
-    corpus = Corpus((ids[:200], ids[200:]), numpy.array([0, 100]))
-    segments = torch.zeros(11, 32, dtype=torch.int64)
-    segments[3, 4:] = 1  # the second document begins at 100
-    params, rows = model.init(TINY, 0, torch.float64), torch.from_numpy(ids).unfold(0, 33, 32)
-    wanted = model.loss(params, rows, config=TINY, segments=segments).item()
+IDS, STARTS = numpy.random.default_rng(0).integers(0, 256, 32 * 11 + 1), (0, 100, 128, 131, 150)
+
+
+def losses_by_document(params) -> tuple[float, int]:
+    """Return the sum of the losses of IDS, cut into 11 sequences, and their number: each piece of a document in a
+    sequence is run alone, and none is asked for the next document's first token."""
+    total, count = 0.0, 0
+    cuts = sorted({*STARTS, *range(0, len(IDS), 32)})
+    for first, last in pairwise(cuts):
+        targets = torch.from_numpy(IDS[first + 1 : last + (last not in STARTS)])
+        logits = model.forward(params, torch.from_numpy(IDS[first:last])[None], config=MODEL)[0, : len(targets)]
+        total, count = total + F.cross_entropy(logits, targets, reduction="sum").item(), count + len(targets)
+    return total, count
+
+
+@on_ranks({"X": 2, "Y": 2}, {"Z": 2, "C": 2})
+def test_held_out_and_training_losses_are_the_mean_over_documents_on_any_mesh(mesh):
+    corpus = Corpus((IDS[:200], IDS[200:]), numpy.array(STARTS))
+    params = model.init(MODEL, 0, torch.float64)
+    total, count = losses_by_document(params)
+    assert count == 32 * 11 - 4
     for on, batch, microbatches in (ONE, 11, 1), (ONE, 8, 2), (mesh, 4, 1):  # one batch; of 4, 4 and 3 sequences
-        settings = Settings(TINY, "", "", batch, 32, microbatches=microbatches, eval_batches=0)
-        held = [Batches(corpus, batch, 32, 0, 0, len(ids))]
-        found = evaluate.evaluate(transformer.shard(params, TINY, on), held, settings, on)
-        assert found == pytest.approx(wanted, rel=1e-12)
+        settings = Settings(MODEL, "", "", batch, 32, microbatches=microbatches, eval_batches=0)
+        held = Batches(corpus, batch, 32, 0, 0, len(IDS))
+        mine = transformer.shard(params, MODEL, on)
+        assert evaluate.evaluate(mine, [held], settings, on) == pytest.approx(total / count, rel=1e-12)
+        rows = held.rows([*range(11), 0])  # 12 rows, which meshes divide: the first one, again, ...
+        rows[1][11] = -100  # ... does not count
+        settings = replace(settings, batch=12, microbatches=3)
+        loss, _, _ = gradients(settings, on)(mine, [evaluate.local(x, on) for x in rows])
+        assert loss.item() == pytest.approx(total / count, rel=1e-12)
 
 
 @on_ranks({"Z": 2, "Y": 2})
