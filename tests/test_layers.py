@@ -47,7 +47,8 @@ INSIDE = {  # a module: what it imports inside functions
     "scaling.train.progress": "torch.utils.tensorboard",  # it needs tensorboard, an extra
     "scaling.train.dcp": "torch.distributed.checkpoint",  # it takes a second to import; rank 0 alone writes it
     "scaling.train.command": "scaling.plan.choose",  # a run that is started again plans nothing
-    "scaling.serve.command": "scaling.serve.web.server scaling.serve.web.words",  # they need the extra serve
+    # they need the extra serve:
+    "scaling.serve.command": "scaling.serve.web.gate scaling.serve.web.server scaling.serve.web.words",
     # a mesh to train on is planned without torch, the guide, the published runs and serving:
     "scaling.plan.__main__": "scaling.plan.choose scaling.plan.guide scaling.plan.published scaling.plan.serve.command",
 }

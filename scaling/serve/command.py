@@ -38,7 +38,11 @@ def arguments(argv=None) -> argparse.Namespace:
     parser.add_argument("--output", metavar="FILE", type=output, help="completions, one line each")
     parser.add_argument("--port", type=integer(0, 65535), help="serve HTTP at this port; 0 is any that is free")
     parser.add_argument("--host", default="127.0.0.1", help="address to listen at (default 127.0.0.1: this machine)")
-    parser.add_argument("--key", help="what clients must send as their API key (default: none is needed)")
+    key = parser.add_mutually_exclusive_group()
+    key.add_argument("--key", help="what clients must send as their API key (default: none is needed)")
+    key.add_argument(
+        "--key-file", metavar="FILE", help="read the key from a file; without either, from the variable SCALING_KEY"
+    )
     parser.add_argument(
         "--queue", type=integer(0), default=64, help="HTTP requests that may wait for a slot (default 64)"
     )
@@ -148,11 +152,12 @@ def _options(args, pages: int, groups: int) -> Options:
 def _over_http(args, what: Served, options: Options) -> int:
     """Serve HTTP until Ctrl-C."""
     try:
-        from scaling.serve.web import server
+        from scaling.serve.web import gate, server
         from scaling.serve.web.words import Model
     except ImportError as error:
         raise ValueError(f"--port needs {error.name}\n  fix: pip install 'scaling-book-torch[serve]'") from None
     model = Model(what.config.name, what.tokenizer, what.config.V, what.ends, None, options, args.max_new_tokens)
+    args.key = gate.read_key(args.key, args.key_file)
     listener = server.listen(args.host, args.port) if first_rank() else None
     with server.passed_on():
         what.on_ranks(_serve_http, args, model, listener, timeout=FOR_EVER)

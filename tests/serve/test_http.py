@@ -92,7 +92,7 @@ def test_what_is_wrong_is_refused_with_the_reason(served, words):
     assert words in answer.json()["error"]["message"]
 
 
-def test_addresses_and_a_key():
+def test_addresses():
     with running(key="sesame") as found:
         assert found.client.get("/health").json() == {"status": "ok"}
         assert [m["id"] for m in found.client.get("/v1/models").json()["data"]] == ["tiny"]
@@ -108,9 +108,6 @@ def test_addresses_and_a_key():
         for name in ("generated_tokens_total", "time_to_first_token_seconds_count", "time_per_output_token_seconds_sum",
                      "waiting", "pages_held", "tokens_per_second", 'requests_total{reason="length"}'):  # fmt: skip
             assert f"\nscaling_{name} " in told
-        for key in ("", "Bearer é".encode(), "Basic sesame"):
-            for path, status in {"/v1/models": 401, "/metrics": 401, "/figures": 401, "/health": 200, "/": 200}.items():
-                assert found.client.get(path, headers={"Authorization": key}).status_code == status
 
 
 def test_a_full_queue_clients_that_vanish_and_a_second_ctrl_c():

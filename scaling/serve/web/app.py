@@ -4,26 +4,26 @@ Whatever a client sends is answered with a status and a reason, and ends nothing
 """
 
 import asyncio
-import hmac
 import itertools
 import json
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import HTMLResponse, Response, StreamingResponse
 from starlette.routing import Route
 
 from scaling.serve.web.desk import AnswerPiece, Desk
+from scaling.serve.web.gate import KeyGate
 from scaling.serve.web.words import AnswerWriter, ClientCall, Model, NotServed, read_body
 
 BODY = 4 << 20  # bytes of a body, at most
 PATIENCE = 30.0  # seconds in which a body has to come
-OPEN = ("/", "/health")  # need no key
 PAGE = Path(__file__).with_name("page.html")
 ALONE = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; connect-src 'self'"
 
@@ -36,25 +36,24 @@ class Refused(HTTPException):
 
 
 def application(desk: Desk, model: Model, *, queue: int = 64, key: str | None = None) -> Starlette:
-    """The calls of one server. `queue`: requests that may wait beside those in the slots. `key`: what a client has to
-    send, as `Authorization: Bearer KEY`."""
+    """Return the application that answers the calls of one server.
+
+    Args:
+        queue: how many requests may wait beside those in the slots.
+        key: what a client has to send, as `Authorization: Bearer KEY`; None if none is needed.
+    """
     calls = _Calls(desk, model, queue)
-
-    def behind_key(endpoint: Callable) -> Callable[[Request], Awaitable[Response]]:
-        async def answer(request: Request) -> Response:
-            if key is not None and request.url.path not in OPEN:
-                _check_key(request, key)
-            return await endpoint(request)
-
-        return answer
 
     async def refused(request: Request, error: Any) -> Response:
         known = isinstance(error, Refused)
-        reason = error.detail if known else f"{request.method} {request.url.path:.80} is not served"
+        reason = error.detail if known else f"{request.method} {request.scope['path']:.80} is not served"
         return _error(desk, error.status_code, reason)
 
     async def nobody(request: Request, error: Exception) -> Response:
         return Response(status_code=499)  # which nobody reads
+
+    def without_key() -> Response:
+        return _error(desk, 401, "the key is missing or wrong\n  fix: send the header Authorization: Bearer KEY")
 
     routes = [
         Route("/", calls.page), Route("/health", calls.health), Route("/metrics", calls.metrics),
@@ -63,15 +62,12 @@ def application(desk: Desk, model: Model, *, queue: int = 64, key: str | None = 
         Route("/v1/completions", partial(calls.complete, chat=False), methods=["POST"]),
         Route("/v1/chat/completions", partial(calls.complete, chat=True), methods=["POST"]),
     ]  # fmt: skip
-    routes = [Route(route.path, behind_key(route.endpoint), methods=route.methods) for route in routes]
-    return Starlette(routes=routes, exception_handlers={HTTPException: refused, ClientDisconnect: nobody})
-
-
-def _check_key(request: Request, key: str) -> None:
-    scheme, _, given = request.headers.get("authorization", "").partition(" ")
-    same = hmac.compare_digest(given.encode(errors="replace"), key.encode())
-    if scheme.lower() != "bearer" or not same:
-        raise Refused(401, "the key is missing or wrong\n  fix: send the header Authorization: Bearer KEY")
+    doors = [] if key is None else [Middleware(KeyGate, key, without_key)]
+    answers = Starlette(
+        routes=routes, middleware=doors, exception_handlers={HTTPException: refused, ClientDisconnect: nobody}
+    )
+    answers.router.redirect_slashes = False  # to an address that the client's Host header would choose
+    return answers
 
 
 def _error(desk: Desk, status: int, reason: str) -> Response:

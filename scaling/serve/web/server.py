@@ -90,6 +90,7 @@ def serve_http(
             access_log=False,
             limit_concurrency=CONNECTIONS,
             server_header=False,
+            proxy_headers=False,
         )
     )
 

@@ -1,0 +1,57 @@
+"""Which calls are let in: the key that clients have to send."""
+
+import hmac
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+from starlette.responses import Response
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+OPEN = ("/", "/health")  # need no key
+VARIABLE = "SCALING_KEY"
+
+
+def read_key(given: str | None, file: "str | Path | None") -> str | None:
+    """Return the key that clients have to send: as given, or from the file, or from the environment; None without one.
+
+    Raises:
+        ValueError: the key is one that no client could send, or that any client could.
+    """
+    if given is not None:
+        return check_key("--key", given)
+    if file is not None:
+        return check_key(f"--key-file {file}", Path(file).read_text(errors="replace").rstrip("\r\n"))
+    if (found := os.environ.get(VARIABLE)) is not None:
+        return check_key(VARIABLE, found)
+    return None
+
+
+def check_key(source: str, key: str) -> str:
+    """Return the key. ValueError if it is empty, which any client could send, or does not fit into a header."""
+    if not key:
+        raise ValueError(f"{source}: the key is empty, so that anybody has it\n  fix: give a key, or leave it out")
+    if not key.isascii() or not key.isprintable() or " " in key:
+        raise ValueError(f"{source}: no client can send this key\n  fix: use letters, digits and signs of ASCII alone")
+    return key
+
+
+class KeyGate:
+    """An ASGI application in front of another one: calls without the key are refused before anything else is read.
+
+    Which calls need no key is decided by `scope["path"]`, the path by which routes are chosen. `request.url` would not
+    do: it is put together from the Host header, which the client writes.
+    """
+
+    def __init__(self, app: ASGIApp, key: str, refusal: Callable[[], Response]):
+        self.app, self.refusal = app, refusal
+        self.key = check_key("key", key).encode()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        allowed = scope["type"] == "http" and (scope["path"] in OPEN or self._has_key(scope))
+        await (self.app if allowed else self.refusal())(scope, receive, send)
+
+    def _has_key(self, scope: Scope) -> bool:
+        given = dict(scope["headers"]).get(b"authorization", b"")
+        scheme, _, key = given.partition(b" ")
+        return hmac.compare_digest(key, self.key) and scheme.lower() == b"bearer"
