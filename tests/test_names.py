@@ -80,6 +80,7 @@ ITS_OWN = {"AssertionError", "AttributeError", "IndexError", "RankError"}
 NO_FIX = {  # where a sentence alone is enough: why
     "common/console.py": "an option's range, or why a file cannot be written, in argparse's one line",
     "exercise/judge.py": "what an answer lacks; the answer itself is not told",
+    "models/template_process.py": "why a template is not rendered; who asked for it says the fix",
     "schedules/simulator.py": "a schedule that cannot run is quoted by rank and step",
     "serve/requests.py": "the reason, in one line, in the answer to a client's request",
 }

@@ -7,7 +7,8 @@ COMPANIONS = (  # what comes with a model's weights, beside config.json
     "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "generation_config.json",
     "chat_template.jinja", "chat_template.json", "tokenizer.model", "vocab.json", "merges.txt",
 )  # fmt: skip
-FILES = [*SIZES, *COMPANIONS, "model*.safetensors", "model.safetensors.index.json"]
+TEMPLATES = "additional_chat_templates"  # a folder of named chat templates, NAME.jinja
+FILES = [*SIZES, *COMPANIONS, f"{TEMPLATES}/*.jinja", "model*.safetensors", "model.safetensors.index.json"]
 INSTEAD = "choose a model with config.json and safetensors; of one in GGUF, download the file and give FILE.gguf"
 
 

@@ -10,10 +10,11 @@ import sys
 
 from scaling import launch
 from scaling.common.console import SEEDS, Parser, complaining, integer, number
+from scaling.models.template import chat_template
 from scaling.serve.generation import Token, score, stream
 from scaling.serve.loading import Served, add_model, served_by
 from scaling.serve.requests import Sampling
-from scaling.serve.text import TextStream, chat_prompt
+from scaling.serve.text import TextStream
 
 
 def arguments(argv=None) -> argparse.Namespace:
@@ -101,7 +102,9 @@ def prompt_of(args, what: Served) -> list[int]:
             ) from None
     text = sys.stdin.read() if args.prompt == "-" else args.prompt
     if args.chat:
-        text = chat_prompt(what.model.folder, [{"role": "user", "content": text}])
+        if (template := chat_template(what.model.folder)) is None:
+            raise ValueError(f"{what.model.folder}: has no chat template\n  fix: give the prompt without --chat")
+        text = template.render([{"role": "user", "content": text}], add_generation_prompt=True)
     ids = what.tokenizer.encode(text, special=not args.chat)
     if not ids:
         raise ValueError("the prompt is empty\n  fix: give at least one token")

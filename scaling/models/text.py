@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from scaling.common.arguments import read_table
-from scaling.configs.hub import COMPANIONS
+from scaling.configs.hub import COMPANIONS, TEMPLATES
 from scaling.configs.sources import MODEL, RUN
 
 FILE = "tokenizer.json"
@@ -189,6 +189,8 @@ def copy_companions(source: "str | Path", out: Path) -> None:
     for name in COMPANIONS:
         if (source / name).is_file():
             shutil.copyfile(source / name, out / name)
+    if (source / TEMPLATES).is_dir():
+        shutil.copytree(source / TEMPLATES, out / TEMPLATES, dirs_exist_ok=True)
 
 
 def write_bytes(out: Path) -> None:

@@ -7,22 +7,23 @@ output is one request's completion with its times; a line that cannot be served 
 """
 
 import argparse
-import contextlib
 import json
 import math
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from scaling import launch
 from scaling.common.console import Parser, complain, complaining, first_rank, integer, output
+from scaling.models.template import chat_template
 from scaling.serve.cache import share_of
 from scaling.serve.engine import serve
 from scaling.serve.loading import Served, add_model, served_by
 from scaling.serve.requests import RequestLine, read_requests
 from scaling.serve.simulate import RequestTimes, Simulated
 from scaling.serve.states import POLICIES, Options, Run
-from scaling.serve.text import TextStream, chat_template
+from scaling.serve.text import TextStream
 from scaling.serve.types import cache_specs
 
 CONTEXT = 2048  # tokens of the cache for each slot, over HTTP, or as far as memory has room
@@ -168,8 +169,8 @@ def _serve_http(mesh, what: Served, args, model, listener) -> None:
     """On every rank."""
     from scaling.serve.web import server
 
-    with contextlib.suppress(ValueError):  # a model without a chat template serves plain prompts
-        model = model._replace(chat=chat_template(what.model.folder))
+    if template := chat_template(what.model.folder):
+        model = model._replace(chat=partial(template.render, add_generation_prompt=True))
     params, own = what.loaded(mesh)
 
     def ready(address: str, stop: Any) -> None:

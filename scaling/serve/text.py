@@ -1,6 +1,6 @@
-"""Text as it is generated: streamed, stopped and put into a chat. A chat template needs jinja2, which torch brings."""
+"""Text as it is generated: streamed, and stopped."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -76,39 +76,3 @@ def ends_of(folder: "str | Path") -> tuple[int, ...]:
         if found is not None:
             return tuple(whole_numbers(f"{path}: eos_token_id", found if isinstance(found, list) else [found]))
     return ()
-
-
-def chat_prompt(folder: "str | Path", messages: Sequence[Mapping[str, str]]) -> str:
-    """The messages [{"role": "user", "content": ...}] as the folder's, or a run's, chat template writes them, up to the
-    answer."""
-    return chat_template(folder)(messages)
-
-
-def chat_template(folder: "str | Path") -> Callable[[Sequence[Mapping[str, str]]], str]:
-    """What `chat_prompt` writes by. ValueError where the folder has none, or jinja2 is not there."""
-    folder = home_of(folder)
-    table = folder / "tokenizer_config.json"
-    options = read_table(table) if table.is_file() else {}
-    file = folder / "chat_template.jinja"
-    template = file.read_text() if file.is_file() else options.get("chat_template")
-    if not isinstance(template, str):
-        raise ValueError(f"{folder}: has no chat template\n  fix: give a plain prompt")
-    try:
-        from jinja2.sandbox import ImmutableSandboxedEnvironment
-    except ImportError:
-        raise ValueError("a chat template needs jinja2\n  fix: pip install jinja2") from None
-    text = {name: options[name] for name in ("bos_token", "eos_token") if name in options}
-    text = {name: token["content"] if isinstance(token, dict) else token for name, token in text.items()}
-    environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True)
-    environment.globals["raise_exception"] = _refuse
-    compiled = environment.from_string(template)
-
-    def write(messages: Sequence[Mapping[str, str]]) -> str:
-        return compiled.render(messages=list(messages), add_generation_prompt=True, **text)
-
-    return write
-
-
-def _refuse(why: str) -> None:
-    """What a template calls where the messages are not such as its model knows."""
-    raise ValueError(f"{why}\n  fix: give messages as this model knows them")

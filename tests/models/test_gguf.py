@@ -10,8 +10,9 @@ from probes import shaken
 from scaling import tree
 from scaling.configs import Config, RopeScaling, source_of
 from scaling.models import hf
+from scaling.models.template import chat_template
 from scaling.models.text import tokenizer_of
-from scaling.serve.text import chat_prompt, ends_of
+from scaling.serve.text import ends_of
 
 gguf = pytest.importorskip("gguf")
 pytest.importorskip("tokenizers")
@@ -90,7 +91,7 @@ def test_tokenizer_ends_and_template(read):
     assert ids == [259, 256, TOKENS.index("e"), TOKENS.index("Ġ"), 269, 257, *(TOKENS.index(c) for c in "âĤ¬")]
     assert tokenizer.decode(ids) == "the <x11> th€"  # <x1> is special, and left out
     assert ends_of(folder) == (259,)
-    assert chat_prompt(folder, [{"role": "user", "content": "hi"}]) == "<x0>hi<x1>"
+    assert chat_template(folder).render([{"role": "user", "content": "hi"}]) == "<x0>hi<x1>"
 
 
 PIECES = {  # of "I'LL pay 1234 €  now\n\n ok", by hand from the patterns that llama.cpp has under these names

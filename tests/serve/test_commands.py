@@ -22,7 +22,7 @@ from scaling.models.text import ByteText, tokenizer, write_bytes
 from scaling.serve import command as batch
 from scaling.serve import loading
 from scaling.serve.requests import Request, RequestLine
-from scaling.serve.text import TextStream, chat_prompt, ends_of
+from scaling.serve.text import TextStream, ends_of
 from scaling.train import checkpoint
 
 CONFIG = Config("tiny", L=1, D=16, F=24, N=4, K=2, H=4, V=256)
@@ -135,17 +135,12 @@ def test_generate_refuses_what_it_cannot_do_and_what_does_not_fit_beforehand(sai
     assert loading.free_memory("cpu", 2) == pytest.approx(0.45 * available, rel=0.05)
 
 
-def test_ends_and_chat_templates(tmp_path):
+def test_ends(tmp_path):
     assert ends_of(tmp_path) == ()
     (tmp_path / "config.json").write_text('{"eos_token_id": 2}')
     assert ends_of(tmp_path) == (2,)
     (tmp_path / "generation_config.json").write_text('{"eos_token_id": [2, 5]}')
     assert ends_of(tmp_path) == (2, 5)
-    pytest.importorskip("jinja2")
-    template = "{{ bos_token }}{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}[assistant]"
-    table = {"chat_template": template, "bos_token": {"content": "<s>"}}
-    (tmp_path / "tokenizer_config.json").write_text(json.dumps(table))
-    assert chat_prompt(tmp_path, [{"role": "user", "content": "hi"}]) == "<s>[user]hi[assistant]"
 
 
 GOOD = [

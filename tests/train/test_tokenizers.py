@@ -22,9 +22,10 @@ from tokenizers import Tokenizer
 from scaling import tree
 from scaling.generate import command as generating
 from scaling.models import hf
+from scaling.models.template import chat_template
 from scaling.models.text import home_of, tokenizer, tokenizer_of
 from scaling.serve import command as serve
-from scaling.serve.text import chat_prompt, ends_of
+from scaling.serve.text import ends_of
 from scaling.train import command
 from scaling.train.origin import options_of, tokenizer_in
 
@@ -233,7 +234,8 @@ def test_a_run_is_whole_by_itself(place, capsys):
     Path("requests").write_text('{"prompt": "the dog ran"}\n{"ids": [2, 3], "stop": "cat"}\n')
     for folder in ("../moved", "out"):
         assert ends_of(folder) == ends_of(place / "hf") == (1, 5)
-        assert chat_prompt(folder, [{"role": "user", "content": "dog"}]) == "<s>the dog a"
+        chat = chat_template(folder).render([{"role": "user", "content": "dog"}], add_generation_prompt=True)
+        assert chat == "<s>the dog a"
         capsys.readouterr()
         for more in ("--chat", "--score", "--ignore-eos"):
             assert generate(f"--model {folder} --prompt 'the dog' --max-new-tokens 8 {more}") == 0

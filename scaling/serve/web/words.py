@@ -6,7 +6,7 @@ are served beside its own fields. A field that would change the answer and is no
 
 import secrets
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 from scaling.serve import scheduler
@@ -29,6 +29,7 @@ COMMON = (
 )
 PLAIN = (*COMMON, "prompt", "max_tokens", "echo", "best_of", "suffix")
 CHAT = (*COMMON, "messages", "max_tokens", "max_completion_tokens", "top_logprobs", "tools", "response_format")
+CHAT += ("chat_template_kwargs",)
 NO_EFFECT = ("user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key")  # on any token
 NEUTRAL = {  # not served, but for the value that changes nothing
     "frequency_penalty": (0,), "presence_penalty": (0,), "logit_bias": ({},), "echo": (False,), "best_of": (1,),
@@ -37,9 +38,6 @@ NEUTRAL = {  # not served, but for the value that changes nothing
 MOST = 16  # tokens of a completion that says none, as OpenAI's
 CHOICES = 64  # answers of one call
 TOP_PLAIN, TOP_CHAT = 5, 20  # the likeliest tokens beside each, at most
-
-
-FIX = "\n  fix: "
 
 
 class NotServed(ValueError):
@@ -53,7 +51,7 @@ class Model(NamedTuple):
     tokenizer: Any
     V: int
     ends: tuple[int, ...]
-    chat: Callable[[Sequence[Mapping[str, str]]], str] | None
+    chat: Callable[..., str] | None  # (messages, **chat_template_kwargs) -> text
     options: Options
     most: int | None = None  # tokens of an answer, where a client says none
 
@@ -128,11 +126,13 @@ def _chat_ids(fields: Fields, model: Model) -> list[int]:
     if not isinstance(messages, list) or not messages:
         raise ValueError("messages is not a list of messages\n  fix: give at least one")
     told = [_message(i, message) for i, message in enumerate(messages)]
-    try:
-        text = model.chat(told)
-    except Exception as error:  # a template is a program, and what it was given is the client's
-        why = f"the chat template does not take these messages: {str(error).partition(FIX)[0]}"
-        raise ValueError(f"{why}\n  fix: give messages as this model knows them") from None
+    options = fields.given.get("chat_template_kwargs", {})
+    if not isinstance(options, dict) or {"messages", "add_generation_prompt"} & options.keys():
+        raise ValueError(
+            "chat_template_kwargs is not an object of what the chat template knows beside the messages"
+            '\n  fix: give one such as {"enable_thinking": false}'
+        )
+    text = model.chat(told, **options)
     return read_ids(model.tokenizer.encode(text), model.tokenizer, model.V)
 
 

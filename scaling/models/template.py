@@ -1,0 +1,281 @@
+"""A model's chat template: from messages to the text that the model has learnt to go on from.
+
+    template = chat_template(folder)
+    template.render([{"role": "user", "content": "Hi"}], add_generation_prompt=True)
+
+Templates are read and rendered as transformers reads and renders them. A template is a program that comes with the
+model, so another process runs it (`template_process.py`): it may take `SECONDS` of processor time and write `MOST`
+characters. It needs jinja2, of the extra `hf`.
+"""
+
+import atexit
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache, cached_property
+from importlib.util import find_spec
+from pathlib import Path
+from threading import Lock
+from typing import Any
+
+from scaling.common.arguments import of_type, read_table
+from scaling.configs.hub import TEMPLATES
+from scaling.models.text import FILE, home_of
+
+SECONDS = 2.0  # of processor time that one rendering may take
+MOST = 8 << 20  # characters that it may write
+TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+REASONING = ("reasoning_content", "thinking", "reasoning")  # names of what a model thinks before it answers
+GENERATION = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
+Messages = Sequence[Mapping[str, Any]]
+
+
+@dataclass(frozen=True)
+class ChatTemplate:
+    """A folder's chat template.
+
+    Attributes:
+        templates: The template's text by its name; "default" is the one for messages without tools.
+        tokens: The special tokens that a template may write, such as `bos_token`.
+        folder: Where it was read.
+    """
+
+    templates: Mapping[str, str]
+    tokens: dict[str, str]
+    folder: Path
+
+    def render(
+        self,
+        messages: Messages,
+        *,
+        add_generation_prompt: bool = False,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        documents: Sequence[Mapping[str, Any]] | None = None,
+        **kwargs: Any,
+    ) -> str:
+        """Return the messages as one text.
+
+        Args:
+            messages: Such as [{"role": "user", "content": "Hi"}].
+            add_generation_prompt: Whether the text goes on up to where the assistant's next answer begins.
+            tools: The functions that the model may call, as JSON schemas.
+            documents: The texts that the answer may quote.
+            kwargs: What else this template knows, such as `enable_thinking`.
+
+        Raises:
+            ValueError: The template refuses the messages, or exceeds its limits.
+        """
+        given = {"add_generation_prompt": add_generation_prompt, "tools": tools, "documents": documents}
+        return self._run(messages, **given, **kwargs)[0]
+
+    def spans(self, messages: Messages, **kwargs: Any) -> tuple[str, list[tuple[int, int]]]:
+        """Return the messages as one text, and which of its characters the assistant says: [(start, end), ...].
+
+        A span ends after the token that ends the answer. A template says itself where answers are, by
+        `{% generation %}`. For others they are found by rendering: an answer begins where the messages before it end
+        with `add_generation_prompt`, or where two texts begin to differ that have another answer there.
+
+        Raises:
+            ValueError: As `render`, or an answer cannot be found in the text.
+        """
+        text, spans = self._run(messages, **kwargs)
+        if not GENERATION.search(self._chosen(kwargs.get("tools"))):
+            answers = [i for i, message in enumerate(messages) if message.get("role") == "assistant"]
+            spans = [self._span(list(messages), i, text, kwargs) for i in answers]
+        return text, spans
+
+    def _chosen(self, tools: Any) -> str:
+        """Return the template for these tools. ValueError where the folder has only others."""
+        name = "tool_use" if tools is not None and "tool_use" in self.templates else "default"
+        if name not in self.templates:
+            raise ValueError(
+                f"{self.folder}: no chat template is the default; there are {', '.join(sorted(self.templates))}"
+                "\n  fix: name one of them default"
+            )
+        return self.templates[name]
+
+    def _run(self, messages: Messages, **kwargs: Any) -> tuple[str, list[tuple[int, int]]]:
+        """Return the text, and the spans that `{% generation %}` marks."""
+        if isinstance(messages, str | Mapping) or not all(isinstance(message, Mapping) for message in messages):
+            raise ValueError('messages are objects such as {"role": "user", "content": "Hi"}\n  fix: give a list')
+        if not messages:
+            raise ValueError("there is no message\n  fix: give at least one")
+        variables = {"add_generation_prompt": False, "tools": None, "documents": None}
+        variables |= self.tokens | kwargs | {"messages": [_prepared(message) for message in messages]}
+        template = self._chosen(variables["tools"])
+        return _renderer(os.getpid()).render(template, variables)
+
+    def _span(self, messages: list, i: int, text: str, kwargs: dict[str, Any]) -> tuple[int, int]:
+        """Return where message i's answer begins and ends in the text of all messages."""
+
+        def attempt(some: list, **more: Any) -> str | None:
+            try:
+                return self._run(some, **kwargs | more)[0]
+            except ValueError:  # a template may refuse a part of a conversation
+                return None
+
+        parts = isinstance(messages[i].get("content"), list)
+        others = [[{"type": "text", "text": letter}] if parts else letter for letter in "xy"]
+        others = [{"role": "assistant", "content": content} for content in others]
+        one, two = (attempt([*messages[:i], other, *messages[i + 1 :]]) for other in others)
+        before, prompt = (attempt(messages[:i], add_generation_prompt=flag) for flag in (False, True))
+        start = end = None
+        if one and two and one != two:
+            head, tail = _shared(one, two), _shared(one[::-1], two[::-1])[::-1]
+            start = len(head) if text.startswith(head) else None
+            end = self._ended(text, len(text) - len(tail)) if text.endswith(tail) else None
+        if prompt and prompt != before and text.startswith(prompt):
+            start = len(prompt)
+        if end is None and (whole := attempt(messages[: i + 1])):  # what ends it depends on what it says
+            end = len(_shared(whole, text).rstrip())
+        if start is None or end is None or end < start:
+            raise ValueError(
+                f"{self.folder}: where message {i} begins and ends cannot be found in its chat template's text"
+                "\n  fix: write {% generation %} before the answer in the template, and {% endgeneration %} after it"
+            )
+        return start, end
+
+    def _ended(self, text: str, end: int) -> int:
+        """Return where the special token ends that follows at once, or after white space; `end` if none does."""
+        found = self._special.match(text, end)
+        return found.end() if found else end
+
+    @cached_property
+    def _special(self) -> "re.Pattern[str]":
+        known = {*self.tokens.values()}
+        if (path := self.folder / FILE).is_file():
+            known |= {token["content"] for token in read_table(path).get("added_tokens") or ()}
+        longest = sorted(filter(None, known), key=len, reverse=True)
+        return re.compile(rf"\s*(?:{'|'.join(map(re.escape, longest))})" if longest else "(?!)")
+
+
+def chat_template(folder: "str | Path") -> ChatTemplate | None:
+    """Return the chat template of a model's folder or of a run's; None where it has none.
+
+    Raises:
+        ValueError: A file cannot be read, or jinja2 is not there.
+    """
+    home = home_of(folder)
+    table = home / "tokenizer_config.json"
+    options = read_table(table) if table.is_file() else {}
+    if not (templates := dict(_templates(home, options))):
+        return None
+    if find_spec("jinja2") is None:
+        raise ValueError(f"{home}: its chat template needs jinja2\n  fix: pip install 'scaling-book-torch[hf]'")
+    return ChatTemplate(templates, special_tokens(home, options), home)
+
+
+def _templates(home: Path, options: dict[str, Any]) -> Iterator[tuple[str, str]]:
+    """Yield (name, text): of the files that hold templates, or else of tokenizer_config.json."""
+    files = {path.stem: path for path in sorted((home / TEMPLATES).glob("*.jinja"))}
+    if (own := home / "chat_template.jinja").is_file():
+        files = {"default": own} | files
+    for name, path in files.items():
+        yield name, path.read_text(encoding="utf-8")
+    given = options.get("chat_template")
+    if files or given is None:
+        return
+    where = f"{home / 'tokenizer_config.json'}: chat_template"
+    of_type(where, given, str, list)
+    for entry in [{"name": "default", "template": given}] if isinstance(given, str) else given:
+        of_type(where, entry, dict)
+        for key in ("name", "template"):
+            of_type(f"{where}: {key}", entry.get(key), str)
+        yield entry["name"], entry["template"]
+
+
+def special_tokens(home: Path, options: dict[str, Any]) -> dict[str, str]:
+    """Return the special tokens by name, of tokenizer_config.json (`options`) and special_tokens_map.json.
+
+    A token is a text, or an object whose `content` is the text; a null one is left out. The map is of old and counts
+    where tokenizer_config.json has no `added_tokens_decoder`, as in transformers; there it goes before.
+    """
+    if (path := home / "special_tokens_map.json").is_file() and "added_tokens_decoder" not in options:
+        options = options | read_table(path)
+    named = options.get("extra_special_tokens")
+    options = options | named if isinstance(named, dict) else options
+    found = {}
+    for name, token in options.items():
+        text = token.get("content") if isinstance(token, dict) and name in TOKENS else token
+        if isinstance(text, str) and (name in TOKENS or name.endswith("_token") or name in (named or ())):
+            found[name] = text
+    return found
+
+
+def _prepared(message: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a message as templates get it: without nulls, and with its reasoning under the names that they know."""
+    found = {key: value for key, value in message.items() if value is not None}
+    thought = next((found[name] for name in REASONING if name in found), None)
+    return found if thought is None else {"thinking": thought} | found | {"reasoning_content": thought}
+
+
+def _shared(one: str, two: str) -> str:
+    """Return what both texts begin with."""
+    pairs = enumerate(zip(one, two, strict=False))
+    return one[: next((i for i, (a, b) in pairs if a != b), min(len(one), len(two)))]
+
+
+class _Renderer:
+    """The process that renders. It is started with the first template, and again after one that has ended it."""
+
+    def __init__(self):
+        self.lock = Lock()
+        self.process: subprocess.Popen[bytes] | None = None
+        atexit.register(self.end)
+
+    def render(self, template: str, variables: dict[str, Any]) -> tuple[str, list[tuple[int, int]]]:
+        job = {"template": template, "variables": variables, "seconds": SECONDS, "most": MOST}
+        try:
+            line = json.dumps(job, ensure_ascii=False).encode("utf-8", "surrogatepass") + b"\n"
+        except (TypeError, ValueError, RecursionError) as error:
+            raise ValueError(
+                f"a chat template gets what JSON can say, and {error}\n  fix: give texts and numbers"
+            ) from None
+        with self.lock:
+            answer = self._ask(line)
+        if "error" in answer:
+            raise ValueError(
+                f"the chat template does not take these messages: {answer['error']}"
+                "\n  fix: give messages as this model knows them, or another template"
+            )
+        return answer["text"], [(start, end) for start, end in answer["spans"]]
+
+    def _ask(self, line: bytes) -> dict[str, Any]:
+        if self.process is None:
+            program = str(Path(__file__).with_name("template_process.py"))
+            self.process = subprocess.Popen(
+                [sys.executable, "-P", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+            )
+        process, answer = self.process, b""
+        assert process.stdin is not None
+        assert process.stdout is not None
+        try:
+            process.stdin.write(line)
+            process.stdin.flush()
+            answer = process.stdout.readline()
+        except BrokenPipeError:
+            pass
+        finally:
+            if not answer.endswith(b"\n"):  # it has ended; or Ctrl-C came, and this answer is no later job's
+                self.end()
+        if self.process is not None:
+            return json.loads(answer.decode("utf-8", "surrogatepass"))
+        slow = process.returncode == -signal.SIGPROF
+        return {"error": f"it takes more than {SECONDS:g} s" if slow else f"it ended with {process.returncode}"}
+
+    def end(self) -> None:
+        process, self.process = self.process, None
+        if process is not None:
+            process.kill()
+            process.communicate()
+
+
+@cache
+def _renderer(pid: int) -> _Renderer:
+    """Return the renderer of this process: one that was forked has its own."""
+    return _Renderer()
