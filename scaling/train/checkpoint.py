@@ -45,6 +45,7 @@ def save(
     async_op: bool = False,
     keep: int | None = None,
     places: Places = IN_ORDER,
+    made_with: Mapping[str, Any] | None = None,
 ) -> Future | None:
     """Write `state`, a tree of this rank's shards typed by `specs` (None for ints and strings), as step `step`.
 
@@ -52,6 +53,7 @@ def save(
     for its result before the program ends, as a program that ends does not wait long for other ranks' files.
     `keep`: how many complete steps to keep. `places`: of a dim that is stored in another order or padded, such as the
     layers of uneven stages, {"L": the index of each place in the whole, -1 for none}; what is saved is the whole.
+    `made_with`: a record, of what JSON holds, that the step's `index` gives back.
     ValueError for a state unlike its specs; ArithmeticError, on a checked mesh, for replicas that differ. OSError names
     the path and the bytes.
     """
@@ -68,7 +70,8 @@ def save(
             types[where] = str(spec)
             own |= {file: _on_cpu(block, copy=async_op) for file, block in blocks.items()}
     index = {"step": step, "mesh": dict(mesh.sizes), "types": types, "values": values}
-    alike(mesh, f"checkpoint.save of step {step}", folder=str(folder), keep=keep, state=named)
+    index |= {} if made_with is None else {"made_with": dict(made_with)}
+    alike(mesh, f"checkpoint.save of step {step}", folder=str(folder), keep=keep, state=named, made_with=made_with)
     if mesh.checked and leaves:  # of replicas one is written
         check_same([(where, leaf, spec) for where, (leaf, spec) in named.items() if spec is not None], mesh, step)
     if mesh.rank == 0:

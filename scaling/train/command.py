@@ -7,11 +7,13 @@ each process is one of them; otherwise the ranks of the mesh are started here.
 import argparse
 import fcntl
 import json
+import os
 import signal
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import asdict, fields
+from functools import partial
 from pathlib import Path
 
 from scaling import launch
@@ -27,10 +29,12 @@ from scaling.strategies import transformer
 from scaling.train import checkpoint, compare, dry, elastic, evaluate, export, flight, tokenize, verify
 from scaling.train.durable import replaced
 from scaling.train.loop import STOP, run
-from scaling.train.origin import begun_from, keep_origin, options_of, tokenizer_for
+from scaling.train.origin import begun_from, keep_origin, tokenizer_for
 from scaling.train.progress import check_installed, describe
+from scaling.train.record import check_unchanged, record_of, recorded
 from scaling.train.settings import Settings, add_flags
 
+LOCK = "lock"  # of a run's folder: the file that the run that writes there holds
 OTHERS = {
     "tokenize": tokenize.main,
     "compare": compare.main,
@@ -132,8 +136,8 @@ def main(argv=None) -> int:
         counts = dry.refuse_too_large(settings, sizes, room)
         evaluate.check_sample(settings, ranks, counts.params + counts.state, room)
     try:
-        with prepared(asked, args):
-            return trained(settings, sizes, args)
+        with prepared(asked, args) as keep:
+            return trained(settings, sizes, args, keep)
     except launch.RankError as error:
         last = flight.told(args.out)
         told = f"\npython -m scaling.train flight {args.out}: each rank's last collectives:\n{last}"
@@ -160,16 +164,16 @@ def chosen(settings: Settings, ranks: int, args, given: list[str]) -> dict[str, 
     return found[0].sizes
 
 
-def trained(settings: Settings, sizes: dict[str, int], args) -> int:
-    """Run it, on torchrun's ranks or on ranks started here."""
+def trained(settings: Settings, sizes: dict[str, int], args, keep: Callable[[], None]) -> int:
+    """Run it, on torchrun's ranks or on ranks started here; its rank 0 calls `keep` when the run has been checked."""
     if first_rank():
         print(describe(settings, sizes), flush=True)
     options = {"device": args.device, "checked": not args.unchecked}
     if world_size() > 1:
-        launch.start(run, sizes, settings, **options)
+        launch.start(run, sizes, settings, keep, **options)
         return 0
     launch.keep_freed_memory()
-    result = launch.run(run, sizes, settings, **options)[0]
+    result = launch.run(run, sizes, settings, keep, **options)[0]
     stopped = result["step"] < settings.steps
     print(f"{'stopped' if stopped else 'done'} at step {result['step']}: loss {result['loss']:.4f}, valid "
           f"{result['valid']:.4f}; {significant(result['sequences'] * settings.seq)} tokens seen; saved in "
@@ -178,54 +182,92 @@ def trained(settings: Settings, sizes: dict[str, int], args) -> int:
 
 
 @contextmanager
-def prepared(settings: Settings, args) -> Iterator[None]:
-    """The run's folder, which one run writes at a time, with its options written back; Ctrl-C and SIGTERM ask the run
-    to save and end, a second Ctrl-C ends it at once. ValueError if the folder is in use."""
-    out = Path(settings.out)
+def prepared(settings: Settings, args) -> Iterator[Callable[[], None]]:
+    """Check what the run's folder holds, and yield what writes the options there once the ranks have checked the rest.
+
+    One run at a time holds the folder. Ctrl-C and SIGTERM ask the run to save and end, a second Ctrl-C ends it at once.
+    ValueError if the folder is in use, or is not one that this run can begin or go on with.
+    """
+    out, asked = Path(settings.out), False
     if (out / "config.json").is_file():
         raise ValueError(f"{out}: is a model's folder: it has a config.json\n  fix: give another --out")
-    out.mkdir(parents=True, exist_ok=True)
 
     def ask(signum, frame):
-        if (out / STOP).exists() and signum == signal.SIGINT:
+        nonlocal asked
+        if asked and signum == signal.SIGINT:
             raise KeyboardInterrupt
-        (out / STOP).touch()
+        asked = True
+        with suppress(OSError):
+            (out / STOP).touch()
 
     before = [(which, signal.signal(which, ask)) for which in (signal.SIGINT, signal.SIGTERM)]
     try:
-        with open(out / "lock", "w") as lock:
+        with locked(out) if first_rank() else nullcontext():
             if first_rank():
-                claim(out, lock, settings, args)
-            yield
+                check_startable(out, settings)
+            yield partial(keep_options, out, settings, args.model, args.mesh, _touched(out / STOP))
     finally:
         for which, handler in before:
             signal.signal(which, handler)
 
 
-def claim(out: Path, lock, settings: Settings, args) -> None:
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-        raise ValueError(f"{out}: another run writes here\n  fix: give this one another --out") from None
-    (out / STOP).unlink(missing_ok=True)
-    if not settings.resume and any(out.glob("step-*")):
-        raise ValueError(f"{out}: holds checkpoints already\n  fix: give --resume to go on from them, or another --out")
-    if settings.resume:
-        check_resumed(out, settings)
+@contextmanager
+def locked(out: Path) -> Iterator[None]:
+    """Hold the folder of a run, which is made if it is not there, and taken away again if nothing was written into it.
+
+    ValueError if another run holds it.
+    """
+    new = [path for path in (out / STOP, out / LOCK, out, *out.parents) if not path.exists()]
+    out.mkdir(parents=True, exist_ok=True)
+    with open(out / LOCK, "a") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            held = os.fstat(lock.fileno()).st_nlink  # 0: whoever held it has just taken it away
+        except OSError:
+            held = 0
+        if not held:
+            raise ValueError(f"{out}: another run writes here\n  fix: give this one another --out")
+        try:
+            yield
+        except BaseException:
+            for path in new:
+                with suppress(OSError):  # a folder that something was written into stays
+                    path.rmdir() if path.is_dir() else path.unlink()
+            raise
+
+
+def check_startable(out: Path, settings: Settings) -> None:
+    """ValueError if a run with these settings cannot begin in this folder, or go on with what is there."""
+    if not settings.resume:
+        if any(out.glob("step-*")):
+            what = f"{out}: holds checkpoints already"
+            raise ValueError(f"{what}\n  fix: give --resume to go on from them, or another --out")
+        return
+    step = checkpoint.latest(out) if checkpoint.complete(out) else None
+    if step is not None and not (out / RUN).is_file():
+        what = f"{out}: has checkpoints, and no {RUN} that says which options they were made with"
+        raise ValueError(f"{what}\n  fix: put it back, or begin another run with another --out")
+    check_unchanged(out, recorded(out, step), record_of(settings), settings.model.name)
+    if step is None:
+        print(f"{out}: there is no checkpoint yet: starting at step 1", flush=True)
+    elif step >= settings.steps:
+        raise ValueError(f"{out}: is at step {step} of {settings.steps}\n  fix: give --steps above {step}")
+
+
+def keep_options(out: Path, settings: Settings, model: str, mesh: str, stop: int) -> None:
+    """Write into the folder of a run what came with its model, and then its options.
+
+    `stop`: when the file that stopped an earlier run was touched; one that was touched later stops this run.
+    """
+    if _touched(out / STOP) == stop:
+        (out / STOP).unlink(missing_ok=True)
     flight.keep_earlier(out)
-    keep = {k: v for k, v in asdict(settings).items() if k not in ("model", "weights", "resume", "out")}
-    keep |= {"mesh": args.mesh, "dropout": settings.model.dropout} | keep_origin(out, args.model, settings)
-    lines = [f"{key} = {json.dumps(value, ensure_ascii=False)}\n" for key, value in sorted(keep.items())]
+    kept = {k: v for k, v in asdict(settings).items() if k not in ("model", "weights", "resume", "out")}
+    kept |= {"mesh": mesh, "dropout": settings.model.dropout} | keep_origin(out, model, settings)
+    lines = [f"{key} = {json.dumps(value, ensure_ascii=False)}\n" for key, value in sorted(kept.items())]
     replaced(out / RUN, "".join(lines))  # other ranks, which start later, may be reading it
 
 
-def check_resumed(out: Path, settings: Settings) -> None:
-    """ValueError if there is nothing left to do, or if the place in the data would mean another text."""
-    if not checkpoint.complete(out):
-        print(f"{out}: there is no checkpoint yet: starting at step 1", flush=True)
-    elif (step := checkpoint.latest(out)) >= settings.steps:
-        raise ValueError(f"{out}: is at step {step} of {settings.steps}\n  fix: give --steps above {step}")
-    elif (seq := options_of(out, seq=int)["seq"]) != settings.seq:
-        raise ValueError(
-            f"{out}: was begun with --seq {seq}, not {settings.seq}\n  fix: give the same, or another --out"
-        )
+def _touched(path: Path) -> int:
+    """Return when a file was touched, in nanoseconds; 0 if there is none."""
+    return path.stat().st_mtime_ns if path.exists() else 0

@@ -4,7 +4,9 @@ It writes metrics.jsonl and checkpoints; it stops, with a checkpoint, when it is
 """
 
 import time
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -19,24 +21,32 @@ from scaling.train.batches import Batch, ahead, inputs
 from scaling.train.evaluate import continuation, evaluate, local
 from scaling.train.flight import Flight
 from scaling.train.progress import Progress
+from scaling.train.record import check_unchanged, option_changes, record_of, recorded
 from scaling.train.settings import DTYPES, Settings, optimizer_of
 from scaling.train.step import drawn_params, make_step
 
 STOP = "stop"  # a file of this name in the run's folder asks it to save and end
 
 
-def run(mesh, settings: Settings) -> dict:
-    """Train on every rank of a mesh; returns {"step", "sequences", "loss", "valid"}."""
+def run(mesh, settings: Settings, keep: Callable[[], None] | None = None) -> dict:
+    """Train on every rank of a mesh; return {"step", "sequences", "loss", "valid"}.
+
+    `keep`: rank 0 calls it when no rank can refuse the run any more. Until then nothing in the run's folder is written.
+    """
     out, places = Path(settings.out), stored_places(settings.model, mesh)
     train, valid = inputs(settings)
     optimizer, types = optimizer_of(settings), transformer.specs(settings.model, mesh)
-    specs = state_specs(optimizer, types)
-    held, start = begun(settings, mesh, optimizer, types)
+    specs, made_with = state_specs(optimizer, types), record_of(settings)
+    held, start = begun(settings, mesh, optimizer, types, made_with)
     params, state, seen = held["params"], held["optimizer"], held["data"]["sequences"]
     step, result = make_step(settings, mesh, optimizer), {"step": start, "sequences": seen}
     coming = ahead(train, seen, settings.batch)
     progress, losses, pace, saving = Progress(settings, mesh), guards.Losses(), guards.Pace(), None
+    met(mesh)
+    if keep is not None and mesh.rank == 0:
+        keep()
     progress.cut(start)
+    met(mesh)  # other ranks write into the folder after rank 0
     flight = Flight(out, mesh.rank)
     for number in watched(range(start + 1, settings.steps + 1), settings.profile, mesh.rank, settings.chip):
         began = time.perf_counter()
@@ -67,7 +77,8 @@ def run(mesh, settings: Settings) -> dict:
             if saving is not None:
                 saving.result()
             held = {"params": params, "optimizer": state, "data": {"sequences": seen, "seed": settings.seed}}
-            saving = checkpoint.save(out, held, specs, mesh, number, keep=settings.keep, places=places, async_op=True)
+            how = {"keep": settings.keep, "places": places, "made_with": made_with}
+            saving = checkpoint.save(out, held, specs, mesh, number, async_op=True, **how)
         if asked:
             break
     if saving is not None:
@@ -75,21 +86,22 @@ def run(mesh, settings: Settings) -> dict:
     return result
 
 
-def begun(settings: Settings, mesh, optimizer: optim.Optimizer, types: dict) -> tuple[dict, int]:
+def begun(
+    settings: Settings, mesh, optimizer: optim.Optimizer, types: dict, made_with: Mapping[str, Any]
+) -> tuple[dict, int]:
     """(state, step) that a run begins with: of the latest checkpoint, an HF folder's weights, or drawn by the seed.
 
-    No rank holds more than its shards.
+    No rank holds more than its shards. ValueError if the checkpoint was made with something else.
     """
     config, out, dtype = settings.model, Path(settings.out), DTYPES[settings.dtype]
     places = stored_places(config, mesh)
     if settings.resume and checkpoint.complete(out):
-        specs = state_specs(optimizer, types)
-        state, step = checkpoint.load(out, specs, mesh, places=places)
+        before = recorded(out, step := checkpoint.latest(out))
+        check_unchanged(out, before, made_with, config.name)
+        state, step = checkpoint.load(out, state_specs(optimizer, types), mesh, step, places=places)
         tree.check(state["params"], types, stored_sizes(config, places), mesh)
-        if (seed := state["data"]["seed"]) != settings.seed:
-            raise ValueError(
-                f"{out}: was begun with --seed {seed}, not {settings.seed}\n  fix: give the same, or another --out"
-            )
+        if mesh.rank == 0 and (said := option_changes(before, made_with)):
+            print(f"from step {step + 1} on: {said}", flush=True)
         return state, step
     if settings.weights:
         _, params = hf.load_sharded(settings.weights, types, mesh, dtype, places=places)
@@ -107,6 +119,11 @@ def _placed(batch: Batch, mesh) -> tuple:
     """This rank's part of a batch; no segments if each row is of one document, since a mask of them costs T^2."""
     tokens, targets, segments = (local(x, mesh) for x in batch)
     return tokens, targets, segments if bool((batch[2] != batch[2][:, :1]).any()) else None
+
+
+def met(mesh) -> None:
+    """Wait until every rank has come here; a rank that has refused the run never does."""
+    guards.everyone(torch.zeros(1, dtype=torch.int64), mesh)
 
 
 def stop_asked(out: Path, mesh) -> bool:

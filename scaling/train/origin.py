@@ -65,13 +65,16 @@ def tokenizer_for(config: Config, model: str, weights: str, given: "str | None",
     """The tokenizer of a run, as `Settings.tokenizer` has it: "bytes", a file or a folder, or "" where none is known.
 
     `given`: --tokenizer. By default the model folder's own; of a model that is made here that of the shards of `data`,
-    or bytes. `out`: the folder of a run that is resumed. ValueError if it is not the one that the model's weights, the
-    run or shards of `data` have learned or were made by, if text has none, and for another model than the run's.
+    or bytes. `out`: the folder of a run that is resumed, whose own is the default there; `record.check_unchanged`
+    refuses another. ValueError if it is not the one that the model's weights or shards of `data` have learned or were
+    made by, and if text has none.
     """
     places = [Path(path) for path, _ in weighted_paths(data)]
     if out is not None and options_of(out).get("identity") is not None:
-        check_model(out, config)
-        by = _of_run(out, config.V, given)
+        if given and given != str(out / MODEL):
+            by = checked_tokenizer(tokenizer(given), config.V, config.name)
+        else:
+            by = tokenizer_of(out, config.V)
         if weights and Path(model).resolve() != (out / MODEL).resolve():
             _given(config, model, weights, by.name if by.identity else None)
     elif given:
@@ -83,25 +86,6 @@ def tokenizer_for(config: Config, model: str, weights: str, given: "str | None",
     for path in places:
         check_data(path, by)
     return by.name if by.identity else ""
-
-
-def check_model(out: Path, config: Config) -> None:
-    """ValueError if the run in a folder was begun with a model of other sizes: what it keeps would be written over."""
-    kept, asked = (each.with_(name="", source="", dropout=0.0) for each in (config_of_run(out), config))
-    if kept != asked:
-        raise ValueError(
-            f"{out}: was begun with another model than {config.name}\n  fix: leave --model out, or begin another run"
-        )
-
-
-def _of_run(out: Path, V: int, given: "str | None") -> Tokenizer:
-    by = tokenizer_of(out, V)
-    if given and given != str(out / MODEL) and tokenizer(given).identity != by.identity:
-        raise ValueError(
-            f"--tokenizer {given}: {out} was begun with another, {by.name}"
-            "\n  fix: leave --tokenizer out, or begin another run"
-        )
-    return by
 
 
 def _given(config: Config, model: str, weights: str, given: "str | None") -> Tokenizer:

@@ -23,6 +23,7 @@ from scaling.strategies import transformer
 from scaling.strategies.transformer.stages import arranged_layers, padded_sizes, slots_of
 from scaling.train import checkpoint, dcp, durable
 from scaling.train.loop import begun, run, state_specs
+from scaling.train.record import record_of
 from scaling.train.settings import Settings, optimizer_of
 
 MODEL = Config("c", 3, 16, 24, 4, 2, 8, 257, tied=True)  # whose layers and vocabulary do not divide evenly
@@ -47,7 +48,7 @@ def resumed(mesh, settings, whole) -> float:
     taken, real = [], dcp.ShardReader.__call__
     optimizer, types = optimizer_of(settings), transformer.specs(settings.model, mesh)
     with patch.object(dcp.ShardReader, "__call__", lambda self, *block: Counted(real(self, *block), taken)):
-        state, step = begun(settings, mesh, optimizer, types)
+        state, step = begun(settings, mesh, optimizer, types, record_of(settings))
     slots, V, data = slots_of(MODEL, mesh, None), padded_sizes(MODEL, mesh)["V"], state.pop("data")
     padded = [
         arranged_layers(W, slots) if "layers" in where else pad(W, (0, 0, 0, V - len(W))) if "embed" in where else W

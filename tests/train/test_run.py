@@ -160,7 +160,8 @@ def test_what_gives(mesh, world, left, monkeypatch):
 def test_restarts_on_fewer_ranks_keep_what_was_asked_for(monkeypatch):
     """run.toml, which each start reads, has the options as they were given: else each would share the batch again."""
     started = []
-    monkeypatch.setattr(command, "trained", lambda settings, sizes, args: started.append((settings, sizes)))
+    trained = lambda settings, sizes, args, keep: keep() or started.append((settings, sizes))  # noqa: E731
+    monkeypatch.setattr(command, "trained", trained)
     for name, value in {"WORLD_SIZE": "2", "RANK": "0", "TORCHELASTIC_RESTART_COUNT": "1"}.items():
         monkeypatch.setenv(name, value)
     write_text(1)

@@ -1,0 +1,91 @@
+"""What a checkpoint was made with: its options, its model, its tokenizer and the data that its params have learned.
+
+The index of each step holds this record. A run that goes on makes its own record and compares the two, before anything
+in its folder is written. An older checkpoint has no record: its run.toml, its model and its leaves are compared.
+"""
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from scaling.configs import Config
+from scaling.configs.sources import RUN
+from scaling.train import checkpoint, dcp
+from scaling.train.durable import step_name
+from scaling.train.origin import config_of_run, options_of, tokenizer_in
+from scaling.train.settings import DTYPES, Settings
+
+FIXED = ("dtype", "optimizer", "seed", "seq")  # the options that a run keeps to its end
+FREE = ("batch", "clip", "lr", "schedule", "steps", "warmup", "weight_decay")  # those that may change at any step
+
+
+def record_of(settings: Settings) -> dict[str, Any]:
+    """Return the record of what a run with these settings makes checkpoints with, as JSON gives it back."""
+    options = {name: getattr(settings, name) for name in (*FIXED, *FREE)} | {"dropout": settings.model.dropout}
+    found = {"options": options, "model": _sizes(settings.model), "tokenizer": tokenizer_in(settings).identity}
+    return json.loads(json.dumps(found))
+
+
+def recorded(out: Path, step: int | None) -> dict[str, Any]:
+    """Return the record of a step; without a step, of the model and the tokenizer that the run's folder keeps.
+
+    An older step has no record, and then only what else is known of it is returned.
+    """
+    content = checkpoint.index(out, step) if step is not None else {}
+    if "made_with" in content:
+        return content["made_with"]
+    kept, found = options_of(out) if (out / RUN).is_file() else {}, {}
+    if kept.get("identity") is not None:
+        found = {"model": _sizes(config_of_run(out)), "tokenizer": kept["identity"]}
+    if step is not None:
+        found["options"] = {name: kept[name] for name in (*FIXED, *FREE) if name in kept} | _of_state(out, step)
+    return json.loads(json.dumps(found))
+
+
+def _of_state(out: Path, step: int) -> dict[str, Any]:
+    """Return the options that the state of a step itself shows: run.toml may have been rewritten since."""
+    leaves = dcp.saved_leaves(out / step_name(step))
+    names = {dtype: name for name, dtype in DTYPES.items()}
+    seed = checkpoint.index(out, step)["values"].get('state["data"]["seed"]')
+    dtype = next((names.get(leaf.dtype) for name, leaf in leaves.items() if name.startswith("params.")), None)
+    muon = any(name.startswith("optimizer.momentum.") for name in leaves)
+    found = {"dtype": dtype, "optimizer": "muon" if muon else "adamw", "seed": seed}
+    return {name: value for name, value in found.items() if value is not None}
+
+
+def _sizes(config: Config) -> dict[str, Any]:
+    """Return what makes a model this one: all of its config but its name, its source and its dropout."""
+    return {name: value for name, value in asdict(config).items() if name not in ("name", "source", "dropout")}
+
+
+def check_unchanged(out: Path, before: Mapping[str, Any], now: Mapping[str, Any], model: str = "") -> None:
+    """Raise ValueError that names everything in which a run that goes on differs from the record of its checkpoint.
+
+    Only what both records have is compared. `model`: the name of the model that was given now.
+    """
+    found = [f"--{name} {then}, not {given}" for name, then, given in _changed(before, now, FIXED)]
+    sizes = _differing(before.get("model", {}), now["model"])
+    if sizes:
+        found.append(f"another model than {model}: " + ", ".join(f"{name} {a}, not {b}" for name, a, b in sizes))
+    if before.get("tokenizer", now["tokenizer"]) != now["tokenizer"]:
+        found.append("another tokenizer")
+    if found:
+        raise ValueError(f"{out}: was begun with {'; with '.join(found)}\n  fix: give the same, or another --out")
+
+
+def option_changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> str:
+    """Return the options that may change and have changed since a checkpoint, in words; "" if none has."""
+    found = _changed(before, now, (*FREE, "dropout"))
+    return ", ".join(f"--{name.replace('_', '-')} {given}, not {then}" for name, then, given in found)
+
+
+def _changed(before: Mapping, now: Mapping, names: tuple[str, ...]) -> list[tuple[str, Any, Any]]:
+    there = before.get("options", {})
+    return _differing({name: there[name] for name in names if name in there}, now["options"])
+
+
+def _differing(before: Mapping, now: Mapping) -> list[tuple[str, Any, Any]]:
+    """Return [(name, value before, value now)] of the names that both have with other values."""
+    return [(name, then, now[name]) for name, then in before.items() if name in now and now[name] != then]

@@ -1,0 +1,144 @@
+"""`--resume` goes on with what a checkpoint was made with, or refuses and leaves the run's folder as it is."""
+
+import itertools
+import json
+import shutil
+from hashlib import sha256
+from pathlib import Path
+
+import numpy
+import pytest
+from machine import ended
+from runs import TINY, records, refusal, train, write_text
+
+from scaling.train import command
+from scaling.train.settings import DTYPES
+
+SMALL = "--batch 2 --seq 16 --warmup 2 --eval-batches 1 --schedule constant --model model.toml"
+
+
+def write_model(name: str = "model.toml", **changed) -> None:
+    sizes = {size: getattr(TINY, size) for size in "LDFNKHV"} | changed
+    Path(name).write_text("".join(f"{size} = {json.dumps(value)}\n" for size, value in sizes.items()))
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory):
+    """A folder with a text and with two runs on it: "run" of two steps, and "whole" of four."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(here := tmp_path_factory.mktemp("runs"))
+        write_text(300)
+        write_model()
+        for out, steps in (("run", 2), ("whole", 4)):
+            assert train(f"--data text.txt --out {out} {SMALL} --steps {steps} --save-every 1") == 0
+        Path("short.txt").write_text("a few words")
+        numpy.save("large.npy", numpy.arange(4000) % 300)
+        write_model("other.toml", L=2)
+    return here
+
+
+@pytest.fixture
+def begun(place, tmp_path):
+    """Both runs, and their text, in the working folder."""
+    shutil.copytree(place, tmp_path, dirs_exist_ok=True)
+
+
+def tree_of(folder: str) -> dict[str, str]:
+    """Return every file and folder there, with a digest of a file's bytes and its time."""
+    found = {}
+    for path in sorted(Path(folder).rglob("*")):
+        content = path.read_bytes() if path.is_file() else b""
+        found[str(path)] = f"{path.stat().st_mtime_ns} {sha256(content).hexdigest()}" if path.is_file() else "a folder"
+    return found
+
+
+def losses(out: str) -> list[float]:
+    return [record["loss"] for record in records(out)]
+
+
+WRONG = {  # flags: words of the refusal, by whoever finds it
+    "--seed 5": "was begun with --seed 0, not 5",
+    "--seed 5 --lr 0.5": "--seed 0, not 5",
+    "--optimizer muon": "--optimizer adamw, not muon",
+    "--dtype fp64": "--dtype fp32, not fp64",
+    "--seq 8": "--seq 16, not 8",
+    "--seq 8 --dtype bf16": "--dtype fp32, not bf16; with --seq 16, not 8",
+    "--model other.toml": "another model than other: L 1, not 2",
+    "--model tiny": "another model than tiny: ",
+    "--data large.npy": "token 299 lies outside the vocabulary",
+    "--data short.txt": "hold no sequence of 16",
+    "--data nowhere.txt": "no such file",
+    "--data text.txt:0,short.txt": "is not above 0",
+    "--tokenizer nowhere.json": "no such file",
+    "--steps 2": "is at step 2 of 2",
+    "--mesh Q=2": "splits nothing",
+    "--mesh Y=3": "KV heads over Y=3",
+    "--batch 3 --microbatches 2": "microbatches",
+    "--chip nowhere.toml": "nowhere.toml",
+    "--plan": "needs to know the machine",
+    "--lr -1": "",
+    "--profile /dev/null/x": "",
+    "--no-such-flag": "",
+}
+
+
+def test_a_refused_resume_leaves_the_folder_as_it_was(begun, capsys):
+    """And a plain --resume goes on as if it had not been asked for."""
+    Path("run/stop").touch()  # as an earlier run leaves it
+    before = tree_of("run")
+    for flags, words in WRONG.items():
+        code = ended(train, f"--resume --steps 4 {flags}")
+        said = capsys.readouterr().err
+        assert code, flags
+        assert words in said, flags
+        assert "Traceback" not in said
+        assert tree_of("run") == before, flags
+    shutil.move("run/run.toml", "run.toml")
+    assert "has checkpoints, and no run.toml" in refusal(capsys, f"--resume --data text.txt {SMALL}")
+    shutil.move("run.toml", "run/run.toml")
+    assert train("--resume --steps 4") == 0
+    assert losses("run") == losses("whole")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("flags", "words"), [("--data short.txt", "hold no"), ("--seed 5", "--seed 0, not 5")])
+def test_ranks_that_refuse_leave_it_so_too(begun, capsys, flags, words):
+    before = tree_of("run")
+    assert train(f"--resume --steps 4 --mesh X=2 {flags}") == 1
+    assert words in capsys.readouterr().err
+    assert tree_of("run") == before
+    assert train(f"--data short.txt {SMALL} --mesh X=2 --out a/new/run") == 1
+    assert not Path("a").exists()
+
+
+@pytest.mark.slow
+def test_the_dtype_of_a_checkpoint_stays(begun, capsys, monkeypatch):
+    """Whatever run.toml says of it in a run whose index does not say, as in those of earlier versions."""
+    monkeypatch.setattr(command.elastic, "fits_as_before", lambda *sizes: True)  # its memory is not counted again
+    for dtype in DTYPES:
+        assert train(f"--data text.txt --out {dtype} {SMALL} --steps 1 --dtype {dtype}") == 0
+    for dtype, other in itertools.permutations(DTYPES, 2):
+        for _ in range(2):
+            words = f"{dtype}: was begun with --dtype {dtype}, not {other}\n  fix: give the same, or another --out"
+            assert words in refusal(capsys, f"--resume --out {dtype} --steps 2 --dtype {other}")
+            forget_record(dtype)
+        assert train(f"--resume --out {dtype} --steps 1 --dtype {dtype}") == 1  # there is nothing left to do
+
+
+def forget_record(out: str) -> None:
+    """Make a run one of an earlier version, which kept no record, and whose run.toml may have been rewritten."""
+    for index in Path(out).glob("step-*/index.json"):
+        content = json.loads(index.read_text())
+        content.pop("made_with", None)
+        index.write_text(json.dumps(content))
+
+
+@pytest.mark.slow
+def test_what_may_change_is_said(begun, capsys):
+    shutil.copytree("run", "old")
+    forget_record("old")
+    for out in ("run", "old"):
+        capsys.readouterr()
+        assert train(f"--resume --out {out} --steps 3 --lr 0.01") == 0
+        assert "from step 3 on: --lr 0.01, not 0.001, --steps 3, not 2\n" in capsys.readouterr().out
+        assert losses(out)[:2] == losses("whole")[:2]
