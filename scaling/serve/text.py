@@ -1,6 +1,7 @@
 """Text as it is generated: streamed, and stopped."""
 
 from collections.abc import Sequence
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -8,62 +9,93 @@ from scaling.common.arguments import read_table, whole_numbers
 from scaling.models.text import Unknown, home_of
 
 BROKEN = "\ufffd"  # what stands for bytes that are no whole character
+CHARACTER = 4  # tokens that one character takes at most, which has so many bytes
 
 
 class TextStream:
-    """Ids in, text out as soon as it is certain: whole characters, and nothing that may be the start of a stop string.
+    """Ids in, text out as soon as it is certain: whole characters, and nothing that may be the start of a stop text.
 
-    `push(id)` and, at the end, `rest()` give the text that has become certain. `stopped`: a stop string has come; the
-    text ends before it.
+    `push(id)` and, at the end, `rest()` return the text that has become certain. `stopped`: a stop text is complete,
+    and the text ends before it; of several it is the one that was complete first. The time of a push is that of the
+    text which its token adds, times the number of stop texts, whatever their lengths.
     """
 
     def __init__(self, tokenizer: Any, stops: Sequence[str] = ()):
         if stops and isinstance(tokenizer, Unknown):
             raise ValueError(f"{tokenizer.name}: a stop text needs its tokenizer\n  fix: put its tokenizer.json there")
-        self.tokenizer, self.stops = tokenizer, [stop for stop in stops if stop]
+        self.tokenizer, self.stops = tokenizer, [_Stop(stop) for stop in stops if stop]
         self.reader = tokenizer.reader()
         self.ids: list[int] = []  # the last that gave text, and those after: a token's text depends on what is before
         self.before, self.read = 0, ""  # how many of them gave text, and this text
-        self.held = ""  # text that is not given yet
+        self.held = _Stop("")  # the text that is not given yet is what this stop text has matched
         self.stopped = False
 
     def push(self, id: int) -> str:
+        """Return the text that this token makes certain."""
         if self.stopped:
             return ""
         if self.reader is not None:
-            self.held += self.reader.decode(bytes([id]) if id < 256 else b"")
-        else:
-            self.ids.append(id)
-            text = self.tokenizer.decode(self.ids)
-            if text.endswith(BROKEN) or not text.startswith(self.read):
-                return ""
-            if new := text[len(self.read) :]:
-                self.held += new
-                self.ids = self.ids[self.before :]
-                self.before, self.read = len(self.ids), self.tokenizer.decode(self.ids)
-        return self._certain()
+            return self._certain(self.reader.decode(bytes([id]) if id < 256 else b""))
+        self.ids.append(id)
+        text = self.tokenizer.decode(self.ids)
+        if len(self.ids) - self.before < CHARACTER and (text.endswith(BROKEN) or not text.startswith(self.read)):
+            return ""
+        if not (new := text[len(self.read) :]):
+            return ""
+        self.ids = self.ids[self.before :]
+        self.before, self.read = len(self.ids), self.tokenizer.decode(self.ids)
+        return self._certain(new)
 
     def rest(self) -> str:
+        """Return what is left when no token follows."""
         if self.stopped:
             return ""
         if self.reader is not None:
-            self.held += self.reader.decode(b"", final=True)
+            new = self.reader.decode(b"", final=True)
         else:
-            self.held += self.tokenizer.decode(self.ids)[len(self.read) :]
-        return self._certain(end=True)
+            new = self.tokenizer.decode(self.ids)[len(self.read) :]
+        given = self._certain(new)
+        return given if self.stopped else given + self.held.text[: self.held.matched]
 
-    def _certain(self, end: bool = False) -> str:
-        if found := [at for at in (self.held.find(stop) for stop in self.stops) if at >= 0]:
-            self.stopped = True
-            given, self.held = self.held[: min(found)], ""
-            return given
-        most = 0
-        if not end:
-            starts = (stop[:n] for stop in self.stops for n in range(1, len(stop)))
-            most = max((len(start) for start in starts if self.held.endswith(start)), default=0)
-        cut = len(self.held) - most
-        given, self.held = self.held[:cut], self.held[cut:]
-        return given
+    def _certain(self, new: str) -> str:
+        """Return what is certain of the text so far, with this text new at its end."""
+        if not self.stops:
+            return new
+        held, count = self.held.text, self.held.matched
+        for end, character in enumerate(new, count + 1):
+            if complete := [len(stop.text) for stop in self.stops if stop.completed_by(character)]:
+                self.stopped, cut = True, end - max(complete)
+                break
+        else:
+            self.held = max(self.stops, key=lambda stop: stop.matched)
+            cut = count + len(new) - self.held.matched
+        return held[: min(cut, count)] + new[: max(cut - count, 0)]
+
+
+class _Stop:
+    """A stop text, and how much of it the text read so far ends with (Knuth, Morris and Pratt)."""
+
+    def __init__(self, text: str):
+        self.text, self.matched, self.shorter = text, 0, _borders(text)
+
+    def completed_by(self, character: str) -> bool:
+        """Read one character more; whether the stop text is complete with it."""
+        while self.matched and self.text[self.matched] != character:
+            self.matched = self.shorter[self.matched - 1]
+        self.matched += self.text[self.matched] == character
+        return self.matched == len(self.text)
+
+
+@lru_cache(1024)  # every answer of a call has the same stop texts
+def _borders(text: str) -> list[int]:
+    """For each prefix of the text, the length of its longest proper prefix that it also ends with."""
+    found = [0] * bool(text)
+    for character in text[1:]:
+        length = found[-1]
+        while length and text[length] != character:
+            length = found[length - 1]
+        found.append(length + (text[length] == character))
+    return found
 
 
 def ends_of(folder: "str | Path") -> tuple[int, ...]:

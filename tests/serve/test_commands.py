@@ -6,6 +6,7 @@ import random
 import re
 import signal
 import sys
+import time
 from functools import partial
 from pathlib import Path
 
@@ -44,6 +45,29 @@ def test_text_goes_out_as_soon_as_it_is_certain():
     assert [stream.push(b) for b in b"aE xENDx"] == ["a", "", "E ", "", "x", "", "", ""]
     stream = TextStream(ByteText())
     assert "".join([*map(stream.push, (97, 300, 240)), stream.rest()]) == "a\ufffd"  # an id beyond, half a character
+
+
+def test_a_stop_text_ends_the_text_wherever_tokens_begin():
+    """Beside a search of the whole text, as it stands after each character: of several, the first that is complete."""
+    chance = random.Random(1)
+    for _ in range(300):
+        text = "".join(chance.choice("ab") for _ in range(chance.randrange(1, 30)))
+        stops = ["".join(chance.choice("ab") for _ in range(chance.randint(1, 6))) for _ in range(chance.randint(1, 3))]
+        ends = [(end, len(stop)) for end in range(len(text) + 1) for stop in stops if text[:end].endswith(stop)]
+        end, length = min(ends, key=lambda found: (found[0], -found[1]), default=(len(text), 0))
+        stream = TextStream(ByteText(), stops)
+        given = [stream.push(byte) for byte in text.encode()]
+        assert "".join([*given, stream.rest()]) == text[: end - length], (text, stops)
+        for n in range(1, len(text) + 1 if not ends else 0):  # nothing is held that is no start of a stop text
+            held = text[len("".join(given[:n])) : n]
+            assert held == max((s[:m] for s in stops for m in range(len(s)) if text[:n].endswith(s[:m])), key=len)
+
+
+def test_a_token_takes_no_longer_for_a_long_stop_text():
+    stream = TextStream(ByteText(), ["q" * 200_000, "q" * 100_000 + "r"])
+    before = time.process_time()
+    assert "".join(map(stream.push, b"q" * 20_000 + b"s")) == "q" * 20_000 + "s"
+    assert time.process_time() - before < 2  # of 20,001 tokens; one took 1.7 s
 
 
 @pytest.mark.parametrize("kind", ["Metaspace", "ByteLevel"])
