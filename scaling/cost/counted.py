@@ -44,8 +44,8 @@ class CountedStep:
 
     `products`, `attention`: FLOPs of matmuls, and of attention's kernels and blocks; `reads`: bytes of the products'
     operands and results; `plain`, `curved`: bytes that other operations read and write, `curved` those with a
-    transcendental function. `lines`: its collectives. `flops`: of its typed lines. In bytes: the `params`, the
-    optimizer's `state`, and `peaks`, the most at once beside the params, by the typed line that ran last.
+    transcendental function. `lines`: its collectives. In bytes: the `params`, the optimizer's `state`, and `peaks`, the
+    most at once beside the params, by the typed line that ran last.
     """
 
     products: Calls = NONE
@@ -54,10 +54,13 @@ class CountedStep:
     plain: Calls = NONE
     curved: Calls = NONE
     lines: Mapping[LineKind, Calls] = field(default_factory=dict)
-    flops: float = 0
     params: float = 0
     state: float = 0
     peaks: Mapping[str, float] = field(default_factory=dict)
+
+    @property
+    def flops(self) -> float:
+        return self.products.amount + self.attention.amount
 
     @property
     def step(self) -> float:
@@ -100,7 +103,7 @@ def weighted_sum(parts: Iterable[tuple[float, CountedStep]]) -> CountedStep:
         name: calls((times, getattr(step, name)) for times, step in parts)
         for name in ("products", "reads", "attention", "plain", "curved")
     }
-    for name in ("flops", "params", "state"):
+    for name in ("params", "state"):
         work[name] = sum(times * getattr(step, name) for times, step in parts)
     common = [line for line in parts[0][1].peaks if all(line in step.peaks for _, step in parts)]
     peaks = {line: sum(times * step.peaks[line] for times, step in parts) for line in common}

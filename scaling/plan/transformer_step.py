@@ -39,7 +39,7 @@ def predict_transformer(
     def did(z: int, microbatches: int) -> CountedStep:
         rows = settings.batch // M  # as many in each microbatch
         some = replace(settings, batch=rows * microbatches, microbatches=microbatches)
-        return dry.counted(some, sizes, {"Z": z} if z else None, "abstract", documents=False, memory=False)
+        return dry.counted(some, sizes, dry.busiest(sizes, z), "abstract", documents=False, memory=False)
 
     def priced(step: CountedStep, on: Chip = chip) -> Prediction:
         return price(step, sizes, on, settings.dtype, shape)

@@ -8,25 +8,30 @@ from torch import Tensor
 
 from scaling.common.torch_private import storage_of
 from scaling.cost.counted import NONE, Calls, CountedStep, LineKind
-from scaling.trace.events import Event
+from scaling.trace.events import Event, in_product
 
 CURVED = ("gelu", "silu", "exp", "log", "erf", "tanh", "sigmoid", "softmax", "cos", "sin", "pow")  # in an op's name
-FREE = ("empty", "detach", "new_empty", "empty_like", "promote_types", "scalar_tensor")  # nothing is computed
-PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "_unsafe_view")  # the matmul inside a line
+FREE = ("_unsafe_view", "empty", "detach", "new_empty", "empty_like", "promote_types", "scalar_tensor")
+PRODUCTS = ("mm", "addmm", "bmm", "baddbmm")
 ATTENTION = "_scaled_dot_product"
 
 
 class Between:
-    """Counts the operations that run outside the lines of a trace, by kind, as a CountedStep names them. It is what
-    `peak_memory` tells of each operation."""
+    """Count the operations that run outside the typed lines of a trace, by kind, as a CountedStep names them.
+    `peak_memory` calls `saw` for each operation."""
 
     def __init__(self):
         self.calls: dict[str, Calls] = {}
 
     def saw(self, function: Any, args: Sequence, given: list[Tensor], made: list[Tensor]) -> None:
         what, mutable = _sort_of(function)
+        if what in ("attention", "products") and in_product():
+            return  # the line's event has its FLOPs, which torch's own derivative of a line has not
         if what == "attention":
             self.add(what, attention_flops(function._schema.name, args))
+        elif what == "products":
+            self.add(what, 2 * made[0].numel() * given[-1].shape[-2])
+            self.add("reads", sum(x.nbytes for x in (*given[-2:], made[0])))
         elif what:
             storages = {storage_of(x) for x in given}
             fresh = [x for x in made if storage_of(x) not in storages]
@@ -39,12 +44,14 @@ class Between:
 
 @lru_cache(maxsize=4096)
 def _sort_of(function: Any) -> tuple[str, bool]:
-    """(as a CountedStep names it, "" for a product inside a line and for what computes nothing; whether it writes into
-    what it is given)."""
+    """Return (the operation's kind as a CountedStep names it, or "" if it computes nothing; whether it writes into
+    its operands)."""
     name = function._schema.name.split("::")[1]
     if name.startswith(ATTENTION):
         what = "attention"
-    elif name in FREE or name in PRODUCTS:
+    elif name in PRODUCTS:
+        what = "products"
+    elif name in FREE:
         what = ""
     else:
         what = "curved" if name.strip("_").startswith(CURVED) else "plain"
@@ -52,17 +59,16 @@ def _sort_of(function: Any) -> tuple[str, bool]:
 
 
 def attention_flops(name: str, args: Sequence) -> float:
-    """Of a causal kernel: two products of T S / 2 scores a head forward, five backward."""
+    """Return a causal kernel's FLOPs: two products of T S / 2 scores a head forward, five backward."""
     Q, K = [x for x in args if isinstance(x, Tensor)][1 if "backward" in name else 0 :][:2]
     return (5 if "backward" in name else 2) * Q.numel() * K.shape[2]
 
 
 def counted_step(events: Iterable[Event], between: Mapping[str, Calls]) -> CountedStep:
-    """A step of these lines, and of what ran between them."""
-    products, reads, attention, flops = NONE, NONE, between.get("attention", NONE), 0
+    """Return the count of a step from its typed lines and from what ran between them."""
+    products, reads, attention = (between.get(what, NONE) for what in ("products", "reads", "attention"))
     lines: dict[LineKind, Calls] = {}
     for event in events:
-        flops += event.flops
         if event.op == "Einsum" and event.memory:
             products, reads = products.and_more(event.flops), reads.and_more(event.memory)
         elif event.op == "Einsum":  # a block of attention
@@ -71,4 +77,4 @@ def counted_step(events: Iterable[Event], between: Mapping[str, Calls]) -> Count
             kind = LineKind(event.op, event.axes, str(event.dtype).removeprefix("torch."), event.async_op)
             lines[kind] = lines.get(kind, NONE).and_more(event.nbytes, event.wire_bytes)
     plain, curved = between.get("plain", NONE), between.get("curved", NONE)
-    return CountedStep(products, reads, attention, plain, curved, lines, flops)
+    return CountedStep(products, reads, attention, plain, curved, lines)

@@ -162,5 +162,11 @@ def _tell(event: Event, moment: str) -> None:
             log.watch(event, moment)
 
 
+def in_product() -> bool:
+    """Return whether the product of an einsum line is being computed now."""
+    last = open_logs[-1].events[-1:] if open_logs else []
+    return bool(last) and last[0].op == "Einsum" and not last[0].end
+
+
 def now() -> float:
     return perf_counter()

@@ -124,12 +124,19 @@ def step_shapes(settings: Settings, mesh, options: StepOptions = StepOptions()) 
 def fullest(
     settings: Settings, sizes: Mapping[str, int], backend: str = "gloo", enough: float = float("inf")
 ) -> CountedStep:
-    """Of the rank that needs most memory: one of the first stage, which holds the activations of most microbatches, or
-    of the last, which has the logits. Or of a rank that needs more than `enough` bytes."""
-    first = counted(settings, sizes, None, backend)
+    """Return the count of the rank that needs most memory, or of one that needs more than `enough` bytes. It is in the
+    first stage, which holds the activations of most microbatches, or in the last, which has the logits."""
+    first = counted(settings, sizes, busiest(sizes), backend)
     if (Z := sizes.get("Z", 1)) == 1 or first.memory > enough:
         return first
-    return max(first, counted(settings, sizes, {"Z": Z - 1}, backend), key=lambda step: step.memory)
+    return max(first, counted(settings, sizes, busiest(sizes, Z - 1), backend), key=lambda step: step.memory)
+
+
+def busiest(sizes: Mapping[str, int], stage: int = 0) -> dict[str, int]:
+    """Return the coordinate of the stage's rank that does most: the last along C, which sends all its tokens to other
+    ranks and whose windows are never cut by the sequence's start. Ranks differ along no other axis, except that some
+    multiply one matrix more in Muon's update."""
+    return {axis: at for axis, at in (("Z", stage), ("C", sizes.get("C", 1) - 1)) if axis in sizes}
 
 
 def table(counts: CountedStep, sizes: Mapping[str, int]) -> str:
@@ -142,10 +149,10 @@ def table(counts: CountedStep, sizes: Mapping[str, int]) -> str:
         ("sent in a step", f"{counts.sent:,} bytes"),
         *((f"  over {axes}", f"{calls.sent:,} bytes in {calls.number}") for axes, calls in over.items() if calls.sent),
         ("collectives", f"{counts.collectives}"),
-        ("its lines' products", f"{significant(counts.flops)} FLOPs"),
+        ("products and attention", f"{significant(counts.flops)} FLOPs"),
     ]
     width = max(len(what) for what, _ in rows)
-    which = "the fullest" if sizes.get("Z", 1) > 1 else "each"
+    which = "the fullest" if any(sizes.get(axis, 1) > 1 for axis in "ZC") else "each"
     lines = [f"{which} of {AbstractMesh(sizes).size()} ranks of {format_sizes(sizes)}:"]
     return "\n".join([*lines, *(f"  {what:<{width}}  {value}" for what, value in rows)])
 

@@ -96,7 +96,9 @@ def test_a_transformer_is_counted_whole():
     config, tokens = TINY.model, 8 * 64
     heads = 2 * config.D * config.N * config.H + 2 * config.D * config.K * config.H
     matmuls = config.L * (heads + 3 * config.D * config.F) + config.D * config.V
-    assert did.products.amount == 2 * on.products.amount == 6 * tokens * matmuls
+    gains = (2 * config.L + 1) * 2 * tokens * config.D  # the product in each dgain; of shards, in each row's mean, too
+    assert did.products.amount == 6 * tokens * matmuls + gains
+    assert 2 * on.products.amount == 6 * tokens * matmuls + 2 * gains
     assert did.attention[:2] == (2 * config.L, config.L * 7 * tokens * config.N * config.H * 64)
 
 

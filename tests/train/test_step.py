@@ -22,6 +22,7 @@ from scaling.models import transformer as model
 from scaling.strategies import transformer
 from scaling.strategies.transformer.ends import loss
 from scaling.trace import trace
+from scaling.trace.count import Between, counted_step
 from scaling.trace.peak import peak_memory
 from scaling.train import dry, evaluate, guards
 from scaling.train.batches import Batches
@@ -60,23 +61,26 @@ def summed(mesh, settings, dtype, scale=1024.0):
 
 
 def trained(mesh, settings):
-    """Two steps, in float16 after one with a scale that is too great: (bytes of params, of the state, the most at
-    once, sent, FLOPs, collectives), scales, losses, the params or their masters, whole."""
+    """Run two steps, in float16 after one with a scale that is too great. Return (bytes of params and of the state, the
+    number of collectives, the most bytes at once, bytes sent, FLOPs), scales, losses and the whole params, or their
+    masters."""
     params, optimizer = drawn_params(settings, mesh), optimizer_of(settings)
     state, step, peaks = optimizer.init(params), make_step(settings, mesh, optimizer), []
     held, scales, losses = (tree.nbytes(params), tree.nbytes(state)), [], []
     for number in range(3 if "scale" in state else 2):
         if "scale" in state:
             state |= {"scale": torch.tensor(2.0 ** (16 if number else 30))}
-        with peak_memory() as memory:
+        between = Between()
+        with peak_memory(between.saw) as memory:
             tree.map(torch.Tensor.detach, (params, state))
             params, state, metrics = step(params, state, batch_of(settings, mesh), donate=True)
         peaks.append(memory.peak)
         losses.append(metrics["loss"].item())
         if "scale" in state:
             scales.append((metrics["scale"], state["scale"].item(), int(state["step"])))
-    log, most = memory.log, min(peaks[-2:])  # a message's buffer may live a little longer while the machine is busy
-    taken = *held, len(log.collectives()), most, sum(event.wire_bytes for event in log.events), log.flops
+    most = min(peaks[-2:])  # a message's buffer may live a little longer while the machine is busy
+    did = counted_step(memory.log.events, between.calls)
+    taken = *held, did.collectives, most, did.sent, did.flops
     return taken, scales, losses, transformer.unshard(state.get("master", params), settings.model, mesh)
 
 
@@ -90,16 +94,17 @@ def trained(mesh, settings):
 ], ids=lambda x: "" if hasattr(x, "L") else str(x))  # fmt: skip
 def test_the_dry_run_is_the_run_and_the_run_is_one_device_s(ranks, config, sizes, options):
     settings = Settings(config, "", "", 8, 32, lr=3e-3, warmup=1, **options)
-    of_stages = [dry.count(settings, sizes, {"Z": z} if z else None) for z in range(sizes.get("Z", 1))]
-    peaks, said, found = [], [], ranks(trained, sizes, settings)
+    peaks, said, computed, found = [], [], [], ranks(trained, sizes, settings)
     for rank, ((*held, most, sent, flops), *_) in enumerate(found):
-        wanted = of_stages[AbstractMesh(sizes).coord_of(rank).get("Z", 0)]
+        wanted = dry.count(settings, sizes, AbstractMesh(sizes).coord_of(rank))
         assert held == [wanted.params, wanted.state, wanted.collectives]
-        if not config.moe:  # with experts they follow the routing
+        computed.append((flops, wanted.flops))
+        if not config.moe:  # with experts a rank's rows follow the routing
             assert (sent, flops) == (wanted.sent, wanted.flops)
             assert most == pytest.approx(wanted.memory, rel=0.03)
         peaks.append(most)
         said.append(wanted.memory)
+    assert sum(flops for flops, _ in computed) == sum(flops for _, flops in computed)  # rows have experts
     assert sum(peaks) == pytest.approx(sum(said), rel=0.03)
     assert dry.fullest(settings, sizes).memory == pytest.approx(max(peaks), rel=0.05 if config.moe else 0.03)
     if settings.dtype in STEPS:

@@ -1,0 +1,75 @@
+"""A dry run counts the FLOPs that torch's own formulas give, and shows the rank that sends and holds most."""
+
+from dataclasses import replace
+from itertools import product
+
+import pytest
+from torch.utils.flop_counter import flop_registry
+
+from scaling.configs import Latent, get
+from scaling.trace.count import Between
+from scaling.train import dry
+from scaling.train.settings import Settings
+
+DENSE = get("tiny").with_(L=2, D=16, F=32, H=8, N=4, K=2, V=64)
+EXPERTS = DENSE.with_(E=4, k=2)
+LATENT = DENSE.with_(K=4, latent=Latent(q_rank=12, kv_rank=10, nope=6, rope=4, value=8))
+KINDS = {
+    "grouped queries": (DENSE, {"X": 2}, "none"),
+    "a head for each query": (DENSE.with_(K=4, gated=False), {"P": 2, "Y": 2}, "block"),
+    "tied": (DENSE.with_(tied=True), {"Z": 2}, "matmuls"),
+    "windows": (DENSE.with_(window=(4, None)), {"C": 2}, "attention"),
+    "latents": (LATENT, {"Y": 2}, "block"),
+    "experts": (EXPERTS, {"E": 2}, "none"),
+    "experts, again": (EXPERTS, {"X": 2, "Y": 2}, "block"),
+    "a shared expert": (EXPERTS.with_(shared=1), {"Z": 2}, "none"),
+    "dense layers first": (EXPERTS.with_(dense_layers=1, F_dense=24, routing="sigmoid"), {"X": 2}, "block"),
+    "experts and latents": (LATENT.with_(E=4, k=2, shared=1), {"C": 2}, "none"),
+}
+
+
+def settings_of(model, remat="none", **options) -> Settings:
+    return Settings(model, "", "", 8, 16, dtype="bf16", remat=remat, **options)
+
+
+class BothCounts(Between):
+    """The count, and torch's own formulas for the same operations."""
+
+    of_torch = 0
+
+    def saw(self, function, args, given, made):
+        super().saw(function, args, given, made)
+        if function._overloadpacket in flop_registry and "attention" not in str(function):
+            BothCounts.of_torch += flop_registry[function._overloadpacket](*args, out_val=made[0])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_products_are_those_of_torch_s_counter(kind, monkeypatch):
+    model, sizes, remat = KINDS[kind]
+    monkeypatch.setattr(dry, "Between", BothCounts)
+    BothCounts.of_torch = 0
+    counted = dry.count(settings_of(model, remat), sizes, backend="abstract")
+    assert counted.products.amount == BothCounts.of_torch > 0
+
+
+@pytest.mark.parametrize(("sizes", "pairs"), [({"X": 1}, 16 * 16 / 2), ({"C": 2}, 16 * 17 / 2)])
+def test_attention_is_counted_as_a_kernel_and_as_a_ring(sizes, pairs):
+    """The scores of causal pairs, of which the ring counts the diagonal whole, in 2 products forward and 5 backward."""
+    settings = settings_of(DENSE)
+    ranks = [dry.count(settings, sizes, {axis: i}, documents=False) for axis, n in sizes.items() for i in range(n)]
+    one = 2 * settings.batch * DENSE.L * DENSE.N * DENSE.H * pairs
+    assert sum(rank.attention.amount for rank in ranks) == (2 + 5) * one
+    assert all(rank.flops == rank.products.amount + rank.attention.amount for rank in ranks)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("model", "sizes"), [
+    (DENSE, {"C": 4}), (DENSE.with_(window=4), {"C": 4}), (DENSE, {"Z": 2, "C": 2}), (EXPERTS, {"P": 2, "Y": 2}),
+])  # fmt: skip
+def test_the_rank_that_is_shown_sends_and_holds_most_and_only_then_each_does_so(model, sizes):
+    settings = replace(settings_of(model), seq=32)
+    coords = [dict(zip(sizes, at, strict=True)) for at in product(*map(range, sizes.values()))]
+    ranks, shown = [dry.count(settings, sizes, coord) for coord in coords], dry.fullest(settings, sizes)
+    for of in (lambda rank: rank.memory, lambda rank: rank.sent, lambda rank: rank.attention.amount):
+        assert of(shown) == max(map(of, ranks))
+    assert all(rank == shown for rank in ranks) == ("\neach of" in "\n" + dry.table(shown, sizes))
