@@ -3,7 +3,7 @@
 L layers, D d_model, F d_ff, N query heads, K KV heads, H head dim, V vocabulary, E experts of which k are active.
 """
 
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 
 from scaling.common.arguments import check_fields, positive, whole
 from scaling.spec import dtype_bytes
@@ -105,7 +105,8 @@ class Config:
     gelu_tanh or relu; None is silu with a gate and gelu without. `dropout`: of what a block adds to the residual
     stream, the share of elements that training drops (GPT-2's resid_pdrop). `norms` counts the layer's norms,
     `dtype` the stored parameters. `uncomputed` names what else the model has: such a one is counted, but no code here
-    computes it. `source` says where the numbers come from.
+    computes it. `source` says where the numbers come from. `max_positions`: the longest text that the model was made
+    for, before a scaling of its positions (Hugging Face's max_position_embeddings); 0 where nothing says.
     """
 
     name: str
@@ -146,6 +147,7 @@ class Config:
     dropout: float = 0.0
     uncomputed: tuple[str, ...] = ()
     latent: Latent | None = None
+    max_positions: int = field(default=0, compare=False)
     dtype: str = "bf16"
     source: str = ""
 
@@ -202,9 +204,9 @@ class Config:
         if self.capacity is not None and not 0 < self.capacity < float("inf"):
             what = f"{self.name}: capacity must be a factor above 0, or None to drop none: {self.capacity!r}"
             raise ValueError(f"{what}\n  fix: give None, or a factor such as 1.25")
-        for field in ("aux_coef", "z_coef"):
-            if not 0 <= getattr(self, field) < float("inf"):
-                what = f"{self.name}: {field} must be at least 0, got {getattr(self, field)!r}"
+        for name in ("aux_coef", "z_coef"):
+            if not 0 <= getattr(self, name) < float("inf"):
+                what = f"{self.name}: {name} must be at least 0, got {getattr(self, name)!r}"
                 raise ValueError(f"{what}\n  fix: 0.0 leaves its term out")
         if not 0 < self.routed_scale < float("inf"):
             raise ValueError(

@@ -160,6 +160,7 @@ def read_config(table: dict) -> dict:
     plain = "silu" if found["gated"] else "gelu"
     found["activation"] = None if ACTIVATIONS.get(act) == plain else ACTIVATIONS.get(act)
     found |= _rotary(table, kind) | {"window": _window(table, name, found.get("L", 0))} | dict(kind.fixed)
+    found["max_positions"] = table.get("max_position_embeddings") or 0
     return found | {"uncomputed": tuple(_uncomputed(table, name, act))}
 
 
@@ -211,6 +212,7 @@ def write_config(config: Config) -> dict:
     letters |= {"tied": "tie_word_embeddings", "theta": "rope_theta", "eps": "rms_norm_eps"}
     table = {"architectures": [KINDS[kind].architecture], "model_type": kind}
     table |= {name: getattr(config, letter) for letter, name in letters.items()}
+    table |= {"max_position_embeddings": config.max_positions} if config.max_positions else {}
     table["hidden_act"] = next(name for name, ours in ACTIVATIONS.items() if ours == config.nonlinearity)
     if kind != "qwen2" and kind not in ("mistral", "mixtral"):
         table["attention_bias"] = config.attention_bias

@@ -20,7 +20,7 @@ from scaling.models.template import chat_template
 from scaling.serve.cache import share_of
 from scaling.serve.engine import serve
 from scaling.serve.loading import Served, add_model, served_by
-from scaling.serve.requests import RequestLine, read_requests
+from scaling.serve.requests import RequestLine, longest_text, read_requests
 from scaling.serve.simulate import RequestTimes, Simulated
 from scaling.serve.states import POLICIES, Options, Run
 from scaling.serve.text import TextStream
@@ -157,7 +157,8 @@ def _over_http(args, what: Served, options: Options) -> int:
         from scaling.serve.web.words import Model
     except ImportError as error:
         raise ValueError(f"--port needs {error.name}\n  fix: pip install 'scaling-book-torch[serve]'") from None
-    model = Model(what.config.name, what.tokenizer, what.config.V, what.ends, None, options, args.max_new_tokens)
+    names = what.config.name, what.tokenizer, what.config.V, what.ends
+    model = Model(*names, None, options, args.max_new_tokens, longest_text(what.config))
     args.key = gate.read_key(args.key, args.key_file)
     listener = server.listen(args.host, args.port) if first_rank() else None
     with server.passed_on():

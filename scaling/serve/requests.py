@@ -10,6 +10,7 @@ from types import NoneType
 from typing import Any, NamedTuple
 
 from scaling.common.arguments import of_type, whole_numbers
+from scaling.configs import Config
 from scaling.models.text import Unknown
 
 SEEDS = 2**63
@@ -154,6 +155,19 @@ def _short(value: Any) -> str:
     if isinstance(value, int) and not isinstance(value, bool) and abs(value) >= 1 << 128:
         return f"a number of {value.bit_length()} bits"
     return f"{value!r:.80}"
+
+
+def longest_text(config: Config) -> int | None:
+    """Return the tokens of the longest text that a model is made for; None where nothing says.
+
+    A config.json keeps the length before scaling where positions are scaled by linear or yarn.
+    """
+    if config.max_positions < 1:
+        return None
+    if (scaling := config.rope_scaling) is None or scaling.kind not in ("linear", "yarn"):
+        return config.max_positions
+    before = scaling.original if scaling.kind == "yarn" else config.max_positions
+    return max(config.max_positions, int(before * scaling.factor))
 
 
 def read_ids(prompt: Any, tokenizer, V: int) -> list[int]:

@@ -5,6 +5,7 @@ each row's last token, decode has one token a row. All are pure: they return a n
 given, changed in place, which is what costs no copy; the caller must not use it again.
 """
 
+import warnings
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import lru_cache
@@ -25,6 +26,7 @@ from scaling.models.transformer import all_layers
 from scaling.serve.cache import At, Share, Slots, capacity, check_cache, share_of, writable
 from scaling.serve.forms import context, experts, heads, heads_batch, latent, sequence, weights_2d
 from scaling.serve.int8 import floats
+from scaling.serve.requests import longest_text
 from scaling.serve.types import ONE, SPLIT_ROWS, specs
 from scaling.strategies.axes import all_gather
 from scaling.strategies.transformer.layer import own_heads
@@ -107,10 +109,20 @@ def run_rows(
     of the rows follow the first `starts` that the cache has of them. A row may have none: its logits mean nothing. The
     params are such as `check_served` lets pass: it is not asked at each step."""
     device, T = params["norm"].device, max(map(len, rows))
+    if mesh is None or mesh.rank == 0:
+        warn_beyond(config, max(len(row) + start for row, start in zip(rows, starts, strict=True)))
     tokens = torch.tensor([[*row, *[0] * (T - len(row))] for row in rows], device=device)
     lengths = torch.tensor([len(row) for row in rows], device=device)
     cache = cache | {"lengths": torch.tensor(starts, device=device)}
     return _run(params, tokens, cache, config, ONE if mesh is None else mesh, lengths, form, True, not every, 0)
+
+
+def warn_beyond(config: Config, length: int) -> None:
+    """Warn, once in a process as Python's warnings do, where a text is longer than the model was made for."""
+    if (longest := longest_text(config)) and length > longest:
+        what = f"{config.name} is made for texts of at most {longest:,} tokens, and goes on with a longer one"
+        fix = "give a shorter prompt, or ask for fewer tokens"
+        warnings.warn(f"{what}: expect no sense in it\n  fix: {fix}", RuntimeWarning, stacklevel=2)
 
 
 @torch.no_grad()

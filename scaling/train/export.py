@@ -31,8 +31,6 @@ from scaling.strategies.transformer.stages import stored_places
 from scaling.train import checkpoint
 from scaling.train.origin import config_of_run, options_of, short_name
 
-KEPT = (*ENDS, "max_position_embeddings")  # of the config.json that came with the model: what no size says
-
 
 def export(mesh, run: Path, step: int, config: Config, out: Path) -> None:
     """Write the params of a checkpoint, read as shards of this mesh."""
@@ -58,7 +56,7 @@ def add_companions(run: Path, out: Path, config: Config) -> None:
         copy_companions(Path(by.name), out)
     copy_companions(home, out)
     there = read_table(home / "config.json") if (home / "config.json").is_file() else {}
-    table = read_table(out / "config.json") | {key: there[key] for key in KEPT if key in there}
+    table = read_table(out / "config.json") | {key: there[key] for key in ENDS if key in there}
     table |= {"tokenizer": options_of(run).get(NAME, short_name(by)), IDENTITY: by.identity} if by.identity else {}
     (out / "config.json").write_text(json.dumps(table, indent=2) + "\n")
 

@@ -105,6 +105,7 @@ class _Calls:
         name, created = request.path_params.get("name"), 0
         own = {"id": self.model.name, "object": "model", "created": created, "owned_by": "scaling"}
         own |= {"max_model_len": self.model.options.length, "chat": self.model.chat is not None}
+        own["max_position_embeddings"] = self.model.longest
         if name is not None and name != self.model.name:
             raise Refused(404, f"model {name!r:.80} is not served here\n  fix: give {self.model.name!r}")
         return _json({"object": "list", "data": [own]} if name is None else own)

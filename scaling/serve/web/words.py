@@ -54,6 +54,7 @@ class Model(NamedTuple):
     chat: Callable[..., str] | None  # (messages, **chat_template_kwargs) -> text
     options: Options
     most: int | None = None  # tokens of an answer, where a client says none
+    longest: int | None = None  # tokens of a text that the model is made for
 
 
 class ClientCall(NamedTuple):
@@ -85,7 +86,8 @@ def read_body(body: bytes, model: Model, chat: bool, ids: Iterator[int]) -> Clie
     n, tokens = fields.whole("n", 1, 1, CHOICES), sum(map(len, prompts))
     if n * len(prompts) > CHOICES:
         raise ValueError(f"{n * len(prompts)} answers in one call\n  fix: ask for at most {CHOICES}")
-    room = model.options.length - max(map(len, prompts))
+    length = min(model.options.length, model.longest or model.options.length)
+    room = length - max(map(len, prompts))
     unsaid = Defaults(model.most or (max(1, room) if chat else MOST), word, 1.0, secrets.randbits(62))
     prompts = [prompt for prompt in prompts for _ in range(n)]
     requests = requests_of(fields, prompts, ids, model.tokenizer, model.ends, unsaid)
