@@ -24,14 +24,30 @@ BYTES = 256
 
 
 class Tokenizer(Protocol):
-    """`name`: where it comes from. `identity`: equal for tokenizers that are the same. Ids lie in 0..vocabulary - 1."""
+    """Text to ids and back.
+
+    Attributes:
+        name: Where it comes from.
+        identity: Equal for tokenizers that are the same.
+        vocabulary: Ids lie in 0..vocabulary - 1.
+        folder: Where the files lie that came with it, such as a chat template; None if nothing did.
+    """
 
     name: str
     identity: str
     vocabulary: int
+    folder: Path | None
 
     def encode(self, text: str, special: bool = False) -> list[int]:
-        """Ids; `special`: with the tokens that the tokenizer puts around a text."""
+        """Return the ids of a text; `special`: with the tokens that the tokenizer puts around a text."""
+        ...
+
+    def places(self, text: str) -> tuple[list[int], list[tuple[int, int]]]:
+        """Return the ids of a text, and for each from where to where in the text its characters are."""
+        ...
+
+    def id_of(self, token: str) -> int | None:
+        """Return the id of the token that is written so; None if there is none."""
         ...
 
     def decode(self, ids: Sequence[int]) -> str: ...
@@ -45,9 +61,16 @@ class ByteText:
     """Each byte of UTF-8 text is a token; ids from 256 on stand for nothing."""
 
     name, identity, vocabulary = "bytes", "bytes", BYTES
+    folder: Path | None = None
 
     def encode(self, text: str, special: bool = False) -> list[int]:
         return list(text.encode())
+
+    def places(self, text: str) -> tuple[list[int], list[tuple[int, int]]]:
+        return self.encode(text), [(i, i + 1) for i, character in enumerate(text) for _ in character.encode()]
+
+    def id_of(self, token: str) -> int | None:
+        return None
 
     def decode(self, ids: Sequence[int]) -> str:
         return bytes(int(id) for id in ids if id < BYTES).decode(errors="replace")
@@ -78,9 +101,17 @@ class FromFile:
         self.loaded.no_padding()
         self.name, self.identity = str(path), sha256(Path(path).read_bytes()).hexdigest()
         self.vocabulary = max(self.loaded.get_vocab().values(), default=-1) + 1
+        self.folder = Path(path).parent if Path(path).name == FILE else None
 
     def encode(self, text: str, special: bool = False) -> list[int]:
         return self.loaded.encode(text, add_special_tokens=special).ids
+
+    def places(self, text: str) -> tuple[list[int], list[tuple[int, int]]]:
+        found = self.loaded.encode(text, add_special_tokens=False)
+        return found.ids, found.offsets
+
+    def id_of(self, token: str) -> int | None:
+        return self.loaded.token_to_id(token)
 
     def decode(self, ids: Sequence[int]) -> str:
         return self.loaded.decode([int(i) for i in ids])
@@ -93,9 +124,16 @@ class Unknown:
     """The tokenizer of a model that came without one: its ids can be given and are printed, text is refused."""
 
     identity, vocabulary = "", 0
+    folder: Path | None = None
 
     def __init__(self, place: "str | Path"):
         self.name = str(place)
+
+    def places(self, text: str) -> tuple[list[int], list[tuple[int, int]]]:
+        return self.encode(text), []
+
+    def id_of(self, token: str) -> int | None:
+        return None
 
     def encode(self, text: str, special: bool = False) -> list[int]:
         raise ValueError(
@@ -180,8 +218,11 @@ def home_of(folder: "str | Path") -> Path:
 
 
 def copy_companions(source: "str | Path", out: Path) -> None:
-    """Copy what came with the weights or the tokenizer of a folder; of a file, its tokenizer alone."""
+    """Copy what came with the weights or the tokenizer of a folder; of a file that is no tokenizer.json, it alone."""
     source = Path(source)
+    source = source.parent if source.name == FILE else source
+    if source.resolve() == out.resolve():
+        return
     out.mkdir(parents=True, exist_ok=True)
     if source.is_file():
         shutil.copyfile(source, out / FILE)

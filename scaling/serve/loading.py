@@ -14,10 +14,10 @@ from scaling.configs import Config, with_weights
 from scaling.configs.sources import WAYS, Source
 from scaling.mesh import AbstractMesh
 from scaling.models import hf, transformer
+from scaling.models.ends import ends_of
 from scaling.models.text import tokenizer_of
 from scaling.serve.cache import divisible, init_cache, share_of
 from scaling.serve.engine import check_draft
-from scaling.serve.text import ends_of
 from scaling.serve.types import FORMS, check_mesh, specs
 from scaling.spec.sizes import parse_mesh
 from scaling.train import checkpoint

@@ -2,11 +2,9 @@
 
 from collections.abc import Sequence
 from functools import lru_cache
-from pathlib import Path
 from typing import Any
 
-from scaling.common.arguments import read_table, whole_numbers
-from scaling.models.text import Unknown, home_of
+from scaling.models.text import Unknown
 
 BROKEN = "\ufffd"  # what stands for bytes that are no whole character
 CHARACTER = 4  # tokens that one character takes at most, which has so many bytes
@@ -96,15 +94,3 @@ def _borders(text: str) -> list[int]:
             length = found[length - 1]
         found.append(length + (text[length] == character))
     return found
-
-
-def ends_of(folder: "str | Path") -> tuple[int, ...]:
-    """The ids that end a text (eos), by the folder's, or a run's, generation_config.json or config.json; none if they
-    name none."""
-    folder = home_of(folder)
-    for name in ("generation_config.json", "config.json"):
-        path = folder / name
-        found = read_table(path).get("eos_token_id") if path.is_file() else None
-        if found is not None:
-            return tuple(whole_numbers(f"{path}: eos_token_id", found if isinstance(found, list) else [found]))
-    return ()

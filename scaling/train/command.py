@@ -12,7 +12,7 @@ import signal
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext, suppress
-from dataclasses import asdict, fields
+from dataclasses import asdict, fields, replace
 from functools import partial
 from pathlib import Path
 
@@ -23,13 +23,15 @@ from scaling.configs.sources import HELP, MODEL, RUN
 from scaling.cost.units import significant
 from scaling.hardware import chip
 from scaling.mesh import AbstractMesh
+from scaling.models.ends import NO_END
 from scaling.models.text import NAME
 from scaling.spec.sizes import parse_mesh
 from scaling.strategies import transformer
 from scaling.train import checkpoint, compare, dry, elastic, evaluate, export, flight, tokenize, verify
+from scaling.train.documents import add_ends
 from scaling.train.durable import replaced
 from scaling.train.loop import STOP, run
-from scaling.train.origin import begun_from, keep_origin, tokenizer_for
+from scaling.train.origin import begun_from, end_for, keep_origin, tokenizer_for
 from scaling.train.progress import check_installed, describe
 from scaling.train.record import check_unchanged, record_of, recorded
 from scaling.train.settings import Settings, add_flags
@@ -58,6 +60,7 @@ def arguments(argv=None) -> argparse.Namespace:
     parser.add_argument(
         "--tokenizer", help="bytes, a tokenizer.json, or a folder with one (default: the model folder's own, or bytes)"
     )
+    add_ends(parser)
     parser.add_argument("--mesh", default="X=1", help="axes of P, Z, X, C, Y, E and sizes (default X=1)")
     parser.add_argument(
         "--plan", type=integer(1, 10**6), nargs="?", const=0, metavar="RANKS",
@@ -79,6 +82,8 @@ def arguments(argv=None) -> argparse.Namespace:
             flags += flags_of(file, options)
         except ValueError as error:
             parser.error(str(error))
+    if before and "eos_id" not in read_table(before):
+        flags.append(f"--eos-id={NO_END}")  # an older run's documents have no end, and go on without one
     args = parser.parse_args([*flags, *(sys.argv[1:] if argv is None else argv)])
     if not args.data and not args.dry_run:
         parser.error("--data is needed: a text file, or a folder of them")
@@ -116,7 +121,10 @@ def main(argv=None) -> int:
         resumed = Path(args.out) if args.resume and (Path(args.out) / RUN).is_file() else None
         own["tokenizer"] = tokenizer_for(config, args.model, weights, args.tokenizer, args.data, resumed)
     own["tokenizer"] = "bytes" if own["tokenizer"] is None else own["tokenizer"]
+    own["eos_id"] = NO_END
     settings = Settings(model=config, weights=weights, **own)
+    if not args.dry_run:
+        settings = replace(settings, eos_id=end_for(settings, args))
     if args.plan is not None:
         sizes = chosen(settings, args.plan or AbstractMesh(sizes).size(), args, given)
     declared = sizes

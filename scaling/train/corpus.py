@@ -1,19 +1,20 @@
 """A corpus: one long run of tokens, cut into documents, in parts that are mapped into memory.
 
-Read from text files (each a document), JSON lines (each line a document), rows of ids in .npy files, or the shards
-that `python -m scaling.train tokenize` writes.
+Read from text files (each a document), JSON lines (each line a document), rows of ids in .npy files (each a document),
+or the shards that `python -m scaling.train tokenize` writes.
 """
 
 import json
-from collections.abc import Iterator
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy
 
+from scaling.models.ends import NO_END
 from scaling.models.text import FILE, ByteText, Tokenizer, Unknown, tokenizer
+from scaling.train.documents import Reader, untemplated
 
 TEXT = (".txt", ".md", ".py", ".rst", ".json", ".jsonl", ".csv", "")
 INDEX = "shards.json"  # of a folder of token shards
@@ -21,21 +22,21 @@ EVERYTHING: tuple[numpy.ndarray, ...] = ()
 BYTES = ByteText()
 
 
-class Document(NamedTuple):
-    """Token ids, and for each whether it counts in the loss."""
-
-    ids: numpy.ndarray
-    counted: numpy.ndarray
-
-
 @dataclass(frozen=True)
 class Corpus:
-    """`parts`: rows of ids, one after another; `starts`: where each document begins; `counted`: for each part which
-    tokens count in the loss, if not all do."""
+    """A run of tokens.
+
+    Attributes:
+        parts: Rows of ids, one after another.
+        starts: Where each document begins.
+        counted: For each part which tokens count in the loss, if not all do.
+        notes: What whoever trains on it should know.
+    """
 
     parts: tuple[numpy.ndarray, ...]
     starts: numpy.ndarray
     counted: tuple[numpy.ndarray, ...] = EVERYTHING
+    notes: tuple[str, ...] = ()
 
     @cached_property
     def ends(self) -> numpy.ndarray:
@@ -64,21 +65,28 @@ class Corpus:
         return pieces[0] if len(pieces) == 1 else numpy.concatenate(pieces)
 
 
-def open_corpus(path, by: Tokenizer = BYTES) -> Corpus:
-    """The corpus of a file or of a folder of files, sorted by name.
+def open_corpus(path, by: Tokenizer = BYTES, eos: int = NO_END) -> Corpus:
+    """Return the corpus of a file or of a folder of files, sorted by name.
 
-    Ids and text do not go together. ValueError or OSError that names the file, and the line, for what cannot be read.
+    Ids and text do not go together. Documents of text end with the id `eos`; rows of ids are read as they are, and
+    shards as `tokenize` has ended them.
+
+    Raises:
+        ValueError: It names the file, and the line, that cannot be read. OSError as well.
     """
     kind, files = check_data(path := Path(path), by)
     if kind == "shards":
-        return _shards(path, by)
+        return _shards(path, by, eos)
     if kind == "ids":
-        return _joined([_row(p) for p in files], path)
+        return _joined([[_row(p)] for p in files], path)
     if isinstance(by, ByteText) and not any(p.suffix == ".jsonl" for p in files):
-        return _joined([numpy.memmap(p, numpy.uint8, "r") for p in files if _readable(p)], path)
-    read = [document for p in files for document in documents(p, by) if len(document.ids)]
+        rows = [numpy.memmap(p, numpy.uint8, "r") for p in files if _readable(p)]
+        end = numpy.array([eos] if eos != NO_END else [], numpy.uint32)
+        return _joined([[row, end] if len(end) and row[-1] != eos else [row] for row in rows], path)
+    read = [document for p in files for document in Reader(by, eos).documents(p)]
     counted = tuple(d.counted for d in read) if not all(d.counted.all() for d in read) else EVERYTHING
-    return _joined([d.ids for d in read], path, counted)
+    notes = (untemplated(path, by),) if any(document.plain for document in read) else ()
+    return _joined([[d.ids] for d in read], path, counted, notes)
 
 
 def kind_of_data(path) -> str:
@@ -116,12 +124,18 @@ def _files(path: Path) -> tuple[str, list[Path]]:
     return "ids" if ids else "text", files
 
 
-def _joined(rows: list, path: Path, counted: tuple[numpy.ndarray, ...] = EVERYTHING) -> Corpus:
-    """Rows of ids, each a document, as a corpus. ValueError if there is not one token."""
-    if not sum(map(len, rows)):
+def _joined(
+    documents: Sequence[Sequence[numpy.ndarray]],
+    path: Path,
+    counted: tuple[numpy.ndarray, ...] = EVERYTHING,
+    notes: tuple[str, ...] = (),
+) -> Corpus:
+    """Return documents, each of some rows of ids, as a corpus. ValueError if there is not one token."""
+    lengths = [sum(map(len, rows)) for rows in documents]
+    if not sum(lengths):
         raise ValueError(f"{path}: holds no text\n  fix: give a file that holds some")
-    starts = numpy.cumsum([0, *(len(part) for part in rows[:-1])])
-    return Corpus(tuple(rows), starts, counted)
+    parts = tuple(row for rows in documents for row in rows)
+    return Corpus(parts, numpy.cumsum([0, *lengths[:-1]]), counted, notes)
 
 
 def _readable(path: Path) -> int:
@@ -139,65 +153,6 @@ def _row(path: Path) -> numpy.ndarray:
     if ids.ndim != 1 or ids.dtype.kind not in "iu":
         raise ValueError(f"{path}: not a row of token ids\n  fix: give a one-dimensional .npy of whole numbers")
     return ids
-
-
-def documents(path: Path, by: Tokenizer) -> Iterator[Document]:
-    """The documents of a text file: one, or one a line of JSON. ValueError that names the file and the line."""
-    try:
-        with path.open(encoding="utf-8", newline="") as lines:
-            if path.suffix != ".jsonl":
-                yield plain_document(lines.read(), by)
-                return
-            for number, line in enumerate(lines, 1):
-                if line.strip():
-                    try:
-                        yield chat_document(json.loads(line), by)
-                    except ValueError as error:
-                        raise ValueError(f"{path}, line {number}: {error}") from None
-    except UnicodeDecodeError as error:
-        raise ValueError(f"{path}: not UTF-8: {error}\n  fix: convert it, or leave it out") from None
-
-
-def plain_document(text: str, by: Tokenizer) -> Document:
-    ids = _ids(text, by)
-    return Document(ids, numpy.ones(len(ids), bool))
-
-
-def chat_document(record, by: Tokenizer) -> Document:
-    """A line of JSON: {"text"}, {"prompt", "completion"}, or {"messages": [{"role", "content"}, ...]}.
-
-    Only a text, a completion and what the assistant says count in the loss. A message is "role: content" and an empty
-    line. ValueError for anything else.
-    """
-    match record:
-        case {"text": str(text)}:
-            return plain_document(text, by)
-        case {"prompt": str(prompt), "completion": str(completion)}:
-            parts = [(prompt, False), (completion, True)]
-        case {"messages": [_, *_] as messages}:
-            parts = []
-            for message in messages:
-                match message:
-                    case {"role": str(role), "content": str(content)}:
-                        parts += [(f"{role}: ", False), (f"{content}\n\n", role == "assistant")]
-                    case _:
-                        raise ValueError(
-                            'a message is {"role": ..., "content": ...}, both text\n  fix: write each message so'
-                        )
-        case _:
-            raise ValueError(
-                'a line is {"text"}, {"prompt", "completion"} or {"messages": [...]}'
-                "\n  fix: write each line in one of these ways"
-            )
-    pieces = [(_ids(text, by), counts) for text, counts in parts]
-    return Document(
-        numpy.concatenate([ids for ids, _ in pieces]),
-        numpy.concatenate([numpy.full(len(ids), counts) for ids, counts in pieces]),
-    )
-
-
-def _ids(text: str, by: Tokenizer) -> numpy.ndarray:
-    return numpy.array(by.encode(text), numpy.uint32)
 
 
 def shards_index(folder: Path, by: Tokenizer) -> dict:
@@ -218,16 +173,26 @@ def shards_index(folder: Path, by: Tokenizer) -> dict:
     return index
 
 
-def _shards(folder: Path, by: Tokenizer) -> Corpus:
-    """The corpus of a folder of token shards. ValueError that names the shard that is missing or cut short, or if they
-    are of another tokenizer."""
+def _shards(folder: Path, by: Tokenizer, eos: int) -> Corpus:
+    """Return the corpus of a folder of token shards.
+
+    Raises:
+        ValueError: A shard is missing or cut short, or they are of another tokenizer.
+    """
     index = shards_index(folder, by)
     for name, nbytes in index["bytes"].items():
         if not (folder / name).is_file() or (folder / name).stat().st_size != nbytes:
             raise ValueError(f"{folder / name}: missing or cut short\n  fix: write the shards again")
     counted = tuple(numpy.load(folder / name, mmap_mode="r") for name in index["counted"])
-    corpus = Corpus(
-        tuple(_row(folder / name) for name in index["tokens"]), numpy.load(folder / index["starts"]), counted
-    )
+    parts, ended, notes = tuple(_row(folder / name) for name in index["tokens"]), ended_with(index), ()
+    if eos not in (NO_END, ended):
+        how = "without an end of text" if ended == NO_END else f"with the id {ended}"
+        notes = (f"{folder}: its documents end {how}, not with {eos}\n  fix: tokenize the text again",)
+    corpus = Corpus(parts, numpy.load(folder / index["starts"]), counted, notes)
     corpus.__dict__["top"] = index["top"]  # known: the shards need not be read for it
     return corpus
+
+
+def ended_with(index: dict) -> int:
+    """Return the id that ends each document of token shards, by their index; an older one knows of none."""
+    return index.get("eos", NO_END)

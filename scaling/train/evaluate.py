@@ -74,17 +74,20 @@ def check_sample(settings: Settings, ranks: int, held: float, available: float) 
 
 @torch.no_grad()
 def continuation(params, settings: Settings, mesh) -> str:
-    """How the model goes on from `settings.sample`, drawn by the run's seed; on rank 0, "" on the others.
+    """Return how the model goes on from `settings.sample`, up to the end of a document; on other ranks than 0, "".
 
-    The params are gathered on every rank, whatever the mesh; then rank 0 runs them as on one device.
+    Tokens are drawn by the run's seed. The params are gathered on every rank, whatever the mesh; then rank 0 runs them
+    as on one device.
     """
     whole, by = transformer.unshard(params, settings.model, mesh), tokenizer_in(settings)
     if mesh.rank:
         return ""
-    generator = torch.Generator().manual_seed(settings.seed)
+    generator, known = torch.Generator().manual_seed(settings.seed), max(by.vocabulary, settings.eos_id + 1)
     prompt = ids = torch.tensor(by.encode(settings.sample), device=mesh.device)
     for _ in range(LENGTH):  # without a cache: together as much work as one small batch
-        logits = model.forward(whole, ids[None], config=settings.model)[0, -1, : by.vocabulary]
+        logits = model.forward(whole, ids[None], config=settings.model)[0, -1, :known]
         drawn = torch.multinomial((logits.double() / TEMPERATURE).softmax(-1).cpu(), 1, generator=generator)
+        if int(drawn) == settings.eos_id:
+            break
         ids = torch.cat([ids, drawn.to(ids.device)])
     return by.decode(ids[len(prompt) :].tolist())

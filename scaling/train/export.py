@@ -13,6 +13,7 @@ from scaling.common.console import Parser, complaining
 from scaling.configs import Config
 from scaling.mesh import AbstractMesh
 from scaling.models import hf
+from scaling.models.ends import ends_of
 from scaling.models.text import (
     COMPANIONS,
     ENDS,
@@ -57,6 +58,8 @@ def add_companions(run: Path, out: Path, config: Config) -> None:
     copy_companions(home, out)
     there = read_table(home / "config.json") if (home / "config.json").is_file() else {}
     table = read_table(out / "config.json") | {key: there[key] for key in ENDS if key in there}
+    if not ends_of(home) and (ends := ends_of(run)):
+        table["eos_token_id"] = ends[0]
     table |= {"tokenizer": options_of(run).get(NAME, short_name(by)), IDENTITY: by.identity} if by.identity else {}
     (out / "config.json").write_text(json.dumps(table, indent=2) + "\n")
 

@@ -47,6 +47,8 @@ def run(mesh, settings: Settings, keep: Callable[[], None] | None = None) -> dic
         keep()
     progress.cut(start)
     met(mesh)  # other ranks write into the folder after rank 0
+    for note in dict.fromkeys(note for held in valid for note in held.corpus.notes):
+        progress.warn(note)
     flight = Flight(out, mesh.rank)
     for number in watched(range(start + 1, settings.steps + 1), settings.profile, mesh.rank, settings.chip):
         began = time.perf_counter()

@@ -4,6 +4,7 @@ RUN/run.toml      the options; model = "model" and tokenizer = "model" stand for
 RUN/model/        what came with the model and its tokenizer: config.json, tokenizer.json, chat template, ...
 """
 
+import argparse
 import json
 import shutil
 from pathlib import Path
@@ -24,7 +25,8 @@ from scaling.models.text import (
     tokenizer,
     tokenizer_of,
 )
-from scaling.train.corpus import INDEX, check_data, kind_of_data
+from scaling.train.corpus import INDEX, check_data, ended_with, kind_of_data, shards_index
+from scaling.train.documents import end_of_documents
 from scaling.train.settings import Settings
 
 PLACES = ("weights", "profile", "tensorboard")  # paths among the settings
@@ -117,6 +119,22 @@ def _of_data(config: Config, places: list[Path]) -> Tokenizer:
 def tokenizer_in(settings: Settings) -> Tokenizer:
     """The tokenizer of a run's settings."""
     return tokenizer(settings.tokenizer) if settings.tokenizer else Unknown(settings.weights or settings.model.name)
+
+
+def end_for(settings: Settings, args: argparse.Namespace) -> int:
+    """Return the id that ends each document of a run, `NO_END` if none does: where neither --eos-id nor --no-eos is
+    given, that of its shards, or else its tokenizer's. ValueError for one that the model does not have."""
+    places = [Path(path) for path, _ in weighted_paths(settings.data)]
+    by, shards = tokenizer_in(settings), [path for path in places if (path / INDEX).is_file()]
+    if shards and args.eos_id is None and not args.no_eos:
+        return ended_with(shards_index(shards[0], by))
+    found = end_of_documents(by, args, any(kind_of_data(path) == "text" for path in places))
+    if found >= settings.model.V:
+        raise ValueError(
+            f"--eos-id {found}: {settings.model.name} has the ids 0..{settings.model.V - 1}"
+            "\n  fix: give one of these, or a model with a greater vocabulary"
+        )
+    return found
 
 
 def keep_origin(out: Path, model: str, settings: Settings) -> dict[str, str]:

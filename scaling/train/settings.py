@@ -13,6 +13,7 @@ from scaling import optim, tree
 from scaling.common.console import integer, number, place
 from scaling.configs import Config
 from scaling.cost.transformer import POLICIES
+from scaling.models.ends import NO_END
 from scaling.models.leaves import matrices_of
 
 DTYPES = {"fp32": torch.float32, "fp64": torch.float64, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -26,8 +27,9 @@ def as_flag(default: Any, help: str, kind: Callable | None = None, **how: Any) -
 @dataclass(frozen=True)
 class Settings:
     """What a run is made of beside its mesh. `weights`: a Hugging Face folder to begin with, if any. `tokenizer`:
-    "bytes", a file or a folder, "" where none is known. `data`: a path, or several by weight, "A:3,B:1". The fields
-    made by `as_flag` say of themselves what they are."""
+    "bytes", a file or a folder, "" where none is known. `eos_id`: what ends each document of text, `NO_END` where
+    nothing does. `data`: a path, or several by weight, "A:3,B:1". The fields made by `as_flag` say of themselves what
+    they are."""
 
     model: Config
     data: str
@@ -62,6 +64,7 @@ class Settings:
     resume: bool = as_flag(False, "continue the run in --out with its options; flags override them")
     weights: str = ""
     tokenizer: str = "bytes"
+    eos_id: int = NO_END
     chip: str = as_flag("", "for MFU and --profile's predictions: h100, or what measure wrote")
     norms: bool = as_flag(False, "write each leaf's gradient norm to norms.jsonl")
     profile: str = as_flag("", "profile steps 3 to 7: FILE.json or a folder", place, metavar="PLACE")

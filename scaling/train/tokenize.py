@@ -3,8 +3,9 @@
 SHARDS/tokens-00000.npy, ...     ids, of 16 bits where the vocabulary allows it
        counted-00000.npy, ...    which of them count in the loss, where prompts do not
        starts.npy                where each document begins
-       tokenizer.json            what made them, unless they are bytes
-       shards.json               the files with their bytes, and which tokenizer made them; written last
+       tokenizer.json, ...       what made them, unless they are bytes, and what came with it
+       shards.json               the files with their bytes, which tokenizer made them, and which id ends each document;
+                                 written last
 """
 
 import json
@@ -13,15 +14,20 @@ from pathlib import Path
 
 import numpy
 
-from scaling.common.console import Parser, complaining, integer
+from scaling.common.console import Parser, complain, complaining, integer
+from scaling.models.ends import NO_END
 from scaling.models.text import Tokenizer, copy_companions, tokenizer
-from scaling.train.corpus import INDEX, TEXT, documents
+from scaling.train.corpus import INDEX, TEXT
+from scaling.train.documents import Reader, add_ends, end_of_documents, untemplated
 from scaling.train.durable import replaced
 
 
-def write_shards(source, out, by: Tokenizer, shard_tokens: int) -> dict:
-    """Tokenise a file or a folder into shards; returns their index. ValueError or OSError names what is not readable,
-    and a folder that holds shards already."""
+def write_shards(source, out, by: Tokenizer, shard_tokens: int, eos: int = NO_END) -> dict:
+    """Tokenise a file or a folder into shards; return their index.
+
+    `eos`: the id that ends each document. ValueError or OSError names what is not readable, and a folder that holds
+    shards already.
+    """
     source, out = Path(source), Path(out)
     if out.is_dir() and any(out.iterdir()):
         raise ValueError(f"{out}: is not empty\n  fix: give another --out")
@@ -31,18 +37,20 @@ def write_shards(source, out, by: Tokenizer, shard_tokens: int) -> dict:
         raise ValueError(f"{source}: no text to read\n  fix: give a file, or a folder that holds some")
     out.mkdir(parents=True, exist_ok=True)
     try:
-        return _written(source, files, out, by, shard_tokens)
+        return _written(source, files, out, Reader(by, eos), shard_tokens)
     except BaseException:
         shutil.rmtree(out)  # no shards without their index
         raise
 
 
-def _written(source: Path, files: list[Path], out: Path, by: Tokenizer, shard_tokens: int) -> dict:
-    """The files as shards in the folder; their index."""
-    dtype = numpy.uint16 if by.vocabulary <= 1 << 16 else numpy.uint32
+def _written(source: Path, files: list[Path], out: Path, reader: Reader, shard_tokens: int) -> dict:
+    """Write the files as shards into the folder; return their index."""
+    by, plain = reader.by, False
+    dtype = numpy.uint16 if max(by.vocabulary, reader.eos + 1) <= 1 << 16 else numpy.uint32
     index = {
         "tokenizer": by.name,
         "identity": by.identity,
+        "eos": reader.eos,
         "tokens": [],
         "counted": [],
         "starts": "starts.npy",
@@ -64,13 +72,12 @@ def _written(source: Path, files: list[Path], out: Path, by: Tokenizer, shard_to
         held, size = [], 0
 
     for path in files:
-        for document in documents(path, by):
-            if len(document.ids):
-                starts.append(total)
-                held.append(document)
-                total, size = total + len(document.ids), size + len(document.ids)
-                index["top"] = max(index["top"], int(document.ids.max()))
-                all_count = all_count and bool(document.counted.all())
+        for document in reader.documents(path):
+            starts.append(total)
+            held.append(document)
+            total, size = total + len(document.ids), size + len(document.ids)
+            index["top"] = max(index["top"], int(document.ids.max()))
+            all_count, plain = all_count and bool(document.counted.all()), plain or document.plain
             if size >= shard_tokens:
                 flush()
     if held:
@@ -86,6 +93,8 @@ def _written(source: Path, files: list[Path], out: Path, by: Tokenizer, shard_to
     if by.identity != "bytes":
         copy_companions(Path(by.name), out)
     replaced(out / INDEX, json.dumps(index))
+    if plain:
+        complain(f"warning: {untemplated(source, by)}")
     return index
 
 
@@ -96,8 +105,10 @@ def main(argv=None) -> int:
     parser.add_argument("--out", required=True, help="the folder of shards to write")
     parser.add_argument("--tokenizer", default="bytes", help="bytes (default), a tokenizer.json, or a folder with one")
     parser.add_argument("--shard-tokens", type=integer(1), default=10**8, help="tokens per shard (default 1e8)")
+    add_ends(parser)
     args = parser.parse_args(argv)
-    index = write_shards(args.data, args.out, tokenizer(args.tokenizer), args.shard_tokens)
+    by = tokenizer(args.tokenizer)
+    index = write_shards(args.data, args.out, by, args.shard_tokens, end_of_documents(by, args))
     tokens = sum(len(numpy.load(Path(args.out) / name, mmap_mode="r")) for name in index["tokens"])
     print(f"{tokens:,} tokens in {len(index['tokens'])} shards, the greatest id {index['top']}: {args.out}")
     return 0

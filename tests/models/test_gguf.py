@@ -10,9 +10,9 @@ from probes import shaken
 from scaling import tree
 from scaling.configs import Config, RopeScaling, source_of
 from scaling.models import hf
+from scaling.models.ends import ends_of
 from scaling.models.template import chat_template
 from scaling.models.text import tokenizer_of
-from scaling.serve.text import ends_of
 
 gguf = pytest.importorskip("gguf")
 pytest.importorskip("tokenizers")

@@ -19,11 +19,12 @@ from scaling.configs import Config
 from scaling.configs.sources import Source
 from scaling.mesh import AbstractMesh
 from scaling.models import hf, transformer
+from scaling.models.ends import ends_of
 from scaling.models.text import ByteText, tokenizer, write_bytes
 from scaling.serve import command as batch
 from scaling.serve import loading
 from scaling.serve.requests import Request, RequestLine
-from scaling.serve.text import TextStream, ends_of
+from scaling.serve.text import TextStream
 from scaling.train import checkpoint
 
 CONFIG = Config("tiny", L=1, D=16, F=24, N=4, K=2, H=4, V=256)

@@ -1,22 +1,33 @@
-"""Text that becomes tokens: no token is cut off or added."""
+"""Text that becomes tokens: none is cut off or padded; documents end with the tokenizer's end of text, which the last
+token has as its target; and a run goes on with the ends that it began with."""
 
 import json
+from pathlib import Path
 
+import numpy
 import pytest
 
 pytest.importorskip("tokenizers", reason="needs the library: pip install tokenizers")
 
+from runs import TINY, refusal, train
 from tokenizers import Tokenizer, models, pre_tokenizers
 
+from scaling.models.ends import end_of_text, ends_of
 from scaling.models.text import tokenizer
 from scaling.serve.requests import read_requests
+from scaling.train import command
+from scaling.train.batches import IGNORED, Batches
 from scaling.train.corpus import open_corpus
+from scaling.train.origin import options_of
 
 WORDS = ["<s>", "</s>", "the", "dog", "ran"]
 
 
-def written(folder) -> Tokenizer:
-    """Write a tokenizer of words into a folder; return it as the library has it."""
+def written(folder, **files) -> Tokenizer:
+    """Write a tokenizer of words into a folder, with other files; return it as the library has it."""
+    Path(folder).mkdir(exist_ok=True)
+    for name, table in files.items():
+        Path(folder, f"{name}.json").write_text(json.dumps(table))
     by = Tokenizer(models.WordLevel({word: i for i, word in enumerate(WORDS)}, unk_token="ran"))
     by.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     by.add_special_tokens(["<s>", "</s>"])
@@ -42,3 +53,136 @@ def test_a_file_s_own_truncation_and_padding_change_no_token(tmp_path, which, te
     (request,), _ = read_requests(json.dumps({"prompt": text}), by, 32, (), 1)
     assert ids == loaded.encode(text).ids
     assert list(request.request.prompt) == by.encode(text, special=True) == loaded.encode(text).ids
+
+
+ADDED = {"__type": "AddedToken", "content": "</s>"}
+CLASS = {"tokenizer_class": "PreTrainedTokenizerFast"}
+ENDS = [
+    (1, {"tokenizer_config": CLASS | {"eos_token": "</s>"}, "generation_config": {"eos_token_id": [3, 1]}}),
+    (
+        1,
+        {
+            "tokenizer_config": CLASS | {"eos_token": {"__type": "AddedToken", "content": "</s>"}},
+            "config": {"eos_token_id": 4},
+        },
+    ),
+    (1, {"special_tokens_map": {"eos_token": "</s>"}, "tokenizer_config": CLASS}),
+    (3, {"generation_config": {"eos_token_id": [3, 1]}, "config": {"eos_token_id": 4}}),
+    (4, {"tokenizer_config": CLASS | {"eos_token": None}, "config": {"eos_token_id": 4}}),
+    (None, {"tokenizer_config": CLASS | {"eos_token": "<end>"}}),
+    (None, {"generation_config": {"eos_token_id": 5}}),  # which is no id of this tokenizer
+    (None, {}),
+]
+
+
+@pytest.mark.parametrize(("end", "files"), ENDS)
+def test_the_end_of_text_of_a_tokenizer_is_its_own_or_else_its_model_s(end, files):
+    written("own", **files)
+    assert end_of_text(tokenizer("own")) == end
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")  # of transformers
+def test_a_tokenizer_s_own_end_of_text_is_transformers_too():
+    transformers = pytest.importorskip("transformers", reason="compares with it: pip install transformers")
+    for end, files in ENDS[:3]:
+        written(f"own{len(files)}", **files)
+        assert transformers.PreTrainedTokenizerFast.from_pretrained(f"own{len(files)}").eos_token_id == end
+
+
+LINES = [{"text": "the dog"}, {"text": ""}, {"prompt": "the", "completion": "dog ran"}, {"text": "the </s>"}]
+FILES = {
+    "texts": ({"0.txt": "the dog", "1.txt": "", "2.txt": "ran"}, [2, 3, 1, 4, 1], [1, 1, 1, 1, 1], [0, 3]),
+    "lines": (
+        {"0.jsonl": "\n".join(map(json.dumps, LINES))},
+        [2, 3, 1, 2, 3, 4, 1, 2, 1], [1, 1, 1, 0, 1, 1, 1, 1, 1], [0, 3, 7],
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", FILES)
+@pytest.mark.parametrize("shards", [False, True])
+def test_documents_end_with_the_end_of_text_which_is_the_last_target_of_each(kind, shards):
+    """The end itself has no target. What has it already gets no second one, and what is empty none."""
+    written("own", tokenizer_config={"eos_token": "</s>"})
+    files, ids, counted, starts = FILES[kind]
+    Path("data").mkdir()
+    for name, text in files.items():
+        Path("data", name).write_text(text)
+    if shards:
+        assert train("tokenize --data data --out shards --tokenizer own") == 0
+        assert json.loads(Path("shards/shards.json").read_text())["eos"] == 1
+    by = tokenizer("own")
+    read = open_corpus("shards" if shards else "data", by, 1)
+    found, flags = read.between(0, len(read))
+    assert (found.tolist(), read.starts.tolist(), read.notes) == (ids, starts, ())
+    assert (numpy.ones(len(ids)) if flags is None else flags).tolist() == counted
+    _, targets, segments = Batches(read, 1, len(ids) - 1, 0, 0, len(ids)).row(0)
+    wanted = [id if counted[i] and i not in starts else IGNORED for i, id in enumerate(ids)]
+    assert targets.tolist() == wanted[1:]
+    assert [i + 1 for i in range(len(ids) - 2) if segments[i] != segments[i + 1]] == starts[1:]
+
+
+def test_bytes_end_with_an_id_that_is_asked_for():
+    Path("data").mkdir()
+    for name, text in (("0.txt", b"ab"), ("1.txt", b"c\x00"), ("2.txt", b"")):
+        Path("data", name).write_bytes(text)
+    for eos, ids, starts in (-1, [97, 98, 99, 0], [0, 2]), (0, [97, 98, 0, 99, 0], [0, 3]):
+        assert train(f"tokenize --data data --out shards{eos} --eos-id {eos}") == 0
+        for place in ("data", f"shards{eos}"):
+            read = open_corpus(place, eos=eos)
+            assert (read.between(0, len(read))[0].tolist(), read.starts.tolist()) == (ids, starts)
+    assert open_corpus("data", eos=300).between(0, 6)[0].tolist() == [97, 98, 300, 99, 0, 300]
+    index = json.loads(Path("shards-1/shards.json").read_text())
+    del index["eos"]  # as older shards have it
+    Path("shards-1/shards.json").write_text(json.dumps(index))
+    assert "its documents end without an end of text, not with 0" in open_corpus("shards-1", eos=0).notes[0]
+
+
+@pytest.fixture
+def begun(monkeypatch, capsys):
+    """The command with these words, up to where its ranks would start: the id that ends documents, and what it says."""
+    ran = []
+
+    def trained(settings, sizes, args, keep):
+        keep()
+        ran.append(settings.eos_id)
+        return 0
+
+    def begin(words: str) -> tuple[int, str]:
+        assert train(f"{words} --model sizes.json --seq 4 --batch 2") == 0
+        return ran.pop(), capsys.readouterr().err
+
+    monkeypatch.setattr(command, "trained", trained)
+    monkeypatch.setattr(command.elastic, "fits_as_before", lambda *given: True)
+    Path("sizes.json").write_text(json.dumps({x: getattr(TINY.with_(V=8), x) for x in "LDFNKHV"}))
+    Path("text.txt").write_text("the dog ran " * 20)
+    written("own", tokenizer_config={"eos_token": "</s>"})
+    written("mute")
+    return begin
+
+
+@pytest.mark.parametrize(("words", "eos"), [
+    ("--data text.txt --tokenizer own", 1), ("--data text.txt --tokenizer own --no-eos", -1),
+    ("--data text.txt --tokenizer own --eos-id 3", 3), ("--data text.txt --tokenizer own/tokenizer.json", 1),
+    ("--data text.txt", -1), ("--data text.txt --eos-id 0", 0), ("--data shards", 1), ("--data shards --no-eos", -1),
+    ("--data shards-3", 3), ("--data text.txt --tokenizer mute", -1),
+])  # fmt: skip
+def test_a_run_goes_on_with_the_end_that_it_began_with(begun, words, eos):
+    """And generation stops there; a run from before there were ends goes on without one."""
+    for name, more in {"shards": "", "shards-3": "--eos-id 3"}.items():
+        assert train(f"tokenize --data text.txt --out {name} --tokenizer own {more}") == 0
+    found, said = begun(words)
+    assert (found, options_of(Path("run"))["eos_id"]) == (eos, eos)
+    assert ("mute/tokenizer.json ends a text, so documents have no end\n  fix: put" in said) == ("mute" in words)
+    assert ends_of("run") == (() if eos < 0 else (eos,))
+    assert begun("--out run --resume") == (eos, "")
+    lines = Path("run/run.toml").read_text().splitlines(keepends=True)
+    Path("run/run.toml").write_text("".join(line for line in lines if not line.startswith("eos_id")))
+    assert begun("--out run --resume") == (-1, "")
+
+
+def test_an_end_outside_the_vocabulary_is_refused(begun, capsys):
+    assert "--eos-id 8: sizes has the ids 0..7\n  fix: give one" in refusal(
+        capsys, "--model sizes.json --data text.txt --eos-id 8"
+    )

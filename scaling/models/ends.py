@@ -1,0 +1,41 @@
+"""Ends of text: the ids at which generation stops, and the one that ends each document of a corpus."""
+
+from pathlib import Path
+
+from scaling.common.arguments import read_table, whole_numbers
+from scaling.configs.sources import RUN
+from scaling.models.template import special_tokens
+from scaling.models.text import Tokenizer, home_of
+
+NO_END = -1  # in run.toml: nothing ends a document
+
+
+def ends_of(folder: "str | Path") -> tuple[int, ...]:
+    """Return the ids that end a text (eos) by a model's folder or a run's; none if it names none.
+
+    generation_config.json goes before config.json. A run adds the id that its documents ended with.
+    """
+    home, found, ended = home_of(folder), [], NO_END
+    for name in ("generation_config.json", "config.json"):
+        path = home / name
+        given = read_table(path).get("eos_token_id") if path.is_file() else None
+        if given is not None:
+            found = whole_numbers(f"{path}: eos_token_id", given if isinstance(given, list) else [given])
+            break
+    if (run := Path(folder) / RUN).is_file():
+        ended = read_table(run).get("eos_id", NO_END)
+    return (*found, *(id for id in [ended] if id != NO_END and id not in found))
+
+
+def end_of_text(by: Tokenizer) -> int | None:
+    """Return the id that ends a text of a tokenizer: its folder's `eos_token`, or else the first of `ends_of`.
+
+    None for bytes, and where the folder names none.
+    """
+    if by.folder is None:
+        return None
+    table = by.folder / "tokenizer_config.json"
+    named = special_tokens(by.folder, read_table(table) if table.is_file() else {})
+    if "eos_token" in named and (id := by.id_of(named["eos_token"])) is not None:
+        return id
+    return next((id for id in ends_of(by.folder) if id < by.vocabulary), None)
