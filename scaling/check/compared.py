@@ -1,22 +1,12 @@
-"""An array beside the type that a line says: what broke which rule; and where the call stands."""
+"""Compare what an array is known to be with the type that a line declares for it."""
 
-import inspect
 import re
-import sys
-import traceback
-from collections.abc import Callable, Collection, Sequence
-from pathlib import Path
-from typing import Any
+from collections.abc import Collection, Sequence
 
-import scaling
 from scaling.check.findings import said
 from scaling.check.held import Dim, DimPart, HeldType, axes_along, name_along, size_along
 from scaling.spec import Spec, format_axes
 
-OWN = str(Path(scaling.__file__).parent / "")
-ROOMS = "check/", "collectives/", "trace/", "tree.py", "common/torch_private.py", "strategies/axes.py"
-ENGINE = tuple(f"{OWN}/{room}" for room in ROOMS)
-OTHERS = "/torch/", "/optree/", "contextlib", "<frozen"
 PODS = "P"  # the slow axis: a line without it is the program of each pod
 RAGGED = "R"  # a dim without axes that has another size on each rank: the rows of an expert
 
@@ -107,25 +97,3 @@ def _broken_sums(held: HeldType, declared: Spec, by: str, blocks: set[str]) -> "
     if by and held.parts and unreduced and by != held.parts and "root" not in (held.parts, by):
         return "how-reduced", said(f"its parts make a {held.parts}, and op={by!r}", "how-reduced", f"op={held.parts!r}")
     return None
-
-
-def place_of_call(machinery: tuple[str, ...] = ENGINE) -> str:
-    """file:line of the innermost call outside the machinery."""
-    frame: Any = sys._getframe(1)
-    while frame is not None:
-        file = frame.f_code.co_filename
-        if not file.startswith(machinery) and not any(part in file for part in OTHERS):
-            return f"{file}:{frame.f_lineno}"
-        frame = frame.f_back
-    return ""
-
-
-def place_of_function(fn: Callable) -> str:
-    """file:line of a function's first line; of what is none, as functools.partial, its repr."""
-    code = getattr(inspect.unwrap(fn), "__code__", None)
-    return f"{code.co_filename}:{code.co_firstlineno}" if code is not None else repr(fn)
-
-
-def raised_at(error: BaseException) -> str:
-    frames = [f for f in traceback.extract_tb(error.__traceback__) if not f.filename.startswith(ENGINE)]
-    return f"{frames[-1].filename}:{frames[-1].lineno}" if frames else ""

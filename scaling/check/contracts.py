@@ -21,7 +21,8 @@ from importlib.machinery import ModuleSpec, PathFinder, SourceFileLoader
 from types import ModuleType
 from typing import Any
 
-from scaling.check.compared import axes_named, place_of_function
+from scaling.check.compared import axes_named
+from scaling.check.places import place_of_function
 from scaling.collectives.linear import who_watches
 from scaling.spec import ShardingError, Spec, parse
 

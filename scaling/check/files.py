@@ -14,7 +14,6 @@ of a variable. docs/rules.md names every rule.
 """
 
 import json
-import os
 import sys
 import tokenize
 from collections.abc import Sequence
@@ -24,13 +23,14 @@ from pathlib import Path
 import scaling
 from scaling.check.findings import Finding, Judgement, place_parts
 from scaling.check.lines import check_lines
+from scaling.check.places import real_path
 from scaling.common.console import Parser
 
-OWN = Path(scaling.__file__).parent
+LIBRARY = Path(scaling.__file__).parent
 
 
 def check_files(paths: Sequence, lines_only: bool = False) -> tuple[Judgement, dict[str, list]]:
-    """The faults of some files: of their lines, and of what they do when run; and the lines of their typed calls."""
+    """Return the faults of files and {path: (first, last line) of each typed call}; `lines_only` runs nothing."""
     report, texts, calls = Judgement(), {}, {}
     for path in map(str, paths):
         try:
@@ -49,37 +49,32 @@ def check_files(paths: Sequence, lines_only: bool = False) -> tuple[Judgement, d
 
 
 def _judge(report: Judgement, texts: dict[str, str], calls: dict[str, list]) -> None:
-    """What running shows; the library is judged by its own programs."""
+    """Add what running the files shows. The library's files are not run: its own programs judge them."""
     from scaling.check.library import judge_each
     from scaling.check.run import found_in
 
-    own = {path for path in calls if OWN in Path(path).resolve().parents}
-    alone = [(path, texts[path]) for path in calls if path not in own]
-    files = [None, *alone] if own else alone  # the library first: modules tell their types if they are imported then
-    runs = [(judged, dict([file]) if file else texts) for judged, file in zip(judge_each(files), files, strict=True)]
-    lines, reached = set(), {}
-    for judged, shown in runs:
-        report.findings += found_in(judged, shown)
+    own = {path for path in texts if LIBRARY in Path(path).resolve().parents}
+    others = {path: text for path, text in texts.items() if path not in own}
+    runs: list = [(path, text) for path, text in others.items() if path in calls]
+    if own & {*calls}:
+        runs.insert(0, None)  # the library is first: its modules declare their types only if they are imported then
+    reached: dict[str, set[int]] = {}
+    for run, judged in zip(runs, judge_each(runs, [*others]), strict=True):
+        found = found_in(judged, others if run else texts)
+        report.findings += [finding for finding in found if finding not in report.findings]
         report.unjudged += [(_from_here(place), why) for place, why in judged.unjudged]
         for file, line in judged.reached:
-            if file:
-                reached.setdefault(file, set()).add(line)
-            else:
-                lines.add(line)
-    by_path: dict[str, set] = {}
-    for file, numbers in reached.items():
-        by_path.setdefault(os.path.realpath(file), set()).update(numbers)
+            reached.setdefault(real_path(file), set()).add(line)
     faulty = {finding.file for finding in report.findings}
     for path, places in calls.items():
-        at, source = by_path.get(os.path.realpath(path), set()), texts[path].splitlines()
+        lines = reached.get(real_path(path), set())
         for first, last in places if path not in faulty else ():
-            written = " ".join(source[first - 1 : last])
-            if not at & set(range(first, last + 1)) and not any(line in written for line in lines):
+            if not lines & set(range(first, last + 1)):
                 report.unjudged.append((f"{path}:{first}", "this call was not reached"))
 
 
 def _from_here(place: str) -> str:
-    """A place as it is written from the working directory, if it lies in it."""
+    """Return a place relative to the working directory, if it lies there."""
     return place.removeprefix(f"{Path.cwd()}/")
 
 

@@ -1,4 +1,4 @@
-"""The rules by name, and what the judge says of a program: what it found, and what it could not judge."""
+"""The rules by name, and the judge's answer about a program: what it found, and what it could not judge."""
 
 import sys
 from dataclasses import dataclass, field
@@ -17,7 +17,7 @@ RULES = {
     "never-waited": "what async_op=True or defer=True returns is waited for",
     "discarded": "a collective changes nothing in place: what it returns is used",
     "untyped": "what has typed lines moves data by them alone: a raw collective has the gradient of the identity",
-    "pending": "what is still under way is waited for before it is used",
+    "pending": "what is still in flight is waited for before it is used",
     "wrong-name": "a param goes into a line under its own name",
     "result": "a strategy's functions return what SPECS says",
     "derivative": "a strategy's backward is the derivative of its forward",
@@ -30,13 +30,13 @@ RULES = {
 
 
 def said(what: str, rule: str, fix: str = "", detail: str = "") -> str:
-    """The text of a finding: what is wrong, the rule (or its `detail` here) and the fix."""
+    """Return a finding's text: what is wrong, the rule (or `detail`, its words for this case) and the fix."""
     return f"{what}\n  rule: {detail or RULES[rule]}" + (f"\n  fix: {fix}" if fix else "")
 
 
 @dataclass(frozen=True, order=True)
 class Finding:
-    """One fault: where it stands, and what is wrong, with the types and the rule; `rule` is its name."""
+    """One fault: its place, what is wrong in words, and the name of the broken rule."""
 
     file: str
     line: int
@@ -54,14 +54,20 @@ class Finding:
 
 @dataclass
 class Judgement:
-    """`findings`; `unjudged`, ("file:line", why) of each value that was not judged; `judged`, how many calls were;
-    `reached`, (file, number of the line) of each typed call that ran, and ("", its line) of a product;
-    `result`, the types (Spec) of what the function returned, None where there is none."""
+    """The judge's answer about one program.
+
+    Attributes:
+        findings: the faults.
+        unjudged: ("file:line", why) for each value that was not judged.
+        judged: how many operands and operations were.
+        reached: (file, line number) of each typed call that ran.
+        result: the types (Spec) of what the function returned, None for a value that has none.
+    """
 
     findings: list[Finding] = field(default_factory=list)
     unjudged: list[tuple[str, str]] = field(default_factory=list)
     judged: int = 0
-    reached: set[tuple[str, Any]] = field(default_factory=set)
+    reached: set[tuple[str, int]] = field(default_factory=set)
     result: Any = None
 
     def __str__(self) -> str:
@@ -70,12 +76,12 @@ class Judgement:
 
 
 def place_parts(place: str) -> tuple[str, int]:
-    """(file, line) of "file:line"; of a place without a line, its first."""
+    """Return (file, line) of "file:line"; the line is 1 if the place has none."""
     file, _, line = place.rpartition(":")
     return (file, int(line)) if file and line.isdigit() else (place, 1)
 
 
 def judging() -> bool:
-    """Whether the judge of types runs this program."""
+    """Return whether the judge runs this program."""
     watch = sys.modules.get("scaling.collectives.linear")
     return watch is not None and watch.who_watches() is not None

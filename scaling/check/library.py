@@ -1,9 +1,10 @@
-"""Files judged side by side; and the library, by its own programs, which no chapter needs that judges itself."""
+"""Judge files side by side, and the library by its own programs."""
 
 import os
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
+from functools import partial
 from multiprocessing import get_context
 
 from scaling.check.contracts import telling
@@ -16,28 +17,33 @@ from scaling.launch.process import give_threads_back
 from scaling.mesh import AbstractMesh
 
 
-def judge_each(files: Sequence[tuple[str, str] | None]) -> list[Judgement]:
-    """What each file's run shows, (path, text), on all processors; of None, what the library's programs show.
-    RuntimeError where a file ends the process that it runs in."""
+def judge_each(files: Sequence[tuple[str, str] | None], judged: Collection[str]) -> list[Judgement]:
+    """Judge each file, (path, text), on all processors; None stands for the library's programs.
+
+    Args:
+        judged: the paths of all files in which faults are placed.
+    Raises:
+        RuntimeError: a file ended the process that ran it.
+    """
     workers = min(len(files), os.cpu_count() or 1) if can_fork("cpu") else 1
     if workers < 2:
-        return [*map(_judged, files)]
+        return [_judge(file, judged) for file in files]
     give_threads_back()
     with ProcessPoolExecutor(workers, get_context("fork")) as pool:  # which have imported torch
         try:
-            return [*pool.map(_judged, files)]
+            return [*pool.map(partial(_judge, judged=judged), files)]
         except BrokenProcessPool:
             raise RuntimeError(
                 "a file ended the process in which it was judged\n  fix: give one file at a time"
             ) from None
 
 
-def _judged(file: "tuple[str, str] | None") -> Judgement:
-    return judge_library() if file is None else judge_file(*file)
+def _judge(file: "tuple[str, str] | None", judged: Collection[str]) -> Judgement:
+    return judge_library() if file is None else judge_file(*file, judged)
 
 
 def judge_library() -> Judgement:
-    """Every program of `programs`, each on its mesh; what its listings say of their types is a part of them."""
+    """Judge each of the library's programs on its mesh, with the types that the listings' docstrings declare."""
     report = Judgement()
     with telling(), nothing_outside("scaling", 0):
         from scaling.check.programs import programs

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from scaling.algebra.law import Sizes
 from scaling.algebra.ops import op_kind
-from scaling.check.compared import at_hand, place_of_call
+from scaling.check.compared import at_hand
 from scaling.check.findings import Judgement, said
 from scaling.check.held import KEPT, DimPart, HeldType, any_dim, axes_along, by_stride, of_nothing, size_along
 from scaling.check.law import NotInferred, RuleBroken
@@ -204,7 +204,7 @@ class Judge(TypedLines, TorchDispatchMode):
         """A product of a rank's own blocks, of queries and keys say: wrong, but for a ring's first hop. It is one if
         the program passes blocks on along this axis, which shows at its end; until then each is the block at hand."""
         self.ring |= error.twice
-        self.first_hops.append((error.twice, (*self.broken(error, operands), place_of_call())))
+        self.first_hops.append((error.twice, (*self.broken(error, operands), self.place())))
 
     def give_all(self, results: list, found: list[HeldType], error, operands, unset: bool, write: bool = False) -> None:
         """The types of an op's results, and what is wrong with it."""
@@ -214,7 +214,7 @@ class Judge(TypedLines, TorchDispatchMode):
             self.wrong(error, operands)
         quietly = all(self.held(x).of_nothing for x in operands)
         self.report.judged += not quietly and error is None
-        place = "" if quietly else place_of_call()
+        place = "" if quietly else self.place()
         for x, held in zip([x for x in results if isinstance(x, Tensor)], found, strict=False):
             if write:
                 self.write(x, held._replace(place=place))
@@ -249,10 +249,13 @@ class Judge(TypedLines, TorchDispatchMode):
         self.give(whole, held._replace(dims=tuple(pieces)))
 
     def end(self) -> None:
+        """Report what only the program's end shows."""
         for axes, finding in self.first_hops:
             if not axes <= self.passed_on:
                 self.find(*finding)
-        for pending, place, line in self.pending:
-            if pending.finish is not None:
-                self.find("never-waited", f"{line}\n  " + said("it is under way", "never-waited", "wait(x)"), "", place)
-                pending.finish = None
+        never = [(line, place, "in flight") for pending, place, line in self.pending if pending.finish is not None]
+        never += [(product.line, place, "deferred") for product, place in self.deferred.values()]
+        for line, place, what in never:
+            self.find("never-waited", f"{line}\n  " + said(f"it is {what}", "never-waited", "wait(x)"), "", place)
+        for pending, *_ in self.pending:
+            pending.finish = None

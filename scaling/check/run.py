@@ -15,7 +15,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from types import CodeType, ModuleType
@@ -26,14 +26,16 @@ import torch
 
 from scaling import launch, tree
 from scaling import mesh as meshes
-from scaling.check.compared import axes_named, place_of_function, raised_at
+from scaling.check.compared import axes_named
 from scaling.check.contracts import documented, run_watched
 from scaling.check.findings import Finding, Judgement, said
 from scaling.check.lines import check_lines, silent_lines
 from scaling.check.mode import Judge
+from scaling.check.places import place_of_error, place_of_function, real_path
 from scaling.check.strategy import LAYERS, run_layers
 from scaling.check.watched import shard_of, watching
-from scaling.collectives.linear import who_watches
+from scaling.collectives.linear import Pending, who_watches
+from scaling.collectives.multiply import Deferred
 from scaling.mesh import AbstractMesh
 from scaling.spec import ShardingError, format_axes
 
@@ -107,7 +109,7 @@ def check_source(text: str, file: str = "<source>") -> list[Finding]:
 
 
 def found_in(judged: Judgement, texts: dict[str, str]) -> list[Finding]:
-    """What was found in these files, by the paths that they are named by, but for what their comments silence."""
+    """Return the findings in these files, under the paths that name them, without those that comments silence."""
     names, found = {os.path.realpath(path): path for path in texts}, []
     for finding in judged.findings:
         path = names.get(os.path.realpath(finding.file))
@@ -116,14 +118,20 @@ def found_in(judged: Judgement, texts: dict[str, str]) -> list[Finding]:
     return found
 
 
-def judge_file(path: "str | Path", text: "str | None" = None) -> Judgement:
-    """What the judge finds in a file when it is run."""
+def judge_file(path: "str | Path", text: "str | None" = None, files: Iterable[str] = ()) -> Judgement:
+    """Run a file under the judge.
+
+    Args:
+        text: the file's content, if it is not what the disk has.
+        files: other judged files: a fault in one that this file imports is placed there.
+    """
     path = str(path)
     text = Path(path).read_text(encoding="utf-8") if text is None else text
     report = Judgement()
     module = ModuleType("__main__")
     module.__file__ = path
     judge = Judge(report)
+    judge.files = frozenset(map(real_path, (path, *files)))
     with nothing_outside(path), watching(judge):
         kept = sys.modules.get("__main__")
         sys.path.insert(0, str(Path(path).resolve().parent))
@@ -149,12 +157,19 @@ def _statements(text: str, path: str, module: ModuleType, judge: Judge) -> None:
 
 @contextlib.contextmanager
 def attempt(judge: Judge, place: str, must: bool = False) -> Iterator[None]:
-    """What is raised inside is named; as a finding, if it `must` run: its arguments are what it says."""
+    """Report what is raised inside: as not judged, or as a finding if it `must` run, since its arguments are as typed.
+
+    A ShardingError that a listing of the library raises after a fault was found is a consequence of that fault.
+    """
     try:
         yield
         return
     except ShardingError as error:
-        judge.find("illegal-line", str(error), "", raised_at(error) or place)
+        at = place_of_error(error, judge.files) or place
+        if at != place_of_error(error) and judge.has_found():
+            judge.skip(str(error).splitlines()[0], at)
+        else:
+            judge.find("illegal-line", str(error), "", at)
     except TimeoutError:
         raise
     except SystemExit as error:
@@ -162,16 +177,16 @@ def attempt(judge: Judge, place: str, must: bool = False) -> Iterator[None]:
             judge.skip(f"it ends with {error.code}", place)
     except Exception as error:
         if "Pending" in str(error):
-            judge.find(
-                "pending", said(str(error), "pending", "wait(x), or x.wait(), first"), "", raised_at(error) or place
-            )
+            text = said(str(error), "pending", "wait(x), or x.wait(), first")
+            judge.find("pending", text, "", place_of_error(error, judge.files) or place)
             return
         text = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
-        if must and not judge.report.findings:
+        if must and not judge.has_found():
             judge.find("result", said(f"it does not run: {text}", "result", "see the error"), "", place)
         else:
             judge.skip(text, place)
-    judge.pending.clear()  # what it would have waited for
+    judge.pending.clear()  # the statement ended before it could wait for them
+    judge.deferred.clear()
 
 
 def _uncalled(path: str, module: ModuleType, judge: Judge) -> None:
@@ -189,6 +204,7 @@ def _uncalled(path: str, module: ModuleType, judge: Judge) -> None:
 
 
 def _typed_function(fn: Any, judge: Judge) -> None:
+    """Call a function that nothing has called with shards of the types that its docstring declares."""
     types, _ = documented(fn.__doc__ or "")
     wanted = inspect.signature(fn).parameters.values()
     needed = [p.name for p in wanted if p.default is p.empty and p.kind is p.POSITIONAL_OR_KEYWORD]
@@ -206,7 +222,9 @@ def _typed_function(fn: Any, judge: Judge) -> None:
             continue
         given.append(watch.typed(shard_of(types[name], mesh, sizes), types[name], "argument", mesh))
     with attempt(judge, place_of_function(fn), True):
-        fn(*given)
+        for x in tree.leaves(fn(*given)):
+            if isinstance(x, (Pending, Deferred)):  # its caller waits
+                x.wait()
 
 
 def _mesh_along(axes: Collection[str]) -> AbstractMesh:

@@ -1,8 +1,6 @@
-"""The judge at typed lines: operands against what is known of them; a result has the type that its line says."""
+"""The judge at typed lines: an operand is compared with its declared type, and a result has its declared type."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
 from math import prod
 from typing import Any
 
@@ -10,109 +8,44 @@ import torch
 from torch import Tensor
 
 from scaling.check.compared import (
-    ENGINE,
-    OWN,
     PODS,
     at_hand,
     axes_named,
     broken_rule,
     dims_said,
     over_pods,
-    place_of_call,
     without_axes,
 )
-from scaling.check.findings import Finding, Judgement, place_parts
-from scaling.check.held import HeldType, Pieces, any_dim, axes_along, dims_of_view, look_up_over, of_nothing, pieces_of
-from scaling.collectives.linear import Pending, run_op, watcher
+from scaling.check.findings import Judgement, place_parts
+from scaling.check.held import HeldType, axes_along, look_up_over
+from scaling.check.known import KnownArrays
+from scaling.check.places import innermost_place
+from scaling.collectives.linear import Pending, run_op
 from scaling.collectives.masks import zeroed
-from scaling.collectives.multiply import einsum
-from scaling.common.torch_private import is_wrapped, storage_of, unwrapped_by_all
+from scaling.collectives.multiply import Deferred, einsum
 from scaling.spec import Line, Spec, parse, parse_line
 
 SAID = ("result ", "argument ", "forward returns", "backward returns")  # what is no line of the program's
-BOOK = f"{OWN}/book/"  # a page's own tools, which compare arrays of whatever types
 
 
-@dataclass
-class HeldMemory:
-    """What a storage holds: the type of `keep`, by whose sizes and strides; `unset`: nothing has been written yet."""
-
-    keep: Tensor
-    held: HeldType
-    pieces: Pieces
-    unset: bool = False
-
-
-class TypedLines:
-    """Knows the type of each array by its memory. Typed calls tell it what they are called with (`watcher`)."""
+class TypedLines(KnownArrays):
+    """Judges typed calls, which tell it what they are called with (`watcher`)."""
 
     write: Any  # of the mode
 
     def __init__(self, report: Judgement, sizes: "Mapping[str, int] | None" = None):
-        self.report = report
+        super().__init__(report, sizes)
         self.params: set[str] = set()
-        self.memory: dict[int, HeldMemory] = {}
-        self.twins: dict[int, tuple[Tensor, Tensor]] = {}  # of a CPU tensor its meta tensor
-        self.pending: list[tuple[Pending, str, str]] = []
-        self.quiet = 0
-        self.ones: set[str] = set()  # axes that split a dim into parts of one element: no view shows which dim
+        self.pending: list[tuple[Pending, str, str]] = []  # with its place and its line
+        self.deferred: dict[int, tuple[Deferred, str]] = {}  # by its id, with its place
         self.ran: set[Any] = set()  # the code of functions with types that were called
         self.apart: set[str] = set()  # axes along which ranks send to each other: each has its own part
         self.passed_on: set[str] = set()  # axes along which blocks are, to the next rank of a ring
-        self.sizes: dict[str, int] = dict(sizes or {})
 
-    def live(self, spec: Spec) -> Spec:
-        """The type without the axes that the mesh lacks, or has of size 1."""
-        return without_axes(spec, [axis for axis in axes_named(spec) if self.sizes and self.sizes.get(axis, 1) == 1])
-
-    def held(self, x: Tensor) -> HeldType:
-        x = unwrapped_by_all(x)
-        known, shape = self.memory.get(storage_of(x)), tuple(x.shape)
-        if known is None or known.unset:
-            return of_nothing(shape)
-        if 1 in shape and shape == tuple(known.keep.shape) and x.stride() == known.keep.stride():
-            return known.held  # a dim of one element has no stride to be found by
-        dims, known.pieces = dims_of_view(known.pieces, shape, x.stride())
-        return known.held._replace(dims=dims)
-
-    def give(self, x: Tensor, held: HeldType, unset: bool = False) -> None:
-        x = unwrapped_by_all(x)
-        shape = tuple(x.shape)
-        if held.shape != shape:
-            held = held._replace(dims=tuple(map(any_dim, shape)))
-        self.memory[storage_of(x)] = HeldMemory(x, held, pieces_of(shape, x.stride(), held.dims), unset)
-
-    def declare(self, x: Tensor, spec: Spec, place: str, parts: str = "") -> None:
-        """x is what a line says: dims in front that the line has not are of vmap, or of stacked layers."""
-        x, spec = unwrapped_by_all(x), self.live(spec)
-        if x.dim() < len(spec.dims):
-            return
-        sizes = x.shape[x.dim() - len(spec.dims) :]
-        self.ones |= {axis for n, (_, axes) in zip(sizes, spec.dims, strict=True) if n == 1 for axis in axes}
-        dims = *self.held(x).dims[: x.dim() - len(spec.dims)], *dims_said(sizes, spec)
-        self.give(x, HeldType(dims, frozenset(spec.unreduced), parts, "line", spec.name, place))
-
-    def find(self, rule: str, text: str, made: str = "", place: str = "") -> None:
-        text += f"\n  the value was made at {made}" if made else ""
-        place = place or place_of_call()
-        if place.startswith(BOOK):
-            if rule != "partial-plus-whole":
-                return
-            place = place_of_call((*ENGINE, BOOK))  # partial sums beside a whole array: who gave them
-        found = Finding(*place_parts(place), text, rule)
-        if not self.quiet and found not in self.report.findings:
-            self.report.findings.append(found)
-
-    def skip(self, why: str, place: str = "") -> None:
-        entry = place or place_of_call(), why
-        if not self.quiet and not entry[0].startswith(BOOK) and entry not in self.report.unjudged:
-            self.report.unjudged.append(entry)
-
-    def reached(self, line: str = "") -> str:
-        """The place of a typed call, which is reached."""
-        place = place_of_call()
-        self.report.reached |= {place_parts(place), ("", line)}
-        return place
+    def reached(self) -> str:
+        """Note that the running typed call was reached; return the line to which it belongs."""
+        self.report.reached.add(place_parts(innermost_place()))
+        return self.place()
 
     def compare(self, held: HeldType, declared: Spec, line: str, by: str = "", place: str = "") -> None:
         """Whether what is held is what a line says of its operand."""
@@ -181,7 +114,7 @@ class TypedLines:
     def typed(self, x: Tensor, spec: Spec, where: str, mesh: Any) -> Tensor:
         """A shard of this type."""
         self.sizes = dict(mesh.sizes)
-        self.declare(x, spec, place_of_call())
+        self.declare(x, spec, self.place())
         if f'["{spec.name}"]' in where:
             self.params.add(spec.name)
         return self.meta(x)
@@ -200,6 +133,17 @@ class TypedLines:
             result = zeroed(x, mask)
         self.declare(result, spec, place, "sum")
         return result
+
+    def message(self, kind: str, spec: Spec, x: Any, axis: str) -> None:
+        """Judge what is sent along an axis."""
+        self.apart.add(axis)
+        place = self.reached()
+        if kind == "Send":
+            self.compare(self.held(self.meta(x)), spec, f"send {spec}", "", place)
+
+    def receive(self, buffer: Tensor, spec: Spec) -> None:
+        """Declare the type of what another rank sends."""
+        self.declare(buffer, spec, self.place(), "sum" if spec.unreduced else "")
 
     def ragged(self, line: str, x: Any) -> Tensor:
         """Rows that are sent by their values: as many are taken to come."""
@@ -252,8 +196,24 @@ class TypedLines:
             self.give(result, at_hand(self.held(result), op.axes)._replace(made="ring"))
         return result
 
-    def product(self, text: str, a: Any, b: Any, out: "Tensor | None", add: bool) -> Tensor:
-        a, b, place = self.meta(a), self.meta(b), self.reached(text)
+    def defer(self, product: Deferred) -> Deferred:
+        """Note a product that is computed when it is waited for: a fault belongs to the line that deferred it."""
+        self.deferred[id(product)] = product, self.reached()
+        return product
+
+    def join(self, products: Sequence[Deferred], joined: Deferred) -> Deferred:
+        """Note that deferred products became one."""
+        places = [self.deferred.pop(id(product))[1] for product in products if id(product) in self.deferred]
+        if places:
+            self.deferred[id(joined)] = joined, places[0]
+        return joined
+
+    def product(
+        self, text: str, a: Any, b: Any, out: "Tensor | None", add: bool, deferred: "Deferred | None" = None
+    ) -> Tensor:
+        """Judge a product, and return its result."""
+        known = self.deferred.pop(id(deferred), None)
+        a, b, place = self.meta(a), self.meta(b), known[1] if known else self.reached()
         given = [self.held(x) for x in (a, b) if isinstance(x, Tensor)]
         line = self.in_pods(parse_line(text), given)
         for held, declared in zip(given, line.operands, strict=False):
@@ -270,30 +230,3 @@ class TypedLines:
         else:
             self.write(out, made, add)
         return result
-
-    @contextmanager
-    def silence(self) -> Iterator[None]:
-        token = watcher.set(None)
-        self.quiet += 1
-        try:
-            yield
-        finally:
-            self.quiet -= 1
-            watcher.reset(token)
-
-    def meta(self, x: Any) -> Any:
-        """A CPU tensor's twin on the meta device, where a line of an abstract mesh meets it."""
-        if not isinstance(x, Tensor) or is_wrapped(x):
-            return x
-        with self.silence():
-            return self.twin(x)
-
-    def twin(self, x: Tensor) -> Tensor:
-        if x.is_meta:
-            return x
-        kept = self.twins.get(id(x))
-        if kept is None or kept[1].shape != x.shape:
-            other = torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="meta")
-            self.give(other, self.held(x))
-            kept = self.twins[id(x)] = x, other
-        return kept[1]

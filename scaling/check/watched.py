@@ -19,9 +19,9 @@ import optree
 import torch
 from torch import Tensor
 
-from scaling.check.compared import place_of_call, place_of_function, raised_at
 from scaling.check.findings import Judgement, said
 from scaling.check.mode import Judge
+from scaling.check.places import place_of_call, place_of_error, place_of_function
 from scaling.collectives.linear import watcher
 from scaling.spec import ShardingError, Spec, mesh_sizes, parse
 
@@ -44,7 +44,7 @@ def watching(judge: Judge) -> Iterator[None]:
         with judge:
             yield
     except ShardingError as error:
-        judge.find("illegal-line", str(error), "", raised_at(error))
+        judge.find("illegal-line", str(error), "", place_of_error(error, judge.files))
     finally:
         watcher.reset(token)
         judge.end()

@@ -44,6 +44,8 @@ def recv(line: str, like: Tensor, mesh, axis: str, source: int, *, async_op: boo
     same type. ShardingError if that sends another shape or dtype."""
     group, event = _ready("Recv", line, like, mesh, axis, source, async_op)
     buffer = torch.empty(like.shape, dtype=like.dtype, device=mesh.device)
+    if (watch := who_watches()) is not None:
+        watch.receive(buffer, parse(line))
     works = [] if group.pg is None else [Arrival(parse(line), buffer, group, source)]
     pending = Pending(works, lambda: buffer, event, f"Recv: {parse(line)}")
     return pending if async_op else pending.wait()
@@ -123,7 +125,7 @@ def _ready(kind: str, line: str, x: Tensor, mesh, axis: str, other: int, async_o
     spec, group = parse(line), mesh.group((axis,))
     spec.check_axes(mesh)
     if (watch := who_watches()) is not None:
-        watch.apart.add(axis)
+        watch.message(kind, spec, x, axis)
     check_operand(kind, Line((spec,), spec), group, x, mesh)
     if differentiated(x):
         raise ShardingError(

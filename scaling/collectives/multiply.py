@@ -16,7 +16,7 @@ from torch import Tensor, strided
 from scaling import trace
 from scaling.algebra.law import check_product, refuse_product
 from scaling.collectives.buffers import check_out, refuse_in_graph
-from scaling.collectives.linear import differentiated, wait, watcher
+from scaling.collectives.linear import differentiated, wait, watcher, who_watches
 from scaling.common.torch_private import constant, lazy_clone
 from scaling.spec import ShardingError, Spec, parse_line
 
@@ -151,15 +151,16 @@ def product_of(text: str) -> LocalProduct:
 
 @dataclass(frozen=True)
 class Deferred:
-    """`line` of operands a and b, checked but not computed. It keeps its operands alive."""
+    """A product that is checked and computed when it is waited for. It keeps its operands alive."""
 
     line: str
     a: Tensor
     b: Any
 
     def wait(self, out: Tensor | None = None, add: bool = False) -> Tensor:
-        """The product; written to `out`, or with `add` added to it, where a buffer is given."""
-        return einsum(self.line, self.a, self.b, out=out, add=add)
+        """Return the product; with a buffer `out` it is written there, or added to it with `add`."""
+        given, watch = (self.line, self.a, self.b), who_watches()
+        return einsum(*given, out=out, add=add) if watch is None else watch.product(*given, out, add, self)
 
     @property
     def type(self) -> Spec:
@@ -173,9 +174,9 @@ class Deferred:
 
 
 def join_products(products: Sequence[Deferred]) -> Deferred:
-    """The sum of products of one line, such as those of several microbatches, as one product.
+    """Return the sum of products of one line, such as several microbatches' gradients, as one product.
 
-    Their operands are joined along the first dim that is summed over: a sum of few long rows is one matmul.
+    The operands are joined along the first dim that is summed over: a sum over a few long rows is one matmul.
     """
     first = products[0]
     if len(products) == 1:
@@ -185,11 +186,10 @@ def join_products(products: Sequence[Deferred]) -> Deferred:
         raise ValueError(f"{what}\n  fix: {fix} at a time")
     (a, b), result = parse_line(first.line).operands, parse_line(first.line).result
     dim = next(dim for dim in a.dim_names if dim in b.dim_names and dim not in result.dim_names)
-    return Deferred(
-        first.line,
-        torch.cat([product.a for product in products], a.index(dim)),
-        torch.cat([product.b for product in products], b.index(dim)),
-    )
+    As = torch.cat([product.a for product in products], a.index(dim))
+    Bs = torch.cat([product.b for product in products], b.index(dim))
+    joined, watch = Deferred(first.line, As, Bs), who_watches()
+    return joined if watch is None else watch.join(products, joined)
 
 
 @overload
@@ -213,7 +213,7 @@ def einsum(line: str, a: Any, b: Any = None, *, out: Tensor | None = None, add: 
         a, b = wait(a), wait(b)
     if torch.compiler.is_compiling():
         return Deferred(line, a, b) if defer else _compiled(line, a, b, out, add)
-    if not defer and (watch := watcher.get()) is not None:
+    if (watch := watcher.get()) is not None and not defer:
         return watch.product(line, a, b, out, add)
     product = product_of(line)
     if a is None or not product.fits(a.shape, b if b is None else b.shape):
@@ -225,7 +225,7 @@ def einsum(line: str, a: Any, b: Any = None, *, out: Tensor | None = None, add: 
         what = "an operand is sparse, of which torch gives some products wrong"
         refuse_product(product.line, what, "shards are dense tensors", "give them as .to_dense()")
     if defer:
-        return Deferred(line, a, b)
+        return Deferred(line, a, b) if watch is None else watch.defer(Deferred(line, a, b))
     if out is not None:
         dtype = a.dtype if b is None else torch.promote_types(a.dtype, b.dtype)
         check_out(product, out, product.shape(a, b), dtype, a.device, a, b)

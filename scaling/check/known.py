@@ -1,0 +1,135 @@
+"""The judge's memory: the type of each array that it has seen, and what it reports."""
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from scaling.check.compared import axes_named, dims_said, without_axes
+from scaling.check.findings import Finding, Judgement, place_parts
+from scaling.check.held import HeldType, Pieces, any_dim, dims_of_view, of_nothing, pieces_of
+from scaling.check.places import (
+    MACHINERY,
+    PAGE_TOOLS,
+    choose_place,
+    frames_of_call,
+    innermost_place,
+    place_of_call,
+    real_path,
+)
+from scaling.collectives.linear import watcher
+from scaling.common.torch_private import is_wrapped, storage_of, unwrapped_by_all
+from scaling.spec import Spec
+
+
+@dataclass
+class HeldMemory:
+    """What a storage holds: the type `held` of `keep`, an array in it; `unset` if nothing has been written yet."""
+
+    keep: Tensor
+    held: HeldType
+    pieces: Pieces
+    unset: bool = False
+
+
+class KnownArrays:
+    """Knows each array's type by its memory, and reports what is found and what is not judged."""
+
+    def __init__(self, report: Judgement, sizes: "Mapping[str, int] | None" = None):
+        self.report = report
+        self.memory: dict[int, HeldMemory] = {}
+        self.twins: dict[int, tuple[Tensor, Tensor]] = {}  # of a CPU tensor its meta tensor
+        self.quiet = 0
+        self.ones: set[str] = set()  # axes that split a dim into parts of one element: no view shows which dim
+        self.sizes: dict[str, int] = dict(sizes or {})
+        self.files: frozenset[str] = frozenset()  # the judged files' real paths; where there are none, any is
+
+    def live(self, spec: Spec) -> Spec:
+        """Return the type without the axes that the mesh lacks or has of size 1."""
+        return without_axes(spec, [axis for axis in axes_named(spec) if self.sizes and self.sizes.get(axis, 1) == 1])
+
+    def held(self, x: Tensor) -> HeldType:
+        """Return what is known of an array."""
+        x = unwrapped_by_all(x)
+        known, shape = self.memory.get(storage_of(x)), tuple(x.shape)
+        if known is None or known.unset:
+            return of_nothing(shape)
+        if 1 in shape and shape == tuple(known.keep.shape) and x.stride() == known.keep.stride():
+            return known.held  # a dim of one element has no stride to be found by
+        dims, known.pieces = dims_of_view(known.pieces, shape, x.stride())
+        return known.held._replace(dims=dims)
+
+    def give(self, x: Tensor, held: HeldType, unset: bool = False) -> None:
+        """Note the type of an array."""
+        x = unwrapped_by_all(x)
+        shape = tuple(x.shape)
+        if held.shape != shape:
+            held = held._replace(dims=tuple(map(any_dim, shape)))
+        self.memory[storage_of(x)] = HeldMemory(x, held, pieces_of(shape, x.stride(), held.dims), unset)
+
+    def declare(self, x: Tensor, spec: Spec, place: str, parts: str = "") -> None:
+        """Give x the type of a line. Dims in front that the line does not have are vmap's or stacked layers'."""
+        x, spec = unwrapped_by_all(x), self.live(spec)
+        if x.dim() < len(spec.dims):
+            return
+        sizes = x.shape[x.dim() - len(spec.dims) :]
+        self.ones |= {axis for n, (_, axes) in zip(sizes, spec.dims, strict=True) if n == 1 for axis in axes}
+        dims = *self.held(x).dims[: x.dim() - len(spec.dims)], *dims_said(sizes, spec)
+        self.give(x, HeldType(dims, frozenset(spec.unreduced), parts, "line", spec.name, place))
+
+    def place(self) -> str:
+        """Return the line to which what the running call does belongs."""
+        return place_of_call(self.files)
+
+    def has_found(self) -> bool:
+        """Return whether a fault was found in the judged files."""
+        return any(not self.files or real_path(finding.file) in self.files for finding in self.report.findings)
+
+    def find(self, rule: str, text: str, made: str = "", place: str = "") -> None:
+        """Report a broken rule, at `place` or at the line of the running call; `made`: where its operand was made."""
+        text += f"\n  the value was made at {made}" if made else ""
+        computed, place = "" if place else innermost_place(), place or self.place()
+        if place.startswith(PAGE_TOOLS):
+            if rule != "partial-plus-whole":
+                return
+            place = choose_place(frames_of_call((*MACHINERY, PAGE_TOOLS)), self.files)
+        text += f"\n  it is computed at {computed}" if computed not in ("", place) else ""
+        found = Finding(*place_parts(place), text, rule)
+        if not self.quiet and found not in self.report.findings:
+            self.report.findings.append(found)
+
+    def skip(self, why: str, place: str = "") -> None:
+        """Report what is not judged, and why."""
+        entry = place or self.place(), why
+        if not self.quiet and not entry[0].startswith(PAGE_TOOLS) and entry not in self.report.unjudged:
+            self.report.unjudged.append(entry)
+
+    @contextmanager
+    def silence(self) -> Iterator[None]:
+        token = watcher.set(None)
+        self.quiet += 1
+        try:
+            yield
+        finally:
+            self.quiet -= 1
+            watcher.reset(token)
+
+    def meta(self, x: Any) -> Any:
+        """Return a CPU tensor's twin on the meta device, which a line of an abstract mesh takes; all else as it is."""
+        if not isinstance(x, Tensor) or is_wrapped(x):
+            return x
+        with self.silence():
+            return self.twin(x)
+
+    def twin(self, x: Tensor) -> Tensor:
+        if x.is_meta:
+            return x
+        kept = self.twins.get(id(x))
+        if kept is None or kept[1].shape != x.shape:
+            other = torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="meta")
+            self.give(other, self.held(x))
+            kept = self.twins[id(x)] = x, other
+        return kept[1]
