@@ -1,49 +1,87 @@
 """Chat templates beside transformers' `apply_chat_template`; where answers are; limits of what a template may do."""
 
+import contextlib
 import itertools
 import json
+from datetime import datetime
 from functools import partial
 
 import pytest
+from chat_cases import ANSWERS, CASES, STORED, TALKS, digest, folder_of, templates
 
 from scaling.models import template as module
 from scaling.models.template import ChatTemplate, chat_template
-from scaling.models.text import ByteText
+from scaling.models.text import ByteText, copy_companions
 from scaling.serve.states import Options
 from scaling.serve.web.words import Model, read_body
 
 pytest.importorskip("jinja2")
-CHATML = (
-    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
-    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
-)
 HI = [{"role": "user", "content": "Hi <b>"}]
-TALK = [*HI, {"role": "assistant", "content": "So."}, {"role": "user", "content": "x"}]
-TALK += [{"role": "assistant", "content": "Yes 漢\n"}]
-
-
-def made(folder, config=None, **files) -> ChatTemplate | None:
-    """The template of a folder with this tokenizer_config.json and these files."""
-    for name, text in ({"tokenizer_config.json": config} if config is not None else {} | files).items():
-        (folder / name).parent.mkdir(exist_ok=True)
-        (folder / name).write_text(text if isinstance(text, str) else json.dumps(text))
-    return chat_template(folder)
 
 
 def of(text: str, tmp_path, **tokens) -> ChatTemplate:
     return ChatTemplate({"default": text}, tokens, tmp_path)
 
 
-def test_answers_are_found(tmp_path):
-    """Each with the token that ends it: as the template says, or by rendering."""
-    marked = CHATML.replace("{{ m.content }}<|im_end|>\n", (
-        "{% if m.role == 'assistant' %}{% generation %}{{ m.content }}<|im_end|>{% endgeneration %}{{ '\n' }}"
-        "{% else %}{{ m.content }}<|im_end|>{{ '\n' }}{% endif %}"
-    ))  # fmt: skip
-    for text in (CHATML, marked):
-        whole, spans = of(text, tmp_path, eos_token="<|im_end|>").spans(TALK)
-        assert whole == "".join(f"<|im_start|>{m['role']}\n{m['content']}<|im_end|>\n" for m in TALK)
-        assert [whole[start:end] for start, end in spans] == ["So.<|im_end|>", "Yes 漢\n<|im_end|>"]
+@pytest.mark.parametrize("name", templates())
+def test_templates_are_rendered_as_transformers_does(name, tmp_path):
+    """By its numbers, which tests/oracles/chat_templates.py stores, and shows as texts."""
+    template, found = chat_template(folder_of(name, tmp_path)), {}
+    assert template is not None
+    for case, (talk, given) in CASES.items():
+        found[case] = "refused"
+        with contextlib.suppress(ValueError):
+            found[case] = digest(template.render(TALKS[talk], **given))
+    if "spans" in (stored := json.loads(STORED.read_text())[name]):
+        found["spans"] = digest(json.dumps(template.spans(TALKS[ANSWERS])[1]))
+    assert found == stored
+
+
+CALL = '{"city": "Zürich <1>", "days": null}'
+ENDS = [
+    "<|im_end|>",
+    "<|eot_id|>",
+    "<|eom_id|>",
+    "<|end|>",
+    "<|return|>",
+    "<end_of_turn>",
+    "<｜end▁of▁sentence｜>",
+    "<|user|>",
+]
+FOUND = {  # (template, talk): what the assistant says in it, with the token that ends it, by hand
+    ("chatml", "talk"): [" Hello 漢🙂.\n<|im_end|>", "That is all<|im_end|>"],
+    ("llama 3.1", "tool"): [f'{{"name": "weather", "parameters": {CALL}}}<|eom_id|>', "Dry.<|eot_id|>"],
+    ("mistral 1", "talk"): [" Hello 漢🙂.\n</s>", "That is all</s>"],
+    ("qwen 3", "talk"): [" Hello 漢🙂.\n<|im_end|>", "<think>\n\n</think>\n\nThat is all<|im_end|>"],
+    ("qwen 3", "thought"): ["Yes<|im_end|>", "<think>\nwell\n</think>\n\nNo<|im_end|>"],
+    ("qwen 2.5", "tool"): [
+        f'<tool_call>\n{{"name": "weather", "arguments": {CALL}}}\n</tool_call><|im_end|>', "Dry.<|im_end|>",
+    ],
+    ("gemma", "talk"): ["Hello 漢🙂.<end_of_turn>", "That is all<end_of_turn>"],
+    ("phi 3", "talk"): [" Hello 漢🙂.\n<|end|>", "That is all<|end|>"],  # and no end of the whole text
+    ("zephyr", "talk"): [" Hello 漢🙂.\n</s>", "That is all</s>"],
+    ("deepseek r1", "thought"): ["\n\nYes<｜end▁of▁sentence｜>", "No<｜end▁of▁sentence｜>"],
+    ("vicuna", "talk"): [" Hello 漢🙂.</s>", " That is all</s>"],
+    ("alpaca", "talk"): [" Hello 漢🙂.\n", "That is all"],
+    ("glm 4", "talk"): ["\nHello 漢🙂.<|user|>", "\nThat is all"],  # an answer ends where the user's turn begins
+    ("gpt-oss", "talk"): [
+        "<|channel|>final<|message|> Hello 漢🙂.\n<|end|>", "<|channel|>final<|message|>That is all<|return|>",
+    ],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "talk"), FOUND)
+def test_answers_are_found_where_no_template_marks_them(name, talk, tmp_path):
+    folder = folder_of(name, tmp_path)
+    (folder / "tokenizer.json").write_text(json.dumps({"added_tokens": [{"content": token} for token in ENDS]}))
+    text, spans = chat_template(folder).spans(TALKS[talk])
+    assert [text[start:end] for start, end in spans] == FOUND[name, talk]
+
+
+@pytest.mark.parametrize("name", ["loop controls", "white space", "text"])
+def test_an_answer_that_is_not_in_the_text_is_refused(name, tmp_path):
+    with pytest.raises(ValueError, match=r"message \d begins and ends cannot be found.*\n  fix: write {% generation"):
+        chat_template(folder_of(name, tmp_path)).spans(TALKS["talk"])
 
 
 def test_a_template_ends_in_time_and_within_memory(tmp_path, monkeypatch):
@@ -51,12 +89,29 @@ def test_a_template_ends_in_time_and_within_memory(tmp_path, monkeypatch):
     monkeypatch.setattr(module, "SECONDS", 0.2)
     loop = "{% for a in range(99999) %}"
     endless = f"{loop}{loop}{{% endfor %}}{{% endfor %}}"
-    doubling = "{% set n = namespace(x='aaaaaaaa') %}" + loop + "{% set n.x = n.x ~ n.x %}{% endfor %}"
     long = loop + "{{ 'a' * 99 }}{% endfor %}"
-    for text in (endless, "{{ 7 ** (10 ** 8) }}", doubling, "{{ 'a' * 10 ** 10 }}", long):
+    for text in (endless, "{{ 7 ** (10 ** 8) }}", "{{ 'a' * 10 ** 10 }}", long):
         with pytest.raises(ValueError, match=r"it takes more than 0\.2 s|more than 512 MiB|more than 8,388,608 char"):
             of(text, tmp_path).render(HI)
     assert of("{{ messages[0].content }}", tmp_path).render(HI) == "Hi <b>"
+
+
+def test_the_time_is_now(tmp_path):
+    before = datetime.now().strftime("%d %b %Y %H:%M:%S")
+    said = of("{{ strftime_now('%d %b %Y %H:%M:%S') }}", tmp_path).render(HI)
+    assert said in (before, datetime.now().strftime("%d %b %Y %H:%M:%S")) or said > before
+
+
+def test_what_is_no_list_of_messages_is_refused(tmp_path):
+    for messages in ([], "Hi", HI[0], ["Hi"], [{"role": "user", "content": object()}]):
+        with pytest.raises(ValueError, match="\n  fix: "):
+            of("x", tmp_path).render(messages)
+
+
+def test_named_templates_go_with_a_model(tmp_path):
+    copy_companions(folder_of("files of named ones", tmp_path), tmp_path / "out")
+    assert chat_template(tmp_path / "out").render(HI, tools=[{}]) == "tool_use 1"
+    assert chat_template(tmp_path) is None
 
 
 def test_a_request_may_say_what_the_template_knows(tmp_path):
