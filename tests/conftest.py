@@ -25,7 +25,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from machine import RankFailed, share_gloo_device
 
-from scaling.common import console
+from scaling.common import console, torchrun
 from scaling.launch.process import end_with_parent, ready_to_fork
 from scaling.mesh import Mesh, join_world
 
@@ -48,7 +48,8 @@ def _work(rank: int, world: int, folder: str, pipe, parent: int) -> None:
     end_with_parent(parent)
     torch.set_num_threads(1)
     share_gloo_device()
-    os.environ.pop("WORLD_SIZE", None)
+    for name in {*os.environ} - {*torchrun.without_torchrun(os.environ)}:  # a test may have set them
+        del os.environ[name]
     join_world("cpu", 60, dist.FileStore(f"{folder}/store", world), rank, world)
     meshes = {}
     while job := pipe.recv_bytes():

@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 
 from scaling.collectives import all_reduce
+from scaling.common import torchrun
 
 SOON = 40.0  # seconds: most of them are other programs'; without these it is well under one
 
@@ -75,13 +76,17 @@ def _as_program(main: Callable[[], object], writer: int) -> None:
 
 def ranks_of_torchrun(start: Callable[[], Forked], **environment: str) -> list[Forked]:
     """What torchrun does for a script of two ranks, by forks of this process, which has imported torch."""
-    shared = {"MASTER_ADDR": "localhost", "MASTER_PORT": str(20_000 + os.getpid() % 10_000), "WORLD_SIZE": "2"}
-    begun = []
-    with patch.dict(os.environ, shared | {"LOCAL_WORLD_SIZE": "2"} | environment):
-        for rank in "01":
-            os.environ["RANK"] = rank
+    begun, port = [], 20_000 + os.getpid() % 10_000
+    for rank in range(2):
+        with patch.dict(os.environ, torchrun.as_rank(os.environ, rank, 2, port) | environment, clear=True):
             begun.append(start())
     return begun
+
+
+def be_rank(monkeypatch, rank: int = 0, size: int = 1, **environment: str) -> None:
+    """Let this process read that torchrun has started it so."""
+    for name, value in (torchrun.as_rank({}, rank, size, 29_500) | environment).items():
+        monkeypatch.setenv(name, value)
 
 
 def ended(main, arguments) -> int | None:

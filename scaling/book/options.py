@@ -14,7 +14,8 @@ from pathlib import Path
 from typing import NoReturn
 
 from scaling.check.findings import judging
-from scaling.common.console import PROFILE, SEEDS, Parser, first_rank, integer, picture, place, world_size
+from scaling.common.console import PROFILE, SEEDS, Parser, integer, picture, place
+from scaling.common.torchrun import first_rank, world_size
 from scaling.spec import ShardingError, parse
 from scaling.spec.sizes import format_sizes, parse_mesh
 

@@ -10,7 +10,6 @@
 The options, and what is refused of them, stand in options.py.
 """
 
-import os
 import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -23,7 +22,8 @@ from scaling.book import layout
 from scaling.book.answers import Answer, answer_table, verdict_counts
 from scaling.book.options import Fits, chapter_parser, in_notebook, read_options
 from scaling.check.findings import judging
-from scaling.common.console import first_rank, fold, world_size
+from scaling.common.console import fold
+from scaling.common.torchrun import first_rank, this_rank, world_size
 from scaling.show import charts
 
 
@@ -41,7 +41,10 @@ class Page:
         self.given: list[Answer] = []
         self.pictures: list[tuple[str, Callable]] = []
         self.profiles: list[Path] = []  # that `--profile` asked for
-        self.first = first_rank()
+        try:
+            self.first = first_rank()
+        except ValueError as error:
+            sys.exit(fold(f"ValueError: {error}"))
         parser = chapter_parser(self.doc, mesh, axes, device=device, seed=seed, plot=plot, **options)
         self.args, self.refuse = read_options(parser, mesh, axes, fits), parser.error
         self.opening = "" if in_notebook() else self.doc.split("\n\n")[0].strip()
@@ -161,7 +164,7 @@ class Page:
         if self.failures and in_notebook():
             raise AssertionError(verdict)
         if self.failures:
-            sys.exit(1 if self.first else f"rank {os.environ['RANK']}: {verdict}")
+            sys.exit(1 if self.first else f"rank {this_rank().rank}: {verdict}")
 
     def _save(self) -> list[Path]:
         """The pictures as files: one under the name given, several with their own names added to it."""

@@ -36,6 +36,7 @@ from scaling.check.strategy import LAYERS, run_layers
 from scaling.check.watched import shard_of, watching
 from scaling.collectives.linear import Pending, who_watches
 from scaling.collectives.multiply import Deferred
+from scaling.common.torchrun import without_torchrun
 from scaling.mesh import AbstractMesh
 from scaling.spec import ShardingError, format_axes
 
@@ -89,7 +90,7 @@ def nothing_outside(path: str, seconds: int = SECONDS) -> Iterator[None]:
         ):  # fmt: skip
             stack.enter_context(patch.object(room, name, value))
         stack.enter_context(patch("scaling.measure.rates.timed", lambda fn, *_, **__: (fn(), 1e-3)[1]))  # it runs once
-        stack.enter_context(patch.dict("os.environ", {"WORLD_SIZE": "1", "RANK": "0", "MPLBACKEND": "agg"}))
+        stack.enter_context(patch.dict("os.environ", without_torchrun(os.environ) | {"MPLBACKEND": "agg"}, clear=True))
         stack.enter_context(contextlib.redirect_stdout(io.StringIO()))
         stack.enter_context(contextlib.redirect_stderr(io.StringIO()))
         stack.enter_context(torch.random.fork_rng(devices=[]))

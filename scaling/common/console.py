@@ -49,16 +49,6 @@ def _further_in(line: str) -> str:
     return indent and indent + "    "
 
 
-def first_rank() -> bool:
-    """Whether this process is torchrun's rank 0, which alone prints, or starts the ranks itself."""
-    return int(os.environ.get("RANK", 0)) == 0
-
-
-def world_size() -> int:
-    """The ranks that torchrun has started; 1 where it has started none."""
-    return int(os.environ.get("WORLD_SIZE", 1))
-
-
 def width() -> int:
     """The columns that may be used: the terminal's, between 60 and 100; 100 where there is no terminal."""
     return max(NARROWEST, min(WIDEST, shutil.get_terminal_size((WIDEST, 24)).columns))

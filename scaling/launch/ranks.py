@@ -20,7 +20,8 @@ import torch.multiprocessing as mp
 from torch.distributed.elastic.multiprocessing.errors import record
 
 from scaling.collectives.checked import agree
-from scaling.common.console import complain, world_size
+from scaling.common.console import complain
+from scaling.common.torchrun import as_rank, this_rank, without_torchrun, world_size
 from scaling.launch.process import autograd_has_threads, end_with_parent, keep_freed_memory, ready_to_fork
 from scaling.launch.watch import LEFT, Rank, RankError, blame_of, watch, watch_self
 from scaling.mesh import TIMEOUT, AbstractMesh, Mesh, check_device, join_world
@@ -51,15 +52,15 @@ def run(
     world = AbstractMesh(sizes).size()
     if world == 1:
         return [fn(Mesh(sizes, device, checked, timeout), *args)]
-    if "TORCHELASTIC_RUN_ID" in os.environ and world_size() > 1:
-        raise ShardingError(
-            f"launch.run cannot start {world} ranks in each of torchrun's {os.environ['WORLD_SIZE']}\n"
-            f"  fix: launch.start(fn, sizes, ...), for which torchrun's ranks are the mesh, or use python"
-        )
     if dist.is_initialized():
         raise ShardingError(
             f"launch.run cannot start {world} ranks from a process that is a rank itself\n"
             f"  fix: call it from the program that starts the ranks, or use this run's mesh"
+        )
+    if (running := world_size()) > 1:
+        raise ShardingError(
+            f"launch.run cannot start {world} ranks in each of torchrun's {running} (WORLD_SIZE={running})\n"
+            f"  fix: launch.start(fn, sizes, ...), for which torchrun's ranks are the mesh, or use python"
         )
     context = mp.get_context("fork" if can_fork(device) else "spawn")
     if context.get_start_method() == "fork":
@@ -106,9 +107,8 @@ def start_by_torchrun(sizes: Mapping[str, int], device: str) -> None:
     world = AbstractMesh(sizes).size()
     if world == 1 or (can_fork(device) and not torch.cuda.is_available()) or world_size() > 1:
         return
-    environment = {name: value for name, value in os.environ.items() if not name.startswith(("TORCHELASTIC", "RANK"))}
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(world)]
-    os.execve(sys.executable, [*torchrun, *sys.argv], {"OMP_NUM_THREADS": "1", **environment})
+    os.execve(sys.executable, [*torchrun, *sys.argv], {"OMP_NUM_THREADS": "1", **without_torchrun(os.environ)})
 
 
 def start(fn: Callable, sizes: Mapping[str, int], *args, device: str = "cpu", checked: bool = True, **options):
@@ -117,9 +117,13 @@ def start(fn: Callable, sizes: Mapping[str, int], *args, device: str = "cpu", ch
     Returns this rank's result, of rank 0 where the ranks were started here. A script that fails ends with exit code 1,
     and with the failing rank's traceback alone.
     """
-    if "TORCHELASTIC_RUN_ID" in os.environ:
+    try:
+        here = this_rank()
+    except ValueError as error:
+        sys.exit(f"ValueError: {error}")
+    if here.by_torchrun:
         end_with_parent(os.getppid())
-    if world_size() == 1:
+    if here.size == 1:
         signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that what was started is cleaned up
         try:
             AbstractMesh(sizes)
@@ -145,10 +149,11 @@ def _as_rank(fn: Callable, sizes: Mapping[str, int], args, device: str, checked:
         result = fn(mesh, *args)
         end_alike(mesh)
     except Exception as error:
-        alike = isinstance(error, ShardingError) and os.environ["RANK"] != "0"  # mostly all ranks have this to say
+        here = this_rank()
+        alike = isinstance(error, ShardingError) and here.rank != 0  # mostly all ranks have this to say
         if alike or blame_of(error) == LEFT:  # by another rank's end: torchrun is to see that one, and to end this one
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
-            time.sleep(WAIT if os.environ.get("LOCAL_WORLD_SIZE") == os.environ["WORLD_SIZE"] else WAIT_OF_MANY)
+            time.sleep(WAIT if here.local_size == here.size else WAIT_OF_MANY)
         raise
     if dist.is_initialized():
         dist.destroy_process_group()
@@ -185,9 +190,9 @@ def _work(
 ) -> None:
     keep_freed_memory()
     torch.set_num_threads(threads)  # before any computing
-    for name in [name for name in os.environ if name.startswith("TORCHELASTIC")]:
-        del os.environ[name]
-    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world)}
+    environment = as_rank(os.environ, rank, world, port)
+    os.environ.clear()
+    os.environ |= environment
     if sys.platform == "linux":
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # all ranks are on this machine
     fd = listener.fileno() if listener is not None else None  # rank 0 keeps the store that all meet at

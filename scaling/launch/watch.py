@@ -23,6 +23,7 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
+from scaling.common.torchrun import this_rank
 from scaling.mesh.meeting import RankEnded
 
 POLL = 0.05  # seconds after which a death is noticed at the latest
@@ -185,12 +186,13 @@ def watch(ranks: list[Rank], timeout: float, sockets: bool) -> list[bytes]:
 def watch_self(timeout: float) -> Iterator[None]:
     """Under torchrun, where no parent asks for stacks: end this process with exit code 1 if it hangs, and say where."""
     pulse, main, done = Pulse([os.getpid()], timeout, sockets=False), threading.main_thread().ident, threading.Event()
+    rank = this_rank().rank
 
     def look() -> None:
         while not done.wait(pulse.every):
             if stopped := pulse.stopped():
                 stack = "".join(traceback.format_stack(sys._current_frames()[main or 0]))
-                sys.stderr.write(f"rank {os.environ.get('RANK', 0)}: {stopped}{stack}")
+                sys.stderr.write(f"rank {rank}: {stopped}{stack}")
                 sys.stderr.flush()
                 os._exit(1)
 

@@ -5,7 +5,6 @@ with meta tensors, to plan for more devices than there are. Ranks are row-major:
 """
 
 import math
-import os
 from collections.abc import Callable, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass
@@ -17,8 +16,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from scaling.common.console import world_size
 from scaling.common.torch_private import constant
+from scaling.common.torchrun import world_size
 from scaling.mesh.meeting import MESHES, Intent, Meeting, MeetingByMessages, hold_meeting, made_alone, meeting
 from scaling.mesh.page import SharedPage, share_page
 from scaling.mesh.world import TIMEOUT, check_device, join_world
@@ -161,7 +160,7 @@ class Mesh(AbstractMesh):
         super().__init__(sizes)
         self.device, self.checked, self.timeout = torch.device(device), checked, timeout
         check_device(device)
-        if not dist.is_initialized() and world_size() > 1 and "RANK" in os.environ:
+        if not dist.is_initialized() and world_size() > 1:
             join_world(self.device, timeout)
         world, rank = (dist.get_world_size(), dist.get_rank()) if dist.is_initialized() else (1, 0)
         if ranks is not None:

@@ -1,11 +1,11 @@
 """The ranks of a run and their devices, before there is a mesh."""
 
-import os
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 
+from scaling.common.torchrun import this_rank
 from scaling.spec import ShardingError
 
 TIMEOUT = 120.0  # seconds that a collective waits for the other ranks before it raises
@@ -22,7 +22,7 @@ def join_world(device, timeout: float = TIMEOUT, store=None, rank: int = -1, wor
     device = torch.device(device)
     backend = "gloo"
     if device.type == "cuda":
-        local = rank if store is not None else int(os.environ.get("LOCAL_RANK", 0))
+        local = rank if store is not None else this_rank().local_rank
         if local >= torch.cuda.device_count():
             have = torch.cuda.device_count()
             raise ValueError(

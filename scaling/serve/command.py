@@ -15,7 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from scaling import launch
-from scaling.common.console import Parser, complain, complaining, first_rank, integer, output
+from scaling.common.console import Parser, complain, complaining, integer, output
+from scaling.common.torchrun import first_rank
 from scaling.models.template import chat_template
 from scaling.serve.cache import share_of
 from scaling.serve.engine import serve

@@ -9,7 +9,8 @@ from typing import Any
 import torch
 
 from scaling import launch, tree
-from scaling.common.console import Parser, integer, world_size
+from scaling.common.console import Parser, integer
+from scaling.common.torchrun import world_size
 from scaling.configs import Config, with_weights
 from scaling.configs.sources import WAYS, Source
 from scaling.mesh import AbstractMesh

@@ -18,7 +18,8 @@ from pathlib import Path
 
 from scaling import launch
 from scaling.common.arguments import of_type, read_table
-from scaling.common.console import Parser, complaining, first_rank, integer, number, world_size
+from scaling.common.console import Parser, complaining, integer, number
+from scaling.common.torchrun import first_rank, world_size
 from scaling.configs.sources import HELP, MODEL, RUN
 from scaling.cost.units import significant
 from scaling.hardware import chip

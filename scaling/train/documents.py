@@ -13,7 +13,8 @@ from typing import Any, NamedTuple
 
 import numpy
 
-from scaling.common.console import complain, first_rank, integer
+from scaling.common.console import complain, integer
+from scaling.common.torchrun import first_rank
 from scaling.models.ends import NO_END, end_of_text
 from scaling.models.text import Tokenizer
 

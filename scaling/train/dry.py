@@ -1,6 +1,5 @@
 """What a run takes, before it is run: the same step on an abstract mesh, where tensors have shapes and no data."""
 
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from math import prod
@@ -10,6 +9,7 @@ from typing import Any
 import torch
 
 from scaling import tree
+from scaling.common.torchrun import this_rank
 from scaling.configs import Config
 from scaling.cost.counted import CountedStep, weighted_sum
 from scaling.cost.units import significant
@@ -178,7 +178,7 @@ def memory_of_rank(device: str, ranks: int) -> float:
     """Bytes for each of so many ranks of this machine."""
     if device == "cuda":
         return torch.cuda.get_device_properties(0).total_memory
-    ranks = int(os.environ.get("LOCAL_WORLD_SIZE", ranks))
+    ranks = this_rank().local_size or ranks
     if not (info := Path("/proc/meminfo")).exists():
         return float("inf")
     free = next(line for line in info.read_text().splitlines() if line.startswith("MemAvailable"))

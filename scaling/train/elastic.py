@@ -5,11 +5,11 @@ are. Y, C, Z and E stay as they are: over them a model is split so that it fits.
 microbatches of the same size, so that memory stays as it was too.
 """
 
-import os
 from collections.abc import Mapping
 from dataclasses import replace
 from math import prod
 
+from scaling.common.torchrun import this_rank
 from scaling.spec.sizes import format_sizes
 from scaling.train.settings import Settings
 
@@ -24,7 +24,7 @@ def fitted(sizes: Mapping[str, int], world: int) -> dict[str, int]:
             found[axis] //= 2
     if prod(found.values()) != world:
         raise ValueError(
-            f"the mesh {format_sizes(sizes)} does not fit {world} ranks: halving P, then X, leads to "
+            f"the mesh {format_sizes(sizes)} does not fit {world} ranks (WORLD_SIZE): halving P, then X, leads to "
             f"{format_sizes(found)}\n  fix: start as many ranks as the mesh has, or half, or a quarter of them"
         )
     return found
@@ -33,7 +33,7 @@ def fitted(sizes: Mapping[str, int], world: int) -> dict[str, int]:
 def fits_as_before(sizes: Mapping[str, int], on: Mapping[str, int]) -> bool:
     """Whether this is a restart by torchrun on a mesh `on` whose ranks need no more memory than those of `sizes`, on
     which the run began: where P alone is shorter, each holds the same shards and the same rows of a microbatch."""
-    again = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)) > 0
+    again = this_rank().restarts > 0
     return again and all(on[axis] == size for axis, size in sizes.items() if axis != "P")
 
 

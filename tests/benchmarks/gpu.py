@@ -78,13 +78,15 @@ def run_part(name: str, module: str, device: str, report: str, left_out: list[st
     import torch
     import torch.distributed as dist
 
+    from scaling.common.torchrun import this_rank
     from scaling.launch.process import end_with_parent
 
     end_with_parent(os.getppid())
     torch.set_num_threads(1)
-    rank, several = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1)) > 1
+    rank, size, local_rank, *_ = this_rank()
+    several = size > 1
     if device == "cuda":  # now, so that every count of memory is the GPU's
-        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)) % torch.cuda.device_count())
+        torch.cuda.set_device(local_rank % torch.cuda.device_count())
         torch.cuda.init()
 
     def note(**what):

@@ -5,7 +5,6 @@ dtype, held bit by bit against what the types say, with derivatives, buffers, mo
 strategies, pipelines, attention, updates and the Transformer are held against one device, in float64.
 """
 
-import os
 import sys
 import tempfile
 from collections.abc import Callable
@@ -26,6 +25,7 @@ from misuse.rooms import ON_RANKS
 from scaling import collectives
 from scaling.collectives import moves
 from scaling.common import torch_private
+from scaling.common.torchrun import this_rank, world_size
 from scaling.mesh import Mesh
 from scaling.models.pointwise import gained_norm, gained_norm_vjp
 
@@ -39,8 +39,8 @@ SHAPE = 64, 48
 def join(device: str, shared: bool = False) -> Callable[[dict], Mesh]:
     """Be one of torchrun's ranks, each on a GPU of its own or all on the first; returns what makes a mesh of sizes."""
     if device == "cuda":
-        torch.cuda.set_device(0 if shared else int(os.environ.get("LOCAL_RANK", 0)))
-    if not dist.is_initialized() and int(os.environ.get("WORLD_SIZE", 1)) > 1:
+        torch.cuda.set_device(0 if shared else this_rank().local_rank)
+    if not dist.is_initialized() and world_size() > 1:
         how = "gloo" if shared or device == "cpu" else "nccl"
         dist.init_process_group(how, timeout=timedelta(seconds=TIMEOUT))
     if shared and device == "cuda":
@@ -116,7 +116,7 @@ def norms(device: str) -> list[dict]:
 
 
 def cases_equal(device, tiny, shared=False):
-    mesh_of, ranks = join(device, shared), int(os.environ.get("WORLD_SIZE", 1))
+    mesh_of, ranks = join(device, shared), world_size()
     axes_of = ("X", "Y", "XY") if ranks > 2 else ("X", "Y")
     mesh = mesh_of(split("XY" if ranks > 2 else "X", ranks))
     cases: dict[str, Callable] = {kind: partial(drawn, kind, mesh) for kind in typed.KINDS}

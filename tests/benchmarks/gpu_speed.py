@@ -19,6 +19,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from versus_torch_transformer import SMALL
 
 from scaling import serve, tree
+from scaling.common.torchrun import world_size
 from scaling.configs import Config, get
 from scaling.configs.hugging_face import write_config
 from scaling.cost.transformer import prefill_flops
@@ -173,7 +174,7 @@ def cases_attention(device, tiny):
 
 
 def cases_beside(device, tiny):
-    mesh_of, ranks = join(device), int(os.environ["WORLD_SIZE"])
+    mesh_of, ranks = join(device), world_size()
     size, large = (SIZES["tiny"], SMALL) if tiny else (LARGE, ON_ALL)
     cases = {}
 
@@ -198,7 +199,7 @@ def cases_beside(device, tiny):
 
 def cases_trace(device, tiny):
     """One step of the Transformer under FSDP, profiled on all ranks after two that were not."""
-    mesh = join(device)({"X": int(os.environ.get("WORLD_SIZE", 1))})
+    mesh = join(device)({"X": world_size()})
 
     def traced():
         size = SMALL if tiny else ON_ALL

@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from machine import be_rank
 
 from scaling.book.answers import Answer
 from scaling.book.page import Page
@@ -68,18 +69,18 @@ def test_what_cannot_be_done_is_refused_with_the_right_fix_and_nothing_else(monk
 
 
 def test_the_mesh_fits_the_ranks_of_torchrun_or_the_fix_is_another_number_of_them(monkeypatch, capsys):
-    monkeypatch.setenv("WORLD_SIZE", "6")
+    be_rank(monkeypatch, size=6)
     assert page(monkeypatch, mesh="X=4,Y=2").args.mesh == {"X": 3, "Y": 2}
     said = refused(monkeypatch, capsys, "--mesh", "X=8", mesh="X=4")
     assert "X=8 is a mesh of 8, and torchrun started 6 ranks; fix: torchrun --nproc-per-node 8, or another" in said
-    monkeypatch.setenv("WORLD_SIZE", "3")
+    be_rank(monkeypatch, size=3)
     said = refused(monkeypatch, capsys, mesh="X=4", fits=(["W[D_X]"], {"D": 32}))
     assert "does not divide into 3 blocks (X=3); fix: torchrun --nproc-per-node 4" in said
 
 
 @pytest.mark.parametrize("argv", [["--help"], ["--steps", "3"], ["--mesh", "Q=1"]])
 def test_only_rank_0_prints(monkeypatch, capsys, argv):
-    monkeypatch.setenv("RANK", "1")
+    be_rank(monkeypatch, 1, 2)
     page(monkeypatch).say("words")
     with pytest.raises(SystemExit):
         page(monkeypatch, *argv, mesh="X=1")
@@ -104,7 +105,7 @@ def test_what_held(monkeypatch, capsys):
     with pytest.raises(SystemExit, match="1"):
         bad.end()
     bad.first = False
-    monkeypatch.setenv("RANK", "3")
+    be_rank(monkeypatch, 3, 4)
     with pytest.raises(SystemExit, match="rank 3: 5 FAILED: a, equal, Out, dIn, bytes"):
         bad.end()
     monkeypatch.setattr("builtins.__IPYTHON__", True, raising=False)
@@ -130,7 +131,6 @@ def test_where_ranks_cannot_be_forked_the_script_starts_again_under_torchrun(mon
     begun = []
     monkeypatch.setattr("scaling.launch.ranks.can_fork", lambda device: False)
     monkeypatch.setattr("os.execve", lambda *call: begun.append(call))
-    monkeypatch.delenv("WORLD_SIZE", raising=False)
     page(monkeypatch, "--small", mesh="X=2,Y=2")
     ((_, command, environment),) = begun
     assert " ".join(command[1:]) == "-m torch.distributed.run --standalone --nproc-per-node 4 chapter.py --small"

@@ -10,7 +10,7 @@ from unittest.mock import Mock
 
 import pytest
 import torch
-from machine import total
+from machine import be_rank, total
 from refused import by_words, refused
 
 from scaling.collectives import all_gather
@@ -80,9 +80,8 @@ def test_ranks_start_none_nor_do_torchruns(monkeypatch):
     words = "ShardingError: launch.run cannot start 2 ranks from a process that is a rank itself\n"
     with pytest.raises(RankError, match=words):
         run(lambda mesh: run(total, {"X": 2}), {"X": 2})
-    monkeypatch.setenv("WORLD_SIZE", "4")
-    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "here")
-    with pytest.raises(ShardingError, match=r"2 ranks in each of torchrun's 4\n  fix: launch\.start"):
+    be_rank(monkeypatch, size=4)
+    with pytest.raises(ShardingError, match=r"2 ranks in each of torchrun's 4 \(WORLD_SIZE=4\)\n  fix: launch\.start"):
         run(total, {"X": 2})
 
 
@@ -104,8 +103,8 @@ def test_ranks_may_use_threads_after_their_parent_did():
 
 def test_meshes_of_the_command_line_and_those_fitted_to_torchruns_ranks(monkeypatch):
     assert [*parse_mesh(" Y = 4 , X=2,data=3 ").items()] == [("Y", 4), ("X", 2), ("data", 3)]
-    for world, fitted in {"1": (4, 2), "4": (2, 2), "2": (1, 2), "16": (8, 2), "3": (4, 2)}.items():
-        monkeypatch.setenv("WORLD_SIZE", world)
+    for world, fitted in {1: (4, 2), 4: (2, 2), 2: (1, 2), 16: (8, 2), 3: (4, 2)}.items():
+        be_rank(monkeypatch, size=world)
         assert tuple(fit_mesh({"X": 4, "Y": 2}).values()) == fitted
 
 

@@ -12,7 +12,7 @@ from types import SimpleNamespace
 from unittest.mock import Mock
 
 import pytest
-from machine import SOON, Forked, all_ended, ranks_of_torchrun, running
+from machine import SOON, Forked, all_ended, be_rank, ranks_of_torchrun, running
 
 from scaling import launch
 from scaling.launch.ranks import WAIT, WAIT_OF_MANY
@@ -98,10 +98,10 @@ def test_a_script_gets_the_result_of_rank_0_or_ends_with_the_rule_of_meshes_alon
 @pytest.mark.parametrize(
     ("rank", "error", "waits"),
     [
-        ("1", ValueError("boom"), False),
-        ("0", ShardingError("a line that is none"), False),
-        ("1", ShardingError("a line that is none"), True),  # rank 0 says the same
-        ("0", RuntimeError("Connection closed by peer"), True),  # the peer's end is the cause
+        (1, ValueError("boom"), False),
+        (0, ShardingError("a line that is none"), False),
+        (1, ShardingError("a line that is none"), True),  # rank 0 says the same
+        (0, RuntimeError("Connection closed by peer"), True),  # the peer's end is the cause
     ],
 )
 def test_a_rank_of_torchrun_with_nothing_new_to_say_lets_others_end_first(rank, error, waits, as_script, monkeypatch):
@@ -111,8 +111,7 @@ def test_a_rank_of_torchrun_with_nothing_new_to_say_lets_others_end_first(rank, 
     monkeypatch.setattr("scaling.launch.ranks.time", SimpleNamespace(sleep=slept.append))
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     for here in ("2", "1"):  # ranks on this node
-        for name, value in {"RANK": rank, "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": here}.items():
-            monkeypatch.setenv(name, value)
+        be_rank(monkeypatch, rank, 2, LOCAL_WORLD_SIZE=here, LOCAL_RANK="0")
         with pytest.raises(type(error)):
             launch.start(print, {"X": 2})
     assert slept == ([WAIT, WAIT_OF_MANY] if waits else [])

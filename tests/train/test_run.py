@@ -18,7 +18,7 @@ from unittest import mock
 
 import pytest
 import torch
-from machine import Forked
+from machine import Forked, be_rank
 from runs import ONE, TINY, records, refusal, train, write_text
 
 from scaling import tree
@@ -153,7 +153,7 @@ def test_what_gives(mesh, world, left, monkeypatch):
     assert rows[0] == rows[1]  # of a microbatch on each rank
     assert after.batch == before.batch
     assert not fits_as_before(sizes, found)  # the first start
-    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+    be_rank(monkeypatch, size=world, TORCHELASTIC_RESTART_COUNT="1")
     assert fits_as_before(sizes, found) == (found | {"P": 0} == sizes | {"P": 0})  # else memory is counted again
 
 
@@ -162,8 +162,7 @@ def test_restarts_on_fewer_ranks_keep_what_was_asked_for(monkeypatch):
     started = []
     trained = lambda settings, sizes, args, keep: keep() or started.append((settings, sizes))  # noqa: E731
     monkeypatch.setattr(command, "trained", trained)
-    for name, value in {"WORLD_SIZE": "2", "RANK": "0", "TORCHELASTIC_RESTART_COUNT": "1"}.items():
-        monkeypatch.setenv(name, value)
+    be_rank(monkeypatch, size=2, TORCHELASTIC_RESTART_COUNT="1")
     write_text(1)
     for more in ("--data text.txt --mesh P=2,X=2", "", ""):
         train(f"--resume {more}")
