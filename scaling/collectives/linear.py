@@ -104,7 +104,9 @@ def wait(x) -> Any:
 
 
 def mover(op: Op, dtype: torch.dtype) -> StartMove:
-    """What starts an op on operands of this dtype."""
+    """Return what starts an op on operands of this dtype. ShardingError if the op cannot put them together; a backward,
+    whose op is the transpose, is checked here alone."""
+    op.check_dtype(dtype)
     if op.size == 1 and op.kind != "CollectivePermute":
         return _alone
     if op.by == "mean":

@@ -16,9 +16,10 @@ from torch import Tensor, strided
 from scaling import trace
 from scaling.algebra.law import check_product, refuse_product
 from scaling.collectives.buffers import check_out, refuse_in_graph
-from scaling.collectives.linear import differentiated, wait, watcher, who_watches
+from scaling.collectives.linear import wait, watcher, who_watches
+from scaling.collectives.operands import NEED_SCALES, refuse_kind, refuse_operands, refuse_unscaled
 from scaling.common.torch_private import constant, lazy_clone
-from scaling.spec import ShardingError, Spec, parse_line
+from scaling.spec import Spec, parse_line
 
 
 class LocalProduct(NamedTuple):
@@ -217,13 +218,15 @@ def einsum(line: str, a: Any, b: Any = None, *, out: Tensor | None = None, add: 
         return watch.product(line, a, b, out, add)
     product = product_of(line)
     if a is None or not product.fits(a.shape, b if b is None else b.shape):
-        _refuse_operands(product.line, *(tuple(x.shape) for x in (a, b) if x is not None))
+        refuse_operands(product.line, *(tuple(x.shape) for x in (a, b) if x is not None))
     if b is not None and a.is_meta is not b.is_meta:
         why = ["one of them is on the meta device, which holds shapes alone"]
-        _refuse_operands(product.line, tuple(a.shape), tuple(b.shape), why=why)
+        refuse_operands(product.line, tuple(a.shape), tuple(b.shape), why=why)
     if a.layout is not strided or (b is not None and b.layout is not strided):
         what = "an operand is sparse, of which torch gives some products wrong"
         refuse_product(product.line, what, "shards are dense tensors", "give them as .to_dense()")
+    if a.dtype in NEED_SCALES and not product.is_view:  # so is b, or torch refuses them
+        refuse_unscaled(product.line, a.dtype)
     if defer:
         return Deferred(line, a, b) if watch is None else watch.defer(Deferred(line, a, b))
     if out is not None:
@@ -238,7 +241,7 @@ def einsum(line: str, a: Any, b: Any = None, *, out: Tensor | None = None, add: 
     try:
         result = product.multiply(a, b) if out is None else product.into(a, b, out, add)
     except RuntimeError as error:
-        _refuse_kind(product.line, a, b, out, error)
+        refuse_kind(product.line, a, b, out, error)
         raise
     if event is not None:
         trace.done(event)
@@ -251,7 +254,9 @@ def _compiled(line: str, a: Tensor, b: Tensor | None, out: Tensor | None, add: b
     equation is a product of batches of one, not written to its place."""
     product = LocalProduct(*_constants(line))
     if not product.fits(a.shape, None if b is None else b.shape):
-        _refuse_operands(product.line, *(tuple(x.shape) for x in (a, b) if x is not None))
+        refuse_operands(product.line, *(tuple(x.shape) for x in (a, b) if x is not None))
+    if a.dtype in NEED_SCALES and not product.is_view:  # so is b, or torch refuses them
+        refuse_unscaled(product.line, a.dtype)
     result = product.multiply(a, b) if product.two else product.by_equation(a, b)
     if out is None:
         _refuse_add(line) if add else None
@@ -269,32 +274,3 @@ def _constants(line: str) -> tuple:
 @constant
 def _refuse_add(line: str) -> NoReturn:
     refuse_product(line, "add=True without out", "a product is added to a buffer", "give out=")
-
-
-@constant
-def _refuse_operands(line: str, *shapes: tuple[int, ...], why: Sequence[str] = ()) -> NoReturn:
-    types = parse_line(line).operands
-    sizes: dict[str, int] = {}
-    why = [*why]
-    for shape, spec in zip(shapes, types, strict=False) if [*map(len, shapes)] == [len(t.dims) for t in types] else ():
-        for (dim, axes), size in zip(spec.dims, shape, strict=True):
-            if sizes.setdefault(dim, size) != size:
-                why.append(f"they differ in the size of dim {dim}")
-            if dim.isdigit() and size != int(dim) and not (axes and size and int(dim) % size == 0):
-                why.append(f"dim {dim} says its own size")
-    what = f"shards of shapes {[*shapes]}: {'; '.join(why) or 'the operands do not have the dims of their types'}"
-    refuse_product(line, what, "shards of one dim, split alike, have one size", "give shards as their types say")
-
-
-def _refuse_kind(line: str, a: Tensor, b: Tensor | None, out: Tensor | None, error: RuntimeError) -> None:
-    """The error of a product as a ShardingError, if it comes of the operands' kinds and not of their number."""
-    rule = fix = ""
-    if b is not None and (a.dtype != b.dtype or a.device != b.device):
-        rule = f"the operands, {a.dtype} on {a.device} and {b.dtype} on {b.device}, have one dtype and one device"
-        fix = "convert or move one of them, .to(...)"
-    elif out is not None and any(x is not None and differentiated(x) for x in (a, b, out)):
-        rule, fix = "what is written to a buffer is not differentiated", "leave out= away"
-    elif isinstance(error, NotImplementedError):
-        rule, fix = f"torch has a kernel for it; of {a.dtype} it has none", "convert the operands, .float() or .long()"
-    if rule:
-        raise ShardingError(f"einsum: {line}\n  {error}\n  rule: {rule}\n  fix: {fix}") from error
