@@ -129,7 +129,7 @@ class ChatTemplate:
             head, tail = _shared(one, two), _shared(one[::-1], two[::-1])[::-1]
             start = len(head) if text.startswith(head) else None
             end = self._ended(text, len(text) - len(tail)) if text.endswith(tail) else None
-        if prompt and prompt != before and text.startswith(prompt):
+        if prompt and text.startswith(prompt) and (prompt != before or not text[len(prompt) : start].strip()):
             start = len(prompt)
         if end is None and (whole := attempt(messages[: i + 1])):  # what ends it depends on what it says
             end = len(_shared(whole, text).rstrip())

@@ -144,7 +144,7 @@ def inputs(settings: Settings) -> tuple[Batches | Mixture, tuple[Batches, ...]]:
     """(what to train on, the held-out end of each corpus). ValueError for tokens outside the vocabulary."""
     by, parts, weights = tokenizer_in(settings), [], []
     for path, weight in weighted_paths(settings.data):
-        read = open_corpus(path, by, settings.eos_id)
+        read = open_corpus(path, by, settings.eos_id, not settings.no_template)
         if read.top >= (V := settings.model.V):
             raise ValueError(
                 f"{path}: token {read.top} lies outside the vocabulary of {settings.model.name}, 0..{V - 1}\n"

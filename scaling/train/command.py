@@ -29,7 +29,7 @@ from scaling.models.text import NAME
 from scaling.spec.sizes import parse_mesh
 from scaling.strategies import transformer
 from scaling.train import checkpoint, compare, dry, elastic, evaluate, export, flight, tokenize, verify
-from scaling.train.documents import add_ends
+from scaling.train.documents import add_options
 from scaling.train.durable import replaced
 from scaling.train.loop import STOP, run
 from scaling.train.origin import begun_from, end_for, keep_origin, tokenizer_for
@@ -61,7 +61,7 @@ def arguments(argv=None) -> argparse.Namespace:
     parser.add_argument(
         "--tokenizer", help="bytes, a tokenizer.json, or a folder with one (default: the model folder's own, or bytes)"
     )
-    add_ends(parser)
+    add_options(parser)
     parser.add_argument("--mesh", default="X=1", help="axes of P, Z, X, C, Y, E and sizes (default X=1)")
     parser.add_argument(
         "--plan", type=integer(1, 10**6), nargs="?", const=0, metavar="RANKS",
@@ -84,7 +84,7 @@ def arguments(argv=None) -> argparse.Namespace:
         except ValueError as error:
             parser.error(str(error))
     if before and "eos_id" not in read_table(before):
-        flags.append(f"--eos-id={NO_END}")  # an older run's documents have no end, and go on without one
+        flags += [f"--eos-id={NO_END}", "--no-template"]  # an older run goes on with the documents that it began with
     args = parser.parse_args([*flags, *(sys.argv[1:] if argv is None else argv)])
     if not args.data and not args.dry_run:
         parser.error("--data is needed: a text file, or a folder of them")

@@ -65,11 +65,11 @@ class Corpus:
         return pieces[0] if len(pieces) == 1 else numpy.concatenate(pieces)
 
 
-def open_corpus(path, by: Tokenizer = BYTES, eos: int = NO_END) -> Corpus:
+def open_corpus(path, by: Tokenizer = BYTES, eos: int = NO_END, templated: bool = True) -> Corpus:
     """Return the corpus of a file or of a folder of files, sorted by name.
 
     Ids and text do not go together. Documents of text end with the id `eos`; rows of ids are read as they are, and
-    shards as `tokenize` has ended them.
+    shards as `tokenize` has ended them. `templated`: messages are written by the tokenizer's chat template.
 
     Raises:
         ValueError: It names the file, and the line, that cannot be read. OSError as well.
@@ -83,7 +83,7 @@ def open_corpus(path, by: Tokenizer = BYTES, eos: int = NO_END) -> Corpus:
         rows = [numpy.memmap(p, numpy.uint8, "r") for p in files if _readable(p)]
         end = numpy.array([eos] if eos != NO_END else [], numpy.uint32)
         return _joined([[row, end] if len(end) and row[-1] != eos else [row] for row in rows], path)
-    read = [document for p in files for document in Reader(by, eos).documents(p)]
+    read = [document for p in files for document in Reader(by, eos, templated).documents(p)]
     counted = tuple(d.counted for d in read) if not all(d.counted.all() for d in read) else EVERYTHING
     notes = (untemplated(path, by),) if any(document.plain for document in read) else ()
     return _joined([[d.ids] for d in read], path, counted, notes)

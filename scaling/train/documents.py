@@ -8,21 +8,24 @@ import argparse
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy
 
+from scaling.common.arguments import of_type
 from scaling.common.console import complain, integer
 from scaling.common.torchrun import first_rank
-from scaling.models.ends import NO_END, end_of_text
+from scaling.models.ends import NO_END, end_of_text, ends_of
+from scaling.models.template import ChatTemplate, chat_template
 from scaling.models.text import Tokenizer
 
 ASSISTANT = "assistant"  # the role whose messages count in the loss
 
 
 class Document(NamedTuple):
-    """Token ids, and for each whether it counts in the loss. `plain`: messages that no chat template has written."""
+    """Token ids, and for each whether it counts in the loss. `plain`: messages for which there is no template."""
 
     ids: numpy.ndarray
     counted: numpy.ndarray
@@ -31,10 +34,28 @@ class Document(NamedTuple):
 
 @dataclass(frozen=True)
 class Reader:
-    """What turns text into documents: a tokenizer, and the id that ends each of them (`NO_END`: none does)."""
+    """What turns text into documents.
+
+    Attributes:
+        by: The tokenizer.
+        eos: The id that ends each document; `NO_END` if none does.
+        templated: Whether messages are written by the tokenizer's chat template.
+    """
 
     by: Tokenizer
     eos: int = NO_END
+    templated: bool = True
+
+    @cached_property
+    def template(self) -> ChatTemplate | None:
+        """The chat template that came with the tokenizer, if it is used."""
+        return chat_template(self.by.folder) if self.templated and self.by.folder else None
+
+    @cached_property
+    def ends(self) -> list[int]:
+        """The ids at which generation stops, and the tokenizer's own end of text."""
+        own = end_of_text(self.by)
+        return [self.eos, NO_END if own is None else own, *(ends_of(self.by.folder) if self.by.folder else ())]
 
     def documents(self, path: Path) -> Iterator[Document]:
         """Yield the documents of a text file that hold a token: the file, or each line of JSON.
@@ -68,11 +89,35 @@ class Reader:
             case {"prompt": str(prompt), "completion": str(completion)}:
                 return self.joined([(prompt, False), (completion, True)])
             case {"messages": [_, *_] as messages}:
-                return self.plain_chat(messages)
+                given = {name: record[name] for name in ("tools", "documents") if record.get(name) is not None}
+                more = record.get("chat_template_kwargs") or {}
+                of_type("chat_template_kwargs", more, dict)
+                return self.chat(messages, given | more)
         raise ValueError(
             'a line is {"text"}, {"prompt", "completion"} or {"messages": [...]}'
             "\n  fix: write each line in one of these ways"
         )
+
+    def chat(self, messages: Sequence[Mapping[str, Any]], given: Mapping[str, Any]) -> Document:
+        """Return messages as the tokenizer's chat template writes them; `given`: what else the template is told.
+
+        What the assistant says counts, with the token that ends it. Where generation would not stop at that token, the
+        end of text follows the last answer, and counts with all that is between.
+        """
+        if self.template is None:
+            return self.plain_chat(messages)
+        text, spans = self.template.spans(messages, **given)
+        found, places = self.by.places(text)
+        counted = within(places, spans)
+        ids = numpy.array(found, numpy.uint32)
+        ends = numpy.isin(ids, self.ends)
+        counted[1:] |= counted[:-1] & ends[1:]  # a template may leave the token that ends an answer out of its span
+        answered = messages[-1].get("role") == ASSISTANT and counted.any()
+        last = int(counted.nonzero()[0][-1]) if answered else len(ids) - 1
+        if self.eos != NO_END and len(ids) and not ends[last]:
+            ids, counted = numpy.append(ids, numpy.uint32(self.eos)), numpy.append(counted, False)
+            counted[last:] |= answered
+        return Document(ids, counted)
 
     def plain_chat(self, messages: Sequence[Mapping[str, Any]]) -> Document:
         """Return messages as they are written where there is no chat template: "role: content" and an empty line."""
@@ -83,7 +128,7 @@ class Reader:
                     parts += [(f"{role}: ", False), (f"{content}\n\n", role == ASSISTANT)]
                 case _:
                     raise ValueError('a message is {"role": ..., "content": ...}, both text\n  fix: write each so')
-        return self.joined(parts)._replace(plain=True)
+        return self.joined(parts)._replace(plain=self.templated)
 
     def joined(self, parts: Sequence[tuple[str, bool]]) -> Document:
         """Return texts, each with whether it counts, as one document; one that counts ends with the end of text."""
@@ -98,13 +143,33 @@ class Reader:
         return Document(numpy.array(ids, numpy.uint32), numpy.repeat([counts for _, counts in parts], lengths))
 
 
-def add_ends(parser: argparse.ArgumentParser) -> None:
-    """Add the options that say how documents end."""
+def within(places: Sequence[tuple[int, int]], spans: Sequence[tuple[int, int]]) -> numpy.ndarray:
+    """Return which tokens have characters within the spans.
+
+    Args:
+        places: From where to where in the text each token's characters are. A token of white space may be said to have
+            none: its characters are those since the token before.
+        spans: From where to where the text counts.
+    """
+    first, last = numpy.array(places, int).reshape(-1, 2).T
+    before = numpy.concatenate([[0], numpy.maximum.accumulate(last)[:-1]]) if len(last) else last
+    first = numpy.where(first < last, first, before)
+    counted = numpy.zeros(len(last), bool)
+    for start, end in spans:
+        counted |= (last > start) & (first < end)
+    return counted
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options that say how text becomes documents."""
     parser.add_argument("--no-eos", action="store_true", help="do not end documents with the tokenizer's end of text")
     parser.add_argument(
         "--eos-id", type=integer(NO_END), metavar="ID",
         help="the id that ends each document (default: the tokenizer's end of text; bytes have none)",
     )  # fmt: skip
+    parser.add_argument(
+        "--no-template", action="store_true", help='write messages as "role: content", not by the chat template'
+    )
 
 
 def end_of_documents(by: Tokenizer, args: argparse.Namespace, text: bool = True) -> int:
@@ -127,5 +192,5 @@ def untemplated(path: Path, by: Tokenizer) -> str:
     """Return what to say of messages that no chat template has written."""
     return (
         f'{path}: its messages are written as "role: content": {by.name} has no chat template'
-        "\n  fix: put the model's chat_template.jinja, or its tokenizer_config.json, beside its tokenizer.json"
+        "\n  fix: put the model's chat_template.jinja beside its tokenizer.json; or --no-template, if it is meant"
     )

@@ -26,10 +26,15 @@ def as_flag(default: Any, help: str, kind: Callable | None = None, **how: Any) -
 
 @dataclass(frozen=True)
 class Settings:
-    """What a run is made of beside its mesh. `weights`: a Hugging Face folder to begin with, if any. `tokenizer`:
-    "bytes", a file or a folder, "" where none is known. `eos_id`: what ends each document of text, `NO_END` where
-    nothing does. `data`: a path, or several by weight, "A:3,B:1". The fields made by `as_flag` say of themselves what
-    they are."""
+    """What a run is made of beside its mesh. The fields made by `as_flag` say of themselves what they are.
+
+    Attributes:
+        data: A path, or several by weight, "A:3,B:1".
+        weights: A Hugging Face folder to begin with, if any.
+        tokenizer: "bytes", a file or a folder, "" where none is known.
+        eos_id: The id that ends each document of text; `NO_END` if none does.
+        no_template: Whether messages are written without the chat template.
+    """
 
     model: Config
     data: str
@@ -65,6 +70,7 @@ class Settings:
     weights: str = ""
     tokenizer: str = "bytes"
     eos_id: int = NO_END
+    no_template: bool = False
     chip: str = as_flag("", "for MFU and --profile's predictions: h100, or what measure wrote")
     norms: bool = as_flag(False, "write each leaf's gradient norm to norms.jsonl")
     profile: str = as_flag("", "profile steps 3 to 7: FILE.json or a folder", place, metavar="PLACE")

@@ -15,18 +15,16 @@ from pathlib import Path
 import numpy
 
 from scaling.common.console import Parser, complain, complaining, integer
-from scaling.models.ends import NO_END
-from scaling.models.text import Tokenizer, copy_companions, tokenizer
+from scaling.models.text import copy_companions, tokenizer
 from scaling.train.corpus import INDEX, TEXT
-from scaling.train.documents import Reader, add_ends, end_of_documents, untemplated
+from scaling.train.documents import Reader, add_options, end_of_documents, untemplated
 from scaling.train.durable import replaced
 
 
-def write_shards(source, out, by: Tokenizer, shard_tokens: int, eos: int = NO_END) -> dict:
+def write_shards(source, out, reader: Reader, shard_tokens: int) -> dict:
     """Tokenise a file or a folder into shards; return their index.
 
-    `eos`: the id that ends each document. ValueError or OSError names what is not readable, and a folder that holds
-    shards already.
+    ValueError or OSError names what is not readable, and a folder that holds shards already.
     """
     source, out = Path(source), Path(out)
     if out.is_dir() and any(out.iterdir()):
@@ -37,7 +35,7 @@ def write_shards(source, out, by: Tokenizer, shard_tokens: int, eos: int = NO_EN
         raise ValueError(f"{source}: no text to read\n  fix: give a file, or a folder that holds some")
     out.mkdir(parents=True, exist_ok=True)
     try:
-        return _written(source, files, out, Reader(by, eos), shard_tokens)
+        return _written(source, files, out, reader, shard_tokens)
     except BaseException:
         shutil.rmtree(out)  # no shards without their index
         raise
@@ -105,10 +103,11 @@ def main(argv=None) -> int:
     parser.add_argument("--out", required=True, help="the folder of shards to write")
     parser.add_argument("--tokenizer", default="bytes", help="bytes (default), a tokenizer.json, or a folder with one")
     parser.add_argument("--shard-tokens", type=integer(1), default=10**8, help="tokens per shard (default 1e8)")
-    add_ends(parser)
+    add_options(parser)
     args = parser.parse_args(argv)
     by = tokenizer(args.tokenizer)
-    index = write_shards(args.data, args.out, by, args.shard_tokens, end_of_documents(by, args))
+    reader = Reader(by, end_of_documents(by, args), not args.no_template)
+    index = write_shards(args.data, args.out, reader, args.shard_tokens)
     tokens = sum(len(numpy.load(Path(args.out) / name, mmap_mode="r")) for name in index["tokens"])
     print(f"{tokens:,} tokens in {len(index['tokens'])} shards, the greatest id {index['top']}: {args.out}")
     return 0

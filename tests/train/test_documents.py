@@ -178,8 +178,12 @@ def test_a_run_goes_on_with_the_end_that_it_began_with(begun, words, eos):
     assert ends_of("run") == (() if eos < 0 else (eos,))
     assert begun("--out run --resume") == (eos, "")
     lines = Path("run/run.toml").read_text().splitlines(keepends=True)
-    Path("run/run.toml").write_text("".join(line for line in lines if not line.startswith("eos_id")))
+    before = [line for line in lines if not line.startswith(("eos_id", "no_template"))]
+    Path("run/run.toml").write_text("".join(before))
     assert begun("--out run --resume") == (-1, "")
+    assert sorted([*before, "eos_id = -1\n", "no_template = true\n"]) == Path("run/run.toml").read_text().splitlines(
+        True
+    )
 
 
 def test_an_end_outside_the_vocabulary_is_refused(begun, capsys):
