@@ -27,8 +27,8 @@ from scaling.models import transformer as model
 from scaling.models.attention import sdpa
 from scaling.models.pointwise import rms_norm
 from scaling.models.rope import rotate, tables
+from scaling.spec import present
 from scaling.strategies import transformer
-from scaling.strategies.axes import present
 from scaling.trace import trace
 
 page = Page(__doc__, mesh="X=2,Y=2", seed=True)

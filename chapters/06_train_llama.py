@@ -23,10 +23,9 @@ from scaling.configs import Config, get
 from scaling.cost import transformer as tm
 from scaling.mesh import AbstractMesh
 from scaling.models import transformer as model
-from scaling.spec import ShardingError, format_axes
+from scaling.spec import ShardingError, format_axes, present
 from scaling.spec.sizes import format_sizes
 from scaling.strategies import transformer
-from scaling.strategies.axes import present
 from scaling.trace import trace
 
 B, T = 8, 128

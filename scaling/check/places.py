@@ -13,7 +13,7 @@ import scaling
 from scaling.check.lines import check_lines
 
 LIBRARY = f"{Path(scaling.__file__).parent}/"
-ROOMS = "check/", "collectives/", "trace/", "tree.py", "common/torch_private.py", "strategies/axes.py"
+ROOMS = "check/", "collectives/", "trace/", "tree.py", "common/torch_private.py"
 MACHINERY = tuple(LIBRARY + room for room in ROOMS)  # what runs a typed line
 FOREIGN = "/torch/", "/optree/", "contextlib", "<frozen"
 PAGE_TOOLS = f"{LIBRARY}book/"  # which compare arrays of any types

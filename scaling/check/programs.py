@@ -18,8 +18,8 @@ from scaling.collectives.linear import who_watches
 from scaling.configs import Config, Latent
 from scaling.mesh import AbstractMesh
 from scaling.models import transformer as model
+from scaling.spec import present
 from scaling.strategies import transformer as strategy
-from scaling.strategies.axes import present
 
 TRANSFORMERS = {
     "XY": "plain tied experts latent",

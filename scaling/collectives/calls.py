@@ -25,6 +25,8 @@ from scaling.collectives.lines import check_in_graph, check_result, constants, o
 from scaling.collectives.op import Op
 from scaling.spec import ShardingError, Spec, parse
 
+RESHARDS = ("AllGather", "ReduceScatter", "AllReduce", "AllToAll", "Slice")  # they do nothing where no type changes
+
 
 @overload
 def all_gather(line: str, x: Tensor, mesh, *, async_op: Literal[False] = ..., out: Tensor | None = ...) -> Tensor: ...
@@ -157,7 +159,12 @@ def unshard(line: str, x: Tensor, mesh) -> Tensor:
 
 def _call(what: tuple, x: Any, mesh, async_op: bool = False, out: Tensor | None = None, seen: bool = False) -> Any:
     """A line on this mesh, `what` as `ops_of` takes it: as it was made ready for such operands at its first call, or
-    so that it can be differentiated or compiled."""
+    so that it can be differentiated or compiled. On an optional mesh, axes that it lacks drop out first."""
+    if mesh.drops and what[0] in RESHARDS:
+        kind, line, *options = what
+        if not (line := mesh.resolve(line)):
+            return x if out is None or out is x else out.copy_(x)
+        what = kind, line, *options
     if torch.compiler.is_compiling():
         return _compiled(what, x, mesh, async_op, out)
     if not seen and (watch := watcher.get()) is not None:

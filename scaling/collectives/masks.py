@@ -26,6 +26,9 @@ def masked(line: str, x: Tensor, mask: Tensor, mesh) -> Tensor:
     """
     if not mesh.member:
         return x
+    line = mesh.resolve(line)
+    if mesh.drops and "{U_" not in line:
+        return zeroed(x, mask)
     if (watch := who_watches()) is not None:
         return watch.masked(line, x, mask)
     dims, sizes, axes = mesh.constant(_dims, line)

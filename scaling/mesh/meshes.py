@@ -1,141 +1,22 @@
-"""The two kinds of meshes.
+"""The mesh that runs: this process is one rank of it, and it makes the process groups along its axes."""
 
-`Mesh` is the one that runs: this process is one rank of it. `AbstractMesh` has only sizes: the same functions run on it
-with meta tensors, to plan for more devices than there are. Ranks are row-major: the last axis is the fastest.
-"""
-
-import math
-from collections.abc import Callable, Mapping, Sequence
-from copy import copy
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from datetime import timedelta
-from functools import cached_property
 from itertools import combinations
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from scaling.common.torch_private import constant
 from scaling.common.torchrun import world_size
+from scaling.mesh.abstract import AbstractMesh, Group
 from scaling.mesh.meeting import MESHES, Intent, Meeting, MeetingByMessages, hold_meeting, made_alone, meeting
 from scaling.mesh.page import SharedPage, share_page
 from scaling.mesh.world import TIMEOUT, check_device, join_world
 from scaling.spec import ShardingError, block_index
-from scaling.spec.sizes import check_sizes, format_sizes
+from scaling.spec.sizes import format_sizes
 
 LONGER = 5  # as long as ranks wait for each other before a call that has begun fails, after which its group is lost
-
-
-@dataclass(frozen=True)
-class Group:
-    """This rank's process group along some mesh axes: the devices that differ from this one only along these.
-
-    `index` is the block that this device holds of a dim split over the axes *in the order asked for*; member i of the
-    process group holds block `order[i]`, where () means block i (process groups list their ranks ascending).
-    `backend` is gloo, nccl, "single" (one device: every collective is the identity) or "abstract" (shapes only).
-    """
-
-    axes: tuple[str, ...]
-    size: int
-    index: int
-    backend: str
-    order: tuple[int, ...] = ()
-    ranks: tuple[int, ...] = ()
-    name: str = ""
-    pg: Any = None  # the process group; None where nothing is sent
-    checked: bool = False  # whether the members compare what they are about to do
-
-    def member_of(self, block: int) -> int:
-        return self.order.index(block) if self.order else block
-
-    @cached_property
-    def others(self) -> list[tuple[int, int]]:
-        """(block, member) of the other devices, the one after this first."""
-        blocks = [(self.index + k) % self.size for k in range(1, self.size)]
-        return [(block, self.member_of(block)) for block in blocks]
-
-
-class AbstractMesh:
-    """A mesh of sizes only, e.g. `AbstractMesh({"X": 1024, "Y": 8})`, seen from the device at `coord` (default: all 0).
-
-    Collectives on it take meta tensors and return meta tensors of the right local shape; nothing is moved. With
-    `backend="gloo"` they also make the buffers that those over gloo make on the way, so that memory is a CPU run's.
-    """
-
-    checked, member = False, True
-
-    def __init__(self, sizes: Mapping[str, int], coord: Mapping[str, int] | None = None, backend: str = "abstract"):
-        check_sizes(sizes)
-        self.sizes = dict(sizes)
-        self.ranks: Sequence[int] = range(self.size())  # those of the run that are this mesh's, in its order
-        self.coord = dict.fromkeys(self.sizes, 0) | dict(coord or {})
-        if not all(0 <= at < self.sizes.get(axis, 0) for axis, at in self.coord.items()):
-            raise ShardingError(
-                f"the coordinate {self.coord} is not on the mesh {format_sizes(self.sizes)}"
-                "\n  fix: give each axis a place from 0 to its size - 1"
-            )
-        self.device, self.backend = torch.device("meta"), backend
-        self.lines: dict = {}  # what was worked out once on this mesh, lines of scaling.collectives above all
-        self.stack = ""  # the dim that every line has in front: see `stacked`
-        self._groups: dict[tuple[str, ...], Group] = {}
-        self._stacked: dict[str, AbstractMesh] = {}
-
-    def __repr__(self) -> str:
-        return f"{type(self).__name__}({format_sizes(self.sizes)})"
-
-    def stacked(self, dim: str) -> "AbstractMesh":
-        """The same mesh, on which each collective's line has one more dim in front: of several layers' arrays, stacked.
-
-        `all_reduce("dW[D] {U_X} -> dW[D]", dW, mesh.stacked("L"))` reduces dW[L, D], as under vmap, in one collective.
-        """
-        if dim not in self._stacked:
-            other = self._stacked[dim] = copy(self)
-            other.stack, other.lines, other._stacked = dim, {}, {}
-        return self._stacked[dim]
-
-    @constant
-    def constant(self, fn: Callable, *args):
-        """fn(self, *args), worked out once, by a compiler too: torch 2.11 passes a mesh on only as self."""
-        key = (fn, *args)
-        if key not in self.lines:
-            self.lines[key] = fn(self, *args)
-        return self.lines[key]
-
-    @property
-    def rank(self) -> int:
-        """This device's position in row-major order of the mesh."""
-        return self.rank_at(self.coord)
-
-    def rank_at(self, coord: Mapping[str, int]) -> int:
-        return block_index(list(self.sizes), coord, self.sizes)
-
-    def coord_of(self, rank: int) -> dict[str, int]:
-        """The coordinate of a rank: `rank_at` the other way."""
-        coord = {}
-        for axis, size in reversed(self.sizes.items()):
-            rank, coord[axis] = divmod(rank, size)
-        return {axis: coord[axis] for axis in self.sizes}
-
-    def size(self, axes: Sequence[str] | None = None) -> int:
-        """The number of devices along `axes` together; of the whole mesh by default."""
-        return math.prod([self.sizes[axis] for axis in (self.sizes if axes is None else axes)])
-
-    def group(self, axes: Sequence[str]) -> Group:
-        """The group over `axes`, in the order given: `("Y", "X")` has Y major."""
-        axes = tuple(axes)
-        if axes not in self._groups:
-            for axis in set(axes) - set(self.sizes):
-                raise ShardingError(
-                    f"unknown mesh axis {axis}: the mesh has {format_sizes(self.sizes)}"
-                    "\n  fix: use an axis of the mesh, or make the mesh with this one"
-                )
-            self._groups[axes] = self._make_group(axes)
-        return self._groups[axes]
-
-    def _make_group(self, axes: tuple[str, ...]) -> Group:
-        backend = "single" if self.size(axes) == 1 else self.backend
-        return Group(axes, self.size(axes), block_index(axes, self.coord, self.sizes), backend)
 
 
 class Mesh(AbstractMesh):
@@ -184,6 +65,7 @@ class Mesh(AbstractMesh):
         elif self.size() > 1:  # torch names a group by how many its ranks have made: all ranks make as many
             for _ in range(1 + sum(self.size(some) < self.size() for some in sets)):
                 self._new_group([rank])
+        _ = self.optional  # made here, since a compiler that meets it cannot make it
 
     def _check_ranks(self, world: int) -> None:
         known = all(0 <= rank < world for rank in self.ranks)

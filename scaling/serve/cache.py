@@ -23,8 +23,7 @@ from scaling.models.attention import visible
 from scaling.models.inputs import IDS
 from scaling.serve.int8 import quantized
 from scaling.serve.types import ONE, ROWS, SPLIT_ROWS, cache_specs
-from scaling.spec import block_index, parse
-from scaling.strategies.axes import present
+from scaling.spec import block_index, parse, present
 
 
 class Share(NamedTuple):

@@ -13,8 +13,7 @@ from scaling.configs import Config
 from scaling.mesh import AbstractMesh
 from scaling.serve.cache import capacity, check_cache, held_sizes, page_table, share_of
 from scaling.serve.types import ONE, ROWS, cache_specs, cache_type, check_mesh
-from scaling.spec import parse
-from scaling.strategies.axes import present
+from scaling.spec import parse, present
 
 
 def move(

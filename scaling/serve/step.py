@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from scaling import tree
+from scaling.collectives import all_gather
 from scaling.common.arguments import flag
 from scaling.configs import Config
 from scaling.mesh import AbstractMesh
@@ -24,11 +25,10 @@ from scaling.models.leaves import KV_HEADS, STACKS
 from scaling.models.rope import tables
 from scaling.models.transformer import all_layers
 from scaling.serve.cache import At, Share, Slots, capacity, check_cache, share_of, writable
-from scaling.serve.forms import context, experts, heads, heads_batch, latent, sequence, weights_2d
+from scaling.serve.forms import experts, heads, heads_batch, latent, sequence, weights_2d
 from scaling.serve.int8 import floats
 from scaling.serve.requests import longest_text
 from scaling.serve.types import ONE, SPLIT_ROWS, specs
-from scaling.strategies.axes import all_gather
 from scaling.strategies.transformer.layer import own_heads
 
 LISTINGS: dict[str, tuple[Any, Callable]] = {  # (what has embed, mlp and head, attention)
@@ -133,8 +133,10 @@ def _run(params, tokens, cache, config, mesh, lengths, form, donate, last, least
     (listing, attention), own = LISTINGS[form], None
     attention = latent.ATTENTION[form] if config.latent else attention
     if T > 1 and mesh.sizes.get("C", 1) > 1:
-        listing, attention = context, latent.context if config.latent else context.attention
+        mesh = mesh.optional
         tokens, own = split_over_C(tokens, mesh)
+    else:
+        mesh = mesh.without("C")  # each row has one token, which is not split
     slots = Slots(cache, lengths, tokens.shape[1], share, own)
     positions = slots.positions if own is None else slots.positions[..., own]
     at = At(config, mesh, slots, tables(positions, config.rotary, config.theta, config.rope_scaling, dtype))
@@ -148,7 +150,7 @@ def _run(params, tokens, cache, config, mesh, lengths, form, donate, last, least
             x = x + attention(W, x, at, l)
             x = x + listing.mlp(W, x, at)
     if own is not None:
-        listing, x = heads, all_gather("x[B_ZE, T_C, D] -> x[B_ZE, T, D]", x, mesh)[:, :T]
+        x = all_gather("x[B_ZE, T_C, D] -> x[B_ZE, T, D]", x, mesh)[:, :T]
     if last:
         x = last_of(x, lengths[slots.rows] if form in SPLIT_ROWS else lengths)
     logits = listing.head(ends, x, at)

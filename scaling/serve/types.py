@@ -10,8 +10,7 @@ from scaling.configs import Config
 from scaling.mesh import AbstractMesh
 from scaling.models.leaves import KV_HEADS, Leaf, check_computed, types_of, without
 from scaling.serve.int8 import quantized_spec, summed_dims
-from scaling.spec import ShardingError, parse
-from scaling.strategies.axes import present
+from scaling.spec import ShardingError, parse, present
 from scaling.strategies.transformer.types import check_divided
 
 ALONG_D = ("norm_attn", "norm_mlp", "norm", "b_O")

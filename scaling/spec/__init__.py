@@ -1,17 +1,17 @@
 """The notation: types such as `W[D_X, F] {U_Y}` and lines between them, read (`reader`) and as data (`types`)."""
 
 from scaling.spec.reader import ShardingError, refuse
+from scaling.spec.sizes import DTYPE_BYTES, dtype_bytes
 from scaling.spec.types import (
-    DTYPE_BYTES,
     Line,
     Spec,
     block_index,
-    dtype_bytes,
     format_axes,
     mesh_sizes,
     parse,
     parse_line,
+    present,
 )
 
 __all__ = ["DTYPE_BYTES", "Line", "ShardingError", "Spec", "block_index", "dtype_bytes", "format_axes", "mesh_sizes"]
-__all__ += ["parse", "parse_line", "refuse"]
+__all__ += ["parse", "parse_line", "present", "refuse"]

@@ -1,10 +1,14 @@
-"""The sizes of a mesh as text and as data: `X=4,Y=2` is {"X": 4, "Y": 2}. No torch."""
+"""Sizes: of a mesh as text and as data (`X=4,Y=2` is {"X": 4, "Y": 2}), and of a dtype in bytes. No torch."""
 
 import re
 from collections.abc import Mapping
 
 from scaling.common.arguments import shortened
-from scaling.spec import ShardingError
+from scaling.spec.reader import ShardingError
+
+DTYPE_BYTES = {"int4": 0.5, "fp4": 0.5, "int8": 1, "uint8": 1, "fp8": 1, "bool": 1, "bf16": 2, "bfloat16": 2}
+DTYPE_BYTES |= {"fp16": 2, "f16": 2, "float16": 2, "int16": 2, "fp32": 4, "f32": 4, "float32": 4, "int32": 4}
+DTYPE_BYTES |= {"fp64": 8, "f64": 8, "float64": 8, "int64": 8}
 
 
 def format_sizes(sizes: Mapping[str, int]) -> str:
@@ -51,3 +55,16 @@ def parse_sizes(text: str, option: str, what: str) -> dict[str, int]:
             )
         sizes[match[1]] = int(match[2])
     return sizes
+
+
+def dtype_bytes(dtype) -> float:
+    """Return the bytes of one element of a dtype: a name ("bf16", "int4"), a torch dtype, or its number of bytes."""
+    if isinstance(dtype, (int, float)) and dtype > 0:
+        return dtype
+    if isinstance(dtype, str) and dtype in DTYPE_BYTES:
+        return DTYPE_BYTES[dtype]
+    if isinstance(size := getattr(dtype, "itemsize", None), int):
+        return size
+    raise ShardingError(
+        f"unknown dtype {dtype!r}\n  fix: use a torch dtype, a number of bytes, or one of {[*DTYPE_BYTES]}"
+    )

@@ -12,23 +12,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from scaling.spec.reader import ShardingError, read_line, read_type
-
-DTYPE_BYTES = {"int4": 0.5, "fp4": 0.5, "int8": 1, "uint8": 1, "fp8": 1, "bool": 1, "bf16": 2, "bfloat16": 2}
-DTYPE_BYTES |= {"fp16": 2, "f16": 2, "float16": 2, "int16": 2, "fp32": 4, "f32": 4, "float32": 4, "int32": 4}
-DTYPE_BYTES |= {"fp64": 8, "f64": 8, "float64": 8, "int64": 8}
-
-
-def dtype_bytes(dtype) -> float:
-    """Bytes of one element: of a name ("bf16", "int4"), a torch dtype, or a number of bytes given as such."""
-    if isinstance(dtype, (int, float)) and dtype > 0:
-        return dtype
-    if isinstance(dtype, str) and dtype in DTYPE_BYTES:
-        return DTYPE_BYTES[dtype]
-    if isinstance(size := getattr(dtype, "itemsize", None), int):
-        return size
-    raise ShardingError(
-        f"unknown dtype {dtype!r}\n  fix: use a torch dtype, a number of bytes, or one of {[*DTYPE_BYTES]}"
-    )
+from scaling.spec.sizes import dtype_bytes
 
 
 def mesh_sizes(mesh) -> Mapping[str, int]:
@@ -39,6 +23,13 @@ def mesh_sizes(mesh) -> Mapping[str, int]:
             f'{mesh!r:.60} is no mesh\n  fix: give a Mesh, an AbstractMesh, or sizes, {{"X": 4, "Y": 2}}'
         )
     return sizes
+
+
+def present(spec: "str | Spec", mesh) -> "Spec":
+    """Return the type without the axes that the mesh lacks or has with size 1."""
+    spec, real = parse(spec), [axis for axis, size in mesh_sizes(mesh).items() if size > 1]
+    dims = tuple((dim, tuple(axis for axis in axes if axis in real)) for dim, axes in spec.dims)
+    return Spec(spec.name, dims, tuple(axis for axis in spec.unreduced if axis in real))
 
 
 def format_axes(axes: Sequence[str]) -> str:

@@ -7,9 +7,8 @@ import torch
 
 from scaling import tree
 from scaling.models import transformer as model
-from scaling.spec import Spec
+from scaling.spec import Spec, present
 from scaling.strategies import transformer
-from scaling.strategies.axes import present
 from scaling.train.batches import IGNORED, Batches
 from scaling.train.origin import tokenizer_in
 from scaling.train.settings import DTYPES, Settings

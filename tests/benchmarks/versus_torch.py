@@ -22,8 +22,8 @@ from harness import RATE, SIZES, Contest, Size, compete, stepping
 
 from scaling import optim, tree
 from scaling.schedules import make, split_backward
+from scaling.spec import present
 from scaling.strategies import data_parallel, fsdp, fsdp_tp, pipeline, tensor_parallel, zero
-from scaling.strategies.axes import present
 
 OPTIMIZERS = {"sgd": optim.sgd(RATE), "adamw": optim.adamw(RATE)}
 BUCKET = 25 << 20  # bytes of gradients in one bucket: DistributedDataParallel's default

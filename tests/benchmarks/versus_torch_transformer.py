@@ -22,8 +22,8 @@ from scaling import optim, tree
 from scaling.configs import Config
 from scaling.cost.transformer import train_flops
 from scaling.models import transformer as model
+from scaling.spec import present
 from scaling.strategies import transformer
-from scaling.strategies.axes import present
 
 MICROBATCHES = 4
 

@@ -33,7 +33,7 @@ MODEL = Config("tiny", 1, 32, 64, 8, 4, 4, 16).with_(window=(3,), attention_bias
 LATENT = MODEL.with_(K=8, attention_bias=False, output_bias=False, latent=Latent(16, 12, 6, 4, 4))
 # of a file by a part of its name
 MESHES = {"pods": "P=2,X=2,Y=1", "05_moe": "X=4", "05_context": "C=4", "05_pp": "Z=4", "10_problems": "Y=4"}
-MESHES |= {"forms/heads": "Y=2,Z=2", "forms/sequence": "Y=2,Z=2", "forms/context": "Y=2,C=2"}
+MESHES |= {"forms/heads": "Y=2,Z=2,C=2", "forms/latent": "Y=2,Z=2,C=2", "forms/sequence": "Y=2,Z=2"}
 MESHES |= {"forms/weights_2d": "X=2,Y=2,Z=2", "forms/experts": "E=2,Y=2"}
 
 
@@ -131,11 +131,12 @@ def of_transformer(mesh, name: str, text: str):
 def of_serving(mesh, name: str, text: str):
     """The logits of a prompt and of a token after it, by one form of serving: its file edited."""
     replace(importlib.import_module(f"scaling.serve.forms.{name}"), text)
-    form = {"weights_2d": "2d", "context": "heads"}.get(name, name)
+    form = {"weights_2d": "2d", "latent": "heads"}.get(name, name)
     g, found = torch.Generator().manual_seed(0), []
     tokens = torch.randint(0, MODEL.V, (8, 6), generator=g)
     plain = MODEL.with_(window=None, attention_bias=False, gated=False, tied=True)
-    for config in (MODEL.with_(E=4, k=2),) if name == "experts" else (MODEL, plain):
+    special = {"experts": (MODEL.with_(E=4, k=2),), "latent": (LATENT,)}
+    for config in special.get(name, (MODEL, plain)):
         params = model.init(config, 0, torch.float64)
         params = tree.map(lambda p: p + 0.1 * torch.randn(p.shape, generator=g, dtype=p.dtype), params)
         params = tree.shard(params, serve.specs(config, mesh, form=form), mesh)

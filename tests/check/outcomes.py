@@ -38,7 +38,7 @@ SAME = (  # of an array, whatever it is
 RIGHT = """import torch
 from scaling import tree
 from scaling.collectives import wait
-from scaling.strategies.axes import all_gather as gathered, reduce_scatter as scattered
+from scaling.collectives import all_gather as gathered, reduce_scatter as scattered
 
 def passed(x):
     return x

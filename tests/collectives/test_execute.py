@@ -14,7 +14,6 @@ from scaling.collectives.multiply import product_of
 from scaling.collectives.plans import run_steps
 from scaling.mesh import AbstractMesh, Mesh
 from scaling.spec import ShardingError, parse
-from scaling.strategies import axes
 from scaling.trace import trace
 
 PRODUCT = "A[I, J] * B[J, K] -> C[I, K]"
@@ -125,7 +124,7 @@ def test_a_mask_of_several_layers_and_on_a_mesh_without_the_axis():
     mesh, x, mask = Mesh({"X": 1}), torch.ones(5, 2, 3), torch.tensor([[True, False]] * 5)
     wanted = torch.where(mask[..., None], x, 0)
     assert torch.equal(masked("x[B, 3] {U_X}", x, mask, mesh.stacked("L")), wanted)
-    assert torch.equal(axes.masked("x[B, T, 3] {U_Y}", x, mask, mesh), wanted)
+    assert torch.equal(masked("x[B, T, 3] {U_YZ}", x, mask, mesh.optional), wanted)
     for line, stacked in (("x[B, 3] {U_X}", mesh), ("x[B, 2] {U_X}", mesh.stacked("L"))):
         with pytest.raises(ShardingError, match="says those that are numbers"):
             masked(line, x, mask, stacked)

@@ -12,8 +12,8 @@ from scaling.configs import Config
 from scaling.models import transformer as model
 from scaling.models.mlp import block
 from scaling.schedules import gpipe, one_f_one_b
+from scaling.spec import present
 from scaling.strategies import context, data_parallel, fsdp, fsdp_tp, pipeline, tensor_parallel, transformer
-from scaling.strategies.axes import present
 from scaling.train import checkpoint, guards
 
 f64 = torch.float64

@@ -11,8 +11,7 @@ from scaling.mesh import AbstractMesh, Mesh
 from scaling.optim import orthogonal
 from scaling.optim.matrices import cheapest_form
 from scaling.optim.orthogonal import MatrixStack, assigned
-from scaling.spec import parse
-from scaling.strategies.axes import present
+from scaling.spec import parse, present
 from scaling.trace import trace
 
 MATRICES = {"in": "D -> F", "gate": "D -> F", "out": "F -> D", "Q": "D -> N H", "E": {"in": "D -> F"}, "g": ""}

@@ -9,10 +9,9 @@ from scaling import tree
 from scaling.mesh import AbstractMesh
 from scaling.plan import Job
 from scaling.schedules import make
-from scaling.spec import parse
+from scaling.spec import parse, present
 from scaling.spec.sizes import parse_mesh
 from scaling.strategies import data_parallel, fsdp, fsdp_tp, pipeline, tensor_parallel, transformer, zero
-from scaling.strategies.axes import present
 from scaling.strategies.stage import mlp, of_strategy
 from scaling.strategies.transformer import api
 from scaling.trace.peak import peak_memory

@@ -15,8 +15,8 @@ from scaling.configs import Config
 from scaling.cost import transformer as tm
 from scaling.mesh import AbstractMesh, Mesh
 from scaling.models import transformer as model
+from scaling.spec import present
 from scaling.strategies import transformer
-from scaling.strategies.axes import present
 from scaling.trace import trace
 from scaling.trace.peak import peak_memory
 

@@ -20,8 +20,8 @@ from scaling.configs import Config, Latent, RopeScaling
 from scaling.mesh import Mesh
 from scaling.models import transformer as model
 from scaling.models.dropout import at_step, dropout
+from scaling.spec import present
 from scaling.strategies import transformer
-from scaling.strategies.axes import present
 from scaling.strategies.transformer.stages import stored_places
 
 PLAIN = Config("plain", 2, 16, 24, 4, 2, 8, 32)

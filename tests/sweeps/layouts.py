@@ -30,9 +30,9 @@ from scaling import launch, optim, tree
 from scaling.common.console import Parser
 from scaling.configs import Config
 from scaling.models import transformer as model
+from scaling.spec import present
 from scaling.spec.sizes import parse_mesh
 from scaling.strategies import transformer
-from scaling.strategies.axes import present
 
 LIMIT = 0.05  # of the gradients' norm
 LIMITS = {"loss": 1e-11, "norm": 1e-11, "grads": 1e-11, "params": 1e-9}

@@ -1,9 +1,8 @@
 """The forms of sharded decoding, each a listing: what one layer's attention and MLP, and the ends, do on a mesh.
 
-    heads        heads and features over Y; the cache's batch over Z, along which the weights are replicas
+    heads        heads and features over Y, a prompt over C; the cache's batch over Z, where the weights are replicas
     heads_batch  heads and features over Y and Z; the cache's heads over Y and its batch over Z, by two AllToAlls
     sequence     the same weights; the cache's sequence over Z, partial softmaxes combined
-    context      prefill under "heads" with the prompt over C
     experts      attention by data: the cache's batch over E, its heads over Y, and whole experts over both
     weights_2d   "2d": weights over X as well, and the residual stream over all axes (Part 7, Appendix B)
 

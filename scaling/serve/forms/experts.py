@@ -9,13 +9,13 @@ rows to the experts, as many as happen to go to each, and has them back; then th
 import torch.nn.functional as F
 from torch import Tensor
 
+from scaling.collectives import all_gather, shard
 from scaling.models.pointwise import rms_norm
 from scaling.serve.cache import At
 from scaling.serve.forms.heads import attention as attention
 from scaling.serve.forms.heads import embed as embed
 from scaling.serve.forms.heads import head as head
 from scaling.serve.forms.heads import mlp as dense_mlp
-from scaling.strategies.axes import all_gather, shard
 from scaling.strategies.expert import experts_of, moe
 
 

@@ -8,11 +8,10 @@ where a rank has one KV head: the way back is written on N, as the way out is.
 
 from torch import Tensor
 
-from scaling.collectives import einsum
+from scaling.collectives import all_gather, all_reduce, all_to_all, einsum, masked, shard
 from scaling.models.pointwise import rms_norm
 from scaling.models.transformer import activated, headed
 from scaling.serve.cache import At
-from scaling.strategies.axes import all_gather, all_reduce, all_to_all, masked, shard
 from scaling.strategies.expert import experts_of, moe
 
 

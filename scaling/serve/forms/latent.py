@@ -18,35 +18,26 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from scaling.collectives import einsum
+from scaling.collectives import all_gather, all_reduce, all_to_all, einsum, reduce_scatter, shard
 from scaling.configs import Latent
 from scaling.models.latent import EPS, turned, turned_queries
 from scaling.models.pointwise import rms_norm
 from scaling.serve.cache import At
 from scaling.serve.forms.sequence import places
-from scaling.strategies.axes import all_gather, all_reduce, all_to_all, reduce_scatter, shard
 
 
 def heads(W: dict, x: Tensor, at: At, l: int) -> Tensor:
-    """x[B_ZE, T, D] -> Attn[B_ZE, T, D], heads over Y: as `heads.attention`, and under the form "experts"."""
-    y = rms_norm(x, gain=W["norm_attn"], eps=at.config.eps)
-    C_Q = rms_norm(einsum("y[B_ZE, T, D] * W_DQ[D, R] -> C_Q[B_ZE, T, R]", y, W["W_DQ"]), gain=W["norm_CQ"], eps=EPS)
-    A_KV = einsum("y[B_ZE, T, D] * W_DKV[D, M] -> A_KV[B_ZE, T, M]", y, W["W_DKV"])
-    Q = einsum("C_Q[B_ZE, T, R] * W_UQ[R, N_Y, A] -> Q[B_ZE, T, N_Y, A]", C_Q, W["W_UQ"])
-    O = attend(W, Q, latent_of(W, A_KV, at), at, l, "T")
-    Attn = einsum("O[B_ZE, T, N_Y, H] * W_O[N_Y, H, D] -> Attn[B_ZE, T, D] {U_Y}", O, W["W_O"])
-    return all_reduce("Attn[B_ZE, T, D] {U_Y} -> Attn[B_ZE, T, D]", Attn, at.mesh)
+    """x[B_ZE, T_C, D] -> Attn[B_ZE, T_C, D], heads over Y: as `heads.attention`, and under the form "experts".
 
-
-def context(W: dict, x: Tensor, at: At, l: int) -> Tensor:
-    """x[B_ZE, T_C, D] -> Attn[B_ZE, T_C, D], a prompt split over C: what is gathered is the latents, M wide."""
+    A prompt that is split over C gathers its latents, M wide.
+    """
     y = rms_norm(x, gain=W["norm_attn"], eps=at.config.eps)
     C_Q = einsum("y[B_ZE, T_C, D] * W_DQ[D, R] -> C_Q[B_ZE, T_C, R]", y, W["W_DQ"])
     C_Q = rms_norm(C_Q, gain=W["norm_CQ"], eps=EPS)
     A_KV = einsum("y[B_ZE, T_C, D] * W_DKV[D, M] -> A_KV[B_ZE, T_C, M]", y, W["W_DKV"])
     Q = einsum("C_Q[B_ZE, T_C, R] * W_UQ[R, N_Y, A] -> Q[B_ZE, T_C, N_Y, A]", C_Q, W["W_UQ"])
     C = all_gather("C[B_ZE, T_C, M] -> C[B_ZE, T, M]", latent_of(W, A_KV, at), at.mesh)  # on the critical path
-    O = attend(W, Q, C, at, l, "T_C")
+    O = attend(W, Q, C, at, l)
     Attn = einsum("O[B_ZE, T_C, N_Y, H] * W_O[N_Y, H, D] -> Attn[B_ZE, T_C, D] {U_Y}", O, W["W_O"])
     return all_reduce("Attn[B_ZE, T_C, D] {U_Y} -> Attn[B_ZE, T_C, D]", Attn, at.mesh)  # on the critical path
 
@@ -92,7 +83,7 @@ def _latent(at: At) -> Latent:
 
 
 def latent_of(W: dict, A_KV: Tensor, at: At) -> Tensor:
-    """C[B, T, M], what is cached, of A_KV[B, T, M] of the same rows and tokens."""
+    """Return C, which is cached: the normed latents and the turned shared key of A_KV, split as A_KV is."""
     C_KV, K_R = A_KV.tensor_split([_latent(at).kv_rank], -1)
     C_KV = rms_norm(C_KV, gain=W["norm_CKV"], eps=EPS)
     return torch.cat([C_KV, turned(K_R[:, :, None], at.rope, at.config)[:, :, 0]], -1)
@@ -115,22 +106,25 @@ def _out(W: dict, O: Tensor, at: At) -> Tensor:
 
 
 def absorbed(Q_C: Tensor, Q: Tensor, at: At) -> Tensor:
-    """Q[B, T, N, M], which asks latents, of Q[B, T, N, A], which asks keys, and Q_C[B, T, N, C], its first part times
-    W_UK. Scores are divided by sqrt(A), not by the sqrt(M) of those that read one head M wide: made good here."""
+    """Return the queries that ask latents, M wide, from those that ask keys, Q, and Q_C, their first part times W_UK.
+
+    Attention will divide scores by sqrt(M), the width of what it reads; the model divides by sqrt(A). The queries are
+    scaled by the ratio. All three are split alike.
+    """
     latent = _latent(at)
     return torch.cat([Q_C, Q[..., latent.nope :]], -1) * math.sqrt((latent.kv_rank + latent.rope) / Q.shape[-1])
 
 
-def attend(W: dict, Q: Tensor, C: Tensor, at: At, l: int, T: str) -> Tensor:
+def attend(W: dict, Q: Tensor, C: Tensor, at: At, l: int) -> Tensor:
     """O[B_ZE, T_C, N_Y, H] of Q[B_ZE, T_C, N_Y, A] over what is cached and the new C[B_ZE, T, M], which are written:
-    absorbed or plain, whichever has fewer FLOPs. `T`: how the queries' tokens are split."""
+    absorbed or plain, whichever has fewer FLOPs."""
     latent = _latent(at)
     if not absorbs(latent, Q.shape[1]):
         return over_heads(W, turned_queries(Q, at.rope, at.config), C, at, l)
     Q_N, W_UK, W_UV = Q[..., : latent.nope], W["W_UKV"][..., : latent.nope], W["W_UKV"][..., latent.nope :]
-    Q_C = einsum(f"Q_N[B_ZE, {T}, N_Y, P] * W_UK[C, N_Y, P] -> Q_C[B_ZE, {T}, N_Y, C]", Q_N, W_UK)
+    Q_C = einsum("Q_N[B_ZE, T_C, N_Y, P] * W_UK[C, N_Y, P] -> Q_C[B_ZE, T_C, N_Y, C]", Q_N, W_UK)
     O = over_latents(turned_queries(absorbed(Q_C, Q, at), at.rope, at.config), C, at, l)
-    return einsum(f"O[B_ZE, {T}, N_Y, C] * W_UV[C, N_Y, H] -> O[B_ZE, {T}, N_Y, H]", O, W_UV)
+    return einsum("O[B_ZE, T_C, N_Y, C] * W_UV[C, N_Y, H] -> O[B_ZE, T_C, N_Y, H]", O, W_UV)
 
 
 def absorbs(latent: Latent, queries: int) -> bool:

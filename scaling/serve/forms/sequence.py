@@ -10,11 +10,10 @@ import math
 import torch
 from torch import Tensor
 
-from scaling.collectives import einsum
+from scaling.collectives import all_gather, all_reduce, einsum, reduce_scatter
 from scaling.models.pointwise import rms_norm
 from scaling.models.transformer import headed
 from scaling.serve.cache import At
-from scaling.strategies.axes import all_gather, all_reduce, reduce_scatter
 
 
 def attention(W: dict, x: Tensor, at: At, l: int) -> Tensor:

@@ -8,11 +8,10 @@ queries are by a ReduceScatter and an AllToAll.
 
 from torch import Tensor
 
-from scaling.collectives import einsum
+from scaling.collectives import all_gather, all_reduce, all_to_all, einsum, masked, reduce_scatter, shard
 from scaling.models.pointwise import mean_square, rms_norm
 from scaling.models.transformer import activated, headed
 from scaling.serve.cache import At
-from scaling.strategies.axes import all_gather, all_reduce, all_to_all, masked, reduce_scatter, shard
 
 
 def embed(x: Tensor, here: Tensor, at: At) -> Tensor:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from scaling import tree
-from scaling.collectives import einsum
+from scaling.collectives import all_gather, all_reduce, einsum
 from scaling.collectives.checked import agree, spoken
 from scaling.common.arguments import not_negative, one_of, positive, whole
 from scaling.configs import Config
@@ -22,9 +22,8 @@ from scaling.models.attention import fused
 from scaling.models.dropout import dropout
 from scaling.models.inputs import check_ids, check_params, check_range, check_segments, check_weights
 from scaling.models.rope import restarted, tables
-from scaling.spec import ShardingError
+from scaling.spec import ShardingError, present
 from scaling.strategies import context as ring
-from scaling.strategies.axes import all_gather, all_reduce, present
 from scaling.strategies.context.layout import FORMS
 from scaling.strategies.transformer import types
 from scaling.strategies.transformer.ends import Terms
@@ -98,6 +97,7 @@ def loss_and_grads(
     needed where Config has dropout: the same elements are dropped on every mesh. ShardingError or ValueError for what
     does not fit, before anything is sent.
     """
+    mesh = mesh.optional
     step = AskedStep(
         config, remat, zero, schedule, microbatches, keep_weights, context, ignore_index, label_smoothing, z_loss, sums,
         scale, seeded=seed is not None,
@@ -130,7 +130,7 @@ def loss(
 ) -> Tensor:
     """The loss alone, as `loss_and_grads` gives it of one microbatch without dropout: nothing is kept for a backward
     pass."""
-    terms = ignore_index, label_smoothing, z_loss
+    mesh, terms = mesh.optional, (ignore_index, label_smoothing, z_loss)
     step = AskedStep(config, "none", zero, schedule, 1, False, context, *terms, backward=False)
     problem, batch = stated(step, params, tokens, targets, weights, segments, mesh)
     return forward_loss(problem, params, *batch)

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from scaling.collectives import einsum
+from scaling.collectives import all_gather, all_reduce, einsum, masked, reduce_scatter
 from scaling.collectives.masks import zeroed
 from scaling.common.arguments import not_negative, positive
 from scaling.common.torch_private import in_transform
@@ -22,7 +22,6 @@ from scaling.cost.transformer import CHUNK
 from scaling.models.inputs import check_range, check_weights
 from scaling.models.pointwise import gained_norm, gained_norm_vjp
 from scaling.spec import ShardingError
-from scaling.strategies.axes import all_gather, all_reduce, masked, reduce_scatter
 
 
 def embed(E: Tensor, tokens: Tensor, mesh) -> Tensor:
@@ -99,6 +98,7 @@ def loss(
     Of the logits no more than `chunk_bytes`, in float32, are there at a time (one token's at least). Differentiable
     once, by autograd and torch.func. ShardingError or ValueError for what does not fit, before anything is sent.
     """
+    mesh = mesh.optional
     not_negative(label_smoothing=label_smoothing, z_loss=z_loss)
     positive(chunk_bytes=chunk_bytes)
     D, part = unembed.shape if not tied else unembed.shape[::-1]

@@ -14,10 +14,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from scaling.collectives import einsum, wait
+from scaling.collectives import all_gather, einsum, reduce_scatter, wait
 from scaling.models.latent import EPS, attended
 from scaling.models.pointwise import gained_norm, gained_norm_vjp, vjp
-from scaling.strategies.axes import all_gather, reduce_scatter
 
 
 def latent_attention(W: dict, s: dict, at: Any) -> tuple[Tensor, dict]:

@@ -19,12 +19,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from scaling.collectives import einsum, wait
+from scaling.collectives import all_gather, einsum, reduce_scatter, wait
 from scaling.configs import Config
 from scaling.models.pointwise import gained_norm, gained_norm_vjp, vjp
 from scaling.models.rope import rotate
 from scaling.models.transformer import ACTIVATIONS
-from scaling.strategies.axes import all_gather, reduce_scatter
 from scaling.strategies.transformer.experts import experts, experts_backward
 from scaling.strategies.transformer.latent import latent_attention, latent_attention_backward
 

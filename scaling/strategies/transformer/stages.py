@@ -21,13 +21,12 @@ import torch
 from torch import Tensor
 
 from scaling import tree
-from scaling.collectives import gather, ppermute, scatter, wait
+from scaling.collectives import all_reduce, gather, ppermute, scatter, wait
 from scaling.configs import Config
 from scaling.models.leaves import STACKS, without
 from scaling.schedules import Schedule, make
-from scaling.spec import parse
+from scaling.spec import parse, present
 from scaling.strategies import pipeline
-from scaling.strategies.axes import all_reduce, present
 from scaling.strategies.layers import Layers
 from scaling.strategies.stage import Stage
 from scaling.strategies.transformer.ends import embed, embed_backward, head

@@ -23,9 +23,7 @@ from scaling import tree
 from scaling.collectives import all_gather, all_reduce, reduce_scatter, wait
 from scaling.configs import Config
 from scaling.models.leaves import STACKS, without
-from scaling.spec import Spec, parse
-from scaling.strategies import axes as typed
-from scaling.strategies.axes import present
+from scaling.spec import Spec, parse, present
 from scaling.strategies.layers import Layers
 from scaling.strategies.transformer.ends import Terms, embed, embed_backward, head
 from scaling.strategies.transformer.layer import Context, dropped, layer, layer_backward
@@ -291,7 +289,7 @@ def unstaged(problem: Problem, params: dict, tokens: Tensor, targets: Tensor, w:
         add_by_name(dends, {"embed": embed_backward(dx, some, size, mesh)}, sums)
     grads |= reduced_ends(dends, stored, mesh) | {"layers": layers.result()}
     grads |= {"dense": layers.before.result()} if layers.before else {}
-    return typed.all_reduce("Loss[] {U_PXECY} -> Loss[]", torch.stack(losses).sum(), mesh), grads
+    return all_reduce("Loss[] {U_PXECY} -> Loss[]", torch.stack(losses).sum(), mesh), grads
 
 
 def _apart(move: Callable, moves: Sequence[Moves], W: Any, mesh) -> Any:
