@@ -7,6 +7,7 @@ it comes, whole characters only. With --mesh Y=4 the ranks of the mesh are start
 import argparse
 import math
 import sys
+from dataclasses import replace
 
 from scaling import launch
 from scaling.common.console import SEEDS, Parser, complaining, integer, number
@@ -28,7 +29,9 @@ def arguments(argv=None) -> argparse.Namespace:
         "--max-new-tokens", type=integer(0), default=64, help="the most tokens to generate (default 64)"
     )
     parser.add_argument(
-        "--temperature", type=number(0, 1e6), default=0.0, help="sampling temperature; 0 is greedy (default 0)"
+        "--temperature",
+        type=number(0, 1e6),
+        help="sampling temperature; 0 is greedy (default: what the model's generation_config.json asks for, or 0)",
     )
     parser.add_argument("--top-k", type=integer(1), help="sample from the k likeliest tokens")
     parser.add_argument(
@@ -111,10 +114,17 @@ def prompt_of(args, what: Served) -> list[int]:
     return ids
 
 
+def sampling_of(args, what: Served) -> Sampling:
+    """Return how tokens are drawn: as the options say, and where they say nothing as the model asks for."""
+    given = {name: getattr(args, name) for name in ("temperature", "top_k", "top_p", "min_p")}
+    given = {name: value for name, value in given.items() if value is not None}
+    return replace(what.defaults.sampling or Sampling(), **given)
+
+
 @complaining(ValueError, OSError, launch.RankError)
 def main(argv=None) -> int:
     what = served_by(args := arguments(argv))
-    how, prompt = Sampling(args.temperature, args.top_k, args.top_p, args.min_p), prompt_of(args, what)
+    how, prompt = sampling_of(args, what), prompt_of(args, what)
     what.check_fits(1, len(prompt) + (0 if args.score else args.max_new_tokens))
     what.on_ranks(run, args, prompt, how)
     return 0

@@ -10,10 +10,11 @@ from scaling.models.text import Tokenizer, home_of
 NO_END = -1  # in run.toml: nothing ends a document
 
 
-def ends_of(folder: "str | Path") -> tuple[int, ...]:
+def ends_of(folder: "str | Path", by: Tokenizer | None = None) -> tuple[int, ...]:
     """Return the ids that end a text (eos) by a model's folder or a run's; none if it names none.
 
-    generation_config.json goes before config.json. A run adds the id that its documents ended with.
+    generation_config.json goes before config.json. Where neither says anything, the `eos_token` of
+    tokenizer_config.json counts, whose id the tokenizer `by` knows. A run adds the id that its documents ended with.
     """
     home, found, ended = home_of(folder), [], NO_END
     for name in ("generation_config.json", "config.json"):
@@ -22,6 +23,8 @@ def ends_of(folder: "str | Path") -> tuple[int, ...]:
         if given is not None:
             found = whole_numbers(f"{path}: eos_token_id", given if isinstance(given, list) else [given])
             break
+    else:
+        found = [id for id in [_named_end(home, by)] if id is not None] if by else []
     if (run := Path(folder) / RUN).is_file():
         ended = read_table(run).get("eos_id", NO_END)
     return (*found, *(id for id in [ended] if id != NO_END and id not in found))
@@ -34,8 +37,13 @@ def end_of_text(by: Tokenizer) -> int | None:
     """
     if by.folder is None:
         return None
-    table = by.folder / "tokenizer_config.json"
-    named = special_tokens(by.folder, read_table(table) if table.is_file() else {})
-    if "eos_token" in named and (id := by.id_of(named["eos_token"])) is not None:
+    if (id := _named_end(by.folder, by)) is not None:
         return id
     return next((id for id in ends_of(by.folder) if id < by.vocabulary), None)
+
+
+def _named_end(home: Path, by: Tokenizer) -> int | None:
+    """Return the id of a folder's `eos_token`; None where it names none, or one that the tokenizer does not have."""
+    table = home / "tokenizer_config.json"
+    named = special_tokens(home, read_table(table) if table.is_file() else {})
+    return by.id_of(named["eos_token"]) if "eos_token" in named else None

@@ -6,8 +6,8 @@ clock of a trace advances by what was measured, so that arrivals in between are 
 workers run beside each other in that clock though they share this machine.
 
 A draft proposes tokens: the request's own text by n-grams, or a smaller model. At each place the model draws as it
-would without a draft, by the request's seed and the place; a proposal is kept if it is that token. So what is proposed
-changes no token, greedy or sampled: not how much is proposed either, or where a step begins. A draft draws with the
+would without a draft, by the request's seed and the place; a proposal is kept if it is that token. So in fp32 no token
+depends on what is proposed, nor on how much or where a step begins, be it greedy or sampled. A draft draws with the
 same uniform numbers, and so often the same token. The book's rule (`scaling.book.speculative`) has the same
 distribution and keeps more of a draft that is unlike the model, but what it gives depends on where a step begins: a
 request that is preempted would go on with other tokens.
@@ -173,8 +173,8 @@ class Engine:
     """execute(Run or Move) -> (seconds, Done or Moved): holds the params and each worker's pages.
 
     `draft`: (config, params), in either order, of a smaller model with the same vocabulary, or "ngram": what makes the
-    proposals that `options` asks for; no token depends on it. `form`: of decoding, one that has pages unless not
-    `paged`; where it splits rows, over E or Z, `options.groups` says in how many. `tokenizer`: of requests that end
+    proposals that `options` asks for (in fp32 no token depends on it). `form`: of decoding, one that has pages unless
+    not `paged`; where it splits rows, over E or Z, `options.groups` says in how many. `tokenizer`: of requests that end
     before a text. `clock`: seconds, of the wall or of the processor.
     """
 
@@ -286,7 +286,7 @@ def serve(
     cancel: Iterable[tuple[float, int]] = (),
     **engine,
 ) -> Simulated:
-    """Serve [(seconds, request)] by this model: tokens and times of each. Request i gives what it would give alone.
+    """Serve [(seconds, request)] by this model: tokens and times of each, in fp32 the tokens that each gives alone.
 
     The rest as in `simulate.drive` and `Engine`. ValueError for a prompt with ids outside the vocabulary, and for a
     stop text without a tokenizer.

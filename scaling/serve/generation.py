@@ -1,6 +1,7 @@
 """Tokens from prompts: the engine with all requests at once, in the policy "static". Batches are ragged.
 
-What a request gives does not depend on what is beside it: its randomness is of its seed and position (`sampling`).
+In fp32 a request gives the same tokens whatever runs beside it, since its random numbers depend on its seed and its
+position alone (`sampling`). In bf16 the logits round differently in a batch of another shape, and some answers differ.
 """
 
 from collections.abc import Iterator, Sequence
@@ -51,8 +52,8 @@ def generate(
     Prompts are lists of ids, of any lengths. Params are this rank's, typed as `serve.specs`; the result is the same on
     every rank. `seed`: one, from which each prompt gets its own, or one for each. `draft`: (config, params) of a
     smaller model with the same vocabulary, its params typed as `serve.specs` of its own config, as this model's are, or
-    "ngram"; it proposes so many tokens a step, and changes the speed alone: the tokens are the same. `page`: cache in
-    pages of so many.
+    "ngram"; it proposes so many tokens a step. In fp32 it changes the speed alone and not the tokens; in bf16 it may
+    change some, as another batch may. `page`: cache in pages of so many.
     ValueError for an empty prompt, ids outside the vocabulary, and options that leave no token.
     """
     how = Sampling(temperature, top_k, top_p, min_p)

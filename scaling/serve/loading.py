@@ -9,8 +9,8 @@ from typing import Any
 import torch
 
 from scaling import launch, tree
-from scaling.common.console import Parser, integer
-from scaling.common.torchrun import world_size
+from scaling.common.console import Parser, complain, integer
+from scaling.common.torchrun import first_rank, world_size
 from scaling.configs import Config, with_weights
 from scaling.configs.sources import WAYS, Source
 from scaling.mesh import AbstractMesh
@@ -18,6 +18,7 @@ from scaling.models import hf, transformer
 from scaling.models.ends import ends_of
 from scaling.models.text import tokenizer_of
 from scaling.serve.cache import divisible, init_cache, share_of
+from scaling.serve.defaults import NO_DEFAULTS, ModelDefaults, defaults_of
 from scaling.serve.engine import check_draft
 from scaling.serve.types import FORMS, check_mesh, specs
 from scaling.spec.sizes import parse_mesh
@@ -39,12 +40,17 @@ def add_model(parser: Parser) -> None:
     parser.add_argument("--draft", metavar="MODEL", help='a smaller model that proposes tokens, or "ngram"')
     parser.add_argument("--proposals", type=integer(1, 64), default=4, help="tokens a draft proposes (default 4)")
     parser.add_argument("--ignore-eos", action="store_true", help="go on after the model's own end of text")
+    parser.add_argument(
+        "--no-generation-config", action="store_true",
+        help="draw tokens as the options or the request say, whatever the model's generation_config.json asks for",
+    )  # fmt: skip
 
 
 @dataclass(frozen=True)
 class Served:
     """What a command serves: a model on a mesh, in a form of decoding; beside it perhaps a draft, another model or
-    "ngram". `memory`: bytes that each rank may take. `ends`: the ids that end a text."""
+    "ngram". `memory`: bytes that each rank may take. `ends`: the ids that end a text. `defaults`: what the model asks
+    for where nobody says how tokens are drawn."""
 
     model: Source
     sizes: dict[str, int]
@@ -55,6 +61,7 @@ class Served:
     draft: "Source | str | None" = None
     tokenizer: Any = None
     ends: tuple[int, ...] = ()
+    defaults: ModelDefaults = NO_DEFAULTS
 
     @property
     def config(self) -> Config:
@@ -126,9 +133,12 @@ def served_by(args: argparse.Namespace) -> Served:
         check_draft(draft.config, model.config)
         check_mesh(draft.config, mesh, args.form)
     memory = args.memory or free_memory(args.device, mesh.size())
-    ends = () if args.ignore_eos else ends_of(model.folder)
     tokenizer = tokenizer_of(model.folder, model.config.V)
-    return Served(model, sizes, DTYPES[args.dtype], args.form, memory, args.device, draft, tokenizer, ends)
+    ends = () if args.ignore_eos else ends_of(model.folder, tokenizer)
+    defaults = NO_DEFAULTS if args.no_generation_config else defaults_of(model.folder)
+    if (note := str(defaults)) and first_rank():
+        complain(note)
+    return Served(model, sizes, DTYPES[args.dtype], args.form, memory, args.device, draft, tokenizer, ends, defaults)
 
 
 def free_memory(device: str, ranks: int = 1) -> int:

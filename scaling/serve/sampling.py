@@ -1,7 +1,8 @@
 """From logits to tokens: greedy, temperature, top-k, top-p, min-p.
 
-The randomness of a token is a function of its request's seed and its position alone: not of the batch, the step or the
-device. So a request draws the same tokens alone, in any batch, and again after it was preempted.
+The random number of a token is a function of its request's seed and its position alone: not of the batch, the step or
+the device. So in fp32 a request draws the same tokens alone, in any batch, and again after it was preempted. In bf16 it
+may draw others, because a batch of another shape rounds the logits differently.
 """
 
 from collections.abc import Sequence

@@ -1,0 +1,65 @@
+"""How a model's own generation_config.json asks for its tokens to be drawn, where nobody says otherwise. No torch."""
+
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from scaling.common.arguments import read_table
+from scaling.models.text import home_of
+from scaling.serve.requests import Sampling
+
+FILE = "generation_config.json"
+UNSERVED = {  # what would change tokens and is not computed here: the value that changes none
+    "repetition_penalty": 1, "no_repeat_ngram_size": 0, "typical_p": 1, "epsilon_cutoff": 0, "eta_cutoff": 0,
+    "num_beams": 1, "min_length": 0, "min_new_tokens": 0, "guidance_scale": 1, "penalty_alpha": 0, "top_h": None,
+    "bad_words_ids": None, "suppress_tokens": None, "begin_suppress_tokens": None, "sequence_bias": None,
+    "forced_bos_token_id": None, "forced_eos_token_id": None, "watermarking_config": None,
+}  # fmt: skip
+
+
+class ModelDefaults(NamedTuple):
+    """What a model asks for.
+
+    Attributes:
+        sampling: How its tokens are drawn; None where it does not ask to sample.
+        unserved: What it asks for and is not computed here.
+    """
+
+    sampling: Sampling | None = None
+    unserved: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        names = ("temperature", "top_k", "top_p", "min_p") if self.sampling else ()
+        drawn = [f"{name} {value:g}" for name in names if (value := getattr(self.sampling, name)) is not None]
+        parts = ["sampling by " + ", ".join(drawn)] if drawn else []
+        parts += ["not computed here: " + ", ".join(self.unserved)] if self.unserved else []
+        return f"{FILE}: {'; '.join(parts)}" if parts else ""
+
+
+NO_DEFAULTS = ModelDefaults()
+
+
+def defaults_of(folder: "str | Path") -> ModelDefaults:
+    """Return what the generation_config.json of a model's folder, or of a run's, asks for.
+
+    As in transformers its temperature and filters count where it says `do_sample`, and a file that does not is greedy.
+    Only what the file says counts: transformers would add a top_k of 50.
+
+    Raises:
+        ValueError: A value is none with which a token can be drawn.
+    """
+    if not (path := home_of(folder) / FILE).is_file():
+        return NO_DEFAULTS
+    table = read_table(path)
+    unserved = [f"{key} {table[key]!r:.40}" for key, none in UNSERVED.items() if table.get(key) not in (None, none)]
+    return ModelDefaults(_sampling(path, table) if table.get("do_sample") is True else None, tuple(unserved))
+
+
+def _sampling(path: Path, table: dict[str, Any]) -> Sampling:
+    given = {name: table[name] for name in ("temperature", "top_k", "top_p", "min_p") if table.get(name) is not None}
+    if given.get("top_k") in (0, -1):  # no filter, in transformers and in vLLM
+        del given["top_k"]
+    try:
+        return Sampling(**{"temperature": 1.0} | given)
+    except ValueError as error:
+        what = str(error).partition("\n")[0]
+        raise ValueError(f"{path}: {what}\n  fix: mend the file, or give --no-generation-config") from None
