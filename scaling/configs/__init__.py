@@ -3,8 +3,9 @@
 Plain Python: no torch.
 """
 
+from scaling.configs.attention import Latent, RopeScaling
 from scaling.configs.catalogue import MODELS
-from scaling.configs.config import Config, Latent, RopeScaling
+from scaling.configs.config import Config
 from scaling.configs.files import load
 from scaling.configs.sources import Source, get, source_of, with_weights
 

@@ -3,7 +3,8 @@
 `MODELS`: those of the book and its like. `MEASURED`: those of the published runs beside which the planner is shown.
 """
 
-from scaling.configs.config import Config, Latent, RopeScaling
+from scaling.configs.attention import Latent, RopeScaling
+from scaling.configs.config import Config
 
 _META = "huggingface.co/meta-llama"
 _TOY = Config("part7-toy", 64, 4096, 16384, 32, 8, 256, 32128, tied=True, source="Part 7, Worked Problems")

@@ -3,87 +3,26 @@
 L layers, D d_model, F d_ff, N query heads, K KV heads, H head dim, V vocabulary, E experts of which k are active.
 """
 
-from dataclasses import dataclass, field, fields, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
 
-from scaling.common.arguments import check_fields, positive, whole
+from scaling.common.arguments import check_fields
+from scaling.configs.attention import Latent, RopeScaling
 from scaling.spec import dtype_bytes
 
-MOST = 10**9  # of each size
+MOST = dict.fromkeys("DFNKHVk", 10**9) | {"L": 10**5, "E": 10**5}  # of each size; layers and experts are listed
 ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "relu")
 
 
-@dataclass(frozen=True)
-class Latent:
-    """Multi-head latent attention (DeepSeek-V2 and V3): Q and KV pass through low ranks; KV's is what is cached.
-
-    Per head, queries and keys have `nope` + `rope` dims (the `rope` part of the keys is shared by all heads), values
-    have `value` dims. `interleaved`: the two coordinates of a rotary plane are neighbours, not H/2 apart.
-    """
-
-    q_rank: int
-    kv_rank: int
-    nope: int
-    rope: int
-    value: int
-    interleaved: bool = True
-
-    def __post_init__(self):
-        check_fields(self, "latent ")
-        for name in ("q_rank", "kv_rank", "nope", "rope", "value"):
-            whole(**{f"latent {name}": getattr(self, name)})
-        if self.rope % 2:
-            raise ValueError(f"latent rope is {self.rope}: planes have two dims\n  fix: give an even number")
-
-    @staticmethod
-    def of(table: dict) -> "Latent":
-        """From a table with these names."""
-        names = {field.name for field in fields(Latent)} - {"interleaved"}
-        if table.keys() - {"interleaved"} != names:
-            raise ValueError(f"latent has {', '.join(table) or 'nothing'}\n  fix: give {', '.join(sorted(names))}")
-        return Latent(**table)
-
-
-@dataclass(frozen=True)
-class RopeScaling:
-    """How rotary frequencies are changed for longer contexts: `kind` linear, llama3, yarn, or one not computed here.
-
-    linear: every position over `factor`. llama3: wavelengths beyond original / low are made `factor` times as long,
-    those below original / high stay, and between them both are mixed. `original` is the context trained on before.
-    yarn: planes that turn fewer than `low` times in the original context are slowed by `factor`, those of more than
-    `high` stay; rotated dims grow by `mscale`, over `mscale_all`, by which latent attention multiplies all dims.
-    """
-
-    kind: str
-    factor: float = 1.0
-    low: float = 1.0
-    high: float = 4.0
-    original: float = 8192
-    mscale: float = 0.0
-    mscale_all: float = 0.0
-
-    @staticmethod
-    def of(table: dict) -> "RopeScaling | None":
-        """From a table with these names or Hugging Face's: {"rope_type": "llama3", "factor": 8.0, ...}."""
-        kind = next((table[key] for key in ("rope_type", "type", "kind") if key in table), "default")
-        if kind == "default":
-            return None
-        if kind in ("linear", "llama3", "yarn") and table.get("factor") is None:
-            raise ValueError(f"rope_scaling of type {kind!r} lacks its factor\n  fix: add it")
-        if kind == "yarn" and (table.get("attention_factor") is not None or table.get("truncate") is False):
-            kind = "yarn with attention_factor, or without truncate"
-        names = {"low_freq_factor": "low", "high_freq_factor": "high", "original_max_position_embeddings": "original"}
-        names |= {"beta_slow": "low", "beta_fast": "high", "mscale_all_dim": "mscale_all"}
-        table = ({"high": 32.0} if kind == "yarn" and "beta_fast" not in table else {}) | table
-        given = {names.get(key, key): value for key, value in table.items() if value is not None}
-        numbers = [field.name for field in fields(RopeScaling) if field.name != "kind"]
-        return RopeScaling(kind, **{key: given[key] for key in numbers if key in given})
-
-    def __post_init__(self):
-        check_fields(self, "rope_scaling ")
-        if self.mscale < 0 or self.mscale_all < 0:
-            raise ValueError("rope_scaling mscale and mscale_all must not be negative\n  fix: leave them out")
-        for name in ("factor", "low", "high", "original"):
-            positive(**{f"rope_scaling {name}": getattr(self, name)})
+def check_letters(name: str, sizes: Mapping[str, Any]) -> None:
+    """Raise a ValueError that names the first size which is not a whole number from 1 to its largest value."""
+    for letter, value in sizes.items():
+        if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= MOST[letter]:
+            least = f"{name}: {letter} must be a whole number of at least 1"
+            raise ValueError(
+                f"{least} and at most {MOST[letter]:,}, got {value!r:.40}\n  fix: give an int in that range"
+            )
 
 
 @dataclass(frozen=True)
@@ -103,7 +42,8 @@ class Config:
     `output_bias` b_O too; `qk_norm` is an RMSNorm over the H of every query and key. `window`: a query sees itself and
     the window - 1 tokens before it; one number, or one for each layer, None seeing all. `activation` is silu, gelu,
     gelu_tanh or relu; None is silu with a gate and gelu without. `dropout`: of what a block adds to the residual
-    stream, the share of elements that training drops (GPT-2's resid_pdrop). `norms` counts the layer's norms,
+    stream, the share of elements that training drops (GPT-2's resid_pdrop). `cached`: the number of layers whose keys
+    and values are cached, where others (linear attention) have none; None is all. `norms` counts the layer's norms,
     `dtype` the stored parameters. `uncomputed` names what else the model has: such a one is counted, but no code here
     computes it. `source` says where the numbers come from. `max_positions`: the longest text that the model was made
     for, before a scaling of its positions (Hugging Face's max_position_embeddings); 0 where nothing says.
@@ -145,6 +85,7 @@ class Config:
     window: int | tuple[int | None, ...] | None = None
     activation: str | None = None
     dropout: float = 0.0
+    cached: int | None = None
     uncomputed: tuple[str, ...] = ()
     latent: Latent | None = None
     max_positions: int = field(default=0, compare=False)
@@ -157,11 +98,7 @@ class Config:
         for name in ("window", "uncomputed"):
             if isinstance(value := getattr(self, name), list):
                 object.__setattr__(self, name, tuple(value))
-        for letter in "LDFNKHVEk":
-            value = getattr(self, letter)
-            if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= MOST:
-                least = f"{self.name}: {letter} must be a whole number of at least 1"
-                raise ValueError(f"{least} and at most {MOST:,}, got {value!r:.40}\n  fix: give an int in that range")
+        check_letters(self.name, {letter: getattr(self, letter) for letter in "LDFNKHVEk"})
         check_fields(self, f"{self.name}: ")
         if self.N % self.K:
             raise ValueError(

@@ -5,7 +5,8 @@ from pathlib import Path
 from typing import Any
 
 from scaling.common.arguments import read_table
-from scaling.configs.config import Config, Latent
+from scaling.configs.attention import Latent
+from scaling.configs.config import Config
 from scaling.configs.hugging_face import read_config
 
 
@@ -20,7 +21,7 @@ def load(path: "str | Path") -> Config:
 def table_config(table: dict[str, Any], path: Path) -> Config:
     """The model of such a table, which `path` holds."""
     try:
-        if "hidden_size" in table or "text_config" in table:
+        if {"model_type", "hidden_size", "text_config"} & table.keys():
             table = read_config(table)
         if isinstance(latent := table.get("latent"), dict):
             table["latent"] = Latent.of(latent)

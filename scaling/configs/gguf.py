@@ -19,7 +19,7 @@ import numpy
 from scaling.configs.config import Config
 from scaling.configs.files import table_config
 from scaling.configs.gguf_tokenizer import tokenizer_files
-from scaling.configs.hugging_face import KINDS
+from scaling.configs.model_types import KINDS
 
 ARCHITECTURES = ("llama", "qwen2")  # names of llama.cpp's, and of Hugging Face's model_type
 SIZES = {

@@ -1,15 +1,19 @@
-"""A Hugging Face config.json in the book's letters, and back.
+"""A Hugging Face config.json in the book's letters; `hugging_face_write` writes one.
 
-As published (`rope_theta`, `rope_scaling`) and as transformers 5 writes it (`rope_parameters`). What a file leaves out
-is its class's default there. A model of another kind is counted; what no code here computes stands in `uncomputed`.
-Coefficients of auxiliary losses are left out: theirs is another loss, over the routers of all layers together.
+As published (`rope_theta`, `rope_scaling`) and as transformers 5 writes it (`rope_parameters`). `model_types` says what
+each class reads and what it takes where a file is silent. A model of another type is counted; what no code here
+computes stands in `uncomputed`. Coefficients of auxiliary losses are left out: theirs is another loss, over the routers
+of all layers together.
 """
 
-from dataclasses import dataclass, fields
+from dataclasses import fields
+from types import NoneType
 from typing import Any
 
 from scaling.common.arguments import of_type
-from scaling.configs.config import Config, Latent, RopeScaling
+from scaling.configs.attention import Latent, RopeScaling
+from scaling.configs.config import Config, check_letters
+from scaling.configs.model_types import COUNTED, KINDS, ModelType
 
 LETTERS = {
     "L": ("num_hidden_layers",),
@@ -22,6 +26,7 @@ LETTERS = {
     "E": ("n_routed_experts", "num_local_experts", "num_experts"),
     "k": ("num_experts_per_tok",),
     "shared": ("n_shared_experts",),
+    "F_shared": ("shared_expert_intermediate_size",),
     "dense_layers": ("first_k_dense_replace",),
     "tied": ("tie_word_embeddings",),
     "eps": ("rms_norm_eps",),
@@ -35,220 +40,187 @@ LETTERS = {
 ACTIVATIONS = {"silu": "silu", "swish": "silu", "gelu": "gelu", "relu": "relu"}
 ACTIVATIONS |= {"gelu_pytorch_tanh": "gelu_tanh", "gelu_new": "gelu_tanh"}
 UNGATED = ("bloom", "falcon", "gpt_neox", "mpt", "opt", "phi", "starcoder2")
-TABLES = ("text_config", "rope_parameters", "rope_scaling", "quantization_config")
-NAMES = ("model_type", "hidden_act", "hidden_activation")
-COUNTS = ("sliding_window", "max_window_layers", "intermediate_size")
 LATENT = ("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
-DEEPSEEK = {"routing": "sigmoid", "expert_groups": 8, "top_groups": 4, "routed_scale": 2.5, "shared": 1}  # if silent
-SPARSE = ("E", "k", "dense_layers", "F_dense", "norm_topk")
+EXPERTS = ("E", "k", "shared", "F_shared", "dense_layers", "F_dense", "norm_topk")  # fields of a model with experts
+EXPERTS += ("routing", "expert_groups", "top_groups", "routed_scale")
+COUNTS = "sliding_window max_window_layers intermediate_size intermediate_size_mlp decoder_sparse_step"
+COUNTS += " full_attention_interval interleave_moe_layer_step max_position_embeddings"
+TYPES: dict[str, type] = {**dict.fromkeys((*COUNTS.split(), *LATENT), int), "attention_dropout": float}
+TYPES |= dict.fromkeys(("hidden_act", "hidden_activation"), str)
+TYPES |= dict.fromkeys(("layer_types", "mlp_only_layers", "moe_layers"), list)
+TYPES |= dict.fromkeys(("use_sliding_window", "mlp_bias", "rope_interleave"), bool)
+NULL = ("num_key_value_heads", "sliding_window", "attention_dropout")  # may be null beside keys whose default is null
+ORIGINAL = "original_max_position_embeddings"
+CONTEXTS = ("llama3", "yarn", "longrope")  # scalings that know this context, which was trained on before
+SLIDES = {"full_attention", "attention", "sliding_attention"}  # layer types that are computed
+ATTENDS = SLIDES | {"chunked_attention", "indexed_attention"}  # those that cache keys and values
 
 
-@dataclass(frozen=True)
-class ModelType:
-    """A model_type: its class, where its models are computed, and what that class takes where a file is silent."""
+def read_config(table: dict) -> dict:
+    """Return Config's fields from a config.json: LLaMA's kind, Mixtral's, DeepSeek-V3's, Gemma's and others alike.
 
-    architecture: str = ""
-    eps: float = 1e-6
-    theta: float = 1e4
-    window: int | None = None
-    alternate: bool = False  # a window in every other layer, the first included
-    activation: str = "silu"
-    fixed: tuple[tuple[str, object], ...] = ()
+    Raises:
+        ValueError: A key's value is of another type than the class takes, or sizes contradict each other.
+    """
+    of_type("text_config", table.get("text_config"), dict, NoneType)
+    whole, table = table, table.get("text_config") or table  # of a model that also sees
+    name = table.get("model_type")
+    of_type("model_type", name, str, NoneType)
+    kind = KINDS.get(name or "", COUNTED)
+    read = kind.read(table)
+    check_types(read, kind)
+    found = dict(kind.fixed)
+    for letter, keys in LETTERS.items():
+        if values := [read[key] for key in keys if read.get(key) is not None]:
+            found[letter] = values[0]
+    check_letters("config.json", {"L": found.get("L", 1)})  # before the layers are looked at one by one
+    if "H" not in found and {"D", "N"} <= found.keys():
+        found["H"] = found["D"] // max(1, found["N"])
+    if read.get("kv_lora_rank"):
+        found |= _latent(read, found)
+    uncomputed = _not_computed(whole, table, read, kind) + _experts(found, read, kind)
+    if read.get("attention_bias"):
+        found["output_bias"] = True
+    found["norms"] = 4 if (name or "").startswith(("gemma2", "gemma3")) else 2
+    found["gated"] = name not in UNGATED
+    activation = ACTIVATIONS.get(_activation(read))
+    found["activation"] = None if activation == ("silu" if found["gated"] else "gelu") else activation
+    found |= _rotary(table, read, kind)
+    found |= {"window": _window(read, name or "", found.get("L", 0)), "cached": _cached(read, kind, found.get("L", 0))}
+    found["max_positions"] = table.get("max_position_embeddings") or 0
+    return found | {"uncomputed": tuple(uncomputed)}
 
 
-KINDS = {
-    "llama": ModelType("LlamaForCausalLM"),
-    "mistral": ModelType("MistralForCausalLM", window=4096),
-    "qwen2": ModelType("Qwen2ForCausalLM", fixed=(("attention_bias", True),)),
-    "qwen3": ModelType("Qwen3ForCausalLM", fixed=(("qk_norm", True),)),
-    "mixtral": ModelType("MixtralForCausalLM", eps=1e-5, theta=1e6),
-    "qwen3_moe": ModelType("Qwen3MoeForCausalLM", fixed=(("qk_norm", True),)),
-    "deepseek_v3": ModelType("DeepseekV3ForCausalLM"),
-    "gemma": ModelType(activation="gelu_pytorch_tanh"),
-    "gemma2": ModelType(activation="gelu_pytorch_tanh", window=4096, alternate=True),
-}
+def check_types(read: dict, kind: ModelType) -> None:
+    """Raise a ValueError that names a key of which the value is of another type than the class takes."""
+    fields_of: dict[str, Any] = {field.name: field.type for field in fields(Config)}
+    types = {key: fields_of[letter] for letter, keys in LETTERS.items() for key in keys} | TYPES
+    for key, value in read.items():
+        if value is None and (not kind.architecture or key in NULL or kind.keys[key] is None):
+            continue
+        if key in types:
+            of_type(key, value, types[key])
+            if isinstance(value, int) and value < 0:
+                raise ValueError(f"{key} is {value}: must not be negative\n  fix: give 0 or more")
 
 
-def _rotary(table: dict, kind: ModelType) -> dict:
-    """theta and rope_scaling, from either form."""
-    given = table.get("rope_parameters") or table.get("rope_scaling") or {}
-    nested = [each for each in given.values() if isinstance(each, dict)]
+def _latent(read: dict, found: dict) -> dict:
+    """Return the fields of latent attention. Its heads are as wide as their values."""
+    if absent := [key for key in LATENT if read.get(key) is None]:
+        raise ValueError(f"latent attention needs {', '.join(absent)}\n  fix: add them, or leave kv_lora_rank out")
+    latent = Latent(*(read[key] for key in LATENT), interleaved=bool(read.get("rope_interleave", True)))
+    return {"latent": latent, "H": latent.value, "K": found.get("N", 1)}
+
+
+def _experts(found: dict, read: dict, kind: ModelType) -> list[str]:
+    """Put the layers with experts and those without into the fields; return what of them is not computed."""
+    L, said = found.get("L", 1), []
+    if found.get("E") == 1 and kind.architecture:
+        said.append("a mixture of one expert")
+    if not kind.architecture:  # a routing that is not known here changes no count
+        found |= {"routing": "sigmoid" if found.get("routing") == "sigmoid" else "softmax"}
+        found |= {} if found.get("E") else {"E": 1}
+    if found.get("F_shared") and not found.get("shared"):
+        found["shared"] = 1
+    among = L - _sparse_layers(read, L)
+    if found.get("E", 1) > 1 and among:
+        found["dense_layers"] = among
+        said.append("dense layers among those with experts")
+    if found.get("dense_layers"):
+        found["F_dense"] = read.get("intermediate_size_mlp") or read.get("intermediate_size") or found.get("F", 0)
+        if found["dense_layers"] >= L:  # none has experts
+            found["F"] = found["F_dense"]
+            for name in EXPERTS:
+                found.pop(name, None)
+    return said
+
+
+def _sparse_layers(read: dict, L: int) -> int:
+    """Return how many layers have experts, by the keys with which classes mix them with dense ones."""
+    if (listed := read.get("moe_layers")) is not None:
+        return len(listed)
+    step = read.get("decoder_sparse_step") or read.get("interleave_moe_layer_step") or 1
+    dense = set(read.get("mlp_only_layers") or ())
+    return sum((i + 1) % step == 0 and i not in dense for i in range(L))
+
+
+def _scaling(table: dict) -> dict:
+    """Return the table of rotary positions that counts, where a file may have two."""
+    given = table.get("rope_scaling") or table.get("rope_parameters") or {}
+    of_type("rope_scaling", given, dict)
+    return given
+
+
+def _rotary(table: dict, read: dict, kind: ModelType) -> dict:
+    """Return theta and rope_scaling, by transformers' rules for keys that are there twice or not at all.
+
+    `rope_scaling` wins over `rope_parameters`, with all that it holds. The base in this table wins over the one at the
+    top level, and the original context at the top level wins over the one in the table.
+    """
+    given = _scaling(table)
     theta = given.get("rope_theta", table.get("rope_theta", kind.theta))
-    if (longest := table.get("max_position_embeddings")) and given.get("rope_type", given.get("type")) == "yarn":
-        given = {"original_max_position_embeddings": longest} | given
-    return {"theta": float(theta), "rope_scaling": RopeScaling("by layer") if nested else RopeScaling.of(given)}
+    of_type("rope_theta", theta, float)
+    if any(isinstance(each, dict) for each in given.values()):
+        return {"theta": float(theta), "rope_scaling": RopeScaling("by layer")}
+    if given.get("rope_type", given.get("type")) in CONTEXTS:
+        original = given.get(ORIGINAL, read.get("max_position_embeddings"))
+        original = table.get(ORIGINAL) if ORIGINAL in table else original
+        if original is not None or kind.architecture:
+            of_type(ORIGINAL, original, float)
+            given = given | {ORIGINAL: original}
+    return {"theta": float(theta), "rope_scaling": RopeScaling.of(given)}
 
 
-def _window(table: dict, name: str, L: int) -> int | tuple | None:
-    kind = KINDS.get(name, ModelType())
-    width = table.get("sliding_window", kind.window)
-    if width is None or (name.startswith("qwen") and not table.get("use_sliding_window", False)):
-        return None
-    first = table.get("max_window_layers", 28) if name in ("qwen2", "qwen3") else 0
-    slides = [i >= first and not (kind.alternate and i % 2) for i in range(L)]
-    if types := table.get("layer_types"):
+def _window(read: dict, name: str, L: int) -> int | tuple | None:
+    """Return the window of all layers, or of each. ValueError if layer_types contradicts the other keys."""
+    width, types = read.get("sliding_window"), read.get("layer_types")
+    if name.startswith("qwen") and not read.get("use_sliding_window"):
+        width = None
+    if types is None:
+        first = read.get("max_window_layers") or 0
+        slides = [i >= first and not (name == "gemma2" and i % 2) for i in range(L)]
+    elif len(types) != L:
+        raise ValueError(f"layer_types has {len(types)} entries for {L} layers\n  fix: give one for each layer")
+    else:
         slides = [each == "sliding_attention" for each in types]
+        if any(slides) and width is None:
+            what = "layer_types has sliding_attention, and no window is given"
+            raise ValueError(f"{what}\n  fix: give sliding_window, and to Qwen use_sliding_window: true")
     windows = tuple(width if each else None for each in slides)
     return windows[0] if windows and len(set(windows)) == 1 else windows
 
 
-def _uncomputed(table: dict, name: str, act: str) -> list[str]:
-    """What no code here computes, by name; latent attention says so itself."""
-    known = name in KINDS and KINDS[name].architecture
-    found = [] if known or table.get("kv_lora_rank") else [f"model_type {name!r}"]
-    found += [] if act in ACTIVATIONS else [f"hidden_act {act!r}"]
-    found += ["mlp_bias"] if table.get("mlp_bias") else []
-    found += [f"attention_dropout={rate}"] if (rate := table.get("attention_dropout")) else []
-    if quantized := table.get("quantization_config"):
+def _cached(read: dict, kind: ModelType, L: int) -> int | None:
+    """Return how many layers cache keys and values, of a type that is only counted; None: all."""
+    if kind.architecture:
+        return None
+    if types := read.get("layer_types"):
+        return None if {*types} <= ATTENDS else sum(each in ATTENDS for each in types)
+    return L // every if (every := read.get("full_attention_interval")) else None
+
+
+def _activation(read: dict) -> str:
+    return read.get("hidden_activation") or read.get("hidden_act") or "silu"
+
+
+def _not_computed(whole: dict, table: dict, read: dict, kind: ModelType) -> list[str]:
+    """Return what no code here computes, by name; latent attention and scalings say so themselves."""
+    found = [] if table is whole else [f"model_type {whole.get('model_type')!r}"]
+    found += [] if kind.architecture else [f"model_type {table.get('model_type')!r}"]
+    found += [] if _activation(read) in ACTIVATIONS else [f"hidden_act {_activation(read)!r}"]
+    found += ["mlp_bias"] if read.get("mlp_bias") else []
+    found += [f"attention_dropout={rate}"] if (rate := read.get("attention_dropout")) else []
+    if (quantized := table.get("quantization_config")) is not None:
+        of_type("quantization_config", quantized, dict)
         found.append(f"quantization_config {quantized.get('quant_method', '')!r}")
-    sparse = not table.get("mlp_only_layers") and table.get("decoder_sparse_step", 1) == 1
-    found += [] if sparse else ["dense layers among those with experts"]
-    partial = (table.get("rope_parameters") or table).get("partial_rotary_factor", 1.0)
-    found += [] if partial == 1.0 else [f"partial_rotary_factor {partial}"]
-    return found
-
-
-def check_types(table: dict) -> None:
-    """ValueError that names a key of which the value is of another type than it has in every config.json."""
-    of_type("text_config", table, dict)
-    kinds: dict[str, Any] = {field.name: field.type for field in fields(Config)}
-    types = {key: kinds[letter] for letter, keys in LETTERS.items() for key in keys}
-    types |= dict.fromkeys(TABLES, dict) | dict.fromkeys(NAMES, str) | dict.fromkeys((*COUNTS, *LATENT), int)
-    types |= {"rope_theta": float, "layer_types": list}
-    for key, kind in types.items():
-        if table.get(key) is not None:
-            of_type(key, table[key], kind)
-            if kind is int and table[key] < 0:
-                raise ValueError(f"{key} is {table[key]}: must not be negative\n  fix: give 0 or more")
-    if theta := (table.get("rope_parameters") or table.get("rope_scaling") or {}).get("rope_theta"):
-        of_type("rope_theta", theta, float)
-
-
-def read_config(table: dict) -> dict:
-    """Config's fields from a config.json: LLaMA's kind, Mixtral's, DeepSeek-V3's, Gemma's and others alike."""
-    table = table.get("text_config", table)  # of a model that also sees
-    check_types(table)
-    found = {}
-    for letter, keys in LETTERS.items():
-        if values := [table[key] for key in keys if table.get(key) is not None]:
-            found[letter] = values[0]
-    name = table.get("model_type", "llama")
-    kind = KINDS.get(name, ModelType())
-    if "H" not in found and {"D", "N"} <= found.keys():
-        found["H"] = found["D"] // max(1, found["N"])
-    if found.get("dense_layers"):
-        found["F_dense"] = table["intermediate_size"]
-    if table.get("kv_lora_rank"):
-        if absent := [key for key in LATENT if table.get(key) is None]:
-            raise ValueError(f"latent attention needs {', '.join(absent)}\n  fix: add them, or leave kv_lora_rank out")
-        found["latent"] = Latent(*(table[key] for key in LATENT), interleaved=table.get("rope_interleave", True))
-        found |= {"H": table["v_head_dim"], "K": found.get("N", 1)}  # transformers writes the rotary part as head_dim
-    if name == "deepseek_v3":
-        found = DEEPSEEK | found if "E" in found else found
-        if found.get("dense_layers", 0) >= found.get("L", 1):  # none has experts
-            found = {key: value for key, value in found.items() if key not in (*DEEPSEEK, *SPARSE)}
-            found["F"] = table["intermediate_size"]
-    if name == "qwen3_moe":
-        found.setdefault("norm_topk", False)
-    if found.get("attention_bias"):
-        found["output_bias"] = True
-    found.setdefault("tied", name.startswith("gemma"))
-    found.setdefault("eps", kind.eps)
-    found["norms"] = 4 if name.startswith(("gemma2", "gemma3")) else 2
-    found["gated"] = name not in UNGATED
-    act = table.get("hidden_activation") or table.get("hidden_act") or kind.activation
-    plain = "silu" if found["gated"] else "gelu"
-    found["activation"] = None if ACTIVATIONS.get(act) == plain else ACTIVATIONS.get(act)
-    found |= _rotary(table, kind) | {"window": _window(table, name, found.get("L", 0))} | dict(kind.fixed)
-    found["max_positions"] = table.get("max_position_embeddings") or 0
-    return found | {"uncomputed": tuple(_uncomputed(table, name, act))}
-
-
-def kind_of(config: Config) -> str:
-    """The model_type whose class computes this model. ValueError if none of `KINDS` does."""
-    if config.latent:
-        kind = "deepseek_v3"
-    elif config.moe:
-        kind = "qwen3_moe" if config.qk_norm else "mixtral"
-    elif config.qk_norm:
-        kind = "qwen3"
-    elif config.attention_bias and not config.output_bias:
-        kind = "qwen2"
-    else:
-        kind = "llama" if config.window is None else "mistral"
-    unsaid = [name for name, fine in _fits(config, kind).items() if not fine]
-    if unsaid:
-        raise ValueError(
-            f"{config.name}: no class of Hugging Face's has its {', '.join(unsaid)} (nearest: {kind})"
-            "\n  fix: save it in this project's own form (scaling.train), or change the config"
-        )
-    return kind
-
-
-def _fits(config: Config, kind: str) -> dict[str, bool]:
-    """Whether that class has what this model has, by name."""
-    both = config.attention_bias == config.output_bias
-    routing = (config.routing, config.expert_groups, config.routed_scale)
-    routing = routing[:1] if kind == "deepseek_v3" else routing
-    return {
-        "MLP without a gate": config.gated,
-        "output_bias": both or kind == "qwen2",
-        "attention_bias": not config.attention_bias or kind in ("llama", "qwen2", "qwen3", "qwen3_moe"),
-        "windows": isinstance(config.window, int | None) or kind in ("qwen2", "qwen3"),
-        "shared experts": bool(config.shared) == (config.moe and kind == "deepseek_v3"),
-        "F_shared": config.shared * config.F == config.S,
-        "routing": not config.moe or routing == (("sigmoid",) if kind == "deepseek_v3" else ("softmax", 1, 1.0)),
-        "norm_topk": config.norm_topk or kind in ("qwen3_moe", "deepseek_v3"),
-        "capacity": config.capacity is None,
-        "dense_layers": not config.dense_layers or kind == "deepseek_v3",
-    }
-
-
-def write_config(config: Config) -> dict:
-    """config.json in its published form, which every version of transformers reads."""
-    kind = kind_of(config)
-    letters = {"L": "num_hidden_layers", "D": "hidden_size", "F": "intermediate_size", "V": "vocab_size"}
-    letters |= {"N": "num_attention_heads", "K": "num_key_value_heads", "H": "head_dim"}
-    letters |= {"tied": "tie_word_embeddings", "theta": "rope_theta", "eps": "rms_norm_eps"}
-    table = {"architectures": [KINDS[kind].architecture], "model_type": kind}
-    table |= {name: getattr(config, letter) for letter, name in letters.items()}
-    table |= {"max_position_embeddings": config.max_positions} if config.max_positions else {}
-    table["hidden_act"] = next(name for name, ours in ACTIVATIONS.items() if ours == config.nonlinearity)
-    if kind != "qwen2" and kind not in ("mistral", "mixtral"):
-        table["attention_bias"] = config.attention_bias
-    if scaling := config.rope_scaling:
-        table["rope_scaling"] = {"rope_type": scaling.kind, "factor": scaling.factor}
-        if scaling.kind == "llama3":
-            table["rope_scaling"] |= {"low_freq_factor": scaling.low, "high_freq_factor": scaling.high}
-            table["rope_scaling"] |= {"original_max_position_embeddings": scaling.original}
-        if scaling.kind == "yarn":
-            table["rope_scaling"] |= {"beta_slow": scaling.low, "beta_fast": scaling.high}
-            table["rope_scaling"] |= {"original_max_position_embeddings": scaling.original}
-            given = {"mscale": scaling.mscale, "mscale_all_dim": scaling.mscale_all}
-            table["rope_scaling"] |= {key: value for key, value in given.items() if value}
-    if latent := config.latent:
-        ranks = (latent.q_rank, latent.kv_rank, latent.nope, latent.rope, latent.value)
-        table |= dict(zip(LATENT, ranks, strict=True)) | {"rope_interleave": latent.interleaved}
-        table |= {"head_dim": latent.rope, "first_k_dense_replace": config.dense_layers if config.moe else config.L}
-    widths = {window for window in config.windows if window is not None}
-    if len(widths) > 1:
-        raise ValueError(
-            f"{config.name}: windows of {len(widths)} widths; a config.json has one"
-            "\n  fix: give all layers with a window the same one"
-        )
-    table["sliding_window"] = next(iter(widths), None)
-    if kind.startswith("qwen"):
-        table["use_sliding_window"] = bool(widths)
-    if kind in ("qwen2", "qwen3") and widths:
-        table["layer_types"] = ["full_attention" if w is None else "sliding_attention" for w in config.windows]
-    if config.moe:
-        names = {"mixtral": "num_local_experts", "deepseek_v3": "n_routed_experts"}
-        table[names.get(kind, "num_experts")] = config.E
-        table["num_experts_per_tok"] = config.k
-    if config.moe and kind == "deepseek_v3":
-        table |= {"n_shared_experts": config.shared, "scoring_func": config.routing, "n_group": config.expert_groups}
-        table |= {"topk_group": config.top_groups, "routed_scaling_factor": config.routed_scale}
-    if kind in ("qwen3_moe", "deepseek_v3") and config.moe:
-        table |= {"moe_intermediate_size": config.F, "norm_topk_prob": config.norm_topk}
-        table |= {"intermediate_size": config.F_dense} if config.dense_layers else {}
-    return table
+    given = _scaling(table)
+    partial = given.get("partial_rotary_factor", table.get("partial_rotary_factor"))
+    scaled = given.get("rope_type", given.get("type", "default")) != "default"
+    if partial not in (None, 1.0) and (scaled or not kind.architecture):  # else the class ignores it
+        found.append(f"partial_rotary_factor {partial}")
+    if "qk_rope_head_dim" in kind.keys and table.get("head_dim", rope := read["qk_rope_head_dim"]) != rope:
+        found.append(f"head_dim {table['head_dim']} beside qk_rope_head_dim {rope}")  # the class turns so many dims
+    strange = sorted({*map(str, read.get("layer_types") or ())} - SLIDES)
+    found += [f"layer_types {strange[0]!r}"] if strange else []
+    found += [] if table.get("is_causal", True) else ["is_causal false"]
+    return found + [key for key in ("per_layer_config", "configuration_files") if table.get(key)]

@@ -189,10 +189,13 @@ def utilization(
 
 
 def kv_cache_bytes(config: Config, tokens: int = 1, dtype: Any = "bf16") -> float:
-    """Bytes of the keys and values of this many tokens, 2*L*K*H each (Part 4, KV caching), or of their latents."""
-    latent = config.latent
+    """Return the bytes of this many tokens' keys and values, 2*L*K*H each (Part 4, KV caching), or of their latents.
+
+    Of a model in which only some layers have a cache, L are these.
+    """
+    latent, layers = config.latent, config.L if config.cached is None else config.cached
     each = latent.kv_rank + latent.rope if latent else 2 * config.K * config.H
-    return tokens * config.L * each * dtype_bytes(dtype)
+    return tokens * layers * each * dtype_bytes(dtype)
 
 
 def saved_widths(config: Config, remat: str) -> dict[str, int]:

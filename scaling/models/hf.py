@@ -17,7 +17,7 @@ from scaling import tree
 from scaling.collectives import unshard
 from scaling.configs import Config
 from scaling.configs import load as load_config
-from scaling.configs.hugging_face import write_config as table_of
+from scaling.configs.hugging_face_write import write_config as table_of
 from scaling.mesh import AbstractMesh
 from scaling.models.hf_layout import FileLayout, leaf_layouts
 from scaling.models.leaves import specs_of

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from scaling import tree
 from scaling.configs import Config
-from scaling.configs.hugging_face import kind_of
+from scaling.configs.hugging_face_write import kind_of
 from scaling.models.leaves import Leaf, leaves_of, specs_of
 from scaling.spec import parse
 

@@ -172,11 +172,19 @@ def uncomputed(config: Config) -> list[str]:
     if config.dense_layers and not (config.moe and config.dense_layers < config.L):
         found.append(f"dense_layers={config.dense_layers} without layers with experts after them")
     found += [f"{config.norms} norms a layer"] if config.norms != 2 else []
+    found += [f"rotary positions of {config.rotary} dims, an odd number"] if config.rotary % 2 else []
     if config.rope_scaling and config.rope_scaling.kind not in SCALINGS:
         found.append(f"rope_scaling of type {config.rope_scaling.kind!r}")
     if config.moe and config.activation is not None:
         found.append(f"activation {config.activation!r} in experts")
     return found
+
+
+def counted_without(config: object) -> list[str]:
+    """Return the line of a report that says what a model has and its counts do not; [] where they have everything."""
+    if not isinstance(config, Config) or not (found := uncomputed(config)):
+        return []
+    return [f"Not computed here: {', '.join(found)}. {config.name} is counted by its sizes, without what these add."]
 
 
 def computes(config: Config) -> bool:

@@ -49,8 +49,11 @@ def tables(positions: Tensor, H: int, theta: float, scaling: RopeScaling | None 
 
 
 def magnitude(scaling: RopeScaling | None) -> float:
-    """What yarn multiplies both queries and keys by in all their dims, where `mscale_all` says so (DeepSeek)."""
-    return _scale(scaling.factor, scaling.mscale_all) if scaling and scaling.kind == "yarn" else 1.0
+    """Return what latent attention multiplies queries and keys by in all their dims, where `mscale_all` says so.
+
+    DeepSeek's class does so with every scaling, not with yarn alone.
+    """
+    return _scale(scaling.factor, scaling.mscale_all) if scaling else 1.0
 
 
 def _length(scaling: RopeScaling) -> float:

@@ -19,6 +19,7 @@ from scaling.configs import get
 from scaling.configs.sources import HELP
 from scaling.cost.units import significant
 from scaling.hardware import Chip, Level, chip
+from scaling.models.leaves import counted_without
 from scaling.plan.candidates import search
 from scaling.plan.evaluate import Estimate
 from scaling.plan.job import AXES, Fixed, Job
@@ -113,6 +114,7 @@ def advice(job: Job, gpu: Chip, gpus: int, timed: bool = True) -> str:
         f"{job.config.name} ({significant(params)} params, {state:g} bytes each) on {gpus} x {gpu.name} of "
         f"{size(gpu.hbm_bytes)},",
         f"of which {job.headroom:.0%} count; {job.sequences} sequences of {job.seq:,} a step",
+        *counted_without(job.config),
         "",
         tabulate(
             rows, head + ["step, s"] * timed, "simple", disable_numparse=True,

@@ -7,7 +7,9 @@ from textwrap import wrap
 
 from tabulate import tabulate
 
+from scaling.configs import Config
 from scaling.cost.units import significant
+from scaling.models.leaves import counted_without, uncomputed
 from scaling.plan import closed_form
 from scaling.plan.candidates import Found, answer
 from scaling.plan.evaluate import Estimate
@@ -165,7 +167,7 @@ def text(found: Found, budget: Budget, top: int = 6) -> str:
     """The report, at most 100 columns wide."""
     best, asked = found[0], found.question
     job, chip = asked.job, asked.chip
-    lines = [head_line(asked), ""]
+    lines = [head_line(asked), *counted_without(job.config), ""]
     if not best.fits:
         return folded([*lines, *misses(found)])
     lines += [
@@ -254,7 +256,9 @@ def as_dict(found: Found, budget: Budget, top: int = 6) -> dict:
     best, asked = found[0], found.question
     job = asked.job
     out = {
-        "model": job.config.name, "params": job.work.params, "chip": asked.chip.name, "chips": asked.chips,
+        "model": job.config.name, "params": job.work.params,
+        "uncomputed": uncomputed(job.config) if isinstance(job.config, Config) else [],
+        "chip": asked.chip.name, "chips": asked.chips,
         "batch": job.batch, "seq": job.seq, "dtype": job.dtype, "flops_per_step": job.flops(), "headroom": job.headroom,
         "closed_form": closed_form.closed_form(asked, best.size("pod")), "fits": best.fits,
         "meshes": len(found), "meshes_that_fit": found.fitting,

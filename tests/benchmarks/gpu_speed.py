@@ -21,7 +21,7 @@ from versus_torch_transformer import SMALL
 from scaling import serve, tree
 from scaling.common.torchrun import world_size
 from scaling.configs import Config, get
-from scaling.configs.hugging_face import write_config
+from scaling.configs.hugging_face_write import write_config
 from scaling.cost.transformer import prefill_flops
 from scaling.mesh import Mesh
 from scaling.models import attention as forms

@@ -17,7 +17,7 @@ from safetensors.torch import load_file, save_file
 from scaling import serve, tree
 from scaling.configs import Config, Latent, RopeScaling, load
 from scaling.configs.gguf import ARCHITECTURES
-from scaling.configs.hugging_face import KINDS
+from scaling.configs.model_types import KINDS
 from scaling.mesh import AbstractMesh
 from scaling.models import hf, transformer
 from scaling.models.text import tokenizer_of
@@ -181,7 +181,8 @@ def test_without_a_library_it_says_what_to_install(tmp_path, monkeypatch):
 
 
 RANKS = {"q_lora_rank": 4, "kv_lora_rank": 4, "qk_nope_head_dim": 2, "qk_rope_head_dim": 2, "v_head_dim": 3}
-BASE = {"hidden_size": 12, "num_hidden_layers": 3, "intermediate_size": 20, "num_attention_heads": 4, "vocab_size": 28}
+BASE = {"hidden_size": 16, "num_hidden_layers": 3, "intermediate_size": 20, "num_attention_heads": 4, "vocab_size": 28}
+BASE |= {"num_key_value_heads": 4}
 YARN_ELSEWHERE = {"rope_type": "yarn", "factor": 2.0, "truncate": False}
 UNCOMPUTED = {  # what is said: the config's table, of a llama unless it says otherwise
     "model_type 'gpt_neox'": {"model_type": "gpt_neox"},
@@ -189,7 +190,7 @@ UNCOMPUTED = {  # what is said: the config's table, of a llama unless it says ot
     "rope_scaling of type 'dynamic'": {"rope_scaling": {"type": "dynamic", "factor": 2.0}},
     "of type 'yarn with": {"model_type": "qwen2", "rope_parameters": YARN_ELSEWHERE},
     "of type 'by layer'": {"rope_parameters": {"a": {"rope_type": "default"}}},
-    "partial_rotary_factor 0.5": {"partial_rotary_factor": 0.5},
+    "partial_rotary_factor 0.5": {"partial_rotary_factor": 0.5, "rope_scaling": {"type": "linear", "factor": 2.0}},
     "mlp_bias": {"mlp_bias": True},
     "quantization_config 'awq'": {"quantization_config": {"quant_method": "awq"}},
     "hidden_act 'relu2'": {"hidden_act": "relu2"},
@@ -215,6 +216,8 @@ UNWRITTEN = {  # what no class there has: a config
     "routing": MOE.with_(routing="sigmoid"),
     "capacity": MOE.with_(capacity=1.0),
     "windows": SMALL.with_(window=(2, None, 2)),
+    "windows (nearest: mixtral)": MOE.with_(window=(2, None, 2)),
+    "windows (nearest: deepseek_v3)": DEEPSEEK.with_(window=2),
 }
 test_what_is_not_written_and_a_latent_where_it_is_not_computed = refused(
     by_words(
@@ -238,7 +241,7 @@ def test_published_configs(tmp_path):
     """What published folders say and leave out, by hand."""
     llama2 = {"model_type": "llama"} | BASE
     config = config_from(llama2, tmp_path)
-    assert (config.theta, config.eps, config.K, config.H, config.rope_scaling) == (1e4, 1e-6, 4, 3, None)
+    assert (config.theta, config.eps, config.K, config.H, config.rope_scaling) == (1e4, 1e-6, 4, 4, None)
     assert config_from({"model_type": "mistral"} | BASE, tmp_path).windows == (4096,) * 3
     qwen = {"model_type": "qwen2", "use_sliding_window": True, "sliding_window": 7, "max_window_layers": 2} | BASE
     assert config_from(qwen, tmp_path).windows == (None, None, 7)

@@ -20,7 +20,7 @@ import transformers
 
 from scaling.common.console import Parser
 from scaling.configs import load
-from scaling.configs.hugging_face import write_config
+from scaling.configs.hugging_face_write import write_config
 from scaling.models import hf
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "models"))

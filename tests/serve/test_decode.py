@@ -11,8 +11,7 @@ import torch
 from probes import shaken
 
 from scaling import serve, tree
-from scaling.configs import Config, Latent
-from scaling.configs.config import RopeScaling
+from scaling.configs import Config, Latent, RopeScaling
 from scaling.mesh import AbstractMesh
 from scaling.models import transformer as model
 from scaling.serve.step import kernels

@@ -10,6 +10,7 @@ from scaling.configs import get
 from scaling.configs.sources import HELP
 from scaling.cost import decoding, serving
 from scaling.hardware import chip, chips
+from scaling.models.leaves import uncomputed
 from scaling.plan.serve import published, report, traces
 from scaling.plan.serve.candidates import OBJECTIVES, Service, plans, slice_shapes
 from scaling.serve.states import POLICIES
@@ -129,7 +130,13 @@ def main(arguments: list[str]) -> int:
         served = traces.under_load(found[0], rate=args.rate, policy=args.policy, count=args.requests, seed=args.seed)
     spread = latencies(asked, hardware, fixed) if args.pareto else []
     if args.json:
-        out = {"model": asked.config.name, "chip": hardware.name, "context": asked.context, "output": asked.generated}
+        out = {
+            "model": asked.config.name,
+            "uncomputed": uncomputed(asked.config),
+            "chip": hardware.name,
+            "context": asked.context,
+            "output": asked.generated,
+        }
         out |= {"weights": asked.weights, "kv": asked.kv, "compute": asked.compute, "best": report.as_dict(found[0])}
         out["others"] = [report.as_dict(one) for one in report.distinct(found, args.top + 1)[1:]]
         out |= {"pareto": [report.as_dict(one) for one in spread]} if args.pareto else {}

@@ -6,6 +6,7 @@ from dataclasses import replace
 from tabulate import tabulate
 
 from scaling.cost import decoding, serving
+from scaling.models.leaves import counted_without
 from scaling.plan.report import folded, size
 from scaling.plan.serve.candidates import Service, ServingPlan, plans
 
@@ -98,6 +99,7 @@ def text(found: Sequence[ServingPlan], objective: str, top: int, price: float | 
     dollars = price or best.chip.price
     lines = [
         asked(s, best.chip),
+        *counted_without(s.config),
         "",
         f"Take:       {slice_name(best.shape)}, {best.chips} chips, form {best.form}: {best.type} on {_mesh(best)}; "
         f"batch {best.batch:,}",

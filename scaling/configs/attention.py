@@ -1,0 +1,96 @@
+"""Latent attention and scaled rotary positions, as a Config has them."""
+
+from dataclasses import dataclass, fields
+
+from scaling.common.arguments import check_fields, of_type, positive, whole
+
+NEEDED = {"linear": ("factor",), "yarn": ("factor",), "llama3": ("factor", "low", "high")}  # of a RopeScaling
+
+
+@dataclass(frozen=True)
+class Latent:
+    """Multi-head latent attention (DeepSeek-V2 and V3): Q and KV pass through low ranks; KV's is what is cached.
+
+    Per head, queries and keys have `nope` + `rope` dims (the `rope` part of the keys is shared by all heads), values
+    have `value` dims. `interleaved`: the two coordinates of a rotary plane are neighbours, not H/2 apart.
+    """
+
+    q_rank: int
+    kv_rank: int
+    nope: int
+    rope: int
+    value: int
+    interleaved: bool = True
+
+    def __post_init__(self):
+        check_fields(self, "latent ")
+        for name in ("q_rank", "kv_rank", "nope", "rope", "value"):
+            whole(**{f"latent {name}": getattr(self, name)})
+        if self.rope % 2:
+            raise ValueError(f"latent rope is {self.rope}: planes have two dims\n  fix: give an even number")
+
+    @staticmethod
+    def of(table: dict) -> "Latent":
+        """From a table with these names."""
+        names = {field.name for field in fields(Latent)} - {"interleaved"}
+        if table.keys() - {"interleaved"} != names:
+            raise ValueError(f"latent has {', '.join(table) or 'nothing'}\n  fix: give {', '.join(sorted(names))}")
+        return Latent(**table)
+
+
+@dataclass(frozen=True)
+class RopeScaling:
+    """How rotary frequencies are changed for longer contexts: `kind` linear, llama3, yarn, or one not computed here.
+
+    linear: every position over `factor`. llama3: wavelengths beyond original / low are made `factor` times as long,
+    those below original / high stay, and between them both are mixed. `original` is the context trained on before.
+    yarn: planes that turn fewer than `low` times in the original context are slowed by `factor`, those of more than
+    `high` stay; rotated dims grow by `mscale`, over `mscale_all`, by which latent attention multiplies all dims.
+    """
+
+    kind: str
+    factor: float = 1.0
+    low: float = 1.0
+    high: float = 4.0
+    original: float = 8192
+    mscale: float = 0.0
+    mscale_all: float = 0.0
+
+    @staticmethod
+    def of(table: dict) -> "RopeScaling | None":
+        """Return the scaling of a table with these names or Hugging Face's: {"rope_type": "llama3", "factor": 8.0}.
+
+        None for the type "default". ValueError if a number is missing for which Hugging Face has no default.
+        """
+        kind = next((table[key] for key in ("rope_type", "type", "kind") if key in table), "default")
+        of_type("rope_scaling: its type", kind, str)
+        if kind == "default":
+            return None
+        names = {"original_max_position_embeddings": "original", "mscale_all_dim": "mscale_all"}
+        names |= {"low_freq_factor": "low", "high_freq_factor": "high"} if kind == "llama3" else {}
+        names |= {"beta_slow": "low", "beta_fast": "high"} if kind == "yarn" else {}
+        given = {names.get(key, key): value for key, value in table.items() if value is not None}
+        needed = ("factor",) if kind == "llama3" and "kind" in table else NEEDED.get(kind, ())
+        if missing := [name for name in needed if name not in given]:
+            theirs = {ours: name for name, ours in names.items()}
+            raise ValueError(
+                f"rope_scaling of type {kind!r} lacks its {theirs.get(missing[0], missing[0])}\n  fix: add it"
+            )
+        if kind == "yarn":
+            given |= {name: given.get(name) or usual for name, usual in (("low", 1.0), ("high", 32.0))}
+            if "attention_factor" in given or not table.get("truncate", True):
+                kind = "yarn with attention_factor, or without truncate"
+        numbers = [field.name for field in fields(RopeScaling) if field.name != "kind"]
+        return RopeScaling(kind, **{key: given[key] for key in numbers if key in given})
+
+    def __post_init__(self):
+        check_fields(self, "rope_scaling ")
+        if self.mscale < 0 or self.mscale_all < 0:
+            raise ValueError("rope_scaling mscale and mscale_all must not be negative\n  fix: leave them out")
+        for name in ("factor", "low", "high", "original"):
+            positive(**{f"rope_scaling {name}": getattr(self, name)})
+        if self.kind == "llama3" and self.low >= self.high:
+            raise ValueError(
+                f"rope_scaling: low_freq_factor={self.low} is not below high_freq_factor={self.high}"
+                "\n  fix: give a smaller and a larger one"
+            )

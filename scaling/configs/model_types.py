@@ -1,0 +1,101 @@
+"""What each model_type's class in transformers reads of a config.json, with its defaults.
+
+A class reads the keys that it names and ignores all others, so a `sliding_window` in a Llama's file changes nothing. A
+key that the file leaves out has the class's default. `tests/models/test_config_keys.py` compares both with
+transformers.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass(frozen=True)
+class ModelType:
+    """One model_type.
+
+    Attributes:
+        architecture: The class in transformers whose models are computed here; "" for a type that is only counted.
+        keys: The keys that change what the class computes, each with its default. Of a type that is only counted, the
+            defaults of the keys that it shares with others.
+        theta: The class's base of rotary positions.
+        aliases: Other names of keys. Where a file has both, the class takes the other name's value.
+        fixed: Fields of Config that all models of the class share.
+    """
+
+    architecture: str = ""
+    keys: Mapping[str, Any] = field(default_factory=dict)
+    theta: float = 1e4
+    aliases: Mapping[str, str] = field(default_factory=dict)
+    fixed: Mapping[str, Any] = field(default_factory=dict)
+
+    def read(self, table: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the keys that the class reads, each from the file or with its default."""
+        if not self.architecture:
+            return {**self.keys, **table}
+        given = {**table, **{key: table[alias] for alias, key in self.aliases.items() if alias in table}}
+        return {key: given.get(key, default) for key, default in self.keys.items()}
+
+
+def _keys(**others: Any) -> dict[str, Any]:
+    """Return the keys of a decoder with these changes and additions."""
+    common = {"vocab_size": 32000, "hidden_size": 4096, "num_hidden_layers": 32, "num_attention_heads": 32}
+    common |= {"num_key_value_heads": 8, "head_dim": None, "hidden_act": "silu", "rms_norm_eps": 1e-6}
+    return common | {"tie_word_embeddings": False, "attention_dropout": 0.0} | others
+
+
+_LLAMA = _keys(
+    intermediate_size=11008, num_key_value_heads=None, max_position_embeddings=2048, attention_bias=False,
+    mlp_bias=False,
+)  # fmt: skip
+_MISTRAL = _keys(
+    intermediate_size=14336, max_position_embeddings=131072, sliding_window=4096,
+    layer_types=None,  # AutoModel builds a Mistral with this key by the class Ministral, which has no other difference
+)  # fmt: skip
+_MIXTRAL = _keys(
+    intermediate_size=14336, max_position_embeddings=131072, sliding_window=None, rms_norm_eps=1e-5,
+    num_local_experts=8, num_experts_per_tok=2,
+)  # fmt: skip
+_QWEN2 = _keys(
+    vocab_size=151936, intermediate_size=22016, num_key_value_heads=32, max_position_embeddings=32768,
+    use_sliding_window=False, sliding_window=4096, max_window_layers=28, layer_types=None,
+)  # fmt: skip
+_QWEN3_MOE = _keys(
+    vocab_size=151936, hidden_size=2048, num_hidden_layers=24, intermediate_size=6144, num_key_value_heads=4,
+    max_position_embeddings=32768, attention_bias=False, use_sliding_window=False, sliding_window=4096,
+    moe_intermediate_size=768, num_experts=128, num_experts_per_tok=8, norm_topk_prob=False, decoder_sparse_step=1,
+    mlp_only_layers=None,
+)  # fmt: skip
+_DEEPSEEK_V3 = _keys(
+    vocab_size=129280, hidden_size=7168, num_hidden_layers=61, num_attention_heads=128, num_key_value_heads=128,
+    intermediate_size=18432, max_position_embeddings=4096, attention_bias=False, q_lora_rank=1536, kv_lora_rank=512,
+    qk_nope_head_dim=128, qk_rope_head_dim=64, v_head_dim=128, rope_interleave=True, moe_intermediate_size=2048,
+    n_routed_experts=256, n_shared_experts=1, num_experts_per_tok=8, n_group=8, topk_group=4, norm_topk_prob=True,
+    routed_scaling_factor=2.5, first_k_dense_replace=3,
+)  # fmt: skip
+_DEEPSEEK_V3.pop("head_dim")  # the class takes qk_rope_head_dim for it
+_GEMMA = {"hidden_act": "gelu_pytorch_tanh", "rms_norm_eps": 1e-6}
+_V3 = ModelType(
+    "DeepseekV3ForCausalLM", _DEEPSEEK_V3, aliases={"num_local_experts": "n_routed_experts"},
+    fixed={"routing": "sigmoid"},
+)  # fmt: skip
+
+KINDS: dict[str, ModelType] = {
+    "llama": ModelType("LlamaForCausalLM", _LLAMA),
+    "mistral": ModelType("MistralForCausalLM", _MISTRAL),
+    "qwen2": ModelType("Qwen2ForCausalLM", _QWEN2, fixed={"attention_bias": True}),
+    "qwen3": ModelType(
+        "Qwen3ForCausalLM", _QWEN2 | {"head_dim": 128, "attention_bias": False}, fixed={"qk_norm": True}
+    ),
+    "mixtral": ModelType("MixtralForCausalLM", _MIXTRAL, 1e6, {"num_experts": "num_local_experts"}),
+    "qwen3_moe": ModelType(
+        "Qwen3MoeForCausalLM", _QWEN3_MOE, aliases={"num_local_experts": "num_experts"}, fixed={"qk_norm": True}
+    ),
+    "deepseek_v3": _V3,
+    "kimi_k2": _V3,  # its own code is DeepSeek-V3's
+    "gemma": ModelType("", _GEMMA, fixed={"tied": True}),
+    "gemma2": ModelType("", _GEMMA | {"sliding_window": 4096}, fixed={"tied": True}),
+    "llama4_text": ModelType("", {"rms_norm_eps": 1e-5}, 5e5, fixed={"shared": 1}),
+    "qwen3_next": ModelType("", {"rms_norm_eps": 1e-6, "full_attention_interval": 4}),
+}
+COUNTED = ModelType("", {"rms_norm_eps": 1e-6})  # a type without a row

@@ -1,0 +1,235 @@
+"""Every key of a config.json, dropped, moved, added and given twice, beside transformers' class: a small model is built
+there with random weights, saved, and its config.json edited. Both read the folder, and their logits are equal; or one
+of them refuses it, this library in words."""
+
+import itertools
+import json
+import random
+import warnings
+from dataclasses import fields
+from functools import cache
+
+import pytest
+import torch
+
+from scaling.configs import load
+from scaling.configs.model_types import KINDS
+from scaling.models import hf, transformer
+
+theirs = pytest.importorskip("transformers")
+pytest.importorskip("safetensors")
+theirs.logging.set_verbosity(60)
+theirs.logging.disable_progress_bar()
+
+SMALL = {"vocab_size": 40, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 3, "head_dim": 8}
+SMALL |= {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64}
+LATENT = {"q_lora_rank": 12, "kv_lora_rank": 10, "qk_nope_head_dim": 6, "qk_rope_head_dim": 4, "v_head_dim": 8}
+LATENT |= {"num_key_value_heads": 4, "n_routed_experts": 16, "num_experts_per_tok": 3, "first_k_dense_replace": 1}
+LATENT |= {"n_group": 4, "topk_group": 2, "n_shared_experts": 2, "moe_intermediate_size": 20}
+WINDOWS = {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 1}
+BASES = {  # a small model of each type
+    "llama": SMALL,
+    "mistral": SMALL | {"sliding_window": 5},
+    "mixtral": SMALL | {"num_local_experts": 6, "num_experts_per_tok": 3, "sliding_window": 5},
+    "qwen2": SMALL | WINDOWS,
+    "qwen3": SMALL | WINDOWS,
+    "qwen3_moe": SMALL | WINDOWS | {"moe_intermediate_size": 20, "num_experts": 10, "num_experts_per_tok": 3},
+    "deepseek_v3": {key: SMALL[key] for key in SMALL if key != "head_dim"} | LATENT,
+}
+ROPE = {"rope_theta": 100.0, "factor": 4.0, "low_freq_factor": 1.5, "high_freq_factor": 3.0, "beta_fast": 8.0}
+ROPE |= {"beta_slow": 2.0, "mscale": 0.7, "mscale_all_dim": 1.3, "original_max_position_embeddings": 20}
+ROPE |= {"partial_rotary_factor": 0.5, "attention_factor": 1.2, "truncate": False, "short_factor": [1.0] * 4}
+ROPE |= {"long_factor": [2.0] * 4}
+KINDS_OF_ROPE = ("default", "linear", "llama3", "yarn", "dynamic", "longrope", "proportional", "mrope")
+FEW = {key: ROPE[key] for key in ("rope_theta", "factor", "low_freq_factor", "high_freq_factor")}
+WHOLE = {key: ROPE[key] for key in ROPE if key not in ("partial_rotary_factor", "attention_factor", "truncate")}
+OTHERS = {  # keys that the class may not know, or not have in its file
+    "num_local_experts": 5, "num_experts": 5, "n_routed_experts": 8, "kv_lora_rank": 4, "scoring_func": "softmax",
+    "is_causal": False, "per_layer_config": {"0": {"intermediate_size": 8}}, "attention_chunk_size": 4,
+    "original_max_position_embeddings": 20, "rope_theta": 50.0, "partial_rotary_factor": 0.5, "mlp_bias": True,
+    "hidden_activation": "relu", "quantization_config": {"quant_method": "awq"}, "layer_types": ["full_attention"] * 3,
+    "torch_dtype": "bfloat16", "tie_encoder_decoder": True, "use_bidirectional_attention": True, "topk_method": "x",
+    "shared_expert_intermediate_size": 8, "final_logit_softcapping": 1.0, "attn_logit_softcapping": 1.0,
+    "embedding_multiplier": 3.0, "logits_scaling": 3.0, "attention_multiplier": 2.0, "residual_multiplier": 2.0,
+    "query_pre_attn_scalar": 2.0, "head_dim": 4, "moe_layer_freq": 2, "no_rope_layers": [0, 1, 1], "nobody_knows": 1,
+    "unknown": {"a": 1}, "text_config": {"hidden_size": 8}, "full_attention_interval": 2, "use_qk_norm": True,
+}  # fmt: skip
+VALUES = {  # what else a key may be
+    "hidden_act": ["gelu", "relu", "gelu_pytorch_tanh", "gelu_new", "swish", "relu2", "tanh"],
+    "layer_types": [
+        ["sliding_attention"] * 3, ["full_attention", "sliding_attention", "full_attention"], ["full_attention"] * 2,
+        ["attention"] * 3, ["chunked_attention"] * 3, [],
+    ],
+    "mlp_only_layers": [[1], [7], []], "pad_token_id": [0, 39], "model_type": ["kimi_k2"],
+    "rope_parameters": [{}, {"rope_theta": 30.0}],
+}  # fmt: skip
+GONE = object()
+
+
+@cache
+def written(kind: str) -> dict:
+    """The whole config.json of the type's small model, every key of the class with its value."""
+    config = theirs.AutoConfig.for_model(kind, **BASES[kind])
+    return json.loads(config.to_json_string(use_diff=False))
+
+
+def edited(table: dict, edits: dict) -> dict:
+    return {key: value for key, value in (table | edits).items() if value is not GONE}
+
+
+def others(value) -> list:
+    """Other values of the type that this one has."""
+    if isinstance(value, bool):
+        return [not value]
+    if isinstance(value, int):
+        return [value + 1, 2 * value, 1, 0]
+    if isinstance(value, float):
+        return [value / 2, value * 10, 0.0, 1]
+    return []
+
+
+def single_edits(kind: str) -> list[dict]:
+    """Each key dropped, null and with other values; each key of another class added."""
+    table = written(kind)
+    found: list[dict] = [{key: GONE} for key in table] + [{key: None} for key in table]
+    for key in table:
+        found += [{key: value} for value in (VALUES.get(key, []) or others(table[key]))]
+    for key, value in OTHERS.items():
+        found += [{key: value}, {key: None}]
+    return found
+
+
+def rope_edits() -> list[dict]:
+    """Scalings in each of the two tables and in both, with keys left out, null, and at the top level."""
+    found = [{"rope_scaling": {"type": kind} | FEW} for kind in KINDS_OF_ROPE]
+    found += [{"rope_parameters": {"type": kind, "rope_type": "linear"} | FEW} for kind in KINDS_OF_ROPE]
+    for kind, place in itertools.product(KINDS_OF_ROPE, ("rope_scaling", "rope_parameters")):
+        whole, few = ({"rope_type": kind} | keys for keys in (WHOLE, FEW))
+        found += [{place: few, "max_position_embeddings": GONE}, {place: few, "original_max_position_embeddings": None}]
+        found += [{place: {key: value for key, value in whole.items() if key != gone}} for gone in whole]
+        found += [{place: whole | {key: None}} for key in whole]
+        found += [{place: few | {key: value}} for key, value in ROPE.items()]
+        found += [{place: few, key: value} for key, value in ROPE.items()]
+        found += [{place: {k: v for k, v in few.items() if k != key}, key: ROPE[key]} for key in FEW]
+    both = itertools.product(KINDS_OF_ROPE, ("default", "linear", "yarn"))
+    other = {"rope_theta": 7.0, "factor": 3.0}
+    found += [{"rope_scaling": {"rope_type": a} | FEW, "rope_parameters": {"rope_type": b} | other} for a, b in both]
+    return found
+
+
+def random_edits(kind: str, count: int) -> list[dict]:
+    """Several edits at once, drawn."""
+    draw, one, rope = random.Random(0), single_edits(kind), rope_edits()
+    found = []
+    for _ in range(count):
+        edits = {}
+        for each in draw.sample(one, draw.randint(2, 3)):
+            edits |= each
+        found.append(edits | (draw.choice(rope) if draw.random() < 0.4 else {}))
+    return found
+
+
+def outcome(kind: str, edits: dict, folder) -> tuple[str, str]:
+    """("equal" | "both refuse" | "refused here" | "refused there" | "DIFFER" | "BROKEN", what was said)."""
+    table, tokens = edited(written(kind), edits), torch.arange(24)[None] * 7 % 11
+    for path in folder.iterdir():
+        path.unlink()
+    (folder / "config.json").write_text(json.dumps(table))
+    try:
+        with torch.no_grad(), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            config = theirs.AutoConfig.from_pretrained(folder)
+            config._experts_implementation = "eager"  # the others ask for widths of a multiple of 16 bytes
+            model = theirs.AutoModelForCausalLM.from_config(config).float().eval()
+            generator = torch.Generator().manual_seed(0)
+            for weight in (*model.parameters(), *(b for n, b in model.named_buffers() if n.endswith("_bias"))):
+                weight.copy_(
+                    torch.randn(weight.shape, generator=generator) * 1.5 / weight.shape[-1] ** 0.5 + (weight.ndim == 1)
+                )
+            there = model(tokens % model.config.vocab_size).logits
+            model.save_pretrained(folder)
+    except Exception as error:  # whatever a class says of a config that it cannot read
+        return _alone(folder, table, f"{type(error).__name__}: {str(error)[:80]}")
+    (folder / "config.json").write_text(json.dumps(table))
+    try:
+        config, params = hf.load(folder)
+        here = transformer.forward(params, tokens % config.V, config=config)
+    except ValueError as error:
+        return ("refused here" if "\n  fix: " in str(error) else "BROKEN"), str(error)
+    except Exception as error:
+        return "BROKEN", f"{type(error).__name__}: {error}"
+    apart = (here - there).abs().max().item() / there.abs().max().item()
+    return ("equal" if apart < 2e-5 else "DIFFER"), f"{apart:.1e}"
+
+
+def _alone(folder, table: dict, said: str) -> tuple[str, str]:
+    """What is said here of a config that transformers refuses."""
+    try:
+        config = load(folder / "config.json")
+        return ("both refuse" if transformer.uncomputed(config) else "refused there"), said
+    except ValueError as error:
+        return ("both refuse" if "\n  fix: " in str(error) else "BROKEN"), f"{said} | {error}"
+    except Exception as error:
+        return "BROKEN", f"{type(error).__name__}: {error}"
+
+
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 20}
+KNOWN = {  # what was read otherwise once: (a type, edits)
+    "rope_scaling wins": ("qwen2", {"rope_scaling": YARN, "rope_parameters": {"rope_theta": 7.0}, "rope_theta": 30.0}),
+    "and drops the other's base": ("mixtral", {"rope_scaling": {"type": "linear", "factor": 2.0}, "head_dim": 8}),
+    "the original context is at the top": ("llama", {"rope_scaling": YARN, "original_max_position_embeddings": 33}),
+    "or it is the context": ("llama", {"rope_parameters": {"rope_type": "llama3"} | FEW}),
+    "scaled by mscale without yarn": (
+        "deepseek_v3", {"rope_scaling": {"type": "linear", "factor": 4.0, "mscale_all_dim": 1.0}}
+    ),
+    "beta_fast is null": ("llama", {"rope_scaling": YARN | {"beta_fast": None, "beta_slow": 0}}),
+    "two experts a token": ("mixtral", {"num_experts_per_tok": GONE}),
+    "eight experts a token": ("qwen3_moe", {"num_experts_per_tok": GONE}),
+    "the experts' other name": ("mixtral", {"num_experts": 5}),
+    "no window in llama": ("llama", {"sliding_window": 3}),
+    "nor in deepseek": ("deepseek_v3", {"sliding_window": 3}),
+    "a window beside full layers": ("qwen3_moe", {"layer_types": ["full_attention"] * 3}),
+    "layers of mistral": ("mistral", {"layer_types": ["full_attention", "sliding_attention", "full_attention"]}),
+    "latent keys in llama": ("llama", {"kv_lora_rank": 4, "num_experts": 8, "hidden_activation": "relu"}),
+}  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("what", KNOWN)
+def test_a_key_is_read_as_the_class_reads_it(what, tmp_path):
+    kind, edits = KNOWN[what]
+    assert outcome(kind, edits, tmp_path)[0] == "equal"
+
+
+@pytest.mark.parametrize("kind", BASES)
+def test_the_defaults_are_the_classes(kind):
+    row, config = KINDS[kind], theirs.AutoConfig.for_model(kind)
+    defaults = {"head_dim": None, "layer_types": None} | {field.name: field.default for field in fields(config)}
+    assert row.keys == {key: defaults[key] for key in row.keys}
+    assert row.theta == config.default_theta
+    assert {frozenset(pair) for pair in row.aliases.items()} <= {
+        frozenset(pair) for pair in config.attribute_map.items()
+    }
+
+
+def check(kind: str, edits: dict, folder) -> str:
+    """The outcome, which is neither a difference nor an error without words."""
+    found, said = outcome(kind, edits, folder)
+    shown = {key: "(left out)" if value is GONE else value for key, value in edits.items()}
+    assert found not in ("DIFFER", "BROKEN"), (kind, shown, said)
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", BASES)
+def test_some_edits_of_a_config(kind, tmp_path):
+    edits = single_edits(kind) + rope_edits()
+    found = [check(kind, each, tmp_path) for each in random.Random(1).sample(edits, 6)]
+    assert "equal" in found
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize("kind", BASES)
+def test_every_edit_of_a_config(kind, tmp_path):
+    for each in single_edits(kind) + rope_edits() + random_edits(kind, 200):
+        check(kind, each, tmp_path)
