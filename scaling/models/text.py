@@ -99,6 +99,8 @@ class FromFile:
             ) from error
         self.loaded.no_truncation()  # a file may ask to cut every text, or to pad it: neither is part of the text
         self.loaded.no_padding()
+        if hasattr(self.loaded.model, "dropout"):
+            self.loaded.model.dropout = None  # by which it would cut a text another way each time, and on each rank
         self.name, self.identity = str(path), sha256(Path(path).read_bytes()).hexdigest()
         self.vocabulary = max(self.loaded.get_vocab().values(), default=-1) + 1
         self.folder = Path(path).parent if Path(path).name == FILE else None

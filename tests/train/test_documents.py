@@ -55,6 +55,14 @@ def test_a_file_s_own_truncation_and_padding_change_no_token(tmp_path, which, te
     assert list(request.request.prompt) == by.encode(text, special=True) == loaded.encode(text).ids
 
 
+def test_a_tokenizer_with_dropout_cuts_a_text_the_same_way_each_time():
+    """Ranks read the same corpus, each for itself."""
+    Tokenizer(models.BPE({"a": 0, "b": 1, "ab": 2}, [("a", "b")], dropout=0.5)).save("tokenizer.json")
+    drawn, by = Tokenizer.from_file("tokenizer.json"), tokenizer(".")
+    assert len({tuple(drawn.encode("ab" * 8).ids) for _ in range(20)}) > 1
+    assert {tuple(by.encode("ab" * 8)) for _ in range(20)} == {(2,) * 8}
+
+
 ADDED = {"__type": "AddedToken", "content": "</s>"}
 CLASS = {"tokenizer_class": "PreTrainedTokenizerFast"}
 ENDS = [
