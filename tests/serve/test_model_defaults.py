@@ -64,7 +64,7 @@ def test_the_tokenizers_end_counts_where_nothing_else_says_one(files, ends, tmp_
 
 
 ASKED = [  # (generation_config.json, how tokens are drawn, what is said of it)
-    ({"do_sample": True, "temperature": 2, "top_p": 0.9}, Sampling(2.0, None, 0.9), "sampling by temperature 2, top_p 0.9"),
+    ({"do_sample": True, "temperature": 2, "top_p": 1}, Sampling(2, None, 1.0), "sampling by temperature 2, top_p 1"),
     ({"do_sample": True}, Sampling(1.0), "sampling by temperature 1"),
     ({"do_sample": True, "top_k": 0, "min_p": 0}, Sampling(1.0, None, None, 0.0), "sampling by temperature 1, min_p 0"),
     (
