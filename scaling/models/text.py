@@ -30,12 +30,14 @@ class Tokenizer(Protocol):
         name: Where it comes from.
         identity: Equal for tokenizers that are the same.
         vocabulary: Ids lie in 0..vocabulary - 1.
+        longest: The number of characters of the longest token.
         folder: Where the files lie that came with it, such as a chat template; None if nothing did.
     """
 
     name: str
     identity: str
     vocabulary: int
+    longest: int
     folder: Path | None
 
     def encode(self, text: str, special: bool = False) -> list[int]:
@@ -60,7 +62,7 @@ class Tokenizer(Protocol):
 class ByteText:
     """Each byte of UTF-8 text is a token; ids from 256 on stand for nothing."""
 
-    name, identity, vocabulary = "bytes", "bytes", BYTES
+    name, identity, vocabulary, longest = "bytes", "bytes", BYTES, 1
     folder: Path | None = None
 
     def encode(self, text: str, special: bool = False) -> list[int]:
@@ -102,7 +104,8 @@ class FromFile:
         if hasattr(self.loaded.model, "dropout"):
             self.loaded.model.dropout = None  # by which it would cut a text another way each time, and on each rank
         self.name, self.identity = str(path), sha256(Path(path).read_bytes()).hexdigest()
-        self.vocabulary = max(self.loaded.get_vocab().values(), default=-1) + 1
+        vocabulary = self.loaded.get_vocab()
+        self.vocabulary, self.longest = max(vocabulary.values(), default=-1) + 1, max(map(len, vocabulary), default=1)
         self.folder = Path(path).parent if Path(path).name == FILE else None
 
     def encode(self, text: str, special: bool = False) -> list[int]:
@@ -125,7 +128,7 @@ class FromFile:
 class Unknown:
     """The tokenizer of a model that came without one: its ids can be given and are printed, text is refused."""
 
-    identity, vocabulary = "", 0
+    identity, vocabulary, longest = "", 0, 1 << 62
     folder: Path | None = None
 
     def __init__(self, place: "str | Path"):

@@ -1,9 +1,8 @@
 """A request: what is asked for, as data; and read from JSON, be it a line of a file or the body of a call. No torch."""
 
 import hashlib
-import json
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from numbers import Integral, Real
 from types import NoneType
@@ -12,17 +11,11 @@ from typing import Any, NamedTuple
 from scaling.common.arguments import of_type, whole_numbers
 from scaling.configs import Config
 from scaling.models.text import Unknown
+from scaling.serve.fields import Fields, RequestError, as_float, short
 
 SEEDS = 2**63
+TOO_LONG = "context_length_exceeded"
 KNOWN = ("id", "prompt", "ids", "max_new_tokens", "temperature", "top_k", "top_p", "min_p", "seed", "stop", "arrival")
-
-
-def as_float(value: Any) -> float:
-    """Of a whole number that is too large for one, infinity."""
-    try:
-        return float(value)
-    except OverflowError:
-        return math.inf
 
 
 @dataclass(frozen=True)
@@ -51,7 +44,8 @@ class Sampling:
             ("min_p", self.min_p is None or 0 <= self.min_p <= 1, "from 0 to 1, or None"),
         ):
             if not fits:
-                raise ValueError(f"{name}={_short(getattr(self, name))} leaves no token to draw\n  fix: {name} {rule}")
+                text = f"{name}={short(getattr(self, name))} leaves no token to draw\n  fix: {name} {rule}"
+                raise RequestError(text, name)
         for name in ("temperature", "top_p", "min_p"):  # torch divides by no whole number of more than 64 bits
             value = getattr(self, name)
             object.__setattr__(self, name, None if value is None else as_float(value))
@@ -81,7 +75,7 @@ class Request(NamedTuple):
 
 
 def request_seeds(prompts: Sequence[Sequence[int]], seed: "int | Sequence[int]" = 0) -> list[int]:
-    """A seed for each request: as given, or from one seed, the prompt, and how many before it had the same prompt.
+    """Return a seed for each request: as given, or from one seed, the prompt, and how many before it had the same one.
 
     So a prompt draws the same alone and beside others, and the same prompt given n times draws n times.
     """
@@ -92,69 +86,14 @@ def request_seeds(prompts: Sequence[Sequence[int]], seed: "int | Sequence[int]" 
                 f"{len(seed)} seeds for {len(prompts)} prompts\n  fix: give one seed, or one for each prompt"
             )
         return [s % SEEDS for s in seed]
-    seen: dict[tuple[int, ...], int] = {}
+    seen: dict[tuple[int, ...], tuple[int, str]] = {}
     found = []
     for prompt in map(tuple, prompts):
-        number = seen[prompt] = seen.get(prompt, -1) + 1
-        digest = hashlib.blake2b(repr((seed, number, [int(t) for t in prompt])).encode(), digest_size=8).digest()
+        number, written = seen.get(prompt) or (0, repr([int(t) for t in prompt]))
+        seen[prompt] = number + 1, written
+        digest = hashlib.blake2b(f"({seed!r}, {number}, {written})".encode(), digest_size=8).digest()
         found.append(int.from_bytes(digest, "big") % SEEDS)
     return found
-
-
-class Fields:
-    """The fields of a JSON object, each read as what it has to be. Null is as not given. ValueError with the reason."""
-
-    def __init__(self, text: "str | bytes"):
-        try:
-            table = json.loads(text, parse_constant=self._no_number)
-        except json.JSONDecodeError as error:
-            raise ValueError(f"is not JSON: {error}") from None
-        except RecursionError:
-            raise ValueError("is nested too deeply") from None
-        if not isinstance(table, dict):
-            raise ValueError("not a JSON object")
-        self.given: Mapping[str, Any] = {name: value for name, value in table.items() if value is not None}
-
-    @staticmethod
-    def _no_number(name: str) -> None:
-        raise ValueError(f"{name} is not a number")
-
-    def only(self, known: "tuple[str, ...]") -> None:
-        if unknown := sorted(set(self.given) - set(known)):
-            raise ValueError(f"unknown field {unknown[0]!r:.80}; known are {', '.join(known)}")
-
-    def whole(self, name: str, default: int, least: int, top: int) -> int:
-        value = self.given.get(name, default)
-        if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= top:
-            raise ValueError(f"{name}={_short(value)} is not a whole number from {least} to {top}")
-        return value
-
-    def real(self, name: str, default: float | None = None) -> Any:
-        value = self.given.get(name, default)
-        if value is not None and (not isinstance(value, int | float) or isinstance(value, bool)):
-            raise ValueError(f"{name}={_short(value)} is not a number")
-        return None if value is None else as_float(value)
-
-    def flag(self, name: str) -> bool:
-        value = self.given.get(name, False)
-        if not isinstance(value, bool):
-            raise ValueError(f"{name}={_short(value)} is neither true nor false")
-        return value
-
-    def texts(self, name: str) -> tuple[str, ...]:
-        """A text, or a list of texts, none of them empty."""
-        value = self.given.get(name, [])
-        value = [value] if isinstance(value, str) else value
-        if not isinstance(value, list) or not all(isinstance(text, str) and text for text in value):
-            raise ValueError(f"{name} is not a list of texts")
-        return tuple(value)
-
-
-def _short(value: Any) -> str:
-    """Of a number with thousands of digits Python writes none."""
-    if isinstance(value, int) and not isinstance(value, bool) and abs(value) >= 1 << 128:
-        return f"a number of {value.bit_length()} bits"
-    return f"{value!r:.80}"
 
 
 def longest_text(config: Config) -> int | None:
@@ -170,10 +109,28 @@ def longest_text(config: Config) -> int | None:
     return max(config.max_positions, int(before * scaling.factor))
 
 
-def read_ids(prompt: Any, tokenizer, V: int) -> list[int]:
-    """The ids of a prompt, which is a text or these ids."""
-    ids = tokenizer.encode(prompt, special=True) if isinstance(prompt, str) else prompt
-    return prompt_ids("the prompt", ids, V)
+def read_ids(prompt: Any, tokenizer, V: int, room: int | None = None, special: bool = True) -> list[int]:
+    """Return the ids of a prompt, which is a text or these ids.
+
+    Args:
+        room: how many tokens fit. A prompt that is longer is refused before there is work for each token: a text as
+            soon as it has more characters than so many of the longest tokens.
+        special: whether a text gets the tokens that the tokenizer puts around it.
+    """
+    if isinstance(prompt, str):
+        if room is not None:
+            check_prompt_fits(len(prompt), "characters", room, room * tokenizer.longest)
+        prompt = tokenizer.encode(prompt, special=special)
+    if room is not None and hasattr(prompt, "__len__"):
+        check_prompt_fits(len(prompt), "tokens", room, room)
+    return prompt_ids("the prompt", prompt, V)
+
+
+def check_prompt_fits(length: int, unit: str, room: int, most: int) -> None:
+    """RequestError for a prompt that is longer than `most` of this unit, where `room` tokens fit before an answer."""
+    if length > most:
+        what = f"the prompt has {length:,} {unit}: this model's maximum context length is {room + 1:,} tokens"
+        raise RequestError(f"{what}, with the answer\n  fix: give a shorter prompt", None, TOO_LONG)
 
 
 def prompt_ids(what: str, ids: Any, V: int) -> list[int]:
@@ -188,7 +145,7 @@ def prompt_ids(what: str, ids: Any, V: int) -> list[int]:
 def check_known_ids(what: str, ids: Iterable[int], V: int) -> None:
     """ValueError that begins with `what` for the first id that is no token."""
     if (wrong := next((t for t in ids if not 0 <= t < V), None)) is not None:
-        lies = f"token {_short(wrong)} lies outside the vocabulary, 0..{V - 1}"
+        lies = f"token {short(wrong)} lies outside the vocabulary, 0..{V - 1}"
         raise ValueError(f"{what}: {lies}\n  fix: encode it by this model's tokenizer")
 
 
@@ -202,19 +159,19 @@ class Defaults(NamedTuple):
 
 
 def requests_of(
-    fields: Fields, prompts: list[list[int]], ids: Iterator[int], tokenizer, ends: Sequence[int], unsaid: Defaults
+    fields: Fields, prompts: list[tuple[int, ...]], ids: Iterator[int], tokenizer, ends: Sequence[int], unsaid: Defaults
 ) -> list[Request]:
     """A request for each prompt, with these ids: its tokens drawn as `generate` draws them for these prompts and this
     seed, up to one of `ends` or before one of the client's stop texts."""
-    stops = fields.texts("stop")
+    stops = fields.stops()
     if stops and isinstance(tokenizer, Unknown):
-        raise ValueError("a stop text needs the model's tokenizer, which is not known")
-    top_k = fields.whole("top_k", 0, 1, 1 << 40) if "top_k" in fields.given else None
+        raise RequestError("a stop text needs the model's tokenizer, which is not known", "stop")
+    top_k = fields.whole("top_k", 0, -1, 1 << 40)
     temperature = fields.real("temperature", unsaid.temperature)
-    how = Sampling(temperature, top_k, fields.real("top_p"), fields.real("min_p"))
-    seeds = request_seeds(prompts, fields.whole("seed", unsaid.seed, 0, SEEDS - 1))
+    how = Sampling(temperature, top_k if top_k > 0 else None, fields.real("top_p"), fields.real("min_p"))
+    seeds = request_seeds(prompts, fields.whole("seed", unsaid.seed, -SEEDS, SEEDS - 1))
     most, stop = fields.whole(unsaid.word, unsaid.most, 1, 10**9), frozenset(ends)
-    drawn = [(next(ids), tuple(prompt), Draw(how, seed)) for prompt, seed in zip(prompts, seeds, strict=True)]
+    drawn = [(next(ids), prompt, Draw(how, seed)) for prompt, seed in zip(prompts, seeds, strict=True)]
     return [Request(id, prompt, most, stop, draw, stops) for id, prompt, draw in drawn]
 
 
@@ -236,7 +193,7 @@ def _read_line(number: int, text: str, tokenizer, V: int, ends: tuple[int, ...],
     if "prompt" in table and not isinstance(table["prompt"], str):
         raise ValueError(f"prompt={table['prompt']!r:.40} is not a text")
     ids = read_ids(table.get("prompt", table.get("ids")), tokenizer, V)
-    (request,) = requests_of(fields, [ids], iter([number]), tokenizer, ends, Defaults(most))
+    (request,) = requests_of(fields, [tuple(ids)], iter([number]), tokenizer, ends, Defaults(most))
     arrival = fields.real("arrival", 0.0)
     if not 0 <= arrival < math.inf:
         raise ValueError(f"arrival={arrival!r} is not a time of 0 or later")

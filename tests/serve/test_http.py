@@ -71,25 +71,54 @@ def test_the_fields_of_an_answer(served):
         assert (choice["finish_reason"], "\ufffd" in choice["text"]) == ("stop", False)
 
 
-REFUSED = {  # by the words of the reason, beside what `python -m scaling.serve` refuses in a file
-    "no prompt": {"prompt": None}, "prompt is empty": {"prompt": ""}, "neither a text nor": {"prompt": 3},
-    "n=65": {"n": 65}, "max_tokens=0": {"max_tokens": 0}, "token 256": {"prompt": [256]},
-    "only 128 fit": {"max_tokens": 999}, "top_p=0": {"top_p": 0}, "field 'zz'": {"zz": 1},
-    "fix: give 'tiny'": {"model": "gpt-4"}, "logprobs=6": {"logprobs": 6}, "stream='yes'": {"stream": "yes"},
-    "echo is not": {"echo": True}, "penalty": {"frequency_penalty": 0.5}, "stop is not": {"stop": [""]},
-    "seed=1.5": {"seed": 1.5}, "messages is not": {"messages": []},
-    "messages[0]: its content": {"messages": [{"role": "user"}]},
-    "the first message is the user's": {"messages": [{"role": "tool", "content": "a"}]},
-    "logprobs: true": {"messages": [{"role": "user", "content": "a"}], "top_logprobs": 2},
+TOO_LONG = ("127 tokens are left", "has 128 tokens", "has 128 characters")
+REFUSED = {  # by the words of the reason, beside what `python -m scaling.serve` refuses in a file: (field, body)
+    "no prompt": ("prompt", {"prompt": None}), "prompt is empty": ("prompt", {"prompt": ""}),
+    "neither a text nor": ("prompt", {"prompt": 3}), "token 256": ("prompt", {"prompt": [256]}),
+    "n=65": ("n", {"n": 65}), "max_tokens=0": ("max_tokens", {"max_tokens": 0}), "top_p=0": ("top_p", {"top_p": 0}),
+    "127 tokens are left": ("max_tokens", {"max_tokens": 999}), "field 'zz'": ("zz", {"zz": 1}),
+    "has 128 tokens": ("prompt", {"prompt": [1] * 128}), "has 128 characters": ("prompt", {"prompt": "a" * 128}),
+    "fix: give 'tiny'": ("model", {"model": "gpt-4"}), "logprobs=6": ("logprobs", {"logprobs": 6}),
+    "stream='yes'": ("stream", {"stream": "yes"}), "seed=1.5": ("seed", {"seed": 1.5}),
+    "frequency_penalty=0.5": ("frequency_penalty", {"frequency_penalty": 0.5}), "top_k=-2": ("top_k", {"top_k": -2}),
+    "presence_penalty=False": ("presence_penalty", {"presence_penalty": False}), "best_of": ("best_of", {"best_of": 2}),
+    "stop is not": ("stop", {"stop": [""]}), "stream_options is": ("stream_options", {"stream_options": {"a": True}}),
+    "messages is not": ("messages", {"messages": []}), "its role is 'tool'": ("messages[0].role", {"role": "tool"}),
+    "has no role": ("messages[0].role", {"role": None}), "its content": ("messages[0].content", {"content": None}),
+    "'tool_calls' is not": ("messages[0].tool_calls", {"tool_calls": [{}]}), "'zz' is": ("messages[0].zz", {"zz": []}),
+    "the first message is the user's": ("messages", {"role": "assistant"}),
+    "does not write the name": ("messages[0].name", {"name": "Ann"}),
+    "logprobs: true": ("top_logprobs", {"messages": [{"role": "user", "content": "a"}], "top_logprobs": 2}),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("words", REFUSED)
 def test_what_is_wrong_is_refused_with_the_reason(served, words):
-    body = REFUSED[words]
+    param, body = REFUSED[words]
+    if param.startswith("messages") and "messages" not in body:
+        body = {"messages": [{"role": "user", "content": "a"} | body]}
     answer = served.call(**{"prompt": "a"} | body)
+    error = answer.json()["error"]
     assert answer.status_code == (404 if "model" in body else 400)
-    assert words in answer.json()["error"]["message"]
+    assert words in error["message"]
+    code = "model_not_found" if param == "model" else "context_length_exceeded" if words in TOO_LONG else None
+    assert (error["type"], error["param"], error["code"]) == ("invalid_request_error", param, code)
+
+
+def test_what_changes_nothing_is_accepted(served):
+    """A null is as a key that is not given, in every object; and other fields have the values that they start with."""
+    message = {"role": "user", "content": "hi", "name": None, "tool_calls": None}
+    plain = served.call(messages=[message], max_tokens=6, **GREEDY).json()["choices"][0]
+    neutral = {"tool_choice": "auto", "tools": [], "parallel_tool_calls": False, "repetition_penalty": 1.0, "top_k": -1}
+    neutral |= {"frequency_penalty": 0, "presence_penalty": 0.0, "logit_bias": {}, "response_format": {"type": "text"}}
+    neutral |= {"stop": None, "stream_options": {"include_usage": None}, "top_p": 1, "seed": -(2**63), "user": "me"}
+    assert served.call(messages=[message], max_tokens=6, **GREEDY, **neutral).json()["choices"][0] == plain
+    answer = plain["message"] | {"refusal": None, "annotations": [], "tool_calls": [], "function_call": None}
+    assert served.call(messages=[message, answer, message], max_tokens=2).status_code == 200  # as clients send it back
+    developer = [{"role": role, "content": "b"} for role in ("developer", "system")]
+    texts = [served.call(messages=[one, message], max_tokens=6, **GREEDY).json()["choices"][0] for one in developer]
+    assert texts[0] == texts[1] != plain
+    assert served.plain("a", best_of=2, n=2, **GREEDY, suffix="")["choices"][1]["index"] == 1
 
 
 def test_addresses():
@@ -97,9 +126,10 @@ def test_addresses():
         assert found.client.get("/health").json() == {"status": "ok"}
         assert [m["id"] for m in found.client.get("/v1/models").json()["data"]] == ["tiny"]
         assert found.client.get("/v1/models/tiny").json()["id"] == "tiny"
-        for path, status in (("/v1/models/x", 404), ("/x", 404), ("/v1/completions", 405)):
+        codes = {"/v1/models/x": (404, "model_not_found"), "/x": (404, "unknown_url"), "/v1/completions": (405, None)}
+        for path, wanted in codes.items():
             answer = found.client.get(path)
-            assert (answer.status_code, bool(answer.json()["error"]["message"])) == (status, True)
+            assert (answer.status_code, answer.json()["error"]["code"]) == wanted
         page = found.client.get("/")
         assert "http" not in page.text.replace("<meta http-equiv", "")  # nothing comes from outside
         assert "connect-src 'self'" in page.headers["content-security-policy"]
@@ -237,6 +267,6 @@ def test_the_page_in_a_browser():
             assert time.monotonic() < until, page.locator(".assistant").text_content()
         page.fill("#text", "a" * 300)
         page.click("#send")
-        expect(page.locator(".error")).to_contain_text("only 128 fit")
+        expect(page.locator(".error")).to_contain_text("maximum context length is 128 tokens")
         assert reached == {f"127.0.0.1:{found.port}"}
         assert not wrong

@@ -18,21 +18,31 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import HTMLResponse, Response, StreamingResponse
 from starlette.routing import Route
 
+from scaling.serve.fields import RequestError
+from scaling.serve.web.answers import AnswerWriter
 from scaling.serve.web.desk import AnswerPiece, Desk
 from scaling.serve.web.gate import KeyGate
-from scaling.serve.web.words import AnswerWriter, ClientCall, Model, NotServed, read_body
+from scaling.serve.web.words import NO_MODEL, ClientCall, Model, read_body
 
 BODY = 4 << 20  # bytes of a body, at most
 PATIENCE = 30.0  # seconds in which a body has to come
+HEADERS = {401: {"WWW-Authenticate": "Bearer"}, 429: {"Retry-After": "1"}, 503: {"Retry-After": "1"}}
 PAGE = Path(__file__).with_name("page.html")
 ALONE = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; connect-src 'self'"
 
 
 class Refused(HTTPException):
-    """A call that is answered with this status and this reason."""
+    """A call that is answered with this status and reason; `param` and `code` as in OpenAI's errors."""
 
-    def __init__(self, status: int, reason: str):
+    def __init__(self, status: int, reason: str, param: str | None = None, code: str | None = None):
         super().__init__(status, reason)
+        self.param, self.code = param, code
+
+    def body(self) -> dict:
+        """Return the error as OpenAI's clients read it."""
+        kind = "rate_limit_error" if self.status_code == 429 else "invalid_request_error"
+        kind = "server_error" if self.status_code >= 500 else kind
+        return {"error": {"message": self.detail, "type": kind, "param": self.param, "code": self.code}}
 
 
 def application(desk: Desk, model: Model, *, queue: int = 64, key: str | None = None) -> Starlette:
@@ -45,15 +55,17 @@ def application(desk: Desk, model: Model, *, queue: int = 64, key: str | None = 
     calls = _Calls(desk, model, queue)
 
     async def refused(request: Request, error: Any) -> Response:
-        known = isinstance(error, Refused)
-        reason = error.detail if known else f"{request.method} {request.scope['path']:.80} is not served"
-        return _error(desk, error.status_code, reason)
+        if not isinstance(error, Refused):
+            reason = f"{request.method} {request.scope['path']:.80} is not served"
+            error = Refused(error.status_code, reason, None, "unknown_url" if error.status_code == 404 else None)
+        return _refusal(desk, error)
 
     async def nobody(request: Request, error: Exception) -> Response:
         return Response(status_code=499)  # which nobody reads
 
     def without_key() -> Response:
-        return _error(desk, 401, "the key is missing or wrong\n  fix: send the header Authorization: Bearer KEY")
+        reason = "the key is missing or wrong\n  fix: send the header Authorization: Bearer KEY"
+        return _refusal(desk, Refused(401, reason, None, "invalid_api_key"))
 
     routes = [
         Route("/", calls.page), Route("/health", calls.health), Route("/metrics", calls.metrics),
@@ -70,11 +82,9 @@ def application(desk: Desk, model: Model, *, queue: int = 64, key: str | None = 
     return answers
 
 
-def _error(desk: Desk, status: int, reason: str) -> Response:
-    desk.figures.refusals.labels(str(status)).inc()
-    kind = "invalid_request_error" if status < 500 and status != 429 else "server_error" if status >= 500 else "busy"
-    body = {"error": {"message": reason, "type": kind, "param": None, "code": None}}
-    return _json(body, status, {"Retry-After": "1"} if status in (429, 503) else None)
+def _refusal(desk: Desk, error: Refused) -> Response:
+    desk.figures.refusals.labels(str(error.status_code)).inc()
+    return _json(error.body(), error.status_code, HEADERS.get(error.status_code))
 
 
 def _json(body: object, status: int = 200, headers: dict[str, str] | None = None) -> Response:
@@ -107,22 +117,24 @@ class _Calls:
         own |= {"max_model_len": self.model.options.length, "chat": self.model.chat is not None}
         own["max_position_embeddings"] = self.model.longest
         if name is not None and name != self.model.name:
-            raise Refused(404, f"model {name!r:.80} is not served here\n  fix: give {self.model.name!r}")
+            reason = f"model {name!r:.80} is not served here\n  fix: give {self.model.name!r}"
+            raise Refused(404, reason, "model", NO_MODEL)
         return _json({"object": "list", "data": [own]} if name is None else own)
 
     async def complete(self, request: Request, chat: bool) -> Response:
         body = await _body(request)
         try:
             call = await asyncio.to_thread(read_body, body, self.model, chat, self.ids)
-        except NotServed as error:
-            raise Refused(404, str(error)) from None
+        except RequestError as error:
+            raise Refused(404 if error.code == NO_MODEL else 400, str(error), error.param, error.code) from None
         except (ValueError, TypeError, RecursionError, OverflowError) as error:
             raise Refused(400, str(error)) from None
         if self.desk.failed:
             raise Refused(503, f"the engine has ended: {self.desk.failed}")
         if (held := len(self.desk.answers)) + len(call.requests) > self.most:
             text = f"{held} requests are under way, of at most {self.most}"
-            raise Refused(429, f"{text}\n  fix: try again later, or ask for fewer answers at once")
+            reason = f"{text}\n  fix: try again later, or ask for fewer answers at once"
+            raise Refused(429, reason, None, "rate_limit_exceeded")
         answers, writer = _Answers(self.desk, call), AnswerWriter(call, self.model)
         if call.stream:
             return _Stream(answers, writer)
@@ -219,7 +231,7 @@ async def _events(answers: _Answers, writer: AnswerWriter) -> AsyncIterator[str]
             yield _event(writer.answer([], usage=writer.usage()))
         yield "data: [DONE]\n\n"
     except Refused as error:
-        yield _event({"error": {"message": error.detail, "type": "server_error"}})
+        yield _event(error.body())
 
 
 def _event(data: dict) -> str:

@@ -1,0 +1,107 @@
+"""The fields of a request that comes as JSON, and what is said of one that is wrong. No torch."""
+
+import json
+import math
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+STOPS, STOP_LENGTH = 64, 1024  # the most stop texts of a request, and the most characters of one
+
+
+class RequestError(ValueError):
+    """What is wrong with a request. `param` names the field that is wrong, `code` is OpenAI's word for the mistake."""
+
+    def __init__(self, reason: str, param: str | None = None, code: str | None = None):
+        super().__init__(reason)
+        self.param, self.code = param, code
+
+
+@contextmanager
+def blaming(param: str) -> Iterator[None]:
+    """Name this field in the errors of the block that name none."""
+    try:
+        yield
+    except (ValueError, TypeError, OverflowError, RecursionError) as error:
+        raise RequestError(str(error), getattr(error, "param", None) or param, getattr(error, "code", None)) from None
+
+
+class Fields:
+    """The fields of a JSON object, each read as what it has to be. RequestError with the reason and the field.
+
+    A key whose value is null counts as not given, in the objects inside, too.
+    """
+
+    def __init__(self, text: "str | bytes"):
+        try:
+            table = json.loads(text, parse_constant=self._no_number, object_hook=self._without_nulls)
+        except json.JSONDecodeError as error:
+            raise ValueError(f"is not JSON: {error}\n  fix: send a JSON object") from None
+        except RecursionError:
+            raise ValueError("is nested too deeply\n  fix: send an object of plain fields") from None
+        if not isinstance(table, dict):
+            raise ValueError('not a JSON object\n  fix: send one, such as {"prompt": "Hi"}')
+        self.given: Mapping[str, Any] = table
+
+    @staticmethod
+    def _no_number(name: str) -> None:
+        raise ValueError(f"{name} is not a number of JSON\n  fix: give a finite one")
+
+    @staticmethod
+    def _without_nulls(table: dict) -> dict:
+        return {name: value for name, value in table.items() if value is not None} if None in table.values() else table
+
+    def only(self, known: "tuple[str, ...]") -> None:
+        if unknown := min(self.given.keys() - set(known), default=None):
+            text = f"unknown field {unknown!r:.80}\n  fix: give only these: {', '.join(known)}"
+            raise RequestError(text, unknown[:80])
+
+    def whole(self, name: str, default: int, least: int, top: int) -> int:
+        value = self.given.get(name, default)
+        if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= top:
+            text = (
+                f"{name}={short(value)} is not a whole number from {least} to {top}\n  fix: give one, or leave it out"
+            )
+            raise RequestError(text, name)
+        return value
+
+    def real(self, name: str, default: float | None = None) -> Any:
+        value = self.given.get(name, default)
+        if value is not None and (not isinstance(value, int | float) or isinstance(value, bool)):
+            raise RequestError(f"{name}={short(value)} is not a number\n  fix: give one, or leave it out", name)
+        return None if value is None else as_float(value)
+
+    def flag(self, name: str) -> bool:
+        value = self.given.get(name, False)
+        if not isinstance(value, bool):
+            raise RequestError(f"{name}={short(value)} is neither true nor false\n  fix: give one of them", name)
+        return value
+
+    def stops(self) -> tuple[str, ...]:
+        """Return the stop texts: one, or a list of them, none of them empty."""
+        value = self.given.get("stop", [])
+        value = [value] if isinstance(value, str) else value
+        if not isinstance(value, list) or len(value) > STOPS:
+            raise RequestError(f"stop is not a list of at most {STOPS} texts\n  fix: give fewer", "stop")
+        if not all(isinstance(text, str) and 1 <= len(text) <= STOP_LENGTH for text in value):
+            text = f"stop is not a list of texts of 1 to {STOP_LENGTH:,} characters\n  fix: give a list of such texts"
+            raise RequestError(text, "stop")
+        return tuple(value)
+
+
+def short(value: Any) -> str:
+    """Return the start of a value as Python writes it, which writes no number with thousands of digits."""
+    if isinstance(value, int) and not isinstance(value, bool) and abs(value) >= 1 << 128:
+        return f"a number of {value.bit_length()} bits"
+    try:
+        return f"{value!r:.80}"
+    except RecursionError:
+        return "a value that is nested too deeply"
+
+
+def as_float(value: Any) -> float:
+    """Return the number as a float; infinity for a whole number that is too large for one."""
+    try:
+        return float(value)
+    except OverflowError:
+        return math.inf
