@@ -15,21 +15,25 @@ NUMBER = re.compile(r"[-+<>~]?[\d.,]+(e[-+]?\d+)?(%|x| us| ms| s| ns)?|-|inf|") 
 
 
 def table(
-    rows: Sequence[Sequence[str]], headers: Sequence[str], columns: int | None = None, *,
+    rows: Sequence[Sequence], headers: Sequence[str], columns: int | None = None, *,
     right: Sequence[bool] = (), hang: str = "", above: Sequence[str] = (), below: Sequence[str] = (),
 ) -> str:  # fmt: skip
-    """Rows under their headers; the widest columns of words are wrapped until all fit.
+    """Return the rows under their headers; the widest columns of words are wrapped until all fit.
 
-    A header may have several lines. `right`: the columns that stand to the right, and of which only the header is
-    wrapped, by default those of numbers. `hang`: what a wrapped cell is continued with. `above`, `below`: text over all
-    columns that belongs to each row.
+    Args:
+        rows: Cells of any type, written as `str` writes them; a row may end early. A cell or header may have several
+            lines.
+        right: Which columns are aligned to the right, with only their headers wrapped; by default those of numbers.
+        hang: What a wrapped cell is continued with.
+        above, below: Text over all columns that belongs to each row.
     """
     columns = columns or width()
-    across = [[row[i] for row in rows] for i in range(len(headers))]
-    right = right or [bool(column) and all(NUMBER.fullmatch(cell) for cell in column) for column in across]
+    rows = [[*map(str, row), *[""] * (len(headers) - len(row))] for row in rows]
+    across = [[line for row in rows for line in row[i].splitlines() or [""]] for i in range(len(headers))]
+    right = right or [bool(column) and all(NUMBER.fullmatch(line) for line in column) for column in across]
     widths = [max(map(len, [*column, *head.split("\n")])) for column, head in zip(across, headers, strict=True)]
     least = [
-        max(map(len, [*(column if numbers else " ".join(column).split()), *head.split()]))
+        max(map(len, [*(column if numbers else " ".join(column).split()), *head.split()]), default=0)
         for column, head, numbers in zip(across, headers, right, strict=True)
     ]
     while sum(widths) + 2 * (len(widths) - 1) > columns:

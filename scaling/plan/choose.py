@@ -10,8 +10,7 @@ import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from tabulate import tabulate
-
+from scaling.common import tables
 from scaling.configs import Config
 from scaling.hardware import Chip
 from scaling.mesh import AbstractMesh
@@ -148,8 +147,7 @@ def table(found: list[MeshChoice], refused: list[str], top: int = OFFERED) -> st
         numbers = [1e3 * t for t in (c.seconds, c.math, c.between, comms)]
         rows.append((c.name, *(f"{n:,.1f}" for n in numbers), f"{c.memory / 1e9:.3f}"))
     head = ["mesh", "ms a step", "products", "between", "collectives", "GB a rank"]
-    align = ("left", *["right"] * (len(head) - 1))
-    lines = [tabulate(rows, head, "simple", disable_numparse=True, colalign=align), reason(found)]
+    lines = [tables.table(rows, head), reason(found)]
     lines += [f"{len(found)} meshes were compared" + (f", {len(refused)} do not suit, such as" if refused else "")]
     return "\n".join([*lines, *(f"  {why}" for why in refused[:3])])
 

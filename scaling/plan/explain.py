@@ -4,8 +4,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from textwrap import wrap
 
-from tabulate import tabulate
-
+from scaling.common.tables import table
 from scaling.hardware import Chip
 from scaling.plan.candidates import Found, answer
 from scaling.plan.evaluate import Estimate
@@ -154,7 +153,7 @@ def text(plans: Found, budget: Budget) -> str:
         rows[-1] += (f"{one.dollars / 1e6:,.3g}M",) if one.dollars else ()
     head = ["chips", "layout", "a chip holds", "step, s", "days", *(["dollars"] if rows[0][5:] else [])]
     lines += ["", "What else could be had: nothing beats these in time, memory, chips and dollars at once"]
-    lines += [tabulate(rows, head, "simple", disable_numparse=True)]
+    lines += [table(rows, head)]
     rows = [("as asked", described_layout(found), f"{found.mfu:.0%}", f"{found.per_chip:,.0f}")]
     for change in changes(plans.question):
         if (new := change.found) is None:
@@ -164,7 +163,7 @@ def text(plans: Found, budget: Budget) -> str:
         rows.append((change.what, name, f"{new.mfu:.0%}", f"{change.per_chip:,.0f}"))
     lines += ["", "What would change the answer"]
     head = ["with", "the best layout", "MFU", "tokens/s a chip"]
-    lines += [tabulate(rows, head, "simple", disable_numparse=True)]
+    lines += [table(rows, head)]
     return folded(lines)
 
 

@@ -11,10 +11,9 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from tabulate import tabulate
-
 from scaling.common.arguments import shortened
 from scaling.common.console import Parser, complaining, integer, number
+from scaling.common.tables import table
 from scaling.configs import get
 from scaling.configs.sources import HELP
 from scaling.cost.units import significant
@@ -108,7 +107,7 @@ def advice(job: Job, gpu: Chip, gpus: int, timed: bool = True) -> str:
             *(size(float(x)) for x in (states, passing, own.total)),
         ]
         rows.append([*row, "yes" if step.fits else "no", *([f"{step.found.forecast:.3g}"] if timed else [])])
-    head = ["", "GPUs", "microbatches", "params, grads, optimizer", "activations, working", "a GPU holds", "fits"]
+    head = ["", "GPUs", "microbatches", "params, grads,\noptimizer", "activations,\nworking", "a GPU holds", "fits"]
     state = job.param_bytes + job.grad_bytes + job.optimizer_bytes
     lines = [
         f"{job.config.name} ({significant(params)} params, {state:g} bytes each) on {gpus} x {gpu.name} of "
@@ -116,12 +115,9 @@ def advice(job: Job, gpu: Chip, gpus: int, timed: bool = True) -> str:
         f"of which {job.headroom:.0%} count; {job.sequences} sequences of {job.seq:,} a step",
         *counted_without(job.config),
         "",
-        tabulate(
-            rows, head + ["step, s"] * timed, "simple", disable_numparse=True,
-            maxcolwidths=[22, 4, 12, 10, 12, 8, 4, 7], maxheadercolwidths=[22, 5, 12, 10, 12, 8, 4, 7],
-        ),
+        table(rows, head + ["step, s"] * timed),
         "",
-    ]  # fmt: skip
+    ]
     if chosen := choose_rung(steps):
         lines += [f"Take: {chosen.rung.name}", f"      {chosen.rung.how}"]
         if chosen.rung.sizes and steps[0].fits and not steps[0].rung.sizes:

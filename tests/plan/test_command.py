@@ -36,6 +36,8 @@ def slow(*case):
 SAID = [  # arguments, exit status, what is said among other things
     (POD, 0, ["Best of ", "X_opt = 1,619 (FSDP), 5.5 (TP)", "Bound: ", "Forecast: "]),
     slow(POD.replace("8960", "35840"), 0, ["pods"]),
+    (f"{POD.replace('8960', '1024')} --mesh fsdp=1024", 0, ["FSDP 1,024 ring of 8"]),
+    (f"{SOME.replace('16', '16384').replace('1M', '128M')} --mesh data=16384", 0, ["data 16,384 network"]),
     slow("--model mixtral-8x7b --chip gb200 --chips 96 --batch 2M --dtype fp8", 0, ["EP"]),
     ("--model llama3-405b --chip h100 --chips 1024 --batch 1M", 0,
      ["data parallelism across nodes needs 2,475", "TP in a node stays compute-bound up to 24.2 ways"]),
@@ -54,6 +56,7 @@ SAID = [  # arguments, exit status, what is said among other things
     ("published --only gpt-9", 2, ["no run is called 'gpt-9'"]),
     ("guide --model llama3-8b --gpu h100 --gpus 8", 0, ["Take: FSDP"]),
     ("guide --model llama3-8b --memory 24GB --gpus 2", 1, ["Nothing fits", "8-bit Adam"]),
+    ("guide --model llama3-8b --gpu h100 --gpus 16384 --sequences 32768", 0, ["DDP 16384 2 96.4 GB"]),
     ("guide --model llama3-8b --gpu h100 --gpus 64 --sequences 8", 0, ["8 sequences of 2,048 a step"]),
     ("guide --model llama3-8b --gpu v5p", 2, ["is a tpu"]),
     (f"{SERVE} --chips 16 --pareto", 0,

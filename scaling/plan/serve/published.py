@@ -13,8 +13,7 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
-from tabulate import tabulate
-
+from scaling.common import tables
 from scaling.common.console import Parser, complain
 from scaling.configs import Config, get
 from scaling.cost import decoding, serving
@@ -116,7 +115,7 @@ def table(groups: list[dict]) -> str:
              *(f"{1e3 * t:.2f}" for t in (one.seconds, one.bound)), f"{one.bound / one.seconds:.0%}",
              *(f"{1e3 * t:+.2f}" for t in (one.slower, one.step.comms, one.rest))) for one in found
         ]  # fmt: skip
-        lines += [tabulate(body, head, "simple", disable_numparse=True, colalign=("left",) + ("right",) * 10)]
+        lines += [tables.table(body, head)]
         lines += [f"  {group['says']}", ""]
     lines += [
         "share: bound / measured. On top, each in ms: memory: HBM read at "

@@ -3,8 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import replace
 
-from tabulate import tabulate
-
+from scaling.common.tables import table
 from scaling.cost import decoding, serving
 from scaling.models.leaves import counted_without
 from scaling.plan.report import folded, size
@@ -80,7 +79,7 @@ def _rows(found: Sequence[ServingPlan]) -> str:
         (slice_name(f.shape), f.form, _mesh(f), f"{f.batch:,}", f"{1e3 * f.step.seconds:.2f}",
          f"{f.tokens_per_second:,.0f}", f"{f.per_chip:,.1f}", f.step.bound) for f in found
     ]  # fmt: skip
-    return tabulate(body, head, "simple", disable_numparse=True, colalign=("left",) * 3 + ("right",) * 4 + ("left",))
+    return table(body, head)
 
 
 def distinct(found: Sequence[ServingPlan], most: int) -> list[ServingPlan]:
