@@ -7,6 +7,7 @@ layer at a time. A tensor that is missing, left over or misshaped is named. Need
 import json
 import math
 from collections.abc import Iterator, Sequence
+from functools import reduce
 from pathlib import Path
 from typing import Any
 
@@ -27,13 +28,20 @@ from scaling.spec import Spec, parse
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 SINGLE_BYTES = 5_000_000_000  # a larger model is written as a file a layer
 TABLE, HEAD = "model.embed_tokens.weight", "lm_head.weight"
+MOST_MISSING = 1_000_000  # more than these are not looked at one by one
+DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}  # of safetensors
+ROUTER_BIAS = "e_score_correction_bias"
 COMPUTED = ".rotary_emb.inv_freq"  # stands in older files
 
 
 def load(folder: "str | Path", dtype: torch.dtype | None = None) -> tuple[Config, dict]:
-    """(config, params) of a folder, whole and on the CPU; dtype None: the file's.
+    """Return (config, params) of a folder, whole and on the CPU, in this dtype or, with None, in the files'.
 
-    ValueError for a model that is not computed here, and for tensors that are missing, left over or misshaped.
+    Where the files' dtypes differ, the params have the smallest one that holds them all. The bias of a router's choices
+    alone keeps its own, as it does in transformers.
+
+    Raises:
+        ValueError: A model that is not computed here, or tensors that are missing, left over or misshaped.
     """
     return load_sharded(folder, None, AbstractMesh({}), dtype, "cpu")
 
@@ -47,9 +55,9 @@ def load_sharded(
     *,
     places: Places = IN_ORDER,
 ) -> tuple[Config, dict]:
-    """(config, params), params this rank's shards by `specs` (None: whole). The rest of the files is not read.
+    """Return (config, params) as `load` does, the params as this rank's shards by `specs` (None: whole).
 
-    `places`: as of `models.transformer.init`.
+    The rest of the files is not read. `places` is as in `models.transformer.init`.
     """
     folder = Path(folder)
     config = _config(folder)
@@ -57,9 +65,10 @@ def load_sharded(
     sizes, slots = stored_sizes(config, places), places.get("L", range(config.sizes["L"]))
     files = _Files(folder)
     files.check(layouts, config)
+    dtypes = files.dtypes(layouts, config) if dtype is None else tree.map(lambda layout: dtype, layouts)
     device = torch.device(mesh.device if device is None else device)
 
-    def leaf(spec: Spec, layout: FileLayout) -> Tensor:
+    def leaf(spec: Spec, layout: FileLayout, kept: torch.dtype) -> Tensor:
         ranges = dict(zip(spec.dim_names, spec.slices(sizes, mesh, mesh.coord), strict=True))
         real = {dim: tree.unpadded(held, config.V) if dim == "V" else held for dim, held in ranges.items()}
         made: Any = None
@@ -69,13 +78,13 @@ def load_sharded(
                 continue
             part = layout.read(files[layout.tensor(there)], real, sizes)
             if made is None:
-                made = torch.zeros(spec.local_shape(sizes, mesh), dtype=dtype or part.dtype, device=device)
+                made = torch.zeros(spec.local_shape(sizes, mesh), dtype=kept, device=device)
             made[tuple(i - ranges[dim].start for dim, i in at.items())][tuple(map(slice, part.shape))] = part
         return made
 
     types = tree.map(parse, whole if specs is None else specs)
     tree.paired(types, whole, "specs")  # refuses specs of another structure
-    return config, tree.map(leaf, types, layouts)
+    return config, tree.map(leaf, types, layouts, dtypes)
 
 
 def save(folder: "str | Path", config: Config, params: dict) -> None:
@@ -232,12 +241,31 @@ class _Files:
     def __getitem__(self, tensor: str):
         return self.open[self.file_of[tensor]].get_slice(tensor)
 
+    def dtypes(self, layouts: dict, config: Config) -> dict:
+        """Return the dtype of each leaf: the smallest that holds all tensors of the model, or of a router's bias."""
+
+        def holding(layout: FileLayout) -> torch.dtype:
+            found = {self[name].get_dtype(): name for name in layout.tensors(config.sizes)}
+            if strange := found.keys() - DTYPES.keys():
+                kind = min(strange)
+                raise ValueError(
+                    f"{self.folder}: {found[kind]} is stored as {kind}, in which no params are computed"
+                    f"\n  fix: give a dtype to read it in, or a folder with weights in {', '.join(DTYPES)}"
+                )
+            return reduce(torch.promote_types, (DTYPES[kind] for kind in found))
+
+        biases = [layout for layout in tree.leaves(layouts) if layout.name.endswith(ROUTER_BIAS)]
+        whole = reduce(torch.promote_types, (holding(each) for each in tree.leaves(layouts) if each not in biases))
+        return tree.map(lambda layout: holding(layout) if layout in biases else whole, layouts)
+
     def check(self, places: dict, config: Config) -> None:
-        """ValueError that names a tensor which is missing, is left over or has another shape."""
-        wanted = {}
-        for layout in tree.leaves(places):
-            for at in layout.indices({dim: slice(0, config.sizes[dim]) for dim in layout.numbered}):
-                wanted[layout.tensor(at)] = layout.shape(config.sizes)
+        """Raise a ValueError that names a tensor which is missing, is left over or has another shape."""
+        layouts = tree.leaves(places)
+        count = sum(math.prod(config.sizes[dim] for dim in layout.numbered) for layout in layouts)
+        if count > len(self.file_of) + MOST_MISSING:
+            what = f"{self.folder}: has {len(self.file_of):,} tensors; the sizes in config.json give {count:,}"
+            raise ValueError(f"{what}\n  fix: take both from one version of the model")
+        wanted = {name: layout.shape(config.sizes) for layout in layouts for name in layout.tensors(config.sizes)}
         found = {tensor for tensor in self.file_of if not tensor.endswith(COMPUTED)}
         if config.tied and {TABLE, HEAD} <= found and torch.equal(self[TABLE][:], self[HEAD][:]):
             found.remove(HEAD)  # some files hold the shared table twice

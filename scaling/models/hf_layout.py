@@ -39,6 +39,11 @@ class FileLayout:
         for at in itertools.product(*(range(ranges[dim].start, ranges[dim].stop) for dim in dims)):
             yield dict(zip(dims, at, strict=True))
 
+    def tensors(self, sizes: Mapping[str, int]) -> Iterator[str]:
+        """Yield the names of all tensors of the param."""
+        for at in self.indices({dim: slice(0, sizes[dim]) for dim in self.numbered}):
+            yield self.tensor(at)
+
     def shape(self, sizes: Mapping[str, int]) -> tuple[int, ...]:
         return tuple(math.prod(sizes[dim] for dim in group) for group in self.groups)
 
