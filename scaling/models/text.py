@@ -15,6 +15,7 @@ from typing import Any, Protocol
 from scaling.common.arguments import read_table
 from scaling.configs.hub import COMPANIONS, TEMPLATES
 from scaling.configs.sources import MODEL, RUN
+from scaling.models.growth import check_growth, growing_steps
 
 FILE = "tokenizer.json"
 ENDS = ("bos_token_id", "eos_token_id", "pad_token_id")  # of config.json: ids that belong to the tokenizer
@@ -107,13 +108,26 @@ class FromFile:
         vocabulary = self.loaded.get_vocab()
         self.vocabulary, self.longest = max(vocabulary.values(), default=-1) + 1, max(map(len, vocabulary), default=1)
         self.folder = Path(path).parent if Path(path).name == FILE else None
+        self.growing = growing_steps(self.name, self.loaded)
 
     def encode(self, text: str, special: bool = False) -> list[int]:
-        return self.loaded.encode(text, add_special_tokens=special).ids
+        return self._encoded(text, special).ids
 
     def places(self, text: str) -> tuple[list[int], list[tuple[int, int]]]:
-        found = self.loaded.encode(text, add_special_tokens=False)
+        found = self._encoded(text)
         return found.ids, found.offsets
+
+    def _encoded(self, text: str, special: bool = False) -> Any:
+        try:
+            check_growth(self.name, self.growing, text)
+            return self.loaded.encode(text, add_special_tokens=special)
+        except BaseException as error:
+            if type(error).__name__ != "PanicException":  # which the library raises, and no other name for it
+                raise
+            why = f"{self.name}: the library tokenizers cannot read a text by it: {error}"
+            raise ValueError(
+                f"{why}\n  fix: give another text, or the tokenizer.json that the model came with"
+            ) from None
 
     def id_of(self, token: str) -> int | None:
         return self.loaded.token_to_id(token)

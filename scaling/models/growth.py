@@ -1,0 +1,66 @@
+"""What the replacements of a tokenizer.json make of a text's length: seven that each write "a" ten times make of one
+"a" ten million characters, in 12 s. Texts that grow without bound are refused before the library reads them."""
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+FEW, MOST = 16, 100  # times as long: what needs no look at each text, and what a text may become
+CONTENT = 256  # characters that one replacement may write
+PART = 1000  # characters of a text that are looked at together, so that no step takes much memory
+FIX = "give the tokenizer.json that the model came with"
+
+
+def replacements(part: Any) -> Iterator[dict[str, Any]]:
+    """Yield the steps of a normalizer or of a decoder of the library `tokenizers`, as its file has them."""
+    waiting = [json.loads(part.__getstate__())] if part is not None else []
+    while waiting:
+        step = waiting.pop(0)
+        inner = step.get("normalizers", step.get("decoders"))
+        if inner is None:
+            yield step
+        else:
+            waiting = [*inner, *waiting]
+
+
+def growth(steps: list[dict[str, Any]]) -> float:
+    """Return how many times as long a text can become at most. A regular expression may match between characters."""
+    times = 1.0
+    for step in steps:
+        if step["type"] == "Replace":
+            written, pattern = len(step["content"]), step["pattern"].get("String")
+            times *= 1 + written if not pattern else max(1.0, written / len(pattern))
+    return times
+
+
+def growing_steps(name: str, loaded: Any) -> list[Any]:
+    """Return the normalizers to be tried one by one on each text; none where no text grows much.
+
+    Raises:
+        ValueError: The file's decoder may make a text ever longer, or one replacement writes too much.
+    """
+    steps, decoder = [*replacements(loaded.normalizer)], [*replacements(loaded.decoder)]
+    why, longest = (
+        "",
+        max((len(step["content"]) for step in (*steps, *decoder) if step["type"] == "Replace"), default=0),
+    )
+    if longest > CONTENT:
+        why = f"a replacement writes {longest:,} characters, of at most {CONTENT}"
+    elif growth(decoder) > MOST:
+        why = f"its decoder may make a text {growth(decoder):,.0f} times as long, of at most {MOST}"
+    if why:
+        raise ValueError(f"{name}: {why}\n  fix: {FIX}")
+    if growth(steps) <= FEW:
+        return []
+    empty = {"version": "1.0", "added_tokens": [], "model": {"type": "BPE", "vocab": {}, "merges": []}}
+    return [type(loaded).from_str(json.dumps(empty | {"normalizer": step})).normalizer for step in steps]
+
+
+def check_growth(name: str, steps: list[Any], text: str) -> None:
+    """Raise a ValueError if the normalizers make a part of a text too long. Each step is looked at before the next."""
+    for begin in range(0, len(text) if steps else 0, PART):
+        part = text[begin : begin + PART]
+        for step in steps:
+            part = step.normalize_str(part)
+            if len(part) > MOST * PART:
+                raise ValueError(f"{name}: its normalizers make a text more than {MOST} times as long\n  fix: {FIX}")
