@@ -2,12 +2,14 @@
 
     folder/step-000100/     __0_0_0.distcp, ...  the blocks that a rank is the first to hold: no block twice
                             .metadata            each leaf's dtype, shape and blocks, as torch's own `dcp.load` reads it
-                            index.json           the step, the mesh, the leaves' types; ints and strings
+                            index.json           the step, the mesh, the leaves' types, ints and strings; what it was
+                                                 made with (`record`); the checksum of each file, and its own
     folder/latest           the newest complete step
 
 A step is written under another name and renamed when every rank's blocks are on disk, so that a run that is killed at
 any moment leaves the last good one. Loading reads, of the files mapped into memory, only what this rank's types say;
-a block that a rank uses whole is compared with its checksum, and `verify` does so with all.
+each file must be the one that the index names, a block that a rank uses whole is compared with its checksum, and
+`verify` does so with all blocks.
 Nothing in the files is run.
 """
 
@@ -29,7 +31,7 @@ from scaling.models.params import IN_ORDER, Places
 from scaling.spec import Spec, parse
 from scaling.train import dcp
 from scaling.train.blocks import stored
-from scaling.train.durable import INDEX, LATEST, begin, complete, step_name, write_step
+from scaling.train.durable import INDEX, begin, checksum_of, complete, pointed, step_name, write_step
 from scaling.train.guards import check_same
 
 THREAD = "checkpoint"  # the name of those that write
@@ -140,31 +142,39 @@ def load(
     step = latest(folder) if step is None else step
     whole(0, step=step)
     content, path = index(folder, step), Path(folder) / step_name(step)
-    state = dcp.load(path, specs, mesh, places=places, among=among, verified=True)
+    sums = content.get("files", dcp.NO_SUMS)
+    state = dcp.load(path, specs, mesh, places=places, among=among, verified=True, sums=sums)
     return _with_values(state, content["values"]), content["step"]
 
 
 def index(folder, step: int) -> dict:
-    """What a step's index.json says. FileNotFoundError if that step is not complete."""
-    path = Path(folder) / step_name(step)
-    if not (path / INDEX).is_file():
-        raise FileNotFoundError(f"{path}: there is no complete checkpoint here\n  fix: name a step that is there")
+    """What a step's index.json says. FileNotFoundError if that step is not complete; ValueError if it is damaged."""
+    path = Path(folder) / step_name(step) / INDEX
+    if not path.is_file():
+        what = f"{path.parent}: there is no complete checkpoint here"
+        raise FileNotFoundError(f"{what}\n  fix: name a step that is there")
+    content, wrong = {}, ""
     try:
-        content = json.loads((path / INDEX).read_text())
-        _ = content["step"], content["values"].items()
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ValueError(f"{path / INDEX}: is damaged: {error}\n  fix: load another step") from None
+        content = json.loads(path.read_bytes())
+        _with_values({}, content["values"])
+        whole(0, step=content["step"])
+        if "checksum" in content and checksum_of(content) != content["checksum"]:
+            wrong = "its content is not what was written"
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        wrong = f"{type(error).__name__}: {str(error).splitlines()[0]}"
+    if wrong:
+        raise ValueError(f"{path}: is damaged: {wrong}\n  fix: load another step")
+    if content["step"] != step:
+        raise ValueError(f"{path}: is that of step {content['step']}\n  fix: give the folder the name of its step")
     return content
 
 
 def latest(folder) -> int:
     """The step that the file `latest` names, or if there is none such the newest complete one. FileNotFoundError."""
-    steps, named = complete(Path(folder)), Path(folder) / LATEST
-    if not steps:
+    if not (steps := complete(Path(folder))):
         raise FileNotFoundError(f"{folder}: there is no complete checkpoint here\n  fix: name the folder of a run")
-    text = named.read_text() if named.is_file() else ""
-    said = int(text) if text.isdigit() else -1
-    return said if said in steps else steps[-1]
+    named = pointed(Path(folder), steps)
+    return steps[-1] if named is None else named
 
 
 def typed(state, specs) -> dict[str, tuple[Any, Spec | None]]:

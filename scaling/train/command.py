@@ -28,13 +28,13 @@ from scaling.models.ends import NO_END
 from scaling.models.text import NAME
 from scaling.spec.sizes import parse_mesh
 from scaling.strategies import transformer
-from scaling.train import checkpoint, compare, dry, elastic, evaluate, export, flight, tokenize, verify
+from scaling.train import compare, dry, elastic, evaluate, export, flight, tokenize, verify
 from scaling.train.documents import add_options
-from scaling.train.durable import replaced
+from scaling.train.durable import oddities, replaced
 from scaling.train.loop import STOP, run
 from scaling.train.origin import begun_from, end_for, keep_origin, tokenizer_for
 from scaling.train.progress import check_installed, describe
-from scaling.train.record import check_unchanged, record_of, recorded
+from scaling.train.record import check_options_kept, check_unchanged, first_recorded, record_of, resumable
 from scaling.train.settings import Settings, add_flags
 
 LOCK = "lock"  # of a run's folder: the file that the run that writes there holds
@@ -86,6 +86,8 @@ def arguments(argv=None) -> argparse.Namespace:
     if before and "eos_id" not in read_table(before):
         flags += [f"--eos-id={NO_END}", "--no-template"]  # an older run goes on with the documents that it began with
     args = parser.parse_args([*flags, *(sys.argv[1:] if argv is None else argv)])
+    if args.step and not args.resume:
+        parser.error("--step chooses the checkpoint that --resume goes on from: give both")
     if not args.data and not args.dry_run:
         parser.error("--data is needed: a text file, or a folder of them")
     return args
@@ -252,11 +254,13 @@ def check_startable(out: Path, settings: Settings) -> None:
             what = f"{out}: holds checkpoints already"
             raise ValueError(f"{what}\n  fix: give --resume to go on from them, or another --out")
         return
-    step = checkpoint.latest(out) if checkpoint.complete(out) else None
-    if step is not None and not (out / RUN).is_file():
-        what = f"{out}: has checkpoints, and no {RUN} that says which options they were made with"
-        raise ValueError(f"{what}\n  fix: put it back, or begin another run with another --out")
-    check_unchanged(out, recorded(out, step), record_of(settings), settings.model.name)
+    for odd in oddities(out):
+        print(f"warning: {odd}", file=sys.stderr, flush=True)
+    steps = resumable(settings)
+    step, before = first_recorded(out, steps)
+    if steps:
+        check_options_kept(out, before)
+    check_unchanged(out, before, record_of(settings), settings.model.name)
     if step is None:
         print(f"{out}: there is no checkpoint yet: starting at step 1", flush=True)
     elif step >= settings.steps:
@@ -271,7 +275,7 @@ def keep_options(out: Path, settings: Settings, model: str, mesh: str, stop: int
     if _touched(out / STOP) == stop:
         (out / STOP).unlink(missing_ok=True)
     flight.keep_earlier(out)
-    kept = {k: v for k, v in asdict(settings).items() if k not in ("model", "weights", "resume", "out")}
+    kept = {k: v for k, v in asdict(settings).items() if k not in ("model", "weights", "resume", "step", "out")}
     kept |= {"mesh": mesh, "dropout": settings.model.dropout} | keep_origin(out, model, settings)
     lines = [f"{key} = {json.dumps(value, ensure_ascii=False)}\n" for key, value in sorted(kept.items())]
     replaced(out / RUN, "".join(lines))  # other ranks, which start later, may be reading it

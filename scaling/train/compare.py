@@ -4,7 +4,6 @@ What is compared: the options that bear on a step; the losses and gradient norms
 of each leaf; and the leaves of checkpoints that both have.
 """
 
-import json
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -16,6 +15,7 @@ from scaling.models.text import NAME
 from scaling.train import checkpoint, dcp
 from scaling.train.durable import step_name
 from scaling.train.origin import config_of_run, options_of
+from scaling.train.progress import read_records
 
 # What changes no step:
 BESIDE = ("out", "save_every", "keep", "eval_every", "eval_batches", "guard_every", "resume", "chip", "keep_weights")
@@ -23,9 +23,9 @@ BESIDE += ("norms", "profile", "sample", "tensorboard", NAME)
 
 
 def _of_same_steps(a: Path, b: Path, name: str) -> Iterator[tuple[dict, dict]]:
-    """The records of steps that both runs have in a file of JSON lines; of a step that was run twice, the later one."""
+    """Yield the records of steps that both runs have in a file of JSON lines; of a step run twice, the later one."""
     ours, theirs = (
-        {record["step"]: record for record in map(json.loads, path.read_text().splitlines() if path.exists() else ())}
+        {record["step"]: record for _, record in (read_records(path) if path.exists() else ()) if record}
         for path in (a / name, b / name)
     )
     yield from ((ours[step], theirs[step]) for step in sorted(ours.keys() & theirs.keys()))
@@ -51,11 +51,11 @@ def differences(a: Path, b: Path, tolerance: float) -> Iterator[str]:
         if name not in BESIDE and ours.get(name) != theirs.get(name):
             yield f"option {name}: {ours.get(name, 'none')} and {theirs.get(name, 'none')}"
     for one, other in _of_same_steps(a, b, "metrics.jsonl"):
-        if found := [key for key in ("loss", "grad_norm") if differ(one[key], other[key], tolerance)]:
-            yield f"step {one['step']}: {found[0]} {one[found[0]]!r} and {other[found[0]]!r}"
+        if found := [key for key in ("loss", "grad_norm") if differ(one.get(key), other.get(key), tolerance)]:
+            yield f"step {one['step']}: {found[0]} {one.get(found[0])!r} and {other.get(found[0])!r}"
             break
     for one, other in _of_same_steps(a, b, "norms.jsonl"):
-        x, y = one["norms"], other["norms"]
+        x, y = one.get("norms", {}), other.get("norms", {})
         if found := [leaf for leaf in x if leaf in y and differ(x[leaf], y[leaf], tolerance)]:
             yield f"step {one['step']}: the gradient of {found[0]}: norms {x[found[0]]!r} and {y[found[0]]!r}"
             break

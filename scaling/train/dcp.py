@@ -14,6 +14,7 @@ import pickle
 import zipfile
 import zlib
 from collections.abc import Mapping
+from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,7 @@ from scaling.spec import Spec, parse
 from scaling.train.blocks import SavedBlock, SavedLeaf, assembled
 
 METADATA = ".metadata"
+NO_SUMS: Mapping[str, str] = {}
 MODULE = "torch.distributed.checkpoint"
 ALLOWED = {  # all that a `.metadata` of tensors is made of, beside dtypes and sizes
     f"{MODULE}.metadata": "Metadata TensorStorageMetadata BytesStorageMetadata ChunkStorageMetadata TensorProperties "
@@ -39,15 +41,24 @@ ALLOWED = {  # all that a `.metadata` of tensors is made of, beside dtypes and s
 }
 
 
-def load(folder, specs, mesh, *, places: Places = IN_ORDER, among: bool = True, verified: bool = False) -> Any:
+def load(
+    folder,
+    specs,
+    mesh,
+    *,
+    places: Places = IN_ORDER,
+    among: bool = True,
+    verified: bool = False,
+    sums: Mapping[str, str] = NO_SUMS,
+) -> Any:
     """The tree of `specs`, each leaf this rank's shard, of a DCP checkpoint in files, which may hold more if `among`.
 
     A leaf is looked for under its keys joined by dots, as DCP names it. Of a block that shares a file with others the
-    whole is read. `verified`: as of `ShardReader`. ValueError that names the leaf or the file which is missing,
+    whole is read. `verified`, `sums`: as of `ShardReader`. ValueError that names the leaf or the file which is missing,
     misshaped, damaged or not of tensors.
     """
     types, found = {name_of(where): parse(text) for where, text in tree.named_leaves(specs, "state").items()}, {}
-    saved, read = saved_leaves(folder), ShardReader(Path(folder), verified)
+    saved, read = saved_leaves(folder, sums), ShardReader(Path(folder), verified, sums)
     for name, spec in types.items():
         if name not in saved:
             raise ValueError(
@@ -80,13 +91,14 @@ def name_of(where: str) -> str:
 
 class ShardReader:
     """`read(name, saved, block, whole)`: a block of a leaf as the index has them; files are mapped into memory if they
-    can be. `verified`: a block that is used whole is compared with its checksum.
+    can be. `verified`: a block that is used whole is compared with its checksum. `sums`: the `checksum` of each file as
+    the index has it, with which every file is compared that is read.
 
     ValueError for a file that is missing, cut short, no tensor of that shape, or not what was written.
     """
 
-    def __init__(self, folder: Path, verified: bool):
-        self.folder, self.verified, self.read = folder, verified, {}
+    def __init__(self, folder: Path, verified: bool, sums: Mapping[str, str] = NO_SUMS):
+        self.folder, self.verified, self.sums, self.read = folder, verified, sums, {}
 
     def __call__(self, name: str, saved: SavedLeaf, block: SavedBlock, whole: bool) -> Tensor:
         path = self.folder / Path(block.file).name
@@ -113,7 +125,22 @@ class ShardReader:
         if not isinstance(found, Tensor) or [*found.shape] != shape or found.dtype != saved.dtype:
             dtype = str(saved.dtype).removeprefix("torch.")
             raise ValueError(f"{path}: does not hold {name}, {dtype}{shape}, as it should\n  fix: load an earlier step")
+        if path.name in self.sums and checksum(path) != self.sums[path.name]:
+            raise ValueError(f"{path}: is not the file that was written for this step\n  fix: load an earlier step")
         return found
+
+
+def checksum(path: Path) -> str:
+    """Return what tells a file of a step from another: a digest of its bytes, or of a file of torch.save, which is a
+    zip archive, a digest of the names, sizes and CRC-32s of what it holds, for which little of it is read."""
+    if path.name == METADATA:
+        return blake2b(path.read_bytes(), digest_size=8).hexdigest()
+    try:
+        with zipfile.ZipFile(path) as file:
+            held = [(entry.filename, entry.file_size, entry.CRC) for entry in file.infolist()]
+    except zipfile.BadZipFile:
+        return ""
+    return blake2b(repr(held).encode(), digest_size=8).hexdigest()
 
 
 def intact(path: Path, block: Tensor) -> bool:
@@ -159,10 +186,11 @@ class _Restricted(pickle.Unpickler):
         raise pickle.UnpicklingError(f"it asks for {module}.{name}, which describes no tensor")
 
 
-def saved_leaves(folder) -> dict[str, SavedLeaf]:
+def saved_leaves(folder, sums: Mapping[str, str] = NO_SUMS) -> dict[str, SavedLeaf]:
     """{name: how it is saved} of each tensor of a DCP checkpoint. Values of other types are not read.
 
-    FileNotFoundError; ValueError if `.metadata` holds anything that does not describe tensors.
+    FileNotFoundError; ValueError if `.metadata` holds anything that does not describe tensors, or is not the file of
+    which `sums` has the checksum.
     """
     if not (path := Path(folder) / METADATA).is_file():
         what = f"{path}: there is no checkpoint of torch.distributed.checkpoint here"
@@ -188,6 +216,8 @@ def saved_leaves(folder) -> dict[str, SavedLeaf]:
             f"{path}: is damaged, or not what torch.distributed.checkpoint writes of tensors: {error}"
             "\n  fix: give a folder that it wrote of a tree of tensors, or load another step"
         ) from error
+    if METADATA in sums and checksum(path) != sums[METADATA]:
+        raise ValueError(f"{path}: is damaged: it is not the file that was written\n  fix: load another step")
     return found
 
 

@@ -8,8 +8,9 @@ import json
 import os
 import shutil
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from hashlib import blake2b
 from pathlib import Path
 from time import monotonic, sleep
 from typing import Any
@@ -29,6 +30,12 @@ def step_name(step: int) -> str:
     return f"step-{step:06d}"
 
 
+def step_of(name: str) -> int | None:
+    """Return the step whose folder has this name; None if it is no step's."""
+    number = name.removeprefix("step-")
+    return int(number) if number.isascii() and number.isdigit() and step_name(int(number)) == name else None
+
+
 def unfinished(folder: Path, step: int) -> Path:
     return folder / f".{step_name(step)}"
 
@@ -39,10 +46,48 @@ def begin(folder: Path, step: int) -> None:
     unfinished(folder, step).mkdir(parents=True)
 
 
+def named(folder: Path) -> list[int]:
+    """Return the steps that have a folder, in order."""
+    found = [step_of(path.name) for path in folder.glob("step-*") if path.is_dir()]
+    return sorted(step for step in found if step is not None)
+
+
 def complete(folder: Path) -> list[int]:
-    """The complete steps, in order."""
-    there = [p for p in folder.glob("step-*") if p.name[5:].isdigit() and (p / INDEX).is_file()]
-    return sorted(int(p.name[5:]) for p in there)
+    """Return the complete steps, in order."""
+    return [step for step in named(folder) if (folder / step_name(step) / INDEX).is_file()]
+
+
+def pointed(folder: Path, steps: Sequence[int]) -> int | None:
+    """Return the one of these steps that the file `latest` names; None if it names none of them."""
+    text = (folder / LATEST).read_bytes() if (folder / LATEST).is_file() else b""
+    return next((step for step in steps if str(step).encode() == text.strip()), None)
+
+
+def newest_first(folder: Path) -> list[int]:
+    """Return the steps that a run may go on from, beginning with the one that `latest` names, or else with the newest.
+
+    Later steps are of a run that went back since. A step whose index is missing is damaged, and is among them.
+    """
+    steps = named(folder)
+    last = pointed(folder, steps)
+    return [step for step in reversed(steps) if last is None or step <= last]
+
+
+def oddities(folder: Path) -> list[str]:
+    """Return what looks like a checkpoint's and is not, a line each."""
+    odd = [
+        f"{path}: is no step's name, and is left alone" for path in folder.glob("step-*") if step_of(path.name) is None
+    ]
+    if (folder / LATEST).is_file() and (steps := named(folder)) and pointed(folder, steps) is None:
+        text = (folder / LATEST).read_bytes()[:40].decode(errors="replace")
+        odd.append(f"{folder / LATEST}: says {text!r}, which is no step here: the newest is step {steps[-1]}")
+    return odd
+
+
+def point_at(folder: Path, step: int) -> None:
+    """Let `latest` name a step that is there: a run goes on from it, and later ones do not count any more."""
+    if pointed(folder, [step]) is None:
+        replaced(folder / LATEST, str(step))
 
 
 def write_step(
@@ -81,7 +126,9 @@ def finish(folder: Path, leaves: Mapping[str, SavedLeaf], index: dict[str, Any],
     for file in (draft / block.file for saved in leaves.values() for block in saved.blocks):
         until(file.is_file, f"{file}: not written")
     replaced(draft / dcp.METADATA, dcp.pickled(leaves, draft))
-    replaced(draft / INDEX, json.dumps(index))
+    written = [dcp.METADATA, *(block.file for saved in leaves.values() for block in saved.blocks)]
+    index = index | {"files": {file: dcp.checksum(draft / file) for file in written}}
+    replaced(draft / INDEX, json.dumps(index | {"checksum": checksum_of(index)}))
     final = folder / step_name(step)
     if final.exists():  # a step that is saved again
         set_aside(final)
@@ -89,13 +136,20 @@ def finish(folder: Path, leaves: Mapping[str, SavedLeaf], index: dict[str, Any],
     synced(folder)
     draft.rename(final)
     synced(folder)
-    older = [each for each in complete(folder) if each != step]
-    for each in older[: max(0, len(older) - keep + 1)] if keep else ():
+    others = sorted((each for each in complete(folder) if each != step), key=lambda each: (each < step, each))
+    for each in others[: max(0, len(others) - keep + 1)] if keep else ():
         set_aside(folder / step_name(each))
     for left in folder.glob(".step-*"):  # of this or killed runs; a later step's may be one that is being written
-        number, _, old = left.name[6:].partition("-")
-        if old or (number.isdigit() and int(number) < step):
+        number, _, old = left.name.removeprefix(".step-").partition("-")
+        begun = step_of(f"step-{number}")
+        if old or (begun is not None and begun < step):
             shutil.rmtree(left, ignore_errors=True)
+
+
+def checksum_of(index: Mapping[str, Any]) -> str:
+    """Return the checksum of an index, without the one that stands in it."""
+    content = {key: value for key, value in index.items() if key != "checksum"}
+    return blake2b(json.dumps(content, sort_keys=True).encode(), digest_size=16).hexdigest()
 
 
 def set_aside(path: Path) -> None:

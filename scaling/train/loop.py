@@ -3,14 +3,16 @@
 It writes metrics.jsonl and checkpoints; it stops, with a checkpoint, when it is asked to.
 """
 
+import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from scaling import optim, tree
+from scaling.common.arguments import of_type
 from scaling.models import hf
 from scaling.models.params import stored_sizes
 from scaling.profile.record import watched
@@ -18,10 +20,11 @@ from scaling.strategies import transformer
 from scaling.strategies.transformer.stages import stored_places
 from scaling.train import checkpoint, guards
 from scaling.train.batches import Batch, ahead, inputs
+from scaling.train.durable import point_at, step_name
 from scaling.train.evaluate import continuation, evaluate, local
 from scaling.train.flight import Flight
 from scaling.train.progress import Progress
-from scaling.train.record import check_unchanged, option_changes, record_of, recorded
+from scaling.train.record import check_unchanged, option_changes, record_of, recorded, resumable
 from scaling.train.settings import DTYPES, Settings, optimizer_of
 from scaling.train.step import drawn_params, make_step
 
@@ -43,8 +46,11 @@ def run(mesh, settings: Settings, keep: Callable[[], None] | None = None) -> dic
     coming = ahead(train, seen, settings.batch)
     progress, losses, pace, saving = Progress(settings, mesh), guards.Losses(), guards.Pace(), None
     met(mesh)
-    if keep is not None and mesh.rank == 0:
-        keep()
+    if mesh.rank == 0:
+        if keep is not None:
+            keep()
+        if start:
+            point_at(out, start)
     progress.cut(start)
     met(mesh)  # other ranks write into the folder after rank 0
     for note in dict.fromkeys(note for held in valid for note in held.corpus.notes):
@@ -91,17 +97,13 @@ def run(mesh, settings: Settings, keep: Callable[[], None] | None = None) -> dic
 def begun(
     settings: Settings, mesh, optimizer: optim.Optimizer, types: dict, made_with: Mapping[str, Any]
 ) -> tuple[dict, int]:
-    """(state, step) that a run begins with: of the latest checkpoint, an HF folder's weights, or drawn by the seed.
+    """Return (state, step) that a run begins with: of a checkpoint, an HF folder's weights, or drawn by the seed.
 
-    No rank holds more than its shards. ValueError if the checkpoint was made with something else.
+    No rank holds more than its shards. ValueError if the checkpoint was made with something else, or none is whole.
     """
-    config, out, dtype = settings.model, Path(settings.out), DTYPES[settings.dtype]
-    places = stored_places(config, mesh)
-    if settings.resume and checkpoint.complete(out):
-        before = recorded(out, step := checkpoint.latest(out))
-        check_unchanged(out, before, made_with, config.name)
-        state, step = checkpoint.load(out, state_specs(optimizer, types), mesh, step, places=places)
-        tree.check(state["params"], types, stored_sizes(config, places), mesh)
+    places, dtype = stored_places(settings.model, mesh), DTYPES[settings.dtype]
+    if steps := resumable(settings):
+        state, step, before = first_whole(settings, steps, made_with, optimizer, types, mesh)
         if mesh.rank == 0 and (said := option_changes(before, made_with)):
             print(f"from step {step + 1} on: {said}", flush=True)
         return state, step
@@ -110,6 +112,42 @@ def begun(
     else:
         params = drawn_params(settings, mesh)
     return {"params": params, "optimizer": optimizer.init(params), "data": {"sequences": 0, "seed": settings.seed}}, 0
+
+
+def first_whole(
+    settings: Settings, steps: Sequence[int], made_with: Mapping[str, Any], optimizer, types: dict, mesh
+) -> tuple[dict, int, dict[str, Any]]:
+    """Return (state, step, record) of the first of these steps that every rank can load.
+
+    A step that is damaged is named in a warning. ValueError if all are, or if a step was made with something else.
+    """
+    out, config, specs = Path(settings.out), settings.model, state_specs(optimizer, types)
+    places, first = stored_places(config, mesh), ""
+    for step in steps:
+        before, state, damage = {}, {}, ""
+        try:
+            before = recorded(out, step)
+        except (ValueError, OSError) as error:
+            damage = str(error)
+        if not damage:
+            check_unchanged(out, before, made_with, config.name)
+            try:
+                state, _ = checkpoint.load(out, specs, mesh, step, places=places)
+                tree.check(state["params"], types, stored_sizes(config, places), mesh)
+                of_type(f"{out / step_name(step)}: the index's place in the data", state["data"]["sequences"], int)
+            except (ValueError, OSError) as error:
+                damage = str(error)
+        failed = guards.everyone(torch.tensor([bool(damage)], dtype=torch.int64), mesh).flatten().tolist()
+        if not any(failed):
+            return state, step, before
+        first = first or damage
+        if failed.index(1) == mesh.rank:
+            print(f"warning: step {step} is damaged: {damage.splitlines()[0]}", file=sys.stderr, flush=True)
+    said = first.splitlines()[0] if first else "another rank says why"
+    raise ValueError(
+        f"{out}: no checkpoint of steps {', '.join(map(str, steps))} is whole: {said}\n"
+        "  fix: put the files back, or begin another run with another --out"
+    )
 
 
 def state_specs(optimizer: optim.Optimizer, types: dict) -> dict:

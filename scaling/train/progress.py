@@ -60,15 +60,17 @@ class Progress:
 
     def cut(self, step: int) -> None:
         """Take the records of steps after this one, which will be done again, out of metrics.jsonl and norms.jsonl; and
-        what a run that was killed wrote in part."""
+        what is no record."""
         if self.mesh.rank:
             return
         for path in (Path(self.settings.out) / name for name in ("metrics.jsonl", "norms.jsonl")):
             if path.is_file():
-                lines = path.read_text().splitlines(keepends=True)
-                kept = [line for line in lines if line.endswith("\n") and json.loads(line)["step"] <= step]
-                if kept != lines:
-                    replaced(path, "".join(kept))
+                found = read_records(path)
+                kept = b"".join(line for line, record in found if record and record["step"] <= step)
+                if kept != path.read_bytes():
+                    replaced(path, kept)
+                if junk := sum(record is None and line.endswith(b"\n") for line, record in found):
+                    self.warn(f"{path}: {junk} of its lines were no records, and are left out")
 
     def record(self, step: int, loss: float, norm: float, seconds: float, stood: float | None) -> dict:
         """The metrics of a step. `norm`: not finite in a step that was skipped, and then None. `stood`: seconds of
@@ -113,6 +115,20 @@ class Progress:
     def warn(self, text: str) -> None:
         if text and self.mesh.rank == 0:
             print(f"warning: {text}", file=sys.stderr, flush=True)
+
+
+def read_records(path: Path) -> list[tuple[bytes, dict[str, Any] | None]]:
+    """Return the lines of a file of JSON lines, each with the record of a step that it is; None for one that is none,
+    such as a last line that a kill has cut."""
+    found = []
+    for line in path.read_bytes().splitlines(keepends=True):
+        try:
+            record = json.loads(line) if line.endswith(b"\n") else None
+        except (ValueError, RecursionError):
+            record = None
+        fits = isinstance(record, dict) and type(record.get("step")) is int
+        found.append((line, record if fits else None))
+    return found
 
 
 def check_installed(settings: Settings) -> None:

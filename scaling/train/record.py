@@ -5,20 +5,24 @@ in its folder is written. An older checkpoint has no record: its run.toml, its m
 """
 
 import json
-from collections.abc import Mapping
+import os
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from scaling.configs import Config
 from scaling.configs.sources import RUN
+from scaling.models.ends import NO_END
 from scaling.train import checkpoint, dcp
-from scaling.train.durable import step_name
+from scaling.train.durable import newest_first, step_name
 from scaling.train.origin import config_of_run, options_of, tokenizer_in
 from scaling.train.settings import DTYPES, Settings
 
-FIXED = ("dtype", "optimizer", "seed", "seq")  # the options that a run keeps to its end
+FIXED = ("dtype", "eos_id", "no_template", "optimizer", "seed", "seq")  # the options that a run keeps to its end
 FREE = ("batch", "clip", "lr", "schedule", "steps", "warmup", "weight_decay")  # those that may change at any step
+
+BESIDE_SIZES = ("name", "source", "dropout", "max_positions")  # of a model's config
 
 
 def record_of(settings: Settings) -> dict[str, Any]:
@@ -40,8 +44,32 @@ def recorded(out: Path, step: int | None) -> dict[str, Any]:
     if kept.get("identity") is not None:
         found = {"model": _sizes(config_of_run(out)), "tokenizer": kept["identity"]}
     if step is not None:
-        found["options"] = {name: kept[name] for name in (*FIXED, *FREE) if name in kept} | _of_state(out, step)
+        first = {"eos_id": NO_END, "no_template": True}  # how documents were read before run.toml said so
+        known = first | kept | _of_state(out, step)
+        found["options"] = {name: known[name] for name in (*FIXED, *FREE) if name in known}
     return json.loads(json.dumps(found))
+
+
+def resumable(settings: Settings) -> list[int]:
+    """Return the steps from which a run goes on, the first that is whole of these; none for one that begins."""
+    again = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)) > 0  # torchrun's restarts go on from the latest
+    if settings.resume and settings.step and not again:
+        return [settings.step]
+    return newest_first(Path(settings.out)) if settings.resume else []
+
+
+def first_recorded(out: Path, steps: Sequence[int]) -> tuple[int | None, dict[str, Any]]:
+    """Return the first of these steps whose record can be read, and the record; without steps, None and what the folder
+    keeps. The first step's error if none can be read."""
+    errors = []
+    for step in steps:
+        try:
+            return step, recorded(out, step)
+        except (ValueError, OSError) as error:
+            errors.append(error)
+    if errors:
+        raise errors[0]
+    return None, recorded(out, None)
 
 
 def _of_state(out: Path, step: int) -> dict[str, Any]:
@@ -56,8 +84,19 @@ def _of_state(out: Path, step: int) -> dict[str, Any]:
 
 
 def _sizes(config: Config) -> dict[str, Any]:
-    """Return what makes a model this one: all of its config but its name, its source and its dropout."""
-    return {name: value for name, value in asdict(config).items() if name not in ("name", "source", "dropout")}
+    """Return what makes a model this one: all of its config that its params or a step depend on, but its dropout."""
+    return {name: value for name, value in asdict(config).items() if name not in BESIDE_SIZES}
+
+
+def check_options_kept(out: Path, before: Mapping[str, Any]) -> None:
+    """Raise ValueError if the run.toml of a run that goes on lacks options that its checkpoint was made with."""
+    whole = (out / RUN).is_file() and (out / RUN).read_bytes().endswith(b"\n")
+    kept = options_of(out) if whole else {}
+    if missing := [name for name in before.get("options", {}) if name not in kept]:
+        raise ValueError(
+            f"{out / RUN}: is missing or cut short: it does not say with which {_flag(missing[0])} the "
+            "checkpoints were made\n  fix: put it back, or begin another run with another --out"
+        )
 
 
 def check_unchanged(out: Path, before: Mapping[str, Any], now: Mapping[str, Any], model: str = "") -> None:
@@ -65,7 +104,7 @@ def check_unchanged(out: Path, before: Mapping[str, Any], now: Mapping[str, Any]
 
     Only what both records have is compared. `model`: the name of the model that was given now.
     """
-    found = [f"--{name} {then}, not {given}" for name, then, given in _changed(before, now, FIXED)]
+    found = [f"{_flag(name)} {then}, not {given}" for name, then, given in _changed(before, now, FIXED)]
     sizes = _differing(before.get("model", {}), now["model"])
     if sizes:
         found.append(f"another model than {model}: " + ", ".join(f"{name} {a}, not {b}" for name, a, b in sizes))
@@ -78,7 +117,11 @@ def check_unchanged(out: Path, before: Mapping[str, Any], now: Mapping[str, Any]
 def option_changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> str:
     """Return the options that may change and have changed since a checkpoint, in words; "" if none has."""
     found = _changed(before, now, (*FREE, "dropout"))
-    return ", ".join(f"--{name.replace('_', '-')} {given}, not {then}" for name, then, given in found)
+    return ", ".join(f"{_flag(name)} {given}, not {then}" for name, then, given in found)
+
+
+def _flag(option: str) -> str:
+    return f"--{option.replace('_', '-')}"
 
 
 def _changed(before: Mapping, now: Mapping, names: tuple[str, ...]) -> list[tuple[str, Any, Any]]:

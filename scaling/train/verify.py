@@ -1,27 +1,29 @@
 """`python -m scaling.train verify RUN`: compares each file of a run's checkpoints with its checksum.
 
-Loading a step checks the blocks that a rank reads whole. On another mesh ranks read parts, which no sum covers; and a
-disk can lose what nobody reads for months.
+Loading a step checks that each file that a rank reads is the step's own, and the bytes of the blocks that it reads
+whole. On another mesh ranks read parts, which no sum covers; and a disk can lose what nobody reads for months.
 """
 
 from pathlib import Path
 
 from scaling.common.console import Parser, complaining
 from scaling.train import checkpoint, dcp
-from scaling.train.durable import complete, step_name
+from scaling.train.durable import named, step_name
 
 
 def damaged(folder: Path, step: int) -> list[str]:
-    """What is wrong with the files of a step, a line each. FileNotFoundError if that step is not complete."""
+    """Return what is wrong with the files of a step, a line each. FileNotFoundError if there is no such step."""
+    if step not in named(folder):
+        raise FileNotFoundError(f"{folder / step_name(step)}: there is no such step\n  fix: name one that is there")
     path = folder / step_name(step)
     try:
-        checkpoint.index(folder, step)
-        leaves = dcp.saved_leaves(path)
-    except ValueError as error:
+        sums = checkpoint.index(folder, step).get("files", dcp.NO_SUMS)
+        leaves = dcp.saved_leaves(path, sums)
+    except (ValueError, FileNotFoundError) as error:
         return [str(error).splitlines()[0]]
     found = []
     for name, saved in leaves.items():
-        read = dcp.ShardReader(path, verified=True)  # it keeps what it has read
+        read = dcp.ShardReader(path, verified=True, sums=sums)  # it keeps what it has read
         for block in saved.blocks:
             try:
                 read(name, saved, block, True)
@@ -34,10 +36,10 @@ def damaged(folder: Path, step: int) -> list[str]:
 def main(argv=None) -> int:
     parser = Parser(prog="python -m scaling.train verify", description=(__doc__ or "").split("\n")[0])
     parser.add_argument("run", type=Path, help="the folder of a run")
-    parser.add_argument("--step", type=int, help="this checkpoint alone (default: all that are complete)")
+    parser.add_argument("--step", type=int, help="this checkpoint alone (default: all)")
     args = parser.parse_args(argv)
-    checkpoint.latest(args.run)  # raises if there is none
-    steps = complete(args.run) if args.step is None else [args.step]
+    if not (steps := named(args.run) if args.step is None else [args.step]):
+        checkpoint.latest(args.run)  # raises
     found = {step: damaged(args.run, step) for step in steps}
     for step, lines in found.items():
         print(f"step {step}: " + ("\n  ".join(["damaged", *lines]) if lines else "whole"))

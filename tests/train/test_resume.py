@@ -11,7 +11,7 @@ import pytest
 from machine import ended
 from runs import TINY, records, refusal, train, write_text
 
-from scaling.train import command
+from scaling.train import command, dcp
 from scaling.train.settings import DTYPES
 
 SMALL = "--batch 2 --seq 16 --warmup 2 --eval-batches 1 --schedule constant --model model.toml"
@@ -30,7 +30,7 @@ def place(tmp_path_factory):
         write_text(300)
         write_model()
         for out, steps in (("run", 2), ("whole", 4)):
-            assert train(f"--data text.txt --out {out} {SMALL} --steps {steps} --save-every 1") == 0
+            assert train(f"--data text.txt --out {out} {SMALL} --steps {steps} --save-every 1 --keep 9") == 0
         Path("short.txt").write_text("a few words")
         numpy.save("large.npy", numpy.arange(4000) % 300)
         write_model("other.toml", L=2)
@@ -94,7 +94,7 @@ def test_a_refused_resume_leaves_the_folder_as_it_was(begun, capsys):
         assert "Traceback" not in said
         assert tree_of("run") == before, flags
     shutil.move("run/run.toml", "run.toml")
-    assert "has checkpoints, and no run.toml" in refusal(capsys, f"--resume --data text.txt {SMALL}")
+    assert "run.toml: is missing or cut short" in refusal(capsys, f"--resume --data text.txt {SMALL}")
     shutil.move("run.toml", "run/run.toml")
     assert train("--resume --steps 4") == 0
     assert losses("run") == losses("whole")
@@ -129,8 +129,7 @@ def forget_record(out: str) -> None:
     """Make a run one of an earlier version, which kept no record, and whose run.toml may have been rewritten."""
     for index in Path(out).glob("step-*/index.json"):
         content = json.loads(index.read_text())
-        content.pop("made_with", None)
-        index.write_text(json.dumps(content))
+        index.write_text(json.dumps({key: content[key] for key in ("step", "mesh", "types", "values")}))
 
 
 @pytest.mark.slow
@@ -142,3 +141,74 @@ def test_what_may_change_is_said(begun, capsys):
         assert train(f"--resume --out {out} --steps 3 --lr 0.01") == 0
         assert "from step 3 on: --lr 0.01, not 0.001, --steps 3, not 2\n" in capsys.readouterr().out
         assert losses(out)[:2] == losses("whole")[:2]
+
+
+def moved(path: Path, to: Path) -> None:
+    to.write_bytes(path.read_bytes())
+
+
+def swapped(a: Path, b: Path) -> None:
+    one, other = a.read_bytes(), b.read_bytes()
+    a.write_bytes(other)
+    b.write_bytes(one)
+
+
+STEP1, STEP2 = Path("run/step-000001"), Path("run/step-000002")
+
+
+def block_of(step: Path, leaf: str = "params.layers.W_Q") -> Path:
+    return step / dcp.saved_leaves(step)[leaf].blocks[0].file
+
+
+MOMENT = "optimizer.m.layers.W_Q"  # as large as the leaf itself
+STRANGE = "is not the file that was written for this step"
+DAMAGE = {  # what: (how, whether --resume says so and goes on from step 1, words that verify says)
+    "a block of an earlier step": (lambda: moved(block_of(STEP1), block_of(STEP2)), True, STRANGE),
+    "a block of a later step": (lambda: moved(block_of(STEP2), block_of(STEP1)), False, STRANGE),
+    "two blocks of a step": (lambda: swapped(block_of(STEP2), block_of(STEP2, MOMENT)), True, STRANGE),
+    "an index of another step": (lambda: moved(STEP1 / "index.json", STEP2 / "index.json"), True, "that of step 1"),
+    "a step of another name": (lambda: STEP1.rename("run/step-000003"), False, "index.json: is that of step 1"),
+    "no index": (lambda: (STEP2 / "index.json").unlink(), True, "no complete checkpoint"),
+    "an index that is a list": (lambda: (STEP2 / "index.json").write_text("[]"), True, "is damaged: TypeError"),
+    "no block": (lambda: block_of(STEP2).unlink(), True, "missing or cut short"),
+    "no listing": (lambda: (STEP2 / ".metadata").unlink(), True, "there is no checkpoint of torch"),
+    "latest, junk": (lambda: Path("run/latest").write_bytes(b"\xff"), False, ""),
+    "latest, a digit that is none": (lambda: Path("run/latest").write_text("²"), False, ""),
+    "latest, too long": (lambda: Path("run/latest").write_text("9" * 5000), False, ""),
+    "a folder of no step": (lambda: Path("run/step-¹").mkdir(), False, ""),
+    "a record that is none": (lambda: Path("run/metrics.jsonl").write_bytes(b"{}\n[1\n\xff\n[]\n"), False, ""),
+}  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("what", DAMAGE)
+def test_damage_is_named_and_the_losses_are_right(begun, capsys, what):
+    """`verify` finds it, --resume goes on from the newest step that is whole, and then verify has nothing to say."""
+    harm, back, words = DAMAGE[what]
+    harm()
+    assert train("verify run") == bool(words)
+    assert words in capsys.readouterr().out
+    assert train("--resume --steps 4") == 0
+    said = capsys.readouterr().err
+    assert ("warning: step 2 is damaged: " in said) == back
+    assert ("warning: " in said) == (back or not words)
+    assert losses("run")[-(2 + back) :] == losses("whole")[-(2 + back) :]
+    assert Path("run/latest").read_text() == "4"
+    shutil.rmtree(STEP1, ignore_errors=True)
+    assert train("verify run") == 0
+
+
+def test_a_step_may_be_chosen(begun, capsys):
+    """Later steps count no more; a damaged one is not replaced by another."""
+    moved(*(block_of(Path("whole", step)) for step in ("step-000003", "step-000002")))
+    before = tree_of("whole")
+    for step, words in ((9, "no complete checkpoint"), (2, STRANGE)):
+        assert words in refusal(capsys, f"--resume --out whole --steps 5 --step {step}")
+    assert ended(train, "--step 1") == 2
+    assert "--step chooses the checkpoint" in capsys.readouterr().err
+    assert tree_of("whole") == before
+    wanted = losses("whole")
+    for steps, more in ((3, "--step 1"), (4, "")):
+        assert train(f"--resume --out whole --steps {steps} {more}") == 0
+        assert losses("whole") == wanted[:steps]
+        assert Path("whole/latest").read_text() == str(steps)
