@@ -115,7 +115,8 @@ class Reader:
         answered = messages[-1].get("role") == ASSISTANT and counted.any()
         last = int(counted.nonzero()[0][-1]) if answered else len(ids) - 1
         if self.eos != NO_END and len(ids) and not ends[last]:
-            ids, counted = numpy.append(ids, numpy.uint32(self.eos)), numpy.append(counted, False)
+            if ids[-1] != self.eos:  # the template has not written it itself
+                ids, counted = numpy.append(ids, numpy.uint32(self.eos)), numpy.append(counted, False)
             counted[last:] |= answered
         return Document(ids, counted)
 

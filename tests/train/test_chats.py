@@ -105,8 +105,10 @@ def test_what_counts_is_transformers_own_mask():
                 assert counted.tolist() == wanted["assistant_masks"]
 
 
-def test_an_answer_whose_end_ends_no_text_is_followed_by_the_end_of_text():
-    write_tokenizer("own", unmarked(CHATML), "</s>")
+@pytest.mark.parametrize("written", ["", "{% if not add_generation_prompt %}</s>{% endif %}"])
+def test_an_answer_whose_end_ends_no_text_is_followed_by_the_end_of_text(written):
+    """Once, whether or not the template writes it."""
+    write_tokenizer("own", unmarked(CHATML) + written, "</s>")
     text, counted = read("own", CHATS["turns"])
     assert text.endswith("🙂<|im_end|>\n</s>")
     assert counted == said(CHATS["turns"], "%s<|im_end|>") + "\n</s>"
