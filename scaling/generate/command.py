@@ -8,6 +8,7 @@ import argparse
 import math
 import sys
 from dataclasses import replace
+from typing import Any
 
 from scaling import launch
 from scaling.common.console import SEEDS, Parser, complaining, integer, number
@@ -116,8 +117,8 @@ def prompt_of(args, what: Served) -> list[int]:
 
 def sampling_of(args, what: Served) -> Sampling:
     """Return how tokens are drawn: as the options say, and where they say nothing as the model asks for."""
-    given = {name: getattr(args, name) for name in ("temperature", "top_k", "top_p", "min_p")}
-    given = {name: value for name, value in given.items() if value is not None}
+    options = {name: getattr(args, name) for name in ("temperature", "top_k", "top_p", "min_p")}
+    given: dict[str, Any] = {name: value for name, value in options.items() if value is not None}
     return replace(what.defaults.sampling or Sampling(), **given)
 
 

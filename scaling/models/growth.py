@@ -40,10 +40,8 @@ def growing_steps(name: str, loaded: Any) -> list[Any]:
         ValueError: The file's decoder may make a text ever longer, or one replacement writes too much.
     """
     steps, decoder = [*replacements(loaded.normalizer)], [*replacements(loaded.decoder)]
-    why, longest = (
-        "",
-        max((len(step["content"]) for step in (*steps, *decoder) if step["type"] == "Replace"), default=0),
-    )
+    contents = [step["content"] for step in (*steps, *decoder) if step["type"] == "Replace"]
+    why, longest = "", max(map(len, contents), default=0)
     if longest > CONTENT:
         why = f"a replacement writes {longest:,} characters, of at most {CONTENT}"
     elif growth(decoder) > MOST:

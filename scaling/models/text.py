@@ -125,9 +125,7 @@ class FromFile:
             if type(error).__name__ != "PanicException":  # which the library raises, and no other name for it
                 raise
             why = f"{self.name}: the library tokenizers cannot read a text by it: {error}"
-            raise ValueError(
-                f"{why}\n  fix: give another text, or the tokenizer.json that the model came with"
-            ) from None
+            raise ValueError(f"{why}\n  fix: give another text, or another tokenizer.json") from None
 
     def id_of(self, token: str) -> int | None:
         return self.loaded.token_to_id(token)

@@ -59,6 +59,6 @@ def test_others_read_a_text_as_the_library_does(name, tmp_path):
 def test_a_pattern_that_the_library_gives_up_is_refused(tmp_path, capfd):
     pattern = {"type": "Split", "pattern": {"Regex": "(a+)+b"}, "behavior": "Isolated", "invert": False}
     by = FromFile(file_of({"pre_tokenizer": pattern}, tmp_path))
-    with pytest.raises(ValueError, match="cannot read a text by it.*\n  fix: give another text"):
+    with pytest.raises(ValueError, match=r"cannot read a text by it.*\n  fix: give another text"):
         by.encode("a" * 40)
     capfd.readouterr()  # what the library prints of it
