@@ -6,7 +6,6 @@ Llama's queries and keys, so that its rotary embedding takes neighbours as pairs
 
 import hashlib
 import json
-import math
 import os
 import shutil
 import tempfile
@@ -18,6 +17,7 @@ import numpy
 
 from scaling.configs.config import Config
 from scaling.configs.files import table_config
+from scaling.configs.gguf_scaling import FREQUENCIES, rope_scaling, unread
 from scaling.configs.gguf_tokenizer import tokenizer_files
 from scaling.configs.model_types import KINDS
 
@@ -44,8 +44,7 @@ LAYER = {
     "ffn_down.weight": "mlp.down_proj.weight",
 }
 BIASES = {f"attn_{x}.bias": f"self_attn.{x}_proj.bias" for x in "qkv"}
-FREQUENCIES = "rope_freqs.weight"  # what Llama 3.1's scaling divides each rotary frequency by
-SCALINGS = [(factor, 1.0, 4.0, 8192) for factor in (8.0, 32.0)]  # of Llama 3.1 and 3.2
+OUTPUT_BIAS = {"attn_output.bias": "self_attn.o_proj.bias"}  # of llama, where the others are
 
 
 def config_of(path: Path) -> Config:
@@ -106,13 +105,28 @@ def _read(path: Path) -> Any:
 
 
 def _field(reader: Any, key: str) -> Any:
-    """The value of a key; None where the file has none. Its floats are of 32 bits: 1e-5 is 1e-5 again."""
+    """Return the value of a key, None where the file has none. Its floats are of 32 bits: 1e-5 is 1e-5 again."""
     value = None if (field := reader.get_field(key)) is None else field.contents()
     return float(str(numpy.float32(value))) if isinstance(value, float) else value
 
 
+def _size(path: Path, reader: Any, key: str) -> Any:
+    """Return the value of a key that may be a list with one for each layer. ValueError if the layers differ."""
+    value = _field(reader, key)
+    if not isinstance(value, list):
+        return value
+    if len(set(value)) != 1:
+        raise unread(path, f"{key} that differs among layers")
+    return value[0]
+
+
 def _table(path: Path, reader: Any) -> dict[str, Any]:
-    """The config.json of a file. ValueError for a model of another architecture, or one that lacks a size."""
+    """Return the config.json of a file, by llama.cpp's rules for keys that are missing.
+
+    Raises:
+        ValueError: A model of another architecture, one that lacks a size, or a key that changes what llama.cpp
+            computes and is not read here.
+    """
     kind = _field(reader, "general.architecture")
     if kind not in ARCHITECTURES:
         raise ValueError(
@@ -122,7 +136,7 @@ def _table(path: Path, reader: Any) -> dict[str, Any]:
     table: dict[str, Any] = {"architectures": [KINDS[kind].architecture], "model_type": kind, "hidden_act": "silu"}
     tensors = {tensor.name: tensor for tensor in reader.tensors}
     for name, key in SIZES.items():
-        table[name] = _field(reader, f"{kind}.{key}")
+        table[name] = _size(path, reader, f"{kind}.{key}")
     table["num_key_value_heads"] = table["num_key_value_heads"] or table["num_attention_heads"]
     if missing := [f"{kind}.{key}" for name, key in SIZES.items() if table[name] is None]:
         raise ValueError(f"{path}: lacks {', '.join(missing)}\n  fix: download the file again")
@@ -139,54 +153,32 @@ def _table(path: Path, reader: Any) -> dict[str, Any]:
     for name in ("bos", "eos"):
         if (id := _field(reader, f"tokenizer.ggml.{name}_token_id")) is not None:
             table[f"{name}_token_id"] = id
-    if scaling := _scaling(path, reader, kind, tensors, table):
+    experts, head = _field(reader, f"{kind}.expert_count"), table["head_dim"]
+    rotated = _field(reader, f"{kind}.rope.dimension_count") or head
+    value = _field(reader, f"{kind}.attention.value_length") or table["hidden_size"] // heads
+    strange = {
+        f"{experts} experts": experts,
+        f"{rotated} rotary dims of {head}": rotated != head,
+        f"values of {value} dims beside keys of {head}": value != head,
+        "attention that is not causal": _field(reader, f"{kind}.attention.causal") is False,
+    }
+    if found := [what for what, there in strange.items() if there]:
+        raise unread(path, " and ".join(found))
+    frequencies = _floats(path, tensors[FREQUENCIES]) if kind == "llama" and FREQUENCIES in tensors else None
+    keys = {key: _field(reader, key) for key in reader.fields if key.startswith(f"{kind}.rope.")}
+    if scaling := rope_scaling(path, keys, table, frequencies):
         table["rope_scaling"] = scaling
-    unknown = {f"{_field(reader, f'{kind}.expert_count')} experts": _field(reader, f"{kind}.expert_count")}
-    rotated = _field(reader, f"{kind}.rope.dimension_count")
-    unknown[f"{rotated} rotary dims of {table['head_dim']}"] = rotated not in (None, table["head_dim"])
-    if found := [what for what, there in unknown.items() if there]:
-        raise ValueError(
-            f"{path}: has {' and '.join(found)}, which is not read from GGUF"
-            "\n  fix: give the model's Hugging Face folder, or its name on the hub"
-        )
     return table | {"torch_dtype": "float32"}
-
-
-def _scaling(path: Path, reader: Any, kind: str, tensors: dict, table: dict) -> dict | None:
-    """The rope_scaling of config.json. Llama 3.1's stands in the file as the factor of each frequency."""
-    said = _field(reader, f"{kind}.rope.scaling.type")
-    if said == "linear":
-        return {"rope_type": "linear", "factor": _field(reader, f"{kind}.rope.scaling.factor")}
-    if said not in (None, "none"):
-        return {"rope_type": said}  # which the config names as not computed
-    if FREQUENCIES not in tensors:
-        return None
-    given = _floats(path, tensors[FREQUENCIES])
-    for factor, low, high, original in SCALINGS:
-        if numpy.allclose(given, llama3_factors(table["head_dim"], table["rope_theta"], factor, low, high, original)):
-            names = {"low_freq_factor": low, "high_freq_factor": high, "original_max_position_embeddings": original}
-            return {"rope_type": "llama3", "factor": factor} | names
-    raise ValueError(
-        f"{path}: {FREQUENCIES} is of no scaling known here (Llama 3.1, Llama 3.2)"
-        "\n  fix: give the model's Hugging Face folder, or its name on the hub"
-    )
-
-
-def llama3_factors(dim: int, theta: float, factor: float, low: float, high: float, original: float) -> numpy.ndarray:
-    """[dim / 2]: what Llama 3.1 divides the rotary frequencies by: 1 for short waves, `factor` for long ones."""
-    waves = 2 * math.pi * theta ** (numpy.arange(0, dim, 2) / dim)
-    mix = numpy.clip((original / waves - low) / (high - low), 0, 1)
-    return 1 / ((1 - mix) / factor + mix)
 
 
 def _names(path: Path, reader: Any, table: dict) -> dict[str, str]:
     """Hugging Face's name of each tensor. ValueError for one that is missing or left over."""
-    biased = table["model_type"] == "qwen2" or table["attention_bias"]
+    biases = BIASES if table["model_type"] == "qwen2" else BIASES | OUTPUT_BIAS if table["attention_bias"] else {}
     names = ENDS | ({} if table["tie_word_embeddings"] else HEAD)
     for i in range(table["num_hidden_layers"]):
-        layer = LAYER | (BIASES if biased else {})
+        layer = LAYER | biases
         names |= {f"blk.{i}.{ours}": f"model.layers.{i}.{theirs}" for ours, theirs in layer.items()}
-    there = {tensor.name for tensor in reader.tensors} - {FREQUENCIES}
+    there = {tensor.name for tensor in reader.tensors} - ({FREQUENCIES} if table["model_type"] == "llama" else set())
     for what, left in (("lacks", names.keys() - there), ("has, and its architecture has not,", there - names.keys())):
         if left:
             raise ValueError(

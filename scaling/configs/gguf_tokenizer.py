@@ -7,7 +7,25 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-CONTROL, USER_DEFINED = 3, 4  # token types of GGUF
+from scaling.configs.gguf_scaling import unread
+
+NORMAL, UNKNOWN, CONTROL, USER_DEFINED = 1, 2, 3, 4  # token types of GGUF
+ENDS = (  # the texts of tokens that end a generation in llama.cpp, whatever else the file says of them
+    "<|eot_id|>", "<|im_end|>", "<|end|>", "<|return|>", "<|call|>", "<|flush|>", "<|calls|>", "<end_of_turn>",
+    "<|endoftext|>", "</s>", "<|eom_id|>", "<EOT>", "_<EOT>", "[EOT]", "[EOS]", "<|end_of_text|>",
+    "<end_of_utterance>", "<eos>", "<turn|>", "<|tool_response>", "<｜end▁of▁sentence｜>", "[e~[",
+)  # fmt: skip
+FILLING = {  # of tokens for filling in the middle: those that end a generation, where the file does not name one
+    "fim_pad": ("<|fim_pad|>", "<fim-pad>", "<fim_pad>", "<PAD>", "[PAD]"),
+    "fim_rep": ("<|fim_repo|>", "<|repo_name|>", "<fim-repo>", "<REPO>", "<reponame>"),
+    "fim_sep": ("<|file_sep|>",),
+}
+FILLED = (  # of tokens for filling in the middle: those that are control tokens, whatever the file says of them
+    "<|fim_prefix|>", "<fim-prefix>", "<fim_prefix>", "<PRE>", "<|code_prefix|>", "<|prefix|>", "<|fim_suffix|>",
+    "<fim-suffix>", "<fim_suffix>", "<SUF>", "<|code_suffix|>", "<|suffix|>", "<|fim_middle|>", "<fim-middle>",
+    "<fim_middle>", "<MID>", "<|code_middle|>", "<|middle|>",
+)  # fmt: skip
+SHOWN = ("<|channel|>", "<|message|>", "<|start|>", "<|constrain|>")  # are no control tokens, whatever the file says
 WORDS = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}%s| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
@@ -32,7 +50,7 @@ WHOLE = ("llama-bpe",)  # a word that is a token is taken before any merge; and 
 
 
 def tokenizer_files(path: Path, field: Callable[[str], Any]) -> dict[str, dict]:
-    """tokenizer.json, tokenizer_config.json with the chat template, and generation_config.json with the ends of text.
+    """Return tokenizer.json, tokenizer_config.json with the chat template and generation_config.json with the ends.
 
     `field(key)` gives a value of the file, or None. ValueError for a tokenizer of another kind.
     """
@@ -47,18 +65,22 @@ def tokenizer_files(path: Path, field: Callable[[str], Any]) -> dict[str, dict]:
     types = field("tokenizer.ggml.token_type")
     if not tokens or merges is None or not types or len(types) != len(tokens):
         raise ValueError(f"{path}: lacks its tokenizer's tokens, merges or types\n  fix: download the file again")
-    special = {name: field(f"tokenizer.ggml.{name}_token_id") for name in ("bos", "eos", "eot", "unknown", "padding")}
+    named = ("bos", "eos", "eot", "eom", "unknown", "padding", *FILLING)
+    special = {name: field(f"tokenizer.ggml.{name}_token_id") for name in named}
     if wrong := [name for name, id in special.items() if id is not None and not 0 <= id < len(tokens)]:
         raise ValueError(
             f"{path}: {wrong[0]}_token_id is not one of its {len(tokens)} tokens\n  fix: give a whole file"
         )
+    ends, types = _ends(tokens, types, special)
     added = [
         {
             "id": id, "content": text, "single_word": False, "lstrip": False, "rstrip": False, "normalized": False,
-            "special": kind == CONTROL,
+            "special": kind != USER_DEFINED,
         }
-        for id, (text, kind) in enumerate(zip(tokens, types, strict=True)) if kind in (CONTROL, USER_DEFINED)
+        for id, (text, kind) in enumerate(zip(tokens, types, strict=True)) if kind in (UNKNOWN, CONTROL, USER_DEFINED)
     ]  # fmt: skip
+    if field("tokenizer.ggml.add_eos_token"):
+        raise unread(path, "an end of text after each prompt (add_eos_token)")
     begins = field("tokenizer.ggml.add_bos_token")
     begins = pre in WHOLE if begins is None else begins
     tokenizer = {
@@ -77,10 +99,31 @@ def tokenizer_files(path: Path, field: Callable[[str], Any]) -> dict[str, dict]:
     config |= {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}
     if template := field("tokenizer.chat_template"):
         config["chat_template"] = template
-    ends = sorted({id for name in ("eos", "eot") if (id := special[name]) is not None})
     ids = {"bos_token_id": special["bos"], "eos_token_id": ends or None, "pad_token_id": special["padding"]}
     generation = {name: id for name, id in ids.items() if id is not None}
     return {"tokenizer.json": tokenizer, "tokenizer_config.json": config, "generation_config.json": generation}
+
+
+def _ends(tokens: list[str], types: list[int], special: dict[str, int | None]) -> tuple[list[int], list[int]]:
+    """Return the ids that end a generation and the types of all tokens, both as llama.cpp corrects them by text."""
+    ids, types = {text: id for id, text in enumerate(tokens)}, list(types)
+    texts = [*ENDS, *(text for name, group in FILLING.items() if special[name] is None for text in group)]
+    found = {ids[text] for text in texts if text in ids}
+    for id in found | {ids[text] for text in FILLED if text in ids}:
+        types[id] = CONTROL
+    for text in SHOWN:
+        if text in ids:
+            types[ids[text]] = USER_DEFINED
+    found |= {id for name in ("eos", "eot", "eom", *FILLING) if (id := special[name]) is not None}
+    there = {tokens[id] for id in found}
+    calls = "<|call|>" in there or "<|calls|>" in there
+    if calls and "<|end|>" in there and ("<|return|>" in there or "<|flush|>" in there):  # a message's end, no turn's
+        found.remove(ids["<|end|>"])
+        types[ids["<|end|>"]] = USER_DEFINED
+    if {"<|tool_response>", "</s>"} <= there:
+        found.remove(ids["</s>"])
+        types[ids["</s>"]] = NORMAL
+    return sorted(found), types
 
 
 def _begun(bos: int, tokens: list[str]) -> dict:

@@ -1,15 +1,18 @@
 """FILE.gguf, written by the library gguf from known params in llama.cpp's order, is read back; what is refused."""
 
+import itertools
 import json
 from pathlib import Path
 
 import numpy
 import pytest
+import torch
 from probes import shaken
 
 from scaling import tree
 from scaling.configs import Config, RopeScaling, source_of
-from scaling.models import hf
+from scaling.configs.gguf_scaling import rope_scaling
+from scaling.models import hf, rope
 from scaling.models.ends import ends_of
 from scaling.models.template import chat_template
 from scaling.models.text import tokenizer_of
@@ -31,19 +34,22 @@ def permuted(rows, heads):
     return rows.reshape(heads, 2, rows.shape[0] // heads // 2, *rows.shape[1:]).swapaxes(1, 2).reshape(rows.shape)
 
 
-def written(path, config, arch="llama", kind="F32", pre="gpt-2", leave=(), more=(), fields=()):
+def written(path, config, arch="llama", kind="F32", pre="gpt-2", leave=(), more=(), fields=(), texts=(), unsaid=()):
     """The config's shaken params as a file, their names by the library's own table."""
     hf.save(path.parent / "folder", config, tree.map(lambda p: p.float(), shaken(config)))
     names = gguf.get_tensor_name_map(gguf.MODEL_ARCH[arch.upper()], config.L)
     writer = gguf.GGUFWriter(path, arch)
     sizes = {"block_count": config.L, "embedding_length": config.D, "feed_forward_length": config.F}
     sizes |= {"head_count": config.N, "head_count_kv": config.K, "rope_freq_base": config.theta}
-    of_text = {"tokenizer_model": "gpt2", "tokenizer_pre": pre, "token_list": TOKENS, "token_merges": MERGES}
+    tokens = [*TOKENS[:258], *texts, *TOKENS[258 + len(texts) :]]
+    of_text = {"tokenizer_model": "gpt2", "tokenizer_pre": pre, "token_list": tokens, "token_merges": MERGES}
     of_text |= {"token_types": TYPES, "bos_token_id": 258, "eos_token_id": 259, "chat_template": TEMPLATE}
     for field, value in (sizes | {"layer_norm_rms_eps": config.eps} | of_text).items():
-        getattr(writer, f"add_{field}")(value)
+        if field not in unsaid:
+            getattr(writer, f"add_{field}")(value)
+    adds = {int: writer.add_uint32, float: writer.add_float32, str: writer.add_string, bool: writer.add_bool}
     for key, value in fields:
-        writer.add_uint32(key, value)
+        adds.get(type(value), writer.add_array)(key, value)
     tensors = load_file(path.parent / "folder" / "model.safetensors")
     for name, tensor in tensors.items():
         base, _, last = name.rpartition(".")
@@ -121,6 +127,74 @@ def test_llama_3_1s_frequencies(read):
     assert source.config.rope_scaling == RopeScaling("llama3", 32.0, 1.0, 4.0, 8192)
 
 
+def rotated(fields, position=37):
+    """[cosines, sines] of a position's planes, by the formulas of ggml's rope_yarn and llama.cpp's context."""
+    get = {key.removeprefix("llama.rope."): value for key, value in fields}.get
+    factor = get("scaling.factor", get("scale_linear", 0.0)) or 1.0
+    kind = get("scaling.type", "linear")
+    scale = 1.0 if kind == "none" else 1 / factor
+    frequencies = LLAMA.theta ** (-numpy.arange(0, LLAMA.H, 2) / LLAMA.H)
+    angle, length = scale * position * frequencies, 1.0
+    if kind == "yarn":
+        original = get("scaling.original_context_length", 0) or get("context_length", 2048)
+        turns = [LLAMA.H * numpy.log(original / (n * 2 * numpy.pi)) / (2 * numpy.log(LLAMA.theta)) for n in (32, 1)]
+        low, high = max(0, numpy.floor(turns[0])), min(LLAMA.H - 1, numpy.ceil(turns[1]))
+        ramp = 1 - numpy.clip((numpy.arange(LLAMA.H // 2) - low) / max(0.001, high - low), 0, 1)
+        angle = angle * (1 - ramp) + position * frequencies * ramp
+        length = 1 + 0.1 * numpy.log(factor) if factor > 1 else 1.0
+    return length * numpy.cos(angle), length * numpy.sin(angle)
+
+
+TYPES_OF_SCALING = [(), (("scaling.type", "none"),), (("scaling.type", "linear"),), (("scaling.type", "yarn"),)]
+FACTORS = [(), (("scaling.factor", 4.0),), (("scale_linear", 3.0),), (("scaling.factor", 0.0),)]
+FACTORS += [(("scaling.factor", 4.0), ("scale_linear", 3.0)), (("scaling.factor", 0.5),)]
+CONTEXTS = [(), (("scaling.original_context_length", 20),), (("scaling.finetuned", True),)]
+
+
+@pytest.mark.parametrize("kind", TYPES_OF_SCALING)
+def test_scalings_are_llama_cpps(kind, tmp_path):
+    """With every factor and context that may be missing, in both places where a factor may be."""
+    for keys in itertools.product([kind], FACTORS, CONTEXTS):
+        fields = {f"llama.rope.{key}": value for part in keys for key, value in part}
+        table = {"model_type": "llama", "max_position_embeddings": 2048, "head_dim": LLAMA.H, "rope_theta": LLAMA.theta}
+        scaling = RopeScaling.of(rope_scaling(tmp_path, fields, table, None) or {})
+        cos, sin = rope.tables(torch.tensor([37]), LLAMA.H, LLAMA.theta, scaling)
+        for ours, theirs in zip((cos, sin), rotated(fields.items()), strict=True):
+            assert ours[0, LLAMA.H // 2 :].numpy() == pytest.approx(theirs, abs=1e-12), fields
+
+
+def test_a_file_s_scaling_and_sizes_that_are_lists_are_read(read):
+    fields = [("llama.rope.scale_linear", 3.0), ("llama.context_length", 99)]
+    lists = [("llama.feed_forward_length", [64, 64]), ("llama.attention.head_count_kv", [2, 2])]
+    config = read(fields=fields + lists, unsaid=("feed_forward_length", "head_count_kv")).config
+    assert config == LLAMA.with_(name="m", source=config.source, rope_scaling=RopeScaling("linear", 3.0))
+    assert config.max_positions == 99
+
+
+ENDING = [  # texts of tokens from id 258 on, with keys of the file; the ids that end
+    (["<x>", "<|endoftext|>", "<|im_end|>", "<|eot_id|>", "<end_of_turn>"], {}, [259, 260, 261, 262]),
+    (["<|end|>", "<y>", "<reponame>", "<|fim_pad|>", "<|file_sep|>"], {}, [258, 259, 260, 261, 262]),
+    (["<|end|>", "<y>", "<reponame>", "<|fim_pad|>", "<z>"], {"fim_pad": 262, "fim_rep": 258}, [258, 259, 262]),
+    (["<|end|>", "<|return|>", "<|call|>", "<a>"], {}, [259, 260]),
+    (["<|end|>", "<|flush|>", "<|calls|>", "</s>"], {"eom": 262}, [259, 260, 261, 262]),
+    (["<|end|>", "<|flush|>", "</s>", "<|tool_response>"], {"eot": 263}, [258, 259, 261, 263]),
+]
+
+
+@pytest.mark.parametrize(("texts", "keys", "ids"), ENDING)
+def test_ends_are_llama_cpps_by_key_and_by_text(texts, keys, ids, read):
+    fields = [(f"tokenizer.ggml.{name}_token_id", id) for name, id in keys.items()]
+    folder = read(texts=texts, fields=fields).folder
+    assert ends_of(folder) == tuple(ids)
+
+
+def test_a_token_that_ends_is_a_control_token_whatever_the_file_says(read):
+    folder = read(texts=[*(f"<{i}>" for i in range(11)), "<|im_end|>"]).folder  # of type 4, which is shown
+    tokenizer = tokenizer_of(folder, LLAMA.V)
+    assert tokenizer.encode("th<|im_end|>") == [256, 269]
+    assert tokenizer.decode([256, 269]) == "th"
+
+
 WIDE = {"leave": ["output_norm.weight"], "more": [("output_norm.weight", numpy.ones(32))]}  # float64
 EXTRA = [("blk.0.attn_q_norm.weight", numpy.ones(8, numpy.float32))]
 OTHER = [("rope_freqs.weight", numpy.array([1, 2, 3, 4], numpy.float32))]
@@ -133,6 +207,18 @@ REFUSED = {  # what is said: how the file is written
     r"rope_freqs\.weight is of no scaling known here": {"more": OTHER},
     r"4 experts, which is not read": {"fields": [("llama.expert_count", 4)]},
     r"4 rotary dims of 8": {"fields": [("llama.rope.dimension_count", 4)]},
+    r"values of 4 dims beside keys of 8": {"fields": [("llama.attention.value_length", 4)]},
+    r"attention that is not causal": {"fields": [("llama.attention.causal", False)]},
+    r"a rope\.scaling\.type 'ntk'": {"fields": [("llama.rope.scaling.type", "ntk")]},
+    r"a rope\.scaling\.attn_factor of 1\.5": {"fields": [("llama.rope.scaling.attn_factor", 1.5)]},
+    r"the key llama\.rope\.scaling\.yarn_beta_fast": {"fields": [("llama.rope.scaling.yarn_beta_fast", 8.0)]},
+    r"a scaling by 2\.0 beside rope_freqs\.weight": {"fields": [("llama.rope.scale_linear", 2.0)], "more": OTHER},
+    r"has not, the tensor rope_freqs\.weight": {"arch": "qwen2", "config": QWEN2, "more": OTHER},
+    r"llama\.feed_forward_length that differs among layers": {
+        "fields": [("llama.feed_forward_length", [64, 32])],
+        "unsaid": ["feed_forward_length"],
+    },
+    r"an end of text after each prompt": {"fields": [("tokenizer.ggml.add_eos_token", True)]},
     r"eot_token_id is not one of its 270 tokens": {"fields": [("tokenizer.ggml.eot_token_id", 300)]},
 }
 
