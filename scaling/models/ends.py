@@ -42,6 +42,12 @@ def end_of_text(by: Tokenizer) -> int | None:
     return next((id for id in ends_of(by.folder) if id < by.vocabulary), None)
 
 
+def chosen_end(by: Tokenizer, eos: int | None) -> int:
+    """Return the id that ends a document: the one asked for, or for None the tokenizer's own; `NO_END` for none."""
+    found = end_of_text(by) if eos is None else eos
+    return NO_END if found is None else found
+
+
 def _named_end(home: Path, by: Tokenizer) -> int | None:
     """Return the id of a folder's `eos_token`; None where it names none, or one that the tokenizer does not have."""
     table = home / "tokenizer_config.json"

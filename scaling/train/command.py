@@ -124,7 +124,6 @@ def main(argv=None) -> int:
         resumed = Path(args.out) if args.resume and (Path(args.out) / RUN).is_file() else None
         own["tokenizer"] = tokenizer_for(config, args.model, weights, args.tokenizer, args.data, resumed)
     own["tokenizer"] = "bytes" if own["tokenizer"] is None else own["tokenizer"]
-    own["eos_id"] = NO_END
     settings = Settings(model=config, weights=weights, **own)
     if not args.dry_run:
         settings = replace(settings, eos_id=end_for(settings, args))

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import numpy
 
-from scaling.models.ends import NO_END
+from scaling.models.ends import NO_END, chosen_end
 from scaling.models.text import FILE, ByteText, Tokenizer, Unknown, tokenizer
 from scaling.train.documents import Reader, untemplated
 
@@ -65,23 +65,24 @@ class Corpus:
         return pieces[0] if len(pieces) == 1 else numpy.concatenate(pieces)
 
 
-def open_corpus(path, by: Tokenizer = BYTES, eos: int = NO_END, templated: bool = True) -> Corpus:
+def open_corpus(path, by: Tokenizer = BYTES, eos: int | None = None, templated: bool = True) -> Corpus:
     """Return the corpus of a file or of a folder of files, sorted by name.
 
-    Ids and text do not go together. Documents of text end with the id `eos`; rows of ids are read as they are, and
-    shards as `tokenize` has ended them. `templated`: messages are written by the tokenizer's chat template.
+    Ids and text do not go together. Documents of text end with the id `eos`, by default the tokenizer's own end of
+    text, or with `NO_END` without one; rows of ids are read as they are, and shards as `tokenize` has ended them.
+    `templated`: messages are written by the tokenizer's chat template.
 
     Raises:
         ValueError: It names the file, and the line, that cannot be read. OSError as well.
     """
     kind, files = check_data(path := Path(path), by)
     if kind == "shards":
-        return _shards(path, by, eos)
+        return _shards(path, by, chosen_end(by, eos))
     if kind == "ids":
         return _joined([[_row(p)] for p in files], path)
     if isinstance(by, ByteText) and not any(p.suffix == ".jsonl" for p in files):
         rows = [numpy.memmap(p, numpy.uint8, "r") for p in files if _readable(p)]
-        end = numpy.array([eos] if eos != NO_END else [], numpy.uint32)
+        end = numpy.array([] if eos in (None, NO_END) else [eos], numpy.uint32)
         return _joined([[row, end] if len(end) and row[-1] != eos else [row] for row in rows], path)
     read = [document for p in files for document in Reader(by, eos, templated).documents(p)]
     counted = tuple(d.counted for d in read) if not all(d.counted.all() for d in read) else EVERYTHING

@@ -17,7 +17,7 @@ import numpy
 from scaling.common.arguments import of_type
 from scaling.common.console import complain, integer
 from scaling.common.torchrun import first_rank
-from scaling.models.ends import NO_END, end_of_text, ends_of
+from scaling.models.ends import NO_END, chosen_end, ends_of
 from scaling.models.template import ChatTemplate, chat_template
 from scaling.models.text import Tokenizer
 
@@ -38,13 +38,18 @@ class Reader:
 
     Attributes:
         by: The tokenizer.
-        eos: The id that ends each document; `NO_END` if none does.
+        eos: The id that ends each document, or `NO_END`; None: the tokenizer's own end of text, if it has one.
         templated: Whether messages are written by the tokenizer's chat template.
     """
 
     by: Tokenizer
-    eos: int = NO_END
+    eos: int | None = None
     templated: bool = True
+
+    @cached_property
+    def end(self) -> int:
+        """The id that ends each document; `NO_END` if none does."""
+        return chosen_end(self.by, self.eos)
 
     @cached_property
     def template(self) -> ChatTemplate | None:
@@ -54,8 +59,7 @@ class Reader:
     @cached_property
     def ends(self) -> list[int]:
         """The ids at which generation stops, and the tokenizer's own end of text."""
-        own = end_of_text(self.by)
-        return [self.eos, NO_END if own is None else own, *(ends_of(self.by.folder) if self.by.folder else ())]
+        return [self.end, chosen_end(self.by, None), *(ends_of(self.by.folder) if self.by.folder else ())]
 
     def documents(self, path: Path) -> Iterator[Document]:
         """Yield the documents of a text file that hold a token: the file, or each line of JSON.
@@ -114,9 +118,9 @@ class Reader:
         counted[1:] |= counted[:-1] & ends[1:]  # a template may leave the token that ends an answer out of its span
         answered = messages[-1].get("role") == ASSISTANT and counted.any()
         last = int(counted.nonzero()[0][-1]) if answered else len(ids) - 1
-        if self.eos != NO_END and len(ids) and not ends[last]:
-            if ids[-1] != self.eos:  # the template has not written it itself
-                ids, counted = numpy.append(ids, numpy.uint32(self.eos)), numpy.append(counted, False)
+        if self.end != NO_END and len(ids) and not ends[last]:
+            if ids[-1] != self.end:  # the template has not written it itself
+                ids, counted = numpy.append(ids, numpy.uint32(self.end)), numpy.append(counted, False)
             counted[last:] |= answered
         return Document(ids, counted)
 
@@ -138,8 +142,8 @@ class Reader:
         for i, (text, counts) in enumerate(parts):
             before = len(ids)
             ids += self.by.encode(text)
-            if (counts or i == len(parts) - 1) and ids and ids[-1] != self.eos != NO_END:
-                ids.append(self.eos)
+            if (counts or i == len(parts) - 1) and ids and ids[-1] != self.end != NO_END:
+                ids.append(self.end)
             lengths.append(len(ids) - before)
         return Document(numpy.array(ids, numpy.uint32), numpy.repeat([counts for _, counts in parts], lengths))
 
@@ -180,13 +184,13 @@ def end_of_documents(by: Tokenizer, args: argparse.Namespace, text: bool = True)
     """
     if args.no_eos:
         return NO_END
-    found = end_of_text(by) if args.eos_id is None else args.eos_id
-    if found is None and text and by.identity not in ("", "bytes") and first_rank():
+    found = chosen_end(by, args.eos_id)
+    if found == NO_END and args.eos_id is None and text and by.identity not in ("", "bytes") and first_rank():
         complain(
             f"warning: nothing says which token of {by.name} ends a text, so documents have no end"
             "\n  fix: put a tokenizer_config.json with its eos_token beside it, or give --eos-id, or --no-eos"
         )
-    return NO_END if found is None else found
+    return found
 
 
 def untemplated(path: Path, by: Tokenizer) -> str:

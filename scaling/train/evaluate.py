@@ -7,6 +7,7 @@ import torch
 
 from scaling import tree
 from scaling.models import transformer as model
+from scaling.models.ends import chosen_end
 from scaling.spec import Spec, present
 from scaling.strategies import transformer
 from scaling.train.batches import IGNORED, Batches
@@ -81,12 +82,12 @@ def continuation(params, settings: Settings, mesh) -> str:
     whole, by = transformer.unshard(params, settings.model, mesh), tokenizer_in(settings)
     if mesh.rank:
         return ""
-    generator, known = torch.Generator().manual_seed(settings.seed), max(by.vocabulary, settings.eos_id + 1)
+    generator, end = torch.Generator().manual_seed(settings.seed), chosen_end(by, settings.eos_id)
     prompt = ids = torch.tensor(by.encode(settings.sample), device=mesh.device)
     for _ in range(LENGTH):  # without a cache: together as much work as one small batch
-        logits = model.forward(whole, ids[None], config=settings.model)[0, -1, :known]
+        logits = model.forward(whole, ids[None], config=settings.model)[0, -1, : max(by.vocabulary, end + 1)]
         drawn = torch.multinomial((logits.double() / TEMPERATURE).softmax(-1).cpu(), 1, generator=generator)
-        if int(drawn) == settings.eos_id:
+        if int(drawn) == end:
             break
         ids = torch.cat([ids, drawn.to(ids.device)])
     return by.decode(ids[len(prompt) :].tolist())

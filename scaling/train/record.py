@@ -13,7 +13,7 @@ from typing import Any
 
 from scaling.configs import Config
 from scaling.configs.sources import RUN
-from scaling.models.ends import NO_END
+from scaling.models.ends import NO_END, chosen_end
 from scaling.train import checkpoint, dcp
 from scaling.train.durable import newest_first, step_name
 from scaling.train.origin import config_of_run, options_of, tokenizer_in
@@ -27,8 +27,9 @@ BESIDE_SIZES = ("name", "source", "dropout", "max_positions")  # of a model's co
 
 def record_of(settings: Settings) -> dict[str, Any]:
     """Return the record of what a run with these settings makes checkpoints with, as JSON gives it back."""
-    options = {name: getattr(settings, name) for name in (*FIXED, *FREE)} | {"dropout": settings.model.dropout}
-    found = {"options": options, "model": _sizes(settings.model), "tokenizer": tokenizer_in(settings).identity}
+    by, options = tokenizer_in(settings), {name: getattr(settings, name) for name in (*FIXED, *FREE)}
+    options |= {"dropout": settings.model.dropout, "eos_id": chosen_end(by, settings.eos_id)}
+    found = {"options": options, "model": _sizes(settings.model), "tokenizer": by.identity}
     return json.loads(json.dumps(found))
 
 

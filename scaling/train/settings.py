@@ -13,7 +13,6 @@ from scaling import optim, tree
 from scaling.common.console import integer, number, place
 from scaling.configs import Config
 from scaling.cost.transformer import POLICIES
-from scaling.models.ends import NO_END
 from scaling.models.leaves import matrices_of
 
 DTYPES = {"fp32": torch.float32, "fp64": torch.float64, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -32,7 +31,7 @@ class Settings:
         data: A path, or several by weight, "A:3,B:1".
         weights: A Hugging Face folder to begin with, if any.
         tokenizer: "bytes", a file or a folder, "" where none is known.
-        eos_id: The id that ends each document of text; `NO_END` if none does.
+        eos_id: The id that ends each document of text, or `NO_END`; None: the tokenizer's own, if it has one.
         no_template: Whether messages are written without the chat template.
     """
 
@@ -70,7 +69,7 @@ class Settings:
     step: int = as_flag(0, "with --resume: the checkpoint to go on from; 0: the newest that is whole", integer(0))
     weights: str = ""
     tokenizer: str = "bytes"
-    eos_id: int = NO_END
+    eos_id: int | None = None
     no_template: bool = False
     chip: str = as_flag("", "for MFU and --profile's predictions: h100, or what measure wrote")
     norms: bool = as_flag(False, "write each leaf's gradient norm to norms.jsonl")

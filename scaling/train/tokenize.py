@@ -15,14 +15,14 @@ from pathlib import Path
 import numpy
 
 from scaling.common.console import Parser, complain, complaining, integer
-from scaling.models.text import copy_companions, tokenizer
+from scaling.models.text import Tokenizer, copy_companions, tokenizer
 from scaling.train.corpus import INDEX, TEXT
 from scaling.train.documents import Reader, add_options, end_of_documents, untemplated
 from scaling.train.durable import replaced
 
 
-def write_shards(source, out, reader: Reader, shard_tokens: int) -> dict:
-    """Tokenise a file or a folder into shards; return their index.
+def write_shards(source, out, by: Tokenizer, shard_tokens: int, eos: int | None = None, templated: bool = True) -> dict:
+    """Tokenise a file or a folder into shards; return their index. `eos`, `templated`: as in `corpus.open_corpus`.
 
     ValueError or OSError names what is not readable, and a folder that holds shards already.
     """
@@ -35,7 +35,7 @@ def write_shards(source, out, reader: Reader, shard_tokens: int) -> dict:
         raise ValueError(f"{source}: no text to read\n  fix: give a file, or a folder that holds some")
     out.mkdir(parents=True, exist_ok=True)
     try:
-        return _written(source, files, out, reader, shard_tokens)
+        return _written(source, files, out, Reader(by, eos, templated), shard_tokens)
     except BaseException:
         shutil.rmtree(out)  # no shards without their index
         raise
@@ -44,11 +44,11 @@ def write_shards(source, out, reader: Reader, shard_tokens: int) -> dict:
 def _written(source: Path, files: list[Path], out: Path, reader: Reader, shard_tokens: int) -> dict:
     """Write the files as shards into the folder; return their index."""
     by, plain = reader.by, False
-    dtype = numpy.uint16 if max(by.vocabulary, reader.eos + 1) <= 1 << 16 else numpy.uint32
+    dtype = numpy.uint16 if max(by.vocabulary, reader.end + 1) <= 1 << 16 else numpy.uint32
     index = {
         "tokenizer": by.name,
         "identity": by.identity,
-        "eos": reader.eos,
+        "eos": reader.end,
         "tokens": [],
         "counted": [],
         "starts": "starts.npy",
@@ -106,8 +106,8 @@ def main(argv=None) -> int:
     add_options(parser)
     args = parser.parse_args(argv)
     by = tokenizer(args.tokenizer)
-    reader = Reader(by, end_of_documents(by, args), not args.no_template)
-    index = write_shards(args.data, args.out, reader, args.shard_tokens)
+    how = end_of_documents(by, args), not args.no_template
+    index = write_shards(args.data, args.out, by, args.shard_tokens, *how)
     tokens = sum(len(numpy.load(Path(args.out) / name, mmap_mode="r")) for name in index["tokens"])
     print(f"{tokens:,} tokens in {len(index['tokens'])} shards, the greatest id {index['top']}: {args.out}")
     return 0

@@ -13,7 +13,7 @@ from runs import ONE, TINY, train
 from tokenizers import Tokenizer
 
 from scaling.generate import command as generating
-from scaling.models.ends import NO_END, end_of_text
+from scaling.models.ends import NO_END
 from scaling.models.template import chat_template
 from scaling.models.text import BYTES, of_bytes, tokenizer
 from scaling.train.documents import Reader
@@ -65,7 +65,7 @@ def write_tokenizer(folder: str, template: str | None, eos: str = "<|im_end|>", 
 def read(folder: str, messages: list[dict], ends: bool = True) -> tuple[str, str]:
     """Return the document's text, and what of it counts."""
     by = tokenizer(folder)
-    ids, counted, _ = Reader(by, end_of_text(by) if ends else NO_END).record({"messages": messages})
+    ids, counted, _ = Reader(by, None if ends else NO_END).record({"messages": messages})
     loaded = Tokenizer.from_file(f"{folder}/tokenizer.json")
     return tuple(loaded.decode(some.tolist(), skip_special_tokens=False) for some in (ids, ids[counted]))
 
@@ -98,7 +98,7 @@ def test_what_counts_is_transformers_own_mask():
             theirs = transformers.PreTrainedTokenizerFast.from_pretrained(folder)
             by = tokenizer(folder)
             for chat in ("one", "turns"):
-                ids, counted, _ = Reader(by, end_of_text(by)).record({"messages": CHATS[chat]})
+                ids, counted, _ = Reader(by).record({"messages": CHATS[chat]})
                 how = {"chat_template": marked, "return_dict": True, "return_assistant_tokens_mask": True}
                 wanted = theirs.apply_chat_template(CHATS[chat], **how)
                 assert ids.tolist() == wanted["input_ids"]

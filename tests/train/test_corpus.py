@@ -17,7 +17,6 @@ from scaling.models.text import ByteText
 from scaling.train import corpus, tokenize
 from scaling.train.batches import IGNORED, Batches, Mixture, ahead, hold_out, inputs
 from scaling.train.corpus import Corpus
-from scaling.train.documents import Reader
 from scaling.train.origin import weighted_paths
 from scaling.train.settings import Settings
 
@@ -44,7 +43,7 @@ def test_text_and_its_shards_are_documents_in_order(files, text, counts, starts,
     for name, content in files.items():
         Path("data", name).write_text(content)
     if shard_tokens:
-        index = tokenize.write_shards("data", "out", Reader(ByteText()), shard_tokens)
+        index = tokenize.write_shards("data", "out", ByteText(), shard_tokens)
         assert len(index["tokens"]) == (shards if shard_tokens == 7 else 1)
         assert sorted(path.name for path in Path("out").iterdir()) == sorted([*index["bytes"], "shards.json"])
     read = corpus.open_corpus("out" if shard_tokens else "data")
@@ -147,7 +146,7 @@ def test_no_target_is_of_another_document_than_its_token(kind):
     else:
         Path("data/a.jsonl").write_text("\n".join(json.dumps({"text": text}) for text in TEXTS))
         if kind == "shards":
-            tokenize.write_shards("data", "shards", Reader(ByteText()), 64)
+            tokenize.write_shards("data", "shards", ByteText(), 64)
     data = {"shards": "shards", "mixture": "data:1,data/a.jsonl:2"}.get(kind, "data")
     train, valid = inputs(Settings(get("tiny"), data, "", 8, 32))
     for read in (train, *valid):

@@ -121,7 +121,7 @@ def test_documents_end_with_the_end_of_text_which_is_the_last_target_of_each(kin
         assert train("tokenize --data data --out shards --tokenizer own") == 0
         assert json.loads(Path("shards/shards.json").read_text())["eos"] == 1
     by = tokenizer("own")
-    read = open_corpus("shards" if shards else "data", by, 1)
+    read = open_corpus("shards" if shards else "data", by)
     found, flags = read.between(0, len(read))
     assert (found.tolist(), read.starts.tolist(), read.notes) == (ids, starts, ())
     assert (numpy.ones(len(ids)) if flags is None else flags).tolist() == counted
