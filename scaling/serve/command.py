@@ -21,7 +21,7 @@ from scaling.models.template import chat_template
 from scaling.serve.cache import share_of
 from scaling.serve.engine import serve
 from scaling.serve.loading import Served, add_model, served_by
-from scaling.serve.requests import RequestLine, longest_text, read_requests
+from scaling.serve.requests import RequestLine, Sampling, longest_text, read_requests
 from scaling.serve.simulate import RequestTimes, Simulated
 from scaling.serve.states import POLICIES, Options, Run
 from scaling.serve.text import TextStream
@@ -121,7 +121,8 @@ def main(argv=None) -> int:
         pages = args.pages or min(most, slots * -(-CONTEXT // args.page))
         return _over_http(args, what, _options(args, pages, groups))
     text = sys.stdin.read() if args.input == "-" else Path(args.input).read_text(errors="replace")
-    lines, bad = read_requests(text, what.tokenizer, what.config.V, what.ends, args.max_new_tokens or 64)
+    most, how = args.max_new_tokens or 64, what.defaults.sampling
+    lines, bad = read_requests(text, what.tokenizer, what.config.V, what.ends, most, how)
     if not lines and not bad:
         raise ValueError(f"{args.input}: holds no request\n  fix: give a file with a request in each line")
     pages, refused = args.pages, []
@@ -158,8 +159,10 @@ def _over_http(args, what: Served, options: Options) -> int:
         from scaling.serve.web.words import Model
     except ImportError as error:
         raise ValueError(f"--port needs {error.name}\n  fix: pip install 'scaling-book-torch[serve]'") from None
-    names = what.config.name, what.tokenizer, what.config.V, what.ends
-    model = Model(*names, None, options, args.max_new_tokens, longest_text(what.config))
+    model = Model(
+        what.config.name, what.tokenizer, what.config.V, what.ends, None, options, args.max_new_tokens,
+        longest_text(what.config), what.defaults.sampling or Sampling(1.0),
+    )  # fmt: skip
     args.key = gate.read_key(args.key, args.key_file)
     listener = server.listen(args.host, args.port) if first_rank() else None
     with server.passed_on():

@@ -77,7 +77,7 @@ class Request(NamedTuple):
 def request_seeds(prompts: Sequence[Sequence[int]], seed: "int | Sequence[int]" = 0) -> list[int]:
     """Return a seed for each request: as given, or from one seed, the prompt, and how many before it had the same one.
 
-    So a prompt draws the same alone and beside others, and the same prompt given n times draws n times.
+    So a prompt has the same random numbers alone and beside others, and given n times it is drawn n times.
     """
     if not isinstance(seed, int):
         seed = whole_numbers("seed", seed)
@@ -154,7 +154,7 @@ class Defaults(NamedTuple):
 
     most: int
     word: str = "max_new_tokens"
-    temperature: float = 0.0
+    how: Sampling = Sampling()
     seed: int = 0
 
 
@@ -166,9 +166,10 @@ def requests_of(
     stops = fields.stops()
     if stops and isinstance(tokenizer, Unknown):
         raise RequestError("a stop text needs the model's tokenizer, which is not known", "stop")
-    top_k = fields.whole("top_k", 0, -1, 1 << 40)
-    temperature = fields.real("temperature", unsaid.temperature)
-    how = Sampling(temperature, top_k if top_k > 0 else None, fields.real("top_p"), fields.real("min_p"))
+    own = unsaid.how
+    top_k = fields.whole("top_k", own.top_k or 0, -1, 1 << 40)
+    temperature, top_p = fields.real("temperature", own.temperature), fields.real("top_p", own.top_p)
+    how = Sampling(temperature, top_k if top_k > 0 else None, top_p, fields.real("min_p", own.min_p))
     seeds = request_seeds(prompts, fields.whole("seed", unsaid.seed, -SEEDS, SEEDS - 1))
     most, stop = fields.whole(unsaid.word, unsaid.most, 1, 10**9), frozenset(ends)
     drawn = [(next(ids), prompt, Draw(how, seed)) for prompt, seed in zip(prompts, seeds, strict=True)]
@@ -183,7 +184,7 @@ class RequestLine(NamedTuple):
     request: Request
 
 
-def _read_line(number: int, text: str, tokenizer, V: int, ends: tuple[int, ...], most: int) -> RequestLine:
+def _read_line(number: int, text: str, tokenizer, V: int, ends: tuple[int, ...], unsaid: Defaults) -> RequestLine:
     """The request of a line. ValueError that says what is wrong with it."""
     fields = Fields(text)
     fields.only(KNOWN)
@@ -193,7 +194,7 @@ def _read_line(number: int, text: str, tokenizer, V: int, ends: tuple[int, ...],
     if "prompt" in table and not isinstance(table["prompt"], str):
         raise ValueError(f"prompt={table['prompt']!r:.40} is not a text")
     ids = read_ids(table.get("prompt", table.get("ids")), tokenizer, V)
-    (request,) = requests_of(fields, [tuple(ids)], iter([number]), tokenizer, ends, Defaults(most))
+    (request,) = requests_of(fields, [tuple(ids)], iter([number]), tokenizer, ends, unsaid)
     arrival = fields.real("arrival", 0.0)
     if not 0 <= arrival < math.inf:
         raise ValueError(f"arrival={arrival!r} is not a time of 0 or later")
@@ -201,14 +202,17 @@ def _read_line(number: int, text: str, tokenizer, V: int, ends: tuple[int, ...],
 
 
 def read_requests(
-    text: str, tokenizer, V: int, ends: tuple[int, ...], most: int
+    text: str, tokenizer, V: int, ends: tuple[int, ...], most: int, how: Sampling | None = None
 ) -> tuple[list[RequestLine], list[dict]]:
-    """(the requests, what is wrong with the other lines): lines are numbered from 1, empty ones are left out."""
+    """Return the requests, and what is wrong with the other lines: they are numbered from 1, empty ones are left out.
+
+    `most` and `how`: the new tokens of a line that does not say how many, and how they are drawn (default: greedily).
+    """
     lines, bad = [], []
     for number, line in enumerate(text.splitlines(), 1):
         if line.strip():
             try:
-                lines.append(_read_line(number, line, tokenizer, V, ends, most))
+                lines.append(_read_line(number, line, tokenizer, V, ends, Defaults(most, how=how or Sampling())))
             except (ValueError, TypeError) as error:
                 bad.append({"line": number, "error": str(error).splitlines()[0]})
     return lines, bad

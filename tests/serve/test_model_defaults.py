@@ -12,14 +12,15 @@ import torch
 from starlette.testclient import TestClient
 
 from scaling.configs import Config, load
-from scaling.configs.hugging_face import write_config
+from scaling.configs.hugging_face_write import write_config
 from scaling.generate import command
-from scaling.models import transformer
+from scaling.models import hf, transformer
 from scaling.models.ends import ends_of
 from scaling.models.text import ByteText, tokenizer_of
+from scaling.serve import command as serve
 from scaling.serve.defaults import defaults_of
 from scaling.serve.generation import generate
-from scaling.serve.requests import Sampling, longest_text
+from scaling.serve.requests import Sampling, longest_text, read_requests
 from scaling.serve.states import Options
 from scaling.serve.web.app import application
 from scaling.serve.web.desk import Desk
@@ -27,6 +28,7 @@ from scaling.serve.web.words import Model, read_body
 
 SMALL = Config("small", L=1, D=8, F=12, N=2, K=1, H=4, V=256, max_positions=8)
 LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "original_max_position_embeddings": 8192}
+LLAMA3 |= {"low_freq_factor": 1.0, "high_freq_factor": 4.0}
 LONGEST = [  # by the models' cards: (max_position_embeddings, rope_scaling, tokens)
     (131072, LLAMA3, 131072),  # Llama 3.1
     (32768, {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}, 131072),  # Qwen2.5
@@ -94,6 +96,37 @@ def test_tokens_are_drawn_as_the_model_asks_where_no_option_says_otherwise(table
     assert drawn("--top-k", "5", "--min-p", "0.5") == replace(how, top_k=5, min_p=0.5)
 
 
+def test_a_request_is_drawn_as_the_model_asks_where_it_does_not_say():
+    own = Sampling(0.6, 20, 0.9)
+    model = Model("m", ByteText(), 256, (), None, Options(8, 16, 1), sampling=own)
+
+    def drawn(**fields) -> Sampling:
+        body = json.dumps({"prompt": "a"} | fields)
+        over_http = read_body(body.encode(), model, False, itertools.count()).requests[0].draw.how
+        (line,), _ = read_requests(body, ByteText(), 256, (), 5, own)
+        assert line.request.draw.how == over_http
+        return over_http
+
+    assert drawn() == drawn(temperature=None, top_p=None) == own
+    assert drawn(temperature=0, min_p=0.1) == replace(own, temperature=0, min_p=0.1)
+    assert drawn(top_k=-1, top_p=1) == Sampling(0.6, None, 1.0)
+
+
+@pytest.mark.filterwarnings("ignore:small is made for texts")
+def test_a_file_of_requests_is_served_as_the_model_asks(tmp_path, capsys):
+    params = transformer.init(SMALL, 1, torch.float32)
+    hf.save(tmp_path / "small", SMALL, params)
+    (tmp_path / "small" / "generation_config.json").write_text('{"do_sample": true, "top_k": 40, "num_beams": 2}')
+    (tmp_path / "in").write_text('{"prompt": "ab", "seed": 3}')
+    words = f"--model {tmp_path}/small --input {tmp_path}/in --output {tmp_path}/out --max-new-tokens 8".split()
+    for options, sampling in (([], {"temperature": 1.0, "top_k": 40}), (["--no-generation-config"], {})):
+        assert serve.main([*words, *options]) == 0
+        wanted = generate(params, [list(b"ab")], SMALL, 8, seed=3, **sampling)[0]
+        assert json.loads((tmp_path / "out").read_text())["ids"] == wanted
+        note = "generation_config.json: sampling by temperature 1, top_k 40; not computed here: num_beams 2\n"
+        assert capsys.readouterr().err == (note if sampling else "")
+
+
 @pytest.mark.parametrize("wrong", [{"temperature": -1}, {"temperature": "hot"}, {"top_p": 0}, {"top_k": -2}])
 def test_a_file_with_which_no_token_can_be_drawn_is_refused(wrong, tmp_path):
     (tmp_path / "generation_config.json").write_text(json.dumps({"do_sample": True} | wrong))
@@ -104,7 +137,8 @@ def test_a_file_with_which_no_token_can_be_drawn_is_refused(wrong, tmp_path):
 
 @pytest.mark.parametrize(("positions", "scaling", "longest"), LONGEST)
 def test_the_longest_text_is_read_and_kept(positions, scaling, longest, tmp_path):
-    table = write_config(SMALL.with_(max_positions=0)) | {"max_position_embeddings": positions}
+    table = write_config(SMALL.with_(max_positions=0))
+    table |= {"max_position_embeddings": positions} if positions else {}
     (tmp_path / "config.json").write_text(json.dumps(table | {"rope_scaling": scaling}))
     config = load(tmp_path / "config.json")
     assert longest_text(config) == longest

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 from scaling.serve.fields import Fields, RequestError, blaming, short
-from scaling.serve.requests import TOO_LONG, Defaults, Request, check_prompt_fits, read_ids, requests_of
+from scaling.serve.requests import TOO_LONG, Defaults, Request, Sampling, check_prompt_fits, read_ids, requests_of
 from scaling.serve.states import Options
 
 NO_MODEL = "model_not_found"
@@ -47,6 +47,7 @@ class Model(NamedTuple):
     options: Options
     most: int | None = None  # tokens of an answer, where a client says none
     longest: int | None = None  # tokens of a text that the model is made for
+    sampling: Sampling = Sampling(1.0)  # how tokens are drawn, where a client does not say
 
 
 class ClientCall(NamedTuple):
@@ -88,7 +89,7 @@ def read_body(body: bytes, model: Model, chat: bool, ids: Iterator[int]) -> Clie
     unsaid = max(1, min(sensible, model.most or (length if chat else MOST)))
     requests = requests_of(
         fields, [prompt for prompt in prompts for _ in range(n)], ids, model.tokenizer, model.ends,
-        Defaults(unsaid, word, 1.0, secrets.randbits(62)),
+        Defaults(unsaid, word, model.sampling, secrets.randbits(62)),
     )  # fmt: skip
     if requests[0].max_new_tokens > room:
         what = f"{room} tokens are left for the answer: this model's maximum context length is {length}"
