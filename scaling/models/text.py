@@ -4,7 +4,6 @@ Bytes are built in; a tokenizer.json needs the library `tokenizers`, of the extr
 tokenizer, so that its `identity` stands beside them: in the shards of a corpus, in runs and in exports.
 """
 
-import codecs
 import json
 import shutil
 from collections.abc import Sequence
@@ -55,10 +54,6 @@ class Tokenizer(Protocol):
 
     def decode(self, ids: Sequence[int]) -> str: ...
 
-    def reader(self) -> "codecs.IncrementalDecoder | None":
-        """What decodes ids one by one, where that can be done without looking back."""
-        ...
-
 
 class ByteText:
     """Each byte of UTF-8 text is a token; ids from 256 on stand for nothing."""
@@ -77,9 +72,6 @@ class ByteText:
 
     def decode(self, ids: Sequence[int]) -> str:
         return bytes(int(id) for id in ids if id < BYTES).decode(errors="replace")
-
-    def reader(self) -> "codecs.IncrementalDecoder | None":
-        return codecs.getincrementaldecoder("utf-8")(errors="replace")
 
 
 class FromFile:
@@ -133,9 +125,6 @@ class FromFile:
     def decode(self, ids: Sequence[int]) -> str:
         return self.loaded.decode([int(i) for i in ids])
 
-    def reader(self) -> None:
-        return None
-
 
 class Unknown:
     """The tokenizer of a model that came without one: its ids can be given and are printed, text is refused."""
@@ -160,9 +149,6 @@ class Unknown:
 
     def decode(self, ids: Sequence[int]) -> str:
         return ""
-
-    def reader(self) -> None:
-        return None
 
 
 def tokenizer(name: str) -> Tokenizer:

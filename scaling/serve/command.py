@@ -101,7 +101,7 @@ def completion(line: RequestLine, times: RequestTimes, what: Served) -> dict:
     """A line of the output. Times are seconds from the request's arrival."""
     if times.reason.startswith("refused"):
         return {"line": line.request.id, "id": line.name, "error": times.reason}
-    ids, text = list(times.tokens), TextStream(what.tokenizer, line.request.stops)
+    ids, text = list(times.tokens), TextStream(what.tokenizer, line.request.stops, line.request.prompt)
     told = "".join(text.push(id) for id in (ids[:-1] if ids and ids[-1] in what.ends else ids)) + text.rest()
     late = {"ttft": times.ttft, "tpot": times.tpot, "seconds": times.end - times.arrival}
     late = {name: None if math.isnan(value) else round(value, 6) for name, value in late.items()}

@@ -1,9 +1,8 @@
 """The engine: the scheduler's actions carried out by a model (Part 7, "Designing an Effective Inference Engine").
 
-`PagedModel` is a model with its pages, one pool a worker: the one that serves, or a draft beside it. `Engine` is what
-`simulate.drive` asks for times and tokens: it computes a Run on the pages that the scheduler says, and measures it. The
-clock of a trace advances by what was measured, so that arrivals in between are met without waiting for them, and two
-workers run beside each other in that clock though they share this machine.
+`Engine` is what `simulate.drive` asks for times and tokens: it computes a Run on the pages that the scheduler says, and
+measures it. The clock of a trace advances by what was measured, so that arrivals in between are met without waiting for
+them, and two workers run beside each other in that clock though they share this machine.
 
 A draft proposes tokens: the request's own text by n-grams, or a smaller model. At each place the model draws as it
 would without a draft, by the request's seed and the place; a proposal is kept if it is that token. So in fp32 no token
@@ -23,71 +22,17 @@ from torch import Tensor
 
 from scaling.collectives import unshard
 from scaling.configs import Config
-from scaling.serve import scheduler
-from scaling.serve.cache import init_cache, share_of, untouched
+from scaling.serve.cache import share_of
+from scaling.serve.paged import PagedModel
 from scaling.serve.requests import Request, check_known_ids
 from scaling.serve.sampling import sample
 from scaling.serve.simulate import Simulated, drive
 from scaling.serve.states import Action, Done, Finish, Move, Moved, Options, Run, Work
-from scaling.serve.step import check_served, run_rows
 from scaling.serve.text import TextStream
 from scaling.serve.types import ONE
 from scaling.spec import Spec
 
-NO_WORK = Work(Request(-1, (), 0), 0, (), (), False)
 Draft = Callable[[str, Sequence[Work]], dict[int, list[int]]]  # so many tokens as each work of a step wants, by id
-
-
-class PagedModel:
-    """Holds the params, this rank's, and the pages of its group. Not `paged`, a page is a row of a contiguous cache."""
-
-    def __init__(
-        self, params: dict, config: Config, options: Options, mesh=None, dtype=None, form="heads", paged: bool = True
-    ):
-        check_served(params, config, ONE if mesh is None else mesh, form)
-        self.params, self.config, self.page, self.mesh, self.form = params, config, options.page, mesh, form
-        self.device, self.groups, self.paged = params["norm"].device, options.groups, paged
-        self.group = share_of(ONE if mesh is None else mesh, form).group
-        self.pools = {}
-        for worker, (pool, *_) in scheduler.initial(options).pools.items():
-            rows, length, page = (1, pool.total * pool.size, pool.size) if paged else (pool.total, pool.size, None)
-            self.pools[worker] = init_cache(
-                config, self.groups * rows, length, mesh=mesh, dtype=dtype, page=page, form=form
-            )
-
-    def logits(self, worker: str, works: Sequence[Work], every: bool = False) -> Tensor:
-        """Logits[B, V] after each work's last token, or of `every` token, [B, T, V]; all are written to the cache."""
-        height = max(sum(work.group == group for work in works) for group in range(self.groups))
-        height = height if self.paged else len(self.pools[worker]["lengths"]) // self.groups
-        rows, cache = [NO_WORK] * (height * self.groups), self.pools[worker]  # each group is filled up to as many
-        free, places = [group * height for group in range(self.groups)], []
-        for work in works:
-            places.append(free[work.group] if self.paged else free[work.group] + work.pages[0])
-            rows[places[-1]] = work
-            free[work.group] += self.paged
-        if self.paged:
-            M = max(len(w.pages) for w in works)
-            pages = [[*w.pages, *[0] * (M - len(w.pages))] for w in rows]
-            cache = cache | {"pages": torch.tensor(pages, device=self.device)}
-        logits, cache = run_rows(
-            self.params, [w.tokens for w in rows], [w.start for w in rows], cache, self.config, self.mesh,
-            every=every, form=self.form,
-        )  # fmt: skip
-        self.pools[worker] = self.pools[worker] | {name: cache[name] for name in ("KV", "scale") if name in cache}
-        return logits if places == [*range(len(rows))] else logits[places]
-
-    def move(self, move: Move) -> None:
-        """The pages of a prompt, from the pool of the worker that prefills to the other's; on its group's ranks."""
-        if move.group != self.group:
-            return
-        count = -(-move.tokens // self.page)
-        source, target = (torch.tensor(pages[:count], device=self.device) for pages in (move.source, move.target))
-        there, here = self.pools["prefill"], self.pools["decode"]
-        if untouched(here):
-            here["KV"] = torch.zeros(here["KV"].shape, dtype=there["KV"].dtype, device=self.device)
-        for name in ("KV", "scale"):
-            if name in there:
-                here[name][:, :, target] = there[name][:, :, source]
 
 
 def by_ngrams(worker: str, works: Sequence[Work]) -> dict[int, list[int]]:
@@ -252,13 +197,14 @@ class Engine:
         return {work.id: self._counted(work.request, given[work.id]) for work in action.works if work.sample}
 
     def _counted(self, request: Request, given: Given) -> Given:
-        """Of a request's tokens those up to one that ends it."""
+        """Return a request's tokens up to the one that ends it."""
         tokens, stopped = request.until_stop(given.tokens), False
         if request.stops:
-            stream = self.streams.setdefault(request.id, TextStream(self.tokenizer, request.stops))
+            if request.id not in self.streams:
+                self.streams[request.id] = TextStream(self.tokenizer, request.stops, request.prompt)
             for count, token in enumerate(tokens, 1):
-                stream.push(token)
-                if stopped := stream.stopped:
+                self.streams[request.id].push(token)
+                if stopped := self.streams[request.id].stopped:
                     tokens = tokens[:count]
                     break
         return Given(tokens, given.logits[: len(tokens)], stopped)

@@ -15,7 +15,8 @@ from scaling.common.arguments import whole, whole_numbers
 from scaling.configs import Config
 from scaling.serve import scheduler
 from scaling.serve.cache import divisible, share_of
-from scaling.serve.engine import Engine, Given, PagedModel
+from scaling.serve.engine import Engine, Given
+from scaling.serve.paged import PagedModel
 from scaling.serve.requests import Draw, Request, Sampling, prompt_ids, request_seeds
 from scaling.serve.states import Arrive, Options, Work
 from scaling.serve.types import ONE, check_mesh

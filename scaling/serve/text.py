@@ -1,12 +1,14 @@
 """Text as it is generated: streamed, and stopped."""
 
+import codecs
 from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any
 
 from scaling.models.text import Unknown
+from scaling.serve.token_bytes import BROKEN, token_bytes_of
 
-BROKEN = "\ufffd"  # what stands for bytes that are no whole character
+CONTEXT = 5  # ids before a text that are decoded with its first ones
 CHARACTER = 4  # tokens that one character takes at most, which has so many bytes
 
 
@@ -16,24 +18,33 @@ class TextStream:
     `push(id)` and, at the end, `rest()` return the text that has become certain. `stopped`: a stop text is complete,
     and the text ends before it; of several it is the one that was complete first. The time of a push is that of the
     text which its token adds, times the number of stop texts, whatever their lengths.
+
+    Args:
+        tokenizer: Of the ids.
+        stops: The texts before which this text ends.
+        before: The ids that the text follows: some tokenizers leave out the space that a text begins with.
     """
 
-    def __init__(self, tokenizer: Any, stops: Sequence[str] = ()):
+    def __init__(self, tokenizer: Any, stops: Sequence[str] = (), before: Sequence[int] = ()):
         if stops and isinstance(tokenizer, Unknown):
             raise ValueError(f"{tokenizer.name}: a stop text needs its tokenizer\n  fix: put its tokenizer.json there")
         self.tokenizer, self.stops = tokenizer, [_Stop(stop) for stop in stops if stop]
-        self.reader = tokenizer.reader()
-        self.ids: list[int] = []  # the last that gave text, and those after: a token's text depends on what is before
-        self.before, self.read = 0, ""  # how many of them gave text, and this text
+        self.pieces = token_bytes_of(tokenizer)
+        self.reader = codecs.getincrementaldecoder("utf-8")(errors="replace") if self.pieces.joined else None
+        self.ids = [] if self.pieces.joined else list(before[-CONTEXT:])  # the last that gave text, and those after
+        self.read = tokenizer.decode(self.ids)  # the text that the first `before` of them gave
+        if self.read.endswith(BROKEN):
+            self.ids, self.read = [], ""
+        self.before = len(self.ids)
         self.held = _Stop("")  # the text that is not given yet is what this stop text has matched
         self.stopped = False
 
     def push(self, id: int) -> str:
         """Return the text that this token makes certain."""
-        if self.stopped:
+        if self.stopped or not (added := self.pieces.bytes_of(id)):
             return ""
         if self.reader is not None:
-            return self._certain(self.reader.decode(bytes([id]) if id < 256 else b""))
+            return self._certain(self.reader.decode(added))
         self.ids.append(id)
         text = self.tokenizer.decode(self.ids)
         if len(self.ids) - self.before < CHARACTER and (text.endswith(BROKEN) or not text.startswith(self.read)):
@@ -43,6 +54,11 @@ class TextStream:
         self.ids = self.ids[self.before :]
         self.before, self.read = len(self.ids), self.tokenizer.decode(self.ids)
         return self._certain(new)
+
+    @property
+    def begins(self) -> bool:
+        """Whether no text is before the next token, so that it may be written as the first of a text is."""
+        return self.reader is None and not self.read
 
     def rest(self) -> str:
         """Return what is left when no token follows."""

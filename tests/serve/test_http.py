@@ -1,6 +1,7 @@
 """`python -m scaling.serve --port`: what clients get beside what one request gives alone, and what none can break; the
 openai package and a browser as clients."""
 
+import codecs
 import gc
 import itertools
 import json
@@ -54,7 +55,10 @@ def test_the_fields_of_an_answer(served):
     assert notes == served.plain(**body)["choices"][0]["logprobs"]
     assert [max(top.values()) for top in notes["top_logprobs"]] == pytest.approx(notes["token_logprobs"])  # greedy
     assert all(token in top for token, top in zip(notes["tokens"], notes["top_logprobs"], strict=True))
-    assert notes["text_offset"] == [*itertools.accumulate(map(len, notes["tokens"][:-1]), initial=0)]
+    pieces = [t.removeprefix("bytes:").encode().decode("unicode_escape").encode("latin-1") for t in notes["tokens"]]
+    assert b"".join(pieces).decode(errors="replace") == served.plain(**body)["choices"][0]["text"]
+    whole = map(codecs.getincrementaldecoder("utf-8")(errors="replace").decode, pieces[:-1])
+    assert notes["text_offset"] == [*itertools.accumulate(map(len, whole), initial=0)]
     assert served.plain(["ab", "cd", "ab"], n=2)["usage"]["prompt_tokens"] == 6
     assert len({served.plain("ab", max_tokens=8)["choices"][0]["text"] for _ in range(4)}) > 1  # no seed: any
     asks = {"messages": [{"role": "user", "content": [{"type": "text", "text": "hi"}]}]}

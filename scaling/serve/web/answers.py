@@ -5,6 +5,8 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
+from scaling.serve.text import TextStream
+from scaling.serve.token_bytes import token_bytes_of
 from scaling.serve.web.desk import AnswerPiece, TokenNote
 from scaling.serve.web.words import ClientCall, Model
 
@@ -21,17 +23,19 @@ class AnswerWriter:
             "created": int(time.time()),
             "model": model.name,
         }
-        self.lengths = [0] * len(call.requests)  # of the texts so far, in characters
+        self.pieces = token_bytes_of(model.tokenizer)
+        self.texts = [TextStream(model.tokenizer, (), request.prompt) for request in call.requests]
+        self.lengths = [0] * len(call.requests)  # of these texts so far, in characters
         self.tokens = self.cached = 0
 
     def first(self) -> list[dict]:
-        """What a stream of chat begins with."""
+        """Return what a stream of a chat begins with."""
         delta = {"role": "assistant", "content": ""}
         begin = {"delta": delta, "logprobs": None, "finish_reason": None}
         return [self.answer([{"index": i} | begin]) for i in range(len(self.call.requests))] if self.call.chat else []
 
     def answer(self, choices: list[dict], **more: Any) -> dict:
-        """All of it, or a part of a stream."""
+        """Return the whole answer, or a part of a stream."""
         return self.around | {"choices": choices} | more
 
     def choice(self, index: int, piece: AnswerPiece) -> dict:
@@ -47,7 +51,7 @@ class AnswerWriter:
         }  # fmt: skip
 
     def usage(self) -> dict:
-        """Of the choices so far."""
+        """Return the numbers of tokens of the choices so far."""
         asked = self.call.asked
         counts = {"prompt_tokens": asked, "completion_tokens": self.tokens, "total_tokens": asked + self.tokens}
         return counts | {"prompt_tokens_details": {"cached_tokens": self.cached}}
@@ -55,24 +59,42 @@ class AnswerWriter:
     def _logprobs(self, index: int, notes: Sequence[TokenNote]) -> dict | None:
         if self.call.top < 0:
             return None
+        stream, rows = self.texts[index], []
+        for note in notes:
+            first, offset = stream.begins, self.lengths[index]
+            self.lengths[index] += len(stream.push(note.id))
+            rows.append((note, first, offset))
         if self.call.chat:
-            return {
-                "content": [self._of(n.id, n.logprob) | {"top_logprobs": [self._of(*t) for t in n.top]} for n in notes]
-            }
-        texts = [self._text(note.id) for note in notes]
-        offsets = []
-        for text in texts:
-            offsets.append(self.lengths[index])
-            self.lengths[index] += len(text)
-        top = [{self._text(id): logprob for id, logprob in reversed(note.top)} for note in notes]
+            content = [
+                self._of(note.id, note.logprob, first)
+                | {"top_logprobs": [self._of(id, value, first) for id, value in note.top]}
+                for note, first, _ in rows
+            ]
+            return {"content": content, "refusal": None}
+        top = [self._top(note, first) for note, first, _ in rows] if self.call.top else None
         return {
-            "tokens": texts, "token_logprobs": [note.logprob for note in notes],
-            "top_logprobs": top if self.call.top else None, "text_offset": offsets,
+            "tokens": [self._text(note.id, first) for note, first, _ in rows],
+            "token_logprobs": [note.logprob for note in notes],
+            "top_logprobs": top, "text_offset": [offset for *_, offset in rows],
         }  # fmt: skip
 
-    def _of(self, id: int, logprob: float) -> dict:
-        text = self._text(id)
-        return {"token": text, "logprob": logprob, "bytes": list(text.encode())}
+    def _top(self, note: TokenNote, first: bool) -> dict[str, float]:
+        """Return the likeliest tokens and the one that was drawn; of those written alike, others by their ids."""
+        found = {self._text(note.id, first): note.logprob}
+        for id, logprob in note.top:
+            if id != note.id:
+                text = self._text(id, first)
+                found[f"token_id:{id}" if text in found else text] = logprob
+        return dict(sorted(found.items(), key=lambda item: -item[1]))
 
-    def _text(self, id: int) -> str:
-        return self.model.tokenizer.decode([id])
+    def _of(self, id: int, logprob: float, first: bool) -> dict:
+        piece = self.pieces.bytes_of(id, first)
+        return {"token": self._text(id, first), "logprob": logprob, "bytes": list(piece) or None}
+
+    def _text(self, id: int, first: bool) -> str:
+        """Return how a token is written: bytes that are no whole characters as OpenAI writes them."""
+        piece = self.pieces.bytes_of(id, first)
+        try:
+            return piece.decode() if piece else self.pieces.name(id)
+        except UnicodeDecodeError:
+            return "bytes:" * (not self.call.chat) + "".join(f"\\x{byte:02x}" for byte in piece)

@@ -143,12 +143,16 @@ class _Calls:
             await asyncio.wait({whole, gone}, return_when=asyncio.FIRST_COMPLETED)
             if not whole.done():
                 raise ClientDisconnect
-            choices = [writer.choice(index, piece) for index, piece in enumerate(whole.result())]
-            return _json(writer.answer(choices, usage=writer.usage()))
+            return await asyncio.to_thread(_whole_answer, writer, whole.result())
         finally:
             whole.cancel()
             gone.cancel()
             answers.close()
+
+
+def _whole_answer(writer: AnswerWriter, pieces: list[AnswerPiece]) -> Response:
+    choices = [writer.choice(index, piece) for index, piece in enumerate(pieces)]
+    return _json(writer.answer(choices, usage=writer.usage()))
 
 
 async def _until_gone(receive: Callable) -> None:
@@ -195,10 +199,10 @@ class _Answers:
 
     async def whole(self) -> list[AnswerPiece]:
         """All of each answer."""
-        found = [AnswerPiece("") for _ in self.requests]
+        found: list[list[AnswerPiece]] = [[] for _ in self.requests]
         async for index, piece in self.pieces():
-            found[index] = found[index].then(piece)
-        return found
+            found[index].append(piece)
+        return [AnswerPiece.joined(pieces) for pieces in found]
 
     def close(self) -> None:
         for request in self.requests:

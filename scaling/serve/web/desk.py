@@ -44,10 +44,11 @@ class AnswerPiece(NamedTuple):
     tokens: int = 0
     cached: int = 0
 
-    def then(self, more: "AnswerPiece") -> "AnswerPiece":
-        """Both, the other one after this."""
-        text, notes = self.text + more.text, self.notes + more.notes
-        return AnswerPiece(text, notes, more.reason, self.tokens + more.tokens, self.cached + more.cached)
+    @classmethod
+    def joined(cls, pieces: Sequence["AnswerPiece"]) -> "AnswerPiece":
+        """Return all pieces of an answer as one."""
+        notes = tuple(note for piece in pieces for note in piece.notes)
+        return pieces[-1]._replace(text="".join(piece.text for piece in pieces), notes=notes)
 
 
 Sink = Callable[[AnswerPiece], Any]
@@ -99,7 +100,8 @@ class Desk:
 
     def ask(self, request: Request, top: int, sink: Sink) -> None:
         """Serve a request that `scheduler.refusal` lets pass, whose id is its own; `sink` is called with each piece."""
-        self.answers[request.id] = _Answer(request, TextStream(self.tokenizer, request.stops), top, sink)
+        stream = TextStream(self.tokenizer, request.stops, request.prompt)
+        self.answers[request.id] = _Answer(request, stream, top, sink)
         self._asks.append(request)
         self._woken.set()
 
