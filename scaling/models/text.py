@@ -17,6 +17,7 @@ from scaling.configs.sources import MODEL, RUN
 from scaling.models.growth import check_growth, growing_steps
 
 FILE = "tokenizer.json"
+GENERATION = "generation_config.json"  # which belongs to weights: how they are sampled, and where they end
 ENDS = ("bos_token_id", "eos_token_id", "pad_token_id")  # of config.json: ids that belong to the tokenizer
 IDENTITY = "tokenizer_identity"  # of an export's config.json
 NAME = "tokenizer_name"  # of run.toml: where it came from
@@ -220,7 +221,7 @@ def home_of(folder: "str | Path") -> Path:
     return folder / MODEL if (folder / RUN).is_file() else folder
 
 
-def copy_companions(source: "str | Path", out: Path) -> None:
+def copy_companions(source: "str | Path", out: Path, names: Sequence[str] = (*COMPANIONS, TEMPLATES)) -> None:
     """Copy what came with the weights or the tokenizer of a folder; of a file that is no tokenizer.json, it alone."""
     source = Path(source)
     source = source.parent if source.name == FILE else source
@@ -230,11 +231,11 @@ def copy_companions(source: "str | Path", out: Path) -> None:
     if source.is_file():
         shutil.copyfile(source, out / FILE)
         return
-    for name in COMPANIONS:
+    for name in names:
         if (source / name).is_file():
             shutil.copyfile(source / name, out / name)
-    if (source / TEMPLATES).is_dir():
-        shutil.copytree(source / TEMPLATES, out / TEMPLATES, dirs_exist_ok=True)
+        elif (source / name).is_dir():
+            shutil.copytree(source / name, out / name, dirs_exist_ok=True)
 
 
 def write_bytes(out: Path) -> None:

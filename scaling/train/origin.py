@@ -17,6 +17,7 @@ from scaling.models.text import (
     BYTES,
     ENDS,
     FILE,
+    GENERATION,
     NAME,
     Tokenizer,
     Unknown,
@@ -154,9 +155,11 @@ def keep_origin(out: Path, model: str, settings: Settings) -> dict[str, str]:
         shutil.copyfile(file, home / f"config{file.suffix}")
         own = tokenizer(str(path)).identity if (path / FILE).is_file() else None
         belongs = path.is_dir() and (bool(settings.weights) if own is None else own == by.identity)
-        if by.identity not in ("", "bytes", own):
+        if other := by.identity not in ("", "bytes", own):
             copy_companions(place, home)
-        if belongs:
+        if belongs and other:  # what is the tokenizer's, such as a chat template, is so of the one that was given
+            copy_companions(path, home, (GENERATION,))
+        elif belongs:
             copy_companions(path, home)
         else:
             without_ends(home / f"config{file.suffix}")

@@ -172,13 +172,15 @@ def test_a_resumed_run_keeps_its_tokenizer(tmp_path, begun, first):
 @pytest.mark.parametrize("name", ["bare", "own"])
 def test_weights_keep_their_ends_of_text_beside_a_tokenizer_that_was_given(tmp_path, begun, name):
     """Of a folder that has ends of text and no tokenizer.json; the tokenizer's own folder has others, with which the
-    documents end."""
+    documents end. A chat template is the tokenizer's, before the run is resumed and after."""
     bare, own, run = (tmp_path / folder for folder in ("bare", "own", "run"))
     for source, folder, end in (("bare", bare, 3), (name, own, 9)):
         shutil.copytree(source, folder)
         (folder / "generation_config.json").write_text(f'{{"eos_token_id": {end}}}')
+    (bare / "chat_template.jinja").write_text("the weights'")
     given = {"data": "text.txt", "tokenizer": own} if name == "own" else {"data": "rows.npy"}
     assert begun(model=bare, out=run, **given)[0]
+    assert (chat_template(run) is None) == (name == "own")
     assert ends_of(run) == ((3, 9) if name == "own" else (3,))
 
 
