@@ -216,8 +216,11 @@ def _prepared(message: Mapping[str, Any]) -> dict[str, Any]:
 
 def _shared(one: str, two: str) -> str:
     """Return what both texts begin with."""
-    pairs = enumerate(zip(one, two, strict=False))
-    return one[: next((i for i, (a, b) in pairs if a != b), min(len(one), len(two)))]
+    low, high = 0, min(len(one), len(two))
+    while low < high:  # comparing whole texts is much faster than a loop over characters
+        middle = (low + high + 1) // 2
+        low, high = (middle, high) if one[:middle] == two[:middle] else (low, middle - 1)
+    return one[:low]
 
 
 class _Renderer:
