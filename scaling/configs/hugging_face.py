@@ -86,7 +86,8 @@ def read_config(table: dict) -> dict:
     activation = ACTIVATIONS.get(_activation(read))
     found["activation"] = None if activation == ("silu" if found["gated"] else "gelu") else activation
     found |= _rotary(table, read, kind)
-    found |= {"window": _window(read, name or "", found.get("L", 0)), "cached": _cached(read, kind, found.get("L", 0))}
+    L, known = found.get("L", 0), bool(kind.architecture)
+    found |= {"window": _window(read, name or "", L, known), "cached": _cached(read, known, L)}
     found["max_positions"] = table.get("max_position_embeddings") or 0
     return found | {"uncomputed": tuple(uncomputed)}
 
@@ -171,7 +172,7 @@ def _rotary(table: dict, read: dict, kind: ModelType) -> dict:
     return {"theta": float(theta), "rope_scaling": RopeScaling.of(given)}
 
 
-def _window(read: dict, name: str, L: int) -> int | tuple | None:
+def _window(read: dict, name: str, L: int, known: bool) -> int | tuple | None:
     """Return the window of all layers, or of each. ValueError if layer_types contradicts the other keys."""
     width, types = read.get("sliding_window"), read.get("layer_types")
     if name.startswith("qwen") and not read.get("use_sliding_window"):
@@ -183,16 +184,16 @@ def _window(read: dict, name: str, L: int) -> int | tuple | None:
         raise ValueError(f"layer_types has {len(types)} entries for {L} layers\n  fix: give one for each layer")
     else:
         slides = [each == "sliding_attention" for each in types]
-        if any(slides) and width is None:
+        if any(slides) and width is None and known:
             what = "layer_types has sliding_attention, and no window is given"
             raise ValueError(f"{what}\n  fix: give sliding_window, and to Qwen use_sliding_window: true")
     windows = tuple(width if each else None for each in slides)
     return windows[0] if windows and len(set(windows)) == 1 else windows
 
 
-def _cached(read: dict, kind: ModelType, L: int) -> int | None:
+def _cached(read: dict, known: bool, L: int) -> int | None:
     """Return how many layers cache keys and values, of a type that is only counted; None: all."""
-    if kind.architecture:
+    if known:
         return None
     if types := read.get("layer_types"):
         return None if {*types} <= ATTENDS else sum(each in ATTENDS for each in types)
@@ -206,7 +207,8 @@ def _activation(read: dict) -> str:
 def _not_computed(whole: dict, table: dict, read: dict, kind: ModelType) -> list[str]:
     """Return what no code here computes, by name; latent attention and scalings say so themselves."""
     found = [] if table is whole else [f"model_type {whole.get('model_type')!r}"]
-    found += [] if kind.architecture else [f"model_type {table.get('model_type')!r}"]
+    name = table.get("model_type")  # without one no class is named, and a file is read by its keys
+    found += [] if kind.architecture or name is None else [f"model_type {name!r}"]
     found += [] if _activation(read) in ACTIVATIONS else [f"hidden_act {_activation(read)!r}"]
     found += ["mlp_bias"] if read.get("mlp_bias") else []
     found += [f"attention_dropout={rate}"] if (rate := read.get("attention_dropout")) else []

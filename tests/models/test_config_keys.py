@@ -2,6 +2,7 @@
 there with random weights, saved, and its config.json edited. Both read the folder, and their logits are equal; or one
 of them refuses it, this library in words."""
 
+import contextlib
 import itertools
 import json
 import random
@@ -210,6 +211,29 @@ def test_the_defaults_are_the_classes(kind):
     assert {frozenset(pair) for pair in row.aliases.items()} <= {
         frozenset(pair) for pair in config.attribute_map.items()
     }
+
+
+def test_kimi_k2_is_read_as_deepseek_v3(tmp_path):
+    tables = [written("deepseek_v3") | {"model_type": name} for name in ("deepseek_v3", "kimi_k2")]
+    configs = []
+    for table in tables:
+        (tmp_path / "config.json").write_text(json.dumps(table))
+        configs.append(load(tmp_path / "config.json"))
+    assert configs[0] == configs[1]
+    assert transformer.uncomputed(configs[1]) == []
+
+
+@pytest.mark.sweep
+def test_no_other_type_is_taken_for_one_that_is_computed(tmp_path):
+    """Of all types that transformers knows, with their class's defaults."""
+    computed, counted = set(), set()
+    for name in theirs.models.auto.configuration_auto.CONFIG_MAPPING_NAMES:
+        with contextlib.suppress(Exception):  # two need a library
+            (tmp_path / "config.json").write_text(theirs.AutoConfig.for_model(name).to_json_string(use_diff=False))
+        with contextlib.suppress(ValueError):
+            (counted if transformer.uncomputed(load(tmp_path / "config.json")) else computed).add(name)
+    assert computed == {*BASES}
+    assert len(counted) > 300
 
 
 def check(kind: str, edits: dict, folder) -> str:

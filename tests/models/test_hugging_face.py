@@ -170,49 +170,6 @@ def test_what_is_wrong_in_a_folder_is_named(tmp_path):
     refuses(tmp_path, r"lm_head\.weight is left over")
 
 
-F16, F32, BF16 = torch.float16, torch.float32, torch.bfloat16
-MIXED = {  # what is not stored in bfloat16: (a config, a pattern of its tensors' names, their dtype, the params')
-    "norms": (SMALL, "norm", F32, F32),
-    "a later layer": (SMALL, r"layers\.2\..*down_proj", F32, F32),
-    "no dtype holds the other": (MOE, r"layers\.0\.", F16, F32),
-    "a router's bias alone": (DEEPSEEK, "e_score", F32, BF16),
-}
-
-
-@pytest.mark.parametrize(("config", "names", "stored", "held"), MIXED.values(), ids=MIXED)
-def test_several_dtypes_of_a_folder_are_read_in_one_that_holds_them(config, names, stored, held, tmp_path):
-    file = tmp_path / "model.safetensors"
-    hf.save(tmp_path, config, tree.map(lambda p: p.to(BF16), shaken(config)))
-    kept = {name: tensor.to(stored) if re.search(names, name) else tensor for name, tensor in load_file(file).items()}
-    save_file({n: t * 1e30 if "down_proj" in n and stored == F32 else t for n, t in kept.items()}, file)
-    read, params = hf.load(tmp_path)
-    assert {leaf.dtype for name, leaf in tree.named_leaves(params).items() if '"bias"' not in name} == {held}
-    assert all(
-        tree.leaves(tree.map(lambda a, b: torch.equal(a.double(), b), params, hf.load(tmp_path, torch.float64)[1]))
-    )
-    assert transformer.forward(params, TOKENS % config.V, config=read).dtype == held
-    specs = tree.map(lambda spec: spec.replace("D", "D_X", 1), transformer.specs_of(config))
-    shards = hf.load_sharded(tmp_path, specs, AbstractMesh({"X": 2}), device="cpu")[1]
-    assert [a.dtype for a in tree.leaves(shards)] == [a.dtype for a in tree.leaves(params)]
-
-
-def test_what_no_params_are_computed_in_is_refused_and_so_are_sizes_far_beyond_the_files(tmp_path):
-    file, table = tmp_path / "model.safetensors", tmp_path / "config.json"
-    hf.save(tmp_path, MOE, shaken(MOE))
-    whole = load_file(file)
-    for dtype, said in ((torch.float8_e4m3fn, "F8_E4M3"), (torch.int8, "I8")):
-        save_file(whole | {"model.norm.weight": whole["model.norm.weight"].to(dtype)}, file)
-        with pytest.raises(ValueError, match=rf"model\.norm\.weight is stored as {said}, in which.*\n  fix: "):
-            hf.load(tmp_path)
-    sizes = {"num_hidden_layers": 10**5, "num_local_experts": 10**5}
-    table.write_text(json.dumps(json.loads(table.read_text()) | sizes))
-    with pytest.raises(ValueError, match=r"tensors; the sizes in config\.json give 30,000,700,003\n  fix: "):
-        hf.load(tmp_path)
-    table.write_text(json.dumps(json.loads(table.read_text()) | {"num_hidden_layers": 10**9}))
-    with pytest.raises(ValueError, match=r"L must be .* at most 100,000, got 1000000000\n  fix: "):
-        hf.load(tmp_path)
-
-
 def test_without_a_library_it_says_what_to_install(tmp_path, monkeypatch):
     hf.save(tmp_path, SMALL, shaken(SMALL))
     (tmp_path / "tokenizer.json").write_text("{}")
@@ -229,6 +186,13 @@ BASE |= {"num_key_value_heads": 4}
 YARN_ELSEWHERE = {"rope_type": "yarn", "factor": 2.0, "truncate": False}
 UNCOMPUTED = {  # what is said: the config's table, of a llama unless it says otherwise
     "model_type 'gpt_neox'": {"model_type": "gpt_neox"},
+    "model_type 'deepseek_v32'": {"model_type": "deepseek_v32", "scoring_func": "sigmoid"} | RANKS,
+    "model_type 'glm4_moe_lite'": {"model_type": "glm4_moe_lite", "n_routed_experts": 4} | RANKS,
+    "model_type 'kimi_k25'": {"model_type": "kimi_k25", "text_config": {"model_type": "llama"} | BASE},
+    "per_layer_config": {"per_layer_config": {"0": {"intermediate_size": 8}}},
+    "is_causal false": {"is_causal": False},
+    "a mixture of one expert": {"model_type": "mixtral", "num_local_experts": 1, "num_experts_per_tok": 1},
+    "rotary positions of 3 dims, an odd number": {"head_dim": 3},
     "latent attention with biases": {"model_type": "deepseek_v3", "attention_bias": True} | RANKS,
     "rope_scaling of type 'dynamic'": {"rope_scaling": {"type": "dynamic", "factor": 2.0}},
     "of type 'yarn with": {"model_type": "qwen2", "rope_parameters": YARN_ELSEWHERE},
@@ -285,6 +249,7 @@ def test_published_configs(tmp_path):
     llama2 = {"model_type": "llama"} | BASE
     config = config_from(llama2, tmp_path)
     assert (config.theta, config.eps, config.K, config.H, config.rope_scaling) == (1e4, 1e-6, 4, 4, None)
+    assert config_from(BASE, tmp_path) == config  # no class is named: read by its keys
     assert config_from({"model_type": "mistral"} | BASE, tmp_path).windows == (4096,) * 3
     qwen = {"model_type": "qwen2", "use_sliding_window": True, "sliding_window": 7, "max_window_layers": 2} | BASE
     assert config_from(qwen, tmp_path).windows == (None, None, 7)
