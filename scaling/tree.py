@@ -16,6 +16,7 @@ import optree
 import torch
 from torch import Tensor
 
+from scaling.common.torch_private import note_shard
 from scaling.spec import ShardingError, Spec, dtype_bytes, mesh_sizes, parse
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float64, torch.float16)
@@ -115,8 +116,7 @@ def init(inits, specs, sizes, mesh, seed: int = 0, dtype=torch.float32, device=N
     for where, how, spec in paired(inits, specs):
         _no_partial_sums(where, spec)
         local, whole = spec.local_shape(stored, mesh), spec.global_shape(sizes)
-        held = spec.slices(stored, mesh, mesh.coord)
-        ranges = tuple(map(unpadded, held, whole))
+        ranges = tuple(map(unpadded, spec.slices(stored, mesh, mesh.coord), whole))
         if isinstance(how, Constant):
             x = torch.full([s.stop - s.start for s in ranges], how.value, dtype=dtype, device=device)
         elif not isinstance(how, Normal):
@@ -127,7 +127,8 @@ def init(inits, specs, sizes, mesh, seed: int = 0, dtype=torch.float32, device=N
         else:
             x = _normal(whole, ranges, how.std, key(seed, where), dtype, device)
         more = [n - there for n, there in zip(local, x.shape, strict=True)]  # zeros behind it
-        made.append(torch.nn.functional.pad(x, [k for n in reversed(more) for k in (0, n)]) if any(more) else x)
+        x = torch.nn.functional.pad(x, [k for n in reversed(more) for k in (0, n)]) if any(more) else x
+        made.append(note_shard(x, spec, mesh))
     return unflatten(specs, made)
 
 
@@ -223,7 +224,8 @@ def _shard(where: str, whole: Tensor, spec: Spec, mesh) -> Tensor:
 
 
 def _seen(x: Tensor, spec: Spec, mesh, where: str) -> Tensor:
-    """x, whose type the judge is told."""
+    """Return x after telling its type to the judge, and to shard_map, which takes whole arrays."""
+    x = note_shard(x, spec, mesh)
     if x.is_meta or mesh.device.type == "meta":
         from scaling.collectives.linear import who_watches  # here, so that plain trees need no torch.distributed
 

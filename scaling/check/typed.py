@@ -23,9 +23,16 @@ from scaling.check.places import innermost_place
 from scaling.collectives.linear import Pending, run_op
 from scaling.collectives.masks import zeroed
 from scaling.collectives.multiply import Deferred, einsum
-from scaling.spec import Line, Spec, parse, parse_line
+from scaling.spec import Line, Spec, parse, parse_line, refuse
 
 SAID = ("result ", "argument ", "forward returns", "backward returns")  # what is no line of the program's
+
+
+def check_abstract(what: str, mesh: Any) -> None:
+    """ShardingError if the mesh moves data."""
+    if (device := getattr(mesh, "device", None)) is not None and device.type != "meta":
+        rule = "the judge runs a program on an AbstractMesh, where arrays have types and shapes and no data"
+        refuse(f"{what} on {mesh}", f"its ranks are on {device}", rule, f"take AbstractMesh({mesh.sizes})")
 
 
 class TypedLines(KnownArrays):
@@ -173,6 +180,7 @@ class TypedLines(KnownArrays):
 
     def call(self, call: Callable, what: tuple, x: Any, mesh: Any, *options: Any) -> Any:
         """A collective, before it is known how it runs."""
+        check_abstract(what[1], mesh)
         place, self.sizes = self.reached(), dict(mesh.sizes)
         result = call(what, self.meta(x), mesh, *options)
         if isinstance(result, Pending):

@@ -22,13 +22,17 @@ from torch import Tensor
 from scaling.check.findings import Judgement, said
 from scaling.check.mode import Judge
 from scaling.check.places import place_of_call, place_of_error, place_of_function
+from scaling.check.typed import check_abstract
 from scaling.collectives.linear import watcher
 from scaling.spec import ShardingError, Spec, mesh_sizes, parse
 
 
 @contextmanager
 def judged(mesh: Any = None, values: "dict[str, Tensor] | None" = None) -> Iterator[Judgement]:
-    """What runs inside is judged; `values`: the types of tensors that it begins with, {"In[B_X, D]": In, ...}."""
+    """Judge what runs inside. `values`: the types of tensors that it begins with, {"In[B_X, D]": In, ...}.
+
+    Raises ShardingError on a mesh that moves data: a judged program has shapes and types alone."""
+    check_abstract("judged", mesh)
     report = Judgement()
     judge = Judge(report, mesh_sizes(mesh) if mesh is not None else None)
     for text, x in (values or {}).items():
@@ -60,6 +64,7 @@ def shard_of(spec: Spec, mesh: Any, sizes: dict[str, int]) -> Tensor:
 def judge(fn: Callable, *args: Any, mesh: Any, returns: Any = None) -> Judgement:
     """`fn(*args)` on an abstract mesh, judged. A text among `args` (dicts, lists and tuples are searched) becomes a
     float32 shard of that type, each dim of another size; `returns`: the types of its result."""
+    check_abstract("judge", mesh)
     report, sizes = Judgement(), {}
     judge = Judge(report, mesh_sizes(mesh))
 

@@ -150,6 +150,7 @@ is_wrapped = torch._C._functorch.is_functorch_wrapped_tensor
 is_tracked = torch._C._functorch.is_gradtrackingtensor  # wrapped by a derivative of torch.func, not by vmap
 level_of = torch._C._functorch.maybe_get_level
 unwrapped = torch._C._functorch.get_unwrapped
+without_transforms = torch._C._DisableFuncTorch  # a context in which no transform of torch.func sees what runs
 without_functions = torch._C.DisableTorchFunction  # a context in which no TorchFunctionMode is called
 
 
@@ -168,6 +169,23 @@ flash_cpu_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_
 def storage_of(x: Tensor) -> int:
     """Which memory x lies in: a meta tensor's data_ptr is 0."""
     return x.untyped_storage()._cdata
+
+
+# Which arrays are known to be shards: it is noted on their memory, so that views of them are known as well.
+
+
+def note_shard(x: Tensor, spec: Any, mesh: Any) -> Tensor:
+    """Note that x is a shard of this type, if the mesh splits it and its memory holds nothing else; return x."""
+    if any(mesh.sizes.get(axis, 1) > 1 for axis in spec.axes):
+        inner = unwrapped_by_all(x)
+        if (memory := inner.untyped_storage()).nbytes() == inner.nbytes:
+            memory.__dict__["_shard_type"] = spec
+    return x
+
+
+def noted_shard(x: Tensor) -> Any:
+    """Return the type that was noted of x, or None."""
+    return unwrapped_by_all(x).untyped_storage().__dict__.get("_shard_type")
 
 
 RecordedSpan = torch._C._profiler._RecordFunctionFast  # as torch.profiler.record_function, in a tenth of its time

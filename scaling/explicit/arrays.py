@@ -21,6 +21,7 @@ from scaling.algebra.layouts import DimAxes, layout, letters, retyped, spec_of, 
 from scaling.algebra.resharding import reshard as plan_reshard
 from scaling.algebra.steps import Plan
 from scaling.collectives.plans import run as run_plan
+from scaling.common.torch_private import note_shard
 from scaling.explicit.functions import LocalPlan, TypedCall, each_call, read_call
 from scaling.explicit.planning import legal_layouts, nodes_of, way_to
 from scaling.spec import ShardingError, Spec
@@ -32,11 +33,13 @@ class Array:
 
     def __init__(self, local: Tensor, layout: DimAxes, shape: Sequence[int], mesh):
         self.local, self.layout, self.shape, self.mesh = local, layout, torch.Size(shape), mesh
-        if tuple(local.shape) != (wanted := spec_of(layout).local_shape(tuple(shape), mesh)):
+        spec = spec_of(layout)
+        if tuple(local.shape) != (wanted := spec.local_shape(tuple(shape), mesh)):
             raise ShardingError(
                 f"{self.type}: a shard of shape {wanted} on each device; got {tuple(local.shape)}"
                 "\n  fix: give this device's shard, of that shape"
             )
+        note_shard(local, spec, mesh)
 
     @property
     def type(self) -> str:

@@ -10,13 +10,16 @@ Out = product(A, W)      # whole arrays, the same on every rank
 from collections.abc import Callable, Mapping
 from functools import wraps
 from typing import Any
+from zlib import crc32
 
 import optree
 import torch
 from torch import Tensor
 from torch.fx.immutable_collections import immutable_dict, immutable_list
 
-from scaling.common.torch_private import constant, level_of
+from scaling.collectives.checked import alike
+from scaling.collectives.linear import who_watches
+from scaling.common.torch_private import constant, level_of, noted_shard, unwrapped_by_all, without_transforms
 from scaling.interop import from_partition_spec
 from scaling.mesh import AbstractMesh
 from scaling.shard_map.calls import Bound, Call, apply_stacked
@@ -35,7 +38,9 @@ def shard_map(fn: Callable, mesh, in_specs: Any, out_specs: Any, *, in_process: 
     over it, which is checked. `{U_X}` in an out_spec: the result is the sum over X. Inside, the collectives of this
     package are those of `mesh`.
     `in_process`: all shards are computed in this process; the mesh may be an AbstractMesh, or its sizes {"X": 4}.
-    Otherwise each rank of the mesh calls with the same whole arrays, and gets the whole result.
+    Otherwise each rank of the mesh calls with the same whole arrays, and gets the whole result. Arrays that
+    `tree.shard`, explicit mode or the judge knows to be shards are refused; the ranks of a checked mesh compare a
+    checksum of the arrays at the first call with their shapes.
 
     What comes back is pure, and goes under torch.func's grad, vjp, jvp and vmap; under torch.compile too, if its result
     is a tensor or a tuple or list of tensors.
@@ -48,6 +53,7 @@ def shard_map(fn: Callable, mesh, in_specs: Any, out_specs: Any, *, in_process: 
     if not hasattr(mesh, "sizes"):
         raise ShardingError(f"shard_map on {mesh!r:.60}, which is no mesh\n  fix: give a Mesh, or the sizes of one")
     in_specs = in_specs if isinstance(in_specs, (tuple, str, Spec)) else (in_specs,)
+    compared: set[Any] = set()  # shapes and dtypes of arrays that the ranks of a checked mesh have found alike
 
     def traced(*args):
         outer, args = Bound(mesh, in_process), _plain(args)
@@ -57,6 +63,12 @@ def shard_map(fn: Callable, mesh, in_specs: Any, out_specs: Any, *, in_process: 
         given = frozenset(map(memory_of, leaves))
         for leaf in leaves if not in_process else ():
             _check_device(leaf, mesh)
+        _check_whole(leaves, mesh)
+        if not in_process and mesh.checked and not torch.compiler.is_compiling():
+            shapes = tuple((leaf.shape, leaf.dtype) for leaf in leaves)
+            if shapes not in compared:
+                compared.add(shapes)
+                alike(mesh, "shard_map", arrays=[described_array(leaf) for leaf in leaves])
         typed = [_read(spec, leaf, outer, "in_specs") for spec, leaf in zip(specs, leaves, strict=True)]
         stacked = [entered(leaf, spec, outer) for leaf, spec in zip(leaves, typed, strict=True)]
         made = {}
@@ -99,6 +111,27 @@ def _check_device(x: Tensor, mesh) -> None:
         fix = "shard_map(..., in_process=True)" if mesh.device.type == "meta" else f".to({str(mesh.device)!r}) first"
         what = f"an array is on {x.device}, the mesh on {mesh.device}"
         refuse(f"shard_map on {mesh}", what, "a mesh moves what is on its own device", fix)
+
+
+def _check_whole(leaves: list[Tensor], mesh) -> None:
+    """ShardingError if one of the arrays is known to be split or unreduced over axes of the mesh."""
+    watch = who_watches()
+    for i, x in enumerate(leaves):
+        spec = noted_shard(x)
+        if spec is None and watch is not None:
+            spec = watch.held(x).type
+        if spec is not None and any(mesh.sizes.get(axis, 1) > 1 for axis in spec.axes + spec.unreduced):
+            what = f"array {i + 1} of {len(leaves)}, of shape {list(x.shape)}, is a shard of {spec}"
+            rule = "shard_map takes whole arrays, the same on every rank, and cuts them itself"
+            refuse(f"shard_map on {mesh}", what, rule, f'give the whole array, unshard("{spec}", x, mesh)')
+
+
+def described_array(x: Tensor) -> str:
+    """Return an array's dtype, shape and a checksum of its bits, which ranks with equal arrays have in common."""
+    x, shape = unwrapped_by_all(x), list(x.shape)
+    with without_transforms():
+        bits = x.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
+    return f"{str(x.dtype).removeprefix('torch.')}{shape} of checksum {crc32(bits.data):08x}"
 
 
 def _plain(tree: Any) -> Any:
