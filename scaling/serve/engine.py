@@ -70,21 +70,41 @@ def by_model(model: PagedModel, worker: str, works: Sequence[Work]) -> dict[int,
 
 
 class Given(NamedTuple):
-    """The tokens that a request is given in a step, up to one that ends it, and the logits[n, V] at their places.
-    `stopped`: by a text."""
+    """What a request is given in a step.
+
+    Attributes:
+        tokens: Its new tokens, up to one that ends it.
+        logits: The logits[n, V] at their places.
+        stopped: Whether a stop text has ended it.
+        read: For a prompt that is scored, the place of the first token of this step, and the logits[n, V] after each of
+            its tokens.
+    """
 
     tokens: tuple[int, ...]
     logits: Tensor
     stopped: bool = False
+    read: tuple[int, Tensor] | None = None
 
 
 def advance(model: PagedModel, draft: Draft | None, worker: str, works: Sequence[Work]) -> dict[int, Given]:
-    """Of each work that samples: those of its proposals that are right, and the token after them."""
+    """Compute the works. Return what those are given that sample - the proposals that are right, and the token after
+    them - and those whose prompt is scored."""
     proposed = draft(worker, works) if draft else {}
-    every = any(w.proposals for w in works)
+    scored = [w.request.scored and w.start < len(w.request.prompt) for w in works]
+    every = any(scored) or any(w.proposals for w in works)
     longer = [w._replace(tokens=(*w.tokens, *proposed.get(w.id, ()))) for w in works] if every else works
     logits = model.logits(worker, longer, every)
     logits = logits if every else logits[:, None]
+    given = _drawn(works, proposed, logits, every)
+    for b, work in enumerate(works):
+        if scored[b]:
+            own = given.get(work.id, Given((), logits[b, :0]))
+            given[work.id] = own._replace(read=(work.start, logits[b, : len(work.tokens)]))
+    return given
+
+
+def _drawn(works: Sequence[Work], proposed: dict[int, list[int]], logits: Tensor, every: bool) -> dict[int, Given]:
+    """Return what the works that sample are given, of logits[B, T, V] of every token or of each work's last alone."""
     at = [(b, w, n) for b, w in enumerate(works) if w.sample for n in range(1 + w.proposals)]
     if not at:
         return {}
@@ -194,7 +214,7 @@ class Engine:
         for one in (True, False):  # those of one token apart, so that they are not padded to a prompt's length
             if works := [w for w in action.works if (len(w.tokens) == 1) == one]:
                 given |= advance(self.model, self.draft, action.worker, works)
-        return {work.id: self._counted(work.request, given[work.id]) for work in action.works if work.sample}
+        return {work.id: self._counted(work.request, given[work.id]) for work in action.works if work.id in given}
 
     def _counted(self, request: Request, given: Given) -> Given:
         """Return a request's tokens up to the one that ends it."""
@@ -207,7 +227,7 @@ class Engine:
                 if stopped := self.streams[request.id].stopped:
                     tokens = tokens[:count]
                     break
-        return Given(tokens, given.logits[: len(tokens)], stopped)
+        return given._replace(tokens=tokens, logits=given.logits[: len(tokens)], stopped=stopped)
 
 
 def _small(draft: Any, target: Config, options: tuple) -> PagedModel:

@@ -59,7 +59,13 @@ class Draw(NamedTuple):
 
 
 class Request(NamedTuple):
-    """`stop`: token ids that end the completion, whose last they are; `stops`: texts before which it ends."""
+    """What is asked for.
+
+    Attributes:
+        stop: The ids of tokens that end the completion, whose last they are.
+        stops: The texts before which it ends.
+        scored: Whether the log-probabilities of the prompt are wanted, so that all of it is computed.
+    """
 
     id: int
     prompt: tuple[int, ...]
@@ -67,6 +73,7 @@ class Request(NamedTuple):
     stop: frozenset[int] = frozenset()
     draw: Draw = Draw()
     stops: tuple[str, ...] = ()
+    scored: bool = False
 
     def until_stop(self, tokens: Sequence[int]) -> tuple[int, ...]:
         """The tokens up to the first that ends the request."""
@@ -150,12 +157,16 @@ def check_known_ids(what: str, ids: Iterable[int], V: int) -> None:
 
 
 class Defaults(NamedTuple):
-    """What holds where a client says nothing: `most` tokens, by its name for them, and how they are drawn."""
+    """What holds where a client says nothing: `most` tokens, by its name for them, and how they are drawn.
+
+    `least`: the fewest tokens that it may ask for.
+    """
 
     most: int
     word: str = "max_new_tokens"
     how: Sampling = Sampling()
     seed: int = 0
+    least: int = 1
 
 
 def requests_of(
@@ -171,7 +182,7 @@ def requests_of(
     temperature, top_p = fields.real("temperature", own.temperature), fields.real("top_p", own.top_p)
     how = Sampling(temperature, top_k if top_k > 0 else None, top_p, fields.real("min_p", own.min_p))
     seeds = request_seeds(prompts, fields.whole("seed", unsaid.seed, -SEEDS, SEEDS - 1))
-    most, stop = fields.whole(unsaid.word, unsaid.most, 1, 10**9), frozenset(ends)
+    most, stop = fields.whole(unsaid.word, unsaid.most, unsaid.least, 10**9), frozenset(ends)
     drawn = [(next(ids), prompt, Draw(how, seed)) for prompt, seed in zip(prompts, seeds, strict=True)]
     return [Request(id, prompt, most, stop, draw, stops) for id, prompt, draw in drawn]
 

@@ -207,7 +207,7 @@ def _admit(state: State, actions: list[Action]) -> None:
         kept[live.group] += max(0, pools[live.group].count(len(live.tokens)) - len(live.pages))
     waiting = [live for live in state.live.values() if live.where is None]
     for live in waiting[: state.policy.admit(len(running), state.options.slots)]:
-        hits = [pool.match(live.tokens) for pool in pools]
+        hits = [[] if live.request.scored else pool.match(live.tokens) for pool in pools]
         needs = [pool.count(len(live.tokens)) - len(hit) for pool, hit in zip(pools, hits, strict=True)]
         roomy = [g for g, pool in enumerate(pools) if pool.room(hits[g]) >= needs[g] + kept[g]]
         if not roomy:

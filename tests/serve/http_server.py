@@ -74,8 +74,8 @@ class Running(NamedTuple):
 
 
 @contextmanager
-def running(*, pages=32, page=4, slots=4, queue=100, key=None, params=PARAMS, ends=(), **engine):
-    options = Options(pages, page, slots, budget=16, proposals=3 if "draft" in engine else 0)
+def running(*, pages=32, page=4, slots=4, queue=100, key=None, params=PARAMS, ends=(), policy="chunked", **engine):
+    options = Options(pages, page, slots, budget=16, policy=policy, proposals=3 if "draft" in engine else 0)
     model = Model("tiny", ByteText(), CONFIG.V, ends, chat, options)
     listener, up, errors = server.listen("127.0.0.1", 0), SimpleQueue(), []
     engine |= {"queue": queue, "key": key, "ready": lambda *told: up.put(told)}

@@ -24,7 +24,8 @@ class AnswerWriter:
             "model": model.name,
         }
         self.pieces = token_bytes_of(model.tokenizer)
-        self.texts = [TextStream(model.tokenizer, (), request.prompt) for request in call.requests]
+        before = [() if call.echo else request.prompt for request in call.requests]
+        self.texts = [TextStream(model.tokenizer, (), prompt) for prompt in before]
         self.lengths = [0] * len(call.requests)  # of these texts so far, in characters
         self.tokens = self.cached = 0
 
@@ -78,8 +79,10 @@ class AnswerWriter:
             "top_logprobs": top, "text_offset": [offset for *_, offset in rows],
         }  # fmt: skip
 
-    def _top(self, note: TokenNote, first: bool) -> dict[str, float]:
+    def _top(self, note: TokenNote, first: bool) -> dict[str, float] | None:
         """Return the likeliest tokens and the one that was drawn; of those written alike, others by their ids."""
+        if note.logprob is None:
+            return None
         found = {self._text(note.id, first): note.logprob}
         for id, logprob in note.top:
             if id != note.id:
@@ -87,7 +90,7 @@ class AnswerWriter:
                 found[f"token_id:{id}" if text in found else text] = logprob
         return dict(sorted(found.items(), key=lambda item: -item[1]))
 
-    def _of(self, id: int, logprob: float, first: bool) -> dict:
+    def _of(self, id: int, logprob: float | None, first: bool) -> dict:
         piece = self.pieces.bytes_of(id, first)
         return {"token": self._text(id, first), "logprob": logprob, "bytes": list(piece) or None}
 

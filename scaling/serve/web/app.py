@@ -20,7 +20,7 @@ from starlette.routing import Route
 
 from scaling.serve.fields import RequestError
 from scaling.serve.web.answers import AnswerWriter
-from scaling.serve.web.desk import AnswerPiece, Desk
+from scaling.serve.web.desk import AnswerPiece, Ask, Desk
 from scaling.serve.web.gate import KeyGate
 from scaling.serve.web.words import NO_MODEL, ClientCall, Model, read_body
 
@@ -185,7 +185,11 @@ class _Answers:
         self.pieced: asyncio.Queue[tuple[int, AnswerPiece]] = asyncio.Queue()
         desk.figures.asked.inc(call.asked)
         for index, request in enumerate(call.requests):
-            desk.ask(request, call.top, lambda piece, index=index: self.pieced.put_nowait((index, piece)))
+            sink = partial(self._put, index)
+            desk.ask(request, Ask(call.top, call.echo[index] if call.echo else None, call.silent), sink)
+
+    def _put(self, index: int, piece: AnswerPiece) -> None:
+        self.pieced.put_nowait((index, piece))
 
     async def pieces(self) -> AsyncIterator[tuple[int, AnswerPiece]]:
         """(which answer, what of it), as it comes. Refused where the engine ends."""

@@ -27,11 +27,14 @@ from scaling.serve.web.figures import Figures
 
 
 class TokenNote(NamedTuple):
-    """A token, its log-probability in nats and those of the likeliest, as [(id, logprob)]: before temperature."""
+    """A token, its log-probability in nats and those of the likeliest, as [(id, logprob)]: before temperature.
+
+    The first token of a prompt has none.
+    """
 
     id: int
-    logprob: float
-    top: tuple[tuple[int, float], ...]
+    logprob: float | None = None
+    top: tuple[tuple[int, float], ...] = ()
 
 
 class AnswerPiece(NamedTuple):
@@ -80,12 +83,41 @@ class Turns:
         return actions, given
 
 
-class _Answer:
-    """A request that is under way. `top`: the likeliest tokens that are wanted beside each; -1: no log-probability."""
+class Ask(NamedTuple):
+    """How a request's answer is told.
 
-    def __init__(self, request: Request, stream: TextStream, top: int, sink: Sink):
-        self.request, self.stream, self.top, self.sink = request, stream, top, sink
+    Attributes:
+        top: How many of the likeliest tokens are wanted beside each; -1 for no log-probabilities.
+        echo: The text of the prompt, where the answer begins with it.
+        silent: Whether the prompt is all that is wanted: the one token that is computed after it is left out.
+    """
+
+    top: int = -1
+    echo: str | None = None
+    silent: bool = False
+
+
+class _Answer:
+    """A request that is running."""
+
+    def __init__(self, request: Request, ask: Ask, stream: TextStream, sink: Sink):
+        self.request, self.ask, self.stream, self.sink = request, ask, stream, sink
         self.came, self.last, self.count, self.cached = time.monotonic(), math.nan, 0, 0
+        self.prompt = [TokenNote(request.prompt[0])]  # as far as it is scored
+
+    def noted(self, given: Given) -> tuple[TokenNote, ...]:
+        """Keep the notes of the prompt's tokens that this step has scored; return those of the new ones."""
+        if given.read is not None and self.ask.top >= 0:
+            start, logits = given.read
+            known = len(self.prompt) - 1 - start  # more than none where a preempted request comes again
+            tokens = self.request.prompt[start + 1 + known : start + 1 + len(logits)]
+            self.prompt += map(self._note, tokens, logits[known:])
+        return tuple(map(self._note, given.tokens, given.logits)) if self.ask.top >= 0 else ()
+
+    def _note(self, token: int, logits: Tensor) -> TokenNote:
+        logprobs = logits.to(torch.promote_types(logits.dtype, torch.float32)).log_softmax(-1)
+        values, ids = logprobs.topk(min(self.ask.top, len(logprobs)))
+        return TokenNote(token, float(logprobs[token]), tuple(zip(ids.tolist(), values.tolist(), strict=True)))
 
 
 class Desk:
@@ -98,10 +130,10 @@ class Desk:
         self._gone: list[int] = []
         self._ended, self._woken = False, asyncio.Event()
 
-    def ask(self, request: Request, top: int, sink: Sink) -> None:
+    def ask(self, request: Request, ask: Ask, sink: Sink) -> None:
         """Serve a request that `scheduler.refusal` lets pass, whose id is its own; `sink` is called with each piece."""
         stream = TextStream(self.tokenizer, request.stops, request.prompt)
-        self.answers[request.id] = _Answer(request, stream, top, sink)
+        self.answers[request.id] = _Answer(request, ask, stream, sink)
         self._asks.append(request)
         self._woken.set()
 
@@ -123,7 +155,7 @@ class Desk:
         loop = asyncio.get_running_loop()
         try:
             with ThreadPoolExecutor(1) as thread:
-                while (turn := await loop.run_in_executor(thread, self.turns, await self._news())) is not None:
+                while (turn := await loop.run_in_executor(thread, self._turn, await self._news())) is not None:
                     self._see(*turn)
         except BaseException as error:
             self.failed = f"{type(error).__name__}: {error}"
@@ -140,7 +172,15 @@ class Desk:
         self._asks, self._gone = [], []
         return news
 
-    def _see(self, actions: Sequence[Action], given: dict[int, Given]) -> None:
+    def _turn(self, news: News) -> tuple[list[Action], dict[int, tuple[Given, tuple[TokenNote, ...]]]] | None:
+        """Take a turn, in the thread of the engine, and find the log-probabilities that are wanted."""
+        if (turn := self.turns(news)) is None:
+            return None
+        actions, given = turn
+        answers = {id: self.answers.get(id) for id in given}
+        return actions, {id: (given[id], answer.noted(given[id])) for id, answer in answers.items() if answer}
+
+    def _see(self, actions: Sequence[Action], given: dict[int, tuple[Given, tuple[TokenNote, ...]]]) -> None:
         """Send out what has come of a turn."""
         for action in actions:
             if not isinstance(action, Admit | Finish) or (answer := self.answers.get(action.id)) is None:
@@ -150,16 +190,17 @@ class Desk:
             else:
                 answer.cached = max(answer.cached, action.cached)
         now = time.monotonic()
-        for id, own in given.items():
-            if (answer := self.answers.get(id)) is None:
+        for id, (own, notes) in given.items():
+            if (answer := self.answers.get(id)) is None or not own.tokens:
                 continue
-            for token, logits in zip(own.tokens, own.logits, strict=True):
+            if answer.ask.echo is not None and not answer.count:
+                answer.sink(AnswerPiece(answer.ask.echo, tuple(answer.prompt) if answer.ask.top >= 0 else ()))
+            for i, token in enumerate(own.tokens):
                 self._timed(answer, now)
-                if token not in answer.request.stop:
+                if token not in answer.request.stop and not answer.ask.silent:
                     text = answer.stream.push(token)
-                    notes = (_note(token, logits, answer.top),) if answer.top >= 0 else ()
                     if text or notes:
-                        answer.sink(AnswerPiece(text, notes))
+                        answer.sink(AnswerPiece(text, notes[i : i + 1]))
 
     def _timed(self, answer: _Answer, now: float) -> None:
         answer.count += 1
@@ -173,13 +214,10 @@ class Desk:
     def _end(self, answer: _Answer, reason: str) -> None:
         del self.answers[answer.request.id]
         self.figures.ended(reason.partition(":")[0])
-        answer.sink(AnswerPiece(answer.stream.rest(), (), reason, answer.count, answer.cached))
-
-
-def _note(token: int, logits: Tensor, top: int) -> TokenNote:
-    logprobs = logits.to(torch.promote_types(logits.dtype, torch.float32)).log_softmax(-1)
-    values, ids = logprobs.topk(min(top, len(logprobs)))
-    return TokenNote(token, float(logprobs[token]), tuple(zip(ids.tolist(), values.tolist(), strict=True)))
+        count = answer.count
+        if answer.ask.silent and reason in ("stop", "length"):
+            reason, count = "length", 0
+        answer.sink(AnswerPiece(answer.stream.rest(), (), reason, count, answer.cached))
 
 
 def _told(news: News, mesh) -> News:

@@ -59,6 +59,8 @@ class ClientCall(NamedTuple):
     top: int  # the likeliest tokens that are wanted beside each; -1: no log-probabilities
     stream: bool
     usage: bool  # whether a stream ends with it
+    echo: tuple[str, ...] = ()  # the text of each answer's prompt, where answers begin with it
+    silent: bool = False  # whether nothing else is wanted
 
 
 def read_body(body: bytes, model: Model, chat: bool, ids: Iterator[int]) -> ClientCall:
@@ -82,19 +84,34 @@ def read_body(body: bytes, model: Model, chat: bool, ids: Iterator[int]) -> Clie
         raise RequestError(f"{n * len(prompts)} answers in one call\n  fix: ask for at most {CHOICES}", "n")
     if fields.whole("best_of", n, 1, 1 << 40) != n:
         raise RequestError("best_of is not served where it is not n\n  fix: leave it out", "best_of")
-    if fields.flag("echo"):
-        raise RequestError("echo is not served\n  fix: leave it out", "echo")
     longest, length = max(map(len, prompts)), model.options.length
     room, sensible = length - longest, min(length, model.longest or length) - longest
     unsaid = max(1, min(sensible, model.most or (length if chat else MOST)))
+    texts = _echoed(fields, prompts, model, top) if not chat and fields.flag("echo") else []
     requests = requests_of(
         fields, [prompt for prompt in prompts for _ in range(n)], ids, model.tokenizer, model.ends,
-        Defaults(unsaid, word, model.sampling, secrets.randbits(62)),
+        Defaults(unsaid, word, model.sampling, secrets.randbits(62), least=0 if texts else 1),
     )  # fmt: skip
     if requests[0].max_new_tokens > room:
         what = f"{room} tokens are left for the answer: this model's maximum context length is {length}"
         raise RequestError(f"{what} tokens\n  fix: give a shorter prompt, or a smaller {word}", word, TOO_LONG)
-    return ClientCall(chat, requests, tokens, top, fields.flag("stream"), _usage_wanted(fields))
+    silent = not requests[0].max_new_tokens  # what comes after the prompt's last token is computed even so
+    if texts:
+        requests = [r._replace(max_new_tokens=max(1, r.max_new_tokens), scored=top >= 0) for r in requests]
+    echo = tuple(text for text in texts for _ in range(n))
+    return ClientCall(chat, requests, tokens, top, fields.flag("stream"), _usage_wanted(fields), echo, silent)
+
+
+def _echoed(fields: Fields, prompts: list[tuple[int, ...]], model: Model, top: int) -> list[str]:
+    """Return the text of each prompt."""
+    if top >= 0 and model.options.policy != "chunked":
+        reason = f'echo with logprobs is not served by --policy {model.options.policy}, but by "chunked"'
+        raise RequestError(f"{reason}\n  fix: leave one of them out", "echo")
+    given = fields.given["prompt"]
+    given = given if isinstance(given, list) and isinstance(given[0], str | list) else [given]
+    return [
+        one if isinstance(one, str) else model.tokenizer.decode(ids) for one, ids in zip(given, prompts, strict=True)
+    ]
 
 
 def _is(value: Any, other: Any) -> bool:
