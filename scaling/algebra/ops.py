@@ -30,12 +30,15 @@ whoever asks refuses it by its name and does not guess.
 | writes     | changes its operand                                              | none                   |
 """
 
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
 KINDS = {
     "linear": (
         "neg negative positive clone contiguous detach alias float double half bfloat16 to to_copy type real imag "
         "conj lift_fresh"
     ),
-    "adds": "add radd sub rsub subtract",
+    "adds": "add radd sub rsub subtract lerp",
     "multiplies": "mul rmul multiply",
     "divides": "div divide truediv true_divide",
     "nonlinear": (
@@ -45,10 +48,10 @@ KINDS = {
         "logical_and logical_or logical_not logical_xor bitwise_and bitwise_or bitwise_not bitwise_xor remainder fmod "
         "floor ceil round trunc floor_divide sign sgn isfinite isnan isinf invert and or xor nan_to_num threshold "
         "rdiv rtruediv gelu_backward silu_backward sigmoid_backward tanh_backward threshold_backward int bool "
-        "long short"
+        "long short xlogy logaddexp ldexp frexp softmax_backward_data log_softmax_backward_data"
     ),
     "sums": "sum mean",
-    "reduces": "amax amin prod any all logsumexp argmax argmin var std",
+    "reduces": "amax amin max min prod any all logsumexp argmax argmin var std norm linalg_vector_norm",
     "contracts": "einsum matmul rmatmul mm bmm mv dot tensordot",
     "fuses": "addmm baddbmm addbmm addmv linear",
     "permutes": "permute transpose swapaxes swapdims t T mT movedim moveaxis numpy_T",
@@ -73,8 +76,48 @@ SUMS = {  # the last column, as LabelledOp.linear has it
     "first": "divides takes",
 }
 KEEPS_SUMS = {kind: whose for whose, kinds in SUMS.items() for kind in kinds.split()}
+WHOLE_NUMBERS = 8  # bytes of whole numbers that are taken not to wrap around
 READERS = ("float", "int", "bool", "index", "complex", "array")  # float(x), x.__float__(), reads; x.float() converts
 _KIND = {name: kind for kind, names in KINDS.items() for name in names.split()}
+
+
+def keeps_sums(name: str, args: Sequence, kwargs: Mapping, arrays: int, given: Iterable, made: Any) -> str:
+    """Return whose partial sums a call keeps, as `LabelledOp.linear` has it.
+
+    Args:
+        arrays: how many of the arguments are arrays.
+        given: the dtypes of those that may be partial sums.
+        made: the dtype of the result.
+    """
+    cut = rounds(given, made) or adds_number(name, args, kwargs, arrays) or kwargs.get("rounding_mode")
+    cut = cut or (name == "lerp" and arrays > 2)  # whose weights are multiplied
+    return "" if cut else KEEPS_SUMS.get(op_kind(name) or "", "")
+
+
+def rounds(given: Iterable, made: Any) -> bool:
+    """Return whether a conversion from these dtypes is not linear.
+
+    Fractions are cut off, and whole numbers of less than 64 bits have wrapped around, each device's by itself: int8
+    terms 100 and 100 are -56, and as float32 200.
+    """
+    if str(made) == "torch.bool":
+        return True
+    wide = made.is_floating_point or made.is_complex
+    for dtype in given:
+        if dtype.is_floating_point or dtype.is_complex:
+            if not wide:
+                return True
+        elif dtype.itemsize < WHOLE_NUMBERS and dtype != made and (wide or made.itemsize > dtype.itemsize):
+            return True
+    return False
+
+
+def adds_number(name: str, args: Sequence, kwargs: Mapping, arrays: int) -> bool:
+    """Return whether a call adds a number to an array, or pads it with one, that is not zero: each device would."""
+    numbers = [*args[2:], kwargs.get("value")] if "pad" in name else []
+    if op_kind(name) == "adds" and arrays == 1:
+        numbers = [*args[:2], kwargs.get("input"), kwargs.get("other")]
+    return any(isinstance(x, (int, float, complex)) and x != 0 for x in numbers)
 
 
 def names_of(*kinds: str) -> frozenset[str]:
@@ -91,4 +134,7 @@ def function_name(func) -> str:
 def op_kind(name: str) -> str | None:
     """The kind of the op that torch calls so (`add`, `__add__`, `_softmax`), or None where the table has none."""
     plain = name.strip("_")
-    return "values" if name.startswith("__") and plain in READERS else _KIND.get(plain)
+    if name.startswith("__") and plain in READERS:
+        return "values"
+    in_place = plain[1:] if name.startswith("__i") else ""  # x += y
+    return _KIND.get(plain) or _KIND.get(in_place)

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from scaling.algebra.law import LabelledOp, Reshape, Sizes
 from scaling.algebra.layouts import DimAxes, letters, retyped, unsplit_spec
-from scaling.algebra.ops import KEEPS_SUMS, function_name, op_kind
+from scaling.algebra.ops import function_name, keeps_sums, op_kind
 from scaling.collectives.multiply import einsum
 from scaling.explicit.labels import (
     OnTensors,
@@ -68,6 +68,8 @@ def read_call(func: Callable, args: tuple, kwargs: dict, is_array: Callable[[Any
     at = [i for i, x in enumerate(flat) if is_array(x)]
     operands, written = [flat[i] for i in at], function_name(func)
     name, kind = written.strip("_"), op_kind(written)
+    if name in ("max", "min") and len(operands) > 1:  # torch.max(x, y)
+        name, kind = f"{name}imum", "nonlinear"
     if written.endswith("_") and not written.endswith("__"):
         raise ShardingError(f"{written}: changes its argument\n  rule: arrays are not changed\n  fix: {name}")
     for x in flat:
@@ -130,21 +132,17 @@ def _typed(name: str, args, kwargs, call: OnTensors, operands: list, whole: Any)
     op, run = _read(name, args, kwargs, call, operands, shape)
     flops = 0
     if isinstance(op, LabelledOp):
-        op = op._replace(linear=_keeps_sums(name, args, kwargs, operands, whole.dtype))
+        partial_sums = [x.dtype for x in operands if _may_be_partial(x)]
+        linear = keeps_sums(name, args, kwargs, len(operands), partial_sums, whole.dtype)
+        op = op._replace(linear=linear)
         flops = _flops(op, shapes) if run is _product else 0
     return TypedCall(op, operands, shape, whole.dtype, run or (lambda op, shards, local: call(shards)), flops)
 
 
-def _keeps_sums(name: str, args, kwargs, operands: list, dtype: torch.dtype) -> str:
-    """Whose partial sums stay sums: as the table has it, but where fractions are cut off, and where a number that is
-    not zero is added or put beside."""
-    kind = op_kind(name)
-    rounds = not (dtype.is_floating_point or dtype.is_complex) and any(x.dtype.is_floating_point for x in operands)
-    numbers = [x for x in (*args, kwargs.get("value")) if isinstance(x, (int, float, complex))]
-    puts = kind == "adds" and len(operands) == 1 and not any(x == 0 for x in numbers)
-    puts |= "pad" in name and any(numbers)
-    cut = rounds or puts or dtype is torch.bool or kwargs.get("rounding_mode")
-    return "" if cut else KEEPS_SUMS.get(kind or "", "")
+def _may_be_partial(x: Any) -> bool:
+    """Return whether an operand is, or in the auto mode could be, partial sums."""
+    at = getattr(x, "layout", None)
+    return bool(at.unreduced) if isinstance(at, DimAxes) else True
 
 
 def _flops(op: LabelledOp, shapes: Sequence[Sizes]) -> int:

@@ -67,6 +67,12 @@ REFUSED = {  # calls of a[8_X, 16_Y], b[16_Y, 8] and of u[8_X, 16] {U_Y}, by wha
     "2 / u": "not the sum of rdiv",
     "u.to(torch.int32)": "not the sum of to",
     "torch.div(u, 2, rounding_mode='floor')": "not the sum of div",
+    "torch.rsub(u, 5, alpha=0)": "not the sum of rsub",
+    "torch.rsub(u, 5, 0)": "not the sum of rsub",
+    "w.float()": "not the sum of float",  # each device's int8 terms have wrapped around by themselves
+    "w.to(torch.int64)": "not the sum of to",
+    "w / 2": "not the sum of truediv",
+    "w.sum(0)": "not the sum of sum",  # which is int64
     "a @ a.mT": "case 4",
     "explicit.reshard(a, '[8_X, 16]') @ b": "case 2",
     "torch.softmax(a, -1)": "needs the whole dim",
@@ -81,10 +87,11 @@ REFUSED = {  # calls of a[8_X, 16_Y], b[16_Y, 8] and of u[8_X, 16] {U_Y}, by wha
 def test_what_has_no_type_is_refused_with_a_line_that_is_then_accepted(call, rule, monkeypatch):
     a, b = abstract((8, 16), "[8_X, 16_Y]"), abstract((16, 8), "[16_Y, 8]")
     u = torch.einsum("ij,jk->ik", a, abstract((16, 16), "[16_Y, 16]"))
+    w = abstract((8, 16), "[8_X, 16] {U_Y}", torch.int8)
     calls = []
     monkeypatch.setattr(arrays, "call_typed", lambda *call: calls.append(call) or plain(*call))
     with pytest.raises(ShardingError, match=re.escape(rule)) as refusal:
-        eval(call, {"torch": torch, "explicit": explicit, "a": a, "b": b, "u": u})
+        eval(call, {"torch": torch, "explicit": explicit, "a": a, "b": b, "u": u, "w": w})
     text = str(refusal.value)
     assert "  rule: " in text
     fixes = re.findall(r'reshard\((it|operand \d), "([^"]*)"\), [\w, ]+: [\d,]+ bytes sent', text)

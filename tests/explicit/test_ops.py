@@ -136,12 +136,14 @@ GROUPS = [  # the shapes of x (and of y), or what it is: calls
         "torch.ones_like(x)", "(9 * x).int()", "x[..., ...]", "x / 2", "x / torch.tensor(2.0, dtype=torch.float64)",
         "2 - x", "torch.add(x, 0, alpha=2)", "x + 1", "-x", "x > 0", "F.gelu(x)", "torch.softmax(x, 1)",
         "torch.logsumexp(x, 1)", "x.mean(0)", "x.mean()", "x.unsqueeze(1)",
-        "x.float().mean(0, dtype=torch.float64)",
+        "x.float().mean(0, dtype=torch.float64)", "x.max()", "x.norm(dim=1)", "torch.rsub(x, 5, alpha=2)",
     ]),
     ([(4, 2)], ["x.unbind(-1)"]),
     ([(8, 4)], ["x.topk(4, 0)"]),
     ([(4, 1)], ["x.expand(4, -1, 8)"]),
-    ([(4, 8), (4, 8)], ["torch.stack([x, y], 1)", "torch.add(x, y, alpha=2)"]),
+    ([(4, 8), (4, 8)], [
+        "torch.stack([x, y], 1)", "torch.add(x, y, alpha=2)", "torch.max(x, y)", "torch.lerp(x, y, 0.3)",
+    ]),
     ([(4, 8), (4, 2)], ["torch.cat([x, y], 1)"]),
     ([(4, 8), INDEX], ["x.index_select(0, y)"]),
     ([(4, 8), (8,)], ["x.mv(y)"]),
@@ -160,8 +162,13 @@ KEEP = {  # the kinds of op whose result may be unreduced
     "linear", "adds", "multiplies", "divides", "sums", "contracts", "permutes", "reshapes", "broadcasts", "scans",
     "takes", "joins", "parts", "zeros",
 }  # fmt: skip
-NUMBERS = "F.pad(x, (0, 0, 2, 2), value=3.0)", "2 - x", "x + 1"  # the number is added once, and not on each device
-ALL_WHOLE = "x.roll(1)", "x.repeat_interleave(2)", "x.var(False)"  # whose operand has one type
+NUMBERS = (
+    "F.pad(x, (0, 0, 2, 2), value=3.0)",
+    "2 - x",
+    "x + 1",
+    "torch.rsub(x, 5, alpha=2)",
+)  # the number is added once, and not on each device
+ALL_WHOLE = "x.max()", "x.roll(1)", "x.repeat_interleave(2)", "x.var(False)"  # whose operand has one type
 NO_GRADIENT = "(9 * x).int()", "x.argsort()", "x.argmax(1)", "x > 0"
 TWO_CALLS = "(9 * x).int()", "x / torch.tensor(2.0, dtype=torch.float64)", "x.float().mean(0, dtype=torch.float64)"
 
