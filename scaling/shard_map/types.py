@@ -33,7 +33,7 @@ from scaling.spec import ShardingError, format_axes
 MARK = "_scaling_marks"
 PARTS = {"__get__", "_unpack_dual"}  # x.T, x.real; the tangent of a dual tensor
 KEEPS = names_of("linear", "permutes", "reshapes", "broadcasts", "takes", "joins", "parts") | {"sum", "flip"}
-KEEPS -= {"to", "to_copy", "type"}  # which may round
+KEEPS = KEEPS - {"to", "to_copy", "type"} | {"copy"}  # the former may round
 
 
 class Marks(NamedTuple):
@@ -158,6 +158,12 @@ class Checks(TorchFunctionMode):
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         kwargs, name = kwargs or {}, getattr(func, "__name__", "")
+        if isinstance(out := kwargs.get("out"), Tensor):  # vmap has no rules for functions that write their results
+            result = self.__torch_function__(func, types, args, {key: x for key, x in kwargs.items() if key != "out"})
+            if result.shape != out.shape or result.dtype != out.dtype:
+                rule = f"out has the result's shape and dtype, {list(result.shape)} and {result.dtype}"
+                self.refuse(name, [out], rule, f"leave out= away, {name}(...)")
+            return self.__torch_function__(Tensor.copy_, types, (out, result))
         if func is torch.autograd.grad or name == "_make_dual":
             return self.derivative(func, name, args, kwargs)
         if args and args[0] is Collective:
@@ -179,15 +185,15 @@ class Checks(TorchFunctionMode):
                 "a value that differs by device decides nothing in Python: each device would go its own way",
                 "torch.where, or an index as a tensor: x[i], x.index_select(0, i)",
             )
-        changed = changed_by(name, args, kwargs)
-        if changed is not None and (varying(changed, self.bound) != axes or after):
+        changed = None if name in ASKS else changed_by(name, args)
+        if changed is not None and (varying(changed, self.bound) != axes or marks(changed) != after):
             self.refuse(
                 name,
                 tensors,
-                "a value keeps its type: what is written to is not invariant afterwards",
+                "a value keeps its type: what is written to would have another one afterwards",
                 "x = x + y in place of x += y; torch.where or torch.cat in place of x[i] = y; or pvary(x, ...)",
             )
-        if changed is not None and name not in ASKS and memory_of(changed) in self.given:
+        if changed is not None and memory_of(changed) in self.given:
             rule = "arguments are not changed: this would write to the caller's own array"
             self.refuse(name, tensors, rule, "x = x + y in place of x += y; or write to x.clone()")
         if any(each != axes for each in found):
@@ -233,10 +239,8 @@ class Checks(TorchFunctionMode):
         raise ShardingError(f"{name}({kinds}) inside shard_map\n  rule: {rule}\n  fix: {fix}")
 
 
-def changed_by(name: str, args, kwargs) -> "Tensor | None":
-    """The operand that a call of this name writes to."""
-    if isinstance(out := kwargs.get("out"), Tensor):
-        return out
+def changed_by(name: str, args) -> "Tensor | None":
+    """Return the operand that a call of this name writes to, or None."""
     in_place = name == "__setitem__" or (name.startswith("__i") and name != "__invert__")
     in_place |= name.endswith("_") and not name.endswith("__")
     return args[0] if in_place and args and isinstance(args[0], Tensor) else None
