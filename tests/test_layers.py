@@ -24,9 +24,9 @@ ROOMS = """
     < generate < show < plan < measure < check < book exercise < __main__
 """  # each imports only from those before it
 NO_TORCH = {"common", "spec", "algebra", "schedules", "hardware", "configs", "cost", "check", "show", "plan"}
-JUDGE = "compared contracts held known law library mode ops programs run strategy typed watched"  # it runs
+JUDGE = "additive compared contracts held inferred known law library mode ops programs run strategy typed watched"
 TORCH_BY_NAME = {"scaling.hardware.systolic", "scaling.common.torch_private"}
-TORCH_BY_NAME |= {f"scaling.check.{name}" for name in JUDGE.split()}
+TORCH_BY_NAME |= {f"scaling.check.{name}" for name in JUDGE.split()}  # which runs files
 TORCH_BY_NAME |= {f"scaling.plan.{name}" for name in ("choose", "transformer_step")}
 EXTRAS = "matplotlib safetensors tokenizers huggingface_hub gguf jupytext nbclient nbformat IPython jinja2 starlette"
 OPTIONAL = {*f"{EXTRAS} uvicorn h11 prometheus_client".split()}  # of pyproject.toml

@@ -19,7 +19,7 @@ from contextlib import contextmanager
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec, PathFinder, SourceFileLoader
 from types import ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
 from scaling.check.compared import axes_named
 from scaling.check.places import place_of_function
@@ -29,13 +29,30 @@ from scaling.spec import ShardingError, Spec, parse
 TYPE = r"\w+\[[^\]]*\](?: \{U_\w+\})?"
 SIGNATURE = re.compile(rf"({TYPE}(?:, {TYPE})*) -> \(?({TYPE}(?:, {TYPE})*)(?:[.,:;)]|$)")
 RESULT = re.compile(rf"({TYPE})(?: of ({TYPE}(?:, {TYPE})*))?(?:[.,:;]| of |$)")
+SEVERAL = re.compile(rf"{TYPE}(?:, {TYPE})+\.?$")
 GIVEN = re.compile(rf"Of ({TYPE}(?:, {TYPE})*)[.,:;]")
 COMMENT = re.compile(rf"#\s*({TYPE})(?:[.,:;]|\s|$)")
 
 
-def documented(text: str) -> tuple[dict[str, Spec], list[Spec]]:
-    """({argument: its type}, the types of what is returned) of a docstring that begins so; nothing of any other."""
+class Documented(NamedTuple):
+    """The types that a docstring begins with.
+
+    Attributes:
+        given: those of arguments by their names.
+        results: those of what is returned.
+        unread: why its types could not be read, or "".
+    """
+
+    given: dict[str, Spec]
+    results: list[Spec]
+    unread: str = ""
+
+
+def documented(text: str) -> Documented:
+    """Return the types that a docstring begins with; none if it begins otherwise."""
     first = text.split("\n")[0].strip()
+    if SEVERAL.match(first):
+        return Documented({}, [], "are they given or returned? write 'Of a[I], b[J].' or 'a[I], b[J] -> c[I].'")
     if found := SIGNATURE.match(first):
         given, results = found.groups()
     elif found := GIVEN.match(first):
@@ -43,19 +60,19 @@ def documented(text: str) -> tuple[dict[str, Spec], list[Spec]]:
     elif found := RESULT.match(first):
         results, given = found.groups()
     else:
-        return {}, []
+        return Documented({}, [])
     try:
         types, made = ([parse(one) for one in re.findall(TYPE, text or "")] for text in (given, results))
-    except ShardingError:
-        return {}, []
+    except ShardingError as error:
+        return Documented({}, [], str(error).splitlines()[0])
     if any(len(axis) > 1 for spec in types + made for axis in axes_named(spec)):
-        return {}, []  # x[B_axis], where `axis` is an argument
-    return {spec.name: spec for spec in types}, made
+        return Documented({}, [])  # x[B_axis], where `axis` is an argument
+    return Documented({spec.name: spec for spec in types}, made)
 
 
 def with_types_told(fn: Callable) -> Callable:
     """fn, whose arguments and results are compared with its docstring's types while somebody watches."""
-    types, results = documented(fn.__doc__ or "")
+    types, results, _ = documented(fn.__doc__ or "")
     if not types and not results:
         return fn
     place = place_of_function(fn)
@@ -100,7 +117,10 @@ class _Said(ast.NodeTransformer):
 
     def visit_FunctionDef(self, node: ast.FunctionDef) -> ast.FunctionDef:
         self.generic_visit(node)
-        if any(documented(ast.get_docstring(node) or "")):
+        types = documented(ast.get_docstring(node) or "")
+        if types.unread and (watch := who_watches()) is not None:
+            watch.skip(f"the types of its docstring could not be read: {types.unread}", f"{self.file}:{node.lineno}")
+        if types.given or types.results:
             node.decorator_list.append(ast.copy_location(ast.Name("__contracted__", ast.Load()), node))
         return node
 

@@ -5,7 +5,7 @@ sent; what it prints or waits for does not happen. A line that breaks a rule by 
 not hold what its line says; partial sums that are added to whole arrays, go through a nonlinear function, or are never
 reduced; a collective that is never waited for; a result that is not what SPECS or a docstring says. Derivatives are
 judged as they run. What could not be judged is named: a call that the run did not reach, an op that is not in the
-table, a value that decides.
+table, a value that decides, a docstring whose types cannot be read, and a file in which nothing was judged.
 
 A strategy is SPECS, a dict of types, {"In": "In[B_X, D]", "W": "W[D, F]", "Out": "Out[B_X, F]"}, with functions given
 to Strategy(SPECS, forward, backward, ...), or called forward and backward. A docstring that begins with types,
@@ -26,6 +26,7 @@ from scaling.check.lines import check_lines
 from scaling.check.places import real_path
 from scaling.common.console import Parser
 
+NOTHING = "nothing in this file was judged: no array with a type reached an operation"
 LIBRARY = Path(scaling.__file__).parent
 
 
@@ -63,6 +64,8 @@ def _judge(report: Judgement, texts: dict[str, str], calls: dict[str, list]) -> 
         found = found_in(judged, others if run else texts)
         report.findings += [finding for finding in found if finding not in report.findings]
         report.unjudged += [(_from_here(place), why) for place, why in judged.unjudged]
+        if run and not judged.judged and not found:
+            report.unjudged.append((f"{run[0]}:1", NOTHING))
         for file, line in judged.reached:
             reached.setdefault(real_path(file), set()).add(line)
     faulty = {finding.file for finding in report.findings}
@@ -109,7 +112,7 @@ def _counted(number: int, what: str) -> str:
 
 
 def _summary(report: Judgement, calls: dict[str, list], files: int, lines_only: bool) -> str:
-    """What was judged, in one line, and what was not, a line each."""
+    """Return what was judged, in one line, and what was not, a line for each."""
     unjudged = sorted((*place_parts(place), why) for place, why in set(report.unjudged))
     at = {(path, line) for path, places in calls.items() for first, last in places for line in range(first, last + 1)}
     own = sum((file, line) in at for file, line, _ in unjudged)
@@ -117,6 +120,8 @@ def _summary(report: Judgement, calls: dict[str, list], files: int, lines_only: 
     others = _counted(len(unjudged) - own, "other place")
     text += ", each line by itself" if lines_only else f", {own} of them not judged, and {others}"
     lines = [f"  {file}:{line}: {why}" for file, line, why in unjudged]
+    if not calls:
+        lines.append(f"NOTHING WAS JUDGED: no typed line is written in {_counted(files, 'file')}")
     return "\n".join([text, *lines, _counted(len(report.findings), "finding")])
 
 
@@ -142,4 +147,4 @@ def main(argv: "list[str] | None" = None) -> int:
     for finding in () if args.json else report.findings:
         print(finding)
     print(_summary(report, calls, len(files), args.lines), file=sys.stderr)
-    return 1 if report.findings or (args.strict and report.unjudged) else 0
+    return 1 if report.findings or (args.strict and (report.unjudged or not calls)) else 0

@@ -96,6 +96,15 @@ def size_along(dim: Dim) -> int:
     return dim[0].size if len(dim) == 1 else prod(piece.size for piece in dim)
 
 
+def is_interleaved(dim: Dim) -> bool:
+    """Return whether a merged dim's blocks lie between one another: another dim of several elements is before a split
+    one, so that a device's elements are not side by side in the whole array."""
+    return any(
+        part.axes and any(before.size > 1 and before.axes is not None for before in dim[:i])
+        for i, part in enumerate(dim)
+    )
+
+
 def meeting_dim(a: Dim, b: Dim) -> "Dim | None":
     """The dim of two arrays whose elements meet; None if they are not split alike."""
     if a == b:

@@ -29,13 +29,20 @@ class NotInferred(Exception):
 
 
 class OpRule(NamedTuple):
-    """An op by its labels. `sums`: groups of operands, of which one may be partial sums, all its members together;
-    `by_number`: labels whose elements are chosen by number; `parts`: how what is summed over makes the whole."""
+    """An op by its labels.
+
+    Attributes:
+        sums: groups of operands, of which one may be partial sums, all its members together.
+        by_number: labels whose elements are chosen by number.
+        parts: how the parts of what is summed over make the whole.
+        own: whether each device may run the op along its own part of a dim that should be whole.
+    """
 
     op: LabelledOp
     sums: tuple[tuple[int, ...], ...] = ()
     by_number: tuple[str, ...] = ()
     parts: str = "sum"
+    own: bool = False
 
 
 def by_labels(rule: OpRule, operands: list[HeldType], shape: Sizes) -> HeldType:
@@ -52,7 +59,7 @@ def by_labels(rule: OpRule, operands: list[HeldType], shape: Sizes) -> HeldType:
             elif label is not None:
                 dims[label] = met
     for label in rule.op.whole:
-        if axes := axes_along(dims[label]):
+        if (axes := axes_along(dims[label])) and not rule.own:
             what = f"{name} along a dim that is split over {', '.join(axes)}"
             raise RuleBroken("split", what, 0, "all_gather it first")
     unreduced, parts = _sums(rule, operands, types)

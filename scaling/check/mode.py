@@ -1,4 +1,4 @@
-"""The judge at all else that torch does: aten's ops, by the rules of `ops`."""
+"""The judge at all that torch does besides typed lines: aten's ops, by the rules of `ops`."""
 
 from collections.abc import Mapping, Sequence, Set
 from functools import lru_cache
@@ -9,29 +9,24 @@ import optree
 import torch
 from torch import Tensor
 
-from scaling.algebra.law import Sizes
 from scaling.algebra.ops import op_kind
 from scaling.check.compared import at_hand
 from scaling.check.findings import Judgement, said
-from scaling.check.held import KEPT, DimPart, HeldType, any_dim, axes_along, by_stride, of_nothing, size_along
-from scaling.check.law import NotInferred, RuleBroken
-from scaling.check.ops import UNSET, ArrayMeta, infer
+from scaling.check.held import DimPart, HeldType, any_dim, axes_along, by_stride, of_nothing, size_along
+from scaling.check.inferred import called, inferred, tensors_in
+from scaling.check.law import RuleBroken
+from scaling.check.ops import UNSET, ArrayMeta, view_error
 from scaling.check.typed import TypedLines
 from scaling.common.torch_private import TorchDispatchMode, storage_of
-from scaling.spec import ShardingError
 
 MADE = ("rand", "randn", "randint", "randperm", "zeros", "ones", "full", "empty")
 FITTED = ("adds", "multiplies", "divides", "nonlinear", "contracts")
 PARTS = ("slice", "split", "split_with_sizes", "narrow", "chunk", "split_copy")
 
 
-def tensors_in(tree: Any) -> list[Tensor]:
-    return [x for x in optree.tree_leaves(tree, none_is_leaf=True) if isinstance(x, Tensor)]
-
-
 @lru_cache
 def returns(func: Any) -> "tuple[str, str]":
-    """(the op's name; whether it makes "new" arrays, "views" its operand, or "writes")."""
+    """Return (the op's name, whether it makes "new" arrays, "views" its operand or "writes")."""
     schema = func._schema
     aliases = [each.alias_info for each in schema.returns]
     if any(each.alias_info is not None and each.alias_info.is_write for each in schema.arguments):
@@ -39,40 +34,6 @@ def returns(func: Any) -> "tuple[str, str]":
     else:
         how = "views" if any(each is not None for each in aliases) else "new"
     return schema.name.partition("::")[2].strip("_"), how
-
-
-@lru_cache(KEPT)
-def called(func: Any, name: str, structure: Any, leaves: tuple) -> tuple[tuple, Any, "Exception | None"]:
-    """(arrays, the structure that they stand in, what is wrong) of an op that makes new arrays, called with `leaves`:
-    its arrays as they are ArrayMeta, and (class, value) of all else."""
-    given: Any = optree.tree_unflatten(structure, [x.tensor() if isinstance(x, ArrayMeta) else x[1] for x in leaves])
-    made, within = optree.tree_flatten(func(*given[0], **given[1]), none_is_leaf=True)
-    tensors = [x for x in made if isinstance(x, Tensor)]
-    found, error = inferred(name, structure, leaves, tuple(tuple(x.shape) for x in tensors))
-    helds = iter(found)
-    seen = [ArrayMeta(tuple(x.shape), x.stride(), x.dtype, next(helds)) if isinstance(x, Tensor) else x for x in made]
-    return tuple(seen), within, error
-
-
-@lru_cache(KEPT)
-def inferred(
-    name: str, structure: Any, leaves: tuple, shapes: tuple[Sizes, ...]
-) -> tuple[list[HeldType], "Exception | None"]:
-    """(the types of the results, what is wrong). Where something is, they fit all."""
-    given: Any = optree.tree_unflatten(structure, [x if isinstance(x, ArrayMeta) else x[1] for x in leaves])
-    args, kwargs = given
-    operands = [x.held for x in leaves if isinstance(x, ArrayMeta) and x is not kwargs.get("out")]
-    try:
-        found = infer(name, args, kwargs, operands, [*shapes])
-    except RuleBroken as error:
-        return [of_nothing(shape, True) for shape in shapes], error
-    except (NotInferred, ShardingError) as error:
-        what = NotInferred(f"{name}: {str(error).splitlines()[0]}")
-        return [of_nothing(shape, True) for shape in shapes], what
-    shares = frozenset().union(*(x.shares for x in operands))
-    if op_kind(name) == "divides" and isinstance(args[1], (int, float)):
-        shares |= {int(args[1])}
-    return [held._replace(shares=shares | held.shares) for held in found], None
 
 
 class Judge(TypedLines, TorchDispatchMode):
@@ -115,19 +76,20 @@ class Judge(TypedLines, TorchDispatchMode):
             result = func(*args, **kwargs)
         except RuntimeError:
             if op_kind(name) in FITTED:  # the shapes do not fit: most likely since the types do not
-                self.wrong(inferred(name, structure, seen, (tuple(tensors[0].shape),))[1], tensors)
+                self.wrong(inferred(func, name, structure, seen, tensors[:1])[1], tensors)
             raise
         results = tensors_in(result)
         if how == "views":
             if name in PARTS:
                 self.cut(tensors[0], results[0])
+            self.wrong(view_error(name, args, kwargs, self.held(tensors[0])), tensors)
             for x in results:
                 self.held(x)  # which splits the pieces
         elif name == "copy":
             self.write(tensors[0], self.held(tensors[-1]))
         elif results:
-            shapes = tuple(tuple(x.shape) for x in results)
-            self.give_all(results, *inferred(name, structure, seen, shapes), tensors, name in UNSET, how == "writes")
+            found, error = inferred(func, name, structure, seen, results)
+            self.give_all(results, found, error, tensors, name in UNSET, how == "writes")
         return result
 
     def seen(self, leaves: list, name: str) -> tuple:

@@ -4,13 +4,14 @@ The table of ops (`algebra.ops`) says of what kind an op is, its labels (`explic
 or must be whole. A view has no rule: `held` reads it. What is not known of a type, None, fits all.
 """
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from scaling.algebra.law import LabelledOp, Sizes
-from scaling.algebra.ops import KEEPS_SUMS, op_kind
+from scaling.algebra.ops import adds_number, keeps_sums, op_kind
 from scaling.check.held import (
     Dim,
     DimPart,
@@ -25,15 +26,12 @@ from scaling.check.held import (
     strides_in_order,
 )
 from scaling.check.law import NotInferred, OpRule, RuleBroken, by_labels
-from scaling.explicit.labels import along_dims, argument, dims_of, elementwise_op, letters, matmul_op
+from scaling.explicit.labels import ALONG, along_dims, argument, dims_of, elementwise_op, letters, matmul_op
 
-KINDS = {  # of aten's own names, which the table of what users call lacks
-    "linalg_vector_norm": "reduces", "norm": "reduces", "max": "reduces", "min": "reduces", "xlogy": "nonlinear",
-    "logaddexp": "nonlinear", "ldexp": "nonlinear", "frexp": "nonlinear", "lerp": "adds",
-    "softmax_backward_data": "nonlinear", "log_softmax_backward_data": "nonlinear",
-}  # fmt: skip
 ELEMENTWISE = ("linear", "adds", "multiplies", "divides", "nonlinear")
 PRODUCTS = {"addmm": "mm", "baddbmm": "bmm", "addmv": "mv", "addcmul": "mul", "addcdiv": "div"}  # added to the first
+OWN_PARTS = ("sort", "topk")  # a device may order its own rows, which is named
+CROSSES = {"diagonal": (0, 1), "unfold": (0,)}  # views whose elements do not stay in their dim
 ORDERS = {"amax": "max", "max": "max", "any": "max", "amin": "min", "min": "min", "all": "min"}
 TAKES = ("index_select", "index", "unsafe_index", "gather", "embedding")
 WRITES = ("index_put", "index_add", "index_copy", "scatter_add", "scatter")
@@ -60,9 +58,17 @@ class ArrayMeta(NamedTuple):
         return torch.empty_strided(self.shape, self.strides, dtype=self.dtype, device="meta")
 
 
-def infer(name: str, args: tuple, kwargs: dict, operands: list[HeldType], shapes: list[Sizes]) -> list[HeldType]:
-    """The types of the results, of these shapes, of aten's op `name`."""
-    kind = KINDS.get(name, op_kind(name))
+def infer(
+    name: str, args: tuple, kwargs: dict, operands: list[HeldType], dtypes: Sequence, shapes: list[Sizes], made: Any
+) -> list[HeldType]:
+    """Return the types of the results of aten's op `name`.
+
+    Args:
+        dtypes: those of the operands.
+        shapes: those of the results.
+        made: the first result's dtype.
+    """
+    kind = op_kind(name)
     if name in NUMBERS.split() or name in UNSET:
         return [of_nothing(shape) for shape in shapes]
     if name == "ones_like":
@@ -75,11 +81,15 @@ def infer(name: str, args: tuple, kwargs: dict, operands: list[HeldType], shapes
         made = of_nothing((), keeps and all(x.unreduced is None for x in operands))
         made = made._replace(through=_through(name, kind, args, operands))
         return [made._replace(dims=tuple(map(any_dim, shape))) for shape in shapes]
+    partial_sums = [dtype for x, dtype in zip(operands, dtypes, strict=True) if x.unreduced]
+    linear = keeps_sums(name, args, kwargs, len(operands), partial_sums, made)
     if kind == "linear":
+        if partial_sums and not linear:
+            raise RuleBroken("nonlinear", f"{name} of {operands[0]} to {str(made).removeprefix('torch.')}")
         return [operands[0]._replace(name="", made="")]
     if name in PRODUCTS:
-        product = infer(PRODUCTS[name], args[1:], kwargs, operands[1:], shapes)
-        return infer("add", (), kwargs, [operands[0], *product], shapes)
+        product = infer(PRODUCTS[name], args[1:], kwargs, operands[1:], dtypes[1:], shapes, made)
+        return infer("add", (), kwargs, [operands[0], *product], [dtypes[0], made], shapes, made)
     if name.startswith(ATTENTION) and "backward" in name:
         return _attention_backward(name, operands)
     if name in WRITES:
@@ -89,7 +99,7 @@ def infer(name: str, args: tuple, kwargs: dict, operands: list[HeldType], shapes
         memory = pieces_of(x.shape, strides_in_order(x.shape), x.dims)
         dims, _ = dims_of_view(memory, shapes[0], strides_in_order(shapes[0]))
         return [x._replace(dims=dims, name="", made="")]
-    found = by_labels(op_rule(name, kind, args, kwargs, operands, shapes[0]), operands, shapes[0])
+    found = by_labels(op_rule(name, kind, args, kwargs, operands, shapes[0], linear), operands, shapes[0])
     if kind == "joins" and name != "stack":
         found = _with_blocks(found, operands, argument(args, kwargs, 1, "dim", 0) % len(shapes[0]))
     others = [found._replace(unreduced=frozenset(), parts="") if s == shapes[0] else of_nothing(s) for s in shapes[1:]]
@@ -106,12 +116,14 @@ def _through(name: str, kind: "str | None", args: tuple, operands: list[HeldType
     return next((x.through for x in operands if x.through), "")
 
 
-def op_rule(name: str, kind: "str | None", args, kwargs, operands: list[HeldType], shape: Sizes) -> OpRule:
-    """The rule of an op. NotInferred if no table has it."""
+def op_rule(
+    name: str, kind: "str | None", args, kwargs, operands: list[HeldType], shape: Sizes, linear: str = ""
+) -> OpRule:
+    """Return the rule of an op that is `linear` in these operands. NotInferred if no table has it."""
     shapes, n = [x.shape for x in operands], len(operands)
     labels = letters(len(shapes[0]))
     sums = {"each": tuple((i,) for i in range(n)), "all": (tuple(range(n)),), "first": ((0,),)}
-    keeps = sums.get(KEEPS_SUMS.get(kind or "", ""), ())
+    keeps = sums.get(linear, ())
     if name in TAKES:
         return _taken(name, args, operands, labels)
     if name in GROWS:  # the cotangent of a part, among zeros
@@ -126,7 +138,7 @@ def op_rule(name: str, kind: "str | None", args, kwargs, operands: list[HeldType
     if kind in ELEMENTWISE:
         if name.endswith(("_backward", "_backward_data")) or (name == "masked_fill" and not _number(args, 2)):
             keeps = sums["first"]
-        elif kind == "adds" and n == 1 and operands[0].unreduced and any(args[1:2]):  # 0 changes nothing
+        elif n == 1 and operands[0].unreduced and adds_number(name, args, kwargs, n):
             raise RuleBroken("partial-plus-whole", "a number is added to partial sums, by every device")
         elif name == "where" and n == 3:
             numbers = [i for i in (1, 2) if operands[i].of_nothing and not operands[i].shape]  # 0 is part of any sum
@@ -148,9 +160,26 @@ def op_rule(name: str, kind: "str | None", args, kwargs, operands: list[HeldType
         return OpRule(op._replace(whole=()), ((0,),) if alike else (), parts=how) if how else OpRule(op)
     if kind in ("scans", "along", "orders"):
         op = along_dims(name, kind, args, kwargs, labels, shape)
-        each_its_own = kind != "along" and name not in ("cumsum", "flip")  # a device's own rows may be sorted or moved
-        return OpRule(op._replace(whole=()) if each_its_own else op, keeps)
+        return OpRule(op, keeps, own=name in OWN_PARTS)
     raise NotInferred("not in the table of ops")
+
+
+def own_part(name: str, args: tuple, kwargs: dict, operands: list[HeldType]) -> str:
+    """Return why an op along a split dim is not judged, if each device may mean its own part."""
+    if name not in OWN_PARTS or not operands or operands[0].of_nothing:
+        return ""
+    axes = axes_along(operands[0].dims[argument(args, kwargs, *ALONG.get(name, ALONG["orders"]))])
+    return f"{name} along a dim that is split over {', '.join(axes)}: each device orders its own part" if axes else ""
+
+
+def view_error(name: str, args: tuple, kwargs: dict, x: HeldType) -> "RuleBroken | None":
+    """Return the rule that a view breaks if it takes elements across a split dim."""
+    for i, default in enumerate(CROSSES.get(name, ())):
+        dim = argument(args, kwargs, (2 if name == "diagonal" else 1) + i, f"dim{i + 1}", default)
+        if axes := axes_along(x.dims[dim]):
+            what = f"{name} along a dim that is split over {', '.join(axes)}"
+            return RuleBroken("split", what, 0, "all_gather it first")
+    return None
 
 
 def _number(args: tuple, i: int):

@@ -206,7 +206,7 @@ def _uncalled(path: str, module: ModuleType, judge: Judge) -> None:
 
 def _typed_function(fn: Any, judge: Judge) -> None:
     """Call a function that nothing has called with shards of the types that its docstring declares."""
-    types, _ = documented(fn.__doc__ or "")
+    types = documented(fn.__doc__ or "").given
     wanted = inspect.signature(fn).parameters.values()
     needed = [p.name for p in wanted if p.default is p.empty and p.kind is p.POSITIONAL_OR_KEYWORD]
     if not needed or not all(name in types or name == "mesh" for name in needed) or not types:

@@ -1,5 +1,5 @@
-"""A strategy, run by the judge: what its functions return is what SPECS says, and `backward` is the derivative of
-`forward`. The first is judged by types; the second, which no type tells, by numbers on one device."""
+"""Judge a strategy: its functions return what SPECS says, `backward` is the derivative of `forward`, and `update` is
+the optimizer's. Types are judged on an abstract mesh; what no type shows is compared by numbers on one device."""
 
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -15,26 +15,41 @@ from scaling.check.watched import shard_of
 from scaling.collectives.linear import Pending, watcher, who_watches
 from scaling.common.torch_private import without_modes
 from scaling.mesh.meshes import Mesh
+from scaling.optim import sgd
 from scaling.spec import Spec, parse
 from scaling.strategies.stack import Strategy
 
 LAYERS = {"L": 2}
 NEAR = 1e-3  # of the largest element: float32, through two layers
+RATE = 0.1  # of the update that is tried
+ONE_BUCKET = 1 << 40  # bytes of a bucket that holds all layers
 
 
 class Passes(NamedTuple):
-    """forward(params, In, mesh) -> (Out, saved) and backward(dOut, saved, params, mesh) -> (dIn, grads), or None; the
-    types of params and of grads, and where they stand."""
+    """A strategy's functions, with one signature whatever its file has.
+
+    Attributes:
+        forward: (params, In, mesh) -> (Out, saved), or None.
+        backward: (dOut, saved, params, mesh) -> (dIn, grads), or None.
+        update: (grads, params, mesh) -> new params by plain SGD, or None if it is the same as on one device.
+        types: those of the params.
+        grads: those of the gradients.
+        places: the lines of the forward and of the backward.
+    """
 
     forward: Callable | None
     backward: Callable | None
+    update: Callable | None
     types: Mapping[str, Spec]
     grads: Mapping[str, Spec]
-    place: str
+    places: tuple[str, str]
 
 
 def _passes(module: Any, keep: bool) -> Passes:
-    """Those of a file as they are written; of a layer's listing those of two layers with gelu, norm and residual."""
+    """Return a file's functions as they are written, or a layer's listing on two layers with gelu, norm and residual.
+
+    Without `keep` the backward gathers again what it needs, and reduces all gradients in one bucket.
+    """
     own: Any = getattr(module, "forward", None)
     back: Any = getattr(module, "backward", None)
     weights = {W: parse(spec) for W, spec in module.SPECS.items() if W not in ("In", "Out")}
@@ -48,8 +63,8 @@ def _passes(module: Any, keep: bool) -> Passes:
             found = back(dOut, saved, params, mesh)
             return found if isinstance(found[-1], dict) else (found[0], dict(zip(weights, found[1:], strict=True)))
 
-        place = place_of_function(own or back)
-        return Passes(own and forward, back and backward, weights, weights, place)
+        places = place_of_function(own or back), place_of_function(back or own)
+        return Passes(own and forward, back and backward, None, weights, weights, places)
     strategy = getattr(module, "STRATEGY", None) or Strategy(module.SPECS, module.forward, module.backward)
     types = {W: spec.stacked("L") for W, spec in weights.items()}
     grads = {W: parse(spec).stacked("L") for W, spec in (strategy.GRADS or {}).items()} or types
@@ -57,14 +72,39 @@ def _passes(module: Any, keep: bool) -> Passes:
     def through(params: Any, In: Tensor, mesh: Any) -> tuple[Any, Any]:
         return strategy.forward(params, In, mesh, "gelu", True, True, keep)
 
-    return Passes(through, strategy.backward, types, grads, f"{module.__file__}:1")
+    options = {} if keep else {"bucket_bytes": ONE_BUCKET}
+    of_users = {name: f for name in ("backward", "init", "update") if (f := getattr(module, name, None))}
+    if not hasattr(module, "STRATEGY"):  # its backward is one layer's
+        of_users = {}
+
+    def back_through(*given: Any) -> tuple[Any, dict]:
+        dIn, found = of_users.get("backward", strategy.backward)(*given, **options)
+        return dIn, {W: torch.stack(dW) if isinstance(dW, list) else dW for W, dW in found.items()}
+
+    def update(found: Mapping[str, Tensor], params: Mapping[str, Tensor], mesh: Any) -> Mapping[str, Tensor]:
+        optimizer, of_layers = sgd(RATE), {W: [*dW.unbind()] for W, dW in found.items()}
+        state = of_users["init"](optimizer, params, mesh)
+        return of_users["update"](optimizer, of_layers, state, params, mesh, **options)[0]
+
+    updates = update if {"init", "update"} <= {*of_users} else None
+    later = strategy.layer_backward, strategy.reduce, strategy.reduce_slow
+    places = _place_in(module, strategy.layer_forward, strategy.gather), _place_in(module, *later)
+    return Passes(through, back_through, updates, types, grads, places)
+
+
+def _place_in(module: Any, *functions: "Callable | None") -> str:
+    """Return the place of the first of these functions that the module defines, or its first line."""
+    places = map(place_of_function, filter(None, functions))
+    own = [place for place in places if place.startswith(f"{module.__file__}:")]
+    return own[0] if own else f"{module.__file__}:1"
 
 
 def run_layers(name: "str | Any", keep: bool, mesh: Any) -> None:
-    """Both passes on an abstract mesh, and on one device: what they return is what SPECS says, and the derivative."""
+    """Run a strategy on an abstract mesh, where its results have the types of SPECS, and on one device by numbers."""
     module = import_module(f"scaling.strategies.{name}") if isinstance(name, str) else name
     watch, found, sizes = who_watches(), _passes(module, keep), dict(LAYERS)
     assert watch is not None
+    forward_place, backward_place = found.places
 
     def given(spec: Any, where: str = "x") -> Tensor:
         return watch.typed(shard_of(spec, mesh, sizes), spec, where, mesh)
@@ -74,32 +114,37 @@ def run_layers(name: "str | Any", keep: bool, mesh: Any) -> None:
     saved = given(In)
     if found.forward:
         made, saved = found.forward(params, saved, mesh)
-        watch.told(made, Out, f"forward returns Out, SPECS says {Out}", found.place)
+        watch.told(made, Out, f"forward returns Out, SPECS says {Out}", forward_place)
     if not found.backward:
         return
     dIn, grads = found.backward(given(Out), saved, params, mesh)
-    watch.told(dIn, In, f"backward returns dIn, SPECS says {In}", found.place)
+    watch.told(dIn, In, f"backward returns dIn, SPECS says {In}", backward_place)
     if set(grads) != set(found.grads):
         raise ValueError(f"backward returns gradients of {sorted(grads)}\n  fix: one of each of {sorted(found.grads)}")
     for W, dW in grads.items():
-        watch.told(dW, found.grads[W], f"backward returns d{W}, SPECS says {found.grads[W]}", found.place)
+        watch.told(dW, found.grads[W], f"backward returns d{W}, SPECS says {found.grads[W]}", backward_place)
+    if found.update:
+        for W, new in found.update(grads, params, mesh).items():
+            watch.told(new, found.types[W], f"update returns {W}, SPECS says {found.types[W]}", backward_place)
     if not found.forward or watch.report.findings:
         return
     try:
-        wrong = list(not_derivatives(found, In, mesh))
+        wrong = list(wrong_numbers(found, In, mesh))
     except TimeoutError:  # of the whole file
         raise
     except Exception as error:
-        watch.skip(f"backward is not compared with forward's derivative: {error}".splitlines()[0], found.place)
+        watch.skip(f"backward is not compared with forward's derivative: {error}".splitlines()[0], backward_place)
         return
     for what in wrong:
         text = f"backward returns another {what} than the derivative of forward, on one device"
-        watch.find("derivative", said(text, "derivative", f"see the lines that make {what}"), "", found.place)
+        if what.startswith("new "):
+            text = f"update returns another {what} than the optimizer alone, on one device"
+        watch.find("derivative", said(text, "derivative", f"see the lines that make {what}"), "", backward_place)
 
 
-def not_derivatives(found: Passes, In: Spec, mesh: Any) -> Iterator[str]:
-    """Which results of `backward` are not those of torch.func.vjp of `forward`, for drawn numbers on a mesh of one
-    device, where collectives are the identity: "dIn", "dW_in"."""
+def wrong_numbers(found: Passes, In: Spec, mesh: Any) -> Iterator[str]:
+    """Yield the results that differ from torch.func.vjp of `forward` ("dIn", "dW_in") and from a plain step of SGD
+    ("new W_in"), for drawn numbers on a mesh of one device, where collectives are the identity."""
     one, generator, sizes = Mesh(dict.fromkeys(mesh.sizes, 1)), torch.Generator().manual_seed(0), dict(LAYERS)
     for dim in [dim for spec in (In, *found.types.values()) for dim in spec.dim_names]:
         sizes.setdefault(dim, int(dim) if dim.isdigit() else len(sizes) + 2)
@@ -121,9 +166,12 @@ def not_derivatives(found: Passes, In: Spec, mesh: Any) -> Iterator[str]:
             wanted, dx = pull(dOut)
             assert found.backward is not None
             dIn, grads = found.backward(dOut, forward(params, x)[1], params, one)
+            updated = found.update(grads, params, one) if found.update else {}
     finally:
         watcher.reset(token)
-    for name, given, due in [("In", dIn, dx), *((W, grads[W], wanted[W]) for W in params)]:
+    results = [("dIn", dIn, dx), *((f"d{W}", grads[W], wanted[W]) for W in params)]
+    results += [(f"new {W}", new, params[W] - RATE * grads[W]) for W, new in updated.items()]
+    for name, given, due in results:
         given = given.wait() if isinstance(given, Pending) else given
         if given.shape != due.shape or not (given - due).abs().max() <= NEAR * due.abs().max():
-            yield f"d{name}"
+            yield name

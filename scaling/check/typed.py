@@ -16,8 +16,8 @@ from scaling.check.compared import (
     over_pods,
     without_axes,
 )
-from scaling.check.findings import Judgement, place_parts
-from scaling.check.held import HeldType, axes_along, look_up_over
+from scaling.check.findings import Judgement, place_parts, said
+from scaling.check.held import HeldType, axes_along, is_interleaved, look_up_over
 from scaling.check.known import KnownArrays
 from scaling.check.places import innermost_place
 from scaling.collectives.linear import Pending, run_op
@@ -25,7 +25,7 @@ from scaling.collectives.masks import zeroed
 from scaling.collectives.multiply import Deferred, einsum
 from scaling.spec import Line, Spec, parse, parse_line, refuse
 
-SAID = ("result ", "argument ", "forward returns", "backward returns")  # what is no line of the program's
+SAID = "result ", "argument ", "forward returns", "backward returns", "update returns"  # not a line of the program
 
 
 def check_abstract(what: str, mesh: Any) -> None:
@@ -197,12 +197,22 @@ class TypedLines(KnownArrays):
         line = self.in_pods(Line((declared,), typed.result), [held])
         by = op.by if op.kind in ("AllReduce", "ReduceScatter", "Reduce") else ""
         self.compare(held, line.operands[0], op.line, by, place)
+        self.check_blocks(held, line, op.line, place)
         with self.silence():
             result = run_op(x, op)
         self.declare(result, line.result, place, "root" if op.kind in ("Gather", "Reduce") else held.parts)
         if ring:
             self.give(result, at_hand(self.held(result), op.axes)._replace(made="ring"))
         return result
+
+    def check_blocks(self, held: HeldType, line: Line, text: str, place: str) -> None:
+        """Find a collective that moves the blocks of a merged dim that lie between one another."""
+        dims = held.dims[len(held.dims) - len(line.result.dims) :]
+        for dim, (name, was), (_, now) in zip(dims, line.operands[0].dims, line.result.dims, strict=False):
+            if was != now and is_interleaved(dim):
+                what = f"{name} was merged of dims of which a later one is split: its blocks are interleaved"
+                text += "\n  " + said(what, "split", "move the axes before the dims are merged")
+                self.find("split", text, held.place, place)
 
     def defer(self, product: Deferred) -> Deferred:
         """Note a product that is computed when it is waited for: a fault belongs to the line that deferred it."""

@@ -70,6 +70,8 @@ FAULTS = [  # (file, what stands there, what stands there instead, the rule that
         (file, rf"    {weight} = (all_reduce|reduce_scatter)\(.*\n", "", "result")
         for file, weight in GRADIENTS.items()
     ),
+    # an update that the optimizer would not make
+    ("scaling/strategies/zero.py", r"return new, state", "return params, state", "derivative"),
     # an array of the right type in the wrong place
     (FSDP_TP, r"dTmp = block\.act_vjp\(Tmp, dAct\)", "dTmp = dAct", "derivative"),
 ]  # fmt: skip
@@ -157,11 +159,17 @@ CALL = "all_gather('x[B_X] -> x[B]', torch.ones(2), AbstractMesh({'X': 2}))\n"
 COMMANDS = {  # arguments: the exit status, what is said
     "right.py": (0, "1 call in 1 file, 0 of them not judged"),
     "--strict right.py": (0, "0 findings"),
-    "--lines . right.py": (1, "3 calls in 3 files, each line by itself"),
+    "--lines . right.py": (1, "6 calls in 7 files, each line by itself"),
     "wrong.py": (1, "wrong.py:4: "),
     "--json wrong.py": (1, '"checked": 1'),
     "never.py": (0, "never.py:5: this call was not reached"),
     "--strict never.py": (1, "0 findings"),
+    "plain.py": (0, "NOTHING WAS JUDGED: no typed line is written in 1 file"),
+    "--strict plain.py": (1, "0 findings"),
+    "unused.py": (0, "unused.py:1: nothing in this file was judged"),
+    "--strict unused.py": (1, "0 findings"),
+    "docstring.py": (0, "docstring.py:4: the types of its docstring could not be read: are they given or returned?"),
+    "illegal.py": (0, "illegal.py:4: the types of its docstring could not be read: mesh axis X is used twice"),
     "nowhere.py": (2, "nowhere.py: no such file"),
     "empty": (2, "empty: no Python files in this directory"),
     "notes.txt": (2, "notes.txt: is not a Python file"),
@@ -176,6 +184,10 @@ def test_the_command(given, tmp_path, monkeypatch, capsys):
         "right.py": f"{HEAD}x = {CALL}",
         "wrong.py": HEAD + CALL.replace("x[B]", "x[C]"),
         "never.py": f"{HEAD}def f():\n    return {CALL}",
+        "plain.py": "x = 1\n",
+        "unused.py": f"{HEAD}if __name__ == 'another':\n    x = {CALL}",
+        "docstring.py": f"{HEAD}def f(a, b):\n    'a[I, J_X], b[J_X, K].'\n    return a\ny = {CALL}",
+        "illegal.py": f"{HEAD}def f(x):\n    'x[I_X, J_X] -> y[I_X, J_X].'\n    return x\ny = {CALL}",
         "notes.txt": "",
     }.items():
         Path(name).write_text(text)

@@ -1,0 +1,122 @@
+"""Ops on shards, run for each device, beside the same op on the whole array: what the judge passes is equal to it.
+
+The oracle is torch: the operands' shards go through the op one device after the other, and the results are put together
+by the type that the judge infers. What it neither refuses nor names as not judged must be the dense result."""
+
+import itertools
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from scaling.check import judge
+from scaling.check.findings import Judgement
+from scaling.check.held import Dim, is_interleaved
+from scaling.check.mode import Judge
+from scaling.check.watched import watching
+from scaling.collectives import all_gather
+from scaling.mesh import AbstractMesh
+from scaling.spec import Spec, parse
+
+DEVICES, SHAPE = 2, (4, 6)
+MESH, SIZES = AbstractMesh({"X": DEVICES}), {"I": 4, "J": 6}
+TYPES = [parse(text) for text in ("x[I_X, J]", "x[I, J_X]", "x[I, J]", "x[I, J] {U_X}")]
+ONE = """
+-x; x.clone(); x.relu(); x * 2; x / 2; 2 / x; x + 1; 1 - x; torch.add(x, 0); x ** 2; torch.rsub(x, 5, alpha=0)
+x.float(); x.to(torch.int64); x.bool(); x.clamp(min=0); torch.div(x, 2, rounding_mode="floor")
+x.masked_fill(x > 0, 0.0); x.sum(); x.sum(1); x.sum(-1, keepdim=True); x.mean(0); x.mean(); x.amax(1); x.amax()
+x.prod(0); x.std(0); x.norm(dim=1); x.logsumexp(1); x.argmax(1); x.softmax(0); x.log_softmax(1); x.cumsum(0)
+x.cumsum(1); x.cumprod(1); x.logcumsumexp(0); x.t(); x.reshape(24); x.reshape(2, 2, 6); x.reshape(4, 3, 2); x[None]
+x.expand(3, 4, 6); x.flip(0); x.flip(1); x.tril(); x.triu(1); x.roll(1); x.roll(1, 0); x.roll(1, -1)
+x.roll((1, 1), (0, 1)); x.repeat_interleave(2, 1); F.pad(x, (1, 1)); F.pad(x, (0, 0, 1, 1))
+F.pad(x, (1, 1), value=1.0); x.argsort(1); x.sort(0)[0]; x.sort(-1)[0]; x.topk(2, 1)[0]; x.topk(2, 0)[1]
+x.cummax(1)[0]; x.diagonal(); x.diagonal(1); x.unfold(1, 2, 1); torch.diag_embed(x); x.trace(); x.median()
+x.median(1)[0]; x.kthvalue(1, 1)[0]; x.diff(dim=1) if x.shape[1] == 6 else x.triu(); torch.sinc(x)
+torch.special.i0(x); F.hardshrink(x); F.avg_pool1d(x, 2); F.conv1d(x[:, None], torch.ones(1, 1, 3).double())
+torch.fft.fft(x).real; torch.kron(x, torch.ones(2, 2).double()); x.rot90(); F.layer_norm(x, x.shape[1:])
+F.normalize(x); torch.stack([x, x])[0]; torch.deg2rad(x); x.repeat(2, 1); torch.block_diag(x, x)
+torch.addcmul(x, x, x)
+"""
+TWO = """
+x + y; x - y; torch.add(x, y, alpha=2); torch.rsub(x, y); x * y; x / y; x @ y.T; x.T @ y; torch.maximum(x, y)
+torch.where(x > 0, x, y); torch.lerp(x, y, 0.5); torch.lerp(x, x, y); torch.addmm(x @ y.T, x, y.T); (x * y).sum()
+torch.addcmul(x, x, y); torch.cdist(x, y); x * (y > 0); torch.kron(x, y); torch.logaddexp(x, y)
+"""
+CALLS = [(call, n) for text, n in ((ONE, 1), (TWO, 2)) for call in text.replace("\n", ";").split(";") if call.strip()]
+GENERATOR = torch.Generator().manual_seed(0)
+
+
+def drawn(*shape: int) -> Tensor:
+    return torch.randn(shape, generator=GENERATOR, dtype=torch.float64)
+
+
+def shards(x: Tensor, spec: Spec) -> list[Tensor]:
+    if spec.unreduced:
+        part = drawn(*x.shape)
+        return [part, x - part]
+    dims = [i for i, (_, axes) in enumerate(spec.dims) if axes]
+    return list(x.chunk(DEVICES, dims[0])) if dims else [x, x]
+
+
+def whole(parts: list[Tensor], spec: Spec, how: str) -> Tensor:
+    if spec.unreduced:
+        both = torch.stack(parts)
+        return {"max": both.amax, "min": both.amin, "mean": both.double().mean}.get(how, both.sum)(0)
+    dims = [i for i, (_, axes) in enumerate(spec.dims) if axes]
+    assert dims or torch.equal(*parts), "the devices differ along X, which the type does not say"
+    return torch.cat(parts, dims[0]) if dims else parts[0]
+
+
+def is_taken_at_its_word(dim: Dim) -> bool:
+    """Return whether a dim's axes are not known, as in a stack, or it is refused where a collective moves it."""
+    return any(part.axes is None and part.size > 1 for part in dim) or is_interleaved(dim)
+
+
+@pytest.mark.parametrize(("call", "operands"), CALLS, ids=[call.strip() for call, _ in CALLS])
+def test_an_op_that_passes_is_that_of_one_device(call, operands):
+    fn = eval(f"lambda x, y=None: {call.strip()}", {"torch": torch, "F": F})
+    for specs in itertools.product(TYPES, repeat=operands):
+        report, arrays = Judgement(), [drawn(*SHAPE) for _ in specs]
+        watch = Judge(report, MESH.sizes)
+        given = [torch.empty(spec.local_shape(SIZES, MESH), dtype=torch.float64, device="meta") for spec in specs]
+        for x, spec in zip(given, specs, strict=True):
+            watch.declare(x, spec, "")
+        try:
+            with watching(watch):
+                held = watch.held(fn(*given))
+        except RuntimeError:
+            continue  # the shards do not fit: no device runs it
+        if report.findings or report.unjudged or any(map(is_taken_at_its_word, held.dims)):
+            continue
+        parts = [fn(*own) for own in zip(*map(shards, arrays, specs), strict=True)]
+        found = whole(parts, held.type, held.parts)
+        torch.testing.assert_close(found.double(), fn(*arrays).double(), msg=f"{call} of {specs}: {held}")
+
+
+BROKEN = {  # what the judge says first of x[I, J_X]
+    "x.roll(1, -1)": "roll along a dim that is split over X",
+    "x.triu()": "triu along a dim that is split over X",
+    "x.cummax(1)[0]": "cummax along a dim that is split over X",
+    "x.diagonal()": "diagonal along a dim that is split over X",
+    "x.unfold(1, 2, 1)": "unfold along a dim that is split over X",
+    "F.pad(x, (1, 1))": "constant_pad_nd along a dim that is split over X",
+    "x.repeat_interleave(2, 1)": "",  # each element and its copy stay on their device
+    "gathered(x.flatten())": "its blocks are interleaved",
+    "gathered(x.T.flatten())": "",
+}
+
+
+@pytest.mark.parametrize("call", BROKEN)
+def test_what_runs_along_a_split_dim_is_refused(call):
+    gathered = lambda x: all_gather("r[R_X] -> r[R]", x, MESH)  # noqa: E731
+    report = judge(eval(f"lambda x: {call}", {"F": F, "gathered": gathered}), "x[I, J_X]", mesh=MESH)
+    assert [BROKEN[call] in str(found) for found in report.findings] == [True] * bool(BROKEN[call])
+    assert not report.unjudged
+
+
+@pytest.mark.parametrize("call", ["x.sort(1)[0]", "x.argsort(1)", "x.topk(2, 1)[0]"])
+def test_a_device_s_own_order_is_named(call):
+    report = judge(eval(f"lambda x: {call}"), "x[I, J_X]", mesh=MESH)
+    assert not report.findings
+    assert ["each device orders its own part" in why for _, why in report.unjudged] == [True]
