@@ -92,8 +92,9 @@ def num_params(config: Config, active: bool = False) -> int:
 
 def visible_pairs(T: int, S: int, window: int | None = None) -> int:
     """Pairs of the last T of S tokens with what each attends to: TS - T(T-1)/2; at most `window` a token."""
-    hidden = max(0, S - window) if window else 0  # keys that the last query no longer sees
-    return T * S - T * (T - 1) // 2 - sum(max(0, hidden - t) for t in range(min(T, hidden)))
+    hidden = max(0, S - window) if window else 0  # keys that the last query no longer sees; of the one before, one less
+    some = min(T, hidden)
+    return T * S - T * (T - 1) // 2 - some * hidden + some * (some - 1) // 2
 
 
 def forward_flops(config: Config, B: int, T: int, S: int | None = None, causal: bool = False) -> dict[str, int]:

@@ -177,7 +177,9 @@ def _alone(folder, table: dict, said: str) -> tuple[str, str]:
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 20}
 KNOWN = {  # what was read otherwise once: (a type, edits)
     "rope_scaling wins": ("qwen2", {"rope_scaling": YARN, "rope_parameters": {"rope_theta": 7.0}, "rope_theta": 30.0}),
-    "and drops the other's base": ("mixtral", {"rope_scaling": {"type": "linear", "factor": 2.0}, "head_dim": 8}),
+    "and drops the other's base": (
+        "mixtral", {"rope_scaling": {"type": "linear", "factor": 2.0}, "rope_parameters": {"rope_theta": 7.0}}
+    ),
     "the original context is at the top": ("llama", {"rope_scaling": YARN, "original_max_position_embeddings": 33}),
     "or it is the context": ("llama", {"rope_parameters": {"rope_type": "llama3"} | FEW}),
     "scaled by mscale without yarn": (
@@ -248,7 +250,7 @@ def check(kind: str, edits: dict, folder) -> str:
 @pytest.mark.parametrize("kind", BASES)
 def test_some_edits_of_a_config(kind, tmp_path):
     edits = single_edits(kind) + rope_edits()
-    found = [check(kind, each, tmp_path) for each in random.Random(1).sample(edits, 6)]
+    found = [check(kind, each, tmp_path) for each in random.Random(1).sample(edits, 4)]
     assert "equal" in found
 
 

@@ -1,4 +1,4 @@
-"""Hugging Face folders of several dtypes, of dtypes in which nothing is computed, and of sizes far beyond their files."""
+"""Folders of several dtypes, of dtypes in which no params are computed, and of sizes far beyond their files."""
 
 import json
 import re

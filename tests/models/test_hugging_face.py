@@ -17,6 +17,7 @@ from safetensors.torch import load_file, save_file
 from scaling import serve, tree
 from scaling.configs import Config, Latent, RopeScaling, load
 from scaling.configs.gguf import ARCHITECTURES
+from scaling.configs.hugging_face_write import write_config
 from scaling.configs.model_types import KINDS
 from scaling.mesh import AbstractMesh
 from scaling.models import hf, transformer
@@ -242,6 +243,23 @@ test_what_is_not_written_and_a_latent_where_it_is_not_computed = refused(
         }
     )
 )
+
+
+WRITTEN = [  # what a class of transformers computes, in the forms that its defaults would change
+    SMALL.with_(theta=30.0, eps=1e-3, tied=True, activation="gelu"),
+    SMALL.with_(attention_bias=True, output_bias=True, rope_scaling=RopeScaling("llama3", 8.0, 2.0, 3.0, 99)),
+    SMALL.with_(window=7), SMALL.with_(attention_bias=True, window=(None, 4, None)), SMALL.with_(qk_norm=True),
+    MOE.with_(window=5), MOE.with_(k=1, qk_norm=True, norm_topk=False), MOE.with_(qk_norm=True, window=5),
+    LATENT.with_(rope_scaling=RopeScaling("linear", 4.0, mscale_all=1.2)), DEEPSEEK.with_(norm_topk=False),
+    DEEPSEEK.with_(dense_layers=1, F_dense=24, routed_scale=1.5, latent=Latent(8, 6, 4, 2, 6, interleaved=False)),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("config", WRITTEN)
+def test_what_is_written_is_read_back(config, tmp_path):
+    read = config_from(write_config(config), tmp_path)
+    assert read == config.with_(name="config", source=read.source)
+    assert transformer.uncomputed(read) == []
 
 
 def test_published_configs(tmp_path):
