@@ -76,12 +76,17 @@ def held(job: Job, c: Compute, l: Layout) -> Held:
     working = np.maximum(gathered + backward + 2 * flying, loss) + table
     early = 0.0 if any(w.ends) else np.where(l.zero == 1, 0.0, grads)  # a stack's places for them, from the beginning
     attention = job.grad_bytes * layers * w.projections / l.tensor  # whose gradients come after an MLP's
-    due = np.where(sharded, flying + early, grads - attention)  # an array a leaf, there from the last layer on
+    each, rest = 0.0, grads  # the gradients of one layer of a Transformer, which come as its layers are run back
+    if any(w.ends):
+        each = job.grad_bytes * (dense + w.small + experts)
+        rest = grads - each * layers
+    due = np.where(sharded, flying + early, rest + each - attention / layers)
+    later = np.where(sharded, flying + np.maximum(flying, grads), rest + 2 * each)
     alone = np.maximum.reduce([
         activations + gathered + first + early,
         activations + gathered + second + due,
         activations - layer + gathered + first + due,
-        activations - layer + gathered + second + np.where(sharded, flying + np.maximum(flying, grads), grads),
+        activations - layer + gathered + second + later,
         layer + gathered + first + grads,
         one + loss,
     ])  # fmt: skip

@@ -194,8 +194,7 @@ class Strategy:
         bucket = min(L, layers_a_bucket(bucket_bytes, params)) if reduce else L
         own = self.GRADS is None and reduce and partial is None and not torch.compiler.is_compiling()
         out = [torch.empty_like(params[name]) for name in self.weights] if own else None
-        summed = not reduce or partial is not None
-        layers = self.layers(params, mesh, sums=sums, out=out, bucket=bucket, summed=summed)
+        layers = self.layers(params, mesh, sums=sums, out=out, bucket=bucket, summed=not reduce)
         run = functools.partial(self.run_back, mesh, saved.block, saved.residual)
         dIn = layers.backward(dOut, saved.layers, run, last=reduce, donate=donate)
         found = layers.result() if reduce else [grad.sums() for grad in layers.grads]

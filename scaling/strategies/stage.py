@@ -65,8 +65,8 @@ def of_strategy(
             products = [rest.pop(0) for rest in rests]  # freed as they are used
             for i, some in enumerate(zip(*products, strict=True)):
                 some = join_products(some)  # of several microbatches a copy: one weight's at a time
-                chunk.grads[i].put(l, some, l in chunk.written)
-            chunk.written.add(l)
+                chunk.grads[i].add(l, some, l not in chunk.added)
+            chunk.added.add(l)
 
     specs = {name: strategy.SPECS[name] for name in ("In", "Out")} | {name: str(t) for name, t in stacked.items()}
     return Stage(specs, forward, backward_input, backward_weight, prepare, Layers.result)

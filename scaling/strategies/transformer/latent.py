@@ -7,7 +7,6 @@ By the law of cotangents its gradient is unreduced there, the sum over this rank
 with those of the latents. The heads in between are `scaling.models.latent.attended`.
 """
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -68,7 +67,7 @@ def latent_heads(W: dict, s: dict, at: Any) -> dict:
     return s | {"O": O, "pull": pull}
 
 
-def latent_attention_backward(W: dict, dAttn: Tensor, s: dict, at: Any, into: Callable) -> tuple[Tensor, dict]:
+def latent_attention_backward(W: dict, dAttn: Tensor, s: dict, at: Any) -> tuple[Tensor, dict]:
     """dAttn[B_PXE, T_CY, D] -> (dx[B_PXE, T_CY, D], dW)."""
     mesh, rank = at.mesh, at.config.latent.kv_rank
     s, dW = latent_heads(W, s, at), {}
@@ -81,11 +80,11 @@ def latent_attention_backward(W: dict, dAttn: Tensor, s: dict, at: Any, into: Ca
     dC_KV = torch.cat([dC_KV, dK_R], -1)
     dC_KV = reduce_scatter("dC_KV[B_PXE, T_C, M] {U_Y} -> dC_KV[B_PXE, T_CY, M]", dC_KV, mesh, async_op=True)
     line = "O[B_PXE, T_C, N_Y, H] * dAttn[B_PXE, T_C, D] -> dW_O[N_Y, H, D] {U_PXEC}"
-    dW["W_O"] = einsum(line, s["O"], dAttn, **into("W_O"))
+    dW["W_O"] = einsum(line, s["O"], dAttn)
     line = "C_Q[B_PXE, T_C, R] * dQ[B_PXE, T_C, N_Y, A] -> dW_UQ[R, N_Y, A] {U_PXEC}"
-    dW["W_UQ"] = einsum(line, s["C_Q"], dQ, **into("W_UQ"))
+    dW["W_UQ"] = einsum(line, s["C_Q"], dQ)
     line = "C_KV[B_PXE, T_C, C] * dKV[B_PXE, T_C, N_Y, W] -> dW_UKV[C, N_Y, W] {U_PXEC}"
-    dW["W_UKV"] = einsum(line, s["C_KV"][..., :rank], dKV, **into("W_UKV"))
+    dW["W_UKV"] = einsum(line, s["C_KV"][..., :rank], dKV)
     dA_Q, dW["norm_CQ"] = gained_norm_vjp(s["A_Q"], W["norm_CQ"], s["r_CQ"], wait(dC_Q))
     dC_KV, dK_R = wait(dC_KV).tensor_split([rank], -1)
     dA_KV, dW["norm_CKV"] = gained_norm_vjp(s["A_KV"][..., :rank], W["norm_CKV"], s["r_CKV"], dC_KV)
@@ -94,8 +93,8 @@ def latent_attention_backward(W: dict, dAttn: Tensor, s: dict, at: Any, into: Ca
     line = "dA_KV[B_PXE, T_CY, M] * W_DKV[D, M] -> dy[B_PXE, T_CY, D]"
     dy = einsum(line, dA_KV, W["W_DKV"], out=dy, add=True)
     line = "y[B_PXE, T_CY, D] * dA_Q[B_PXE, T_CY, R] -> dW_DQ[D, R] {U_PXECY}"
-    dW["W_DQ"] = einsum(line, s["y"], dA_Q, **into("W_DQ"))
+    dW["W_DQ"] = einsum(line, s["y"], dA_Q)
     line = "y[B_PXE, T_CY, D] * dA_KV[B_PXE, T_CY, M] -> dW_DKV[D, M] {U_PXECY}"
-    dW["W_DKV"] = einsum(line, s["y"], dA_KV, **into("W_DKV"))
+    dW["W_DKV"] = einsum(line, s["y"], dA_KV)
     dx, dW["norm_attn"] = gained_norm_vjp(s["x"], W["norm_attn"], s["r"], dy)
     return dx, dW

@@ -53,11 +53,6 @@ def all_kept(x: Tensor, branch: str, layer: int = 0) -> Tensor:
     return x
 
 
-def anywhere(name: str) -> dict:
-    """No place is given for a weight's gradient."""
-    return {}
-
-
 class Context(NamedTuple):
     """What the layers of one microbatch share: the model, the mesh, and where this rank's tokens lie.
 
@@ -93,23 +88,20 @@ def layer(W: dict, x: Tensor, at: Context, gone: frozenset[str] = REMAT["none"])
     return mid + at.drop(Out, "mlp"), extra, (a, m)
 
 
-def layer_backward(
-    W: dict, dx: Tensor, saved: Halves, at: Context, into: Callable = anywhere, scale: float = 1.0
-) -> tuple[Tensor, dict]:
+def layer_backward(W: dict, dx: Tensor, saved: Halves, at: Context, scale: float = 1.0) -> tuple[Tensor, dict]:
     """dx[B_PXE, T_CY, D] -> (dx, dW typed as W and unreduced over the tokens' axes).
 
-    `into(name)`: the arguments `out` and `add` of the product that makes the gradient of this matrix: where it is
-    written, or added. `scale`: the cotangent of the experts' terms.
+    `scale`: the cotangent of the experts' terms.
     """
     a, m = saved
     if "mid" not in m:
         Attn, a = (latent_attention if at.config.latent else attention)(W, a, at)
         m = m | {"mid": a["x"] + at.drop(Attn, "attention")}
     dOut = at.drop(dx, "mlp")
-    dMid, dW_mlp = experts_backward(W, dOut, scale, m, at) if "router" in W else mlp_backward(W, dOut, m, at, into)
+    dMid, dW_mlp = experts_backward(W, dOut, scale, m, at) if "router" in W else mlp_backward(W, dOut, m, at)
     dMid = dMid.add_(dx)
     back = latent_attention_backward if at.config.latent else attention_backward
-    dIn, dW = back(W, at.drop(dMid, "attention"), a, at, into)
+    dIn, dW = back(W, at.drop(dMid, "attention"), a, at)
     dW = dW | dW_mlp
     return dIn.add_(dMid), {name: dW[name] for name in W}
 
@@ -147,7 +139,7 @@ def attention(W: dict, s: Values, at: Context) -> tuple[Tensor, Values]:
     return Attn + W["b_O"] if "b_O" in W else Attn, s
 
 
-def attention_backward(W: dict, dAttn: Tensor, s: Values, at: Context, into: Callable) -> tuple[Tensor, dict]:
+def attention_backward(W: dict, dAttn: Tensor, s: Values, at: Context) -> tuple[Tensor, dict]:
     """dAttn[B_PXE, T_CY, D] -> (dx[B_PXE, T_CY, D], dW)."""
     mesh, (cos, sin) = at.mesh, at.rope
     s, dW = attended_heads(W, s, at), {"b_O": dAttn.sum((0, 1))} if "b_O" in W else {}
@@ -163,15 +155,13 @@ def attention_backward(W: dict, dAttn: Tensor, s: Values, at: Context, into: Cal
         line = "dK[B_PXE, T_C, K_Y, H] * W_K[D, K_Y, H] -> dy[B_PXE, T_C, D] {U_Y}"
         dy = einsum(line, dHead, W_own, out=dy, add=True)
     dy = reduce_scatter("dy[B_PXE, T_C, D] {U_Y} -> dy[B_PXE, T_CY, D]", dy, mesh, async_op=True)  # critical
-    line = "O[B_PXE, T_C, N_Y, H] * dAttn[B_PXE, T_C, D] -> dW_O[N_Y, H, D] {U_PXEC}"
-    dW["W_O"] = einsum(line, s["O"], dAttn, **into("W_O"))
+    line = "dAttn[B_PXE, T_C, D] * O[B_PXE, T_C, N_Y, H] -> dW_O[N_Y, H, D] {U_PXEC}"  # D, scattered next, outermost
+    dW["W_O"] = einsum(line, dAttn, s["O"])
     line = "y[B_PXE, T_C, D] * dQ[B_PXE, T_C, N_Y, H] -> dW_Q[D, N_Y, H] {U_PXEC}"
-    dW["W_Q"] = einsum(line, s["y"], dQ, **into("W_Q"))
+    dW["W_Q"] = einsum(line, s["y"], dQ)
     for dHead, name in ((dK, "W_K"), (dV, "W_V")):
         line = "y[B_PXE, T_C, D] * dK[B_PXE, T_C, K_Y, H] -> dW_K[D, K_Y, H] {U_PXEC}"
-        whole = own[name] is W[name]  # else some of the heads that each rank has: the others' gradients are 0
-        dW[name] = einsum(line, s["y"], dHead, **(into(name) if whole else {}))
-        dW[name] = dW[name] if whole else in_place(dW[name], W[name], at, 1)
+        dW[name] = in_place(einsum(line, s["y"], dHead), W[name], at, 1)
     dx, dW["norm_attn"] = gained_norm_vjp(s["x"], W["norm_attn"], s["r"], wait(dy))
     return dx, dW
 
@@ -200,7 +190,7 @@ def mlp(W: dict, s: Values, at: Context) -> tuple[Tensor, None, Values]:
     return Out, None, s
 
 
-def mlp_backward(W: dict, dOut: Tensor, s: Values, at: Context, into: Callable) -> tuple[Tensor, dict]:
+def mlp_backward(W: dict, dOut: Tensor, s: Values, at: Context) -> tuple[Tensor, dict]:
     """dOut[B_PXE, T_CY, D] -> (dMid[B_PXE, T_CY, D], dW)."""
     mesh, act_vjp = at.mesh, VJPS[at.config.nonlinearity]
     s, dW = activated_features(W, s, at), {}
@@ -214,11 +204,11 @@ def mlp_backward(W: dict, dOut: Tensor, s: Values, at: Context, into: Callable) 
         dy = einsum(line, dGate, W["W_gate"], out=dy, add=True)
     dy = reduce_scatter("dy[B_PXE, T_C, D] {U_Y} -> dy[B_PXE, T_CY, D]", dy, mesh, async_op=True)  # critical
     line = "y[B_PXE, T_C, D] * dTmp[B_PXE, T_C, F_Y] -> dW[D, F_Y] {U_PXEC}"
-    dW["W_in"] = einsum(line, s["y"], dTmp, **into("W_in"))
+    dW["W_in"] = einsum(line, s["y"], dTmp)
     if "W_gate" in W:
-        dW["W_gate"] = einsum(line, s["y"], dGate, **into("W_gate"))
-    line = "Act[B_PXE, T_C, F_Y] * dOut[B_PXE, T_C, D] -> dW_out[F_Y, D] {U_PXEC}"
-    dW["W_out"] = einsum(line, s["Act"], dOut, **into("W_out"))
+        dW["W_gate"] = einsum(line, s["y"], dGate)
+    line = "dOut[B_PXE, T_C, D] * Act[B_PXE, T_C, F_Y] -> dW_out[F_Y, D] {U_PXEC}"
+    dW["W_out"] = einsum(line, dOut, s["Act"])
     dMid, dW["norm_mlp"] = gained_norm_vjp(s["mid"], W["norm_mlp"], s["r"], wait(dy))
     return dMid, dW
 

@@ -217,9 +217,9 @@ class TransformerLayers(Layers):
         else:
             gather, reduce = (partial(_apart, move, self.moves) for move in (gathered_leaves, scattered_leaves))
         held = asked.keep_weights or (asked.backward and asked.remat == "none" and "router" in own[0])  # on their tape
-        self.names, M = [path[0] for path in optree.tree_paths(own[0])], asked.microbatches
-        options = {"keep_weights": held, "summed": M > 1, "late": late, "dtype": problem.sums, "out": out}
-        super().__init__(own, mesh, gather, reduce, names=self.names, **options)
+        names = [path[0] for path in optree.tree_paths(own[0])]
+        options = {"keep_weights": held, "late": late, "dtype": problem.sums, "out": out}
+        super().__init__(own, mesh, gather, reduce, names=names, **options)
 
     def run(self, x: Tensor, at: Context) -> tuple[Tensor, Any, list]:
         """(x, the sum of the layers' extra terms, what `run_back` needs: each layer's `saved`)."""
@@ -241,17 +241,10 @@ class TransformerLayers(Layers):
         """
 
         def run(l: int, W: dict, dx: Tensor, saved):
-            return layer_backward(W, dx, saved, at.of_layer(self.origin + l), partial(self.into, l, W), scale)
+            return layer_backward(W, dx, saved, at.of_layer(self.origin + l), scale)
 
         dx = self.backward(dx, kept, run, last=last)
         return self.before.run_back(dx, kept, at, scale, last) if self.before else dx
-
-    def into(self, l: int, W: Mapping, name: str) -> dict[str, Any]:
-        """The arguments of the product that makes the gradient of this matrix: where it is written, or added."""
-        grad = self.grads[self.names.index(name)]
-        if grad.compiling or W[name].dtype != grad.dtype:
-            return {}
-        return {"out": grad.place(l, W[name].shape), "add": l in self.written}
 
     def reduce_all(self) -> None:
         super().reduce_all()
