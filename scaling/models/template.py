@@ -31,6 +31,7 @@ SECONDS = 2.0  # of processor time that one rendering may take
 MOST = 8 << 20  # characters that it may write
 TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 REASONING = ("reasoning_content", "thinking", "reasoning")  # names of what a model thinks before it answers
+STAND_IN = "Q7answerQ7"  # rendered in an answer's place: no text has it
 GENERATION = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
 Messages = Sequence[Mapping[str, Any]]
 
@@ -78,7 +79,7 @@ class ChatTemplate:
 
         A span ends after the token that ends the answer. A template says itself where answers are, by
         `{% generation %}`. For others they are found by rendering: an answer begins where the messages before it end
-        with `add_generation_prompt`, or where two texts begin to differ that have another answer there.
+        with `add_generation_prompt`, or where another answer stands that is rendered in its place.
 
         Raises:
             ValueError: As `render`, or an answer cannot be found in the text.
@@ -119,18 +120,16 @@ class ChatTemplate:
             except ValueError:  # a template may refuse a part of a conversation
                 return None
 
-        parts = isinstance(messages[i].get("content"), list)
-        others = [[{"type": "text", "text": letter}] if parts else letter for letter in "xy"]
-        others = [{"role": "assistant", "content": content} for content in others]
-        one, two = (attempt([*messages[:i], other, *messages[i + 1 :]]) for other in others)
-        before, prompt = (attempt(messages[:i], add_generation_prompt=flag) for flag in (False, True))
+        content = [{"type": "text", "text": STAND_IN}] if isinstance(messages[i].get("content"), list) else STAND_IN
+        other = attempt([*messages[:i], {"role": "assistant", "content": content}, *messages[i + 1 :]])
         start = end = None
-        if one and two and one != two:
-            head, tail = _shared(one, two), _shared(one[::-1], two[::-1])[::-1]
+        if other and other.count(STAND_IN) == 1:
+            head, _, tail = other.partition(STAND_IN)
             start = len(head) if text.startswith(head) else None
             end = self._ended(text, len(text) - len(tail)) if text.endswith(tail) else None
-        if prompt and text.startswith(prompt) and (prompt != before or not text[len(prompt) : start].strip()):
-            start = len(prompt)
+        prompt = attempt(messages[:i], add_generation_prompt=True)
+        if prompt and text.startswith(prompt):
+            start = len(prompt) if not text[len(prompt) : start].strip() or prompt != attempt(messages[:i]) else start
         if end is None and (whole := attempt(messages[: i + 1])):  # what ends it depends on what it says
             end = len(_shared(whole, text).rstrip())
         if start is None or end is None or end < start:
@@ -227,7 +226,7 @@ class _Renderer:
     """The process that renders. It is started with the first template, and again after one that has ended it."""
 
     def __init__(self):
-        self.lock = Lock()
+        self.lock, self.pid = Lock(), os.getpid()
         self.process: subprocess.Popen[bytes] | None = None
         atexit.register(self.end)
 
@@ -273,7 +272,7 @@ class _Renderer:
 
     def end(self) -> None:
         process, self.process = self.process, None
-        if process is not None:
+        if process is not None and self.pid == os.getpid():  # not in a process that was forked, and ends before
             process.kill()
             process.communicate()
 

@@ -3,6 +3,8 @@
 import contextlib
 import itertools
 import json
+import subprocess
+import sys
 from datetime import datetime
 from functools import partial
 
@@ -94,6 +96,24 @@ def test_a_template_ends_in_time_and_within_memory(tmp_path, monkeypatch):
         with pytest.raises(ValueError, match=r"it takes more than 0\.2 s|more than 512 MiB|more than 8,388,608 char"):
             of(text, tmp_path).render(HI)
     assert of("{{ messages[0].content }}", tmp_path).render(HI) == "Hi <b>"
+
+
+FORKED = """
+import os, sys
+from pathlib import Path
+from scaling.models.template import ChatTemplate
+template = ChatTemplate({"default": "{{ messages[0].content }}"}, {}, Path())
+say = lambda text: template.render([{"role": "user", "content": text}])
+first = say("a")
+if (child := os.fork()) == 0:
+    sys.exit(0 if say("b") == "b" else 1)
+print(first, os.waitpid(child, 0)[1], say("c"))
+"""
+
+
+def test_a_process_that_was_forked_renders_too_and_ends_before():
+    said = subprocess.run([sys.executable, "-c", FORKED], capture_output=True, text=True, timeout=60, check=True)
+    assert said.stdout.split() == ["a", "0", "c"]
 
 
 def test_the_time_is_now(tmp_path):
