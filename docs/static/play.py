@@ -12,6 +12,7 @@ from scaling.check.lines import KINDS
 from scaling.cost.step_time import seconds_on
 from scaling.cost.transformer import num_params
 from scaling.show import draw
+from scaling.show.params import leaf_rows
 from scaling.show.schedules import main as show_schedule
 from scaling.spec import ShardingError, parse, parse_line
 from scaling.spec.sizes import parse_mesh, parse_sizes
@@ -58,13 +59,13 @@ def derive(line: str) -> str:
 
 
 def schedule(name: str, stages: str, microbatches: str, split: str = "") -> str:
-    """A pipeline's schedule as text, with its bubble."""
+    """Return a pipeline's schedule as text, with its bubble."""
     options = ["--split"] if split else []
     command = [name, "--stages", stages, "--microbatches", microbatches, "--width", "96", "--no-colour", *options]
     said = io.StringIO()
     with redirect_stdout(said), redirect_stderr(said), suppress(SystemExit):
         show_schedule(command)
-    return said.getvalue().strip()
+    return said.getvalue().rpartition(": error: ")[2].strip()  # without the command's usage
 
 
 def thresholds(chip: str, axes: str, F: str) -> str:
@@ -83,12 +84,16 @@ def thresholds(chip: str, axes: str, F: str) -> str:
 
 
 def memory(model: str, mesh: str, zero: str = "3") -> str:
-    """Bytes of params, gradients and Adam's state on each chip, and which chips hold them (Part 5)."""
+    """Return the bytes of params, gradients and Adam's state on each chip, and which chips hold them (Part 5).
+
+    ShardingError, as of `scaling.show params`, if the model does not divide over the mesh.
+    """
     params, sizes = num_params(configs.get(model)), parse_mesh(mesh)
     if strange := set(sizes) - set("XYZ"):
         raise ValueError(
             f"the mesh has {', '.join(sorted(strange))}\n  fix: here X shards by ZeRO, Y is tensor, Z pipeline"
         )
+    leaf_rows(configs.get(model), sizes, "bf16", int(zero))
     held = cost.training_memory(params, X=sizes.get("X", 1), Y=sizes.get("Y", 1), Z=sizes.get("Z", 1), zero=int(zero))
     rows = [("params", params, "in all"), ("params", held.params, "bytes a chip"), ("gradients", held.grads, ""),
             ("Adam's state", held.optimizer, ""), ("together", held.total, "")]  # fmt: skip

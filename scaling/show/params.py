@@ -1,10 +1,8 @@
 """Every leaf of a Transformer on a mesh, its type and its bytes on a rank: `python -m scaling.show params --help`."""
 
 import math
-from collections.abc import Mapping
-from typing import Any, cast
-
-import optree
+from collections.abc import Iterator, Mapping
+from typing import Any
 
 from scaling.common.console import Parser, complaining
 from scaling.common.tables import table
@@ -19,16 +17,25 @@ DTYPES = ("bf16", "fp16", "fp32", "fp64")
 
 
 def leaf_rows(config: Config, mesh: Mapping[str, int], dtype: str, zero: int = 3) -> list[tuple[str, str, str, int]]:
-    """(leaf, type, local shape, bytes on a rank) of each leaf of the model's params on a mesh of these sizes."""
-    found, types = [], cast(Any, specs(config, mesh, zero=zero))
-    for names, text in zip(*optree.tree_flatten_with_path(types)[:2], strict=True):
+    """Return (leaf, type, local shape, bytes on a rank) of each leaf of the model's params on a mesh of these sizes.
+
+    ShardingError if the model does not divide over the mesh. Neither torch nor optree is needed, as in a browser.
+    """
+    found = []
+    for leaf, text in named_types(specs(config, mesh, zero=zero)):
         spec, sizes = parse(text), dict(config.sizes)
         stages = math.prod(mesh[axis] for axis in spec.axes_of("L"))
         sizes["L"] = -(-sizes["L"] // stages) * stages  # each stage holds as many, the last ones perhaps some padding
         sizes = {dim: sizes[dim] for dim in spec.dim_names}
         shape = "x".join(map(str, spec.local_shape(sizes, mesh)))
-        found.append((".".join(names), text, shape, spec.nbytes(sizes, mesh, dtype)))
+        found.append((leaf, text, shape, spec.nbytes(sizes, mesh, dtype)))
     return found
+
+
+def named_types(types: Any, above: str = "") -> Iterator[tuple[str, str]]:
+    """Yield (the names down to a leaf, joined by dots; its type), in the order of the names."""
+    for name, below in sorted(types.items()):
+        yield from named_types(below, f"{above}{name}.") if isinstance(below, dict) else [(above + name, below)]
 
 
 @complaining(ValueError, OSError)

@@ -27,7 +27,12 @@ REFUSED = [
     ("matmul", {"line": "A[I] -> C[I]", "mesh": "X=2", "sizes": "", "chip": "v5e"}, "fix:"),
     ("derive", {"line": "A[I]"}, "expected '->'"),
     ("schedule", {"name": "1f1b", "stages": "four", "microbatches": "8"}, "whole number"),
+    ("schedule", {"name": "1f1b", "stages": "0", "microbatches": "8"}, "'0' is not a whole number from 1"),
+    ("schedule", {"name": "dualpipev", "stages": "4", "microbatches": "2"}, "fix: use at least 8"),
     ("memory", {"model": "llama3-8b", "mesh": "E=2"}, "fix:"),
+    ("memory", {"model": "llama3-8b", "mesh": "Y=3"}, "Y divides K"),
+    ("memory", {"model": "llama3-8b", "mesh": "X=7"}, "D=4096 model dims do not divide into 7 blocks"),
+    ("memory", {"model": "llama3-8b", "mesh": "Z=5"}, "divide"),
     ("memory", {"model": "no such model", "mesh": "X=2"}, "fix:"),
 ]
 
@@ -41,6 +46,7 @@ def test_the_page_to_play_on_has_an_answer_of_each_form_and_needs_no_torch():
     assert run.returncode == 0, run.stderr
     for i, ((form, fields, expected), text) in enumerate(zip(asked, json.loads(run.stdout), strict=True)):
         assert expected in text, (form, fields, text)
+        assert "usage:" not in text
         assert i >= len(visit.LINES) or (expected == visit.RULE) == (visit.RULE in text)
 
 

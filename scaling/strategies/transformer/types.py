@@ -9,8 +9,6 @@ from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from typing import Any
 
-import optree
-
 from scaling.common.arguments import one_of
 from scaling.configs import Config
 from scaling.models.leaves import AXES, KV_HEADS, check_computed, types_of, without
@@ -26,9 +24,12 @@ def specs(config: Config, mesh, *, zero: int = 3, schedule=None) -> dict:
     for an axis that a Transformer cannot use, and where heads, features or experts do not divide.
     """
     one_of("zero", zero, (0, 1, 2, 3))
-    once: Any = _specs(config, tuple(mesh_sizes(mesh).items()), zero)
-    types: Any = optree.tree_map(str, once)
-    return types  # a tree of the caller's own
+    return _as_text(_specs(config, tuple(mesh_sizes(mesh).items()), zero))
+
+
+def _as_text(types: Any) -> Any:
+    """Return a fresh tree of texts, which the caller may modify."""
+    return {name: _as_text(each) for name, each in types.items()} if isinstance(types, dict) else str(types)
 
 
 @lru_cache(maxsize=256)
