@@ -10,6 +10,7 @@ import warnings
 from collections.abc import Callable, Sequence
 from contextvars import ContextVar
 from functools import lru_cache
+from time import monotonic
 from typing import Any
 
 import torch
@@ -21,6 +22,7 @@ from scaling.collectives.moves import IN_GRAPH, MOVES, TO_NOBODY, InGraph, OnGro
 from scaling.collectives.op import CARRIED, LOCAL, PLAIN, RUN_BY, Op, as_carried, dual, event, output_shape
 from scaling.common.torch_private import any_modes, in_transform, lazy_clone, mode_names, modes, process_group
 from scaling.mesh import Group
+from scaling.mesh.lost import raise_lost
 from scaling.mesh.meeting import meeting
 from scaling.spec import ShardingError
 
@@ -78,11 +80,19 @@ class Pending:
             warnings.warn(f"{what}\n  fix: call .wait(), or leave async_op=True out", RuntimeWarning, stacklevel=2)
 
     def wait(self) -> Any:
+        """Wait for the other ranks and return the result.
+
+        TimeoutError or RankEnded that name the line and the ranks, if one of those does not answer (`raise_lost`).
+        """
         if self.finish is not None:
             if self.event is not None:
                 trace.waited(self.event)
-            for work in self.works:
-                work.wait()
+            began = monotonic() if self.works else 0.0  # a compiler, which cannot call it, leaves none
+            try:
+                for work in self.works:
+                    work.wait()
+            except RuntimeError as error:
+                raise_lost(error, self.call, getattr(self.call, "group", ""), began)
             self.result, self.finish, self.works = self.finish(), None, ()
             if self.event is not None:
                 trace.done(self.event)
@@ -160,14 +170,18 @@ class ReadyOp:
                 compare_counts(self.op, x.device)
         if seen is not None:
             trace.record(seen)
-        works, make = self.move(x, self.op, self.via, out)
-        finish = make if out is None else lambda: _in_buffer(make(), out)
-        if async_op:
-            return Pending(works, finish, seen, self.op)
-        if seen is not None:
-            seen.left = seen.waited = trace.now()
-        for work in works:
-            work.wait()
+        began = monotonic()
+        try:
+            works, make = self.move(x, self.op, self.via, out)
+            finish = make if out is None else lambda: _in_buffer(make(), out)
+            if async_op:
+                return Pending(works, finish, seen, self.op)
+            if seen is not None:
+                seen.left = seen.waited = trace.now()
+            for work in works:
+                work.wait()
+        except RuntimeError as error:
+            raise_lost(error, self.op, self.op.group, began)
         result = finish()
         if seen is not None:
             trace.done(seen)

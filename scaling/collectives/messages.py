@@ -5,8 +5,6 @@ compares it with what it expects. On gloo the tag of the data is made from the d
 message never lands in the buffer; over NCCL, which has no tags, data is received after its header has been read.
 """
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from hashlib import blake2b
 from typing import Any
 
@@ -19,10 +17,12 @@ from scaling.collectives.linear import Pending, differentiated, who_watches
 from scaling.collectives.lines import check_operand
 from scaling.collectives.op import as_carried
 from scaling.mesh import Group
+from scaling.mesh.lost import naming
 from scaling.spec import Line, ShardingError, parse, refuse
 
 DIGEST, LENGTH = 16, 112  # bytes of a header: a digest of the whole announcement, and its beginning
 TAG = 1 << 21  # of headers; the tags of data are larger
+PAIRS = "to each send belongs a recv on the other rank, and to each recv a send, of the same type"
 
 
 def send(line: str, x: Tensor, mesh, axis: str, to: int, *, async_op: bool = False):
@@ -34,7 +34,8 @@ def send(line: str, x: Tensor, mesh, axis: str, to: int, *, async_op: bool = Fal
         header, data = announcement(parse(line), x, mesh.device), as_carried(x)[0].contiguous()
         peer = {"group": group.pg, "group_dst": group.member_of(to)}
         sent = [dist.isend(header, tag=TAG, **peer), dist.isend(data, tag=data_tag(header), **peer)]
-        works = [Sent(sent, f"Send {parse(line)} to rank {to} along {axis}", (header, data))]
+        call = f"Send {parse(line)} to rank {to} along {axis}"
+        works = [Sent(sent, call, group, group.member_of(to), (header, data))]
     pending = Pending(works, lambda: x, event, f"Send: {parse(line)}")
     return pending if async_op else pending.wait()
 
@@ -52,35 +53,22 @@ def recv(line: str, like: Tensor, mesh, axis: str, source: int, *, async_op: boo
 
 
 class Sent:
-    """A message under way; `kept`: what must not be freed until it is through."""
+    """A message in flight to a member of a group; `kept`: what must not be freed until it is through."""
 
-    def __init__(self, works: list[Any], call: str, kept: tuple[Tensor, ...]):
-        self.works, self.call, self.kept = works, call, kept
+    def __init__(self, works: list[Any], call: str, group: Group, member: int, kept: tuple[Tensor, ...]):
+        self.works, self.call, self.group, self.member, self.kept = works, call, group, member, kept
 
     def wait(self) -> None:
-        with _naming(self.call):
+        with naming(self.call, self.group.pg, [self.member], PAIRS):
             for work in self.works:
                 work.wait()
-
-
-@contextmanager
-def _naming(call: str) -> Iterator[None]:
-    """TimeoutError that names the call, if the other rank does not make its part of it."""
-    try:
-        yield
-    except RuntimeError as error:
-        if "Timed out" not in str(error):
-            raise
-        rule = "to each send belongs a recv on the other rank, and to each recv a send, of the same type"
-        fix = "find out what the other rank does instead; if it may take so long, pass a longer timeout"
-        raise TimeoutError(f"Timed out: {call}\n  rule: {rule}\n  fix: {fix}") from error
 
 
 class Arrival:
     """The message that is to fill a buffer."""
 
     def __init__(self, spec, buffer: Tensor, group: Group, source: int):
-        self.buffer, self.source, self.spec, self.axis = buffer, source, spec, *group.axes
+        self.buffer, self.source, self.spec, self.group = buffer, source, spec, group
         self.peer = {"group": group.pg, "group_src": group.member_of(source)}
         self.wanted, self.header = (announcement(spec, buffer, buffer.device) for _ in range(2))
         self.announced: Any = dist.irecv(self.header, tag=TAG, **self.peer)
@@ -90,11 +78,12 @@ class Arrival:
         return dist.irecv(as_carried(self.buffer)[0], tag=data_tag(self.wanted), **self.peer)
 
     def wait(self) -> None:
-        with _naming(f"Recv {self.spec} from rank {self.source} along {self.axis}"):
+        call, member = f"Recv {self.spec} from rank {self.source} along {self.group.axes[0]}", self.peer["group_src"]
+        with naming(call, self.group.pg, [member], PAIRS):
             self.announced.wait()
-        if not torch.equal(self.header, self.wanted):
-            refuse_message(self.spec, self.header, self.wanted, f"rank {self.source} sends", "this rank expects")
-        (self.data or self.receive()).wait()
+            if not torch.equal(self.header, self.wanted):
+                refuse_message(self.spec, self.header, self.wanted, f"rank {self.source} sends", "this rank expects")
+            (self.data or self.receive()).wait()
 
 
 def announcement(spec, x: Tensor, device) -> Tensor:

@@ -18,6 +18,7 @@ from scaling.collectives.checked import alike
 from scaling.collectives.linear import differentiated, who_watches
 from scaling.collectives.lines import check_operand
 from scaling.collectives.op import as_carried
+from scaling.mesh.lost import naming
 from scaling.spec import Line, ShardingError, Spec, parse_line, refuse
 
 TAG = 1 << 22  # of these messages
@@ -109,7 +110,8 @@ def transfer(
     own = _region(before, shape, source_mesh, source_mesh.ranks.index(me)) if gives else ()
     place = _region(after, into, target_mesh, target_mesh.ranks.index(me)) if takes else ()
     result = torch.zeros([b - a for a, b in place], dtype=dtype, device=target_mesh.device) if takes else None
-    _exchange(messages, x, own, result, place, me)
+    with naming(f"transfer {parsed}", dist.group.WORLD):
+        _exchange(messages, x, own, result, place, me)
     trace.done(event)
     return result
 

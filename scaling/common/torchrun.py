@@ -5,6 +5,7 @@ left it in a shell, a process would take itself for one rank of a run that does 
 """
 
 import os
+import socket
 from collections.abc import Mapping
 from typing import NamedTuple
 
@@ -63,6 +64,18 @@ def first_rank() -> bool:
 def world_size() -> int:
     """Return the number of ranks that torchrun has started; 1 for a process that is alone."""
     return this_rank().size
+
+
+def this_host() -> str:
+    """Return this host's name, with the address by which the other ranks' hosts see it where torchrun names one."""
+    name = socket.gethostname()
+    try:
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:  # nothing is sent
+            probe.connect((os.environ.get("MASTER_ADDR", ""), 9))
+            address = probe.getsockname()[0]
+    except OSError:  # it cannot be resolved or reached, or is no IPv4 address
+        return name
+    return name if address.startswith("127.") else f"{name} ({address})"
 
 
 def as_rank(environment: Mapping[str, str], rank: int, size: int, port: int) -> dict[str, str]:

@@ -25,6 +25,7 @@ from scaling.common.torchrun import as_rank, this_rank, without_torchrun, world_
 from scaling.launch.process import autograd_has_threads, end_with_parent, keep_freed_memory, ready_to_fork
 from scaling.launch.watch import LEFT, Rank, RankError, blame_of, watch, watch_self
 from scaling.mesh import TIMEOUT, AbstractMesh, Mesh, check_device, join_world
+from scaling.mesh.lost import RankEnded, naming, with_own_frames
 from scaling.spec import ShardingError
 
 WAIT = 5.0  # seconds that torchrun gets for ending a rank which has nothing new to say
@@ -145,15 +146,18 @@ def start(fn: Callable, sizes: Mapping[str, int], *args, device: str = "cpu", ch
 @record  # so that torchrun's report holds the traceback
 def _as_rank(fn: Callable, sizes: Mapping[str, int], args, device: str, checked: bool, **options):
     try:
-        mesh = Mesh(sizes, device, checked, **options)
-        result = fn(mesh, *args)
-        end_alike(mesh)
+        with naming("a call of torch.distributed", None):
+            mesh = Mesh(sizes, device, checked, **options)
+            result = fn(mesh, *args)
+            end_alike(mesh)
     except Exception as error:
         here = this_rank()
         alike = isinstance(error, ShardingError) and here.rank != 0  # mostly all ranks have this to say
         if alike or blame_of(error) == LEFT:  # by another rank's end: torchrun is to see that one, and to end this one
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
             time.sleep(WAIT if here.local_size == here.size else WAIT_OF_MANY)
+        if isinstance(error, (TimeoutError, RankEnded)):  # which say all that this project's own lines would
+            raise with_own_frames(error) from None
         raise
     if dist.is_initialized():
         dist.destroy_process_group()

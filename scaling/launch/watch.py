@@ -1,8 +1,7 @@
 """Watching the ranks that `scaling.launch` started: which one failed first, and what it and the others were doing.
 
 A rank tells its parent its result, or what ended it and how far it is to blame for that, through a pipe; its stack,
-when the parent asks for that by a signal, through another: nothing lies in a file that could stay behind. Whether ranks
-hang is read from what Linux counts of their processes: processor time, and bytes read and written.
+when the parent asks for that by a signal, through another: nothing lies in a file that could stay behind.
 """
 
 import contextlib
@@ -17,22 +16,17 @@ import time
 import traceback
 from collections.abc import Iterator
 from multiprocessing import connection
-from pathlib import Path
 from typing import NamedTuple
 
-import torch
 import torch.distributed as dist
 
 from scaling.common.torchrun import this_rank
-from scaling.mesh.meeting import RankEnded
+from scaling.launch.pulse import Pulse
+from scaling.mesh.lost import OURS, RankEnded
 
 POLL = 0.05  # seconds after which a death is noticed at the latest
 GRACE = 1.0  # seconds in which the rank that caused another one's error is looked for
-IDLE = 0.02  # of one processor, all processes together: less is waiting
-PATIENCE = 5  # timeouts for which ranks may compute without a word to each other
-TICK = os.sysconf("SC_CLK_TCK")
 DIED, RAISED, LATE, LEFT = range(4)  # the order of blame: each may cause those after it in other ranks
-OURS = (str(Path(__file__).parents[1]), str(Path(torch.__file__).parent))
 
 
 class Failure(NamedTuple):
@@ -224,65 +218,3 @@ def _stacks(ranks: list[Rank]) -> str:
         rank.stack.poll(max(0.0, deadline - time.monotonic()))
     time.sleep(0.05)  # from a stack's first line to its last
     return "".join(rank.where() for rank in running)
-
-
-class Pulse:
-    """All ranks hang if for `timeout` seconds none has computed, or for 5 times as long none has read or written.
-
-    A rank that waits for a lock or sleeps takes no processor time. One that would compute, had it a processor, counts
-    as computing: on a machine that does much else it may get none for long. Nor do seconds count in which this process
-    itself could not look, for want of a processor or since the machine was suspended. One that loops for ever computes,
-    but neither sends nor receives; on GPUs (`sockets` False), where NCCL moves bytes that Linux does not count, that is
-    not held against it. What cannot be told from a hang is a long wait for something outside, and very long computing
-    without a word: there a longer timeout helps.
-    """
-
-    def __init__(self, pids: list[int], timeout: float, sockets: bool):
-        self.pids, self.every = pids, min(max(timeout / 20, 0.2), 5.0)
-        self.idle = timeout + 1.0  # a collective that times out says more, and is to be first
-        self.mute = PATIENCE * self.idle if sockets else float("inf")
-        self.looked = time.monotonic()
-        self.still = self.silent = 0.0  # seconds for which none has computed; for which none has read or written
-        self.used, self.bytes, _ = _counts(pids)
-
-    def stopped(self) -> str:
-        """What has stopped and for how long, in words; empty while there is hope."""
-        gap = time.monotonic() - self.looked
-        if gap < self.every or not os.path.exists("/proc/self/io"):
-            return ""
-        used, moved, ready = _counts(self.pids)
-        self.looked += gap
-        self.still, self.silent = (since + min(gap, 2 * self.every) for since in (self.still, self.silent))
-        if ready or used - self.used > IDLE * self.still:
-            self.used, self.still = used, 0.0
-        if moved != self.bytes:
-            self.bytes, self.silent = moved, 0.0
-        if self.still > self.idle:
-            what = f"computed for {self.still:.0f} s"
-        elif self.silent > self.mute:
-            what = f"sent or received anything for {self.silent:.0f} s"
-        else:
-            return ""
-        who = f"all {len(self.pids)} ranks hang: none has" if len(self.pids) > 1 else "this rank hangs: it has not"
-        return f"{who} {what}\n  fix: the traceback below shows where; if it may take so long, pass a longer timeout\n"
-
-
-def _counts(pids: list[int]) -> tuple[float, int, bool]:
-    """(processor seconds, bytes read and written), of the processes and their children together; and whether one of
-    their threads is ready to run, with a processor or waiting for one."""
-    used, moved, ready, me = 0, 0, False, str(threading.get_native_id())  # this thread runs, but only looks
-    for pid in pids:
-        try:
-            stat = _stat(Path(f"/proc/{pid}"))
-            moved += sum(int(line.split()[1]) for line in Path(f"/proc/{pid}/io").read_text().splitlines()[:2])
-            threads = [at for at in Path(f"/proc/{pid}/task").iterdir() if at.name != me]
-            ready = ready or any(_stat(thread)[0] == "R" for thread in threads)
-        except OSError:  # it has ended meanwhile
-            continue
-        used += sum(map(int, stat[11:15]))
-    return used / TICK, moved, ready
-
-
-def _stat(place: Path) -> list[str]:
-    """What Linux says of a process or thread, from its state on."""
-    return (place / "stat").read_text().rpartition(")")[2].split()

@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 
 from scaling.common.torch_private import process_group, without_modes
+from scaling.mesh.lost import RankEnded, raise_lost
 from scaling.mesh.page import DIGEST, LENGTH, PLACES, WORD, SharedPage, Wait
 from scaling.spec import ShardingError
 
@@ -25,6 +26,7 @@ MESHES = "a mesh is made by all ranks alike"
 
 LET_OTHERS_RUN = getattr(os, "sched_yield", lambda: time.sleep(0))
 SPINS, NAP, LOOK = 20, 5e-5, 0.25  # looks before naps; seconds of a nap, and between looks at who waits for whom
+TAG = 1 << 19  # of the messages of a meeting, so that they never meet those of a collective
 PATIENCE = 10.0  # seconds for which ranks that wait in a circle stay until all know, on a machine that does much else
 
 
@@ -157,20 +159,41 @@ class Meeting:
 
 
 class MeetingByMessages:
-    """The same for ranks that share no memory, as across machines: each sends its call to the others, which can take as
-    long as a small collective. It holds its process group by name: `_meetings` is to forget both."""
+    """A meeting of ranks that share no memory, as across machines: each sends its call to every other one, which can
+    take as long as a small collective. It holds its process group by name, so that `_meetings` can forget both."""
 
     def __init__(self, pg: dist.ProcessGroup, axes: Sequence[str]):
         self.group, self.axes = pg.group_name, tuple(axes)
 
     def meet(self, call: Intent) -> None:
+        """Wait until the calls of all members are here; return if they are alike.
+
+        ShardingError if they are not, RankEnded if a member has ended, and TimeoutError that names those that have not
+        come in time. So over gloo each one's call is a message of its own, unless there is but one other.
+        """
         pg = process_group(self.group)
-        device = "cpu" if dist.get_backend(pg) == "gloo" else torch.device("cuda", torch.cuda.current_device())
+        size, me, on_cpu = dist.get_world_size(pg), dist.get_rank(pg), dist.get_backend(pg) == "gloo"
+        one_by_one = on_cpu and size > 2
+        device = "cpu" if on_cpu else torch.device("cuda", torch.cuda.current_device())
         with without_modes():  # which would take this for the program's
             text = bytearray((call.digest + call.text).ljust(DIGEST + LENGTH))
             mine = torch.frombuffer(text, dtype=torch.uint8).to(device)
-            calls = torch.empty(dist.get_world_size(pg), len(mine), dtype=torch.uint8, device=device)
-            dist.all_gather(list(calls), mine, group=pg)
+            calls = torch.zeros(size, len(mine), dtype=torch.uint8, device=device)
+            began, member = time.monotonic(), -1
+            try:
+                if one_by_one:
+                    calls[me] = mine
+                    others = [(me + hop) % size for hop in range(1, size)]
+                    works = [(other, pg.recv([calls[other]], other, TAG)) for other in reversed(others)]
+                    works += [(other, pg.send([mine], other, TAG)) for other in others]
+                    for member, work in works:  # noqa: B007 (the one whose work fails is named)
+                        work.wait()
+                else:
+                    dist.all_gather(list(calls), mine, group=pg)
+            except RuntimeError as error:
+                late = [other for other in range(size) if one_by_one and not calls[other].any()]
+                gone = [member] if member >= 0 else []
+                raise_lost(error, said_in(call.text).partition("\n")[2], pg, began, late, gone, RULE)
             if not bool((calls[:, :DIGEST] == mine[:DIGEST]).all()):
                 said = [said_in(bytes(each[DIGEST:])) for each in calls.tolist()]
                 raise different(self.axes, dist.get_process_group_ranks(pg), said)
@@ -190,10 +213,6 @@ def meeting(pg) -> Any:
 
 
 # What ranks are told whose meeting failed: who calls what, who waits for whom, the rule and the fix
-
-
-class RankEnded(ShardingError):
-    """A rank has ended, for which this one would have waited."""
 
 
 def made_alone(rank: int, mesh: str) -> TimeoutError:

@@ -8,8 +8,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from scaling.common.torchrun import world_size
+from scaling.common.torchrun import this_host, world_size
 from scaling.mesh.abstract import AbstractMesh, Group
+from scaling.mesh.lost import Members, hold_members
 from scaling.mesh.meeting import MESHES, Intent, Meeting, MeetingByMessages, hold_meeting, made_alone, meeting
 from scaling.mesh.page import SharedPage, share_page
 from scaling.mesh.world import TIMEOUT, check_device, join_world
@@ -84,14 +85,15 @@ class Mesh(AbstractMesh):
     def _meet(self, sets: Sequence[tuple[str, ...]], mine: str) -> None:
         """Make the process groups along all sets of axes, on all ranks alike: at their first use it might be that each
         rank waits for others in another group. Of a checked mesh, also where the groups' members meet."""
-        said, memory = [mine], None
+        said, memory = [(mine, this_host())], None
         everyone: Any = dist.group.WORLD
         if self.size() < dist.get_world_size():
             everyone = self._new_group(self.ranks)
         if dist.get_backend() != "fake":  # torch's stand-in for a transport, of which this process is the only rank
             said, memory = self._share_page(everyone, len(sets), mine)
-        if len(set(said)) > 1:
-            lines = "".join(f"  rank {rank}: {each}\n" for rank, each in enumerate(said))
+        made, hosts = zip(*said, strict=True)
+        if len(set(made)) > 1:
+            lines = "".join(f"  rank {rank}: {each}\n" for rank, each in enumerate(made))
             raise ShardingError(
                 f"the ranks do not make the same mesh\n{lines}  rule: {MESHES}\n  fix: give all the same sizes"
             )
@@ -108,8 +110,12 @@ class Mesh(AbstractMesh):
             if page is None and self.checked:
                 hold_meeting(MeetingByMessages(pg, some), pg)
             elif page is not None:
-                pg.set_timeout(timedelta(seconds=LONGER * self.timeout))
+                if len(set(hosts)) == 1:
+                    pg.set_timeout(timedelta(seconds=LONGER * self.timeout))
                 hold_meeting(Meeting(page, number, some, self.timeout), pg)
+            if len(hosts) == self.size():
+                of_run, on = [self.ranks[rank] for rank in ranks], [hosts[rank] for rank in ranks]
+                hold_members(pg, Members(of_run, on, self.checked, ranks, page))
             self._process_groups[some] = ranks, pg
 
     def _groups_along(self, axes: Sequence[str]) -> list[tuple[int, ...]]:
@@ -122,7 +128,7 @@ class Mesh(AbstractMesh):
 
     def _share_page(self, everyone, sets: int, mine: str) -> tuple[list, Any]:
         try:
-            return share_page(everyone, SharedPage.nbytes(self.size(), sets), self.checked, mine)
+            return share_page(everyone, SharedPage.nbytes(self.size(), sets), self.checked, (mine, this_host()))
         except RuntimeError as error:
             if "imed out" not in str(error):
                 raise

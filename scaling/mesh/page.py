@@ -105,7 +105,7 @@ class SharedPage:
 
 
 def share_page(group, nbytes: int, wanted: bool, said) -> tuple[list, mmap.mmap | None]:
-    """(what each rank of a process group `said`, memory of zeros that all of them map).
+    """Return (what each rank of a process group `said`, memory of zeros that all of them map).
 
     The memory is None if it is not wanted, or where the ranks are not all on one machine.
     """

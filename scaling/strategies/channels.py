@@ -11,6 +11,7 @@ another it reads a note of that one's: what it expects. So no buffer is filled i
 """
 
 from datetime import timedelta
+from time import monotonic
 from typing import Any
 
 import torch
@@ -20,6 +21,7 @@ from scaling import trace
 from scaling.collectives.messages import announcement, data_tag, refuse_message
 from scaling.collectives.op import as_carried
 from scaling.common.torch_private import Nowhere
+from scaling.mesh.lost import naming, raise_lost
 from scaling.schedules.instructions import RECVS, RecvActivation, SendActivation
 from scaling.schedules.schedule import Schedule
 from scaling.spec import parse, refuse
@@ -64,11 +66,20 @@ class Channels:
         event = self.record("Recv", self.like, 0, step.peer) if trace.open_logs else None
         work, buffer = self.posted.pop(step)
         if work is not None:
-            work.wait()
+            self.wait_for(work, step)
         self.post((type(step), step.peer))
         if event is not None:
             trace.done(event)
         return buffer
+
+    def wait_for(self, work: Any, step) -> None:
+        """Wait for a message to or from a step's peer; an error names the step and the peer's rank."""
+        began = monotonic()
+        try:
+            work.wait()
+        except RuntimeError as error:
+            peer = [self.group.member_of(step.peer)]
+            raise_lost(error, f"{type(step).__name__} {self.spec}", self.group.pg, began, peer, peer)
 
     def send(self, step, x: torch.Tensor) -> None:
         """Start to send x; it must not be changed before `finish`."""
@@ -102,7 +113,7 @@ class Channels:
         if self.is_new(step):
             note = self.note.to(self.like.device, copy=True)
             arriving: Any = dist.irecv(note, **self.route(step, receive=False, note=True))
-            arriving.wait()
+            self.wait_for(arriving, step)
             if not torch.equal(note.cpu(), self.note):
                 refuse_message(self.spec, self.note, note, "this rank sends", f"rank {step.peer} expects")
 
@@ -116,8 +127,9 @@ class Channels:
 
     def finish(self) -> None:
         """Wait until everything that was sent is through."""
-        for work, _ in self.sends:
-            work.wait()
+        with naming(f"the sends of {self.spec} along {self.axis}", self.group.pg):
+            for work, _ in self.sends:
+                work.wait()
         self.sends = []
 
     def route(self, step, receive: bool, note: bool = False) -> dict:

@@ -27,6 +27,7 @@ from torch import Tensor
 from scaling import tree
 from scaling.collectives.checked import alike
 from scaling.common.arguments import flag, whole
+from scaling.mesh.lost import naming
 from scaling.models.params import IN_ORDER, Places
 from scaling.spec import Spec, parse
 from scaling.train import dcp
@@ -79,7 +80,8 @@ def save(
     if mesh.rank == 0:
         begin(folder, step)
     if (group := mesh.group(tuple(mesh.sizes))).pg is not None:
-        dist.barrier(group.pg)
+        with naming(f"checkpoint.save of step {step}", group.pg):
+            dist.barrier(group.pg)
     if not async_op:
         write_step(folder, own, leaves, index, mesh.rank, keep)
         return None

@@ -81,7 +81,7 @@ def waits_for_a_message(call):
 
 
 TWO, THREE, HASTY = {"X": 2}, {"X": 3}, {"timeout": 0.5}
-RULE = r"along X\n  rule: to each send belongs a recv"
+RULE = r"along X, at .*failures\.py:\d+\n  no answer from rank 0 within \d\.\d s .*\n  rule: to each send"
 WAITS = "the ranks wait for each other, each in another call\n  rank 0: the end of the run, waits for"
 BOTH = r"(\nrank \d was still running, here \(most recent call first\):\n  File .*, line \d+ in %s\n(?s:.*)){2}$"
 # (what the ranks do, the mesh, options) -> what the message says
@@ -129,7 +129,7 @@ def test_a_failing_rank_ends_the_others_and_is_named(how, tmp_path, monkeypatch)
     if options:  # where no other rank is to blame, it is not long looked for
         monkeypatch.setattr("scaling.launch.watch.GRACE", 0.1)
     if how == "all loop":  # else that takes longer
-        monkeypatch.setattr("scaling.launch.watch.PATIENCE", 1)
+        monkeypatch.setattr("scaling.launch.pulse.PATIENCE", 1)
 
     def f(mesh):
         (tmp_path / str(os.getpid())).touch()

@@ -1,0 +1,181 @@
+"""What a rank says when a call fails because another rank, its host or the network between them is gone.
+
+A transport's own words, such as gloo's "Timed out waiting 120000ms for recv operation to complete", name neither the
+line nor the rank. So each process group is kept with its members' ranks and hosts, and whoever waits for a message lets
+`raise_lost` say which line waited for which rank, and for how long.
+"""
+
+import contextlib
+import re
+import runpy
+import time
+import traceback
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any, NamedTuple, NoReturn
+from weakref import WeakKeyDictionary
+
+import torch
+import torch.distributed as dist
+
+from scaling.common.torch_private import process_group
+from scaling.mesh.page import SharedPage
+from scaling.spec import ShardingError
+
+OURS = (str(Path(__file__).parents[1]), str(Path(torch.__file__).parent))  # the lines of a traceback that no user wrote
+AROUND = contextlib.__file__, runpy.__file__, "<"
+REAP = 0.5  # seconds in which a process whose connections are closed is seen to have ended
+GONE = (
+    "closed by peer",
+    "reset by peer",
+    "Broken pipe",
+    "error [",
+    "remote process",
+    "NCCL error",
+)  # a transport's words
+RULE = "a collective ends when all ranks of its group have taken part in it"
+
+
+class RankEnded(ShardingError):
+    """A rank has ended for which this one would have waited."""
+
+
+class Members(NamedTuple):
+    """The members of a process group in its order.
+
+    `ranks`: in the run; `hosts`; `checked`: whether they meet before each call; `places`: on the `page` of memory that
+    they share, if they share one.
+    """
+
+    ranks: Sequence[int]
+    hosts: Sequence[str]
+    checked: bool = False
+    places: Sequence[int] = ()
+    page: SharedPage | None = None
+
+    def ended(self) -> list[int]:
+        """Return the members whose processes are known to have ended."""
+        end = time.monotonic() + REAP
+        while self.page is not None:
+            found = [member for member, place in enumerate(self.places) if self.page.has_ended(place)]
+            if found or time.monotonic() > end:
+                return found
+            time.sleep(0.02)
+        return []
+
+    def named(self, members: Sequence[int]) -> str:
+        """Return the names of some members: "rank 1", or "ranks 2, 3 on node-b" where not all are on one host."""
+        by_host: dict[str, list[str]] = {}
+        for member in members:
+            by_host.setdefault(self.hosts[member], []).append(str(self.ranks[member]))
+        several = len({*self.hosts}) > 1
+        return " and ".join(
+            f"rank{'s' if len(ranks) > 1 else ''} {', '.join(ranks)}" + (f" on {host}" if several else "")
+            for host, ranks in by_host.items()
+        )
+
+
+_members: "WeakKeyDictionary[Any, Members]" = WeakKeyDictionary()  # by process group
+
+
+def hold_members(pg, members: Members) -> None:
+    """Keep who the members of a process group are."""
+    _members[pg] = members
+
+
+def raise_lost(
+    error: RuntimeError,
+    call: object,
+    pg: Any,
+    began: float,
+    late: Sequence[int] = (),
+    gone: Sequence[int] = (),
+    rule: str = RULE,
+) -> NoReturn:
+    """Raise, in the place of a transport's error, one that names the call, the ranks it waited for, and for how long.
+
+    Args:
+        error: the error that is being handled; one that is not a transport's is raised as it is.
+        call: the typed line, or what else was called.
+        pg: the process group, or its name.
+        began: when the wait began, in seconds of time.monotonic().
+        late: the members that had not answered, if that is known.
+        gone: the members whose connection was closed, if that is known.
+        rule: what the ranks should have done.
+
+    Raises:
+        TimeoutError: no answer came in time.
+        RankEnded: a connection was closed.
+    """
+    waited = time.monotonic() - began
+    words = re.sub(r"^\[[^\]]*\] ", "", str(error)).partition(". This is typically")[0].strip().partition("\n")[0]
+    in_time = not ("timed out" in words.lower() or "timeout" in words)
+    if in_time and not any(each in words for each in GONE):
+        raise error
+    who, call = _who(pg, gone if in_time else late, words, in_time), f"{call}{_asked_at(error)}"
+    if not in_time:
+        fix = f"find out what {who} does instead, or whether its host is lost"
+        raise TimeoutError(
+            f"Timed out: {call}\n  no answer from {who} within {waited:.1f} s ({words})\n"
+            f"  rule: {rule}\n  fix: {fix}; if it may take so long, pass a longer timeout"
+        ) from None
+    raise RankEnded(
+        f"a rank has ended, or its host is lost: {call}\n  lost {who} after {waited:.1f} s ({words})\n"
+        f"  rule: {rule}\n  fix: look at the output of {who} first, then at its host and the network"
+    ) from None
+
+
+@contextlib.contextmanager
+def naming(call: object, pg: Any, waits_for: Sequence[int] = (), rule: str = RULE) -> Iterator[None]:
+    """Let `raise_lost` say what goes wrong while this waits for other ranks."""
+    began = time.monotonic()
+    try:
+        yield
+    except RuntimeError as error:
+        raise_lost(error, call, pg, began, waits_for, waits_for, rule)
+
+
+def _who(pg: Any, known: Sequence[int], words: str, has_ended: bool) -> str:
+    """Name the members that are known to be missing, or those of which one is.
+
+    Where a call was checked all members have come to it, so those of this host wait for another host as this rank does.
+    Of a connection that was closed the transport says the address.
+    """
+    try:
+        pg = process_group(pg) if isinstance(pg, str) else pg
+        me, ranks = dist.get_rank(pg), dist.get_process_group_ranks(pg)
+    except (RuntimeError, ValueError, KeyError):  # the group has been destroyed meanwhile
+        return "another rank"
+    members = (pg is not None and _members.get(pg)) or Members(ranks, [""] * len(ranks))
+    known = (members.ended() if has_ended else []) or known
+    others = [member for member in range(len(ranks)) if member != me]
+    here, address = members.hosts[me], re.search(r"\[([\w.:]+)\]:\d+", words)
+    if has_ended and address:
+        others = [member for member in others if f"({address[1]})" in members.hosts[member]] or others
+    elif members.checked:
+        others = [member for member in others if members.hosts[member] != here] or others
+    return members.named(known or others) if known or len(others) == 1 else f"one of {members.named(others)}"
+
+
+def own_frames(error: BaseException) -> list[tuple[Any, int]]:
+    """Return the frames and lines of an error's traceback that are the user's own, the innermost last."""
+    places = traceback.walk_tb(error.__traceback__)
+    return [place for place in places if not place[0].f_code.co_filename.startswith((*OURS, *AROUND))]
+
+
+def with_own_frames(error: Exception) -> Exception:
+    """Return an error whose traceback shows the user's own lines alone."""
+    shown = None
+    for frame, line in reversed(own_frames(error)):
+        shown = TracebackType(shown, frame, frame.f_lasti, line)
+    return error.with_traceback(shown)
+
+
+def _asked_at(error: BaseException) -> str:
+    """Return where the user's own program asked for what failed, as ", at FILE:LINE"; "" if it is all the library's."""
+    around = (
+        each for each in traceback.walk_stack(None) if not each[0].f_code.co_filename.startswith((*OURS, *AROUND))
+    )
+    frame, line = next(iter(own_frames(error)[::-1]), None) or next(around, (None, 0))
+    return "" if frame is None else f", at {frame.f_code.co_filename}:{line}"
