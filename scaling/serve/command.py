@@ -46,6 +46,10 @@ def arguments(argv=None) -> argparse.Namespace:
         "--key-file", metavar="FILE", help="read the key from a file; without either, from the variable SCALING_KEY"
     )
     parser.add_argument(
+        "--cors", action="append", default=[], metavar="ORIGIN",
+        help="let pages of this origin, such as https://example.org or *, read answers; may be given several times",
+    )  # fmt: skip
+    parser.add_argument(
         "--queue", type=integer(0), default=64, help="HTTP requests that may wait for a slot (default 64)"
     )
     parser.add_argument("--policy", default="chunked", choices=[*POLICIES], help="batching policy (default chunked)")
@@ -163,7 +167,7 @@ def _over_http(args, what: Served, options: Options) -> int:
         what.config.name, what.tokenizer, what.config.V, what.ends, None, options, args.max_new_tokens,
         longest_text(what.config), what.defaults.sampling or Sampling(1.0),
     )  # fmt: skip
-    args.key = gate.read_key(args.key, args.key_file)
+    args.key, args.cors = gate.read_key(args.key, args.key_file), [*map(gate.check_origin, args.cors)]
     listener = server.listen(args.host, args.port) if first_rank() else None
     with server.passed_on():
         what.on_ranks(_serve_http, args, model, listener, timeout=FOR_EVER)
@@ -182,7 +186,9 @@ def _serve_http(mesh, what: Served, args, model, listener) -> None:
         pages, page = model.options.pages * model.options.groups, model.options.page
         print(f"{model.name}: {address} ({args.mesh}, {pages:,} pages of {page} tokens); Ctrl-C ends it", flush=True)
 
-    server.serve_http(params, model, what.config, listener, queue=args.queue, key=args.key, ready=ready, **own)
+    server.serve_http(
+        params, model, what.config, listener, queue=args.queue, key=args.key, cors=args.cors, ready=ready, **own
+    )
 
 
 def _report(args, what: Served, lines: list[RequestLine], bad: list[dict], served: Simulated) -> int:

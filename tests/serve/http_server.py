@@ -74,11 +74,13 @@ class Running(NamedTuple):
 
 
 @contextmanager
-def running(*, pages=32, page=4, slots=4, queue=100, key=None, params=PARAMS, ends=(), policy="chunked", **engine):
+def running(
+    *, pages=32, page=4, slots=4, queue=100, key=None, cors=(), params=PARAMS, ends=(), policy="chunked", **engine
+):
     options = Options(pages, page, slots, budget=16, policy=policy, proposals=3 if "draft" in engine else 0)
     model = Model("tiny", ByteText(), CONFIG.V, ends, chat, options)
     listener, up, errors = server.listen("127.0.0.1", 0), SimpleQueue(), []
-    engine |= {"queue": queue, "key": key, "ready": lambda *told: up.put(told)}
+    engine |= {"queue": queue, "key": key, "cors": cors, "ready": lambda *told: up.put(told)}
 
     def serve():
         try:

@@ -1,5 +1,5 @@
-"""`python -m scaling.serve --port`: what clients get beside what one request gives alone, and what none can break; the
-openai package and a browser as clients."""
+"""`python -m scaling.serve --port`: what clients get beside what one request gives alone, and what none can break; a
+browser as a client."""
 
 import codecs
 import gc
@@ -226,25 +226,6 @@ def test_nothing_is_kept_of_requests_that_are_over(served, count):
     (objects, memory), (more, grown) = after(10), after(count // 2)
     assert more - objects < 100
     assert grown - memory < 8 << 20
-
-
-@pytest.mark.slow
-def test_the_openai_package(served):
-    openai = pytest.importorskip("openai", reason="the extra test has it")
-    with openai.OpenAI(base_url=f"http://127.0.0.1:{served.port}/v1", api_key="none", max_retries=0) as client:
-        assert [model.id for model in client.models.list()] == ["tiny"]
-        ask = {"model": "tiny", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 9, "temperature": 0}
-        whole = client.chat.completions.create(**ask, logprobs=True, top_logprobs=2).choices[0]
-        parts = client.chat.completions.create(**ask, stream=True)
-        assert "".join(part.choices[0].delta.content or "" for part in parts) == whole.message.content
-        assert len(whole.logprobs.content) == 9
-        plain_text = client.completions.create(model="tiny", prompt="ab", max_tokens=9, seed=1, stop=["zz"])
-        assert plain_text.usage.completion_tokens <= 9
-        for error, options in ((openai.BadRequestError, {"max_tokens": 0}), (openai.NotFoundError, {"model": "x"})):
-            with pytest.raises(error):
-                client.chat.completions.create(**ask | options)
-        client.chat.completions.create(**ask | {"max_tokens": 100, "stream": True}).close()
-        assert served.until(lambda now: not now["running"] + now["waiting"])["pages_held"] == 0
 
 
 @pytest.mark.slow

@@ -91,3 +91,22 @@ def test_a_key_comes_from_an_option_a_file_or_the_environment(tmp_path, monkeypa
     with pytest.raises(SystemExit):
         __main__.main(["serve", "--model", "x", "--port", "0", "--key", "a", "--key-file", str(file)])
     assert "not allowed with argument" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("origin", ["https://a.org", "*"])
+def test_pages_of_other_origins(origin):
+    """A browser asks without the key what a page may do; then the page sends the key, and reads refusals as well."""
+    with running(key="sesame", cors=[origin]) as found:
+        asks = {"Origin": "https://a.org", "Access-Control-Request-Method": "POST"}
+        asks |= {"Access-Control-Request-Headers": "authorization,content-type,x-stainless-os", "Authorization": ""}
+        allowed = found.client.options("/v1/chat/completions", headers=asks)
+        assert (allowed.status_code, allowed.headers["access-control-allow-origin"]) == (200, origin)
+        assert "x-stainless-os" in allowed.headers["access-control-allow-headers"]
+        for key, status in (("Bearer sesame", 200), ("", 401)):
+            answer = found.client.get("/v1/models", headers={"Origin": "https://a.org", "Authorization": key})
+            assert (answer.status_code, answer.headers["access-control-allow-origin"]) == (status, origin)
+        other = found.client.get("/v1/models", headers={"Origin": "https://b.org"}).headers
+        assert other.get("access-control-allow-origin") == (None if origin != "*" else "*")
+    for wrong in ("a.org", "https://a.org/", "https://a.org/b", "", "https://u@a.org"):
+        with pytest.raises(ValueError, match="is not an origin"):
+            gate.check_origin(wrong)

@@ -6,7 +6,7 @@ Whatever a client sends is answered with a status and a reason, and ends nothing
 import asyncio
 import itertools
 import json
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,6 +14,7 @@ from typing import Any
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
+from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import HTMLResponse, Response, StreamingResponse
 from starlette.routing import Route
@@ -45,12 +46,15 @@ class Refused(HTTPException):
         return {"error": {"message": self.detail, "type": kind, "param": self.param, "code": self.code}}
 
 
-def application(desk: Desk, model: Model, *, queue: int = 64, key: str | None = None) -> Starlette:
+def application(
+    desk: Desk, model: Model, *, queue: int = 64, key: str | None = None, cors: Sequence[str] = ()
+) -> Starlette:
     """Return the application that answers the calls of one server.
 
     Args:
         queue: how many requests may wait beside those in the slots.
         key: what a client has to send, as `Authorization: Bearer KEY`; None if none is needed.
+        cors: the origins whose pages a browser may let read the answers; "*" is all of them.
     """
     calls = _Calls(desk, model, queue)
 
@@ -75,6 +79,9 @@ def application(desk: Desk, model: Model, *, queue: int = 64, key: str | None = 
         Route("/v1/chat/completions", partial(calls.complete, chat=True), methods=["POST"]),
     ]  # fmt: skip
     doors = [] if key is None else [Middleware(KeyGate, key, without_key)]
+    if cors:  # in front of the key, which browsers do not send when they ask what is allowed
+        methods, headers = ["GET", "POST"], ["*"]
+        doors = [Middleware(CORSMiddleware, [*cors], methods, headers, expose_headers=["Retry-After"]), *doors]
     answers = Starlette(
         routes=routes, middleware=doors, exception_handlers={HTTPException: refused, ClientDisconnect: nobody}
     )

@@ -1,7 +1,8 @@
-"""Which calls are let in: the key that clients have to send."""
+"""Which calls are let in: the key that clients have to send, and the pages that may read answers."""
 
 import hmac
 import os
+import re
 from collections.abc import Callable
 from pathlib import Path
 
@@ -34,6 +35,13 @@ def check_key(source: str, key: str) -> str:
     if not key.isascii() or not key.isprintable() or " " in key:
         raise ValueError(f"{source}: no client can send this key\n  fix: use letters, digits and signs of ASCII alone")
     return key
+
+
+def check_origin(origin: str) -> str:
+    """Return an origin as browsers send it, or "*". ValueError for anything else, which no page would match."""
+    if origin != "*" and not re.fullmatch(r"[a-z][a-z0-9+.-]*://[^/?#@\s]+", origin):
+        raise ValueError(f"{origin!r:.80} is not an origin\n  fix: give one such as https://example.org, or *")
+    return origin
 
 
 class KeyGate:

@@ -6,7 +6,7 @@ import multiprocessing
 import signal
 import socket
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import h11
@@ -63,6 +63,7 @@ def serve_http(
     mesh=None,
     queue: int = 64,
     key: str | None = None,
+    cors: Sequence[str] = (),
     ready: Callable[[str, Callable[[int], None]], Any],
     **engine,
 ) -> None:
@@ -81,7 +82,7 @@ def serve_http(
     desk = Desk(turns, model.tokenizer)
     server = _Server(
         uvicorn.Config(
-            application(desk, model, queue=queue, key=key),
+            application(desk, model, queue=queue, key=key, cors=cors),
             http=Punctual,
             ws="none",
             lifespan="off",

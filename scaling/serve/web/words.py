@@ -132,9 +132,10 @@ def _usage_wanted(fields: Fields) -> bool:
 
 
 def _top_of_chat(fields: Fields) -> int:
+    top = fields.whole("top_logprobs", 0, 0, TOP_CHAT)
     if fields.flag("logprobs"):
-        return fields.whole("top_logprobs", 0, 0, TOP_CHAT)
-    if fields.given.get("top_logprobs"):
+        return top
+    if top:
         raise RequestError("top_logprobs without logprobs\n  fix: give logprobs: true with it", "top_logprobs")
     return -1
 
