@@ -9,8 +9,9 @@ nothing. A mixture takes from several corpora by weight: of each 1,000 sequences
 import hashlib
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
+from typing import Any
 
 import numpy
 import torch
@@ -21,13 +22,17 @@ from scaling.train.origin import tokenizer_in, weighted_paths
 from scaling.train.settings import Settings
 
 IGNORED = -100  # a target that does not count
+HEAD = 64  # tokens by which held-out text is known again
 ROUND = 1000  # sequences over which a mixture's weights come out
 Batch = tuple[Tensor, Tensor, Tensor]  # tokens, targets, segments, int64[batch, length]; segments number the documents
 
 
 @dataclass(frozen=True)
 class Batches:
-    """Batches of `batch` sequences of `length` tokens of the part of a corpus from `first` to `last`."""
+    """Batches of `batch` sequences of `length` tokens of the part of a corpus from `first` to `last`.
+
+    `without`: from where to where text lies there of which no sequence may have a token.
+    """
 
     corpus: Corpus
     batch: int
@@ -35,6 +40,7 @@ class Batches:
     seed: int
     first: int
     last: int
+    without: tuple[tuple[int, int], ...] = ()
 
     def __post_init__(self):
         if self.sequences < 1:
@@ -43,15 +49,25 @@ class Batches:
                 "  fix: give more text, or a shorter --seq"
             )
 
+    @cached_property
+    def places(self) -> Sequence[int]:
+        """The numbers of the sequences of one epoch, in the order of the corpus."""
+        every = range((self.last - self.first - 1) // self.length)
+        if not self.without:
+            return every
+        starts = self.first + self.length * numpy.arange(len(every))
+        meets = [(starts < last) & (starts + self.length >= first) for first, last in self.without]
+        return numpy.flatnonzero(~numpy.logical_or.reduce(meets)).tolist()
+
     @property
     def sequences(self) -> int:
-        """The sequences of one epoch."""
-        return (self.last - self.first - 1) // self.length
+        """The number of sequences of one epoch."""
+        return len(self.places)
 
     def number(self, place: int) -> int:
         """Which sequence stands at this place of the endless order of epochs."""
         epoch, at = divmod(place, self.sequences)
-        return int(_order(self.seed, epoch, self.sequences)[at])
+        return self.places[int(_order(self.seed, epoch, self.sequences)[at])]
 
     def chosen(self, seen: int) -> list[int]:
         """Which sequences come after so many, by their number."""
@@ -138,6 +154,38 @@ def hold_out(corpus: Corpus, batch: int, length: int, seed: int, valid: float = 
         Batches(corpus, batch, length, seed, 0, at),
         Batches(corpus, batch, length, seed, at, len(corpus)),
     )
+
+
+def leave_out(
+    train: Batches | Mixture, valid: Sequence[Batches], before: Sequence[Sequence[Any]]
+) -> tuple[Batches | Mixture, list[list[Any]], int]:
+    """Keep text that is or was held out from being trained on, as far as it is where it was.
+
+    Args:
+        train: What to train on.
+        valid: The held-out end of each of its sources.
+        before: What was held out, as this function returned it when the data may have been other ones.
+
+    Returns:
+        The batches without sequences that touch such text; [first token, last, a digest of the first of them] of all
+        that is held out from now on; and how many of those before are not where they were.
+    """
+    sources = train.sources if isinstance(train, Mixture) else (train,)
+    out, there = [], set()
+    held = [_held(ends.corpus, ends.first, ends.last) for ends in valid]
+    for source in sources:
+        still = [each for each in map(list, before) if _held(source.corpus, each[0], each[1]) == each]
+        there |= {tuple(each) for each in still}
+        held += [each for each in still if each not in held]
+        out.append(replace(source, without=tuple((first, last) for first, last, _ in still if first < source.last)))
+    gone = len({*map(tuple, before)} - there)
+    return (replace(train, sources=tuple(out)) if isinstance(train, Mixture) else out[0]), held, gone
+
+
+def _held(corpus: Corpus, first: int, last: int) -> list[Any]:
+    """Return [first, last, digest of the first tokens there]."""
+    ids, _ = corpus.between(first, min(first + HEAD, last)) if last <= len(corpus) else (numpy.empty(0), None)
+    return [first, last, hashlib.blake2b(ids.tobytes(), digest_size=8).hexdigest()]
 
 
 def inputs(settings: Settings) -> tuple[Batches | Mixture, tuple[Batches, ...]]:

@@ -37,6 +37,14 @@ from scaling.train.progress import check_installed, describe
 from scaling.train.record import check_options_kept, check_unchanged, first_recorded, record_of, resumable
 from scaling.train.settings import Settings, add_flags
 
+NOT_KEPT = (
+    "model",
+    "weights",
+    "resume",
+    "new_data",
+    "step",
+    "out",
+)  # settings that run.toml has not, or other words for
 LOCK = "lock"  # of a run's folder: the file that the run that writes there holds
 OTHERS = {
     "tokenize": tokenize.main,
@@ -86,8 +94,8 @@ def arguments(argv=None) -> argparse.Namespace:
     if before and "eos_id" not in read_table(before):
         flags += [f"--eos-id={NO_END}", "--no-template"]  # an older run goes on with the documents that it began with
     args = parser.parse_args([*flags, *(sys.argv[1:] if argv is None else argv)])
-    if args.step and not args.resume:
-        parser.error("--step chooses the checkpoint that --resume goes on from: give both")
+    if (args.step or args.new_data) and not args.resume:
+        parser.error("--step and --new-data say how --resume goes on: give it too")
     if not args.data and not args.dry_run:
         parser.error("--data is needed: a text file, or a folder of them")
     return args
@@ -259,7 +267,7 @@ def check_startable(out: Path, settings: Settings) -> None:
     step, before = first_recorded(out, steps)
     if steps:
         check_options_kept(out, before)
-    check_unchanged(out, before, record_of(settings), settings.model.name)
+    check_unchanged(settings, before, record_of(settings))
     if step is None:
         print(f"{out}: there is no checkpoint yet: starting at step 1", flush=True)
     elif step >= settings.steps:
@@ -274,7 +282,7 @@ def keep_options(out: Path, settings: Settings, model: str, mesh: str, stop: int
     if _touched(out / STOP) == stop:
         (out / STOP).unlink(missing_ok=True)
     flight.keep_earlier(out)
-    kept = {k: v for k, v in asdict(settings).items() if k not in ("model", "weights", "resume", "step", "out")}
+    kept = {k: v for k, v in asdict(settings).items() if k not in NOT_KEPT}
     kept |= {"mesh": mesh, "dropout": settings.model.dropout} | keep_origin(out, model, settings)
     lines = [f"{key} = {json.dumps(value, ensure_ascii=False)}\n" for key, value in sorted(kept.items())]
     replaced(out / RUN, "".join(lines))  # other ranks, which start later, may be reading it

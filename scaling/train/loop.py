@@ -19,12 +19,20 @@ from scaling.profile.record import watched
 from scaling.strategies import transformer
 from scaling.strategies.transformer.stages import stored_places
 from scaling.train import checkpoint, guards
-from scaling.train.batches import Batch, ahead, inputs
+from scaling.train.batches import Batch, ahead, inputs, leave_out
 from scaling.train.durable import point_at, step_name
 from scaling.train.evaluate import continuation, evaluate, local
 from scaling.train.flight import Flight
 from scaling.train.progress import Progress
-from scaling.train.record import check_unchanged, option_changes, record_of, recorded, resumable
+from scaling.train.record import (
+    begins_new_data,
+    changed_data,
+    check_unchanged,
+    option_changes,
+    record_of,
+    recorded,
+    resumable,
+)
 from scaling.train.settings import DTYPES, Settings, optimizer_of
 from scaling.train.step import drawn_params, make_step
 
@@ -40,10 +48,12 @@ def run(mesh, settings: Settings, keep: Callable[[], None] | None = None) -> dic
     train, valid = inputs(settings)
     optimizer, types = optimizer_of(settings), transformer.specs(settings.model, mesh)
     specs, made_with = state_specs(optimizer, types), record_of(settings)
-    held, start = begun(settings, mesh, optimizer, types, made_with)
+    held, start, before = begun(settings, mesh, optimizer, types, made_with)
     params, state, seen = held["params"], held["optimizer"], held["data"]["sequences"]
+    first = seen if begins_new_data(settings, before, made_with) else held["data"].get("begun", 0)
+    train, made_with["held_out"], gone = leave_out(train, valid, before.get("held_out", []))
     step, result = make_step(settings, mesh, optimizer), {"step": start, "sequences": seen}
-    coming = ahead(train, seen, settings.batch)
+    coming = ahead(train, seen - first, settings.batch)
     progress, losses, pace, saving = Progress(settings, mesh), guards.Losses(), guards.Pace(), None
     met(mesh)
     if mesh.rank == 0:
@@ -53,6 +63,8 @@ def run(mesh, settings: Settings, keep: Callable[[], None] | None = None) -> dic
             point_at(out, start)
     progress.cut(start)
     met(mesh)  # other ranks write into the folder after rank 0
+    if gone:
+        progress.warn("text that was held out is not where it was: it may be trained on now")
     for note in dict.fromkeys(note for held in valid for note in held.corpus.notes):
         progress.warn(note)
     flight = Flight(out, mesh.rank)
@@ -84,7 +96,8 @@ def run(mesh, settings: Settings, keep: Callable[[], None] | None = None) -> dic
         if last or asked or (settings.save_every and number % settings.save_every == 0):
             if saving is not None:
                 saving.result()
-            held = {"params": params, "optimizer": state, "data": {"sequences": seen, "seed": settings.seed}}
+            data = {"sequences": seen, "begun": first, "seed": settings.seed}
+            held = {"params": params, "optimizer": state, "data": data}
             how = {"keep": settings.keep, "places": places, "made_with": made_with}
             saving = checkpoint.save(out, held, specs, mesh, number, async_op=True, **how)
         if asked:
@@ -96,22 +109,27 @@ def run(mesh, settings: Settings, keep: Callable[[], None] | None = None) -> dic
 
 def begun(
     settings: Settings, mesh, optimizer: optim.Optimizer, types: dict, made_with: Mapping[str, Any]
-) -> tuple[dict, int]:
-    """Return (state, step) that a run begins with: of a checkpoint, an HF folder's weights, or drawn by the seed.
+) -> tuple[dict, int, dict[str, Any]]:
+    """Return (state, step, record) that a run begins with: those of a checkpoint, and what it was made with; or step 0
+    of an HF folder's weights or of params drawn by the seed, and no record.
 
     No rank holds more than its shards. ValueError if the checkpoint was made with something else, or none is whole.
     """
     places, dtype = stored_places(settings.model, mesh), DTYPES[settings.dtype]
     if steps := resumable(settings):
         state, step, before = first_whole(settings, steps, made_with, optimizer, types, mesh)
-        if mesh.rank == 0 and (said := option_changes(before, made_with)):
-            print(f"from step {step + 1} on: {said}", flush=True)
-        return state, step
+        said = [option_changes(before, made_with)]
+        if begins_new_data(settings, before, made_with):
+            said.append(f"a new epoch of other data: {changed_data(settings, before, made_with) or settings.data}")
+        if mesh.rank == 0 and any(said):
+            print(f"from step {step + 1} on: {'; '.join(filter(None, said))}", flush=True)
+        return state, step, before
     if settings.weights:
         _, params = hf.load_sharded(settings.weights, types, mesh, dtype, places=places)
     else:
         params = drawn_params(settings, mesh)
-    return {"params": params, "optimizer": optimizer.init(params), "data": {"sequences": 0, "seed": settings.seed}}, 0
+    data = {"sequences": 0, "begun": 0, "seed": settings.seed}
+    return {"params": params, "optimizer": optimizer.init(params), "data": data}, 0, {}
 
 
 def first_whole(
@@ -130,7 +148,7 @@ def first_whole(
         except (ValueError, OSError) as error:
             damage = str(error)
         if not damage:
-            check_unchanged(out, before, made_with, config.name)
+            check_unchanged(settings, before, made_with)
             try:
                 state, _ = checkpoint.load(out, specs, mesh, step, places=places)
                 tree.check(state["params"], types, stored_sizes(config, places), mesh)

@@ -7,22 +7,23 @@ in its folder is written. An older checkpoint has no record: its run.toml, its m
 import json
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, fields
+from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
 from scaling.configs import Config
 from scaling.configs.sources import RUN
 from scaling.models.ends import NO_END, chosen_end
+from scaling.models.template import chat_template
 from scaling.train import checkpoint, dcp
 from scaling.train.durable import newest_first, step_name
-from scaling.train.origin import config_of_run, options_of, tokenizer_in
+from scaling.train.fingerprint import differing_data, fingerprint
+from scaling.train.origin import config_of_run, options_of, tokenizer_in, weighted_paths
 from scaling.train.settings import DTYPES, Settings
 
 FIXED = ("dtype", "eos_id", "no_template", "optimizer", "seed", "seq")  # the options that a run keeps to its end
 FREE = ("batch", "clip", "lr", "schedule", "steps", "warmup", "weight_decay")  # those that may change at any step
-
-BESIDE_SIZES = ("name", "source", "dropout", "max_positions")  # of a model's config
 
 
 def record_of(settings: Settings) -> dict[str, Any]:
@@ -30,6 +31,11 @@ def record_of(settings: Settings) -> dict[str, Any]:
     by, options = tokenizer_in(settings), {name: getattr(settings, name) for name in (*FIXED, *FREE)}
     options |= {"dropout": settings.model.dropout, "eos_id": chosen_end(by, settings.eos_id)}
     found = {"options": options, "model": _sizes(settings.model), "tokenizer": by.identity}
+    found["data"] = fingerprint(weighted_paths(settings.data), by)
+    if any(Path(name).suffix == ".jsonl" for source in found["data"] for name, *_ in source["files"]):
+        template = None if settings.no_template or not by.folder else chat_template(by.folder)
+        said = template and json.dumps([dict(template.templates), template.tokens], sort_keys=True)
+        found["chat template"] = said and blake2b(said.encode(), digest_size=16).hexdigest()
     return json.loads(json.dumps(found))
 
 
@@ -85,34 +91,49 @@ def _of_state(out: Path, step: int) -> dict[str, Any]:
 
 
 def _sizes(config: Config) -> dict[str, Any]:
-    """Return what makes a model this one: all of its config that its params or a step depend on, but its dropout."""
-    return {name: value for name, value in asdict(config).items() if name not in BESIDE_SIZES}
+    """Return what makes a model this one: all of its config by which two compare, but its names and its dropout."""
+    compared = [field.name for field in fields(config) if field.compare]
+    return {name: asdict(config)[name] for name in compared if name not in ("name", "source", "dropout")}
 
 
 def check_options_kept(out: Path, before: Mapping[str, Any]) -> None:
     """Raise ValueError if the run.toml of a run that goes on lacks options that its checkpoint was made with."""
-    whole = (out / RUN).is_file() and (out / RUN).read_bytes().endswith(b"\n")
-    kept = options_of(out) if whole else {}
-    if missing := [name for name in before.get("options", {}) if name not in kept]:
+    there = (out / RUN).is_file() and (out / RUN).read_bytes().endswith(b"\n")
+    had = before["options"] if "data" in before else {}  # an older checkpoint does not say which it had
+    if not there or any(name not in options_of(out) for name in had):
         raise ValueError(
-            f"{out / RUN}: is missing or cut short: it does not say with which {_flag(missing[0])} the "
-            "checkpoints were made\n  fix: put it back, or begin another run with another --out"
+            f"{out / RUN}: is missing or cut short: it does not say with which options the checkpoints were made\n"
+            "  fix: put it back, or begin another run with another --out"
         )
 
 
-def check_unchanged(out: Path, before: Mapping[str, Any], now: Mapping[str, Any], model: str = "") -> None:
+def check_unchanged(settings: Settings, before: Mapping[str, Any], now: Mapping[str, Any]) -> None:
     """Raise ValueError that names everything in which a run that goes on differs from the record of its checkpoint.
 
-    Only what both records have is compared. `model`: the name of the model that was given now.
+    Only what both records have is compared; other data are right with --new-data.
     """
     found = [f"{_flag(name)} {then}, not {given}" for name, then, given in _changed(before, now, FIXED)]
-    sizes = _differing(before.get("model", {}), now["model"])
-    if sizes:
-        found.append(f"another model than {model}: " + ", ".join(f"{name} {a}, not {b}" for name, a, b in sizes))
-    if before.get("tokenizer", now["tokenizer"]) != now["tokenizer"]:
-        found.append("another tokenizer")
+    if sizes := _differing(before.get("model", {}), now["model"]):
+        listed = ", ".join(f"{name} {then}, not {given}" for name, then, given in sizes)
+        found.append(f"another model than {settings.model.name}: {listed}")
+    found += [f"another {what}" for what, *_ in _differing(before, now) if what in ("tokenizer", "chat template")]
+    new = "" if settings.new_data else changed_data(settings, before, now)
+    found += [f"other data: {new}"] if new else []
     if found:
-        raise ValueError(f"{out}: was begun with {'; with '.join(found)}\n  fix: give the same, or another --out")
+        fix = "give the same, or another --out" + (", or --new-data if these data are meant" if new else "")
+        raise ValueError(f"{settings.out}: was begun with {'; with '.join(found)}\n  fix: {fix}")
+
+
+def changed_data(settings: Settings, before: Mapping[str, Any], now: Mapping[str, Any]) -> str:
+    """Return in what the data that a checkpoint was made with differ from today's, in words; "" if in nothing."""
+    if "data" not in before:
+        return ""
+    return differing_data(before["data"], now["data"], [path for path, _ in weighted_paths(settings.data)])
+
+
+def begins_new_data(settings: Settings, before: Mapping[str, Any], now: Mapping[str, Any]) -> bool:
+    """Return whether a run that goes on begins a new epoch of other data; an older checkpoint does not say of which."""
+    return settings.new_data and bool(before) and ("data" not in before or bool(changed_data(settings, before, now)))
 
 
 def option_changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> str:

@@ -66,6 +66,9 @@ class Settings:
     eval_batches: int = as_flag(8, "held-out batches per evaluation; 0: all", integer(0))
     guard_every: int = as_flag(50, "steps between comparisons of replicas; 0: none", integer(0))
     resume: bool = as_flag(False, "continue the run in --out with its options; flags override them")
+    new_data: bool = as_flag(
+        False, "with --resume: the data are other ones than before, and are meant: a new epoch of them begins"
+    )
     step: int = as_flag(0, "with --resume: the checkpoint to go on from; 0: the newest that is whole", integer(0))
     weights: str = ""
     tokenizer: str = "bytes"

@@ -2,6 +2,7 @@
 
 import json
 import shlex
+from hashlib import sha256
 from pathlib import Path
 
 import torch
@@ -13,6 +14,14 @@ from scaling.train.command import main
 
 ONE, SPECS = Mesh({"X": 1}), {"W": "W[D]"}
 TINY = get("tiny").with_(L=1, D=16, F=32, H=8, N=2, K=2)
+
+
+SMALL = "--batch 2 --seq 16 --warmup 2 --eval-batches 1 --schedule constant --model model.toml"
+
+
+def write_model(name: str = "model.toml", **changed) -> None:
+    sizes = {size: getattr(TINY, size) for size in "LDFNKHV"} | changed
+    Path(name).write_text("".join(f"{size} = {json.dumps(value)}\n" for size, value in sizes.items()))
 
 
 def write_text(lines: int = 20_000) -> str:
@@ -55,3 +64,16 @@ def save(step: int, W: "torch.Tensor | None" = None, **options):
 def load(folder: str = ".", step: "int | None" = None) -> tuple[list[float], int]:
     state, found = checkpoint.load(folder, SPECS, ONE, step)
     return state["W"].tolist(), found
+
+
+def tree_of(folder: str) -> dict[str, str]:
+    """Return every file and folder there, with a digest of a file's bytes and its time."""
+    found = {}
+    for path in sorted(Path(folder).rglob("*")):
+        content = path.read_bytes() if path.is_file() else b""
+        found[str(path)] = f"{path.stat().st_mtime_ns} {sha256(content).hexdigest()}" if path.is_file() else "a folder"
+    return found
+
+
+def losses(out: str) -> list[float]:
+    return [record["loss"] for record in records(out)]

@@ -48,7 +48,7 @@ def resumed(mesh, settings, whole) -> float:
     taken, real = [], dcp.ShardReader.__call__
     optimizer, types = optimizer_of(settings), transformer.specs(settings.model, mesh)
     with patch.object(dcp.ShardReader, "__call__", lambda self, *block: Counted(real(self, *block), taken)):
-        state, step = begun(settings, mesh, optimizer, types, record_of(settings))
+        state, step, _ = begun(settings, mesh, optimizer, types, record_of(settings))
     slots, V, data = slots_of(MODEL, mesh, None), padded_sizes(MODEL, mesh)["V"], state.pop("data")
     padded = [
         arranged_layers(W, slots) if "layers" in where else pad(W, (0, 0, 0, V - len(W))) if "embed" in where else W
@@ -56,7 +56,7 @@ def resumed(mesh, settings, whole) -> float:
     ]
     wanted = tree.shard(tree.unflatten(whole, padded), state_specs(optimizer, types), mesh)
     torch.testing.assert_close(state, wanted, rtol=0, atol=0)
-    assert (step, data) == (STEPS, {"sequences": STEPS * settings.batch, "seed": 7})
+    assert (step, data) == (STEPS, {"sequences": STEPS * settings.batch, "begun": 0, "seed": 7})
     return sum(taken) / tree.nbytes(state)
 
 

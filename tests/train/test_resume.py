@@ -3,58 +3,14 @@
 import itertools
 import json
 import shutil
-from hashlib import sha256
 from pathlib import Path
 
-import numpy
 import pytest
 from machine import ended
-from runs import TINY, records, refusal, train, write_text
+from runs import SMALL, losses, refusal, train, tree_of
 
 from scaling.train import command, dcp
 from scaling.train.settings import DTYPES
-
-SMALL = "--batch 2 --seq 16 --warmup 2 --eval-batches 1 --schedule constant --model model.toml"
-
-
-def write_model(name: str = "model.toml", **changed) -> None:
-    sizes = {size: getattr(TINY, size) for size in "LDFNKHV"} | changed
-    Path(name).write_text("".join(f"{size} = {json.dumps(value)}\n" for size, value in sizes.items()))
-
-
-@pytest.fixture(scope="module")
-def place(tmp_path_factory):
-    """A folder with a text and with two runs on it: "run" of two steps, and "whole" of four."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.chdir(here := tmp_path_factory.mktemp("runs"))
-        write_text(300)
-        write_model()
-        for out, steps in (("run", 2), ("whole", 4)):
-            assert train(f"--data text.txt --out {out} {SMALL} --steps {steps} --save-every 1 --keep 9") == 0
-        Path("short.txt").write_text("a few words")
-        numpy.save("large.npy", numpy.arange(4000) % 300)
-        write_model("other.toml", L=2)
-    return here
-
-
-@pytest.fixture
-def begun(place, tmp_path):
-    """Both runs, and their text, in the working folder."""
-    shutil.copytree(place, tmp_path, dirs_exist_ok=True)
-
-
-def tree_of(folder: str) -> dict[str, str]:
-    """Return every file and folder there, with a digest of a file's bytes and its time."""
-    found = {}
-    for path in sorted(Path(folder).rglob("*")):
-        content = path.read_bytes() if path.is_file() else b""
-        found[str(path)] = f"{path.stat().st_mtime_ns} {sha256(content).hexdigest()}" if path.is_file() else "a folder"
-    return found
-
-
-def losses(out: str) -> list[float]:
-    return [record["loss"] for record in records(out)]
-
 
 WRONG = {  # flags: words of the refusal, by whoever finds it
     "--seed 5": "was begun with --seed 0, not 5",
@@ -65,8 +21,11 @@ WRONG = {  # flags: words of the refusal, by whoever finds it
     "--seq 8 --dtype bf16": "--dtype fp32, not bf16; with --seq 16, not 8",
     "--model other.toml": "another model than other: L 1, not 2",
     "--model tiny": "another model than tiny: ",
-    "--data large.npy": "token 299 lies outside the vocabulary",
-    "--data short.txt": "hold no sequence of 16",
+    "--data large.npy": "other data: large.npy has changed (",
+    "--data short.txt --lr 0.5": "--new-data if these data are meant",
+    "--data text.txt,text.txt": "other data: 1 sources, not 2",
+    "--data large.npy --new-data": "token 299 lies outside the vocabulary",
+    "--data short.txt --new-data": "hold no sequence of 16",
     "--data nowhere.txt": "no such file",
     "--data text.txt:0,short.txt": "is not above 0",
     "--tokenizer nowhere.json": "no such file",
@@ -101,7 +60,9 @@ def test_a_refused_resume_leaves_the_folder_as_it_was(begun, capsys):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("flags", "words"), [("--data short.txt", "hold no"), ("--seed 5", "--seed 0, not 5")])
+@pytest.mark.parametrize(
+    ("flags", "words"), [("--data short.txt --new-data", "hold no"), ("--seed 5", "--seed 0, not 5")]
+)
 def test_ranks_that_refuse_leave_it_so_too(begun, capsys, flags, words):
     before = tree_of("run")
     assert train(f"--resume --steps 4 --mesh X=2 {flags}") == 1
@@ -126,10 +87,13 @@ def test_the_dtype_of_a_checkpoint_stays(begun, capsys, monkeypatch):
 
 
 def forget_record(out: str) -> None:
-    """Make a run one of an earlier version, which kept no record, and whose run.toml may have been rewritten."""
+    """Make a run one of an earlier version: with fewer options, and without a record."""
     for index in Path(out).glob("step-*/index.json"):
         content = json.loads(index.read_text())
         index.write_text(json.dumps({key: content[key] for key in ("step", "mesh", "types", "values")}))
+    lines = Path(out, "run.toml").read_text().splitlines(keepends=True)
+    later = ("eos_id", "no_template", "decay_steps")
+    Path(out, "run.toml").write_text("".join(line for line in lines if not line.startswith(later)))
 
 
 @pytest.mark.slow
@@ -205,7 +169,7 @@ def test_a_step_may_be_chosen(begun, capsys):
     for step, words in ((9, "no complete checkpoint"), (2, STRANGE)):
         assert words in refusal(capsys, f"--resume --out whole --steps 5 --step {step}")
     assert ended(train, "--step 1") == 2
-    assert "--step chooses the checkpoint" in capsys.readouterr().err
+    assert "--step and --new-data say how" in capsys.readouterr().err
     assert tree_of("whole") == before
     wanted = losses("whole")
     for steps, more in ((3, "--step 1"), (4, "")):
