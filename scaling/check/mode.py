@@ -120,30 +120,30 @@ class Judge(TypedLines, TorchDispatchMode):
         return held._replace(unreduced=frozenset(axes), parts="sum")
 
     def by_values(self, name: str, args, kwargs, x: Tensor) -> "list | None":
-        """What the numbers decide, of which there are none: some number, all rows."""
+        """Return stand-ins for results that depend on numbers, which a meta tensor lacks; None for any other op."""
         if name in ("local_scalar_dense", "equal", "is_nonzero"):
-            self.skip(f"{name}: a value is read, which may decide")
+            self.skip("a number of an array is read here (item(), float(), if), and may decide what runs after it")
             number = 1.0 if x.is_floating_point() else 1
             return [number if name == "local_scalar_dense" and x.dtype != torch.bool else True]
         if name == "nonzero":
-            self.skip("nonzero: a value decides")
+            self.skip("nonzero: how many rows it finds depends on the values; all are taken")
             return [torch.zeros(x.numel(), max(1, x.dim()), dtype=torch.long, device="meta")]
         if name == "to_copy" and torch.device(kwargs.get("device") or "meta").type == "cpu":
-            self.skip("to the CPU: values are read")
+            self.skip("an array goes to the CPU, where its values are read and may decide what runs after it")
             with self.silence():
                 made = torch.ones(x.shape, dtype=kwargs.get("dtype") or x.dtype)
             self.give(made, self.held(x))
             return [made]
         dim = args[2] if len(args) > 2 else 0
         if name == "split_with_sizes" and sum(args[1]) != x.shape[dim]:
-            self.skip("values decide how rows are split")
+            self.skip("how rows are split depends on values; even parts are taken")
             even, rest = divmod(x.shape[dim], len(args[1]))
             return [list(torch.split(x, [even + (i < rest) for i in range(len(args[1]))], dim))]
         if name in ("repeat_interleave", "bincount"):
             rows = x.numel() if name == "repeat_interleave" else kwargs.get("minlength", dim or 1)
             return [torch.empty(rows, dtype=torch.long, device="meta")]
         if name == "index" and any(isinstance(i, Tensor) and i.dtype == torch.bool for i in args[1]):
-            self.skip("a mask decides which rows")
+            self.skip("a mask chooses rows by their values; all are taken")
             n = sum(i.dim() for i in args[1] if isinstance(i, Tensor))
             made = x.new_empty((x.shape[:n].numel(), *x.shape[n:]))
             self.give(made, self.held(x)._replace(dims=(any_dim(len(made)), *self.held(x).dims[n:]), name=""))

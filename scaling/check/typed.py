@@ -132,7 +132,7 @@ class TypedLines(KnownArrays):
         x, mask, spec, place = self.meta(x), self.meta(mask), parse(line), self.reached()
         held, axes = self.held(x), self.live(spec).unreduced
         if held.through != look_up_over(axes) or held.axes & {*axes}:
-            self.skip("the mask decides, and the type is taken at its word", place)
+            self.skip("what the mask leaves depends on values, so the line's type is believed", place)
         partial = None if held.unreduced is None else held.unreduced - {*spec.unreduced}
         whole = Spec(spec.name, spec.dims)
         self.compare(held._replace(unreduced=partial, through=""), whole, line, "", place)
@@ -155,7 +155,7 @@ class TypedLines(KnownArrays):
     def ragged(self, line: str, x: Any) -> Tensor:
         """Rows that are sent by their values: as many are taken to come."""
         x, before, place = self.meta(x), parse_line(line).operands[0], self.reached()
-        self.skip("rows are sent by their values; which, the line is taken at its word", place)
+        self.skip("which rows are sent depends on their values, so the line's type is believed", place)
         row = before.dims[len(before.dims) - x.dim() + 1 :]
         self.compare(self.held(x), Spec(before.name, row, before.unreduced), line, "", place)
         return x.index_select(0, torch.arange(len(x), device=x.device))

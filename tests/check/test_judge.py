@@ -100,7 +100,7 @@ def picked(logits, targets, here):
 
 
 BOTH_AXES = "E[V_X, D_Y]"
-WORD = "the mask decides, and the type is taken at its word"
+WORD = "what the mask leaves depends on values, so the line's type is believed"
 JUDGED = {  # beside the examples of the page
     # a program, its arguments' types and its result's; the rule that it breaks first, the reasons why it cannot be
     # judged, or "" for a right one
