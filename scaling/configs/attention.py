@@ -31,7 +31,7 @@ class Latent:
 
     @staticmethod
     def of(table: dict) -> "Latent":
-        """From a table with these names."""
+        """Return the Latent of a table with these names."""
         names = {field.name for field in fields(Latent)} - {"interleaved"}
         if table.keys() - {"interleaved"} != names:
             raise ValueError(f"latent has {', '.join(table) or 'nothing'}\n  fix: give {', '.join(sorted(names))}")

@@ -185,11 +185,11 @@ class Config:
 
     @property
     def sizes(self) -> dict[str, int]:
-        """The dims of the params by letter; S is the width of the shared experts together. L are the layers of one
-        stack: of dense layers before those with experts there are G, of width O.
+        """The dims of the params by letter.
 
-        Of `Latent` R and C are the ranks of queries and of keys and values, M = C + rope, A = nope + rope a query's
-        width, W = nope + value that of a key and a value.
+        S is the width of the shared experts together. L counts the layers of one stack; the dense layers before those
+        with experts are G, of width O. In latent attention R and C are the ranks of queries and of keys and values,
+        M = C + rope, A = nope + rope is a query's width, and W = nope + value is the width of a key and a value.
         """
         sizes = {letter: getattr(self, letter) for letter in "LDFNKHVE"} | {"S": self.S}
         if self.dense_layers:
@@ -221,7 +221,9 @@ class Config:
 
     @property
     def moe(self) -> bool:
+        """Whether it is a mixture of experts."""
         return self.E > 1
 
     def with_(self, **changes) -> "Config":
+        """Return a Config with these fields changed."""
         return replace(self, **changes)

@@ -11,7 +11,7 @@ from scaling.configs.hugging_face import read_config
 
 
 def load(path: "str | Path") -> Config:
-    """A model from a file: a table in the book's letters (TOML or JSON), or a Hugging Face config.json."""
+    """Read a model from a file: a table in the book's letters (TOML or JSON), or a Hugging Face config.json."""
     path = Path(path)
     if not path.exists():
         raise ValueError(f"{path}: no such file\n  fix: give a config.json, or a .toml file")
@@ -19,7 +19,7 @@ def load(path: "str | Path") -> Config:
 
 
 def table_config(table: dict[str, Any], path: Path) -> Config:
-    """The model of such a table, which `path` holds."""
+    """Return the model of such a table, which `path` holds."""
     try:
         if {"model_type", "hidden_size", "text_config"} & table.keys():
             table = read_config(table)

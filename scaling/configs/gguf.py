@@ -48,12 +48,12 @@ OUTPUT_BIAS = {"attn_output.bias": "self_attn.o_proj.bias"}  # of llama, where t
 
 
 def config_of(path: Path) -> Config:
-    """The sizes of the model in a file. ValueError for a file that cannot be read or a model not computed here."""
+    """Return the sizes of a file's model. ValueError for a file that cannot be read or a model not computed here."""
     return table_config(_table(path, _read(path)), path)
 
 
 def _folder(path: Path) -> Path:
-    """Where a file's folder lies in the cache, by what tells the file from others and from its own later versions."""
+    """Return where a file's folder lies in the cache, by what tells it from other files and from its later versions."""
     stat = path.stat()
     key = hashlib.sha256(f"{path.resolve()} {stat.st_size} {stat.st_mtime_ns}".encode()).hexdigest()[:16]
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
@@ -61,7 +61,7 @@ def _folder(path: Path) -> Path:
 
 
 def as_folder(path: Path) -> Path:
-    """The Hugging Face folder of a file, with its tokenizer, written once, into $XDG_CACHE_HOME/scaling.
+    """Write the Hugging Face folder of a file, with its tokenizer, once, into $XDG_CACHE_HOME/scaling; return its path.
 
     ValueError, and nothing is written, for a file that cannot be read, and a model, quantization or tokenizer that is
     not known here.
@@ -90,7 +90,7 @@ def as_folder(path: Path) -> Path:
 
 
 def _read(path: Path) -> Any:
-    """A reader of the file, which maps it into memory."""
+    """Return a reader of the file, which maps it into memory."""
     try:
         from gguf import GGUFReader
     except ImportError:
@@ -172,7 +172,7 @@ def _table(path: Path, reader: Any) -> dict[str, Any]:
 
 
 def _names(path: Path, reader: Any, table: dict) -> dict[str, str]:
-    """Hugging Face's name of each tensor. ValueError for one that is missing or left over."""
+    """Return Hugging Face's name of each tensor. ValueError for one that is missing or left over."""
     biases = BIASES if table["model_type"] == "qwen2" else BIASES | OUTPUT_BIAS if table["attention_bias"] else {}
     names = ENDS | ({} if table["tie_word_embeddings"] else HEAD)
     for i in range(table["num_hidden_layers"]):
@@ -189,7 +189,7 @@ def _names(path: Path, reader: Any, table: dict) -> dict[str, str]:
 
 
 def _floats(path: Path, tensor: Any) -> numpy.ndarray:
-    """A tensor's values, dequantized. ValueError for a quantization that the library cannot read."""
+    """Return a tensor's values, dequantized. ValueError for a quantization that the library cannot read."""
     from gguf import dequantize
 
     try:
@@ -215,13 +215,15 @@ def _tensors(path: Path, reader: Any, names: dict[str, str], table: dict) -> Ite
 
 
 def unpermuted(rows: numpy.ndarray, heads: int) -> numpy.ndarray:
-    """Rows of queries or keys in Hugging Face's order: llama.cpp has row i of the first half of a head's beside row i
-    of its second."""
+    """Return rows of queries or keys in Hugging Face's order.
+
+    llama.cpp puts row i of the first half of a head's rows beside row i of the second half.
+    """
     return rows.reshape(heads, -1, 2, *rows.shape[1:]).swapaxes(1, 2).reshape(rows.shape)
 
 
 def _write_tensors(folder: Path, path: Path, tensors: Iterator[tuple[str, numpy.ndarray]]) -> None:
-    """A file a layer, one for the ends, and their index."""
+    """Write a file for each layer, one for the ends, and their index."""
     try:
         from safetensors.numpy import save_file
     except ImportError:

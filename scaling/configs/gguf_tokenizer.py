@@ -127,7 +127,7 @@ def _ends(tokens: list[str], types: list[int], special: dict[str, int | None]) -
 
 
 def _begun(bos: int, tokens: list[str]) -> dict:
-    """What puts the beginning of text before each text."""
+    """Return the part of tokenizer.json that puts the beginning of text before each text."""
     text = tokens[bos]
     parts = [{"SpecialToken": {"id": text, "type_id": 0}}, {"Sequence": {"id": "A", "type_id": 0}}]
     second = [{"SpecialToken": {"id": text, "type_id": 1}}, {"Sequence": {"id": "B", "type_id": 1}}]

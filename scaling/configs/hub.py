@@ -13,10 +13,13 @@ INSTEAD = "choose a model with config.json and safetensors; of one in GGUF, down
 
 
 def folder_of(name: str, sizes_only: bool = False) -> Path:
-    """The folder of org/name in the cache, downloaded where it is not there yet: weights as safetensors (no pickles,
-    which may run code), tokenizer, chat template. Without a network, what the cache has.
+    """Return the folder of org/name in the cache, downloaded where it is not there yet.
 
-    ValueError for a name that the hub does not have, or keeps private, and where it cannot be reached.
+    It holds weights as safetensors (no pickles, which may run code), the tokenizer and the chat template. Without a
+    network it is what the cache has.
+
+    Raises:
+        ValueError: The hub does not have this name, keeps it private, or cannot be reached.
     """
     try:
         from huggingface_hub import snapshot_download

@@ -35,7 +35,7 @@ class Source:
 
 
 def source_of(model: "str | Path", *, sizes_only: bool = False) -> Source:
-    """The sizes of a model and the folder of its weights.
+    """Return the sizes of a model and the folder of its weights.
 
     A model of the hub is downloaded, and FILE.gguf is written as a Hugging Face folder, once, into their caches. With
     `sizes_only` neither is done, and their folder is "". ValueError for what is none of these.
@@ -65,14 +65,14 @@ def source_of(model: "str | Path", *, sizes_only: bool = False) -> Source:
 
 
 def with_weights(model: "str | Path") -> Source:
-    """The same of a model that has weights. ValueError where there are only sizes."""
+    """Return the source of a model that has weights. ValueError where there are only sizes."""
     if not (found := source_of(model)).folder:
         raise ValueError(f"{model}: has sizes and no weights\n  fix: give {WAYS}")
     return found
 
 
 def get(model: "str | Path | Config") -> Config:
-    """The sizes of what `source_of` knows: get("llama3-70b"), get("LLaMA-3 70B"), get("org/name"). ValueError."""
+    """Return the sizes of a model that `source_of` knows, such as "llama3-70b", "LLaMA-3 70B" or "org/name"."""
     return model if isinstance(model, Config) else source_of(model, sizes_only=True).config
 
 

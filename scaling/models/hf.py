@@ -102,10 +102,10 @@ def save_sharded(
     *,
     places: Places = IN_ORDER,
 ) -> None:
-    """The same from this rank's shards, called by all ranks: a file for the ends and one a layer, or a single one.
+    """Write a checkpoint from this rank's shards, called by all ranks.
 
-    Where L is split over an axis (the stages of a pipeline), each stage's first rank writes its layers; `places` as of
-    `load_sharded`: what is written is the model, without padding.
+    It has a file for the ends and one for each layer, or a single file. Where L is split over an axis (the stages of a
+    pipeline), each stage's first rank writes its layers. `places` is as in `load_sharded`; the padding is not written.
     """
     folder, table = Path(folder), table_of(config)
     types = tree.map(parse, specs)
@@ -141,8 +141,10 @@ def save_sharded(
 def _parts(
     params: dict, types: dict, layouts: dict, config: Config, mesh, slots: Sequence[int]
 ) -> Iterator[tuple[int, dict[str, Tensor]]]:
-    """(0, the tensors of the ends and of dense layers before those with experts), then (l + 1, layer l's) of each of
-    the others that this rank holds a part of: gathered whole."""
+    """Yield (0, the tensors of the ends and of dense layers before those with experts), then (l + 1, layer l's).
+
+    Each is gathered whole. Of the layers after the dense ones, those come of which this rank holds a part.
+    """
 
     def whole(leaf: Tensor, spec: Spec, layout: FileLayout, at: dict[str, int]) -> dict[str, Tensor]:
         leaf = leaf.detach().contiguous()
@@ -184,7 +186,7 @@ def _write(path: Path, tensors: dict[str, Tensor]) -> None:
 
 
 def _index(config: Config, names: list[str], itemsize: int) -> dict:
-    """The index of a checkpoint in many files: which tensor stands in which."""
+    """Return the index of a checkpoint in many files, which says in which of them each tensor is."""
     where, size = {}, 0
     for layout in tree.leaves(leaf_layouts(config)):
         for at in layout.indices({dim: slice(0, config.sizes[dim]) for dim in layout.numbered}):
@@ -194,7 +196,7 @@ def _index(config: Config, names: list[str], itemsize: int) -> dict:
 
 
 def _config(folder: Path) -> Config:
-    """The config of a folder, named after it."""
+    """Return the config of a folder, named after it."""
     if not (folder / "config.json").exists():
         raise ValueError(
             f"{folder}: has no config.json\n  fix: give a folder that holds a config.json and .safetensors"

@@ -17,8 +17,11 @@ from scaling.spec import parse
 
 @dataclass(frozen=True)
 class FileLayout:
-    """The tensors of one param: `name` with a place for each dim that numbers them, and each one's dims, in groups.
-    `before`: the layers before the first of its stack."""
+    """The tensors of one param in a checkpoint.
+
+    `name` has a place for each dim that numbers the tensors, and `groups` each tensor's dims. `before` counts the
+    layers before the first of the param's stack.
+    """
 
     name: str
     groups: tuple[str, ...]
@@ -26,15 +29,19 @@ class FileLayout:
     before: int = 0
 
     def tensor(self, at: Mapping[str, int]) -> str:
-        """The name of the one at this place."""
+        """Return the name of the tensor at this place."""
         return self.name.format(**dict(at) | ({"L": at["L"] + self.before} if "L" in at else {}))
 
     @property
     def numbered(self) -> list[str]:
+        """The dims that number the tensors."""
         return re.findall(r"{(\w)}", self.name)
 
     def indices(self, ranges: Mapping[str, slice]) -> Iterator[dict[str, int]]:
-        """{"L": 3, "E": 0}: each tensor's place, of those in the ranges by dim; a dim without a range is left out."""
+        """Yield each tensor's place, {"L": 3, "E": 0}, of those in the ranges by dim.
+
+        A dim without a range is left out.
+        """
         dims = [dim for dim in self.numbered if dim in ranges]
         for at in itertools.product(*(range(ranges[dim].start, ranges[dim].stop) for dim in dims)):
             yield dict(zip(dims, at, strict=True))
@@ -45,10 +52,14 @@ class FileLayout:
             yield self.tensor(at)
 
     def shape(self, sizes: Mapping[str, int]) -> tuple[int, ...]:
+        """Return the shape of each tensor."""
         return tuple(math.prod(sizes[dim] for dim in group) for group in self.groups)
 
     def read(self, tensor, ranges: Mapping[str, slice], sizes: Mapping[str, int]) -> Tensor:
-        """The part `ranges` of one tensor, its dims in the param's order. Of a file's slice, only its rows are read."""
+        """Return the part `ranges` of one tensor, its dims in the param's order.
+
+        Of a file's slice, only its rows are read.
+        """
         rows = []
         for first, *rest in self.groups:
             inner = math.prod(sizes[dim] for dim in rest)
@@ -60,13 +71,13 @@ class FileLayout:
         return part.permute([flat.index(dim) for dim in self.dims if dim in flat])
 
     def write(self, whole: Tensor, sizes: Mapping[str, int]) -> Tensor:
-        """One tensor as it lies there, from the whole param at its place."""
+        """Return one tensor as a file has it, from the whole param at its place."""
         here = [dim for dim in self.dims if dim not in self.numbered]
         return whole.permute([here.index(dim) for dim in "".join(self.groups)]).reshape(self.shape(sizes)).contiguous()
 
 
 def leaf_layouts(config: Config) -> dict:
-    """A `Layout` for each param of this model. ValueError if no class of Hugging Face's has them."""
+    """Return the FileLayout of each param. ValueError if no class of Hugging Face's has this model."""
     specs, kind = specs_of(config), kind_of(config)
 
     def layout(leaf: Leaf, spec: str) -> FileLayout:

@@ -13,7 +13,10 @@ from scaling.models.leaves import SCALINGS
 
 
 def frequencies(H: int, theta: float, scaling: RopeScaling | None = None, device=None) -> Tensor:
-    """Radians per position of each plane, float64[H/2]: theta^(-2i/H), changed by `scaling`. ValueError if unknown."""
+    """Return the radians per position of each plane, float64[H/2]: theta^(-2i/H), changed by `scaling`.
+
+    ValueError for a scaling that is not computed.
+    """
     f = theta ** (-torch.arange(0, H, 2, device=device, dtype=torch.float64) / H)
     if scaling is None:
         return f
@@ -57,7 +60,10 @@ def magnitude(scaling: RopeScaling | None) -> float:
 
 
 def _length(scaling: RopeScaling) -> float:
-    """What yarn multiplies the rotated dims by: 0.1 ln(factor) + 1 (Peng et al. 2023, arxiv.org/abs/2309.00071)."""
+    """Return what yarn multiplies the rotated dims by: 0.1 ln(factor) + 1.
+
+    Peng et al. 2023, arxiv.org/abs/2309.00071.
+    """
     if scaling.kind != "yarn":
         return 1.0
     if scaling.mscale and scaling.mscale_all:
