@@ -191,19 +191,21 @@ def _templates(home: Path, options: dict[str, Any]) -> Iterator[tuple[str, str]]
 def special_tokens(home: Path, options: dict[str, Any]) -> dict[str, str]:
     """Return the special tokens by name, of tokenizer_config.json (`options`) and special_tokens_map.json.
 
-    A token is a text, or an object whose `content` is the text; a null one is left out. The map is of old and counts
-    where tokenizer_config.json has no `added_tokens_decoder`, as in transformers; there it goes before.
+    A token is a text, or an object whose `content` is the text; a null one is left out. As in transformers the map
+    counts where tokenizer_config.json has no `added_tokens_decoder`, and then wins. Names of a model's own, which end
+    with "_token" or are in `extra_special_tokens`, are the other way round: what tokenizer_config.json writes wins.
     """
-    if (path := home / "special_tokens_map.json").is_file() and "added_tokens_decoder" not in options:
-        options = options | read_table(path)
-    named = options.get("extra_special_tokens")
-    options = options | named if isinstance(named, dict) else options
-    found = {}
-    for name, token in options.items():
-        text = token.get("content") if isinstance(token, dict) and name in TOKENS else token
-        if isinstance(text, str) and (name in TOKENS or name.endswith("_token") or name in (named or ())):
-            found[name] = text
-    return found
+    path = home / "special_tokens_map.json"
+    old = read_table(path) if path.is_file() and "added_tokens_decoder" not in options else {}
+    own = {name: token for name, token in options.items() if name not in TOKENS and name.endswith("_token")}
+    objects = {name: token for name, token in own.items() if isinstance(token, dict) and "__type" in token}
+    found = {name: options[name] for name in TOKENS if name in options} | objects
+    found |= {name: token for name, token in old.items() if name in TOKENS or name.endswith("_token")}
+    found |= {name: token for name, token in own.items() if isinstance(token, str)}
+    for table in (options, old):
+        found |= extra if isinstance(extra := table.get("extra_special_tokens"), dict) else {}
+    texts = {name: token.get("content") if isinstance(token, dict) else token for name, token in found.items()}
+    return {name: text for name, text in texts.items() if isinstance(text, str)}
 
 
 def _prepared(message: Mapping[str, Any]) -> dict[str, Any]:
