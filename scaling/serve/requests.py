@@ -14,6 +14,7 @@ from scaling.models.text import Unknown
 from scaling.serve.fields import Fields, RequestError, as_float, short
 
 SEEDS = 2**63
+START = 8  # characters of a text for each token that fits, after which it is looked at whether it is too long
 TOO_LONG = "context_length_exceeded"
 KNOWN = ("id", "prompt", "ids", "max_new_tokens", "temperature", "top_k", "top_p", "min_p", "seed", "stop", "arrival")
 
@@ -120,13 +121,17 @@ def read_ids(prompt: Any, tokenizer, V: int, room: int | None = None, special: b
     """Return the ids of a prompt, which is a text or these ids.
 
     Args:
-        room: how many tokens fit. A prompt that is longer is refused before there is work for each token: a text as
-            soon as it has more characters than so many of the longest tokens.
+        room: how many tokens fit. A prompt that is longer is refused before there is work for each token: a text if it
+            has more characters than so many of the longest tokens, or if its first `START` characters for each token
+            that fits are too many tokens already.
         special: whether a text gets the tokens that the tokenizer puts around it.
     """
     if isinstance(prompt, str):
         if room is not None:
             check_prompt_fits(len(prompt), "characters", room, room * tokenizer.longest)
+            if len(prompt) > (start := START * room):
+                count = len(tokenizer.encode(prompt[:start])) - tokenizer.longest  # a token that is cut may be many
+                check_prompt_fits(count, "tokens and more", room, room)
         prompt = tokenizer.encode(prompt, special=special)
     if room is not None and hasattr(prompt, "__len__"):
         check_prompt_fits(len(prompt), "tokens", room, room)

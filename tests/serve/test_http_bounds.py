@@ -83,6 +83,27 @@ def test_every_field_with_a_long_text_and_a_deep_list(field):
         assert refused(body(**plain, **{field: value}), "messages" in plain).param == field
 
 
+class Words(ByteText):
+    """Four characters are a token, the longest has fifty; `work`: how many characters were encoded."""
+
+    longest, work = 50, 0
+
+    def encode(self, text, special=False):
+        self.work += len(text)
+        return [1] * (-(-len(text) // 4))
+
+
+def test_a_text_that_is_too_long_is_refused_by_its_beginning():
+    """Of a text that may fit by its characters, since a token may have fifty."""
+    for message in (False, True):
+        model = SHORT._replace(tokenizer=Words(), options=Options(250, 4))
+        text = {"messages": [USER | {"content": "a" * 49_000}]} if message else {"prompt": "a" * 49_000}
+        error = refused(body(**text), message, model)
+        assert (error.code, model.tokenizer.work) == ("context_length_exceeded", 8 * 999)
+        fitting = {"messages": [USER | {"content": "a" * 3900}]} if message else {"prompt": "a" * 3900}
+        words.read_body(body(**fitting), model, message, itertools.count())
+
+
 def test_a_long_context_is_read_in_time_by_its_length():
     """A prompt of many ids, and many answers of one: what is said of each token is said once."""
     before = time.process_time()
