@@ -1,6 +1,6 @@
 """All that this package uses of torch without a public name, in one place; a test tries each entry.
 
-torch 2.11 to 2.13 have them alike. A public twin, where there is one, costs more: the functions of
+torch 2.11 to 2.15 have them alike. A public twin, where there is one, costs more: the functions of
 `torch.distributed` take as long as a small collective; `torch.compiler` imports the compiler.
 """
 
