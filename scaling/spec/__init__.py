@@ -1,4 +1,7 @@
-"""The notation: types such as `W[D_X, F] {U_Y}` and lines between them, read (`reader`) and as data (`types`)."""
+"""The notation: types such as `W[D_X, F] {U_Y}` and the lines between types.
+
+`reader` reads them from text, `types` holds them as data, and `sizes` has the sizes of meshes and dtypes.
+"""
 
 from scaling.spec.reader import ShardingError, refuse
 from scaling.spec.sizes import DTYPE_BYTES, dtype_bytes

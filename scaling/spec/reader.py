@@ -1,4 +1,7 @@
-"""Reading the notation: text to the parts of types and lines, with a caret under what cannot be read (notation.md)."""
+"""Read the notation: split the text of a type or a line into its parts (notation.md has the grammar).
+
+An error puts a caret under the character where reading failed.
+"""
 
 import re
 from typing import NoReturn
@@ -7,16 +10,16 @@ Dims = tuple[tuple[str, tuple[str, ...]], ...]
 
 NAME = r"[A-Za-z_][A-Za-z0-9_']*(\.[A-Za-z0-9_']+)*|[0-9]+(\.[A-Za-z0-9_']+)+"  # as named_parameters(): `0.fc1.weight`
 DIM, NUMBER = r"[A-Za-z][A-Za-z0-9']*", r"[0-9]{1,18}(?![0-9])"
-AXIS = r"[A-Za-z][A-Za-z0-9]*"  # capitals alone are an axis each, `XY`; anything else is one long name, `data`
+AXIS = r"[A-Za-z][A-Za-z0-9]*"  # a word of capitals names one axis per letter, `XY`; any other is one name, `data`
 QUOTED = 200  # characters of a text that an error message quotes
 
 
 class ShardingError(ValueError):
-    """A type or a line that breaks a rule of the notation: the message quotes it, names the rule and the fix."""
+    """A type or a line that breaks a rule of the notation; the message quotes it and names the rule and the fix."""
 
 
 def refuse(line, what: str, rule: str, fix: str) -> NoReturn:
-    """ShardingError that says of a line what is wrong, by which rule, and what to do instead."""
+    """Raise a ShardingError that quotes the line and gives the mistake, the rule that it breaks, and the fix."""
     raise ShardingError(f"{line}\n  {what}\n  rule: {rule}\n  fix: {fix}")
 
 
@@ -25,8 +28,15 @@ ReadLine = tuple[tuple[ReadType, ...], ReadType, tuple[str, ...]]  # operands, r
 
 
 def read_type(text: str, repeats: bool = False) -> ReadType:
-    """`W[D_X, F] {U_Y}` in parts. ShardingError for bad syntax, and for a dim or a mesh axis that is used twice.
-    `repeats`: dims that are numbers may be, `[8_X, 8]`."""
+    """Split the text of a type, `W[D_X, F] {U_Y}`, into its parts.
+
+    Args:
+        text: The type.
+        repeats: Allow dims that are numbers to occur more than once, as in `[8_X, 8]`.
+
+    Raises:
+        ShardingError: The syntax is wrong, or a dim or a mesh axis is used twice.
+    """
     reader = _Reader(text, repeats)
     found = reader.type()
     reader.end()
@@ -34,7 +44,11 @@ def read_type(text: str, repeats: bool = False) -> ReadType:
 
 
 def read_line(text: str) -> ReadLine:
-    """`A[I, J] * B[J, K] -> C[I, K]` in parts. ShardingError as for read_type."""
+    """Split the text of a line, `A[I, J] * B[J, K] -> C[I, K]`, into its parts.
+
+    Raises:
+        ShardingError: The syntax is wrong, or a type uses a dim or a mesh axis twice.
+    """
     reader = _Reader(text)
     operands, contract = [reader.type()], []
     while (dim := reader.product()) is not None:
@@ -47,30 +61,30 @@ def read_line(text: str) -> ReadLine:
 
 
 def split_axes(word: str) -> tuple[str, ...]:
-    """The mesh axes that a word names: "XY" is X and Y, "data" is one."""
+    """Return the mesh axes that a word names: "XY" names X and Y, "data" names one axis."""
     return tuple(word) if re.fullmatch("[A-Z]+", word) else (word,)
 
 
 class _Reader:
-    """A cursor over the text; each method reads one piece of the grammar and leaves the cursor after it."""
+    """A cursor over the text; each method reads one piece of the grammar and moves the cursor past it."""
 
     def __init__(self, text: str, repeats: bool = False):
-        self.text, self.at, self.repeats = text, 0, repeats
+        self.text, self.position, self.repeats = text, 0, repeats
 
-    def fail(self, message: str, at: int | None = None, fix: str = "") -> NoReturn:
-        at = self.at if at is None else at
-        start = max(0, at - QUOTED // 2) if len(self.text) > QUOTED else 0
+    def fail(self, message: str, position: int | None = None, fix: str = "") -> NoReturn:
+        position = self.position if position is None else position
+        start = max(0, position - QUOTED // 2) if len(self.text) > QUOTED else 0
         text = re.sub(r"\s", " ", self.text[start : start + QUOTED])
-        raise ShardingError(f"{message}\n  {text}\n  {' ' * (at - start)}^" + (f"\n  fix: {fix}" if fix else ""))
+        raise ShardingError(f"{message}\n  {text}\n  {' ' * (position - start)}^" + (f"\n  fix: {fix}" if fix else ""))
 
     def skip(self) -> None:
-        while self.at < len(self.text) and self.text[self.at].isspace():
-            self.at += 1
+        while self.position < len(self.text) and self.text[self.position].isspace():
+            self.position += 1
 
     def find(self, pattern: str) -> str | None:
         self.skip()
-        if match := re.compile(pattern, re.ASCII).match(self.text, self.at):
-            self.at = match.end()
+        if match := re.compile(pattern, re.ASCII).match(self.text, self.position):
+            self.position = match.end()
             return match[0]
         return None
 
@@ -81,7 +95,7 @@ class _Reader:
 
     def end(self) -> None:
         self.skip()
-        if self.at < len(self.text):
+        if self.position < len(self.text):
             self.fail("expected the end of the type")
 
     def type(self) -> ReadType:
@@ -92,9 +106,9 @@ class _Reader:
             if dims:
                 self.take(",", "',' or ']'")
             self.skip()
-            at, dim = self.at, self.take(f"{DIM}|{NUMBER}", "a dim, such as D or F_X")
+            position, dim = self.position, self.take(f"{DIM}|{NUMBER}", "a dim, such as D or F_X")
             if not (self.repeats and dim.isdigit()):
-                self.once(seen, dim, at, f"dim {dim}", "give the dims two names")
+                self.once(seen, dim, position, f"dim {dim}", "give the dims two names")
             dims.append((dim, self.axes(seen) if self.find("_") else ()))
         if self.find(r"\{\s*U\s*[_.]"):
             unreduced = tuple(sorted(self.axes(seen)))
@@ -102,14 +116,14 @@ class _Reader:
         return name, tuple(dims), unreduced
 
     def axes(self, seen: dict) -> tuple[str, ...]:
-        """`XY`, `{XY}`, `data` or `{data,model}`."""
+        """Read mesh axes written as `XY`, `{XY}`, `data` or `{data,model}`."""
         braced, axes = self.find(r"\{"), []
         while True:
             self.skip()
-            at, word = self.at, self.take(AXIS, "a mesh axis, such as X or {data,model}")
+            position, word = self.position, self.take(AXIS, "a mesh axis, such as X or {data,model}")
             for offset, axis in enumerate(split_axes(word)):
                 fix = "split one dim over it, or leave it out of {U_...}"
-                self.once(seen, ("axis", axis), at + offset, f"mesh axis {axis}", fix)
+                self.once(seen, ("axis", axis), position + offset, f"mesh axis {axis}", fix)
                 axes.append(axis)
             if not (braced and self.find(",")):
                 break
@@ -117,13 +131,13 @@ class _Reader:
             self.take(r"\}", "'}' or ',' and another axis")
         return tuple(axes)
 
-    def once(self, seen: dict, key, at: int, what: str, fix: str) -> None:
+    def once(self, seen: dict, key, position: int, what: str, fix: str) -> None:
         if key in seen:
-            self.fail(f"{what} is used twice: each occurs at most once in a type", at, fix)
-        seen[key] = at
+            self.fail(f"{what} is used twice: each occurs at most once in a type", position, fix)
+        seen[key] = position
 
     def product(self) -> str | None:
-        """`*`, `·`, `*_J`, `*_LOCAL`: the dim named ("" if none), or None if no product follows."""
+        """Read `*`, `·`, `*_J` or `*_LOCAL`; return the dim named ("" for none), or None if no product follows."""
         if not self.find(r"[*·]"):
             return None
         if not self.find("_"):

@@ -1,4 +1,4 @@
-"""Sizes: of a mesh as text and as data (`X=4,Y=2` is {"X": 4, "Y": 2}), and of a dtype in bytes. No torch."""
+"""Read and check the sizes of a mesh (`X=4,Y=2` is {"X": 4, "Y": 2}), and look up a dtype's bytes, without torch."""
 
 import re
 from collections.abc import Mapping
@@ -12,18 +12,18 @@ DTYPE_BYTES |= {"fp64": 8, "f64": 8, "float64": 8, "int64": 8}
 
 
 def format_sizes(sizes: Mapping[str, int]) -> str:
-    """{"X": 4, "Y": 2} -> "X=4, Y=2"."""
+    """Format sizes as text: {"X": 4, "Y": 2} gives "X=4, Y=2"."""
     return ", ".join(f"{axis}={size}" for axis, size in sizes.items()) or "no axes"
 
 
 def check_axis(axis) -> None:
-    """ShardingError unless types can hold an axis of this name: `XY` would be read as X and Y."""
+    """Raise ShardingError if a type cannot hold an axis of this name: `XY`, for example, would be read as X and Y."""
     if not (isinstance(axis, str) and re.fullmatch("[A-Z]|(?![A-Z]+$)[A-Za-z][A-Za-z0-9]*", axis, re.ASCII)):
         raise ShardingError(f"{axis!r} cannot name a mesh axis\n  fix: use one capital letter, or a word such as data")
 
 
 def check_sizes(sizes: Mapping[str, int]) -> None:
-    """ShardingError unless every axis has a name that types can hold and a size of at least 1."""
+    """Raise ShardingError unless every axis has a name that types can hold and a size of at least 1."""
     if not isinstance(sizes, Mapping):
         raise ShardingError(
             f'a mesh is given by the sizes of its axes, such as {{"X": 4, "Y": 2}}; got {sizes!r}'
@@ -36,15 +36,27 @@ def check_sizes(sizes: Mapping[str, int]) -> None:
 
 
 def parse_mesh(text: str) -> dict[str, int]:
-    """`X=4,Y=2` -> {"X": 4, "Y": 2}, as given to --mesh. ShardingError for text that is no list of axes and sizes."""
+    """Read the value of --mesh: `X=4,Y=2` gives {"X": 4, "Y": 2}.
+
+    Raises:
+        ShardingError: The text is not a list of axes and their sizes.
+    """
     sizes = parse_sizes(text, "--mesh", "axis")
     check_sizes(sizes)
     return sizes
 
 
 def parse_sizes(text: str, option: str, what: str) -> dict[str, int]:
-    """`I=4,J=8` -> {"I": 4, "J": 8}, as given to an option such as --sizes; `what` they are sizes of. ShardingError for
-    any other text."""
+    """Read the value of an option such as --sizes: `I=4,J=8` gives {"I": 4, "J": 8}.
+
+    Args:
+        text: The names and sizes.
+        option: The option's name for error messages, such as "--sizes".
+        what: The kind of thing that the names name, for error messages, such as "dim".
+
+    Raises:
+        ShardingError: The text has another form, or gives a name twice.
+    """
     sizes = {}
     for part in text.split(","):
         if not (match := re.fullmatch(r"\s*([A-Za-z][A-Za-z0-9']*)\s*=\s*([0-9]{1,15})\s*", part, re.ASCII)):
@@ -58,7 +70,7 @@ def parse_sizes(text: str, option: str, what: str) -> dict[str, int]:
 
 
 def dtype_bytes(dtype) -> float:
-    """Return the bytes of one element of a dtype: a name ("bf16", "int4"), a torch dtype, or its number of bytes."""
+    """Return the bytes of one element of a dtype, given as a name ("bf16", "int4"), a torch dtype or that number."""
     if isinstance(dtype, (int, float)) and dtype > 0:
         return dtype
     if isinstance(dtype, str) and dtype in DTYPE_BYTES:

@@ -1,9 +1,9 @@
 """The book's sharding notation as data: `W[D_X, F_Y] {U_Z}` (Part 3, "A unified notation for sharding").
 
-`parse` reads one type, `parse_line` an arrow between types. A type says, for each dim of an array, which mesh axes it
-is split over (`I_XY`: X is major, so device (x, y) holds block x*|Y| + y), and over which axes the array is still
-unreduced (`{U_Z}`: every device along Z holds a partial sum). Axes that are not mentioned hold replicas.
-Plain Python: no torch, no devices.
+`parse` reads one type, `parse_line` an arrow between types. A type says for each dim of an array which mesh axes the
+dim is split over (in `I_XY` X is major, so device (x, y) holds block x*|Y| + y). It also says over which axes the array
+is still unreduced (`{U_Z}` means that every device along Z holds a partial sum). Devices along an axis that the type
+does not mention hold replicas. This is plain Python, which needs neither torch nor devices.
 """
 
 import math
@@ -16,7 +16,7 @@ from scaling.spec.sizes import dtype_bytes
 
 
 def mesh_sizes(mesh) -> Mapping[str, int]:
-    """The axis sizes of a mesh, which may be given as the mesh itself or as a plain dict `{"X": 4, "Y": 2}`."""
+    """Return the axis sizes of a mesh, which is given as a mesh or as a plain dict `{"X": 4, "Y": 2}`."""
     sizes = mesh if isinstance(mesh, Mapping) else getattr(mesh, "sizes", None)
     if sizes is None:
         raise ShardingError(
@@ -33,13 +33,13 @@ def present(spec: "str | Spec", mesh) -> "Spec":
 
 
 def format_axes(axes: Sequence[str]) -> str:
-    """`("X", "Y")` -> "XY"; long names in braces: `("data", "model")` -> "{data,model}"."""
+    """Format mesh axes: `("X", "Y")` gives "XY"; long names get braces, so `("data", "model")` gives "{data,model}"."""
     short = all(len(axis) == 1 and axis.isupper() for axis in axes)
     return "".join(axes) if short else "{" + ",".join(axes) + "}"
 
 
 def block_index(axes: Sequence[str], coord: Mapping[str, int], mesh) -> int:
-    """Which block of a dim split over `axes` the device at `coord` holds: row-major, `I_XY` gives x * |Y| + y."""
+    """Return which block of a dim split over `axes` the device at `coord` holds: x * |Y| + y for `I_XY` (row-major)."""
     sizes, index = mesh_sizes(mesh), 0
     for axis in axes:
         index = index * sizes[axis] + coord[axis]
@@ -50,7 +50,8 @@ def block_index(axes: Sequence[str], coord: Mapping[str, int], mesh) -> int:
 class Spec:
     """One type. `W[D_X, F] {U_Y}` has `name` "W", `dims` (("D", ("X",)), ("F", ())) and `unreduced` ("Y",).
 
-    The name is "" if there is none. A dim may be a number (`KV[2, B, S]`), its own size. `unreduced` is kept sorted.
+    An array without a name has the name "". A dim may be a number, which is also its size (`KV[2, B, S]`).
+    `unreduced` is kept sorted.
     """
 
     name: str
@@ -63,6 +64,7 @@ class Spec:
 
     @property
     def dim_names(self) -> tuple[str, ...]:
+        """The names of the dims, in order."""
         return tuple(dim for dim, _ in self.dims)
 
     @property
@@ -71,35 +73,39 @@ class Spec:
         return tuple(axis for _, axes in self.dims for axis in axes)
 
     def axes_of(self, dim: str) -> tuple[str, ...]:
-        """The axes that `dim` is split over; () also for a dim that this array does not have."""
+        """Return the axes that `dim` is split over, which are () also for a dim that this array does not have."""
         return dict(self.dims).get(dim, ())
 
     def index(self, dim: str) -> int:
+        """Return the position of a dim; ValueError if the array does not have it."""
         return self.dim_names.index(dim)
 
     def same_sharding(self, other: "Spec") -> bool:
-        """Whether dims, their axes and the unreduced axes are the same; the arrays' names may differ."""
+        """Return whether dims, their axes and the unreduced axes are equal; the arrays' names may differ."""
         return self.dims == other.dims and self.unreduced == other.unreduced
 
     def with_name(self, name: str) -> "Spec":
+        """Return this type under another name."""
         return replace(self, name=name)
 
     def with_axes(self, dim: str, axes: Sequence[str]) -> "Spec":
+        """Return this type with `dim` split over `axes` instead."""
         return replace(self, dims=tuple((d, tuple(axes) if d == dim else a) for d, a in self.dims)).validated()
 
     def with_unreduced(self, axes: Iterable[str]) -> "Spec":
+        """Return this type with `axes` as its unreduced axes."""
         return replace(self, unreduced=tuple(sorted(axes))).validated()
 
     def stacked(self, dim: str) -> "Spec":
-        """The type of several such arrays along a new first dim: W[D_X, F] -> W[L, D_X, F]."""
+        """Return the type of several such arrays stacked along a new first dim: W[D_X, F] -> W[L, D_X, F]."""
         return replace(self, dims=((dim, ()), *self.dims)).validated()
 
     def whole(self) -> "Spec":
-        """The type of the whole array on every device: W[D_X, F] {U_Y} -> W[D, F]."""
+        """Return the type of the whole array on every device: W[D_X, F] {U_Y} -> W[D, F]."""
         return replace(self, dims=tuple((dim, ()) for dim in self.dim_names), unreduced=())
 
     def validated(self) -> "Spec":
-        """This type, or a ShardingError if it uses a dim or a mesh axis twice, or one that cannot be written."""
+        """Return this type; ShardingError if it uses a dim or a mesh axis twice, or a name that cannot be written."""
         spec = parse(str(self))
         if spec.dims != self.dims or spec.unreduced != tuple(sorted(self.unreduced)):
             raise ShardingError(
@@ -109,20 +115,24 @@ class Spec:
         return spec
 
     def replicated(self, mesh) -> tuple[str, ...]:
-        """The axes of the mesh that this type does not mention: along them every device holds the same."""
+        """Return the mesh axes that this type does not mention, along which every device holds the same values."""
         self.check_axes(mesh)
         return tuple(axis for axis in mesh_sizes(mesh) if axis not in self.axes + self.unreduced)
 
     def cotangent(self, mesh=()) -> "Spec":
-        """The type of an array's cotangent, `dW` of `W`: split where the array is split, replicated where it is
-        unreduced, and over the axes of `mesh` (or those named) unreduced where it is replicated; of none: reduced."""
+        """Return the type of the array's cotangent, such as `dW` of `W`.
+
+        The cotangent is split where the array is split, replicated where the array is unreduced, and unreduced where
+        the array is replicated. The last holds for the axes of `mesh`, which is a mesh or some of its axes' names.
+        Without any axes the cotangent is reduced.
+        """
         axes = mesh if isinstance(mesh, (tuple, list)) else mesh_sizes(mesh)
         return replace(self, name="d" + self.name, unreduced=tuple(sorted({*axes} - {*self.axes, *self.unreduced})))
 
     def placements(self, mesh) -> tuple:
-        """DTensor's placements, one for each axis of the mesh: "A[I_X, J] {U_Y}" -> (Shard(0), Partial()).
+        """Return DTensor's placements, one per mesh axis: "A[I_X, J] {U_Y}" -> (Shard(0), Partial()).
 
-        Where a dim's axes stand in another order than the mesh's, `I_YX`, the placement is a strided shard.
+        If a dim's axes have another order than the mesh's, as in `I_YX`, the placement is a strided shard.
         """
         from torch.distributed.tensor import Partial, Replicate, Shard
         from torch.distributed.tensor.placement_types import _StridedShard
@@ -131,24 +141,25 @@ class Spec:
         sizes, found = mesh_sizes(mesh), {axis: Partial() for axis in self.unreduced}
         order = list(sizes)
         for position, (_, axes) in enumerate(self.dims):
-            for n, axis in enumerate(axes):  # the factor: blocks into which axes behind in the mesh cut the dim before
+            for n, axis in enumerate(axes):  # the factor: blocks made by more major axes that come later in the mesh
                 factor = math.prod(sizes[major] for major in axes[:n] if order.index(major) > order.index(axis))
                 found[axis] = Shard(position) if factor == 1 else _StridedShard(position, split_factor=factor)
         return tuple(found.get(axis, Replicate()) for axis in order)
 
     @staticmethod
     def from_placements(placements: Sequence, mesh, dims: Sequence[str], name: str = "") -> "Spec":
-        """The type that DTensor's placements mean; `mesh` gives the axes' names and sizes, `dims` the dims' names.
+        """Return the type of DTensor's placements; `mesh` gives the axes' names and sizes, `dims` the dims' names.
 
-        Raises ShardingError for what the notation does not have: sums other than plain ones, strides that no order of
-        a dim's axes makes.
+        Raises:
+            ShardingError: The notation lacks a placement: a reduction other than a sum, or a stride that no order of a
+                dim's axes makes.
         """
         from torch.distributed.tensor import Partial, Replicate
         from torch.distributed.tensor.placement_types import Shard, _StridedShard
 
         sizes, unreduced = mesh_sizes(mesh), []
         axes_of: dict[str, list[str]] = {dim: [] for dim in dims}
-        for axis, placement in reversed([*zip(sizes, placements, strict=True)]):  # a factor counts blocks behind
+        for axis, placement in reversed([*zip(sizes, placements, strict=True)]):  # a factor counts later axes' blocks
             kind = type(placement)
             if kind in (Shard, _StridedShard) and -len(dims) <= placement.dim < len(dims):
                 axes = axes_of[list(dims)[placement.dim]]
@@ -169,7 +180,7 @@ class Spec:
         return Spec(name, split, tuple(sorted(unreduced))).validated()
 
     def check_axes(self, mesh) -> None:
-        """ShardingError if the type names an axis that the mesh lacks."""
+        """Raise ShardingError if the type names an axis that the mesh lacks."""
         sizes = mesh_sizes(mesh)
         for axis in self.axes + self.unreduced:
             if axis not in sizes:
@@ -180,7 +191,7 @@ class Spec:
                 )
 
     def global_shape(self, sizes) -> tuple[int, ...]:
-        """The shape of the whole array. `sizes`: {"D": 8, "F": 16}, or the shape itself as a sequence of ints."""
+        """Return the shape of the whole array; `sizes` is {"D": 8, "F": 16} or that shape as a sequence of ints."""
         if not isinstance(sizes, Mapping):
             if len(sizes) != len(self.dims):
                 what = f"{self}: has {len(self.dims)} dims, but the sizes given are {tuple(sizes)}"
@@ -200,12 +211,11 @@ class Spec:
         return tuple(shape)
 
     def local_shape(self, sizes, mesh) -> tuple[int, ...]:
-        """The shape of one device's shard: each dim divided by the sizes of its axes.
-        sizes {"D": 8, "F": 16} (or the global shape), mesh {"X": 4, "Y": 2} or a Mesh."""
+        """Return the shape of one device's shard, each dim divided by its axes' sizes; `sizes` as in `global_shape`."""
         self.check_axes(mesh)
         local, axis_sizes = [], mesh_sizes(mesh)
         for (dim, axes), size in zip(self.dims, self.global_shape(sizes), strict=True):
-            parts = math.prod([axis_sizes[axis] for axis in axes])  # a list: Dynamo sees through it
+            parts = math.prod([axis_sizes[axis] for axis in axes])  # a list, because Dynamo can trace it
             if size % parts:
                 product = " * ".join(f"{axis}={axis_sizes[axis]}" for axis in axes)
                 raise ShardingError(
@@ -216,7 +226,7 @@ class Spec:
         return tuple(local)
 
     def slices(self, sizes, mesh, coord: Mapping[str, int]) -> tuple[slice, ...]:
-        """The index ranges of the device at `coord`, e.g. {"X": 3, "Y": 0}; `I_XY` counts X as the major axis."""
+        """Return the index ranges that the device at `coord`, such as {"X": 3, "Y": 0}, holds; X is major in `I_XY`."""
         local, axis_sizes = self.local_shape(sizes, mesh), mesh_sizes(mesh)
         for axis in self.axes:
             if not 0 <= coord.get(axis, -1) < axis_sizes[axis]:
@@ -226,17 +236,17 @@ class Spec:
         return tuple(slice(block * size, (block + 1) * size) for block, size in zip(blocks, local, strict=True))
 
     def nbytes(self, sizes, mesh, dtype) -> float:
-        """Bytes that one device holds (an int unless the dtype has half bytes)."""
+        """Return the bytes that one device holds, as an int where possible (int4 and fp4 have half a byte)."""
         return _whole(math.prod(self.local_shape(sizes, mesh)) * dtype_bytes(dtype))
 
     def total_nbytes(self, sizes, mesh, dtype) -> float:
-        """Bytes over the whole mesh, every replica and every partial sum counted."""
+        """Return the bytes over the whole mesh, counting every replica and every partial sum."""
         return _whole(self.nbytes(sizes, mesh, dtype) * math.prod(mesh_sizes(mesh).values()))
 
 
 @dataclass(frozen=True)
 class Line:
-    """An arrow between types: `A[I, J_X] * B[J_X, K] -> C[I, K] {U_X}`. `contract` holds the dims of written `*_J`."""
+    """An arrow between types, `A[I, J_X] * B[J_X, K] -> C[I, K] {U_X}`; `contract` has the dims written as `*_J`."""
 
     operands: tuple[Spec, ...]
     result: Spec
@@ -255,7 +265,9 @@ def parse(text: "str | Spec") -> Spec:
     """Read one type: `W[D, F_X]`, `In[B_{XY}, D]`, `In[B_{data,model}, D]`, `[B, D]`, `Loss[] {U_XY}`.
 
     The book's other spellings are read too (`{ U_XY }`, `{U.Y}`); str() gives the canonical one.
-    Raises ShardingError, with a caret under the place, for bad syntax, and for a dim or an axis used twice.
+
+    Raises:
+        ShardingError: The syntax is wrong, or a dim or an axis is used twice; a caret marks the character.
     """
     return text if isinstance(text, Spec) else _parse(_text(text))
 
@@ -267,16 +279,19 @@ def _parse_line(text: str) -> Line:
 
 
 def parse_line(text: "str | Line") -> Line:
-    """Read an arrow: `A[I_X, J] -> A[I, J]`, `A[I, J] * B[J, K] -> C[I, K]`; `*` may be `·`, and name its dim: `*_J`.
+    """Read an arrow, `A[I_X, J] -> A[I, J]` or `A[I, J] * B[J, K] -> C[I, K]`; `*` may be `·`, and name its dim, `*_J`.
 
-    Only the syntax and each type by itself are checked here; what a line may do, `scaling.collectives` and
-    `scaling.algebra` check. Raises ShardingError.
+    Only the syntax and each single type are checked here. `scaling.collectives` and `scaling.algebra` check which lines
+    are legal.
+
+    Raises:
+        ShardingError: The syntax is wrong, or one of the types is.
     """
     return text if isinstance(text, Line) else _parse_line(_text(text))
 
 
 def _text(text) -> str:
-    if not isinstance(text, str):  # before any cache sees it: it may not be hashable
+    if not isinstance(text, str):  # checked before the cache, which would fail on a value that is not hashable
         raise ShardingError(f"a type is written as a string such as 'W[D, F_X]'; got {text!r}\n  fix: give a string")
     return text
 
