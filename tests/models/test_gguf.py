@@ -171,6 +171,26 @@ def test_a_file_s_scaling_and_sizes_that_are_lists_are_read(read):
     assert config.max_positions == 99
 
 
+IGNORED = [  # keys that llama.cpp does not read for llama, or whose values change nothing there
+    ("llama.vocab_size", 300), ("llama.attention.sliding_window", 4), ("llama.attention.key_length_swa", 4),
+    ("llama.rope.dimension_count_swa", 4), ("llama.pooling_type", 1), ("llama.logit_scale", 3.0),
+    ("llama.attention.scale", 2.0), ("llama.residual_scale", 2.0), ("llama.embedding_scale", 2.0),
+    ("llama.expert_count", 0), ("llama.attention.causal", True), ("llama.attention.key_length", 8),
+    ("llama.attention.value_length", 8), ("llama.rope.dimension_count", 8), ("llama.rope.scaling.type", "yarn"),
+    ("llama.rope.scaling.finetuned", True), ("llama.rope.scaling.attn_factor", 1.0), ("nobody.knows", 1),
+    ("llama.rope.scaling.original_context_length", 20), ("tokenizer.ggml.add_space_prefix", True),
+    ("tokenizer.ggml.remove_extra_whitespaces", True), ("tokenizer.ggml.add_sep_token", True),
+]  # fmt: skip
+
+
+def test_what_llama_cpp_ignores_changes_nothing(read, tmp_path):
+    plain = Path(read().folder)
+    other = Path(read(fields=IGNORED).folder)
+    assert plain != other
+    for name in ("config.json", "tokenizer.json", "tokenizer_config.json", "generation_config.json"):
+        assert json.loads((plain / name).read_text()) == json.loads((other / name).read_text())
+
+
 ENDING = [  # texts of tokens from id 258 on, with keys of the file; the ids that end
     (["<x>", "<|endoftext|>", "<|im_end|>", "<|eot_id|>", "<end_of_turn>"], {}, [259, 260, 261, 262]),
     (["<|end|>", "<y>", "<reponame>", "<|fim_pad|>", "<|file_sep|>"], {}, [258, 259, 260, 261, 262]),
@@ -207,6 +227,10 @@ REFUSED = {  # what is said: how the file is written
     r"rope_freqs\.weight is of no scaling known here": {"more": OTHER},
     r"4 experts, which is not read": {"fields": [("llama.expert_count", 4)]},
     r"4 rotary dims of 8": {"fields": [("llama.rope.dimension_count", 4)]},
+    r"L must be a whole number of at least 1 and at most 100,000": {
+        "fields": [("llama.block_count", 10**9)],
+        "unsaid": ["block_count"],
+    },
     r"values of 4 dims beside keys of 8": {"fields": [("llama.attention.value_length", 4)]},
     r"attention that is not causal": {"fields": [("llama.attention.causal", False)]},
     r"a rope\.scaling\.type 'ntk'": {"fields": [("llama.rope.scaling.type", "ntk")]},
