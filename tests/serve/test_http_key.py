@@ -72,6 +72,7 @@ def test_no_form_of_a_call_gets_past_the_key(locked):
         assert status_of(locked.port, "POST", "/v1/completions", headers) == 200
     refused = locked.client.get("/v1/models", headers={"Authorization": ""}).json()["error"]
     assert "fix: send the header Authorization: Bearer KEY" in refused["message"]
+    assert (refused["type"], refused["code"]) == ("invalid_request_error", "invalid_api_key")
 
 
 def test_a_key_comes_from_an_option_a_file_or_the_environment(tmp_path, monkeypatch, capsys):

@@ -56,7 +56,7 @@ class KeyGate:
         self.key = check_key("key", key).encode()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        allowed = scope["type"] == "http" and (scope["path"] in OPEN or self._has_key(scope))
+        allowed = scope["type"] == "lifespan" or scope["path"] in OPEN or self._has_key(scope)
         await (self.app if allowed else self.refusal())(scope, receive, send)
 
     def _has_key(self, scope: Scope) -> bool:
