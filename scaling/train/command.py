@@ -143,6 +143,8 @@ def main(argv=None) -> int:
     if (world := world_size()) > 1:
         sizes = elastic.fitted(declared, world)
     asked, settings = settings, elastic.shared(settings, declared, sizes)
+    if first_rank() and (note := elastic.loss_note(asked, settings)):
+        print(f"warning: {note}", file=sys.stderr, flush=True)
     transformer.specs(config, AbstractMesh(sizes))
     if args.dry_run:
         backend = "gloo" if args.device == "cpu" else "abstract"

@@ -29,11 +29,12 @@ from scaling.train.record import (
     changed_data,
     check_unchanged,
     option_changes,
+    rate_change,
     record_of,
     recorded,
     resumable,
 )
-from scaling.train.settings import DTYPES, Settings, optimizer_of
+from scaling.train.settings import DTYPES, Settings, optimizer_of, rate
 from scaling.train.step import drawn_params, make_step
 
 STOP = "stop"  # a file of this name in the run's folder asks it to save and end
@@ -52,6 +53,7 @@ def run(mesh, settings: Settings, keep: Callable[[], None] | None = None) -> dic
     params, state, seen = held["params"], held["optimizer"], held["data"]["sequences"]
     first = seen if begins_new_data(settings, before, made_with) else held["data"].get("begun", 0)
     train, made_with["held_out"], gone = leave_out(train, valid, before.get("held_out", []))
+    lr_at = rate(settings)
     step, result = make_step(settings, mesh, optimizer), {"step": start, "sequences": seen}
     coming = ahead(train, seen - first, settings.batch)
     progress, losses, pace, saving = Progress(settings, mesh), guards.Losses(), guards.Pace(), None
@@ -76,6 +78,7 @@ def run(mesh, settings: Settings, keep: Callable[[], None] | None = None) -> dic
             guards.check_replicas(held, specs | {"batch": ["t[B, T]"] * 3}, mesh, number)
             progress.warn(pace.slow(mesh, number) if len(pace.steps) >= 8 else "")
             began = time.perf_counter()
+        lr = lr_at(state["step"]).item()
         with flight.step(number) as log:
             params, state, metrics = step(params, state, _placed(whole, mesh), donate=True)
             loss, norm = metrics["loss"].item(), metrics["grad_norm"].item()
@@ -84,6 +87,7 @@ def run(mesh, settings: Settings, keep: Callable[[], None] | None = None) -> dic
         seen += settings.batch
         result |= {"step": number, "loss": loss, "sequences": seen}
         record = progress.record(number, loss, norm, seconds, stood)
+        record["lr"] = lr
         record |= {"loss_scale": metrics["scale"]} if "scale" in metrics else {}
         last, asked = number == settings.steps, stop_asked(out, mesh)
         if last or asked or (settings.eval_every and number % settings.eval_every == 0):
@@ -118,7 +122,7 @@ def begun(
     places, dtype = stored_places(settings.model, mesh), DTYPES[settings.dtype]
     if steps := resumable(settings):
         state, step, before = first_whole(settings, steps, made_with, optimizer, types, mesh)
-        said = [option_changes(before, made_with)]
+        said = [option_changes(before, made_with), rate_change(settings, before, step)]
         if begins_new_data(settings, before, made_with):
             said.append(f"a new epoch of other data: {changed_data(settings, before, made_with) or settings.data}")
         if mesh.rank == 0 and any(said):

@@ -7,10 +7,12 @@ in its folder is written. An older checkpoint has no record: its run.toml, its m
 import json
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, fields
+from dataclasses import asdict, fields, replace
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from scaling.configs import Config
 from scaling.configs.sources import RUN
@@ -20,10 +22,12 @@ from scaling.train import checkpoint, dcp
 from scaling.train.durable import newest_first, step_name
 from scaling.train.fingerprint import differing_data, fingerprint
 from scaling.train.origin import config_of_run, options_of, tokenizer_in, weighted_paths
-from scaling.train.settings import DTYPES, Settings
+from scaling.train.settings import DTYPES, Settings, rate
 
 FIXED = ("dtype", "eos_id", "no_template", "optimizer", "seed", "seq")  # the options that a run keeps to its end
-FREE = ("batch", "clip", "lr", "schedule", "steps", "warmup", "weight_decay")  # those that may change at any step
+# Those that may change at any step:
+FREE = ("batch", "clip", "decay_steps", "lr", "schedule", "steps", "warmup", "weight_decay")
+SCHEDULE = ("decay_steps", "lr", "schedule", "warmup")  # the options that, with steps, give the learning rate
 
 
 def record_of(settings: Settings) -> dict[str, Any]:
@@ -140,6 +144,17 @@ def option_changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> str:
     """Return the options that may change and have changed since a checkpoint, in words; "" if none has."""
     found = _changed(before, now, (*FREE, "dropout"))
     return ", ".join(f"{_flag(name)} {given}, not {then}" for name, then, given in found)
+
+
+def rate_change(settings: Settings, before: Mapping[str, Any], step: int) -> str:
+    """Return how other --steps, which stretch the fall of the learning rate, change it after a step; "" if not."""
+    there = {"decay_steps": 0} | before.get("options", {})
+    if any(there.get(name) != getattr(settings, name) for name in SCHEDULE):
+        return ""
+    asked = replace(settings, steps=there.get("steps", settings.steps))
+    was, becomes = (rate(each)(torch.tensor(step)).item() for each in (asked, settings))
+    said = f"the learning rate of step {step + 1} is {becomes:.3g}, where it was to be {was:.3g}"
+    return "" if was == becomes else f"{said}: --decay-steps {asked.steps} lets it fall as before"
 
 
 def _flag(option: str) -> str:

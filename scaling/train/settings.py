@@ -48,9 +48,16 @@ class Settings:
     lr: float = as_flag(1e-3, "peak learning rate", number(0, 10))
     warmup: int = as_flag(20, "warmup steps of the learning rate", integer(0))
     schedule: str = as_flag(
-        "cosine", "how the learning rate falls after the warmup", choices=("cosine", "wsd", "constant")
+        "cosine",
+        "how the learning rate falls after the warmup: by a cosine to a tenth of --lr, or only at the end, to 0 (wsd)",
+        choices=("cosine", "wsd", "constant"),
     )
-    weight_decay: float = as_flag(0.1, "weight decay of the matrices", number(0, 10))
+    decay_steps: int = as_flag(
+        0, "the step at which the learning rate has fallen to its end, where it stays; 0: --steps", integer(0)
+    )
+    weight_decay: float = as_flag(
+        0.1, "weight decay of the matrices; embeddings, routers, norms and biases have none", number(0, 10)
+    )
     clip: float = as_flag(1.0, "gradients are clipped to this global norm", number(1e-9))
     seed: int = as_flag(0, "of params, data and dropout", integer(0, 2**63 - 1))
     dtype: str = as_flag(
@@ -94,17 +101,19 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def rate(settings: Settings) -> Callable[[Tensor], Tensor]:
-    """The learning rate by the number of updates: warmup, then cosine, wsd (down over the last tenth) or constant."""
+    """Return the learning rate by the number of updates: warmup, then a cosine to a tenth, wsd (to 0 over the last tenth
+    of the steps) or constant. After `decay_steps` it stays where it is."""
     s = settings
-    tail = max(1, s.steps // 10)
+    end = s.decay_steps or s.steps
+    tail = max(1, end // 10)
 
     def at(count: Tensor) -> Tensor:
         up = ((count + 1) / max(1, s.warmup)).clamp(max=1.0)
         if s.schedule == "cosine":
-            gone = ((count - s.warmup) / max(1, s.steps - s.warmup)).clamp(0.0, 1.0)
+            gone = ((count - s.warmup) / max(1, end - s.warmup)).clamp(0.0, 1.0)
             return s.lr * up * (0.1 + 0.45 * (1 + torch.cos(math.pi * gone)))
         if s.schedule == "wsd":
-            return s.lr * up * ((s.steps - count) / tail).clamp(0.0, 1.0)
+            return s.lr * up * ((end - count) / tail).clamp(0.0, 1.0)
         return s.lr * up
 
     return at
@@ -112,7 +121,7 @@ def rate(settings: Settings) -> Callable[[Tensor], Tensor]:
 
 def optimizer_of(settings: Settings) -> optim.Optimizer:
     """AdamW, or Muon for the layers' matrices with AdamW for the rest, at one learning rate; float32 masters for params
-    of 16 bits, loss scaling for float16, no weight decay on norms, biases and embeddings."""
+    of 16 bits, loss scaling for float16, no weight decay on norms, biases, routers and embeddings."""
     options: dict[str, Any] = {"weight_decay": settings.weight_decay, "master": settings.dtype in ("bf16", "fp16")}
     rule = optim.adamw(rate(settings), (0.9, 0.95), mask=decayed, **options)
     if settings.optimizer == "muon":

@@ -2,12 +2,13 @@
 
 import itertools
 import json
+import math
 import shutil
 from pathlib import Path
 
 import pytest
 from machine import ended
-from runs import SMALL, losses, refusal, train, tree_of
+from runs import SMALL, losses, records, refusal, train, tree_of
 
 from scaling.train import command, dcp
 from scaling.train.settings import DTYPES
@@ -176,3 +177,21 @@ def test_a_step_may_be_chosen(begun, capsys):
         assert train(f"--resume --out whole --steps {steps} {more}") == 0
         assert losses("whole") == wanted[:steps]
         assert Path("whole/latest").read_text() == str(steps)
+
+
+@pytest.mark.slow
+def test_more_steps_stretch_the_cosine_unless_its_end_is_given(begun, capsys):
+    """The rates are those of the cosine's formula, from the peak to a tenth of it."""
+    falls = "--schedule cosine --warmup 0 --lr 1"
+    assert train(f"--data text.txt --out falls {SMALL} {falls} --steps 2 --save-every 1") == 0
+    shutil.copytree("falls", "kept")
+    capsys.readouterr()
+    assert train("--resume --out falls --steps 4") == 0
+    assert (
+        "the learning rate of step 3 is 0.55, where it was to be 0.1: --decay-steps 2 lets" in capsys.readouterr().out
+    )
+    assert train("--resume --out kept --steps 4 --decay-steps 2") == 0
+    assert "learning rate" not in capsys.readouterr().out
+    cosine = [0.1 + 0.45 * (1 + math.cos(math.pi * part)) for part in (0, 1 / 2, 2 / 4, 3 / 4)]
+    for out, rates in ("falls", cosine), ("kept", [*cosine[:2], 0.1, 0.1]):
+        assert [record["lr"] for record in records(out)] == pytest.approx(rates)

@@ -12,6 +12,7 @@ import socket
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from unittest import mock
@@ -26,7 +27,7 @@ from scaling.configs import get
 from scaling.cost import transformer as tm
 from scaling.spec.sizes import parse_mesh
 from scaling.train import checkpoint, command, dry, evaluate, guards, loop
-from scaling.train.elastic import fits_as_before, fitted, shared
+from scaling.train.elastic import fits_as_before, fitted, loss_note, shared
 from scaling.train.loop import run
 from scaling.train.progress import Progress
 from scaling.train.settings import Settings, optimizer_of, rate
@@ -74,6 +75,8 @@ def test_learning_rates_and_that_only_matrices_decay():
     for schedule, rates in wanted.items():
         at = rate(Settings(get("tiny"), "", "", steps=100, warmup=10, lr=1.0, schedule=schedule))
         assert {count: at(torch.tensor(count)).item() for count in rates} == pytest.approx(rates)
+        longer = rate(Settings(get("tiny"), "", "", steps=300, decay_steps=100, warmup=10, lr=1.0, schedule=schedule))
+        assert [longer(torch.tensor(count)) for count in (50, 145)] == [at(torch.tensor(count)) for count in (50, 145)]
     params = {"embed": torch.ones(2, 2), "layers": {"W_Q": torch.ones(2, 2), "norm_attn": torch.ones(2)}}
     rule = optimizer_of(Settings(get("tiny"), "", "", lr=0.1, warmup=0, schedule="constant", weight_decay=0.5))
     new, _ = rule.update(tree.map(torch.zeros_like, params), rule.init(params), params)
@@ -152,6 +155,14 @@ def test_what_gives(mesh, world, left, monkeypatch):
     rows = [s.batch // s.microbatches // (m.get("P", 1) * m["X"]) for s, m in ((before, sizes), (after, found))]
     assert rows[0] == rows[1]  # of a microbatch on each rank
     assert after.batch == before.batch
+    assert loss_note(before, after) == ""
+    experts = replace(before, model=TINY.with_(E=4, k=2))
+    for changed, words in ({"capacity": 1.25}, "capacity hold"), ({"aux_coef": 0.01}, "aux_coef hold"):
+        given = replace(experts, model=experts.model.with_(**changed))
+        fewer = shared(given, sizes, found)
+        assert f"in place of 2: the experts' {words} for each" in loss_note(given, fewer)
+        assert loss_note(given, given) == ""
+        assert loss_note(replace(given, model=given.model.with_(balance_by="sequence")), fewer) == "" or "cap" in words
     assert not fits_as_before(sizes, found)  # the first start
     be_rank(monkeypatch, size=world, TORCHELASTIC_RESTART_COUNT="1")
     assert fits_as_before(sizes, found) == (found | {"P": 0} == sizes | {"P": 0})  # else memory is counted again
