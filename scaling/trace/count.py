@@ -1,4 +1,4 @@
-"""A step as a count of its typed lines and of what runs between them, from a run of its own code (`cost.counted`)."""
+"""Count a step's typed lines and the operations between them while its own code runs (for `cost.counted`)."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from functools import lru_cache
@@ -17,16 +17,19 @@ ATTENTION = "_scaled_dot_product"
 
 
 class Between:
-    """Count the operations that run outside the typed lines of a trace, by kind, as a CountedStep names them.
-    `peak_memory` calls `saw` for each operation."""
+    """Count the operations that run outside the typed lines of a trace, by the kinds that a CountedStep has.
+
+    `peak_memory` calls `saw` for each operation.
+    """
 
     def __init__(self):
         self.calls: dict[str, Calls] = {}
 
     def saw(self, function: Any, args: Sequence, given: list[Tensor], made: list[Tensor]) -> None:
+        """Count one operation, from its arguments, the tensors given to it and the tensors that it made."""
         what, mutable = _sort_of(function)
         if what in ("attention", "products") and in_product():
-            return  # the line's event has its FLOPs, which torch's own derivative of a line has not
+            return  # the event of the line has its FLOPs; torch's own derivative of a line has no event
         if what == "attention":
             self.add(what, attention_flops(function._schema.name, args))
         elif what == "products":
@@ -39,13 +42,16 @@ class Between:
                 self.add(what, sum(x.nbytes for x in given) + sum(x.nbytes for x in fresh or made))
 
     def add(self, what: str, amount: float) -> None:
+        """Add one call of this kind, and its amount: FLOPs of products and attention, else bytes."""
         self.calls[what] = self.calls.get(what, NONE).and_more(amount)
 
 
 @lru_cache(maxsize=4096)
 def _sort_of(function: Any) -> tuple[str, bool]:
-    """Return (the operation's kind as a CountedStep names it, or "" if it computes nothing; whether it writes into
-    its operands)."""
+    """Return an operation's kind, and whether it writes into its operands.
+
+    The kind is one that a CountedStep has, or "" if the operation computes nothing.
+    """
     name = function._schema.name.split("::")[1]
     if name.startswith(ATTENTION):
         what = "attention"
@@ -59,7 +65,7 @@ def _sort_of(function: Any) -> tuple[str, bool]:
 
 
 def attention_flops(name: str, args: Sequence) -> float:
-    """Return a causal kernel's FLOPs: two products of T S / 2 scores a head forward, five backward."""
+    """Return a causal attention kernel's FLOPs: two products of T S / 2 scores per head forward, five backward."""
     Q, K = [x for x in args if isinstance(x, Tensor)][1 if "backward" in name else 0 :][:2]
     return (5 if "backward" in name else 2) * Q.numel() * K.shape[2]
 

@@ -1,11 +1,12 @@
-"""What was moved and computed, event by event.
+"""Record the transfers and computations of a run, event by event.
 
     with trace() as log:
         Out, saved = fsdp_tp.forward(params, In, mesh)
     print(log.table())
 
-Each collective and each einsum that runs inside the block adds one `Event`, on a real mesh and on an `AbstractMesh`
-alike, in a hand-written backward and in one that `torch.func.vjp` runs. A trace only observes: numbers do not change.
+Each collective and each einsum that runs inside the block adds one `Event`. This holds on a real mesh and on an
+`AbstractMesh`, in a hand-written backward and in one that `torch.func.vjp` runs. A trace only observes, so the numbers
+do not change.
 """
 
 from collections.abc import Callable, Iterator
@@ -22,17 +23,29 @@ from scaling.spec import Spec, format_axes
 class Event:
     """One collective or einsum.
 
-    `op`: AllGather, ReduceScatter, AllReduce, AllToAll, CollectivePermute, Slice, Einsum, Broadcast, Scatter, Gather,
-    Reduce, Send, Recv or Transfer; `axes`: the mesh axes it ran over; `before`: the operand's type (of an Einsum, a
-    tuple); `after`: the result's. `nbytes`: V, the book's measure (Part 3): the gathered or unreduced array as one
-    group sees it (an AllReduce, which takes two passes over V, is listed with V). `wire_bytes`: what this rank sends.
-    `flops`: of an Einsum, on this rank. `start`, `end`: seconds of `time.perf_counter`; an asynchronous event ends
-    where it was waited for.
+    All times are seconds of `time.perf_counter`. `called`, `left`, `waited`, `group` and `peers` serve profiles.
 
-    For a profile: `called`, when the line was reached, before ranks agreed on it; of an asynchronous event `left`, when
-    the call returned, and `waited`, when it was waited for. `group`: the process group's name; `peers`: the ranks, by
-    their place in it, without which this one cannot go on (none: all). `memory`: bytes of the operands and the result
-    of an Einsum; `dtype` of the operand; `key` tells operands apart.
+    Attributes:
+        op: AllGather, ReduceScatter, AllReduce, AllToAll, CollectivePermute, Slice, Einsum, Broadcast, Scatter, Gather,
+            Reduce, Send, Recv or Transfer.
+        axes: The mesh axes that it ran over.
+        before: The operand's type; for an Einsum, the tuple of its operands' types.
+        after: The result's type.
+        nbytes: V, the book's measure (Part 3): the bytes of the gathered or unreduced array as one group sees it. An
+            AllReduce, which takes two passes over V, is listed with V.
+        wire_bytes: The bytes that this rank sends.
+        flops: The FLOPs of an Einsum on this rank.
+        start: When it started.
+        end: When it ended; an asynchronous event ends once it has been waited for.
+        async_op: Whether the event is asynchronous.
+        called: When the line was reached, before the ranks agreed on it.
+        left: When the call of an asynchronous event returned.
+        waited: When the wait for an asynchronous event began.
+        group: The process group's name.
+        peers: The ranks, by their index in the group, without which this rank cannot go on; () means all of them.
+        memory: The bytes of the operands and the result of an Einsum.
+        dtype: The operand's dtype.
+        key: A key that tells operands apart.
     """
 
     op: str
@@ -64,18 +77,22 @@ class Event:
 
 @dataclass
 class Log:
-    """The events of one `trace()` block, in the order in which they were started. `watch`, if given, is called with an
-    event and its moments: "reached", the line of a collective, before ranks agree on it; "started"; of an asynchronous
-    one "returned", as its call does, and "waited", when it is waited for; "ended"."""
+    """The events of one `trace()` block, in the order in which they were started.
+
+    `watch`, if given, is called with an event and the name of a moment: "reached" when a collective's line is reached,
+    before the ranks agree on it; "started"; "returned" and "waited", for an asynchronous event, when its call returns
+    and when the wait for it begins; and "ended".
+    """
 
     events: list[Event] = field(default_factory=list)
     watch: Callable[[Event, str], None] | None = None
 
     def collectives(self) -> list[Event]:
-        """The events that move data between devices: all but Einsum and Slice."""
+        """Return the events that move data between devices, which are all but Einsum and Slice."""
         return [event for event in self.events if event.op not in ("Einsum", "Slice")]
 
     def count(self, op: str, axes: tuple[str, ...] | str | None = None) -> int:
+        """Return the number of events of this op, over these axes if any are given."""
         return sum(event.op == op and (axes is None or event.axes == tuple(axes)) for event in self.events)
 
     @property
@@ -90,10 +107,11 @@ class Log:
 
     @property
     def flops(self) -> int:
+        """FLOPs of this rank's einsums."""
         return sum(event.flops for event in self.events)
 
     def table(self) -> str:
-        """The lines as they ran, with their bytes, FLOPs and milliseconds."""
+        """Return a table of the lines in the order in which they ran, with their bytes, FLOPs and milliseconds."""
         rows = [
             (
                 str(event),
@@ -107,23 +125,25 @@ class Log:
         return table(rows, ["line", "V bytes", "sent", "FLOPs", "ms"], WIDE, right=[False, True, True, True, False])
 
 
-open_logs: list[Log] = []  # being written, innermost last
+open_logs: list[Log] = []  # the logs of the open blocks, innermost last
 
 
 @contextmanager
 def trace(watch: Callable[[Event, str], None] | None = None) -> Iterator[Log]:
-    """Collect an Event for everything that runs in the block. Blocks nest: each sees its own events and inner ones'.
-    `watch` as in `Log`."""
+    """Collect an Event for each collective and each einsum that runs in the block.
+
+    Blocks nest: each sees its own events and the events of inner blocks. `watch` is described at `Log`.
+    """
     log = Log(watch=watch)
     open_logs.append(log)
     try:
         yield log
     finally:
-        open_logs[:] = [other for other in open_logs if other is not log]  # not by ==, which goes by the events
+        open_logs[:] = [other for other in open_logs if other is not log]  # not by ==, which compares the events
 
 
 def reached(event: Event) -> Event:
-    """The line of a collective has been reached, which may have to wait for other ranks before it is recorded."""
+    """Note that a collective's line is reached, which may have to wait for other ranks before it is recorded."""
     _tell(event, "reached")
     return event
 
@@ -139,19 +159,19 @@ def record(event: Event) -> Event:
 
 
 def call_returned(event: Event) -> None:
-    """The call of an asynchronous event returns."""
+    """Note that the call of an asynchronous event returns now."""
     event.left = now()
     _tell(event, "returned")
 
 
 def waited(event: Event) -> None:
-    """An asynchronous event is waited for from now on."""
+    """Note that the wait for an asynchronous event begins now."""
     event.waited = now()
     _tell(event, "waited")
 
 
 def done(event: Event) -> None:
-    """An event ends now."""
+    """Note that an event ends now."""
     event.end = now()
     _tell(event, "ended")
 
@@ -169,4 +189,5 @@ def in_product() -> bool:
 
 
 def now() -> float:
+    """Return the time of the clock that events use, in seconds."""
     return perf_counter()

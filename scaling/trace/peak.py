@@ -1,4 +1,4 @@
-"""Peak memory of a run on an AbstractMesh, event by event: the bytes of the meta tensors alive (Parts 5 and 6).
+"""Measure the peak memory of a run on an AbstractMesh, event by event, as bytes of live meta tensors (Parts 5 and 6).
 
     mesh = AbstractMesh({"X": 1024, "Y": 8})
     with peak_memory() as memory:
@@ -6,9 +6,9 @@
         fsdp_tp.backward(dOut, saved, params, mesh)
     print(memory.peak, memory.table())
 
-What counts is each storage that appears while the block runs, from the operation that makes it until the last tensor
-on it is gone: so views are free, and what was made before (params, inputs) counts from the first operation that uses
-it. Real tensors, of the cpu, are counted alike. A trace may run at the same time.
+Each storage that appears while the block runs counts, from the operation that makes it until the last tensor on it is
+freed. So views are free, and a tensor that was made earlier (params, inputs) counts from the first operation that uses
+it. Real tensors on the CPU are counted in the same way. A trace may run at the same time.
 """
 
 import weakref
@@ -29,8 +29,10 @@ from scaling.common.torch_private import TorchDispatchMode, storage_of
 
 @dataclass
 class PeakMemory:
-    """`now` and `peak` in bytes. `steps`: [event, bytes alive after it, peak until the next one], by trace event of
-    `log`."""
+    """The bytes that are alive `now`, and their `peak`.
+
+    `steps` has a list [event, bytes alive after it, peak until the next event] for each event of the trace `log`.
+    """
 
     now: int = 0
     peak: int = 0
@@ -38,24 +40,28 @@ class PeakMemory:
     log: trace.Log = field(default_factory=trace.Log)
 
     def add(self, nbytes: int) -> None:
+        """Add bytes that are now alive; a negative number frees them."""
         self.now += nbytes
         self.peak = max(self.peak, self.now)
 
     def peaks_by_line(self) -> dict[str, int]:
-        """The most at once from each line to the next one, over all times that it ran; "": before the first."""
+        """Return the peak bytes between each line and the next one, over all times that it ran.
+
+        The key "" has the peak before the first line, if no line reaches the overall peak.
+        """
         found: dict[str, int] = {}
         for event, _, peak in self.steps:
             found[line] = max(found.get(line := str(event), 0), peak)
         return found if max(found.values(), default=0) == self.peak else found | {"": self.peak}
 
     def table(self) -> str:
-        """The lines as they ran, each with the bytes alive after it, and the most between it and the next line."""
+        """Return a table of the lines as run, each with the bytes alive after it and the peak until the next line."""
         rows = [(str(event), f"{now:,}", f"{peak:,}") for event, now, peak in self.steps]
         return table(rows, ["line", "bytes after", "peak"], WIDE)
 
 
 class _Shape(NamedTuple):
-    """What a tensor on the meta device is."""
+    """The size, stride and dtype that determine a tensor on the meta device."""
 
     size: torch.Size
     stride: tuple[int, ...]
@@ -71,13 +77,17 @@ def _shape_of(x: Any) -> Any:
 
 @lru_cache(maxsize=1 << 16)
 def _outcome(function: Any, structure: Any, *operands: Any) -> "tuple[Any, list[_Shape | int]] | None":
-    """What an operation gives of meta tensors of these shapes: a shape, or which of its operands; None where it gives
-    a view or what is no tensor. torch works it out in Python, which takes as long as a small product does."""
+    """Return the outcome of an operation on meta tensors of these shapes, or None if it is not known from them alone.
+
+    The outcome is the result's tree structure and, for each leaf, its shape or the index of the operand that it is.
+    It is None if the operation gives a view or something that is not a tensor, or changes an operand's shape. The
+    outcome is cached, because torch computes it in Python, which takes as long as a small product does.
+    """
     leaves = [x.as_meta() if type(x) is _Shape else x for x in operands]
     args, kwargs = cast(tuple[tuple, dict], optree.tree_unflatten(structure, leaves))
     given: tuple[list, Any] = optree.tree_flatten(function(*args, **kwargs))
     if any(_shape_of(x) != operand for x, operand in zip(leaves, operands, strict=True)):
-        return None  # unsqueeze_, say
+        return None  # the operation changed an operand's shape in place, as unsqueeze_ does
     held, found = {storage_of(x) for x in leaves if isinstance(x, Tensor)}, []
     for x in given[0]:
         if not isinstance(x, Tensor) or not x.is_meta:
@@ -90,9 +100,9 @@ def _outcome(function: Any, structure: Any, *operands: Any) -> "tuple[Any, list[
 
 
 class _Watch(TorchDispatchMode):
-    """Counts the storages of everything that operations take and return."""
+    """A mode that counts the storages of all tensors that operations take and return."""
 
-    only_looks = True  # so collectives run as they do unwatched
+    only_looks = True  # lets collectives run in the same way as without the mode
 
     def __init__(self, memory: PeakMemory, saw: Callable | None):
         super().__init__()
@@ -120,6 +130,7 @@ class _Watch(TorchDispatchMode):
         return result
 
     def watch(self, leaves: list) -> list[Tensor]:
+        """Count the storages that are new, each until it is freed; return the tensors among the leaves."""
         found = [x for x in leaves if isinstance(x, Tensor)]
         for x in found:
             storage = x.untyped_storage()
@@ -137,8 +148,11 @@ class _Watch(TorchDispatchMode):
 
 @contextmanager
 def peak_memory(saw: Callable | None = None) -> Iterator[PeakMemory]:
-    """Count what is alive while the block runs; afterwards the counts stand still. `saw(operation, args, given, made)`
-    is told of each operation, with the tensors that it was given and those that it made."""
+    """Count the bytes that are alive while the block runs; afterwards the counts no longer change.
+
+    Each operation calls `saw(operation, args, given, made)`, if given, with the tensors that the operation took and
+    the tensors that it made.
+    """
     memory = PeakMemory()
     with trace.trace() as memory.log:
         watch = _Watch(memory, saw)
