@@ -16,20 +16,22 @@ def axes_named(spec: Spec) -> set[str]:
 
 
 def without_axes(spec: Spec, gone: Collection[str]) -> Spec:
-    """The type as it is where these axes are left out."""
+    """Return the type without these axes."""
     left = lambda axes: tuple(axis for axis in axes if axis not in gone)  # noqa: E731
     return Spec(spec.name, tuple((dim, left(axes)) for dim, axes in spec.dims), left(spec.unreduced)) if gone else spec
 
 
 def over_pods(spec: Spec, dims: Collection[str], partial: bool) -> Spec:
-    """The type with these dims split over pods too, and unreduced over them if it is `partial`."""
+    """Return the type with these dims split over pods too, and unreduced over pods if it is `partial`."""
     split = tuple((dim, (PODS, *axes) if dim in dims else axes) for dim, axes in spec.dims)
     return Spec(spec.name, split, (PODS, *spec.unreduced) if partial else spec.unreduced)
 
 
 def at_hand(held: HeldType, axes: Collection[str], whole: bool = False) -> HeldType:
-    """The same of any place along these axes, maybe a part of a sum; with `whole` it is not said either that dims
-    without axes are whole."""
+    """Return a block that a ring passes along these axes: it may come from any device, and be part of a sum.
+
+    With `whole`, dims without axes are not known to be whole either.
+    """
 
     def of(piece: DimPart) -> DimPart:
         any_place = whole if not piece.axes else bool({*piece.axes} & {*axes})
@@ -39,7 +41,7 @@ def at_hand(held: HeldType, axes: Collection[str], whole: bool = False) -> HeldT
 
 
 def dims_said(sizes: Sequence[int], spec: Spec) -> tuple[Dim, ...]:
-    """The dims of a type, of these sizes."""
+    """Return the dims of a type, with these sizes."""
     return tuple(
         (DimPart(n, dim, None if dim == RAGGED and not axes else axes),)
         for n, (dim, axes) in zip(sizes, spec.dims, strict=True)
@@ -49,7 +51,7 @@ def dims_said(sizes: Sequence[int], spec: Spec) -> tuple[Dim, ...]:
 def broken_rule(
     held: HeldType, declared: Spec, line: str, by: str, params: Collection[str], ones: Collection[str]
 ) -> "tuple[str, str] | None":
-    """(rule, what is wrong and the fix) about using an array as the type that a line declares; None if nothing is."""
+    """Return (rule, the finding's text) for an array that a line declares to have another type; None if it fits."""
     if held.name != declared.name and {held.name, declared.name} <= {*params}:
         return "wrong-name", said(f"it is {held.name}", "wrong-name", f"give {declared.name}")
     dims = held.dims[len(held.dims) - len(declared.dims) :]
@@ -80,7 +82,7 @@ def broken_rule(
 
 
 def _broken_sums(held: HeldType, declared: Spec, by: str, blocks: set[str]) -> "tuple[str, str] | None":
-    """The same of what it is unreduced over."""
+    """Return what `broken_rule` does, by the axes over which the array is unreduced."""
     unreduced = held.unreduced or frozenset()
     over, gone = unreduced - {*declared.unreduced} - blocks, {*declared.unreduced} - unreduced
     if over:

@@ -1,12 +1,12 @@
-"""What a program says of its own values, made part of it: the types that a docstring or a comment begins with.
+"""Check the types that a program's docstrings and comments declare, by making them part of the program.
 
     def layer(x, mesh):
-        '''x[B_X, D] -> Out[B_X, D].'''        what it is given, and what it returns: one array or several
-        '''Of x[B_X, D].'''                      what it is given
-        u = fetch(x)  # u[B, D] {U_X}          what a variable holds
+        '''x[B_X, D] -> Out[B_X, D].'''        the arguments and the results, one array or several
+        '''Of x[B_X, D].'''                      the arguments
+        u = fetch(x)  # u[B, D] {U_X}          the variable
 
-`run_watched` runs a program so that its functions and lines tell whoever watches (`scaling.collectives.linear`); inside
-`telling()` the library's listings that are imported do.
+`run_watched` runs a program so that its functions and lines report these types to the watcher of
+`scaling.collectives.linear`. Inside `telling()` the library's listings do so when they are imported.
 """
 
 import ast
@@ -71,7 +71,7 @@ def documented(text: str) -> Documented:
 
 
 def with_types_told(fn: Callable) -> Callable:
-    """fn, whose arguments and results are compared with its docstring's types while somebody watches."""
+    """Return fn with its arguments and results compared with its docstring's types while the judge watches."""
     types, results, _ = documented(fn.__doc__ or "")
     if not types and not results:
         return fn
@@ -98,13 +98,13 @@ def with_types_told(fn: Callable) -> Callable:
 
 
 def tell_type(text: str, x: Any, place: str) -> None:
-    """x, by the comment in its line."""
+    """Report the type that a comment declares for x."""
     if (watch := who_watches()) is not None:
         watch.told(x, parse(text), text, place)
 
 
 def run_watched(text: str, file: str, module: dict, tree: "ast.Module | None" = None) -> None:
-    """Run a module's text (or a part of its `tree`) so that it tells its types. SyntaxError if it is no Python."""
+    """Run a module's text, or a part of its `tree`, so that it reports its types. SyntaxError if it is not Python."""
     tree = ast.parse(text) if tree is None else tree
     _Said(file, text.splitlines()).visit(tree)
     module.update({"__contracted__": with_types_told, "__said__": tell_type})
@@ -158,7 +158,7 @@ class _Finder(MetaPathFinder):
 
 @contextmanager
 def telling() -> Iterator[None]:
-    """Listings of the library that are imported inside tell the types that they say."""
+    """Let the library's listings that are imported inside report the types that their docstrings declare."""
     finder = _Finder()
     sys.meta_path.insert(0, finder)
     try:

@@ -22,11 +22,12 @@ from pathlib import Path
 
 import scaling
 from scaling.check.findings import Finding, Judgement, place_parts
-from scaling.check.lines import check_lines
+from scaling.check.lines import check_lines, formats_lines
 from scaling.check.places import real_path
 from scaling.common.console import Parser
 
 NOTHING = "nothing in this file was judged: no array with a type reached an operation"
+FORMATTED = "its typed lines are f-strings, so it was not run: write one line literally, or use `with judged(mesh)`"
 LIBRARY = Path(scaling.__file__).parent
 
 
@@ -59,6 +60,8 @@ def _judge(report: Judgement, texts: dict[str, str], calls: dict[str, list]) -> 
     runs: list = [(path, text) for path, text in others.items() if path in calls]
     if own & {*calls}:
         runs.insert(0, None)  # the library is first: its modules declare their types only if they are imported then
+    unread = {*others} - {*calls} - {finding.file for finding in report.findings}
+    report.unjudged += [(f"{path}:1", FORMATTED) for path in sorted(unread) if formats_lines(others[path])]
     reached: dict[str, set[int]] = {}
     for run, judged in zip(runs, judge_each(runs, [*others]), strict=True):
         found = found_in(judged, others if run else texts)
@@ -121,7 +124,7 @@ def _summary(report: Judgement, calls: dict[str, list], files: int, lines_only: 
     text += ", each line by itself" if lines_only else f", {own} of them not judged, and {others}"
     lines = [f"  {file}:{line}: {why}" for file, line, why in unjudged]
     if not calls:
-        lines.append(f"NOTHING WAS JUDGED: no typed line is written in {_counted(files, 'file')}")
+        lines.append(f"NOTHING WAS JUDGED: no literal typed line is written in {_counted(files, 'file')}")
     return "\n".join([text, *lines, _counted(len(report.findings), "finding")])
 
 

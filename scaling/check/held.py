@@ -1,8 +1,8 @@
-"""What the judge knows of an array: the type of its memory, read by the sizes and strides of whatever views it.
+"""The judge's knowledge of an array: the type of its memory, which any view reads by its sizes and strides.
 
 Memory is pieces: (stride, size, name of the dim, axes), the largest stride first. A dim of a view is the pieces that it
-covers, so that permuted, merged, split, sliced and expanded arrays need no rule of their own. A name or axes that are
-not known are None: they fit all.
+covers, so permuted, merged, split, sliced and expanded arrays need no extra rules. A name or axes that are not known
+are None: they fit all.
 """
 
 import itertools
@@ -46,7 +46,7 @@ class HeldType(NamedTuple):
 
     @property
     def type(self) -> Spec:
-        """The same as a line has it; a dim whose name is not known is a "?"."""
+        """This type in a line's notation; a dim whose name is not known is a "?"."""
         dims = tuple((name_along(dim) or "?", axes_along(dim) or ()) for dim in self.dims)
         return Spec(self.name, dims, tuple(sorted(self.unreduced or ())))
 
@@ -65,17 +65,17 @@ class HeldType(NamedTuple):
 
 @lru_cache(KEPT)
 def of_nothing(shape: Sequence[int], zero: bool = False) -> HeldType:
-    """What no typed array went into."""
+    """Return the type of an array that no typed array went into: it is what the first line declares."""
     return HeldType(tuple(map(any_dim, shape)), None if zero else frozenset(), made="of nothing")
 
 
 def look_up_over(axes: Iterable[str]) -> str:
-    """What rows by number have gone through, of an array whose rows are split over axes: each device has its own."""
+    """Return the `through` of rows looked up by number in an array whose rows are split over these axes."""
     return f"a look-up in what is split over {', '.join(sorted(axes))}"
 
 
 def any_dim(size: int) -> Dim:
-    """A dim of which nothing is known."""
+    """Return a dim whose name and axes are not known."""
     return (DimPart(int(size)),)
 
 
@@ -84,7 +84,7 @@ def name_along(dim: Dim) -> "str | None":
 
 
 def axes_along(dim: Dim) -> "tuple[str, ...] | None":
-    """The axes of a merged dim, major first; None if they are not known."""
+    """Return the axes of a dim, major first, also if it is merged; None if they are not known."""
     if len(dim) == 1:
         return dim[0].axes
     if all(piece.axes is None for piece in dim):
@@ -106,7 +106,7 @@ def is_interleaved(dim: Dim) -> bool:
 
 
 def meeting_dim(a: Dim, b: Dim) -> "Dim | None":
-    """The dim of two arrays whose elements meet; None if they are not split alike."""
+    """Return the dim of the result where two dims meet element by element; None if they are split otherwise."""
     if a == b:
         return a
     if [p.size for p in a] == [p.size for p in b]:
@@ -122,13 +122,13 @@ def meeting_dim(a: Dim, b: Dim) -> "Dim | None":
 
 
 def strides_in_order(shape: Sequence[int]) -> tuple[int, ...]:
-    """The strides of an array whose elements lie in order."""
+    """Return the strides of a contiguous array."""
     return tuple(prod(shape[i + 1 :]) for i in range(len(shape)))
 
 
 @lru_cache(KEPT)
 def pieces_of(shape: Sequence[int], strides: Sequence[int], dims: tuple[Dim, ...]) -> Pieces:
-    """The memory of an array with these dims."""
+    """Return the memory of an array with these dims."""
     pieces = []
     for n, stride, dim in zip(shape, strides, dims, strict=True):
         if n == 1 or stride == 0:
@@ -145,8 +145,10 @@ def by_stride(pieces: Sequence[tuple[int, DimPart]]) -> Pieces:
 
 @lru_cache(KEPT)
 def dims_of_view(pieces: Pieces, shape: Sequence[int], strides: Sequence[int]) -> tuple[tuple[Dim, ...], Pieces]:
-    """The dims of an array of this shape and these strides that lies in the memory; and the memory's pieces, of which
-    one that several dims of the view lie in has become several."""
+    """Return (the dims of a view of this shape and these strides, the memory's pieces).
+
+    A piece in which several dims of the view lie has become several.
+    """
     spans = [(s, s * n) for n, s in zip(shape, strides, strict=True)]
     starts = sorted({a for a, b in spans if a and b > a})
     pieces = tuple(part for stride, piece in pieces for part in _split(stride, piece, starts))
@@ -164,7 +166,7 @@ def dims_of_view(pieces: Pieces, shape: Sequence[int], strides: Sequence[int]) -
 
 
 def _split(stride: int, piece: DimPart, starts: Sequence[int]) -> list[tuple[int, DimPart]]:
-    """A piece at the starts of the dims that lie in it: the major part is split over axes as the piece was."""
+    """Cut a piece at the starts of the dims that lie in it; the axes stay with the major part."""
     inner = [s for s in starts if stride <= s < stride * piece.size]
     if len(inner) < 2 or inner[0] != stride or any(b % a for a, b in itertools.pairwise(inner)):
         return [(stride, piece)]

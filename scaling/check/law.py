@@ -1,5 +1,5 @@
-"""What an op by its labels gives, of arrays whose types are known: the judge's law. What is not known of a type, None,
-fits all.
+"""The judge's law: the type of an op's result, from its labels and its operands' types. A part of a type that is not
+known is None, and fits all.
 """
 
 from typing import NamedTuple
@@ -9,8 +9,8 @@ from scaling.check.held import Dim, HeldType, any_dim, axes_along, look_up_over,
 
 
 class RuleBroken(Exception):
-    """A rule is broken: its name, what is wrong, which operand, and the fix. `twice`: the axes that would split two
-    dims of the result."""
+    """A broken rule: its name, what is wrong, which operand, the fix, and the axes that would split two dims of the
+    result (`twice`)."""
 
     def __init__(
         self,
@@ -25,7 +25,7 @@ class RuleBroken(Exception):
 
 
 class NotInferred(Exception):
-    """It is not judged: why."""
+    """The reason why an op is not judged."""
 
 
 class OpRule(NamedTuple):
@@ -46,7 +46,7 @@ class OpRule(NamedTuple):
 
 
 def by_labels(rule: OpRule, operands: list[HeldType], shape: Sizes) -> HeldType:
-    """The type of the result. RuleBroken if there is none."""
+    """Return the type of the result. RuleBroken if the operands give none."""
     name, dims = rule.op.name, dict[str, Dim]()
     types = " and ".join(map(str, operands))
     if _turned(rule.op, operands):
@@ -91,7 +91,7 @@ def by_labels(rule: OpRule, operands: list[HeldType], shape: Sizes) -> HeldType:
 
 
 def _turned(op: LabelledOp, operands: list[HeldType]) -> bool:
-    """Whether two dims of one operand meet the same two of another one in the other order."""
+    """Return whether two dims of one operand meet the same two dims of another in the other order."""
     names = [dict(zip(own, map(name_along, x.dims), strict=True)) for own, x in zip(op.inputs, operands, strict=False)]
     for other in names[1:]:
         met = {a: other[label] for label, a in names[0].items() if a is not None and label in other}
@@ -105,7 +105,7 @@ def _described(dim: Dim) -> str:
 
 
 def _sums(rule: OpRule, operands: list[HeldType], types: str) -> "tuple[frozenset[str] | None, str]":
-    """Over which axes the result is a partial sum because operands are, and how these parts make the whole."""
+    """Return (the axes over which the operands make the result a partial sum, how its parts make the whole)."""
     name, carrying = rule.op.name, []
     for i, x in enumerate(operands):
         if x.unreduced and not any(i in group for group in rule.sums):

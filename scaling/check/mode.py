@@ -93,8 +93,11 @@ class Judge(TypedLines, TorchDispatchMode):
         return result
 
     def seen(self, leaves: list, name: str) -> tuple:
-        """Arrays as an op sees them. A whole array that was divided by the number of devices along X is a share of
-        each, where it is added to what is unreduced over X."""
+        """Return an op's arguments with an ArrayMeta for each array.
+
+        A whole array that was divided by the number of devices along X counts as a partial sum over X where it is
+        added to one: each device adds its share.
+        """
         found, order = [], []
         for x in leaves:
             if isinstance(x, Tensor):
@@ -113,7 +116,7 @@ class Judge(TypedLines, TorchDispatchMode):
         return tuple(found)
 
     def as_share(self, held: HeldType, axes: Set[str]) -> HeldType:
-        """The same, as one of as many terms along axes as it was divided by."""
+        """Return the type as a term of a sum over these axes, if it was divided by as many devices."""
         missing = axes - held.unreduced if held.unreduced is not None else ()
         if not missing or prod(self.sizes.get(axis, 1) for axis in missing) not in held.shares:
             return held
@@ -151,25 +154,28 @@ class Judge(TypedLines, TorchDispatchMode):
         return None
 
     def wrong(self, error: "Exception | None", operands: Sequence[Tensor] = (), place: str = "") -> None:
-        """What is wrong with an op, and where its operand was made; or that it is not judged."""
+        """Report a broken rule, or an op that is not judged."""
         if isinstance(error, RuleBroken):
             self.find(*self.broken(error, operands), place)
         elif error is not None:
             self.skip(str(error), place)
 
     def broken(self, error: RuleBroken, operands: Sequence[Tensor]) -> tuple[str, str, str]:
-        """(rule, what is found, where its operand was made)."""
+        """Return (rule, the finding's text, where the operand was made)."""
         made = self.held(operands[min(error.operand, len(operands) - 1)]).place if operands else ""
         return error.rule, said(error.what, error.rule, error.fix), made
 
     def first_hop(self, error: RuleBroken, operands: Sequence[Tensor]) -> None:
-        """A product of a rank's own blocks, of queries and keys say: wrong, but for a ring's first hop. It is one if
-        the program passes blocks on along this axis, which shows at its end; until then each is the block at hand."""
+        """Put off a finding about a product of a rank's own blocks, such as queries and keys.
+
+        It is right as a ring's first hop, which shows only at the program's end: then blocks were passed on along this
+        axis. Until then each block may be any device's.
+        """
         self.ring |= error.twice
         self.first_hops.append((error.twice, (*self.broken(error, operands), self.place())))
 
     def give_all(self, results: list, found: list[HeldType], error, operands, unset: bool, write: bool = False) -> None:
-        """The types of an op's results, and what is wrong with it."""
+        """Note the types of an op's results, and report what is wrong with it."""
         if isinstance(error, RuleBroken) and error.twice:
             self.first_hop(error, operands)
         else:
@@ -184,7 +190,7 @@ class Judge(TypedLines, TorchDispatchMode):
                 self.give(x, held._replace(place=place), unset)
 
     def cut(self, x: Tensor, part: Tensor) -> None:
-        """A part of a merged dim: its pieces are one from here on."""
+        """Join the pieces of a merged dim of which a part is taken: no view can tell them apart any more."""
         known = self.memory.get(storage_of(x))
         if known is None or x.dim() != part.dim():
             return
@@ -194,7 +200,7 @@ class Judge(TypedLines, TorchDispatchMode):
                 known.pieces = by_stride([*rest, (stride, DimPart(n, None, axes_along(dim)))])
 
     def write(self, x: Tensor, held: HeldType, add: bool = False) -> None:
-        """`held` is written to x, which may be a part of its memory."""
+        """Note that an array of type `held` is written to x, which may be a part of its memory."""
         known, old = self.memory.get(storage_of(x)), self.held(x)
         adds = add and known is not None and not known.unset and not old.of_nothing
         if adds and None not in (old.unreduced, held.unreduced) and old.unreduced != held.unreduced:

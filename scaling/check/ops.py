@@ -1,7 +1,7 @@
-"""What each op of aten gives, of arrays whose types are known; all of torch comes down to these, derivatives too.
+"""The rule of each aten op, to which all of torch comes down, derivatives too.
 
-The table of ops (`algebra.ops`) says of what kind an op is, its labels (`explicit.labels`) which dims are the same, go,
-or must be whole. A view has no rule: `held` reads it. What is not known of a type, None, fits all.
+The table of ops (`algebra.ops`) has each op's kind; its labels (`explicit.labels`) tell which dims are the same, are
+summed over or must be whole. A view needs no rule, because `held` reads it.
 """
 
 from collections.abc import Sequence
@@ -46,7 +46,7 @@ ALIKE = (
 
 
 class ArrayMeta(NamedTuple):
-    """What an op sees of an array; `first`: which of its operands this is, the same for the same array."""
+    """An array as an op sees it; `first` is the position of the first operand that is the same array."""
 
     shape: Sizes
     strides: Sizes

@@ -5,9 +5,9 @@
     report.findings, report.unjudged, report.result
 
 Each text among the arguments becomes a shard of that type, on the meta device. A typed line is judged where it is
-called, also in the derivatives of torch.func and autograd; all else is aten's ops, judged by the table that explicit
-mode reads. What is made of no typed array (torch.randn, a batch of tokens) is taken for what the first line says of it.
-What was not judged is named: an op that is not in the table, and a number that is read and may decide.
+called, also in the derivatives of torch.func and autograd. All other ops are judged by the table that explicit mode
+reads. An array made without typed arrays (torch.randn, a batch of tokens) has the type that its first line declares.
+`report.unjudged` names the rest: an op that is not in the table, a number that is read and may decide what follows.
 """
 
 from collections.abc import Callable, Iterator
