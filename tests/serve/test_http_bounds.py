@@ -1,5 +1,5 @@
 """How long large bodies take to be read or refused: no field makes work that its size does not bound. Those of four
-million bytes, the largest that are read, take four times as long."""
+million bytes, the largest that are read, take two to eight times as long."""
 
 import itertools
 import json
@@ -20,7 +20,7 @@ from scaling.serve.web import words  # noqa: E402
 
 SHORT = words.Model("tiny", ByteText(), CONFIG.V, (), chat, Options(32, 4))
 LONG = SHORT._replace(options=Options(1 << 20, 4))
-MILLION = 1_000_000
+MILLION = 500_000
 DEEP = "[" * 700 + "]" * 700
 FIELDS = sorted({*words.PLAIN, *words.CHAT, *words.NEUTRAL} - {"prompt", "messages"})
 
@@ -33,7 +33,7 @@ def body(**fields) -> bytes:
     ) + b"}"  # fmt: skip
 
 
-KEYS = dict.fromkeys(map(str, range(100_000)), 1)
+KEYS = dict.fromkeys(map(str, range(50_000)), 1)
 USER = {"role": "user", "content": "a"}
 BODIES = {  # what is large: (the field that is refused for it, the rest of the body)
     "a text": ("prompt", {"prompt": "a" * 4 * MILLION}),
@@ -41,13 +41,13 @@ BODIES = {  # what is large: (the field that is refused for it, the rest of the 
     "numbers that are no ids": ("prompt", {"prompt": b"[" + b"0.5," * 250_000 + b"1]"}),
     "texts": ("prompt", {"prompt": ["a" * 60_000] * 64}),
     "many texts": ("prompt", {"prompt": ["a"] * 200_000}),
-    "many lists": ("prompt", {"prompt": b"[" + b"[1]," * 250_000 + b"[1]]"}),
+    "many lists": ("prompt", {"prompt": b"[" + b"[1]," * 100_000 + b"[1]]"}),
     "messages": ("messages", {"messages": [USER] * 30_000}),
     "a message": ("messages", {"messages": [{"role": "user", "content": "a" * 4 * MILLION}]}),
     "parts": ("messages", {"messages": [{"role": "user", "content": [{"type": "text", "text": "a"}] * 30_000}]}),
     "a role": ("messages[0].role", {"messages": [{"role": "r" * 4 * MILLION, "content": ""}]}),
     "a message's keys": ("messages[0].0", {"messages": [{"role": "user"} | KEYS]}),
-    "empty objects": ("prompt", {"prompt": b"[" + b"{}," * 300_000 + b"{}]"}),
+    "empty objects": ("prompt", {"prompt": b"[" + b"{}," * 100_000 + b"{}]"}),
     "nulls": ("prompt", {"prompt": b"[" + b'{"a":null},' * 100_000 + b"{}]"}),
     "stop texts": ("stop", {"prompt": "a", "stop": ["b"] * 200_000}),
     "a stop text": ("stop", {"prompt": "a", "stop": "b" * 4 * MILLION}),
@@ -65,7 +65,7 @@ def refused(data: bytes, chat: bool, model=SHORT) -> RequestError:
     before = time.process_time()
     with pytest.raises(RequestError) as found:
         words.read_body(data, model, chat, itertools.count())
-    assert time.process_time() - before < 1
+    assert time.process_time() - before < 0.7
     assert len(str(found.value)) < 1500
     return found.value
 
@@ -107,8 +107,8 @@ def test_a_text_that_is_too_long_is_refused_by_its_beginning():
 def test_a_long_context_is_read_in_time_by_its_length():
     """A prompt of many ids, and many answers of one: what is said of each token is said once."""
     before = time.process_time()
-    call = words.read_body(body(prompt=b"[" + b"1," * 500_000 + b"1]"), LONG, False, itertools.count())
-    assert len(call.requests[0].prompt) == 500_001
+    call = words.read_body(body(prompt=b"[" + b"1," * 200_000 + b"1]"), LONG, False, itertools.count())
+    assert len(call.requests[0].prompt) == 200_001
     call = words.read_body(body(prompt="a" * 60_000, n=64, seed=3), LONG, False, itertools.count())
     assert time.process_time() - before < 3
     assert len({request.draw.seed for request in call.requests}) == 64

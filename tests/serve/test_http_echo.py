@@ -40,7 +40,15 @@ def check_scores(choice: dict, prompt, new: int) -> None:
         assert len(top) in (2, 3)
 
 
-@pytest.mark.parametrize("new", [0, 1, 5])
+def test_a_prompt_alone_is_scored(served):
+    """As lm-evaluation-harness asks for it, or without the token that it leaves out."""
+    for new in (0, 1):
+        body = {"max_tokens": new, "echo": True, "logprobs": 2, **GREEDY}
+        check_scores(served.plain(PROMPTS[1], **body)["choices"][0], PROMPTS[1], new)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("new", [0, 5])
 def test_prompts_are_scored(served, new):
     """In chunks of 16 tokens, again where their pages are there already, and several at once."""
     body = {"max_tokens": new, "echo": True, "logprobs": 2, **GREEDY}
@@ -61,6 +69,7 @@ def test_prompts_are_scored(served, new):
     assert served.plain("ab", **body | {"logprobs": None})["choices"][0]["text"].startswith("ab")
 
 
+@pytest.mark.slow
 def test_prompts_are_scored_beside_others_that_take_their_pages():
     """Preempted and computed again: each token is told once."""
     with running(pages=24, draft="ngram") as found, ThreadPoolExecutor(8) as pool:
