@@ -1,5 +1,8 @@
-"""What the replacements of a tokenizer.json make of a text's length: seven that each write "a" ten times make of one
-"a" ten million characters, in 12 s. Texts that grow without bound are refused before the library reads them."""
+"""How much longer the replacements of a tokenizer.json make a text; one that grows without bound is refused.
+
+Seven replacements that each write "a" ten times make ten million characters of one "a", in 12 s, and more of them end no
+more. So each is tried by itself on a part of the text before the library reads the whole by all of them.
+"""
 
 import json
 from collections.abc import Iterator

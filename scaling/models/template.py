@@ -31,7 +31,7 @@ SECONDS = 2.0  # of processor time that one rendering may take
 MOST = 8 << 20  # characters that it may write
 TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 REASONING = ("reasoning_content", "thinking", "reasoning")  # names of what a model thinks before it answers
-STAND_IN = "Q7answerQ7"  # rendered in an answer's place: no text has it
+STAND_IN = "Q7answerQ7"  # is rendered where an answer would be, and is in no text
 GENERATION = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
 Messages = Sequence[Mapping[str, Any]]
 
@@ -79,7 +79,7 @@ class ChatTemplate:
 
         A span ends after the token that ends the answer. A template says itself where answers are, by
         `{% generation %}`. For others they are found by rendering: an answer begins where the messages before it end
-        with `add_generation_prompt`, or where another answer stands that is rendered in its place.
+        with `add_generation_prompt`, or else where its content is.
 
         Raises:
             ValueError: As `render`, or an answer cannot be found in the text.
@@ -130,7 +130,7 @@ class ChatTemplate:
         prompt = attempt(messages[:i], add_generation_prompt=True)
         if prompt and text.startswith(prompt):
             start = len(prompt) if not text[len(prompt) : start].strip() or prompt != attempt(messages[:i]) else start
-        if end is None and (whole := attempt(messages[: i + 1])):  # what ends it depends on what it says
+        if end is None and (whole := attempt(messages[: i + 1])):  # how an answer ends depends on what it says
             end = len(_shared(whole, text).rstrip())
         if start is None or end is None or end < start:
             raise ValueError(

@@ -37,11 +37,13 @@ class Generation(Extension):
     spans: list[tuple[int, int]] = []  # noqa: RUF012 - set anew for each job
 
     def parse(self, parser: Parser) -> nodes.Node:
+        """Return the call of `note` that the tag stands for."""
         line = next(parser.stream).lineno
         body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
         return nodes.CallBlock(self.call_method("note"), [], [], body).set_lineno(line)
 
     def note(self, caller: Callable[[], str]) -> str:
+        """Return the text between the tags, and keep where it is."""
         text = caller()
         self.spans.append((self.begin, self.begin + len(text)))
         return text
@@ -66,9 +68,11 @@ class Dict:
     """The function `dict` without what else Python's class can do."""
 
     def __call__(self, *args: Any, **given: Any) -> dict:
+        """Return a dict, as Python's class does."""
         return dict(*args, **given)
 
     def fromkeys(self, *args: Any) -> dict:
+        """Return a dict of these keys, all with one value."""
         return dict.fromkeys(*args)
 
 
@@ -78,11 +82,13 @@ def to_json(value, ensure_ascii=False, indent=None, separators=None, sort_keys=F
 
 
 def raise_exception(message: str) -> None:
+    """Refuse the messages, as templates do by this name."""
     raise TemplateError(message)
 
 
 @cache
 def environment() -> ImmutableSandboxedEnvironment:
+    """Return what all templates are rendered in."""
     made = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[Generation, "jinja2.ext.loopcontrols"]
     )
@@ -94,6 +100,7 @@ def environment() -> ImmutableSandboxedEnvironment:
 
 @cache
 def compiled(source: str) -> Template:
+    """Return the template of a text, compiled once."""
     return environment().from_string(source)
 
 
@@ -124,6 +131,7 @@ def _answer(job: dict[str, Any]) -> dict[str, Any]:
 
 
 def main() -> None:
+    """Answer one job after the other, until no one can ask any more."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C ends the program that asks, and its end this one
     with contextlib.suppress(ValueError, OSError):  # a lower limit holds already
         resource.setrlimit(resource.RLIMIT_DATA, (MEMORY, resource.getrlimit(resource.RLIMIT_DATA)[1]))

@@ -28,6 +28,7 @@ class ModelDefaults(NamedTuple):
     unserved: tuple[str, ...] = ()
 
     def __str__(self) -> str:
+        """Return the line that commands print; "" where there is nothing to say."""
         names = ("temperature", "top_k", "top_p", "min_p") if self.sampling else ()
         drawn = [f"{name} {value:g}" for name in names if (value := getattr(self.sampling, name)) is not None]
         parts = ["sampling by " + ", ".join(drawn)] if drawn else []
