@@ -1,7 +1,8 @@
-"""Closed forms of pipeline schedules: bubble and memory as published. The simulator has to meet them exactly.
+"""Closed forms of pipeline schedules: their published bubble and memory, which the simulator must meet exactly.
 
-P stages, M microbatches, v chunks a rank. F, B, W: the time of one microbatch on one rank forward, and of the input and
-the weight half of its backward (of all the rank's chunks); transfers take no time. See `scaling.schedules` for sources.
+There are P stages, M microbatches and v chunks per rank. F, B and W are the times that one microbatch takes on one rank
+(over all the rank's chunks): forward, in the input half of the backward, and in its weight half. Transfers take no
+time. `scaling.schedules.families` has the sources.
 """
 
 from fractions import Fraction
@@ -12,16 +13,17 @@ from scaling.schedules.simulator import UNIT, Times
 
 
 def bubble_time(name: str, stages: int, microbatches: int, chunks: int = 1, times: Times = UNIT) -> Fraction:
-    """The time for which the last rank is idle: makespan less its M (F + B + W).
+    """Return the time for which the last rank is idle: the makespan less its M (F + B + W).
 
     naive         (P-1) M (F + B + W)
     gpipe, 1f1b   (P-1) (F + B + W)
     interleaved   (P-1) (F + B + W) / v                         Narayanan et al. 2021, equation in section 2.2.2
-    zb-h1         (P-1) (F + B - W)                             Qi et al. 2023, table 1, where M >= P and W <= F, B;
-                                                                with fewer, (P-1) (F + B) - (M-1) W
-    dualpipev     (P-1) (F&B + (B + W) - 3 W), of one chunk     github.com/deepseek-ai/DualPipe, where F = B >= W
+    zb-h1         (P-1) (F + B - W)                             Qi et al. 2023, table 1, if M >= P and W <= F, B;
+                                                                if M < P, (P-1) (F + B) - (M-1) W
+    dualpipev     (P-1) (F&B + (B + W) - 3 W), for one chunk    github.com/deepseek-ai/DualPipe, if F = B >= W
 
-    ValueError where the schedule is not defined, or the formula does not hold.
+    Raises:
+        ValueError: The schedule is not defined for these numbers, or the formula does not hold for these times.
     """
     make(name, stages, microbatches, chunks)
     f, b, w = (Fraction(time) for time in (times.forward, times.backward_input, times.backward_weight))
@@ -52,8 +54,13 @@ def bubble_time(name: str, stages: int, microbatches: int, chunks: int = 1, time
 
 
 def bubble(name: str, stages: int, microbatches: int, chunks: int = 1, times: Times = UNIT) -> Fraction:
-    """The fraction of the makespan for which ranks are idle: (P-1)/(M+P-1) for gpipe and 1f1b, (P-1)/(vM+P-1)
-    interleaved. Only for a ForwardBackward that saves no time: `times.overlapped` None."""
+    """Return the fraction of the makespan for which ranks are idle.
+
+    It is (P-1)/(M+P-1) for gpipe and 1f1b, and (P-1)/(vM+P-1) for interleaved.
+
+    Raises:
+        ValueError: `times.overlapped` is given; a ForwardBackward must not save time.
+    """
     if times.overlapped is not None:
         raise ValueError(
             "the idle fraction of overlapped pairs differs from rank to rank: simulate instead"
@@ -64,17 +71,17 @@ def bubble(name: str, stages: int, microbatches: int, chunks: int = 1, times: Ti
 
 
 def overhead(name: str, stages: int, microbatches: int, chunks: int = 1, times: Times = UNIT) -> Fraction:
-    """Bubble over ideal time, as Narayanan et al. count: (P-1)/M for gpipe and 1f1b, 1/v of that interleaved."""
+    """Return bubble over ideal time, as Narayanan et al. count: (P-1)/M for gpipe and 1f1b, (P-1)/(vM) interleaved."""
     return bubble_time(name, stages, microbatches, chunks, times) / (
         microbatches * sum(Fraction(time) for time in _work(times))
     )
 
 
 def live_activations(name: str, stages: int, microbatches: int, chunks: int = 1) -> tuple[Fraction, ...]:
-    """Each rank's peak number of live activations, in microbatches of all the rank's layers.
+    """Return each rank's peak number of live activations, in microbatches of all the rank's layers.
 
-    naive 1; gpipe M; 1f1b P - r on rank r; zb-h1 P; interleaved ((v-1) P + 2 (P-1-r) + 1) / v; dualpipev (2P + 1) / 2.
-    Never more than M.
+    On rank r it is 1 for naive, M for gpipe, P - r for 1f1b, P for zb-h1, ((v-1) P + 2 (P-1-r) + 1) / v for interleaved
+    and (2P + 1) / 2 for dualpipev, and never more than M.
     """
     schedule = make(name, stages, microbatches, chunks)
     m, v, ranks = microbatches, schedule.chunks, range(stages)

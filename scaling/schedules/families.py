@@ -1,11 +1,11 @@
-"""The published pipeline schedules (Part 5, "Pipelining"): each a pure function of (stages, microbatches, chunks).
+"""The published pipeline schedules (Part 5, "Pipelining"), each a pure function of (stages, microbatches, chunks).
 
 naive         one microbatch at a time, as in the book's listing
-gpipe         all forwards, then all backwards     Huang et al. 2018, arXiv:1811.06965
-one_f_one_b   a backward as soon as there is one   Narayanan et al. 2021 (PipeDream-Flush), arXiv:2104.04473
-interleaved   1F1B with several chunks a rank      Narayanan et al. 2021, arXiv:2104.04473, section 2.2
-zb_h1         1F1B with the weight half put off    Qi et al. 2023, arXiv:2401.10241, section 2
-dualpipe_v    two chunks a rank, in a V            DeepSeek-V3, arXiv:2412.19437; github.com/deepseek-ai/DualPipe
+gpipe         all forwards, then all backwards       Huang et al. 2018, arXiv:1811.06965
+one_f_one_b   each backward as soon as possible      Narayanan et al. 2021 (PipeDream-Flush), arXiv:2104.04473
+interleaved   1F1B with several chunks per rank      Narayanan et al. 2021, arXiv:2104.04473, section 2.2
+zb_h1         1F1B with the weight half deferred     Qi et al. 2023, arXiv:2401.10241, section 2
+dualpipe_v    two chunks per rank, placed in a V     DeepSeek-V3, arXiv:2412.19437; github.com/deepseek-ai/DualPipe
 """
 
 from collections.abc import Callable
@@ -14,21 +14,24 @@ from scaling.schedules.schedule import Schedule, from_orders
 
 
 def naive(stages: int, microbatches: int, chunks: int = 1) -> Schedule:
-    """One microbatch passes forward through all stages and back before the next one starts."""
+    """Schedule one microbatch at a time: it passes forward through all stages and back before the next one starts."""
     _check("naive", stages, microbatches, chunks, only_chunks=1)
     order = [step for m in range(microbatches) for step in (("F", 0, m), ("B", 0, m))]
     return from_orders("naive", stages, microbatches, [order] * stages, _line(stages))
 
 
 def gpipe(stages: int, microbatches: int, chunks: int = 1) -> Schedule:
-    """All forwards, then all backwards in the same order: every stage keeps all microbatches' activations."""
+    """Schedule all forwards, then all backwards in the same order; every stage keeps all microbatches' activations."""
     _check("gpipe", stages, microbatches, chunks, only_chunks=1)
     order = [(kind, 0, m) for kind in "FB" for m in range(microbatches)]
     return from_orders("gpipe", stages, microbatches, [order] * stages, _line(stages))
 
 
 def one_f_one_b(stages: int, microbatches: int, chunks: int = 1) -> Schedule:
-    """Rank r runs stages - 1 - r forwards ahead, then one forward, one backward, and so on: it keeps stages - r."""
+    """Schedule one forward and one backward in turn, after stages - 1 - r forwards on rank r.
+
+    Rank r then keeps the activations of at most stages - r microbatches.
+    """
     _check("1f1b", stages, microbatches, chunks, only_chunks=1)
     forwards = backwards = [(0, m) for m in range(microbatches)]
     orders = [_one_f_one_b(forwards, backwards, ahead=stages - 1 - rank) for rank in range(stages)]
@@ -36,9 +39,10 @@ def one_f_one_b(stages: int, microbatches: int, chunks: int = 1) -> Schedule:
 
 
 def interleaved(stages: int, microbatches: int, chunks: int = 2) -> Schedule:
-    """1F1B over chunks: rank r holds virtual stages r, r + stages, ...; microbatches go in rounds of `stages`.
+    """Schedule 1F1B over chunks: rank r holds virtual stages r, r + stages, ...; a round has `stages` microbatches.
 
-    ValueError unless the microbatches are a multiple of the stages, as published.
+    Raises:
+        ValueError: The microbatches are not a multiple of the stages, as the published schedule requires.
     """
     _check("interleaved", stages, microbatches, chunks)
     if microbatches % stages:
@@ -57,8 +61,11 @@ def interleaved(stages: int, microbatches: int, chunks: int = 2) -> Schedule:
 
 
 def zb_h1(stages: int, microbatches: int, chunks: int = 1) -> Schedule:
-    """1F1B with the backward split: rank r puts off each weight half by r microbatches, so that the last ones fill the
-    drain. Every rank keeps as many activations as rank 0 of 1F1B."""
+    """Schedule 1F1B with the backward split into its input half and its weight half.
+
+    Rank r defers each weight half by r microbatches, so that the last weight halves fill the drain. Every rank keeps as
+    many activations as rank 0 of 1F1B.
+    """
     _check("zb-h1", stages, microbatches, chunks, only_chunks=1)
     both, orders = [(0, m) for m in range(microbatches)], []
     for rank in range(stages):
@@ -73,10 +80,12 @@ def zb_h1(stages: int, microbatches: int, chunks: int = 1) -> Schedule:
 
 
 def dualpipe_v(stages: int, microbatches: int, chunks: int = 2) -> Schedule:
-    """The V-shaped half of DualPipe: rank r holds virtual stages r and 2*stages - 1 - r, so that the last rank's two
-    are neighbours, and rank 0 has both In and the loss.
+    """Schedule the V-shaped half of DualPipe: rank r holds virtual stages r and 2*stages - 1 - r.
 
-    ValueError for fewer than 2*stages microbatches, with which the two directions of the V never overlap.
+    So the last rank's two virtual stages are neighbours, and rank 0 has both In and the loss.
+
+    Raises:
+        ValueError: There are fewer than 2*stages microbatches, so the two directions of the V would never overlap.
     """
     _check("dualpipev", stages, microbatches, chunks)
     if chunks != 2:
@@ -94,7 +103,7 @@ def dualpipe_v(stages: int, microbatches: int, chunks: int = 2) -> Schedule:
 
 
 def _v(stages: int, microbatches: int, rank: int) -> list[tuple]:
-    """One rank's order in DualPipeV, by the eight steps of its authors."""
+    """Return one rank's order in DualPipeV, by the eight steps of its authors."""
     order, weights, count = [], [], {}
 
     def next_(kind: str, chunk: int) -> tuple[str, int, int]:
@@ -113,18 +122,18 @@ def _v(stages: int, microbatches: int, rank: int) -> list[tuple]:
     def both(forward: int, backward: int) -> None:
         order.append((next_("F", forward), next_("B", backward)))
 
-    after = stages - 1 - rank  # ranks between this one and the turn of the V
+    after = stages - 1 - rank  # number of ranks between this one and the turn of the V
     for _ in range(2 * after):  # 1. forwards down the V
         do("F", 0)
-    for _ in range(rank + 1):  # 2. and up
+    for _ in range(rank + 1):  # 2. forwards down and up the V in turn
         do("F", 0)
         do("F", 1)
-    for _ in range(after):  # 3. the first backwards, split so that the next stage need not wait for the weights
+    for _ in range(after):  # 3. the first backwards, split so that the next stage does not wait for weight gradients
         do("I", 1)
         weight()
         do("F", 1)
     for i in range(microbatches - 2 * stages + rank + 1):  # 4. forwards and backwards in pairs
-        if i == 0 and after == 0:  # the last rank's first pair apart: it has nothing to overlap with yet
+        if i == 0 and after == 0:  # the last rank's first pair runs separately, since it has nothing to overlap with
             do("F", 0)
             do("B", 1)
         else:
@@ -134,13 +143,13 @@ def _v(stages: int, microbatches: int, rank: int) -> list[tuple]:
         do("B", 1)
         both(1, 0)
     half = (rank + 1) // 2
-    for i in range(rank + 1):  # 6. only backwards are left: split from the middle on
+    for i in range(rank + 1):  # 6. only backwards are left, which are split from the middle on
         do("I" if i > half or (i == half and rank % 2 == 1) else "B", 1)
         do("I" if i >= half else "B", 0)
     for _ in range(after):  # 7. weight halves fill the wait for the last backwards
         weight()
         do("I", 0)
-    while weights:  # 8. what is left of them
+    while weights:  # 8. the remaining weight halves
         weight()
     return order
 
@@ -156,7 +165,7 @@ SCHEDULES: dict[str, Callable[..., Schedule]] = {
 
 
 def make(name: str, stages: int, microbatches: int, chunks: int | None = None) -> Schedule:
-    """The schedule called `name`, a key of SCHEDULES. `chunks`: by default 2 where a rank holds several, else 1."""
+    """Return the schedule called `name`, a key of SCHEDULES; without `chunks`, a rank has 2 if it may have several."""
     if name not in SCHEDULES:
         raise ValueError(f"unknown schedule {name!r}\n  fix: choose one of {', '.join(SCHEDULES)}")
     return SCHEDULES[name](stages, microbatches, **({} if chunks is None else {"chunks": chunks}))
@@ -171,11 +180,12 @@ def _check(name: str, stages: int, microbatches: int, chunks: int, only_chunks: 
 
 
 def _line(stages: int) -> tuple[int, ...]:
+    """Return the placement of one chunk per rank: virtual stage i is on rank i."""
     return tuple(range(stages))
 
 
 def _one_f_one_b(forwards: list, backwards: list, ahead: int) -> list[tuple[str, int, int]]:
-    """(kind, chunk, microbatch): `ahead` forwards first, then forward and backward in turn, then what is left."""
+    """Return (kind, chunk, microbatch) in order: `ahead` forwards, forward and backward in turn, the other backwards."""
     ahead = min(ahead, len(forwards))
     order = [("F", *f) for f in forwards[:ahead]]
     for f, b in zip(forwards[ahead:], backwards, strict=False):

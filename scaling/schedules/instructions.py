@@ -1,7 +1,8 @@
-"""The instructions of which a pipeline schedule consists, frozen, comparable data; and when each ran on which rank,
-simulated (`simulator`) or measured (`scaling.strategies.pipeline`).
+"""The instructions of a pipeline schedule, and the timeline of their run.
 
-The time of a simulation is in the units of its `Times`, that of a measurement in seconds.
+Instructions are frozen data, which can be compared. A timeline says when each instruction ran on which rank. It is
+simulated (`simulator`), with times in the unit of the simulation's `Times`, or measured (`scaling.strategies.pipeline`)
+in seconds.
 """
 
 from dataclasses import dataclass
@@ -19,25 +20,28 @@ class Instruction:
 
 
 class Forward(Instruction):
-    """Out = f(W, In); keeps what the backward needs."""
+    """Compute Out = f(W, In), and save the arrays that the backward needs."""
 
 
 class Backward(Instruction):
-    """dIn and dW at once, from dOut."""
+    """Compute both dIn and dW from dOut."""
 
 
 class BackwardInput(Instruction):
-    """The half of the backward that the previous stage waits for: dIn from dOut."""
+    """Compute dIn from dOut, the half of the backward that the previous stage waits for."""
 
 
 class BackwardWeight(Instruction):
-    """The other half, which nobody waits for: dW, after the BackwardInput of the same microbatch."""
+    """Compute dW, the half of the backward that no rank waits for, after the microbatch's BackwardInput."""
 
 
 @dataclass(frozen=True, slots=True)
 class ForwardBackward:
-    """A Forward and the Backward of another microbatch as one unit, whose transfers hide behind each other's matmuls
-    (DeepSeek's F&B): it starts when the inputs of both are there and sends when both are done."""
+    """A Forward and the Backward of another microbatch as one unit (DeepSeek's F&B).
+
+    The transfers of each are hidden behind the matmuls of the other. The unit starts when the inputs of both have
+    arrived, and sends when both are done.
+    """
 
     forward: Forward
     backward: Backward
@@ -51,24 +55,24 @@ class Transfer(Instruction):
 
 
 class SendActivation(Transfer):
-    """Out of `stage` goes to the rank of stage + 1; the program goes on."""
+    """Send Out of `stage` to the rank of stage + 1, without waiting for it."""
 
 
 class RecvActivation(Transfer):
-    """Waits until Out of `stage`, which is the input of stage + 1, has arrived from its rank."""
+    """Wait until Out of `stage`, which is the input of stage + 1, has arrived from the rank of `stage`."""
 
 
 class SendGrad(Transfer):
-    """dIn of `stage` goes to the rank of stage - 1; the program goes on."""
+    """Send dIn of `stage` to the rank of stage - 1, without waiting for it."""
 
 
 class RecvGrad(Transfer):
-    """Waits until dIn of `stage`, which is dOut of stage - 1, has arrived from its rank."""
+    """Wait until dIn of `stage`, which is dOut of stage - 1, has arrived from the rank of `stage`."""
 
 
 @dataclass(frozen=True, slots=True)
 class ReduceGrads:
-    """The gradients of the chunk at virtual stage `stage` are complete: reduce them over the data axes."""
+    """Reduce the gradients of the chunk at virtual stage `stage`, which are complete, over the data axes."""
 
     stage: int
 
@@ -80,16 +84,16 @@ RECV_OF = {SendActivation: RecvActivation, SendGrad: RecvGrad}
 
 
 def parts(step) -> tuple:
-    """The computations of which an instruction consists: two for a ForwardBackward, itself for any other."""
+    """Return the parts of an instruction: the two computations of a ForwardBackward, or the instruction alone."""
     return (step.forward, step.backward) if isinstance(step, ForwardBackward) else (step,)
 
 
-Time = float | Fraction  # in a simulation exact
+Time = float | Fraction  # a simulation's times are exact fractions
 
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """One instruction as it ran, and from when to when."""
+    """One instruction that ran on a rank, with its start and its end."""
 
     rank: int
     step: Any
@@ -99,8 +103,7 @@ class Span:
 
 @dataclass(frozen=True)
 class Timeline:
-    """The spans of all ranks. `live`: the peak number of activations that each rank kept, in microbatches: a chunk's
-    activations of one microbatch count 1/chunks, from the start of its Forward to the end of its backward."""
+    """The spans of all ranks."""
 
     name: str
     ranks: int
@@ -114,19 +117,20 @@ class Timeline:
 
     @property
     def start(self) -> Time:
+        """The start of the first span, or 0 without spans."""
         return min((span.start for span in self.spans), default=0)
 
     @cached_property
     def makespan(self) -> Time:
-        """From the start of the first computation to the end of the last, over all ranks."""
+        """The time from the start of the first computation to the end of the last, over all ranks."""
         return max(span.end for span in self.compute) - min(span.start for span in self.compute)
 
     def idle(self, rank: int) -> Time:
-        """The makespan less the time that a rank computed."""
+        """Return the makespan less the time for which a rank computed."""
         return self.makespan - self.busy(rank)
 
     def busy(self, rank: int) -> Time:
-        """The time that a rank computed."""
+        """Return the time for which a rank computed."""
         return self._busy[rank]
 
     @cached_property
@@ -138,7 +142,7 @@ class Timeline:
 
     @property
     def bubble_time(self) -> Time:
-        """The time that a rank is idle, on average over the ranks."""
+        """The time for which a rank is idle, averaged over the ranks."""
         return sum(self.idle(rank) for rank in range(self.ranks)) / self.ranks
 
     @property
@@ -153,7 +157,11 @@ class Timeline:
 
     @cached_property
     def live(self) -> tuple[Fraction, ...]:
-        """Each rank's peak of live activations, in microbatches."""
+        """Each rank's peak number of live activations, in microbatches.
+
+        One chunk's activations of one microbatch count 1/chunks, from the start of the Forward to the end of the
+        backward.
+        """
         return tuple(Fraction(self._peak(rank), self.chunks) for rank in range(self.ranks))
 
     def _peak(self, rank: int) -> int:

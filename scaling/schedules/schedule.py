@@ -1,4 +1,4 @@
-"""A schedule as an object, and how it is built from each rank's order of computations (see `scaling.schedules`)."""
+"""Build a schedule, an object, from each rank's order of computations (see `scaling.schedules`)."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -24,7 +24,7 @@ KINDS = {"F": Forward, "B": Backward, "I": BackwardInput, "W": BackwardWeight}
 
 @dataclass(frozen=True)
 class Schedule(Sequence):
-    """The programs of all ranks: a sequence with, for each rank along the pipeline axis, its tuple of instructions."""
+    """The programs of all ranks: a sequence with a tuple of instructions for each rank along the pipeline axis."""
 
     name: str
     stages: int
@@ -44,16 +44,20 @@ class Schedule(Sequence):
 
     @property
     def virtual_stages(self) -> int:
+        """The number of virtual stages, stages * chunks."""
         return len(self.placement)
 
     def stages_of(self, rank: int) -> tuple[int, ...]:
-        """The virtual stages that a rank holds, first chunk first."""
+        """Return the virtual stages that a rank holds, first chunk first."""
         return tuple(stage for stage, owner in enumerate(self.placement) if owner == rank)
 
     def layer_order(self, layers: int) -> list[int]:
-        """Which layer lies where in a parameter stacked `W[L_Z, ...]`: position i holds layer `layer_order(L)[i]`.
+        """Return the layer at each position of a parameter stacked as `W[L_Z, ...]`.
 
-        The identity for one chunk a rank. ValueError if the layers do not divide into the virtual stages.
+        With one chunk per rank this is the identity.
+
+        Raises:
+            ValueError: The layers do not divide into the virtual stages.
         """
         if layers % self.virtual_stages:
             raise ValueError(
@@ -66,14 +70,17 @@ class Schedule(Sequence):
 
 
 def from_orders(name: str, stages: int, microbatches: int, orders: list, placement: tuple[int, ...]) -> Schedule:
-    """Turn each rank's order of computations, (kind, chunk, microbatch) or a pair of such, into instructions, with the
-    transfers between them. Kinds: F forward, B backward, and its halves: I for the input, W for the weights."""
+    """Turn each rank's order of computations into instructions, and add the transfers between the ranks.
+
+    An order has tuples (kind, chunk, microbatch), or pairs of such tuples, which become a ForwardBackward. The
+    kinds are F for forward, B for backward, and I and W for the backward's input half and weight half.
+    """
     programs = []
     for rank, order in enumerate(orders):
-        own, program = [stage for stage, owner in enumerate(placement) if owner == rank], []
+        local, program = [stage for stage, owner in enumerate(placement) if owner == rank], []
         for item in order:
             pair = item if isinstance(item[0], tuple) else (item,)
-            steps = [KINDS[kind](own[chunk], m) for kind, chunk, m in pair]
+            steps = [KINDS[kind](local[chunk], m) for kind, chunk, m in pair]
             transfers = [_transfers(step, rank, placement) for step in steps]
             program += [receive for receives, _ in transfers for receive in receives]
             program += [ForwardBackward(*steps)] if len(steps) == 2 else steps
@@ -83,7 +90,7 @@ def from_orders(name: str, stages: int, microbatches: int, orders: list, placeme
 
 
 def _with_reductions(program: list) -> tuple:
-    """A ReduceGrads after the last instruction that adds to the weights of each virtual stage, and its Send."""
+    """Add a ReduceGrads for each virtual stage, after the last instruction that adds to its dW and after its Send."""
     last = {}
     for i, step in enumerate(program):
         last |= {part.stage: i for part in parts(step) if isinstance(part, (Backward, BackwardWeight))}
@@ -94,7 +101,7 @@ def _with_reductions(program: list) -> tuple:
 
 
 def _transfers(step: Instruction, rank: int, placement: tuple[int, ...]) -> tuple[list, list]:
-    """The Recv that a computation waits for and the Send of its result; none between the chunks of one rank."""
+    """Return the Recv that a computation waits for and the Send of its result; chunks of one rank need neither."""
     stage, m = step.stage, step.microbatch
     prior = placement[stage - 1] if stage > 0 else rank
     next_ = placement[stage + 1] if stage + 1 < len(placement) else rank
@@ -108,12 +115,19 @@ def _transfers(step: Instruction, rank: int, placement: tuple[int, ...]) -> tupl
 
 
 def split_backward(schedule: Schedule, collect: int = 1) -> Schedule:
-    """The same schedule with each Backward in its two halves: dIn is sent before dW is computed, so that no stage waits
-    for weight gradients of another: (P-1) W less of a bubble for GPipe and 1F1B.
+    """Split each Backward of a schedule into its two halves, and return the new schedule.
 
-    `collect`: weight halves wait until there are so many, which then run as one matmul over the rows of all their
-    microbatches: that costs less, since the sum of gradients is read and written once. A rank keeps up to collect - 1
-    more activations (in GPipe, none more than its M).
+    dIn is then sent before dW is computed, so no stage waits for the weight gradients of another one. This makes the
+    bubble of GPipe and 1F1B smaller by (P-1) W.
+
+    Args:
+        schedule: A schedule without ForwardBackward.
+        collect: The number of weight halves to wait for, which then run as one matmul over the rows of all their
+            microbatches. That costs less, since the sum of gradients is read and written only once, but a rank keeps up
+            to collect - 1 more activations (in GPipe, which keeps all M, no more).
+
+    Raises:
+        ValueError: `collect` is not an int of at least 1, or the schedule has a ForwardBackward.
     """
     if not isinstance(collect, int) or collect < 1:
         raise ValueError(f"{schedule.name}: collect is {collect!r}\n  fix: give an int of at least 1")

@@ -1,9 +1,9 @@
-"""Run a pipeline schedule on paper: given times in, a timeline out; a deadlock is an exception, not a hang.
+"""Run a pipeline schedule on paper: times give a timeline, and a deadlock raises an exception instead of a hang.
 
     timeline = simulate(one_f_one_b(4, 8), Times(forward=1, backward_input=1, backward_weight=1, hop=0))
     timeline.makespan, timeline.bubble, timeline.live
 
-Times are kept as fractions, so that results can be compared with the `closed_forms` exactly.
+Times are fractions, so that results can be compared with the `closed_forms` exactly.
 """
 
 from collections import deque
@@ -33,9 +33,11 @@ from scaling.schedules.instructions import (
 
 @dataclass(frozen=True)
 class Times:
-    """How long one microbatch takes on one rank, in any one unit: all of the rank's layers forward, the two halves of
-    their backward (a whole Backward takes the sum of both), and a transfer to another rank. A chunk takes 1/chunks.
-    `overlapped`: a ForwardBackward, by default the sum of its parts."""
+    """The times that one microbatch takes on one rank, over all of the rank's layers, in any one unit.
+
+    One of several chunks takes 1/chunks of the time. A whole Backward takes the sum of its two halves. `hop` is the
+    time of a transfer to another rank, and `overlapped` that of a ForwardBackward, by default the sum of its parts.
+    """
 
     forward: Time = 1
     backward_input: Time = 1
@@ -44,7 +46,7 @@ class Times:
     overlapped: Time | None = None
 
     def per_chunk(self, chunks: int) -> dict[type, Fraction]:
-        """The time of each computation on one chunk."""
+        """Return the time of each computation on one chunk."""
         f, b, w = (Fraction(time) / chunks for time in (self.forward, self.backward_input, self.backward_weight))
         both = f + b + w if self.overlapped is None else Fraction(self.overlapped) / chunks
         return {Forward: f, Backward: b + w, BackwardInput: b, BackwardWeight: w, ForwardBackward: both}
@@ -54,32 +56,34 @@ UNIT = Times()
 
 
 class Deadlock(RuntimeError):
-    """No rank can go on: the message says at which instruction each one waits, and for what."""
+    """An error because no rank can go on; the message names the instruction at which each rank waits."""
 
 
 def simulate(schedule: Schedule, times: Times = UNIT, blocking_sends: bool = False) -> Timeline:
-    """When each instruction of a schedule runs, if each rank runs its own program in order.
+    """Return the timeline of a schedule in which each rank runs its own program in order.
 
-    A Send takes no time and what it carries arrives `hop` later; a Recv waits for it. Between two ranks, tensors of one
+    A Send takes no time, and its tensor arrives `hop` later; a Recv waits for that. Between two ranks, tensors of one
     kind arrive in the order in which they were sent. With `blocking_sends`, a Send waits until the receiver is at the
-    matching Recv: what an unbuffered, synchronous send does.
+    matching Recv, as an unbuffered, synchronous send does.
 
-    Raises Deadlock if the ranks wait for each other, or for something that is never sent; ValueError if a program asks
-    for something before it exists on its own rank (a ReduceGrads before all microbatches have added to the weights), or
-    for other tensors than are sent.
+    Raises:
+        Deadlock: The ranks wait for each other, or for a tensor that is never sent.
+        ValueError: A program needs an array before its own rank has it (a ReduceGrads, for example, before all
+            microbatches have added to the weights' gradients), makes an array twice, expects another tensor than the
+            one that is sent, or never receives one.
     """
     cost, hop = times.per_chunk(schedule.chunks), Fraction(times.hop)
     ranks = range(schedule.stages)
-    at, clock = [0] * len(ranks), [Fraction(0)] * len(ranks)
+    position, clock = [0] * len(ranks), [Fraction(0)] * len(ranks)
     channels: dict[tuple, deque] = {}  # (source, target, kind of Recv) -> (instruction, time of arrival)
     have: set = set()  # (rank, array, stage, microbatch)
     spans: list[Span] = []
 
     def waits_at(rank: int):
-        return schedule[rank][at[rank]] if at[rank] < len(schedule[rank]) else None
+        return schedule[rank][position[rank]] if position[rank] < len(schedule[rank]) else None
 
     def advance(rank: int) -> bool:
-        """Run the next instruction of a rank, if it can run now."""
+        """Run the next instruction of a rank if it can run now; return whether it ran."""
         step = waits_at(rank)
         if step is None:
             return False
@@ -116,7 +120,7 @@ def simulate(schedule: Schedule, times: Times = UNIT, blocking_sends: bool = Fal
         for part in parts(step):  # the parts of a ForwardBackward share its time in proportion
             share = whole * cost[type(part)] / total if total else whole
             spans.append(Span(rank, part, start, start := start + share))
-        at[rank] += 1
+        position[rank] += 1
         return True
 
     ran = True
@@ -137,12 +141,12 @@ def simulate(schedule: Schedule, times: Times = UNIT, blocking_sends: bool = Fal
 
 
 def _matches(send, rank: int, other) -> bool:
-    """Whether `other` is the receive of what `rank` sends."""
+    """Return whether `other` is the Recv of what `rank` sends."""
     return other == RECV_OF[type(send)](send.stage, send.microbatch, rank)
 
 
 def needs(step, schedule: Schedule) -> list[tuple]:
-    """The arrays that an instruction reads, as (name, virtual stage, microbatch)."""
+    """Return the arrays that an instruction reads, as (name, virtual stage, microbatch)."""
     if isinstance(step, RECVS):
         return []
     if isinstance(step, ReduceGrads):
@@ -156,7 +160,7 @@ def needs(step, schedule: Schedule) -> list[tuple]:
 
 
 def makes(step) -> list[tuple]:
-    """The arrays that its rank has after an instruction, and had not before."""
+    """Return the arrays that an instruction gives to its rank, as (name, virtual stage, microbatch)."""
     names = {Forward: ("Out", "saved"), RecvActivation: ("Out",), RecvGrad: ("dIn",), BackwardWeight: ("dW",)}
     names |= {Backward: ("dIn", "dW"), BackwardInput: ("dIn",)}
     return [(name, step.stage, step.microbatch) for name in names.get(type(step), ())]
