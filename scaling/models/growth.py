@@ -1,7 +1,7 @@
 """How much longer the replacements of a tokenizer.json make a text; one that grows without bound is refused.
 
-Seven replacements that each write "a" ten times make ten million characters of one "a", in 12 s, and more of them end no
-more. So each is tried by itself on a part of the text before the library reads the whole by all of them.
+Seven replacements that each write "a" ten times make ten million characters of one "a", in 12 s; seventy never end. So
+each is tried alone on a part of the text before the library reads the whole text by all of them.
 """
 
 import json
