@@ -70,6 +70,7 @@ KINDS = {
     ),
     "writes": "setitem",
 }
+ELEMENTWISE = ("linear", "adds", "multiplies", "divides", "nonlinear")  # kinds
 SUMS = {  # the last column, as LabelledOp.linear has it
     "each": "linear multiplies sums contracts permutes broadcasts scans parts zeros",
     "all": "adds joins",
@@ -121,18 +122,18 @@ def adds_number(name: str, args: Sequence, kwargs: Mapping, arrays: int) -> bool
 
 
 def names_of(*kinds: str) -> frozenset[str]:
-    """The names of some kinds."""
+    """Return the names of some kinds."""
     return frozenset(name for kind in kinds for name in KINDS[kind].split())
 
 
 def function_name(func) -> str:
-    """A function's name as it is written, `__add__`; of `x.mT` the attribute's."""
+    """Return a function's name as it is written, `__add__`; for `x.mT` the attribute's."""
     name = getattr(func, "__name__", str(func))
     return getattr(func.__self__, "__name__", name) if name == "__get__" else name
 
 
 def op_kind(name: str) -> str | None:
-    """The kind of the op that torch calls so (`add`, `__add__`, `_softmax`), or None where the table has none."""
+    """Return the kind of the op with this name (`add`, `__add__`, `_softmax`), or None if the table lacks it."""
     plain = name.strip("_")
     if name.startswith("__") and plain in READERS:
         return "values"

@@ -85,7 +85,7 @@ def _from_here(place: str) -> str:
 
 
 def files_of(paths: Sequence) -> list[Path]:
-    """The Python files named, and those in the directories named. ValueError for a path that leads to none."""
+    """Return the Python files that are named or lie in named directories. ValueError for a path that leads to none."""
     found = []
     for path in map(Path, paths):
         inside = sorted(path.rglob("*.py")) if path.is_dir() else [path]
@@ -102,7 +102,7 @@ def files_of(paths: Sequence) -> list[Path]:
 
 
 def is_python(path: Path) -> bool:
-    """Whether a file is called .py, or is a script that names Python in its first line."""
+    """Return whether a file is called .py, or is a script that names Python in its first line."""
     if path.suffix in (".py", ".pyi"):
         return True
     with path.open("rb") as file:

@@ -27,7 +27,7 @@ from scaling.spec import Spec
 
 @dataclass
 class HeldMemory:
-    """What a storage holds: the type `held` of `keep`, an array in it; `unset` if nothing has been written yet."""
+    """A storage's content: the type `held` of `keep`, an array in it; `unset` if nothing has been written yet."""
 
     keep: Tensor
     held: HeldType

@@ -25,7 +25,7 @@ IGNORE = re.compile(r"#\s*scaling:\s*ignore\b(?:\[([^\]]*)\])?")
 
 
 def check_lines(text: str, file: str = "<source>") -> "tuple[list[Finding], list[tuple[int, int]]]":
-    """The faults of a text's lines; and (first, last line) of each typed call whose line is literal."""
+    """Return (the faults of a text's literal lines, the (first, last line) of each typed call that has one)."""
     found: list[Finding] = []
     try:
         tree = ast.parse(text)
@@ -127,7 +127,7 @@ def _check(name: str, line: str) -> None:
 
 
 def ignored(text: str) -> dict[int, list[str]]:
-    """{line: the rules that a comment there silences}; [""] for a comment that names none."""
+    """Return {line: the rules that its comment silences}, [""] for a comment that names none."""
     if not IGNORE.search(text):
         return {}
     found: dict[int, list[str]] = {}
@@ -138,7 +138,7 @@ def ignored(text: str) -> dict[int, list[str]]:
 
 
 def silent_lines(text: str) -> dict[int, list[str]]:
-    """The same for every line of the statement that the comment stands in."""
+    """Return what `ignored` does, for every line of a statement with such a comment."""
     comments = ignored(text)
     found = dict(comments)
     for node in ast.walk(ast.parse(text)) if comments else ():

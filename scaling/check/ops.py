@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from scaling.algebra.law import LabelledOp, Sizes
-from scaling.algebra.ops import adds_number, keeps_sums, op_kind
+from scaling.algebra.ops import ELEMENTWISE, adds_number, keeps_sums, op_kind
 from scaling.check.held import (
     Dim,
     DimPart,
@@ -28,7 +28,6 @@ from scaling.check.held import (
 from scaling.check.law import NotInferred, OpRule, RuleBroken, by_labels
 from scaling.explicit.labels import ALONG, along_dims, argument, dims_of, elementwise_op, letters, matmul_op
 
-ELEMENTWISE = ("linear", "adds", "multiplies", "divides", "nonlinear")
 PRODUCTS = {"addmm": "mm", "baddbmm": "bmm", "addmv": "mv", "addcmul": "mul", "addcdiv": "div"}  # added to the first
 OWN_PARTS = ("sort", "topk")  # a device may order its own rows, which is named
 CROSSES = {"diagonal": (0, 1), "unfold": (0,)}  # views whose elements do not stay in their dim

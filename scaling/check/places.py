@@ -1,4 +1,4 @@
-"""Where a finding is placed: at the line of the judged program that led to it, not where the library computes it."""
+"""Place a finding at the line of the judged program that led to it, not where the library computes it."""
 
 import inspect
 import os

@@ -45,7 +45,7 @@ OPTIONS = ("--small",)
 
 
 def _on_abstract(fn: Callable, sizes: Any, *args: Any, **options: Any) -> list:
-    """As launch.run: fn(mesh, *args), of one rank, whose result stands for that of each; of stages the last one too."""
+    """Call fn as launch.run does, on one rank of an abstract mesh and on the last stage; all ranks get its result."""
     mesh = AbstractMesh(dict(sizes))
     result = fn(mesh, *args)
     if sizes.get("Z", 1) > 1:
@@ -54,12 +54,12 @@ def _on_abstract(fn: Callable, sizes: Any, *args: Any, **options: Any) -> list:
 
 
 def _one_rank(fn: Callable, sizes: Any, *args: Any, **options: Any) -> Any:
-    """As launch.start, which returns rank 0's result."""
+    """Call fn as launch.start does, which returns rank 0's result."""
     return looked_at_alone(_on_abstract(fn, sizes, *args)[0], fn)
 
 
 def looked_at_alone(result: Any, fn: Callable) -> Any:
-    """What fn returned on one rank, which nobody puts together with the others'."""
+    """Return fn's result on one rank, and report an array in it that is only this rank's part."""
     if (watch := who_watches()) is not None:
         for x in filter(torch.is_tensor, tree.leaves(result)):
             held = watch.held(x)
@@ -76,7 +76,7 @@ def _abstract(sizes: Any, *args: Any, **options: Any) -> AbstractMesh:
 
 @contextlib.contextmanager
 def nothing_outside(path: str, seconds: int = SECONDS) -> Iterator[None]:
-    """No ranks, no output, no waiting, and an end after so many seconds; 0: none."""
+    """Start no ranks, print nothing, do not wait, and stop after so many seconds; never, if it is 0."""
 
     def stop(*_: Any) -> None:
         raise TimeoutError
@@ -102,7 +102,7 @@ def nothing_outside(path: str, seconds: int = SECONDS) -> Iterator[None]:
 
 
 def check_source(text: str, file: str = "<source>") -> list[Finding]:
-    """The faults of one text, by its lines and by running it."""
+    """Return the faults of one text, by its lines and by running it."""
     found, calls = check_lines(text, file)
     if calls and not any(finding.rule == "python" for finding in found):
         found += found_in(judge_file(file, text), {file: text})
@@ -149,7 +149,7 @@ def judge_file(path: "str | Path", text: "str | None" = None, files: Iterable[st
 
 
 def _statements(text: str, path: str, module: ModuleType, judge: Judge) -> None:
-    """One after the other, so that one that needs values stops no other."""
+    """Run the statements separately, so that one that needs values stops no other."""
     tree = ast.parse(text)
     for node in tree.body:
         with attempt(judge, f"{path}:{node.lineno}"):
@@ -191,7 +191,7 @@ def attempt(judge: Judge, place: str, must: bool = False) -> Iterator[None]:
 
 
 def _uncalled(path: str, module: ModuleType, judge: Judge) -> None:
-    """A strategy of the file, and each function all of whose arguments have types."""
+    """Run what the file does not call: its strategy, and each function all of whose arguments have types."""
     values = vars(module)
     specs = values["SPECS"] if isinstance(values.get("SPECS"), dict) else {}
     if {"In", "Out"} <= {*specs} and any(callable(values.get(name)) for name in ("forward", "backward")):
@@ -229,11 +229,11 @@ def _typed_function(fn: Any, judge: Judge) -> None:
 
 
 def _mesh_along(axes: Collection[str]) -> AbstractMesh:
-    """A mesh whose neighbouring axes differ in size."""
+    """Return a mesh whose neighbouring axes differ in size."""
     return AbstractMesh({axis: 2 + i % 2 for i, axis in enumerate(sorted(axes))})
 
 
 def _axes_of(code: CodeType) -> set[str]:
-    """The axes that the lines of a function name."""
+    """Return the axes that the lines of a function name."""
     lines = [c for c in code.co_consts if isinstance(c, str) and "[" in c]
     return {axis for line in lines for word in re.findall(r"_([A-Z]+)(?=[,\]}])", line) for axis in word}

@@ -55,7 +55,7 @@ class TypedLines(KnownArrays):
         return self.place()
 
     def compare(self, held: HeldType, declared: Spec, line: str, by: str = "", place: str = "") -> None:
-        """Whether what is held is what a line says of its operand."""
+        """Report an array that differs from the type that a line declares for it."""
         declared = self.live(declared)
         if len(held.dims) < len(declared.dims):
             return
@@ -73,7 +73,7 @@ class TypedLines(KnownArrays):
             self.find(rule, f"{line}\n  the operand is {held}: {text}", held.place, place)
 
     def in_pods(self, line: Line, operands: Sequence[HeldType]) -> Line:
-        """A line that says nothing of pods runs in each of them: what is split or unreduced over P stays so."""
+        """Return a line that does not mention pods as it runs in each: what is split or unreduced over P stays so."""
         specs = *line.operands, line.result
         if self.sizes.get(PODS, 1) == 1 or any(PODS in axes_named(spec) for spec in specs):
             return line
@@ -93,12 +93,12 @@ class TypedLines(KnownArrays):
     # What typed calls tell.
 
     def called(self, code: Any, mesh: Any) -> None:
-        """A function that says its types."""
+        """Note that a function whose docstring declares types was called."""
         self.ran.add(code)
         self.sizes = dict(mesh.sizes) if mesh is not None else self.sizes
 
     def told(self, x: Any, spec: Spec, line: str, place: str) -> None:
-        """What a docstring or a comment says of a value: of one that is made of no typed array, its type."""
+        """Compare a value with the type that a docstring or comment declares, which an untyped value then has."""
         if isinstance(x, Pending):
             made = next((line for pending, _, line in self.pending if pending is x), "")
             x = parse_line(made).result if "->" in made else x
@@ -119,7 +119,7 @@ class TypedLines(KnownArrays):
                 self.declare(x, inside, held.place or place, held.parts or "sum")
 
     def typed(self, x: Tensor, spec: Spec, where: str, mesh: Any) -> Tensor:
-        """A shard of this type."""
+        """Note that x is a shard of this type, and return it, or its twin on the meta device."""
         self.sizes = dict(mesh.sizes)
         self.declare(x, spec, self.place())
         if f'["{spec.name}"]' in where:
@@ -127,8 +127,11 @@ class TypedLines(KnownArrays):
         return self.meta(x)
 
     def masked(self, line: str, x: Any, mask: Any) -> Tensor:
-        """What each device has of a sum: rows looked up in what is split over the sum's axes; of all else the values
-        decide, and the type is taken at its word."""
+        """Return x where the mask is true: each device's term of a sum.
+
+        That is known for rows looked up in an array that is split over the sum's axes. For anything else it depends on
+        values, and the line's type is believed.
+        """
         x, mask, spec, place = self.meta(x), self.meta(mask), parse(line), self.reached()
         held, axes = self.held(x), self.live(spec).unreduced
         if held.through != look_up_over(axes) or held.axes & {*axes}:
@@ -153,7 +156,7 @@ class TypedLines(KnownArrays):
         self.declare(buffer, spec, self.place(), "sum" if spec.unreduced else "")
 
     def ragged(self, line: str, x: Any) -> Tensor:
-        """Rows that are sent by their values: as many are taken to come."""
+        """Return as many rows as are sent: how many arrive depends on values."""
         x, before, place = self.meta(x), parse_line(line).operands[0], self.reached()
         self.skip("which rows are sent depends on their values, so the line's type is believed", place)
         row = before.dims[len(before.dims) - x.dim() + 1 :]
@@ -161,13 +164,13 @@ class TypedLines(KnownArrays):
         return x.index_select(0, torch.arange(len(x), device=x.device))
 
     def resharded(self, result: Tensor, spec: Spec, axes: Sequence[str]) -> Tensor:
-        """A planner's step that is no line."""
+        """Declare the result of a planner's step that has no line."""
         self.apart |= set(axes)
         self.declare(result, spec, self.reached(), "sum" if spec.unreduced else "")
         return result
 
     def transferred(self, line: Line, x: Tensor, source: Any, target: Any, into: Any) -> Tensor:
-        """On ranks of its own mesh, seen from one that gives and takes."""
+        """Judge a transfer between two meshes, as a rank sees it that both sends and receives."""
         before, after, place = line.operands[0], line.result, self.reached()
         self.sizes = dict(source.sizes)
         self.compare(self.held(self.meta(x)), before, str(line), "", place)
@@ -179,7 +182,7 @@ class TypedLines(KnownArrays):
         return result
 
     def call(self, call: Callable, what: tuple, x: Any, mesh: Any, *options: Any) -> Any:
-        """A collective, before it is known how it runs."""
+        """Run a collective on the meta device, and note its result if it is pending."""
         check_abstract(what[1], mesh)
         place, self.sizes = self.reached(), dict(mesh.sizes)
         result = call(what, self.meta(x), mesh, *options)

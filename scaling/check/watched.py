@@ -55,15 +55,20 @@ def watching(judge: Judge) -> Iterator[None]:
 
 
 def shard_of(spec: Spec, mesh: Any, sizes: dict[str, int]) -> Tensor:
-    """A float32 shard of this type; `sizes`: of each dim, where one that is not there gets a size of its own."""
+    """Return a float32 shard of this type. `sizes` has each dim's size; a dim that it lacks gets a new one."""
     for dim in spec.dim_names:
         sizes.setdefault(dim, int(dim) if dim.isdigit() else prod(mesh_sizes(mesh).values()) * (len(sizes) + 5))
     return torch.empty(spec.local_shape(sizes, mesh), device="meta")
 
 
 def judge(fn: Callable, *args: Any, mesh: Any, returns: Any = None) -> Judgement:
-    """`fn(*args)` on an abstract mesh, judged. A text among `args` (dicts, lists and tuples are searched) becomes a
-    float32 shard of that type, each dim of another size; `returns`: the types of its result."""
+    """Judge `fn(*args)` on an abstract mesh.
+
+    Args:
+        args: a text in them, also in dicts, lists and tuples, becomes a float32 shard of that type; all dims differ in
+            size.
+        returns: the types of the result.
+    """
     check_abstract("judge", mesh)
     report, sizes = Judgement(), {}
     judge = Judge(report, mesh_sizes(mesh))

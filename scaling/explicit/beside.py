@@ -12,9 +12,8 @@ import optree
 
 from scaling.algebra.law import Illegal, LabelledOp, Sizes
 from scaling.algebra.layouts import Axes, DimAxes
-from scaling.algebra.ops import op_kind
+from scaling.algebra.ops import ELEMENTWISE, op_kind
 from scaling.explicit.arrays import Array, read_array_type, type_text
-from scaling.explicit.functions import ELEMENTWISE
 from scaling.explicit.planning import legal_layouts
 from scaling.explicit.tracing import graph_of
 from scaling.spec import ShardingError

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from scaling.algebra.law import LabelledOp, Reshape, Sizes
 from scaling.algebra.layouts import DimAxes, letters, retyped, unsplit_spec
-from scaling.algebra.ops import function_name, keeps_sums, op_kind
+from scaling.algebra.ops import ELEMENTWISE, function_name, keeps_sums, op_kind
 from scaling.collectives.multiply import einsum
 from scaling.explicit.labels import (
     OnTensors,
@@ -30,7 +30,6 @@ from scaling.explicit.labels import (
 )
 from scaling.spec import Line, ShardingError
 
-ELEMENTWISE = ("linear", "adds", "multiplies", "divides", "nonlinear")
 SEVERAL = ("parts", "orders")  # results
 
 
@@ -58,10 +57,12 @@ class TypedCall(NamedTuple):
 
 
 def read_call(func: Callable, args: tuple, kwargs: dict, is_array: Callable[[Any], bool]) -> Any:
-    """The call of a torch function (or a method of Tensor) on arrays that have `.shape` and `.dtype`: a TypedCall, or
-    of a function that gives several arrays, as split does, a tuple (or what torch gives) of one for each.
+    """Return the call of a torch function, or a method of Tensor, on arrays that have `.shape` and `.dtype`.
 
-    Raises ShardingError for a function that this mode does not know, and torch's own error where the shapes do not fit.
+    It is a TypedCall; for a function that gives several arrays, as split does, a tuple of one for each.
+
+    Raises:
+        ShardingError: this mode does not know the function, or torch refuses the shapes.
     """
     everything: Any = (args, kwargs)
     flat, structure = optree.tree_flatten(everything, is_leaf=is_array, none_is_leaf=True)
@@ -113,7 +114,7 @@ def read_call(func: Callable, args: tuple, kwargs: dict, is_array: Callable[[Any
 
 
 def each_call(of: Callable[[TypedCall], Any], read: Any) -> Any:
-    """`of` each call that `read_call` gives, in torch's own container where there are several."""
+    """Apply `of` to each call that `read_call` returned, in torch's container where there are several."""
     return of(read) if isinstance(read, TypedCall) else type(read)([of(one) for one in read])
 
 
@@ -122,7 +123,7 @@ def _part(call: OnTensors, number: int, values: Sequence[Tensor]) -> Tensor:
 
 
 def _typed(name: str, args, kwargs, call: OnTensors, operands: list, whole: Any) -> TypedCall:
-    """Of a function that is called by `call`, on the operands alone, and then gives `whole`, on meta tensors."""
+    """Return the call of a function that `call` runs on the operands, and whose result on meta tensors is `whole`."""
     kind, shapes = op_kind(name), [tuple(x.shape) for x in operands]
     if not isinstance(whole, Tensor):
         refuse_unknown(name)
@@ -146,7 +147,7 @@ def _may_be_partial(x: Any) -> bool:
 
 
 def _flops(op: LabelledOp, shapes: Sequence[Sizes]) -> int:
-    """2 for each multiply-add, 1 where nothing is summed, 0 with one operand."""
+    """Return the FLOPs: 2 for each multiply-add, 1 where nothing is summed, 0 with one operand."""
     sizes = {d: n for labels, s in zip(op.inputs, shapes, strict=True) for d, n in zip(labels, s, strict=True)}
     return math.prod(sizes.values()) * (2 if len(sizes) > len(op.output) else 1) * (len(shapes) == 2)
 
@@ -154,7 +155,7 @@ def _flops(op: LabelledOp, shapes: Sequence[Sizes]) -> int:
 def _read(
     name: str, args, kwargs, call: OnTensors, operands: list, shape: Sizes
 ) -> tuple[AnyOperation, Callable | None]:
-    """The operation, and how shards are computed with where that is not by the function itself."""
+    """Return (the operation, how it computes shards if that is not by the function itself)."""
     kind, shapes = op_kind(name), [tuple(x.shape) for x in operands]
     labels = letters(len(shapes[0]) if shapes else 0)
     if kind in ELEMENTWISE:
@@ -181,14 +182,14 @@ def _read(
 
 
 def _product(op: LabelledOp, shards: Sequence[Tensor], local: LocalPlan) -> Tensor:
-    """The typed product of shards, which a trace sees. It was inferred, so the line is legal."""
+    """Return the typed product of shards, which a trace sees. It was inferred, so the line is legal."""
     labels = [map(str, d) for d in (*op.inputs, op.output)]
     specs = [retyped(unsplit_spec("", d), at) for d, at in zip(labels, (*local.needed, local.result), strict=True)]
     return einsum(str(Line(tuple(specs[:-1]), specs[-1])), *shards)
 
 
 def _mean(shape: Sizes, dims: Sequence[int], keep: bool, dtype: torch.dtype | None) -> Callable:
-    """The mean as a sum that is divided by the whole number of elements."""
+    """Return the mean as a function: a sum divided by the whole array's number of elements."""
     count = math.prod(shape[i] for i in dims)
 
     def mean(op, shards, local):

@@ -32,7 +32,7 @@ ALONG = {  # the dims that a function of this name, or else kind, runs along: an
 
 
 def viewed(name: str, call: OnTensors, labels: Labels, shapes: Sequence[Sizes]) -> LabelledOp:
-    """A view: dims in another order, copied, left out, new. One that is not taken whole must not be split."""
+    """Return the labels of a view: dims are permuted, copied, dropped or new, and whole where a part is taken."""
     shape, strides, step = shapes[0], [], 1
     for i, size in reversed([*enumerate(shape)]):  # all different: those of dims of one element are free to choose
         strides.insert(0, step if size != 1 else 2**40 + i)
@@ -65,7 +65,7 @@ def reduced_dims(call: OnTensors, labels: Labels, dtype: torch.dtype) -> tuple[t
 
 
 def along_dims(name: str, kind: str | None, args, kwargs, labels: Labels, shape: Sizes) -> LabelledOp:
-    """What runs along dims that must be whole: they stay, or have another size."""
+    """Return the labels of a function along dims that must be whole: they stay, or change their size."""
     if name in ("pad", "constant_pad_nd"):
         pads = argument(args, kwargs, 1, "pad", ())
         dims = tuple(len(labels) - 1 - i // 2 for i in range(0, len(pads), 2) if any(pads[i : i + 2]))
@@ -84,7 +84,7 @@ def along_dims(name: str, kind: str | None, args, kwargs, labels: Labels, shape:
 
 
 def joined(name: str, labels: Labels, count: int, dim: int) -> LabelledOp:
-    """Arrays one after another in a dim, or stacked in a new one."""
+    """Return the labels of arrays joined in a dim, or stacked in a new one."""
     if name == "stack":
         at = dim % (len(labels) + 1)
         return LabelledOp(name, (labels,) * count, (*labels[:at], "N", *labels[at:]))
@@ -92,7 +92,7 @@ def joined(name: str, labels: Labels, count: int, dim: int) -> LabelledOp:
 
 
 def dims_of(dim, n: int) -> tuple[int, ...]:
-    """Positions from a dim, several, or None for all of n."""
+    """Return the positions that a dim, several dims, or None for all of n, mean."""
     given = (dim,) if isinstance(dim, int) else range(n) if dim is None else tuple(dim)
     return tuple(i % n for i in given) if n else ()
 
@@ -111,7 +111,7 @@ def elementwise_op(name: str, shapes: list[Sizes], shape: Sizes) -> LabelledOp:
 
 
 def einsum_op(equation: str) -> LabelledOp:
-    """An equation as torch.einsum and jnp.einsum read it, with letters alone and one or two operands."""
+    """Return the labels of an equation as torch.einsum and jnp.einsum read it: letters, and one or two operands."""
     left, arrow, right = equation.replace(" ", "").partition("->")
     terms = left.split(",")
     if not arrow or "." in equation or len(terms) > 2 or any(len(set(t)) < len(t) for t in (*terms, right)):
@@ -123,7 +123,7 @@ def einsum_op(equation: str) -> LabelledOp:
 
 
 def matmul_op(a: Sizes, b: Sizes) -> LabelledOp:
-    """`a @ b`: vectors, matrices, and batches of matrices whose batch dims are equal or only one operand's."""
+    """Return the labels of `a @ b`: vectors, matrices, and batches that are equal or only one operand's."""
     batch = LETTERS[: max(0, len(a) - 2, len(b) - 2)]
     if len(a) > 2 < len(b) and (len(a) != len(b) or a[:-2] != b[:-2]):
         raise ShardingError(f"matmul: {a} by {b}\n  rule: batch dims are not broadcast here\n  fix: use einsum")

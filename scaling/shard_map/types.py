@@ -66,7 +66,7 @@ class Mismatch(Exception):
 
 
 def marks(x: Tensor) -> Marks:
-    """As `marked` has left them on x, or on what it wraps."""
+    """Return the marks that `marked` has put on x, or on what it wraps."""
     while (found := getattr(x, MARK, None)) is None:
         if not is_wrapped(x):
             return PLAIN
@@ -75,7 +75,7 @@ def marks(x: Tensor) -> Marks:
 
 
 def marked(x: Tensor, as_: Marks) -> Tensor:
-    """A view of x with these marks in place of its own; x itself where nothing changes."""
+    """Return a view of x with these marks instead of its present ones; x itself where nothing changes."""
     if marks(x) == as_:
         return x
     with without_functions():
@@ -91,7 +91,7 @@ ASKS = {"dim", "size", "numel", "stride", "is_floating_point", "is_complex", "__
 
 
 def varying(x: Tensor, bound: Bound) -> frozenset[str]:
-    """The mesh axes over which x is stacked: those over which it varies, or is unreduced or reduced."""
+    """Return the mesh axes over which x varies, or is unreduced or reduced: it is stacked over them."""
     found = set()
     while is_wrapped(x):
         if (level := level_of(x)) in bound.levels:
@@ -101,26 +101,32 @@ def varying(x: Tensor, bound: Bound) -> frozenset[str]:
 
 
 def memory_of(x: Tensor) -> int:
-    """What tells the memory apart that x, or what it wraps, lies in."""
+    """Return an identifier of the memory that x, or what it wraps, lies in."""
     return storage_of(unwrapped_by_all(x))
 
 
 def vary(x: Tensor, axes, bound: Bound) -> Tensor:
-    """x, stacked over `axes` too: nothing is sent; its cotangent is summed over the axes that are new."""
+    """Return x stacked over `axes` too. Nothing is sent; its cotangent is summed over the axes that are new."""
     new = tuple(axis for axis in bound.mesh.sizes if axis in set(axes) - varying(x, bound))
     return marked(apply_typed(x, bound, Call("pvary", new)), marks(x)) if new else x
 
 
 def described_type(x: Tensor, bound: Bound) -> str:
-    """A value's type in words, for messages."""
+    """Return a value's type in words, for messages."""
     kinds = {**marks(x)._asdict(), "varying": varying(x, bound) - marks(x).axes}
     parts = [f"{kind} over {format_axes(bound.in_order(axes))}" for kind, axes in kinds.items() if axes]
     return f"{str(x.dtype).removeprefix('torch.')}{list(x.shape)} " + (" and ".join(parts) or "invariant")
 
 
 def result_of(name: str, found: Sequence[Marks], varying: Sequence[frozenset[str]]) -> Marks:
-    """The marks of what a function of torch makes of operands with marks, at least one; `varying`: the axes over which
-    each varies otherwise. Raises Mismatch."""
+    """Return the marks of a torch function's result.
+
+    Args:
+        found: the operands' marks, of which at least one is not plain.
+        varying: the axes over which each operand varies otherwise.
+    Raises:
+        Mismatch: the function of these operands has no type.
+    """
     varies = frozenset().union(*varying)  # where one varies, what is reduced varies too
     found = [each._replace(reduced=each.reduced - varies) for each in found]
     summed = frozenset().union(*(each.unreduced for each in found))
@@ -204,7 +210,7 @@ class Checks(TorchFunctionMode):
         return optree.tree_map(mark, result) if after else result
 
     def call(self, func, name: str, tensors: list[Tensor], args, kwargs):
-        """func(*args, **kwargs); what no level of vmap can do is refused in our words."""
+        """Return func(*args, **kwargs); refuse in our words what vmap cannot do."""
         try:
             return func(*args, **kwargs)
         except RuntimeError as error:
@@ -217,7 +223,7 @@ class Checks(TorchFunctionMode):
             raise
 
     def derivative(self, func, name: str, args, kwargs):
-        """torch.autograd.grad and jvp's _make_dual: a tangent is of its value's type, a cotangent of the dual one."""
+        """Call torch.autograd.grad or jvp's _make_dual: a tangent has its value's type, a cotangent the dual one."""
         forward = name == "_make_dual"
         given = args[1] if forward else kwargs.get("grad_outputs", args[2] if len(args) > 2 else None)
         values, given = (optree.tree_leaves(each) for each in (args[0], given))
