@@ -81,11 +81,13 @@ class Log:
 
     `watch`, if given, is called with an event and the name of a moment: "reached" when a collective's line is reached,
     before the ranks agree on it; "started"; "returned" and "waited", for an asynchronous event, when its call returns
-    and when the wait for it begins; and "ended".
+    and when the wait for it begins; and "ended". `loads` has load[E] of each layer of experts and each microbatch: how
+    many tokens of all ranks chose each expert.
     """
 
     events: list[Event] = field(default_factory=list)
     watch: Callable[[Event, str], None] | None = None
+    loads: list[Any] = field(default_factory=list)
 
     def collectives(self) -> list[Event]:
         """Return the events that move data between devices, which are all but Einsum and Slice."""

@@ -43,18 +43,18 @@ def shared(settings: Settings, sizes: Mapping[str, int], on: Mapping[str, int]) 
     return replace(settings, microbatches=settings.microbatches * more)
 
 
-def loss_note(before: Settings, shared_out: Settings) -> str:
+def loss_note(before: Settings, after: Settings) -> str:
     """Return what to say where more microbatches change the loss; "" where they do not.
 
     Experts are balanced, and filled up to their capacity, over the tokens of a microbatch of all ranks: terms that are
     not linear in the tokens, so fewer at a time give other ones.
     """
-    config, fewer = before.model, shared_out.microbatches > before.microbatches
+    config, fewer = before.model, after.microbatches > before.microbatches
     balanced = config.aux_coef > 0 and config.balance_by == "batch"
     if not fewer or config.E == 1 or not (balanced or config.capacity is not None):
         return ""
     what = " and ".join(["aux_coef"] * balanced + ["capacity"] * (config.capacity is not None))
     return (
-        f"{shared_out.microbatches} microbatches in place of {before.microbatches}: the experts' {what} hold for each of "
+        f"{after.microbatches} microbatches in place of {before.microbatches}: the experts' {what} hold for each of "
         "them, so losses differ a little from those of the mesh that was asked for"
     )

@@ -18,6 +18,7 @@ from scaling.models.params import stored_sizes
 from scaling.profile.record import watched
 from scaling.strategies import transformer
 from scaling.strategies.transformer.stages import stored_places
+from scaling.trace import Log
 from scaling.train import checkpoint, guards
 from scaling.train.batches import Batch, ahead, inputs, leave_out
 from scaling.train.durable import point_at, step_name
@@ -87,7 +88,7 @@ def run(mesh, settings: Settings, keep: Callable[[], None] | None = None) -> dic
         seen += settings.batch
         result |= {"step": number, "loss": loss, "sequences": seen}
         record = progress.record(number, loss, norm, seconds, stood)
-        record["lr"] = lr
+        record |= {"lr": lr} | ({"expert_load": expert_shares(log, mesh)} if log.loads else {})
         record |= {"loss_scale": metrics["scale"]} if "scale" in metrics else {}
         last, asked = number == settings.steps, stop_asked(out, mesh)
         if last or asked or (settings.eval_every and number % settings.eval_every == 0):
@@ -181,6 +182,14 @@ def _placed(batch: Batch, mesh) -> tuple:
     """This rank's part of a batch; no segments if each row is of one document, since a mask of them costs T^2."""
     tokens, targets, segments = (local(x, mesh) for x in batch)
     return tokens, targets, segments if bool((batch[2] != batch[2][:, :1]).any()) else None
+
+
+def expert_shares(log: Log, mesh) -> list[float]:
+    """Return the share of the tokens of a step that each expert was chosen by, over all layers and microbatches."""
+    load = torch.stack(log.loads).sum(0)
+    if mesh.sizes.get("Z", 1) > 1:  # each stage has seen its own layers; all of its ranks have counted the same
+        load = guards.everyone(load, mesh).sum(0)
+    return [round(share, 4) for share in (load / load.sum()).tolist()]
 
 
 def met(mesh) -> None:

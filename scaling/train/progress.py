@@ -97,6 +97,8 @@ class Progress:
             for name, value in record.items():
                 if isinstance(value, str):
                     self.board.add_text(name, value, record["step"])
+                elif isinstance(value, list):
+                    self.board.add_scalars(name, {str(i): each for i, each in enumerate(value)}, record["step"])
                 elif name != "step" and value is not None:
                     self.board.add_scalar(name, value, record["step"])
             self.board.flush()  # a run that is killed has written what it said

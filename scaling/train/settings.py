@@ -101,8 +101,8 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def rate(settings: Settings) -> Callable[[Tensor], Tensor]:
-    """Return the learning rate by the number of updates: warmup, then a cosine to a tenth, wsd (to 0 over the last tenth
-    of the steps) or constant. After `decay_steps` it stays where it is."""
+    """Return the learning rate by the number of updates: warmup, then a cosine to a tenth of it, wsd (to 0 over the
+    last tenth of the steps) or constant. After `decay_steps` it stays where it is."""
     s = settings
     end = s.decay_steps or s.steps
     tail = max(1, end // 10)

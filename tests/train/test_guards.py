@@ -13,12 +13,13 @@ from types import SimpleNamespace
 import pytest
 import torch
 from machine import on_ranks, once
-from runs import ONE, TINY, refusal, train, write_text
+from runs import ONE, TINY, records, refusal, train, write_text
 
 from scaling import launch, tree
 from scaling.collectives import all_gather, all_reduce, wait
 from scaling.mesh import AbstractMesh
 from scaling.strategies import transformer
+from scaling.strategies.transformer import experts
 from scaling.trace import trace
 from scaling.train import dcp, flight, guards
 from scaling.train.loop import run
@@ -209,3 +210,28 @@ def test_a_ring_of_the_last_and_the_command(capsys):
     flight.keep_earlier(".")
     assert flight.records(".") == {}
     assert Path("flight-0003.before").is_file()
+
+
+@pytest.mark.slow
+def test_the_share_of_tokens_of_each_expert_is_recorded_on_every_mesh(ranks, monkeypatch):
+    """As the choices themselves count, of all layers and microbatches."""
+    model = TINY.with_(L=2, E=4, k=2, aux_coef=0.01)
+    settings = Settings(model, write_text(200), str(Path("one").absolute()), 4, 16, steps=2, microbatches=2)
+    chosen, real = [], experts.route_tokens
+
+    def seen(*given, **how):
+        found = real(*given, **how)
+        chosen.append(found.experts.flatten())
+        return found
+
+    Path("one").mkdir()
+    with monkeypatch.context() as patch:
+        patch.setattr(experts, "route_tokens", seen)
+        run(ONE, replace(settings, eval_batches=1))
+    wanted = [torch.cat(chosen[i : i + 4]).bincount(minlength=4) / (2 * 4 * 16 * 2) for i in (0, 4)]  # 2 layers, k = 2
+    shares = [record["expert_load"] for record in records("one")]
+    torch.testing.assert_close(torch.tensor(shares), torch.stack(wanted), atol=1e-4, rtol=0)
+    for mesh in {"Z": 2}, {"E": 2}:
+        Path(other := str(Path(*mesh).absolute())).mkdir()
+        ranks(run, mesh, replace(settings, out=other, eval_batches=1))
+        assert [record["expert_load"] for record in records(other)] == shares

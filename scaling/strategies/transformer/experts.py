@@ -11,6 +11,7 @@ from torch import Tensor
 
 from scaling.models.pointwise import rms_norm, vjp
 from scaling.strategies.expert import experts_of, moe, route_tokens
+from scaling.trace import open_logs
 
 GIVEN: Any = {"tensor": "Y", "spec": "x[B_PXE, T_CY, D]"}
 
@@ -22,6 +23,8 @@ def experts(W: dict, s: dict, at: Any) -> tuple[Tensor, Tensor, dict]:
         with torch.no_grad():
             y = rms_norm(s["mid"], gain=own["norm_mlp"], eps=config.eps)
             s = s | {"routing": route_tokens(experts_of(own, config), y, config, mesh, "E", **GIVEN)}
+        for log in open_logs:
+            log.loads.append(s["routing"].load)
 
     def computed(W: dict, mid: Tensor) -> tuple[Tensor, Tensor]:
         y = rms_norm(mid, gain=W["norm_mlp"], eps=config.eps)
