@@ -1,4 +1,4 @@
-"""Chips, their links and what they are made of, as data and arithmetic (Parts 1, 2 and 12). No torch."""
+"""Chips, their parts and their links as data and arithmetic (Parts 1, 2 and 12); only `systolic` needs torch."""
 
 from scaling.hardware.catalogue import chip, chips, load_chip, variants
 from scaling.hardware.chip import Chip, Efficiency, Level, Measured, check_slice

@@ -1,6 +1,7 @@
-"""The catalogue of chips: `chip("v5p")`, another value of the book as `chip("v6e", variant="part1")`, or your own file.
+"""Look up chips: `chip("v5p")`, `chip("v6e", variant="part1")` for another value of the book, or a file of yours.
 
-The numbers, each with its place in the book or at its vendor, are in chips.toml; `load_chip` reads a file of that form.
+The numbers are in chips.toml, each with its source in the book or from its vendor. `load_chip` reads a file of the same
+form.
 """
 
 import tomllib
@@ -15,13 +16,18 @@ from scaling.spec import DTYPE_BYTES
 
 STRUCTURE = {"base": str, "variants": dict, "flops": dict, "efficiency": dict, "levels": list, "measured": list}
 STRUCTURE |= {"name": str, "pod": list, "host": list}
-NEEDED = {"tpu": ("axes", "link_bw", "wrap"), "gpu": ("levels",), "cpu": ()}  # beside hbm_bytes and flops, to plan with
+NEEDED = {"tpu": ("axes", "link_bw", "wrap"), "gpu": ("levels",), "cpu": ()}  # plans also need hbm_bytes and flops
 
 
 def chip(name: str, variant: str | None = None) -> Chip:
-    """A chip of the book, by name ("v5p", "h100"), or of a TOML file, by its path ("mine.toml").
+    """Return a chip of the book by its name ("v5p", "h100"), or of a TOML file by its path ("mine.toml").
 
-    `variant`: another value which the book's text uses, e.g. chip("v6e", "part1"); ValueError lists what there is.
+    Args:
+        name: The name or the path.
+        variant: The name of another value that the book's text uses, as in chip("v6e", "part1").
+
+    Raises:
+        ValueError: The name or the variant is unknown; the message lists the known ones.
     """
     if str(name).endswith(".toml"):
         return load_chip(name, variant)
@@ -34,19 +40,19 @@ def chip(name: str, variant: str | None = None) -> Chip:
 
 
 def chips() -> tuple[str, ...]:
-    """The names of the book's chips."""
+    """Return the names of the book's chips."""
     return tuple(registry())
 
 
 def variants(name: str) -> tuple[str, ...]:
-    """The names of the other values that the book has for a chip."""
+    """Return the names of the other values that the book has for a chip."""
     return tuple(registry()[chip(name).name].get("variants", ()))
 
 
 def load_chip(path: str | Path, variant: str | None = None) -> Chip:
-    """A chip from a TOML file: the fields of `Chip`, with `[flops]` by dtype, `[[levels]]`, `[[measured]]`.
+    """Read a chip from a TOML file of the fields of `Chip`, with `[flops]` by dtype, `[[levels]]`, `[[measured]]`.
 
-    `base = "h100"` starts from a chip of the book, so that only what differs need be given:
+    `base = "h100"` starts from a chip of the book, so that the file gives only the fields that differ:
 
         base = "h100"
         name = "our-h100"
@@ -70,11 +76,12 @@ def load_chip(path: str | Path, variant: str | None = None) -> Chip:
 
 @cache
 def registry() -> Mapping[str, dict]:
+    """Return the tables of chips.toml by the chips' names."""
     return tomllib.loads(Path(__file__).with_name("chips.toml").read_text(encoding="utf-8"))
 
 
 def _merge(below: Mapping, above: Mapping) -> dict:
-    """`above` laid over `below`; the tables flops and efficiency are merged key by key."""
+    """Merge two tables: `above` wins, and the tables flops and efficiency inside them are merged key by key."""
     both = dict(below) | dict(above)
     for table in ("flops", "efficiency"):
         if table in below and table in above:
@@ -83,7 +90,7 @@ def _merge(below: Mapping, above: Mapping) -> dict:
 
 
 def _resolve(data: Mapping) -> dict:
-    """A table laid over its base, and that over its own."""
+    """Return a table merged over its base, which is itself merged over its own base, and so on."""
     for key, kind in STRUCTURE.items():
         of_type(key, data.get(key, kind()), kind)
     if (base := data.get("base")) is None:
@@ -95,7 +102,7 @@ def _resolve(data: Mapping) -> dict:
 
 
 def build(name: str, data: Mapping, variant: str | None = None) -> Chip:
-    """The Chip that a table of a TOML file describes; ValueError for a key or a value that it cannot have."""
+    """Build the Chip that a table of a TOML file describes; ValueError for a key or a value that it cannot have."""
     data = _resolve(data)
     if variant is not None:
         if variant not in data.get("variants", {}):
@@ -127,7 +134,7 @@ def build(name: str, data: Mapping, variant: str | None = None) -> Chip:
 
 
 def _part(record: type, table: str, values: Mapping):
-    """A Level, a Measured or an Efficiency from its table; ValueError names an unknown or a missing key."""
+    """Build a Level, a Measured or an Efficiency from its table; ValueError names an unknown or a missing key."""
     of_type(table, values, dict)
     known = {field.name: field for field in fields(record)}
     if unknown := set(values) - set(known):

@@ -1,6 +1,6 @@
 """One chip as data: its rates, its memories and its links.
 
-SI units throughout: FLOPs/s, bytes, bytes/s, seconds; a price in dollars per chip and hour. `None` is what nobody says.
+All units are SI units: FLOPs/s, bytes, bytes/s, seconds; a price is in dollars per chip and hour. `None` is unknown.
 """
 
 import math
@@ -11,7 +11,7 @@ from scaling.common.arguments import check_fields
 
 KINDS = ("tpu", "gpu", "cpu")
 COUNTS = ("pod", "host", "degree", "links", "switches", "ports", "ranks", "cores", "mxus", "mxu", "vector_alus", "sms")
-LEAST = {"flops": 1e6, "_bytes": 1e3, "_bw": 1e5, "bandwidth": 1e3, "clock": 1e6, "clock_base": 1e6}  # of any chip
+LEAST = {"flops": 1e6, "_bytes": 1e3, "_bw": 1e5, "bandwidth": 1e3, "clock": 1e6, "clock_base": 1e6}  # for any chip
 ALIASES = {"bfloat16": "bf16", "float16": "fp16", "f16": "fp16", "float32": "fp32", "f32": "fp32", "uint8": "int8"}
 ALIASES |= {"float64": "fp64", "f64": "fp64", "float8_e4m3fn": "fp8", "float8_e5m2": "fp8"}
 
@@ -20,8 +20,9 @@ ALIASES |= {"float64": "fp64", "f64": "fp64", "float8_e4m3fn": "fp8", "float8_e5
 class Level:
     """One level of a tree of switches: a unit has `degree` children, each on `links` links of `link_bw` bytes/s.
 
-    `switches` in a unit, with `ports` ports each of `link_bw`, if known. `switched` false: there are no switches, each
-    pair of children has links of its own (MI300X), so a group of d children uses (d - 1)/(degree - 1) of them.
+    A unit has `switches` switches, if known, with `ports` ports of `link_bw` each. If `switched` is false there are no
+    switches, and each pair of children has dedicated links (MI300X); a child in a group of d children then uses
+    (d - 1)/(degree - 1) of its links.
     """
 
     name: str
@@ -34,18 +35,20 @@ class Level:
 
     @property
     def child_bw(self) -> float:
-        """Bytes/s of one child, each way: into the unit's switches, or over all its links to the other children."""
+        """Bytes/s of one child each way, into the unit's switches or over all its links to the other children."""
         return self.links * self.link_bw
 
     def group_bw(self, children: int) -> float:
-        """Bytes/s of one child within a group of so many."""
+        """Return the bytes/s of one child each way within a group of this many children."""
         return self.child_bw * (1 if self.switched or children < 2 else (children - 1) / (self.degree - 1))
 
 
 @dataclass(frozen=True)
 class Measured:
     """A collective as measured over `ranks`: seconds = latency + V / bandwidth, V as in `scaling.cost.collectives`.
-    `alone`: while all other ranks of the machine stood still, not while their groups did the same."""
+
+    `alone` says that all other ranks of the machine were idle, instead of running the collective in their own groups.
+    """
 
     op: str
     ranks: int
@@ -56,21 +59,16 @@ class Measured:
 
 @dataclass(frozen=True)
 class Efficiency:
-    """What share of its peaks a chip reaches in a training step: of a forecast, never of a bound.
+    """The shares of its peaks that a chip reaches in a training step, used in forecasts and never in bounds."""
 
-    `matmul` by dtype ("bf16"; others as bf16), `attention` of the bf16 peak in an attention kernel, `memory` of hbm_bw
-    in what is not a matmul, `links` of the links' bytes/s, `hidden` the share of the collectives on the critical path
-    (of tensor, context and expert axes) that runs behind matmuls; `cores` the share of the chip's cores that a
-    collective takes from the matmuls while it runs behind them. `launch`: seconds that a collective takes at least.
-    """
-
-    matmul: tuple[tuple[str, float], ...] = (("bf16", 1.0),)
-    attention: float = 1.0
-    memory: float = 1.0
-    links: float = 1.0
+    matmul: tuple[tuple[str, float], ...] = (("bf16", 1.0),)  # (dtype, share of its peak); other dtypes have bf16's
+    attention: float = 1.0  # share of the bf16 peak in an attention kernel
+    memory: float = 1.0  # share of hbm_bw in operations other than matmuls
+    links: float = 1.0  # share of the links' bytes/s
+    # share of the collectives on the critical path (over tensor, context and expert axes) that matmuls hide
     hidden: float = 0.0
-    cores: float = 0.0
-    launch: float = 0.0
+    cores: float = 0.0  # share of the chip's cores that a collective takes from the matmuls that hide it
+    launch: float = 0.0  # the least seconds that a collective takes
 
     def __post_init__(self):
         shares = {"attention": self.attention, "memory": self.memory, "links": self.links}
@@ -87,14 +85,14 @@ class Efficiency:
             raise ValueError(f"efficiency.launch is {self.launch!r}\n  fix: give seconds, below 1")
 
     def of_matmul(self, dtype: str) -> float:
-        """The share of the peak in `dtype` that matmuls reach."""
+        """Return the share of the peak in `dtype` that matmuls reach."""
         shares = dict(self.matmul)
         return shares.get(dtype, shares.get("bf16", 1.0))
 
 
 @dataclass(frozen=True)
 class Chip:
-    """One accelerator with its memories and links. All bandwidths are bytes/s and one-way unless the name says more."""
+    """One accelerator with its memories and links; bandwidths are one-way bytes/s unless their name says otherwise."""
 
     name: str
     kind: str
@@ -109,9 +107,8 @@ class Chip:
     pod: tuple[int, ...] | None = None
     host: tuple[int, ...] | None = None
     link_bw: float | None = None
-    wrap: str | None = (
-        None  # which axes of a slice are rings: "full" (as long as the pod's), "cubes" (4x4x4), "all", "none"
-    )
+    # the axes of a slice that are rings: "full" (if as long as the pod's), "cubes" (all, in 4x4x4 cubes), "all", "none"
+    wrap: str | None = None
     hop_latency: float = 1e-6
     pcie_bw: float | None = None
     dcn_bw: float | None = None
@@ -162,7 +159,7 @@ class Chip:
             )
 
     def flops(self, dtype: str = "bf16") -> float:
-        """Peak matmul FLOPs/s in `dtype`; ValueError if the chip has no such units (or the book no such number)."""
+        """Return the peak matmul FLOPs/s in `dtype`; ValueError if the chip's table has no number for it."""
         dtype = ALIASES.get(str(dtype).removeprefix("torch."), str(dtype).removeprefix("torch."))
         if dtype not in dict(self.peaks):
             has = ", ".join(name for name, _ in self.peaks) or "no dtype at all"
@@ -170,7 +167,7 @@ class Chip:
         return dict(self.peaks)[dtype]
 
     def need(self, field: str):
-        """The value of a field, or a ValueError that says the chip lacks it."""
+        """Return the value of a field; ValueError if the chip lacks it."""
         value = getattr(self, field)
         if value in (None, (), 0):
             raise ValueError(
@@ -185,21 +182,24 @@ class Chip:
 
     @property
     def pod_chips(self) -> int:
+        """The number of chips in a pod."""
         return math.prod(self.need("pod"))
 
     @property
     def host_chips(self) -> int:
+        """The number of chips on a host."""
         return math.prod(self.need("host"))
 
     @property
     def node_gpus(self) -> int:
+        """The number of GPUs in a node."""
         return self.need("levels")[0].degree
 
     def levels_for(self, gpus: int) -> tuple[Level, ...]:
-        """The levels of a cluster of so many GPUs: the highest one takes as many children as it needs.
+        """Return the levels of a cluster of this many GPUs; the highest level gets as many children as it needs.
 
-        Each child keeps its links: a full fat tree, to which switches are added (Part 12, Quiz 3, Question 2).
-        ValueError if the chip's file knows nothing beyond the node, and the node is too small.
+        Each child keeps its links: the network is a full fat tree, to which switches are added (Part 12, Quiz 3,
+        Question 2). ValueError if the node is too small and the chip's file has no network beyond it.
         """
         levels = self.need("levels")
         below = math.prod(level.degree for level in levels[:-1])
@@ -213,10 +213,11 @@ class Chip:
         return (*levels[:-1], replace(levels[-1], degree=-(-gpus // below), switches=None))
 
     def bandwidth(self, link: str, axes: int = 1) -> float:
-        """Bytes/s of one chip's share of a link, as the closed forms of Parts 5 and 12 use it.
+        """Return the bytes/s of one chip's share of a link, as the closed forms of Parts 5 and 12 use it.
 
-        "ici": both directions of `axes` rings; "line": `axes` axes without wraparound; "hbm", "sram", "pcie", "dcn";
-        "node": a GPU into its node; "scale-out": a *node* into the network, to which Part 12 holds C of one GPU.
+        `link` is "ici" for both directions of `axes` rings, "line" for `axes` axes without wraparound, "hbm", "sram",
+        "pcie", "dcn", "node" for a GPU into its node, or "scale-out" for a *node* into the network, a bandwidth with
+        which Part 12 compares C of one GPU.
         """
         if link in ("ici", "line"):
             _check_axes(self, axes)
@@ -234,13 +235,14 @@ class Chip:
         raise ValueError(f"unknown link {link!r}\n  fix: give one of ici, line, hbm, sram, pcie, dcn, node, scale-out")
 
     def intensity(self, link: str = "hbm", dtype: str = "bf16", axes: int = 1) -> float:
-        """FLOPs per byte at which computing takes as long as the link: the book's alpha = C / W."""
+        """Return the FLOPs per byte at which computation takes as long as the link, the book's alpha = C / W."""
         return self.flops(dtype) / self.bandwidth(link, axes)
 
     def wraps(self, shape: int | Sequence[int]) -> tuple[bool, ...]:
-        """Which axes of a slice are rings (Part 2, "TPU Networking"); an axis given alone is taken as its own slice.
+        """Return for each axis of a slice whether it is a ring (Part 2, "TPU Networking"); an int is a one-axis slice.
 
-        v5e, v6e: axes as long as the pod's (16). v4p, v5p, 7x: all of a slice made of whole 4x4x4 cubes, else none.
+        On v5e and v6e the axes that are as long as the pod's (16) are rings. On v4p, v5p and 7x all axes are rings if
+        the slice consists of whole 4x4x4 cubes, else none is.
         """
         lengths = check_slice(self, shape)
         if self.wrap == "full" and not self.pod:
@@ -256,7 +258,7 @@ class Chip:
 
 
 def _numbers(chip: Chip) -> Iterator[tuple[str, float]]:
-    """Every number of a chip with its name, for checking."""
+    """Yield the name and the value of every number of a chip, to be checked."""
     for field in fields(chip):
         value = getattr(chip, field.name)
         if field.name == "peaks":
@@ -272,7 +274,7 @@ def _numbers(chip: Chip) -> Iterator[tuple[str, float]]:
 
 
 def _check_axes(chip: Chip, axes: int) -> None:
-    """ValueError unless the chip has that many torus axes."""
+    """Raise ValueError unless the chip has that many torus axes."""
     if not isinstance(axes, int) or not 1 <= axes <= chip.need("axes"):
         raise ValueError(
             f"{axes} axes: {chip.name} has {chip.axes} (its network is a {chip.axes}D torus)"
@@ -281,7 +283,7 @@ def _check_axes(chip: Chip, axes: int) -> None:
 
 
 def check_slice(chip: Chip, shape: int | Sequence[int]) -> tuple[int, ...]:
-    """The lengths of a slice's axes as a tuple; ValueError if the chip's pod has no such slice."""
+    """Return the lengths of a slice's axes as a tuple; ValueError if the chip's pod has no such slice."""
     lengths = (shape,) if isinstance(shape, int) else tuple(shape)
     _check_axes(chip, len(lengths))
     if not all(isinstance(length, int) and length >= 1 for length in lengths):

@@ -1,11 +1,11 @@
-"""A systolic array, cycle by cycle: the MXU of a TPU (Part 2, Appendix B).
+"""Simulate a systolic array, the MXU of a TPU, cycle by cycle (Part 2, Appendix B).
 
-An n x n grid of cells, each of which multiplies and adds once a cycle. Weights W[K, N] stay in the cells; rows of
-X[M, K] come in from the left, row k of the grid one cycle after row k - 1, and move right by one cell a cycle; partial
-sums move down, and X W comes out below, column j one cycle after column j - 1.
+The array is an n x n grid of cells, and each cell multiplies and adds once per cycle. Weights W[K, N] stay in the
+cells. Rows of X[M, K] enter from the left, into row k of the grid one cycle later than into row k - 1, and move right
+by one cell per cycle. Partial sums move down, and X W leaves at the bottom, column j one cycle after column j - 1.
 
-Larger matrices are cut into tiles of n x n weights. A cell has a second weight, loaded from above while the first is in
-use: the next tile's rows follow those of the last without a gap, if there are at least the n rows that loading takes.
+Larger matrices are cut into tiles of n x n weights. A cell has a second weight, which is loaded from above while the
+first one is in use. Loading takes n cycles, so the next tile's rows of X follow without a gap if X has at least n rows.
 """
 
 from dataclasses import dataclass
@@ -15,7 +15,7 @@ import torch
 
 @dataclass(frozen=True)
 class SystolicRun:
-    """What a matmul took: `out` [M, N], `cycles`, and the multiply-adds that were `useful`, M K N."""
+    """The result of a matmul, `out` [M, N], with its `cycles` and its `useful` multiply-adds, M K N."""
 
     out: torch.Tensor
     cycles: int
@@ -24,13 +24,16 @@ class SystolicRun:
 
     @property
     def utilization(self) -> float:
-        """Useful multiply-adds over those that the grid could have done in these cycles."""
+        """Useful multiply-adds as a share of the number that the grid could have done in these cycles."""
         return self.useful / (self.cycles * self.n**2)
 
 
 def systolic_matmul(X: torch.Tensor, W: torch.Tensor, n: int, frames: list | None = None) -> SystolicRun:
-    """X[M, K] W[K, N] on an n x n array. `frames` collects two grids [n, n] for each cycle: which row of X is in which
-    cell (-1 for none), and the partial sum that the cell passes down."""
+    """Multiply X[M, K] by W[K, N] on an n x n array.
+
+    `frames`, if given, collects two grids [n, n] for each cycle: the row of X that is in each cell (-1 for none), and
+    the partial sum that the cell passes down.
+    """
     if X.ndim != 2 or W.ndim != 2 or X.shape[1] != W.shape[0] or 0 in X.shape + W.shape:
         raise ValueError(
             f"X{list(X.shape)} W{list(W.shape)}\n  fix: give two matrices that multiply, [M, K] and [K, N]"
@@ -44,12 +47,12 @@ def systolic_matmul(X: torch.Tensor, W: torch.Tensor, n: int, frames: list | Non
     tiles = [(i, j) for j in range(across) for i in range(down)]
     weights = torch.stack([Wp[i * n : i * n + n, j * n : j * n + n] for i, j in tiles])
 
-    period = max(M, n)  # a tile's rows, or as long as the next tile's weights take to come down
+    period = max(M, n)  # cycles per tile, for its M rows or for loading the next tile's weights
     last = period * (len(tiles) - 1) + M + 2 * n - 2  # the last output leaves the array in this cycle
     out = torch.zeros(M, across * n, dtype=X.dtype)
     moving, sums = torch.zeros(n, n, dtype=X.dtype), torch.zeros(n, n, dtype=X.dtype)
     first_k, first_n = torch.tensor(tiles).mul(n).T
-    tags, rows = torch.full((n, n), -1), torch.full((n, n), -1)  # the tile and the row that a cell's x belongs to
+    tags, rows = torch.full((n, n), -1), torch.full((n, n), -1)  # tile and row of the x in each cell
     lane, column = torch.arange(n), torch.arange(n).expand(n, n)
 
     for cycle in range(last):
@@ -70,13 +73,19 @@ def systolic_matmul(X: torch.Tensor, W: torch.Tensor, n: int, frames: list | Non
 
 
 def cycles(M: int, K: int, N: int, n: int) -> int:
-    """Cycles of `run`: n to load the first weights, then the tiles, then 2n - 2 for the last row to cross the grid."""
+    """Return the cycles of `systolic_matmul`, by a closed form.
+
+    They are n to load the first weights, then the tiles' cycles, then 2n - 2 for the last row to cross the grid.
+    """
     tiles = -(-K // n) * -(-N // n)
     return n + max(M, n) * (tiles - 1) + M + 2 * n - 2
 
 
 def draw(frame: tuple[torch.Tensor, torch.Tensor], values: bool = False) -> list[str]:
-    """One cycle's grid as lines of text: the row of X in each cell, or the cell's partial sum; a dot where none is."""
+    """Draw one cycle's grid as lines of text, with the row of X in each cell, or with `values` its partial sum.
+
+    A dot is a cell without a row.
+    """
     rows, sums = (grid.tolist() for grid in frame)
     cells = [
         ["." if row < 0 else f"{value:g}" if values else str(row) for row, value in zip(*line, strict=True)]

@@ -1,7 +1,7 @@
-"""A torus of chips, link by link: neighbours, hops, and the load that an AllToAll puts on every link (Parts 2 and 3).
+"""Count on a torus of chips, link by link: neighbours, hops, and an AllToAll's load on every link (Parts 2 and 3).
 
 Each axis is a ring or a line. A link goes one way: `(chip, axis, step)` is the link out of a chip to its neighbour one
-`step` (+1 or -1) along an axis; a pair of neighbours has one each way. Pure Python: a model to count with.
+`step` (+1 or -1) along an axis, so a pair of neighbours has a link each way. This is plain Python.
 """
 
 import math
@@ -18,7 +18,7 @@ Link = tuple[Coord, int, int]
 
 @dataclass(frozen=True)
 class Torus:
-    """Chips at the points of a grid of this `shape`; `wrap` says for each axis whether its ends are joined."""
+    """Chips at the points of a grid of this `shape`, where `wrap` says for each axis whether its ends are joined."""
 
     shape: tuple[int, ...]
     wrap: tuple[bool, ...]
@@ -36,36 +36,40 @@ class Torus:
 
     @property
     def size(self) -> int:
+        """The number of chips."""
         return math.prod(self.shape)
 
     def chips(self) -> Iterator[Coord]:
+        """Yield the coordinates of all chips, the last axis fastest."""
         return product(*map(range, self.shape))
 
     def check(self, chip: Coord) -> None:
+        """Raise ValueError unless this is the coordinate of a chip."""
         if len(chip) != len(self.shape) or not all(0 <= c < n for c, n in zip(chip, self.shape, strict=True)):
             raise ValueError(f"no chip {chip} in a torus of {self.shape}\n  fix: give a coordinate inside the torus")
 
     def neighbour(self, chip: Coord, axis: int, step: int) -> Coord | None:
-        """The chip one step along an axis, or None beyond the end of a line."""
+        """Return the chip one step along an axis, or None beyond the end of a line."""
         to, length = chip[axis] + step, self.shape[axis]
         if length == 1 or (not self.wrap[axis] and not 0 <= to < length):
             return None
         return (*chip[:axis], to % length, *chip[axis + 1 :])
 
     def neighbours(self, chip: Coord) -> list[Coord]:
-        """The chips that links of `chip` lead to: 2 per ring, 1 or 2 per line."""
+        """Return the chips that the links of `chip` lead to, 2 per ring and 1 or 2 per line."""
         self.check(chip)
         found = (self.neighbour(chip, axis, step) for axis in range(len(self.shape)) for step in (1, -1))
         return [other for other in found if other is not None]
 
     def links(self) -> Iterator[Link]:
+        """Yield all links, one each way for each pair of neighbours."""
         for chip in self.chips():
             for axis, step in product(range(len(self.shape)), (1, -1)):
                 if self.neighbour(chip, axis, step) is not None:
                     yield chip, axis, step
 
     def ways(self, axis: int, start: int, end: int) -> list[tuple[int, int, float]]:
-        """The shortest ways along one axis: (step, hops, share of the bytes). Halfway round a ring there are two."""
+        """Return the shortest ways along one axis as (step, hops, share of the bytes); halfway round a ring has two."""
         length = self.shape[axis]
         if not self.wrap[axis]:
             return [(1 if end > start else -1, abs(end - start), 1.0)] if end != start else []
@@ -75,7 +79,7 @@ class Torus:
         return [(1, up, 1.0)] if up < down else [(-1, down, 1.0)]
 
     def distance(self, a: Coord, b: Coord) -> int:
-        """Hops between two chips."""
+        """Return the number of hops between two chips."""
         self.check(a)
         self.check(b)
         ways = (self.ways(axis, a[axis], b[axis]) for axis in range(len(self.shape)))
@@ -83,12 +87,12 @@ class Torus:
 
     @property
     def diameter(self) -> int:
-        """Hops between the two chips farthest apart: X // 2 per ring, X - 1 per line."""
+        """The number of hops between the two farthest chips, X // 2 per ring and X - 1 per line."""
         return sum(n // 2 if ring else n - 1 for n, ring in zip(self.shape, self.wrap, strict=True))
 
     @property
     def mean_distance(self) -> float:
-        """Mean hops between two chips drawn at random: about X/4 per ring, X/3 per line."""
+        """The mean number of hops between two chips drawn at random, about X/4 per ring and X/3 per line."""
         return sum(
             sum(min(d, n - d) if ring else 2 * (n - d) * d / n for d in range(n)) / n
             for n, ring in zip(self.shape, self.wrap, strict=True)
@@ -96,7 +100,10 @@ class Torus:
 
     @property
     def bisection_links(self) -> int:
-        """Links one way across the narrowest even cut: across an axis of even length, N/X, twice that on a ring."""
+        """The number of links one way across the narrowest even cut.
+
+        A cut across an axis of even length X has N/X links, and twice as many if the axis is a ring.
+        """
         cuts = [
             self.size // n * (2 if ring else 1) for n, ring in zip(self.shape, self.wrap, strict=True) if n % 2 == 0
         ]
@@ -107,29 +114,34 @@ class Torus:
         return min(cuts)
 
     def route(self, a: Coord, b: Coord) -> Iterator[tuple[Link, float]]:
-        """The links from a to b, axis after axis (dimension-ordered), each with the share of the bytes it carries."""
+        """Yield the links from a to b, axis after axis (dimension-ordered), each with the share of bytes it carries."""
         self.check(a)
         self.check(b)
-        here = a
+        corner = a  # the chip where the next axis begins
         for axis in range(len(self.shape)):
             for step, hops, share in self.ways(axis, a[axis], b[axis]):
-                at: Coord | None = here
+                current: Coord | None = corner
                 for _ in range(hops):
-                    assert at is not None, "a route that leaves a line"
-                    yield (at, axis, step), share
-                    at = self.neighbour(at, axis, step)
-            here = (*here[:axis], b[axis], *here[axis + 1 :])
+                    assert current is not None, "a route that leaves a line"
+                    yield (current, axis, step), share
+                    current = self.neighbour(current, axis, step)
+            corner = (*corner[:axis], b[axis], *corner[axis + 1 :])
 
     def all_to_all_loads(self) -> Counter[Link]:
-        """Chunks that each link carries when every chip sends a chunk to every other one."""
+        """Return the number of chunks that each link carries when every chip sends a chunk to every other chip."""
         loads: Counter[Link] = Counter()
         for a, b in product(self.chips(), repeat=2):
             for link, share in self.route(a, b):
-                loads[link] += share  # pyright: ignore[reportArgumentType]: halves, where both ways are as long
+                loads[link] += share  # pyright: ignore[reportArgumentType]: a half, where two ways are equally long
         return loads
 
     def all_to_all_seconds(self, nbytes: float, link_bw: float) -> float:
-        """Seconds of an AllToAll of `nbytes` over all chips, chunks of V/N^2, by the fullest link."""
+        """Return the seconds that the fullest link needs for an AllToAll over all chips, in chunks of V/N^2.
+
+        Args:
+            nbytes: V, the bytes of all chips together.
+            link_bw: Bytes/s of one link, one way.
+        """
         if nbytes < 0 or link_bw <= 0:
             raise ValueError(
                 f"nbytes = {nbytes}, link_bw = {link_bw}: bytes are not negative, bandwidth is positive"
@@ -139,5 +151,5 @@ class Torus:
 
 
 def slice_of(chip: Chip, shape: tuple[int, ...]) -> Torus:
-    """A slice of a chip's pod, with the wraparound that it has there."""
+    """Return a slice of a chip's pod as a torus, with the wraparound that the slice has in the pod."""
     return Torus(tuple(shape), chip.wraps(shape))

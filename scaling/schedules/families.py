@@ -185,7 +185,7 @@ def _line(stages: int) -> tuple[int, ...]:
 
 
 def _one_f_one_b(forwards: list, backwards: list, ahead: int) -> list[tuple[str, int, int]]:
-    """Return (kind, chunk, microbatch) in order: `ahead` forwards, forward and backward in turn, the other backwards."""
+    """Return (kind, chunk, microbatch) in order: `ahead` forwards, forward and backward in turn, other backwards."""
     ahead = min(ahead, len(forwards))
     order = [("F", *f) for f in forwards[:ahead]]
     for f, b in zip(forwards[ahead:], backwards, strict=False):
