@@ -1,10 +1,10 @@
-"""Real text as bytes: the last k bytes are the context, the next one is the target.
+"""Read real text as bytes: the context is k consecutive bytes, and the target is the next byte.
 
 A batch has `batch` rows over the whole mesh: `Tokens[B_X, K]` and `Targets[B_X]`, drawn without replacement in an order
-that only (seed, epoch) decides. Device x reads rows x B/X to (x+1) B/X of it, so every mesh trains on the same batches
-in the same order, and devices that differ only along other axes (tensor parallelism) read the same rows.
-`torch.utils.data.DistributedSampler` has the same epochs and parts, but deals rows out in turn: with it the batch would
-depend on the number of devices.
+that depends only on (seed, epoch). Device x reads the rows x B/X to (x+1) B/X of it. So every mesh trains on the same
+batches in the same order, and devices that differ only along other axes (tensor parallelism) read the same rows.
+`torch.utils.data.DistributedSampler` has the same epochs and parts but deals rows out in turn, so with it the batches
+would depend on the number of devices.
 """
 
 import os
@@ -23,9 +23,12 @@ MAX_BYTES = 4_000_000
 
 
 def load_text(path: "str | os.PathLike | None" = None, max_bytes: int = MAX_BYTES) -> Tensor:
-    """The first `max_bytes` of a file, uint8[N]; by default of Python's standard library (its top-level *.py, sorted).
+    """Return the first `max_bytes` of a file as uint8[N].
 
-    ValueError if there is no such file, or nothing in it.
+    Without a path, the text is that of Python's standard library, its top-level *.py files in sorted order.
+
+    Raises:
+        ValueError: The file does not exist or is empty.
     """
     if path is not None and not Path(path).is_file():
         raise ValueError(f"no text at {str(path)!r}\n  fix: give a file, or None for Python's standard library")
@@ -44,21 +47,24 @@ def load_text(path: "str | os.PathLike | None" = None, max_bytes: int = MAX_BYTE
 
 
 def split(tokens: Tensor, valid_fraction: float = 0.1) -> tuple[Tensor, Tensor]:
-    """(train, valid): valid is the end of the text, so that no window of one overlaps the other."""
+    """Split a text into (train, valid), where valid is its end, so that no window of one overlaps the other."""
     if not 0 < valid_fraction < 1:
         raise ValueError(f"valid_fraction must lie between 0 and 1; got {valid_fraction}\n  fix: 0.1 is the default")
-    at = len(tokens) - round(len(tokens) * valid_fraction)
-    return tokens[:at], tokens[at:]
+    end = len(tokens) - round(len(tokens) * valid_fraction)
+    return tokens[:end], tokens[end:]
 
 
 def order0_entropy(tokens: Tensor) -> float:
-    """Bits per byte of the best guess that ignores the context: what a model has to be well under."""
+    """Return the bits per byte of the best guess that ignores the context; a model should be well below it."""
     share = torch.bincount(tokens.long()).double() / len(tokens)
     return -torch.special.xlogy(share, share).sum().item() / torch.log(torch.tensor(2.0, dtype=torch.float64)).item()
 
 
 class Windows(Dataset):
-    """Row i: (tokens[i : i+k], tokens[i+k]). Indexed by a tensor of rows it gives int64 (Tokens[B, K], Targets[B])."""
+    """The windows of a text, whose row i is (tokens[i : i+k], tokens[i+k]).
+
+    Indexed by a tensor of B rows, it gives (Tokens[B, K], Targets[B]) in int64.
+    """
 
     def __init__(self, tokens: Tensor, k: int):
         if k < 1 or len(tokens) <= k:
@@ -79,7 +85,10 @@ class Windows(Dataset):
 
 
 class BatchRows(Sampler):
-    """For each batch the rows `part` of it. An epoch is a permutation, taken `batch` at a time; the rest is dropped."""
+    """A sampler that yields the rows `part` of each batch.
+
+    An epoch is a permutation of all rows, cut into batches of `batch` rows; rows of an incomplete batch are dropped.
+    """
 
     def __init__(self, rows: int, batch: int, part: slice, seed: int = 0, epoch: int = 0):
         if not 1 <= batch <= rows:
@@ -89,29 +98,40 @@ class BatchRows(Sampler):
         self.rows, self.batch, self.part, self.seed, self.epoch = rows, batch, part, seed, epoch
 
     def set_epoch(self, epoch: int) -> None:
-        """As DistributedSampler's: the next iteration is in this epoch's order."""
+        """Make the next iteration use this epoch's order, as DistributedSampler's method does."""
         self.epoch = epoch
 
     def __len__(self) -> int:
         return self.rows // self.batch
 
     def __iter__(self) -> Iterator[Tensor]:
-        key = sha256(f"{self.seed} {self.epoch}".encode()).digest()  # no two pairs meet, as those of a sum would
+        key = sha256(f"{self.seed} {self.epoch}".encode()).digest()  # keeps pairs apart that have the same sum
         rng = torch.Generator().manual_seed(int.from_bytes(key[:8], "little", signed=True))
         order = torch.randperm(self.rows, generator=rng, dtype=torch.int32)
         for step in range(len(self)):
-            at = step * self.batch
-            yield order[at + self.part.start : at + self.part.stop]
+            first = step * self.batch
+            yield order[first + self.part.start : first + self.part.stop]
 
 
 def batches(
     tokens: Tensor, k: int, batch: int, mesh=None, axes: Sequence[str] = ("X",), seed: int = 0, epoch: int = 0
 ) -> DataLoader:
-    """One epoch of this device's (Tokens[B_X, K], Targets[B_X]), on the device that holds `tokens`.
+    """Return a loader of one epoch of this device's (Tokens[B_X, K], Targets[B_X]).
 
-    `batch` is B, the rows over the whole mesh; `axes` are those that B is split over; without a mesh, all rows. The
-    loader is a DataLoader whose `.sampler.set_epoch(epoch)` reshuffles. ShardingError if B does not divide over the
-    axes or the mesh lacks one; ValueError if the text is too short.
+    The batches are on the device that holds `tokens`. The loader's `.sampler.set_epoch(epoch)` reshuffles.
+
+    Args:
+        tokens: The text, uint8[N].
+        k: The bytes of context.
+        batch: B, the rows over the whole mesh.
+        mesh: The mesh; without one, the batches have all rows.
+        axes: The mesh axes that B is split over.
+        seed: The seed of the order.
+        epoch: The epoch of the order.
+
+    Raises:
+        ShardingError: B does not divide over the axes, or the mesh lacks one of them.
+        ValueError: The text is too short.
     """
     data, part = Windows(tokens, k), slice(0, batch)
     if mesh is not None:
@@ -123,7 +143,7 @@ def batches(
 def endless(
     tokens: Tensor, k: int, batch: int, mesh=None, axes: Sequence[str] = ("X",), seed: int = 0
 ) -> Iterator[tuple[Tensor, Tensor]]:
-    """`batches` of epoch 0, then of epoch 1, and so on."""
+    """Yield the `batches` of epoch 0, then of epoch 1, and so on."""
     loader = batches(tokens, k, batch, mesh, axes, seed)
     rows: Any = loader.sampler  # BatchRows, as `batches` made it
     while True:

@@ -1,8 +1,8 @@
-"""Types to and from what others write: DTensor placements and JAX's PartitionSpec (Part 3: in code).
+"""Convert types to and from other notations: DTensor placements and JAX's PartitionSpec (Part 3, in code).
 
-DTensor lists, for each mesh axis, what it does: `[Shard(0), Replicate()]`. Axes that split one dim do so in the mesh's
-order, `I_XY` on a mesh (X, Y); of `I_YX` `Spec.placements` makes a strided shard. JAX lists, for each dim, its axes, in
-any order.
+DTensor has one placement per mesh axis, `[Shard(0), Replicate()]`. Axes that split one dim split it in the mesh's
+order, so a mesh (X, Y) has `I_XY`; for `I_YX`, `Spec.placements` gives a strided shard. JAX lists the axes of each dim,
+in any order.
 """
 
 import ast
@@ -17,9 +17,10 @@ from scaling.spec.sizes import check_axis
 
 
 def to_placements(spec: "str | Spec", mesh) -> tuple[Placement, ...]:
-    """DTensor's placements of a type, one for each axis of the mesh: "A[I_X, J] {U_Y}" -> (Shard(0), Partial()).
+    """Return DTensor's placements of a type, one per mesh axis: "A[I_X, J] {U_Y}" -> (Shard(0), Partial()).
 
-    Raises ShardingError where the order of a dim's axes is not the mesh's: `Spec.placements` then has strided shards.
+    Raises:
+        ShardingError: A dim's axes have another order than the mesh's, for which `Spec.placements` has strided shards.
     """
     spec = parse(spec)
     spec.check_axes(mesh)
@@ -34,23 +35,23 @@ def to_placements(spec: "str | Spec", mesh) -> tuple[Placement, ...]:
 
 
 def from_placements(placements: Sequence[Placement], mesh, dims: Sequence[str], name: str = "") -> Spec:
-    """The type that DTensor's placements mean, as `Spec.from_placements`."""
+    """Return the type of DTensor's placements, as `Spec.from_placements` does."""
     return Spec.from_placements(placements, mesh, dims, name)
 
 
 def to_dtensor(spec: "str | Spec", shard: torch.Tensor, mesh) -> DTensor:
-    """This rank's typed shard as a DTensor on the same ranks. `mesh` is a scaling.mesh.Mesh; nothing is copied."""
+    """Return this rank's typed shard as a DTensor on the ranks of `mesh`, a scaling.mesh.Mesh, without a copy."""
     spec = parse(spec)
     return DTensor.from_local(shard, mesh.device_mesh, to_placements(spec, mesh), run_check=False)
 
 
 def from_dtensor(array: DTensor, mesh, dims: Sequence[str], name: str = "") -> tuple[Spec, torch.Tensor]:
-    """A DTensor's type and this rank's shard. `mesh`: ours, with one axis for each of the DTensor's mesh dims."""
+    """Return a DTensor's type and this rank's shard; `mesh` has one axis for each of the DTensor's mesh dims."""
     return from_placements(array.placements, mesh, dims, name), array.to_local()
 
 
 def to_partition_spec(spec: "str | Spec") -> str:
-    """JAX's text for a type: "A[I_XY, J]" -> "P(('X', 'Y'), None)"; unreduced axes are `unreduced={'Z'}`."""
+    """Write a type as JAX does: "A[I_XY, J]" -> "P(('X', 'Y'), None)"; unreduced axes are `unreduced={'Z'}`."""
     spec = parse(spec)
     entries = [repr(axes if len(axes) > 1 else axes[0] if axes else None) for _, axes in spec.dims]
     if spec.unreduced:
@@ -59,10 +60,13 @@ def to_partition_spec(spec: "str | Spec") -> str:
 
 
 def from_partition_spec(text: str, dims: Sequence[str], name: str = "") -> Spec:
-    """The type of an array with these dims from JAX's text: `P('X', None)`, `PartitionSpec(('X', 'Y'))`.
+    """Read the type of an array with these dims from JAX's text: `P('X', None)`, `PartitionSpec(('X', 'Y'))`.
 
-    Dims that the text leaves out are not split, as in JAX. Raises ShardingError for anything else, and for an axis that
-    types cannot name: JAX's `P('XY')` is one axis of that name, where `A[I_XY]` is split over X and Y.
+    Dims that the text leaves out are not split, as in JAX.
+
+    Raises:
+        ShardingError: The text is not a PartitionSpec of at most so many dims, or has an axis that types cannot name.
+            JAX's `P('XY')`, for example, is split over one axis of that name, but `A[I_XY]` over X and Y.
     """
     entries, unreduced = _read_partition_spec(text)
     fix = "write P(...) with None, an axis or a tuple of axes for each dim, and maybe unreduced={'X'}"
@@ -81,14 +85,14 @@ def from_partition_spec(text: str, dims: Sequence[str], name: str = "") -> Spec:
 
 
 def _read_partition_spec(text: str) -> tuple[list[tuple] | None, tuple]:
-    """The axes of each entry, and the unreduced ones; None for what is no PartitionSpec."""
+    """Return the axes of each entry, and the unreduced axes; the first is None if the text is not a PartitionSpec."""
     try:
         call = ast.parse(text.strip(), mode="eval").body
         if not isinstance(call, ast.Call) or ast.unparse(call.func).split(".")[-1] not in ("P", "PartitionSpec"):
             return None, ()
         entries = [ast.literal_eval(argument) for argument in call.args]
         keywords = {keyword.arg: ast.literal_eval(keyword.value) for keyword in call.keywords}
-    except (AttributeError, SyntaxError, ValueError, TypeError, MemoryError, RecursionError):  # of ast, by its depth
+    except (AttributeError, SyntaxError, ValueError, TypeError, MemoryError, RecursionError):  # if nested too deep
         return None, ()
     unreduced = keywords.pop("unreduced", ())
     if keywords or not isinstance(unreduced, (set, tuple, list)):
