@@ -10,9 +10,12 @@ the module is called by `functional_call`, and what was gathered is dropped. Its
 follows the law of cotangents: that of a shard is reduce-scattered on the way back, with no line of its own.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
@@ -21,31 +24,69 @@ from scaling.collectives import reshard
 from scaling.common.arguments import one_of
 from scaling.models.remat import checkpoint_block
 from scaling.spec import ShardingError, Spec, parse
+from scaling.strategies.purity import dropout_masks, refusing_effects
 
 BATCH_NORMS = nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm
 
 
-def call(f: "nn.Module | Callable", stored: Any, used: Any, mesh, again: bool = False) -> Callable:
-    """g(params, *args) = f of the params, each resharded from its `stored` to its `used` type.
+def call(
+    f: "nn.Module | Callable",
+    stored: Any,
+    used: Any,
+    mesh,
+    again: bool = False,
+    *,
+    dropped: Mapping[str, str] | None = None,
+    reduce_dtype: torch.dtype | None = None,
+) -> Callable:
+    """Return g(params, *args, seed=None) = f of the params, each resharded from its `stored` to its `used` type.
 
-    `f`: a module, whose own params are not read, or a function f(params, *args). `stored`, `used`: trees of types like
-    the params; a leaf whose two types are equal is passed as it is. Any reshard may stand between them: an AllGather
-    (FSDP: `W[F, D_X]` used as `W[F, D]`), or partial sums (`b[D]` used as `b[D] {U_Y}`: a bias after a sum over Y,
-    which one rank along Y adds). `again`: the backward keeps the shards alone and gathers, and computes, once more;
-    the arguments are then floating-point tensors. ShardingError if the trees' leaves differ, a param of the module
-    has no type, or a BatchNorm of it is in training.
+    Any reshard may stand between the types: an AllGather (FSDP: `W[F, D_X]` used as `W[F, D]`), or partial sums (`b[D]`
+    used as `b[D] {U_Y}`: a bias after a sum over Y, which one rank along Y adds).
+
+    Args:
+        f: a module, whose own params are not read, or a function f(params, *args).
+        stored, used: trees of types like the params; a leaf whose two types are equal is passed as it is.
+        again: the backward keeps the shards alone and gathers, and computes, once more; the arguments are then
+            floating-point tensors.
+        dropped: the type of what each active `nn.Dropout` is given, by the Dropout's name in the module. Its mask then
+            follows from `seed` and the places of the elements in the whole array, so it is the same on every mesh.
+        reduce_dtype: the dtype in which gradients of gathered params are summed over ranks, and then rounded once.
+
+    Raises:
+        ShardingError: the trees' leaves differ, a param of the module has no type, a BatchNorm of it is in training, or
+            the forward draws random numbers or writes to a param or buffer. That is found out at the first call.
     """
-    apply = (lambda params, *args: functional_call(f, params, args)) if isinstance(f, nn.Module) else f
+    module = f if isinstance(f, nn.Module) else None
+    apply = f if module is None else (lambda params, *args: functional_call(module, params, args))
     tree.paired(used, stored, "used")
-    if isinstance(f, nn.Module):
-        check_module(f, stored)
+    if module is not None:
+        check_module(module, stored)
+    seen: set[tuple[bool, ...]] = set()  # which parts were in training at calls that were watched
 
-    def gathered(params, args):
+    def gathered(seed, params, args):
         tree.paired(params, stored)
-        return apply(tree.map(lambda W, a, b: resharded(W, parse(a), parse(b), mesh), params, stored, used), *args)
+        W = tree.map(lambda W, a, b: resharded(W, parse(a), parse(b), mesh, reduce_dtype), params, stored, used)
+        training = () if module is None else tuple(part.training for part in module.modules())
+        new = training not in seen and not torch.compiler.is_compiling()
+        with ExitStack() as stack:
+            if module is not None and any(training):
+                stack.enter_context(dropout_masks(module, dropped or {}, mesh, seed))
+            if new:
+                if module is not None:
+                    check_module(module, stored)
+                held = tree.named_leaves(W) if module is None else W | dict(module.named_buffers())
+                stack.enter_context(refusing_effects(module, held))
+            result = apply(W, *args)
+        if new:
+            seen.add(training)
+        return result
 
-    run = checkpoint_block(gathered) if again else gathered
-    return lambda params, *args: run(params, args)
+    def g(params, *args, seed: int | None = None):
+        run = partial(gathered, seed)
+        return (checkpoint_block(run) if again else run)(params, args)
+
+    return g
 
 
 def check_module(module: nn.Module, stored: Any) -> None:
@@ -59,28 +100,71 @@ def check_module(module: nn.Module, stored: Any) -> None:
             raise ShardingError(f"{what}\n  fix: GroupNorm or LayerNorm, or module.eval(), which uses those it has")
 
 
-def resharded(x: Tensor, now: Spec, then: Spec, mesh) -> Tensor:
-    """x, typed `now`, as the type `then`: a line of its own, unless they are the same."""
-    return x if now.same_sharding(then) else reshard(f"{now} -> {then}", x, mesh)
+def resharded(x: Tensor, now: Spec, then: Spec, mesh, reduce_dtype: torch.dtype | None = None) -> Tensor:
+    """Return x, typed `now`, as the type `then`: by a line of its own, unless they are the same.
+
+    With `reduce_dtype` the sum over ranks in its backward is of that dtype.
+    """
+    if now.same_sharding(then):
+        return x
+    if reduce_dtype in (None, x.dtype) or then.unreduced:
+        return reshard(f"{now} -> {then}", x, mesh)
+    return _ReducedIn.apply(x, now, then, mesh, reduce_dtype)
 
 
-def reduce_grads(grads: Any, stored: Any, mesh, over: Sequence[str], *, loss: str) -> Any:
-    """Gradients of each rank's own loss, unreduced over the axes `over`, `Loss[] {U_XY}`, reduced to the params' types.
+class _ReducedIn(torch.autograd.Function):
+    """A reshard whose backward sums the cotangent, `{U_X}` where x is gathered over X, in another dtype than x's."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(x, now, then, mesh, dtype):
+        return reshard(f"{now} -> {then}", x, mesh)
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        ctx.line = inputs[1:]
+
+    @staticmethod
+    def backward(ctx, dy):
+        now, then, mesh, dtype = ctx.line
+        axes = [axis for axis in now.axes if axis not in then.axes]
+        total = reshard(f"{then.cotangent(axes)} -> {now.cotangent(axes)}", dy.to(dtype), mesh)
+        return total.to(dy.dtype), None, None, None, None
+
+    @staticmethod
+    def jvp(ctx, tangent, *_):
+        now, then, mesh, _ = ctx.line
+        return reshard(f"{now} -> {then}", tangent, mesh)
+
+
+def reduce_grads(
+    grads: Any, stored: Any, mesh, over: Sequence[str], *, loss: str, reduce_dtype: torch.dtype | None = None
+) -> Any:
+    """Reduce gradients of each rank's own loss, unreduced over the axes `over`, `Loss[] {U_XY}`, to the params' types.
 
     A leaf that is replicated over X has a gradient that is unreduced `{U_X}`, each rank's own terms: one AllReduce over
-    those axes of `over` that its type does not mention. What is sharded over X was reduced on the way back. `loss` says
-    what the ranks' losses make together, which no gradient shows: "sum", the loss is their sum (`.sum()` of own rows,
-    or a share of the global mean), or "mean", it is their mean (PyTorch's habit, `.mean()` of own rows, as many on each
-    rank): then the gradients are divided by the number of ranks along `over`. ValueError for any other.
+    those axes of `over` that its type does not mention. What is sharded over X was reduced on the way back.
+
+    Args:
+        grads, stored: the gradients, and the types of their params.
+        over: the axes over which each rank has a loss of its own.
+        loss: what the ranks' losses make together, which no gradient shows: "sum", the loss is their sum (`.sum()` of
+            own rows, or a share of the global mean), or "mean", it is their mean (PyTorch's habit, `.mean()` of own
+            rows, as many on each rank): then the gradients are divided by the number of ranks along `over`.
+        reduce_dtype: the dtype in which gradients are added and divided; each is then rounded to its own once.
+
+    Raises:
+        ValueError: `loss` is neither.
     """
     one_of("loss", loss, ("sum", "mean"))
     ranks = mesh.size(tuple(over)) if loss == "mean" else 1
 
     def one(grad: Tensor, spec: str) -> Tensor:
         wanted = parse(spec)
-        partial = wanted.with_unreduced([axis for axis in over if axis not in wanted.axes])
-        total = resharded(grad, partial, wanted, mesh)
-        return total if ranks == 1 else total / ranks
+        partial_sum = wanted.with_unreduced([axis for axis in over if axis not in wanted.axes])
+        total = resharded(grad.to(reduce_dtype or grad.dtype), partial_sum, wanted, mesh)
+        return (total if ranks == 1 else total / ranks).to(grad.dtype)
 
     return tree.map(one, grads, stored)
 

@@ -1,0 +1,137 @@
+"""What the forward of someone else's module may not do on ranks, found out while it first runs.
+
+A module that draws random numbers draws the same ones on every rank, for other rows, and others on another mesh. One
+that writes to a param or a buffer, such as a running mean, changes what ranks do not tell each other. So the first call
+is watched, and refused before such an operation runs. `nn.Dropout` is let in with masks that belong to the elements of
+the whole array (`scaling.models.dropout`), so that they are the same on every mesh.
+"""
+
+import random
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from itertools import count
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+
+from scaling import tree
+from scaling.common.torch_private import TorchDispatchMode, storage_of, unwrapped_by_all
+from scaling.models.dropout import dropout
+from scaling.spec import ShardingError, parse, refuse
+
+RULE = "a forward is a function of its params and arguments, so that all meshes compute the same"
+NO_DRAW = {"p", "dropout", "dropout_p", "train", "training"}  # an operation draws nothing if one of these is 0 or False
+
+
+class Watch(TorchDispatchMode):
+    """ShardingError for an operation that draws random numbers or writes to one of these tensors, before it runs."""
+
+    only_looks = True  # what runs is what runs without it
+
+    def __init__(self, held: Mapping[str, Tensor], module: nn.Module | None):
+        super().__init__()
+        self.held = {storage_of(unwrapped_by_all(x)): name for name, x in held.items()}
+        self.names = {part: name for name, part in module.named_modules()} if module is not None else {}
+        self.inside: list[nn.Module] = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        arguments = func._schema.arguments
+        given = {argument.name: argument.default_value for argument in arguments if argument.has_default_value()}
+        given |= dict(zip([argument.name for argument in arguments], args, strict=False)) | (kwargs or {})
+        if torch.Tag.nondeterministic_seeded in func.tags and not _draws_nothing(given):
+            fix = "module.eval(), a rate of 0, or scaling.models.dropout with the places of its rows"
+            self.refuse(f"draws random numbers ({func.name()}), which every rank would draw alike for other rows", fix)
+        for argument in arguments if func._schema.is_mutable else ():
+            if argument.alias_info is not None and argument.alias_info.is_write:
+                leaves = tree.leaves(given.get(argument.name))
+                for name in (self.held.get(storage_of(unwrapped_by_all(x))) for x in leaves if isinstance(x, Tensor)):
+                    if name is not None:
+                        fix = "module.eval() where that keeps it, or a module that does not write"
+                        self.refuse(f"writes to {name} ({func.name()}), which ranks do not tell each other", fix)
+        return func(*args, **kwargs or {})
+
+    def enter(self, part: nn.Module, _) -> None:
+        self.inside.append(part)
+
+    def leave(self, part: nn.Module, *_) -> None:
+        if part in self.inside:  # else another thread's, which had entered before
+            self.inside.remove(part)
+
+    def refuse(self, what: str, fix: str) -> None:
+        part = self.inside[-1] if self.inside else None
+        name = "the function" if part is None else f"{self.names.get(part) or 'the module'}: {type(part).__name__}"
+        raise ShardingError(f"{name} {what}\n  rule: {RULE}\n  fix: {fix}")
+
+
+@contextmanager
+def refusing_effects(module: nn.Module | None, held: Mapping[str, Tensor]) -> Iterator[None]:
+    """Refuse what no rank may do to what is `held` while this runs; an error names the part of the module."""
+    watch = Watch(held, module)
+    with ExitStack() as stack:
+        stack.callback(register_module_forward_pre_hook(watch.enter).remove)
+        stack.callback(register_module_forward_hook(watch.leave).remove)
+        before = _drawn_by_python()
+        with watch:
+            yield
+        if _drawn_by_python() != before:
+            watch.refuse(
+                "draws random numbers of Python's or numpy's", "module.eval(), or draw by scaling.models.dropout"
+            )
+
+
+@contextmanager
+def dropout_masks(module: nn.Module, types: Mapping[str, str], mesh, seed: int | None) -> Iterator[None]:
+    """Give the module's active Dropouts masks by the place of each element in the whole array, while this runs.
+
+    `types`: of what each of them is given, by its name in the module. ShardingError for one without a type.
+    """
+    active = {n: part for n, part in module.named_modules() if type(part) is nn.Dropout and part.training and part.p}
+    for name in active:
+        if name not in types:
+            what = f"{name or 'the module'}: Dropout draws random numbers, which every rank would draw alike"
+            fix = f'give dropped={{"{name}": "x[B_X, D]"}}, the type of what it is given, and a seed at each call'
+            raise ShardingError(f"{what}\n  rule: {RULE}\n  fix: {fix}, or module.eval()")
+    if active and seed is None:
+        fix = "g(params, x, seed=dropout.at_step(seed, step)): scaling.models.dropout makes one for each step"
+        raise ShardingError(f"{next(iter(active))}: Dropout is given no seed\n  rule: {RULE}\n  fix: {fix}")
+    try:
+        for name, part in active.items():
+            part.__dict__["forward"] = partial(_drop, part.p, name, parse(types[name]), mesh, seed or 0, count())
+        yield
+    finally:
+        for part in active.values():
+            part.__dict__.pop("forward", None)
+
+
+def _drop(rate: float, name: str, spec, mesh, seed: int, times: "count[int]", x: Tensor) -> Tensor:
+    """Return x with its elements dropped; `times` counts how often this Dropout has been used in this forward."""
+    if len(spec.dims) != x.dim() or not x.dim():
+        what = f"{name}: Dropout is given a tensor of shape {tuple(x.shape)}, and its type has {len(spec.dims)} dims"
+        refuse(spec, what, "a type names each dim", f"give the type of what {name} is given")
+    spec.check_axes(mesh)
+    sizes = tuple(n * mesh.size(axes) for n, (_, axes) in zip(x.shape, spec.dims, strict=True))
+    rows, *columns = (
+        torch.arange(part.start, part.stop, device=x.device) for part in spec.slices(sizes, mesh, mesh.coord)
+    )
+    channels, positions = (columns.pop() if columns else None), torch.zeros(1, dtype=torch.int64, device=x.device)
+    for size, column in zip(sizes[1:], columns, strict=False):
+        positions = (positions[:, None] * size + column).flatten()
+    whole = x.new_ones(len(rows), len(positions), 1 if channels is None else sizes[-1])
+    kept = dropout(whole, name, next(times), rate=rate, seed=seed, samples=rows, positions=positions)
+    kept = kept if channels is None else kept[..., channels]
+    kept = kept.reshape(x.shape)
+    return torch.where(kept > 0, x * kept, 0)
+
+
+def _draws_nothing(given: Mapping[str, Any]) -> bool:
+    return any(type(value) in (bool, int, float) and value == 0 for name, value in given.items() if name in NO_DRAW)
+
+
+def _drawn_by_python() -> tuple:
+    """Return what changes when Python's own generator, or numpy's where that is in use, is drawn from."""
+    numpy = sys.modules.get("numpy")
+    return random.getstate(), None if numpy is None else str(numpy.random.get_state(legacy=True)[1:3])
