@@ -56,11 +56,13 @@ def defaults_of(folder: "str | Path") -> ModelDefaults:
 
 
 def _sampling(path: Path, table: dict[str, Any]) -> Sampling:
-    given = {name: table[name] for name in ("temperature", "top_k", "top_p", "min_p") if table.get(name) is not None}
+    given: dict[str, Any] = {
+        name: table[name] for name in ("temperature", "top_k", "top_p", "min_p") if table.get(name) is not None
+    }
     if given.get("top_k") in (0, -1):  # no filter, in transformers and in vLLM
         del given["top_k"]
     try:
-        return Sampling(**{"temperature": 1.0} | given)
+        return Sampling(**{"temperature": 1.0, **given})
     except ValueError as error:
         what = str(error).partition("\n")[0]
         raise ValueError(f"{path}: {what}\n  fix: mend the file, or give --no-generation-config") from None
