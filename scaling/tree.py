@@ -1,4 +1,4 @@
-"""Pytrees of tensors and of their types: shard, unshard, init, check.
+"""Shard, unshard, initialise and check pytrees of tensors by the types of their leaves.
 
 A tree is nested dicts, lists and tuples of tensors (optree's nodes; None is an empty tree, as in JAX). Its specs are a
 tree of the same structure whose leaves are types: `{"W_in": "W_in[L, D_X, F_Y]", "W_out": Spec(...)}`. A mesh is
@@ -20,32 +20,32 @@ from scaling.common.torch_private import note_shard
 from scaling.spec import ShardingError, Spec, dtype_bytes, mesh_sizes, parse
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float64, torch.float16)
-CHUNK = 1 << 18  # elements generated at a time by `init`: what bounds its extra memory
+CHUNK = 1 << 18  # elements that `init` generates at a time, which bounds its extra memory
 
 
 def map(f, tree, *trees) -> Any:
-    """`f(leaf, *leaves)` for every leaf of `tree` and the leaves at the same place in `trees`, as a tree."""
+    """Return the tree of `f(leaf, *leaves)` for every leaf of `tree` and the leaves at the same position in `trees`."""
     return optree.tree_map(f, tree, *trees)
 
 
 def leaves(tree) -> list:
-    """The leaves in optree's order: dict keys sorted, so that the order is the same on every rank."""
+    """Return the leaves in optree's order, which sorts dict keys, so that every rank has the same order."""
     return optree.tree_leaves(tree)
 
 
 def structure(tree) -> Any:
-    """What a tree is without its leaves, equal for trees that have theirs at the same places."""
+    """Return the structure of a tree without its leaves; trees with leaves at equal positions have equal structures."""
     return optree.tree_structure(tree)
 
 
 def named_leaves(tree, name: str = "params") -> dict[str, Any]:
-    """{'params["blocks"]["W_in"]': leaf}: each leaf under the expression that would fetch it."""
+    """Return each leaf under the expression that would fetch it: {'params["blocks"]["W_in"]': leaf}."""
     accessors, found, _ = optree.tree_flatten_with_accessor(tree)
     return {a.codify(name).replace("'", '"'): leaf for a, leaf in zip(accessors, found, strict=True)}
 
 
 def paired(tree, specs, name: str = "params") -> list[tuple[str, Any, Spec]]:
-    """(where, leaf, spec) of every leaf. ShardingError, naming the places, if the structures differ."""
+    """Return (where, leaf, spec) for every leaf; ShardingError names the leaves by which the structures differ."""
     found, wanted = named_leaves(tree, name), named_leaves(specs, name)
     if missing := [where for where in wanted if where not in found]:
         what = f"{missing[0]}: missing: the specs have {wanted[missing[0]]} there{_more(missing)}"
@@ -57,7 +57,7 @@ def paired(tree, specs, name: str = "params") -> list[tuple[str, Any, Spec]]:
 
 
 def for_each(types, tree, what: str, open_ends: bool = False) -> list:
-    """A type for each leaf of a tree: a leaf of the types stands for all below it. `open_ends`: None is such a leaf."""
+    """Return a type for each leaf of a tree; one type may cover a whole subtree, as may None with `open_ends`."""
     try:
         is_leaf = lambda node: isinstance(node, Spec) or (open_ends and node is None)  # noqa: E731
         return optree.broadcast_prefix(types, tree, is_leaf=is_leaf)
@@ -71,45 +71,45 @@ def for_each(types, tree, what: str, open_ends: bool = False) -> list:
 
 
 def shard(tree, specs, mesh) -> Any:
-    """This rank's shards of whole arrays: contiguous copies, so that the whole ones can be freed. No communication."""
+    """Cut this rank's shards from whole arrays, as contiguous copies (the originals can be freed), without messages."""
     name = "array" if isinstance(tree, Tensor) else "params"
     return unflatten(specs, [_shard(where, leaf, spec, mesh) for where, leaf, spec in paired(tree, specs, name)])
 
 
 def unshard(tree, specs, mesh) -> Any:
-    """The whole arrays on every rank, from each rank's shards: `collectives.unshard` of every leaf."""
-    from scaling.collectives import unshard  # here, so that plain trees need no torch.distributed
+    """Return the whole arrays on every rank from each rank's shards, by `collectives.unshard` of every leaf."""
+    from scaling.collectives import unshard  # imported here, so that plain trees need no torch.distributed
 
     return unflatten(specs, [unshard(str(spec), leaf, mesh) for _, leaf, spec in paired(tree, specs)])
 
 
 @dataclass(frozen=True)
 class Normal:
-    """Initial values of mean 0 and this standard deviation."""
+    """Random initial values with mean 0 and this standard deviation."""
 
     std: float
 
 
 @dataclass(frozen=True)
 class Constant:
-    """The same initial value everywhere."""
+    """One initial value for all elements."""
 
     value: float = 0.0
 
 
 def init(inits, specs, sizes, mesh, seed: int = 0, dtype=torch.float32, device=None, *, padded=None) -> Any:
-    """Params, initialised as shards: no device ever holds a whole array.
+    """Initialise params as shards, so that no device ever holds a whole array.
 
-    `inits` has the structure of `specs`, its leaves `Normal(std)` or `Constant(value)`; `sizes` {"D": 8, "F": 16}.
-    Every element is a function of (seed, place in the tree, index in the whole array) alone, so the values are equal
-    to the bit whatever the mesh, and also on CPU and CUDA. `device` is the mesh's unless given. `padded`: the sizes
-    that are stored, where some are larger; what lies beyond is zeros.
+    `inits` has the structure of `specs`, with leaves `Normal(std)` or `Constant(value)`; `sizes` is {"D": 8, "F": 16}.
+    An element depends only on (seed, position in the tree, index in the whole array), so all meshes, and CPU and CUDA,
+    give bitwise equal values. `device` defaults to the mesh's. `padded` has the stored sizes, if some are larger, with
+    zeros as padding.
     """
     device = torch.device(mesh.device if device is None else device)
     if not dtype.is_floating_point:
         raise ShardingError(f"init: {dtype} would cut the values off\n  fix: give a dtype of floats")
     if getattr(mesh, "checked", False):
-        from scaling.collectives.checked import alike  # here, so that plain trees need no torch.distributed
+        from scaling.collectives.checked import alike  # imported here, so that plain trees need no torch.distributed
 
         alike(mesh, "init", seed=seed, dtype=dtype, sizes=sizes, specs=specs)
     stored, made = sizes if padded is None else padded, []
@@ -126,22 +126,21 @@ def init(inits, specs, sizes, mesh, seed: int = 0, dtype=torch.float32, device=N
             x = torch.empty(local, dtype=dtype, device=device)
         else:
             x = _normal(whole, ranges, how.std, key(seed, where), dtype, device)
-        more = [n - there for n, there in zip(local, x.shape, strict=True)]  # zeros behind it
-        x = torch.nn.functional.pad(x, [k for n in reversed(more) for k in (0, n)]) if any(more) else x
+        zeros = [n - size for n, size in zip(local, x.shape, strict=True)]  # the number to append along each dim
+        x = torch.nn.functional.pad(x, [k for n in reversed(zeros) for k in (0, n)]) if any(zeros) else x
         made.append(note_shard(x, spec, mesh))
     return unflatten(specs, made)
 
 
 def unpadded(held: slice, size: int) -> slice:
-    """What of a range lies in a dim of this size, and not in the padding behind it."""
+    """Return the part of a range that lies in a dim of this size, without the padding at its end."""
     return slice(min(held.start, size), min(held.stop, size))
 
 
 def check(tree, specs, sizes, mesh, dtype=None, name: str = "params", fix: str = "") -> None:
-    """ShardingError that names the leaf's place unless every leaf is a tensor of its spec's local shape (and dtype),
-    and all are on one device.
+    """Raise ShardingError, which names the leaf, unless every leaf is a tensor of its spec's local shape (and dtype).
 
-    `fix`: the call that would have made the tree; by default `tree.shard`, for a leaf that is whole.
+    All leaves must be on one device. `fix` is the call that would have made the tree (for whole leaves `tree.shard`).
     """
     found = leaves(tree)
     wanted = _local_shapes(tuple(leaves(specs)), tuple(sizes.items()), tuple(mesh_sizes(mesh).items()))
@@ -169,7 +168,7 @@ def check(tree, specs, sizes, mesh, dtype=None, name: str = "params", fix: str =
 
 @lru_cache(maxsize=1024)
 def _local_shapes(specs: tuple, sizes: tuple, mesh: tuple) -> list[tuple[int, ...]]:
-    """Worked out once: a step of training or decoding checks its params each time."""
+    """Return the specs' local shapes, cached because each step of training or decoding checks its params."""
     return [parse(spec).local_shape(dict(sizes), dict(mesh)) for spec in specs]
 
 
@@ -179,10 +178,10 @@ def _is_like(leaf: Any, shape: tuple[int, ...], dtype, device) -> bool:
 
 
 def check_floats(tree, name: str = "params") -> None:
-    """ValueError that names the first leaf which is no dense tensor of floats: whole numbers do not learn."""
+    """Raise ValueError, which names the leaf, if one is not a dense tensor of floats, since ints cannot be trained."""
     if all(map(_is_floats, leaves(tree))):
         return
-    where, leaf = next((at, leaf) for at, leaf in named_leaves(tree, name).items() if not _is_floats(leaf))
+    where, leaf = next((path, leaf) for path, leaf in named_leaves(tree, name).items() if not _is_floats(leaf))
     found = f"{leaf.layout} of {leaf.dtype}" if isinstance(leaf, Tensor) else type(leaf).__name__
     what = f"{where} is {found}: params, gradients and moments are dense tensors of floats"
     raise ValueError(f"{what}\n  fix: convert it, .to(torch.float32), or leave it out of the tree")
@@ -193,22 +192,23 @@ def _is_floats(leaf: Any) -> bool:
 
 
 def nbytes(tree) -> int:
-    """Bytes of all tensors of the tree, as this rank holds them."""
+    """Return the bytes of all tensors of the tree that this rank holds."""
     return sum(leaf.nbytes for leaf in leaves(tree))
 
 
 def local_nbytes(specs, sizes, mesh, dtype) -> float:
-    """Bytes that one device would hold of arrays of these specs: no tensor is needed. `dtype` as in `Spec.nbytes`."""
+    """Return the bytes that one device would hold of arrays of these specs, without tensors; dtype as `Spec.nbytes`."""
     dtype_bytes(dtype)
     return sum(parse(spec).nbytes(sizes, mesh, dtype) for spec in leaves(specs))
 
 
 def unstacked(layers) -> list[Any]:
-    """Arrays stacked over L as a list of L trees."""
+    """Split arrays that are stacked over L into a list of L trees."""
     return [unflatten(layers, each) for each in zip(*map(Tensor.unbind, leaves(layers)), strict=True)]
 
 
 def unflatten(like, new_leaves) -> Any:
+    """Return a tree of the structure of `like` with these leaves."""
     return optree.tree_unflatten(optree.tree_structure(like), new_leaves)
 
 
@@ -224,10 +224,10 @@ def _shard(where: str, whole: Tensor, spec: Spec, mesh) -> Tensor:
 
 
 def _seen(x: Tensor, spec: Spec, mesh, where: str) -> Tensor:
-    """Return x after telling its type to the judge, and to shard_map, which takes whole arrays."""
+    """Report the type of x to the judge, and to shard_map, which takes whole arrays; return x."""
     x = note_shard(x, spec, mesh)
     if x.is_meta or mesh.device.type == "meta":
-        from scaling.collectives.linear import who_watches  # here, so that plain trees need no torch.distributed
+        from scaling.collectives.linear import who_watches  # imported here, as above
 
         if (watch := who_watches()) is not None:
             return watch.typed(x, spec, where, mesh)
@@ -248,9 +248,9 @@ def _more(places: list) -> str:
     return f" (and {len(places) - 1} more)" if len(places) > 1 else ""
 
 
-# Random numbers by counter. An element's 64-bit counter is hashed twice (the finaliser of splitmix64: Steele, Lea and
-# Flood 2014) and the eight 16-bit fields are added: a bell within 4.9 standard deviations, excess kurtosis -0.15.
-# Integers up to the last scaling: equal to the bit on any device and for any slice, which erfinv and log are not.
+# Random numbers are made from counters. An element's 64-bit counter is hashed twice (by splitmix64's finaliser: Steele,
+# Lea and Flood 2014), and the sum of the eight 16-bit fields is a bell within 4.9 standard deviations, excess kurtosis
+# -0.15. All is integer up to the last scaling, so any device and slice gives the same bits, unlike with erfinv and log.
 
 
 def _signed(constant: int) -> int:
@@ -263,7 +263,7 @@ MEAN, SIGMA = 8 * 65535 / 2, math.sqrt(8 * (65536**2 - 1) / 12)
 
 
 def key(seed: int, where: str) -> int:
-    """Where the counters of one array begin. ValueError unless the seed is a whole number."""
+    """Return the first counter of one array; ValueError unless the seed is a whole number."""
     try:
         seed = index(seed)
     except TypeError:
@@ -272,14 +272,14 @@ def key(seed: int, where: str) -> int:
 
 
 def hashed(counter: Tensor) -> Tensor:
-    """int64 counters -> int64, all 64 bits of which look random."""
+    """Hash int64 counters to int64 values whose 64 bits all look random."""
     x = (counter ^ ((counter >> 30) & ((1 << 34) - 1))) * MIX1  # the masks make the shifts logical
     x = (x ^ ((x >> 27) & ((1 << 37) - 1))) * MIX2
     return x ^ ((x >> 31) & ((1 << 33) - 1))
 
 
 def _bell(index: Tensor, start: int) -> Tensor:
-    """Mean 0, variance 1, float64, from global linear indices."""
+    """Return float64 values of mean 0 and variance 1 from global linear indices."""
     counter = index * _signed(2 * GOLDEN % (1 << 64)) + start
     a, b = hashed(counter), hashed(counter + GOLDEN)
     pairs = (a & FIELDS) + ((a >> 16) & FIELDS) + (b & FIELDS) + ((b >> 16) & FIELDS)
@@ -287,9 +287,9 @@ def _bell(index: Tensor, start: int) -> Tensor:
 
 
 def _normal(shape: tuple, ranges: tuple, std: float, key: int, dtype, device) -> Tensor:
-    """The part `ranges` of an array of the given shape: `std` times the bell at each element's linear index."""
+    """Return the part `ranges` of an array of this shape: `std` times the bell at each element's linear index."""
     index = torch.zeros((), dtype=torch.int64, device=device)
-    for size, part in list(zip(shape, ranges, strict=True))[:-1]:  # linear index of each row's start
+    for size, part in list(zip(shape, ranges, strict=True))[:-1]:  # makes the linear index of each row's first element
         index = (index * size)[..., None] + torch.arange(part.start, part.stop, device=device)
     rows = (index * shape[-1]).reshape(-1, 1) if shape else index.reshape(1, 1)
     columns = torch.arange(ranges[-1].start, ranges[-1].stop, device=device) if shape else index.reshape(1)
