@@ -4,9 +4,9 @@
     state = optimizer.init(params)
     params, state = optimizer.update(grads, state, params, specs=SPECS, mesh=mesh)
 
-SGD and AdamW are elementwise, so they run on shards as they are; Muon moves what it needs. The specs of the state are
-the params' own. Equal to torch.optim's SGD, AdamW and Muon. Nothing is changed in place unless the caller gives its
-buffers away (`donate=True`).
+SGD and AdamW are elementwise, so they update shards without communication; Muon communicates where it needs whole
+matrices. The state has the specs of the params. The updates equal SGD, AdamW and Muon of torch.optim. Nothing
+is changed in place unless the caller gives its buffers away (`donate=True`).
 """
 
 from scaling.optim.clipping import chain, clip, clip_by_global_norm, global_norm, scaled_to

@@ -1,4 +1,4 @@
-"""What an update refuses: trees that do not belong together, partial sums, donated tensors that share memory."""
+"""Check an update's arguments: refuse unlike trees, partial sums, and donated tensors that share memory."""
 
 from itertools import pairwise
 
@@ -12,6 +12,7 @@ from scaling.spec import ShardingError, parse
 
 
 def refuse_partial(where: str, spec) -> None:
+    """Raise ShardingError, which names the leaf, if its type is unreduced."""
     if parse(spec).unreduced:
         reduced = parse(spec).with_unreduced(())
         what = "each rank holds a partial sum, and neither their norms nor their updates add up"
@@ -19,7 +20,7 @@ def refuse_partial(where: str, spec) -> None:
 
 
 def check_reduced(grads, specs, mesh) -> None:
-    """ShardingError, naming the leaf, unless the gradients have these types, none of them unreduced."""
+    """Raise ShardingError, which names the leaf, unless the gradients have these types and none is unreduced."""
     if torch.compiler.is_compiling():
         _check_constant_specs(specs, None if mesh is None else dict(mesh.sizes))
         return
@@ -41,8 +42,11 @@ def _check_constant_specs(specs, sizes) -> None:
 
 
 def check_like(params, **trees) -> None:
-    """ValueError that names the leaf at which one of these trees is not like `params`, in names, shapes and device, or
-    that is not of floats: torch would cast it, and copy anything at all from the device meta."""
+    """Raise ValueError, which names the leaf, if one of these trees is not like `params` or has other than floats.
+
+    Names, shapes and devices must be equal. Without this check torch would cast the values silently, and copy from a
+    meta tensor, which has no values.
+    """
     places = _places if torch.compiler.is_compiling() else tree.structure
     (wanted, device), shape = _kinds(params, "params"), places(params)
     for what, found in trees.items():
@@ -51,21 +55,21 @@ def check_like(params, **trees) -> None:
 
 
 def _kinds(part, what: str) -> tuple[list, list]:
-    """(the shapes, the devices) of a tree's leaves, all of them tensors of floats."""
+    """Return the shapes and the devices of a tree's leaves, which must be tensors of floats."""
     tree.check_floats(part, what)
     leaves = tree.leaves(part)
     return [leaf.shape for leaf in leaves], [leaf.device for leaf in leaves]
 
 
 def _places(part):
-    """A tree's structure, as a compiler can follow it: the leaves left out."""
+    """Return a tree's structure without its leaves, by plain Python that torch.compile can trace."""
     if isinstance(part, dict):
         return {key: _places(value) for key, value in part.items()}
     return [_places(value) for value in part] if isinstance(part, (list, tuple)) else None
 
 
 def _refuse_unlike(found, params, what: str) -> None:
-    """The error, unless only the kinds of nodes differ, as a list does from a tuple."""
+    """Raise the error, unless only the kinds of nodes differ, such as a list and a tuple."""
     found, wanted = tree.named_leaves(found, what), tree.named_leaves(params, what)
     for where in wanted | found:
         g, p = (tuple(side[where].shape) if where in side else "nothing" for side in (found, wanted))
@@ -73,31 +77,31 @@ def _refuse_unlike(found, params, what: str) -> None:
             raise ValueError(
                 f"{where} has shape {g}, its param {p}\n  fix: give gradients and a state made for these params"
             )
-        at, wanted_at = found[where].device, wanted[where].device
-        if at != wanted_at:
-            raise ValueError(f"{where} is on {at}, its param on {wanted_at}\n  fix: move it, .to({str(wanted_at)!r})")
+        device, target = found[where].device, wanted[where].device
+        if device != target:
+            raise ValueError(f"{where} is on {device}, its param on {target}\n  fix: move it, .to({str(target)!r})")
 
 
 def check_apart(params, state, grads) -> None:
-    """ValueError if two leaves that are to be written share memory, as tied params do, or if one is read as well."""
+    """Raise ValueError if a leaf that will be written shares memory with another leaf, as tied params do."""
     written, read = tree.leaves((params, state)), tree.leaves(grads)
     if not written or written[0].is_meta:
         return
     spans = sorted([(x.data_ptr(), x.nbytes if x.is_contiguous() else extent(x)) for x in written + read])
-    apart = all(start + length <= after for (start, length), (after, _) in pairwise(spans))
-    if not apart or any(not x.is_contiguous() and overlaps_itself(x) for x in written):
+    disjoint = all(start + length <= after for (start, length), (after, _) in pairwise(spans))
+    if not disjoint or any(not x.is_contiguous() and overlaps_itself(x) for x in written):
         _refuse_shared(params, state, grads)
 
 
 def _refuse_shared(params, state, grads) -> None:
-    """The error that names the leaves, if they do share an element: gradients may do so among themselves."""
+    """Raise the error, which names the leaves, if two share an element; gradients may share theirs with each other."""
     written = tree.named_leaves(params, "params") | tree.named_leaves(state, "state")
     for where, x in written.items():
         if overlaps_itself(x):
             raise ValueError(f"{where}: elements share their memory: it cannot be donated\n  fix: give a copy of it")
     named = [*written.items(), *tree.named_leaves(grads, "grads").items()]
     spans = sorted((x.data_ptr(), x.data_ptr() + extent(x), i) for i, (_, x) in enumerate(named))
-    begun: list[tuple[int, int]] = []  # (end, place) of those that start before and end after the start of the next
+    begun: list[tuple[int, int]] = []  # (end, index) of the spans that are open where the next one starts
     for start, end, i in spans:
         begun = [one for one in begun if one[0] > start]
         for _, j in begun:
@@ -110,7 +114,7 @@ def _refuse_shared(params, state, grads) -> None:
 
 
 def check_state(state, kept, moments: tuple[str, ...]) -> None:
-    """ValueError unless the state counts its steps in one int64, and its moments have the dtypes of what they move."""
+    """Raise ValueError unless the state's step is an int64 scalar and the moments have the dtypes of `kept`."""
     dtypes, step = [p.dtype for p in tree.leaves(kept)], state["step"]
     for name in moments:
         if [m.dtype for m in tree.leaves(state[name])] != dtypes:

@@ -1,4 +1,4 @@
-"""Gradients clipped by the norm of the whole gradient, and the chain that puts this before an optimizer."""
+"""Clip gradients by the norm of the whole gradient, and chain such functions with an optimizer."""
 
 from collections.abc import Callable
 
@@ -13,12 +13,15 @@ from scaling.optim.checks import check_reduced
 from scaling.optim.rules import Optimizer
 from scaling.spec import format_axes, mesh_sizes, parse
 
-ROW = 1024  # squares that are added up in float32
+ROW = 1024  # the number of squares that are summed in float32
 
 
 def chain(*parts) -> Optimizer:
-    """As optax.chain: gradients pass through each part, a function `(grads, specs, mesh) -> grads` such as `clip`, and
-    then to the last one, an optimizer, whose state is the chain's."""
+    """Chain functions of gradients and an optimizer, as optax.chain does.
+
+    Gradients pass through each function `(grads, specs, mesh) -> grads`, such as `clip`, and then to the last part,
+    the optimizer, whose state is the chain's.
+    """
     *before, last = parts or (None,)
     if not isinstance(last, Optimizer) or any(isinstance(p, Optimizer) or not callable(p) for p in before):
         given = ", ".join(type(part).__name__ for part in parts)
@@ -33,7 +36,7 @@ def chain(*parts) -> Optimizer:
 
 
 def clip(max_norm: float, eps: float = 1e-6) -> Callable:
-    """For `chain`: gradients clipped by `clip_by_global_norm`; `update` is then given `specs` and `mesh`."""
+    """Return a part of a `chain` that clips by `clip_by_global_norm`; `update` then needs `specs` and `mesh`."""
     not_negative(max_norm=max_norm, eps=eps)
 
     def clipped(grads, specs, mesh):
@@ -46,27 +49,27 @@ def clip(max_norm: float, eps: float = 1e-6) -> Callable:
 
 
 def clip_by_global_norm(grads, specs, mesh, max_norm: float, eps: float = 1e-6):
-    """(grads, norm): scaled by min(1, max_norm / (norm + eps)), norm that of the whole gradient: see `global_norm`.
+    """Return the gradients times min(1, max_norm / (norm + eps)), and the norm of the whole gradient (`global_norm`).
 
-    A norm that is not finite makes every gradient so, as in torch.nn.utils.clip_grad_norm_.
+    If the norm is not finite, no gradient will be, as in torch.nn.utils.clip_grad_norm_.
     """
     norm = global_norm(grads, specs, mesh)
     return scaled_to(grads, norm, max_norm, eps), norm
 
 
 def scaled_to(grads, norm: Tensor, max_norm: float, eps: float = 1e-6, donate: bool = False):
-    """Gradients of this norm times min(1, max_norm / (norm + eps)); with `donate` in their own buffers."""
+    """Return gradients of this norm times min(1, max_norm / (norm + eps)), written in place with `donate`."""
     not_negative(max_norm=max_norm, eps=eps)
     scale = (max_norm / (norm + eps)).clamp(max=1.0)
     return tree.map(lambda g: g.mul_(scale.to(g.dtype)) if donate else g * scale.to(g.dtype), grads)
 
 
 def global_norm(grads, specs, mesh) -> Tensor:
-    """The norm of the whole gradient, on every device.
+    """Return the norm of the whole gradient, on every device, in float32 or float64.
 
-    `specs` are the gradients' types: what is sharded is summed over its axes, replicas are counted once, and partial
-    sums (`{U_X}`) are refused. One AllReduce of a scalar per set of axes; float32 at least. Under torch.compile the
-    specs must be strings.
+    `specs` are the gradients' types: the squares of a sharded gradient are summed over its axes, replicas are counted
+    once, and partial sums (`{U_X}`) are refused. There is one AllReduce of a scalar per set of axes. Under
+    torch.compile the specs must be strings.
     """
     check_reduced(grads, specs, mesh)
     if not torch.compiler.is_compiling():
@@ -85,10 +88,10 @@ def global_norm(grads, specs, mesh) -> Tensor:
 
 
 def sum_of_squares(x: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
-    """The sum of x^2, a float64 scalar, of squares in `dtype`.
+    """Return the sum of x^2, a float64 scalar, of squares in `dtype`.
 
-    Row by row: torch's vector_norm adds millions of float32 squares to a few running sums, which loses 0.1% where some
-    are large, and another share of it on every mesh (`torch.nn.utils.clip_grad_norm_` has that, too).
+    It is summed row by row, because torch's vector_norm adds millions of float32 squares to a few running sums. That
+    loses 0.1% if some squares are large, and another share on every mesh (as in `torch.nn.utils.clip_grad_norm_`).
     """
     flat = x.reshape(-1)
     rows = flat[: len(flat) // ROW * ROW].view(-1, ROW)
@@ -98,6 +101,6 @@ def sum_of_squares(x: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
 
 
 def _split_over(mesh, *specs) -> tuple[str, ...]:
-    """For each type the axes that split it, in the mesh's order, as the notation writes them; "" if it is whole."""
+    """Return for each type the axes that split it, in the mesh's order and as the notation has them; "" for none."""
     split = [parse(spec).axes for spec in specs]
     return tuple(format_axes([axis for axis in mesh_sizes(mesh) if axis in axes]) for axes in split)

@@ -1,8 +1,8 @@
-"""Dynamic loss scaling, for gradients that pass through float16 (Micikevicius et al. 2018, arXiv:1710.03740, 3.2).
+"""Scale the loss dynamically for gradients that pass through float16 (Micikevicius et al. 2018, arXiv:1710.03740, 3.2).
 
-The loss is multiplied by a scale, so that small gradients stay in float16's range, and the gradients are divided by it
-before they are used. The scale follows what is found, as in torch.amp.GradScaler: halved when a gradient is not finite,
-in a step that is skipped, and doubled after so many good steps.
+The loss is multiplied by a scale, so that small gradients stay in float16's range, and the gradients are divided by the
+scale before they are used. The scale adapts as in torch.amp.GradScaler. If a gradient is not finite, the step is
+skipped and the scale is multiplied by `backoff`, one half; after `interval` good steps it is multiplied by `growth`, 2.
 """
 
 import torch
@@ -15,10 +15,10 @@ from scaling.optim.rules import Optimizer
 def loss_scaled(
     rule: Optimizer, first: float = 2.0**16, growth: float = 2.0, backoff: float = 0.5, interval: int = 2000
 ) -> Optimizer:
-    """`rule` with the scale in its state: float32 "scale", and "good", how many steps it has been right for.
+    """Add a loss scale to the state of `rule`: "scale", in float32, and "good", the number of good steps with it.
 
-    Its `update` takes gradients that the scale has been divided out of, and `finite`: whether those of all ranks are,
-    which must be the same on every rank. If not, params and the rule's state stay as they are.
+    The new `update` takes gradients that are already divided by the scale, and `finite`: whether the gradients of all
+    ranks are finite, which must be equal on every rank. If they are not, params and the rule's state do not change.
     """
     positive(first=first, growth=growth, backoff=backoff)
     whole(interval=interval)

@@ -1,4 +1,4 @@
-"""Muon: the momentum of each matrix, made orthogonal; another optimizer, such as AdamW, for what is no matrix."""
+"""Muon, which makes the momentum of each matrix orthogonal; another optimizer, such as AdamW, has the other leaves."""
 
 import math
 from collections.abc import Sequence
@@ -23,20 +23,32 @@ def muon(
     scale: str = "original", rest: Optimizer | None = None, master: bool = False, form: str = "cheapest",
     dtype: torch.dtype = torch.bfloat16, intensity: float = 2550.0,
 ) -> Optimizer:  # fmt: skip
-    """Muon (Jordan 2024; Liu et al. 2025, arXiv:2502.16982), as torch.optim.Muon, for stacks of matrices and on a mesh:
+    """Return Muon, as torch.optim.Muon, for stacks of matrices and on a mesh.
 
         m = momentum m + (1 - momentum) g;  u = (1 - momentum) g + momentum m  (without nesterov: m)
         p = (1 - lr weight_decay) p - lr s newton_schulz(u)
 
-    `matrices`: a tree like params, of what is a matrix its inputs and outputs, "D -> F" or "D -> N H", of the rest "";
-    a dim that is not named (L, E) stacks matrices. `rest` updates what is no matrix: by default AdamW of this lr.
-    `scale`, s by the sizes in and out: "original", sqrt(max(1, out/in)); "match_rms_adamw", 0.2 sqrt(max(in, out)),
-    with which a learning rate of AdamW's can stay. `dtype`: of Newton-Schulz. `master`: as of `adamw`.
-    `form`: how matrices that lie in shards are made orthogonal, "gathered", "owned" or "on_shards" (see `orthogonal`),
-    or the "cheapest", with `intensity` FLOPs in the time of a byte (2550: a v5p's link; `chip(...).intensity("ici")`);
-    in 16 bits that is never on_shards, whose sums would show the mesh.
-    `update` needs `specs`, which say what each dim is, and on a mesh `mesh`. State: {"step", "momentum": like params
-    where they are matrices, "rest", "master"}. ValueError where a matrix is none.
+    Sources: Jordan 2024; Liu et al. 2025, arXiv:2502.16982. `update` needs `specs`, which name each dim, and on a mesh
+    `mesh`. The state is {"step", "momentum": like the params that are matrices, "rest", "master"}.
+
+    Args:
+        lr: The learning rate.
+        matrices: A tree like params with the inputs and outputs of each matrix, "D -> F" or "D -> N H", and "" for the
+            other leaves. A dim that is not named (L, E) stacks matrices.
+        weight_decay: The weight decay.
+        momentum: The momentum.
+        nesterov: Whether u is Nesterov's.
+        scale: The rule for s by the sizes in and out: "original", sqrt(max(1, out/in)), or "match_rms_adamw",
+            0.2 sqrt(max(in, out)), which allows the learning rate of AdamW.
+        rest: The optimizer of the other leaves, by default AdamW with this lr.
+        master: Keep float32 copies, as in `adamw`.
+        form: How sharded matrices are made orthogonal: "gathered", "owned" or "on_shards" (`scaling.optim.orthogonal`),
+            or "cheapest", which in 16 bits is never on_shards, since its sums would show the mesh.
+        dtype: The dtype of Newton-Schulz.
+        intensity: FLOPs in the time of one byte, for "cheapest": 2550 on a v5p's link, `chip(...).intensity("ici")`.
+
+    Raises:
+        ValueError: A leaf that `matrices` calls a matrix is not one.
     """
     not_negative(weight_decay=weight_decay, momentum=momentum, intensity=intensity)
     flag(nesterov=nesterov, master=master)
@@ -61,10 +73,10 @@ def muon(
 
 
 def _with_rest(matrices, rule: Optimizer, rest: Optimizer) -> Optimizer:
-    """`rule` for the leaves that `matrices` names, `rest` for the others, whose state is "rest" in the first's."""
+    """Return `rule` for the matrices and `rest` for the other leaves, whose state is "rest" in the state of `rule`."""
 
     def split(of) -> tuple[Any, Any]:
-        """(what is a matrix, the rest), None in the other's places."""
+        """Split a tree into the matrices and the rest, two trees with None for the leaves of the other."""
         return (tree.map(lambda x, what: x if what else None, of, matrices),
                 tree.map(lambda x, what: None if what else x, of, matrices))  # fmt: skip
 
@@ -79,12 +91,12 @@ def _with_rest(matrices, rule: Optimizer, rest: Optimizer) -> Optimizer:
         check_like(params, grads=grads)
         check_reduced(grads, specs, mesh)
         (g, dg), (p, q), (types, others) = split(grads), split(params), split(specs)
-        own = {name: part for name, part in state.items() if name != "rest"}
-        p, own = rule.update(g, own, p, donate=donate, specs=types, mesh=mesh)
+        moments = {name: part for name, part in state.items() if name != "rest"}
+        p, moments = rule.update(g, moments, p, donate=donate, specs=types, mesh=mesh)
         q, state_of_rest = rest.update(dg, state["rest"], q, donate=donate, specs=others, mesh=mesh)
         taken = {True: iter(tree.leaves(p)), False: iter(tree.leaves(q))}
         new = tree.unflatten(params, [next(taken[bool(what)]) for what in tree.leaves(matrices)])
-        return new, own | {"rest": state_of_rest}
+        return new, moments | {"rest": state_of_rest}
 
     def state_specs(specs):
         found, others = split(specs)
@@ -96,7 +108,7 @@ def _with_rest(matrices, rule: Optimizer, rest: Optimizer) -> Optimizer:
 def orthogonalized(
     changes: Sequence[Tensor], views: Sequence["Matrices"], mesh, form: str, intensity: float, dtype: torch.dtype
 ) -> list[Tensor]:
-    """Each change with its matrices orthogonal. Those of one shape and type travel together, the largest first."""
+    """Return each change with orthogonal matrices; matrices of one shape and type are sent together, largest first."""
     groups: dict[Any, list[int]] = {}
     for i, (change, view) in enumerate(zip(changes, views, strict=True)):
         groups.setdefault((view.stack(mesh), view.shape(change)), []).append(i)
@@ -112,14 +124,14 @@ def orthogonalized(
 
 @dataclass(frozen=True)
 class Matrices:
-    """An array of this type as a stack of matrices M[S, O, I]: `what` names the dims of its inputs and its outputs."""
+    """An array of this type as a stack of matrices M[S, O, I], where `what` names the dims of inputs and outputs."""
 
     spec: Spec
     what: str
 
     @property
     def dims(self) -> tuple[list[str], list[str], list[str]]:
-        """(those that stack matrices, the outputs', the inputs'). ShardingError if the type lacks one."""
+        """The dims that stack matrices, the outputs' and the inputs'; ShardingError if the type lacks one."""
         inputs, outputs = (side.split() for side in self.what.split("->"))
         if missing := [dim for dim in inputs + outputs if dim not in self.spec.dim_names]:
             raise ShardingError(
@@ -129,27 +141,28 @@ class Matrices:
         return [dim for dim in self.spec.dim_names if dim not in inputs + outputs], outputs, inputs
 
     def stack(self, mesh) -> MatrixStack:
+        """Return the type of M[S, O, I] on the mesh."""
         axes = [tuple(axis for dim in dims for axis in self.spec.axes_of(dim)) for dims in self.dims]
         return MatrixStack(Spec("M", tuple(zip("SOI", axes, strict=True))), mesh)
 
     def shape(self, W: Tensor) -> tuple[int, int]:
-        """(O, I) of this rank's shards."""
+        """Return (O, I) of this rank's shards."""
         _, outputs, inputs = self.dims
         return self._size(W, outputs), self._size(W, inputs)
 
     def sizes(self, W: Tensor, mesh) -> tuple[int, int]:
-        """(inputs, outputs) of a whole matrix."""
+        """Return the sizes (inputs, outputs) of a whole matrix."""
         _, outputs, inputs = self.dims
         parts = [1 if mesh is None else mesh.size([a for d in dims for a in self.spec.axes_of(d)])
                  for dims in (inputs, outputs)]  # fmt: skip
         return self._size(W, inputs) * parts[0], self._size(W, outputs) * parts[1]
 
     def of(self, W: Tensor) -> Tensor:
-        """W -> M[S, O, I]."""
+        """Return W as M[S, O, I]."""
         return W.permute(self._order()).reshape(-1, *self.shape(W))
 
     def back(self, M: Tensor, W: Tensor) -> Tensor:
-        """M[S, O, I] -> as W."""
+        """Return M[S, O, I] in the shape of W."""
         order = self._order()
         places = [order.index(i) for i in range(W.dim())]
         return M.reshape([W.shape[i] for i in order]).permute(places)
@@ -162,12 +175,12 @@ class Matrices:
 
 
 def ratio(scale: str, inputs: int, outputs: int) -> float:
-    """By what an orthogonal matrix is scaled, so that its step is as long whatever its shape."""
+    """Return the factor of an orthogonal matrix that makes steps of all shapes equally long."""
     return math.sqrt(max(1, outputs / inputs)) if scale == "original" else 0.2 * math.sqrt(max(inputs, outputs))
 
 
 def step_(W: Tensor, change: Tensor, rate: "float | Tensor", weight_decay: float, by: float) -> None:
-    """W <- (1 - rate weight_decay) W - rate by change, in place."""
+    """Update in place: W <- (1 - rate weight_decay) W - rate by change."""
     W.mul_(1 - rate * weight_decay)
     if isinstance(rate, Tensor):
         W.sub_(change * (rate * by))
@@ -176,14 +189,14 @@ def step_(W: Tensor, change: Tensor, rate: "float | Tensor", weight_decay: float
 
 
 def cheapest_form(shape: Sequence[int], stack: MatrixStack, intensity: float, dtype: torch.dtype) -> str:
-    """The form that takes the least time."""
+    """Return the form that takes the least time."""
     found = form_costs(shape, stack, intensity, dtype)
     forms = [form for form in FORMS if form in found and (form != "on_shards" or dtype.itemsize > 2)]
     return min(forms, key=found.__getitem__)
 
 
 def check_matrices(matrices, params) -> None:
-    """ValueError that names the leaf, unless the trees are alike and what is called a matrix has two dims or more."""
+    """Raise ValueError, which names the leaf, unless the trees are alike and each matrix has enough dims."""
     leaves, whats = tree.named_leaves(params), tree.named_leaves(matrices)
     if list(leaves) != list(whats):
         other = next(iter(set(leaves) ^ set(whats)), "its leaves' order")

@@ -1,9 +1,9 @@
-"""Orthogonal matrices for Muon by Newton-Schulz: of whole matrices, and in three ways of matrices that lie in shards.
+"""Make matrices orthogonal for Muon by Newton-Schulz, whole matrices or, in three ways, sharded ones.
 
     M[S_Z, O_Y, I_X]    this rank's shards of S matrices, from I inputs to O outputs
 
-`by_gathering`: each rank gathers every matrix and computes all of them. `by_owners`: each matrix goes whole to one
-rank, which computes it and sends it back. `on_shards`: the iteration itself on shards, whose Gram matrices are partial
+`by_gathering`: each rank gathers every matrix and computes all of them. `by_owners`: each matrix is sent whole to one
+rank, which computes it and sends it back. `on_shards`: the iteration runs on shards, whose Gram matrices are partial
 sums.
 
                 FLOPs of a matrix, n x m, n <= m        bytes over the R ranks that have shards of it, AllGather's V
@@ -22,15 +22,15 @@ from torch import Tensor
 from scaling.collectives import all_reduce, reshard
 from scaling.spec import Spec, block_index, dtype_bytes, format_axes
 
-COEFFICIENTS = (3.4445, -4.7750, 2.0315)  # of the quintic that is steep at 0 (Jordan 2024, kellerjordan.github.io)
+COEFFICIENTS = (3.4445, -4.7750, 2.0315)  # a quintic that is steep at 0 (Jordan 2024, kellerjordan.github.io)
 STEPS, EPS = 5, 1e-7
 FORMS = ("gathered", "owned", "on_shards")
 
 
 def newton_schulz(M: Tensor, dtype: torch.dtype = torch.bfloat16) -> Tensor:
-    """M[O, I] -> O[O, I] in `dtype`, near U V^T for M = U S V^T: the singular values come to lie around 1.
+    """Return a matrix [O, I] in `dtype` near U V^T, for M[O, I] = U S V^T, whose singular values lie around 1.
 
-    Each step is X <- a X + b (X X^T) X + c (X X^T)^2 X, on the shorter side.
+    Each step is X <- a X + b (X X^T) X + c (X X^T)^2 X, with products over the longer side.
     """
     a, b, c = COEFFICIENTS
     tall = M.shape[0] > M.shape[1]
@@ -44,57 +44,59 @@ def newton_schulz(M: Tensor, dtype: torch.dtype = torch.bfloat16) -> Tensor:
 
 @dataclass(frozen=True)
 class MatrixStack:
-    """Matrices of one shape and type, M[S, O, I]: `here` their type, `mesh` where they lie (None: whole on one device).
-
-    `others`: the axes of the mesh that split no matrix from another, over which ranks can share the work.
-    """
+    """Matrices of one shape, M[S, O, I], with their type, `here`, and their mesh (None if they are on one device)."""
 
     here: Spec
     mesh: Any
 
     @property
     def others(self) -> tuple[str, ...]:
+        """The axes of the mesh that do not split S, over which ranks can share the work on the same matrices."""
         return () if self.mesh is None else tuple(a for a in self.mesh.sizes if a not in self.here.axes_of("S"))
 
     def typed(self, S: Sequence[str] = (), O: Sequence[str] = (), I: Sequence[str] = ()) -> Spec:
-        """The type with these axes; those that split the stack stay."""
+        """Return the type with these axes, which for S are added to the axes that split it already."""
         stack = (*self.here.axes_of("S"), *S)
         return Spec("M", (("S", stack), ("O", tuple(O)), ("I", tuple(I))))
 
 
 def newton_schulz_each(M: Tensor, dtype: torch.dtype) -> Tensor:
-    """Newton-Schulz of every matrix of a stack M[S, O, I]."""
+    """Apply Newton-Schulz to every matrix of a stack M[S, O, I]."""
     return torch.stack([newton_schulz(m, dtype) for m in M]) if len(M) else M.to(dtype)
 
 
 def by_gathering(M: Tensor, stack: MatrixStack, dtype: torch.dtype) -> Tensor:
-    """M[S, O_Y, I_X] -> M[S, O, I], orthogonal -> M[S, O_Y, I_X]."""
+    """Gather M[S, O_Y, I_X] -> M[S, O, I], make it orthogonal, and return this rank's shards M[S, O_Y, I_X]."""
     whole = stack.typed()
     X = reshard(f"{stack.here} -> {whole}", M.to(dtype), stack.mesh)
     return reshard(f"{whole} -> {stack.here}", newton_schulz_each(X, dtype), stack.mesh)
 
 
 def by_owners(M: Tensor, stack: MatrixStack, dtype: torch.dtype, loads: list[float]) -> Tensor:
-    """M[S, O_Y, I_X] -> M[S_XY, O, I], orthogonal -> M[S, O_Y, I_X]. `loads`: FLOPs of each rank so far, added to.
+    """Reshard M[S, O_Y, I_X] -> M[S_XY, O, I], make it orthogonal, and return it as M[S, O_Y, I_X].
 
-    Where the ranks do not divide S, each gets as many places as the fullest, and the least loaded of them fill theirs.
+    `loads` has the FLOPs of each rank so far, to which this function adds. If the ranks do not divide S, each rank gets
+    as many slots as the fullest one, and the least loaded ranks fill all of theirs.
     """
     mesh, R = stack.mesh, len(loads)
     places, mine = assigned(len(M), loads, _flops(M.shape, stack))
     padded = M.new_zeros((-(-len(M) // R) * R, *M.shape[1:]), dtype=dtype)
     padded[places] = M.to(dtype)
-    own = stack.typed(S=stack.others)
-    X = reshard(f"{stack.here} -> {own}", padded, mesh)
+    owned = stack.typed(S=stack.others)
+    X = reshard(f"{stack.here} -> {owned}", padded, mesh)
     count = mine[block_index(stack.others, mesh.coord, mesh)]
     X = torch.cat([newton_schulz_each(X[:count], dtype), X[count:]])
-    return reshard(f"{own} -> {stack.here}", X, mesh)[places]
+    return reshard(f"{owned} -> {stack.here}", X, mesh)[places]
 
 
 def assigned(S: int, loads: list[float], flops: float) -> tuple[list[int], list[int]]:
-    """(the places of S matrices in equal shares of the ranks, how many each rank has): the least loaded have most."""
+    """Return the slots of S matrices in equal shares of the ranks, and each rank's number of matrices.
+
+    The least loaded ranks get the most matrices.
+    """
     R = len(loads)
     share = -(-S // R)
-    full = S - R * (share - 1)  # ranks that have a whole share
+    full = S - R * (share - 1)  # the number of ranks that have a whole share
     order = sorted(range(R), key=lambda rank: (loads[rank], rank))
     counts = [share - 1] * R
     for rank in order[:full]:
@@ -105,9 +107,9 @@ def assigned(S: int, loads: list[float], flops: float) -> tuple[list[int], list[
 
 
 def on_shards(M: Tensor, stack: MatrixStack, dtype: torch.dtype) -> Tensor:
-    """The longer side is split over all ranks, M[S, O, I_XY], and A[S, O, P] {U_XY} = M M^T is reduced in each step.
+    """Split the longer side over all ranks, M[S, O, I_XY], and reduce A[S, O, P] {U_XY} = M M^T in each step.
 
-    In float32 at least: partial sums rounded to bfloat16 would show the mesh.
+    It computes in float32 or float64, because partial sums rounded to bfloat16 would show the mesh.
     """
     (a, b, c), mesh = COEFFICIENTS, stack.mesh
     shape, axes = _whole(M.shape, stack), (*stack.here.axes_of("O"), *stack.here.axes_of("I"))
@@ -115,12 +117,12 @@ def on_shards(M: Tensor, stack: MatrixStack, dtype: torch.dtype) -> Tensor:
     split = stack.typed(O=axes) if tall else stack.typed(I=axes)
     X = reshard(f"{stack.here} -> {split}", M.to(torch.promote_types(dtype, torch.float32)), mesh)
     X = X.mT if tall else X
-    over, some = format_axes(axes), format_axes(stack.here.axes_of("S"))
-    some = f"S_{some}" if some else "S"
-    squares = all_reduce(f"n[{some}] {{U_{over}}} -> n[{some}]", X.square().sum((1, 2)), mesh)
+    over, stacked = format_axes(axes), format_axes(stack.here.axes_of("S"))
+    stacked = f"S_{stacked}" if stacked else "S"
+    squares = all_reduce(f"n[{stacked}] {{U_{over}}} -> n[{stacked}]", X.square().sum((1, 2)), mesh)
     X = X / squares.sqrt().clamp(min=EPS)[:, None, None]
     for _ in range(STEPS):
-        A = all_reduce(f"A[{some}, O, P] {{U_{over}}} -> A[{some}, O, P]", X @ X.mT, mesh)
+        A = all_reduce(f"A[{stacked}, O, P] {{U_{over}}} -> A[{stacked}, O, P]", X @ X.mT, mesh)
         X = torch.baddbmm(X, torch.baddbmm(A, A, A, beta=b, alpha=c), X, beta=a)
     X = X.mT.contiguous() if tall else X
     return reshard(f"{split} -> {stack.here}", X, mesh)
@@ -129,9 +131,12 @@ def on_shards(M: Tensor, stack: MatrixStack, dtype: torch.dtype) -> Tensor:
 def form_costs(
     shape: Sequence[int], stack: MatrixStack, intensity: float, dtype: torch.dtype = torch.bfloat16
 ) -> dict[str, float]:
-    """What each form takes of a rank for a stack of this local shape [S, O, I]: its FLOPs, and the bytes that it moves
-    as FLOPs of the same time, `intensity` of them each (Part 3: an AllReduce takes two AllGathers, an AllToAll a
-    quarter). A form that cannot be had, because the longer side does not divide, is left out."""
+    """Return the cost of each form on a rank, in FLOPs, for a stack of this local shape [S, O, I].
+
+    The bytes that a form moves count as the FLOPs of the same time, `intensity` for each byte (Part 3: an AllReduce
+    takes as long as two AllGathers, an AllToAll a quarter of one). on_shards is left out if the longer side does not
+    divide over the ranks, or if the matrices are not sharded.
+    """
     mesh, (S, O, I) = stack.mesh, _whole(shape, stack)
     n, m, size = min(O, I), max(O, I), dtype_bytes(dtype)
     shards, ranks = mesh.size((*stack.here.axes_of("O"), *stack.here.axes_of("I"))), mesh.size(stack.others)
@@ -146,7 +151,7 @@ def form_costs(
 
 
 def orthogonal(M: Tensor, stack: MatrixStack, dtype: torch.dtype, form: str, loads: dict[tuple, list[float]]) -> Tensor:
-    """This rank's shards of the orthogonal matrices of M[S, O, I], by a form; `loads` of the ranks by axes."""
+    """Return this rank's shards of the orthogonal matrices of M[S, O, I], by a form; `loads`: ranks' FLOPs by axes."""
     if stack.mesh is None or stack.mesh.size(stack.others) == 1:
         return newton_schulz_each(M, dtype)
     if form == "owned":
@@ -157,13 +162,13 @@ def orthogonal(M: Tensor, stack: MatrixStack, dtype: torch.dtype, form: str, loa
 
 
 def _whole(shape: Sequence[int], stack: MatrixStack) -> tuple[int, int, int]:
-    """(S, O, I): of this rank's stack, the matrices whole."""
+    """Return (S, O, I) of this rank's stack of whole matrices."""
     size = [1 if stack.mesh is None else stack.mesh.size(stack.here.axes_of(dim)) for dim in "OI"]
     return shape[0], shape[1] * size[0], shape[2] * size[1]
 
 
 def matrix_flops(n: int, m: int) -> float:
-    """FLOPs of Newton-Schulz of one matrix whose shorter side is n."""
+    """Return the FLOPs of Newton-Schulz for one matrix whose shorter side is n."""
     return STEPS * (4 * n * n * m + 2 * n**3)
 
 

@@ -1,4 +1,4 @@
-"""SGD and AdamW, in place on lists of tensors, and the pure update around them."""
+"""SGD and AdamW: steps in place on lists of tensors, and the pure update around such a step."""
 
 from collections.abc import Callable
 from typing import NamedTuple
@@ -18,15 +18,17 @@ LearningRate = float | Callable[[Tensor], "Tensor | float"]
 
 
 class Optimizer(NamedTuple):
-    """`init(params) -> state`, `update(grads, state, params, ...) -> (params, state)`, `state_specs(specs)`.
+    """Functions `init(params) -> state`, `update(grads, state, params, ...) -> (params, state)`, `state_specs(specs)`.
 
-    The state is a tree: {"step": int64 scalar, "m": like params, "v": like params, "master": like params}, as far as
-    the optimizer has them; `state_specs` gives its types. The options of `update`, by name:
-    `specs`, `mesh`: the gradients' types, `W[D_X, F]`, as a tree like params. ShardingError if a gradient is unreduced,
-    `dW[D, F] {U_X}`: each rank would add its own partial sum. `chain(clip(...), ...)` needs them.
-    `donate=True`: JAX's donate_argnums for state and params. The caller gives the tensors away and must not read them
-    again, since the new values are written into them.
-    Gradients are only read. Nothing is recorded for autograd.
+    The state is a tree {"step": int64 scalar, "m": like params, "v": like params, "master": like params}, with the
+    parts that the optimizer has; `state_specs` gives its types. Gradients are only read, and nothing is recorded for
+    autograd. `update` has these options, by name:
+
+    `specs`, `mesh`: The gradients' types, `W[D_X, F]`, as a tree like params, and the mesh. `chain(clip(...), ...)`
+    needs them. ShardingError if a gradient is unreduced, `dW[D, F] {U_X}`, since each rank would add its partial sum.
+
+    `donate=True`: Like JAX's donate_argnums for state and params. The caller gives the tensors away and must not read
+    them again, since the new values are written into them.
     """
 
     init: Callable
@@ -35,17 +37,19 @@ class Optimizer(NamedTuple):
 
 
 def sgd(lr: LearningRate, momentum=0.0, weight_decay=0.0, nesterov=False, master=False, *, mask=None) -> Optimizer:
-    """m = momentum m + (g + weight_decay p);  p = p - lr m  (nesterov: p - lr (g + weight_decay p + momentum m)).
+    """Return SGD, as torch.optim's.
 
-    `master=True`: params may be bfloat16; float32 copies are kept in the state, updated, and returned rounded.
-    `mask`: which leaves decay, a tree of bools like params, or a function of params that gives one; by default all.
+        m = momentum m + (g + weight_decay p);  p = p - lr m  (nesterov: p - lr (g + weight_decay p + momentum m))
+
+    With `master=True` params may be bfloat16: float32 copies are kept in the state, updated, and returned rounded.
+    `mask` says which leaves decay, by a tree of bools like params or a function from params to one; by default all do.
     """
     not_negative(momentum=momentum, weight_decay=weight_decay)
     flag(nesterov=nesterov)
     if nesterov and not momentum:
         raise ValueError("nesterov needs a momentum above 0\n  fix: give one, or nesterov=False")
 
-    def step(p, g, *moment, count, rate, decay):  # no fused kernel: on CPU it is wrong in bfloat16 (pytorch#191763)
+    def step(p, g, *moment, count, rate, decay):  # not the fused kernel, wrong in bfloat16 on CPU (pytorch#191763)
         for i in range(len(p)):
             change = g[i].add(p[i], alpha=decay) if decay else g[i]
             if momentum:
@@ -61,14 +65,14 @@ def sgd(lr: LearningRate, momentum=0.0, weight_decay=0.0, nesterov=False, master
 
 
 def adamw(lr: LearningRate, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.01, master=False, *, mask=None) -> Optimizer:
-    """AdamW (Loshchilov & Hutter 2017), t the number of this update, from 1:
+    """Return AdamW (Loshchilov & Hutter 2017), where t is the number of the update, from 1.
 
         m = b1 m + (1 - b1) g;  v = b2 v + (1 - b2) g^2
         p = (1 - lr weight_decay) p - lr / (1 - b1^t) m / (sqrt(v) / sqrt(1 - b2^t) + eps)
 
-    `master=True`: params may be bfloat16; float32 copies are kept in the state, updated, and returned rounded; m and v
-    are float32 too. That is 2 + 12 bytes a parameter; Part 5 counts 2 + 8, without the copies.
-    `mask`: which leaves decay, a tree of bools like params, or a function of params that gives one; by default all.
+    With `master=True` params may be bfloat16: float32 copies are kept in the state, updated, and returned rounded, and
+    m and v are float32 too. That is 2 + 12 bytes per parameter; Part 5 counts 2 + 8, without the copies.
+    `mask` says which leaves decay, by a tree of bools like params or a function from params to one; by default all do.
     """
     not_negative(eps=eps, weight_decay=weight_decay)
     if not isinstance(betas, (tuple, list)) or len(betas) != 2:
@@ -96,19 +100,22 @@ def adamw(lr: LearningRate, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.01, mas
 
 
 def _corrections(count: Tensor, b1: float, b2: float) -> Tensor:
-    """[1 - b1^t, 1 - b2^t], in float64."""
+    """Return [1 - b1^t, 1 - b2^t] in float64."""
     t = count.double()
     return torch.stack([1 - b1**t, 1 - b2**t])
 
 
-# One op to a compiler, which would compute the powers again with each few elements of the params.
+# The compiler sees this as a single op; otherwise it would compute the powers again for every few elements of params.
 _compiled_corrections = torch.library.custom_op("scaling::adamw_corrections", _corrections, mutates_args=())
 _compiled_corrections.register_fake(lambda count, b1, b2: count.new_empty(2, dtype=torch.float64))
 
 
 def by_kind(step: Callable, weight_decay: float, mask) -> Callable:
-    """What `pure` takes, of an elementwise `step(p, g, *moments, count, rate, decay)` on lists of leaves of one device
-    and dtype, that decay or do not: the fused kernel takes one such list at a time."""
+    """Turn an elementwise `step(p, g, *moments, count, rate, decay)` into the step that `pure` takes.
+
+    The given step is called with lists of leaves that have one device and dtype and that all decay or all do not,
+    because the fused kernel takes one such list at a time.
+    """
 
     def run(lists: list[list[Tensor]], params, count, rate, specs, mesh) -> None:
         kinds: dict = {}
@@ -122,8 +129,11 @@ def by_kind(step: Callable, weight_decay: float, mask) -> Callable:
 
 
 def pure(step: Callable, lr: LearningRate, moments: tuple[str, ...], master: bool, given: dict) -> Optimizer:
-    """The optimizer around a step in place: `step(lists, params, count, rate, specs, mesh)` updates the lists of the
-    params', gradients' and moments' leaves. `given`: its options, which all ranks must have alike."""
+    """Return the optimizer around a step in place.
+
+    `step(lists, params, count, rate, specs, mesh)` updates the lists of the leaves of params, gradients and moments.
+    `given` has the optimizer's options, which must be equal on all ranks.
+    """
     if not callable(lr):
         not_negative(lr=lr)
     flag(master=master)
@@ -151,11 +161,11 @@ def pure(step: Callable, lr: LearningRate, moments: tuple[str, ...], master: boo
         count = state["step"] + 1
         rate = lr(state["step"].double()) if callable(lr) else lr
         if not (isinstance(rate, Tensor) and (rate.device.type != "cpu" or torch.compiler.is_compiling())):
-            not_negative(lr=rate)  # of a tensor elsewhere one would have to wait for the value
+            not_negative(lr=rate)  # not checked on another device, where it would have to wait for the value
         old = [state["master"] if master else params, *(state[name] for name in moments)]
         if donate and not torch.compiler.is_compiling():
             check_apart(params, {name: state[name] for name in names}, grads)
-        # Out of place is in place on copies: with a fused kernel that is three new buffers and no temporaries.
+        # Without `donate` the step runs in place on copies: with a fused kernel, three new buffers and no temporaries.
         new = old if donate else [tree.map(lambda t: t.detach().clone(), part) for part in old]
         p, g, *rest = (tree.leaves(part) for part in (new[0], grads, *new[1:]))
         step([p, [*map(_laid_out_as, p, g)], *rest], params, count, rate, specs, mesh)
@@ -172,7 +182,7 @@ def pure(step: Callable, lr: LearningRate, moments: tuple[str, ...], master: boo
 
 
 def _decaying(mask, params) -> list[bool]:
-    """For each leaf whether it decays."""
+    """Return for each leaf whether it decays."""
     if mask is None:
         return [True] * len(tree.leaves(params))
     mask = mask(params) if callable(mask) else mask
@@ -183,22 +193,23 @@ def _decaying(mask, params) -> list[bool]:
 
 
 def _laid_out_as(p: Tensor, t: Tensor) -> Tensor:
-    """t in the dtype and the memory order of p, copied if need be."""
+    """Return t in the dtype and the memory order of p, as a copy if these differ."""
     if t.dtype == p.dtype and t.stride() == p.stride():
         return t
     return torch.empty_like(p).copy_(t)
 
 
 def _laid_out_alike(p: list[Tensor], *parts: list[Tensor]) -> bool:
-    """Whether every tensor is dense and in the same memory order as its param: the fused kernel walks memory."""
+    """Return whether all tensors are dense and in their params' memory order, in which the fused kernel reads them."""
     dense = all(a.is_contiguous() or (extent(a) == a.nbytes and not overlaps_itself(a)) for a in p)
     return dense and all(a.stride() == b.stride() for part in parts for a, b in zip(p, part, strict=True))
 
 
 def _fused(p: list[Tensor], rate) -> bool:
-    """Whether to use torch's one kernel for the whole update: under torch.compile the compiler fuses the plain form.
+    """Return whether to use torch's single kernel for the whole update.
 
-    On CUDA the kernel takes a rate that is a tensor as float32, which would spoil a float64 update.
+    Under torch.compile the compiler fuses the plain form instead. On CUDA the kernel reads a rate that is a tensor as
+    float32, which would spoil a float64 update.
     """
     device, dtype = p[0].device.type, p[0].dtype
     exact = device == "cpu" or not isinstance(rate, Tensor) or dtype != torch.float64
