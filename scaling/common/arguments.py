@@ -96,6 +96,11 @@ def read_table(path: "str | Path") -> dict[str, Any]:
     return table
 
 
+def table_if_any(path: "str | Path") -> dict[str, Any]:
+    """Return the table that a file holds, as `read_table` does, or an empty one where there is no such file."""
+    return read_table(path) if Path(path).is_file() else {}
+
+
 def shortened(text: str, most: int = 60) -> str:
     """A text as an error message quotes it: one that is too long for a line is cut."""
     return text if len(text) <= most else f"{text[: most - 20]}... ({len(text):,} characters)"

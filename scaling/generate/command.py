@@ -15,7 +15,7 @@ from scaling.common.console import SEEDS, Parser, complaining, integer, number
 from scaling.models.template import chat_template
 from scaling.serve.generation import Token, score, stream
 from scaling.serve.loading import Served, add_model, served_by
-from scaling.serve.requests import Sampling
+from scaling.serve.requests import SAMPLING, Sampling
 from scaling.serve.text import TextStream
 
 
@@ -117,7 +117,7 @@ def prompt_of(args, what: Served) -> list[int]:
 
 def sampling_of(args, what: Served) -> Sampling:
     """Return how tokens are drawn: as the options say, and where they say nothing as the model asks for."""
-    options = {name: getattr(args, name) for name in ("temperature", "top_k", "top_p", "min_p")}
+    options = {name: getattr(args, name) for name in SAMPLING}
     given: dict[str, Any] = {name: value for name, value in options.items() if value is not None}
     return replace(what.defaults.sampling or Sampling(), **given)
 

@@ -2,10 +2,10 @@
 
 from pathlib import Path
 
-from scaling.common.arguments import read_table, whole_numbers
+from scaling.common.arguments import table_if_any, whole_numbers
 from scaling.configs.sources import RUN
 from scaling.models.template import special_tokens
-from scaling.models.text import Tokenizer, home_of
+from scaling.models.text import GENERATION, Tokenizer, home_of
 
 NO_END = -1  # in run.toml: nothing ends a document
 
@@ -16,17 +16,15 @@ def ends_of(folder: "str | Path", by: Tokenizer | None = None) -> tuple[int, ...
     generation_config.json goes before config.json. Where neither says anything, the `eos_token` of
     tokenizer_config.json counts, whose id the tokenizer `by` knows. A run adds the id that its documents ended with.
     """
-    home, found, ended = home_of(folder), [], NO_END
-    for name in ("generation_config.json", "config.json"):
+    home, found = home_of(folder), []
+    for name in (GENERATION, "config.json"):
         path = home / name
-        given = read_table(path).get("eos_token_id") if path.is_file() else None
-        if given is not None:
+        if (given := table_if_any(path).get("eos_token_id")) is not None:
             found = whole_numbers(f"{path}: eos_token_id", given if isinstance(given, list) else [given])
             break
     else:
         found = [id for id in [_named_end(home, by)] if id is not None] if by else []
-    if (run := Path(folder) / RUN).is_file():
-        ended = read_table(run).get("eos_id", NO_END)
+    ended = table_if_any(Path(folder) / RUN).get("eos_id", NO_END)
     return (*found, *(id for id in [ended] if id != NO_END and id not in found))
 
 
@@ -50,6 +48,5 @@ def chosen_end(by: Tokenizer, eos: int | None) -> int:
 
 def _named_end(home: Path, by: Tokenizer) -> int | None:
     """Return the id of a folder's `eos_token`; None where it names none, or one that the tokenizer does not have."""
-    table = home / "tokenizer_config.json"
-    named = special_tokens(home, read_table(table) if table.is_file() else {})
+    named = special_tokens(home)
     return by.id_of(named["eos_token"]) if "eos_token" in named else None

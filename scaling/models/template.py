@@ -23,16 +23,16 @@ from pathlib import Path
 from threading import Lock
 from typing import Any
 
-from scaling.common.arguments import of_type, read_table
+from scaling.common.arguments import of_type, table_if_any
 from scaling.configs.hub import TEMPLATES
-from scaling.models.text import FILE, home_of
+from scaling.models.text import FILE, TOKENIZER_CONFIG, home_of
 
 SECONDS = 2.0  # of processor time that one rendering may take
 MOST = 8 << 20  # characters that it may write
 TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 REASONING = ("reasoning_content", "thinking", "reasoning")  # names of what a model thinks before it answers
 STAND_IN = "Q7answerQ7"  # is rendered where an answer would be, and is in no text
-GENERATION = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
+GENERATION_TAG = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
 Messages = Sequence[Mapping[str, Any]]
 
 
@@ -85,7 +85,7 @@ class ChatTemplate:
             ValueError: As `render`, or an answer cannot be found in the text.
         """
         text, spans = self._run(messages, **kwargs)
-        if not GENERATION.search(self._chosen(kwargs.get("tools"))):
+        if not GENERATION_TAG.search(self._chosen(kwargs.get("tools"))):
             answers = [i for i, message in enumerate(messages) if message.get("role") == "assistant"]
             spans = [self._span(list(messages), i, text, kwargs) for i in answers]
         return text, spans
@@ -147,8 +147,7 @@ class ChatTemplate:
     @cached_property
     def _special(self) -> "re.Pattern[str]":
         known = {*self.tokens.values()}
-        if (path := self.folder / FILE).is_file():
-            known |= {token["content"] for token in read_table(path).get("added_tokens") or ()}
+        known |= {token["content"] for token in table_if_any(self.folder / FILE).get("added_tokens") or ()}
         longest = sorted(filter(None, known), key=len, reverse=True)
         return re.compile(rf"\s*(?:{'|'.join(map(re.escape, longest))})" if longest else "(?!)")
 
@@ -160,26 +159,24 @@ def chat_template(folder: "str | Path") -> ChatTemplate | None:
         ValueError: A file cannot be read, or jinja2 is not there.
     """
     home = home_of(folder)
-    table = home / "tokenizer_config.json"
-    options = read_table(table) if table.is_file() else {}
-    if not (templates := dict(_templates(home, options))):
+    if not (templates := dict(_templates(home))):
         return None
     if find_spec("jinja2") is None:
         raise ValueError(f"{home}: its chat template needs jinja2\n  fix: pip install 'scaling-book-torch[hf]'")
-    return ChatTemplate(templates, special_tokens(home, options), home)
+    return ChatTemplate(templates, special_tokens(home), home)
 
 
-def _templates(home: Path, options: dict[str, Any]) -> Iterator[tuple[str, str]]:
+def _templates(home: Path) -> Iterator[tuple[str, str]]:
     """Yield (name, text): of the files that hold templates, or else of tokenizer_config.json."""
     files = {path.stem: path for path in sorted((home / TEMPLATES).glob("*.jinja"))}
     if (own := home / "chat_template.jinja").is_file():
         files = {"default": own} | files
     for name, path in files.items():
         yield name, path.read_text(encoding="utf-8")
-    given = options.get("chat_template")
-    if files or given is None:
+    path = home / TOKENIZER_CONFIG
+    if files or (given := table_if_any(path).get("chat_template")) is None:
         return
-    where = f"{home / 'tokenizer_config.json'}: chat_template"
+    where = f"{path}: chat_template"
     of_type(where, given, str, list)
     for entry in [{"name": "default", "template": given}] if isinstance(given, str) else given:
         of_type(where, entry, dict)
@@ -188,15 +185,15 @@ def _templates(home: Path, options: dict[str, Any]) -> Iterator[tuple[str, str]]
         yield entry["name"], entry["template"]
 
 
-def special_tokens(home: Path, options: dict[str, Any]) -> dict[str, str]:
-    """Return the special tokens by name, of tokenizer_config.json (`options`) and special_tokens_map.json.
+def special_tokens(home: Path) -> dict[str, str]:
+    """Return the special tokens by name, as tokenizer_config.json and special_tokens_map.json have them.
 
     A token is a text, or an object whose `content` is the text; a null one is left out. As in transformers the map
     counts where tokenizer_config.json has no `added_tokens_decoder`, and then wins. Names of a model's own, which end
     with "_token" or are in `extra_special_tokens`, are the other way round: what tokenizer_config.json writes wins.
     """
-    path = home / "special_tokens_map.json"
-    old = read_table(path) if path.is_file() and "added_tokens_decoder" not in options else {}
+    options = table_if_any(home / TOKENIZER_CONFIG)
+    old = table_if_any(home / "special_tokens_map.json") if "added_tokens_decoder" not in options else {}
     own = {name: token for name, token in options.items() if name not in TOKENS and name.endswith("_token")}
     objects = {name: token for name, token in own.items() if isinstance(token, dict) and "__type" in token}
     found = {name: options[name] for name in TOKENS if name in options} | objects

@@ -11,12 +11,13 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Any, Protocol
 
-from scaling.common.arguments import read_table
+from scaling.common.arguments import read_table, table_if_any
 from scaling.configs.hub import COMPANIONS, TEMPLATES
 from scaling.configs.sources import MODEL, RUN
 from scaling.models.growth import check_growth, growing_steps
 
 FILE = "tokenizer.json"
+TOKENIZER_CONFIG = "tokenizer_config.json"  # special tokens and chat templates
 GENERATION = "generation_config.json"  # which belongs to weights: how they are sampled, and where they end
 ENDS = ("bos_token_id", "eos_token_id", "pad_token_id")  # of config.json: ids that belong to the tokenizer
 IDENTITY = "tokenizer_identity"  # of an export's config.json
@@ -196,8 +197,7 @@ def tokenizer_of(folder: "str | Path", vocabulary: int) -> Tokenizer:
 def written_with(folder: Path) -> str | None:
     """The identity of the tokenizer that a run or an export was written with. None where nothing says so."""
     key, file = _record_of(folder)
-    table = read_table(folder / file) if (folder / file).is_file() else {}
-    return table.get(key)
+    return table_if_any(folder / file).get(key)
 
 
 def _record_of(folder: Path) -> tuple[str, str]:
@@ -241,7 +241,7 @@ def copy_companions(source: "str | Path", out: Path, names: Sequence[str] = (*CO
 def write_bytes(out: Path) -> None:
     """The tokenizer of bytes as files of Hugging Face's."""
     (out / FILE).write_text(json.dumps(of_bytes()))
-    (out / "tokenizer_config.json").write_text('{"tokenizer_class": "PreTrainedTokenizerFast"}\n')
+    (out / TOKENIZER_CONFIG).write_text('{"tokenizer_class": "PreTrainedTokenizerFast"}\n')
 
 
 def of_bytes() -> dict[str, Any]:

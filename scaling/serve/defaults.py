@@ -3,11 +3,10 @@
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from scaling.common.arguments import read_table
-from scaling.models.text import home_of
-from scaling.serve.requests import Sampling
+from scaling.common.arguments import table_if_any
+from scaling.models.text import GENERATION, home_of
+from scaling.serve.requests import SAMPLING, Sampling
 
-FILE = "generation_config.json"
 UNSERVED = {  # what would change tokens and is not computed here: the value that changes none
     "repetition_penalty": 1, "no_repeat_ngram_size": 0, "typical_p": 1, "epsilon_cutoff": 0, "eta_cutoff": 0,
     "num_beams": 1, "min_length": 0, "min_new_tokens": 0, "guidance_scale": 1, "penalty_alpha": 0, "top_h": None,
@@ -17,7 +16,7 @@ UNSERVED = {  # what would change tokens and is not computed here: the value tha
 
 
 class ModelDefaults(NamedTuple):
-    """What a model asks for.
+    """The sampling that a model asks for.
 
     Attributes:
         sampling: How its tokens are drawn; None where it does not ask to sample.
@@ -29,11 +28,11 @@ class ModelDefaults(NamedTuple):
 
     def __str__(self) -> str:
         """Return the line that commands print; "" where there is nothing to say."""
-        names = ("temperature", "top_k", "top_p", "min_p") if self.sampling else ()
+        names = SAMPLING if self.sampling else ()
         drawn = [f"{name} {value:g}" for name in names if (value := getattr(self.sampling, name)) is not None]
         parts = ["sampling by " + ", ".join(drawn)] if drawn else []
         parts += ["not computed here: " + ", ".join(self.unserved)] if self.unserved else []
-        return f"{FILE}: {'; '.join(parts)}" if parts else ""
+        return f"{GENERATION}: {'; '.join(parts)}" if parts else ""
 
 
 NO_DEFAULTS = ModelDefaults()
@@ -48,17 +47,13 @@ def defaults_of(folder: "str | Path") -> ModelDefaults:
     Raises:
         ValueError: A value is none with which a token can be drawn.
     """
-    if not (path := home_of(folder) / FILE).is_file():
-        return NO_DEFAULTS
-    table = read_table(path)
+    table = table_if_any(path := home_of(folder) / GENERATION)
     unserved = [f"{key} {table[key]!r:.40}" for key, none in UNSERVED.items() if table.get(key) not in (None, none)]
     return ModelDefaults(_sampling(path, table) if table.get("do_sample") is True else None, tuple(unserved))
 
 
 def _sampling(path: Path, table: dict[str, Any]) -> Sampling:
-    given: dict[str, Any] = {
-        name: table[name] for name in ("temperature", "top_k", "top_p", "min_p") if table.get(name) is not None
-    }
+    given: dict[str, Any] = {name: table[name] for name in SAMPLING if table.get(name) is not None}
     if given.get("top_k") in (0, -1):  # no filter, in transformers and in vLLM
         del given["top_k"]
     try:

@@ -16,7 +16,8 @@ from scaling.serve.fields import Fields, RequestError, as_float, short
 SEEDS = 2**63
 START = 8  # characters of a text for each token that fits, after which it is looked at whether it is too long
 TOO_LONG = "context_length_exceeded"
-KNOWN = ("id", "prompt", "ids", "max_new_tokens", "temperature", "top_k", "top_p", "min_p", "seed", "stop", "arrival")
+SAMPLING = ("temperature", "top_k", "top_p", "min_p")  # the fields of Sampling, by which requests name them too
+KNOWN = ("id", "prompt", "ids", "max_new_tokens", *SAMPLING, "seed", "stop", "arrival")
 
 
 @dataclass(frozen=True)
@@ -60,7 +61,7 @@ class Draw(NamedTuple):
 
 
 class Request(NamedTuple):
-    """What is asked for.
+    """A request for the tokens that follow a prompt.
 
     Attributes:
         stop: The ids of tokens that end the completion, whose last they are.
@@ -162,7 +163,7 @@ def check_known_ids(what: str, ids: Iterable[int], V: int) -> None:
 
 
 class Defaults(NamedTuple):
-    """What holds where a client says nothing: `most` tokens, by its name for them, and how they are drawn.
+    """The defaults of what a client does not say: `most` tokens, by its name for them, and how they are drawn.
 
     `least`: the fewest tokens that it may ask for.
     """
