@@ -10,7 +10,7 @@ from typing import Any
 from scaling.configs.gguf_scaling import unread
 
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED = 1, 2, 3, 4  # token types of GGUF
-ENDS = (  # the texts of tokens that end a generation in llama.cpp, whatever else the file says of them
+END_TEXTS = (  # the texts of tokens that end a generation in llama.cpp, whatever else the file says of them
     "<|eot_id|>", "<|im_end|>", "<|end|>", "<|return|>", "<|call|>", "<|flush|>", "<|calls|>", "<end_of_turn>",
     "<|endoftext|>", "</s>", "<|eom_id|>", "<EOT>", "_<EOT>", "[EOT]", "[EOS]", "<|end_of_text|>",
     "<end_of_utterance>", "<eos>", "<turn|>", "<|tool_response>", "<｜end▁of▁sentence｜>", "[e~[",
@@ -107,7 +107,7 @@ def tokenizer_files(path: Path, field: Callable[[str], Any]) -> dict[str, dict]:
 def _ends(tokens: list[str], types: list[int], special: dict[str, int | None]) -> tuple[list[int], list[int]]:
     """Return the ids that end a generation and the types of all tokens, both as llama.cpp corrects them by text."""
     ids, types = {text: id for id, text in enumerate(tokens)}, list(types)
-    texts = [*ENDS, *(text for name, group in FILLING.items() if special[name] is None for text in group)]
+    texts = [*END_TEXTS, *(text for name, group in FILLING.items() if special[name] is None for text in group)]
     found = {ids[text] for text in texts if text in ids}
     for id in found | {ids[text] for text in FILLED if text in ids}:
         types[id] = CONTROL

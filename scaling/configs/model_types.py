@@ -1,4 +1,4 @@
-"""What each model_type's class in transformers reads of a config.json, with its defaults.
+"""The keys of a config.json that each model_type's class in transformers reads, with their defaults.
 
 A class reads the keys that it names and ignores all others, so a `sliding_window` in a Llama's file changes nothing. A
 key that the file leaves out has the class's default. `tests/models/test_config_keys.py` compares both with

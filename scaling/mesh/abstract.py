@@ -87,7 +87,7 @@ class AbstractMesh:
 
     @property
     def optional(self) -> "AbstractMesh":
-        """The same mesh, on which a line may name axes that the mesh lacks or has with size 1: they drop out.
+        """This mesh, on which a line may name axes that the mesh lacks or has with size 1: they drop out.
 
         This holds for all_gather, reduce_scatter, all_reduce, all_to_all, shard and masked, so that one listing serves
         every mesh. On {"X": 2, "Y": 2} the line "y[B_PX, T_CY, D] -> y[B_PX, T_C, D]" is the

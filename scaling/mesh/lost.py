@@ -1,4 +1,4 @@
-"""What a rank says when a call fails because another rank, its host or the network between them is gone.
+"""Say which rank is missing when a call fails because another rank, its host or the network between them is gone.
 
 A transport's own words, such as gloo's "Timed out waiting 120000ms for recv operation to complete", name neither the
 line nor the rank. So each process group is kept with its members' ranks and hosts, and whoever waits for a message lets
@@ -26,14 +26,8 @@ from scaling.spec import ShardingError
 OURS = (str(Path(__file__).parents[1]), str(Path(torch.__file__).parent))  # the lines of a traceback that no user wrote
 AROUND = contextlib.__file__, runpy.__file__, "<"
 REAP = 0.5  # seconds in which a process whose connections are closed is seen to have ended
-GONE = (
-    "closed by peer",
-    "reset by peer",
-    "Broken pipe",
-    "error [",
-    "remote process",
-    "NCCL error",
-)  # a transport's words
+# A transport's words for a connection that is closed:
+GONE = ("closed by peer", "reset by peer", "Broken pipe", "error [", "remote process", "NCCL error")
 RULE = "a collective ends when all ranks of its group have taken part in it"
 
 
@@ -160,8 +154,12 @@ def _who(pg: Any, known: Sequence[int], words: str, has_ended: bool) -> str:
 
 def own_frames(error: BaseException) -> list[tuple[Any, int]]:
     """Return the frames and lines of an error's traceback that are the user's own, the innermost last."""
-    places = traceback.walk_tb(error.__traceback__)
-    return [place for place in places if not place[0].f_code.co_filename.startswith((*OURS, *AROUND))]
+    return [place for place in traceback.walk_tb(error.__traceback__) if _is_own(place[0])]
+
+
+def _is_own(frame: Any) -> bool:
+    """Return whether a frame runs the user's own code."""
+    return not frame.f_code.co_filename.startswith((*OURS, *AROUND))
 
 
 def with_own_frames(error: Exception) -> Exception:
@@ -174,8 +172,6 @@ def with_own_frames(error: Exception) -> Exception:
 
 def _asked_at(error: BaseException) -> str:
     """Return where the user's own program asked for what failed, as ", at FILE:LINE"; "" if it is all the library's."""
-    around = (
-        each for each in traceback.walk_stack(None) if not each[0].f_code.co_filename.startswith((*OURS, *AROUND))
-    )
+    around = (place for place in traceback.walk_stack(None) if _is_own(place[0]))
     frame, line = next(iter(own_frames(error)[::-1]), None) or next(around, (None, 0))
     return "" if frame is None else f", at {frame.f_code.co_filename}:{line}"

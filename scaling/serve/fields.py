@@ -10,7 +10,7 @@ STOPS, STOP_LENGTH = 64, 1024  # the most stop texts of a request, and the most 
 
 
 class RequestError(ValueError):
-    """What is wrong with a request. `param` names the field that is wrong, `code` is OpenAI's word for the mistake."""
+    """A fault in a request. `param` names the field that is wrong, `code` is OpenAI's word for the mistake."""
 
     def __init__(self, reason: str, param: str | None = None, code: str | None = None):
         super().__init__(reason)

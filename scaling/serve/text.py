@@ -8,7 +8,7 @@ from typing import Any
 from scaling.models.text import Unknown
 from scaling.serve.token_bytes import BROKEN, token_bytes_of
 
-CONTEXT = 5  # ids before a text that are decoded with its first ones
+PRECEDING = 5  # ids before a text that are decoded with its first ones
 CHARACTER = 4  # tokens that one character takes at most, which has so many bytes
 
 
@@ -31,7 +31,7 @@ class TextStream:
         self.tokenizer, self.stops = tokenizer, [_Stop(stop) for stop in stops if stop]
         self.pieces = token_bytes_of(tokenizer)
         self.reader = codecs.getincrementaldecoder("utf-8")(errors="replace") if self.pieces.joined else None
-        self.ids = [] if self.pieces.joined else list(before[-CONTEXT:])  # the last that gave text, and those after
+        self.ids = [] if self.pieces.joined else list(before[-PRECEDING:])  # the last that gave text, and those after
         self.read = tokenizer.decode(self.ids)  # the text that the first `before` of them gave
         if self.read.endswith(BROKEN):
             self.ids, self.read = [], ""

@@ -1,4 +1,4 @@
-"""What clients ask for: the JSON of OpenAI's completions and chat completions.
+"""Read what clients ask for: the JSON of OpenAI's completions and chat completions.
 
 After OpenAI's public API reference (platform.openai.com/docs/api-reference, completions and chat). `top_k` and `min_p`
 are served beside its own fields. A field that would change the answer and is not served is refused.
