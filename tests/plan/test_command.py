@@ -56,7 +56,7 @@ SAID = [  # arguments, exit status, what is said among other things
     ("published --only gpt-9", 2, ["no run is called 'gpt-9'"]),
     ("guide --model llama3-8b --gpu h100 --gpus 8", 0, ["Take: FSDP"]),
     ("guide --model llama3-8b --memory 24GB --gpus 2", 1, ["Nothing fits", "8-bit Adam"]),
-    ("guide --model llama3-8b --gpu h100 --gpus 16384 --sequences 32768", 0, ["DDP 16384 2 96.4 GB"]),
+    ("guide --model llama3-8b --gpu h100 --gpus 16384 --sequences 32768", 0, ["DDP 16384 1 96.4 GB"]),
     ("guide --model llama3-8b --gpu h100 --gpus 64 --sequences 8", 0, ["8 sequences of 2,048 a step"]),
     ("guide --model llama3-8b --gpu v5p", 2, ["is a tpu"]),
     (f"{SERVE} --chips 16 --pareto", 0,
