@@ -1,3 +1,5 @@
+"""Run the command `python -m scaling.show`."""
+
 import sys
 
 from scaling.common.console import command

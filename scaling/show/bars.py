@@ -1,6 +1,6 @@
-"""What runs when, drawn: pipelines, a layer, requests in their slots, chunks through a core. Time goes to the right.
+"""Draw time lines: pipelines, a layer, requests in their slots, chunks through a core. Time goes to the right.
 
-A time line is its `Bar`s, in one unit of time; its rows stand in the order in which they first occur.
+A time line is a list of `Bar`s in one unit of time, and its rows have the order in which they first occur.
 
     print(text(bars, 80))                                    in the terminal
     figure([(title, bars)], {"forward": "#f5a45d"})          a matplotlib Figure (the `plot` extra)
@@ -15,13 +15,15 @@ from typing import Any
 
 from scaling.show.charts import blank
 
-TimeLine = tuple[str, Sequence["Bar"]]  # (title, what runs)
+TimeLine = tuple[str, Sequence["Bar"]]  # (title, bars)
 
 
 @dataclass(frozen=True)
 class Bar:
-    """Something that runs in a `row`, from when to when. `label` is written on it, its `kind` decides its colour, and
-    `detail` is what a trace says of it besides."""
+    """Something that runs in a `row` from `start` to `end`.
+
+    The `label` is written on the bar, the `kind` decides its colour, and a trace shows the `detail` too.
+    """
 
     row: str
     label: str
@@ -32,19 +34,22 @@ class Bar:
 
     @property
     def seconds(self) -> Any:
+        """The length of the bar, in the unit of its time line."""
         return self.end - self.start
 
 
 def rows_of(bars: Sequence[Bar]) -> list[str]:
+    """Return the rows of bars, in the order in which they first occur."""
     return list(dict.fromkeys(bar.row for bar in bars))
 
 
 def end_of(bars: Sequence[Bar]) -> Any:
+    """Return the end of the last bar."""
     return max(bar.end for bar in bars)
 
 
 def busy(bars: Sequence[Bar], row: str) -> Any:
-    """The time that a row's bars take."""
+    """Return the time that the bars of a row take."""
     return sum(bar.seconds for bar in bars if bar.row == row)
 
 
@@ -52,10 +57,10 @@ def text(
     bars: Sequence[Bar], width: int, end: Any = None, *, idle: str = ".", fill: str = "-",
     paint: Mapping[str, int] | None = None,
 ) -> str:  # fmt: skip
-    """A line for each row, `width` columns from 0 to `end`, by default the end of the last bar.
+    """Return a line of text for each row, with `width` columns from 0 to `end`, by default the end of the last bar.
 
-    A bar has its label, as far as there is room for it, and is filled up with `fill`, or with the label again where
-    that is ""; it takes a column at least, and lies over the bars before it. `paint`: ANSI's colour of each kind.
+    A bar shows its label, cut to the room that it has, and is filled up with `fill`, or with the label again if `fill`
+    is "". It takes at least one column, and is drawn over earlier bars. `paint` has the ANSI colour of each kind.
     """
     span, rows = end or end_of(bars), rows_of(bars)
     margin, cells = max(map(len, rows)), {row: [idle] * width for row in rows}
@@ -69,19 +74,19 @@ def text(
 
 
 def _written(label: str, room: int, fill: str) -> str:
-    """A label cut to whole words, or else to letters, and filled up."""
+    """Return a label that is cut to whole words, or else to letters, and filled up."""
     while len(label) > room and " " in label:
         label = label.rpartition(" ")[0]
     return label[:room].ljust(room, fill) if fill else (label * room)[:room]
 
 
 def _painted(character: str, colour: int) -> str:
-    """A cell on its colour; a letter, which begins a label, is set bold."""
+    """Return a cell on its colour, in bold if it is a letter, which begins a label."""
     return f"\x1b[{'1' if character.isalpha() else '22'};38;5;16;48;5;{colour}m{character}\x1b[0m"
 
 
 def figure(lines: Sequence[TimeLine], colours: Mapping[str, Any], unit: str = ""):
-    """Time lines below each other, as a matplotlib Figure, which a legend of the kinds ends. ImportError without it."""
+    """Draw time lines below each other, with a legend, as a matplotlib Figure; ImportError without matplotlib."""
     drawn = blank(12, sum(0.9 + 0.35 * len(rows_of(bars)) for _, bars in lines) + 0.4)
     from matplotlib.patches import Patch
 
@@ -104,7 +109,7 @@ def figure(lines: Sequence[TimeLine], colours: Mapping[str, Any], unit: str = ""
 
 
 def save_trace(file: str | Path, lines: Sequence[TimeLine], unit: float = 1.0) -> None:
-    """A Chrome trace: a process for each time line, in it a row for each of its rows. `unit`: the bars', in seconds."""
+    """Write a Chrome trace with a process per time line and a thread per row; `unit` is the bars' unit in seconds."""
     events: list[dict] = []
     for pid, (title, bars) in enumerate(lines):
         rows = rows_of(bars)

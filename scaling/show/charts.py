@@ -1,7 +1,7 @@
-"""Line charts: in the terminal as text, or as PNG or SVG with matplotlib (the `plot` extra).
+"""Draw line charts, as text in the terminal, or as PNG or SVG with matplotlib (the `plot` extra).
 
-A chart is its series, `{"name": [(x, y), ...]}`, with axes that may be logarithmic; `marks` are thresholds, drawn as
-lines across it: `("x", 240, "C/W = 240")` stands upright, `("y", 1, "")` lies.
+A chart has series, `{"name": [(x, y), ...]}`, on axes that may be logarithmic. `marks` are thresholds, drawn as lines
+across the chart: `("x", 240, "C/W = 240")` is vertical, `("y", 1, "")` horizontal.
 
     print(chart({"roof": [(1, 8e11), (240, 2e14), (1e4, 2e14)]}, xlabel="FLOPs/byte", ylabel="FLOPs/s"))
     save("roof.png", series, xlabel=..., ylabel=..., points={"matmul": [(100, 5e13)]}, marks=[("x", 240, "C/W")])
@@ -15,11 +15,11 @@ GLYPHS = "*o+x#@%&=~"
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#56b4e9", "#e69f00", "#555555", "#8b5a2b")  # Okabe, Ito
 Series = Mapping[str, Sequence[tuple[float, float]]]
 PointLabels = Sequence[tuple[str, float, str]]
-MARGIN = 10  # columns of a text chart before its first one
+MARGIN = 10  # columns at the left of a text chart
 
 
 def _check(series: Series, log: tuple[bool, bool]) -> list[tuple[float, float]]:
-    """All points of all series; ValueError if there are none, or if one cannot be drawn."""
+    """Return all points of all series; ValueError if there are none, or if one cannot be drawn."""
     every = [point for points in series.values() for point in points]
     if not every:
         raise ValueError("nothing to draw\n  fix: give at least one point")
@@ -33,20 +33,21 @@ def _check(series: Series, log: tuple[bool, bool]) -> list[tuple[float, float]]:
 
 
 def logarithmic(log: bool | str) -> tuple[bool, bool]:
-    """Which of the axes x and y are: `True`, `False`, "x" or "y"."""
+    """Return whether x and y are logarithmic axes, by `log`: `True`, `False`, "x" or "y"."""
     return (log, log) if isinstance(log, bool) else ("x" in log, "y" in log)
 
 
 def bounds(values: Sequence[float]) -> tuple[float, float]:
-    """The ends of an axis, never of length zero."""
+    """Return the ends of an axis, whose length is never zero."""
     low, high = min(values), max(values)
     return (low, high) if high > low else (low - 0.5, high + 0.5)
 
 
 def ticks(low: float, high: float, log: bool, most: int = 6) -> list[float]:
-    """Round values between the ends of an axis: decades where it is logarithmic, else 1, 2 or 5 times a power of ten.
+    """Return round values between the ends of an axis, decades if logarithmic, else 1, 2 or 5 times a power of 10.
 
-    Of many decades every second, third ... is taken; where there are fewer than two, their doubles and fives too.
+    If there are many decades, only every second, third, ... one is returned; if there are fewer than two, 2 and 5 times
+    the decades are returned too.
     """
     if log:
         first, last = math.ceil(math.log10(low) - 1e-9), math.floor(math.log10(high) + 1e-9)
@@ -62,7 +63,7 @@ def ticks(low: float, high: float, log: bool, most: int = 6) -> list[float]:
 
 
 def tick_label(value: float) -> str:
-    """0.01, 1, 500, 2000, 1e4, 2e14."""
+    """Format a tick: 0.01, 1, 500, 2000, 1e4, 2e14."""
     if value == 0 or 1e-3 < abs(value) < 9999:
         return f"{value:.10g}"
     mantissa, _, exponent = f"{value:.3e}".partition("e")
@@ -73,9 +74,9 @@ def chart(
     series: Series, xlabel: str = "", ylabel: str = "", title: str = "", width: int = 72, height: int = 18,
     log: bool | str = True, points: Series | None = None, marks: PointLabels = (),
 ) -> str:  # fmt: skip
-    """The chart as text, of `width` columns and 11 for its margin. `series` are joined by lines, `points` stand alone.
+    """Return the chart as text of `width` columns, with a margin of 11; lines join `series`, but not `points`.
 
-    Later ones are drawn over earlier ones, and all over the `marks`. `log`: True, False, "x" or "y".
+    Later ones are drawn over earlier ones, and all of them over the `marks`. `log` is True, False, "x" or "y".
     """
     points, logs = points or {}, logarithmic(log)
     if len(series) + len(points) > len(GLYPHS):
@@ -118,10 +119,10 @@ def chart(
     lines = [f"{left.get(i, ''):>{MARGIN - 1}} |{''.join(line)}".rstrip() for i, line in enumerate(rows)]
     below, labels = ["-"] * width, [" "] * (width + MARGIN + 1)
     for tick in ticks(xs[0], xs[1], logs[0], width // 8):
-        at, text = column(sx(tick)), tick_label(tick)
-        start = max(0, min(width + MARGIN + 1 - len(text), at + MARGIN + 1 - len(text) // 2))
+        centre, text = column(sx(tick)), tick_label(tick)
+        start = max(0, min(width + MARGIN + 1 - len(text), centre + MARGIN + 1 - len(text) // 2))
         if not "".join(labels[max(0, start - 1) : start + len(text) + 1]).strip():
-            below[at] = "+"
+            below[centre] = "+"
             labels[start : start + len(text)] = text
     head = [title] if title else []
     head += [f"{ylabel} against {xlabel}"] if xlabel or ylabel else []
@@ -132,7 +133,7 @@ def chart(
 
 
 def flowed(entries: Sequence[str], indent: str, columns: int) -> list[str]:
-    """Entries of a legend beside each other, on as many lines as they take."""
+    """Return the entries of a legend next to each other, on as many lines as they need."""
     lines = [indent]
     for entry in entries:
         gap = "   " if lines[-1].strip() else ""
@@ -144,7 +145,7 @@ def flowed(entries: Sequence[str], indent: str, columns: int) -> list[str]:
 
 
 def blank(width: float, height: float):
-    """A matplotlib Figure without a window, in inches. ImportError without matplotlib."""
+    """Return a matplotlib Figure without a window, of this size in inches; ImportError without matplotlib."""
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
@@ -159,7 +160,7 @@ def figure(
     series: Series, xlabel: str = "", ylabel: str = "", title: str = "", log: bool | str = True,
     points: Series | None = None, marks: PointLabels = (),
 ):  # fmt: skip
-    """The chart as a matplotlib Figure; ImportError without matplotlib."""
+    """Return the chart as a matplotlib Figure; ImportError without matplotlib."""
     points, logs = points or {}, logarithmic(log)
     every = _check({**series, **points}, logs)
     picture = blank(8, 5)
@@ -197,7 +198,7 @@ def figure(
 
 
 def name_mark(axes, rule, axis: str, value: float, text: str) -> None:
-    """Write a mark's name along its line, at the first place in the picture where no curve, point or other name is."""
+    """Write a mark's name along its line, at the first position where it meets no curve, point or other name."""
     lines = [line.get_transform().transform_path(line.get_path()) for line in axes.lines if line is not rule]
     taken = [line.interpolated(99).vertices for line in lines]
     names = [other.get_window_extent() for other in axes.texts]
@@ -217,10 +218,10 @@ def name_mark(axes, rule, axis: str, value: float, text: str) -> None:
         if inside and not extent.count_overlaps(names) and not any(extent.count_contains(points) for points in taken):
             return
         label.remove()
-    axes.add_artist(label)  # nowhere is free: at the first place
+    axes.add_artist(label)  # no position is free, so the name is at the first one
 
 
 def save(path: str | Path, series: Series, *labels, **options) -> Path:
-    """Writes the chart to a file, PNG or SVG by its name; arguments as of `figure`. ImportError without matplotlib."""
+    """Write the chart to a file, PNG or SVG by its name, with the arguments of `figure`; ImportError as there."""
     figure(series, *labels, **options).savefig(path, dpi=150)
     return Path(path)

@@ -1,9 +1,9 @@
-"""A sharding as each device sees it: the mesh drawn with its axes, and in every device the part of the array it holds.
+"""Draw a sharding as each device sees it: a mesh of devices, and in every device the part of the array that it holds.
 
-    print(draw("A[I_X, J]", {"X": 2, "Y": 2}))           in the terminal: full squares are held, dots are not
+    print(draw("A[I_X, J]", {"X": 2, "Y": 2}))           in the terminal: the device holds the full squares
     save("a.svg", ["A[I_X, J]", "A[I_YX, J]"], mesh)     as PNG or SVG, with the `plot` extra
 
-`scaling.show.shardings` draws the same the other way round: the array, with the devices that hold each block.
+`scaling.show.shardings` draws the array instead, with the devices that hold each block.
 """
 
 import math
@@ -14,14 +14,16 @@ from scaling.show.charts import blank
 from scaling.show.shardings import COLOURS, blocks
 from scaling.spec import ShardingError, Spec, mesh_sizes, parse
 
-HELD, PARTIAL, ABSENT = "█", "▒", "·"  # a part of partial sums is drawn lighter
+HELD, PARTIAL, ABSENT = "█", "▒", "·"  # partial sums are drawn lighter
 
 
 def held_cells(spec: "str | Spec", mesh, cells: int | None = None) -> dict[tuple[int, int], list[list[bool]]]:
-    """{the device's place (row, column) in the mesh: which of cells x cells squares of the array it holds}.
+    """Return, by a device's (row, column) in the mesh, which of the array's cells x cells squares the device holds.
 
-    The mesh's first axis goes down, its second one across; `cells`: by default as many as there are devices. Raises
-    ShardingError for meshes of more than two axes and arrays of more than two dims.
+    The mesh's first axis goes down and its second axis across. `cells` is by default the number of devices.
+
+    Raises:
+        ShardingError: The mesh has more than two axes, or the array more than two dims.
     """
     spec, sizes = parse(spec), mesh_sizes(mesh)
     if not 1 <= len(sizes) <= 2 or not 1 <= len(spec.dims) <= 2:
@@ -45,7 +47,7 @@ def held_cells(spec: "str | Spec", mesh, cells: int | None = None) -> dict[tuple
 
 
 def draw(spec: "str | Spec", mesh, cells: int | None = None) -> str:
-    """The mesh as a grid of devices in text, each with its part of the array."""
+    """Return the mesh as a grid of devices in text, each with its part of the array."""
     spec, sizes = parse(spec), mesh_sizes(mesh)
     found, full = held_cells(spec, mesh, cells), PARTIAL if spec.unreduced else HELD
     (down, rows), (across, columns) = (*sizes.items(), ("", 1))[:2]
@@ -66,7 +68,7 @@ def draw(spec: "str | Spec", mesh, cells: int | None = None) -> str:
 
 
 def figure(specs: Sequence["str | Spec"], mesh, columns: int = 3):
-    """A matplotlib Figure of the types beside each other: each a mesh of devices, the block that each holds coloured.
+    """Draw types next to each other in a matplotlib Figure, each as a mesh of devices with their blocks in colour.
 
     Partial sums are hatched. ImportError without matplotlib.
     """
@@ -79,14 +81,14 @@ def figure(specs: Sequence["str | Spec"], mesh, columns: int = 3):
 
 
 def _draw_mesh(axes, spec: Spec, mesh) -> None:
-    """One type's devices into matplotlib axes."""
+    """Draw one type's devices into matplotlib axes."""
     from matplotlib.patches import Rectangle
 
     (down, rows), (across, places) = (*mesh_sizes(mesh).items(), ("", 1))[:2]
     colour_of = {}  # by device
     for i, groups in enumerate(blocks(spec, mesh).values()):
         colour_of |= {device: COLOURS[i % len(COLOURS)] for group in groups for device in group}
-    step = 1.25  # from a device to the next, of size 1
+    step = 1.25  # the distance between devices, whose size is 1
     for (row, column), cells in held_cells(spec, mesh).items():
         left, bottom, colour = column * step, (rows - 1 - row) * step, colour_of[row * places + column]
         wide, high = 1 / len(cells[0]), 1 / len(cells)

@@ -25,7 +25,7 @@ def leaf_rows(config: Config, mesh: Mapping[str, int], dtype: str, zero: int = 3
     for leaf, text in named_types(specs(config, mesh, zero=zero)):
         spec, sizes = parse(text), dict(config.sizes)
         stages = math.prod(mesh[axis] for axis in spec.axes_of("L"))
-        sizes["L"] = -(-sizes["L"] // stages) * stages  # each stage holds as many, the last ones perhaps some padding
+        sizes["L"] = -(-sizes["L"] // stages) * stages  # stages hold equally many; the last ones may have padding
         sizes = {dim: sizes[dim] for dim in spec.dim_names}
         shape = "x".join(map(str, spec.local_shape(sizes, mesh)))
         found.append((leaf, text, shape, spec.nbytes(sizes, mesh, dtype)))
@@ -33,13 +33,14 @@ def leaf_rows(config: Config, mesh: Mapping[str, int], dtype: str, zero: int = 3
 
 
 def named_types(types: Any, above: str = "") -> Iterator[tuple[str, str]]:
-    """Yield (the names down to a leaf, joined by dots; its type), in the order of the names."""
+    """Yield each leaf's path, its names joined by dots, and its type, in the order of the names."""
     for name, below in sorted(types.items()):
         yield from named_types(below, f"{above}{name}.") if isinstance(below, dict) else [(above + name, below)]
 
 
 @complaining(ValueError, OSError)
 def main(argv: "list[str] | None" = None) -> int:
+    """Print the table of leaves; return the exit code."""
     parser = Parser(prog="python -m scaling.show params", description=(__doc__ or "").split(":")[0])
     parser.add_argument("--model", default="llama3-70b", help=f"{HELP} (default llama3-70b)")
     parser.add_argument("--mesh", default="X=64,Y=8", help="axes of P, Z, X, C, Y, E and sizes (default X=64,Y=8)")

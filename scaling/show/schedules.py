@@ -10,7 +10,7 @@ from scaling.schedules.closed_forms import bubble_time
 from scaling.schedules.simulator import Times, simulate
 from scaling.show.timelines import save_schedule, schedule_chart, summary, write_chrome
 
-MOST = 20_000  # forward passes of a schedule that is drawn: some seconds
+MOST = 20_000  # the most forward passes that are drawn, which takes some seconds
 
 
 def _parser(**options) -> Parser:
@@ -36,7 +36,7 @@ def _parser(**options) -> Parser:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Draw one schedule, or all that are defined for these sizes. Returns the exit code."""
+    """Draw one schedule, or all that are defined for these sizes; return the exit code."""
     options = _parser(prog="python -m scaling.show schedule")
     arguments = options.parse_args(argv)
     if (forwards := arguments.stages * arguments.microbatches * (arguments.chunks or 1)) > MOST:
@@ -67,7 +67,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _published(schedule, times: Times, timeline, split: bool) -> str:
-    """The closed form beside what was simulated."""
+    """Return a line that compares the closed form with the simulation."""
     if split:
         return ""
     try:

@@ -1,4 +1,4 @@
-"""Which devices hold which block: shardings drawn in the terminal, or as PNG or SVG with the `plot` extra (Part 3).
+"""Draw which devices hold which block, in the terminal, or as PNG or SVG with the `plot` extra (Part 3).
 
     python -m scaling.show "A[I_X, J_Y]" --mesh X=2,Y=2
     python -m scaling.show --plot nine.svg              the nine shardings of the book's figure
@@ -23,12 +23,12 @@ from scaling.spec.sizes import parse_mesh, parse_sizes
 NINE = ("A[I, J]", "A[I_X, J]", "A[I, J_X]", "A[I_Y, J]", "A[I_XY, J]", "A[I_Y, J_X]", "A[I, J_Y]", "A[I_X, J_Y]",
         "A[I, J_XY]")  # fmt: skip
 ANSI = (117, 215, 120, 211, 229, 183, 159, 187, 146, 222, 152, 174)
-MOST = 4096  # devices that are drawn
+MOST = 4096  # the most devices that are drawn
 COLOURS = ("#87d7ff", "#ffaf5f", "#87ff87", "#ff87af", "#ffffaf", "#d7afff", "#afffff", "#d7d7af")
 
 
 def blocks(spec: "str | Spec", mesh) -> dict[tuple[int, ...], list[list[int]]]:
-    """{block along each dim: the groups of devices that hold it}: a group is one replica, its devices' parts add up."""
+    """Return the groups of devices that hold each block; a group is one replica, which its devices' parts add up to."""
     spec, sizes = parse(spec), mesh_sizes(mesh)
     spec.check_axes(sizes)
     if (devices := math.prod(sizes.values())) > MOST:
@@ -47,15 +47,17 @@ def blocks(spec: "str | Spec", mesh) -> dict[tuple[int, ...], list[list[int]]]:
 
 
 def label(groups: list[list[int]]) -> str:
-    """`[[0], [1]]` -> "0, 1"; `[[0, 2], [1, 3]]` -> "0+2, 1+3"."""
+    """Format groups of devices: `[[0], [1]]` gives "0, 1", and `[[0, 2], [1, 3]]` gives "0+2, 1+3"."""
     return ", ".join("+".join(map(str, group)) for group in groups)
 
 
 def draw(spec: "str | Spec", mesh, sizes=None, colour: bool = False, shard=None) -> str:
-    """The type as a grid of blocks, with the devices that hold each; of a 3-D array, a grid for each block of dim 1.
+    """Return the type as a grid of blocks with their devices; a 3-D array has a grid for each block of its first dim.
 
     `sizes` adds the index ranges; `shard`, a real array's shard on this rank (a tensor), gives them by its shape.
-    Raises ShardingError for more than three dims, and for a shape that does not fit.
+
+    Raises:
+        ShardingError: The type has more than three dims, or the shape does not fit.
     """
     spec, axes = parse(spec), mesh_sizes(mesh)
     if not 1 <= len(spec.dims) <= 3:
@@ -82,7 +84,7 @@ def draw(spec: "str | Spec", mesh, sizes=None, colour: bool = False, shard=None)
 
 
 def global_shape(spec: Spec, shard, axes) -> tuple[int, ...]:
-    """The shape of the whole array of which this tensor is one shard."""
+    """Return the shape of the whole array that has this tensor as a shard."""
     if len(shard.shape) != len(spec.dims):
         raise ShardingError(
             f"{spec}: the shard has shape {tuple(shard.shape)}, not {len(spec.dims)} dims"
@@ -97,7 +99,7 @@ def global_shape(spec: Spec, shard, axes) -> tuple[int, ...]:
 
 
 def _ranges(spec: Spec, counts, sizes, axes) -> list[list[str]]:
-    """The index range, or the number, of each block along each dim."""
+    """Return the index range of each block along each dim, or its number without `sizes`."""
     if sizes is None:
         return [[str(i) for i in range(n)] for n in counts]
     local = spec.local_shape(sizes, axes)
@@ -111,7 +113,7 @@ def _remarks(spec: Spec, axes) -> str:
 
 
 def _grid(cells, names, columns, dims, colours) -> list[str]:
-    """A grid in box-drawing characters; columns share one width, names stand in the margins."""
+    """Return a grid in box-drawing characters, with columns of one width and names in the margins."""
     width = max(len(text) for row in [*cells, columns] for text in row) + 2
     margin = max(len(name) for name in names) + 2
     lines = [(dims[-1].rjust(margin - 1) + "  " + " ".join(name.center(width) for name in columns)).rstrip()]
@@ -130,7 +132,7 @@ def _grid(cells, names, columns, dims, colours) -> list[str]:
 
 
 def save(path: str, specs, mesh) -> None:
-    """The types' pictures, three in a row, to a PNG or SVG file; needs matplotlib (the extra `plot`)."""
+    """Draw the types, three in a row, into a PNG or SVG file; this needs matplotlib (the extra `plot`)."""
     specs = [parse(spec) for spec in specs]
     if wrong := [spec for spec in specs if not 1 <= len(spec.dims) <= 2]:
         raise ShardingError(
@@ -157,6 +159,7 @@ def save(path: str, specs, mesh) -> None:
 
 @complaining(ValueError, ImportError, OSError)
 def main(argv: "list[str] | None" = None) -> int:
+    """Draw the shardings, or run the command `schedule` or `params`; return the exit code."""
     argv = sys.argv[1:] if argv is None else argv
     if argv[:1] == ["schedule"]:
         from scaling.show.schedules import main as show_schedule

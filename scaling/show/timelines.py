@@ -1,10 +1,10 @@
-"""Pipelines drawn: time across, a row for each rank; in the terminal, or as SVG or PNG with matplotlib (`plot` extra).
+"""Draw pipelines, with time across and a row for each rank, in the terminal, or as SVG or PNG with the `plot` extra.
 
     print(schedule_chart(simulate(one_f_one_b(4, 8))))
     save_schedule("1f1b.svg", simulate(...), measured)
 
-A timeline may be simulated or measured. The colours are those of the book's figure: forward orange, dL/dx green, dL/dW
-blue; a whole Backward is teal; a rank's second chunk (and fourth ...) is lighter.
+A timeline may be simulated or measured. The colours follow the book's figure: forward is orange, dL/dx green, dL/dW
+blue. A whole Backward is teal, and a rank's second chunk (and fourth ...) is lighter.
 """
 
 from pathlib import Path
@@ -24,7 +24,7 @@ WIDTH = 120  # columns of a text chart
 
 
 def bars_of(timeline: Timeline) -> list[Bar]:
-    """What each rank computes, the first computation at 0: `F3` is the forward of microbatch 3.
+    """Return the computations of each rank as bars from time 0; `F3` is the forward of microbatch 3.
 
     Small letters are a rank's second chunk (and fourth ...).
     """
@@ -39,10 +39,10 @@ def bars_of(timeline: Timeline) -> list[Bar]:
 
 
 def schedule_chart(timeline: Timeline, width: int | None = None, colour: bool = False) -> str:
-    """The chart as text: `F3` is the forward of microbatch 3, `B` a backward, `I` and `W` its halves, `·` idle.
+    """Return the chart as text: `F3` is the forward of microbatch 3, `B` a backward, `I` and `W` its halves, `·` idle.
 
-    Small letters are a rank's second chunk (and fourth ...). `width`: columns for the time; by default as many as give
-    the shortest computation room for its name, but at most 120 (a name that finds no room is cut). `colour`: ANSI.
+    Small letters are a rank's second chunk (and fourth ...). `width` is the number of columns for the time, by default
+    enough to write the name of the shortest computation, but at most 120 (longer names are cut). `colour` adds ANSI's.
     """
     if not timeline.compute:
         raise ValueError(
@@ -62,30 +62,30 @@ def schedule_chart(timeline: Timeline, width: int | None = None, colour: bool = 
 
 
 def summary(timeline: Timeline, unit: str = "") -> str:
-    """Makespan, bubble and memory of a timeline in one line."""
+    """Return a timeline's makespan, bubble and memory in one line."""
     live = ", ".join(f"{float(peak):g}" for peak in timeline.live)
     makespan = f"{float(timeline.makespan):.4g}{' ' + unit if unit else ''}"
     return f"{timeline.name}: makespan {makespan}, bubble {float(timeline.bubble):.1%}, live activations {live}"
 
 
 def draw_on(page, timeline: Timeline, unit: str = "") -> None:
-    """On a chapter's page: as text, in a notebook as a picture."""
+    """Show a timeline on a chapter's page, as text, or in a notebook as a picture."""
     if not page.picture(timeline.name, lambda: figure(timeline, unit=unit)):
         page.say(f"{summary(timeline, unit)}\n{schedule_chart(timeline, width=page.columns - 10)}")
 
 
 def figure(*timelines: Timeline, unit: str = ""):
-    """Timelines below each other, as a matplotlib Figure."""
+    """Draw timelines below each other in a matplotlib Figure."""
     return bars.figure([(summary(each, unit), bars_of(each)) for each in timelines], COLOURS, unit)
 
 
 def save_schedule(file: str | Path, *timelines: Timeline, unit: str = "") -> None:
-    """Draw timelines below each other into a file; the suffix says the format (.svg, .png, .pdf)."""
+    """Draw timelines below each other into a file, whose suffix decides the format (.svg, .png, .pdf)."""
     figure(*timelines, unit=unit).savefig(file)
 
 
 def write_chrome(file: str | Path, *timelines: Timeline, seconds: float = 1.0) -> None:
-    """A Chrome trace of all instructions: a process for each timeline. `seconds`: the timelines' unit of time."""
+    """Write a Chrome trace of all instructions, a process per timeline; `seconds` is the timelines' unit of time."""
     lines = []
     for timeline in timelines:
         found = []
@@ -100,7 +100,7 @@ def write_chrome(file: str | Path, *timelines: Timeline, seconds: float = 1.0) -
 
 
 def _chunks(timeline: Timeline) -> dict[tuple[int, int], int]:
-    """(rank, virtual stage) -> which of the rank's chunks it is."""
+    """Return the index of each (rank, virtual stage) among the rank's chunks."""
     chunk, seen = {}, dict.fromkeys(range(timeline.ranks), 0)
     for rank, stage in sorted({(s.rank, s.step.stage) for s in timeline.compute}):
         chunk[rank, stage] = seen[rank]
