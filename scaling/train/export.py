@@ -8,7 +8,7 @@ import json
 from pathlib import Path
 
 from scaling import launch
-from scaling.common.arguments import read_table
+from scaling.common.arguments import read_table, table_if_any
 from scaling.common.console import Parser, complaining
 from scaling.configs import Config
 from scaling.mesh import AbstractMesh
@@ -56,7 +56,7 @@ def add_companions(run: Path, out: Path, config: Config) -> None:
     elif by.identity and not (home / FILE).is_file():
         copy_companions(Path(by.name), out)
     copy_companions(home, out)
-    there = read_table(home / "config.json") if (home / "config.json").is_file() else {}
+    there = table_if_any(home / "config.json")
     table = read_table(out / "config.json") | {key: there[key] for key in ENDS if key in there}
     if not ends_of(home) and (ends := ends_of(run)):
         table["eos_token_id"] = ends[0]

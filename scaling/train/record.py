@@ -5,7 +5,6 @@ in its folder is written. An older checkpoint has no record: its run.toml, its m
 """
 
 import json
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, fields, replace
 from hashlib import blake2b
@@ -14,6 +13,7 @@ from typing import Any
 
 import torch
 
+from scaling.common.torchrun import this_rank
 from scaling.configs import Config
 from scaling.configs.sources import RUN
 from scaling.models.ends import NO_END, chosen_end
@@ -63,8 +63,7 @@ def recorded(out: Path, step: int | None) -> dict[str, Any]:
 
 def resumable(settings: Settings) -> list[int]:
     """Return the steps from which a run goes on, the first that is whole of these; none for one that begins."""
-    again = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)) > 0  # torchrun's restarts go on from the latest
-    if settings.resume and settings.step and not again:
+    if settings.resume and settings.step and not this_rank().restarts:  # torchrun's restarts go on from the latest
         return [settings.step]
     return newest_first(Path(settings.out)) if settings.resume else []
 
