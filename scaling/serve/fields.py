@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from typing import Any
 
 STOPS, STOP_LENGTH = 64, 1024  # the most stop texts of a request, and the most characters of one
+DIGITS = 4300  # of a number; Python reads no longer one
 
 
 class RequestError(ValueError):
@@ -34,8 +35,10 @@ class Fields:
 
     def __init__(self, text: "str | bytes"):
         try:
-            table = json.loads(text, parse_constant=self._no_number, object_hook=self._without_nulls)
-        except json.JSONDecodeError as error:
+            table = json.loads(
+                text, parse_constant=self._no_number, parse_int=self._int, object_hook=self._without_nulls
+            )
+        except (json.JSONDecodeError, UnicodeDecodeError) as error:
             raise ValueError(f"is not JSON: {error}\n  fix: send a JSON object") from None
         except RecursionError:
             raise ValueError("is nested too deeply\n  fix: send an object of plain fields") from None
@@ -46,6 +49,12 @@ class Fields:
     @staticmethod
     def _no_number(name: str) -> None:
         raise ValueError(f"{name} is not a number of JSON\n  fix: give a finite one")
+
+    @staticmethod
+    def _int(digits: str) -> int:
+        if len(digits) > DIGITS:
+            raise ValueError(f"has a number of {len(digits):,} digits\n  fix: give one of at most {DIGITS:,}")
+        return int(digits)
 
     @staticmethod
     def _without_nulls(table: dict) -> dict:

@@ -2,6 +2,7 @@
 
 import hashlib
 import math
+import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from numbers import Integral, Real
@@ -15,6 +16,7 @@ from scaling.serve.fields import Fields, RequestError, as_float, short
 
 SEEDS = 2**63
 START = 8  # characters of a text for each token that fits, after which it is looked at whether it is too long
+SURROGATE = re.compile("[\ud800-\udfff]")  # half of a character of UTF-16
 TOO_LONG = "context_length_exceeded"
 SAMPLING = ("temperature", "top_k", "top_p", "min_p")  # the fields of Sampling, by which requests name them too
 KNOWN = ("id", "prompt", "ids", "max_new_tokens", *SAMPLING, "seed", "stop", "arrival")
@@ -133,6 +135,8 @@ def read_ids(prompt: Any, tokenizer, V: int, room: int | None = None, special: b
             if len(prompt) > (start := START * room):
                 count = len(tokenizer.encode(prompt[:start])) - tokenizer.longest  # a token that is cut may be many
                 check_prompt_fits(count, "tokens and more", room, room)
+        if SURROGATE.search(prompt):
+            raise ValueError("the prompt has half of a surrogate pair, which is no character\n  fix: leave it out")
         prompt = tokenizer.encode(prompt, special=special)
     if room is not None and hasattr(prompt, "__len__"):
         check_prompt_fits(len(prompt), "tokens", room, room)

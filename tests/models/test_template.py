@@ -146,6 +146,7 @@ def test_a_request_may_say_what_the_template_knows(tmp_path):
 
     assert prompt() == prompt(chat_template_kwargs=None) == "Hi <b>"
     assert prompt(chat_template_kwargs={"enable_thinking": False}) == "Hi <b>False"
-    for wrong in ([], {"messages": []}, {"add_generation_prompt": False}):
+    own = ("messages", "add_generation_prompt", "continue_final_message", "chat_template", "tokenize", "self")
+    for wrong in ([], *({name: False} for name in own)):
         with pytest.raises(ValueError, match="chat_template_kwargs is not"):
             prompt(chat_template_kwargs=wrong)

@@ -177,7 +177,8 @@ BAD = {  # beside what calls over HTTP are refused for
     "{": "is not JSON", "[]": "not a JSON object", '{"ids": null}': "one of", '{"prompt": 5}': "is not a text",
     '{"ids": [1], "prompt": "a"}': "one of",
     '{"prompt": "a", "size": 1}': "unknown field 'size'", '{"prompt": "a", "arrival": -1}': "arrival=-1",
-    '{"prompt": "a", "temperature": "x"}': "temperature='x'",
+    '{"prompt": "a", "temperature": "x"}': "temperature='x'", '{"prompt": "\\ud800"}': "half of a surrogate pair",
+    f'{{"prompt": "a", "seed": {"9" * 4301}}}': "has a number of 4,301 digits",
 }  # fmt: skip
 
 
@@ -203,7 +204,8 @@ def test_serve_a_file(served, folder):
         assert f"line {number}: {why}" in error or why in rows[number - 2]["error"]
     assert [row["line"] for row in rows if "error" in row] == [*range(2, 2 + len(BAD))]
     good = rows[len(BAD) :]
-    assert [row["id"] for row in good] == [10, "x", 12, 13]
+    at = len(BAD) + 2  # the first good line; the first of all is empty
+    assert [row["id"] for row in good] == [at, "x", at + 2, at + 3]
     hello = completed(b"hello", 8)
     drawn = completed(b"ab", 6, temperature=1.0, top_k=9, seed=4)
     assert [row["ids"] for row in good] == [hello, completed(bytes([1, 2, 3]), 3), hello, drawn]
