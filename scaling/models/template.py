@@ -172,7 +172,10 @@ def _templates(home: Path) -> Iterator[tuple[str, str]]:
     if (own := home / "chat_template.jinja").is_file():
         files = {"default": own} | files
     for name, path in files.items():
-        yield name, path.read_text(encoding="utf-8")
+        try:
+            yield name, path.read_text(encoding="utf-8")
+        except UnicodeDecodeError as error:
+            raise ValueError(f"{path}: is not text: {error}\n  fix: write it as UTF-8") from None
     path = home / TOKENIZER_CONFIG
     if files or (given := table_if_any(path).get("chat_template")) is None:
         return

@@ -122,6 +122,12 @@ def test_the_time_is_now(tmp_path):
     assert said in (before, datetime.now().strftime("%d %b %Y %H:%M:%S")) or said > before
 
 
+def test_a_template_that_is_not_utf_8_is_named(tmp_path):
+    (tmp_path / "chat_template.jinja").write_bytes(b"\xff{{ 1 }}")
+    with pytest.raises(ValueError, match=r"chat_template\.jinja: is not text.*\n  fix: "):
+        chat_template(tmp_path)
+
+
 def test_what_is_no_list_of_messages_is_refused(tmp_path):
     for messages in ([], "Hi", HI[0], ["Hi"], [{"role": "user", "content": object()}]):
         with pytest.raises(ValueError, match="\n  fix: "):
