@@ -53,6 +53,7 @@ class ChatTemplate:
     def render(
         self,
         messages: Messages,
+        /,
         *,
         add_generation_prompt: bool = False,
         tools: Sequence[Mapping[str, Any]] | None = None,
@@ -74,7 +75,7 @@ class ChatTemplate:
         given = {"add_generation_prompt": add_generation_prompt, "tools": tools, "documents": documents}
         return self._run(messages, **given, **kwargs)[0]
 
-    def spans(self, messages: Messages, **kwargs: Any) -> tuple[str, list[tuple[int, int]]]:
+    def spans(self, messages: Messages, /, **kwargs: Any) -> tuple[str, list[tuple[int, int]]]:
         """Return the messages as one text, and which of its characters the assistant says: [(start, end), ...].
 
         A span ends after the token that ends the answer. A template says itself where answers are, by
@@ -100,7 +101,7 @@ class ChatTemplate:
             )
         return self.templates[name]
 
-    def _run(self, messages: Messages, **kwargs: Any) -> tuple[str, list[tuple[int, int]]]:
+    def _run(self, messages: Messages, /, **kwargs: Any) -> tuple[str, list[tuple[int, int]]]:
         """Return the text, and the spans that `{% generation %}` marks."""
         if isinstance(messages, str | Mapping) or not all(isinstance(message, Mapping) for message in messages):
             raise ValueError('messages are objects such as {"role": "user", "content": "Hi"}\n  fix: give a list')

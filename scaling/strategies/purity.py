@@ -2,8 +2,9 @@
 
 A module that draws random numbers draws the same ones on every rank, for other rows, and others on another mesh. One
 that writes to a param or a buffer, such as a running mean, changes what ranks do not tell each other. So the first call
-is watched, and refused before such an operation runs. `nn.Dropout` is let in with masks that belong to the elements of
-the whole array (`scaling.models.dropout`), so that they are the same on every mesh.
+is watched, and refused before such an operation runs, or at its end if it has replaced a buffer. `nn.Dropout` is let in
+with masks that belong to the elements of the whole array (`scaling.models.dropout`), so that they are the same on every
+mesh.
 """
 
 import random
@@ -63,7 +64,8 @@ class Watch(TorchDispatchMode):
 
     def refuse(self, what: str, fix: str) -> None:
         part = self.inside[-1] if self.inside else None
-        name = "the function" if part is None else f"{self.names.get(part) or 'the module'}: {type(part).__name__}"
+        whole = "the module" if self.names else "the function"
+        name = whole if part is None else f"{self.names.get(part) or whole}: {type(part).__name__}"
         raise ShardingError(f"{name} {what}\n  rule: {RULE}\n  fix: {fix}")
 
 
@@ -81,6 +83,9 @@ def refusing_effects(module: nn.Module | None, held: Mapping[str, Tensor]) -> It
             watch.refuse(
                 "draws random numbers of Python's or numpy's", "module.eval(), or draw by scaling.models.dropout"
             )
+        for name, x in module.named_buffers() if module is not None else ():
+            if name in held and not _same(unwrapped_by_all(x), unwrapped_by_all(held[name])):
+                watch.refuse(f"replaces {name}, which ranks do not tell each other", "a module that keeps its buffers")
 
 
 @contextmanager
@@ -125,6 +130,10 @@ def _drop(rate: float, name: str, spec, mesh, seed: int, times: "count[int]", x:
     kept = kept if channels is None else kept[..., channels]
     kept = kept.reshape(x.shape)
     return torch.where(kept > 0, x * kept, 0)
+
+
+def _same(x: Tensor, y: Tensor) -> bool:
+    return x is y or (x.shape == y.shape and x.dtype == y.dtype and torch.equal(x, y))
 
 
 def _draws_nothing(given: Mapping[str, Any]) -> bool:

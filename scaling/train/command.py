@@ -209,6 +209,8 @@ def prepared(settings: Settings, args) -> Iterator[Callable[[], None]]:
     ValueError if the folder is in use, or is not one that this run can begin or go on with.
     """
     out, asked = Path(settings.out), False
+    if out.exists() and not out.is_dir():
+        raise ValueError(f"{out}: is not a folder\n  fix: give another --out")
     if (out / "config.json").is_file():
         raise ValueError(f"{out}: is a model's folder: it has a config.json\n  fix: give another --out")
 

@@ -153,6 +153,8 @@ def _row(path: Path) -> numpy.ndarray:
         raise ValueError(f"{path}: cannot be read: {error}\n  fix: give a file that can be read") from error
     if ids.ndim != 1 or ids.dtype.kind not in "iu":
         raise ValueError(f"{path}: not a row of token ids\n  fix: give a one-dimensional .npy of whole numbers")
+    if ids.dtype.kind == "i" and len(ids) and (least := ids.min()) < 0:
+        raise ValueError(f"{path}: holds the id {least}\n  rule: ids begin with 0\n  fix: give other ids")
     return ids
 
 

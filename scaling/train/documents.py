@@ -78,7 +78,7 @@ class Reader:
         for number, line in enumerate(lines, 1):
             if line.strip():
                 try:
-                    yield self.record(json.loads(line))
+                    yield self.record(parsed(line))
                 except ValueError as error:
                     raise ValueError(f"{path}, line {number}: {error}") from None
 
@@ -96,6 +96,9 @@ class Reader:
                 given = {name: record[name] for name in ("tools", "documents") if record.get(name) is not None}
                 more = record.get("chat_template_kwargs") or {}
                 of_type("chat_template_kwargs", more, dict)
+                if taken := {"messages", "add_generation_prompt"} & more.keys():
+                    fix = "leave it out: messages are those of the line, and end with the last one"
+                    raise ValueError(f"chat_template_kwargs has {min(taken)!r}\n  fix: {fix}")
                 return self.chat(messages, given | more)
         raise ValueError(
             'a line is {"text"}, {"prompt", "completion"} or {"messages": [...]}'
@@ -146,6 +149,17 @@ class Reader:
                 ids.append(self.end)
             lengths.append(len(ids) - before)
         return Document(numpy.array(ids, numpy.uint32), numpy.repeat([counts for _, counts in parts], lengths))
+
+
+def parsed(line: str) -> Any:
+    """Return the value of a line of JSON. ValueError if it is none, or holds half of a character."""
+    try:
+        value = json.loads(line)
+        if r"\ud" in line.lower():
+            json.dumps(value, ensure_ascii=False).encode()
+        return value
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{error}\n  fix: write each line as JSON, in UTF-8 without a byte order mark") from None
 
 
 def within(places: Sequence[tuple[int, int]], spans: Sequence[tuple[int, int]]) -> numpy.ndarray:

@@ -14,6 +14,7 @@ from scaling.configs import Config
 from scaling.cost.counted import CountedStep, weighted_sum
 from scaling.cost.units import significant
 from scaling.mesh import AbstractMesh
+from scaling.mesh.world import check_device
 from scaling.spec.sizes import format_sizes
 from scaling.strategies import transformer
 from scaling.strategies.channels import AHEAD
@@ -176,6 +177,7 @@ def refuse_too_large(settings: Settings, sizes: Mapping[str, int], available: fl
 
 def memory_of_rank(device: str, ranks: int) -> float:
     """Bytes for each of so many ranks of this machine."""
+    check_device(device)
     if device == "cuda":
         return torch.cuda.get_device_properties(0).total_memory
     ranks = this_rank().local_size or ranks

@@ -194,7 +194,11 @@ def absolute_data(data: str) -> str:
 
 
 def weighted_paths(data: str) -> list[tuple[str, float]]:
-    """ "A:3,B" -> [("A", 3.0), ("B", 1.0)]: paths and their weights. ValueError for a weight that is no number."""
+    """Read "A:3,B" as [("A", 3.0), ("B", 1.0)], paths and their weights.
+
+    Raises:
+        ValueError: A weight is not a number above 0, or a path is empty, which would mean the working folder.
+    """
     if Path(data).exists() or ("," not in data and ":" not in data):
         return [(data, 1.0)]
     found = []
@@ -206,6 +210,10 @@ def weighted_paths(data: str) -> list[tuple[str, float]]:
             raise ValueError(
                 f"{data}: the weight {weight!r} is not a number\n  fix: write --data as PATH:WEIGHT,PATH:WEIGHT"
             ) from None
+        if not found[-1][0]:
+            raise ValueError(
+                f"{data}: names no file between its commas\n  fix: write --data as PATH:WEIGHT,PATH:WEIGHT"
+            )
         if not 0 < found[-1][1] < float("inf"):
             raise ValueError(
                 f"{data}: the weight {weight} is not above 0\n  fix: give a positive number, or leave the file out"

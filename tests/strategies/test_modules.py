@@ -143,6 +143,16 @@ class Draws(nn.Module):
         return x * self.draw()
 
 
+class Counts(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("steps", torch.zeros(()))
+
+    def forward(self, x):
+        self.steps = self.steps + 1
+        return x
+
+
 def once(module, *operands):
     types = {name: tree_type(W) for name, W in module.named_parameters()}
     return lambda: call(module, types, types, AbstractMesh({"X": 2}))(parameters(module), *operands)
@@ -157,9 +167,10 @@ WORDS = {
     ),
     "writes to weight_v": once(nn.utils.spectral_norm(nn.Linear(6, 6)), ROWS),
     "writes to parametrizations.weight.0._": once(nn.utils.parametrizations.spectral_norm(nn.Linear(6, 6)), ROWS),
+    "the module replaces steps": once(Counts(), ROWS),
     "LSTM draws random numbers": once(nn.LSTM(6, 5, 2, dropout=0.5), ROWS),
     "Draws draws random numbers (aten::rand)": once(Draws(lambda: torch.rand(6)), ROWS),
-    "draws random numbers of Python's or numpy's": once(Draws(random.random), ROWS),
+    "the module draws random numbers of Python's or numpy's": once(Draws(random.random), ROWS),
     "0: Dropout draws random numbers, which every rank would draw alike": once(nn.Sequential(nn.Dropout()), ROWS),
     "the function draws random numbers": lambda: call(
         lambda p, x: nn.functional.dropout(x), {}, {}, AbstractMesh({"X": 2})

@@ -23,6 +23,7 @@ def finished_runs(tmp_path_factory):
             assert train(f"--data text.txt --out {out} {SMALL} --steps {steps} --save-every 1 --keep 9") == 0
         Path("short.txt").write_text("a few words")
         numpy.save("large.npy", numpy.arange(4000) % 300)
+        numpy.save("negative.npy", numpy.arange(4000) % 40 - 1)
         write_model("other.toml", L=2)
     return here
 

@@ -4,6 +4,7 @@ once an epoch, mixtures by weight, targets that do not count. What cannot be rea
 import json
 import random
 import string
+from io import BytesIO
 from itertools import islice
 from pathlib import Path
 
@@ -80,14 +81,23 @@ def test_the_command_and_a_shard_that_is_cut_short(capsys):
         corpus.open_corpus("out")
 
 
+def array_file(ids: list[int]) -> bytes:
+    numpy.save(out := BytesIO(), numpy.array(ids))
+    return out.getvalue()
+
+
 def test_what_cannot_be_read_is_named():
     for name, content, words in [
         ("a.txt", b"", "holds no text"),
+        ("a.jsonl", rb'{"text": "\uD800"}', "line 1: 'utf-8' codec can't encode"),
+        ("a.jsonl", b"[" * 100_000, "line 1: maximum recursion depth"),
+        ("a.jsonl", '\ufeff{"text": "x"}'.encode(), "without a byte order mark"),
         ("a.jsonl", b"{}\n", "a.jsonl, line 1: a line is"),
         ("a.jsonl", b'{"text": "x"}\nnonsense\n', "a.jsonl, line 2: Expecting value"),
         ("a.jsonl", b'{"messages": [{"role": "user"}]}\n', "line 1: a message is"),
         ("a.jsonl", b"\xff\xfe", "a.jsonl: not UTF-8"),
         ("a.npy", b"not an array", "a.npy: cannot be read"),
+        ("a.npy", array_file([3, -1, 5]), "a.npy: holds the id -1"),
         ("a.bin", b"?", "no text and no .npy"),
     ]:
         Path(name).write_bytes(content)
@@ -102,6 +112,9 @@ def test_paths_with_weights():
     assert weighted_paths("a,b:2") == [("a,b:2", 1.0)]
     for wrong in ("a:x,b:1", "a:0,b:1", "a:nan"):
         with pytest.raises(ValueError, match="weight"):
+            weighted_paths(wrong)
+    for wrong in ("a,", ",a:2", ":2,a"):
+        with pytest.raises(ValueError, match="names no file"):
             weighted_paths(wrong)
 
 

@@ -7,6 +7,7 @@ import shutil
 from pathlib import Path
 
 import pytest
+import torch
 from machine import ended
 from runs import SMALL, losses, records, refusal, train, tree_of
 
@@ -37,6 +38,8 @@ WRONG = {  # flags: words of the refusal, by whoever finds it
     "--chip nowhere.toml": "nowhere.toml",
     "--plan": "needs to know the machine",
     "--lr -1": "",
+    **({} if torch.cuda.is_available() else {"--device cuda": "torch finds no GPU here"}),
+    "--data negative.npy --new-data": "holds the id -1",
     "--profile /dev/null/x": "",
     "--no-such-flag": "",
 }
@@ -163,8 +166,10 @@ def test_damage_is_named_and_the_losses_are_right(begun, capsys, what):
     assert train("verify run") == 0
 
 
-def test_a_step_may_be_chosen(begun, capsys):
-    """Later steps count no more; a damaged one is not replaced by another."""
+def test_a_step_may_be_chosen(begun, capsys, monkeypatch):
+    """Later steps count no more; a damaged one is not replaced by another. A count of restarts that is left in a shell
+    without torchrun's other variables changes nothing."""
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
     moved(*(block_of(Path("whole", step)) for step in ("step-000003", "step-000002")))
     before = tree_of("whole")
     for step, words in ((9, "no complete checkpoint"), (2, STRANGE)):

@@ -129,6 +129,7 @@ def test_every_pair_is_right_or_refused(tmp_path, begun, name):
     ("--model hf --data shards-own/tokens-00000.npy", "part of shards"),
     ("--model hf --data .", "part of shards"),
     ("--model hf --data text.txt --out hf", "is a model's folder"),
+    ("--model hf --data text.txt --out text.txt", "is not a folder"),
     ("--model bare --data text.txt", "has no tokenizer.json"),
     ("--model bare256 --data shards-own", "its ids are those of"),
     ("--tokenizer long --data text.txt", "has the ids"),
