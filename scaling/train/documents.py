@@ -18,7 +18,7 @@ from scaling.common.arguments import of_type
 from scaling.common.console import complain, integer
 from scaling.common.torchrun import first_rank
 from scaling.models.ends import NO_END, chosen_end, ends_of
-from scaling.models.template import ChatTemplate, chat_template
+from scaling.models.template import RESERVED, ChatTemplate, chat_template
 from scaling.models.text import Tokenizer
 
 ASSISTANT = "assistant"  # the role whose messages count in the loss
@@ -96,8 +96,8 @@ class Reader:
                 given = {name: record[name] for name in ("tools", "documents") if record.get(name) is not None}
                 more = record.get("chat_template_kwargs") or {}
                 of_type("chat_template_kwargs", more, dict)
-                if taken := {"messages", "add_generation_prompt"} & more.keys():
-                    fix = "leave it out: messages are those of the line, and end with the last one"
+                if taken := RESERVED & more.keys():
+                    fix = "leave it out: it is no variable of a template, or the line itself says it"
                     raise ValueError(f"chat_template_kwargs has {min(taken)!r}\n  fix: {fix}")
                 return self.chat(messages, given | more)
         raise ValueError(

@@ -139,7 +139,7 @@ def test_what_a_template_is_told_beside_the_messages_comes_from_the_line():
     for more, begins in ({}, "2 + 2?"), ({"tools": [{"name": "f"}], "chat_template_kwargs": {"mood": "!"}}, "f!2 + 2?"):
         ids, _, _ = Reader(by, 1).record({"messages": CHATS["one"]} | more)
         assert by.decode(ids.tolist()).startswith(begins)
-    for name in "messages", "add_generation_prompt":
+    for name in "messages", "self", "tokenize":
         with pytest.raises(ValueError, match=f"chat_template_kwargs has '{name}'"):
             Reader(by, 1).record({"messages": CHATS["one"], "chat_template_kwargs": {name: 1}})
 

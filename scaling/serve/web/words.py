@@ -8,6 +8,7 @@ import secrets
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
+from scaling.models.template import RESERVED
 from scaling.serve.fields import Fields, RequestError, blaming, short
 from scaling.serve.requests import TOO_LONG, Defaults, Request, Sampling, check_prompt_fits, read_ids, requests_of
 from scaling.serve.states import Options
@@ -30,9 +31,6 @@ NEUTRAL = {  # fields that are not served, and the values with which they change
     "ignore_eos": (False,), "stop_token_ids": ([],), "skip_special_tokens": (True,), "add_generation_prompt": (True,),
 }  # fmt: skip
 ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}  # as templates know them
-OWN = {  # names of which the server decides, or which are no variables of a template
-    "messages", "add_generation_prompt", "continue_final_message", "chat_template", "tokenize", "self",
-}  # fmt: skip
 EMPTY = ("tool_calls", "annotations")  # of an answer that a client sends back
 MOST = 16  # tokens of a completion that says none, as OpenAI's
 CHOICES = 64  # answers of one call
@@ -168,10 +166,10 @@ def _chat_ids(fields: Fields, model: Model) -> tuple[int, ...]:
     messages = [_message(i, message) for i, message in enumerate(given)]
     check_prompt_fits(sum(len(m["content"]) for m in messages), "characters", room, room * model.tokenizer.longest)
     options = fields.given.get("chat_template_kwargs", {})
-    if not isinstance(options, dict) or OWN & options.keys():
+    if not isinstance(options, dict) or RESERVED & options.keys():
         raise RequestError(
             "chat_template_kwargs is not an object of what the chat template knows beside the messages"
-            f'\n  fix: give one such as {{"enable_thinking": false}}, without {", ".join(sorted(OWN))}',
+            f'\n  fix: give one such as {{"enable_thinking": false}}, without {", ".join(sorted(RESERVED))}',
             "chat_template_kwargs",
         )
     text = model.chat(messages, **options)
