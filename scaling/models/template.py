@@ -31,11 +31,9 @@ SECONDS = 2.0  # of processor time that one rendering may take
 MOST = 8 << 20  # characters that it may write
 TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 REASONING = ("reasoning_content", "thinking", "reasoning")  # names of what a model thinks before it answers
-RESERVED = (
-    frozenset(  # names that `chat_template_kwargs` may not have: a caller decides of them, or no template has them
-        ("messages", "add_generation_prompt", "continue_final_message", "chat_template", "tokenize", "self")
-    )
-)
+RESERVED = {  # names that `chat_template_kwargs` may not have: callers decide of them, or they are no variables
+    "messages", "add_generation_prompt", "continue_final_message", "chat_template", "tokenize", "self",
+}  # fmt: skip
 STAND_IN = "Q7answerQ7"  # is rendered where an answer would be, and is in no text
 GENERATION_TAG = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
 Messages = Sequence[Mapping[str, Any]]
