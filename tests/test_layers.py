@@ -41,7 +41,7 @@ INSIDE = {  # a module: what it imports inside functions
     "scaling.configs.sources": "scaling.configs.gguf",  # numpy, which no other model needs
     # a sharding is drawn without the simulator and without the models:
     "scaling.show.shardings": "scaling.show.schedules scaling.show.params",
-    "scaling.book.options": f"scaling.check.run {RANKS}",  # chapters without ranks need no torch
+    "scaling.book.options": RANKS,  # chapters without ranks need no torch
     "scaling.book.page": f"torch.distributed {RANKS}",  # the same
     "scaling.collectives.buffers": "numpy",  # rarely needed
     "scaling.train.progress": "torch.utils.tensorboard",  # it needs tensorboard, an extra

@@ -10,10 +10,10 @@ import os
 import shlex
 import sys
 from collections.abc import Iterable
+from importlib import import_module
 from pathlib import Path
 from typing import NoReturn
 
-from scaling.check.findings import judging
 from scaling.common.console import PROFILE, SEEDS, Parser, integer, picture, place
 from scaling.common.torchrun import first_rank, world_size
 from scaling.spec import ShardingError, parse
@@ -28,6 +28,12 @@ Fits = tuple[Iterable[str], dict[str, int]]
 def in_notebook() -> bool:
     """Whether this is IPython's kernel or prompt rather than a script."""
     return hasattr(builtins, "__IPYTHON__")
+
+
+def judging() -> bool:
+    """Return whether the judge runs this chapter."""
+    watch = sys.modules.get("scaling.collectives.linear")
+    return watch is not None and watch.who_watches() is not None
 
 
 class ChapterParser(Parser):
@@ -100,11 +106,14 @@ def _check_text(parser: ChapterParser, args: argparse.Namespace) -> None:
 
 
 def _check_script() -> None:
-    """End with what the judge finds in the chapter itself; it runs it, and so is not asked again there."""
+    """Exit with what the judge finds in the chapter, before its ranks start.
+
+    The judge runs the chapter, which then does not ask it again. No line of a chapter goes through the judge: like the
+    profiler it is a tool that the page calls by its module's name.
+    """
     if not first_rank() or judging() or not Path(sys.argv[0]).is_file():
         return
-    from scaling.check.run import check_source
-
+    check_source = import_module("scaling.check.run").check_source
     if findings := check_source(Path(sys.argv[0]).read_text(encoding="utf-8"), sys.argv[0]):
         sys.exit("\n".join(map(str, findings)))
 

@@ -20,8 +20,7 @@ from typing import Any
 
 from scaling.book import layout
 from scaling.book.answers import Answer, answer_table, verdict_counts
-from scaling.book.options import Fits, chapter_parser, in_notebook, read_options
-from scaling.check.findings import judging
+from scaling.book.options import Fits, chapter_parser, in_notebook, judging, read_options
 from scaling.common.console import fold
 from scaling.common.torchrun import first_rank, this_rank, world_size
 from scaling.show import charts

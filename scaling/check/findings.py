@@ -1,6 +1,5 @@
 """The rules by name, and the judge's answer about a program: what it found, and what it could not judge."""
 
-import sys
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -79,9 +78,3 @@ def place_parts(place: str) -> tuple[str, int]:
     """Return (file, line) of "file:line"; the line is 1 if the place has none."""
     file, _, line = place.rpartition(":")
     return (file, int(line)) if file and line.isdigit() else (place, 1)
-
-
-def judging() -> bool:
-    """Return whether the judge runs this program."""
-    watch = sys.modules.get("scaling.collectives.linear")
-    return watch is not None and watch.who_watches() is not None
