@@ -49,8 +49,8 @@ INSIDE = {  # a module: what it imports inside functions
     "scaling.train.command": "scaling.plan.choose",  # a run that is started again plans nothing
     # they need the extra serve:
     "scaling.serve.command": "scaling.serve.web.gate scaling.serve.web.server scaling.serve.web.words",
-    # a mesh to train on is planned without torch, the guide, the published runs and serving:
-    "scaling.plan.__main__": "scaling.plan.choose scaling.plan.guide scaling.plan.published scaling.plan.serve.command",
+    # a mesh to train on is planned without torch:
+    "scaling.plan.__main__": "scaling.plan.choose",
 }
 
 

@@ -54,7 +54,7 @@ MEASURED = {
         Config("llama2-70b", 80, 8192, 28672, 64, 8, 128, 32000, theta=1e4, source="arXiv:2307.09288"),
         Config("palm-540b", 118, 18432, 73728, 48, 1, 256, 256000, tied=True, source="arXiv:2204.02311, section 2"),
         Config("gpt3-175b", 96, 12288, 49152, 96, 96, 128, 51200, gated=False, tied=True, source="arXiv:2005.14165"),
-        Config("maxtext-128b", 64, 8192, 57344, 128, 128, 256, 32000, source="github.com/AI-Hypercomputer/maxtext"),
+        Config("maxtext-128b", 64, 8192, 57344, 128, 128, 128, 32000, source="github.com/AI-Hypercomputer/maxtext"),
         Config("megatron-1.7b", 24, 2048, 8192, 16, 16, 128, 131072, **_MEGATRON),
         Config("megatron-7.1b", 30, 4096, 16384, 32, 32, 128, 131072, **_MEGATRON),
         Config("megatron-16b", 32, 6144, 24576, 48, 48, 128, 131072, **_MEGATRON),

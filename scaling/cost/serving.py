@@ -148,7 +148,7 @@ def slices(chip: Chip, most: int = 4096) -> list[tuple[int, ...]]:
     """
     if chip.kind != "tpu":
         return [(2**i,) for i in range(most.bit_length()) if 2**i <= most]
-    pod, shape = sorted(chip.need("pod")), (1,) * chip.need("axes")
+    pod, shape = chip.longest, (1,) * chip.need("axes")
     found = []
     while math.prod(shape) <= most and all(side <= room for side, room in zip(shape, pod, strict=True)):
         found += [shape] if math.prod(shape) != 2 else []

@@ -1,4 +1,4 @@
-"""Look up chips: `chip("v5p")`, `chip("v6e", variant="part1")` for another value of the book, or a file of yours.
+"""Look up chips: `chip("v5p")`, `chip("v6e:part1")` for another value of the book, or a file of yours.
 
 The numbers are in chips.toml, each with its source in the book or from its vendor. `load_chip` reads a file of the same
 form.
@@ -11,25 +11,29 @@ from functools import cache
 from pathlib import Path
 
 from scaling.common.arguments import of_type, read_table
-from scaling.hardware.chip import KINDS, Chip, Efficiency, Level, Measured
+from scaling.hardware.chip import KINDS, Chip, Level, Measured
+from scaling.hardware.efficiency import Efficiency
 from scaling.spec import DTYPE_BYTES
 
 STRUCTURE = {"base": str, "variants": dict, "flops": dict, "efficiency": dict, "levels": list, "measured": list}
-STRUCTURE |= {"name": str, "pod": list, "host": list}
+STRUCTURE |= {"name": str, "pod": list, "slices": list, "host": list}
+CLASS = {"gpu": "a100", "tpu": "v5p"}  # whose efficiency a chip of this kind has that gives none
 NEEDED = {"tpu": ("axes", "link_bw", "wrap"), "gpu": ("levels",), "cpu": ()}  # plans also need hbm_bytes and flops
 
 
 def chip(name: str, variant: str | None = None) -> Chip:
-    """Return a chip of the book by its name ("v5p", "h100"), or of a TOML file by its path ("mine.toml").
+    """Return a chip of the book by its name ("v5p", "h100:hbm2e"), or of a TOML file by its path ("mine.toml").
 
     Args:
-        name: The name or the path.
+        name: The name or the path, and after a colon perhaps the variant.
         variant: The name of another value that the book's text uses, as in chip("v6e", "part1").
 
     Raises:
         ValueError: The name or the variant is unknown; the message lists the known ones.
     """
-    if str(name).endswith(".toml"):
+    name, colon, after = str(name).partition(":") if variant is None else (str(name), "", "")
+    variant = after if colon else variant
+    if name.endswith(".toml"):
         return load_chip(name, variant)
     key = name.lower().removeprefix("tpu").strip(" -_")
     if key not in registry():
@@ -112,6 +116,8 @@ def build(name: str, data: Mapping, variant: str | None = None) -> Chip:
             )
         data = _merge(data, data["variants"][variant])
     data = {key: value for key, value in data.items() if key not in ("base", "variants", "name")}
+    if not data.get("efficiency") and (like := CLASS.get(data.get("kind", ""))):
+        data |= {"efficiency": registry()[like]["efficiency"], "efficiency_of": like}
     peaks, rates = data.pop("flops", {}), dict(data.pop("efficiency", {}))
     allowed = {field.name for field in fields(Chip)} - {"name", "peaks", "efficiency"}
     if unknown := set(data) - allowed | set(peaks) - set(DTYPE_BYTES):
@@ -121,7 +127,7 @@ def build(name: str, data: Mapping, variant: str | None = None) -> Chip:
         )
     if "kind" not in data:
         raise ValueError(f"kind is missing\n  fix: give one of {KINDS}")
-    for key in ("pod", "host"):
+    for key in ("pod", "slices", "host"):
         if key in data:
             data[key] = tuple(data[key])
     data["levels"] = tuple(_part(Level, "levels", level) for level in data.get("levels", ()))
@@ -145,3 +151,6 @@ def _part(record: type, table: str, values: Mapping):
     if lacking := [name for name, field in known.items() if name not in values and field.default is MISSING]:
         raise ValueError(f"{table} lacks {', '.join(lacking)}\n  fix: add them to the table")
     return record(**values)
+
+
+CHIPS = f"{', '.join(chips())}; with a variant as in h100:hbm2e; or a .toml file"  # of an option's help

@@ -5,12 +5,28 @@ All units are SI units: FLOPs/s, bytes, bytes/s, seconds; a price is in dollars 
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 
 from scaling.common.arguments import check_fields
+from scaling.hardware.efficiency import Efficiency
 
 KINDS = ("tpu", "gpu", "cpu")
-COUNTS = ("pod", "host", "degree", "links", "switches", "ports", "ranks", "cores", "mxus", "mxu", "vector_alus", "sms")
+COUNTS = (
+    "pod",
+    "slices",
+    "host",
+    "degree",
+    "links",
+    "switches",
+    "ports",
+    "ranks",
+    "cores",
+    "mxus",
+    "mxu",
+    "vector_alus",
+    "sms",
+)
+NO_NUMBERS = ("name", "kind", "source", "wrap", "axes", "efficiency", "efficiency_of")
 LEAST = {"flops": 1e6, "_bytes": 1e3, "_bw": 1e5, "bandwidth": 1e3, "clock": 1e6, "clock_base": 1e6}  # for any chip
 ALIASES = {"bfloat16": "bf16", "float16": "fp16", "f16": "fp16", "float32": "fp32", "f32": "fp32", "uint8": "int8"}
 ALIASES |= {"float64": "fp64", "f64": "fp64", "float8_e4m3fn": "fp8", "float8_e5m2": "fp8"}
@@ -58,39 +74,6 @@ class Measured:
 
 
 @dataclass(frozen=True)
-class Efficiency:
-    """The shares of its peaks that a chip reaches in a training step, used in forecasts and never in bounds."""
-
-    matmul: tuple[tuple[str, float], ...] = (("bf16", 1.0),)  # (dtype, share of its peak); other dtypes have bf16's
-    attention: float = 1.0  # share of the bf16 peak in an attention kernel
-    memory: float = 1.0  # share of hbm_bw in operations other than matmuls
-    links: float = 1.0  # share of the links' bytes/s
-    # share of the collectives on the critical path (over tensor, context and expert axes) that matmuls hide
-    hidden: float = 0.0
-    cores: float = 0.0  # share of the chip's cores that a collective takes from the matmuls that hide it
-    launch: float = 0.0  # the least seconds that a collective takes
-
-    def __post_init__(self):
-        shares = {"attention": self.attention, "memory": self.memory, "links": self.links}
-        shares |= {f"matmul.{dtype}": share for dtype, share in self.matmul}
-        for name, share in shares.items():
-            if isinstance(share, bool) or not isinstance(share, (int, float)) or not 0 < share <= 1:
-                raise ValueError(
-                    f"efficiency.{name} is {share!r}\n  fix: give a share of the peak, above 0 and at most 1"
-                )
-        for name in ("hidden", "cores"):
-            if not isinstance(share := getattr(self, name), (int, float)) or not 0 <= share <= 1:
-                raise ValueError(f"efficiency.{name} is {share!r}\n  fix: give a share, from 0 to 1")
-        if not isinstance(self.launch, (int, float)) or not 0 <= self.launch < 1:
-            raise ValueError(f"efficiency.launch is {self.launch!r}\n  fix: give seconds, below 1")
-
-    def of_matmul(self, dtype: str) -> float:
-        """Return the share of the peak in `dtype` that matmuls reach."""
-        shares = dict(self.matmul)
-        return shares.get(dtype, shares.get("bf16", 1.0))
-
-
-@dataclass(frozen=True)
 class Chip:
     """One accelerator with its memories and links; bandwidths are one-way bytes/s unless their name says otherwise."""
 
@@ -105,6 +88,7 @@ class Chip:
     # a TPU's network: a torus of links, hosts with PCIe, and the datacenter's network (per chip)
     axes: int = 0
     pod: tuple[int, ...] | None = None
+    slices: tuple[int, ...] | None = None  # the longest sides of a slice, where switches shape it unlike the pod
     host: tuple[int, ...] | None = None
     link_bw: float | None = None
     # the axes of a slice that are rings: "full" (if as long as the pod's), "cubes" (all, in 4x4x4 cubes), "all", "none"
@@ -128,7 +112,8 @@ class Chip:
     registers_bytes: float | None = None
     price: float | None = None
     measured: tuple[Measured, ...] = ()
-    efficiency: Efficiency = Efficiency()
+    efficiency: Efficiency = field(default_factory=Efficiency)
+    efficiency_of: str = ""  # the chip whose efficiency is assumed, as this one's is not known
 
     def __post_init__(self):
         if self.kind not in KINDS:
@@ -152,18 +137,23 @@ class Chip:
                 )
         for record in (self, *self.levels, *self.measured):
             check_fields(record, f"chip {self.name}: ")
-        if self.pod and len(self.pod) != self.axes:
-            raise ValueError(
-                f"chip {self.name}: pod {self.pod} has {len(self.pod)} axes, but axes = {self.axes}"
-                "\n  fix: give the pod a length for each axis"
-            )
+        for name in ("pod", "slices"):
+            lengths = getattr(self, name)
+            if lengths and len(lengths) != self.axes:
+                raise ValueError(
+                    f"chip {self.name}: {name} {lengths} has {len(lengths)} axes, but axes = {self.axes}"
+                    f"\n  fix: give {name} a length for each axis"
+                )
 
     def flops(self, dtype: str = "bf16") -> float:
         """Return the peak matmul FLOPs/s in `dtype`; ValueError if the chip's table has no number for it."""
         dtype = ALIASES.get(str(dtype).removeprefix("torch."), str(dtype).removeprefix("torch."))
         if dtype not in dict(self.peaks):
             has = ", ".join(name for name, _ in self.peaks) or "no dtype at all"
-            raise ValueError(f"{self.name} has no FLOPs/s for {dtype}: its table has {has}\n  fix: choose one of them")
+            fix = (
+                "choose one of them" if self.peaks else "choose a variant that has, such as v100:nvidia, or a chip file"
+            )
+            raise ValueError(f"{self.name} has no FLOPs/s for {dtype}: its table has {has}\n  fix: {fix}")
         return dict(self.peaks)[dtype]
 
     def need(self, field: str):
@@ -184,6 +174,11 @@ class Chip:
     def pod_chips(self) -> int:
         """The number of chips in a pod."""
         return math.prod(self.need("pod"))
+
+    @property
+    def longest(self) -> tuple[int, ...]:
+        """The longest sides that a slice can have, the shortest first."""
+        return tuple(sorted(self.slices or self.need("pod")))
 
     @property
     def host_chips(self) -> int:
@@ -259,18 +254,21 @@ class Chip:
 
 def _numbers(chip: Chip) -> Iterator[tuple[str, float]]:
     """Yield the name and the value of every number of a chip, to be checked."""
-    for field in fields(chip):
-        value = getattr(chip, field.name)
-        if field.name == "peaks":
+    for each in fields(chip):
+        value = getattr(chip, each.name)
+        if each.name == "peaks":
             yield from ((f"flops.{dtype}", peak) for dtype, peak in value)
-        elif field.name in ("pod", "host"):
-            yield from ((field.name, length) for length in value or ())
-        elif field.name in ("levels", "measured"):
+        elif each.name in ("pod", "slices", "host"):
+            yield from ((each.name, length) for length in value or ())
+        elif each.name in ("levels", "measured"):
             for part in value:
                 found = [(f.name, getattr(part, f.name)) for f in fields(part) if f.type not in (str, bool)]
-                yield from ((f"{field.name}.{name}", number) for name, number in found if number is not None)
-        elif field.name not in ("name", "kind", "source", "wrap", "axes", "efficiency") and value is not None:
-            yield field.name, value
+                yield from ((f"{each.name}.{name}", number) for name, number in found if number is not None)
+        elif (
+            each.name not in ("name", "kind", "source", "wrap", "axes", "efficiency", "efficiency_of")
+            and value is not None
+        ):
+            yield each.name, value
 
 
 def _check_axes(chip: Chip, axes: int) -> None:
@@ -288,8 +286,9 @@ def check_slice(chip: Chip, shape: int | Sequence[int]) -> tuple[int, ...]:
     _check_axes(chip, len(lengths))
     if not all(isinstance(length, int) and length >= 1 for length in lengths):
         raise ValueError(f"slice {lengths}: the lengths of axes are positive whole numbers\n  fix: give 4x4x4, say")
-    pod = sorted(chip.pod or (), reverse=True)
-    if any(length > most for length, most in zip(sorted(lengths, reverse=True), pod, strict=False)):
+    pods = [sorted(sides, reverse=True) for sides in (chip.pod, chip.slices) if sides]
+    long = sorted(lengths, reverse=True)
+    if pods and all(any(length > most for length, most in zip(long, pod, strict=False)) for pod in pods):
         raise ValueError(
             f"slice {'x'.join(map(str, lengths))}: a pod of {chip.name} is {'x'.join(map(str, chip.pod or ()))}"
             "\n  fix: choose a slice that lies inside the pod"

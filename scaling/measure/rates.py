@@ -260,13 +260,14 @@ def fit(points: Sequence[tuple[float, float]]) -> tuple[float, float]:
 def combine_ranks(ranks: Sequence[RankMeasured], name: str) -> Chip:
     """One chip of all ranks' measurements: the slowest rank of each."""
     world, first = len(ranks), ranks[0]
-    measured = []
+    measured, memory = [], min(r.memory for r in ranks)
     for alone in (False, True):
         each = [r.idle if alone else r.times for r in ranks]
         for op, n in each[0]:
             points = [(V, max(rank[op, n][i][1] for rank in each)) for i, (V, _) in enumerate(each[0][op, n])]
             latency, bandwidth = fit(points)
             latency = max(r.call for r in ranks) if op in CALLS else latency
+            bandwidth = bandwidth if op in CALLS else min(bandwidth, memory)  # what arrives is written to memory
             measured.append(Measured(op, n, latency, bandwidth, alone))
     flops = {dtype: min(r.flops[dtype] for r in ranks) for dtype in first.flops}
     own = next(iter(flops.values()))
@@ -279,7 +280,7 @@ def combine_ranks(ranks: Sequence[RankMeasured], name: str) -> Chip:
         f"{torch.__version__}",
         peaks=tuple(flops.items()),
         hbm_bytes=total / world,
-        hbm_bw=min(r.memory for r in ranks),
+        hbm_bw=memory,
         measured=tuple(measured),
         efficiency=Efficiency(attention=min(1.0, min(r.attention for r in ranks) / own)),
     )

@@ -5,21 +5,34 @@ import json
 import math
 import re
 import sys
+from importlib import import_module
 from typing import Any
 
 from scaling.common.arguments import shortened
 from scaling.common.console import Parser, command, complain, complaining, integer, number, output
 from scaling.configs import get
 from scaling.configs.sources import HELP
-from scaling.hardware import chip, chips
+from scaling.hardware import CHIPS, chip
 from scaling.plan import explain, one_layer
 from scaling.plan.candidates import plans
 from scaling.plan.job import AXES, DTYPES, OVERLAPS, POLICIES, SCHEDULES, Fixed, Job
 from scaling.plan.report import Budget, as_dict, text
 
-BINARY = {"": 1, "k": 2**10, "M": 2**20}
+BINARY = {"": 1, "k": 2**10, "M": 2**20, "G": 2**30}
 MOST = 1e20  # of anything that is counted here
-DECIMAL = {"": 1, "k": 1e3, "M": 1e6, "B": 1e9, "T": 1e12}
+DECIMAL = {"": 1, "k": 1e3, "M": 1e6, "B": 1e9, "G": 1e9, "T": 1e12}
+COMMANDS = {
+    "guide": "scaling.plan.guide", "published": "scaling.plan.published", "serve": "scaling.plan.serve.command",
+}  # fmt: skip
+EXAMPLES = """Examples:
+
+    python -m scaling.plan --model llama3-70b --chip v5p --chips 8960 --batch 4M
+    python -m scaling.plan --model llama3-8b --chip h100:hbm2e --chips 64 --batch 1M --seq 8192 --explain
+    python -m scaling.plan --model mixtral-8x7b --chip gb200 --chips 72 --batch 2M --dtype fp8 --mesh expert=8
+    python -m scaling.plan --model llama3-8b --chip mine.toml --chips 4 --batch 256k --optimizer-bytes 2
+    python -m scaling.plan --model llama3-405b --chip h100 --chips 16384 --batch 16M --json
+
+"""
 
 
 def parse_count(text: str, units: dict = BINARY) -> float:
@@ -35,19 +48,29 @@ def parse_count(text: str, units: dict = BINARY) -> float:
     return value
 
 
-def _whole(text: str) -> int:
-    return int(parse_count(text))
+def whole_count(text: str) -> int:
+    """Return a count such as "4M" or "1.5k" as an int; an argument error if it is not a whole number."""
+    value = parse_count(text)
+    if value != int(value):
+        raise argparse.ArgumentTypeError(
+            f"{shortened(text)!r} is {value:,.10g}, not a whole number; fix: give {math.floor(value) or 1} or "
+            f"{math.ceil(value)}"
+        )
+    return int(value)
 
 
 def mesh(text: str) -> tuple[tuple[str, int], ...]:
-    """`tensor=8,pipe=16`."""
-    found = []
+    """Read `tensor=8,pipe=16`."""
+    found: list[tuple[str, int]] = []
     for part in text.split(","):
         axis, _, n = part.partition("=")
-        if axis.strip() not in AXES or not n.strip().isdigit():
+        if axis.strip() not in AXES or not re.fullmatch(r"0*[1-9]\d{0,8}", n.strip(), re.ASCII):
             raise argparse.ArgumentTypeError(
-                f"{part!r} is no axis with its size; fix: write tensor=8, say; the axes are {', '.join(AXES)}"
+                f"{shortened(part)!r} is not an axis with its size; fix: write tensor=8, say; the axes are "
+                f"{', '.join(AXES)}"
             )
+        if axis.strip() in dict(found):
+            raise argparse.ArgumentTypeError(f"{axis.strip()} is given twice; fix: give each axis one size")
         found.append((axis.strip(), int(n)))
     return tuple(found)
 
@@ -55,16 +78,18 @@ def mesh(text: str) -> tuple[tuple[str, int], ...]:
 def _parser() -> Parser:
     parser = Parser(
         prog="python -m scaling.plan", description="The mesh to train a model on, and why (Parts 5, 6 and 12)",
-        epilog="For one machine, or no idea where to begin: python -m scaling.plan guide --help\n\n"
+        epilog=EXAMPLES + "For one machine, or no idea where to begin: python -m scaling.plan guide --help\n\n"
         "Published runs beside the planner: python -m scaling.plan published\n\n"
         "To serve a model: python -m scaling.plan serve --help\n\n"
         "Exit status: 0, a plan was found; 1, nothing fits or no mesh suits; 2, an argument is wrong.",
     )  # fmt: skip
     parser.add_argument("--model", required=True, help=HELP)
-    parser.add_argument("--chip", required=True, help=f"{', '.join(chips())}; or a .toml file")
-    parser.add_argument("--chips", required=True, type=_whole, help="number of chips")
-    parser.add_argument("--batch", required=True, type=_whole, help="tokens per step; k and M are powers of two: 4M")
-    parser.add_argument("--seq", type=_whole, default=4096, help="tokens per sequence (default 4096)")
+    parser.add_argument("--chip", required=True, help=CHIPS)
+    parser.add_argument("--chips", required=True, type=whole_count, help="number of chips")
+    parser.add_argument(
+        "--batch", required=True, type=whole_count, help="tokens per step; k, M and G are powers of two: 4M"
+    )
+    parser.add_argument("--seq", type=whole_count, default=4096, help="tokens per sequence (default 4096)")
     parser.add_argument("--dtype", choices=DTYPES, default="bf16", help="dtype of the layers' matmuls (default bf16)")
     for name, default, what in (
         ("param", 2, "a parameter"),
@@ -98,7 +123,7 @@ def _parser() -> Parser:
         "--tokens",
         type=lambda t: parse_count(t, DECIMAL),
         default=15e12,
-        help="tokens to train on; k, M, G, T are powers of ten (default 15T)",
+        help="tokens to train on; k, M, B or G, T are powers of ten (default 15T)",
     )
     parser.add_argument(
         "--mfu", type=number(1e-6, 1), default=0.4, help="model FLOPs utilization to compare with (default 0.4)"
@@ -125,18 +150,13 @@ def _parser() -> Parser:
 @complaining(ValueError, ImportError, OSError, code=2)
 def main(arguments: list[str] | None = None) -> int:
     arguments = sys.argv[1:] if arguments is None else arguments
-    if arguments[:1] == ["guide"]:
-        from scaling.plan import guide
-
-        return guide.main(arguments[1:])
-    if arguments[:1] == ["published"]:
-        from scaling.plan import published
-
-        return published.main(arguments[1:])
-    if arguments[:1] == ["serve"]:
-        from scaling.plan.serve import command as serve
-
-        return serve.main(arguments[1:])
+    if arguments and not arguments[0].startswith("-"):
+        if arguments[0] not in COMMANDS:
+            raise ValueError(
+                f"there is no command {shortened(arguments[0])!r}\n  fix: choose one of {', '.join(COMMANDS)}, or "
+                "begin with an option such as --model to plan a training run"
+            )
+        return import_module(COMMANDS[arguments[0]]).main(arguments[1:])
     args = _parser().parse_args(arguments)
     job = Job(
         get(args.model), args.batch, args.seq, args.dtype, args.param_bytes, args.grad_bytes, args.optimizer_bytes,

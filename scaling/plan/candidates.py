@@ -8,7 +8,6 @@ import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -16,11 +15,11 @@ import numpy as np
 from scaling.cost.lanes import Lane
 from scaling.hardware import Chip
 from scaling.plan.evaluate import Estimate, evaluate
-from scaling.plan.job import ANY, AXES, POLICIES, REDUCES, SCHEDULES, Fixed, Job, Layout, Question, row
+from scaling.plan.job import ANY, AXES, Fixed, Job, Layout, Question, row
 from scaling.plan.network import Network, Unplaced, measured, slice_shape, torus, torus_meshes, tree
+from scaling.plan.recipes import no_recipe, recipes
 
 STAGES, PART = 64, 128  # the most pipeline stages; the fewest tokens of a sequence's part
-CHUNKS = (2, 3, 4, 5, 6, 8, 10, 12, 16, 20)  # of layers that a rank of an interleaved pipeline holds
 ROWS = 16_000  # of columns evaluated at once, so that they stay in the cache
 COMPLEXITY = {"pod": 0, "data": 1, "fsdp": 1, "tensor": 2, "expert": 2, "pipe": 3, "context": 3}
 TIE = 0.03  # forecasts so much longer than the shortest, by share, count as equal to it
@@ -64,6 +63,9 @@ def _refusal(job: Job, sizes: dict[str, int]) -> str | None:
 def _meshes(job: Job, chip: Chip, chips: int, fixed: Fixed, refused: Counter) -> Iterator[Network]:
     """Every mesh of so many chips that the model and the network allow; the others are counted by reason."""
     w, wanted = job.work, dict(fixed.axes)
+    for reason in _impossible(chip, chips, fixed):
+        refused[reason] += 1
+        return
     most = {
         "pipe": min(STAGES, w.L), "data": chips, "fsdp": chips, "expert": w.experts_count, "tensor": w.heads,
         "context": max(1, job.seq // (2 * PART)) if w.exchanged else 1,
@@ -78,6 +80,10 @@ def _meshes(job: Job, chip: Chip, chips: int, fixed: Fixed, refused: Counter) ->
         shared = math.prod(sizes[axis] for axis in job.shards if axis != "fsdp")
         for zero in (1, 3) if fixed.zero is None else (fixed.zero,):
             if (zero == 3) != (sizes["fsdp"] > 1) and not (zero == 3 and shared > 1):
+                if fixed.zero is not None:
+                    refused[
+                        f"ZeRO-{zero} shards {'params, over fsdp' if zero == 3 else 'no params, and fsdp does'}"
+                    ] += 1
                 continue
             try:
                 if placed is not None:
@@ -90,10 +96,28 @@ def _meshes(job: Job, chip: Chip, chips: int, fixed: Fixed, refused: Counter) ->
                 refused[str(error)] += 1
 
 
+def _impossible(chip: Chip, chips: int, fixed: Fixed) -> Iterator[str]:
+    """Yield what is wrong with the axes' sizes that the user gave, whatever the others are."""
+    wanted = dict(fixed.axes)
+    pods = wanted.get("pod", fixed.pods or 1)
+    if fixed.pods and pods != fixed.pods:
+        yield f"pod={pods} and {fixed.pods} pods contradict each other"
+    if chip.kind != "tpu" and pods > 1:
+        yield f"{chip.name} has no pods: replicas over its network are data={pods}"
+    if chips % pods:
+        yield f"{pods} pods do not divide {chips:,} chips"
+    if (product := math.prod(wanted.values())) and chips % product:
+        given = ", ".join(f"{axis}={size}" for axis, size in wanted.items())
+        yield f"{given} {'does' if len(wanted) == 1 else 'do'} not divide {chips:,} chips"
+    elif len(wanted) == len(AXES) and product != chips:
+        yield f"all axes are given, and they make {product:,} chips"
+
+
 def _sizes(chip: Chip, chips: int, fixed: Fixed, most: dict[str, int], refused: Counter) -> Iterator[tuple]:
     """(sizes, placement on a torus or None)."""
     if chip.kind == "tpu":
-        for pods in [fixed.pods] if fixed.pods else pod_counts(chip, chips):
+        given = fixed.pods or dict(fixed.axes).get("pod")
+        for pods in [given] if given else pod_counts(chip, chips):
             for replicas in ("data", "fsdp"):
                 axes = tuple(a for a in AXES[1:] if most[a] > 1 and a not in {"data", "fsdp"} - {replicas})
                 for sizes, placed in torus_meshes(chip, chips, pods, axes, tuple(most[a] for a in axes)):
@@ -122,40 +146,6 @@ def pod_counts(chip: Chip, chips: int) -> list[int]:
             return [pods]
     slice_shape(chip, chips // least)  # raises, naming the next best
     return [least]
-
-
-def recipes(job: Job, network: Network, fixed: Fixed) -> np.ndarray:
-    """[(microbatches, schedule, chunks, remat, reduce)] that a mesh can run, words as codes."""
-    w, size = job.work, network.sizes
-    replicas = math.prod(size[axis] for axis in ("pod", "data", "fsdp", "expert"))
-    own = -(-job.sequences // replicas) if job.seq > 1 else -(-job.batch // (replicas * size["context"]))
-    policies = tuple(p for p in POLICIES if p in w.saved)
-    return _recipes(own, size["pipe"], w.L, policies, network.zero == 3, fixed)
-
-
-@lru_cache(maxsize=4096)
-def _recipes(own: int, stages: int, L: int, policies: tuple[str, ...], sharded: bool, fixed: Fixed) -> np.ndarray:
-    counts = {own, *(2**i for i in range(own.bit_length()))} | {
-        stages * 2**i for i in range(12) if stages * 2**i <= own
-    }
-    counts = {m for m in counts if m >= min(stages, own)}  # a pipeline has at least as many as stages, if it can
-    layers, runs = -(-L // stages), [("1f1b", 1)]
-    if stages > 1:
-        runs += [("interleaved", v) for v in CHUNKS if v <= layers] + [("zb-h1", 1)]
-        runs += [("dualpipev", 2)] * (layers >= 2)
-    if fixed.schedule:
-        runs = [run for run in runs if run[0] == fixed.schedule] or [(fixed.schedule, 1)]
-    if fixed.chunks:
-        runs = sorted({(name, fixed.chunks) for name, v in runs if v > 1 or fixed.chunks == 1}) or runs
-    reduces, found = (fixed.reduce,) if fixed.reduce else REDUCES, []
-    for m in [fixed.microbatches] if fixed.microbatches else sorted(counts):
-        for name, v in runs:
-            if (name == "interleaved" and m % stages) or (name == "dualpipev" and m < 2 * stages):
-                continue  # as published, these need so many
-            for policy in (fixed.remat,) if fixed.remat else policies:
-                for reduce in reduces if sharded and m > 1 else REDUCES[:1]:
-                    found.append((m, SCHEDULES.index(name), v, POLICIES.index(policy), REDUCES.index(reduce)))
-    return np.array(found, dtype=np.int64).reshape(-1, 5)
 
 
 def complexity(layout: Layout) -> int:
@@ -227,7 +217,7 @@ def search(job: Job, chip: Chip, chips: int, fixed: Fixed = ANY) -> SearchResult
     options = [recipes(job, network, fixed) for network in networks]
     for network, found in zip(networks, options, strict=True):
         if not len(found):
-            refused[f"no schedule for {network.sizes['pipe']} stages with these microbatches"] += 1
+            refused[no_recipe(job, network, fixed)] += 1
     kept = [i for i, found in enumerate(options) if len(found)]
     chosen, start, count = [], 0, 0
     while start < len(kept):
@@ -275,9 +265,10 @@ def plans(job: Job, chip: Chip, chips: int, fixed: Fixed = ANY) -> Found:
     """
     found = search(job, chip, chips, fixed)
     if not found.found:
-        why = "; ".join(f"{reason} ({count:,} meshes)" for reason, count in found.refused.most_common(4))
+        counted = ((reason, f"{count:,} meshes") for reason, count in found.refused.most_common(4))
+        why = "; ".join(f"{reason} ({count})" if count != "1 meshes" else reason for reason, count in counted)
         raise ValueError(
-            f"no mesh of {chips:,} {chip.name} suits {job.config.name}: {why or 'none has these sizes'}"
+            f"no mesh of {chips:,} {chip.name} suits {job.config.name}: {why or 'its torus has no axes of these sizes'}"
             "\n  fix: choose other sizes, another number of chips, or a larger batch"
         )
     return found.found

@@ -17,7 +17,8 @@ from scaling.common.tables import table
 from scaling.configs import get
 from scaling.configs.sources import HELP
 from scaling.cost.units import significant
-from scaling.hardware import Chip, Level, chip
+from scaling.hardware import CHIPS, Chip, Level, chip
+from scaling.hardware.catalogue import CLASS
 from scaling.models.leaves import counted_without
 from scaling.plan.candidates import search
 from scaling.plan.evaluate import Estimate
@@ -130,17 +131,21 @@ def advice(job: Job, gpu: Chip, gpus: int, timed: bool = True) -> str:
         f"Nothing fits: {best.rung.name} is {size(float(best.found.held.total) - free)} too large for the "
         f"{size(free)}.",
         f"What would help: {-(-int(params * state) // int(free))} or more such GPUs (for params, gradients and "
-        f"optimizer alone); shorter sequences; an optimizer of 2 bytes a parameter (8-bit Adam) instead of "
-        f"{job.optimizer_bytes:g}; a model of at most {size(free * gpus / state).replace(' GB', 'e9')} params.",
+        f"optimizer alone); shorter sequences; "
+        + (
+            f"an optimizer of 2 bytes a parameter (8-bit Adam) instead of {job.optimizer_bytes:g}; "
+            * (job.optimizer_bytes > 2)
+        )
+        + f"a model of at most {size(free * gpus / state).replace(' GB', 'e9')} params.",
     ]
     return folded(lines)
 
 
 def quantity(text: str) -> float:
-    """ "24GB", "312T", "32e9": a number with a decimal unit."""
-    match = re.fullmatch(r"([\d.]+(?:e\d+)?)\s*([kMGT]?)(?:i?B|FLOPs|B/s|FLOPs/s)?", text, re.ASCII)
+    """Read a number with a unit: "24GB" and "32e9" are decimal, "24GiB" is binary."""
+    match = re.fullmatch(r"([\d.]+(?:e\d+)?)\s*([kMGT]?)(i(?=B$))?(?:B|FLOPs|B/s|FLOPs/s)?", text, re.ASCII)
     try:
-        value = float(match[1]) * {"": 1, "k": 1e3, "M": 1e6, "G": 1e9, "T": 1e12}[match[2]] if match else 0.0
+        value = float(match[1]) * (1024 if match[3] else 1000) ** " kMGT".index(match[2] or " ") if match else 0.0
     except ValueError:
         value = 0.0
     if not 0 < value < 1e30:
@@ -148,12 +153,12 @@ def quantity(text: str) -> float:
     return value
 
 
-@complaining(ValueError, code=2)
-def main(arguments: list[str]) -> int:
+def _parser() -> Parser:
+    """Return the parser of the guide's arguments."""
     parser = Parser(prog="python -m scaling.plan guide", description=__doc__)
     parser.add_argument("--model", required=True, help=HELP)
     parser.add_argument("--gpus", type=integer(1), default=1, help="number of GPUs (default 1)")
-    parser.add_argument("--gpu", help="a100, h100, h200, b200, ...; or a .toml file; or give its --memory instead")
+    parser.add_argument("--gpu", help=f"{CHIPS}; or give its --memory instead")
     parser.add_argument("--memory", type=quantity, help="memory of one GPU, such as 24GB")
     parser.add_argument("--flops", type=quantity, help="FLOPs/s of one GPU in bf16, such as 165T (for the times)")
     parser.add_argument(
@@ -176,16 +181,27 @@ def main(arguments: list[str]) -> int:
         default=8,
         help="bytes of optimizer state per parameter (default 8: Adam; 8-bit Adam has 2)",
     )
-    args = parser.parse_args(arguments)
-    if bool(args.gpu) == bool(args.memory):
-        raise ValueError("say either --gpu or --memory\n  fix: leave one of the two out")
+    return parser
+
+
+@complaining(ValueError, code=2)
+def main(arguments: list[str]) -> int:
+    args = _parser().parse_args(arguments)
+    if not args.gpu and not args.memory:
+        raise ValueError("which GPU?\n  fix: give its name, as in --gpu rtx4090, or its memory, as in --memory 24GB")
+    if args.gpu and args.memory:
+        raise ValueError("--gpu says how much memory there is, so does --memory\n  fix: leave one of the two out")
     if args.gpu:
         gpu = chip(args.gpu)
         if gpu.kind != "gpu":
             raise ValueError(f"{gpu.name} is a {gpu.kind}\n  fix: for TPUs use python -m scaling.plan --help")
     else:
         levels = (Level("node", max(args.gpus, 2), args.link),)
-        gpu = Chip("GPU", "gpu", peaks=(("bf16", args.flops or 1e14),), hbm_bytes=args.memory, levels=levels)
+        like = chip(CLASS["gpu"])
+        gpu = Chip(
+            "GPU", "gpu", peaks=(("bf16", args.flops or 1e14),), hbm_bytes=args.memory, levels=levels,
+            efficiency=like.efficiency, efficiency_of=like.name,
+        )  # fmt: skip
     each = 2 if args.precision == "bf16" else 4
     job = Job(
         get(args.model), args.sequences * args.seq, args.seq, param_bytes=each, grad_bytes=each,

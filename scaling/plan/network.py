@@ -95,7 +95,7 @@ def tree(
     def lane_of(op: str, axes: tuple[str, ...], size: int) -> Lane:
         inner = math.prod(sizes[axis] for axis in AXES[AXES.index(axes[-1]) + 1 :])
         total = size * inner
-        if node % total and total % node and total != cluster:
+        if cluster > node and node % total and total % node and total != cluster:
             raise Unplaced(f"groups of {total} GPUs lie across nodes of {node}")
         return _or_unplaced(tree_lane, chip, op, size, inner, copies, groups)
 
@@ -113,11 +113,7 @@ def slice_shape(chip: Chip, chips: int) -> tuple[int, ...]:
     pod = chip.need("pod")
     if chips == chip.pod_chips:
         return tuple(pod)
-    shapes = [
-        shape
-        for shape in _shapes(chips, len(pod))
-        if all(a <= b for a, b in zip(shape, sorted(pod), strict=True))
-    ]  # fmt: skip
+    shapes = [shape for shape in _shapes(chips, len(pod)) if inside(shape, chip.longest)]
     if not shapes:
         whole, near = "x".join(map(str, pod)), _near(chip, chips)
         raise ValueError(f"{chips:,} chips are not a slice of a {whole} pod of {chip.name}; fix: take {near:,}")
@@ -136,12 +132,15 @@ def _shapes(chips: int, axes: int) -> Iterator[tuple[int, ...]]:
 
 def _near(chip: Chip, chips: int) -> int:
     """The largest slice of fewer chips."""
-    pod = sorted(chip.need("pod"))
     for fewer in range(min(chips, chip.pod_chips), 0, -1):
-        for shape in _shapes(fewer, len(pod)):
-            if all(a <= b for a, b in zip(shape, pod, strict=True)):
-                return fewer
+        if any(inside(shape, chip.longest) for shape in _shapes(fewer, chip.axes)):
+            return fewer
     return 1
+
+
+def inside(shape: tuple[int, ...], longest: tuple[int, ...]) -> bool:
+    """Return whether a slice of these sorted lengths lies inside the longest ones, sorted too."""
+    return all(length <= most for length, most in zip(shape, longest, strict=True))
 
 
 @lru_cache(maxsize=64)

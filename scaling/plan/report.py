@@ -92,6 +92,10 @@ def _notes(found: Estimate) -> list[str]:
     ways = weight_ways(job, l, "weights")[0] if l.zero == 3 else 1
     if w.D % ways:
         said.append(f"weights are cut flat: D = {w.D:,} does not divide by {ways:,}")
+    if like := found.network.chip.efficiency_of:
+        said.append(
+            f"nothing says what share of its peaks a {found.network.chip.name} reaches: forecast with the {like}'s"
+        )
     if found.network.chip.kind == "gpu" and l.tensor > found.network.chip.node_gpus:
         said.append(f"TP spans {l.tensor // found.network.chip.node_gpus} nodes")
     return said

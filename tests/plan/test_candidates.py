@@ -11,9 +11,10 @@ from scaling.cost import gpu
 from scaling.cost.lanes import AxisSpan, exchange, gather_price, join_spans
 from scaling.hardware import chip
 from scaling.plan import Fixed, Job, Layout, evaluate, plans, search
-from scaling.plan.candidates import CHUNKS, TIE, rank, simplest_first
+from scaling.plan.candidates import TIE, rank, simplest_first
 from scaling.plan.job import AXES, POLICIES, SCHEDULES
 from scaling.plan.network import Unplaced, book, measured, placements, slice_shape, torus, torus_meshes, tree
+from scaling.plan.recipes import CHUNKS
 
 H100, V5P = chip("h100"), chip("v5p")
 L8, L70 = get("llama3-8b"), get("llama3-70b")

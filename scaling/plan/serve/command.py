@@ -9,7 +9,7 @@ from scaling.common.console import SEEDS, Parser, complain, complaining, integer
 from scaling.configs import get
 from scaling.configs.sources import HELP
 from scaling.cost import decoding, serving
-from scaling.hardware import chip, chips
+from scaling.hardware import CHIPS, chip
 from scaling.models.leaves import uncomputed
 from scaling.plan.serve import published, report, traces
 from scaling.plan.serve.candidates import OBJECTIVES, Service, plans, slice_shapes
@@ -28,7 +28,7 @@ def _parser() -> Parser:
         "Exit status: 0, a plan was found; 1, nothing fits or is fast enough; 2, an argument is wrong.",
     )
     parser.add_argument("--model", required=True, help=HELP)
-    parser.add_argument("--chip", required=True, help=f"{', '.join(chips())}; or a .toml file")
+    parser.add_argument("--chip", required=True, help=CHIPS)
     parser.add_argument("--chips", type=integer(1), help="number of chips of the slice (default: any)")
     parser.add_argument("--most", type=integer(1), default=256, help="chips of the largest slice tried (default 256)")
     parser.add_argument(
