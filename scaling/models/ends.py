@@ -46,6 +46,16 @@ def chosen_end(by: Tokenizer, eos: int | None) -> int:
     return NO_END if found is None else found
 
 
+def why_no_end(by: Tokenizer) -> str:
+    """Return in words why a tokenizer has no end of text: its folder names none, or only ones it does not have."""
+    named = special_tokens(by.folder).get("eos_token") if by.folder else None
+    if named is not None:
+        return f"{by.name} does not have the eos_token of its tokenizer_config.json, {named!r}"
+    if by.folder and (ids := ends_of(by.folder)):
+        return f"{by.name} does not have the eos_token_id of its folder, {ids[0]}: it has 0..{by.vocabulary - 1}"
+    return f"nothing says which token of {by.name} ends a text"
+
+
 def _named_end(home: Path, by: Tokenizer) -> int | None:
     """Return the id of a folder's `eos_token`; None where it names none, or one that the tokenizer does not have."""
     named = special_tokens(home)

@@ -29,22 +29,15 @@ from scaling.models.text import NAME
 from scaling.spec.sizes import parse_mesh
 from scaling.strategies import transformer
 from scaling.train import compare, dry, elastic, evaluate, export, flight, tokenize, verify
-from scaling.train.documents import add_options
-from scaling.train.durable import oddities, replaced
+from scaling.train.documents import add_options, check_options
+from scaling.train.durable import LATEST, oddities, replaced
 from scaling.train.loop import STOP, run
-from scaling.train.origin import begun_from, end_for, keep_origin, tokenizer_for
-from scaling.train.progress import check_installed, describe
+from scaling.train.origin import begun_from, end_for, keep_origin, tokenizer_for, weights_to_begin_with
+from scaling.train.progress import METRICS, NORMS, check_installed, describe
 from scaling.train.record import check_options_kept, check_unchanged, first_recorded, record_of, resumable
 from scaling.train.settings import Settings, add_flags
 
-NOT_KEPT = (
-    "model",
-    "weights",
-    "resume",
-    "new_data",
-    "step",
-    "out",
-)  # settings that run.toml has not, or other words for
+NOT_KEPT = ("model", "weights", "resume", "new_data", "step", "out")  # run.toml has other words for these, or none
 LOCK = "lock"  # of a run's folder: the file that the run that writes there holds
 OTHERS = {
     "tokenize": tokenize.main,
@@ -96,6 +89,7 @@ def arguments(argv=None) -> argparse.Namespace:
     args = parser.parse_args([*flags, *(sys.argv[1:] if argv is None else argv)])
     if (args.step or args.new_data) and not args.resume:
         parser.error("--step and --new-data say how --resume goes on: give it too")
+    check_options(parser, given)
     if not args.data and not args.dry_run:
         parser.error("--data is needed: a text file, or a folder of them")
     return args
@@ -127,7 +121,7 @@ def main(argv=None) -> int:
     args.model = weights or args.model  # of what the hub or a GGUF file holds, the folder
     own = {f.name: getattr(args, f.name) for f in fields(Settings) if f.name not in ("model", "weights")}
     config = config if args.dropout is None else config.with_(dropout=args.dropout)
-    weights = "" if args.from_scratch else weights if args.weights is None else args.weights
+    weights = "" if args.from_scratch else weights_to_begin_with(args.out, args.weights, weights)
     if not args.dry_run:
         resumed = Path(args.out) if args.resume and (Path(args.out) / RUN).is_file() else None
         own["tokenizer"] = tokenizer_for(config, args.model, weights, args.tokenizer, args.data, resumed)
@@ -259,7 +253,15 @@ def locked(out: Path) -> Iterator[None]:
 
 
 def check_startable(out: Path, settings: Settings) -> None:
-    """ValueError if a run with these settings cannot begin in this folder, or go on with what is there."""
+    """Refuse a run with these settings that cannot begin in this folder, or go on with what is there.
+
+    Raises:
+        ValueError: The folder is not one that this run can begin in, or was begun with other settings.
+        OSError: A file there cannot be read.
+    """
+    for path in (out / name for name in (RUN, METRICS, NORMS, LATEST, STOP)):
+        if path.is_dir():
+            raise ValueError(f"{path}: is a folder, where a run has a file\n  fix: move it away, or give another --out")
     if not settings.resume:
         if any(out.glob("step-*")):
             what = f"{out}: holds checkpoints already"

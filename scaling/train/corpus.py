@@ -14,7 +14,7 @@ import numpy
 
 from scaling.models.ends import NO_END, chosen_end
 from scaling.models.text import FILE, ByteText, Tokenizer, Unknown, tokenizer
-from scaling.train.documents import Reader, untemplated
+from scaling.train.documents import Reader, nothing_counts, untemplated
 
 TEXT = (".txt", ".md", ".py", ".rst", ".json", ".jsonl", ".csv", "")
 INDEX = "shards.json"  # of a folder of token shards
@@ -85,6 +85,8 @@ def open_corpus(path, by: Tokenizer = BYTES, eos: int | None = None, templated: 
         end = numpy.array([] if eos in (None, NO_END) else [eos], numpy.uint32)
         return _joined([[row, end] if len(end) and row[-1] != eos else [row] for row in rows], path)
     read = [document for p in files for document in Reader(by, eos, templated).documents(p)]
+    if read and not any(d.counted.any() for d in read):
+        raise nothing_counts(path)
     counted = tuple(d.counted for d in read) if not all(d.counted.all() for d in read) else EVERYTHING
     notes = (untemplated(path, by),) if any(document.plain for document in read) else ()
     return _joined([[d.ids] for d in read], path, counted, notes)

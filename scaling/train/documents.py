@@ -17,7 +17,7 @@ import numpy
 from scaling.common.arguments import of_type
 from scaling.common.console import complain, integer
 from scaling.common.torchrun import first_rank
-from scaling.models.ends import NO_END, chosen_end, ends_of
+from scaling.models.ends import NO_END, chosen_end, ends_of, why_no_end
 from scaling.models.template import RESERVED, ChatTemplate, chat_template
 from scaling.models.text import Tokenizer
 
@@ -108,18 +108,21 @@ class Reader:
     def chat(self, messages: Sequence[Mapping[str, Any]], given: Mapping[str, Any]) -> Document:
         """Return messages as the tokenizer's chat template writes them; `given`: what else the template is told.
 
-        What the assistant says counts, with the token that ends it. Where generation would not stop at that token, the
-        end of text follows the last answer, and counts with all that is between.
+        What the assistant says counts, with the token that ends it, unless the message has "weight": 0. Where
+        generation would not stop at that token, the end of text follows the last answer, and counts with all that is
+        between.
         """
+        learned = [is_learned(message) for message in messages]
         if self.template is None:
             return self.plain_chat(messages)
         text, spans = self.template.spans(messages, **given)
+        spans = kept_spans(messages, learned, spans)
         found, places = self.by.places(text)
         counted = within(places, spans)
         ids = numpy.array(found, numpy.uint32)
         ends = numpy.isin(ids, self.ends)
         counted[1:] |= counted[:-1] & ends[1:]  # a template may leave the token that ends an answer out of its span
-        answered = messages[-1].get("role") == ASSISTANT and counted.any()
+        answered = learned[-1] and counted.any()
         last = int(counted.nonzero()[0][-1]) if answered else len(ids) - 1
         if self.end != NO_END and len(ids) and not ends[last]:
             if ids[-1] != self.end:  # the template has not written it itself
@@ -133,7 +136,7 @@ class Reader:
         for message in messages:
             match message:
                 case {"role": str(role), "content": str(content)}:
-                    parts += [(f"{role}: ", False), (f"{content}\n\n", role == ASSISTANT)]
+                    parts += [(f"{role}: ", False), (f"{content}\n\n", is_learned(message))]
                 case _:
                     raise ValueError('a message is {"role": ..., "content": ...}, both text\n  fix: write each so')
         return self.joined(parts)._replace(plain=self.templated)
@@ -149,6 +152,47 @@ class Reader:
                 ids.append(self.end)
             lengths.append(len(ids) - before)
         return Document(numpy.array(ids, numpy.uint32), numpy.repeat([counts for _, counts in parts], lengths))
+
+
+def is_learned(message: Any) -> bool:
+    """Return whether a message counts in the loss: the assistant's do, unless they have "weight": 0, as in files for
+    OpenAI's fine-tuning.
+
+    Raises:
+        ValueError: The weight is neither 0 nor 1, or stands at a message of another role.
+    """
+    if not isinstance(message, Mapping):
+        return False
+    is_answer, weight = message.get("role") == ASSISTANT, message.get("weight")
+    if weight is None:
+        return is_answer
+    if not is_answer or isinstance(weight, bool) or weight not in (0, 1):
+        whose = "an answer" if is_answer else f"a message of {message.get('role')!r}"
+        raise ValueError(
+            f'{whose} has "weight": {json.dumps(weight)}'
+            "\n  rule: only an answer has a weight, which is 0 (not learned) or 1\n  fix: leave it out, or give 0 or 1"
+        )
+    return weight == 1
+
+
+def kept_spans(
+    messages: Sequence[Mapping[str, Any]], learned: Sequence[bool], spans: list[tuple[int, int]]
+) -> list[tuple[int, int]]:
+    """Return the spans of the answers that count; those of a template are in the order of the answers.
+
+    Raises:
+        ValueError: Some answers do not count, and the template does not mark each answer once.
+    """
+    answers = [i for i, message in enumerate(messages) if message.get("role") == ASSISTANT]
+    if all(learned[i] for i in answers):
+        return spans
+    if len(spans) != len(answers):
+        raise ValueError(
+            f'an answer has "weight": 0, and the chat template marks {len(spans)} spans for {len(answers)} answers'
+            "\n  rule: which span is whose is known where each answer has one"
+            "\n  fix: leave the weight out, or write the answers that are not learned into other lines"
+        )
+    return [span for i, span in zip(answers, spans, strict=True) if learned[i]]
 
 
 def parsed(line: str) -> Any:
@@ -191,6 +235,12 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def check_options(parser: argparse.ArgumentParser, given: argparse.Namespace) -> None:
+    """Exit with the parser's usage if the options of `add_options` that were given exclude each other."""
+    if given.no_eos and given.eos_id is not None:
+        parser.error("--no-eos and --eos-id exclude each other: give one of them")
+
+
 def end_of_documents(by: Tokenizer, args: argparse.Namespace, text: bool = True) -> int:
     """Return the id that ends each document, by the options and the tokenizer; `NO_END` if none does.
 
@@ -201,10 +251,18 @@ def end_of_documents(by: Tokenizer, args: argparse.Namespace, text: bool = True)
     found = chosen_end(by, args.eos_id)
     if found == NO_END and args.eos_id is None and text and by.identity not in ("", "bytes") and first_rank():
         complain(
-            f"warning: nothing says which token of {by.name} ends a text, so documents have no end"
+            f"warning: {why_no_end(by)}, so documents have no end"
             "\n  fix: put a tokenizer_config.json with its eos_token beside it, or give --eos-id, or --no-eos"
         )
     return found
+
+
+def nothing_counts(path: Path) -> ValueError:
+    """Return the error for text of which no token counts in the loss."""
+    return ValueError(
+        f"{path}: nothing in it counts in the loss\n  rule: completions and what the assistant says count"
+        '\n  fix: give lines that have some, with the role "assistant"'
+    )
 
 
 def untemplated(path: Path, by: Tokenizer) -> str:

@@ -7,10 +7,12 @@ RUN/model/        what came with the model and its tokenizer: config.json, token
 import argparse
 import json
 import shutil
+import sys
 from pathlib import Path
 from typing import Any
 
 from scaling.common.arguments import of_type, read_table
+from scaling.common.torchrun import first_rank
 from scaling.configs import Config, get, source_of
 from scaling.configs.sources import CONFIGS, MODEL, RUN
 from scaling.models.text import (
@@ -56,6 +58,16 @@ def begun_from(model: str, sizes_only: bool = False) -> tuple[Config, str]:
             f"that python -m scaling.train export {model} --out FOLDER writes"
         )
     return source.config, source.folder
+
+
+def weights_to_begin_with(out: str, own: "str | None", given: str) -> str:
+    """Return the folder of the weights that a run began with, `own`, or where it has none yet, those that were given.
+
+    Rank 0 warns that others than its own are not used.
+    """
+    if own is not None and given and first_rank() and Path(given).resolve() != Path(own).resolve():
+        print(f"warning: {out} goes on with its own weights, not with those of {given}", file=sys.stderr, flush=True)
+    return given if own is None else own
 
 
 def config_of_run(run: Path) -> Config:

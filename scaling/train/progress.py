@@ -23,6 +23,8 @@ from scaling.spec.sizes import format_sizes
 from scaling.train.durable import replaced
 from scaling.train.settings import Settings
 
+METRICS, NORMS = "metrics.jsonl", "norms.jsonl"  # of a run's folder: a line a step
+
 
 @dataclass(frozen=True)
 class Progress:
@@ -63,7 +65,7 @@ class Progress:
         what is no record."""
         if self.mesh.rank:
             return
-        for path in (Path(self.settings.out) / name for name in ("metrics.jsonl", "norms.jsonl")):
+        for path in (Path(self.settings.out) / name for name in (METRICS, NORMS)):
             if path.is_file():
                 found = read_records(path)
                 kept = b"".join(line for line, record in found if record and record["step"] <= step)
@@ -91,7 +93,7 @@ class Progress:
         """All of them, from rank 0."""
         if self.mesh.rank:
             return
-        with open(Path(self.settings.out) / "metrics.jsonl", "a") as log:
+        with open(Path(self.settings.out) / METRICS, "a") as log:
             log.write(json.dumps(record) + "\n")
         if self.board:
             for name, value in record.items():
@@ -111,7 +113,7 @@ class Progress:
     def norms(self, step: int, leaves: Iterable[str], norms: Iterable[float]) -> None:
         """The norm of each leaf's gradient, as a line of norms.jsonl."""
         if self.mesh.rank == 0:
-            with open(Path(self.settings.out) / "norms.jsonl", "a") as log:
+            with open(Path(self.settings.out) / NORMS, "a") as log:
                 log.write(json.dumps({"step": step, "norms": dict(zip(leaves, norms, strict=True))}) + "\n")
 
     def warn(self, text: str) -> None:

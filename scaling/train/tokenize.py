@@ -17,7 +17,7 @@ import numpy
 from scaling.common.console import Parser, complain, complaining, integer
 from scaling.models.text import Tokenizer, copy_companions, tokenizer
 from scaling.train.corpus import INDEX, TEXT
-from scaling.train.documents import Reader, add_options, end_of_documents, untemplated
+from scaling.train.documents import Reader, add_options, check_options, end_of_documents, nothing_counts, untemplated
 from scaling.train.durable import replaced
 
 
@@ -55,7 +55,7 @@ def _written(source: Path, files: list[Path], out: Path, reader: Reader, shard_t
         "top": 0,
         "bytes": {},
     }
-    starts, held, size, total, all_count = [], [], 0, 0, True
+    starts, held, size, total, all_count, any_count = [], [], 0, 0, True, False
 
     def save(name: str, x: numpy.ndarray) -> str:
         numpy.save(out / name, x)
@@ -75,13 +75,16 @@ def _written(source: Path, files: list[Path], out: Path, reader: Reader, shard_t
             held.append(document)
             total, size = total + len(document.ids), size + len(document.ids)
             index["top"] = max(index["top"], int(document.ids.max()))
-            all_count, plain = all_count and bool(document.counted.all()), plain or document.plain
+            all_count, any_count = all_count and document.counted.all(), any_count or document.counted.any()
+            plain = plain or document.plain
             if size >= shard_tokens:
                 flush()
     if held:
         flush()
     if not total:
         raise ValueError(f"{source}: holds no text\n  fix: give a file that holds some")
+    if not any_count:
+        raise nothing_counts(source)
     save("starts.npy", numpy.array(starts, numpy.int64))
     if all_count:
         for name in index["counted"]:
@@ -105,6 +108,7 @@ def main(argv=None) -> int:
     parser.add_argument("--shard-tokens", type=integer(1), default=10**8, help="tokens per shard (default 1e8)")
     add_options(parser)
     args = parser.parse_args(argv)
+    check_options(parser, args)
     by = tokenizer(args.tokenizer)
     how = end_of_documents(by, args), not args.no_template
     index = write_shards(args.data, args.out, by, args.shard_tokens, *how)

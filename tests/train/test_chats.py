@@ -9,7 +9,7 @@ import pytest
 pytest.importorskip("tokenizers", reason="needs the library: pip install tokenizers")
 pytest.importorskip("jinja2", reason="chat templates need it: pip install jinja2")
 
-from runs import ONE, TINY, train
+from runs import ONE, TINY, refusal, train, write_model
 from tokenizers import Tokenizer
 
 from scaling.generate import command as generating
@@ -115,6 +115,33 @@ def test_an_answer_whose_end_ends_no_text_is_followed_by_the_end_of_text(written
     Path("own/generation_config.json").write_text(json.dumps({"eos_token_id": [BYTES + 6 + 1, BYTES + 6 + 3]}))
     assert read("own", CHATS["turns"])[1] == said(CHATS["turns"], "%s<|im_end|>")
     assert read("own", CHATS["asked last"])[1] == said(CHATS["asked last"], "%s<|im_end|>")
+
+
+@pytest.mark.parametrize("template", [CHATML, unmarked(CHATML), None])
+def test_an_answer_with_weight_0_does_not_count(template):
+    """As in files for OpenAI's fine-tuning, where only answers have weights."""
+    write_tokenizer("own", template, "<|im_end|>")
+    turns = [ASK | {"content": "a"}, TELL | {"content": "no"}, ASK | {"content": "b"}, TELL | {"content": "yes"}]
+    ends = "<|im_end|>" if template else "\n\n<|im_end|>"
+    for weights, wanted in (((0, 1), ["yes"]), ((1, 0), ["no"]), ((0, None), ["yes"]), ((1, 1), ["no", "yes"])):
+        given = [turns[0], turns[1] | {"weight": weights[0]}, turns[2], turns[3] | {"weight": weights[1]}]
+        assert read("own", given)[1] == "".join(answer + ends for answer in wanted)
+    for message, words in (
+        (TELL | {"content": "", "weight": 0.5}, 'an answer has "weight": 0.5'),
+        (TELL | {"content": "", "weight": True}, 'an answer has "weight": true'),
+        (ASK | {"content": "", "weight": 1}, "a message of 'user' has"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            read("own", [message])
+
+
+@pytest.mark.parametrize("command", ["tokenize", "--model model.toml --batch 1 --seq 4 --steps 1"])
+def test_chats_of_which_nothing_counts_are_refused(command, capsys):
+    write_model()
+    line = {"messages": [ASK | {"content": "a"}, {"role": "asistant", "content": "b"}]}
+    Path("chats.jsonl").write_text((json.dumps(line) + "\n") * 20)
+    assert "chats.jsonl: nothing in it counts in the loss" in refusal(capsys, f"{command} --data chats.jsonl --out o")
+    assert not Path("o").exists()
 
 
 def test_without_a_template_answers_end_with_the_end_of_text_and_that_is_said_once(capsys):

@@ -89,6 +89,18 @@ def test_the_end_of_text_of_a_tokenizer_is_its_own_or_else_its_model_s(end, file
     assert end_of_text(tokenizer("own")) == end
 
 
+@pytest.mark.parametrize(("files", "words"), [
+    (ENDS[5][1], "does not have the eos_token of its tokenizer_config.json, '<end>'"),
+    (ENDS[6][1], "does not have the eos_token_id of its folder, 5: it has 0..4"),
+    (ENDS[7][1], "nothing says which token of own/tokenizer.json ends a text"),
+])  # fmt: skip
+def test_why_documents_have_no_end_is_said(files, words, capsys):
+    written("own", **files)
+    Path("text.txt").write_text("the dog")
+    assert train("tokenize --data text.txt --out shards --tokenizer own") == 0
+    assert words in capsys.readouterr().err
+
+
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")  # of transformers
 def test_a_tokenizer_s_own_end_of_text_is_transformers_too():

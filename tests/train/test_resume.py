@@ -9,8 +9,10 @@ from pathlib import Path
 import pytest
 import torch
 from machine import ended
-from runs import SMALL, losses, records, refusal, train, tree_of
+from runs import SMALL, losses, records, refusal, train, tree_of, write_text
 
+from scaling.configs import get
+from scaling.models import hf, transformer
 from scaling.train import command, dcp
 from scaling.train.settings import DTYPES
 
@@ -42,6 +44,7 @@ WRONG = {  # flags: words of the refusal, by whoever finds it
     "--data negative.npy --new-data": "holds the id -1",
     "--profile /dev/null/x": "",
     "--no-such-flag": "",
+    "--no-eos --eos-id 0": "exclude each other",
 }
 
 
@@ -166,6 +169,15 @@ def test_damage_is_named_and_the_losses_are_right(begun, capsys, what):
     assert train("verify run") == 0
 
 
+@pytest.mark.parametrize("name", ["metrics.jsonl", "latest", "norms.jsonl"])
+def test_a_folder_where_a_run_has_a_file_is_refused_before_anything_is_written(begun, capsys, name):
+    Path("run", name).unlink(missing_ok=True)
+    Path("run", name).mkdir()
+    before = tree_of("run")
+    assert f"run/{name}: is a folder, where a run has a file" in refusal(capsys, "--resume --steps 4")
+    assert tree_of("run") == before
+
+
 def test_a_step_may_be_chosen(begun, capsys, monkeypatch):
     """Later steps count no more; a damaged one is not replaced by another. A count of restarts that is left in a shell
     without torchrun's other variables changes nothing."""
@@ -182,6 +194,22 @@ def test_a_step_may_be_chosen(begun, capsys, monkeypatch):
         assert train(f"--resume --out whole --steps {steps} {more}") == 0
         assert losses("whole") == wanted[:steps]
         assert Path("whole/latest").read_text() == str(steps)
+
+
+@pytest.mark.slow
+def test_weights_of_another_model_are_not_taken_and_that_is_said(here, capsys):
+    config = get("tiny").with_(L=1, D=16, F=32, H=8, N=2, K=2, V=256)
+    for seed, name in enumerate(("one", "other")):
+        hf.save(name, config, transformer.init(config, seed, torch.float32, "cpu"))
+    write_text(300)
+    for out, model in (("run", "one"), ("whole", "one")):
+        assert train(f"--data text.txt --out {out} {SMALL} --model {model} --steps 2 --save-every 1") == 0
+    capsys.readouterr()
+    assert train("--resume --out run --steps 3 --model other") == 0
+    assert "warning: run goes on with its own weights, not with those of other\n" in capsys.readouterr().err
+    assert train("--resume --out whole --steps 3 --model one") == 0
+    assert "warning" not in capsys.readouterr().err
+    assert losses("run") == losses("whole")
 
 
 @pytest.mark.slow
