@@ -1,1 +1,1 @@
-"""What several rooms use and no reader asks for: checks of numbers, the terminal, tables, lazy names, private torch."""
+"""Shared tools without a subject: checks of arguments, the terminal, tables, lazy names, private torch."""

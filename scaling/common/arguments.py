@@ -1,4 +1,4 @@
-"""What functions ask of the numbers, names and files that they are given. A bool is no number here, nor is a text."""
+"""Check the numbers, names and files that callers give. A bool or a text never counts as a number here."""
 
 import json
 import math
@@ -16,14 +16,14 @@ WORDS |= {Integral: WORDS[int], Real: WORDS[float]}  # numpy's too
 
 
 def positive(**values) -> None:
-    """ValueError that names the first value which is not a positive, finite number."""
+    """Raise a ValueError that names the first value which is not a positive, finite number."""
     for name, value in values.items():
         if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < math.inf:
             raise ValueError(f"{name} = {value!r}: must be a positive number\n  fix: give a finite one above 0")
 
 
 def not_negative(**values) -> None:
-    """ValueError that names the first value which is negative or no number, or a tensor of one."""
+    """Raise a ValueError that names the first value which is negative or not a number (or a tensor of one number)."""
     for name, value in values.items():
         number = value.item() if hasattr(value, "numel") and value.numel() == 1 else value
         if isinstance(number, bool) or not isinstance(number, (int, float, Real)) or not 0 <= float(number) < math.inf:
@@ -33,7 +33,7 @@ def not_negative(**values) -> None:
 
 
 def whole(least: int = 1, **values) -> None:
-    """ValueError that names the first value which is not a whole number of at least `least`."""
+    """Raise a ValueError that names the first value which is not a whole number of at least `least`."""
     for name, value in values.items():
         if isinstance(value, bool) or not isinstance(value, int) or value < least:
             what = f"{name} = {value!r}: must be a whole number, {least} or more"
@@ -41,8 +41,11 @@ def whole(least: int = 1, **values) -> None:
 
 
 def whole_numbers(name: str, values) -> list[int]:
-    """The values, Python's, numpy's or a tensor's, as a list of ints. ValueError for floats, bools and texts, which
-    `int` would cut off or read."""
+    """Return the values (Python's, numpy's or a tensor's) as a list of ints.
+
+    Raises:
+        ValueError: some are floats, bools or texts, which `int` would cut off or read.
+    """
     try:
         given = list(values.tolist() if hasattr(values, "tolist") else values)
         found = [index(value) for value in given]
@@ -54,21 +57,24 @@ def whole_numbers(name: str, values) -> list[int]:
 
 
 def flag(**values) -> None:
-    """ValueError that names the first value which is not True or False: "no" would count as true."""
+    """Raise a ValueError that names the first value which is not True or False, since "no" would count as true."""
     for name, value in values.items():
         if not isinstance(value, bool):
             raise ValueError(f"{name} = {value!r}: must be True or False\n  fix: give a bool")
 
 
 def one_of(name: str, value, choices) -> None:
-    """ValueError that lists the choices."""
+    """Raise a ValueError that lists the choices unless the value is one of them."""
     if value not in choices:
         listed = ", ".join(map(repr, choices))
         raise ValueError(f"{name} = {value!r}: one of {listed}\n  fix: choose one of these")
 
 
 def of_type(name: str, value, *kinds: type) -> None:
-    """ValueError that names a value of none of these types. A whole number serves as a float, a bool as neither."""
+    """Raise a ValueError unless the value has one of these types.
+
+    A whole number also counts as a float. A bool counts as neither.
+    """
     fits = isinstance(value, (*kinds, int) if float in kinds else kinds)
     if not fits or (isinstance(value, bool) and bool not in kinds):
         expected = " or ".join(WORDS.get(kind, kind.__name__) for kind in kinds if kind is not NoneType)
@@ -76,14 +82,18 @@ def of_type(name: str, value, *kinds: type) -> None:
 
 
 def check_fields(record, name: str = "") -> None:
-    """ValueError that names the first field of a dataclass whose value is not of the field's type."""
+    """Raise a ValueError that names the first field of a dataclass whose value does not have the field's type."""
     for field in fields(record):
         kinds: tuple[Any, ...] = get_args(field.type) if isinstance(field.type, UnionType) else (field.type,)
         of_type(f"{name}{field.name}", getattr(record, field.name), *(get_origin(kind) or kind for kind in kinds))
 
 
 def read_table(path: "str | Path") -> dict[str, Any]:
-    """The table that a file holds: TOML by its name, else JSON. ValueError that says why it holds none."""
+    """Return the table that a file holds, read as TOML if its name ends in .toml, else as JSON.
+
+    Raises:
+        ValueError: the file cannot be read or holds no table; the message says why.
+    """
     path = Path(path)
     form, read = ("TOML", tomllib.loads) if path.suffix == ".toml" else ("JSON", json.loads)
     try:
@@ -97,10 +107,10 @@ def read_table(path: "str | Path") -> dict[str, Any]:
 
 
 def table_if_any(path: "str | Path") -> dict[str, Any]:
-    """Return the table that a file holds, as `read_table` does, or an empty one where there is no such file."""
+    """Return the table that a file holds, as `read_table` does, or an empty one if there is no such file."""
     return read_table(path) if Path(path).is_file() else {}
 
 
 def shortened(text: str, most: int = 60) -> str:
-    """A text as an error message quotes it: one that is too long for a line is cut."""
+    """Cut a text that is too long for a line, as error messages quote it."""
     return text if len(text) <= most else f"{text[: most - 20]}... ({len(text):,} characters)"

@@ -1,9 +1,11 @@
-"""What the commands share: numbers within bounds, text that fits, and one clear error at a bad end.
+"""Give all commands options within bounds, text that fits the terminal, and one clear error at a bad end.
 
-parser = Parser(prog="python -m scaling.tool", description="...")
-parser.add_argument("--seed", type=integer(0, 2**63 - 1), default=0)
-complain(error)                     on the error stream, in at most 100 columns
-sys.exit(command(main))
+For example:
+
+    parser = Parser(prog="python -m scaling.tool", description="...")
+    parser.add_argument("--seed", type=integer(0, 2**63 - 1), default=0)
+    complain(error)                     # on the error stream, in at most 100 columns
+    sys.exit(command(main))
 """
 
 import argparse
@@ -30,8 +32,10 @@ PROFILE = "profile what the ranks run, and write it: to FILE.json or into a fold
 
 
 class HelpFormatter(argparse.RawDescriptionHelpFormatter):
-    """For a parser's help: at most 100 columns. Paragraphs of its description and epilog are filled; indented lines,
-    which are examples, stay lines."""
+    """Format a parser's help in at most 100 columns.
+
+    Paragraphs of the description and the epilog are filled; indented lines, which are examples, stay lines.
+    """
 
     def __init__(self, prog: str, **options: Any):
         super().__init__(prog, **options | {"width": min(shutil.get_terminal_size().columns, WIDEST) - 2})
@@ -44,18 +48,18 @@ class HelpFormatter(argparse.RawDescriptionHelpFormatter):
 
 
 def _further_in(line: str) -> str:
-    """What an indented line is continued with: four columns more; a line that is not indented, at the left."""
+    """Return the indent that continues a line: four columns more if the line is indented, else none."""
     indent = line[: len(line) - len(line.lstrip())]
     return indent and indent + "    "
 
 
 def width() -> int:
-    """The columns that may be used: the terminal's, between 60 and 100; 100 where there is no terminal."""
+    """Return the columns that may be used: the terminal's, between 60 and 100, or 100 if there is no terminal."""
     return max(NARROWEST, min(WIDEST, shutil.get_terminal_size((WIDEST, 24)).columns))
 
 
 def fold(text: str, columns: int | None = None) -> str:
-    """Every line that is too long continued on the next one, four columns further in than it began."""
+    """Continue every line that is too long on the next one, indented four columns more."""
     columns, lines = columns or width(), []
     for line in text.split("\n"):
         if len(line) <= columns:
@@ -72,6 +76,7 @@ def complain(error: object) -> None:
 
 
 def _told(error: object) -> str:
+    """Return an error's text with its lines folded and its longest words cut."""
     return fold(re.sub(rf"\S{{{WORD},}}", lambda word: shortened(word[0]), str(error)))
 
 
@@ -82,12 +87,13 @@ class Parser(argparse.ArgumentParser):
         super().__init__(formatter_class=formatter_class, **options)
 
     def error(self, message: str) -> NoReturn:
+        """Print the usage and the folded message, and exit with code 2."""
         self.print_usage(sys.stderr)
         self.exit(2, _told(f"{self.prog}: error: {message}") + "\n")
 
 
 def integer(least: int = 0, most: int = 10**9) -> Callable[[str], int]:
-    """A type for argparse: an int from `least` to `most`."""
+    """Return a type for argparse: an int from `least` to `most`."""
 
     def read(text: str) -> int:
         try:
@@ -102,7 +108,7 @@ def integer(least: int = 0, most: int = 10**9) -> Callable[[str], int]:
 
 
 def number(least: float = 0.0, most: float = 1e30, kind: Callable = float) -> Callable:
-    """A type for argparse: a number from `least` to `most`, as a float or, say, a Fraction."""
+    """Return a type for argparse: a number from `least` to `most`, as a float or, say, a Fraction."""
 
     def read(text: str):
         try:
@@ -117,7 +123,7 @@ def number(least: float = 0.0, most: float = 1e30, kind: Callable = float) -> Ca
 
 
 def output(text: str) -> str:
-    """A type for argparse: a file to be written, in a folder that there is; said before any work is done."""
+    """Check, as a type for argparse, that a file can be written in an existing folder, before any work is done."""
     path = Path(text)
     with _writing(text):
         if not path.parent.is_dir() or path.is_dir():
@@ -129,21 +135,21 @@ def output(text: str) -> str:
 
 
 def folder(text: str) -> str:
-    """A type for argparse: a folder that there is, to write into."""
+    """Check, as a type for argparse, that a folder exists and can be written to."""
     if not os.path.isdir(text) or not os.access(text, os.W_OK):
         raise argparse.ArgumentTypeError(f"{shortened(text)!r}: there is no such folder that can be written to")
     return text
 
 
 def picture(text: str) -> str:
-    """A type for argparse: as `output`, of a picture, whose name says which of two kinds it is."""
+    """Check, as a type for argparse, that `output` allows the file and that its name ends in .png or .svg."""
     if Path(text).suffix not in (".png", ".svg"):
         raise argparse.ArgumentTypeError(f"{shortened(text)!r}: the file's name ends in .png or .svg")
     return output(text)
 
 
 def place(text: str) -> str:
-    """A type for argparse: FILE.json, or a folder, either of which need not be there yet; "" is none."""
+    """Check, as a type for argparse, the name of a FILE.json or a folder that need not exist yet; "" means none."""
     path = Path(text).absolute()
     with _writing(text):
         nearest = next(each for each in (path, *path.parents) if each.exists() or each.is_symlink())
@@ -156,14 +162,14 @@ def place(text: str) -> str:
             raise argparse.ArgumentTypeError(
                 f"cannot write {shortened(text)}: no permission in {shortened(str(nearest))}"
             )
-        if text and nearest.is_dir():  # root may write into all, such as /proc, and yet not make a file
+        if text and nearest.is_dir():  # root passes os.access everywhere, also in /proc, where no file can be made
             tempfile.TemporaryFile(dir=nearest).close()
     return text
 
 
 @contextmanager
 def _writing(text: str) -> Iterator[None]:
-    """What the system says of a name, such as that it is too long, is said of the option."""
+    """Report the system's error about a name, such as that it is too long, as an error of the option."""
     try:
         yield
     except OSError as error:
@@ -171,15 +177,17 @@ def _writing(text: str) -> Iterator[None]:
 
 
 def complaining(*errors: type[Exception], code: int = 1) -> Callable:
-    """A decorator of a command's main: one of these errors, which what the user gave has caused, is said without its
-    traceback, and `code` is the exit code."""
+    """Return a decorator of a command's main that turns errors of the user's making into a message and an exit code.
+
+    The listed errors are printed without a traceback, and `code` is returned.
+    """
 
     def around(main: Callable[..., int]) -> Callable[..., int]:
         @wraps(main)
         def run(argv: list[str] | None = None) -> int:
             try:
                 return main(argv)
-            except BrokenPipeError:  # which `command` ends
+            except BrokenPipeError:  # `command` handles it
                 raise
             except errors as error:
                 complain(f"{type(error).__name__}: {error}")
@@ -191,20 +199,22 @@ def complaining(*errors: type[Exception], code: int = 1) -> Callable:
 
 
 def command_of(module: str, arguments: list[str] | None = None) -> int:
-    """Run the main of a module, and return its exit code. It is imported here: torch takes seconds, and Ctrl-C ends
-    those as it ends the rest."""
+    """Run the main of a module and return its exit code.
+
+    The module is imported here because torch takes seconds to import, and Ctrl-C should end those quietly, too.
+    """
     return command(lambda: importlib.import_module(module).main(arguments))
 
 
 def command(main: Callable[[], int]) -> int:
-    """Run a command's main and return its exit code. A reader that goes away, as `| head` does, ends it quietly."""
+    """Run a command's main and return its exit code; end quietly when the reader goes away, as `| head` does."""
     try:
         code = main()
         sys.stdout.flush()
         return code
     except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # what is left to write goes nowhere
-        return 141  # as a program that SIGPIPE ends
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # discard the output that is still buffered
+        return 141  # the exit code of a program that SIGPIPE ends
     except KeyboardInterrupt:
         complain("interrupted")
         return 130

@@ -1,4 +1,4 @@
-"""Packages whose names are loaded when they are first used: to import such a package takes no time and no torch."""
+"""Packages that load their names at first use, so that importing such a package takes no time and no torch."""
 
 import importlib
 import sys
@@ -7,14 +7,19 @@ from typing import Any
 
 
 def lazy(package: str, homes: Mapping[str, Iterable[str]], rooms: Iterable[str] = ()) -> tuple[Callable, Callable]:
-    """The `__getattr__` and `__dir__` of a package. `homes`: module -> what of it stands in the package; `rooms`: names
-    which, where no module has them, are the package's own modules."""
+    """Return the `__getattr__` and `__dir__` of a package.
+
+    Args:
+        package: the package's name.
+        homes: for each module, the names of it that the package offers.
+        rooms: names of the package's own modules, used where `homes` lacks the name.
+    """
     home_of = {name: module for module, names in homes.items() for name in names}
 
     def get(name: str) -> Any:
         if name in home_of:
             found = getattr(importlib.import_module(home_of[name]), name)
-            setattr(sys.modules[package], name, found)  # so that nobody asks again
+            setattr(sys.modules[package], name, found)  # the next access does not come here
             return found
         if name in rooms:
             return importlib.import_module(f"{package}.{name}")

@@ -1,6 +1,8 @@
-"""Tables as text, of at most 100 columns, or fewer where the terminal (or COLUMNS) has fewer.
+"""Tables as text, at most 100 columns wide, or narrower where the terminal (or COLUMNS) is.
 
-table([("v5e", "1.97e14"), ("v5p", "4.59e14")], ["chip", "FLOPs/s"])      numbers to the right, words wrapped
+For example:
+
+    table([("v5e", "1.97e14"), ("v5p", "4.59e14")], ["chip", "FLOPs/s"])      # numbers to the right, words wrapped
 """
 
 import re
@@ -10,8 +12,8 @@ from textwrap import wrap
 
 from scaling.common.console import width
 
-WIDE = 10_000  # columns, for a table whose lines are never wrapped
-NUMBER = re.compile(r"[-+<>~]?[\d.,]+(e[-+]?\d+)?(%|x| us| ms| s| ns)?|-|inf|")  # what stands to the right in a table
+WIDE = 10_000  # columns: wide enough that no line is wrapped
+NUMBER = re.compile(r"[-+<>~]?[\d.,]+(e[-+]?\d+)?(%|x| us| ms| s| ns)?|-|inf|")  # cells that are aligned to the right
 
 
 def table(
@@ -23,9 +25,13 @@ def table(
     Args:
         rows: Cells of any type, written as `str` writes them; a row may end early. A cell or header may have several
             lines.
-        right: Which columns are aligned to the right, with only their headers wrapped; by default those of numbers.
-        hang: What a wrapped cell is continued with.
-        above, below: Text over all columns that belongs to each row.
+        headers: One text for each column.
+        columns: The width of the table; the terminal's by default.
+        right: Which columns are aligned to the right, with only their headers wrapped; by default the columns of
+            numbers.
+        hang: The prefix of a wrapped cell's further lines.
+        above: Text over all columns that is put above each row.
+        below: Text over all columns that is put below each row.
     """
     columns = columns or width()
     rows = [[*map(str, row), *[""] * (len(headers) - len(row))] for row in rows]
@@ -39,7 +45,7 @@ def table(
     while sum(widths) + 2 * (len(widths) - 1) > columns:
         able = [i for i, w in enumerate(widths) if w > least[i]]
         if not able:
-            break  # nothing can give way: the table is as wide as its words
+            break  # no column can shrink further: the table is as wide as its words
         widths[max(able, key=widths.__getitem__)] -= 1
 
     def lines(cells: Sequence[str]) -> list[str]:
@@ -60,6 +66,6 @@ def table(
 
 
 def _wrapped(text: str, columns: int, hang: str) -> list[str]:
-    """The lines of a cell; what was written as several lines stays so."""
+    """Return the lines of a cell; line breaks in the cell are kept."""
     found = (wrap(line, columns, subsequent_indent=hang, break_on_hyphens=False) for line in text.splitlines())
     return [part for lines in found for part in lines] or [""]

@@ -1,7 +1,7 @@
 """The one reader of the variables by which torchrun tells a process which rank it is.
 
-A process has all of them, as torchrun sets them, or none and is alone. With a part of them, as an earlier run may have
-left it in a shell, a process would take itself for one rank of a run that does not exist: so that is refused.
+A process has all of these variables, as torchrun sets them, or none and is alone. A process with some of them, left in
+a shell by an earlier run, would take itself for one rank of a run that does not exist. That is refused.
 """
 
 import os
@@ -12,7 +12,7 @@ from typing import NamedTuple
 GIVEN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")  # every rank needs them
 MOST = 2**20  # ranks
 RULE = f"torchrun gives every rank that it starts {', '.join(GIVEN[:-1])} and {GIVEN[-1]}; other processes have none"
-OTHERS = {  # launchers that start several processes without saying so in torchrun's words: their count, their number
+OTHERS = {  # other launchers' variables: the number of processes, and this process's number
     "Slurm": ("SLURM_STEP_NUM_TASKS", "SLURM_PROCID"),
     "mpirun": ("OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK"),
     "mpiexec": ("PMI_SIZE", "PMI_RANK"),
@@ -20,8 +20,11 @@ OTHERS = {  # launchers that start several processes without saying so in torchr
 
 
 class ThisRank(NamedTuple):
-    """How this process was started: as which rank of how many; `local_rank` and `local_size` count those of this
-    machine, where a size of 0 is unknown; `restarts`: how often torchrun has started the ranks again."""
+    """A process's rank, the number of ranks, and how the process was started.
+
+    `local_rank` and `local_size` count the ranks of this machine; a size of 0 means unknown. `restarts` is how often
+    torchrun has started the ranks again.
+    """
 
     rank: int = 0
     size: int = 1
@@ -32,7 +35,7 @@ class ThisRank(NamedTuple):
 
 
 def this_rank() -> ThisRank:
-    """Read how this process was started. ValueError if its variables contradict each other."""
+    """Read how this process was started. Raise a ValueError if its variables contradict each other."""
     given = [name for name in GIVEN if name in os.environ]
     if not given:
         _refuse_other_launchers()
@@ -67,19 +70,19 @@ def world_size() -> int:
 
 
 def this_host() -> str:
-    """Return this host's name, with the address by which the other ranks' hosts see it where torchrun names one."""
+    """Return this host's name, with the address at which the other hosts see it if torchrun names one."""
     name = socket.gethostname()
     try:
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:  # nothing is sent
             probe.connect((os.environ.get("MASTER_ADDR", ""), 9))
             address = probe.getsockname()[0]
-    except OSError:  # it cannot be resolved or reached, or is no IPv4 address
+    except OSError:  # the address cannot be resolved or reached, or is not IPv4
         return name
     return name if address.startswith("127.") else f"{name} ({address})"
 
 
 def as_rank(environment: Mapping[str, str], rank: int, size: int, port: int) -> dict[str, str]:
-    """Return an environment with the variables of one of `size` ranks on this machine, and torchrun's others gone."""
+    """Return an environment with the variables of one of `size` ranks on this machine and no others of torchrun."""
     values = str(rank), str(size), str(rank), "127.0.0.1", str(port)
     return {**without_torchrun(environment), **dict(zip(GIVEN, values, strict=True)), "LOCAL_WORLD_SIZE": str(size)}
 
@@ -103,7 +106,7 @@ def _refuse(name: str, wanted: str) -> None:
 
 
 def _refuse_other_launchers() -> None:
-    """ValueError if another launcher has started several processes: each would take itself for the whole run."""
+    """Raise a ValueError if another launcher has started several processes, since each would run the whole job."""
     for launcher, (count, number) in OTHERS.items():
         told = [name for name, least in ((count, 2), (number, 1)) if _at_least(os.environ.get(name, ""), least)]
         if told:

@@ -1,4 +1,4 @@
-"""Starting ranks, here or under torchrun, and watching them."""
+"""Start ranks, here or under torchrun, and watch them."""
 
 from scaling.launch.process import keep_freed_memory
 from scaling.launch.ranks import can_fork, fit_mesh, run, start, start_by_torchrun

@@ -1,40 +1,42 @@
-"""Whether ranks hang, as read from what Linux counts of their threads: processor time, and bytes read and written."""
+"""Tell whether ranks hang, from what Linux counts of their threads: processor time, and bytes read and written."""
 
 import os
 import threading
 import time
 from pathlib import Path
 
-IDLE = 0.02  # of one processor, by one thread: less is waiting
-PATIENCE = 5  # timeouts for which ranks may compute without a word to each other
+IDLE = 0.02  # share of one processor: a thread that uses less is waiting
+PATIENCE = 5  # timeouts for which ranks may compute without any communication
 TICK = os.sysconf("SC_CLK_TCK")
 
 
 class Pulse:
-    """All ranks hang if for `timeout` seconds none has computed, or for 5 times as long none has read or written.
+    """Watches whether all ranks hang.
 
-    A thread computes that takes more than 2% of a processor from one look to the next. One that waits for a lock or
-    sleeps takes none, and one of gloo's, which wakes a hundred times a second to look for messages, takes about 0.1%. A
-    rank has one of those for each process group, so threads are judged one by one and not by their sum. A thread that
-    would compute, had it a processor, counts as computing, since on a machine that does much else it may get none for
-    long: it is ready to run at two looks and has not gone to sleep between them, as one that woke for a moment has.
+    They hang if none has computed for `timeout` seconds, or none has read or written for 5 times as long.
 
-    Seconds do not count in which this process itself could not look, for want of a processor or since the machine was
+    A thread computes if it uses more than 2% of a processor between two looks. A thread that waits for a lock or sleeps
+    uses none, and a thread of gloo, which wakes a hundred times a second to look for messages, uses about 0.1%. A rank
+    has one of those for each process group, so each thread is judged alone and not by their sum. A thread that would
+    compute if it had a processor counts as computing, since on a busy machine it may get none for long. Such a thread
+    is ready to run at two looks and has not gone to sleep between them, unlike one that woke for a moment.
+
+    Seconds in which this process could not look do not count, whether it lacked a processor or the machine was
     suspended. A rank that loops for ever computes, but neither sends nor receives. On GPUs (`sockets` False), where
-    NCCL moves bytes that Linux does not count, that is not held against it. What cannot be told from a hang is a long
-    wait for something outside, and very long computing without a word: there a longer timeout helps.
+    NCCL moves bytes that Linux does not count, silence is not held against a rank. A long wait for something outside,
+    and very long computing without communication, look like a hang: there a longer timeout helps.
     """
 
     def __init__(self, pids: list[int], timeout: float, sockets: bool):
         self.pids, self.every = pids, min(max(timeout / 20, 0.2), 5.0)
-        self.idle = timeout + 1.0  # a collective that times out says more, and is to be first
+        self.idle = timeout + 1.0  # a collective's own timeout says more, so it should come first
         self.mute = PATIENCE * self.idle if sockets else float("inf")
         self.looked = time.monotonic()
-        self.still = self.silent = 0.0  # seconds for which none has computed; for which none has read or written
+        self.still = self.silent = 0.0  # seconds without computing; without reading or writing
         self.used, self.bytes, self.ready = _counts(pids)
 
     def stopped(self) -> str:
-        """Return what has stopped and for how long, in words; "" while there is hope."""
+        """Return which activity has stopped and for how long, in words; "" while there is hope."""
         gap = time.monotonic() - self.looked
         if gap < self.every or not os.path.exists("/proc/self/io"):
             return ""
@@ -58,11 +60,13 @@ class Pulse:
 
 
 def _counts(pids: list[int]) -> tuple[dict[str, float], int, dict[str, str]]:
-    """Return (each thread's processor seconds, the bytes that all processes have read and written, the threads that are
-    ready to run). Of a thread that is ready, with a processor or without, there is how often it has gone to sleep so
-    far. A process's children count together, once they have ended."""
+    """Return (each thread's processor seconds, the bytes that all processes have read and written, the ready threads).
+
+    A ready thread is one that has a processor or waits for one; its value is how often it has gone to sleep so far. The
+    ended children of a process are counted together.
+    """
     used: dict[str, float] = {}
-    moved, ready, me = 0, {}, str(threading.get_native_id())  # this thread runs, but only looks
+    moved, ready, me = 0, {}, str(threading.get_native_id())  # this thread, which only looks
     for pid in map(str, pids):
         try:
             threads = [place for place in Path(f"/proc/{pid}/task").iterdir() if place.name != me]
@@ -70,21 +74,21 @@ def _counts(pids: list[int]) -> tuple[dict[str, float], int, dict[str, str]]:
             used[f"{pid}, children"] = sum(map(int, _stat(Path(f"/proc/{pid}"))[13:15])) / TICK
             moved += sum(int(line.split()[1]) for line in Path(f"/proc/{pid}/io").read_text().splitlines()[:2])
             ready |= {thread.name: _sleeps(thread) for thread in threads if _stat(thread)[0] == "R"}
-        except OSError:  # it, or one of its threads, has ended meanwhile
+        except OSError:  # the process, or one of its threads, has just ended
             continue
     return used, moved, ready
 
 
 def _stat(place: Path) -> list[str]:
-    """Return what Linux counts of a process or thread, from its state on."""
+    """Return Linux's counts for a process or thread, from its state on."""
     return (place / "stat").read_text().rpartition(")")[2].split()
 
 
 def _seconds(thread: Path) -> float:
-    """Return how long a thread has had a processor."""
+    """Return how many seconds a thread has had a processor."""
     try:
         return int((thread / "schedstat").read_text().split()[0]) / 1e9
-    except OSError:  # this Linux counts in ticks alone
+    except OSError:  # this Linux counts only in ticks
         return sum(map(int, _stat(thread)[11:13])) / TICK
 
 

@@ -1,7 +1,7 @@
-"""Starting ranks: torchrun's if there are several, otherwise this file forks them on this machine.
+"""Start ranks: torchrun's if there are several, otherwise this file forks them on this machine.
 
 `run(fn, {"X": 4, "Y": 2}, *args)` calls `fn(mesh, *args)` on eight ranks and returns their results. A rank that raises,
-exits, is killed or times out ends the run within seconds, with its number and its traceback; none stays behind.
+exits, is killed or times out ends the run within seconds, with its number and its traceback; no process stays behind.
 """
 
 import math
@@ -28,8 +28,8 @@ from scaling.mesh import TIMEOUT, AbstractMesh, Mesh, check_device, join_world
 from scaling.mesh.lost import RankEnded, naming, with_own_frames
 from scaling.spec import ShardingError
 
-WAIT = 5.0  # seconds that torchrun gets for ending a rank which has nothing new to say
-WAIT_OF_MANY = 2.0  # the same with several nodes: torchrun ends no rank of another node
+WAIT = 5.0  # seconds in which torchrun may end a rank whose own error says nothing new
+WAIT_OF_MANY = 2.0  # the same with several nodes, where torchrun ends no rank of another node
 
 
 def run(
@@ -43,11 +43,22 @@ def run(
 ) -> list:
     """Call `fn(mesh, *args)` on every rank of a mesh of these sizes; return the results in rank order.
 
-    Ranks are forked on Linux (closures are fine), spawned elsewhere, for CUDA, and where this process has computed a
-    gradient beside GPUs (fn must be importable); results are pickled. A mesh of one device runs in this process.
-    `checked`: ranks compare every collective before it runs (`scaling.collectives.checked`). `timeout`: seconds that a
-    collective waits for other ranks. `threads`: intra-op threads of a rank.
-    Raises RankError if a rank fails, ShardingError for sizes that make no mesh and in a process that is itself a rank.
+    Ranks are forked on Linux, so that closures are fine. They are spawned elsewhere, for CUDA, and after a gradient in
+    a process that sees GPUs; there fn must be importable. Results are pickled. A mesh of one device runs in this
+    process.
+
+    Args:
+        fn: the function that each rank calls.
+        sizes: the mesh's axes and their sizes.
+        *args: passed on to fn.
+        device: "cpu" or "cuda".
+        checked: whether the ranks compare every collective before it runs (`scaling.collectives.checked`).
+        timeout: seconds that a collective waits for the other ranks.
+        threads: the intra-op threads of each rank.
+
+    Raises:
+        RankError: a rank has failed.
+        ShardingError: the sizes make no mesh, or this process is itself a rank.
     """
     check_device(device)
     world = AbstractMesh(sizes).size()
@@ -83,12 +94,15 @@ def run(
 
 
 def can_fork(device: str) -> bool:
-    """Whether ranks are forked from this process and run any of its functions; else they import its main module."""
+    """Return whether ranks are forked from this process, so that they can run any of its functions.
+
+    Otherwise they import its main module.
+    """
     return sys.platform == "linux" and torch.device(device).type == "cpu" and not autograd_has_threads()
 
 
 def _check_importable(fn: Callable, args: tuple) -> None:
-    """ValueError unless a process that is not forked from this one can be given a function and its arguments."""
+    """Raise a ValueError unless fn and its arguments can be sent to a process that is not forked from this one."""
     try:
         pickle.dumps((fn, args))
     except Exception as error:
@@ -100,10 +114,10 @@ def _check_importable(fn: Callable, args: tuple) -> None:
 
 
 def start_by_torchrun(sizes: Mapping[str, int], device: str) -> None:
-    """Where ranks cannot be forked, start this script again as torchrun's ranks; it ends with their exit code.
+    """Start this script again as torchrun's ranks if ranks cannot be forked; it ends with their exit code.
 
-    For a script whose own statements start ranks: spawned ranks could not import it. Nor can ranks be forked beside
-    GPUs once the script has computed a gradient. Else it does nothing.
+    This is for a script whose top-level statements start ranks, since spawned ranks could not import it. Neither can
+    ranks be forked in the presence of GPUs once the script has computed a gradient. In all other cases nothing happens.
     """
     world = AbstractMesh(sizes).size()
     if world == 1 or (can_fork(device) and not torch.cuda.is_available()) or world_size() > 1:
@@ -113,10 +127,10 @@ def start_by_torchrun(sizes: Mapping[str, int], device: str) -> None:
 
 
 def start(fn: Callable, sizes: Mapping[str, int], *args, device: str = "cpu", checked: bool = True, **options):
-    """The entry of a script: under torchrun with several ranks this process is one of them; otherwise as `run`.
+    """Run a script's function on a mesh: as one of torchrun's ranks if there are several, otherwise as `run` does.
 
-    Returns this rank's result, of rank 0 where the ranks were started here. A script that fails ends with exit code 1,
-    and with the failing rank's traceback alone.
+    Returns this rank's result, or rank 0's if the ranks were started here. A script that fails ends with exit code 1
+    and only the failing rank's traceback.
     """
     try:
         here = this_rank()
@@ -125,7 +139,7 @@ def start(fn: Callable, sizes: Mapping[str, int], *args, device: str = "cpu", ch
     if here.by_torchrun:
         end_with_parent(os.getppid())
     if here.size == 1:
-        signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that what was started is cleaned up
+        signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that started ranks are cleaned up
         try:
             AbstractMesh(sizes)
         except ShardingError as error:
@@ -143,7 +157,7 @@ def start(fn: Callable, sizes: Mapping[str, int], *args, device: str = "cpu", ch
         return _as_rank(fn, sizes, args, device, checked, **options)
 
 
-@record  # so that torchrun's report holds the traceback
+@record  # puts the traceback into torchrun's report
 def _as_rank(fn: Callable, sizes: Mapping[str, int], args, device: str, checked: bool, **options):
     try:
         with naming("a call of torch.distributed", None):
@@ -152,11 +166,11 @@ def _as_rank(fn: Callable, sizes: Mapping[str, int], args, device: str, checked:
             end_alike(mesh)
     except Exception as error:
         here = this_rank()
-        alike = isinstance(error, ShardingError) and here.rank != 0  # mostly all ranks have this to say
-        if alike or blame_of(error) == LEFT:  # by another rank's end: torchrun is to see that one, and to end this one
+        alike = isinstance(error, ShardingError) and here.rank != 0  # usually all ranks raise it
+        if alike or blame_of(error) == LEFT:  # let torchrun see first the rank whose end caused this, and end this one
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
             time.sleep(WAIT if here.local_size == here.size else WAIT_OF_MANY)
-        if isinstance(error, (TimeoutError, RankEnded)):  # which say all that this project's own lines would
+        if isinstance(error, (TimeoutError, RankEnded)):  # the message says all that the library's own frames would
             raise with_own_frames(error) from None
         raise
     if dist.is_initialized():
@@ -165,7 +179,7 @@ def _as_rank(fn: Callable, sizes: Mapping[str, int], args, device: str, checked:
 
 
 def fit_mesh(sizes: Mapping[str, int]) -> dict[str, int]:
-    """A script's default mesh, made to fit the number of ranks that torchrun started by changing its first axis."""
+    """Return a script's default mesh with its first axis changed to fit the number of ranks that torchrun started."""
     world, first = world_size(), next(iter(sizes))
     rest = math.prod(size for axis, size in sizes.items() if axis != first)
     if world == 1 or world % rest:
@@ -174,14 +188,14 @@ def fit_mesh(sizes: Mapping[str, int]) -> dict[str, int]:
 
 
 def _rank(number: int, voice, listener, parent: int, *work) -> None:
-    """The life of one started rank: what ends it before it is through is sent to its parent."""
+    """Run one started rank; whatever ends it early is sent to its parent."""
     try:
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         end_with_parent(parent)
         voice.show_stack_on_request()
         _work(number, voice, listener, *work)
-    except BaseException as error:  # also sys.exit: the others wait for this rank
+    except BaseException as error:  # also sys.exit, since the others wait for this rank
         try:
             voice.failure(number, error)
             sys.stdout.flush()
@@ -193,7 +207,7 @@ def _work(
     rank: int, voice, listener, port: int, world: int, fn, sizes, args, device, checked, timeout, threads
 ) -> None:
     keep_freed_memory()
-    torch.set_num_threads(threads)  # before any computing
+    torch.set_num_threads(threads)  # must come before any computing
     environment = as_rank(os.environ, rank, world, port)
     os.environ.clear()
     os.environ |= environment
@@ -208,7 +222,7 @@ def _work(
     result = _pickled(fn(mesh, *args))
     end_alike(mesh)
     voice.result(result)
-    dist.barrier()  # nobody leaves while another one may still need it
+    dist.barrier()  # no rank leaves while another may still need it
     dist.destroy_process_group()
 
 
@@ -223,6 +237,6 @@ def _pickled(result: object) -> bytes:
 
 
 def end_alike(mesh: Mesh) -> None:
-    """A rank that is through, while others still call collectives, disagrees with them as well."""
+    """Check that all ranks end together: a rank that ends while others still call collectives disagrees with them."""
     if mesh.checked and mesh.size() > 1:
         agree(mesh.group(tuple(mesh.sizes)), "the end of the run")

@@ -1,7 +1,7 @@
-"""Watching the ranks that `scaling.launch` started: which one failed first, and what it and the others were doing.
+"""Watch the ranks that `scaling.launch` started, and find the one that failed first.
 
-A rank tells its parent its result, or what ended it and how far it is to blame for that, through a pipe; its stack,
-when the parent asks for that by a signal, through another: nothing lies in a file that could stay behind.
+A rank sends its parent its result, or the error that ended it and how far the rank is to blame, through a pipe. Through
+another pipe it sends its stack when the parent asks for it by a signal. No file is written that could stay behind.
 """
 
 import contextlib
@@ -25,16 +25,16 @@ from scaling.launch.pulse import Pulse
 from scaling.mesh.lost import OURS, RankEnded
 
 POLL = 0.05  # seconds after which a death is noticed at the latest
-GRACE = 1.0  # seconds in which the rank that caused another one's error is looked for
-DIED, RAISED, LATE, LEFT = range(4)  # the order of blame: each may cause those after it in other ranks
+GRACE = 1.0  # seconds to look for the rank that caused another rank's error
+DIED, RAISED, LATE, LEFT = range(4)  # the order of blame: each may cause the later ones in other ranks
 
 
 class Failure(NamedTuple):
-    """How a rank ended. Of several, the least is to blame.
+    """The end of a rank that failed. Among several failures the least is to blame.
 
-    `blame`: it DIED, RAISED an error of its own, waited and was LATE, or was LEFT by another one. `when`: seconds of
-    time.monotonic(). `what`: with the traceback. `exception`: its class; `line`: "file:line" of the program's innermost
-    line, outside of scaling and torch.
+    `blame`: the rank DIED, RAISED an error that it caused, waited and was LATE, or was LEFT by another rank. `when` is
+    in seconds of time.monotonic(). `what` includes the traceback. `exception` is the error's class, and `line` is
+    "file:line" of the program's innermost line outside of scaling and torch.
     """
 
     blame: int
@@ -46,7 +46,7 @@ class Failure(NamedTuple):
 
 
 def blame_of(error: BaseException) -> int:
-    """RAISED, or LATE or LEFT where it, or what it was raised from, comes of what other ranks did."""
+    """Return RAISED, or LATE or LEFT if the error, or its cause, follows from the acts of other ranks."""
     return max(map(_kind, _chain(error)))
 
 
@@ -74,20 +74,21 @@ class Voice:
         faulthandler.register(signal.SIGUSR1, self.stack, all_threads=False)
 
     def result(self, result: bytes) -> None:
+        """Send the pickled result to the parent."""
         self.pipe.send_bytes(pickle.dumps(("result", result)))
 
     def failure(self, rank: int, error: BaseException) -> None:
-        """What ended this rank, and when."""
+        """Send the parent the error that ended this rank, and when."""
         try:
             said = _told(rank, error)
-        except MemoryError:  # what the rank holds is not needed any more
+        except MemoryError:  # free the rank's objects, which are no longer needed
             traceback.clear_frames(error.__traceback__)
             said = _told(rank, error)
         self.pipe.send_bytes(said)
 
 
 def _told(rank: int, error: BaseException) -> bytes:
-    """With the traceback, but for its first two frames, which started the rank."""
+    """Return the pickled failure, with the traceback but without its first two frames, which started the rank."""
     first = error.__traceback__ and error.__traceback__.tb_next
     frames = first and first.tb_next
     text = "".join(traceback.format_exception(type(error), error, frames))
@@ -102,7 +103,7 @@ def _told(rank: int, error: BaseException) -> bytes:
 class RankError(RuntimeError):
     """A rank raised, died or hangs; the message says which one and holds its traceback.
 
-    `failure`: the same as data, its `rank`, `exception` and `line`; None where all hang.
+    `failure` holds this as data: `rank`, `exception` and `line`; it is None if all hang.
     """
 
     def __init__(self, message: str, failure: Failure | None = None):
@@ -114,7 +115,7 @@ class RankError(RuntimeError):
 
 
 class Rank:
-    """One rank as its parent sees it. `started` gives the process its ends of the pipes and starts it."""
+    """One rank as its parent sees it; its process is started with the other ends of the pipes."""
 
     def __init__(self, number: int, context, target, *args):
         self.number, self.open = number, True
@@ -128,16 +129,16 @@ class Rank:
         stack.close()
 
     def listen(self) -> None:
-        """Take what it has sent."""
+        """Receive the rank's messages."""
         try:
             while self.open and self.pipe.poll():
                 kind, said = pickle.loads(self.pipe.recv_bytes())
                 setattr(self, kind, said)
-        except (EOFError, OSError):  # it has ended, perhaps while it was sending
+        except (EOFError, OSError):  # the rank has ended, perhaps while it was sending
             self.open = False
 
     def failure(self) -> Failure | None:
-        """How it ended, or None if it runs or ended well."""
+        """Return how the rank failed, or None if it runs or ended well."""
         code = self.process.exitcode
         self.listen()
         if self.failed is not None:
@@ -148,7 +149,7 @@ class Rank:
         return Failure(DIED, 0.0, self.number, f"{how}, so the other ranks were ended")
 
     def where(self) -> str:
-        """Where it was when it was asked by SIGUSR1."""
+        """Return where the rank was when it was asked by SIGUSR1."""
         text = os.read(self.stack.fileno(), 1 << 16).decode(errors="replace") if self.stack.poll() else ""
         lines = re.sub(r".* in _work\n(.*\n)*", "", text).partition("\n")[2]
         return f"\nrank {self.number} was still running" + (
@@ -156,15 +157,18 @@ class Rank:
         )
 
     def end(self) -> None:
-        """Free what belongs to it, once it has been ended."""
+        """Free the ended rank's resources."""
         self.process.join()
         self.pipe.close()
         self.stack.close()
 
 
 def watch(ranks: list[Rank], timeout: float, sockets: bool) -> list[bytes]:
-    """The ranks' results, once all have ended well. RankError as soon as one does not, about the one that failed first,
-    or when all hang (see `Pulse`)."""
+    """Return the ranks' results once all have ended well.
+
+    Raises:
+        RankError: as soon as a rank fails, about the rank that failed first, or when all hang (see `Pulse`).
+    """
     pulse = Pulse([rank.process.pid for rank in ranks], timeout, sockets)
     while True:
         connection.wait([rank.pipe for rank in ranks if rank.open], POLL)
@@ -178,7 +182,10 @@ def watch(ranks: list[Rank], timeout: float, sockets: bool) -> list[bytes]:
 
 @contextlib.contextmanager
 def watch_self(timeout: float) -> Iterator[None]:
-    """Under torchrun, where no parent asks for stacks: end this process with exit code 1 if it hangs, and say where."""
+    """Watch this process under torchrun, where no parent asks for stacks.
+
+    If it hangs, it says where and ends with exit code 1.
+    """
     pulse, main, done = Pulse([os.getpid()], timeout, sockets=False), threading.main_thread().ident, threading.Event()
     rank = this_rank().rank
 
@@ -198,7 +205,10 @@ def watch_self(timeout: float) -> Iterator[None]:
 
 
 def _explained(ranks: list[Rank]) -> RankError:
-    """Name the rank to blame; if all that failed did so while waiting, show also where those are that still run."""
+    """Return the error that names the rank to blame.
+
+    If all that failed did so while waiting, it also shows where the other ranks are that still run.
+    """
     deadline = time.monotonic() + GRACE
     while True:
         worst = min(filter(None, (rank.failure() for rank in ranks)))
@@ -212,9 +222,9 @@ def _explained(ranks: list[Rank]) -> RankError:
 def _stacks(ranks: list[Rank]) -> str:
     running = [rank for rank in ranks if rank.process.is_alive()]
     for rank in running:
-        os.kill(rank.process.pid, signal.SIGUSR1)  # not reaped yet, so its number is its own
+        os.kill(rank.process.pid, signal.SIGUSR1)  # not reaped yet, so no other process has its number
     deadline = time.monotonic() + 2.0
     for rank in running:
         rank.stack.poll(max(0.0, deadline - time.monotonic()))
-    time.sleep(0.05)  # from a stack's first line to its last
+    time.sleep(0.05)  # until the rest of the stack is written
     return "".join(rank.where() for rank in running)

@@ -1,6 +1,6 @@
-"""A mesh of sizes only, and the views of a mesh, under which it reads a line in another way.
+"""Meshes of sizes only, and the views of a mesh, under which it reads lines differently.
 
-The same functions run on an `AbstractMesh` with meta tensors, to plan for more devices than there are. Ranks are
+The same functions run on an `AbstractMesh` with meta tensors, to plan for more devices than exist here. Ranks are
 row-major: the last axis is the fastest.
 """
 
@@ -20,11 +20,11 @@ from scaling.spec.sizes import check_sizes, format_sizes
 
 @dataclass(frozen=True)
 class Group:
-    """This rank's process group along some mesh axes: the devices that differ from this one only along these.
+    """This rank's process group along some mesh axes: the devices that differ from this one only along these axes.
 
     `index` is the block that this device holds of a dim split over the axes *in the order asked for*; member i of the
-    process group holds block `order[i]`, where () means block i (process groups list their ranks ascending).
-    `backend` is gloo, nccl, "single" (one device: every collective is the identity) or "abstract" (shapes only).
+    process group holds block `order[i]`, where () means block i (process groups list their ranks ascending). `backend`
+    is gloo, nccl, "single" (one device: every collective is the identity) or "abstract" (shapes only).
     """
 
     axes: tuple[str, ...]
@@ -34,15 +34,16 @@ class Group:
     order: tuple[int, ...] = ()
     ranks: tuple[int, ...] = ()
     name: str = ""
-    pg: Any = None  # the process group; None where nothing is sent
-    checked: bool = False  # whether the members compare what they are about to do
+    pg: Any = None  # the process group; None if nothing is sent
+    checked: bool = False  # whether the members compare their calls before they run them
 
     def member_of(self, block: int) -> int:
+        """Return which member of the process group holds a block."""
         return self.order.index(block) if self.order else block
 
     @cached_property
     def others(self) -> list[tuple[int, int]]:
-        """(block, member) of the other devices, the one after this first."""
+        """The (block, member) of every other device, starting with the device after this one."""
         blocks = [(self.index + k) % self.size for k in range(1, self.size)]
         return [(block, self.member_of(block)) for block in blocks]
 
@@ -51,7 +52,8 @@ class AbstractMesh:
     """A mesh of sizes only, e.g. `AbstractMesh({"X": 1024, "Y": 8})`, seen from the device at `coord` (default: all 0).
 
     Collectives on it take meta tensors and return meta tensors of the right local shape; nothing is moved. With
-    `backend="gloo"` they also make the buffers that those over gloo make on the way, so that memory is a CPU run's.
+    `backend="gloo"` they also allocate the buffers that gloo's collectives need, so that the peak of memory is that of
+    a run on CPUs.
     """
 
     checked, member = False, True
@@ -59,7 +61,7 @@ class AbstractMesh:
     def __init__(self, sizes: Mapping[str, int], coord: Mapping[str, int] | None = None, backend: str = "abstract"):
         check_sizes(sizes)
         self.sizes = dict(sizes)
-        self.ranks: Sequence[int] = range(self.size())  # those of the run that are this mesh's, in its order
+        self.ranks: Sequence[int] = range(self.size())  # the run's ranks that form this mesh, in its order
         self.coord = dict.fromkeys(self.sizes, 0) | dict(coord or {})
         if not all(0 <= at < self.sizes.get(axis, 0) for axis, at in self.coord.items()):
             raise ShardingError(
@@ -67,10 +69,10 @@ class AbstractMesh:
                 "\n  fix: give each axis a place from 0 to its size - 1"
             )
         self.device, self.backend = torch.device("meta"), backend
-        self.lines: dict = {}  # what was worked out once on this mesh, lines of scaling.collectives above all
-        self.stack = ""  # the dim that every line has in front: see `stacked`
-        self.drops = False  # whether axes that the mesh lacks drop out of a line: see `optional`
-        self._whole = self  # the mesh of which this is a view: it has all axes, and makes the groups
+        self.lines: dict = {}  # a cache of lines and constants resolved for this mesh
+        self.stack = ""  # the dim in front of every line's dims: see `stacked`
+        self.drops = False  # whether lines may name axes that the mesh lacks: see `optional`
+        self._whole = self  # the mesh behind this view, which has all axes and makes the groups
         self._groups: dict[tuple[str, ...], Group] = {}
         self._views: dict[Any, AbstractMesh] = {}
 
@@ -78,7 +80,7 @@ class AbstractMesh:
         return f"{type(self).__name__}({format_sizes(self.sizes)})"
 
     def stacked(self, dim: str) -> "AbstractMesh":
-        """Return the same mesh, on which each collective's line has one more dim in front.
+        """Return a view of this mesh on which each collective's line has one more dim in front.
 
         `all_reduce("dW[D] {U_X} -> dW[D]", dW, mesh.stacked("L"))` reduces dW[L, D], the gradients of several layers,
         in one collective, as under vmap.
@@ -87,23 +89,23 @@ class AbstractMesh:
 
     @property
     def optional(self) -> "AbstractMesh":
-        """This mesh, on which a line may name axes that the mesh lacks or has with size 1: they drop out.
+        """A view of this mesh on which a line may name axes that the mesh lacks or has with size 1: they drop out.
 
         This holds for all_gather, reduce_scatter, all_reduce, all_to_all, shard and masked, so that one listing serves
-        every mesh. On {"X": 2, "Y": 2} the line "y[B_PX, T_CY, D] -> y[B_PX, T_C, D]" is the
-        AllGather "y[B_X, T_Y, D] -> y[B_X, T, D]"; on {"X": 4} nothing is left of it, and it returns its operand.
+        every mesh. On {"X": 2, "Y": 2} the line "y[B_PX, T_CY, D] -> y[B_PX, T_C, D]" is the AllGather "y[B_X, T_Y, D]
+        -> y[B_X, T, D]"; on {"X": 4} nothing is left of it, and the collective returns its operand.
         """
         return self._view("optional", drops=True)
 
     def without(self, axis: str) -> "AbstractMesh":
-        """Return the `optional` mesh without one axis, along which all devices do the same: it drops out of lines."""
+        """Return the `optional` view without one axis, along which all devices do the same."""
         sizes, coord = ({a: n for a, n in some.items() if a != axis} for some in (self.sizes, self.coord))
         return (
             self._view(("without", axis), drops=True, sizes=sizes, coord=coord) if axis in self.sizes else self.optional
         )
 
     def _view(self, which: Any, **changes: Any) -> "AbstractMesh":
-        """Return a copy of this mesh, on the same groups, that reads lines in another way; made once."""
+        """Return a copy of this mesh, on the same process groups, that reads lines differently; cached."""
         if which not in self._views:
             view = self._views[which] = copy(self)
             view.lines, view._views = {}, {}
@@ -114,7 +116,7 @@ class AbstractMesh:
     def resolve(self, text: str) -> str:
         """Return a type, or a line from one type to another, as this mesh reads it; "" if the line changes nothing.
 
-        An `optional` mesh drops the axes that it lacks or has with size 1; any other mesh reads what is written.
+        An `optional` mesh drops the axes that it lacks or has with size 1; any other mesh reads the line as written.
         """
         if not self.drops:
             return text
@@ -127,7 +129,10 @@ class AbstractMesh:
 
     @constant
     def constant(self, fn: Callable, *args):
-        """fn(self, *args), worked out once, by a compiler too: torch 2.11 passes a mesh on only as self."""
+        """Return fn(self, *args), computed once; a compiler takes it as a constant.
+
+        The mesh is `self` here, since torch 2.11 passes a mesh on to a constant function only as self.
+        """
         key = (fn, *args)
         if key not in self.lines:
             self.lines[key] = fn(self, *args)
@@ -135,25 +140,26 @@ class AbstractMesh:
 
     @property
     def rank(self) -> int:
-        """This device's position in row-major order of the mesh."""
+        """This device's position in the row-major order of the mesh."""
         return self._whole.rank_at(self._whole.coord)
 
     def rank_at(self, coord: Mapping[str, int]) -> int:
+        """Return the rank of the device at a coordinate."""
         return block_index(list(self.sizes), coord, self.sizes)
 
     def coord_of(self, rank: int) -> dict[str, int]:
-        """The coordinate of a rank: `rank_at` the other way."""
+        """Return the coordinate of a rank: the inverse of `rank_at`."""
         coord = {}
         for axis, size in reversed(self.sizes.items()):
             rank, coord[axis] = divmod(rank, size)
         return {axis: coord[axis] for axis in self.sizes}
 
     def size(self, axes: Sequence[str] | None = None) -> int:
-        """The number of devices along `axes` together; of the whole mesh by default."""
+        """Return the number of devices along `axes` together; of the whole mesh by default."""
         return math.prod([self.sizes[axis] for axis in (self.sizes if axes is None else axes)])
 
     def group(self, axes: Sequence[str]) -> Group:
-        """The group over `axes`, in the order given: `("Y", "X")` has Y major."""
+        """Return the group over `axes`, in the order given: `("Y", "X")` has Y major."""
         axes = tuple(axes)
         if axes not in self._groups:
             for axis in set(axes) - set(self.sizes):

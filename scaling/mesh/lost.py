@@ -1,8 +1,8 @@
-"""Say which rank is missing when a call fails because another rank, its host or the network between them is gone.
+"""Say which rank is missing when a call fails because another rank, its host or the network to it is lost.
 
 A transport's own words, such as gloo's "Timed out waiting 120000ms for recv operation to complete", name neither the
-line nor the rank. So each process group is kept with its members' ranks and hosts, and whoever waits for a message lets
-`raise_lost` say which line waited for which rank, and for how long.
+line nor the rank. So each process group is registered with its members' ranks and hosts, and whoever waits for a
+message lets `raise_lost` say which line waited for which rank, and for how long.
 """
 
 import contextlib
@@ -23,23 +23,23 @@ from scaling.common.torch_private import process_group
 from scaling.mesh.page import SharedPage
 from scaling.spec import ShardingError
 
-OURS = (str(Path(__file__).parents[1]), str(Path(torch.__file__).parent))  # the lines of a traceback that no user wrote
+OURS = (str(Path(__file__).parents[1]), str(Path(torch.__file__).parent))  # frames of these folders are not the user's
 AROUND = contextlib.__file__, runpy.__file__, "<"
-REAP = 0.5  # seconds in which a process whose connections are closed is seen to have ended
-# A transport's words for a connection that is closed:
+REAP = 0.5  # seconds until a process whose connections are closed is seen to have ended
+# words of the transports for a closed connection:
 GONE = ("closed by peer", "reset by peer", "Broken pipe", "error [", "remote process", "NCCL error")
 RULE = "a collective ends when all ranks of its group have taken part in it"
 
 
 class RankEnded(ShardingError):
-    """A rank has ended for which this one would have waited."""
+    """A rank for which this one would have waited has ended."""
 
 
 class Members(NamedTuple):
-    """The members of a process group in its order.
+    """The members of a process group, in its order.
 
-    `ranks`: in the run; `hosts`; `checked`: whether they meet before each call; `places`: on the `page` of memory that
-    they share, if they share one.
+    `ranks` are their ranks in the run, `hosts` their hosts, and `checked` says whether they meet before each call.
+    `places` are their rows in the `page` of shared memory, if they share one.
     """
 
     ranks: Sequence[int]
@@ -59,7 +59,7 @@ class Members(NamedTuple):
         return []
 
     def named(self, members: Sequence[int]) -> str:
-        """Return the names of some members: "rank 1", or "ranks 2, 3 on node-b" where not all are on one host."""
+        """Return the names of some members: "rank 1", or "ranks 2, 3 on node-b" if not all are on one host."""
         by_host: dict[str, list[str]] = {}
         for member in members:
             by_host.setdefault(self.hosts[member], []).append(str(self.ranks[member]))
@@ -74,7 +74,7 @@ _members: "WeakKeyDictionary[Any, Members]" = WeakKeyDictionary()  # by process 
 
 
 def hold_members(pg, members: Members) -> None:
-    """Keep who the members of a process group are."""
+    """Register the members of a process group."""
     _members[pg] = members
 
 
@@ -87,16 +87,16 @@ def raise_lost(
     gone: Sequence[int] = (),
     rule: str = RULE,
 ) -> NoReturn:
-    """Raise, in the place of a transport's error, one that names the call, the ranks it waited for, and for how long.
+    """Raise, instead of a transport's error, one that names the call, the ranks it waited for, and for how long.
 
     Args:
-        error: the error that is being handled; one that is not a transport's is raised as it is.
-        call: the typed line, or what else was called.
+        error: the error that is being handled; an error of any other kind is raised unchanged.
+        call: the typed line, or the name of the call.
         pg: the process group, or its name.
         began: when the wait began, in seconds of time.monotonic().
         late: the members that had not answered, if that is known.
         gone: the members whose connection was closed, if that is known.
-        rule: what the ranks should have done.
+        rule: the rule that the ranks have broken.
 
     Raises:
         TimeoutError: no answer came in time.
@@ -122,7 +122,7 @@ def raise_lost(
 
 @contextlib.contextmanager
 def naming(call: object, pg: Any, waits_for: Sequence[int] = (), rule: str = RULE) -> Iterator[None]:
-    """Let `raise_lost` say what goes wrong while this waits for other ranks."""
+    """Let `raise_lost` explain any failure of a wait for other ranks in this context."""
     began = time.monotonic()
     try:
         yield
@@ -131,15 +131,15 @@ def naming(call: object, pg: Any, waits_for: Sequence[int] = (), rule: str = RUL
 
 
 def _who(pg: Any, known: Sequence[int], words: str, has_ended: bool) -> str:
-    """Name the members that are known to be missing, or those of which one is.
+    """Return the names of the members that are known to be missing, or of those among which one is missing.
 
-    Where a call was checked all members have come to it, so those of this host wait for another host as this rank does.
-    Of a connection that was closed the transport says the address.
+    If the call was checked, all members have come to it, so the members on this host wait for another host just as this
+    rank does. If a connection was closed, the transport's words hold the address.
     """
     try:
         pg = process_group(pg) if isinstance(pg, str) else pg
         me, ranks = dist.get_rank(pg), dist.get_process_group_ranks(pg)
-    except (RuntimeError, ValueError, KeyError):  # the group has been destroyed meanwhile
+    except (RuntimeError, ValueError, KeyError):  # the group no longer exists
         return "another rank"
     members = (pg is not None and _members.get(pg)) or Members(ranks, [""] * len(ranks))
     known = (members.ended() if has_ended else []) or known
@@ -153,17 +153,17 @@ def _who(pg: Any, known: Sequence[int], words: str, has_ended: bool) -> str:
 
 
 def own_frames(error: BaseException) -> list[tuple[Any, int]]:
-    """Return the frames and lines of an error's traceback that are the user's own, the innermost last."""
+    """Return the frames and lines of an error's traceback that are in the user's code, the innermost last."""
     return [place for place in traceback.walk_tb(error.__traceback__) if _is_own(place[0])]
 
 
 def _is_own(frame: Any) -> bool:
-    """Return whether a frame runs the user's own code."""
+    """Return whether a frame runs the user's code."""
     return not frame.f_code.co_filename.startswith((*OURS, *AROUND))
 
 
 def with_own_frames(error: Exception) -> Exception:
-    """Return an error whose traceback shows the user's own lines alone."""
+    """Return the error with a traceback that shows only the user's lines."""
     shown = None
     for frame, line in reversed(own_frames(error)):
         shown = TracebackType(shown, frame, frame.f_lasti, line)
@@ -171,7 +171,7 @@ def with_own_frames(error: Exception) -> Exception:
 
 
 def _asked_at(error: BaseException) -> str:
-    """Return where the user's own program asked for what failed, as ", at FILE:LINE"; "" if it is all the library's."""
+    """Return the user's line that made the failing call, as ", at FILE:LINE"; "" if only the library is involved."""
     around = (place for place in traceback.walk_stack(None) if _is_own(place[0]))
     frame, line = next(iter(own_frames(error)[::-1]), None) or next(around, (None, 0))
     return "" if frame is None else f", at {frame.f_code.co_filename}:{line}"

@@ -1,7 +1,8 @@
-"""Meetings: the ranks of a group tell each other what they are about to do, and wait until all have.
+"""Meetings: the ranks of a group tell each other which call they are about to make, and wait until all have done so.
 
-Each writes the meeting's number and a digest of its call into the page that they share, and the call as text. Where all
-words are alike, all make the same call, and go on. Else all know who said what. It takes no message, on one machine.
+Each rank writes the meeting's number and a digest of its call into the page of memory that they share, and the call as
+text. If all digests are equal, all make the same call, and go on. Otherwise every rank can report who calls what. No
+message is sent between the ranks of one machine.
 """
 
 import os
@@ -25,34 +26,38 @@ RULE = "all ranks of a group run the same lines in the same order, on shards of 
 MESHES = "a mesh is made by all ranks alike"
 
 LET_OTHERS_RUN = getattr(os, "sched_yield", lambda: time.sleep(0))
-SPINS, NAP, LOOK = 20, 5e-5, 0.25  # looks before naps; seconds of a nap, and between looks at who waits for whom
-TAG = 1 << 19  # of the messages of a meeting, so that they never meet those of a collective
-PATIENCE = 10.0  # seconds for which ranks that wait in a circle stay until all know, on a machine that does much else
+SPINS, NAP, LOOK = 20, 5e-5, 0.25  # looks before the first nap; seconds of a nap, and between checks for deadlock
+TAG = 1 << 19  # messages of a meeting have their own tag, so that no collective receives them
+PATIENCE = 10.0  # seconds that ranks which wait in a circle stay, so that all see it, even on a busy machine
 
 
 class Intent(NamedTuple):
-    """What a rank is about to do."""
+    """The call that a rank is about to make: the digest that is compared, and the text that is shown."""
 
     digest: bytes
     text: bytes
 
     @staticmethod
     def of(call: str, how: str = "") -> "Intent":
-        """What is compared is a digest of the call, and whether it has a `how`, which is shown before it."""
+        """Return the intent of a call; `how`, if any, says how it is run.
+
+        The digest covers the call and whether there is a `how`; the text shows the `how` before the call.
+        """
         said = f"{how}\n{call}".encode()[: LENGTH - 2]
         digest = blake2b(f"{bool(how)} {call}".encode(), digest_size=DIGEST).digest()
         return Intent(digest, len(said).to_bytes(2, "little") + said)
 
 
 def said_in(text: bytes) -> str:
-    """An Intent's text as its rank wrote it."""
+    """Return the text of an Intent as its rank wrote it."""
     return text[2 : 2 + int.from_bytes(text[:2], "little")].decode(errors="replace")
 
 
 class Meeting:
-    """Where the members of one group along `axes`, set number `of_set` of the page, meet.
+    """The place where the members of one group along `axes`, set number `of_set` of the page, meet.
 
-    Nobody writes to a meeting's place again before all have read it: to do so they have come to the one after it.
+    Nobody overwrites a meeting's words before all members have read them: whoever does so has come to the meeting after
+    the next one, and for that all had to leave this one.
     """
 
     def __init__(self, page: SharedPage, of_set: int, axes: Sequence[str], timeout: float):
@@ -65,31 +70,35 @@ class Meeting:
     def meet(self, call: Intent) -> None:
         """Wait until all members have come; return if all are about to make the same call.
 
-        ShardingError on all members if they are not, and on one that would wait for ever, since a rank that has not
-        come has ended, or ranks wait for each other; TimeoutError if one does not come in time. Where not all have
-        come, the next meeting is this one again.
+        If not all have come, the next call meets at the same number again.
+
+        Raises:
+            ShardingError: the members make different calls (all of them raise it), or ranks wait in a circle.
+            RankEnded: a rank that has not come has ended.
+            TimeoutError: a rank has not come in time.
         """
         self.number = number = self.number + 1
         (words, texts), memory = self.places[number % PLACES], self.page.memory
         text = texts + self.me * LENGTH
-        word = call.digest + (number % 0xFFFF + 1).to_bytes(2, "little")  # never memory that nobody has written to
+        word = call.digest + (number % 0xFFFF + 1).to_bytes(2, "little")  # never 0, as in unwritten memory
         memory[text : text + len(call.text)] = call.text
         self._write(words, word)
         end, everyone = words + self.size * WORD, word * self.size
         if memory[words:end] != everyone:
             self._wait(words, word)
             if memory[words:end] != everyone:
-                time.sleep(0.001)  # texts are written before words, but not all processors show them in that order
+                time.sleep(0.001)  # texts are written before words, but some processors reorder that
                 raise different(self.axes, self.ranks, [said_in(text) for text in self.page.calls(words)])
 
     def _write(self, words: int, word: bytes) -> None:
+        """Write this rank's word."""
         at = words + self.me * WORD
         self.page.memory[at : at + WORD] = word
-        with self.fence:  # what is read after this is not older than what was written
+        with self.fence:  # a memory fence: later reads are not older than this write
             pass
 
     def _wait(self, words: int, word: bytes) -> None:
-        """Until all members have come."""
+        """Wait until all members have come."""
         looks, began = 0, time.monotonic()
         low, high = word[DIGEST : DIGEST + 1] * self.size, word[DIGEST + 1 :] * self.size
         while time.monotonic() - began < LOOK:
@@ -106,7 +115,7 @@ class Meeting:
             self.page.set_wait(None)
 
     def _wait_long(self, wait: Wait, word: bytes) -> None:
-        """Wait on, and look now and then who waits for whom."""
+        """Keep waiting, and check now and then who waits for whom."""
         began = looked = time.monotonic()
         while self.page.missing(wait):
             if (now := time.monotonic()) - looked > LOOK:
@@ -117,7 +126,7 @@ class Meeting:
             time.sleep(20 * NAP)
 
     def _take_back(self, wait: Wait, word: bytes) -> bool:
-        """Take this rank's word back, unless all others have come: one of them may have seen it, and gone on."""
+        """Take this rank's word back, unless all others have come, since one of them may have seen it and gone on."""
         self._write(wait.words, bytes(WORD))
         if self.page.missing(wait) == [self.page.rank]:
             self._write(wait.words, word)
@@ -126,7 +135,7 @@ class Meeting:
         return True
 
     def _look(self, wait: Wait, late: bool) -> Exception | None:
-        """The error to raise, if the missing ranks will never come, or have not come in time."""
+        """Return the error to raise if the missing ranks will never come or have not come in time, else None."""
         page, me, stuck = self.page, self.page.rank, self.page.stuck()
         if me in stuck:
             found = [self._waiting(rank, each) for rank, each in stuck.items()]
@@ -142,12 +151,12 @@ class Meeting:
         return None
 
     def _waiting(self, rank: int, wait: Wait) -> tuple[int, str, list[int]]:
-        """(a rank, its call, for whom it waits)."""
+        """Return (rank, its call, the ranks that it waits for)."""
         member = self.page.meetings[wait.words][0].index(rank)
         return rank, said_in(self.page.calls(wait.words)[member]), self.page.missing(wait)
 
     def _let_all_find(self, stuck: Mapping[int, Wait]) -> None:
-        """Stay until all ranks of the circle have found it: the first to go on would break it for the others."""
+        """Stay until all ranks of the circle have found it, since the first to leave would break it for the others."""
         page, began = self.page, time.monotonic()
         page.set_wait(stuck[page.rank], found=True)
         while time.monotonic() - began < PATIENCE:
@@ -159,23 +168,31 @@ class Meeting:
 
 
 class MeetingByMessages:
-    """A meeting of ranks that share no memory, as across machines: each sends its call to every other one, which can
-    take as long as a small collective. It holds its process group by name, so that `_meetings` can forget both."""
+    """A meeting of ranks that share no memory, as across machines: each sends its call to every other rank.
+
+    This can take as long as a small collective. The process group is referred to by name, so that `_meetings` can drop
+    both together.
+    """
 
     def __init__(self, pg: dist.ProcessGroup, axes: Sequence[str]):
         self.group, self.axes = pg.group_name, tuple(axes)
 
     def meet(self, call: Intent) -> None:
-        """Wait until the calls of all members are here; return if they are alike.
+        """Wait until the calls of all members are here; return if they are equal.
 
-        ShardingError if they are not, RankEnded if a member has ended, and TimeoutError that names those that have not
-        come in time. So over gloo each one's call is a message of its own, unless there is but one other.
+        Over gloo each call is a separate message if there are several others, so that an error can name those who are
+        late.
+
+        Raises:
+            ShardingError: the calls differ.
+            RankEnded: a member has ended.
+            TimeoutError: some members have not come in time; it names them.
         """
         pg = process_group(self.group)
         size, me, on_cpu = dist.get_world_size(pg), dist.get_rank(pg), dist.get_backend(pg) == "gloo"
         one_by_one = on_cpu and size > 2
         device = "cpu" if on_cpu else torch.device("cuda", torch.cuda.current_device())
-        with without_modes():  # which would take this for the program's
+        with without_modes():  # an active mode would take these ops for the program's
             text = bytearray((call.digest + call.text).ljust(DIGEST + LENGTH))
             mine = torch.frombuffer(text, dtype=torch.uint8).to(device)
             calls = torch.zeros(size, len(mine), dtype=torch.uint8, device=device)
@@ -186,7 +203,7 @@ class MeetingByMessages:
                     others = [(me + hop) % size for hop in range(1, size)]
                     works = [(other, pg.recv([calls[other]], other, TAG)) for other in reversed(others)]
                     works += [(other, pg.send([mine], other, TAG)) for other in others]
-                    for member, work in works:  # noqa: B007 (the one whose work fails is named)
+                    for member, work in works:  # noqa: B007 (the error names the member whose work fails)
                         work.wait()
                 else:
                     dist.all_gather(list(calls), mine, group=pg)
@@ -203,19 +220,20 @@ _meetings: "WeakKeyDictionary[Any, Meeting | MeetingByMessages]" = WeakKeyDictio
 
 
 def hold_meeting(made: Meeting | MeetingByMessages, pg) -> None:
-    """Calls on a process group are compared in this meeting; `meeting` finds it."""
+    """Register the meeting that compares calls on a process group; `meeting` finds it."""
     _meetings[pg] = made
 
 
 def meeting(pg) -> Any:
-    """The meeting about calls on a process group, of whichever mesh; None if they are not compared."""
+    """Return the meeting for calls on a process group, whichever mesh made it; None if they are not compared."""
     return None if pg is None else _meetings.get(pg)
 
 
-# What ranks are told whose meeting failed: who calls what, who waits for whom, the rule and the fix
+# The errors of a failed meeting: who calls what, who waits for whom, the rule and the fix
 
 
 def made_alone(rank: int, mesh: str) -> TimeoutError:
+    """Return the error for a mesh that only some ranks make."""
     return TimeoutError(
         f"Timed out: {mesh}: rank {rank} makes this mesh, and not all others do\n  rule: {MESHES}\n"
         f"  fix: make it outside of what some ranks run alone; ranks=... gives a mesh of some of them"
@@ -223,8 +241,10 @@ def made_alone(rank: int, mesh: str) -> TimeoutError:
 
 
 def not_met(why: str, waits: Sequence[tuple[int, str | None, Sequence[int]]], timeout: float) -> Exception:
-    """Why a meeting was not held, or never will be; of each rank that has to do with it its number, its call or None,
-    and the ranks that it waits for."""
+    """Return the error for a meeting that was not or will never be held.
+
+    `waits` has for each rank involved its number, its call or None, and the ranks that it waits for.
+    """
     lines = "".join(f"  {_waits(*each, why)}\n" for each in waits) + f"  rule: {RULE}"
     if why == LATE:
         return TimeoutError(
@@ -236,6 +256,7 @@ def not_met(why: str, waits: Sequence[tuple[int, str | None, Sequence[int]]], ti
 
 
 def different(axes: Sequence[str], ranks: Sequence[int], said: Sequence[str]) -> ShardingError:
+    """Return the error for a meeting whose members make different calls."""
     return ShardingError(f"the ranks along {', '.join(axes)} do not make the same call\n{_by_call(ranks, said)}")
 
 
@@ -253,7 +274,7 @@ def _shown(said: str, with_how: bool) -> str:
 
 
 def _by_call(ranks: Sequence[int], said: Sequence[str]) -> str:
-    """Who makes which call; and how, where that is what they differ in."""
+    """Return a text of which ranks make which call; it also shows how each is run if only that differs."""
     with_how, callers = len({_shown(each, False) for each in said}) == 1, {}
     for rank, each in zip(ranks, said, strict=True):
         callers.setdefault(_shown(each, with_how), []).append(rank)

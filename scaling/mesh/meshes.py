@@ -1,4 +1,4 @@
-"""The mesh that runs: this process is one rank of it, and it makes the process groups along its axes."""
+"""The mesh that runs: this process is one of its ranks, and it makes the process groups along its axes."""
 
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
@@ -17,18 +17,26 @@ from scaling.mesh.world import TIMEOUT, check_device, join_world
 from scaling.spec import ShardingError, block_index
 from scaling.spec.sizes import format_sizes
 
-LONGER = 5  # as long as ranks wait for each other before a call that has begun fails, after which its group is lost
+LONGER = 5  # a call that has begun fails after this many timeouts; its group is then lost
 
 
 class Mesh(AbstractMesh):
-    """The ranks of this run along named axes, e.g. `Mesh({"X": 4, "Y": 2})`: to be made by every rank alike.
+    """The ranks of this run along named axes, e.g. `Mesh({"X": 4, "Y": 2})`; every rank must make it alike.
 
-    Ranks come from `scaling.launch` or from torchrun; a mesh of one device needs no process group. `checked`: before
-    each collective, or before its result is used, the ranks of its group compare what they do, and differing ranks
-    raise instead of hanging. `timeout`: seconds that a collective waits. `ranks`: those of the run that are the mesh's,
-    ascending, for instance range(0, 4); all by default. All ranks of the run make it alike; on a rank outside it
-    `member` is False, there is no `coord`, and a collective takes and gives None. ShardingError if the sizes do not
-    multiply to the number of ranks.
+    Ranks come from `scaling.launch` or from torchrun; a mesh of one device needs no process group.
+
+    Args:
+        sizes: the size of each axis; their product is the number of ranks.
+        device: where the arrays are, "cpu" or "cuda".
+        checked: whether the ranks of a group compare their calls before each collective, or before its result is used,
+            so that differing ranks raise instead of hanging.
+        timeout: seconds that a collective waits for the other ranks.
+        ranks: the run's ranks that form the mesh, ascending, for instance range(0, 4); all by default. All ranks of the
+            run make the mesh alike. On a rank outside it `member` is False, there is no `coord`, and a collective takes
+            and returns None.
+
+    Raises:
+        ShardingError: the sizes do not multiply to the number of ranks.
     """
 
     def __init__(
@@ -63,10 +71,10 @@ class Mesh(AbstractMesh):
             held.meet(Intent.of(f"{mine}, over the ranks {[*self.ranks]}"))
         if self.member and self.size() > 1:
             self._meet(sets, mine)
-        elif self.size() > 1:  # torch names a group by how many its ranks have made: all ranks make as many
+        elif self.size() > 1:  # torch names a group by a count: all ranks make equally many
             for _ in range(1 + sum(self.size(some) < self.size() for some in sets)):
                 self._new_group([rank])
-        _ = self.optional  # made here, since a compiler that meets it cannot make it
+        _ = self.optional  # a compiler cannot make the view when it meets it
 
     def _check_ranks(self, world: int) -> None:
         known = all(0 <= rank < world for rank in self.ranks)
@@ -78,18 +86,20 @@ class Mesh(AbstractMesh):
             )
 
     def _sets(self) -> list[tuple[str, ...]]:
-        """All sets of axes along which there is something to send."""
+        """Return all sets of axes along which something can be sent."""
         axes = [axis for axis, size in self.sizes.items() if size > 1]
         return [some for n in range(1, len(axes) + 1) for some in combinations(axes, n)]
 
     def _meet(self, sets: Sequence[tuple[str, ...]], mine: str) -> None:
-        """Make the process groups along all sets of axes, on all ranks alike: at their first use it might be that each
-        rank waits for others in another group. Of a checked mesh, also where the groups' members meet."""
+        """Make the process groups along all sets of axes; on a checked mesh also the places where their members meet.
+
+        All ranks make all groups here. At a group's first use each rank might be waiting for others in another group.
+        """
         said, memory = [(mine, this_host())], None
         everyone: Any = dist.group.WORLD
         if self.size() < dist.get_world_size():
             everyone = self._new_group(self.ranks)
-        if dist.get_backend() != "fake":  # torch's stand-in for a transport, of which this process is the only rank
+        if dist.get_backend() != "fake":  # torch's stand-in for a transport, with this process as its only rank
             said, memory = self._share_page(everyone, len(sets), mine)
         made, hosts = zip(*said, strict=True)
         if len(set(made)) > 1:
@@ -98,7 +108,7 @@ class Mesh(AbstractMesh):
                 f"the ranks do not make the same mesh\n{lines}  rule: {MESHES}\n  fix: give all the same sizes"
             )
         if self.checked and meeting(everyone):
-            # what ranks have begun on another mesh, and not all come to, would be in the way of this one's calls
+            # a call on another mesh that not all ranks have come to would get in the way of this mesh's calls
             everyone = self._new_group(self.ranks)
         groups = [self._groups_along(some) for some in sets]
         page = SharedPage(memory, self.size(), self.rank, groups) if memory is not None else None
@@ -119,7 +129,7 @@ class Mesh(AbstractMesh):
             self._process_groups[some] = ranks, pg
 
     def _groups_along(self, axes: Sequence[str]) -> list[tuple[int, ...]]:
-        """The ranks of each group along these axes."""
+        """Return the ranks of each group along these axes."""
         groups: dict[tuple[int, ...], list[int]] = {}
         for rank in range(self.size()):
             coord = self.coord_of(rank)
@@ -135,7 +145,7 @@ class Mesh(AbstractMesh):
             raise made_alone(self.rank, mine) from error
 
     def _new_group(self, ranks: Sequence[int]) -> Any:
-        """A process group, made by its members alone. It does not inherit the timeout of the world."""
+        """Make a process group; only its members take part. It does not inherit the world's timeout."""
         return dist.new_group(list(ranks), timeout=timedelta(seconds=self.timeout), use_local_synchronization=True)
 
     def _make_group(self, axes: tuple[str, ...]) -> Group:
@@ -155,7 +165,7 @@ class Mesh(AbstractMesh):
 
     @property
     def device_mesh(self):
-        """The same mesh as a torch DeviceMesh, on the same process groups: for DTensor and torch's own strategies."""
+        """This mesh as a torch DeviceMesh, on the same process groups, for DTensor and torch's own strategies."""
         if not dist.is_initialized():
             raise ShardingError(
                 "a DeviceMesh needs a process group, which one rank does not have\n  fix: start 2 or more"

@@ -1,8 +1,8 @@
 """A page of memory that all ranks of a mesh on one machine map.
 
-It has a row for each rank, and for each set of axes the places where the groups along them meet
-(`scaling.mesh.meeting`). In its row a rank that has waited for long says in which meeting. So all can follow who waits
-for whom, and where they wait for each other, which is for ever.
+It has a row for each rank and, for each set of axes, the places where the groups along them meet
+(`scaling.mesh.meeting`). A rank that has waited for long writes into its row in which meeting it waits. So every rank
+can follow who waits for whom, and detect ranks that wait for each other for ever.
 """
 
 import mmap
@@ -13,26 +13,28 @@ from typing import NamedTuple
 
 import torch.distributed as dist
 
-ROW, WAITS, FOUND = 64, 8, 24  # bytes of a rank's row: its process, where it waits, whether it knows that nobody comes
-LENGTH = 480  # bytes of a call as text, with its length in the first two
-PLACES = 2  # of meetings of a group in turn, each with a word and a text of every member
-WORD, DIGEST = 8, 6  # bytes of what a rank is about to do: a digest, and the last two bytes of the meeting's number
+ROW, WAITS, FOUND = 64, 8, 24  # bytes of a rank's row: process id, its wait, whether it has found a deadlock
+LENGTH = 480  # bytes of a call's text, whose first two are its length
+PLACES = 2  # a group's meetings alternate between two places, each with a word and a text of every member
+WORD, DIGEST = 8, 6  # bytes of a word: a digest of the call, then the last two bytes of the meeting's number
 
 
 class Wait(NamedTuple):
-    """A meeting in which a rank waits: where its words begin, and its number's last two bytes."""
+    """A meeting in which a rank waits: the offset of its words, and the last two bytes of its number."""
 
     words: int
     number: bytes
 
 
 class SharedPage:
-    """The page of one mesh: `size` rows, then the meetings of the groups along each of the `sets` of axes, given as the
-    ranks of each group."""
+    """The page of one mesh: `size` rows, then the meetings of the groups along each set of axes.
+
+    `sets` gives each set of axes as the ranks of each of its groups.
+    """
 
     def __init__(self, memory: mmap.mmap, size: int, rank: int, sets: Sequence[Sequence[tuple[int, ...]]]):
         self.memory, self.size, self.rank, self.sets = memory, size, rank, sets
-        self.meetings: dict[int, tuple[tuple[int, ...], int]] = {}  # by where the words begin: members, texts
+        self.meetings: dict[int, tuple[tuple[int, ...], int]] = {}  # {offset of words: (members, offset of texts)}
         for of_set, groups in enumerate(sets):
             for group, ranks in enumerate(groups):
                 self.meetings |= {words: (ranks, texts) for words, texts in self.places(of_set, group)}
@@ -40,26 +42,29 @@ class SharedPage:
 
     @staticmethod
     def nbytes(size: int, sets: int) -> int:
+        """Return the size of a page for this many ranks and sets of axes."""
         return size * ROW + sets * size * PLACES * (WORD + LENGTH)
 
     def places(self, of_set: int, group: int) -> list[tuple[int, int]]:
-        """Where the words and the texts of a group's meetings begin, one after the other in turn."""
+        """Return the offsets of the words and of the texts for each of a group's alternating meetings."""
         words = self.nbytes(self.size, of_set)
         texts, first = words + PLACES * self.size * WORD, group * len(self.sets[of_set][group])
         firsts = [turn * self.size + first for turn in range(PLACES)]
         return [(words + first * WORD, texts + first * LENGTH) for first in firsts]
 
     def calls(self, words: int) -> list[bytes]:
-        """What the members of a meeting say."""
+        """Return the call texts of a meeting's members."""
         ranks, texts = self.meetings[words]
         return [self.memory[at : at + LENGTH] for at in range(texts, texts + len(ranks) * LENGTH, LENGTH)]
 
     # Rows
 
     def set_pid(self, pid: int) -> None:
+        """Write this rank's process id."""
         self.memory[self.rank * ROW : self.rank * ROW + 8] = pid.to_bytes(8, "little")
 
     def has_ended(self, rank: int) -> bool:
+        """Return whether a rank's process has ended."""
         pid = int.from_bytes(self.memory[rank * ROW : rank * ROW + 8], "little")
         try:
             os.kill(pid, 0)
@@ -70,15 +75,16 @@ class SharedPage:
         return False
 
     def set_wait(self, wait: Wait | None, found: bool = False) -> None:
-        """Say where this rank waits, and whether it has `found` that this wait never ends; None: nowhere."""
+        """Write where this rank waits (None: nowhere), and whether it has `found` that this wait never ends."""
         at, (words, number) = self.rank * ROW, wait or Wait(0, bytes(2))
         self.memory[at + WAITS : at + FOUND + 1] = words.to_bytes(FOUND - WAITS - 2, "little") + number + bytes([found])
 
     def has_found(self, rank: int) -> bool:
+        """Return whether a rank has found that its wait never ends."""
         return self.memory[rank * ROW + FOUND] == 1
 
     def waits(self) -> dict[int, Wait]:
-        """Where each rank waits that has waited for long."""
+        """Return where each rank waits that has waited for long."""
         waits = {}
         for rank in range(self.size):
             row = self.memory[rank * ROW + WAITS : rank * ROW + FOUND]
@@ -87,17 +93,17 @@ class SharedPage:
         return waits
 
     def missing(self, wait: Wait) -> list[int]:
-        """The ranks that have not come to a meeting."""
+        """Return the ranks that have not come to a meeting."""
         ranks, _ = self.meetings[wait.words]
         words = self.memory[wait.words : wait.words + WORD * len(ranks)]
         return [rank for i, rank in enumerate(ranks) if words[WORD * i + DIGEST :][:2] != wait.number]
 
     def stuck(self) -> dict[int, Wait]:
-        """The ranks that wait for each other in a circle, and those that wait for them."""
+        """Return the waits of the ranks that wait for each other in a circle, and of the ranks that wait for those."""
         waits = self.waits()
         missing = {rank: self.missing(wait) for rank, wait in waits.items()}
         if self.waits() != waits or missing != {rank: self.missing(wait) for rank, wait in waits.items()}:
-            return {}  # somebody has moved: only what did not change from one look to the next was so at one time
+            return {}  # a rank has moved on: only what is equal in two readings was true at one time
         stuck = {rank for rank in missing if missing[rank]}
         while free := {rank for rank in stuck if not stuck & set(missing[rank])}:
             stuck -= free
@@ -105,9 +111,9 @@ class SharedPage:
 
 
 def share_page(group, nbytes: int, wanted: bool, said) -> tuple[list, mmap.mmap | None]:
-    """Return (what each rank of a process group `said`, memory of zeros that all of them map).
+    """Return (everything that the ranks of a process group `said`, memory of zeros that all of them map).
 
-    The memory is None if it is not wanted, or where the ranks are not all on one machine.
+    The memory is None if it is not wanted, or if the ranks are not all on one machine.
     """
     size, file, path, token = dist.get_world_size(group), None, None, os.urandom(16)
     if dist.get_rank(group) == 0 and wanted:
@@ -131,7 +137,10 @@ def share_page(group, nbytes: int, wanted: bool, said) -> tuple[list, mmap.mmap 
 
 
 def _shared_file() -> tuple[int, str]:
-    """A file in memory, and where others open it. On Linux it has no name: nothing stays behind however this ends."""
+    """Return a file in memory and the path at which others open it.
+
+    On Linux the file has no name, so that nothing stays behind however this process ends.
+    """
     if not hasattr(os, "memfd_create"):
         return tempfile.mkstemp(prefix=f"ranks-{os.getpid()}-")
     file = os.memfd_create("ranks")

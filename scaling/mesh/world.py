@@ -1,4 +1,4 @@
-"""The ranks of a run and their devices, before there is a mesh."""
+"""Join the ranks of a run and choose their devices, before there is a mesh."""
 
 from datetime import timedelta
 
@@ -12,13 +12,13 @@ TIMEOUT = 120.0  # seconds that a collective waits for the other ranks before it
 
 
 def check_device(device) -> None:
-    """ShardingError for a device that this machine, or this torch, does not have."""
+    """Raise a ShardingError for a device that this machine, or this torch, does not have."""
     if torch.device(device).type == "cuda" and not torch.cuda.is_available():
         raise ShardingError(f"device {device}: torch finds no GPU here\n  fix: leave the device out, to run on the CPU")
 
 
 def join_world(device, timeout: float = TIMEOUT, store=None, rank: int = -1, world: int = -1) -> None:
-    """Join the run's process group: gloo on CPU, NCCL on CUDA. Without a store, as torchrun's environment says."""
+    """Join the run's process group: gloo on CPU, NCCL on CUDA. Without a store, torchrun's environment says where."""
     device = torch.device(device)
     backend = "gloo"
     if device.type == "cuda":
