@@ -2,7 +2,7 @@
 
     python -m scaling.exercise                      the list, by part of the book
     python -m scaling.exercise new NAME             writes NAME.py, with blanks
-    python -m scaling.exercise check NAME.py        what is wrong, or what it moved
+    python -m scaling.exercise check NAME.py        the mistake, or the bytes it moved
 
 In a notebook: `from scaling.exercise import grade, new`, `print(new("05_fsdp_backward"))`, `grade(text)`.
 """

@@ -1,4 +1,4 @@
-"""python -m scaling.exercise: the list of exercises; new NAME and check FILE."""
+"""Run `python -m scaling.exercise`: list the exercises, write one (new NAME), or judge an answer (check FILE)."""
 
 import sys
 from pathlib import Path
@@ -10,6 +10,7 @@ from scaling.exercise.verdict import grade
 
 @complaining(ValueError, OSError)
 def main(argv: "list[str] | None" = None) -> int:
+    """Run the command and return its exit code."""
     parser = Parser(
         prog="python -m scaling.exercise", description="Exercises on the book's algorithms, and their judge"
     )

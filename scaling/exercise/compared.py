@@ -1,4 +1,4 @@
-"""Answers beside what is right: values, and what ranks computed beside what one device computes."""
+"""Compare answers with the right ones: values, and the results of ranks with one device's."""
 
 import math
 import re
@@ -17,11 +17,14 @@ from scaling.spec.sizes import parse_mesh
 from scaling.trace import trace
 from scaling.trace.peak import peak_memory
 
-NEAR = 1e-9  # of results in float64
+NEAR = 1e-9  # relative tolerance of results in float64
 
 
 def mismatch(given: Any, wanted: Any) -> str:
-    """What is wrong with a value, "" if nothing: a text is a type, by its dims and axes; a number is within 1%."""
+    """Return the mistake in a value, in words; "" if it is right.
+
+    A text with brackets is a type, which must have the same dims and axes; a number must be within 1%.
+    """
     if isinstance(wanted, str) and "[" in wanted:
         try:
             same = parse(str(given)).same_sharding(parse(wanted))
@@ -40,11 +43,12 @@ def mismatch(given: Any, wanted: Any) -> str:
 
 
 def ranks_say(exercise: Exercise, names: Mapping, text: str) -> tuple[bool, str]:
-    """A function of shards: types on an abstract mesh, then results on ranks in float64 beside one device's, and bytes.
+    """Judge a function of shards: its types on an abstract mesh, its results on ranks in float64, and its bytes.
 
-    `fn`; `mesh`; `args`: {name: type}, in the function's order, before the mesh; `sizes` of the dims; `returns`: {name:
-    type}, in their order; `best`: the bytes that a rank sends at least; `peak`: those that it holds at its peak, in the
-    best answer known, of which others are told; `typed = false`: types are not judged.
+    The exercise's data has `fn`, the function's name; `mesh`; `args`: {name: type}, in the function's order, before the
+    mesh; `sizes` of the dims; `returns`: {name: type}, in their order; `best`: the least bytes that a rank can send;
+    `peak`: the bytes that a rank holds at its peak in the best known answer, which is reported with other answers;
+    `typed = false` if types are not judged.
     """
     data = exercise.data
     sizes = parse_mesh(data["mesh"])
@@ -82,7 +86,7 @@ def ranks_say(exercise: Exercise, names: Mapping, text: str) -> tuple[bool, str]
 
 
 def peak_of(exercise: Exercise, fn: Callable) -> int:
-    """The bytes that a rank holds at its peak, counted on an abstract mesh."""
+    """Return the bytes that a rank holds at its peak, counted on an abstract mesh."""
     data = exercise.data
     mesh, shards = AbstractMesh(parse_mesh(data["mesh"]), backend="gloo"), []
     for spec in map(parse, data["args"].values()):
@@ -94,7 +98,10 @@ def peak_of(exercise: Exercise, fn: Callable) -> int:
 
 
 def on_rank(mesh, exercise: Exercise, text: str) -> tuple[list[str], int]:
-    """On one rank: what is wrong with each result, "" if nothing, and the bytes that the rank sends."""
+    """Run an answer on one rank.
+
+    Returns the mistake in each result ("" if it is right), and the bytes that the rank sends.
+    """
     data = exercise.data
     here, names = dict[str, Any](), dict[str, Any](__name__=exercise.name)
     exec(compile(exercise.dense, "dense", "exec"), here)
@@ -125,7 +132,7 @@ def _tuple(results) -> tuple:
 
 
 def _terms(spec, data, rng, mesh) -> torch.Tensor:
-    """The whole array's terms, one for each place along the axes that it is unreduced over."""
+    """Return the whole array's terms, one for each block along the axes that it is unreduced over."""
     count = math.prod(mesh.sizes[axis] for axis in spec.unreduced)
     shape = (count, *spec.global_shape(data["sizes"]))
     if below := data.get("whole", {}).get(spec.name):
@@ -138,7 +145,7 @@ def _part(x, spec, sizes, mesh, coord=None):
 
 
 def _wrong(got, whole, hints, spec, sizes, mesh) -> str:
-    """What is wrong with a rank's result; `hints`: {hint: what a known slip gives}."""
+    """Return the mistake in a rank's result, in words; `hints` is {hint: the result of a known slip}."""
     want = _part(whole, spec, sizes, mesh)
     if not isinstance(got, torch.Tensor):
         return f"is {type(got).__name__} where an array is asked for"
@@ -164,7 +171,7 @@ def _wrong(got, whole, hints, spec, sizes, mesh) -> str:
 
 
 def _hint(exercise: Exercise, name: str, wrong: list[str]) -> str:
-    """What is wrong with a result, on which ranks, and a hint if this slip is known."""
+    """Return the mistake in a result and its ranks, in words, with the hint if the slip is known."""
     first = next(word for word in wrong if word)
     right = [str(rank) for rank, word in enumerate(wrong) if not word]
     where = f" on rank {wrong.index(first)}; ranks {', '.join(right)} are right" if right else " on every rank"
@@ -175,7 +182,7 @@ def _hint(exercise: Exercise, name: str, wrong: list[str]) -> str:
 
 
 def described(error: BaseException, name: str) -> str:
-    """An error of the answer's, on this or on another rank, with the line where it came up."""
+    """Return the message of an answer's error on this or another rank, with the answer's line where it occurred."""
     lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == f"{name}.py"]
     text, kind = str(error), type(error).__name__
     lines += [int(number) for number in re.findall(rf'"{name}\.py", line (\d+)', text)]

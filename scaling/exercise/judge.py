@@ -1,6 +1,7 @@
-"""The process that judges one answer: python -m scaling.exercise.judge NAME FILE RESULT.
+"""Judge one answer in a separate process: python -m scaling.exercise.judge NAME FILE RESULT.
 
-What the file may use, what is still blank, whether it runs at all; then by its kind (kinds.py).
+It checks which modules the file uses, whether anything is still blank and whether it runs at all, then judges by the
+exercise's kind (kinds.py).
 """
 
 import ast
@@ -28,11 +29,11 @@ TOOLS = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all", "ppermute",
 
 
 class NotYet(Exception):
-    """What an answer may not do, or what it does wrong before it can be judged."""
+    """An answer breaks the exercise's terms, or fails before it can be judged."""
 
 
 def assess(exercise: Exercise, text: str) -> tuple[bool, str]:
-    """(whether it is right, what there is to say)."""
+    """Return (whether the answer is right, the message)."""
     try:
         look(exercise, text)
         names = run(text, exercise.name)
@@ -42,7 +43,7 @@ def assess(exercise: Exercise, text: str) -> tuple[bool, str]:
 
 
 def look(exercise: Exercise, text: str) -> None:
-    """Refuse a text that is still blank, or that uses what would answer in its place."""
+    """Refuse a text that is still blank, or that uses tools which would do the exercise."""
     try:
         program = ast.parse(text)
     except SyntaxError as error:
@@ -68,7 +69,7 @@ def look(exercise: Exercise, text: str) -> None:
 
 
 def run(text: str, name: str) -> dict:
-    """The names that a file defines; what it prints is dropped."""
+    """Return the names that a file defines; its output is dropped."""
     names = {"__name__": name}
     try:
         with contextlib.redirect_stdout(io.StringIO()):

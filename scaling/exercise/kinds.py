@@ -1,8 +1,8 @@
 """The kinds of exercises, and how each is judged.
 
-say       values that the file sets, types or numbers, beside the right ones; slips that are known get a hint
-write     a function of shards: its types by the judge, its results on ranks beside one device's, the bytes it sends
-order     a pipeline's order of work for each rank: whether it runs, its length and what it keeps
+say       the file sets values, types or numbers, which must be right; known slips get a hint write     a function of
+shards: the judge checks its types, ranks its results, and the trace the bytes it sends order     a pipeline's order of
+work for each rank: whether it runs, how long it takes, and how much it keeps
 """
 
 from collections.abc import Callable, Mapping
@@ -15,7 +15,7 @@ from scaling.schedules.simulator import Deadlock, simulate
 
 
 def say(exercise: Exercise, names: Mapping, text: str) -> tuple[bool, str]:
-    """`wanted`: {name: value}; `slips`: [{name, value, hint}], wrong values that are known."""
+    """Judge values: `wanted` is {name: value}, `slips` is [{name, value, hint}] of known wrong values."""
     wanted = exercise.data["wanted"]
     for name, value in wanted.items():
         if name not in names:
@@ -30,8 +30,10 @@ def say(exercise: Exercise, names: Mapping, text: str) -> tuple[bool, str]:
 
 
 def order(exercise: Exercise, names: Mapping, text: str) -> tuple[bool, str]:
-    """`fn(rank, stages, microbatches)` gives a list as ["F0", "F1", "B0", ...]; `makespan`, `live`: the best known,
-    in units of a forward, and microbatches that rank 0 keeps."""
+    """Judge a pipeline's order: `fn(rank, stages, microbatches)` gives a list such as ["F0", "F1", "B0", ...].
+
+    `makespan` is the best known length in units of a forward, `live` the number of microbatches that rank 0 keeps.
+    """
     stages, microbatches = exercise.data["stages"], exercise.data["microbatches"]
     orders = []
     for rank in range(stages):

@@ -1,15 +1,15 @@
 """An exercise is a page of Markdown, pages/NAME.md: its data, its question, one device's program, and blanks to fill.
 
 +++
-kind = "write"                       what kinds.py judges it by, with the fields of that kind
+kind = "write"                       one of kinds.py, with the fields of that kind
 title = "FSDP's backward"
 +++
 The question, for a reader who has read that section of the book.
 
-```python dense                      what one device computes from whole arrays (of kind "write")
-```python slips                      functions like it that compute what a known slip gives: fn(*arrays, rank), its
-                                     docstring the hint; not shown
-```python blanks                     the file that is handed out; `...` stands where something is to be written
+```python dense                      the function of whole arrays on one device (of kind "write")
+```python slips                      functions with known slips, fn(*arrays, rank), whose docstrings are the hints;
+                                     not shown
+```python blanks                     the file that is handed out; each `...` is to be filled in
 """
 
 import re
@@ -26,7 +26,7 @@ PAGES = Path(__file__).parent / "pages"
 
 @dataclass(frozen=True)
 class Exercise:
-    """One exercise: `data` is what its kind needs, `text` its question in Markdown."""
+    """One exercise: `text` is its question in Markdown, `data` the fields of its kind."""
 
     name: str
     title: str
@@ -39,11 +39,12 @@ class Exercise:
 
     @property
     def part(self) -> int:
+        """The book's part."""
         return int(self.name.partition("_")[0])
 
 
 def read(file: Path) -> Exercise:
-    """An exercise from its page."""
+    """Read an exercise from its page."""
     _, head, body = file.read_text(encoding="utf-8").split("+++\n", 2)
     data = tomllib.loads(head)
     blocks = dict(re.findall(r"^```python (\w+)\n(.*?)^```\n", body, re.MULTILINE | re.DOTALL))
@@ -56,19 +57,19 @@ def read(file: Path) -> Exercise:
 
 @cache
 def exercises() -> Mapping[str, Exercise]:
-    """All exercises by name, in the book's order."""
+    """Return all exercises by name, in the book's order."""
     return MappingProxyType({file.stem: read(file) for file in sorted(PAGES.glob("*.md"))})
 
 
 def exercise_named(name: str) -> Exercise:
-    """The exercise of this name; ValueError if there is none."""
+    """Return the exercise of this name. Raise a ValueError if no exercise has it."""
     if name not in exercises():
         raise ValueError(f"there is no exercise {name!r}\n  fix: choose one that `python -m scaling.exercise` lists")
     return exercises()[name]
 
 
 def new(name: str) -> str:
-    """The file that is handed out: the question, and blanks to fill in."""
+    """Return the file that is handed out: the question, and blanks to fill in."""
     exercise = exercise_named(name)
     question = re.sub(r"^```.*\n?", "", exercise.text, flags=re.MULTILINE).strip()
     how = f"Check it: python -m scaling.exercise check {name}.py"
@@ -76,7 +77,7 @@ def new(name: str) -> str:
 
 
 def name_in(text: str) -> str:
-    """The exercise that a file answers, by its first lines; ValueError if they name none."""
+    """Return the exercise that a file's first lines name. Raise a ValueError if they name none."""
     if not (known := re.search(r"^\s*(?:[rf]?\"\"\"|#)\s*Exercise (\w+)", text, re.MULTILINE)):
         raise ValueError(
             "the file does not say which exercise it answers\n  fix: keep its first line, Exercise NAME: ..."

@@ -1,4 +1,4 @@
-"""Judges an answer in a process of its own, which is ended after a minute with everything that it started."""
+"""Judge an answer in a separate process, which is ended after a minute with everything that it started."""
 
 import contextlib
 import json
@@ -17,7 +17,7 @@ SECONDS = 60
 
 @dataclass(frozen=True)
 class Verdict:
-    """Whether an answer is right, and what there is to say of it."""
+    """Whether an answer is right, and the judge's message."""
 
     right: bool
     said: str
@@ -27,7 +27,7 @@ class Verdict:
 
 
 def grade(answer: "str | Path", seconds: float = SECONDS) -> Verdict:
-    """What the judge says of an answer: a file, or its text. ValueError if it names no exercise."""
+    """Return the judge's verdict on an answer, a file or its text. Raise a ValueError if it names no exercise."""
     if "\n" in str(answer):
         text = str(answer)
     elif Path(answer).is_file():
@@ -57,7 +57,7 @@ def grade(answer: "str | Path", seconds: float = SECONDS) -> Verdict:
 
 
 def _end(process: subprocess.Popen) -> None:
-    """End a process and all that it started."""
+    """End a process and everything that it started."""
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
     process.communicate()

@@ -1,1 +1,1 @@
-"""What this machine does, measured: the command `measure`, and `measure network`."""
+"""Measure this machine: the command `measure`, and `measure network`."""

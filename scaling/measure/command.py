@@ -1,11 +1,11 @@
-"""Calibration: measures this machine, writes a chip file for the cost model, and checks how well that file predicts.
+"""Measure this machine, write a chip file for the cost model, and check how well that file predicts.
 
     python -m scaling.measure --ranks 4 --out machine.toml
     python -m scaling.measure --ranks 4 --chip machine.toml       # the predictions of that file once more
     python -m scaling.train --plan 4 --chip machine.toml          # the mesh to train on
 
-All ranks measure at once, as they will run: cores and memory are shared. Then training steps on several meshes are
-predicted from the file alone, run, and the errors printed.
+All ranks measure at once, as they will run, because they share cores and memory. Then training steps on several meshes
+are predicted from the file alone and run, and the errors are printed.
 """
 
 import json
@@ -23,11 +23,12 @@ from scaling.hardware import Chip, load_chip
 from scaling.measure import network
 from scaling.measure.layouts import SETTINGS, Check, check_steps, median_error, table, tau
 from scaling.measure.layouts import as_dict as check_dict
-from scaling.measure.rates import combine_ranks, measure_rank, toml
+from scaling.measure.rates import combine_ranks, measure_rank
 from scaling.train.settings import DTYPES
 
 
 def chip_table(chip: Chip) -> str:
+    """Return the chip's measured rates and latencies as a table."""
     rows = [(f"matmul {dtype}", f"{rate / 1e9:,.1f} GFLOPs/s a rank", "") for dtype, rate in chip.peaks]
     rows += [("causal attention", f"{chip.efficiency.attention:.0%} of that", "")]
     for m in chip.measured:
@@ -39,8 +40,22 @@ def chip_table(chip: Chip) -> str:
     return tables.table(rows, ["", "rate", "latency"])
 
 
+def toml(chip: Chip) -> str:
+    """Return the chip as the text of a file that `scaling.hardware.load_chip` reads."""
+    lines = [f'name = "{chip.name}"', f'kind = "{chip.kind}"', f'source = "{chip.source}"']
+    lines += [f"hbm_bytes = {chip.hbm_bytes:.6g}", f"hbm_bw = {chip.hbm_bw:.6g}", "", "[flops]"]
+    lines += [f"{dtype} = {rate:.6g}" for dtype, rate in chip.peaks]
+    lines += ["", "[efficiency]", f"attention = {chip.efficiency.attention:.6g}"]
+    for m in chip.measured:
+        lines += ["", "[[measured]]", f'op = "{m.op}"', f"ranks = {m.ranks}"]
+        lines += [f"latency = {m.latency:.6g}", f"bandwidth = {m.bandwidth:.6g}"]
+        lines += ["alone = true"] if m.alone else []
+    return "\n".join(lines) + "\n"
+
+
 @complaining(ValueError, OSError, launch.RankError, code=2)
 def main(arguments: list[str] | None = None) -> int:
+    """Run the command and return its exit code."""
     given = sys.argv[1:] if arguments is None else arguments
     if given[:1] == ["network"]:
         return network.main(given[1:])
@@ -86,7 +101,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def as_dict(chip: Chip, checks: Sequence[Check]) -> dict:
-    """What was measured, in FLOPs/s, bytes/s and seconds, as --json prints it."""
+    """Return the measurements in FLOPs/s, bytes/s and seconds, as --json prints them."""
     rows = [asdict(m) for m in chip.measured]
     return {"chip": chip.name, "matmul": dict(chip.peaks), "memory": chip.hbm_bw, "measured": rows,
             "attention": chip.efficiency.attention, "steps": [check_dict(c) for c in checks],

@@ -1,7 +1,8 @@
-"""`python -m scaling.measure network --mesh X=2,Y=2`: each collective's bandwidth by axis and size, and slow ranks.
+"""Measure each collective's bandwidth by axis and size, and name slow ranks: `python -m scaling.measure network`.
 
-Bus bandwidth: the bytes that a rank must send, over the time, so that collectives and numbers of ranks compare with
-each other and with a link's figure. All ranks of all groups along an axis run at once, as they do in training.
+For example, `--mesh X=2,Y=2`. Bus bandwidth is the bytes that a rank must send, divided by the time. So collectives and
+numbers of ranks compare with each other and with a link's nominal figure. All groups along an axis run at once, as they
+do in training.
 """
 
 import math
@@ -13,23 +14,35 @@ from pathlib import Path
 
 import torch
 
-from scaling import launch
+from scaling import collectives, launch
 from scaling.common.console import Parser, complaining, folder, integer, number
 from scaling.common.tables import table
-from scaling.measure.lines import LINES, barrier
+from scaling.spec import format_axes
 from scaling.spec.sizes import format_sizes, parse_mesh
 
+LINES = {
+    "AllGather": ("A[I_X, J] -> A[I, J]", collectives.all_gather),
+    "ReduceScatter": ("A[I, J] {U_X} -> A[I_X, J]", collectives.reduce_scatter),
+    "AllReduce": ("A[I, J] {U_X} -> A[I, J]", collectives.all_reduce),
+    "AllToAll": ("A[I_X, J] -> A[I, J_X]", collectives.all_to_all),
+}
 SIZES = (2**16, 2**20, 2**24)  # bytes V of the gathered or unreduced array
 
 
+def barrier(mesh) -> None:
+    """Return when every rank of the mesh has arrived."""
+    if axes := [axis for axis, size in mesh.sizes.items() if size > 1]:
+        collectives.all_reduce(f"N[] {{U_{format_axes(axes)}}} -> N[]", torch.zeros((), device=mesh.device), mesh)
+
+
 def bytes_on_wire(op: str, V: int, n: int) -> float:
-    """Bytes that a rank sends of V, by the quickest algorithm: V (n - 1)/n, twice that, or V (n - 1)/n^2."""
+    """Return the bytes that a rank sends of V by the quickest algorithm: V (n - 1)/n, twice that, or V (n - 1)/n^2."""
     once = V * (n - 1) / n
     return {"AllReduce": 2 * once, "AllToAll": once / n}.get(op, once)
 
 
 def rates(mesh, sizes, repeats: int) -> dict[tuple[str, str, int], float]:
-    """{(axis, op, V): seconds of this rank, the median}."""
+    """Return {(axis, op, V): this rank's median seconds}."""
     found = {}
     for axis, n in mesh.sizes.items():
         for op, (line, call) in LINES.items() if n > 1 else ():
@@ -55,7 +68,7 @@ def _seconds(f, mesh, repeats: int) -> list[float]:
 
 
 def rank_alone(mesh, folder: str) -> tuple[float, float]:
-    """Of this rank on its own: (bytes/s of memory, bytes/s to the disk): what tells a slow host or disk."""
+    """Return this rank's own (bytes/s of memory, bytes/s to the disk), which reveal a slow host or disk."""
     x, file = torch.ones(2**22, device=mesh.device), Path(folder) / f".measure-{mesh.rank}"
     began = time.perf_counter()
     for _ in range(5):
@@ -79,14 +92,14 @@ def _measured(mesh, sizes, repeats: int, folder: str):
 
 
 def slow(values: list[float], what: str) -> list[str]:
-    """Ranks with less than half of the median of all."""
+    """Return a line for each rank that has less than half of the median of all."""
     usual = statistics.median(values)
     return [f"rank {r}: {what} {v / 1e9:.2f} GB/s, the median is {usual / 1e9:.2f}" for r, v in enumerate(values)
             if v < usual / 2]  # fmt: skip
 
 
 def _report(results: list, sizes: dict[str, int], link: float | None) -> str:
-    """The table, the slowest rank of each row; and the ranks that are slow on their own."""
+    """Return the table of the slowest rank's rates, and the ranks that are slow when measured alone."""
     rows = []
     for axis, op, V in results[0][0]:
         took = max(times[axis, op, V] for times, _ in results)
@@ -101,6 +114,7 @@ def _report(results: list, sizes: dict[str, int], link: float | None) -> str:
 
 @complaining(ValueError, OSError, launch.RankError)
 def main(argv=None) -> int:
+    """Run the command and return its exit code."""
     parser = Parser(prog="python -m scaling.measure network", description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--mesh", default="X=2", help="mesh axes and their sizes (default X=2)")
     parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"), help="device of the ranks (default cpu)")

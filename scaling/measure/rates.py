@@ -1,8 +1,8 @@
-"""What each rank of this machine does in a second, while all others do the same: cores and memory are shared.
+"""Measure the rates of each rank of this machine while all others do the same, because they share cores and memory.
 
-Everything is measured as a training step does it: operands are not in the caches, since others were used meanwhile, and
-before a collective each rank has computed, so that they do not come to it together. Of repeated times the lower
-quartile counts (whatever else the machine does only adds to them), of ranks the slowest.
+Everything is measured as it occurs in a training step: operands are not in the caches, since others were used in the
+meantime, and each rank has computed before a collective, so that the ranks do not arrive together. Of repeated times
+the lower quartile counts, since other work on the machine only adds to them; of ranks the slowest counts.
 """
 
 import os
@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from scaling import collectives
 from scaling.configs import get
 from scaling.hardware import Chip, Efficiency, Measured
-from scaling.measure.lines import LINES, barrier
+from scaling.measure.network import LINES, barrier
 from scaling.mesh import Mesh
 from scaling.models import pointwise
 from scaling.plan.transformer_step import transformer_step
@@ -27,7 +27,7 @@ from scaling.trace.count import attention_flops
 from scaling.train import dry
 from scaling.train.settings import DTYPES, Settings
 
-PRODUCTS = (  # of a layer, forward and backward; the dims of a rank's shards
+PRODUCTS = (  # a layer's products, forward and backward, and the dims of their operands
     ("In[B, D] * W[D, F] -> Tmp[B, F]", "BD", "DF"),
     ("W[F, D] * Act[B, F] -> Out[B, D]", "FD", "BF"),
     ("dOut[B, D] * W[F, D] -> dAct[B, F]", "BD", "FD"),
@@ -35,29 +35,26 @@ PRODUCTS = (  # of a layer, forward and backward; the dims of a rank's shards
     ("W[D, F] * dTmp[B, F] -> dIn[B, D]", "DF", "BF"),
     ("In[B, D] * dTmp[B, F] -> dW[D, F]", "BD", "BF"),
 )
-SHAPES = (
-    (16, 32, 32),
-    (64, 128, 256),
-    (128, 256, 1024),
-    (256, 512, 512),
-    (256, 512, 2048),
-    (1024, 128, 512),
-)  # B, D, F
-VOLUMES = (2**10, 2**14, 2**17, 2**19, 2**21, 2**23)  # bytes V of what is measured: 1 kB to 8 MB
-POOL, MOST, ROUNDS = 2**26, 64, 4  # bytes of operands used in turn, the most of them; collectives in a row
-BUSY = 256, 512, 768  # B, D, F of the product before a collective
-GUESS = 3e-5, 5e10  # seconds of a call, FLOPs/s: by them a timing of products lasts some 20 ms
+# B, D, F:
+SHAPES = ((16, 32, 32), (64, 128, 256), (128, 256, 1024), (256, 512, 512), (256, 512, 2048), (1024, 128, 512))
+VOLUMES = (2**10, 2**14, 2**17, 2**19, 2**21, 2**23)  # bytes V of the measured arrays: 1 kB to 8 MB
+POOL, MOST, ROUNDS = 2**26, 64, 4  # bytes of operands used in turn, and their number at most; collectives in a row
+BUSY = 256, 512, 768  # B, D, F of the product that is computed before a collective
+GUESS = 3e-5, 5e10  # seconds of a call, FLOPs/s: they size each timing of products to about 20 ms
 ATTENTION = 2, 256, 8, 32  # B, T, N, H
-CALLS = ("Product", "Pointwise", "Activation")  # what costs at least a call
+CALLS = ("Product", "Pointwise", "Activation")  # operations that cost at least a call
 SMALL = Settings(get("tiny").with_(L=2, D=16, F=32, N=2, K=2, H=8, V=32), "", "", batch=1, seq=8)
 Points = list[tuple[float, float]]  # (bytes, seconds)
 
 
 @dataclass(frozen=True)
 class RankMeasured:
-    """What one rank measured: FLOPs/s by dtype, of a rank alone, and of attention; bytes/s through memory; seconds of
-    an operation that does next to nothing (`call`); (amount, seconds) by (operation, ranks); and `idle`, the same of
-    collectives while the ranks that have no part in them stand still."""
+    """The measurements of one rank.
+
+    `flops`: FLOPs/s by dtype; `alone`: of a rank that computes alone; `attention`: in attention. `memory`: bytes/s
+    through memory. `call`: seconds of an operation that does next to nothing. `times`: (amount, seconds) by (operation,
+    ranks). `idle`: the times of collectives while the ranks outside the group stand still.
+    """
 
     flops: dict[str, float]
     alone: float
@@ -69,8 +66,9 @@ class RankMeasured:
 
 
 def timed(f: Callable, mesh, repeats: int, times: int = 1) -> float:
-    """Seconds of a call, of which each rank makes so many in a row: the lower quartile of repeated rows. All ranks
-    begin together, and a row lasts until all are done: where they share cores, those that run first end early.
+    """Return the seconds of one call, if each rank makes `times` calls in a row: the lower quartile over repeated rows.
+
+    All ranks begin together, and a row lasts until all are done, since ranks that share cores and run first end early.
     """
     seconds = []
     for i in range(repeats + 2):
@@ -84,8 +82,10 @@ def timed(f: Callable, mesh, repeats: int, times: int = 1) -> float:
 
 
 def added(f: Callable, more: Callable, mesh, repeats: int) -> float:
-    """Seconds that `more` takes longer than f: the median of pairs of calls, one right after the other. Each lasts
-    until all ranks are done, as in `timed`: else a collective, which all end together, would seem to cost that too.
+    """Return the seconds that `more` takes longer than f: the median over pairs of calls, one right after the other.
+
+    Each call lasts until all ranks are done, as in `timed`. Otherwise a collective, which all ranks end together, would
+    also be charged for their different ends of f.
     """
     found = []
     for _ in range(repeats + 1):
@@ -103,7 +103,10 @@ def added(f: Callable, more: Callable, mesh, repeats: int) -> float:
 def measure_rank(
     mesh, dtypes: Sequence[str], repeats: int, volumes: Sequence[int] = VOLUMES, shapes: Sequence = SHAPES
 ) -> RankMeasured:
-    """Measure everything, on all ranks at once: with arrays of these volumes in bytes, products of these B, D, F."""
+    """Measure everything, on all ranks at once.
+
+    `volumes` are the sizes of the arrays in bytes, `shapes` the B, D, F of the products.
+    """
     n, found, idle = mesh.size(), {}, {}
     rates, product = {}, []
     for dtype in dtypes:
@@ -116,16 +119,16 @@ def measure_rank(
         idle |= times(groups, repeats, volumes, of_one=True) if d < n else {}
     found["Pointwise", n] = bytewise(mesh, repeats, between_matmuls, volumes)
     found["Activation", n] = bytewise(mesh, repeats, curved, volumes)
-    single = alone(mesh, dtypes[0], repeats)
-    return RankMeasured(
-        rates, single, attention(mesh, dtypes[0], repeats), fit(found["Pointwise", n])[1], _call(mesh, repeats), found,
-        idle,
-    )  # fmt: skip
+    single, attending = (measure(mesh, dtypes[0], repeats) for measure in (alone, attention))
+    memory = fit(found["Pointwise", n])[1]
+    return RankMeasured(rates, single, attending, memory, _call(mesh, repeats), found, idle)
 
 
 def _call(mesh, repeats: int) -> float:
-    """Seconds of an operation with the Python, the views and the tapes around it: of a Transformer's step so small that
-    it takes nothing else."""
+    """Return the seconds of an operation with the Python, the views and the tapes around it.
+
+    They are measured on a Transformer's step that is so small that nothing else takes time.
+    """
     own = [Mesh({"X": 1}, ranks=[rank]) for rank in range(mesh.size())][mesh.rank]
     did = dry.count(SMALL, own.sizes, backend="abstract", documents=False)
     calls = did.products.number + did.attention.number + did.plain.number + did.curved.number
@@ -133,7 +136,10 @@ def _call(mesh, repeats: int) -> float:
 
 
 def matmuls(mesh, dtype: str, repeats: int, shapes: Sequence) -> tuple[float, Points]:
-    """(FLOPs/s of a rank, (bytes, seconds beside those FLOPs) of a product) over the six products of a layer."""
+    """Measure the six products of a layer.
+
+    Returns (FLOPs/s of a rank, [(bytes, seconds besides the FLOPs)] of a product).
+    """
     rows = []
     for B, D, F_ in shapes:
         dims = {"B": B, "D": D, "F": F_}
@@ -147,7 +153,7 @@ def matmuls(mesh, dtype: str, repeats: int, shapes: Sequence) -> tuple[float, Po
 
 
 def alone(mesh, dtype: str, repeats: int) -> float:
-    """FLOPs/s of one rank while the others wait for it."""
+    """Return the FLOPs/s of one rank while the others wait for it."""
     B, D, F_ = SHAPES[4]
     a, b = torch.randn(B, D).to(DTYPES[dtype]), torch.randn(D, F_).to(DTYPES[dtype])
     seconds = 0.0
@@ -163,7 +169,7 @@ def alone(mesh, dtype: str, repeats: int) -> float:
 
 
 def attention(mesh, dtype: str, repeats: int) -> float:
-    """FLOPs/s of a rank in causal attention, forward and backward."""
+    """Return the FLOPs/s of a rank in causal attention, forward and backward."""
     B, T, N, H = ATTENTION
     Q, K, V = heads = [torch.randn(B, N, T, H).to(DTYPES[dtype]).requires_grad_() for _ in range(3)]
     dO = torch.ones(B, N, T, H, dtype=DTYPES[dtype])
@@ -175,7 +181,7 @@ def attention(mesh, dtype: str, repeats: int) -> float:
 
 
 def bytewise(mesh, repeats: int, f: Callable, volumes: Sequence[int]) -> Points:
-    """(bytes read and written, seconds) of a call, by the size of the arrays."""
+    """Return (bytes read and written, seconds) of a call, for arrays of several sizes."""
     found = []
     for V in (volumes[0], *volumes[len(volumes) // 2 :]):
         pool = torch.randn(min(MOST, POOL // V), V // 4).unbind()
@@ -190,22 +196,26 @@ def bytewise(mesh, repeats: int, f: Callable, volumes: Sequence[int]) -> Points:
 
 
 def between_matmuls(x: torch.Tensor, y: torch.Tensor | None) -> tuple[int, int]:
-    """(bytes, calls) of operations between matmuls; they run if y is given."""
+    """Run elementwise operations as between matmuls if y is given; return their (bytes, calls)."""
     if y is not None:
-        torch.mul(x, y)  # into memory that is newly allocated, as most of it is
+        torch.mul(x, y)  # into newly allocated memory, as in most steps
         torch.add(x, y)
         y.add_(x)
     return 9 * x.nbytes, 3
 
 
 def curved(x: torch.Tensor, y: torch.Tensor | None) -> tuple[int, int]:
+    """Run an activation and its derivative if y is given; return their (bytes, calls)."""
     if y is not None:
         pointwise.act_vjp(x, pointwise.act(x, "gelu"), "gelu")
     return (2 + 3) * x.nbytes, 2
 
 
 def times(mesh, repeats: int, volumes: Sequence[int], of_one: bool = False) -> dict[tuple[str, int], Points]:
-    """(V, seconds) of each collective over X; where the mesh has W too, all its groups at once, or the first alone."""
+    """Return (V, seconds) of each collective over X.
+
+    If the mesh has W, too, all groups along X run at once, or with `of_one` the first alone.
+    """
     n, found = mesh.sizes["X"], {}
     idle = of_one and mesh.coord["W"] > 0
     a, b = torch.randn(BUSY[0], BUSY[1]), torch.randn(BUSY[1], BUSY[2])
@@ -237,7 +247,10 @@ def times(mesh, repeats: int, volumes: Sequence[int], of_one: bool = False) -> d
 
 
 def fit_prices(rows: Sequence[Sequence[float]], seconds: Sequence[float]) -> list[float]:
-    """Prices > 0 of what each row has, by least squares of the relative error; what would cost less is left out."""
+    """Fit prices > 0 of the amounts in each row, by least squares of the relative error.
+
+    Amounts whose price would be negative are left out.
+    """
     A, t, least = numpy.array(rows, float), numpy.array(seconds, float), 1e-18
     A = A / t[:, None]
     used = list(range(A.shape[1]))
@@ -252,13 +265,13 @@ def fit_prices(rows: Sequence[Sequence[float]], seconds: Sequence[float]) -> lis
 
 
 def fit(points: Sequence[tuple[float, float]]) -> tuple[float, float]:
-    """(latency, bandwidth) with seconds = latency + V / bandwidth, both > 0."""
+    """Return (latency, bandwidth), both > 0, with seconds = latency + V / bandwidth."""
     call, each = fit_prices([(1.0, V) for V, _ in points], [t for _, t in points])
     return max(call, 1e-9), min(1 / each, 1e18)
 
 
 def combine_ranks(ranks: Sequence[RankMeasured], name: str) -> Chip:
-    """One chip of all ranks' measurements: the slowest rank of each."""
+    """Return one chip from all ranks' measurements; each figure is the slowest rank's."""
     world, first = len(ranks), ranks[0]
     measured, memory = [], min(r.memory for r in ranks)
     for alone in (False, True):
@@ -284,16 +297,3 @@ def combine_ranks(ranks: Sequence[RankMeasured], name: str) -> Chip:
         measured=tuple(measured),
         efficiency=Efficiency(attention=min(1.0, min(r.attention for r in ranks) / own)),
     )
-
-
-def toml(chip: Chip) -> str:
-    """The chip as a file that `scaling.hardware.load_chip` reads."""
-    lines = [f'name = "{chip.name}"', f'kind = "{chip.kind}"', f'source = "{chip.source}"']
-    lines += [f"hbm_bytes = {chip.hbm_bytes:.6g}", f"hbm_bw = {chip.hbm_bw:.6g}", "", "[flops]"]
-    lines += [f"{dtype} = {rate:.6g}" for dtype, rate in chip.peaks]
-    lines += ["", "[efficiency]", f"attention = {chip.efficiency.attention:.6g}"]
-    for m in chip.measured:
-        lines += ["", "[[measured]]", f'op = "{m.op}"', f"ranks = {m.ranks}"]
-        lines += [f"latency = {m.latency:.6g}", f"bandwidth = {m.bandwidth:.6g}"]
-        lines += ["alone = true"] if m.alone else []
-    return "\n".join(lines) + "\n"

@@ -1,7 +1,8 @@
-"""What happened, line by line (Part 9): a profile in the book's notation, on one process or on all ranks.
+"""Profile a program line by line (Part 9) in the book's notation, on one process or on all ranks.
 
-`record` opens one; `timeline` is what it saw, as data, on one `clock`, with torch.profiler's own `torch_trace`; `split`
-says where each line's time went, `stragglers` who is waited for, `advice` what to change; `result` is all of it.
+`record` opens a profile; `timeline` holds the recorded data, on one `clock`, with torch.profiler's own `torch_trace`;
+`split` divides each line's time into parts, `stragglers` names the ranks that others wait for, `advice` says what to
+change; `result` puts all of it together.
 """
 
 from scaling.profile.record import profile

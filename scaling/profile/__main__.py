@@ -1,6 +1,8 @@
+"""Run `python -m scaling.profile`."""
+
 import sys
 
 from scaling.common.console import command_of
 
-if __name__ == "__main__":  # which a spawned rank does not run again
+if __name__ == "__main__":  # false in a spawned rank
     sys.exit(command_of("scaling.profile.command"))

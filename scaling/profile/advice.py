@@ -1,10 +1,10 @@
-"""What to change, and what it would gain: each rule looks for one waste in the timelines and prices it.
+"""Suggest changes and price them: each rule looks for one kind of waste in the timelines.
 
-A gain is seconds a step of the mean rank, from what was measured: what goes away if nothing else changes. Where the
-change has a price of its own, which no profile of the program as it is shows, the gain is a bound: a transfer that is
-hidden takes cores and memory from what it hides behind (where all cores compute, as much as it saves); a shorter dtype
-must be converted to, and the transport may sum it more slowly; work shared otherwise is other, smaller products; of
-an update that is shared, the params are gathered.
+A gain is the measured seconds a step, as the mean over ranks, that go away if nothing else changes. Some changes have a
+price that no profile of the present program shows; then the gain is a bound. A hidden transfer takes cores and memory
+from the work that hides it (if all cores compute, as much as it saves). A shorter dtype needs conversions, and the
+transport may sum it more slowly. Work that is shared out differently makes other, smaller products. A shared update
+must gather the params.
 """
 
 from collections import defaultdict
@@ -16,17 +16,20 @@ from scaling.profile import stragglers
 from scaling.profile.intervals import gaps, intersect, length, union
 from scaling.profile.timeline import RankStep, RankTimeline
 
-LEAST = 0.01  # of a step: what gains less is not suggested
+LEAST = 0.01  # share of a step: smaller gains are not suggested
 SMALL = 2**18  # bytes V below which a collective's time is its latency
 FEW = 4  # small collectives of one kind, from which they are worth joining
 SHORT_DTYPES = ("bfloat16", "float16")
-CONVERT = "aten::to"  # an operation that changes a dtype, by its name in torch.profiler
-UNEVEN = 1.1  # the busiest rank's FLOPs over the mean, from which work is unbalanced
+CONVERT = "aten::to"  # torch.profiler's name of an operation that changes a dtype
+UNEVEN = 1.1  # least ratio of the busiest rank's FLOPs to the mean
 
 
 @dataclass(frozen=True)
 class Suggestion:
-    """`kind` names the rule; `line` is where to change `what`; `gain` in seconds a step, `bound`: at most that."""
+    """One change: `kind` names the rule, `line` is the line to change, and `what` says how.
+
+    `gain` is in seconds a step; `bound` says that it is at most that.
+    """
 
     kind: str
     line: str
@@ -38,11 +41,11 @@ class Suggestion:
         return f"{self.what} (gains {'at most ' * self.bound}{self.gain * 1e3:.1f} ms a step)"
 
 
-Wasted = Iterator[tuple[str, float, int]]  # (line, seconds of a step that are wasted, how many are concerned)
+Wasted = Iterator[tuple[str, float, int]]  # (line, wasted seconds of a step, the number for the text)
 
 
 def gathered_twice(step: RankStep) -> Wasted:
-    """A gather of an array that was gathered before, with no other one of the same line between."""
+    """Find gathers of an array that the same line has just gathered."""
     last: dict[str, tuple] = {}
     for run in step.runs:
         if run.op in ("AllGather", "AllReduce", "AllToAll") and run.key:
@@ -52,8 +55,10 @@ def gathered_twice(step: RankStep) -> Wasted:
 
 
 def no_prefetch(step: RankStep) -> Wasted:
-    """A gather on the critical path of an array that no line of the step made: it can start as soon as the one before
-    it is through, and hide behind what is computed from there on."""
+    """Find gathers on the critical path of an array that no line of the step made.
+
+    Such a gather can start as soon as the one before it has finished, and be hidden by the products from there on.
+    """
     made, begin = {run.after for run in step.runs}, None  # begin: of the first product since the last such gather
     standing = union(interval for run in step.runs if run.communicates for interval in run.held)
     computing = gaps(standing, step.span)
@@ -67,7 +72,10 @@ def no_prefetch(step: RankStep) -> Wasted:
 
 
 def wide_wire(step: RankStep) -> Wasted:
-    """Collectives in float32 where the products are in 16 bits: half the transfer, and what widened the operand."""
+    """Find collectives in float32 where the products are in 16 bits.
+
+    The waste is half of the transfer, and the time of widening the operand.
+    """
     if 2 * sum(run.flops for run in step.runs if run.dtype in SHORT_DTYPES) <= sum(run.flops for run in step.runs):
         return
     widened, begin = union((a, b) for name, a, b in step.timeline.ops if name == CONVERT), step.start
@@ -78,7 +86,7 @@ def wide_wire(step: RankStep) -> Wasted:
 
 
 def tiny_buckets(step: RankStep) -> Wasted:
-    """Many small collectives of one kind: joined they have the latency of one."""
+    """Find many small collectives of one kind, which have the latency of one if they are joined."""
     kinds: defaultdict[tuple, list] = defaultdict(list)
     for run in step.runs:
         if run.op in ("AllReduce", "ReduceScatter", "AllGather") and run.communicates and run.nbytes <= SMALL:
@@ -89,14 +97,14 @@ def tiny_buckets(step: RankStep) -> Wasted:
 
 
 def blocking_send(step: RankStep) -> Wasted:
-    """A Send that the lane stands still for."""
+    """Find Sends that block the rank."""
     for run in step.runs:
         if run.op == "Send" and not run.async_op:
             yield run.line, run.exposed + run.waiting, 1
 
 
 def replicated_update(step: RankStep) -> Wasted:
-    """After the last gradients are reduced to every rank, all of them compute the same update."""
+    """Find the update that all ranks compute after the last gradients are reduced to every rank."""
     gradients = [run for run in step.runs if run.op == "AllReduce" and run.communicates and run.after[:1] == "d"]
     if gradients:
         last = max(gradients, key=lambda run: run.end)
@@ -105,7 +113,7 @@ def replicated_update(step: RankStep) -> Wasted:
         yield last.line, length(gaps(lane, (last.end, step.end))) * (1 - 1 / n), n
 
 
-RULES: tuple[tuple[str, Callable[[RankStep], Wasted], str, bool], ...] = (  # kind, what finds it, what to do, a bound?
+RULES: tuple[tuple[str, Callable[[RankStep], Wasted], str, bool], ...] = (  # kind, rule, change, bound?
     ("twice", gathered_twice, "keep the result of {line}: the same array is moved again", False),
     ("prefetch", no_prefetch, "start {line} ahead of time (async_op=True), while the lines before it compute", True),
     ("wire", wide_wire, "convert before {line}: float32 is sent, 16 bits are computed with", True),
@@ -117,7 +125,7 @@ RULES: tuple[tuple[str, Callable[[RankStep], Wasted], str, bool], ...] = (  # ki
 
 
 def wastes(every: Sequence[Sequence[RankStep]]) -> Iterator[Suggestion]:
-    """What the rules find in each rank's steps: by line, the mean over ranks of their median step."""
+    """Yield a suggestion for each line that the rules find, with the mean over ranks of their median step."""
     for kind, find, what, bound in RULES:
         seconds: dict[str, list[list[float]]] = {}
         most: defaultdict[str, int] = defaultdict(int)
@@ -131,7 +139,7 @@ def wastes(every: Sequence[Sequence[RankStep]]) -> Iterator[Suggestion]:
 
 
 def unbalanced(every: Sequence[Sequence[RankStep]]) -> Suggestion | None:
-    """Some ranks have more FLOPs in a line than others: what exceeds the mean would be waited for by nobody."""
+    """Return a suggestion if some ranks have more FLOPs than others; nobody would wait for the excess over the mean."""
     flops: list[defaultdict[str, float]] = [defaultdict(float) for _ in every]
     for own, steps in zip(flops, every, strict=True):
         for step in steps:
@@ -150,12 +158,12 @@ def unbalanced(every: Sequence[Sequence[RankStep]]) -> Suggestion | None:
 
 
 def suggestions(timelines: Sequence[RankTimeline]) -> list[Suggestion]:
-    """All that gain at least 1% of a step, the largest gain first."""
+    """Return all suggestions that gain at least 1% of a step, the largest gain first."""
     every = [timeline.steps for timeline in timelines]
     found = list(wastes(every))
     if uneven := unbalanced(every):
         found.append(uneven)
-    else:  # ranks have the same work: without the slowest, the others are
+    else:  # the ranks have the same work, so the gain is their wait for the slowest
         for slow in stragglers.find(timelines)[:1]:
             gain = min(slow.seconds, slow.waited) / (1 if slow.step is None else len(every[0]))
             found.append(Suggestion("straggler", slow.line, f"look at why {slow}", gain))

@@ -1,11 +1,11 @@
-"""What a rank's times can be held against: one clock for all ranks, and how long a thread waited for a core.
+"""Compare ranks' times: one clock for all ranks, and the time for which a thread waited for a core.
 
-On one machine `perf_counter` is the same clock. Across machines each rank exchanges messages with rank 0: the quickest
-exchange tells best, since the other's time was read somewhere between sending and receiving (as NTP does it).
+On one machine `perf_counter` is the same clock for all. Across machines each rank exchanges messages with rank 0. The
+quickest exchange tells most, since the other clock was read somewhere between sending and receiving (as in NTP).
 
-A rank is not slow for what the machine does besides: Linux counts for each thread how long it was ready to run while
-the cores ran others (/proc/thread-self/schedstat, its second number, in nanoseconds); reading it takes a microsecond.
-Elsewhere nothing is known.
+A rank is not called slow for other work of the machine. Linux counts for each thread how long it was ready to run while
+the cores ran others (/proc/thread-self/schedstat, the second number, in nanoseconds); reading it takes a microsecond.
+Other systems have no such count.
 """
 
 import os
@@ -27,21 +27,21 @@ ROUNDS = 16
 
 
 def machine() -> str:
-    """What is the same for two processes if they share a clock."""
+    """Return a text that is equal for two processes if they share a clock."""
     return BOOT.read_text().strip() if BOOT.exists() else socket.gethostname()
 
 
 def offset(exchanges: Iterable[tuple[float, float, float]]) -> float:
-    """Seconds to add to the own clock, from (sent, the other's time, received) of several exchanges.
+    """Return the seconds to add to this clock, from (sent, the other's time, received) of several exchanges.
 
-    Wrong by at most half of the quickest one's duration, received - sent.
+    The error is at most half of the quickest exchange's duration, received - sent.
     """
     sent, theirs, received = min(exchanges, key=lambda each: each[2] - each[0])
     return theirs - (sent + received) / 2
 
 
 def offset_to_first() -> float:
-    """What to add to this rank's clock to have rank 0's; all ranks of the world call it."""
+    """Return the seconds to add to this rank's clock to get rank 0's; all ranks of the world call it."""
     if not dist.is_initialized():
         return 0.0
     machines: list = [None] * dist.get_world_size()
@@ -66,23 +66,24 @@ def offset_to_first() -> float:
 
 @dataclass
 class CoreWaits:
-    """What each `look()` read, and when."""
+    """The counter's text at each `look()`, and when it was read."""
 
     file: int | None
     read: list[tuple[float, bytes]] = field(default_factory=list)
 
     def look(self) -> None:
+        """Read the counter."""
         if self.file is not None:
             self.read.append((now(), os.pread(self.file, 64, 0)))
 
     def waited(self, later: float = 0.0) -> tuple[tuple[float, float], ...]:
-        """(when, seconds that the thread has waited for a core so far), on a clock that is so much ahead."""
+        """Return (when, seconds that the thread has waited for a core so far), with `later` added to the clock."""
         return tuple((when + later, int(text.split()[1]) * 1e-9) for when, text in self.read)
 
 
 @contextmanager
 def core_waits() -> Iterator[CoreWaits]:
-    """Of the thread that opens it: look at the beginning, at the end, and when asked to."""
+    """Watch the opening thread's counter: at the beginning, at the end, and when asked to."""
     looks = CoreWaits(os.open(COUNTER, os.O_RDONLY) if os.path.exists(COUNTER) else None)
     looks.look()
     try:
@@ -94,7 +95,7 @@ def core_waits() -> Iterator[CoreWaits]:
 
 
 def waited_within(waited: Sequence[tuple[float, float]], start: float, end: float) -> float:
-    """Seconds waited for a core from start to end, and from there to where it was looked at before and after."""
+    """Return the seconds waited for a core between the last look before `start` and the first look after `end`."""
     if not waited:
         return 0.0
     first = max(0, bisect_right(waited, start, key=lambda look: look[0]) - 1)

@@ -1,8 +1,8 @@
-"""Where the time of a chapter goes: `python -m scaling.profile PLACE chapters/05_fsdp_tp.py --mesh X=4,Y=2`.
+"""Show where the time of a chapter goes: `python -m scaling.profile PLACE chapters/05_fsdp_tp.py --mesh X=4,Y=2`.
 
-The chapter runs as it does by itself, with its own options, which stand last; under torchrun, too: `torchrun
---nproc-per-node 8 -m scaling.profile PLACE CHAPTER`. What it has its ranks do is one step of a profile, and each time
-that it does so has a profile of its own: the second is written to PLACE-2. A chapter's `--profile PLACE` does the same.
+The chapter runs with its own options, which come last. It also works under torchrun: `torchrun --nproc-per-node 8 -m
+scaling.profile PLACE CHAPTER`. Each time that the chapter calls a function on its ranks, that call is one step of a
+profile; the second profile is written to PLACE-2. A chapter's own `--profile PLACE` does the same.
 """
 
 import argparse
@@ -15,6 +15,7 @@ from scaling.common.console import PROFILE, Parser, complain, place
 
 
 def main(argv: list[str] | None = None) -> int:
+    """Run the command and return its exit code."""
     about, *more = (__doc__ or "").split("\n\n")
     parser = Parser(prog="python -m scaling.profile", description=about, epilog="\n\n".join(more))
     parser.add_argument("place", type=place, metavar="PLACE", help=PROFILE)

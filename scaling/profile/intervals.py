@@ -1,6 +1,6 @@
-"""Sets of times as lists of intervals (start, end), sorted and apart from each other; seconds.
+"""Sets of times as sorted lists of disjoint intervals (start, end), in seconds.
 
-union([(0, 2), (1, 3)]) -> [(0, 3)]      length(...) -> 3      intersect, subtract: of two such lists
+For example, union([(0, 2), (1, 3)]) is [(0, 3)], and its length is 3.
 """
 
 from bisect import bisect_right
@@ -11,7 +11,7 @@ Interval = tuple[float, float]
 
 
 def union(intervals: Iterable[Interval]) -> list[Interval]:
-    """The times that any of the intervals covers; empty ones and those turned round cover none."""
+    """Return the times that any of the intervals covers; empty and reversed intervals cover none."""
     joined: list[Interval] = []
     for start, end in sorted(each for each in intervals if each[0] < each[1]):
         if joined and start <= joined[-1][1]:
@@ -22,11 +22,12 @@ def union(intervals: Iterable[Interval]) -> list[Interval]:
 
 
 def length(intervals: Iterable[Interval]) -> float:
+    """Return the seconds that disjoint intervals cover."""
     return sum(end - start for start, end in intervals)
 
 
 def intersect(a: Sequence[Interval], b: Sequence[Interval]) -> list[Interval]:
-    """The times in both; as quick for a short b as if a were short too."""
+    """Return the times in both; for a short b this is as quick as if a were short, too."""
     found, i, j = [], max(0, bisect_right(a, b[0]) - 1) if b else 0, 0
     while i < len(a) and j < len(b):
         start, end = max(a[i][0], b[j][0]), min(a[i][1], b[j][1])
@@ -36,12 +37,12 @@ def intersect(a: Sequence[Interval], b: Sequence[Interval]) -> list[Interval]:
 
 
 def gaps(intervals: Sequence[Interval], within: Interval) -> list[Interval]:
-    """What the intervals leave of one that is to be covered."""
+    """Return the times of `within` that the intervals do not cover."""
     start, end = within
     edges = [start, *chain(*intersect(intervals, [within])), end]
     return [(a, b) for a, b in zip(edges[::2], edges[1::2], strict=True) if a < b]
 
 
 def subtract(a: Sequence[Interval], b: Sequence[Interval]) -> list[Interval]:
-    """What of a is not in b; as quick for a short a as if b were short too."""
+    """Return the times in a but not in b; for a short a this is as quick as if b were short, too."""
     return intersect(a, gaps(b, (a[0][0], a[-1][1]))) if a else []

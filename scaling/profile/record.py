@@ -1,4 +1,4 @@
-"""`with scaling.profile.profile() as p:` around any code with typed lines, on one process or on all ranks alike.
+"""Record a profile around any code with typed lines, on one process or on all ranks alike.
 
     with profile() as p:
         for batch in batches:
@@ -6,9 +6,9 @@
             p.step()                                        # the end of a step; without any, the block is one
     print(p.table())
 
-torch.profiler runs underneath, and has the lines as spans in its trace; their own times are those of `scaling.trace`,
-a few clock readings each. Nothing runs when no profile is open. At the end of the block the ranks exchange what they
-saw, so all of them must reach it.
+torch.profiler runs underneath and shows the lines as spans in its trace. The lines' times come from `scaling.trace`,
+which needs a few clock readings for each. Nothing runs when no profile is open. At the end of the block the ranks
+exchange their timelines, so all of them must reach it.
 """
 
 import json
@@ -31,18 +31,22 @@ from scaling.profile.result import Profile
 from scaling.profile.timeline import LineRun, RankTimeline, disjoint
 from scaling.profile.torch_trace import RankTrace, Seen, Spans, on_device, read_trace, with_transfers
 
-SKIP, COUNT = 2, 5  # steps that are not profiled first, since they make buffers and connections; and steps that are
+SKIP, COUNT = 2, 5  # steps that run first unprofiled, since they make buffers and connections; steps that are profiled
 
 
 @contextmanager
 def profile(*, ops: bool = True, memory: bool = True) -> Iterator[Profile]:
-    """Profile a block. `ops`: also what torch.profiler sees, the operations between the lines and the transfers;
-    `memory`: and the memory of live tensors; within another profile, which has that one already, neither. What the
-    block raises goes through, and no profile is made."""
+    """Profile a block. If the block raises, the error passes through and no profile is made.
+
+    Args:
+        ops: whether to record torch.profiler's view, too: the operations between the lines, and the transfers.
+        memory: whether to record the memory of live tensors. Within another profile, which holds torch.profiler,
+            neither is recorded.
+    """
     cuda = torch.cuda.is_available() and torch.cuda.is_initialized()
     spans, device = Spans(not profiling() and (ops or memory)), "cuda" if cuda else "cpu"
     found = Profile(spans=spans, synchronize=torch.cuda.synchronize if cuda else None)
-    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # it would write when it starts and stops
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # silences its messages at start and stop
     activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * cuda
     below = None
     if spans.read:
@@ -81,9 +85,11 @@ def profile(*, ops: bool = True, memory: bool = True) -> Iterator[Profile]:
 
 
 def watched(numbers: Iterable[int], where: str, rank: int, predict: str = "") -> Iterator[int]:
-    """The numbers of a run's steps; some of the steps are profiled between them, and written to `where` by rank 0 (see
-    `Profile.save`), beside what the chip `predict` would take, if one is named. Without a place it is the numbers
-    alone. A loop that is left early writes nothing."""
+    """Yield the numbers of a run's steps, and profile some of the steps in between.
+
+    Rank 0 writes the profile to `where` (see `Profile.save`), compared with the predictions for the chip `predict` if
+    one is named. If `where` is "", nothing is profiled. A loop that is left early writes nothing.
+    """
     coming = iter(numbers)
     if where:
         for _, number in zip(range(SKIP), coming, strict=False):
@@ -98,7 +104,7 @@ def watched(numbers: Iterable[int], where: str, rank: int, predict: str = "") ->
 
 
 def profiled(mesh, fn: Callable, where: str, *args):
-    """fn(mesh, *args), its result; all of it is one step of a profile, which rank 0 writes to `where`."""
+    """Return fn(mesh, *args); the call is one step of a profile, which rank 0 writes to `where`."""
     with profile() as p:
         result = fn(mesh, *args)
     if mesh.rank == 0:
@@ -107,9 +113,9 @@ def profiled(mesh, fn: Callable, where: str, *args):
 
 
 def _free_in_silence(blocks: list[torch.Tensor]) -> None:
-    """Free blocks that were allocated before a profile, with the standard error closed meanwhile.
+    """Free blocks that were allocated before a profile, with standard error closed meanwhile.
 
-    torch warns there at the first such block of a process. A profile counts only what is allocated within it.
+    torch warns there at the first such block of a process. A profile counts only blocks that are allocated within it.
     """
     kept, nowhere = os.dup(2), os.open(os.devnull, os.O_WRONLY)
     os.dup2(nowhere, 2)
@@ -126,8 +132,10 @@ def _exported(below: torch_profile) -> str:
 
 
 def runs_of(events: Iterable[trace.Event], ahead: float = 0.0) -> list[LineRun]:
-    """The events of a trace as runs, on a clock so much ahead. They hold the calling thread in the call, and where they
-    are waited for."""
+    """Return the events of a trace as runs, on a clock that is `ahead` seconds ahead.
+
+    A run holds the calling thread in its call, and again where its result is waited for.
+    """
     groups: dict[str, tuple[int, ...]] = {"": ()}
     found = []
     for event in events:
@@ -149,7 +157,7 @@ def runs_of(events: Iterable[trace.Event], ahead: float = 0.0) -> list[LineRun]:
 
 
 def _gathered(mine: RankTimeline, trace: RankTrace) -> tuple[tuple[RankTimeline, ...], list[RankTrace]]:
-    """The timelines of all ranks, in their order; their traces on rank 0 alone."""
+    """Return the timelines of all ranks, in their order, and on rank 0 their traces."""
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return (mine,), [trace]
     everyone: list = [None] * dist.get_world_size()

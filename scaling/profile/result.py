@@ -1,4 +1,4 @@
-"""A profile: the timelines of all ranks, what is asked of them, and all of it as text."""
+"""A profile: the timelines of all ranks, the questions that they answer, and all of it as text."""
 
 import json
 from collections.abc import Callable, Sequence
@@ -18,7 +18,7 @@ from scaling.profile.torch_trace import RankTrace, Spans, join_traces
 from scaling.trace import now
 
 STEP = "scaling.profile: step"
-COLUMNS, LEAST, RANKS = 100, 30, 6  # of a table, of a line's name beside its numbers; ranks that are shown
+COLUMNS, LEAST, RANKS = 100, 30, 6  # columns of a table; least columns of a line's name; ranks that are shown
 PARTS = {
     "products": "products",
     "communication exposed": "exposed",
@@ -32,8 +32,10 @@ PARTS = {
 
 @dataclass
 class Profile:
-    """What `profile()` gives. `step()` marks the end of a step; all else is there once the block has ended, the same on
-    every rank. Times are seconds; a `chip` is what predictions are made with (`load_chip("machine.toml")`)."""
+    """The result of `profile()`; everything but `step()` needs the end of the block, and is equal on all ranks.
+
+    Times are seconds. Predictions need a `chip` (`load_chip("machine.toml")`).
+    """
 
     made: tuple[RankTimeline, ...] = ()
     traces: list[RankTrace] = field(default_factory=list)
@@ -42,7 +44,7 @@ class Profile:
     synchronize: Callable[[], None] | None = None
 
     def step(self) -> None:
-        """A step ends here; on a GPU its work is waited for."""
+        """Mark the end of a step; on a GPU, wait for its work first."""
         if self.synchronize is not None:
             self.synchronize()
         self.spans.end(STEP)
@@ -50,45 +52,55 @@ class Profile:
         self.spans.begin(STEP, f"{STEP} {len(self.marks) - 1}")
 
     def finish(self) -> None:
-        """The end of the block: of its only step, or of what came after the last one, which then is no step."""
+        """Mark the end of the block, which is its only step if none was marked.
+
+        Work after the last marked step belongs to no step.
+        """
         if len(self.marks) == 1:
             self.step()
 
     @cached_property
     def timelines(self) -> tuple[RankTimeline, ...]:
-        """Of all ranks, in their order, their collectives' time split. ValueError before the block has ended."""
+        """The timelines of all ranks, in their order, with each collective's time split.
+
+        Raises:
+            ValueError: the block has not ended yet.
+        """
         if not self.made:
             raise ValueError("the profile is made at the end of its block\n  fix: ask after `with profile() as p:`")
         return split_waiting(self.made)
 
     def parts(self, rank: int = 0) -> list[Parts]:
-        """Where each step of a rank went."""
+        """Return the parts of each step of a rank."""
         return list(map(step_parts, self.timelines[rank].steps))
 
     @property
     def seconds(self) -> float:
-        """Of a step: the mean over steps and ranks."""
+        """The seconds of a step: the mean over steps and ranks."""
         return mean(step.seconds for timeline in self.timelines for step in timeline.steps)
 
     def lines(self) -> list[LineTotal]:
-        """By line of the algorithm, a step's mean over steps and ranks, in the order in which they first run."""
+        """Return the totals of each line in the order of first runs: a step's mean over steps and ranks."""
         return by_line(self.timelines)
 
     def stragglers(self) -> list[stragglers.Straggler]:
-        """Ranks that others wait for, and in which of their lines the time goes; the slowest first."""
+        """Return the ranks that others wait for and the lines that take their time, the slowest first."""
         return stragglers.find(self.timelines)
 
     def suggestions(self) -> list[Suggestion]:
-        """What to change, and what it would gain; the largest gain first."""
+        """Return the suggested changes with their gains, the largest gain first."""
         return suggestions(self.timelines)
 
     def memory(self, rank: int = 0) -> list[Moment]:
-        """The memory of live tensors after each line of the first step."""
+        """Return the memory of live tensors after each line of the first step."""
         return self.timelines[rank].steps[0].memory()
 
     def table(self, chip: Chip | None = None, dtype: str = "fp32", columns: int = COLUMNS) -> str:
-        """The lines, the parts of a step, stragglers and suggestions, as text of so many columns at most. With a chip
-        also what the lines take by its roofline: of a collective, `hidden` counts as time that it took."""
+        """Return the lines, the parts of a step, stragglers and suggestions, as text of at most so many columns.
+
+        With a chip, the table also has the time of each line by the chip's roofline; for a collective, hidden time
+        counts, too.
+        """
         parts = [self.parts(rank) for rank in range(len(self.timelines))][:RANKS]
         text = [table_of_parts(parts)]
         if slow := self.stragglers():
@@ -100,8 +112,11 @@ class Profile:
         )
 
     def save(self, where: "str | Path", chip: Chip | None = None) -> list[Path]:
-        """Write a trace of all ranks, which ui.perfetto.dev and chrome://tracing open: to FILE.json, or into a folder,
-        with the table beside it, for a `chip` too. On rank 0, which has what torch.profiler saw on each."""
+        """Write a trace of all ranks, which ui.perfetto.dev and chrome://tracing open: to FILE.json, or into a folder.
+
+        In a folder the table is written, too, with predictions for a `chip`. Call it on rank 0, which has the exports
+        of torch.profiler on all ranks.
+        """
         timelines = self.timelines
         if not all(own.text for own in self.traces) or not self.traces:
             raise ValueError(
@@ -118,12 +133,12 @@ class Profile:
 
 
 def of(timelines: Sequence[RankTimeline]) -> Profile:
-    """A profile of timelines that were made elsewhere: stored ones, synthetic ones."""
+    """Return a profile of timelines that come from elsewhere, stored or synthetic."""
     return Profile(tuple(timelines))
 
 
 def table_of_lines(totals: Sequence[LineTotal], chip: Chip | None, dtype: str, columns: int = COLUMNS) -> str:
-    """The lines by what they took in a step: milliseconds in which they held the rank, of a collective split."""
+    """Return a table of the lines and the milliseconds of a step in which they held the rank, for collectives split."""
     heads = ["calls", "ms", "exposed", "hidden", "waiting", "GFLOP", "MB", *(["predicted", "of roof"] if chip else [])]
     rows, names = [_row(total, chip, dtype) for total in totals], [total.line for total in totals]
     taken = sum(2 + max(map(len, cells)) for cells in zip(heads, *rows, strict=True))
@@ -148,7 +163,7 @@ def _row(total: LineTotal, chip: Chip | None, dtype: str) -> list[str]:
 
 
 def table_of_parts(parts: Sequence[Sequence[Parts]]) -> str:
-    """Where a step went on each rank, in milliseconds: the mean over its steps."""
+    """Return a table of the parts of a step on each rank, in milliseconds: the mean over its steps."""
     rows = [[name, *(f"{mean(getattr(each, part) for each in mine) * 1e3:.2f}" for mine in parts)]
             for name, part in PARTS.items()]  # fmt: skip
     return table(rows, ["ms a step", *(f"rank {rank}" for rank in range(len(parts)))])

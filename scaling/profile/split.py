@@ -1,9 +1,9 @@
-"""Where the time of a step went: each collective's in waiting, exposed and hidden; by line; each rank's step in parts.
+"""Split the time of a step: each collective's into waiting, exposed and hidden; by line; and each rank's step in parts.
 
-A collective cannot begin before the last of those that it needs has come: until then a rank that stands still *waits*,
-for that rank. What it stands still for after that is *exposed*: the transfer itself. What of the transfer runs while
-the rank stands still for no collective is *hidden*. Where a rank goes on before a later one has come, it did not need
-that one, and did not wait for it.
+A collective cannot begin before the last rank that it needs has come. Until then a rank that stands still *waits* for
+that rank. The time for which it stands still after that is *exposed*: the transfer itself. The part of the transfer
+during which the rank stands still for no collective is *hidden*. If a rank goes on before a later one has come, it did
+not need that one, and did not wait for it.
 """
 
 from collections import Counter, defaultdict
@@ -17,10 +17,10 @@ from scaling.profile.timeline import LineRun, RankStep, RankTimeline
 
 
 def meetings(timelines: Sequence[RankTimeline]) -> dict[tuple[int, int], list[tuple[int, LineRun]]]:
-    """(rank, position of a run) -> the (rank, run) that take part in the same collective, this one included.
+    """Return {(rank, position of a run): the (rank, run) that take part in the same collective, this one included}.
 
-    Ranks of a group call the same collectives in the same order; a message is the one of its type, in order, from its
-    sender to its receiver.
+    Ranks of a group call the same collectives in the same order. A message is identified by its type, its sender, its
+    receiver and its number among those.
     """
     met, places = defaultdict(list), {}
     for timeline in timelines:
@@ -38,7 +38,7 @@ def meetings(timelines: Sequence[RankTimeline]) -> dict[tuple[int, int], list[tu
 
 
 def split_waiting(timelines: Sequence[RankTimeline]) -> tuple[RankTimeline, ...]:
-    """The same, their collectives' time split."""
+    """Return the timelines with their collectives' time split."""
     met, found = meetings(timelines), []
     for t in timelines:
         standing = union(interval for run in t.runs if run.communicates for interval in run.held)
@@ -48,7 +48,10 @@ def split_waiting(timelines: Sequence[RankTimeline]) -> tuple[RankTimeline, ...]
 
 
 def _split(rank: int, run: LineRun, met: Sequence[tuple[int, LineRun]], standing: Sequence[Interval]) -> LineRun:
-    """One run, which met these; `standing`: when its rank stands still for any collective."""
+    """Return a run with its time split.
+
+    `met` are the (rank, run) that took part; `standing` is when the run's rank stood still for any collective.
+    """
     needed = [(r.called, who) for who, r in met if who != rank and (not run.peers or who in run.peers)]
     came, who = max(((t, who) for t, who in needed if t < run.end), default=(run.called, rank))
     waiting = length(intersect(union(run.held), [(run.called, came)]))
@@ -57,8 +60,11 @@ def _split(rank: int, run: LineRun, met: Sequence[tuple[int, LineRun]], standing
 
 
 def _transfer(run: LineRun, came: float) -> Interval:
-    """When a run moved its data: as seen by the profiler, but not before all had come; else, from the call to the end
-    of the wait if it stood still there, and at most until it was waited for if it did not."""
+    """Return when a run moved its data.
+
+    If the profiler saw the transfer, it is that interval after all ranks had come. Otherwise it is from the call to the
+    end of the wait, or, if the rank did not stand still there, at most until it asked for the result.
+    """
     begin = max(run.called, came)
     if run.transfer is not None:
         return max(begin, run.transfer[0]), max(begin, run.transfer[1])
@@ -67,8 +73,11 @@ def _transfer(run: LineRun, came: float) -> Interval:
 
 @dataclass(frozen=True)
 class Parts:
-    """One rank's step in seconds: products, transfers that it stood still for, waiting, and what lies between lines:
-    operations that the profiler saw, and the rest, which is Python. They add up to the step."""
+    """One rank's step in seconds; the first five parts add up to the step.
+
+    They are products, exposed transfers, waiting, operations between the lines that the profiler saw, and the rest,
+    which is Python.
+    """
 
     products: float
     exposed: float
@@ -80,11 +89,12 @@ class Parts:
 
     @property
     def total(self) -> float:
+        """The sum of the parts."""
         return self.products + self.exposed + self.waiting + self.between + self.python
 
 
 def step_parts(step: RankStep) -> Parts:
-    """The parts of one rank's step. A run that reaches over its border counts with what it holds within it."""
+    """Return the parts of one rank's step; a run that crosses its border counts with the time inside it."""
     products = exposed = waiting = 0.0
     taken, runs = [], step.timeline.runs
     for run in runs:
@@ -104,9 +114,11 @@ def step_parts(step: RankStep) -> Parts:
 
 @dataclass(frozen=True)
 class LineTotal:
-    """A line, by step: the mean over steps and ranks. `calls`; `seconds` in which it held the lane that computes, for a
-    collective `waiting` + `exposed`; `hidden`; FLOPs, bytes (V of a collective); `behind`: the rank most waited for,
-    None if nobody is."""
+    """The totals of one line in a step: the mean over steps and ranks.
+
+    `seconds` is the time in which the line held the rank; for a collective that is `waiting` + `exposed`. `nbytes` is V
+    for a collective. `behind` is the rank that was most waited for, or None.
+    """
 
     run: LineRun
     calls: float
@@ -120,11 +132,15 @@ class LineTotal:
 
     @property
     def line(self) -> str:
+        """The line's text."""
         return self.run.line
 
     def predicted(self, chip: Chip, dtype: str = "fp32") -> float | None:
-        """Seconds that its runs take by the chip's roofline: FLOPs at its rate or bytes at its memory's, whichever
-        takes longer; of a collective by its links or as measured. None if the chip's file does not say."""
+        """Return the seconds of the line's runs by the chip's roofline, or None if the chip's file does not say.
+
+        That is FLOPs at the chip's rate or bytes at its memory's, whichever takes longer; for a collective it is the
+        time by the chip's links or its measurements.
+        """
         if self.run.op in ("Send", "Recv", "Broadcast", "Reduce", "Scatter", "Gather"):
             return None
         try:
@@ -140,7 +156,7 @@ MEANS = ("seconds", "waiting", "exposed", "hidden", "flops", "nbytes")
 
 
 def by_line(timelines: Sequence[RankTimeline]) -> list[LineTotal]:
-    """The lines in the order in which they first run."""
+    """Return the totals of the lines, in the order of their first runs."""
     every = [step for timeline in timelines for step in timeline.steps]
     lines, found = defaultdict(list), []
     for step in every:

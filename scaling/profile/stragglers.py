@@ -1,9 +1,9 @@
-"""Which rank the others wait for, and in which of its lines its time goes.
+"""Find the rank that the others wait for, and which of its lines take the time.
 
-Ranks run the same lines. What a rank does by itself, each product and what lies before each line, is held against the
-same work on the other ranks: their median. A rank is slow at a line if it is so in its median step, by more than steps
-differ among themselves; or once, in one step, by what is left without its waiting for a core (`clock`). Collectives
-are left out: how long one takes is the slower ranks' doing.
+All ranks run the same lines. The work that a rank does alone, which is each product and the time before each line, is
+compared with the median of the same work on the other ranks. A rank is slow at a line if its median step is, by more
+than steps differ among themselves. It is slow once if a single step is, after subtracting the time it waited for a core
+(`clock`). Collectives are left out because their time depends on the slower ranks.
 """
 
 from collections import Counter, defaultdict
@@ -17,18 +17,21 @@ from scaling.profile.clock import waited_within
 from scaling.profile.intervals import Interval, length
 from scaling.profile.timeline import RankStep, RankTimeline
 
-LEAST, SHARE = 0.005, 0.05  # seconds, and share of a step, from which a rank is slow; once: four times and twice that
-FEW = 3  # steps, below which there is no telling what is usual
-NOISE = 4  # how often the usual difference between its steps a rank is late by
+LEAST, SHARE = 0.005, 0.05  # seconds and share of a step that make a rank slow; once: 4 times and twice these
+FEW = 3  # fewer steps do not show a habit
+NOISE = 4  # a slow rank is late by this many times the usual difference between its steps
 END = "the end of the step"
-Piece = tuple[str, int, bool]  # a line, which of its runs in the step, and whether in it (else before it)
+Piece = tuple[str, int, bool]  # a line, the number of its run in the step, and whether inside it (else before it)
 
 
 @dataclass(frozen=True)
 class Straggler:
-    """`rank` takes `seconds` a step longer than the others `inside` or before its `line`, the `occurrence`-th run of it
-    in the step; who waits for it does so for `waited` seconds, on average. `line` is "" if it is slower in all. `step`:
-    the only one in which it is so, None if it is in each."""
+    """A rank that takes longer than the others, by `seconds` a step, `inside` or before a line.
+
+    `occurrence` is the number of the line's run in the step; `line` is "" if the rank is slower in all lines. The ranks
+    that wait for it do so for `waited` seconds on average. `step` is the only step in which it is slow, or None for
+    all.
+    """
 
     rank: int
     line: str
@@ -46,7 +49,7 @@ class Straggler:
 
 
 def pieces(step: RankStep) -> dict[Piece, list[Interval]]:
-    """What a rank does by itself in a step, and when."""
+    """Return the times of a rank's own work in a step, by piece."""
     found, count, intervals = defaultdict(list), Counter(), []
     for run in step.runs:
         count[run.line] += 1
@@ -63,7 +66,7 @@ def pieces(step: RankStep) -> dict[Piece, list[Interval]]:
 
 
 def waited_for(timelines: Sequence[RankTimeline]) -> dict[int, list[float]]:
-    """Seconds that others wait for a rank, by step: the mean of those that do; ranks of other groups never do."""
+    """Return the seconds that others wait for each rank, by step: the mean over the waiting ranks."""
     numbers = range(len(timelines[0].steps))
     found: dict = {timeline.rank: [defaultdict(float) for _ in numbers] for timeline in timelines}
     for timeline in timelines:
@@ -75,19 +78,19 @@ def waited_for(timelines: Sequence[RankTimeline]) -> dict[int, list[float]]:
 
 
 def lateness(seconds: Mapping[Piece, float], others: Sequence[Mapping[Piece, float]]) -> dict[Piece, float]:
-    """By how many seconds a rank is later at each piece than those of the others that have it."""
+    """Return the seconds by which a rank takes longer than the median of the others, at each piece that they share."""
     theirs = {piece: [each[piece] for each in others if piece in each] for piece in seconds}
     return {piece: seconds[piece] - median(each) for piece, each in theirs.items() if each}
 
 
 def find(timelines: Sequence[RankTimeline]) -> list[Straggler]:
-    """The slow ranks, slowest first: in each step, or else once; none where nobody waits for them."""
+    """Return the slow ranks, slowest first: slow in each step, or in one; none if nobody waits for them."""
     if len(timelines) < 2:
         return []
     own = [[pieces(step) for step in timeline.steps] for timeline in timelines]
     took = [[{piece: length(each) for piece, each in step.items()} for step in steps] for steps in own]
     medians: list[dict[Piece, float]] = []
-    noise: dict[Piece, float] = defaultdict(float)  # the median distance of a step from the median one
+    noise: dict[Piece, float] = defaultdict(float)  # the median distance of a step from the median step
     for steps in took:
         medians.append({})
         for piece in dict.fromkeys(chain(*steps)):
@@ -117,7 +120,10 @@ def find(timelines: Sequence[RankTimeline]) -> list[Straggler]:
 def usual(
     rank: int, late: Mapping[Piece, float], noise: Mapping[Piece, float], waits: float, least: float
 ) -> list[Straggler]:
-    """What a rank is slow at in its median step; or that it is slower in all its lines, by too little in each."""
+    """Return the pieces at which a rank is slow in its median step.
+
+    A rank that is slow at no piece, but slower over all lines together, counts as slow in all its lines.
+    """
     found = [
         Straggler(rank, *piece, seconds, waits)
         for piece, seconds in late.items()

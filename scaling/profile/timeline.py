@@ -1,7 +1,7 @@
-"""What happened on one rank, as data: the runs of its lines by step, its memory, the operations between the lines.
+"""The recorded data of one rank: the runs of its lines by step, its memory, and the operations between the lines.
 
-Times are seconds on one clock for all ranks. A line takes the lane that computes, `held`: an einsum while it runs; a
-collective while the lane stands still for it, in the call and where it is waited for. What it does beside that is
+Times are seconds on one clock for all ranks. `held` is when a line occupies the computing lane: an einsum while it
+runs; a collective while the lane stands still for it, in the call and in the wait. The rest of a collective's time is
 hidden behind other work.
 """
 
@@ -13,21 +13,22 @@ from itertools import accumulate, pairwise
 
 from scaling.profile.intervals import Interval, length, subtract, union
 
-LOCAL = ("Einsum", "Slice")  # ops that no other rank takes part in
+LOCAL = ("Einsum", "Slice")  # ops without communication
 
 
 @dataclass(frozen=True)
 class LineRun:
     """One run of one line on one rank.
 
-    `line`: as the book writes it; `op`, `axes`, `before`, `after`: as in `scaling.trace.Event`. `called`, `end`: from
-    where it was reached to where its result was there. `held`: the intervals in which the lane that computes was its;
-    `transfer`: when a transport was seen to move it, if it was. `nbytes`: V of a collective, else the bytes of operands
-    and result. `group`: the ranks that take part; `peers`: those without which this one cannot go on, if not all.
+    `line`: as the book writes it; `op`, `axes`, `before`, `after`: as in `scaling.trace.Event`. `called`, `end`: when
+    it was reached and when its result was ready. `held`: the intervals in which it occupied the computing lane;
+    `transfer`: when the profiler saw a transport move it, if it did. `nbytes`: V of a collective, else the bytes of
+    operands and result. `group`: the ranks that take part; `peers`: the ranks without which this one cannot go on, if
+    not all.
 
-    What all ranks' timelines say together, of a collective (`split_waiting`): seconds of `waiting` for rank `behind`
-    (None: for nobody), and when it was `moving` data behind other work. Of a transfer that the profiler did not see,
-    and that was through when it was waited for, that is the most that it can be: all the time until then.
+    The last fields follow from all ranks' timelines together (`split_waiting`): seconds of `waiting` for rank `behind`
+    (None: for nobody), and when it was `moving` data behind other work. If the profiler did not see a transfer that had
+    finished before it was waited for, `moving` is an upper bound: all the time until then.
     """
 
     line: str
@@ -53,26 +54,31 @@ class LineRun:
 
     @property
     def communicates(self) -> bool:
+        """Whether other ranks take part."""
         return self.op not in LOCAL and len(self.group) > 1
 
     @property
     def seconds(self) -> float:
-        """In which it held the lane."""
+        """The seconds in which it held the lane."""
         return length(self.held)
 
     @property
     def exposed(self) -> float:
-        """Seconds of a transfer that the lane stood still for."""
+        """The seconds of the transfer for which the lane stood still."""
         return self.seconds - self.waiting if self.communicates else 0.0
 
     @property
     def hidden(self) -> float:
+        """The seconds of the transfer behind other work."""
         return length(self.moving)
 
 
 @dataclass(frozen=True)
 class Moment:
-    """Bytes allocated since the profile began that live when a line's result is there, and the most until the next."""
+    """The live bytes when a line's result is ready, and their peak until the next line's.
+
+    Only allocations since the profile began are counted.
+    """
 
     line: str
     when: float
@@ -91,16 +97,18 @@ class RankStep:
 
     @property
     def span(self) -> Interval:
+        """The interval of the step."""
         return self.start, self.end
 
     @property
     def seconds(self) -> float:
+        """The length of the step."""
         return self.end - self.start
 
     def memory(self) -> list[Moment]:
-        """The memory of live tensors after each line, as the allocator reports it; first at the step's beginning."""
+        """Return the live memory at the step's beginning and after each line, as the allocator reports it."""
         changes = self.timeline.memory
-        totals = [0, *accumulate(nbytes for _, nbytes in changes)]  # once so many were made and freed
+        totals = [0, *accumulate(nbytes for _, nbytes in changes)]  # running totals after each change
         runs = sorted(self.runs, key=lambda run: run.end)
         borders = [("", self.start), *((run.line, run.end) for run in runs), ("", self.end)]
         found = []
@@ -112,10 +120,13 @@ class RankStep:
 
 @dataclass(frozen=True)
 class RankTimeline:
-    """One rank's: `marks` are the steps' borders, ascending, the first one the beginning; `runs` in the order of their
-    calls; `memory`: (when, bytes allocated or, negative, freed); `ops`: (name, start, end) of the operations as
-    torch.profiler saw them, outermost only; `device`: cpu or cuda; `waited`: (when, seconds that the thread has waited
-    for a core so far), where it is known."""
+    """The timeline of one rank.
+
+    `marks`: the steps' borders, ascending, the first one the beginning; `runs`: in the order of their calls; `memory`:
+    (when, bytes allocated or, negative, freed); `ops`: (name, start, end) of the outermost operations that
+    torch.profiler saw; `device`: cpu or cuda; `waited`: (when, seconds that the thread has waited for a core so far),
+    if known.
+    """
 
     rank: int
     marks: tuple[float, ...]
@@ -127,6 +138,7 @@ class RankTimeline:
 
     @cached_property
     def steps(self) -> list[RankStep]:
+        """The steps, each with its runs."""
         return [
             RankStep(self, start, end, tuple(run for run in self.runs if start <= run.called < end))
             for start, end in pairwise(self.marks)
@@ -134,7 +146,7 @@ class RankTimeline:
 
 
 def disjoint(runs: Sequence[LineRun]) -> list[LineRun]:
-    """Runs of one rank so that no two hold the lane at once: of two, one inside the other, the inner one has it."""
+    """Return a rank's runs so that no two hold the lane at once: of two nested runs the inner one holds it."""
     order = sorted(range(len(runs)), key=lambda i: runs[i].called)
     held = {}
     open_: list[int] = []  # runs that may contain the next one

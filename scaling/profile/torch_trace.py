@@ -1,6 +1,6 @@
-"""torch.profiler's trace of a rank: the typed lines are spans in it, and it says what ran between them and when.
+"""Read torch.profiler's trace of a rank, in which the typed lines are spans: what ran between them, and when.
 
-`gloo:*` spans are the work of a collective on gloo's thread, waiting for others included (`c10d::*` are only the
+`gloo:*` spans are the work of a collective on gloo's thread, including its waiting for others (`c10d::*` are only the
 calls). On a GPU a kernel belongs to the line during which it was launched, wherever and whenever it then runs.
 """
 
@@ -17,21 +17,24 @@ from scaling.profile.timeline import LineRun, RankTimeline
 
 GLOO = {"AllReduce": "gloo:all_reduce", "ReduceScatter": "gloo:all_to_all", "AllToAll": "gloo:all_to_all"}
 DEVICE_WORK = ("kernel", "gpu_memcpy", "gpu_memset")
-PLACES = 1000  # processes and devices of a rank
+PLACES = 1000  # ids of processes and devices set apart for each rank
 OpSpan = tuple[str, float, float]  # name, start, end
-KernelSpan = tuple[float, str, float, float]  # when launched, name, start, end
+KernelSpan = tuple[float, str, float, float]  # launch time, name, start, end
 
 
 @dataclass
 class Spans:
-    """Spans of torch's trace, open and closed; of all, in order, the name and when it began, by `perf_counter`. There
-    are none where no trace is `read`: those of a profile within another one would stand in the other's."""
+    """Opens and closes spans in torch's trace, and keeps the name and the beginning (`perf_counter`) of each, in order.
+
+    If no trace is `read`, it does nothing, since the spans of a nested profile would appear in the outer one's trace.
+    """
 
     read: bool = True
     begun: list[tuple[str, float]] = field(default_factory=list)
     open: dict[Hashable, Any] = field(default_factory=dict)
 
     def begin(self, key: Hashable, name: str) -> None:
+        """Open a span under this key."""
         if not self.read:
             return
         span = self.open[key] = RecordedSpan(name)
@@ -39,17 +42,17 @@ class Spans:
         span.__enter__()
 
     def end(self, key: Hashable) -> None:
+        """Close the span of this key, if it is open."""
         if key in self.open:
             self.open.pop(key).__exit__(None, None, None)
 
     def close(self) -> None:
-        """End those that an error has left open, the innermost first."""
+        """Close the spans that an error has left open, the innermost first."""
         for key in reversed(list(self.open)):
             self.end(key)
 
     def watch(self, event: trace.Event, moment: str) -> None:
-        """A line is a span while it holds the thread; an asynchronous one twice, in its call and where it is waited
-        for."""
+        """Show a line as a span while it holds the thread; an asynchronous line has two, for its call and its wait."""
         if moment in ("returned", "ended"):
             self.end(id(event))
         elif id(event) not in self.open:
@@ -58,8 +61,11 @@ class Spans:
 
 @dataclass(frozen=True)
 class Seen:
-    """What a trace says, in seconds of the clock asked for, which is `shift` ahead of the trace's: operations on the
-    thread that calls, outermost only; `memory`: (when, bytes); `transfers`, of gloo; `kernels` on a GPU."""
+    """The contents of a trace, in seconds of the wanted clock, which is `shift` ahead of the trace's own.
+
+    `ops`: the outermost operations on the calling thread; `memory`: (when, bytes); `transfers`: of gloo; `kernels`: on
+    a GPU.
+    """
 
     ops: tuple[OpSpan, ...] = ()
     memory: tuple[tuple[float, int], ...] = ()
@@ -69,8 +75,10 @@ class Seen:
 
 
 def read_trace(found: Mapping, begun: Sequence[tuple[str, float]], device: str = "cpu", ahead: float = 0.0) -> Seen:
-    """Of an exported trace in which these spans were begun: the one that followed its time soonest tells the clock.
-    The clock asked for is so much `ahead` of `perf_counter`."""
+    """Read an exported trace in which the spans `begun` were opened; the wanted clock is `ahead` of `perf_counter`.
+
+    The span that appears in the trace soonest after its recorded beginning relates the two clocks.
+    """
     events = [event for event in found["traceEvents"] if "ts" in event]
     names = {name for name, _ in begun}
     spans = sorted((e for e in events if e["name"] in names and "dur" in e), key=lambda e: e["ts"])
@@ -101,7 +109,7 @@ def read_trace(found: Mapping, begun: Sequence[tuple[str, float]], device: str =
 
 
 def outermost(ops: Iterable[OpSpan]) -> list[OpSpan]:
-    """Those that lie in no other one, by their start."""
+    """Return the operations that lie in no other, by their start."""
     kept: list[OpSpan] = []
     for op in sorted(ops, key=lambda op: (op[1], -op[2])):
         if not kept or op[1] >= kept[-1][2]:
@@ -110,7 +118,7 @@ def outermost(ops: Iterable[OpSpan]) -> list[OpSpan]:
 
 
 def with_transfers(runs: Sequence[LineRun], transfers: Sequence[OpSpan]) -> list[LineRun]:
-    """The runs with gloo's spans, each the first one of its kind that began within the run and is no earlier run's."""
+    """Return the runs with gloo's spans: each run gets the first free span of its kind that began within it."""
     waiting, found = {name: deque(t for t in transfers if t[0] == name) for name in GLOO.values()}, []
     for run in runs:
         mine = waiting[GLOO[run.op]] if run.communicates and run.op in GLOO else deque()
@@ -122,8 +130,11 @@ def with_transfers(runs: Sequence[LineRun], transfers: Sequence[OpSpan]) -> list
 
 
 def on_device(runs: Sequence[LineRun], kernels: Sequence[KernelSpan]) -> tuple[list[LineRun], tuple[OpSpan, ...]]:
-    """(runs, ops) on a GPU: lines hold it by the kernels that were launched in them, a collective by what of its
-    transfer no other kernel covers; kernels that were launched between the lines are ops."""
+    """Return (runs, ops) on a GPU.
+
+    A line holds the GPU while the kernels launched in it run; a collective holds it while its transfer is covered by no
+    other kernel. Kernels that were launched between the lines are the ops.
+    """
     mine: list[list[Interval]] = [[] for _ in runs]
     ops, i = [], 0
     spans = sorted((held[0], held[1], i) for i, run in enumerate(runs) for held in run.held)
@@ -152,14 +163,14 @@ def on_device(runs: Sequence[LineRun], kernels: Sequence[KernelSpan]) -> tuple[l
 
 @dataclass(frozen=True)
 class RankTrace:
-    """What torch.profiler exported on a rank, as text; `shift`: what takes its times to rank 0's clock, in seconds."""
+    """The text that torch.profiler exported on a rank; `shift` takes its times to rank 0's clock, in seconds."""
 
     text: str
     shift: float
 
 
 def join_traces(traces: Sequence[RankTrace], timelines: Sequence[RankTimeline]) -> dict:
-    """The ranks' traces as one, for ui.perfetto.dev and chrome://tracing, with what their runs say of themselves."""
+    """Join the ranks' traces for ui.perfetto.dev and chrome://tracing, with the details of each line's run."""
     events = []
     for rank, own in enumerate(traces):
         places: defaultdict = defaultdict(lambda base=rank * PLACES: base + len(places))  # noqa: B023
@@ -171,7 +182,7 @@ def join_traces(traces: Sequence[RankTrace], timelines: Sequence[RankTimeline]) 
             event["ts"] = event.get("ts", 0) + own.shift * 1e6
             if event["name"] == "process_name":
                 event["args"] = {"name": f"rank {rank}"}
-            elif "id" in event:  # of an arrow
+            elif "id" in event:  # the event is an arrow
                 event["id"] = f"{rank}.{event['id']}"
             elif event["name"] == "[memory]":
                 event |= {"name": "bytes", "ph": "C", "args": {"live": event["args"]["Total Allocated"]}}
@@ -182,7 +193,7 @@ def join_traces(traces: Sequence[RankTrace], timelines: Sequence[RankTimeline]) 
 
 
 def details(run: LineRun) -> dict[str, Any]:
-    """What a trace says of a line's run."""
+    """Return the details of a line's run that a trace shows."""
     said: dict[str, Any] = {"V": run.nbytes, "sent": run.wire_bytes, "FLOPs": run.flops}
     if run.communicates:
         said |= {"waiting ms": run.waiting * 1e3, "exposed ms": run.exposed * 1e3}

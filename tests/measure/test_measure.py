@@ -63,7 +63,7 @@ def test_the_slowest_rank_counts_and_the_chip_file_is_read_back(tmp_path):
     assert chip.measured[0].latency == approx(2e-3, rel=1e-3)
     path = tmp_path / "machine.toml"
     both = replace(CHIP, measured=(*CHIP.measured, Measured("AllReduce", 2, 1e-5, 2e9, alone=True)))
-    path.write_text(rates.toml(both))
+    path.write_text(command.toml(both))
     assert load_chip(path) == both
     assert [cost.seconds("AllReduce", 1e6, load_chip(path), n) for n in (1, 2)] == [0, approx(1e-4 + 1e-3)]
 

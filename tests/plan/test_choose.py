@@ -8,7 +8,7 @@ import pytest
 from scaling.configs import get
 from scaling.cost.counted import Calls
 from scaling.hardware import Chip, Measured, chip
-from scaling.measure import rates
+from scaling.measure.command import toml
 from scaling.plan import __main__ as plan
 from scaling.plan import choose
 from scaling.plan.report import size
@@ -117,7 +117,7 @@ def test_a_plan_is_the_dry_run_of_the_command_that_it_prints(tmp_path, capsys):
     """To the byte: memory, and what is sent."""
     model, on = tmp_path / "small.toml", tmp_path / "machine.toml"
     model.write_text("L = 1\nD = 32\nF = 64\nH = 8\nN = 4\nK = 2\nV = 256\n")
-    on.write_text(rates.toml(machine()))
+    on.write_text(toml(machine()))
     given = ["--model", str(model), "--batch", "4", "--seq", "16", "--device", "cuda", "--dry-run"]
     assert command.main([*given, "--plan", "2", "--chip", str(on)]) == 0
     said = capsys.readouterr().out

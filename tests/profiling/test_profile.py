@@ -14,7 +14,7 @@ from scaling import trace
 from scaling.collectives import all_reduce, einsum
 from scaling.common.torch_private import profiling
 from scaling.hardware import Chip, Measured
-from scaling.measure.rates import toml
+from scaling.measure.command import toml
 from scaling.mesh import Mesh
 from scaling.profile import clock, profile, record
 from scaling.profile.command import main
