@@ -103,8 +103,8 @@ def noted(y: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
 
 layer, x = {name: leaf[0] for name, leaf in params["layers"].items()}, torch.zeros(1, 4, small.D, device="meta")
 rope = tables(torch.arange(4, device="meta"), small.H, small.theta, small.rope_scaling, x.dtype)
-transformer.attention_block(layer, x, dot_product_attention, rope, small.eps, noted)
-transformer.mlp_block(layer, x, small.nonlinearity, small.eps, noted)
+transformer.attention_block(layer, x, dot_product_attention, rope, small, noted)
+transformer.mlp_block(layer, x, small, noted)
 cache = torch.empty(2, 8192, 64, 64, 128, dtype=torch.int8, device="meta")  # [2, S, L, K, H]
 ratio = cost.all_to_all(1e9, chip("v5p"), 16) / cost.all_gather(1e9, chip("v5p"), 16)
 page.answers([

@@ -105,8 +105,8 @@ def whole_layer(W, x):
     """The library's own layer on one device; its norms have gains, here ones."""
     ones = {"norm_attn": torch.ones(config.D).double(), "norm_mlp": torch.ones(config.D).double()}
     rope = tables(torch.arange(T), config.H, config.theta, None, x.dtype)
-    x = x + model.attention_block(W | ones, x, sdpa, rope, config.eps)
-    return x + model.mlp_block(W | ones, x, "silu", config.eps)
+    x = x + model.attention_block(W | ones, x, sdpa, rope, config)
+    return x + model.mlp_block(W | ones, x, config)
 
 
 def one_layer(mesh) -> dict:

@@ -138,7 +138,7 @@ class _Said(ast.NodeTransformer):
         return [node, ast.copy_location(call, node)]
 
 
-LISTINGS = "scaling.strategies.", "scaling.serve.forms."
+LISTINGS = "scaling.strategies.", "scaling.serve.forms.", "scaling.models.layer"
 AS_SEEN = "scaling.serve.forms.latent", "scaling.strategies.context"  # their types leave out axes that they do not use
 
 

@@ -21,52 +21,47 @@ from scaling.models import moe
 from scaling.models.attention import sdpa
 from scaling.models.inputs import check_ids, check_params, check_range, check_segments, check_weights
 from scaling.models.latent import latent_block
+from scaling.models.layer import ONE, Context, activate_features, attend_heads, undifferentiated
 from scaling.models.leaves import check_computed, computes, specs_of, uncomputed
 from scaling.models.params import config_of_params, init, inits
 from scaling.models.pointwise import rms_norm
 from scaling.models.remat import checkpoint_block, checkpoint_matmuls, matmul_weight
-from scaling.models.rope import restarted, rotate, tables
+from scaling.models.rope import restarted, tables
 
-__all__ = ["ACTIVATIONS", "REMAT", "attention_block", "check_computed", "computes", "forward"]
-__all__ += ["config_of_params", "headed", "init", "inits", "loss", "loss_and_grads", "mlp_block", "specs_of"]
+__all__ = ["REMAT", "attention_block", "check_computed", "computes", "forward"]
+__all__ += ["config_of_params", "init", "inits", "loss", "loss_and_grads", "mlp_block", "specs_of"]
 __all__ += ["all_layers", "uncomputed"]
 
-ACTIVATIONS = {"silu": F.silu, "gelu": F.gelu, "gelu_tanh": partial(F.gelu, approximate="tanh"), "relu": F.relu}
 REMAT = {"none": lambda f: f, "block": checkpoint_block, "matmuls": checkpoint_matmuls}
 
 
-def headed(layer: dict, Q: Tensor, K: Tensor, V: Tensor, rope: tuple, eps: float) -> tuple[Tensor, Tensor, Tensor]:
-    """Biases, q/k norms and rotation of Q[B, T, N, H], K[B, T, K, H], V: head by head, so the same on shards of heads.
-
-    `rope`: (cos, sin) of the positions that these rows have.
-    """
-    if "b_Q" in layer:
-        Q, K, V = Q + layer["b_Q"], K + layer["b_K"], V + layer["b_V"]
-    if "norm_Q" in layer:
-        Q, K = rms_norm(Q, gain=layer["norm_Q"], eps=eps), rms_norm(K, gain=layer["norm_K"], eps=eps)
-    return rotate(Q, *rope), rotate(K, *rope), V
-
-
-def attention_block(layer: dict, x: Tensor, attend: Callable, rope: tuple, eps: float, matmul=matmul_weight) -> Tensor:
-    """Attn[B, T, D] of x[B, T, D], without the residual. attend(Q, K, V) -> heads[B, T, N, H]."""
-    y = rms_norm(x, gain=layer["norm_attn"], eps=eps)
-    Q, K, V = (matmul(y, layer[name]) for name in ("W_Q", "W_K", "W_V"))
-    heads = attend(*headed(layer, Q, K, V, rope, eps))
-    Attn = matmul(heads.flatten(-2), layer["W_O"].flatten(0, 1))
+def attention_block(
+    layer: dict, x: Tensor, attend: Callable, rope: tuple, config: Config, matmul: Callable = matmul_weight
+) -> Tensor:
+    """Attn[B, T, D] of x[B, T, D], without the residual. attend(Q, K, V) -> O[B, T, N, H]."""
+    at = context(config, attend, rope, matmul)
+    y = rms_norm(x, gain=layer["norm_attn"], eps=config.eps)
+    O = attend_heads(layer, {"y": y}, at)["O"]
+    Attn = matmul(O.flatten(-2), layer["W_O"].flatten(0, 1))
     return Attn + layer["b_O"] if "b_O" in layer else Attn
 
 
-def mlp_block(layer: dict, x: Tensor, activation: str, eps: float, matmul=matmul_weight) -> Tensor:
+def mlp_block(layer: dict, x: Tensor, config: Config, matmul: Callable = matmul_weight) -> Tensor:
     """Out[B, T, D] of x[B, T, D], without the residual: gated if the layer has a W_gate."""
-    y = rms_norm(x, gain=layer["norm_mlp"], eps=eps)
-    Tmp, Gate = matmul(y, layer["W_in"]), matmul(y, layer["W_gate"]) if "W_gate" in layer else None
-    return matmul(activated(Tmp, Gate, activation), layer["W_out"])
+    y = rms_norm(x, gain=layer["norm_mlp"], eps=config.eps)
+    return matmul(activate_features(layer, {"y": y}, context(config, None, (), matmul))["Act"], layer["W_out"])
 
 
-def activated(Tmp: Tensor, Gate: Tensor | None, activation: str) -> Tensor:
-    """The nonlinearity of Tmp, or that of the gate times Tmp."""
-    act = ACTIVATIONS[activation]
-    return act(Tmp) if Gate is None else act(Gate) * Tmp
+def context(config: Config, attend: Any, rope: tuple, matmul: Callable) -> Context:
+    """Return what a layer sees on one device, where autograd or torch.func differentiates it."""
+
+    def einsum(line: str, y: Tensor, W: Tensor) -> Tensor:
+        return matmul(y, W)
+
+    def norm(x: Tensor, gain: Tensor, eps: float) -> tuple[Tensor, None]:
+        return rms_norm(x, gain=gain, eps=eps), None
+
+    return Context(config, ONE, rope, attend, vjp=undifferentiated, einsum=einsum, norm=norm)
 
 
 def forward(
@@ -127,11 +122,11 @@ def _step(config: Config, remat: str, attention: Callable, window: int | None, s
         inner = partial(attention, **given)
         if config.latent:
             return x + latent_block(layer, x, inner, rope, config, matmul)
-        return x + attention_block(layer, x, inner, rope, eps, matmul)
+        return x + attention_block(layer, x, inner, rope, config, matmul)
 
     def dense(layer: dict, x: Tensor, matmul=matmul_weight) -> Tensor:
         x = attend(layer, x, matmul)
-        return x + mlp_block(layer, x, config.nonlinearity, eps, matmul)
+        return x + mlp_block(layer, x, config, matmul)
 
     def routed(layer: dict, x: Tensor, experts: Tensor | None = None):
         x = attend(layer, x)

@@ -284,12 +284,3 @@ class Slots:
         rows = self.positions if self.positions.dim() == 2 else self.positions[None]
         rows = rows if self.own is None else rows[:, self.own]
         return visible(rows.flatten(), keys, window).view(*rows.shape, -1)
-
-
-class At(NamedTuple):
-    """What all layers of one call share: model, mesh, the slots of its tokens, and (cos, sin) of their positions."""
-
-    config: Config
-    mesh: Any
-    slots: Slots
-    rope: tuple[Tensor, Tensor]

@@ -1,4 +1,6 @@
-"""Tokens from prompts: the engine with all requests at once, in the policy "static". Batches are ragged.
+"""Tokens from prompts: `generate` of one batch, by prefill and decode; `stream` and `score` by the engine.
+
+The engine gets all requests at once, in the policy "static". Batches are ragged.
 
 In fp32 a request gives the same tokens whatever runs beside it, since its random numbers depend on its seed and its
 position alone (`sampling`). In bf16 the logits round differently in a batch of another shape, and some answers differ.
@@ -14,11 +16,13 @@ from torch import Tensor
 from scaling.common.arguments import whole, whole_numbers
 from scaling.configs import Config
 from scaling.serve import scheduler
-from scaling.serve.cache import divisible, share_of
-from scaling.serve.engine import Engine, Given
+from scaling.serve.cache import divisible, init_cache, share_of
+from scaling.serve.engine import Engine
 from scaling.serve.paged import PagedModel
 from scaling.serve.requests import Draw, Request, Sampling, prompt_ids, request_seeds
+from scaling.serve.sampling import sample
 from scaling.serve.states import Arrive, Options, Work
+from scaling.serve.step import decode, prefill, warn_beyond
 from scaling.serve.types import ONE, check_mesh
 
 
@@ -48,21 +52,53 @@ def generate(
     page: int | None = None,
     form: str = "heads",
 ) -> list[list[int]]:
-    """The new token ids of each prompt, at most max_new_tokens; a stop id ends a completion and is its last.
+    """Return the new token ids of each prompt, at most max_new_tokens; a stop id ends a completion and is its last.
 
-    Prompts are lists of ids, of any lengths. Params are this rank's, typed as `serve.specs`; the result is the same on
-    every rank. `seed`: one, from which each prompt gets its own, or one for each. `draft`: (config, params) of a
-    smaller model with the same vocabulary, its params typed as `serve.specs` of its own config, as this model's are, or
-    "ngram"; it proposes so many tokens a step. In fp32 it changes the speed alone and not the tokens; in bf16 it may
-    change some, as another batch may. `page`: cache in pages of so many.
-    ValueError for an empty prompt, ids outside the vocabulary, and options that leave no token.
+    One prefill and then decode steps of the whole batch, until the last row has ended. The result is the same on every
+    rank. In fp32 a draft changes the speed alone and not the tokens; in bf16 it may change some, as another batch may.
+
+    Args:
+        params: This rank's, typed as `serve.specs`.
+        prompts: Lists of ids, of any lengths.
+        seed: One, from which each prompt gets its own, or one for each.
+        draft: (config, params) of a smaller model with the same vocabulary, its params typed as `serve.specs` of its
+            own config, or "ngram". It proposes `proposals` tokens a step, and the engine checks them.
+        page: The cache is in pages of so many tokens.
+    Raises:
+        ValueError: An empty prompt, ids outside the vocabulary, or options that leave no token.
     """
     how = Sampling(temperature, top_k, top_p, min_p)
-    out: dict[int, list[int]] = {}
-    for given in _steps(params, prompts, config, max_new_tokens, how, seed, stop, mesh, draft, proposals, page, form):
-        for row, own in given.items():
-            out.setdefault(row, []).extend(own.tokens)
-    return [out.get(row, []) for row in range(len(prompts))]
+    rows, stops = check_prompts(prompts, config, max_new_tokens, stop, proposals, page)
+    new: list[list[int]] = [[] for _ in rows]
+    if draft is not None:  # which the engine asks and checks
+        options: dict[str, Any] = {"mesh": mesh, "draft": draft, "proposals": proposals, "page": page, "form": form}
+        for step in stream(params, prompts, config, max_new_tokens, how, seed=seed, stop=stop, **options):
+            for token in step:
+                new[token.row].append(token.id)
+        return new
+    draws = [Draw(how, each) for each in request_seeds(rows, seed)]
+    if not rows or not max_new_tokens:
+        return new
+    lengths, device, mesh = [*map(len, rows)], params["norm"].device, ONE if mesh is None else mesh
+    check_mesh(config, mesh, form)
+    B, S = divisible(len(rows), max(lengths) + max_new_tokens, form, mesh)
+    filled = rows + [[0]] * (B - len(rows))  # with rows that make the batch divide over the mesh
+    tokens = torch.tensor([row + [0] * (max(lengths) - len(row)) for row in filled], device=device)
+    held = torch.tensor([*map(len, filled)], device=device)
+    cache, live = init_cache(config, B, S, mesh=mesh, page=page, form=form), {*range(len(rows))}
+    logits, cache = prefill(params, tokens, cache, config, mesh, lengths=held, form=form, donate=True)
+    for step in range(max_new_tokens):
+        if mesh.rank == 0:
+            warn_beyond(config, max(lengths) + step)
+        drawn = sample(logits[: len(rows)], draws, [length + step for length in lengths])
+        for row in live:
+            new[row].append(drawn[row])
+        live = {row for row in live if drawn[row] not in stops}
+        if not live or step + 1 == max_new_tokens:
+            break
+        tokens = torch.tensor(drawn + [0] * (B - len(rows)), device=device)
+        logits, cache = decode(params, tokens, cache, config, mesh, form=form, donate=True)
+    return new
 
 
 def stream(
@@ -80,22 +116,11 @@ def stream(
     page: int | None = None,
     form: str = "heads",
 ) -> Iterator[list[Token]]:
-    """What `generate` returns, step by step as it is known: each step's new tokens, in the order of the prompts."""
-    for given in _steps(params, prompts, config, max_new_tokens, how, seed, stop, mesh, draft, proposals, page, form):
-        yield _with_logprobs([(row, own.tokens, own.logits) for row, own in given.items()])
-
-
-def _steps(
-    params, prompts, config: Config, max_new_tokens, how, seed, stop, mesh, draft, proposals, page, form
-) -> Iterator[dict[int, Given]]:
-    """What each row is given, step by step."""
-    rows = _rows("prompt", prompts, config)
-    whole(0, max_new_tokens=max_new_tokens)
-    whole(proposals=proposals, page=1 if page is None else page)
+    """Yield what `generate` returns as the engine finds it: each step's new tokens, in the order of the prompts."""
+    rows, stops = check_prompts(prompts, config, max_new_tokens, stop, proposals, page)
     seeds = request_seeds(rows, seed)
     if not rows or not max_new_tokens:
         return
-    stops = frozenset(whole_numbers("stop", [stop] if isinstance(stop, int) else stop))
     options = _options(rows, max_new_tokens, config, mesh, page, form)
     options = replace(options, proposals=0 if draft is None else proposals)
     engine = Engine(params, config, options, mesh=mesh, draft=draft, form=form, paged=page is not None)
@@ -106,7 +131,22 @@ def _steps(
         given, events = engine.carry_out(actions)
         if not events:
             return
-        yield given
+        yield _with_logprobs([(row, own.tokens, own.logits) for row, own in given.items()])
+
+
+def check_prompts(
+    prompts: Sequence[Any],
+    config: Config,
+    max_new_tokens: int,
+    stop: "int | Sequence[int]",
+    proposals: int,
+    page: int | None,
+) -> tuple[list[list[int]], frozenset[int]]:
+    """Return the prompts as lists of ids, and the ids that stop. ValueError for what is no such thing."""
+    rows = _rows("prompt", prompts, config)
+    whole(0, max_new_tokens=max_new_tokens)
+    whole(proposals=proposals, page=1 if page is None else page)
+    return rows, frozenset(whole_numbers("stop", [stop] if isinstance(stop, int) else stop))
 
 
 def _options(rows: list[list[int]], room: int, config: Config, mesh, page: int | None, form: str) -> Options:

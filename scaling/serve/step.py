@@ -21,15 +21,15 @@ from scaling.common.arguments import flag
 from scaling.configs import Config
 from scaling.mesh import AbstractMesh
 from scaling.models.inputs import IDS, check_ids, check_range
-from scaling.models.leaves import KV_HEADS, STACKS
+from scaling.models.layer import Context, seen_heads, undifferentiated
+from scaling.models.leaves import STACKS
 from scaling.models.rope import tables
 from scaling.models.transformer import all_layers
-from scaling.serve.cache import At, Share, Slots, capacity, check_cache, share_of, writable
+from scaling.serve.cache import Share, Slots, capacity, check_cache, share_of, writable
 from scaling.serve.forms import experts, heads, heads_batch, latent, sequence, weights_2d
 from scaling.serve.int8 import floats
 from scaling.serve.requests import longest_text
 from scaling.serve.types import ONE, SPLIT_ROWS, specs
-from scaling.strategies.transformer.layer import own_heads
 
 LISTINGS: dict[str, tuple[Any, Callable]] = {  # (what has embed, mlp and head, attention)
     "heads": (heads, heads.attention),
@@ -139,8 +139,10 @@ def _run(params, tokens, cache, config, mesh, lengths, form, donate, last, least
         mesh = mesh.without("C")  # each row has one token, which is not split
     slots = Slots(cache, lengths, tokens.shape[1], share, own)
     positions = slots.positions if own is None else slots.positions[..., own]
-    at = At(config, mesh, slots, tables(positions, config.rotary, config.theta, config.rope_scaling, dtype))
-    params, int8 = seen_heads(params, at), isinstance(params["embed"], dict)
+    rope = tables(positions, config.rotary, config.theta, config.rope_scaling, dtype)
+    at = Context(config, mesh, rope, slots.attend, slots=slots, vjp=undifferentiated)
+    params = params | {stack: seen_heads(params[stack], at) for stack in STACKS if stack in params}
+    int8 = isinstance(params["embed"], dict)
     ends = {name: floats(params[name], dtype) for name in set(params) - {*STACKS}} if int8 else params
     tokens = tokens[slots.rows] if form in SPLIT_ROWS else tokens
     x = listing.embed(*looked_up(ends["embed"], tokens if own is None else tokens[:, own], share.block), at)
@@ -163,17 +165,6 @@ def kernels(device: torch.device) -> AbstractContextManager:
     each step: a decode step of 16 layers on an H200 takes 50 ms with it, 10 without."""
     alike = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
     return sdpa_kernel(alike) if device.type == "cuda" else nullcontext()
-
-
-def seen_heads(params: dict, at: At) -> dict:
-    """The params with those KV heads that this rank's query heads see, where they are replicated over Y."""
-    if at.config.latent or at.config.K % at.mesh.sizes.get("Y", 1) == 0:
-        return params
-    seen = {}
-    for stack in set(params) & {*STACKS}:
-        heads = {name: params[stack][name] for name in KV_HEADS if name in params[stack]}
-        seen[stack] = params[stack] | tree.map(lambda W: own_heads(W, at, -2), heads)
-    return params | seen
 
 
 def split_over_C(tokens: Tensor, mesh) -> tuple[Tensor, slice]:

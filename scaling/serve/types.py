@@ -7,7 +7,7 @@ split the most, which is the form "2d"; the other forms leave axes out.
 
 from scaling import tree
 from scaling.configs import Config
-from scaling.mesh import AbstractMesh
+from scaling.models.layer import ONE as ONE
 from scaling.models.leaves import KV_HEADS, Leaf, check_computed, types_of, without
 from scaling.serve.int8 import quantized_spec, summed_dims
 from scaling.spec import ShardingError, parse, present
@@ -19,7 +19,6 @@ DROPPED = {"heads": "XZ", "heads_batch": "X", "sequence": "X", "2d": "", "expert
 ROWS = {"heads": "B_ZE", "heads_batch": "B_Z", "sequence": "B", "2d": "B_XZ", "experts": "B_E"}  # the cache's batch
 FORMS = tuple(AXES)
 SPLIT_ROWS = ("heads", "experts")  # between the blocks, x[B_E, T, D] too, as the cache
-ONE = AbstractMesh({})  # one device
 
 
 def specs(config: Config, mesh=None, *, form: str = "heads", int8: bool = False) -> dict:

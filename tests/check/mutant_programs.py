@@ -31,6 +31,7 @@ from scaling.strategies.stack import Strategy
 SIZES = {"L": 2, "B": 8, "D": 8, "F": 16}
 MODEL = Config("tiny", 1, 32, 64, 8, 4, 4, 16).with_(window=(3,), attention_bias=True, output_bias=True)
 LATENT = MODEL.with_(K=8, attention_bias=False, output_bias=False, latent=Latent(16, 12, 6, 4, 4))
+OF_MODELS = "transformer/", "expert/", "models/"  # parts of the names of files that Transformers run
 # of a file by a part of its name
 MESHES = {"pods": "P=2,X=2,Y=1", "05_moe": "X=4", "05_context": "C=4", "05_pp": "Z=4", "10_problems": "Y=4"}
 MESHES |= {"forms/heads": "Y=2,Z=2,C=2", "forms/latent": "Y=2,Z=2,C=2", "forms/sequence": "Y=2,Z=2"}
@@ -197,7 +198,7 @@ CHAPTERS = {
 def program(mesh, file: str, text: str) -> torch.Tensor:
     """What a file's program gives on this rank, as one flat vector."""
     name = Path(file).stem
-    if "transformer/" in file or "expert/" in file:
+    if any(part in file for part in OF_MODELS):
         results = of_transformer(mesh, file.removesuffix(".py").replace("/", "."), text)
     elif "serve/" in file:
         results = of_serving(mesh, name, text)
@@ -226,6 +227,6 @@ def judgement(file: str, text: str) -> Judgement:
             raise ShardingError(str(error)) from None
         except Exception:
             pass
-    if "transformer/" in file or "expert/" in file or "serve/" in file:
+    if any(part in file for part in (*OF_MODELS, "serve/")):
         replace(sys.modules[file.removesuffix(".py").replace("/", ".")], text_of(file))
     return report

@@ -158,7 +158,7 @@ def test_the_loss_of_experts_has_their_terms_of_every_layer():
         return F.rms_norm(x, (32,), gain, 1e-5)
 
     for layer in tree.unstacked(params["layers"]):
-        x = x + transformer.attention_block(layer, x, dot_product_attention, angles, 1e-5)
+        x = x + transformer.attention_block(layer, x, dot_product_attention, angles, EXPERTS)
         out, aux = moe.dense(layer, normed(x, layer["norm_mlp"]), EXPERTS)
         x, extra = x + out, extra + 0.1 * aux["balance"] + 0.01 * aux["z"]
     want = F.cross_entropy((normed(x, params["norm"]) @ params["unembed"]).mT, tokens[:, 1:])

@@ -10,8 +10,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from scaling.collectives import all_gather, shard
+from scaling.models.layer import Context
 from scaling.models.pointwise import rms_norm
-from scaling.serve.cache import At
 from scaling.serve.forms.heads import attention as attention
 from scaling.serve.forms.heads import embed as embed
 from scaling.serve.forms.heads import head as head
@@ -19,7 +19,7 @@ from scaling.serve.forms.heads import mlp as dense_mlp
 from scaling.strategies.expert import experts_of, moe
 
 
-def mlp(W: dict, x: Tensor, at: At) -> Tensor:
+def mlp(W: dict, x: Tensor, at: Context) -> Tensor:
     """x[B_E, T, D] -> Out[B_E, T, D], of a dense layer as in `heads`. Rows that do not divide over Y are filled up with
     zeros."""
     if "router" not in W:

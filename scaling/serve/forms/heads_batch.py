@@ -9,19 +9,18 @@ where a rank has one KV head: the way back is written on N, as the way out is.
 from torch import Tensor
 
 from scaling.collectives import all_gather, all_reduce, all_to_all, einsum, masked, shard
+from scaling.models.layer import Context, finish_heads, gate_features
 from scaling.models.pointwise import rms_norm
-from scaling.models.transformer import activated, headed
-from scaling.serve.cache import At
 from scaling.strategies.expert import experts_of, moe
 
 
-def embed(x: Tensor, here: Tensor, at: At) -> Tensor:
+def embed(x: Tensor, here: Tensor, at: Context) -> Tensor:
     """x[B, T, D], as in `heads`, of rows of E[V_YZ, D]."""
     x = masked("x[B, T, D] {U_YZ}", x, here, at.mesh)
     return all_reduce("x[B, T, D] {U_YZ} -> x[B, T, D]", x, at.mesh)
 
 
-def attention(W: dict, x: Tensor, at: At, l: int) -> Tensor:
+def attention(W: dict, x: Tensor, at: Context, l: int) -> Tensor:
     """x[B, T, D] -> Attn[B, T, D]. The keys and values of this rank's rows are written to the cache."""
     y = rms_norm(x, gain=W["norm_attn"], eps=at.config.eps)
     Q = einsum("y[B, T, D] * W_Q[D, N_YZ, H] -> Q[B, T, N_YZ, H]", y, W["W_Q"])
@@ -29,7 +28,7 @@ def attention(W: dict, x: Tensor, at: At, l: int) -> Tensor:
     y = shard("y[B, T, D] -> y[B_Z, T, D]", y, at.mesh)
     K = einsum("y[B_Z, T, D] * W_K[D, K_Y, H] -> K[B_Z, T, K_Y, H]", y, W["W_K"])
     V = einsum("y[B_Z, T, D] * W_V[D, K_Y, H] -> V[B_Z, T, K_Y, H]", y, W["W_V"])
-    Q, K, V = headed(W, Q, K, V, at.rope, at.config.eps)
+    Q, K, V = finish_heads(W, Q, K, V, at)
     O = at.slots.attend(l, Q, K, V, at.config.windows[l])
     O = all_to_all("O[B_Z, T, N_Y, H] -> O[B, T, N_YZ, H]", O, at.mesh)  # on the critical path
     Attn = einsum("O[B, T, N_YZ, H] * W_O[N_YZ, H, D] -> Attn[B, T, D] {U_YZ}", O, W["W_O"])
@@ -37,19 +36,19 @@ def attention(W: dict, x: Tensor, at: At, l: int) -> Tensor:
     return Attn + W["b_O"] if "b_O" in W else Attn
 
 
-def mlp(W: dict, x: Tensor, at: At) -> Tensor:
+def mlp(W: dict, x: Tensor, at: Context) -> Tensor:
     """x[B, T, D] -> Out[B, T, D]. Of experts too, of each of which every rank has some features."""
     y = rms_norm(x, gain=W["norm_mlp"], eps=at.config.eps)
     if "router" in W:
         return moe(experts_of(W, at.config), y, at.config, at.mesh, None, tensor="YZ", spec="y[B, T, D]")[0]
     Tmp = einsum("y[B, T, D] * W_in[D, F_YZ] -> Tmp[B, T, F_YZ]", y, W["W_in"])
     Gate = einsum("y[B, T, D] * W_gate[D, F_YZ] -> Gate[B, T, F_YZ]", y, W["W_gate"]) if "W_gate" in W else None
-    Tmp = activated(Tmp, Gate, at.config.nonlinearity)
-    Out = einsum("Tmp[B, T, F_YZ] * W_out[F_YZ, D] -> Out[B, T, D] {U_YZ}", Tmp, W["W_out"])
+    Act = gate_features(Tmp, Gate, at.config)["Act"]
+    Out = einsum("Act[B, T, F_YZ] * W_out[F_YZ, D] -> Out[B, T, D] {U_YZ}", Act, W["W_out"])
     return all_reduce("Out[B, T, D] {U_YZ} -> Out[B, T, D]", Out, at.mesh)  # on the critical path
 
 
-def head(params: dict, x: Tensor, at: At) -> Tensor:
+def head(params: dict, x: Tensor, at: Context) -> Tensor:
     """x[B, T, D] -> logits[B, T, V]. They are whole on every rank."""
     x = rms_norm(x, gain=params["norm"], eps=at.config.eps)
     if "unembed" in params:

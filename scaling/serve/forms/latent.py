@@ -21,12 +21,12 @@ from torch import Tensor
 from scaling.collectives import all_gather, all_reduce, all_to_all, einsum, reduce_scatter, shard
 from scaling.configs import Latent
 from scaling.models.latent import EPS, turned, turned_queries
+from scaling.models.layer import Context
 from scaling.models.pointwise import rms_norm
-from scaling.serve.cache import At
 from scaling.serve.forms.sequence import places
 
 
-def heads(W: dict, x: Tensor, at: At, l: int) -> Tensor:
+def heads(W: dict, x: Tensor, at: Context, l: int) -> Tensor:
     """x[B_ZE, T_C, D] -> Attn[B_ZE, T_C, D], heads over Y: as `heads.attention`, and under the form "experts".
 
     A prompt that is split over C gathers its latents, M wide.
@@ -42,7 +42,7 @@ def heads(W: dict, x: Tensor, at: At, l: int) -> Tensor:
     return all_reduce("Attn[B_ZE, T_C, D] {U_Y} -> Attn[B_ZE, T_C, D]", Attn, at.mesh)  # on the critical path
 
 
-def heads_batch(W: dict, x: Tensor, at: At, l: int) -> Tensor:
+def heads_batch(W: dict, x: Tensor, at: Context, l: int) -> Tensor:
     """x[B, T, D] -> Attn[B, T, D], heads over Y and Z, the cache's batch over Z: absorbed queries go to the caches,
     M wide, and sums of latents come back."""
     y = rms_norm(x, gain=W["norm_attn"], eps=at.config.eps)
@@ -55,7 +55,7 @@ def heads_batch(W: dict, x: Tensor, at: At, l: int) -> Tensor:
     return _out(W, O, at)
 
 
-def sequence(W: dict, x: Tensor, at: At, l: int) -> Tensor:
+def sequence(W: dict, x: Tensor, at: Context, l: int) -> Tensor:
     """x[B, T, D] -> Attn[B, T, D], heads over Y and Z, the cache's sequence over Z: softmaxes combined, of latents, as
     in `sequence.attention`."""
     y = rms_norm(x, gain=W["norm_attn"], eps=at.config.eps)
@@ -77,19 +77,19 @@ def sequence(W: dict, x: Tensor, at: At, l: int) -> Tensor:
 ATTENTION = {"heads": heads, "experts": heads, "heads_batch": heads_batch, "sequence": sequence}
 
 
-def _latent(at: At) -> Latent:
+def _latent(at: Context) -> Latent:
     latent: Any = at.config.latent
     return latent
 
 
-def latent_of(W: dict, A_KV: Tensor, at: At) -> Tensor:
+def latent_of(W: dict, A_KV: Tensor, at: Context) -> Tensor:
     """Return C, which is cached: the normed latents and the turned shared key of A_KV, split as A_KV is."""
     C_KV, K_R = A_KV.tensor_split([_latent(at).kv_rank], -1)
     C_KV = rms_norm(C_KV, gain=W["norm_CKV"], eps=EPS)
     return torch.cat([C_KV, turned(K_R[:, :, None], at.rope, at.config)[:, :, 0]], -1)
 
 
-def absorbed_queries(W: dict, y: Tensor, at: At) -> Tensor:
+def absorbed_queries(W: dict, y: Tensor, at: Context) -> Tensor:
     """Q[B, T, N_YZ, M] of y[B, T, D], not yet turned."""
     C_Q = rms_norm(einsum("y[B, T, D] * W_DQ[D, R] -> C_Q[B, T, R]", y, W["W_DQ"]), gain=W["norm_CQ"], eps=EPS)
     Q = einsum("C_Q[B, T, R] * W_UQ[R, N_YZ, A] -> Q[B, T, N_YZ, A]", C_Q, W["W_UQ"])
@@ -97,7 +97,7 @@ def absorbed_queries(W: dict, y: Tensor, at: At) -> Tensor:
     return absorbed(einsum("Q_N[B, T, N_YZ, P] * W_UK[C, N_YZ, P] -> Q_C[B, T, N_YZ, C]", Q_N, W_UK), Q, at)
 
 
-def _out(W: dict, O: Tensor, at: At) -> Tensor:
+def _out(W: dict, O: Tensor, at: Context) -> Tensor:
     """Attn[B, T, D] of the sums of latents O[B, T, N_YZ, C]."""
     W_UV = W["W_UKV"][..., _latent(at).nope :]
     O = einsum("O[B, T, N_YZ, C] * W_UV[C, N_YZ, H] -> O[B, T, N_YZ, H]", O, W_UV)
@@ -105,7 +105,7 @@ def _out(W: dict, O: Tensor, at: At) -> Tensor:
     return all_reduce("Attn[B, T, D] {U_YZ} -> Attn[B, T, D]", Attn, at.mesh)  # on the critical path
 
 
-def absorbed(Q_C: Tensor, Q: Tensor, at: At) -> Tensor:
+def absorbed(Q_C: Tensor, Q: Tensor, at: Context) -> Tensor:
     """Return the queries that ask latents, M wide, from those that ask keys, Q, and Q_C, their first part times W_UK.
 
     Attention will divide scores by sqrt(M), the width of what it reads; the model divides by sqrt(A). The queries are
@@ -115,7 +115,7 @@ def absorbed(Q_C: Tensor, Q: Tensor, at: At) -> Tensor:
     return torch.cat([Q_C, Q[..., latent.nope :]], -1) * math.sqrt((latent.kv_rank + latent.rope) / Q.shape[-1])
 
 
-def attend(W: dict, Q: Tensor, C: Tensor, at: At, l: int) -> Tensor:
+def attend(W: dict, Q: Tensor, C: Tensor, at: Context, l: int) -> Tensor:
     """O[B_ZE, T_C, N_Y, H] of Q[B_ZE, T_C, N_Y, A] over what is cached and the new C[B_ZE, T, M], which are written:
     absorbed or plain, whichever has fewer FLOPs."""
     latent = _latent(at)
@@ -134,13 +134,13 @@ def absorbs(latent: Latent, queries: int) -> bool:
     return queries * more < latent.kv_rank * (latent.nope + latent.value)
 
 
-def over_latents(Q: Tensor, C: Tensor, at: At, l: int) -> Tensor:
+def over_latents(Q: Tensor, C: Tensor, at: Context, l: int) -> Tensor:
     """The absorbed form: O[B_ZE, T_C, N_Y, C] of Q[B_ZE, T_C, N_Y, M]."""
     (C,), mask, causal = at.slots.held(l, at.config.windows[l], Q.dtype, C[:, :, None])
     return at.slots.over(Q, C, C, mask, causal)[..., : _latent(at).kv_rank]  # kernels want heads of one width
 
 
-def over_heads(W: dict, Q: Tensor, C: Tensor, at: At, l: int) -> Tensor:
+def over_heads(W: dict, Q: Tensor, C: Tensor, at: Context, l: int) -> Tensor:
     """The plain form: O[B_ZE, T_C, N_Y, H] of Q[B_ZE, T_C, N_Y, A]."""
     latent = _latent(at)
     (C,), mask, causal = at.slots.held(l, at.config.windows[l], Q.dtype, C[:, :, None])

@@ -11,19 +11,18 @@ import torch
 from torch import Tensor
 
 from scaling.collectives import all_gather, all_reduce, einsum, reduce_scatter
+from scaling.models.layer import Context, finish_heads
 from scaling.models.pointwise import rms_norm
-from scaling.models.transformer import headed
-from scaling.serve.cache import At
 
 
-def attention(W: dict, x: Tensor, at: At, l: int) -> Tensor:
+def attention(W: dict, x: Tensor, at: Context, l: int) -> Tensor:
     """x[B, T, D] -> Attn[B, T, D]. Keys and values are written by the rank that has their places."""
     y = rms_norm(x, gain=W["norm_attn"], eps=at.config.eps)
     Q = einsum("y[B, T, D] * W_Q[D, N_YZ, H] -> Q[B, T, N_YZ, H]", y, W["W_Q"])
     Q = all_gather("Q[B, T, N_YZ, H] -> Q[B, T, N_Y, H]", Q, at.mesh)  # on the critical path
     K = einsum("y[B, T, D] * W_K[D, K_Y, H] -> K[B, T, K_Y, H]", y, W["W_K"])
     V = einsum("y[B, T, D] * W_V[D, K_Y, H] -> V[B, T, K_Y, H]", y, W["W_V"])
-    Q, K, V = headed(W, Q, K, V, at.rope, at.config.eps)
+    Q, K, V = finish_heads(W, Q, K, V, at)
     at.slots.append(l, K, V)
     q, (K, V), seen = places(Q, l, at)
     A = einsum("Q[B, T, K_Y, G, H] * K[B, S_Z, K_Y, H] -> A[B, T, K_Y, G, S_Z]", q, K)
@@ -40,7 +39,7 @@ def attention(W: dict, x: Tensor, at: At, l: int) -> Tensor:
     return Attn + W["b_O"] if "b_O" in W else Attn
 
 
-def places(Q: Tensor, l: int, at: At) -> tuple[Tensor, list[Tensor], Tensor]:
+def places(Q: Tensor, l: int, at: Context) -> tuple[Tensor, list[Tensor], Tensor]:
     """This rank's places of the sequence: (Q[B, T, K_Y, G, H] / sqrt(H), [K, V][B, S_Z, K_Y, H], which are seen)."""
     slots, window = at.slots, at.config.windows[l]
     used = min(max(slots.most - slots.first, 1), slots.cache["KV"].shape[3])

@@ -9,25 +9,24 @@ queries are by a ReduceScatter and an AllToAll.
 from torch import Tensor
 
 from scaling.collectives import all_gather, all_reduce, all_to_all, einsum, masked, reduce_scatter, shard
+from scaling.models.layer import Context, finish_heads, gate_features
 from scaling.models.pointwise import mean_square, rms_norm
-from scaling.models.transformer import activated, headed
-from scaling.serve.cache import At
 
 
-def embed(x: Tensor, here: Tensor, at: At) -> Tensor:
+def embed(x: Tensor, here: Tensor, at: Context) -> Tensor:
     """x[B, T, D_XYZ], as in `heads`, of rows of E[V_YZ, D_X]."""
     x = masked("x[B, T, D_X] {U_YZ}", x, here, at.mesh)
     return reduce_scatter("x[B, T, D_X] {U_YZ} -> x[B, T, D_XYZ]", x, at.mesh)
 
 
-def _normed(x: Tensor, gain: Tensor, at: At) -> Tensor:
+def _normed(x: Tensor, gain: Tensor, at: Context) -> Tensor:
     """x[B, T, D_XYZ] -> y[B, T, D_X]: the norm, by the mean square over the whole of D, gathered over Y and Z."""
     square = all_reduce("s[B, T, 1] {U_XYZ} -> s[B, T, 1]", mean_square(x), at.mesh, op="mean")
     y = rms_norm(x, square, gain=gain, eps=at.config.eps)
     return all_gather("y[B, T, D_XYZ] -> y[B, T, D_X]", y, at.mesh)  # on the critical path
 
 
-def attention(W: dict, x: Tensor, at: At, l: int) -> Tensor:
+def attention(W: dict, x: Tensor, at: Context, l: int) -> Tensor:
     """x[B, T, D_XYZ] -> Attn[B, T, D_XYZ]. The keys and values of this rank's rows are written to the cache."""
     y = _normed(x, W["norm_attn"], at)
     Q = einsum("y[B, T, D_X] * W_Q[D_X, N_YZ, H] -> Q[B, T, N_YZ, H] {U_X}", y, W["W_Q"])
@@ -39,7 +38,7 @@ def attention(W: dict, x: Tensor, at: At, l: int) -> Tensor:
     V = reduce_scatter("V[B, T, K_Y, H] {U_X} -> V[B_X, T, K_Y, H]", V, at.mesh)
     K = shard("K[B_X, T, K_Y, H] -> K[B_XZ, T, K_Y, H]", K, at.mesh)
     V = shard("V[B_X, T, K_Y, H] -> V[B_XZ, T, K_Y, H]", V, at.mesh)
-    Q, K, V = headed(W, Q, K, V, at.rope, at.config.eps)
+    Q, K, V = finish_heads(W, Q, K, V, at)
     O = at.slots.attend(l, Q, K, V, at.config.windows[l])
     O = all_to_all("O[B_XZ, T, N_Y, H] -> O[B_X, T, N_YZ, H]", O, at.mesh)  # on the critical path
     O = all_gather("O[B_X, T, N_YZ, H] -> O[B, T, N_YZ, H]", O, at.mesh)  # on the critical path
@@ -48,7 +47,7 @@ def attention(W: dict, x: Tensor, at: At, l: int) -> Tensor:
     return Attn + W["b_O"] if "b_O" in W else Attn
 
 
-def mlp(W: dict, x: Tensor, at: At) -> Tensor:
+def mlp(W: dict, x: Tensor, at: Context) -> Tensor:
     """x[B, T, D_XYZ] -> Out[B, T, D_XYZ]: the lines of Question 7."""
     In = _normed(x, W["norm_mlp"], at)  # 1.
     Tmp = einsum("In[B, T, D_X] * W_in[D_X, F_YZ] -> Tmp[B, T, F_YZ] {U_X}", In, W["W_in"])  # 2.
@@ -57,12 +56,12 @@ def mlp(W: dict, x: Tensor, at: At) -> Tensor:
     if "W_gate" in W:
         Gate = einsum("In[B, T, D_X] * W_gate[D_X, F_YZ] -> Gate[B, T, F_YZ] {U_X}", In, W["W_gate"])
         Gate = all_reduce("Gate[B, T, F_YZ] {U_X} -> Gate[B, T, F_YZ]", Gate, at.mesh)  # on the critical path
-    Tmp = activated(Tmp, Gate, at.config.nonlinearity)
-    Out = einsum("Tmp[B, T, F_YZ] * W_out[F_YZ, D_X] -> Out[B, T, D_X] {U_YZ}", Tmp, W["W_out"])  # 4.
+    Act = gate_features(Tmp, Gate, at.config)["Act"]
+    Out = einsum("Act[B, T, F_YZ] * W_out[F_YZ, D_X] -> Out[B, T, D_X] {U_YZ}", Act, W["W_out"])  # 4.
     return reduce_scatter("Out[B, T, D_X] {U_YZ} -> Out[B, T, D_XYZ]", Out, at.mesh)  # 5. on the critical path
 
 
-def head(params: dict, x: Tensor, at: At) -> Tensor:
+def head(params: dict, x: Tensor, at: Context) -> Tensor:
     """x[B, T, D_XYZ] -> logits[B, T, V]. They are whole on every rank."""
     x = _normed(x, params["norm"], at)
     if "unembed" in params:

@@ -21,13 +21,14 @@ from scaling.mesh import Group
 from scaling.models.attention import fused
 from scaling.models.dropout import dropout
 from scaling.models.inputs import check_ids, check_params, check_range, check_segments, check_weights
+from scaling.models.layer import Context, all_kept
 from scaling.models.rope import restarted, tables
 from scaling.spec import ShardingError, present
 from scaling.strategies import context as ring
 from scaling.strategies.context.layout import FORMS
 from scaling.strategies.transformer import types
 from scaling.strategies.transformer.ends import Terms
-from scaling.strategies.transformer.layer import REMAT, Context, all_kept
+from scaling.strategies.transformer.layer import REMAT
 from scaling.strategies.transformer.stages import arranged_layers, forward_loss, slots_of, staged
 from scaling.strategies.transformer.step import AskedStep, Problem, unstaged
 
@@ -128,8 +129,7 @@ def loss(
     context: str = "zigzag",
     zero: int = 3,
 ) -> Tensor:
-    """The loss alone, as `loss_and_grads` gives it of one microbatch without dropout: nothing is kept for a backward
-    pass."""
+    """Return the loss of `loss_and_grads`, of one microbatch without dropout; nothing is kept for a backward."""
     mesh, terms = mesh.optional, (ignore_index, label_smoothing, z_loss)
     step = AskedStep(config, "none", zero, schedule, 1, False, context, *terms, backward=False)
     problem, batch = stated(step, params, tokens, targets, weights, segments, mesh)
@@ -211,8 +211,8 @@ def contexts_of(
         given = {"rate": config.dropout, "seed": seed, "positions": tree.shard(places, present("p[T_Y]", mesh), mesh)}
         drops = [partial(dropout, samples=some, **given) for some in samples.chunk(M)]
     attend = partial(ring.attention, mesh=mesh, axis="C", form=asked.context) if split else fused
-    of_each = zip(ropes, parts, drops, strict=True)
-    return [Context(config, mesh, rope, partial(attend, segments=part), drop) for rope, part, drop in of_each]
+    stage, of_each = mesh.without("Z"), zip(ropes, parts, drops, strict=True)  # a layer does not see the stages
+    return [Context(config, stage, rope, partial(attend, segments=part), drop) for rope, part, drop in of_each]
 
 
 def _key_of(asked: AskedStep, params: dict, batch: tuple[Tensor | None, ...]) -> tuple | None:

@@ -12,22 +12,20 @@ What the backward needs is `saved`, two dicts of named values, of attention and 
 (Part 4, "Gradient checkpointing") is a set of names that are not kept: the same lines then compute them again.
 """
 
-from collections.abc import Callable
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from scaling.collectives import all_gather, einsum, reduce_scatter, wait
 from scaling.configs import Config
-from scaling.models.pointwise import gained_norm, gained_norm_vjp, vjp
+from scaling.models.layer import Context, Values, activate_features, attend_heads, own_heads, seen_heads
+from scaling.models.pointwise import gained_norm, gained_norm_vjp
 from scaling.models.rope import rotate
-from scaling.models.transformer import ACTIVATIONS
 from scaling.strategies.transformer.experts import experts, experts_backward
 from scaling.strategies.transformer.latent import latent_attention, latent_attention_backward
 
-Values = dict[str, Any]
 Halves = tuple[Values, Values]  # what is saved of attention, and of the MLP
 
 ROWS = "x[B_PXE, T_CY, D]"  # the residual stream
@@ -46,30 +44,6 @@ VJPS = {  # (dy, x) -> dx of each activation, in one kernel
     "gelu_tanh": partial(torch.ops.aten.gelu_backward, approximate="tanh"),
     "relu": lambda dy, x: dy * (x > 0),
 }
-
-
-def all_kept(x: Tensor, branch: str, layer: int = 0) -> Tensor:
-    """No dropout."""
-    return x
-
-
-class Context(NamedTuple):
-    """What the layers of one microbatch share: the model, the mesh, and where this rank's tokens lie.
-
-    `rope`: (cos, sin) of the positions of this rank's T_C tokens. `attend(Q, K, V, window)` -> O[B, T_C, N_Y, H].
-    `drop(x, branch, layer=l)`: of x[B_PXE, T_CY, D], which a branch is about to add to the stream, some elements.
-    """
-
-    config: Config
-    mesh: Any
-    rope: tuple[Tensor, Tensor]
-    attend: Callable
-    drop: Callable = all_kept
-
-    def of_layer(self, l: int) -> "Context":
-        """The same for layer l: with its window, attend(Q, K, V), and its own dropout, drop(x, branch)."""
-        attend = partial(self.attend, window=self.config.windows[l])
-        return self._replace(attend=attend, drop=partial(self.drop, layer=l))
 
 
 def dropped(remat: str, config: Config) -> frozenset[str]:
@@ -116,19 +90,7 @@ def normed_stream(x: Tensor, gain: Tensor, at: Context) -> Values:
 def attended_heads(W: dict, s: Values, at: Context) -> Values:
     """What attention_backward needs, from x[B_PXE, T_CY, D]: what is in `s` already is not computed again."""
     s = s if "y" in s else s | normed_stream(s["x"], W["norm_attn"], at)
-    if "O" in s:
-        return s
-    if "Q" not in s:
-        W_K, W_V = own_heads(W["W_K"], at, 1), own_heads(W["W_V"], at, 1)
-        Q = einsum("y[B_PXE, T_C, D] * W_Q[D, N_Y, H] -> Q[B_PXE, T_C, N_Y, H]", s["y"], W["W_Q"])
-        K = einsum("y[B_PXE, T_C, D] * W_K[D, K_Y, H] -> K[B_PXE, T_C, K_Y, H]", s["y"], W_K)
-        V = einsum("y[B_PXE, T_C, D] * W_V[D, K_Y, H] -> V[B_PXE, T_C, K_Y, H]", s["y"], W_V)
-        Q, K, V = biased_heads(W, Q, K, V, at)
-        s = s | {"Q": Q, "K": K, "V": V}
-    Q, K, scales = normed_heads(W, s["Q"], s["K"], at)
-    Q, K = rotate(Q, *at.rope), rotate(K, *at.rope)
-    O, pull = vjp(at.attend, Q, K, s["V"])  # each head by itself: nothing is sent
-    return s | scales | {"O": O, "pull": pull}
+    return attend_heads(seen_heads(W, at), s, at)
 
 
 def attention(W: dict, s: Values, at: Context) -> tuple[Tensor, Values]:
@@ -150,10 +112,10 @@ def attention_backward(W: dict, dAttn: Tensor, s: Values, at: Context) -> tuple[
     dQ, dK, dgains = normed_heads_backward(W, dQ, dK, s)
     dW |= dgains | biased_heads_backward(W, dQ, dK, dV, at)
     dy = einsum("dQ[B_PXE, T_C, N_Y, H] * W_Q[D, N_Y, H] -> dy[B_PXE, T_C, D] {U_Y}", dQ, W["W_Q"])
-    own = {name: own_heads(W[name], at, 1) for name in ("W_K", "W_V")}
-    for dHead, W_own in zip((dK, dV), own.values(), strict=True):
+    own = seen_heads(W, at)
+    for dHead, name in ((dK, "W_K"), (dV, "W_V")):
         line = "dK[B_PXE, T_C, K_Y, H] * W_K[D, K_Y, H] -> dy[B_PXE, T_C, D] {U_Y}"
-        dy = einsum(line, dHead, W_own, out=dy, add=True)
+        dy = einsum(line, dHead, own[name], out=dy, add=True)
     dy = reduce_scatter("dy[B_PXE, T_C, D] {U_Y} -> dy[B_PXE, T_CY, D]", dy, mesh, async_op=True)  # critical
     line = "dAttn[B_PXE, T_C, D] * O[B_PXE, T_C, N_Y, H] -> dW_O[N_Y, H, D] {U_PXEC}"  # D, scattered next, outermost
     dW["W_O"] = einsum(line, dAttn, s["O"])
@@ -161,25 +123,14 @@ def attention_backward(W: dict, dAttn: Tensor, s: Values, at: Context) -> tuple[
     dW["W_Q"] = einsum(line, s["y"], dQ)
     for dHead, name in ((dK, "W_K"), (dV, "W_V")):
         line = "y[B_PXE, T_C, D] * dK[B_PXE, T_C, K_Y, H] -> dW_K[D, K_Y, H] {U_PXEC}"
-        dW[name] = in_place(einsum(line, s["y"], dHead), W[name], at, 1)
+        dW[name] = in_place(einsum(line, s["y"], dHead), W[name], at)
     dx, dW["norm_attn"] = gained_norm_vjp(s["x"], W["norm_attn"], s["r"], wait(dy))
     return dx, dW
 
 
 def activated_features(W: dict, s: Values, at: Context) -> Values:
     """What mlp_backward needs, from mid[B_PXE, T_CY, D]: what is in `s` already is not computed again."""
-    act = ACTIVATIONS[at.config.nonlinearity]
-    s = s if "y" in s else s | normed_stream(s["mid"], W["norm_mlp"], at)
-    if "Tmp" not in s:
-        s = s | {"Tmp": einsum("y[B_PXE, T_C, D] * W_in[D, F_Y] -> Tmp[B_PXE, T_C, F_Y]", s["y"], W["W_in"])}
-        if "W_gate" in W:
-            s["Gate"] = einsum("y[B_PXE, T_C, D] * W_gate[D, F_Y] -> Gate[B_PXE, T_C, F_Y]", s["y"], W["W_gate"])
-    if "Act" in s:
-        return s
-    if "W_gate" not in W:
-        return s | {"Act": act(s["Tmp"])}
-    Open = act(s["Gate"])  # how far the gate is open
-    return s | {"Open": Open, "Act": Open * s["Tmp"]}
+    return activate_features(W, s if "y" in s else s | normed_stream(s["mid"], W["norm_mlp"], at), at)
 
 
 def mlp(W: dict, s: Values, at: Context) -> tuple[Tensor, None, Values]:
@@ -213,36 +164,16 @@ def mlp_backward(W: dict, dOut: Tensor, s: Values, at: Context) -> tuple[Tensor,
     return dMid, dW
 
 
-# What some models have between the products Q, K, V and attention: biases, norms of heads, and fewer KV heads than Y.
-# All of it works head by head, so it is the same on shards of heads. Each does nothing to a model without it.
-
-
-def biased_heads(W: dict, Q: Tensor, K: Tensor, V: Tensor, at: Any) -> tuple[Tensor, Tensor, Tensor]:
-    """Q, K and V, with the biases of a model that has them."""
-    if "b_Q" not in W:
-        return Q, K, V
-    return Q + W["b_Q"], K + own_heads(W["b_K"], at, 0), V + own_heads(W["b_V"], at, 0)
-
-
-def biased_heads_backward(W: dict, dQ: Tensor, dK: Tensor, dV: Tensor, at: Any) -> dict[str, Tensor]:
-    """The biases' gradients, {U_PXEC}."""
+def biased_heads_backward(W: dict, dQ: Tensor, dK: Tensor, dV: Tensor, at: Context) -> dict[str, Tensor]:
+    """Return the biases' gradients, {U_PXEC}."""
     if "b_Q" not in W:
         return {}
     b_Q, b_K, b_V = (d.sum((0, 1)) for d in (dQ, dK, dV))
-    return {"b_Q": b_Q, "b_K": in_place(b_K, W["b_K"], at, 0), "b_V": in_place(b_V, W["b_V"], at, 0)}
-
-
-def normed_heads(W: dict, Q: Tensor, K: Tensor, at: Any) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-    """(Q, K, {what they were multiplied by beside the gains}): each head normed in a model that does so."""
-    if "norm_Q" not in W:
-        return Q, K, {}
-    Q, r_Q = gained_norm(Q, W["norm_Q"], at.config.eps)
-    K, r_K = gained_norm(K, W["norm_K"], at.config.eps)
-    return Q, K, {"r_Q": r_Q, "r_K": r_K}
+    return {"b_Q": b_Q, "b_K": in_place(b_K, W["b_K"], at), "b_V": in_place(b_V, W["b_V"], at)}
 
 
 def normed_heads_backward(W: dict, dQ: Tensor, dK: Tensor, s: dict) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-    """(dQ, dK, the gains' gradients {U_PXECY}); s has Q and K as they were, and what `normed_heads` returned."""
+    """Return dQ, dK and the gains' gradients, {U_PXECY}; s has Q and K before their norms, and the norms' factors."""
     if "norm_Q" not in W:
         return dQ, dK, {}
     dQ, norm_Q = gained_norm_vjp(s["Q"], W["norm_Q"], s["r_Q"], dQ)
@@ -250,23 +181,10 @@ def normed_heads_backward(W: dict, dQ: Tensor, dK: Tensor, s: dict) -> tuple[Ten
     return dQ, dK, {"norm_Q": norm_Q, "norm_K": norm_K}
 
 
-def own_heads(W: Tensor, at: Any, dim: int) -> Tensor:
-    """Of KV heads that are replicated over Y, those that this rank's query heads see; W[.., K_Y, H] as it is.
-
-    `at`: what has the model as `config`, and the `mesh`.
-    """
-    config, Y = at.config, at.mesh.sizes.get("Y", 1)
-    if config.K % Y == 0:
-        return W
-    N = config.N // Y
-    first = at.mesh.coord["Y"] * N // config.G
-    return W.narrow(dim, first, max(1, N // config.G))
-
-
-def in_place(part: Tensor, whole: Tensor, at: Any, dim: int) -> Tensor:
-    """The transpose of `own_heads`: the gradient of the heads used, in their place among zeros."""
+def in_place(part: Tensor, whole: Tensor, at: Context) -> Tensor:
+    """Return the gradient of the KV heads used, in their place among zeros: the transpose of `own_heads`."""
     if part.shape == whole.shape:
         return part
     padded = torch.zeros_like(whole)
-    own_heads(padded, at, dim).copy_(part)
+    own_heads(padded, at).copy_(part)
     return padded

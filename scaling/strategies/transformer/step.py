@@ -22,11 +22,12 @@ from torch import Tensor
 from scaling import tree
 from scaling.collectives import all_gather, all_reduce, reduce_scatter, wait
 from scaling.configs import Config
+from scaling.models.layer import Context
 from scaling.models.leaves import STACKS, without
 from scaling.spec import Spec, parse, present
 from scaling.strategies.layers import Layers
 from scaling.strategies.transformer.ends import Terms, embed, embed_backward, head
-from scaling.strategies.transformer.layer import Context, dropped, layer, layer_backward
+from scaling.strategies.transformer.layer import dropped, layer, layer_backward
 
 TOKENS = ("P", "X", "E", "C", "Y")  # the axes that split the tokens: those over which the loss is unreduced
 ENDS = (*TOKENS, "Z")  # and for what is outside the layers, which not every stage uses

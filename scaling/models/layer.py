@@ -1,0 +1,150 @@
+"""The lines of a Transformer's layer that training, one device, prefill and decode share (Part 4).
+
+They lie between the collectives of a listing: from y, the normed and gathered stream, to O, what the heads give, and
+to Act, the features. What attends is an argument: a kernel, blocks that come by along C, or a cache. `values` holds
+what is known by name; what is in it already is not computed again. Z splits the batch of a serving mesh; the layers of
+a training mesh, of which Z has the stages, see a mesh without it.
+"""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch.nn.functional as F
+from torch import Tensor
+
+from scaling.collectives import einsum
+from scaling.configs import Config
+from scaling.mesh import AbstractMesh
+from scaling.models.leaves import KV_HEADS
+from scaling.models.pointwise import gained_norm, vjp
+from scaling.models.rope import rotate
+
+Values = dict[str, Any]
+ONE = AbstractMesh({})  # one device
+ACTIVATIONS = {"silu": F.silu, "gelu": F.gelu, "gelu_tanh": partial(F.gelu, approximate="tanh"), "relu": F.relu}
+
+
+def all_kept(x: Tensor, branch: str, layer: int = 0) -> Tensor:
+    """Return x: there is no dropout."""
+    return x
+
+
+def undifferentiated(f: Callable, *args: Any) -> tuple[Any, None]:
+    """Return f(*args), and nothing to differentiate it by."""
+    return f(*args), None
+
+
+class Context(NamedTuple):
+    """What the layers of one call share: the model, the mesh, and where this rank's tokens are.
+
+    Attributes:
+        config: The model.
+        mesh: The mesh.
+        rope: (cos, sin) of the positions of this rank's T_C tokens.
+        attend: attend(Q, K, V) -> O[B, T_C, N_Y, H] of one layer; before `of_layer`, it takes the layer's window, too.
+        drop: drop(x, branch, layer=l): x[B_PXE, T_CY, D], which a branch is about to add to the stream, with some
+            elements dropped.
+        slots: While serving, where the new tokens are in the cache.
+        vjp: vjp(f, *args) -> (f(*args), its pullback, or None where nothing is differentiated by hand).
+        einsum: einsum(line, x, W): the products with weights.
+        norm: norm(x, gain, eps) -> (the normed x, what its derivative needs).
+    """
+
+    config: Config
+    mesh: Any
+    rope: tuple[Tensor, Tensor]
+    attend: Callable
+    drop: Callable = all_kept
+    slots: Any = None
+    vjp: Callable = vjp
+    einsum: Callable = einsum
+    norm: Callable = gained_norm
+
+    def of_layer(self, l: int) -> "Context":
+        """Return the context of layer l: with its window, attend(Q, K, V), and its own dropout, drop(x, branch)."""
+        attend = partial(self.attend, window=self.config.windows[l])
+        return self._replace(attend=attend, drop=partial(self.drop, layer=l))
+
+
+def project_heads(W: dict, y: Tensor, einsum: Callable = einsum) -> tuple[Tensor, Tensor, Tensor]:
+    """y[B_PXZE, T_C, D] -> Q[B_PXZE, T_C, N_Y, H], K and V[B_PXZE, T_C, K_Y, H]."""
+    Q = einsum("y[B_PXZE, T_C, D] * W_Q[D, N_Y, H] -> Q[B_PXZE, T_C, N_Y, H]", y, W["W_Q"])
+    K = einsum("y[B_PXZE, T_C, D] * W_K[D, K_Y, H] -> K[B_PXZE, T_C, K_Y, H]", y, W["W_K"])
+    V = einsum("y[B_PXZE, T_C, D] * W_V[D, K_Y, H] -> V[B_PXZE, T_C, K_Y, H]", y, W["W_V"])
+    return Q, K, V
+
+
+# What some models have between the products Q, K, V and attention: biases, norms of heads, and fewer KV heads than Y.
+# All of it works head by head, so it is the same on shards of heads. Each does nothing to a model without it.
+
+
+def add_biases(W: dict, Q: Tensor, K: Tensor, V: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return Q, K and V, with the biases of a model that has them."""
+    return (Q + W["b_Q"], K + W["b_K"], V + W["b_V"]) if "b_Q" in W else (Q, K, V)
+
+
+def turn_heads(W: dict, Q: Tensor, K: Tensor, at: Context) -> tuple[Tensor, Tensor, Values]:
+    """Return Q and K normed, in a model with norms of heads, and turned by their positions.
+
+    Beside them, what the norms' derivatives need.
+    """
+    scales = {}
+    if "norm_Q" in W:
+        Q, r_Q = at.norm(Q, W["norm_Q"], at.config.eps)
+        K, r_K = at.norm(K, W["norm_K"], at.config.eps)
+        scales = {"r_Q": r_Q, "r_K": r_K}
+    return rotate(Q, *at.rope), rotate(K, *at.rope), scales
+
+
+def finish_heads(W: dict, Q: Tensor, K: Tensor, V: Tensor, at: Context) -> tuple[Tensor, Tensor, Tensor]:
+    """Return Q, K and V as they attend, where nothing is differentiated."""
+    Q, K, V = add_biases(W, Q, K, V)
+    return *turn_heads(W, Q, K, at)[:2], V
+
+
+def seen_heads(W: dict, at: Context) -> dict:
+    """Return W with those KV heads that this rank's query heads see, where they are replicated over Y."""
+    if at.config.latent or at.config.K % at.mesh.sizes.get("Y", 1) == 0:
+        return W
+    return W | {name: own_heads(W[name], at) for name in KV_HEADS if name in W}
+
+
+def own_heads(W: Any, at: Context) -> Any:
+    """Return the KV heads W[.., K, H] that this rank's query heads see; of an int8 weight, each of its arrays."""
+    if isinstance(W, dict):
+        return {name: own_heads(part, at) for name, part in W.items()}
+    N = at.config.N // at.mesh.sizes["Y"]
+    first = at.mesh.coord["Y"] * N // at.config.G
+    return W.narrow(-2, first, max(1, N // at.config.G))
+
+
+def attend_heads(W: dict, values: Values, at: Context) -> Values:
+    """Add O[B_PXZE, T_C, N_Y, H] to the values, which have y[B_PXZE, T_C, D], and what its derivative needs."""
+    if "O" in values:
+        return values
+    if "Q" not in values:
+        Q, K, V = add_biases(W, *project_heads(W, values["y"], at.einsum))
+        values = values | {"Q": Q, "K": K, "V": V}
+    Q, K, scales = turn_heads(W, values["Q"], values["K"], at)
+    O, pull = at.vjp(at.attend, Q, K, values["V"])  # each head alone: nothing is sent but along C
+    return values | scales | {"O": O, "pull": pull}
+
+
+def activate_features(W: dict, values: Values, at: Context) -> Values:
+    """Add Act[B_PXZE, T_C, F_Y] to the values, which have y[B_PXZE, T_C, D], and what its derivative needs."""
+    y, einsum = values.get("y"), at.einsum
+    if "Tmp" not in values:
+        values = values | {"Tmp": einsum("y[B_PXZE, T_C, D] * W_in[D, F_Y] -> Tmp[B_PXZE, T_C, F_Y]", y, W["W_in"])}
+        if "W_gate" in W:
+            values["Gate"] = einsum("y[B_PXZE, T_C, D] * W_gate[D, F_Y] -> Gate[B_PXZE, T_C, F_Y]", y, W["W_gate"])
+    return values if "Act" in values else values | gate_features(values["Tmp"], values.get("Gate"), at.config)
+
+
+def gate_features(Tmp: Tensor, Gate: Tensor | None, config: Config) -> Values:
+    """Return Act, the nonlinearity of Tmp, or that of the gate times Tmp; then Open says how far the gate is open."""
+    act = ACTIVATIONS[config.nonlinearity]
+    if Gate is None:
+        return {"Act": act(Tmp)}
+    Open = act(Gate)
+    return {"Open": Open, "Act": Open * Tmp}
