@@ -7,12 +7,11 @@ function that the engine is given: the book's strategies and the Transformer bot
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
-from scaling import tree
 from scaling.collectives import Deferred, wait
 
 
@@ -56,31 +55,33 @@ class Gradient:
         if sums.shape[1:] == self.shape and not self.compiling:
             self.out = sums
 
-    def add(self, l: int, g: Any, first: bool) -> None:
-        """Add layer l's gradient of a microbatch, a tensor or a deferred product; `first`: nothing is there yet."""
-        g = g if isinstance(g, Deferred) and not self.compiling else wait(g)
-        if first:
-            self.unreduced[l] = self.slot(l, g.shape)
-        there = self.unreduced[l]
-        if there is None:
-            g = wait(g)
+    def add(self, l: int, g: Any) -> None:
+        """Add a microbatch's gradient of layer l, a tensor or a deferred product, to the sum of those before it."""
+        sums, deferred = self.unreduced[l], isinstance(g, Deferred) and not self.compiling
+        g = g if deferred or isinstance(g, Tensor) else wait(g)
+        if sums is None and l == self.L - 1:
+            self.stack = self.writable(g.shape)
+        if sums is None and self.stack is None:
+            g = g.wait() if deferred else g
             self.unreduced[l] = g.to(self.dtype or g.dtype)
-        elif isinstance(g, Deferred):
-            g.wait(out=there, add=not first)
+        elif sums is None:
+            slot = self.unreduced[l] = cast(Tensor, self.stack)[l]
+            g.wait(out=slot) if deferred else slot.copy_(g)
         elif self.compiling:
-            self.unreduced[l] = there + g
+            self.unreduced[l] = sums + g
         else:
-            there.copy_(g) if first else there.add_(g)
+            g.wait(out=sums, add=True) if deferred else sums.add_(g)
 
-    def slot(self, l: int, shape: torch.Size) -> Tensor | None:
-        """Return where an unreduced gradient of this shape is written: into a stack that is kept, or None."""
+    def writable(self, shape: torch.Size) -> Tensor | None:
+        """Return the stack in which unreduced gradients of this shape are written, or None if they stay by themselves.
+
+        Where they have the shape of the reduced ones it is the stack of the result: reducing changes only its values.
+        """
         if self.compiling:
             return None
-        if self.stack is None and self.out is not None and shape == self.shape:  # reducing it changes only its values
-            self.stack = self.out
-        if self.stack is None and self.summed:
-            self.stack = self.like.new_empty((self.L, *shape), dtype=self.dtype)
-        return None if self.stack is None else self.stack[l]
+        if self.out is not None and shape == self.shape:
+            return self.out
+        return self.like.new_empty((self.L, *shape), dtype=self.dtype) if self.summed else None
 
     def take(self, first: int, end: int) -> Tensor:
         """Pop the unreduced gradients of layers first..end-1: one layer's alone, several stacked."""
@@ -119,14 +120,17 @@ class Gradient:
 class Layers:
     """L layers of one listing: their weights on the way in, their gradients on the way out.
 
+    A layer's weights, and its gradients, are a list of leaves. Where leaves may be pending, an object whose `wait`
+    returns the list will do as well.
+
     Args:
-        layers: a tree of weights for each layer.
+        layers: the leaves of each layer.
         mesh: the mesh that the functions below are called with.
-        gather: `gather(W, mesh) -> W` starts to gather a layer's weights; its leaves may be pending.
+        gather: `gather(W, mesh) -> W` starts to gather a layer's weights; they may be pending.
         reduce: `reduce(dW, mesh) -> dW` starts to reduce the gradients of one layer to their stored types, or of a
-            bucket of several layers on `mesh.stacked("L")`; its leaves may be pending.
+            bucket of several layers on `mesh.stacked("L")`; they may be pending.
         reduce_slow: the same over a slow axis; it gets what `reduce` returned, once that has arrived.
-        names: the leaves' names, in the order of `tree.leaves`, as the lists below.
+        names: the leaves' names, in their order; none if there is no backward.
         bucket: the number of layers that are reduced together.
         keep_weights: gather each layer once and keep its weights.
         late: reduce nothing before `reduce_all`.
@@ -139,13 +143,13 @@ class Layers:
 
     def __init__(
         self,
-        layers: Sequence,
+        layers: Sequence[Sequence[Tensor]],
         mesh,
         gather: Callable | None = None,
         reduce: Callable | None = None,
         reduce_slow: Callable | None = None,
         *,
-        names: Sequence[str],
+        names: Sequence[str] = (),
         bucket: int = 1,
         keep_weights: bool = False,
         late: bool = False,
@@ -156,14 +160,13 @@ class Layers:
         shapes: Sequence[Sequence[int]] | None = None,
     ):
         self.layers, self.mesh, self.gather, self.late = layers, mesh, gather, late
-        self.reduce, self.reduce_slow = reduce, reduce_slow
+        self.reduce, self.reduce_slow, self.bucket = reduce, reduce_slow, bucket
         self.held: dict[int, Any] | None = {} if keep_weights else None
-        L, like = len(layers), tree.leaves(layers[0])
-        self.buckets = [(max(0, end - bucket), end) for end in range(L, 0, -bucket) for _ in range(min(end, bucket))]
-        self.buckets.reverse()
-        per_leaf = zip(names, like, shapes or [W.shape for W in like], out or [None] * len(like), strict=True)
-        self.grads = [Gradient(name, W, shape, L, dtype, stack, summed) for name, W, shape, stack in per_leaf]
-        self.added: set[int] = set() if sums is None else {*range(L)}  # the layers whose gradients hold a sum
+        self.grads: list[Gradient] = []
+        for i, name in enumerate(names):
+            W, stack = layers[0][i], None if out is None else out[i]
+            shape = W.shape if shapes is None else shapes[i]
+            self.grads.append(Gradient(name, W, shape, len(layers), dtype, stack, summed))
         for grad, stack in zip(self.grads, sums or (), strict=sums is not None):
             grad.resume(stack)
         self.in_flight: list[tuple[int, int, Any]] = []  # (first, end, what `reduce` returned)
@@ -179,7 +182,7 @@ class Layers:
 
     def waited(self, l: int, pending) -> Any:
         """Wait for layer l's gathered weights and return them."""
-        W = pending if self.gather is None else tree.map(wait, pending)
+        W = pending if self.gather is None else arrived(pending)
         if self.held is not None:
             self.held[l] = W
         return W
@@ -190,24 +193,24 @@ class Layers:
             self.waited(l, pending)
         return self
 
-    def forward(self, x, run: Callable) -> tuple[Any, list]:
-        """Run x through all layers by `run(l, W, x) -> (x, saved)`; return x and what each layer saved."""
+    def forward(self, x, layer: Callable) -> tuple[Any, list]:
+        """Run x through all layers by `layer(l, W, x) -> (x, saved)`; return x and what each layer saved."""
         kept, coming = [], self.weights(0)
         for l in range(len(self.layers)):
             W = coming  # the weights of the layer before are freed
             coming = self.weights(l + 1)  # the next gather starts before this one is waited for
             W = self.waited(l, W)
-            x, saved = run(l, W, x)
+            x, saved = layer(l, W, x)
             kept.append(saved)
         return x, kept
 
-    def backward(self, dx, kept: list, run: Callable, add: Callable | None = None, *, last=True, donate=True):
-        """Run dx through all layers, from the last to the first, by `run(l, W, dx, saved) -> (dx, dW)`; return dx.
+    def backward(self, dx, kept: list, layer: Callable, add: Callable | None = None, *, last=True, donate=True):
+        """Run dx through all layers, from the last to the first, by `layer(l, W, dx, saved) -> (dx, dW)`; return dx.
 
         Args:
             dx: the cotangent of the last layer's result.
             kept: what `forward` returned; with `donate` each layer's part is freed once it has been used.
-            run: one layer's backward; its dx and dW may be pending.
+            layer: one layer's backward; its dx and dW may be pending.
             add: `add(l, dW)` takes a layer's gradients; by default the method `add`.
             last: no microbatch follows, so gradients are reduced as soon as they are complete.
             donate: whether `kept` may be emptied.
@@ -218,27 +221,29 @@ class Layers:
             coming = self.weights(l - 1)
             W = self.waited(l, W)
             saved = kept.pop() if donate else kept[l]
-            dx, dW = run(l, W, dx, saved)
+            dx, dW = layer(l, W, dx, saved)
             add(l, dW)
             del W, saved, dW
             dx = wait(dx)
         return dx
 
-    def add(self, l: int, dW, last: bool) -> None:
-        """Add layer l's gradients, tensors or deferred products, to its sums; reduce those of the `last` microbatch."""
-        for grad, g in zip(self.grads, tree.leaves(dW), strict=True):
-            grad.add(l, g, l not in self.added)
-        self.added.add(l)
-        first, end = self.buckets[l]
-        if last and l == first:
-            self.start(first, end)
+    def add(self, l: int, dW: Sequence, last: bool) -> None:
+        """Add layer l's gradients, tensors or deferred products, to its sums; reduce those of the `last` microbatch.
+
+        Buckets are counted from the last layer down, so a bucket is full with the first of its layers.
+        """
+        for grad, g in zip(self.grads, dW, strict=True):
+            grad.add(l, g)
+        end = len(self.layers) - (len(self.layers) - 1 - l) // self.bucket * self.bucket
+        if last and l == max(0, end - self.bucket):
+            self.start(l, end)
 
     def start(self, first: int, end: int) -> None:
         """Start to reduce the gradients of layers first..end-1.
 
         The bucket before is waited for first: more buckets in flight would hold more whole gradients.
         """
-        dW = tree.unflatten(self.layers[0], [grad.take(first, end) for grad in self.grads])
+        dW = [grad.take(first, end) for grad in self.grads]
         if not self.late:
             self.settle()
         pending = dW if self.reduce is None else self.reduce(dW, self.of_bucket(first, end))
@@ -257,24 +262,29 @@ class Layers:
         """Wait for the reductions in flight; keep their results, or start to reduce them over the slow axis."""
         while self.in_flight:
             first, end, pending = self.in_flight.pop(0)
-            done = tree.map(wait, pending)
+            done = arrived(pending)
             if self.reduce_slow is None:
                 self.keep(first, end, done)
             else:
                 self.in_flight_slow.append((first, end, self.reduce_slow(done, self.of_bucket(first, end))))
 
-    def keep(self, first: int, end: int, dW) -> None:
+    def keep(self, first: int, end: int, dW: Sequence[Tensor]) -> None:
         """Keep the reduced gradients of layers first..end-1."""
-        for grad, x in zip(self.grads, tree.leaves(dW), strict=True):
+        for grad, x in zip(self.grads, dW, strict=True):
             grad.settle(first, end, x)
 
-    def result(self) -> Any:
-        """Wait for all reductions; return the gradients of all layers, a tree of stacks [L, ...]."""
+    def result(self) -> list[Tensor]:
+        """Wait for all reductions; return the gradients of all layers, a stack [L, ...] for each leaf."""
         self.settle()
         while self.in_flight_slow:
             first, end, pending = self.in_flight_slow.pop(0)
-            self.keep(first, end, tree.map(wait, pending))
-        return tree.unflatten(self.layers[0], [grad.result() for grad in self.grads])
+            self.keep(first, end, arrived(pending))
+        return [grad.result() for grad in self.grads]
+
+
+def arrived(pending: Any) -> list[Tensor]:
+    """Wait for the leaves of a layer, each for itself or all of them in one message; return them."""
+    return [*map(wait, pending)] if isinstance(pending, (list, tuple)) else pending.wait()
 
 
 def layers_a_bucket(bucket_bytes: int, params: Mapping[str, Tensor]) -> int:

@@ -90,27 +90,36 @@ class Strategy:
 
     @cached_property
     def types(self) -> tuple[list[Spec], list[Spec]]:
-        """Of the weights and of their gradients, read once: torch.compile would read them again, and warn."""
+        """The types of the weights and of their gradients, read once: torch.compile would read them again, and warn."""
         of_grads = self.GRADS or self.SPECS
         return [parse(self.SPECS[name]) for name in self.weights], [parse(of_grads[name]) for name in self.weights]
 
-    def layers(self, params: Mapping[str, Tensor], mesh, **options) -> Layers:
-        """The engine of these params, stacked over L."""
-        layers = list(zip(*(params[name].unbind() for name in self.weights), strict=True))
-        functions = [self.unpacked(which) for which in ("gather", "reduce", "reduce_slow")]
-        return Layers(
-            layers, mesh, *functions, shapes=self.grads_shapes(layers[0], mesh), names=self.weights, **options
+    @cached_property
+    def results(self) -> dict[str, tuple[str, ...]]:
+        """The parts of what each of the listing's functions returns, by name."""
+        backward = ("dIn", *(f"d{name}" for name in self.weights))
+        return {"forward": ("Out", "saved"), "backward": backward} | dict.fromkeys(
+            ("gather", "reduce", "reduce_slow"), self.weights
         )
 
-    def unpacked(self, which: str) -> Callable | None:
-        """One of the listing's functions, of a tuple of weights or gradients."""
-        f = getattr(self, which)
-        return f and (lambda W, mesh: tuple(returned(which, f(*W, mesh), self.weights)))
+    @cached_property
+    def of_leaves(self) -> list[Callable | None]:
+        """The listing's `gather`, `reduce` and `reduce_slow`, each as a function of a list of leaves, or None."""
 
-    def grads_shapes(self, W: Sequence[Tensor], mesh) -> list[tuple[int, ...]] | None:
-        """Of one layer's gradients, whose types are `GRADS`; None if those of the weights."""
-        if self.GRADS is None:
-            return None
+        def checked(which: str) -> Callable | None:
+            f = getattr(self, which)
+            return f and (lambda W, mesh: self.returned(which, f(*W, mesh)))
+
+        return [checked(which) for which in ("gather", "reduce", "reduce_slow")]
+
+    def layers(self, params: Mapping[str, Tensor], mesh, **options) -> Layers:
+        """The engine of these params, stacked over L."""
+        layers = list(zip(*[params[name].unbind() for name in self.weights], strict=True))
+        shapes = None if self.GRADS is None else self.grads_shapes(layers[0], mesh)
+        return Layers(layers, mesh, *self.of_leaves, shapes=shapes, **options)
+
+    def grads_shapes(self, W: Sequence[Tensor], mesh) -> list[tuple[int, ...]]:
+        """Return the shapes of one layer's gradients, whose types are `GRADS`."""
         types, gradient_types = self.types
         sizes = {}
         for spec, x in zip(types, W, strict=True):
@@ -141,23 +150,35 @@ class Strategy:
         RMS-normed (the book's layer has none of these). `keep`: see `Block`.
         """
         block, L = Block(activation, norm, keep).validated(), self.depth(params)
-        alike(mesh, f"a forward of {L} layers", activation=activation, residual=residual, norm=norm, keep=keep)
-        run = functools.partial(self.run, mesh, block, residual)
-        Out, saved = self.layers(params, mesh).forward(In, run) if L else (In, [])
+        alike(mesh, f"a forward of {L} layers", block=block, residual=residual)
+        layer = functools.partial(self.one_forward, mesh, block, residual)
+        Out, saved = self.layers(params, mesh).forward(In, layer) if L else (In, [])
         return Out, Saved(saved, block, residual)
 
-    def run(self, mesh, block: Block, residual: bool, l: int, W: Sequence, In: Tensor) -> tuple[Tensor, Any]:
-        """Layer l forward, by its weights."""
-        Out, saved = returned("forward", self.layer_forward(*W, In, mesh, block), ("Out", "saved"))
+    def one_forward(self, mesh, block: Block, residual: bool, l: int, W: Sequence, In: Tensor) -> tuple[Tensor, Any]:
+        """Run layer l, of weights W, forward."""
+        Out, saved = self.returned("forward", self.layer_forward(*W, In, mesh, block))
         return In + Out if residual else Out, saved
 
-    def run_back(
+    def one_backward(
         self, mesh, block: Block, residual: bool, l: int, W: Sequence, dOut: Tensor, saved
-    ) -> tuple[Any, tuple]:
-        """Layer l backward: dIn, which may be under way, and the gradients of its weights."""
-        found = self.layer_backward(*W, dOut, saved, mesh, block)
-        dIn, *dW = returned("backward", found, ("dIn", *(f"d{name}" for name in self.weights)))
-        return Sum(dOut, dIn) if residual else dIn, tuple(dW)
+    ) -> tuple[Any, Sequence]:
+        """Run layer l backward: return dIn, which may be pending, and the gradients of its weights."""
+        dIn, *dW = self.returned("backward", self.layer_backward(*W, dOut, saved, mesh, block))
+        return Sum(dOut, dIn) if residual else dIn, dW
+
+    def returned(self, which: str, found: Any) -> Any:
+        """Return what a listing's function returned.
+
+        Raises:
+            ValueError: it is no tuple of the right length. An array alone would be taken apart into its rows.
+        """
+        parts = self.results[which]
+        if not isinstance(found, (tuple, list)) or len(found) != len(parts):
+            shown = f"a {type(found).__name__}" + (f" of {len(found)}" if isinstance(found, (tuple, list)) else "")
+            what = f"the listing's {which} returned {shown}"
+            raise ValueError(f"{what}\n  fix: return a tuple of {len(parts)}: {', '.join(parts)}")
+        return found
 
     def backward(
         self,
@@ -194,9 +215,9 @@ class Strategy:
         bucket = min(L, layers_a_bucket(bucket_bytes, params)) if reduce else L
         own = self.GRADS is None and reduce and partial is None and not torch.compiler.is_compiling()
         out = [torch.empty_like(params[name]) for name in self.weights] if own else None
-        layers = self.layers(params, mesh, sums=sums, out=out, bucket=bucket, summed=not reduce)
-        run = functools.partial(self.run_back, mesh, saved.block, saved.residual)
-        dIn = layers.backward(dOut, saved.layers, run, last=reduce, donate=donate)
+        layers = self.layers(params, mesh, names=self.weights, sums=sums, out=out, bucket=bucket, summed=not reduce)
+        layer = functools.partial(self.one_backward, mesh, saved.block, saved.residual)
+        dIn = layers.backward(dOut, saved.layers, layer, last=reduce, donate=donate)
         found = layers.result() if reduce else [grad.sums() for grad in layers.grads]
         grads = dict(zip(self.weights, found, strict=True))
         return dIn, {name: grads[name] for name in params}
@@ -210,13 +231,3 @@ class Sum(NamedTuple):
 
     def wait(self) -> Tensor:
         return self.x + wait(self.pending)
-
-
-def returned(which: str, found: Any, parts: Sequence[str]) -> Any:
-    """What a listing's function returned. ValueError unless it is a tuple of these parts: an array that stands alone
-    would be taken apart into its rows."""
-    if not isinstance(found, (tuple, list)) or len(found) != len(parts):
-        shown = f"a {type(found).__name__}" + (f" of {len(found)}" if isinstance(found, (tuple, list)) else "")
-        what = f"the listing's {which} returned {shown}"
-        raise ValueError(f"{what}\n  fix: return a tuple of {len(parts)}: {', '.join(parts)}")
-    return found

@@ -50,23 +50,22 @@ def of_strategy(
 
     def prepare(params, mesh, s, out):
         out = [out[name] for name in strategy.weights]
-        return strategy.layers(params, mesh, out=out, keep_weights=True, late=True).gathered()
+        given = {"names": strategy.weights, "out": out, "keep_weights": True, "late": True}
+        return strategy.layers(params, mesh, **given).gathered()
 
     def forward(chunk, In, mesh, m):
-        return chunk.forward(In, partial(strategy.run, mesh, block, residual))
+        return chunk.forward(In, partial(strategy.one_forward, mesh, block, residual))
 
     def backward_input(chunk, dOut, saved, mesh):
         rest: list = [None] * len(saved)
-        run = partial(strategy.run_back, mesh, block, residual)
-        return chunk.backward(dOut, saved, run, rest.__setitem__), rest
+        layer = partial(strategy.one_backward, mesh, block, residual)
+        return chunk.backward(dOut, saved, layer, rest.__setitem__), rest
 
     def backward_weight(chunk, rests, mesh):
-        for l in range(len(chunk.layers)):
-            products = [rest.pop(0) for rest in rests]  # freed as they are used
-            for i, some in enumerate(zip(*products, strict=True)):
-                some = join_products(some)  # of several microbatches a copy: one weight's at a time
-                chunk.grads[i].add(l, some, l not in chunk.added)
-            chunk.added.add(l)
+        for l in reversed(range(len(chunk.layers))):
+            products = [rest.pop() for rest in rests]  # freed as they are used
+            for grad, *some in zip(chunk.grads, *products, strict=True):
+                grad.add(l, join_products(some))  # of several microbatches a copy: one weight's at a time
 
     specs = {name: strategy.SPECS[name] for name in ("In", "Out")} | {name: str(t) for name, t in stacked.items()}
     return Stage(specs, forward, backward_input, backward_weight, prepare, Layers.result)

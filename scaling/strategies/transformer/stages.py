@@ -133,7 +133,7 @@ def stage_of(problem: Problem, dense: Any, schedule: Schedule) -> tuple[Stage, l
         for grad, g in zip(chunk.grads, tree.leaves(chunk.result()), strict=True):
             grad.out.copy_(g)
         if chunk.before:
-            before.append(Layers.result(chunk.before))  # the sum over Z is made by all stages together
+            before.extend(Layers.result(chunk.before))  # all stages make the sum over Z together
 
     stream = str(present(ROWS, mesh))
     stage = Stage({"In": stream, "Out": stream}, forward, backward_input, lambda *_: None, prepare, finish)
@@ -176,9 +176,9 @@ def staged(problem: Problem, params: dict, tokens: Tensor, targets: Tensor, w: T
 
 def dense_gradients(before: list, params: dict, problem: Problem) -> dict:
     """Of the dense layers, from the stage that runs them to all: the others' part of the sum over Z is zeros."""
-    found = before[0] if before else tree.map(lambda W: torch.zeros_like(W, dtype=problem.sums), params)
+    found = before or [torch.zeros_like(W, dtype=problem.sums) for W in tree.leaves(params)]
     moves = moves_of(tree.leaves(problem.stored["dense"]), problem.mesh, ENDS, stack=True)
-    return tree.unflatten(found, totalled(tree.leaves(found), moves, problem.mesh))
+    return tree.unflatten(params, totalled(found, moves, problem.mesh))
 
 
 def homes_of(config: Config, mesh, schedule: Schedule | None) -> dict[str, int]:

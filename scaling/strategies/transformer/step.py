@@ -9,7 +9,7 @@ in one AllGather and one ReduceScatter over X: a message has a price, and a larg
     dW[G, S] {U_X} -> dW[G_X, S]
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from operator import attrgetter
@@ -72,13 +72,13 @@ def _move(mesh, stored: str, axes: tuple[str, ...], stack: bool) -> tuple[str, s
     return gather, scatter, total, dims[0] if dims else -1
 
 
-def gathered_leaves(W: Sequence[Tensor], moves: Sequence[Moves], mesh) -> list:
+def gathered_leaves(W: Sequence[Tensor], mesh, moves: Sequence[Moves]) -> list:
     """Leaves as they are used: under way."""
     some = zip(W, moves, strict=True)
     return [all_gather(to.gather, x, mesh, async_op=True) if to.gather else x for x, to in some]
 
 
-def scattered_leaves(dW: Sequence[Tensor], moves: Sequence[Moves], mesh) -> list:
+def scattered_leaves(dW: Sequence[Tensor], mesh, moves: Sequence[Moves]) -> list:
     """Their gradients after the first step back: under way."""
     some = zip(dW, moves, strict=True)
     return [reduce_scatter(to.scatter, g, mesh, async_op=True) if to.scatter else g for g, to in some]
@@ -94,13 +94,13 @@ def gathered_ends(params: Mapping, stored: Mapping, mesh) -> dict[str, Tensor]:
     """The params outside the layers, gathered."""
     ends = {name: W for name, W in params.items() if name not in STACKS}
     moves = moves_of([stored[name] for name in ends], mesh, ENDS)
-    return dict(zip(ends, map(wait, gathered_leaves([*ends.values()], moves, mesh)), strict=True))
+    return dict(zip(ends, map(wait, gathered_leaves([*ends.values()], mesh, moves)), strict=True))
 
 
 def reduced_ends(dW: Mapping, stored: Mapping, mesh, axes: tuple[str, ...] = ENDS) -> dict[str, Tensor]:
     """Gradients of params outside the layers, by name, as these are stored."""
     moves = moves_of([stored[name] for name in dW], mesh, axes)
-    return dict(zip(dW, totalled(scattered_leaves([*dW.values()], moves, mesh), moves, mesh), strict=True))
+    return dict(zip(dW, totalled(scattered_leaves([*dW.values()], mesh, moves), moves, mesh), strict=True))
 
 
 def add_by_name(sums_of: dict, dW: dict, dtype: torch.dtype) -> None:
@@ -110,28 +110,33 @@ def add_by_name(sums_of: dict, dW: dict, dtype: torch.dtype) -> None:
 
 
 @dataclass(frozen=True)
-class Together:
-    """Leaves of a tree that are under way together. `sent`: the place of each, its shard's shape and X's dim."""
+class Packed:
+    """The leaves of a layer, of which those that X splits are in flight in one message.
 
-    pending: Any
-    tree: Any
+    `sent`: the index of each leaf in the message, its shard's shape and the dim that X splits.
+    """
+
+    message: Any
+    leaves: Sequence
     sent: list[tuple[int, torch.Size, int]]
 
-    def wait(self) -> Any:
-        """The tree, with what was sent in its places."""
-        leaves, found, start = tree.leaves(self.tree), wait(self.pending), 0
+    def wait(self) -> list:
+        """Return the leaves, with those of the message in their places."""
+        leaves, found, start = list(self.leaves), wait(self.message), 0
         for i, shape, dim in self.sent:
             blocks = found[:, start : start + shape.numel()].unflatten(1, shape)
             leaves[i], start = blocks.movedim(0, dim).flatten(dim, dim + 1), start + shape.numel()
-        return tree.unflatten(self.tree, leaves)
+        return leaves
 
 
-def sent_together(W: Sequence[Tensor], moves: Sequence[Moves], mesh) -> dict[int, int]:
-    """{place of a leaf: the dim that X splits}, of a layer's shards W that are better sent together; else {}: so are
-    small ones, whose gradients are unreduced over the same axes. Found out once a mesh."""
+def packed_leaves(W: Sequence[Tensor], moves: Sequence[Moves], mesh) -> dict[int, int]:
+    """Return {index of a leaf: the dim that X splits} of a layer's shards W that are better sent in one message, or {}.
+
+    These are small ones whose gradients are unreduced over the same axes. Computed once per mesh.
+    """
     if torch.compiler.is_compiling():
         return {}
-    key = ("sent together", *moves, *map(SIZE, W))
+    key = ("packed leaves", *moves, *map(SIZE, W))
     if key not in mesh.lines:
         sent = {i: to.dim for i, to in enumerate(moves) if to.dim >= 0}
         unreduced = {parse(moves[i].scatter.split(" -> ")[0]).unreduced for i in sent}
@@ -139,21 +144,21 @@ def sent_together(W: Sequence[Tensor], moves: Sequence[Moves], mesh) -> dict[int
     return mesh.lines[key]
 
 
-def gathered_together(W: Any, mesh, sent: dict[int, int]) -> Together:
-    """All leaves of a layer, whole along X: under way."""
-    leaves = tree.leaves(W)
-    flat = torch.cat([leaves[i].flatten() for i in sent])[None]
-    pending = all_gather("W[G_X, S] -> W[G, S]", flat, mesh, async_op=True)
-    return Together(pending, W, [(i, leaves[i].shape, dim) for i, dim in sent.items()])
+def gather_packed(W: Sequence[Tensor], mesh, dims: dict[int, int]) -> Packed:
+    """Start to gather a layer's leaves along X in one message."""
+    flat = torch.cat([W[i].flatten() for i in dims])[None]
+    message = all_gather("W[G_X, S] -> W[G, S]", flat, mesh, async_op=True)
+    return Packed(message, W, [(i, W[i].shape, dim) for i, dim in dims.items()])
 
 
-def scattered_together(dW: Any, mesh, sent: dict[int, int]) -> Together:
-    """The gradients of a layer, {U_X}, to this rank's shards along X: under way."""
-    leaves, X = tree.leaves(dW), mesh.sizes["X"]
-    blocks = {i: leaves[i].unflatten(dim, (X, -1)).movedim(dim, 0) for i, dim in sent.items()}
-    flat = torch.cat([block.flatten(1) for block in blocks.values()], 1)
-    pending = reduce_scatter("dW[G, S] {U_X} -> dW[G_X, S]", flat, mesh, async_op=True)
-    return Together(pending, dW, [(i, blocks[i].shape[1:], dim) for i, dim in sent.items()])
+def scatter_packed(dW: Sequence[Tensor], mesh, dims: dict[int, int]) -> Packed:
+    """Start to reduce-scatter a layer's gradients {U_X} in one message."""
+    X, blocks, sent = mesh.sizes["X"], [], []
+    for i, dim in dims.items():
+        blocks.append(dW[i].unflatten(dim, (X, -1)).movedim(dim, 0))
+        sent.append((i, blocks[-1].shape[1:], dim))
+    flat = torch.cat([block.flatten(1) for block in blocks], 1)
+    return Packed(reduce_scatter("dW[G, S] {U_X} -> dW[G_X, S]", flat, mesh, async_op=True), dW, sent)
 
 
 class AskedStep(NamedTuple):
@@ -207,18 +212,19 @@ class TransformerLayers(Layers):
         asked, mesh, config = problem.asked, problem.mesh, problem.asked.config
         self.asked, self.gone = asked, dropped(asked.remat, config)
         first, count = (0, None) if layers is None else (layers.start, len(layers))
-        own, self.origin = tree.unstacked(params[stack])[:count], first
+        leaves, self.structure, self.origin = tree.leaves(params[stack]), tree.structure(params[stack]), first
+        own = [*zip(*map(Tensor.unbind, leaves), strict=True)][:count]
         self.before = None
         if stack == "layers" and config.dense_layers:
             self.origin += config.dense_layers
             self.before = TransformerLayers(problem, params, late=late, stack="dense") if first == 0 else None
         self.moves = moves_of(tree.leaves(problem.stored[stack]), mesh, TOKENS if stack == "layers" else ENDS, True)
-        if sent := sent_together(tree.leaves(own[0]), self.moves, mesh):
-            gather, reduce = partial(gathered_together, sent=sent), partial(scattered_together, sent=sent)
+        if dims := packed_leaves(own[0], self.moves, mesh):
+            gather, reduce = partial(gather_packed, dims=dims), partial(scatter_packed, dims=dims)
         else:
-            gather, reduce = (partial(_apart, move, self.moves) for move in (gathered_leaves, scattered_leaves))
-        held = asked.keep_weights or (asked.backward and asked.remat == "none" and "router" in own[0])  # on their tape
-        names = [path[0] for path in optree.tree_paths(own[0])]
+            gather, reduce = (partial(move, moves=self.moves) for move in (gathered_leaves, scattered_leaves))
+        names = [path[0] for path in optree.tree_paths(params[stack])]
+        held = asked.keep_weights or (asked.backward and asked.remat == "none" and "router" in names)  # on their tape
         options = {"keep_weights": held, "late": late, "dtype": problem.sums, "out": out}
         super().__init__(own, mesh, gather, reduce, names=names, **options)
 
@@ -227,12 +233,12 @@ class TransformerLayers(Layers):
         x, extra, before = self.before.run(x, at) if self.before else (x, 0.0, [])
         terms = []
 
-        def run(l: int, W: dict, x: Tensor):
-            x, more, saved = layer(W, x, at.of_layer(self.origin + l), self.gone)
+        def one(l: int, W: list, x: Tensor):
+            x, more, saved = layer(self.structure.unflatten(W), x, at.of_layer(self.origin + l), self.gone)
             terms.extend([] if more is None else [more])
             return x, saved if self.asked.backward else None
 
-        x, kept = self.forward(x, run)
+        x, kept = self.forward(x, one)
         return x, sum(terms, extra), before + kept
 
     def run_back(self, dx: Tensor, kept: list, at: Context, scale: float = 1.0, last: bool = False) -> Tensor:
@@ -241,10 +247,11 @@ class TransformerLayers(Layers):
         `scale`: the cotangent of the extra terms. `last`: no microbatch follows.
         """
 
-        def run(l: int, W: dict, dx: Tensor, saved):
-            return layer_backward(W, dx, saved, at.of_layer(self.origin + l), scale)
+        def one(l: int, W: list, dx: Tensor, saved):
+            dx, dW = layer_backward(self.structure.unflatten(W), dx, saved, at.of_layer(self.origin + l), scale)
+            return dx, tree.leaves(dW)
 
-        dx = self.backward(dx, kept, run, last=last)
+        dx = self.backward(dx, kept, one, last=last)
         return self.before.run_back(dx, kept, at, scale, last) if self.before else dx
 
     def reduce_all(self) -> None:
@@ -254,8 +261,7 @@ class TransformerLayers(Layers):
 
     def result(self) -> dict:
         """The gradients of the stack, typed as the stored params."""
-        found = super().result()
-        return tree.unflatten(found, totalled(tree.leaves(found), self.moves, self.mesh))
+        return self.structure.unflatten(totalled(super().result(), self.moves, self.mesh))
 
 
 def unstaged(problem: Problem, params: dict, tokens: Tensor, targets: Tensor, w: Tensor) -> tuple[Tensor, dict]:
@@ -284,8 +290,3 @@ def unstaged(problem: Problem, params: dict, tokens: Tensor, targets: Tensor, w:
     grads |= reduced_ends(dends, stored, mesh) | {"layers": layers.result()}
     grads |= {"dense": layers.before.result()} if layers.before else {}
     return all_reduce("Loss[] {U_PXECY} -> Loss[]", torch.stack(losses).sum(), mesh), grads
-
-
-def _apart(move: Callable, moves: Sequence[Moves], W: Any, mesh) -> Any:
-    """A layer's weights or gradients that travel leaf by leaf."""
-    return tree.unflatten(W, move(tree.leaves(W), moves, mesh))
