@@ -46,6 +46,9 @@ MODELS = {
     )
 }  # fmt: skip
 
+_MPT: dict = {"gated": False, "tied": True, "source": "github.com/mosaicml/llm-foundry, scripts/train/benchmarking"}
+_MAXTEXT: dict = {"source": "github.com/AI-Hypercomputer/maxtext"}
+_KORTHIKANTI: dict = {"gated": False, "tied": True, "source": "arXiv:2205.05198, Table 3"}
 _MEGATRON: dict = {"gated": False, "source": "github.com/NVIDIA/Megatron-LM, README"}
 MEASURED = {
     config.name: config
@@ -54,7 +57,51 @@ MEASURED = {
         Config("llama2-70b", 80, 8192, 28672, 64, 8, 128, 32000, theta=1e4, source="arXiv:2307.09288"),
         Config("palm-540b", 118, 18432, 73728, 48, 1, 256, 256000, tied=True, source="arXiv:2204.02311, section 2"),
         Config("gpt3-175b", 96, 12288, 49152, 96, 96, 128, 51200, gated=False, tied=True, source="arXiv:2005.14165"),
-        Config("maxtext-128b", 64, 8192, 57344, 128, 128, 128, 32000, source="github.com/AI-Hypercomputer/maxtext"),
+        Config("maxtext-32b", 32, 8192, 28672, 64, 64, 128, 32000, **_MAXTEXT),
+        Config("maxtext-64b", 64, 8192, 28672, 64, 64, 128, 32000, **_MAXTEXT),
+        Config("maxtext-128b", 64, 8192, 57344, 128, 128, 128, 32000, **_MAXTEXT),
+        Config("maxtext-256b", 64, 16384, 57344, 128, 128, 128, 32000, **_MAXTEXT),
+        Config("maxtext-1024b", 128, 16384, 114688, 256, 256, 128, 32000, **_MAXTEXT),
+        Config("mpt-7b", 32, 4096, 16384, 32, 32, 128, 50368, **_MPT),
+        Config("mpt-30b", 48, 7168, 28672, 56, 56, 128, 50368, **_MPT),
+        Config("mpt-70b", 80, 8192, 32768, 64, 64, 128, 50368, **_MPT),
+        Config("gpt-22b", 48, 6144, 24576, 64, 64, 96, 51200, **_KORTHIKANTI),
+        Config("gpt-530b", 105, 20480, 81920, 128, 128, 160, 51200, **_KORTHIKANTI),
+        Config(
+            "bloom-176b", 70, 14336, 57344, 112, 112, 128, 250880, gated=False, tied=True, source="arXiv:2211.05100"
+        ),
+        Config(
+            "qwen3-30b",
+            48,
+            2048,
+            768,
+            32,
+            4,
+            128,
+            151936,
+            E=128,
+            k=8,
+            theta=1e6,
+            eps=1e-6,
+            qk_norm=True,
+            source="huggingface.co/Qwen/Qwen3-30B-A3B",
+        ),
+        Config(
+            "qwen3-235b",
+            94,
+            4096,
+            1536,
+            64,
+            4,
+            128,
+            151936,
+            E=128,
+            k=8,
+            theta=1e6,
+            eps=1e-6,
+            qk_norm=True,
+            source="huggingface.co/Qwen/Qwen3-235B-A22B",
+        ),
         Config("megatron-1.7b", 24, 2048, 8192, 16, 16, 128, 131072, **_MEGATRON),
         Config("megatron-7.1b", 30, 4096, 16384, 32, 32, 128, 131072, **_MEGATRON),
         Config("megatron-16b", 32, 6144, 24576, 48, 48, 128, 131072, **_MEGATRON),

@@ -14,6 +14,8 @@ class Efficiency:
     # share of the collectives on the critical path (over tensor, context and expert axes) that matmuls hide
     hidden: float = 0.0
     cores: float = 0.0  # share of the chip's cores that a collective takes from the matmuls that hide it
+    narrow: float = 0.0  # the width F of an expert at which its products reach half of what wide ones do
+    routing: float = 0.0  # seconds that a layer of experts takes in a forward pass beside its bytes: sorting, launches
     launch: float = 0.0  # the least seconds that a collective takes
 
     def __post_init__(self):
@@ -24,11 +26,14 @@ class Efficiency:
                 raise ValueError(
                     f"efficiency.{name} is {share!r}\n  fix: give a share of the peak, above 0 and at most 1"
                 )
+        if not isinstance(self.narrow, (int, float)) or not 0 <= self.narrow < 1e6:
+            raise ValueError(f"efficiency.narrow is {self.narrow!r}\n  fix: give a width of experts, below 1e6")
         for name in ("hidden", "cores"):
             if not isinstance(share := getattr(self, name), (int, float)) or not 0 <= share <= 1:
                 raise ValueError(f"efficiency.{name} is {share!r}\n  fix: give a share, from 0 to 1")
-        if not isinstance(self.launch, (int, float)) or not 0 <= self.launch < 1:
-            raise ValueError(f"efficiency.launch is {self.launch!r}\n  fix: give seconds, below 1")
+        for name in ("launch", "routing"):
+            if not isinstance(seconds := getattr(self, name), (int, float)) or not 0 <= seconds < 1:
+                raise ValueError(f"efficiency.{name} is {seconds!r}\n  fix: give seconds, below 1")
 
     def of_matmul(self, dtype: str) -> float:
         """Return the share of the peak in `dtype` that matmuls reach."""

@@ -14,6 +14,7 @@ import numpy as np
 
 from scaling.cost.lanes import Lane
 from scaling.hardware import Chip
+from scaling.plan.classes import is_unusual, sure_seconds
 from scaling.plan.evaluate import Estimate, evaluate
 from scaling.plan.job import ANY, AXES, Fixed, Job, Layout, Question, row
 from scaling.plan.network import Network, Unplaced, measured, slice_shape, torus, torus_meshes, tree
@@ -165,8 +166,9 @@ def simplest_first(chosen: list[tuple]) -> list[tuple]:
 
 
 def rank(found: Estimate) -> tuple:
-    """What fits first; then the shortest forecast."""
-    return found.misses, found.forecast, found.worst, found.held.total
+    """Return what to sort by: what fits first, then the shortest forecast, of unusual layouts as `sure_seconds` has."""
+    seconds = sure_seconds(found.job, found.network.chip, found.layout, found.forecast)
+    return found.misses, seconds, found.worst, found.held.total
 
 
 class Found(Sequence):
@@ -190,6 +192,14 @@ class Found(Sequence):
     def layouts(self) -> Iterator[tuple[int, Layout]]:
         """(index, layout) of each, without working it out."""
         return ((i, layout) for i, (_, _, layout) in enumerate(self.chosen))
+
+    @property
+    def faster(self) -> Estimate | None:
+        """The fastest layout that fits and that no published run has, if its forecast is shorter than the first's."""
+        job, best = self.question.job, self[0]
+        unusual = (i for i, layout in self.layouts() if i < self.fitting and is_unusual(job, layout))
+        found = next(unusual, None)
+        return self[found] if found and self[found].forecast < best.forecast else None
 
     @property
     def fitting(self) -> int:
@@ -249,7 +259,7 @@ def _block(job: Job, chip: Chip, networks: list[Network], options: list[np.ndarr
 
     every = priced(index, chosen)
     misses = every.misses
-    key = np.where(misses > 0, 1e12 + misses, every.forecast)
+    key = np.where(misses > 0, 1e12 + misses, rank(every)[1])
     best = np.minimum.reduceat(key, np.cumsum([0, *lengths[:-1]]))
     hits = np.flatnonzero(key == best[index])
     firsts = hits[np.searchsorted(index[hits], np.arange(len(networks)))]

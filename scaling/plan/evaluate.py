@@ -21,6 +21,7 @@ from scaling.plan.job import AXES, Job, Layout
 from scaling.plan.ledger import Compute, Entry, compute, ledger
 from scaling.plan.network import Network
 
+TILE = 128  # rows of a tile of a grouped product
 LOGITS = 16  # bytes of a logit that pass through memory in a third of the step: bf16 and fp32, softmax, gradient
 
 
@@ -65,12 +66,33 @@ class StepParts:
         )  # fmt: skip
 
 
-def reached_rates(job: Job, chip: Chip) -> tuple[float, float, float, float]:
-    """FLOPs/s that a chip reaches in the layers' matmuls, in those of the wide dtype and in attention's kernel; bytes/s
-    of its memory."""
+def reached_rates(job: Job, chip: Chip) -> tuple[float, float, float]:
+    """Return the FLOPs/s of products of the wide dtype and of attention's kernel, and the bytes/s of memory."""
     rate, wide = chip.efficiency, chip.flops(job.wide)
-    narrow = chip.flops(job.dtype) * rate.of_matmul(job.dtype)
-    return narrow, wide * rate.of_matmul(job.wide), wide * rate.attention, (chip.hbm_bw or np.inf) * rate.memory
+    return wide * rate.of_matmul(job.wide), wide * rate.attention, (chip.hbm_bw or np.inf) * rate.memory
+
+
+def layer_products(job: Job, chip: Chip, c: Compute, l: Layout) -> Amount:
+    """Return the seconds of the forward products of the stage's layers, at the rates that their shapes reach.
+
+    Experts multiply in grouped products, in tiles of TILE rows: an expert with 130 rows takes as long as one with 256.
+    Where they are narrow, as F = 2,048 on a TPU, their products reach less.
+    """
+    w, narrow = job.work, chip.flops(job.dtype) * chip.efficiency.of_matmul(job.dtype)
+    if not w.copies:
+        return c.linear / narrow
+    routed = 2 * c.tokens * c.layers * w.routed / l.tensor
+    rows = c.tokens * l.expert * w.copies / w.experts_count  # of one expert, from all ranks of its group
+    filled = rows / (TILE * np.ceil(rows / TILE))
+    F = w.routed * (1 - w.up) / (w.D * w.copies)
+    return (c.linear - routed + routed * (1 + chip.efficiency.narrow / F) / filled) / narrow
+
+
+def layer_between(job: Job, chip: Chip, c: Compute, l: Layout) -> Amount:
+    """Return the seconds between the forward products of the stage's layers: memory's, and of experts routing's."""
+    bandwidth = (chip.hbm_bw or np.inf) * chip.efficiency.memory
+    passed = c.tokens * c.layers * job.act_bytes * job.work.passes / l.tensor / bandwidth
+    return passed + (c.layers * chip.efficiency.routing if job.work.copies else 0.0)
 
 
 def matmul_passes(job: Job, math: Amount, reads: Amount) -> tuple[Amount, Amount]:
@@ -82,14 +104,15 @@ def matmul_passes(job: Job, math: Amount, reads: Amount) -> tuple[Amount, Amount
 def forecast(job: Job, chip: Chip, c: Compute, l: Layout, entries: Sequence[Entry], own: Held) -> StepParts:
     """The step as it is likely to be: never shorter than the bound."""
     rate, M = chip.efficiency, l.microbatches
-    narrow, wide, kernel, bandwidth = reached_rates(job, chip)
-    math, attention = c.linear / narrow + c.head / wide, c.dots / kernel
+    wide, kernel, bandwidth = reached_rates(job, chip)
+    linear = layer_products(job, chip, c, l)
+    math, attention = linear + c.head / wide, c.dots / kernel
     reads = c.read / bandwidth
     forward, backward = matmul_passes(job, math, reads)
-    between = c.tokens * c.layers * job.act_bytes * job.work.passes / l.tensor
+    between = layer_between(job, chip, c, l)
     logits = LOGITS * c.head / np.maximum(2 * job.work.D, 1)  # of the stage's share of the unembedding
-    memory = (between + logits) / bandwidth
-    again = c.again[0] * (np.maximum(c.linear / narrow, reads) + between / bandwidth) + c.again[1] * attention
+    memory = between + logits / bandwidth
+    again = c.again[0] * (np.maximum(linear, reads) + between) + c.again[1] * attention
 
     waits, taken, loads, once = [0.0, 0.0], [0.0, 0.0], [[0.0] * LINKS, [0.0] * LINKS], [[0.0] * LINKS, [0.0] * LINKS]
     for entry in entries:

@@ -8,7 +8,7 @@ those of weights run behind all of a layer, and the next layer waits for its own
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from scaling.plan.evaluate import Estimate, matmul_passes, reached_rates
+from scaling.plan.evaluate import Estimate, layer_between, layer_products, matmul_passes, reached_rates
 from scaling.plan.job import AXES
 from scaling.show import bars
 from scaling.show.bars import Bar
@@ -101,10 +101,11 @@ class _Layer:
         w, l, c, chip = job.work, found.layout, found.compute, found.network.chip
         rate, layers = chip.efficiency, float(c.layers)
         self.work, self.layout = w, l
-        narrow, _, kernel, bandwidth = reached_rates(job, chip)
-        self.linear = matmul_passes(job, float(c.linear) / layers / narrow, float(c.read) / layers / bandwidth)
+        _, kernel, bandwidth = reached_rates(job, chip)
+        linear = float(layer_products(job, chip, c, l)) / layers
+        self.linear = matmul_passes(job, linear, float(c.read) / layers / bandwidth)
         self.scores = float(c.dots) / layers / kernel
-        self.between = float(c.tokens) * job.act_bytes * w.passes / l.tensor / bandwidth
+        self.between = float(layer_between(job, chip, c, l)) / layers
         kv = w.kv * (max(1.0, l.tensor / w.kv_heads) - 1)
         self.attention = (w.projections + kv) / (w.dense + kv + w.routed)  # the share of attention's matrices
         self.into = (w.heads + 2 * w.kv_heads) / (2 * (w.heads + w.kv_heads))  # of which Q, K and V

@@ -1,37 +1,37 @@
 """Published runs beside the planner: `python -m scaling.plan published`.
 
 For each run what its mesh is forecast to do, beside what was measured, and what the planner would take. The forecast's
-efficiencies are the chip files', the same for every run; what a source leaves open the planner chooses. Three of them,
-of matmuls, are fitted to these runs: so they are also fitted to every other run, and judged by the rest.
+efficiencies are the chip files', the same for every run; what a source leaves open the planner chooses. They are fitted
+to these runs, so each class of runs is also judged by halves: one half says by what factor its class is off, and the
+other half is judged beside it.
 """
 
 import json
 import math
 import statistics
-import tomllib
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache
-from pathlib import Path
 from typing import Any, cast
 
 from scaling.common.console import Parser, complain
 from scaling.configs import get
 from scaling.hardware import Chip, chip
-from scaling.plan.candidates import search
-from scaling.plan.evaluate import Estimate, evaluate
+from scaling.plan.candidates import rank, search
+from scaling.plan.classes import class_of, runs_table
+from scaling.plan.evaluate import Estimate
 from scaling.plan.job import AXES, Fixed, Job
 from scaling.plan.report import folded
 
 BETTER = 0.15  # the planner's layout is explained if it is faster by so much
-FACTORS = 0.5, 2.0  # of matmuls' efficiencies, among which they are fitted
 
 
 @dataclass(frozen=True)
 class PublishedRun:
     """A published run: the job, the chips, the mesh, tokens/s a chip as measured, and where that stands.
 
-    `wanting`: what the forecast leaves out of it; `gave`: what it gave up against the planner's layout.
+    `wanting`: what the forecast leaves out of it; `gave`: what it gave up against the planner's layout. Those that are
+    not `compared` say how near forecasts are; the planner does not look for a better layout.
     """
 
     name: str
@@ -44,6 +44,7 @@ class PublishedRun:
     source: str
     wanting: str = ""
     gave: str = ""
+    compared: bool = True
 
     @property
     def where(self) -> str:
@@ -76,19 +77,21 @@ class Beside:
 @cache
 def published_runs() -> tuple[PublishedRun, ...]:
     """All of published.toml."""
-    data = tomllib.loads(Path(__file__).with_name("published.toml").read_text(encoding="utf-8"))
-    return tuple(_read(row, data) for row in data["run"])
+    table = runs_table()
+    more = (dict(zip(table["keys"], row, strict=True)) for row in table["rows"])
+    more = (row | row["recipe"] | {row["unit"]: row["value"], "count": "full", "compared": False} for row in more)
+    return tuple(_read(row, table["sources"]) for row in (*table["run"], *more))
 
 
-def _read(row: dict, data: dict) -> PublishedRun:
+def _read(row: dict, sources: dict) -> PublishedRun:
     """One row of published.toml."""
     job = Job(get(row["model"]), row["sequences"] * row["seq"], row["seq"], row.get("dtype", "bf16"), *row["bytes"])
     keys = ("microbatches", "schedule", "chunks", "remat", "zero")
     measured = row.get("tokens") or 1e12 * row["tflops"] / token_flops(job, row["count"])
     return PublishedRun(
         row["name"], job, chip(row["chip"], row.get("variant")), row["chips"], tuple(row["mesh"].items()),
-        tuple((key, row[key]) for key in keys if key in row), measured, data["sources"][row["source"]],
-        row.get("wanting", ""), row.get("gave", ""),
+        tuple((key, row[key]) for key in keys if key in row), measured, sources[row["source"]],
+        row.get("wanting", ""), row.get("gave", ""), row.get("compared", True),
     )  # fmt: skip
 
 
@@ -114,40 +117,38 @@ def own_mesh(run: PublishedRun) -> Estimate:
 
 def beside_planner(run: PublishedRun) -> Beside:
     """The run's own mesh, and the best of all by the planner."""
-    own, best = own_mesh(run), search(run.job, run.chip, run.chips).found[0]
-    return Beside(run, own, best if best.forecast < own.forecast else own)
+    own = own_mesh(run)
+    best = search(run.job, run.chip, run.chips).found[0] if run.compared else own
+    return Beside(run, own, best if rank(best) < rank(own) else own)
 
 
-def with_matmuls(row: Beside, factor: float) -> Beside:
-    """The run's own mesh as if matmuls reached so many times their share of the peak."""
-    chip, own = row.own.network.chip, row.own
-    shares = tuple((dtype, min(1.0, factor * share)) for dtype, share in chip.efficiency.matmul)
-    faster = replace(chip, efficiency=replace(chip.efficiency, matmul=shares))
-    return replace(row, own=evaluate(row.run.job, replace(own.network, chip=faster), own.layout))
-
-
-def judged_runs(fitted: Sequence[Beside], others: Sequence[Beside]) -> list[Beside]:
-    """The others, with the efficiency of matmuls by which the median run of those fitted is met: one for GPUs in bf16,
-    one for GPUs in fp8, one for TPUs."""
+def judged_runs(rows: Sequence[Beside]) -> list[tuple[Beside, float]]:
+    """Return each run with its error beside the median error of the other half of its class, chips and dtype alike."""
+    alike: dict[tuple, list[Beside]] = {}
+    for row in rows:
+        run = row.run
+        alike.setdefault((class_of(run.job, run.chip), run.chip.efficiency, run.job.dtype), []).append(row)
     found = []
-    for kind in dict.fromkeys((row.run.chip.kind, row.run.job.dtype) for row in others):
-        alike, left = (
-            [row for row in rows if (row.run.chip.kind, row.run.job.dtype) == kind] for rows in (fitted, others)
-        )
-        low, high = FACTORS if alike else (1.0, 1.0)
-        for _ in range(12 if alike else 0):
-            middle = (low * high) ** 0.5
-            fast = statistics.median(with_matmuls(row, middle).error for row in alike) > 0
-            low, high = (low, middle) if fast else (middle, high)
-        found += [with_matmuls(row, (low * high) ** 0.5) for row in left]
+    for group in alike.values():
+        for half, other in ((group[::2], group[1::2]), (group[1::2], group[::2])):
+            usual = statistics.median(1 + row.error for row in other) if other else 1.0
+            found += [(row, (1 + row.error) / usual - 1) for row in half]
     return found
 
 
-def how_near(rows: Sequence[Beside]) -> str:
-    errors = [abs(math.log1p(row.error)) for row in rows]
+def class_errors(rows: Sequence[Beside]) -> dict[str, tuple[float, int]]:
+    """Return for each class the median error of its runs, as `judged_runs` has them, and their number."""
+    by_class: dict[str, list[float]] = {}
+    for row, error in judged_runs(rows):
+        by_class.setdefault(class_of(row.run.job, row.run.chip), []).append(abs(math.log1p(error)))
+    return {name: (math.expm1(statistics.median(errors)), len(errors)) for name, errors in by_class.items()}
+
+
+def how_near(errors: Sequence[float]) -> str:
+    sizes = [abs(math.log1p(error)) for error in errors]
     return (
-        f"{len(rows)} runs: median error {math.expm1(statistics.median(errors)):.0%}, largest "
-        f"{max((row.error for row in rows), key=abs):+.0%}; {sum(e <= math.log(1.15) for e in errors)} within 15%"
+        f"{len(errors)} runs: median error {math.expm1(statistics.median(sizes)):.0%}, largest "
+        f"{max(errors, key=abs):+.0%}; {sum(size <= math.log(1.15) for size in sizes)} within 15%"
     )
 
 
@@ -168,13 +169,12 @@ def table(rows: list[Beside]) -> str:
             lines.append(f"    given up: {row.run.gave}")
     lines += [
         "",
-        how_near(rows),
-        "No number is fitted to one run: three efficiencies of matmuls hold for all chips, in chips.toml.",
+        how_near([row.error for row in rows]),
+        "No number is fitted to one run: the efficiencies of chips.toml are each generation's.",
     ]
     if len(rows) > 1:
-        halves = rows[::2], rows[1::2]
-        lines.append("Fitted to every other run alone, of the rest, and the other way round:")
-        lines += ["  " + how_near(judged_runs(*pair)) for pair in (halves, halves[::-1])]
+        lines.append("Each class by halves, each half beside what the other one says of the forecast's error:")
+        lines += [f"  {name}: median {error:.0%}, {count} runs" for name, (error, count) in class_errors(rows).items()]
     lines += [
         "",
         *(f"[{i + 1}] {source}" for i, source in enumerate(sources)),
@@ -206,7 +206,7 @@ def main(arguments: list[str]) -> int:
     rows = [beside_planner(run) for run in wanted]
     print(json.dumps([as_dict(row) for row in rows], indent=1) if args.json else table(rows))
     unsaid = [row for row in rows if (row.gain > BETTER and not row.run.gave)]
-    unsaid += [row for row in rows if abs(row.error) > BETTER and not row.run.wanting]
+    unsaid += [row for row in rows if row.run.compared and abs(row.error) > BETTER and not row.run.wanting]
     for row in unsaid:
         complain(f"{row.run.where}: published.toml does not say why")
     return int(bool(unsaid))

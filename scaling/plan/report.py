@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from textwrap import wrap
 
 from scaling.common.tables import table
@@ -10,9 +10,11 @@ from scaling.configs import Config
 from scaling.cost.units import significant
 from scaling.models.leaves import counted_without, uncomputed
 from scaling.plan import closed_form
-from scaling.plan.candidates import Found, answer
+from scaling.plan.candidates import Found
+from scaling.plan.classes import class_of, error_line, usual_error
 from scaling.plan.evaluate import Estimate
-from scaling.plan.job import ANY, AXES, Layout, Question
+from scaling.plan.fitting import help_needed, misses, size
+from scaling.plan.job import AXES, Layout, Question
 from scaling.plan.ledger import weight_ways
 
 AXIS_WORDS = {
@@ -29,14 +31,6 @@ class Budget:
     tokens: float = 15e12
     mfu: float = 0.4
     price: float | None = None
-
-
-def size(nbytes: float | None) -> str:
-    nbytes = nbytes or 0.0
-    for unit, factor in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6)):
-        if nbytes >= factor:
-            return f"{nbytes / factor:,.3g} {unit}" if nbytes < 1000 * factor else f"{nbytes / factor:,.0f} {unit}"
-    return f"{nbytes / 1e3:.3g} kB"
 
 
 def cost_of_run(found: Estimate, seconds: float, budget: Budget) -> dict:
@@ -92,13 +86,20 @@ def _notes(found: Estimate) -> list[str]:
     ways = weight_ways(job, l, "weights")[0] if l.zero == 3 else 1
     if w.D % ways:
         said.append(f"weights are cut flat: D = {w.D:,} does not divide by {ways:,}")
-    if like := found.network.chip.efficiency_of:
-        said.append(
-            f"nothing says what share of its peaks a {found.network.chip.name} reaches: forecast with the {like}'s"
-        )
     if found.network.chip.kind == "gpu" and l.tensor > found.network.chip.node_gpus:
         said.append(f"TP spans {l.tensor // found.network.chip.node_gpus} nodes")
     return said
+
+
+def less_sure(found: Found) -> list[str]:
+    """Return, as a note, what is forecast to be faster, though no published run is laid out so."""
+    if not (other := found.faster):
+        return []
+    gain = found[0].forecast / other.forecast - 1
+    return [
+        f"{other.name} ({other.layout.recipe}) is forecast {gain:.0%} faster, by less than forecasts of this class are "
+        "off, and no published run is laid out so"
+    ]
 
 
 def axis_table(found: Estimate) -> str:
@@ -169,7 +170,7 @@ def text(found: Found, budget: Budget, top: int = 6) -> str:
     job, chip = asked.job, asked.chip
     lines = [head_line(asked), *counted_without(job.config), ""]
     if not best.fits:
-        return folded([*lines, *misses(found)])
+        return folded([*lines, *misses(found, memory_line(found[0]))])
     lines += [
         f"Best of {found.fitting:,} meshes that fit: {best.name}",
         f"  {best.layout.recipe}",
@@ -181,9 +182,10 @@ def text(found: Found, budget: Budget, top: int = 6) -> str:
         f"{best.worst:.4g} s if nothing overlapped",
         f"Forecast: {best.forecast:.4g} s a step, MFU {best.mfu:.0%}, {best.per_chip:,.0f} tokens/s a chip",
         f"          {forecast_line(best)}",
+        f"          {error_line(job, chip)}",
         memory_line(best) + f", of {size(best.room)} ({job.headroom:.0%} of {size(chip.hbm_bytes)})",
     ]
-    lines += [f"Note: {note}." for note in _notes(best)]
+    lines += [f"Note: {note}." for note in [*_notes(best), *less_sure(found)]]
     lines += ["", *closed_form.form_lines(closed_form.closed_form(asked, best.size("pod")), job.config)]
     lines += ["", f"Training on {significant(budget.tokens)} tokens (FLOPs of matmuls and of causal attention):"]
     for name, words in (("bound", "at the bound"), ("forecast", "as forecast"), ("mfu", f"at {budget.mfu:.0%} MFU")):
@@ -205,49 +207,6 @@ def folded(lines: Iterable[str]) -> str:
     return "\n".join(short)
 
 
-def misses(found: Found) -> list[str]:
-    """Why nothing fits, by how much, and what would help."""
-    closest, need = found[0], help_needed(found)
-    return [
-        f"Nothing fits: of {len(found):,} meshes the smallest, {closest.name}",
-        f"  ({closest.layout.recipe}),",
-        f"holds {size(need['held'])} a chip of {size(need['room'])}: {size(need['missing'])} too many.",
-        memory_line(closest),
-        "What would help:",
-        *(f"  {tried}" for tried in need["helps"]),
-    ]
-
-
-def help_needed(found: Found) -> dict:
-    """By how much the smallest layout misses, and what would help: each checked by planning again."""
-    asked, job, tried = replace(found.question, fixed=ANY), found.question.job, []
-    free, smallest = found[0].room, float(found[0].held.total)
-
-    def works(label: str, **changed) -> bool:
-        try:
-            again = answer(replace(asked, **changed))
-        except ValueError:
-            return False
-        if again.fitting:
-            tried.append(f"{label}: {again[0].name} holds {size(float(again[0].held.total))}")
-            return True
-        return False
-
-    any(works(f"{n:,} chips", chips=n) for n in (asked.chips << i for i in range(1, 12)))
-    if job.optimizer_bytes > 2:
-        works("8-bit optimizer states (2 bytes a parameter)", job=replace(job, optimizer_bytes=2))
-    if job.grad_bytes > 2:
-        works("gradients in bf16", job=replace(job, grad_bytes=2))
-    smaller = (b for b in (job.batch >> i for i in range(1, 16)) if b >= job.seq)
-    any(works(f"a batch of {b:,} tokens", job=replace(job, batch=b)) for b in smaller)
-    state = job.work.params * (job.param_bytes + job.grad_bytes + job.optimizer_bytes)
-    tried.append(
-        f"params, gradients and optimizer state are {size(state)}: with nothing else, "
-        f"{math.ceil(state / free):,} chips of {size(free)}"
-    )
-    return {"held": smallest, "room": free, "missing": smallest - free, "helps": tried}
-
-
 # --- As data
 
 
@@ -259,7 +218,9 @@ def as_dict(found: Found, budget: Budget, top: int = 6) -> dict:
         "model": job.config.name, "params": job.work.params,
         "uncomputed": uncomputed(job.config) if isinstance(job.config, Config) else [],
         "chip": asked.chip.name, "chips": asked.chips,
-        "batch": job.batch, "seq": job.seq, "dtype": job.dtype, "flops_per_step": job.flops(), "headroom": job.headroom,
+        "batch": job.batch, "seq": job.seq, "dtype": job.dtype,
+        "class": class_of(job, asked.chip), "class_error": usual_error(job, asked.chip),
+        "flops_per_step": job.flops(), "headroom": job.headroom,
         "closed_form": closed_form.closed_form(asked, best.size("pod")), "fits": best.fits,
         "meshes": len(found), "meshes_that_fit": found.fitting,
     }  # fmt: skip

@@ -71,7 +71,7 @@ SAID = [  # arguments, exit status, what is said among other things
     (POD.replace("v5p", "7x").replace("8960", "256"), 0, ["ring of 4 x ring of 8 x ring of 8"]),
     (SOME.replace("h100", "rtx4090"), 2, ["nothing is known of its network beyond the node"]),
     (NODE.replace("h100", "mi355x") + " --tokens 10G", 0,
-     ["Training on 10e9 tokens", "nothing says what share of its peaks a mi355x reaches"]),
+     ["Training on 10e9 tokens", "nothing says what share of its peaks a mi355x reaches, so the a100's is assumed"]),
     ("serv --model llama3-8b", 2, ["there is no command 'serv'", "guide, published, serve"]),
     ("guide --model llama3-8b", 2, ["--gpu rtx4090, or its memory"]),
     ("guide --model llama3-8b --memory 24GiB", 1, ["Nothing fits", "too large for the 23.2 GB"]),
@@ -172,7 +172,7 @@ def test_a_plan_of_serving_and_what_is_published_as_json(capsys):
     simulated = as_json(capsys, LOAD)["simulated"]
     assert simulated["ttft_p50"] <= simulated["ttft_p95"]
     assert simulated["requests"] == 8
-    (row,) = as_json(capsys, "published --only mixtral")
+    (row,) = as_json(capsys, "published --only 8x7B,")
     assert row["mesh"] == {"pipe": 4, "data": 2, "expert": 8}
     rows = as_json(capsys, "serve published --only int4")
     assert [row["model"] for row in rows] == ["llama2-7b", "llama2-70b", "llama2-70b"]
