@@ -8,6 +8,7 @@ in seconds.
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import cached_property
+from itertools import groupby
 from typing import Any
 
 
@@ -86,6 +87,32 @@ RECV_OF = {SendActivation: RecvActivation, SendGrad: RecvGrad}
 def parts(step) -> tuple:
     """Return the parts of an instruction: the two computations of a ForwardBackward, or the instruction alone."""
     return (step.forward, step.backward) if isinstance(step, ForwardBackward) else (step,)
+
+
+@dataclass(frozen=True, slots=True)
+class WeightHalves:
+    """The weight halves of several microbatches' backwards at one stage, which are one product."""
+
+    stage: int
+    microbatches: tuple[int, ...]
+
+
+def units_of(program: tuple) -> list[list]:
+    """Return a program in order, as lists of what runs as one: an instruction, or weight halves of one stage."""
+    alike = groupby(program, lambda step: step.stage if isinstance(step, BackwardWeight) else id(step))
+    return [list(unit) for _, unit in alike]
+
+
+def simple_parts(unit: list) -> list:
+    """Return a unit as instructions that are not made of others."""
+    match unit[0]:
+        case BackwardWeight(s, _):
+            return [WeightHalves(s, tuple(half.microbatch for half in unit))]
+        case Backward(s, m):
+            return [BackwardInput(s, m), WeightHalves(s, (m,))]
+        case ForwardBackward(forward, backward):
+            return [forward, *simple_parts([backward])]
+    return unit
 
 
 Time = float | Fraction  # a simulation's times are exact fractions

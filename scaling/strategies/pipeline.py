@@ -11,9 +11,8 @@ torch.compile takes a stage's functions, `stage._replace(forward=torch.compile(s
 Python that waits for other ranks.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import lru_cache
-from itertools import groupby
 from typing import Any, NamedTuple
 
 import torch
@@ -24,9 +23,7 @@ from scaling.collectives import all_reduce, wait
 from scaling.collectives.checked import alike
 from scaling.models.pointwise import vjp
 from scaling.schedules import (
-    Backward,
     BackwardInput,
-    BackwardWeight,
     Forward,
     ForwardBackward,
     RecvActivation,
@@ -36,7 +33,7 @@ from scaling.schedules import (
     SendActivation,
     SendGrad,
 )
-from scaling.schedules.instructions import Span, Timeline, parts
+from scaling.schedules.instructions import Span, Timeline, WeightHalves, parts, simple_parts, units_of
 from scaling.schedules.simulator import simulate
 from scaling.spec import format_axes, parse
 from scaling.strategies.channels import Channels
@@ -58,8 +55,7 @@ def value_and_grad(params, In, Target, mesh, schedule: Schedule, loss: Callable,
     computes it, `Loss[] {U_Z}`, and an AllReduce then gives every rank the same number. ValueError if the schedule does
     not fit the mesh or the batch, or leaves something out; Deadlock if its ranks would wait for each other.
     """
-    rank = _Rank(params, In, Target, mesh, schedule, stage or mlp(), axis, _without_head(loss))
-    return rank.execute(), rank.results
+    return interpret(params, None, In, Target, mesh, schedule, _without_head(loss), stage or mlp(), axis)[:2]
 
 
 class EndsGradients(NamedTuple):
@@ -88,14 +84,11 @@ def with_ends(
     dIn: for a model whose ends lie before the first layer and after the last. `dtype`: the gradients' of the params
     and the head, if not their own. `differentiated`: the loss returns (terms, gradients of the head, dOut)."""
     pulled = loss if differentiated else _by_vjp(loss)
-    rank = _Rank(params, In, Target, mesh, schedule, stage or mlp(), axis, pulled, head, dtype)
-    Loss = rank.execute()
-    dIns = [rank.held.pop(("dIn", m), None) for m in range(schedule.microbatches)]
-    dIn = torch.cat(dIns) if dIns[0] is not None else In.new_zeros(()).expand(In.shape)  # zeros that take no room
-    dhead = rank.dhead
+    Loss, grads, dIns, dhead = interpret(params, head, In, Target, mesh, schedule, pulled, stage or mlp(), axis, dtype)
+    dIn = torch.cat(dIns) if dIns else In.new_zeros(()).expand(In.shape)  # zeros that take no room
     if dhead is None:  # another rank has the last stage
         dhead = tree.map(lambda W: torch.zeros_like(W, dtype=dtype), head)
-    return Loss, EndsGradients(rank.results, dIn, dhead)
+    return Loss, EndsGradients(grads, dIn, dhead)
 
 
 def _by_vjp(loss: Callable) -> Callable:
@@ -115,16 +108,27 @@ def _without_head(loss: Callable) -> Callable:
 def measure(params, In, Target, mesh, schedule: Schedule, loss: Callable, stage: Stage | None = None, axis="Z"):
     """As `value_and_grad`, and a third result: the Timeline of the run, in seconds, with all ranks along the axis."""
     spans: list[Span] = []
-    rank = _Rank(params, In, Target, mesh, schedule, stage or mlp(), axis, _without_head(loss))
-    group, everyone = mesh.group((axis,)), [spans]
+    group, everyone, rank = mesh.group((axis,)), [spans], mesh.coord[axis]
     if group.pg is not None:
         dist.barrier(group.pg)
-    Loss = rank.execute(spans)
+    began = [now()]
+
+    def observe(unit: list) -> None:
+        """Add the time since the unit before; instructions that ran as one product share it."""
+        if In.is_cuda:
+            torch.cuda.synchronize(In.device)
+        began.append(now())
+        shares, (start, end) = [part for instruction in unit for part in parts(instruction)], began[-2:]
+        width = (end - start) / len(shares)
+        spans.extend(Span(rank, part, start + i * width, start + (i + 1) * width) for i, part in enumerate(shares))
+
+    given = params, None, In, Target, mesh, schedule, _without_head(loss), stage or mlp(), axis
+    Loss, grads, *_ = interpret(*given, observe=observe)
     if group.pg is not None:
         everyone = [None] * group.size
         dist.all_gather_object(everyone, spans, group=group.pg)
     every = tuple(span for one in everyone for span in one)
-    return Loss, rank.results, Timeline(f"{schedule.name}, measured", schedule.stages, every, schedule.chunks)
+    return Loss, grads, Timeline(f"{schedule.name}, measured", schedule.stages, every, schedule.chunks)
 
 
 def arrange(params, schedule: Schedule):
@@ -137,122 +141,105 @@ def restore(params, schedule: Schedule):
     return tree.map(lambda W: W[torch.tensor(schedule.layer_order(len(W)), device=W.device).argsort()], params)
 
 
-class _Rank:
-    """One rank's run of its program. `held`: what is alive, by what it is, virtual stage and microbatch."""
+@torch.no_grad()
+def interpret(
+    params,
+    head,
+    In,
+    Target,
+    mesh,
+    schedule: Schedule,
+    loss: Callable,
+    stage: Stage,
+    axis: str,
+    dtype: torch.dtype | None = None,
+    observe: Callable | None = None,
+) -> tuple[torch.Tensor, Any, list[torch.Tensor], Any]:
+    """Run this rank's program, instruction by instruction, through the functions of a stage.
 
-    def __init__(
-        self, params, In, Target, mesh, schedule, stage: Stage, axis: str, loss: Callable, head=None, dtype=None
-    ):
-        _check(params, In, Target, mesh, schedule, axis)
-        self.mesh, self.schedule, self.stage, self.axis, self.loss, self.head = mesh, schedule, stage, axis, loss, head
-        self.rank, self.last = mesh.coord[axis], schedule.virtual_stages - 1
-        self.In, self.Target = (x.unflatten(0, (schedule.microbatches, -1)) for x in (In, Target))
-        self.results = tree.map(lambda W: torch.empty_like(W, dtype=dtype), params)
-        self.dhead: Any = None  # the sum of the microbatches' gradients of the head, where there are some
-        self.dtype = dtype
-        self.chunks = {}
-        own = schedule.stages_of(self.rank)
-        for c, s in enumerate(own):
-            chunk, out = (tree.map(lambda W, c=c: W.unflatten(0, (len(own), -1))[c], x) for x in (params, self.results))
-            self.chunks[s] = stage.prepare(chunk, mesh, s, out)
-        self.held: dict[tuple, Any] = {}
-        wide = tree.leaves(params)[0].dtype == torch.float64
-        self.total = torch.zeros((), dtype=torch.float64 if wide else torch.float32, device=In.device)
-        self.channels = Channels(mesh, axis, schedule, self.In[0], str(parse(stage.specs["In"]).with_name("x")))
+    The dicts hold all that is alive, by virtual stage and microbatch: an instruction takes what it uses out of one, and
+    puts what it makes into another. What goes to another rank waits in `outputs` or `dIns` until it is sent; what stays
+    on this rank is at once an input, or a dOut, of the neighbouring stage.
 
-    def execute(self, spans: list[Span] | None = None):
-        """Run the program; returns the Loss. `spans`: a list to which the time of each step is added."""
-        axes = format_axes((self.axis, *parse(self.stage.specs["Out"]).axes))
-        steps = list(_together(self.schedule[self.rank]))
-        forwards = [i for i, (step, *_) in enumerate(steps) if isinstance(step, (Forward, ForwardBackward))]
-        Loss = None
-        with torch.no_grad():
-            for i, some in enumerate(steps):
-                start = self.clock() if spans is not None else 0.0
-                self.do(some)
-                if spans is not None:
-                    spans += _spans(self.rank, some, start, self.clock())
-                if i == forwards[-1] and not self.mesh.checked:  # comparing calls would wait for ranks that wait for us
-                    Loss = all_reduce(f"Loss[] {{U_{axes}}} -> Loss[]", self.total, self.mesh, async_op=True)
-            self.channels.finish()
-            for chunk in self.chunks.values():
-                self.stage.finish(chunk)
-            if Loss is None:
-                Loss = all_reduce(f"Loss[] {{U_{axes}}} -> Loss[]", self.total, self.mesh)
-        return wait(Loss)
+    Args:
+        loss: `loss(head, Out, Target) -> (terms, gradients of the head, dOut)` of a microbatch.
+        dtype: of the gradients, if not the params'.
+        observe: called with each unit of the program, a list of instructions that run as one, after it has run.
 
-    def do(self, some: list) -> None:
-        """One step; or the weight halves of several microbatches, which are one product."""
-        match some[0]:
-            case Forward(s, m):
-                self.forward(s, m)
-            case BackwardInput(s, m):
-                self.backward_input(s, m)
-            case BackwardWeight(s):
-                rests = [self.held.pop(("rest", s, half.microbatch)) for half in some]
-                self.stage.backward_weight(self.chunks[s], rests, self.mesh)
-            case Backward(s, m):
-                self.do([BackwardInput(s, m)])
-                self.do([BackwardWeight(s, m)])
-            case ForwardBackward(forward, backward):
-                self.do([forward])
-                self.do([backward])
-            case ReduceGrads(s):
-                self.chunks[s].reduce_all()
-            case RecvActivation(s, m):
-                self.held["In", s + 1, m] = self.channels.take(some[0])
-            case RecvGrad(s, m):
-                self.held["dOut", s - 1, m] = self.channels.take(some[0])
-            case SendActivation(s, m):
-                self.channels.send(some[0], self.held.pop(("Out", s, m)))
-            case SendGrad(s, m):
-                self.channels.send(some[0], self.held.pop(("dIn", s, m)))
+    Returns:
+        The loss, the gradients typed as params, dIn of each microbatch where the first stage is and a head was given,
+        and the gradients of the head where the last stage is, else None.
+    """
+    _check(params, In, Target, mesh, schedule, axis)
+    rank, placement, last = mesh.coord[axis], schedule.placement, schedule.virtual_stages - 1
+    microbatches = In.unflatten(0, (schedule.microbatches, -1))
+    targets = Target.unflatten(0, (schedule.microbatches, -1))
+    grads = tree.map(lambda W: torch.empty_like(W, dtype=dtype), params)
+    chunks = _chunks(params, grads, mesh, schedule, rank, stage)
+    channels = Channels(mesh, axis, schedule, microbatches[0], str(parse(stage.specs["In"]).with_name("x")))
+    inputs: dict = {(0, m): x for m, x in enumerate(microbatches)}
+    outputs, saved, dOuts, dIns, rest = ({} for _ in range(5))
+    wide = torch.float64 if tree.leaves(params)[0].dtype == torch.float64 else torch.float32
+    total, dhead, Loss = torch.zeros((), dtype=wide, device=In.device), None, None
+    reduced = f"Loss[] {{U_{format_axes((axis, *parse(stage.specs['Out']).axes))}}} -> Loss[]"
+    units = units_of(schedule[rank])
+    forwards = [i for i, unit in enumerate(units) if isinstance(unit[0], (Forward, ForwardBackward))]
 
-    def forward(self, s: int, m: int) -> None:
-        In = self.In[m] if s == 0 else self.held.pop(("In", s, m))
-        Out, self.held["saved", s, m] = self.stage.forward(self.chunks[s], In, self.mesh, m)
-        if s == self.last:
-            self.held["dOut", s, m] = self.differentiate(Out, self.Target[m])
-        elif self.schedule.placement[s + 1] == self.rank:
-            self.held["In", s + 1, m] = Out
-        else:
-            self.held["Out", s, m] = Out
+    for i, unit in enumerate(units):
+        for instruction in simple_parts(unit):
+            match instruction:
+                case RecvActivation(s, m):
+                    inputs[s + 1, m] = channels.take(instruction)
+                case Forward(s, m):
+                    outputs[s, m], saved[s, m] = stage.forward(chunks[s], inputs.pop((s, m)), mesh, m)
+                    if s == last:
+                        terms, dW, dOuts[s, m] = loss(head, outputs.pop((s, m)), targets[m])
+                        total, dhead = total.add_(terms), _added(dhead, dW, dtype)
+                        del dW
+                    elif placement[s + 1] == rank:
+                        inputs[s + 1, m] = outputs.pop((s, m))
+                case SendActivation(s, m):
+                    channels.send(instruction, outputs.pop((s, m)))
+                case RecvGrad(s, m):
+                    dOuts[s - 1, m] = channels.take(instruction)
+                case BackwardInput(s, m):
+                    dIns[s, m], rest[s, m] = stage.backward_input(chunks[s], dOuts.pop((s, m)), saved.pop((s, m)), mesh)
+                    if s > 0 and placement[s - 1] == rank:
+                        dOuts[s - 1, m] = dIns.pop((s, m))
+                    elif s == 0 and head is None:
+                        del dIns[s, m]
+                case SendGrad(s, m):
+                    channels.send(instruction, dIns.pop((s, m)))
+                case WeightHalves(s, ms):
+                    stage.backward_weight(chunks[s], [rest.pop((s, m)) for m in ms], mesh)
+                case ReduceGrads(s):
+                    chunks[s].reduce_all()
+        if observe:
+            observe(unit)
+        if i == forwards[-1] and not mesh.checked:  # comparing calls would wait for ranks that wait for us
+            Loss = all_reduce(reduced, total, mesh, async_op=True)
 
-    def backward_input(self, s: int, m: int) -> None:
-        dOut, saved = self.held.pop(("dOut", s, m)), self.held.pop(("saved", s, m))
-        dIn, self.held["rest", s, m] = self.stage.backward_input(self.chunks[s], dOut, saved, self.mesh)
-        if s == 0:
-            self.held |= {("dIn", m): dIn} if self.head is not None else {}
-        elif self.schedule.placement[s - 1] == self.rank:
-            self.held["dOut", s - 1, m] = dIn
-        else:
-            self.held["dIn", s, m] = dIn
-
-    def differentiate(self, Out, Target):
-        """dOut of this microbatch's terms of the loss, which are added to the total; so are gradients of the head."""
-        terms, dhead, dOut = self.loss(self.head, Out, Target)
-        self.total += terms
-        dhead = tree.map(lambda g: g.to(self.dtype or g.dtype), dhead)
-        self.dhead = dhead if self.dhead is None else tree.map(torch.add, self.dhead, dhead)
-        return dOut
-
-    def clock(self) -> float:
-        if self.In.is_cuda:
-            torch.cuda.synchronize(self.In.device)
-        return now()
+    channels.finish()
+    for chunk in chunks.values():
+        stage.finish(chunk)
+    Loss = all_reduce(reduced, total, mesh) if Loss is None else wait(Loss)
+    return Loss, grads, [dIns[key] for key in sorted(dIns)], dhead
 
 
-def _together(program: tuple) -> Iterator[list]:
-    """The steps in order, each a list of one; weight halves of one stage that stand together are one list."""
-    for _, some in groupby(program, lambda step: step.stage if isinstance(step, BackwardWeight) else id(step)):
-        yield list(some)
+def _added(total, dW, dtype: torch.dtype | None):
+    """Add a microbatch's gradients, in a dtype, to those of the microbatches before; None stands for no gradients."""
+    dW = tree.map(lambda g: g.to(dtype or g.dtype), dW)
+    return dW if total is None else tree.map(torch.add, total, dW)
 
 
-def _spans(rank: int, some: list, start: float, end: float) -> list[Span]:
-    """The time of a step; steps that ran as one product share it."""
-    shares = [part for step in some for part in parts(step)]
-    width = (end - start) / len(shares)
-    return [Span(rank, part, start + i * width, start + (i + 1) * width) for i, part in enumerate(shares)]
+def _chunks(params, grads, mesh, schedule: Schedule, rank: int, stage: Stage) -> dict[int, Any]:
+    """Prepare this rank's chunks, by virtual stage; gradients are written into `grads`."""
+    stages = schedule.stages_of(rank)
+
+    def chunk(stack, c: int):
+        return tree.map(lambda W: W.unflatten(0, (len(stages), -1))[c], stack)
+
+    return {s: stage.prepare(chunk(params, c), mesh, s, chunk(grads, c)) for c, s in enumerate(stages)}
 
 
 def _check(params, In, Target, mesh, schedule: Schedule, axis: str) -> None:
