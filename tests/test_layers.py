@@ -43,7 +43,7 @@ INSIDE = {  # a module: what it imports inside functions
     "scaling.show.shardings": "scaling.show.schedules scaling.show.params",
     "scaling.book.options": RANKS,  # chapters without ranks need no torch
     "scaling.book.page": f"torch.distributed {RANKS}",  # the same
-    "scaling.collectives.buffers": "numpy",  # rarely needed
+    "scaling.collectives.operands": "numpy",  # rarely needed
     "scaling.train.progress": "torch.utils.tensorboard",  # it needs tensorboard, an extra
     "scaling.train.dcp": "torch.distributed.checkpoint",  # it takes a second to import; rank 0 alone writes it
     "scaling.train.command": "scaling.plan.choose",  # a run that is started again plans nothing

@@ -1,9 +1,9 @@
 """The typed collectives and products: `all_gather("W[D_X, F] -> W[D, F]", W, mesh)` (Part 3).
 
-`calls` has the collectives, `multiply` einsum, `plans` what runs a plan or a program of `scaling.algebra`, `rings` the
-same collectives hop by hop, `masks` partial sums that come of a mask. Beneath: `op` a collective as data and the table
-of kinds, `lines` a line made ready to run, `moves` how the data of each kind moves, `linear` running an op, what is
-under way and derivatives, `checked` the comparison of ranks.
+`calls` has the collectives, `multiply` has einsum, `plans` runs plans and programs of `scaling.algebra`, `rings` has
+the collectives hop by hop, and `masks` makes partial sums with a mask. Beneath them, `op` has a collective as data and
+the table of kinds, `lines` prepares a line to run, `moves` moves the data of each kind, `linear` runs an op and
+differentiates it, and `checked` lets the ranks compare their calls.
 """
 
 from scaling.collectives.calls import (

@@ -1,15 +1,15 @@
 """The collectives, typed by an arrow: `all_gather("W[D_X, F] -> W[D, F]", W, mesh)` (Part 3).
 
-Every function takes the type first, then the operand (this rank's shard), then the mesh, and returns a new tensor that
-shares no memory with the operand; it changes nothing. Options are given by name. The type is parsed once per mesh; a
-line that breaks a rule raises a ShardingError before anything is sent. All are differentiable by the law of cotangents
-(notation.md), under torch.func, autograd and torch.compile.
-With `async_op=True` they return a `Pending` at once, whose `.wait()` gives the result.
-On one device each is the identity; on an AbstractMesh they map meta tensors to meta tensors.
+Every function takes the type first, then the operand (this rank's shard), then the mesh. It returns a new tensor that
+shares no memory with the operand, and changes nothing. Options are given by name. The type is parsed once for each
+mesh; a line that breaks a rule raises a ShardingError before anything is sent. All functions are differentiable by the
+law of cotangents (notation.md), under torch.func, autograd and torch.compile. With `async_op=True` they return a
+`Pending` at once, whose `.wait()` returns the result. On one device each is the identity; on an AbstractMesh they map
+meta tensors to meta tensors.
 
-What reduces takes `op`: "sum", "mean", "max" or "min" of the parts that `{U_X}` stands for. The cotangent of a mean is
-that of the sum over the size; of a maximum or minimum it is shared equally among the elements that attain it, as
-torch.amax shares it, and takes one more AllReduce.
+Reductions take `op`: "sum", "mean", "max" or "min" of the parts that `{U_X}` denotes. The cotangent of a mean is that
+of the sum divided by the size. The cotangent of a maximum or minimum is shared equally among the elements that attain
+it, as torch.amax does, and takes one more AllReduce.
 """
 
 from collections.abc import Sequence
@@ -19,13 +19,13 @@ from typing import Any, Literal, overload
 import torch
 from torch import Tensor
 
-from scaling.collectives.buffers import refuse_in_graph
 from scaling.collectives.linear import Pending, differentiable, observed, watcher
 from scaling.collectives.lines import check_in_graph, check_result, constants, ops_of, ready_line, shapes_of
 from scaling.collectives.op import Op
+from scaling.collectives.operands import refuse_in_graph
 from scaling.spec import ShardingError, Spec, parse
 
-RESHARDS = ("AllGather", "ReduceScatter", "AllReduce", "AllToAll", "Slice")  # they do nothing where no type changes
+RESHARDS = ("AllGather", "ReduceScatter", "AllReduce", "AllToAll", "Slice")  # the identity if the type stays the same
 
 
 @overload
@@ -33,9 +33,11 @@ def all_gather(line: str, x: Tensor, mesh, *, async_op: Literal[False] = ..., ou
 @overload
 def all_gather(line: str, x: Tensor, mesh, *, async_op: Literal[True], out: Tensor | None = ...) -> Pending: ...
 def all_gather(line: str, x: Tensor, mesh, *, async_op: bool = False, out: Tensor | None = None):
-    """`A[I_X, J] -> A[I, J]`: every rank gets the whole dim. The axes removed must be the minor ones of their dim
-    (`I_XY -> I_X`): otherwise the blocks would arrive interleaved. Cotangent: ReduceScatter. `out`: a preallocated
-    output, overwritten and returned; x may be its own block of it."""
+    """`A[I_X, J] -> A[I, J]`: give every rank the whole dim. Cotangent: ReduceScatter.
+
+    The axes removed must be the minor ones of their dim (`I_XY -> I_X`), since the blocks would otherwise be
+    interleaved. `out` is a preallocated output, which is overwritten and returned; x may be its own block of it.
+    """
     return _call(("AllGather", line, None, "sum"), x, mesh, async_op, out)
 
 
@@ -48,8 +50,10 @@ def reduce_scatter(
     line: str, x: Tensor, mesh, *, op: str = ..., async_op: Literal[True], out: Tensor | None = ...
 ) -> Pending: ...
 def reduce_scatter(line: str, x: Tensor, mesh, *, op: str = "sum", async_op: bool = False, out: Tensor | None = None):
-    """`A[I, J] {U_X} -> A[I_X, J]`: the sum over X, of which each rank gets its block. The axes become the minor ones
-    of their dim. Cotangent: AllGather. `out`: a preallocated output, overwritten."""
+    """`A[I, J] {U_X} -> A[I_X, J]`: sum over X and give each rank its block. Cotangent: AllGather.
+
+    The axes become the minor ones of their dim. `out` is a preallocated output, which is overwritten and returned.
+    """
     return _call(("ReduceScatter", line, None, op), x, mesh, async_op, out)
 
 
@@ -62,8 +66,10 @@ def all_reduce(
     line: str, x: Tensor, mesh, *, op: str = ..., async_op: Literal[True], donate: bool = ...
 ) -> Pending: ...
 def all_reduce(line: str, x: Tensor, mesh, *, op: str = "sum", async_op: bool = False, donate: bool = False):
-    """`A[I, J] {U_X} -> A[I, J]`: every rank gets the sum over X. Cotangent: AllReduce. `donate`: reduces in
-    place: do not use x afterwards."""
+    """`A[I, J] {U_X} -> A[I, J]`: give every rank the sum over X. Cotangent: AllReduce.
+
+    `donate` reduces in place: x must not be used afterwards.
+    """
     return _call(("AllReduce", line, None, op), x, mesh, async_op, x if donate else None)
 
 
@@ -72,13 +78,16 @@ def all_to_all(line: str, x: Tensor, mesh, *, async_op: Literal[False] = ...) ->
 @overload
 def all_to_all(line: str, x: Tensor, mesh, *, async_op: Literal[True]) -> Pending: ...
 def all_to_all(line: str, x: Tensor, mesh, *, async_op: bool = False):
-    """`A[I_X, J] -> A[I, J_X]`: moves axes from one dim to another, the minor ones of both. Cotangent: the way back."""
+    """`A[I_X, J] -> A[I, J_X]`: move axes from one dim to another, the minor ones of both. Cotangent: the reverse."""
     return _call(("AllToAll", line, None, "sum"), x, mesh, async_op)
 
 
 def shard(line: str, x: Tensor, mesh) -> Tensor:
-    """`A[I, J] -> A[I_X, J]`: this rank's block of what every rank holds; nothing is sent. A single type, `A[I_X, J]`,
-    means from the whole array. Cotangent: the block in its place among zeros, which is unreduced `{U_X}`."""
+    """`A[I, J] -> A[I_X, J]`: take this rank's block of an array that every rank holds; nothing is sent.
+
+    A single type, `A[I_X, J]`, means from the whole array. Cotangent: the block at its place among zeros, which is
+    unreduced `{U_X}`.
+    """
     if "->" not in line:
         line = f"{Spec('', tuple((dim, ()) for dim in parse(line).dim_names))} -> {parse(line)}"
     return _call(("Slice", line, None, "sum"), x, mesh)
@@ -89,7 +98,7 @@ def broadcast(line: str, x: Tensor, mesh, *, root: int = ..., async_op: Literal[
 @overload
 def broadcast(line: str, x: Tensor, mesh, *, root: int = ..., async_op: Literal[True]) -> Pending: ...
 def broadcast(line: str, x: Tensor, mesh, *, root: int = 0, async_op: bool = False):
-    """`A[I] {U_X} -> A[I]`: as an AllReduce in which only the root's part counts. Cotangent: Reduce."""
+    """`A[I] {U_X} -> A[I]`: give every rank the root's part. Cotangent: Reduce."""
     return _call(("Broadcast", line, root, "sum"), x, mesh, async_op)
 
 
@@ -98,7 +107,7 @@ def reduce(line: str, x: Tensor, mesh, *, root: int = ..., op: str = ..., async_
 @overload
 def reduce(line: str, x: Tensor, mesh, *, root: int = ..., op: str = ..., async_op: Literal[True]) -> Pending: ...
 def reduce(line: str, x: Tensor, mesh, *, root: int = 0, op: str = "sum", async_op: bool = False):
-    """`A[I] {U_X} -> A[I] {U_X}`: the root gets the sum, the others zeros. Cotangent: Broadcast."""
+    """`A[I] {U_X} -> A[I] {U_X}`: give the root the sum, and the others zeros. Cotangent: Broadcast."""
     return _call(("Reduce", line, root, op), x, mesh, async_op)
 
 
@@ -107,7 +116,7 @@ def scatter(line: str, x: Tensor, mesh, *, root: int = ..., async_op: Literal[Fa
 @overload
 def scatter(line: str, x: Tensor, mesh, *, root: int = ..., async_op: Literal[True]) -> Pending: ...
 def scatter(line: str, x: Tensor, mesh, *, root: int = 0, async_op: bool = False):
-    """`A[I] {U_X} -> A[I_X]`: each rank gets its block of the root's array. Cotangent: Gather."""
+    """`A[I] {U_X} -> A[I_X]`: give each rank its block of the root's array. Cotangent: Gather."""
     return _call(("Scatter", line, root, "sum"), x, mesh, async_op)
 
 
@@ -116,7 +125,7 @@ def gather(line: str, x: Tensor, mesh, *, root: int = ..., async_op: Literal[Fal
 @overload
 def gather(line: str, x: Tensor, mesh, *, root: int = ..., async_op: Literal[True]) -> Pending: ...
 def gather(line: str, x: Tensor, mesh, *, root: int = 0, async_op: bool = False):
-    """`A[I_X] -> A[I] {U_X}`: the root gets the whole array, the others zeros. Cotangent: Scatter."""
+    """`A[I_X] -> A[I] {U_X}`: give the root the whole array, and the others zeros. Cotangent: Scatter."""
     return _call(("Gather", line, root, "sum"), x, mesh, async_op)
 
 
@@ -127,17 +136,17 @@ def ppermute(
 @overload
 def ppermute(line: str, x: Tensor, mesh, axis: str | Sequence[str], perm, *, async_op: Literal[True]) -> Pending: ...
 def ppermute(line: str, x: Tensor, mesh, axis: str | Sequence[str], perm, *, async_op: bool = False):
-    """Send along an axis: the rank at `source` to the one at `target`, for each (source, target) of `perm`.
+    """Send along an axis, from the rank at `source` to the one at `target` for each (source, target) of `perm`.
 
-    A rank that no pair names as target gets zeros, as in JAX. `line` is the type, which stays: `A[I_X]`, or what the
-    permutation makes of it: `A[I_XY] -> A[I_YX]`. Cotangent: the pairs turned round.
+    A rank that no pair names as target gets zeros, as in JAX. `line` is the type, which stays the same, `A[I_X]`, or
+    the change that the permutation makes: `A[I_XY] -> A[I_YX]`. Cotangent: the reversed pairs.
     """
     axes = (axis,) if axis in mesh.sizes else tuple(axis)
     return _call(("CollectivePermute", line, axes, pairs_of(line, perm)), x, mesh, async_op)
 
 
 def pairs_of(line: str, perm: Any) -> tuple[tuple[int, int], ...]:
-    """The pairs (source, target) of a permutation, as ints; numpy's count. ShardingError for anything else."""
+    """Return a permutation's pairs (source, target) as ints. Raise a ShardingError for anything else."""
     try:
         return tuple((index(source), index(target)) for source, target in perm)
     except (TypeError, ValueError):
@@ -146,7 +155,10 @@ def pairs_of(line: str, perm: Any) -> tuple[tuple[int, int], ...]:
 
 
 def unshard(line: str, x: Tensor, mesh) -> Tensor:
-    """The whole array on every rank: `A[I_X, J] {U_Y}` is reduced over Y and gathered over X. `line` is x's type."""
+    """Return the whole array on every rank: `A[I_X, J] {U_Y}` is reduced over Y and gathered over X.
+
+    `line` is the type of x.
+    """
     spec = parse(line)
     whole = Spec(spec.name, tuple((dim, ()) for dim in spec.dim_names))
     if not spec.axes + spec.unreduced:
@@ -158,8 +170,11 @@ def unshard(line: str, x: Tensor, mesh) -> Tensor:
 
 
 def _call(what: tuple, x: Any, mesh, async_op: bool = False, out: Tensor | None = None, seen: bool = False) -> Any:
-    """A line on this mesh, `what` as `ops_of` takes it: as it was made ready for such operands at its first call, or
-    so that it can be differentiated or compiled. On an optional mesh, axes that it lacks drop out first."""
+    """Run a line on this mesh; `what` is the key that `ops_of` takes.
+
+    The line was prepared at the first call with such operands. While x is differentiated or compiled, another path runs
+    it. On an optional mesh, the axes that the mesh lacks drop out first.
+    """
     if mesh.drops and what[0] in RESHARDS:
         kind, line, *options = what
         if not (line := mesh.resolve(line)):

@@ -1,7 +1,7 @@
-"""The checked mode: the ranks of a group compare what they are about to do before they do it.
+"""The checked mode: the ranks of a group compare their next call before they make it.
 
 Ranks that call different collectives hang, abort, or get wrong numbers without an error, depending on the backend. They
-meet (`scaling.mesh.meeting`) in memory that they share, or by messages.
+meet (`scaling.mesh.meeting`) in shared memory, or by messages.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -20,24 +20,26 @@ from scaling.mesh import Group
 from scaling.mesh.meeting import Intent, meeting
 from scaling.spec import Spec, refuse
 
-SHOWN = 160  # letters of an argument; of a longer one its beginning and a digest
+SHOWN = 160  # letters of an argument; a longer one is shown as its beginning and a digest
 
 
 def agree(group: Group, call: str, x: Tensor | None = None) -> None:
-    """ShardingError on every rank of the group, of two or more, unless all make the same call, if on x then on the same
-    local shape and dtype."""
+    """Raise a ShardingError on every rank of the group, of two or more, unless all make the same call.
+
+    If it is a call on x, all must have x's local shape and dtype.
+    """
     if not torch.compiler.is_compiling():
         meeting(group.pg).meet(Intent.of(call) if x is None else _call(call, x.shape, x.dtype, ""))
 
 
 def compared(op) -> bool:
-    """Whether the ranks compare their calls of an op first."""
+    """Return whether the ranks compare their calls of an op first."""
     return op.checked and op.size > 1 and op.kind not in LOCAL and not torch.compiler.is_compiling()
 
 
 @lru_cache(maxsize=4096)
 def call_of(op, shape: torch.Size, dtype: torch.dtype, how: str) -> Intent:
-    """What a rank says that it is about to do; of ragged rows, not how many."""
+    """Return the Intent by which a rank announces an op; it leaves out the number of ragged rows."""
     call = f"{op.kind} {op.line}"
     if op.kind == "Ragged":
         shape = torch.Size((*shape[: op.dim], 0, *shape[op.dim + 1 :]))
@@ -56,7 +58,7 @@ def _call(call: str, shape: torch.Size, dtype: torch.dtype, how: str) -> Intent:
 
 
 def compare_counts(op, device) -> None:
-    """ShardingError on every rank, all of which have met, unless what one sends is what the other receives."""
+    """Raise a ShardingError on every rank unless each sends the counts that the others expect; all must have met."""
     mine = torch.tensor([op.sends, op.receives], device=device)
     counts = [torch.empty_like(mine) for _ in range(op.size)]
     dist.all_gather(counts, mine, group=process_group(op.group))
@@ -67,15 +69,20 @@ def compare_counts(op, device) -> None:
         refuse(op.line, what, rule, "exchange the counts by an AllToAll first")
 
 
-# Calls above the collectives, whose arguments all ranks must give alike though no message shows them
+# Calls above the collectives: all ranks must give the same arguments, though no message shows them
 
 
 def alike(mesh, call: str, along: Sequence[str] | None = None, **arguments: Any) -> None:
-    """ShardingError on every rank of a checked mesh unless all make this call with these arguments.
+    """Raise a ShardingError on every rank of a checked mesh unless all make this call with these arguments.
 
-    `along`: the axes whose ranks make it together; all by default. A layer gives its own: stages call it in turn.
-    Of a tensor, shape and dtype are compared, of a tree those of each leaf, of a config what is not its default, and of
-    a function nothing but that it is one: what a rank would have to send is compared nowhere.
+    Args:
+        mesh: the mesh whose ranks make the call.
+        call: the call's name.
+        along: the axes whose ranks make it together; all by default. A layer gives its own axes, since stages call it
+            in turn.
+        **arguments: the arguments to compare: for a tensor its shape and dtype, for a tree the shapes and dtypes of its
+            leaves, for a config the fields that are not default, and for a function only that it is one. Values that
+            would have to be sent are not compared.
     """
     if torch.compiler.is_compiling() or not mesh.checked:
         return
@@ -85,7 +92,7 @@ def alike(mesh, call: str, along: Sequence[str] | None = None, **arguments: Any)
 
 
 def spoken(call: str, arguments: Mapping[str, Any]) -> str:
-    """A call as `alike` compares it."""
+    """Return a call as the text that `alike` compares."""
     return f"{call} with {', '.join(f'{name}={_shown(value)}' for name, value in arguments.items())}"
 
 

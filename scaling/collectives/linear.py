@@ -1,9 +1,8 @@
-"""Running an `Op`: as it is, or under differentiation, by an autograd Function that torch.func, torch.compile and their
-nestings accept.
+"""Run an `Op` directly, or through an autograd Function that torch.func, torch.compile and their nestings accept.
 
 A sum of shards is linear, so one Function serves every `Op`: its backward applies the transposed Op (the law of
-cotangents: notation.md). A maximum or minimum has another: its cotangent is shared equally among the elements that
-attain it, as torch.amax shares it.
+cotangents: notation.md). A maximum or minimum differs: its cotangent is shared equally among the elements that attain
+it, as torch.amax does.
 """
 
 import warnings
@@ -30,49 +29,53 @@ watcher: ContextVar[Any] = ContextVar("watcher", default=None)  # scaling.check.
 
 
 def who_watches() -> Any:
-    """The judge of types (`scaling.check`), if it sees typed calls before they run; nobody while a compiler traces,
-    which cannot follow a context variable."""
+    """Return the judge of types (`scaling.check`) if it follows typed calls before they run.
+
+    While a compiler traces, which cannot follow a context variable, nobody watches.
+    """
     return None if torch.compiler.is_compiling() else watcher.get()
 
 
 def differentiated(x: Tensor) -> bool:
-    """Whether x is seen by a compiler, by autograd, by a transform of torch.func, by a tracer or by a tensor mode other
-    than the judge's, which runs what runs without it."""
+    """Return whether a compiler, autograd, a transform of torch.func, a tracer or a tensor mode sees x.
+
+    The judge's mode does not count because it runs every op exactly as it runs without the mode.
+    """
     if torch.compiler.is_compiling():
         return True
     return followed(x) or (modes() > 0 and who_watches() is None)
 
 
 def observed(x: Tensor) -> bool:
-    """The same where it is known that nothing is compiled, the judge's mode included."""
+    """Return whether x is `differentiated`, if nothing is being compiled; the judge's mode counts here."""
     if x.requires_grad and torch.is_grad_enabled():
         return True
     return in_transform() is not None or type(x) not in PLAIN or (any_modes() > 0 and modes() > 0)
 
 
 def followed(x: Tensor) -> bool:
-    """Whether autograd, a transform of torch.func or a tracer follows x."""
+    """Return whether autograd, a transform of torch.func or a tracer follows x."""
     if x.requires_grad and torch.is_grad_enabled():
         return True
     return in_transform() is not None or type(x) not in PLAIN
 
 
 class Pending:
-    """A collective under way. `wait()` returns its result; until then its operand must not be changed.
+    """A collective in flight. `wait()` returns its result; until then its operand must not be changed.
 
-    One that is dropped without `wait()` is named in a warning; `call` is what it is called by.
+    A Pending that is dropped without `wait()` causes a warning, which names its `call`.
     """
 
     __slots__ = ("call", "event", "finish", "result", "works")
 
     def __init__(self, works: Sequence[Any], finish: Callable[[], Any], event=None, call: Any = None):
-        """`works`: what is waited for; `finish()` then makes the result."""
+        """Keep the `works` to wait for; afterwards `finish()` makes the result."""
         self.works, self.finish, self.event, self.call, self.result = works, finish, event, call, None
         if event is not None:
             trace.call_returned(event)
 
     def __del__(self):
-        if not hasattr(self, "finish"):  # a compiler makes objects without __init__
+        if not hasattr(self, "finish"):  # a compiler creates objects without __init__
             return
         if self.finish is not None and self.call is not None and self.works:
             _dropped.append((self.works, self.finish))
@@ -82,12 +85,14 @@ class Pending:
     def wait(self) -> Any:
         """Wait for the other ranks and return the result.
 
-        TimeoutError or RankEnded that name the line and the ranks, if one of those does not answer (`raise_lost`).
+        Raises:
+            TimeoutError: a rank does not answer; the error names the line and the ranks (`raise_lost`).
+            RankEnded: a rank has ended.
         """
         if self.finish is not None:
             if self.event is not None:
                 trace.waited(self.event)
-            began = monotonic() if self.works else 0.0  # a compiler, which cannot call it, leaves none
+            began = monotonic() if self.works else 0.0  # a compiler, which cannot call monotonic, leaves no works
             try:
                 for work in self.works:
                     work.wait()
@@ -99,11 +104,11 @@ class Pending:
         return self.result
 
 
-_dropped: list = []  # the other ranks wait for what is under way: its buffers must not be freed
+_dropped: list = []  # other ranks wait for these collectives, so their buffers must not be freed
 
 
 def wait(x) -> Any:
-    """The tensor, or the result of what is still under way: a `Pending` collective, a `Deferred` product."""
+    """Return the tensor, or the result of a `Pending` collective or a `Deferred` product."""
     if x is None or isinstance(x, Tensor):
         return x
     if not hasattr(x, "wait"):
@@ -114,8 +119,12 @@ def wait(x) -> Any:
 
 
 def mover(op: Op, dtype: torch.dtype) -> StartMove:
-    """Return what starts an op on operands of this dtype. ShardingError if the op cannot put them together; a backward,
-    whose op is the transpose, is checked here alone."""
+    """Return the function that starts an op on operands of this dtype.
+
+    Raises:
+        ShardingError: the op cannot combine elements of this dtype. For a backward, whose op is the transpose, this is
+            the only check.
+    """
     op.check_dtype(dtype)
     if op.size == 1 and op.kind != "CollectivePermute":
         return _alone
@@ -138,7 +147,7 @@ def _shaped(x: Tensor, op: Op, via: InGraph, out: Tensor | None) -> Started:
 
 
 def _carried(x: Tensor, op: Op, via: InGraph, out: Tensor | None) -> Started:
-    """Of a dtype that transports do not carry as it is."""
+    """Start an op on a dtype that transports cannot send."""
     carried, back = as_carried(x)
     works, make = MOVES[op.kind](carried, op, via, None)
     return works, lambda: back(make())
@@ -151,7 +160,7 @@ def _mean(x: Tensor, op: Op, via: InGraph, out: Tensor | None) -> Started:
 
 
 class ReadyOp:
-    """An op made ready to run on operands of one shape and dtype: what starts it, and what the ranks compare."""
+    """An op prepared for operands of one shape and dtype: its mover, and the Intent that the ranks compare."""
 
     __slots__ = ("call", "meeting", "move", "op", "via")
 
@@ -162,11 +171,11 @@ class ReadyOp:
             self.meeting, self.call = meeting(process_group(op.group)), call_of(op, shape, dtype, how)
 
     def run(self, x: Tensor, async_op: bool = False, out: Tensor | None = None) -> Any:
-        """The result, or with `async_op` a Pending; in the buffer `out`, if one is given."""
+        """Return the result, or with `async_op` a Pending; the buffer `out`, if given, holds it."""
         seen = trace.reached(event(self.op, x, async_op)) if trace.open_logs else None
         if self.meeting is not None:
             self.meeting.meet(self.call)
-            if self.op.kind == "Ragged" and not modes():  # a tracer records the call, it makes none
+            if self.op.kind == "Ragged" and not modes():  # a tracer records the call without making it
                 compare_counts(self.op, x.device)
         if seen is not None:
             trace.record(seen)
@@ -193,7 +202,7 @@ def _in_buffer(result: Tensor, out: Tensor) -> Tensor:
 
 
 def made_ready(op: Op, shape: torch.Size, dtype: torch.dtype, group: Group) -> ReadyOp:
-    """For operands that nothing differentiates."""
+    """Prepare an op for operands that nothing differentiates."""
     at_once = not op.linear or (group.pg is None and op.backend != "gloo")
     return ReadyOp(op, shape, dtype, _in_graph(op) if at_once else OnGroup(group))
 
@@ -203,9 +212,11 @@ def _in_graph(op: Op) -> InGraph:
 
 
 def run_op(x: Tensor, op: Op) -> Tensor:
-    """The op as torch.func, autograd and tensor modes see through it, which can send other messages than the op does
-    alone: so all ranks run it in one of these ways."""
-    if type(x) not in PLAIN:  # a tracer's: nothing runs
+    """Run an op so that torch.func, autograd and tensor modes see through it.
+
+    It can send other messages than the op does alone, so all ranks must run it in the same way.
+    """
+    if type(x) not in PLAIN:  # a tracer's tensor: nothing runs
         return mover(op, x.dtype)(x, op, _in_graph(op), None)[1]()
     if (watch := who_watches()) is not None:
         return watch.collective(x, op)
@@ -214,13 +225,13 @@ def run_op(x: Tensor, op: Op) -> Tensor:
 
 
 def differentiable(x: Tensor, *op) -> Tensor:
-    """The op on x, so that it can be differentiated."""
+    """Run the op on x so that it can be differentiated."""
     return AnyOp.apply(x, *op[:RUN_BY])
 
 
 @lru_cache(maxsize=1)
 def register() -> None:
-    """Tell torch.compile to keep this in its graph: it would refuse to look into a Function that has a jvp.
+    """Tell torch.compile to keep `differentiable` in its graph, since it refuses a Function that has a jvp.
 
     Called while compiling, since it imports the compiler, which takes as long as torch itself.
     """
@@ -228,15 +239,20 @@ def register() -> None:
 
 
 class AnyOp(torch.autograd.Function):
-    """Any Op. One that adds is linear: its backward applies the transposed Op, its jvp the Op itself. A maximum or
-    minimum does so with the share that each element has in it."""
+    """Any Op as an autograd Function.
+
+    An op that adds is linear: its backward applies the transposed Op, its jvp the Op itself. A maximum or minimum first
+    scales by each element's share.
+    """
 
     @staticmethod
     def forward(x, *op):
+        """Run the op."""
         return run_op(x, Op(*op))
 
     @staticmethod
     def setup_context(ctx, inputs, output):
+        """Keep the op; for a maximum or minimum also the operand and the result."""
         ctx.op = Op(*inputs[1:])
         if not ctx.op.linear:
             ctx.save_for_backward(inputs[0], output)
@@ -244,6 +260,7 @@ class AnyOp(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, cotangent):
+        """Apply the transposed op to the cotangent."""
         cotangent = cotangent / ctx.op.size if ctx.op.by == "mean" else cotangent
         gradient = differentiable(cotangent, *dual(ctx.op))
         gradient = gradient if ctx.op.linear else _share(ctx) * gradient
@@ -251,17 +268,19 @@ class AnyOp(torch.autograd.Function):
 
     @staticmethod
     def jvp(ctx, tangent, *_):
+        """Apply the op to the tangent."""
         if ctx.op.linear:
             return differentiable(tangent, *ctx.op)
         return differentiable(_share(ctx) * tangent, *ctx.op._replace(by="sum"))
 
     @staticmethod
     def vmap(info, in_dims, x, *op):
+        """Run the op with the batch as one more dim in front."""
         return differentiable(x.movedim(in_dims[0], 0), *Op(*op).batched()), 0
 
 
 def _share(ctx) -> Tensor:
-    """By which part each element of the operand decides the result: 1 / (how many attain it), or 0."""
+    """Return each element's share in a maximum or minimum: 1 / (how many attain it), or 0."""
     (x, result), op = ctx.saved_tensors, ctx.op
 
     def where_x_is(y: Tensor) -> Tensor:

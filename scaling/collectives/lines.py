@@ -1,7 +1,7 @@
-"""A typed line on a mesh: the ops that it is.
+"""Resolve a typed line on a mesh into its ops.
 
-They are made ready at the first call for operands of one shape, dtype and device, when all that can be is checked and
-decided; later calls run them.
+A line is prepared at the first call with operands of one shape, dtype and device, which checks and decides everything
+that can be; later calls only run it.
 """
 
 from collections.abc import Sequence
@@ -11,17 +11,19 @@ import torch
 from torch import Tensor
 
 from scaling.algebra.rules import CollectiveStep, collective_steps
-from scaling.collectives.buffers import check_out, check_writable
 from scaling.collectives.linear import ReadyOp, made_ready, register
 from scaling.collectives.op import Op, output_shape
+from scaling.collectives.operands import check_out, check_writable
 from scaling.spec import Line, ShardingError, Spec, mesh_sizes, parse_line, refuse
 
 REDUCTIONS = ("sum", "mean", "max", "min")
 
 
 def ops_of(mesh, what: tuple) -> Sequence[Op]:
-    """The ops of a line on this mesh, worked out once: mostly one; several where several dims are gathered or split.
-    `what`: (kind, line, root, by), or of a CollectivePermute (kind, line, axes, pairs)."""
+    """Return the ops of a line on this mesh, computed once; there are several if several dims are gathered or split.
+
+    `what` is (kind, line, root, by), or for a CollectivePermute (kind, line, axes, pairs).
+    """
     if what not in mesh.lines:
         steps, root, by, pairs = _steps(*what)
         mesh.lines[what] = [
@@ -39,7 +41,7 @@ def _steps(kind: str, line: str, *options) -> tuple:
     if by not in REDUCTIONS:
         refuse(line, f"op={by!r}", f"parts are put together by one of {', '.join(REDUCTIONS)}", "choose one of these")
     (before, *_), after = parse_line(line).operands, parse_line(line).result
-    if kind == "Slice" and before.same_sharding(after):  # over no axes
+    if kind == "Slice" and before.same_sharding(after):  # a Slice over no axes
         return [CollectiveStep(before, after, ())], root, by, ()
     return collective_steps(kind, line), root, by, ()
 
@@ -63,26 +65,26 @@ def _op(mesh, kind: str, step: CollectiveStep, root: int | None, by: str, pairs:
 
 
 def check_operand(kind: str, line: Line, group, x: Tensor, mesh) -> None:
-    """ShardingError unless x has the dims of a line's operand, and lies on the mesh's device."""
+    """Raise a ShardingError unless x has the dims of a line's operand and is on the mesh's device."""
     before = line.operands[0]
     Op.over(group, kind, str(line), dims=len(before.dims), numbers=numbers(before, mesh)).check(x, mesh)
 
 
 def numbers(spec: Spec, mesh) -> tuple[tuple[int, int], ...]:
-    """(position, size on each rank) of the dims that are numbers: of `A[2, 8_X]` on X=4 ((0, 2), (1, 2))."""
+    """Return (position, size on each rank) of the dims that are numbers: for `A[2, 8_X]` on X=4 ((0, 2), (1, 2))."""
     sizes = mesh_sizes(mesh)
     fixed = [(i, dim, axes) for i, (dim, axes) in enumerate(spec.dims) if dim.isdigit()]
     return tuple((i, Spec("", ((dim, axes),)).local_shape((int(dim),), sizes)[0]) for i, dim, axes in fixed)
 
 
 def constants(mesh, what: tuple) -> tuple:
-    """The ops of a line as plain tuples, worked out while compiling: a graph holds constants."""
+    """Return the ops of a line as plain tuples while compiling, since a graph holds constants."""
     register()
     return tuple(map(tuple, ops_of(mesh, what)))
 
 
 def check_in_graph(mesh, what: tuple, number: int, dtype: torch.dtype, shape: tuple[int, ...] | None = None) -> None:
-    """While compiling: the error of an op that an operand of this dtype, or of this shape, if one is given, misfits."""
+    """Raise, while compiling, the error of an op for an operand of this dtype, or of this shape if one is given."""
     op = ops_of(mesh, what)[number]
     if shape is not None:
         op.refuse_shape(shape)
@@ -90,7 +92,7 @@ def check_in_graph(mesh, what: tuple, number: int, dtype: torch.dtype, shape: tu
 
 
 def shapes_of(ops: Sequence[Op], shape: torch.Size) -> list[torch.Size]:
-    """The shapes of the operand, before each op, and of the result. ShardingError if one does not fit its op."""
+    """Return the shapes of the operand before each op, and of the result. Raise a ShardingError for a misfit."""
     shapes = [shape]
     for op in ops:
         if not op.fits(shapes[-1]):
@@ -100,8 +102,10 @@ def shapes_of(ops: Sequence[Op], shape: torch.Size) -> list[torch.Size]:
 
 
 def check_result(ops: Sequence[Op], x: Tensor, out: Tensor, shape: torch.Size) -> None:
-    """ShardingError unless `out` can take a line's result, of this shape; it may be x, reduced in place, or hold x as
-    its own block of what is gathered."""
+    """Raise a ShardingError unless `out` can take a line's result of this shape.
+
+    `out` may be x, if it is reduced in place, or hold x as its own block of the gathered array.
+    """
     first = ops[0]
     if out is not x:
         text = f"{first.kind}: {first.line.split(' -> ')[0]} -> {ops[-1].line.split(' -> ')[1]}"
@@ -112,14 +116,14 @@ def check_result(ops: Sequence[Op], x: Tensor, out: Tensor, shape: torch.Size) -
 
 
 class ReadyLine(NamedTuple):
-    """A line made ready: its ops, one after the other, and the shape of the result."""
+    """A prepared line: its ops in order, and the shape of the result."""
 
     ready: list[ReadyOp]
     shape: torch.Size
 
 
 def ready_line(mesh, what: tuple, x: Tensor) -> ReadyLine:
-    """The line made ready for operands as x. ShardingError if x is not what it says."""
+    """Prepare a line for operands like x. Raise a ShardingError if x does not fit the line."""
     ops = ops_of(mesh, what)
     ops[0].check(x, mesh)
     *shapes, result = shapes_of(ops, x.shape)

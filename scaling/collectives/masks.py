@@ -1,7 +1,8 @@
-"""Partial sums that come of a mask: `masked("x[B, T, D] {U_Y}", x, here, mesh)`, for a table that is split over Y.
+"""Make partial sums with a mask: `masked("x[B, T, D] {U_Y}", x, local, mesh)`, for a table that is split over Y.
 
-Each device looks its own rows up, and puts zeros where the row is another's: the sum over Y is what one device would
-look up (Part 5, an embedding whose vocabulary is split). No product tells so, and no collective: this line does.
+Each device looks its own rows up, and puts zeros where the row belongs to another. The sum over Y then equals the
+lookup on one device (Part 5, an embedding whose vocabulary is split). No product or collective gives this type, so
+there is a line for it.
 """
 
 import torch
@@ -18,11 +19,14 @@ RULE = "{U_X} is a sum with one term for each element: along X one device has it
 
 
 def masked(line: str, x: Tensor, mask: Tensor, mesh) -> Tensor:
-    """`A[I, J] {U_X}`: x where `mask` is true, and zeros elsewhere; nothing is sent. The mask is bool, of x's first
-    dims: an element is held by one device along X at most. Cotangent: dA[I, J], which is replicated, masked alike.
+    """`A[I, J] {U_X}`: keep x where `mask` is true and put zeros elsewhere; nothing is sent.
 
-    ShardingError if the line is no type with a {U}, or the operands do not fit it; and on a checked mesh of CPU devices
-    if several of them have an element (on a GPU each device would have to wait for that to be known).
+    The mask is bool and has x's first dims. At most one device along X holds each element. Cotangent: dA[I, J], which
+    is replicated, masked alike.
+
+    Raises:
+        ShardingError: the line is not a type with a {U}, the operands do not fit it, or, on a checked mesh of CPU
+            devices, several devices hold an element. (On a GPU each device would have to wait for that check.)
     """
     if not mesh.member:
         return x
@@ -55,12 +59,12 @@ def masked(line: str, x: Tensor, mask: Tensor, mesh) -> Tensor:
 
 
 def zeroed(x: Tensor, mask: Tensor) -> Tensor:
-    """x[I, J], mask[I] -> x where the mask is true, zeros elsewhere, whatever stands there."""
+    """x[I, J], mask[I] -> x where the mask is true, zeros elsewhere, even in place of NaN."""
     return torch.where(mask[(..., *[None] * (x.dim() - mask.dim()))], x, 0)
 
 
 def _dims(mesh, line: str) -> tuple[int, tuple[tuple[int, int], ...], tuple[str, ...]]:
-    """(how many dims the operand has, (position, size) of those that are numbers, the axes that it is summed over)."""
+    """Return (number of dims, (position, size) of the dims that are numbers, the axes summed over) of a masked type."""
     spec = None if "->" in str(line) else parse(line)
     if spec is None or not spec.unreduced:
         raise ShardingError(
@@ -73,7 +77,7 @@ def _dims(mesh, line: str) -> tuple[int, tuple[tuple[int, int], ...], tuple[str,
 
 
 def _held_once(line: str, axes: tuple[str, ...], mask: Tensor, mesh) -> None:
-    """ShardingError on every rank of the group if two of them have an element."""
+    """Raise a ShardingError on every rank of the group if two of them hold an element."""
     group = mesh.group(axes)
     if group.pg is None or mask.device.type != mesh.device.type or mask.is_cuda:
         return

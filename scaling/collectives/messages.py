@@ -1,8 +1,8 @@
-"""Send and receive, typed: what arrives is what the receiver expects, or it is not read.
+"""Send and receive typed messages: the receiver reads only the message that it expects.
 
-Each message is announced by a header: a digest of its type, shape and dtype, and their beginning in words. The receiver
-compares it with what it expects. On gloo the tag of the data is made from the digest too, so that the data of another
-message never lands in the buffer; over NCCL, which has no tags, data is received after its header has been read.
+Each message is announced by a header: a digest of its type, shape and dtype, and the beginning of their text. The
+receiver compares it with the header it expects. On gloo the tag of the data is derived from the digest too, so that the
+data of another message never ends up in the buffer. NCCL has no tags, so the data is received after its header.
 """
 
 from hashlib import blake2b
@@ -20,14 +20,16 @@ from scaling.mesh import Group
 from scaling.mesh.lost import naming
 from scaling.spec import Line, ShardingError, parse, refuse
 
-DIGEST, LENGTH = 16, 112  # bytes of a header: a digest of the whole announcement, and its beginning
-TAG = 1 << 21  # of headers; the tags of data are larger
+DIGEST, LENGTH = 16, 112  # bytes of a header: a digest of the whole announcement, and the beginning of its text
+TAG = 1 << 21  # the tag of headers; the tags of data are larger
 PAIRS = "to each send belongs a recv on the other rank, and to each recv a send, of the same type"
 
 
 def send(line: str, x: Tensor, mesh, axis: str, to: int, *, async_op: bool = False):
-    """Send x to the rank at `to` along the axis, which calls `recv` with the same type. Not differentiable by itself:
-    `ppermute` is."""
+    """Send x to the rank at `to` along the axis, which calls `recv` with the same type.
+
+    It is not differentiable alone; `ppermute` is.
+    """
     group, event = _ready("Send", line, x, mesh, axis, to, async_op)
     works: list[Any] = []
     if group.pg is not None:
@@ -41,8 +43,11 @@ def send(line: str, x: Tensor, mesh, axis: str, to: int, *, async_op: bool = Fal
 
 
 def recv(line: str, like: Tensor, mesh, axis: str, source: int, *, async_op: bool = False):
-    """Receive a tensor shaped and typed as `like` from the rank at `source` along the axis, which calls `send` with the
-    same type. ShardingError if that sends another shape or dtype."""
+    """Receive a tensor like `like` from the rank at `source` along the axis, which calls `send` with the same type.
+
+    Raises:
+        ShardingError: the sender sends another type, shape or dtype.
+    """
     group, event = _ready("Recv", line, like, mesh, axis, source, async_op)
     buffer = torch.empty(like.shape, dtype=like.dtype, device=mesh.device)
     if (watch := who_watches()) is not None:
@@ -53,19 +58,20 @@ def recv(line: str, like: Tensor, mesh, axis: str, source: int, *, async_op: boo
 
 
 class Sent:
-    """A message in flight to a member of a group; `kept`: what must not be freed until it is through."""
+    """A message in flight to a member of a group; `kept` must not be freed until it has been sent."""
 
     def __init__(self, works: list[Any], call: str, group: Group, member: int, kept: tuple[Tensor, ...]):
         self.works, self.call, self.group, self.member, self.kept = works, call, group, member, kept
 
     def wait(self) -> None:
+        """Wait until the message has been sent."""
         with naming(self.call, self.group.pg, [self.member], PAIRS):
             for work in self.works:
                 work.wait()
 
 
 class Arrival:
-    """The message that is to fill a buffer."""
+    """A message in flight that is to fill a buffer."""
 
     def __init__(self, spec, buffer: Tensor, group: Group, source: int):
         self.buffer, self.source, self.spec, self.group = buffer, source, spec, group
@@ -75,9 +81,11 @@ class Arrival:
         self.data = self.receive() if group.backend == "gloo" else None
 
     def receive(self) -> Any:
+        """Start receiving the data."""
         return dist.irecv(as_carried(self.buffer)[0], tag=data_tag(self.wanted), **self.peer)
 
     def wait(self) -> None:
+        """Wait for the header, check it, and wait for the data."""
         call, member = f"Recv {self.spec} from rank {self.source} along {self.group.axes[0]}", self.peer["group_src"]
         with naming(call, self.group.pg, [member], PAIRS):
             self.announced.wait()
@@ -87,30 +95,32 @@ class Arrival:
 
 
 def announcement(spec, x: Tensor, device) -> Tensor:
-    """uint8[DIGEST + LENGTH] of a message x of type `spec`."""
+    """Return the header of a message x of type `spec`, uint8[DIGEST + LENGTH]."""
     text = f"{spec} of {tuple(x.shape)} {str(x.dtype).removeprefix('torch.')}".encode()
     text = blake2b(text, digest_size=DIGEST).digest() + text[:LENGTH].ljust(LENGTH)
     return torch.frombuffer(bytearray(text), dtype=torch.uint8).to(device)
 
 
 def in_words(header: Tensor) -> str:
+    """Return the text in a header."""
     return bytes(header[DIGEST:].tolist()).decode(errors="replace").strip()
 
 
 def data_tag(header: Tensor) -> int:
-    """A tag that other messages do not have: 29 bits of the digest above the tags that are spoken for."""
+    """Return a tag that other messages do not have: 29 bits of the digest above the tags in use."""
     a, b, c, d = header[:4].tolist()
     return (1 << 30) + (((a << 24) | (b << 16) | (c << 8) | d) & ((1 << 29) - 1))
 
 
 def refuse_message(spec, sent: Tensor, expected: Tensor, sender: str, receiver: str) -> None:
+    """Raise the error of a message that is not the expected one."""
     rule = "what is received has the type, the shape and the dtype of what is sent"
     what = f"{sender} {in_words(sent)}\n  {receiver} {in_words(expected)}"
     refuse(spec, what, rule, "make both ends alike, e.g. by x.to(dtype) before it is sent")
 
 
 def _ready(kind: str, line: str, x: Tensor, mesh, axis: str, other: int, async_op: bool):
-    """(the group along the axis, the event of a trace or None), or an error if there is nothing to send."""
+    """Return (the group along the axis, the event of a trace or None). Raise an error if the message cannot be sent."""
     spec, group = parse(line), mesh.group((axis,))
     spec.check_axes(mesh)
     if (watch := who_watches()) is not None:

@@ -1,12 +1,12 @@
-"""How the data of an `Op` moves: each kind once, over either of two transports.
+"""Start the collective of an `Op`: the data of each kind moves in one way, over either of two transports.
 
-`InGraph` is torch's functional collectives, which torch.func, torch.compile and make_fx see through. `OnGroup` is the
-process group itself, at no extra cost, for what nothing differentiates or compiles: what is sent is waited for later.
+`InGraph` uses torch's functional collectives, which torch.func, torch.compile and make_fx see through. `OnGroup` calls
+the process group directly, at no extra cost, if nothing differentiates or compiles; its messages are waited for later.
 
 Each function of a kind starts an op of more than one rank and returns (what to wait for, a function that then makes the
-result). `out` is a preallocated output; it is returned as the result if that was made there. A ReduceScatter over gloo
-is an AllToAll and a local sum: gloo's own is an AllReduce inside, with twice the bytes. Gathered and scattered dims
-are outermost in memory: what is copied is then a shard, never the whole array.
+result). `out` is a preallocated output; it is returned as the result if the result was made there. A ReduceScatter over
+gloo is an AllToAll and a local sum, since gloo's own is an AllReduce inside, with twice the bytes. Gathered and
+scattered dims are outermost in memory, so that only shards are copied, never the whole array.
 """
 
 from collections.abc import Callable, Sequence
@@ -30,14 +30,14 @@ from scaling.common.torch_private import (
 )
 from scaling.mesh import Group
 
-NOWHERE: Any = Nowhere()  # stands for the process group on an AbstractMesh
-TAG = 1 << 20  # of the messages of a collective, so that they never meet those of send and recv
+NOWHERE: Any = Nowhere()  # the process group of an AbstractMesh
+TAG = 1 << 20  # messages of a collective have their own tag, so that no recv receives them
 
 Started = tuple[Sequence[Any], Callable[[], Tensor]]
 
 
 def in_order(rows: Tensor, counts: Sequence[int], order: Sequence[int]) -> Tensor:
-    """Rows of blocks, so many of each (none: one), as the blocks stand in another order."""
+    """Return the rows of blocks in another order of blocks; `counts` are the rows of each block (none: one each)."""
     if not order:
         return rows
     parts = rows.split(list(counts) or 1)
@@ -45,40 +45,44 @@ def in_order(rows: Tensor, counts: Sequence[int], order: Sequence[int]) -> Tenso
 
 
 def by_member(rows: Tensor, op: Op, sends: Sequence[int], receives: Sequence[int]):
-    """What an exchange is given by block, as the members stand that have the blocks."""
+    """Return the rows and counts of an exchange, given by block, in the order of the members that hold the blocks."""
     rows = in_order(rows, sends, op.order)
     return rows, [sends[block] for block in op.order if sends], [receives[block] for block in op.order if receives]
 
 
 def by_block(rows: Tensor, op: Op, counts: Sequence[int] = ()) -> Tensor:
-    """What came from the members, in their order, in the order of the blocks; `counts`: rows of each block."""
+    """Return rows that came in the members' order in the order of the blocks; `counts`: rows of each block."""
     members = [op.member(block) for block in range(op.size)] if op.order else ()
     return in_order(rows, [counts[block] for block in op.order] if counts else (), members)
 
 
 class InGraph:
-    """Nothing is left to wait for. Each method returns what to wait for, and what is then filled."""
+    """The functional collectives, which are finished when they return. Each method returns (works, filled tensor)."""
 
     def total(self, x: Tensor, op: Op, out: Tensor | None) -> tuple[Sequence[Any], Tensor]:
+        """Sum x over the group."""
         return (), sum_over(x, op.group)
 
     def gather(self, mine: Tensor, op: Op, into: Tensor | None) -> tuple[Sequence[Any], Tensor, bool]:
-        """[...] -> [n, ...], and whether the blocks come in members' order."""
+        """[...] -> [n, ...], and whether the blocks come in the members' order."""
         return (), gather_over(mine[None], op.size, op.group), bool(op.order)
 
     def scatter_sum(self, blocks: Tensor, op: Op) -> tuple[Sequence[Any], Tensor]:
+        """Sum the blocks over the group and return this rank's."""
         return (), scatter_sum_over(in_order(blocks, (), op.order).flatten(0, 1), op.size, op.group)
 
     def exchange(self, rows: Tensor, op: Op, sends: Sequence[int] = (), receives: Sequence[int] = ()):
-        """Rows of blocks to the members that have them: one of each, or as `sends` and `receives` say. They come as
-        members stand: see `by_block`."""
+        """Send each member its block of rows: one row each, or as many as `sends` and `receives` say.
+
+        The received rows are in the members' order: see `by_block`.
+        """
         if op.order:
             rows, sends, receives = by_member(rows, op, sends, receives)
         ones = [1] * op.size
         return (), exchange_over(rows, receives or ones, sends or ones, op.group)
 
     def pass_on(self, x: Tensor, op: Op, sends: Sequence[int], receives: Sequence[int]):
-        """To a block and from one: an AllToAll, all splits but one empty."""
+        """Send x to one block's rank and receive from another's: an AllToAll in which all splits but one are empty."""
         flat = x.flatten()
         sent, received = ([flat.numel() if b in ends else 0 for b in range(op.size)] for ends in (sends, receives))
         works, got = self.exchange(flat if sends else flat[:0], op, sent, received)
@@ -86,23 +90,26 @@ class InGraph:
 
 
 class OnGroup(InGraph):
-    """The process group."""
+    """The process group itself."""
 
     def __init__(self, group: Group):
         self.group, self.pg = group, group.pg or NOWHERE
 
     def total(self, x: Tensor, op: Op, out: Tensor | None) -> tuple[Sequence[Any], Tensor]:
-        """The sum; in x itself, if that is `out`."""
+        """Sum x over the group, in x itself if that is `out`."""
         total = x if out is x and x.is_contiguous() else x.clone(memory_format=torch.contiguous_format)
         return [self.pg.allreduce([total])], total
 
     def gather(self, mine: Tensor, op: Op, into: Tensor | None) -> tuple[Sequence[Any], Tensor, bool]:
-        """Over gloo each rank sends its block to every other, straight into its place: 0.75 of the CPU time of gloo's
-        own, which copies from a buffer of its own."""
+        """[...] -> [n, ...], and whether the blocks come in the members' order.
+
+        Over gloo each rank sends its block to every other, straight to its slot in the result. That takes 0.75 of the
+        CPU time of gloo's own AllGather, which copies through a buffer.
+        """
         blocks = mine.new_empty((op.size, *mine.shape)) if into is None else into
         if op.backend != "gloo":
             return [gather_into(blocks.flatten(0, 1), mine, self.pg)], blocks, bool(op.order)
-        if self.group.pg is None:  # of thousands of ranks it would be thousands of messages to nobody
+        if self.group.pg is None:  # on an AbstractMesh, which may have thousands of ranks
             return [NOWHERE.send(mine, blocks)], blocks, False
         works: list[Any] = []
         for block, member in reversed(self.group.others):
@@ -110,15 +117,17 @@ class OnGroup(InGraph):
         for _, member in self.group.others:
             works.append(self.pg.send([mine], member, TAG))
         own = blocks[op.index]
-        if own.data_ptr() != mine.data_ptr():  # else an AllGather in place: mine is its block of the buffer
+        if own.data_ptr() != mine.data_ptr():  # else the AllGather is in place: mine is its block of the buffer
             own.copy_(mine)
         return works, blocks, False
 
     def scatter_sum(self, blocks: Tensor, op: Op) -> tuple[Sequence[Any], Tensor]:
+        """Sum the blocks over the group and return this rank's."""
         mine = torch.empty_like(blocks[0])
         return [scatter_sum_into(mine, in_order(blocks, (), op.order).flatten(0, 1), self.pg)], mine
 
     def exchange(self, rows: Tensor, op: Op, sends: Sequence[int] = (), receives: Sequence[int] = ()):
+        """Send each member its block of rows; see `InGraph.exchange`."""
         if op.order:
             rows, sends, receives = by_member(rows, op, sends, receives)
         rows = rows.contiguous()
@@ -126,7 +135,7 @@ class OnGroup(InGraph):
         return [exchange_into(received, rows, self.pg, receives, sends)], received
 
     def pass_on(self, x: Tensor, op: Op, sends: Sequence[int], receives: Sequence[int]):
-        """Over gloo one message each way: an AllToAll sends empty ones to all others."""
+        """Send x to one block's rank and receive from another's: over gloo one message each way."""
         if op.backend != "gloo":
             return super().pass_on(x, op, sends, receives)
         received = torch.empty_like(x, memory_format=torch.contiguous_format)
@@ -138,7 +147,7 @@ class OnGroup(InGraph):
 
 
 IN_GRAPH = InGraph()
-TO_NOBODY = OnGroup(Group((), 0, 0, "gloo"))  # on an AbstractMesh that makes gloo's buffers
+TO_NOBODY = OnGroup(Group((), 0, 0, "gloo"))  # for an AbstractMesh that makes gloo's buffers
 StartMove = Callable[[Tensor, Op, InGraph, "Tensor | None"], Started]
 
 
@@ -153,29 +162,32 @@ def join(blocks: Tensor, dim: int) -> Tensor:
 
 
 def combine_parts(parts: Tensor, by: str, out: Tensor | None = None) -> Tensor:
-    """[n, ...] -> [...]: the sum, or the greatest or least. A maximum with a NaN among its parts is NaN."""
+    """[n, ...] -> [...]: the sum, the greatest or the least. A maximum with a NaN among its parts is NaN."""
     if by == "sum":
         return torch.sum(parts, 0, dtype=parts.dtype, out=out)
     return torch.amax(parts, 0, out=out) if by == "max" else torch.amin(parts, 0, out=out)
 
 
-def all_reduce(x: Tensor, op: Op, via: InGraph, out: Tensor | None) -> Started:
-    """A maximum is a ReduceScatter of the elements in a row and an AllGather: gloo's and NCCL's own lose NaNs."""
+def _all_reduce(x: Tensor, op: Op, via: InGraph, out: Tensor | None) -> Started:
+    """Start an AllReduce.
+
+    A maximum is a ReduceScatter of the flattened elements and an AllGather, since gloo's and NCCL's own lose NaNs.
+    """
     if op.by == "sum":
         works, total = via.total(x, op, out)
         return works, lambda: total
     flat = padded(x.flatten(), (0, -x.numel() % op.size))
-    _, parts = via.exchange(flat.view(op.size, len(flat) // op.size), op)  # which is there at once
+    _, parts = via.exchange(flat.view(op.size, len(flat) // op.size), op)  # ready at once
     whole = by_block(via.gather(combine_parts(parts, op.by), op, None)[1], op).flatten()
     if len(whole) > x.numel():
-        whole = whole[: x.numel()].clone()  # forward-mode AD wants no part of a tensor
+        whole = whole[: x.numel()].clone()  # forward-mode AD refuses a part of a tensor
     return (), lambda: whole.view(x.shape)
 
 
-def all_gather(x: Tensor, op: Op, via: InGraph, out: Tensor | None) -> Started:
+def _all_gather(x: Tensor, op: Op, via: InGraph, out: Tensor | None) -> Started:
     dim, blocks = op.dim, None
     mine = (x.movedim(dim, 0) if dim else x).contiguous()
-    if out is not None and (op.backend == "gloo" or not op.order):  # others deliver in members' order
+    if out is not None and (op.backend == "gloo" or not op.order):  # other backends deliver in members' order
         whole = out.movedim(dim, 0) if dim else out
         blocks = whole.view(op.size, *mine.shape) if whole.is_contiguous() else None
     out = None if blocks is None else out
@@ -184,16 +196,16 @@ def all_gather(x: Tensor, op: Op, via: InGraph, out: Tensor | None) -> Started:
 
 
 def _joined(blocks: Tensor, op: Op, turned: bool, out: Tensor | None) -> Tensor:
-    """[n, m, ...] -> [..., n*m, ...], a view: the dim stays outermost in memory. `out`, if it was made there."""
+    """[n, m, ...] -> [..., n*m, ...], a view in which the dim stays outermost in memory; `out` if it was made there."""
     if out is not None:
         return out
     whole = (by_block(blocks, op) if turned else blocks).flatten(0, 1)
     return whole.movedim(0, op.dim) if op.dim else whole
 
 
-def reduce_scatter(x: Tensor, op: Op, via: InGraph, out: Tensor | None) -> Started:
+def _reduce_scatter(x: Tensor, op: Op, via: InGraph, out: Tensor | None) -> Started:
     dim = op.dim
-    sent = (x.movedim(dim, 0) if dim else x).contiguous()  # no copy if the dim is the outermost in memory already
+    sent = (x.movedim(dim, 0) if dim else x).contiguous()  # no copy if the dim is outermost in memory
     sent = sent.view(op.size, len(sent) // op.size, *sent.shape[1:])
     if op.backend != "gloo" and op.by == "sum":
         works, mine = via.scatter_sum(sent, op)
@@ -201,48 +213,48 @@ def reduce_scatter(x: Tensor, op: Op, via: InGraph, out: Tensor | None) -> Start
     works, received = via.exchange(sent, op)
     if out is not None and dim == 0 and out.is_contiguous():
         return works, partial(combine_parts, received, op.by, out)
-    return works, lambda: combine_parts(received, op.by).movedim(0, dim)  # quicker than to transpose first
+    return works, lambda: combine_parts(received, op.by).movedim(0, dim)  # faster than transposing first
 
 
-def all_to_all(x: Tensor, op: Op, via: InGraph, out: Tensor | None) -> Started:
+def _all_to_all(x: Tensor, op: Op, via: InGraph, out: Tensor | None) -> Started:
     works, received = via.exchange(split_dim(x, op.size, op.to), op)
     return works, lambda: join(by_block(received, op), op.dim)
 
 
-def permute(x: Tensor, op: Op, via: InGraph, out: Tensor | None) -> Started:
-    """Send x from block to block; a rank that receives nothing gets zeros."""
+def _permute(x: Tensor, op: Op, via: InGraph, out: Tensor | None) -> Started:
+    """Start sending x from block to block; a rank that receives nothing gets zeros."""
     sends, receives = op.ends
     works, received = via.pass_on(x, op, sends, receives) if op.size > 1 else ((), x.clone())
     return works, lambda: received if receives else torch.zeros_like(x)
 
 
-def exchange_ragged(x: Tensor, op: Op, via: InGraph, out: Tensor | None) -> Started:
-    """Blocks of as many rows as each has."""
+def _exchange_ragged(x: Tensor, op: Op, via: InGraph, out: Tensor | None) -> Started:
+    """Start an exchange of blocks that each have any number of rows."""
     works, received = via.exchange(x.movedim(op.dim, 0), op, op.sends, op.receives)
     return works, lambda: by_block(received, op, op.receives).movedim(0, op.dim)
 
 
-# Ops with a root. What only the root has is, elsewhere, zeros: so each is a linear map.
+# Ops with a root. Every other rank has zeros in place of the root's array, so that each op is a linear map.
 
 
-def broadcast(x: Tensor, op: Op, via: InGraph, out: Tensor | None) -> Started:
+def _broadcast(x: Tensor, op: Op, via: InGraph, out: Tensor | None) -> Started:
     works, total = via.total(x if op.at_root else torch.zeros_like(x), op, None)
     return works, lambda: total
 
 
-def reduce(x: Tensor, op: Op, via: InGraph, out: Tensor | None) -> Started:
-    works, finish = all_reduce(x, op, via, None)
+def _reduce(x: Tensor, op: Op, via: InGraph, out: Tensor | None) -> Started:
+    works, finish = _all_reduce(x, op, via, None)
     return works, lambda: finish() if op.at_root else torch.zeros_like(finish())
 
 
-def scatter(x: Tensor, op: Op, via: InGraph, out: Tensor | None) -> Started:
+def _scatter(x: Tensor, op: Op, via: InGraph, out: Tensor | None) -> Started:
     from_root, to_all = _between_root_and_all(op)
     blocks = split_dim(x, op.size, op.dim)
     works, received = via.exchange(blocks if op.at_root else blocks[:0], op, to_all, from_root)
     return works, lambda: received[0]
 
 
-def gather(x: Tensor, op: Op, via: InGraph, out: Tensor | None) -> Started:
+def _gather(x: Tensor, op: Op, via: InGraph, out: Tensor | None) -> Started:
     to_root, from_all = _between_root_and_all(op)
     works, blocks = via.exchange(x[None], op, to_root, from_all)
     if op.at_root:
@@ -251,36 +263,35 @@ def gather(x: Tensor, op: Op, via: InGraph, out: Tensor | None) -> Started:
 
 
 def _between_root_and_all(op: Op) -> tuple[list[int], list[int]]:
-    """How many blocks this rank has with each one if all have one with the root, and if the root has one with each
-    of them."""
+    """Return (blocks for each rank if all exchange one with the root, the same if the root exchanges one with each)."""
     return [int(block == op.root) for block in range(op.size)], [int(op.at_root)] * op.size
 
 
-def slice_(x: Tensor, op: Op, via: InGraph, out: Tensor | None) -> Started:
+def _slice(x: Tensor, op: Op, via: InGraph, out: Tensor | None) -> Started:
     return (), lambda: split_dim(x, op.size, op.dim)[op.index].clone()
 
 
-def pad(x: Tensor, op: Op, via: InGraph, out: Tensor | None) -> Started:
+def _pad(x: Tensor, op: Op, via: InGraph, out: Tensor | None) -> Started:
     return (), lambda: among_zeros(x, op.dim, op.index, op.size)
 
 
 def among_zeros(x: Tensor, dim: int, index: int, count: int) -> Tensor:
-    """A block of a dim in its place, of so many, among zeros."""
+    """Return a block of a dim, number `index` of `count`, among zeros."""
     m, behind = x.shape[dim], [0, 0] * (x.dim() - 1 - dim)
     return padded(x, (*behind, index * m, (count - 1 - index) * m))
 
 
 MOVES: dict[str, StartMove] = {
-    "AllGather": all_gather,
-    "ReduceScatter": reduce_scatter,
-    "AllReduce": all_reduce,
-    "AllToAll": all_to_all,
-    "CollectivePermute": permute,
-    "Ragged": exchange_ragged,
-    "Slice": slice_,
-    "Pad": pad,
-    "Broadcast": broadcast,
-    "Reduce": reduce,
-    "Scatter": scatter,
-    "Gather": gather,
+    "AllGather": _all_gather,
+    "ReduceScatter": _reduce_scatter,
+    "AllReduce": _all_reduce,
+    "AllToAll": _all_to_all,
+    "CollectivePermute": _permute,
+    "Ragged": _exchange_ragged,
+    "Slice": _slice,
+    "Pad": _pad,
+    "Broadcast": _broadcast,
+    "Reduce": _reduce,
+    "Scatter": _scatter,
+    "Gather": _gather,
 }

@@ -1,7 +1,7 @@
-"""Matmuls of shards, typed: `einsum("In[B_X, D] * W_in[D, F_Y] -> Tmp[B_X, F_Y]", In, W_in)` (Part 3, cases 1 to 4).
+"""Multiply shards by a typed line: `einsum("In[B_X, D] * W_in[D, F_Y] -> Tmp[B_X, F_Y]", In, W_in)` (Part 3).
 
-Each rank multiplies its own shards: nothing is sent. That gives the shards of the product, or its partial sums, only
-under the rules, checked once a line, of `scaling.algebra.law`.
+Each rank multiplies its own shards, and nothing is sent (cases 1 to 4). That gives the shards of the product, or its
+partial sums, only under the rules of `scaling.algebra.law`, which are checked once for each line.
 """
 
 from collections.abc import Sequence
@@ -15,24 +15,31 @@ from torch import Tensor, strided
 
 from scaling import trace
 from scaling.algebra.law import check_product, refuse_product
-from scaling.collectives.buffers import check_out, refuse_in_graph
 from scaling.collectives.linear import wait, watcher, who_watches
-from scaling.collectives.operands import NEED_SCALES, refuse_kind, refuse_operands, refuse_unscaled
+from scaling.collectives.operands import (
+    NEED_SCALES,
+    check_out,
+    refuse_in_graph,
+    refuse_kind,
+    refuse_operands,
+    refuse_unscaled,
+)
 from scaling.common.torch_private import constant, lazy_clone
 from scaling.spec import Spec, parse_line
 
 
 class LocalProduct(NamedTuple):
-    """A line made ready to run, as constants that a compiler can keep in its graph.
+    """A prepared line, as constants that a compiler can keep in its graph.
 
-    Of the shapes: the number of `dims` of each operand (-1: there is no b), `shared` (position in a, position in b) of
-    those that both have, `numbers` (operand, position, size, whether it is split) of the dims that are numbers, and
-    (operand, position) of the `result`'s dims. `is_view`: torch.einsum would give a view of the operand.
+    What its operands must be: the number of `dims` of each (-1: there is no b), `shared` (position in a, position in b)
+    of the dims that both have, `numbers` (operand, position, size, whether it is split) of the dims that are numbers,
+    and (operand, position) of the `result`'s dims. `is_view`: torch.einsum would return a view of the operand.
 
-    Of a product of two matrices, each a group of dims side by side: so many dims of a are `rows` of the result, and so
-    many of both are `summed` over. a[rows, summed], or transposed unless `plain_a`; b[summed, columns], or transposed
-    unless `plain_b`; the result is [rows, columns] if `ahead`, or else transposed. `two`: the operands are matrices
-    themselves. Where the dims do not stand so, none are `summed`: then it is `equation`, in torch.einsum's letters.
+    If the line is a product of two matrices, each a group of adjacent dims: the number of dims of a that are `rows` of
+    the result, and the number that are `summed` over. a is [rows, summed], or transposed unless `plain_a`; b is
+    [summed, columns], or transposed unless `plain_b`; the result is [rows, columns] if `ahead`, or else transposed.
+    `two`: the operands have two dims. In any other case `summed` is 0, and the product is `equation`, in torch.einsum's
+    letters.
     """
 
     line: str
@@ -53,8 +60,10 @@ class LocalProduct(NamedTuple):
         return f"einsum: {self.line}"
 
     def fits(self, a: Sequence[int], b: Any) -> bool:
-        """Whether operands of these shapes have the dims of their types, and sizes that meet. A dim that is a number
-        has that size, or where it is split, one that divides it."""
+        """Return whether operands of these shapes have the dims of their types, with equal sizes for shared dims.
+
+        A dim that is a number has that size; if it is split, a size that divides it.
+        """
         of_a, of_b = self.dims
         other: Any = b
         if len(a) != of_a or (-1 if b is None else len(b)) != of_b:
@@ -69,19 +78,20 @@ class LocalProduct(NamedTuple):
         return True
 
     def shape(self, a: Tensor, b: Tensor | None) -> torch.Size:
+        """Return the shape of the result."""
         sizes: Any = a.shape, b if b is None else b.shape
         return torch.Size([sizes[operand][i] for operand, i in self.result])
 
     def flops(self, a: Tensor, b: Tensor | None) -> int:
-        """2 x the product of all sizes if a dim is contracted, else 1 x (Part 4, Counting Dots), 0 for one operand."""
+        """Return 2 x the product of all sizes if a dim is contracted, else 1 x (Part 4); 0 for one operand."""
         if b is None:
             return 0
-        twice = prod([a.shape[i] for i, _ in self.shared])  # the sizes that both have, counted in each
+        twice = prod([a.shape[i] for i, _ in self.shared])  # the shared sizes, which both operands count
         contracts = sum(self.dims) - len(self.shared) > len(self.result)
         return (2 if contracts else 1) * a.numel() * b.numel() // max(1, twice)
 
     def multiply(self, a: Tensor, b: Any) -> Tensor:
-        """The product of two matrices is computed as a b even where its transpose is wanted."""
+        """Return the product. Of two matrices it is computed as a b even if its transpose is wanted."""
         if self.two:
             product = (a if self.plain_a else a.t()) @ (b if self.plain_b else b.t())
             return product if self.ahead else product.t()
@@ -93,7 +103,7 @@ class LocalProduct(NamedTuple):
         return lazy_clone(result) if self.is_view else result
 
     def into(self, a: Tensor, b: Any, out: Tensor, add: bool) -> Tensor:
-        """The same written to `out`, or with `add` added to it."""
+        """Write the product to `out`, or with `add` add it to `out`."""
         if self.two:
             a, b = (a if self.plain_a else a.t()), (b if self.plain_b else b.t())
         elif self.summed and out.is_contiguous():
@@ -108,7 +118,10 @@ class LocalProduct(NamedTuple):
         return out
 
     def matrices(self, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor, tuple[int, ...]]:
-        """(a[M, K], b[K, N], the sizes of the result's dims, a's first), a copy where dims do not lie together."""
+        """Return (a[M, K], b[K, N], the sizes of the result's dims, a's first).
+
+        Operands are copied if dims are not adjacent in memory.
+        """
         k = self.summed
         rows, inner = (a.shape[:-k], a.shape[-k:]) if self.plain_a else (a.shape[k:], a.shape[:k])
         columns = b.shape[k:] if self.plain_b else b.shape[:-k]
@@ -117,7 +130,7 @@ class LocalProduct(NamedTuple):
         return a, b.reshape(inner, n) if self.plain_b else b.reshape(n, inner).t(), (*rows, *columns)
 
     def by_equation(self, a: Tensor, b: Tensor | None) -> Tensor:
-        """torch.einsum, also of small whole numbers: torch makes some of their sums int64, and refuses the product."""
+        """Run torch.einsum, also on small integers, whose sums it would turn into int64 and then refuse the product."""
         operands = (a,) if b is None else (a, b)
         if a.is_floating_point() or operands[-1].is_floating_point() or a.is_complex():
             return torch.einsum(self.equation, *operands)
@@ -127,7 +140,7 @@ class LocalProduct(NamedTuple):
 
 @lru_cache(maxsize=4096)
 def product_of(text: str) -> LocalProduct:
-    """The product that a line says, checked by the rules."""
+    """Parse a line, check it by the rules, and return its product."""
     line = check_product(text)
     a, *others = [[*spec.dim_names] for spec in line.operands]
     b, result = others[0] if others else [], [*line.result.dim_names]
@@ -138,7 +151,7 @@ def product_of(text: str) -> LocalProduct:
     numbers = tuple((operand, i, int(dim), bool(axes)) for operand, i, dim, axes in each if dim.isdigit())
     places = tuple((0, a.index(dim)) if dim in a else (1, b.index(dim)) for dim in result)
     dims = len(a), len(b) if others else -1
-    is_view = dims == (len(result), -1)  # the result of a line shares no memory with its operand
+    is_view = dims == (len(result), -1)  # a line's result must not share memory with its operand
     product = LocalProduct(str(line), "->".join(sides), dims, shared, numbers, places, is_view)
     summed = [dim for dim in a if dim in b and dim not in result]
     left, right = [dim for dim in a if dim not in summed], [dim for dim in b if dim not in summed]
@@ -152,14 +165,14 @@ def product_of(text: str) -> LocalProduct:
 
 @dataclass(frozen=True)
 class Deferred:
-    """A product that is checked and computed when it is waited for. It keeps its operands alive."""
+    """A checked product that is computed when it is waited for. It keeps its operands alive."""
 
     line: str
     a: Tensor
     b: Any
 
     def wait(self, out: Tensor | None = None, add: bool = False) -> Tensor:
-        """Return the product; with a buffer `out` it is written there, or added to it with `add`."""
+        """Return the product; it is written to a buffer `out` if one is given, or with `add` added to it."""
         given, watch = (self.line, self.a, self.b), who_watches()
         return einsum(*given, out=out, add=add) if watch is None else watch.product(*given, out, add, self)
 
@@ -177,7 +190,7 @@ class Deferred:
 def join_products(products: Sequence[Deferred]) -> Deferred:
     """Return the sum of products of one line, such as several microbatches' gradients, as one product.
 
-    The operands are joined along the first dim that is summed over: a sum over a few long rows is one matmul.
+    The operands are joined along the first dim that is summed over, since a sum over a few long rows is one matmul.
     """
     first = products[0]
     if len(products) == 1:
@@ -200,15 +213,22 @@ def einsum(
 @overload
 def einsum(line: str, a, b=None, *, out: Tensor | None = ..., add: bool = ..., defer: Literal[True]) -> Deferred: ...
 def einsum(line: str, a: Any, b: Any = None, *, out: Tensor | None = None, add: bool = False, defer: bool = False):
-    """The product (or, of one operand, the sum and transpose) that the line says, of this rank's shards.
+    """Return the line's product of this rank's shards; with one operand, its sum and transpose.
 
-    Dims are matched by name, as letters are in torch.einsum: those absent from the result are summed over. `out`: a
-    preallocated output, overwritten and returned, or with `add=True` added to; it shares no memory with the
-    operands, as the result does not. The dims that the first operand brings are the outer ones in memory, wherever they
-    stand in the result's type. Under torch.autocast the product has the dtype that torch's has; in `out`, out's.
-    An operand that is still under way is waited for. `defer`: check the line and the shapes now, and return a
-    `Deferred` product, computed when it is waited for. Raises ShardingError if the line breaks a rule of Part 3, or if
-    the operands' shapes or the buffer do not fit.
+    Dims are matched by name, as letters are in torch.einsum; dims that the result lacks are summed over. The dims of
+    the first operand are the outer ones in memory, wherever they are in the result's type. Under torch.autocast the
+    product has the dtype of torch's product; in `out`, out's. An operand that is still in flight is waited for.
+
+    Args:
+        line: the typed line.
+        a: this rank's shard of the first operand.
+        b: this rank's shard of the second operand, if there is one.
+        out: a preallocated output, overwritten and returned; it shares no memory with the operands.
+        add: whether the product is added to `out`.
+        defer: whether only the line and the shapes are checked now, and a `Deferred` product is returned.
+
+    Raises:
+        ShardingError: the line breaks a rule of Part 3, or the operands' shapes or the buffer do not fit.
     """
     if not (isinstance(a, Tensor) and (b is None or isinstance(b, Tensor))):
         a, b = wait(a), wait(b)
@@ -225,7 +245,7 @@ def einsum(line: str, a: Any, b: Any = None, *, out: Tensor | None = None, add: 
     if a.layout is not strided or (b is not None and b.layout is not strided):
         what = "an operand is sparse, of which torch gives some products wrong"
         refuse_product(product.line, what, "shards are dense tensors", "give them as .to_dense()")
-    if a.dtype in NEED_SCALES and not product.is_view:  # so is b, or torch refuses them
+    if a.dtype in NEED_SCALES and not product.is_view:  # and b, or torch refuses them
         refuse_unscaled(product.line, a.dtype)
     if defer:
         return Deferred(line, a, b) if watch is None else watch.defer(Deferred(line, a, b))
@@ -250,12 +270,15 @@ def einsum(line: str, a: Any, b: Any = None, *, out: Tensor | None = None, add: 
 
 
 def _compiled(line: str, a: Tensor, b: Tensor | None, out: Tensor | None, add: bool) -> Tensor:
-    """The same in a compiler's graph: by the equation, for which it finds the best kernel, but of two matrices, whose
-    equation is a product of batches of one, not written to its place."""
+    """Return the product in a compiler's graph.
+
+    A compiler finds the best kernel for an equation. A product of two matrices is the exception: as an equation it
+    would be a product of batches of one, which is not written to its place.
+    """
     product = LocalProduct(*_constants(line))
     if not product.fits(a.shape, None if b is None else b.shape):
         refuse_operands(product.line, *(tuple(x.shape) for x in (a, b) if x is not None))
-    if a.dtype in NEED_SCALES and not product.is_view:  # so is b, or torch refuses them
+    if a.dtype in NEED_SCALES and not product.is_view:  # and b, or torch refuses them
         refuse_unscaled(product.line, a.dtype)
     result = product.multiply(a, b) if product.two else product.by_equation(a, b)
     if out is None:

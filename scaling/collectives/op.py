@@ -1,7 +1,7 @@
-"""Collectives as data: an `Op` is one collective over one group, and the table of kinds says what follows from it.
+"""Collectives as data: an `Op` is one collective over one group; the table of kinds says what follows from its kind.
 
-From the table are read the transpose, the shape of the result, which dtypes it can put together, and what a trace
-records. How data moves is in `scaling.collectives.moves`.
+The table gives the transpose, the shape of the result, the dtypes that can be combined, and the record in a trace. How
+data moves is in `scaling.collectives.moves`.
 """
 
 from collections.abc import Callable, Sequence
@@ -20,14 +20,14 @@ from scaling.trace import Event, now
 class Op(NamedTuple):
     """One collective over one group, as constants that a compiler can keep in its graph.
 
-    `dim`: the dim that grows (AllGather, Pad, Gather, AllToAll) or is split (ReduceScatter, Slice, Scatter); `to`: the
-    dim that an AllToAll splits; `pairs`: of a CollectivePermute, its (source, target) blocks; `root`: of an op that has
-    one, the root's block; `by`: how partial values are put together, "sum", "mean", "max" or "min"; `line`: the types
-    before and after; `checked`: whether ranks compare calls first; `sends`, `receives`: of a Ragged op, how many rows
-    of `dim` go to each block and come from it.
+    `dim` grows (AllGather, Pad, Gather, AllToAll) or is split (ReduceScatter, Slice, Scatter); `to` is the dim that an
+    AllToAll splits. `pairs` are a CollectivePermute's (source, target) blocks, and `root` is the block of the root.
+    `by` says how partial values are combined: "sum", "mean", "max" or "min". `line` has the types before and after.
+    `checked` says whether the ranks compare their calls first. `sends` and `receives` are, for a Ragged op, the rows of
+    `dim` to and from each block.
 
-    Of the operand of a line: the number of `dims`, the dim that must divide (`splits`), and (position, size) of the
-    dims that are `numbers`.
+    The last fields describe the operand of a line: the number of `dims`, the dim that must divide (`splits`), and
+    (position, size) of the dims that are `numbers`.
     """
 
     kind: str
@@ -55,42 +55,44 @@ class Op(NamedTuple):
 
     @property
     def linear(self) -> bool:
+        """Whether the op adds."""
         return self.by in ("sum", "mean")
 
     @property
     def at_root(self) -> bool:
+        """Whether this rank is the root."""
         return self.index == self.root
 
     def member(self, block: int) -> int:
-        """Which member of the process group has a block."""
+        """Return the member of the process group that has a block."""
         return self.order.index(block) if self.order else block
 
     @property
     def ends(self) -> tuple[list[int], list[int]]:
-        """The blocks that this rank sends to by `pairs`, and those that it receives from: one each, or none."""
+        """The blocks that this rank sends to by `pairs`, and the blocks that it receives from: one each, or none."""
         to = [target for source, target in self.pairs if source == self.index]
         return to, [source for source, target in self.pairs if target == self.index]
 
     @staticmethod
     def over(group: Group, kind: str, line: str, **options) -> "Op":
-        """The op over a group, its other fields given by name."""
+        """Return the op over a group, with its other fields given by name."""
         g = group
         return Op(
             kind, g.name, g.size, g.index, g.backend, g.order, axes=g.axes, line=line, checked=g.checked, **options
         )
 
     def batched(self) -> "Op":
-        """The op under vmap: the same on tensors with one more dim in front."""
+        """Return the op under vmap, on tensors with one more dim in front."""
         return self._replace(dim=self.dim + 1, to=self.to + 1)
 
     def fits(self, shape: Sequence[int]) -> bool:
-        """Whether an operand of this shape has the dims of its type."""
+        """Return whether an operand of this shape has the dims of its type."""
         if len(shape) != self.dims or (self.splits is not None and shape[self.splits] % self.size):
             return False
         return not self.numbers or all(shape[i] == size for i, size in self.numbers)
 
     def check(self, x: Tensor, mesh) -> None:
-        """ShardingError unless x is a tensor that has the dims of its type, on the mesh's device."""
+        """Raise a ShardingError unless x is a tensor with the dims of its type, on the mesh's device."""
         if not isinstance(x, Tensor):
             what = f"the operand is a {type(x).__module__}.{type(x).__name__}"
             refuse(self, what, "arrays are torch.Tensors", "torch.as_tensor(...)")
@@ -108,7 +110,7 @@ class Op(NamedTuple):
         self.check_dtype(x.dtype)
 
     def check_dtype(self, dtype: torch.dtype) -> None:
-        """ShardingError if elements of this dtype cannot be put together."""
+        """Raise a ShardingError if elements of this dtype cannot be combined."""
         if dtype not in CARRIED and self.kind in ADDS and not (dtype.is_complex and self.linear):
             rule = (
                 "the parts are put together by float, int8, uint8, int32 and int64 arithmetic; complex ones are added"
@@ -118,6 +120,7 @@ class Op(NamedTuple):
             refuse(self, f"the mean of {dtype}", "a mean has fractions", "convert it, or use op='sum'")
 
     def refuse_shape(self, shape: tuple[int, ...]) -> None:
+        """Raise the ShardingError that says why an operand of this shape does not fit."""
         before = parse_line(self.line).operands[0]
         if len(shape) != self.dims:
             what = f"the operand has shape {shape}, but its type has {self.dims} dims"
@@ -135,14 +138,17 @@ class Op(NamedTuple):
         )
 
 
-RUN_BY = Op._fields.index("dims")  # the fields before it are what it runs by; those after, what its line asks of x
+RUN_BY = Op._fields.index("dims")  # the fields that determine how it runs; the later ones describe x
 
 
 class Kind(NamedTuple):
-    """`dual`: the kind of the transpose. `sent(op, V)`: bytes that one rank sends, by the algorithm that is optimal in
-    bytes, of the book's V (the gathered or unreduced array). Whether a dim `grows`, or is `split` (of an AllToAll `dim`
-    and `to`); whether elements of several ranks, zeros too, are put together (`adds`); the name in a trace, where that
-    is another."""
+    """The properties of a kind of op.
+
+    `dual`: the kind of the transpose. `sent(op, V)`: the bytes that one rank sends, by the algorithm that sends least,
+    for the book's V (the bytes of the gathered or unreduced array). `grows`, `splits`: whether a dim does (for an
+    AllToAll `dim` and `to`). `adds`: whether elements of several ranks, zeros included, are combined. `traced`: the
+    name in a trace, if that differs.
+    """
 
     dual: str
     sent: Callable[[Op, int], int]
@@ -177,14 +183,14 @@ KINDS = {
 }
 LOCAL = ("Slice", "Pad")  # nothing is sent
 ADDS = tuple(name for name, kind in KINDS.items() if kind.adds)
-PLAIN = (Tensor, torch.nn.Parameter)  # other classes are a tracer's
+PLAIN = (Tensor, torch.nn.Parameter)  # other classes belong to tracers
 CARRIED = {torch.float32, torch.float64, torch.float16, torch.bfloat16}  # dtypes that every transport moves and adds
 CARRIED |= {torch.int32, torch.int64, torch.int8, torch.uint8, torch.bool}
-TWIN = {1: torch.uint8, 2: torch.bfloat16, 4: torch.int32, 8: torch.int64}  # what carries other dtypes' bits, by size
+TWIN = {1: torch.uint8, 2: torch.bfloat16, 4: torch.int32, 8: torch.int64}  # dtypes that carry others' bits, by size
 
 
 def dual(op: Op) -> Op:
-    """The transpose (of a sum), which carries cotangents back."""
+    """Return the transpose (of a sum), which carries cotangents back."""
     pairs = tuple((target, source) for source, target in op.pairs)
     dim, to = (op.to, op.dim) if op.kind == "AllToAll" else (op.dim, op.to)
     back = {"pairs": pairs, "dim": dim, "to": to, "sends": op.receives, "receives": op.sends}
@@ -193,14 +199,16 @@ def dual(op: Op) -> Op:
 
 @lru_cache(maxsize=4096)
 def dual_line(line: str, axes: tuple[str, ...]) -> str:
-    """The types of the transpose: cotangents, which are unreduced over `axes` where the array was replicated, and
-    replicated where it was unreduced."""
+    """Return the line of the transpose, with the types of the cotangents.
+
+    They are unreduced over `axes` if the array was replicated, and replicated if it was unreduced.
+    """
     before, after = parse_line(line).operands[0], parse_line(line).result
     return f"{after.cotangent(axes)} -> {before.cotangent(axes)}"
 
 
 def output_shape(op: Op, shape: Sequence[int]) -> list[int]:
-    """The shape of the result of an op on a tensor of this shape."""
+    """Return the shape of an op's result for an operand of this shape."""
     kind, result = KINDS[op.kind], list(shape)
     if op.size == 1:
         return result
@@ -214,8 +222,10 @@ def output_shape(op: Op, shape: Sequence[int]) -> list[int]:
 
 
 def as_carried(x: Tensor) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
-    """x in a dtype that transports carry, and the way back. They read memory: what is conjugated or negated only by a
-    bit of the tensor's is written out first."""
+    """Return x in a dtype that transports can send, and the function that converts back.
+
+    Transports read memory, so a tensor that is conjugated or negated only by a bit is written out first.
+    """
     x, dtype = x.resolve_neg(), x.dtype
     if dtype in CARRIED:
         return x, _same
@@ -229,7 +239,7 @@ def _same(x: Tensor) -> Tensor:
 
 
 def event(op: Op, x: Tensor, async_op: bool = False) -> Event:
-    """What a trace records of an op on x."""
+    """Return the record of an op on x for a trace."""
     kind, (before,), after = KINDS[op.kind], parse_line(op.line).operands, parse_line(op.line).result
     whole = (kind.grows and op.kind != "Pad") or op.kind == "Ragged"
     V = x.numel() * x.element_size() * (op.size if whole else 1)
@@ -240,8 +250,10 @@ def event(op: Op, x: Tensor, async_op: bool = False) -> Event:
 
 
 def key_of(x: Tensor) -> tuple[int, ...]:
-    """What tells x apart from other operands as long as it is not changed; () of what has no memory. Addresses are used
-    again: so the memory keeps when it was first asked about."""
+    """Return a key that differs from other operands' as long as x is not changed; () for a tensor without memory.
+
+    Since addresses are reused, the memory keeps the time at which it was first asked about.
+    """
     try:
         first = x.untyped_storage().__dict__.setdefault("_first_seen", time_ns())
         return (first, x.data_ptr(), x._version)

@@ -1,7 +1,7 @@
-"""Running the steps of plans and programs on a mesh, by `scaling.collectives` (Part 3).
+"""Run the steps of plans and programs on a mesh by `scaling.collectives` (Part 3).
 
-Arrays are found by their type: a Spec with its name, `In[B_X, D]` is not `In[B_X, D_Y]`. Everything is a pure function
-of shards, differentiable where the collectives are, and runs on a Mesh and on an AbstractMesh alike.
+Arrays are found by their type, a Spec with its name: `In[B_X, D]` differs from `In[B_X, D_Y]`. All functions are pure
+functions of shards, differentiable where the collectives are, and run on a Mesh and on an AbstractMesh alike.
 """
 
 from collections.abc import Callable, Container, Mapping, Sequence
@@ -20,7 +20,7 @@ from scaling.spec import ShardingError, Spec, parse_line
 
 
 def run_step(step: Step, operands: Sequence[torch.Tensor], mesh) -> torch.Tensor:
-    """The shard of `step.after` on this rank, from the shards of `step.before`."""
+    """Return the shard of `step.after` on this rank, from the shards of `step.before`."""
     if step.op == "Einsum":
         return einsum(step.line, *operands)
     (x,) = operands
@@ -37,7 +37,7 @@ def _by_hand(step: Step, x: torch.Tensor, mesh) -> torch.Tensor:
     if step.op == "AllGather":
         return _gather_several(step, x, mesh)
     if step.op == "Pad":
-        (dim,), group = _changed(step), mesh.group(step.axes)  # the one that loses axes
+        (dim,), group = _changed(step), mesh.group(step.axes)  # the dim that loses axes
         return among_zeros(x, dim, group.index, group.size)
     if step.op == "Mask":
         return x.clone() if mesh.group(step.axes).index == 0 else x.masked_fill(torch.tensor(True, device=x.device), 0)
@@ -56,13 +56,15 @@ _BY_LINE = {
 
 
 def _changed(step: Step) -> list[int]:
-    """The positions of the dims whose axes change."""
+    """Return the positions of the dims whose axes change."""
     return [i for i, (a, b) in enumerate(zip(step.operands[0].dims, step.after.dims, strict=True)) if a != b]
 
 
 def _gather_several(step: Step, x: torch.Tensor, mesh) -> torch.Tensor:
-    """One AllGather over the axes of several dims: of whole shards, `[Blocks_XY, I, J] -> [Blocks, I, J]`, which are
-    then put in their places."""
+    """Gather over the axes of several dims by one AllGather.
+
+    It gathers whole shards, `[Blocks_XY, I, J] -> [Blocks, I, J]`, and then permutes them into the array.
+    """
     local = Spec(step.after.name, tuple((dim, ()) for dim in step.after.dim_names), step.after.unreduced)
     blocks, whole = (Spec(local.name, (("Blocks", axes), *local.dims), local.unreduced) for axes in (step.axes, ()))
     gathered = c.all_gather(f"{blocks} -> {whole}", x[None], mesh)
@@ -75,9 +77,14 @@ def _gather_several(step: Step, x: torch.Tensor, mesh) -> torch.Tensor:
 
 
 def run_steps(steps: Sequence[Step], held: dict, mesh, keep: Container[Spec], made=None) -> dict:
-    """Do steps on typed shards, {type: shard}, which is changed and returned: an array goes after its last use.
+    """Run steps on typed shards, {type: shard}; each array is dropped after its last use.
 
-    `keep`: types that stay. `made(type, shard)`: what to put in place of each new shard.
+    Args:
+        steps: the steps, in order.
+        held: the shards by type; it is changed and returned.
+        mesh: the mesh.
+        keep: the types that are not dropped.
+        made: a function of (type, shard) that returns the shard to store in place of each new one.
     """
     last = {spec: number for number, step in enumerate(steps) for spec in step.operands}
     for number, step in enumerate(steps):
@@ -90,7 +97,7 @@ def run_steps(steps: Sequence[Step], held: dict, mesh, keep: Container[Spec], ma
 
 
 def run(plan: Plan, *shards_and_mesh) -> torch.Tensor:
-    """`run(plan, a, b, mesh)`: the result's shard on this rank, from the shards of `plan.operands`, in order."""
+    """Run a plan, `run(plan, a, b, mesh)`: return the result's shard from the shards of `plan.operands`, in order."""
     *shards, mesh = shards_and_mesh
     if len(shards) != len(plan.operands):
         raise ShardingError(
@@ -104,7 +111,7 @@ def run(plan: Plan, *shards_and_mesh) -> torch.Tensor:
 
 
 def reshard(line: str, x: torch.Tensor, mesh) -> torch.Tensor:
-    """Any type to any other of the same array, `A[I_XY] -> A[I_Y]`: the cheapest plan on this mesh that divides."""
+    """Change any type to any other of the same array, `A[I_XY] -> A[I_Y]`, by the cheapest plan that divides."""
     parsed = parse_line(line)
     if len(parsed.operands) != 1:
         raise ShardingError(f"{parsed}: a resharding has one operand\n  fix: use einsum for a product")
@@ -116,22 +123,25 @@ def reshard(line: str, x: torch.Tensor, mesh) -> torch.Tensor:
 
 
 def run_program(program, inputs: Mapping[str, torch.Tensor], dOut: torch.Tensor, mesh, activation=None):
-    """Both passes on this rank's shards: (Out, {"In": dIn, "W_in": ...}); `inputs` by name, `dOut` typed as Out."""
+    """Run both passes on this rank's shards and return (Out, {"In": dIn, "W_in": ...}).
+
+    `inputs` are given by name; `dOut` has Out's type.
+    """
     Out, saved = run_forward(program, inputs, mesh, activation)
     return Out, run_backward(program, dOut, saved, mesh, activation)
 
 
 def run_forward(program, inputs: Mapping[str, torch.Tensor], mesh, activation=None):
-    """(Out, saved) of a Program on this rank's shards, given by name. `saved` maps types to shards, for the backward.
+    """Run a Program's forward pass and return (Out, saved), where `saved` maps types to shards for the backward pass.
 
-    `activation`: an elementwise function of a tensor that acts on each hidden array.
+    `inputs` are shards by name. `activation` is an elementwise function of a tensor that acts on each hidden array.
     """
     if missing := [spec.name for spec in program.operands if spec.name not in inputs]:
         raise ShardingError(
             f"no shard of {missing[0]} among the inputs {list(inputs)}"
             "\n  fix: give the program its operands under their names"
         )
-    before = {}  # the hidden arrays as they were before the activation
+    before = {}  # the hidden arrays before the activation
 
     def made(spec: Spec, shard: torch.Tensor) -> torch.Tensor:
         if activation is None or spec not in program.hidden:
@@ -146,7 +156,10 @@ def run_forward(program, inputs: Mapping[str, torch.Tensor], mesh, activation=No
 
 
 def run_backward(program, dOut: torch.Tensor, saved: Mapping[Spec, torch.Tensor], mesh, activation=None) -> dict:
-    """The inputs' cotangents by name, from `dOut`: each typed as its array, but replicated where that is unreduced."""
+    """Return the inputs' cotangents by name, from `dOut`.
+
+    Each has its array's type, but is replicated where that is unreduced.
+    """
     first, *steps = program.backward
     held, transposed = {**saved, first.after: dOut}, {}
     for spec in program.hidden if activation is not None else ():

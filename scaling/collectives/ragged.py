@@ -1,10 +1,10 @@
-"""The ragged AllToAll: blocks of as many rows as each happens to have, `Row[G_X, E, R, D] -> Row[G, E_X, R, D]`.
+"""The ragged AllToAll: its blocks have any number of rows, `Row[G_X, E, R, D] -> Row[G, E_X, R, D]`.
 
-It moves X from one dim to another, as `all_to_all` does (Part 3), of an array that has a ragged dim: R, the number of
-rows, differs by block (g, e). In memory the dims up to and with R are one, the blocks' rows one after another: this
-rank's shard is [rows, D]. A rank sends the rows of E's first block to the first rank along X, and so on, and has what
-it gets in the order of the ranks that sent it, G. How many rows those are, the ranks tell each other first: an AllToAll
-of the counts, `n[G_X, E] -> n[G, E_X]`, is the same line without the ragged dim.
+It moves X from one dim to another, as `all_to_all` does (Part 3), in an array with a ragged dim: R, the number of rows,
+differs by block (g, e). In memory the dims up to and including R are one, with the blocks' rows in sequence, so that
+this rank's shard is [rows, D]. A rank sends the rows of E's first block to the first rank along X, and so on, and gets
+rows in the order of the ranks that sent them, G. The ranks first tell each other the numbers of rows by an AllToAll of
+the counts, `n[G_X, E] -> n[G, E_X]`, which is the same line without the ragged dim.
 """
 
 from collections.abc import Sequence
@@ -19,12 +19,14 @@ from scaling.spec import ShardingError
 
 
 def ragged_all_to_all(line: str, x: torch.Tensor, sends: Sequence[int], receives: Sequence[int], mesh) -> torch.Tensor:
-    """x[rows, ...] -> [rows received, ...]: `sends[i]` rows, in order, go to rank i along the axes, which sends back
-    nothing but its own: `receives[i]` rows come from it. Cotangent: the way back, with the two exchanged.
+    """x[rows, ...] -> [rows received, ...]: send `sends[i]` rows to rank i along the axes, and receive `receives[i]`.
 
-    Rows are counted in the order of the axes in the line. ShardingError if the line is no AllToAll, or the counts do
-    not fit x or, on a checked mesh, each other. The trace counts real bytes: sent is what leaves this rank, V is the
-    size of the group times what this rank holds, whose mean over the ranks is the whole array.
+    Rows are sent in order, and ranks count in the order of the axes in the line. Cotangent: the reverse, with `sends`
+    and `receives` exchanged. The trace counts real bytes: sent is what leaves this rank; V is the size of the group
+    times the bytes that this rank holds, whose mean over the ranks is the whole array.
+
+    Raises:
+        ShardingError: the line is not an AllToAll, or the counts do not fit x or, on a checked mesh, each other.
     """
     if (watch := who_watches()) is not None:
         return watch.ragged(line, x)

@@ -1,15 +1,16 @@
-"""Collectives written out hop by hop, by `ppermute` to the neighbours on a ring, every link counted (Part 3).
+"""The collectives written out hop by hop, by `ppermute` to the neighbours on a ring, with every link counted (Part 3).
 
-    log = Links()
+    log = LinkBytes()
     whole = all_gather(x, mesh, "X", ways=2, log=log)       # A[I_X, ...] -> A[I, ...]
 
-`ways` 1 sends round the ring in one direction, 2 in both at once: `(source, target)` links, each one way, are told
-apart. All work along dim 0. What one link carries, of an array of V bytes on n devices (n even for two ways):
+`ways` 1 sends round the ring in one direction, 2 in both at once. A link (source, target) has one direction, so that
+the two directions are counted separately. All functions work along dim 0. The busiest link carries, of an array of V
+bytes on n devices (n even for two ways):
 
     AllGather, ReduceScatter   one way V (n-1)/n        two ways V/2 at most: floor(n/2) hops of V/n
     AllToAll                   one way V (n-1)/(2n)     two ways V/8
 
-so that an AllToAll takes 1/2 of the time of an AllGather on a ring of one way, and 1/4 on one of two ways.
+So an AllToAll takes 1/2 of the time of an AllGather on a ring of one way, and 1/4 on one of two ways.
 """
 
 from collections import Counter
@@ -24,19 +25,19 @@ from scaling.spec import ShardingError
 
 @dataclass
 class LinkBytes:
-    """What was sent: `bytes` by directed link (source, target) along the axis, and `hops`, one after the other."""
+    """The traffic on a ring: `bytes` by directed link (source, target) along the axis, and the `hops` in sequence."""
 
     bytes: Counter = field(default_factory=Counter)
     hops: int = 0
 
     @property
     def busiest(self) -> int:
-        """Bytes over the link that carries most: what the time is bound by."""
+        """The bytes over the link that carries most, which bounds the time."""
         return max(self.bytes.values(), default=0)
 
 
 def one_hop(x: torch.Tensor, mesh, axis: str, step: int, log: "LinkBytes | None") -> torch.Tensor:
-    """One hop: every device passes x to its neighbour `step` (+1 or -1) along the axis, and gets the other one's."""
+    """Pass x to the neighbour `step` (+1 or -1) along the axis, and return the other neighbour's."""
     n = mesh.size((axis,))
     pairs = [(i, (i + step) % n) for i in range(n)]
     if log is not None:
@@ -47,14 +48,14 @@ def one_hop(x: torch.Tensor, mesh, axis: str, step: int, log: "LinkBytes | None"
 
 
 def directions(n: int, ways: int) -> list[tuple[int, int]]:
-    """(step, hops) of each way: one way goes all n - 1 hops, two ways share them, floor(n/2) to the right."""
+    """Return (step, hops) of each way: one way makes all n - 1 hops; two ways share them, floor(n/2) to the right."""
     if ways not in (1, 2):
         raise ValueError(f"ways must be 1 or 2, got {ways}\n  fix: 1 sends one way round the ring, 2 both ways")
     return [(1, n - 1)] if ways == 1 else [(1, n // 2), (-1, (n - 1) // 2)]
 
 
 def all_gather(x: torch.Tensor, mesh, axis: str, ways: int = 2, log: "LinkBytes | None" = None) -> torch.Tensor:
-    """A[I_X, ...] -> A[I, ...]: each device passes on what it received last, until every shard has been everywhere."""
+    """A[I_X, ...] -> A[I, ...]: each device passes on the last shard it received, until all have been everywhere."""
     n, me = mesh.size((axis,)), mesh.coord[axis]
     blocks = {me: x}
     for step, hops in directions(n, ways):
@@ -67,7 +68,7 @@ def all_gather(x: torch.Tensor, mesh, axis: str, ways: int = 2, log: "LinkBytes 
 
 
 def reduce_scatter(x: torch.Tensor, mesh, axis: str, ways: int = 2, log: "LinkBytes | None" = None) -> torch.Tensor:
-    """A[I, ...] {U_X} -> A[I_X, ...]: sums travel to where they belong, and every device adds its own on the way."""
+    """A[I, ...] {U_X} -> A[I_X, ...]: sums travel to the device that owns them, and every device adds its own term."""
     n, me = mesh.size((axis,)), mesh.coord[axis]
     blocks = _chunks(x, n, axis)
     total = blocks[me]
@@ -82,9 +83,9 @@ def reduce_scatter(x: torch.Tensor, mesh, axis: str, ways: int = 2, log: "LinkBy
 
 
 def all_to_all(x: torch.Tensor, mesh, axis: str, ways: int = 2, log: "LinkBytes | None" = None) -> torch.Tensor:
-    """[n, ...] -> [n, ...], chunk j of device i to place i on device j: every chunk travels only as far as it must.
+    """[n, ...] -> [n, ...], chunk j of device i to slot i on device j: every chunk travels only as far as it must.
 
-    With two ways and n even, the chunk for the device opposite goes half to the right and half to the left.
+    With two ways and n even, the chunk for the opposite device goes half to the right and half to the left.
     """
     n, me = mesh.size((axis,)), mesh.coord[axis]
     if x.shape[0] != n:
@@ -124,9 +125,9 @@ def _count_hops(log: "LinkBytes | None", n: int, ways: int) -> None:
 
 
 def ring_counts(n: int, items: int) -> list[tuple[str, int, int, int]]:
-    """(algorithm, ways, hops, scalars over the busiest link) of arrays of n * items scalars on a ring of n devices.
+    """Return (algorithm, ways, hops, scalars over the busiest link) for arrays of n * items scalars on n devices.
 
-    `items`: what a device holds, a multiple of 2n, so that every chunk can be halved.
+    `items` is the number that a device holds, a multiple of 2n, so that every chunk can be halved.
     """
     mesh, rows = AbstractMesh({"X": n}), []
     for ways in (1, 2):

@@ -1,8 +1,8 @@
-"""An array from one mesh to another, between ranks that need not be the same: `transfer("A[I_X] -> A[I_Y]", x, a, b)`.
+"""Move an array from one mesh to another, whose ranks may differ: `transfer("A[I_X] -> A[I_Y]", x, a, b)`.
 
-The types stand for different meshes: the first on the source's, the second on the target's. The plan is data: each
-target rank receives its block in pieces, one from each block of the source that it meets, and of the ranks that hold a
-replica of that block from the one that has least to send so far. So every rank receives what it needs once, no more.
+The first type applies to the source mesh, the second to the target. The plan is data: each target rank receives its
+block in pieces, one from each block of the source that overlaps it. Among the ranks that hold a replica of that block,
+the one with least to send so far sends it. So every rank receives each element that it needs once, and no others.
 """
 
 from collections.abc import Iterable, Sequence
@@ -21,13 +21,13 @@ from scaling.collectives.op import as_carried
 from scaling.mesh.lost import naming
 from scaling.spec import Line, ShardingError, Spec, parse_line, refuse
 
-TAG = 1 << 22  # of these messages
+TAG = 1 << 22  # the tag of these messages
 
 Region = tuple[tuple[int, int], ...]  # (start, stop) of each dim, in the whole array
 
 
 class Message(NamedTuple):
-    """A piece of the array from one rank of the run to another; where both are one, a copy."""
+    """A piece of the array from one rank of the run to another, or a copy if both are the same rank."""
 
     source: int
     target: int
@@ -35,13 +35,14 @@ class Message(NamedTuple):
 
     @property
     def numel(self) -> int:
+        """The number of elements."""
         return prod(stop - start for start, stop in self.region)
 
 
 def plan_transfer(line: "str | Line", shape, source_mesh, target_mesh, *, into=None, below=None) -> list[Message]:
-    """Who sends what to whom, for an array of this whole shape. Meshes are anything with sizes, ranks and coord_of.
+    """Return who sends what to whom for an array of this whole shape. Meshes need sizes, ranks and coord_of.
 
-    `into`, `below`: as in `transfer`.
+    `into` and `below` are as in `transfer`.
     """
     parsed = parse_line(line)
     before, after = _types(parsed, source_mesh, target_mesh)
@@ -72,13 +73,22 @@ def transfer(
     into: Sequence[int] | None = None,
     below: Sequence[int] | None = None,
 ) -> Tensor | None:
-    """The target's shard of x: `"A[I_X, J] -> A[I, J_Y]"`, the first type on the source mesh, the second on the target.
+    """Return the target's shard of x: `"A[I_X, J] -> A[I, J_Y]"`, with types on the source mesh and on the target.
 
-    All ranks of both meshes call it; those outside the source pass None, those outside the target get None. Shape and
-    dtype come with the array. `into`: the whole shape of the target's array, where that has other sizes; `below`: of
-    each dim, only places below this are sent. What is not sent is zero. Traced as "Transfer", with what a rank sends.
-    Not differentiable. ShardingError for types that do not go together, partial sums, and a rank that gives what it
-    should not.
+    All ranks of both meshes call it; ranks outside the source pass None, and ranks outside the target get None. Shape
+    and dtype come with the array. It is traced as "Transfer", with the bytes that a rank sends, and is not
+    differentiable.
+
+    Args:
+        line: the types before and after.
+        x: this rank's shard on the source mesh, or None.
+        source_mesh: the mesh that has the array.
+        target_mesh: the mesh that gets it.
+        into: the whole shape of the target's array, if its sizes differ.
+        below: for each dim, only indices below this are sent. Elements that are not sent are zero.
+
+    Raises:
+        ShardingError: the types do not go together, there are partial sums, or a rank gives x where it should not.
     """
     parsed = parse_line(line)
     before, after = _types(parsed, source_mesh, target_mesh)
@@ -117,7 +127,7 @@ def transfer(
 
 
 def _wholes(line: Line, name: str, sizes: Any, shape: Sequence[int]) -> tuple[int, ...]:
-    """ShardingError unless `sizes` has a whole number for each dim."""
+    """Raise a ShardingError unless `sizes` has a whole number for each dim."""
     found = tuple(sizes) if isinstance(sizes, (tuple, list)) else ()
     if len(found) != len(shape) or not all(type(n) is int and n >= 0 for n in found):
         rule = f"{name} has a size of at least 0 for each of the {len(shape)} dims"
@@ -138,7 +148,7 @@ def _types(line: Line, source_mesh, target_mesh) -> tuple[Spec, Spec]:
 
 
 def _blocks(spec: Spec, shape, mesh) -> Iterable[tuple[int, Region]]:
-    """(rank of the run, what it holds) for every rank of the mesh."""
+    """Yield (rank of the run, the region that it holds) for every rank of the mesh."""
     for i, rank in enumerate(mesh.ranks):
         yield rank, _region(spec, shape, mesh, i)
 
@@ -148,7 +158,7 @@ def _region(spec: Spec, shape, mesh, i: int) -> Region:
 
 
 def _announced(line: Line, x, before: Spec, source_mesh, target_mesh, me: int) -> tuple[tuple[int, ...], torch.dtype]:
-    """The whole shape and the dtype, told to each target rank that has no shard by one of the source's."""
+    """Return the whole shape and the dtype, which a source rank tells each target rank that has no shard."""
     learners = [rank for rank in target_mesh.ranks if rank not in source_mesh.ranks]
     teachers = {rank: source_mesh.ranks[i % len(source_mesh.ranks)] for i, rank in enumerate(learners)}
     if x is None:
@@ -165,7 +175,7 @@ def _announced(line: Line, x, before: Spec, source_mesh, target_mesh, me: int) -
 
 
 def _exchange(messages: list[Message], x, own: Region, result, place: Region, me: int) -> None:
-    """Send this rank's pieces of x, its block `own`, and write to `result`, its block `place`, what arrives."""
+    """Send this rank's pieces of x, its block `own`, and write the arriving pieces to `result`, its block `place`."""
     ops, arriving = [], []
     for message in messages:
         if message.source == me:
@@ -185,5 +195,5 @@ def _exchange(messages: list[Message], x, own: Region, result, place: Region, me
 
 
 def _within(region: Region, block: Region) -> tuple[slice, ...]:
-    """The region's place in a block that contains it."""
+    """Return the region's place in a block that contains it."""
     return tuple(slice(a - first, b - first) for (a, b), (first, _) in zip(region, block, strict=True))

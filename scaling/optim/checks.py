@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from scaling import tree
-from scaling.collectives.buffers import extent, overlap, overlaps_itself
+from scaling.collectives.operands import extent, overlap, overlaps_itself
 from scaling.common.torch_private import constant
 from scaling.spec import ShardingError, parse
 

@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from scaling import tree
-from scaling.collectives.buffers import extent, overlaps_itself
 from scaling.collectives.checked import alike
+from scaling.collectives.operands import extent, overlaps_itself
 from scaling.common.arguments import flag, not_negative
 from scaling.common.torch_private import fused_adamw_
 from scaling.optim.checks import check_apart, check_like, check_reduced, check_state

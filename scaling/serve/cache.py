@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from scaling import tree
-from scaling.collectives.buffers import overlaps_itself
+from scaling.collectives.operands import overlaps_itself
 from scaling.common.arguments import whole
 from scaling.configs import Config
 from scaling.mesh import AbstractMesh

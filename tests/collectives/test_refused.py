@@ -14,7 +14,7 @@ from torch import ones
 from scaling import collectives as c
 from scaling.algebra import matmul
 from scaling.collectives import rings
-from scaling.collectives.buffers import overlap, overlaps_itself
+from scaling.collectives.operands import overlap, overlaps_itself
 from scaling.mesh import AbstractMesh, Mesh
 from scaling.spec import ShardingError
 
