@@ -1,1 +1,1 @@
-"""What the chapters share: their options and tables, and the book's answers beside ours."""
+"""Tools that the chapters share: options, tables, and the comparison of the book's answers with ours."""

@@ -1,6 +1,8 @@
-"""The book's answer beside ours, with a verdict. A chapter lists `Answer`s, prints them, and fails if one differs.
+"""Compare the book's answer with ours. A chapter lists `Answer`s, prints them, and fails if one differs.
 
-Answer("5 Q1: params of LLaMA-2 13B", "13.0e9", num_params(get("llama2-13b")), "params").verdict -> "agrees"
+For example, this one's verdict is "agrees":
+
+    Answer("5 Q1: params of LLaMA-2 13B", "13.0e9", num_params(get("llama2-13b")), "params")
 """
 
 import re
@@ -12,13 +14,13 @@ from scaling.book import layout
 from scaling.common.tables import table
 
 VERDICTS = ("agrees", "rounding", "erratum", "ours", "DIFFERS")
-WORDS = 16  # columns of an answer in words, beyond which it is continued on the next line
-CLOSE, NEAR = 0.05, 0.10  # relative differences that "agrees" and "rounding" allow at most, however coarse the digits
-HEDGED = 1 / 3  # and where the book says "around", "close to"
+WORDS = 16  # columns of an answer in words; a longer one continues on the next line
+CLOSE, NEAR = 0.05, 0.10  # the largest relative differences of "agrees" and "rounding", however coarse the digits
+HEDGED = 1 / 3  # the same if the book says "around" or "close to"
 
 
 def rounding(text: str) -> tuple[float, float]:
-    """The number that a text gives, and one unit of its last significant digit: "4.2e11" -> (4.2e11, 1e10).
+    """Return the number in a text and one unit of its last significant digit: "4.2e11" -> (4.2e11, 1e10).
 
     The zeros that end a whole number count as rounding: "47,000" -> (47000.0, 1000.0), "100" -> (100.0, 100.0).
     """
@@ -33,13 +35,13 @@ def rounding(text: str) -> tuple[float, float]:
 
 
 def off(book: str, ours: float) -> tuple[float, float]:
-    """How far ours is from the book's number: relative to it, and in units of its last digit."""
+    """Return how far ours is from the book's number: relative to it, and in units of its last digit."""
     value, unit = rounding(book)
     return (ours - value) / abs(value) if value else float(ours != 0), (ours - value) / unit
 
 
 def notation(value: float, book: str = "") -> str:
-    """A number as the book writes its own, to four digits or as many: 9.6e9 beside 9e9, 8192 beside 8960."""
+    """Return a number in the notation of the book's: to four digits or as many as the book's, 9.6e9 next to 9e9."""
     mantissa, _, exponent = book.partition("e")
     digits = max(4, sum(character.isdigit() for character in mantissa))
     if exponent:
@@ -50,14 +52,21 @@ def notation(value: float, book: str = "") -> str:
 
 @dataclass(frozen=True)
 class Answer:
-    """One question. `book`: the number as the book prints it, its word for a yes-or-no question, or "" if it has none.
+    """One question with the book's answer and ours.
 
-    Verdicts: "agrees", it rounds to what the book prints (and is within 5%); "rounding", the book has cut off or
-    rounded on the way: within 10%, and either one unit of its last digit, or its number follows from `rounded`: (the
-    value by the book's rounded terms, which terms), or within a third if `hedged` has the book's words, "around 100GB";
-    "erratum", neither, with the reason in `erratum`; "ours", the book
-    has no answer and `note` says how ours follows; "DIFFERS", which fails the chapter, also when an erratum or a
-    rounding is claimed that is none.
+    `book` is the number as the book prints it, its word for a yes-or-no question, or "" if it has none. The verdicts:
+
+    "agrees": ours rounds to the book's number and is within 5%.
+
+    "rounding": the book has cut off or rounded on the way. Ours is within 10%, and either within one unit of the last
+    digit, or the book's number follows from `rounded`, (the value by the book's rounded terms, a text of which terms).
+    If `hedged` has the book's words, such as "around 100GB", a third is enough.
+
+    "erratum": neither, with the reason in `erratum`.
+
+    "ours": the book has no answer, and `note` says how ours follows.
+
+    "DIFFERS": fails the chapter; also for an erratum or a rounding that is claimed without need.
     """
 
     question: str
@@ -71,15 +80,17 @@ class Answer:
 
     @property
     def difference(self) -> "float | None":
-        """Ours less the book's, relative to the book's; None where there is nothing to compare, or words are."""
+        """Ours minus the book's, relative to the book's; None if there are no two numbers to compare."""
         return off(self.book, self.ours)[0] if self.book and not isinstance(self.ours, str) else None
 
     @property
     def agrees(self) -> bool:
+        """Whether ours is the book's word, or rounds to its number."""
         return self.book == self.ours if isinstance(self.ours, str) else _agree(self.book, self.ours)
 
     @property
     def verdict(self) -> str:
+        """The verdict, one of VERDICTS."""
         if not self.book:
             return "ours" if self.note and not self.erratum and not self.rounded else "DIFFERS"
         if self.erratum or self.rounded:
@@ -98,13 +109,14 @@ class Answer:
 
     @property
     def why(self) -> str:
+        """The reasons given for the verdict."""
         rounded = f"the book takes {self.rounded[1]}" if self.rounded else ""
         hedged = f'the book says "{self.hedged}"' if self.hedged else ""
         return "; ".join(part for part in (rounded, hedged, self.erratum, self.note) if part)
 
     @property
     def row(self) -> tuple[str, ...]:
-        """Question, the book's, ours, unit, difference, verdict."""
+        """Question, the book's answer, ours, unit, difference, verdict."""
         ours = self.ours if isinstance(self.ours, str) else notation(self.ours, self.book)
         difference = (
             "" if self.difference is None else f"{self.difference:+.1%}".replace("+0.0%", "0").replace("-0.0%", "0")
@@ -113,13 +125,13 @@ class Answer:
 
 
 def _agree(book: str, value: float, digits: float = 0.5) -> bool:
-    """Whether a value is within so many units of the last digit that the book prints, and within 5%."""
+    """Return whether a value is within so many units of the last digit that the book prints, and within 5%."""
     relative, units = off(book, value)
     return abs(units) <= digits + 1e-9 and abs(relative) <= CLOSE
 
 
 def answer_table(answers: Sequence[Answer], columns: int | None = None) -> str:
-    """The answers as a table; the reason, where there is one, stands below its row."""
+    """Return the answers as a table; a reason is printed below its row."""
     head = ("question", "book", "ours", "unit", "off by", "verdict")
     right = (False, True, True, False, True, False)
     ours = ("\n".join(wrap(answer.row[2], WORDS, break_long_words=False)) for answer in answers)
@@ -128,6 +140,6 @@ def answer_table(answers: Sequence[Answer], columns: int | None = None) -> str:
 
 
 def verdict_counts(answers: Sequence[Answer]) -> str:
-    """How many of each verdict: "31 agrees, 2 erratum"."""
+    """Return the number of each verdict: "31 agrees, 2 erratum"."""
     verdicts = [a.verdict for a in answers]
     return ", ".join(f"{verdicts.count(v)} {v}" for v in VERDICTS if v in verdicts)

@@ -1,4 +1,4 @@
-"""A prompt and the tokens after it through `scaling.serve`, by any form on any mesh: what is held beside one device."""
+"""Run a prompt and the tokens after it through `scaling.serve`, by any form on any mesh."""
 
 import torch
 
@@ -7,9 +7,9 @@ from scaling.trace import Log, trace
 
 
 def decoded(params, tokens, lengths, steps: int, config, mesh=None, form="heads") -> tuple[torch.Tensor, list[Log]]:
-    """(Logits[B, 1 + steps, V], what each step did), of rows of tokens[B, S].
+    """Return (Logits[B, 1 + steps, V], a log of each step) for the rows of tokens[B, S].
 
-    The first `lengths[B]` tokens of each row are its prompt, the next `steps` are decoded one by one.
+    The first `lengths[B]` tokens of each row are its prompt; the next `steps` are decoded one by one.
     """
     cache = serve.init_cache(config, *tokens.shape, mesh=mesh, form=form)
     logits, cache = serve.prefill(params, tokens, cache, config, mesh, lengths=lengths, form=form)

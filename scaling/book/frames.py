@@ -1,9 +1,9 @@
-"""Collectives on a ring, frame by frame: what each device has after every hop (Part 3's animations, as text).
+"""Collectives on a ring, frame by frame: the data of each device after every hop (Part 3's animations, as text).
 
     for frame in all_gather(4): ...      frame[d]: the shards that device d has
     print(draw(all_gather(4), str))      a column for each hop
 
-Every hop, each device sends to its neighbours on the ring what `scaling.collectives.rings` sends there for real.
+In every hop each device sends its neighbours on the ring what `scaling.collectives.rings` really sends.
 """
 
 from collections.abc import Callable, Sequence
@@ -12,9 +12,9 @@ from scaling.book.layout import table
 
 
 def all_gather(n: int, ways: int = 2) -> list[list[set[int]]]:
-    """frame[d]: the shards that device d has. One way every device passes on what it received last; two ways, both."""
+    """Return frames with frame[d] the shards of device d, which passes on its last shard, one way or both ways."""
     held = [{d} for d in range(n)]
-    frames, right, left = [held], list(range(n)), list(range(n))  # what each device received last, from either side
+    frames, right, left = [held], list(range(n)), list(range(n))  # each device's last shard from either side
     for hop in range(n - 1 if ways == 1 else n // 2):
         right = [right[(d - 1) % n] for d in range(n)]
         left = [left[(d + 1) % n] for d in range(n)]
@@ -25,9 +25,9 @@ def all_gather(n: int, ways: int = 2) -> list[list[set[int]]]:
 
 
 def reduce_scatter(n: int) -> list[list[tuple[int, frozenset[int]]]]:
-    """frame[d]: the block whose sum device d works on, and whose terms it holds. One way round the ring.
+    """Return frames with frame[d] the block whose sum device d works on, and its terms so far; one way round the ring.
 
-    A sum begins on the neighbour of the device where it belongs, and goes round all others before it gets there.
+    A sum begins on the neighbour of the device that will own it, and passes all other devices before it arrives there.
     """
     sums = [((d - 1) % n, frozenset({d})) for d in range(n)]
     frames = [sums]
@@ -38,7 +38,7 @@ def reduce_scatter(n: int) -> list[list[tuple[int, frozenset[int]]]]:
 
 
 def all_to_all(n: int) -> list[list[tuple[tuple, tuple]]]:
-    """frame[d]: the chunks (source, target) that device d keeps, and those that it will pass on. One way."""
+    """Return frames with frame[d] the chunks (source, target) that device d keeps and will pass on; one way."""
     state: list = [(((d, d),), tuple((d, (d + hops) % n) for hops in range(1, n))) for d in range(n)]
     frames = [state]
     for _ in range(n - 1):
@@ -49,22 +49,22 @@ def all_to_all(n: int) -> list[list[tuple[tuple, tuple]]]:
 
 
 def draw(frames: Sequence[Sequence], cell: Callable[[object], str]) -> str:
-    """A row for each device, a column for each frame; `cell` writes what a device has."""
+    """Return a table with a row for each device and a column for each frame; `cell` writes the data of a device."""
     rows = [(f"device {d}", *(cell(frame[d]) for frame in frames)) for d in range(len(frames[0]))]
     return table(rows, ["", "at first", *(f"hop {hop}" for hop in range(1, len(frames)))])
 
 
 def draw_shards(held: set[int], n: int) -> str:
-    """{0, 2} of 4 -> "A.C."."""
+    """Return the shards as letters: {0, 2} of 4 -> "A.C."."""
     return "".join(chr(ord("A") + i) if i in held else "." for i in range(n))
 
 
 def partial_sum(state: tuple[int, frozenset[int]]) -> str:
-    """(2, {0, 3}) -> "C: 0+3"."""
+    """Return a partial sum as text: (2, {0, 3}) -> "C: 0+3"."""
     return f"{chr(ord('A') + state[0])}: " + "+".join(map(str, sorted(state[1])))
 
 
 def draw_chunks(state: tuple[tuple, tuple]) -> str:
-    """What is kept, a bar, what travels on: a chunk is its source's letter and its target's number."""
+    """Return the kept chunks, a bar and the travelling ones, each as its source's letter and target's number."""
     kept, passing = (" ".join(f"{chr(ord('a') + i)}{j}" for i, j in part) for part in state)
     return f"{kept} | {passing}".rstrip(" |") if not passing else f"{kept} | {passing}"

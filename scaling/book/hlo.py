@@ -1,8 +1,9 @@
-"""Shapes and layouts of XLA's programs, read and laid out: `bf16[32,32,4096]{2,1,0:T(8,128)(2,1)S(1)}` (Part 9).
+"""Read and lay out the shapes in XLA's programs: `bf16[32,32,4096]{2,1,0:T(8,128)(2,1)S(1)}` (Part 9).
 
-dtype and logical shape; in braces the order of the dims in memory, the minor one first; tiles; the memory space, S(1)
-being VMEM. `T(8,128)` cuts the two minor dims into tiles, padded at the end, which lie one after another; `(2,1)` cuts
-each tile again. XLA stores a tile's dims behind the rest, tile by tile: https://openxla.org/xla/tiled_layout
+A shape has a dtype and the logical sizes; in braces the order of the dims in memory, the minor one first; tiles; and
+the memory space, where S(1) is VMEM. `T(8,128)` cuts the two minor dims into tiles, padded at the end and stored in
+sequence; `(2,1)` cuts each tile again. XLA stores a tile's dims after the others, tile by tile:
+https://openxla.org/xla/tiled_layout
 """
 
 import math
@@ -37,7 +38,7 @@ class Shape:
 
     @property
     def itemsize(self) -> int:
-        """Bytes of an element."""
+        """The bytes of an element."""
         return WHOLE[self.dtype] if self.dtype in WHOLE else int(dtype_bytes(NAMES[self.dtype]))
 
     @property
@@ -47,7 +48,7 @@ class Shape:
 
     @property
     def padded(self) -> tuple[int, ...]:
-        """The same, padded to whole tiles; a tile of more dims than the array has counts on ones in front."""
+        """The sizes in memory's order, padded to whole tiles; a tile with more dims than the array adds ones."""
         sizes = list(self.physical)
         if self.tiles:
             outer = self.tiles[0]
@@ -58,23 +59,23 @@ class Shape:
 
     @property
     def nbytes(self) -> int:
-        """Bytes without padding."""
+        """The bytes without padding."""
         return math.prod(self.shape) * self.itemsize
 
     @property
     def padded_bytes(self) -> int:
-        """Bytes that it takes in memory."""
+        """The bytes in memory, with padding."""
         return math.prod(self._laid_out((0,) * len(self.shape))[1]) * self.itemsize
 
     def _laid_out(self, index: Sequence[int]) -> tuple[list[int], list[int]]:
-        """An element's index and the sizes in memory, major first, once all tiles are cut."""
+        """Return an element's index and the sizes in memory, major first, after cutting all tiles."""
         at, sizes = [index[dim] for dim in reversed(self.order)], list(self.physical)
         for tile in self.tiles:
             at, sizes = _tiled(at, sizes, tile)
         return at, sizes
 
     def offset(self, *index: int) -> int:
-        """Where an element lies, in bytes from the beginning. IndexError outside the shape."""
+        """Return an element's offset in bytes. Raise an IndexError for an index outside the shape."""
         if len(index) != len(self.shape) or not all(0 <= i < n for i, n in zip(index, self.shape, strict=True)):
             raise IndexError(f"{index} lies outside {self}")
         place = 0
@@ -84,7 +85,7 @@ class Shape:
 
 
 def _tiled(at: list[int], sizes: list[int], tile: Sequence[int]) -> tuple[list[int], list[int]]:
-    """An index and the sizes after cutting the last dims into tiles: which tile, then where in it."""
+    """Return an index and the sizes after cutting the last dims into tiles: the tile's index, then the index in it."""
     missing = max(0, len(tile) - len(sizes))
     at, sizes = [0] * missing + at, [1] * missing + sizes
     front = len(sizes) - len(tile)
@@ -95,7 +96,7 @@ def _tiled(at: list[int], sizes: list[int], tile: Sequence[int]) -> tuple[list[i
 
 
 def parse_shape(text: str) -> Shape:
-    """Read a shape with its layout; without one it is row-major. ValueError for what is none."""
+    """Read a shape with its layout, row-major if it has none. Raise a ValueError for any other text."""
     match = SHAPE.fullmatch(text.strip())
     rest = REST.fullmatch((match["rest"] or "") if match else "")
     if match is None or rest is None or match["dtype"] not in NAMES | WHOLE:

@@ -1,4 +1,4 @@
-"""The largest of some differences, for those who judge by it."""
+"""The largest of several differences, for judging by it."""
 
 from collections.abc import Iterable
 
@@ -9,9 +9,9 @@ from scaling.spec import format_axes
 
 
 def largest(numbers: Iterable[float], mesh=None) -> float:
-    """The largest; NaN if one of them is: `max` keeps what stands before a NaN, which then goes unseen.
+    """Return the largest number, or NaN if one of them is NaN, which `max` may hide.
 
-    On a mesh, on all of its ranks alike: the largest of every rank's, since a copy may be wrong on one rank alone.
+    On a mesh it is the largest over all ranks, on every rank, since a copy may be wrong on one rank alone.
     """
     own = max(numbers, key=lambda x: (x != x, x))
     if mesh is None:

@@ -1,4 +1,4 @@
-"""Numbers as the book writes them, tables of them, and drawings side by side."""
+"""Numbers in the book's notation, tables of them, and drawings side by side."""
 
 from collections.abc import Iterable, Sequence
 from itertools import zip_longest
@@ -8,7 +8,7 @@ from scaling.common.console import width
 
 
 def format_number(value: float, digits: int = 4) -> str:
-    """A number as the book writes them, to four significant digits: 1.97e14, 57,500, 0.9151, 44.35."""
+    """Return a number as the book writes it, to four significant digits: 1.97e14, 57,500, 0.9151, 44.35."""
     if value != value or value in (float("inf"), float("-inf")):
         return str(value)
     mantissa, _, exponent = f"{value:.{digits - 1}e}".partition("e")
@@ -19,12 +19,12 @@ def format_number(value: float, digits: int = 4) -> str:
 
 
 def bar(value: float, whole: float, columns: int = 12) -> str:
-    """A bar as text, so many columns long where the value is the whole."""
+    """Return a bar as text, which has `columns` columns if the value is the whole."""
     return "#" * round(columns * value / whole)
 
 
 def exact(value: float) -> str:
-    """A count in full, with thousands separated; what is no whole number to six digits."""
+    """Return a count in full, with thousands separated; any other number to six digits."""
     return f"{value:,.0f}" if value == int(value) and abs(value) < 1e15 else format_number(value, 6)
 
 
@@ -33,7 +33,7 @@ def _short(text: str) -> str:
 
 
 def beside(pictures: Iterable[str], gap: int = 4, columns: int | None = None) -> str:
-    """Drawings of several lines side by side, on as many rows as they need."""
+    """Return drawings of several lines side by side, on as many rows as they need."""
     columns, rows, used = columns or width(), [], 0
     for picture in pictures:
         wide = max(map(len, picture.splitlines()))
@@ -53,8 +53,7 @@ def _side_by_side(pictures: list[str], gap: int) -> str:
 
 
 def table(rows: Iterable[Sequence], headers: Sequence[str], columns: int | None = None) -> str:
-    """Rows of text and numbers under their headers, as `common.tables` writes them: counts in full, other numbers to
-    four digits."""
+    """Return rows of text and numbers under their headers: counts in full, other numbers to four digits."""
     return tables.table([[_written(cell) for cell in row] for row in rows], headers, columns)
 
 

@@ -1,4 +1,4 @@
-"""A chapter's strategy on four layers, and what its training loop learned: beside one device, and beside the text."""
+"""A chapter's strategy on four layers, and its training loop, both compared with one device."""
 
 import time
 from argparse import Namespace
@@ -17,7 +17,7 @@ from scaling.models import mlp
 from scaling.spec import format_axes
 from scaling.train.byte_lm import batch_axes, evaluate, loss_and_grads, param_specs, reduced
 
-OPTIONS = {  # of a chapter that trains
+OPTIONS = {  # the options of a chapter that trains
     "steps": (40, "training steps", integer(1, 10**7)),
     "batch": (256, "rows of the global batch", integer(1, 100_000)),
     "text": ("", "file to learn (default: the sources of Python's standard library)"),
@@ -26,15 +26,14 @@ SIZES = {
     "D": STACK.D,
     "F": STACK.F,
     "V": STACK.V,
-}  # what must divide over a mesh: the model that trains has multiples of them
+}  # the sizes that must divide over a mesh; the trained model has multiples of them
 CONFIG, ADAMW = mlp.MLPConfig(), optim.adamw(3e-3, betas=(0.9, 0.99))
-JUDGED = 40  # steps from which on the score must be well under the text's order-0 entropy
+JUDGED = 40  # after this many steps the score must be well under the text's order-0 entropy
 
 
 @dataclass
 class Trained:
-    """What a training loop leaves: `losses` of each step, the `first` gradients, params, the optimizer's state, and the
-    seconds that it took."""
+    """The results of a training loop: each step's loss, the `first` gradients, params, optimizer state, seconds."""
 
     losses: list
     first: dict
@@ -45,8 +44,11 @@ class Trained:
 
 @dataclass
 class Learned:
-    """A training run, its arrays whole: `alike` rows (what, how far any rank's is from rank 0's, limit), `memory` rows
-    (what, formula, bytes from the types, bytes held), `score` in bits per byte on the text's held-out part."""
+    """A training run, with whole arrays.
+
+    `alike`: rows (name, the largest difference of any rank from rank 0, limit); `memory`: rows (name, formula, bytes
+    from the types, bytes held); `score`: bits per byte on the text's held-out part.
+    """
 
     run: Trained
     alike: list
@@ -55,7 +57,7 @@ class Learned:
 
 
 def train(layer, mesh, text, args) -> Trained:
-    """The training loop that 05_dp shows, of a chapter's layer on its mesh."""
+    """Run the training loop that 05_dp shows, with a chapter's layer on its mesh."""
     params = mlp.init(CONFIG, args.seed, torch.float32, mesh, param_specs(layer))
     state, losses, first, began = ADAMW.init(params), [], None, clock(mesh.device)
     batches = data.endless(text, CONFIG.K, args.batch, mesh, batch_axes(layer), args.seed)
@@ -80,7 +82,10 @@ def learn(mesh, strategy, train: Callable, args) -> Learned:
 
 
 def ranks_alike(losses: list[float], first: dict, mesh) -> list[tuple]:
-    """Rows (what, how far any rank's is from rank 0's, limit): one device is compared with what rank 0 returns."""
+    """Return rows (name, the largest difference of any rank from rank 0, limit).
+
+    One device is compared with rank 0's results, so the other ranks must have equal ones.
+    """
 
     def of_rank_0(x):
         whole = torch.as_tensor(x, dtype=torch.float64).to(mesh.device).flatten()
@@ -91,11 +96,12 @@ def ranks_alike(losses: list[float], first: dict, mesh) -> list[tuple]:
 
 
 def load_given_text(args, device) -> torch.Tensor:
+    """Return the text to learn, on the device."""
     return data.load_text(args.text or None, max_bytes=1_000_000).to(device)
 
 
 def _memory(strategy, mesh, run: Trained) -> list[tuple]:
-    """Bytes on each rank of params, gradients and Adam's moments, beside what the types say."""
+    """Return rows of the bytes on each rank of params, gradients and Adam's moments, with the bytes from the types."""
     ours = int(tree.local_nbytes(param_specs(strategy), CONFIG.sizes, mesh, torch.float32))
     n, m_and_v = CONFIG.num_params(), [run.state["m"], run.state["v"]]
     held = {"params": (4, run.params), "gradients": (4, run.first), "Adam's m and v": (8, m_and_v)}
@@ -106,13 +112,15 @@ def _memory(strategy, mesh, run: Trained) -> list[tuple]:
 
 
 def both(mesh, strategy, train: Callable, args) -> tuple[list, Learned]:
-    """On ranks that are started once: four layers beside one device, and the chapter's loop."""
+    """Return the comparison of four layers with one device and the chapter's training run, on ranks started once."""
     return stack_equality(mesh, strategy, args.seed), learn(mesh, strategy, train, args)
 
 
 def show(page: Page, strategy, train: Callable = train) -> None:
-    """The strategy on four layers beside one device; then what the chapter's training loop did on its mesh, beside the
-    same run on one device, and beside its text."""
+    """Show the strategy on four layers compared with one device, and then the chapter's training run.
+
+    The run is compared with the same run on one device, and its score with the text's entropy.
+    """
     args = Namespace(**vars(page.args))
     args.steps = min(args.steps, 3) if page.small else args.steps
     layers, found = page.on_ranks(both, strategy, train, args)
@@ -136,9 +144,9 @@ def show(page: Page, strategy, train: Callable = train) -> None:
 
 
 def beside_one_device(page: Page, losses, first, alike: list, config, args) -> Trained | None:
-    """Print the losses of a run on ranks beside those of one device, and how far the first gradients are apart.
+    """Print the losses of a run on ranks with one device's, and the difference of the first gradients.
 
-    `alike`: the rows of `ranks_alike`. The run of one device; None on other ranks than 0, which do without it.
+    `alike` are the rows of `ranks_alike`. Returns the run of one device, or None on ranks other than 0, which skip it.
     """
     if not page.first:
         return None
@@ -156,7 +164,7 @@ def beside_one_device(page: Page, losses, first, alike: list, config, args) -> T
 
 
 def one_device(config: mlp.MLPConfig, text, args, device) -> Trained:
-    """The same training by autograd of the stateless module."""
+    """Train on one device, by autograd of the stateless module."""
     own = mlp.init(config, args.seed, device=device)
     state, losses, first, began = ADAMW.init(own), [], None, clock(device)
     for _, batch in zip(range(args.steps), data.endless(text, config.K, args.batch, seed=args.seed), strict=False):
@@ -168,7 +176,7 @@ def one_device(config: mlp.MLPConfig, text, args, device) -> Trained:
 
 
 def clock(device: torch.device) -> float:
-    """Seconds, once the device has done all that it was given."""
+    """Return the time in seconds, after the device has finished its work."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     return time.perf_counter()

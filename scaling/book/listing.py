@@ -1,6 +1,6 @@
-"""A chapter's one-layer listing beside one device: its lines as they ran, what it moves, and L layers of it with AdamW.
+"""Compare a chapter's one-layer listing with one device: its lines as they ran, its bytes, and L layers with AdamW.
 
-What runs on ranks takes a mesh and returns plain values; `show_module` and `show_layer` print them.
+The functions that run on ranks take a mesh and return plain values; `show_module` and `show_layer` print them.
 """
 
 from collections import OrderedDict
@@ -22,19 +22,21 @@ from scaling.trace import Log, trace
 from scaling.train.byte_lm import batch_axes, loss_and_grads, param_specs, reduced
 
 EXACT, SINGLE = 1e-12, 2e-5  # relative differences allowed in float64 and float32
-STACK = mlp.MLPConfig(L=4, D=32, F=64, K=4)  # the layers that are held beside one device
+STACK = mlp.MLPConfig(L=4, D=32, F=64, K=4)  # the layers that are compared with one device
 
 
 def difference(a, b, mesh=None) -> float:
-    """The largest difference of two trees, each leaf's relative to the largest element of b's; on a mesh: of all ranks'
-    trees, which all ranks compare."""
+    """Return the largest difference of two trees, each leaf's relative to the largest element of b's leaf.
+
+    On a mesh it is the largest over all ranks' trees; all ranks must call it.
+    """
     pairs = zip(tree.leaves(a), tree.leaves(b), strict=True)
     both = ([torch.as_tensor(x, dtype=torch.float64).cpu() for x in pair] for pair in pairs)
     return largest((float((x - y).abs().max() / y.abs().max().clamp(min=1e-300)) for x, y in both), mesh)
 
 
 def lines(log: Log) -> list[tuple]:
-    """The rows (line, V bytes, sent, FLOPs) of what ran."""
+    """Return the rows (line, V bytes, sent, FLOPs) of the events in a log."""
     return [
         (str(event), event.nbytes if event.op not in ("Einsum", "Slice") else "", event.wire_bytes or "",
          event.flops or "")
@@ -43,19 +45,19 @@ def lines(log: Log) -> list[tuple]:
 
 
 def show_lines(page: Page, title: str, rows: list[tuple], flops: bool = True) -> None:
-    """A table of `lines`: V is the gathered or unreduced array, the book's measure; sent is what this rank sends."""
+    """Print a table of `lines`: V is the gathered or unreduced array, the book's measure; sent is per rank."""
     page.title(title)
     page.table([row[: 3 + flops] for row in rows], ["line", "V bytes", "sent", "FLOPs"][: 3 + flops])
 
 
-# An nn.Module by the types of its params
+# An nn.Module, by its params' types
 
 
 def module_equality(mesh, gradients: Callable, types: dict, seed: int) -> tuple[str, list]:
-    """A chapter's `gradients(module, params, x, mesh)` of an unmodified nn.Module: (what moved, rows against one
-    device), in float64.
+    """Run a chapter's `gradients(module, params, x, mesh)` of an unmodified nn.Module in float64.
 
-    `types`: those of the params, by dotted name; x[B, D] is split over X where the mesh has it.
+    Returns (the number of each collective, rows against one device). `types` are the params' types, by dotted name;
+    x[B, D] is split over X if the mesh has it.
     """
     torch.manual_seed(seed)
     D, F = 8 * mesh.size(), 16 * mesh.size()
@@ -73,13 +75,13 @@ def module_equality(mesh, gradients: Callable, types: dict, seed: int) -> tuple[
 
 
 def show_module(page: Page, gradients: Callable, types: dict) -> None:
-    """The gradients of an nn.Module on the chapter's mesh, beside one device."""
+    """Show the gradients of an nn.Module on the chapter's mesh, compared with one device."""
     moved, rows = page.on_ranks(module_equality, gradients, types, page.args.seed)
     page.say(f"What the types made it move: {moved}\n")
     page.equal(rows)
 
 
-# One layer of the book
+# One layer of the book's model
 
 
 class Ran(NamedTuple):
@@ -91,9 +93,9 @@ class Ran(NamedTuple):
 
 
 def _one_layer(mesh, strategy, sizes: dict, seed: int) -> Ran:
-    """A chapter's own layer in float64 beside one device: the block is the book's, with neither activation nor norm."""
+    """Run a chapter's layer in float64 and compare it with one device; the block has neither activation nor norm."""
     types = {name: strategy.SPECS[name] for name in ("In", "W_in", "W_out", "Out")}
-    whole, local = operands(types, sizes, mesh, seed)  # of Out its cotangent
+    whole, local = operands(types, sizes, mesh, seed)  # "Out" is its cotangent
     *inputs, dOut = whole.values()
     product, pull, *_ = vjp(lambda In, W_in, W_out: In @ W_in @ W_out, *inputs)
     wanted = product, *pull(dOut)
@@ -111,7 +113,7 @@ def _one_layer(mesh, strategy, sizes: dict, seed: int) -> Ran:
 
 
 def show_layer(page: Page, strategy, sizes: dict) -> tuple[int, int]:
-    """The chapter's layer on its mesh: the lines as they ran, its results beside one device; bytes of both passes."""
+    """Show the chapter's layer on its mesh: the lines as they ran, its results, and return the bytes of both passes."""
     ran = page.on_ranks(_one_layer, strategy, sizes, page.args.seed)
     shown = " ".join(f"{dim}={size}" for dim, size in sizes.items())
     for rows, which in zip(ran.lines, ("forward", "backward"), strict=True):
@@ -122,8 +124,10 @@ def show_layer(page: Page, strategy, sizes: dict) -> tuple[int, int]:
 
 
 def both_passes(strategy, sizes: dict, mesh, dtype: torch.dtype = torch.bfloat16) -> tuple[Log, Log]:
-    """The FLOPs and bytes of a strategy's forward and of its backward, through one layer if `sizes` have no L: on
-    zeros, or on an abstract mesh on shapes alone."""
+    """Return the logs of a strategy's forward and backward, through one layer if `sizes` have no L.
+
+    They run on zeros, or on an abstract mesh on shapes alone.
+    """
     types = {name: strategy.SPECS[name] for name in ("W_in", "W_out", "In")}
     types |= {name: types[name].replace("[", "[L, ") for name in ("W_in", "W_out")}
     shapes = {name: parse(text).local_shape({"L": 1} | sizes, mesh) for name, text in types.items()}
@@ -137,7 +141,7 @@ def both_passes(strategy, sizes: dict, mesh, dtype: torch.dtype = torch.bfloat16
 
 
 def show_times(page: Page, what: str, rows: list[tuple]) -> None:
-    """Rows of (`what`, T_math, T_comms), in seconds: their ratio, and which of the two binds."""
+    """Print rows of (`what`, T_math, T_comms), in seconds, with their ratio and which of the two binds."""
     words = [(n, 1e3 * math, 1e3 * comms, math / comms, _bound(math, comms)) for n, math, comms in rows]
     page.table(words, [what, "T_math, ms", "T_comms, ms", "T_math / T_comms", "bound by"])
 
@@ -146,11 +150,11 @@ def _bound(math: float, comms: float) -> str:
     return "compute" if math >= comms else "communication"
 
 
-# L layers
+# Several layers
 
 
 def stack_equality(mesh, strategy, seed: int, steps: int = 3) -> list:
-    """The strategy on four layers with gelu, norm and residual, in float64: gradients, and params after AdamW steps."""
+    """Run four layers with gelu, norm and residual in float64; compare gradients, and params after AdamW steps."""
     config = STACK
     text = data.load_text(max_bytes=50_000).to(mesh.device)
     specs, adamw = param_specs(strategy), optim.adamw(0.01)

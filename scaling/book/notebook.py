@@ -1,7 +1,7 @@
-"""Run a chapter as a notebook, in a kernel (the `notebook` extra); the cells with their output go to a file if wanted.
+"""Run a chapter as a notebook, in a kernel (the `notebook` extra), and write the cells with their output if wanted.
 
-python -m scaling.book.notebook chapters/01_roofline.py --out 01_roofline.ipynb
-CHAPTER="--small" python -m scaling.book.notebook chapters/03_collectives.py
+python -m scaling.book.notebook chapters/01_roofline.py --out 01_roofline.ipynb CHAPTER="--small" python -m
+scaling.book.notebook chapters/03_collectives.py
 """
 
 import sys
@@ -11,17 +11,22 @@ from scaling.common.console import Parser, output
 
 
 def execute(chapter, timeout: int = 600):
-    """A chapter's file, or its notebook, with all cells run; nbclient's CellExecutionError if one raises."""
+    """Run all cells of a chapter's file or notebook, and return the notebook.
+
+    Raises:
+        CellExecutionError: a cell raised (nbclient's error).
+    """
     import jupytext
     from nbclient import NotebookClient
 
     notebook = jupytext.read(chapter) if isinstance(chapter, str | Path) else chapter
-    quiet = ["--log-level=ERROR"]  # it listens to this machine alone, and warns that it does so without encryption
+    quiet = ["--log-level=ERROR"]  # no warning that it listens without encryption, on this machine only
     NotebookClient(notebook, timeout=timeout, kernel_name="python3", extra_arguments=quiet).execute()
     return notebook
 
 
 def main(argv: list[str] | None = None) -> int:
+    """Run the command and return its exit code."""
     parser = Parser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("chapter", help="a script in percent cells")
     parser.add_argument("--out", type=output, metavar="FILE.ipynb", help="write the notebook with its output")

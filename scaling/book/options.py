@@ -1,4 +1,4 @@
-"""The options of a chapter, and what is refused of them before any rank starts.
+"""The options of a chapter, and their checks before any rank starts.
 
 In a notebook the kernel's own arguments are left alone; options come from the environment: CHAPTER="--small".
 """
@@ -19,14 +19,14 @@ from scaling.common.torchrun import first_rank, world_size
 from scaling.spec import ShardingError, parse
 from scaling.spec.sizes import format_sizes, parse_mesh
 
-LEAST = 10_000  # bytes of a text that a chapter can learn from
-RANKS = 256  # the most that a chapter starts on one machine
+LEAST = 10_000  # least bytes of a text that a chapter can learn
+RANKS = 256  # the largest number that a chapter starts on one machine
 
 Fits = tuple[Iterable[str], dict[str, int]]
 
 
 def in_notebook() -> bool:
-    """Whether this is IPython's kernel or prompt rather than a script."""
+    """Return whether this runs in IPython's kernel or prompt rather than in a script."""
     return hasattr(builtins, "__IPYTHON__")
 
 
@@ -37,20 +37,22 @@ def judging() -> bool:
 
 
 class ChapterParser(Parser):
-    """A parser of which rank 0 alone says what is wrong and what options there are."""
+    """A parser that reports errors and prints help on rank 0 alone."""
 
     def error(self, message: str) -> NoReturn:
+        """Print the error on rank 0, and exit with code 2."""
         if not first_rank():
             sys.exit(2)
         super().error(message)
 
     def print_help(self, file=None) -> None:
+        """Print the help on rank 0."""
         if first_rank():
             super().print_help(file)
 
 
 def chapter_parser(doc: str, mesh="", axes="", *, device=False, seed=False, plot=False, **options) -> ChapterParser:
-    """The parser of a chapter with this docstring, which has the options that `Page` names."""
+    """Return the parser of a chapter with this docstring, with the options that its `Page` asks for."""
     first, _, rest = doc.strip().partition("\n")
     parser = ChapterParser(description=first, epilog=rest)
     parser.add_argument("--small", action="store_true", help="smaller sizes: a few seconds")
@@ -73,13 +75,13 @@ def chapter_parser(doc: str, mesh="", axes="", *, device=False, seed=False, plot
 
 
 def read_options(parser: ChapterParser, mesh: str, axes: str, fits: Fits) -> argparse.Namespace:
-    """The options given, `mesh` as sizes. What no rank could do is refused, and a script whose lines break a rule.
+    """Return the options given, with `mesh` as sizes; refuse impossible ones, and a script whose lines break a rule.
 
-    Where ranks cannot be forked, the script is then started again as torchrun's ranks.
+    If ranks cannot be forked, the script is then started again as torchrun's ranks.
     """
     args = parser.parse_args(shlex.split(os.environ.get("CHAPTER", "")) if in_notebook() else None)
     if judging() and hasattr(args, "steps"):
-        args.steps = 1  # of which types show as much as of many
+        args.steps = 1  # one step shows the judge all types
     if hasattr(args, "device"):
         _check_device(parser, args.device)
     if mesh:
@@ -97,7 +99,7 @@ def read_options(parser: ChapterParser, mesh: str, axes: str, fits: Fits) -> arg
 
 
 def _check_text(parser: ChapterParser, args: argparse.Namespace) -> None:
-    """Refuse a text that is not there or too short."""
+    """Refuse a text that does not exist or is too short."""
     if text := getattr(args, "text", ""):
         size, least = Path(text).is_file() and Path(text).stat().st_size, max(LEAST, 2 * getattr(args, "batch", 0))
         if size < least:
@@ -106,7 +108,7 @@ def _check_text(parser: ChapterParser, args: argparse.Namespace) -> None:
 
 
 def _check_script() -> None:
-    """Exit with what the judge finds in the chapter, before its ranks start.
+    """Exit with the judge's findings in the chapter, before its ranks start.
 
     The judge runs the chapter, which then does not ask it again. No line of a chapter goes through the judge: like the
     profiler it is a tool that the page calls by its module's name.
@@ -119,7 +121,7 @@ def _check_script() -> None:
 
 
 def _check_device(parser: ChapterParser, device: str) -> None:
-    """Refuse a device that is none here."""
+    """Refuse a device that does not exist here."""
     if device not in ("cpu", "cuda"):
         parser.error(
             f"--device {device}: must be cpu, or cuda, where each rank takes a GPU of its own; fix: --device cpu"
@@ -133,7 +135,7 @@ def _check_device(parser: ChapterParser, device: str) -> None:
 
 
 def _mesh(parser: ChapterParser, usual: str, axes: str, given: str | None) -> dict[str, int]:
-    """The mesh asked for, or the usual one fitted to torchrun's ranks; axes that are not named have size 1."""
+    """Return the mesh asked for, or the usual one fitted to torchrun's ranks; axes that are not named have size 1."""
     try:
         sizes = parse_mesh(usual)
         if given:
@@ -153,7 +155,7 @@ def _mesh(parser: ChapterParser, usual: str, axes: str, given: str | None) -> di
 
 
 def _check_sizes(parser: ChapterParser, args: argparse.Namespace, usual: str, types: Iterable, sizes: dict) -> None:
-    """Refuse a mesh, or a batch, over which arrays of these types do not divide, or of another number of ranks."""
+    """Refuse a mesh or a batch over which these types do not divide, or a mesh for another number of ranks."""
     devices, given = math.prod(args.mesh.values()), format_sizes(args.mesh).replace(" ", "")
     world = world_size()
     fix = f"fix: --mesh {usual}"

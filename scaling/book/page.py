@@ -1,13 +1,13 @@
-"""What a chapter writes on: the same cells print in a terminal, under torchrun (rank 0 alone), and in a notebook.
+"""The page that a chapter prints on: in a terminal, under torchrun (on rank 0 alone), and in a notebook.
 
     page = Page(__doc__, mesh="X=4", plot=True)     the options that the chapter has; --small is always one
     page.title("Where the time goes")
     page.table(rows, headers)                       at most 100 columns, or as many as the terminal has
-    page.check("the halves add up", same)           what must hold, besides the answers
+    page.check("the halves add up", same)           a condition that must hold, besides the answers
     page.answers([Answer(...), ...])
-    page.end()                                      what held; a failed script exits with 1
+    page.end()                                      the verdict; a failed script exits with 1
 
-The options, and what is refused of them, stand in options.py.
+The options and their checks are in options.py.
 """
 
 import sys
@@ -27,19 +27,28 @@ from scaling.show import charts
 
 
 class Page:
-    """Prints, and keeps the verdicts: `answers` given so far, `checks` as (what, held)."""
+    """Prints a chapter's results and keeps the verdicts: `given` answers, and `checks` as (name, held)."""
 
     def __init__(
         self, doc, *, mesh="", axes="", fits: Fits = ((), {}), device=False, seed=False, plot=False, **options
     ):
-        """`mesh`: the default one of the chapter's ranks; `axes`: others that it may name; `fits`: (types, their dims'
-        sizes) that must divide over it, where B is --batch if it has no size; `options`: name=(default, help), as
-        `page.args.name` then, or (default, help, a type for argparse)."""
+        """Read the options and check them.
+
+        Args:
+            doc: the chapter's docstring.
+            mesh: the default mesh of the chapter's ranks; "" if it has none.
+            axes: other axes that --mesh may name.
+            fits: (types, their dims' sizes) that must divide over the mesh, where B is --batch if it has no size.
+            device: whether the chapter has --device.
+            seed: whether it has --seed.
+            plot: whether it has --plot.
+            **options: name=(default, help) or (default, help, a type for argparse); the value is `page.args.name`.
+        """
         self.doc, self.began = doc or "", time.perf_counter()
         self.checks: list[tuple[str, bool]] = []
         self.given: list[Answer] = []
         self.pictures: list[tuple[str, Callable]] = []
-        self.profiles: list[Path] = []  # that `--profile` asked for
+        self.profiles: list[Path] = []  # the profiles that `--profile` asked for
         try:
             self.first = first_rank()
         except ValueError as error:
@@ -50,40 +59,46 @@ class Page:
 
     @property
     def small(self) -> bool:
+        """Whether --small was given."""
         return self.args.small
 
     @property
     def columns(self) -> int:
-        """How many columns may be printed."""
+        """The number of columns that may be printed."""
         return layout.width()
 
     def say(self, text: str = "") -> None:
-        """Print text, its long lines continued on the next ones; from rank 0 alone."""
+        """Print text from rank 0 alone, with its long lines continued on the next ones."""
         self.open()
         if self.first:
             print(fold(str(text)), flush=True)
 
     def open(self) -> None:
-        """Print the first paragraph, once: before anything else, and after what the chapter may refuse."""
+        """Print the first paragraph, once: before anything else, but after the checks of the options."""
         opening, self.opening = self.opening, ""
         if opening:
             self.say(opening)
 
     def title(self, text: str) -> None:
+        """Print an underlined title."""
         self.say(f"\n{text}\n{'-' * min(len(text), layout.width())}")
 
     def table(self, rows: Iterable[Sequence], headers: Sequence[str]) -> None:
+        """Print rows under their headers."""
         self.say(layout.table(rows, headers))
 
     def chart(self, name: str, series, *labels: str, points=None, marks=(), log: bool | str = True, height=18) -> None:
-        """A chart (scaling.show.charts): as text, in a notebook as a picture; `--plot` also writes it, by its name."""
+        """Show a chart (scaling.show.charts) as text, in a notebook as a picture; `--plot` writes it by its name."""
         options: dict[str, Any] = {"points": points, "marks": marks, "log": log}
         if not self.picture(name, lambda: charts.figure(series, *list[Any](labels), **options)):
             width = min(layout.width(), 90) - charts.MARGIN - 1
             self.say("\n" + charts.chart(series, *labels, width=width, height=height, **options))
 
     def picture(self, name: str, make: Callable) -> bool:
-        """Keep a picture, `make()` its matplotlib Figure, for `--plot`; in a notebook show it. Whether it was shown."""
+        """Keep a picture for `--plot`; in a notebook show it. Return whether it was shown.
+
+        `make()` returns the matplotlib Figure.
+        """
         self.pictures.append((name, make))
         if not in_notebook():
             return False
@@ -97,17 +112,17 @@ class Page:
         return True
 
     def check(self, what: str, held: bool) -> str:
-        """Keep a verdict, and give its word for a table: "yes", or "NO" if it does not hold."""
+        """Keep a verdict and return its word for a table: "yes", or "NO" if it does not hold."""
         self.checks.append((what, bool(held)))
         return "yes" if held else "NO"
 
     def equal(self, rows, other: str = "one device") -> None:
-        """A table of (what, difference, limit): the difference from another result, relative to its largest."""
+        """Print a table of (name, difference, limit), the difference relative to the other result's largest."""
         words = [(what, f"{off:.1e}", f"{limit:.0e}", self.check(what, off <= limit)) for what, off, limit in rows]
         self.table(words, [f"compared with {other}", "difference", "limit", "equal"])
 
     def same(self, rows, headers: Sequence[str]) -> None:
-        """A table of (what, the book's formula, its value, what was counted): the two numbers must be one."""
+        """Print a table of (name, the book's formula, its value, the count); the numbers must be equal."""
         words = []
         for what, formula, value, counted in rows:
             held = abs(value - counted) <= 1e-9 * abs(value)
@@ -115,13 +130,15 @@ class Page:
         self.table(words, [*headers, "the same"])
 
     def answers(self, answers: Sequence[Answer]) -> None:
-        """The book's answers beside ours; those that differ fail the chapter."""
+        """Print the book's answers and ours; an answer that differs fails the chapter."""
         self.given += answers
         self.say("\n" + answer_table(answers))
 
     def on_ranks(self, fn: Callable, *args, checked: bool = True) -> Any:
-        """`fn(mesh, *args)` on every rank of `--mesh`, started here or torchrun's: the result of rank 0. With
-        `--profile` each time has a profile of its own, the second in PLACE-2."""
+        """Run `fn(mesh, *args)` on every rank of `--mesh`, started here or by torchrun, and return rank 0's result.
+
+        With `--profile` each such call makes another profile; the second is in PLACE-2.
+        """
         from scaling import launch
 
         if self.args.profile and not judging():
@@ -129,7 +146,7 @@ class Page:
             self.profiles.append(path if number == 1 else path.with_stem(f"{path.stem}-{number}"))
             fn, args = import_module("scaling.profile.record").profiled, (fn, str(self.profiles[-1]), *args)
         sizes, device = self.args.mesh, getattr(self.args, "device", "cpu")
-        self.open()  # the ranks may print, too
+        self.open()  # because the ranks may print, too
         sys.stdout.flush()
         if world_size() > 1:
             from scaling.mesh import Mesh
@@ -141,12 +158,12 @@ class Page:
 
     @property
     def failures(self) -> list[str]:
-        """What did not hold: answers that differ, and checks."""
+        """The answers that differ and the checks that do not hold."""
         wrong = [answer.question for answer in self.given if answer.verdict == "DIFFERS"]
         return wrong + [what for what, held in self.checks if not held]
 
     def end(self) -> None:
-        """Write the pictures asked for and say what held. What did not: ends a script with 1, raises in a notebook."""
+        """Write the pictures and print the verdict. A failure ends a script with 1 and raises in a notebook."""
         for path in self._save() if self.first and getattr(self.args, "plot", None) else ():
             self.say(f"wrote {path}")
         parts = [verdict_counts(self.given)] if self.given else []
@@ -166,7 +183,7 @@ class Page:
             sys.exit(1 if self.first else f"rank {this_rank().rank}: {verdict}")
 
     def _save(self) -> list[Path]:
-        """The pictures as files: one under the name given, several with their own names added to it."""
+        """Write the pictures: one under the name given, several with their own names added to it."""
         path = Path(self.args.plot)
         paths = [path.with_stem(f"{path.stem}-{name}") if len(self.pictures) > 1 else path for name, _ in self.pictures]
         for file, (_, make) in zip(paths, self.pictures, strict=True):

@@ -1,6 +1,8 @@
-"""Chapters as scripts: what each shows, and what it leaves when it is run in this process.
+"""Chapters as scripts: their titles and lengths, and their results when they are run in this process.
 
-run_script(Path("chapters/01_roofline.py")).page.given      the answers that the chapter prints, from the chapter itself
+For example, these are the answers that a chapter prints, from the chapter itself:
+
+    run_script(Path("chapters/01_roofline.py")).page.given
 """
 
 import ast
@@ -17,7 +19,7 @@ from scaling.book.page import Page
 
 
 class ScriptRun(NamedTuple):
-    """What a chapter left: its names, what it printed, and its exit status."""
+    """The results of a chapter: its names, its output, and its exit status."""
 
     names: dict[str, Any]
     text: str
@@ -25,32 +27,33 @@ class ScriptRun(NamedTuple):
 
     @property
     def page(self) -> Page:
+        """The chapter's page."""
         return self.names["page"]
 
 
 def part(path: Path) -> int:
-    """The book's part that a chapter is about: of 05_fsdp.py 5."""
+    """Return the book's part that a chapter is about: 5 for 05_fsdp.py."""
     return int(path.stem.partition("_")[0])
 
 
 def shows(path: Path) -> str:
-    """The first line of a chapter's docstring, without the part and without an address."""
+    """Return the first line of a chapter's docstring, without the part and the address."""
     said = (ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or "").split("\n")[0]
     return re.sub(r"^Part \d+[,:]? (?:and Part \d+, )?|: https:.*", "", said)
 
 
 def minutes(path: Path) -> int:
-    """To read a chapter and run it: 150 words of its text and code a minute, rounded up to five minutes."""
+    """Return the minutes to read and run a chapter: 150 words a minute, rounded up to five minutes."""
     return 5 * -(-len(path.read_text(encoding="utf-8").split()) // 750)
 
 
 def has_numbers(path: Path) -> bool:
-    """Whether a chapter sets numbers of the book beside its own."""
+    """Return whether a chapter compares numbers of the book with its own."""
     return "Answer(" in path.read_text(encoding="utf-8")
 
 
 def run_script(path: Path, options: Sequence[str] = (), text: str | None = None) -> ScriptRun:
-    """The chapter, or an edited text of it, run in this process as a script with these options and `--small`."""
+    """Run the chapter, or an edited text of it, in this process as a script with these options and `--small`."""
     names: dict[str, Any] = {"__name__": "__main__", "__file__": str(path)}
     argv, handler, status = sys.argv, signal.getsignal(signal.SIGTERM), 0
     sys.argv = [str(path), "--small", *options]

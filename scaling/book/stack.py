@@ -1,9 +1,8 @@
-"""What becomes of a program on its way to the machine (Part 9): torch's layers, where JAX has StableHLO, HLO and LLO.
+"""The stages of a program on its way to the machine (Part 9): torch's layers, where JAX has StableHLO, HLO and LLO.
 
-dispatched(f, x)    eager: the operations, one after another, as they run
-graph(f, x)         make_fx: the same as a graph, of which nothing has run; `listing` writes it as XLA writes its own
-joint(f, x)         AOTAutograd: two graphs, forward and backward, with what is saved between them
-generated(f, x)     inductor: the code that it writes for this machine
+dispatched(f, x)    eager: the operations in the order in which they run graph(f, x)         make_fx: the operations as
+a graph, not run; `listing` writes it as XLA writes its own joint(f, x)         AOTAutograd: two graphs, forward and
+backward, with the values saved between them generated(f, x)     inductor: the code that it writes for this machine
 """
 
 import re
@@ -18,7 +17,7 @@ from scaling.common.torch_private import TorchDispatchMode, aot_graphs, inductor
 
 PRODUCTS = {"bmm", "mm", "addmm", "einsum"}
 LAYOUT = {"view", "permute", "unsqueeze", "squeeze", "transpose", "t", "expand", "reshape"}
-STORED = Path(__file__).with_name("inductor.txt")  # what `generated` gave for the chapter's program
+STORED = Path(__file__).with_name("inductor.txt")  # the result of `generated` for the chapter's program
 DTYPES = {torch.float32: "f32", torch.bfloat16: "bf16", torch.float64: "f64", torch.int64: "s64"}
 
 
@@ -33,14 +32,14 @@ class _Names(TorchDispatchMode):
 
 
 def dispatched(fn: Callable, *args) -> list[str]:
-    """The names of the operations that a call runs, in order."""
+    """Return the names of the operations that a call runs, in order."""
     with _Names() as names:
         fn(*args)
     return names.found
 
 
 def graph(fn: Callable, *args) -> torch.fx.Graph:
-    """The operations as a graph: of each its operands, and the shape and dtype of its result."""
+    """Return the operations as a graph, with each one's operands and its result's shape and dtype."""
     return make_fx(fn, tracing_mode="fake")(*args).graph
 
 
@@ -49,7 +48,7 @@ def _name_of(node: torch.fx.Node) -> str:
 
 
 def kinds(graph: torch.fx.Graph) -> Counter:
-    """How many nodes are inputs, products, changes of layout, pointwise operations."""
+    """Return the number of inputs, products, changes of layout and pointwise operations."""
     found: Counter = Counter()
     for node in graph.nodes:
         name = _name_of(node)
@@ -61,7 +60,7 @@ def kinds(graph: torch.fx.Graph) -> Counter:
 
 
 def listing(graph: torch.fx.Graph) -> str:
-    """The graph, an operation a line: `%bmm = f32[1,16,128] bmm(%view, %view_1)`."""
+    """Return the graph as text, an operation a line: `%bmm = f32[1,16,128] bmm(%view, %view_1)`."""
     lines = []
     for node in graph.nodes:
         if node.op == "output":
@@ -76,13 +75,13 @@ def listing(graph: torch.fx.Graph) -> str:
 
 
 def joint(fn: Callable, *args) -> tuple[torch.fx.Graph, torch.fx.Graph]:
-    """AOTAutograd's graphs of the forward and the backward pass; args[0] is differentiated."""
+    """Return AOTAutograd's graphs of the forward and the backward pass; args[0] is differentiated."""
     first, *rest = args
     return aot_graphs(fn, first.detach().clone().requires_grad_(), *rest)
 
 
 def generated(fn: Callable, *args) -> str:
-    """The kernels and the calls that inductor writes, without what stands around them in every program."""
+    """Return the kernels and the calls that inductor writes, without the frame that every program has."""
     code = inductor_code(fn, *args)
     kernels = re.findall(r"^(\w+) = async_compile.*?r?'''\n(.*?)^'''", code, re.MULTILINE | re.DOTALL)
     calls = re.search(r"^    def call\(self, args\):\n(.*?)^\s*return ", code, re.MULTILINE | re.DOTALL)
