@@ -7,18 +7,16 @@ import pytest
 
 from scaling.train import dry
 
-OPTIONS = dry.StepOptions()
-
 
 @contextmanager
 def counted_once() -> Iterator[pytest.MonkeyPatch]:
     """While the block runs, a step of one rank of a mesh is counted once, whatever asks for it."""
     known, count = {}, dry.count
 
-    def counted(some, sizes, coord=None, backend="gloo", options=OPTIONS, documents=True):
-        key = some, tuple(sizes.items()), tuple((coord or {}).items()), backend, options, documents
+    def counted(some, sizes, coord=None, backend="gloo", schedule=None, documents=True):
+        key = some, tuple(sizes.items()), tuple((coord or {}).items()), backend, schedule, documents
         if key not in known:
-            known[key] = count(some, sizes, coord, backend, options, documents)
+            known[key] = count(some, sizes, coord, backend, schedule, documents)
         return known[key]
 
     with pytest.MonkeyPatch.context() as patch:

@@ -110,15 +110,35 @@ def weighted_sum(parts: Iterable[tuple[float, CountedStep]]) -> CountedStep:
     return CountedStep(**work, lines=every, peaks=peaks)
 
 
+class PricedLine(NamedTuple):
+    """The collectives of one kind in a step, and the seconds that they take."""
+
+    kind: LineKind
+    calls: Calls
+    seconds: float
+
+
 @dataclass(frozen=True)
 class Prediction:
-    """Seconds of the products, of the work between them, and of the collectives by mesh axes; of these `ahead` are not
-    on the critical path."""
+    """Seconds of the products, of the work between them, and of each kind of collective."""
 
     math: float
     between: float
-    comms: tuple[tuple[str, float], ...]
-    ahead: float = 0.0
+    lines: tuple[PricedLine, ...] = ()
+
+    @property
+    def comms(self) -> dict[str, float]:
+        """Seconds of the collectives by mesh axes."""
+        found: dict[str, float] = {}
+        for line in self.lines:
+            axes = "".join(line.kind.axes)
+            found[axes] = found.get(axes, 0.0) + line.seconds
+        return found
+
+    @property
+    def ahead(self) -> float:
+        """Seconds of the collectives that are not on the critical path."""
+        return sum(line.seconds for line in self.lines if line.kind.ahead)
 
     @property
     def own(self) -> float:
@@ -128,7 +148,7 @@ class Prediction:
     @property
     def total(self) -> float:
         """Nothing overlaps: as on CPUs, where the core that computes also moves the bytes."""
-        return self.own + sum(seconds for _, seconds in self.comms)
+        return self.own + sum(line.seconds for line in self.lines)
 
     @property
     def overlapped(self) -> float:
@@ -146,16 +166,13 @@ def price(
     ValueError if the chip lacks what that takes.
     """
     rate, n, inwards = chip.efficiency, math.prod(sizes.values()), dict(reversed(list(sizes.items())))
-    comms: dict[str, float] = {}
-    ahead = 0.0
-    for line, calls in step.lines.items():
-        if line.op == "Send" or not calls.number:  # its Recv is counted
+    lines: list[PricedLine] = []
+    for kind, calls in step.lines.items():
+        if kind.op == "Send" or not calls.number:  # its Recv is counted
             continue
-        lane = lanes.mesh_lane(line.op, line.axes, inwards, chip, shape)
+        lane = lanes.mesh_lane(kind.op, kind.axes, inwards, chip, shape)
         if seconds := calls.number * float(lane.forecast(calls.amount / calls.number, rate)):
-            axes = "".join(line.axes)
-            comms[axes] = comms.get(axes, 0.0) + seconds
-            ahead += seconds if line.ahead else 0.0
+            lines.append(PricedLine(kind, calls, seconds))
     flops, memory = chip.flops(dtype), chip.need("hbm_bw")
     if not chip.measured:
         flops, memory = flops * rate.of_matmul(dtype), memory * rate.memory
@@ -165,7 +182,7 @@ def price(
     computing = step.products.amount / flops + step.attention.amount / (chip.flops(dtype) * rate.attention)
     computing += _seconds(product, step.reads) + step.attention.number * product.latency
     between = _seconds(plain, step.plain) + _seconds(curved, step.curved)
-    return Prediction(computing, between, tuple(comms.items()), ahead)
+    return Prediction(computing, between, tuple(lines))
 
 
 def _seconds(measured: Measured, calls: Calls) -> float:

@@ -6,6 +6,8 @@ from dataclasses import dataclass
 from scaling.common.arguments import not_negative, one_of, positive, whole
 from scaling.spec import dtype_bytes
 
+ROOM = 0.9  # of a device's memory, what is planned with; the rest is the runtime's, its buffers' and fragments'
+
 
 @dataclass(frozen=True)
 class Memory:

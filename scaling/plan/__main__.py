@@ -12,6 +12,7 @@ from scaling.common.arguments import shortened
 from scaling.common.console import Parser, command, complain, complaining, integer, number, output
 from scaling.configs import get
 from scaling.configs.sources import HELP
+from scaling.cost.memory import ROOM
 from scaling.hardware import CHIPS, chip
 from scaling.plan import explain, one_layer
 from scaling.plan.candidates import plans
@@ -100,7 +101,7 @@ def _parser() -> Parser:
             f"--{name}-bytes", type=number(0, 1000), default=default, help=f"bytes of {what} (default {default})"
         )
     parser.add_argument(
-        "--headroom", type=number(1e-6, 1), default=0.9, help="fraction of the memory to plan with (default 0.9)"
+        "--headroom", type=number(1e-6, 1), default=ROOM, help=f"fraction of the memory to plan with (default {ROOM})"
     )
     parser.add_argument(
         "--overlap",
@@ -135,7 +136,8 @@ def _parser() -> Parser:
     parser.add_argument(
         "--explain",
         action="store_true",
-        help="also show one layer on a time axis, the alternatives, and what would change the answer",
+        help="also show one layer on a time axis, the alternatives, and what would change the answer; with --run the "
+        "lines of the run's own step and what each costs",
     )
     parser.add_argument(
         "--run",
@@ -179,7 +181,7 @@ def main(arguments: list[str] | None = None) -> int:
     if args.run and done:
         from scaling.plan import choose  # it counts the run's own step, which takes torch
 
-        said = choose.own_run(job, hardware, args.chips, best.layout, args.model)
+        said = choose.own_run(job, hardware, args.chips, best.layout, args.model, args.explain)
         out = out | {"run": said} if args.json else f"{out}\n\n" + "\n".join(said)
     if args.svg and done:
         title = f"One layer of {job.config.name} on {args.chips:,} {hardware.name}: {best.name}"

@@ -19,11 +19,10 @@ from scaling.plan.evaluate import Estimate, evaluate
 from scaling.plan.job import ANY, AXES, Fixed, Job, Layout, Question, row
 from scaling.plan.network import Network, Unplaced, measured, slice_shape, torus, torus_meshes, tree
 from scaling.plan.recipes import no_recipe, recipes
+from scaling.plan.ties import simplest_first
 
 STAGES, PART = 64, 128  # the most pipeline stages; the fewest tokens of a sequence's part
 ROWS = 16_000  # of columns evaluated at once, so that they stay in the cache
-COMPLEXITY = {"pod": 0, "data": 1, "fsdp": 1, "tensor": 2, "expert": 2, "pipe": 3, "context": 3}
-TIE = 0.03  # forecasts so much longer than the shortest, by share, count as equal to it
 
 
 def divisors(n: int) -> list[int]:
@@ -147,22 +146,6 @@ def pod_counts(chip: Chip, chips: int) -> list[int]:
             return [pods]
     slice_shape(chip, chips // least)  # raises, naming the next best
     return [least]
-
-
-def complexity(layout: Layout) -> int:
-    """How much there is to a layout: replicas or shards are little, stages and parts of sequences the most."""
-    return sum(COMPLEXITY[axis] for axis, n in layout.sizes.items() if n > 1)
-
-
-def simplest_first(chosen: list[tuple]) -> list[tuple]:
-    """In order of rank, but for the first: of all as fast as the fastest, within TIE, the simplest, and of those the
-    shortest without overlap: TP in the node rather than beyond it, replicas rather than shards."""
-    order = sorted(chosen, key=lambda one: one[0])
-    if not order or order[0][0][0] > 0:
-        return order
-    as_fast = [one for one in order if one[0][0] == 0 and one[0][1] <= (1 + TIE) * order[0][0][1]]
-    first = min(as_fast, key=lambda one: (complexity(one[2]), one[0][2]))
-    return [first, *(one for one in order if one is not first)]
 
 
 def rank(found: Estimate) -> tuple:

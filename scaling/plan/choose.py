@@ -1,4 +1,4 @@
-"""The mesh for a training run: `python -m scaling.train --plan`.
+"""The mesh and the recipe for a training run: `python -m scaling.train --plan`, `python -m scaling.plan --run`.
 
 Each mesh that is offered was counted by the run's own step, and fits: its bytes, FLOPs and memory are the dry run's,
 its seconds their price on the chip. On a machine whose chip file was measured (`scaling.measure`) that is every mesh of
@@ -8,7 +8,7 @@ so many ranks that the model and the batch allow; on a chip of the catalogue the
 
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 
 from scaling.common import tables
 from scaling.configs import Config
@@ -19,7 +19,8 @@ from scaling.plan.candidates import plans, splits
 from scaling.plan.evaluate import Estimate
 from scaling.plan.job import Fixed, Job, Layout
 from scaling.plan.network import slice_shape
-from scaling.plan.transformer_step import predict_transformer
+from scaling.plan.ties import TIE, effort, settle_ties
+from scaling.plan.transformer_step import StepForecast, cost_table, predict_transformer
 from scaling.spec import ShardingError
 from scaling.spec.sizes import format_sizes
 from scaling.train import dry
@@ -27,24 +28,46 @@ from scaling.train.settings import DTYPES, Settings
 
 OFFERED = 6  # meshes that are shown
 TRIED = 64  # the most ranks for which every mesh's own code is counted
+OPEN = "zero", "remat", "microbatches"  # options that are chosen, too, where a run does not say them
+ZEROS = 3, 1  # what is tried then; of equal meshes the first is taken
+DOUBLED = 2  # how often the microbatches are doubled for a mesh that is too full
 AXES = {"pod": "P", "data": "P", "pipe": "Z", "fsdp": "X", "context": "C", "tensor": "Y", "expert": "E"}
+NAMES = {"P": "data", "Z": "pipe", "X": "fsdp", "C": "context", "Y": "tensor", "E": "expert"}
 
 
 @dataclass(frozen=True)
 class MeshChoice:
-    """A mesh for a run: seconds of a step, bytes of its fullest rank, and of the step the seconds of products, of what
-    lies between them, and of its collectives by axes."""
+    """A mesh for a run, with the settings on it, the forecast of its step and the bytes of its fullest rank."""
 
     sizes: dict[str, int]
-    seconds: float
+    settings: Settings
+    step: StepForecast
     memory: float
-    math: float
-    between: float
-    comms: tuple[tuple[str, float], ...]
+
+    @property
+    def seconds(self) -> float:
+        """Seconds of a step."""
+        return self.step.seconds
+
+    @property
+    def parts(self) -> dict[str, float]:
+        """Seconds of the fullest stage, by what they go to."""
+        part = self.step.fullest
+        return {"products": part.math, "between": part.between, "collectives": sum(part.comms.values())}
 
     @property
     def name(self) -> str:
-        return format_sizes(self.sizes)
+        return mesh_name(self.sizes, self.settings)
+
+    def effort(self, chip: Chip) -> tuple:
+        """The planner's `effort` of the mesh, FSDP before ZeRO-1."""
+        return *effort({NAMES[axis]: size for axis, size in self.sizes.items()}, chip), -self.settings.zero
+
+
+def mesh_name(sizes: Mapping[str, int], settings: Settings) -> str:
+    """Return "X=8 (ZeRO-1)": a mesh, and ZeRO where the params are not sharded over X."""
+    zero = f" (ZeRO-{settings.zero})" if settings.zero != 3 and sizes.get("X", 1) > 1 else ""
+    return format_sizes(sizes) + zero
 
 
 def meshes(settings: Settings, ranks: int) -> Iterator[dict[str, int]]:
@@ -54,10 +77,19 @@ def meshes(settings: Settings, ranks: int) -> Iterator[dict[str, int]]:
 
 
 def choices(
-    settings: Settings, ranks: int, chip: Chip, backend: str = "gloo", most: int = OFFERED
-) -> tuple[list[MeshChoice], list[str]]:
-    """(the meshes that the run fits on, the fastest first; of the others the mesh and why not). `backend`: whose
-    buffers are counted, as `dry.count` has it; of a chip of the catalogue so many meshes at `most`."""
+    settings: Settings, ranks: int, chip: Chip, backend: str = "gloo", most: int = OFFERED,
+    chosen: Sequence[str] = (),
+) -> tuple[list[MeshChoice], list[str]]:  # fmt: skip
+    """Return the meshes that the run fits on, the fastest first but for ties; and the others, each with its reason.
+
+    Args:
+        settings: The run's.
+        ranks: The number of ranks.
+        chip: What they run on.
+        backend: Whose buffers are counted, as `dry.count` has it.
+        most: How many meshes are counted on a chip of the catalogue.
+        chosen: The options of OPEN that are chosen for each mesh; the others are as the settings have them.
+    """
     if chip.measured and ranks > TRIED:
         raise ValueError(
             f"{ranks} ranks: only meshes of up to {TRIED} ranks are tried\n"
@@ -65,49 +97,75 @@ def choices(
         )
     found: list[MeshChoice] = []
     refused: list[str] = []
-    for sizes in meshes(settings, ranks) if chip.measured else planned(settings, ranks, chip, refused):
+    for sizes, some in tried(settings, ranks, chip, refused, chosen):
         try:
-            found.append(counted_choice(settings, sizes, chip, backend))
+            found.append(counted_choice(some, sizes, chip, backend, DOUBLED if "microbatches" in chosen else 0))
         except (ShardingError, ValueError) as error:
-            refused.append(f"{format_sizes(sizes)}: {str(error).splitlines()[0]}")
+            refused.append(f"{mesh_name(sizes, some)}: {str(error).splitlines()[0]}")
         if not chip.measured and len(found) == most:
             break
-    return sorted(found, key=lambda choice: (choice.seconds, len(choice.sizes))), refused
+    found.sort(key=lambda choice: (choice.seconds, len(choice.sizes)))
+    return settle_ties(found, lambda choice: choice.seconds, lambda choice: choice.effort(chip)), refused
 
 
-def counted_choice(settings: Settings, sizes: dict[str, int], chip: Chip, backend: str) -> MeshChoice:
-    """A mesh by the count of the run's own step. ValueError where the run does not fit."""
+def tried(
+    settings: Settings, ranks: int, chip: Chip, refused: list[str], chosen: Sequence[str]
+) -> Iterator[tuple[dict[str, int], Settings]]:
+    """Yield the meshes that are counted, each with its settings: on a measured machine all, else the `planned` ones."""
+    zeros = ZEROS if "zero" in chosen else (settings.zero,)
+    if not chip.measured:
+        yield from planned(settings, ranks, chip, refused, zeros, chosen)
+        return
+    for sizes in meshes(settings, ranks):
+        yield from ((sizes, replace(settings, zero=zero)) for zero in (zeros if "X" in sizes else zeros[:1]))
+
+
+def counted_choice(settings: Settings, sizes: dict, chip: Chip, backend: str, doubled: int = 0) -> MeshChoice:
+    """Return a mesh by the count of the run's own step, if need be with microbatches that are doubled so often.
+
+    ValueError where the run does not fit.
+    """
     room = dry.ROOM * chip.need("hbm_bytes")
     if (memory := dry.fullest(settings, sizes, backend, room).memory) > room:
+        smaller = replace(settings, microbatches=2 * settings.microbatches)
+        if doubled and not uneven(smaller, sizes):
+            return counted_choice(smaller, sizes, chip, backend, doubled - 1)
         raise ValueError(f"a rank needs {memory / 1e9:.2f} GB\n  fix: choose another mesh")
     shape = slice_shape(chip, AbstractMesh(sizes).size()) if chip.kind == "tpu" and not chip.measured else ()
-    step = predict_transformer(settings, sizes, chip, shape)
-    part = step.fullest
-    return MeshChoice(sizes, step.seconds, memory, part.math, part.between, part.comms)
+    return MeshChoice(sizes, settings, predict_transformer(settings, sizes, chip, shape), memory)
 
 
-def planned(settings: Settings, ranks: int, chip: Chip, refused: list[str]) -> Iterator[dict[str, int]]:
-    """The meshes of so many chips of the catalogue, the fastest first by the planner's formulas; of those that they
-    refuse the reason is added to `refused`. Params are sharded over X and replicated over P, stages by 1F1B."""
+def planned(
+    settings: Settings, ranks: int, chip: Chip, refused: list[str], zeros: Sequence[int] = (3,),
+    chosen: Sequence[str] = (),
+) -> Iterator[tuple[dict[str, int], Settings]]:  # fmt: skip
+    """Yield (mesh, settings on it) of so many chips of the catalogue, the fastest first by the planner's formulas.
+
+    The reason why they refuse a mesh is added to `refused`. Stages run by 1F1B.
+    """
     seen: set[str] = set()
-    for one in sorted(evaluated(settings, chip, ranks), key=lambda one: (not one.fits, float(one.forecast))):
-        sizes = mesh_of(one.layout)
-        name = format_sizes(sizes)
+    found = [*evaluated(settings, chip, ranks, zeros, chosen)]
+    for one in sorted(found, key=lambda one: (not one.fits, float(one.forecast), -one.layout.zero)):
+        sizes, layout = mesh_of(one.layout), one.layout
+        zero = layout.zero if "X" in sizes and layout.zero in zeros else zeros[0]
+        some = replace(settings, zero=zero, remat=layout.remat, microbatches=layout.microbatches)
+        name = mesh_name(sizes, some)
         if not one.fits:
             refused.append(f"{name}: a chip needs {float(one.held.total) / 1e9:.2f} GB")
-        elif why := uneven(settings, sizes):
+        elif why := uneven(some, sizes):
             refused.append(f"{name}: {why}")
         elif name not in seen:
             seen.add(name)
-            yield sizes
+            yield sizes, some
 
 
 def mesh_of(layout: Layout) -> dict[str, int]:
-    """The run's axes for a layout's, those of size 1 left out."""
+    """Return the run's axes for a layout's, those of size 1 left out; over X a run shards, over P it does not."""
     sizes: dict[str, int] = {}
+    axes = AXES | ({"data": "X"} if layout.zero == 1 else {})
     for axis, size in layout.sizes.items():
         if size > 1:
-            sizes[AXES[axis]] = sizes.get(AXES[axis], 1) * size
+            sizes[axes[axis]] = sizes.get(axes[axis], 1) * size
     return {axis: sizes[axis] for axis in "PZXCYE" if axis in sizes} or {"X": 1}
 
 
@@ -121,21 +179,26 @@ def uneven(settings: Settings, sizes: Mapping[str, int]) -> str:
     return f"{rows} rows do not make {settings.microbatches} microbatches" if rows % settings.microbatches else ""
 
 
-def evaluated(settings: Settings, chip: Chip, ranks: int) -> Iterator[Estimate]:
-    """The meshes with params sharded over X, and those without X, by formula. ValueError if there are none."""
+def evaluated(
+    settings: Settings, chip: Chip, ranks: int, zeros: Sequence[int] = (3,), chosen: Sequence[str] = ()
+) -> Iterator[Estimate]:
+    """Yield the meshes with these stages of ZeRO over X, and those without X, by formula; each with the best of what is
+    `chosen`. ValueError if none suits."""
     wide = settings.dtype == "bf16"
     job = Job(
         settings.model, settings.batch * settings.seq, settings.seq, settings.dtype, 2 if wide else 4,
         4, 12 if wide else 8, shards=("fsdp",),
     )  # fmt: skip
-    fixed = Fixed((), settings.remat, settings.microbatches, "1f1b", reduce="once")
+    given = {name: getattr(settings, name) for name in ("remat", "microbatches") if name not in chosen}
+    fixed = Fixed(schedule="1f1b", reduce="once", **given)
     failures: list[ValueError] = []
-    for zero in (3, 0):
+    stages = {*(1 if zero == 2 else zero for zero in zeros), 0}  # the formulas know no 2
+    for zero in stages:
         try:
             yield from plans(job, chip, ranks, replace(fixed, zero=zero))
         except ValueError as error:
             failures.append(error)
-    if len(failures) == 2:
+    if len(failures) == len(stages):
         raise failures[0]
 
 
@@ -143,10 +206,10 @@ def table(found: list[MeshChoice], refused: list[str], top: int = OFFERED) -> st
     """The meshes, the fastest first, and what is said of the choice."""
     rows = []
     for c in found[:top]:
-        comms = sum(seconds for _, seconds in c.comms)
-        numbers = [1e3 * t for t in (c.seconds, c.math, c.between, comms)]
-        rows.append((c.name, *(f"{n:,.1f}" for n in numbers), f"{c.memory / 1e9:.3f}"))
-    head = ["mesh", "ms a step", "products", "between", "collectives", "GB a rank"]
+        numbers = [1e3 * t for t in (c.seconds, *c.parts.values())]
+        words = *(f"{n:,.1f}" for n in numbers), f"{c.memory / 1e9:.3f}", c.settings.remat
+        rows.append((c.name, *words, f"{c.settings.microbatches}"))
+    head = ["mesh", "ms a step", *found[0].parts, "GB a rank", "remat", "microbatches"]
     lines = [tables.table(rows, head), reason(found)]
     lines += [f"{len(found)} meshes were compared" + (f", {len(refused)} do not suit, such as" if refused else "")]
     return "\n".join([*lines, *(f"  {why}" for why in refused[:3])])
@@ -158,47 +221,80 @@ def reason(found: list[MeshChoice]) -> str:
     if len(found) == 1:
         return f"{best.name}: the only mesh that suits"
     other = found[1]
-    parts: Mapping[str, float] = {
-        "products": other.math - best.math, "what lies between": other.between - best.between,
-        "collectives": sum(s for _, s in other.comms) - sum(s for _, s in best.comms),
-    }  # fmt: skip
+    parts = {name: seconds - best.parts[name] for name, seconds in other.parts.items()}
     most = max(parts, key=lambda name: parts[name])
     gain = other.seconds / best.seconds - 1
+    if gain < 0:
+        return f"{best.name}: as fast as {other.name} within {TIE:.0%}, and asks less of the network or of the reader"
     why = f"; it saves most in {most}, {1e3 * parts[most]:,.1f} ms" if parts[most] > 0 else ""
     return f"{best.name}: forecast {gain:.1%} faster than {other.name}{why}"
 
 
-def command_line(given: Sequence[str], sizes: Mapping[str, int]) -> str:
-    """The command of a run with these arguments, on a mesh that was chosen."""
+def command_line(given: Sequence[str], chosen: MeshChoice) -> str:
+    """Return the command of a run with these arguments, on a mesh that was chosen."""
     kept: list[str] = []
     for before, word in zip(["", *given], given, strict=False):
         of_plan = before == "--plan" and word.isdigit()
         if before != "--mesh" and not of_plan and not word.startswith(("--plan", "--mesh", "--dry-run")):
             kept.append(word)
-    mesh = ",".join(f"{axis}={size}" for axis, size in sizes.items())
+    defaults = {field.name: field.default for field in fields(Settings)}
+    for name in OPEN:
+        if (value := getattr(chosen.settings, name)) != defaults[name] and not is_said(name, kept):
+            kept += [f"--{name}", str(value)]
+    mesh = ",".join(f"{axis}={size}" for axis, size in chosen.sizes.items())
     return shlex.join(["python", "-m", "scaling.train", *kept, "--mesh", mesh])
 
 
-def own_run(job: Job, chip: Chip, chips: int, best: Layout, model: str) -> list[str]:
-    """What `scaling.train` makes of a plan: the command of the best mesh on which it runs and fits, with what its step
-    moves and holds by its own count; or why there is none. Lines of text."""
-    lines = ["This code runs it (params sharded over X, gradients summed in float32, AdamW) as"]
+def is_said(name: str, words: Sequence[str]) -> bool:
+    """Return whether an option is among the words of a command."""
+    return any(word.split("=")[0] == f"--{name}" for word in words)
+
+
+def unlike(best: Layout) -> str:
+    """Return what of a layout no run does, or nothing."""
+    if best.pipe > 1 and best.schedule != "1f1b":
+        return f"stages run by 1F1B, not by {best.schedule}"
+    if best.shards > best.fsdp:
+        return "params are sharded over X alone, not over parts of sequences or experts"
+    if best.zero == 1 and best.context * best.expert > 1:
+        return "the optimizer's state is sharded over X alone, not over parts of sequences or experts"
+    return ""
+
+
+def own_run(job: Job, chip: Chip, chips: int, best: Layout, model: str, explain: bool = False) -> list[str]:
+    """Return what `scaling.train` makes of a plan, in lines of text.
+
+    That is the command that runs the layout, with what its step moves and holds by its own count. If it does not run,
+    or does not fit by that count, the reason and the command of the best mesh that does. `explain`: also the lines of
+    its step with their cost.
+    """
     if job.dtype not in DTYPES or not isinstance(job.config, Config) or job.batch % job.seq:
         return ["This code runs no such step: whole sequences, and " + ", ".join(DTYPES)]
     settings = Settings(
-        job.config, "", "", job.sequences, job.seq, microbatches=best.microbatches, dtype=job.dtype, remat=best.remat
-    )
+        job.config, "", "", job.sequences, job.seq, microbatches=best.microbatches, dtype=job.dtype, remat=best.remat,
+        zero=best.zero,
+    )  # fmt: skip
+    refused: list[str] = []
     try:
-        found, refused = choices(settings, chips, chip, "abstract", most=1)
+        if why := unlike(best) or uneven(settings, mesh_of(best)):
+            raise ValueError(why)
+        chosen = counted_choice(settings, mesh_of(best), chip, "abstract")
+        lines = ["This code runs it (gradients summed in float32, AdamW with float32 masters) as"]
     except ValueError as error:
-        found, refused = [], [str(error).splitlines()[0]]
-    if not found:
-        return ["This code runs it on no mesh of as many chips:", *(f"  {why}" for why in refused[:3])]
-    options = {"model": model, "batch": job.sequences, "seq": job.seq, "microbatches": best.microbatches}
-    options |= {"dtype": job.dtype, "remat": best.remat}
+        lines = [f"This code does not run that layout: {str(error).splitlines()[0]}"]
+        try:
+            found, refused = choices(settings, chips, chip, "abstract", most=1, chosen=OPEN)
+        except ValueError as another:
+            found, refused = [], [str(another).splitlines()[0]]
+        if not found:
+            return [*lines, "and it runs the job on no mesh of as many chips:", *(f"  {why}" for why in refused[:3])]
+        chosen = found[0]
+        lines += [f"It runs the job on {chosen.name} as"]
+    options = {"model": model, "batch": job.sequences, "seq": job.seq, "dtype": job.dtype}
     given = [word for name, value in options.items() for word in (f"--{name}", str(value))]
-    step = dry.fullest(settings, found[0].sizes, "abstract")
+    step = dry.fullest(chosen.settings, chosen.sizes, "abstract")
     sent = ", ".join(f"{axes} {report.size(calls.sent)}" for axes, calls in step.by_axes().items() if calls.sent)
-    lines += ["  " + command_line([*given, "--device", "cuda"], found[0].sizes)]
-    said = f"  By its own count (--dry-run): {report.size(step.memory)} a rank"
-    return [*lines, f"{said}; sent in a step over {sent}" if sent else said]
+    lines += ["  " + command_line([*given, "--device", "cuda"], chosen)]
+    said = f"  By its own count (--dry-run): {chosen.seconds:.3g} s a step, {report.size(step.memory)} a rank"
+    lines += [f"{said}; sent in a step over {sent}" if sent else said]
+    return [*lines, "", *cost_table(chosen.step.fullest).splitlines()] if explain else lines

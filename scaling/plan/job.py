@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 
 from scaling.configs import Config
+from scaling.cost.memory import ROOM
 from scaling.cost.transformer import POLICIES
 from scaling.hardware import Chip
 from scaling.plan.work import LayerWork, Stack, work_of
@@ -55,7 +56,7 @@ class Job:
     grad_bytes: float = 2
     optimizer_bytes: float = 8
     overlap: str = "max"
-    headroom: float = 0.9
+    headroom: float = ROOM
     shards: tuple[str, ...] = SHARDS
 
     def __post_init__(self):
@@ -208,6 +209,22 @@ class Layout:
                 "FSDP over " + " x ".join(WORDS[axis] for axis in ("context", "expert") if self.sizes[axis] > 1)
             )
         return " x ".join(named) or "one chip"
+
+    @property
+    def meaning(self) -> str:
+        """What the name means: what each axis splits, and what ZeRO shards over how many chips."""
+        shards, replicas = self.shards, self.data * self.context * self.expert
+        words = [
+            (self.pod > 1, f"{self.pod:,} pods, each a replica"),
+            (self.pipe > 1, f"layers in {self.pipe} pipeline stages"),
+            (self.data > 1, f"data parallel over {self.data:,}"),
+            (shards > 1, f"params, gradients and optimizer state sharded over {shards:,} (ZeRO-3, FSDP)"),
+            (self.context > 1, f"sequences in {self.context} parts (context parallel)"),
+            (self.expert > 1, f"experts over {self.expert}"),
+            (self.tensor > 1, f"heads and features over {self.tensor} (tensor parallel)"),
+            (self.zero == 1 and replicas > 1, f"optimizer state sharded over {replicas:,} (ZeRO-1)"),
+        ]
+        return ", ".join(text for holds, text in words if holds) or "nothing is split"
 
     @property
     def recipe(self) -> str:

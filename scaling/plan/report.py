@@ -173,6 +173,7 @@ def text(found: Found, budget: Budget, top: int = 6) -> str:
         return folded([*lines, *misses(found, memory_line(found[0]))])
     lines += [
         f"Best of {found.fitting:,} meshes that fit: {best.name}",
+        f"  {best.layout.meaning}",
         f"  {best.layout.recipe}",
         axis_table(best),
         "",
@@ -237,7 +238,8 @@ def plan_dict(found: Estimate) -> dict:
     forward, backward = found.cost.parts
     l: Layout = found.layout
     return {
-        "name": found.name, "mesh": l.sizes, "zero": l.zero, "checkpointing": l.remat, "microbatches": l.microbatches,
+        "name": found.name, "meaning": l.meaning, "mesh": l.sizes, "zero": l.zero, "checkpointing": l.remat,
+        "microbatches": l.microbatches,
         "schedule": l.schedule if l.pipe > 1 else None, "chunks": l.chunks, "reduce": l.reduce,
         "bound_seconds": found.bound, "forecast_seconds": found.forecast, "seconds_without_overlap": found.worst,
         "forecast": {name: float(value) for name, value in vars(found.parts).items()},

@@ -6,13 +6,15 @@ from typing import Any
 
 import torch
 
+from scaling.common import tables
 from scaling.cost.counted import CountedStep, Prediction, measured_row, others_idle, pipelined, price, weighted_sum
 from scaling.hardware import Chip
 from scaling.mesh import AbstractMesh
+from scaling.plan import report
 from scaling.train import dry
 from scaling.train.dry import local_shape
 from scaling.train.settings import Settings, optimizer_of
-from scaling.train.step import drawn_params, make_step
+from scaling.train.step import begin_state, drawn_params, make_step
 
 
 @dataclass(frozen=True)
@@ -61,18 +63,30 @@ def predict_transformer(
             each = weighted_sum([(M, more), (-M, less)])  # what a step does for its microbatches, and what once
             once = weighted_sum([(few + 1, less), (-few, more)])
             beside = priced(each)
-            alone = beside.own / faster + sum(t for _, t in priced(each, others_idle(chip)).comms)
+            alone = beside.own / faster + sum(t for t in priced(each, others_idle(chip)).comms.values())
             kinds[kind] = priced(whole), seconds(beside), alone, seconds(priced(once))
         stages.append(kinds[kind])
     whole, beside, alone, once = zip(*stages, strict=True)
     return StepForecast(whole, pipelined(beside, M, alone) + max(once))
 
 
+def cost_table(part: Prediction) -> str:
+    """Return a table of what a step's seconds go to: computing, and its collectives by kind, the dearest first."""
+    computing = ("products", part.math), ("between", part.between)
+    rows = [(what, *[""] * 4, f"{1e3 * seconds:,.2f}", "") for what, seconds in computing]
+    for line in sorted(part.lines, key=lambda line: -line.seconds):
+        (op, axes, dtype, ahead), calls = line.kind, line.calls
+        sizes = f"{calls.number:,.0f}", report.size(calls.amount)
+        rows.append((op, "".join(axes), dtype, *sizes, f"{1e3 * line.seconds:,.2f}", "" if ahead else "waited for"))
+    head = ["line", "over", "dtype", "calls", "V, all calls", "ms", ""]
+    return tables.table(rows, head, right=[False, False, False, True, True, True, False])
+
+
 def transformer_step(settings: Settings, mesh) -> Callable[[], Any]:
     """A function that runs one training step on a mesh, again and again, each from where the last one ended."""
     config, optimizer = settings.model, optimizer_of(settings)
     params = drawn_params(settings, mesh)
-    held, run = [params, optimizer.init(params)], make_step(settings, mesh, optimizer)
+    held, run = [params, begin_state(settings, mesh, optimizer, params)], make_step(settings, mesh, optimizer)
     make = torch.Generator().manual_seed(0)
     tokens, targets = (torch.randint(0, config.V, local_shape(settings, mesh), generator=make) for _ in range(2))
 

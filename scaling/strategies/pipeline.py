@@ -79,12 +79,15 @@ def with_ends(
     axis="Z",
     dtype=None,
     differentiated=False,
+    out=None,
 ):
     """(Loss[], EndsGradients): as `value_and_grad`, with a loss that has params, `loss(head, Out, Target)`, and with
     dIn: for a model whose ends lie before the first layer and after the last. `dtype`: the gradients' of the params
-    and the head, if not their own. `differentiated`: the loss returns (terms, gradients of the head, dOut)."""
+    and the head, if not their own. `differentiated`: the loss returns (terms, gradients of the head, dOut). `out`: a
+    tree that receives the params' gradients, for those that are split otherwise than the params."""
     pulled = loss if differentiated else _by_vjp(loss)
-    Loss, grads, dIns, dhead = interpret(params, head, In, Target, mesh, schedule, pulled, stage or mlp(), axis, dtype)
+    given = params, head, In, Target, mesh, schedule, pulled, stage or mlp(), axis
+    Loss, grads, dIns, dhead = interpret(*given, dtype, out=out)
     dIn = torch.cat(dIns) if dIns else In.new_zeros(()).expand(In.shape)  # zeros that take no room
     if dhead is None:  # another rank has the last stage
         dhead = tree.map(lambda W: torch.zeros_like(W, dtype=dtype), head)
@@ -154,6 +157,7 @@ def interpret(
     axis: str,
     dtype: torch.dtype | None = None,
     observe: Callable | None = None,
+    out: Any = None,
 ) -> tuple[torch.Tensor, Any, list[torch.Tensor], Any]:
     """Run this rank's program, instruction by instruction, through the functions of a stage.
 
@@ -165,6 +169,7 @@ def interpret(
         loss: `loss(head, Out, Target) -> (terms, gradients of the head, dOut)` of a microbatch.
         dtype: of the gradients, if not the params'.
         observe: called with each unit of the program, a list of instructions that run as one, after it has run.
+        out: a tree that receives the gradients; None makes one of the params' shapes.
 
     Returns:
         The loss, the gradients typed as params, dIn of each microbatch where the first stage is and a head was given,
@@ -174,7 +179,7 @@ def interpret(
     rank, placement, last = mesh.coord[axis], schedule.placement, schedule.virtual_stages - 1
     microbatches = In.unflatten(0, (schedule.microbatches, -1))
     targets = Target.unflatten(0, (schedule.microbatches, -1))
-    grads = tree.map(lambda W: torch.empty_like(W, dtype=dtype), params)
+    grads = tree.map(lambda W: torch.empty_like(W, dtype=dtype), params) if out is None else out
     chunks = _chunks(params, grads, mesh, schedule, rank, stage)
     channels = Channels(mesh, axis, schedule, microbatches[0], str(parse(stage.specs["In"]).with_name("x")))
     inputs: dict = {(0, m): x for m, x in enumerate(microbatches)}

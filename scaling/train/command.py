@@ -39,13 +39,7 @@ from scaling.train.settings import Settings, add_flags
 
 NOT_KEPT = ("model", "weights", "resume", "new_data", "step", "out")  # run.toml has other words for these, or none
 LOCK = "lock"  # of a run's folder: the file that the run that writes there holds
-OTHERS = {
-    "tokenize": tokenize.main,
-    "compare": compare.main,
-    "export": export.main,
-    "flight": flight.main,
-    "verify": verify.main,
-}
+OTHERS = {module.__name__.split(".")[-1]: module.main for module in (tokenize, compare, export, flight, verify)}
 
 
 def arguments(argv=None) -> argparse.Namespace:
@@ -86,7 +80,8 @@ def arguments(argv=None) -> argparse.Namespace:
             parser.error(str(error))
     if before and "eos_id" not in read_table(before):
         flags += [f"--eos-id={NO_END}", "--no-template"]  # an older run goes on with the documents that it began with
-    args = parser.parse_args([*flags, *(sys.argv[1:] if argv is None else argv)])
+    words = [*flags, *(sys.argv[1:] if argv is None else argv)]
+    args = parser.parse_args(words, argparse.Namespace(words=words))
     if (args.step or args.new_data) and not args.resume:
         parser.error("--step and --new-data say how --resume goes on: give it too")
     check_options(parser, given)
@@ -130,7 +125,7 @@ def main(argv=None) -> int:
     if not args.dry_run:
         settings = replace(settings, eos_id=end_for(settings, args))
     if args.plan is not None:
-        sizes = chosen(settings, args.plan or AbstractMesh(sizes).size(), args, given)
+        sizes, settings = chosen(settings, args.plan or AbstractMesh(sizes).size(), args, given)
     declared = sizes
     if args.chip:
         chip(args.chip)
@@ -158,9 +153,10 @@ def main(argv=None) -> int:
         raise launch.RankError(f"{error}{told if last else ''}") from None
 
 
-def chosen(settings: Settings, ranks: int, args, given: list[str]) -> dict[str, int]:
-    """The mesh that the planner takes for so many ranks; rank 0 prints why, and how it is run. ValueError if there is
-    none."""
+def chosen(settings: Settings, ranks: int, args, given: list[str]) -> tuple[dict[str, int], Settings]:
+    """Return the mesh that the planner takes for so many ranks, and the settings on it: it also chooses ZeRO, remat and
+    microbatches where they are not given. Rank 0 prints why, and how it is run. ValueError if no mesh suits.
+    """
     if not args.chip:
         raise ValueError(
             "--plan needs to know the machine\n  fix: give --chip with a name, or with the file that python -m "
@@ -168,14 +164,16 @@ def chosen(settings: Settings, ranks: int, args, given: list[str]) -> dict[str, 
         )
     from scaling.plan import choose  # the planner, which a run that is started again need not import
 
-    found, refused = choose.choices(settings, ranks, chip(args.chip), "gloo" if args.device == "cpu" else "abstract")
+    backend = "gloo" if args.device == "cpu" else "abstract"
+    own = [name for name in choose.OPEN if not choose.is_said(name, args.words)]
+    found, refused = choose.choices(settings, ranks, chip(args.chip), backend, chosen=own)
     if not found:
         said = "".join(f"  {why}\n" for why in refused[:8])
         raise ValueError(f"no mesh suits\n{said}  fix: use another number of ranks, or give --mesh")
     if first_rank():
-        print(f"{choose.table(found, refused)}\nrun: {choose.command_line(given, found[0].sizes)}\n", flush=True)
+        print(f"{choose.table(found, refused)}\nrun: {choose.command_line(given, found[0])}\n", flush=True)
     args.mesh = ",".join(f"{axis}={size}" for axis, size in found[0].sizes.items())
-    return found[0].sizes
+    return found[0].sizes, found[0].settings
 
 
 def trained(settings: Settings, sizes: dict[str, int], args, keep: Callable[[], None]) -> int:

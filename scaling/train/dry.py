@@ -1,7 +1,7 @@
 """What a run takes, before it is run: the same step on an abstract mesh, where tensors have shapes and no data."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -12,54 +12,53 @@ from scaling import tree
 from scaling.common.torchrun import this_rank
 from scaling.configs import Config
 from scaling.cost.counted import CountedStep, weighted_sum
+from scaling.cost.memory import ROOM
 from scaling.cost.units import significant
 from scaling.mesh import AbstractMesh
 from scaling.mesh.world import check_device
 from scaling.spec.sizes import format_sizes
-from scaling.strategies import transformer
 from scaling.strategies.channels import AHEAD
 from scaling.trace.count import Between, counted_step
 from scaling.trace.peak import peak_memory
 from scaling.train.evaluate import batch_type
 from scaling.train.settings import Settings, optimizer_of
-from scaling.train.step import drawn_params, gradients
+from scaling.train.step import Updated, begin_state, drawn_params, gradients
 
-ROOM = 0.95  # of a device's memory, what is planned with
 UPDATE = 7  # passes of AdamW over params: of them, their gradients and both moments three are written
-
-
-@dataclass(frozen=True)
-class StepOptions:
-    """How a step is run, beside its Settings: the stage of ZeRO, and the pipeline's schedule (1F1B)."""
-
-    zero: int = 3
-    schedule: str | None = None
 
 
 def count(
     settings: Settings, sizes: Mapping[str, int], coord: Mapping[str, int] | None = None, backend: str = "gloo",
-    options: StepOptions = StepOptions(), documents: bool = True,
+    schedule: str | None = None, documents: bool = True,
 ) -> CountedStep:  # fmt: skip
-    """Of the rank at `coord`, by default the first, of a mesh of these sizes; experts as if chosen evenly.
+    """Count the step of the rank at `coord`, by default the first, on a mesh of these sizes.
 
-    `backend`: "gloo" counts the buffers of its collectives too, "abstract" their results alone. `documents`: a row has
-    several of them, which are kept apart.
+    Experts are taken to be chosen evenly.
+
+    Args:
+        settings: The run's.
+        sizes: The mesh's.
+        coord: The rank's coordinates; an axis that is left out is at 0.
+        backend: "gloo" counts the buffers of its collectives too, "abstract" their results alone.
+        schedule: The pipeline's; None is 1F1B.
+        documents: Whether a row has several documents, which are kept apart.
     """
     mesh = AbstractMesh(sizes, coord, backend)
-    params, batch = step_shapes(settings, mesh, options)
-    optimizer = optimizer_of(settings)
-    state = optimizer.init(params)
+    params, batch = step_shapes(settings, mesh, schedule)
+    optimizer, updated = optimizer_of(settings), Updated(settings, mesh)
+    state = begin_state(settings, mesh, optimizer, params)
     held, states = tree.nbytes(params), tree.nbytes(state)
     between = Between()
     with peak_memory(between.saw) as memory:
         tree.map(torch.Tensor.detach, params)  # so that they count from the beginning
-        run = gradients(settings, mesh, zero=options.zero, schedule=options.schedule)
+        run = gradients(settings, mesh, schedule=schedule)
         _, grads, _ = run(params, batch if documents else [*batch[:2], None])
+        shards = updated.shards(params)
         if settings.optimizer == "muon":  # whose update sends, too
-            optimizer.update(
-                grads, state, params, donate=True, specs=transformer.specs(settings.model, mesh), mesh=mesh
-            )
-    for W in tree.leaves(params):
+            optimizer.update(grads, state, shards, donate=True, specs=updated.types, mesh=mesh)
+        del grads
+        updated.whole(shards, params, donate=True)
+    for W in tree.leaves(shards):
         between.add("plain", UPDATE * W.nbytes)
     step = counted_step(memory.log.events, between.calls)
     peaks = {line: peak - held for line, peak in memory.peaks_by_line().items()}
@@ -68,7 +67,7 @@ def count(
 
 def counted(
     settings: Settings, sizes: Mapping[str, int], coord: Mapping[str, int] | None = None, backend: str = "gloo",
-    options: StepOptions = StepOptions(), documents: bool = True, memory: bool = True,
+    schedule: str | None = None, documents: bool = True, memory: bool = True,
 ) -> CountedStep:  # fmt: skip
     """`count` of a deep model and of many microbatches, in less time: both are linear, so that a few layers a stage and
     a few microbatches say what all of them take. A pipeline's memory is linear in the microbatches from where all
@@ -76,9 +75,9 @@ def counted(
     all layers. Without `memory` fewer do.
     """
     model, Z = settings.model, sizes.get("Z", 1)
-    if settings.batch % settings.microbatches or (memory and options.schedule):
-        return count(settings, sizes, coord, backend, options, documents)
-    chunks = {"interleaved": 2, "dualpipev": 2}.get(options.schedule or "", 1)
+    if settings.batch % settings.microbatches or (memory and schedule):
+        return count(settings, sizes, coord, backend, schedule, documents)
+    chunks = {"interleaved": 2, "dualpipev": 2}.get(schedule or "", 1)
     if memory:
         few, full = (3, 3) if Z == 1 else (2, max(Z, AHEAD + 1) + 1)
     else:
@@ -92,7 +91,7 @@ def counted(
         for steps, M in batches:
             windows = model.window[:L] if isinstance(model.window, tuple) else model.window
             small = replace(settings, model=model.with_(L=L, window=windows), batch=rows * M, microbatches=M)
-            parts.append((layers * steps, count(small, sizes, coord, backend, options, documents)))
+            parts.append((layers * steps, count(small, sizes, coord, backend, schedule, documents)))
     return parts[0][1] if len(parts) == 1 else weighted_sum(parts)
 
 
@@ -115,9 +114,9 @@ def local_shape(settings: Settings, mesh) -> tuple[int, ...]:
     return batch_type(mesh).local_shape({"B": settings.batch, "T": settings.seq}, mesh)
 
 
-def step_shapes(settings: Settings, mesh, options: StepOptions = StepOptions()) -> tuple[Any, list[torch.Tensor]]:
+def step_shapes(settings: Settings, mesh, schedule: str | None = None) -> tuple[Any, list[torch.Tensor]]:
     """(params, [tokens, targets, segments]) of this rank, on the meta device. ShardingError if they do not divide."""
-    params = drawn_params(settings, mesh, "meta", options.zero, options.schedule)
+    params = drawn_params(settings, mesh, "meta", schedule)
     shape = local_shape(settings, mesh)
     return params, [torch.empty(shape, dtype=torch.int64, device="meta") for _ in range(3)]
 

@@ -42,7 +42,7 @@ def evaluate(params, valid: Sequence[Batches], settings: Settings, mesh) -> floa
             targets[last - first :] = IGNORED
             if counted := int((targets != IGNORED).sum()):
                 some, targets, segments = (local(x, mesh) for x in (some, targets, segments))
-                loss = transformer.loss(params, some, targets, config, mesh, segments=segments)
+                loss = transformer.loss(params, some, targets, config, mesh, segments=segments, zero=settings.zero)
                 total, count = total + loss.item() * counted, count + counted
     return total / count if count else math.nan
 
@@ -79,7 +79,7 @@ def continuation(params, settings: Settings, mesh) -> str:
     Tokens are drawn by the run's seed. The params are gathered on every rank, whatever the mesh; then rank 0 runs them
     as on one device.
     """
-    whole, by = transformer.unshard(params, settings.model, mesh), tokenizer_in(settings)
+    whole, by = transformer.unshard(params, settings.model, mesh, zero=settings.zero), tokenizer_in(settings)
     if mesh.rank:
         return ""
     generator, end = torch.Generator().manual_seed(settings.seed), chosen_end(by, settings.eos_id)

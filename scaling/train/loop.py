@@ -36,7 +36,7 @@ from scaling.train.record import (
     resumable,
 )
 from scaling.train.settings import DTYPES, Settings, optimizer_of, rate
-from scaling.train.step import drawn_params, make_step
+from scaling.train.step import begin_state, drawn_params, make_step
 
 STOP = "stop"  # a file of this name in the run's folder asks it to save and end
 
@@ -48,9 +48,9 @@ def run(mesh, settings: Settings, keep: Callable[[], None] | None = None) -> dic
     """
     out, places = Path(settings.out), stored_places(settings.model, mesh)
     train, valid = inputs(settings)
-    optimizer, types = optimizer_of(settings), transformer.specs(settings.model, mesh)
-    specs, made_with = state_specs(optimizer, types), record_of(settings)
-    held, start, before = begun(settings, mesh, optimizer, types, made_with)
+    optimizer, types = optimizer_of(settings), transformer.grad_specs(settings.model, mesh, zero=settings.zero)
+    specs, made_with = state_specs(settings, mesh, optimizer), record_of(settings)
+    held, start, before = begun(settings, mesh, optimizer, specs, made_with)
     params, state, seen = held["params"], held["optimizer"], held["data"]["sequences"]
     first = seen if begins_new_data(settings, before, made_with) else held["data"].get("begun", 0)
     train, made_with["held_out"], gone = leave_out(train, valid, before.get("held_out", []))
@@ -113,7 +113,7 @@ def run(mesh, settings: Settings, keep: Callable[[], None] | None = None) -> dic
 
 
 def begun(
-    settings: Settings, mesh, optimizer: optim.Optimizer, types: dict, made_with: Mapping[str, Any]
+    settings: Settings, mesh, optimizer: optim.Optimizer, specs: dict, made_with: Mapping[str, Any]
 ) -> tuple[dict, int, dict[str, Any]]:
     """Return (state, step, record) that a run begins with: those of a checkpoint, and what it was made with; or step 0
     of an HF folder's weights or of params drawn by the seed, and no record.
@@ -122,7 +122,7 @@ def begun(
     """
     places, dtype = stored_places(settings.model, mesh), DTYPES[settings.dtype]
     if steps := resumable(settings):
-        state, step, before = first_whole(settings, steps, made_with, optimizer, types, mesh)
+        state, step, before = first_whole(settings, steps, made_with, specs, mesh)
         said = [option_changes(before, made_with), rate_change(settings, before, step)]
         if begins_new_data(settings, before, made_with):
             said.append(f"a new epoch of other data: {changed_data(settings, before, made_with) or settings.data}")
@@ -130,21 +130,21 @@ def begun(
             print(f"from step {step + 1} on: {'; '.join(filter(None, said))}", flush=True)
         return state, step, before
     if settings.weights:
-        _, params = hf.load_sharded(settings.weights, types, mesh, dtype, places=places)
+        _, params = hf.load_sharded(settings.weights, specs["params"], mesh, dtype, places=places)
     else:
         params = drawn_params(settings, mesh)
     data = {"sequences": 0, "begun": 0, "seed": settings.seed}
-    return {"params": params, "optimizer": optimizer.init(params), "data": data}, 0, {}
+    return {"params": params, "optimizer": begin_state(settings, mesh, optimizer, params), "data": data}, 0, {}
 
 
 def first_whole(
-    settings: Settings, steps: Sequence[int], made_with: Mapping[str, Any], optimizer, types: dict, mesh
+    settings: Settings, steps: Sequence[int], made_with: Mapping[str, Any], specs: dict, mesh
 ) -> tuple[dict, int, dict[str, Any]]:
     """Return (state, step, record) of the first of these steps that every rank can load.
 
     A step that is damaged is named in a warning. ValueError if all are, or if a step was made with something else.
     """
-    out, config, specs = Path(settings.out), settings.model, state_specs(optimizer, types)
+    out, config = Path(settings.out), settings.model
     places, first = stored_places(config, mesh), ""
     for step in steps:
         before, state, damage = {}, {}, ""
@@ -156,7 +156,7 @@ def first_whole(
             check_unchanged(settings, before, made_with)
             try:
                 state, _ = checkpoint.load(out, specs, mesh, step, places=places)
-                tree.check(state["params"], types, stored_sizes(config, places), mesh)
+                tree.check(state["params"], specs["params"], stored_sizes(config, places), mesh)
                 of_type(f"{out / step_name(step)}: the index's place in the data", state["data"]["sequences"], int)
             except (ValueError, OSError) as error:
                 damage = str(error)
@@ -173,9 +173,11 @@ def first_whole(
     )
 
 
-def state_specs(optimizer: optim.Optimizer, types: dict) -> dict:
-    """The types of a run's state; what is not a tensor has none."""
-    return {"params": types, "optimizer": optimizer.state_specs(types)}
+def state_specs(settings: Settings, mesh, optimizer: optim.Optimizer) -> dict:
+    """Return the types of a run's state; what is not a tensor has none."""
+    config, zero = settings.model, settings.zero
+    updated = transformer.grad_specs(config, mesh, zero=zero)
+    return {"params": transformer.specs(config, mesh, zero=zero), "optimizer": optimizer.state_specs(updated)}
 
 
 def _placed(batch: Batch, mesh) -> tuple:

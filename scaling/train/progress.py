@@ -175,4 +175,5 @@ def describe(settings: Settings, sizes: Mapping[str, int]) -> str:
     """What is about to run, in a line."""
     s = settings
     where = f"{s.batch} x {s.seq} tokens a step, tokenizer {s.tokenizer or 'not known'}, {os.path.abspath(s.out)}"
-    return f"{s.model.name}: {tm.num_params(s.model):,} params on {format_sizes(sizes)}, {where}"
+    zero = f" (ZeRO-{s.zero})" if s.zero != 3 and sizes.get("X", 1) > 1 else ""
+    return f"{s.model.name}: {tm.num_params(s.model):,} params on {format_sizes(sizes)}{zero}, {where}"

@@ -64,6 +64,12 @@ class Settings:
         "fp32", "dtype of the params; bf16 and fp16 keep float32 masters, fp16 scales the loss", choices=[*DTYPES]
     )
     remat: str = as_flag("none", "activation checkpointing: what is recomputed in the backward", choices=POLICIES)
+    zero: int = as_flag(
+        3,
+        "what is sharded over X: the optimizer's state (1), gradients too (2), params too (3: FSDP), or nothing (0)",
+        integer(0, 3),
+        metavar="0|1|2|3",
+    )
     keep_weights: bool = as_flag(
         False, "keep gathered weights to the end of a step; else they are thrown away and gathered again"
     )

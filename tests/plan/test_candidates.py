@@ -11,10 +11,11 @@ from scaling.cost import gpu
 from scaling.cost.lanes import AxisSpan, exchange, gather_price, join_spans
 from scaling.hardware import chip
 from scaling.plan import Fixed, Job, Layout, evaluate, plans, search
-from scaling.plan.candidates import TIE, rank, simplest_first
+from scaling.plan.candidates import rank
 from scaling.plan.job import AXES, POLICIES, SCHEDULES
 from scaling.plan.network import Unplaced, book, measured, placements, slice_shape, torus, torus_meshes, tree
 from scaling.plan.recipes import CHUNKS
+from scaling.plan.ties import TIE, simplest_first
 
 H100, V5P = chip("h100"), chip("v5p")
 L8, L70 = get("llama3-8b"), get("llama3-70b")
@@ -94,6 +95,8 @@ def test_of_layouts_as_fast_and_as_simple_the_one_comes_first_that_needs_overlap
     keys = [(0.0, 1.00, 5.0, 1.0), (0.0, 1.01, 4.0, 1.0), (0.0, 2.0, 3.0, 1.0), (1.0, 0.5, 1.0, 9.0)]
     chosen = [(key, None, Layout(data=8)) for key in keys]
     assert [key for key, *_ in simplest_first(chosen)] == [keys[1], keys[0], *keys[2:]]
+    long = Job(L70, 2**23, 2**17)  # forecast 0.7% faster with sequences in 64 parts, beyond the node
+    assert {axis: n for axis, n in plans(long, H100, 64)[0].layout.sizes.items() if n > 1} == {"fsdp": 8, "context": 8}
 
 
 # --- Jobs that people know

@@ -12,10 +12,9 @@ from scaling.measure.command import toml
 from scaling.plan import __main__ as plan
 from scaling.plan import choose
 from scaling.plan.report import size
-from scaling.plan.transformer_step import predict_transformer
+from scaling.plan.transformer_step import cost_table, predict_transformer
 from scaling.spec.sizes import parse_mesh
 from scaling.train import command, dry
-from scaling.train.dry import StepOptions
 from scaling.train.settings import Settings
 
 SOME = Settings(get("tiny").with_(L=1, D=32, F=64, H=8, N=4, K=2), "", "", 4, 16)
@@ -80,7 +79,8 @@ def test_on_a_chip_of_the_catalogue_what_is_fastest_by_formula_is_counted():
     assert [one.sizes for one in found] == [{"X": 2, "Y": 4}, {"Y": 8}]
     for one in found:
         assert one.memory == dry.count(some, one.sizes).memory < dry.ROOM * 7e9
-    assert [*choose.planned(replace(some, batch=14), 7, chip("h100"), refused)] == [{"P": 7}]  # 7 divides no dim
+    fourteen = replace(some, batch=14)
+    assert [*choose.planned(fourteen, 7, chip("h100"), refused)] == [({"P": 7}, fourteen)]  # 7 divides no dim
     assert any(why.startswith("X=7: ") for why in refused)
 
 
@@ -101,8 +101,8 @@ COUNTED = [  # a model, its layers, a mesh, the rank's stage; microbatches, of s
 @pytest.mark.slow
 @pytest.mark.parametrize(("model", "L", "mesh", "z", "M", "sequences", "remat", "zero", "schedule"), COUNTED)
 def test_a_few_layers_and_microbatches_say_what_all_take(model, L, mesh, z, M, sequences, remat, zero, schedule):
-    some = Settings(model.with_(L=L), "", "", sequences, 1024, microbatches=M, dtype="bf16", remat=remat)
-    given = some, parse_mesh(mesh), {"Z": z} if z else None, "gloo", StepOptions(zero, schedule)
+    some = Settings(model.with_(L=L), "", "", sequences, 1024, microbatches=M, dtype="bf16", remat=remat, zero=zero)
+    given = some, parse_mesh(mesh), {"Z": z} if z else None, "gloo", schedule
     few, whole = dry.counted(*given), dry.count(*given)
     assert replace(few, peaks={}) == replace(whole, peaks={})
     assert few.memory == pytest.approx(whole.memory, rel=1e-3)
@@ -110,6 +110,17 @@ def test_a_few_layers_and_microbatches_say_what_all_take(model, L, mesh, z, M, s
     for axes, calls in whole.by_axes().items():
         of_axes = [each for line, each in whole.lines.items() if "".join(line.axes) == axes]
         assert calls == Calls(*map(sum, zip(*of_axes, strict=True)))
+
+
+def test_the_lines_that_a_plan_explains_are_those_of_the_dry_run():
+    some, sizes = replace(SOME, dtype="bf16"), {"X": 2, "Y": 2}
+    part = predict_transformer(some, sizes, chip("h100")).fullest
+    lines = dry.count(some, sizes, backend="abstract", documents=False).lines
+    assert {line.kind: line.calls for line in part.lines} == lines
+    head, _, *rows = cost_table(part).splitlines()
+    assert [*head.split()[:2], head.split()[-1]] == ["line", "over", "ms"]
+    assert sorted(row.split()[0] for row in rows) == sorted(["products", "between", *(kind.op for kind in lines)])
+    assert sum(row.endswith("waited for") for row in rows) == sum(not kind.ahead for kind in lines)
 
 
 @pytest.mark.slow
@@ -139,10 +150,17 @@ def test_a_plan_is_the_dry_run_of_the_command_that_it_prints(tmp_path, capsys):
 def test_the_planner_too_prints_the_command_that_runs_its_plan(capsys):
     asked = "--model tiny --chip h100 --chips 2 --batch 8192 --run --seq"
     assert plan.main([*asked.split(), "1024"]) == 0
-    command_line, counted = capsys.readouterr().out.splitlines()[-2:]
+    said = capsys.readouterr().out
+    command_line, counted = said.splitlines()[-2:]
+    assert "DP 2\n  data parallel over 2, optimizer state sharded over 2 (ZeRO-1)\n" in said
+    assert command_line.endswith("--zero 1 --mesh X=2")
     assert command.main([*command_line.split("scaling.train ")[1].split(), "--dry-run"]) == 0
     dry_run = capsys.readouterr().out
     together = int(re.search(r"together +([\d,]+) bytes", dry_run)[1].replace(",", ""))
-    assert f": {size(together)} a rank; sent in a step over P " in counted
+    assert f", {size(together)} a rank; sent in a step over X " in counted
     assert plan.main([*asked.split(), "1023"]) == 0
     assert capsys.readouterr().out.splitlines()[-1].startswith("This code runs no such step: whole sequences")
+    assert plan.main([*asked.split(), "1024", "--mesh", "pipe=2", "--microbatches", "4", "--schedule", "zb-h1"]) == 0
+    refusal, instead, *_ = capsys.readouterr().out.splitlines()[-4:]
+    assert refusal == "This code does not run that layout: stages run by 1F1B, not by zb-h1"
+    assert instead.startswith("It runs the job on ")

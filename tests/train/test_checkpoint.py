@@ -3,6 +3,7 @@ written once, complete or not there."""
 
 import os
 import time
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from unittest.mock import patch
@@ -19,7 +20,6 @@ from torch.nn.functional import pad
 from scaling import tree
 from scaling.configs import Config
 from scaling.mesh import Mesh
-from scaling.strategies import transformer
 from scaling.strategies.transformer.stages import arranged_layers, padded_sizes, slots_of
 from scaling.train import checkpoint, dcp, durable
 from scaling.train.loop import begun, run, state_specs
@@ -28,6 +28,7 @@ from scaling.train.settings import Settings, optimizer_of
 
 MODEL = Config("c", 3, 16, 24, 4, 2, 8, 257, tied=True)  # whose layers and vocabulary do not divide evenly
 MOVES = [[{"X": 2, "Y": 2}, {"Z": 2, "X": 2}, {"P": 2, "Y": 2}], [{"Z": 2}, {"X": 2}, {"X": 1}]]  # from the first
+ZERO = 1, 2, 3  # of each of three meshes
 STEPS = 2
 
 
@@ -46,15 +47,15 @@ class Counted:
 def resumed(mesh, settings, whole) -> float:
     """The bytes taken of blocks over those held, of a state that is the one saved."""
     taken, real = [], dcp.ShardReader.__call__
-    optimizer, types = optimizer_of(settings), transformer.specs(settings.model, mesh)
+    specs = state_specs(settings, mesh, optimizer_of(settings))
     with patch.object(dcp.ShardReader, "__call__", lambda self, *block: Counted(real(self, *block), taken)):
-        state, step, _ = begun(settings, mesh, optimizer, types, record_of(settings))
+        state, step, _ = begun(settings, mesh, optimizer_of(settings), specs, record_of(settings))
     slots, V, data = slots_of(MODEL, mesh, None), padded_sizes(MODEL, mesh)["V"], state.pop("data")
     padded = [
         arranged_layers(W, slots) if "layers" in where else pad(W, (0, 0, 0, V - len(W))) if "embed" in where else W
         for where, W in tree.named_leaves(whole).items()
     ]
-    wanted = tree.shard(tree.unflatten(whole, padded), state_specs(optimizer, types), mesh)
+    wanted = tree.shard(tree.unflatten(whole, padded), specs, mesh)
     torch.testing.assert_close(state, wanted, rtol=0, atol=0)
     assert (step, data) == (STEPS, {"sequences": STEPS * settings.batch, "begun": 0, "seed": 7})
     return sum(taken) / tree.nbytes(state)
@@ -67,14 +68,14 @@ def test_a_run_goes_on_from_each_mesh_on_others(ranks, tmp_path, source, targets
     given = {"batch": 8, "seq": 32, "steps": STEPS, "seed": 7, "eval_every": 0, "eval_batches": 1, "save_every": 0}
     given |= {"dtype": "fp16", "microbatches": 2, "resume": True}
     settings = Settings(MODEL, write_text(), str(tmp_path), **given)
-    ranks(run, source, settings)
+    ranks(run, source, replace(settings, zero=ZERO[0]))
     dcp_to_torch_save(f"step-{STEPS:06d}", "whole.pt")
     whole = torch.load("whole.pt")
     files = Path(f"step-{STEPS:06d}").glob("*.distcp")
     assert sum(torch.load(file, mmap=True).nbytes for file in files) == tree.nbytes(whole)  # no block is there twice
     assert [each["loss_scale"] for each in records(".")] == [whole["optimizer"]["scale"].item()] * STEPS
-    for target in targets:
-        assert max(ranks(resumed, target, settings, whole)) == 1  # padding is not read
+    for zero, target in zip(ZERO[1:], targets, strict=True):
+        assert max(ranks(resumed, target, replace(settings, zero=zero), whole)) == 1  # padding is not read
 
 
 PLACES = {"L": [0, 2, 1]}  # as on interleaved stages: no block of several layers is whole

@@ -28,7 +28,7 @@ from scaling.train import dry, evaluate, guards
 from scaling.train.batches import Batches
 from scaling.train.corpus import Corpus
 from scaling.train.settings import DTYPES, Settings, optimizer_of
-from scaling.train.step import drawn_params, gradients, make_step
+from scaling.train.step import begin_state, drawn_params, gradients, make_step
 
 MODEL = get("tiny").with_(L=2, D=32, F=64, H=8, N=4, K=2)
 EXPERTS = MODEL.with_(E=4, k=2, aux_coef=0.01)
@@ -65,7 +65,7 @@ def trained(mesh, settings):
     number of collectives, the most bytes at once, bytes sent, FLOPs), scales, losses and the whole params, or their
     masters."""
     params, optimizer = drawn_params(settings, mesh), optimizer_of(settings)
-    state, step, peaks = optimizer.init(params), make_step(settings, mesh, optimizer), []
+    state, step, peaks = begin_state(settings, mesh, optimizer, params), make_step(settings, mesh, optimizer), []
     held, scales, losses = (tree.nbytes(params), tree.nbytes(state)), [], []
     for number in range(3 if "scale" in state else 2):
         if "scale" in state:
@@ -81,7 +81,8 @@ def trained(mesh, settings):
     most = min(peaks[-2:])  # a message's buffer may live a little longer while the machine is busy
     did = counted_step(memory.log.events, between.calls)
     taken = *held, did.collectives, most, did.sent, did.flops
-    return taken, scales, losses, transformer.unshard(state.get("master", params), settings.model, mesh)
+    whole = transformer.unshard(state.get("master", params), settings.model, mesh, zero=settings.zero)
+    return taken, scales, losses, whole
 
 
 @pytest.mark.parametrize(("config", "sizes", "options"), [
@@ -91,6 +92,8 @@ def trained(mesh, settings):
     (EXPERTS, {"Z": 2, "E": 2}, {"dtype": "fp64", "optimizer": "muon"}),
     (MODEL, {"Z": 2}, {"dtype": "fp16", "remat": "block", "microbatches": 2}),
     (MODEL.with_(K=1), {"X": 2, "Y": 2}, {"dtype": "fp64", "optimizer": "muon", "keep_weights": True}),
+    (MODEL.with_(tied=True), {"X": 2, "Y": 2}, {"dtype": "fp64", "zero": 1, "optimizer": "muon", "microbatches": 2}),
+    (EXPERTS.with_(L=3, dense_layers=1, F_dense=64), {"Z": 2, "X": 2}, {"dtype": "fp64", "zero": 2, "remat": "block"}),
 ], ids=lambda x: "" if hasattr(x, "L") else str(x))  # fmt: skip
 def test_the_dry_run_is_the_run_and_the_run_is_one_device_s(ranks, config, sizes, options):
     settings = Settings(config, "", "", 8, 32, lr=3e-3, warmup=1, **options)

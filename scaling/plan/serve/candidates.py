@@ -14,6 +14,7 @@ from scaling import cost
 from scaling.configs import Config
 from scaling.cost import decoding, lanes, serving
 from scaling.cost import transformer as tm
+from scaling.cost.memory import ROOM
 from scaling.hardware import Chip
 from scaling.spec import ShardingError, dtype_bytes
 
@@ -36,7 +37,7 @@ class Service:
     kv: str = "int8"
     compute: str = "bf16"
     latency: float | None = None
-    headroom: float = 0.9
+    headroom: float = ROOM
     mfu: float = 0.4
 
     def __post_init__(self):

@@ -9,6 +9,7 @@ from scaling.common.console import SEEDS, Parser, complain, complaining, integer
 from scaling.configs import get
 from scaling.configs.sources import HELP
 from scaling.cost import decoding, serving
+from scaling.cost.memory import ROOM
 from scaling.hardware import CHIPS, chip
 from scaling.models.leaves import uncomputed
 from scaling.plan.serve import published, report, traces
@@ -49,7 +50,7 @@ def _parser() -> Parser:
         help="what to optimize: tokens/s per chip, or the time of a step (default throughput)",
     )
     parser.add_argument(
-        "--headroom", type=number(1e-6, 1), default=0.9, help="fraction of the memory to plan with (default 0.9)"
+        "--headroom", type=number(1e-6, 1), default=ROOM, help=f"fraction of the memory to plan with (default {ROOM})"
     )
     parser.add_argument(
         "--mfu", type=number(1e-6, 1), default=0.4, help="model FLOPs utilization of prefill (default 0.4)"

@@ -92,11 +92,11 @@ def loss_and_grads(
     `segments`: ids of packed documents. `label_smoothing` and `z_loss` as in `ends.Terms`. `context`: the form of
     attention over C. `remat`: which activations a layer keeps for its backward (`layer.REMAT`). `keep_weights`: weights
     stay gathered to the end of the step; else they are thrown away after each use and gathered again. Neither changes
-    a bit of the gradients. `zero`: as given to `specs`. `sums`: the dtype in which gradients are added up over
-    microbatches and ranks, and returned; by default the params'. `scale`: what cotangents are multiplied by on their
-    way, and gradients divided by at the end: for float16, a power of two. `seed`: of dropout, another in each step,
-    needed where Config has dropout: the same elements are dropped on every mesh. ShardingError or ValueError for what
-    does not fit, before anything is sent.
+    a bit of the gradients. `zero`: as given to `specs` and `grad_specs`. `sums`: the dtype in which gradients are added
+    up over microbatches and ranks, and returned; by default the params'. `scale`: what cotangents are multiplied by on
+    their way, and gradients divided by at the end: for float16, a power of two. `seed`: of dropout, another in each
+    step, needed where Config has dropout: the same elements are dropped on every mesh. ShardingError or ValueError
+    for what does not fit, before anything is sent.
     """
     mesh = mesh.optional
     step = AskedStep(
@@ -137,23 +137,18 @@ def loss(
 
 
 class Stated(NamedTuple):
-    """Of an `AskedStep`: the types of the params as they are stored; the ranks that have to agree, and on what."""
+    """Of an `AskedStep`: the types of the stored params and of the gradients; the ranks that have to agree on what."""
 
     stored: dict
+    reduced: dict
     group: Group | None
     told: str
 
 
 def stated(
-    asked: AskedStep,
-    params: dict,
-    tokens: Tensor,
-    targets: Tensor,
-    weights: Tensor | None,
-    segments: Tensor | None,
-    mesh,
-    seed: int | None = None,
-) -> tuple[Problem, tuple[Tensor, Tensor, Tensor]]:
+    asked: AskedStep, params: dict, tokens: Tensor, targets: Tensor, weights: Tensor | None, segments: Tensor | None,
+    mesh, seed: int | None = None,
+) -> tuple[Problem, tuple[Tensor, Tensor, Tensor]]:  # fmt: skip
     """(the problem, (tokens, targets and weights in the order of the form of attention, the weights' sum `scale`)).
 
     ShardingError or ValueError for what does not fit, before anything is sent.
@@ -178,7 +173,7 @@ def stated(
     w = w / torch.where(total == 0, 1, total) * asked.scale
     terms = Terms(config.V, asked.label_smoothing, asked.z_loss)
     contexts = contexts_of(asked, mesh, tokens.shape, segments, dtype, seed)
-    problem = Problem(asked, mesh, known.stored, terms, asked.sums or dtype, contexts)
+    problem = Problem(asked, mesh, known.stored, known.reduced, terms, asked.sums or dtype, contexts)
     return problem, (in_form(tokens, asked, mesh), in_form(targets, asked, mesh), in_form(w, asked, mesh))
 
 
@@ -232,7 +227,8 @@ def _key_of(asked: AskedStep, params: dict, batch: tuple[Tensor | None, ...]) ->
 def _settled(asked: AskedStep, params: dict, batch: tuple, mesh) -> Stated:
     """What follows from the settings. ShardingError or ValueError where they, or the batch's shapes, do not fit."""
     config, (tokens, targets, weights, segments), compiling = asked.config, batch, torch.compiler.is_compiling()
-    stored = types.specs(config, mesh, zero=asked.zero, schedule=asked.schedule)
+    layout = {"zero": asked.zero, "schedule": asked.schedule}
+    stored, reduced = types.specs(config, mesh, **layout), types.grad_specs(config, mesh, **layout)
     check_batch(tokens, targets, asked, mesh)
     positive(scale=asked.scale)
     if asked.sums is not None and not (isinstance(asked.sums, torch.dtype) and asked.sums.is_floating_point):
@@ -244,10 +240,11 @@ def _settled(asked: AskedStep, params: dict, batch: tuple, mesh) -> Stated:
         fix = "give seed=, another in each step" if not asked.seeded else "run it without torch.compile"
         raise ValueError(f"{config.name}: dropout={config.dropout} draws random masks\n  fix: {fix}")
     if not mesh.checked or mesh.size() == 1 or compiling:
-        return Stated(stored, None, "")
+        return Stated(stored, reduced, None, "")
     named = asked._replace(schedule=getattr(asked.schedule, "name", asked.schedule))._asdict()
     named |= {"tokens": tokens, "weights": weights, "segments": segments, "params": params}
-    return Stated(stored, mesh.group([*mesh.sizes]), spoken("loss_and_grads" if asked.backward else "loss", named))
+    call, group = "loss_and_grads" if asked.backward else "loss", mesh.group([*mesh.sizes])
+    return Stated(stored, reduced, group, spoken(call, named))
 
 
 def _check_fit(asked: AskedStep, known: Stated, params: dict, batch: tuple, mesh) -> None:

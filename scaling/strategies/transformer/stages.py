@@ -142,7 +142,7 @@ def stage_of(problem: Problem, dense: Any, schedule: Schedule) -> tuple[Stage, l
 
 def staged(problem: Problem, params: dict, tokens: Tensor, targets: Tensor, w: Tensor) -> tuple[Tensor, dict]:
     """(loss, grads) by a pipeline's schedule over Z."""
-    asked, mesh, _, terms, sums, contexts = problem
+    asked, mesh, _, _, terms, sums, contexts = problem
     config, schedule = asked.config, cast(Schedule, resolved(asked.schedule, mesh, len(contexts)))  # Z > 1 here
     stage, extras, before = stage_of(problem, params.get("dense"), schedule)
     homes = homes_of(config, mesh, schedule)
@@ -160,7 +160,8 @@ def staged(problem: Problem, params: dict, tokens: Tensor, targets: Tensor, w: T
 
     last = {name: W for name, W in ends.items() if name != "embed" or config.tied}
     given = params["layers"], last, x, rows, mesh, schedule, loss_of, stage
-    loss, grads = pipeline.with_ends(*given, dtype=sums, differentiated=True)
+    out = empty_gradients(problem, "layers", params["layers"])
+    loss, grads = pipeline.with_ends(*given, dtype=sums, differentiated=True, out=out)
     dends: dict[str, Any] = {**cast(dict, grads.head)}
     if first:
         dE = {"embed": embed_backward(grads.dIn, tokens, len(ends["embed"]), mesh)}
@@ -174,10 +175,16 @@ def staged(problem: Problem, params: dict, tokens: Tensor, targets: Tensor, w: T
     return loss + extra * asked.scale, {"layers": grads.params} | done
 
 
+def empty_gradients(problem: Problem, stack: str, params: Any) -> Any:
+    """Return a tree of tensors, of any values, that can receive the reduced gradients of a stack's params."""
+    like = zip(tree.leaves(params), problem.grad_shapes(stack, params), strict=True)
+    return tree.unflatten(params, [W.new_empty(shape, dtype=problem.sums) for W, shape in like])
+
+
 def dense_gradients(before: list, params: dict, problem: Problem) -> dict:
     """Of the dense layers, from the stage that runs them to all: the others' part of the sum over Z is zeros."""
-    found = before or [torch.zeros_like(W, dtype=problem.sums) for W in tree.leaves(params)]
-    moves = moves_of(tree.leaves(problem.stored["dense"]), problem.mesh, ENDS, stack=True)
+    found = before or tree.leaves(tree.map(Tensor.zero_, empty_gradients(problem, "dense", params)))
+    moves = moves_of(tree.leaves(problem.reduced["dense"]), problem.mesh, ENDS, stack=True)
     return tree.unflatten(params, totalled(found, moves, problem.mesh))
 
 
@@ -203,15 +210,15 @@ def stage_ends(params: Mapping, problem: Problem, homes: Mapping[str, int]) -> d
 
 def ends_gradients(dW: Mapping, params: Mapping, problem: Problem, homes: Mapping[str, int]) -> dict[str, Tensor]:
     """Gradients of what this stage used of the ends, unreduced over what splits the tokens -> all, typed as params."""
-    stored, mesh = problem.stored, problem.mesh
-    there = _at_home(stored)
+    reduced, mesh = problem.reduced, problem.mesh
+    there = _at_home(reduced)
     tables = reduced_ends({name: g for name, g in dW.items() if name in homes}, there, mesh, TOKENS)
-    done: dict[str, Any] = reduced_ends({name: g for name, g in dW.items() if name not in homes}, stored, mesh)
+    done: dict[str, Any] = reduced_ends({name: g for name, g in dW.items() if name not in homes}, reduced, mesh)
     for name, home in homes.items():
         if name not in tables:
             shape = parse(there[name]).local_shape(padded_sizes(problem.asked.config, mesh), mesh)
             tables[name] = params[name].new_zeros(shape, dtype=problem.sums)
-        done[name] = scatter(_line_back(stored[name]), tables[name], mesh, root=home, async_op=True)
+        done[name] = scatter(_line_back(reduced[name]), tables[name], mesh, root=home, async_op=True)
     return tree.map(wait, done)
 
 
@@ -232,7 +239,7 @@ def _line_back(stored: str) -> str:
 
 def forward_loss(problem: Problem, params: dict, tokens: Tensor, targets: Tensor, w: Tensor) -> Tensor:
     """Loss[] of one microbatch, the same on every rank. Over Z one stage computes at a time."""
-    asked, mesh, _, terms, _, (at,) = problem
+    asked, mesh, _, _, terms, _, (at,) = problem
     config, schedule, z = asked.config, placed(asked.schedule, mesh), mesh.coord.get("Z", 0)
     stages = layers_of(config, schedule)
     owners = [0] if schedule is None else [*schedule.placement]

@@ -28,6 +28,7 @@ from scaling.spec import Spec, parse, present
 from scaling.strategies.layers import Layers
 from scaling.strategies.transformer.ends import Terms, embed, embed_backward, head
 from scaling.strategies.transformer.layer import dropped, layer, layer_backward
+from scaling.strategies.transformer.types import reduced_shapes
 
 TOKENS = ("P", "X", "E", "C", "Y")  # the axes that split the tokens: those over which the loss is unreduced
 ENDS = (*TOKENS, "Z")  # and for what is outside the layers, which not every stage uses
@@ -182,33 +183,33 @@ class AskedStep(NamedTuple):
 
 
 class Problem(NamedTuple):
-    """What follows from it on a mesh: the types of the params as they are stored, what a token's loss is made of, the
-    dtype in which gradients are added up over microbatches and ranks, and are returned, and a context a microbatch."""
+    """What follows from it on a mesh: the types of the stored params and of the gradients, what a token's loss is made
+    of, the dtype in which gradients are added up over microbatches and ranks, and a context a microbatch."""
 
     asked: AskedStep
     mesh: Any
     stored: dict
+    reduced: dict
     terms: Terms
     sums: torch.dtype
     contexts: list[Context]
+
+    def grad_shapes(self, stack: str, params: Any) -> list[list[int]]:
+        """Return the local shapes of the gradients of a stack's leaves: with ZeRO-1 and 2 params are whole over X."""
+        types = tree.leaves(self.stored[stack]), tree.leaves(self.reduced[stack])
+        return reduced_shapes([W.shape for W in tree.leaves(params)], *types, self.mesh)
 
 
 class TransformerLayers(Layers):
     """The engine on one `stack` of params, "dense" or "layers" of the model's tree, or on those `layers` of it that a
     stage has. Dense layers are the first stage's, `before` its others: their gradients are unreduced over Z, too.
-
     `out`, `late`: as of `Layers`.
     """
 
     def __init__(
-        self,
-        problem: Problem,
-        params: Mapping,
-        layers: range | None = None,
-        out: Sequence[Tensor] | None = None,
-        late: bool = False,
-        stack: str = "layers",
-    ):
+        self, problem: Problem, params: Mapping, layers: range | None = None, out: Sequence[Tensor] | None = None,
+        late: bool = False, stack: str = "layers",
+    ):  # fmt: skip
         asked, mesh, config = problem.asked, problem.mesh, problem.asked.config
         self.asked, self.gone = asked, dropped(asked.remat, config)
         first, count = (0, None) if layers is None else (layers.start, len(layers))
@@ -218,14 +219,16 @@ class TransformerLayers(Layers):
         if stack == "layers" and config.dense_layers:
             self.origin += config.dense_layers
             self.before = TransformerLayers(problem, params, late=late, stack="dense") if first == 0 else None
-        self.moves = moves_of(tree.leaves(problem.stored[stack]), mesh, TOKENS if stack == "layers" else ENDS, True)
+        self.moves = moves_of(tree.leaves(problem.reduced[stack]), mesh, TOKENS if stack == "layers" else ENDS, True)
         if dims := packed_leaves(own[0], self.moves, mesh):
             gather, reduce = partial(gather_packed, dims=dims), partial(scatter_packed, dims=dims)
         else:
             gather, reduce = (partial(move, moves=self.moves) for move in (gathered_leaves, scattered_leaves))
+        gather = gather if asked.zero == 3 else None  # else every rank along X has whole layers
         names = [path[0] for path in optree.tree_paths(params[stack])]
         held = asked.keep_weights or (asked.backward and asked.remat == "none" and "router" in names)  # on their tape
-        options = {"keep_weights": held, "late": late, "dtype": problem.sums, "out": out}
+        shapes = [shape[1:] for shape in problem.grad_shapes(stack, params[stack])] if asked.zero in (1, 2) else None
+        options = {"keep_weights": held, "late": late, "dtype": problem.sums, "out": out, "shapes": shapes}
         super().__init__(own, mesh, gather, reduce, names=names, **options)
 
     def run(self, x: Tensor, at: Context) -> tuple[Tensor, Any, list]:
@@ -266,8 +269,8 @@ class TransformerLayers(Layers):
 
 def unstaged(problem: Problem, params: dict, tokens: Tensor, targets: Tensor, w: Tensor) -> tuple[Tensor, dict]:
     """(loss, grads) where every rank has all layers. Gradients are summed over microbatches, then reduced."""
-    asked, mesh, stored, terms, sums, contexts = problem
-    config, M = asked.config, asked.microbatches
+    asked, mesh, stored, reduced, terms, sums, contexts = problem
+    config, M, late = asked.config, asked.microbatches, asked.zero == 1
     ends, layers = gathered_ends(params, stored, mesh), TransformerLayers(problem, params)
     losses, dends, grads, size = [], {}, {}, len(ends["embed"])
     batches = zip(contexts, *(x.chunk(M) for x in (tokens, targets, w)), strict=True)
@@ -283,10 +286,12 @@ def unstaged(problem: Problem, params: dict, tokens: Tensor, targets: Tensor, w:
         if last:
             ends.clear()
             tables = {name: dends.pop(name) for name in [*dends] if name != "embed"}
-            grads = reduced_ends(tables, stored, mesh)
+            grads = reduced_ends(tables, reduced, mesh)
             del tables
-        dx = layers.run_back(dx, kept, at, asked.scale / M, last=last)
+        dx = layers.run_back(dx, kept, at, asked.scale / M, last=last and not late)
         add_by_name(dends, {"embed": embed_backward(dx, some, size, mesh)}, sums)
-    grads |= reduced_ends(dends, stored, mesh) | {"layers": layers.result()}
+    if late:
+        layers.reduce_all()
+    grads |= reduced_ends(dends, reduced, mesh) | {"layers": layers.result()}
     grads |= {"dense": layers.before.result()} if layers.before else {}
     return all_reduce("Loss[] {U_PXECY} -> Loss[]", torch.stack(losses).sum(), mesh), grads

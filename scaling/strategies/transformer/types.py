@@ -12,19 +12,39 @@ from typing import Any
 from scaling.common.arguments import one_of
 from scaling.configs import Config
 from scaling.models.leaves import AXES, KV_HEADS, check_computed, types_of, without
-from scaling.spec import ShardingError, mesh_sizes
+from scaling.spec import ShardingError, mesh_sizes, parse
 
 
 def specs(config: Config, mesh, *, zero: int = 3, schedule=None) -> dict:
     """The types of the params as they are stored, a tree like the params of `models.transformer`.
 
-    zero 3: matrices are sharded over X as well (FSDP); 0, 1 and 2: replicated over X (what 1 and 2 shard are the
-    optimizer's state and the gradients). W_K and W_V have no Y where |Y| does not divide K: each rank then computes
+    zero 3: matrices are sharded over X as well (FSDP); 0, 1 and 2: replicated over X (1 and 2 shard the gradients and
+    the optimizer's state: `grad_specs`). W_K and W_V have no Y where |Y| does not divide K: each rank then computes
     the KV heads that its query heads see. A vocabulary that does not divide is padded (`padded_sizes`). ShardingError
     for an axis that a Transformer cannot use, and where heads, features or experts do not divide.
     """
     one_of("zero", zero, (0, 1, 2, 3))
     return _as_text(_specs(config, tuple(mesh_sizes(mesh).items()), zero))
+
+
+def grad_specs(config: Config, mesh, *, zero: int = 3, schedule=None) -> dict:
+    """Return the types of the gradients that a step returns, which are also those of the optimizer's state.
+
+    They are the params' types, but with zero 1 and 2 the gradients are sharded over X, where params are replicated:
+    they are reduced at the end of the step (1) or layer by layer (2).
+    """
+    one_of("zero", zero, (0, 1, 2, 3))
+    return specs(config, mesh, zero=3 if zero else 0, schedule=schedule)
+
+
+def reduced_shapes(local: Sequence[Sequence[int]], stored: Sequence[str], reduced: Sequence[str], mesh) -> list[list]:
+    """Return the local shapes of gradients of `reduced` types, whose params have `local` shapes and `stored` types."""
+
+    def shape(sizes: Sequence[int], before: str, after: str) -> list[int]:
+        dims = zip(sizes, parse(before).dims, parse(after).dims, strict=True)
+        return [n * mesh.size(some) // mesh.size(more) for n, (_, some), (_, more) in dims]
+
+    return [shape(*each) for each in zip(local, stored, reduced, strict=True)]
 
 
 def _as_text(types: Any) -> Any:

@@ -1,0 +1,45 @@
+"""Which of several layouts that are as fast comes first: the one rule of the planner and of training runs."""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from scaling.hardware import Chip
+
+COMPLEXITY = {"pod": 0, "data": 1, "fsdp": 1, "tensor": 2, "expert": 2, "pipe": 3, "context": 3}
+TIE = 0.03  # forecasts so much longer than the shortest, by share, count as equal to it
+
+
+def effort(sizes: Mapping[str, int], chip: Chip | None = None) -> tuple[int, int]:
+    """Return how much a mesh asks of the network, and of whoever runs it.
+
+    First the number of axes that layers wait for (tensor, expert, context) and that reach beyond a node; then how much
+    there is to the layout, of which replicas or shards are little, stages and parts of sequences the most.
+    """
+    inner, beyond = 1, 0
+    for axis in ("tensor", "expert", "context"):  # from the innermost
+        inner *= (size := sizes.get(axis, 1))
+        beyond += size > 1 and chip is not None and chip.kind == "gpu" and inner > chip.node_gpus
+    return beyond, sum(COMPLEXITY[axis] for axis, n in sizes.items() if n > 1)
+
+
+def settle_ties(order: Sequence, seconds: Callable[[Any], float], effort_of: Callable[[Any], Any]) -> list:
+    """Return the order, the fastest first, but for its first place.
+
+    That goes to the one with least effort of all that are as fast as the fastest, within TIE.
+    """
+    as_fast = [one for one in order if seconds(one) <= (1 + TIE) * seconds(order[0])]
+    first = min(as_fast, key=effort_of, default=None)
+    return [first, *(one for one in order if one is not first)] if order else []
+
+
+def simplest_first(chosen: list[tuple]) -> list[tuple]:
+    """Return the (rank, network, layout) in order of rank; of those that fit and are as fast as the fastest the first
+    is the one with least `effort`, and among these the shortest without overlap."""
+    order = sorted(chosen, key=lambda one: one[0])
+    fitting = [one for one in order if one[0][0] == 0]
+
+    def effort_of(one: tuple) -> tuple:
+        (_, _, worst, _), network, layout = one
+        return *effort(layout.sizes, network and network.chip), worst
+
+    return settle_ties(fitting, lambda one: one[0][1], effort_of) + order[len(fitting) :]
