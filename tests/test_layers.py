@@ -24,7 +24,7 @@ ROOMS = """
     < generate < show < plan < measure < check < book exercise < __main__
 """  # each imports only from those before it
 NO_TORCH = {"common", "spec", "algebra", "schedules", "hardware", "configs", "cost", "check", "show", "plan"}
-JUDGE = "additive compared contracts held inferred known law library mode ops programs run strategy typed watched"
+JUDGE = "additive compared contracts held inferred known library mode programs results run strategy typed watched"
 TORCH_BY_NAME = {"scaling.hardware.systolic", "scaling.common.torch_private"}
 TORCH_BY_NAME |= {f"scaling.check.{name}" for name in JUDGE.split()}  # which runs files
 TORCH_BY_NAME |= {f"scaling.plan.{name}" for name in ("choose", "transformer_step")}

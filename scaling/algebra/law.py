@@ -1,17 +1,20 @@
-"""The law: what an operation on whole arrays does to their types, read forwards (`infer`) and as a list (`legal`).
+"""The law: what an operation does to the types of its arrays, read forwards (`infer`) and as a list (`legal`).
 
 An operation is a list of labels, as an einsum's letters: one for each dim of each operand and of the result. From the
-layouts of its operands follow those that its kernel takes on each device and that of its result, or that there are
-none. Nothing is sent: a replicated operand is sliced where another one is split, and a sum over a split dim is
-unreduced. A line of `scaling.collectives.einsum` obeys the same law, but that nothing is sliced. Plain Python.
+types of its operands follow those that its kernel takes on each device and that of its result, or that there are none.
+Over each mesh axis a dim is split or whole, and an array is a partial sum or not; None stands for axes that are not
+known, which fit all. Nothing is sent: a replicated operand is sliced where another one is split, and a sum over a split
+dim is unreduced. Lines of `scaling.collectives.einsum` and the judge read the same law, but nothing is sliced there;
+shard_map, whose types say nothing of dims, asks `kept_over`. Plain Python.
 """
 
 import itertools
 import math
-from collections.abc import Iterator, Mapping, Sequence
-from typing import NamedTuple, NoReturn
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple, NoReturn
 
 from scaling.algebra.layouts import Axes, DimAxes, arrangements, layout, retyped
+from scaling.algebra.ops import Groups, op_kind
 from scaling.spec import Line, ShardingError, Spec, format_axes, parse_line, refuse
 
 Sizes = tuple[int, ...]
@@ -20,69 +23,98 @@ REDUCE = "all_reduce or reduce_scatter one of them first"
 
 
 class Illegal(Exception):
-    """No device could compute its part of the result from its parts of the operands: `what`, against which `rule`; and
-    the `fix` of a product's line."""
+    """No device could compute its part of the result from its parts of the operands.
 
-    def __init__(self, what: str, rule: str, fix: str = ""):
+    Attributes:
+        what: what is wrong.
+        rule: against which rule, in words.
+        fix: what to do.
+        name: the rule's name among the judge's.
+        operand: the number of the operand that is wrong.
+        twice: the axes that would occur twice in a product's type; a ring passes such blocks on.
+    """
+
+    def __init__(
+        self, what: str, rule: str, fix: str = "", name: str = "split", operand: int = 0, twice: Collection[str] = ()
+    ):
         super().__init__(what, rule, fix)
-        self.what, self.rule, self.fix = what, rule, fix
+        self.what, self.rule, self.fix, self.name, self.operand = what, rule, fix, name, operand
+        self.twice = frozenset(twice)
 
 
 class LabelledOp(NamedTuple):
-    """An operation by its labels; an operand's dim of size 1 that is broadcast has None.
+    """An operation by its labels.
 
-    A label that the result lacks is summed over. `linear`: in what the kernel is, so that it may be given unreduced
-    arrays: "each" operand alone (a product), "all" of them together (a sum), the "first" (a quotient), or "" nothing.
-    `whole`: the labels whose dims the kernel needs unsplit (softmax). `slices`: whether an operand that is replicated
-    is sliced where another one is split.
+    Attributes:
+        inputs: the labels of each operand's dims; None for a dim of size 1 that is broadcast.
+        output: those of the result. A label that the result lacks is summed over.
+        sums: groups of operands; one group may be partial sums, all its members together.
+        whole: the labels whose dims the kernel needs unsplit (softmax).
+        slices: whether an operand that is replicated is sliced where another one is split.
     """
 
     name: str
     inputs: tuple[tuple[str | None, ...], ...]
     output: tuple[str, ...]
-    linear: str = ""
+    sums: Groups = ()
     whole: tuple[str, ...] = ()
     slices: bool = True
 
     def infer(
         self, operands: Sequence[DimAxes], shapes: Sequence[Sizes] = (), sizes: Mapping | None = None
     ) -> Inferred:
-        """(operands as the kernel takes them, result); raises Illegal. Sizes count in a Reshape alone."""
+        """Return (operands as the kernel takes them, result).
+
+        The shapes tell only which dims of unknown axes have one element; a Reshape needs them and the mesh's sizes.
+
+        Raises:
+            Illegal: the operation of these operands has no type.
+        """
         split: dict[str, Axes] = {}
-        for at, labels in zip(operands, self.inputs, strict=True):
-            for label, axes in zip(labels, at.dims, strict=True):
-                if label is None or (self.slices and not axes):
+        unknown: set[str] = set()  # labels
+        for number, (at, labels) in enumerate(zip(operands, self.inputs, strict=True)):
+            for i, (label, axes) in enumerate(zip(labels, at.dims, strict=True)):
+                if label is None:
                     continue
-                if split.setdefault(label, axes) != axes:
-                    self._refuse_split(label, split[label], axes)
+                if axes is None:
+                    unknown |= {label} if not shapes or shapes[number][i] > 1 else set()
+                elif (axes or not self.slices) and split.setdefault(label, axes) != axes:
+                    self._refuse_split(label, split[label], axes, number)
         for label, axes in split.items():
             if label in self.whole and axes:
                 raise Illegal(
                     f"{self.name} runs along a dim that is split over {format_axes(axes)}",
                     f"{self.name} needs the whole dim on each device",
+                    f"all_gather it over {format_axes(axes)} first",
+                    twice=axes if op_kind(self.name) == "attends" else (),
                 )
             own = (at.dims[d.index(label)] for at, d in zip(operands, self.inputs, strict=True) if label in d)
-            if label not in self.output and any(each != axes for each in own):
+            if label not in self.output and any(each not in (axes, None) for each in own):
                 self._refuse_split(label, axes, ())
         used = [axis for axes in split.values() for axis in axes]
-        self._check_sums([{*at.unreduced} for at in operands], used)
+        sums = kept_over(self.name, self.sums, [at.unreduced for at in operands], used)
         for axis in used:
             if used.count(axis) > 1:
                 raise Illegal(
                     f"two dims of the operands are split over {axis}, and not the same one",
                     f"case 4: each device along {axis} would hold only the diagonal blocks of the result",
                     f"all_gather one operand over {axis} first",
+                    twice=axis if len(self.sums) > 1 else (),
                 )
-        return self._inferred(split, [at.unreduced for at in operands])
+        needed, result = self._inferred(split, [at.unreduced for at in operands])
+        gone = unknown.difference(split, self.output, self.whole)
+        lost = sums is None or (gone and not result.unreduced)
+        known: Any = tuple(split.get(label, None if label in unknown else ()) for label in self.output)
+        over: Any = None if lost else result.unreduced
+        return needed, DimAxes(known, over)
 
     def legal(self, axes: Axes, may: Sequence[Axes]) -> Iterator[Inferred]:
         """Every (operands as the kernel takes them, result) over the axes; operand i may be unreduced over `may[i]`."""
         labels = tuple(dict.fromkeys(d for own in self.inputs for d in own if d is not None and d not in self.whole))
-        every = tuple(range(len(self.inputs)))
-        carriers = {"each": [(i,) for i in every], "all": [every], "first": [(0,)], "": []}[self.linear]
+        every = range(len(self.inputs))
         for split in arrangements(axes, len(labels)):
             idle = sorted({*axes}.difference(*split))
-            choices = [[(), *(who for who in carriers if all(axis in may[i] for i in who))] for axis in idle]
+            choices = [[(), *(who for who in self.sums if all(axis in may[i] for i in who))] for axis in idle]
             for chosen in itertools.product(*choices):  # of each idle axis, the operands that are unreduced over it
                 sums = [tuple(axis for axis, who in zip(idle, chosen, strict=True) if i in who) for i in every]
                 yield self._inferred(dict(zip(labels, split, strict=True)), sums)
@@ -94,10 +126,10 @@ class LabelledOp(NamedTuple):
             for labels, own in zip(self.inputs, sums, strict=True)
         )
         summed = [axis for label, axes in split.items() if label not in self.output for axis in axes]
-        unreduced = tuple(sorted({*summed, *itertools.chain(*sums)}))
+        unreduced = tuple(sorted({*summed, *itertools.chain(*filter(None, sums))}))
         return needed, DimAxes(tuple(split.get(label, ()) for label in self.output), unreduced)
 
-    def _refuse_split(self, label: str, ours: Axes, theirs: Axes) -> NoReturn:
+    def _refuse_split(self, label: str, ours: Axes, theirs: Axes, operand: int = 0) -> NoReturn:
         """Two operands have a dim, and not the same parts of it."""
         over = [f"over {format_axes(axes)}" if axes else "not at all" for axes in (ours, theirs)]
         dim = f"dim {label}" if self.name.startswith("einsum") else "a dim"
@@ -105,32 +137,61 @@ class LabelledOp(NamedTuple):
             f"{dim} is split {over[0]} in one operand and {over[1]} in the other",
             f"{'case 2: ' if label not in self.output else ''}operands are split alike along a dim that they share",
             f"all_gather one of them over {format_axes(ours or theirs)}, or shard the other",
+            operand=operand,
         )
 
-    def _check_sums(self, sums: Sequence[set[str]], used: Sequence[str]) -> None:
-        """Whether the kernel may be given operands that are unreduced over these axes; `used` split dims."""
-        every = sorted(set().union(*sums))
-        over = format_axes(every)
-        if not every:
-            return
-        if not self.linear:
-            raise Illegal(f"an operand is unreduced over {over}", f"{self.name} of a sum is not the sum of {self.name}")
-        if self.linear == "all" and any(sums[0] != other for other in sums):
+
+def kept_over(name: str, groups: Groups, sums: Sequence[Axes | None], used: Collection[str]) -> Axes | None:
+    """Return the axes over which a function's result is unreduced because its operands are.
+
+    Args:
+        groups: whose partial sums it keeps, as `ops.kept_sums` returns them.
+        sums: the axes over which each operand is unreduced, None where that is not known.
+        used: the axes over which the devices' parts of some operand differ otherwise.
+    Raises:
+        Illegal: the function of these partial sums is not the partial sum of a function.
+    """
+    every = sorted({axis for own in sums for axis in own or ()})
+    over, kind = format_axes(every), op_kind(name)
+    for i, own in enumerate(sums):
+        if own and not any(i in group for group in groups):
+            if kind in ("adds", "writes") and len(sums) == 1:
+                raise Illegal(
+                    f"a number is added to a sum over {over} by every device",
+                    f"it would count once for each device along {over}",
+                    "all_reduce or reduce_scatter it first",
+                    "partial-plus-whole",
+                    i,
+                )
+            which, rule = "an", f"{name} of a sum is not the sum of {name}"
+            if groups:
+                which, rule = "the second" if i == 1 else "a later", f"{name} is linear in its first operand"
+            fix = "all_reduce or reduce_scatter it first"
+            raise Illegal(f"{which} operand is unreduced over {over}", rule, fix, "nonlinear", i)
+    carried = []
+    for group in groups:
+        found = {sums[i] for i in group} - {None}
+        if len(found) > 1:
             raise Illegal(
                 f"one operand is a sum over {over} and another one is not",
                 f"added to each device's term, the other one would count once for each device along {over}",
+                REDUCE,
+                "partial-plus-whole",
+                next(i for i in group if sums[i]),
             )
-        if self.linear == "each" and sum(map(len, sums)) > len(every):
-            rule = "a product of sums is not the sum of the products"
-            raise Illegal(f"both operands are unreduced over {over}", rule, REDUCE)
-        if self.linear == "first" and any(sums[1:]):
-            raise Illegal(f"the second operand is unreduced over {over}", f"{self.name} is linear in its first operand")
-        if meets := [axis for axis in every if axis in used]:
-            raise Illegal(
-                f"one operand is unreduced over {over}, over which the other is split",
-                f"a partial sum over {meets[0]} may only meet what is replicated over {meets[0]}",
-                f"all_reduce or reduce_scatter it over {meets[0]} first",
-            )
+        carried += [axes for axes in found if axes]
+    if sum(map(len, carried)) > len({*itertools.chain(*carried)}):
+        rule = "a product of sums is not the sum of the products"
+        raise Illegal(f"both operands are unreduced over {over}", rule, REDUCE, "product-of-sums")
+    if meets := [axis for axis in every if axis in used]:
+        raise Illegal(
+            f"one operand is unreduced over {over}, over which the other is split",
+            f"a partial sum over {meets[0]} may only meet what is replicated over {meets[0]}",
+            f"all_reduce or reduce_scatter it over {meets[0]} first",
+            twice=meets if len(groups) > 1 else (),
+        )
+    fits_all = any(group and all(sums[i] is None for i in group) for group in groups)
+    return None if fits_all and not carried else tuple(every)
 
 
 def result_type(line: str | Line) -> Spec:
@@ -141,7 +202,7 @@ def result_type(line: str | Line) -> Spec:
         if not any(dim in own for own in dims):
             rule = "every dim of the result comes from an operand"
             refuse_product(line, f"dim {dim} is in no operand", rule, "leave it out, or name it in an operand")
-    product = LabelledOp("einsum", tuple(dims), names, "each", slices=False)
+    product = LabelledOp("einsum", tuple(dims), names, tuple((i,) for i in range(len(dims))), slices=False)
     try:
         return retyped(line.result, product.infer([layout(spec) for spec in line.operands])[1])
     except Illegal as illegal:

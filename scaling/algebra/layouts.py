@@ -22,7 +22,7 @@ Axes = tuple[str, ...]
 
 
 class DimAxes(NamedTuple):
-    """The axes of each dim, and the unreduced axes, sorted."""
+    """The axes of each dim, and the unreduced axes, sorted. In the judge's own types None stands for unknown ones."""
 
     dims: tuple[Axes, ...]
     unreduced: Axes = ()

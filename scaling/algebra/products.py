@@ -245,7 +245,7 @@ def searched_types(
     for a, b, c in pairs:
         arrays, result = [values[a].array, values[b].array], planned(specs[c])
         names = specs[a].dim_names, specs[b].dim_names
-        op = LabelledOp("", names, specs[c].dim_names, "each")
+        op = LabelledOp("", names, specs[c].dim_names, ((0,), (1,)))
         may = [() if a >= n else within.partial + specs[a].unreduced, within.partial + specs[b].unreduced]
         flops = math.prod([1 if sizes is None else sizes[dim] for dim in {*names[0], *names[1]}])
         values.append(Value(result, (a, b), ways_of(op, arrays, result, may, within, flops)))

@@ -1,19 +1,18 @@
 """The types of an op's results, remembered: layers and steps call the same ops on the same types again."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import lru_cache
 from typing import Any
 
 import optree
+import torch
 from torch import Tensor
 
-from scaling.algebra.law import Sizes
+from scaling.algebra.law import Illegal, Sizes
 from scaling.algebra.ops import op_kind
 from scaling.check.additive import NotTried, adds_up
 from scaling.check.held import KEPT, HeldType, of_nothing
-from scaling.check.law import NotInferred, RuleBroken
-from scaling.check.ops import ArrayMeta, infer, own_part
-from scaling.spec import ShardingError
+from scaling.check.results import ArrayMeta, NotInferred, own_part, result_types
 
 
 def tensors_in(tree: Any) -> list[Tensor]:
@@ -52,15 +51,28 @@ def _inferred(
     arrays = [x for x in leaves if isinstance(x, ArrayMeta) and x is not kwargs.get("out")]
     operands = [x.held for x in arrays]
     unknown = [of_nothing(shape, True) for shape in shapes]
+
+    def run(tensors: Sequence[Tensor]) -> Any:
+        given, rest = iter(tensors), [*leaves]
+        for i, x in enumerate(rest):
+            rest[i] = next(given) if isinstance(x, ArrayMeta) else x[1]
+        filled: Any = optree.tree_unflatten(structure, rest)
+        return func(*filled[0], **filled[1])
+
+    def probe(shape: Sizes, strides: "Sizes | None" = None) -> Any:
+        strides = torch.empty(shape, device="meta").stride() if strides is None else strides
+        first = torch.empty_strided(shape, strides, dtype=arrays[0].dtype, device="meta")
+        return run([first, *(x.tensor() for x in arrays[1:])])
+
     try:
-        found = infer(name, args, kwargs, operands, [x.dtype for x in arrays], [*shapes], dtype)
-    except RuleBroken as error:
+        found = result_types(name, args, kwargs, arrays, [*shapes], dtype, probe)
+    except Illegal as error:
+        types = " and ".join(map(str, operands))
+        error.what = error.what if error.what.startswith(f"{name} of") else f"{name} of {types}: {error.what}"
         return unknown, error
-    except ShardingError as error:
-        return unknown, NotInferred(f"{name}: {str(error).splitlines()[0]}")
     except NotInferred as error:
         if any(x.unreduced for x in operands):
-            unknown, error = _tried(func, name, structure, leaves, arrays, unknown, error)
+            unknown, error = _tried(run, name, arrays, unknown, error)
         return unknown, NotInferred(f"{name}: {error}") if isinstance(error, NotInferred) else error
     if own := own_part(name, args, kwargs, operands):
         return found, NotInferred(own)
@@ -71,26 +83,19 @@ def _inferred(
 
 
 def _tried(
-    func: Any, name: str, structure: Any, leaves: tuple, arrays: list, unknown: list[HeldType], error: Exception
+    run: Callable, name: str, arrays: list, unknown: list[HeldType], error: Exception
 ) -> tuple[list[HeldType], Exception]:
     """Return what `inferred` does for an op that no table has and that takes partial sums, by running it on numbers.
 
     Where it adds up, its results are partial sums, of dims that are not known; where it does not, a rule is broken.
     """
-
-    def call(values: list[Tensor]) -> list[Tensor]:
-        numbers = iter(values)
-        given: Any = optree.tree_unflatten(
-            structure, [next(numbers) if isinstance(x, ArrayMeta) else x[1] for x in leaves]
-        )
-        return tensors_in(func(*given[0], **given[1]))
-
     partial = [bool(x.held.unreduced) for x in arrays]
     first = partial.index(True)
     try:
-        linear = adds_up(call, [x.tensor() for x in arrays], partial)
+        linear = adds_up(lambda values: tensors_in(run(values)), [x.tensor() for x in arrays], partial)
     except NotTried:
         return unknown, error
     if not linear or len({x.held.unreduced for x in arrays if x.held.unreduced}) > 1:
-        return unknown, RuleBroken("nonlinear", f"{name} of {arrays[first].held}", first)
+        what, rule = f"{name} of {arrays[first].held}", f"{name} of a sum is not the sum of {name}"
+        return unknown, Illegal(what, rule, "all_reduce or reduce_scatter it first", "nonlinear", first)
     return [held._replace(unreduced=arrays[first].held.unreduced, parts="sum") for held in unknown], error

@@ -1,4 +1,4 @@
-"""The judge at all that torch does besides typed lines: aten's ops, by the rules of `ops`."""
+"""The judge at all that torch does besides typed lines: aten's ops, by the law."""
 
 from collections.abc import Mapping, Sequence, Set
 from functools import lru_cache
@@ -9,13 +9,13 @@ import optree
 import torch
 from torch import Tensor
 
+from scaling.algebra.law import Illegal
 from scaling.algebra.ops import op_kind
 from scaling.check.compared import at_hand
-from scaling.check.findings import Judgement, said
+from scaling.check.findings import RULES, Judgement, said
 from scaling.check.held import DimPart, HeldType, any_dim, axes_along, by_stride, of_nothing, size_along
 from scaling.check.inferred import called, inferred, tensors_in
-from scaling.check.law import RuleBroken
-from scaling.check.ops import UNSET, ArrayMeta, view_error
+from scaling.check.results import UNSET, ArrayMeta, view_error
 from scaling.check.typed import TypedLines
 from scaling.common.torch_private import TorchDispatchMode, storage_of
 
@@ -155,17 +155,17 @@ class Judge(TypedLines, TorchDispatchMode):
 
     def wrong(self, error: "Exception | None", operands: Sequence[Tensor] = (), place: str = "") -> None:
         """Report a broken rule, or an op that is not judged."""
-        if isinstance(error, RuleBroken):
+        if isinstance(error, Illegal):
             self.find(*self.broken(error, operands), place)
         elif error is not None:
             self.skip(str(error), place)
 
-    def broken(self, error: RuleBroken, operands: Sequence[Tensor]) -> tuple[str, str, str]:
+    def broken(self, error: Illegal, operands: Sequence[Tensor]) -> tuple[str, str, str]:
         """Return (rule, the finding's text, where the operand was made)."""
         made = self.held(operands[min(error.operand, len(operands) - 1)]).place if operands else ""
-        return error.rule, said(error.what, error.rule, error.fix), made
+        return error.name, said(error.what, error.name, error.fix, error.rule), made
 
-    def first_hop(self, error: RuleBroken, operands: Sequence[Tensor]) -> None:
+    def first_hop(self, error: Illegal, operands: Sequence[Tensor]) -> None:
         """Put off a finding about a product of a rank's own blocks, such as queries and keys.
 
         It is right as a ring's first hop, which shows only at the program's end: then blocks were passed on along this
@@ -176,7 +176,7 @@ class Judge(TypedLines, TorchDispatchMode):
 
     def give_all(self, results: list, found: list[HeldType], error, operands, unset: bool, write: bool = False) -> None:
         """Note the types of an op's results, and report what is wrong with it."""
-        if isinstance(error, RuleBroken) and error.twice:
+        if isinstance(error, Illegal) and error.twice:
             self.first_hop(error, operands)
         else:
             self.wrong(error, operands)
@@ -204,7 +204,8 @@ class Judge(TypedLines, TorchDispatchMode):
         known, old = self.memory.get(storage_of(x)), self.held(x)
         adds = add and known is not None and not known.unset and not old.of_nothing
         if adds and None not in (old.unreduced, held.unreduced) and old.unreduced != held.unreduced:
-            self.wrong(RuleBroken("partial-plus-whole", f"{held} is added to {old}"), (), held.place)
+            rule = "partial-plus-whole"
+            self.wrong(Illegal(f"{held} is added to {old}", RULES[rule], name=rule), (), held.place)
             return
         if known is None or x.numel() * x.element_size() >= x.untyped_storage().nbytes():
             self.give(x, held)

@@ -2,8 +2,8 @@
 
 `array` makes one, `reshard` changes its type, `grad` and `vjp` differentiate, typed by the law of cotangents. `einsum`,
 `matmul`, `sum`, `amax`, `reshape`, `broadcast_to` and `take` are torch's with an argument `out`, the result's type.
-The rules are `algebra.law`, the table of torch's functions `algebra.ops`; `functions` and `labels` read a call,
-`planning` is what they ask the planner. `beside_jax` prints a program's lines beside JAX's.
+The rules are `algebra.law`, the table of torch's functions `algebra.ops`; `functions` reads a call, `planning` is what
+is asked of the planner. `beside_jax` prints a program's lines beside JAX's.
 """
 
 from scaling.explicit.arrays import Array, array, reshard

@@ -12,28 +12,17 @@ import optree
 import torch
 from torch import Tensor
 
+from scaling.algebra.labels import labelled, refuse_unknown
 from scaling.algebra.law import LabelledOp, Reshape, Sizes
-from scaling.algebra.layouts import DimAxes, letters, retyped, unsplit_spec
-from scaling.algebra.ops import ELEMENTWISE, function_name, keeps_sums, op_kind
+from scaling.algebra.layouts import DimAxes, retyped, unsplit_spec
+from scaling.algebra.ops import ELEMENTWISE, function_name, kept_sums, op_kind
 from scaling.collectives.multiply import einsum
-from scaling.explicit.labels import (
-    OnTensors,
-    along_dims,
-    argument,
-    einsum_op,
-    elementwise_op,
-    joined,
-    matmul_op,
-    reduced_dims,
-    refuse_unknown,
-    viewed,
-)
 from scaling.spec import Line, ShardingError
 
+UNKNOWN = ("fuses", "grows", "puts", "scores", "attends", "makes")  # kinds that only the judge knows
 SEVERAL = ("parts", "orders")  # results
-
-
 AnyOperation = LabelledOp | Reshape
+OnTensors = Callable[[Sequence[Tensor]], Any]  # the function called, on values in place of the arrays
 
 
 class LocalPlan(NamedTuple):
@@ -125,19 +114,30 @@ def _part(call: OnTensors, number: int, values: Sequence[Tensor]) -> Tensor:
 def _typed(name: str, args, kwargs, call: OnTensors, operands: list, whole: Any) -> TypedCall:
     """Return the call of a function that `call` runs on the operands, and whose result on meta tensors is `whole`."""
     kind, shapes = op_kind(name), [tuple(x.shape) for x in operands]
-    if not isinstance(whole, Tensor):
+    if not isinstance(whole, Tensor) or kind in UNKNOWN or name == "embedding":
         refuse_unknown(name)
     if kind == "reshapes" and whole.dtype != operands[0].dtype:
         refuse_unknown(f"{name}({whole.dtype})")
     shape = tuple(torch.broadcast_shapes(*shapes) if kind in ELEMENTWISE else whole.shape)
-    op, run = _read(name, args, kwargs, call, operands, shape)
-    flops = 0
-    if isinstance(op, LabelledOp):
-        partial_sums = [x.dtype for x in operands if _may_be_partial(x)]
-        linear = keeps_sums(name, args, kwargs, len(operands), partial_sums, whole.dtype)
-        op = op._replace(linear=linear)
-        flops = _flops(op, shapes) if run is _product else 0
-    return TypedCall(op, operands, shape, whole.dtype, run or (lambda op, shards, local: call(shards)), flops)
+    if kind == "reshapes":
+        return TypedCall(Reshape(shape, name), operands, shape, whole.dtype, _reshaped)
+
+    def probe(shape: Sizes, strides: Sizes | None = None) -> Any:
+        strides = torch.empty(shape, device="meta").stride() if strides is None else strides
+        return call([torch.empty_strided(shape, strides, dtype=operands[0].dtype, device="meta")])
+
+    op = labelled(name, args, kwargs, shapes, shape, probe)
+    partial_sums = [x.dtype for x in operands if _may_be_partial(x)]
+    op = op._replace(sums=kept_sums(name, args, kwargs, len(operands), partial_sums, whole.dtype))
+    run: Callable[..., Tensor] = lambda op, shards, local: call(shards)  # noqa: E731
+    if kind == "contracts":
+        run = _product
+    elif kind == "broadcasts":
+        run = _expanded
+    elif name == "mean":
+        dims = [i for i, d in enumerate(op.inputs[0]) if d not in op.output]
+        run = _mean(shapes[0], dims, len(op.output) == len(shapes[0]), kwargs.get("dtype"))
+    return TypedCall(op, operands, shape, whole.dtype, run, _flops(op, shapes) if run is _product else 0)
 
 
 def _may_be_partial(x: Any) -> bool:
@@ -152,33 +152,12 @@ def _flops(op: LabelledOp, shapes: Sequence[Sizes]) -> int:
     return math.prod(sizes.values()) * (2 if len(sizes) > len(op.output) else 1) * (len(shapes) == 2)
 
 
-def _read(
-    name: str, args, kwargs, call: OnTensors, operands: list, shape: Sizes
-) -> tuple[AnyOperation, Callable | None]:
-    """Return (the operation, how it computes shards if that is not by the function itself)."""
-    kind, shapes = op_kind(name), [tuple(x.shape) for x in operands]
-    labels = letters(len(shapes[0]) if shapes else 0)
-    if kind in ELEMENTWISE:
-        return elementwise_op(name, shapes, shape), None
-    if name == "einsum":
-        return einsum_op(args[0]), _product
-    if name in ("matmul", "mm", "bmm", "mv", "dot", "rmatmul"):
-        return matmul_op(*(shapes[::-1] if name == "rmatmul" else shapes)), _product
-    if kind in ("sums", "reduces"):
-        dims, after = reduced_dims(call, labels, operands[0].dtype)
-        op = LabelledOp(name, (labels,), after, whole=tuple(labels[i] for i in dims) if kind == "reduces" else ())
-        return op, _mean(shapes[0], dims, len(after) == len(labels), kwargs.get("dtype")) if name == "mean" else None
-    if kind == "reshapes":
-        return Reshape(shape, name), lambda op, shards, local: shards[0].reshape(local.shape)
-    if kind == "broadcasts":
-        return viewed(name, call, labels, shapes), lambda op, shards, local: shards[0].expand(local.shape)
-    if kind in ("permutes", "parts") or name in ("getitem", "select", "diagonal"):
-        return viewed(name, call, labels, shapes), None
-    if kind == "joins":
-        return joined(name, labels, len(shapes), int(argument(args, kwargs, 1, "dim", 0))), None
-    if kind in ("zeros", "constants"):
-        return LabelledOp(name, (labels,), labels), None
-    return along_dims(name, kind, args, kwargs, labels, shape), None
+def _reshaped(op: AnyOperation, shards: Sequence[Tensor], local: LocalPlan) -> Tensor:
+    return shards[0].reshape(local.shape)
+
+
+def _expanded(op: AnyOperation, shards: Sequence[Tensor], local: LocalPlan) -> Tensor:
+    return shards[0].expand(local.shape)
 
 
 def _product(op: LabelledOp, shards: Sequence[Tensor], local: LocalPlan) -> Tensor:

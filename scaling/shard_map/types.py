@@ -18,7 +18,8 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from scaling.algebra.ops import names_of, op_kind
+from scaling.algebra.law import Illegal, kept_over
+from scaling.algebra.ops import Groups, kept_sums, op_kind
 from scaling.common.torch_private import (
     is_wrapped,
     level_of,
@@ -32,8 +33,7 @@ from scaling.spec import ShardingError, format_axes
 
 MARK = "_scaling_marks"
 PARTS = {"__get__", "_unpack_dual"}  # x.T, x.real; the tangent of a dual tensor
-KEEPS = names_of("linear", "permutes", "reshapes", "broadcasts", "takes", "joins", "parts") | {"sum", "flip"}
-KEEPS = KEEPS - {"to", "to_copy", "type"} | {"copy"}  # the former may round
+ASKS = ("requires_grad_",)  # which changes no numbers
 
 
 class Marks(NamedTuple):
@@ -61,10 +61,6 @@ class Marks(NamedTuple):
 PLAIN = Marks()
 
 
-class Mismatch(Exception):
-    """(the rule that is broken, the fix)."""
-
-
 def marks(x: Tensor) -> Marks:
     """Return the marks that `marked` has put on x, or on what it wraps."""
     while (found := getattr(x, MARK, None)) is None:
@@ -85,9 +81,6 @@ def marked(x: Tensor, as_: Marks) -> Tensor:
         layer = unwrapped(layer)
         setattr(layer, MARK, as_)
     return y
-
-
-ASKS = {"dim", "size", "numel", "stride", "is_floating_point", "is_complex", "__len__", "__repr__", "requires_grad_"}
 
 
 def varying(x: Tensor, bound: Bound) -> frozenset[str]:
@@ -118,40 +111,36 @@ def described_type(x: Tensor, bound: Bound) -> str:
     return f"{str(x.dtype).removeprefix('torch.')}{list(x.shape)} " + (" and ".join(parts) or "invariant")
 
 
-def result_of(name: str, found: Sequence[Marks], varying: Sequence[frozenset[str]]) -> Marks:
-    """Return the marks of a torch function's result.
+def result_of(name: str, found: Sequence[Marks], varying: Sequence[frozenset[str]], sums: Groups) -> Marks:
+    """Return the marks of a torch function's result: the law of operations, by the marks that tell axes apart.
 
     Args:
         found: the operands' marks, of which at least one is not plain.
         varying: the axes over which each operand varies otherwise.
+        sums: whose partial sums the function keeps, by the table of operations.
     Raises:
-        Mismatch: the function of these operands has no type.
+        Illegal: the function of these operands has no type.
     """
     varies = frozenset().union(*varying)  # where one varies, what is reduced varies too
     found = [each._replace(reduced=each.reduced - varies) for each in found]
-    summed = frozenset().union(*(each.unreduced for each in found))
     if name == "ones_like":  # the cotangent that a loss begins with
         return Marks(reduced=frozenset().union(*(each.axes for each in found)))
     if name in PARTS:
         return found[0]
-    alike = all(each == found[0] for each in found)
-    if not summed and not alike:
-        over = ", ".join(sorted(frozenset().union(*(each.reduced for each in found))))
-        raise Mismatch(
-            "what is reduced over an axis meets what is reduced or varies over it",
-            f"pcast(x, {over!r}, to='reduced') of the operand that is invariant",
-        )
-    if not summed:
-        return found[0]
-    if alike and (name.strip("_") in KEEPS or (op_kind(name) == "adds" and len(found) == 2)):
-        return found[0]
-    if op_kind(name) == "multiplies" and len(found) == 2 and found[0] == found[1].dual:
-        return Marks(unreduced=summed)
-    raise Mismatch(
-        "partial sums are added to partial sums, multiplied by what is reduced over the same axes, and summed; "
-        "anything else wants the whole sum",
-        f"psum or psum_scatter over {', '.join(sorted(summed))} first",
-    )
+    summed = frozenset().union(*(each.unreduced for each in found))
+    same = frozenset().union(*(each.reduced for each in found)) - summed
+    if any(each.reduced - summed != same for each in found):
+        fix = f"pcast(x, {', '.join(sorted(same))!r}, to='reduced') of the operand that is invariant"
+        raise Illegal("", "what is reduced over an axis meets what is reduced or varies over it", fix)
+    used = {axis for axis in summed if any(axis not in each.axes for each in found)}
+    over = [tuple(sorted(each.unreduced)) for each in found]
+    if op_kind(name) == "fuses":  # the last two are multiplied; of `linear` the first two
+        order = (2, 0, 1) if name == "linear" else (0, 1, 2)
+        first, *factors = [over[i] for i in order if i < len(over)]
+        over = [first, kept_over("mul", ((0,), (1,)), factors, used) or ()] if factors else over
+        sums = ((0, 1),)
+    kept_over(name, sums, over, used)
+    return Marks(summed, same)
 
 
 class Checks(TorchFunctionMode):
@@ -176,13 +165,7 @@ class Checks(TorchFunctionMode):
             return func(*args, **kwargs)
         operands: Any = (args, kwargs)
         tensors = [x for x in optree.tree_leaves(operands) if isinstance(x, Tensor)]
-        found, after = [varying(x, self.bound) for x in tensors], PLAIN
-        if name not in ASKS and any(map(marks, tensors)):
-            try:
-                kinds = [marks(x) for x in tensors]
-                after = result_of(name, kinds, [each - own.axes for each, own in zip(found, kinds, strict=True)])
-            except Mismatch as mismatch:
-                self.refuse(name, tensors, *mismatch.args)
+        found = [varying(x, self.bound) for x in tensors]
         axes = frozenset().union(*found)
         if axes and op_kind(name) == "values":
             self.refuse(
@@ -191,23 +174,46 @@ class Checks(TorchFunctionMode):
                 "a value that differs by device decides nothing in Python: each device would go its own way",
                 "torch.where, or an index as a tensor: x[i], x.index_select(0, i)",
             )
-        changed = None if name in ASKS else changed_by(name, args)
-        if changed is not None and (varying(changed, self.bound) != axes or marks(changed) != after):
+        if (changed := None if name in ASKS else changed_by(name, args)) is not None:
+            self.check_write(changed, axes, self.marks_after(name, args, kwargs, tensors, changed.dtype), name, tensors)
+        if any(each != axes for each in found):
+            vary_all = lambda x: vary(x, axes, self.bound) if isinstance(x, Tensor) else x  # noqa: E731
+            args, kwargs = optree.tree_map(vary_all, operands)
+        result: Any = self.call(func, name, tensors, args, kwargs)
+        made = next((x.dtype for x in optree.tree_leaves(result) if isinstance(x, Tensor)), None)
+        if made is None or not any(map(marks, tensors)):
+            return result
+        after = self.marks_after(name, args, kwargs, tensors, made)
+        return optree.tree_map(lambda x: marked(x, after) if isinstance(x, Tensor) else x, result)
+
+    def marks_after(self, name: str, args, kwargs, tensors: Sequence[Tensor], made: torch.dtype) -> Marks:
+        """Return the marks of a function's result of dtype `made`; refuse operands that give it no type."""
+        kinds = [marks(x) for x in tensors]
+        if not any(kinds) or name in ASKS:
+            return kinds[0] if name in ASKS else PLAIN
+        given = [x.dtype for x, own in zip(tensors, kinds, strict=True) if own.unreduced]
+        varies = [varying(x, self.bound) - own.axes for x, own in zip(tensors, kinds, strict=True)]
+        if name == "copy_":  # what was there is gone
+            name, kinds = "clone", kinds[1:]
+        try:
+            return result_of(name, kinds, varies, kept_sums(name, args, kwargs, len(kinds), given, made))
+        except Illegal as illegal:
+            summed = ", ".join(sorted(frozenset().union(*(own.unreduced for own in kinds))))
+            fix = f"psum or psum_scatter over {summed} first; what it meets is reduced, pcast(x, ..., to='reduced')"
+            self.refuse(name, tensors, illegal.rule, fix if summed else illegal.fix, illegal.what)
+
+    def check_write(self, changed: Tensor, axes, after: Marks, name: str, tensors: Sequence[Tensor]) -> None:
+        """Refuse a write that would change a value's type, or the caller's own array."""
+        if varying(changed, self.bound) != axes or marks(changed) != after:
             self.refuse(
                 name,
                 tensors,
                 "a value keeps its type: what is written to would have another one afterwards",
                 "x = x + y in place of x += y; torch.where or torch.cat in place of x[i] = y; or pvary(x, ...)",
             )
-        if changed is not None and memory_of(changed) in self.given:
+        if memory_of(changed) in self.given:
             rule = "arguments are not changed: this would write to the caller's own array"
             self.refuse(name, tensors, rule, "x = x + y in place of x += y; or write to x.clone()")
-        if any(each != axes for each in found):
-            vary_all = lambda x: vary(x, axes, self.bound) if isinstance(x, Tensor) else x  # noqa: E731
-            args, kwargs = optree.tree_map(vary_all, operands)
-        result = self.call(func, name, tensors, args, kwargs)
-        mark = lambda x: marked(x, after) if isinstance(x, Tensor) else x  # noqa: E731
-        return optree.tree_map(mark, result) if after else result
 
     def call(self, func, name: str, tensors: list[Tensor], args, kwargs):
         """Return func(*args, **kwargs); refuse in our words what vmap cannot do."""
@@ -240,9 +246,10 @@ class Checks(TorchFunctionMode):
         is_marks = lambda x: x is None or isinstance(x, (Tensor, Marks))  # noqa: E731
         return optree.tree_map(lambda x, as_: x if x is None else marked(x, as_), result, of_inputs, is_leaf=is_marks)
 
-    def refuse(self, name: str, tensors: Sequence[Tensor], rule: str, fix: str) -> NoReturn:
+    def refuse(self, name: str, tensors: Sequence[Tensor], rule: str, fix: str, what: str = "") -> NoReturn:
         kinds = ", ".join(described_type(x, self.bound) for x in tensors)
-        raise ShardingError(f"{name}({kinds}) inside shard_map\n  rule: {rule}\n  fix: {fix}")
+        what = f"{name}({kinds}) inside shard_map" + (f": {what}" if what else "")
+        raise ShardingError(f"{what}\n  rule: {rule}\n  fix: {fix}")
 
 
 def changed_by(name: str, args) -> "Tensor | None":

@@ -10,7 +10,7 @@ import pytest
 import torch
 from mutants import text_of
 from torch.func import grad
-from torch.nn.functional import cross_entropy, nll_loss
+from torch.nn.functional import cross_entropy, nll_loss, scaled_dot_product_attention
 
 from scaling.check import RULES, check_source, judge, judged
 from scaling.collectives import all_gather, all_reduce, einsum, masked, ppermute, reduce_scatter
@@ -99,7 +99,12 @@ def picked(logits, targets, here):
     return masked_sum(logits.gather(1, targets[:, None].long())[:, 0], here)
 
 
+def attended(causal=False):
+    return lambda Q, K: scaled_dot_product_attention(Q, K, K, is_causal=causal)
+
+
 BOTH_AXES = "E[V_X, D_Y]"
+ROWS = "Q[B, N, T_X, H]"
 WORD = "what the mask leaves depends on values, so the line's type is believed"
 JUDGED = {  # beside the examples of the page
     # a program, its arguments' types and its result's; the rule that it breaks first, the reasons why it cannot be
@@ -122,6 +127,9 @@ JUDGED = {  # beside the examples of the page
     "classes that are split": (lambda x: nll_loss(x, torch.zeros(len(x)).long()), ("x[B, V_X]",), None, "split"),
     "own blocks alone": (ring(False), ("Q[B, T_X, H]", "K[B, T_X, H]"), None, "split"),
     "and those that are passed on": (ring(True), ("Q[B, T_X, H]", "K[B, T_X, H]"), None, ""),
+    "keys that are split": (attended(), ("Q[B, N, T, H]", "K[B, N, S_X, H]"), None, "split"),
+    "rows that see all keys": (attended(), (ROWS, "K[B, N, S, H]"), "O[B, N, T_X, H]", ""),
+    "heads that are split": (attended(True), ("Q[B, N_X, T, H]", "K[B, N_X, S, H]"), "O[B, N_X, T, H]", ""),
     "a mask around a look-up": (picked, ("l[B, V_Y]", "t[B]", "h[B]"), None, ""),
     "a mask around anything else": (masked_sum, ("l[B]", "h[B]"), None, "reduced-twice"),
     "of nothing, and not linear": (lambda a: reduced(a.new_zeros(4, 5).exp()), (A,), None, "nonlinear"),

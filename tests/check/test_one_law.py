@@ -1,4 +1,5 @@
-"""The judge and explicit mode give a call the same type, or differ for a reason that docs/rules.md has in a table."""
+"""The judge, explicit mode and shard_map give a call the same type, or differ for a reason that docs/rules.md has in a
+table. The page prints the table of operations, too."""
 
 import itertools
 import re
@@ -6,34 +7,32 @@ import re
 import pytest
 import torch
 from mutants import text_of
-from test_ops_on_shards import CALLS, MESH, SHAPE, SIZES, TYPES
-from torch.nn import functional as F
+from test_ops_on_shards import CALLS, MESH, SHAPE, TYPES, declared_shards, function_of
 
 from scaling import explicit
-from scaling.check.findings import Judgement
+from scaling.algebra.ops import printed_table
 from scaling.check.held import axes_along
-from scaling.check.mode import Judge
 from scaling.check.watched import watching
+from scaling.shard_map import pcast, shard_map
+from scaling.shard_map.names import here
+from scaling.shard_map.types import marks, varying
 from scaling.spec import ShardingError
 
-TABLE = re.findall(r"^\| `(\w+)` \|", text_of("docs/rules.md"), re.M)
+PAGE = text_of("docs/rules.md")
+REASONS = re.findall(r"^\| `(\w+)` \|", PAGE.partition("in these cases:")[2], re.M)
 REFUSED = "refused"
 
 
 def type_by_the_judge(fn, specs):
     """Return (the axes of each dim, those of the sum), or what the judge says instead; None stands for unknown axes."""
-    report = Judgement()
-    judge = Judge(report, MESH.sizes)
-    given = [torch.empty(spec.local_shape(SIZES, MESH), dtype=torch.float64, device="meta") for spec in specs]
-    for x, spec in zip(given, specs, strict=True):
-        judge.declare(x, spec, "")
+    judge, given = declared_shards(specs)
     try:
         with watching(judge):
             held = judge.held(fn(*given))
     except RuntimeError:
-        return REFUSED if report.findings else "shards"
-    if report.findings or report.unjudged:
-        return REFUSED if report.findings else "named"
+        return REFUSED if judge.report.findings else "shapes"
+    if judge.report.findings or judge.report.unjudged:
+        return REFUSED if judge.report.findings else "named"
     return tuple(map(axes_along, held.dims)), held.unreduced
 
 
@@ -46,6 +45,31 @@ def type_in_explicit_mode(fn, specs):
     return found.dims, frozenset(found.unreduced)
 
 
+def type_in_shard_map(fn, specs) -> str:
+    """Return whether a result is split (it varies), a sum or whole; a whole operand is reduced, as JAX says."""
+    found = []
+
+    def program(*shards):
+        given = []
+        for x, spec in zip(shards, specs, strict=True):
+            kind = "unreduced" if spec.unreduced else "" if spec.axes else "reduced"
+            given.append(pcast(x, "X", to=kind) if kind else x)
+        y = fn(*given)
+        over = varying(y, here("the result", (), None)[0])
+        found.append("sum" if marks(y).unreduced else "split" if over - marks(y).axes else "whole")
+        return torch.zeros(())
+
+    rows = [torch.ones(SHAPE[0] * 2, SHAPE[1]) if spec.unreduced else torch.ones(SHAPE) for spec in specs]
+    types = tuple("x[I_X, J]" if spec.unreduced else str(spec) for spec in specs)
+    try:
+        shard_map(program, {"X": 2}, types, "z[]", in_process=True)(*rows)
+    except ShardingError:
+        return REFUSED
+    except RuntimeError:
+        return "shapes"
+    return found[0]
+
+
 def agree(a, b) -> bool:
     if isinstance(a, str) or isinstance(b, str):
         return a == b
@@ -54,33 +78,49 @@ def agree(a, b) -> bool:
 
 
 def reason(call: str, judged, typed) -> str:
-    """Return the row of the table that says why the two differ."""
+    """Return the row of the table that says why the judge and explicit mode differ."""
     if typed == "unknown":
         return "unknown"
     if judged == "named":
         return "own" if any(name in call for name in ("sort", "topk")) else "unknown"
-    if judged == "shards":
-        return "shapes"
-    if judged == REFUSED:
-        return "slices"
-    return next((row for row in ("max", "interleave", "lerp") if row in call), "unknown" if "kron" in call else "")
+    if judged in (REFUSED, "shapes"):
+        return "slices" if judged == REFUSED else "shapes"
+    return "max" if "max" in call else "unknown" if "kron" in call else ""
+
+
+def reason_of_shard_map(mapped: str, typed, specs) -> str:
+    """Return the row that says why shard_map differs from explicit mode."""
+    if typed == "unknown" or mapped == "shapes":
+        return mapped if mapped == "shapes" else "unknown"
+    parts = any(spec.axes for spec in specs) and not any(spec.unreduced for spec in specs)
+    return "varies" if mapped == "split" and parts else ""
 
 
 @pytest.mark.slow
-def test_the_judge_and_explicit_mode_agree_or_differ_for_a_reason():
-    reasons, alike = set(), 0
+def test_the_three_agree_or_differ_for_a_reason():
+    reasons, alike, mapped_alike = set(), 0, 0
     for call, operands in CALLS:
-        fn = eval(f"lambda x, y=None: {call.strip()}", {"torch": torch, "F": F})
+        fn = function_of(call)
         for specs in itertools.product(TYPES, repeat=operands):
-            judged, typed = type_by_the_judge(fn, specs), type_in_explicit_mode(fn, specs)
-            if agree(judged, typed):
-                alike += 1
-                continue
-            why = reason(call, judged, typed)
-            assert why in TABLE, f"{call} of {specs}: the judge: {judged}, explicit mode: {typed}"
-            if why == "slices":  # one operand is whole where the other is split
-                assert not all(spec.axes for spec in specs)
-                assert any(spec.axes for spec in specs)
-            reasons.add(why)
-    assert reasons == set(TABLE), "a row of the table that no call needs"
-    assert alike > 400
+            judged, typed, mapped = (
+                f(fn, specs) for f in (type_by_the_judge, type_in_explicit_mode, type_in_shard_map)
+            )
+            words = typed if isinstance(typed, str) else "sum" if typed[1] else "split" if any(typed[0]) else "whole"
+            why = []
+            if not agree(judged, typed):
+                why.append(reason(call, judged, typed))
+                if why == ["slices"]:  # one operand is whole where the other is split
+                    assert not all(spec.axes for spec in specs)
+                    assert any(spec.axes for spec in specs)
+            if mapped != words:
+                why.append(reason_of_shard_map(mapped, typed, specs))
+            alike, mapped_alike = alike + agree(judged, typed), mapped_alike + (mapped == words)
+            assert {*why} <= {*REASONS}, f"{call} of {specs}: {judged=}, explicit mode: {typed}, shard_map: {mapped}"
+            reasons |= {*why}
+    assert reasons == set(REASONS), "a row of the table that no call needs"
+    assert alike > 420
+    assert mapped_alike > 290
+
+
+def test_the_page_prints_the_table_of_operations():
+    assert printed_table() in PAGE

@@ -73,15 +73,25 @@ def is_taken_at_its_word(dim: Dim) -> bool:
     return any(part.axes is None and part.size > 1 for part in dim) or is_interleaved(dim)
 
 
+def function_of(call: str):
+    return eval(f"lambda x, y=None: {call.strip()}", {"torch": torch, "F": F})
+
+
+def declared_shards(specs) -> tuple[Judge, list[Tensor]]:
+    """Return a judge that knows a shard without numbers of each type, and the shards."""
+    watch = Judge(Judgement(), MESH.sizes)
+    given = [torch.empty(spec.local_shape(SIZES, MESH), dtype=torch.float64, device="meta") for spec in specs]
+    for x, spec in zip(given, specs, strict=True):
+        watch.declare(x, spec, "")
+    return watch, given
+
+
 @pytest.mark.parametrize(("call", "operands"), CALLS, ids=[call.strip() for call, _ in CALLS])
 def test_an_op_that_passes_is_that_of_one_device(call, operands):
-    fn = eval(f"lambda x, y=None: {call.strip()}", {"torch": torch, "F": F})
+    fn = function_of(call)
     for specs in itertools.product(TYPES, repeat=operands):
-        report, arrays = Judgement(), [drawn(*SHAPE) for _ in specs]
-        watch = Judge(report, MESH.sizes)
-        given = [torch.empty(spec.local_shape(SIZES, MESH), dtype=torch.float64, device="meta") for spec in specs]
-        for x, spec in zip(given, specs, strict=True):
-            watch.declare(x, spec, "")
+        watch, given = declared_shards(specs)
+        report, arrays = watch.report, [drawn(*SHAPE) for _ in specs]
         try:
             with watching(watch):
                 held = watch.held(fn(*given))
@@ -95,12 +105,12 @@ def test_an_op_that_passes_is_that_of_one_device(call, operands):
 
 
 BROKEN = {  # what the judge says first of x[I, J_X]
-    "x.roll(1, -1)": "roll along a dim that is split over X",
-    "x.triu()": "triu along a dim that is split over X",
-    "x.cummax(1)[0]": "cummax along a dim that is split over X",
-    "x.diagonal()": "diagonal along a dim that is split over X",
-    "x.unfold(1, 2, 1)": "unfold along a dim that is split over X",
-    "F.pad(x, (1, 1))": "constant_pad_nd along a dim that is split over X",
+    "x.roll(1, -1)": "roll runs along a dim that is split over X",
+    "x.triu()": "triu runs along a dim that is split over X",
+    "x.cummax(1)[0]": "cummax runs along a dim that is split over X",
+    "x.diagonal()": "diagonal runs along a dim that is split over X",
+    "x.unfold(1, 2, 1)": "unfold runs along a dim that is split over X",
+    "F.pad(x, (1, 1))": "constant_pad_nd runs along a dim that is split over X",
     "x.repeat_interleave(2, 1)": "",  # each element and its copy stay on their device
     "gathered(x.flatten())": "its blocks are interleaved",
     "gathered(x.T.flatten())": "",

@@ -60,15 +60,15 @@ def test_what_needs_no_values_is_had_of_the_whole_array():
 
 REFUSED = {  # calls of a[8_X, 16_Y], b[16_Y, 8] and of u[8_X, 16] {U_Y}, by what rule
     "u.exp()": "is not the sum of exp",
-    "u + 1": "not the sum of add",
+    "u + 1": "once for each device along Y",
     "u * u": "a product of sums",
     "u + explicit.reshard(u, '[8_X, 16]')": "would count once for each device along Y",
     "a / u": "linear in its first operand",
     "2 / u": "not the sum of rdiv",
     "u.to(torch.int32)": "not the sum of to",
     "torch.div(u, 2, rounding_mode='floor')": "not the sum of div",
-    "torch.rsub(u, 5, alpha=0)": "not the sum of rsub",
-    "torch.rsub(u, 5, 0)": "not the sum of rsub",
+    "torch.rsub(u, 5, alpha=0)": "once for each device along Y",
+    "torch.rsub(u, 5, 0)": "once for each device along Y",
     "w.float()": "not the sum of float",  # each device's int8 terms have wrapped around by themselves
     "w.to(torch.int64)": "not the sum of to",
     "w / 2": "not the sum of truediv",

@@ -160,7 +160,7 @@ GROUPS = [  # the shapes of x (and of y), or what it is: calls
 CASES = {call: given for given, calls in GROUPS for call in calls}
 KEEP = {  # the kinds of op whose result may be unreduced
     "linear", "adds", "multiplies", "divides", "sums", "contracts", "permutes", "reshapes", "broadcasts", "scans",
-    "takes", "joins", "parts", "zeros",
+    "takes", "picks", "chooses", "joins", "parts", "zeros",
 }  # fmt: skip
 NUMBERS = (
     "F.pad(x, (0, 0, 2, 2), value=3.0)",
@@ -283,7 +283,7 @@ def test_values_gradients_and_planned_programs_are_one_devices(mesh):
 
 
 def test_a_name_has_one_kind():
-    names = [name for line in KINDS.values() for name in line.split()]
+    names = [name for row in KINDS.values() for name in row.names.split()]
     assert len(names) == len({*names})
     assert [op_kind(n) for n in ("__float__", "float", "__add__", "add_", "_softmax", "kron")] == [
         "values", "linear", "adds", "adds", "along", None,

@@ -254,9 +254,10 @@ PROGRAMS = {  # of x[B_X, D] -> the result's type: words of the error
     "torch.zeros(6).double().add_(x.sum(0)) -> x[D]": "x = x + y in place of",  # and no longer invariant
     "(torch.zeros(6) > 0).__ior__(x[0] > 0) -> x[D]": "torch.where or torch.cat in place of x[i] = y",
     "x -> x[B_X, D] {U_Y}": "terms of a sum",
-    "pcast(x, 'X', to='unreduced') * 2 -> x[B, D] {U_X}": "partial sums",
-    "pcast(x, 'X', to='unreduced') + x -> x[B, D] {U_X}": "partial sums",
-    "vmap(lambda row: row * row)(pcast(x, 'X', to='unreduced')) -> x[B, D] {U_X}": "partial sums",
+    "pcast(x, 'X', to='unreduced') + 2 -> x[B, D] {U_X}": "once for each device",
+    "pcast(x, 'X', to='unreduced') + x -> x[B, D] {U_X}": "once for each device",
+    "pcast(x, 'X', to='unreduced') * x -> x[B, D] {U_X}": "may only meet what is replicated",
+    "vmap(lambda row: row * row)(pcast(x, 'X', to='unreduced')) -> x[B, D] {U_X}": "product of sums",
     "pcast(x[:1], 'Y', to='reduced') + x -> x[B_X, D]": "is reduced or varies",
     "pcast(x, 'Y', to='reduced') -> x[B_X, D]": "which no out_spec says",
     "psum(pcast(x, 'Y', to='reduced'), 'Y') -> x[B_X, D]": "one type over all",

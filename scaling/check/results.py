@@ -1,0 +1,243 @@
+"""The types of an aten op's results: the law of `algebra`, and where the values lie.
+
+The law says how a result is split and over which axes it is a partial sum. What an abstract run knows beside it is
+placed here: the names and pieces of dims, how the parts of a sum make the whole, rows that are looked up by number, and
+values that no typed array went into. Where the judge takes more than the law, since a program of shards may mean each
+device's own part, docs/rules.md says so.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from scaling.algebra.labels import ALONG, argument, labelled
+from scaling.algebra.law import Illegal, LabelledOp, Sizes, kept_over
+from scaling.algebra.layouts import DimAxes
+from scaling.algebra.ops import kept_sums, op_kind
+from scaling.check.findings import RULES
+from scaling.check.held import (
+    Dim,
+    DimPart,
+    HeldType,
+    any_dim,
+    axes_along,
+    dims_of_view,
+    look_up_over,
+    meeting_dim,
+    name_along,
+    of_nothing,
+    pieces_of,
+    size_along,
+    strides_in_order,
+)
+from scaling.spec import ShardingError
+
+PRODUCTS = {"addmm": "mm", "baddbmm": "bmm", "addmv": "mv", "addcmul": "mul", "addcdiv": "div"}  # added to the first
+PARTS = {"mean": "mean"}  # how the parts of what is reduced over a split dim make the whole, if not as a sum
+PARTS |= {"amax": "max", "max": "max", "any": "max", "amin": "min", "min": "min", "all": "min"}
+OWN_PARTS = ("sort", "topk")  # a device may order its own rows, which is named
+CROSSES = {"diagonal": (0, 1), "unfold": (0,)}  # views whose elements do not stay in their dim
+UNSET = ("empty", "new_empty", "empty_strided", "new_empty_strided")
+ZEROS = ("zeros", "new_zeros", "zeros_like", "empty_like", "zero")
+
+
+class NotInferred(Exception):
+    """The reason why an op is not judged."""
+
+
+class ArrayMeta(NamedTuple):
+    """An array as an op sees it; `first` is the position of the first operand that is the same array."""
+
+    shape: Sizes
+    strides: Sizes
+    dtype: Any
+    held: HeldType
+    first: int = 0
+
+    def tensor(self) -> Tensor:
+        return torch.empty_strided(self.shape, self.strides, dtype=self.dtype, device="meta")
+
+
+def result_types(
+    name: str, args: tuple, kwargs: dict, arrays: Sequence[ArrayMeta], shapes: list[Sizes], made: Any, probe: Callable
+) -> list[HeldType]:
+    """Return the types of the results of aten's op `name`.
+
+    Args:
+        shapes: those of the results.
+        made: the first result's dtype.
+        probe: runs the op on one array of another shape and strides.
+    Raises:
+        Illegal: the operands give no type.
+        NotInferred: no table has the op.
+    """
+    kind, operands = op_kind(name), [x.held for x in arrays]
+    if kind in ("makes", "zeros", "constants"):
+        if name == "ones_like":
+            return [operands[0]._replace(unreduced=frozenset(), parts="", made="seed", name="")]
+        new = of_nothing(shapes[0], name in ZEROS)
+        return [new._replace(dims=operands[0].dims) if operands and operands[0].shape == shapes[0] else new]
+    if all(x.of_nothing for x in operands):
+        keeps = kind in ("linear", "adds", "multiplies", "divides", "sums")
+        new = of_nothing((), keeps and all(x.unreduced is None for x in operands))
+        new = new._replace(through=_through(name, kind, args, operands))
+        return [new._replace(dims=tuple(map(any_dim, shape))) for shape in shapes]
+    if name in PRODUCTS:
+        (product,) = result_types(PRODUCTS[name], args[1:], kwargs, arrays[1:], shapes, made, probe)
+        terms = [arrays[0], ArrayMeta(shapes[0], strides_in_order(shapes[0]), made, product)]
+        return result_types("add", (), kwargs, terms, shapes, made, probe)
+    if kind == "attends" and "backward" in name:
+        return _attention_backward(name, operands)
+    if kind == "puts":
+        return [_written(operands, operands[1], name)]
+    sums = kept_sums(name, args, kwargs, len(arrays), [x.dtype for x in arrays if x.held.unreduced], made)
+    if kind == "linear":
+        kept_over(name, sums, [_layout(operands[0]).unreduced], ())
+        return [operands[0]._replace(name="", made="")]
+    if kind == "reshapes":  # a copy, which reads its operand in order
+        (x,) = operands[:1]
+        memory = pieces_of(x.shape, strides_in_order(x.shape), x.dims)
+        dims, _ = dims_of_view(memory, shapes[0], strides_in_order(shapes[0]))
+        return [x._replace(dims=dims, name="", made="")]
+    if kind is None:
+        raise NotInferred("not in the table of ops")
+    try:
+        op = labelled(name, args, kwargs, [x.shape for x in operands], shapes[0], probe)
+    except ShardingError as error:
+        raise NotInferred(str(error).splitlines()[0].removeprefix(f"{name}: ")) from None
+    op = op._replace(sums=_sums_by_parts(name, kind, operands, sums), slices=False)
+    found = _placed(op, kind, operands, shapes[0])
+    if kind == "joins" and name != "stack":
+        found = _with_blocks(found, operands, argument(args, kwargs, 1, "dim", 0) % len(shapes[0]))
+    others = [found._replace(unreduced=frozenset(), parts="") if s == shapes[0] else of_nothing(s) for s in shapes[1:]]
+    return [found, *others]
+
+
+def _layout(x: HeldType) -> DimAxes:
+    """Return what the law knows of a type; None for axes that are not known. Zeros are part of any array."""
+    over = None if x.unreduced is None else tuple(sorted(x.unreduced))
+    known: Any = (tuple(None if x.of_nothing and over is None else axes_along(dim) for dim in x.dims), over)
+    return DimAxes(*known)
+
+
+def _sums_by_parts(name: str, kind: str, operands: list[HeldType], sums: tuple) -> tuple:
+    """Return whose partial sums an op keeps, by what is known of the operands' parts and of numbers of nothing."""
+    if kind == "reduces" and operands[0].parts and operands[0].parts == PARTS.get(name):
+        return ((0,),)
+    if name == "where" and len(operands) == 3 and any(x.of_nothing and not x.dims for x in operands[1:]):
+        unknown = tuple(i for i in (1, 2) if operands[i].unreduced is None)  # the number may be the 0 of any sum
+        return (unknown,) if unknown else sums
+    return sums
+
+
+def _placed(op: LabelledOp, kind: str, operands: list[HeldType], shape: Sizes) -> HeldType:
+    """Return the type of an op's result: the law's, with the names and pieces of the operands' dims."""
+    numbered = op.whole if kind == "picks" else ()  # rows chosen by number may be any device's
+    if op.name == "stack" or (kind == "joins" and op.whole):  # of a stack no dims: it may be the blocks of a ring
+        inputs = tuple(tuple(None if op.name == "stack" or d in op.whole else d for d in own) for own in op.inputs)
+        op = op._replace(inputs=inputs)
+    if kind in ("picks", "joins") or op.name in (*PARTS, *OWN_PARTS):
+        op = op._replace(whole=())
+    if _turned(op, operands):
+        raise Illegal("two dims meet in the other order", RULES["dims"], "transpose one of them first", "dims")
+    free = tuple((None,) * len(x.dims) for x in operands[len(op.inputs) :])
+    op = op._replace(inputs=(*op.inputs, *free))
+    dims, chosen = dict[str, Dim](), list[str]()
+    for x, labels in zip(operands, op.inputs, strict=True):
+        for label, dim in zip(labels, x.dims, strict=True):
+            if label is not None:
+                dims[label] = meeting_dim(dims.get(label, dim), dim) or dim
+    for label in numbered:
+        chosen += axes_along(dims[label]) or ()
+    dropped = {*numbered} | ({*dims}.difference(op.output) if op.name in OWN_PARTS else set())
+    layouts = [
+        DimAxes(
+            tuple(() if d in dropped and axes else axes for d, axes in zip(own, at.dims, strict=True)), at.unreduced
+        )
+        for own, at in zip(op.inputs, map(_layout, operands), strict=True)
+    ]
+    _, at = op.infer(layouts, [x.shape for x in operands])
+    ring = len(operands) > 1 and len(op.sums) == 1 and any(x.made == "ring" for x in operands)
+    unreduced = None if at.unreduced is None else frozenset(at.unreduced)
+    if ring or (chosen and not unreduced):  # the sums so far of a ring: how many are still to come, no type shows
+        unreduced = None
+    if op.name == "matmul":  # batch dims that meet may have had two names: heads of queries and of keys
+        for label in op.output:
+            if all(label in own for own in op.inputs):
+                dims[label] = tuple(part._replace(name=None) for part in dims[label])
+    found = [(dims.get(label, any_dim(n)), n) for label, n in zip(op.output, shape, strict=True)]
+    made = tuple(dim if size_along(dim) == n else any_dim(n) for dim, n in found)
+    parts = next((x.parts for x in operands if x.unreduced), PARTS.get(op.name, "sum")) if unreduced else ""
+    return HeldType(made, unreduced, parts, "ring" if ring else "", through=look_up_over(chosen) if chosen else "")
+
+
+def _turned(op: LabelledOp, operands: list[HeldType]) -> bool:
+    """Return whether two dims of one operand meet the same two dims of another in the other order."""
+    names = [dict(zip(own, map(name_along, x.dims), strict=True)) for own, x in zip(op.inputs, operands, strict=False)]
+    for other in names[1:]:
+        met = {a: other[label] for label, a in names[0].items() if a is not None and label in other}
+        if any(b is not None and met.get(b) == a != b for a, b in met.items()):
+            return True
+    return False
+
+
+def _through(name: str, kind: "str | None", args: tuple, operands: list[HeldType]) -> str:
+    """The function, not known to be linear, that numbers of nothing went through, unless they were summed since."""
+    if kind in ("sums", "contracts", "fuses", "reduces"):
+        return ""
+    squared = kind == "multiplies" and len(args) > 1 and args[0] == args[1]
+    if kind == "nonlinear" or squared or (kind == "adds" and len(operands) == 1 and any(args[1:2])):  # 0 adds nothing
+        return name
+    return next((x.through for x in operands if x.through), "")
+
+
+def own_part(name: str, args: tuple, kwargs: dict, operands: list[HeldType]) -> str:
+    """Return why an op along a split dim is not judged, if each device may mean its own part."""
+    if name not in OWN_PARTS or not operands or operands[0].of_nothing:
+        return ""
+    axes = axes_along(operands[0].dims[argument(args, kwargs, *ALONG.get(name, ALONG["orders"]))])
+    return f"{name} along a dim that is split over {', '.join(axes)}: each device orders its own part" if axes else ""
+
+
+def view_error(name: str, args: tuple, kwargs: dict, x: HeldType) -> "Illegal | None":
+    """Return the rule that a view breaks if it takes elements across a split dim."""
+    for i, default in enumerate(CROSSES.get(name, ())):
+        dim = argument(args, kwargs, (2 if name == "diagonal" else 1) + i, f"dim{i + 1}", default)
+        if axes := axes_along(x.dims[dim]):
+            what = f"{name} of {x}: {name} runs along a dim that is split over {', '.join(axes)}"
+            return Illegal(what, f"{name} needs the whole dim on each device", "all_gather it first")
+    return None
+
+
+def _with_blocks(found: HeldType, operands: list[HeldType], at: int) -> HeldType:
+    """Arrays one after another in a dim: where it is split alike in all, the blocks lie below each other."""
+    own = [x.dims[at] for x in operands if len(x.dims) == len(found.dims)]
+    if any(len(dim) > 1 for dim in own) or len({axes_along(dim) for dim in own}) > 1:
+        return found
+    names, axes = {name_along(dim) for dim in own}, axes_along(own[0])
+    dim: Dim = (DimPart(size_along(found.dims[at]), names.pop() if len(names) == 1 else None, axes),)
+    if axes and len({size_along(each) for each in own}) == 1 and len(own) > 1:
+        dim = (DimPart(len(own)), *own[0])
+    return found._replace(dims=(*found.dims[:at], dim, *found.dims[at + 1 :]))
+
+
+def _written(operands: list[HeldType], rows: HeldType, name: str) -> HeldType:
+    """Rows written or added by number: of which device's rows they are made is not known where these are split."""
+    x, source = operands[0], operands[-1]
+    strange = any(part.axes is None and part.size > 1 for dim in rows.dims for part in dim) or rows.axes - x.axes
+    unreduced = None if strange else source.unreduced
+    if x.unreduced is not None and not x.of_nothing and x.unreduced != unreduced:
+        raise Illegal(f"{name} of {source} into {x}", RULES["partial-plus-whole"], name="partial-plus-whole")
+    known = all(part.axes is not None for dim in x.dims for part in dim)
+    return HeldType(x.dims if known else tuple(map(any_dim, x.shape)), unreduced, "sum" if unreduced else "")
+
+
+def _attention_backward(name: str, operands: list[HeldType]) -> list[HeldType]:
+    """The gradient of queries is summed over the keys, those of keys and values over the queries."""
+    dO, Q, K, V = operands[:4]
+    kept_over(name, ((0,),), [_layout(x).unreduced for x in (dO, Q, K, V)], ())
+    summed = [(Q, K), (K, Q), (V, Q)]
+    over = [(x, frozenset(axes_along(y.dims[2]) or ()) | (dO.unreduced or frozenset())) for x, y in summed]
+    return [HeldType(x.dims, axes, "sum" if axes else "") for x, axes in over]
