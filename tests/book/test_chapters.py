@@ -140,7 +140,7 @@ REFUSED = {
 
 @pytest.mark.chapter
 @pytest.mark.parametrize("case", REFUSED, ids="".join)
-def test_what_a_chapter_refuses_comes_before_its_first_line(case, capsys):
+def test_a_chapter_refuses_before_its_first_line(case, capsys):
     ran = running.run(*case)
     assert (ran.status, ran.text) == (2, "")
     assert REFUSED[case] in " ".join(capsys.readouterr().err.split())
@@ -167,7 +167,7 @@ def test_warnings_of_cells_are_shown(monkeypatch, capsys):
     assert capsys.readouterr() == ("held\n", "UserWarning: old\n")
 
 
-def test_what_is_no_script_is_refused_before_anything_runs(monkeypatch, capsys):
+def test_a_file_that_is_not_a_script_is_refused_before_anything_runs(monkeypatch, capsys):
     monkeypatch.setattr(notebook, "execute", None)
     no_script, readme = "no such script", str(running.CHAPTERS.parent / "README.md")
     for options, words in {"no.py": no_script, readme: no_script, "a.py --out nowhere/x.ipynb": "no folder"}.items():
@@ -229,7 +229,7 @@ def test_the_recap_s_numbers_are_the_chapters_own():
     assert not [line for line in ran.text.splitlines() if len(line) > 80]
 
 
-def test_a_script_of_which_an_answer_differs_fails(tmp_path):
+def test_a_script_with_a_wrong_answer_fails(tmp_path):
     wrong = tmp_path / "13_wrong.py"
     wrong.write_text(
         '"""Part 13, a chapter: https://example.org"""\n'

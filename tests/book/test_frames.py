@@ -96,7 +96,7 @@ def laid_out(shape: hlo.Shape) -> list[int]:
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_every_element_lies_where_it_does(seed):
+def test_offsets_of_elements_in_tiled_layouts(seed):
     rng = random.Random(seed)
     dims = rng.randint(1, 4)
     order = rng.sample(range(dims), dims)

@@ -57,7 +57,7 @@ REFUSED = {  # what is given: what is said
 
 
 @pytest.mark.parametrize("argv", REFUSED)
-def test_what_cannot_be_done_is_refused_with_the_right_fix_and_nothing_else(monkeypatch, capsys, argv):
+def test_impossible_options_are_refused_with_the_right_fix(monkeypatch, capsys, argv):
     if argv == "--device cuda" and torch.cuda.is_available():
         pytest.skip("of machines without a GPU")
     monkeypatch.chdir(Path(__file__).parents[2])
@@ -87,7 +87,7 @@ def test_only_rank_0_prints(monkeypatch, capsys, argv):
     assert capsys.readouterr() == ("", "")
 
 
-def test_what_held(monkeypatch, capsys):
+def test_the_end_says_what_held(monkeypatch, capsys):
     good = page(monkeypatch)
     good.answers([Answer("a", "1.0", 1.0), Answer("b", "", 2.0, note="n")])
     assert good.check("equal", True) == "yes"

@@ -73,7 +73,7 @@ def test_arguments_that_differ_between_ranks(mesh, what):
 
 
 @TWO
-def test_of_acts_that_one_rank_does_in_another_way_all_are_told_or_the_numbers_are_right(mesh, tmp_path):
+def test_if_one_rank_acts_differently_all_raise_or_the_numbers_are_right(mesh, tmp_path):
     """Of the acts of tests/misuse with each twist of rank 1; of the configs that may be others, with one. Meshes are
     made in tests/mesh."""
     control, wrong = dist.new_group(backend="gloo"), []

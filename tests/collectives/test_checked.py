@@ -198,7 +198,7 @@ def test_ranks_that_wait_for_each_other_in_different_groups_are_told_so(mesh):
 
 
 @TWO
-def test_who_does_not_come_in_time_is_named(mesh):
+def test_a_late_rank_is_named(mesh):
     hasty = Mesh(mesh.sizes, checked=True, timeout=0.5)
     if mesh.rank == 0:
         message = called_in_vain(gather, TimeoutError, hasty)
@@ -210,7 +210,7 @@ def test_who_does_not_come_in_time_is_named(mesh):
 
 
 @TWO
-def test_who_has_ended_is_named(mesh):
+def test_a_rank_that_has_ended_is_named(mesh):
     """As under torchrun, where nobody else watches for ranks that end well but early."""
     fresh = Mesh(mesh.sizes, checked=True, timeout=60)
     if mesh.rank == 1:
@@ -226,7 +226,7 @@ def test_who_has_ended_is_named(mesh):
 
 
 @FOUR
-def test_who_waits_elsewhere_is_named_with_where_he_is(mesh, tmp_path):
+def test_a_rank_that_waits_in_another_call_is_named_with_it(mesh, tmp_path):
     hasty, told = Mesh(mesh.sizes, checked=True, timeout=0.5), tmp_path / "told"
     meeting(hasty.group(("Y",)).pg).timeout = 60.0
     if mesh.rank == 0:

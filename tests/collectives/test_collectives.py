@@ -228,7 +228,7 @@ def test_a_nan_is_lost_only_where_it_is_masked(mesh):
 
 
 @on_ranks({"X": 2})
-def test_what_is_dropped_without_wait_is_named_and_holds_nobody_up(mesh):
+def test_a_pending_dropped_without_wait_is_named_and_blocks_nobody(mesh):
     """Each rank drops what the other one waits for."""
     x = torch.full((200_000,), mesh.rank + 1.0)
     with warnings.catch_warnings(record=True, action="always") as warned:

@@ -54,7 +54,7 @@ def test_a_resharding_runs_the_steps_of_its_plan_and_goes_back():
         assert pull(y)[0].shape == x.shape
 
 
-def test_an_array_goes_after_its_last_use():
+def test_an_array_is_dropped_after_its_last_use():
     source, (step,) = parse("A[I_X, J]"), reshard("A[I_X, J]", "A[I, J_X]").steps
     for keep in ((), (source,)):
         held = run_steps([step], {source: torch.empty(2, 8, device="meta")}, AbstractMesh({"X": 2}), keep)

@@ -27,7 +27,7 @@ def misfit(mesh):
         c.recv("A[I, J]", A, mesh, "X", 0, async_op=True).wait()
 
 
-def test_what_is_not_expected_is_refused_by_the_receiver(ranks):
+def test_an_unexpected_message_is_refused_by_the_receiver(ranks):
     with pytest.raises(RankFailed, match="rank 1 of") as error:
         ranks(misfit, {"X": 2})
     said = "rank 0 sends A[I, J] of (2, 3) int32\n  this rank expects A[I, J] of (2, 3) float32\n"
@@ -69,7 +69,7 @@ def test_messages_of_every_kind_both_ways_at_once(mesh):
             assert torch.equal(c.recv("A[I, J]", torch.empty_like(A), mesh, "X", other), A + sender)
 
 
-def test_an_announcement_tells_all_that_matters_apart():
+def test_announcements_differ_if_types_shapes_or_dtypes_do():
     said = [announcement(parse(line), x, "cpu") for line, x in KINDS.items()]
     said += [announcement(parse("A[I, J]"), x, "cpu") for x in (A.double(), A[:1], A.t())]
     assert len({bytes(note.tolist()) for note in said}) == len(said)

@@ -164,7 +164,7 @@ def test_fields_of_another_type_are_named():
 
 
 @pytest.mark.parametrize("name", ["a.json", "a.toml"])
-def test_what_holds_no_table_is_named(tmp_path, name):
+def test_a_file_without_a_table_is_named(tmp_path, name):
     for text in (None, b"{", b"[1", b"1", bytes(range(256)), b"[" * 10**5, *[b""] * name.endswith("json")):
         if text is not None:
             (tmp_path / name).write_bytes(text)

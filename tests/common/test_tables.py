@@ -29,7 +29,7 @@ CELLS = [
 
 
 @pytest.mark.parametrize("seed", range(50))
-def test_each_cell_is_in_its_column_whatever_it_is(seed):
+def test_each_cell_is_in_its_column(seed):
     dice = random.Random(seed)
     n, columns = dice.randint(1, 5), dice.choice([20, 60, 100])
     rows = [dice.choices(CELLS, k=dice.randint(1, n)) for _ in range(dice.randint(0, 4))]
@@ -45,6 +45,6 @@ def test_each_cell_is_in_its_column_whatever_it_is(seed):
     assert len(rule) <= columns or all(end - start <= 10 for start, end in spans)
 
 
-def test_there_is_one_writer():
+def test_tables_have_one_writer():
     sources = [path for folder in ("scaling", "chapters", "tests") for path in (ROOT / folder).rglob("*.py")]
     assert [path for path in sources if re.search(r"^\s*(from|import) tabulate", path.read_text(), re.M)] == []

@@ -73,7 +73,7 @@ def test_a_process_has_all_variables_or_none(name, environment):
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_what_contradicts_itself_is_refused_by_the_name_of_its_variable(name, environment):
+def test_contradicting_variables_are_refused_by_name(name, environment):
     values, words = REFUSED[name]
     environment(values)
     with pytest.raises(ValueError, match=words) as error:
@@ -96,9 +96,7 @@ USERS = {  # what reads the variables: what it raises
 
 
 @pytest.mark.parametrize("name", USERS)
-def test_whoever_asks_for_the_rank_is_refused_before_anything_is_written(
-    name, environment, monkeypatch, tmp_path, capsys
-):
+def test_a_bad_environment_is_refused_before_anything_is_written(name, environment, monkeypatch, tmp_path, capsys):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "argv", ["chapter.py"])
     Path("run/step-000002").mkdir(parents=True)

@@ -87,7 +87,7 @@ TOLD = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", TOLD)
-def test_what_an_answer_is_told(kind):
+def test_wrong_answers_get_a_helpful_message(kind):
     text, expected = TOLD[kind]
     right, said = assess(exercise_named(NAME), text)
     assert right == kind.startswith("right")

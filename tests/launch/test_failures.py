@@ -180,7 +180,7 @@ def raises(mesh):
     raise ValueError("boom")  # not timeout, "timed out" or "Timed out"
 
 
-def test_a_failure_is_told_at_once_from_the_function_on_and_as_data(monkeypatch):
+def test_a_failure_is_reported_at_once_with_its_traceback_and_as_data(monkeypatch):
     """A rank whose source speaks of timeouts is not taken for one that waited too long for another: it is the cause."""
     monkeypatch.setattr("scaling.launch.watch.GRACE", 2 * SOON)
     error = failed(on_rank_1(raises), TWO)

@@ -54,7 +54,7 @@ def cases_of(name: str, ranks: int, count: int, folder: Path, monkeypatch) -> di
     return {case["case"]: case for case in itertools.islice(cases, count)}
 
 
-def test_what_a_process_said_last_and_how_it_ended():
+def test_the_last_words_and_the_end_of_a_process():
     quick = [sys.executable, "-S", "-c"]
     assert gpu.last_words([*quick, "print(7)\nraise SystemExit(3)"], SOON) == (3, ["7"])
     assert gpu.last_words([*quick, "import time; time.sleep(600)"], 0.1) == (None, [])

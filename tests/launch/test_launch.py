@@ -19,7 +19,7 @@ from scaling.launch.process import ready_to_fork
 from scaling.spec import ShardingError
 
 
-def test_what_ranks_are_given_and_give_and_leave(tmp_path, monkeypatch):
+def test_ranks_get_arguments_return_results_and_leave_nothing_behind(tmp_path, monkeypatch):
     """Closures too; results in rank order. What lay in a file while they run would stay behind if their parent were
     killed. A first collective takes each 0.05 s of a processor, which other programs on the machine hardly change; no
     rank imports anything, for its first gradient neither."""
@@ -76,7 +76,7 @@ test_sizes_that_make_no_mesh = refused(
 )
 
 
-def test_ranks_start_none_nor_do_torchruns(monkeypatch):
+def test_a_rank_cannot_start_ranks(monkeypatch):
     words = "ShardingError: launch.run cannot start 2 ranks from a process that is a rank itself\n"
     with pytest.raises(RankError, match=words):
         run(lambda mesh: run(total, {"X": 2}), {"X": 2})
@@ -101,7 +101,7 @@ def test_ranks_may_use_threads_after_their_parent_did():
         torch.set_num_threads(1)
 
 
-def test_meshes_of_the_command_line_and_those_fitted_to_torchruns_ranks(monkeypatch):
+def test_meshes_are_parsed_and_fitted_to_torchruns_ranks(monkeypatch):
     assert [*parse_mesh(" Y = 4 , X=2,data=3 ").items()] == [("Y", 4), ("X", 2), ("data", 3)]
     for world, fitted in {1: (4, 2), 4: (2, 2), 2: (1, 2), 16: (8, 2), 3: (4, 2)}.items():
         be_rank(monkeypatch, size=world)

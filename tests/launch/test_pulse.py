@@ -62,7 +62,7 @@ def quick(pid: int, sockets: bool) -> Pulse:
 
 
 @pytest.mark.slow
-def test_who_hangs():
+def test_which_processes_count_as_hanging():
     doing = [starved, spins, thread_spins, sleeps, looks_for_messages]
     pids = [forked(do) for do in (*doing, spins)]
     try:
@@ -99,7 +99,7 @@ def now(monkeypatch) -> list[float]:
         (0.025, 1, True, None),
     ],
 )
-def test_after_how_long_ranks_hang(computes, moves, sockets, said, now, monkeypatch):
+def test_ranks_hang_after_a_timeout(computes, moves, sockets, said, now, monkeypatch):
     counts = lambda pids: ({"1": 7 + computes * now[0]}, 7 + moves * int(4 * now[0]), {})  # noqa: E731
     monkeypatch.setattr("scaling.launch.pulse._counts", counts)
     pulse = Pulse([1, 2], 2.0, sockets)
@@ -109,7 +109,7 @@ def test_after_how_long_ranks_hang(computes, moves, sockets, said, now, monkeypa
     assert said is None or f"all 2 ranks hang: none has {said[1]}" in first[1]
 
 
-def test_what_the_watcher_did_not_see_is_not_held_against_ranks(now, monkeypatch):
+def test_time_in_which_the_watcher_could_not_look_does_not_count(now, monkeypatch):
     """It got no processor itself: a look after a minute tells as much as one look."""
     monkeypatch.setattr("scaling.launch.pulse._counts", lambda pids: ({}, 0, {}))
     pulse = Pulse([os.getpid()], 2.0, sockets=True)

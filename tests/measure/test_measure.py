@@ -103,7 +103,7 @@ def test_a_transformer_is_counted_whole():
 
 
 @pytest.mark.slow
-def test_stages_are_priced_each_and_while_others_stand_still_collectives_are_quicker():
+def test_each_stage_is_priced_and_collectives_are_faster_while_others_idle():
     rows = (*CHIP.measured, Measured("Matmul", 2, 1e-9, 1e9), Measured("Matmul", 1, 1e-9, 2e9))
     idle = tuple(Measured(op, 2, 1e-5, 1e9, alone=True) for op in OPS)
     shared, quick = replace(CHIP, measured=rows), replace(CHIP, measured=(*CHIP.measured, *idle))
@@ -197,7 +197,7 @@ def test_command_refuses_nonsense(capsys, arguments, code, said):
 # --- Bus bandwidth by axis, collective and size; ranks that are slow on their own are named
 
 
-def test_what_a_rank_must_send_and_who_is_slow():
+def test_bytes_on_the_wire_and_slow_ranks():
     given = {"AllGather": 600, "AllReduce": 1200, "AllToAll": 150}
     assert {op: network.bytes_on_wire(op, 800, 4) for op in given} == given
     assert network.slow([4e9, 1e9, 2e9], "disk") == []

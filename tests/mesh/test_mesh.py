@@ -76,7 +76,7 @@ test_what_makes_no_mesh = refused(
 
 
 @on_ranks(MESH)
-def test_what_sends_nothing_needs_nobody_else(mesh):
+def test_a_line_that_sends_nothing_needs_no_other_rank(mesh):
     """Also when it is the first use of its axes; nor does a mesh of one rank, or one that nobody can make."""
     for checked in (False, True):
         fresh = Mesh(mesh.sizes, checked=checked, timeout=60)
@@ -157,7 +157,7 @@ def test_ranks_that_make_different_meshes_are_told_at_once_and_the_group_can_sti
     run(on_rank, MESH, checked=checked)
 
 
-def test_of_a_long_call_the_ranks_are_told_the_beginning():
+def test_a_long_call_is_shown_by_its_beginning():
     for length in (0, LENGTH - 4, LENGTH - 3, LENGTH - 2, 2 * LENGTH):
         call = Intent.of("x" * length)
         assert said_in(call.text) == "\n" + "x" * min(length, LENGTH - 3)
@@ -173,7 +173,7 @@ def pages(sets) -> list[SharedPage]:
     return [SharedPage(memory, SIZE, rank, sets) for rank in range(SIZE)]
 
 
-def test_every_row_word_and_text_has_a_place_of_its_own():
+def test_rows_words_and_texts_do_not_overlap_on_the_page():
     page = pages(SETS)[0]
     taken = [range(rank * ROW, (rank + 1) * ROW) for rank in range(SIZE)]
     for of_set, groups in enumerate(SETS):
@@ -187,7 +187,7 @@ def test_every_row_word_and_text_has_a_place_of_its_own():
 
 
 @pytest.mark.parametrize("seed", range(40))
-def test_who_waits_in_a_circle(seed):
+def test_a_circle_of_waiting_ranks_is_found(seed):
     """Against walks along who waits for whom: those of which there is one as long as there are ranks never end."""
     each, dice, number = pages([[(0, 1, 2, 3)]] * SIZE), random.Random(seed), b"\x07\x01"
     for_whom = {rank: dice.sample(range(SIZE), dice.randint(0, 2)) for rank in range(SIZE) if dice.random() < 0.8}

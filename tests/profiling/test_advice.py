@@ -82,7 +82,7 @@ def test_each_waste_is_found_and_priced(rows, options, found):
         assert str(each).endswith(f"(gains {'at most ' * bound}{each.gain * 1e3:.1f} ms a step)")
 
 
-def test_what_widened_the_operand_is_saved_as_well():
+def test_the_cost_of_widening_the_operand_counts():
     """2 ms of conversion between the product and the collective; one within the product is no part of it."""
     made = timelines(SHORT, ("y.float()", "Slice", 3, {}), moved("AllReduce", 8, **WIDE))
     runs = [[run for run in t.runs if run.op != "Slice"] for t in made]

@@ -88,7 +88,7 @@ def test_a_profile_within_another_sees_the_same():
     assert [line.line for line in outer.lines()] == [line.line for line in inner.lines()]
 
 
-def test_what_a_profile_has_not_is_said(tmp_path):
+def test_a_profile_says_what_it_lacks(tmp_path):
     with pytest.raises(ValueError, match="at the end of its block"), profile() as p:
         p.table()
     with profile(ops=False, memory=False) as p:
@@ -104,7 +104,7 @@ def span(name, start, seconds, cat="cpu_op", tid=1, **args):
     return {"ph": "X", "name": name, "ts": start * 1e6, "dur": seconds * 1e6, "cat": cat, "tid": tid, "args": args}
 
 
-def test_what_the_profiler_exports_is_read():
+def test_the_profilers_export_is_read():
     """On a clock 1,000 s ahead, which the second of two spans tells best: nested operations, other threads, gloo's
     spans, memory of both devices."""
     memory = [{"ph": "i", "name": "[memory]", "ts": t * 1e6, "args": {"Bytes": n, "Device Type": d}, "tid": 1}
@@ -262,7 +262,7 @@ CANNOT = [
 
 
 @pytest.mark.parametrize(("arguments", "code", "said"), CANNOT)
-def test_what_cannot_be_profiled_is_refused(tmp_path, monkeypatch, capsys, arguments, code, said):
+def test_impossible_profiles_are_refused(tmp_path, monkeypatch, capsys, arguments, code, said):
     monkeypatch.chdir(tmp_path)
     for name, text in {"chapter.py": CHAPTER, "alone.py": "print(1)", "pyproject.toml": ""}.items():
         (tmp_path / name).write_text(text)

@@ -190,7 +190,7 @@ SLOW = {  # what rank 1 is, by the steps that two ranks make
 
 
 @pytest.mark.parametrize("name", SLOW)
-def test_who_is_slow(name):
+def test_slow_ranks_are_found(name):
     programs, found = SLOW[name]
     assert [str(one) for one in slow(programs)] == [f"rank 1 is {found}"] * bool(found)
 

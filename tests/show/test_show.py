@@ -26,7 +26,7 @@ MESH = {"X": 2, "Y": 2}
 
 
 @pytest.mark.parametrize("text", [*NINE, "A[I_YX, J]", "A[I_X, J_YZ]", "A[I_Z, J, K_YX]"])
-def test_every_device_stands_where_its_slice_is(text):
+def test_every_device_is_drawn_at_its_slice(text):
     spec, mesh = parse(text), {"X": 2, "Y": 3, "Z": 2}
     held = blocks(spec, mesh)
     shape = [12] * len(spec.dims)

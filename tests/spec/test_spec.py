@@ -122,7 +122,7 @@ def test_bad_syntax_has_a_caret_under_the_place(text):
 
 
 @pytest.mark.parametrize("text", [None, 3, b"A[I]", ["A[I]"], {}, torch.ones(2)])
-def test_what_is_no_text_is_refused(text):
+def test_a_value_that_is_not_text_is_refused(text):
     for read in (parse, parse_line):
         with pytest.raises(ShardingError, match="written as a string such as"):
             read(text)

@@ -179,7 +179,7 @@ def test_an_asynchronous_event_ends_where_it_is_waited_for(mesh):
     assert event.nbytes == 16
 
 
-def test_a_line_that_is_reached_is_told_before_it_is_recorded():
+def test_a_line_that_is_reached_is_reported_before_it_is_recorded():
     told = []
     with trace() as log, trace(lambda event, moment: told.append((event.op, moment, len(log.events)))):
         for _ in range(2):
@@ -188,7 +188,7 @@ def test_a_line_that_is_reached_is_told_before_it_is_recorded():
     assert told == [("AllGather", *each) for each in moments]
 
 
-def test_storages_are_counted_once_and_until_they_are_gone():
+def test_storages_are_counted_once_and_until_they_are_freed():
     x = meta(100)
     with peak_memory() as memory:
         y = x + 1
