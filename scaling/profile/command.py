@@ -10,7 +10,6 @@ import runpy
 import sys
 from pathlib import Path
 
-from scaling.book.page import Page
 from scaling.common.console import PROFILE, Parser, complain, place
 
 
@@ -26,10 +25,10 @@ def main(argv: list[str] | None = None) -> int:
         parser.error(f"{args.chapter}: there is no such chapter")
     before, sys.argv = sys.argv, [args.chapter, *args.options, "--profile", args.place]
     try:
-        made = runpy.run_path(args.chapter, run_name="__main__").values()
+        names = runpy.run_path(args.chapter, run_name="__main__")
     finally:
         sys.argv = before
-    if any(page.profiles for page in made if isinstance(page, Page)):
+    if any(getattr(page, "profiles", ()) for page in names.values()):
         return 0
     complain(f"{args.chapter} started no ranks: there is nothing to profile")
     return 1
