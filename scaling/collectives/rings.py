@@ -15,6 +15,7 @@ So an AllToAll takes 1/2 of the time of an AllGather on a ring of one way, and 1
 
 from collections import Counter
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
@@ -36,15 +37,15 @@ class LinkBytes:
         return max(self.bytes.values(), default=0)
 
 
-def one_hop(x: torch.Tensor, mesh, axis: str, step: int, log: "LinkBytes | None") -> torch.Tensor:
-    """Pass x to the neighbour `step` (+1 or -1) along the axis, and return the other neighbour's."""
+def one_hop(x: torch.Tensor, mesh, axis: str, step: int, log: "LinkBytes | None", async_op: bool = False) -> Any:
+    """Pass x to the neighbour `step` (+1 or -1) along the axis; return the other neighbour's, or a Pending of it."""
     n = mesh.size((axis,))
     pairs = [(i, (i + step) % n) for i in range(n)]
     if log is not None:
         for link in pairs if n > 1 else ():
             log.bytes[(*link, step)] += x.numel() * x.element_size()
     dims = ", ".join(f"D{i}" for i in range(x.dim()))
-    return collectives.ppermute(f"[{dims}]", x, mesh, axis, pairs)
+    return collectives.ppermute(f"[{dims}]", x, mesh, axis, pairs, async_op=async_op)
 
 
 def directions(n: int, ways: int) -> list[tuple[int, int]]:
@@ -63,7 +64,7 @@ def all_gather(x: torch.Tensor, mesh, axis: str, ways: int = 2, log: "LinkBytes 
         for hop in range(1, hops + 1):
             passing = one_hop(passing, mesh, axis, step, log)
             blocks[(me - step * hop) % n] = passing
-    _count_hops(log, n, ways)
+    count_hops(log, max(hops for _, hops in directions(n, ways)))
     return torch.cat([blocks[i] for i in range(n)])
 
 
@@ -78,7 +79,7 @@ def reduce_scatter(x: torch.Tensor, mesh, axis: str, ways: int = 2, log: "LinkBy
             for hop in range(hops - 1, 0, -1):
                 passing = one_hop(passing, mesh, axis, step, log) + blocks[(me + step * hop) % n]
             total = total + one_hop(passing, mesh, axis, step, log)
-    _count_hops(log, n, ways)
+    count_hops(log, max(hops for _, hops in directions(n, ways)))
     return total
 
 
@@ -106,7 +107,7 @@ def all_to_all(x: torch.Tensor, mesh, axis: str, ways: int = 2, log: "LinkBytes 
         for hop in range(1, hops + 1):
             travelling = [one_hop(chunk, mesh, axis, step, log) for chunk in travelling]
             received.setdefault((me - step * hop) % n, []).append(travelling.pop(0))
-    _count_hops(log, n, ways)
+    count_hops(log, max(hops for _, hops in directions(n, ways)))
     return torch.stack([torch.cat(received[i]) for i in range(n)]).unflatten(1, shape or (1,)).view(x.shape)
 
 
@@ -119,9 +120,10 @@ def _chunks(x: torch.Tensor, n: int, axis: str) -> list[torch.Tensor]:
     return list(x.chunk(n))
 
 
-def _count_hops(log: "LinkBytes | None", n: int, ways: int) -> None:
+def count_hops(log: "LinkBytes | None", hops: int) -> None:
+    """Add the hops of one ring algorithm to the log, if there is one."""
     if log is not None:
-        log.hops += max(hops for _, hops in directions(n, ways))
+        log.hops += hops
 
 
 def ring_counts(n: int, items: int) -> list[tuple[str, int, int, int]]:

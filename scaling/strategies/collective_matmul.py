@@ -13,7 +13,7 @@ the bytes of the gathered or unreduced array, one after the other go `hops`, and
     gather_matmul, matmul_scatter     one way n - 1 hops, V (n-1)/n        two ways floor(n/2) hops, V floor(n/2)/n
     matmul_reduce in t tiles          (t + 1) times as many hops, each of V/(n t); twice the bytes
 
-Derivatives are those of the loops: the cotangent of a hop is the hop back. `log`: a `rings.Links` that counts.
+Derivatives are those of the loops: the cotangent of a hop is the hop back. `log`: a `rings.LinkBytes` that counts.
 """
 
 from collections.abc import Callable, Generator
@@ -23,9 +23,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from scaling.collectives import ppermute
 from scaling.collectives.linear import Pending
-from scaling.collectives.rings import LinkBytes, directions
+from scaling.collectives.rings import LinkBytes, count_hops, directions, one_hop
 from scaling.spec import ShardingError
 
 
@@ -39,11 +38,8 @@ class RingPlaces:
         self.longest = max(self.hops.values())
 
     def start(self, x: Tensor, step: int) -> Pending:
-        """x sets out for the neighbour; what the other neighbour sends is the result."""
-        pairs = [(i, (i + step) % self.n) for i in range(self.n)]
-        if self.log is not None:
-            self.log.bytes.update({(*link, step): x.numel() * x.element_size() for link in pairs})
-        return ppermute("A[B, D]", x, self.mesh, self.axis, pairs, async_op=True)
+        """Start sending x to the neighbour, and return the pending array of the other neighbour."""
+        return one_hop(x, self.mesh, self.axis, step, self.log, async_op=True)
 
     def blocks(self, x: Tensor, dim: int, of: str) -> list[Tensor]:
         """x in as many equal parts as there are devices."""
@@ -67,7 +63,7 @@ def gather_matmul(
         for step, a in passing.items() if hop else [(0, A)]:
             Out = Out + a @ rows[(ring.me - step * hop) % ring.n]  # 2. meanwhile they are multiplied
         passing = {step: pending.wait() for step, pending in going.items()}  # 3. the next ones are here
-    _count(log, ring.longest)
+    count_hops(log, ring.longest)
     return Out
 
 
@@ -77,7 +73,7 @@ def matmul_scatter(
     """A[B, D_Y] * W[D_Y, F] -> Out[B, F_Y]: sums travel to where they belong, and grow by each device's product."""
     ring = RingPlaces(mesh, axis, ways, log)
     (Out,) = _together(scattered(A, ring.blocks(W, 1, "W's last dim"), ring))
-    _count(log, ring.longest)
+    count_hops(log, ring.longest)
     return Out
 
 
@@ -90,7 +86,7 @@ def matmul_reduce(
         mine, *whole = _together(scattered(A, ring.blocks(tile, 1, "a tile of W's last dim"), ring), *before)
         done, before = done + whole, [gathered_by_hops(mine, ring)]
     done += _together(*before)
-    _count(log, (len(done) + 1) * ring.longest)
+    count_hops(log, (len(done) + 1) * ring.longest)
     return torch.cat(done, 1)
 
 
@@ -150,8 +146,3 @@ def _together(*steps: Generator[None, None, Any]) -> list[Any]:
                 results[i] = end.value
                 del going[i]
     return [results[i] for i in range(len(steps))]
-
-
-def _count(log: LinkBytes | None, hops: int) -> None:
-    if log is not None:
-        log.hops += hops
