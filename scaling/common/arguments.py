@@ -8,7 +8,7 @@ from numbers import Integral, Real
 from operator import index
 from pathlib import Path
 from types import NoneType, UnionType
-from typing import Any, get_args, get_origin
+from typing import Any, NoReturn, get_args, get_origin
 
 WORDS = {int: "a whole number", float: "a number", bool: "true or false", str: "a text", dict: "a table"}
 WORDS |= {list: "a list", tuple: "a list", NoneType: "nothing"}
@@ -19,25 +19,22 @@ def positive(**values) -> None:
     """Raise a ValueError that names the first value which is not a positive, finite number."""
     for name, value in values.items():
         if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < math.inf:
-            raise ValueError(f"{name} = {value!r}: must be a positive number\n  fix: give a finite one above 0")
+            _refuse(name, value, "must be a positive number", "give a finite one above 0")
 
 
 def not_negative(**values) -> None:
     """Raise a ValueError that names the first value which is negative or not a number (or a tensor of one number)."""
     for name, value in values.items():
         number = value.item() if hasattr(value, "numel") and value.numel() == 1 else value
-        if isinstance(number, bool) or not isinstance(number, (int, float, Real)) or not 0 <= float(number) < math.inf:
-            raise ValueError(
-                f"{name} = {value!r:.60}: must be a number, zero or more\n  fix: give a finite one, at least 0"
-            )
+        if isinstance(number, bool) or not isinstance(number, (int, float, Real)) or not 0 <= number < math.inf:
+            _refuse(name, value, "must be a number, zero or more", "give a finite one, at least 0")
 
 
 def whole(least: int = 1, **values) -> None:
     """Raise a ValueError that names the first value which is not a whole number of at least `least`."""
     for name, value in values.items():
         if isinstance(value, bool) or not isinstance(value, int) or value < least:
-            what = f"{name} = {value!r}: must be a whole number, {least} or more"
-            raise ValueError(f"{what}\n  fix: give an int of at least {least}")
+            _refuse(name, value, f"must be a whole number, {least} or more", f"give an int of at least {least}")
 
 
 def whole_numbers(name: str, values) -> list[int]:
@@ -50,9 +47,9 @@ def whole_numbers(name: str, values) -> list[int]:
         given = list(values.tolist() if hasattr(values, "tolist") else values)
         found = [index(value) for value in given]
     except TypeError:
-        raise ValueError(f"{name} = {values!r:.60}: must be whole numbers\n  fix: give a list of ints") from None
+        _refuse(name, values, "must be whole numbers", "give a list of ints")
     if any(isinstance(value, bool) for value in given):
-        raise ValueError(f"{name} = {values!r:.60}: has bools among its numbers\n  fix: give a list of ints")
+        _refuse(name, values, "has bools among its numbers", "give a list of ints")
     return found
 
 
@@ -60,14 +57,13 @@ def flag(**values) -> None:
     """Raise a ValueError that names the first value which is not True or False, since "no" would count as true."""
     for name, value in values.items():
         if not isinstance(value, bool):
-            raise ValueError(f"{name} = {value!r}: must be True or False\n  fix: give a bool")
+            _refuse(name, value, "must be True or False", "give a bool")
 
 
 def one_of(name: str, value, choices) -> None:
     """Raise a ValueError that lists the choices unless the value is one of them."""
     if value not in choices:
-        listed = ", ".join(map(repr, choices))
-        raise ValueError(f"{name} = {value!r}: one of {listed}\n  fix: choose one of these")
+        _refuse(name, value, f"one of {', '.join(map(repr, choices))}", "choose one of these")
 
 
 def of_type(name: str, value, *kinds: type) -> None:
@@ -78,7 +74,7 @@ def of_type(name: str, value, *kinds: type) -> None:
     fits = isinstance(value, (*kinds, int) if float in kinds else kinds)
     if not fits or (isinstance(value, bool) and bool not in kinds):
         expected = " or ".join(WORDS.get(kind, kind.__name__) for kind in kinds if kind is not NoneType)
-        raise ValueError(f"{name} is {value!r:.60}: must be {expected}\n  fix: give it as {expected}")
+        raise ValueError(f"{name} is {quoted(value)}: must be {expected}\n  fix: give it as {expected}")
 
 
 def check_fields(record, name: str = "") -> None:
@@ -109,6 +105,22 @@ def read_table(path: "str | Path") -> dict[str, Any]:
 def table_if_any(path: "str | Path") -> dict[str, Any]:
     """Return the table that a file holds, as `read_table` does, or an empty one if there is no such file."""
     return read_table(path) if Path(path).is_file() else {}
+
+
+def quoted(value: Any, most: int = 60) -> str:
+    """Return the start of a value as Python writes it, but not numbers with thousands of digits, which it refuses."""
+    if isinstance(value, int) and not isinstance(value, bool) and abs(value) >= 1 << 128:
+        return f"a number of {value.bit_length()} bits"
+    try:
+        return repr(value)[:most]
+    except RecursionError:
+        return "a value that is nested too deeply"
+    except ValueError:
+        return f"a {type(value).__name__} of numbers with thousands of digits"
+
+
+def _refuse(name: str, value: Any, wanted: str, fix: str) -> NoReturn:
+    raise ValueError(f"{name} = {quoted(value)}: {wanted}\n  fix: {fix}") from None
 
 
 def shortened(text: str, most: int = 60) -> str:

@@ -6,6 +6,8 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
+from scaling.common.arguments import quoted
+
 STOPS, STOP_LENGTH = 64, 1024  # the most stop texts of a request, and the most characters of one
 DIGITS = 4300  # of a number; Python reads no longer one
 
@@ -69,7 +71,7 @@ class Fields:
         value = self.given.get(name, default)
         if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= top:
             text = (
-                f"{name}={short(value)} is not a whole number from {least} to {top}\n  fix: give one, or leave it out"
+                f"{name}={quoted(value)} is not a whole number from {least} to {top}\n  fix: give one, or leave it out"
             )
             raise RequestError(text, name)
         return value
@@ -77,13 +79,13 @@ class Fields:
     def real(self, name: str, default: float | None = None) -> Any:
         value = self.given.get(name, default)
         if value is not None and (not isinstance(value, int | float) or isinstance(value, bool)):
-            raise RequestError(f"{name}={short(value)} is not a number\n  fix: give one, or leave it out", name)
+            raise RequestError(f"{name}={quoted(value)} is not a number\n  fix: give one, or leave it out", name)
         return None if value is None else as_float(value)
 
     def flag(self, name: str) -> bool:
         value = self.given.get(name, False)
         if not isinstance(value, bool):
-            raise RequestError(f"{name}={short(value)} is neither true nor false\n  fix: give one of them", name)
+            raise RequestError(f"{name}={quoted(value)} is neither true nor false\n  fix: give one of them", name)
         return value
 
     def stops(self) -> tuple[str, ...]:
@@ -96,16 +98,6 @@ class Fields:
             text = f"stop is not a list of texts of 1 to {STOP_LENGTH:,} characters\n  fix: give a list of such texts"
             raise RequestError(text, "stop")
         return tuple(value)
-
-
-def short(value: Any) -> str:
-    """Return the start of a value as Python writes it, which writes no number with thousands of digits."""
-    if isinstance(value, int) and not isinstance(value, bool) and abs(value) >= 1 << 128:
-        return f"a number of {value.bit_length()} bits"
-    try:
-        return f"{value!r:.80}"
-    except RecursionError:
-        return "a value that is nested too deeply"
 
 
 def as_float(value: Any) -> float:

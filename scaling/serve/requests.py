@@ -9,10 +9,10 @@ from numbers import Integral, Real
 from types import NoneType
 from typing import Any, NamedTuple
 
-from scaling.common.arguments import of_type, whole_numbers
+from scaling.common.arguments import of_type, quoted, whole_numbers
 from scaling.configs import Config
 from scaling.models.text import Unknown
-from scaling.serve.fields import Fields, RequestError, as_float, short
+from scaling.serve.fields import Fields, RequestError, as_float
 
 SEEDS = 2**63
 START = 8  # characters of a text for each token that fits, after which it is looked at whether it is too long
@@ -48,7 +48,7 @@ class Sampling:
             ("min_p", self.min_p is None or 0 <= self.min_p <= 1, "from 0 to 1, or None"),
         ):
             if not fits:
-                text = f"{name}={short(getattr(self, name))} leaves no token to draw\n  fix: {name} {rule}"
+                text = f"{name}={quoted(getattr(self, name))} leaves no token to draw\n  fix: {name} {rule}"
                 raise RequestError(text, name)
         for name in ("temperature", "top_p", "min_p"):  # torch divides by no whole number of more than 64 bits
             value = getattr(self, name)
@@ -162,7 +162,7 @@ def prompt_ids(what: str, ids: Any, V: int) -> list[int]:
 def check_known_ids(what: str, ids: Iterable[int], V: int) -> None:
     """ValueError that begins with `what` for the first id that is no token."""
     if (wrong := next((t for t in ids if not 0 <= t < V), None)) is not None:
-        lies = f"token {short(wrong)} lies outside the vocabulary, 0..{V - 1}"
+        lies = f"token {quoted(wrong)} lies outside the vocabulary, 0..{V - 1}"
         raise ValueError(f"{what}: {lies}\n  fix: encode it by this model's tokenizer")
 
 

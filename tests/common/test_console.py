@@ -15,7 +15,7 @@ from machine import ended
 
 import scaling
 from scaling.check import main as check
-from scaling.common import console
+from scaling.common import arguments, console
 from scaling.common.arguments import check_fields, read_table
 from scaling.configs import load
 from scaling.measure import command as measure
@@ -191,3 +191,22 @@ def test_a_file_of_options_is_checked_as_the_options_are(tmp_path, capsys, line)
     (tmp_path / "options.toml").write_text(line)
     assert ended(train, ["--config", str(tmp_path / "options.toml"), "--dry-run"]) in (1, 2)
     assert "rror:" in capsys.readouterr().err
+
+
+HUGE = 10**5000  # Python writes no number of so many digits
+
+
+@pytest.mark.parametrize(
+    ("check", "said"),
+    [
+        (lambda: arguments.whole(n=-HUGE), "n = a number of 16610 bits: must be a whole number, 1 or more"),
+        (lambda: arguments.positive(n=-HUGE), "n = a number of 16610 bits: must be a positive number"),
+        (lambda: arguments.not_negative(n=-HUGE), "n = a number of 16610 bits: must be a number, zero or more"),
+        (lambda: arguments.one_of("n", HUGE, (1, 2)), "n = a number of 16610 bits: one of 1, 2"),
+        (lambda: arguments.of_type("n", HUGE, str), "n is a number of 16610 bits: must be a text"),
+        (lambda: arguments.whole_numbers("n", [HUGE, 0.5]), "n = a list of numbers with thousands of digits: must be"),
+    ],
+)
+def test_a_number_of_thousands_of_digits_is_refused_in_words(check, said):
+    with pytest.raises(ValueError, match=said):
+        check()

@@ -8,8 +8,9 @@ import secrets
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
+from scaling.common.arguments import quoted
 from scaling.models.template import RESERVED
-from scaling.serve.fields import Fields, RequestError, blaming, short
+from scaling.serve.fields import Fields, RequestError, blaming
 from scaling.serve.requests import TOO_LONG, Defaults, Request, Sampling, check_prompt_fits, read_ids, requests_of
 from scaling.serve.states import Options
 
@@ -72,7 +73,7 @@ def read_body(body: bytes, model: Model, chat: bool, ids: Iterator[int]) -> Clie
         raise RequestError(f"model {name!r:.80} is not served here\n  fix: give {model.name!r}", "model", NO_MODEL)
     for field, neutral in NEUTRAL.items():
         if field in fields.given and not any(_is(fields.given[field], value) for value in neutral):
-            raise RequestError(f"{field}={short(fields.given[field])} is not served\n  fix: leave it out", field)
+            raise RequestError(f"{field}={quoted(fields.given[field])} is not served\n  fix: leave it out", field)
     word = "max_completion_tokens" if chat and "max_completion_tokens" in fields.given else "max_tokens"
     with blaming("messages" if chat else "prompt"):
         prompts = [_chat_ids(fields, model)] if chat else _prompts(fields, model)
