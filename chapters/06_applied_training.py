@@ -15,8 +15,9 @@ from scaling.configs import get
 from scaling.cost import transformer as tm
 from scaling.hardware import chip
 from scaling.mesh import AbstractMesh
-from scaling.plan import Estimate, Fixed, Job, Layout, evaluate, plans
+from scaling.plan import Estimate, Fixed, Job, Layout, evaluate, failures, plans
 from scaling.plan.network import book as rings
+from scaling.show.bars import Bar, text
 
 page = Page(__doc__, plot=True)
 V5P = chip("v5p")
@@ -184,6 +185,33 @@ page.answers([
     Answer("the planner: the book's DP 1024 x SP 2 x TP 4", "", found["70B, the book's"].cost.bound, "", "113 < 468"),
     Answer("the planner: its own mesh of 8,960", "", found["70B, a pod"].cost.bound, "", "by its lower bound"),
 ])  # fmt: skip
+
+# %% [markdown]
+# ## When chips fail
+# The days above assume that nothing breaks. A run of months on thousands of chips is interrupted every few hours, and
+# each time it loses what it did since it last saved. LLaMA-3 405B was: 419 times in 54 days on 16,384 H100s, one
+# failure in 50,677 hours of a chip. To save often costs time, and to save rarely costs work: Young's interval,
+# sqrt(2 x seconds of a save x seconds between failures), balances the two.
+#
+# The picture is one day of such a job, drawn at random: what it computed, what it lost, and how long it stood still.
+
+# %%
+state = 14 * tm.num_params(L405) / 16_384  # bytes of a chip: params in bf16, their copy and Adam's moments in fp32
+broken = failures.of_job(16_384, failures.save_seconds(state))
+names = {"work": "computes", "lost": "lost", "restart": "restarts"}  # a save is too short to be seen
+drawn = failures.simulated(broken, DAY, seed=3)
+day = [Bar(names[what], "#", start, min(end, DAY)) for what, start, end in drawn if what in names]
+page.title("A day of LLaMA-3 405B on 16,384 H100s, an hour in two columns")
+page.say(text(sorted(day, key=lambda bar: [*names.values()].index(bar.row)), 48, DAY, idle=" ", fill="#"))
+page.answers([
+    Answer("hours between failures, 54 x 24 / 419", "", broken.mtbf / 3600, "hours", "one chip: 50,677 hours"),
+    Answer("seconds of a save", "", broken.save, "s", "5.7 TB of state at Llama 3's 2 TB/s"),
+    Answer("minutes between saves, by Daly", "", broken.interval / 60, "minutes", "Young: sqrt(2 x 2.8 x 11,139) s"),
+    Answer("goodput", "", broken.goodput, "", "Meta reports more than 0.90"),
+    Answer("spare hosts", "", broken.spares, "hosts", "enough 99% of the time, if a repair takes a day"),
+])  # fmt: skip
+page.say("\nMost of what is lost are restarts, ten minutes each: with saves of seconds, starting faster gains more "
+         "than saving more often. More: python -m scaling.plan --failures.")  # fmt: skip
 
 # %% [markdown]
 # ## The problems

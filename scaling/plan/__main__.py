@@ -14,10 +14,10 @@ from scaling.configs import get
 from scaling.configs.sources import HELP
 from scaling.cost.memory import ROOM
 from scaling.hardware import CHIPS, chip
-from scaling.plan import explain, one_layer
+from scaling.plan import explain, failures, one_layer
 from scaling.plan.candidates import plans
 from scaling.plan.job import AXES, DTYPES, OVERLAPS, POLICIES, SCHEDULES, Fixed, Job
-from scaling.plan.report import Budget, as_dict, text
+from scaling.plan.report import Budget, as_dict, folded, text, whole_runs
 
 BINARY = {"": 1, "k": 2**10, "M": 2**20, "G": 2**30}
 MOST = 1e20  # of anything that is counted here
@@ -144,6 +144,17 @@ def _parser() -> Parser:
         action="store_true",
         help="also print the command by which scaling.train runs it, with what its own step moves and holds",
     )
+    parser.add_argument("--failures", action="store_true", help="also say what failures cost, and how often to save")
+    parser.add_argument(
+        "--mtbf", type=number(1, 1e9), default=failures.MTBF,
+        help=f"hours between failures of one chip and its share of a host (default {failures.MTBF:,.0f}: Llama 3's)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--restart", type=number(0, 1e5), default=10, help="minutes from a failure until it computes (default 10)"
+    )
+    parser.add_argument(
+        "--save", type=number(1e-3, 1e6), help="seconds for which a save stops the run (default: by the state's bytes)"
+    )
     parser.add_argument("--svg", type=output, metavar="FILE", help="draw one layer on a time axis into this file")
     parser.add_argument("--json", action="store_true", help="print everything as JSON")
     return parser
@@ -178,6 +189,12 @@ def main(arguments: list[str] | None = None) -> int:
     if args.explain and done:
         more: Any = explain.as_dict(found, budget) if args.json else explain.text(found, budget)
         out = out | {"explained": more} if args.json else f"{out}\n\n{more}"
+    if args.failures and done:
+        state = (job.param_bytes + job.optimizer_bytes) * job.work.params / args.chips
+        broken = failures.of_job(args.chips, args.save or failures.save_seconds(state), args.mtbf, 60 * args.restart)
+        days = whole_runs(best, budget)["forecast"]["days"]
+        lost: Any = failures.as_dict(broken, days) if args.json else failures.failure_lines(broken, days)
+        out = out | {"failures": lost} if args.json else f"{out}\n\n" + folded(lost)
     if args.run and done:
         from scaling.plan import choose  # it counts the run's own step, which takes torch
 

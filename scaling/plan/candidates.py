@@ -179,8 +179,9 @@ class Found(Sequence):
     @property
     def faster(self) -> Estimate | None:
         """The fastest layout that fits and that no published run has, if its forecast is shorter than the first's."""
-        job, best = self.question.job, self[0]
-        unusual = (i for i, layout in self.layouts() if i < self.fitting and is_unusual(job, layout))
+        asked, best = self.question, self[0]
+        fitting = ((i, layout) for i, layout in self.layouts() if i < self.fitting)
+        unusual = (i for i, layout in fitting if is_unusual(asked.job, asked.chip, layout))
         found = next(unusual, None)
         return self[found] if found and self[found].forecast < best.forecast else None
 

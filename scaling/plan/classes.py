@@ -12,7 +12,11 @@ from scaling.plan.job import SCHEDULES, Job, Layout
 from scaling.plan.ledger import is_one
 
 LONG = 32_768  # tokens of a sequence, from which attention weighs
-STAGES, PART = 35, 4096  # the most stages, and the fewest tokens of a part of a sequence, that a published run has
+STAGES = 35  # the most stages that a published run has
+PART = {
+    "gpu": 4096,
+    "tpu": 1024,
+}  # the fewest tokens of a part of a sequence, as runs and the book have
 
 
 @cache
@@ -46,13 +50,13 @@ def error_line(job: Job, chip: Chip) -> str:
     return f"{count} published run{'s' * (count > 1)} of this class ({name}) are off by {error:.0%} in the median"
 
 
-def is_unusual(job: Job, l: Layout) -> Amount:
+def is_unusual(job: Job, chip: Chip, l: Layout) -> Amount:
     """Return whether no published run is laid out so: zb-h1, DualPipeV without experts, short parts, many stages."""
-    found = (l.pipe > STAGES) | ((l.context > 1) & (job.seq < PART * l.context))
+    found = (l.pipe > STAGES) | ((l.context > 1) & (job.seq < PART.get(chip.kind, 0) * l.context))
     rare = ("zb-h1",) if job.work.copies else ("zb-h1", "dualpipev")
     return found | ((l.pipe > 1) & is_one(l.schedule, SCHEDULES, *rare))
 
 
 def sure_seconds(job: Job, chip: Chip, l: Layout, forecast: Amount) -> Amount:
     """Return a forecast to choose by: a layout that no published run has counts as slower by its class's error."""
-    return forecast * np.where(is_unusual(job, l), 1 + (usual_error(job, chip) or 0.0), 1.0)
+    return forecast * np.where(is_unusual(job, chip, l), 1 + (usual_error(job, chip) or 0.0), 1.0)

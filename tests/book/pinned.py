@@ -4,10 +4,14 @@
 functions: what a chapter computes by its library must come out the same.
 """
 
+from math import exp, expm1
+
 from pinned_inference import INFERENCE, P70, READ405
 
 V5E_4x4 = 2 * 2**14 * 2**14 / 4  # bytes that each axis of Part 3's Question 6 moves, n = 2^14
 P405 = READ405 + 16384 * 128_256
+BETWEEN, SAVE = 3600 * 54 * 24 / 419, 14 * P405 / 2e12  # seconds between failures of 16,384 GPUs, and of a save
+INTERVAL = (2 * SAVE * BETWEEN) ** 0.5 * (1 + (SAVE / 2 / BETWEEN) ** 0.5 / 3 + SAVE / BETWEEN / 18) - SAVE
 
 PINNED = INFERENCE | {
     "01_roofline": {
@@ -157,6 +161,11 @@ PINNED = INFERENCE | {
         "the planner: FSDP alone on a pod is bound by": "fsdp",
         "the planner: the book's DP 1024 x SP 2 x TP 4": "compute",
         "the planner: its own mesh of 8,960": "compute",
+        "hours between failures, 54 x 24 / 419": 54 * 24 / 419,
+        "seconds of a save": SAVE,
+        "minutes between saves, by Daly": INTERVAL / 60,
+        "goodput": INTERVAL / (BETWEEN * exp(600 / BETWEEN) * expm1((INTERVAL + SAVE) / BETWEEN)),
+        "spare hosts": 15,  # of a Poisson distribution of mean 24 x 419 / (54 x 24) = 7.76
         "memory of a chip with 12 checkpoints a layer": (10 * 70e9 + 2 * 8192 * 4e6 * 12 * 80) / 8960,
         "2048 x 4: chips": 8192,
         "1 four pods: tokens a chip": 2**22 / (4 * 8960),

@@ -12,6 +12,7 @@ from scaling.cost.lanes import AxisSpan, exchange, gather_price, join_spans
 from scaling.hardware import chip
 from scaling.plan import Fixed, Job, Layout, evaluate, plans, search
 from scaling.plan.candidates import rank
+from scaling.plan.classes import is_unusual, usual_error
 from scaling.plan.job import AXES, POLICIES, SCHEDULES
 from scaling.plan.network import Unplaced, book, measured, placements, slice_shape, torus, torus_meshes, tree
 from scaling.plan.recipes import CHUNKS
@@ -121,13 +122,24 @@ def test_the_best_remat_policy_is_chosen(policy, config, axes, sequences, seq):
     assert plans(job, H100, chips, Fixed(axes))[0].layout.remat == policy
 
 
+def test_a_layout_that_no_published_run_has_must_be_faster_by_more_than_its_class_is_off():
+    job, off = Job(L70, 2**20, 8192), usual_error(Job(L70, 2**20), H100)
+    found = plans(job, H100, 64)
+    for i, layout in list(found.layouts())[:100]:
+        short = layout.context > 1 and job.seq / layout.context < 4096
+        rare = layout.pipe > 35 or (layout.pipe > 1 and layout.schedule in ("zb-h1", "dualpipev")) or short
+        assert rare == bool(is_unusual(job, H100, layout))
+        assert rank(found[i])[1] == pytest.approx(found[i].forecast * (1 + off * rare))
+    assert not is_unusual(job, H100, found[0].layout)
+    assert found.faster is None or found[0].forecast < found.faster.forecast * (1 + off) * (1 + TIE)
+
+
 def test_part_6_llama3_70b_on_a_pod():
     found = plans(Job(L70, 4 * 2**20), V5P, 8960)
     first = found[0]
     assert first.size("tensor") in (4, 8, 16)
     assert first.size("fsdp") * first.size("data") * first.size("context") >= 560  # X_opt = 1618
-    assert found.faster.cost.bound == "compute"  # in parts of 1,024 tokens, which no published run has
-    assert first.forecast < 1.12 * found.faster.forecast
+    assert first.cost.bound == "compute"
     i = next(i for i, layout in found.layouts() if layout.shards == 8960)
     assert found[i].cost.bound == "fsdp"  # the book: FSDP alone is communication-bound on 8,960 chips
     for _, network, _ in found.chosen[:50]:
