@@ -25,7 +25,8 @@ from scaling.cost import decoding, serving
 from scaling.hardware import chip
 from scaling.mesh import Mesh
 from scaling.models import transformer
-from scaling.plan.serve import Service, plans
+from scaling.plan.serve import Service, ServingPlan, plans
+from scaling.plan.serve.forecast import likely_token
 from scaling.trace import trace
 
 page = Page(__doc__, mesh="Y=2,Z=2", device=True, seed=True, plot=True)
@@ -224,6 +225,32 @@ page.answers([
     Answer("FSDP: gathering all weights on a 4x4 over reading a 16th", "", 16 * W / V5E.bandwidth("line", axes=2),
            "times", "16 W_hbm over two lines: what the book calls impossible"),
 ])  # fmt: skip
+
+# %% [markdown]
+# ## What a server reaches of it
+# The bound overlaps everything at the peaks. A server does not: it reads memory at three quarters of its peak, starts
+# the kernels of each layer and two AllReduces one after the other, and runs other requests' prompts between its steps.
+# These last longer in proportion the less each chip reads, so the share of the bound falls as TP grows.
+#
+# Look at the last two columns: the measured share halves from 1 to 8 GPUs, and the terms of the forecast say why.
+
+# %%
+H200 = chip("h200")
+served = Service(L70, 2048, 1024, "fp8", "fp8", "fp8", over_time=True)
+MEASURED = {1: 21.122, 2: 12.425, 4: 8.2368, 8: 6.7158}  # TensorRT-LLM, ms; aiconfigurator, systems/silicon_sample.csv
+rows, share = [], {}
+for ranks, measured in MEASURED.items():
+    one = ServingPlan(served, H200, (ranks,), "heads", (("Y", ranks),), batch=8)
+    likely, least = likely_token(one), 1e3 * (one.step.kv + one.step.weights)
+    share[ranks] = least / 1e3 / likely.seconds
+    rows.append((ranks, least, *(1e3 * getattr(likely, name) for name in ("weights", "kernels", "collectives")),
+                 1e3 * likely.seconds, measured, f"{share[ranks]:.0%}", f"{least / measured:.0%}"))  # fmt: skip
+page.title("LLaMA-3 70B in fp8 on H200s, batch 8, 1,024 tokens in and out: ms a token")
+page.table(rows, ["TP", "bound", "weights", "kernels", "collec-\ntives", "fore-\ncast", "measured",
+                  "share,\nforecast", "share,\nmeasured"])  # fmt: skip
+page.check("the share falls as measured, to a tenth", all(
+    abs(share[ranks] - float(row[-1].rstrip("%")) / 100) < 0.1 for ranks, row in zip(MEASURED, rows, strict=True)
+))  # fmt: skip
 
 # %% [markdown]
 # ## Question 7: when 2D pays

@@ -87,8 +87,8 @@ SAID = [  # arguments, exit status, what is said among other things
     (LOAD, 0, ["Simulated: 8 requests, 4 a second, interleaved on one slice"]),
     (f"{SERVE} --latency 1", 1, ["nothing is fast enough: the fastest step is"]),
     (f"{SERVE} --chips 4", 1, ["nothing fits: weights and caches are 71.9 GB, at least 5 chips"]),
-    (f"{SERVE} --chips 3", 1, ["v5e has no slice of 3 chips fix: choose one of 1, 4, 8, 16, 32, 64, 128, 256"]),
-    (f"{SERVE} --chip h100 --chips 3", 1, ["N_YZ: N = 64 does not divide over 3 chips"]),
+    (f"{SERVE} --chips 3 --replicas 1", 1, ["no slice of 3 chips over 1 replicas fix: choose one of 1, 4, 8,"]),
+    (f"{SERVE} --chip h100 --chips 3 --replicas 1", 1, ["N_YZ: N = 64 does not divide over 3 chips"]),
     (f"{SERVE} --prompt 100 --output 200", 2, ["is not --prompt 100 + --output 200"]),
     (f"{SERVE} --output 8192", 2, ["fix: give a context as long as prompt and output"]),
     (f"{SERVE} --compute fp4", 2, ["no FLOPs/s for fp4"]),
@@ -167,7 +167,7 @@ def test_reasons_as_json_and_one_layer_drawn(capsys, tmp_path):
 def test_a_plan_of_serving_and_what_is_published_as_json(capsys):
     got = as_json(capsys, f"{SERVE} --chips 8 --batch 32 --headroom 1 --form heads")["best"]
     assert (got["batch"], got["chips"], got["mesh"]) == (32, 8, {"Y": 8})
-    assert got["step_seconds"] == pytest.approx(by_hand((2, 4), "heads", 8, 1, 32, 8192)[0])
+    assert got["step_seconds"] == pytest.approx(by_hand((2, 4), "heads", 8, 1, 32, 8192 - 512 / 2)[0])
     assert as_json(capsys, SHORT.replace("v5e", "h100"))["context"] == 1024
     simulated = as_json(capsys, LOAD)["simulated"]
     assert simulated["ttft_p50"] <= simulated["ttft_p95"]

@@ -1,6 +1,7 @@
 """The planner of serving against brute force: every slice, form, mesh and batch, timed from the formulas by hand."""
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from scaling.mesh import AbstractMesh
 from scaling.models import transformer as model
 from scaling.plan.serve import Service, ServingPlan, plans, report
 from scaling.plan.serve.candidates import meshes
+from scaling.plan.serve.forecast import likely_token
 from scaling.plan.serve.traces import gantt, histogram, modelled, under_load
 from scaling.serve.requests import Request
 from scaling.serve.simulate import RequestTimes, Simulated, WorkSpan
@@ -77,6 +79,49 @@ def test_every_form_and_batch(objective, latency):
         assert max(one.batch for one in found) < 80
     assert all(one.fits and one.in_time for one in found)
     assert {(one.shape, one.form) for one in found} == {(one.shape, one.form) for one in every}
+
+
+TRT, VLLM = (  # ms a token of LLaMA-3.1 70B in fp8 on H200, 1,024 in and out, batch 8 and 64 on TP 1, 2, 4, 8
+    {(8, 1): 21.122, (8, 2): 12.425, (8, 4): 8.2368, (8, 8): 6.7158, (64, 1): 32.335, (64, 2): 18.992,
+     (64, 4): 13.662, (64, 8): 13.506},
+    {(8, 1): 22.557, (8, 2): 14.356, (8, 4): 10.136, (8, 8): 8.5192, (64, 1): 37.438, (64, 2): 22.707,
+     (64, 4): 16.069, (64, 8): 12.734},
+)  # fmt: skip
+
+
+def test_the_forecast_explains_how_the_share_of_the_bound_falls_with_tp():
+    """github.com/ai-dynamo/aiconfigurator, systems/silicon_sample.csv."""
+    service = Service(L70, 2048, 1024, "fp8", "fp8", "fp8", over_time=True)
+    shares = {}
+    for key, measured in TRT.items():
+        batch, ranks = key
+        one = ServingPlan(service, chip("h200"), (ranks,), "heads", (("Y", ranks),), batch)
+        likely = likely_token(one)
+        assert one.step.kv + one.step.weights <= 1e-3 * min(measured, VLLM[key])
+        assert likely.seconds == pytest.approx(sum(likely.parts.values()))
+        assert likely.seconds == pytest.approx(1e-3 * (measured * VLLM[key]) ** 0.5, rel=0.25)
+        shares[key] = (one.step.kv + one.step.weights) / likely.seconds
+    assert [round(shares[8, ranks], 1) for ranks in (1, 2, 4, 8)] == [0.6, 0.5, 0.4, 0.2]
+
+
+def test_caches_over_time_are_a_bound_that_published_figures_keep():
+    """TensorRT-LLM's LLaMA-3.1 8B in fp8 on an H100, 128 in and 4,096 out: 14,325 tokens/s."""
+    service = Service(get("llama3-8b"), 128 + 4096, 4096, "fp8", "fp8", "fp8", over_time=True)
+    best = plans(service, chip("h100"), chips=1)[0]
+    assert 0.65 < 14_325 / best.tokens_per_second < 0.75
+    assert best.kv_bytes == pytest.approx(best.batch * best.load.kv(128 + 2048))
+    assert plans(replace(service, over_time=False), chip("h100"), chips=1)[0].tokens_per_second < 14_325
+
+
+def test_replicas_share_the_chips_where_that_makes_more():
+    service = Service(L70, 8192, over_time=True)
+    one, best = (plans(service, V5E, chips=256, replicas=replicas)[0] for replicas in (1, None))
+    assert (one.replicas, one.shape) == (1, (16, 16))
+    assert (best.replicas, best.shape) == (16, (4, 4))
+    assert best.per_chip > 3 * one.per_chip
+    assert plans(service, V5E, chips=256, replicas=3) == []
+    fewer = [found.shape for found in plans(service, chip("gb200"), chips=72, replicas=None, form="heads")]
+    assert {math.prod(shape) for shape in fewer} <= {n for n in range(1, 73) if 72 % n == 0}
 
 
 def test_prefill_servers_by_hand():

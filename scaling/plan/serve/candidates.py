@@ -26,8 +26,9 @@ AS_MUCH = 1 - 1e-6  # of the best throughput, where a smaller batch does as much
 class Service:
     """What is asked for: a model, dtypes of its weights, KV cache and matmuls, and the lengths of its requests.
 
-    Every sequence is counted at its full `context` (prompt and output): reserved, and read at each step. `latency`:
-    most seconds a step, None for any. `headroom`: share of the memory to fill. `mfu`: of prefill.
+    A sequence is counted at its full `context` (prompt and output), as the book counts it; `over_time`, at the prompt
+    and half of the output: what a step reads, and many sequences hold, on average. `latency`: most seconds a step, None
+    for any. `headroom`: share of the memory to fill. `mfu`: of prefill.
     """
 
     config: Config
@@ -39,6 +40,7 @@ class Service:
     latency: float | None = None
     headroom: float = ROOM
     mfu: float = 0.4
+    over_time: bool = False
 
     def __post_init__(self):
         if not 1 <= self.generated < self.context:
@@ -50,6 +52,11 @@ class Service:
     @property
     def prompt(self) -> int:
         return self.context - self.generated
+
+    @property
+    def seen(self) -> float:
+        """Tokens of a sequence that a step sees."""
+        return self.prompt + self.generated / 2 if self.over_time else self.context
 
     @cached_property
     def load(self) -> serving.Load:
@@ -66,9 +73,11 @@ class ServingPlan:
     form: str
     sizes: tuple[tuple[str, int], ...]
     batch: int
+    replicas: int = 1
 
     @property
     def chips(self) -> int:
+        """The chips of one replica."""
         return math.prod(self.shape)
 
     @cached_property
@@ -104,7 +113,7 @@ class ServingPlan:
     def step(self) -> serving.DecodeStep:
         s = self.service
         comms = sum(self.comms.values())
-        return serving.step(self.load, self.batch, s.context, self.chip, self.chips, s.compute, self.copies, comms)
+        return serving.step(self.load, self.batch, s.seen, self.chip, self.chips, s.compute, self.copies, comms)
 
     @property
     def tokens_per_second(self) -> float:
@@ -120,7 +129,8 @@ class ServingPlan:
 
     @property
     def kv_bytes(self) -> float:
-        return self.copies * self.batch * self.load.kv(self.service.context) / self.chips
+        one, s = self.load.kv(self.service.context), self.service  # the last one grows to its end
+        return self.copies * max(self.batch * self.load.kv(s.seen), one * self.groups) / self.chips
 
     @property
     def fits(self) -> bool:
@@ -185,6 +195,16 @@ def slice_shapes(chip: Chip, chips: int | None, most: int) -> list[tuple[int, ..
     return [shape for shape in serving.slices(chip, chips or most) if chips in (None, math.prod(shape))]
 
 
+def replica_shapes(chip: Chip, chips: int | None, most: int, replicas: int | None) -> list[tuple[int, ...]]:
+    """Return the slices of which `replicas` are `chips` together, of any number of them where that is None."""
+    if not chips:
+        return slice_shapes(chip, None, most)
+    if replicas:
+        return slice_shapes(chip, chips // replicas, most) if chips % replicas == 0 else []
+    counts = [n for n in range(1, chips + 1) if chips % n == 0]
+    return [shape for count in counts for shape in slice_shapes(chip, count, most)]
+
+
 def allowed(service: Service, chip: Chip, shape: tuple[int, ...], form: str, sizes) -> bool:
     """Whether the model divides over the mesh, and the mesh over the slice."""
     try:
@@ -234,18 +254,20 @@ def _key(served: ServingPlan, objective: str) -> tuple:
 
 def plans(
     service: Service, chip: Chip, *, chips: int | None = None, most: int = 256, form: str | None = None,
-    batch: int | None = None, objective: str = "throughput",
+    batch: int | None = None, objective: str = "throughput", replicas: int | None = 1,
 ) -> list[ServingPlan]:  # fmt: skip
     """All that fit and are in time, best first, by `objective`: tokens/s a chip, or seconds a step.
 
-    `chips`: of the slice, else any up to `most`. `batch`: fixed, else the best of each (the least for latency).
+    `chips`: of all `replicas`, else slices of any number up to `most`; `replicas` None: any number that divides them.
+    `batch`: of a replica, fixed, else the best of each (the least for latency).
     """
     found = []
-    for shape in slice_shapes(chip, chips, most):
+    for shape in replica_shapes(chip, chips, most, replicas):
         for name, sizes in meshes(math.prod(shape), service.config.E):
             if form not in (None, name) or not allowed(service, chip, shape, name, sizes):
                 continue
-            one = ServingPlan(service, chip, shape, name, sizes, batch or 1)
+            count = chips // math.prod(shape) if chips else replicas or 1
+            one = ServingPlan(service, chip, shape, name, sizes, batch or 1, count)
             one = one if batch else replace(one, batch=one.groups)
             if batch or objective == "latency":
                 whole = one.batch % one.groups == 0

@@ -13,7 +13,7 @@ from scaling.cost.memory import ROOM
 from scaling.hardware import CHIPS, chip
 from scaling.models.leaves import uncomputed
 from scaling.plan.serve import published, report, traces
-from scaling.plan.serve.candidates import OBJECTIVES, Service, plans, slice_shapes
+from scaling.plan.serve.candidates import OBJECTIVES, Service, plans, replica_shapes
 from scaling.serve.states import POLICIES
 from scaling.spec import ShardingError
 
@@ -30,7 +30,10 @@ def _parser() -> Parser:
     )
     parser.add_argument("--model", required=True, help=HELP)
     parser.add_argument("--chip", required=True, help=CHIPS)
-    parser.add_argument("--chips", type=integer(1), help="number of chips of the slice (default: any)")
+    parser.add_argument("--chips", type=integer(1), help="number of chips, of all replicas together (default: any)")
+    parser.add_argument(
+        "--replicas", type=integer(1), help="number of instances that share the chips (default: the best)"
+    )
     parser.add_argument("--most", type=integer(1), default=256, help="chips of the largest slice tried (default 256)")
     parser.add_argument(
         "--context", type=integer(2), help="tokens per sequence, prompt and output (default: their sum)"
@@ -84,14 +87,17 @@ def service(args) -> Service:
         raise ValueError("the length of a sequence is not known\n  fix: give --context, or --prompt and --output")
     latency = args.latency / 1e3 if args.latency else None
     config = get(args.model)
-    return Service(config, context, args.output, args.weights, args.kv, args.compute, latency, args.headroom, args.mfu)
+    return Service(
+        config, context, args.output, args.weights, args.kv, args.compute, latency, args.headroom, args.mfu, True
+    )
 
 
 def nothing(asked: Service, hardware, fixed: dict) -> str:
     """Why nothing is found: no such slice, a model that does not divide, too little memory, or too slow."""
-    if not slice_shapes(hardware, fixed["chips"], fixed["most"]):
+    if not replica_shapes(hardware, fixed["chips"], fixed["most"], fixed["replicas"]):
         counts = ", ".join(str(math.prod(shape)) for shape in serving.slices(hardware))
-        return f"{hardware.name} has no slice of {fixed['chips']} chips\n  fix: choose one of {counts}"
+        what = f"no slice of {fixed['chips']} chips" + f" over {fixed['replicas']} replicas" * bool(fixed["replicas"])
+        return f"{hardware.name} has {what}\n  fix: choose one of {counts} for each"
     if fixed["chips"]:
         try:
             decoding.check_form(fixed["form"] or "heads", asked.config, {"Y": fixed["chips"]})
@@ -121,6 +127,7 @@ def main(arguments: list[str]) -> int:
     asked, hardware = service(args), chip(args.chip)
     hardware.flops(asked.compute)
     fixed = {"chips": args.chips, "most": max(args.most, args.chips or 1), "form": args.form, "batch": args.batch}
+    fixed["replicas"] = args.replicas
     found = plans(asked, hardware, objective=args.objective, **fixed)
     if not found:
         why = nothing(asked, hardware, fixed)

@@ -8,12 +8,18 @@ from scaling.cost import decoding, serving
 from scaling.models.leaves import counted_without
 from scaling.plan.report import folded, size
 from scaling.plan.serve.candidates import Service, ServingPlan, plans
+from scaling.plan.serve.forecast import ERRORS, likely_token
 
 CHANGE = 1.02  # what would change the answer: at least so much more, or less
 
 
 def slice_name(shape: Sequence[int]) -> str:
     return "x".join(map(str, shape))
+
+
+def named_slices(one: ServingPlan) -> str:
+    """Return the slice of a plan, with the number of its replicas."""
+    return f"{one.replicas} x {slice_name(one.shape)}" if one.replicas > 1 else slice_name(one.shape)
 
 
 def asked(service: Service, chip) -> str:
@@ -39,8 +45,15 @@ def notes(served: ServingPlan) -> list[str]:
         why = f"K = {s.config.K} KV heads are fewer than Y" if not s.config.latent else "a latent is of all heads"
         said.append(f"the cache is stored {served.copies:g} times: {why}")
     said.append(f"a bound over the forms {', '.join(decoding.FORMS)}; other systems may have better ones")
-    said.append("every sequence is counted at its full context; a cache that is read as far as it is filled reads less")
+    if s.over_time:
+        said.append("caches are counted at the prompt and half of the output, as they are on average")
     return said
+
+
+def _off_by(one: ServingPlan) -> str:
+    """Return how far such forecasts are off, as a sentence without its end."""
+    error, rows = ERRORS[one.chip.kind if one.chip.kind in ERRORS else "gpu"]
+    return f"{rows} are off such forecasts by {error:.0%} in the median"
 
 
 def compute_bound_from(served: ServingPlan) -> float:
@@ -74,10 +87,11 @@ def _changes(best: ServingPlan, objective: str, **fixed) -> list[tuple[str, Serv
 
 
 def _rows(found: Sequence[ServingPlan]) -> str:
-    head = ["slice", "form", "mesh", "batch", "ms a step", "tokens/s", "a chip", "binds"]
+    head = ["slice", "form", "mesh", "batch", "ms a step", "forecast", "tokens/s", "a chip", "binds"]
     body = [
-        (slice_name(f.shape), f.form, _mesh(f), f"{f.batch:,}", f"{1e3 * f.step.seconds:.2f}",
-         f"{f.tokens_per_second:,.0f}", f"{f.per_chip:,.1f}", f.step.bound) for f in found
+        (named_slices(f), f.form, _mesh(f), f"{f.batch:,}", f"{1e3 * f.step.seconds:.2f}",
+         f"{1e3 * likely_token(f).seconds:.3g}", f"{f.tokens_per_second * f.replicas:,.0f}", f"{f.per_chip:,.1f}",
+         f.step.bound) for f in found
     ]  # fmt: skip
     return table(body, head)
 
@@ -95,17 +109,21 @@ def text(found: Sequence[ServingPlan], objective: str, top: int, price: float | 
     s, step, hbm = best.service, best.step, best.chip.need("hbm_bytes")
     ms = {"KV cache": step.kv, "weights": step.weights, "FLOPs": step.math, "collectives": step.comms}
     kv, weights, math, comms = (f"{what} {1e3 * seconds:.3g}" for what, seconds in ms.items())
-    dollars = price or best.chip.price
+    dollars, likely = price or best.chip.price, likely_token(best)
+    rate = best.batch / likely.seconds / best.chips
+    spent = ", ".join(f"{name} {1e3 * part:.3g}" for name, part in likely.parts.items() if part)
     lines = [
         asked(s, best.chip),
         *counted_without(s.config),
         "",
-        f"Take:       {slice_name(best.shape)}, {best.chips} chips, form {best.form}: {best.type} on {_mesh(best)}; "
-        f"batch {best.batch:,}",
+        f"Take:       {named_slices(best)}, {best.chips * best.replicas} chips, form {best.form}: {best.type} on "
+        f"{_mesh(best)}; batch {best.batch:,}",
         f"Step:       {1e3 * step.seconds:.3g} ms at least: {kv} + the longest of {weights}, {math}, {comms}; "
         f"{1e3 * step.apart:.3g} ms if no collective is hidden",
-        f"Throughput: {best.tokens_per_second:,.0f} tokens/s by the bound, {best.per_chip:,.1f} a chip, "
-        f"{1 / step.seconds:,.1f} for each request"
+        f"Forecast:   {1e3 * likely.seconds:.3g} ms a token of each request, {rate:,.1f} tokens/s a chip: {spent} ms",
+        f"            {_off_by(best)}",
+        f"Throughput: {best.tokens_per_second * best.replicas:,.0f} tokens/s by the bound, {best.per_chip:,.1f} a "
+        f"chip, {1 / step.seconds:,.1f} for each request"
         + (f"; ${dollars * 1e6 / 3600 / best.per_chip:,.3g} a million tokens" if dollars else ""),
         f"Memory:     weights {size(best.weight_bytes)}, KV cache {size(best.kv_bytes)} a chip, of "
         f"{size(s.headroom * hbm)} ({s.headroom:.0%} of {size(hbm)})",
@@ -121,7 +139,7 @@ def text(found: Sequence[ServingPlan], objective: str, top: int, price: float | 
     if changed := _changes(best, objective, **fixed):
         lines += ["", "What would change it:"]
         lines += [
-            f"  {what}: {slice_name(one.shape)}, {one.form}, batch {one.batch:,}, {1e3 * one.step.seconds:.3g} ms, "
+            f"  {what}: {named_slices(one)}, {one.form}, batch {one.batch:,}, {1e3 * one.step.seconds:.3g} ms, "
             f"{one.per_chip:,.1f} tokens/s a chip ({one.per_chip / best.per_chip - 1:+.0%})" for what, one in changed
         ]  # fmt: skip
     return folded(lines)
@@ -138,7 +156,8 @@ def as_dict(one: ServingPlan) -> dict:
     step = one.step
     return {
         "slice": slice_name(one.shape), "chips": one.chips, "form": one.form, "type": one.type, "mesh": dict(one.sizes),
-        "batch": one.batch, "step_seconds": step.seconds, "step_seconds_unhidden": step.apart,
+        "batch": one.batch, "replicas": one.replicas, "forecast_seconds": likely_token(one).seconds,
+        "forecast": likely_token(one).parts, "step_seconds": step.seconds, "step_seconds_unhidden": step.apart,
         "parts": {"kv": step.kv, "weights": step.weights, "flops": step.math, "collectives": step.comms},
         "collectives": one.comms, "binds": step.bound, "tokens_per_second": one.tokens_per_second,
         "tokens_per_second_per_chip": one.per_chip, "weight_bytes": one.weight_bytes, "kv_bytes": one.kv_bytes,
