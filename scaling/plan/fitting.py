@@ -4,6 +4,7 @@ import math
 from dataclasses import replace
 
 from scaling.plan.candidates import Found, answer
+from scaling.plan.frugal import frugal_ways
 from scaling.plan.job import ANY
 
 
@@ -45,8 +46,8 @@ def help_needed(found: Found) -> dict:
         return False
 
     any(works(f"{n:,} chips", chips=n) for n in (asked.chips << i for i in range(1, 12)))
-    if job.optimizer_bytes > 2:
-        works("8-bit optimizer states (2 bytes a parameter)", job=replace(job, optimizer_bytes=2))
+    for way in frugal_ways(job):
+        works(f"{way.name} ({way.says})", job=way.on(asked.chip))
     if job.grad_bytes > 2:
         works("gradients in bf16", job=replace(job, grad_bytes=2))
     smaller = (b for b in (job.batch >> i for i in range(1, 16)) if b >= job.seq)

@@ -22,6 +22,7 @@ from scaling.hardware.catalogue import CLASS
 from scaling.models.leaves import counted_without
 from scaling.plan.candidates import search
 from scaling.plan.evaluate import Estimate
+from scaling.plan.frugal import Frugal, frugal_ways
 from scaling.plan.job import AXES, Fixed, Job
 from scaling.plan.report import folded, size
 
@@ -41,11 +42,12 @@ TYPES = {
     "dp": "In[B_X, D] * W_in[D, F] * W_out[F, D] -> Out[B_X, D]      chapters/05_dp.py",
     "fsdp": "In[B_X, D] * W_in[D_X, F] * W_out[F, D_X] -> Out[B_X, D]      chapters/05_fsdp.py",
     "fsdp_tp": "In[B_X, D_Y] * W_in[D_X, F_Y] * W_out[F_Y, D_X] -> Out[B_X, D_Y]      chapters/05_fsdp_tp.py",
+    "pp": "stages of layers, one after the other      chapters/05_pp.py",
 }
 
 
-def ladder(gpus: int, node: int, heads: int) -> Iterator[Rung]:
-    """The rungs for so many GPUs, `node` of them joined by fast links, and a model of so many heads."""
+def ladder(gpus: int, node: int, heads: int, layers: int) -> Iterator[Rung]:
+    """Yield the rungs for so many GPUs, `node` of them joined by fast links, and a model's heads and layers."""
     yield Rung("one GPU", (), how="no communication")
     if gpus == 1:
         yield Rung("one GPU + checkpointing", (), "block", "no communication")
@@ -57,6 +59,11 @@ def ladder(gpus: int, node: int, heads: int) -> Iterator[Rung]:
         if gpus % Y == 0 and node >= Y and heads % Y == 0:
             sizes = (("fsdp", gpus // Y), ("tensor", Y))
             yield Rung(f"FSDP + checkpointing + TP {Y}", sizes, "block", TYPES["fsdp_tp"], 3 if gpus > Y else 1)
+    Y = next(Y for Y in (8, 4, 2, 1) if node >= Y and heads % Y == 0 and gpus % Y == 0)
+    for P in (2, 4, 8, 16):
+        if gpus > node and gpus % (P * Y) == 0 and layers >= P:
+            sizes = (("pipe", P), ("data", gpus // (P * Y)), ("tensor", Y))
+            yield Rung(f"{P} stages + TP {Y} + ZeRO-1", sizes, "block", TYPES["pp"], 1)
 
 
 @dataclass(frozen=True)
@@ -73,7 +80,7 @@ def climb(job: Job, gpu: Chip, gpus: int) -> list[Climbed]:
     if isinstance(gpus, bool) or not isinstance(gpus, int) or gpus < 1:
         raise ValueError(f"gpus = {gpus!r}: must be a whole number of at least 1\n  fix: give an int")
     steps = []
-    for rung in ladder(gpus, gpu.node_gpus, job.work.heads):
+    for rung in ladder(gpus, gpu.node_gpus, job.work.heads, job.work.L):
         sizes = dict.fromkeys(AXES, 1) | dict(rung.sizes)
         chips = gpus if rung.sizes else 1
         if found := search(job, gpu, chips, Fixed(tuple(sizes.items()), rung.remat, zero=rung.zero)).found:
@@ -91,6 +98,15 @@ def choose_rung(steps: list[Climbed]) -> Climbed | None:
     able = [step for step in steps if step.fits and step.found.chips == most]
     fastest = min((step.found.forecast for step in able), default=0.0)
     return next((step for step in able if step.found.forecast <= 1.1 * fastest), None)
+
+
+def frugal_rungs(job: Job, gpu: Chip, gpus: int) -> list[tuple[Frugal, Climbed]]:
+    """Return the ways to train in less memory that fit, each with its rung."""
+    found = []
+    for way in frugal_ways(job):
+        if chosen := choose_rung(climb(way.on(gpu), gpu, gpus)):
+            found.append((way, chosen))
+    return found
 
 
 def advice(job: Job, gpu: Chip, gpus: int, timed: bool = True) -> str:
@@ -127,6 +143,17 @@ def advice(job: Job, gpu: Chip, gpus: int, timed: bool = True) -> str:
             lines += ["It is bound by communication: a larger batch, or faster links, would help."]
         return folded(lines)
     best = min(steps, key=lambda step: float(step.found.held.total))
+    if frugal := frugal_rungs(job, gpu, gpus):
+        way, chosen = frugal[0]
+        over = size(float(best.found.held.total) - free)
+        lines += [
+            f"Take: {way.name}, {chosen.rung.name}",
+            f"      all params with Adam do not fit: {best.rung.name} is {over} too large",
+        ]
+        for way, rung in frugal:
+            held = size(float(rung.found.held.total) + way.adapters)
+            lines.append(f"  {way.name}: {held} a GPU ({rung.rung.name}); {way.says}")
+        return folded(lines)
     lines += [
         f"Nothing fits: {best.rung.name} is {size(float(best.found.held.total) - free)} too large for the "
         f"{size(free)}.",
@@ -168,7 +195,7 @@ def _parser() -> Parser:
         help="bandwidth of a GPU's link one way, in bytes/s (default 25G: PCIe 4)",
     )
     parser.add_argument(
-        "--sequences", type=integer(1), default=32, help="sequences per step, over all GPUs (default 32)"
+        "--sequences", type=integer(1), help="sequences per step, over all GPUs (default 32, or one for each GPU)"
     )
     parser.add_argument("--seq", type=integer(1), default=2048, help="tokens per sequence (default 2048)")
     parser.add_argument(
@@ -203,9 +230,10 @@ def main(arguments: list[str]) -> int:
             efficiency=like.efficiency, efficiency_of=like.name,
         )  # fmt: skip
     each = 2 if args.precision == "bf16" else 4
+    sequences = args.sequences or max(32, args.gpus)
     job = Job(
-        get(args.model), args.sequences * args.seq, args.seq, param_bytes=each, grad_bytes=each,
+        get(args.model), sequences * args.seq, args.seq, param_bytes=each, grad_bytes=each,
         optimizer_bytes=args.optimizer_bytes,
     )  # fmt: skip
     print(advice(job, gpu, args.gpus, timed=bool(args.gpu or args.flops)))
-    return int(choose_rung(climb(job, gpu, args.gpus)) is None)
+    return int(choose_rung(climb(job, gpu, args.gpus)) is None and not frugal_rungs(job, gpu, args.gpus))
