@@ -13,10 +13,7 @@ from scaling.plan.ledger import is_one
 
 LONG = 32_768  # tokens of a sequence, from which attention weighs
 STAGES = 35  # the most stages that a published run has
-PART = {
-    "gpu": 4096,
-    "tpu": 1024,
-}  # the fewest tokens of a part of a sequence, as runs and the book have
+PART = 4096  # the fewest tokens of a part of a sequence that a run on GPUs has; those on TPUs cut only long ones
 
 
 @cache
@@ -52,7 +49,8 @@ def error_line(job: Job, chip: Chip) -> str:
 
 def is_unusual(job: Job, chip: Chip, l: Layout) -> Amount:
     """Return whether no published run is laid out so: zb-h1, DualPipeV without experts, short parts, many stages."""
-    found = (l.pipe > STAGES) | ((l.context > 1) & (job.seq < PART.get(chip.kind, 0) * l.context))
+    short = job.seq < PART * l.context if chip.kind == "gpu" else job.seq < LONG
+    found = (l.pipe > STAGES) | ((l.context > 1) & short)
     rare = ("zb-h1",) if job.work.copies else ("zb-h1", "dualpipev")
     return found | ((l.pipe > 1) & is_one(l.schedule, SCHEDULES, *rare))
 

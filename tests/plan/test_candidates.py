@@ -139,7 +139,8 @@ def test_part_6_llama3_70b_on_a_pod():
     first = found[0]
     assert first.size("tensor") in (4, 8, 16)
     assert first.size("fsdp") * first.size("data") * first.size("context") >= 560  # X_opt = 1618
-    assert first.cost.bound == "compute"
+    assert found.faster.cost.bound == "compute"  # with short sequences in parts, as no published run on TPUs has them
+    assert first.forecast < 1.12 * found.faster.forecast
     i = next(i for i, layout in found.layouts() if layout.shards == 8960)
     assert found[i].cost.bound == "fsdp"  # the book: FSDP alone is communication-bound on 8,960 chips
     for _, network, _ in found.chosen[:50]:
