@@ -129,6 +129,9 @@ def main(arguments: list[str]) -> int:
     fixed = {"chips": args.chips, "most": max(args.most, args.chips or 1), "form": args.form, "batch": args.batch}
     fixed["replicas"] = args.replicas
     found = plans(asked, hardware, objective=args.objective, **fixed)
+    if waiting := args.batch if args.batch and not found else 0:  # requests beyond those that fit queue
+        fixed["batch"] = None
+        found = [one for one in plans(asked, hardware, objective=args.objective, **fixed) if one.batch < waiting]
     if not found:
         why = nothing(asked, hardware, fixed)
         print(json.dumps({"error": why}), file=sys.stderr) if args.json else complain(f"no plan: {why}")
@@ -147,10 +150,13 @@ def main(arguments: list[str]) -> int:
         }
         out |= {"weights": asked.weights, "kv": asked.kv, "compute": asked.compute, "best": report.as_dict(found[0])}
         out["others"] = [report.as_dict(one) for one in report.distinct(found, args.top + 1)[1:]]
+        out |= {"waiting": waiting - found[0].batch} if waiting else {}
         out |= {"pareto": [report.as_dict(one) for one in spread]} if args.pareto else {}
         out |= {"simulated": traces.as_dict(served, args.rate, args.policy)} if served else {}
         print(json.dumps(out, indent=1))
         return 0
+    if waiting:
+        print(f"Of {waiting:,} requests {found[0].batch:,} fit at once in each replica; the others wait.\n")
     print(report.text(found, args.objective, args.top, args.price, **fixed))
     if args.pareto:
         print("\n" + report.front(spread))
