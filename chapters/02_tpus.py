@@ -25,7 +25,8 @@ V5E, V5P, V6E = chip("v5e"), chip("v5p"), chip("v6e")
 
 # %% [markdown]
 # ## TPU specs
-# Look at C/W, the bf16 FLOPs for each byte from HBM that keep a chip compute-bound: it grows with the generations.
+# Look at C/W, the bf16 FLOPs for each byte from HBM that keep a chip compute-bound. It does not grow with
+# every generation: v5p has faster memory for its FLOPs than v4p, and v6e needs the most.
 
 
 # %%
@@ -37,7 +38,7 @@ def size(lengths) -> str:
     return "x".join(map(str, lengths)) if lengths else "-"
 
 
-tpus = [hw for hw in map(chip, chips()) if hw.kind == "tpu" and hw.hbm_bw]
+tpus = [hw for hw in map(chip, chips()) if "Part 2" in hw.source]
 page.title("TPU specs, a chip: bytes, bytes/s, FLOPs/s")
 rows = [
     (hw.name, size(hw.pod), size(hw.host), *cells(hw.hbm_bytes, hw.hbm_bw, hw.flops(), hw.flops("int8")),
@@ -217,8 +218,8 @@ page.answers([
 
 # %% [markdown]
 # ## Worked problems
-# Question 3's caveat and Question 6's rejected option are worth a look: the book's B << D leaves out what the
-# activations cost, and DCN would take twice as long as all the rest.
+# Question 3's caveat is worth a look: the book's B << D leaves out what the activations cost. Question 6 is in
+# `02_networking.py`, with the option that it rejects: DCN would take twice as long as all the rest.
 
 # %%
 q1, q3, pcie = chip("v4p", "part2"), chip("v6e", "part2"), chip("v6e").pcie_bw

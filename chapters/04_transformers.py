@@ -98,7 +98,8 @@ page.table(rows, ["", "operation", "the book's", "value", "counted", "same", "pa
 # %% [markdown]
 # ## Params and FLOPs of models
 # By formula, and counted on the functional transformer (on meta tensors: nothing is computed). Look at how small a part
-# attention is of the params, and at the FLOPs over 6 x params x tokens: near 1 unless the model is small.
+# attention is of the params, and at the FLOPs over 6 x params x tokens: near 1 unless the model is small, or has as
+# many heads as deepseek-v3 (1.25).
 
 # %%
 B, T = 1, 4096
@@ -157,7 +158,8 @@ page.chart(
 # %% [markdown]
 # ## What should you take away from this section?
 # Each component of a layer with MHA (K = N), counted on the transformer: what a second layer adds. The dot products
-# overtake the MLP's FLOPs at T = 8D only, and 6 x params x tokens is near until then.
+# overtake the MLP's FLOPs at T = 6D, and those of the MLP and the projections at T = 8D; 6 x params x tokens is near
+# until then.
 
 # %%
 layer = get("part4-q1").with_(D=256, F=1024, N=4, K=4, H=64, V=64)
@@ -190,6 +192,8 @@ page.answers([
     Answer("Backward over forward FLOPs of a matmul", "2", (both - forward) / forward, "times", "counted"),
     Answer("Training over NPM", "6", both / (64 * 32 * 16), "", "counted"),
     Answer("T = 8D where attention dominates, D = 8192", "64", tm.attention_crossover(proportioned(8192)) / 1024, "Ki"),
+    Answer("Takeaways: the MLP dominates the FLOPs up to T over D", "8", 18 * F / (12 * D), "", "F = 4D", erratum=
+           "12BT^2NH is 18BTDF at T = 6D; at 8D it is all other matmuls of the layer"),
     Answer("T = 8D for D = 4608, which the book calls Gemma 27B", "37e3", tm.attention_crossover(proportioned(4608)),
            "tokens"),
     Answer("Gemma 2 27B as it is: attention as much as the rest at", "", tm.attention_crossover(get("gemma2-27b")),

@@ -217,7 +217,7 @@ page.answers([
     Answer("beta of v6e", "8", chip("v6e").hbm_bw / chip("v6e").bandwidth("ici"), "", "1.6e12 / 1.8e11",
            hedged="around 8"),
     Answer("F = 16384, B = 32: up to Y =", "64", decoding.bandwidth_limit(16384, 32, W, ici_bw), "ways",
-           erratum="16384 / (32 x 9.1)"),
+           coarse="16384 / (32 x 9.1); the book takes 8 for 9.1"),
     Answer("Prefill: F = 16384 on one axis up to Y =", "", cost.tensor_limit(16384, V5E.flops(), ici_bw), "ways",
            "F W_ici / C"),
     Answer("B = 32, F = 16384 on a line, without wraparound", "",

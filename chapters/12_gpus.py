@@ -106,7 +106,7 @@ page.answers([
     Answer("Comparison: warp schedulers of an H100", "528", schedulers["h100"]),
     Answer("Comparison: VPU slots of a v5p", "8", schedulers["v5p"]),
     Answer("Comparison: MXUs of a v5p", "8", V5P.cores * V5P.mxus),
-    Answer("Comparison: SMEM of an H100", "32", smem["h100"] / MB, "MB", erratum="132 x 256 kB; the quiz has 33"),
+    Answer("Comparison: SMEM of an H100", "32", smem["h100"] / MB, "MB", coarse="132 x 256 kB; the quiz has 33"),
     Answer("Comparison: vector registers of a v5p", "256", V5P.registers_bytes / KIB, "KiB",
            erratum="those of one of its two cores (Part 2)"),
 ])  # fmt: skip
@@ -138,7 +138,7 @@ page.answers([
     Answer("1.5 SMEM of an H100", "33", smem["h100"] / MB, "MB"),
     Answer("1.5 SMEM and registers of an H100", "66", (smem["h100"] + registers) / MB, "MB", rounded=(
         2 * 33, "33 for each")),
-    Answer("1.5 VMEM of a TPU", "120", V5P.sram_bytes / 2**20, "MiB", erratum="128, as in the comparison and Part 2"),
+    Answer("1.5 VMEM of a TPU", "120", V5P.sram_bytes / 2**20, "MiB", coarse="128, as in the comparison and Part 2"),
     Answer("1.6 clock of a B200 with 80 TFLOPs/s of FMA", "2.1", 80e12 / (2 * cores["b200"]) / 1e9, "GHz"),
     Answer("1.7 intensity of fp32 add", "0.083", add[1024].intensity, "FLOPs/B", "1/12"),
     Answer("1.7 intensity of the CUDA cores", "10", vector / memory, "FLOPs/B"),

@@ -119,21 +119,30 @@ def _cell(word: str) -> str:
 
 
 def errata(notebooks) -> str:
-    """What the chapters mark as wrong in the book, by part: what it says, what is right, and why."""
-    text = [
-        "# Errata of the book",
-        "",
-        "What the book's text of July 2026 says, what is right, and why, as the chapters compute it.",
-    ]
+    """Return the page of what the chapters mark as wrong in the book, and apart from it of what is rounded coarsely."""
+    wrong = by_part(notebooks, lambda answer: answer["verdict"] == "erratum")
+    coarse = by_part(notebooks, lambda answer: answer["verdict"] == "rounding" and answer["coarse"])
+    return "\n".join([
+        "# Errata of the book", "",
+        "What the book's text of July 2026 says, what is right, and why, as the chapters compute it.", "",
+        "## Wrong", *wrong, "",
+        "## Rounded coarsely", "",
+        "The book's way is right here, and its number is further from the exact one than its digits say.", *coarse,
+    ]) + "\n"  # fmt: skip
+
+
+def by_part(notebooks, is_listed) -> list[str]:
+    """Return the lines of a table for each part of the book that has answers of this kind."""
+    text = []
     for number in range(1, len(PARTS) + 1):
         rows = []
         for name, notebook in notebooks.items():
             for answer in notebook.metadata.get("answers", ()):
-                if answer["verdict"] == "erratum" and int(name[:2]) == number:
+                if int(name[:2]) == number and is_listed(answer):
                     link = f"[{name}](#{section_target(name, answer['section'])})"
                     question, book, ours, unit, *_ = map(_cell, answer["row"])
                     rows.append(f"| {question} | {book} | {ours} {unit} | {_cell(answer['why'])} | {link} |")
         if rows:
             head = ["| of what | the book | right | why | computed in |", "|---|---:|---:|---|---|"]
-            text += ["", f"## Part {number}", "", *head, *rows]
-    return "\n".join(text) + "\n"
+            text += ["", f"### Part {number}", "", *head, *rows]
+    return text

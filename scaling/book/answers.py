@@ -17,6 +17,7 @@ VERDICTS = ("agrees", "rounding", "erratum", "ours", "DIFFERS")
 WORDS = 16  # columns of an answer in words; a longer one continues on the next line
 CLOSE, NEAR = 0.05, 0.10  # the largest relative differences of "agrees" and "rounding", however coarse the digits
 HEDGED = 1 / 3  # the same if the book says "around" or "close to"
+COARSE = 1.0  # the same if it rounds coarsely: up to a factor of two
 
 
 def rounding(text: str) -> tuple[float, float]:
@@ -60,7 +61,8 @@ class Answer:
 
     "rounding": the book has cut off or rounded on the way. Ours is within 10%, and either within one unit of the last
     digit, or the book's number follows from `rounded`, (the value by the book's rounded terms, a text of which terms).
-    If `hedged` has the book's words, such as "around 100GB", a third is enough.
+    If `hedged` has the book's words, such as "around 100GB", a third is enough; with the reason in `coarse`, a factor
+    of two.
 
     "erratum": neither, with the reason in `erratum`.
 
@@ -77,6 +79,7 @@ class Answer:
     erratum: str = ""
     rounded: "tuple[float, str] | None" = None
     hedged: str = ""
+    coarse: str = ""
 
     @property
     def difference(self) -> "float | None":
@@ -93,6 +96,8 @@ class Answer:
         """The verdict, one of VERDICTS."""
         if not self.book:
             return "ours" if self.note and not self.erratum and not self.rounded else "DIFFERS"
+        if self.coarse:
+            return "rounding" if not self.agrees and abs(off(self.book, self.ours)[0]) <= COARSE else "DIFFERS"
         if self.erratum or self.rounded:
             holds = not self.agrees and not (self.erratum and self.rounded)
             near = not isinstance(self.ours, str) and abs(off(self.book, self.ours)[0]) <= NEAR
@@ -112,7 +117,7 @@ class Answer:
         """The reasons given for the verdict."""
         rounded = f"the book takes {self.rounded[1]}" if self.rounded else ""
         hedged = f'the book says "{self.hedged}"' if self.hedged else ""
-        return "; ".join(part for part in (rounded, hedged, self.erratum, self.note) if part)
+        return "; ".join(part for part in (rounded, hedged, self.coarse, self.erratum, self.note) if part)
 
     @property
     def row(self) -> tuple[str, ...]:

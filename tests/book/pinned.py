@@ -112,6 +112,7 @@ PINNED = INFERENCE | {
         "Gemma 2 27B as it is: attention as much as the rest at":
             ((3 * 4608 * 36864 + 2 * 4608 * 48 * 128) / (2 * 32 * 128)),
         "FLOPs of the vocabulary over BTDV": 6,
+        "Takeaways: the MLP dominates the FLOPs up to T over D": 6,
     },
     "05_context": {
         "v5p, one way along one axis, G = 16: from T/C =": 2 * 4.59e14 / 9e10 / 16,

@@ -12,6 +12,13 @@ MOE = EXPERTS + 64 * 4096 * (16 + 512 * 40 + 2) + 4096 * 32129
 MM = 2 * 512 * 2048 * 8192 / 4 / 1.97e14  # seconds of Part 10's product, of a device's part, on a v5e
 HOP = 2 * 512 * 2048 / 4 / 4.5e10  # and of a hop of a quarter of its operand, one way
 
+
+def decode_of_138(size: float, chips: int) -> float:
+    """Return the seconds of a step of 138 sequences of 8k tokens, with params and caches of `size` bytes a number."""
+    read = 138 * CACHE70 * size / (chips * 8.2e11)
+    return read + max(READ70 * size / (chips * 8.2e11), 138 * TOKEN70 / chips)
+
+
 INFERENCE = {
     "07_bottlenecks": {
         "B_crit of an H100": 9.9e14 / 3.35e12,
@@ -103,14 +110,14 @@ INFERENCE = {
         "bf16: KV a token": 2 * 163.84,
         "bf16: chips at least": 2 * P70 / 16e9,
         "bf16: HBM left": 256 - 2 * P70 / 1e9,
-        "bf16: queries/s a chip on twice the chips": 138 / (FULL * 32),
+        "bf16: queries/s a chip on twice the chips": 138 / (512 * decode_of_138(2, 32) * 32),
         "int8: KV a token": 163.84,
         "int8: chips at least": P70 / 16e9,
         "int8: queries/s a chip": 42 / (FULL * 8),
-        "int8: queries/s a chip on twice the chips": 138 / (FULL * 16),
+        "int8: queries/s a chip on twice the chips": 138 / (512 * decode_of_138(1, 16) * 16),
         "int4: chips at least": P70 / 2 / 16e9,
         "int4: queries/s a chip": 42 / (FULL * 4),
-        "int4: queries/s a chip on twice the chips": 138 / (FULL * 8),
+        "int4: queries/s a chip on twice the chips": 138 / (512 * decode_of_138(0.5, 8) * 8),
         "512 of them": 512 * 16e9 / 8.2e11,
         "Queries/s of the slice: 4.42": 42 / FULL,
         "bf16 on 4x8: HBM left for caches": 512 - 2 * P70 / 1e9,

@@ -43,6 +43,9 @@ VERDICTS = [  # the book's, ours, what is said of it: the verdict
     ("100", 100.2, {"hedged": "close to 100x"}, "agrees"),
     ("100", 133.0, {"hedged": "close to 100x"}, "rounding"),
     ("100", 66.0, {"hedged": "close to 100x"}, "DIFFERS"),
+    ("4", 4.77, {"coarse": "the formula"}, "rounding"),
+    ("4", 4.1, {"coarse": "though there is no need"}, "DIFFERS"),
+    ("4", 8.5, {"coarse": "what is too far off"}, "DIFFERS"),
 ]
 
 
