@@ -71,9 +71,8 @@ page.answers([
 
 # %% [markdown]
 # ## Thinking about throughput
-# The smallest slice that holds the weights, and how many caches of 8k tokens fit beside them. Look at the
-# caches: they are the batch, and as many for all dtypes, as everything shrinks together. On twice the chips the batch
-# is so large that with int4 weights a step waits for its FLOPs, not for its memory.
+# The smallest slice that holds the weights, and how many caches of 8k tokens fit beside them: they are the batch, and
+# as many for all dtypes. On twice the chips a step with int4 weights waits for its FLOPs, not for its memory.
 
 
 # %%
@@ -192,9 +191,8 @@ page.answers([
 
 # %% [markdown]
 # ## Visualizing the latency throughput tradeoff
-# int8 weights and caches, bf16 FLOPs, 4x4, fully sharded, no collectives: the book's figure. Where the weights bind
-# (left) throughput is almost free; then caches (long contexts) or FLOPs (short ones) take it all. A curve ends where
-# the HBM is full.
+# int8 weights and caches, bf16 FLOPs, 4x4, no collectives: the book's figure. Where the weights bind (left) throughput
+# is almost free; then caches or FLOPs (at short contexts) take it all. A curve ends where the HBM is full.
 
 
 # %%
@@ -272,8 +270,7 @@ page.title("Question 3: LLaMA-3 405B within 15 ms a step")
 page.table(within, ["chips", "one: ms,\nno ICI", "form", "batch", "tokens/s\na chip", "... without\ncollectives"])
 page.answers([
     Answer("1 FLOPs a token of 405B", "", 2 * big.params / 1e9, "GFLOPs", "2 a param, the embedding looked up"),
-    Answer("1 a forward pass of a token, FLOPs-bound: at least, over N", "", 2e3 * big.params / C, "ms",
-           "2 params / (N C)"),
+    Answer("1 a token's forward pass, FLOPs-bound: at least, over N", "", 2e3 * big.params / C, "ms", "2 params/(NC)"),
     Answer("1 HBM-bound, int8: at least, over N", "", 1e3 * big.read(1) / W, "ms", "params / (N W): of a batch, too"),
     Answer("2 8B in int8: params", "", small.weights / 1e9, "GB", "a byte each"),
     Answer("2 240 caches of 8k", "", 240 * small.kv(8192) / 1e9, "GB", "65,536 bytes a token"),

@@ -32,7 +32,7 @@ EXTRAS = "matplotlib safetensors tokenizers huggingface_hub gguf jupytext nbclie
 OPTIONAL = {*f"{EXTRAS} uvicorn h11 prometheus_client".split()}  # of pyproject.toml
 RANKS = "scaling.launch scaling.mesh"
 INSIDE = {  # a module: what it imports inside functions
-    "scaling.cost.lanes": "numpy",  # the page to play on has none
+    "scaling.cost.lanes": "numpy",  # the playground has none
     "scaling.spec.types": "torch.distributed.tensor torch.distributed.tensor.placement_types",  # types need no torch
     # plain trees need no torch.distributed:
     "scaling.tree": "scaling.collectives scaling.collectives.checked scaling.collectives.linear",

@@ -1,4 +1,4 @@
-"""What the page to play on loads: Pyodide, which is Python in the browser, and the project's own wheel.
+"""What the playground loads: Pyodide, which is Python in the browser, and the project's own wheel.
 
 Pyodide is the npm package of that name, without its maps and types; the wheel is built from this checkout.
 """
@@ -19,7 +19,7 @@ def prepare(root: Path) -> None:
     out.mkdir(exist_ok=True)
     with tempfile.TemporaryDirectory() as folder:
         if not all((out / part).exists() for part in PARTS) and not _fetch(Path(folder), out):
-            print("left out: the page to play on has no Python; npm, or what it fetches from, cannot be reached")
+            print("left out: the playground has no Python; npm, or what it fetches from, cannot be reached")
         _wheel(root, Path(folder), out / "scaling.whl")
 
 

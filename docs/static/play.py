@@ -1,4 +1,4 @@
-"""What the page to play on asks of the library: text in, text out, without torch. An illegal line is its own error."""
+"""What the playground asks of the library: text in, text out, without torch. An illegal line is its own error."""
 
 import io
 import json

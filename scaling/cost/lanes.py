@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 from scaling.cost import gpu
 from scaling.hardware import Chip, Efficiency
 
-if TYPE_CHECKING:  # only columns need it, and they are the planner's: the page to play on has none
+if TYPE_CHECKING:  # only columns need it, and they are the planner's: the playground has none
     import numpy as np
 
 Amount = Any  # a number, or an array of them: the arithmetic is the same

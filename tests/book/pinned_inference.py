@@ -139,7 +139,7 @@ INFERENCE = {
         "Its code's flops_time over 2 params B / C, in bf16": 2,
         "Its code at 8k: the largest batch": 138,  # (256e9 - 70.55e9) / 1.342e9 = 138.2
         "1 FLOPs a token of 405B": 2 * READ405 / 1e9,
-        "1 a forward pass of a token, FLOPs-bound: at least, over N": 1e3 * 2 * READ405 / 1.97e14,
+        "1 a token's forward pass, FLOPs-bound: at least, over N": 1e3 * 2 * READ405 / 1.97e14,
         "1 HBM-bound, int8: at least, over N": 1e3 * READ405 / 8.2e11,
         "2 8B in int8: params": 8.030261248,
         "2 240 caches of 8k": 240 * 8192 * 65_536 / 1e9,

@@ -1,6 +1,7 @@
-"""What the site is made of, without building it: the page to play on, the questions, the contents, links."""
+"""What the site is made of, without building it: the playground, the questions, the contents, links."""
 
 import json
+import pkgutil
 import re
 import subprocess
 import sys
@@ -9,6 +10,8 @@ from collections import Counter
 from pathlib import Path
 
 import visit
+
+from scaling import collectives
 
 ROOT = Path(__file__).parents[2]
 QUESTIONS = tomllib.loads((ROOT / "docs/questions.toml").read_text())["question"]
@@ -37,7 +40,7 @@ REFUSED = [
 ]
 
 
-def test_the_page_to_play_on_has_an_answer_of_each_form_and_needs_no_torch():
+def test_the_playground_has_an_answer_of_each_form_and_needs_no_torch():
     page = (ROOT / "docs/playground.md").read_text()
     assert set(re.findall(r'data-ask="(\w+)"', page)) == {form for form, *_ in visit.LINES + REFUSED} | {"thresholds"}
     asked, path = [*visit.LINES, *REFUSED], {"PYTHONPATH": f"{ROOT}:{ROOT / 'docs/static'}"}
@@ -63,6 +66,21 @@ def test_questions_are_as_many_as_the_books_and_name_what_is_there():
     wanted = {1: 5, 2: 7, 3: 13, 4: 8, 5: 4, 6: 11, 7: 8, 8: 15, 9: 2, 10: 4, 12: 23}
     assert Counter(part for part, _ in {(each["part"], each["name"]) for each in QUESTIONS}) == wanted
     assert len(QUESTIONS) == sum(wanted.values())
+
+
+def test_the_fields_words_name_chapters_and_functions_that_are_there():
+    rows = re.findall(r"^\| (.+) \| `(\w+\.py)` \| `(scaling[\w.]+)` \|$", (ROOT / "docs/words.md").read_text(), re.M)
+    assert len(rows) > 30
+    for _, chapter, name in rows:
+        assert (ROOT / "chapters" / chapter).is_file(), chapter
+        pkgutil.resolve_name(name)
+
+
+def test_every_typed_call_is_in_the_notations_table():
+    table = (ROOT / "notation.md").read_text().partition("## Lines")[2]
+    programs = {"Deferred", "Message", "Pending", "join_products", "plan_transfer"}  # and those that run a plan
+    calls = [name for name in collectives.__all__ if name not in programs and not name.startswith("run")]
+    assert [name for name in calls if f"`{name}(" not in table] == []
 
 
 def test_links_that_lead_nowhere(tmp_path):

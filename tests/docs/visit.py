@@ -1,6 +1,6 @@
 """Visits the built site as a reader does: `python tests/docs/visit.py site`, which needs playwright and Chromium.
 
-The page to play on, line by line, legal and illegal; search; and no page wider than a phone. With `--links`, which
+The playground, line by line, legal and illegal; search; and no page wider than a phone. With `--links`, which
 needs neither, it looks at every link instead: each inside the site must lead to a page and, behind a #, to something
 there; nothing may be loaded from elsewhere.
 """
@@ -104,7 +104,7 @@ def visit(page, base: str, site: Path, shots: Path | None) -> None:
     began = time.monotonic()
     page.goto(base + "playground.html")
     page.wait_for_function("document.getElementById('status').textContent.startsWith('Ready')", timeout=60_000)
-    print(f"the page to play on was ready after {time.monotonic() - began:.1f} s")
+    print(f"the playground was ready after {time.monotonic() - began:.1f} s")
     for form, fields, expected in LINES:
         said = ask(page, form, fields)
         assert expected in said, (form, fields, said)
