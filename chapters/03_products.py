@@ -6,6 +6,17 @@ Blocks and outer products, every case planned, run on ranks and compared with on
 the alternatives with their bytes and times, and Questions 4 and 9. The collectives themselves: 03_collectives.py.
 """
 
+# %% [markdown]
+# ## What is an unreduced sum, and why is it worth having?
+# A product sums over a dim. Where that dim is split over X, each device can only add up its own part: it has a term of
+# the result, of the result's full shape. The result is the sum of these terms over X, and until somebody adds them up
+# it is *unreduced*: `C[I, K] {U_X}`.
+#
+# Adding up is communication, and the type lets one decide when. Two unreduced arrays can be added first and reduced
+# once. A ReduceScatter can follow where only a shard is needed, for half the bytes of an AllReduce. And a gradient may
+# stay unreduced over many microbatches. What one must not do is anything nonlinear: the sum of the devices' `gelu` is
+# not the `gelu` of the sum, and this is the mistake that the types are there to catch.
+
 # %%
 from bisect import bisect_left
 

@@ -8,6 +8,17 @@
 Why data parallelism over tokens is not enough; ring attention line by line; the zig-zag order against waiting.
 """
 
+# %% [markdown]
+# ## Why split a sequence?
+# Data parallelism splits a batch by sequences. A batch of long contexts has few of them: 8 million tokens are 64
+# sequences of 128k, which leaves nothing to split beyond 64 ways, and the activations of one such sequence may not fit
+# on a chip. So the sequence itself is split, over an axis C.
+#
+# What one gives up is that attention is no longer local: keys and values travel, forward and backward. Each chip needs
+# enough of the sequence to hide that: the time of the scores grows with its square, that of the transfer with its
+# length, so long contexts can afford it and short ones cannot. Under a causal mask the chips also have unequal work
+# unless the order is changed. Where there are sequences enough, splitting them costs nothing and is better.
+
 # %%
 import torch
 from torch.func import vjp

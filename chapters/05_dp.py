@@ -9,6 +9,19 @@ partial sums {U_X}, and an AllReduce adds them up. Nothing waits for it but the 
 of the backward: `scaling/strategies/data_parallel.py` does that, for L layers, and can reduce several in one bucket.
 """
 
+# %% [markdown]
+# ## Why split the batch?
+# A model of N params takes 6N FLOPs for each token that it learns from, so a batch of B tokens keeps one chip of C
+# FLOPs/s busy for 6NB/C seconds. In a forward pass the rows of a batch do not depend on each other. So the simplest
+# way to use X chips gives each of them a copy of the model and B/X of the tokens; only the gradients have to be added
+# up.
+#
+# What one gives up is memory. Every chip holds all params and all of Adam's state, 10 bytes a param with bfloat16
+# params and two float32 moments, so the 96 GB of a TPU v5p hold fewer than 10 billion params, without one activation.
+# And the batch has to grow with the chips: with few tokens on each, adding up gradients takes longer than making them.
+# Where the model fits on a chip and the batch is large, nothing is simpler or faster. Where it does not fit,
+# 05_fsdp.py goes on.
+
 # %%
 import torch
 from torch.func import grad

@@ -10,6 +10,19 @@ None of it is on the critical path. `scaling/strategies/fsdp.py` is the same for
 `zero.py` has ZeRO-1 and ZeRO-2, which shard the optimizer's state, and the gradients, but not the params.
 """
 
+# %% [markdown]
+# ## Why shard what data parallelism copies?
+# Data parallelism keeps X copies of the params and of Adam's moments, but a chip needs a layer's weights only while it
+# computes this layer. FSDP keeps 1/X of everything on each chip, gathers the weights of a layer just before they are
+# used, and drops them afterwards.
+#
+# What it trades is bytes for memory, and it trades well. The AllReduce of a gradient was a ReduceScatter and an
+# AllGather all along: FSDP keeps the first, and the second becomes the AllGather of the weights. Only the gathers of
+# the forward are new, and all of them can run behind the products of another layer. So memory falls to 1/X, while the
+# tokens that a chip needs stay as many as under data parallelism. One would not do it where the model fits anyway, or
+# where a chip has so few tokens that gathering the weights takes longer than using them. Then it is better that the
+# weights stay and the activations move: 05_tp.py.
+
 # %%
 import torch
 from torch.func import grad

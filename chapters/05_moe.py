@@ -9,6 +9,17 @@ One layer line by line with its bytes, equal to the dense computation of one dev
 by expert, evened out by a bias; DeepSeek-V3's layer, counted.
 """
 
+# %% [markdown]
+# ## Why experts?
+# A model learns more with more params, but every param costs 6 FLOPs for each token. A mixture of experts has E MLPs
+# in place of one, of which each token takes k: the params of E, and the FLOPs of k.
+#
+# What one gives up is locality. All E experts have to be stored, and a chip has only some of them, so tokens travel to
+# their experts and back in every layer, forward and backward. How many go where depends on the data: an expert that
+# everybody likes is waited for by all, and so the load has to be balanced. And a chip needs E/k times as many tokens
+# before it is busy computing rather than fetching weights. Where memory or bandwidth is what binds, a dense model of
+# the same FLOPs is simpler.
+
 # %%
 import torch
 import torch.nn.functional as F

@@ -9,6 +9,17 @@ are reduce-scattered over X before they cross, so that every chip sends its own 
 The order is the whole trick: run `grads_of_layer` and swap its two reductions to see what it saves.
 """
 
+# %% [markdown]
+# ## Why another axis?
+# A pod is as far as the fast links reach. Between pods there is the datacenter's network, which gives a chip of a TPU
+# v5p 6.25e9 bytes/s, a 29th of one axis of its torus. Weights that are gathered for every layer, or activations that
+# every product waits for, must not cross it. Gradients cross once a step, nothing waits for them but the optimizer,
+# and each chip only has to send its own shard. So data parallelism is what one does over the slow axis, whatever is
+# done inside a pod.
+#
+# What one gives up is memory, which does not shrink with the number of pods: each holds all params. And a pod needs a
+# batch that is large enough to hide the network, 73,440 tokens on a v5p. On GPUs this layout is called HSDP.
+
 # %%
 from time import perf_counter
 

@@ -8,6 +8,18 @@ Layers are split over Z, activations move from stage to stage. One batch by the 
 of it, drawn and run; training. With X and Y (`--mesh Z=2,X=2,Y=2`) stages have FSDP and tensor parallelism inside.
 """
 
+# %% [markdown]
+# ## Why split by layers?
+# From one layer to the next only activations pass, once for each boundary between two ranks. So a pipeline needs the
+# least bandwidth of all strategies, works over slow networks, and leaves each rank with the weights of its own layers.
+#
+# The price is waiting. A batch is at one stage at a time unless it is cut into microbatches, and filling and emptying
+# the pipeline leaves a bubble. A schedule of forwards and backwards has to be chosen, and it is harder to write and to
+# debug than any collective. Pipelines also go badly with ZeRO-3: each microbatch would gather the weights of its stage
+# anew, so M microbatches send M times as much, or the gathered weights stay, and their memory is not saved. Large runs
+# on GPUs therefore combine pipelines with ZeRO-1 and tensor parallelism; on a TPU's torus, where FSDP's gathers are
+# cheap, the book does without.
+
 # %%
 from functools import partial, reduce
 from time import perf_counter, sleep

@@ -9,6 +9,19 @@ layer gathers them, and reduce-scatters what it makes, in the forward and in the
 are on the critical path: the matmuls wait for them. `scaling/strategies/tensor_parallel.py` is the same for L layers.
 """
 
+# %% [markdown]
+# ## Why move the activations?
+# Let a layer have D inputs and F features. A chip with few tokens has smaller activations, B x D numbers, than
+# weights, D x F, so moving the activations is cheaper. Tensor parallelism splits each weight along F over Y, and no
+# weight ever moves. It also splits the work of a single token, which no split of the batch can do: a step becomes
+# shorter, not only larger.
+#
+# The price is that nothing hides its collectives. A product cannot begin before its input has been gathered, and each
+# layer waits four times, twice forward and twice backward. Hence Y belongs on the fastest links that there are, inside
+# a node of GPUs or along an axis of a TPU's torus, and it stays small: beyond F W/C ways, with links of W bytes/s, the
+# layer waits for them however large the batch is. One would not do it over a slow network, nor where each chip has
+# tokens enough for FSDP alone.
+
 # %%
 from torch.func import grad
 

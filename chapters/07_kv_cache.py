@@ -8,6 +8,17 @@ The same tokens twice, FLOPs counted as they run: n^2 against n in the MLPs, n^3
 as data: ragged batches, chunks, pages, int8 with its scales, taking tokens back. What binds it: 07_bottlenecks.py.
 """
 
+# %% [markdown]
+# ## Why is a cache valid?
+# In a causal model a token sees the tokens before it and none after. So what a layer computes of a token, its key and
+# its value among it, can never change when others follow, and may be kept. The next token then needs its own query,
+# and the keys and values of all before it: one row of work instead of a whole prefix.
+#
+# The price is memory, and reading it. The cache of a sequence grows with each token, is read whole at every step, and
+# belongs to this sequence alone, so that no batch shares it as it shares the weights. Parts 7 and 8 are about this:
+# how many caches fit, and how long reading them takes. A model whose tokens see later ones, as an encoder's do, cannot
+# have one.
+
 # %%
 import torch
 from torch.utils.flop_counter import FlopCounterMode
