@@ -4,6 +4,7 @@ The answers that a chapter gives to the book's questions stand in its notebook's
 computes it. A chapter runs again when its text or the library has changed.
 """
 
+import ast
 import hashlib
 import json
 import os
@@ -75,9 +76,19 @@ def _ran(chapter: Path):
         if cell.cell_type == "markdown":
             section = (_titles(cell.source) or [section])[-1]
             cell.source = _linked(chapter.stem, cell.source, first=not cells)
+        elif is_folded(cell.source):
+            cell.metadata["tags"] = ["hide-input"]
         cells.append(cell)
     notebook.cells, notebook.metadata["answers"] = cells, answers
     return notebook
+
+
+def is_folded(code: str) -> bool:
+    """Return whether the page shows a cell's output and folds its code: it sets the page up, or only prints."""
+    body = ast.parse(code).body
+    makes_page = any(isinstance(node, ast.Assign) and ast.unparse(node.value).startswith("Page(") for node in body)
+    prints = [isinstance(node, ast.Expr) and ast.unparse(node.value).startswith("page.") for node in body]
+    return makes_page or (bool(body) and all(prints))
 
 
 def _asked(cell):

@@ -61,7 +61,7 @@ def questions(asked, notebooks) -> str:
     text = [
         "# Every question of the book",
         "",
-        "What each asks, in our words; the book's answer beside ours; and where ours is computed.",
+        "What each asks, in our words. The hint is the formula; the answer has the book's number beside ours.",
     ]
     for number in range(1, len(PARTS) + 1):
         here = [q for q in asked if q["part"] == number]
@@ -74,11 +74,21 @@ def questions(asked, notebooks) -> str:
                 "",
                 q["asks"],
                 "",
-                f"Computed in {_place(q, notebooks)}.",
-                "",
-                *_rows(q, notebooks),
+                *folded("Hint", _hint(q, notebooks)),
+                *folded("Answer", [f"Computed in {_place(q, notebooks)}.", "", *_rows(q, notebooks)]),
             ]
     return "\n".join(text) + "\n"
+
+
+def folded(title: str, lines: list[str]) -> list[str]:
+    """Return lines of Markdown that open at a click on their title; none if there are no lines."""
+    return ["<details>", f"<summary>{title}</summary>", "", *lines, "", "</details>", ""] if lines else []
+
+
+def _hint(question, notebooks) -> list[str]:
+    """Return the formula by which our first answer follows, where the chapter has one and the book is not wrong."""
+    answers = answers_of(question, notebooks)
+    return next(([_cell(answer["note"])] for answer in answers if answer["note"]), [])
 
 
 def answers_of(question, notebooks) -> list[dict]:
