@@ -6,6 +6,16 @@ A[B, D_Y] * W[D, F_Y] -> Out[B, F_Y] needs all of A on every device. Instead of 
 round the ring while those that are there are multiplied. The same numbers, gradients included, and the sending hidden.
 """
 
+# %% [markdown]
+# ## Why take a collective apart?
+# A product that needs a gathered operand waits for the whole AllGather, although a part of its work could begin with
+# the shard that is at hand. If the collective is written as hops around a ring, the product of each shard runs while
+# the next one travels. What waited before is then hidden.
+#
+# The price is more and smaller products, which reach less of a chip's FLOPs/s, and code that is harder to read. It
+# pays where a product and its transfer take similar times. Where one of them is much longer, there is little to hide,
+# and the plain AllGather is better.
+
 # %%
 import torch
 from torch.func import vjp

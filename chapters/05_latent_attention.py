@@ -7,6 +7,17 @@ through low ranks. What comes out of the keys' one is all that a cache has to ho
 one for all heads: with heads over Y it is replicated, and its gradient is a partial sum on every rank.
 """
 
+# %% [markdown]
+# ## Why low ranks?
+# A cache of keys and values takes 2 N H numbers a token and layer, in DeepSeek-V3 32,768, and reading caches is what
+# bounds decoding. Grouped heads save memory by having fewer keys than queries, at some loss of quality. Latent
+# attention keeps all heads, and makes their keys and values of one small vector a token, the latent: 576 numbers are
+# cached in place of 32,768.
+#
+# The price is more products in training, and a layout that fits heads badly. The latent belongs to all heads together,
+# so whoever splits heads over Y has a copy of it on each rank. Where the caches are short, or serving is not the aim,
+# plain heads are simpler.
+
 # %%
 import torch
 

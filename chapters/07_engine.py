@@ -8,6 +8,16 @@ they do to TTFT (seconds to the first token) and TPOT (seconds a token after it)
 prefill servers for each that generates, by discrete events.
 """
 
+# %% [markdown]
+# ## Why a scheduler?
+# Requests arrive at any time, with prompts and answers of any length. A batch that waits until all of its members are
+# done leaves slots idle; a prompt that runs alone stops everybody else's next token. Which request runs in which step
+# decides how long a user waits for the first token, how steadily the others follow, and how much of the hardware is
+# used.
+#
+# These aims conflict, and each policy below gives one of them up. For a job without users, such as an evaluation, none
+# of this matters: the largest batch that fits is best.
+
 # %%
 import random
 

@@ -10,6 +10,17 @@ they were sent; a cache handed from ranks that prefill to ranks that decode; wha
 crossovers: when ICI binds, and when 2D pays.
 """
 
+# %% [markdown]
+# ## Why other layouts than in training?
+# A step of training has thousands of tokens on each chip; a decode step has one token of each sequence. Weights and
+# caches are read for a handful of rows, so bytes from HBM bound the step, and more chips help because they bring more
+# bandwidth. FSDP is of no use: gathering weights for each token sends far more than it computes. So the weights stay,
+# and activations, which are small, move.
+#
+# What remains to choose is where the caches go. There are only K heads to split, in LLaMA-3 70B eight. On more chips
+# than that the cache has to be split along something else, its batch or its length, and each choice costs a collective
+# in every layer. The four forms below are these choices.
+
 # %%
 import torch
 

@@ -8,6 +8,15 @@ Greedy and sampled; the rule's distribution as a finite sum, beside two wrong ru
 it pays, and how far to guess ahead.
 """
 
+# %% [markdown]
+# ## Why guess tokens?
+# A decode step reads all weights to make one token a sequence, and leaves most FLOPs unused. Checking k guesses takes
+# nearly the same time, since the weights are read once for all of them. So a small model guesses, and the large one
+# keeps what it would have said itself. The result has exactly its distribution; only the time differs.
+#
+# What one gives up is the work on guesses that are thrown away. With a large batch FLOPs are no longer free, and
+# guessing makes a step slower. It pays for few sequences at a time, where the guesses are good.
+
 # %%
 from itertools import pairwise
 

@@ -11,6 +11,15 @@ Each equal to one device with its gradients, its hops and bytes per link as deri
 roofline, and the sizes at which the simple way wins.
 """
 
+# %% [markdown]
+# ## Why not gather first?
+# In tensor parallelism a product waits for an AllGather, or a ReduceScatter waits for a product, in every layer. This
+# chapter takes both apart, so that each hop around the ring runs beside the product of the piece at hand, as
+# 03_overlap.py does for the simplest case. With links in both directions two pieces travel at once.
+#
+# The price is smaller products and more lines. Below the sizes that the last section computes, the plain collective is
+# faster.
+
 # %%
 import torch
 import torch.nn.functional as F_

@@ -8,6 +8,16 @@ Explicit mode: types that print, refusals that name a line. Auto mode: the listi
 one device's program. Then an MLP and an attention block in all three: equal values, gradients and collectives.
 """
 
+# %% [markdown]
+# ## Why three modes?
+# Somebody has to say where the collectives go. A compiler can choose all of them: the program stays the one-device
+# program, and what it costs is found out by profiling. Types can choose: an operation whose result has one natural
+# sharding takes it, and one that would need a choice is refused until it is made. Or one writes each of them, for one
+# device's shards: most work, and no surprise.
+#
+# The other chapters do the last, since their aim is to see what is sent. When prototyping one begins at the other end,
+# and takes a layer into one's own hands where the profile says that it pays.
+
 # %%
 import math
 from collections import Counter

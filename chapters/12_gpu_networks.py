@@ -6,6 +6,16 @@ The tree level by level, collectives in a node and beyond, the bytes that switch
 the book measured beside the model, SHARP, and Quizzes 2 to 4.
 """
 
+# %% [markdown]
+# ## Why another network?
+# A TPU is joined to its nearest neighbours, so that a pod has thousands of chips with the same links, and a collective
+# takes one axis of a torus at a time. GPUs are joined by switches: inside a node, or a rack, each reaches each other
+# at full rate, and beyond it through a tree whose levels are slower and shared.
+#
+# So where a torus asks along which axis to shard, a tree asks how far a collective reaches. Inside a node everything
+# is cheap, AllToAlls above all. One level up a chip has a ninth of the bandwidth, and the layouts of Part 5 are chosen
+# so that little crosses it.
+
 # %%
 from scaling.book.answers import Answer
 from scaling.book.layout import format_number
