@@ -183,6 +183,8 @@ page.same([
     ("dot products: train FLOPs", "12BT^2NH", 12 * BT * T * N * H, scores[1] - scores[0]),
     ("vocabulary: train FLOPs, once", "6BTDV", 6 * BT * D * V, 2 * rest[0] - rest[1]),
 ], ["of a layer", "formula", "value", "counted"])  # fmt: skip
+
+# %% The rules of thumb
 A, B = torch.empty(64, 32, device="meta"), torch.empty(32, 16, device="meta")
 forward = sum(counted(torch.matmul, A, B).values())
 both = sum(counted(lambda: torch.func.grad(lambda A, B: (A @ B).sum(), argnums=(0, 1))(A, B)).values())
@@ -192,8 +194,8 @@ page.answers([
     Answer("Backward over forward FLOPs of a matmul", "2", (both - forward) / forward, "times", "counted"),
     Answer("Training over NPM", "6", both / (64 * 32 * 16), "", "counted"),
     Answer("T = 8D where attention dominates, D = 8192", "64", tm.attention_crossover(proportioned(8192)) / 1024, "Ki"),
-    Answer("Takeaways: the MLP dominates the FLOPs up to T over D", "8", 18 * F / (12 * D), "", "F = 4D", erratum=
-           "12BT^2NH is 18BTDF at T = 6D; at 8D it is all other matmuls of the layer"),
+    Answer("Takeaways: the MLP dominates the FLOPs up to T over D", "8", 18 * F / (12 * D), "", "F = 4D",
+           erratum="12BT^2NH is 18BTDF at T = 6D; at 8D it is all other matmuls of the layer"),
     Answer("T = 8D for D = 4608, which the book calls Gemma 27B", "37e3", tm.attention_crossover(proportioned(4608)),
            "tokens"),
     Answer("Gemma 2 27B as it is: attention as much as the rest at", "", tm.attention_crossover(get("gemma2-27b")),

@@ -127,6 +127,8 @@ for name, params, kv, chips, actual, left, count, rate, more in (
                **late if name == "int4" else {"rounded": (140 / (0.019 * 512 * 2 * slice_), "140 caches, 19 ms")}),
     ]  # fmt: skip
 page.answers(tables)
+
+# %% Where FLOPs bind, and what a step takes
 kinds = (("bf16", "bf16"), ("int8", "bf16"), ("int8", "int8"))  # of weights, of FLOPs
 critical = {(w, c): cost.critical_batch(V5E.flops(c), W, dtypes=(c, w, c)) for w, c in kinds}
 page.answers([

@@ -13,6 +13,7 @@ from textwrap import wrap
 from scaling.book import layout
 from scaling.common.tables import table
 
+ANSWERED = ("question", "book", "ours", "unit", "off by", "verdict")  # the columns of a table of answers
 VERDICTS = ("agrees", "rounding", "erratum", "ours", "DIFFERS")
 WORDS = 16  # columns of an answer in words; a longer one continues on the next line
 CLOSE, NEAR = 0.05, 0.10  # the largest relative differences of "agrees" and "rounding", however coarse the digits
@@ -137,11 +138,10 @@ def _agree(book: str, value: float, digits: float = 0.5) -> bool:
 
 def answer_table(answers: Sequence[Answer], columns: int | None = None) -> str:
     """Return the answers as a table; a reason is printed below its row."""
-    head = ("question", "book", "ours", "unit", "off by", "verdict")
     right = (False, True, True, False, True, False)
     ours = ("\n".join(wrap(answer.row[2], WORDS, break_long_words=False)) for answer in answers)
     rows = [(*answer.row[:2], words, *answer.row[3:]) for answer, words in zip(answers, ours, strict=True)]
-    return table(rows, head, columns, right=right, hang="  ", below=[answer.why for answer in answers])
+    return table(rows, ANSWERED, columns, right=right, hang="  ", below=[answer.why for answer in answers])
 
 
 def verdict_counts(answers: Sequence[Answer]) -> str:

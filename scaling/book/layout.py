@@ -1,6 +1,7 @@
 """Numbers in the book's notation, tables of them, and drawings side by side."""
 
 from collections.abc import Iterable, Sequence
+from html import escape
 from itertools import zip_longest
 
 from scaling.common import tables
@@ -55,6 +56,24 @@ def _side_by_side(pictures: list[str], gap: int) -> str:
 def table(rows: Iterable[Sequence], headers: Sequence[str], columns: int | None = None) -> str:
     """Return rows of text and numbers under their headers: counts in full, other numbers to four digits."""
     return tables.table([[_written(cell) for cell in row] for row in rows], headers, columns)
+
+
+def html_table(rows: Iterable[Sequence], headers: Sequence[str], below: Sequence[str] = ()) -> str:
+    """Return the same table as HTML, its numbers to the right; `below`: text under each row, over all columns."""
+    written = [[_written(cell) for cell in row] for row in rows]
+    columns = zip_longest(*written, fillvalue="")
+    right = [all(map(tables.NUMBER.fullmatch, column)) for column in columns] or [False] * len(headers)
+
+    def line(cells: Sequence[str], tag: str) -> str:
+        aligned = (f"<{tag}{' style=text-align:right' * numbers}>" for numbers in right)
+        texts = ("<br>".join(map(escape, cell.splitlines())) for cell in cells)
+        return f"<tr>{''.join(f'{start}{text}</{tag}>' for start, text in zip(aligned, texts, strict=False))}</tr>"
+
+    body = []
+    for row, why in zip_longest(written, below, fillvalue=""):
+        under = f"<tr><td></td><td colspan={len(headers) - 1}><em>{escape(why)}</em></td></tr>" if why else ""
+        body.append(line(row, "td") + under)
+    return f"<table class=docutils><thead>{line(headers, 'th')}</thead><tbody>{''.join(body)}</tbody></table>"
 
 
 def _written(cell) -> str:

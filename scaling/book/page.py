@@ -13,13 +13,15 @@ The options and their checks are in options.py.
 import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
+from html import escape
 from importlib import import_module
 from io import BytesIO
 from pathlib import Path
 from typing import Any
 
 from scaling.book import layout
-from scaling.book.answers import Answer, answer_table, verdict_counts
+from scaling.book.answers import ANSWERED, Answer, answer_table, verdict_counts
 from scaling.book.options import Fits, chapter_parser, in_notebook, judging, read_options
 from scaling.common.console import fold
 from scaling.common.torchrun import first_rank, this_rank, world_size
@@ -79,13 +81,24 @@ class Page:
         if opening:
             self.say(opening)
 
+    def show(self, text: str, html: str) -> None:
+        """Print text; in a notebook, show HTML in its place."""
+        if in_notebook() and self.first:
+            with suppress(ImportError):
+                from IPython.display import display
+
+                self.open()
+                return display({"text/plain": text, "text/html": html}, raw=True)
+        return self.say(text)
+
     def title(self, text: str) -> None:
-        """Print an underlined title."""
-        self.say(f"\n{text}\n{'-' * min(len(text), layout.width())}")
+        """Print an underlined title; in a notebook, show it in bold."""
+        self.show(f"\n{text}\n{'-' * min(len(text), layout.width())}", f"<p><strong>{escape(text)}</strong></p>")
 
     def table(self, rows: Iterable[Sequence], headers: Sequence[str]) -> None:
-        """Print rows under their headers."""
-        self.say(layout.table(rows, headers))
+        """Print rows under their headers; in a notebook, show them as an HTML table."""
+        rows = [*map(tuple, rows)]
+        self.show(layout.table(rows, headers), layout.html_table(rows, headers))
 
     def chart(self, name: str, series, *labels: str, points=None, marks=(), log: bool | str = True, height=18) -> None:
         """Show a chart (scaling.show.charts) as text, in a notebook as a picture; `--plot` writes it by its name."""
@@ -132,7 +145,8 @@ class Page:
     def answers(self, answers: Sequence[Answer]) -> None:
         """Print the book's answers and ours; an answer that differs fails the chapter."""
         self.given += answers
-        self.say("\n" + answer_table(answers))
+        rows, why = [answer.row for answer in answers], [answer.why for answer in answers]
+        self.show("\n" + answer_table(answers), layout.html_table(rows, ANSWERED, why))
 
     def on_ranks(self, fn: Callable, *args, checked: bool = True) -> Any:
         """Run `fn(mesh, *args)` on every rank of `--mesh`, started here or by torchrun, and return rank 0's result.

@@ -1,6 +1,8 @@
 """The page that chapters write on: options, verdicts, the end."""
 
+import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -111,6 +113,29 @@ def test_the_end_says_what_held(monkeypatch, capsys):
     monkeypatch.setattr("builtins.__IPYTHON__", True, raising=False)
     with pytest.raises(AssertionError, match="5 FAILED"):
         bad.end()
+
+
+def test_in_a_notebook_tables_are_html_and_what_is_printed_elsewhere_is_their_plain_text(monkeypatch, capsys):
+    shown = []
+    display = SimpleNamespace(display=lambda bundle, raw: shown.append(bundle))
+    monkeypatch.setitem(sys.modules, "IPython", SimpleNamespace(display=display))
+    monkeypatch.setitem(sys.modules, "IPython.display", display)
+    one = page(monkeypatch)
+    one.open()
+    capsys.readouterr()
+    printed = []
+    for is_notebook in (False, True):
+        if is_notebook:
+            monkeypatch.setattr("builtins.__IPYTHON__", True, raising=False)
+        one.title("Bytes & times")
+        one.table([("W<1>", 2048, 0.5)], ["leaf", "bytes", "s"])
+        one.answers([Answer("params", "13e9", 13.9e9, erratum="counted")])
+        printed.append(capsys.readouterr().out)
+    title, table, answers = shown
+    assert printed == ["".join(each["text/plain"] + "\n" for each in shown), ""]
+    assert "Bytes &amp; times" in title["text/html"]
+    assert "<td>W&lt;1&gt;</td><td style=text-align:right>2,048</td>" in table["text/html"]
+    assert "<em>counted</em>" in answers["text/html"]
 
 
 @pytest.mark.slow
