@@ -170,7 +170,8 @@ def _parts(
         yield l + 1, layer
 
 
-def _safetensors() -> Any:
+def safetensors() -> Any:
+    """Import and return the library. ValueError if it is not installed."""
     try:
         import safetensors.torch
     except ImportError:
@@ -182,7 +183,7 @@ def _safetensors() -> Any:
 
 
 def _write(path: Path, tensors: dict[str, Tensor]) -> None:
-    _safetensors().torch.save_file(tensors, path, metadata={"format": "pt"})
+    safetensors().torch.save_file(tensors, path, metadata={"format": "pt"})
 
 
 def _index(config: Config, names: list[str], itemsize: int) -> dict:
@@ -230,7 +231,7 @@ class _Files:
         if name not in self.open:
             if not (self.folder / name).exists():
                 raise ValueError(f"{self.folder}: has no {name}\n  fix: give a folder with safetensors files")
-            library = _safetensors()
+            library = safetensors()
             try:
                 self.open[name] = library.safe_open(self.folder / name, framework="pt")
             except library.SafetensorError as error:

@@ -17,7 +17,7 @@ from scaling.spec import parse
 
 AXES = ("P", "Z", "X", "C", "Y", "E")  # of a training mesh
 SCALINGS = ("linear", "llama3", "yarn")  # of rotary frequencies: `models.rope`
-STACKS = ("dense", "layers")  # the params that are stacked over layers, in their order; a model has the first or not
+STACKS = ("dense", "layers", "lora")  # what is stacked over layers; not every model has the first, or adapters
 KV_HEADS = ("W_K", "W_V", "b_K", "b_V")  # leaves[.., K_Y, H]: without Y where |Y| does not divide K
 Named = tuple[str, str]  # a tensor of Hugging Face's, and its dims: "NH, D" has two, of which the first is N and H
 

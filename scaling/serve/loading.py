@@ -22,7 +22,7 @@ from scaling.serve.defaults import NO_DEFAULTS, ModelDefaults, defaults_of
 from scaling.serve.engine import check_draft
 from scaling.serve.types import FORMS, check_mesh, specs
 from scaling.spec.sizes import parse_mesh
-from scaling.train import checkpoint
+from scaling.train.restored import params_of_run
 
 DTYPES = {"fp32": torch.float32, "fp64": torch.float64, "bf16": torch.bfloat16}
 
@@ -118,8 +118,8 @@ class Served:
     def _params(self, source: Source, mesh) -> dict:
         types = specs(source.config, mesh, form=self.form)
         if source.is_run:
-            state, _ = checkpoint.load(source.folder, {"params": types}, mesh, among=True)
-            return tree.map(lambda p: p.to(self.dtype), state["params"])
+            params = params_of_run(Path(source.folder), source.config, types, mesh)
+            return tree.map(lambda p: p.to(self.dtype), params)
         return hf.load_sharded(source.folder, types, mesh, self.dtype)[1]
 
 

@@ -139,6 +139,7 @@ class Layers:
         sums: for each leaf the stack [L, ...] of earlier microbatches' sums, which are added to.
         out: for each leaf the stack that receives the result.
         shapes: for each leaf the shape of one layer's reduced gradient; by default the weight's.
+        trained: the indices of a layer's leaves that have gradients, of which the lists above are; by default all.
     """
 
     def __init__(
@@ -158,13 +159,14 @@ class Layers:
         sums: Sequence[Tensor] | None = None,
         out: Sequence[Tensor] | None = None,
         shapes: Sequence[Sequence[int]] | None = None,
+        trained: Sequence[int] | None = None,
     ):
         self.layers, self.mesh, self.gather, self.late = layers, mesh, gather, late
         self.reduce, self.reduce_slow, self.bucket = reduce, reduce_slow, bucket
         self.held: dict[int, Any] | None = {} if keep_weights else None
         self.grads: list[Gradient] = []
         for i, name in enumerate(names):
-            W, stack = layers[0][i], None if out is None else out[i]
+            W, stack = layers[0][i if trained is None else trained[i]], None if out is None else out[i]
             shape = W.shape if shapes is None else shapes[i]
             self.grads.append(Gradient(name, W, shape, len(layers), dtype, stack, summed))
         for grad, stack in zip(self.grads, sums or (), strict=sums is not None):

@@ -36,6 +36,7 @@ from scaling.train.origin import begun_from, end_for, keep_origin, tokenizer_for
 from scaling.train.progress import METRICS, NORMS, check_installed, describe
 from scaling.train.record import check_options_kept, check_unchanged, first_recorded, record_of, resumable
 from scaling.train.settings import Settings, add_flags
+from scaling.train.step import options_of_adapters
 
 NOT_KEPT = ("model", "weights", "resume", "new_data", "step", "out")  # run.toml has other words for these, or none
 LOCK = "lock"  # of a run's folder: the file that the run that writes there holds
@@ -121,6 +122,7 @@ def main(argv=None) -> int:
         resumed = Path(args.out) if args.resume and (Path(args.out) / RUN).is_file() else None
         own["tokenizer"] = tokenizer_for(config, args.model, weights, args.tokenizer, args.data, resumed)
     own["tokenizer"] = "bytes" if own["tokenizer"] is None else own["tokenizer"]
+    own |= options_of_adapters(args.lora_from, config)
     settings = Settings(model=config, weights=weights, **own)
     if not args.dry_run:
         settings = replace(settings, eos_id=end_for(settings, args))
@@ -134,7 +136,7 @@ def main(argv=None) -> int:
     asked, settings = settings, elastic.shared(settings, declared, sizes)
     if first_rank() and (note := elastic.loss_note(asked, settings)):
         print(f"warning: {note}", file=sys.stderr, flush=True)
-    transformer.specs(config, AbstractMesh(sizes))
+    transformer.specs(config, AbstractMesh(sizes), zero=settings.zero, lora=settings.adapters)
     if args.dry_run:
         backend = "gloo" if args.device == "cpu" else "abstract"
         print(describe(settings, sizes) + "\n" + dry.table(dry.fullest(settings, sizes, backend), sizes))

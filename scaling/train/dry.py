@@ -22,7 +22,7 @@ from scaling.trace.count import Between, counted_step
 from scaling.trace.peak import peak_memory
 from scaling.train.evaluate import batch_type
 from scaling.train.settings import Settings, optimizer_of
-from scaling.train.step import Updated, begin_state, drawn_params, gradients
+from scaling.train.step import Updated, begin_state, drawn_params, gradients, parted
 
 UPDATE = 7  # passes of AdamW over params: of them, their gradients and both moments three are written
 
@@ -46,18 +46,19 @@ def count(
     mesh = AbstractMesh(sizes, coord, backend)
     params, batch = step_shapes(settings, mesh, schedule)
     optimizer, updated = optimizer_of(settings), Updated(settings, mesh)
-    state = begin_state(settings, mesh, optimizer, params)
+    frozen, trained = parted(settings, params)
+    state = begin_state(settings, mesh, optimizer, trained)
     held, states = tree.nbytes(params), tree.nbytes(state)
     between = Between()
     with peak_memory(between.saw) as memory:
         tree.map(torch.Tensor.detach, params)  # so that they count from the beginning
-        run = gradients(settings, mesh, schedule=schedule)
-        _, grads, _ = run(params, batch if documents else [*batch[:2], None])
-        shards = updated.shards(params)
+        run = gradients(settings, mesh, schedule=schedule, frozen=frozen)
+        _, grads, _ = run(trained, batch if documents else [*batch[:2], None])
+        shards = updated.shards(trained)
         if settings.optimizer == "muon":  # whose update sends, too
             optimizer.update(grads, state, shards, donate=True, specs=updated.types, mesh=mesh)
         del grads
-        updated.whole(shards, params, donate=True)
+        updated.whole(shards, trained, donate=True)
     for W in tree.leaves(shards):
         between.add("plain", UPDATE * W.nbytes)
     step = counted_step(memory.log.events, between.calls)

@@ -7,6 +7,7 @@ import torch
 
 from scaling import tree
 from scaling.models import transformer as model
+from scaling.models.adapters import merged
 from scaling.models.ends import chosen_end
 from scaling.spec import Spec, present
 from scaling.strategies import transformer
@@ -42,7 +43,8 @@ def evaluate(params, valid: Sequence[Batches], settings: Settings, mesh) -> floa
             targets[last - first :] = IGNORED
             if counted := int((targets != IGNORED).sum()):
                 some, targets, segments = (local(x, mesh) for x in (some, targets, segments))
-                loss = transformer.loss(params, some, targets, config, mesh, segments=segments, zero=settings.zero)
+                given = {"segments": segments, "zero": settings.zero, "lora": settings.adapters}
+                loss = transformer.loss(params, some, targets, config, mesh, **given)
                 total, count = total + loss.item() * counted, count + counted
     return total / count if count else math.nan
 
@@ -79,6 +81,9 @@ def continuation(params, settings: Settings, mesh) -> str:
     Tokens are drawn by the run's seed. The params are gathered on every rank, whatever the mesh; then rank 0 runs them
     as on one device.
     """
+    if lora := settings.adapters:
+        base = {name: W for name, W in params.items() if name != "lora"}
+        params = merged(base, params["lora"], lora, settings.model, transformer.specs(settings.model, mesh))
     whole, by = transformer.unshard(params, settings.model, mesh, zero=settings.zero), tokenizer_in(settings)
     if mesh.rank:
         return ""

@@ -12,8 +12,9 @@ from scaling.common.arguments import read_table, table_if_any
 from scaling.common.console import Parser, complaining
 from scaling.configs import Config
 from scaling.mesh import AbstractMesh
-from scaling.models import hf
+from scaling.models import adapters, hf
 from scaling.models.ends import ends_of
+from scaling.models.lora import adapter_specs
 from scaling.models.text import (
     COMPANIONS,
     ENDS,
@@ -31,13 +32,22 @@ from scaling.strategies import transformer
 from scaling.strategies.transformer.stages import stored_places
 from scaling.train import checkpoint
 from scaling.train.origin import config_of_run, options_of, short_name
+from scaling.train.restored import lora_of_run, params_of_run
 
 
 def export(mesh, run: Path, step: int, config: Config, out: Path) -> None:
     """Write the params of a checkpoint, read as shards of this mesh."""
     types, places = transformer.specs(config, mesh), stored_places(config, mesh)
-    state, _ = checkpoint.load(run, {"params": types}, mesh, step, places=places, among=True)
-    hf.save_sharded(out, config, state["params"], types, mesh, single=mesh.size() == 1, places=places)
+    params = params_of_run(run, config, types, mesh, step, places)
+    hf.save_sharded(out, config, params, types, mesh, single=mesh.size() == 1, places=places)
+
+
+def export_adapters(mesh, run: Path, step: int, config: Config, out: Path) -> None:
+    """Write the adapters of a checkpoint, on one rank, as a PEFT folder."""
+    lora = lora_of_run(run)
+    types = {"params": {"lora": adapter_specs(config, lora)}}
+    state, _ = checkpoint.load(run, types, mesh, step, among=True)
+    adapters.save(out, config, lora, state["params"]["lora"], options_of(run)["weights"])
 
 
 def check_folder(run: Path, out: Path, by: Tokenizer) -> None:
@@ -70,11 +80,16 @@ def main(argv=None) -> int:
     parser.add_argument("run", type=Path, help="the folder of a run")
     parser.add_argument("--out", type=Path, required=True, help="the folder to write")
     parser.add_argument("--step", type=int, help="step of the checkpoint (default: the latest)")
+    parser.add_argument("--adapters", action="store_true", help="write the adapters alone, as a PEFT folder")
     parser.add_argument("--mesh", default="X=1", help="mesh of the ranks that share the work (default X=1)")
     args = parser.parse_args(argv)
     config = config_of_run(args.run)
     check_folder(args.run, args.out, tokenizer_of(args.run, config.V))
     step = checkpoint.latest(args.run) if args.step is None else args.step
+    if args.adapters:
+        launch.run(export_adapters, {"X": 1}, args.run, step, config, args.out)
+        print(f"step {step}: {args.out}")
+        return 0
     sizes = parse_mesh(args.mesh)
     for refuses in (transformer.specs, stored_places):  # a mesh over which the model does not divide
         refuses(config, AbstractMesh(sizes))

@@ -13,10 +13,8 @@ import torch
 
 from scaling import optim, tree
 from scaling.common.arguments import of_type
-from scaling.models import hf
 from scaling.models.params import stored_sizes
 from scaling.profile.record import watched
-from scaling.strategies import transformer
 from scaling.strategies.transformer.stages import stored_places
 from scaling.trace import Log
 from scaling.train import checkpoint, guards
@@ -35,8 +33,8 @@ from scaling.train.record import (
     recorded,
     resumable,
 )
-from scaling.train.settings import DTYPES, Settings, optimizer_of, rate
-from scaling.train.step import begin_state, drawn_params, make_step
+from scaling.train.settings import Settings, optimizer_of, rate
+from scaling.train.step import begin_state, held_types, make_step, parted, started, trained_types
 
 STOP = "stop"  # a file of this name in the run's folder asks it to save and end
 
@@ -48,14 +46,15 @@ def run(mesh, settings: Settings, keep: Callable[[], None] | None = None) -> dic
     """
     out, places = Path(settings.out), stored_places(settings.model, mesh)
     train, valid = inputs(settings)
-    optimizer, types = optimizer_of(settings), transformer.grad_specs(settings.model, mesh, zero=settings.zero)
+    optimizer, types = optimizer_of(settings), trained_types(settings, mesh)
     specs, made_with = state_specs(settings, mesh, optimizer), record_of(settings)
-    held, start, before = begun(settings, mesh, optimizer, specs, made_with)
+    frozen, own = parted(settings, started(settings, mesh)) if settings.adapters else ({}, None)
+    held, start, before = begun(settings, mesh, optimizer, specs, made_with, own)
     params, state, seen = held["params"], held["optimizer"], held["data"]["sequences"]
     first = seen if begins_new_data(settings, before, made_with) else held["data"].get("begun", 0)
     train, made_with["held_out"], gone = leave_out(train, valid, before.get("held_out", []))
     lr_at = rate(settings)
-    step, result = make_step(settings, mesh, optimizer), {"step": start, "sequences": seen}
+    step, result = make_step(settings, mesh, optimizer, frozen), {"step": start, "sequences": seen}
     coming = ahead(train, seen - first, settings.batch)
     progress, losses, pace, saving = Progress(settings, mesh), guards.Losses(), guards.Pace(), None
     met(mesh)
@@ -92,8 +91,8 @@ def run(mesh, settings: Settings, keep: Callable[[], None] | None = None) -> dic
         record |= {"loss_scale": metrics["scale"]} if "scale" in metrics else {}
         last, asked = number == settings.steps, stop_asked(out, mesh)
         if last or asked or (settings.eval_every and number % settings.eval_every == 0):
-            result["valid"] = record["valid"] = evaluate(params, valid, settings, mesh)
-            record |= {"sample": continuation(params, settings, mesh)} if settings.sample else {}
+            result["valid"] = record["valid"] = evaluate(frozen | params, valid, settings, mesh)
+            record |= {"sample": continuation(frozen | params, settings, mesh)} if settings.sample else {}
         progress.say(record)
         if settings.norms:
             progress.norms(number, tree.named_leaves(types), metrics["norms"].tolist())
@@ -113,14 +112,18 @@ def run(mesh, settings: Settings, keep: Callable[[], None] | None = None) -> dic
 
 
 def begun(
-    settings: Settings, mesh, optimizer: optim.Optimizer, specs: dict, made_with: Mapping[str, Any]
+    settings: Settings,
+    mesh,
+    optimizer: optim.Optimizer,
+    specs: dict,
+    made_with: Mapping[str, Any],
+    params: dict | None = None,
 ) -> tuple[dict, int, dict[str, Any]]:
     """Return (state, step, record) that a run begins with: those of a checkpoint, and what it was made with; or step 0
-    of an HF folder's weights or of params drawn by the seed, and no record.
+    of these `params`, by default an HF folder's weights or params drawn by the seed, and no record.
 
     No rank holds more than its shards. ValueError if the checkpoint was made with something else, or none is whole.
     """
-    places, dtype = stored_places(settings.model, mesh), DTYPES[settings.dtype]
     if steps := resumable(settings):
         state, step, before = first_whole(settings, steps, made_with, specs, mesh)
         said = [option_changes(before, made_with), rate_change(settings, before, step)]
@@ -129,10 +132,7 @@ def begun(
         if mesh.rank == 0 and any(said):
             print(f"from step {step + 1} on: {'; '.join(filter(None, said))}", flush=True)
         return state, step, before
-    if settings.weights:
-        _, params = hf.load_sharded(settings.weights, specs["params"], mesh, dtype, places=places)
-    else:
-        params = drawn_params(settings, mesh)
+    params = started(settings, mesh) if params is None else params
     data = {"sequences": 0, "begun": 0, "seed": settings.seed}
     return {"params": params, "optimizer": begin_state(settings, mesh, optimizer, params), "data": data}, 0, {}
 
@@ -146,6 +146,7 @@ def first_whole(
     """
     out, config = Path(settings.out), settings.model
     places, first = stored_places(config, mesh), ""
+    sizes = stored_sizes(config, places) | ({"R": settings.lora} if settings.lora else {})
     for step in steps:
         before, state, damage = {}, {}, ""
         try:
@@ -156,7 +157,7 @@ def first_whole(
             check_unchanged(settings, before, made_with)
             try:
                 state, _ = checkpoint.load(out, specs, mesh, step, places=places)
-                tree.check(state["params"], specs["params"], stored_sizes(config, places), mesh)
+                tree.check(state["params"], specs["params"], sizes, mesh)
                 of_type(f"{out / step_name(step)}: the index's place in the data", state["data"]["sequences"], int)
             except (ValueError, OSError) as error:
                 damage = str(error)
@@ -175,9 +176,8 @@ def first_whole(
 
 def state_specs(settings: Settings, mesh, optimizer: optim.Optimizer) -> dict:
     """Return the types of a run's state; what is not a tensor has none."""
-    config, zero = settings.model, settings.zero
-    updated = transformer.grad_specs(config, mesh, zero=zero)
-    return {"params": transformer.specs(config, mesh, zero=zero), "optimizer": optimizer.state_specs(updated)}
+    updated = optimizer.state_specs(trained_types(settings, mesh))
+    return {"params": held_types(settings, mesh), "optimizer": updated}
 
 
 def _placed(batch: Batch, mesh) -> tuple:

@@ -32,7 +32,7 @@ from scaling.train.corpus import INDEX, check_data, ended_with, kind_of_data, sh
 from scaling.train.documents import end_of_documents
 from scaling.train.settings import Settings
 
-PLACES = ("weights", "profile", "tensorboard")  # paths among the settings
+PLACES = ("weights", "lora_from", "profile", "tensorboard")  # paths among the settings
 
 
 def options_of(run: Path, **kinds: type) -> dict[str, Any]:

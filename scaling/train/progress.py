@@ -19,6 +19,8 @@ from scaling.common.console import fold
 from scaling.cost import transformer as tm
 from scaling.cost.units import significant
 from scaling.hardware import chip, chips
+from scaling.models.lora import adapter_specs, sizes_of
+from scaling.spec import parse
 from scaling.spec.sizes import format_sizes
 from scaling.train.durable import replaced
 from scaling.train.settings import Settings
@@ -176,4 +178,9 @@ def describe(settings: Settings, sizes: Mapping[str, int]) -> str:
     s = settings
     where = f"{s.batch} x {s.seq} tokens a step, tokenizer {s.tokenizer or 'not known'}, {os.path.abspath(s.out)}"
     zero = f" (ZeRO-{s.zero})" if s.zero != 3 and sizes.get("X", 1) > 1 else ""
-    return f"{s.model.name}: {tm.num_params(s.model):,} params on {format_sizes(sizes)}{zero}, {where}"
+    params = f"{tm.num_params(s.model):,} params"
+    if lora := s.adapters:
+        types = [parse(text) for each in adapter_specs(s.model, lora).values() for text in each.values()]
+        own = sum(math.prod(spec.global_shape(sizes_of(s.model, lora))) for spec in types)
+        params += f", {own:,} of adapters trained (rank {lora.rank} on {', '.join(lora.on)})"
+    return f"{s.model.name}: {params} on {format_sizes(sizes)}{zero}, {where}"

@@ -20,13 +20,15 @@ from scaling.models.ends import NO_END, chosen_end
 from scaling.models.template import chat_template
 from scaling.train import checkpoint, dcp
 from scaling.train.durable import newest_first, step_name
-from scaling.train.fingerprint import differing_data, fingerprint
+from scaling.train.fingerprint import differing_data, digest_of, fingerprint
 from scaling.train.origin import config_of_run, options_of, tokenizer_in, weighted_paths
 from scaling.train.settings import DTYPES, Settings, rate
 
-FIXED = ("dtype", "eos_id", "no_template", "optimizer", "seed", "seq")  # the options that a run keeps to its end
+# The options that a run keeps to its end:
+FIXED = ("dtype", "eos_id", "lora", "lora_alpha", "lora_on", "no_template", "optimizer", "seed", "seq")
 # Those that may change at any step:
 FREE = ("batch", "clip", "decay_steps", "lr", "schedule", "steps", "warmup", "weight_decay")
+KEPT = ("base model", "chat template", "tokenizer")  # what else a run keeps to its end
 SCHEDULE = ("decay_steps", "lr", "schedule", "warmup")  # the options that, with steps, give the learning rate
 
 
@@ -36,11 +38,18 @@ def record_of(settings: Settings) -> dict[str, Any]:
     options |= {"dropout": settings.model.dropout, "eos_id": chosen_end(by, settings.eos_id)}
     found = {"options": options, "model": _sizes(settings.model), "tokenizer": by.identity}
     found["data"] = fingerprint(weighted_paths(settings.data), by)
+    if settings.adapters and settings.weights:
+        found["base model"] = weights_digest(Path(settings.weights))
     if any(Path(name).suffix == ".jsonl" for source in found["data"] for name, *_ in source["files"]):
         template = None if settings.no_template or not by.folder else chat_template(by.folder)
         said = template and json.dumps([dict(template.templates), template.tokens], sort_keys=True)
         found["chat template"] = said and blake2b(said.encode(), digest_size=16).hexdigest()
     return json.loads(json.dumps(found))
+
+
+def weights_digest(folder: Path) -> list[str]:
+    """Return a digest of each file of weights in a folder, to which a run's adapters belong."""
+    return [digest_of(path) for path in sorted(folder.glob("*.safetensors"))]
 
 
 def recorded(out: Path, step: int | None) -> dict[str, Any]:
@@ -119,7 +128,7 @@ def check_unchanged(settings: Settings, before: Mapping[str, Any], now: Mapping[
     if sizes := _differing(before.get("model", {}), now["model"]):
         listed = ", ".join(f"{name} {then}, not {given}" for name, then, given in sizes)
         found.append(f"another model than {settings.model.name}: {listed}")
-    found += [f"another {what}" for what, *_ in _differing(before, now) if what in ("tokenizer", "chat template")]
+    found += [f"another {what}" for what, *_ in _differing(before, now) if what in KEPT]
     new = "" if settings.new_data else changed_data(settings, before, now)
     found += [f"other data: {new}"] if new else []
     if found:

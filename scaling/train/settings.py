@@ -14,6 +14,7 @@ from scaling.common.console import integer, number, place
 from scaling.configs import Config
 from scaling.cost.transformer import POLICIES
 from scaling.models.leaves import matrices_of
+from scaling.models.lora import Lora
 
 DTYPES = {"fp32": torch.float32, "fp64": torch.float64, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -87,11 +88,20 @@ class Settings:
     tokenizer: str = "bytes"
     eos_id: int | None = None
     no_template: bool = False
+    lora: int = as_flag(0, "rank of low-rank adapters, which alone are trained; 0: all params are", integer(0))
+    lora_on: str = as_flag("W_Q,W_V", "with --lora: the matrices that have adapters, as models.leaves names them")
+    lora_alpha: float = as_flag(16.0, "with --lora: adapters are multiplied by alpha / rank", number(0, 1e6))
+    lora_from: str = as_flag("", "begin with a PEFT folder's adapters, its rank, matrices and alpha", metavar="DIR")
     chip: str = as_flag("", "for MFU and --profile's predictions: h100, or what measure wrote")
     norms: bool = as_flag(False, "write each leaf's gradient norm to norms.jsonl")
     profile: str = as_flag("", "profile steps 3 to 7: FILE.json or a folder", place, metavar="PLACE")
     sample: str = as_flag("", "at each evaluation, show how the model continues this text", metavar="PROMPT")
     tensorboard: str = as_flag("", "also write the metrics for TensorBoard", metavar="DIR")
+
+    @property
+    def adapters(self) -> Lora | None:
+        """The adapters that are trained; None: all params are."""
+        return Lora(self.lora, tuple(self.lora_on.split(",")), self.lora_alpha) if self.lora else None
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
@@ -131,6 +141,11 @@ def optimizer_of(settings: Settings) -> optim.Optimizer:
     options: dict[str, Any] = {"weight_decay": settings.weight_decay, "master": settings.dtype in ("bf16", "fp16")}
     rule = optim.adamw(rate(settings), (0.9, 0.95), mask=decayed, **options)
     if settings.optimizer == "muon":
+        if settings.adapters:
+            raise ValueError(
+                "--optimizer muon with --lora\n  rule: Muon makes an update orthogonal, of a matrix W and not of A or B"
+                "\n  fix: give --optimizer adamw"
+            )
         matrices = matrices_of(settings.model)
         rule = optim.muon(rate(settings), matrices, scale="match_rms_adamw", rest=rule, **options)
     return optim.loss_scaled(rule) if settings.dtype == "fp16" else rule

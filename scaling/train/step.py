@@ -8,8 +8,11 @@ import torch
 
 from scaling import optim, tree
 from scaling.collectives import all_gather, shard, wait
+from scaling.configs import Config
+from scaling.models import adapters, hf
 from scaling.models import transformer as model
 from scaling.models.dropout import at_step
+from scaling.models.lora import adapter_specs
 from scaling.strategies import transformer
 from scaling.strategies.transformer.stages import stored_places
 from scaling.train import guards
@@ -17,10 +20,61 @@ from scaling.train.settings import DTYPES, Settings
 
 
 def drawn_params(settings: Settings, mesh, device: "str | None" = None, schedule=None) -> dict:
-    """This rank's params as a run begins with them, drawn by the seed: no rank holds more than its shards."""
+    """Return this rank's params, and adapters if any, drawn by the seed: no rank holds more than its shards."""
     config, places = settings.model, stored_places(settings.model, mesh, schedule)
     types = transformer.specs(config, mesh, zero=settings.zero, schedule=schedule)
-    return model.init(config, settings.seed, DTYPES[settings.dtype], device, mesh=mesh, specs=types, places=places)
+    dtype = DTYPES[settings.dtype]
+    params = model.init(config, settings.seed, dtype, device, mesh=mesh, specs=types, places=places)
+    return params | new_adapters(settings, mesh, types, device)
+
+
+def started(settings: Settings, mesh) -> dict:
+    """Return what a run begins with: the weights of a folder, or params drawn by the seed; and adapters, if any."""
+    if not settings.weights:
+        return drawn_params(settings, mesh)
+    config, types = settings.model, transformer.specs(settings.model, mesh, zero=settings.zero)
+    given = {"places": stored_places(config, mesh)}
+    _, params = hf.load_sharded(settings.weights, types, mesh, DTYPES[settings.dtype], **given)
+    return params | new_adapters(settings, mesh, types)
+
+
+def new_adapters(settings: Settings, mesh, types: dict, device: "str | None" = None) -> dict:
+    """Return {"lora": those of a folder, or drawn ones that change nothing yet}; {} where all params are trained."""
+    config, dtype, lora = settings.model, DTYPES[settings.dtype], settings.adapters
+    if lora is None:
+        return {}
+    if not settings.lora_from or device == "meta":
+        return {"lora": adapters.init(config, lora, settings.seed, dtype, device, mesh=mesh, specs=types)}
+    whole = tree.map(lambda x: x.to(mesh.device, dtype), adapters.load(settings.lora_from, config)[1])
+    return {"lora": tree.shard(whole, adapter_specs(config, lora, types), mesh)}
+
+
+def options_of_adapters(folder: str, config: Config) -> dict:
+    """Return the settings that a PEFT folder's adapters have; none without a folder."""
+    if not folder:
+        return {}
+    lora, _ = adapters.load(folder, config)
+    return {"lora": lora.rank, "lora_on": ",".join(lora.on), "lora_alpha": lora.alpha}
+
+
+def parted(settings: Settings, params: dict) -> tuple[dict, dict]:
+    """Return (the params that stay as they are, those that are trained), or of their types; the first may be {}."""
+    if not settings.adapters:
+        return {}, params
+    return {name: W for name, W in params.items() if name != "lora"}, {"lora": params["lora"]}
+
+
+def held_types(settings: Settings, mesh) -> dict:
+    """Return the types of what is trained, as it is stored."""
+    types = transformer.specs(settings.model, mesh, zero=settings.zero, lora=settings.adapters)
+    return parted(settings, types)[1]
+
+
+def trained_types(settings: Settings, mesh, schedule=None) -> dict:
+    """Return the types of the gradients of what is trained."""
+    if settings.adapters:
+        return held_types(settings, mesh)
+    return transformer.grad_specs(settings.model, mesh, zero=settings.zero, schedule=schedule)
 
 
 class Updated:
@@ -31,9 +85,7 @@ class Updated:
     """
 
     def __init__(self, settings: Settings, mesh):
-        config, zero = settings.model, settings.zero
-        self.types = transformer.grad_specs(config, mesh, zero=zero)
-        held = tree.leaves(transformer.specs(config, mesh, zero=zero))
+        self.types, held = trained_types(settings, mesh), tree.leaves(held_types(settings, mesh))
         self.mesh, self.moved = mesh, [*zip(held, tree.leaves(self.types), strict=True)]
 
     def shards(self, params) -> Any:
@@ -58,32 +110,32 @@ def begin_state(settings: Settings, mesh, optimizer: optim.Optimizer, params) ->
     return optimizer.init(Updated(settings, mesh).shards(params))
 
 
-def gradients(settings: Settings, mesh, schedule=None) -> Callable:
-    """f(params, (tokens, targets, segments), step, scale) -> (loss, gradients, their norm)."""
-    config, zero = settings.model, settings.zero
-    types = transformer.grad_specs(config, mesh, zero=zero, schedule=schedule)
-    sums = torch.promote_types(DTYPES[settings.dtype], torch.float32)
+def gradients(settings: Settings, mesh, schedule=None, frozen: dict | None = None) -> Callable:
+    """f(params, (tokens, targets, segments), step, scale) -> (loss, gradients, their norm); `frozen`: other params."""
+    config, zero, types = settings.model, settings.zero, trained_types(settings, mesh, schedule)
+    sums, others = torch.promote_types(DTYPES[settings.dtype], torch.float32), frozen or {}
 
     def f(params, batch, step: int = 0, scale: float = 1.0):
         inputs, targets, segments = batch
         loss, grads = transformer.loss_and_grads(
-            params, inputs, targets, config, mesh, segments=segments, microbatches=settings.microbatches,
+            others | params, inputs, targets, config, mesh, segments=segments, microbatches=settings.microbatches,
             remat=settings.remat, keep_weights=settings.keep_weights, seed=at_step(settings.seed, step), sums=sums,
-            scale=scale, zero=zero, schedule=schedule,
+            scale=scale, zero=zero, schedule=schedule, lora=settings.adapters,
         )  # fmt: skip
         return loss, grads, optim.global_norm(grads, types, mesh)
 
     return f
 
 
-def make_step(settings: Settings, mesh, optimizer: optim.Optimizer) -> Callable:
+def make_step(settings: Settings, mesh, optimizer: optim.Optimizer, frozen: dict | None = None) -> Callable:
     """step(params, opt_state, (tokens, targets, segments), donate) -> (params, opt_state, {"loss", "grad_norm"}).
 
     With `norms`, metrics also have the norm of each leaf's gradient; with float16 the "scale" of the loss. There a step
     whose gradients are not finite leaves the params alone and halves the scale. ArithmeticError if that cannot help:
-    without a scale, with one that is 1 already, or if the loss itself is not finite.
+    without a scale, with one that is 1 already, or if the loss itself is not finite. The params of a run with adapters
+    are these alone; the others are `frozen`.
     """
-    f, updated = gradients(settings, mesh), Updated(settings, mesh)
+    f, updated = gradients(settings, mesh, frozen=frozen), Updated(settings, mesh)
     types = updated.types
     moved = {"specs": types, "mesh": mesh} if settings.optimizer == "muon" else {}  # what is not elementwise
 

@@ -3,7 +3,8 @@
     api     what a step is asked for, checked once            types    the params' types as they are stored
     layer   one layer's typed lines, forward and backward     latent, experts   what only some models have in it
     ends    embedding and loss, the vocabulary over Y         stages   the layers over Z, under any schedule
-    step    the layers run, forward and back: how weights come and gradients go
+    step    the layers run, forward and back                  moves    how weights come and gradients go
+    contexts   where a rank's tokens lie                      lora     adapters beside frozen weights
 
 One text serves every mesh: an axis that the mesh lacks, or that has size 1, drops out.
 """

@@ -4,8 +4,6 @@ A run asks for the same step thousands of times. What follows from its settings,
 batch, is worked out once, or refused, and kept on the mesh; what lies in the batch is looked at each time.
 """
 
-from collections.abc import Sequence
-from functools import partial
 from operator import attrgetter
 from typing import NamedTuple
 
@@ -13,20 +11,17 @@ import torch
 from torch import Tensor
 
 from scaling import tree
-from scaling.collectives import all_gather, all_reduce, einsum
+from scaling.collectives import all_reduce, einsum
 from scaling.collectives.checked import agree, spoken
 from scaling.common.arguments import not_negative, one_of, positive, whole
 from scaling.configs import Config
 from scaling.mesh import Group
-from scaling.models.attention import fused
-from scaling.models.dropout import dropout
 from scaling.models.inputs import check_ids, check_params, check_range, check_segments, check_weights
-from scaling.models.layer import Context, all_kept
-from scaling.models.rope import restarted, tables
-from scaling.spec import ShardingError, present
-from scaling.strategies import context as ring
+from scaling.models.lora import Lora
+from scaling.spec import ShardingError
 from scaling.strategies.context.layout import FORMS
 from scaling.strategies.transformer import types
+from scaling.strategies.transformer.contexts import contexts_of, in_form
 from scaling.strategies.transformer.ends import Terms
 from scaling.strategies.transformer.layer import REMAT
 from scaling.strategies.transformer.stages import arranged_layers, forward_loss, slots_of, staged
@@ -84,6 +79,7 @@ def loss_and_grads(
     zero: int = 3,
     sums: torch.dtype | None = None,
     scale: float = 1.0,
+    lora: Lora | None = None,
 ) -> tuple[Tensor, dict]:
     """(loss[], the same on every rank; grads typed as params) of tokens, targets int64[B_PXE, T_C] in plain order.
 
@@ -96,12 +92,13 @@ def loss_and_grads(
     up over microbatches and ranks, and returned; by default the params'. `scale`: what cotangents are multiplied by on
     their way, and gradients divided by at the end: for float16, a power of two. `seed`: of dropout, another in each
     step, needed where Config has dropout: the same elements are dropped on every mesh. ShardingError or ValueError
-    for what does not fit, before anything is sent.
+    for what does not fit, before anything is sent. `lora`: params["lora"] holds adapters, of which alone there are
+    gradients, {"lora": ...}.
     """
     mesh = mesh.optional
     step = AskedStep(
         config, remat, zero, schedule, microbatches, keep_weights, context, ignore_index, label_smoothing, z_loss, sums,
-        scale, seeded=seed is not None,
+        scale, seeded=seed is not None, lora=lora,
     )  # fmt: skip
     problem, batch = stated(step, params, tokens, targets, weights, segments, mesh, seed)
     params = tree.map(Tensor.detach, params)
@@ -109,7 +106,7 @@ def loss_and_grads(
     loss, grads = run(problem, params, *batch)
     if scale != 1:
         loss, grads = loss / scale, tree.map(lambda g: g.mul_(1 / scale), grads)
-    return loss, {name: grads[name] for name in params}
+    return loss, {name: grads[name] for name in (params if lora is None else ("lora",))}
 
 
 @torch.no_grad()
@@ -128,10 +125,11 @@ def loss(
     z_loss: float = 0.0,
     context: str = "zigzag",
     zero: int = 3,
+    lora: Lora | None = None,
 ) -> Tensor:
     """Return the loss of `loss_and_grads`, of one microbatch without dropout; nothing is kept for a backward."""
     mesh, terms = mesh.optional, (ignore_index, label_smoothing, z_loss)
-    step = AskedStep(config, "none", zero, schedule, 1, False, context, *terms, backward=False)
+    step = AskedStep(config, "none", zero, schedule, 1, False, context, *terms, backward=False, lora=lora)
     problem, batch = stated(step, params, tokens, targets, weights, segments, mesh)
     return forward_loss(problem, params, *batch)
 
@@ -177,39 +175,6 @@ def stated(
     return problem, (in_form(tokens, asked, mesh), in_form(targets, asked, mesh), in_form(w, asked, mesh))
 
 
-def in_form(x: Tensor, asked: AskedStep, mesh) -> Tensor:
-    """Of tokens in plain order, in the order that the form of attention wants."""
-    zigzag = asked.context == "zigzag" and mesh.sizes.get("C", 1) > 1
-    return ring.to_zigzag(x, 1, mesh, "C") if zigzag else x
-
-
-def contexts_of(
-    asked: AskedStep, mesh, shape: Sequence[int], segments: Tensor | None, dtype: torch.dtype, seed: int | None
-) -> list[Context]:
-    """A `Context` for each microbatch: where this rank's tokens [B_PXE, T_C], of this shape, lie in the batch, and in
-    the sequence by the form of attention over C; what rotates, hides and drops them follows from that. `seed`: of
-    dropout; None: nothing is dropped."""
-    config, M, (rows, t) = asked.config, asked.microbatches, shape
-    split, c = mesh.sizes.get("C", 1) > 1, mesh.coord.get("C", 0)
-    places = ring.positions(asked.context, t, mesh, "C") if split else torch.arange(t, device=mesh.device)
-    rope = partial(tables, H=config.rotary, theta=config.theta, scaling=config.rope_scaling, dtype=dtype)
-    ropes, parts, drops = [], [None] * M, [all_kept] * M
-    if segments is None:
-        ropes = [rope(places)] * M
-    else:
-        restart = restarted(all_gather("s[B, T_C] -> s[B, T]", segments, mesh))[:, c * t : (c + 1) * t]
-        ropes = [rope(some) for some in in_form(restart.contiguous(), asked, mesh).chunk(M)]
-        parts = in_form(segments, asked, mesh).chunk(M)
-    if config.dropout and seed is not None:
-        samples = torch.arange(rows * mesh.size([axis for axis in "PXE" if axis in mesh.sizes]), device=mesh.device)
-        samples = tree.shard(samples, present("s[B_PXE]", mesh), mesh)
-        given = {"rate": config.dropout, "seed": seed, "positions": tree.shard(places, present("p[T_Y]", mesh), mesh)}
-        drops = [partial(dropout, samples=some, **given) for some in samples.chunk(M)]
-    attend = partial(ring.attention, mesh=mesh, axis="C", form=asked.context) if split else fused
-    stage, of_each = mesh.without("Z"), zip(ropes, parts, drops, strict=True)  # a layer does not see the stages
-    return [Context(config, stage, rope, partial(attend, segments=part), drop) for rope, part, drop in of_each]
-
-
 def _key_of(asked: AskedStep, params: dict, batch: tuple[Tensor | None, ...]) -> tuple | None:
     """All that decides what is refused, but the values of the batch. None of what is refused anyway, or compiled."""
     if torch.compiler.is_compiling():
@@ -228,7 +193,8 @@ def _settled(asked: AskedStep, params: dict, batch: tuple, mesh) -> Stated:
     """What follows from the settings. ShardingError or ValueError where they, or the batch's shapes, do not fit."""
     config, (tokens, targets, weights, segments), compiling = asked.config, batch, torch.compiler.is_compiling()
     layout = {"zero": asked.zero, "schedule": asked.schedule}
-    stored, reduced = types.specs(config, mesh, **layout), types.grad_specs(config, mesh, **layout)
+    stored = types.specs(config, mesh, **layout, lora=asked.lora)
+    reduced = stored if asked.lora else types.grad_specs(config, mesh, **layout)
     check_batch(tokens, targets, asked, mesh)
     positive(scale=asked.scale)
     if asked.sums is not None and not (isinstance(asked.sums, torch.dtype) and asked.sums.is_floating_point):
@@ -252,6 +218,7 @@ def _check_fit(asked: AskedStep, known: Stated, params: dict, batch: tuple, mesh
     config, (_, targets, weights, segments) = asked.config, batch
     if not torch.compiler.is_compiling():
         sizes = types.padded_sizes(config, mesh) | {"L": len(slots_of(config, mesh, asked.schedule))}
+        sizes |= {"R": asked.lora.rank} if asked.lora else {}
         fix = "transformer.shard(params, config, mesh, ...), with the same zero and schedule"
         dtype = getattr(params.get("embed"), "dtype", None) if isinstance(params, dict) else None
         tree.check(params, known.stored, sizes, mesh, dtype, fix=fix)

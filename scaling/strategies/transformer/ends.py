@@ -56,10 +56,18 @@ class Terms(NamedTuple):
 
 
 def head(
-    W: dict, x: Tensor, targets: Tensor, weights: Tensor, terms: Terms, eps: float, mesh, gradients: bool = True
+    W: dict,
+    x: Tensor,
+    targets: Tensor,
+    weights: Tensor,
+    terms: Terms,
+    eps: float,
+    mesh,
+    gradients: bool = True,
+    frozen: bool = False,
 ) -> tuple[Tensor, Any, dict[str, Tensor]]:
     """x[B_PXE, T_CY, D] -> (Loss[] {U_PXECY}, dx[B_PXE, T_CY, D], dW): the sum of this rank's tokens' losses times
-    their weights, and its gradients, unless they are not wanted.
+    their weights, and its gradients, unless they are not wanted; of `frozen` weights dx alone.
 
     `W`: "norm" g[D], and "unembed" U[D, V_Y] or, tied, "embed" E[V_Y, D]. targets, weights [B_PXE, T_C]: a weight has
     been divided by the sum of all weights; a target of weight 0 may lie outside the vocabulary.
@@ -67,12 +75,13 @@ def head(
     table = "unembed" if "unembed" in W else "embed"
     y, r = gained_norm(x, W["norm"], eps)
     y = all_gather("y[B_PXE, T_CY, D] -> y[B_PXE, T_C, D]", y, mesh)  # on the critical path
-    loss, dy, dU = chunked_loss(y, W[table], targets, weights, terms, table == "embed", mesh, CHUNK, gradients)
-    if dy is None or dU is None:
+    given = W[table], targets, weights, terms, table == "embed", mesh, CHUNK, gradients
+    loss, dy, dU = chunked_loss(y, *given, frozen=frozen)
+    if dy is None:
         return loss, None, {}
     dy = reduce_scatter("dy[B_PXE, T_C, D] {U_Y} -> dy[B_PXE, T_CY, D]", dy, mesh)  # on the critical path
     dx, dnorm = gained_norm_vjp(x, W["norm"], r, dy)
-    return loss, dx, {"norm": dnorm, table: dU}
+    return loss, dx, {} if dU is None else {"norm": dnorm, table: dU}
 
 
 def loss(
@@ -130,11 +139,14 @@ def loss(
     return VocabLoss.apply(hidden, unembed, targets, w, setting)[0]
 
 
-def chunked_loss(x, U, targets, weights, terms: Terms, tied: bool, mesh, chunk_bytes: int, gradients: bool):
+def chunked_loss(
+    x, U, targets, weights, terms: Terms, tied: bool, mesh, chunk_bytes: int, gradients: bool, frozen: bool = False
+):
     """x[B_PXE, T_C, D], targets[B_PXE, T_C], weights[B_PXE, T_C] -> Loss[] {U_PXECY}
 
-    and, with `gradients`, dx[B_PXE, T_C, D] {U_Y} and dU[D, V_Y] {U_PXEC} (tied: dE[V_Y, D]); else None. What the
-    chunks add up is held in float64, their dU in float32 at least: in bfloat16 each chunk would round the sum again.
+    and, with `gradients`, dx[B_PXE, T_C, D] {U_Y} and dU[D, V_Y] {U_PXEC} (tied: dE[V_Y, D]); else None, as is dU of a
+    `frozen` U. What the chunks add up is held in float64, their dU in float32 at least: in bfloat16 each chunk would
+    round the sum again.
     """
     rows, start, dU = x.flatten(0, 1), 0, None
     weights = weights.detach()  # which nothing is differentiated by
@@ -146,14 +158,12 @@ def chunked_loss(x, U, targets, weights, terms: Terms, tied: bool, mesh, chunk_b
         term, dlogits = chunk_loss(some, U, ids, w, terms, tied, mesh, gradients)
         loss = loss + term
         if dx is not None:
-            dU = chunk_gradients(some, U, dlogits, tied, dx[start : start + len(some)], dU)
-            dU = dU if count == 1 else dU.to(torch.promote_types(dU.dtype, torch.float32))
+            dU = chunk_gradients(some, U, dlogits, tied, dx[start : start + len(some)], dU, frozen)
+            dU = dU if count == 1 or dU is None else dU.to(torch.promote_types(dU.dtype, torch.float32))
             start += len(some)
         del dlogits  # before the next chunk's are made
     loss = loss.to(torch.promote_types(x.dtype, torch.float32))
-    if dx is None or dU is None:
-        return loss, None, None
-    return loss, dx.view_as(x), dU.to(U.dtype)
+    return loss, None if dx is None else dx.view_as(x), None if dU is None else dU.to(U.dtype)
 
 
 def chunk_loss(x, U, targets, w, terms: Terms, tied: bool, mesh, gradients: bool):
@@ -193,11 +203,13 @@ def chunk_loss(x, U, targets, w, terms: Terms, tied: bool, mesh, gradients: bool
     return loss, dlogits.to(x.dtype)
 
 
-def chunk_gradients(x, U, dlogits, tied: bool, dx, dU):
-    """Of x[R_PXEC, D], dlogits[R_PXEC, V_Y]: dU[D, V_Y] {U_PXEC}, added to the one before; dx[R_PXEC, D] {U_Y} is
-    written to its place."""
+def chunk_gradients(x, U, dlogits, tied: bool, dx, dU, frozen: bool = False):
+    """Of x[R_PXEC, D], dlogits[R_PXEC, V_Y]: dU[D, V_Y] {U_PXEC}, added to the one before, unless it is `frozen`;
+    dx[R_PXEC, D] {U_Y} is written to its place."""
     V, dV = ("E[V_Y, D]", "dE[V_Y, D]") if tied else ("U[D, V_Y]", "dU[D, V_Y]")
     einsum(f"dlogits[R_PXEC, V_Y] * {V} -> dx[R_PXEC, D] {{U_Y}}", dlogits, U, out=dx)
+    if frozen:
+        return None
     line = f"x[R_PXEC, D] * dlogits[R_PXEC, V_Y] -> {dV} {{U_PXEC}}"
     if dU is None or dU.dtype == x.dtype:
         return einsum(line, x, dlogits, out=dU, add=dU is not None)

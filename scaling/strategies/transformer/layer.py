@@ -25,6 +25,7 @@ from scaling.models.pointwise import gained_norm, gained_norm_vjp
 from scaling.models.rope import rotate
 from scaling.strategies.transformer.experts import experts, experts_backward
 from scaling.strategies.transformer.latent import latent_attention, latent_attention_backward
+from scaling.strategies.transformer.lora import adapter_gradients
 
 Halves = tuple[Values, Values]  # what is saved of attention, and of the MLP
 
@@ -65,7 +66,7 @@ def layer(W: dict, x: Tensor, at: Context, gone: frozenset[str] = REMAT["none"])
 def layer_backward(W: dict, dx: Tensor, saved: Halves, at: Context, scale: float = 1.0) -> tuple[Tensor, dict]:
     """dx[B_PXE, T_CY, D] -> (dx, dW typed as W and unreduced over the tokens' axes).
 
-    `scale`: the cotangent of the experts' terms.
+    Of a layer with adapters, W["lora"], dW has their gradients alone. `scale`: the cotangent of the experts' terms.
     """
     a, m = saved
     if "mid" not in m:
@@ -77,7 +78,7 @@ def layer_backward(W: dict, dx: Tensor, saved: Halves, at: Context, scale: float
     back = latent_attention_backward if at.config.latent else attention_backward
     dIn, dW = back(W, at.drop(dMid, "attention"), a, at)
     dW = dW | dW_mlp
-    return dIn.add_(dMid), {name: dW[name] for name in W}
+    return dIn.add_(dMid), {name: dW[name] for name in W.get("lora", W)}
 
 
 def normed_stream(x: Tensor, gain: Tensor, at: Context) -> Values:
@@ -118,12 +119,12 @@ def attention_backward(W: dict, dAttn: Tensor, s: Values, at: Context) -> tuple[
         dy = einsum(line, dHead, own[name], out=dy, add=True)
     dy = reduce_scatter("dy[B_PXE, T_C, D] {U_Y} -> dy[B_PXE, T_CY, D]", dy, mesh, async_op=True)  # critical
     line = "dAttn[B_PXE, T_C, D] * O[B_PXE, T_C, N_Y, H] -> dW_O[N_Y, H, D] {U_PXEC}"  # D, scattered next, outermost
-    dW["W_O"] = einsum(line, dAttn, s["O"])
+    dW |= weight_gradient(W, "W_O", line, dAttn, s["O"])
     line = "y[B_PXE, T_C, D] * dQ[B_PXE, T_C, N_Y, H] -> dW_Q[D, N_Y, H] {U_PXEC}"
-    dW["W_Q"] = einsum(line, s["y"], dQ)
+    dW |= weight_gradient(W, "W_Q", line, s["y"], dQ)
     for dHead, name in ((dK, "W_K"), (dV, "W_V")):
         line = "y[B_PXE, T_C, D] * dK[B_PXE, T_C, K_Y, H] -> dW_K[D, K_Y, H] {U_PXEC}"
-        dW[name] = in_place(einsum(line, s["y"], dHead), W[name], at)
+        dW |= weight_gradient(W, name, line, s["y"], dHead, at)
     dx, dW["norm_attn"] = gained_norm_vjp(s["x"], W["norm_attn"], s["r"], wait(dy))
     return dx, dW
 
@@ -155,13 +156,30 @@ def mlp_backward(W: dict, dOut: Tensor, s: Values, at: Context) -> tuple[Tensor,
         dy = einsum(line, dGate, W["W_gate"], out=dy, add=True)
     dy = reduce_scatter("dy[B_PXE, T_C, D] {U_Y} -> dy[B_PXE, T_CY, D]", dy, mesh, async_op=True)  # critical
     line = "y[B_PXE, T_C, D] * dTmp[B_PXE, T_C, F_Y] -> dW[D, F_Y] {U_PXEC}"
-    dW["W_in"] = einsum(line, s["y"], dTmp)
+    dW |= weight_gradient(W, "W_in", line, s["y"], dTmp)
     if "W_gate" in W:
-        dW["W_gate"] = einsum(line, s["y"], dGate)
+        dW |= weight_gradient(W, "W_gate", line, s["y"], dGate)
     line = "dOut[B_PXE, T_C, D] * Act[B_PXE, T_C, F_Y] -> dW_out[F_Y, D] {U_PXEC}"
-    dW["W_out"] = einsum(line, dOut, s["Act"])
+    dW |= weight_gradient(W, "W_out", line, dOut, s["Act"])
     dMid, dW["norm_mlp"] = gained_norm_vjp(s["mid"], W["norm_mlp"], s["r"], wait(dy))
     return dMid, dW
+
+
+def weight_gradient(W: dict, name: str, line: str, a: Tensor, b: Tensor, at: Context | None = None) -> dict[str, Any]:
+    """Return {name: dW of the line}; of a layer with adapters the gradients of the matrix's A and B, or {}.
+
+    `at` is given for KV heads, of which a rank may use only some.
+    """
+    if "lora" not in W:
+        dW = einsum(line, a, b)
+        return {name: dW if at is None else in_place(dW, W[name], at)}
+    if name not in W["lora"]:
+        return {}
+    own = W["lora"][name]
+    if at is None:
+        return {name: adapter_gradients(own, line, a, b)}
+    found = adapter_gradients(own | {"B": seen_heads({name: own["B"]}, at)[name]}, line, a, b)
+    return {name: found | {"B": in_place(found["B"], own["B"], at)}}
 
 
 def biased_heads_backward(W: dict, dQ: Tensor, dK: Tensor, dV: Tensor, at: Context) -> dict[str, Tensor]:

@@ -31,17 +31,16 @@ from scaling.strategies.layers import Layers
 from scaling.strategies.stage import Stage
 from scaling.strategies.transformer.ends import embed, embed_backward, head
 from scaling.strategies.transformer.layer import ROWS
-from scaling.strategies.transformer.step import (
+from scaling.strategies.transformer.moves import (
     ENDS,
     TOKENS,
-    Problem,
-    TransformerLayers,
     add_by_name,
     gathered_ends,
     moves_of,
     reduced_ends,
     totalled,
 )
+from scaling.strategies.transformer.step import Problem, TransformerLayers
 from scaling.strategies.transformer.types import padded_sizes
 
 

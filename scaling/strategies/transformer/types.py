@@ -12,19 +12,31 @@ from typing import Any
 from scaling.common.arguments import one_of
 from scaling.configs import Config
 from scaling.models.leaves import AXES, KV_HEADS, check_computed, types_of, without
+from scaling.models.lora import Lora, adapter_specs
 from scaling.spec import ShardingError, mesh_sizes, parse
 
 
-def specs(config: Config, mesh, *, zero: int = 3, schedule=None) -> dict:
+def specs(config: Config, mesh, *, zero: int = 3, schedule=None, lora: Lora | None = None) -> dict:
     """The types of the params as they are stored, a tree like the params of `models.transformer`.
 
     zero 3: matrices are sharded over X as well (FSDP); 0, 1 and 2: replicated over X (1 and 2 shard the gradients and
     the optimizer's state: `grad_specs`). W_K and W_V have no Y where |Y| does not divide K: each rank then computes
     the KV heads that its query heads see. A vocabulary that does not divide is padded (`padded_sizes`). ShardingError
-    for an axis that a Transformer cannot use, and where heads, features or experts do not divide.
+    for an axis that a Transformer cannot use, and where heads, features or experts do not divide. With `lora` the tree
+    has the types of adapters, too, under "lora".
     """
     one_of("zero", zero, (0, 1, 2, 3))
-    return _as_text(_specs(config, tuple(mesh_sizes(mesh).items()), zero))
+    found = _as_text(_specs(config, tuple(mesh_sizes(mesh).items()), zero))
+    if lora is None:
+        return found
+    lora.check(config)
+    if mesh_sizes(mesh).get("Z", 1) > 1 or zero != 3:
+        raise ShardingError(
+            f"{config.name}: adapters on {mesh} with zero {zero}\n"
+            "  rule: adapters are not computed over a pipeline's stages Z, nor beside weights that X replicates\n"
+            "  fix: give the ranks of Z to X or Y, and zero 3"
+        )
+    return found | {"lora": adapter_specs(config, lora, found)}
 
 
 def grad_specs(config: Config, mesh, *, zero: int = 3, schedule=None) -> dict:

@@ -1,0 +1,150 @@
+"""Low-rank adapters as values: how they start, their sum with the params, and PEFT's files of them.
+
+A folder of PEFT's has adapter_config.json, and in adapter_model.safetensors lora_A[R, inputs] and lora_B[outputs, R] of
+each layer's matrix, under the name that the matrix has in a Hugging Face folder. Needs safetensors, the extra `hf`.
+"""
+
+import json
+import math
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from scaling import tree
+from scaling.collectives import einsum
+from scaling.common.arguments import read_table
+from scaling.configs import Config
+from scaling.mesh import AbstractMesh
+from scaling.models.hf import safetensors
+from scaling.models.hf_layout import FileLayout, leaf_layouts
+from scaling.models.leaves import leaves_of, specs_of
+from scaling.models.lora import MATRICES, Lora, adapter_specs, product_line, sizes_of
+from scaling.spec import parse
+
+CONFIG, FILE, PREFIX = "adapter_config.json", "adapter_model.safetensors", "base_model.model."
+# What PEFT may say that is not computed here, and what it says where it asks for nothing:
+REFUSED = {
+    "use_dora": False, "bias": "none", "modules_to_save": None, "rank_pattern": {}, "alpha_pattern": {},
+    "lora_bias": False, "fan_in_fan_out": False, "layer_replication": None, "target_parameters": None,
+    "trainable_token_indices": None, "alora_invocation_tokens": None, "use_qalora": False, "use_bdlora": None,
+}  # fmt: skip
+
+
+def init(config: Config, lora: Lora, seed: int = 0, dtype=torch.float32, device=None, *, mesh=None, specs=None) -> dict:
+    """Return adapters that change nothing yet: A normal with variance 1/(its inputs), B zeros.
+
+    `specs` are the types of the params on the `mesh`. The values are the same on every mesh.
+    """
+    lora.check(config)
+    if mesh is None:
+        mesh, device = AbstractMesh({}), device or "cpu"
+    how, leaves = {}, leaves_of(config)["layers"]
+    for name in lora.on:
+        std = math.prod(config.sizes[dim] for dim in leaves[name].start) ** -0.5
+        how[name] = {"A": tree.Normal(std), "B": tree.Constant(0.0)}
+    types = {"lora": adapter_specs(config, lora, specs)}
+    return tree.init({"lora": how}, types, sizes_of(config, lora), mesh, seed, dtype, device)["lora"]
+
+
+def merged(params: dict, adapters: Mapping, lora: Lora, config: Config, specs: Mapping | None = None) -> dict:
+    """Return the params with W + s A B in place of each adapted W, typed as before: nothing is sent."""
+    types = (specs_of(config) if specs is None else specs)["layers"]
+    layers = params["layers"] | {
+        name: _sum(product_line(str(types[name]), leaves_of(config)["layers"][name].start), W, own, lora.scale)
+        for name, own in adapters.items()
+        for W in (params["layers"][name],)
+    }
+    return params | {"layers": layers}
+
+
+def merged_layer(W: dict, adapters: Mapping, lines: Mapping[str, str], scale: float) -> dict:
+    """Return one layer's weights with W + s A B in place of each adapted W, by the lines of `product_line`."""
+    return W | {name: _sum(lines[name], W[name], own, scale) for name, own in adapters.items()}
+
+
+def _sum(line: str, W: Tensor, own: Mapping[str, Tensor], scale: float) -> Tensor:
+    return torch.add(W, einsum(line, own["A"], own["B"]).to(W.dtype), alpha=scale)
+
+
+def load(folder: "str | Path", config: Config) -> tuple[Lora, dict]:
+    """Return (lora, adapters), whole and on the CPU, of a PEFT folder.
+
+    Raises:
+        ValueError: adapters that are not computed here, or of another model.
+    """
+    folder = Path(folder)
+    for name in (CONFIG, FILE):
+        if not (folder / name).is_file():
+            raise ValueError(f"{folder}: has no {name}\n  fix: give a folder that PEFT's save_pretrained wrote")
+    table = read_table(folder / CONFIG)
+    asked = [f"{key}={table[key]!r}" for key, none in REFUSED.items() if (table.get(key) or none) != none]
+    asked += [] if table.get("peft_type") == "LORA" else [f"peft_type={table.get('peft_type')!r}"]
+    if asked:
+        raise ValueError(
+            f"{folder / CONFIG}: {', '.join(asked)}: not computed here\n"
+            "  rule: an adapter is W + s A B, of one rank on every layer, without biases\n"
+            "  fix: merge it into the model by PEFT's merge_and_unload, and give the merged folder"
+        )
+    tensors = safetensors().torch.load_file(folder / FILE)
+    layouts = {name: layout for name, layout in leaf_layouts(config)["layers"].items() if name in MATRICES}
+    there = {name for name, _, key in _keys(layouts, config) if key in tensors}
+    on = tuple(name for name in MATRICES if name in there)
+    rank, alpha = table["r"], float(table["lora_alpha"])
+    lora = Lora(rank, on, alpha * math.sqrt(rank) if table.get("use_rslora") else alpha)
+    if not on:
+        raise ValueError(f"{folder}: has no adapter of {config.name}\n  fix: give adapters of this model")
+    lora.check(config)
+    adapters, types = {}, adapter_specs(config, lora)
+    for name, part, key in _keys({name: layouts[name] for name in on}, config):
+        shape = _shape(layouts[name], part, config, rank)
+        if (found := tensors.pop(key, None)) is None or tuple(found.shape) != shape:
+            what = "is missing" if found is None else f"is of shape {tuple(found.shape)}, not {shape}"
+            what = f"{folder / FILE}: {key} {what}: an adapter of {config.name}"
+            raise ValueError(f"{what}\n  fix: give adapters of this model")
+        adapters.setdefault(name, {}).setdefault(part, []).append(found.T)
+    if tensors:
+        raise ValueError(
+            f"{folder / FILE}: {min(tensors)} is left over: {config.name} has no such adapter"
+            "\n  fix: give adapters of this model"
+        )
+    whole = tree.map(lambda text: parse(text).global_shape(sizes_of(config, lora)), types)
+    return lora, {
+        name: {part: torch.stack(rows).reshape(whole[name][part]) for part, rows in parts.items()}
+        for name, parts in adapters.items()
+    }
+
+
+def save(folder: "str | Path", config: Config, lora: Lora, adapters: Mapping, base: str = "") -> None:
+    """Write whole adapters as a PEFT folder; `base` is the name or the folder of the model that they are of."""
+    folder, tensors = Path(folder), {}
+    layouts = {name: leaf_layouts(config)["layers"][name] for name in lora.on}
+    place: dict[tuple[str, str], int] = {}
+    for name, part, key in _keys(layouts, config):
+        l = place[name, part] = place.get((name, part), -1) + 1
+        rows, columns = _shape(layouts[name], part, config, lora.rank)
+        tensors[key] = adapters[name][part][l].detach().cpu().reshape(columns, rows).T.contiguous()
+    modules = sorted(layout.name.split(".")[-2] for layout in layouts.values())
+    table = {
+        "peft_type": "LORA", "task_type": "CAUSAL_LM", "base_model_name_or_path": base, "r": lora.rank,
+        "lora_alpha": lora.alpha, "lora_dropout": 0.0, "target_modules": modules, "bias": "none",
+        "fan_in_fan_out": False, "inference_mode": True, "init_lora_weights": True,
+    }  # fmt: skip
+    folder.mkdir(parents=True, exist_ok=True)
+    safetensors().torch.save_file(tensors, folder / FILE, metadata={"format": "pt"})
+    (folder / CONFIG).write_text(json.dumps(table, indent=2) + "\n")
+
+
+def _keys(layouts: Mapping[str, FileLayout], config: Config) -> Iterator[tuple[str, str, str]]:
+    """Yield (leaf, "A" or "B", the tensor's name) of every adapter, layer by layer."""
+    for name, layout in layouts.items():
+        for tensor in layout.tensors(config.sizes):
+            for part in "AB":
+                yield name, part, f"{PREFIX}{tensor.removesuffix('weight')}lora_{part}.weight"
+
+
+def _shape(layout: FileLayout, part: str, config: Config, rank: int) -> tuple[int, int]:
+    """Return the shape that a file has of A or B."""
+    outputs, inputs = layout.shape(config.sizes)
+    return (rank, inputs) if part == "A" else (outputs, rank)

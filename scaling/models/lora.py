@@ -1,0 +1,80 @@
+"""Low-rank adapters (LoRA, Hu et al. 2021, arXiv:2106.09685): of some matrices W the sum W + s A B is used.
+
+W stays as it is and has no gradient and no optimizer state; the factors A and B are trained. Their types follow from
+the type of W in `models.leaves`: A has its inputs and R, B has R and its outputs.
+
+    W_Q[L_Z, D_X, N_Y, H]      A[L_Z, D_X, R]       B[L_Z, R, N_Y, H]
+    W_O[L_Z, N_Y, H, D_X]      A[L_Z, N_Y, H, R]    B[L_Z, R, D_X]
+
+So s A B is a product of shards, typed as W, for which nothing is sent. Adapters are a tree beside the params,
+{"W_Q": {"A": ..., "B": ...}}. The sum has the dtype of W: what is trained is what a merged model computes.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+from scaling.configs import Config
+from scaling.models.leaves import LAYER, leaves_of, specs_of
+from scaling.spec import Spec, parse
+
+MATRICES = tuple(name for name in LAYER if name in ("W_Q", "W_K", "W_V", "W_O", "W_in", "W_gate", "W_out"))
+
+
+@dataclass(frozen=True)
+class Lora:
+    """Which matrices have adapters, of which rank R, and alpha: the product A B is multiplied by s = alpha / R."""
+
+    rank: int
+    on: tuple[str, ...] = ("W_Q", "W_V")
+    alpha: float = 16.0
+
+    @property
+    def scale(self) -> float:
+        """The factor s."""
+        return self.alpha / self.rank
+
+    def check(self, config: Config) -> None:
+        """Raise ValueError unless the model has these matrices, and no others of the same name."""
+        leaves = leaves_of(config)["layers"]
+        able = [name for name in MATRICES if name in leaves and "E" not in parse(leaves[name].trained).dim_names]
+        if config.latent or config.dense_layers:
+            able = []
+        if wrong := [name for name in self.on if name not in able] or ([""] if not self.on or not able else []):
+            fix = f"choose among {', '.join(able)}" if able else "train all of its params, without adapters"
+            raise ValueError(
+                f"{config.name}: no adapter is computed for {wrong[0] or 'any leaf'}\n"
+                "  rule: adapters are of matrices of attention with heads, and of MLPs without experts\n"
+                f"  fix: {fix}"
+            )
+        if len({*self.on}) < len(self.on) or self.rank < 1:
+            what = f"rank {self.rank} on {', '.join(self.on)}"
+            raise ValueError(f"adapters of {what}\n  fix: give a rank of at least 1, and each matrix once")
+
+
+def sizes_of(config: Config, lora: Lora) -> dict[str, int]:
+    """Return the sizes of the model's dims, and of R."""
+    return config.sizes | {"R": lora.rank}
+
+
+def adapter_specs(config: Config, lora: Lora, specs: Mapping | None = None) -> dict[str, dict[str, str]]:
+    """Return the types of adapters, as those of the params are sharded; by default whole."""
+    layers = (specs_of(config) if specs is None else specs)["layers"]
+    return {name: factors(str(layers[name]), leaves_of(config)["layers"][name].start) for name in lora.on}
+
+
+@lru_cache(maxsize=4096)
+def factors(weight: str, inputs: str) -> dict[str, str]:
+    """Return the types of A and B for a matrix of this type, stacked over its first dim, with these inputs."""
+    (stack, *rest), R = parse(weight).dims, ("R", ())
+    split = [[dim for dim in rest if (dim[0] in inputs) == is_input] for is_input in (True, False)]
+    return {"A": str(Spec("A", (stack, *split[0], R))), "B": str(Spec("B", (stack, R, *split[1])))}
+
+
+@lru_cache(maxsize=4096)
+def product_line(weight: str, inputs: str, stacked: bool = True) -> str:
+    """Return the line of A B for a matrix of this type; without `stacked`, of one layer."""
+    types: Any = [parse(text) for text in (*factors(weight, inputs).values(), weight)]
+    A, B, W = (spec if stacked else Spec(spec.name, spec.dims[1:]) for spec in types)
+    return f"{A} * {B} -> {W}"

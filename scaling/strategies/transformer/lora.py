@@ -1,0 +1,65 @@
+"""Adapters in the layers of a step: the gradients of A and B without that of W.
+
+Of a product Out = x (W + s A B) the gradient of the weight is dW = x^T dOut, and
+
+    dA = s dW B^T = x^T (dOut sB^T)        dB = s A^T dW = (x sA)^T dOut
+
+so that dW, as large as W, is never computed: only products with the rank R.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import lru_cache
+from typing import Any
+
+from torch import Tensor
+
+from scaling import tree
+from scaling.collectives import einsum
+from scaling.configs import Config
+from scaling.models.adapters import merged_layer
+from scaling.models.leaves import leaves_of
+from scaling.models.lora import Lora, product_line
+from scaling.spec import Spec, parse_line
+
+
+def adapted(gather: Callable, structure: Any, lora: Lora, config: Config, types: Mapping) -> Callable:
+    """Return `gather(leaves, mesh)` of layers with adapters: they are added to the stored shards before these are
+    gathered, and come, times s, for the gradients."""
+    starts = {name: leaf.start for name, leaf in leaves_of(config)["layers"].items() if name in lora.on}
+    lines = {name: product_line(str(types[name]), start, False) for name, start in starts.items()}
+
+    def f(leaves: Sequence[Tensor], mesh) -> Any:
+        W = structure.unflatten(leaves)
+        scaled = tree.map(lambda x: x * lora.scale, W["lora"])
+        return gather(tree.leaves(merged_layer(W, W["lora"], lines, lora.scale) | {"lora": scaled}), mesh)
+
+    return f
+
+
+def adapter_gradients(own: Mapping[str, Tensor], line: str, a: Tensor, b: Tensor) -> dict[str, Tensor]:
+    """Return dA and dB for the line of dW, "x[..] * dOut[..] -> dW[..]" with its operands in either order.
+
+    `own`: the layer's A and B, times s.
+    """
+    first, down, dA, up, dB = _lines(line, own["A"].dim() - 1)
+    x, dOut = (a, b) if first else (b, a)
+    return {
+        "A": einsum(dA, x, einsum(down, dOut, own["B"])),
+        "B": einsum(dB, einsum(up, x, own["A"]), dOut),
+    }
+
+
+@lru_cache(maxsize=4096)
+def _lines(line: str, inputs: int) -> tuple[bool, str, str, str, str]:
+    """Return whether x comes first in the line, and the lines of dOut B^T, dA, x A and dB; `inputs`: so many dims of W
+    are inputs."""
+    parsed = parse_line(line)
+    dims, partial, R = parsed.result.dims, parsed.result.unreduced, ("R", ())
+    first = dims[0][0] in parsed.operands[0].dim_names
+    x, dOut = parsed.operands if first else parsed.operands[::-1]
+    tokens = tuple(dim for dim in x.dims if dim in dOut.dims)
+    over_in, over_out = ([axis for _, axes in some for axis in axes] for some in (dims[:inputs], dims[inputs:]))
+    A, B = Spec("A", (*dims[:inputs], R)), Spec("B", (R, *dims[inputs:]))
+    low, high = (Spec("h", (*tokens, R)).with_unreduced(over) for over in (over_out, over_in))
+    dA, dB = A.with_unreduced([*partial, *over_out]), B.with_unreduced([*partial, *over_in])
+    return first, f"{dOut} * {B} -> {low}", f"{x} * {low} -> {dA}", f"{x} * {A} -> {high}", f"{high} * {dOut} -> {dB}"

@@ -1,0 +1,183 @@
+"""Low-rank adapters beside one device, whose autograd differentiates W + s A B, and beside PEFT: losses, gradients of A
+and B, merged weights. Nothing else has a gradient, and no product is as large as that of a whole matrix's gradient."""
+
+import json
+import re
+
+import pytest
+import torch
+from problems import close
+
+from scaling import tree
+from scaling.configs import Config
+from scaling.mesh import AbstractMesh
+from scaling.models import adapters, hf
+from scaling.models import transformer as model
+from scaling.models.lora import Lora
+from scaling.spec import ShardingError, present
+from scaling.strategies import transformer
+from scaling.trace import trace
+
+PLAIN = Config("plain", 2, 16, 24, 4, 2, 8, 32)
+RICH = PLAIN.with_(name="rich", attention_bias=True, qk_norm=True, tied=True, window=(None, 5))
+QWEN = PLAIN.with_(name="qwen", qk_norm=True, tied=True)
+EXPERTS = PLAIN.with_(name="experts", E=4, k=2, aux_coef=0.1)
+EVERY = Lora(3, ("W_Q", "W_K", "W_V", "W_O", "W_in", "W_gate", "W_out"), 6.0)
+CASES = [
+    (PLAIN, EVERY, {"X": 1}, {}),
+    (PLAIN, EVERY, {"X": 2}, {"microbatches": 2}),
+    (PLAIN, EVERY, {"Y": 4}, {"remat": "block"}),  # two ranks share a KV head
+    (RICH, EVERY, {"X": 2, "Y": 2}, {"keep_weights": True}),
+    (RICH.with_(gated=False), Lora(2, ("W_in", "W_K")), {"C": 2, "Y": 2}, {"microbatches": 2, "scale": 64.0}),
+    (PLAIN, Lora(4, ("W_Q", "W_V")), {"P": 2, "X": 2}, {}),
+    (EXPERTS, Lora(2, ("W_Q", "W_O")), {"X": 2, "E": 2}, {}),
+]
+
+
+def drawn(config, lora):
+    """Params, adapters that change something, and a batch."""
+    params, own = model.init(config, 0, torch.float64), adapters.init(config, lora, 1, torch.float64)
+    g = torch.Generator().manual_seed(2)
+    own = tree.map(lambda W: W + 0.1 * torch.randn(W.shape, dtype=W.dtype, generator=g), own)
+    tokens, targets = torch.randint(0, config.V, (2, 8, 16), generator=g)
+    targets[torch.rand(targets.shape, generator=g) < 0.2] = -100
+    return params, own, tokens, targets
+
+
+def one_device(config, lora):
+    params, own, tokens, targets = drawn(config, lora)
+    own = tree.map(torch.Tensor.requires_grad_, own)
+    layers = params["layers"] | {
+        name: params["layers"][name] + lora.alpha / lora.rank
+        * (each["A"].flatten(1, -2) @ each["B"].flatten(2)).view(params["layers"][name].shape)
+        for name, each in own.items()
+    }  # fmt: skip
+    loss = model.loss(params | {"layers": layers}, tokens, config=config, targets=targets)
+    grads = torch.autograd.grad(loss, tree.leaves(own))
+    return loss.detach(), tree.unflatten(own, grads), tree.map(torch.Tensor.detach, layers)
+
+
+def on_mesh(mesh, config, lora, options):
+    params, own, tokens, targets = drawn(config, lora)
+    zero = options.get("zero", 3)
+    types = transformer.specs(config, mesh, zero=zero, lora=lora)
+    held = transformer.shard(params, config, mesh, zero=zero)
+    held |= {"lora": tree.shard(own, types["lora"], mesh)}
+    tokens, targets = (tree.shard(x, present("t[B_PXE, T_C]", mesh), mesh) for x in (tokens, targets))
+    with trace() as log:
+        loss, grads = transformer.loss_and_grads(held, tokens, targets, config, mesh, lora=lora, **options)
+    without = {name: value for name, value in options.items() if name == "zero"}
+    alone = transformer.loss(held, tokens, targets, config, mesh, lora=lora, **without)
+    whole = adapters.merged({n: W for n, W in held.items() if n != "lora"}, held["lora"], lora, config, types)
+    made = {str(event.after) for event in log.events}
+    assert not [line for line in made if line.startswith(tuple(f"d{name}[" for name in (*EVERY.on, "U", "E")))]
+    return (
+        loss,
+        alone,
+        tree.unshard(grads, {"lora": types["lora"]}, mesh),
+        transformer.unshard(whole, config, mesh, zero=zero)["layers"],
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("mesh", "config", "lora", "options"),
+    [pytest.param(sizes, *own, options, id=f"{own[0].name} {sizes}") for *own, sizes, options in CASES],
+)
+def test_adapters_train_as_on_one_device(mesh, config, lora, options):
+    wanted, grads, layers = one_device(config, lora)
+    loss, alone, found, merged = on_mesh(mesh, config, lora, options)
+    close([loss, alone], [wanted, wanted])
+    close(found, {"lora": grads})
+    close(merged, layers)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A model's folder, beside which tests write."""
+    path = tmp_path_factory.mktemp("model")
+    hf.save(path, QWEN, drawn(QWEN, EVERY)[0])
+    return path
+
+
+def test_adapter_files_are_read_as_they_were_written(folder):
+    _, own, *_ = drawn(QWEN, EVERY)
+    adapters.save(folder / "adapter", QWEN, EVERY, own, base=str(folder))
+    lora, again = adapters.load(folder / "adapter", QWEN)
+    assert lora == EVERY
+    close(again, own, 1e-300)
+
+
+WRONG = {
+    "peft_type='IA3'": {"peft_type": "IA3"},
+    "use_dora=True": {"use_dora": True},
+    "modules_to_save=['lm_head']": {"modules_to_save": ["lm_head"]},
+    "is of shape (3, 16), not (4, 16)": {"r": 4},
+}
+
+
+@pytest.mark.parametrize("said", WRONG)
+def test_adapters_that_are_not_computed_are_refused(folder, said):
+    adapters.save(folder / "wrong", QWEN, EVERY, drawn(QWEN, EVERY)[1])
+    path = folder / "wrong" / adapters.CONFIG
+    path.write_text(json.dumps(json.loads(path.read_text()) | WRONG[said]))
+    with pytest.raises(ValueError, match=re.escape(said)):
+        adapters.load(folder / "wrong", QWEN)
+
+
+def test_adapters_of_another_model_are_refused(folder):
+    adapters.save(folder / "deep", PLAIN.with_(L=3), EVERY, drawn(PLAIN.with_(L=3), EVERY)[1])
+    for config, said in (
+        (PLAIN, "layers.2.mlp.down_proj.lora_A.weight is left over"),
+        (PLAIN.with_(L=4), "is missing"),
+    ):
+        with pytest.raises(ValueError, match=said):
+            adapters.load(folder / "deep", config)
+    for config, lora, said in (
+        (EXPERTS, EVERY, "no adapter is computed for W_in"),
+        (PLAIN.with_(gated=False), EVERY, "no adapter is computed for W_gate"),
+        (PLAIN, Lora(2, ("W_Q", "W_Q")), "each matrix once"),
+        (PLAIN, Lora(0), "a rank of at least 1"),
+    ):
+        with pytest.raises(ValueError, match=said):
+            transformer.specs(config, AbstractMesh({"X": 2}), lora=lora)
+    with pytest.raises(ShardingError, match="pipeline's stages"):
+        transformer.specs(PLAIN, AbstractMesh({"Z": 2}), lora=EVERY)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing:FutureWarning")
+def test_adapters_are_pefts(folder, monkeypatch):
+    """Logits, gradients and files, compared with PEFT around transformers' model, whose casts to float32 are casts to
+    float64."""
+    peft, transformers = pytest.importorskip("peft"), pytest.importorskip("transformers")
+    params, own, tokens, targets = drawn(QWEN, EVERY)
+    adapters.save(folder / "theirs", QWEN, EVERY, own, base=str(folder))
+    for place, name in ((torch, "float32"), (torch, "float")):
+        monkeypatch.setattr(place, name, torch.float64)
+    monkeypatch.setattr(torch.Tensor, "float", torch.Tensor.double)
+    base = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64, attn_implementation="eager")
+    theirs = peft.PeftModel.from_pretrained(base, folder / "theirs", is_trainable=True)
+    logits = theirs(tokens).logits
+    merged = adapters.merged(params, own, EVERY, QWEN)
+    close([model.forward(merged, tokens, config=QWEN)], [logits.detach()])
+    torch.nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten()).backward()
+    theirs.save_pretrained(folder / "again")
+    lora, read = adapters.load(folder / "again", QWEN)
+    assert lora == EVERY
+    close(read, own)
+    for W in theirs.parameters():
+        W.data = W.grad if W.grad is not None else W.data
+    theirs.save_pretrained(folder / "gradients")
+    close(adapters.load(folder / "gradients", QWEN)[1], one_device(QWEN, EVERY)[1])
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing:FutureWarning")
+def test_merged_weights_are_pefts(folder):
+    peft, transformers = pytest.importorskip("peft"), pytest.importorskip("transformers")
+    params, own, *_ = drawn(QWEN, EVERY)
+    adapters.save(folder / "merge", QWEN, EVERY, own)
+    base = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64)
+    peft.PeftModel.from_pretrained(base, folder / "merge").merge_and_unload().save_pretrained(folder / "merged")
+    close(hf.load(folder / "merged")[1], adapters.merged(params, own, EVERY, QWEN))
