@@ -15,9 +15,12 @@ from scaling.spec import Spec
 
 
 class DimPart(NamedTuple):
+    """A dim, or a part of a merged one. `mixed`: arrays were joined in it, so the devices' blocks are not in order."""
+
     size: int
     name: "str | None" = None
     axes: "tuple[str, ...] | None" = None
+    mixed: bool = False
 
 
 Dim = tuple[DimPart, ...]  # from major to minor; a dim that was not merged is one piece
@@ -98,8 +101,8 @@ def size_along(dim: Dim) -> int:
 
 def is_interleaved(dim: Dim) -> bool:
     """Return whether a merged dim's blocks lie between one another: another dim of several elements is before a split
-    one, so that a device's elements are not side by side in the whole array."""
-    return any(
+    one, or arrays were joined in it, so that a device's elements are not side by side in the whole array."""
+    return any(part.mixed for part in dim) or any(
         part.axes and any(before.size > 1 and before.axes is not None for before in dim[:i])
         for i, part in enumerate(dim)
     )
@@ -113,7 +116,12 @@ def meeting_dim(a: Dim, b: Dim) -> "Dim | None":
         if any(p.axes != q.axes and None not in (p.axes, q.axes) for p, q in zip(a, b, strict=True)):
             return a if axes_along(a) == axes_along(b) else None
         return tuple(
-            DimPart(p.size, (p.name or q.name) if p.name == q.name or None in (p.name, q.name) else None, axes)
+            DimPart(
+                p.size,
+                (p.name or q.name) if p.name == q.name or None in (p.name, q.name) else None,
+                axes,
+                p.mixed or q.mixed,
+            )
             for p, q, axes in ((p, q, q.axes if p.axes is None else p.axes) for p, q in zip(a, b, strict=True))
         )
     if None in (axes_along(a), axes_along(b)):

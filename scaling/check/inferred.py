@@ -77,7 +77,7 @@ def _inferred(
     if own := own_part(name, args, kwargs, operands):
         return found, NotInferred(own)
     shares = frozenset().union(*(x.shares for x in operands))
-    if op_kind(name) == "divides" and isinstance(args[1], (int, float)):
+    if op_kind(name) == "divides" and isinstance(args[1], (int, float)) and args[1] > 1:
         shares |= {int(args[1])}
     return [held._replace(shares=shares | held.shares) for held in found], None
 

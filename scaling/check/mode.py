@@ -9,6 +9,7 @@ import optree
 import torch
 from torch import Tensor
 
+from scaling.algebra.labels import argument
 from scaling.algebra.law import Illegal
 from scaling.algebra.ops import op_kind
 from scaling.check.compared import at_hand
@@ -21,6 +22,7 @@ from scaling.common.torch_private import TorchDispatchMode, storage_of
 
 MADE = ("rand", "randn", "randint", "randperm", "zeros", "ones", "full", "empty")
 FITTED = ("adds", "multiplies", "divides", "nonlinear", "contracts")
+ROWS = ("select", "unbind")  # views of single rows
 PARTS = ("slice", "split", "split_with_sizes", "narrow", "chunk", "split_copy")
 
 
@@ -42,6 +44,7 @@ class Judge(TypedLines, TorchDispatchMode):
     def __init__(self, report: Judgement, sizes: "Mapping[str, int] | None" = None):
         TorchDispatchMode.__init__(self)
         TypedLines.__init__(self, report, sizes)
+        self.own_rows: dict[str, frozenset[str]] = {}  # where each device takes a row of its own, over which axes
         self.ring: set[str] = set()  # axes along which blocks may yet be passed on
         self.first_hops: list[tuple[Set[str], tuple[str, str, str, str]]] = []  # (axes, what is found if it is none)
 
@@ -83,6 +86,8 @@ class Judge(TypedLines, TorchDispatchMode):
             if name in PARTS:
                 self.cut(tensors[0], results[0])
             self.wrong(view_error(name, args, kwargs, self.held(tensors[0])), tensors)
+            if name in ROWS and (axes := axes_along(self.held(tensors[0]).dims[argument(args, kwargs, 1, "dim", 0)])):
+                self.own_rows[self.place()] = frozenset(axes)
             for x in results:
                 self.held(x)  # which splits the pieces
         elif name == "copy":
@@ -222,6 +227,11 @@ class Judge(TypedLines, TorchDispatchMode):
         for axes, finding in self.first_hops:
             if not axes <= self.passed_on:
                 self.find(*finding)
+        for place, axes in self.own_rows.items():
+            if not axes <= self.apart | self.passed_on:  # stages and rings mean their own
+                self.skip(
+                    f"each device takes a row of its own part of what is split over {', '.join(sorted(axes))}", place
+                )
         never = [(line, place, "in flight") for pending, place, line in self.pending if pending.finish is not None]
         never += [(product.line, place, "deferred") for product, place in self.deferred.values()]
         for line, place, what in never:

@@ -65,8 +65,8 @@ def _transformer(kind: str, mesh: Any) -> None:
     )
     options = {"weights": weights, "label_smoothing": 0.1, "z_loss": 0.01}
     options |= {"segments": segments} if mesh.sizes.get("C") else {}
-    strategy.loss(params, tokens, targets, config, mesh, **options)
     if {*mesh.sizes} & {*"CZE"}:  # their gradients' lines say less than what the engine does around them
+        strategy.loss(params, tokens, targets, config, mesh, **options)
         return
     ends = import_module("scaling.strategies.transformer.ends")  # in here, where modules tell their types
     hidden, U = (torch.zeros(shape, device="meta") for shape in ((*tokens.shape, config.D), (config.D, config.V)))

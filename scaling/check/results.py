@@ -218,8 +218,9 @@ def _with_blocks(found: HeldType, operands: list[HeldType], at: int) -> HeldType
         return found
     names, axes = {name_along(dim) for dim in own}, axes_along(own[0])
     dim: Dim = (DimPart(size_along(found.dims[at]), names.pop() if len(names) == 1 else None, axes),)
-    if axes and len({size_along(each) for each in own}) == 1 and len(own) > 1:
-        dim = (DimPart(len(own)), *own[0])
+    if axes and len(own) > 1:
+        alike = len({size_along(each) for each in own}) == 1
+        dim = (DimPart(len(own)), *own[0]) if alike else (dim[0]._replace(mixed=True),)
     return found._replace(dims=(*found.dims[:at], dim, *found.dims[at + 1 :]))
 
 

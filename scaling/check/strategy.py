@@ -35,6 +35,7 @@ class Passes(NamedTuple):
         types: those of the params.
         grads: those of the gradients.
         places: the lines of the forward and of the backward.
+        ways: options of the backward, each of which is run: ZeRO's stages.
     """
 
     forward: Callable | None
@@ -43,6 +44,7 @@ class Passes(NamedTuple):
     types: Mapping[str, Spec]
     grads: Mapping[str, Spec]
     places: tuple[str, str]
+    ways: tuple[dict[str, Any], ...] = ({},)
 
 
 def _passes(module: Any, keep: bool) -> Passes:
@@ -77,8 +79,11 @@ def _passes(module: Any, keep: bool) -> Passes:
     if not hasattr(module, "STRATEGY"):  # its backward is one layer's
         of_users = {}
 
-    def back_through(*given: Any) -> tuple[Any, dict]:
-        dIn, found = of_users.get("backward", strategy.backward)(*given, **options)
+    own_backward = of_users.get("backward", strategy.backward)
+    ways = ({}, {"stage": 1}) if "stage" in inspect.signature(own_backward).parameters else ({},)
+
+    def back_through(*given: Any, **way: Any) -> tuple[Any, dict]:
+        dIn, found = own_backward(*given, **options, **way)
         return dIn, {W: torch.stack(dW) if isinstance(dW, list) else dW for W, dW in found.items()}
 
     def update(found: Mapping[str, Tensor], params: Mapping[str, Tensor], mesh: Any) -> Mapping[str, Tensor]:
@@ -89,7 +94,7 @@ def _passes(module: Any, keep: bool) -> Passes:
     updates = update if {"init", "update"} <= {*of_users} else None
     later = strategy.layer_backward, strategy.reduce, strategy.reduce_slow
     places = _place_in(module, strategy.layer_forward, strategy.gather), _place_in(module, *later)
-    return Passes(through, back_through, updates, types, grads, places)
+    return Passes(through, back_through, updates, types, grads, places, ways)
 
 
 def _place_in(module: Any, *functions: "Callable | None") -> str:
@@ -117,12 +122,15 @@ def run_layers(name: "str | Any", keep: bool, mesh: Any) -> None:
         watch.told(made, Out, f"forward returns Out, SPECS says {Out}", forward_place)
     if not found.backward:
         return
-    dIn, grads = found.backward(given(Out), saved, params, mesh)
-    watch.told(dIn, In, f"backward returns dIn, SPECS says {In}", backward_place)
-    if set(grads) != set(found.grads):
-        raise ValueError(f"backward returns gradients of {sorted(grads)}\n  fix: one of each of {sorted(found.grads)}")
-    for W, dW in grads.items():
-        watch.told(dW, found.grads[W], f"backward returns d{W}, SPECS says {found.grads[W]}", backward_place)
+    grads: dict = {}
+    for way in found.ways[::-1]:
+        dIn, grads = found.backward(given(Out), saved, params, mesh, **way)
+        watch.told(dIn, In, f"backward returns dIn, SPECS says {In}", backward_place)
+        if set(grads) != set(found.grads):
+            fix = f"fix: one of each of {sorted(found.grads)}"
+            raise ValueError(f"backward returns gradients of {sorted(grads)}\n  {fix}")
+        for W, dW in grads.items():
+            watch.told(dW, found.grads[W], f"backward returns d{W}, SPECS says {found.grads[W]}", backward_place)
     if found.update:
         for W, new in found.update(grads, params, mesh).items():
             watch.told(new, found.types[W], f"update returns {W}, SPECS says {found.types[W]}", backward_place)

@@ -213,8 +213,8 @@ class TypedLines(KnownArrays):
         dims = held.dims[len(held.dims) - len(line.result.dims) :]
         for dim, (name, was), (_, now) in zip(dims, line.operands[0].dims, line.result.dims, strict=False):
             if was != now and is_interleaved(dim):
-                what = f"{name} was merged of dims of which a later one is split: its blocks are interleaved"
-                text += "\n  " + said(what, "split", "move the axes before the dims are merged")
+                what = f"{name} was merged or joined of dims of which a later one is split: its blocks are interleaved"
+                text += "\n  " + said(what, "split", "move the axes before that")
                 self.find("split", text, held.place, place)
 
     def defer(self, product: Deferred) -> Deferred:
