@@ -140,8 +140,7 @@ def _placed(op: LabelledOp, kind: str, operands: list[HeldType], shape: Sizes) -
         op = op._replace(inputs=inputs)
     if kind in ("picks", "joins") or op.name in (*PARTS, *OWN_PARTS):
         op = op._replace(whole=())
-    if _turned(op, operands):
-        raise Illegal("two dims meet in the other order", RULES["dims"], "transpose one of them first", "dims")
+    _refuse_turned(op, operands)
     free = tuple((None,) * len(x.dims) for x in operands[len(op.inputs) :])
     op = op._replace(inputs=(*op.inputs, *free))
     dims, chosen = dict[str, Dim](), list[str]()
@@ -173,14 +172,13 @@ def _placed(op: LabelledOp, kind: str, operands: list[HeldType], shape: Sizes) -
     return HeldType(made, unreduced, parts, "ring" if ring else "", through=look_up_over(chosen) if chosen else "")
 
 
-def _turned(op: LabelledOp, operands: list[HeldType]) -> bool:
-    """Return whether two dims of one operand meet the same two dims of another in the other order."""
+def _refuse_turned(op: LabelledOp, operands: list[HeldType]) -> None:
+    """Refuse two dims of one operand that meet the same two dims of another in the other order."""
     names = [dict(zip(own, map(name_along, x.dims), strict=True)) for own, x in zip(op.inputs, operands, strict=False)]
     for other in names[1:]:
         met = {a: other[label] for label, a in names[0].items() if a is not None and label in other}
         if any(b is not None and met.get(b) == a != b for a, b in met.items()):
-            return True
-    return False
+            raise Illegal("two dims meet in the other order", RULES["dims"], "transpose one of them first", "dims")
 
 
 def _through(name: str, kind: "str | None", args: tuple, operands: list[HeldType]) -> str:
@@ -238,7 +236,10 @@ def _written(operands: list[HeldType], rows: HeldType, name: str) -> HeldType:
 def _attention_backward(name: str, operands: list[HeldType]) -> list[HeldType]:
     """The gradient of queries is summed over the keys, those of keys and values over the queries."""
     dO, Q, K, V = operands[:4]
-    kept_over(name, ((0,),), [_layout(x).unreduced for x in (dO, Q, K, V)], ())
+    inputs = tuple("BHTE"), tuple("BHTD"), ("B", None, None, "D"), ("B", None, None, "E")
+    op = LabelledOp(name, inputs, tuple("BHTD"), ((0,),), slices=False)
+    _refuse_turned(op, operands[:4])
+    op.infer([_layout(x) for x in operands[:4]])
     summed = [(Q, K), (K, Q), (V, Q)]
     over = [(x, frozenset(axes_along(y.dims[2]) or ()) | (dO.unreduced or frozenset())) for x, y in summed]
     return [HeldType(x.dims, axes, "sum" if axes else "") for x, axes in over]

@@ -92,6 +92,14 @@ def test_a_fault_of_a_whole_statement_is_found(file, pattern, edit, rule):
     assert {*found} == {rule} or rule not in ("result", "derivative")
 
 
+@pytest.mark.slow
+def test_a_cotangent_of_attention_whose_dims_are_exchanged_is_found():
+    """Where a device has as many heads as a head has elements, no shape shows it."""
+    listing = "scaling/strategies/transformer/layer.py"
+    text = edited(listing, r"-> dO\[B_PXE, T_C, N_Y, H\]", "-> dO[B_PXE, T_C, H, N_Y]")
+    assert [found.rule for found in judgement(listing, text).findings] == ["split"]
+
+
 def test_beside_a_gpu_a_loss_that_is_reduced_before_it_is_differentiated_is_found_and_nothing_started(monkeypatch):
     """There a chapter's ranks cannot be forked, and it would become torchrun."""
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
