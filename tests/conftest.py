@@ -173,7 +173,7 @@ gc.disable()  # what is imported and collected stays to the end: the collector n
 def errors_unfolded(request, monkeypatch):
     """Where an error is folded hangs on how long the paths are that it names. Two modules test that it is."""
     if request.path.name not in ("test_console.py", "test_page.py"):
-        monkeypatch.setattr(console, "_told", str)
+        monkeypatch.setattr(console, "_folded", str)
 
 
 @pytest.hookimpl(tryfirst=True)

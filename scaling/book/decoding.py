@@ -15,9 +15,9 @@ def decoded(params, tokens, lengths, steps: int, config, mesh=None, form="heads"
     logits, cache = serve.prefill(params, tokens, cache, config, mesh, lengths=lengths, form=form)
     seen, logs = [logits], []
     for step in range(steps):
-        more = tokens[torch.arange(len(tokens)), lengths + step]
+        token = tokens[torch.arange(len(tokens)), lengths + step]
         with trace() as log:
-            logits, cache = serve.decode(params, more, cache, config, mesh, form=form, donate=True)
+            logits, cache = serve.decode(params, token, cache, config, mesh, form=form, donate=True)
         seen.append(logits)
         logs.append(log)
     return torch.stack(seen, 1), logs

@@ -13,8 +13,8 @@ def largest(numbers: Iterable[float], mesh=None) -> float:
 
     On a mesh it is the largest over all ranks, on every rank, since a copy may be wrong on one rank alone.
     """
-    own = max(numbers, key=lambda x: (x != x, x))
+    local = max(numbers, key=lambda x: (x != x, x))
     if mesh is None:
-        return own
-    of_rank = torch.tensor([own], dtype=torch.float64, device=mesh.device)
+        return local
+    of_rank = torch.tensor([local], dtype=torch.float64, device=mesh.device)
     return largest(unshard(f"of_rank[R_{format_axes(mesh.sizes)}]", of_rank, mesh).tolist())

@@ -130,12 +130,12 @@ def show(page: Page, strategy, train: Callable = train) -> None:
     page.same(found.memory, ["bytes on each rank", "from the types", "formula", "held"])
     text, ours = load_given_text(args, torch.device(args.device)), found.run
     page.say(f"\n{CONFIG.num_params():,} params, {args.batch} rows a step, text of {len(text):,} bytes")
-    own = beside_one_device(page, ours.losses, ours.first, found.alike, CONFIG, args)
-    if own is None:
+    single = beside_one_device(page, ours.losses, ours.first, found.alike, CONFIG, args)
+    if single is None:
         return
-    page.say(f"{ours.seconds:.1f} s on the ranks, {own.seconds:.1f} s on one device: so small a model on ranks that "
+    page.say(f"{ours.seconds:.1f} s on the ranks, {single.seconds:.1f} s on one device: so small a model on ranks that "
              "share the cores of one machine shows the algorithm, not its speed.")  # fmt: skip
-    drift, end = difference(ours.losses, own.losses), difference(ours.params, own.params)
+    drift, end = difference(ours.losses, single.losses), difference(ours.params, single.params)
     page.say(f"After {args.steps} steps in float32, rounding has grown to {drift:.0e} of a loss, {end:.0e} of a param.")
     entropy = data.order0_entropy(data.split(text)[1])
     page.say(f"Validation: {found.score:.3f} bits per byte; the order-0 entropy of the text is {entropy:.3f}.")
@@ -152,27 +152,27 @@ def beside_one_device(page: Page, losses, first, alike: list, config, args) -> T
         return None
     device = torch.device(args.device)
     text = data.split(load_given_text(args, device))[0]
-    own = one_device(config, text, args, device)
+    single = one_device(config, text, args, device)
     shown = sorted({0, *range(0, len(losses), max(1, len(losses) // 8)), len(losses) - 1})
-    bits = [[mlp.bits_per_byte(torch.tensor(each[i])).item() for i in shown] for each in (losses, own.losses)]
+    bits = [[mlp.bits_per_byte(torch.tensor(each[i])).item() for i in shown] for each in (losses, single.losses)]
     page.table([(i + 1, f"{a:.5f}", f"{b:.5f}") for i, a, b in zip(shown, *bits, strict=True)],
                ["step", "bits per byte on ranks", "on one device"])  # fmt: skip
     page.say()
-    pairs = (("loss", losses[0], own.losses[0]), ("gradients", first, own.first))
+    pairs = (("loss", losses[0], single.losses[0]), ("gradients", first, single.first))
     page.equal([*((f"first {what}, float32", difference(got, want), SINGLE) for what, got, want in pairs), *alike])
-    return own
+    return single
 
 
 def one_device(config: mlp.MLPConfig, text, args, device) -> Trained:
     """Train on one device, by autograd of the stateless module."""
-    own = mlp.init(config, args.seed, device=device)
-    state, losses, first, began = ADAMW.init(own), [], None, clock(device)
+    single = mlp.init(config, args.seed, device=device)
+    state, losses, first, began = ADAMW.init(single), [], None, clock(device)
     for _, batch in zip(range(args.steps), data.endless(text, config.K, args.batch, seed=args.seed), strict=False):
-        grads, loss = grad_and_value(mlp.loss_fn)(own, *batch, config)
+        grads, loss = grad_and_value(mlp.loss_fn)(single, *batch, config)
         first = grads if first is None else first
-        own, state = ADAMW.update(grads, state, own)
+        single, state = ADAMW.update(grads, state, single)
         losses.append(loss)
-    return Trained([float(x) for x in losses], first or {}, own, state, clock(device) - began)
+    return Trained([float(x) for x in losses], first or {}, single, state, clock(device) - began)
 
 
 def clock(device: torch.device) -> float:

@@ -159,17 +159,17 @@ def stack_equality(mesh, strategy, seed: int, steps: int = 3) -> list:
     text = data.load_text(max_bytes=50_000).to(mesh.device)
     specs, adamw = param_specs(strategy), optim.adamw(0.01)
     params = mlp.init(config, seed, torch.float64, mesh, specs)
-    own = mlp.init(config, seed, torch.float64, device=mesh.device)
-    state, own_state, size = adamw.init(params), adamw.init(own), 8 * mesh.size()
+    single = mlp.init(config, seed, torch.float64, device=mesh.device)
+    state, single_state, size = adamw.init(params), adamw.init(single), 8 * mesh.size()
     local = data.batches(text, config.K, size, mesh, batch_axes(strategy), seed)
     rows = []
     for i, batch, whole in zip(range(steps), local, data.batches(text, config.K, size, seed=seed), strict=False):
-        own_grads, own_loss = grad_and_value(mlp.loss_fn)(own, whole[0], whole[1], config)
+        single_grads, single_loss = grad_and_value(mlp.loss_fn)(single, whole[0], whole[1], config)
         loss, grads = loss_and_grads(strategy, params, batch[0], batch[1], config, mesh)
         if i == 0:
-            rows += [("loss", difference(reduced(strategy, loss, mesh), own_loss, mesh), EXACT)]
-            rows += [("every gradient", difference(tree.unshard(grads, specs, mesh), own_grads, mesh), EXACT)]
+            rows += [("loss", difference(reduced(strategy, loss, mesh), single_loss, mesh), EXACT)]
+            rows += [("every gradient", difference(tree.unshard(grads, specs, mesh), single_grads, mesh), EXACT)]
         params, state = adamw.update(grads, state, params)
-        own, own_state = adamw.update(own_grads, own_state, own)
+        single, single_state = adamw.update(single_grads, single_state, single)
     whole = tree.unshard(params, specs, mesh)
-    return [*rows, (f"params after {steps} AdamW steps", difference(whole, own, mesh), EXACT)]
+    return [*rows, (f"params after {steps} AdamW steps", difference(whole, single, mesh), EXACT)]

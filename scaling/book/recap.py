@@ -38,8 +38,8 @@ def part(path: Path) -> int:
 
 def shows(path: Path) -> str:
     """Return the first line of a chapter's docstring, without the part and the address."""
-    said = (ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or "").split("\n")[0]
-    return re.sub(r"^Part \d+[,:]? (?:and Part \d+, )?|: https:.*", "", said)
+    line = (ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or "").split("\n")[0]
+    return re.sub(r"^Part \d+[,:]? (?:and Part \d+, )?|: https:.*", "", line)
 
 
 def minutes(path: Path) -> int:

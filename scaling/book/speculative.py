@@ -18,9 +18,9 @@ from scaling.serve.sampling import draw_token
 
 def residual(p: Tensor, q: Tensor) -> Tensor:
     """Return the distribution of a token that replaces a rejected one: max(p - q, 0) over its sum; p if that is 0."""
-    more = (p - q).clamp(min=0)
-    total = more.sum(-1, keepdim=True)
-    return torch.where(total > 0, more / torch.where(total > 0, total, 1), p)
+    excess = (p - q).clamp(min=0)
+    total = excess.sum(-1, keepdim=True)
+    return torch.where(total > 0, excess / torch.where(total > 0, total, 1), p)
 
 
 def verify(p: Tensor, q: Tensor, proposed: Tensor, keep: Tensor, again: Tensor) -> tuple[Tensor, Tensor]:

@@ -118,5 +118,5 @@ def _text(value: Any) -> str:
 
 def _changed(value: Any) -> Iterator[str]:
     for field in fields(value):
-        if (own := getattr(value, field.name)) != field.default:
-            yield f"{field.name}={_text(own)}"
+        if (given := getattr(value, field.name)) != field.default:
+            yield f"{field.name}={_text(given)}"

@@ -116,9 +116,9 @@ class OnGroup(InGraph):
             works.append(self.pg.recv([blocks[block]], member, TAG))
         for _, member in self.group.others:
             works.append(self.pg.send([mine], member, TAG))
-        own = blocks[op.index]
-        if own.data_ptr() != mine.data_ptr():  # else the AllGather is in place: mine is its block of the buffer
-            own.copy_(mine)
+        slot = blocks[op.index]
+        if slot.data_ptr() != mine.data_ptr():  # else the AllGather is in place: mine is its block of the buffer
+            slot.copy_(mine)
         return works, blocks, False
 
     def scatter_sum(self, blocks: Tensor, op: Op) -> tuple[Sequence[Any], Tensor]:

@@ -72,8 +72,8 @@ class LocalProduct(NamedTuple):
             if a[i] != other[j]:
                 return False
         for operand, i, size, is_split in self.numbers:
-            own = (other if operand else a)[i]
-            if own != size and not (is_split and own and size % own == 0):
+            local = (other if operand else a)[i]
+            if local != size and not (is_split and local and size % local == 0):
                 return False
         return True
 

@@ -162,12 +162,15 @@ def _announced(line: Line, x, before: Spec, source_mesh, target_mesh, me: int) -
     learners = [rank for rank in target_mesh.ranks if rank not in source_mesh.ranks]
     teachers = {rank: source_mesh.ranks[i % len(source_mesh.ranks)] for i, rank in enumerate(learners)}
     if x is None:
-        said: list[Any] = [None, None, None]
-        dist.recv_object_list(said, teachers[me])
-        if said[0] != str(line):
-            what, rule = f"rank {teachers[me]} calls transfer: {said[0]}", "the ranks of both meshes make the same call"
+        theirs: list[Any] = [None, None, None]
+        dist.recv_object_list(theirs, teachers[me])
+        if theirs[0] != str(line):
+            what, rule = (
+                f"rank {teachers[me]} calls transfer: {theirs[0]}",
+                "the ranks of both meshes make the same call",
+            )
             refuse(f"transfer: {line}", what, rule, "write one line for all of them")
-        return said[1], said[2]
+        return theirs[1], theirs[2]
     shape = tuple(n * source_mesh.size(axes) for n, (_, axes) in zip(x.shape, before.dims, strict=True))
     for rank in (rank for rank, teacher in teachers.items() if teacher == me):
         dist.send_object_list([str(line), shape, x.dtype], rank)

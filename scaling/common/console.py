@@ -72,10 +72,10 @@ def fold(text: str, columns: int | None = None) -> str:
 
 def complain(error: object) -> None:
     """Print an error on the error stream, its lines folded and its longest words cut."""
-    print(_told(error), file=sys.stderr)
+    print(_folded(error), file=sys.stderr)
 
 
-def _told(error: object) -> str:
+def _folded(error: object) -> str:
     """Return an error's text with its lines folded and its longest words cut."""
     return fold(re.sub(rf"\S{{{WORD},}}", lambda word: shortened(word[0]), str(error)))
 
@@ -89,7 +89,7 @@ class Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         """Print the usage and the folded message, and exit with code 2."""
         self.print_usage(sys.stderr)
-        self.exit(2, _told(f"{self.prog}: error: {message}") + "\n")
+        self.exit(2, _folded(f"{self.prog}: error: {message}") + "\n")
 
 
 def integer(least: int = 0, most: int = 10**9) -> Callable[[str], int]:

@@ -108,9 +108,9 @@ def _refuse(name: str, wanted: str) -> None:
 def _refuse_other_launchers() -> None:
     """Raise a ValueError if another launcher has started several processes, since each would run the whole job."""
     for launcher, (count, number) in OTHERS.items():
-        told = [name for name, least in ((count, 2), (number, 1)) if _at_least(os.environ.get(name, ""), least)]
-        if told:
-            what = f"{launcher} has started several processes ({told[0]}={os.environ[told[0]]}), torchrun none"
+        found = [name for name, least in ((count, 2), (number, 1)) if _at_least(os.environ.get(name, ""), least)]
+        if found:
+            what = f"{launcher} has started several processes ({found[0]}={os.environ[found[0]]}), torchrun none"
             fix = "let it start torchrun once on each machine, as docs/from-laptop-to-cluster.md shows for Slurm"
             raise ValueError(f"{what}\n  rule: {RULE}\n  fix: {fix}, or start one process")
 

@@ -80,5 +80,5 @@ def run(text: str, name: str) -> dict:
 
 
 if __name__ == "__main__":
-    right, said = assess(exercise_named(sys.argv[1]), Path(sys.argv[2]).read_text(encoding="utf-8"))
-    Path(sys.argv[3]).write_text(json.dumps({"right": right, "said": said}))
+    right, message = assess(exercise_named(sys.argv[1]), Path(sys.argv[2]).read_text(encoding="utf-8"))
+    Path(sys.argv[3]).write_text(json.dumps({"right": right, "message": message}))

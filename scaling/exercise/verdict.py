@@ -20,10 +20,10 @@ class Verdict:
     """Whether an answer is right, and the judge's message."""
 
     right: bool
-    said: str
+    message: str
 
     def __str__(self) -> str:
-        return ("right: " if self.right else "not yet: ") + self.said
+        return ("right: " if self.right else "not yet: ") + self.message
 
 
 def grade(answer: "str | Path", seconds: float = SECONDS) -> Verdict:

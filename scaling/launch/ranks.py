@@ -133,12 +133,12 @@ def start(fn: Callable, sizes: Mapping[str, int], *args, device: str = "cpu", ch
     and only the failing rank's traceback.
     """
     try:
-        here = this_rank()
+        this = this_rank()
     except ValueError as error:
         sys.exit(f"ValueError: {error}")
-    if here.by_torchrun:
+    if this.by_torchrun:
         end_with_parent(os.getppid())
-    if here.size == 1:
+    if this.size == 1:
         signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that started ranks are cleaned up
         try:
             AbstractMesh(sizes)
@@ -165,11 +165,11 @@ def _as_rank(fn: Callable, sizes: Mapping[str, int], args, device: str, checked:
             result = fn(mesh, *args)
             end_alike(mesh)
     except Exception as error:
-        here = this_rank()
-        alike = isinstance(error, ShardingError) and here.rank != 0  # usually all ranks raise it
+        this = this_rank()
+        alike = isinstance(error, ShardingError) and this.rank != 0  # usually all ranks raise it
         if alike or blame_of(error) == LEFT:  # let torchrun see first the rank whose end caused this, and end this one
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
-            time.sleep(WAIT if here.local_size == here.size else WAIT_OF_MANY)
+            time.sleep(WAIT if this.local_size == this.size else WAIT_OF_MANY)
         if isinstance(error, (TimeoutError, RankEnded)):  # the message says all that the library's own frames would
             raise with_own_frames(error) from None
         raise

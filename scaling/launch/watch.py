@@ -80,22 +80,22 @@ class Voice:
     def failure(self, rank: int, error: BaseException) -> None:
         """Send the parent the error that ended this rank, and when."""
         try:
-            said = _told(rank, error)
+            said = _pickled_failure(rank, error)
         except MemoryError:  # free the rank's objects, which are no longer needed
             traceback.clear_frames(error.__traceback__)
-            said = _told(rank, error)
+            said = _pickled_failure(rank, error)
         self.pipe.send_bytes(said)
 
 
-def _told(rank: int, error: BaseException) -> bytes:
+def _pickled_failure(rank: int, error: BaseException) -> bytes:
     """Return the pickled failure, with the traceback but without its first two frames, which started the rank."""
     first = error.__traceback__ and error.__traceback__.tb_next
     frames = first and first.tb_next
     text = "".join(traceback.format_exception(type(error), error, frames))
     text = text.encode(errors="backslashreplace").decode()  # a lone surrogate cannot be printed
     places = traceback.extract_tb(frames)
-    own = [place for place in places if not place.filename.startswith(OURS)] or places
-    line = f"{own[-1].filename}:{own[-1].lineno}" if own else ""
+    users = [place for place in places if not place.filename.startswith(OURS)] or places
+    line = f"{users[-1].filename}:{users[-1].lineno}" if users else ""
     failure = Failure(blame_of(error), time.monotonic(), rank, f"raised:\n{text}", type(error).__name__, line)
     return pickle.dumps(("failed", tuple(failure)))
 

@@ -27,7 +27,7 @@ OURS = (str(Path(__file__).parents[1]), str(Path(torch.__file__).parent))  # fra
 AROUND = contextlib.__file__, runpy.__file__, "<"
 REAP = 0.5  # seconds until a process whose connections are closed is seen to have ended
 # words of the transports for a closed connection:
-GONE = ("closed by peer", "reset by peer", "Broken pipe", "error [", "remote process", "NCCL error")
+CLOSED = ("closed by peer", "reset by peer", "Broken pipe", "error [", "remote process", "NCCL error")
 RULE = "a collective ends when all ranks of its group have taken part in it"
 
 
@@ -84,7 +84,7 @@ def raise_lost(
     pg: Any,
     began: float,
     late: Sequence[int] = (),
-    gone: Sequence[int] = (),
+    closed: Sequence[int] = (),
     rule: str = RULE,
 ) -> NoReturn:
     """Raise, instead of a transport's error, one that names the call, the ranks it waited for, and for how long.
@@ -95,7 +95,7 @@ def raise_lost(
         pg: the process group, or its name.
         began: when the wait began, in seconds of time.monotonic().
         late: the members that had not answered, if that is known.
-        gone: the members whose connection was closed, if that is known.
+        closed: the members whose connection was closed, if that is known.
         rule: the rule that the ranks have broken.
 
     Raises:
@@ -105,9 +105,9 @@ def raise_lost(
     waited = time.monotonic() - began
     words = re.sub(r"^\[[^\]]*\] ", "", str(error)).partition(". This is typically")[0].strip().partition("\n")[0]
     in_time = not ("timed out" in words.lower() or "timeout" in words)
-    if in_time and not any(each in words for each in GONE):
+    if in_time and not any(each in words for each in CLOSED):
         raise error
-    who, call = _who(pg, gone if in_time else late, words, in_time), f"{call}{_asked_at(error)}"
+    who, call = _who(pg, closed if in_time else late, words, in_time), f"{call}{_asked_at(error)}"
     if not in_time:
         fix = f"find out what {who} does instead, or whether its host is lost"
         raise TimeoutError(
@@ -144,11 +144,11 @@ def _who(pg: Any, known: Sequence[int], words: str, has_ended: bool) -> str:
     members = (pg is not None and _members.get(pg)) or Members(ranks, [""] * len(ranks))
     known = (members.ended() if has_ended else []) or known
     others = [member for member in range(len(ranks)) if member != me]
-    here, address = members.hosts[me], re.search(r"\[([\w.:]+)\]:\d+", words)
+    this_host, address = members.hosts[me], re.search(r"\[([\w.:]+)\]:\d+", words)
     if has_ended and address:
         others = [member for member in others if f"({address[1]})" in members.hosts[member]] or others
     elif members.checked:
-        others = [member for member in others if members.hosts[member] != here] or others
+        others = [member for member in others if members.hosts[member] != this_host] or others
     return members.named(known or others) if known or len(others) == 1 else f"one of {members.named(others)}"
 
 

@@ -43,12 +43,12 @@ class Intent(NamedTuple):
 
         The digest covers the call and whether there is a `how`; the text shows the `how` before the call.
         """
-        said = f"{how}\n{call}".encode()[: LENGTH - 2]
+        message = f"{how}\n{call}".encode()[: LENGTH - 2]
         digest = blake2b(f"{bool(how)} {call}".encode(), digest_size=DIGEST).digest()
-        return Intent(digest, len(said).to_bytes(2, "little") + said)
+        return Intent(digest, len(message).to_bytes(2, "little") + message)
 
 
-def said_in(text: bytes) -> str:
+def message_in(text: bytes) -> str:
     """Return the text of an Intent as its rank wrote it."""
     return text[2 : 2 + int.from_bytes(text[:2], "little")].decode(errors="replace")
 
@@ -88,7 +88,7 @@ class Meeting:
             self._wait(words, word)
             if memory[words:end] != everyone:
                 time.sleep(0.001)  # texts are written before words, but some processors reorder that
-                raise different(self.axes, self.ranks, [said_in(text) for text in self.page.calls(words)])
+                raise different(self.axes, self.ranks, [message_in(text) for text in self.page.calls(words)])
 
     def _write(self, words: int, word: bytes) -> None:
         """Write this rank's word."""
@@ -153,7 +153,7 @@ class Meeting:
     def _waiting(self, rank: int, wait: Wait) -> tuple[int, str, list[int]]:
         """Return (rank, its call, the ranks that it waits for)."""
         member = self.page.meetings[wait.words][0].index(rank)
-        return rank, said_in(self.page.calls(wait.words)[member]), self.page.missing(wait)
+        return rank, message_in(self.page.calls(wait.words)[member]), self.page.missing(wait)
 
     def _let_all_find(self, stuck: Mapping[int, Wait]) -> None:
         """Stay until all ranks of the circle have found it, since the first to leave would break it for the others."""
@@ -161,8 +161,8 @@ class Meeting:
         page.set_wait(stuck[page.rank], found=True)
         while time.monotonic() - began < PATIENCE:
             waits = page.waits()
-            here = [rank for rank, wait in stuck.items() if waits.get(rank) == wait and not page.has_found(rank)]
-            if all(page.has_ended(rank) for rank in here):
+            unaware = [rank for rank, wait in stuck.items() if waits.get(rank) == wait and not page.has_found(rank)]
+            if all(page.has_ended(rank) for rank in unaware):
                 break
             time.sleep(NAP)
 
@@ -209,11 +209,11 @@ class MeetingByMessages:
                     dist.all_gather(list(calls), mine, group=pg)
             except RuntimeError as error:
                 late = [other for other in range(size) if one_by_one and not calls[other].any()]
-                gone = [member] if member >= 0 else []
-                raise_lost(error, said_in(call.text).partition("\n")[2], pg, began, late, gone, RULE)
+                closed = [member] if member >= 0 else []
+                raise_lost(error, message_in(call.text).partition("\n")[2], pg, began, late, closed, RULE)
             if not bool((calls[:, :DIGEST] == mine[:DIGEST]).all()):
-                said = [said_in(bytes(each[DIGEST:])) for each in calls.tolist()]
-                raise different(self.axes, dist.get_process_group_ranks(pg), said)
+                messages = [message_in(bytes(each[DIGEST:])) for each in calls.tolist()]
+                raise different(self.axes, dist.get_process_group_ranks(pg), messages)
 
 
 _meetings: "WeakKeyDictionary[Any, Meeting | MeetingByMessages]" = WeakKeyDictionary()  # by process group
@@ -255,9 +255,9 @@ def not_met(why: str, waits: Sequence[tuple[int, str | None, Sequence[int]]], ti
     return (ShardingError if why == CIRCLE else RankEnded)(f"{what}\n{lines}")
 
 
-def different(axes: Sequence[str], ranks: Sequence[int], said: Sequence[str]) -> ShardingError:
+def different(axes: Sequence[str], ranks: Sequence[int], messages: Sequence[str]) -> ShardingError:
     """Return the error for a meeting whose members make different calls."""
-    return ShardingError(f"the ranks along {', '.join(axes)} do not make the same call\n{_by_call(ranks, said)}")
+    return ShardingError(f"the ranks along {', '.join(axes)} do not make the same call\n{_by_call(ranks, messages)}")
 
 
 def _waits(rank: int, call: str | None, missing: Sequence[int], why: str) -> str:
@@ -268,15 +268,15 @@ def _waits(rank: int, call: str | None, missing: Sequence[int], why: str) -> str
     return f"rank {rank}: {_shown(call, False)}, waits for {who}"
 
 
-def _shown(said: str, with_how: bool) -> str:
-    how, _, text = said.partition("\n")
+def _shown(message: str, with_how: bool) -> str:
+    how, _, text = message.partition("\n")
     return f"{text}, {how}" if how and with_how else text
 
 
-def _by_call(ranks: Sequence[int], said: Sequence[str]) -> str:
+def _by_call(ranks: Sequence[int], messages: Sequence[str]) -> str:
     """Return a text of which ranks make which call; it also shows how each is run if only that differs."""
-    with_how, callers = len({_shown(each, False) for each in said}) == 1, {}
-    for rank, each in zip(ranks, said, strict=True):
+    with_how, callers = len({_shown(each, False) for each in messages}) == 1, {}
+    for rank, each in zip(ranks, messages, strict=True):
         callers.setdefault(_shown(each, with_how), []).append(rank)
     lines = ""
     for call, who in callers.items():

@@ -95,13 +95,13 @@ class Mesh(AbstractMesh):
 
         All ranks make all groups here. At a group's first use each rank might be waiting for others in another group.
         """
-        said, memory = [(mine, this_host())], None
+        messages, memory = [(mine, this_host())], None
         everyone: Any = dist.group.WORLD
         if self.size() < dist.get_world_size():
             everyone = self._new_group(self.ranks)
         if dist.get_backend() != "fake":  # torch's stand-in for a transport, with this process as its only rank
-            said, memory = self._share_page(everyone, len(sets), mine)
-        made, hosts = zip(*said, strict=True)
+            messages, memory = self._share_page(everyone, len(sets), mine)
+        made, hosts = zip(*messages, strict=True)
         if len(set(made)) > 1:
             lines = "".join(f"  rank {rank}: {each}\n" for rank, each in enumerate(made))
             raise ShardingError(

@@ -110,8 +110,8 @@ class SharedPage:
         return {rank: waits[rank] for rank in sorted(stuck)}
 
 
-def share_page(group, nbytes: int, wanted: bool, said) -> tuple[list, mmap.mmap | None]:
-    """Return (everything that the ranks of a process group `said`, memory of zeros that all of them map).
+def share_page(group, nbytes: int, wanted: bool, message) -> tuple[list, mmap.mmap | None]:
+    """Return (the messages of all ranks of a process group, memory of zeros that all of them map).
 
     The memory is None if it is not wanted, or if the ranks are not all on one machine.
     """
@@ -120,9 +120,9 @@ def share_page(group, nbytes: int, wanted: bool, said) -> tuple[list, mmap.mmap 
         file, path = _shared_file()
         os.pwrite(file, token, nbytes)
     try:
-        all_said: list = [None] * size
-        dist.all_gather_object(all_said, (said, path, token), group=group)
-        (_, path_of_all, token), memory = all_said[0], None
+        messages: list = [None] * size
+        dist.all_gather_object(messages, (message, path, token), group=group)
+        (_, path_of_all, token), memory = messages[0], None
         if path_of_all is not None:
             memory = _map(path_of_all, nbytes, token)
             mapped: list = [None] * size
@@ -133,7 +133,7 @@ def share_page(group, nbytes: int, wanted: bool, said) -> tuple[list, mmap.mmap 
             os.close(file)
         if path is not None and not path.startswith("/proc/"):
             os.unlink(path)
-    return [each for each, _, _ in all_said], memory
+    return [each for each, _, _ in messages], memory
 
 
 def _shared_file() -> tuple[int, str]:

@@ -44,19 +44,19 @@ def newton_schulz(M: Tensor, dtype: torch.dtype = torch.bfloat16) -> Tensor:
 
 @dataclass(frozen=True)
 class MatrixStack:
-    """Matrices of one shape, M[S, O, I], with their type, `here`, and their mesh (None if they are on one device)."""
+    """Matrices of one shape, M[S, O, I], with their type and their mesh (None if they are on one device)."""
 
-    here: Spec
+    type: Spec
     mesh: Any
 
     @property
     def others(self) -> tuple[str, ...]:
         """The axes of the mesh that do not split S, over which ranks can share the work on the same matrices."""
-        return () if self.mesh is None else tuple(a for a in self.mesh.sizes if a not in self.here.axes_of("S"))
+        return () if self.mesh is None else tuple(a for a in self.mesh.sizes if a not in self.type.axes_of("S"))
 
     def typed(self, S: Sequence[str] = (), O: Sequence[str] = (), I: Sequence[str] = ()) -> Spec:
         """Return the type with these axes, which for S are added to the axes that split it already."""
-        stack = (*self.here.axes_of("S"), *S)
+        stack = (*self.type.axes_of("S"), *S)
         return Spec("M", (("S", stack), ("O", tuple(O)), ("I", tuple(I))))
 
 
@@ -68,8 +68,8 @@ def newton_schulz_each(M: Tensor, dtype: torch.dtype) -> Tensor:
 def by_gathering(M: Tensor, stack: MatrixStack, dtype: torch.dtype) -> Tensor:
     """Gather M[S, O_Y, I_X] -> M[S, O, I], make it orthogonal, and return this rank's shards M[S, O_Y, I_X]."""
     whole = stack.typed()
-    X = reshard(f"{stack.here} -> {whole}", M.to(dtype), stack.mesh)
-    return reshard(f"{whole} -> {stack.here}", newton_schulz_each(X, dtype), stack.mesh)
+    X = reshard(f"{stack.type} -> {whole}", M.to(dtype), stack.mesh)
+    return reshard(f"{whole} -> {stack.type}", newton_schulz_each(X, dtype), stack.mesh)
 
 
 def by_owners(M: Tensor, stack: MatrixStack, dtype: torch.dtype, loads: list[float]) -> Tensor:
@@ -83,10 +83,10 @@ def by_owners(M: Tensor, stack: MatrixStack, dtype: torch.dtype, loads: list[flo
     padded = M.new_zeros((-(-len(M) // R) * R, *M.shape[1:]), dtype=dtype)
     padded[places] = M.to(dtype)
     owned = stack.typed(S=stack.others)
-    X = reshard(f"{stack.here} -> {owned}", padded, mesh)
+    X = reshard(f"{stack.type} -> {owned}", padded, mesh)
     count = mine[block_index(stack.others, mesh.coord, mesh)]
     X = torch.cat([newton_schulz_each(X[:count], dtype), X[count:]])
-    return reshard(f"{owned} -> {stack.here}", X, mesh)[places]
+    return reshard(f"{owned} -> {stack.type}", X, mesh)[places]
 
 
 def assigned(S: int, loads: list[float], flops: float) -> tuple[list[int], list[int]]:
@@ -112,12 +112,12 @@ def on_shards(M: Tensor, stack: MatrixStack, dtype: torch.dtype) -> Tensor:
     It computes in float32 or float64, because partial sums rounded to bfloat16 would show the mesh.
     """
     (a, b, c), mesh = COEFFICIENTS, stack.mesh
-    shape, axes = _whole(M.shape, stack), (*stack.here.axes_of("O"), *stack.here.axes_of("I"))
+    shape, axes = _whole(M.shape, stack), (*stack.type.axes_of("O"), *stack.type.axes_of("I"))
     tall = shape[1] > shape[2]
     split = stack.typed(O=axes) if tall else stack.typed(I=axes)
-    X = reshard(f"{stack.here} -> {split}", M.to(torch.promote_types(dtype, torch.float32)), mesh)
+    X = reshard(f"{stack.type} -> {split}", M.to(torch.promote_types(dtype, torch.float32)), mesh)
     X = X.mT if tall else X
-    over, stacked = format_axes(axes), format_axes(stack.here.axes_of("S"))
+    over, stacked = format_axes(axes), format_axes(stack.type.axes_of("S"))
     stacked = f"S_{stacked}" if stacked else "S"
     squares = all_reduce(f"n[{stacked}] {{U_{over}}} -> n[{stacked}]", X.square().sum((1, 2)), mesh)
     X = X / squares.sqrt().clamp(min=EPS)[:, None, None]
@@ -125,7 +125,7 @@ def on_shards(M: Tensor, stack: MatrixStack, dtype: torch.dtype) -> Tensor:
         A = all_reduce(f"A[{stacked}, O, P] {{U_{over}}} -> A[{stacked}, O, P]", X @ X.mT, mesh)
         X = torch.baddbmm(X, torch.baddbmm(A, A, A, beta=b, alpha=c), X, beta=a)
     X = X.mT.contiguous() if tall else X
-    return reshard(f"{split} -> {stack.here}", X, mesh)
+    return reshard(f"{split} -> {stack.type}", X, mesh)
 
 
 def form_costs(
@@ -139,7 +139,7 @@ def form_costs(
     """
     mesh, (S, O, I) = stack.mesh, _whole(shape, stack)
     n, m, size = min(O, I), max(O, I), dtype_bytes(dtype)
-    shards, ranks = mesh.size((*stack.here.axes_of("O"), *stack.here.axes_of("I"))), mesh.size(stack.others)
+    shards, ranks = mesh.size((*stack.type.axes_of("O"), *stack.type.axes_of("I"))), mesh.size(stack.others)
     one, moved, share = n * m * size, shards > 1, -(-S // ranks)  # bytes of a matrix; matrices of the fullest rank
     found = {"gathered": S * matrix_flops(n, m) + intensity * S * one * moved}
     places = share * ranks * one  # AllToAll there and back; AllGather to the ranks that hold the same shards
@@ -156,14 +156,14 @@ def orthogonal(M: Tensor, stack: MatrixStack, dtype: torch.dtype, form: str, loa
         return newton_schulz_each(M, dtype)
     if form == "owned":
         return by_owners(M, stack, dtype, loads.setdefault(stack.others, [0.0] * stack.mesh.size(stack.others)))
-    split = any(stack.here.axes_of(dim) for dim in "OI")
+    split = any(stack.type.axes_of(dim) for dim in "OI")
     run: Callable[..., Tensor] = on_shards if form == "on_shards" and split else by_gathering
     return run(M, stack, dtype)
 
 
 def _whole(shape: Sequence[int], stack: MatrixStack) -> tuple[int, int, int]:
     """Return (S, O, I) of this rank's stack of whole matrices."""
-    size = [1 if stack.mesh is None else stack.mesh.size(stack.here.axes_of(dim)) for dim in "OI"]
+    size = [1 if stack.mesh is None else stack.mesh.size(stack.type.axes_of(dim)) for dim in "OI"]
     return shape[0], shape[1] * size[0], shape[2] * size[1]
 
 

@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from scaling import collectives as c
 from scaling.launch import run
 from scaling.mesh import AbstractMesh, Mesh
-from scaling.mesh.meeting import Intent, Meeting, meeting, said_in
+from scaling.mesh.meeting import Intent, Meeting, meeting, message_in
 from scaling.mesh.meshes import LONGER
 from scaling.mesh.page import DIGEST, LENGTH, PLACES, ROW, WORD, SharedPage, Wait
 from scaling.spec import ShardingError, parse
@@ -160,7 +160,7 @@ def test_ranks_that_make_different_meshes_are_told_at_once_and_the_group_can_sti
 def test_a_long_call_is_shown_by_its_beginning():
     for length in (0, LENGTH - 4, LENGTH - 3, LENGTH - 2, 2 * LENGTH):
         call = Intent.of("x" * length)
-        assert said_in(call.text) == "\n" + "x" * min(length, LENGTH - 3)
+        assert message_in(call.text) == "\n" + "x" * min(length, LENGTH - 3)
         assert len(call.text) <= LENGTH  # its place on the page
 
 
