@@ -11,8 +11,7 @@ import json
 import sys
 from pathlib import Path
 
-from scaling.exercise.compared import described
-from scaling.exercise.kinds import KINDS
+from scaling.exercise.kinds import KINDS, described
 from scaling.exercise.page import Exercise, exercise_named
 
 ALLOWED = {

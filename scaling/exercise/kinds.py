@@ -5,13 +5,27 @@ shards: the judge checks its types, ranks its results, and the trace the bytes i
 work for each rank: whether it runs, how long it takes, and how much it keeps
 """
 
+import math
+import re
+import traceback
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
+from typing import Any
 
-from scaling.exercise.compared import mismatch, ranks_say
+import torch
+
+from scaling import launch
+from scaling.check import judge
 from scaling.exercise.page import Exercise
+from scaling.mesh import AbstractMesh
 from scaling.schedules.schedule import from_orders
 from scaling.schedules.simulator import Deadlock, simulate
+from scaling.spec import ShardingError, block_index, parse
+from scaling.spec.sizes import parse_mesh
+from scaling.trace import trace
+from scaling.trace.peak import peak_memory
+
+NEAR = 1e-9  # relative tolerance of results in float64
 
 
 def say(exercise: Exercise, names: Mapping, text: str) -> tuple[bool, str]:
@@ -67,6 +81,177 @@ def order(exercise: Exercise, names: Mapping, text: str) -> tuple[bool, str]:
             f"a rank keeps {live} microbatches where {exercise.data['live']} are enough: it runs too far ahead",
         )
     return True, f"it takes {span:g}, and no rank keeps more than {live} microbatches"
+
+
+def mismatch(given: Any, wanted: Any) -> str:
+    """Return the mistake in a value, in words; "" if it is right.
+
+    A text with brackets is a type, which must have the same dims and axes; a number must be within 1%.
+    """
+    if isinstance(wanted, str) and "[" in wanted:
+        try:
+            same = parse(str(given)).same_sharding(parse(wanted))
+        except ShardingError as error:
+            return str(error)
+        return "" if same else "that is a type, and not this one's"
+    if isinstance(wanted, str):
+        return "" if str(given).strip().lower() == wanted.lower() else "that is not it"
+    if isinstance(wanted, (list, tuple)):
+        return "" if list(wanted) == list(given if isinstance(given, (list, tuple)) else [given]) else "that is not it"
+    if isinstance(given, bool) or not isinstance(given, (int, float)):
+        return "a number is asked for"
+    return (
+        "" if math.isclose(given, wanted, rel_tol=0.01) else "that is too " + ("much" if given > wanted else "little")
+    )
+
+
+def ranks_say(exercise: Exercise, names: Mapping, text: str) -> tuple[bool, str]:
+    """Judge a function of shards: its types on an abstract mesh, its results on ranks in float64, and its bytes.
+
+    The exercise's data has `fn`, the function's name; `mesh`; `args`: {name: type}, in the function's order, before the
+    mesh; `sizes` of the dims; `returns`: {name: type}, in their order; `best`: the least bytes that a rank can send;
+    `peak`: the bytes that a rank holds at its peak in the best known answer, which is reported with other answers;
+    `typed = false` if types are not judged.
+    """
+    data = exercise.data
+    sizes = parse_mesh(data["mesh"])
+    if data["fn"] not in names:
+        return False, f"there is no function {data['fn']}"
+    if data.get("typed", True):
+        returns = list(data["returns"].values())
+        wanted = returns[0] if len(returns) == 1 else tuple(returns)
+        try:
+            mesh = AbstractMesh(sizes)
+            report = judge(names[data["fn"]], *data["args"].values(), mesh, mesh=mesh, returns=wanted)
+        except Exception as error:
+            return False, described(error, exercise.name)
+        results = _tuple(report.result)
+        if report.result is not None and len(results) != len(returns):
+            return False, f"it returns {len(results)} results where {len(returns)} are asked for: {', '.join(returns)}"
+        if report.findings:
+            return False, f"{report.findings[0].message}"
+    try:
+        seen = launch.run(on_rank, sizes, exercise, text, timeout=20)
+    except Exception as error:
+        return False, described(error, exercise.name)
+    for i, name in enumerate(data["returns"]):
+        if any(rank[0][i] for rank in seen):
+            return False, _hint(exercise, name, [rank[0][i] for rank in seen])
+    sent = max(rank[1] for rank in seen)
+    if sent > data["best"]:
+        return False, f"the results are right, but a rank sends {sent:,} bytes where {data['best']:,} are enough"
+    held, least = peak_of(exercise, names[data["fn"]]), data["peak"]
+    known = "the least known" if held <= least else f"where {least:,} are enough: what could be gathered later?"
+    return (
+        True,
+        f"as on one device. A rank sends {sent:,} bytes, the least known; at its peak it holds {held:,}, {known}",
+    )
+
+
+def peak_of(exercise: Exercise, fn: Callable) -> int:
+    """Return the bytes that a rank holds at its peak, counted on an abstract mesh."""
+    data = exercise.data
+    mesh, shards = AbstractMesh(parse_mesh(data["mesh"]), backend="gloo"), []
+    for spec in map(parse, data["args"].values()):
+        dtype = torch.int64 if spec.name in data.get("whole", {}) else torch.float64
+        shards.append(torch.empty(spec.local_shape(data["sizes"], mesh), dtype=dtype, device="meta"))
+    with peak_memory() as memory:
+        fn(*shards, mesh)
+    return memory.peak
+
+
+def on_rank(mesh, exercise: Exercise, text: str) -> tuple[list[str], int]:
+    """Run an answer on one rank.
+
+    Returns the mistake in each result ("" if it is right), and the bytes that the rank sends.
+    """
+    data = exercise.data
+    here, names = dict[str, Any](), dict[str, Any](__name__=exercise.name)
+    exec(compile(exercise.dense, "dense", "exec"), here)
+    exec(compile(text, f"{exercise.name}.py", "exec"), names)
+    rng = torch.Generator().manual_seed(0)
+    specs = [parse(of) for of in data["args"].values()]
+    terms = [_terms(spec, data, rng, mesh) for spec in specs]
+    whole = [x.sum(0) for x in terms]
+    own = [x[block_index(spec.unreduced, mesh.coord, mesh)] for x, spec in zip(terms, specs, strict=True)]
+    shards = [_part(x, spec, data["sizes"], mesh) for x, spec in zip(own, specs, strict=True)]
+    with trace() as log:
+        results = names[data["fn"]](*shards, mesh)
+    results, wanted = _tuple(results), _tuple(here["dense"](*whole))
+    if len(results) != len(wanted):
+        return [f"{len(results)} results where {len(wanted)} are asked for"] * len(wanted), log.wire_bytes
+    slips: dict[str, Any] = {"torch": torch}
+    exec(compile(exercise.slips, "slips", "exec"), slips)
+    known = {fn.__doc__: _tuple(fn(*whole, mesh.rank)) for fn in slips.values() if hasattr(fn, "__code__")}
+    wrong = []
+    for i, (got, want, of) in enumerate(zip(results, wanted, data["returns"].values(), strict=True)):
+        hints = {hint: values[i] for hint, values in known.items()}
+        wrong.append(_wrong(got, want, hints, parse(of), data["sizes"], mesh))
+    return wrong, log.wire_bytes
+
+
+def _tuple(results) -> tuple:
+    return results if isinstance(results, tuple) else (results,)
+
+
+def _terms(spec, data, rng, mesh) -> torch.Tensor:
+    """Return the whole array's terms, one for each block along the axes that it is unreduced over."""
+    count = math.prod(mesh.sizes[axis] for axis in spec.unreduced)
+    shape = (count, *spec.global_shape(data["sizes"]))
+    if below := data.get("whole", {}).get(spec.name):
+        return torch.randint(below, shape, generator=rng)
+    return torch.randn(shape, generator=rng, dtype=torch.float64)
+
+
+def _part(x, spec, sizes, mesh, coord=None):
+    return x[spec.slices(sizes, mesh, coord or mesh.coord)].clone()
+
+
+def _wrong(got, whole, hints, spec, sizes, mesh) -> str:
+    """Return the mistake in a rank's result, in words; `hints` is {hint: the result of a known slip}."""
+    want = _part(whole, spec, sizes, mesh)
+    if not isinstance(got, torch.Tensor):
+        return f"is {type(got).__name__} where an array is asked for"
+    if got.shape != want.shape:
+        return f"has shape {tuple(got.shape)}, where {spec} is {tuple(want.shape)} here"
+    if torch.isnan(got).any():
+        return "has NaN in it"
+    if torch.allclose(got, want, rtol=NEAR, atol=NEAR * float(want.abs().max())):
+        return ""
+    for hint, value in hints.items():
+        if value is not None and torch.allclose(got, _part(value, spec, sizes, mesh)):
+            return f"differs: {hint}"
+    if not got.any():
+        return "is zero"
+    ratio = float((got * want).sum() / (want * want).sum())
+    if torch.allclose(got, ratio * want, rtol=1e-6, atol=1e-6 * float(want.abs().max())):
+        return f"is {ratio:.4g} times what it should be"
+    for rank in range(mesh.size()):
+        if torch.allclose(got, _part(whole, spec, sizes, mesh, mesh.coord_of(rank))):
+            return f"is the block that rank {rank} should have"
+    off = float((got - want).abs().max() / want.abs().max())
+    return f"differs by {off:.2g} of its largest element"
+
+
+def _hint(exercise: Exercise, name: str, wrong: list[str]) -> str:
+    """Return the mistake in a result and its ranks, in words, with the hint if the slip is known."""
+    first = next(word for word in wrong if word)
+    right = [str(rank) for rank, word in enumerate(wrong) if not word]
+    where = f" on rank {wrong.index(first)}; ranks {', '.join(right)} are right" if right else " on every rank"
+    for slip in exercise.data.get("slips", ()):
+        if slip["name"] == name and slip["value"] in first:
+            return f"{name} {first}{where}: {slip['hint']}"
+    return f"{name} {first}{where}"
+
+
+def described(error: BaseException, name: str) -> str:
+    """Return the message of an answer's error on this or another rank, with the answer's line where it occurred."""
+    lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == f"{name}.py"]
+    text, kind = str(error), type(error).__name__
+    lines += [int(number) for number in re.findall(rf'"{name}\.py", line (\d+)', text)]
+    said = text.strip().splitlines()
+    last = text if kind == "ShardingError" else said[-1] if kind == "RankError" and said else f"{kind}: {text}"
+    return f"{f'line {lines[-1]}: ' if lines else ''}{last}"
 
 
 Grader = Callable[[Exercise, Mapping, str], tuple[bool, str]]

@@ -7,7 +7,6 @@ In `meeting` the ranks of a group compare their next calls, through the shared m
 """
 
 from scaling.mesh.abstract import AbstractMesh, Group
-from scaling.mesh.meshes import Mesh
-from scaling.mesh.world import TIMEOUT, check_device, join_world
+from scaling.mesh.meshes import TIMEOUT, Mesh, check_device, join_world
 
 __all__ = ["TIMEOUT", "AbstractMesh", "Group", "Mesh", "check_device", "join_world"]

@@ -1,4 +1,4 @@
-"""The mesh that runs: this process is one of its ranks, and it makes the process groups along its axes."""
+"""The mesh that runs: this process joins the run as one of its ranks, and makes the process groups along its axes."""
 
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
@@ -8,16 +8,39 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from scaling.common.torchrun import this_host, world_size
+from scaling.common.torchrun import this_host, this_rank, world_size
 from scaling.mesh.abstract import AbstractMesh, Group
 from scaling.mesh.lost import Members, hold_members
 from scaling.mesh.meeting import MESHES, Intent, Meeting, MeetingByMessages, hold_meeting, made_alone, meeting
 from scaling.mesh.page import SharedPage, share_page
-from scaling.mesh.world import TIMEOUT, check_device, join_world
 from scaling.spec import ShardingError, block_index
 from scaling.spec.sizes import format_sizes
 
+TIMEOUT = 120.0  # seconds that a collective waits for the other ranks before it raises
 LONGER = 5  # a call that has begun fails after this many timeouts; its group is then lost
+
+
+def check_device(device) -> None:
+    """Raise a ShardingError for a device that this machine, or this torch, does not have."""
+    if torch.device(device).type == "cuda" and not torch.cuda.is_available():
+        raise ShardingError(f"device {device}: torch finds no GPU here\n  fix: leave the device out, to run on the CPU")
+
+
+def join_world(device, timeout: float = TIMEOUT, store=None, rank: int = -1, world: int = -1) -> None:
+    """Join the run's process group: gloo on CPU, NCCL on CUDA. Without a store, torchrun's environment says where."""
+    device = torch.device(device)
+    backend = "gloo"
+    if device.type == "cuda":
+        local = rank if store is not None else this_rank().local_rank
+        if local >= torch.cuda.device_count():
+            have = torch.cuda.device_count()
+            raise ValueError(
+                f"rank {local} needs its own GPU, but there are {have}\n  fix: use fewer ranks, or the cpu"
+            )
+        torch.cuda.set_device(local)
+        backend = "nccl"
+    where = {"store": store, "rank": rank, "world_size": world} if store is not None else {}
+    dist.init_process_group(backend, timeout=timedelta(seconds=timeout), **where)
 
 
 class Mesh(AbstractMesh):

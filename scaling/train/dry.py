@@ -14,8 +14,7 @@ from scaling.configs import Config
 from scaling.cost.counted import CountedStep, weighted_sum
 from scaling.cost.memory import ROOM
 from scaling.cost.units import significant
-from scaling.mesh import AbstractMesh
-from scaling.mesh.world import check_device
+from scaling.mesh import AbstractMesh, check_device
 from scaling.spec.sizes import format_sizes
 from scaling.strategies.channels import AHEAD
 from scaling.trace.count import Between, counted_step

@@ -13,14 +13,14 @@ from machine import RankFailed
 
 from scaling import launch
 from scaling.exercise import __main__ as command
-from scaling.exercise import compared, exercise_named, exercises, grade, new
+from scaling.exercise import exercise_named, exercises, grade, kinds, new
 from scaling.exercise.judge import assess
 
 ANSWERS = {path.stem: tomllib.loads(path.read_text()) for path in sorted(Path(__file__).parent.glob("answers/*.toml"))}
 
 
 def judged_on_rank(mesh, name: str, text: str):
-    return compared.on_rank(mesh, exercise_named(name), text)
+    return kinds.on_rank(mesh, exercise_named(name), text)
 
 
 @pytest.mark.parametrize("name", ANSWERS)
@@ -33,7 +33,7 @@ def test_the_solution_and_the_planted_slips(ranks, monkeypatch, name):
         except RankFailed:
             return launch.run(fn, sizes, exercise, text, timeout=timeout)
 
-    monkeypatch.setattr(compared, "launch", SimpleNamespace(run=run))
+    monkeypatch.setattr(kinds, "launch", SimpleNamespace(run=run))
     right, wrong = ANSWERS[name]["right"], ANSWERS[name]["wrong"]
     assert 3 <= len(wrong) <= 5
     assert not assess(exercise_named(name), new(name))[0]  # what is handed out
