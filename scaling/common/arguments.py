@@ -25,7 +25,7 @@ def positive(**values) -> None:
 def not_negative(**values) -> None:
     """Raise a ValueError that names the first value which is negative or not a number (or a tensor of one number)."""
     for name, value in values.items():
-        number = value.item() if hasattr(value, "numel") and value.numel() == 1 else value
+        number: Any = value.item() if hasattr(value, "numel") and value.numel() == 1 else value
         if isinstance(number, bool) or not isinstance(number, (int, float, Real)) or not 0 <= number < math.inf:
             _refuse(name, value, "must be a number, zero or more", "give a finite one, at least 0")
 
