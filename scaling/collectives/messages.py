@@ -28,7 +28,7 @@ PAIRS = "to each send belongs a recv on the other rank, and to each recv a send,
 def send(line: str, x: Tensor, mesh, axis: str, to: int, *, async_op: bool = False):
     """Send x to the rank at `to` along the axis, which calls `recv` with the same type.
 
-    It is not differentiable alone; `ppermute` is.
+    A send cannot be differentiated, since its transpose is on another rank; `ppermute` can.
     """
     group, event = _ready("Send", line, x, mesh, axis, to, async_op)
     works: list[Any] = []

@@ -56,8 +56,8 @@ def message_in(text: bytes) -> str:
 class Meeting:
     """The place where the members of one group along `axes`, set number `of_set` of the page, meet.
 
-    Nobody overwrites a meeting's words before all members have read them: whoever does so has come to the meeting after
-    the next one, and for that all had to leave this one.
+    A group's meetings alternate between two places. Nobody overwrites a place before all members have read it, because
+    whoever returns to it has passed the meeting in between, to which every member came after leaving this one.
     """
 
     def __init__(self, page: SharedPage, of_set: int, axes: Sequence[str], timeout: float):
