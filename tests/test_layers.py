@@ -27,7 +27,7 @@ NO_TORCH = {"common", "spec", "algebra", "schedules", "hardware", "configs", "co
 JUDGE = "additive compared contracts held inferred known library mode programs results run strategy typed watched"
 TORCH_BY_NAME = {"scaling.hardware.systolic", "scaling.common.torch_private"}
 TORCH_BY_NAME |= {f"scaling.check.{name}" for name in JUDGE.split()}  # which runs files
-TORCH_BY_NAME |= {f"scaling.plan.{name}" for name in ("choose", "transformer_step")}
+TORCH_BY_NAME |= {f"scaling.plan.{name}" for name in ("choose", "own_run", "transformer_step")}
 EXTRAS = "matplotlib safetensors tokenizers huggingface_hub gguf jupytext nbclient nbformat IPython jinja2 starlette"
 OPTIONAL = {*f"{EXTRAS} uvicorn h11 prometheus_client".split()}  # of pyproject.toml
 RANKS = "scaling.launch scaling.mesh"
@@ -50,7 +50,7 @@ INSIDE = {  # a module: what it imports inside functions
     # they need the extra serve:
     "scaling.serve.command": "scaling.serve.web.gate scaling.serve.web.server scaling.serve.web.words",
     # a mesh to train on is planned without torch:
-    "scaling.plan.__main__": "scaling.plan.choose",
+    "scaling.plan.__main__": "scaling.plan.own_run",
 }
 
 

@@ -196,9 +196,9 @@ def main(arguments: list[str] | None = None) -> int:
         lost: Any = failures.as_dict(broken, days) if args.json else failures.failure_lines(broken, days)
         out = out | {"failures": lost} if args.json else f"{out}\n\n" + folded(lost)
     if args.run and done:
-        from scaling.plan import choose  # it counts the run's own step, which takes torch
+        from scaling.plan.own_run import own_run  # it counts the run's own step, which takes torch
 
-        said = choose.own_run(job, hardware, args.chips, best.layout, args.model, args.explain)
+        said = own_run(job, hardware, args.chips, best.layout, args.model, args.explain)
         out = out | {"run": said} if args.json else f"{out}\n\n" + "\n".join(said)
     if args.svg and done:
         title = f"One layer of {job.config.name} on {args.chips:,} {hardware.name}: {best.name}"

@@ -11,20 +11,19 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 
 from scaling.common import tables
-from scaling.configs import Config
+from scaling.cost.counted import CountedStep
 from scaling.hardware import Chip
 from scaling.mesh import AbstractMesh
-from scaling.plan import report
 from scaling.plan.candidates import plans, splits
 from scaling.plan.evaluate import Estimate
 from scaling.plan.job import Fixed, Job, Layout
 from scaling.plan.network import slice_shape
 from scaling.plan.ties import TIE, effort, settle_ties
-from scaling.plan.transformer_step import StepForecast, cost_table, predict_transformer
+from scaling.plan.transformer_step import StepForecast, predict_transformer
 from scaling.spec import ShardingError
 from scaling.spec.sizes import format_sizes
 from scaling.train import dry
-from scaling.train.settings import DTYPES, Settings
+from scaling.train.settings import Settings
 
 OFFERED = 6  # meshes that are shown
 TRIED = 64  # the most ranks for which every mesh's own code is counted
@@ -37,12 +36,17 @@ NAMES = {"P": "data", "Z": "pipe", "X": "fsdp", "C": "context", "Y": "tensor", "
 
 @dataclass(frozen=True)
 class MeshChoice:
-    """A mesh for a run, with the settings on it, the forecast of its step and the bytes of its fullest rank."""
+    """A mesh for a run, with the settings on it, the forecast of its step and the count of its fullest rank."""
 
     sizes: dict[str, int]
     settings: Settings
     step: StepForecast
-    memory: float
+    counts: CountedStep
+
+    @property
+    def memory(self) -> float:
+        """Bytes of the fullest rank."""
+        return self.counts.memory
 
     @property
     def seconds(self) -> float:
@@ -71,7 +75,7 @@ def mesh_name(sizes: Mapping[str, int], settings: Settings) -> str:
 
 
 def meshes(settings: Settings, ranks: int) -> Iterator[dict[str, int]]:
-    """Every mesh of so many ranks, axes of size 1 left out; E only for experts."""
+    """Yield every mesh of so many ranks, without the axes of size 1; E only for experts."""
     for sizes in splits("PZXCYE" if settings.model.moe else "PZXCY", ranks, lambda *_: True):
         yield {axis: size for axis, size in sizes.items() if size > 1} or {"X": 1}
 
@@ -126,13 +130,13 @@ def counted_choice(settings: Settings, sizes: dict, chip: Chip, backend: str, do
     ValueError where the run does not fit.
     """
     room = dry.ROOM * chip.need("hbm_bytes")
-    if (memory := dry.fullest(settings, sizes, backend, room).memory) > room:
+    if (counts := dry.fullest(settings, sizes, backend, room)).memory > room:
         smaller = replace(settings, microbatches=2 * settings.microbatches)
         if doubled and not uneven(smaller, sizes):
             return counted_choice(smaller, sizes, chip, backend, doubled - 1)
-        raise ValueError(f"a rank needs {memory / 1e9:.2f} GB\n  fix: choose another mesh")
+        raise ValueError(f"a rank needs {counts.memory / 1e9:.2f} GB\n  fix: choose another mesh")
     shape = slice_shape(chip, AbstractMesh(sizes).size()) if chip.kind == "tpu" and not chip.measured else ()
-    return MeshChoice(sizes, settings, predict_transformer(settings, sizes, chip, shape), memory)
+    return MeshChoice(sizes, settings, predict_transformer(settings, sizes, chip, shape), counts)
 
 
 def planned(
@@ -170,7 +174,7 @@ def mesh_of(layout: Layout) -> dict[str, int]:
 
 
 def uneven(settings: Settings, sizes: Mapping[str, int]) -> str:
-    """Why the run's arrays do not divide over a mesh, or nothing: the planner's formulas round up."""
+    """Return why the run's arrays do not divide over a mesh, or nothing; the planner's formulas round up."""
     try:
         _, (tokens, *_) = dry.step_shapes(settings, AbstractMesh(sizes))
     except (ShardingError, ValueError) as error:
@@ -203,7 +207,7 @@ def evaluated(
 
 
 def table(found: list[MeshChoice], refused: list[str], top: int = OFFERED) -> str:
-    """The meshes, the fastest first, and what is said of the choice."""
+    """Return the table of the meshes, the fastest first, with the reason for the choice."""
     rows = []
     for c in found[:top]:
         numbers = [1e3 * t for t in (c.seconds, *c.parts.values())]
@@ -216,7 +220,7 @@ def table(found: list[MeshChoice], refused: list[str], top: int = OFFERED) -> st
 
 
 def reason(found: list[MeshChoice]) -> str:
-    """Why the first one."""
+    """Return why the first mesh was chosen."""
     best = found[0]
     if len(found) == 1:
         return f"{best.name}: the only mesh that suits"
@@ -248,53 +252,3 @@ def command_line(given: Sequence[str], chosen: MeshChoice) -> str:
 def is_said(name: str, words: Sequence[str]) -> bool:
     """Return whether an option is among the words of a command."""
     return any(word.split("=")[0] == f"--{name}" for word in words)
-
-
-def unlike(best: Layout) -> str:
-    """Return what of a layout no run does, or nothing."""
-    if best.pipe > 1 and best.schedule != "1f1b":
-        return f"stages run by 1F1B, not by {best.schedule}"
-    if best.shards > best.fsdp:
-        return "params are sharded over X alone, not over parts of sequences or experts"
-    if best.zero == 1 and best.context * best.expert > 1:
-        return "the optimizer's state is sharded over X alone, not over parts of sequences or experts"
-    return ""
-
-
-def own_run(job: Job, chip: Chip, chips: int, best: Layout, model: str, explain: bool = False) -> list[str]:
-    """Return what `scaling.train` makes of a plan, in lines of text.
-
-    That is the command that runs the layout, with what its step moves and holds by its own count. If it does not run,
-    or does not fit by that count, the reason and the command of the best mesh that does. `explain`: also the lines of
-    its step with their cost.
-    """
-    if job.dtype not in DTYPES or not isinstance(job.config, Config) or job.batch % job.seq:
-        return ["This code runs no such step: whole sequences, and " + ", ".join(DTYPES)]
-    settings = Settings(
-        job.config, "", "", job.sequences, job.seq, microbatches=best.microbatches, dtype=job.dtype, remat=best.remat,
-        zero=best.zero,
-    )  # fmt: skip
-    refused: list[str] = []
-    try:
-        if why := unlike(best) or uneven(settings, mesh_of(best)):
-            raise ValueError(why)
-        chosen = counted_choice(settings, mesh_of(best), chip, "abstract")
-        lines = ["This code runs it (gradients summed in float32, AdamW with float32 masters) as"]
-    except ValueError as error:
-        lines = [f"This code does not run that layout: {str(error).splitlines()[0]}"]
-        try:
-            found, refused = choices(settings, chips, chip, "abstract", most=1, chosen=OPEN)
-        except ValueError as another:
-            found, refused = [], [str(another).splitlines()[0]]
-        if not found:
-            return [*lines, "and it runs the job on no mesh of as many chips:", *(f"  {why}" for why in refused[:3])]
-        chosen = found[0]
-        lines += [f"It runs the job on {chosen.name} as"]
-    options = {"model": model, "batch": job.sequences, "seq": job.seq, "dtype": job.dtype}
-    given = [word for name, value in options.items() for word in (f"--{name}", str(value))]
-    step = dry.fullest(chosen.settings, chosen.sizes, "abstract")
-    sent = ", ".join(f"{axes} {report.size(calls.sent)}" for axes, calls in step.by_axes().items() if calls.sent)
-    lines += ["  " + command_line([*given, "--device", "cuda"], chosen)]
-    said = f"  By its own count (--dry-run): {chosen.seconds:.3g} s a step, {report.size(step.memory)} a rank"
-    lines += [f"{said}; sent in a step over {sent}" if sent else said]
-    return [*lines, "", *cost_table(chosen.step.fullest).splitlines()] if explain else lines

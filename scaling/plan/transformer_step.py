@@ -32,9 +32,11 @@ class StepForecast:
 def predict_transformer(
     settings: Settings, sizes: Mapping[str, int], chip: Chip, shape: Sequence[int] = ()
 ) -> StepForecast:
-    """Price a Transformer's training step, stage by stage; of rows that are one document each. What stages do once a
-    step, the optimizer's update say, they do at the same time. `shape`: of the slice of a torus that the mesh is laid
-    on. ShardingError or ValueError for what does not fit."""
+    """Price a Transformer's training step, stage by stage, for rows that are one document each.
+
+    What stages do once a step, such as the optimizer's update, they do at the same time. `shape` is the slice of a
+    torus that the mesh is laid on. ShardingError or ValueError for what does not fit.
+    """
     Z, ranks, M = sizes.get("Z", 1), AbstractMesh(sizes).size(), settings.microbatches
     few = min(M, 2)  # microbatches, from which on a step is linear in them
 
@@ -83,7 +85,7 @@ def cost_table(part: Prediction) -> str:
 
 
 def transformer_step(settings: Settings, mesh) -> Callable[[], Any]:
-    """A function that runs one training step on a mesh, again and again, each from where the last one ended."""
+    """Return a function that runs a training step on a mesh; each call goes on from where the last one ended."""
     config, optimizer = settings.model, optimizer_of(settings)
     params = drawn_params(settings, mesh)
     held, run = [params, begin_state(settings, mesh, optimizer, params)], make_step(settings, mesh, optimizer)

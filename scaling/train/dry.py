@@ -1,4 +1,4 @@
-"""What a run takes, before it is run: the same step on an abstract mesh, where tensors have shapes and no data."""
+"""Count what a run takes before it runs: the same step on an abstract mesh, where tensors have shapes and no data."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -69,10 +69,11 @@ def counted(
     settings: Settings, sizes: Mapping[str, int], coord: Mapping[str, int] | None = None, backend: str = "gloo",
     schedule: str | None = None, documents: bool = True, memory: bool = True,
 ) -> CountedStep:  # fmt: skip
-    """`count` of a deep model and of many microbatches, in less time: both are linear, so that a few layers a stage and
-    a few microbatches say what all of them take. A pipeline's memory is linear in the microbatches from where all
-    stages are busy and as many messages are awaited as are posted ahead; of other schedules than 1F1B all are run, and
-    all layers. Without `memory` fewer do.
+    """Return what `count` does for a deep model and many microbatches, in less time.
+
+    A step is linear in both, so a few layers a stage and a few microbatches say what all of them take. A pipeline's
+    memory is linear in the microbatches from where all stages are busy and as many messages are awaited as are posted
+    ahead. With other schedules than 1F1B all layers and microbatches are run. Fewer do where no `memory` is asked for.
     """
     model, Z = settings.model, sizes.get("Z", 1)
     if settings.batch % settings.microbatches or (memory and schedule):
@@ -96,26 +97,27 @@ def counted(
 
 
 def _samples(whole: int, unit: int, least: int) -> list[tuple[int, int]]:
-    """[(times, size)]: two sizes that differ by a unit, and how often each is counted, for what is linear in the size
-    from `least` on; the whole itself where that is no larger."""
+    """Return [(times, size)] for what is linear in a size from `least` on: two sizes that differ by a unit, and how
+    often each is counted. It is the whole itself where that is no larger."""
     first = least + (whole - least) % unit
     times = (whole - first) // unit
     return [(1, whole)] if times <= 1 else [(1 - times, first), (times, first + unit)]
 
 
 def _period(model: Config) -> int:
-    """After how many layers their windows repeat."""
+    """Return after how many layers their windows repeat."""
     windows = model.windows
     return next(p for p in range(1, len(windows) + 1) if windows[p:] == windows[:-p])
 
 
 def local_shape(settings: Settings, mesh) -> tuple[int, ...]:
-    """Of this rank's tokens."""
+    """Return the shape of this rank's tokens."""
     return batch_type(mesh).local_shape({"B": settings.batch, "T": settings.seq}, mesh)
 
 
 def step_shapes(settings: Settings, mesh, schedule: str | None = None) -> tuple[Any, list[torch.Tensor]]:
-    """(params, [tokens, targets, segments]) of this rank, on the meta device. ShardingError if they do not divide."""
+    """Return (params, [tokens, targets, segments]) of this rank on the meta device; ShardingError for what does not
+    divide."""
     params = drawn_params(settings, mesh, "meta", schedule)
     shape = local_shape(settings, mesh)
     return params, [torch.empty(shape, dtype=torch.int64, device="meta") for _ in range(3)]
@@ -140,6 +142,7 @@ def busiest(sizes: Mapping[str, int], stage: int = 0) -> dict[str, int]:
 
 
 def table(counts: CountedStep, sizes: Mapping[str, int]) -> str:
+    """Return the table of what a rank holds, sends and computes in a step."""
     over = counts.by_axes()
     rows = [
         ("params", f"{counts.params:,} bytes"),
@@ -158,8 +161,8 @@ def table(counts: CountedStep, sizes: Mapping[str, int]) -> str:
 
 
 def refuse_too_large(settings: Settings, sizes: Mapping[str, int], available: float) -> CountedStep:
-    """What the fullest rank takes. ValueError that says the largest batch that fits, if that is more bytes than there
-    are for it."""
+    """Return the count of the fullest rank; ValueError, with the largest batch that fits, if it is more than there is
+    room for."""
     counts = fullest(settings, sizes)
     if (needed := counts.memory) <= ROOM * available:
         return counts
@@ -168,14 +171,15 @@ def refuse_too_large(settings: Settings, sizes: Mapping[str, int], available: fl
     while batch and fullest(replace(settings, batch=batch), sizes).memory > ROOM * available:
         batch = batch // 2 // least * least
     fit = f"--batch {batch}" if batch else "more ranks along X, or a smaller model: no batch fits"
+    shard = ", or --zero 3" if settings.zero < 3 and sizes.get("X", 1) > 1 else ""
     raise ValueError(
-        f"a rank needs {needed / 1e9:.2f} GB, and there are {available / 1e9:.2f} GB for it\n"
-        f"  fix: {fit}; or give more --microbatches, or --remat block"
+        f"a rank needs {needed / 1e9:.2f} GB, and there are {ROOM * available / 1e9:.2f} GB for it\n"
+        f"  fix: {fit}; or give more --microbatches, or --remat block{shard}"
     )
 
 
 def memory_of_rank(device: str, ranks: int) -> float:
-    """Bytes for each of so many ranks of this machine."""
+    """Return the bytes that each of so many ranks of this machine has."""
     check_device(device)
     if device == "cuda":
         return torch.cuda.get_device_properties(0).total_memory

@@ -1,0 +1,59 @@
+"""What `scaling.train` makes of a plan: the command that runs the layout, or why none does (`scaling.plan --run`)."""
+
+from scaling.configs import Config
+from scaling.hardware import Chip
+from scaling.plan import report
+from scaling.plan.choose import OPEN, choices, command_line, counted_choice, mesh_of, uneven
+from scaling.plan.job import Job, Layout
+from scaling.plan.transformer_step import cost_table
+from scaling.train.settings import DTYPES, Settings
+
+
+def unlike(best: Layout) -> str:
+    """Return what of a layout no run does, or nothing."""
+    if best.pipe > 1 and best.schedule != "1f1b":
+        return f"stages run by 1F1B, not by {best.schedule}"
+    if best.shards > best.fsdp:
+        return "params are sharded over X alone, not over parts of sequences or experts"
+    if best.zero == 1 and best.context * best.expert > 1:
+        return "the optimizer's state is sharded over X alone, not over parts of sequences or experts"
+    return ""
+
+
+def own_run(job: Job, chip: Chip, chips: int, best: Layout, model: str, explain: bool = False) -> list[str]:
+    """Return what `scaling.train` makes of a plan, in lines of text.
+
+    That is the command that runs the layout, with what its step moves and holds by its own count. If it does not run,
+    or does not fit by that count, the reason and the command of the best mesh that does. `explain`: also the lines of
+    its step with their cost.
+    """
+    if job.dtype not in DTYPES or not isinstance(job.config, Config) or job.batch % job.seq:
+        return ["This code runs no such step: whole sequences, and " + ", ".join(DTYPES)]
+    settings = Settings(
+        job.config, "", "", job.sequences, job.seq, microbatches=best.microbatches, dtype=job.dtype, remat=best.remat,
+        zero=best.zero,
+    )  # fmt: skip
+    refused: list[str] = []
+    try:
+        if why := unlike(best) or uneven(settings, mesh_of(best)):
+            raise ValueError(why)
+        chosen = counted_choice(settings, mesh_of(best), chip, "abstract")
+        lines = ["This code runs it (gradients summed in float32, AdamW with float32 masters) as"]
+    except ValueError as error:
+        lines = [f"This code does not run that layout: {str(error).splitlines()[0]}"]
+        try:
+            found, refused = choices(settings, chips, chip, "abstract", most=1, chosen=OPEN)
+        except ValueError as another:
+            found, refused = [], [str(another).splitlines()[0]]
+        if not found:
+            return [*lines, "and it runs the job on no mesh of as many chips:", *(f"  {why}" for why in refused[:3])]
+        chosen = found[0]
+        lines += [f"It runs the job on {chosen.name} as"]
+    options = {"model": model, "batch": job.sequences, "seq": job.seq, "dtype": job.dtype}
+    given = [word for name, value in options.items() for word in (f"--{name}", str(value))]
+    over = chosen.counts.by_axes().items()
+    sent = ", ".join(f"{axes} {report.size(calls.sent)}" for axes, calls in over if calls.sent)
+    lines += ["  " + command_line([*given, "--device", "cuda"], chosen)]
+    said = f"  By its own count (--dry-run): {chosen.seconds:.3g} s a step, {report.size(chosen.memory)} a rank"
+    lines += [f"{said}; sent in a step over {sent}" if sent else said]
+    return [*lines, "", *cost_table(chosen.step.fullest).splitlines()] if explain else lines
