@@ -21,7 +21,7 @@ ROOT = Path(scaling.__file__).parent
 ROOMS = """
     common < scaling < spec < algebra schedules hardware < configs < cost < mesh < trace < collectives
     < launch tree interop < shard_map explicit < optim data < models < strategies auto profile < train < serve
-    < generate < show < plan < measure < check < book exercise < __main__
+    < posttrain generate < show < plan < measure < check < book exercise < __main__
 """  # each imports only from those before it
 NO_TORCH = {"common", "spec", "algebra", "schedules", "hardware", "configs", "cost", "check", "show", "plan"}
 JUDGE = "additive compared contracts held inferred known library mode programs results run strategy typed watched"

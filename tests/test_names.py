@@ -32,6 +32,7 @@ LISTED = {  # names that several packages list: why
     "einsum": "of tensors with a line, and of arrays that carry their type",
     "matmul": "planned, and run on arrays that carry their type",
     "specs": "the types of params: of a strategy's, of an engine's",
+    "loss": "of targets, and of their log-probabilities after rewards",
     "plans": "for training, and for serving",
     "main": "a command",
 }

@@ -2,7 +2,7 @@
 
 import argparse
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any
 
@@ -104,10 +104,10 @@ class Settings:
         return Lora(self.lora, tuple(self.lora_on.split(",")), self.lora_alpha) if self.lora else None
 
 
-def add_flags(parser: argparse.ArgumentParser) -> None:
-    """A flag for each field that is one: --save-every of `save_every`."""
+def add_flags(parser: argparse.ArgumentParser, names: Sequence[str] = ()) -> None:
+    """Add a flag for each field that is one, or of these names: --save-every for `save_every`."""
     for each in fields(Settings):
-        if "help" in each.metadata:
+        if "help" in each.metadata and (not names or each.name in names):
             how, default = {name: value for name, value in each.metadata.items() if value is not None}, each.default
             if default is False:
                 how["action"] = "store_true"

@@ -14,13 +14,13 @@ from typing import TYPE_CHECKING
 from scaling.common.lazy import lazy
 
 if TYPE_CHECKING:
-    from scaling.strategies.transformer.api import loss, loss_and_grads, shard, unshard
+    from scaling.strategies.transformer.api import logprobs, loss, loss_and_grads, shard, unshard
     from scaling.strategies.transformer.types import grad_specs, specs
 
-__all__ = ["grad_specs", "loss", "loss_and_grads", "shard", "specs", "unshard"]
+__all__ = ["grad_specs", "logprobs", "loss", "loss_and_grads", "shard", "specs", "unshard"]
 
 _HOMES = {  # module -> what of it stands here: the types need no torch
-    "scaling.strategies.transformer.api": ("loss", "loss_and_grads", "shard", "unshard"),
+    "scaling.strategies.transformer.api": ("logprobs", "loss", "loss_and_grads", "shard", "unshard"),
     "scaling.strategies.transformer.types": ("grad_specs", "specs"),
 }
 __getattr__, __dir__ = lazy("scaling.strategies.transformer", _HOMES)

@@ -25,7 +25,7 @@ from scaling.strategies.transformer.contexts import contexts_of, in_form
 from scaling.strategies.transformer.ends import Terms
 from scaling.strategies.transformer.layer import REMAT
 from scaling.strategies.transformer.stages import arranged_layers, forward_loss, slots_of, staged
-from scaling.strategies.transformer.step import AskedStep, Problem, unstaged
+from scaling.strategies.transformer.step import AskedStep, Problem, forward_logprobs, unstaged
 
 LIKE = attrgetter("shape", "dtype", "device", "layout")
 
@@ -80,6 +80,7 @@ def loss_and_grads(
     sums: torch.dtype | None = None,
     scale: float = 1.0,
     lora: Lora | None = None,
+    mean: bool = True,
 ) -> tuple[Tensor, dict]:
     """(loss[], the same on every rank; grads typed as params) of tokens, targets int64[B_PXE, T_C] in plain order.
 
@@ -93,12 +94,12 @@ def loss_and_grads(
     their way, and gradients divided by at the end: for float16, a power of two. `seed`: of dropout, another in each
     step, needed where Config has dropout: the same elements are dropped on every mesh. ShardingError or ValueError
     for what does not fit, before anything is sent. `lora`: params["lora"] holds adapters, of which alone there are
-    gradients, {"lora": ...}.
+    gradients, {"lora": ...}. Without `mean` the loss is sum(w ce), and w are numbers of either sign.
     """
     mesh = mesh.optional
     step = AskedStep(
         config, remat, zero, schedule, microbatches, keep_weights, context, ignore_index, label_smoothing, z_loss, sums,
-        scale, seeded=seed is not None, lora=lora,
+        scale, seeded=seed is not None, lora=lora, mean=mean,
     )  # fmt: skip
     problem, batch = stated(step, params, tokens, targets, weights, segments, mesh, seed)
     params = tree.map(Tensor.detach, params)
@@ -132,6 +133,23 @@ def loss(
     step = AskedStep(config, "none", zero, schedule, 1, False, context, *terms, backward=False, lora=lora)
     problem, batch = stated(step, params, tokens, targets, weights, segments, mesh)
     return forward_loss(problem, params, *batch)
+
+
+@torch.no_grad()
+def logprobs(
+    params: dict, tokens: Tensor, targets: Tensor, config: Config, mesh, *, zero: int = 3, lora: Lora | None = None
+) -> Tensor:
+    """tokens[B_PXE, T_C], targets[B_PXE, T_C] -> logprobs[B_PXE, T_C], those of the targets, on a mesh without stages.
+
+    A loss that is any function of them has the gradients that `loss_and_grads` gives, with mean=False, for weights that
+    are minus its derivative by them.
+    """
+    mesh = mesh.optional
+    asked = AskedStep(config, "none", zero, None, 1, False, "ring", backward=False, lora=lora)
+    problem, (tokens, targets, _) = stated(asked, params, tokens, targets, None, None, mesh)
+    if mesh.sizes.get("Z", 1) > 1:
+        raise ShardingError(f"logprobs on {mesh}: stages Z are not computed\n  fix: give the ranks of Z to X or Y")
+    return forward_logprobs(problem, params, tokens, targets)
 
 
 class Stated(NamedTuple):
@@ -168,7 +186,7 @@ def stated(
     check_range("targets", targets, config.V, w)
     total = einsum("w[B_PXE, T_C] -> total[] {U_PXEC}", w)
     total = all_reduce("total[] {U_PXEC} -> total[]", total, mesh)
-    w = w / torch.where(total == 0, 1, total) * asked.scale
+    w = w / torch.where(total == 0, 1, total) * asked.scale if asked.mean else w * asked.scale
     terms = Terms(config.V, asked.label_smoothing, asked.z_loss)
     contexts = contexts_of(asked, mesh, tokens.shape, segments, dtype, seed)
     problem = Problem(asked, mesh, known.stored, known.reduced, terms, asked.sums or dtype, contexts)

@@ -84,6 +84,23 @@ def head(
     return loss, dx, {} if dU is None else {"norm": dnorm, table: dU}
 
 
+def token_logprobs(W: dict, x: Tensor, targets: Tensor, V: int, eps: float, mesh) -> Tensor:
+    """x[B_PXE, T_CY, D], targets[B_PXE, T_C] -> logprobs[B_PXE, T_C]
+
+    of the targets, over a vocabulary of V entries; `W` as in `head`.
+    """
+    table, terms = "unembed" if "unembed" in W else "embed", Terms(V, 0.0, 0.0)
+    y, _ = gained_norm(x, W["norm"], eps)
+    y = all_gather("y[B_PXE, T_CY, D] -> y[B_PXE, T_C, D]", y, mesh)
+    rows, found = y.flatten(0, 1), []
+    size = max(1, CHUNK // (4 * W[table].shape[table == "unembed"]))
+    for some, ids in zip(rows.split(size), targets.flatten().split(size), strict=True):
+        one = torch.ones(len(ids), dtype=rows.dtype, device=rows.device)
+        found.append(chunk_loss(some, W[table], ids, one, terms, table == "embed", mesh, False)[0])
+    ce = all_reduce("ce[R_PXEC] {U_Y} -> ce[R_PXEC]", torch.cat(found), mesh)
+    return -ce.view(targets.shape)
+
+
 def loss(
     hidden: Tensor,
     unembed: Tensor,
@@ -156,7 +173,7 @@ def chunked_loss(
     size = max(1, -(-len(rows) // count))
     for some, ids, w in zip(*(each.split(size) for each in (rows, targets.flatten(), weights.flatten())), strict=True):
         term, dlogits = chunk_loss(some, U, ids, w, terms, tied, mesh, gradients)
-        loss = loss + term
+        loss = loss + term.sum(dtype=torch.float64)
         if dx is not None:
             dU = chunk_gradients(some, U, dlogits, tied, dx[start : start + len(some)], dU, frozen)
             dU = dU if count == 1 or dU is None else dU.to(torch.promote_types(dU.dtype, torch.float32))
@@ -167,7 +184,7 @@ def chunked_loss(
 
 
 def chunk_loss(x, U, targets, w, terms: Terms, tied: bool, mesh, gradients: bool):
-    """x[R_PXEC, D], targets[R_PXEC], w[R_PXEC] -> Loss[] {U_PXECY}
+    """x[R_PXEC, D], targets[R_PXEC], w[R_PXEC] -> loss[R_PXEC] {U_Y}
 
     and dlogits[R_PXEC, V_Y] = softmax w - (1 - smoothing) w [target] - smoothing / V w, in the logits' own buffer.
     """
@@ -192,7 +209,6 @@ def chunk_loss(x, U, targets, w, terms: Terms, tied: bool, mesh, gradients: bool
     ce = total.log() - (1 - terms.smoothing) * pick - terms.smoothing / terms.V * every
     loss = torch.where(w == 0, 0, w * (ce + terms.z_loss * lse.square()))
     loss = masked("loss[R_PXEC] {U_Y}", loss, here, mesh)  # the rank that has the target counts the token
-    loss = loss.sum(dtype=torch.float64)
     if not gradients:
         return loss, None
     slope = torch.where(w == 0, 0, w * (1 + 2 * terms.z_loss * lse) / total)

@@ -13,7 +13,7 @@ from scaling.configs import Config
 from scaling.models.layer import Context
 from scaling.models.lora import Lora
 from scaling.strategies.layers import Layers
-from scaling.strategies.transformer.ends import Terms, embed, embed_backward, head
+from scaling.strategies.transformer.ends import Terms, embed, embed_backward, head, token_logprobs
 from scaling.strategies.transformer.layer import dropped, layer, layer_backward
 from scaling.strategies.transformer.lora import adapted
 from scaling.strategies.transformer.moves import (
@@ -49,6 +49,7 @@ class AskedStep(NamedTuple):
     seeded: bool = False
     backward: bool = True
     lora: Lora | None = None
+    mean: bool = True
 
 
 class Problem(NamedTuple):
@@ -140,6 +141,14 @@ class TransformerLayers(Layers):
     def result(self) -> dict:
         """The gradients of the stack, typed as the stored params."""
         return self.trained.unflatten(totalled(super().result(), self.moves, self.mesh))
+
+
+def forward_logprobs(problem: Problem, params: dict, tokens: Tensor, targets: Tensor) -> Tensor:
+    """tokens[B_PXE, T_C], targets[B_PXE, T_C] -> logprobs[B_PXE, T_C], where every rank has all layers."""
+    mesh, (at,), config = problem.mesh, problem.contexts, problem.asked.config
+    ends = gathered_ends(params, problem.stored, mesh)
+    x, _, _ = TransformerLayers(problem, params).run(embed(ends["embed"], tokens, mesh), at)
+    return token_logprobs(ends, x, targets, config.V, config.eps, mesh)
 
 
 def unstaged(problem: Problem, params: dict, tokens: Tensor, targets: Tensor, w: Tensor) -> tuple[Tensor, dict]:

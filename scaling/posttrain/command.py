@@ -1,0 +1,181 @@
+"""`python -m scaling.posttrain --model FOLDER --prompts FILE --reward FILE.py --out run`: learn from rewards (GRPO).
+
+The model answers each prompt several times; a function of yours says how good each answer is; the model is trained to
+give those that are better than the others of their prompt. `--train-mesh` and `--serve-mesh` say where each half runs:
+by default on the same ranks in turn, with `--apart` on ranks of their own. `--resume` goes on from the newest
+checkpoint. `--check` compares the log-probabilities of the two sides, changes nothing, and fails if they differ.
+"""
+
+import argparse
+import sys
+from hashlib import blake2b
+from pathlib import Path
+
+from scaling import launch
+from scaling.common.console import Parser, complaining, integer, number
+from scaling.configs.sources import HELP
+from scaling.mesh import AbstractMesh
+from scaling.models.ends import NO_END, chosen_end, ends_of
+from scaling.models.text import tokenizer, tokenizer_of
+from scaling.posttrain.loop import Asked, run
+from scaling.posttrain.losses import Clip
+from scaling.posttrain.rewards import read_prompts, reward_of
+from scaling.serve.types import check_mesh
+from scaling.spec.sizes import parse_mesh
+from scaling.strategies import transformer
+from scaling.train import checkpoint
+from scaling.train.command import keep_options, locked
+from scaling.train.origin import begun_from
+from scaling.train.settings import Settings, add_flags
+
+STEP = (  # the options of `scaling.train` that this command has, too
+    "seq", "steps", "microbatches", "lr", "warmup", "schedule", "weight_decay", "clip", "seed", "dtype", "remat",
+    "save_every", "keep", "resume", "lora", "lora_on", "lora_alpha",
+)  # fmt: skip
+FREE = ("steps", "save_every", "keep", "resume", "out", "check", "train_mesh", "serve_mesh", "apart", "device")
+GAPS = {"fp64": 1e-9, "fp32": 1e-3}  # between the log-probabilities of the two sides, in nats: what `--check` allows
+
+
+def arguments(argv=None) -> argparse.Namespace:
+    """Read the options."""
+    parser = Parser(prog="python -m scaling.posttrain", description=(__doc__ or "").partition(": ")[2])
+    parser.add_argument("--model", required=True, help=HELP)
+    parser.add_argument("--prompts", required=True, type=Path, help='.jsonl of {"prompt": ...}, or a prompt a line')
+    parser.add_argument("--reward", required=True, help="FILE.py with def score(prompt, answer, row), or FILE.py:NAME")
+    parser.add_argument("--tokenizer", help="bytes, a tokenizer.json, or a folder with one (default: the model's own)")
+    parser.add_argument("--out", default="run", help="folder of checkpoints and metrics.jsonl (default run)")
+    parser.add_argument("--train-mesh", default="X=1", help="mesh that trains: axes of P, X, C, Y, E (default X=1)")
+    parser.add_argument("--serve-mesh", default="Y=1", help="mesh that draws: axes of X, Y, Z, E (default Y=1)")
+    parser.add_argument("--apart", action="store_true", help="give the serving mesh ranks of its own")
+    parser.add_argument("--staleness", type=integer(0, 100), default=0, help="updates that the weights that draw lag")
+    parser.add_argument("--prompts-per-step", type=integer(1), default=8, help="prompts of a step (default 8)")
+    parser.add_argument("--group", type=integer(2, 4096), default=8, help="answers to each prompt (default 8)")
+    parser.add_argument("--max-new-tokens", type=integer(1), default=32, help="longest answer (default 32)")
+    parser.add_argument("--eos-id", type=integer(0), help="the id that ends an answer (default: the model's own)")
+    parser.add_argument(
+        "--clip-low", type=number(0, 1), default=0.2, help="ratios are clipped at 1 - this (default 0.2)"
+    )
+    parser.add_argument("--clip-high", type=number(0, 100), default=0.2, help="and at 1 + this (default 0.2)")
+    parser.add_argument(
+        "--beta", type=number(0, 100), default=0.0, help="weight of KL(policy || first model) (default 0)"
+    )
+    parser.add_argument(
+        "--mean", choices=("token", "sequence"), default="token",
+        help="the loss is a mean over all tokens, or over answers of each one's mean over its tokens (default token)",
+    )  # fmt: skip
+    parser.add_argument("--no-std", action="store_true", help="advantages are rewards minus their mean: REINFORCE")
+    parser.add_argument("--reward-seconds", type=number(0.001, 1e6), default=60.0, help="for one reward (default 60)")
+    parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"), help="device of the ranks (default cpu)")
+    parser.add_argument("--check", action="store_true", help="compare both sides' log-probabilities at learning rate 0")
+    add_flags(parser, STEP)
+    return parser.parse_args(argv)
+
+
+@complaining(ValueError, ArithmeticError, OSError, launch.RankError)
+def main(argv=None) -> int:
+    """Run the command."""
+    args = arguments(argv)
+    config, weights = begun_from(args.model)
+    folder = weights or args.model
+    by = (
+        tokenizer(args.tokenizer)
+        if args.tokenizer
+        else tokenizer_of(folder, config.V)
+        if weights
+        else tokenizer("bytes")
+    )
+    own = {name: getattr(args, name) for name in STEP}
+    own |= {"lr": 0.0, "steps": 1, "save_every": 0} if args.check else {}
+    end = chosen_end(by, args.eos_id)
+    ends = ends_of(folder, by) if weights and args.eos_id is None else ()
+    ends = ends or tuple(id for id in (end,) if id != NO_END)
+    by_name = by.name if by.identity else ""
+    own |= {"batch": args.prompts_per_step * args.group, "weights": weights, "tokenizer": by_name, "eos_id": end}
+    settings = Settings(config, str(args.prompts), args.out, **own)
+    clip = Clip(args.clip_low, args.clip_high, args.beta)
+    asked = Asked(
+        parse_mesh(args.train_mesh), parse_mesh(args.serve_mesh), args.apart, args.group, args.max_new_tokens, ends,
+        clip, args.mean, not args.no_std, args.staleness, args.reward_seconds, args.reward.partition(":")[0],
+    )  # fmt: skip
+    check_meshes(settings, asked)
+    prompts, score = read_prompts(args.prompts, by, args.seq - args.max_new_tokens), reward_of(args.reward)
+    told = {name: value for name, value in vars(args).items() if name not in FREE}
+    files = {
+        name: blake2b(Path(path).read_bytes()).hexdigest()
+        for name, path in (("prompts", args.prompts), ("reward", asked.reward))
+    }
+    made_with = {"posttrain": {name: str(value) for name, value in (told | files).items()}}
+    train, serve = asked.ranks()
+    world = {"W": max(train.stop, serve.stop)}
+    out = Path(args.out)
+    if args.check:
+        return checked(
+            launch.run(run, world, settings, asked, prompts, score, by, None, device=args.device)[0], args.dtype
+        )
+    with locked(out):
+        before = startable(out, settings, made_with)
+        keep_metrics(out, before)
+        keep_options(out, settings, folder, args.train_mesh, 0)
+        record = launch.run(run, world, settings, asked, prompts, score, by, made_with, device=args.device)[0]
+    print(f"done at step {record['step']}: reward {record['reward']:.4g}; saved in {out}")
+    return 0
+
+
+def check_meshes(settings: Settings, asked: Asked) -> None:
+    """Raise ValueError or ShardingError for meshes and sizes that do not fit, before ranks are started."""
+    config, train, serve = settings.model, AbstractMesh(asked.train), AbstractMesh(asked.serve)
+    transformer.specs(config, train, lora=settings.adapters)
+    check_mesh(config, serve, "heads")
+    rows, parts = settings.batch, train.size([axis for axis in "PXE" if axis in train.sizes]) * settings.microbatches
+    columns = train.size([axis for axis in "CY" if axis in train.sizes])
+    if "Z" in train.sizes or rows % parts or settings.seq % columns:
+        raise ValueError(
+            f"{rows} answers of --seq {settings.seq} on --train-mesh with {settings.microbatches} microbatches\n"
+            f"  rule: answers divide over P, X, E and microbatches, tokens over C and Y, and there are no stages Z\n"
+            f"  fix: give prompts times answers a multiple of {parts}, and --seq one of {columns}"
+        )
+    if 0 < config.max_positions < settings.seq:
+        what = f"--seq {settings.seq}: {config.name} has {config.max_positions} positions"
+        raise ValueError(f"{what}\n  fix: give at most --seq {config.max_positions}")
+    if any(end >= config.V for end in asked.ends):
+        raise ValueError(
+            f"--eos-id {asked.ends[0]}: {config.name} has the ids 0..{config.V - 1}\n  fix: give one of these"
+        )
+
+
+def startable(out: Path, settings: Settings, made_with: dict) -> int:
+    """Return the step from which a run goes on, 0 for a new one. ValueError if the folder is not one for it."""
+    steps = checkpoint.complete(out)
+    if steps and not settings.resume:
+        raise ValueError(f"{out}: holds checkpoints already\n  fix: give --resume to go on from them, or another --out")
+    if not steps:
+        return 0
+    before = checkpoint.index(out, steps[-1]).get("made_with", {}).get("posttrain", {})
+    now = made_with["posttrain"]
+    if other := [name for name in now if before.get(name) != now[name]]:
+        name = other[0]
+        raise ValueError(
+            f"{out}: was begun with {name} {before.get(name, 'unknown')}, not {now[name]}\n"
+            "  fix: give the same options and files, or another --out"
+        )
+    if steps[-1] >= settings.steps:
+        raise ValueError(f"{out}: is at step {steps[-1]} of {settings.steps}\n  fix: give --steps above {steps[-1]}")
+    return steps[-1]
+
+
+def keep_metrics(out: Path, step: int) -> None:
+    """Keep of metrics.jsonl the steps up to the one from which the run goes on."""
+    path = out / "metrics.jsonl"
+    lines = path.read_text().splitlines(True)[:step] if path.exists() else []
+    path.write_text("".join(lines))
+
+
+def checked(record: dict, dtype: str) -> int:
+    """Print what the two sides differ by, and return 1 if it is more than rounding."""
+    allowed = GAPS.get(dtype, float("inf"))
+    wrong = record["gap_max"] > allowed
+    print(f"decode and trainer: log-probabilities differ by {record['gap_mean']:.3g} nats in the mean, "
+          f"{record['gap_max']:.3g} at most (K3 {record['k3']:.3g})")  # fmt: skip
+    if wrong:
+        print(f"that is more than {allowed:g}, what {dtype} rounds", file=sys.stderr)
+    return int(wrong)

@@ -1,0 +1,129 @@
+"""Prompts from a file, and the Python file that scores what the model answers.
+
+A line of a .jsonl file is an object with a "prompt", and whatever else the reward wants to see; a line of any other
+file is a prompt. A reward file has a function `score(prompt, answer, row)`, two texts and the line's object, that
+returns a number.
+"""
+
+import hashlib
+import importlib.util
+import json
+import math
+import traceback
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import TimeoutError as Late
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from scaling.models.text import Tokenizer
+
+
+class Prompt(NamedTuple):
+    """A prompt: where it is, its text and ids, and the object of its line."""
+
+    where: str
+    text: str
+    ids: list[int]
+    row: dict[str, Any]
+
+
+def read_prompts(path: Path, by: Tokenizer, longest: int) -> list[Prompt]:
+    """Return the prompts of a file. ValueError names the line that is none, or that has more than `longest` tokens."""
+    if not path.is_file():
+        raise ValueError(f"{path}: no such file\n  fix: give a .jsonl file with a prompt in each line, or a text")
+    found = []
+    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+        if not line.strip():
+            continue
+        where, row = f"{path}:{number}", {"prompt": line}
+        if path.suffix == ".jsonl":
+            try:
+                row = json.loads(line)
+            except json.JSONDecodeError as error:
+                raise ValueError(f"{where}: is no JSON: {error}\n  fix: write an object in each line") from None
+        if not isinstance(row, dict) or not isinstance(row.get("prompt"), str) or not row["prompt"]:
+            raise ValueError(f'{where}: has no text as its "prompt"\n  fix: write {{"prompt": "..."}} in each line')
+        ids = list(by.encode(row["prompt"]))
+        if not 0 < len(ids) <= longest:
+            raise ValueError(
+                f"{where}: the prompt has {len(ids)} tokens\n  rule: a prompt is never cut, and with the answer has at "
+                f"most --seq tokens\n  fix: give a greater --seq or a smaller --max-new-tokens: {longest} are left"
+            )
+        found.append(Prompt(where, row["prompt"], ids, row))
+    if not found:
+        raise ValueError(f"{path}: has no prompt\n  fix: write at least one line")
+    return found
+
+
+def prompts_of_step(prompts: Sequence[Prompt], seed: int, step: int, count: int) -> list[Prompt]:
+    """Return the prompts of a step, from 1: each epoch has all of them once, in an order drawn by the seed."""
+    found = []
+    for place in range((step - 1) * count, step * count):
+        epoch, at = divmod(place, len(prompts))
+        order = torch.randperm(len(prompts), generator=torch.Generator().manual_seed(number_of(seed, "prompts", epoch)))
+        found.append(prompts[int(order[at])])
+    return found
+
+
+def number_of(*words: Any) -> int:
+    """Return a whole number below 2^62 that follows from these words alone."""
+    return int.from_bytes(hashlib.blake2b(repr(words).encode(), digest_size=8).digest(), "big") >> 2
+
+
+def reward_of(given: str) -> Callable[[str, str, dict], float]:
+    """Return the function of FILE.py, by default `score`, or of FILE.py:NAME. ValueError names its line."""
+    file, _, name = given.partition(".py:")
+    path, name = Path(file + ".py" if name else given), name or "score"
+    if not path.is_file():
+        raise ValueError(f"{path}: no such file\n  fix: give a Python file with def score(prompt, answer, row)")
+    spec: Any = importlib.util.spec_from_file_location(f"reward_{path.stem}", path)
+    module = importlib.util.module_from_spec(spec)
+    try:
+        spec.loader.exec_module(module)
+    except SyntaxError as error:
+        raise ValueError(f"{path}:{error.lineno}: does not parse: {error.msg}\n  fix: mend that line") from None
+    except Exception as error:
+        raise ValueError(f"{line_of(error, path)}: {type(error).__name__}: {error}\n  fix: mend that line") from None
+    if not callable(getattr(module, name, None)):
+        raise ValueError(f"{path}: has no function {name}\n  fix: write def {name}(prompt, answer, row)")
+    return getattr(module, name)
+
+
+def line_of(error: BaseException, path: Path) -> str:
+    """Return FILE:LINE of the last line of that file on the error's way."""
+    lines = [f.lineno for f in traceback.extract_tb(error.__traceback__) if Path(f.filename).name == path.name]
+    return f"{path}:{lines[-1] if lines else 1}"
+
+
+def score_answers(
+    score: Callable, prompts: Sequence[Prompt], answers: Sequence[str], seconds: float, path: Path
+) -> list[float]:
+    """Return the reward of each answer.
+
+    Raises:
+        ValueError: one raises, takes longer than so many seconds, or returns no finite number.
+    """
+    found = []
+    pool = ThreadPoolExecutor(1, "reward")
+    for prompt, answer in zip(prompts, answers, strict=True):
+        what = ""
+        try:
+            value = pool.submit(score, prompt.text, answer, prompt.row).result(seconds)
+            value = float(value)
+            what = "" if math.isfinite(value) else f"returned {value}"
+        except Late:
+            pool.shutdown(wait=False, cancel_futures=True)
+            what = f"took longer than {seconds:g} seconds"
+        except Exception as error:
+            what = f"raised {type(error).__name__} at {line_of(error, path)}: {error}"
+        if what:
+            raise ValueError(
+                f"{path}: the reward of {prompt.where} {what}, for the answer {answer!r:.200}\n"
+                "  rule: a reward is a finite number for every answer\n  fix: mend the file, or give --reward-seconds"
+            )
+        found.append(value)
+    pool.shutdown()
+    return found

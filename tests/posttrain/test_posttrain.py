@@ -1,0 +1,222 @@
+"""The loop of GRPO on pairs of meshes, compared with a plain loop on one device; what is bad input, by its line."""
+
+import json
+import math
+import shlex
+from pathlib import Path
+
+import pytest
+import torch
+
+from scaling import tree
+from scaling.configs import get
+from scaling.mesh import AbstractMesh, Mesh
+from scaling.models import hf, transformer
+from scaling.models.leaves import specs_of
+from scaling.posttrain import advantages, losses
+from scaling.posttrain.command import main
+from scaling.posttrain.loop import push_lines
+from scaling.posttrain.rewards import number_of
+from scaling.serve.sampling import draw_token, uniforms
+from scaling.train.restored import params_of_run
+
+SIZES = "L = 2\nD = 16\nF = 24\nN = 4\nK = 2\nH = 8\nV = 256\n"
+REWARD = """
+def score(prompt, answer, row):
+    return sum(map(ord, answer)) % 97 / 97 - 0.1 * len(row["prompt"])
+
+def broken(prompt, answer, row):
+    return 1 / 0
+
+def nan(prompt, answer, row):
+    return float("nan")
+
+def slow(prompt, answer, row):
+    import time
+    time.sleep(1)
+"""
+PROMPTS = ["ab", "c", "def", "gh"]
+G, SEQ, NEW, EOS, LR = 4, 16, 6, 10, 0.02
+STEP = f"--model hf --prompts prompts.jsonl --reward reward.py --seq {SEQ} --max-new-tokens {NEW} --group {G}"
+STEP += f" --prompts-per-step 2 --dtype fp64 --lr {LR} --warmup 0 --schedule constant --weight-decay 0 --clip 1000"
+STEP += f" --eos-id {EOS} --seed 3"
+
+
+def run(line: str) -> int:
+    return main(shlex.split(line))
+
+
+def records(out):
+    return [json.loads(line) for line in (Path(out) / "metrics.jsonl").read_text().splitlines()]
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("model.toml").write_text(SIZES)
+    Path("reward.py").write_text(REWARD)
+    Path("prompts.jsonl").write_text("".join(json.dumps({"prompt": text}) + "\n" for text in PROMPTS))
+    config = get("model.toml")
+    params = transformer.init(config, 0, torch.float64)
+    hf.save("hf", config, params)
+    return config, params
+
+
+def order_of(epoch: int) -> list[int]:
+    return torch.randperm(4, generator=torch.Generator().manual_seed(number_of(3, "prompts", epoch))).tolist()
+
+
+@torch.no_grad()
+def answers(params, config, step):
+    """Of a step's prompts the answers, each drawn token by token from the whole sequence's logits."""
+    rows = []
+    order = [i for epoch in range(10) for i in order_of(epoch)]
+    for place in range((step - 1) * 2, step * 2):
+        for _ in range(G):
+            ids, start, old = list(PROMPTS[order[place]].encode()), len(PROMPTS[order[place]]), []
+            seed = number_of(3, step, len(rows))
+            while len(ids) < start + NEW and (len(ids) == start or ids[-1] != EOS):
+                logprobs = transformer.forward(params, torch.tensor([ids]), config=config)[0, -1].log_softmax(-1)
+                ids.append(int(draw_token(logprobs.exp()[None], uniforms([seed], [len(ids)]))))
+                old.append(float(logprobs[ids[-1]]))
+            rows.append((start, ids, old))
+    return rows
+
+
+def plain(config, params, steps, staleness=0, beta=0.0, mean="token", divide=True):
+    """The losses and the params of so many steps on one device: autograd and torch's AdamW."""
+    first = tree.map(torch.clone, params)
+    params = tree.map(lambda W: W.clone().requires_grad_(), params)
+    optimizer = torch.optim.AdamW(tree.leaves(params), lr=LR, betas=(0.9, 0.95), weight_decay=0)
+    versions, found = [tree.map(lambda W: W.detach().clone(), params)], []
+    for n in range(1, steps + 1):
+        rows = answers(versions[max(0, n - 1 - staleness)], config, n)
+        text = [bytes(ids[start:]).decode(errors="replace") for start, ids, _ in rows]
+        rewards = [sum(map(ord, t)) % 97 / 97 - 0.1 * start for t, (start, _, _) in zip(text, rows, strict=True)]
+        loss, tokens = torch.zeros((), dtype=torch.float64), sum(len(old) for *_, old in rows)
+        for i, (start, ids, old) in enumerate(rows):
+            group = torch.tensor(rewards[i // G * G : i // G * G + G], dtype=torch.float64)
+            A = (rewards[i] - group.mean()) / (group.std() + 1e-6 if divide else 1)
+            inside = torch.tensor([ids[:-1]])
+            every = [transformer.forward(W, inside, config=config)[0].log_softmax(-1) for W in (params, first)]
+            logp, ref = (x.gather(1, torch.tensor(ids[1:])[:, None])[start - 1 :, 0] for x in every)
+            ratio = (logp - torch.tensor(old, dtype=torch.float64)).exp()
+            each = -torch.minimum(ratio * A, ratio.clamp(0.8, 1.2) * A)
+            each = each + beta * ((ref - logp).exp() - (ref - logp) - 1) if beta else each
+            loss = loss + (each.sum() / tokens if mean == "token" else each.mean() / len(rows))
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        versions.append(tree.map(lambda W: W.detach().clone(), params))
+        found.append((loss.item(), sum(rewards) / len(rewards)))
+    return found, versions[-1]
+
+
+PAIRS = {
+    "--train-mesh X=2,Y=2 --serve-mesh Y=4": {},
+    "--train-mesh X=2 --serve-mesh Y=2 --apart --staleness 2 --beta 0.1": {"staleness": 2, "beta": 0.1},
+    "--train-mesh C=2 --serve-mesh X=1 --mean sequence --no-std": {"mean": "sequence", "divide": False},
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("meshes", PAIRS)
+def test_ten_steps_are_those_of_a_plain_loop(folder, meshes):
+    config, params = folder
+    wanted, last = plain(config, params, 10, **PAIRS[meshes])
+    assert run(f"{STEP} --steps 10 --out run {meshes}") == 0
+    found = [(record["loss"], record["reward"]) for record in records("run")]
+    for one, other in zip(found, wanted, strict=True):
+        assert one == pytest.approx(other, rel=0, abs=1e-10)
+    after = params_of_run(Path("run"), config, specs_of(config), Mesh({"X": 1}))
+    for a, b in zip(tree.leaves(after), tree.leaves(last), strict=True):
+        torch.testing.assert_close(a, b, rtol=0, atol=1e-8)  # Adam divides by roots of tiny gradients
+    ages = [record["age"] for record in records("run")]
+    staleness = PAIRS[meshes].get("staleness", 0)
+    assert ages == [min(n, staleness) for n in range(10)]
+    assert all(record["gap_max"] < 1e-12 for record in records("run") if not record["age"])
+    if staleness:
+        assert any(record["clipped_high"] + record["clipped_low"] > 0 for record in records("run"))
+
+
+@pytest.mark.slow
+def test_a_run_goes_on_as_if_it_had_not_ended(folder, capsys):
+    more = "--staleness 1 --lora 2 --save-every 2"
+    assert run(f"{STEP} --steps 5 --out whole {more}") == 0
+    assert run(f"{STEP} --steps 4 --out parts {more}") == 0
+    with Path("parts/metrics.jsonl").open("a") as file:
+        file.write('{"step": 5, "killed": 1}\n')
+    assert run(f"{STEP} --steps 5 --out parts {more} --resume --train-mesh Y=2 --serve-mesh Y=2") == 0
+    for one, other in zip(records("whole"), records("parts"), strict=True):
+        assert one["loss"] == pytest.approx(other["loss"], rel=1e-9, abs=1e-12), one["step"]
+        assert one["reward"] == other["reward"]
+    assert run(f"{STEP} --steps 6 --out parts {more} --resume --group 2") == 1
+    assert "was begun with group 4, not 2" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_check_changes_nothing_and_finds_no_gap(folder, capsys):
+    assert run(f"{STEP} --out run --check --train-mesh X=2,Y=2 --serve-mesh Y=2") == 0
+    assert "log-probabilities differ by" in capsys.readouterr().out
+    assert not Path("run").exists()
+
+
+WRONG = {
+    "--reward nowhere.py": "nowhere.py: no such file",
+    "--reward bad.py": "bad.py:2: does not parse",
+    "--reward reward.py:absent": "has no function absent",
+    "--reward reward.py:broken": "raised ZeroDivisionError at reward.py:6: division by zero",
+    "--reward reward.py:nan": "the reward of prompts.jsonl:",
+    "--reward reward.py:slow --reward-seconds 0.05": "took longer than 0.05 seconds",
+    "--prompts bad.jsonl": "bad.jsonl:2: is no JSON",
+    "--prompts odd.jsonl": 'odd.jsonl:1: has no text as its "prompt"',
+    "--prompts empty.jsonl": "has no prompt",
+    "--seq 8": "prompts.jsonl:3: the prompt has 3 tokens",
+    "--train-mesh X=3": "D=16 model dims do not divide into 3 blocks",
+    "--train-mesh X=16": "a multiple of 16",
+    "--train-mesh Z=2": "there are no stages Z",
+    "--serve-mesh Y=3": "KV heads over Y=3",
+    "--eos-id 999": "has the ids 0..255",
+}
+
+
+def test_bad_input_is_refused_by_its_line(folder, capsys):
+    Path("bad.py").write_text("x = 1\ndef score(:\n")
+    Path("bad.jsonl").write_text('{"prompt": "a"}\n{"prompt"\n')
+    Path("odd.jsonl").write_text('{"text": "a"}\n')
+    Path("empty.jsonl").write_text("\n")
+    for flags, words in WRONG.items():
+        assert run(f"{STEP} --steps 1 --out run {flags}") == 1, flags
+        said = capsys.readouterr().err
+        assert words in " ".join(said.split()), (flags, said)
+        assert "Traceback" not in said, flags
+        assert not list(Path().glob("run/step-*")), flags
+
+
+def test_advantages_and_shares_by_their_formulas():
+    rewards = torch.tensor([1.0, 2.0, 3.0, 5.0, 5.0, 5.0], dtype=torch.float64)
+    assert advantages(rewards, 3, divide=False).tolist() == [-1, 0, 1, 0, 0, 0]
+    assert advantages(rewards, 3).tolist() == pytest.approx([-1 / (1 + 1e-6), 0, 1 / (1 + 1e-6), 0, 0, 0])
+    mask = torch.tensor([[1, 1, 1, 0], [0, 1, 0, 0]]).bool()
+    assert losses.shares(mask, "token").tolist() == [[0.25] * 3 + [0], [0, 0.25, 0, 0]]
+    assert losses.shares(mask, "sequence").tolist() == [[1 / 6] * 3 + [0], [0, 0.5, 0, 0]]
+    for groups in (1, 4):
+        with pytest.raises(ValueError, match="at least 2"):
+            advantages(rewards, groups)
+
+
+def test_a_clipped_token_has_no_gradient():
+    old, A = torch.zeros(1, 4), torch.tensor([[1.0, 1.0, -1.0, -1.0]])
+    logprobs = torch.tensor([[math.log(1.3), math.log(0.7), math.log(0.7), math.log(1.3)]]).requires_grad_()
+    value = losses.loss(logprobs, old, old, A, torch.full((1, 4), 0.25))
+    (slope,) = torch.autograd.grad(value, logprobs)
+    assert value.item() == pytest.approx((-1.2 - 0.7 + 0.8 + 1.3) / 4)
+    assert slope[0].tolist() == pytest.approx([0, -0.175, 0, 0.325])
+
+
+def test_llama_70b_goes_to_its_serving_mesh_by_these_lines():
+    """X=64,Y=8 -> Y=8: each serving rank receives 1/8 of the model, once."""
+    config, meshes = get("llama3-70b"), (AbstractMesh({"X": 64, "Y": 8}), AbstractMesh({"Y": 8}))
+    lines = {where: line for where, line, _ in push_lines(config, *meshes)}
+    assert lines['params["layers"]["W_Q"]'] == "W_Q[L, D_X, N_Y, H] -> W_Q[L, D, N_Y, H]"
+    assert lines['params["embed"]'] == "E[V_Y, D_X] -> E[V_Y, D]"
