@@ -47,6 +47,12 @@ class Config:
     `dtype` the stored parameters. `uncomputed` names what else the model has: such a one is counted, but no code here
     computes it. `source` says where the numbers come from. `max_positions`: the longest text that the model was made
     for, before a scaling of its positions (Hugging Face's max_position_embeddings); 0 where nothing says.
+    `model_type`: that of the file which the model was read from, where its tensors are not those of the other classes.
+
+    Of other families: with `unit_offset` norms multiply by 1 + their gain (Gemma). Embeddings are multiplied by
+    `embed_scale`, what a block adds to the residual stream by `residual_scale`, and logits are divided by
+    `logit_scale`; scores are multiplied by `score_scale`, None being 1/sqrt(H) (Granite). The layers in `unrotated`
+    turn no query or key by its position (SmolLM3).
     """
 
     name: str
@@ -85,17 +91,24 @@ class Config:
     window: int | tuple[int | None, ...] | None = None
     activation: str | None = None
     dropout: float = 0.0
+    unit_offset: bool = False
+    embed_scale: float = 1.0
+    residual_scale: float = 1.0
+    logit_scale: float = 1.0
+    score_scale: float | None = None
+    unrotated: tuple[int, ...] = ()
     cached: int | None = None
     uncomputed: tuple[str, ...] = ()
     latent: Latent | None = None
     max_positions: int = field(default=0, compare=False)
+    model_type: str = field(default="", compare=False)
     dtype: str = "bf16"
     source: str = ""
 
     def __post_init__(self):
         if isinstance(self.rope_scaling, dict):  # as a file has it; so are lists
             object.__setattr__(self, "rope_scaling", RopeScaling.of(self.rope_scaling))
-        for name in ("window", "uncomputed"):
+        for name in ("window", "uncomputed", "unrotated"):
             if isinstance(value := getattr(self, name), list):
                 object.__setattr__(self, name, tuple(value))
         check_letters(self.name, {letter: getattr(self, letter) for letter in "LDFNKHVEk"})
@@ -154,6 +167,13 @@ class Config:
         if not 0 < self.theta < float("inf") or not 0 < self.eps < float("inf"):
             what = f"{self.name}: theta and eps must be above 0, got {self.theta!r} and {self.eps!r}"
             raise ValueError(f"{what}\n  fix: leave them out, or give positive numbers")
+        scales = (self.embed_scale, self.residual_scale, self.logit_scale, self.score_scale or 1.0)
+        if not all(0 < scale < float("inf") for scale in scales) or self.score_scale == 0:
+            what = f"{self.name}: scales must be above 0; embed, residual, logit and score have {scales}"
+            raise ValueError(f"{what}\n  fix: leave them out, or give positive numbers")
+        if any(not isinstance(l, int) or not 0 <= l < self.L for l in self.unrotated):
+            what = f"{self.name}: unrotated={self.unrotated!r:.60}: layers are 0 to {self.L - 1}"
+            raise ValueError(f"{what}\n  fix: give numbers of layers")
         if not 0 <= self.dropout < 1:
             raise ValueError(f"{self.name}: dropout must lie in [0, 1), got {self.dropout!r}\n  fix: 0.0 drops nothing")
         if self.activation not in (None, *ACTIVATIONS):

@@ -6,6 +6,7 @@ computes stands in `uncomputed`. Coefficients of auxiliary losses are left out: 
 of all layers together.
 """
 
+import math
 from dataclasses import fields
 from types import NoneType
 from typing import Any
@@ -36,6 +37,10 @@ LETTERS = {
     "top_groups": ("topk_group",),
     "norm_topk": ("norm_topk_prob",),
     "routed_scale": ("routed_scaling_factor",),
+    "embed_scale": ("embedding_multiplier",),
+    "residual_scale": ("residual_multiplier",),
+    "logit_scale": ("logits_scaling",),
+    "score_scale": ("attention_multiplier",),
 }
 ACTIVATIONS = {"silu": "silu", "swish": "silu", "gelu": "gelu", "relu": "relu"}
 ACTIVATIONS |= {"gelu_pytorch_tanh": "gelu_tanh", "gelu_new": "gelu_tanh"}
@@ -44,11 +49,17 @@ LATENT = ("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim",
 EXPERTS = ("E", "k", "shared", "F_shared", "dense_layers", "F_dense", "norm_topk")  # fields of a model with experts
 EXPERTS += ("routing", "expert_groups", "top_groups", "routed_scale")
 COUNTS = "sliding_window max_window_layers intermediate_size intermediate_size_mlp decoder_sparse_step"
-COUNTS += " full_attention_interval interleave_moe_layer_step max_position_embeddings"
-TYPES: dict[str, type] = {**dict.fromkeys((*COUNTS.split(), *LATENT), int), "attention_dropout": float}
+COUNTS += " full_attention_interval interleave_moe_layer_step max_position_embeddings no_rope_layer_interval"
+TYPES: dict[str, type] = {
+    **dict.fromkeys((*COUNTS.split(), *LATENT), int),
+    "attention_dropout": float,
+    "resid_pdrop": float,
+    "embd_pdrop": float,
+}
+TYPES["attention_multiplier"] = float
 TYPES |= dict.fromkeys(("hidden_act", "hidden_activation"), str)
-TYPES |= dict.fromkeys(("layer_types", "mlp_only_layers", "moe_layers"), list)
-TYPES |= dict.fromkeys(("use_sliding_window", "mlp_bias", "rope_interleave"), bool)
+TYPES |= dict.fromkeys(("layer_types", "mlp_only_layers", "moe_layers", "no_rope_layers"), list)
+TYPES |= dict.fromkeys(("use_sliding_window", "mlp_bias", "rope_interleave", "use_bidirectional_attention"), bool)
 NULL = ("num_key_value_heads", "sliding_window", "attention_dropout")  # may be null beside keys whose default is null
 ORIGINAL = "original_max_position_embeddings"
 CONTEXTS = ("llama3", "yarn", "longrope")  # scalings that know this context, which was trained on before
@@ -69,6 +80,7 @@ def read_config(table: dict) -> dict:
     kind = KINDS.get(name or "", COUNTED)
     read = kind.read(table)
     check_types(read, kind)
+    read["hidden_act"] = kind.meant.get(_activation(read), _activation(read))
     found = dict(kind.fixed)
     for letter, keys in LETTERS.items():
         if values := [read[key] for key in keys if read.get(key) is not None]:
@@ -85,9 +97,11 @@ def read_config(table: dict) -> dict:
     found["gated"] = name not in UNGATED
     activation = ACTIVATIONS.get(_activation(read))
     found["activation"] = None if activation == ("silu" if found["gated"] else "gelu") else activation
+    found |= {"embed_scale": math.sqrt(found["D"])} if kind.root_scaled else {}
     found |= _rotary(table, read, kind)
     L, known = found.get("L", 0), bool(kind.architecture)
-    found |= {"window": _window(read, name or "", L, known), "cached": _cached(read, known, L)}
+    found |= {"unrotated": _unrotated(read, L)} if known and "no_rope_layers" in read else {}
+    found |= {"window": _window(read, name or "", found, known), "cached": _cached(read, known, L)}
     found["max_positions"] = table.get("max_position_embeddings") or 0
     return found | {"uncomputed": tuple(uncomputed)}
 
@@ -172,21 +186,33 @@ def _rotary(table: dict, read: dict, kind: ModelType) -> dict:
     return {"theta": float(theta), "rope_scaling": RopeScaling.of(given)}
 
 
-def _window(read: dict, name: str, L: int, known: bool) -> int | tuple | None:
+def _unrotated(read: dict, L: int) -> tuple[int, ...]:
+    """Return the layers without rotary positions. ValueError if the list of them is too short."""
+    turned, every = read["no_rope_layers"], read["no_rope_layer_interval"]
+    if turned is None and not every:
+        raise ValueError("no_rope_layer_interval is 0\n  fix: give at least 1")
+    turned = [(l + 1) % every != 0 for l in range(L)] if turned is None else turned
+    if len(turned) < L:
+        raise ValueError(f"no_rope_layers has {len(turned)} entries for {L} layers\n  fix: give one for each layer")
+    return tuple(l for l in range(L) if not turned[l])
+
+
+def _window(read: dict, name: str, found: dict, known: bool) -> int | tuple | None:
     """Return the window of all layers, or of each. ValueError if layer_types contradicts the other keys."""
-    width, types = read.get("sliding_window"), read.get("layer_types")
-    if name.startswith("qwen") and not read.get("use_sliding_window"):
+    width, types, L = read.get("sliding_window"), read.get("layer_types"), found.get("L", 0)
+    if name.startswith(("qwen", "smollm3")) and not read.get("use_sliding_window"):
         width = None
     if types is None:
         first = read.get("max_window_layers") or 0
         slides = [i >= first and not (name == "gemma2" and i % 2) for i in range(L)]
+        slides = [i in found["unrotated"] for i in range(L)] if name == "smollm3" else slides
     elif len(types) != L:
         raise ValueError(f"layer_types has {len(types)} entries for {L} layers\n  fix: give one for each layer")
     else:
         slides = [each == "sliding_attention" for each in types]
         if any(slides) and width is None and known:
             what = "layer_types has sliding_attention, and no window is given"
-            raise ValueError(f"{what}\n  fix: give sliding_window, and to Qwen use_sliding_window: true")
+            raise ValueError(f"{what}\n  fix: give sliding_window, and to Qwen and SmolLM3 use_sliding_window: true")
     windows = tuple(width if each else None for each in slides)
     return windows[0] if windows and len(set(windows)) == 1 else windows
 
@@ -210,15 +236,16 @@ def _not_computed(whole: dict, table: dict, read: dict, kind: ModelType) -> list
     name = table.get("model_type")  # without one no class is named, and a file is read by its keys
     found += [] if kind.architecture or name is None else [f"model_type {name!r}"]
     found += [] if _activation(read) in ACTIVATIONS else [f"hidden_act {_activation(read)!r}"]
-    found += ["mlp_bias"] if read.get("mlp_bias") else []
-    found += [f"attention_dropout={rate}"] if (rate := read.get("attention_dropout")) else []
+    found += [key for key in ("mlp_bias", "use_bidirectional_attention") if read.get(key)]
+    found += [f"{key}={read[key]}" for key in ("attention_dropout", "resid_pdrop", "embd_pdrop") if read.get(key)]
     if (quantized := table.get("quantization_config")) is not None:
         of_type("quantization_config", quantized, dict)
         found.append(f"quantization_config {quantized.get('quant_method', '')!r}")
     given = _scaling(table)
     partial = given.get("partial_rotary_factor", table.get("partial_rotary_factor"))
     scaled = given.get("rope_type", given.get("type", "default")) != "default"
-    if partial not in (None, 1.0) and (scaled or not kind.architecture):  # else the class ignores it
+    found += ["rope_scaling of phi3"] if scaled and name == "phi3" else []
+    if partial not in (None, 1.0) and (scaled or not kind.architecture or name == "phi3"):  # else it is ignored
         found.append(f"partial_rotary_factor {partial}")
     if "qk_rope_head_dim" in kind.keys and table.get("head_dim", rope := read["qk_rope_head_dim"]) != rope:
         found.append(f"head_dim {table['head_dim']} beside qk_rope_head_dim {rope}")  # the class turns so many dims

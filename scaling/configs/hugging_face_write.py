@@ -1,5 +1,7 @@
 """The config.json of a model in the book's letters, for a class of transformers that computes the same."""
 
+import math
+
 from scaling.configs.config import Config
 from scaling.configs.hugging_face import ACTIVATIONS, LATENT
 from scaling.configs.model_types import KINDS
@@ -7,10 +9,18 @@ from scaling.configs.model_types import KINDS
 
 def kind_of(config: Config) -> str:
     """Return the model_type whose class computes this model. ValueError if no class of `KINDS` does."""
+    if config.model_type in KINDS and all(_fits(config, config.model_type).values()):
+        return config.model_type
     if config.latent:
         kind = "deepseek_v3"
     elif config.moe:
         kind = "qwen3_moe" if config.qk_norm else "mixtral"
+    elif config.unit_offset:
+        kind = "gemma"
+    elif config.unrotated:
+        kind = "smollm3"
+    elif any(scale != default for scale, default in _scales(config)):
+        kind = "granite"
     elif config.qk_norm:
         kind = "qwen3"
     elif config.attention_bias and not config.output_bias:
@@ -20,6 +30,12 @@ def kind_of(config: Config) -> str:
     if lacking := [name for name, fits in _fits(config, kind).items() if not fits]:
         raise _unwritten(config, kind, lacking)
     return kind
+
+
+def _scales(config: Config) -> list[tuple[float | None, float | None]]:
+    """Return the scales that Granite's class has, each with what it is in the others."""
+    ours = (config.embed_scale, config.residual_scale, config.logit_scale, config.score_scale)
+    return [*zip(ours, (1.0, 1.0, 1.0, None), strict=True)]
 
 
 def _unwritten(config: Config, kind: str, lacking: list[str]) -> ValueError:
@@ -37,10 +53,16 @@ def _fits(config: Config, kind: str) -> dict[str, bool]:
     return {
         "MLP without a gate": config.gated,
         "output_bias": both or kind == "qwen2",
-        "attention_bias": not config.attention_bias or kind in ("llama", "qwen2", "qwen3", "qwen3_moe"),
+        "attention_bias": not config.attention_bias or kind not in ("mistral", "mixtral", "phi3", "deepseek_v3"),
+        "experts": not config.moe or kind in ("mixtral", "qwen3_moe", "deepseek_v3"),
+        "latent attention, norms of heads": kind != "phi3" or not (config.latent or config.qk_norm),
+        "rotary scaling": kind != "phi3" or config.rope_scaling is None,
+        "unit_offset": config.unit_offset == (kind == "gemma"),
+        "scales": _scaled_as(config, kind),
+        "unrotated layers": not config.unrotated or kind == "smollm3",
         "windows": config.window is None
-        or kind in ("mistral", "qwen2", "qwen3")
-        or (isinstance(config.window, int) and kind in ("mixtral", "qwen3_moe")),
+        or kind in ("mistral", "qwen2", "qwen3", "smollm3")
+        or (isinstance(config.window, int) and kind in ("mixtral", "qwen3_moe", "phi3")),
         "shared experts": bool(config.shared) == (config.moe and kind == "deepseek_v3"),
         "F_shared": config.shared * config.F == config.S,
         "routing": not config.moe or routing == (("sigmoid",) if kind == "deepseek_v3" else ("softmax", 1, 1.0)),
@@ -48,6 +70,14 @@ def _fits(config: Config, kind: str) -> dict[str, bool]:
         "capacity": config.capacity is None,
         "dense_layers": not config.dense_layers or kind == "deepseek_v3",
     }
+
+
+def _scaled_as(config: Config, kind: str) -> bool:
+    """Return whether that class has the scales of this model."""
+    if kind == "granite":
+        return config.score_scale is not None
+    embeds = math.sqrt(config.D) if KINDS[kind].root_scaled else 1.0
+    return [scale for scale, _ in _scales(config)] == [embeds, 1.0, 1.0, None]
 
 
 def write_config(config: Config) -> dict:
@@ -62,7 +92,7 @@ def write_config(config: Config) -> dict:
     table |= {name: getattr(config, letter) for letter, name in letters.items()}
     table |= {"max_position_embeddings": config.max_positions} if config.max_positions else {}
     table["hidden_act"] = next(name for name, ours in ACTIVATIONS.items() if ours == config.nonlinearity)
-    if kind != "qwen2" and kind not in ("mistral", "mixtral"):
+    if kind not in ("qwen2", "mistral", "mixtral", "phi3"):
         table["attention_bias"] = config.attention_bias
     if scaling := config.rope_scaling:
         table["rope_scaling"] = {"rope_type": scaling.kind, "factor": scaling.factor}
@@ -86,10 +116,15 @@ def write_config(config: Config) -> dict:
             "\n  fix: give all layers with a window the same one"
         )
     table["sliding_window"] = next(iter(widths), None)
-    if kind.startswith("qwen"):
+    if kind.startswith(("qwen", "smollm3")):
         table["use_sliding_window"] = bool(widths)
-    if kind in ("qwen2", "qwen3") and widths:
+    if kind in ("qwen2", "qwen3", "smollm3") and widths:
         table["layer_types"] = ["full_attention" if w is None else "sliding_attention" for w in config.windows]
+    if kind == "granite":
+        table |= {"embedding_multiplier": config.embed_scale, "residual_multiplier": config.residual_scale}
+        table |= {"logits_scaling": config.logit_scale, "attention_multiplier": config.score_scale}
+    if kind == "smollm3":
+        table["no_rope_layers"] = [int(l not in config.unrotated) for l in range(config.L)]
     if config.moe:
         names = {"mixtral": "num_local_experts", "deepseek_v3": "n_routed_experts"}
         table[names.get(kind, "num_experts")] = config.E

@@ -21,6 +21,8 @@ class ModelType:
         theta: The class's base of rotary positions.
         aliases: Other names of keys. Where a file has both, the class takes the other name's value.
         fixed: Fields of Config that all models of the class share.
+        meant: Values of hidden_act that the class takes for another.
+        root_scaled: Whether the class multiplies embeddings by sqrt(D).
     """
 
     architecture: str = ""
@@ -28,6 +30,8 @@ class ModelType:
     theta: float = 1e4
     aliases: Mapping[str, str] = field(default_factory=dict)
     fixed: Mapping[str, Any] = field(default_factory=dict)
+    meant: Mapping[str, str] = field(default_factory=dict)
+    root_scaled: bool = False
 
     def read(self, table: Mapping[str, Any]) -> dict[str, Any]:
         """Return the keys that the class reads, each from the file or with its default."""
@@ -74,6 +78,24 @@ _DEEPSEEK_V3 = _keys(
     routed_scaling_factor=2.5, first_k_dense_replace=3,
 )  # fmt: skip
 _DEEPSEEK_V3.pop("head_dim")  # the class takes qk_rope_head_dim for it
+_GEMMA_1 = _keys(
+    vocab_size=256000, hidden_size=3072, num_hidden_layers=28, num_attention_heads=16, num_key_value_heads=16,
+    head_dim=256, intermediate_size=24576, max_position_embeddings=8192, hidden_act="gelu_pytorch_tanh",
+    tie_word_embeddings=True, attention_bias=False, use_bidirectional_attention=None,
+)  # fmt: skip
+_PHI3 = _keys(
+    vocab_size=32064, hidden_size=3072, intermediate_size=8192, num_key_value_heads=None, max_position_embeddings=4096,
+    rms_norm_eps=1e-5, sliding_window=None, resid_pdrop=0.0, embd_pdrop=0.0, original_max_position_embeddings=4096,
+)  # fmt: skip
+_GRANITE = _LLAMA | {
+    "embedding_multiplier": 1.0, "residual_multiplier": 1.0, "logits_scaling": 1.0, "attention_multiplier": 1.0,
+}  # fmt: skip
+_SMOLLM3 = _keys(
+    vocab_size=128256, hidden_size=2048, intermediate_size=11008, num_hidden_layers=36, num_attention_heads=16,
+    num_key_value_heads=4, max_position_embeddings=32768, use_sliding_window=False, sliding_window=None,
+    no_rope_layers=None, no_rope_layer_interval=4, layer_types=None, attention_bias=False, mlp_bias=False,
+    tie_word_embeddings=True,
+)  # fmt: skip
 _GEMMA = {"hidden_act": "gelu_pytorch_tanh", "rms_norm_eps": 1e-6}
 _V3 = ModelType(
     "DeepseekV3ForCausalLM", _DEEPSEEK_V3, aliases={"num_local_experts": "n_routed_experts"},
@@ -93,7 +115,12 @@ KINDS: dict[str, ModelType] = {
     ),
     "deepseek_v3": _V3,
     "kimi_k2": _V3,  # its own code is DeepSeek-V3's
-    "gemma": ModelType("", _GEMMA, fixed={"tied": True}),
+    "gemma": ModelType(
+        "GemmaForCausalLM", _GEMMA_1, fixed={"unit_offset": True}, meant={"gelu": "gelu_pytorch_tanh"}, root_scaled=True
+    ),
+    "phi3": ModelType("Phi3ForCausalLM", _PHI3, fixed={"model_type": "phi3"}),
+    "granite": ModelType("GraniteForCausalLM", _GRANITE),
+    "smollm3": ModelType("SmolLM3ForCausalLM", _SMOLLM3, 2e6),
     "gemma2": ModelType("", _GEMMA | {"sliding_window": 4096}, fixed={"tied": True}),
     "llama4_text": ModelType("", {"rms_norm_eps": 1e-5}, 5e5, fixed={"shared": 1}),
     "qwen3_next": ModelType("", {"rms_norm_eps": 1e-6, "full_attention_interval": 4}),

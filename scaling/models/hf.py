@@ -146,28 +146,31 @@ def _parts(
     Each is gathered whole. Of the layers after the dense ones, those come of which this rank holds a part.
     """
 
-    def whole(leaf: Tensor, spec: Spec, layout: FileLayout, at: dict[str, int]) -> dict[str, Tensor]:
+    def add(pieces: dict, leaf: Tensor, spec: Spec, layout: FileLayout, at: dict[str, int]) -> None:
         leaf = leaf.detach().contiguous()
         leaf = (unshard(str(spec), leaf, mesh) if spec.axes else leaf).cpu()
         leaf = leaf[tuple(slice(config.V if dim == "V" else None) for dim in spec.dim_names)]
         rest = [dim for dim in layout.numbered if dim not in at]
-        return {
-            layout.tensor(at | inner): layout.write(leaf[tuple(inner.values())], config.sizes)
-            for inner in layout.indices({dim: slice(0, config.sizes[dim]) for dim in rest})
-        }
+        for inner in layout.indices({dim: slice(0, config.sizes[dim]) for dim in rest}):
+            parts = pieces.setdefault(layout.tensor(at | inner), {})
+            parts[layout.part] = layout.write(leaf[tuple(inner.values())], config.sizes)
 
-    ends = {}
+    def whole(pieces: dict[str, dict[int, Tensor]]) -> dict[str, Tensor]:
+        parts = {name: [own[i] for i in sorted(own)] for name, own in pieces.items()}
+        return {name: own[0] if len(own) == 1 else torch.cat(own) for name, own in parts.items()}
+
+    ends: dict[str, dict[int, Tensor]] = {}
     each = (tree.leaves({name: some[name] for name in params if name != "layers"}) for some in (params, types, layouts))
     for leaf, spec, layout in zip(*each, strict=True):
-        ends |= whole(leaf, spec, layout, {})
-    yield 0, ends
+        add(ends, leaf, spec, layout, {})
+    yield 0, whole(ends)
     mine = places_of(types, slots, mesh)
     for l, place in ((slots[i], i - mine.start) for i in mine if slots[i] >= 0):
-        layer = {}
+        layer: dict[str, dict[int, Tensor]] = {}
         each = (tree.leaves(some["layers"]) for some in (params, types, layouts))
         for stacked, spec, layout in zip(*each, strict=True):
-            layer |= whole(stacked[place], Spec("W", spec.dims[1:]), layout, {"L": l})
-        yield l + 1, layer
+            add(layer, stacked[place], Spec("W", spec.dims[1:]), layout, {"L": l})
+        yield l + 1, whole(layer)
 
 
 def safetensors() -> Any:
@@ -268,7 +271,7 @@ class _Files:
         if count > len(self.file_of) + MOST_MISSING:
             what = f"{self.folder}: has {len(self.file_of):,} tensors; the sizes in config.json give {count:,}"
             raise ValueError(f"{what}\n  fix: take both from one version of the model")
-        wanted = {name: layout.shape(config.sizes) for layout in layouts for name in layout.tensors(config.sizes)}
+        wanted = {n: layout.stored_shape(config.sizes) for layout in layouts for n in layout.tensors(config.sizes)}
         found = {tensor for tensor in self.file_of if not tensor.endswith(COMPUTED)}
         if config.tied and {TABLE, HEAD} <= found and torch.equal(self[TABLE][:], self[HEAD][:]):
             found.remove(HEAD)  # some files hold the shared table twice

@@ -11,7 +11,7 @@ from torch import Tensor
 from scaling import tree
 from scaling.configs import Config
 from scaling.configs.hugging_face_write import kind_of
-from scaling.models.leaves import Leaf, leaves_of, specs_of
+from scaling.models.leaves import JOINED, Leaf, leaves_of, specs_of
 from scaling.spec import parse
 
 
@@ -20,13 +20,16 @@ class FileLayout:
     """The tensors of one param in a checkpoint.
 
     `name` has a place for each dim that numbers the tensors, and `groups` each tensor's dims. `before` counts the
-    layers before the first of the param's stack.
+    layers before the first of the param's stack. `joined`: of a tensor that holds several params along its rows, the
+    rows of each, of which the `part`-th are this one's.
     """
 
     name: str
     groups: tuple[str, ...]
     dims: tuple[str, ...]  # the param's
     before: int = 0
+    joined: tuple[str, ...] = ()
+    part: int = 0
 
     def tensor(self, at: Mapping[str, int]) -> str:
         """Return the name of the tensor at this place."""
@@ -52,8 +55,17 @@ class FileLayout:
             yield self.tensor(at)
 
     def shape(self, sizes: Mapping[str, int]) -> tuple[int, ...]:
-        """Return the shape of each tensor."""
+        """Return the shape of this param's part of each tensor."""
         return tuple(math.prod(sizes[dim] for dim in group) for group in self.groups)
+
+    def rows(self, sizes: Mapping[str, int], count: int | None = None) -> int:
+        """Return the rows of the first `count` params of a tensor that holds several; None: of all."""
+        return sum(math.prod(sizes[dim] for dim in group) for group in self.joined[:count])
+
+    def stored_shape(self, sizes: Mapping[str, int]) -> tuple[int, ...]:
+        """Return the shape of each whole tensor."""
+        first, *rest = self.shape(sizes)
+        return self.rows(sizes) if self.joined else first, *rest
 
     def read(self, tensor, ranges: Mapping[str, slice], sizes: Mapping[str, int]) -> Tensor:
         """Return the part `ranges` of one tensor, its dims in the param's order.
@@ -63,7 +75,8 @@ class FileLayout:
         rows = []
         for first, *rest in self.groups:
             inner = math.prod(sizes[dim] for dim in rest)
-            rows.append(slice(ranges[first].start * inner, ranges[first].stop * inner))
+            before = self.rows(sizes, self.part) if not rows else 0
+            rows.append(slice(before + ranges[first].start * inner, before + ranges[first].stop * inner))
         part, flat = tensor[tuple(rows)], "".join(self.groups)
         led = {group[0] for group in self.groups}
         part = part.reshape([ranges[d].stop - ranges[d].start if d in led else sizes[d] for d in flat])
@@ -82,6 +95,8 @@ def leaf_layouts(config: Config) -> dict:
 
     def layout(leaf: Leaf, spec: str) -> FileLayout:
         name, dims = leaf.hf[kind] if isinstance(leaf.hf, Mapping) else leaf.hf
-        return FileLayout(name, tuple(dims.split(", ")), parse(spec).dim_names, config.dense_layers)
+        param = parse(spec)
+        name, joined, part = JOINED.get(kind, {}).get(param.name, (name, (), 0))
+        return FileLayout(name, tuple(dims.split(", ")), param.dim_names, config.dense_layers, joined, part)
 
     return tree.map(layout, leaves_of(config), specs)

@@ -30,6 +30,11 @@ def all_kept(x: Tensor, branch: str, layer: int = 0) -> Tensor:
     return x
 
 
+def scale_by(x: Tensor, factor: float) -> Tensor:
+    """Return x times a factor of the model."""
+    return x if factor == 1 else x * factor
+
+
 def undifferentiated(f: Callable, *args: Any) -> tuple[Any, None]:
     """Return f(*args), and nothing to differentiate it by."""
     return f(*args), None
@@ -41,7 +46,7 @@ class Context(NamedTuple):
     Attributes:
         config: The model.
         mesh: The mesh.
-        rope: (cos, sin) of the positions of this rank's T_C tokens.
+        rope: (cos, sin) of the positions of this rank's T_C tokens; before `of_layer`, those of each layer.
         attend: attend(Q, K, V) -> O[B, T_C, N_Y, H] of one layer; before `of_layer`, it takes the layer's window, too.
         drop: drop(x, branch, layer=l): x[B_PXE, T_CY, D], which a branch is about to add to the stream, with some
             elements dropped.
@@ -53,7 +58,7 @@ class Context(NamedTuple):
 
     config: Config
     mesh: Any
-    rope: tuple[Tensor, Tensor]
+    rope: tuple
     attend: Callable
     drop: Callable = all_kept
     slots: Any = None
@@ -62,9 +67,13 @@ class Context(NamedTuple):
     norm: Callable = gained_norm
 
     def of_layer(self, l: int) -> "Context":
-        """Return the context of layer l: with its window, attend(Q, K, V), and its own dropout, drop(x, branch)."""
+        """Return the context of layer l: with its window and positions, and drop(x, branch) of the model's scale."""
+
+        def drop(x: Tensor, branch: str) -> Tensor:
+            return scale_by(self.drop(x, branch, layer=l), self.config.residual_scale)
+
         attend = partial(self.attend, window=self.config.windows[l])
-        return self._replace(attend=attend, drop=partial(self.drop, layer=l))
+        return self._replace(attend=attend, drop=drop, rope=self.rope[l])
 
 
 def project_heads(W: dict, y: Tensor, einsum: Callable = einsum) -> tuple[Tensor, Tensor, Tensor]:

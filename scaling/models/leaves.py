@@ -124,6 +124,20 @@ SHARED = {  # the experts that every token passes; S is their width together
 }
 
 
+# Of a model_type whose files hold several params in one tensor, one after another along its rows: leaf -> (the tensor,
+# the rows of each, which of them are this leaf's).
+JOINED: dict[str, dict[str, tuple[str, tuple[str, ...], int]]] = {
+    "phi3": {
+        name: (f"model.layers.{{L}}.{tensor}.weight", rows, i)
+        for tensor, rows, names in (
+            ("self_attn.qkv_proj", ("NH", "KH", "KH"), ("W_Q", "W_K", "W_V")),
+            ("mlp.gate_up_proj", ("F", "F"), ("W_gate", "W_in")),
+        )
+        for i, name in enumerate(names)
+    }
+}
+
+
 def _dense(leaf: Leaf) -> Leaf:
     """The same of a dense layer before those with experts: of G layers, features O wide."""
     name, dims = cast(Named, leaf.hf)
@@ -168,6 +182,7 @@ def uncomputed(config: Config) -> list[str]:
     """What the model has that no code here computes, by name."""
     found = list(config.uncomputed)
     headed = {"biases": config.attention_bias or config.output_bias, "qk_norm": config.qk_norm}
+    headed |= {"unrotated layers": config.unrotated, "score_scale": config.score_scale}
     found += [f"latent attention with {name}" for name, has in headed.items() if has and config.latent]
     if config.dense_layers and not (config.moe and config.dense_layers < config.L):
         found.append(f"dense_layers={config.dense_layers} without layers with experts after them")

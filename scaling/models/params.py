@@ -18,12 +18,12 @@ IN_ORDER: Places = {}
 
 
 def inits(config: Config) -> dict:
-    """How each param starts: normal with variance 1/(elements contracted), norms 1, biases 0."""
+    """Return how each param starts: normal with variance 1/(elements contracted), gains in use 1, biases 0."""
 
     def start(leaf: Leaf) -> tree.Normal | tree.Constant:
         if isinstance(leaf.start, str):
             return tree.Normal(math.prod(config.sizes[dim] for dim in leaf.start) ** -0.5)
-        return tree.Constant(leaf.start)
+        return tree.Constant(0.0 if config.unit_offset else leaf.start)  # a gain, or a bias that starts at 0 anyway
 
     check_computed(config)
     return tree.map(start, leaves_of(config))
@@ -69,6 +69,24 @@ def init(
 def stored_sizes(config: Config, places: Places) -> dict[str, int]:
     """The sizes of the model as it is stored, with what is padded."""
     return config.sizes | {dim: len(at) for dim, at in places.items()}
+
+
+def used_gains(params: Any, config: Config) -> Any:
+    """Return the params with the gains by which norms multiply.
+
+    They are 1 + those of a model with `unit_offset`. The last norm's are divided by `logit_scale`, since logits are
+    linear in what it gives. In bfloat16 the sum is float32, as Hugging Face's classes have it.
+    """
+    if not config.unit_offset and config.logit_scale == 1:
+        return params
+
+    def used(name: str, leaf: Any) -> Any:
+        if isinstance(leaf, dict):
+            return {inner: used(inner, each) for inner, each in leaf.items()}
+        gain = 1 + leaf.to(torch.promote_types(leaf.dtype, torch.float32)) if config.unit_offset else leaf
+        return leaf if not name.startswith("norm") else gain / config.logit_scale if name == "norm" else gain
+
+    return {name: used(name, leaf) for name, leaf in params.items()}
 
 
 def places_of(specs: dict, slots: Sequence[int], mesh) -> range:

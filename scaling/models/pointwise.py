@@ -64,8 +64,8 @@ def rms_norm(x: Tensor, mean_square_x: Tensor | None = None, *, gain: Tensor | N
     if gain is not None and mean_square_x is None and not torch.compiler.is_compiling() and in_transform() is None:
         return _RMSNorm.apply(x, gain, eps) if torch.is_grad_enabled() else gained_norm(x, gain, eps)[0]
     r = torch.rsqrt((mean_square(x) if mean_square_x is None else mean_square_x) + eps)
-    y = (x * r).to(x.dtype)
-    return y if gain is None else y * gain
+    y = x * r if gain is None or gain.dtype == x.dtype else x * r * gain
+    return y.to(x.dtype) if gain is None or gain.dtype != x.dtype else y.to(x.dtype) * gain
 
 
 class _RMSNorm(torch.autograd.Function):
@@ -92,15 +92,16 @@ def gained_norm(x: Tensor, gain: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     if _one_kernel(x, gain):
         return fused_norm(x, gain, eps)
     r = mean_square(x).add_(eps).rsqrt_()  # a vector_norm reads x once, but rounds otherwise than Hugging Face does
-    y = (x * r).to(x.dtype)
-    return y.mul_(gain) if gain.dtype == y.dtype else y * gain, r
+    if gain.dtype != x.dtype:
+        return (x * r * gain).to(x.dtype), r
+    return (x * r).to(x.dtype).mul_(gain), r
 
 
 def gained_norm_vjp(x: Tensor, gain: Tensor, r: Tensor, dy: Tensor) -> tuple[Tensor, Tensor]:
     """(dx, dgain): dx = r gain dy - r^3 x mean(x gain dy), dgain = sum over the rows of r x dy."""
     if _one_kernel(x, gain):
         return fused_norm_vjp(x, gain, r, dy)
-    along = dy * x
+    along = (dy * x).to(gain.dtype)
     dgain = r.flatten().to(along.dtype) @ along.flatten(0, -2)
     total = (along @ gain)[..., None]
     dx = (dy * gain).to(r.dtype).mul_(r)

@@ -8,7 +8,7 @@ import math
 import torch
 from torch import Tensor
 
-from scaling.configs import RopeScaling
+from scaling.configs import Config, RopeScaling
 from scaling.models.leaves import SCALINGS
 
 
@@ -49,6 +49,20 @@ def tables(positions: Tensor, H: int, theta: float, scaling: RopeScaling | None 
     length = _length(scaling) if scaling else 1.0
     cos, sin = (length * angles.cos()).to(dtype), (length * angles.sin()).to(dtype)
     return torch.cat([cos, cos], -1), torch.cat([-sin, sin], -1)
+
+
+def layer_tables(config: Config, positions: Tensor, dtype: torch.dtype) -> tuple[tuple[Tensor, Tensor], ...]:
+    """Return (cos, sin) of each layer of a model.
+
+    Where scores have a scale of their own, queries and keys each grow by the root of what it is times sqrt(H). A layer
+    that turns nothing has cos = 1 and sin = 0, without what yarn multiplies by.
+    """
+    cos, sin = tables(positions, config.rotary, config.theta, config.rope_scaling, dtype)
+    kinds = {False: (cos, sin)} | ({True: (torch.ones_like(cos), torch.zeros_like(sin))} if config.unrotated else {})
+    if config.score_scale is not None:
+        grown = math.sqrt(config.score_scale * math.sqrt(config.H))
+        kinds = {kind: (cos * grown, sin * grown) for kind, (cos, sin) in kinds.items()}
+    return tuple(kinds[l in config.unrotated] for l in range(config.L))
 
 
 def magnitude(scaling: RopeScaling | None) -> float:

@@ -21,12 +21,12 @@ from scaling.models import moe
 from scaling.models.attention import sdpa
 from scaling.models.inputs import check_ids, check_params, check_range, check_segments, check_weights
 from scaling.models.latent import latent_block
-from scaling.models.layer import ONE, Context, activate_features, attend_heads, undifferentiated
+from scaling.models.layer import ONE, Context, activate_features, attend_heads, scale_by, undifferentiated
 from scaling.models.leaves import check_computed, computes, specs_of, uncomputed
-from scaling.models.params import config_of_params, init, inits
+from scaling.models.params import config_of_params, init, inits, used_gains
 from scaling.models.pointwise import rms_norm
 from scaling.models.remat import checkpoint_block, checkpoint_matmuls, matmul_weight
-from scaling.models.rope import restarted, tables
+from scaling.models.rope import layer_tables, restarted
 
 __all__ = ["REMAT", "attention_block", "check_computed", "computes", "forward"]
 __all__ += ["config_of_params", "init", "inits", "loss", "loss_and_grads", "mlp_block", "specs_of"]
@@ -101,12 +101,14 @@ def _forward(params: dict, tokens: Tensor, remat: str, attention: Callable, conf
         raise ValueError(
             f"tokens must lie in 0..{len(params['embed']) - 1}: that is the vocabulary\n  fix: give other ids"
         ) from None
+    x, params = scale_by(x, config.embed_scale), used_gains(params, config)
     positions = torch.arange(tokens.shape[1], device=tokens.device) if segments is None else restarted(segments)
-    rope = tables(positions, config.rotary, config.theta, config.rope_scaling, x.dtype)
-    steps = {w: _step(config, remat, attention, w, segments, rope) for w in set(config.windows)}
-    extra = x.new_zeros(())
-    for layer, window in zip(all_layers(params), config.windows, strict=True):
-        x, more = steps[window](layer, x)
+    ropes = layer_tables(config, positions, x.dtype)
+    kinds, extra = layer_kinds(config), x.new_zeros(())
+    given = zip(kinds, ropes, strict=True)
+    steps = {kind: _step(config, remat, attention, kind[0], segments, rope) for kind, rope in given}
+    for layer, kind in zip(all_layers(params), kinds, strict=True):
+        x, more = steps[kind](layer, x)
         extra = extra if more is None else extra + more
     x = rms_norm(x, gain=params["norm"], eps=config.eps)
     return matmul_weight(x, params["unembed"] if "unembed" in params else params["embed"].T), extra
@@ -116,17 +118,17 @@ def _step(config: Config, remat: str, attention: Callable, window: int | None, s
     """step(layer, x) -> (x, the layer's losses or None), with this window and rematerialisation."""
     given = {"window": window} if window is not None else {}
     given |= {"segments": segments} if segments is not None else {}
-    eps = config.eps
+    eps, scale = config.eps, config.residual_scale
 
     def attend(layer: dict, x: Tensor, matmul=matmul_weight) -> Tensor:
         inner = partial(attention, **given)
         if config.latent:
-            return x + latent_block(layer, x, inner, rope, config, matmul)
-        return x + attention_block(layer, x, inner, rope, config, matmul)
+            return x + scale_by(latent_block(layer, x, inner, rope, config, matmul), scale)
+        return x + scale_by(attention_block(layer, x, inner, rope, config, matmul), scale)
 
     def dense(layer: dict, x: Tensor, matmul=matmul_weight) -> Tensor:
         x = attend(layer, x, matmul)
-        return x + mlp_block(layer, x, config, matmul)
+        return x + scale_by(mlp_block(layer, x, config, matmul), scale)
 
     def routed(layer: dict, x: Tensor, experts: Tensor | None = None):
         x = attend(layer, x)
@@ -134,11 +136,16 @@ def _step(config: Config, remat: str, attention: Callable, window: int | None, s
         if experts is None:
             experts = moe.choose_experts(y, layer["router"], config, layer.get("bias"))
         Out, aux = moe.forward(layer, y, config, experts)
-        return (x + Out, config.aux_coef * aux["balance"] + config.z_coef * aux["z"]), experts
+        return (x + scale_by(Out, scale), config.aux_coef * aux["balance"] + config.z_coef * aux["z"]), experts
 
     layered = moe.checkpoint_routed(routed) if remat == "block" else routed
     wrapped = REMAT[remat](dense)
     return lambda layer, x: layered(layer, x)[0] if "router" in layer else (wrapped(layer, x), None)
+
+
+def layer_kinds(config: Config) -> list[tuple[int | None, bool]]:
+    """Return what each layer sees and whether its positions turn: layers of one kind share their function."""
+    return [(window, l in config.unrotated) for l, window in enumerate(config.windows)]
 
 
 def all_layers(params: dict) -> list[dict]:

@@ -21,9 +21,10 @@ from scaling.common.arguments import flag
 from scaling.configs import Config
 from scaling.mesh import AbstractMesh
 from scaling.models.inputs import IDS, check_ids, check_range
-from scaling.models.layer import Context, seen_heads, undifferentiated
+from scaling.models.layer import Context, scale_by, seen_heads, undifferentiated
 from scaling.models.leaves import STACKS
-from scaling.models.rope import tables
+from scaling.models.params import used_gains
+from scaling.models.rope import layer_tables
 from scaling.models.transformer import all_layers
 from scaling.serve.cache import Share, Slots, capacity, check_cache, share_of, writable
 from scaling.serve.forms import experts, heads, heads_batch, latent, sequence, weights_2d
@@ -130,6 +131,7 @@ def _run(params, tokens, cache, config, mesh, lengths, form, donate, last, least
     """`last`: logits of each row's last token alone. `least`: the new tokens that each row has to have."""
     lengths, cache = accepted(params, tokens, cache, config, mesh, lengths, form, donate, least)
     share, dtype, T = share_of(mesh, form), params["norm"].dtype, tokens.shape[1]
+    scale = config.residual_scale
     (listing, attention), own = LISTINGS[form], None
     attention = latent.ATTENTION[form] if config.latent else attention
     if T > 1 and mesh.sizes.get("C", 1) > 1:
@@ -139,18 +141,19 @@ def _run(params, tokens, cache, config, mesh, lengths, form, donate, last, least
         mesh = mesh.without("C")  # each row has one token, which is not split
     slots = Slots(cache, lengths, tokens.shape[1], share, own)
     positions = slots.positions if own is None else slots.positions[..., own]
-    rope = tables(positions, config.rotary, config.theta, config.rope_scaling, dtype)
-    at = Context(config, mesh, rope, slots.attend, slots=slots, vjp=undifferentiated)
+    params, ropes = used_gains(params, config), layer_tables(config, positions, dtype)
+    at = Context(config, mesh, ropes, slots.attend, slots=slots, vjp=undifferentiated)
     params = params | {stack: seen_heads(params[stack], at) for stack in STACKS if stack in params}
     int8 = isinstance(params["embed"], dict)
     ends = {name: floats(params[name], dtype) for name in set(params) - {*STACKS}} if int8 else params
     tokens = tokens[slots.rows] if form in SPLIT_ROWS else tokens
     x = listing.embed(*looked_up(ends["embed"], tokens if own is None else tokens[:, own], share.block), at)
+    x = scale_by(x, config.embed_scale)
     with kernels(x.device):
         for l, W in enumerate(all_layers(params)):
             W = floats(W, dtype) if int8 else W
-            x = x + attention(W, x, at, l)
-            x = x + listing.mlp(W, x, at)
+            x = x + scale_by(attention(W, x, at._replace(rope=ropes[l]), l), scale)
+            x = x + scale_by(listing.mlp(W, x, at), scale)
     if own is not None:
         x = all_gather("x[B_ZE, T_C, D] -> x[B_ZE, T, D]", x, mesh)[:, :T]
     if last:

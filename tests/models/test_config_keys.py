@@ -35,6 +35,10 @@ BASES = {  # a small model of each type
     "qwen2": SMALL | WINDOWS,
     "qwen3": SMALL | WINDOWS,
     "qwen3_moe": SMALL | WINDOWS | {"moe_intermediate_size": 20, "num_experts": 10, "num_experts_per_tok": 3},
+    "gemma": SMALL,
+    "granite": SMALL | {"embedding_multiplier": 3.0, "residual_multiplier": 0.4, "attention_multiplier": 0.2},
+    "smollm3": SMALL | {"use_sliding_window": True, "sliding_window": 5, "pad_token_id": 0},
+    "phi3": SMALL | {"pad_token_id": 0, "sliding_window": 5},
     "deepseek_v3": {key: SMALL[key] for key in SMALL if key != "head_dim"} | LATENT,
 }
 ROPE = {"rope_theta": 100.0, "factor": 4.0, "low_freq_factor": 1.5, "high_freq_factor": 3.0, "beta_fast": 8.0}

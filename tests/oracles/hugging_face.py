@@ -36,7 +36,10 @@ LATENT = {"q_lora_rank": 12, "kv_lora_rank": 10, "qk_nope_head_dim": 6, "qk_rope
 LATENT |= {"num_key_value_heads": 4, "head_dim": 4, "num_experts_per_tok": 3, "first_k_dense_replace": 0}
 LATENT |= {"n_routed_experts": 8, "n_group": 4, "topk_group": 2, "n_shared_experts": 2, "moe_intermediate_size": 24}
 EXPERTS = {"moe_intermediate_size": 24, "num_experts": 8, "num_experts_per_tok": 3}
+SCALES = {"embedding_multiplier": 3.0, "residual_multiplier": 0.4, "logits_scaling": 2.5}
+SCALES |= {"attention_multiplier": 0.2}
 EAGER = {"attn_implementation": "eager", "experts_implementation": "eager"}
+EAGER |= {"pad_token_id": None}  # an embedding of padding has no gradient there
 YARN = {"rope_type": "yarn", "factor": 4.0, "rope_theta": 1e4, "original_max_position_embeddings": 16}
 CASES = {
     "llama": ("Llama", {}),
@@ -55,6 +58,15 @@ CASES = {
     "mixtral": ("Mixtral", {"num_local_experts": 6, "num_experts_per_tok": 2}),
     "qwen3 moe": ("Qwen3Moe", EXPERTS),
     "qwen3 moe normed": ("Qwen3Moe", EXPERTS | {"norm_topk_prob": True}),
+    "phi3": ("Phi3", {"sliding_window": 5}),
+    "gemma": ("Gemma", {}),
+    "granite": ("Granite", SCALES),
+    "granite tied, biases": ("Granite", SCALES | {"tie_word_embeddings": True, "attention_bias": True}),
+    "smollm3": ("SmolLM3", {"no_rope_layers": [1, 0], "num_key_value_heads": 2}),
+    "smollm3 windows": (
+        "SmolLM3",
+        {"pad_token_id": None, "no_rope_layers": [0, 1], "use_sliding_window": True, "sliding_window": 4},
+    ),
     "llama yarn": ("Llama", {"rope_parameters": YARN}),
     "deepseek": ("DeepseekV3", LATENT),
     "deepseek dense, halves": ("DeepseekV3", LATENT | {"first_k_dense_replace": 2, "rope_interleave": False}),

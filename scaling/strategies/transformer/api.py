@@ -17,7 +17,9 @@ from scaling.common.arguments import not_negative, one_of, positive, whole
 from scaling.configs import Config
 from scaling.mesh import Group
 from scaling.models.inputs import check_ids, check_params, check_range, check_segments, check_weights
+from scaling.models.layer import scale_by
 from scaling.models.lora import Lora
+from scaling.models.params import used_gains
 from scaling.spec import ShardingError
 from scaling.strategies.context.layout import FORMS
 from scaling.strategies.transformer import types
@@ -102,11 +104,13 @@ def loss_and_grads(
         scale, seeded=seed is not None, lora=lora, mean=mean,
     )  # fmt: skip
     problem, batch = stated(step, params, tokens, targets, weights, segments, mesh, seed)
-    params = tree.map(Tensor.detach, params)
+    params = used_gains(tree.map(Tensor.detach, params), config)
     run = staged if mesh.sizes.get("Z", 1) > 1 or schedule is not None else unstaged
     loss, grads = run(problem, params, *batch)
     if scale != 1:
         loss, grads = loss / scale, tree.map(lambda g: g.mul_(1 / scale), grads)
+    if lora is None:
+        grads["norm"] = scale_by(grads["norm"], 1 / config.logit_scale)  # of the gain that is stored
     return loss, {name: grads[name] for name in (params if lora is None else ("lora",))}
 
 
@@ -132,7 +136,7 @@ def loss(
     mesh, terms = mesh.optional, (ignore_index, label_smoothing, z_loss)
     step = AskedStep(config, "none", zero, schedule, 1, False, context, *terms, backward=False, lora=lora)
     problem, batch = stated(step, params, tokens, targets, weights, segments, mesh)
-    return forward_loss(problem, params, *batch)
+    return forward_loss(problem, used_gains(params, config), *batch)
 
 
 @torch.no_grad()

@@ -11,7 +11,7 @@ from scaling.collectives import all_gather
 from scaling.models.attention import fused
 from scaling.models.dropout import dropout
 from scaling.models.layer import Context, all_kept
-from scaling.models.rope import restarted, tables
+from scaling.models.rope import layer_tables, restarted
 from scaling.spec import present
 from scaling.strategies import context as ring
 from scaling.strategies.transformer.step import AskedStep
@@ -32,7 +32,7 @@ def contexts_of(
     config, M, (rows, t) = asked.config, asked.microbatches, shape
     split, c = mesh.sizes.get("C", 1) > 1, mesh.coord.get("C", 0)
     places = ring.positions(asked.context, t, mesh, "C") if split else torch.arange(t, device=mesh.device)
-    rope = partial(tables, H=config.rotary, theta=config.theta, scaling=config.rope_scaling, dtype=dtype)
+    rope = partial(layer_tables, config, dtype=dtype)
     ropes, parts, drops = [], [None] * M, [all_kept] * M
     if segments is None:
         ropes = [rope(places)] * M

@@ -20,22 +20,23 @@ from scaling.common.arguments import not_negative, positive
 from scaling.common.torch_private import in_transform
 from scaling.cost.transformer import CHUNK
 from scaling.models.inputs import check_range, check_weights
+from scaling.models.layer import scale_by
 from scaling.models.pointwise import gained_norm, gained_norm_vjp
 from scaling.spec import ShardingError
 
 
-def embed(E: Tensor, tokens: Tensor, mesh) -> Tensor:
-    """tokens[B_PXE, T_C], E[V_Y, D] -> x[B_PXE, T_CY, D]. Tokens of another rank's part of V add zeros here."""
+def embed(E: Tensor, tokens: Tensor, mesh, scale: float = 1.0) -> Tensor:
+    """tokens[B_PXE, T_C], E[V_Y, D] -> x[B_PXE, T_CY, D], times `scale`. Tokens of other parts of V add zeros here."""
     local, here = in_part(tokens, len(E), mesh)
     x = masked("x[B_PXE, T_C, D] {U_Y}", torch.nn.functional.embedding(local, E), here, mesh)
-    return reduce_scatter("x[B_PXE, T_C, D] {U_Y} -> x[B_PXE, T_CY, D]", x, mesh)
+    return scale_by(reduce_scatter("x[B_PXE, T_C, D] {U_Y} -> x[B_PXE, T_CY, D]", x, mesh), scale)
 
 
-def embed_backward(dx: Tensor, tokens: Tensor, size: int, mesh) -> Tensor:
+def embed_backward(dx: Tensor, tokens: Tensor, size: int, mesh, scale: float = 1.0) -> Tensor:
     """dx[B_PXE, T_CY, D], tokens[B_PXE, T_C] -> dE[V_Y, D] {U_PXEC}, of `size` rows V_Y: E itself is not needed."""
     dx = all_gather("dx[B_PXE, T_CY, D] -> dx[B_PXE, T_C, D]", dx, mesh)
     local, here = in_part(tokens, size, mesh)
-    return torch.ops.aten.embedding_dense_backward(zeroed(dx, here), local, size, -1, False)
+    return torch.ops.aten.embedding_dense_backward(zeroed(scale_by(dx, scale), here), local, size, -1, False)
 
 
 def in_part(tokens: Tensor, size: int, mesh) -> tuple[Tensor, Tensor]:

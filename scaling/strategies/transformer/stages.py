@@ -147,7 +147,7 @@ def staged(problem: Problem, params: dict, tokens: Tensor, targets: Tensor, w: T
     homes = homes_of(config, mesh, schedule)
     ends, first = stage_ends(params, problem, homes), schedule.placement[0] == mesh.coord["Z"]
     if first:
-        x = embed(ends["embed"], tokens, mesh)
+        x = embed(ends["embed"], tokens, mesh, config.embed_scale)
     else:
         rows = (len(tokens), tokens.shape[1] // mesh.sizes.get("Y", 1), config.D)
         x = params["embed"].new_empty(()).expand(rows)  # its shape is what counts: it takes no room
@@ -163,7 +163,7 @@ def staged(problem: Problem, params: dict, tokens: Tensor, targets: Tensor, w: T
     loss, grads = pipeline.with_ends(*given, dtype=sums, differentiated=True, out=out)
     dends: dict[str, Any] = {**cast(dict, grads.head)}
     if first:
-        dE = {"embed": embed_backward(grads.dIn, tokens, len(ends["embed"]), mesh)}
+        dE = {"embed": embed_backward(grads.dIn, tokens, len(ends["embed"]), mesh, config.embed_scale)}
         add_by_name(dends, dE, sums)
     extra: Any = 0.0
     if config.moe:
@@ -246,7 +246,7 @@ def forward_loss(problem: Problem, params: dict, tokens: Tensor, targets: Tensor
     own = {s: tree.map(lambda W, c=c: W.unflatten(0, (len(mine), -1))[c], params["layers"]) for c, s in enumerate(mine)}
     ends = stage_ends(params, problem, homes_of(config, mesh, schedule))
     if "embed" in ends:
-        x = embed(ends["embed"], tokens, mesh)
+        x = embed(ends["embed"], tokens, mesh, config.embed_scale)
     else:  # it comes from another stage
         x = params["embed"].new_empty(len(tokens), tokens.shape[1] // mesh.sizes.get("Y", 1), config.D)
     extra = x.new_zeros((), dtype=torch.promote_types(x.dtype, torch.float32))

@@ -159,7 +159,7 @@ def unstaged(problem: Problem, params: dict, tokens: Tensor, targets: Tensor, w:
     losses, dends, grads, size = [], {}, {}, len(ends["embed"])
     batches = zip(contexts, *(x.chunk(M) for x in (tokens, targets, w)), strict=True)
     for m, (at, some, wanted, share) in enumerate(batches):
-        x, last = embed(ends["embed"], some, mesh), m == M - 1
+        x, last = embed(ends["embed"], some, mesh, config.embed_scale), m == M - 1
         if last and not config.tied:
             del ends["embed"]  # a table of the vocabulary is not held longer than it is used
         x, extra, kept = layers.run(x, at)
@@ -174,7 +174,7 @@ def unstaged(problem: Problem, params: dict, tokens: Tensor, targets: Tensor, w:
             del tables
         dx = layers.run_back(dx, kept, at, asked.scale / M, last=last and not late)
         if not asked.lora:
-            add_by_name(dends, {"embed": embed_backward(dx, some, size, mesh)}, sums)
+            add_by_name(dends, {"embed": embed_backward(dx, some, size, mesh, config.embed_scale)}, sums)
     if late:
         layers.reduce_all()
     grads |= reduced_ends(dends, reduced, mesh) | {"lora" if asked.lora else "layers": layers.result()}

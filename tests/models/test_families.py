@@ -1,0 +1,96 @@
+"""Each family of models on meshes, served, and out again; that its loss and gradients are those of Hugging Face's class
+is in test_hugging_face.py, by the same table. A family is a row of FAMILIES."""
+
+import json
+from functools import cache
+
+import pytest
+import torch
+from probes import shaken
+from test_hugging_face import TABLE
+
+from scaling import serve, tree
+from scaling.configs import Config
+from scaling.configs.hugging_face import read_config
+from scaling.models import hf, transformer
+from scaling.spec import present
+from scaling.strategies import transformer as strategy
+
+FAMILIES = ["gemma", "granite tied, biases", "smollm3 windows", "phi3"]  # rows of the table
+ROWS = torch.randint(60, (4, 9), generator=torch.Generator().manual_seed(3))
+PROMPTS = [[5, 9, 11, 2, 40], [7], [1, 59, 3]]
+
+
+@cache
+def model(family: str) -> tuple[Config, dict]:
+    """The family's small model, of a vocabulary that divides, with gains and scales that are not 1."""
+    config = Config(family, **read_config(TABLE[family]["written"])).with_(V=60)
+    return config, shaken(config)
+
+
+@cache
+def alone(family: str) -> tuple[torch.Tensor, dict]:
+    config, params = model(family)
+    return transformer.loss_and_grads(params, ROWS[:, :-1], targets=ROWS[:, 1:], config=config)
+
+
+@pytest.mark.parametrize("options", [{"remat": "block", "microbatches": 2}, {}], ids=str)
+@pytest.mark.parametrize("mesh", [{"X": 2, "Y": 2}, {"Z": 2, "C": 2}], ids=str)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_step_on_a_mesh_is_that_of_one_device(mesh, family, options):
+    config, params = model(family)
+    rows = tree.shard([ROWS[:, :-1], ROWS[:, 1:]], [present("t[B_PXE, T_C]", mesh)] * 2, mesh)
+    loss, grads = strategy.loss_and_grads(strategy.shard(params, config, mesh), *rows, config, mesh, **options)
+    grads = strategy.unshard(grads, config, mesh)
+    wanted, gradients = alone(family)
+    torch.testing.assert_close(loss, wanted, rtol=1e-12, atol=0)
+    torch.testing.assert_close(grads, gradients, rtol=1e-10, atol=1e-12)
+    torch.testing.assert_close(strategy.loss(strategy.shard(params, config, mesh), *rows, config, mesh), wanted)
+
+
+def greedy(family: str, count: int) -> list[list[int]]:
+    """The likeliest tokens, each by the whole text through one device's model."""
+    config, params = model(family)
+    found = []
+    for prompt in PROMPTS:
+        text = list(prompt)
+        for _ in range(count):
+            text.append(int(transformer.forward(params, torch.tensor([text]), config=config)[0, -1].argmax()))
+        found.append(text[len(prompt) :])
+    return found
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_its_greedy_tokens_and_its_checkpoint(family, tmp_path):
+    """By a batch and by the engine; written and read again to the bit."""
+    config, params = model(family)
+    assert serve.generate(params, PROMPTS, config, 6) == greedy(family, 6)
+    steps = [*serve.stream(params, PROMPTS, config, 6, serve.Sampling(), page=3)]
+    assert [[t.id for step in steps for t in step if t.row == row] for row in range(3)] == greedy(family, 6)
+    hf.save(tmp_path / "m", config, params)
+    again, back = hf.load(tmp_path / "m")
+    assert again == config.with_(name="m", source=again.source)
+    assert all(map(torch.equal, tree.leaves(params), tree.leaves(back)))
+    table = json.loads((tmp_path / "m" / "config.json").read_text())
+    assert table["architectures"] == TABLE[family]["written"]["architectures"]
+
+
+FORMS = {
+    "heads": {"Y": 2, "Z": 2},
+    "heads_batch": {"Y": 2, "Z": 2},
+    "sequence": {"Y": 2, "Z": 2},
+    "2d": {"X": 2, "Y": 2},
+}
+
+
+def served(mesh, family: str, form: str) -> list[list[int]]:
+    config, params = model(family)
+    own = tree.shard(params, serve.specs(config, mesh, form=form), mesh)
+    return serve.generate(own, PROMPTS, config, 6, mesh=mesh, form=form)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", FAMILIES)
+def test_it_is_served_by_every_form(ranks, family):
+    for form, sizes in FORMS.items():
+        assert ranks(served, sizes, family, form) == [greedy(family, 6)] * 4
