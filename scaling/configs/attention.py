@@ -1,6 +1,8 @@
 """Latent attention and scaled rotary positions, as a Config has them."""
 
+import math
 from dataclasses import dataclass, fields
+from typing import Any
 
 from scaling.common.arguments import check_fields, of_type, positive, whole
 
@@ -82,6 +84,15 @@ class RopeScaling:
                 kind = "yarn with attention_factor, or without truncate"
         numbers = [field.name for field in fields(RopeScaling) if field.name != "kind"]
         return RopeScaling(kind, **{key: given[key] for key in numbers if key in given})
+
+    def slowed(self, f: Any) -> Any:
+        """Return frequencies of torch or numpy as Llama 3.1 slows them.
+
+        Those that turn `high` times in the original context stay, those of less than `low` turns are divided by
+        `factor`, and between them both are mixed.
+        """
+        kept = ((self.original * f / (2 * math.pi) - self.low) / (self.high - self.low)).clip(0, 1)
+        return f * (kept + (1 - kept) / self.factor)
 
     def __post_init__(self):
         check_fields(self, "rope_scaling ")

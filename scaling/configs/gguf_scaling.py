@@ -1,9 +1,10 @@
 """How llama.cpp scales rotary positions, read from the keys of a GGUF file as a config.json has it."""
 
-import math
 from pathlib import Path
 
 import numpy
+
+from scaling.configs.attention import RopeScaling
 
 FREQUENCIES = "rope_freqs.weight"  # of llama: what Llama 3.1's scaling divides each rotary frequency by
 SCALINGS = [(factor, 1.0, 4.0, 8192) for factor in (8.0, 32.0)]  # of Llama 3.1 and 3.2
@@ -58,18 +59,12 @@ def rope_scaling(path: Path, fields: dict, table: dict, frequencies: numpy.ndarr
 
 def _llama3(path: Path, given: numpy.ndarray, table: dict) -> dict:
     """Return the rope_scaling whose factors of the frequencies are these. ValueError if none is known."""
+    f = table["rope_theta"] ** (-numpy.arange(0, table["head_dim"], 2) / table["head_dim"])
     for factor, low, high, original in SCALINGS:
-        if numpy.allclose(given, llama3_factors(table["head_dim"], table["rope_theta"], factor, low, high, original)):
+        if numpy.allclose(given, f / RopeScaling("llama3", factor, low, high, original).slowed(f)):
             names = {"low_freq_factor": low, "high_freq_factor": high, "original_max_position_embeddings": original}
             return {"rope_type": "llama3", "factor": factor} | names
     raise ValueError(
         f"{path}: {FREQUENCIES} is of no scaling known here (Llama 3.1, Llama 3.2)"
         "\n  fix: give the model's Hugging Face folder, or its name on the hub"
     )
-
-
-def llama3_factors(dim: int, theta: float, factor: float, low: float, high: float, original: float) -> numpy.ndarray:
-    """Return what Llama 3.1 divides the rotary frequencies by, [dim / 2]: 1 for short waves, `factor` for long ones."""
-    waves = 2 * math.pi * theta ** (numpy.arange(0, dim, 2) / dim)
-    mix = numpy.clip((original / waves - low) / (high - low), 0, 1)
-    return 1 / ((1 - mix) / factor + mix)

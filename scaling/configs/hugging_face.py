@@ -59,7 +59,8 @@ TYPES: dict[str, type] = {
 TYPES["attention_multiplier"] = float
 TYPES |= dict.fromkeys(("hidden_act", "hidden_activation"), str)
 TYPES |= dict.fromkeys(("layer_types", "mlp_only_layers", "moe_layers", "no_rope_layers"), list)
-TYPES |= dict.fromkeys(("use_sliding_window", "mlp_bias", "rope_interleave", "use_bidirectional_attention"), bool)
+BOOLS = ("use_sliding_window", "mlp_bias", "rope_interleave", "use_bias", "use_bidirectional_attention")
+TYPES |= dict.fromkeys(BOOLS, bool)
 NULL = ("num_key_value_heads", "sliding_window", "attention_dropout")  # may be null beside keys whose default is null
 ORIGINAL = "original_max_position_embeddings"
 CONTEXTS = ("llama3", "yarn", "longrope")  # scalings that know this context, which was trained on before
@@ -236,7 +237,8 @@ def _not_computed(whole: dict, table: dict, read: dict, kind: ModelType) -> list
     name = table.get("model_type")  # without one no class is named, and a file is read by its keys
     found += [] if kind.architecture or name is None else [f"model_type {name!r}"]
     found += [] if _activation(read) in ACTIVATIONS else [f"hidden_act {_activation(read)!r}"]
-    found += [key for key in ("mlp_bias", "use_bidirectional_attention") if read.get(key)]
+    found += [key for key in ("mlp_bias", "use_bias", "use_bidirectional_attention") if read.get(key)]
+    found += ["attention_bias without one of the output"] if name == "helium" and read["attention_bias"] else []
     found += [f"{key}={read[key]}" for key in ("attention_dropout", "resid_pdrop", "embd_pdrop") if read.get(key)]
     if (quantized := table.get("quantization_config")) is not None:
         of_type("quantization_config", quantized, dict)

@@ -6,6 +6,8 @@ from scaling.configs.config import Config
 from scaling.configs.hugging_face import ACTIVATIONS, LATENT
 from scaling.configs.model_types import KINDS
 
+MOVED = ("phi3", "ernie4_5", "helium")  # Llama's arithmetic, with tensors that lie otherwise in a file
+
 
 def kind_of(config: Config) -> str:
     """Return the model_type whose class computes this model. ValueError if no class of `KINDS` does."""
@@ -53,9 +55,9 @@ def _fits(config: Config, kind: str) -> dict[str, bool]:
     return {
         "MLP without a gate": config.gated,
         "output_bias": both or kind == "qwen2",
-        "attention_bias": not config.attention_bias or kind not in ("mistral", "mixtral", "phi3", "deepseek_v3"),
+        "attention_bias": not config.attention_bias or kind not in ("mistral", "mixtral", "deepseek_v3", *MOVED),
         "experts": not config.moe or kind in ("mixtral", "qwen3_moe", "deepseek_v3"),
-        "latent attention, norms of heads": kind != "phi3" or not (config.latent or config.qk_norm),
+        "latent attention, norms of heads": kind not in MOVED or not (config.latent or config.qk_norm),
         "rotary scaling": kind != "phi3" or config.rope_scaling is None,
         "unit_offset": config.unit_offset == (kind == "gemma"),
         "scales": _scaled_as(config, kind),

@@ -87,6 +87,17 @@ _PHI3 = _keys(
     vocab_size=32064, hidden_size=3072, intermediate_size=8192, num_key_value_heads=None, max_position_embeddings=4096,
     rms_norm_eps=1e-5, sliding_window=None, resid_pdrop=0.0, embd_pdrop=0.0, original_max_position_embeddings=4096,
 )  # fmt: skip
+_ERNIE = _keys(
+    vocab_size=103424, hidden_size=1024, intermediate_size=3072, num_hidden_layers=18, num_attention_heads=16,
+    num_key_value_heads=2, head_dim=128, max_position_embeddings=131072, rms_norm_eps=1e-5, tie_word_embeddings=True,
+    use_bias=False,
+)  # fmt: skip
+_ERNIE.pop("attention_dropout")
+_HELIUM = _keys(
+    vocab_size=48000, hidden_size=2560, intermediate_size=7040, num_hidden_layers=24, num_attention_heads=20,
+    num_key_value_heads=20, head_dim=128, max_position_embeddings=4096, rms_norm_eps=1e-8, attention_bias=False,
+    mlp_bias=False,
+)  # fmt: skip
 _GRANITE = _LLAMA | {
     "embedding_multiplier": 1.0, "residual_multiplier": 1.0, "logits_scaling": 1.0, "attention_multiplier": 1.0,
 }  # fmt: skip
@@ -119,6 +130,8 @@ KINDS: dict[str, ModelType] = {
         "GemmaForCausalLM", _GEMMA_1, fixed={"unit_offset": True}, meant={"gelu": "gelu_pytorch_tanh"}, root_scaled=True
     ),
     "phi3": ModelType("Phi3ForCausalLM", _PHI3, fixed={"model_type": "phi3"}),
+    "ernie4_5": ModelType("Ernie4_5ForCausalLM", _ERNIE, 5e5, fixed={"model_type": "ernie4_5"}),
+    "helium": ModelType("HeliumForCausalLM", _HELIUM, 1e5, fixed={"model_type": "helium"}),
     "granite": ModelType("GraniteForCausalLM", _GRANITE),
     "smollm3": ModelType("SmolLM3ForCausalLM", _SMOLLM3, 2e6),
     "gemma2": ModelType("", _GEMMA | {"sliding_window": 4096}, fixed={"tied": True}),

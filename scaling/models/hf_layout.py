@@ -6,12 +6,13 @@ import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from scaling import tree
 from scaling.configs import Config
 from scaling.configs.hugging_face_write import kind_of
-from scaling.models.leaves import JOINED, Leaf, leaves_of, specs_of
+from scaling.models.leaves import JOINED, PAIRED, Leaf, leaves_of, specs_of
 from scaling.spec import parse
 
 
@@ -21,7 +22,8 @@ class FileLayout:
 
     `name` has a place for each dim that numbers the tensors, and `groups` each tensor's dims. `before` counts the
     layers before the first of the param's stack. `joined`: of a tensor that holds several params along its rows, the
-    rows of each, of which the `part`-th are this one's.
+    rows of each, of which the `part`-th are this one's. `paired`: the two coordinates of a rotary plane are neighbours
+    along H in the file, H/2 apart in the param.
     """
 
     name: str
@@ -30,6 +32,7 @@ class FileLayout:
     before: int = 0
     joined: tuple[str, ...] = ()
     part: int = 0
+    paired: bool = False
 
     def tensor(self, at: Mapping[str, int]) -> str:
         """Return the name of the tensor at this place."""
@@ -80,13 +83,23 @@ class FileLayout:
         part, flat = tensor[tuple(rows)], "".join(self.groups)
         led = {group[0] for group in self.groups}
         part = part.reshape([ranges[d].stop - ranges[d].start if d in led else sizes[d] for d in flat])
-        part = part[tuple(slice(None) if dim in led else ranges[dim] for dim in flat)]
+        index: dict[str, slice | Tensor] = {dim: slice(None) if dim in led else ranges[dim] for dim in flat}
+        if self.paired:
+            index["H"] = pairs(sizes["H"])[ranges["H"]]
+        part = part[tuple(index.values())]
         return part.permute([flat.index(dim) for dim in self.dims if dim in flat])
 
     def write(self, whole: Tensor, sizes: Mapping[str, int]) -> Tensor:
         """Return one tensor as a file has it, from the whole param at its place."""
         here = [dim for dim in self.dims if dim not in self.numbered]
+        if self.paired:
+            whole = whole.index_select(here.index("H"), pairs(sizes["H"]).argsort())
         return whole.permute([here.index(dim) for dim in "".join(self.groups)]).reshape(self.shape(sizes)).contiguous()
+
+
+def pairs(H: int) -> Tensor:
+    """Return where each coordinate of a head lies in a file that has those of a plane beside each other."""
+    return torch.arange(H).view(-1, 2).T.flatten()
 
 
 def leaf_layouts(config: Config) -> dict:
@@ -97,6 +110,7 @@ def leaf_layouts(config: Config) -> dict:
         name, dims = leaf.hf[kind] if isinstance(leaf.hf, Mapping) else leaf.hf
         param = parse(spec)
         name, joined, part = JOINED.get(kind, {}).get(param.name, (name, (), 0))
-        return FileLayout(name, tuple(dims.split(", ")), param.dim_names, config.dense_layers, joined, part)
+        paired = param.name in PAIRED.get(kind, ())
+        return FileLayout(name, tuple(dims.split(", ")), param.dim_names, config.dense_layers, joined, part, paired)
 
     return tree.map(layout, leaves_of(config), specs)

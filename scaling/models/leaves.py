@@ -137,6 +137,8 @@ JOINED: dict[str, dict[str, tuple[str, tuple[str, ...], int]]] = {
     }
 }
 
+PAIRED = {"ernie4_5": ("W_Q", "W_K"), "helium": ("W_Q", "W_K")}  # whose rotary planes have neighbouring coordinates
+
 
 def _dense(leaf: Leaf) -> Leaf:
     """The same of a dense layer before those with experts: of G layers, features O wide."""

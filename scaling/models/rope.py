@@ -22,10 +22,9 @@ def frequencies(H: int, theta: float, scaling: RopeScaling | None = None, device
         return f
     if scaling.kind == "linear":
         return f / scaling.factor
-    if scaling.kind == "llama3":  # turns within the original context: kept above `high`, slowed below `low`
-        kept = ((scaling.original * f / (2 * math.pi) - scaling.low) / (scaling.high - scaling.low)).clamp(0, 1)
-        return f * (kept + (1 - kept) / scaling.factor)
-    if scaling.kind == "yarn":  # the same by planes, between those that turn `high` and `low` times in it
+    if scaling.kind == "llama3":
+        return scaling.slowed(f)
+    if scaling.kind == "yarn":  # kept or slowed by planes, between those that turn `high` and `low` times in it
         first, last = (
             H * math.log(scaling.original / (turns * 2 * math.pi)) / (2 * math.log(theta))
             for turns in (scaling.high, scaling.low)

@@ -38,6 +38,8 @@ BASES = {  # a small model of each type
     "gemma": SMALL,
     "granite": SMALL | {"embedding_multiplier": 3.0, "residual_multiplier": 0.4, "attention_multiplier": 0.2},
     "smollm3": SMALL | {"use_sliding_window": True, "sliding_window": 5, "pad_token_id": 0},
+    "ernie4_5": SMALL,
+    "helium": SMALL | {"head_dim": 4, "pad_token_id": 0},
     "phi3": SMALL | {"pad_token_id": 0, "sliding_window": 5},
     "deepseek_v3": {key: SMALL[key] for key in SMALL if key != "head_dim"} | LATENT,
 }

@@ -16,7 +16,7 @@ from scaling.models import hf, transformer
 from scaling.spec import present
 from scaling.strategies import transformer as strategy
 
-FAMILIES = ["gemma", "granite tied, biases", "smollm3 windows", "phi3"]  # rows of the table
+FAMILIES = ["gemma", "granite tied, biases", "smollm3 windows", "phi3", "ernie 4.5"]  # rows of the table
 ROWS = torch.randint(60, (4, 9), generator=torch.Generator().manual_seed(3))
 PROMPTS = [[5, 9, 11, 2, 40], [7], [1, 59, 3]]
 

@@ -59,6 +59,8 @@ CASES = {
     "qwen3 moe": ("Qwen3Moe", EXPERTS),
     "qwen3 moe normed": ("Qwen3Moe", EXPERTS | {"norm_topk_prob": True}),
     "phi3": ("Phi3", {"sliding_window": 5}),
+    "ernie 4.5": ("Ernie4_5", {}),
+    "helium": ("Helium", {"num_key_value_heads": 4}),
     "gemma": ("Gemma", {}),
     "granite": ("Granite", SCALES),
     "granite tied, biases": ("Granite", SCALES | {"tie_word_embeddings": True, "attention_bias": True}),
