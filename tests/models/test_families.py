@@ -12,7 +12,8 @@ from test_hugging_face import TABLE
 from scaling import serve, tree
 from scaling.configs import Config
 from scaling.configs.hugging_face import read_config
-from scaling.models import hf, transformer
+from scaling.models import adapters, hf, transformer
+from scaling.models.lora import Lora
 from scaling.spec import present
 from scaling.strategies import transformer as strategy
 
@@ -73,6 +74,13 @@ def test_its_greedy_tokens_and_its_checkpoint(family, tmp_path):
     assert all(map(torch.equal, tree.leaves(params), tree.leaves(back)))
     table = json.loads((tmp_path / "m" / "config.json").read_text())
     assert table["architectures"] == TABLE[family]["written"]["architectures"]
+
+
+@pytest.mark.parametrize("family", ["phi3", "ernie 4.5"])
+def test_its_adapters_are_refused_where_the_files_order_params_otherwise(family, tmp_path):
+    config, lora = model(family)[0], Lora(2, ("W_Q",), 4.0)
+    with pytest.raises(ValueError, match="joined or in another order"):
+        adapters.save(tmp_path / "peft", config, lora, adapters.init(config, lora))
 
 
 FORMS = {
