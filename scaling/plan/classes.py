@@ -48,11 +48,17 @@ def error_line(job: Job, chip: Chip) -> str:
 
 
 def is_unusual(job: Job, chip: Chip, l: Layout) -> Amount:
-    """Return whether no published run is laid out so: zb-h1, DualPipeV without experts, short parts, many stages."""
-    short = job.seq < PART * l.context if chip.kind == "gpu" else job.seq < LONG
-    found = (l.pipe > STAGES) | ((l.context > 1) & short)
-    rare = ("zb-h1",) if job.work.copies else ("zb-h1", "dualpipev")
-    return found | ((l.pipe > 1) & is_one(l.schedule, SCHEDULES, *rare))
+    """Return whether no published run is laid out so.
+
+    On GPUs these are short parts of sequences, and experts that are all on every rank; on TPUs stages, experts apart,
+    and short sequences in parts; anywhere zb-h1, DualPipeV without experts, and more than STAGES stages.
+    """
+    experts = bool(job.work.copies)
+    rare = ("zb-h1",) if experts else ("zb-h1", "dualpipev")
+    found = (l.pipe > STAGES) | ((l.pipe > 1) & is_one(l.schedule, SCHEDULES, *rare))
+    if chip.kind == "tpu":
+        return found | (l.pipe > 1) | (l.expert > 1) | ((l.context > 1) & (job.seq < LONG))
+    return found | ((l.context > 1) & (job.seq < PART * l.context)) | ((l.expert == 1) & experts)
 
 
 def sure_seconds(job: Job, chip: Chip, l: Layout, forecast: Amount) -> Amount:
