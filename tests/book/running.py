@@ -106,6 +106,7 @@ TRIED = {
     "06_applied_training": (
         "fewest chips that hold them 225 61.91 v5p -72.5% DIFFERS", 2550**2 / (2 * 14336), "wrote ways.svg"),
     "06_train_llama": ("1 FAILED: the loss of every step is one device's", "g[L, D]", "X=2, C=1, Y=2, Z=2"),
+    "06_posttraining": ("2 FAILED: the reward rises, both sides", 17.64, "wrote reward.svg"),
     "07_kv_cache": ("1 FAILED: tokens taken back", 103_809_024 / 6_291_456, "wrote cache.svg"),
     "07_bottlenecks": ("Quiz: a step of 4 2.5 1.393 ms -44.3% DIFFERS ... Quiz: a step of 256 21 20.86 ms -0.7% agrees",
         0.5 * 1.84e15 / (2 * 1.6e12), "wrote inference-intensity.svg ... wrote inference-llama2-13b.svg"),
