@@ -95,7 +95,7 @@ class AbstractMesh:
         every mesh. On {"X": 2, "Y": 2} the line "y[B_PX, T_CY, D] -> y[B_PX, T_C, D]" is the AllGather "y[B_X, T_Y, D]
         -> y[B_X, T, D]"; on {"X": 4} nothing is left of it, and the collective returns its operand.
         """
-        return self._view("optional", drops=True)
+        return self if self.drops else self._view("optional", drops=True)
 
     def without(self, axis: str) -> "AbstractMesh":
         """Return the `optional` view without one axis, along which all devices do the same."""

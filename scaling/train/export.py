@@ -29,7 +29,7 @@ from scaling.models.text import (
 )
 from scaling.spec.sizes import parse_mesh
 from scaling.strategies import transformer
-from scaling.strategies.transformer.stages import stored_places
+from scaling.strategies.transformer.types import stored_places
 from scaling.train import checkpoint
 from scaling.train.origin import config_of_run, options_of, short_name
 from scaling.train.restored import lora_of_run, params_of_run

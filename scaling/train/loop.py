@@ -15,7 +15,7 @@ from scaling import optim, tree
 from scaling.common.arguments import of_type
 from scaling.models.params import stored_sizes
 from scaling.profile.record import watched
-from scaling.strategies.transformer.stages import stored_places
+from scaling.strategies.transformer.types import stored_places
 from scaling.trace import Log
 from scaling.train import checkpoint, guards
 from scaling.train.batches import Batch, ahead, inputs, leave_out

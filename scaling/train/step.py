@@ -14,7 +14,7 @@ from scaling.models import transformer as model
 from scaling.models.dropout import at_step
 from scaling.models.lora import adapter_specs
 from scaling.strategies import transformer
-from scaling.strategies.transformer.stages import stored_places
+from scaling.strategies.transformer.types import stored_places
 from scaling.train import guards
 from scaling.train.settings import DTYPES, Settings
 

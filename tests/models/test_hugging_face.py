@@ -24,7 +24,7 @@ from scaling.models import hf, transformer
 from scaling.models.text import tokenizer_of
 from scaling.spec import ShardingError
 from scaling.strategies import transformer as strategy
-from scaling.strategies.transformer.stages import stored_places
+from scaling.strategies.transformer.types import stored_places
 from scaling.trace import trace
 
 TABLE = json.loads((Path(__file__).parent / "hugging_face.json").read_text())

@@ -17,10 +17,9 @@ from scaling.schedules import make
 from scaling.strategies import context, expert, one_device, transformer, zero
 from scaling.strategies.collective_matmul import matmul_scatter
 from scaling.strategies.stack import Strategy
-from scaling.strategies.transformer.api import check_batch
 from scaling.strategies.transformer.ends import loss as loss_of
-from scaling.strategies.transformer.stages import resolved
-from scaling.strategies.transformer.step import AskedStep
+from scaling.strategies.transformer.step import StepOptions, check_batch
+from scaling.strategies.transformer.types import schedule_of
 
 MESH, META = Mesh({"X": 1, "C": 1}), {"device": "meta"}
 IDS = torch.zeros(2, 4, dtype=torch.int64)
@@ -35,7 +34,7 @@ def checked(config, sizes, remat="none", form="zigzag", compiling=False):
 
     def call():
         with patch.object(torch.compiler, "is_compiling", lambda: compiling):
-            check_batch(IDS, IDS, AskedStep(config, remat, context=form, backward=False), AbstractMesh(sizes))
+            check_batch(IDS, IDS, StepOptions(remat=remat, context=form), config, AbstractMesh(sizes))
 
     return call
 
@@ -52,7 +51,7 @@ BY_WORDS = {
     "K=2 KV heads over Y=3": specs(PLAIN.with_(N=12, K=2), {"Y": 3}),
     "E=1 experts": specs(PLAIN, {"E": 2}),
     "model dims do not divide into 4 blocks": specs(PLAIN.with_(D=18), {"X": 4}),
-    "fix: make it with these": lambda: resolved(make("1f1b", 2, 4), AbstractMesh({"Z": 4}), 4),
+    "fix: make it with these": lambda: schedule_of(make("1f1b", 2, 4), AbstractMesh({"Z": 4}), 4),
     "L=2 layers cannot fill 3 stages": lambda: transformer.shard(model.init(PLAIN, 0), PLAIN, AbstractMesh({"Z": 3})),
     f"tokens must lie in 0..{PLAIN.V - 1}": step(IDS + PLAIN.V),
     "draws random masks\n  fix: give seed=": step(config=PLAIN.with_(dropout=0.1)),
@@ -73,8 +72,8 @@ def test_what_differs_little_from_what_is_refused():
     checked(EXPERTS, {"X": 2, "C": 2})()
     checked(PLAIN, {"Z": 1, "X": 2}, compiling=True)()
     stages, given = AbstractMesh({"X": 2, "Z": 2}), make("zb-h1", 2, 4)
-    assert resolved(given, stages, 4) is given
-    assert resolved(None, stages, 4) == make("1f1b", 2, 4)  # unless one is given
+    assert schedule_of(given, stages, 4) is given
+    assert schedule_of(None, stages, 4) == make("1f1b", 2, 4)  # unless one is given
 
 
 HIDDEN, UNEMBED, TARGETS = torch.randn(2, 6, 5), torch.randn(5, 8), torch.zeros(2, 6, dtype=torch.int64)

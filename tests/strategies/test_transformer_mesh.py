@@ -22,7 +22,7 @@ from scaling.models import transformer as model
 from scaling.models.dropout import at_step, dropout
 from scaling.spec import present
 from scaling.strategies import transformer
-from scaling.strategies.transformer.stages import stored_places
+from scaling.strategies.transformer.types import stored_places
 
 PLAIN = Config("plain", 2, 16, 24, 4, 2, 8, 32)
 RICH = PLAIN.with_(name="rich", attention_bias=True, output_bias=True, qk_norm=True, tied=True, window=(None, 5))

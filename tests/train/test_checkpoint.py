@@ -20,7 +20,8 @@ from torch.nn.functional import pad
 from scaling import tree
 from scaling.configs import Config
 from scaling.mesh import Mesh
-from scaling.strategies.transformer.stages import arranged_layers, padded_sizes, slots_of
+from scaling.strategies.transformer.api import arranged_layers
+from scaling.strategies.transformer.types import padded_sizes, slots_of
 from scaling.train import checkpoint, dcp, durable
 from scaling.train.loop import begun, run, state_specs
 from scaling.train.record import record_of

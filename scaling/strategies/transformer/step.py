@@ -1,182 +1,267 @@
-"""The layers of a Transformer forward and backward, and the whole step where every rank has all layers (Part 5)."""
+"""A training step: what it is asked for, and what that comes to on one mesh (Part 5).
 
-from collections.abc import Mapping, Sequence
+A run asks for the same step thousands of times. `resolve` reads its options, the model and the shapes of params and
+batch once per mesh, refuses what does not fit, and returns a `TrainStep`: the types, the lines and the settings that
+the layers, the stages and the ends read. Only the values of a batch are looked at each time.
+
+A leaf has a type as it is stored, and one as it is used, gathered over X (of the ends also over Z). By the law of
+cotangents its gradient is unreduced over every axis that splits the tokens and not the leaf: it is reduced over X
+inside a pod first, then over the rest.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-import optree
 import torch
 from torch import Tensor
 
 from scaling import tree
-from scaling.collectives import all_reduce
+from scaling.collectives.checked import spoken
+from scaling.common.arguments import not_negative, one_of, positive, whole
 from scaling.configs import Config
-from scaling.models.layer import Context
+from scaling.mesh import Group
+from scaling.models.inputs import check_ids, check_segments, check_weights
+from scaling.models.leaves import STACKS, without
 from scaling.models.lora import Lora
-from scaling.strategies.layers import Layers
-from scaling.strategies.transformer.ends import Terms, embed, embed_backward, head, token_logprobs
-from scaling.strategies.transformer.layer import dropped, layer, layer_backward
-from scaling.strategies.transformer.lora import adapted
-from scaling.strategies.transformer.moves import (
-    ENDS,
-    TOKENS,
-    add_by_name,
-    gathered_ends,
-    gathering,
-    moves_of,
-    reduced_ends,
-    reducing,
-    totalled,
-)
-from scaling.strategies.transformer.types import reduced_shapes
+from scaling.schedules import Schedule
+from scaling.spec import ShardingError, Spec, parse, present
+from scaling.strategies.context.layout import FORMS
+from scaling.strategies.transformer import types
+from scaling.strategies.transformer.ends import Terms
+from scaling.strategies.transformer.layer import REMAT, dropped
+
+TOKENS = ("P", "X", "E", "C", "Y")  # the axes that split the tokens: those over which the loss is unreduced
+ENDS = (*TOKENS, "Z")  # and for what is outside the layers, which not every stage uses
 
 
-class AskedStep(NamedTuple):
-    """What is asked for beside params and batch: the arguments of `loss_and_grads`. `seeded`: whether there is a seed
-    for dropout. `backward`: else the loss alone is wanted, and nothing is kept to run back."""
+@dataclass(frozen=True)
+class StepOptions:
+    """What a training step is asked for, beside the model, the params and the batch.
 
-    config: Config
-    remat: str = "none"
-    zero: int = 3
-    schedule: Any = None
+    Attributes:
+        microbatches: The number of parts in which a rank's rows are run, one after the other.
+        schedule: The pipeline's, by name or as an object; None is 1F1B where the mesh has stages.
+        remat: Which activations a layer keeps for its backward: a policy of `layer.REMAT`.
+        keep_weights: Whether weights stay gathered to the end of the step. Else they are thrown away after each use and
+            gathered again. Neither this nor `remat` changes a bit of the gradients.
+        ignore_index: The target of tokens that do not count.
+        label_smoothing: As in `ends.Terms`.
+        z_loss: As in `ends.Terms`.
+        context: The form of attention over C.
+        zero: As given to `specs` and `grad_specs`.
+        sums: The dtype in which gradients are added up over microbatches and ranks, and returned; None is the params'.
+        scale: The factor of cotangents on their way, by which gradients are divided at the end: for float16, a power
+            of two.
+        mean: Whether the loss is divided by the sum of the weights. Else it is sum(w ce), and w are of either sign.
+        lora: The adapters that params["lora"] holds, of which alone there are gradients, {"lora": ...}.
+    """
+
     microbatches: int = 1
+    schedule: "Schedule | str | None" = None
+    remat: str = "none"
     keep_weights: bool = False
-    context: str = "zigzag"
     ignore_index: int = -100
     label_smoothing: float = 0.0
     z_loss: float = 0.0
-    sums: Any = None
+    context: str = "zigzag"
+    zero: int = 3
+    sums: "torch.dtype | None" = None
     scale: float = 1.0
-    seeded: bool = False
-    backward: bool = True
-    lora: Lora | None = None
+    lora: "Lora | None" = None
     mean: bool = True
 
 
-class Problem(NamedTuple):
-    """What follows from it on a mesh: the types of the stored params and of the gradients, what a token's loss is made
-    of, the dtype in which gradients are added up over microbatches and ranks, and a context a microbatch."""
+class LeafLines(NamedTuple):
+    """The lines of one leaf, "" where nothing is to be done: its weight's from stored to used, its gradient's back in
+    two halves. `dim`: the one that X alone splits, -1 if there is none."""
 
-    asked: AskedStep
-    mesh: Any
-    stored: dict
-    reduced: dict
-    terms: Terms
-    sums: torch.dtype
-    contexts: list[Context]
-
-    def grad_shapes(self, stack: str, params: Any) -> list[list[int]]:
-        """Return the local shapes of the gradients of a stack's leaves: with ZeRO-1 and 2 params are whole over X."""
-        types = tree.leaves(self.stored[stack]), tree.leaves(self.reduced[stack])
-        return reduced_shapes([W.shape for W in tree.leaves(params)], *types, self.mesh)
+    gather: str
+    scatter: str
+    total: str
+    dim: int
 
 
-class TransformerLayers(Layers):
-    """The engine on one `stack` of params, "dense" or "layers" of the model's tree, or on those `layers` of it that a
-    stage has. Dense layers are the first stage's, `before` its others: their gradients are unreduced over Z, too.
-    `out`, `late`: as of `Layers`.
+class TrainStep(NamedTuple):
+    """A training step resolved for one mesh.
+
+    Attributes:
+        options: What was asked for.
+        config: The model.
+        mesh: The mesh, on which axes that it lacks drop out of lines.
+        inside: The mesh that a layer sees, without the stages.
+        backward: Whether gradients are wanted; else nothing is kept to run back.
+        stored: The types of the params as they are stored, a tree like them.
+        reduced: The types of the gradients as they are returned.
+        lines: The lines of each leaf, by name for the ends, in their order for a stack of layers.
+        schedule: The pipeline's, None without stages.
+        terms: The parts of a token's loss.
+        dtype: The dtype of the params.
+        sums: The dtype in which gradients are added up.
+        gone: The names of saved values that `remat` does not keep.
+        group: The ranks that have to agree on the call; None where nothing is compared.
+        call: What they have to agree on.
     """
 
-    def __init__(
-        self, problem: Problem, params: Mapping, layers: range | None = None, out: Sequence[Tensor] | None = None,
-        late: bool = False, stack: str = "layers",
-    ):  # fmt: skip
-        asked, mesh, config = problem.asked, problem.mesh, problem.asked.config
-        self.asked, self.gone = asked, dropped(asked.remat, config)
-        first, count = (0, None) if layers is None else (layers.start, len(layers))
-        held, reduced = params[stack], problem.reduced[stack]
-        if asked.lora:
-            held, reduced = held | {"lora": params["lora"]}, reduced | {"lora": problem.reduced["lora"]}
-        self.structure, self.origin = tree.structure(held), first
-        own = [*zip(*map(Tensor.unbind, tree.leaves(held)), strict=True)][:count]
-        self.before = None
-        if stack == "layers" and config.dense_layers:
-            self.origin += config.dense_layers
-            self.before = TransformerLayers(problem, params, late=late, stack="dense") if first == 0 else None
-        moves = moves_of(tree.leaves(reduced), mesh, TOKENS if stack == "layers" else ENDS, True)
-        paths = optree.tree_paths(held)
-        trained = [i for i, path in enumerate(paths) if not asked.lora or path[0] == "lora"]
-        self.moves, self.trained = [moves[i] for i in trained], tree.structure(held["lora"] if asked.lora else held)
-        gather = gathering(own[0], moves, mesh) if asked.zero == 3 else None  # else X has whole layers on every rank
-        if gather and asked.lora:
-            gather = adapted(gather, self.structure, asked.lora, config, reduced)
-        reduce = reducing([own[0][i] for i in trained], self.moves, mesh)
-        names = [paths[i][-2 if asked.lora else 0] for i in trained]
-        kept = asked.keep_weights or (asked.backward and asked.remat == "none" and "router" in held)  # on their tape
-        shapes = [shape[1:] for shape in problem.grad_shapes(stack, params[stack])] if asked.zero in (1, 2) else None
-        options = {"keep_weights": kept, "late": late, "dtype": problem.sums, "out": out, "shapes": shapes}
-        options |= {"trained": trained}
-        super().__init__(own, mesh, gather, reduce, names=names, **options)
+    options: StepOptions
+    config: Config
+    mesh: Any
+    inside: Any
+    backward: bool
+    stored: dict
+    reduced: dict
+    lines: dict[str, Any]
+    schedule: Schedule | None
+    terms: Terms
+    dtype: torch.dtype
+    sums: torch.dtype
+    gone: frozenset[str]
+    group: Group | None
+    call: str
 
-    def run(self, x: Tensor, at: Context) -> tuple[Tensor, Any, list]:
-        """(x, the sum of the layers' extra terms, what `run_back` needs: each layer's `saved`)."""
-        x, extra, before = self.before.run(x, at) if self.before else (x, 0.0, [])
-        terms = []
-
-        def one(l: int, W: list, x: Tensor):
-            x, more, saved = layer(self.structure.unflatten(W), x, at.of_layer(self.origin + l), self.gone)
-            terms.extend([] if more is None else [more])
-            return x, saved if self.asked.backward else None
-
-        x, kept = self.forward(x, one)
-        return x, sum(terms, extra), before + kept
-
-    def run_back(self, dx: Tensor, kept: list, at: Context, scale: float = 1.0, last: bool = False) -> Tensor:
-        """dx of the last layer's result -> dx of the first one's input; `kept` is used up.
-
-        `scale`: the cotangent of the extra terms. `last`: no microbatch follows.
-        """
-
-        def one(l: int, W: list, dx: Tensor, saved):
-            dx, dW = layer_backward(self.structure.unflatten(W), dx, saved, at.of_layer(self.origin + l), scale)
-            return dx, tree.leaves(dW)
-
-        dx = self.backward(dx, kept, one, last=last)
-        return self.before.run_back(dx, kept, at, scale, last) if self.before else dx
-
-    def reduce_all(self) -> None:
-        super().reduce_all()
-        if self.before:
-            self.before.reduce_all()
-
-    def result(self) -> dict:
-        """The gradients of the stack, typed as the stored params."""
-        return self.trained.unflatten(totalled(super().result(), self.moves, self.mesh))
+    def grad_shapes(self, stack: str, leaves: Sequence[Tensor]) -> list[list[int]]:
+        """Return the local shapes of the gradients of a stack's leaves: with ZeRO-1 and 2 params are whole over X."""
+        both = tree.leaves(self.stored[stack]), tree.leaves(self.reduced[stack])
+        return types.reduced_shapes([W.shape for W in leaves], *both, self.mesh)
 
 
-def forward_logprobs(problem: Problem, params: dict, tokens: Tensor, targets: Tensor) -> Tensor:
-    """tokens[B_PXE, T_C], targets[B_PXE, T_C] -> logprobs[B_PXE, T_C], where every rank has all layers."""
-    mesh, (at,), config = problem.mesh, problem.contexts, problem.asked.config
-    ends = gathered_ends(params, problem.stored, mesh)
-    x, _, _ = TransformerLayers(problem, params).run(embed(ends["embed"], tokens, mesh), at)
-    return token_logprobs(ends, x, targets, config.V, config.eps, mesh)
+def resolve(options: StepOptions, config: Config, params: dict, batch: Sequence, mesh, seeded: bool, backward: bool):
+    """Return the TrainStep of these options on a mesh.
+
+    Raises:
+        ShardingError: or ValueError, where options do not fit the model, the mesh or the batch's shapes.
+    """
+    (tokens, targets, weights, segments), compiling = batch, torch.compiler.is_compiling()
+    layout = {"zero": options.zero, "schedule": options.schedule}
+    stored = types.specs(config, mesh, **layout, lora=options.lora)
+    reduced = stored if options.lora else types.grad_specs(config, mesh, **layout)
+    check_batch(tokens, targets, options, config, mesh)
+    positive(scale=options.scale)
+    sums = options.sums
+    if sums is not None and not (isinstance(sums, torch.dtype) and sums.is_floating_point):
+        raise ValueError(f"sums = {sums!r}: gradients are added up in floats\n  fix: give torch.float32, or None")
+    not_negative(label_smoothing=options.label_smoothing, z_loss=options.z_loss)
+    if options.label_smoothing > 1:
+        raise ValueError(f"label_smoothing = {options.label_smoothing!r}: is a share\n  fix: give a number from 0 to 1")
+    if backward and config.dropout and (not seeded or compiling):
+        fix = "give seed=, another in each step" if not seeded else "run it without torch.compile"
+        raise ValueError(f"{config.name}: dropout={config.dropout} draws random masks\n  fix: {fix}")
+    schedule = None
+    if "Z" in mesh.sizes and backward:
+        schedule = types.schedule_of(options.schedule, mesh, options.microbatches)
+    elif "Z" in mesh.sizes:
+        schedule = types.storing_schedule(options.schedule, mesh)
+    group, call = None, ""
+    if mesh.checked and mesh.size() > 1 and not compiling:
+        name = getattr(options.schedule, "name", options.schedule)
+        said = {"config": config} | vars(options) | {"schedule": name, "seeded": seeded, "tokens": tokens}
+        said |= {"weights": weights, "segments": segments, "params": params}
+        group, call = mesh.group([*mesh.sizes]), spoken("loss_and_grads" if backward else "loss", said)
+    terms = Terms(config.V, options.label_smoothing, options.z_loss)
+    dtype: Any = getattr(params.get("embed"), "dtype", None) if isinstance(params, dict) else None
+    gone = dropped(options.remat, config)
+    return TrainStep(
+        options, config, mesh, mesh.without("Z"), backward, stored, reduced,
+        lines_of_params(stored, reduced, mesh), schedule, terms, dtype, sums or dtype, gone, group, call,
+    )  # fmt: skip
 
 
-def unstaged(problem: Problem, params: dict, tokens: Tensor, targets: Tensor, w: Tensor) -> tuple[Tensor, dict]:
-    """(loss, grads) where every rank has all layers. Gradients are summed over microbatches, then reduced."""
-    asked, mesh, stored, reduced, terms, sums, contexts = problem
-    config, M, late = asked.config, asked.microbatches, asked.zero == 1
-    ends, layers = gathered_ends(params, stored, mesh), TransformerLayers(problem, params)
-    losses, dends, grads, size = [], {}, {}, len(ends["embed"])
-    batches = zip(contexts, *(x.chunk(M) for x in (tokens, targets, w)), strict=True)
-    for m, (at, some, wanted, share) in enumerate(batches):
-        x, last = embed(ends["embed"], some, mesh, config.embed_scale), m == M - 1
-        if last and not config.tied:
-            del ends["embed"]  # a table of the vocabulary is not held longer than it is used
-        x, extra, kept = layers.run(x, at)
-        loss, dx, dW = head(ends, x, wanted, share, terms, config.eps, mesh, frozen=asked.lora is not None)
-        losses.append(loss + extra * (asked.scale / M))
-        add_by_name(dends, dW, sums)
-        del x, dW
-        if last:
-            ends.clear()
-            tables = {name: dends.pop(name) for name in [*dends] if name != "embed"}
-            grads = reduced_ends(tables, reduced, mesh)
-            del tables
-        dx = layers.run_back(dx, kept, at, asked.scale / M, last=last and not late)
-        if not asked.lora:
-            add_by_name(dends, {"embed": embed_backward(dx, some, size, mesh, config.embed_scale)}, sums)
-    if late:
-        layers.reduce_all()
-    grads |= reduced_ends(dends, reduced, mesh) | {"lora" if asked.lora else "layers": layers.result()}
-    grads |= {"dense": layers.before.result()} if layers.before else {}
-    return all_reduce("Loss[] {U_PXECY} -> Loss[]", torch.stack(losses).sum(), mesh), grads
+def lines_of_params(stored: dict, reduced: dict, mesh) -> dict[str, Any]:
+    """Return the lines of each leaf: by name for the ends, a list for each stack of layers."""
+    ends = [name for name in stored if name not in STACKS]
+    both = [stored[name] for name in ends], [reduced[name] for name in ends]
+    lines: dict[str, Any] = dict(zip(ends, lines_of(*both, mesh, ENDS), strict=True))
+    for name in ("dense", "layers"):
+        if name in stored:  # the first stage alone runs the dense layers
+            both = tree.leaves(types_of_stack(stored, name)), tree.leaves(types_of_stack(reduced, name))
+            lines[name] = lines_of(*both, mesh, TOKENS if name == "layers" else ENDS, stack=True)
+    return lines
+
+
+def types_of_stack(types: dict, stack: str) -> dict:
+    """Return the types of a stack's leaves, with those of its adapters, if there are some."""
+    return types[stack] | ({"lora": types["lora"]} if "lora" in types and stack == "layers" else {})
+
+
+def lines_of(
+    stored: Sequence[str], reduced: Sequence[str], mesh, axes: tuple[str, ...], stack: bool = False
+) -> list[LeafLines]:
+    """Return the lines of leaves whose params are stored as these types, and their gradients reduced to those.
+
+    Gradients are unreduced over the `axes` that do not split them. Of a `stack` over L all lines but `total` are those
+    of one layer.
+    """
+    return [LeafLines(*each) for each in mesh.constant(_leaf_lines, tuple(stored), tuple(reduced), axes, stack)]
+
+
+def _leaf_lines(mesh, stored: tuple, reduced: tuple, axes: tuple, stack: bool) -> list[tuple[str, str, str, int]]:
+    """Return what `lines_of` does, as tuples, which a compiler can keep."""
+    return [_lines_of_leaf(mesh, *each, axes, stack) for each in zip(stored, reduced, strict=True)]
+
+
+def _lines_of_leaf(mesh, stored: str, reduced: str, axes: tuple, stack: bool) -> tuple[str, str, str, int]:
+    before, after = present(stored, mesh), present(reduced, mesh)
+    used = parse(without(str(before), ("X", "Z")))
+    over = [axis for axis in axes if mesh.sizes.get(axis, 1) > 1 and axis not in used.axes]
+    partial = used.with_unreduced(over)
+    scattered = after.with_unreduced([axis for axis in over if axis not in after.axes])
+    total = f"{scattered} -> {after}" if scattered.unreduced else ""
+    if stack:
+        before, after, used, partial, scattered = (
+            Spec(t.name, t.dims[1:], t.unreduced) for t in (before, after, used, partial, scattered)
+        )
+    gather = "" if before.same_sharding(used) else f"{before} -> {used}"
+    scatter = "" if partial.same_sharding(scattered) else f"{partial} -> {scattered}"
+    dims = [i for i, (_, axes) in enumerate(after.dims) if axes == ("X",)]
+    return gather, scatter, total, dims[0] if dims else -1
+
+
+def check_batch(tokens: Tensor, targets: Tensor, options: StepOptions, config: Config, mesh) -> None:
+    """Raise ValueError or ShardingError for a batch that does not fit the model or the mesh, whatever its values."""
+    remat, context, microbatches = options.remat, options.context, options.microbatches
+    one_of("remat", remat, tuple(REMAT))
+    one_of("context", context, FORMS)
+    whole(microbatches=microbatches)
+    if config.moe and remat not in ("none", "block"):
+        raise ValueError(f'remat="{remat}" cannot be used with experts\n  fix: choose remat="block" or "none"')
+    if config.moe and config.capacity is not None and context == "zigzag" and mesh.sizes.get("C", 1) > 1:
+        raise ValueError(
+            f"{config.name}: experts with a capacity keep the first tokens of the batch, but zig-zag reorders them\n"
+            '  fix: choose context="ring", or capacity=None'
+        )
+    check_ids("tokens", tokens)
+    check_ids("targets", targets, tokens.shape)
+    if len(tokens) % microbatches:
+        raise ValueError(
+            f"{len(tokens)} rows on each rank do not make {microbatches} microbatches of one size\n"
+            f"  fix: give a number of rows that {microbatches} divides"
+        )
+    if tokens.shape[1] % mesh.sizes.get("Y", 1):
+        raise ShardingError(
+            f"x[B, T_CY, D]: {tokens.shape[1]} tokens of each sequence on a rank do not divide over Y="
+            f"{mesh.sizes['Y']}\n  fix: make T a multiple of |C| |Y|"
+        )
+    if torch.compiler.is_compiling() and (config.moe or mesh.sizes.get("Z", 1) > 1):
+        why = "experts get as many rows as choose them" if config.moe else "stages wait for each other's messages"
+        raise ValueError(
+            f"{config.name}: {why}, which a compiled graph cannot express\n  fix: run it without torch.compile"
+        )
+
+
+def check_fit(step: TrainStep, params: dict, batch: Sequence) -> None:
+    """Raise ShardingError or ValueError unless params, weights and segments are those of the model and the batch."""
+    config, mesh, schedule, (_, targets, weights, segments) = step.config, step.mesh, step.options.schedule, batch
+    if not torch.compiler.is_compiling():
+        sizes = types.padded_sizes(config, mesh) | {"L": len(types.slots_of(config, mesh, schedule))}
+        sizes |= {"R": step.options.lora.rank} if step.options.lora else {}
+        fix = "transformer.shard(params, config, mesh, ...), with the same zero and schedule"
+        dtype: Any = getattr(params.get("embed"), "dtype", None) if isinstance(params, dict) else None
+        tree.check(params, step.stored, sizes, mesh, dtype, fix=fix)
+        tree.check_floats(params)
+    if weights is not None:
+        check_weights(weights, targets)
+    if segments is not None:
+        check_segments(segments, targets)
+    if schedule is not None and "Z" not in mesh.sizes:
+        what = f"schedule={schedule!r:.60} on {mesh}, which has no stages"
+        raise ShardingError(f"{what}\n  fix: give the mesh an axis Z")

@@ -3,16 +3,21 @@
 Each leaf of `scaling.models.leaves` has two types: as it is stored, and as a layer uses it, gathered over X (and, of
 the ends, over Z). Axes that the mesh lacks, or has with size 1, drop out. Over P and C, and over E but for the
 experts, params are replicated.
+
+Virtual stages get L layers as evenly as they divide, the first ones one more. In store each has the same number of
+slots; the empty ones are zeros, which are never run.
 """
 
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
+from itertools import pairwise
 from typing import Any
 
 from scaling.common.arguments import one_of
 from scaling.configs import Config
 from scaling.models.leaves import AXES, KV_HEADS, check_computed, types_of, without
 from scaling.models.lora import Lora, adapter_specs
+from scaling.schedules import Schedule, make
 from scaling.spec import ShardingError, mesh_sizes, parse
 
 
@@ -81,6 +86,66 @@ def padded_sizes(config: Config, mesh) -> dict[str, int]:
     sizes = mesh_sizes(mesh)
     parts = sizes.get("Y", 1) * sizes.get("Z", 1)
     return config.sizes | {"V": -(-config.V // parts) * parts}
+
+
+def schedule_of(schedule: "Schedule | str | None", mesh, microbatches: int) -> Schedule | None:
+    """Return the schedule as an object: 1F1B unless one is named or given, None without stages."""
+    Z = mesh.sizes.get("Z", 1)
+    if schedule is None and Z == 1:
+        return None
+    if not isinstance(schedule, Schedule):
+        schedule = make(schedule or "1f1b", Z, microbatches)
+    if schedule.stages != Z or schedule.microbatches != microbatches:
+        raise ValueError(
+            f"{schedule.name}: is of {schedule.stages} stages and {schedule.microbatches} microbatches, but the mesh "
+            f"has Z={Z} and microbatches={microbatches}\n  fix: make it with these"
+        )
+    return schedule
+
+
+def storing_schedule(schedule: "Schedule | str | None", mesh) -> Schedule | None:
+    """Return a schedule that stores the layers as this one does, whatever the number of microbatches."""
+    if isinstance(schedule, Schedule):
+        return schedule
+    return schedule_of(schedule, mesh, 2 * mesh.sizes.get("Z", 1))
+
+
+def layers_of(config: Config, schedule: Schedule | None) -> list[range]:
+    """Return the layers of each virtual stage, counted in their stack.
+
+    Raises:
+        ValueError: there are more stages than layers.
+    """
+    V, L = 1 if schedule is None else schedule.virtual_stages, config.L - config.dense_layers
+    if V > L:
+        raise ValueError(
+            f"{config.name}: L={config.L} layers cannot fill {V} stages\n  fix: use fewer stages or chunks"
+        )
+    bounds = [s * (L // V) + min(s, L % V) for s in range(V + 1)]
+    return [range(a, b) for a, b in pairwise(bounds)]
+
+
+def slots_of(config: Config, mesh, schedule: "Schedule | str | None") -> list[int]:
+    """Return the layer that each slot of the stored stack [L_Z] holds; -1 for none."""
+    schedule = storing_schedule(schedule, mesh)
+    stages = layers_of(config, schedule)
+    if schedule is None:
+        return list(stages[0])
+    depth, slots = max(map(len, stages)), []
+    for rank in range(schedule.stages):
+        for s in schedule.stages_of(rank):
+            slots += [*stages[s], *[-1] * (depth - len(stages[s]))]
+    return slots
+
+
+def stored_places(config: Config, mesh, schedule: "Schedule | str | None" = None) -> dict[str, list[int]]:
+    """Return the index in the model of each slot of the stored stack [L_Z]; -1 for none.
+
+    Where the vocabulary [V_YZ] is padded, also that of each of its entries.
+    """
+    found = {"L": slots_of(config, mesh, schedule)}
+    more = padded_sizes(config, mesh)["V"] - config.V
+    return found | ({"V": [*range(config.V), *[-1] * more]} if more else {})
 
 
 def _check_mesh(config: Config, sizes: Mapping[str, int], zero: int) -> None:

@@ -1,0 +1,259 @@
+"""A Transformer's layers forward and backward: how weights come to a rank, and gradients go back (Part 5).
+
+The lines are those of a `TrainStep`. The leaves of a small layer travel together, in one AllGather and one
+ReduceScatter over X: a message has a price, and a large layer would rather not be copied.
+
+    W [G_X, S] -> W [G, S]             G blocks, one a rank along X, of all the layer's shards one after the other
+    dW[G, S] {U_X} -> dW[G_X, S]
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from operator import attrgetter
+from typing import Any, NamedTuple
+
+import optree
+import torch
+from torch import Tensor
+
+from scaling.collectives import all_gather, all_reduce, reduce_scatter, wait
+from scaling.models.layer import Context
+from scaling.models.leaves import STACKS
+from scaling.spec import parse
+from scaling.strategies.layers import Layers
+from scaling.strategies.transformer.ends import embed, embed_backward, head, token_logprobs
+from scaling.strategies.transformer.layer import layer, layer_backward
+from scaling.strategies.transformer.lora import adapted
+from scaling.strategies.transformer.step import LeafLines, TrainStep, types_of_stack
+
+SIZE = attrgetter("shape", "dtype")
+SMALL = 2 << 20  # bytes of a layer's shards on a rank that travel in one message
+
+
+class LocalBatch(NamedTuple):
+    """This rank's tokens, targets and weights [B_PXE, T_C], in the order that attention wants, and a context for each
+    microbatch."""
+
+    tokens: Tensor
+    targets: Tensor
+    weights: Tensor
+    contexts: list[Context]
+
+
+def gather_leaves(W: Sequence[Tensor], mesh, lines: Sequence[LeafLines]) -> list:
+    """Start to gather leaves; return them, pending."""
+    each = zip(W, lines, strict=True)
+    return [all_gather(leaf.gather, x, mesh, async_op=True) if leaf.gather else x for x, leaf in each]
+
+
+def scatter_leaves(dW: Sequence[Tensor], mesh, lines: Sequence[LeafLines]) -> list:
+    """Start the first half of the reduction of leaves' gradients; return them, pending."""
+    each = zip(dW, lines, strict=True)
+    return [reduce_scatter(leaf.scatter, g, mesh, async_op=True) if leaf.scatter else g for g, leaf in each]
+
+
+def total_leaves(dW: Sequence, mesh, lines: Sequence[LeafLines]) -> list[Tensor]:
+    """Finish the reduction of leaves' gradients, which may be pending from its first half; wait for it."""
+    each = zip(dW, lines, strict=True)
+    return [*map(wait, [all_reduce(leaf.total, wait(g), mesh, async_op=True) if leaf.total else g for g, leaf in each])]
+
+
+def gather_ends(params: Mapping[str, Tensor], mesh, lines: Mapping[str, LeafLines]) -> dict[str, Tensor]:
+    """Gather params outside the layers."""
+    pending = gather_leaves([*params.values()], mesh, [*map(lines.__getitem__, params)])
+    return dict(zip(params, map(wait, pending), strict=True))
+
+
+def reduce_ends(dW: Mapping[str, Tensor], mesh, lines: Mapping[str, LeafLines]) -> dict[str, Tensor]:
+    """Reduce gradients of params outside the layers to the types of the stored params."""
+    of_each = [*map(lines.__getitem__, dW)]
+    return dict(zip(dW, total_leaves(scatter_leaves([*dW.values()], mesh, of_each), mesh, of_each), strict=True))
+
+
+def add_by_name(sums: dict, dW: dict, dtype: torch.dtype) -> None:
+    """Add gradients by name, in this dtype."""
+    for name, g in dW.items():
+        sums[name] = sums[name].add_(g) if name in sums else g.to(dtype)
+
+
+@dataclass(frozen=True)
+class Packed:
+    """The leaves of a layer, of which those that X splits are in flight in one message.
+
+    `sent`: the index of each leaf in the message, its shard's shape and the dim that X splits.
+    """
+
+    message: Any
+    leaves: Sequence
+    sent: list[tuple[int, torch.Size, int]]
+
+    def wait(self) -> list:
+        """Return the leaves, with those of the message in their places."""
+        leaves, found, start = list(self.leaves), wait(self.message), 0
+        for i, shape, dim in self.sent:
+            blocks = found[:, start : start + shape.numel()].unflatten(1, shape)
+            leaves[i], start = blocks.movedim(0, dim).flatten(dim, dim + 1), start + shape.numel()
+        return leaves
+
+
+def packed_leaves(W: Sequence[Tensor], lines: Sequence[LeafLines], mesh) -> dict[int, int]:
+    """Return {index of a leaf: the dim that X splits} of a layer's shards W that are better sent in one message, or {}.
+
+    These are small ones whose gradients are unreduced over the same axes. Computed once per mesh.
+    """
+    if torch.compiler.is_compiling():
+        return {}
+    key = ("packed leaves", *lines, *map(SIZE, W))
+    if key not in mesh.lines:
+        dims = {i: leaf.dim for i, leaf in enumerate(lines) if leaf.dim >= 0}
+        unreduced = {parse(lines[i].scatter.split(" -> ")[0]).unreduced for i in dims}
+        mesh.lines[key] = dims if len(unreduced) == 1 and sum(W[i].nbytes for i in dims) <= SMALL else {}
+    return mesh.lines[key]
+
+
+def gather_packed(W: Sequence[Tensor], mesh, dims: dict[int, int]) -> Packed:
+    """Start to gather a layer's leaves along X in one message."""
+    rows, sent = [], []
+    for i, dim in dims.items():
+        rows.append(W[i].flatten())
+        sent.append((i, W[i].shape, dim))
+    return Packed(all_gather("W[G_X, S] -> W[G, S]", torch.cat(rows)[None], mesh, async_op=True), W, sent)
+
+
+def scatter_packed(dW: Sequence[Tensor], mesh, dims: dict[int, int]) -> Packed:
+    """Start to reduce-scatter a layer's gradients {U_X} in one message."""
+    X, blocks, sent = mesh.sizes["X"], [], []
+    for i, dim in dims.items():
+        block = dW[i].unflatten(dim, (X, -1)).movedim(dim, 0)
+        blocks.append(block.flatten(1))
+        sent.append((i, block.shape[1:], dim))
+    flat = torch.cat(blocks, 1)
+    return Packed(reduce_scatter("dW[G, S] {U_X} -> dW[G_X, S]", flat, mesh, async_op=True), dW, sent)
+
+
+class LayerStack:
+    """One stack of a Transformer's layers, "layers" or "dense", or the first of them that a stage holds: the engine
+    (`scaling.strategies.layers`), each layer run with the context of its place in the model.
+
+    Dense layers lie below the others, and are `below` the first of them. On stages their gradients are unreduced over
+    Z, too. `count`: of the stack's layers, which begin with the model's layer `first`. `out`, `late`: as of `Layers`.
+    """
+
+    def __init__(self, step: TrainStep, params: Mapping, stack="layers", first=0, count=None, out=None, late=False):
+        self.step, self.lines = step, step.lines[stack]
+        lora = step.options.lora
+        held: Any = params[stack] | {"lora": params["lora"]} if lora else params[stack]
+        self.structure: Any
+        leaves, self.structure = optree.tree_flatten(held)
+        layers = [*zip(*map(Tensor.unbind, leaves), strict=True)][:count]
+        dense = step.config.dense_layers if stack == "layers" else 0
+        self.first = first + dense
+        self.below = LayerStack(step, params, "dense", late=late) if dense and first == 0 else None
+        dims = packed_leaves(layers[0], self.lines, step.mesh)
+        gather = partial(gather_packed, dims=dims) if dims else partial(gather_leaves, lines=self.lines)
+        gathered = [leaf for leaf in self.lines if leaf.gather]
+        if lora:
+            types = types_of_stack(step.reduced, stack)
+            gather = adapted(gather, self.structure, lora, step.config, types)
+        elif not gathered:
+            gather = None  # every rank along X has whole layers
+        paths = optree.tree_paths(held)
+        trained = [i for i, path in enumerate(paths) if not lora or path[0] == "lora"]
+        self.lines = [self.lines[i] for i in trained]
+        self.trained: Any = optree.tree_structure(held["lora"] if lora else held)
+        dims = packed_leaves([layers[0][i] for i in trained], self.lines, step.mesh)
+        reduce = partial(scatter_packed, dims=dims) if dims else partial(scatter_leaves, lines=self.lines)
+        shapes = [shape[1:] for shape in step.grad_shapes(stack, leaves)] if step.options.zero in (1, 2) else None
+        options, names = step.options, [paths[i][-2 if lora else 0] for i in trained]
+        on_tape = step.backward and options.remat == "none" and "router" in held  # experts keep their weights there
+        keeps = options.keep_weights or on_tape
+        self.engine = Layers(
+            layers, step.mesh, gather, reduce, names=names, keep_weights=keeps, late=late, dtype=step.sums, out=out,
+            shapes=shapes, trained=trained,
+        )  # fmt: skip
+
+    def forward(self, x: Tensor, at: Context) -> tuple[Tensor, Any, list]:
+        """Return x, the sum of the layers' extra terms, and what each layer saved."""
+        x, extra, kept_below = self.below.forward(x, at) if self.below else (x, 0.0, [])
+        terms = [extra]
+
+        def one(l: int, W: list, x: Tensor):
+            x, term, saved = layer(self.structure.unflatten(W), x, at.of_layer(self.first + l), self.step.gone)
+            terms.append(0.0 if term is None else term)
+            return x, saved if self.step.backward else None
+
+        x, kept = self.engine.forward(x, one)
+        return x, sum(terms), kept_below + kept
+
+    def backward(self, dx: Tensor, kept: list, at: Context, scale: float, last: bool = False) -> Tensor:
+        """Return dx of the first layer's input from that of the last one's result; `kept` is used up.
+
+        Args:
+            scale: the cotangent of the extra terms.
+            last: no microbatch follows.
+        """
+
+        def one(l: int, W: list, dx: Tensor, saved):
+            dx, dW = layer_backward(self.structure.unflatten(W), dx, saved, at.of_layer(self.first + l), scale)
+            return dx, self.trained.flatten_up_to(dW)
+
+        dx = self.engine.backward(dx, kept, one, last=last)
+        return self.below.backward(dx, kept, at, scale, last) if self.below else dx
+
+    def reduce_all(self) -> None:
+        """Start to reduce the gradients of all layers."""
+        self.engine.reduce_all()
+        if self.below:
+            self.below.reduce_all()
+
+    def result(self) -> list[Tensor]:
+        """Return the gradients of the stack, reduced, as a list of leaves."""
+        return total_leaves(self.engine.result(), self.step.mesh, self.lines)
+
+
+def forward_logprobs(step: TrainStep, params: dict, batch: LocalBatch) -> Tensor:
+    """tokens[B_PXE, T_C], targets[B_PXE, T_C] -> logprobs[B_PXE, T_C], where every rank has all layers."""
+    config, mesh, (at,) = step.config, step.mesh, batch.contexts
+    ends = gather_ends({name: W for name, W in params.items() if name not in STACKS}, mesh, step.lines)
+    x = embed(ends["embed"], batch.tokens, mesh, config.embed_scale)
+    x, _, _ = LayerStack(step, params).forward(x, at)
+    return token_logprobs(ends, x, batch.targets, config.V, config.eps, mesh)
+
+
+def run_all_layers(step: TrainStep, params: dict, batch: LocalBatch) -> tuple[Tensor, dict]:
+    """Return the loss and the gradients where every rank has all layers.
+
+    Gradients are summed over microbatches, then reduced. A table of the vocabulary is not held longer than it is used.
+    """
+    mesh, config, M, scale = step.mesh, step.config, step.options.microbatches, step.options.scale
+    lora = step.options.lora is not None
+    ends = {name: W for name, W in params.items() if name not in STACKS}
+    ends, layers = gather_ends(ends, mesh, step.lines), LayerStack(step, params)
+    losses, dends, grads, size, late = [], {}, {}, len(ends["embed"]), step.options.zero == 1
+    shares = batch.tokens.chunk(M), batch.targets.chunk(M), batch.weights.chunk(M)
+    microbatches = zip(batch.contexts, *shares, strict=True)
+    for m, (at, tokens, targets, weights) in enumerate(microbatches):
+        x, last = embed(ends["embed"], tokens, mesh, config.embed_scale), m == M - 1
+        if last and not config.tied:
+            del ends["embed"]
+        x, extra, kept = layers.forward(x, at)
+        loss, dx, dW = head(ends, x, targets, weights, step.terms, config.eps, mesh, frozen=lora)
+        losses.append(loss + extra * (scale / M))
+        add_by_name(dends, dW, step.sums)
+        del x, dW
+        if last:
+            ends.clear()
+            tables = {name: dends.pop(name) for name in [*dends] if name != "embed"}
+            grads = reduce_ends(tables, mesh, step.lines)
+            del tables
+        dx = layers.backward(dx, kept, at, scale / M, last=last and not late)
+        if not lora:
+            add_by_name(dends, {"embed": embed_backward(dx, tokens, size, mesh, config.embed_scale)}, step.sums)
+    if late:
+        layers.reduce_all()
+    grads |= reduce_ends(dends, mesh, step.lines)
+    grads["lora" if lora else "layers"] = layers.trained.unflatten(layers.result())
+    if below := layers.below:
+        grads["dense"] = below.trained.unflatten(below.result())
+    return all_reduce("Loss[] {U_PXECY} -> Loss[]", torch.stack(losses).sum(), mesh), grads
