@@ -98,7 +98,8 @@ class Answer:
         if not self.book:
             return "ours" if self.note and not self.erratum and not self.rounded else "DIFFERS"
         if self.coarse:
-            return "rounding" if not self.agrees and abs(off(self.book, self.ours)[0]) <= COARSE else "DIFFERS"
+            near = not isinstance(self.ours, str) and abs(off(self.book, self.ours)[0]) <= COARSE
+            return "rounding" if near and not self.agrees else "DIFFERS"
         if self.erratum or self.rounded:
             holds = not self.agrees and not (self.erratum and self.rounded)
             near = not isinstance(self.ours, str) and abs(off(self.book, self.ours)[0]) <= NEAR

@@ -13,9 +13,9 @@ The options and their checks are in options.py.
 import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import suppress
 from html import escape
 from importlib import import_module
+from importlib.util import find_spec
 from io import BytesIO
 from pathlib import Path
 from typing import Any
@@ -83,13 +83,13 @@ class Page:
 
     def show(self, text: str, html: str) -> None:
         """Print text; in a notebook, show HTML in its place."""
-        if in_notebook() and self.first:
-            with suppress(ImportError):
-                from IPython.display import display
+        if in_notebook() and self.first and find_spec("IPython"):
+            from IPython.display import display
 
-                self.open()
-                return display({"text/plain": text, "text/html": html}, raw=True)
-        return self.say(text)
+            self.open()
+            display({"text/plain": text, "text/html": html}, raw=True)
+        else:
+            self.say(text)
 
     def title(self, text: str) -> None:
         """Print an underlined title; in a notebook, show it in bold."""

@@ -22,11 +22,16 @@ def positive(**values) -> None:
             _refuse(name, value, "must be a positive number", "give a finite one above 0")
 
 
+def is_real(value: Any) -> bool:
+    """Return whether a value is a real number of any kind, and not a bool."""
+    return isinstance(value, Real) and not isinstance(value, bool)
+
+
 def not_negative(**values) -> None:
     """Raise a ValueError that names the first value which is negative or not a number (or a tensor of one number)."""
     for name, value in values.items():
         number: Any = value.item() if hasattr(value, "numel") and value.numel() == 1 else value
-        if isinstance(number, bool) or not isinstance(number, (int, float, Real)) or not 0 <= number < math.inf:
+        if not is_real(number) or not 0 <= number < math.inf:
             _refuse(name, value, "must be a number, zero or more", "give a finite one, at least 0")
 
 

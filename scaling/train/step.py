@@ -33,8 +33,8 @@ def started(settings: Settings, mesh) -> dict:
     if not settings.weights:
         return drawn_params(settings, mesh)
     config, types = settings.model, transformer.specs(settings.model, mesh, zero=settings.zero)
-    given = {"places": stored_places(config, mesh)}
-    _, params = hf.load_sharded(settings.weights, types, mesh, DTYPES[settings.dtype], **given)
+    places, dtype = stored_places(config, mesh), DTYPES[settings.dtype]
+    _, params = hf.load_sharded(settings.weights, types, mesh, dtype, places=places)
     return params | new_adapters(settings, mesh, types)
 
 

@@ -118,7 +118,7 @@ def test_the_end_says_what_held(monkeypatch, capsys):
 def test_in_a_notebook_tables_are_html_and_what_is_printed_elsewhere_is_their_plain_text(monkeypatch, capsys):
     shown = []
     display = SimpleNamespace(display=lambda bundle, raw: shown.append(bundle))
-    monkeypatch.setitem(sys.modules, "IPython", SimpleNamespace(display=display))
+    monkeypatch.setitem(sys.modules, "IPython", SimpleNamespace(display=display, __spec__="found"))
     monkeypatch.setitem(sys.modules, "IPython.display", display)
     one = page(monkeypatch)
     one.open()
