@@ -65,7 +65,8 @@ def weights_to_begin_with(out: str, own: "str | None", given: str) -> str:
 
     Rank 0 warns that others than its own are not used.
     """
-    if own is not None and given and first_rank() and Path(given).resolve() != Path(own).resolve():
+    others = Path(given).resolve() not in (Path(own or ".").resolve(), (Path(out) / MODEL).resolve())
+    if own is not None and given and others and first_rank():
         print(f"warning: {out} goes on with its own weights, not with those of {given}", file=sys.stderr, flush=True)
     return given if own is None else own
 

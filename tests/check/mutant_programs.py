@@ -10,7 +10,6 @@ from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
 import torch
-from mutants import text_of
 from torch.func import vjp
 
 from scaling import optim, serve, tree
@@ -96,15 +95,32 @@ def of_module(mesh, module: ModuleType):
     return module.gradients(own.double(), tree.shard(whole, module.STORED, mesh), tree.shard(x, rows, mesh), mesh)
 
 
+ORIGINALS: dict[str, dict] = {}  # what the modules that were edited held before
+
+
 def replace(module: ModuleType, text: str) -> None:
     """Run another text in a module, and give what it defines to all that had imported it from there."""
-    before = {id(x): key for key, x in vars(module).items() if getattr(x, "__module__", "") == module.__name__}
-    kept = list(vars(module).values())  # so that no id is used again
+    ORIGINALS.setdefault(module.__name__, dict(vars(module)))
+    before = dict(vars(module))
     run_watched(text, str(module.__file__), vars(module))
+    _hand_on(module, before, vars(module))
+
+
+def restore(module: ModuleType) -> None:
+    """Give a module, and all that had imported from there, what it held before its text was edited."""
+    before, original = dict(vars(module)), ORIGINALS[module.__name__]
+    vars(module).clear()
+    vars(module).update(original)
+    _hand_on(module, before, vars(module))
+
+
+def _hand_on(module: ModuleType, before: dict, now: dict) -> None:
+    """Give what a module defines now to all that have what it defined before."""
+    names = {id(x): key for key, x in before.items() if getattr(x, "__module__", "") == module.__name__}
     for other in [m for name, m in sys.modules.items() if name.startswith("scaling.")]:
         for key, value in list(vars(other).items()):
-            if id(value) in before and kept:
-                setattr(other, key, vars(module)[before[id(value)]])
+            if names.get(id(value)) in now:
+                setattr(other, key, now[names[id(value)]])
 
 
 def of_transformer(mesh, name: str, text: str):
@@ -228,5 +244,5 @@ def judgement(file: str, text: str) -> Judgement:
         except Exception:
             pass
     if any(part in file for part in (*OF_MODELS, "serve/")):
-        replace(sys.modules[file.removesuffix(".py").replace("/", ".")], text_of(file))
+        restore(sys.modules[file.removesuffix(".py").replace("/", ".")])
     return report
