@@ -1,9 +1,8 @@
-"""Tokens as batches: which sequences a batch holds follows from the seed and from how many came before, never from the
-mesh.
+"""Cut a corpus into batches of token sequences, in an order that depends on the seed and never on the mesh.
 
-A corpus is cut into sequences of T tokens, each with the next token of every one as its target; the i-th sequence of an
-epoch is the i-th of a permutation drawn from (seed, epoch). So a run that resumes, on any mesh, repeats and skips
-nothing. A mixture takes from several corpora by weight: of each 1,000 sequences an exact number from each.
+A corpus is cut into sequences of T tokens. Each token's target is the token that follows it. The i-th sequence of an
+epoch is the i-th of a permutation drawn from (seed, epoch), so a run that resumes on any mesh repeats and skips
+nothing. A mixture takes sequences from several corpora by weight: every 1,000 sequences hold an exact number from each.
 """
 
 import hashlib
@@ -22,16 +21,23 @@ from scaling.train.origin import tokenizer_in, weighted_paths
 from scaling.train.settings import Settings
 
 IGNORED = -100  # a target that does not count
-HEAD = 64  # tokens by which held-out text is known again
-ROUND = 1000  # sequences over which a mixture's weights come out
+HEAD = 64  # tokens whose digest identifies held-out text in a later run
+ROUND = 1000  # sequences in a mixture's round, within which each source has its exact share
 Batch = tuple[Tensor, Tensor, Tensor]  # tokens, targets, segments, int64[batch, length]; segments number the documents
 
 
 @dataclass(frozen=True)
 class Batches:
-    """Batches of `batch` sequences of `length` tokens of the part of a corpus from `first` to `last`.
+    """Batches of sequences from one range of a corpus.
 
-    `without`: from where to where text lies there of which no sequence may have a token.
+    Attributes:
+        corpus: The tokens.
+        batch: The sequences in a batch.
+        length: The tokens in a sequence.
+        seed: The seed of the order.
+        first: The first token of the range.
+        last: The end of the range, exclusive.
+        without: The (first, last) ranges of text that no sequence may touch.
     """
 
     corpus: Corpus
@@ -51,7 +57,7 @@ class Batches:
 
     @cached_property
     def places(self) -> Sequence[int]:
-        """The numbers of the sequences of one epoch, in the order of the corpus."""
+        """The indices of one epoch's sequences, in the order of the corpus."""
         every = range((self.last - self.first - 1) // self.length)
         if not self.without:
             return every
@@ -61,31 +67,31 @@ class Batches:
 
     @property
     def sequences(self) -> int:
-        """The number of sequences of one epoch."""
+        """The number of sequences in one epoch."""
         return len(self.places)
 
     def number(self, place: int) -> int:
-        """Which sequence stands at this place of the endless order of epochs."""
+        """Return the index of the sequence at a position in the endless order of epochs."""
         epoch, at = divmod(place, self.sequences)
         return self.places[int(_order(self.seed, epoch, self.sequences)[at])]
 
     def chosen(self, seen: int) -> list[int]:
-        """Which sequences come after so many, by their number."""
+        """Return the indices of the next batch's sequences after `seen` sequences."""
         return [self.number(place) for place in range(seen, seen + self.batch)]
 
     def at(self, seen: int) -> Batch:
-        """The batch that comes after so many sequences."""
+        """Return the batch that follows the first `seen` sequences."""
         return self.rows(self.chosen(seen))
 
     def rows(self, numbers: Sequence[int]) -> Batch:
-        """The sequences of these numbers."""
+        """Return the batch made of the sequences with these indices."""
         return stacked([self.row(i) for i in numbers])
 
     def row(self, number: int) -> Batch:
         """Return one sequence: tokens, targets, segments [length].
 
-        A target counts unless the corpus says that it does not, or it belongs to another document than its token:
-        attention hides documents from each other, so a document's first token cannot be predicted.
+        A target does not count if the corpus excludes it, or if it belongs to another document than its token.
+        Attention hides documents from each other, so the first token of a document cannot be predicted.
         """
         start = self.first + number * self.length
         ids, counted = self.corpus.between(start, start + self.length + 1)
@@ -107,7 +113,7 @@ class Mixture:
 
     @cached_property
     def turns(self) -> list[tuple[int, int]]:
-        """For each place of a round: (the source, how many of it came before in the round), in a shuffled order."""
+        """The (source, number of its earlier sequences in the round) at each position of a round, shuffled."""
         total = sum(self.weights)
         exact = [ROUND * w / total for w in self.weights]
         counts = [int(x) for x in exact]
@@ -118,7 +124,7 @@ class Mixture:
         return [(source, order[:i].count(source)) for i, source in enumerate(order)]
 
     def chosen(self, seen: int) -> list[tuple[int, int]]:
-        """(source, number of its sequence) of the sequences that come after so many."""
+        """Return the (source, index of its sequence) of each sequence in the batch that follows `seen` sequences."""
         each = [sum(source == i for source, _ in self.turns) for i in range(len(self.sources))]
         found = []
         for place in range(seen, seen + self.sources[0].batch):
@@ -128,17 +134,18 @@ class Mixture:
         return found
 
     def at(self, seen: int) -> Batch:
-        """The batch that comes after so many sequences."""
+        """Return the batch that follows the first `seen` sequences."""
         return stacked([self.sources[source].row(number) for source, number in self.chosen(seen)])
 
 
 def stacked(rows: Sequence[Batch]) -> Batch:
+    """Stack sequences into a batch."""
     tokens, targets, segments = (torch.stack(parts) for parts in zip(*rows, strict=True))
     return tokens, targets, segments
 
 
 def ahead(source: "Batches | Mixture", seen: int, batch: int) -> Iterator[Batch]:
-    """The batches after so many sequences, one after another; the next one is read meanwhile, by a thread."""
+    """Yield the batches that follow the first `seen` sequences, while a thread prefetches the next one."""
     with ThreadPoolExecutor(1, "batches") as reader:
         coming = reader.submit(source.at, seen)
         while True:
@@ -148,7 +155,7 @@ def ahead(source: "Batches | Mixture", seen: int, batch: int) -> Iterator[Batch]
 
 
 def hold_out(corpus: Corpus, batch: int, length: int, seed: int, valid: float = 0.05) -> tuple[Batches, Batches]:
-    """(training, validation): the end of the corpus is held out, with no token in both."""
+    """Split a corpus into (training, validation) batches that share no token, holding out the corpus's end."""
     at = len(corpus) - max(length + 1, round(len(corpus) * valid))
     return (
         Batches(corpus, batch, length, seed, 0, at),
@@ -159,16 +166,18 @@ def hold_out(corpus: Corpus, batch: int, length: int, seed: int, valid: float = 
 def leave_out(
     train: Batches | Mixture, valid: Sequence[Batches], before: Sequence[Sequence[Any]]
 ) -> tuple[Batches | Mixture, list[list[Any]], int]:
-    """Keep text that is or was held out from being trained on, as far as it is where it was.
+    """Exclude from training all text that is held out now or was held out earlier in the run.
+
+    Text that was held out earlier is recognized only where the data still hold it at the same position.
 
     Args:
-        train: What to train on.
-        valid: The held-out end of each of its sources.
-        before: What was held out, as this function returned it when the data may have been other ones.
+        train: The batches to train on.
+        valid: The held-out end of each source.
+        before: The earlier held-out ranges, as this function returned them, perhaps for other data.
 
     Returns:
-        The batches without sequences that touch such text; [first token, last, a digest of the first of them] of all
-        that is held out from now on; and how many of those before are not where they were.
+        The batches without the sequences that touch held-out text; the range [first token, last, a digest of the first
+        of them] of every text that is held out from now on; and the number of earlier ranges that were not found.
     """
     sources = train.sources if isinstance(train, Mixture) else (train,)
     out, there = [], set()
@@ -183,13 +192,17 @@ def leave_out(
 
 
 def _held(corpus: Corpus, first: int, last: int) -> list[Any]:
-    """Return [first, last, digest of the first tokens there]."""
+    """Return [first, last, digest of the first tokens there] for a range of the corpus."""
     ids, _ = corpus.between(first, min(first + HEAD, last)) if last <= len(corpus) else (numpy.empty(0), None)
     return [first, last, hashlib.blake2b(ids.tobytes(), digest_size=8).hexdigest()]
 
 
 def inputs(settings: Settings) -> tuple[Batches | Mixture, tuple[Batches, ...]]:
-    """(what to train on, the held-out end of each corpus). ValueError for tokens outside the vocabulary."""
+    """Open a run's data and return (the batches to train on, the held-out end of each corpus).
+
+    Raises:
+        ValueError: A corpus has tokens outside the model's vocabulary.
+    """
     by, parts, weights = tokenizer_in(settings), [], []
     for path, weight in weighted_paths(settings.data):
         read = open_corpus(path, by, settings.eos_id, not settings.no_template)
@@ -206,6 +219,6 @@ def inputs(settings: Settings) -> tuple[Batches | Mixture, tuple[Batches, ...]]:
 
 @lru_cache(maxsize=16)
 def _order(seed: int, epoch: int, count: int) -> Tensor:
-    """The permutation of an epoch's sequences."""
+    """Return the permutation of an epoch's sequences."""
     digest = hashlib.blake2b(f"{seed} {epoch}".encode(), digest_size=7).digest()
     return torch.randperm(count, generator=torch.Generator().manual_seed(int.from_bytes(digest, "big")))

@@ -1,7 +1,8 @@
-"""Which blocks of a whole array a checkpoint's files hold, and a shard of any other type put together from them.
+"""List the blocks of a whole array that a checkpoint's files hold, and assemble a shard of any type from them.
 
-`places` gives, for a dim that is stored in another order or padded, the index of each place in the whole and -1 for
-none: so blocks always lie in the whole's own order, without the padding.
+Ranks may store a dim in another order than the whole array, or padded. `places` maps each stored position of such a dim
+to its index in the whole array, or to -1 for padding. Blocks on disk are therefore always in the order of the whole
+array and hold no padding.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -17,7 +18,7 @@ from scaling.spec import ShardingError, Spec
 
 
 class SavedBlock(NamedTuple):
-    """Its range in each dim of the whole, and where it lies: in which file, from which byte, how many."""
+    """A block's range in each dim of the whole array, and the file, first byte and number of bytes that hold it."""
 
     at: tuple[tuple[int, int], ...]
     file: str
@@ -26,7 +27,7 @@ class SavedBlock(NamedTuple):
 
 
 class SavedLeaf(NamedTuple):
-    """A whole array as a checkpoint holds it."""
+    """A whole array as a checkpoint stores it."""
 
     dtype: torch.dtype
     shape: list[int]
@@ -34,7 +35,7 @@ class SavedLeaf(NamedTuple):
 
 
 class IndexRun(NamedTuple):
-    """Indices `start` to `stop` of the whole, which begin at `local` in the shard."""
+    """Consecutive indices `start` to `stop` of the whole array, which begin at `local` in the shard."""
 
     start: int
     stop: int
@@ -42,10 +43,15 @@ class IndexRun(NamedTuple):
 
 
 def stored(leaf: Tensor, spec: Spec, mesh, places: Places, number: int) -> tuple[SavedLeaf, dict[str, Tensor]]:
-    """(how a state's leaf of this number is saved, {file: block} of what this rank writes of it, as views). A block is
-    written by the first rank that holds it.
+    """Plan how leaf `number` of a state is saved.
 
-    ShardingError if it is unreduced.
+    Each block is written by the first rank that holds it.
+
+    Returns:
+        The saved leaf with the blocks of all ranks, and {file: block} of those that this rank writes, as views.
+
+    Raises:
+        ShardingError: The leaf is unreduced.
     """
     if spec.unreduced:
         raise ShardingError(f"{spec} is unreduced: a checkpoint holds whole values\n  fix: reduce it first")
@@ -62,7 +68,7 @@ def stored(leaf: Tensor, spec: Spec, mesh, places: Places, number: int) -> tuple
 
 
 def whole_shape(leaf: Tensor, spec: Spec, mesh, places: Places) -> list[int]:
-    """Of the array that this is a shard of, without padding."""
+    """Return the shape, without padding, of the whole array that `leaf` is a shard of."""
     spec.check_axes(mesh)
     if leaf.dim() != len(spec.dims) or leaf.layout is not torch.strided or leaf.is_meta:
         kind = f"{leaf.layout} {list(leaf.shape)} on {leaf.device}"
@@ -77,7 +83,11 @@ def whole_shape(leaf: Tensor, spec: Spec, mesh, places: Places) -> list[int]:
 
 
 def check_places(dim: str, places: Sequence[int], stored: int) -> None:
-    """ValueError unless `places` gives each stored place its own index of the whole, all of 0, 1, 2 ..., or -1."""
+    """Check that `places` gives each stored position -1 or its own index, and covers all of 0, 1, 2, ...
+
+    Raises:
+        ValueError: An index is missing or occurs twice, or the number of positions is not `stored`.
+    """
     real = [index for index in places if index != -1]
     if (
         len(places) != stored
@@ -92,18 +102,18 @@ def check_places(dim: str, places: Sequence[int], stored: int) -> None:
 
 
 def _stored_sizes(spec: Spec, shape: Sequence[int], places: Places) -> list[int]:
-    """The sizes of the whole array as the ranks store it, with padding."""
+    """Return the sizes of the whole array as the ranks store it, with padding."""
     return [len(places.get(dim, range(n))) for n, dim in zip(shape, spec.dim_names, strict=True)]
 
 
 def _parts(spec: Spec, shape: Sequence[int], mesh, at: Mapping[str, int], places: Places) -> list[tuple[IndexRun, ...]]:
-    """What the rank at these coordinates holds of a whole array: an `IndexRun` for each dim, part by part."""
+    """Return the parts of a whole array that the rank at `at` holds, each as one `IndexRun` per dim."""
     slices = spec.slices(_stored_sizes(spec, shape, places), mesh, at)
     return [*product(*(_runs(s, places.get(dim)) for s, dim in zip(slices, spec.dim_names, strict=True)))]
 
 
 def _runs(held: slice, places: Sequence[int] | None) -> list[IndexRun]:
-    """The stretches of the whole, one after another, that the stored places `held` are."""
+    """Return the runs of consecutive indices of the whole array that the stored positions `held` cover."""
     if places is None:
         return [IndexRun(held.start, held.stop, 0)]
     found: list[IndexRun] = []
@@ -123,8 +133,14 @@ def assembled(
     places: Places,
     data: Callable[[str, SavedLeaf, SavedBlock, bool], Tensor],
 ) -> Tensor:
-    """This rank's shard of a leaf, from the saved blocks that overlap it; `data(name, saved, block, whole)` fetches
-    one, of which all elements are used, or a part."""
+    """Assemble this rank's shard of a leaf from the saved blocks that overlap it.
+
+    `data(name, saved, block, whole)` fetches a block; `whole` tells it whether all elements of the block are used.
+
+    Raises:
+        ValueError: The leaf was saved with another shape, or its blocks do not cover the shape.
+        ShardingError: The type is unreduced.
+    """
     shape = saved.shape
     if len(shape) != len(spec.dims):
         raise ValueError(f"{name} was saved with shape {shape}, but its type is {spec}\n  fix: name as many dims")
@@ -161,5 +177,5 @@ def assembled(
 
 
 def first_replica(spec: Spec, at: Mapping[str, int], mesh) -> bool:
-    """Whether no rank before the one at these coordinates holds the same block."""
+    """Return whether the rank at `at` is the first of the ranks that hold the same block."""
     return not any(at[axis] for axis in spec.replicated(mesh))

@@ -1,8 +1,8 @@
-"""The byte model by a strategy: its loss and gradients, as pure functions of the params and a batch.
+"""Compute the byte model's loss and gradients under a strategy, as pure functions of the params and a batch.
 
-The blocks run by the strategy's own forward and backward. The ends, embedding, head and loss, are the same lines for
-all of them, typed by data: x and y are the axes over which In's B and D are split, such as X and Y in In[B_X, D_Y]. The
-derivative of the head is taken by autograd's tape, through its collectives.
+The strategy's own forward and backward run the blocks. The embedding, the head and the loss are the same lines for all
+strategies, and take their types from the strategy's data: x and y are the axes over which In's B and D are split, such
+as X and Y in In[B_X, D_Y]. Autograd's tape differentiates the head, through its collectives.
 """
 
 import torch
@@ -12,11 +12,11 @@ from scaling.models.mlp import MLPConfig, cross_entropy, embed
 from scaling.models.pointwise import rms_norm, vjp
 from scaling.spec import Spec, parse
 
-ENDS = {"embed": "E[K, V, D]", "head": "W_head[D, V]"}  # what comes before the layers, and after them
+ENDS = {"embed": "E[K, V, D]", "head": "W_head[D, V]"}  # the params before and after the layers, unsharded
 
 
 def param_specs(strategy) -> dict:
-    """The types of all params of the byte model under a strategy: {"embed", "blocks": {"W_in", "W_out"}, "head"}."""
+    """Return the types of the byte model's params under a strategy: {"embed", "blocks": {"W_in", "W_out"}, "head"}."""
     blocks = {name: str(parse(strategy.SPECS[name]).stacked("L")) for name in ("W_in", "W_out")}
     return {
         "embed": str(end_types("embed", strategy)[0]),
@@ -26,7 +26,7 @@ def param_specs(strategy) -> dict:
 
 
 def batch_axes(strategy) -> tuple[str, ...]:
-    """The axes that the batch is split over: what `data.batches` wants to know."""
+    """Return the axes that the batch is split over, which `data.batches` needs."""
     return parse(strategy.SPECS["In"]).axes_of("B")
 
 
@@ -36,7 +36,7 @@ def reduced(strategy, loss, mesh):
 
 
 def evaluate(strategy, params, tokens, targets, config: MLPConfig, mesh) -> torch.Tensor:
-    """The mean loss over all ranks' rows, in nats per byte, on every rank."""
+    """Return the mean loss over all ranks' rows, in nats per byte, on every rank."""
     E, W_head = _whole(params, strategy, mesh)
     Out, _ = run_blocks(strategy, params, embed(E, tokens), config, mesh)
     return reduced(
@@ -45,7 +45,11 @@ def evaluate(strategy, params, tokens, targets, config: MLPConfig, mesh) -> torc
 
 
 def loss_and_grads(strategy, params, tokens, targets, config: MLPConfig, mesh, microbatches: int = 1):
-    """(Loss[] {U_XY}: this rank's terms of the mean over the global batch, grads typed as the params)."""
+    """Return (Loss[] {U_XY}: this rank's terms of the mean over the global batch, grads typed as the params).
+
+    Raises:
+        ValueError: The rows do not divide into the microbatches.
+    """
     if len(tokens) % microbatches:
         raise ValueError(
             f"{len(tokens)} rows on each rank do not make {microbatches} microbatches of one size"
@@ -70,18 +74,19 @@ def loss_and_grads(strategy, params, tokens, targets, config: MLPConfig, mesh, m
 
 
 def run_blocks(strategy, params, In, config, mesh):
+    """Run the strategy's forward over the blocks; return (Out, the activations saved for backward)."""
     return strategy.forward(params["blocks"], In, mesh, config.activation, config.residual, config.norm)
 
 
 def _rows(strategy, targets, mesh) -> int:
-    """B, the rows of the global batch."""
+    """Return B, the number of rows in the global batch."""
     return len(targets) * mesh.size(batch_axes(strategy))
 
 
 def end_types(name: str, strategy):
-    """Of "embed" or "head": (the type it is stored in, the type it is used in).
+    """Return (the type it is stored in, the type it is used in) for "embed" or "head".
 
-    In use D is split as In's D is; in store also over the axes over which the layers' D is sharded, as in FSDP.
+    In use, D is split as In's D is. In storage, D is also split over the axes that shard the layers' D, as in FSDP.
     """
     In, W_in = parse(strategy.SPECS["In"]), parse(strategy.SPECS["W_in"])
     used = parse(ENDS[name]).with_axes("D", In.axes_of("D"))
@@ -89,7 +94,7 @@ def end_types(name: str, strategy):
 
 
 def _whole(params, strategy, mesh):
-    """E[K, V, D_Y] and W_head[D_Y, V], gathered over the axes that only shard them in memory."""
+    """Gather E[K, V, D_Y] and W_head[D_Y, V] over the axes that shard them in storage but not in use."""
     gathered = []
     for name in ("embed", "head"):
         stored, used = end_types(name, strategy)
@@ -99,7 +104,10 @@ def _whole(params, strategy, mesh):
 
 
 def end_gradient(name: str, dW, strategy, mesh):
-    """The gradient of an end, {U_X} since each rank has its own rows, reduced to the type that the end is stored in."""
+    """Reduce the gradient of "embed" or "head" to the type in which that param is stored.
+
+    The gradient arrives with {U_X}, because each rank has only its own rows.
+    """
     (stored, used), x = end_types(name, strategy), batch_axes(strategy)
     left = stored.with_unreduced([axis for axis in x if axis not in stored.axes])
     if stored != used:
@@ -110,7 +118,7 @@ def end_gradient(name: str, dW, strategy, mesh):
 def head_loss(strategy, W_head, Out, targets, config: MLPConfig, mesh, batch: int) -> torch.Tensor:
     """Loss[] {U_XY}: each rank's terms of the mean over `batch` rows, of Out[B_X, D_Y], W_head[D_Y, V], targets[B_X].
 
-    Contracting D_Y leaves logits unreduced over Y; they are scattered over B, so that no term is counted twice.
+    Contracting D_Y leaves the logits unreduced over Y. They are reduce-scattered over B, so no term is counted twice.
     """
     In = parse(strategy.SPECS["In"])
     x, y = In.axes_of("B"), In.axes_of("D")
@@ -127,5 +135,5 @@ def head_loss(strategy, W_head, Out, targets, config: MLPConfig, mesh, batch: in
 
 
 def all_reduced(spec: Spec, x: torch.Tensor, mesh) -> torch.Tensor:
-    """x, of a type that may be unreduced, summed over the axes that it is unreduced over."""
+    """All-reduce x over the axes that its type is unreduced over; return x itself if there are none."""
     return all_reduce(f"{spec} -> {spec.with_unreduced(())}", x, mesh) if spec.unreduced else x

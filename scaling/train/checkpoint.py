@@ -1,16 +1,15 @@
-"""Checkpoints: sharded, atomic, loaded on any mesh, and open to torch.distributed.checkpoint (see `dcp`).
+"""Save and load checkpoints that are sharded, atomic, independent of the mesh, and readable by DCP (see `dcp`).
 
     folder/step-000100/     __0_0_0.distcp, ...  the blocks that a rank is the first to hold: no block twice
                             .metadata            each leaf's dtype, shape and blocks, as torch's own `dcp.load` reads it
-                            index.json           the step, the mesh, the leaves' types, ints and strings; what it was
-                                                 made with (`record`); the checksum of each file, and its own
+                            index.json           the step, the mesh, the leaves' types, ints and strings; the record of
+                                                 the run (`record`); the checksums of each file and of the index itself
     folder/latest           the newest complete step
 
-A step is written under another name and renamed when every rank's blocks are on disk, so that a run that is killed at
-any moment leaves the last good one. Loading reads, of the files mapped into memory, only what this rank's types say;
-each file must be the one that the index names, a block that a rank uses whole is compared with its checksum, and
-`verify` does so with all blocks.
-Nothing in the files is run.
+A step is written under another name and renamed when every rank's blocks are on disk, so a run that is killed at any
+moment leaves the last complete step intact. Loading maps the files into memory and reads only the blocks that overlap
+this rank's shards. Each file must be the one that the index names. A block that a rank uses whole is compared with its
+checksum, and `verify` compares all blocks. Loading never executes code from the files.
 """
 
 import json
@@ -35,7 +34,7 @@ from scaling.train.blocks import stored
 from scaling.train.durable import INDEX, begin, checksum_of, complete, pointed, step_name, write_step
 from scaling.train.guards import check_same
 
-THREAD = "checkpoint"  # the name of those that write
+THREAD = "checkpoint"  # the name of the threads that write
 
 
 def save(
@@ -50,15 +49,25 @@ def save(
     places: Places = IN_ORDER,
     made_with: Mapping[str, Any] | None = None,
 ) -> Future | None:
-    """Write `state`, a tree of this rank's shards typed by `specs` (None for ints and strings), as step `step`.
+    """Write a state as step `step`. All ranks call it, on one file system.
 
-    All ranks call it, on one file system. `async_op`: return a Future at once; the tensors are copied before that. Ask
-    for its result before the program ends, as a program that ends does not wait long for other ranks' files.
-    `keep`: how many complete steps to keep. `places`: of a dim that is stored in another order or padded, such as the
-    layers of uneven stages, {"L": the index of each place in the whole, -1 for none}; what is saved is the whole.
-    `made_with`: a record, of what JSON holds, that the step's `index` gives back.
-    ValueError for a state unlike its specs; ArithmeticError, on a checked mesh, for replicas that differ. OSError names
-    the path and the bytes.
+    Args:
+        folder: The run's folder.
+        state: A tree of this rank's shards, ints, floats and strings.
+        specs: The types of the shards; ints, floats and strings have none.
+        mesh: The mesh of the shards.
+        step: The number of the step.
+        async_op: Return a Future at once, after the tensors have been copied. Ask for its result before the program
+            ends, because a program that ends does not wait long for other ranks' files.
+        keep: The number of complete steps to keep; None keeps all.
+        places: {"L": the index of each stored position in the whole, -1 for padding} for each dim that is stored in
+            another order or padded, such as the layers of uneven stages. The checkpoint holds the whole dim.
+        made_with: A record of JSON values, which `index` returns for this step.
+
+    Raises:
+        ValueError: The state does not match its specs.
+        ArithmeticError: Replicas differ, which is found on a checked mesh.
+        OSError: A file could not be written; the message names the path and the bytes.
     """
     whole(0, step=step)
     whole(keep=1 if keep is None else keep)
@@ -75,7 +84,7 @@ def save(
     index = {"step": step, "mesh": dict(mesh.sizes), "types": types, "values": values}
     index |= {} if made_with is None else {"made_with": dict(made_with)}
     alike(mesh, f"checkpoint.save of step {step}", folder=str(folder), keep=keep, state=named, made_with=made_with)
-    if mesh.checked and leaves:  # of replicas one is written
+    if mesh.checked and leaves:  # only one of the replicas is written, so they must be equal
         check_same([(where, leaf, spec) for where, (leaf, spec) in named.items() if spec is not None], mesh, step)
     if mesh.rank == 0:
         begin(folder, step)
@@ -89,8 +98,11 @@ def save(
 
 
 def check_kept(state, specs, values: Mapping[str, Any]) -> None:
-    """ValueError unless loading would put every number and string back where it stands, and find each tensor by its
-    name."""
+    """Check that loading would restore every number and string to its key, and find each tensor by its name.
+
+    Raises:
+        ValueError: Numbers or strings are outside nested dicts, or two tensors have the same name.
+    """
     named = tree.named_leaves(specs, "state")
     try:
         kept, names = _with_values(tree.map(lambda _: 0, specs), values), {*map(dcp.name_of, named)}
@@ -108,14 +120,14 @@ def check_kept(state, specs, values: Mapping[str, Any]) -> None:
 
 
 def _on_cpu(block: Tensor, copy: bool) -> Tensor:
-    """A block with a storage of its own, or the very one if that is so already and no copy is asked for."""
+    """Return a block on the CPU whose storage holds nothing else; with `copy`, the storage is always a new one."""
     found = block.detach().to("cpu").contiguous()
     alike = found.untyped_storage().nbytes() == found.nbytes
     return found if alike and not (copy and found.data_ptr() == block.data_ptr()) else found.clone()
 
 
 def in_turn(work: Callable[[], None]) -> Future:
-    """Do it in a thread, after what was given here before: steps are completed in the order they were asked for."""
+    """Run `work` in a thread after all work submitted earlier, so that steps are completed in order."""
     before = [thread for thread in threading.enumerate() if thread.name == THREAD]
     future: Future = Future()
 
@@ -134,12 +146,22 @@ def in_turn(work: Callable[[], None]) -> Future:
 def load(
     folder, specs, mesh, step: int | None = None, *, places: Places = IN_ORDER, among: bool = False
 ) -> tuple[Any, int]:
-    """(state, step): the tree of `specs`, each leaf this rank's shard on the mesh's device; ints and strings as saved.
+    """Load a step and return (state, step), where each leaf is this rank's shard on the mesh's device.
 
-    `step` None: the latest complete one. The mesh and the types may be others than those that were saved, the leaves
-    and their whole shapes may not. `places` as in `save`, of this mesh. `among`: the checkpoint may hold more, which
-    is not read, such as the optimizer's state beside params. FileNotFoundError if there is no such step; ValueError
-    that names the leaf, or the file, that is missing, misshaped or damaged.
+    The mesh and the types may differ from the saved ones; the leaves and their whole shapes may not. Ints, floats and
+    strings come back as they were saved.
+
+    Args:
+        folder: The run's folder.
+        specs: The types of the leaves to load.
+        mesh: The mesh of the shards.
+        step: The number of the step; None loads the latest complete one.
+        places: As in `save`, for this mesh.
+        among: Whether the checkpoint may hold other leaves, such as the optimizer's state; they are not read.
+
+    Raises:
+        FileNotFoundError: There is no such step.
+        ValueError: A leaf or a file is missing, misshaped or damaged; the message names it.
     """
     step = latest(folder) if step is None else step
     whole(0, step=step)
@@ -150,7 +172,12 @@ def load(
 
 
 def index(folder, step: int) -> dict:
-    """What a step's index.json says. FileNotFoundError if that step is not complete; ValueError if it is damaged."""
+    """Return the content of a step's index.json.
+
+    Raises:
+        FileNotFoundError: The step is not complete.
+        ValueError: The index is damaged.
+    """
     path = Path(folder) / step_name(step) / INDEX
     if not path.is_file():
         what = f"{path.parent}: there is no complete checkpoint here"
@@ -172,7 +199,11 @@ def index(folder, step: int) -> dict:
 
 
 def latest(folder) -> int:
-    """The step that the file `latest` names, or if there is none such the newest complete one. FileNotFoundError."""
+    """Return the step that the file `latest` names, or else the newest complete step.
+
+    Raises:
+        FileNotFoundError: The folder holds no complete step.
+    """
     if not (steps := complete(Path(folder))):
         raise FileNotFoundError(f"{folder}: there is no complete checkpoint here\n  fix: name the folder of a run")
     named = pointed(Path(folder), steps)
@@ -180,7 +211,11 @@ def latest(folder) -> int:
 
 
 def typed(state, specs) -> dict[str, tuple[Any, Spec | None]]:
-    """{where: (leaf, its type)} of a state whose ints and strings have no type."""
+    """Return {where: (leaf, its type)} of a state; the type is None for a number or a string.
+
+    Raises:
+        ValueError: A tensor has no type, a type has no leaf, or a leaf is neither tensor, number nor string.
+    """
     leaves, types = tree.named_leaves(state, "state"), tree.named_leaves(specs, "state")
     named: dict[str, tuple[Any, Spec | None]] = {}
     for where, leaf in leaves.items():
@@ -200,7 +235,7 @@ def typed(state, specs) -> dict[str, tuple[Any, Spec | None]]:
 
 
 def _with_values(state, values: Mapping[str, Any]):
-    """The state with the ints and strings that have no type, at their places in nested dicts."""
+    """Put the saved numbers and strings into the nested dicts of `state`, and return it."""
     for where, value in values.items():
         at, (*path, last) = state, dcp.keys(where)
         for key in path:

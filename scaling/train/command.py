@@ -38,12 +38,13 @@ from scaling.train.record import check_options_kept, check_unchanged, first_reco
 from scaling.train.settings import Settings, add_flags
 from scaling.train.step import options_of_adapters
 
-NOT_KEPT = ("model", "weights", "resume", "new_data", "step", "out")  # run.toml has other words for these, or none
-LOCK = "lock"  # of a run's folder: the file that the run that writes there holds
+NOT_KEPT = ("model", "weights", "resume", "new_data", "step", "out")  # run.toml has these in another form, or not
+LOCK = "lock"  # a file in a run's folder, which is locked by the run that writes there
 OTHERS = {module.__name__.split(".")[-1]: module.main for module in (tokenize, compare, export, flight, verify)}
 
 
 def arguments(argv=None) -> argparse.Namespace:
+    """Read the options, from --config and a resumed run's run.toml too; flags override both."""
     parser = Parser(prog="python -m scaling.train", description=(__doc__ or "").partition(": ")[2])
     parser.add_argument("--config", metavar="FILE", help="a TOML file of these options; flags override it")
     parser.add_argument("--model", default="tiny", help=HELP)
@@ -53,7 +54,7 @@ def arguments(argv=None) -> argparse.Namespace:
     parser.add_argument(
         "--data", help="text, .jsonl, .npy ids or token shards: a file, a folder, or a mixture by weight, A:3,B:1"
     )
-    parser.add_argument("--weights", help=argparse.SUPPRESS)  # of a run that is resumed before its first checkpoint
+    parser.add_argument("--weights", help=argparse.SUPPRESS)  # for a run that is resumed before its first checkpoint
     parser.add_argument(
         "--tokenizer", help="bytes, a tokenizer.json, or a folder with one (default: the model folder's own, or bytes)"
     )
@@ -80,7 +81,7 @@ def arguments(argv=None) -> argparse.Namespace:
         except ValueError as error:
             parser.error(str(error))
     if before and "eos_id" not in read_table(before):
-        flags += [f"--eos-id={NO_END}", "--no-template"]  # an older run goes on with the documents that it began with
+        flags += [f"--eos-id={NO_END}", "--no-template"]  # an older run keeps reading documents as it did
     words = [*flags, *(sys.argv[1:] if argv is None else argv)]
     args = parser.parse_args(words, argparse.Namespace(words=words))
     if (args.step or args.new_data) and not args.resume:
@@ -92,10 +93,10 @@ def arguments(argv=None) -> argparse.Namespace:
 
 
 def flags_of(file: str, options: dict[str, argparse.Action]) -> list[str]:
-    """A TOML file of options as the flags that they stand for, so that both are checked alike. ValueError."""
+    """Return a TOML file's options as flags, so that both are checked alike; ValueError for an unknown one."""
     found = []
     for key, value in read_table(file).items():
-        if key in ("identity", NAME):  # of the tokenizer
+        if key in ("identity", NAME):  # they identify the tokenizer, and are no options
             continue
         if key in ("model", "tokenizer") and value == MODEL:
             value = str(Path(file).parent / MODEL)
@@ -109,12 +110,13 @@ def flags_of(file: str, options: dict[str, argparse.Action]) -> list[str]:
 
 @complaining(ValueError, ArithmeticError, OSError, launch.RankError)
 def main(argv=None) -> int:
+    """Run the command, or the one of OTHERS that `argv` begins with; return the exit code."""
     given = sys.argv[1:] if argv is None else argv
     if given[:1] and given[0] in OTHERS:
         return OTHERS[given[0]](given[1:])
     args = arguments(argv)
     sizes, (config, weights) = parse_mesh(args.mesh), begun_from(args.model, args.dry_run)
-    args.model = weights or args.model  # of what the hub or a GGUF file holds, the folder
+    args.model = weights or args.model  # a model of the hub or of a GGUF file has been written into a folder
     own = {f.name: getattr(args, f.name) for f in fields(Settings) if f.name not in ("model", "weights")}
     config = config if args.dropout is None else config.with_(dropout=args.dropout)
     weights = "" if args.from_scratch else weights_to_begin_with(args.out, args.weights, weights)
@@ -156,15 +158,16 @@ def main(argv=None) -> int:
 
 
 def chosen(settings: Settings, ranks: int, args, given: list[str]) -> tuple[dict[str, int], Settings]:
-    """Return the mesh that the planner takes for so many ranks, and the settings on it: it also chooses ZeRO, remat and
-    microbatches where they are not given. Rank 0 prints why, and how it is run. ValueError if no mesh suits.
+    """Plan the mesh for `ranks` ranks, and ZeRO, remat and microbatches if not given; return it and the settings.
+
+    Rank 0 prints the alternatives and the command that runs the plan. ValueError if no mesh suits.
     """
     if not args.chip:
         raise ValueError(
             "--plan needs to know the machine\n  fix: give --chip with a name, or with the file that python -m "
             f"scaling.measure --ranks {ranks} --out machine.toml writes"
         )
-    from scaling.plan import choose  # the planner, which a run that is started again need not import
+    from scaling.plan import choose  # the planner, which a restarted run need not import
 
     backend = "gloo" if args.device == "cpu" else "abstract"
     own = [name for name in choose.OPEN if not choose.is_said(name, args.words)]
@@ -179,7 +182,7 @@ def chosen(settings: Settings, ranks: int, args, given: list[str]) -> tuple[dict
 
 
 def trained(settings: Settings, sizes: dict[str, int], args, keep: Callable[[], None]) -> int:
-    """Run it, on torchrun's ranks or on ranks started here; its rank 0 calls `keep` when the run has been checked."""
+    """Train on torchrun's ranks or on ranks started here; rank 0 calls `keep` when the run has been checked."""
     if first_rank():
         print(describe(settings, sizes), flush=True)
     options = {"device": args.device, "checked": not args.unchecked}
@@ -197,10 +200,10 @@ def trained(settings: Settings, sizes: dict[str, int], args, keep: Callable[[], 
 
 @contextmanager
 def prepared(settings: Settings, args) -> Iterator[Callable[[], None]]:
-    """Check what the run's folder holds, and yield what writes the options there once the ranks have checked the rest.
+    """Lock and check the run's folder; yield a function that writes the options there once the ranks have started.
 
-    One run at a time holds the folder. Ctrl-C and SIGTERM ask the run to save and end, a second Ctrl-C ends it at once.
-    ValueError if the folder is in use, or is not one that this run can begin or go on with.
+    Ctrl-C and SIGTERM ask the run to save and end, and a second Ctrl-C ends it at once.
+    ValueError if the folder is in use, or if this run can neither begin in it nor go on from it.
     """
     out, asked = Path(settings.out), False
     if out.exists() and not out.is_dir():
@@ -229,16 +232,16 @@ def prepared(settings: Settings, args) -> Iterator[Callable[[], None]]:
 
 @contextmanager
 def locked(out: Path) -> Iterator[None]:
-    """Hold the folder of a run, which is made if it is not there, and taken away again if nothing was written into it.
+    """Lock a run's folder, creating it if needed; after an error, remove what was created unless it holds files.
 
-    ValueError if another run holds it.
+    ValueError if another run has locked it.
     """
     new = [path for path in (out / STOP, out / LOCK, out, *out.parents) if not path.exists()]
     out.mkdir(parents=True, exist_ok=True)
     with open(out / LOCK, "a") as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            held = os.fstat(lock.fileno()).st_nlink  # 0: whoever held it has just taken it away
+            held = os.fstat(lock.fileno()).st_nlink  # 0: the run that held the lock has just deleted the file
         except OSError:
             held = 0
         if not held:
@@ -247,17 +250,17 @@ def locked(out: Path) -> Iterator[None]:
             yield
         except BaseException:
             for path in new:
-                with suppress(OSError):  # a folder that something was written into stays
+                with suppress(OSError):  # a folder that is not empty stays
                     path.rmdir() if path.is_dir() else path.unlink()
             raise
 
 
 def check_startable(out: Path, settings: Settings) -> None:
-    """Refuse a run with these settings that cannot begin in this folder, or go on with what is there.
+    """Check that a run with these settings can begin in this folder, or go on from its checkpoints.
 
     Raises:
-        ValueError: The folder is not one that this run can begin in, or was begun with other settings.
-        OSError: A file there cannot be read.
+        ValueError: The folder does not suit this run, or was begun with other settings.
+        OSError: A file in it cannot be read.
     """
     for path in (out / name for name in (RUN, METRICS, NORMS, LATEST, STOP)):
         if path.is_dir():
@@ -281,19 +284,16 @@ def check_startable(out: Path, settings: Settings) -> None:
 
 
 def keep_options(out: Path, settings: Settings, model: str, mesh: str, stop: int) -> None:
-    """Write into the folder of a run what came with its model, and then its options.
-
-    `stop`: when the file that stopped an earlier run was touched; one that was touched later stops this run.
-    """
+    """Write the model's files, then run.toml; remove the stop file if it was last touched at `stop`, before this run."""
     if _touched(out / STOP) == stop:
         (out / STOP).unlink(missing_ok=True)
     flight.keep_earlier(out)
     kept = {k: v for k, v in asdict(settings).items() if k not in NOT_KEPT}
     kept |= {"mesh": mesh, "dropout": settings.model.dropout} | keep_origin(out, model, settings)
     lines = [f"{key} = {json.dumps(value, ensure_ascii=False)}\n" for key, value in sorted(kept.items())]
-    replaced(out / RUN, "".join(lines))  # other ranks, which start later, may be reading it
+    replaced(out / RUN, "".join(lines))  # atomic, because ranks that start later may be reading it
 
 
 def _touched(path: Path) -> int:
-    """Return when a file was touched, in nanoseconds; 0 if there is none."""
+    """Return when a file was touched, in nanoseconds, or 0 if it does not exist."""
     return path.stat().st_mtime_ns if path.exists() else 0

@@ -1,7 +1,7 @@
 """`python -m scaling.train compare A B`: finds the first step, and the first leaf, at which two runs differ.
 
-What is compared: the options that bear on a step; the losses and gradient norms of each step; with --norms also those
-of each leaf; and the leaves of checkpoints that both have.
+It compares the options that affect a step, the loss and gradient norm of each step, each leaf's gradient norm where
+both runs had --norms, and the leaves of the checkpoints that both runs have.
 """
 
 from collections.abc import Iterator
@@ -17,13 +17,13 @@ from scaling.train.durable import step_name
 from scaling.train.origin import config_of_run, options_of
 from scaling.train.progress import read_records
 
-# What changes no step:
+# Options that do not affect a step:
 BESIDE = ("out", "save_every", "keep", "eval_every", "eval_batches", "guard_every", "resume", "chip", "keep_weights")
 BESIDE += ("norms", "profile", "sample", "tensorboard", NAME)
 
 
 def _of_same_steps(a: Path, b: Path, name: str) -> Iterator[tuple[dict, dict]]:
-    """Yield the records of steps that both runs have in a file of JSON lines; of a step run twice, the later one."""
+    """Yield both runs' records of each step that both have in a JSON-lines file; the last record of a step counts."""
     ours, theirs = (
         {record["step"]: record for _, record in (read_records(path) if path.exists() else ()) if record}
         for path in (a / name, b / name)
@@ -32,12 +32,12 @@ def _of_same_steps(a: Path, b: Path, name: str) -> Iterator[tuple[dict, dict]]:
 
 
 def differ(a: float | None, b: float | None, tolerance: float) -> bool:
-    """None: the norm of a step that was skipped."""
+    """Return whether two values differ by more than the relative tolerance; None is the norm of a skipped step."""
     return a != b and (a is None or b is None or not abs(a - b) <= tolerance * max(abs(a), abs(b)))
 
 
 def _told(run: Path) -> dict:
-    """The options of a run; of a model that it keeps, its sizes."""
+    """Return a run's options, with the model's sizes in place of its name if the run keeps a copy of the model."""
     options = options_of(run)
     if options.get("model") == MODEL:
         options["model"] = str(config_of_run(run).with_(name="", source=""))
@@ -45,7 +45,11 @@ def _told(run: Path) -> dict:
 
 
 def differences(a: Path, b: Path, tolerance: float) -> Iterator[str]:
-    """What differs first, by each thing compared. ValueError if one is no run's folder."""
+    """Yield each option that differs, and the first difference in losses, gradient norms and checkpoints.
+
+    Raises:
+        ValueError: A folder is not that of a run.
+    """
     ours, theirs = _told(a), _told(b)
     for name in sorted({*ours} | {*theirs}):
         if name not in BESIDE and ours.get(name) != theirs.get(name):
@@ -66,7 +70,7 @@ def differences(a: Path, b: Path, tolerance: float) -> Iterator[str]:
 
 
 def leaf_apart(a: Path, b: Path, step: int, tolerance: float) -> str:
-    """The first leaf of a checkpoint, params before moments, that differs, and by how much; or nothing."""
+    """Return how the first differing leaf of a checkpoint differs, params before moments; "" if none does."""
     paths = [folder / step_name(step) for folder in (a, b)]
     ours, theirs = map(dcp.saved_leaves, paths)
     for name in sorted(ours, key=lambda name: (not name.startswith("params."), name)):
@@ -86,6 +90,7 @@ def leaf_apart(a: Path, b: Path, step: int, tolerance: float) -> str:
 
 @complaining(ValueError, OSError, code=2)
 def main(argv=None) -> int:
+    """Run the command; return 1 if anything but an option differs, else 0."""
     parser = Parser(prog="python -m scaling.train compare", description=(__doc__ or "").split("\n")[0])
     parser.add_argument("runs", nargs=2, type=Path, metavar="RUN", help="the two runs' folders (their --out)")
     parser.add_argument("--tolerance", type=float, default=0.0, help="relative tolerance (default 0: equal to the bit)")

@@ -1,7 +1,7 @@
-"""A corpus: one long run of tokens, cut into documents, in parts that are mapped into memory.
+"""Open a corpus, which is one long sequence of tokens, cut into documents and stored in memory-mapped parts.
 
-Read from text files (each a document), JSON lines (each line a document), rows of ids in .npy files (each a document),
-or the shards that `python -m scaling.train tokenize` writes.
+It is read from text files (each a document), JSON lines (each line a document), one-dimensional .npy files of ids (each
+a document), or the shards that `python -m scaling.train tokenize` writes.
 """
 
 import json
@@ -17,20 +17,20 @@ from scaling.models.text import FILE, ByteText, Tokenizer, Unknown, tokenizer
 from scaling.train.documents import Reader, nothing_counts, untemplated
 
 TEXT = (".txt", ".md", ".py", ".rst", ".json", ".jsonl", ".csv", "")
-INDEX = "shards.json"  # of a folder of token shards
+INDEX = "shards.json"  # the index in a folder of token shards
 EVERYTHING: tuple[numpy.ndarray, ...] = ()
 BYTES = ByteText()
 
 
 @dataclass(frozen=True)
 class Corpus:
-    """A run of tokens.
+    """A sequence of tokens, cut into documents.
 
     Attributes:
-        parts: Rows of ids, one after another.
-        starts: Where each document begins.
-        counted: For each part which tokens count in the loss, if not all do.
-        notes: What whoever trains on it should know.
+        parts: Arrays of ids, which follow each other.
+        starts: The position of the first token of each document.
+        counted: Which tokens of each part count in the loss; empty if all do.
+        notes: Warnings for whoever trains on the corpus.
     """
 
     parts: tuple[numpy.ndarray, ...]
@@ -40,7 +40,7 @@ class Corpus:
 
     @cached_property
     def ends(self) -> numpy.ndarray:
-        """Where each part ends."""
+        """The position at which each part ends."""
         return numpy.cumsum([len(part) for part in self.parts])
 
     def __len__(self) -> int:
@@ -52,7 +52,7 @@ class Corpus:
         return max(int(part.max()) for part in self.parts if len(part))
 
     def between(self, first: int, last: int) -> tuple[numpy.ndarray, numpy.ndarray | None]:
-        """(the ids from place `first` to `last`, which of them count; None: all)."""
+        """Return the ids from position `first` to `last`, and which of them count, or None if all do."""
         ids = self._joined(self.parts, first, last).astype(numpy.int64)
         return ids, self._joined(self.counted, first, last) if self.counted else None
 
@@ -68,12 +68,18 @@ class Corpus:
 def open_corpus(path, by: Tokenizer = BYTES, eos: int | None = None, templated: bool = True) -> Corpus:
     """Return the corpus of a file or of a folder of files, sorted by name.
 
-    Ids and text do not go together. Documents of text end with the id `eos`, by default the tokenizer's own end of
-    text, or with `NO_END` without one; rows of ids are read as they are, and shards as `tokenize` has ended them.
-    `templated`: messages are written by the tokenizer's chat template.
+    If a folder holds .npy files, its text is not read. Rows of ids are read unchanged, and shards hold the ends of
+    documents that `tokenize` wrote.
+
+    Args:
+        path: The file or folder.
+        by: The tokenizer.
+        eos: The id that ends each document of text; None is the tokenizer's own end of text, `NO_END` is none.
+        templated: Whether messages are written by the tokenizer's chat template.
 
     Raises:
-        ValueError: It names the file, and the line, that cannot be read. OSError as well.
+        ValueError: The data cannot be read; the message names the file, and the line.
+        OSError: A file cannot be opened.
     """
     kind, files = check_data(path := Path(path), by)
     if kind == "shards":
@@ -93,13 +99,20 @@ def open_corpus(path, by: Tokenizer = BYTES, eos: int | None = None, templated: 
 
 
 def kind_of_data(path) -> str:
-    """ "shards", "ids" (rows of them) or "text", of a file or of a folder. ValueError if there is none of them."""
+    """Return whether a file or folder holds "shards", "ids" (rows of them) or "text".
+
+    Raises:
+        ValueError: It holds none of them, or is only a part of shards.
+    """
     return _files(Path(path))[0]
 
 
 def check_data(path: Path, by: Tokenizer) -> tuple[str, list[Path]]:
-    """(which kind, its files) of a file or a folder. ValueError unless it holds what this tokenizer reads; of shards
-    only the index is opened."""
+    """Return the kind of data in a file or folder, and its files; only the index of shards is opened.
+
+    Raises:
+        ValueError: The data are not what this tokenizer reads.
+    """
     kind, files = _files(path)
     if kind == "shards":
         shards_index(path, by)
@@ -112,7 +125,7 @@ def check_data(path: Path, by: Tokenizer) -> tuple[str, list[Path]]:
 
 
 def _files(path: Path) -> tuple[str, list[Path]]:
-    """(which kind, its files)."""
+    """Return the kind of data in a file or folder, and its files."""
     if (path / INDEX).is_file():
         return "shards", []
     found = sorted(p for p in path.rglob("*") if p.is_file()) if path.is_dir() else [path]
@@ -133,7 +146,7 @@ def _joined(
     counted: tuple[numpy.ndarray, ...] = EVERYTHING,
     notes: tuple[str, ...] = (),
 ) -> Corpus:
-    """Return documents, each of some rows of ids, as a corpus. ValueError if there is not one token."""
+    """Join documents, each a list of arrays of ids, into a corpus; ValueError if there is not one token."""
     lengths = [sum(map(len, rows)) for rows in documents]
     if not sum(lengths):
         raise ValueError(f"{path}: holds no text\n  fix: give a file that holds some")
@@ -142,13 +155,13 @@ def _joined(
 
 
 def _readable(path: Path) -> int:
-    """Its bytes. OSError that names it if it cannot be opened."""
+    """Return the size of a file in bytes; OSError, which names it, if it cannot be opened."""
     with path.open("rb"):
         return path.stat().st_size
 
 
 def _row(path: Path) -> numpy.ndarray:
-    """A .npy of ids, mapped into memory."""
+    """Map a .npy file of ids into memory; ValueError if it is not a row of token ids."""
     try:
         ids = numpy.load(path, mmap_mode="r")
     except (OSError, ValueError) as error:
@@ -161,10 +174,14 @@ def _row(path: Path) -> numpy.ndarray:
 
 
 def shards_index(folder: Path, by: Tokenizer) -> dict:
-    """What a folder of token shards says of them. ValueError unless this tokenizer made their ids."""
+    """Return the index of a folder of token shards.
+
+    Raises:
+        ValueError: Another tokenizer made their ids, or none is known to have made them.
+    """
     index = json.loads((folder / INDEX).read_text())
     name = index["tokenizer"]
-    if "identity" not in index and name != "bytes" and not Path(name).exists():  # written before they said so
+    if "identity" not in index and name != "bytes" and not Path(name).exists():  # written by an older version
         raise ValueError(
             f"{folder}: was made with {name}, which is not there: nothing says which tokenizer that was"
             "\n  fix: tokenize the text again"
@@ -182,7 +199,7 @@ def _shards(folder: Path, by: Tokenizer, eos: int) -> Corpus:
     """Return the corpus of a folder of token shards.
 
     Raises:
-        ValueError: A shard is missing or cut short, or they are of another tokenizer.
+        ValueError: A shard is missing or cut short, or another tokenizer made the ids.
     """
     index = shards_index(folder, by)
     for name, nbytes in index["bytes"].items():
@@ -194,10 +211,10 @@ def _shards(folder: Path, by: Tokenizer, eos: int) -> Corpus:
         how = "without an end of text" if ended == NO_END else f"with the id {ended}"
         notes = (f"{folder}: its documents end {how}, not with {eos}\n  fix: tokenize the text again",)
     corpus = Corpus(parts, numpy.load(folder / index["starts"]), counted, notes)
-    corpus.__dict__["top"] = index["top"]  # known: the shards need not be read for it
+    corpus.__dict__["top"] = index["top"]  # from the index, so that the shards need not be read for it
     return corpus
 
 
 def ended_with(index: dict) -> int:
-    """Return the id that ends each document of token shards, by their index; an older one knows of none."""
+    """Return the id that ends each document of token shards, or `NO_END` if an older index does not record it."""
     return index.get("eos", NO_END)

@@ -1,11 +1,12 @@
-"""The files of torch.distributed.checkpoint (DCP): `.metadata`, in and out, without running what stands in it.
+"""Read and write the files of torch.distributed.checkpoint (DCP), and never run the pickle in their `.metadata`.
 
 A step of `scaling.train.checkpoint` is a DCP checkpoint: torch's own `dcp.load(state, checkpoint_id=RUN/step-000100)`
 opens it, whole or as DTensors, under names such as params.layers.W_Q. And `load` reads what torch's `dcp.save` wrote.
 
-Reading and writing are this project's own. DCP's FileSystemReader reads saved blocks whole (a rank that needs a quarter
-of a block reads four times its bytes) and unpickles anything; its safetensors storage keeps one block a leaf and rank,
-so that it loses all but the last of an interleaved pipeline's, and `dcp.save` needs collectives beside the step's.
+This project reads and writes the files itself, for three reasons. DCP's FileSystemReader reads saved blocks whole (a
+rank that needs a quarter of a block reads four times its bytes) and unpickles anything. DCP's safetensors storage keeps
+one block per leaf and rank, so it loses all but the last block of an interleaved pipeline's. And `dcp.save` needs
+collectives of its own, in addition to the step's.
 """
 
 import io
@@ -31,13 +32,13 @@ from scaling.train.blocks import SavedBlock, SavedLeaf, assembled
 METADATA = ".metadata"
 NO_SUMS: Mapping[str, str] = {}
 MODULE = "torch.distributed.checkpoint"
-ALLOWED = {  # all that a `.metadata` of tensors is made of, beside dtypes and sizes
+ALLOWED = {  # the classes and functions in a `.metadata` of tensors, apart from dtypes and sizes
     f"{MODULE}.metadata": "Metadata TensorStorageMetadata BytesStorageMetadata ChunkStorageMetadata TensorProperties "
     "MetadataIndex StorageMeta _MEM_FORMAT_ENCODING",
     f"{MODULE}.filesystem": "_StorageInfo",
     "torch.serialization": "_get_layout",
     "pathlib": "PosixPath WindowsPath",
-    "pathlib._local": "PosixPath WindowsPath",  # as Python 3.13 calls it
+    "pathlib._local": "PosixPath WindowsPath",  # the module's name in Python 3.13
 }
 
 
@@ -51,11 +52,21 @@ def load(
     verified: bool = False,
     sums: Mapping[str, str] = NO_SUMS,
 ) -> Any:
-    """The tree of `specs`, each leaf this rank's shard, of a DCP checkpoint in files, which may hold more if `among`.
+    """Load a tree of this rank's shards from the files of a DCP checkpoint.
 
-    A leaf is looked for under its keys joined by dots, as DCP names it. Of a block that shares a file with others the
-    whole is read. `verified`, `sums`: as of `ShardReader`. ValueError that names the leaf or the file which is missing,
-    misshaped, damaged or not of tensors.
+    A leaf is found by its keys joined by dots, as DCP names it. A block that shares a file with others is read whole.
+
+    Args:
+        folder: The checkpoint's folder.
+        specs: The types of the leaves to load.
+        mesh: The mesh of the shards.
+        places: As in `checkpoint.save`.
+        among: Whether the checkpoint may hold other leaves, which are not read.
+        verified: As in `ShardReader`.
+        sums: As in `ShardReader`.
+
+    Raises:
+        ValueError: A leaf or a file is missing, misshaped, damaged or not of tensors; the message names it.
     """
     types, found = {name_of(where): parse(text) for where, text in tree.named_leaves(specs, "state").items()}, {}
     saved, read = saved_leaves(folder, sums), ShardReader(Path(folder), verified, sums)
@@ -74,27 +85,32 @@ def load(
 
 
 def whole_leaf(folder: Path, name: str, saved: SavedLeaf) -> Tensor:
-    """One leaf of a step, whole. ValueError as of `load`."""
+    """Return one leaf of a step, whole; it raises the errors of `load`."""
     dims = tuple((f"d{i}", ()) for i in range(len(saved.shape)))
     return assembled(name, saved, Spec(name, dims), Mesh({"X": 1}), IN_ORDER, ShardReader(folder, verified=True))
 
 
 def keys(where: str) -> list:
-    """'state["params"]["W"]' -> ["params", "W"]"""
+    """Split a leaf's path into its keys: 'state["params"]["W"]' -> ["params", "W"]."""
     return json.loads("[" + where.removeprefix("state").strip("[]").replace("][", ", ") + "]")
 
 
 def name_of(where: str) -> str:
-    """'state["params"]["W"]' -> "params.W", as DCP names it."""
+    """Return DCP's name of a leaf: 'state["params"]["W"]' -> "params.W"."""
     return ".".join(map(str, keys(where)))
 
 
 class ShardReader:
-    """`read(name, saved, block, whole)`: a block of a leaf as the index has them; files are mapped into memory if they
-    can be. `verified`: a block that is used whole is compared with its checksum. `sums`: the `checksum` of each file as
-    the index has it, with which every file is compared that is read.
+    """A function `read(name, saved, block, whole)` that returns a saved block of a leaf.
 
-    ValueError for a file that is missing, cut short, no tensor of that shape, or not what was written.
+    Files are mapped into memory where possible. A call raises ValueError if the file is missing or cut short, does not
+    hold a tensor of the block's shape and dtype, or is not the file that was written.
+
+    Attributes:
+        folder: The checkpoint's folder.
+        verified: Whether a block that is used whole is compared with its checksum.
+        sums: The `checksum` of each file by the index; every file that is read is compared with its own.
+        read: The blocks that have been read, by file and first byte.
     """
 
     def __init__(self, folder: Path, verified: bool, sums: Mapping[str, str] = NO_SUMS):
@@ -131,8 +147,11 @@ class ShardReader:
 
 
 def checksum(path: Path) -> str:
-    """Return what tells a file of a step from another: a digest of its bytes, or of a file of torch.save, which is a
-    zip archive, a digest of the names, sizes and CRC-32s of what it holds, for which little of it is read."""
+    """Return a digest that identifies a file of a step.
+
+    For `.metadata` it is a digest of the bytes. A file of torch.save is a zip archive, and its digest covers only the
+    names, sizes and CRC-32s of the archive's entries, so that little of the file is read.
+    """
     if path.name == METADATA:
         return blake2b(path.read_bytes(), digest_size=8).hexdigest()
     try:
@@ -144,7 +163,7 @@ def checksum(path: Path) -> str:
 
 
 def intact(path: Path, block: Tensor) -> bool:
-    """Whether the one tensor in a file of torch.save has the checksum (CRC-32) that stands beside it."""
+    """Return whether the only tensor in a file of torch.save has the CRC-32 that the file records for it."""
     try:
         with zipfile.ZipFile(path) as file:
             wanted = [entry.CRC for entry in file.infolist() if entry.filename.endswith("/data/0")]
@@ -154,7 +173,7 @@ def intact(path: Path, block: Tensor) -> bool:
 
 
 class PickledRecord:
-    """What stands for an object of DCP's: what was pickled of it, and nothing that runs."""
+    """A stand-in for a pickled object of DCP's, which holds the pickled values and runs nothing."""
 
     state: Any = None
 
@@ -167,30 +186,32 @@ class PickledRecord:
 
 
 def _member(kind: Any, name: str) -> PickledRecord:
-    """What stands for getattr in a pickle: a member of an enum by its name, and nothing else."""
+    """Replace getattr in a pickle: return the member of an enum with this name, and refuse anything else."""
     if kind is not PickledRecord or name.startswith("_"):
         raise pickle.UnpicklingError(f"it asks for {name} of {kind!r:.60}, which describes no tensor")
     return PickledRecord(name)
 
 
 class _Restricted(pickle.Unpickler):
-    """Makes nothing but records of what describes tensors."""
+    """An unpickler that only makes records of the classes that describe tensors."""
 
     def find_class(self, module: str, name: str) -> Any:
+        """Return the stand-in for a class that describes tensors, and refuse every other name."""
         if name in ALLOWED.get(module, "").split():
             return PickledRecord
         if module == "torch" and (name == "Size" or isinstance(getattr(torch, name, None), torch.dtype)):
             return getattr(torch, name)
         if (module, name) == ("builtins", "getattr"):
-            return _member  # Python before 3.11.5 pickles the member of an enum so
+            return _member  # Python before 3.11.5 pickles the member of an enum by getattr
         raise pickle.UnpicklingError(f"it asks for {module}.{name}, which describes no tensor")
 
 
 def saved_leaves(folder, sums: Mapping[str, str] = NO_SUMS) -> dict[str, SavedLeaf]:
-    """{name: how it is saved} of each tensor of a DCP checkpoint. Values of other types are not read.
+    """Return {name: how it is saved} of each tensor in a DCP checkpoint; values of other types are not read.
 
-    FileNotFoundError; ValueError if `.metadata` holds anything that does not describe tensors, or is not the file of
-    which `sums` has the checksum.
+    Raises:
+        FileNotFoundError: The folder has no `.metadata`.
+        ValueError: `.metadata` holds anything but descriptions of tensors, or has another checksum than `sums` says.
     """
     if not (path := Path(folder) / METADATA).is_file():
         what = f"{path}: there is no checkpoint of torch.distributed.checkpoint here"
@@ -222,15 +243,15 @@ def saved_leaves(folder, sums: Mapping[str, str] = NO_SUMS) -> dict[str, SavedLe
 
 
 def _dtype(properties: Any) -> torch.dtype:
-    """The dtype, which stands first among what DCP pickles of a tensor's properties."""
+    """Return the dtype, which DCP pickles as the first of a tensor's properties."""
     dtype = properties[0]
     if not isinstance(dtype, torch.dtype):
-        raise pickle.UnpicklingError(f"{dtype!r:.60} stands where a dtype does")  # caught where the file is read
+        raise pickle.UnpicklingError(f"{dtype!r:.60} stands where a dtype does")  # `saved_leaves` catches it
     return dtype
 
 
 def pickled(leaves: Mapping[str, SavedLeaf], folder: Path) -> bytes:
-    """The `.metadata` of a state's leaves, each block of which has a file of its own in the folder."""
+    """Return the `.metadata` of a state's leaves, each block of which is alone in a file of the folder."""
     from torch.distributed.checkpoint import metadata as dcp
 
     tensors, storage, paths = {}, {}, {}

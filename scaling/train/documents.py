@@ -1,7 +1,7 @@
-"""Documents: what a file of text, or a line of JSON, becomes in a corpus.
+"""Turn a file of text, or a line of JSON, into documents of token ids.
 
-A document ends with the tokenizer's end of text, and so does each answer of a chat: a model learns to stop where it is
-trained to.
+A document ends with the tokenizer's end of text, and so does each answer of a chat, because a model only learns to stop
+where it is trained to stop.
 """
 
 import argparse
@@ -25,7 +25,7 @@ ASSISTANT = "assistant"  # the role whose messages count in the loss
 
 
 class Document(NamedTuple):
-    """Token ids, and for each whether it counts in the loss. `plain`: messages for which there is no template."""
+    """Token ids, and whether each counts in the loss; `plain` is true for messages written without a chat template."""
 
     ids: numpy.ndarray
     counted: numpy.ndarray
@@ -34,7 +34,7 @@ class Document(NamedTuple):
 
 @dataclass(frozen=True)
 class Reader:
-    """What turns text into documents.
+    """A reader that turns text into documents.
 
     Attributes:
         by: The tokenizer.
@@ -48,7 +48,7 @@ class Reader:
 
     @cached_property
     def end(self) -> int:
-        """The id that ends each document; `NO_END` if none does."""
+        """The id that ends each document, or `NO_END` if none does."""
         return chosen_end(self.by, self.eos)
 
     @cached_property
@@ -58,14 +58,14 @@ class Reader:
 
     @cached_property
     def ends(self) -> list[int]:
-        """The ids at which generation stops, and the tokenizer's own end of text."""
+        """The ids at which generation stops, including the tokenizer's own end of text."""
         return [self.end, chosen_end(self.by, None), *(ends_of(self.by.folder) if self.by.folder else ())]
 
     def documents(self, path: Path) -> Iterator[Document]:
         """Yield the documents of a text file that hold a token: the file, or each line of JSON.
 
         Raises:
-            ValueError: It names the file and the line that cannot be read.
+            ValueError: A line cannot be read; the message names the file and the line.
         """
         try:
             with path.open(encoding="utf-8", newline="") as lines:
@@ -85,7 +85,10 @@ class Reader:
     def record(self, record: Any) -> Document:
         """Return the document of {"text"}, {"prompt", "completion"}, or {"messages": [{"role", "content"}, ...]}.
 
-        Only a text, a completion and what the assistant says count in the loss. ValueError for anything else.
+        Only a text, a completion and the assistant's messages count in the loss.
+
+        Raises:
+            ValueError: The record has none of these forms.
         """
         match record:
             case {"text": str(text)}:
@@ -106,11 +109,15 @@ class Reader:
         )
 
     def chat(self, messages: Sequence[Mapping[str, Any]], given: Mapping[str, Any]) -> Document:
-        """Return messages as the tokenizer's chat template writes them; `given`: what else the template is told.
+        """Return the document of messages as the tokenizer's chat template writes them.
 
-        What the assistant says counts, with the token that ends it, unless the message has "weight": 0. Where
-        generation would not stop at that token, the end of text follows the last answer, and counts with all that is
-        between.
+        The assistant's messages count, each with the token that ends it, unless a message has "weight": 0. If
+        generation would not stop at the token after the last answer, the document ends with the end of text, which
+        counts together with all tokens between the answer and it.
+
+        Args:
+            messages: The messages of the chat.
+            given: The template's other variables.
         """
         learned = [is_learned(message) for message in messages]
         if self.template is None:
@@ -121,17 +128,17 @@ class Reader:
         counted = within(places, spans)
         ids = numpy.array(found, numpy.uint32)
         ends = numpy.isin(ids, self.ends)
-        counted[1:] |= counted[:-1] & ends[1:]  # a template may leave the token that ends an answer out of its span
+        counted[1:] |= counted[:-1] & ends[1:]  # a template's span may exclude the token that ends the answer
         answered = learned[-1] and counted.any()
         last = int(counted.nonzero()[0][-1]) if answered else len(ids) - 1
         if self.end != NO_END and len(ids) and not ends[last]:
-            if ids[-1] != self.end:  # the template has not written it itself
+            if ids[-1] != self.end:  # the template has not written the end of text
                 ids, counted = numpy.append(ids, numpy.uint32(self.end)), numpy.append(counted, False)
             counted[last:] |= answered
         return Document(ids, counted)
 
     def plain_chat(self, messages: Sequence[Mapping[str, Any]]) -> Document:
-        """Return messages as they are written where there is no chat template: "role: content" and an empty line."""
+        """Return the document of messages without a chat template: each is "role: content" and an empty line."""
         parts = []
         for message in messages:
             match message:
@@ -142,7 +149,10 @@ class Reader:
         return self.joined(parts)._replace(plain=self.templated)
 
     def joined(self, parts: Sequence[tuple[str, bool]]) -> Document:
-        """Return texts, each with whether it counts, as one document; one that counts ends with the end of text."""
+        """Join (text, whether it counts) pairs into one document.
+
+        The end of text follows each text that counts, and the last one.
+        """
         ids: list[int] = []
         lengths = []
         for i, (text, counts) in enumerate(parts):
@@ -155,11 +165,12 @@ class Reader:
 
 
 def is_learned(message: Any) -> bool:
-    """Return whether a message counts in the loss: the assistant's do, unless they have "weight": 0, as in files for
-    OpenAI's fine-tuning.
+    """Return whether a message counts in the loss.
+
+    The assistant's messages do, unless they have "weight": 0, as in files for OpenAI's fine-tuning.
 
     Raises:
-        ValueError: The weight is neither 0 nor 1, or stands at a message of another role.
+        ValueError: The weight is neither 0 nor 1, or the message with a weight has another role.
     """
     if not isinstance(message, Mapping):
         return False
@@ -178,7 +189,7 @@ def is_learned(message: Any) -> bool:
 def kept_spans(
     messages: Sequence[Mapping[str, Any]], learned: Sequence[bool], spans: list[tuple[int, int]]
 ) -> list[tuple[int, int]]:
-    """Return the spans of the answers that count; those of a template are in the order of the answers.
+    """Return the spans of the answers that count, where a template's spans are in the order of the answers.
 
     Raises:
         ValueError: Some answers do not count, and the template does not mark each answer once.
@@ -196,7 +207,7 @@ def kept_spans(
 
 
 def parsed(line: str) -> Any:
-    """Return the value of a line of JSON. ValueError if it is none, or holds half of a character."""
+    """Return the value of a line of JSON; ValueError if it is not JSON, or holds half of a surrogate pair."""
     try:
         value = json.loads(line)
         if r"\ud" in line.lower():
@@ -210,9 +221,9 @@ def within(places: Sequence[tuple[int, int]], spans: Sequence[tuple[int, int]]) 
     """Return which tokens have characters within the spans.
 
     Args:
-        places: From where to where in the text each token's characters are. A token of white space may be said to have
-            none: its characters are those since the token before.
-        spans: From where to where the text counts.
+        places: The (first, end) characters of each token. A token of white space may have an empty range, and is then
+            given the characters since the previous token.
+        spans: The (first, end) characters of the text that counts.
     """
     first, last = numpy.array(places, int).reshape(-1, 2).T
     before = numpy.concatenate([[0], numpy.maximum.accumulate(last)[:-1]]) if len(last) else last
@@ -224,7 +235,7 @@ def within(places: Sequence[tuple[int, int]], spans: Sequence[tuple[int, int]]) 
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """Add the options that say how text becomes documents."""
+    """Add the options for turning text into documents."""
     parser.add_argument("--no-eos", action="store_true", help="do not end documents with the tokenizer's end of text")
     parser.add_argument(
         "--eos-id", type=integer(NO_END), metavar="ID",
@@ -242,9 +253,9 @@ def check_options(parser: argparse.ArgumentParser, given: argparse.Namespace) ->
 
 
 def end_of_documents(by: Tokenizer, args: argparse.Namespace, text: bool = True) -> int:
-    """Return the id that ends each document, by the options and the tokenizer; `NO_END` if none does.
+    """Return the id that ends each document, by the options and the tokenizer, or `NO_END` if none does.
 
-    `text`: whether there are documents to end. If so, it says of a tokenizer without an end of text what to do.
+    `text`: whether there is text to end. If so, rank 0 warns if the tokenizer has no end of text.
     """
     if args.no_eos:
         return NO_END
@@ -258,7 +269,7 @@ def end_of_documents(by: Tokenizer, args: argparse.Namespace, text: bool = True)
 
 
 def nothing_counts(path: Path) -> ValueError:
-    """Return the error for text of which no token counts in the loss."""
+    """Return the error for text in which no token counts in the loss."""
     return ValueError(
         f"{path}: nothing in it counts in the loss\n  rule: completions and what the assistant says count"
         '\n  fix: give lines that have some, with the role "assistant"'
@@ -266,7 +277,7 @@ def nothing_counts(path: Path) -> ValueError:
 
 
 def untemplated(path: Path, by: Tokenizer) -> str:
-    """Return what to say of messages that no chat template has written."""
+    """Return the warning about messages that no chat template has written."""
     return (
         f'{path}: its messages are written as "role: content": {by.name} has no chat template'
         "\n  fix: put the model's chat_template.jinja beside its tokenizer.json; or --no-template, if it is meant"

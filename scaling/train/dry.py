@@ -1,4 +1,4 @@
-"""Count what a run takes before it runs: the same step on an abstract mesh, where tensors have shapes and no data."""
+"""Count a run's memory, communication and FLOPs before it runs, by its step on an abstract mesh without data."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -23,7 +23,7 @@ from scaling.train.evaluate import batch_type
 from scaling.train.settings import Settings, optimizer_of
 from scaling.train.step import Updated, begin_state, drawn_params, gradients, parted
 
-UPDATE = 7  # passes of AdamW over params: of them, their gradients and both moments three are written
+UPDATE = 7  # AdamW reads params, gradients and both moments, and writes all but the gradients: 4 + 3 passes
 
 
 def count(
@@ -35,12 +35,12 @@ def count(
     Experts are taken to be chosen evenly.
 
     Args:
-        settings: The run's.
-        sizes: The mesh's.
+        settings: The settings of the run.
+        sizes: The sizes of the mesh.
         coord: The rank's coordinates; an axis that is left out is at 0.
-        backend: "gloo" counts the buffers of its collectives too, "abstract" their results alone.
-        schedule: The pipeline's; None is 1F1B.
-        documents: Whether a row has several documents, which are kept apart.
+        backend: "gloo" counts the buffers of its collectives too, "abstract" only their results.
+        schedule: The pipeline's schedule; None is 1F1B.
+        documents: Whether a row has several documents, which attention hides from each other.
     """
     mesh = AbstractMesh(sizes, coord, backend)
     params, batch = step_shapes(settings, mesh, schedule)
@@ -50,11 +50,11 @@ def count(
     held, states = tree.nbytes(params), tree.nbytes(state)
     between = Between()
     with peak_memory(between.saw) as memory:
-        tree.map(torch.Tensor.detach, params)  # so that they count from the beginning
+        tree.map(torch.Tensor.detach, params)  # so that the params are counted from the beginning
         run = gradients(settings, mesh, schedule=schedule, frozen=frozen)
         _, grads, _ = run(trained, batch if documents else [*batch[:2], None])
         shards = updated.shards(trained)
-        if settings.optimizer == "muon":  # whose update sends, too
+        if settings.optimizer == "muon":  # Muon's update sends, too
             optimizer.update(grads, state, shards, donate=True, specs=updated.types, mesh=mesh)
         del grads
         updated.whole(shards, trained, donate=True)
@@ -69,11 +69,12 @@ def counted(
     settings: Settings, sizes: Mapping[str, int], coord: Mapping[str, int] | None = None, backend: str = "gloo",
     schedule: str | None = None, documents: bool = True, memory: bool = True,
 ) -> CountedStep:  # fmt: skip
-    """Return what `count` does for a deep model and many microbatches, in less time.
+    """Return the result of `count` for a deep model and many microbatches, in less time.
 
-    A step is linear in both, so a few layers a stage and a few microbatches say what all of them take. A pipeline's
-    memory is linear in the microbatches from where all stages are busy and as many messages are awaited as are posted
-    ahead. With other schedules than 1F1B all layers and microbatches are run. Fewer do where no `memory` is asked for.
+    A step is linear in both, so the counts of a few layers per stage and a few microbatches give those of all. The
+    memory of a pipeline is linear only once all stages are busy and as many messages are pending as are posted ahead.
+    With `memory` and an explicit `schedule`, all layers and microbatches are run. Without `memory`, fewer layers and
+    microbatches are enough.
     """
     model, Z = settings.model, sizes.get("Z", 1)
     if settings.batch % settings.microbatches or (memory and schedule):
@@ -84,7 +85,7 @@ def counted(
     else:
         few, full = 2, 2 * Z if chunks > 1 else 2
     if Z > 1 and memory and settings.microbatches <= 2 * full:
-        full = settings.microbatches  # less to run than two numbers of them
+        full = settings.microbatches  # one run of all microbatches takes less than runs of two smaller numbers
     depths = _samples(model.L, _period(model) * Z * chunks, model.dense_layers + few * Z * chunks)
     batches = _samples(settings.microbatches, Z if chunks > 1 else 1, full)
     rows, parts = settings.batch // settings.microbatches, []
@@ -97,15 +98,18 @@ def counted(
 
 
 def _samples(whole: int, unit: int, least: int) -> list[tuple[int, int]]:
-    """Return [(times, size)] for what is linear in a size from `least` on: two sizes that differ by a unit, and how
-    often each is counted. It is the whole itself where that is no larger."""
+    """Return [(weight, size)] whose weighted counts sum to the count at size `whole`.
+
+    A count is linear in the size from `least` on, so two sizes that differ by a unit are enough. If `whole` is less
+    than two units larger than the first of them, it is the only size.
+    """
     first = least + (whole - least) % unit
     times = (whole - first) // unit
     return [(1, whole)] if times <= 1 else [(1 - times, first), (times, first + unit)]
 
 
 def _period(model: Config) -> int:
-    """Return after how many layers their windows repeat."""
+    """Return the number of layers after which their attention windows repeat."""
     windows = model.windows
     return next(p for p in range(1, len(windows) + 1) if windows[p:] == windows[:-p])
 
@@ -116,8 +120,11 @@ def local_shape(settings: Settings, mesh) -> tuple[int, ...]:
 
 
 def step_shapes(settings: Settings, mesh, schedule: str | None = None) -> tuple[Any, list[torch.Tensor]]:
-    """Return (params, [tokens, targets, segments]) of this rank on the meta device; ShardingError for what does not
-    divide."""
+    """Return (params, [tokens, targets, segments]) of this rank on the meta device.
+
+    Raises:
+        ShardingError: The params or the batch do not divide over the mesh.
+    """
     params = drawn_params(settings, mesh, "meta", schedule)
     shape = local_shape(settings, mesh)
     return params, [torch.empty(shape, dtype=torch.int64, device="meta") for _ in range(3)]
@@ -126,8 +133,11 @@ def step_shapes(settings: Settings, mesh, schedule: str | None = None) -> tuple[
 def fullest(
     settings: Settings, sizes: Mapping[str, int], backend: str = "gloo", enough: float = float("inf")
 ) -> CountedStep:
-    """Return the count of the rank that needs most memory, or of one that needs more than `enough` bytes. It is in the
-    first stage, which holds the activations of most microbatches, or in the last, which has the logits."""
+    """Return the count of the rank that needs most memory, or of one that needs more than `enough` bytes.
+
+    That rank is in the first stage, which holds the activations of most microbatches, or in the last stage, which has
+    the logits.
+    """
     first = counted(settings, sizes, busiest(sizes), backend)
     if (Z := sizes.get("Z", 1)) == 1 or first.memory > enough:
         return first
@@ -135,14 +145,16 @@ def fullest(
 
 
 def busiest(sizes: Mapping[str, int], stage: int = 0) -> dict[str, int]:
-    """Return the coordinate of the stage's rank that does most: the last along C, which sends all its tokens to other
-    ranks and whose windows are never cut by the sequence's start. Ranks differ along no other axis, except that some
-    multiply one matrix more in Muon's update."""
+    """Return the coordinates of the rank in a stage that does most work, which is the last rank along C.
+
+    That rank sends all its tokens to other ranks, and the start of the sequence never cuts its windows. Ranks do not
+    differ along other axes, except that some multiply one more matrix in Muon's update.
+    """
     return {axis: at for axis, at in (("Z", stage), ("C", sizes.get("C", 1) - 1)) if axis in sizes}
 
 
 def table(counts: CountedStep, sizes: Mapping[str, int]) -> str:
-    """Return the table of what a rank holds, sends and computes in a step."""
+    """Return a table of the memory, communication and FLOPs of a rank in a step."""
     over = counts.by_axes()
     rows = [
         ("params", f"{counts.params:,} bytes"),
@@ -161,8 +173,11 @@ def table(counts: CountedStep, sizes: Mapping[str, int]) -> str:
 
 
 def refuse_too_large(settings: Settings, sizes: Mapping[str, int], available: float) -> CountedStep:
-    """Return the count of the fullest rank; ValueError, with the largest batch that fits, if it is more than there is
-    room for."""
+    """Return the count of the rank that needs most memory, and check that it fits into `available` bytes.
+
+    Raises:
+        ValueError: The rank does not fit; the message names a smaller batch that does, if there is one.
+    """
     counts = fullest(settings, sizes)
     if (needed := counts.memory) <= ROOM * available:
         return counts
@@ -179,7 +194,7 @@ def refuse_too_large(settings: Settings, sizes: Mapping[str, int], available: fl
 
 
 def memory_of_rank(device: str, ranks: int) -> float:
-    """Return the bytes that each of so many ranks of this machine has."""
+    """Return the bytes of memory available to each of `ranks` ranks on this machine."""
     check_device(device)
     if device == "cuda":
         return torch.cuda.get_device_properties(0).total_memory

@@ -1,7 +1,7 @@
-"""Files of a step that are all there, on the disk, before the step has its name; and no step lost for it.
+"""Write a step's files so that they are all on disk before the step gets its name, and no older step is lost.
 
-A step is written into a folder of another name, `.step-000100`. When every rank's blocks lie there, rank 0 adds the
-index, moves `latest`, gives the folder its name, and only then removes older steps and what killed runs have left.
+A step is written into a folder with another name, `.step-000100`. When every rank's blocks are there, rank 0 adds the
+index, moves `latest` and renames the folder. Only then does it remove older steps and the remains of killed runs.
 """
 
 import json
@@ -22,26 +22,28 @@ from scaling.train import dcp
 from scaling.train.blocks import SavedLeaf
 
 WAIT = 600.0  # seconds that ranks wait for each other's files
-AT_END = 2.0  # the same in a program that has ended otherwise, perhaps as those ranks are gone
+AT_END = 2.0  # seconds to wait once the main thread has ended, because the other ranks may have died
 INDEX, LATEST = "index.json", "latest"
 
 
 def step_name(step: int) -> str:
+    """Return the name of a step's folder, such as step-000100."""
     return f"step-{step:06d}"
 
 
 def step_of(name: str) -> int | None:
-    """Return the step whose folder has this name; None if it is no step's."""
+    """Return the step whose folder has this name, or None if it is not the name of a step."""
     number = name.removeprefix("step-")
     return int(number) if number.isascii() and number.isdigit() and step_name(int(number)) == name else None
 
 
 def unfinished(folder: Path, step: int) -> Path:
+    """Return the folder in which a step is written before it is complete."""
     return folder / f".{step_name(step)}"
 
 
 def begin(folder: Path, step: int) -> None:
-    """Rank 0's part before all others': an empty folder to write into, whatever a killed run has left there."""
+    """Make the empty folder that all ranks write into, on rank 0, removing the remains of a killed run."""
     shutil.rmtree(unfinished(folder, step), ignore_errors=True)
     unfinished(folder, step).mkdir(parents=True)
 
@@ -58,7 +60,7 @@ def complete(folder: Path) -> list[int]:
 
 
 def pointed(folder: Path, steps: Sequence[int]) -> int | None:
-    """Return the one of these steps that the file `latest` names; None if it names none of them."""
+    """Return the one of these steps that the file `latest` names, or None."""
     text = (folder / LATEST).read_bytes() if (folder / LATEST).is_file() else b""
     return next((step for step in steps if str(step).encode() == text.strip()), None)
 
@@ -66,7 +68,8 @@ def pointed(folder: Path, steps: Sequence[int]) -> int | None:
 def newest_first(folder: Path) -> list[int]:
     """Return the steps that a run may go on from, beginning with the one that `latest` names, or else with the newest.
 
-    Later steps are of a run that went back since. A step whose index is missing is damaged, and is among them.
+    Steps after the one that `latest` names are left out, because the run has since gone back to an earlier step. A step
+    without an index is damaged, but is included.
     """
     steps = named(folder)
     last = pointed(folder, steps)
@@ -74,7 +77,7 @@ def newest_first(folder: Path) -> list[int]:
 
 
 def oddities(folder: Path) -> list[str]:
-    """Return what looks like a checkpoint's and is not, a line each."""
+    """Return a warning for each file or folder that looks like a checkpoint's and is not."""
     odd = [
         f"{path}: is no step's name, and is left alone" for path in folder.glob("step-*") if step_of(path.name) is None
     ]
@@ -85,7 +88,7 @@ def oddities(folder: Path) -> list[str]:
 
 
 def point_at(folder: Path, step: int) -> None:
-    """Let `latest` name a step that is there: a run goes on from it, and later ones do not count any more."""
+    """Make `latest` name an existing step, from which a run goes on, so that later steps are ignored."""
     if pointed(folder, [step]) is None:
         replaced(folder / LATEST, str(step))
 
@@ -98,7 +101,20 @@ def write_step(
     mesh_rank: int,
     keep: int | None,
 ) -> None:
-    """One rank's blocks; by rank 0, when all are there, the rest. OSError names the path and the bytes."""
+    """Write this rank's blocks; rank 0 then completes the step, and the other ranks wait for it.
+
+    Args:
+        folder: The run's folder.
+        own: {file: block} of the blocks that this rank writes.
+        leaves: The saved leaves, with the blocks of all ranks.
+        index: The content of index.json, without checksums.
+        mesh_rank: This rank.
+        keep: The number of complete steps to keep; None keeps all.
+
+    Raises:
+        OSError: A file could not be written; the message names the path and the bytes.
+        TimeoutError: Another rank's files did not appear in time.
+    """
     draft = unfinished(folder, index["step"])
     for file, block in own.items():
         with whole_file(draft / file, block.nbytes) as out, checksums():
@@ -111,7 +127,7 @@ def write_step(
 
 @contextmanager
 def checksums() -> Iterator[None]:
-    """torch.save writes checksums, also where the program has turned them off."""
+    """Make torch.save write checksums, even if the program has turned them off."""
     before = torch.serialization.get_crc32_options()
     torch.serialization.set_crc32_options(True)
     try:
@@ -121,7 +137,7 @@ def checksums() -> Iterator[None]:
 
 
 def finish(folder: Path, leaves: Mapping[str, SavedLeaf], index: dict[str, Any], keep: int | None) -> None:
-    """Rank 0's part: wait for all blocks, then name the step."""
+    """Wait for all blocks, then write the index, name the step and remove old steps; rank 0 calls it."""
     step, draft = index["step"], unfinished(folder, index["step"])
     for file in (draft / block.file for saved in leaves.values() for block in saved.blocks):
         until(file.is_file, f"{file}: not written")
@@ -130,16 +146,16 @@ def finish(folder: Path, leaves: Mapping[str, SavedLeaf], index: dict[str, Any],
     index = index | {"files": {file: dcp.checksum(draft / file) for file in written}}
     replaced(draft / INDEX, json.dumps(index | {"checksum": checksum_of(index)}))
     final = folder / step_name(step)
-    if final.exists():  # a step that is saved again
+    if final.exists():  # the step is being saved again
         set_aside(final)
-    replaced(folder / LATEST, str(step))  # which counts from the moment at which there is such a step
+    replaced(folder / LATEST, str(step))  # it takes effect once the step has its name
     synced(folder)
     draft.rename(final)
     synced(folder)
     others = sorted((each for each in complete(folder) if each != step), key=lambda each: (each < step, each))
     for each in others[: max(0, len(others) - keep + 1)] if keep else ():
         set_aside(folder / step_name(each))
-    for left in folder.glob(".step-*"):  # of this or killed runs; a later step's may be one that is being written
+    for left in folder.glob(".step-*"):  # remains of this or killed runs; a later step may be being written now
         number, _, old = left.name.removeprefix(".step-").partition("-")
         begun = step_of(f"step-{number}")
         if old or (begun is not None and begun < step):
@@ -147,20 +163,20 @@ def finish(folder: Path, leaves: Mapping[str, SavedLeaf], index: dict[str, Any],
 
 
 def checksum_of(index: Mapping[str, Any]) -> str:
-    """Return the checksum of an index, without the one that stands in it."""
+    """Return the checksum of an index, computed without its own "checksum" entry."""
     content = {key: value for key, value in index.items() if key != "checksum"}
     return blake2b(json.dumps(content, sort_keys=True).encode(), digest_size=16).hexdigest()
 
 
 def set_aside(path: Path) -> None:
-    """Take a step's name away at once: what is being removed is not complete any more."""
+    """Rename a step's folder at once, so that a step that is being removed never counts as complete."""
     aside = path.with_name(f".{path.name}-old")
     shutil.rmtree(aside, ignore_errors=True)
     path.rename(aside)
 
 
 def until(done, complaint: str) -> None:
-    """Wait for another rank. TimeoutError."""
+    """Wait until `done()` is true; TimeoutError, beginning with `complaint`, if another rank takes too long."""
     began, wait = monotonic(), WAIT
     while not done():
         if wait == WAIT and not threading.main_thread().is_alive():
@@ -172,7 +188,11 @@ def until(done, complaint: str) -> None:
 
 @contextmanager
 def whole_file(path: Path, nbytes: int) -> Iterator[Any]:
-    """A file to write, of about so many bytes, which is at `path` whole and on the disk, or not at all. OSError."""
+    """Yield a file to write, which appears at `path` only when it is complete and on disk.
+
+    Raises:
+        OSError: The file, of about `nbytes` bytes, could not be written.
+    """
     part = path.with_name(path.name + ".part")
     try:
         with open(part, "wb") as out:
@@ -180,7 +200,7 @@ def whole_file(path: Path, nbytes: int) -> Iterator[Any]:
             out.flush()
             os.fsync(out.fileno())
         part.rename(path)
-    except (OSError, RuntimeError) as error:  # torch's own writer raises the latter
+    except (OSError, RuntimeError) as error:  # torch's own writer raises RuntimeError
         raise OSError(
             f"{path}: its {nbytes:,} bytes could not be written: {error}\n"
             f"  fix: make room there, or give another folder; checkpoints that were complete stay complete"
@@ -188,14 +208,14 @@ def whole_file(path: Path, nbytes: int) -> Iterator[Any]:
 
 
 def replaced(path: Path, content: str | bytes) -> None:
-    """Write a small file so that it is there whole or not at all."""
+    """Write a small file atomically, replacing the one at `path`."""
     data = content.encode() if isinstance(content, str) else content
     with whole_file(path, len(data)) as out:
         out.write(data)
 
 
 def synced(folder: Path) -> None:
-    """Wait until a folder's names are on the disk."""
+    """Wait until a folder's entries are on disk."""
     fd = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(fd)

@@ -1,8 +1,8 @@
-"""A run that goes on with fewer devices: a lost node halves P, then X, and the global batch stays.
+"""Go on with fewer devices: a lost node halves P, then X, and the global batch stays the same.
 
-Under `torchrun --nnodes 1:2 --max-restarts 3 ... -m scaling.train --resume` each start finds out how many ranks there
-are. Y, C, Z and E stay as they are: over them a model is split so that it fits. Each remaining rank takes more
-microbatches of the same size, so that memory stays as it was too.
+Under `torchrun --nnodes 1:2 --max-restarts 3 ... -m scaling.train --resume` each start reads the number of ranks. Y, C,
+Z and E do not change, because the model is split over them so that it fits. Each remaining rank takes more microbatches
+of the same size, so that activations need no more memory than before.
 """
 
 from collections.abc import Mapping
@@ -13,11 +13,15 @@ from scaling.common.torchrun import this_rank
 from scaling.spec.sizes import format_sizes
 from scaling.train.settings import Settings
 
-GIVE = ("P", "X")  # the axes that become shorter, in this order
+GIVE = ("P", "X")  # the axes that are halved, in this order
 
 
 def fitted(sizes: Mapping[str, int], world: int) -> dict[str, int]:
-    """The mesh on so many ranks: P halved as often as it must and can be, then X. ValueError if that does not fit."""
+    """Return the mesh on `world` ranks, with P halved as often as needed and possible, and then X.
+
+    Raises:
+        ValueError: No such mesh has `world` ranks.
+    """
     found = dict(sizes)
     for axis in GIVE:
         while prod(found.values()) > world and found.get(axis, 1) % 2 == 0:
@@ -31,23 +35,26 @@ def fitted(sizes: Mapping[str, int], world: int) -> dict[str, int]:
 
 
 def fits_as_before(sizes: Mapping[str, int], on: Mapping[str, int]) -> bool:
-    """Whether this is a restart by torchrun on a mesh `on` whose ranks need no more memory than those of `sizes`, on
-    which the run began: where P alone is shorter, each holds the same shards and the same rows of a microbatch."""
+    """Return whether torchrun has restarted the run on a mesh `on` whose ranks need no more memory than before.
+
+    The run began on the mesh `sizes`. If only P is shorter, each rank holds the same shards and the same rows of a
+    microbatch.
+    """
     again = this_rank().restarts > 0
     return again and all(on[axis] == size for axis, size in sizes.items() if axis != "P")
 
 
 def shared(settings: Settings, sizes: Mapping[str, int], on: Mapping[str, int]) -> Settings:
-    """The settings with as many more microbatches as the mesh `on` has fewer ranks along P and X than `sizes`."""
+    """Return the settings with the microbatches multiplied by the factor by which P and X shrank from `sizes` to `on`."""
     more = prod(sizes.get(axis, 1) // on.get(axis, 1) for axis in GIVE)
     return replace(settings, microbatches=settings.microbatches * more)
 
 
 def loss_note(before: Settings, after: Settings) -> str:
-    """Return what to say where more microbatches change the loss; "" where they do not.
+    """Return a warning if more microbatches change the loss, or "" if they do not.
 
-    Experts are balanced, and filled up to their capacity, over the tokens of a microbatch of all ranks: terms that are
-    not linear in the tokens, so fewer at a time give other ones.
+    Experts are balanced, and filled up to their capacity, over the tokens of one microbatch on all ranks. Both are not
+    linear in the tokens, so smaller microbatches give another loss.
     """
     config, fewer = before.model, after.microbatches > before.microbatches
     balanced = config.aux_coef > 0 and config.balance_by == "batch"

@@ -1,4 +1,4 @@
-"""What a model in training has learnt: the loss of held-out sequences, and how it goes on from a prompt."""
+"""Evaluate a model in training, by the loss on held-out sequences and by a sampled continuation of a prompt."""
 
 import math
 from collections.abc import Sequence
@@ -15,24 +15,24 @@ from scaling.train.batches import IGNORED, Batches
 from scaling.train.origin import tokenizer_in
 from scaling.train.settings import DTYPES, Settings
 
-LENGTH, TEMPERATURE = 64, 0.8  # of what is drawn: tokens
+LENGTH, TEMPERATURE = 64, 0.8  # the most tokens that a continuation has, and the temperature at which they are drawn
 
 
 def batch_type(mesh) -> Spec:
-    """Of a batch's tokens."""
+    """Return the type of a batch's tokens on this mesh."""
     return present("t[B_PXE, T_C]", mesh)
 
 
 def local(x: torch.Tensor, mesh) -> torch.Tensor:
-    """This rank's rows and tokens of x[B, T], whole on every rank."""
+    """Return this rank's rows and tokens of x[B, T], which is whole on every rank."""
     return tree.shard(x.to(mesh.device), batch_type(mesh), mesh)
 
 
 def evaluate(params, valid: Sequence[Batches], settings: Settings, mesh) -> float:
-    """The mean loss over the targets that count, in nats, of the first `eval_batches` batches of each corpus (0: all).
+    """Return the mean loss, in nats, over the counted targets of the first `eval_batches` batches of each corpus.
 
-    exp of it is the perplexity. A last batch that is not full is filled with rows that do not count. Experts' auxiliary
-    terms are left out, and no gradient is computed.
+    With `eval_batches` 0, all batches are evaluated. The perplexity is exp of the result. An incomplete last batch is
+    filled up with rows that do not count. The experts' auxiliary terms are left out, and no gradient is computed.
     """
     config, rows = settings.model.with_(aux_coef=0.0, z_coef=0.0), settings.batch // settings.microbatches
     total, count = 0.0, 0
@@ -50,13 +50,22 @@ def evaluate(params, valid: Sequence[Batches], settings: Settings, mesh) -> floa
 
 
 def _filled(x: torch.Tensor, rows: int) -> torch.Tensor:
-    """x[b, T] -> x[rows, T], with rows of zeros."""
+    """x[b, T] -> x[rows, T], padded with rows of zeros."""
     return torch.cat([x, x.new_zeros(rows - len(x), *x.shape[1:])])
 
 
 def check_sample(settings: Settings, ranks: int, held: float, available: float) -> None:
-    """ValueError for a prompt that is no tokens of the model, or if one of so many ranks has no room for the whole
-    params beside the bytes that it holds."""
+    """Check that `--sample` can be run, if it is given.
+
+    Args:
+        settings: The settings of the run.
+        ranks: The number of ranks.
+        held: The bytes that a rank holds already.
+        available: The bytes of memory that a rank has.
+
+    Raises:
+        ValueError: The prompt is empty or not of the model's vocabulary, or a rank has no room to gather the params.
+    """
     if not settings.sample:
         return
     ids, V = tokenizer_in(settings).encode(settings.sample), settings.model.V
@@ -76,10 +85,10 @@ def check_sample(settings: Settings, ranks: int, held: float, available: float) 
 
 @torch.no_grad()
 def continuation(params, settings: Settings, mesh) -> str:
-    """Return how the model goes on from `settings.sample`, up to the end of a document; on other ranks than 0, "".
+    """Return a continuation of `settings.sample` up to the end of a document, on rank 0; other ranks return "".
 
-    Tokens are drawn by the run's seed. The params are gathered on every rank, whatever the mesh; then rank 0 runs them
-    as on one device.
+    The params are gathered on every rank, and rank 0 then runs the model as on one device. Tokens are drawn by the
+    run's seed.
     """
     if lora := settings.adapters:
         base = {name: W for name, W in params.items() if name != "lora"}
@@ -89,7 +98,7 @@ def continuation(params, settings: Settings, mesh) -> str:
         return ""
     generator, end = torch.Generator().manual_seed(settings.seed), chosen_end(by, settings.eos_id)
     prompt = ids = torch.tensor(by.encode(settings.sample), device=mesh.device)
-    for _ in range(LENGTH):  # without a cache: together as much work as one small batch
+    for _ in range(LENGTH):  # no cache is needed, because all of it is as much work as one small batch
         logits = model.forward(whole, ids[None], config=settings.model)[0, -1, : max(by.vocabulary, end + 1)]
         drawn = torch.multinomial((logits.double() / TEMPERATURE).softmax(-1).cpu(), 1, generator=generator)
         if int(drawn) == end:

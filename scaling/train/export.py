@@ -1,7 +1,8 @@
 """`python -m scaling.train export RUN --out FOLDER`: writes a run's latest params as a Hugging Face folder.
 
-With --mesh several ranks each read and write their shards, so that none holds the whole model. What came with the model
-goes with it: tokenizer, chat template, generation config, the ids of begin and end; or a tokenizer of the 256 bytes.
+With --mesh several ranks each read and write their shards, so that none holds the whole model. The folder also gets the
+files that came with the model: the tokenizer (or one of the 256 bytes), the chat template, the generation config and
+the ids that begin and end a text.
 """
 
 import json
@@ -36,14 +37,14 @@ from scaling.train.restored import lora_of_run, params_of_run
 
 
 def export(mesh, run: Path, step: int, config: Config, out: Path) -> None:
-    """Write the params of a checkpoint, read as shards of this mesh."""
+    """Write the params of a checkpoint as a Hugging Face folder; each rank reads and writes its shards."""
     types, places = transformer.specs(config, mesh), stored_places(config, mesh)
     params = params_of_run(run, config, types, mesh, step, places)
     hf.save_sharded(out, config, params, types, mesh, single=mesh.size() == 1, places=places)
 
 
 def export_adapters(mesh, run: Path, step: int, config: Config, out: Path) -> None:
-    """Write the adapters of a checkpoint, on one rank, as a PEFT folder."""
+    """Write the adapters of a checkpoint as a PEFT folder, on one rank."""
     lora = lora_of_run(run)
     types = {"params": {"lora": adapter_specs(config, lora)}}
     state, _ = checkpoint.load(run, types, mesh, step, among=True)
@@ -51,7 +52,11 @@ def export_adapters(mesh, run: Path, step: int, config: Config, out: Path) -> No
 
 
 def check_folder(run: Path, out: Path, by: Tokenizer) -> None:
-    """ValueError if a folder holds files of another model that none of this run's would replace."""
+    """Check that no file of another model would remain in the folder.
+
+    Raises:
+        ValueError: The folder holds such a file, which none of this run's files would replace.
+    """
     ours = {name for name in COMPANIONS if (home_of(run) / name).is_file()}
     ours |= {FILE, "tokenizer_config.json"} if by.identity == "bytes" else set()
     if left := [name for name in COMPANIONS if (out / name).exists() and name not in ours]:
@@ -59,7 +64,7 @@ def check_folder(run: Path, out: Path, by: Tokenizer) -> None:
 
 
 def add_companions(run: Path, out: Path, config: Config) -> None:
-    """Write beside the weights what came with the run's model: tokenizer, chat template, the ids of begin and end."""
+    """Write the tokenizer, chat template and ids of begin and end that came with the run's model next to the weights."""
     by, home = tokenizer_of(run, config.V), home_of(run)
     if by.identity == "bytes":
         write_bytes(out)
@@ -76,6 +81,7 @@ def add_companions(run: Path, out: Path, config: Config) -> None:
 
 @complaining(ValueError, OSError, launch.RankError)
 def main(argv=None) -> int:
+    """Run the command; return the exit code."""
     parser = Parser(prog="python -m scaling.train export", description=(__doc__ or "").split("\n")[0])
     parser.add_argument("run", type=Path, help="the folder of a run")
     parser.add_argument("--out", type=Path, required=True, help="the folder to write")
@@ -91,7 +97,7 @@ def main(argv=None) -> int:
         print(f"step {step}: {args.out}")
         return 0
     sizes = parse_mesh(args.mesh)
-    for refuses in (transformer.specs, stored_places):  # a mesh over which the model does not divide
+    for refuses in (transformer.specs, stored_places):  # they raise if the model does not divide over the mesh
         refuses(config, AbstractMesh(sizes))
     launch.run(export, sizes, args.run, step, config, args.out)
     add_companions(args.run, args.out, config)

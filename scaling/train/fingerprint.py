@@ -1,8 +1,8 @@
-"""Which data a run reads: the bytes and a digest of each file, in the order in which they are read.
+"""Identify the data that a run reads, by the size and a digest of each file in the order of reading.
 
-A file of at most 8 MiB is hashed whole. Of a larger one 64 blocks of 64 KiB are, spread evenly from its first byte to
-its last, so that a large corpus takes seconds: a change elsewhere in it that keeps its size is not seen. Where a file
-lies, and what it is called, does not matter as long as the files are read in the same order.
+A file of at most 8 MiB is hashed whole. In a larger file only 64 blocks of 64 KiB are hashed, spread evenly from its
+first byte to its last, so that a large corpus takes seconds. A change outside these blocks that keeps the size is not
+detected. The paths of the files do not matter, except for their suffixes, as long as the order is the same.
 """
 
 from collections.abc import Mapping, Sequence
@@ -14,8 +14,8 @@ from scaling.models.text import Tokenizer
 from scaling.train.corpus import check_data, shards_index
 
 WHOLE, BLOCK, BLOCKS = 1 << 23, 1 << 16, 64  # bytes hashed whole; bytes and number of the blocks of a larger file
-LISTED = 1000  # files of a source that are listed one by one; the rest have one digest
-SHOWN = 4  # of the files that differ, those that an error names
+LISTED = 1000  # files of a source that are listed one by one; the rest share one digest
+SHOWN = 4  # differing files that an error names
 
 
 def fingerprint(parts: Sequence[tuple[str, float]], by: Tokenizer) -> list[dict[str, Any]]:
@@ -25,7 +25,7 @@ def fingerprint(parts: Sequence[tuple[str, float]], by: Tokenizer) -> list[dict[
 
 
 def _listed(path: Path, by: Tokenizer) -> list[list[Any]]:
-    """Return [name, bytes, digest] of each file of a source; of very many, one row for those after the first."""
+    """Return [name, bytes, digest] of each file of a source; the files after the first LISTED share one row."""
     kind, files = check_data(path, by)
     if kind == "shards":
         index = shards_index(path, by)
@@ -39,7 +39,7 @@ def _listed(path: Path, by: Tokenizer) -> list[list[Any]]:
 
 
 def digest_of(path: Path) -> str:
-    """Return a digest of a file's bytes, or of some of them if it is large."""
+    """Return a digest of a file's bytes, or of evenly spread blocks of them if the file is large."""
     size, found = path.stat().st_size, blake2b(digest_size=16)
     with path.open("rb") as file:
         if size <= WHOLE:
@@ -52,9 +52,9 @@ def digest_of(path: Path) -> str:
 
 
 def differing_data(before: Sequence[Mapping[str, Any]], now: Sequence[Mapping[str, Any]], paths: Sequence[str]) -> str:
-    """Return in which files, sources or shares two fingerprints differ, in words; "" if they do not.
+    """Describe the files, sources or shares in which two fingerprints differ; return "" if there are none.
 
-    `paths`: where the sources of the second one are.
+    `paths`: the paths of the sources of `now`.
     """
     if len(before) != len(now):
         return f"{len(before)} sources, not {len(now)}"
@@ -69,7 +69,7 @@ def differing_data(before: Sequence[Mapping[str, Any]], now: Sequence[Mapping[st
 
 
 def _content(row: Sequence[Any]) -> tuple[Any, ...]:
-    """Return what a file is to a corpus: its kind, its bytes and their digest."""
+    """Return (suffix, size, digest) of a file, by which its content is compared."""
     name, size, digest = row
     return Path(name).suffix, size, digest
 
