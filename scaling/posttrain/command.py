@@ -1,9 +1,9 @@
 """`python -m scaling.posttrain --model FOLDER --prompts FILE --reward FILE.py --out run`: learn from rewards (GRPO).
 
-The model answers each prompt several times; a function of yours says how good each answer is; the model is trained to
-give those that are better than the others of their prompt. `--train-mesh` and `--serve-mesh` say where each half runs:
-by default on the same ranks in turn, with `--apart` on ranks of their own. `--resume` goes on from the newest
-checkpoint. `--check` compares the log-probabilities of the two sides, changes nothing, and fails if they differ.
+The model answers each prompt several times, and a function that you write says how good each answer is. Training makes
+answers more likely that are better than the other answers to their prompt. `--train-mesh` and `--serve-mesh` say where
+each half runs: by default on the same ranks in turn, with `--apart` on separate ranks. `--resume` goes on from the
+newest checkpoint. `--check` compares the log-probabilities of the two sides, changes nothing, and fails if they differ.
 """
 
 import argparse
@@ -28,12 +28,12 @@ from scaling.train.command import keep_options, locked
 from scaling.train.origin import begun_from
 from scaling.train.settings import Settings, add_flags
 
-STEP = (  # the options of `scaling.train` that this command has, too
+STEP = (  # the options that this command shares with `scaling.train`
     "seq", "steps", "microbatches", "lr", "warmup", "schedule", "weight_decay", "clip", "seed", "dtype", "remat",
     "save_every", "keep", "resume", "lora", "lora_on", "lora_alpha",
 )  # fmt: skip
 FREE = ("steps", "save_every", "keep", "resume", "out", "check", "train_mesh", "serve_mesh", "apart", "device")
-GAPS = {"fp64": 1e-9, "fp32": 1e-3}  # between the log-probabilities of the two sides, in nats: what `--check` allows
+GAPS = {"fp64": 1e-9, "fp32": 1e-3}  # the largest difference, in nats, between the two sides that `--check` allows
 
 
 def arguments(argv=None) -> argparse.Namespace:
@@ -73,7 +73,7 @@ def arguments(argv=None) -> argparse.Namespace:
 
 @complaining(ValueError, ArithmeticError, OSError, launch.RankError)
 def main(argv=None) -> int:
-    """Run the command."""
+    """Run the command; return the exit code."""
     args = arguments(argv)
     config, weights = begun_from(args.model)
     folder = weights or args.model
@@ -122,7 +122,12 @@ def main(argv=None) -> int:
 
 
 def check_meshes(settings: Settings, asked: Asked) -> None:
-    """Raise ValueError or ShardingError for meshes and sizes that do not fit, before ranks are started."""
+    """Check that the meshes and sizes fit each other and the model, before ranks are started.
+
+    Raises:
+        ValueError: The sizes do not fit the mesh or the model.
+        ShardingError: The model does not divide over a mesh.
+    """
     config, train, serve = settings.model, AbstractMesh(asked.train), AbstractMesh(asked.serve)
     transformer.specs(config, train, lora=settings.adapters)
     check_mesh(config, serve, "heads")
@@ -144,7 +149,11 @@ def check_meshes(settings: Settings, asked: Asked) -> None:
 
 
 def startable(out: Path, settings: Settings, made_with: dict) -> int:
-    """Return the step from which a run goes on, 0 for a new one. ValueError if the folder is not one for it."""
+    """Return the step from which a run goes on, or 0 for a new run.
+
+    Raises:
+        ValueError: The folder holds another run's checkpoints, or this run has no steps left.
+    """
     steps = checkpoint.complete(out)
     if steps and not settings.resume:
         raise ValueError(f"{out}: holds checkpoints already\n  fix: give --resume to go on from them, or another --out")
@@ -164,14 +173,14 @@ def startable(out: Path, settings: Settings, made_with: dict) -> int:
 
 
 def keep_metrics(out: Path, step: int) -> None:
-    """Keep of metrics.jsonl the steps up to the one from which the run goes on."""
+    """Cut metrics.jsonl after the step from which the run goes on."""
     path = out / "metrics.jsonl"
     lines = path.read_text().splitlines(True)[:step] if path.exists() else []
     path.write_text("".join(lines))
 
 
 def checked(record: dict, dtype: str) -> int:
-    """Print what the two sides differ by, and return 1 if it is more than rounding."""
+    """Print how far the two sides differ, and return 1 if they differ by more than rounding."""
     allowed = GAPS.get(dtype, float("inf"))
     wrong = record["gap_max"] > allowed
     print(f"decode and trainer: log-probabilities differ by {record['gap_mean']:.3g} nats in the mean, "

@@ -1,14 +1,14 @@
-"""The loop of GRPO over two meshes: one trains, one draws. The whole of it is `run`.
+"""Run GRPO over two meshes, one that trains and one that draws answers. The whole loop is `run`.
 
-    rollouts   the serving mesh draws answers by the engine, from the whole distribution, and scores them
-    exchange   tokens, their log-probabilities and rewards go to the training mesh by `transfer`
-    update     the training mesh finds its own log-probabilities of the same tokens, the derivative of the loss by them,
-               and the gradients for minus that as weights of a cross entropy; then the optimizer steps
-    push       every leaf goes to the serving mesh by one planned `transfer`, from its type there to its type here
+    rollouts   the serving mesh draws answers with the engine, from the full distribution, and scores them
+    exchange   `transfer` sends the tokens, their log-probabilities and the rewards to the training mesh
+    update     the training mesh computes its own log-probabilities of the same tokens, and the derivative of the loss
+               by them; minus this derivative weighs the cross entropy whose gradients the optimizer gets
+    push       one planned `transfer` per leaf sends it to the serving mesh, from its type in training to its type there
 
-Answers for step n are drawn by the weights after n - 1 - staleness updates, and carry that version. Where the meshes
-have ranks of their own and the staleness is at least 1, ranks draw while the others train. Each random number follows
-from the seed, the step and the answer's place, so two pairs of meshes give the same losses.
+The answers for step n are drawn by the weights after n - 1 - staleness updates, and carry that version. If the meshes
+have separate ranks and the staleness is at least 1, the serving ranks draw while the others train. Each random number
+follows from the seed, the step and the answer's index, so all pairs of meshes give the same losses.
 """
 
 import json
@@ -40,27 +40,27 @@ from scaling.train.evaluate import local
 from scaling.train.settings import Settings, optimizer_of
 from scaling.train.step import parted, started, trained_types
 
-WHOLE = Sampling(temperature=1.0)  # the ratio is then of the very distribution that was drawn from
+WHOLE = Sampling(temperature=1.0)  # the full distribution, so that the ratio compares the probabilities drawn from
 TYPES = dict(zip(Rollouts._fields, ("t[R, T]", "t[R, T]", "m[R, T]", "p[R, T]", "r[R]", "v[]"), strict=True))
 
 
 @dataclass(frozen=True)
 class Asked:
-    """What a run is asked for beside the settings of its step, whose `batch` are the answers of a step.
+    """The options of a run that are not settings of its step; the settings' `batch` counts the answers of a step.
 
     Attributes:
-        train: the training mesh.
-        serve: the serving mesh.
-        apart: whether the serving mesh has ranks of its own; else both use the first ranks in turn.
-        group: the answers to each prompt.
-        new: the most tokens of an answer.
-        ends: the ids that end one.
-        clip: the loss.
-        mean: "token" or "sequence".
-        divide: whether advantages are divided by their group's standard deviation.
-        staleness: the number of updates that the weights that draw lag behind.
-        seconds: the time that one reward may take.
-        reward: the file that scores, for errors.
+        train: The sizes of the training mesh.
+        serve: The sizes of the serving mesh.
+        apart: Whether the serving mesh has separate ranks; otherwise both meshes use the first ranks in turn.
+        group: The number of answers to each prompt.
+        new: The most tokens of an answer.
+        ends: The ids that end an answer.
+        clip: The clipping of the ratio, and the weight of the KL term.
+        mean: How tokens share the loss, "token" or "sequence".
+        divide: Whether advantages are divided by their group's standard deviation.
+        staleness: The number of updates by which the weights that draw lag behind.
+        seconds: The seconds that one reward may take.
+        reward: The file of the reward function, for errors.
     """
 
     train: dict[str, int]
@@ -77,13 +77,13 @@ class Asked:
     reward: str = "reward.py"
 
     def ranks(self) -> tuple[range, range]:
-        """Return the run's ranks that train, and those that draw."""
+        """Return (the ranks that train, the ranks that draw)."""
         n, m = (AbstractMesh(sizes).size() for sizes in (self.train, self.serve))
         return range(n), range(n, n + m) if self.apart else range(m)
 
 
 class Meshes(NamedTuple):
-    """The mesh that trains, the one that draws, and the first rank of that, which scores."""
+    """The training mesh, the serving mesh, and the mesh of the serving mesh's first rank, which scores."""
 
     train: Any
     serve: Any
@@ -91,7 +91,7 @@ class Meshes(NamedTuple):
 
 
 def meshes_of(asked: Asked, mesh) -> Meshes:
-    """Return both meshes, of the ranks of this run."""
+    """Make the meshes on the ranks of this run."""
     given = mesh.device, mesh.checked, mesh.timeout
     train, serve = asked.ranks()
     judge = Mesh({"W": 1}, *given, ranks=serve[:1])
@@ -129,7 +129,7 @@ def run(
         for due in range(n + len(queue), n + asked.staleness + 1):
             made.append(drawing(weights, due, version=n - 1))
         rolled = time.perf_counter()
-        if not queue:  # these cannot wait until this step is over
+        if not queue:  # this step needs these answers
             queue, made = [send_rollouts(each, meshes, settings, asked) for each in made], []
         if trains:
             batch = queue.pop(0)
@@ -154,9 +154,11 @@ def run(
 def draw_answers(
     weights: dict | None, step: int, version: int, *, settings, asked: Asked, prompts, score, by, meshes: Meshes
 ) -> tuple[Tensor, Tensor, Tensor | None] | None:
-    """Draw the answers of a step on the serving mesh: (what was drawn, its log-probabilities, rewards on one rank).
+    """Draw and score the answers of a step on the serving mesh; return None on ranks outside it.
 
-    The first is int64[R, 3 + S]: of each row the version, the prompt's length, the whole length and the ids.
+    Returns:
+        int64[R, 3 + S], whose rows hold the version, the prompt's length, the whole length and the ids; the
+        log-probabilities of the ids, 0 in the prompt; and the rewards, on the rank that scores.
     """
     if not meshes.serve.member:
         return None
@@ -183,7 +185,7 @@ def draw_answers(
 
 
 def send_rollouts(made: tuple | None, meshes: Meshes, settings: Settings, asked: Asked) -> Rollouts:
-    """Send what was drawn to the training mesh; on other ranks the result is empty."""
+    """Send the answers of `draw_answers` to the training mesh; on other ranks the result is empty."""
     whole, old, rewards = made or (None, None, None)
     whole = transfer("t[R, S] -> t[R, S]", whole, meshes.serve, meshes.train)
     old = transfer("p[R, S] -> p[R, S]", old, meshes.serve, meshes.train)
@@ -203,7 +205,7 @@ def updated(
     params: dict, state: dict, batch: Rollouts, n: int, settings: Settings, asked: Asked, mesh, optimizer, frozen: dict,
     reference: dict | None,
 ) -> tuple[dict, dict, dict[str, Any]]:  # fmt: skip
-    """Make one update on the training mesh: (params, state, the record of step n)."""
+    """Make one update on the training mesh; return (params, state, the record of step n)."""
     config, types, lora = settings.model, trained_types(settings, mesh), settings.adapters
     if (age := n - 1 - int(batch.version)) != min(asked.staleness, n - 1):
         what = f"step {n}: its answers are of weights {age} updates old, not of {asked.staleness}"
@@ -235,7 +237,7 @@ def updated(
 
 
 def pushed(params: dict | None, settings: Settings, meshes: Meshes) -> dict | None:
-    """Send every leaf to the serving mesh, adapters merged, by one planned reshard; None on ranks outside it."""
+    """Send every leaf, with adapters merged, to the serving mesh by a planned reshard; return None on other ranks."""
     config = settings.model
     types = transformer.specs(config, meshes.train)
     if params is not None and (lora := settings.adapters):
@@ -251,14 +253,14 @@ def pushed(params: dict | None, settings: Settings, meshes: Meshes) -> dict | No
 
 
 def push_lines(config: Config, train, serve) -> list[tuple[str, str, tuple[int, ...]]]:
-    """Return (leaf, the line of its reshard from the training to the serving mesh, its whole shape there)."""
+    """Return (leaf, the line of its reshard from the training to the serving mesh, its whole shape) for each leaf."""
     ours, theirs = transformer.specs(config, train), served.specs(config, serve)
     pairs = zip(tree.named_leaves(ours).items(), tree.leaves(theirs), strict=True)
     return [(where, f"{text} -> {other}", parse(text).global_shape(config.sizes)) for (where, text), other in pairs]
 
 
 def write_record(record: Mapping[str, Any], out: Path) -> None:
-    """Print a step's record, and add it to metrics.jsonl."""
+    """Print a step's record, and append it to metrics.jsonl."""
     with (out / "metrics.jsonl").open("a") as file:
         file.write(json.dumps(record) + "\n")
     shown = {name: f"{record[name]:.4g}" for name in ("loss", "reward", "gap_max", "length", "ended", "grad_norm")}

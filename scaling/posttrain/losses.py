@@ -1,15 +1,16 @@
-"""The loss of GRPO as pure functions of log-probabilities (Shao et al. 2024, arXiv:2402.03300, section 4.1).
+"""Compute the loss of GRPO, by pure functions of log-probabilities (Shao et al. 2024, arXiv:2402.03300, section 4.1).
 
-G answers to one prompt are a group. An answer's advantage says how much better than its group it did:
+The G answers to one prompt are a group. An answer's advantage says how much better it did than its group:
 
     A = (r - mean r) / (std r + 1e-6)                    REINFORCE with a baseline: A = r - mean r
 
-With ratio = exp(logp - old), where old is what the token had when it was drawn, a token's loss is
+With ratio = exp(logp - old), where old is the token's log-probability when it was drawn, a token's loss is
 
     -min(ratio A, clip(ratio, 1 - low, 1 + high) A) + beta (exp(ref - logp) - (ref - logp) - 1)
 
-The last term is an estimate of KL(policy || reference) that is never negative (K3). Each token has a share of the loss:
-"token", 1 / all tokens, or "sequence", 1 / (its answer's tokens x answers), by which long answers count less a token.
+The last term is an estimate of KL(policy || reference) that is never negative (K3). Each token has a share of the loss.
+The share is 1 / all tokens with "token", and 1 / (its answer's tokens x answers) with "sequence", so that each token of
+a long answer counts less.
 """
 
 from typing import NamedTuple
@@ -19,7 +20,7 @@ from torch import Tensor
 
 
 class Clip(NamedTuple):
-    """How far a ratio may go before its token has no gradient, and beta, the weight of the KL term."""
+    """The bounds 1 - low and 1 + high beyond which a ratio has no gradient, and beta, the weight of the KL term."""
 
     low: float = 0.2
     high: float = 0.2
@@ -30,15 +31,15 @@ PLAIN = Clip()
 
 
 class Rollouts(NamedTuple):
-    """What was drawn: R rows of T tokens and the T tokens that follow each.
+    """The answers of a step with their prompts, as R rows of T tokens and the token that follows each of them.
 
     Attributes:
         tokens: int64[R, T].
-        targets: int64[R, T].
-        mask: bool[R, T], whether the target was drawn; else it is the prompt's, or nothing.
-        old: float64[R, T], the log-probability with which it was drawn.
-        rewards: float64[R], of each answer.
-        version: int64[], the number of updates of the weights that drew it.
+        targets: int64[R, T], the token that follows each token.
+        mask: bool[R, T], whether the target was drawn; otherwise it belongs to the prompt, or is padding.
+        old: float64[R, T], the log-probability with which the target was drawn.
+        rewards: float64[R], the reward of each answer.
+        version: int64[], the number of updates that had made the weights that drew the answers.
     """
 
     tokens: Tensor
@@ -50,7 +51,13 @@ class Rollouts(NamedTuple):
 
 
 def advantages(rewards: Tensor, groups: int, divide: bool = True) -> Tensor:
-    """Return A[R] of rewards[R], whose groups are `groups` neighbours each; `divide` by the standard deviation."""
+    """Return the advantages A[R] of rewards[R], where `groups` neighbours form a group.
+
+    `divide`: whether to divide by the group's standard deviation.
+
+    Raises:
+        ValueError: A group has fewer than 2 answers, or the answers do not divide into groups.
+    """
     if groups < 2 or len(rewards) % groups:
         raise ValueError(
             f"{len(rewards)} rewards in groups of {groups}\n  rule: a group has at least 2 answers, to compare them\n"
@@ -63,7 +70,7 @@ def advantages(rewards: Tensor, groups: int, divide: bool = True) -> Tensor:
 
 
 def shares(mask: Tensor, mean: str) -> Tensor:
-    """Return each token's share of the loss, float64[R, T]: "token" or "sequence", zeros outside the mask."""
+    """Return each token's share of the loss, float64[R, T], zero outside the mask; `mean` is "token" or "sequence"."""
     own = mask.double()
     if mean == "token":
         return own / own.sum().clamp(min=1)
@@ -71,7 +78,10 @@ def shares(mask: Tensor, mean: str) -> Tensor:
 
 
 def loss(logprobs: Tensor, old: Tensor, reference: Tensor, A: Tensor, share: Tensor, clip: Clip = PLAIN) -> Tensor:
-    """Return the loss of logprobs[R, T], or this rank's term of it; A[R, 1] and the others as the module says."""
+    """Return the loss of logprobs[R, T], or this rank's term of it.
+
+    The advantages are A[R, 1], and the module's docstring defines the other arguments.
+    """
     ratio = (logprobs - old).exp()
     kept = torch.minimum(ratio * A, ratio.clamp(1 - clip.low, 1 + clip.high) * A)
     away = reference - logprobs
@@ -80,10 +90,10 @@ def loss(logprobs: Tensor, old: Tensor, reference: Tensor, A: Tensor, share: Ten
 
 
 def gap(logprobs: Tensor, old: Tensor, A: Tensor, mask: Tensor, clip: Clip) -> dict[str, float]:
-    """Return how far the policy that is trained is from the one that drew.
+    """Return how far the policy in training is from the policy that drew the answers.
 
-    These are, of the drawn tokens, the mean and the largest |logp - old|, K3, and the shares whose ratio was clipped
-    from above and from below.
+    The result has, over the drawn tokens, the mean and the largest |logp - old|, the mean K3, and the shares of tokens
+    whose ratio was clipped from above and from below.
     """
     away = torch.where(mask, logprobs - old, 0.0)
     count, ratio = mask.sum().clamp(min=1), away.exp()

@@ -1,8 +1,8 @@
-"""Prompts from a file, and the Python file that scores what the model answers.
+"""Read prompts from a file, and score the model's answers by a function in a Python file.
 
-A line of a .jsonl file is an object with a "prompt", and whatever else the reward wants to see; a line of any other
-file is a prompt. A reward file has a function `score(prompt, answer, row)`, two texts and the line's object, that
-returns a number.
+A line of a .jsonl file is an object with a "prompt" and any other keys that the reward function needs. A line of any
+other file is a prompt. A reward file has a function `score(prompt, answer, row)`, which gets two texts and the line's
+object and returns a number.
 """
 
 import hashlib
@@ -22,7 +22,7 @@ from scaling.models.text import Tokenizer
 
 
 class Prompt(NamedTuple):
-    """A prompt: where it is, its text and ids, and the object of its line."""
+    """A prompt, with its file and line, its text, its ids, and the object of its line."""
 
     where: str
     text: str
@@ -31,7 +31,11 @@ class Prompt(NamedTuple):
 
 
 def read_prompts(path: Path, by: Tokenizer, longest: int) -> list[Prompt]:
-    """Return the prompts of a file. ValueError names the line that is none, or that has more than `longest` tokens."""
+    """Return the prompts of a file.
+
+    Raises:
+        ValueError: A line has no prompt, or one of more than `longest` tokens; the message names the line.
+    """
     if not path.is_file():
         raise ValueError(f"{path}: no such file\n  fix: give a .jsonl file with a prompt in each line, or a text")
     found = []
@@ -59,7 +63,10 @@ def read_prompts(path: Path, by: Tokenizer, longest: int) -> list[Prompt]:
 
 
 def prompts_of_step(prompts: Sequence[Prompt], seed: int, step: int, count: int) -> list[Prompt]:
-    """Return the prompts of a step, from 1: each epoch has all of them once, in an order drawn by the seed."""
+    """Return the prompts of a step, where steps count from 1.
+
+    Each epoch has all prompts once, in an order drawn by the seed.
+    """
     found = []
     for place in range((step - 1) * count, step * count):
         epoch, at = divmod(place, len(prompts))
@@ -69,12 +76,16 @@ def prompts_of_step(prompts: Sequence[Prompt], seed: int, step: int, count: int)
 
 
 def number_of(*words: Any) -> int:
-    """Return a whole number below 2^62 that follows from these words alone."""
+    """Return a whole number below 2^62 that depends only on these words."""
     return int.from_bytes(hashlib.blake2b(repr(words).encode(), digest_size=8).digest(), "big") >> 2
 
 
 def reward_of(given: str) -> Callable[[str, str, dict], float]:
-    """Return the function of FILE.py, by default `score`, or of FILE.py:NAME. ValueError names its line."""
+    """Return the function NAME of FILE.py:NAME, or `score` of FILE.py.
+
+    Raises:
+        ValueError: The file cannot be run, or has no such function; the message names the file, and its line.
+    """
     file, _, name = given.partition(".py:")
     path, name = Path(file + ".py" if name else given), name or "score"
     if not path.is_file():
@@ -93,7 +104,7 @@ def reward_of(given: str) -> Callable[[str, str, dict], float]:
 
 
 def line_of(error: BaseException, path: Path) -> str:
-    """Return FILE:LINE of the last line of that file on the error's way."""
+    """Return FILE:LINE of the innermost line of `path` in the error's traceback."""
     lines = [f.lineno for f in traceback.extract_tb(error.__traceback__) if Path(f.filename).name == path.name]
     return f"{path}:{lines[-1] if lines else 1}"
 
@@ -104,7 +115,7 @@ def score_answers(
     """Return the reward of each answer.
 
     Raises:
-        ValueError: one raises, takes longer than so many seconds, or returns no finite number.
+        ValueError: A reward raises an error, takes longer than `seconds`, or is not a finite number.
     """
     found = []
     pool = ThreadPoolExecutor(1, "reward")
