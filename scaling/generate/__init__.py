@@ -1,1 +1,1 @@
-"""The command `generate`: text from a model."""
+"""Generate text from a model on the command line."""

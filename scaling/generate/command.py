@@ -20,6 +20,7 @@ from scaling.serve.text import TextStream
 
 
 def arguments(argv=None) -> argparse.Namespace:
+    """Read the options."""
     parser = Parser(prog="python -m scaling.generate", description=(__doc__ or "").partition(": ")[2])
     add_model(parser)
     what = parser.add_mutually_exclusive_group(required=True)
@@ -55,7 +56,7 @@ def arguments(argv=None) -> argparse.Namespace:
 
 
 def run(mesh, what: Served, args, prompt: list[int], how: Sampling) -> None:
-    """On every rank; rank 0 prints."""
+    """Generate from the prompt, or score it, on every rank; rank 0 prints."""
     params, own = what.loaded(mesh)
     first, tokenizer, ends = mesh.rank == 0, what.tokenizer, what.ends
     if args.score:
@@ -89,7 +90,7 @@ def _table(tokens: list[Token], tokenizer) -> list[str]:
 
 
 def _summary(logprobs: list[float]) -> str:
-    """The mean over the tokens, and e to minus it."""
+    """Return the line with the sum of the log-probabilities, the number of tokens and the perplexity."""
     if not logprobs:
         return "no token to score"
     mean = sum(logprobs) / len(logprobs)
@@ -97,6 +98,7 @@ def _summary(logprobs: list[float]) -> str:
 
 
 def prompt_of(args, what: Served) -> list[int]:
+    """Return the ids of the prompt, in the chat template with --chat; ValueError if there are none."""
     if args.prompt_ids:
         try:
             return [int(part) for part in args.prompt_ids.split(",")]
@@ -116,7 +118,7 @@ def prompt_of(args, what: Served) -> list[int]:
 
 
 def sampling_of(args, what: Served) -> Sampling:
-    """Return how tokens are drawn: as the options say, and where they say nothing as the model asks for."""
+    """Return the sampling options; an option that is not given has the model's default."""
     options = {name: getattr(args, name) for name in SAMPLING}
     given: dict[str, Any] = {name: value for name, value in options.items() if value is not None}
     return replace(what.defaults.sampling or Sampling(), **given)
@@ -124,6 +126,7 @@ def sampling_of(args, what: Served) -> Sampling:
 
 @complaining(ValueError, OSError, launch.RankError)
 def main(argv=None) -> int:
+    """Run the command; return the exit code."""
     what = served_by(args := arguments(argv))
     how, prompt = sampling_of(args, what), prompt_of(args, what)
     what.check_fits(1, len(prompt) + (0 if args.score else args.max_new_tokens))
