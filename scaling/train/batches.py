@@ -176,8 +176,8 @@ def leave_out(
         before: The earlier held-out ranges, as this function returned them, perhaps for other data.
 
     Returns:
-        The batches without the sequences that touch held-out text; the range [first token, last, a digest of the first
-        of them] of every text that is held out from now on; and the number of earlier ranges that were not found.
+        The batches without the sequences that touch text held out earlier; [first token, last, a digest of the first
+        of them] for every held-out range from now on; and the number of earlier ranges that were not found.
     """
     sources = train.sources if isinstance(train, Mixture) else (train,)
     out, there = [], set()

@@ -48,7 +48,7 @@ def stored(leaf: Tensor, spec: Spec, mesh, places: Places, number: int) -> tuple
     Each block is written by the first rank that holds it.
 
     Returns:
-        The saved leaf with the blocks of all ranks, and {file: block} of those that this rank writes, as views.
+        The saved leaf with the blocks of all ranks, and {file: block} for the blocks that this rank writes, as views.
 
     Raises:
         ShardingError: The leaf is unreduced.

@@ -135,5 +135,5 @@ def head_loss(strategy, W_head, Out, targets, config: MLPConfig, mesh, batch: in
 
 
 def all_reduced(spec: Spec, x: torch.Tensor, mesh) -> torch.Tensor:
-    """All-reduce x over the axes that its type is unreduced over; return x itself if there are none."""
+    """Sum x over the axes that its type is unreduced over, by an all-reduce; return x itself if there are none."""
     return all_reduce(f"{spec} -> {spec.with_unreduced(())}", x, mesh) if spec.unreduced else x

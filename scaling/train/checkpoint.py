@@ -149,7 +149,7 @@ def load(
     """Load a step and return (state, step), where each leaf is this rank's shard on the mesh's device.
 
     The mesh and the types may differ from the saved ones; the leaves and their whole shapes may not. Ints, floats and
-    strings come back as they were saved.
+    strings come back unchanged.
 
     Args:
         folder: The run's folder.

@@ -200,7 +200,7 @@ def trained(settings: Settings, sizes: dict[str, int], args, keep: Callable[[], 
 
 @contextmanager
 def prepared(settings: Settings, args) -> Iterator[Callable[[], None]]:
-    """Lock and check the run's folder; yield a function that writes the options there once the ranks have started.
+    """Lock and check the run's folder; yield a function that writes the options there after the ranks' own checks.
 
     Ctrl-C and SIGTERM ask the run to save and end, and a second Ctrl-C ends it at once.
     ValueError if the folder is in use, or if this run can neither begin in it nor go on from it.
@@ -284,7 +284,7 @@ def check_startable(out: Path, settings: Settings) -> None:
 
 
 def keep_options(out: Path, settings: Settings, model: str, mesh: str, stop: int) -> None:
-    """Write the model's files, then run.toml; remove the stop file if it was last touched at `stop`, before this run."""
+    """Write the model's files, then run.toml; remove the stop file if it was touched at `stop`, before this run."""
     if _touched(out / STOP) == stop:
         (out / STOP).unlink(missing_ok=True)
     flight.keep_earlier(out)

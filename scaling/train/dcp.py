@@ -6,7 +6,7 @@ opens it, whole or as DTensors, under names such as params.layers.W_Q. And `load
 This project reads and writes the files itself, for three reasons. DCP's FileSystemReader reads saved blocks whole (a
 rank that needs a quarter of a block reads four times its bytes) and unpickles anything. DCP's safetensors storage keeps
 one block per leaf and rank, so it loses all but the last block of an interleaved pipeline's. And `dcp.save` needs
-collectives of its own, in addition to the step's.
+collectives in addition to the step's.
 """
 
 import io
@@ -117,6 +117,7 @@ class ShardReader:
         self.folder, self.verified, self.sums, self.read = folder, verified, sums, {}
 
     def __call__(self, name: str, saved: SavedLeaf, block: SavedBlock, whole: bool) -> Tensor:
+        """Return a block of leaf `name`; with `whole` and `verified`, compare its checksum."""
         path = self.folder / Path(block.file).name
         if (key := (path, block.start)) not in self.read:
             self.read[key] = self._read(path, name, saved, block)
@@ -251,7 +252,7 @@ def _dtype(properties: Any) -> torch.dtype:
 
 
 def pickled(leaves: Mapping[str, SavedLeaf], folder: Path) -> bytes:
-    """Return the `.metadata` of a state's leaves, each block of which is alone in a file of the folder."""
+    """Return the `.metadata` of a state's leaves, whose blocks each have one file in the folder."""
     from torch.distributed.checkpoint import metadata as dcp
 
     tensors, storage, paths = {}, {}, {}

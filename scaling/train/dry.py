@@ -71,8 +71,8 @@ def counted(
 ) -> CountedStep:  # fmt: skip
     """Return the result of `count` for a deep model and many microbatches, in less time.
 
-    A step is linear in both, so the counts of a few layers per stage and a few microbatches give those of all. The
-    memory of a pipeline is linear only once all stages are busy and as many messages are pending as are posted ahead.
+    A step is linear in both, so a few layers per stage and a few microbatches give the count of all of them. The memory
+    of a pipeline is linear only once all stages are busy and as many messages are pending as are posted ahead.
     With `memory` and an explicit `schedule`, all layers and microbatches are run. Without `memory`, fewer layers and
     microbatches are enough.
     """

@@ -45,7 +45,7 @@ def fits_as_before(sizes: Mapping[str, int], on: Mapping[str, int]) -> bool:
 
 
 def shared(settings: Settings, sizes: Mapping[str, int], on: Mapping[str, int]) -> Settings:
-    """Return the settings with the microbatches multiplied by the factor by which P and X shrank from `sizes` to `on`."""
+    """Return the settings with the microbatches multiplied by the factor by which P and X shrank."""
     more = prod(sizes.get(axis, 1) // on.get(axis, 1) for axis in GIVE)
     return replace(settings, microbatches=settings.microbatches * more)
 

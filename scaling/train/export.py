@@ -64,7 +64,7 @@ def check_folder(run: Path, out: Path, by: Tokenizer) -> None:
 
 
 def add_companions(run: Path, out: Path, config: Config) -> None:
-    """Write the tokenizer, chat template and ids of begin and end that came with the run's model next to the weights."""
+    """Write the tokenizer, chat template and ids of begin and end of the run's model next to the weights."""
     by, home = tokenizer_of(run, config.V), home_of(run)
     if by.identity == "bytes":
         write_bytes(out)

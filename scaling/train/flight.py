@@ -1,7 +1,7 @@
 """The flight record of a run: the last collectives of each rank, also after a rank has hung, timed out or died.
 
-Each rank writes them, fixed lines in a ring, into a file of the run's folder that is mapped into memory: what is there
-outlives the process, however that ends, and can be read while a run stands still: `python -m scaling.train flight RUN`.
+Each rank writes its collectives as a ring of fixed-size lines into a memory-mapped file in the run's folder. The record
+outlives the process however it ends, and `python -m scaling.train flight RUN` can read it while a run hangs.
 """
 
 import mmap
@@ -14,14 +14,14 @@ from pathlib import Path
 from scaling.common.console import Parser, complain
 from scaling.trace import Event, Log, trace
 
-LAST, WIDTH = 64, 192  # lines, and bytes of each
-TOOK, TEXT = 32, WIDTH - 46  # where the time that it took begins; bytes of what it is
-LATE = ("Send", "Recv", "Transfer", "AllToAll")  # of these some are first heard of as they start
+LAST, WIDTH = 64, 192  # the number of lines in a record, and the bytes of each line
+TOOK, TEXT = 32, WIDTH - 46  # the column of a collective's duration, and the bytes of its description
+LATE = ("Send", "Recv", "Transfer", "AllToAll")  # some of these are only reported when they start
 NAME, ALL = "flight-{:04d}.txt", "flight-????.txt"
 
 
 class Flight:
-    """This rank's record, in `folder`."""
+    """This rank's flight record, a file in the run's folder."""
 
     def __init__(self, folder, rank: int):
         path = Path(folder) / NAME.format(rank)
@@ -29,41 +29,43 @@ class Flight:
         with open(path, "r+b") as file:
             self.memory = mmap.mmap(file.fileno(), LAST * WIDTH)
         self.count = self.number = 0
-        self.open: dict[int, tuple[int, Event]] = {}  # by id, those that have not ended, with their number
-        self.lines: dict[tuple, tuple[bytes, Event]] = {}  # how each is written
+        self.open: dict[int, tuple[int, Event]] = {}  # the pending events by id, with their number
+        self.lines: dict[tuple, tuple[bytes, Event]] = {}  # the text of each kind of event
 
     @contextmanager
     def step(self, number: int) -> Iterator[Log]:
-        """A trace of one step, whose collectives are written down as they are reached and as they end."""
+        """Trace one step, and record each of its collectives when it is reached and when it ends."""
         self.number = number
         with trace(self.watch) as log:
             yield log
 
     def watch(self, event: Event, moment: str) -> None:
-        """Messages and some collectives are first heard of as they start."""
+        """Record an event that is reached or ends; messages and some collectives are only reported as they start."""
         if moment == "reached" or (moment == "started" and event.op in LATE and id(event) not in self.open):
             self.reached(event)
         elif moment == "ended" and id(event) in self.open:
             self.ended(*self.open.pop(id(event)))
 
     def reached(self, event: Event) -> None:
+        """Write a line for an event that has begun."""
         self.count += 1
         key = id(event.before), id(event.after), event.op  # types are made once, with the lines of the program
         if key not in self.lines:
-            self.lines[key] = str(event).encode()[:TEXT].ljust(TEXT), event  # which keeps the types, and so the ids
+            self.lines[key] = str(event).encode()[:TEXT].ljust(TEXT), event  # keeps the types alive, and so their ids
         at = self.count % LAST * WIDTH
         head = b"%9d %14.3f %6d %12s " % (self.count, time.time(), self.number, b"under way")
         self.memory[at : at + WIDTH - 1] = head + self.lines[key][0]
         self.open[id(event)] = self.count, event
 
     def ended(self, count: int, event: Event) -> None:
+        """Write the duration into the event's line, unless a later line has replaced it."""
         if self.count - count < LAST:
             at = count % LAST * WIDTH + TOOK
             self.memory[at : at + 12] = b"%9.2f ms" % ((event.end - event.called) * 1e3)
 
 
 def records(folder) -> dict[int, list[str]]:
-    """{rank: its last collectives, the newest last}."""
+    """Return {rank: its last collectives, the newest last}."""
     found = {}
     for path in sorted(Path(folder).glob(ALL)):
         lines = sorted(text for text in path.read_text(errors="replace").splitlines() if text.strip())
@@ -72,23 +74,25 @@ def records(folder) -> dict[int, list[str]]:
 
 
 def shown(text: str) -> str:
+    """Return a line of a record for printing, with the time of day instead of the time stamp."""
     _, when, step, rest = text.split(None, 3)
     clock = time.strftime("%H:%M:%S", time.localtime(float(when)))
     return f"{clock}{when[-4:]} step {step} {rest.rstrip()}"
 
 
 def keep_earlier(folder) -> None:
-    """Before a run begins: what an earlier one has left is kept, under other names."""
+    """Rename the records of an earlier run before this run begins, so that they are kept."""
     for path in Path(folder).glob(ALL):
         path.replace(path.with_suffix(".before"))
 
 
 def told(folder, last: int = 1) -> str:
-    """What each rank did last, in lines."""
+    """Return the last collectives of each rank, as lines of text."""
     return "\n".join(f"rank {rank}: {text}" for rank, lines in records(folder).items() for text in lines[-last:])
 
 
 def main(argv=None) -> int:
+    """Run the command; return 1 if there is no record."""
     parser = Parser(prog="python -m scaling.train flight", description=(__doc__ or "").split("\n")[0])
     parser.add_argument("run", type=Path, help="the folder of a run, also of one that hangs")
     parser.add_argument(

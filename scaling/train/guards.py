@@ -1,7 +1,7 @@
-"""What a run watches itself for: ranks that have come apart, numbers that are not finite, losses that jump, slow ranks.
+"""Watch a run for replicas that differ, numbers that are not finite, losses that jump, and slow ranks.
 
-Cheap and on by default. All ranks find the same, since they look at what was gathered from all, and say which leaf,
-axis, ranks and step it is about.
+The guards are cheap and on by default. They look at values gathered from all ranks, so all ranks reach the same
+verdict. A message names the leaf, axis, ranks and step.
 """
 
 import math
@@ -20,15 +20,18 @@ from scaling.spec import Spec, format_axes, parse
 from scaling.trace import Log
 from scaling.train.blocks import first_replica
 
-ROW, ROWS = 1 << 13, 1 << 7  # words of 8 bytes that are hashed together, and such rows at a time
+ROW, ROWS = 1 << 13, 1 << 7  # 8-byte words in a row of the hash, and the rows that are hashed at a time
 AGAIN = "go on from the last checkpoint (--resume); if it comes back, look for what differs by rank"
-SHARE, LEAST = 0.12, 0.025  # of a step, and seconds, by which a rank is slower than the others before it is named
-BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}  # by bytes of an element; of more, int64
+SHARE, LEAST = 0.12, 0.025  # a rank is slow if it lags by more than this share of a step and by more than these seconds
+BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}  # the integers for elements of so many bytes; larger: int64
 
 
 def check_replicas(state, specs, mesh, step: int, name: str = "state") -> None:
-    """ArithmeticError that names leaf, axis and ranks, unless ranks that hold the same block hold the same bits, and
-    all of them are finite."""
+    """Check that all elements are finite, and that ranks which hold the same block hold the same bits.
+
+    Raises:
+        ArithmeticError: They do not; the message names the leaf and the ranks, and the axes of differing replicas.
+    """
     typed = tree.paired(state, specs, name)
     for (where, _, spec), bad in zip(typed, not_finite(typed, mesh), strict=True):
         if bad:
@@ -37,7 +40,11 @@ def check_replicas(state, specs, mesh, step: int, name: str = "state") -> None:
 
 
 def check_same(typed: Sequence[tuple[str, Tensor, Spec]], mesh, step: int) -> None:
-    """The same of (name, leaf, type), but for elements that are not finite."""
+    """Check that replicas hold the same bits, given (name, leaf, type) triples; elements may be infinite or NaN.
+
+    Raises:
+        ArithmeticError: Replicas differ; the message names the leaf, axes and ranks.
+    """
     hashes = everyone(_on(mesh, [digest(leaf) for _, leaf, _ in typed]), mesh)
     for i, (where, _, spec) in enumerate(typed):
         if odd := apart(hashes[:, i].tolist(), spec, mesh):
@@ -51,9 +58,10 @@ def check_same(typed: Sequence[tuple[str, Tensor, Spec]], mesh, step: int) -> No
 
 
 def check_finite(loss: Tensor, norm: Tensor, grads, specs, mesh, step: int) -> None:
-    """ArithmeticError that names the gradients and ranks, if the loss or the gradients' norm is not finite.
+    """Check that the loss and the norm of the gradients are finite, before the params and optimizer are updated.
 
-    Before the update: params and optimizer are still good.
+    Raises:
+        ArithmeticError: One is not finite; the message names the gradients and ranks.
     """
     if math.isfinite(loss.item()) and math.isfinite(norm.item()):
         return
@@ -70,7 +78,7 @@ def check_finite(loss: Tensor, norm: Tensor, grads, specs, mesh, step: int) -> N
 
 
 def leaf_norms(grads, specs, mesh) -> Tensor:
-    """float64[leaves]: the norm of each whole gradient, in the order of `tree.named_leaves`, on every rank."""
+    """Return float64[leaves], the norm of each whole gradient in the order of `tree.named_leaves`, on every rank."""
     squares = [
         leaf.double().square().sum() * first_replica(spec, mesh.coord, mesh)
         for _, leaf, spec in tree.paired(grads, specs)
@@ -80,15 +88,24 @@ def leaf_norms(grads, specs, mesh) -> Tensor:
 
 @dataclass
 class Losses:
-    """The last losses, to tell a jump by: beyond what they change by from step to step, and by a good part of what the
-    latest ones are. So a loss that falls fast hides none."""
+    """The latest losses, from which a jump is detected.
+
+    A loss jumps if it rises above the median of the latest losses by more than their usual change from step to step,
+    and by more than a good part of that median. Only the median of the latest losses counts, so that a loss which falls
+    fast does not hide a jump.
+
+    Attributes:
+        seen: The latest losses.
+        deviations: The factor on the usual change.
+        part: The part of the median.
+    """
 
     seen: deque = field(default_factory=lambda: deque(maxlen=64))
     deviations: float = 10.0
     part: float = 0.25
 
     def jump(self, loss: float, step: int) -> str:
-        """A warning, or nothing; and the loss is remembered."""
+        """Record a loss; return a warning if it jumped, or "" if it did not."""
         before = [*self.seen]
         self.seen.append(loss)
         if len(before) < 16:
@@ -101,7 +118,7 @@ class Losses:
 
 
 def everyone(x: Tensor, mesh) -> Tensor:
-    """x[N] of each rank -> [world, N] on every rank."""
+    """x[N] of each rank -> [world, N] on every rank, on the CPU."""
     axes = [axis for axis, size in mesh.sizes.items() if size > 1]
     if not axes:
         return x[None].cpu()
@@ -110,14 +127,15 @@ def everyone(x: Tensor, mesh) -> Tensor:
 
 
 def _on(mesh, scalars: Sequence[Tensor]) -> Tensor:
-    """[N], on the mesh's device: a run's batch, and its count of steps, are on the CPU."""
+    """Stack scalars into [N] on the mesh's device; a run's batch and its count of steps are on the CPU."""
     return torch.stack([x.to(mesh.device) for x in scalars])
 
 
 def digest(x: Tensor) -> Tensor:
-    """int64[]: a hash of the bits and of where they stand. Sums wrap around, so the order of adding does not matter.
+    """Return int64[], a hash of the bits of x and of their positions.
 
-    Each word of 8 bytes is weighed by an odd number of its own, so that one changed bit always changes the sum.
+    Sums wrap around, so the order of adding does not matter. Each word of 8 bytes is multiplied by an odd number that
+    depends on its position, so one changed bit always changes the sum.
     """
     flat = x.detach().contiguous().view(-1)
     cut = flat.nbytes // (8 * ROW) * (8 * ROW) // flat.element_size()
@@ -132,25 +150,29 @@ def digest(x: Tensor) -> Tensor:
 
 
 def odd(n: int, step: int, device) -> Tensor:
-    """1, 1 + step, 1 + 2 step, ...: int64[n]."""
+    """Return int64[n]: 1, 1 + step, 1 + 2 step, ..."""
     return torch.arange(n, device=device) * step + 1
 
 
 def not_finite(typed, mesh) -> list[list[int]]:
-    """Of each leaf of `tree.paired`, the ranks on which an element is not finite."""
+    """Return the ranks on which an element is not finite, for each leaf of `tree.paired`."""
     good = everyone(_on(mesh, [finite(leaf) for _, leaf, _ in typed]).to(torch.int64), mesh)
     return [(leaf == 0).nonzero().flatten().tolist() for leaf in good.unbind(1)]
 
 
 def finite(x: Tensor) -> Tensor:
-    """bool[]: whether every element is. A sum says so at a tenth of the price, unless it overflows."""
+    """Return bool[], whether every element is finite.
+
+    A finite sum proves it at a tenth of the price. If the sum is not finite, it may have overflowed, and all elements
+    are checked.
+    """
     if x.is_floating_point() and not x.sum(dtype=torch.promote_types(x.dtype, torch.float32)).isfinite():
         return x.isfinite().all()
     return torch.ones((), dtype=torch.bool, device=x.device)
 
 
 def apart(hashes: list[int], spec: "Spec | str", mesh) -> tuple[list[int], list[str]] | None:
-    """(the ranks whose hash is not that of most holders of the same block, the axes along which they differ)."""
+    """Return (the ranks that differ from most holders of their block, the axes along which they differ), or None."""
     spec, blocks = parse(spec), {}
     at = [mesh.coord_of(rank) for rank in range(mesh.size())]
     for rank, place in enumerate(at):
@@ -168,30 +190,33 @@ def apart(hashes: list[int], spec: "Spec | str", mesh) -> tuple[list[int], list[
 
 
 def one_axis(others: list[Mapping[str, int]], at: Mapping[str, int]) -> set[str]:
-    """The axes along which the nearest of the others lies."""
+    """Return the axes along which a rank at `at` differs from the nearest of the others."""
     differing = [{axis for axis in at if other[axis] != at[axis]} for other in others]
     return min(differing, key=len)
 
 
 def still(log: Log) -> float:
-    """Seconds of this rank in collectives, waiting for others and for the data, of what a trace saw."""
+    """Return the seconds that this rank waited in the collectives of a trace, for other ranks and for their data."""
     return sum(e.end - (e.waited if e.async_op else e.called) for e in log.collectives() if e.op != "Send")
 
 
 @dataclass
 class Pace:
-    """The latest steps of this rank: (seconds, of these standing still for a collective). Ranks that work together take
-    equally long; what tells a slow one is that it never waits for the others."""
+    """The latest steps of this rank, as (seconds of the step, seconds of it spent waiting in collectives).
+
+    All ranks of a step take equally long. A slow rank is the one that does not wait for the others.
+    """
 
     steps: deque = field(default_factory=lambda: deque(maxlen=64))
 
     def add(self, seconds: float, stood: float) -> None:
+        """Record a step and the seconds of it that this rank waited."""
         self.steps.append((seconds, min(stood, seconds)))
 
     def slow(self, mesh, step: int) -> str:
-        """A warning that names ranks that all others wait for, or nothing; and the steps are forgotten.
+        """Return a warning that names the ranks that all others wait for, or ""; then forget the recorded steps.
 
-        All ranks call it. Of a rank's steps the quickest counts: whatever else the machine does only adds.
+        All ranks call it. Only the quickest step of each rank counts, because other work on the machine only adds time.
         """
         quickest = [min(seconds - stood for seconds, stood in self.steps), min(seconds for seconds, _ in self.steps)]
         self.steps.clear()
@@ -200,7 +225,14 @@ class Pace:
 
 
 def slow_ranks(work: list[float], step_seconds: float, mesh, step: int) -> list[str]:
-    """Of each rank's working seconds a step: those much longer than their peers', the ranks of the same stage."""
+    """Return a warning for each rank that works much longer than the median of its peers, the ranks of its stage.
+
+    Args:
+        work: The seconds per step that each rank works, without waiting.
+        step_seconds: The seconds of a whole step.
+        mesh: The mesh.
+        step: The number of the step.
+    """
     at, found = [mesh.coord_of(rank) for rank in range(len(work))], []
     for rank, mine in enumerate(work):
         others = [w for r, w in enumerate(work) if r != rank and at[r].get("Z") == at[rank].get("Z")]

@@ -1,6 +1,6 @@
-"""A training run: steps, with what is said, checked, evaluated and saved between them.
+"""Run the steps of a training run, with logging, guards, evaluations and checkpoints between them.
 
-It writes metrics.jsonl and checkpoints; it stops, with a checkpoint, when it is asked to.
+A run writes metrics.jsonl and checkpoints. It saves a checkpoint and ends when the file `stop` appears in its folder.
 """
 
 import sys
@@ -42,7 +42,7 @@ STOP = "stop"  # a file of this name in the run's folder asks it to save and end
 def run(mesh, settings: Settings, keep: Callable[[], None] | None = None) -> dict:
     """Train on every rank of a mesh; return {"step", "sequences", "loss", "valid"}.
 
-    `keep`: rank 0 calls it when no rank can refuse the run any more. Until then nothing in the run's folder is written.
+    `keep`: rank 0 calls it once every rank has accepted the run. Nothing is written into the run's folder before that.
     """
     out, places = Path(settings.out), stored_places(settings.model, mesh)
     train, valid = inputs(settings)
@@ -119,10 +119,13 @@ def begun(
     made_with: Mapping[str, Any],
     params: dict | None = None,
 ) -> tuple[dict, int, dict[str, Any]]:
-    """Return (state, step, record) that a run begins with: those of a checkpoint, and what it was made with; or step 0
-    of these `params`, by default an HF folder's weights or params drawn by the seed, and no record.
+    """Return (state, step, record) with which a run begins, without a rank holding more than its shards.
 
-    No rank holds more than its shards. ValueError if the checkpoint was made with something else, or none is whole.
+    A resumed run gets them from its newest whole checkpoint. A new run begins at step 0 with an empty record, and with
+    `params`, which by default are the weights of a folder or drawn by the seed.
+
+    Raises:
+        ValueError: The checkpoint was made with other options, data, model or tokenizer, or no checkpoint is whole.
     """
     if steps := resumable(settings):
         state, step, before = first_whole(settings, steps, made_with, specs, mesh)
@@ -142,7 +145,10 @@ def first_whole(
 ) -> tuple[dict, int, dict[str, Any]]:
     """Return (state, step, record) of the first of these steps that every rank can load.
 
-    A step that is damaged is named in a warning. ValueError if all are, or if a step was made with something else.
+    A warning names each damaged step.
+
+    Raises:
+        ValueError: All steps are damaged, or a step was made with other options, data, model or tokenizer.
     """
     out, config = Path(settings.out), settings.model
     places, first = stored_places(config, mesh), ""
@@ -175,31 +181,31 @@ def first_whole(
 
 
 def state_specs(settings: Settings, mesh, optimizer: optim.Optimizer) -> dict:
-    """Return the types of a run's state; what is not a tensor has none."""
+    """Return the types of a run's params and optimizer state; the numbers in a state have none."""
     updated = optimizer.state_specs(trained_types(settings, mesh))
     return {"params": held_types(settings, mesh), "optimizer": updated}
 
 
 def _placed(batch: Batch, mesh) -> tuple:
-    """This rank's part of a batch; no segments if each row is of one document, since a mask of them costs T^2."""
+    """Return this rank's part of a batch, without segments if each row has one document, because a mask costs T^2."""
     tokens, targets, segments = (local(x, mesh) for x in batch)
     return tokens, targets, segments if bool((batch[2] != batch[2][:, :1]).any()) else None
 
 
 def expert_shares(log: Log, mesh) -> list[float]:
-    """Return the share of the tokens of a step that each expert was chosen by, over all layers and microbatches."""
+    """Return each expert's share of the tokens routed in a step, over all layers and microbatches."""
     load = torch.stack(log.loads).sum(0)
-    if mesh.sizes.get("Z", 1) > 1:  # each stage has seen its own layers; all of its ranks have counted the same
+    if mesh.sizes.get("Z", 1) > 1:  # each stage has seen only its layers, and its ranks have equal counts
         load = guards.everyone(load, mesh).sum(0)
     return [round(share, 4) for share in (load / load.sum()).tolist()]
 
 
 def met(mesh) -> None:
-    """Wait until every rank has come here; a rank that has refused the run never does."""
+    """Wait until every rank has called this function, which a rank that has refused the run never does."""
     guards.everyone(torch.zeros(1, dtype=torch.int64), mesh)
 
 
 def stop_asked(out: Path, mesh) -> bool:
-    """Whether this run is to save and end: rank 0 has seen the file, and all agree."""
+    """Return whether this run must save and end, which rank 0 reads from the stop file and all ranks agree on."""
     asked = mesh.rank == 0 and (out / STOP).exists()
     return bool(guards.everyone(torch.tensor([asked], dtype=torch.int64), mesh).any())

@@ -1,7 +1,7 @@
-"""What a run began with: its model, and the tokenizer to which its ids belong. A run's folder keeps both.
+"""Find the model and the tokenizer that a run begins with, and keep both in the run's folder.
 
-RUN/run.toml      the options; model = "model" and tokenizer = "model" stand for the folder below
-RUN/model/        what came with the model and its tokenizer: config.json, tokenizer.json, chat template, ...
+RUN/run.toml      the options; model = "model" and tokenizer = "model" mean the folder below
+RUN/model/        the files that came with the model and its tokenizer: config.json, tokenizer.json, chat template, ...
 """
 
 import argparse
@@ -36,7 +36,11 @@ PLACES = ("weights", "lora_from", "profile", "tensorboard")  # paths among the s
 
 
 def options_of(run: Path, **kinds: type) -> dict[str, Any]:
-    """The options of the run in a folder, of which those named are of these types. ValueError if it has none."""
+    """Return the options of the run in a folder, and check the types of those named in `kinds`.
+
+    Raises:
+        ValueError: The folder is not that of a run, or an option has another type.
+    """
     if not (run / RUN).is_file():
         raise ValueError(
             f"{run}: is not a run of scaling.train: it has no {RUN}"
@@ -49,8 +53,11 @@ def options_of(run: Path, **kinds: type) -> dict[str, Any]:
 
 
 def begun_from(model: str, sizes_only: bool = False) -> tuple[Config, str]:
-    """The sizes of a model, and the folder of the weights to begin with, "" if none. ValueError for a run, whose
-    weights are checkpoints."""
+    """Return the config of a model, and the folder of the weights to begin with ("" if there are none).
+
+    Raises:
+        ValueError: `model` is the folder of a run, whose weights are checkpoints.
+    """
     source = source_of(model, sizes_only=sizes_only)
     if source.is_run:
         raise ValueError(
@@ -61,9 +68,9 @@ def begun_from(model: str, sizes_only: bool = False) -> tuple[Config, str]:
 
 
 def weights_to_begin_with(out: str, own: "str | None", given: str) -> str:
-    """Return the folder of the weights that a run began with, `own`, or where it has none yet, those that were given.
+    """Return `own`, the folder of the weights that a run began with, or `given` if the run has not begun.
 
-    Rank 0 warns that others than its own are not used.
+    Rank 0 warns if other weights were given, because the run does not use them.
     """
     others = Path(given).resolve() not in (Path(own or ".").resolve(), (Path(out) / MODEL).resolve())
     if own is not None and given and others and first_rank():
@@ -72,18 +79,28 @@ def weights_to_begin_with(out: str, own: "str | None", given: str) -> str:
 
 
 def config_of_run(run: Path) -> Config:
-    """The sizes of the model of a run. ValueError if what its options name is gone."""
+    """Return the config of a run's model; ValueError if the options name a model that cannot be found."""
     options_of(run, model=str)
     return get(run)
 
 
 def tokenizer_for(config: Config, model: str, weights: str, given: "str | None", data: str, out: "Path | None") -> str:
-    """The tokenizer of a run, as `Settings.tokenizer` has it: "bytes", a file or a folder, or "" where none is known.
+    """Return the tokenizer of a run as `Settings.tokenizer` holds it: "bytes", a file, a folder, or "" if unknown.
 
-    `given`: --tokenizer. By default the model folder's own; of a model that is made here that of the shards of `data`,
-    or bytes. `out`: the folder of a run that is resumed, whose own is the default there; `record.check_unchanged`
-    refuses another. ValueError if it is not the one that the model's weights or shards of `data` have learned or were
-    made by, and if text has none.
+    The default is the tokenizer in the model's folder. For a model that begins without a folder, it is the one that
+    made the shards of `data`, or else bytes. A resumed run uses its own tokenizer by default, and
+    `record.check_unchanged` refuses another.
+
+    Args:
+        config: The model's config.
+        model: The model's name or folder.
+        weights: The folder of the weights to begin with, or "".
+        given: The option --tokenizer.
+        data: The option --data.
+        out: The folder of the run that is resumed, if any.
+
+    Raises:
+        ValueError: The weights or the shards of `data` belong to another tokenizer, or no tokenizer can read the text.
     """
     places = [Path(path) for path, _ in weighted_paths(data)]
     if out is not None and options_of(out).get("identity") is not None:
@@ -105,6 +122,7 @@ def tokenizer_for(config: Config, model: str, weights: str, given: "str | None",
 
 
 def _given(config: Config, model: str, weights: str, given: "str | None") -> Tokenizer:
+    """Return the tokenizer `given`, or an unknown one; ValueError if the weights have learned another's ids."""
     by = checked_tokenizer(tokenizer(given), config.V, config.name) if given else Unknown(model)
     own = tokenizer_of(model, config.V) if weights and Path(model).is_dir() else by
     if own.identity not in ("", by.identity):
@@ -116,7 +134,7 @@ def _given(config: Config, model: str, weights: str, given: "str | None") -> Tok
 
 
 def _of_data(config: Config, places: list[Path]) -> Tokenizer:
-    """Of a model that is made here: what made the shards that it reads; rows of ids do not say what made them."""
+    """Return the tokenizer of the data, for a model without one; rows of ids do not record which tokenizer it was."""
     for path in places:
         if (path / INDEX).is_file():
             made = path if (path / FILE).is_file() else "bytes"
@@ -131,13 +149,18 @@ def _of_data(config: Config, places: list[Path]) -> Tokenizer:
 
 
 def tokenizer_in(settings: Settings) -> Tokenizer:
-    """The tokenizer of a run's settings."""
+    """Return the tokenizer of a run's settings."""
     return tokenizer(settings.tokenizer) if settings.tokenizer else Unknown(settings.weights or settings.model.name)
 
 
 def end_for(settings: Settings, args: argparse.Namespace) -> int:
-    """Return the id that ends each document of a run, `NO_END` if none does: where neither --eos-id nor --no-eos is
-    given, that of its shards, or else its tokenizer's. ValueError for one that the model does not have."""
+    """Return the id that ends each document of a run, or `NO_END` if none does.
+
+    Without --eos-id and --no-eos, it is the id that the shards end with, or else the tokenizer's end of text.
+
+    Raises:
+        ValueError: The id is outside the model's vocabulary.
+    """
     places = [Path(path) for path, _ in weighted_paths(settings.data)]
     by, shards = tokenizer_in(settings), [path for path in places if (path / INDEX).is_file()]
     if shards and args.eos_id is None and not args.no_eos:
@@ -152,7 +175,10 @@ def end_for(settings: Settings, args: argparse.Namespace) -> int:
 
 
 def keep_origin(out: Path, model: str, settings: Settings) -> dict[str, str]:
-    """Copy the model's files and the tokenizer's into the run's folder, unless they are there; what run.toml says."""
+    """Copy the model's and the tokenizer's files into the run's folder, unless they are there already.
+
+    Return the options of run.toml that name them and the run's other paths.
+    """
     by, home = tokenizer_in(settings), out / MODEL
     path, place = Path(model), Path(settings.tokenizer)
     said = {"model": model, "tokenizer": settings.tokenizer, "identity": by.identity}
@@ -170,7 +196,7 @@ def keep_origin(out: Path, model: str, settings: Settings) -> dict[str, str]:
         belongs = path.is_dir() and (bool(settings.weights) if own is None else own == by.identity)
         if other := by.identity not in ("", "bytes", own):
             copy_companions(place, home)
-        if belongs and other:  # what is the tokenizer's, such as a chat template, is so of the one that was given
+        if belongs and other:  # the given tokenizer also brings the chat template, so the model's is not copied
             copy_companions(path, home, (GENERATION,))
         elif belongs:
             copy_companions(path, home)
@@ -186,20 +212,20 @@ def keep_origin(out: Path, model: str, settings: Settings) -> dict[str, str]:
 
 
 def short_name(by: Tokenizer) -> str:
-    """Its file with the folder that it stands in, which is a model's name as a rule; or "bytes", or "" for none."""
+    """Return the tokenizer's file with its folder, usually a model's name; "bytes" for bytes, "" if unknown."""
     path = Path(by.name).absolute()
     return f"{path.parent.name}/{path.name}" if by.identity not in ("", "bytes") else by.identity
 
 
 def without_ends(path: Path) -> None:
-    """Take the ids of begin and end, which are another tokenizer's, out of a Hugging Face config.json."""
+    """Remove the ids of begin and end, which belong to another tokenizer, from a Hugging Face config.json."""
     if path.suffix == ".json":
         table = json.loads(path.read_text())
         path.write_text(json.dumps({key: value for key, value in table.items() if key not in ENDS}, indent=2) + "\n")
 
 
 def absolute_data(data: str) -> str:
-    """The same --data from wherever the run goes on."""
+    """Return --data with absolute paths, so that the run can go on from any working folder."""
     parts = weighted_paths(data)
     if parts == [(data, 1.0)]:
         return str(Path(data).resolve())

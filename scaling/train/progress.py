@@ -1,4 +1,4 @@
-"""What a run says of itself: a line and a JSON record a step; its curves as TensorBoard shows them, too."""
+"""Report a run's progress: a printed line and a JSON record per step, and curves for TensorBoard."""
 
 import importlib.util
 import json
@@ -25,20 +25,19 @@ from scaling.spec.sizes import format_sizes
 from scaling.train.durable import replaced
 from scaling.train.settings import Settings
 
-METRICS, NORMS = "metrics.jsonl", "norms.jsonl"  # of a run's folder: a line a step
+METRICS, NORMS = "metrics.jsonl", "norms.jsonl"  # files in a run's folder, with a line per step
 
 
 @dataclass(frozen=True)
 class Progress:
-    """Writes metrics.jsonl in the run's folder, TensorBoard's files where they are asked for, and lines on rank 0's
-    output."""
+    """A reporter that writes metrics.jsonl, TensorBoard's files if `--tensorboard` is given, and rank 0's output."""
 
     settings: Settings
     mesh: Any
 
     @cached_property
     def board(self) -> Any:
-        """What writes TensorBoard's files, if they are asked for."""
+        """The writer of TensorBoard's files, or None without `--tensorboard`."""
         if not self.settings.tensorboard:
             return None
         from torch.utils.tensorboard import SummaryWriter
@@ -47,8 +46,11 @@ class Progress:
 
     @cached_property
     def flops(self) -> dict[str, float]:
-        """FLOPs of a step by both conventions: six per param and token; and with the products of attention, each query
-        with every key (as PaLM counts, arXiv:2204.02311, appendix B)."""
+        """The FLOPs of a step by two conventions, {"params", "attention"}.
+
+        "params" counts six FLOPs per param and token. "attention" adds the products of attention, each query with every
+        key, as PaLM counts them (arXiv:2204.02311, appendix B).
+        """
         s = self.settings
         return {
             "params": tm.rule_of_thumb(s.model, s.batch * s.seq),
@@ -57,14 +59,16 @@ class Progress:
 
     @cached_property
     def peak(self) -> float | None:
-        """FLOPs/s of all devices, of the chip given or of a GPU that the book's tables know; None if they have none."""
+        """The peak FLOPs/s of all devices, by `--chip` or the book's table of this GPU; None if neither has a rate."""
         name = self.settings.chip or known(self.mesh.device)
         rate = dict(chip(name).peaks).get(self.settings.dtype) if name else None
         return rate * self.mesh.size() if rate else None
 
     def cut(self, step: int) -> None:
-        """Take the records of steps after this one, which will be done again, out of metrics.jsonl and norms.jsonl; and
-        what is no record."""
+        """Remove the records after `step`, whose steps will run again, from metrics.jsonl and norms.jsonl.
+
+        Lines that are not records are removed too, and rank 0 warns of them.
+        """
         if self.mesh.rank:
             return
         for path in (Path(self.settings.out) / name for name in (METRICS, NORMS)):
@@ -77,8 +81,15 @@ class Progress:
                     self.warn(f"{path}: {junk} of its lines were no records, and are left out")
 
     def record(self, step: int, loss: float, norm: float, seconds: float, stood: float | None) -> dict:
-        """The metrics of a step. `norm`: not finite in a step that was skipped, and then None. `stood`: seconds of
-        this rank in collectives; None where that is not seen."""
+        """Return the metrics of a step.
+
+        Args:
+            step: The number of the step.
+            loss: The loss.
+            norm: The norm of the gradients; if it is not finite, the step was skipped, and its metric is None.
+            seconds: The duration of the step.
+            stood: The seconds that this rank waited in collectives; None if they were not measured.
+        """
         found = {"step": step, "loss": loss, "grad_norm": norm if math.isfinite(norm) else None}
         found["seconds"] = round(seconds, 5)
         found["tokens_per_second"] = round(self.settings.batch * self.settings.seq / seconds, 1)
@@ -92,7 +103,7 @@ class Progress:
         return found | {"memory": _memory(self.mesh.device)}
 
     def say(self, record: Mapping) -> None:
-        """All of them, from rank 0."""
+        """Write a step's record to metrics.jsonl, TensorBoard and the output, on rank 0."""
         if self.mesh.rank:
             return
         with open(Path(self.settings.out) / METRICS, "a") as log:
@@ -105,7 +116,7 @@ class Progress:
                     self.board.add_scalars(name, {str(i): each for i, each in enumerate(value)}, record["step"])
                 elif name != "step" and value is not None:
                     self.board.add_scalar(name, value, record["step"])
-            self.board.flush()  # a run that is killed has written what it said
+            self.board.flush()  # so that a run that is killed loses no step that it has printed
         print(fold(_line(record, self.settings.steps)), flush=True)
         if "sample" in record:
             text = self.settings.sample + record["sample"]
@@ -113,19 +124,22 @@ class Progress:
             print(textwrap.indent(text, "    "), flush=True)
 
     def norms(self, step: int, leaves: Iterable[str], norms: Iterable[float]) -> None:
-        """The norm of each leaf's gradient, as a line of norms.jsonl."""
+        """Append the norm of each leaf's gradient to norms.jsonl, on rank 0."""
         if self.mesh.rank == 0:
             with open(Path(self.settings.out) / NORMS, "a") as log:
                 log.write(json.dumps({"step": step, "norms": dict(zip(leaves, norms, strict=True))}) + "\n")
 
     def warn(self, text: str) -> None:
+        """Print a warning on rank 0, unless the text is empty."""
         if text and self.mesh.rank == 0:
             print(f"warning: {text}", file=sys.stderr, flush=True)
 
 
 def read_records(path: Path) -> list[tuple[bytes, dict[str, Any] | None]]:
-    """Return the lines of a file of JSON lines, each with the record of a step that it is; None for one that is none,
-    such as a last line that a kill has cut."""
+    """Return each line of a JSON-lines file with the record of a step that it holds.
+
+    The record is None if the line holds none, such as a last line that was cut when the run was killed.
+    """
     found = []
     for line in path.read_bytes().splitlines(keepends=True):
         try:
@@ -138,7 +152,11 @@ def read_records(path: Path) -> list[tuple[bytes, dict[str, Any] | None]]:
 
 
 def check_installed(settings: Settings) -> None:
-    """ValueError if TensorBoard's files are asked for, and what writes them is not installed."""
+    """Check that tensorboard is installed if `--tensorboard` is given.
+
+    Raises:
+        ValueError: It is not installed.
+    """
     if settings.tensorboard and importlib.util.find_spec("tensorboard") is None:
         raise ValueError(
             "--tensorboard: tensorboard is not installed\n  fix: pip install 'scaling-book-torch[tensorboard]'"
@@ -146,7 +164,7 @@ def check_installed(settings: Settings) -> None:
 
 
 def _line(record: Mapping, steps: int) -> str:
-    """One line of progress."""
+    """Return the printed line of a step's record."""
     rate = record["flops_per_second"]
     work = f"{significant(rate)} FLOPs/s"
     if "mfu" in record:
@@ -161,20 +179,20 @@ def _line(record: Mapping, steps: int) -> str:
 
 
 def _memory(device: torch.device) -> int:
-    """The most bytes that this rank has held: on a GPU of tensors, on a CPU of its process."""
+    """Return the peak bytes of this rank: of its tensors on a GPU, of its process on a CPU."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
 
 
 def known(device: torch.device) -> str:
-    """The name of the book's chip that this device is, if it is one."""
+    """Return the book's name of this device's chip, or "" if the book does not have it."""
     name = torch.cuda.get_device_name(device).lower() if device.type == "cuda" else ""
     return next((each for each in chips() if each in name), "")
 
 
 def describe(settings: Settings, sizes: Mapping[str, int]) -> str:
-    """What is about to run, in a line."""
+    """Return one line that describes the run: model, params, mesh, batch, tokenizer and folder."""
     s = settings
     where = f"{s.batch} x {s.seq} tokens a step, tokenizer {s.tokenizer or 'not known'}, {os.path.abspath(s.out)}"
     zero = f" (ZeRO-{s.zero})" if s.zero != 3 and sizes.get("X", 1) > 1 else ""

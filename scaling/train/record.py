@@ -1,7 +1,8 @@
-"""What a checkpoint was made with: its options, its model, its tokenizer and the data that its params have learned.
+"""Record the options, model, tokenizer and data that a checkpoint was made with, and compare them on resumption.
 
-The index of each step holds this record. A run that goes on makes its own record and compares the two, before anything
-in its folder is written. An older checkpoint has no record: its run.toml, its model and its leaves are compared.
+The index of each step holds this record. A resumed run makes its own record and compares the two before it writes
+anything into its folder. A checkpoint of an older version has no record, so its run.toml, model and leaves are compared
+instead.
 """
 
 import json
@@ -26,14 +27,14 @@ from scaling.train.settings import DTYPES, Settings, rate
 
 # The options that a run keeps to its end:
 FIXED = ("dtype", "eos_id", "lora", "lora_alpha", "lora_on", "no_template", "optimizer", "seed", "seq")
-# Those that may change at any step:
+# The options that may change at any step:
 FREE = ("batch", "clip", "decay_steps", "lr", "schedule", "steps", "warmup", "weight_decay")
-KEPT = ("base model", "chat template", "tokenizer")  # what else a run keeps to its end
+KEPT = ("base model", "chat template", "tokenizer")  # other entries of the record that a run keeps to its end
 SCHEDULE = ("decay_steps", "lr", "schedule", "warmup")  # the options that, with steps, give the learning rate
 
 
 def record_of(settings: Settings) -> dict[str, Any]:
-    """Return the record of what a run with these settings makes checkpoints with, as JSON gives it back."""
+    """Return the record that a run with these settings stores in its checkpoints, as JSON would return it."""
     by, options = tokenizer_in(settings), {name: getattr(settings, name) for name in (*FIXED, *FREE)}
     options |= {"dropout": settings.model.dropout, "eos_id": chosen_end(by, settings.eos_id)}
     found = {"options": options, "model": _sizes(settings.model), "tokenizer": by.identity}
@@ -48,14 +49,14 @@ def record_of(settings: Settings) -> dict[str, Any]:
 
 
 def weights_digest(folder: Path) -> list[str]:
-    """Return a digest of each file of weights in a folder, to which a run's adapters belong."""
+    """Return a digest of each safetensors file in a folder, to identify the weights to which adapters belong."""
     return [digest_of(path) for path in sorted(folder.glob("*.safetensors"))]
 
 
 def recorded(out: Path, step: int | None) -> dict[str, Any]:
-    """Return the record of a step; without a step, of the model and the tokenizer that the run's folder keeps.
+    """Return the record of a step; if `step` is None, that of the model and tokenizer in the run's folder.
 
-    An older step has no record, and then only what else is known of it is returned.
+    A step of an older version has no record, and the result holds what run.toml and the step's leaves show.
     """
     content = checkpoint.index(out, step) if step is not None else {}
     if "made_with" in content:
@@ -71,15 +72,18 @@ def recorded(out: Path, step: int | None) -> dict[str, Any]:
 
 
 def resumable(settings: Settings) -> list[int]:
-    """Return the steps from which a run goes on, the first that is whole of these; none for one that begins."""
+    """Return the steps from which a run may go on, in the order in which it tries them; [] for a new run."""
     if settings.resume and settings.step and not this_rank().restarts:  # torchrun's restarts go on from the latest
         return [settings.step]
     return newest_first(Path(settings.out)) if settings.resume else []
 
 
 def first_recorded(out: Path, steps: Sequence[int]) -> tuple[int | None, dict[str, Any]]:
-    """Return the first of these steps whose record can be read, and the record; without steps, None and what the folder
-    keeps. The first step's error if none can be read."""
+    """Return the first of these steps whose record can be read, and its record.
+
+    Without steps, return None and the record of the model and tokenizer in the folder. If no step's record can be read,
+    the error of the first step is raised.
+    """
     errors = []
     for step in steps:
         try:
@@ -92,7 +96,7 @@ def first_recorded(out: Path, steps: Sequence[int]) -> tuple[int | None, dict[st
 
 
 def _of_state(out: Path, step: int) -> dict[str, Any]:
-    """Return the options that the state of a step itself shows: run.toml may have been rewritten since."""
+    """Return the options that a step's leaves and values show, because run.toml may have been rewritten since."""
     leaves = dcp.saved_leaves(out / step_name(step))
     names = {dtype: name for name, dtype in DTYPES.items()}
     seed = checkpoint.index(out, step)["values"].get('state["data"]["seed"]')
@@ -103,15 +107,19 @@ def _of_state(out: Path, step: int) -> dict[str, Any]:
 
 
 def _sizes(config: Config) -> dict[str, Any]:
-    """Return what makes a model this one: all of its config by which two compare, but its names and its dropout."""
+    """Return the fields of a config that identify a model: all that are compared, except its names and dropout."""
     compared = [field.name for field in fields(config) if field.compare]
     return {name: asdict(config)[name] for name in compared if name not in ("name", "source", "dropout")}
 
 
 def check_options_kept(out: Path, before: Mapping[str, Any]) -> None:
-    """Raise ValueError if the run.toml of a run that goes on lacks options that its checkpoint was made with."""
+    """Check that run.toml has all options that the checkpoint was made with.
+
+    Raises:
+        ValueError: run.toml is missing or cut short.
+    """
     there = (out / RUN).is_file() and (out / RUN).read_bytes().endswith(b"\n")
-    had = before["options"] if "data" in before else {}  # an older checkpoint does not say which it had
+    had = before["options"] if "data" in before else {}  # a checkpoint of an older version has no list of them
     if not there or any(name not in options_of(out) for name in had):
         raise ValueError(
             f"{out / RUN}: is missing or cut short: it does not say with which options the checkpoints were made\n"
@@ -120,9 +128,12 @@ def check_options_kept(out: Path, before: Mapping[str, Any]) -> None:
 
 
 def check_unchanged(settings: Settings, before: Mapping[str, Any], now: Mapping[str, Any]) -> None:
-    """Raise ValueError that names everything in which a run that goes on differs from the record of its checkpoint.
+    """Check that a resumed run agrees with the record of its checkpoint.
 
-    Only what both records have is compared; other data are right with --new-data.
+    Only entries that both records have are compared. With --new-data the data may differ.
+
+    Raises:
+        ValueError: The run differs; the message names every difference.
     """
     found = [f"{_flag(name)} {then}, not {given}" for name, then, given in _changed(before, now, FIXED)]
     if sizes := _differing(before.get("model", {}), now["model"]):
@@ -137,25 +148,31 @@ def check_unchanged(settings: Settings, before: Mapping[str, Any], now: Mapping[
 
 
 def changed_data(settings: Settings, before: Mapping[str, Any], now: Mapping[str, Any]) -> str:
-    """Return in what the data that a checkpoint was made with differ from today's, in words; "" if in nothing."""
+    """Describe how the data differ from the data that a checkpoint was made with; return "" if they do not."""
     if "data" not in before:
         return ""
     return differing_data(before["data"], now["data"], [path for path, _ in weighted_paths(settings.data)])
 
 
 def begins_new_data(settings: Settings, before: Mapping[str, Any], now: Mapping[str, Any]) -> bool:
-    """Return whether a run that goes on begins a new epoch of other data; an older checkpoint does not say of which."""
+    """Return whether a resumed run begins a new epoch of other data.
+
+    With --new-data it does so if the data differ, or if an older checkpoint does not record its data.
+    """
     return settings.new_data and bool(before) and ("data" not in before or bool(changed_data(settings, before, now)))
 
 
 def option_changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> str:
-    """Return the options that may change and have changed since a checkpoint, in words; "" if none has."""
+    """Describe the options in FREE and the dropout that have changed since a checkpoint; return "" if none has."""
     found = _changed(before, now, (*FREE, "dropout"))
     return ", ".join(f"{_flag(name)} {given}, not {then}" for name, then, given in found)
 
 
 def rate_change(settings: Settings, before: Mapping[str, Any], step: int) -> str:
-    """Return how other --steps, which stretch the fall of the learning rate, change it after a step; "" if not."""
+    """Describe how a changed --steps, which stretches the learning rate's decay, changes the rate after a step.
+
+    Return "" if it does not, or if other options of the schedule have changed.
+    """
     there = {"decay_steps": 0} | before.get("options", {})
     if any(there.get(name) != getattr(settings, name) for name in SCHEDULE):
         return ""
@@ -175,5 +192,5 @@ def _changed(before: Mapping, now: Mapping, names: tuple[str, ...]) -> list[tupl
 
 
 def _differing(before: Mapping, now: Mapping) -> list[tuple[str, Any, Any]]:
-    """Return [(name, value before, value now)] of the names that both have with other values."""
+    """Return [(name, value before, value now)] for each name that both have with different values."""
     return [(name, then, now[name]) for name, then in before.items() if name in now and now[name] != then]

@@ -1,4 +1,4 @@
-"""The params of a run's checkpoint: as they are saved, or adapters with the params to which they belong."""
+"""Load the params of a run's checkpoint, with adapters merged into the params to which they belong."""
 
 from pathlib import Path
 
@@ -14,7 +14,7 @@ from scaling.train.settings import DTYPES
 
 
 def lora_of_run(run: Path) -> Lora:
-    """Return the adapters that a run trains. ValueError if it trains all of its params."""
+    """Return the adapters that a run trains; ValueError if it trains all of its params."""
     if not (options := options_of(run)).get("lora"):
         raise ValueError(f"{run}: trains all params, and has no adapters\n  fix: export it without --adapters")
     return Lora(options["lora"], tuple(options["lora_on"].split(",")), float(options["lora_alpha"]))
@@ -23,9 +23,10 @@ def lora_of_run(run: Path) -> Lora:
 def params_of_run(
     run: Path, config: Config, types: dict, mesh, step: int | None = None, places: Places = IN_ORDER
 ) -> dict:
-    """Return the params of a checkpoint, the latest by default, as this rank's shards; adapters are merged into theirs.
+    """Return this rank's shards of a checkpoint's params, by default of the latest; adapters are merged into them.
 
-    ValueError if the weights to which adapters belong have changed, or are gone.
+    Raises:
+        ValueError: The weights to which the adapters belong have changed or been removed.
     """
     options = options_of(run)
     lora = lora_of_run(run) if options.get("lora") else None

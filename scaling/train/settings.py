@@ -1,4 +1,4 @@
-"""What a run is made of: its options, the learning rate that they give, and the optimizer."""
+"""Define a run's settings, and make the learning-rate schedule and the optimizer from them."""
 
 import argparse
 import math
@@ -20,19 +20,28 @@ DTYPES = {"fp32": torch.float32, "fp64": torch.float64, "bf16": torch.bfloat16, 
 
 
 def as_flag(default: Any, help: str, kind: Callable | None = None, **how: Any) -> Any:
-    """A field that is a flag of the command too: `kind` reads its text, `how` is what else argparse is told."""
+    """Make a field that is also a flag of the command.
+
+    Args:
+        default: The default of the field and the flag.
+        help: The flag's help.
+        kind: The function that parses the flag's text.
+        **how: Other arguments of argparse's add_argument.
+    """
     return field(default=default, metadata={"help": help, "type": kind} | how)
 
 
 @dataclass(frozen=True)
 class Settings:
-    """What a run is made of beside its mesh. The fields made by `as_flag` say of themselves what they are.
+    """The settings of a run, apart from its mesh. The help of each field made by `as_flag` describes it.
 
     Attributes:
-        data: A path, or several by weight, "A:3,B:1".
-        weights: A Hugging Face folder to begin with, if any.
-        tokenizer: "bytes", a file or a folder, "" where none is known.
-        eos_id: The id that ends each document of text, or `NO_END`; None: the tokenizer's own, if it has one.
+        model: The model's config.
+        data: A path, or several with weights, "A:3,B:1".
+        out: The run's folder.
+        weights: A Hugging Face folder whose weights the run begins with, or "".
+        tokenizer: "bytes", a file or a folder, or "" if the tokenizer is not known.
+        eos_id: The id that ends each document of text, or `NO_END`; None is the tokenizer's own, if it has one.
         no_template: Whether messages are written without the chat template.
     """
 
@@ -100,12 +109,12 @@ class Settings:
 
     @property
     def adapters(self) -> Lora | None:
-        """The adapters that are trained; None: all params are."""
+        """The adapters that are trained, or None if all params are trained."""
         return Lora(self.lora, tuple(self.lora_on.split(",")), self.lora_alpha) if self.lora else None
 
 
 def add_flags(parser: argparse.ArgumentParser, names: Sequence[str] = ()) -> None:
-    """Add a flag for each field that is one, or of these names: --save-every for `save_every`."""
+    """Add the flag of each field made by `as_flag`, or only of those in `names`: --save-every for `save_every`."""
     for each in fields(Settings):
         if "help" in each.metadata and (not names or each.name in names):
             how, default = {name: value for name, value in each.metadata.items() if value is not None}, each.default
@@ -117,8 +126,11 @@ def add_flags(parser: argparse.ArgumentParser, names: Sequence[str] = ()) -> Non
 
 
 def rate(settings: Settings) -> Callable[[Tensor], Tensor]:
-    """Return the learning rate by the number of updates: warmup, then a cosine to a tenth of it, wsd (to 0 over the
-    last tenth of the steps) or constant. After `decay_steps` it stays where it is."""
+    """Return the learning rate as a function of the number of updates.
+
+    After the warmup it falls by a cosine to a tenth ("cosine"), falls to 0 over the last tenth of the steps ("wsd"), or
+    stays constant. After `decay_steps` it does not change any more.
+    """
     s = settings
     end = s.decay_steps or s.steps
     tail = max(1, end // 10)
@@ -136,8 +148,14 @@ def rate(settings: Settings) -> Callable[[Tensor], Tensor]:
 
 
 def optimizer_of(settings: Settings) -> optim.Optimizer:
-    """AdamW, or Muon for the layers' matrices with AdamW for the rest, at one learning rate; float32 masters for params
-    of 16 bits, loss scaling for float16, no weight decay on norms, biases, routers and embeddings."""
+    """Return the run's optimizer: AdamW, or Muon for the layers' matrices with AdamW for the rest.
+
+    Both have the same learning rate. Params of 16 bits have float32 masters, and float16 has loss scaling. Norms,
+    biases, routers and embeddings have no weight decay.
+
+    Raises:
+        ValueError: Muon is combined with adapters.
+    """
     options: dict[str, Any] = {"weight_decay": settings.weight_decay, "master": settings.dtype in ("bf16", "fp16")}
     rule = optim.adamw(rate(settings), (0.9, 0.95), mask=decayed, **options)
     if settings.optimizer == "muon":
@@ -152,5 +170,5 @@ def optimizer_of(settings: Settings) -> optim.Optimizer:
 
 
 def decayed(params) -> Any:
-    """Which leaves decay, as a tree of bools: the matrices but the embedding."""
+    """Return a tree of bools that says which leaves have weight decay: the matrices except the embedding."""
     return tree.unflatten(params, ["W_" in where or "unembed" in where for where in tree.named_leaves(params)])

@@ -1,4 +1,4 @@
-"""One training step on a mesh: `step(params, opt_state, batch) -> (params, opt_state, metrics)`, pure."""
+"""Make the training step on a mesh: `step(params, opt_state, batch) -> (params, opt_state, metrics)`, pure."""
 
 import math
 from collections.abc import Callable
@@ -20,7 +20,7 @@ from scaling.train.settings import DTYPES, Settings
 
 
 def drawn_params(settings: Settings, mesh, device: "str | None" = None, schedule=None) -> dict:
-    """Return this rank's params, and adapters if any, drawn by the seed: no rank holds more than its shards."""
+    """Draw this rank's params, and adapters if any, by the seed; no rank holds more than its shards."""
     config, places = settings.model, stored_places(settings.model, mesh, schedule)
     types = transformer.specs(config, mesh, zero=settings.zero, schedule=schedule)
     dtype = DTYPES[settings.dtype]
@@ -29,7 +29,7 @@ def drawn_params(settings: Settings, mesh, device: "str | None" = None, schedule
 
 
 def started(settings: Settings, mesh) -> dict:
-    """Return what a run begins with: the weights of a folder, or params drawn by the seed; and adapters, if any."""
+    """Return the params that a run begins with, which are a folder's weights or drawn by the seed, and any adapters."""
     if not settings.weights:
         return drawn_params(settings, mesh)
     config, types = settings.model, transformer.specs(settings.model, mesh, zero=settings.zero)
@@ -39,7 +39,7 @@ def started(settings: Settings, mesh) -> dict:
 
 
 def new_adapters(settings: Settings, mesh, types: dict, device: "str | None" = None) -> dict:
-    """Return {"lora": those of a folder, or drawn ones that change nothing yet}; {} where all params are trained."""
+    """Return {"lora": adapters}, read from a folder or drawn so that they change nothing yet; {} without adapters."""
     config, dtype, lora = settings.model, DTYPES[settings.dtype], settings.adapters
     if lora is None:
         return {}
@@ -50,7 +50,7 @@ def new_adapters(settings: Settings, mesh, types: dict, device: "str | None" = N
 
 
 def options_of_adapters(folder: str, config: Config) -> dict:
-    """Return the settings that a PEFT folder's adapters have; none without a folder."""
+    """Return the settings that match a PEFT folder's adapters; {} without a folder."""
     if not folder:
         return {}
     lora, _ = adapters.load(folder, config)
@@ -58,20 +58,20 @@ def options_of_adapters(folder: str, config: Config) -> dict:
 
 
 def parted(settings: Settings, params: dict) -> tuple[dict, dict]:
-    """Return (the params that stay as they are, those that are trained), or of their types; the first may be {}."""
+    """Split params, or their types, into (the frozen ones, the trained ones); without adapters none are frozen."""
     if not settings.adapters:
         return {}, params
     return {name: W for name, W in params.items() if name != "lora"}, {"lora": params["lora"]}
 
 
 def held_types(settings: Settings, mesh) -> dict:
-    """Return the types of what is trained, as it is stored."""
+    """Return the types in which the trained params are stored."""
     types = transformer.specs(settings.model, mesh, zero=settings.zero, lora=settings.adapters)
     return parted(settings, types)[1]
 
 
 def trained_types(settings: Settings, mesh, schedule=None) -> dict:
-    """Return the types of the gradients of what is trained."""
+    """Return the types of the trained params' gradients."""
     if settings.adapters:
         return held_types(settings, mesh)
     return transformer.grad_specs(settings.model, mesh, zero=settings.zero, schedule=schedule)
@@ -80,8 +80,8 @@ def trained_types(settings: Settings, mesh, schedule=None) -> dict:
 class Updated:
     """The part of the params that this rank updates, typed as the gradients.
 
-    With ZeRO-1 and 2 that is a shard over X of what it holds; the new params are gathered after the update. Otherwise
-    it is all of what it holds. No line depends on a schedule.
+    With ZeRO-1 and 2 this part is a shard over X of the params that the rank holds, and the new params are gathered
+    after the update. Otherwise it is all the params that the rank holds. The lines do not depend on a schedule.
     """
 
     def __init__(self, settings: Settings, mesh):
@@ -89,13 +89,13 @@ class Updated:
         self.mesh, self.moved = mesh, [*zip(held, tree.leaves(self.types), strict=True)]
 
     def shards(self, params) -> Any:
-        """Return the shards to update, as copies where they are a part of the params."""
+        """Return the shards to update; a shard that is only a part of its param is a copy."""
         leaves = zip(tree.leaves(params), self.moved, strict=True)
         own = [shard(f"{before} -> {after}", W, self.mesh) if before != after else W for W, (before, after) in leaves]
         return tree.unflatten(params, own)
 
     def whole(self, shards, params, donate: bool) -> Any:
-        """Gather the updated shards; with `donate` into the params, leaf by leaf, the next one in flight."""
+        """Gather the updated shards leaf by leaf with the next leaf in flight; with `donate`, write into `params`."""
         found, coming = [], []
         for W, old, (before, after) in zip(tree.leaves(shards), tree.leaves(params), self.moved, strict=True):
             into = old if donate else None
@@ -111,7 +111,10 @@ def begin_state(settings: Settings, mesh, optimizer: optim.Optimizer, params) ->
 
 
 def gradients(settings: Settings, mesh, schedule=None, frozen: dict | None = None) -> Callable:
-    """f(params, (tokens, targets, segments), step, scale) -> (loss, gradients, their norm); `frozen`: other params."""
+    """Return f(params, (tokens, targets, segments), step, scale) -> (loss, gradients, their norm).
+
+    `frozen`: the params that have no gradients.
+    """
     config, zero, types = settings.model, settings.zero, trained_types(settings, mesh, schedule)
     sums, others = torch.promote_types(DTYPES[settings.dtype], torch.float32), frozen or {}
 
@@ -128,16 +131,18 @@ def gradients(settings: Settings, mesh, schedule=None, frozen: dict | None = Non
 
 
 def make_step(settings: Settings, mesh, optimizer: optim.Optimizer, frozen: dict | None = None) -> Callable:
-    """step(params, opt_state, (tokens, targets, segments), donate) -> (params, opt_state, {"loss", "grad_norm"}).
+    """Return step(params, opt_state, (tokens, targets, segments), donate) -> (params, opt_state, metrics).
 
-    With `norms`, metrics also have the norm of each leaf's gradient; with float16 the "scale" of the loss. There a step
-    whose gradients are not finite leaves the params alone and halves the scale. ArithmeticError if that cannot help:
-    without a scale, with one that is 1 already, or if the loss itself is not finite. The params of a run with adapters
-    are these alone; the others are `frozen`.
+    Metrics are {"loss", "grad_norm"}. With `settings.norms` they also have "norms", the norm of each leaf's gradient,
+    and with float16 the "scale" of the loss. With float16, a step whose gradients are not finite leaves the params
+    alone and halves the scale. In a run with adapters `params` are the adapters alone, and the others are `frozen`.
+
+    The step raises ArithmeticError if halving cannot help: the loss is not finite, or the gradients are not finite and
+    there is no scale or it is already 1.
     """
     f, updated = gradients(settings, mesh, frozen=frozen), Updated(settings, mesh)
     types = updated.types
-    moved = {"specs": types, "mesh": mesh} if settings.optimizer == "muon" else {}  # what is not elementwise
+    moved = {"specs": types, "mesh": mesh} if settings.optimizer == "muon" else {}  # Muon is not elementwise
 
     def step(params, state, batch, donate: bool = False):
         number, scale, options = int(state["step"]) + 1, float(state.get("scale", 1.0)), dict(moved)

@@ -1,9 +1,9 @@
 """`python -m scaling.train tokenize --data FOLDER --out SHARDS`: text to shards of ids, which training reads from disk.
 
-SHARDS/tokens-00000.npy, ...     ids, of 16 bits where the vocabulary allows it
-       counted-00000.npy, ...    which of them count in the loss, where prompts do not
-       starts.npy                where each document begins
-       tokenizer.json, ...       what made them, unless they are bytes, and what came with it
+SHARDS/tokens-00000.npy, ...     ids, of 16 bits if the vocabulary allows it
+       counted-00000.npy, ...    which ids count in the loss; only written if some do not
+       starts.npy                the position of the first token of each document
+       tokenizer.json, ...       the tokenizer and its companion files, unless the ids are bytes
        shards.json               the files with their bytes, which tokenizer made them, and which id ends each document;
                                  written last
 """
@@ -22,9 +22,19 @@ from scaling.train.durable import replaced
 
 
 def write_shards(source, out, by: Tokenizer, shard_tokens: int, eos: int | None = None, templated: bool = True) -> dict:
-    """Tokenise a file or a folder into shards; return their index. `eos`, `templated`: as in `corpus.open_corpus`.
+    """Tokenize a file or a folder into shards and return their index.
 
-    ValueError or OSError names what is not readable, and a folder that holds shards already.
+    Args:
+        source: The file or folder of text.
+        out: The folder to write, which must be empty or new.
+        by: The tokenizer.
+        shard_tokens: The number of tokens at which a shard ends, with the document that reaches it.
+        eos: As in `corpus.open_corpus`.
+        templated: As in `corpus.open_corpus`.
+
+    Raises:
+        ValueError: A file cannot be read, `out` is not empty, or there is no text, or none that counts in the loss.
+        OSError: A file cannot be read or written.
     """
     source, out = Path(source), Path(out)
     if out.is_dir() and any(out.iterdir()):
@@ -42,7 +52,7 @@ def write_shards(source, out, by: Tokenizer, shard_tokens: int, eos: int | None 
 
 
 def _written(source: Path, files: list[Path], out: Path, reader: Reader, shard_tokens: int) -> dict:
-    """Write the files as shards into the folder; return their index."""
+    """Write the documents of the files as shards into `out`; return their index."""
     by, plain = reader.by, False
     dtype = numpy.uint16 if max(by.vocabulary, reader.end + 1) <= 1 << 16 else numpy.uint32
     index = {
@@ -101,6 +111,7 @@ def _written(source: Path, files: list[Path], out: Path, reader: Reader, shard_t
 
 @complaining(ValueError, OSError)
 def main(argv=None) -> int:
+    """Run the command; return the exit code."""
     parser = Parser(prog="python -m scaling.train tokenize", description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--data", required=True, help="a file or a folder: text, or .jsonl of texts or chats")
     parser.add_argument("--out", required=True, help="the folder of shards to write")

@@ -1,7 +1,8 @@
 """`python -m scaling.train verify RUN`: compares each file of a run's checkpoints with its checksum.
 
-Loading a step checks that each file that a rank reads is the step's own, and the bytes of the blocks that it reads
-whole. On another mesh ranks read parts, which no sum covers; and a disk can lose what nobody reads for months.
+Loading a step checks that each file that a rank reads belongs to the step, and compares the checksums of blocks that it
+reads whole. Two kinds of damage are not found there: on another mesh ranks may read parts of blocks, which no checksum
+covers, and a disk can lose data that nobody reads for months.
 """
 
 from pathlib import Path
@@ -12,7 +13,11 @@ from scaling.train.durable import named, step_name
 
 
 def damaged(folder: Path, step: int) -> list[str]:
-    """Return what is wrong with the files of a step, a line each. FileNotFoundError if there is no such step."""
+    """Return a line for each damaged file of a step.
+
+    Raises:
+        FileNotFoundError: There is no such step.
+    """
     if step not in named(folder):
         raise FileNotFoundError(f"{folder / step_name(step)}: there is no such step\n  fix: name one that is there")
     path = folder / step_name(step)
@@ -23,7 +28,7 @@ def damaged(folder: Path, step: int) -> list[str]:
         return [str(error).splitlines()[0]]
     found = []
     for name, saved in leaves.items():
-        read = dcp.ShardReader(path, verified=True, sums=sums)  # it keeps what it has read
+        read = dcp.ShardReader(path, verified=True, sums=sums)  # one per leaf, because it keeps the blocks that it read
         for block in saved.blocks:
             try:
                 read(name, saved, block, True)
@@ -34,6 +39,7 @@ def damaged(folder: Path, step: int) -> list[str]:
 
 @complaining(OSError, code=2)
 def main(argv=None) -> int:
+    """Run the command; return 1 if a checkpoint is damaged."""
     parser = Parser(prog="python -m scaling.train verify", description=(__doc__ or "").split("\n")[0])
     parser.add_argument("run", type=Path, help="the folder of a run")
     parser.add_argument("--step", type=int, help="this checkpoint alone (default: all)")
