@@ -40,7 +40,7 @@ from scaling.train.evaluate import local
 from scaling.train.settings import Settings, optimizer_of
 from scaling.train.step import parted, started, trained_types
 
-WHOLE = Sampling(temperature=1.0)  # the full distribution, so that the ratio compares the probabilities drawn from
+WHOLE = Sampling(temperature=1.0)  # the full distribution, which is also the one that is trained
 TYPES = dict(zip(Rollouts._fields, ("t[R, T]", "t[R, T]", "m[R, T]", "p[R, T]", "r[R]", "v[]"), strict=True))
 
 
