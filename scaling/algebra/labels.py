@@ -1,8 +1,8 @@
-"""The labels of a call: which dims of its arrays are the same, which go, which must be whole.
+"""Label the dims of a call: which dims of its arrays correspond, which are summed over, which must be whole.
 
-`labelled` reads a call of a torch function, or of the aten op that it comes down to, into the operation that `law` has
-types for. Where a function only views its operand, or sums over dims of it, what it does to them is seen: `probe` runs
-it on an array without numbers whose dims can be told apart, by their strides or by their sizes. No torch is imported.
+`labelled` turns a call of a torch function, or of the aten op behind it, into the operation that `law` infers types
+for. Some functions only view their operand or reduce over its dims. For these, `probe` runs the function on an array
+without data whose dims can be told apart, by their strides or by their sizes. This module does not import torch.
 """
 
 import string
@@ -16,9 +16,9 @@ from scaling.spec import ShardingError
 
 LETTERS = string.ascii_uppercase
 Labels = tuple[str, ...]
-Probe = Callable[..., Any]  # (shape, strides) -> what the function makes of one array like this, without numbers
+Probe = Callable[..., Any]  # (shape, strides) -> the function's result on one array like this, without data
 
-ALONG = {  # the dims that a function of this name, or else kind, runs along: an argument's place, keyword and default
+ALONG = {  # the dims that functions of a name, or else a kind, run along: the argument's position, keyword, default
     "scans": (1, "dim", -1),
     "along": (1, "dim", -1),
     "orders": (1, "dim", -1),
@@ -32,11 +32,16 @@ ATTENTION = tuple("BHTD"), tuple("BHSD"), tuple("BHSE")  # of queries, keys and 
 
 
 def labelled(name: str, args: Sequence, kwargs: Mapping, shapes: list[Sizes], shape: Sizes, probe: Probe) -> LabelledOp:
-    """Return the labels of a call, without whose partial sums it keeps.
+    """Return the labels of a call, without the operands whose partial sums it keeps.
 
     Args:
-        shapes: those of the arrays.
-        shape: that of the result.
+        name: the function's name.
+        args: the positional arguments of the call.
+        kwargs: its keyword arguments.
+        shapes: the shapes of the arrays among the arguments.
+        shape: the shape of the result.
+        probe: runs the function on one array of a given shape and strides, without data.
+
     Raises:
         ShardingError: the table of operations does not have the function.
     """
@@ -73,7 +78,7 @@ def labelled(name: str, args: Sequence, kwargs: Mapping, shapes: list[Sizes], sh
 
 
 def elementwise_op(name: str, shapes: Sequence[Sizes], shape: Sizes) -> LabelledOp:
-    """Return the labels of elements that meet; shapes are broadcast."""
+    """Return the labels of an elementwise function, whose operands are broadcast against each other."""
     out, inputs = letters(len(shape)), []
     for s in shapes:
         own = zip(s, shape[len(out) - len(s) :], out[len(out) - len(s) :], strict=True)
@@ -82,7 +87,7 @@ def elementwise_op(name: str, shapes: Sequence[Sizes], shape: Sizes) -> Labelled
 
 
 def einsum_op(equation: str) -> LabelledOp:
-    """Return the labels of an equation as torch.einsum and jnp.einsum read it: letters, and one or two operands."""
+    """Return the labels of an equation of one or two operands, as torch.einsum and jnp.einsum read it."""
     left, arrow, right = equation.replace(" ", "").partition("->")
     terms = left.split(",")
     if not arrow or "." in equation or len(terms) > 2 or any(len(set(t)) < len(t) for t in (*terms, right)):
@@ -94,7 +99,7 @@ def einsum_op(equation: str) -> LabelledOp:
 
 
 def matmul_op(a: Sizes, b: Sizes) -> LabelledOp:
-    """Return the labels of `a @ b`: vectors, matrices, and batches that are equal or only one operand's."""
+    """Return the labels of `a @ b`: vectors, matrices, and batches that are equal or belong to one operand only."""
     batch = LETTERS[: max(0, len(a) - 2, len(b) - 2)]
     if len(a) > 2 < len(b) and (len(a) != len(b) or a[:-2] != b[:-2]):
         raise ShardingError(f"matmul: {a} by {b}\n  rule: batch dims are not broadcast here\n  fix: use einsum")
@@ -104,7 +109,7 @@ def matmul_op(a: Sizes, b: Sizes) -> LabelledOp:
 
 
 def _reduced(name: str, labels: Labels, probe: Probe, whole: bool) -> LabelledOp:
-    """Return the labels of a reduction: where the dims that it is over are kept, each has a label of its own."""
+    """Return the labels of a reduction; a reduced dim that stays in the result, with size 1, gets a new label."""
     sizes = range(2, len(labels) + 2)
     left = probe((*sizes,))
     left = tuple((left if hasattr(left, "shape") else left[0]).shape)
@@ -115,7 +120,7 @@ def _reduced(name: str, labels: Labels, probe: Probe, whole: bool) -> LabelledOp
 
 
 def _joined(name: str, labels: Labels, shapes: Sequence[Sizes], dims: int, dim: int) -> LabelledOp:
-    """Return the labels of arrays joined in a dim, or stacked in a new one."""
+    """Return the labels of arrays that are joined along a dim, or stacked along a new one."""
     if name == "stack":
         at = dim % (len(labels) + 1)
         return LabelledOp(name, (labels,) * len(shapes), (*labels[:at], "N", *labels[at:]))
@@ -124,9 +129,9 @@ def _joined(name: str, labels: Labels, shapes: Sequence[Sizes], dims: int, dim: 
 
 
 def _viewed(name: str, probe: Probe, labels: Labels, shapes: Sequence[Sizes]) -> LabelledOp:
-    """Return the labels of a view: dims are permuted, copied, dropped or new, and whole where a part is taken."""
+    """Return the labels of a view: dims are permuted, copied, dropped or new, and whole if only a part is taken."""
     shape, strides, step = shapes[0], [], 1
-    for i, size in reversed([*enumerate(shape)]):  # all different: those of dims of one element are free to choose
+    for i, size in reversed([*enumerate(shape)]):  # all different; dims of one element may have any stride
         strides.insert(0, step if size != 1 else 2**40 + i)
         step *= size or 1
     y = None if len(shapes) > 1 else probe(shape, strides)
@@ -148,7 +153,7 @@ def _viewed(name: str, probe: Probe, labels: Labels, shapes: Sequence[Sizes]) ->
 
 
 def _picked(name: str, args: Sequence, kwargs: Mapping, labels: Labels, shapes: Sequence[Sizes]) -> LabelledOp:
-    """Return the labels of elements picked by number: the dims of the numbers stand where the first of theirs stood."""
+    """Return the labels of elements picked by index; the index's dims replace the first dim that it picks from."""
     if name == "gather":
         at = args[1] % len(labels)
         own = [i for i, (n, m) in enumerate(zip(*shapes, strict=True)) if i == at or n != m]  # no part of the other's
@@ -166,7 +171,7 @@ def _picked(name: str, args: Sequence, kwargs: Mapping, labels: Labels, shapes: 
 
 
 def _scored(name: str, args: Sequence, shapes: Sequence[Sizes]) -> LabelledOp:
-    """Return the labels of minus the log-probabilities of the targets: over the rows not at all, a mean or a sum."""
+    """Return the labels of the targets' negative log-probabilities, one for each row or reduced to a mean or a sum."""
     back = "backward" in name
     labels = letters(len(shapes[back]))
     rows, over = tuple(label for i, label in enumerate(labels) if i != 1), bool(args[4 if back else 3])
@@ -176,7 +181,7 @@ def _scored(name: str, args: Sequence, shapes: Sequence[Sizes]) -> LabelledOp:
 
 
 def _along(name: str, kind: str | None, args: Sequence, kwargs: Mapping, labels: Labels, shape: Sizes) -> LabelledOp:
-    """Return the labels of a function along dims that must be whole: they stay, or change their size."""
+    """Return the labels of a function along dims that must be whole; these dims stay, or change their size."""
     if name in ("pad", "constant_pad_nd"):
         pads = argument(args, kwargs, 1, "pad", ())
         dims = tuple(len(labels) - 1 - i // 2 for i in range(0, len(pads), 2) if any(pads[i : i + 2]))
@@ -196,16 +201,18 @@ def _along(name: str, kind: str | None, args: Sequence, kwargs: Mapping, labels:
 
 
 def dims_of(dim, n: int) -> tuple[int, ...]:
-    """Return the positions that a dim, several dims, or None for all of n, mean."""
+    """Return the positions, of n dims, that are meant by one dim, by several dims, or by None for all of them."""
     given = (dim,) if isinstance(dim, int) else range(n) if dim is None else tuple(dim)
     return tuple(i % n for i in given) if n else ()
 
 
 def argument(args, kwargs, position: int, name: str, default) -> Any:
+    """Return an argument by its position, its name or the keyword `axis`, and the default if it is not given."""
     return args[position] if len(args) > position else kwargs.get(name, kwargs.get("axis", default))
 
 
 def refuse_unknown(name: str) -> NoReturn:
+    """Raise the ShardingError for a function that the table of operations does not have."""
     raise ShardingError(
         f"{name}: not a function whose sharding is known\n"
         f"  rule: known are einsum, matmul, elementwise functions, reductions, softmax, reshape, transpose, indexing\n"

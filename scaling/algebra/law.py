@@ -1,11 +1,12 @@
-"""The law: what an operation does to the types of its arrays, read forwards (`infer`) and as a list (`legal`).
+"""The law: how an operation maps the types of its operands to the type of its result.
 
-An operation is a list of labels, as an einsum's letters: one for each dim of each operand and of the result. From the
-types of its operands follow those that its kernel takes on each device and that of its result, or that there are none.
-Over each mesh axis a dim is split or whole, and an array is a partial sum or not; None stands for axes that are not
-known, which fit all. Nothing is sent: a replicated operand is sliced where another one is split, and a sum over a split
-dim is unreduced. Lines of `scaling.collectives.einsum` and the judge read the same law, but nothing is sliced there;
-shard_map, whose types say nothing of dims, asks `kept_over`. Plain Python.
+An operation has labels like the letters of an einsum, one for each dim of each operand and of the result. From the
+types of the operands, `infer` derives the types that the kernel takes on each device and the type of the result, or
+says why there are no such types; `legal` lists every legal combination. Over each mesh axis a dim is split or whole,
+and an array is a partial sum or not. None marks axes that are not known, and matches every type. An operation sends
+nothing: a replicated operand is sliced if another one is split, and a sum over a split dim is unreduced. The lines of
+`scaling.collectives.einsum` and the judge follow the same law, except that they slice nothing. The types of shard_map
+do not mention dims, so it asks `kept_over`. Plain Python.
 """
 
 import itertools
@@ -18,18 +19,18 @@ from scaling.algebra.ops import Groups, op_kind
 from scaling.spec import Line, ShardingError, Spec, format_axes, parse_line, refuse
 
 Sizes = tuple[int, ...]
-Inferred = tuple[tuple[DimAxes, ...], DimAxes]  # what the kernel takes of each operand, and its result
+Inferred = tuple[tuple[DimAxes, ...], DimAxes]  # the operands as the kernel takes them, and the result
 REDUCE = "all_reduce or reduce_scatter one of them first"
 
 
 class Illegal(Exception):
-    """No device could compute its part of the result from its parts of the operands.
+    """An operation that no device can compute from its parts of the operands.
 
     Attributes:
-        what: what is wrong.
-        rule: against which rule, in words.
-        fix: what to do.
-        name: the rule's name among the judge's.
+        what: the mistake.
+        rule: the rule that it breaks, in words.
+        fix: how to repair it.
+        name: the judge's name for the rule.
         operand: the number of the operand that is wrong.
         twice: the axes that would occur twice in a product's type; a ring passes such blocks on.
     """
@@ -43,14 +44,15 @@ class Illegal(Exception):
 
 
 class LabelledOp(NamedTuple):
-    """An operation by its labels.
+    """An operation, described by the labels of its dims.
 
     Attributes:
+        name: the function's name, used in messages and to look up its kind.
         inputs: the labels of each operand's dims; None for a dim of size 1 that is broadcast.
-        output: those of the result. A label that the result lacks is summed over.
-        sums: groups of operands; one group may be partial sums, all its members together.
-        whole: the labels whose dims the kernel needs unsplit (softmax).
-        slices: whether an operand that is replicated is sliced where another one is split.
+        output: the labels of the result. A label that the result lacks is summed over.
+        sums: groups of operands. The members of one group may be partial sums, all of them together.
+        whole: the labels of dims that the kernel needs unsplit (softmax).
+        slices: whether a replicated operand is sliced if another one is split.
     """
 
     name: str
@@ -63,12 +65,9 @@ class LabelledOp(NamedTuple):
     def infer(
         self, operands: Sequence[DimAxes], shapes: Sequence[Sizes] = (), sizes: Mapping | None = None
     ) -> Inferred:
-        """Return (operands as the kernel takes them, result).
+        """Return (operands as the kernel takes them, result); raise Illegal if the operation has no type for them.
 
         The shapes tell only which dims of unknown axes have one element; a Reshape needs them and the mesh's sizes.
-
-        Raises:
-            Illegal: the operation of these operands has no type.
         """
         split: dict[str, Axes] = {}
         unknown: set[str] = set()  # labels
@@ -109,18 +108,18 @@ class LabelledOp(NamedTuple):
         return needed, DimAxes(known, over)
 
     def legal(self, axes: Axes, may: Sequence[Axes]) -> Iterator[Inferred]:
-        """Every (operands as the kernel takes them, result) over the axes; operand i may be unreduced over `may[i]`."""
+        """Yield each legal (operands as the kernel takes them, result); operand i may be unreduced over `may[i]`."""
         labels = tuple(dict.fromkeys(d for own in self.inputs for d in own if d is not None and d not in self.whole))
         every = range(len(self.inputs))
         for split in arrangements(axes, len(labels)):
             idle = sorted({*axes}.difference(*split))
             choices = [[(), *(who for who in self.sums if all(axis in may[i] for i in who))] for axis in idle]
-            for chosen in itertools.product(*choices):  # of each idle axis, the operands that are unreduced over it
+            for chosen in itertools.product(*choices):  # for each idle axis, the operands unreduced over it
                 sums = [tuple(axis for axis, who in zip(idle, chosen, strict=True) if i in who) for i in every]
                 yield self._inferred(dict(zip(labels, split, strict=True)), sums)
 
     def _inferred(self, split: Mapping[str, Axes], sums: Sequence[Axes]) -> Inferred:
-        """Of labels split so, and of operands that are unreduced so."""
+        """Return (operands, result) for labels split like this and operands unreduced over these axes."""
         needed = tuple(
             DimAxes(tuple(split.get(label, ()) if label else () for label in labels), own)
             for labels, own in zip(self.inputs, sums, strict=True)
@@ -130,7 +129,7 @@ class LabelledOp(NamedTuple):
         return needed, DimAxes(tuple(split.get(label, ()) for label in self.output), unreduced)
 
     def _refuse_split(self, label: str, ours: Axes, theirs: Axes, operand: int = 0) -> NoReturn:
-        """Two operands have a dim, and not the same parts of it."""
+        """Raise Illegal: two operands share a dim but hold different parts of it."""
         over = [f"over {format_axes(axes)}" if axes else "not at all" for axes in (ours, theirs)]
         dim = f"dim {label}" if self.name.startswith("einsum") else "a dim"
         raise Illegal(
@@ -145,11 +144,13 @@ def kept_over(name: str, groups: Groups, sums: Sequence[Axes | None], used: Coll
     """Return the axes over which a function's result is unreduced because its operands are.
 
     Args:
-        groups: whose partial sums it keeps, as `ops.kept_sums` returns them.
-        sums: the axes over which each operand is unreduced, None where that is not known.
-        used: the axes over which the devices' parts of some operand differ otherwise.
+        name: the function's name.
+        groups: the groups of operands whose partial sums it keeps, as `ops.kept_sums` returns them.
+        sums: the axes over which each operand is unreduced, None if they are not known.
+        used: the axes over which the devices hold different parts of some operand.
+
     Raises:
-        Illegal: the function of these partial sums is not the partial sum of a function.
+        Illegal: the function of these partial sums is not a partial sum itself.
     """
     every = sorted({axis for own in sums for axis in own or ()})
     over, kind = format_axes(every), op_kind(name)
@@ -195,7 +196,7 @@ def kept_over(name: str, groups: Groups, sums: Sequence[Axes | None], used: Coll
 
 
 def result_type(line: str | Line) -> Spec:
-    """The type that the operands' product has, with the dims of the result; ShardingError if there is none."""
+    """Return the type of the operands' product, with the dims of the result; raise ShardingError if it is illegal."""
     line = parse_line(line)
     names, dims = line.result.dim_names, [spec.dim_names for spec in line.operands]
     for dim in names:
@@ -210,12 +211,12 @@ def result_type(line: str | Line) -> Spec:
 
 
 def product_type(a: Spec, b: Spec, kept: Sequence[str], name: str = "") -> Spec:
-    """The type of the product of two shards, with the result dims `kept`; ShardingError if they may not multiply."""
+    """Return the type of the product of two shards, with the result dims `kept`; raise ShardingError if illegal."""
     return result_type(Line((a, b), Spec(name, tuple((dim, ()) for dim in kept))))
 
 
 def check_product(line: "str | Line") -> Line:
-    """The line, or a ShardingError unless it is a product that sends nothing."""
+    """Return the parsed line; raise ShardingError unless it is a product that sends nothing."""
     line = parse_line(line)
     if len(line.operands) > 2:
         raise ShardingError(
@@ -241,28 +242,30 @@ def check_product(line: "str | Line") -> Line:
 
 
 def refuse_product(line, what: str, rule: str, fix: str) -> NoReturn:
+    """Raise the ShardingError of a product that breaks a rule."""
     refuse(f"einsum: {line}", what, rule, fix)
 
 
 class Reshape(NamedTuple):
-    """Splitting and merging dims: row-major order stays."""
+    """An operation that splits and merges dims and keeps the elements in row-major order."""
 
     shape: Sizes
     name: str = "reshape"
     inputs: tuple = ((),)
 
     def infer(self, operands: Sequence[DimAxes], shapes: Sequence[Sizes], sizes: Mapping[str, int]) -> Inferred:
+        """Return (operands as the kernel takes them, result); raise Illegal if the reshape would cut a block."""
         (at,), (shape,) = operands, shapes
         return (at,), DimAxes(resplit(at.dims, shape, self.shape, sizes), at.unreduced)
 
 
 def resplit(dims: Sequence[Axes], shape: Sizes, new: Sizes, sizes: Mapping[str, int]) -> tuple[Axes, ...]:
-    """The axes of each dim of the new shape, if each device keeps its elements in their order; raises Illegal.
+    """Return the axes of each dim of the new shape; raise Illegal unless devices keep their elements in order.
 
-    The index of an element is a number of mixed radix: for each dim the digits of its axes, then that of the place in
-    the block. The new dims take these digits in order, and each one its axes before its place.
+    The index of an element is a number of mixed radix: for each dim the digits of its axes, then the position inside
+    the block. The new dims take these digits in order, and each one takes its axes before its position.
     """
-    digits: list[tuple[str | None, int]] = []  # (axis, or None of a place, how many)
+    digits: list[tuple[str | None, int]] = []  # (axis, or None inside a block; how many values)
     for size, axes in zip(shape, dims, strict=True):
         digits += [(axis, sizes[axis]) for axis in axes]
         block = size // math.prod(sizes[axis] for axis in axes)

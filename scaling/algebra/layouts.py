@@ -1,7 +1,7 @@
 """The types of one array as a graph: layouts are its nodes, and steps (`steps`) its edges (Part 3).
 
 A layout is a type without names: each mesh axis splits a dim (and the axes of a dim have an order), or is unreduced, or
-is idle. `moves` lists the steps that lead from a layout to another.
+is idle. `moves` lists the steps that lead from one layout to others.
 """
 
 import itertools
@@ -16,32 +16,33 @@ from scaling.algebra.steps import Step, moved, sent_share, splitting
 from scaling.spec import Spec, mesh_sizes
 
 NOMINAL = 4  # devices along an axis whose size is not given
-FEW = 3  # axes: what is found between so few is kept from plan to plan
+FEW = 3  # axes: between layouts over at most this many, results are cached from plan to plan
 
 Axes = tuple[str, ...]
 
 
 class DimAxes(NamedTuple):
-    """The axes of each dim, and the unreduced axes, sorted. In the judge's own types None stands for unknown ones."""
+    """The axes of each dim, and the unreduced axes, sorted; in the judge's own types None marks unknown ones."""
 
     dims: tuple[Axes, ...]
     unreduced: Axes = ()
 
     @property
     def used(self) -> Axes:
+        """Return every axis that splits a dim or is unreduced."""
         return (*itertools.chain(*self.dims), *self.unreduced)
 
     def put(self, dim: int, axes: Axes) -> "DimAxes":
-        """The same with other axes on one dim."""
+        """Return the layout with these axes on one dim instead."""
         return DimAxes((*self.dims[:dim], axes, *self.dims[dim + 1 :]), self.unreduced)
 
     def summing(self, more: Axes = (), less: Axes = ()) -> "DimAxes":
-        """The same, unreduced over more axes, or over fewer."""
+        """Return the layout unreduced over more axes, or over fewer."""
         return DimAxes(self.dims, tuple(sorted(axis for axis in self.unreduced + more if axis not in less)))
 
 
 class Edge(NamedTuple):
-    """An edge: what a step does, over which axes, and where it leads."""
+    """An edge: a step's op, its axes, and the layout that it leads to."""
 
     op: str
     axes: Axes
@@ -50,10 +51,13 @@ class Edge(NamedTuple):
 
 @dataclass(frozen=True)
 class Setting:
-    """What plans depend on beside types.
+    """The conditions that a plan depends on, apart from types.
 
-    `axes`: those in play, with their sizes, and whether these are `known`. `partial`: the axes that may become
-    unreduced on the way: those over which only the target is. `cost`: the length of a step, if not the bytes sent.
+    Attributes:
+        axes: the mesh axes that steps may use, with their sizes.
+        known: whether the sizes are the mesh's; otherwise they are nominal.
+        partial: the axes that may become unreduced on the way, such as the axes over which only the target is.
+        cost: the length of a step, if it is not the bytes sent.
     """
 
     axes: tuple[tuple[str, int], ...]
@@ -63,34 +67,35 @@ class Setting:
 
     @cached_property
     def sizes(self) -> dict[str, int]:
+        """The sizes of the axes, by name."""
         return dict(self.axes)
 
     @cached_property
     def whole(self) -> int:
-        """What an array of one element counts: every local size and every (n-1)/n of it is then an integer."""
+        """The size that an array of one element counts as, so that every local size and (n-1)/n of it are integers."""
         return math.prod(self.sizes.values()) ** 2
 
     def count(self, axes) -> int:
-        """The devices along some axes together."""
+        """Return the number of devices along several axes together."""
         return math.prod(self.sizes[axis] for axis in axes)
 
     def held(self, at: DimAxes) -> int:
-        """What one device holds of an array of one element, in the units of `whole`."""
+        """Return the part of a one-element array that one device holds, in the units of `whole`."""
         return self.whole // self.count(itertools.chain(*at.dims))
 
     def sent(self, at: DimAxes, move: Edge) -> int:
-        """What one device sends in a move, in the same units."""
+        """Return the amount that one device sends in a move of a one-element array, in the units of `whole`."""
         if move.op == "CollectivePermute" and splitting(at.dims, self.sizes) == splitting(move.after.dims, self.sizes):
             return 0
         sent, of = sent_share(move.op, self.count(move.axes))
         return self.held(at) * sent // of
 
     def missing(self, at: DimAxes, target: DimAxes) -> int:
-        """What some device lacks of its part of the target: at least so much is sent on the way there.
+        """Return the part of the target that some device lacks, a lower bound for the amount to be sent.
 
-        Where the axes of a dim part ways, some device holds nothing that it needs; otherwise one part holds the other.
+        If the axes of a dim diverge, some device holds nothing that it needs; otherwise one part contains the other.
         """
-        if self.partial:  # a term of a sum may be zero: nothing need be sent
+        if self.partial:  # a term of a sum may be zero, so nothing may have to be sent
             return 0
         wanted, common = self.held(target), 1
         for ours, theirs in zip(splitting(at.dims, self.sizes), splitting(target.dims, self.sizes), strict=True):
@@ -101,31 +106,32 @@ class Setting:
 
 
 def layout(spec: Spec) -> DimAxes:
+    """Return the layout of a type."""
     return DimAxes(tuple(axes for _, axes in spec.dims), spec.unreduced)
 
 
 def retyped(spec: Spec, to: DimAxes) -> Spec:
-    """The same array in another layout."""
+    """Return the type of the array in another layout."""
     return Spec(spec.name, tuple(zip(spec.dim_names, to.dims, strict=True)), to.unreduced)
 
 
 def unsplit_spec(name: str, dims: Iterable[str]) -> Spec:
-    """The type of a whole array."""
+    """Return the type of a whole array."""
     return Spec(name, tuple((dim, ()) for dim in dims))
 
 
 def letters(n: int, start: int = 8) -> Axes:
-    """Names of n dims: I, J, K, ..."""
+    """Return names for n dims: I, J, K, ..."""
     return tuple(string.ascii_uppercase[(start + i) % 26] for i in range(n))
 
 
 def spec_of(at: DimAxes, name: str = "") -> Spec:
-    """A layout as a type: its dims are named I, J, ..."""
+    """Return the type of a layout, with dims named I, J, ..."""
     return retyped(unsplit_spec(name, letters(len(at.dims))), at)
 
 
 def setting(specs, mesh=None, partial=(), cost=None) -> Setting:
-    """The setting of the axes that the types name; with a `cost`, of all axes of the mesh: idle links may pay then."""
+    """Return the setting of the axes that the types name; a `cost` admits all axes, since idle links may pay."""
     axes = dict.fromkeys(axis for spec in specs for axis in spec.axes + spec.unreduced)
     if mesh is None:
         return Setting(tuple((axis, NOMINAL) for axis in sorted(axes)), False, tuple(partial), cost)
@@ -136,7 +142,7 @@ def setting(specs, mesh=None, partial=(), cost=None) -> Setting:
 
 
 def divides(at: DimAxes, shape, sizes: Mapping[str, int]) -> bool:
-    """Whether every dim of the shape divides over its axes; with no shape, it is taken to."""
+    """Return whether every dim of the shape divides over its axes; True if the shape is not known."""
     if shape is None:
         return True
     return all(
@@ -146,7 +152,7 @@ def divides(at: DimAxes, shape, sizes: Mapping[str, int]) -> bool:
 
 @lru_cache(maxsize=256)
 def arrangements(axes: Axes, dims: int) -> tuple[tuple[Axes, ...], ...]:
-    """Every way to split `dims` dims over some or none of the axes, in every order: ((), ()), (("X",), ()), ..."""
+    """Return every way to split `dims` dims over some or none of the axes, in every order: ((), ()), (("X",), ())."""
     if not dims:
         return ((),)
     found = []
@@ -157,16 +163,21 @@ def arrangements(axes: Axes, dims: int) -> tuple[tuple[Axes, ...], ...]:
 
 
 def subsets(axes: Axes, least: int = 1) -> Iterator[Axes]:
+    """Yield the subsets of the axes with at least `least` members."""
     return itertools.chain.from_iterable(itertools.combinations(axes, n) for n in range(least, len(axes) + 1))
 
 
 def ordered(axes: Axes, least: int = 1) -> Iterator[Axes]:
+    """Yield the subsets of the axes with at least `least` members, in every order."""
     return itertools.chain.from_iterable(itertools.permutations(axes, n) for n in range(least, len(axes) + 1))
 
 
 def moves(at: DimAxes, within: Setting, goal: DimAxes | None = None) -> Iterator[Edge]:
-    """Every step from a layout, or, given a goal, those that a plain plan takes: a dim gains axes only in the order of
-    the goal's, and the sums that the goal lacks are reduced together. There are few of these, however many axes."""
+    """Yield every step from a layout; given a goal, only the steps that a plain plan may take.
+
+    In a plain plan a dim gains axes only in the goal's order, and the sums that the goal lacks are reduced together.
+    Such steps are few, however many axes a mesh has.
+    """
     idle = tuple(axis for axis in within.sizes if axis not in at.used)
     wanted = (None,) * len(at.dims) if goal is None else goal.dims
     for dim, axes in enumerate(at.dims):
@@ -195,13 +206,13 @@ def moves(at: DimAxes, within: Setting, goal: DimAxes | None = None) -> Iterator
 
 
 def _less_by(at: DimAxes, dim: int) -> Iterator[tuple[Axes, DimAxes]]:
-    """The minor axes that a dim may lose together, and the layout without them."""
+    """Return each group of minor axes that a dim may lose together, and the layout without them."""
     axes = at.dims[dim]
     return ((axes[kept:], at.put(dim, axes[:kept])) for kept in range(len(axes)))
 
 
 def _gained(have: Axes, pool: Axes, wanted: Axes | None) -> Iterator[Axes]:
-    """The axes of the pool that a dim may gain together, in the order in which they split it; `wanted`: of its goal."""
+    """Yield the axes of the pool that a dim may gain together, in splitting order; `wanted`: its axes in the goal."""
     if wanted is None:
         yield from ordered(pool)
     elif wanted[: len(have)] == have:
@@ -210,7 +221,7 @@ def _gained(have: Axes, pool: Axes, wanted: Axes | None) -> Iterator[Axes]:
 
 
 def _summed(at: DimAxes, goal: DimAxes | None) -> Iterator[Axes]:
-    """The axes that one AllReduce may sum over."""
+    """Yield the groups of axes that one AllReduce may sum over."""
     if goal is None:
         yield from subsets(at.unreduced)
         return
@@ -220,7 +231,7 @@ def _summed(at: DimAxes, goal: DimAxes | None) -> Iterator[Axes]:
 
 
 def _gathers_of_several(at: DimAxes, goal: DimAxes | None) -> Iterator[Edge]:
-    """AllGathers over axes of several dims at once: as many bytes as one after the other, but over more links."""
+    """Yield AllGathers over axes of several dims at once: they send as much as single ones, but over more links."""
     choices = []
     for dim, axes in enumerate(at.dims):
         common = 0 if goal is None else len(common_prefix(axes, goal.dims[dim]))
@@ -233,7 +244,7 @@ def _gathers_of_several(at: DimAxes, goal: DimAxes | None) -> Iterator[Edge]:
 
 
 def _cut_alike(at: DimAxes, within: Setting, goal: DimAxes | None) -> Iterator[tuple[Axes, ...]]:
-    """The other ways to split the dims that cut them into the same blocks: whole shards change places."""
+    """Yield the other ways to split the dims into the same blocks, which whole shards reach by changing devices."""
     pool = tuple(axis for axis in within.sizes if axis not in at.unreduced)
 
     def of_size(pool: Axes, size: int) -> Iterator[Axes]:
@@ -261,6 +272,6 @@ def _cut_alike(at: DimAxes, within: Setting, goal: DimAxes | None) -> Iterator[t
 
 
 def common_prefix(ours: Axes, theirs: Axes) -> Axes:
-    """The axes with which both begin."""
+    """Return the axes with which both begin."""
     same = itertools.takewhile(lambda pair: pair[0] == pair[1], zip(ours, theirs, strict=False))
     return tuple(axis for axis, _ in same)

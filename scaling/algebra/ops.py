@@ -1,9 +1,9 @@
-"""The table of operations: what each function of torch does to dims and to partial sums. Names as data; no torch.
+"""The table of operations: how each torch function treats dims and partial sums. Names as data; no torch.
 
-A name is that of the function, the method or the aten op, without underscores at its ends: `add` stands for
-`torch.add`, `x.__add__` and `aten.add_.Tensor`; `op_kind` gives a name's kind. An op that no row has is unknown:
-whoever asks refuses it by its name and does not guess. The judge, explicit mode, auto mode and shard_map read this
-table; docs/rules.md prints it, with the cases in which they differ.
+A name is that of the function, the method or the aten op, without underscores at its ends: `add` covers `torch.add`,
+`x.__add__` and `aten.add_.Tensor`; `op_kind` gives a name's kind. An op that no row has is unknown: callers refuse it
+by its name and do not guess. The judge, explicit mode, auto mode and shard_map read this table; docs/rules.md prints
+it, with the cases in which they differ.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -14,8 +14,8 @@ class OperationKind(NamedTuple):
     """One row of the table.
 
     Attributes:
-        does: what the functions do to their arrays, in words.
-        keeps: whose partial sums the result keeps: of "each" operand alone, of "all" together, of the "first", or "".
+        does: how the functions treat their arrays, in words.
+        keeps: the operands whose partial sums the result keeps: "each" alone, "all" together, the "first", or "".
         names: the functions.
     """
 
@@ -140,15 +140,18 @@ WHOLE_NUMBERS = 8  # bytes of whole numbers that are taken not to wrap around
 READERS = ("float", "int", "bool", "index", "complex", "array")  # float(x), x.__float__(), reads; x.float() converts
 _KIND = {name: kind for kind, row in KINDS.items() for name in row.names.split()}
 
-Groups = tuple[tuple[int, ...], ...]  # of operands: one group may be partial sums, all its members together
+Groups = tuple[tuple[int, ...], ...]  # of operands; the members of one group may be partial sums together
 
 
 def kept_sums(name: str, args: Sequence, kwargs: Mapping, arrays: int, given: Iterable, made: Any) -> Groups:
     """Return the groups of operands whose partial sums a call keeps.
 
     Args:
-        arrays: how many of the arguments are arrays.
-        given: the dtypes of those that may be partial sums.
+        name: the function's name.
+        args: the positional arguments of the call.
+        kwargs: its keyword arguments.
+        arrays: the number of arguments that are arrays.
+        given: the dtypes of the arrays that may be partial sums.
         made: the dtype of the result.
     """
     if rounds(given, made) or adds_number(name, args, kwargs, arrays) or kwargs.get("rounding_mode"):
@@ -169,8 +172,8 @@ def kept_sums(name: str, args: Sequence, kwargs: Mapping, arrays: int, given: It
 def rounds(given: Iterable, made: Any) -> bool:
     """Return whether a conversion from these dtypes is not linear.
 
-    Fractions are cut off, and whole numbers of less than 64 bits have wrapped around, each device's by itself: int8
-    terms 100 and 100 are -56, and as float32 200.
+    Fractions are cut off, and whole numbers of less than 64 bits have wrapped around on each device separately: the
+    int8 terms 100 and 100 sum to -56, but as float32 to 200.
     """
     if str(made) == "torch.bool":
         return True
@@ -187,8 +190,7 @@ def rounds(given: Iterable, made: Any) -> bool:
 
 
 def adds_number(name: str, args: Sequence, kwargs: Mapping, arrays: int) -> bool:
-    """Return whether a call adds a number that is not zero to an array, pads it with one or writes one: each device
-    would."""
+    """Return whether a call adds, pads with or writes a number other than zero, since every device would do so."""
     numbers = [*args[2:], kwargs.get("value")] if "pad" in name else []
     if op_kind(name) == "writes":
         numbers = args[2:]
@@ -198,7 +200,7 @@ def adds_number(name: str, args: Sequence, kwargs: Mapping, arrays: int) -> bool
 
 
 def function_name(func) -> str:
-    """Return a function's name as it is written, `__add__`; for `x.mT` the attribute's."""
+    """Return a function's name as written, `__add__`; for `x.mT` the attribute's."""
     name = getattr(func, "__name__", str(func))
     return getattr(func.__self__, "__name__", name) if name == "__get__" else name
 

@@ -1,14 +1,15 @@
-"""The cheapest plan of a program: in which layouts its operations are done, and how its arrays are brought into them.
+"""Search for the cheapest plan of a program: the layout of each operation, and the way its arrays get there.
 
-A program is its values in order: arguments, then what operations make of them, each with the ways in which it is legal;
-a matmul, a chain of products (`products`), a call in explicit mode and a whole program in auto mode are all that. They
-are walked once. A state says in which layouts the arrays that are still needed are held; a value leads from it to
-others, one for each way. An array that was resharded is held in both layouts. Of states alike the cheapest is kept, by
-what is sent (or `cost`), then FLOPs, then steps. An array that is used for the last time is brought from all its states
-at once (`resharding.shortest`), so that a chain of products takes one search for each array.
+A program is its values in order: the arguments, then the results of operations, each with the ways in which it is
+legal. A matmul, a chain of products (`products`), a call in explicit mode and a whole program in auto mode are all
+such programs. The search walks through the values once. A state records the layouts of the arrays that are still
+needed, and each way to compute the next value leads to another state. A resharded array is available in both layouts.
+Of states with equal layouts the cheapest is kept, by the bytes sent (or `cost`), then FLOPs, then steps. An array that
+is used for the last time is brought from all its states at once (`resharding.shortest`), so that a chain of products
+takes one search for each array.
 
-Where many arrays are alive there are too many states: the `beam` best are kept, by what they have cost and what each
-array still costs at the least, on its own.
+With many arrays alive there are too many states. Then the `beam` best are kept, ranked by their cost so far plus a
+lower bound for each remaining array, computed separately.
 """
 
 import contextlib
@@ -34,7 +35,7 @@ from scaling.algebra.steps import Step
 
 
 class Way(NamedTuple):
-    """A way to compute a value: its operands' layouts, its own, and what it costs beside bringing them there."""
+    """A way to compute a value: the operands' layouts, the result's, and the cost without resharding operands."""
 
     needed: tuple[DimAxes, ...]
     result: DimAxes
@@ -42,7 +43,7 @@ class Way(NamedTuple):
 
 
 class Value(NamedTuple):
-    """A value of a program: its operands by number and the ways to compute it, none of an argument."""
+    """A value of a program: its array, its operands by number, and the ways to compute it (none for an argument)."""
 
     array: PlannedArray
     operands: tuple[int, ...] = ()
@@ -50,17 +51,17 @@ class Value(NamedTuple):
 
 
 class ChosenWay(NamedTuple):
-    """How a value is computed: the layouts that its operands are brought from, and the way."""
+    """The choice for one value: the layouts from which its operands are resharded, and the way to compute it."""
 
     starts: tuple[DimAxes, ...]
     way: Way
 
 
-HeldLayouts = tuple[DimAxes, ...]  # the layouts in which an array is held, sorted
+HeldLayouts = tuple[DimAxes, ...]  # the layouts in which an array is available, sorted
 
 
 class SearchState(NamedTuple):
-    """What it took to come here, what is held, and the state and the choice that led here."""
+    """A state of the search: its cost, the layouts of each live array, and the state and choice that led to it."""
 
     key: Key
     held: Mapping[int, HeldLayouts]
@@ -69,7 +70,7 @@ class SearchState(NamedTuple):
 
 
 class Outcome(NamedTuple):
-    """A value computed in one way: what that costs, what is held then; `lead`: what is needed of that operand."""
+    """A value computed in one way: its cost, the layouts afterwards, and the layout that the `lead` operand needs."""
 
     key: Key
     held: Mapping[int, HeldLayouts]
@@ -80,11 +81,16 @@ class Outcome(NamedTuple):
 def cheapest(
     values: Sequence[Value], inputs: Sequence[DimAxes], within: Setting, beam: float = math.inf
 ) -> tuple[Key, list[ChosenWay]]:
-    """The cheapest plan of a program: its cost and a choice for each value that is no argument; infinite and none if
-    there is no plan.
+    """Search for the cheapest plan of a program.
 
-    `inputs`: how the arguments are there, the first of the values; `within`: the Setting. `beam`: so many states are
-    kept after a value, by what they have cost and what each array still costs at the least, on its own.
+    Args:
+        values: the values of the program; the arguments come first.
+        inputs: the layouts of the arguments.
+        within: the Setting.
+        beam: the number of states kept after each value, ranked by their cost so far plus a lower bound for each array.
+
+    Returns:
+        The cost and a choice for each value that is not an argument. Without any plan, an infinite cost and no choices.
     """
     search = _Search(values, inputs, within)
     states = [SearchState(START, {n: (at,) for n, at in enumerate(inputs) if n in search.last})]
@@ -103,7 +109,7 @@ def cheapest(
 
 
 class _Search:
-    """What a walk through the values of one program looks up."""
+    """The lookup tables of one walk through the values of a program."""
 
     def __init__(self, values: Sequence[Value], inputs: Sequence[DimAxes], within: Setting):
         self.values, self.inputs, self.within = values, inputs, within
@@ -113,7 +119,7 @@ class _Search:
         self.least: dict[tuple[int, DimAxes], float] = {}
 
     def sent(self, n: int, at: DimAxes, to: DimAxes) -> Key:
-        """What it costs to bring an array from a layout into another; infinite where it cannot be."""
+        """Return the cost of bringing an array from one layout into another, infinite if it cannot be done."""
         array = self.values[n].array
         if (n, at) not in self.found:
             self.found[n, at] = ways_from(at, array, self.within)
@@ -123,7 +129,7 @@ class _Search:
         return (cost if self.within.cost else cost * array.weight), flops, steps
 
     def after(self, states: Sequence[SearchState], number: int) -> list[SearchState]:
-        """The states after a value, the cheapest of those alike."""
+        """Return the states after a value, the cheapest for each combination of layouts."""
         operands, lead, best, outcomes = self.values[number].operands, self.lead(states, number), {}, {}
         for sources in self.groups(states, lead):
             keys: dict[Any, Key] = {at: state.key for at, state in sources.items()}
@@ -147,7 +153,7 @@ class _Search:
         return list(best.values())
 
     def lead(self, states: Sequence[SearchState], number: int) -> int | None:
-        """The array that this value uses last and that is held in the most layouts, if in several."""
+        """Return the array that this value uses last and that has the most layouts; None if none has several."""
         operands = self.values[number].operands
         held = {
             n: {at for state in states for at in state.held[n]}
@@ -158,7 +164,7 @@ class _Search:
         return lead if lead is not None and len(held[lead]) > 1 else None
 
     def groups(self, states: Sequence[SearchState], lead: int | None) -> Iterable[dict[Any, SearchState]]:
-        """The states that differ in nothing but the layout of the lead: the cheapest for each of its layouts."""
+        """Group the states that differ only in the layout of the lead, and keep the cheapest for each layout."""
         if lead is None:
             return [{None: state} for state in states]
         groups: dict = {}
@@ -170,7 +176,7 @@ class _Search:
         return groups.values()
 
     def outcomes(self, own: Mapping, lead: int | None, number: int) -> list[Outcome]:
-        """A value's ways from operands held so: the best of those alike."""
+        """Compute a value in each way from operands in these layouts, and keep the best of equal outcomes."""
         best: dict = {}
         for way in self.values[number].ways:
             key, held, starts, wanted = way.key, dict(own), [], None
@@ -193,15 +199,15 @@ class _Search:
         return list(best.values())
 
     def promise(self, state: SearchState) -> tuple[float, Key]:
-        """What a state has cost and will cost at the least."""
+        """Return a lower bound for the total cost of a plan through this state, then its cost so far."""
         made = range(len(self.inputs), len(self.values))
-        for n in reversed(made if not self.needs else ()):  # once; from the last one that is made
+        for n in reversed(made if not self.needs else ()):  # once, from the last value that is computed
             self.needs[n] = [self.rest(n, number) for number, value in enumerate(self.values) if n in value.operands]
         held = ((n, layouts) for n, layouts in state.held.items() if n in made)
         return state.key[0] + sum(min(self.later(n, at) for at in layouts) for n, layouts in held), state.key
 
     def later(self, n: int, at: DimAxes) -> float:
-        """What an array that is made costs at the least from a layout on, on its own."""
+        """Return a lower bound for the later cost of a computed array, taken separately, from one of its layouts."""
         if (n, at) not in self.least:
             self.least[n, at] = 0.0
             for needs in self.needs[n]:
@@ -210,8 +216,10 @@ class _Search:
         return self.least[n, at]
 
     def rest(self, n: int, number: int) -> dict[HeldLayouts, float]:
-        """By the layouts that a value may need an array in, what it and those after it cost beside at the least: the
-        operands of a value that are made share that."""
+        """Bound from below the other costs of a value and its successors, by the layouts in which it needs array `n`.
+
+        The computed operands of a value share this cost in equal parts.
+        """
         _, operands, ways = self.values[number]
         sharing, rests = len({m for m in operands if m >= len(self.inputs)}), {}
         for way in ways:
@@ -227,7 +235,7 @@ class _Search:
 
 
 def legal_ways(op, shapes: Sequence[Sizes | None], axes: Axes, may: Sequence[Axes], sizes) -> Iterator[Inferred]:
-    """Every (operands as the kernel takes them, result) of an operation, whose operands divide over the mesh.
+    """Yield each legal (operands as the kernel takes them, result) of an operation whose operands divide over the mesh.
 
     Operand i may be unreduced over the axes `may[i]`.
     """
@@ -249,8 +257,16 @@ def ways_of(
     within: Setting,
     flops: int,
 ) -> list[Way]:
-    """The ways of an operation of so many FLOPs in all, each with one device's, in the units of the setting; operand i
-    may be unreduced over the axes `may[i]`."""
+    """Return the ways to do an operation, each with the FLOPs of one device in the units of the setting.
+
+    Args:
+        op: the operation.
+        operands: its operands.
+        result: its result.
+        may: the axes over which each operand may be unreduced.
+        within: the Setting.
+        flops: the FLOPs of all devices together.
+    """
     axes, ways = tuple(within.sizes), []
     shapes = [array.shape for array in operands]
     for needed, made in dict.fromkeys(legal_ways(op, shapes, axes, may, within.sizes)):
@@ -266,7 +282,7 @@ def ways_of(
 
 
 def all_layouts(shape: Sizes, sizes, axes: Axes, unreduced: Axes = ()) -> list[DimAxes]:
-    """Every layout of an array of this shape over some of the axes; unreduced over some of `unreduced`."""
+    """Return every layout of an array of this shape over some of the axes, and unreduced over some of `unreduced`."""
     found = []
     for dims in arrangements(tuple(axes), len(shape)):
         used = set(itertools.chain(*dims))

@@ -1,9 +1,9 @@
 """Products of sharded arrays: which of the book's four cases a product is, and the cheapest plan for it (Part 3).
 
 Each device multiplies its own shards, which is legal under the rules of `law`. A plan reshards the operands to such
-types, multiplies, and reshards the result. The rules of the four cases choose these types (`by_rule`). Where the sizes
-are known, the planner chooses them by what the whole chain costs: it compares gathering before a product or after it,
-reducing partial products, and moving an axis by AllToAll (Questions 4 and 9).
+types, multiplies, and reshards the result. The rules of the four cases choose these types (`by_rule`). If the sizes
+are known, the planner chooses them by the cost of the whole chain instead: it compares gathering before a product or
+after it, reducing partial products, and moving an axis by AllToAll (Questions 4 and 9).
 """
 
 import itertools
@@ -19,7 +19,7 @@ from scaling.algebra.resharding import NOTE, PlannedArray, exact_steps, reshard
 from scaling.algebra.steps import Plan, Step
 from scaling.spec import ShardingError, Spec, mesh_sizes, parse
 
-WAYS = 1500  # to split the dims of a product over the axes in play: of more, the rules of the four cases decide
+WAYS = 1500  # to split the dims of a product over the axes in play; beyond this, the rules of the four cases decide
 
 
 @dataclass(frozen=True)
@@ -32,22 +32,33 @@ class Product:
 
     @property
     def steps(self) -> tuple[Step, ...]:
+        """All steps of the product, in order."""
         return (*self.a_steps, *self.b_steps, self.einsum)
 
 
 def matmul(a, b, out=None, sizes=None, mesh=None, cost=None) -> Plan:
-    """The case and the cheapest plan of `a * b -> out` (types, as text or Specs; any einsum of two operands).
+    """Find the case and the cheapest plan of `a * b -> out`, an einsum of two operands.
 
-    Dims are matched by name: those of `a` or `b` that `out` lacks are summed over, those that all three have are batch
-    dims. Cheapest: least bytes sent by each device, then fewest FLOPs, then fewest collectives; or, given `cost`, a
-    function of a Step, its least sum over the steps (the Einsum's included). `sizes` gives the dims, `mesh` the axes;
-    those that no type names stay idle, unless there is a `cost`.
-    Without `sizes` and `cost` the book's rules decide: of case 2 the operand sharded along the contraction is gathered;
-    in case 3 the product is reduced, by a ReduceScatter if `out` is split over that axis and an AllReduce if not; in
-    case 4 the operand is gathered whose dim `out` does not split, else the second. Without `out` they decide as well,
-    and case 3 leaves the result unreduced; case 4, given sizes, gathers what is cheaper to gather. Beyond a number of
-    axes they decide as well: the plan's `note` says so.
-    Raises ShardingError if the dims do not fit, or do not divide over their axes.
+    Dims are matched by name. A dim of `a` or `b` that `out` lacks is summed over, and a dim that all three have is a
+    batch dim. The cheapest plan sends the fewest bytes from each device, then has the fewest FLOPs, then the fewest
+    collectives. Given a `cost`, it has the least sum of costs over the steps, the Einsum included.
+
+    Without `sizes` and `cost` the book's rules decide. In case 2 the operand that is sharded along the contraction is
+    gathered. In case 3 the product is reduced, by a ReduceScatter if `out` is split over that axis and by an AllReduce
+    if not. In case 4 the operand is gathered whose dim `out` does not split, or else the second. The rules decide as
+    well without `out`, and case 3 then leaves the result unreduced; case 4, given sizes, gathers the operand that is
+    cheaper to gather. They also decide beyond a number of axes, and the plan's `note` says so.
+
+    Args:
+        a: the first operand's type, as text or a Spec.
+        b: the second operand's type.
+        out: the result's type.
+        sizes: the sizes of the dims.
+        mesh: the axes and their sizes. Axes that no type names stay idle, unless there is a `cost`.
+        cost: a function of a Step, to be minimised in sum.
+
+    Raises:
+        ShardingError: the dims do not fit, or do not divide over their axes.
     """
     a, b = parse(a), parse(b)
     out = None if out is None else parse(out)
@@ -62,7 +73,7 @@ def matmul(a, b, out=None, sizes=None, mesh=None, cost=None) -> Plan:
 
 
 def known_sizes(dims, sizes) -> "tuple[tuple[str, int], ...] | None":
-    """The sizes of these dims, as pairs; None if no sizes are given; ShardingError if one is missing."""
+    """Return the sizes of these dims as pairs, or None if no sizes are given; raise ShardingError if one is missing."""
     if sizes is None:
         return None
     if missing := [dim for dim in dims if dim not in sizes and not dim.isdigit()]:
@@ -78,7 +89,7 @@ def _matmul(a: Spec, b: Spec, out, sizes, mesh, cost) -> Plan:
     if out is not None:
         products, tail, note = product_chain((a, b), (out.whole(),), out, sizes, mesh, cost)
         return Plan((a, b), out, products[0].steps + tail, cases(a, b, out.dim_names), note)
-    plans = []  # by the rules; in case 4, given sizes, the one of two that sends less
+    plans = []  # by the rules; in case 4, given sizes, the plan of the two that sends less
     for gathered in ("b", "a"):
         plans.append(matmul_via(a, b, None, *by_rule(a, b, free_dims(a, b), None, gathered), sizes, mesh))
     axes = mesh or dict.fromkeys(a.axes + b.axes + a.unreduced + b.unreduced, NOMINAL)
@@ -86,9 +97,10 @@ def _matmul(a: Spec, b: Spec, out, sizes, mesh, cost) -> Plan:
 
 
 def matmul_via(a, b, out, a_local, b_local, sizes=None, mesh=None) -> Plan:
-    """The plan that multiplies the operands as the given local types, e.g. one of the strategies of Question 4.
+    """Plan a product of operands in the given local types, e.g. one of the strategies of Question 4.
 
-    `out` None: the result is left as it comes. Raises ShardingError where the two types cannot be multiplied locally.
+    Without `out` the result is left as the product gives it. Raises ShardingError if the two local types cannot be
+    multiplied.
     """
     a, b, *local = (parse(x) for x in (a, b, a_local, b_local))
     result = unsplit_spec("C", free_dims(a, b)) if out is None else parse(out)
@@ -102,14 +114,18 @@ Bring = Callable[[Spec, Spec], tuple[Step, ...]]  # the steps from one type of a
 
 
 def resharder(sizes, mesh, cost=None) -> Bring:
+    """Return a function that plans the cheapest steps from one type of an array to another."""
     return lambda src, dst: reshard(src, dst, sizes and {d: sizes[d] for d in src.dim_names}, mesh, cost).steps
 
 
 def _multiplied(
     operands: Sequence[Spec], results: Sequence[Spec], types: Callable[[int, Spec], Sequence[Spec]], bring: Bring
 ) -> tuple[tuple[Product, ...], Spec]:
-    """The products of a chain, and the type that the last one gives. `types(number, current)`: those in which a product
-    multiplies what comes from the one before, `current`, and the next operand."""
+    """Return the products of a chain, and the type of the last one's result.
+
+    `types(number, current)` gives the types in which a product multiplies the result `current` of the previous product
+    and the next operand.
+    """
     current, products = operands[0], []
     for number, (b, result) in enumerate(zip(operands[1:], results, strict=True)):
         at_a, at_b = types(number, current)
@@ -120,12 +136,12 @@ def _multiplied(
 
 
 def free_dims(a: Spec, b: Spec) -> tuple[str, ...]:
-    """The dims of a matmul's result when nothing else is said: those that only one operand has."""
+    """Return the default dims of a matmul's result: the dims that only one operand has."""
     return tuple(d for d in a.dim_names if d not in b.dim_names) + tuple(d for d in b.dim_names if d not in a.dim_names)
 
 
 def cases(a: Spec, b: Spec, kept: tuple[str, ...]) -> tuple[int, ...]:
-    """Which of the book's cases a product with the result dims `kept` is; several may apply, axis by axis.
+    """Return the book's cases of a product with the result dims `kept`; several may apply, axis by axis.
 
     2: an axis splits a contracted dim of one operand only. 3: it splits it in both. 4: it splits a dim of the result
     in one operand and another one in the other. 1: none of these.
@@ -141,11 +157,11 @@ def cases(a: Spec, b: Spec, kept: tuple[str, ...]) -> tuple[int, ...]:
 
 
 def by_rule(a: Spec, b: Spec, kept: tuple[str, ...], out: Spec | None, gathered: str = "b") -> tuple[Spec, Spec]:
-    """The local types of the operands by the rules of the four cases, with the result dims `kept`.
+    """Choose the local types of the operands by the rules of the four cases, with the result dims `kept`.
 
     A contracted dim keeps the axes that split it alike in both operands (case 3) and is gathered over others (case 2).
-    Where an axis splits two dims of the result (case 4), the operand is gathered whose dim `out` does not split over
-    it; if that does not decide, the one named. What `out` splits over axes that neither operand uses is sliced first.
+    If an axis splits two dims of the result (case 4), the operand is gathered whose dim `out` does not split over it,
+    or `gathered` if that does not decide. If `out` splits a dim over axes that neither operand uses, it is sliced.
     """
     a = a.with_unreduced(axis for axis in a.unreduced if axis not in b.axes + b.unreduced)
     b = b.with_unreduced(axis for axis in b.unreduced if axis not in a.axes)
@@ -170,8 +186,10 @@ def by_rule(a: Spec, b: Spec, kept: tuple[str, ...], out: Spec | None, gathered:
 
 
 def _alike(a: Spec, b: Spec, dim: str, batch: bool) -> tuple[str, ...]:
-    """The axes that both operands are to split a shared dim over: those that they agree on. Of a batch dim that only
-    one of them splits further, the other is sliced."""
+    """Return the axes that both operands are to split a shared dim over: the axes on which they agree.
+
+    If only one of them splits a batch dim further, the other one is sliced.
+    """
     ours, theirs = a.axes_of(dim), b.axes_of(dim)
     if set(ours) == set(theirs):
         return ours
@@ -182,13 +200,13 @@ def _alike(a: Spec, b: Spec, dim: str, batch: bool) -> tuple[str, ...]:
 
 
 def _clash(a: Spec, b: Spec) -> tuple[str, str, str] | None:
-    """The first axis that splits a dim of `a` and another dim of `b`, and these dims."""
+    """Return the first axis that splits a dim of `a` and another dim of `b`, and these dims."""
     pairs = ((axis, dim, other) for dim, axes in a.dims for axis in axes for other in b.dim_names if other != dim)
     return next((found for found in pairs if found[0] in b.axes_of(found[2])), None)
 
 
 def _without(spec: Spec, dim: str, axis: str, out: Spec | None) -> Spec:
-    """The type gathered over an axis: with the axes minor to it, unless `out` splits the dim over just the others."""
+    """Return the type gathered over an axis and the axes minor to it, or just over it if `out` has all the others."""
     axes = spec.axes_of(dim)
     others = tuple(x for x in axes if x != axis)
     return spec.with_axes(dim, others if out and others == out.axes_of(dim) else axes[: axes.index(axis)])
@@ -197,11 +215,11 @@ def _without(spec: Spec, dim: str, axis: str, out: Spec | None) -> Spec:
 def product_chain(
     operands, results, out: Spec, sizes=None, mesh=None, cost=None
 ) -> tuple[tuple[Product, ...], tuple[Step, ...], str]:
-    """The plan of `((A * B) * C) ... -> out`: its products, the steps after the last one, and the note of Plan.
+    """Plan `((A * B) * C) ... -> out`; return its products, the steps after the last one, and the note of Plan.
 
-    `results`: each product's result, of which the name and the dims count. Between two products the array is reduced
-    over every axis, since a nonlinearity may stand there. Given `sizes` or `cost` the cheapest plan as a whole is
-    searched for; otherwise, and where there are too many axes, each product follows the rules of the four cases.
+    Only the names and the dims of `results`, one for each product, count. Between two products the array is reduced
+    over every axis, since a nonlinearity may follow. Given `sizes` or `cost` the search covers the chain as a whole.
+    Without them, and if there are too many axes, each product follows the rules of the four cases.
     """
     for spec in (*operands, out) if mesh is not None else ():
         spec.check_axes(mesh)
@@ -225,8 +243,11 @@ def product_chain(
 def searched_types(
     operands: Sequence[Spec], results: Sequence[Spec], out: Spec, sizes, mesh, cost
 ) -> tuple[list[tuple[Spec, ...]], Bring] | None:
-    """The types of each product's operands in the cheapest plan, and how they are brought there; None if there are too
-    many to look at."""
+    """Search for the operands' types of each product in the cheapest plan.
+
+    Returns:
+        The types, and a function that brings an array from one type to another; None if there are too many ways.
+    """
     partial = (axis for axis in out.unreduced if all(axis not in spec.unreduced for spec in operands))
     within, n = setting((*operands, out), mesh, partial, cost), len(operands)
     pairs = [((0 if i == 1 else n + i - 2), i, n + i - 1) for i in range(1, n)]  # (a, b, result) by number
@@ -259,13 +280,13 @@ def searched_types(
 
 
 def few_ways(a: Spec, b: Spec, axes: int) -> bool:
-    """Whether there are few enough ways to split the dims of a product over so many axes to look at all of them."""
+    """Return whether the ways to split a product's dims over so many axes are few enough to look at all of them."""
     dims = len({*a.dim_names, *b.dim_names})
     return sum(math.perm(axes, n) * math.comb(n + dims - 1, n) for n in range(axes + 1)) <= WAYS
 
 
 def reduced_for(spec: Spec, b: Spec, kept: tuple[str, ...]) -> Spec:
-    """A product's result as the next one takes it: scattered as `b` splits a contracted dim, or reduced everywhere."""
+    """Return a product's result as the next one takes it: scattered as `b` splits a contracted dim, else reduced."""
     for dim, axes in spec.dims:
         wanted = b.axes_of(dim)
         if dim not in kept and wanted[: len(axes)] == axes:

@@ -1,10 +1,10 @@
 """A parallel algorithm from its one-line type: `derive("In[B_X, D] * W_in[D_X, F] * W_out[F, D_X] -> Out[B_X, D]")`.
 
 The forward pass is the cheapest plan of the chain of products. The backward pass is its transpose, line by line from
-the last to the first (Part 5, Appendix A): by the law of cotangents, what a product needs of the cotangent of its
-result is replicated where the result was unreduced; its own results are unreduced wherever an operand was replicated
-over an axis that splits the rest; and the cotangent of an argument ends typed as the argument, or replicated where that
-is unreduced.
+the last to the first (Part 5, Appendix A), and follows the law of cotangents. A product takes the cotangent of its
+result replicated if the result was unreduced. Its own results are unreduced wherever an operand was replicated over an
+axis that splits the rest. The cotangent of an argument ends typed as the argument, or replicated if the argument is
+unreduced.
 """
 
 from collections.abc import Collection
@@ -21,11 +21,16 @@ REMARKS = {"critical": "on the critical path", "ahead": "can be done ahead of ti
 
 @dataclass(frozen=True)
 class Program(Counted):
-    """A derived algorithm. `forward` and `backward`: its lines, each with its types; str() is the book's listing.
+    """A derived algorithm, whose str() is the book's listing.
 
-    `operands`: the arguments' types, the first of which flows from layer to layer; `saved`: the types that the
-    backward pass finds from the forward pass; `hidden`: those of the arrays between two products, on which a
-    nonlinearity may act; `note`: as of a Plan.
+    Attributes:
+        operands: the arguments' types; the first argument flows from layer to layer.
+        out: the result's type.
+        forward: the lines of the forward pass, each with its types.
+        backward: the lines of the backward pass.
+        saved: the types that the forward pass saves for backward.
+        hidden: the types of the arrays between two products, on which a nonlinearity may act.
+        note: the note of Plan.
     """
 
     operands: tuple[Spec, ...]
@@ -46,6 +51,7 @@ class Program(Counted):
 
     @property
     def steps(self) -> tuple[Step, ...]:
+        """The lines of both passes, in order."""
         return self.forward + self.backward
 
     @property
@@ -63,13 +69,22 @@ def _numbered(steps) -> list[str]:
 
 
 def derive(line, keep_gathered: "bool | Collection[str]" = False, sizes=None, mesh=None, cost=None) -> Program:
-    """The algorithm, forward and backward, of a chain of products such as the one-line types of Part 5.
+    """Derive the algorithm, forward and backward, of a chain of products such as the one-line types of Part 5.
 
-    The first operand flows from the layer before, the others are weights (or anything else that is there beforehand).
-    Between products a dim that both operands have is contracted, unless `*_D` names which one is; of the last product,
-    the result says it. `keep_gathered`: what the backward pass need not gather again: False nothing; True the
-    activations, at their price in memory; or the names of arrays. `sizes`, `mesh`, `cost`: as for `matmul`; without
-    them the book's default. Raises ShardingError if the line has no such reading.
+    The first operand flows in from the layer before; the others are weights (or anything else that exists beforehand).
+    Between products a dim that both operands have is contracted, unless `*_D` names one. In the last product the result
+    decides which dims are contracted.
+
+    Args:
+        line: the chain of products, as text or a Line.
+        keep_gathered: the arrays that the backward pass need not gather again. False means none; True means the
+            activations, at their price in memory; or give the names of arrays.
+        sizes: the sizes of the dims, as for `matmul`. Without sizes, mesh and cost the book's rules decide.
+        mesh: the axes and their sizes, as for `matmul`.
+        cost: a function of a Step, as for `matmul`.
+
+    Raises:
+        ShardingError: the line is not such a chain.
     """
     line = parse_line(line)
     known = known_sizes(_dims(line), sizes)
@@ -125,7 +140,7 @@ def _derive(line, keep, sizes, mesh, cost) -> Program:
 
 
 def _chain_dims(line) -> tuple[tuple[str, ...], ...]:
-    """The result dims of each product of the chain."""
+    """Return the result dims of each product of the chain."""
     operands, out, results = line.operands, line.result, []
     said = line.contract if len(line.contract) == len(operands) - 1 else None
     current = operands[0].dim_names
@@ -154,21 +169,20 @@ def _chain_dims(line) -> tuple[tuple[str, ...], ...]:
 def transposed(
     first: Spec, out: Spec, products: tuple[Product, ...], keep: Collection[str], sizes, mesh, cost
 ) -> tuple[list[Step], list[Spec]]:
-    """The lines of the backward pass, from the last product to the first, and the types that the forward pass keeps
-    for it because `keep` names them."""
+    """Return the lines of the backward pass, from the last product to the first, and the types that `keep` keeps."""
     steps: list[Step] = []
     kept: list[Spec] = []
     bring = resharder(sizes, mesh, cost)
 
     def again(forward: tuple[Step, ...], local: Spec) -> None:
-        """An argument as its product needs it: kept from the forward pass, or resharded once more."""
+        """Provide an argument as its product needs it: keep it from the forward pass, or reshard it once more."""
         if forward and local.name in keep:
             kept.append(local)
         else:
             steps.extend(forward)
 
     def gradient(a: Spec, b: Spec, of: Spec, typed: Spec) -> None:
-        """The cotangent of `of` as the product of the two others, and its way to that of the type `typed`."""
+        """Add the cotangent of `of` as a product of the two others, and its way to the cotangent of type `typed`."""
         product = product_type(a, b, of.dim_names, "d" + of.name)
         steps.append(Step("Einsum", (), (a, b), product))
         steps.extend(bring(product, typed.cotangent()))
@@ -187,7 +201,7 @@ def transposed(
 
 
 def scheduled(steps, enters: Spec, leaves: Spec) -> tuple[Step, ...]:
-    """The steps with `when` filled in: which wait for what enters the layer, and which does what leaves it wait for."""
+    """Mark each step's `when`: does it wait for the layer's input, and does the layer's output wait for it?"""
     flowing, needed, marked = {enters}, {leaves}, []
     for step in steps:
         if any(spec in flowing for spec in step.operands):

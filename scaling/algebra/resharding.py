@@ -1,16 +1,16 @@
 """The cheapest plan between two types of one array (Part 3).
 
-Layouts are the nodes of a graph and steps its edges (`layouts`); the length of an edge is the bytes that a device
-sends, exactly, or what `cost` says of the step. Dijkstra's algorithm, led by what a device still lacks (as A* is),
-finds a plan that no other sequence of these steps beats.
+Layouts are the nodes of a graph and steps its edges (`layouts`). The length of an edge is the exact number of bytes
+that a device sends, or the `cost` of the step. Dijkstra's algorithm, guided by the bytes that a device still lacks as
+A* is, finds a plan that no other sequence of these steps beats.
 
 The graph grows faster than exponentially with the number of axes. So a plain plan is made first, from the few steps
 that lead straight to the target. If it is one step, no plan sends less. If not, a better one is searched for, but the
 search stops after a number of steps looked at: then the plan carries a note that says so.
 
-Bytes are counted as integers: an array of one element counts as the square of the product of the axis sizes, which
-every local size and every (n-1)/n of it divides. Plans are compared as (cost, FLOPs, steps), least first; a
-collective counts as more steps than all that send nothing.
+Bytes are counted as integers: an array of one element counts as the square of the product of the axis sizes, so that
+every local size and every (n-1)/n of it is an integer. Plans are compared as (cost, FLOPs, steps), least first; a
+collective counts as more steps than all the steps that send nothing.
 """
 
 import heapq
@@ -27,13 +27,13 @@ from scaling.spec import ShardingError, Spec, mesh_sizes, parse
 BOUND = 30_000  # steps looked at in the search for a plan that beats the plain one: about a second
 NOTE = "more axes than can be searched: a cheaper plan may exist"
 
-COLLECTIVE = 1000  # so many steps that send nothing
+COLLECTIVE = 1000  # counts as this many steps that send nothing
 Key = tuple[float, float, int]  # cost, FLOPs, steps
-START: Key = (0, 0, 0)  # of what is there from the first
+START: Key = (0, 0, 0)  # the key of a value that exists from the start
 
 
 class Reached(NamedTuple):
-    """How a layout is reached at its least cost: the layout before it and the step from there, if any."""
+    """The cheapest way to reach a layout: its key, the layout before it and the step from there, if any."""
 
     key: Key
     previous: DimAxes | None = None
@@ -44,7 +44,7 @@ Reach = Mapping[DimAxes, Reached]
 
 
 class PlannedArray(NamedTuple):
-    """An array: its name and dims, its shape (None: not known), and its bytes, or elements where those do."""
+    """An array: its name and dims, its shape (None if not known), and the weight of its costs (bytes or elements)."""
 
     spec: Spec
     shape: tuple[int, ...] | None
@@ -60,10 +60,16 @@ def shortest(
     bound: float = math.inf,
     plain: bool = False,
 ) -> dict[DimAxes, Reached]:
-    """Dijkstra from several layouts of the array, each with what it has cost, to every other (or until `target`).
+    """Run Dijkstra from several layouts of the array to every other layout, or until `target` is reached.
 
-    `most`: plans that cost as much are not looked for. `bound`: after so many steps looked at the search ends, with
-    nothing. `plain`: only the steps of plain plans.
+    Args:
+        sources: the layouts to start from, and the cost so far of each.
+        array: the array.
+        within: the Setting.
+        target: the layout to reach.
+        most: a limit; plans that cost as much are not looked for.
+        bound: the number of steps to look at, after which the search ends and finds nothing.
+        plain: whether only the steps of plain plans count.
     """
     done: dict[DimAxes, Reached] = {}
     best: dict[DimAxes, Reached] = {}
@@ -75,7 +81,7 @@ def shortest(
         key = reached.key
         if at in done or (at in best and key >= best[at].key) or not divides(at, array.shape, within.sizes):
             return
-        if target is not None and within.cost is None:  # at the least, what is missing is still to be sent
+        if target is not None and within.cost is None:  # at the least, all missing bytes are still to be sent
             if at not in missing:
                 missing[at] = within.missing(at, target) * array.weight
             key = (key[0] + missing[at], key[1], key[2] + (at != target))
@@ -108,11 +114,12 @@ def _step(spec: Spec, at: DimAxes, move: Edge) -> Step:
 
 
 def key_sum(a: Key, b: Key) -> Key:
+    """Add two keys, component by component."""
     return a[0] + b[0], a[1] + b[1], a[2] + b[2]
 
 
 def _edges(at: DimAxes, within: Setting, goal: DimAxes | None) -> Iterable[tuple[Edge, int]]:
-    """The moves from a layout, each with what it sends; kept where there are few."""
+    """Return the moves from a layout, each with the bytes it sends; cached if the axes are few."""
     if goal is None and len(within.axes) <= FEW:
         return _kept_edges(at, within)
     return ((move, within.sent(at, move)) for move in moves(at, within, goal))
@@ -129,8 +136,7 @@ def _kept_ways(at: DimAxes, shape: tuple[int, ...] | None, within: Setting) -> R
 
 
 def ways_from(at: DimAxes, array: PlannedArray, within: Setting, to: DimAxes | None = None) -> Reach:
-    """How an array is brought from a layout into every other (or into `to`); in bytes, the costs are of an array of
-    weight 1."""
+    """Return how to bring an array from a layout into every other (or into `to`); bytes are for weight 1."""
     if within.cost is None and len(within.axes) <= FEW:
         devices = math.prod(within.sizes.values())
         shape = None if array.shape is None else tuple(math.gcd(size, devices) for size in array.shape)
@@ -139,28 +145,36 @@ def ways_from(at: DimAxes, array: PlannedArray, within: Setting, to: DimAxes | N
 
 
 def begins_at(found: Reach, to: DimAxes) -> DimAxes:
-    """The layout from which `shortest` reaches another."""
+    """Return the source layout from which `shortest` reached a layout."""
     while (previous := found[to].previous) is not None:
         to = previous
     return to
 
 
 def path(found: Reach, spec: Spec, to: DimAxes) -> tuple[Step, ...]:
-    """The steps that lead to a layout in what `shortest` found."""
+    """Return the steps that lead to a layout in the result of `shortest`."""
     _, previous, move = found[to]
     return () if previous is None or move is None else (*path(found, spec, previous), _step(spec, previous, move))
 
 
 def reshard(src, dst, sizes=None, mesh=None, cost=None, idle: bool = False) -> Plan:
-    """The cheapest plan from one type of an array to another of the same array (and the same dims).
+    """Plan the cheapest resharding from one type of an array to another with the same dims.
 
-    `src`, `dst`: types, as text or Specs; the result keeps `dst`'s name, the steps before it `src`'s. `sizes` (dims)
-    rules out steps whose blocks would not divide; `mesh` gives the sizes of the axes. Without a mesh each axis counts
-    as 4 devices, and only the names of axes say which shards are alike. `cost` is a function of a Step to be minimised
-    in sum in place of the bytes sent; then idle axes of the mesh are used too (Part 3, Question 2, the fun fact), and
-    one AllGather over axes of several dims is weighed. `idle`: they are used to send fewer bytes, too, on a mesh of up
-    to four axes. Beyond a number of axes the plan may not be the cheapest: its `note` says so. Cached: a plan made
-    once costs microseconds. Raises ShardingError if the dims differ or do not divide.
+    The result keeps `dst`'s name, and the steps before it `src`'s. Beyond a number of axes the plan may not be the
+    cheapest, and its `note` says so. Plans are cached: a repeated one costs microseconds.
+
+    Args:
+        src: the type before, as text or a Spec.
+        dst: the type after.
+        sizes: the sizes of the dims, which rule out steps whose blocks would not divide.
+        mesh: the sizes of the axes. Without a mesh each axis counts as 4 devices, and only the names of axes say which
+            shards are alike.
+        cost: a function of a Step, to be minimised in sum in place of the bytes sent. Idle axes of the mesh are then
+            used too (Part 3, Question 2, the fun fact), and one AllGather over axes of several dims is weighed.
+        idle: whether idle axes are used to send fewer bytes, on a mesh of up to four axes.
+
+    Raises:
+        ShardingError: the dims differ or do not divide.
     """
     src, dst = parse(src), parse(dst)
     if src.dim_names != dst.dim_names:
@@ -190,8 +204,11 @@ def _reshard(src: Spec, dst: Spec, shape, axes, cost, idle: bool) -> Plan:
 
 
 def every_axis(named: Sequence[DimAxes], mesh: Mapping[str, int]) -> Setting:
-    """The setting in which idle axes of a mesh are in play too, and any may become unreduced on the way. Of four axes
-    only those that a layout says so may; of more only those that a layout names are in play."""
+    """Return the setting in which steps may also use idle axes of a mesh, and any axis may become unreduced on the way.
+
+    With four axes, only the axes that some layout is unreduced over may become so; with more, only the axes that a
+    layout names are used.
+    """
     used, summed = {axis for at in named for axis in at.used}, {axis for at in named for axis in at.unreduced}
     axes = tuple((axis, size) for axis, size in mesh.items() if size > 1 or axis in used)
     few = len(axes) <= FEW
@@ -200,14 +217,14 @@ def every_axis(named: Sequence[DimAxes], mesh: Mapping[str, int]) -> Setting:
 
 
 def exact_steps(array: PlannedArray, start: DimAxes, to: DimAxes, within: Setting) -> tuple[Step, ...]:
-    """The steps of the cheapest plan of all between two layouts, under the name of the array."""
+    """Return the steps of the cheapest plan of all between two layouts, under the name of the array."""
     return path(ways_from(start, array, within, to), array.spec, to)
 
 
 def steps_between(
     array: PlannedArray, source: DimAxes, target: DimAxes, within: Setting, bound: float = BOUND
 ) -> tuple[tuple[Step, ...], str]:
-    """The steps of the cheapest plan between two layouts, under the name of the array, and the note."""
+    """Search, for at most `bound` steps, for the cheapest plan between two layouts; return its steps and the note."""
     start, array = {source: START}, array._replace(weight=1)
     plain = shortest(start, array, within, target, plain=True)
     key = plain[target].key

@@ -1,7 +1,8 @@
-"""What each collective may do to a type (Part 3): the rules behind every ShardingError of `scaling.collectives`.
+"""The rules of the collectives: how each may change a type (Part 3).
 
-In a type a mesh axis has a place: it splits a dim, it is in {U}, or it is not mentioned. A collective takes axes from
-one kind of place to another, to the minor end of a dim or from there; all other axes stay where they are.
+They are behind every ShardingError of `scaling.collectives`. In a type a mesh axis splits a dim, or is in {U}, or is
+not mentioned. A collective takes axes from one of these kinds of position to another, to or from the minor end of a
+dim; all other axes stay in position.
 """
 
 from dataclasses import dataclass, replace
@@ -14,7 +15,7 @@ DIM, SUM, NONE = "a dim", "{U}", "no dim"
 
 
 class Rule(NamedTuple):
-    """From which place a collective takes axes and where they come, in words too; `rooted`: one device has them all."""
+    """The kinds of position between which a collective moves axes, and the rule in words; `rooted`: it has a root."""
 
     source: str
     target: str
@@ -66,19 +67,20 @@ class CollectiveStep:
     splits: int | None = None
 
     def stacked(self, dim: str) -> "CollectiveStep":
-        """The same on arrays with one more dim in front."""
+        """Return the step for arrays with one more dim in front."""
         splits = None if self.splits is None else self.splits + 1
         before, after = self.before.stacked(dim), self.after.stacked(dim)
         return replace(self, before=before, after=after, dim=self.dim + 1, to=self.to + 1, splits=splits)
 
 
 def refuse_rule(line: str, kind: str, what: str, rule: str, fix: str) -> NoReturn:
+    """Raise the ShardingError of a line that breaks a rule of its collective."""
     refuse(f"{kind}: {line}", what, rule, fix)
 
 
 @lru_cache(maxsize=4096)
 def collective_steps(kind: str, line: str) -> tuple[CollectiveStep, ...]:
-    """The steps of `line` as a collective of this kind, or a ShardingError that names the rule it breaks."""
+    """Return the steps of `line` as a collective of this kind; raise a ShardingError that names the rule it breaks."""
     parsed, rule = parse_line(line), RULES[kind]
     if len(parsed.operands) != 1:
         says = "a collective has one operand; einsum multiplies"
@@ -98,7 +100,7 @@ def collective_steps(kind: str, line: str) -> tuple[CollectiveStep, ...]:
             if was == NONE and rule.source == SUM:
                 fix += f"; or write {{U_{axis}}} on the operand if it is a partial sum"
             broken(f"{axis} goes from {of} to {to}", fix)
-    dims = []  # (position, its axes afterwards, those that it gains or loses)
+    dims = []  # (position, its axes afterwards, the axes that it gains or loses)
     for position, ((dim, was), (_, now)) in enumerate(zip(before.dims, after.dims, strict=True)):
         short, long = sorted((was, now), key=len)
         if long[: len(short)] != short:
@@ -130,7 +132,7 @@ def collective_steps(kind: str, line: str) -> tuple[CollectiveStep, ...]:
 
 
 def _place(axis: str, spec: Spec) -> tuple[str, str]:
-    """Where a type has an axis: the kind of place, and the place."""
+    """Return the kind of position that an axis has in a type, and the position in words."""
     if axis in spec.unreduced:
         return SUM, SUM
     return next(((DIM, f"dim {dim}") for dim, axes in spec.dims if axis in axes), (NONE, NONE))

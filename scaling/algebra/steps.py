@@ -1,4 +1,4 @@
-"""Steps and plans: what is done to typed arrays, line by line, and what each line costs (Part 3).
+"""Steps and plans: the lines of an algorithm on typed arrays, and the cost of each line (Part 3).
 
 A `Step` is one collective or one local product with its types before and after; a `Plan` is a list of them. They are
 data: planned by `scaling.algebra`, counted here, run by `scaling.collectives.plans`. Pure Python.
@@ -32,9 +32,9 @@ class Step:
     """One line of an algorithm: `op` over the mesh `axes`, from the type(s) `before` to the type `after`.
 
     `before` is a Spec, and a tuple of two Specs for an Einsum. A derived program also has lines that only name an
-    array, `Loss[B_X] = ...`: op "Loss" or "Cotangent". `when` says of a line in a program "critical" (the layer's
-    output waits for it), "ahead" (it waits for nothing that the layer is given: can be done ahead of time) or "async"
-    (the layer's output does not wait for it); "" outside programs. It plays no part in equality.
+    array, `Loss[B_X] = ...`: op "Loss" or "Cotangent". In a program `when` marks a line as "critical" (the layer's
+    output waits for it), "ahead" (it does not wait for the layer's input, so it can run ahead of time) or "async" (the
+    layer's output does not wait for it). It is "" outside programs, and does not count in comparisons.
     """
 
     op: str
@@ -45,11 +45,12 @@ class Step:
 
     @property
     def operands(self) -> tuple[Spec, ...]:
+        """The types before the step, as a tuple."""
         return self.before if isinstance(self.before, tuple) else (self.before,)
 
     @property
     def contracted(self) -> tuple[str, ...]:
-        """The dims that an Einsum sums over: those of its operands that its result lacks."""
+        """The dims that an Einsum sums over, which its operands have and its result lacks."""
         dims = dict.fromkeys(dim for spec in self.operands for dim in spec.dim_names)
         return tuple(dim for dim in dims if dim not in self.after.dim_names) if self.op == "Einsum" else ()
 
@@ -59,7 +60,7 @@ class Step:
         return " * ".join(map(str, self.operands)) + f" -> {self.after}"
 
     def __str__(self) -> str:
-        """The line as the book prints it: `W[D, F] = AllGather_X(W[D_X, F])`, `C[I, K] = A[I, J] *_J B[J, K]`."""
+        """Return the book's line: `W[D, F] = AllGather_X(W[D_X, F])`, `C[I, K] = A[I, J] *_J B[J, K]`."""
         if self.op == "Einsum":
             dims = self.contracted
             over = "" if not dims else "_" + (dims[0] if len(dims) == 1 else "{" + ",".join(dims) + "}")
@@ -69,35 +70,35 @@ class Step:
         return f"{self.after} = {self.op}_{format_axes(self.axes)}({self.before})"
 
     def group(self, mesh) -> int:
-        """How many devices take part together: the product of the sizes of the step's axes."""
+        """Return the number of devices that take part together, the product of the sizes of the step's axes."""
         return math.prod(mesh_sizes(mesh)[axis] for axis in self.axes)
 
     def nbytes(self, sizes, mesh, dtype) -> float:
-        """V, the bytes by the book's measure (see the table above); 0 for what does not communicate."""
+        """Return V, the bytes by the book's measure (see the table above); 0 for a step that does not communicate."""
         if self.op not in COLLECTIVES:
             return 0
         local = (self.after if self.op == "AllGather" else self.operands[0]).nbytes(sizes, mesh, dtype_bytes(dtype))
         return local * self.group(mesh) if self.op == "AllToAll" else local
 
     def gather_bytes(self, sizes, mesh, dtype) -> float:
-        """V counted as AllGathers of the same cost: twice for an AllReduce (Part 3: it is a ReduceScatter and one)."""
+        """Return V in AllGathers of equal cost: an AllReduce counts twice, as a ReduceScatter and an AllGather."""
         return self.nbytes(sizes, mesh, dtype) * (2 if self.op == "AllReduce" else 1)
 
     def wire_bytes(self, sizes, mesh, dtype) -> float:
-        """Bytes that each device sends (in a permutation, that the busiest one sends)."""
+        """Return the bytes that each device sends (in a permutation, that the busiest one sends)."""
         if self.op not in COLLECTIVES or (self.op == "CollectivePermute" and self.stays(mesh)):
             return 0
         sent, of = sent_share(self.op, self.group(mesh))
         return self.operands[0].nbytes(sizes, mesh, dtype_bytes(dtype)) * sent / of
 
     def stays(self, mesh) -> bool:
-        """Whether every device already holds the block that it needs, since axes of size 1 alone change places."""
+        """Return whether every device already holds the block it needs, since only axes of size 1 change positions."""
         sizes = mesh_sizes(mesh)
         before, after = ([axes for _, axes in spec.dims] for spec in (self.operands[0], self.after))
         return splitting(before, sizes) == splitting(after, sizes)
 
     def flops(self, sizes, mesh) -> int:
-        """FLOPs of one device in an Einsum: 2 per multiply-add, 1 per product where nothing is summed (Part 4)."""
+        """Return one device's FLOPs in an Einsum: 2 per multiply-add, 1 per product if nothing is summed (Part 4)."""
         if self.op != "Einsum":
             return 0
         local = {}
@@ -108,50 +109,50 @@ class Step:
 
 
 def sent_share(op: str, n: int) -> tuple[int, int]:
-    """What each of n devices sends, as a fraction of what it holds before: (n - 1, n) for a ReduceScatter."""
+    """Return the share of its data before the step that each of n devices sends: (n - 1, n) for a ReduceScatter."""
     shares = {"AllGather": (n - 1, 1), "ReduceScatter": (n - 1, n), "AllReduce": (2 * (n - 1), n)}
     return (shares | {"AllToAll": (n - 1, n), "CollectivePermute": (1, 1)}).get(op, (0, 1))
 
 
 def splitting(dims: Sequence[tuple[str, ...]], sizes) -> list[tuple[str, ...]]:
-    """Of the axes of each dim those that split it: not those of size 1."""
+    """Return the axes that split each dim, without the axes of size 1."""
     return [tuple(axis for axis in axes if sizes[axis] > 1) for axes in dims]
 
 
 def total(steps, count: str, *args) -> float:
-    """The sum of one count over steps: `total(plan.steps, "wire_bytes", sizes, mesh, "bf16")`."""
+    """Sum one count over steps: `total(plan.steps, "wire_bytes", sizes, mesh, "bf16")`."""
     return sum(getattr(step, count)(*args) for step in steps)
 
 
 class Counted:
-    """What a sequence of steps costs: the base of Plan and Program, which hold their `steps`."""
+    """The costs of a sequence of steps: the base of Plan and Program, which hold their `steps`."""
 
     steps: tuple[Step, ...]
 
     def nbytes(self, sizes, mesh, dtype) -> float:
-        """The sum of the steps' V."""
+        """Return the sum of the steps' V."""
         return total(self.steps, "nbytes", sizes, mesh, dtype)
 
     def gather_bytes(self, sizes, mesh, dtype) -> float:
-        """The same with an AllReduce counted twice: what the book's tables count."""
+        """Return the sum of the steps' V with an AllReduce counted twice, as in the book's tables."""
         return total(self.steps, "gather_bytes", sizes, mesh, dtype)
 
     def wire_bytes(self, sizes, mesh, dtype) -> float:
-        """Bytes that each device sends."""
+        """Return the bytes that each device sends."""
         return total(self.steps, "wire_bytes", sizes, mesh, dtype)
 
     def flops(self, sizes, mesh) -> int:
-        """FLOPs of one device."""
+        """Return the FLOPs of one device."""
         return int(total(self.steps, "flops", sizes, mesh))
 
 
 @dataclass(frozen=True)
 class Plan(Counted):
-    """How to come from typed `operands` to a typed `result`, in `steps`.
+    """The `steps` that lead from typed `operands` to a typed `result`.
 
     For a product `cases` holds the numbers of the book's cases that apply and `case` the lowest of them; for a
-    resharding they are () and None. `sizes` are dims, as in Spec.nbytes. `note` says where the search for a cheaper
-    plan was cut short, "" if it was not; it plays no part in equality.
+    resharding they are () and None. `sizes` are dims, as in Spec.nbytes. `note` says if the search for a cheaper plan
+    was cut short, and is "" if it was not; it does not count in comparisons.
     """
 
     operands: tuple[Spec, ...]
@@ -162,6 +163,7 @@ class Plan(Counted):
 
     @property
     def case(self) -> "int | None":
+        """The lowest of the cases that apply, or None for a resharding."""
         return min(self.cases, default=None)
 
     @property
@@ -175,7 +177,7 @@ class Plan(Counted):
 
 
 def moved(before: Sequence, after: Sequence) -> tuple[list, list]:
-    """Per dim, the axes that a permutation shuffles: what is left of both without common prefix and suffix."""
+    """Return, per dim, the axes that a permutation shuffles, without the common prefix and suffix of both types."""
     ours, theirs = [], []
     for a, b in zip(before, after, strict=True):
         start = 0
@@ -190,10 +192,10 @@ def moved(before: Sequence, after: Sequence) -> tuple[list, list]:
 
 
 def permutation(step: Step, mesh) -> tuple[tuple[int, int], ...]:
-    """The (source, target) pairs of a CollectivePermute, as row-major indices over `step.axes`.
+    """Return the (source, target) pairs of a CollectivePermute, as row-major indices over `step.axes`.
 
-    Both types cut the array into the same blocks, so that each device needs what some device holds; a device that
-    already holds what it needs is its own source.
+    Both types cut the array into equal blocks, so that some device holds each block that is needed. A device that
+    already holds its block is its own source.
     """
     sizes = mesh_sizes(mesh)
     held, needed = {}, {}
