@@ -1,7 +1,8 @@
 """Manual sharding (Part 10): programs for one device, with JAX's collectives, as functions of whole arrays.
 
-`manual` has shard_map, `names` the collectives as JAX spells them, `calls` their law of transposes and what runs them,
-on ranks or in one process, `types` what varies over which axis, or is unreduced or reduced, and the checks.
+`manual` has shard_map, and `names` the collectives as JAX spells them. `calls` has their law of transposes and runs
+them, on ranks or in one process. `types` tracks the axes over which a value varies, or is unreduced or reduced, and has
+the checks.
 """
 
 from scaling.shard_map.manual import shard_map

@@ -1,11 +1,11 @@
-"""JAX's collectives as data, its law of transposes with check_vma=True, and what runs them (JAX 0.10; notation.md).
+"""JAX's collectives as data, their law of transposes with check_vma=True, and their execution (JAX 0.10; notation.md).
 
-A value inside `shard_map` is *varying* over a mesh axis, if its devices may hold different values, or *invariant*, if
-all hold the same. A cotangent has its value's type. So the sum that an invariant value's cotangent needs is not left to
-the caller: it happens where the value becomes varying, in `pvary`.
+A value inside `shard_map` is *varying* over a mesh axis if its devices may hold different values, and *invariant* if
+all devices hold equal ones. A cotangent has its value's type. So the sum that an invariant value's cotangent needs is
+not left to the caller: it happens in `pvary`, the operation that makes the value varying.
 
-Operands come with a dim in front for each axis of `call.lead`, in the mesh's order: of the axis's size where one
-process holds all shards stacked, of size 1 on the ranks of a mesh. Both take the axes of the call together, as one dim
+Operands come with a dim in front for each axis of `call.lead`, in the mesh's order. It has the axis's size if one
+process holds all shards stacked, and size 1 on the ranks of a mesh. Both take the axes of the call together, as one dim
 of blocks in front: [blocks, ...].
 """
 
@@ -23,9 +23,17 @@ from scaling.trace import done, open_logs, record
 
 
 class JaxKind(NamedTuple):
-    """A kind of call: that which carries cotangents back ("" of what has no derivative); what it is among this
-    project's collectives, from which type to which (`op_of`); whether its operand, or its result, is invariant over the
-    axes: otherwise it varies."""
+    """A kind of call.
+
+    Attributes:
+        dual: the kind that carries cotangents back, or "" if the call has no derivative.
+        kind: the collective of this project that it corresponds to.
+        before: the type of its operand there (see `op_of`).
+        after: the type of its result there.
+        enters: whether its operand is invariant over the axes; otherwise it varies.
+        leaves: whether its result is invariant over the axes; otherwise it varies.
+        by: the reduction.
+    """
 
     dual: str
     kind: str
@@ -45,16 +53,21 @@ KINDS_IN_JAX = {
     "psum_scatter": JaxKind("all_gather", "ReduceScatter", "summed", "dim"),
     "all_to_all": JaxKind("all_to_all", "AllToAll", "dim", "to"),
     "ppermute": JaxKind("ppermute", "CollectivePermute", "whole", "whole"),
-    "gather": JaxKind("slice", "AllGather", "dim", "whole", leaves=True),  # how results leave
-    "slice": JaxKind("gather", "Slice", "whole", "dim", enters=True),  # how operands enter
+    "gather": JaxKind("slice", "AllGather", "dim", "whole", leaves=True),  # by which results leave
+    "slice": JaxKind("gather", "Slice", "whole", "dim", enters=True),  # by which operands enter
 }
 
 
 class Call(NamedTuple):
-    """One collective over mesh axes, the first the major one.
+    """One collective over mesh axes, the first axis being the major one.
 
-    `dim`: the dim that grows or is split; `to`: the dim that an all_to_all splits; `pairs`: (source, target) of a
-    ppermute; `lead`: the axes over which the operand is stacked, in dims in front of its own.
+    Attributes:
+        kind: its name among JAX's collectives, or "gather" or "slice".
+        axes: the mesh axes.
+        dim: the dim that grows or is split.
+        to: the dim that an all_to_all splits.
+        pairs: the (source, target) pairs of a ppermute.
+        lead: the axes over which the operand is stacked, in leading dims.
     """
 
     kind: str
@@ -66,50 +79,57 @@ class Call(NamedTuple):
 
     @property
     def law(self) -> JaxKind:
+        """The kind of the call."""
         return KINDS_IN_JAX[self.kind]
 
     def batched(self) -> "Call":
-        """The call on operands with one more dim in front of their own."""
+        """Return the call on operands with one more dim in front."""
         return self._replace(dim=self.dim + 1, to=self.to + 1)
 
     def transposed(self) -> "Call":
-        """What carries its cotangent back."""
+        """Return the call that carries its cotangent back."""
         dim, to = (self.to, self.dim) if self.kind == "all_to_all" else (self.dim, self.to)
         pairs = tuple((target, source) for source, target in self.pairs)
         return Call(self.law.dual, self.axes, dim, to, pairs)
 
     def lead_after(self, order) -> tuple[str, ...]:
-        """The axes over which the result is stacked; `order`: the mesh's axes."""
+        """Return the axes over which the result is stacked; `order` is the mesh's axes."""
         if self.law.leaves:
             return tuple(axis for axis in self.lead if axis not in self.axes)
         return tuple(axis for axis in order if axis in self.lead or axis in self.axes)
 
 
 def apply_typed(x: Tensor, bound: "Bound", call: Call) -> Tensor:
-    """The call on one device's x, differentiable by JAX's law."""
+    """Run the call on one device's x, differentiable by JAX's law."""
     return Collective.apply(x, bound, call, *bound.places)
 
 
 def apply_stacked(x: Tensor, bound: "Bound", call: Call) -> Tensor:
-    """The same on what is stacked already, over `call.lead`."""
+    """Run the call on an array that is stacked over `call.lead` already."""
     return Collective.apply(x, bound, call, *(None for _ in bound.mesh.sizes))
 
 
 class Collective(torch.autograd.Function):
-    """A call as torch.func sees it. Each mesh axis is a level of vmap, at which only that axis's `places` is batched:
-    there the call learns whether x varies over the axis, and stacks it. With all axes stacked, `bound` runs it."""
+    """A call as torch.func sees it.
+
+    Each mesh axis is a level of vmap, at which only that axis's `places` is batched. At this level the call learns
+    whether x varies over the axis, and stacks it. With all axes stacked, `bound` runs it.
+    """
 
     @staticmethod
     def forward(x, bound, call, *places):
+        """Run the call."""
         return bound.run(x, call)
 
     @staticmethod
     def setup_context(ctx, inputs, output):
+        """Save the call for the derivative."""
         _, ctx.bound, ctx.call, *places = inputs
         ctx.stacked = not places or places[0] is None
 
     @staticmethod
     def backward(ctx, cotangent):
+        """Return the cotangent of x, by the transposed call."""
         call, sizes = with_derivative(ctx.call).transposed(), ctx.bound.mesh.sizes
         if ctx.stacked:
             result = apply_stacked(cotangent, ctx.bound, call._replace(lead=ctx.call.lead_after(sizes)))
@@ -119,11 +139,12 @@ class Collective(torch.autograd.Function):
 
     @staticmethod
     def jvp(ctx, tangent, *_):
+        """Return the tangent of the result: the call is linear."""
         return (apply_stacked if ctx.stacked else apply_typed)(tangent, ctx.bound, with_derivative(ctx.call))
 
     @staticmethod
     def vmap(info, in_dims, x, bound, call, *places):
-        """At one level of vmap: a mesh axis's, or another's, inside or around the program."""
+        """Handle a level of vmap: a mesh axis's, or another one inside or around the program."""
         order = tuple(bound.mesh.sizes)
         level = next((i for i, dim in enumerate(in_dims[3:]) if dim is not None), None)
         if level is None:
@@ -139,7 +160,7 @@ class Collective(torch.autograd.Function):
 
 
 def with_derivative(call: Call) -> Call:
-    """The call, but of pmax and pmin, which as in JAX have no derivative."""
+    """Return the call; refuse pmax and pmin, which have no derivative, as in JAX."""
     if not call.law.dual:
         raise NotImplementedError(
             f"{call.kind} over {', '.join(call.axes)} is not differentiated\n"
@@ -150,22 +171,28 @@ def with_derivative(call: Call) -> Call:
 
 
 class Bound:
-    """A mesh as one call of `shard_map` has it. `places`: by axis, this device's index as the program sees it, a 0-dim
-    tensor that varies over that axis alone; `levels`: the level of vmap at which it does."""
+    """A mesh during one call of `shard_map`.
+
+    Attributes:
+        mesh: the mesh.
+        in_process: whether this process holds all shards.
+        places: for each axis, this device's index as the program sees it, a 0-dim tensor that varies over that axis.
+        levels: the mesh axis of each level of vmap.
+    """
 
     def __init__(self, mesh, in_process: bool, places: tuple = (), levels: dict[int, str] | None = None):
         self.mesh, self.in_process, self.places, self.levels = mesh, in_process, places, levels or {}
 
     def in_order(self, axes) -> list[str]:
-        """Axes in the mesh's order."""
+        """Return the axes in the mesh's order."""
         return [axis for axis in self.mesh.sizes if axis in axes]
 
     def width(self, axis: str) -> int:
-        """How many devices along an axis this process holds."""
+        """Return the number of devices along an axis whose shards this process holds."""
         return self.mesh.sizes[axis] if self.in_process else 1
 
     def run(self, x: Tensor, call: Call) -> Tensor:
-        """The call on stacked operands."""
+        """Run the call on stacked operands."""
         if call.kind == "pvary":
             call = call._replace(axes=tuple(axis for axis in call.axes if axis not in call.lead))
         kept = [axis for axis in call.lead if axis not in call.axes]
@@ -183,7 +210,7 @@ class Bound:
 
 
 def one_rank(x: Tensor, call: Call, mesh) -> Tensor:
-    """[1, ...] -> [1, ...], without the leading dim where the call enters or leaves the axes."""
+    """[1, ...] -> [1, ...], without the leading dim if the call enters or leaves the axes."""
     if call.kind == "pvary":
         return x[None].clone()
     x = x if call.law.enters else x[0]
@@ -192,7 +219,7 @@ def one_rank(x: Tensor, call: Call, mesh) -> Tensor:
 
 
 def one_process(x: Tensor, call: Call, mesh) -> Tensor:
-    """The same of all shards: [n, ...] -> [n, ...], by operations that torch differentiates."""
+    """[n, ...] -> [n, ...], the call on all shards at once, by operations that torch differentiates."""
     n, kind = mesh.size(call.axes), call.kind
     if open_logs and kind != "pvary":
         own = x if call.law.enters else x[0]
@@ -200,7 +227,7 @@ def one_process(x: Tensor, call: Call, mesh) -> Tensor:
     if call.law.kind == "AllReduce":
         return combine_parts(x, call.law.by)
     if kind == "pvary":
-        return x.expand(n, *x.shape).clone()  # forward-mode AD wants each element in a place of its own
+        return x.expand(n, *x.shape).clone()  # forward-mode AD wants separate memory for each element
     if kind == "slice":
         return split_dim(x, n, call.dim)
     if kind == "gather":
@@ -218,7 +245,7 @@ def one_process(x: Tensor, call: Call, mesh) -> Tensor:
 
 
 def op_of(call: Call, dims: int, mesh) -> Op:
-    """The call as a collective of this project's, on an operand of so many dims: "[D0_X, D1] -> [D0, D1]"."""
+    """Return the call as a collective of this project, on an operand of so many dims: "[D0_X, D1] -> [D0, D1]"."""
     whole = unsplit_spec("", [f"D{i}" for i in range(dims)])
     types = {
         "whole": lambda: whole,
@@ -232,7 +259,7 @@ def op_of(call: Call, dims: int, mesh) -> Op:
 
 
 def index_of(places: Sequence[Tensor], sizes: Sequence[int]) -> Tensor:
-    """The row-major index of places along axes of these sizes."""
+    """Return the row-major index of places along axes of these sizes."""
     index = torch.zeros((), dtype=torch.int64)
     for place, size in zip(places, sizes, strict=True):
         index = index * size + place

@@ -1,4 +1,4 @@
-"""`shard_map`: a program for one device, made a function of whole arrays (Part 10, "Manual sharding mode").
+"""`shard_map`: turn a program for one device into a function of whole arrays (Part 10, "Manual sharding mode").
 
 @partial(shard_map, mesh=mesh, in_specs=("A[B_X, D_Y]", "W[D_Y, F]"), out_specs="Out[B_X, F]")
 def product(A, W):
@@ -30,21 +30,25 @@ from scaling.tree import for_each
 
 
 def shard_map(fn: Callable, mesh, in_specs: Any, out_specs: Any, *, in_process: bool = False) -> Callable:
-    """`fn`, written for one device's shards, as a function of whole arrays to whole arrays.
+    """Turn `fn`, written for one device's shards, into a function of whole arrays to whole arrays.
 
-    `in_specs`: for each argument a type ("A[B_X, D_Y]"), JAX's text ("P('X', 'Y')"), or a tree of them, of which a leaf
-    stands for all below it, and one alone for all arguments; `out_specs` the same of the result. An axis that an
-    in_spec does not name: every device gets the same. One that an out_spec does not name: the result is *invariant*
-    over it, which is checked. `{U_X}` in an out_spec: the result is the sum over X. Inside, the collectives of this
-    package are those of `mesh`.
-    `in_process`: all shards are computed in this process; the mesh may be an AbstractMesh, or its sizes {"X": 4}.
-    Otherwise each rank of the mesh calls with the same whole arrays, and gets the whole result. Arrays that
-    `tree.shard`, explicit mode or the judge knows to be shards are refused; the ranks of a checked mesh compare a
-    checksum of the arrays at the first call with their shapes.
+    The returned function is pure, and goes under torch.func's grad, vjp, jvp and vmap, and under torch.compile if its
+    result is a tensor or a tuple or list of tensors. It refuses arrays that `tree.shard`, explicit mode or the judge
+    knows to be shards. The ranks of a checked mesh compare the arrays' checksums at the first call with their shapes.
 
-    What comes back is pure, and goes under torch.func's grad, vjp, jvp and vmap; under torch.compile too, if its result
-    is a tensor or a tuple or list of tensors.
-    Raises ShardingError for specs that do not fit, and for what JAX's check_vma refuses.
+    Args:
+        fn: a function of shards. The collectives of this package that it calls run on `mesh`.
+        mesh: the mesh; with `in_process` it may be an AbstractMesh, or its sizes {"X": 4}.
+        in_specs: for each argument a type ("A[B_X, D_Y]"), JAX's text ("P('X', 'Y')"), or a tree of them, in which a
+            leaf covers everything below it. A single type covers all arguments. Along an axis that an in_spec does not
+            name, every device gets equal shards.
+        out_specs: types for the result, in the form of `in_specs`. Over an axis that an out_spec does not name, the
+            result must be *invariant*, which is checked. With `{U_X}` in an out_spec the result is the sum over X.
+        in_process: whether all shards are computed in this process. Otherwise each rank of the mesh calls with equal
+            whole arrays, and gets the whole result.
+
+    Raises:
+        ShardingError: specs do not fit, or JAX's check_vma would refuse the program.
     """
     if not callable(fn):
         what = f"shard_map of a {type(fn).__name__}"
@@ -94,7 +98,7 @@ def shard_map(fn: Callable, mesh, in_specs: Any, out_specs: Any, *, in_process: 
         return optree.tree_unflatten(made["tree"], results)
 
     @constant
-    def in_graph():  # a compiler keeps the call as it is, and sees through it later
+    def in_graph():  # a compiler keeps the call unopened, and sees through it later
         torch.compiler.allow_in_graph(traced)
 
     def mapped(*args):
@@ -106,7 +110,7 @@ def shard_map(fn: Callable, mesh, in_specs: Any, out_specs: Any, *, in_process: 
 
 
 def _check_device(x: Tensor, mesh) -> None:
-    """ShardingError unless the mesh's ranks can send x."""
+    """Raise ShardingError unless the mesh's ranks can send x."""
     if x.device.type != mesh.device.type:
         fix = "shard_map(..., in_process=True)" if mesh.device.type == "meta" else f".to({str(mesh.device)!r}) first"
         what = f"an array is on {x.device}, the mesh on {mesh.device}"
@@ -114,7 +118,7 @@ def _check_device(x: Tensor, mesh) -> None:
 
 
 def _check_whole(leaves: list[Tensor], mesh) -> None:
-    """ShardingError if one of the arrays is known to be split or unreduced over axes of the mesh."""
+    """Raise ShardingError if one of the arrays is known to be split or unreduced over axes of the mesh."""
     watch = who_watches()
     for i, x in enumerate(leaves):
         spec = noted_shard(x)
@@ -135,7 +139,7 @@ def described_array(x: Tensor) -> str:
 
 
 def _plain(tree: Any) -> Any:
-    """The same tree of plain dicts, lists and tuples: a compiler's graph has its own, which cannot be changed."""
+    """Return the tree in plain dicts, lists and tuples; the containers of a compiler's graph cannot be changed."""
     if isinstance(tree, immutable_dict):
         return {key: _plain(below) for key, below in tree.items()}
     if isinstance(tree, immutable_list):
@@ -144,7 +148,7 @@ def _plain(tree: Any) -> Any:
 
 
 def levels_of_axes(program: Callable, bound: Bound, stacked: list[Tensor], specs: list[Spec]) -> tuple[Tensor, ...]:
-    """The program under a level of vmap for each mesh axis; results have a dim in front for each."""
+    """Run the program under a level of vmap for each mesh axis; results have a dim in front for each."""
     device = stacked[0].device if stacked else bound.mesh.device
     sizes, coord = bound.mesh.sizes, bound.mesh.coord
     places = [torch.arange(sizes[axis]) if bound.in_process else torch.tensor([coord[axis]]) for axis in sizes]
@@ -156,7 +160,7 @@ def levels_of_axes(program: Callable, bound: Bound, stacked: list[Tensor], specs
 
 
 def entered(x: Tensor, spec: Spec, bound: Bound) -> Tensor:
-    """A whole array's shards, stacked over the axes of its type."""
+    """Return a whole array's shards, stacked over the axes of its type."""
     lead = ()
     for dim, (_, axes) in enumerate(spec.dims):
         if axes:
@@ -167,7 +171,7 @@ def entered(x: Tensor, spec: Spec, bound: Bound) -> Tensor:
 
 
 def leaving(x: Tensor, spec: Spec, bound: Bound) -> Tensor:
-    """A result on its way out, if its type is what the out_spec says."""
+    """Return a result on its way out, or raise ShardingError if its type is not the out_spec's."""
     found, summed = varying(x, bound), {*spec.unreduced}
     fixes = {
         "is reduced over {}, which no out_spec says of {}": marks(x).reduced,
@@ -189,7 +193,7 @@ def leaving(x: Tensor, spec: Spec, bound: Bound) -> Tensor:
 
 
 def left(x: Tensor, spec: Spec, bound: Bound) -> Tensor:
-    """A whole array of its shards, stacked over all mesh axes."""
+    """Return the whole array of shards that are stacked over all mesh axes."""
     names = {*spec.axes, *spec.unreduced}
     for at, axis in reversed(list(enumerate(bound.mesh.sizes))):
         if axis not in names:
@@ -204,7 +208,7 @@ def left(x: Tensor, spec: Spec, bound: Bound) -> Tensor:
 
 
 def _read(spec: Any, x: Tensor, bound: Bound, what: str) -> Spec:
-    """The type that a spec gives to x: a whole array (in_specs), or one device's result (out_specs)."""
+    """Read the type that a spec gives to x: a whole array (in_specs), or one device's result (out_specs)."""
     if isinstance(spec, str) and spec.strip().removeprefix("jax.").startswith(("P(", "PartitionSpec(")):
         spec = from_partition_spec(spec, [f"D{i}" for i in range(x.dim())])
     spec = parse(spec)

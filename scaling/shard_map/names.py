@@ -1,4 +1,4 @@
-"""JAX's collectives under JAX's names, for what runs inside `shard_map`: `psum(x, "Y")`, `axis_index("X")` ...
+"""JAX's collectives under JAX's names, for use inside `shard_map`: `psum(x, "Y")`, `axis_index("X")` ...
 
 x is a tensor or a tree of tensors, `axis_name` an axis or a tuple of axes of the mesh, the first the major one. A value
 that does not vary over an axis becomes varying first (a psum then multiplies by the axis's size), as in JAX.
@@ -24,35 +24,35 @@ CASTS = {
     "varying": ("invariant", "reduced"),
     "reduced": ("invariant",),
     "unreduced": ("varying",),
-}  # to each, from which
-NARROW = (torch.bool, torch.uint8, torch.int8, torch.int16)  # whose sums may not fit
+}  # {to: the types from which it may come}
+NARROW = (torch.bool, torch.uint8, torch.int8, torch.int16)  # dtypes whose sums may overflow
 bound_here: ContextVar[Bound] = ContextVar("the mesh of the shard_map under way")
 
 
 def psum(x: Any, axis_name: AxisNames, *, axis_index_groups=None) -> Any:
-    """The sum over the devices along the axes: varying or unreduced -> invariant. Transposes to pvary."""
+    """Sum over the devices along the axes: varying or unreduced -> invariant. Transposes to pvary."""
     return _combined("psum", reducible, x, axis_name, axis_index_groups)
 
 
 def pmean(x: Any, axis_name: AxisNames, *, axis_index_groups=None) -> Any:
-    """The mean over the devices along the axes: a psum, divided by their number."""
+    """Average over the devices along the axes: a psum, divided by their number."""
     bound, axes = here("pmean", axis_name, axis_index_groups)
     wide = each(lambda leaf: leaf.to(torch.int32) if leaf.dtype in NARROW else leaf, x)
     return each(lambda leaf: leaf / bound.mesh.size(axes), psum(wide, axis_name))
 
 
 def pmax(x: Any, axis_name: AxisNames, *, axis_index_groups=None) -> Any:
-    """The greatest of the devices' elements: varying -> invariant. As in JAX it has no derivative."""
+    """Take the greatest of the devices' elements: varying -> invariant. It has no derivative, as in JAX."""
     return _combined("pmax", comparable, x, axis_name, axis_index_groups)
 
 
 def pmin(x: Any, axis_name: AxisNames, *, axis_index_groups=None) -> Any:
-    """The least of the devices' elements: varying -> invariant. As in JAX it has no derivative."""
+    """Take the least of the devices' elements: varying -> invariant. It has no derivative, as in JAX."""
     return _combined("pmin", comparable, x, axis_name, axis_index_groups)
 
 
 def _combined(kind: str, ready, x: Any, axis_name: AxisNames, axis_index_groups) -> Any:
-    """One value of all devices' along the axes; `ready` says what of x, or refuses it."""
+    """Combine the values of all devices along the axes into one; `ready` prepares each leaf of x, or refuses it."""
     bound, axes = here(kind, axis_name, axis_index_groups)
     return each(lambda leaf: collected(ready(kind, leaf, axes, bound), bound, Call(kind, axes)), x) if axes else x
 
@@ -60,9 +60,9 @@ def _combined(kind: str, ready, x: Any, axis_name: AxisNames, axis_index_groups)
 def psum_scatter(
     x: Any, axis_name: AxisNames, *, scatter_dimension: int = 0, axis_index_groups=None, tiled: bool = False
 ) -> Any:
-    """The sum, of which each device keeps its block of `scatter_dimension`: varying or unreduced -> varying.
+    """Sum over the devices, and keep one block of `scatter_dimension` on each: varying or unreduced -> varying.
 
-    Without `tiled` the dim has the size of the axes, and goes. Transposes to all_gather.
+    Without `tiled` the dim has the size of the axes, and is dropped. Transposes to all_gather.
     """
     bound, axes = here("psum_scatter", axis_name, axis_index_groups)
 
@@ -78,11 +78,10 @@ def psum_scatter(
 def all_gather(
     x: Any, axis_name: AxisNames, *, axis_index_groups=None, axis: int = 0, tiled: bool = False, to: str = "varying"
 ) -> Any:
-    """All devices' x, one after another in dim `axis` (`tiled`), or stacked in a new dim there.
+    """Gather all devices' x, concatenated in dim `axis` (`tiled`), or stacked in a new dim there.
 
-    `to="varying"`: as in JAX the result is typed varying though all devices hold the same; transposes to psum_scatter.
-    `to="invarying"`: invariant; transposes to each device's slice. `to="reduced"`: reduced; transposes to the
-    psum_scatter of what is unreduced.
+    As in JAX, `to="varying"` types the result varying although all devices hold equal values, and transposes to
+    psum_scatter; `to="invarying"` to each device's slice; `to="reduced"` to the psum_scatter of unreduced cotangents.
     """
     bound, axes = here("all_gather", axis_name, axis_index_groups)
     if to not in ("varying", "invarying", "reduced"):
@@ -108,10 +107,10 @@ def all_gather(
 def all_to_all(
     x: Any, axis_name: AxisNames, split_axis: int, concat_axis: int, *, axis_index_groups=None, tiled: bool = False
 ) -> Any:
-    """Block j of dim `split_axis` goes to device j; what comes is put together in dim `concat_axis`.
+    """Send block j of dim `split_axis` to device j, and concatenate the received blocks in dim `concat_axis`.
 
-    Without `tiled`, `split_axis` has the size of the axes and goes, and a new dim stands at `concat_axis`. varying ->
-    varying. Transposes to the way back.
+    Without `tiled`, `split_axis` has the size of the axes and is dropped, and a new dim is inserted at `concat_axis`.
+    varying -> varying. Transposes to the way back.
     """
     bound, axes = here("all_to_all", axis_name, axis_index_groups)
 
@@ -127,9 +126,10 @@ def all_to_all(
 
 
 def ppermute(x: Any, axis_name: AxisNames, perm: Sequence[tuple[int, int]]) -> Any:
-    """x goes from source to target for each (source, target); a device that nobody sends to has zeros. varying ->
-    varying. Transposes to the way back. Of several axes, as in JAX, the mesh's first is the major one, in whatever
-    order they are named."""
+    """Send x from source to target for each pair: varying -> varying. Transposes to the way back.
+
+    A device that receives nothing has zeros. As in JAX, the mesh's first axis is the major one, however they are named.
+    """
     bound, axes = here("ppermute", axis_name, None)
     axes = tuple(axis for axis in bound.mesh.sizes if axis in axes)
     n, pairs = bound.mesh.size(axes), pairs_of("ppermute", perm)
@@ -144,25 +144,27 @@ def ppermute(x: Any, axis_name: AxisNames, perm: Sequence[tuple[int, int]]) -> A
 
 
 def axis_index(axis_name: AxisNames) -> Tensor:
-    """This device's place along the axes, from 0, the first axis the major one: int64[], varying over them."""
+    """Return this device's index along the axes, the first axis the major one: int64[], varying over them."""
     bound, axes = here("axis_index", axis_name, None)
     return index_of([bound.places[list(bound.mesh.sizes).index(a)] for a in axes], [bound.mesh.sizes[a] for a in axes])
 
 
 def axis_size(axis_name: AxisNames) -> int:
-    """The number of devices along the axes."""
+    """Return the number of devices along the axes."""
     bound, axes = here("axis_size", axis_name, None)
     return math.prod(bound.mesh.sizes[axis] for axis in axes)
 
 
 def pvary(x: Any, axis_name: AxisNames) -> Any:
-    """invariant -> varying: nothing is sent, and the cotangent is summed (psum)."""
+    """Make x varying: invariant -> varying. Nothing is sent, and the cotangent is summed (psum)."""
     return pcast(x, axis_name, to="varying")
 
 
 def pcast(x: Any, axis_name: AxisNames, *, to: str) -> Any:
-    """Another type for the same values: what is invariant becomes varying or reduced, what is reduced varying, what
-    varies unreduced. Nothing is sent. Transposes: psum; psum of what is unreduced; and the last two to each other."""
+    """Change the type and keep the values: invariant to varying or reduced, reduced to varying, varying to unreduced.
+
+    The first two transpose to psum (of an unreduced cotangent for the second), the last two to each other.
+    """
     bound, axes = here("pcast", axis_name, None)
 
     def of(leaf: Tensor) -> Tensor:
@@ -181,19 +183,18 @@ def pcast(x: Any, axis_name: AxisNames, *, to: str) -> Any:
 
 
 def kind_over(x: Tensor, axis: str, bound: Bound) -> str:
-    """invariant, varying, unreduced or reduced."""
+    """Return the type of x over an axis: invariant, varying, unreduced or reduced."""
     kinds = {**marks(x)._asdict(), "varying": varying(x, bound)}
     return next((kind for kind, axes in kinds.items() if axis in axes), "invariant")
 
 
 def vma(x: Tensor) -> frozenset[str]:
-    """The mesh axes over which x varies: JAX's `typeof(x).vma`."""
+    """Return the mesh axes over which x varies: JAX's `typeof(x).vma`."""
     return varying(x, here("vma", (), None)[0]) - marks(x).axes
 
 
 def dynamic_slice_in_dim(operand: Tensor, start_index: "int | Tensor", slice_size: int, axis: int = 0) -> Tensor:
-    """`slice_size` elements of a dim from `start_index` on, which may differ by device. Like JAX's, a start beyond the
-    last whole slice is moved to it."""
+    """Take a slice of a dim from `start_index` on, which may differ by device and is clamped to fit, as in JAX."""
     axis = check_dim("dynamic_slice_in_dim", axis, operand.dim())
     last = operand.shape[axis] - slice_size if type(slice_size) is int and slice_size >= 0 else -1
     start = torch.as_tensor(start_index, device=operand.device) if isinstance(start_index, (int, Tensor)) else None
@@ -208,7 +209,7 @@ def dynamic_slice_in_dim(operand: Tensor, start_index: "int | Tensor", slice_siz
 
 
 def here(name: str, axis_name: AxisNames, groups) -> tuple[Bound, tuple[str, ...]]:
-    """The mesh bound for the call under way, and the axes that are meant."""
+    """Return the mesh bound for the running call, and the axes that the caller names."""
     bound = bound_here.get(None)
     if bound is None:
         rule = "a mesh is bound inside shard_map(fn, ...) alone"
@@ -228,12 +229,12 @@ def here(name: str, axis_name: AxisNames, groups) -> tuple[Bound, tuple[str, ...
 
 
 def each(of, tree: Any) -> Any:
-    """`of` at each tensor of a tree; numbers are tensors too."""
+    """Apply `of` to each tensor of a tree; numbers become tensors."""
     return optree.tree_map(lambda leaf: of(tensor_of(leaf)), tree)
 
 
 def entering(name: str, x: Tensor, axes: tuple[str, ...], bound: Bound) -> Tensor:
-    """x, varying over all the axes."""
+    """Return x, varying over all the axes; refuse partial sums and reduced values."""
     if marks(x).axes & {*axes}:
         raise ShardingError(
             f"{name} over {', '.join(axes)} of {described_type(x, bound)}\n  rule: partial sums are reduced first, and "
@@ -243,7 +244,7 @@ def entering(name: str, x: Tensor, axes: tuple[str, ...], bound: Bound) -> Tenso
 
 
 def reducible(name: str, x: Tensor, axes: tuple[str, ...], bound: Bound) -> Tensor:
-    """x, ready to be summed over the axes: bools as int32."""
+    """Return x, ready to be summed over the axes: bools as int32."""
     if x.is_floating_point() and x.dtype.itemsize == 1:
         raise ShardingError(f"{name} of {x.dtype}\n  rule: {x.dtype} is not added up\n  fix: convert it, .float()")
     x = x.to(torch.int32) if x.dtype == torch.bool else x
@@ -258,19 +259,19 @@ def reducible(name: str, x: Tensor, axes: tuple[str, ...], bound: Bound) -> Tens
 
 
 def comparable(name: str, x: Tensor, axes: tuple[str, ...], bound: Bound) -> Tensor:
-    """x, ready for the greatest or least along the axes: varying over them, and no sum over others."""
+    """Return x, ready for the greatest or least along the axes: varying over them, and not a sum over others."""
     if x.is_complex() or (x.is_floating_point() and x.dtype.itemsize == 1):
         raise ShardingError(f"{name} of {x.dtype}\n  rule: {x.dtype} is not compared\n  fix: convert it to floats")
     return entering(name, x, (*axes, *marks(x).unreduced), bound)
 
 
 def collected(x: Tensor, bound: Bound, call: Call) -> Tensor:
-    """The call on x; over other axes what is unreduced or reduced stays so."""
+    """Run the call on x, which stays unreduced or reduced over other axes."""
     return marked(apply_typed(x, bound, call), marks(x).without(call.axes))
 
 
 def tensor_of(leaf: Any) -> Tensor:
-    """A number or numpy's array as a tensor, a tensor as it is. ShardingError for what holds no numbers."""
+    """Return a number or a numpy array as a tensor, and a tensor unchanged; raise ShardingError for other values."""
     try:
         x = leaf if isinstance(leaf, Tensor) else torch.as_tensor(leaf)
     except (TypeError, ValueError, RuntimeError):
@@ -282,12 +283,14 @@ def tensor_of(leaf: Any) -> Tensor:
 
 
 def check_dim(name: str, dim: int, dims: int) -> int:
+    """Return a dim counted from 0; raise ShardingError if there is no such dim."""
     if not isinstance(dim, int) or not -dims <= dim < dims:
         raise ShardingError(f"{name}: there is no dim {dim!r} among {dims}\n  fix: give an int of {-dims}..{dims - 1}")
     return dim % dims
 
 
 def check_divides(name: str, x: Tensor, dim: int, axes: tuple[str, ...], bound: Bound, tiled: bool) -> None:
+    """Raise ShardingError unless a dim can be cut into a block for each device."""
     n = bound.mesh.size(axes)
     if x.shape[dim] % n if tiled else x.shape[dim] != n:
         wanted = f"a multiple of {n}" if tiled else f"{n}, or tiled=True"

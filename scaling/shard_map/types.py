@@ -1,13 +1,13 @@
 """The types of values inside `shard_map`, tracked and checked: varying, invariant, unreduced, reduced.
 
-A value varies over an axis if it is batched at the level of vmap that stands for the axis; so torch.func itself carries
-the types through its transforms. `Checks` looks at every call of torch's: where operands differ in their types, those
-that are invariant first become varying, as in JAX, so that their cotangents are summed.
+A value varies over an axis if it is batched at the axis's level of vmap, so torch.func itself carries the types through
+its transforms. `Checks` looks at every call of a torch function. If the types of operands differ, the invariant ones
+first become varying, as in JAX, so that their cotangents are summed.
 
-An *unreduced* value is the sum over the axis of what the devices hold. A *reduced* one is the same on all devices, as
-what is invariant; but its cotangent comes out unreduced, and is summed where the caller says so: the law of the rest of
-this project. Both are stacked over the axis, as what varies is, and a mark tells them apart. The mark is on all that
-torch.func has wrapped around the tensor, so that it is still there where a transform ends.
+An *unreduced* value is the sum over the axis of the devices' values. A *reduced* one is equal on all devices, like an
+invariant one, but its cotangent comes out unreduced and is summed only when the caller says so, by the law of the rest
+of this project. Both are stacked over the axis like varying values, and a mark tells them apart. The mark is put on
+every layer that torch.func has wrapped around the tensor, so that it survives the end of a transform.
 """
 
 from collections.abc import Sequence
@@ -33,7 +33,7 @@ from scaling.spec import ShardingError, format_axes
 
 MARK = "_scaling_marks"
 PARTS = {"__get__", "_unpack_dual"}  # x.T, x.real; the tangent of a dual tensor
-ASKS = ("requires_grad_",)  # which changes no numbers
+ASKS = ("requires_grad_",)  # which changes no values
 
 
 class Marks(NamedTuple):
@@ -47,14 +47,16 @@ class Marks(NamedTuple):
 
     @property
     def axes(self) -> frozenset[str]:
+        """The axes of both kinds."""
         return self.unreduced | self.reduced
 
     @property
     def dual(self) -> "Marks":
-        """A cotangent's."""
+        """The marks of a cotangent."""
         return Marks(self.reduced, self.unreduced)
 
     def without(self, axes) -> "Marks":
+        """Return the marks without these axes."""
         return Marks(self.unreduced - {*axes}, self.reduced - {*axes})
 
 
@@ -62,7 +64,7 @@ PLAIN = Marks()
 
 
 def marks(x: Tensor) -> Marks:
-    """Return the marks that `marked` has put on x, or on what it wraps."""
+    """Return the marks that `marked` has put on x, or on the tensor that it wraps."""
     while (found := getattr(x, MARK, None)) is None:
         if not is_wrapped(x):
             return PLAIN
@@ -71,7 +73,7 @@ def marks(x: Tensor) -> Marks:
 
 
 def marked(x: Tensor, as_: Marks) -> Tensor:
-    """Return a view of x with these marks instead of its present ones; x itself where nothing changes."""
+    """Return a view of x with these marks instead of its present ones; x itself if nothing changes."""
     if marks(x) == as_:
         return x
     with without_functions():
@@ -94,7 +96,7 @@ def varying(x: Tensor, bound: Bound) -> frozenset[str]:
 
 
 def memory_of(x: Tensor) -> int:
-    """Return an identifier of the memory that x, or what it wraps, lies in."""
+    """Return an identifier of the memory of x, or of the tensor that it wraps."""
     return storage_of(unwrapped_by_all(x))
 
 
@@ -112,18 +114,20 @@ def described_type(x: Tensor, bound: Bound) -> str:
 
 
 def result_of(name: str, found: Sequence[Marks], varying: Sequence[frozenset[str]], sums: Groups) -> Marks:
-    """Return the marks of a torch function's result: the law of operations, by the marks that tell axes apart.
+    """Return the marks of a torch function's result, by the law of operations.
 
     Args:
-        found: the operands' marks, of which at least one is not plain.
+        name: the function's name.
+        found: the operands' marks; at least one is not plain.
         varying: the axes over which each operand varies otherwise.
-        sums: whose partial sums the function keeps, by the table of operations.
+        sums: the operands whose partial sums the function keeps, by the table of operations.
+
     Raises:
         Illegal: the function of these operands has no type.
     """
-    varies = frozenset().union(*varying)  # where one varies, what is reduced varies too
+    varies = frozenset().union(*varying)  # if one operand varies, a reduced one varies too
     found = [each._replace(reduced=each.reduced - varies) for each in found]
-    if name == "ones_like":  # the cotangent that a loss begins with
+    if name == "ones_like":  # the first cotangent of a loss
         return Marks(reduced=frozenset().union(*(each.axes for each in found)))
     if name in PARTS:
         return found[0]
@@ -134,7 +138,7 @@ def result_of(name: str, found: Sequence[Marks], varying: Sequence[frozenset[str
         raise Illegal("", "what is reduced over an axis meets what is reduced or varies over it", fix)
     used = {axis for axis in summed if any(axis not in each.axes for each in found)}
     over = [tuple(sorted(each.unreduced)) for each in found]
-    if op_kind(name) == "fuses":  # the last two are multiplied; of `linear` the first two
+    if op_kind(name) == "fuses":  # the last two are multiplied, or for `linear` the first two
         order = (2, 0, 1) if name == "linear" else (0, 1, 2)
         first, *factors = [over[i] for i in order if i < len(over)]
         over = [first, kept_over("mul", ((0,), (1,)), factors, used) or ()] if factors else over
@@ -144,8 +148,10 @@ def result_of(name: str, found: Sequence[Marks], varying: Sequence[frozenset[str
 
 
 class Checks(TorchFunctionMode):
-    """Every call of torch's inside the program: operands are brought to one type, or refused. `given`: the memory of
-    the arguments, which is not written to."""
+    """Intercepts every torch function inside the program: operands are brought to one type, or refused.
+
+    `given` is the memory of the arguments, which must not be written to.
+    """
 
     def __init__(self, bound: Bound, given: frozenset[int] = frozenset()):
         super().__init__()
@@ -153,7 +159,7 @@ class Checks(TorchFunctionMode):
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         kwargs, name = kwargs or {}, getattr(func, "__name__", "")
-        if isinstance(out := kwargs.get("out"), Tensor):  # vmap has no rules for functions that write their results
+        if isinstance(out := kwargs.get("out"), Tensor):  # vmap has no rules for functions with out=
             result = self.__torch_function__(func, types, args, {key: x for key, x in kwargs.items() if key != "out"})
             if result.shape != out.shape or result.dtype != out.dtype:
                 rule = f"out has the result's shape and dtype, {list(result.shape)} and {result.dtype}"
@@ -193,7 +199,7 @@ class Checks(TorchFunctionMode):
             return kinds[0] if name in ASKS else PLAIN
         given = [x.dtype for x, own in zip(tensors, kinds, strict=True) if own.unreduced]
         varies = [varying(x, self.bound) - own.axes for x, own in zip(tensors, kinds, strict=True)]
-        if name == "copy_":  # what was there is gone
+        if name == "copy_":  # the old values are overwritten
             name, kinds = "clone", kinds[1:]
         try:
             return result_of(name, kinds, varies, kept_sums(name, args, kwargs, len(kinds), given, made))
@@ -216,7 +222,7 @@ class Checks(TorchFunctionMode):
             self.refuse(name, tensors, rule, "x = x + y in place of x += y; or write to x.clone()")
 
     def call(self, func, name: str, tensors: list[Tensor], args, kwargs):
-        """Return func(*args, **kwargs); refuse in our words what vmap cannot do."""
+        """Return func(*args, **kwargs); explain the errors of vmap in the words of this project."""
         try:
             return func(*args, **kwargs)
         except RuntimeError as error:
@@ -247,6 +253,7 @@ class Checks(TorchFunctionMode):
         return optree.tree_map(lambda x, as_: x if x is None else marked(x, as_), result, of_inputs, is_leaf=is_marks)
 
     def refuse(self, name: str, tensors: Sequence[Tensor], rule: str, fix: str, what: str = "") -> NoReturn:
+        """Raise the ShardingError of a function on operands of these types."""
         kinds = ", ".join(described_type(x, self.bound) for x in tensors)
         what = f"{name}({kinds}) inside shard_map" + (f": {what}" if what else "")
         raise ShardingError(f"{what}\n  rule: {rule}\n  fix: {fix}")
