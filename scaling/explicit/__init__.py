@@ -1,9 +1,9 @@
-"""Explicit mode (Part 10): arrays that carry their type, and functions that know what becomes of it.
+"""Explicit mode (Part 10): arrays that carry their type, and functions that derive the type of their result.
 
-`array` makes one, `reshard` changes its type, `grad` and `vjp` differentiate, typed by the law of cotangents. `einsum`,
-`matmul`, `sum`, `amax`, `reshape`, `broadcast_to` and `take` are torch's with an argument `out`, the result's type.
-The rules are `algebra.law`, the table of torch's functions `algebra.ops`; `functions` reads a call, `planning` is what
-is asked of the planner. `beside_jax` prints a program's lines beside JAX's.
+`array` makes one, `reshard` changes its type, and `grad` and `vjp` differentiate, typed by the law of cotangents.
+`einsum`, `matmul`, `sum`, `amax`, `reshape`, `broadcast_to` and `take` are torch's functions with an argument `out`,
+the result's type. The rules are in `algebra.law`, the table of torch's functions in `algebra.ops`. `functions` reads a
+call, and `planning` poses the questions to the planner. `beside_jax` prints a program's lines next to JAX's.
 """
 
 from scaling.explicit.arrays import Array, array, reshard

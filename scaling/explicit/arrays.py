@@ -4,8 +4,9 @@
     (x * 2).type                                     float32[8_X, 2_Y]
     torch.einsum("bd,df->bf", In, W).type            bfloat16[8_X, 8192] {U_Y}: nothing was sent
 
-torch's functions, operators and methods take them; each knows what becomes of the type. None sends anything: what has
-no type is refused with the cheapest line that makes it legal, a `reshard`, or `out=` of the functions in `typed`.
+torch's functions, operators and methods take them and derive the type of the result. None sends anything. A call whose
+result has no type is refused, and the error names the cheapest line that makes it legal: a `reshard`, or `out=` of the
+functions in `typed`.
 """
 
 import builtins
@@ -43,23 +44,29 @@ class Array:
 
     @property
     def type(self) -> str:
+        """The array's type as text, `float32[8_X, 2_Y]`."""
         return type_text(self.layout, self.shape, self.dtype)
 
     @property
     def dtype(self) -> torch.dtype:
+        """The dtype."""
         return self.local.dtype
 
     @property
     def ndim(self) -> int:
+        """The number of dims."""
         return len(self.shape)
 
     def size(self, dim: int | None = None):
+        """Return the whole array's shape, or its size along a dim."""
         return self.shape if dim is None else self.shape[dim]
 
     def dim(self) -> int:
+        """Return the number of dims."""
         return len(self.shape)
 
     def numel(self) -> int:
+        """Return the number of elements of the whole array."""
         return self.shape.numel()
 
     def __len__(self) -> int:
@@ -69,7 +76,7 @@ class Array:
         return self.type
 
     def whole(self) -> Tensor:
-        """The whole array, on every device: what it takes is sent."""
+        """Return the whole array, which is gathered on every device."""
         return reshard(self, DimAxes(((),) * self.ndim)).local
 
     @classmethod
@@ -100,28 +107,37 @@ Array.__hash__ = object.__hash__
 
 
 def type_text(at: DimAxes, shape: Sequence[int], dtype: torch.dtype) -> str:
-    """`float32[8_X, 2_Y] {U_Z}`."""
+    """Return the type as text: `float32[8_X, 2_Y] {U_Z}`."""
     return str(retyped(unsplit_spec(dtype_name(dtype), map(str, shape)), at))
 
 
 def dtype_name(dtype: torch.dtype | None) -> str:
+    """Return a dtype's name, `float32`."""
     return str(dtype).removeprefix("torch.")
 
 
 def read_array_type(
     text: "str | Spec | DimAxes", shape: Sequence[int], mesh, dtype: torch.dtype | None = None
 ) -> DimAxes:
-    """The layout that a type says: as `array_spec`, or one that is given as it is."""
+    """Return the layout of a type that is read as by `array_spec`; a layout is returned unchanged."""
     return text if isinstance(text, DimAxes) else layout(array_spec(text, shape, mesh, dtype))
 
 
 def array_spec(
     text: str | Spec, shape: Sequence[int], mesh, dtype: torch.dtype | None = None, dims: Sequence[str] = ()
 ) -> Spec:
-    """The type that a text says: `[8_X, 2_Y]`, `float32[8_X, 2_Y]`, or with names of dims, `In[B_X, D_Y] {U_Z}`.
+    """Read a type from text: `[8_X, 2_Y]`, `float32[8_X, 2_Y]`, or with names of dims, `In[B_X, D_Y] {U_Z}`.
 
-    `dims`: the names of dims that have none. ShardingError if it has other dims than the shape, another dtype, or dims
-    that do not divide over their axes (where there is a mesh).
+    Args:
+        text: the type.
+        shape: the whole array's shape.
+        mesh: the mesh, or None.
+        dtype: the array's dtype, if it is to be compared.
+        dims: names for the dims of a type that has sizes instead of names.
+
+    Raises:
+        ShardingError: the type has other dims than the shape, another dtype, or dims that do not divide over their axes
+            (if there is a mesh).
     """
     if not isinstance(text, (str, Spec)):
         kind = type(text).__name__
@@ -150,10 +166,10 @@ def array_spec(
 
 
 def array(x: Tensor, type: "str | Spec | DimAxes", mesh) -> Array:
-    """The whole tensor x, which every device has, as an array of this type: each device keeps its part.
+    """Make an array of this type from the whole tensor x, which every device has: each device keeps its part.
 
-    Of an array `{U_X}` the first device along X holds x and the others zeros. On an AbstractMesh x may hold numbers:
-    its shape is taken. Raises ShardingError as `read_type` does.
+    If the type is unreduced, `{U_X}`, the first device along X holds x and the others hold zeros. On an AbstractMesh
+    only the shape of x is used. Raises ShardingError as `array_spec` does.
     """
     if builtins.type(x) is Array or not isinstance(x, Tensor) or x.layout is not torch.strided:
         what = f"array({x!r:.40}): a {builtins.type(x).__name__}"
@@ -170,8 +186,11 @@ def array(x: Tensor, type: "str | Spec | DimAxes", mesh) -> Array:
 
 
 def reshard(x: Any, type: "str | Spec | DimAxes") -> Any:
-    """The same array in another type: the cheapest collectives, planned. JAX's `reshard`, in the auto mode its
-    `with_sharding_constraint`; a plain tensor, which is whole, stays as it is."""
+    """Change an array's type by the cheapest collectives, as planned.
+
+    This is JAX's `reshard`, and in auto mode its `with_sharding_constraint`. A plain tensor, which is whole, is
+    returned unchanged.
+    """
     if not isinstance(x, Array):
         if has_torch_function((x,)):
             return handle_torch_function(reshard, (x,), x, type)
@@ -183,12 +202,12 @@ def reshard(x: Any, type: "str | Spec | DimAxes") -> Any:
 
 
 def plan_change(x: Array, to: DimAxes) -> Plan:
-    """The collectives that bring an array into a layout."""
+    """Plan the collectives that bring an array into a layout."""
     return plan_reshard(spec_of(x.layout), spec_of(to), tuple(x.shape), x.mesh, idle=True)
 
 
 def _plain(x: Any, type: "str | Spec | DimAxes") -> Tensor:
-    """A plain tensor, which is whole, if the type has its dims, sizes and dtype. Else a ShardingError."""
+    """Return a plain tensor, which is whole, if it fits the type's dims, sizes and dtype; else raise ShardingError."""
     if not isinstance(x, Tensor):
         what = f"reshard({x!r:.40}): a {builtins.type(x).__name__}"
         raise ShardingError(f"{what}\n  rule: what has a type is an Array, or whole\n  fix: torch.as_tensor(x)")
@@ -198,10 +217,16 @@ def _plain(x: Any, type: "str | Spec | DimAxes") -> Tensor:
 
 
 def call_typed(func, args: tuple, kwargs: dict, out: "str | Spec | None" = None) -> Any:
-    """A torch function on arrays: an array, or a tuple of them where the function gives several.
+    """Call a torch function on arrays; return an array, or a tuple of arrays if the function gives several.
 
-    `out`: the result's type, for which operands and result are resharded.
-    Raises ShardingError, which names the rule and the cheapest legal line, where the result has no type.
+    Args:
+        func: the torch function.
+        args: its positional arguments.
+        kwargs: its keyword arguments.
+        out: the result's type, for which operands and result are resharded.
+
+    Raises:
+        ShardingError: the result has no type. The error names the rule and the cheapest legal line.
     """
     return each_call(lambda call: _one_result(call, out), read_call(func, args, kwargs, _is_array))
 
@@ -235,7 +260,7 @@ def _mesh(made: TypedCall):
 
 
 def _refusal(made: TypedCall, layouts: Sequence[DimAxes], mesh, error: Illegal) -> str:
-    """The line, what is wrong with it, the rule, and the cheapest line that makes it legal."""
+    """Return the text of an error: the line, the mistake, the rule, and the cheapest line that makes it legal."""
     types = [type_text(at, x.shape, x.dtype) for at, x in zip(layouts, made.operands, strict=True)]
     legal, fixes = legal_layouts(made.op, nodes_of(made)[:-1], layouts, mesh.sizes), []
     for number, (x, was, now) in enumerate(zip(made.operands, layouts, legal.needed, strict=True), 1):

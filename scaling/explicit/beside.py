@@ -1,7 +1,7 @@
-"""A program's lines here and in JAX's explicit mode, side by side: what JAX 0.10 would refuse, and what it would send.
+"""Compare a program's lines with JAX 0.10's explicit mode, which refuses some of them and sends data for others.
 
-JAX's rules are those of its answers to 3,045 lines (`tests/explicit/test_ops.py`): what they say of functions
-that were not asked there, or of partial sums, is said to be unknown.
+JAX's rules are inferred from its answers to 3,045 lines (`tests/explicit/test_ops.py`). For functions and partial sums
+that were not part of these lines, its answer is reported as unknown.
 """
 
 import itertools
@@ -23,10 +23,10 @@ ASKED = (*ELEMENTWISE, "contracts", "sums", "reduces", "permutes", "joins")
 
 
 def beside_jax(fn: Callable, *arrays) -> str:
-    """The lines of `fn(*arrays)` with their types here, in PyTorch's `spmd_types` names over each axis of the mesh, and
-    what JAX's explicit mode says of the same line. Nothing is computed: Arrays on an AbstractMesh do.
+    """Return the lines of `fn(*arrays)` with their types here, and the answer of JAX's explicit mode to each line.
 
-    A line that is refused here is given with the reshards that its fix names.
+    Types are also given in PyTorch's `spmd_types` names over each axis of the mesh. Nothing is computed, so Arrays on
+    an AbstractMesh suffice. A line that is refused here is printed with the reshards that its fix names.
     """
     given: list = optree.tree_leaves(arrays)  # type: ignore[arg-type]
     if not given or not all(isinstance(x, Array) for x in given):
@@ -59,13 +59,13 @@ def beside_jax(fn: Callable, *arrays) -> str:
 
 
 def spmd_names(at: DimAxes, sizes: Mapping[str, int]) -> str:
-    """A layout in the names of PyTorch's `spmd_types`, axis by axis: `X: S(0), Y: P, Z: R`."""
+    """Return a layout in the names of PyTorch's `spmd_types`, axis by axis: `X: S(0), Y: P, Z: R`."""
     of = {axis: f"S({dim})" for dim, axes in enumerate(at.dims) for axis in axes} | dict.fromkeys(at.unreduced, "P")
     return ", ".join(f"{axis}: {of.get(axis, 'R')}" for axis in sizes)
 
 
 def jax_layout(op, at: Sequence[DimAxes], shapes: Sequence[Sizes], sizes: Mapping[str, int]) -> JaxAnswer:
-    """The axes of each dim of what JAX's explicit mode makes of operands in these layouts, or why it does not."""
+    """Return the axes of each dim of the result in JAX's explicit mode, or the reason why JAX gives none."""
     kind = op_kind(op.name.split()[0])
     summed = {x.unreduced for x in at} - {()}
     if summed and not (kind == "adds" and len({x.unreduced for x in at}) == 1):
@@ -91,7 +91,7 @@ def jax_layout(op, at: Sequence[DimAxes], shapes: Sequence[Sizes], sizes: Mappin
 
 
 def _reshaped(dims: Sequence[Axes], shape: Sizes, new: Sizes, sizes: Mapping[str, int]) -> JaxAnswer:
-    """JAX splits one dim, or merges neighbours, at a time."""
+    """Return JAX's answer to a reshape: it splits one dim, or merges neighbours, at a time."""
     refused, after = "refused: asks for out_sharding", [()] * len(new)
     if not any(dims):
         return tuple(after)
@@ -121,7 +121,7 @@ def _reshaped(dims: Sequence[Axes], shape: Sizes, new: Sizes, sizes: Mapping[str
 
 
 def _groups(shape: Sizes, new: Sizes) -> Iterator[tuple[range, range]]:
-    """The fewest dims of both shapes, in order, that have as many elements."""
+    """Yield the smallest groups of dims of both shapes, in order, that have equally many elements."""
     ends = [{math.prod(dims[:n]): n for n in range(len(dims), 0, -1)} for dims in (shape, new)]
     i = j = 0
     for elements in sorted(ends[0].keys() & ends[1].keys()):

@@ -1,8 +1,8 @@
 """Derivatives of functions of arrays, typed by the law of cotangents (notation.md).
 
-Over a mesh axis an array that is split has a cotangent that is split, a replicated one a cotangent that is unreduced,
-and an unreduced one a replicated one. So the gradient of a weight W[D, F] in a loss `[] {U_X}` is dW[D, F] {U_X}: data
-parallelism's AllReduce is a `reshard` of the caller's.
+Over a mesh axis the cotangent of a split array is split, that of a replicated array is unreduced, and that of an
+unreduced array is replicated. So the gradient of a weight W[D, F] in a loss `[] {U_X}` is dW[D, F] {U_X}: data
+parallelism's AllReduce is a `reshard` that the caller writes.
 """
 
 from collections.abc import Callable
@@ -18,10 +18,10 @@ from scaling.spec import ShardingError
 
 
 def vjp(f: Callable, *primals) -> tuple:
-    """(f(*primals), pull): `pull(dy)` gives a cotangent for each primal, as arrays and trees of arrays.
+    """Return (f(*primals), pull): `pull(dy)` gives a cotangent for each primal, as arrays and trees of arrays.
 
     `dy` is typed as the cotangent of f's result, a single array; another type is resharded to it. The cotangents'
-    types follow from the primals'. Composed of torch.func.vjp: nest them.
+    types follow from the primals'. It is built on torch.func.vjp, so calls may be nested.
     """
     everything: Any = primals
     flat, structure = optree.tree_flatten(everything)
@@ -65,11 +65,10 @@ def vjp(f: Callable, *primals) -> tuple:
 
 
 def grad(f: Callable, argnums: int | tuple[int, ...] = 0) -> Callable:
-    """The gradient of a scalar function in an argument, an array or a tree of them, or in several: torch.func.grad,
-    typed.
+    """Return the gradient of a scalar function, as torch.func.grad does, typed.
 
-    The loss may still be unreduced, `[] {U_XY}`, each device's own terms: then nothing is sent for it. Where it is the
-    same along an axis, it counts once.
+    It is taken in one argument, an array or a tree of arrays, or in several. The loss may still be unreduced,
+    `[] {U_XY}`, each device's own terms; then nothing is sent for it. A loss replicated along an axis counts once.
     """
     numbers = whole_numbers("argnums", [argnums] if isinstance(argnums, int) else argnums)
 

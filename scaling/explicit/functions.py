@@ -1,4 +1,4 @@
-"""torch's functions as operations: what `torch.einsum("bd,df->bf", In, W)` does to dims, and how a device computes it.
+"""torch's functions as operations: the effect of `torch.einsum("bd,df->bf", In, W)` on dims, and its computation.
 
 One table serves the explicit and the auto mode. A function is known by its name; shapes are the whole arrays'.
 """
@@ -20,13 +20,19 @@ from scaling.collectives.multiply import einsum
 from scaling.spec import Line, ShardingError
 
 UNKNOWN = ("fuses", "grows", "puts", "scores", "attends", "makes")  # kinds that only the judge knows
-SEVERAL = ("parts", "orders")  # results
+SEVERAL = ("parts", "orders")  # kinds with several results
 AnyOperation = LabelledOp | Reshape
 OnTensors = Callable[[Sequence[Tensor]], Any]  # the function called, on values in place of the arrays
 
 
 class LocalPlan(NamedTuple):
-    """What a device computes with: the operands' layouts, the result's layout and its shape on this device."""
+    """The layouts and the shape of one device's computation.
+
+    Attributes:
+        needed: the operands' layouts.
+        result: the result's layout.
+        shape: the result's shape on this device.
+    """
 
     needed: tuple[DimAxes, ...]
     result: DimAxes
@@ -34,8 +40,16 @@ class LocalPlan(NamedTuple):
 
 
 class TypedCall(NamedTuple):
-    """A function called on arrays: the operation, its operands, the whole result's shape and dtype, and
-    `run(op, shards, local)`, which computes the result's shard. `flops`: of the whole product, 0 of what is none."""
+    """A function called on arrays.
+
+    Attributes:
+        op: the operation.
+        operands: its operands.
+        shape: the whole result's shape.
+        dtype: the result's dtype.
+        run: `run(op, shards, local)` computes the result's shard.
+        flops: the FLOPs of the whole product, 0 for other operations.
+    """
 
     op: AnyOperation
     operands: list
@@ -48,7 +62,7 @@ class TypedCall(NamedTuple):
 def read_call(func: Callable, args: tuple, kwargs: dict, is_array: Callable[[Any], bool]) -> Any:
     """Return the call of a torch function, or a method of Tensor, on arrays that have `.shape` and `.dtype`.
 
-    It is a TypedCall; for a function that gives several arrays, as split does, a tuple of one for each.
+    It is a TypedCall; for a function that gives several arrays, as split does, a tuple with a TypedCall for each.
 
     Raises:
         ShardingError: this mode does not know the function, or torch refuses the shapes.
@@ -103,7 +117,7 @@ def read_call(func: Callable, args: tuple, kwargs: dict, is_array: Callable[[Any
 
 
 def each_call(of: Callable[[TypedCall], Any], read: Any) -> Any:
-    """Apply `of` to each call that `read_call` returned, in torch's container where there are several."""
+    """Apply `of` to each call that `read_call` returned, in torch's container if there are several."""
     return of(read) if isinstance(read, TypedCall) else type(read)([of(one) for one in read])
 
 
@@ -141,13 +155,13 @@ def _typed(name: str, args, kwargs, call: OnTensors, operands: list, whole: Any)
 
 
 def _may_be_partial(x: Any) -> bool:
-    """Return whether an operand is, or in the auto mode could be, partial sums."""
+    """Return whether an operand is, or in auto mode could be, a partial sum."""
     at = getattr(x, "layout", None)
     return bool(at.unreduced) if isinstance(at, DimAxes) else True
 
 
 def _flops(op: LabelledOp, shapes: Sequence[Sizes]) -> int:
-    """Return the FLOPs: 2 for each multiply-add, 1 where nothing is summed, 0 with one operand."""
+    """Return the FLOPs: 2 for each multiply-add, 1 if nothing is summed, 0 with one operand."""
     sizes = {d: n for labels, s in zip(op.inputs, shapes, strict=True) for d, n in zip(labels, s, strict=True)}
     return math.prod(sizes.values()) * (2 if len(sizes) > len(op.output) else 1) * (len(shapes) == 2)
 
@@ -161,7 +175,7 @@ def _expanded(op: AnyOperation, shards: Sequence[Tensor], local: LocalPlan) -> T
 
 
 def _product(op: LabelledOp, shards: Sequence[Tensor], local: LocalPlan) -> Tensor:
-    """Return the typed product of shards, which a trace sees. It was inferred, so the line is legal."""
+    """Return the typed product of shards, which a trace sees; its line was inferred, so it is legal."""
     labels = [map(str, d) for d in (*op.inputs, op.output)]
     specs = [retyped(unsplit_spec("", d), at) for d, at in zip(labels, (*local.needed, local.result), strict=True)]
     return einsum(str(Line(tuple(specs[:-1]), specs[-1])), *shards)

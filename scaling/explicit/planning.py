@@ -1,6 +1,6 @@
-"""What the planner is asked about calls on whole arrays: a program, or one call whose result's type is given.
+"""The planner's problems for calls on whole arrays: a program, or one call whose result's type is given.
 
-What a call that was refused would take, for its error's fix, is `legal_layouts`.
+For a refused call, `legal_layouts` finds the layouts that its error names as the fix.
 """
 
 import contextlib
@@ -19,13 +19,15 @@ from scaling.algebra.resharding import PlannedArray, every_axis
 from scaling.explicit.functions import AnyOperation, TypedCall
 from scaling.spec import ShardingError
 
-BEAM = 200  # states that are kept where many values are alive
+BEAM = 200  # states that are kept if many values are alive
 
 
 @dataclass(frozen=True)
 class Node:
-    """A value: an argument, what `op` makes of its operands, or its operand in the type that a `constraint` says.
-    `flops` and `run` as of a TypedCall."""
+    """A value: an argument, the result of `op` on its operands, or its operand in the type of a `constraint`.
+
+    `flops` and `run` are those in a TypedCall.
+    """
 
     shape: Sizes
     dtype: torch.dtype
@@ -37,7 +39,7 @@ class Node:
 
     @property
     def planned(self) -> PlannedArray:
-        """The array for the planner: what it sends is counted in bytes."""
+        """The array for the planner, weighted by its bytes."""
         spec = spec_of(DimAxes(((),) * len(self.shape)))
         return PlannedArray(spec, self.shape, math.prod(self.shape) * self.dtype.itemsize)
 
@@ -52,8 +54,13 @@ class Graph:
 
 
 class Chosen(NamedTuple):
-    """How each node after the arguments is computed, then each output; `nbytes`: what each device sends in all;
-    `within`: the axes in play."""
+    """The plan: the choice for each node after the arguments, then for each output.
+
+    Attributes:
+        choices: the choices.
+        nbytes: the bytes that each device sends in all.
+        within: the axes in play.
+    """
 
     choices: list[ChosenWay]
     nbytes: float
@@ -68,10 +75,18 @@ def plan(
     sizes: Mapping[str, int],
     beam: float = BEAM,
 ) -> Chosen:
-    """The plan that sends the least on a mesh of these sizes.
+    """Plan a program so that it sends the least on a mesh of these sizes.
 
-    `inputs`, `outputs`: their layouts; None is whichever sends the least, but not unreduced. `constraints`: {node:
-    layout}; `beam`: as of `cheapest`. Raises ShardingError if some operation is legal in no layout.
+    Args:
+        graph: the program.
+        inputs: the arguments' layouts.
+        outputs: the results' layouts. None is the layout that sends the least, but not an unreduced one.
+        constraints: the layouts of constrained nodes, {node: layout}.
+        sizes: the sizes of the mesh's axes.
+        beam: the number of states that `cheapest` keeps.
+
+    Raises:
+        ShardingError: some operation is not legal in any layout.
     """
     within = every_axis([at for at in (*inputs, *outputs, *constraints.values()) if at is not None], sizes)
     axes, arrays, values = tuple(within.sizes), [node.planned for node in graph.nodes], []
@@ -94,7 +109,7 @@ def plan(
 
 
 def nodes_of(call: TypedCall) -> tuple[Node, ...]:
-    """A call as a program: its operands, then its result."""
+    """Return a call as a program: its operands, then its result."""
     operands = [Node(tuple(x.shape), x.dtype) for x in call.operands]
     return *operands, Node(call.shape, call.dtype, tuple(range(len(operands))), call.op, call.flops)
 
@@ -103,15 +118,17 @@ def nodes_of(call: TypedCall) -> tuple[Node, ...]:
 def way_to(
     nodes: tuple[Node, ...], operands: tuple[DimAxes, ...], wanted: DimAxes, mesh: tuple[tuple[str, int], ...]
 ) -> Way:
-    """How a call on operands in these layouts is computed if its result is wanted in that one."""
+    """Return the way to compute a call on operands in these layouts if its result is wanted in the given one."""
     graph = Graph([*nodes], (len(operands),))
-    # of a single call every state can be kept: after it only the result is held
+    # for a single call every state can be kept: after it only the result is live
     return plan(graph, operands, [wanted], {}, dict(mesh), math.inf).choices[0].way
 
 
 def legal_layouts(op: AnyOperation, nodes: Sequence[Node], operands: Sequence[DimAxes], sizes: Mapping) -> Way:
-    """The layouts that make an operation legal at the least bytes, and of those the fewest that change: of an operand
-    that the kernel only slices the one that it has."""
+    """Return the layouts that make an operation legal at the fewest bytes, and then with the fewest changes.
+
+    An operand that the kernel only slices keeps its layout.
+    """
     shapes, ways = [node.shape for node in nodes], []
     axes = tuple(dict.fromkeys(axis for at in operands for axis in at.used))
     for needed, result in legal_ways(op, shapes, axes, [at.unreduced for at in operands], sizes):

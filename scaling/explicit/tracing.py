@@ -1,7 +1,7 @@
-"""A program on whole arrays as a list of operations: torch's functions seen while it runs on meta tensors.
+"""Trace a program on whole arrays into a list of operations, by running it on meta tensors.
 
-Nothing is computed and no sharding is known yet. What the program makes of its arguments by torch's functions,
-operators and methods becomes a node; `explicit.reshard` becomes a constraint.
+Nothing is computed and no sharding is known yet. Each result of a torch function, operator or method on the arguments
+becomes a node; `explicit.reshard` becomes a constraint.
 """
 
 from collections.abc import Callable
@@ -19,19 +19,21 @@ from scaling.spec import ShardingError
 
 
 class Recording(TorchFunctionMode):
-    """Adds a node for every function that makes a tensor of tensors."""
+    """Adds a node for every function that makes a tensor from tensors."""
 
     def __init__(self, graph: Graph):
         super().__init__()
         self.graph, self.of, self.alive = graph, {}, []
 
     def add(self, x: Tensor, node: Node) -> Tensor:
+        """Add a node for x, and return x."""
         self.of[id(x)] = len(self.graph.nodes)
         self.alive.append(x)
         self.graph.nodes.append(node)
         return x
 
     def number(self, x: Tensor) -> int:
+        """Return the number of x's node."""
         if id(x) not in self.of:
             raise ShardingError(
                 f"a tensor of shape {tuple(x.shape)} that the program makes or finds by itself\n"
@@ -68,7 +70,7 @@ def _is_array(x) -> bool:
 
 
 def graph_of(fn: Callable, args: tuple) -> Graph:
-    """The graph of fn on trees of arguments of these shapes and dtypes."""
+    """Return the graph of fn on trees of arguments of these shapes and dtypes."""
     graph = Graph()
     recording = Recording(graph)
 
