@@ -1,6 +1,6 @@
 """`jit`: a function of whole arrays and a few types, made into a program with collectives (Part 10, auto mode).
 
-A planned program is its lines in the notation, with what they send, and how they run.
+A planned program consists of its lines in the notation, with the bytes they send, and can run them.
 """
 
 from collections.abc import Callable, Sequence
@@ -23,7 +23,7 @@ from scaling.explicit.planning import Chosen, Graph, plan
 from scaling.explicit.tracing import graph_of
 from scaling.spec import ShardingError, Spec
 
-ValueLayout = tuple[int, DimAxes]  # a value in one of the layouts that it is held in
+ValueLayout = tuple[int, DimAxes]  # a value in one of its layouts
 
 
 class ListingLine(NamedTuple):
@@ -38,8 +38,16 @@ class ListingLine(NamedTuple):
 
 @dataclass(frozen=True)
 class Lowered:
-    """A program with its collectives put in. `listing` is its text, `lines` its lines, `steps` its collectives;
-    `planned` the bytes that the plan says each device sends."""
+    """A program with its collectives inserted.
+
+    Attributes:
+        lines: its lines.
+        graph: its operations.
+        inputs: the arguments, each with its layout.
+        outputs: the results, each with its layout.
+        mesh: the mesh.
+        planned: the bytes that each device sends according to the plan.
+    """
 
     lines: tuple[ListingLine, ...]
     graph: Graph
@@ -50,6 +58,7 @@ class Lowered:
 
     @property
     def listing(self) -> str:
+        """The program's text, one numbered line for each line."""
         return "\n".join(f"{number}. {line.text}" for number, line in enumerate(self.lines, 1))
 
     @property
@@ -59,12 +68,12 @@ class Lowered:
 
     @property
     def wire_bytes(self) -> float:
-        """Bytes that each device sends."""
+        """The bytes that each device sends."""
         steps = [(line.step, self.graph.nodes[line.made[0]]) for line in self.lines if line.step is not None]
         return sum(step.wire_bytes(node.shape, self.mesh, node.dtype) for step, node in steps)
 
     def run(self, arrays: Sequence[Array]) -> Any:
-        """The tree of results, as arrays, from the arguments' arrays, which have the types asked for."""
+        """Run the program on the arguments' arrays, which have the types of `inputs`; return the tree of results."""
         held = dict(zip(self.inputs, (x.local for x in arrays), strict=True))
         last = {key: number for number, line in enumerate(self.lines) for key in line.takes}
         for number, line in enumerate(self.lines):
@@ -77,15 +86,22 @@ class Lowered:
 
 
 def lower(graph: Graph, arguments: Sequence[Spec], outputs: Sequence[Spec | None], chosen: Chosen, mesh) -> Lowered:
-    """The lines of a plan. `arguments`: their types; `outputs`: types or None of the results; `chosen`: what `plan`
-    found."""
+    """Write the lines of a plan.
+
+    Args:
+        graph: the program.
+        arguments: the arguments' types.
+        outputs: the results' types, or None.
+        chosen: the result of `plan`.
+        mesh: the mesh.
+    """
     specs: list[Spec] = list(arguments)  # each value's name and dims
     inputs = tuple(enumerate(map(layout, arguments)))
     held, lines, choices = dict.fromkeys(inputs), [], iter(chosen.choices)
     asked = {n: spec for n, spec in zip(graph.outputs, outputs, strict=True) if spec is not None and spec.name}
 
     def bring(number: int, start: DimAxes, to: DimAxes) -> ValueLayout:
-        """The value in a layout, by collectives from one that it is held in."""
+        """Return the value in a layout, after the collectives that bring it there from layout `start`."""
         now, array = (number, start), PlannedArray(specs[number], graph.nodes[number].shape)
         for step in exact_steps(array, start, to, chosen.within) if (number, to) not in held else ():
             made = number, layout(step.after)
@@ -98,7 +114,7 @@ def lower(graph: Graph, arguments: Sequence[Spec], outputs: Sequence[Spec | None
         starts, (needed, result, _) = next(choices)
         takes, made = tuple(map(bring, node.operands, starts, needed)), (number, result)
         held[made] = None
-        if node.op is None or node.run is None:  # a type asked for: the same value
+        if node.op is None or node.run is None:  # only the type changes, not the value
             specs.append(specs[node.operands[0]])
             text = f"{retyped(specs[number], result)}: as asked for"
             lines.append(ListingLine(text, takes, made, lambda shards: shards[0]))
@@ -120,9 +136,9 @@ def lower(graph: Graph, arguments: Sequence[Spec], outputs: Sequence[Spec | None
 
 
 def renamed(op: LabelledOp, dims: Sequence[Sequence[str]]) -> tuple[LabelledOp, list[tuple[str, ...]], tuple[str, ...]]:
-    """The operation with the dims' own names for its labels: (operation, names of each operand, of the result).
+    """Use the dims' own names as the operation's labels: (operation, names of each operand, of the result).
 
-    A label takes the name of the first dim that it stands for; two labels of one name are told apart by a number.
+    A label takes the name of the first dim that it labels; a number distinguishes two labels of one name.
     """
     names: dict[str, str] = {}
     for labels, own in zip(op.inputs, dims, strict=True):
@@ -141,21 +157,24 @@ def renamed(op: LabelledOp, dims: Sequence[Sequence[str]]) -> tuple[LabelledOp, 
 
 
 def _free(name: str, used) -> str:
-    """The name, or with the first number that is not in use."""
+    """Return the name, with the first free number if it is in use."""
     used = set(used)
     return next(n for n in (name, *(f"{name}{i}" for i in range(2, 100))) if n not in used)
 
 
 class JittedProgram:
-    """A function with its mesh and types. Called with tensors, which are whole, it returns whole ones; with `Array`s of
-    the types given, `Array`s of the types asked for. It is differentiated as the function is (`explicit.grad`)."""
+    """A function with its mesh and types.
+
+    Called with tensors, which are whole, it returns whole ones; called with `Array`s, it reshards them to the given
+    types and returns `Array`s of the wanted types. It is differentiated as the function is (`explicit.grad`).
+    """
 
     def __init__(self, fn: Callable, mesh, in_types, out_types):
         self.fn, self.mesh, self.in_types, self.out_types = fn, mesh, in_types, out_types
         self._lowered: dict = {}
 
     def lower(self, *args) -> Lowered:
-        """The program for arguments of these shapes: `.listing`, `.steps`, `.wire_bytes`. Meta tensors do."""
+        """Plan the program for arguments of these shapes: `.listing`, `.steps`, `.wire_bytes`. Meta tensors suffice."""
         flat, structure = tree.leaves(args), tree.structure(args)
         given: Any = args
         for x in optree.tree_leaves(given, none_is_leaf=True):
@@ -193,6 +212,7 @@ class JittedProgram:
         return spec and spec.with_name(spec.name or name)
 
     def __call__(self, *args):
+        """Run the program; Arrays give Arrays, and tensors, which are whole, give whole tensors."""
         lowered, flat = self.lower(*args), tree.leaves(args)
         if any(isinstance(x, Array) and x.mesh is not self.mesh for x in flat):
             raise ShardingError(f"an array is on another mesh than the program\n  fix: make it on {self.mesh}")
@@ -205,11 +225,16 @@ class JittedProgram:
 
 
 def jit(fn: Callable, mesh, in_types, out_types=None) -> JittedProgram:
-    """fn on whole arrays as a program with collectives, planned to send the least.
+    """Turn fn on whole arrays into a program with collectives, planned to send the least.
 
-    `in_types`: a type for each argument, or a tree of them; None: every device has the whole. `out_types`: for the
-    result, or a tree; None leaves it to the planner. Types are `In[B_X, D_Y]` or `[8_X, 2_Y]`. `fn` is
-    pure: it is looked at once for each shapes of its arguments. Raises ShardingError where types do not fit, or where a
-    function is not known.
+    Args:
+        fn: a pure function; it is traced once for each combination of argument shapes and dtypes.
+        mesh: the mesh.
+        in_types: a type for each argument, `In[B_X, D_Y]` or `[8_X, 2_Y]`, or a tree of them. None means that
+            every device has the whole.
+        out_types: a type for the result, or a tree; None leaves it to the planner.
+
+    Raises:
+        ShardingError: types do not fit, or a function is not known.
     """
     return JittedProgram(fn, mesh, in_types, out_types)
