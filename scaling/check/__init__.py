@@ -1,4 +1,4 @@
-"""The judge: the types of every line of a program, found by running it on an abstract mesh, where nothing is sent.
+"""The judge: it finds the types of every line of a program by running it on an abstract mesh, where nothing is sent.
 
 `python -m scaling.check FILE...`; in programs and notebooks `judge(fn, *types, mesh=...)`, `with judged(mesh, ...)`.
 """
@@ -14,6 +14,6 @@ if TYPE_CHECKING:
     from scaling.check.run import check_source
     from scaling.check.watched import judge, judged
 
-HOMES = {"scaling.check.watched": ("judge", "judged"), "scaling.check.run": ("check_source",)}  # which need torch
+HOMES = {"scaling.check.watched": ("judge", "judged"), "scaling.check.run": ("check_source",)}  # these need torch
 __getattr__, __dir__ = lazy(__name__, HOMES)
 __all__ = ["RULES", "Finding", "check_lines", "check_source", "files_of", "judge", "judged", "main"]

@@ -1,3 +1,5 @@
+"""Run the judge: `python -m scaling.check FILE...`."""
+
 import sys
 
 from scaling.check.files import main

@@ -1,4 +1,4 @@
-"""Whether an op that no table has adds up: tried with numbers, f(a) + f(b) = f(a + b)."""
+"""Find out whether an op that no table has is additive, by trying it with numbers: f(a) + f(b) = f(a + b)."""
 
 from collections.abc import Callable, Sequence
 from math import prod
@@ -6,16 +6,18 @@ from math import prod
 import torch
 from torch import Tensor
 
-LARGEST = 1 << 20  # elements of the operands of an op that is tried
+LARGEST = 1 << 20  # elements in all operands of an op that is tried
 TRIES = 3
 
 
 def adds_up(call: Callable[[list[Tensor]], list[Tensor]], operands: Sequence[Tensor], partial: Sequence[bool]) -> bool:
-    """Return whether `call` of operands is linear in those that are `partial`, taken together.
+    """Return whether `call` is linear in the operands that are `partial`, taken together.
 
     Args:
         call: runs the op on tensors in place of the operands, and returns its results.
         operands: tensors without numbers, which have the shapes and dtypes.
+        partial: which operands are partial sums.
+
     Raises:
         NotTried: the operands are too large, or the op does not take drawn numbers.
     """
@@ -41,7 +43,7 @@ class NotTried(Exception):
 
 
 def _drawn(x: Tensor, generator: torch.Generator) -> Tensor:
-    """Return numbers of both signs and of many magnitudes; of whole numbers small ones, which may be indices."""
+    """Return numbers of both signs and of many magnitudes; for integer dtypes small ones, which may be indices."""
     if not x.dtype.is_floating_point:
         return torch.randint(0, 4, x.shape, generator=generator).to(x.dtype)
     normal, scale = (torch.randn(x.shape, generator=generator, dtype=torch.float64) for _ in range(2))

@@ -1,4 +1,4 @@
-"""Compare what an array is known to be with the type that a line declares for it."""
+"""Compare the known type of an array with the type that a line declares for it."""
 
 import re
 from collections.abc import Collection, Sequence
@@ -12,6 +12,7 @@ RAGGED = "R"  # a dim without axes that has another size on each rank: the rows 
 
 
 def axes_named(spec: Spec) -> set[str]:
+    """Return every axis that the type names, in a dim or in {U}."""
     return {*spec.axes, *spec.unreduced}
 
 
@@ -58,7 +59,7 @@ def broken_rule(
     named, names = [name_along(dim) for dim in dims], {*re.split(r"[^A-Za-z0-9]+", line.replace("_", " "))}
     there: dict[str | None, str | None] = dict(zip(declared.dim_names, named, strict=True))
     for dim, name, wanted in zip(dims, named, declared.dim_names, strict=True):
-        sure = there.get(name, wanted) is not None  # else it may belong here as well: a square layer has both names
+        sure = there.get(name, wanted) is not None  # else it may belong here too: a square layer has both names
         if name != wanted and sure and name in names and size_along(dim) > 1 and named.count(name) == 1:
             what = f"the dims differ: {[name or '?' for name in named]} and {list(declared.dim_names)}"
             fix = "give the operands in the order of their types, and transpose what must be"
@@ -82,7 +83,7 @@ def broken_rule(
 
 
 def _broken_sums(held: HeldType, declared: Spec, by: str, blocks: set[str]) -> "tuple[str, str] | None":
-    """Return what `broken_rule` does, by the axes over which the array is unreduced."""
+    """Return the rule that the unreduced axes break, and the finding's text, as `broken_rule` does."""
     unreduced = held.unreduced or frozenset()
     over, gone = unreduced - {*declared.unreduced} - blocks, {*declared.unreduced} - unreduced
     if over:

@@ -38,8 +38,8 @@ class Documented(NamedTuple):
     """The types that a docstring begins with.
 
     Attributes:
-        given: those of arguments by their names.
-        results: those of what is returned.
+        given: the types of arguments, by name.
+        results: the types of the returned values.
         unread: why its types could not be read, or "".
     """
 
@@ -49,7 +49,7 @@ class Documented(NamedTuple):
 
 
 def documented(text: str) -> Documented:
-    """Return the types that a docstring begins with; none if it begins otherwise."""
+    """Return the types that a docstring begins with, or none if it begins otherwise."""
     first = text.split("\n")[0].strip()
     if SEVERAL.match(first):
         return Documented({}, [], "are they given or returned? write 'Of a[I], b[J].' or 'a[I], b[J] -> c[I].'")
@@ -71,7 +71,7 @@ def documented(text: str) -> Documented:
 
 
 def with_types_told(fn: Callable) -> Callable:
-    """Return fn with its arguments and results compared with its docstring's types while the judge watches."""
+    """Wrap fn so that its arguments and results are compared with its docstring's types while the judge watches."""
     types, results, _ = documented(fn.__doc__ or "")
     if not types and not results:
         return fn
@@ -90,7 +90,7 @@ def with_types_told(fn: Callable) -> Callable:
         return result
 
     @functools.wraps(fn)
-    def call(*args: Any, **kwargs: Any) -> Any:  # a compiler follows it: it holds functions alone
+    def call(*args: Any, **kwargs: Any) -> Any:  # a compiler traces this: it closes over functions only
         watch = who_watches()
         return fn(*args, **kwargs) if watch is None else told(watch, args, kwargs)
 
@@ -158,7 +158,7 @@ class _Finder(MetaPathFinder):
 
 @contextmanager
 def telling() -> Iterator[None]:
-    """Let the library's listings that are imported inside report the types that their docstrings declare."""
+    """Import the library's listings, inside the block, so that they report the types in their docstrings."""
     finder = _Finder()
     sys.meta_path.insert(0, finder)
     try:

@@ -1,16 +1,17 @@
 """The types of every line of a program, by running it: `python -m scaling.check FILE...` (directories too).
 
-Each file that has typed lines is run once: what it hands to ranks runs on an abstract mesh instead, where nothing is
-sent; what it prints or waits for does not happen. A line that breaks a rule by itself is reported; an operand that does
-not hold what its line says; partial sums that are added to whole arrays, go through a nonlinear function, or are never
-reduced; a collective that is never waited for; a result that is not what SPECS or a docstring says. Derivatives are
-judged as they run. What could not be judged is named: a call that the run did not reach, an op that is not in the
-table, a value that decides, a docstring whose types cannot be read, and a file in which nothing was judged.
+Each file that has typed lines is run once. The functions that it hands to ranks run on an abstract mesh instead, where
+nothing is sent; printing and waiting are suppressed. A finding is a line that breaks a rule whatever its operands are;
+an operand that does not have the type its line declares; a partial sum that is added to a whole array, goes through a
+nonlinear function, or is never reduced; a collective that is never waited for; and a result that differs from SPECS or
+a docstring. Derivatives are judged as they run. The report also names everything that could not be judged: a call that
+the run did not reach, an op that is not in the table, a value that decides, a docstring whose types cannot be read, and
+a file in which nothing was judged.
 
 A strategy is SPECS, a dict of types, {"In": "In[B_X, D]", "W": "W[D, F]", "Out": "Out[B_X, F]"}, with functions given
 to Strategy(SPECS, forward, backward, ...), or called forward and backward. A docstring that begins with types,
-x[B_X, D] -> Out[B, D], says those of any function; a comment that does, u = fetch(a)  # u[B, D] {U_X}, that
-of a variable. docs/rules.md names every rule.
+x[B_X, D] -> Out[B, D], declares them for any function; a comment such as u = fetch(a)  # u[B, D] {U_X} declares the
+type of a variable. docs/rules.md names every rule.
 """
 
 import json
@@ -51,7 +52,7 @@ def check_files(paths: Sequence, lines_only: bool = False) -> tuple[Judgement, d
 
 
 def _judge(report: Judgement, texts: dict[str, str], calls: dict[str, list]) -> None:
-    """Add what running the files shows. The library's files are not run: its own programs judge them."""
+    """Add the results of running the files; the library's files are judged by the library's own programs instead."""
     from scaling.check.library import judge_each
     from scaling.check.run import found_in
 
@@ -80,12 +81,12 @@ def _judge(report: Judgement, texts: dict[str, str], calls: dict[str, list]) -> 
 
 
 def _from_here(place: str) -> str:
-    """Return a place relative to the working directory, if it lies there."""
+    """Return a "file:line" relative to the working directory, if the file lies there."""
     return place.removeprefix(f"{Path.cwd()}/")
 
 
 def files_of(paths: Sequence) -> list[Path]:
-    """Return the Python files that are named or lie in named directories. ValueError for a path that leads to none."""
+    """Return the Python files that are named or lie in named directories; raise ValueError for a path without any."""
     found = []
     for path in map(Path, paths):
         inside = sorted(path.rglob("*.py")) if path.is_dir() else [path]
@@ -115,7 +116,7 @@ def _counted(number: int, what: str) -> str:
 
 
 def _summary(report: Judgement, calls: dict[str, list], files: int, lines_only: bool) -> str:
-    """Return what was judged, in one line, and what was not, a line for each."""
+    """Return a line that counts the judged calls, and a line for each place that was not judged."""
     unjudged = sorted((*place_parts(place), why) for place, why in set(report.unjudged))
     at = {(path, line) for path, places in calls.items() for first, last in places for line in range(first, last + 1)}
     own = sum((file, line) in at for file, line, _ in unjudged)
@@ -129,6 +130,7 @@ def _summary(report: Judgement, calls: dict[str, list], files: int, lines_only: 
 
 
 def main(argv: "list[str] | None" = None) -> int:
+    """Check the files that the command line names; return the exit status."""
     about, *more = (__doc__ or "").strip().split("\n\n")
     status = "Exit status: 0, nothing was found; 1, something was; 2, an argument cannot be checked."
     parser = Parser(prog="python -m scaling.check", description=about, epilog="\n\n".join([*more, status]))

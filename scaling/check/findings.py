@@ -1,4 +1,4 @@
-"""The rules by name, and the judge's answer about a program: what it found, and what it could not judge."""
+"""The rules by name, and the judge's answer about a program: its findings, and the places that it could not judge."""
 
 from dataclasses import dataclass, field
 from typing import Any
@@ -29,13 +29,13 @@ RULES = {
 
 
 def said(what: str, rule: str, fix: str = "", detail: str = "") -> str:
-    """Return a finding's text: what is wrong, the rule (or `detail`, its words for this case) and the fix."""
+    """Return a finding's text: the mistake, the rule (or `detail`, its words for this case) and the fix."""
     return f"{what}\n  rule: {detail or RULES[rule]}" + (f"\n  fix: {fix}" if fix else "")
 
 
 @dataclass(frozen=True, order=True)
 class Finding:
-    """One fault: its place, what is wrong in words, and the name of the broken rule."""
+    """One fault: its place, the mistake in words, and the name of the broken rule."""
 
     file: str
     line: int
@@ -44,6 +44,7 @@ class Finding:
 
     @property
     def place(self) -> str:
+        """The place as "file:line"."""
         return f"{self.file}:{self.line}"
 
     def __str__(self) -> str:
@@ -60,7 +61,7 @@ class Judgement:
         unjudged: ("file:line", why) for each value that was not judged.
         judged: how many operands and operations were.
         reached: (file, line number) of each typed call that ran.
-        result: the types (Spec) of what the function returned, None for a value that has none.
+        result: the types (Spec) of the returned values, None for a value that has no type.
     """
 
     findings: list[Finding] = field(default_factory=list)

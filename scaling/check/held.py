@@ -1,8 +1,8 @@
 """The judge's knowledge of an array: the type of its memory, which any view reads by its sizes and strides.
 
-Memory is pieces: (stride, size, name of the dim, axes), the largest stride first. A dim of a view is the pieces that it
-covers, so permuted, merged, split, sliced and expanded arrays need no extra rules. A name or axes that are not known
-are None: they fit all.
+Memory consists of pieces: (stride, size, name of the dim, axes), the largest stride first. A dim of a view is the
+pieces that it covers, so permuted, merged, split, sliced and expanded arrays need no extra rules. A name or axes that
+are not known are None, and match everything.
 """
 
 import itertools
@@ -25,14 +25,21 @@ class DimPart(NamedTuple):
 
 Dim = tuple[DimPart, ...]  # from major to minor; a dim that was not merged is one piece
 Pieces = tuple[tuple[int, DimPart], ...]
-KEPT = 1 << 16  # how many answers are kept: layers and steps ask the same again
+KEPT = 1 << 16  # answers that are cached, since layers and steps repeat the questions
 
 
 class HeldType(NamedTuple):
-    """`unreduced`: None where it fits all, as zeros do. `parts`: how the parts make the whole, "sum", "mean", "max" or
-    "min". `made`: "of nothing" for what no typed array went into, "seed" for the cotangent that a derivative begins
-    with. `name`: that of the line that made it; `place`: where. `shares`: what a whole array was divided by, so that as
-    many devices may add theirs. `through`: the function, not known to be linear, that what is of nothing went through.
+    """The type of an array, as the judge knows it.
+
+    Attributes:
+        dims: the dims.
+        unreduced: the axes over which it is unreduced; None matches all axes, as for zeros.
+        parts: how the parts make the whole: "sum", "mean", "max" or "min".
+        made: "of nothing" if no typed array went into it, "seed" for the cotangent that a derivative begins with.
+        name: the array's name in the line that made it.
+        place: the place of this line.
+        shares: the numbers by which a whole array was divided, so that as many devices may add their shares.
+        through: the function, not known to be linear, that an untyped array went through.
     """
 
     dims: tuple[Dim, ...]
@@ -49,26 +56,29 @@ class HeldType(NamedTuple):
 
     @property
     def type(self) -> Spec:
-        """This type in a line's notation; a dim whose name is not known is a "?"."""
+        """The type in a line's notation; a dim whose name is not known is a "?"."""
         dims = tuple((name_along(dim) or "?", axes_along(dim) or ()) for dim in self.dims)
         return Spec(self.name, dims, tuple(sorted(self.unreduced or ())))
 
     @property
     def shape(self) -> tuple[int, ...]:
+        """The sizes of the dims."""
         return tuple(map(size_along, self.dims))
 
     @property
     def axes(self) -> set[str]:
+        """The axes that split any dim."""
         return {axis for dim in self.dims for axis in axes_along(dim) or ()}
 
     @property
     def of_nothing(self) -> bool:
+        """Whether no typed array went into it."""
         return self.made == "of nothing"
 
 
 @lru_cache(KEPT)
 def of_nothing(shape: Sequence[int], zero: bool = False) -> HeldType:
-    """Return the type of an array that no typed array went into: it is what the first line declares."""
+    """Return the type of an array that no typed array went into, so that the first line may declare its type."""
     return HeldType(tuple(map(any_dim, shape)), None if zero else frozenset(), made="of nothing")
 
 
@@ -83,6 +93,7 @@ def any_dim(size: int) -> Dim:
 
 
 def name_along(dim: Dim) -> "str | None":
+    """Return the name of a dim, or None if it is merged or not known."""
     return dim[0].name if len(dim) == 1 else None
 
 
@@ -96,12 +107,16 @@ def axes_along(dim: Dim) -> "tuple[str, ...] | None":
 
 
 def size_along(dim: Dim) -> int:
+    """Return the size of a dim."""
     return dim[0].size if len(dim) == 1 else prod(piece.size for piece in dim)
 
 
 def is_interleaved(dim: Dim) -> bool:
-    """Return whether a merged dim's blocks lie between one another: another dim of several elements is before a split
-    one, or arrays were joined in it, so that a device's elements are not side by side in the whole array."""
+    """Return whether the blocks of a merged dim are interleaved.
+
+    They are if another dim of several elements precedes a split one, or if arrays were joined in it. Then a device's
+    elements are not next to each other in the whole array.
+    """
     return any(part.mixed for part in dim) or any(
         part.axes and any(before.size > 1 and before.axes is not None for before in dim[:i])
         for i, part in enumerate(dim)
@@ -109,7 +124,7 @@ def is_interleaved(dim: Dim) -> bool:
 
 
 def meeting_dim(a: Dim, b: Dim) -> "Dim | None":
-    """Return the dim of the result where two dims meet element by element; None if they are split otherwise."""
+    """Return the dim of the result if two dims meet element by element; None if they are split differently."""
     if a == b:
         return a
     if [p.size for p in a] == [p.size for p in b]:
@@ -148,6 +163,7 @@ def pieces_of(shape: Sequence[int], strides: Sequence[int], dims: tuple[Dim, ...
 
 
 def by_stride(pieces: Sequence[tuple[int, DimPart]]) -> Pieces:
+    """Sort pieces by their stride, the largest first."""
     return tuple(sorted(pieces, key=lambda each: each[0], reverse=True))
 
 
@@ -155,7 +171,7 @@ def by_stride(pieces: Sequence[tuple[int, DimPart]]) -> Pieces:
 def dims_of_view(pieces: Pieces, shape: Sequence[int], strides: Sequence[int]) -> tuple[tuple[Dim, ...], Pieces]:
     """Return (the dims of a view of this shape and these strides, the memory's pieces).
 
-    A piece in which several dims of the view lie has become several.
+    A piece that contains several dims of the view is cut into several.
     """
     spans = [(s, s * n) for n, s in zip(shape, strides, strict=True)]
     starts = sorted({a for a, b in spans if a and b > a})
@@ -174,7 +190,7 @@ def dims_of_view(pieces: Pieces, shape: Sequence[int], strides: Sequence[int]) -
 
 
 def _split(stride: int, piece: DimPart, starts: Sequence[int]) -> list[tuple[int, DimPart]]:
-    """Cut a piece at the starts of the dims that lie in it; the axes stay with the major part."""
+    """Cut a piece at the starts of the dims that it contains; the axes stay with the major part."""
     inner = [s for s in starts if stride <= s < stride * piece.size]
     if len(inner) < 2 or inner[0] != stride or any(b % a for a, b in itertools.pairwise(inner)):
         return [(stride, piece)]

@@ -1,4 +1,4 @@
-"""The types of an op's results, remembered: layers and steps call the same ops on the same types again."""
+"""Infer the types of an op's results, and cache them: layers and steps call equal ops on equal types again."""
 
 from collections.abc import Callable, Sequence
 from functools import lru_cache
@@ -16,14 +16,15 @@ from scaling.check.results import ArrayMeta, NotInferred, own_part, result_types
 
 
 def tensors_in(tree: Any) -> list[Tensor]:
+    """Return the tensors of a tree."""
     return [x for x in optree.tree_leaves(tree, none_is_leaf=True) if isinstance(x, Tensor)]
 
 
 @lru_cache(KEPT)
 def called(func: Any, name: str, structure: Any, leaves: tuple) -> tuple[tuple, Any, "Exception | None"]:
-    """Return (results, their structure, what is wrong) of an op that makes new arrays.
+    """Return (results, their structure, the error or None) of an op that makes new arrays.
 
-    `leaves` are its arguments: an ArrayMeta for each array, (class, value) for all else.
+    `leaves` are its arguments: an ArrayMeta for each array, (class, value) for every other one.
     """
     given: Any = optree.tree_unflatten(structure, [x.tensor() if isinstance(x, ArrayMeta) else x[1] for x in leaves])
     made, within = optree.tree_flatten(func(*given[0], **given[1]), none_is_leaf=True)
@@ -37,7 +38,7 @@ def called(func: Any, name: str, structure: Any, leaves: tuple) -> tuple[tuple, 
 def inferred(
     func: Any, name: str, structure: Any, leaves: tuple, results: Sequence[Tensor]
 ) -> tuple[list[HeldType], "Exception | None"]:
-    """Return (the types of an op's results, what is wrong or not judged). Where something is, the types fit all."""
+    """Return (the types of an op's results, the error or None); if there is an error, the types match everything."""
     shapes = tuple(tuple(x.shape) for x in results)
     return _inferred(func, name, structure, leaves, shapes, results[0].dtype if results else None)
 
@@ -85,9 +86,9 @@ def _inferred(
 def _tried(
     run: Callable, name: str, arrays: list, unknown: list[HeldType], error: Exception
 ) -> tuple[list[HeldType], Exception]:
-    """Return what `inferred` does for an op that no table has and that takes partial sums, by running it on numbers.
+    """Infer an op that no table has and that takes partial sums, by running it on numbers; return as `inferred` does.
 
-    Where it adds up, its results are partial sums, of dims that are not known; where it does not, a rule is broken.
+    If it is additive, its results are partial sums, of dims that are not known; if it is not, a rule is broken.
     """
     partial = [bool(x.held.unreduced) for x in arrays]
     first = partial.index(True)

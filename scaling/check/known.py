@@ -1,4 +1,4 @@
-"""The judge's memory: the type of each array that it has seen, and what it reports."""
+"""The judge's memory: the type of each array that it has seen, and its reports."""
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -36,29 +36,29 @@ class HeldMemory:
 
 
 class KnownArrays:
-    """Knows each array's type by its memory, and reports what is found and what is not judged."""
+    """Knows each array's type by its memory, and reports findings and unjudged places."""
 
     def __init__(self, report: Judgement, sizes: "Mapping[str, int] | None" = None):
         self.report = report
         self.memory: dict[int, HeldMemory] = {}
-        self.twins: dict[int, tuple[Tensor, Tensor]] = {}  # of a CPU tensor its meta tensor
+        self.twins: dict[int, tuple[Tensor, Tensor]] = {}  # {id of a CPU tensor: (the tensor, its meta tensor)}
         self.quiet = 0
         self.ones: set[str] = set()  # axes that split a dim into parts of one element: no view shows which dim
         self.sizes: dict[str, int] = dict(sizes or {})
-        self.files: frozenset[str] = frozenset()  # the judged files' real paths; where there are none, any is
+        self.files: frozenset[str] = frozenset()  # the judged files' real paths; if empty, every file is judged
 
     def live(self, spec: Spec) -> Spec:
         """Return the type without the axes that the mesh lacks or has of size 1."""
         return without_axes(spec, [axis for axis in axes_named(spec) if self.sizes and self.sizes.get(axis, 1) == 1])
 
     def held(self, x: Tensor) -> HeldType:
-        """Return what is known of an array."""
+        """Return the known type of an array."""
         x = unwrapped_by_all(x)
         known, shape = self.memory.get(storage_of(x)), tuple(x.shape)
         if known is None or known.unset:
             return of_nothing(shape)
         if 1 in shape and shape == tuple(known.keep.shape) and x.stride() == known.keep.stride():
-            return known.held  # a dim of one element has no stride to be found by
+            return known.held  # a dim of one element cannot be found by its stride
         dims, known.pieces = dims_of_view(known.pieces, shape, x.stride())
         return known.held._replace(dims=dims)
 
@@ -71,7 +71,7 @@ class KnownArrays:
         self.memory[storage_of(x)] = HeldMemory(x, held, pieces_of(shape, x.stride(), held.dims), unset)
 
     def declare(self, x: Tensor, spec: Spec, place: str, parts: str = "") -> None:
-        """Give x the type of a line. Dims in front that the line does not have are vmap's or stacked layers'."""
+        """Give x the type of a line; extra leading dims come from vmap or from stacked layers."""
         x, spec = unwrapped_by_all(x), self.live(spec)
         if x.dim() < len(spec.dims):
             return
@@ -81,7 +81,7 @@ class KnownArrays:
         self.give(x, HeldType(dims, frozenset(spec.unreduced), parts, "line", spec.name, place))
 
     def place(self) -> str:
-        """Return the line to which what the running call does belongs."""
+        """Return the line to which a finding in the running call belongs."""
         return place_of_call(self.files)
 
     def has_found(self) -> bool:
@@ -89,7 +89,7 @@ class KnownArrays:
         return any(not self.files or real_path(finding.file) in self.files for finding in self.report.findings)
 
     def find(self, rule: str, text: str, made: str = "", place: str = "") -> None:
-        """Report a broken rule, at `place` or at the line of the running call; `made`: where its operand was made."""
+        """Report a broken rule, at `place` or at the running call's line; `made` is the place that made its operand."""
         text += f"\n  the value was made at {made}" if made else ""
         computed, place = "" if place else innermost_place(), place or self.place()
         if place.startswith(PAGE_TOOLS):
@@ -102,13 +102,14 @@ class KnownArrays:
             self.report.findings.append(found)
 
     def skip(self, why: str, place: str = "") -> None:
-        """Report what is not judged, and why."""
+        """Report an unjudged line, and the reason."""
         entry = place or self.place(), why
         if not self.quiet and not entry[0].startswith(PAGE_TOOLS) and entry not in self.report.unjudged:
             self.report.unjudged.append(entry)
 
     @contextmanager
     def silence(self) -> Iterator[None]:
+        """Report nothing inside the block."""
         token = watcher.set(None)
         self.quiet += 1
         try:
@@ -118,13 +119,14 @@ class KnownArrays:
             watcher.reset(token)
 
     def meta(self, x: Any) -> Any:
-        """Return a CPU tensor's twin on the meta device, which a line of an abstract mesh takes; all else as it is."""
+        """Return a CPU tensor's twin on the meta device, which an abstract mesh's line takes; else x itself."""
         if not isinstance(x, Tensor) or is_wrapped(x):
             return x
         with self.silence():
             return self.twin(x)
 
     def twin(self, x: Tensor) -> Tensor:
+        """Return a tensor's twin on the meta device."""
         if x.is_meta:
             return x
         kept = self.twins.get(id(x))

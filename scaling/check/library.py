@@ -18,10 +18,12 @@ from scaling.mesh import AbstractMesh
 
 
 def judge_each(files: Sequence[tuple[str, str] | None], judged: Collection[str]) -> list[Judgement]:
-    """Judge each file, (path, text), on all processors; None stands for the library's programs.
+    """Judge each file, (path, text), on all processors; None means the library's programs.
 
     Args:
+        files: the files.
         judged: the paths of all files in which faults are placed.
+
     Raises:
         RuntimeError: a file ended the process that ran it.
     """
@@ -29,7 +31,7 @@ def judge_each(files: Sequence[tuple[str, str] | None], judged: Collection[str])
     if workers < 2:
         return [_judge(file, judged) for file in files]
     give_threads_back()
-    with ProcessPoolExecutor(workers, get_context("fork")) as pool:  # which have imported torch
+    with ProcessPoolExecutor(workers, get_context("fork")) as pool:  # the workers have imported torch already
         try:
             return [*pool.map(partial(_judge, judged=judged), files)]
         except BrokenProcessPool:

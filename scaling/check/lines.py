@@ -1,8 +1,8 @@
-"""Each literal line of a text by itself, without running anything: what no operand can make right.
+"""Check each literal line of a text alone, without running anything, for faults that no operand can make right.
 
     faults, calls = check_lines(text)
 
-For editors, for a first look, and for code that cannot be run. No torch is imported.
+This serves editors, a first look, and code that cannot be run. It does not import torch.
 """
 
 import ast
@@ -89,7 +89,7 @@ def _name(call: ast.Call) -> str:
 
 
 def _literal(call: ast.Call) -> "str | None":
-    """The line of a typed call, if it is written there."""
+    """Return the line of a typed call, if it is a literal."""
     if _name(call) not in TYPED or not call.args:
         return None
     first = call.args[0]
@@ -98,19 +98,19 @@ def _literal(call: ast.Call) -> "str | None":
 
 
 def _planned(call: ast.Call) -> bool:
-    """Whether it is the planner's reshard("A[I_X]", "A[I]", ...), which is given no array."""
+    """Return whether the call is the planner's reshard("A[I_X]", "A[I]", ...), which is given no array."""
     return len(call.args) > 1 and isinstance(call.args[1], ast.Constant) and isinstance(call.args[1].value, str)
 
 
 def _typed(call: ast.Call) -> bool:
-    """Whether a call begins with a text that has a type in it."""
+    """Return whether a call begins with a text that has a type in it."""
     return (
         bool(call.args) and isinstance(call.args[0], (ast.Constant, ast.JoinedStr)) and "[" in ast.unparse(call.args[0])
     )
 
 
 def _thrown_away(call: ast.Call) -> bool:
-    """Whether a call that stands alone is a typed line by name, and writes to nothing."""
+    """Return whether a call whose result is not used is a typed line by name, and writes to nothing."""
     writes = any(option.arg in ("out", "donate") for option in call.keywords)
     return isinstance(call.func, ast.Name) and call.func.id in (*KINDS, "einsum") and _typed(call) and not writes
 
@@ -138,7 +138,7 @@ def ignored(text: str) -> dict[int, list[str]]:
 
 
 def silent_lines(text: str) -> dict[int, list[str]]:
-    """Return what `ignored` does, for every line of a statement with such a comment."""
+    """Return the silenced rules, as `ignored` does, for every line of a statement with such a comment."""
     comments = ignored(text)
     found = dict(comments)
     for node in ast.walk(ast.parse(text)) if comments else ():

@@ -1,4 +1,4 @@
-"""The judge at all that torch does besides typed lines: aten's ops, by the law."""
+"""The judge at aten's ops, which are all of torch's operations besides typed lines: it applies the law."""
 
 from collections.abc import Mapping, Sequence, Set
 from functools import lru_cache
@@ -44,9 +44,9 @@ class Judge(TypedLines, TorchDispatchMode):
     def __init__(self, report: Judgement, sizes: "Mapping[str, int] | None" = None):
         TorchDispatchMode.__init__(self)
         TypedLines.__init__(self, report, sizes)
-        self.own_rows: dict[str, frozenset[str]] = {}  # where each device takes a row of its own, over which axes
+        self.own_rows: dict[str, frozenset[str]] = {}  # {line that takes single rows: axes of these rows}
         self.ring: set[str] = set()  # axes along which blocks may yet be passed on
-        self.first_hops: list[tuple[Set[str], tuple[str, str, str, str]]] = []  # (axes, what is found if it is none)
+        self.first_hops: list[tuple[Set[str], tuple[str, str, str, str]]] = []  # (axes, finding unless a ring)
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         name, how = returns(func)
@@ -54,12 +54,12 @@ class Judge(TypedLines, TorchDispatchMode):
         leaves, structure = optree.tree_flatten(everything, none_is_leaf=True)
         tensors = [x for x in leaves if isinstance(x, Tensor)]
         meta = any(x.is_meta for x in tensors)
-        if meta and not all(x.is_meta for x in tensors):  # where one has no numbers, all are taken to have none
+        if meta and not all(x.is_meta for x in tensors):  # if one has no numbers, all are taken to have none
             leaves = [self.twin(x) if isinstance(x, Tensor) else x for x in leaves]
             tensors = [x for x in leaves if isinstance(x, Tensor)]
         given: Any = optree.tree_unflatten(structure, leaves)
         args, kwargs = given
-        if name in MADE and not self.quiet:  # random numbers are of no use
+        if name in MADE and not self.quiet:  # random numbers are not needed
             x = func(*args, **kwargs | {"device": "meta", **({"generator": None} if "generator" in kwargs else {})})
             self.give(x, of_nothing(tuple(x.shape), name == "zeros"), unset=name == "empty")
             return x
@@ -78,7 +78,7 @@ class Judge(TypedLines, TorchDispatchMode):
                 return optree.tree_unflatten(within, results)
             result = func(*args, **kwargs)
         except RuntimeError:
-            if op_kind(name) in FITTED:  # the shapes do not fit: most likely since the types do not
+            if op_kind(name) in FITTED:  # the shapes do not fit, most likely because the types do not
                 self.wrong(inferred(func, name, structure, seen, tensors[:1])[1], tensors)
             raise
         results = tensors_in(result)
@@ -89,7 +89,7 @@ class Judge(TypedLines, TorchDispatchMode):
             if name in ROWS and (axes := axes_along(self.held(tensors[0]).dims[argument(args, kwargs, 1, "dim", 0)])):
                 self.own_rows[self.place()] = frozenset(axes)
             for x in results:
-                self.held(x)  # which splits the pieces
+                self.held(x)  # this splits the pieces
         elif name == "copy":
             self.write(tensors[0], self.held(tensors[-1]))
         elif results:
@@ -100,8 +100,8 @@ class Judge(TypedLines, TorchDispatchMode):
     def seen(self, leaves: list, name: str) -> tuple:
         """Return an op's arguments with an ArrayMeta for each array.
 
-        A whole array that was divided by the number of devices along X counts as a partial sum over X where it is
-        added to one: each device adds its share.
+        A whole array that was divided by the number of devices along X counts as a partial sum over X if it is added to
+        one, since each device adds its share.
         """
         found, order = [], []
         for x in leaves:
@@ -166,21 +166,21 @@ class Judge(TypedLines, TorchDispatchMode):
             self.skip(str(error), place)
 
     def broken(self, error: Illegal, operands: Sequence[Tensor]) -> tuple[str, str, str]:
-        """Return (rule, the finding's text, where the operand was made)."""
+        """Return (rule, the finding's text, the place where the operand was made)."""
         made = self.held(operands[min(error.operand, len(operands) - 1)]).place if operands else ""
         return error.name, said(error.what, error.name, error.fix, error.rule), made
 
     def first_hop(self, error: Illegal, operands: Sequence[Tensor]) -> None:
-        """Put off a finding about a product of a rank's own blocks, such as queries and keys.
+        """Defer a finding about a product of a rank's own blocks, such as queries and keys.
 
-        It is right as a ring's first hop, which shows only at the program's end: then blocks were passed on along this
-        axis. Until then each block may be any device's.
+        The product is right as the first hop of a ring. This shows only at the program's end, if blocks were passed on
+        along this axis. Until then each block may be any device's.
         """
         self.ring |= error.twice
         self.first_hops.append((error.twice, (*self.broken(error, operands), self.place())))
 
     def give_all(self, results: list, found: list[HeldType], error, operands, unset: bool, write: bool = False) -> None:
-        """Note the types of an op's results, and report what is wrong with it."""
+        """Note the types of an op's results, and report its error."""
         if isinstance(error, Illegal) and error.twice:
             self.first_hop(error, operands)
         else:
@@ -195,7 +195,7 @@ class Judge(TypedLines, TorchDispatchMode):
                 self.give(x, held._replace(place=place), unset)
 
     def cut(self, x: Tensor, part: Tensor) -> None:
-        """Join the pieces of a merged dim of which a part is taken: no view can tell them apart any more."""
+        """Join the pieces of a merged dim if a part of it is taken, since no view can separate them afterwards."""
         known = self.memory.get(storage_of(x))
         if known is None or x.dim() != part.dim():
             return
@@ -223,12 +223,12 @@ class Judge(TypedLines, TorchDispatchMode):
         self.give(whole, held._replace(dims=tuple(pieces)))
 
     def end(self) -> None:
-        """Report what only the program's end shows."""
+        """Report the findings that only the program's end shows."""
         for axes, finding in self.first_hops:
             if not axes <= self.passed_on:
                 self.find(*finding)
         for place, axes in self.own_rows.items():
-            if not axes <= self.apart | self.passed_on:  # stages and rings mean their own
+            if not axes <= self.apart | self.passed_on:  # stages and rings mean their own rows
                 self.skip(
                     f"each device takes a row of its own part of what is split over {', '.join(sorted(axes))}", place
                 )

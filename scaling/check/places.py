@@ -1,4 +1,4 @@
-"""Place a finding at the line of the judged program that led to it, not where the library computes it."""
+"""Place a finding at the line of the judged program that led to it, not at the line of the library that computes it."""
 
 import inspect
 import os
@@ -14,9 +14,9 @@ from scaling.check.lines import check_lines
 
 LIBRARY = f"{Path(scaling.__file__).parent}/"
 ROOMS = "check/", "collectives/", "trace/", "tree.py", "common/torch_private.py"
-MACHINERY = tuple(LIBRARY + room for room in ROOMS)  # what runs a typed line
+MACHINERY = tuple(LIBRARY + room for room in ROOMS)  # the rooms that run a typed line
 FOREIGN = "/torch/", "/optree/", "contextlib", "<frozen"
-PAGE_TOOLS = f"{LIBRARY}book/"  # which compare arrays of any types
+PAGE_TOOLS = f"{LIBRARY}book/"  # tools that compare arrays of any types
 
 Frame = tuple[str, int]  # file, line
 
@@ -24,7 +24,7 @@ real_path = cache(os.path.realpath)
 
 
 def frames_of_call(skipped: tuple[str, ...] = MACHINERY) -> Iterator[Frame]:
-    """Yield the frames of the running call, the innermost first, but those of the skipped files and of torch."""
+    """Yield the frames of the running call, the innermost first, except frames in the skipped files and in torch."""
     frame: Any = sys._getframe(1)
     while frame is not None:
         file = frame.f_code.co_filename
@@ -34,10 +34,10 @@ def frames_of_call(skipped: tuple[str, ...] = MACHINERY) -> Iterator[Frame]:
 
 
 def choose_place(frames: Iterable[Frame], files: Collection[str] = ()) -> str:
-    """Return "file:line" of the frame to which a finding belongs, of frames that begin with the innermost.
+    """Return "file:line" of the frame to which a finding belongs; the frames begin with the innermost.
 
-    It is the innermost frame in `files`, the judged files by their real paths, or in any file where there are none. A
-    library module without typed lines computes what its caller asks for, so the fault is the caller's: `rms_norm` of
+    It is the innermost frame in `files`, the judged files by their real paths, or in any file if `files` is empty. A
+    library module without typed lines computes a result for its caller, so the fault is the caller's: `rms_norm` of
     partial sums. A library module with typed lines is judged by the library's own programs, so the search ends there.
     """
     innermost = ""
@@ -77,8 +77,10 @@ def place_of_function(fn: Callable) -> str:
 
 
 def place_of_error(error: BaseException, files: Collection[str] = ()) -> str:
-    """Return "file:line" of the call that raised an error: an error ends the program, whoever raises it, so the
-    innermost line in the judged files comes first."""
+    """Return "file:line" of the call that raised an error.
+
+    An error ends the program, whoever raises it, so the innermost line in the judged files comes first.
+    """
     frames = [(f.filename, f.lineno or 1) for f in reversed(traceback.extract_tb(error.__traceback__))]
     own = [(file, line) for file, line in frames if real_path(file) in files]
     outside = [frame for frame in frames if not frame[0].startswith(MACHINERY)]

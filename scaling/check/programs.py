@@ -1,8 +1,8 @@
-"""The library's own programs, as the judge runs them: each strategy, the Transformer, serving, on small meshes.
+"""The library's own programs for the judge: each strategy, the Transformer, and serving, on small meshes.
 
     for name, sizes, run in programs(): run(AbstractMesh(sizes))
 
-Sizes are such that every shard has two elements along each dim at least: a dim of one element shows no split.
+Every shard has at least two elements along each dim, since a dim of one element shows no split.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -33,6 +33,7 @@ LAYERS = {"data_parallel": "X", "fsdp": "X", "tensor_parallel": "Y", "fsdp_tp": 
 
 
 def programs() -> Iterator[tuple[str, Mapping[str, int], Callable[[Any], Any]]]:
+    """Yield (name, the mesh's sizes, a function of the mesh) for each program."""
     for name, axes in LAYERS.items():
         for keep in (True, False):
             sizes = dict(zip(axes, (2, 3, 2), strict=False))
@@ -55,7 +56,7 @@ def _config(kind: str) -> Any:
 
 
 def _transformer(kind: str, mesh: Any) -> None:
-    """The loss of a tiny Transformer; and its gradients, typed as its params."""
+    """Compute the loss of a tiny Transformer, and its gradients, which are typed as its params."""
     config, watch = _config(kind), who_watches()
     assert watch is not None
     types, rows = strategy.specs(config, mesh), str(present("t[B_PXE, T_C]", mesh))
@@ -65,10 +66,10 @@ def _transformer(kind: str, mesh: Any) -> None:
     )
     options = {"weights": weights, "label_smoothing": 0.1, "z_loss": 0.01}
     options |= {"segments": segments} if mesh.sizes.get("C") else {}
-    if {*mesh.sizes} & {*"CZE"}:  # their gradients' lines say less than what the engine does around them
+    if {*mesh.sizes} & {*"CZE"}:  # their gradients' lines omit axes that the engine handles around them
         strategy.loss(params, tokens, targets, config, mesh, **options)
         return
-    ends = import_module("scaling.strategies.transformer.ends")  # in here, where modules tell their types
+    ends = import_module("scaling.strategies.transformer.ends")  # imported here, where modules report their types
     hidden, U = (torch.zeros(shape, device="meta") for shape in ((*tokens.shape, config.D), (config.D, config.V)))
     ends.loss(hidden, U, targets, mesh, weights=weights, V=config.V)
     _, grads = strategy.loss_and_grads(params, tokens, targets, config, mesh, **options)
@@ -77,7 +78,7 @@ def _transformer(kind: str, mesh: Any) -> None:
 
 
 def _serving(form: str, mesh: Any) -> None:
-    """The logits of a prompt and of a token after it."""
+    """Compute the logits of a prompt and of a token after it."""
     for kind in {"experts": ("experts",), "2d": ("plain", "tied")}.get(form, ("plain", "tied", "latent")):
         config = _config(kind).with_(E=4) if kind == "experts" else _config(kind)
         params = tree.shard(model.init(config, 0, torch.float32, "meta"), serve.specs(config, mesh, form=form), mesh)
@@ -88,7 +89,7 @@ def _serving(form: str, mesh: Any) -> None:
 
 
 def _handover(mesh: Any) -> None:
-    """A cache from heads over Y to the sequence over Z."""
+    """Move a cache from heads over Y to the sequence over Z."""
     config, there = _config("plain"), AbstractMesh({"Z": 2})
     cache = serve.init_cache(config, 8, 8, mesh=mesh, dtype=torch.float32)
-    serve.move(cache, config, mesh, there, target_form="sequence", length=8)  # its own is a number that is sent
+    serve.move(cache, config, mesh, there, target_form="sequence", length=8)  # its own length is a number that is sent

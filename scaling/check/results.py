@@ -1,9 +1,9 @@
-"""The types of an aten op's results: the law of `algebra`, and where the values lie.
+"""The types of an aten op's results, by the law of `algebra` and by the place of the values.
 
-The law says how a result is split and over which axes it is a partial sum. What an abstract run knows beside it is
-placed here: the names and pieces of dims, how the parts of a sum make the whole, rows that are looked up by number, and
-values that no typed array went into. Where the judge takes more than the law, since a program of shards may mean each
-device's own part, docs/rules.md says so.
+The law says how a result is split and over which axes it is a partial sum. This module adds the rest of an abstract
+run's knowledge: the names and pieces of dims, how the parts of a sum make the whole, rows that are looked up by number,
+and values that no typed array went into. The judge accepts more than the law in some cases, since a program of shards
+may mean each device's own part; docs/rules.md lists them.
 """
 
 from collections.abc import Callable, Sequence
@@ -35,16 +35,16 @@ from scaling.check.held import (
 from scaling.spec import ShardingError
 
 PRODUCTS = {"addmm": "mm", "baddbmm": "bmm", "addmv": "mv", "addcmul": "mul", "addcdiv": "div"}  # added to the first
-PARTS = {"mean": "mean"}  # how the parts of what is reduced over a split dim make the whole, if not as a sum
+PARTS = {"mean": "mean"}  # how the parts of a reduction over a split dim make the whole, if not as a sum
 PARTS |= {"amax": "max", "max": "max", "any": "max", "amin": "min", "min": "min", "all": "min"}
-OWN_PARTS = ("sort", "topk")  # a device may order its own rows, which is named
-CROSSES = {"diagonal": (0, 1), "unfold": (0,)}  # views whose elements do not stay in their dim
+OWN_PARTS = ("sort", "topk")  # a device may order its own rows, which is reported
+CROSSES = {"diagonal": (0, 1), "unfold": (0,)}  # views whose elements leave their dim
 UNSET = ("empty", "new_empty", "empty_strided", "new_empty_strided")
 ZEROS = ("zeros", "new_zeros", "zeros_like", "empty_like", "zero")
 
 
 class NotInferred(Exception):
-    """The reason why an op is not judged."""
+    """An op is not judged, for the reason in the text."""
 
 
 class ArrayMeta(NamedTuple):
@@ -57,6 +57,7 @@ class ArrayMeta(NamedTuple):
     first: int = 0
 
     def tensor(self) -> Tensor:
+        """Return a tensor on the meta device like this array."""
         return torch.empty_strided(self.shape, self.strides, dtype=self.dtype, device="meta")
 
 
@@ -66,9 +67,14 @@ def result_types(
     """Return the types of the results of aten's op `name`.
 
     Args:
-        shapes: those of the results.
+        name: the op.
+        args: its positional arguments, with an ArrayMeta for each array.
+        kwargs: its keyword arguments.
+        arrays: the arrays among the arguments.
+        shapes: the shapes of the results.
         made: the first result's dtype.
         probe: runs the op on one array of another shape and strides.
+
     Raises:
         Illegal: the operands give no type.
         NotInferred: no table has the op.
@@ -116,14 +122,14 @@ def result_types(
 
 
 def _layout(x: HeldType) -> DimAxes:
-    """Return what the law knows of a type; None for axes that are not known. Zeros are part of any array."""
+    """Return a type as the law sees it; None for axes that are not known. Zeros are part of any array."""
     over = None if x.unreduced is None else tuple(sorted(x.unreduced))
     known: Any = (tuple(None if x.of_nothing and over is None else axes_along(dim) for dim in x.dims), over)
     return DimAxes(*known)
 
 
 def _sums_by_parts(name: str, kind: str, operands: list[HeldType], sums: tuple) -> tuple:
-    """Return whose partial sums an op keeps, by what is known of the operands' parts and of numbers of nothing."""
+    """Return whose partial sums an op keeps, given the parts of the operands and the untyped numbers among them."""
     if kind == "reduces" and operands[0].parts and operands[0].parts == PARTS.get(name):
         return ((0,),)
     if name == "where" and len(operands) == 3 and any(x.of_nothing and not x.dims for x in operands[1:]):
@@ -133,9 +139,9 @@ def _sums_by_parts(name: str, kind: str, operands: list[HeldType], sums: tuple) 
 
 
 def _placed(op: LabelledOp, kind: str, operands: list[HeldType], shape: Sizes) -> HeldType:
-    """Return the type of an op's result: the law's, with the names and pieces of the operands' dims."""
+    """Return the type of an op's result by the law, with the names and pieces of the operands' dims."""
     numbered = op.whole if kind == "picks" else ()  # rows chosen by number may be any device's
-    if op.name == "stack" or (kind == "joins" and op.whole):  # of a stack no dims: it may be the blocks of a ring
+    if op.name == "stack" or (kind == "joins" and op.whole):  # a stack's dims are unknown: it may be blocks of a ring
         inputs = tuple(tuple(None if op.name == "stack" or d in op.whole else d for d in own) for own in op.inputs)
         op = op._replace(inputs=inputs)
     if kind in ("picks", "joins") or op.name in (*PARTS, *OWN_PARTS):
@@ -160,9 +166,9 @@ def _placed(op: LabelledOp, kind: str, operands: list[HeldType], shape: Sizes) -
     _, at = op.infer(layouts, [x.shape for x in operands])
     ring = len(operands) > 1 and len(op.sums) == 1 and any(x.made == "ring" for x in operands)
     unreduced = None if at.unreduced is None else frozenset(at.unreduced)
-    if ring or (chosen and not unreduced):  # the sums so far of a ring: how many are still to come, no type shows
+    if ring or (chosen and not unreduced):  # a ring's sum so far: no type shows how many terms are missing
         unreduced = None
-    if op.name == "matmul":  # batch dims that meet may have had two names: heads of queries and of keys
+    if op.name == "matmul":  # batch dims that meet may have two names: heads of queries and of keys
         for label in op.output:
             if all(label in own for own in op.inputs):
                 dims[label] = tuple(part._replace(name=None) for part in dims[label])
@@ -173,7 +179,7 @@ def _placed(op: LabelledOp, kind: str, operands: list[HeldType], shape: Sizes) -
 
 
 def _refuse_turned(op: LabelledOp, operands: list[HeldType]) -> None:
-    """Refuse two dims of one operand that meet the same two dims of another in the other order."""
+    """Raise Illegal if two dims of one operand meet the same two dims of another in the other order."""
     names = [dict(zip(own, map(name_along, x.dims), strict=True)) for own, x in zip(op.inputs, operands, strict=False)]
     for other in names[1:]:
         met = {a: other[label] for label, a in names[0].items() if a is not None and label in other}
@@ -182,7 +188,7 @@ def _refuse_turned(op: LabelledOp, operands: list[HeldType]) -> None:
 
 
 def _through(name: str, kind: "str | None", args: tuple, operands: list[HeldType]) -> str:
-    """The function, not known to be linear, that numbers of nothing went through, unless they were summed since."""
+    """Return the function, not known to be linear, that untyped numbers went through, unless they were summed since."""
     if kind in ("sums", "contracts", "fuses", "reduces"):
         return ""
     squared = kind == "multiplies" and len(args) > 1 and args[0] == args[1]
@@ -210,7 +216,7 @@ def view_error(name: str, args: tuple, kwargs: dict, x: HeldType) -> "Illegal | 
 
 
 def _with_blocks(found: HeldType, operands: list[HeldType], at: int) -> HeldType:
-    """Arrays one after another in a dim: where it is split alike in all, the blocks lie below each other."""
+    """Place the blocks of arrays that are joined in a dim: if all arrays split it alike, the blocks alternate."""
     own = [x.dims[at] for x in operands if len(x.dims) == len(found.dims)]
     if any(len(dim) > 1 for dim in own) or len({axes_along(dim) for dim in own}) > 1:
         return found
@@ -223,7 +229,10 @@ def _with_blocks(found: HeldType, operands: list[HeldType], at: int) -> HeldType
 
 
 def _written(operands: list[HeldType], rows: HeldType, name: str) -> HeldType:
-    """Rows written or added by number: of which device's rows they are made is not known where these are split."""
+    """Return the type of an array after rows were written or added by number.
+
+    If the rows are split, it is not known which device's rows are written.
+    """
     x, source = operands[0], operands[-1]
     strange = any(part.axes is None and part.size > 1 for dim in rows.dims for part in dim) or rows.axes - x.axes
     unreduced = None if strange else source.unreduced
@@ -234,7 +243,7 @@ def _written(operands: list[HeldType], rows: HeldType, name: str) -> HeldType:
 
 
 def _attention_backward(name: str, operands: list[HeldType]) -> list[HeldType]:
-    """The gradient of queries is summed over the keys, those of keys and values over the queries."""
+    """Return the gradients' types: dQ is summed over the keys, dK and dV over the queries."""
     dO, Q, K, V = operands[:4]
     inputs = tuple("BHTE"), tuple("BHTD"), ("B", None, None, "D"), ("B", None, None, "E")
     op = LabelledOp(name, inputs, tuple("BHTD"), ((0,),), slices=False)

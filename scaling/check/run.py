@@ -1,8 +1,8 @@
-"""A file, run once by the judge: what it hands to ranks runs here instead, on an abstract mesh of the same sizes.
+"""Run a file once under the judge: the functions that it hands to ranks run on an abstract mesh of equal sizes instead.
 
-What it prints goes nowhere, what waits does not, and no rank is started. A statement that fails, since an abstract mesh
-has no values, is left out. What is not called by the file itself is called here: a strategy (SPECS, forward, backward),
-and a function whose docstring gives the type of each of its arguments.
+Printing and waiting are suppressed, and no rank is started. A statement that fails, since an abstract mesh has no
+values, is left out. Functions that the file itself does not call are called here: a strategy (SPECS, forward,
+backward), and a function whose docstring gives the type of each of its arguments.
 """
 
 import ast
@@ -76,7 +76,7 @@ def _abstract(sizes: Any, *args: Any, **options: Any) -> AbstractMesh:
 
 @contextlib.contextmanager
 def nothing_outside(path: str, seconds: int = SECONDS) -> Iterator[None]:
-    """Start no ranks, print nothing, do not wait, and stop after so many seconds; never, if it is 0."""
+    """Start no ranks, print nothing, do not wait, and stop after so many seconds (0: never)."""
 
     def stop(*_: Any) -> None:
         raise TimeoutError
@@ -102,7 +102,7 @@ def nothing_outside(path: str, seconds: int = SECONDS) -> Iterator[None]:
 
 
 def check_source(text: str, file: str = "<source>") -> list[Finding]:
-    """Return the faults of one text, by its lines and by running it."""
+    """Return the faults of one text, found in its lines and by running it."""
     found, calls = check_lines(text, file)
     if calls and not any(finding.rule == "python" for finding in found):
         found += found_in(judge_file(file, text), {file: text})
@@ -110,7 +110,7 @@ def check_source(text: str, file: str = "<source>") -> list[Finding]:
 
 
 def found_in(judged: Judgement, texts: dict[str, str]) -> list[Finding]:
-    """Return the findings in these files, under the paths that name them, without those that comments silence."""
+    """Return the findings in these files, under the paths that name them, except the ones that comments silence."""
     names, found = {os.path.realpath(path): path for path in texts}, []
     for finding in judged.findings:
         path = names.get(os.path.realpath(finding.file))
@@ -123,7 +123,8 @@ def judge_file(path: "str | Path", text: "str | None" = None, files: Iterable[st
     """Run a file under the judge.
 
     Args:
-        text: the file's content, if it is not what the disk has.
+        path: the file.
+        text: the file's content, if it is not the one on the disk.
         files: other judged files: a fault in one that this file imports is placed there.
     """
     path = str(path)
@@ -149,7 +150,7 @@ def judge_file(path: "str | Path", text: "str | None" = None, files: Iterable[st
 
 
 def _statements(text: str, path: str, module: ModuleType, judge: Judge) -> None:
-    """Run the statements separately, so that one that needs values stops no other."""
+    """Run the statements separately, so that a statement that needs values does not stop the others."""
     tree = ast.parse(text)
     for node in tree.body:
         with attempt(judge, f"{path}:{node.lineno}"):
@@ -158,7 +159,7 @@ def _statements(text: str, path: str, module: ModuleType, judge: Judge) -> None:
 
 @contextlib.contextmanager
 def attempt(judge: Judge, place: str, must: bool = False) -> Iterator[None]:
-    """Report what is raised inside: as not judged, or as a finding if it `must` run, since its arguments are as typed.
+    """Report an error raised inside: as not judged, or as a finding if the code `must` run, since its arguments fit.
 
     A ShardingError that a listing of the library raises after a fault was found is a consequence of that fault.
     """
@@ -191,7 +192,7 @@ def attempt(judge: Judge, place: str, must: bool = False) -> Iterator[None]:
 
 
 def _uncalled(path: str, module: ModuleType, judge: Judge) -> None:
-    """Run what the file does not call: its strategy, and each function all of whose arguments have types."""
+    """Run the functions that the file does not call: its strategy, and each function whose arguments all have types."""
     values = vars(module)
     specs = values["SPECS"] if isinstance(values.get("SPECS"), dict) else {}
     if {"In", "Out"} <= {*specs} and any(callable(values.get(name)) for name in ("forward", "backward")):
@@ -211,7 +212,7 @@ def _typed_function(fn: Any, judge: Judge) -> None:
     needed = [p.name for p in wanted if p.default is p.empty and p.kind is p.POSITIONAL_OR_KEYWORD]
     if not needed or not all(name in types or name == "mesh" for name in needed) or not types:
         return
-    code = inspect.unwrap(fn).__code__  # the program's own, below whatever decorates it
+    code = inspect.unwrap(fn).__code__  # the program's own function, below its decorators
     mesh = _mesh_along(_axes_of(code).union(*map(axes_named, types.values())))
     watch = who_watches()
     if watch is None or code in judge.ran:

@@ -1,5 +1,8 @@
-"""Judge a strategy: its functions return what SPECS says, `backward` is the derivative of `forward`, and `update` is
-the optimizer's. Types are judged on an abstract mesh; what no type shows is compared by numbers on one device."""
+"""Judge a strategy: its functions return the types in SPECS, and `backward` is the derivative of `forward`.
+
+Its `update` must also equal the optimizer's. Types are judged on an abstract mesh; errors that no type shows are found
+by comparing numbers on one device.
+"""
 
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -20,22 +23,22 @@ from scaling.spec import Spec, parse
 from scaling.strategies.stack import Strategy
 
 LAYERS = {"L": 2}
-NEAR = 1e-3  # of the largest element: float32, through two layers
-RATE = 0.1  # of the update that is tried
+NEAR = 1e-3  # relative to the largest element: float32, through two layers
+RATE = 0.1  # the learning rate of the update that is tried
 ONE_BUCKET = 1 << 40  # bytes of a bucket that holds all layers
 
 
 class Passes(NamedTuple):
-    """A strategy's functions, with one signature whatever its file has.
+    """A strategy's functions, with one signature for all files.
 
     Attributes:
         forward: (params, In, mesh) -> (Out, saved), or None.
         backward: (dOut, saved, params, mesh) -> (dIn, grads), or None.
-        update: (grads, params, mesh) -> new params by plain SGD, or None if it is the same as on one device.
-        types: those of the params.
-        grads: those of the gradients.
+        update: (grads, params, mesh) -> new params by plain SGD, or None if it does not differ from one device's.
+        types: the types of the params.
+        grads: the types of the gradients.
         places: the lines of the forward and of the backward.
-        ways: options of the backward, each of which is run: ZeRO's stages.
+        ways: options of the backward, which are all run: ZeRO's stages.
     """
 
     forward: Callable | None
@@ -48,9 +51,9 @@ class Passes(NamedTuple):
 
 
 def _passes(module: Any, keep: bool) -> Passes:
-    """Return a file's functions as they are written, or a layer's listing on two layers with gelu, norm and residual.
+    """Return a file's functions unchanged, or a layer's listing on two layers with gelu, norm and residual.
 
-    Without `keep` the backward gathers again what it needs, and reduces all gradients in one bucket.
+    Without `keep` the backward gathers again the arrays that it needs, and reduces all gradients in one bucket.
     """
     own: Any = getattr(module, "forward", None)
     back: Any = getattr(module, "backward", None)
@@ -105,7 +108,7 @@ def _place_in(module: Any, *functions: "Callable | None") -> str:
 
 
 def run_layers(name: "str | Any", keep: bool, mesh: Any) -> None:
-    """Run a strategy on an abstract mesh, where its results have the types of SPECS, and on one device by numbers."""
+    """Run a strategy on an abstract mesh, to compare its results with SPECS, and on one device, to compare numbers."""
     module = import_module(f"scaling.strategies.{name}") if isinstance(name, str) else name
     watch, found, sizes = who_watches(), _passes(module, keep), dict(LAYERS)
     assert watch is not None
@@ -138,7 +141,7 @@ def run_layers(name: "str | Any", keep: bool, mesh: Any) -> None:
         return
     try:
         wrong = list(wrong_numbers(found, In, mesh))
-    except TimeoutError:  # of the whole file
+    except TimeoutError:  # the limit of the whole file
         raise
     except Exception as error:
         watch.skip(f"backward is not compared with forward's derivative: {error}".splitlines()[0], backward_place)
@@ -151,8 +154,10 @@ def run_layers(name: "str | Any", keep: bool, mesh: Any) -> None:
 
 
 def wrong_numbers(found: Passes, In: Spec, mesh: Any) -> Iterator[str]:
-    """Yield the results that differ from torch.func.vjp of `forward` ("dIn", "dW_in") and from a plain step of SGD
-    ("new W_in"), for drawn numbers on a mesh of one device, where collectives are the identity."""
+    """Yield the results that differ from torch.func.vjp of `forward` ("dIn", "dW_in") or from plain SGD ("new W_in").
+
+    The numbers are drawn, and the mesh has one device, where collectives are the identity.
+    """
     one, generator, sizes = Mesh(dict.fromkeys(mesh.sizes, 1)), torch.Generator().manual_seed(0), dict(LAYERS)
     for dim in [dim for spec in (In, *found.types.values()) for dim in spec.dim_names]:
         sizes.setdefault(dim, int(dim) if dim.isdigit() else len(sizes) + 2)

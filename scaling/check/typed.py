@@ -1,4 +1,4 @@
-"""The judge at typed lines: an operand is compared with its declared type, and a result has its declared type."""
+"""The judge at typed lines: an operand is compared with its declared type, and a result gets its declared type."""
 
 from collections.abc import Callable, Mapping, Sequence
 from math import prod
@@ -29,14 +29,14 @@ SAID = "result ", "argument ", "forward returns", "backward returns", "update re
 
 
 def check_abstract(what: str, mesh: Any) -> None:
-    """ShardingError if the mesh moves data."""
+    """Raise ShardingError if the mesh moves data."""
     if (device := getattr(mesh, "device", None)) is not None and device.type != "meta":
         rule = "the judge runs a program on an AbstractMesh, where arrays have types and shapes and no data"
         refuse(f"{what} on {mesh}", f"its ranks are on {device}", rule, f"take AbstractMesh({mesh.sizes})")
 
 
 class TypedLines(KnownArrays):
-    """Judges typed calls, which tell it what they are called with (`watcher`)."""
+    """Judges typed calls, which report their operands to it (`watcher`)."""
 
     write: Any  # of the mode
 
@@ -44,10 +44,10 @@ class TypedLines(KnownArrays):
         super().__init__(report, sizes)
         self.params: set[str] = set()
         self.pending: list[tuple[Pending, str, str]] = []  # with its place and its line
-        self.deferred: dict[int, tuple[Deferred, str]] = {}  # by its id, with its place
+        self.deferred: dict[int, tuple[Deferred, str]] = {}  # {its id: (the product, its place)}
         self.ran: set[Any] = set()  # the code of functions with types that were called
-        self.apart: set[str] = set()  # axes along which ranks send to each other: each has its own part
-        self.passed_on: set[str] = set()  # axes along which blocks are, to the next rank of a ring
+        self.apart: set[str] = set()  # axes along which ranks send to each other, each having its own part
+        self.passed_on: set[str] = set()  # axes along which blocks are passed to the next rank of a ring
 
     def reached(self) -> str:
         """Note that the running typed call was reached; return the line to which it belongs."""
@@ -73,7 +73,7 @@ class TypedLines(KnownArrays):
             self.find(rule, f"{line}\n  the operand is {held}: {text}", held.place, place)
 
     def in_pods(self, line: Line, operands: Sequence[HeldType]) -> Line:
-        """Return a line that does not mention pods as it runs in each: what is split or unreduced over P stays so."""
+        """Return a line that does not mention pods as it runs in each pod: arrays stay split or unreduced over P."""
         specs = *line.operands, line.result
         if self.sizes.get(PODS, 1) == 1 or any(PODS in axes_named(spec) for spec in specs):
             return line
@@ -90,7 +90,7 @@ class TypedLines(KnownArrays):
         result = over_pods(line.result, every, partial or bool(every - {*line.result.dim_names}))
         return Line((*inside, *line.operands[len(inside) :]), result)
 
-    # What typed calls tell.
+    # The reports of typed calls.
 
     def called(self, code: Any, mesh: Any) -> None:
         """Note that a function whose docstring declares types was called."""
@@ -98,7 +98,7 @@ class TypedLines(KnownArrays):
         self.sizes = dict(mesh.sizes) if mesh is not None else self.sizes
 
     def told(self, x: Any, spec: Spec, line: str, place: str) -> None:
-        """Compare a value with the type that a docstring or comment declares, which an untyped value then has."""
+        """Compare a value with the type that a docstring or comment declares; an untyped value gets this type."""
         if isinstance(x, Pending):
             made = next((line for pending, _, line in self.pending if pending is x), "")
             x = parse_line(made).result if "->" in made else x
@@ -127,10 +127,10 @@ class TypedLines(KnownArrays):
         return self.meta(x)
 
     def masked(self, line: str, x: Any, mask: Any) -> Tensor:
-        """Return x where the mask is true: each device's term of a sum.
+        """Return x where the mask is true, and zeros elsewhere: each device's term of a sum.
 
-        That is known for rows looked up in an array that is split over the sum's axes. For anything else it depends on
-        values, and the line's type is believed.
+        For rows looked up in an array that is split over the sum's axes, the type is certain. For anything else it
+        depends on values, and the line's type is believed.
         """
         x, mask, spec, place = self.meta(x), self.meta(mask), parse(line), self.reached()
         held, axes = self.held(x), self.live(spec).unreduced
@@ -145,18 +145,18 @@ class TypedLines(KnownArrays):
         return result
 
     def message(self, kind: str, spec: Spec, x: Any, axis: str) -> None:
-        """Judge what is sent along an axis."""
+        """Judge a message along an axis."""
         self.apart.add(axis)
         place = self.reached()
         if kind == "Send":
             self.compare(self.held(self.meta(x)), spec, f"send {spec}", "", place)
 
     def receive(self, buffer: Tensor, spec: Spec) -> None:
-        """Declare the type of what another rank sends."""
+        """Declare the type of an array that another rank sends."""
         self.declare(buffer, spec, self.place(), "sum" if spec.unreduced else "")
 
     def ragged(self, line: str, x: Any) -> Tensor:
-        """Return as many rows as are sent: how many arrive depends on values."""
+        """Return as many rows as are sent, since the number that arrives depends on values."""
         x, before, place = self.meta(x), parse_line(line).operands[0], self.reached()
         self.skip("which rows are sent depends on their values, so the line's type is believed", place)
         row = before.dims[len(before.dims) - x.dim() + 1 :]
@@ -191,9 +191,10 @@ class TypedLines(KnownArrays):
         return result
 
     def collective(self, x: Tensor, op: Any) -> Tensor:
+        """Judge a collective, run it, and declare its result."""
         typed, place, held = parse_line(op.line), self.reached(), self.held(x)
         declared, ring = typed.operands[0], op.kind == "CollectivePermute"
-        if ring:  # it is the block at hand, or the sums so far of one
+        if ring:  # x is the block of a ring, or the sum so far of one
             self.passed_on |= set(op.axes)
             held, declared = at_hand(held, op.axes, True), without_axes(declared, op.axes)
             self.give(x, held)
@@ -209,7 +210,7 @@ class TypedLines(KnownArrays):
         return result
 
     def check_blocks(self, held: HeldType, line: Line, text: str, place: str) -> None:
-        """Find a collective that moves the blocks of a merged dim that lie between one another."""
+        """Report a collective that moves the interleaved blocks of a merged dim."""
         dims = held.dims[len(held.dims) - len(line.result.dims) :]
         for dim, (name, was), (_, now) in zip(dims, line.operands[0].dims, line.result.dims, strict=False):
             if was != now and is_interleaved(dim):
@@ -218,7 +219,7 @@ class TypedLines(KnownArrays):
                 self.find("split", text, held.place, place)
 
     def defer(self, product: Deferred) -> Deferred:
-        """Note a product that is computed when it is waited for: a fault belongs to the line that deferred it."""
+        """Note a product that is computed when it is waited for; a fault belongs to the line that deferred it."""
         self.deferred[id(product)] = product, self.reached()
         return product
 

@@ -1,12 +1,12 @@
 """The judge: the types of a program, found by running it on an abstract mesh.
 
     report = judge(forward, {"W_in": "W_in[D_X, F]", "W_out": "W_out[F, D_X]"}, "In[B_X, D]", mesh=mesh)
-    with judged() as report: ...                     code as it is written, on an AbstractMesh
+    with judged() as report: ...                     unchanged code, on an AbstractMesh
     report.findings, report.unjudged, report.result
 
-Each text among the arguments becomes a shard of that type, on the meta device. A typed line is judged where it is
-called, also in the derivatives of torch.func and autograd. All other ops are judged by the table that explicit mode
-reads. An array made without typed arrays (torch.randn, a batch of tokens) has the type that its first line declares.
+Each text among the arguments becomes a shard of that type, on the meta device. A typed line is judged at its call, also
+in the derivatives of torch.func and autograd. All other ops are judged by the table that explicit mode reads. An array
+made without typed arrays (torch.randn, a batch of tokens) gets the type that its first line declares.
 `report.unjudged` names the rest: an op that is not in the table, a number that is read and may decide what follows.
 """
 
@@ -29,9 +29,15 @@ from scaling.spec import ShardingError, Spec, mesh_sizes, parse
 
 @contextmanager
 def judged(mesh: Any = None, values: "dict[str, Tensor] | None" = None) -> Iterator[Judgement]:
-    """Judge what runs inside. `values`: the types of tensors that it begins with, {"In[B_X, D]": In, ...}.
+    """Judge the code that runs inside the block.
 
-    Raises ShardingError on a mesh that moves data: a judged program has shapes and types alone."""
+    Args:
+        mesh: an AbstractMesh, or None if the code makes its own.
+        values: the types of tensors that it begins with, {"In[B_X, D]": In, ...}.
+
+    Raises:
+        ShardingError: the mesh moves data. A judged program has shapes and types only.
+    """
     check_abstract("judged", mesh)
     report = Judgement()
     judge = Judge(report, mesh_sizes(mesh) if mesh is not None else None)
@@ -43,6 +49,7 @@ def judged(mesh: Any = None, values: "dict[str, Tensor] | None" = None) -> Itera
 
 @contextmanager
 def watching(judge: Judge) -> Iterator[None]:
+    """Let a judge watch typed calls and torch's ops inside the block, and report at its end."""
     token = watcher.set(judge)
     try:
         with judge:
@@ -65,8 +72,10 @@ def judge(fn: Callable, *args: Any, mesh: Any, returns: Any = None) -> Judgement
     """Judge `fn(*args)` on an abstract mesh.
 
     Args:
-        args: a text in them, also in dicts, lists and tuples, becomes a float32 shard of that type; all dims differ in
-            size.
+        fn: the function.
+        args: its arguments. A text in them, also in dicts, lists and tuples, becomes a float32 shard of that type; all
+            dims differ in size.
+        mesh: the mesh.
         returns: the types of the result.
     """
     check_abstract("judge", mesh)
