@@ -28,7 +28,7 @@ ALONG = {  # the dims that functions of a name, or else a kind, run along: the a
     "repeat_interleave": (2, "dim", None),
     "narrow": (1, "dim", None),
 }
-ATTENTION = tuple("BHTD"), tuple("BHSD"), tuple("BHSE")  # of queries, keys and values
+ATTENTION = tuple("BHTD"), tuple("BHSD"), tuple("BHSE")  # the labels of queries, keys and values
 
 
 def labelled(name: str, args: Sequence, kwargs: Mapping, shapes: list[Sizes], shape: Sizes, probe: Probe) -> LabelledOp:
@@ -144,7 +144,7 @@ def _viewed(name: str, probe: Probe, labels: Labels, shapes: Sequence[Sizes]) ->
     inputs: list[str | None] = [None if size == 1 else f"{label}0" for label, size in zip(labels, shape, strict=True)]
     output = []
     for letter, size, stride in reversed([*zip(letters(y.dim()), y.shape, y.stride(), strict=True)]):
-        same = place.pop((size, stride), None)  # a new dim before one of one element has its stride, too
+        same = place.pop((size, stride), None)  # popped, since a new dim before it may have an equal key
         output.insert(0, letter if same is not None or not stride else f"{letter}1")
         if same is not None:
             inputs[same] = letter
@@ -156,7 +156,7 @@ def _picked(name: str, args: Sequence, kwargs: Mapping, labels: Labels, shapes: 
     """Return the labels of elements picked by index; the index's dims replace the first dim that it picks from."""
     if name == "gather":
         at = args[1] % len(labels)
-        own = [i for i, (n, m) in enumerate(zip(*shapes, strict=True)) if i == at or n != m]  # no part of the other's
+        own = [i for i, (n, m) in enumerate(zip(*shapes, strict=True)) if i == at or n != m]  # not the index's too
         rows = tuple(f"{label}1" if i in own else label for i, label in enumerate(labels))
         return LabelledOp(name, (labels, rows), rows, whole=tuple(labels[i] for i in own))
     at = [0]
@@ -196,7 +196,7 @@ def _along(name: str, kind: str | None, args: Sequence, kwargs: Mapping, labels:
         dims = ()  # the copies of an element stay with it, in its block
     after = tuple(f"{d}1" if i in dims else d for i, d in enumerate(labels))
     if kind in ("scans", "along", "orders") and name != "topk":
-        after = labels if len(shape) == len(labels) else ("N",)  # a flat one: repeat_interleave without a dim
+        after = labels if len(shape) == len(labels) else ("N",)  # repeat_interleave without a dim gives a flat array
     return LabelledOp(name, (labels,), after, whole=tuple(labels[i] for i in dims))
 
 

@@ -70,7 +70,7 @@ class LabelledOp(NamedTuple):
         The shapes tell only which dims of unknown axes have one element; a Reshape needs them and the mesh's sizes.
         """
         split: dict[str, Axes] = {}
-        unknown: set[str] = set()  # labels
+        unknown: set[str] = set()  # labels of dims whose axes are unknown
         for number, (at, labels) in enumerate(zip(operands, self.inputs, strict=True)):
             for i, (label, axes) in enumerate(zip(labels, at.dims, strict=True)):
                 if label is None:

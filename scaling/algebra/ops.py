@@ -136,11 +136,11 @@ KINDS = {
     "writes": OperationKind("changes its operand", "all", "setitem"),
 }
 ELEMENTWISE = ("linear", "adds", "multiplies", "divides", "chooses", "nonlinear", "pulls")  # kinds
-WHOLE_NUMBERS = 8  # bytes of whole numbers that are taken not to wrap around
-READERS = ("float", "int", "bool", "index", "complex", "array")  # float(x), x.__float__(), reads; x.float() converts
+WHOLE_NUMBERS = 8  # bytes of the integers that are assumed not to wrap around
+READERS = ("float", "int", "bool", "index", "complex", "array")  # float(x), or x.__float__(), reads; x.float() converts
 _KIND = {name: kind for kind, row in KINDS.items() for name in row.names.split()}
 
-Groups = tuple[tuple[int, ...], ...]  # of operands; the members of one group may be partial sums together
+Groups = tuple[tuple[int, ...], ...]  # of operands; one group's members may be partial sums together
 
 
 def kept_sums(name: str, args: Sequence, kwargs: Mapping, arrays: int, given: Iterable, made: Any) -> Groups:
@@ -164,7 +164,7 @@ def kept_sums(name: str, args: Sequence, kwargs: Mapping, arrays: int, given: It
             return () if fills else ((1, 2),)
         return ((1 - fills,),) if arrays == 2 and type(other) in (int, float) and other == 0 else ()
     if name.strip("_") == "lerp" and arrays == 3:
-        return ((0, 1),)  # the weights are whole
+        return ((0, 1),)  # the weights may not be partial sums
     groups = {"each": tuple((i,) for i in every), "all": (every,), "first": ((0,),)}
     return groups.get(KINDS[kind].keeps, ()) if kind and arrays else ()
 

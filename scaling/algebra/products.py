@@ -19,7 +19,7 @@ from scaling.algebra.resharding import NOTE, PlannedArray, exact_steps, reshard
 from scaling.algebra.steps import Plan, Step
 from scaling.spec import ShardingError, Spec, mesh_sizes, parse
 
-WAYS = 1500  # to split the dims of a product over the axes in play; beyond this, the rules of the four cases decide
+WAYS = 1500  # of splitting a product's dims over the axes in play; beyond this, the rules of the four cases decide
 
 
 @dataclass(frozen=True)
@@ -89,7 +89,7 @@ def _matmul(a: Spec, b: Spec, out, sizes, mesh, cost) -> Plan:
     if out is not None:
         products, tail, note = product_chain((a, b), (out.whole(),), out, sizes, mesh, cost)
         return Plan((a, b), out, products[0].steps + tail, cases(a, b, out.dim_names), note)
-    plans = []  # by the rules; in case 4, given sizes, the plan of the two that sends less
+    plans = []  # by the rules; in case 4, given sizes, the cheaper of two plans is taken
     for gathered in ("b", "a"):
         plans.append(matmul_via(a, b, None, *by_rule(a, b, free_dims(a, b), None, gathered), sizes, mesh))
     axes = mesh or dict.fromkeys(a.axes + b.axes + a.unreduced + b.unreduced, NOMINAL)

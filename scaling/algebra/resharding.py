@@ -27,7 +27,7 @@ from scaling.spec import ShardingError, Spec, mesh_sizes, parse
 BOUND = 30_000  # steps looked at in the search for a plan that beats the plain one: about a second
 NOTE = "more axes than can be searched: a cheaper plan may exist"
 
-COLLECTIVE = 1000  # counts as this many steps that send nothing
+COLLECTIVE = 1000  # a collective counts as this many steps that send nothing
 Key = tuple[float, float, int]  # cost, FLOPs, steps
 START: Key = (0, 0, 0)  # the key of a value that exists from the start
 

@@ -41,7 +41,7 @@ RULES = {
     "Scatter": Rule(SUM, DIM, _SCATTERS, rooted=True),
     "Gather": Rule(DIM, SUM, f"is A[I_X] -> A[I] {{U_X}}: the root gets the whole dim, and {_NOTHING}", rooted=True),
 }
-_DOES = {  # what to use in place of a collective that does not take axes so
+_DOES = {  # (from, to): the function to use instead of a collective that cannot move axes this way
     (DIM, NONE): "all_gather",
     (NONE, DIM): "shard",
     (SUM, DIM): "reduce_scatter",

@@ -8,7 +8,7 @@ from scaling.check.held import Dim, DimPart, HeldType, axes_along, name_along, s
 from scaling.spec import Spec, format_axes
 
 PODS = "P"  # the slow axis: a line without it is the program of each pod
-RAGGED = "R"  # a dim without axes that has another size on each rank: the rows of an expert
+RAGGED = "R"  # a dim without axes whose size differs by rank: the rows of an expert
 
 
 def axes_named(spec: Spec) -> set[str]:

@@ -139,7 +139,7 @@ class _Said(ast.NodeTransformer):
 
 
 LISTINGS = "scaling.strategies.", "scaling.serve.forms.", "scaling.models.layer"
-AS_SEEN = "scaling.serve.forms.latent", "scaling.strategies.context"  # their types leave out axes that they do not use
+AS_SEEN = "scaling.serve.forms.latent", "scaling.strategies.context"  # their types omit axes that they do not use
 
 
 class _Loader(SourceFileLoader):

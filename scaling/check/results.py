@@ -34,7 +34,7 @@ from scaling.check.held import (
 )
 from scaling.spec import ShardingError
 
-PRODUCTS = {"addmm": "mm", "baddbmm": "bmm", "addmv": "mv", "addcmul": "mul", "addcdiv": "div"}  # added to the first
+PRODUCTS = {"addmm": "mm", "baddbmm": "bmm", "addmv": "mv", "addcmul": "mul", "addcdiv": "div"}  # plus operand 0
 PARTS = {"mean": "mean"}  # how the parts of a reduction over a split dim make the whole, if not as a sum
 PARTS |= {"amax": "max", "max": "max", "any": "max", "amin": "min", "min": "min", "all": "min"}
 OWN_PARTS = ("sort", "topk")  # a device may order its own rows, which is reported
@@ -216,7 +216,7 @@ def view_error(name: str, args: tuple, kwargs: dict, x: HeldType) -> "Illegal | 
 
 
 def _with_blocks(found: HeldType, operands: list[HeldType], at: int) -> HeldType:
-    """Place the blocks of arrays that are joined in a dim: if all arrays split it alike, the blocks alternate."""
+    """Return the type of arrays joined in a dim; if all split it alike, that dim becomes (array, position) merged."""
     own = [x.dims[at] for x in operands if len(x.dims) == len(found.dims)]
     if any(len(dim) > 1 for dim in own) or len({axes_along(dim) for dim in own}) > 1:
         return found

@@ -89,7 +89,7 @@ def nothing_outside(path: str, seconds: int = SECONDS) -> Iterator[None]:
             (time, "sleep", lambda _: None), (sys, "argv", [path, *OPTIONS]),
         ):  # fmt: skip
             stack.enter_context(patch.object(room, name, value))
-        stack.enter_context(patch("scaling.measure.rates.timed", lambda fn, *_, **__: (fn(), 1e-3)[1]))  # it runs once
+        stack.enter_context(patch("scaling.measure.rates.timed", lambda fn, *_, **__: (fn(), 1e-3)[1]))  # runs once
         stack.enter_context(patch.dict("os.environ", without_torchrun(os.environ) | {"MPLBACKEND": "agg"}, clear=True))
         stack.enter_context(contextlib.redirect_stdout(io.StringIO()))
         stack.enter_context(contextlib.redirect_stderr(io.StringIO()))

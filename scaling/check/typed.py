@@ -38,14 +38,14 @@ def check_abstract(what: str, mesh: Any) -> None:
 class TypedLines(KnownArrays):
     """Judges typed calls, which report their operands to it (`watcher`)."""
 
-    write: Any  # of the mode
+    write: Any  # defined by the mode
 
     def __init__(self, report: Judgement, sizes: "Mapping[str, int] | None" = None):
         super().__init__(report, sizes)
         self.params: set[str] = set()
-        self.pending: list[tuple[Pending, str, str]] = []  # with its place and its line
+        self.pending: list[tuple[Pending, str, str]] = []  # with their places and lines
         self.deferred: dict[int, tuple[Deferred, str]] = {}  # {its id: (the product, its place)}
-        self.ran: set[Any] = set()  # the code of functions with types that were called
+        self.ran: set[Any] = set()  # the code of the typed functions that were called
         self.apart: set[str] = set()  # axes along which ranks send to each other, each having its own part
         self.passed_on: set[str] = set()  # axes along which blocks are passed to the next rank of a ring
 
@@ -194,7 +194,7 @@ class TypedLines(KnownArrays):
         """Judge a collective, run it, and declare its result."""
         typed, place, held = parse_line(op.line), self.reached(), self.held(x)
         declared, ring = typed.operands[0], op.kind == "CollectivePermute"
-        if ring:  # x is the block of a ring, or the sum so far of one
+        if ring:  # x is a block that a ring passes on, or the ring's sum so far
             self.passed_on |= set(op.axes)
             held, declared = at_hand(held, op.axes, True), without_axes(declared, op.axes)
             self.give(x, held)

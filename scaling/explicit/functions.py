@@ -22,7 +22,7 @@ from scaling.spec import Line, ShardingError
 UNKNOWN = ("fuses", "grows", "puts", "scores", "attends", "makes")  # kinds that only the judge knows
 SEVERAL = ("parts", "orders")  # kinds with several results
 AnyOperation = LabelledOp | Reshape
-OnTensors = Callable[[Sequence[Tensor]], Any]  # the function called, on values in place of the arrays
+OnTensors = Callable[[Sequence[Tensor]], Any]  # calls the function on values in place of the arrays
 
 
 class LocalPlan(NamedTuple):
