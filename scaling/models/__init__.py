@@ -1,0 +1,1 @@
+"""Models as pure functions: the transformer, its params, files and tokenizers."""

@@ -24,7 +24,7 @@ from scaling.models.lora import MATRICES, Lora, adapter_specs, product_line, siz
 from scaling.spec import parse
 
 CONFIG, FILE, PREFIX = "adapter_config.json", "adapter_model.safetensors", "base_model.model."
-# What PEFT may say that is not computed here, and what it says where it asks for nothing:
+# Options of PEFT that are not computed here, each with the value by which a file does not ask for it.
 REFUSED = {
     "use_dora": False, "bias": "none", "modules_to_save": None, "rank_pattern": {}, "alpha_pattern": {},
     "lora_bias": False, "fan_in_fan_out": False, "layer_replication": None, "target_parameters": None,
@@ -69,10 +69,10 @@ def _sum(line: str, W: Tensor, own: Mapping[str, Tensor], scale: float) -> Tenso
 
 
 def load(folder: "str | Path", config: Config) -> tuple[Lora, dict]:
-    """Return (lora, adapters), whole and on the CPU, of a PEFT folder.
+    """Read a PEFT folder and return (lora, adapters), whole and on the CPU.
 
     Raises:
-        ValueError: adapters that are not computed here, or of another model.
+        ValueError: The adapters are not computed here, or belong to another model.
     """
     folder = Path(folder)
     for name in (CONFIG, FILE):
@@ -117,7 +117,7 @@ def load(folder: "str | Path", config: Config) -> tuple[Lora, dict]:
 
 
 def save(folder: "str | Path", config: Config, lora: Lora, adapters: Mapping, base: str = "") -> None:
-    """Write whole adapters as a PEFT folder; `base` is the name or the folder of the model that they are of."""
+    """Write whole adapters as a PEFT folder; `base` is the name or the folder of the model that they adapt."""
     folder, tensors = Path(folder), {}
     layouts = {name: leaf_layouts(config)["layers"][name] for name in lora.on}
     place: dict[tuple[str, str], int] = {}
@@ -150,6 +150,6 @@ def _keys(layouts: Mapping[str, FileLayout], config: Config) -> Iterator[tuple[s
 
 
 def _shape(layout: FileLayout, part: str, config: Config, rank: int) -> tuple[int, int]:
-    """Return the shape that a file has of A or B."""
+    """Return the shape of A or B in a file."""
     outputs, inputs = layout.shape(config.sizes)
     return (rank, inputs) if part == "A" else (outputs, rank)

@@ -34,7 +34,8 @@ def _ungrouped(O: Tensor) -> Tensor:
 def visible(queries: Tensor, keys: Tensor, window: int | None = None, query_ids=None, key_ids: Any = None) -> Tensor:
     """visible[T, S], or [B, T, S] with ids: which keys each query sees.
 
-    queries[T] and keys[S] are places in the whole sequence, in any order; query_ids[B, T] and key_ids[B, S] documents.
+    queries[T] and keys[S] are positions in the whole sequence, in any order. query_ids[B, T] and key_ids[B, S] are the
+    ids of their documents.
     """
     seen = queries[:, None] >= keys
     if window is not None:
@@ -52,9 +53,9 @@ def _mask(Q: Tensor, K: Tensor, window: int | None, segments: Tensor | None) -> 
 
 
 def sdpa(Q: Tensor, K: Tensor, V: Tensor, *, window=None, segments=None, scale: float | None = None) -> Tensor:
-    """By F.scaled_dot_product_attention, which picks a fused kernel. `scale` is 1/sqrt(H) unless given.
+    """Attend by F.scaled_dot_product_attention, which picks a fused kernel. `scale` is 1/sqrt(H) unless given.
 
-    The kernels have no forward derivative, so that under jvp the written-out form takes over.
+    The kernels have no forward derivative, so under jvp `dot_product_attention` is used instead.
     """
     _grouped(Q, K.shape[2])
     T, S = Q.shape[1], K.shape[1]
@@ -71,7 +72,10 @@ def sdpa(Q: Tensor, K: Tensor, V: Tensor, *, window=None, segments=None, scale: 
 
 
 def fused(Q: Tensor, K: Tensor, V: Tensor, *, window=None, segments=None) -> Tensor:
-    """`sdpa`; of meta tensors too by a kernel that holds no scores, where torch would choose the form that does."""
+    """Attend as `sdpa`, but on the meta device by a kernel that never stores all scores.
+
+    On that device torch would choose the form that stores them, and a count of memory would include them.
+    """
     if not Q.is_meta:
         return sdpa(Q, K, V, window=window, segments=segments)
     mask = None if window is None and segments is None else _mask(Q, K, window, segments).to(Q.dtype)
@@ -80,7 +84,7 @@ def fused(Q: Tensor, K: Tensor, V: Tensor, *, window=None, segments=None) -> Ten
 
 
 def dot_product_attention(Q, K, V, *, window=None, segments=None, scale: float | None = None) -> Tensor:
-    """The book's einsums: all T x S scores are computed and held, masked or not."""
+    """Attend by the book's einsums, which compute and store all T x S scores, masked or not."""
     q = _grouped(Q, K.shape[2])
     scores = torch.einsum("bkgth,bskh->bkgts", q, K) * (1 / math.sqrt(Q.shape[-1]) if scale is None else scale)
     seen = _mask(Q, K, window, segments)
@@ -89,7 +93,7 @@ def dot_product_attention(Q, K, V, *, window=None, segments=None, scale: float |
 
 
 class OwnKeys(NamedTuple):
-    """What comes by on one device: one block, of all keys; the queries are the last T of their S positions."""
+    """The `keys` of `models.blockwise` on one device: one block with all keys, T queries at the last of S positions."""
 
     T: int
     S: int
@@ -98,25 +102,27 @@ class OwnKeys(NamedTuple):
     tile: int
 
     def around(self, segments: Tensor | None, **arrays: Any) -> Iterator[tuple]:
+        """Yield the only block and its arrays."""
         first = self.S - self.T
         both = None if segments is None else (segments[:, first:], segments)
         rows, columns = (range(first, self.S),), (range(self.S),)
         yield KeyBlock(rows, columns, self.mask, self.scale, both, tile=self.tile), *arrays.values()
 
     def follow(self, dKV: Tensor, hop: int) -> Tensor:
+        """Return dKV: on one device it has nowhere to go."""
         return dKV
 
 
 def flash_attention(Q, K, V, block: int = 128, *, window=None, segments=None, scale: float | None = None) -> Tensor:
-    """The same attention over blocks of `block` queries and keys with a running softmax.
+    """Attend over blocks of `block` queries and keys with a running softmax.
 
-    Never more than block^2 scores a head exist, and blocks that are hidden (in the future, before the window) are
-    skipped; saved for the backward pass are Q, K, V, O and one statistic (the log of the softmax's denominator) a query
-    and head.
+    At most block^2 scores per head exist at a time, and blocks that the mask hides (in the future, before the window)
+    are skipped. Saved for backward are Q, K, V, O and one statistic per query and head, the log of the softmax's
+    denominator.
     """
     _grouped(Q, K.shape[2])
     scale, width = 1 / math.sqrt(Q.shape[-1]) if scale is None else scale, V.shape[-1]
-    if width != Q.shape[-1]:  # zeros change neither scores nor the dims of O that are there
+    if width != Q.shape[-1]:  # zeros change neither the scores nor the real dims of O
         Q, K, V = (F.pad(x, (0, max(Q.shape[-1], width) - x.shape[-1])) for x in (Q, K, V))
     keys = OwnKeys(Q.shape[1], K.shape[1], Mask(True, window), scale, block)
     return Attention.apply(keys, Q, K, V, segments)[0][..., :width]

@@ -1,11 +1,11 @@
-"""Attention block by block, with an explicit backward: what is computed between two lines of communication.
+"""Attention block by block, with an explicit backward: the computation between two lines of communication.
 
     Q[B, T, N, H], K[B, S, K, H], V[B, S, K, H] -> O[B, T, N, H], lse[B, T, N]
 
-lse is the log of the softmax's denominator. Keys come in blocks, which `keys.around` gives one after another (a ring's,
-from rank to rank; on one device there is one block), and a block is computed tile by tile, so that no more than TILE^2
-scores a head exist. Positions are known, so tiles that the mask hides altogether are never computed; documents
-(segments) are data, and hide more. Results are float32 or wider; `merge_attended` joins those of different keys.
+lse is the log of the softmax's denominator. `keys.around` yields the keys block by block: a ring passes blocks from
+rank to rank, and one device has a single block. A block is computed tile by tile, so at most TILE^2 scores per head
+exist at a time. Positions are known in advance, so tiles that the mask hides altogether are never computed; documents
+(segments) are data, and hide more. Results are float32 or wider; `merge_attended` joins them over different keys.
 
 The passes are one differentiable function, `Attention.apply(keys, Q, K, V, segments)`: autograd and torch.func run them
 on plain tensors, and see neither collectives nor tiles. Second derivatives are not defined.
@@ -31,7 +31,7 @@ Sums = tuple[Any, Any]  # tensors that a block adds to two sums, or None and Non
 
 
 def forward(Q: Tensor, K: Tensor, V: Tensor, segments: Tensor | None, keys: Any) -> tuple[Tensor, Tensor]:
-    """(O[B, T, N, H], lse[B, T, N])."""
+    """Return (O[B, T, N, H], lse[B, T, N])."""
     seen: Any = None
     for here, KV in keys.around(segments, KV=torch.stack([K, V])):
         seen = merge_attended(seen, block_forward(Q, KV, here))
@@ -41,13 +41,13 @@ def forward(Q: Tensor, K: Tensor, V: Tensor, segments: Tensor | None, keys: Any)
 def backward(
     dO: Tensor, O: Tensor, lse: Tensor, Q: Tensor, K: Tensor, V: Tensor, segments: Tensor | None, keys: Any
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """(dQ, dK, dV). dQ is added up where it stays, dK and dV as they follow their block, in float32 or wider."""
+    """Return (dQ, dK, dV), summed in float32 or wider: dQ on this rank, dK and dV as they follow their block."""
     dQ: Any = None
     dKV: Any = None
     for hop, (here, KV) in enumerate(keys.around(segments, KV=torch.stack([K, V]))):
         dq, dkv = block_backward(dO, O, lse, Q, KV, here)
-        dQ, dKV = add(dQ, dq), add(wait(dKV), dkv)  # dKV was on its way meanwhile
-        del dq, dkv  # else they are held while the next block is computed
+        dQ, dKV = add(dQ, dq), add(wait(dKV), dkv)  # dKV was in flight while dkv was computed
+        del dq, dkv  # else they stay alive while the next block is computed
         dKV = keys.follow(dKV, hop)
     dK, dV = wait(dKV).to(K.dtype)
     return dQ.to(Q.dtype), dK, dV
@@ -56,7 +56,7 @@ def backward(
 def jvp(
     tQ: Tensor, tK: Tensor, tV: Tensor, O: Tensor, lse: Tensor, Q: Tensor, K: Tensor, V: Tensor, segments, keys: Any
 ) -> Tensor:
-    """The tangent of O: keys and values come by, each with its tangent."""
+    """Return the tangent of O; each block of keys and values arrives with its tangent."""
     A: Any = None
     m: Any = None
     for here, KV, tKV in keys.around(segments, KV=torch.stack([K, V]), tKV=torch.stack([tK, tV])):
@@ -66,9 +66,12 @@ def jvp(
 
 
 class KeyBlock(NamedTuple):
-    """Queries at the positions `rows` meet keys at `columns`. `segments`: None, or (of the queries [B, T], of the keys
-    [B, S]): a query sees keys of its own segment alone. `queries`, `keys`: their types, for the trace. `tile`: how many
-    of each are computed at a time, TILE unless it is given, and then in matmuls."""
+    """Queries at the positions `rows` and the block of keys at `columns` that they attend to.
+
+    `segments` is None or (of the queries [B, T], of the keys [B, S]): a query sees only keys of its segment. The
+    types `queries` and `keys` are for the trace. `tile` queries and keys are computed at a time, by matmuls; by default
+    TILE of them, by the device's kernel.
+    """
 
     rows: Ranges
     columns: Ranges
@@ -81,21 +84,23 @@ class KeyBlock(NamedTuple):
 
     @property
     def pairs(self) -> int:
-        """The scores, a head, that the mask lets through."""
+        """The number of scores per head that the mask lets through."""
         return self.mask.pairs(self.rows, self.columns)
 
     def kernel(self, device: torch.device):
-        """The CPU's flash attention, or matmuls; on the meta device the shapes of their results."""
+        """Return the kernel: the CPU's flash attention, matmuls, or on the meta device the shapes of their results."""
         return shapes if device.type == "meta" else fused if device.type == "cpu" and not self.tile else written
 
     def parts(self, ranges: Ranges) -> list[range]:
-        """The positions in parts of at most a tile's neighbours."""
+        """Split the positions into parts of at most `tile` consecutive ones."""
         tile = self.tile or TILE
         return [chunk[start : start + tile] for chunk in ranges for start in range(0, len(chunk), tile)]
 
     def tiles(self, device) -> Iterator[tuple[int, int, Tensor | str | None]]:
-        """(part of the queries, of the keys, what is hidden: see `models.tiles`) of each tile of which something is
-        seen; of shapes alone each part once."""
+        """Yield (part of the queries, part of the keys, `hidden` of `models.tiles`) for each tile with a visible pair.
+
+        On the meta device only the shapes matter, so each part occurs and not each pair of parts.
+        """
         rows, columns = self.parts(self.rows), self.parts(self.columns)
         if device.type == "meta":
             for i in range(max(len(rows), len(columns))):
@@ -117,19 +122,22 @@ class KeyBlock(NamedTuple):
 
 
 def sizes(parts: Sequence[range]) -> list[int]:
+    """Return the length of each part."""
     return [len(part) for part in parts]
 
 
 class Attended(NamedTuple):
-    """What queries have seen of some keys: O[B, T, N, H], and lse[B, T, N], the log of the softmax's denominator."""
+    """Attention to some of the keys: O[B, T, N, H], and lse[B, T, N], the log of the softmax's denominator."""
 
     O: Tensor
     lse: Tensor
 
 
 def merge_attended(a: Attended | None, b: Attended | None) -> Any:
-    """What is seen of the keys of both, in any order: each O by its share of the weight, which is a sigmoid of the
-    difference in lse. So nothing overflows, and the shares add up to 1 however often they are merged."""
+    """Return the attention to the keys of both, given in any order.
+
+    Each O is weighted by a sigmoid of the difference in lse. So nothing overflows, and the weights always add up to 1.
+    """
     if a is None or b is None:
         return a if b is None else b
     ahead = torch.where(b.lse.isneginf(), -math.inf, b.lse - a.lse)  # -inf - -inf: neither has seen a key yet
@@ -138,13 +146,13 @@ def merge_attended(a: Attended | None, b: Attended | None) -> Any:
 
 
 def add(a: Tensor | None, b: Tensor | None) -> Any:
-    """a + b, where None is a sum of nothing."""
+    """Return a + b, where None is an empty sum."""
     return b if a is None else a if b is None else a + b
 
 
 @contextmanager
 def _traced(line: str, Q: Tensor, block: KeyBlock, matmuls: int):
-    """One event, "O = Q * KV": the FLOPs of the scores that are seen, in so many matmuls."""
+    """Record one event, such as "O = Q * KV", with the FLOPs of the visible scores in so many matmuls."""
     if not trace.open_logs:
         yield
         return
@@ -157,7 +165,7 @@ def _traced(line: str, Q: Tensor, block: KeyBlock, matmuls: int):
 
 
 def block_forward(Q: Tensor, KV: Tensor, block: KeyBlock) -> Attended | None:
-    """What the queries see of these keys; None if the mask hides them all."""
+    """Return the attention of the queries to these keys; None if the mask hides them all."""
     if not block.pairs:
         return None
     with _traced("O = Q * KV", Q, block, matmuls=2):
@@ -171,7 +179,7 @@ def block_forward(Q: Tensor, KV: Tensor, block: KeyBlock) -> Attended | None:
 
 
 def block_backward(dO: Tensor, O: Tensor, lse: Tensor, Q: Tensor, KV: Tensor, block: KeyBlock) -> Sums:
-    """(dQ, dKV) through this block, or Nones. O and lse are those of all the keys, of this block and the others."""
+    """Return (dQ, dKV) through this block, or Nones if it is hidden. O and lse are sums over the keys of all blocks."""
     if not block.pairs:
         return None, None
     with _traced("dQ = dO * KV", Q, block, matmuls=5):
@@ -185,7 +193,7 @@ def block_backward(dO: Tensor, O: Tensor, lse: Tensor, Q: Tensor, KV: Tensor, bl
 
 
 def block_jvp(tQ: Tensor, tKV: Tensor, lse: Tensor, Q: Tensor, KV: Tensor, block: KeyBlock) -> Sums:
-    """(A[B, T, N, H], m[B, T, N]) of this block, or Nones: summed over the blocks of all keys, tO = A - m O."""
+    """Return (A[B, T, N, H], m[B, T, N]) of this block, or Nones. With both summed over all blocks, tO = A - m O."""
     if not block.pairs:
         return None, None
     with _traced("tO = tQ * KV", Q, block, matmuls=5):
@@ -203,28 +211,32 @@ def _wide(dtype: torch.dtype) -> torch.dtype:
 
 
 def _in_parts(parts: Sequence[range], KV: Tensor, *arrays: Tensor) -> list[Any]:
-    """[B, T, N(, H)] -> [B, K, G, T(, H)], float32 or wider, of each part of the positions: G = N/K heads of queries,
-    or one of keys, a KV head."""
+    """[B, T, N(, H)] -> [B, K, G, T(, H)], float32 or wider, for each part of the positions.
+
+    A KV head has G = N/K heads of queries, or G = 1 of keys.
+    """
     heads = (x.to(_wide(x.dtype)).unflatten(2, (KV.shape[3], -1)).movedim(1, 3).contiguous() for x in arrays)
     return [x.split(sizes(parts), 3) for x in heads]
 
 
 def _joined(parts: Sequence[Tensor | None], like: Sequence[Tensor], empty: float = 0.0) -> Tensor:
-    """Parts [B, K, G, T(, H)] -> [B, T, N(, H)]; `empty` where no tile made one."""
+    """Parts [B, K, G, T(, H)] -> [B, T, N(, H)]; a part that no tile computed is filled with `empty`."""
     there = [torch.full_like(x, empty) if part is None else part for part, x in zip(parts, like, strict=True)]
     whole = there[0] if len(there) == 1 else torch.cat(there, 3)  # written to a buffer, linearize would lose them
     return whole.movedim(3, 1).flatten(2, 3)
 
 
 class Attention(torch.autograd.Function):
-    """(O, lse) of `forward(Q, K, V, segments, keys)`; lse has no derivative."""
+    """The differentiable (O, lse) of `forward(Q, K, V, segments, keys)`; lse has no derivative."""
 
     @staticmethod
     def forward(keys, Q, K, V, segments):
+        """Return (O, lse)."""
         return forward(Q, K, V, segments, keys)
 
     @staticmethod
     def setup_context(ctx, inputs, output):
+        """Save the operands and results."""
         ctx.keys, *operands = inputs
         ctx.save_for_backward(*output, *operands)
         ctx.save_for_forward(*output, *operands)
@@ -232,30 +244,36 @@ class Attention(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, dO, _):
+        """Return the gradients of Q, K and V."""
         return None, *Once.apply(backward, ctx.keys, dO, *ctx.saved_tensors), None
 
     @staticmethod
     def jvp(ctx, _keys, tQ, tK, tV, _segments):
+        """Return the tangent of O."""
         return Once.apply(jvp, ctx.keys, tQ, tK, tV, *ctx.saved_tensors), None
 
     @staticmethod
     def vmap(info, in_dims, keys, *operands):
+        """Fold the mapped dim into B."""
         return _batched(info, in_dims[1:], lambda *folded: Attention.apply(keys, *folded), operands)
 
 
 class Once(torch.autograd.Function):
-    """`fn(*operands, keys)`, all of them typed B first, which autograd does not look into."""
+    """`fn(*operands, keys)`, with B as the first dim of all operands, opaque to autograd."""
 
     @staticmethod
     def forward(fn, keys, *operands):
+        """Return fn(*operands, keys)."""
         return fn(*operands, keys)
 
     @staticmethod
     def setup_context(ctx, inputs, output):
+        """Save nothing, since there is no derivative."""
         pass
 
     @staticmethod
     def backward(ctx, *_):
+        """Refuse a second derivative."""
         raise NotImplementedError(
             "the second derivative of attention block by block is not defined\n"
             "  fix: differentiate once; on one device models.attention.dot_product_attention has all derivatives"
@@ -263,11 +281,12 @@ class Once(torch.autograd.Function):
 
     @staticmethod
     def vmap(info, in_dims, fn, keys, *operands):
+        """Fold the mapped dim into B."""
         return _batched(info, in_dims[2:], lambda *folded: Once.apply(fn, keys, *folded), operands)
 
 
 def _batched(info, in_dims, apply, operands):
-    """The mapped dim as part of B."""
+    """Call `apply` with the mapped dim folded into B, and unfold its results."""
     n = info.batch_size
 
     def folded(x, dim):

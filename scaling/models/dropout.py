@@ -1,8 +1,8 @@
-"""Dropout whose masks belong to the elements, not to the device: the same on every mesh, and computed again at will.
+"""Dropout whose masks belong to the elements, not to the device: equal on every mesh, and recomputed at will.
 
 Whether an element is kept follows from (seed, layer, branch, sample, position, channel) alone, by the counter-based
-numbers that params start from (`scaling.tree`). So nothing is stored for the backward pass, and a layer that is
-computed again, or by another stage, drops the same.
+random numbers that also initialize params (`scaling.tree`). So nothing is stored for the backward pass, and a layer
+that is recomputed, or computed by another stage, drops the same elements.
 """
 
 import torch
@@ -10,7 +10,7 @@ from torch import Tensor
 
 from scaling.tree import GOLDEN, hashed, key
 
-FIELDS = 4  # of 16 bits in each number: one for each of so many channels
+FIELDS = 4  # 16-bit fields in each random number, one for each of so many channels
 STEPS = 1 << 16  # a rate is a whole number of these
 
 
@@ -19,7 +19,8 @@ def dropout(
 ) -> Tensor:
     """x[B, T, D] with each element 0 by probability `rate`, the others over 1 - rate: linear, and its own transpose.
 
-    samples int64[B], positions int64[T]: where these rows stand in the whole batch, and these columns in the sequence.
+    samples int64[B] are the indices of these rows in the whole batch, positions int64[T] those of these columns in the
+    sequence.
     """
     rows = (samples.dim(), positions.dim(), x.dim()) == (1, 1, 3) and x.shape[:2] == (len(samples), len(positions))
     if not rows or not x.is_floating_point() or not isinstance(rate, float | int) or not 0 <= rate < 1:
@@ -41,5 +42,5 @@ def dropout(
 
 
 def at_step(seed: int, step: int) -> int:
-    """The seed of one step of a run."""
+    """Return the seed of one step of a run."""
     return key(seed, f"step {step}")

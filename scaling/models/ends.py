@@ -11,9 +11,9 @@ NO_END = -1  # in run.toml: nothing ends a document
 
 
 def ends_of(folder: "str | Path", by: Tokenizer | None = None) -> tuple[int, ...]:
-    """Return the ids that end a text (eos) by a model's folder or a run's; none if it names none.
+    """Return the ids that end a text (eos) according to a model's folder or a run's; () if it names none.
 
-    generation_config.json goes before config.json. Where neither says anything, the `eos_token` of
+    generation_config.json has precedence over config.json. Where neither says anything, the `eos_token` of
     tokenizer_config.json counts, whose id the tokenizer `by` knows. A run adds the id that its documents ended with.
     """
     home, found = home_of(folder), []
@@ -47,7 +47,7 @@ def chosen_end(by: Tokenizer, eos: int | None) -> int:
 
 
 def why_no_end(by: Tokenizer) -> str:
-    """Return in words why a tokenizer has no end of text: its folder names none, or only ones it does not have."""
+    """Explain in words why a tokenizer has no end of text: its folder names none, or only ones it does not have."""
     named = special_tokens(by.folder).get("eos_token") if by.folder else None
     if named is not None:
         return f"{by.name} does not have the eos_token of its tokenizer_config.json, {named!r}"

@@ -1,16 +1,16 @@
-"""How much longer the replacements of a tokenizer.json make a text; one that grows without bound is refused.
+"""Refuse a tokenizer.json whose replacements make a text grow without bound.
 
-Seven replacements that each write "a" ten times make ten million characters of one "a", in 12 s; seventy never end. So
-each is tried alone on a part of the text before the library reads the whole text by all of them.
+Seven replacements that each write "a" ten times turn one "a" into ten million characters, in 12 s; seventy never end.
+So each is tried alone on a part of the text, before the library applies all of them to the whole text.
 """
 
 import json
 from collections.abc import Iterator
 from typing import Any
 
-FEW, MOST = 16, 100  # times as long: what needs no look at each text, and what a text may become
+FEW, MOST = 16, 100  # factors of growth: up to the first no text is checked, and beyond the second it is refused
 CONTENT = 256  # characters that one replacement may write
-PART = 1000  # characters of a text that are looked at together, so that no step takes much memory
+PART = 1000  # characters that are checked at a time, so that no step takes much memory
 FIX = "give the tokenizer.json that the model came with"
 
 
@@ -27,7 +27,7 @@ def replacements(part: Any) -> Iterator[dict[str, Any]]:
 
 
 def growth(steps: list[dict[str, Any]]) -> float:
-    """Return how many times as long a text can become at most. A regular expression may match between characters."""
+    """Return the largest factor by which a text can grow. A regular expression may match between characters."""
     times = 1.0
     for step in steps:
         if step["type"] == "Replace":
@@ -37,7 +37,7 @@ def growth(steps: list[dict[str, Any]]) -> float:
 
 
 def growing_steps(name: str, loaded: Any) -> list[Any]:
-    """Return the normalizers to be tried one by one on each text; none where no text grows much.
+    """Return the normalizers to be tried one by one on each text; none where no text can grow much.
 
     Raises:
         ValueError: The file's decoder may make a text ever longer, or one replacement writes too much.
@@ -58,7 +58,7 @@ def growing_steps(name: str, loaded: Any) -> list[Any]:
 
 
 def check_growth(name: str, steps: list[Any], text: str) -> None:
-    """Raise a ValueError if the normalizers make a part of a text too long. Each step is looked at before the next."""
+    """Raise a ValueError if the normalizers make a part of a text too long. Each step is checked before the next."""
     for begin in range(0, len(text) if steps else 0, PART):
         part = text[begin : begin + PART]
         for step in steps:

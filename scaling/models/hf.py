@@ -1,7 +1,8 @@
 """Hugging Face checkpoints: a folder of config.json and safetensors files, read and written whole or by shards.
 
-`load` and `save` hold the whole model. `load_sharded` reads what this rank's shards need, `save_sharded` gathers one
-layer at a time. A tensor that is missing, left over or misshaped is named. Needs safetensors, the extra `hf`.
+`load` and `save` hold the whole model. `load_sharded` reads only the data of this rank's shards, and `save_sharded`
+gathers one layer at a time. Errors name a tensor that is missing, left over or misshaped. Needs safetensors, of the
+extra `hf`.
 """
 
 import json
@@ -26,19 +27,19 @@ from scaling.models.params import IN_ORDER, Places, places_of, stored_sizes
 from scaling.spec import Spec, parse
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
-SINGLE_BYTES = 5_000_000_000  # a larger model is written as a file a layer
+SINGLE_BYTES = 5_000_000_000  # a larger model is written as one file per layer
 TABLE, HEAD = "model.embed_tokens.weight", "lm_head.weight"
-MOST_MISSING = 1_000_000  # more than these are not looked at one by one
+MOST_MISSING = 1_000_000  # with more missing tensors than these, only their number is reported
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}  # of safetensors
 ROUTER_BIAS = "e_score_correction_bias"
-COMPUTED = ".rotary_emb.inv_freq"  # stands in older files
+COMPUTED = ".rotary_emb.inv_freq"  # older files store these, which are computed here
 
 
 def load(folder: "str | Path", dtype: torch.dtype | None = None) -> tuple[Config, dict]:
-    """Return (config, params) of a folder, whole and on the CPU, in this dtype or, with None, in the files'.
+    """Read a folder and return (config, params), whole and on the CPU, in `dtype` or, with None, in the files' dtype.
 
-    Where the files' dtypes differ, the params have the smallest one that holds them all. The bias of a router's choices
-    alone keeps its own, as it does in transformers.
+    Where the files' dtypes differ, the params have the smallest one that holds them all. Only the bias of a
+    router's choices keeps its own dtype, as it does in transformers.
 
     Raises:
         ValueError: A model that is not computed here, or tensors that are missing, left over or misshaped.
@@ -55,7 +56,7 @@ def load_sharded(
     *,
     places: Places = IN_ORDER,
 ) -> tuple[Config, dict]:
-    """Return (config, params) as `load` does, the params as this rank's shards by `specs` (None: whole).
+    """Read (config, params) as `load` does, but only this rank's shards by `specs` (None: whole params).
 
     The rest of the files is not read. `places` is as in `models.transformer.init`.
     """
@@ -88,7 +89,7 @@ def load_sharded(
 
 
 def save(folder: "str | Path", config: Config, params: dict) -> None:
-    """Write config.json and the tensors, in one file, or beyond 5 GB in one a layer. The bits are the params'."""
+    """Write config.json and the tensors, in one file, or beyond 5 GB in one per layer, bit for bit."""
     save_sharded(folder, config, params, specs_of(config), AbstractMesh({}), tree.nbytes(params) <= SINGLE_BYTES)
 
 
@@ -134,7 +135,7 @@ def save_sharded(
         (folder / "config.json").write_text(json.dumps(table, indent=2) + "\n")
         if not single:
             (folder / INDEX).write_text(json.dumps(_index(config, names, params["embed"].itemsize), indent=2) + "\n")
-    if mesh.size() > 1:  # nobody goes on before all have written
+    if mesh.size() > 1:  # no rank continues before all have written
         unshard(str(Spec("Done", (), tuple(sorted(mesh.sizes)))), torch.zeros((), device=mesh.device), mesh)
 
 
@@ -143,7 +144,7 @@ def _parts(
 ) -> Iterator[tuple[int, dict[str, Tensor]]]:
     """Yield (0, the tensors of the ends and of dense layers before those with experts), then (l + 1, layer l's).
 
-    Each is gathered whole. Of the layers after the dense ones, those come of which this rank holds a part.
+    Each tensor is gathered whole. Only those layers after the dense ones are yielded that this rank holds a part of.
     """
 
     def add(pieces: dict, leaf: Tensor, spec: Spec, layout: FileLayout, at: dict[str, int]) -> None:
@@ -174,7 +175,7 @@ def _parts(
 
 
 def safetensors() -> Any:
-    """Import and return the library. ValueError if it is not installed."""
+    """Import the library safetensors and return it. Raise a ValueError if it is not installed."""
     try:
         import safetensors.torch
     except ImportError:
@@ -190,7 +191,7 @@ def _write(path: Path, tensors: dict[str, Tensor]) -> None:
 
 
 def _index(config: Config, names: list[str], itemsize: int) -> dict:
-    """Return the index of a checkpoint in many files, which says in which of them each tensor is."""
+    """Return the index of a checkpoint in many files, which maps each tensor to its file."""
     where, size = {}, 0
     for layout in tree.leaves(leaf_layouts(config)):
         for at in layout.indices({dim: slice(0, config.sizes[dim]) for dim in layout.numbered}):
@@ -200,7 +201,7 @@ def _index(config: Config, names: list[str], itemsize: int) -> dict:
 
 
 def _config(folder: Path) -> Config:
-    """Return the config of a folder, named after it."""
+    """Read the config of a folder, and name it after the folder."""
     if not (folder / "config.json").exists():
         raise ValueError(
             f"{folder}: has no config.json\n  fix: give a folder that holds a config.json and .safetensors"
@@ -209,7 +210,7 @@ def _config(folder: Path) -> Config:
 
 
 class _Files:
-    """The tensors of a folder by name, as slices of files that are opened when first asked for."""
+    """The tensors of a folder by name, as slices of its open files."""
 
     def __init__(self, folder: Path):
         self.folder, self.open = folder, {}
@@ -248,7 +249,7 @@ class _Files:
         return self.open[self.file_of[tensor]].get_slice(tensor)
 
     def dtypes(self, layouts: dict, config: Config) -> dict:
-        """Return the dtype of each leaf: the smallest that holds all tensors of the model, or of a router's bias."""
+        """Return the dtype of each leaf: the smallest for all of the model's tensors, or for a router's bias."""
 
         def holding(layout: FileLayout) -> torch.dtype:
             found = {self[name].get_dtype(): name for name in layout.tensors(config.sizes)}
@@ -265,7 +266,7 @@ class _Files:
         return tree.map(lambda layout: holding(layout) if layout in biases else whole, layouts)
 
     def check(self, places: dict, config: Config) -> None:
-        """Raise a ValueError that names a tensor which is missing, is left over or has another shape."""
+        """Raise a ValueError naming a tensor that is missing, is left over or has another shape."""
         layouts = tree.leaves(places)
         count = sum(math.prod(config.sizes[dim] for dim in layout.numbered) for layout in layouts)
         if count > len(self.file_of) + MOST_MISSING:

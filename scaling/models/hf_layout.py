@@ -1,4 +1,4 @@
-"""Which tensors of a Hugging Face checkpoint are which param, and how their dims lie there."""
+"""The tensors of a Hugging Face checkpoint that make up each param, and the order of their dims in the files."""
 
 import itertools
 import math
@@ -20,22 +20,27 @@ from scaling.spec import parse
 class FileLayout:
     """The tensors of one param in a checkpoint.
 
-    `name` has a place for each dim that numbers the tensors, and `groups` each tensor's dims. `before` counts the
-    layers before the first of the param's stack. `joined`: of a tensor that holds several params along its rows, the
-    rows of each, of which the `part`-th are this one's. `paired`: the two coordinates of a rotary plane are neighbours
-    along H in the file, H/2 apart in the param.
+    Attributes:
+        name: The tensors' name, with a field such as {L} for each dim that numbers the tensors.
+        groups: The dims of each tensor, which may merge several dims of the param.
+        dims: The dims of the param.
+        before: The number of layers before the first layer of the param's stack.
+        joined: If a tensor holds several params along its rows, the rows of each.
+        part: The index of this param in `joined`.
+        paired: Whether the two coordinates of a rotary plane are neighbours along H in the file; they are H/2 apart in
+            the param.
     """
 
     name: str
     groups: tuple[str, ...]
-    dims: tuple[str, ...]  # the param's
+    dims: tuple[str, ...]
     before: int = 0
     joined: tuple[str, ...] = ()
     part: int = 0
     paired: bool = False
 
     def tensor(self, at: Mapping[str, int]) -> str:
-        """Return the name of the tensor at this place."""
+        """Return the name of the tensor with these indices."""
         return self.name.format(**dict(at) | ({"L": at["L"] + self.before} if "L" in at else {}))
 
     @property
@@ -44,7 +49,7 @@ class FileLayout:
         return re.findall(r"{(\w)}", self.name)
 
     def indices(self, ranges: Mapping[str, slice]) -> Iterator[dict[str, int]]:
-        """Yield each tensor's place, {"L": 3, "E": 0}, of those in the ranges by dim.
+        """Yield the indices, such as {"L": 3, "E": 0}, of each tensor in these ranges of dims.
 
         A dim without a range is left out.
         """
@@ -62,7 +67,7 @@ class FileLayout:
         return tuple(math.prod(sizes[dim] for dim in group) for group in self.groups)
 
     def rows(self, sizes: Mapping[str, int], count: int | None = None) -> int:
-        """Return the rows of the first `count` params of a tensor that holds several; None: of all."""
+        """Return the number of rows of the first `count` params that share a tensor; with None, of all of them."""
         return sum(math.prod(sizes[dim] for dim in group) for group in self.joined[:count])
 
     def stored_shape(self, sizes: Mapping[str, int]) -> tuple[int, ...]:
@@ -71,9 +76,9 @@ class FileLayout:
         return self.rows(sizes) if self.joined else first, *rest
 
     def read(self, tensor, ranges: Mapping[str, slice], sizes: Mapping[str, int]) -> Tensor:
-        """Return the part `ranges` of one tensor, its dims in the param's order.
+        """Read the part `ranges` of one tensor, and return it with its dims in the param's order.
 
-        Of a file's slice, only its rows are read.
+        If `tensor` is a slice of a file, only the rows of the part are read.
         """
         rows = []
         for first, *rest in self.groups:
@@ -90,7 +95,7 @@ class FileLayout:
         return part.permute([flat.index(dim) for dim in self.dims if dim in flat])
 
     def write(self, whole: Tensor, sizes: Mapping[str, int]) -> Tensor:
-        """Return one tensor as a file has it, from the whole param at its place."""
+        """Return one tensor in the file's order of dims, from the whole param at its indices."""
         here = [dim for dim in self.dims if dim not in self.numbered]
         if self.paired:
             whole = whole.index_select(here.index("H"), pairs(sizes["H"]).argsort())
@@ -98,12 +103,12 @@ class FileLayout:
 
 
 def pairs(H: int) -> Tensor:
-    """Return where each coordinate of a head lies in a file that has those of a plane beside each other."""
+    """Return the position of each coordinate of a head in a file where the coordinates of a plane are neighbours."""
     return torch.arange(H).view(-1, 2).T.flatten()
 
 
 def leaf_layouts(config: Config) -> dict:
-    """Return the FileLayout of each param. ValueError if no class of Hugging Face's has this model."""
+    """Return the FileLayout of each param. Raise a ValueError if no class of Hugging Face's is this model."""
     specs, kind = specs_of(config), kind_of(config)
 
     def layout(leaf: Leaf, spec: str) -> FileLayout:

@@ -1,6 +1,6 @@
-"""What a Transformer is given, checked before it is used: the ids, weights and segments of a batch, and params.
+"""Check the inputs of a Transformer before they are used: ids, weights and segments of a batch, and params.
 
-What torch would broadcast, cast or cut off is refused: each of these would be a loss of another batch or model.
+Arrays that torch would broadcast, cast or truncate are refused, since the loss would belong to another batch or model.
 """
 
 from functools import lru_cache
@@ -19,16 +19,16 @@ IDS = (torch.int64, torch.int32)
 
 
 def _readable(x: Tensor) -> bool:
-    """Whether x has values that may be looked at now: it is no tracer's and not vmap's, and not on the meta device."""
+    """Return whether values of x can be read now: x is not traced, not mapped by vmap and not on the meta device."""
     if torch.compiler.is_compiling():
         return False
-    while is_tracked(x):  # as all that is computed inside torch.func.grad
+    while is_tracked(x):  # as is everything that is computed inside torch.func.grad
         x = unwrapped(x)
     return not (x.is_meta or is_wrapped(x) or (any_modes() and modes()))
 
 
 def check_ids(name: str, ids: Any, shape: tuple[int, ...] | None = None) -> None:
-    """ValueError unless `ids` is a tensor [B, T] of int64 or int32, of this shape if one is given."""
+    """Raise a ValueError unless `ids` is a tensor [B, T] of int64 or int32, and of `shape` if that is given."""
     if not isinstance(ids, Tensor) or ids.dtype not in IDS:
         found = ids.dtype if isinstance(ids, Tensor) else type(ids).__name__
         what = f"{name} must be whole numbers, a tensor of int64 or int32; got {found}"
@@ -42,8 +42,11 @@ def check_ids(name: str, ids: Any, shape: tuple[int, ...] | None = None) -> None
 
 
 def check_range(name: str, ids: Tensor, V: int, counts: Tensor | None = None) -> None:
-    """ValueError unless the ids lie in the vocabulary, where values can be read; `counts`: those that matter. On a GPU
-    an assertion that fails there, as torch's own embedding has: to read a value would wait for all that is queued."""
+    """Raise a ValueError unless the ids lie in the vocabulary, if their values can be read.
+
+    Where `counts` is 0 an id may be anything. On a GPU the check is an assertion that fails there later, as in torch's
+    own embedding, because reading a value would wait for all queued work.
+    """
     if not _readable(ids) or not ids.numel():
         return
     if ids.is_cuda:
@@ -62,8 +65,7 @@ def check_range(name: str, ids: Tensor, V: int, counts: Tensor | None = None) ->
 
 
 def check_weights(weights: Any, targets: Tensor) -> None:
-    """ValueError unless `weights` are real numbers of the shape [B, T] of the targets, and where these are: nothing is
-    broadcast."""
+    """Raise a ValueError unless `weights` are real, with the targets' shape [B, T] and device: nothing is broadcast."""
     if not _beside(weights, targets) or weights.is_complex():
         wanted = f"real numbers {list(targets.shape)} on {targets.device}"
         raise ValueError(f"weights must be {wanted}; got {_found(weights)}\n  fix: one for each target")
@@ -79,7 +81,7 @@ def _found(x: Any) -> str:
 
 
 def check_segments(segments: Any, tokens: Tensor) -> None:
-    """ValueError unless `segments` are integers of the shape [B, T] of the tokens, and where these are."""
+    """Raise a ValueError unless `segments` are integers with the tokens' shape [B, T] and device."""
     if not _beside(segments, tokens) or segments.dtype == torch.bool or segments.dtype.is_floating_point:
         raise ValueError(
             f"segments must be integers {list(tokens.shape)} on {tokens.device}; got {_found(segments)}\n"
@@ -91,7 +93,7 @@ _types = lru_cache(maxsize=256)(specs_of)
 
 
 def check_params(params: Any, config: Config) -> None:
-    """ValueError, naming the leaf, unless these are the whole params of this model."""
+    """Raise a ValueError that names the leaf unless these are the whole params of this model."""
     fix = "give the config of these params, or params of this one: models.transformer.init(config)"
     tree.check(params, _types(config), config.sizes, AbstractMesh({}), fix=fix)
     tree.check_floats(params)

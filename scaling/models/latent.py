@@ -1,7 +1,7 @@
 """Multi-head latent attention on one device (DeepSeek-V2, arxiv.org/abs/2405.04434, section 2.1; V3, 2412.19437).
 
-Queries pass through a low rank R, keys and values together through another, C: only what comes out of that one would
-have to be cached. Positions turn `rope` dims of each query, and as many of one key that all heads share:
+Queries pass through a low rank R, and keys and values together through another, C: only the latents of rank C and the
+shared key would have to be cached. Positions rotate `rope` dims of each query, and of one key that all heads share:
 
     y[B, T, D] -> C_Q[B, T, R], normed  -> Q[B, T, N, A]        A = nope + rope
                -> C_KV[B, T, C], normed -> KV[B, T, N, W]       W = nope + value
@@ -19,12 +19,15 @@ from scaling.models.pointwise import rms_norm
 from scaling.models.remat import matmul_weight
 from scaling.models.rope import magnitude, rotate
 
-EPS = 1e-6  # of the two norms of latents, whatever the others have (DeepSeek's own code)
+EPS = 1e-6  # of the two norms of latents, independently of `config.eps` (DeepSeek's own code)
 
 
 def attended(Q: Tensor, KV: Tensor, K_R: Tensor, attend: Callable, rope: tuple, config: Config) -> Tensor:
-    """O[B, T, N, value] of Q[B, T, N, A], KV[B, T, N, W] and K_R[B, T, rope]: head by head, so the same on shards of
-    heads. attend(Q, K, V), whose softmax has the scale 1/sqrt(A), gets queries that hold yarn's scale."""
+    """O[B, T, N, value] of Q[B, T, N, A], KV[B, T, N, W] and K_R[B, T, rope].
+
+    Each head is computed alone, so this also holds on shards of heads. The softmax of attend(Q, K, V) has the scale
+    1/sqrt(A); the queries that it gets are already multiplied by yarn's scale.
+    """
     latent: Any = config.latent
     K_N, V = KV.split([latent.nope, latent.value], -1)
     K_R = turned(K_R[:, :, None], rope, config)
@@ -33,15 +36,18 @@ def attended(Q: Tensor, KV: Tensor, K_R: Tensor, attend: Callable, rope: tuple, 
 
 
 def turned_queries(Q: Tensor, rope: tuple, config: Config) -> Tensor:
-    """Q[B, T, N, A] with its last `rope` dims turned, and yarn's scale."""
+    """Return Q[B, T, N, A] with its last `rope` dims rotated, times yarn's scale."""
     latent: Any = config.latent
     Q_N, Q_R = Q.tensor_split([Q.shape[-1] - latent.rope], -1)
     return torch.cat([Q_N, turned(Q_R, rope, config)], -1) * magnitude(config.rope_scaling) ** 2
 
 
 def turned(x: Tensor, rope: tuple, config: Config) -> Tensor:
-    """x[B, T, heads, rope] by its positions. Interleaved, the two coordinates of a plane are neighbours as they come:
-    then all first ones are put before the second ones, which changes no product of a query and a key."""
+    """Rotate x[B, T, heads, rope] by its positions.
+
+    In an interleaved model the two coordinates of a plane are neighbours. All first coordinates are then moved before
+    the second ones, which changes no product of a query and a key.
+    """
     latent: Any = config.latent
     return rotate(x.unflatten(-1, (-1, 2)).mT.flatten(-2) if latent.interleaved else x, *rope)
 

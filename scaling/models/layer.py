@@ -1,9 +1,9 @@
 """The lines of a Transformer's layer that training, one device, prefill and decode share (Part 4).
 
-They lie between the collectives of a listing: from y, the normed and gathered stream, to O, what the heads give, and
-to Act, the features. What attends is an argument: a kernel, blocks that come by along C, or a cache. `values` holds
-what is known by name; what is in it already is not computed again. Z splits the batch of a serving mesh; the layers of
-a training mesh, of which Z has the stages, see a mesh without it.
+They lie between the collectives of a listing: from y, the normed and gathered stream, to O, the output of the heads,
+and to Act, the features. The function that attends is an argument: a kernel, a loop over blocks that arrive along C, or
+a cache. `values` maps names to arrays that are already computed, which are not computed again. Z splits the batch of a
+serving mesh; on a training mesh Z numbers the stages, and layers see a mesh without it.
 """
 
 from collections.abc import Callable
@@ -26,34 +26,34 @@ ACTIVATIONS = {"silu": F.silu, "gelu": F.gelu, "gelu_tanh": partial(F.gelu, appr
 
 
 def all_kept(x: Tensor, branch: str, layer: int = 0) -> Tensor:
-    """Return x: there is no dropout."""
+    """Return x, as the dropout of a model without dropout."""
     return x
 
 
 def scale_by(x: Tensor, factor: float) -> Tensor:
-    """Return x times a factor of the model."""
+    """Return x times a factor of the model, and x alone if the factor is 1."""
     return x if factor == 1 else x * factor
 
 
 def undifferentiated(f: Callable, *args: Any) -> tuple[Any, None]:
-    """Return f(*args), and nothing to differentiate it by."""
+    """Return f(*args) and None in place of its pullback."""
     return f(*args), None
 
 
 class Context(NamedTuple):
-    """What the layers of one call share: the model, the mesh, and where this rank's tokens are.
+    """The model, the mesh and the positions of this rank's tokens, shared by the layers of one call.
 
     Attributes:
         config: The model.
         mesh: The mesh.
-        rope: (cos, sin) of the positions of this rank's T_C tokens; before `of_layer`, those of each layer.
+        rope: (cos, sin) of the positions of this rank's T_C tokens; before `of_layer`, a pair for each layer.
         attend: attend(Q, K, V) -> O[B, T_C, N_Y, H] of one layer; before `of_layer`, it takes the layer's window, too.
         drop: drop(x, branch, layer=l): x[B_PXE, T_CY, D], which a branch is about to add to the stream, with some
             elements dropped.
-        slots: While serving, where the new tokens are in the cache.
+        slots: While serving, the slots of the new tokens in the cache.
         vjp: vjp(f, *args) -> (f(*args), its pullback, or None where nothing is differentiated by hand).
-        einsum: einsum(line, x, W): the products with weights.
-        norm: norm(x, gain, eps) -> (the normed x, what its derivative needs).
+        einsum: einsum(line, x, W), which computes the products with weights.
+        norm: norm(x, gain, eps) -> (the normed x, the statistic that its derivative needs).
     """
 
     config: Config
@@ -67,7 +67,7 @@ class Context(NamedTuple):
     norm: Callable = gained_norm
 
     def of_layer(self, l: int) -> "Context":
-        """Return the context of layer l: with its window and positions, and drop(x, branch) of the model's scale."""
+        """Return the context of layer l: its window, its positions, and drop(x, branch) times `residual_scale`."""
 
         def drop(x: Tensor, branch: str) -> Tensor:
             return scale_by(self.drop(x, branch, layer=l), self.config.residual_scale)
@@ -84,19 +84,19 @@ def project_heads(W: dict, y: Tensor, einsum: Callable = einsum) -> tuple[Tensor
     return Q, K, V
 
 
-# What some models have between the products Q, K, V and attention: biases, norms of heads, and fewer KV heads than Y.
-# All of it works head by head, so it is the same on shards of heads. Each does nothing to a model without it.
+# Some models have biases, norms of heads, or fewer KV heads than Y between the products Q, K, V and attention. These
+# functions work head by head, so they also hold on shards of heads. Each returns its arguments for other models.
 
 
 def add_biases(W: dict, Q: Tensor, K: Tensor, V: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return Q, K and V, with the biases of a model that has them."""
+    """Return Q, K and V, plus their biases if the model has them."""
     return (Q + W["b_Q"], K + W["b_K"], V + W["b_V"]) if "b_Q" in W else (Q, K, V)
 
 
 def turn_heads(W: dict, Q: Tensor, K: Tensor, at: Context) -> tuple[Tensor, Tensor, Values]:
-    """Return Q and K normed, in a model with norms of heads, and turned by their positions.
+    """Return Q and K normed, in a model with norms of heads, and rotated by their positions.
 
-    Beside them, what the norms' derivatives need.
+    The third result holds the statistics that the norms' derivatives need.
     """
     scales = {}
     if "norm_Q" in W:
@@ -107,20 +107,20 @@ def turn_heads(W: dict, Q: Tensor, K: Tensor, at: Context) -> tuple[Tensor, Tens
 
 
 def finish_heads(W: dict, Q: Tensor, K: Tensor, V: Tensor, at: Context) -> tuple[Tensor, Tensor, Tensor]:
-    """Return Q, K and V as they attend, where nothing is differentiated."""
+    """Return Q, K and V ready for attention, without anything for derivatives."""
     Q, K, V = add_biases(W, Q, K, V)
     return *turn_heads(W, Q, K, at)[:2], V
 
 
 def seen_heads(W: dict, at: Context) -> dict:
-    """Return W with those KV heads that this rank's query heads see, where they are replicated over Y."""
+    """Return W with only the KV heads that this rank's query heads see, if KV heads are replicated over Y."""
     if at.config.latent or at.config.K % at.mesh.sizes.get("Y", 1) == 0:
         return W
     return W | {name: own_heads(W[name], at) for name in KV_HEADS if name in W}
 
 
 def own_heads(W: Any, at: Context) -> Any:
-    """Return the KV heads W[.., K, H] that this rank's query heads see; of an int8 weight, each of its arrays."""
+    """Return the KV heads W[.., K, H] that this rank's query heads see. An int8 weight is a dict of arrays."""
     if isinstance(W, dict):
         return {name: own_heads(part, at) for name, part in W.items()}
     N = at.config.N // at.mesh.sizes["Y"]
@@ -129,19 +129,19 @@ def own_heads(W: Any, at: Context) -> Any:
 
 
 def attend_heads(W: dict, values: Values, at: Context) -> Values:
-    """Add O[B_PXZE, T_C, N_Y, H] to the values, which have y[B_PXZE, T_C, D], and what its derivative needs."""
+    """Add O[B_PXZE, T_C, N_Y, H] to the values, which have y[B_PXZE, T_C, D], and its pullback."""
     if "O" in values:
         return values
     if "Q" not in values:
         Q, K, V = add_biases(W, *project_heads(W, values["y"], at.einsum))
         values = values | {"Q": Q, "K": K, "V": V}
     Q, K, scales = turn_heads(W, values["Q"], values["K"], at)
-    O, pull = at.vjp(at.attend, Q, K, values["V"])  # each head alone: nothing is sent but along C
+    O, pull = at.vjp(at.attend, Q, K, values["V"])  # each head alone: only C communicates
     return values | scales | {"O": O, "pull": pull}
 
 
 def activate_features(W: dict, values: Values, at: Context) -> Values:
-    """Add Act[B_PXZE, T_C, F_Y] to the values, which have y[B_PXZE, T_C, D], and what its derivative needs."""
+    """Add Act[B_PXZE, T_C, F_Y] to the values, which have y[B_PXZE, T_C, D], with the products before it."""
     y, einsum = values.get("y"), at.einsum
     if "Tmp" not in values:
         values = values | {"Tmp": einsum("y[B_PXZE, T_C, D] * W_in[D, F_Y] -> Tmp[B_PXZE, T_C, F_Y]", y, W["W_in"])}
@@ -151,7 +151,7 @@ def activate_features(W: dict, values: Values, at: Context) -> Values:
 
 
 def gate_features(Tmp: Tensor, Gate: Tensor | None, config: Config) -> Values:
-    """Return Act, the nonlinearity of Tmp, or that of the gate times Tmp; then Open says how far the gate is open."""
+    """Return Act: act(Tmp), or with a gate Open * Tmp, where Open = act(Gate) is returned as well."""
     act = ACTIVATIONS[config.nonlinearity]
     if Gate is None:
         return {"Act": act(Tmp)}

@@ -1,9 +1,9 @@
-"""The params of a decoder-only transformer, a leaf a line: the one table that says what each is.
+"""The params of a decoder-only transformer, one leaf per line: the only table that defines them.
 
 Init, sharding, checkpoints, Hugging Face files, memory, the planner, serving and pictures read it. While a layer is
-computed a leaf has its `trained` type without X and Z, gathered; its gradient is then unreduced over every axis that
-splits the tokens and not the leaf (the law of cotangents, notation.md). Which models are computed stands here, too. No
-torch is needed.
+computed, a leaf is gathered: it has its `trained` type without X and Z. Its gradient is then unreduced over every axis
+that splits the tokens and not the leaf (the law of cotangents, notation.md). This module also decides which models are
+computed. It needs no torch.
 """
 
 import re
@@ -17,17 +17,22 @@ from scaling.spec import parse
 
 AXES = ("P", "Z", "X", "C", "Y", "E")  # of a training mesh
 SCALINGS = ("linear", "llama3", "yarn")  # of rotary frequencies: `models.rope`
-STACKS = ("dense", "layers", "lora")  # what is stacked over layers; not every model has the first, or adapters
+STACKS = ("dense", "layers", "lora")  # trees of leaves that are stacked over layers
 KV_HEADS = ("W_K", "W_V", "b_K", "b_V")  # leaves[.., K_Y, H]: without Y where |Y| does not divide K
-Named = tuple[str, str]  # a tensor of Hugging Face's, and its dims: "NH, D" has two, of which the first is N and H
+Named = tuple[str, str]  # a tensor of Hugging Face's, and its dims: "NH, D" is two dims, and the first merges N and H
 
 
 @dataclass(frozen=True)
 class Leaf:
-    """`trained`: its type where it is stored on a training mesh (P, Z, X, C, Y, E). `served`: the same while it is
-    served (X, Y, Z, E), split the most, as the form "2d" has it. `start`: a constant, or the dims that it is contracted
-    over: normal with variance 1/(their sizes). `hf`: its tensors, of experts by the kind of model. `only`: the models
-    that have it."""
+    """A param, as one line of the table.
+
+    Attributes:
+        trained: Its type as stored on a training mesh (P, Z, X, C, Y, E).
+        served: Its type on a serving mesh (X, Y, Z, E) where it is split the most, in the form "2d".
+        start: A constant, or the dims that it is contracted over: then it is normal with variance 1/(their sizes).
+        hf: Its tensors in Hugging Face's files; for experts, by the kind of model.
+        only: Whether a model has it.
+    """
 
     trained: str
     served: str
@@ -124,8 +129,8 @@ SHARED = {  # the experts that every token passes; S is their width together
 }
 
 
-# Of a model_type whose files hold several params in one tensor, one after another along its rows: leaf -> (the tensor,
-# the rows of each, which of them are this leaf's).
+# For each model_type whose files join several params along the rows of one tensor: leaf -> (the tensor, the rows of
+# each param, the index of this leaf's part).
 JOINED: dict[str, dict[str, tuple[str, tuple[str, ...], int]]] = {
     "phi3": {
         name: (f"model.layers.{{L}}.{tensor}.weight", rows, i)
@@ -141,7 +146,7 @@ PAIRED = {"ernie4_5": ("W_Q", "W_K"), "helium": ("W_Q", "W_K")}  # whose rotary 
 
 
 def _dense(leaf: Leaf) -> Leaf:
-    """The same of a dense layer before those with experts: of G layers, features O wide."""
+    """Return the leaf of the G dense layers before those with experts, which have O features."""
     name, dims = cast(Named, leaf.hf)
     types = (text.replace("[L_Z", "[G").replace("[L", "[G") for text in (leaf.trained, leaf.served))
     trained, served = (re.sub(r"\bF(?=_)", "O", text) for text in types)
@@ -150,7 +155,7 @@ def _dense(leaf: Leaf) -> Leaf:
 
 
 def matrices_of(config: Config) -> dict:
-    """Of each leaf of a layer that is a matrix its inputs and outputs, "D -> N H", of the others and the ends ""."""
+    """Return the inputs and outputs of each matrix, such as "D -> N H"; "" for other leaves and the ends."""
 
     def named(leaf: Leaf) -> str:
         if not isinstance(leaf.start, str):
@@ -167,8 +172,10 @@ def matrices_of(config: Config) -> dict:
 
 
 def leaves_of(config: Config) -> dict:
-    """The tree of leaves that this model has: {"embed", "dense": {...}, "layers": {...}, "norm", "unembed"}; "dense"
-    only where dense layers come before those with experts."""
+    """Return the tree of this model's leaves: {"embed", "dense": {...}, "layers": {...}, "norm", "unembed"}.
+
+    "dense" exists only if dense layers come before those with experts.
+    """
 
     def here(table: Mapping[str, Leaf]) -> dict[str, Any]:
         return {name: leaf for name, leaf in table.items() if leaf.only(config)}
@@ -181,7 +188,7 @@ def leaves_of(config: Config) -> dict:
 
 
 def uncomputed(config: Config) -> list[str]:
-    """What the model has that no code here computes, by name."""
+    """Return the names of the model's features that no code here computes."""
     found = list(config.uncomputed)
     headed = {"biases": config.attention_bias or config.output_bias, "qk_norm": config.qk_norm}
     headed |= {"unrotated layers": config.unrotated, "score_scale": config.score_scale}
@@ -198,19 +205,19 @@ def uncomputed(config: Config) -> list[str]:
 
 
 def counted_without(config: object) -> list[str]:
-    """Return the line of a report that says what a model has and its counts do not; [] where they have everything."""
+    """Return the line of a report that names the features missing from a model's counts; [] if nothing is missing."""
     if not isinstance(config, Config) or not (found := uncomputed(config)):
         return []
     return [f"Not computed here: {', '.join(found)}. {config.name} is counted by its sizes, without what these add."]
 
 
 def computes(config: Config) -> bool:
-    """Whether `models.transformer` computes that model."""
+    """Return whether `models.transformer` computes this model."""
     return not uncomputed(config)
 
 
 def check_computed(config: Config) -> None:
-    """ValueError that names what is not computed, if anything is not."""
+    """Raise a ValueError that names the features which are not computed, if there are any."""
     if found := uncomputed(config):
         raise ValueError(
             f"{config.name}: not computed here: {', '.join(found)}"
@@ -219,13 +226,13 @@ def check_computed(config: Config) -> None:
 
 
 def specs_of(config: Config) -> dict:
-    """The types of this model's params, whole. ValueError for a model that is not computed."""
+    """Return the types of this model's whole params. Raise a ValueError for a model that is not computed."""
     check_computed(config)
     return types_of(config, lambda name, leaf: without(leaf.trained, AXES))
 
 
 def types_of(config: Config, type_of: Callable[[str, Leaf], str]) -> dict:
-    """The tree of this model's types, each made of a leaf's name and its line in the table."""
+    """Return the tree of this model's types, `type_of(name, leaf)` for each leaf."""
 
     def each(leaves: dict) -> dict:
         return {name: each(leaf) if isinstance(leaf, dict) else type_of(name, leaf) for name, leaf in leaves.items()}
@@ -235,7 +242,7 @@ def types_of(config: Config, type_of: Callable[[str, Leaf], str]) -> dict:
 
 @lru_cache(maxsize=4096)
 def without(text: str, gone: tuple[str, ...]) -> str:
-    """The type with none of its dims split over these axes."""
+    """Return the type without these axes in any of its dims."""
     spec = parse(text)
     for dim, axes in spec.dims:
         spec = spec.with_axes(dim, [axis for axis in axes if axis not in gone])

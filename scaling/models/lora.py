@@ -1,13 +1,13 @@
-"""Low-rank adapters (LoRA, Hu et al. 2021, arXiv:2106.09685): of some matrices W the sum W + s A B is used.
+"""Low-rank adapters (LoRA, Hu et al. 2021, arXiv:2106.09685): some matrices W are replaced by the sum W + s A B.
 
-W stays as it is and has no gradient and no optimizer state; the factors A and B are trained. Their types follow from
-the type of W in `models.leaves`: A has its inputs and R, B has R and its outputs.
+W is frozen, so it has no gradient and no optimizer state; the factors A and B are trained. Their types follow from
+the type of W in `models.leaves`: A has the inputs of W and R, B has R and the outputs of W.
 
     W_Q[L_Z, D_X, N_Y, H]      A[L_Z, D_X, R]       B[L_Z, R, N_Y, H]
     W_O[L_Z, N_Y, H, D_X]      A[L_Z, N_Y, H, R]    B[L_Z, R, D_X]
 
-So s A B is a product of shards, typed as W, for which nothing is sent. Adapters are a tree beside the params,
-{"W_Q": {"A": ..., "B": ...}}. The sum has the dtype of W: what is trained is what a merged model computes.
+So s A B is a product of shards with the type of W, which takes no communication. Adapters are a separate tree,
+{"W_Q": {"A": ..., "B": ...}}. The sum has the dtype of W, so training computes exactly as the merged model does.
 """
 
 from collections.abc import Mapping
@@ -24,7 +24,7 @@ MATRICES = tuple(name for name in LAYER if name in ("W_Q", "W_K", "W_V", "W_O", 
 
 @dataclass(frozen=True)
 class Lora:
-    """Which matrices have adapters, of which rank R, and alpha: the product A B is multiplied by s = alpha / R."""
+    """The matrices that have adapters, their rank R, and alpha: the product A B is multiplied by s = alpha / R."""
 
     rank: int
     on: tuple[str, ...] = ("W_Q", "W_V")
@@ -36,7 +36,7 @@ class Lora:
         return self.alpha / self.rank
 
     def check(self, config: Config) -> None:
-        """Raise ValueError unless the model has these matrices, and no others of the same name."""
+        """Raise a ValueError unless adapters of these matrices of the model are computed here."""
         leaves = leaves_of(config)["layers"]
         able = [name for name in MATRICES if name in leaves and "E" not in parse(leaves[name].trained).dim_names]
         if config.latent or config.dense_layers:
@@ -59,7 +59,7 @@ def sizes_of(config: Config, lora: Lora) -> dict[str, int]:
 
 
 def adapter_specs(config: Config, lora: Lora, specs: Mapping | None = None) -> dict[str, dict[str, str]]:
-    """Return the types of adapters, as those of the params are sharded; by default whole."""
+    """Return the types of adapters for params of the types `specs`; by default the types of whole adapters."""
     layers = (specs_of(config) if specs is None else specs)["layers"]
     return {name: factors(str(layers[name]), leaves_of(config)["layers"][name].start) for name in lora.on}
 
@@ -74,7 +74,7 @@ def factors(weight: str, inputs: str) -> dict[str, str]:
 
 @lru_cache(maxsize=4096)
 def product_line(weight: str, inputs: str, stacked: bool = True) -> str:
-    """Return the line of A B for a matrix of this type; without `stacked`, of one layer."""
+    """Return the typed line of A B for a matrix of this type, stacked over layers or for one layer."""
     types: Any = [parse(text) for text in (*factors(weight, inputs).values(), weight)]
     A, B, W = (spec if stacked else Spec(spec.name, spec.dims[1:]) for spec in types)
     return f"{A} * {B} -> {W}"

@@ -5,7 +5,7 @@
     the byte model  the last K bytes -> logits of the next: In[B, D] = sum over k of E[k, token_k, :], MLPStack,
                     W_head[D, V]
 
-They are the reference on one device that every strategy has to equal.
+Both are the references on one device that every strategy has to equal.
 """
 
 import math
@@ -29,7 +29,7 @@ SPECS = {"embed": "E[K, V, D]", "blocks": STACK_SPECS, "head": "W_head[D, V]"}  
 class MLPConfig:
     """Sizes as in the book (L layers, D model, F feed-forward, V vocabulary) and K, the bytes of context.
 
-    `residual`: Out = In + block(In); `norm`: each block, and the head, sees rms_norm of its input.
+    With `residual`, Out = In + block(In). With `norm`, each block and the head get the rms_norm of their input.
     """
 
     L: int = 4
@@ -49,32 +49,34 @@ class MLPConfig:
 
     @property
     def sizes(self) -> dict[str, int]:
+        """The size of each dim."""
         return {"L": self.L, "D": self.D, "F": self.F, "K": self.K, "V": self.V}
 
     def shapes(self) -> dict:
-        """The whole arrays' shapes, as a tree like the params."""
+        """Return the shapes of the whole arrays, as a tree like the params."""
         return tree.map(lambda spec: torch.Size(parse(spec).global_shape(self.sizes)), SPECS)
 
     def inits(self) -> dict:
-        """Initial values that keep In at unit scale through the stack, for `tree.init`: std 1/sqrt(fan_in).
+        """Return initial values that keep In at unit scale through the stack, for `tree.init`: std 1/sqrt(fan_in).
 
-        W_out is scaled up by what the activation takes away, and down by sqrt(2L) if its output is added to In.
+        W_out is scaled up by the loss of scale in the activation, and down by sqrt(2L) if its output is added to In.
         """
         gain = 1 / math.sqrt(second_moment(self.activation)) / (math.sqrt(2 * self.L) if self.residual else 1)
         blocks = {"W_in": tree.Normal(self.D**-0.5), "W_out": tree.Normal(gain * self.F**-0.5)}
         return {"embed": tree.Normal(self.K**-0.5), "blocks": blocks, "head": tree.Normal(self.D**-0.5)}
 
     def num_params(self) -> int:
+        """Return the number of params."""
         return sum(shape.numel() for shape in tree.leaves(self.shapes()))
 
 
 def block(In: Tensor, W_in: Tensor, W_out: Tensor, activation: str = "gelu") -> Tensor:
-    """In[B, D] *_D W_in[D, F] -> activation -> *_F W_out[F, D]: the same on shards of F, where Out is `{U_Y}`."""
+    """In[B, D] *_D W_in[D, F] -> activation -> *_F W_out[F, D]; on shards of F, Out is `{U_Y}`."""
     return act(In @ W_in, activation) @ W_out
 
 
 class MLPStack(nn.Module):
-    """L blocks, params stacked over layers, on the meta device."""
+    """L blocks on the meta device, with params stacked over layers."""
 
     def __init__(self, config: MLPConfig):
         super().__init__()
@@ -83,6 +85,7 @@ class MLPStack(nn.Module):
         self.W_out = nn.Parameter(torch.empty(config.L, config.F, config.D, device="meta"))
 
     def forward(self, In: Tensor) -> Tensor:
+        """Return the output of the last block."""
         for W_in, W_out in zip(self.W_in.unbind(), self.W_out.unbind(), strict=True):
             Out = block(rms_norm(In) if self.config.norm else In, W_in, W_out, self.config.activation)
             In = In + Out if self.config.residual else Out
@@ -101,15 +104,18 @@ def head(Out: Tensor, W_head: Tensor, norm: bool = True) -> Tensor:
 
 
 def cross_entropy(logits: Tensor, targets: Tensor, batch: int | None = None) -> Tensor:
-    """Mean over the batch of -log p(target), nats. `batch`: the rows over the whole mesh, where these are only a part;
-    then this is the part's share, `Loss[] {U_X}`, and the shares add up to the mean."""
+    """Return the mean over the batch of -log p(target), in nats.
+
+    If these rows are only a part of the `batch` rows on the whole mesh, the result is the part's share,
+    `Loss[] {U_X}`, and the shares add up to the mean.
+    """
     return F.cross_entropy(logits, targets, reduction="sum") / (len(targets) if batch is None else batch)
 
 
 def init(config: MLPConfig, seed: int = 0, dtype=torch.float32, mesh=None, specs=None, device=None):
-    """Params of the byte model; with a mesh and specs (a tree like `SPECS`, but sharded) only this device's shards.
+    """Return params of the byte model; with a mesh and sharded `specs`, like `SPECS`, only this device's shards.
 
-    On the mesh's device unless one is given; without a mesh, whole, on the CPU.
+    They are on the mesh's device unless another is given. Without a mesh they are whole and on the CPU.
     """
     if mesh is None:
         mesh, device = AbstractMesh({}), device or "cpu"
@@ -117,16 +123,16 @@ def init(config: MLPConfig, seed: int = 0, dtype=torch.float32, mesh=None, specs
 
 
 def logits(params, tokens: Tensor, config: MLPConfig) -> Tensor:
-    """The byte model on one device: tokens[B, K] -> logits[B, V]."""
+    """Compute the byte model on one device: tokens[B, K] -> logits[B, V]."""
     Out = functional_call(MLPStack(config), params["blocks"], (embed(params["embed"], tokens),))
     return head(Out, params["head"], config.norm)
 
 
 def loss_fn(params, tokens: Tensor, targets: Tensor, config: MLPConfig, batch: int | None = None) -> Tensor:
-    """Mean cross entropy of tokens[B, K] and targets[B], nats per byte; `batch` as in `cross_entropy`."""
+    """Return the mean cross entropy of tokens[B, K] and targets[B], in nats per byte; `batch` as in `cross_entropy`."""
     return cross_entropy(logits(params, tokens, config), targets, batch)
 
 
 def bits_per_byte(loss):
-    """Nats to bits: what an ideal coder would spend on each byte."""
+    """Convert nats to bits: the length of an ideal code for each byte."""
     return loss / math.log(2)

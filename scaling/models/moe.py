@@ -1,15 +1,16 @@
-"""A mixture of experts on one device: E MLPs, of which each token passes k (Part 4, "Sparsity and Mixture-of-Experts").
+"""A mixture of experts on one device: each token passes k of E MLPs (Part 4, "Sparsity and Mixture-of-Experts").
 
-Routing is separate from computing. `choose` picks the experts: whole numbers, without a gradient, made once. `weigh`
-gives the weights of the experts picked, with gradients. What is computed again in a backward pass is given the choice
-and never chooses (`checkpoint_routed`): a choice made twice may differ in a last bit, and with it every gradient.
+Routing is separate from computing. `choose_experts` picks the experts once, as whole numbers without a gradient.
+`weigh` returns the weights of the chosen experts, with gradients. A backward pass that recomputes a layer is given the
+choice and never chooses again (`checkpoint_routed`): a second choice could differ because of a last bit, and with it
+every gradient.
 
     x[n, D] -> scores[n, E] -> experts[n, k], weights[n, k] -> y = sum over k of weights * MLP_expert(x)
 
-Softmax over the experts chosen as in Mixtral (arxiv.org/abs/2401.04088), sigmoid with a bias that balances the load as
-in DeepSeek-V3 (arxiv.org/abs/2412.19437, section 2.1.2); auxiliary losses of Switch Transformer (arxiv.org/abs/
-2101.03961, equations 4 to 6) and ST-MoE (arxiv.org/abs/2202.08906, equation 5). `scaling.strategies.expert` is the same
-on a mesh.
+Scores are a softmax over the chosen experts as in Mixtral (arxiv.org/abs/2401.04088), or sigmoids with a bias that
+balances the load as in DeepSeek-V3 (arxiv.org/abs/2412.19437, section 2.1.2). The auxiliary losses come from
+Switch Transformer (arxiv.org/abs/2101.03961, equations 4 to 6) and ST-MoE (arxiv.org/abs/2202.08906, equation 5).
+`scaling.strategies.expert` is this layer on a mesh.
 """
 
 import math
@@ -32,7 +33,7 @@ SPECS = {
     "shared": {"W_in": "W_in[D, F]", "W_gate": "W_gate[D, F]", "W_out": "W_out[F, D]"},  # F: of all shared experts
 }
 
-BITS = 32  # to which scores are compared
+BITS = 32  # precision at which scores are compared
 
 
 def route(x: Tensor, router: Tensor, config: Config, bias: Tensor | None = None) -> tuple[Tensor, Tensor]:
@@ -48,12 +49,12 @@ def router_logits(x: Tensor, router: Tensor) -> Tensor:
 
 
 def choose_experts(x: Tensor, router: Tensor, config: Config, bias: Tensor | None = None) -> Tensor:
-    """experts int64[..., k] of x[..., D]: those of the highest score + bias[E], of equal ones the lower expert.
+    """Return experts int64[..., k] of x[..., D]: the highest score + bias[E] first, and of equal ones the lower index.
 
-    The bias enters the choice alone, not the weights. With `config.expert_groups` only the experts of the best
-    `top_groups` groups are candidates; a group's score is the sum of its two best experts' (DeepSeek-V3). The same
-    tokens get the same experts however they are batched: scores are computed in float64 and compared to 32 bits, so
-    that the order in which a matmul adds up decides no tie.
+    The bias enters the choice only, not the weights. With `config.expert_groups` only the experts of the best
+    `top_groups` groups are candidates; a group's score is the sum of its two best experts' (DeepSeek-V3). The choice
+    does not depend on how tokens are batched: scores are computed in float64 and compared at 32 bits, so that a
+    matmul's order of summation decides no tie.
     """
     with torch.no_grad():
         score = x.detach().double() @ router.detach().double()
@@ -71,13 +72,13 @@ def choose_experts(x: Tensor, router: Tensor, config: Config, bias: Tensor | Non
 
 
 def _comparable(score: Tensor) -> Tensor:
-    """Scores in whole units of 2^-BITS of the power of two above the largest of the last dim."""
+    """Round scores to multiples of 2^-BITS times the power of two above the largest one in the last dim."""
     exponent = torch.frexp(score.abs().amax(-1, keepdim=True)).exponent
     return torch.ldexp(score, BITS - exponent).round()
 
 
 def _descending(values: Tensor) -> Tensor:
-    """Indices from the largest to the smallest along the last dim; equal ones keep their order (topk's have none)."""
+    """Return indices from the largest to the smallest along the last dim; unlike topk, equal ones keep their order."""
     return values.argsort(dim=-1, descending=True, stable=True)
 
 
@@ -93,15 +94,15 @@ def weigh(logits: Tensor, experts: Tensor, config: Config) -> Tensor:
 
 
 def capacity_of(config: Config, tokens: int) -> int | None:
-    """The most tokens that an expert takes of a global batch: capacity * tokens * k / E, rounded up; None: all."""
+    """Return the most tokens of a global batch for an expert: capacity * tokens * k / E, rounded up; None: no limit."""
     return None if config.capacity is None else math.ceil(config.capacity * tokens * config.k / config.E)
 
 
 class Rows(NamedTuple):
-    """The choices of n tokens as rows to be computed, one a choice: by expert, and of one expert by token.
+    """The choices of n tokens as rows to be computed, one row per choice, sorted by expert and then by token.
 
-    choice int64[R]: which of the n * k choices each row is; place int64[n, k]: the row of each choice, R if an expert
-    that is full dropped it; counts int64[E]: the rows of each expert.
+    choice int64[R] is the index of each row among the n * k choices. place int64[n, k] is the row of each choice, R if
+    a full expert dropped it. counts int64[E] is the number of rows of each expert.
     """
 
     choice: Tensor
@@ -121,7 +122,7 @@ class Rows(NamedTuple):
 
 
 def expert_rows(experts: Tensor, E: int, kept: Tensor | None = None) -> Rows:
-    """The rows of experts int64[n, k]; `kept` bool[n, k]: those of them that the experts have room for."""
+    """Return the rows of experts int64[n, k]; where `kept` bool[n, k] is False, the choice is dropped."""
     flat = experts.flatten()
     if kept is not None:
         flat = torch.where(kept.flatten(), flat, E)
@@ -159,11 +160,11 @@ def by_expert(mlp: Callable, params: dict, Row: Tensor, counts: Sequence[int]) -
 def forward(
     params: dict, x: Tensor, config: Config, experts: Tensor | None = None, mask: Tensor | None = None
 ) -> tuple[Tensor, dict]:
-    """The layer, each token computed by its own experts alone: params as `SPECS`, x[B, T, D] -> (y[B, T, D], aux).
+    """Compute the layer, each token by its own experts only: params as `SPECS`, x[B, T, D] -> (y[B, T, D], aux).
 
-    aux: the losses "balance" and "z", and "load" int64[E], the tokens that chose each expert. `experts`
-    int64[B, T, k]: chosen already. Of an expert over its capacity the last tokens of the batch are dropped. `mask`
-    bool[B, T]: the tokens that the losses count; others, padding, are computed as they are.
+    aux has the losses "balance" and "z", and "load" int64[E], the number of tokens that chose each expert. `experts`
+    int64[B, T, k] is a choice made before. An expert over its capacity drops the last tokens of the batch. `mask`
+    bool[B, T] marks the tokens that the losses count; others, padding, are still computed.
     """
     if experts is None:
         experts = choose_experts(x, params["router"], config, params.get("bias"))
@@ -180,11 +181,11 @@ def forward(
 def dense(
     params: dict, x: Tensor, config: Config, experts: Tensor | None = None, mask: Tensor | None = None
 ) -> tuple[Tensor, dict]:
-    """The layer with every expert computed for every token: what all other forms have to equal.
+    """Compute the layer with every expert for every token, as the reference that all other forms have to equal.
 
-    params as `SPECS` (bias, W_gate and shared if the model has them), x[B, T, D] -> (y[B, T, D], aux): aux has the
-    losses "balance" and "z" and "load" int64[E]; `mask` as in `forward`. Over its capacity an expert leaves out the
-    last tokens of the batch.
+    params as `SPECS` (bias, W_gate and shared if the model has them), x[B, T, D] -> (y[B, T, D], aux), where aux has
+    the losses "balance" and "z" and "load" int64[E]. `mask` is as in `forward`. An expert over its capacity leaves out
+    the last tokens of the batch.
     """
     if experts is None:
         experts = choose_experts(x, params["router"], config, params.get("bias"))
@@ -205,10 +206,10 @@ def dense(
 
 
 def checkpoint_routed(f: Callable) -> Callable:
-    """A layer that computes itself again in the backward pass, but does not choose its experts again.
+    """Return a layer that is recomputed in the backward pass without choosing its experts again.
 
-    `f(params, x, routing) -> (outs, routing)`: given None it decides the routing and returns it beside its outputs, a
-    tuple of tensors; given a routing it uses that. The result maps (params, x) to the same pair.
+    `f(params, x, routing) -> (outs, routing)` decides the routing if it is given None, and otherwise uses the one
+    given; `outs` is a tuple of tensors. The result maps (params, x) to (outs, routing).
     """
 
     def step(params, x):
@@ -226,7 +227,7 @@ def checkpoint_routed(f: Callable) -> Callable:
 
 
 def scores(logits: Tensor, config: Config) -> Tensor:
-    """Each expert's score: softmax or sigmoid of logits[..., E]."""
+    """Return each expert's score, the softmax or sigmoid of logits[..., E]."""
     return logits.softmax(-1) if config.routing == "softmax" else logits.sigmoid()
 
 
@@ -237,8 +238,10 @@ def load_of(experts: Tensor, E: int) -> Tensor:
 
 
 def balanced_load(experts: Tensor, config: Config, mask: Tensor | None = None) -> Tensor:
-    """The load that `balance_loss` wants even, int64[E], or [B, E] by sequence, of experts[B, T, k]: of the tokens that
-    mask[B, T] counts, of their first choices alone where `config.balance_first` says so. ValueError for another mask.
+    """Return the load that `balance_loss` evens out, int64[E], or [B, E] by sequence, of experts[B, T, k].
+
+    Only the tokens that mask[B, T] marks count, and with `config.balance_first` only their first choices. A mask of
+    another shape or dtype is a ValueError.
     """
     if mask is not None and (mask.dtype != torch.bool or mask.shape != experts.shape[:-1]):
         found, wanted = f"{mask.dtype} {list(mask.shape)}", list(experts.shape[:-1])
@@ -253,12 +256,12 @@ def balanced_load(experts: Tensor, config: Config, mask: Tensor | None = None) -
 def balance_loss(
     logits: Tensor, load: Tensor, config: Config, tokens: "int | Tensor", sequences: int = 1, mask: Tensor | None = None
 ) -> Tensor:
-    """E * sum over experts of f P: f the share of the choices that fell on an expert, P its mean score; 1 if even.
+    """Return E * sum over experts of f P: f is an expert's share of the choices, P its mean score; 1 if even.
 
-    load int64[E], of `balanced_load`, and `tokens` are those of the global batch, logits[..., E] this rank's part of
-    it: then this is the part's term, and the terms add up to the loss. By sequence, load[B, E] is of the whole of each,
+    load int64[E], of `balanced_load`, and `tokens` describe the global batch, logits[..., E] this rank's part of it.
+    The result is the part's term, and the terms add up to the loss. By sequence, load[B, E] counts each whole sequence,
     and the loss is the mean over all `sequences` of the global batch (DeepSeek-V3, arXiv:2412.19437, equations 17 to
-    20). Tokens that mask[B, T] does not count have no part in it. Sigmoid scores are first divided by their sum.
+    20). Tokens that mask[B, T] leaves out do not contribute. Sigmoid scores are first divided by their sum.
     """
     score, choices = scores(logits, config), 1 if config.balance_first else config.k
     if config.routing == "sigmoid":
@@ -275,20 +278,23 @@ def balance_loss(
 
 
 def z_loss(logits: Tensor, tokens: "int | Tensor", mask: Tensor | None = None) -> Tensor:
-    """The mean over `tokens` of the square of logsumexp(logits[..., E]); of a part of the tokens, the part's term."""
+    """Return the mean over `tokens` of logsumexp(logits[..., E])^2; logits of a part of the tokens give its term."""
     square = logits.logsumexp(-1).square()
     return (square if mask is None else square * mask).sum() / tokens
 
 
 def losses(logits: Tensor, experts: Tensor, config: Config, mask: Tensor | None) -> dict[str, Tensor]:
-    """The losses of a whole batch: logits[B, T, E], experts[B, T, k]."""
+    """Return the losses of a whole batch: logits[B, T, E], experts[B, T, k]."""
     count = experts[..., 0].numel() if mask is None else mask.sum().clamp(min=1)
     balance = balance_loss(logits, balanced_load(experts, config, mask), config, count, len(experts), mask)
     return {"balance": balance, "z": z_loss(logits, count, mask)}
 
 
 def update_bias(bias: Tensor, load: Tensor, rate: float = 1e-3) -> Tensor:
-    """bias[E] after a step in which `load`[E] tokens chose each expert: up by `rate` where fewer than the mean did,
-    down where more did (DeepSeek-V3: no auxiliary loss disturbs the model's own)."""
+    """bias[E] after a step in which `load`[E] tokens chose each expert.
+
+    It goes up by `rate` where fewer tokens than the mean did, and down where more did, so that no auxiliary loss
+    disturbs the model's own (DeepSeek-V3).
+    """
     load = load.to(torch.float64)
     return bias + rate * torch.sign(load.mean() - load).to(bias.dtype)

@@ -1,4 +1,4 @@
-"""The params of a decoder-only transformer: how they start, by the table `models.leaves`."""
+"""Initialize the params of a decoder-only transformer by the table `models.leaves`."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -12,13 +12,13 @@ from scaling.mesh import AbstractMesh
 from scaling.models.leaves import Leaf, check_computed, leaves_of, specs_of
 from scaling.spec import Spec, parse
 
-# of a dim that is stored in another order or padded: its index in the model at each place, -1 for none
+# for a dim that is stored in another order or padded: the model's index of each stored entry, -1 for padding
 Places = Mapping[str, Sequence[int]]
 IN_ORDER: Places = {}
 
 
 def inits(config: Config) -> dict:
-    """Return how each param starts: normal with variance 1/(elements contracted), gains in use 1, biases 0."""
+    """Return each param's initial values: normal with variance 1/(elements contracted), gains in use 1, biases 0."""
 
     def start(leaf: Leaf) -> tree.Normal | tree.Constant:
         if isinstance(leaf.start, str):
@@ -39,11 +39,14 @@ def init(
     specs: dict | None = None,
     places: Places = IN_ORDER,
 ) -> dict:
-    """Params of this model, whole and on the CPU; on a `mesh`, by sharded `specs`, only this device's shards.
+    """Return params of this model, whole and on the CPU; on a `mesh`, by sharded `specs`, only this device's shards.
 
-    The values are the same on every mesh: each is a function of the seed, its leaf and its place in the whole array.
-    `places`: which layer each place of a stack stored for a pipeline's stages holds, and which entry each of a padded
-    vocabulary, -1 for none (zeros). On the device "meta", shapes only. ValueError for a model that is not computed.
+    The values are equal on every mesh: each is a function of the seed, its leaf and its index in the whole array.
+    `places` maps each entry of a stack stored for a pipeline's stages to a layer, and each entry of a padded vocabulary
+    to a token, with -1 for padding (zeros). On the device "meta" there are shapes only.
+
+    Raises:
+        ValueError: The model is not computed here.
     """
     if mesh is None:
         mesh, device = AbstractMesh({}), device or "cpu"
@@ -67,15 +70,15 @@ def init(
 
 
 def stored_sizes(config: Config, places: Places) -> dict[str, int]:
-    """The sizes of the model as it is stored, with what is padded."""
+    """Return the sizes of the stored model, including its padding."""
     return config.sizes | {dim: len(at) for dim, at in places.items()}
 
 
 def used_gains(params: Any, config: Config) -> Any:
     """Return the params with the gains by which norms multiply.
 
-    They are 1 + those of a model with `unit_offset`. The last norm's are divided by `logit_scale`, since logits are
-    linear in what it gives. In bfloat16 the sum is float32, as Hugging Face's classes have it.
+    In a model with `unit_offset` these are 1 + the stored gains. The last norm's are divided by `logit_scale`, since
+    logits are linear in its output. For bfloat16 params the sum is float32, as in Hugging Face's classes.
     """
     if not config.unit_offset and config.logit_scale == 1:
         return params
@@ -90,14 +93,14 @@ def used_gains(params: Any, config: Config) -> Any:
 
 
 def places_of(specs: dict, slots: Sequence[int], mesh) -> range:
-    """The places of the stored stack [L_Z] that this rank holds."""
+    """Return the entries of the stored stack [L_Z] that this rank holds."""
     spec = parse(specs["layers"]["norm_attn"])
     mine = Spec("L", spec.dims[:1]).slices({"L": len(slots)}, mesh, mesh.coord)[0]
     return range(mine.start, mine.stop)
 
 
 def config_of_params(params: dict, name: str = "params") -> Config:
-    """The sizes of these params, with Config's defaults for what no shape tells."""
+    """Return a Config with the sizes of these params, and defaults for everything that shapes do not determine."""
     layers = params["layers"]
     if "router" in layers:
         raise ValueError("params with experts do not say how many are active, and how\n  fix: give config=")

@@ -1,7 +1,7 @@
-"""What lies between the matmuls, activations and RMSNorm, and its derivatives: written out, or by autograd's tape.
+"""The functions between the matmuls, activations and RMSNorm, with derivatives written out or by autograd's tape.
 
-Everything but `vjp`, which differentiates any function, works on each row by itself, so it is the same on one device
-and on shards of the other dims.
+Each works on every row alone, so it also holds on shards of the other dims. `vjp` is the exception: it differentiates
+any function.
 """
 
 import math
@@ -20,18 +20,19 @@ EPS = 1e-6  # added to the mean square in RMSNorm
 
 
 def check_activation(activation: str) -> None:
+    """Raise a ValueError for an unknown activation."""
     if activation not in ACTIVATIONS:
         raise ValueError(f"unknown activation {activation!r}\n  fix: choose one of {', '.join(ACTIVATIONS)}")
 
 
 def act(x: Tensor, activation: str) -> Tensor:
-    """none: x; relu: max(x, 0); gelu: x Phi(x) = x (1 + erf(x / sqrt 2)) / 2, the exact form and not the tanh one."""
+    """Apply none: x; relu: max(x, 0); or gelu: x Phi(x) = x (1 + erf(x / sqrt 2)) / 2, exactly and not by tanh."""
     check_activation(activation)
     return F.gelu(x) if activation == "gelu" else F.relu(x) if activation == "relu" else x
 
 
 def act_grad(x: Tensor, activation: str) -> Tensor:
-    """d act / d x. gelu: Phi(x) + x phi(x), phi the normal density; relu: 1 where x > 0, and 0 at 0."""
+    """Return d act / d x. gelu: Phi(x) + x phi(x), phi the normal density; relu: 1 where x > 0, and 0 at 0."""
     check_activation(activation)
     if activation == "gelu":
         return 0.5 * (1 + torch.erf(x * 0.5**0.5)) + x * torch.exp(-0.5 * x * x) * (1 / math.sqrt(2 * math.pi))
@@ -39,27 +40,27 @@ def act_grad(x: Tensor, activation: str) -> Tensor:
 
 
 def act_vjp(x: Tensor, dy: Tensor, activation: str) -> Tensor:
-    """dy * act_grad(x): for gelu in one kernel, which a hand-written backward calls on the largest arrays there are."""
+    """Return dy * act_grad(x). gelu takes one kernel, since hand-written backwards call it on their largest arrays."""
     if activation == "gelu":
         return torch.ops.aten.gelu_backward(dy, x)
     return dy if activation == "none" else dy * act_grad(x, activation)
 
 
 def second_moment(activation: str) -> float:
-    """E[act(z)^2] for a standard normal z, so what is left of a unit mean square (gelu: from E[Phi(z)^2] = 1/3)."""
+    """Return E[act(z)^2] for a standard normal z (gelu: from E[Phi(z)^2] = 1/3)."""
     check_activation(activation)
     return {"none": 1.0, "relu": 0.5, "gelu": 1 / 3 + 1 / (2 * math.pi * math.sqrt(3))}[activation]
 
 
 def mean_square(x: Tensor) -> Tensor:
-    """The mean over the last dim of x^2, [..., 1], in float32 at least."""
+    """Return the mean of x^2 over the last dim, [..., 1], in float32 or wider."""
     return x.to(torch.promote_types(x.dtype, torch.float32)).square().mean(-1, keepdim=True)
 
 
 def rms_norm(x: Tensor, mean_square_x: Tensor | None = None, *, gain: Tensor | None = None, eps: float = EPS) -> Tensor:
-    """y = x / sqrt(mean(x^2) + eps) over the last dim, times the learned gain[D] if there is one.
+    """Return y = x / sqrt(mean(x^2) + eps) over the last dim, times the learned gain[D] if there is one.
 
-    `mean_square_x`[..., 1]: the mean of squares over the whole dim, where x is only a shard of it.
+    If x is only a shard of that dim, give `mean_square_x`[..., 1], the mean of squares over the whole of it.
     """
     if gain is not None and mean_square_x is None and not torch.compiler.is_compiling() and in_transform() is None:
         return _RMSNorm.apply(x, gain, eps) if torch.is_grad_enabled() else gained_norm(x, gain, eps)[0]
@@ -69,7 +70,7 @@ def rms_norm(x: Tensor, mean_square_x: Tensor | None = None, *, gain: Tensor | N
 
 
 class _RMSNorm(torch.autograd.Function):
-    """The same with its derivative written out: half the passes over memory. For torch.autograd alone."""
+    """`rms_norm` with its derivative written out, which halves the passes over memory. For torch.autograd only."""
 
     @staticmethod
     def forward(ctx, x: Tensor, gain: Tensor, eps: float) -> Tensor:
@@ -88,17 +89,17 @@ class _RMSNorm(torch.autograd.Function):
 
 
 def gained_norm(x: Tensor, gain: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """(x r gain, r[..., 1]), r = 1 / sqrt(mean(x^2) + eps): what `gained_norm_vjp` needs of the forward pass."""
+    """Return (x r gain, r[..., 1]) with r = 1 / sqrt(mean(x^2) + eps); `gained_norm_vjp` needs this r."""
     if _one_kernel(x, gain):
         return fused_norm(x, gain, eps)
-    r = mean_square(x).add_(eps).rsqrt_()  # a vector_norm reads x once, but rounds otherwise than Hugging Face does
+    r = mean_square(x).add_(eps).rsqrt_()  # vector_norm would read x once, but it rounds differently from Hugging Face
     if gain.dtype != x.dtype:
         return (x * r * gain).to(x.dtype), r
     return (x * r).to(x.dtype).mul_(gain), r
 
 
 def gained_norm_vjp(x: Tensor, gain: Tensor, r: Tensor, dy: Tensor) -> tuple[Tensor, Tensor]:
-    """(dx, dgain): dx = r gain dy - r^3 x mean(x gain dy), dgain = sum over the rows of r x dy."""
+    """Return (dx, dgain): dx = r gain dy - r^3 x mean(x gain dy), dgain = sum over the rows of r x dy."""
     if _one_kernel(x, gain):
         return fused_norm_vjp(x, gain, r, dy)
     along = (dy * x).to(gain.dtype)
@@ -109,16 +110,19 @@ def gained_norm_vjp(x: Tensor, gain: Tensor, r: Tensor, dy: Tensor) -> tuple[Ten
 
 
 def _one_kernel(x: Tensor, gain: Tensor) -> bool:
-    """On a GPU torch has one kernel for each pass, where the lines here start six: a step takes a twelfth less
-    (docs/speed.md). A compiler fuses the lines, and torch.func knows their derivatives."""
+    """Return whether to call torch's fused kernels, one for each pass, where the lines here launch six.
+
+    On a GPU a step then takes a twelfth less time (docs/speed.md). They are not used under a compiler, which fuses the
+    lines itself, or under torch.func, which knows the derivatives of the lines.
+    """
     alike = x.is_cuda and gain.dtype == x.dtype
     return alike and not torch.compiler.is_compiling() and in_transform() is None
 
 
 def rms_norm_vjp(x: Tensor, dy: Tensor, mean_square_x: Tensor | None = None, mean_x_dy: Tensor | None = None) -> Tensor:
-    """dx = r dy - r^3 x mean(x dy), r = 1 / sqrt(mean(x^2) + EPS): r depends on every x of the row.
+    """Return dx = r dy - r^3 x mean(x dy), with r = 1 / sqrt(mean(x^2) + EPS), which depends on every x of the row.
 
-    Where x and dy are shards of the last dim, give both means over the whole of it.
+    If x and dy are shards of the last dim, give both means over the whole of it.
     """
     if mean_x_dy is None:
         mean_x_dy = (x * dy).to(torch.promote_types(x.dtype, torch.float32)).mean(-1, keepdim=True)
@@ -127,11 +131,11 @@ def rms_norm_vjp(x: Tensor, dy: Tensor, mean_square_x: Tensor | None = None, mea
 
 
 def vjp(f: Callable, *primals) -> tuple[Any, Callable[..., tuple]]:
-    """(f(*primals), pull) over trees of tensors: pull(cotangents) -> a cotangent of each primal.
+    """Return (f(*primals), pull) over trees of tensors: pull(cotangents) -> a cotangent of each primal.
 
-    As torch.func.vjp, at less cost for each collective, and without the import of the compiler by its first call, for
-    which every rank that torchrun starts would wait. A tensor on which the result does not depend, or that holds whole
-    numbers, has zeros as its cotangent. A compiler is given torch.func.vjp.
+    This equals torch.func.vjp, which costs more per collective and whose first call imports the compiler, so that every
+    rank that torchrun starts would wait for it. A tensor that the result does not depend on, or that holds whole
+    numbers, gets a cotangent of zeros. Under a compiler torch.func.vjp is used.
     """
     if torch.compiler.is_compiling():
         return torch.func.vjp(f, *primals)  # pyright: ignore[reportReturnType]

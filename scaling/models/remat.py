@@ -1,8 +1,8 @@
-"""Gradient checkpointing as pure functions (Part 4, "Gradient checkpointing"): which activations are saved is explicit.
+"""Gradient checkpointing as pure functions that say which activations are saved (Part 4, "Gradient checkpointing").
 
-`checkpoint_block(f)` saves a layer's inputs only and computes the rest again. `checkpoint_matmuls(f)` also saves the
-outputs of its matmuls: replayed, a matmul hands out the saved output and still has its gradient, so that only what
-lies between the matmuls is computed again. Both work under torch.autograd and under torch.func (which refuses
+`checkpoint_block(f)` saves a layer's inputs only and recomputes the rest. `checkpoint_matmuls(f)` also saves the
+outputs of its matmuls: replayed, a matmul returns the saved output and still has its gradient, so that only the
+operations between the matmuls are recomputed. Both work under torch.autograd and under torch.func (which refuses
 torch.utils.checkpoint's saved-tensor hooks).
 """
 
@@ -15,12 +15,12 @@ import torch
 
 
 def matmul_weight(x: torch.Tensor, W: torch.Tensor) -> torch.Tensor:
-    """x[..., D] times W[D, ...]: contracts x's last dim with W's first."""
+    """Multiply x[..., D] by W[D, ...], contracting the last dim of x with the first of W."""
     return (x @ W.flatten(1)).unflatten(-1, W.shape[1:]) if W.ndim > 2 else x @ W
 
 
 class _Replay(torch.autograd.Function):
-    """The matmul x[..., D] W[D, F] whose output is known already: not computed, but differentiated."""
+    """The matmul x[..., D] W[D, F] with a known output: it is differentiated but not computed."""
 
     generate_vmap_rule = True
 
@@ -39,9 +39,11 @@ class _Replay(torch.autograd.Function):
 
 
 class _Again(torch.autograd.Function):
-    """The results, and what is kept, of first(*leaves) -> (results, kept), two tuples of tensors; the leaves and `kept`
-    are saved, and the backward pass differentiates again(kept, *leaves) -> results. `number` gives a list of how many
-    results there are: torch.func would copy the list itself."""
+    """Compute first(*leaves) -> (results, kept), two tuples of tensors, and recompute the results in backward.
+
+    The leaves and `kept` are saved, and the backward pass differentiates again(kept, *leaves) -> results. `number`
+    returns the list that the number of results is added to; it is a function, because torch.func would copy a list.
+    """
 
     @staticmethod
     def forward(first, again, number, *leaves):
@@ -65,8 +67,10 @@ class _Again(torch.autograd.Function):
 
 
 def computed_again(first: Callable, again: Callable, *trees: Any) -> tuple[torch.Tensor, ...]:
-    """The results of first(*trees) -> (results, kept), of which the trees and `kept` alone are saved for the backward
-    pass: that differentiates again(kept, *trees) -> results."""
+    """Return the results of first(*trees) -> (results, kept), saving only the trees and `kept` for the backward pass.
+
+    The backward pass differentiates again(kept, *trees) -> results.
+    """
     leaves, structure = optree.tree_flatten(cast(Any, trees))
     counts: list[int] = []
 
@@ -81,12 +85,12 @@ def computed_again(first: Callable, again: Callable, *trees: Any) -> tuple[torch
 
 
 def checkpoint_block(f: Callable) -> Callable:
-    """f(layer, x) -> x, of which only `layer` and `x` are saved for the backward pass."""
+    """Return f(layer, x) -> x as a function that saves only `layer` and `x` for the backward pass."""
     return lambda *both: computed_again(lambda *both: ((f(*both),), ()), lambda _, *both: (f(*both),), *both)[0]
 
 
 def checkpoint_matmuls(f: Callable) -> Callable:
-    """f(layer, x, matmul) -> x, of which `layer`, `x` and the output of each matmul but the last are saved.
+    """Return f(layer, x, matmul) -> x as a function that saves `layer`, `x` and the output of each matmul but the last.
 
     The last matmul's output may only be added to the result (as in a residual block), so that no gradient reads it;
     otherwise gradients come out NaN.
@@ -103,7 +107,7 @@ def checkpoint_matmuls(f: Callable) -> Callable:
         return (result,), outputs[:-1]
 
     def again(kept, layer, x):
-        unread = x.new_full((), math.nan)  # in place of the last matmul's output: were it read, it would show
+        unread = x.new_full((), math.nan)  # replaces the last matmul's output, and would show if it were read
         outputs = iter(kept)
 
         def replaying(x, W):

@@ -1,4 +1,4 @@
-"""Rotary positions: each head's dims as the coordinates of H/2 planes, each turned by position times its frequency.
+"""Rotary positions: the dims of a head are coordinates in H/2 planes, each rotated by position times its frequency.
 
 The first half of H holds the first coordinates, the second half the second (Su et al. 2021, arxiv.org/abs/2104.09864).
 """
@@ -15,7 +15,7 @@ from scaling.models.leaves import SCALINGS
 def frequencies(H: int, theta: float, scaling: RopeScaling | None = None, device=None) -> Tensor:
     """Return the radians per position of each plane, float64[H/2]: theta^(-2i/H), changed by `scaling`.
 
-    ValueError for a scaling that is not computed.
+    A scaling that is not computed here is a ValueError.
     """
     f = theta ** (-torch.arange(0, H, 2, device=device, dtype=torch.float64) / H)
     if scaling is None:
@@ -24,7 +24,7 @@ def frequencies(H: int, theta: float, scaling: RopeScaling | None = None, device
         return f / scaling.factor
     if scaling.kind == "llama3":
         return scaling.slowed(f)
-    if scaling.kind == "yarn":  # kept or slowed by planes, between those that turn `high` and `low` times in it
+    if scaling.kind == "yarn":  # a ramp from the planes with `high` turns in `original` positions to `low`
         first, last = (
             H * math.log(scaling.original / (turns * 2 * math.pi)) / (2 * math.log(theta))
             for turns in (scaling.high, scaling.low)
@@ -40,9 +40,9 @@ def frequencies(H: int, theta: float, scaling: RopeScaling | None = None, device
 
 
 def tables(positions: Tensor, H: int, theta: float, scaling: RopeScaling | None = None, dtype=None):
-    """(cos, sin)[..., T, H] of positions[..., T], worked out in float64 and then rounded to `dtype`.
+    """Return (cos, sin)[..., T, H] of positions[..., T], computed in float64 and then rounded to `dtype`.
 
-    Plane i has its cosine at i and i + H/2, its sine there with the signs -, +: what `rotate` multiplies by.
+    Plane i has its cosine at i and i + H/2, and its sine there with the signs - and +, as `rotate` needs them.
     """
     angles = positions[..., None] * frequencies(H, theta, scaling, positions.device)
     length = _length(scaling) if scaling else 1.0
@@ -53,8 +53,8 @@ def tables(positions: Tensor, H: int, theta: float, scaling: RopeScaling | None 
 def layer_tables(config: Config, positions: Tensor, dtype: torch.dtype) -> tuple[tuple[Tensor, Tensor], ...]:
     """Return (cos, sin) of each layer of a model.
 
-    Where scores have a scale of their own, queries and keys each grow by the root of what it is times sqrt(H). A layer
-    that turns nothing has cos = 1 and sin = 0, without what yarn multiplies by.
+    With `score_scale`, queries and keys are each multiplied by sqrt(score_scale * sqrt(H)), so that attention's scale
+    of 1/sqrt(H) becomes `score_scale`. An unrotated layer has cos = 1 and sin = 0, without yarn's factor.
     """
     cos, sin = tables(positions, config.rotary, config.theta, config.rope_scaling, dtype)
     kinds = {False: (cos, sin)} | ({True: (torch.ones_like(cos), torch.zeros_like(sin))} if config.unrotated else {})
@@ -65,7 +65,7 @@ def layer_tables(config: Config, positions: Tensor, dtype: torch.dtype) -> tuple
 
 
 def magnitude(scaling: RopeScaling | None) -> float:
-    """Return what latent attention multiplies queries and keys by in all their dims, where `mscale_all` says so.
+    """Return the factor from `mscale_all` by which latent attention multiplies all dims of queries and of keys.
 
     DeepSeek's class does so with every scaling, not with yarn alone.
     """
@@ -73,7 +73,7 @@ def magnitude(scaling: RopeScaling | None) -> float:
 
 
 def _length(scaling: RopeScaling) -> float:
-    """Return what yarn multiplies the rotated dims by: 0.1 ln(factor) + 1.
+    """Return the factor by which yarn multiplies the rotated dims: 0.1 ln(factor) + 1 by default.
 
     Peng et al. 2023, arxiv.org/abs/2309.00071.
     """
@@ -89,7 +89,7 @@ def _scale(factor: float, mscale: float) -> float:
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """x[B, T, heads, H] turned by tables [T, H], or [B, T, H] where the sequences' positions differ."""
+    """Rotate x[B, T, heads, H] by tables [T, H], or [B, T, H] if the sequences' positions differ."""
     return torch.addcmul(x * cos[..., None, :], x.roll(x.shape[-1] // 2, -1), sin[..., None, :])
 
 

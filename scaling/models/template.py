@@ -27,14 +27,14 @@ from scaling.common.arguments import of_type, table_if_any
 from scaling.configs.hub import TEMPLATES
 from scaling.models.text import FILE, TOKENIZER_CONFIG, home_of
 
-SECONDS = 2.0  # of processor time that one rendering may take
-MOST = 8 << 20  # characters that it may write
+SECONDS = 2.0  # limit of processor time for one rendering
+MOST = 8 << 20  # limit of characters that it may write
 TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
-REASONING = ("reasoning_content", "thinking", "reasoning")  # names of what a model thinks before it answers
-RESERVED = {  # names that `chat_template_kwargs` may not have: callers decide of them, or they are no variables
+REASONING = ("reasoning_content", "thinking", "reasoning")  # keys of a message under which a model's thoughts may be
+RESERVED = {  # names that `chat_template_kwargs` may not have: callers set them, or they are not variables
     "messages", "add_generation_prompt", "continue_final_message", "chat_template", "tokenize", "self",
 }  # fmt: skip
-STAND_IN = "Q7answerQ7"  # is rendered where an answer would be, and is in no text
+STAND_IN = "Q7answerQ7"  # rendered in place of an answer; occurs in no text
 GENERATION_TAG = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
 Messages = Sequence[Mapping[str, Any]]
 
@@ -70,7 +70,7 @@ class ChatTemplate:
             add_generation_prompt: Whether the text goes on up to where the assistant's next answer begins.
             tools: The functions that the model may call, as JSON schemas.
             documents: The texts that the answer may quote.
-            kwargs: What else this template knows, such as `enable_thinking`.
+            kwargs: Other variables of this template, such as `enable_thinking`.
 
         Raises:
             ValueError: The template refuses the messages, or exceeds its limits.
@@ -79,14 +79,14 @@ class ChatTemplate:
         return self._run(messages, **given, **kwargs)[0]
 
     def spans(self, messages: Messages, /, **kwargs: Any) -> tuple[str, list[tuple[int, int]]]:
-        """Return the messages as one text, and which of its characters the assistant says: [(start, end), ...].
+        """Return the messages as one text, and the spans of the assistant's answers: [(start, end), ...].
 
-        A span ends after the token that ends the answer. A template says itself where answers are, by
-        `{% generation %}`. For others they are found by rendering: an answer begins where the messages before it end
-        with `add_generation_prompt`, or else where its content is.
+        A span ends after the token that ends the answer. A template may mark its answers by `{% generation %}`.
+        Otherwise they are found by rendering: an answer begins where the messages before it end with
+        `add_generation_prompt`, or else where its content begins.
 
         Raises:
-            ValueError: As `render`, or an answer cannot be found in the text.
+            ValueError: `render` would raise it, or an answer cannot be found in the text.
         """
         text, spans = self._run(messages, **kwargs)
         if not GENERATION_TAG.search(self._chosen(kwargs.get("tools"))):
@@ -95,7 +95,7 @@ class ChatTemplate:
         return text, spans
 
     def _chosen(self, tools: Any) -> str:
-        """Return the template for these tools. ValueError where the folder has only others."""
+        """Return the template for these tools. Raise a ValueError if the folder has none."""
         name = "tool_use" if tools is not None and "tool_use" in self.templates else "default"
         if name not in self.templates:
             raise ValueError(
@@ -105,7 +105,7 @@ class ChatTemplate:
         return self.templates[name]
 
     def _run(self, messages: Messages, /, **kwargs: Any) -> tuple[str, list[tuple[int, int]]]:
-        """Return the text, and the spans that `{% generation %}` marks."""
+        """Render the messages; return the text, and the spans that `{% generation %}` marks."""
         if isinstance(messages, str | Mapping) or not all(isinstance(message, Mapping) for message in messages):
             raise ValueError('messages are objects such as {"role": "user", "content": "Hi"}\n  fix: give a list')
         if not messages:
@@ -134,7 +134,7 @@ class ChatTemplate:
         prompt = attempt(messages[:i], add_generation_prompt=True)
         if prompt and text.startswith(prompt):
             start = len(prompt) if not text[len(prompt) : start].strip() or prompt != attempt(messages[:i]) else start
-        if end is None and (whole := attempt(messages[: i + 1])):  # how an answer ends depends on what it says
+        if end is None and (whole := attempt(messages[: i + 1])):  # the end of an answer depends on its content
             end = len(_shared(whole, text).rstrip())
         if start is None or end is None or end < start:
             raise ValueError(
@@ -144,7 +144,7 @@ class ChatTemplate:
         return start, end
 
     def _ended(self, text: str, end: int) -> int:
-        """Return where the special token ends that follows at once, or after white space; `end` if none does."""
+        """Return the end of the special token that follows `end`, perhaps after white space; else `end`."""
         found = self._special.match(text, end)
         return found.end() if found else end
 
@@ -160,7 +160,7 @@ def chat_template(folder: "str | Path") -> ChatTemplate | None:
     """Return the chat template of a model's folder or of a run's; None where it has none.
 
     Raises:
-        ValueError: A file cannot be read, or jinja2 is not there.
+        ValueError: A file cannot be read, or jinja2 is not installed.
     """
     home = home_of(folder)
     if not (templates := dict(_templates(home))):
@@ -171,7 +171,7 @@ def chat_template(folder: "str | Path") -> ChatTemplate | None:
 
 
 def _templates(home: Path) -> Iterator[tuple[str, str]]:
-    """Yield (name, text): of the files that hold templates, or else of tokenizer_config.json."""
+    """Yield (name, text) of each template, from template files or else from tokenizer_config.json."""
     files = {path.stem: path for path in sorted((home / TEMPLATES).glob("*.jinja"))}
     if (own := home / "chat_template.jinja").is_file():
         files = {"default": own} | files
@@ -195,7 +195,7 @@ def _templates(home: Path) -> Iterator[tuple[str, str]]:
 def special_tokens(home: Path) -> dict[str, str]:
     """Return the special tokens by name, as tokenizer_config.json and special_tokens_map.json have them.
 
-    A token is a text, or an object whose `content` is the text; a null one is left out. As in transformers the map
+    A token is a text, or an object whose `content` is the text; null is left out. As in transformers the map
     counts where tokenizer_config.json has no `added_tokens_decoder`, and then wins. Names of a model's own, which end
     with "_token" or are in `extra_special_tokens`, are the other way round: what tokenizer_config.json writes wins.
     """
@@ -213,14 +213,14 @@ def special_tokens(home: Path) -> dict[str, str]:
 
 
 def _prepared(message: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a message as templates get it: without nulls, and with its reasoning under the names that they know."""
+    """Return a message for a template: without nulls, and with its reasoning under the keys that templates read."""
     found = {key: value for key, value in message.items() if value is not None}
     thought = next((found[name] for name in REASONING if name in found), None)
     return found if thought is None else {"thinking": thought} | found | {"reasoning_content": thought}
 
 
 def _shared(one: str, two: str) -> str:
-    """Return what both texts begin with."""
+    """Return the longest common prefix of two texts."""
     low, high = 0, min(len(one), len(two))
     while low < high:  # comparing whole texts is much faster than a loop over characters
         middle = (low + high + 1) // 2
@@ -229,7 +229,7 @@ def _shared(one: str, two: str) -> str:
 
 
 class _Renderer:
-    """The process that renders. It is started with the first template, and again after one that has ended it."""
+    """The process that renders. It starts with the first template, and again after a template has ended it."""
 
     def __init__(self):
         self.lock, self.pid = Lock(), os.getpid()
@@ -269,7 +269,7 @@ class _Renderer:
         except BrokenPipeError:
             pass
         finally:
-            if not answer.endswith(b"\n"):  # it has ended; or Ctrl-C came, and this answer is no later job's
+            if not answer.endswith(b"\n"):  # it has ended; or after Ctrl-C, so that no later job gets this answer
                 self.end()
         if self.process is not None:
             return json.loads(answer.decode("utf-8", "surrogatepass"))
@@ -278,12 +278,12 @@ class _Renderer:
 
     def end(self) -> None:
         process, self.process = self.process, None
-        if process is not None and self.pid == os.getpid():  # not in a process that was forked, and ends before
+        if process is not None and self.pid == os.getpid():  # not in a forked child, which may end earlier
             process.kill()
             process.communicate()
 
 
 @cache
 def _renderer(pid: int) -> _Renderer:
-    """Return the renderer of this process: one that was forked has its own."""
+    """Return the renderer of this process; a forked child gets its own."""
     return _Renderer()

@@ -1,6 +1,6 @@
-"""Render chat templates in a process of its own, which `template.py` starts: a job a line in, an answer a line out.
+"""Render chat templates in a process that `template.py` starts: one job per line in, one answer per line out.
 
-A template is a program that comes with a model, and it may loop for ever. Nothing inside a process ends each such
+A template is a program that comes with a model, and it may loop for ever. Nothing inside a process can end every such
 program (`"a" * 10**9`, `10**10**9`, a concatenation that doubles), so the kernel does: it ends this process when a job
 takes more processor time than the job allows, and it refuses memory beyond `MEMORY`.
 
@@ -30,27 +30,27 @@ MEMORY = 512 << 20  # bytes
 
 
 class Generation(Extension):
-    """`{% generation %}answer{% endgeneration %}`: note from where to where the text is the assistant's."""
+    """`{% generation %}answer{% endgeneration %}`: record which part of the text is the assistant's."""
 
     tags = {"generation"}  # noqa: RUF012 - as jinja2 declares it
-    begin = 0  # of the text that is being written now: the characters so far
+    begin = 0  # the characters written so far
     spans: list[tuple[int, int]] = []  # noqa: RUF012 - set anew for each job
 
     def parse(self, parser: Parser) -> nodes.Node:
-        """Return the call of `note` that the tag stands for."""
+        """Compile the tag into a call of `note`."""
         line = next(parser.stream).lineno
         body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
         return nodes.CallBlock(self.call_method("note"), [], [], body).set_lineno(line)
 
     def note(self, caller: Callable[[], str]) -> str:
-        """Return the text between the tags, and keep where it is."""
+        """Return the text between the tags, and record its span."""
         text = caller()
         self.spans.append((self.begin, self.begin + len(text)))
         return text
 
 
 class PublicNamespace(Namespace):
-    """A `namespace` of which no name begins with an underscore, so that no template gets at Python's own."""
+    """A `namespace` without names that begin with an underscore, so that no template reaches Python's internals."""
 
     def __init__(*args: Any, **given: Any):  # a template may name a value `self`
         self = args[0]
@@ -65,7 +65,7 @@ class PublicNamespace(Namespace):
 
 
 class Dict:
-    """The function `dict` without what else Python's class can do."""
+    """The function `dict`, without the other attributes of Python's class."""
 
     def __call__(self, *args: Any, **given: Any) -> dict:
         """Return a dict, as Python's class does."""
@@ -88,7 +88,7 @@ def raise_exception(message: str) -> None:
 
 @cache
 def environment() -> ImmutableSandboxedEnvironment:
-    """Return what all templates are rendered in."""
+    """Return the environment in which all templates are rendered."""
     made = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[Generation, "jinja2.ext.loopcontrols"]
     )
@@ -100,12 +100,12 @@ def environment() -> ImmutableSandboxedEnvironment:
 
 @cache
 def compiled(source: str) -> Template:
-    """Return the template of a text, compiled once."""
+    """Compile a template, once for each text."""
     return environment().from_string(source)
 
 
 def render(source: str, variables: dict[str, Any], most: int) -> tuple[str, list[tuple[int, int]]]:
-    """Return the text and the spans of its answers. ValueError where it has more than `most` characters."""
+    """Return the text and the spans of its answers. Raise a ValueError if it exceeds `most` characters."""
     noted = next(each for each in environment().extensions.values() if isinstance(each, Generation))
     noted.begin, noted.spans, parts = 0, [], []
     for part in compiled(source).generate(**variables):
@@ -124,16 +124,16 @@ def _answer(job: dict[str, Any]) -> dict[str, Any]:
         return {"text": text, "spans": spans}
     except MemoryError:
         return {"error": f"it needs more than {MEMORY >> 20} MiB of memory"}
-    except Exception as error:  # a template raises what it likes
+    except Exception as error:  # a template may raise anything
         return {"error": (str(error) or type(error).__name__)[:1000]}
     finally:
         signal.setitimer(signal.ITIMER_PROF, 0)
 
 
 def main() -> None:
-    """Answer one job after the other, until no one can ask any more."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C ends the program that asks, and its end this one
-    with contextlib.suppress(ValueError, OSError):  # a lower limit holds already
+    """Answer jobs until standard input ends."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C ends the parent, whose end ends this process
+    with contextlib.suppress(ValueError, OSError):  # a lower limit may already be set
         resource.setrlimit(resource.RLIMIT_DATA, (MEMORY, resource.getrlimit(resource.RLIMIT_DATA)[1]))
     for line in sys.stdin.buffer:
         said = json.dumps(_answer(json.loads(line)), ensure_ascii=False)

@@ -1,7 +1,7 @@
 """Text to token ids and back, and which tokenizer the ids of a model, a run or a corpus belong to.
 
 Bytes are built in; a tokenizer.json needs the library `tokenizers`, of the extra `hf`. Ids mean nothing without their
-tokenizer, so that its `identity` stands beside them: in the shards of a corpus, in runs and in exports.
+tokenizer, so its `identity` is stored with them: in the shards of a corpus, in runs and in exports.
 """
 
 import json
@@ -18,7 +18,7 @@ from scaling.models.growth import check_growth, growing_steps
 
 FILE = "tokenizer.json"
 TOKENIZER_CONFIG = "tokenizer_config.json"  # special tokens and chat templates
-GENERATION = "generation_config.json"  # which belongs to weights: how they are sampled, and where they end
+GENERATION = "generation_config.json"  # a file that comes with weights: how to sample, and the ids that end a text
 ENDS = ("bos_token_id", "eos_token_id", "pad_token_id")  # of config.json: ids that belong to the tokenizer
 IDENTITY = "tokenizer_identity"  # of an export's config.json
 NAME = "tokenizer_name"  # of run.toml: where it came from
@@ -30,10 +30,10 @@ class Tokenizer(Protocol):
 
     Attributes:
         name: Where it comes from.
-        identity: Equal for tokenizers that are the same.
+        identity: Equal for equal tokenizers.
         vocabulary: Ids lie in 0..vocabulary - 1.
         longest: The number of characters of the longest token.
-        folder: Where the files lie that came with it, such as a chat template; None if nothing did.
+        folder: The folder of the files that came with it, such as a chat template; None if there are none.
     """
 
     name: str
@@ -43,41 +43,47 @@ class Tokenizer(Protocol):
     folder: Path | None
 
     def encode(self, text: str, special: bool = False) -> list[int]:
-        """Return the ids of a text; `special`: with the tokens that the tokenizer puts around a text."""
+        """Return the ids of a text; with `special`, including the tokens that the tokenizer puts around a text."""
         ...
 
     def places(self, text: str) -> tuple[list[int], list[tuple[int, int]]]:
-        """Return the ids of a text, and for each from where to where in the text its characters are."""
+        """Return the ids of a text, and the span (start, end) of each id's characters in the text."""
         ...
 
     def id_of(self, token: str) -> int | None:
-        """Return the id of the token that is written so; None if there is none."""
+        """Return the id of the token that is written like this; None without such a token."""
         ...
 
-    def decode(self, ids: Sequence[int]) -> str: ...
+    def decode(self, ids: Sequence[int]) -> str:
+        """Return the text of these ids."""
+        ...
 
 
 class ByteText:
-    """Each byte of UTF-8 text is a token; ids from 256 on stand for nothing."""
+    """Each byte of UTF-8 text is a token; ids from 256 on are ignored."""
 
     name, identity, vocabulary, longest = "bytes", "bytes", BYTES, 1
     folder: Path | None = None
 
     def encode(self, text: str, special: bool = False) -> list[int]:
+        """Return the ids of a text."""
         return list(text.encode())
 
     def places(self, text: str) -> tuple[list[int], list[tuple[int, int]]]:
+        """Return the ids of a text and the span of each."""
         return self.encode(text), [(i, i + 1) for i, character in enumerate(text) for _ in character.encode()]
 
     def id_of(self, token: str) -> int | None:
+        """Return None: no token has a name."""
         return None
 
     def decode(self, ids: Sequence[int]) -> str:
+        """Return the text of these ids."""
         return bytes(int(id) for id in ids if id < BYTES).decode(errors="replace")
 
 
 class FromFile:
-    """A tokenizer.json. ValueError if it cannot be read, or the library is not there."""
+    """A tokenizer.json. It is a ValueError if it cannot be read, or the library is not installed."""
 
     def __init__(self, path: "str | Path"):
         if not Path(path).is_file():
@@ -97,7 +103,7 @@ class FromFile:
         self.loaded.no_truncation()  # a file may ask to cut every text, or to pad it: neither is part of the text
         self.loaded.no_padding()
         if hasattr(self.loaded.model, "dropout"):
-            self.loaded.model.dropout = None  # by which it would cut a text another way each time, and on each rank
+            self.loaded.model.dropout = None  # would tokenize a text differently each time, and on each rank
         self.name, self.identity = str(path), sha256(Path(path).read_bytes()).hexdigest()
         vocabulary = self.loaded.get_vocab()
         self.vocabulary, self.longest = max(vocabulary.values(), default=-1) + 1, max(map(len, vocabulary), default=1)
@@ -105,9 +111,11 @@ class FromFile:
         self.growing = growing_steps(self.name, self.loaded)
 
     def encode(self, text: str, special: bool = False) -> list[int]:
+        """Return the ids of a text."""
         return self._encoded(text, special).ids
 
     def places(self, text: str) -> tuple[list[int], list[tuple[int, int]]]:
+        """Return the ids of a text and the span of each."""
         found = self._encoded(text)
         return found.ids, found.offsets
 
@@ -116,20 +124,22 @@ class FromFile:
             check_growth(self.name, self.growing, text)
             return self.loaded.encode(text, add_special_tokens=special)
         except BaseException as error:
-            if type(error).__name__ != "PanicException":  # which the library raises, and no other name for it
+            if type(error).__name__ != "PanicException":  # raised by the library, which exports no class for it
                 raise
             why = f"{self.name}: the library tokenizers cannot read a text by it: {error}"
             raise ValueError(f"{why}\n  fix: give another text, or another tokenizer.json") from None
 
     def id_of(self, token: str) -> int | None:
+        """Return the id of a token, or None."""
         return self.loaded.token_to_id(token)
 
     def decode(self, ids: Sequence[int]) -> str:
+        """Return the text of these ids."""
         return self.loaded.decode([int(i) for i in ids])
 
 
 class Unknown:
-    """The tokenizer of a model that came without one: its ids can be given and are printed, text is refused."""
+    """The tokenizer of a model that came without one: prompts must be ids, and text is refused."""
 
     identity, vocabulary, longest = "", 0, 1 << 62
     folder: Path | None = None
@@ -138,23 +148,27 @@ class Unknown:
         self.name = str(place)
 
     def places(self, text: str) -> tuple[list[int], list[tuple[int, int]]]:
+        """Refuse a text."""
         return self.encode(text), []
 
     def id_of(self, token: str) -> int | None:
+        """Return None."""
         return None
 
     def encode(self, text: str, special: bool = False) -> list[int]:
+        """Refuse a text."""
         raise ValueError(
             f"{self.name}: has no {FILE}: nothing says which ids of its model a text is"
             f"\n  fix: put the model's {FILE} there, or give ids in place of text"
         )
 
     def decode(self, ids: Sequence[int]) -> str:
+        """Return an empty text."""
         return ""
 
 
 def tokenizer(name: str) -> Tokenizer:
-    """ "bytes", a tokenizer.json, or a folder that has one."""
+    """Return the tokenizer of a name: "bytes", the path of a tokenizer.json, or a folder that has one."""
     if name == "bytes":
         return ByteText()
     path = Path(name)
@@ -162,17 +176,19 @@ def tokenizer(name: str) -> Tokenizer:
 
 
 def _read(path: Path) -> Tokenizer:
-    """A tokenizer.json; bytes, if that is what it says, which takes no library."""
+    """Read a tokenizer.json. One that `write_bytes` wrote is the tokenizer of bytes, and needs no library."""
     if path.is_file() and path.read_text(errors="replace") == json.dumps(of_bytes()):
         return ByteText()
     return FromFile(path)
 
 
 def tokenizer_of(folder: "str | Path", vocabulary: int) -> Tokenizer:
-    """The tokenizer of a model's folder, or of a run's, whose model has so many ids.
+    """Return the tokenizer of a model's folder, or of a run's, whose model has `vocabulary` ids.
 
-    A folder's own file; bytes where there are 256 ids, or where a run says so; else `Unknown`. ValueError if the file
-    has more ids than the model, or is not the one that the run or the export was written with.
+    It is the folder's own file if there is one; else bytes if there are 256 ids or a run says so; else `Unknown`.
+
+    Raises:
+        ValueError: The file has more ids than the model, or is not the one that the run or export was written with.
     """
     folder = Path(folder)
     home = home_of(folder)
@@ -189,24 +205,24 @@ def tokenizer_of(folder: "str | Path", vocabulary: int) -> Tokenizer:
         name = options.get("tokenizer", "bytes")
         if name != "bytes":
             return checked_tokenizer(tokenizer(name), vocabulary, str(folder)) if name else Unknown(folder)
-        known = options.get("identity") == "bytes"  # runs of old say "bytes" where nobody was asked
+        known = options.get("identity") == "bytes"  # older runs say "bytes" by default
         return ByteText() if known or vocabulary == BYTES else Unknown(folder)
     return ByteText() if vocabulary == BYTES else Unknown(folder)
 
 
 def written_with(folder: Path) -> str | None:
-    """The identity of the tokenizer that a run or an export was written with. None where nothing says so."""
+    """Return the identity of the tokenizer that a run or an export was written with; None if it is not recorded."""
     key, file = _record_of(folder)
     return table_if_any(folder / file).get(key)
 
 
 def _record_of(folder: Path) -> tuple[str, str]:
-    """(the key, the file that says it)."""
+    """Return the key of the tokenizer's identity, and the file that has it."""
     return ("identity", RUN) if (folder / RUN).is_file() else (IDENTITY, "config.json")
 
 
 def checked_tokenizer(by: Tokenizer, vocabulary: int, model: str) -> Tokenizer:
-    """The tokenizer. ValueError if it has ids that the model has not; of bytes, those that occur are what counts."""
+    """Return the tokenizer. Raise a ValueError if it has ids that the model lacks, unless it is that of bytes."""
     if by.identity != "bytes" and by.vocabulary > vocabulary:
         raise ValueError(
             f"{by.name}: has the ids 0..{by.vocabulary - 1}, but {model} has {vocabulary}"
@@ -216,13 +232,13 @@ def checked_tokenizer(by: Tokenizer, vocabulary: int, model: str) -> Tokenizer:
 
 
 def home_of(folder: "str | Path") -> Path:
-    """Where the files lie that came with the model of a folder: of a run, those that it keeps of it."""
+    """Return the folder of the files that came with a model: its own folder, or a run's subfolder for them."""
     folder = Path(folder)
     return folder / MODEL if (folder / RUN).is_file() else folder
 
 
 def copy_companions(source: "str | Path", out: Path, names: Sequence[str] = (*COMPANIONS, TEMPLATES)) -> None:
-    """Copy what came with the weights or the tokenizer of a folder; of a file that is no tokenizer.json, it alone."""
+    """Copy the files that came with the weights or tokenizer of a folder; a file of another name is copied alone."""
     source = Path(source)
     source = source.parent if source.name == FILE else source
     if source.resolve() == out.resolve():
@@ -239,16 +255,16 @@ def copy_companions(source: "str | Path", out: Path, names: Sequence[str] = (*CO
 
 
 def write_bytes(out: Path) -> None:
-    """The tokenizer of bytes as files of Hugging Face's."""
+    """Write the tokenizer of bytes as files of Hugging Face's."""
     (out / FILE).write_text(json.dumps(of_bytes()))
     (out / TOKENIZER_CONFIG).write_text('{"tokenizer_class": "PreTrainedTokenizerFast"}\n')
 
 
 def of_bytes() -> dict[str, Any]:
-    """The tokenizer.json in which byte b is token b.
+    """Return the tokenizer.json in which byte b is token b.
 
-    Its names of bytes are those of Hugging Face's ByteLevel: a printable byte's own character, for others those from
-    256 on.
+    Bytes are named as in Hugging Face's ByteLevel: a printable byte by its own character, others by the characters
+    from 256 on.
     """
     printable = [*range(33, 127), *range(161, 173), *range(174, BYTES)]
     rest = [b for b in range(BYTES) if b not in printable]

@@ -1,14 +1,14 @@
-"""One tile of attention on one device: who sees whom; forward, backward and tangent (Part 4, Appendix A).
+"""One tile of attention on one device: its mask, forward, backward and tangent (Part 4, Appendix A).
 
     q[B, K, G, T, H], k[B, K, 1, S, H], v[B, K, 1, S, H] -> O[B, K, G, T, H], lse[B, K, G, T]
 
-G = N/K query heads share a key. `hidden` is True where a query must not see a key, of shape [T, S] or [B, 1, 1, T, S],
-or LATER: the keys that stand behind the query, or None. `lse` is the log of the softmax's denominator, -inf (and O = 0)
-for a query that sees no key here. In `backward` and `tangent` lse and O are those of the whole row, of which this tile
-is a part: P = exp(scores - lse).
+G = N/K query heads share a key. `hidden` is True where a query must not see a key, of shape [T, S] or [B, 1, 1, T, S];
+or LATER, which hides the keys after each query; or None. `lse` is the log of the softmax's denominator, -inf (with
+O = 0) for a query that sees no key here. In `backward` and `tangent`, lse and O belong to the whole row, and this tile
+is a part of it: P = exp(scores - lse).
 
-`fused` is the CPU's flash attention, of torch's own operators, which holds no T x S scores and takes float64 as well;
-`written` says the same in matmuls, on any device; `shapes` gives the shapes of both.
+`fused` is torch's flash attention on CPUs, which stores no T x S scores and also takes float64. `written` computes the
+tile by matmuls, on any device. `shapes` returns the shapes of both.
 """
 
 import math
@@ -24,13 +24,13 @@ Ranges = tuple[range, ...]
 
 
 class Mask(NamedTuple):
-    """Which keys a query sees: none after it, if `causal`; those less than `window` away, if there is one."""
+    """The keys that a query sees: none after it if `causal`, and only those less than `window` away if it is given."""
 
     causal: bool = True
     window: int | None = None
 
     def pairs(self, rows: Ranges, columns: Ranges) -> int:
-        """How many (query, key) pairs are seen, by a closed form."""
+        """Return the number of visible (query, key) pairs, by a closed form."""
         last = 0 if self.causal else math.inf if self.window is None else self.window - 1
         before = -math.inf if self.window is None else -self.window
         return sum(_up_to(last, r, c) - _up_to(before, r, c) for r in rows for c in columns)
@@ -45,7 +45,7 @@ class Mask(NamedTuple):
 
 
 def _up_to(d: float, r: range, c: range) -> int:
-    """The pairs (t, s) of r x c with s - t <= d: the sum over t of clip(t + d - c.start + 1, 0, len(c))."""
+    """Count the pairs (t, s) of r x c with s - t <= d: the sum over t of clip(t + d - c.start + 1, 0, len(c))."""
     if math.isinf(d):
         return len(r) * len(c) if d > 0 else 0
 
@@ -91,14 +91,14 @@ def _written_backward(dO, q, k, v, O, lse, hidden, scale):
 
 
 def tangent(tq, q, lse, tk, tv, k, v, hidden, scale):
-    """(sum_j P_ij (tS_ij v_j + tv_j), sum_j P_ij tS_ij): the output's tangent is the first less the second times O."""
+    """Return (A, m) = (sum_j P_ij (tS_ij v_j + tv_j), sum_j P_ij tS_ij); the tangent of the output is A - m O."""
     P = (_scores(q, k, hidden, scale) - lse[..., None]).exp()
     PtS = P * (_scores(tq, k, None, scale) + _scores(q, tk, None, scale))
     return _times(PtS, v) + _times(P, tv), PtS.sum(-1)
 
 
 def _for_flash(q, k, v, hidden):
-    """[B, K, G, ...] as flash's [batch, heads, ...]: KV heads as batch, so that a key serves G heads without a copy."""
+    """Reshape [B, K, G, ...] to flash's [batch, heads, ...] with KV heads in the batch, so that keys are not copied."""
     B, K, G, T, _ = q.shape
     k, v = (x.expand(-1, -1, G, -1, -1).flatten(0, 1) for x in (k, v))
     if isinstance(hidden, torch.Tensor):
@@ -111,7 +111,7 @@ def _fused_forward(q, k, v, hidden, scale):
     *operands, bias = _for_flash(q, k, v, hidden)
     O, lse = flash_cpu(*operands, 0.0, hidden is LATER, attn_mask=bias, scale=scale)
     O, lse = (x.unflatten(0, q.shape[:2]) for x in (O, lse))
-    if bias is not None:  # flash's lse of a query that sees nothing is 0
+    if bias is not None:  # flash's lse is 0 for a query that sees no key
         blind = hidden.all(-1).expand(lse.shape)
         O, lse = O.masked_fill(blind[..., None], 0), lse.masked_fill(blind, -math.inf)
     return O, lse

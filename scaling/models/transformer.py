@@ -3,7 +3,7 @@
 Pre-norm, rotary positions, grouped-query attention, a gated MLP (SwiGLU) or a plain one (GELU), causal:
     x[B, T, D] -> norm -> Q[B, T, N, H], K[B, S, K, H], V[B, S, K, H] -> heads[B, T, N, H] -> Attn[B, T, D]; x + Attn
                -> norm -> Tmp[B, T, F] -> Out[B, T, D]; x + Out
-Where a function takes `config=None`, the sizes are the params' and the rest is Config's defaults.
+If a function takes `config=None`, the sizes come from the params, and the rest are Config's defaults.
 """
 
 from collections.abc import Callable
@@ -47,13 +47,13 @@ def attention_block(
 
 
 def mlp_block(layer: dict, x: Tensor, config: Config, matmul: Callable = matmul_weight) -> Tensor:
-    """Out[B, T, D] of x[B, T, D], without the residual: gated if the layer has a W_gate."""
+    """Out[B, T, D] of x[B, T, D], without the residual; it is gated if the layer has a W_gate."""
     y = rms_norm(x, gain=layer["norm_mlp"], eps=config.eps)
     return matmul(activate_features(layer, {"y": y}, context(config, None, (), matmul))["Act"], layer["W_out"])
 
 
 def context(config: Config, attend: Any, rope: tuple, matmul: Callable) -> Context:
-    """Return what a layer sees on one device, where autograd or torch.func differentiates it."""
+    """Return the Context of a layer on one device, which autograd or torch.func differentiates."""
 
     def einsum(line: str, y: Tensor, W: Tensor) -> Tensor:
         return matmul(y, W)
@@ -75,16 +75,16 @@ def forward(
 ) -> Tensor:
     """Logits[B, T, V] of tokens[B, T]. segments[B, T]: the ids of packed documents, which do not see each other.
 
-    `remat` says what the backward pass finds saved of each layer: "none" of it is computed again, "block" saves the
-    layer's input only, "matmuls" the outputs of its big matmuls (`scaling.cost.transformer.REMAT`). The numbers are
-    the same. `attention(Q, K, V)` maps [B, T, N, H], [B, S, K, H], [B, S, K, H] to [B, T, N, H], and takes `window=`
+    `remat` decides what each layer saves for the backward pass: with "none" nothing is recomputed, "block" saves only
+    the layer's input, "matmuls" the outputs of its big matmuls (`scaling.cost.transformer.REMAT`). The results are
+    equal. `attention(Q, K, V)` maps [B, T, N, H], [B, S, K, H], [B, S, K, H] to [B, T, N, H], and takes `window=`
     and `segments=` where the model or the call has them.
     """
     return _forward(params, tokens, remat, attention, config or config_of_params(params), segments)[0]
 
 
 def _forward(params: dict, tokens: Tensor, remat: str, attention: Callable, config: Config, segments: Tensor | None):
-    """(logits, the experts' losses): `forward`, and the sum over layers of aux_coef * balance + z_coef * z."""
+    """Return (logits, the experts' losses), the latter as the sum over layers of aux_coef * balance + z_coef * z."""
     if remat not in REMAT:
         raise ValueError(f"unknown remat {remat!r}\n  fix: choose one of {', '.join(REMAT)}")
     if config.moe and remat == "matmuls":
@@ -115,7 +115,7 @@ def _forward(params: dict, tokens: Tensor, remat: str, attention: Callable, conf
 
 
 def _step(config: Config, remat: str, attention: Callable, window: int | None, segments: Tensor | None, rope: tuple):
-    """step(layer, x) -> (x, the layer's losses or None), with this window and rematerialisation."""
+    """Return step(layer, x) -> (x, the layer's losses or None), with this window and rematerialisation."""
     given = {"window": window} if window is not None else {}
     given |= {"segments": segments} if segments is not None else {}
     eps, scale = config.eps, config.residual_scale
@@ -144,12 +144,12 @@ def _step(config: Config, remat: str, attention: Callable, window: int | None, s
 
 
 def layer_kinds(config: Config) -> list[tuple[int | None, bool]]:
-    """Return what each layer sees and whether its positions turn: layers of one kind share their function."""
+    """Return each layer's window and whether it is unrotated. Layers of one kind share their function."""
     return [(window, l in config.unrotated) for l, window in enumerate(config.windows)]
 
 
 def all_layers(params: dict) -> list[dict]:
-    """The params of each layer: the dense ones, where the model has them, come before those with experts."""
+    """Return the params of each layer. Dense layers, if the model has them, come before those with experts."""
     return tree.unstacked(params.get("dense", {})) + tree.unstacked(params["layers"])
 
 
@@ -167,13 +167,14 @@ def loss(
     label_smoothing: float = 0.0,
     z_loss: float = 0.0,
 ) -> Tensor:
-    """Mean cross-entropy, in nats, of each next token of tokens[B, T + 1], plus the experts' losses if there are any.
+    """Return the mean cross-entropy, in nats, of each next token of tokens[B, T + 1], plus the experts' losses.
 
-    `targets`[B, T] beside tokens[B, T]: what follows each; of `ignore_index` nothing counts. weights[B, T]: the mean is
-    sum(w * ce) / sum(w), and 0 where they are all 0. `label_smoothing` and `z_loss`: a token's loss is
-    (1 - smoothing) ce + smoothing (mean over V of ce) + z_loss lse^2. Nothing is dropped: dropout belongs to
-    `scaling.strategies.transformer.loss_and_grads`. segments[B, T], or [B, T + 1] beside the tokens: the ids of packed
-    documents. Without `targets` no token is asked for the first token of the next document. The rest as in `forward`.
+    With `targets`[B, T], the tokens[B, T] are the inputs only; a target equal to `ignore_index` does not count. With
+    weights[B, T] the mean is sum(w * ce) / sum(w), or 0 if all are 0. A token's loss is (1 - label_smoothing) ce +
+    label_smoothing (mean over V of ce) + z_loss lse^2. Nothing is dropped: dropout belongs to
+    `scaling.strategies.transformer.loss_and_grads`. segments[B, T], or [B, T + 1] like the tokens, are the ids of
+    packed documents; without `targets`, the first token of a document is never a target. Other arguments are as in
+    `forward`.
     """
     check_ids("tokens", tokens)
     if targets is None and tokens.shape[1] < 2:
@@ -205,9 +206,9 @@ def loss(
 
 
 def loss_and_grads(params: Any, tokens: Tensor, *args, **options) -> tuple[Tensor, Any]:
-    """(loss, gradients as the params): what torch.func.grad_and_value of `loss` gives, by torch.autograd.
+    """Return (loss, gradients as the params), as torch.func.grad_and_value of `loss` would, but by torch.autograd.
 
-    Faster, since nothing is kept to differentiate again; not to be called inside torch.func.
+    This is faster, since nothing is kept for a second derivative, and must not be called inside torch.func.
     """
     own = tree.map(lambda p: p.detach().requires_grad_(), params)
     value = loss(own, tokens, *args, **options)
