@@ -1,8 +1,8 @@
 """The cost model: seconds and bytes of operations, collectives, layers and steps, in SI units (Parts 1, 2, 3, 5, 12).
 
-roofline: one chip; collectives: a torus; gpu: a node and a tree of switches; layers: the strategies; memory: bytes per
-chip. Collectives of the two networks have the same names: `cost.all_gather` is the torus',
-`cost.gpu.all_gather` the tree's.
+`roofline` covers one chip, `collectives` a torus, `gpu` a node and a tree of switches, `layers` the strategies, and
+`memory` the bytes per chip. Collectives have the same names on both networks: `cost.all_gather` is for a torus,
+`cost.gpu.all_gather` for a tree of switches.
 """
 
 # ruff: noqa: F401

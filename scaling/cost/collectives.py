@@ -1,11 +1,11 @@
 """Collectives on a torus (Part 3, "A Deeper Dive into TPU Communication Primitives"): seconds from bytes.
 
-`nbytes` is V, the book's measure: the array as one device of the group sees it when it is whole, i.e. the gathered
-array of an AllGather, the unreduced one of a ReduceScatter or AllReduce, and of an AllToAll the local bytes times the
-group's size. Other mesh axes that shard the array divide V; axes it is replicated over do not.
+`nbytes` is V, the book's measure: the bytes of the group's whole array, i.e. the gathered array of an AllGather,
+the unreduced one of a ReduceScatter or AllReduce, and for an AllToAll the local bytes times the group's size. Other
+mesh axes that shard the array divide V; axes that it is replicated over do not.
 
-`axes`: the lengths of the torus axes that the collective runs over, e.g. 16 or (4, 4): a mesh axis that spans several
-torus axes has several. `wrap`: which of them are rings; by default what the chip's pod does (`Chip.wraps`).
+`axes` are the lengths of the torus axes that the collective runs over, e.g. 16, or (4, 4) if a mesh axis spans two
+torus axes. `wrap` says which of them are rings; by default the chip's pod decides (`Chip.wraps`).
 Each chip has one link of `link_bw` bytes/s each way per neighbour: two per ring, and one at the end of a line.
 """
 
@@ -17,11 +17,11 @@ from scaling.cost.lanes import AxisSpan, exchange, gather_price, measured_lane
 from scaling.hardware import Chip, check_slice
 
 OPS = ("AllGather", "ReduceScatter", "AllReduce", "AllToAll", "CollectivePermute", "Gather", "Scatter")
-ROOTED = ("Gather", "Scatter")  # whose root receives, or sends, what every device does in an AllGather
+ROOTED = ("Gather", "Scatter")  # the root receives, or sends, as many bytes as every device in an AllGather
 
 
 def _spans(chip: Chip, axes: int | Sequence[int], wrap) -> list[AxisSpan]:
-    """Whole axes of the torus of these lengths; those of length 1 drop out."""
+    """Return whole axes of the torus of these lengths, without axes of length 1."""
     lengths = check_slice(chip, axes)
     rings = chip.wraps(lengths) if wrap is None else (wrap,) * len(lengths) if isinstance(wrap, bool) else tuple(wrap)
     if len(rings) != len(lengths):
@@ -34,10 +34,10 @@ def _spans(chip: Chip, axes: int | Sequence[int], wrap) -> list[AxisSpan]:
 
 
 def all_gather(nbytes: float, chip: Chip, axes: int | Sequence[int], wrap=None, exact: bool = False) -> float:
-    """Seconds of an AllGather: max(hops * hop_latency, V / (W_ici * number of axes)), independent of their lengths.
+    """Return the seconds of an AllGather: max(hops * hop_latency, V / (W_ici * number of axes)), for any lengths.
 
-    A chip can receive over two links per ring and one per line. `exact` takes off the share that each chip has already,
-    (1 - 1/N); on lines alone it is always off, as in Part 3, Pop Quiz 2.
+    A chip can receive over two links per ring and one per line. `exact` subtracts the share that each chip already has,
+    a factor of (1 - 1/N); on lines alone it is always subtracted, as in Part 3, Pop Quiz 2.
     """
     not_negative(nbytes=nbytes)
     per_byte, latency = gather_price(chip, _spans(chip, axes, wrap), exact)
@@ -45,19 +45,19 @@ def all_gather(nbytes: float, chip: Chip, axes: int | Sequence[int], wrap=None, 
 
 
 def reduce_scatter(nbytes: float, chip: Chip, axes: int | Sequence[int], wrap=None, exact: bool = False) -> float:
-    """Seconds of a ReduceScatter: an AllGather run backwards, so the same."""
+    """Return the seconds of a ReduceScatter, which equal an AllGather's, as it is one run backwards."""
     return all_gather(nbytes, chip, axes, wrap, exact)
 
 
 def all_reduce(nbytes: float, chip: Chip, axes: int | Sequence[int], wrap=None, exact: bool = False) -> float:
-    """Seconds of an AllReduce: a ReduceScatter and an AllGather."""
+    """Return the seconds of an AllReduce: a ReduceScatter and an AllGather."""
     return 2 * all_gather(nbytes, chip, axes, wrap, exact)
 
 
 def all_to_all(nbytes: float, chip: Chip, axes: int | Sequence[int], wrap=None, exact: bool = False) -> float:
-    """Seconds of an AllToAll: the slowest axis' V * X / (4 N W_ici), N devices in all; 1D: V / (4 W_ici).
+    """Return the seconds of an AllToAll: the slowest axis' V * X / (4 N W_ici) of N devices; in 1D V / (4 W_ici).
 
-    `exact` counts odd lengths right. scaling.hardware.torus routes every message and finds the same.
+    `exact` counts odd lengths exactly. scaling.hardware.torus routes every message and confirms these times.
     """
     not_negative(nbytes=nbytes)
     spans = _spans(chip, axes, wrap)
@@ -66,12 +66,12 @@ def all_to_all(nbytes: float, chip: Chip, axes: int | Sequence[int], wrap=None, 
 
 
 def permute(nbytes: float, chip: Chip, hops: int = 1) -> float:
-    """Seconds of a CollectivePermute of `nbytes` local bytes to a neighbour, over one link; or over more hops."""
+    """Return the seconds of a CollectivePermute of `nbytes` local bytes over one link, and over `hops` hops."""
     return point_to_point(nbytes, chip, hops, ports=1)
 
 
 def point_to_point(nbytes: float, chip: Chip, hops: int, ports: int = 1) -> float:
-    """Seconds to send `nbytes` over `hops` hops, through `ports` links at once: latency and transfer add up.
+    """Return the seconds to send `nbytes` over `hops` hops, through `ports` links at once: latency plus transfer.
 
     Part 2, Question 5. The messages are cut into packets which follow each other, so the hops delay only the first.
     """
@@ -85,16 +85,16 @@ def point_to_point(nbytes: float, chip: Chip, hops: int, ports: int = 1) -> floa
 
 
 def latency_bound_bytes(chip: Chip, axes: int | Sequence[int], wrap=None, exact: bool = False) -> float:
-    """V below which an AllGather is bound by the latency of its hops (Part 3): X * 45 kB on a ring of X v5e."""
+    """Return the V below which an AllGather is bound by latency (Part 3): X * 45 kB on a ring of X v5e."""
     per_byte, latency = gather_price(chip, _spans(chip, axes, wrap), exact)
     return latency / per_byte if per_byte else 0.0
 
 
 def seconds(op: str, nbytes: float, chip: Chip, axes: int | Sequence[int], wrap=None, exact: bool = False) -> float:
-    """Seconds of a collective by the name that `scaling.trace` and `scaling.algebra` give it.
+    """Return the seconds of a collective by its name in `scaling.trace` and `scaling.algebra`.
 
-    On a chip whose file has measurements of collectives, those are used: latency + V / bandwidth. A Gather and a
-    Scatter take as long as an AllGather: the root has the same bytes on its links.
+    If the chip's file has measurements of collectives, they are used: latency + V / bandwidth. A Gather and a Scatter
+    take as long as an AllGather, since the root has as many bytes on its links.
     """
     one_of("op", op, OPS)
     op = "AllGather" if op in ROOTED else op

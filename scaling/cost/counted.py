@@ -1,8 +1,8 @@
-"""A step as a count of typed lines, and the seconds that it takes on a chip: one roofline for every teller of costs.
+"""A step as a count of typed lines, and the seconds that it takes on a chip: one roofline for all forecasts.
 
 A `CountedStep` comes from a run of the step's own code on an abstract mesh (`scaling.trace.count`). It is linear in the
-number of layers and of microbatches, so that a few small runs say what a large one does (`weighted_sum`). `price` puts
-it on a chip: what it computes, what passes through memory, and its lines over each axis's links.
+number of layers and of microbatches, so a few small runs determine the counts of a large one (`weighted_sum`). `price`
+puts it on a chip: its FLOPs, its bytes through memory, and its collectives over each axis's links.
 """
 
 import math
@@ -15,8 +15,10 @@ from scaling.hardware import Chip, Measured
 
 
 class LineKind(NamedTuple):
-    """A kind of collective: what it does, over which mesh axes, on elements of which dtype; `ahead`: started before its
-    result is needed, so that it is not on the critical path."""
+    """A kind of collective: its operation, its mesh axes and the dtype of its elements.
+
+    If it is started `ahead` of the use of its result, it is not on the critical path.
+    """
 
     op: str
     axes: tuple[str, ...]
@@ -25,13 +27,14 @@ class LineKind(NamedTuple):
 
 
 class Calls(NamedTuple):
-    """So many calls, and what they do in all: FLOPs, or bytes (of a collective V); `sent`: bytes that a rank sends."""
+    """The number of calls, and their total FLOPs or bytes (V of a collective); a rank sends `sent` bytes."""
 
     number: float = 0
     amount: float = 0
     sent: float = 0
 
     def and_more(self, amount: float, sent: float = 0, number: float = 1) -> "Calls":
+        """Return the sum of these calls and of more."""
         return Calls(self.number + number, self.amount + amount, self.sent + sent)
 
 
@@ -40,12 +43,18 @@ NONE = Calls()
 
 @dataclass(frozen=True)
 class CountedStep:
-    """What a step does on one rank.
+    """The work and memory of a step on one rank.
 
-    `products`, `attention`: FLOPs of matmuls, and of attention's kernels and blocks; `reads`: bytes of the products'
-    operands and results; `plain`, `curved`: bytes that other operations read and write, `curved` those with a
-    transcendental function. `lines`: its collectives. In bytes: the `params`, the optimizer's `state`, and `peaks`, the
-    most at once beside the params, by the typed line that ran last.
+    Attributes:
+        products: FLOPs of matmuls.
+        reads: Bytes of the products' operands and results.
+        attention: FLOPs of attention's kernels and blocks.
+        plain: Bytes that other operations read and write.
+        curved: Bytes that operations with a transcendental function read and write.
+        lines: The collectives.
+        params: Bytes of the params.
+        state: Bytes of the optimizer's state.
+        peaks: The most bytes at once in addition to params and state, by the typed line that ran last.
     """
 
     products: Calls = NONE
@@ -60,27 +69,31 @@ class CountedStep:
 
     @property
     def flops(self) -> float:
+        """All FLOPs."""
         return self.products.amount + self.attention.amount
 
     @property
     def step(self) -> float:
-        """The most at once beside params and state, bytes."""
+        """The most bytes at once in addition to params and state."""
         return max(self.peaks.values(), default=0)
 
     @property
     def memory(self) -> float:
+        """The most bytes at once."""
         return self.params + self.state + self.step
 
     @property
     def sent(self) -> float:
+        """The bytes that a rank sends."""
         return sum(calls.sent for calls in self.lines.values())
 
     @property
     def collectives(self) -> float:
+        """The number of collectives."""
         return sum(calls.number for calls in self.lines.values())
 
     def by_axes(self) -> dict[str, Calls]:
-        """Its collectives by the axes that they run over, as "XY"."""
+        """Return the collectives by the axes that they run over, such as "XY"."""
         found: dict[str, Calls] = {}
         for line, calls in self.lines.items():
             name = "".join(line.axes)
@@ -89,8 +102,11 @@ class CountedStep:
 
 
 def weighted_sum(parts: Iterable[tuple[float, CountedStep]]) -> CountedStep:
-    """The sum of steps, each so many times. Memory is linear only between two places of a step: where it is fullest
-    may change with the layers, so that the peak of each line is summed by itself."""
+    """Return the sum of steps, each times its weight.
+
+    Memory is linear only at a fixed line of a step. The line of the overall peak may change with the number of layers,
+    so the peak of each line is summed separately.
+    """
     parts = list(parts)
 
     def calls(found: Iterable[tuple[float, Calls]]) -> Calls:
@@ -142,17 +158,17 @@ class Prediction:
 
     @property
     def own(self) -> float:
-        """What does not depend on other ranks."""
+        """Seconds that do not depend on other ranks."""
         return self.math + self.between
 
     @property
     def total(self) -> float:
-        """Nothing overlaps: as on CPUs, where the core that computes also moves the bytes."""
+        """Seconds without overlap, as on CPUs, where the core that computes also moves the bytes."""
         return self.own + sum(line.seconds for line in self.lines)
 
     @property
     def overlapped(self) -> float:
-        """What is started ahead hides behind the rest."""
+        """Seconds when collectives that are started ahead hide behind the rest."""
         waited = self.total - self.ahead
         return max(waited, self.ahead)
 
@@ -160,10 +176,19 @@ class Prediction:
 def price(
     step: CountedStep, sizes: Mapping[str, int], chip: Chip, dtype: str = "fp32", shape: Sequence[int] = ()
 ) -> Prediction:
-    """Seconds of a step on a mesh of these sizes, outermost first; `shape`: of the slice of a torus that it is laid on.
+    """Return the seconds of a step on a mesh of these sizes, outermost first.
 
-    By what the chip file measured; where it has no measurements, at the share of its peaks that the chip reaches.
-    ValueError if the chip lacks what that takes.
+    They come from the measurements in the chip file; without any, from the shares of its peaks that the chip reaches.
+
+    Args:
+        step: The counted step.
+        sizes: The sizes of the mesh's axes, outermost first.
+        chip: The chip.
+        dtype: The dtype of matmuls.
+        shape: The shape of the slice of a torus that the mesh lies on.
+
+    Raises:
+        ValueError: The chip lacks a number that this needs.
     """
     rate, n, inwards = chip.efficiency, math.prod(sizes.values()), dict(reversed(list(sizes.items())))
     lines: list[PricedLine] = []
@@ -190,30 +215,30 @@ def _seconds(measured: Measured, calls: Calls) -> float:
 
 
 def measured_row(chip: Chip, op: str, ranks: int) -> Measured | None:
-    """What was measured of an operation while so many ranks ran it; the nearest number of ranks, if not this one."""
+    """Return the measurement of an operation on this many ranks or the nearest number; None if it was not measured."""
     rows = [r for r in chip.measured if r.op == op]
     return min(rows, key=lambda r: (abs(r.ranks - ranks), r.ranks)) if rows else None
 
 
 def others_idle(chip: Chip) -> Chip:
-    """The chip as its collectives are while the ranks that do not take part stand still, where that was measured."""
+    """Return the chip with the times of collectives while other ranks are idle, if these were measured."""
     rows = tuple(replace(row, alone=False) for row in chip.measured if row.alone)
     return replace(chip, measured=(*rows, *chip.measured))
 
 
 def pipelined(stages: Sequence[float], microbatches: int, alone: Sequence[float] = ()) -> float:
-    """Seconds of a step whose stages, of so many seconds, follow each other: in slot k stage z has microbatch k - z.
+    """Return the seconds of a pipelined step with these seconds per stage: in slot k stage z has microbatch k - z.
 
-    `alone`: seconds of each stage while all others stand still, as they do where the pipeline fills and drains; no
-    less than beside them where each rank has a processor of its own, which is taken for granted if none are given.
-    Some at work share what processors there are: as quick as alone, until they are more than those.
+    `stages` are the seconds of each stage while all stages are active, `alone` the seconds while all others are idle,
+    as when the pipeline fills and drains. Without `alone`, each rank is taken to have a processor to itself, so both
+    are equal. Otherwise active ranks share the processors, and are as fast as alone until they outnumber them.
     """
     Z, M = len(stages), microbatches
 
     def slot(active: Sequence[int]) -> float:
         took = done = 0.0
         for i, z in enumerate(sorted(active, key=stages.__getitem__)):
-            busy = len(active) - i  # those with less to do have ended
+            busy = len(active) - i  # stages with less to do have ended
             ratio = min(1.0, alone[z] / stages[z]) if alone else 1.0
             took, done = took + (stages[z] - done) * (ratio if busy == 1 < Z else max(ratio, busy / Z)), stages[z]
         return took

@@ -1,16 +1,16 @@
 """The collectives of a decode step by sharding form, and where they begin to bind (Part 7, "Generation").
 
-The forms, each with all weights stationary:
+All weights are stationary in each form:
 
     heads        KV[2, B_E, S, K_Y, H]    heads and F over Y; an AllReduce of X[B, D] after attention and after the MLP;
                                           with experts over E, whose rows two AllToAlls bring and take back
     heads_batch  KV[2, B_Z, S, K_Y, H]    weights over YZ; two AllToAlls over Z bring Q to the caches and O back
     sequence     KV[2, B, S_Z, K_Y, H]    weights over YZ; AllGather_Z of Q, ReduceScatter_Z of O, joined as in flash
     2d           KV[2, B_XZ, S, K_Y, H]   weights W_in[D_X, F_YZ]; x[B, D_XYZ] between the blocks
-    experts      KV[2, B_E, S, K_Y, H]    the same with whole experts over E and Y, and tokens split over both
+    experts      KV[2, B_E, S, K_Y, H]    as heads, with whole experts over E and Y, and tokens split over both
 
-Of latent attention the cache is KV[B, S, M], whole along Y; queries that ask it are M wide, what comes back C.
-Bytes are V as in scaling.cost.collectives. An AllReduce counts two passes.
+In latent attention the cache is KV[B, S, M], whole along Y; queries against it are M wide, and the results C wide.
+Bytes are V as in scaling.cost.collectives. An AllReduce takes two passes.
 """
 
 import math
@@ -28,7 +28,7 @@ FORMS = ("heads", "heads_batch", "sequence", "2d", "experts")
 
 @dataclass(frozen=True)
 class StepCollective:
-    """One collective of a step: `times` of them, V bytes each, over these mesh axes ("YZ": both)."""
+    """A collective that runs `times` times in a step, on V bytes each time, over these mesh axes ("YZ": both)."""
 
     op: str
     what: str
@@ -38,7 +38,7 @@ class StepCollective:
 
 
 def check_form(form: str, config: Config, sizes: Mapping[str, int]) -> None:
-    """ShardingError where the model's heads, F or D do not divide over the mesh of the form."""
+    """Raise a ShardingError unless the model's heads, experts, F and D divide over the mesh of the form."""
     one_of("form", form, FORMS)
     X, Y, Z, E = (sizes.get(axis, 1) for axis in "XYZE")
     used = {"heads": "YE", "experts": "YE", "2d": "XYZ"}.get(form, "YZ")
@@ -72,19 +72,19 @@ def check_form(form: str, config: Config, sizes: Mapping[str, int]) -> None:
 
 
 def copies(config: Config, sizes: Mapping[str, int]) -> float:
-    """How often the cache is stored: where Y is more than the KV heads, each head is on several chips.
+    """Return how often the cache is stored: if Y exceeds the number of KV heads, each head is on several chips.
 
-    A latent is of all heads: each chip along Y has the whole of it.
+    A latent serves all heads, so each chip along Y has the whole of it.
     """
     return max(1.0, sizes.get("Y", 1) / (1 if config.latent else config.K))
 
 
 def collectives(form: str, config: Config, batch: int, sizes: Mapping[str, int], dtype="bf16") -> list[StepCollective]:
-    """The collectives of a decode step of `batch` tokens on a mesh `sizes`, activations in `dtype`.
+    """Return the collectives of a decode step of `batch` tokens on a mesh `sizes`, with activations in `dtype`.
 
-    They are those that `scaling.serve.decode` runs. Axes of size 1 move nothing. The stream x is reduced once more than
-    there are blocks, after the embedding; the last AllGather is that of the logits. Over E, those of a part of the
-    batch; what experts get is taken to be even.
+    These are the collectives that `scaling.serve.decode` runs, without axes of size 1. The stream x is reduced after
+    each block and after the embedding, and the last AllGather gathers the logits. With E, each rank has a part of the
+    batch, and experts are assumed to get equally many tokens.
     """
     check_form(form, config, sizes)
     X, Y, Z, E = (sizes.get(axis, 1) for axis in "XYZE")
@@ -92,7 +92,7 @@ def collectives(form: str, config: Config, batch: int, sizes: Mapping[str, int],
     blocks = 2 * L + 1 - (sparse if form == "experts" else 0)
     stream, queries, logits = token * config.D, token * config.N * config.H, token * config.V
     asks, gets = queries, queries
-    if latent := config.latent:  # absorbed queries ask latents, M wide, and sums of them come back, C wide
+    if latent := config.latent:  # absorbed queries against latents are M wide, sums of latents C wide
         asks = token * config.N * (latent.kv_rank + latent.rope)
         gets = token * config.N * latent.kv_rank
     found = [StepCollective("AllGather", "logits", "YZ", logits, 1)]
@@ -139,7 +139,7 @@ def collectives(form: str, config: Config, batch: int, sizes: Mapping[str, int],
 def collective_seconds(
     moved: StepCollective, chip: Chip, shape: Sequence[int], sizes: Mapping[str, int], wrap=None
 ) -> float:
-    """Seconds of all of them on a slice, as `lanes.mesh_seconds` has it; the axes of `sizes` come innermost first."""
+    """Return the seconds of all `moved.times` collectives by `lanes.mesh_seconds`; `sizes` come innermost first."""
     return moved.times * mesh_seconds(moved.op, moved.nbytes, moved.axes, sizes, chip, shape, wrap)
 
 
@@ -147,24 +147,24 @@ def collective_seconds(
 
 
 def bandwidth_limit(F: float, batch: float, W_hbm: float, W_ici: float, weights="bf16", activations="bf16") -> float:
-    """Y beyond which an MLP's AllGather takes longer than reading its weights: F / (B beta), beta = W_hbm / W_ici.
+    """Return the Y where an MLP's AllGather takes as long as reading weights: F / (B beta), beta = W_hbm / W_ici.
 
-    From a B D / W_ici = w D F / (Y W_hbm), with w and a bytes of a weight and of an activation.
+    It follows from a B D / W_ici = w D F / (Y W_hbm), with w and a bytes of a weight and of an activation.
     """
     positive(F=F, batch=batch, W_hbm=W_hbm, W_ici=W_ici)
     return dtype_bytes(weights) / dtype_bytes(activations) * F / (batch * W_hbm / W_ici)
 
 
 def stationary_1d(B: float, D: float, W: float, axes: int = 3, dtype="bf16") -> float:
-    """Seconds of an MLP's AllGather and ReduceScatter over all axes, 4BD / (axes W), for any number of chips."""
+    """Return the seconds of an MLP's AllGather and ReduceScatter over all axes: 4BD / (axes W) on any chips."""
     positive(B=B, D=D, W=W, axes=axes)
     return 2 * dtype_bytes(dtype) * B * D / (axes * W)
 
 
 def stationary_2d(B: float, D: float, F: float, X: float, YZ: float, W: float, dtype="bf16") -> float:
-    """Seconds of the 2D form's MLP on three axes: 2BD / (X W) + 4BF / (YZ W) (Part 7, Question 7).
+    """Return the seconds of the 2D form's MLP on three axes: 2BD / (X W) + 4BF / (YZ W) (Part 7, Question 7).
 
-    AllGather and ReduceScatter over Y and Z, two axes of links; the AllReduce over X, one.
+    The AllGather and ReduceScatter run over Y and Z, two axes of links, the AllReduce over X, one axis.
     """
     positive(B=B, D=D, F=F, X=X, YZ=YZ, W=W)
     size = dtype_bytes(dtype)
@@ -172,15 +172,15 @@ def stationary_2d(B: float, D: float, F: float, X: float, YZ: float, W: float, d
 
 
 def best_2d(N: float, D: float, F: float) -> tuple[float, float]:
-    """X and YZ that make it fastest on N chips: sqrt(N D / 2F) and sqrt(2 N F / D), so sqrt(N/8) at F = 4D."""
+    """Return the fastest X and YZ on N chips: sqrt(N D / 2F), which is sqrt(N/8) at F = 4D, and sqrt(2 N F / D)."""
     positive(N=N, D=D, F=F)
     return (N * D / (2 * F)) ** 0.5, (2 * N * F / D) ** 0.5
 
 
 def threshold_2d(D: float, F: float) -> float:
-    """Chips from which the 2D form moves its activations faster than the 1D form on three axes: 18 F/D, 72 at F = 4D.
+    """Return the chips from which the 2D form communicates faster than the 1D form on three axes: 18 F/D, 72 at F = 4D.
 
-    Both sides of 4BD / 3W = B sqrt(32 D F / N) / W, squared.
+    It follows from squaring both sides of 4BD / 3W = B sqrt(32 D F / N) / W.
     """
     positive(D=D, F=F)
     return 32 * (F / D) * (3 / 4) ** 2

@@ -1,9 +1,9 @@
 """Collectives of GPUs, in a node and over a tree of switches (Part 12): seconds from bytes.
 
-`nbytes` is V as for a torus: the whole array of one group. A collective over an axis of `gpus` GPUs may have another
-axis inside of it, `inner` GPUs, that shards the array: then `nbytes` is that of all its groups, and each moves 1/inner.
-Level by level a unit's children run a ring over the links between them; levels overlap, and the slowest counts.
-Exact: V (D - 1) / (D W) with D children in the group; otherwise V / W, the book's approximation.
+`nbytes` is V as for a torus: the whole array of one group. Inside the axis of `gpus` GPUs that a collective runs over,
+another axis of `inner` GPUs may shard the array: then `nbytes` counts all groups, and each moves 1/inner of it.
+At each level a unit's children run a ring over the links between them; levels overlap, and the slowest counts.
+The exact time is V (D - 1) / (D W) with D children in the group; the book's approximation is V / W.
 """
 
 import math
@@ -14,11 +14,16 @@ from scaling.hardware import Chip
 
 
 def spans(chip: Chip, gpus: int, inner: int = 1) -> list[tuple[int, int, float, float]]:
-    """Per level that a group of `gpus` spans, `inner` GPUs apart: (GPUs below a child, children, the last child's share
-    of a whole one, bytes/s of a whole child for this group).
+    """Return, for each level that a group of `gpus` spans, `inner` GPUs apart, its children and their links.
 
-    Children are filled one after the other: 12 GPUs are a node and half of another, with half of its links. ValueError
-    where neighbours in a group would lie across nodes now and then: 8 GPUs, every third, in nodes of 8.
+    Children are filled in turn: 12 GPUs are a node and half of another, with half of its links.
+
+    Returns:
+        (GPUs below a child, children, the last child's share of a whole one, bytes/s of a whole child for this group)
+        for each level.
+
+    Raises:
+        ValueError: Only some neighbours in a group would lie across nodes: 8 GPUs, every third, in nodes of 8.
     """
     whole(gpus=gpus, inner=inner)
     below, found = 1, []
@@ -41,7 +46,7 @@ def spans(chip: Chip, gpus: int, inner: int = 1) -> list[tuple[int, int, float, 
 
 
 def ring(nbytes: float, chip: Chip, gpus: int, inner: int, exact: bool) -> float:
-    """The slowest level's seconds: what a child lacks of V, over its links; the last child may be a part of one."""
+    """Return the slowest level's seconds: the part of V missing in a child, over its links; the last may be partial."""
     not_negative(nbytes=nbytes)
     times = [0.0]
     for _, children, last, bandwidth in spans(chip, gpus, inner):
@@ -52,17 +57,17 @@ def ring(nbytes: float, chip: Chip, gpus: int, inner: int, exact: bool) -> float
 
 
 def all_gather(nbytes: float, chip: Chip, gpus: int, inner: int = 1, exact: bool = True) -> float:
-    """Seconds of an AllGather: V (N - 1) / (N W) in a node, and beyond the slowest level's V (D - 1) / (D W)."""
+    """Return an AllGather's seconds: V (N - 1) / (N W) in a node, and beyond the slowest level's V (D - 1) / (D W)."""
     return ring(nbytes, chip, gpus, inner, exact)
 
 
 def reduce_scatter(nbytes: float, chip: Chip, gpus: int, inner: int = 1, exact: bool = True) -> float:
-    """Seconds of a ReduceScatter: as an AllGather."""
+    """Return the seconds of a ReduceScatter, which equal an AllGather's."""
     return all_gather(nbytes, chip, gpus, inner, exact)
 
 
 def all_reduce(nbytes: float, chip: Chip, gpus: int, inner: int = 1, exact: bool = True, sharp: bool = False) -> float:
-    """Seconds of an AllReduce: two AllGathers; with SHARP exactly V / W, the switches adding up.
+    """Return the seconds of an AllReduce: two AllGathers, or V / W with SHARP, where the switches add.
 
     In practice SHARP gains about 30%, not the 75% of 8 GPUs in theory (Part 12, "Intra-node collectives").
     """
@@ -72,9 +77,9 @@ def all_reduce(nbytes: float, chip: Chip, gpus: int, inner: int = 1, exact: bool
 
 
 def nonzero_share(units: int, k: int | None = None, random: bool = False) -> float:
-    """Share of destinations, out of `units`, to which something goes: min(k / units, 1) of a ragged AllToAll.
+    """Return the share of `units` destinations that a ragged AllToAll sends to: min(k / units, 1).
 
-    `random`: k independent draws, which may coincide: 1 - ((n - 1)/n)^k (Part 12, Appendix B).
+    With `random`, k independent draws may coincide: 1 - ((n - 1)/n)^k (Part 12, Appendix B).
     """
     whole(units=units)
     if k is None:
@@ -86,10 +91,10 @@ def nonzero_share(units: int, k: int | None = None, random: bool = False) -> flo
 def all_to_all(
     nbytes: float, chip: Chip, gpus: int, k: int | None = None, random: bool = False, exact: bool = True
 ) -> float:
-    """Seconds of an AllToAll: what leaves a child of N/M of the GPUs, V (M - 1) / (M^2 W), at the slowest level.
+    """Return the seconds of an AllToAll at the slowest level, where V (M - 1) / M^2 leaves a child of N/M GPUs.
 
-    In a node M = N GPUs with W = 450e9 (H100); over M nodes the node's 400e9. Ragged (`k` of the destinations are not
-    empty): times `nonzero_share`.
+    In a node M = N GPUs with W = 450e9 (H100); over M nodes W is the node's 400e9. If only `k` of the destinations are
+    not empty (ragged), the time is multiplied by `nonzero_share`.
     """
     not_negative(nbytes=nbytes)
     times = [0.0]
@@ -101,17 +106,17 @@ def all_to_all(
 
 
 def hop_bandwidth(chip: Chip, inner: int) -> float:
-    """Bytes/s to a GPU that is `inner` away: over its own links in a node, over its share of the node's beyond."""
+    """Return the bytes/s to a GPU `inner` away: over its links in a node, over its share of the node's beyond."""
     return chip.bandwidth("scale-out") / chip.node_gpus if inner >= chip.node_gpus else chip.bandwidth("node")
 
 
 def collective_bw(chip: Chip, gpus: int, inner: int = 1) -> float:
-    """V over the seconds of an exact AllGather: 514e9 in an H100's node, 413e9 beyond."""
+    """Return V over the seconds of an exact AllGather: 514e9 in an H100's node, 413e9 beyond."""
     return 1 / all_gather(1, chip, gpus, inner)
 
 
 def bisection_bw(chip: Chip, gpus: int) -> float:
-    """Bytes/s across an even cut of `gpus` GPUs, both directions: 3.6e12 for an H100's node.
+    """Return the bytes/s across an even cut of `gpus` GPUs, both directions: 3.6e12 for an H100's node.
 
     A GPU's or node's share, bisection / units, is the collective bandwidth of the book's table.
     """
@@ -120,9 +125,9 @@ def bisection_bw(chip: Chip, gpus: int) -> float:
 
 
 def levels_table(chip: Chip) -> list[dict]:
-    """Each level's GPUs, bytes/s of a unit, of one GPU's share, and of a node's (Part 12, "Beyond the node level").
+    """Return each level's GPUs and the bytes/s of a unit, a GPU and a node (Part 12, "Beyond the node level").
 
-    `switch_bw` is the total of the ports of a unit's switches, where known.
+    `switch_bw` is the total over the ports of a unit's switches, if known.
     """
     rows, gpus = [], 1
     for level in chip.need("levels"):
@@ -140,11 +145,11 @@ def levels_table(chip: Chip) -> list[dict]:
 
 
 def data_threshold(chip: Chip, nodes: int | None = None, model_nodes: int = 1, dtype="bf16") -> float:
-    """Tokens per GPU from which DP or ZeRO over whole nodes is compute-bound (Part 12, "Data Parallelism").
+    """Return the tokens per GPU from which DP or ZeRO over whole nodes is compute-bound (Part 12, "Data Parallelism").
 
-    Between nodes C/W_node, over few `nodes` times (X - 1)/X; each replica spread over `model_nodes` nodes (TP, PP, EP)
-    divides by them. On one node's GPUs and between nodes the gradients move at once, and the slower counts: over two
-    nodes of H100s 7/8 of C/W of the node, 1925, and not the 1237 of the network. `model_nodes=1`: a replica is a GPU.
+    Between nodes it is C/W_node, times (X - 1)/X for few `nodes`, and divided by `model_nodes` if each replica (TP, PP,
+    EP) spans so many. Gradients move inside nodes and between them at once, and the slower counts: on two nodes of
+    H100s that is 7/8 of C/W of the node, 1925, and not the network's 1237. With `model_nodes=1` a replica is one GPU.
     """
     whole(model_nodes=model_nodes, nodes=nodes or 1)
     alpha = chip.intensity("scale-out", dtype) / model_nodes
@@ -154,15 +159,15 @@ def data_threshold(chip: Chip, nodes: int | None = None, model_nodes: int = 1, d
 
 
 def tensor_limit_across(F: float, chip: Chip, dtype="bf16") -> float:
-    """Largest Y for TP over several nodes: F > alpha (Y - node), from the share (M - 1)/M that leaves a node."""
+    """Return the largest Y for TP over several nodes: F > alpha (Y - node), as a share (M - 1)/M leaves each node."""
     return chip.node_gpus + F / chip.intensity("scale-out", dtype)
 
 
 def expert_layer(B: float, D: float, F: float, Z: int, k: int, chip: Chip, dtype="bf16") -> Cost:
-    """Forward of an MoE layer, experts over Z GPUs of whole nodes: 4BkDF/(ZC), 4BD(Z - 8)/(WZ) min(8k/Z, 1).
+    """Return the forward Cost of experts over Z GPUs of whole nodes: 4BkDF/(ZC), 4BD(Z - 8)/(WZ) min(8k/Z, 1).
 
-    Two AllToAlls, each sending a token at most once to each node (Part 12, "Expert Parallelism"). Within one node,
-    the same between its GPUs.
+    Each of two AllToAlls sends a token at most once to each node (Part 12, "Expert Parallelism"), and within one node
+    at most once to each GPU.
     """
     not_negative(B=B, D=D, F=F)
     whole(Z=Z, k=k)
@@ -179,11 +184,11 @@ def expert_layer(B: float, D: float, F: float, Z: int, k: int, chip: Chip, dtype
 
 
 def expert_min_width(Z: int, k: int, chip: Chip, dtype="bf16") -> float:
-    """Smallest F for which experts over Z GPUs are compute-bound: alpha (Z - 8)/k min(8k/Z, 1), at most 8 alpha."""
+    """Return the least F for which experts over Z GPUs are compute-bound: alpha (Z - 8)/k min(8k/Z, 1) <= 8 alpha."""
     cost = expert_layer(1, 1, 1, Z, k, chip, dtype)
     return cost.comms / cost.math
 
 
 def replicas_fit(params: float, chip: Chip, bytes_per_param: float = 10) -> int:
-    """GPUs that it takes to hold params and Adam's state (Part 12, Quiz 5)."""
+    """Return the number of GPUs whose memory holds params and Adam's state (Part 12, Quiz 5)."""
     return math.ceil(params * bytes_per_param / chip.need("hbm_bytes"))

@@ -1,13 +1,13 @@
-"""Lanes: what a byte costs that a collective moves over a group of chips: on a torus, on a tree of switches, measured.
+"""Lanes: the seconds per byte of a collective over a group of chips: on a torus, on a tree of switches, or measured.
 
-Every price of a collective comes from here: the book's, of whole axes of a torus (`collectives`), those of a mesh that
-lies on the chips (`mesh_lane`), and those of all the meshes that the planner compares. V is the book's measure, as in
+Every price of a collective comes from here: the book's for whole axes of a torus (`collectives`), the prices of a mesh
+that lies on chips (`mesh_lane`), and the prices of all meshes that the planner compares. V is the book's measure, as in
 `scaling.trace`: the gathered array of one group.
 
-On a torus a mesh axis takes whole torus axes, and at most one part of a further one, whose rest another mesh axis
-takes: inside it, as a line of neighbours, or outside of it, as a ring with a stride. On 16x20x28, TP 8 is half of the
-axis of 16, a line, whose links run one way: half the bandwidth of a ring (Part 2, "TPU Networking"; Part 3, "A Deeper
-Dive ...").
+On a torus a mesh axis takes whole torus axes, and at most a part of a further one, shared with another mesh axis: a
+part inside is a line of neighbours, a part outside a ring with a stride. On 16x20x28, TP 8 is half of the axis of 16.
+It is a line, whose links run one way, so it has half the bandwidth of a ring (Part 2, "TPU Networking"; Part 3, "A
+Deeper Dive ...").
 """
 
 import math
@@ -19,21 +19,26 @@ from typing import TYPE_CHECKING, Any
 from scaling.cost import gpu
 from scaling.hardware import Chip, Efficiency
 
-if TYPE_CHECKING:  # only columns need it, and they are the planner's: the playground has none
+if TYPE_CHECKING:  # only columns need it, which the planner uses and the playground does not
     import numpy as np
 
-Amount = Any  # a number, or an array of them: the arithmetic is the same
-LINKS = 4  # of a torus its axes, of a tree the node's and the network's; the last one is the datacenter's
+Amount = Any  # a number, or an array of numbers with the same arithmetic
+LINKS = 4  # the axes of a torus, or a tree's node and network; the last is the datacenter
 NUMBERS = ("per_byte", "latency", "ranks", "near")
 
 
 @dataclass(frozen=True)
 class Lane:
-    """Seconds a byte of V, or of AllToAlls and hops a byte that a chip sends; at least `latency`; over which links.
+    """The price of a collective over a group of chips. Numbers may be columns, one entry for each of many meshes.
 
-    `ranks` of the group; `where`: in words; `near`: over links that kernels drive themselves, so that collectives can
-    run behind the matmuls that wait for them (a torus, a node). Numbers may be columns, of many meshes. Lanes over
-    different links can run at once, those over the same one add up.
+    Attributes:
+        per_byte: Seconds per byte of V; for AllToAlls and hops, per byte that a chip sends.
+        latency: The least seconds.
+        links: Whether each link is used. Lanes over different links can run at once, over a common link they add up.
+        ranks: The ranks of the group.
+        where: The links in words.
+        near: Whether kernels drive the links themselves (a torus, a node), so that collectives can run behind the
+            matmuls that wait for them.
     """
 
     per_byte: Amount = 0.0
@@ -45,7 +50,7 @@ class Lane:
 
     @staticmethod
     def columns(lanes: Sequence["Lane"]) -> "Lane":
-        """Many as one whose numbers are arrays."""
+        """Return many lanes as one with columns."""
         import numpy as np
 
         numbers: dict[str, Any] = {name: np.array([float(getattr(lane, name)) for lane in lanes]) for name in NUMBERS}
@@ -53,18 +58,18 @@ class Lane:
         return Lane(**numbers, links=tuple(np.array(column, dtype=float) for column in links))
 
     def take(self, index: "np.ndarray") -> "Lane":
-        """Rows of columns, by number."""
+        """Return these rows of a lane with columns."""
         numbers: dict[str, Any] = {name: getattr(self, name)[index] for name in NUMBERS}
         return Lane(**numbers, links=tuple(link[index] for link in self.links))
 
     def seconds(self, nbytes: Amount) -> Amount:
-        """Of one collective, at the peak."""
+        """Return the seconds of one collective at the peak."""
         import numpy as np
 
         return np.maximum(self.latency, nbytes * self.per_byte)
 
     def forecast(self, nbytes: Amount, rate: Efficiency) -> Amount:
-        """The same as it is likely to be: starting it and its hops take time beside the bytes."""
+        """Return the likely seconds of one collective, which include its launch and hops."""
         import numpy as np
 
         hops = rate.launch + np.maximum(self.latency, (self.ranks - 1) * rate.launch / 16)
@@ -72,6 +77,7 @@ class Lane:
 
 
 def on_links(*links: int) -> tuple[bool, ...]:
+    """Return whether each link is one of these."""
     return tuple(i in links for i in range(LINKS))
 
 
@@ -80,7 +86,7 @@ def on_links(*links: int) -> tuple[bool, ...]:
 
 @dataclass(frozen=True)
 class AxisSpan:
-    """What a mesh axis takes of a torus axis: `size` chips, `stride` apart; `ring`, whether its ends are joined."""
+    """The part of a torus axis that a mesh axis takes: `size` chips, `stride` apart, with joined ends if a `ring`."""
 
     torus: int
     size: int
@@ -90,12 +96,12 @@ class AxisSpan:
 
     @property
     def ports(self) -> float:
-        """Links' worth of bandwidth: two of a ring, one of a line, shared with the groups between two neighbours."""
+        """Bandwidth in links: two for a ring, one for a line, shared with the groups between two neighbours."""
         return (2 if self.ring else 1) / self.stride
 
     @property
     def hops(self) -> int:
-        """That the farthest bytes travel: X/2 on a ring of X (both ways round), X - 1 on a line."""
+        """Hops of the farthest bytes: X/2 on a ring of X (both ways round), X - 1 on a line."""
         return (self.size // 2 if self.ring else self.size - 1) * self.stride
 
     def __str__(self) -> str:
@@ -104,7 +110,7 @@ class AxisSpan:
 
 
 def join_spans(spans: Sequence[AxisSpan]) -> tuple[AxisSpan, ...]:
-    """The spans of several mesh axes as those of one: two parts of a torus axis are the whole of it."""
+    """Return the spans of several mesh axes as one axis: two parts of a torus axis join to the whole of it."""
     found: dict[int, AxisSpan] = {}
     for span in spans:
         if (other := found.get(span.torus)) is None:
@@ -116,14 +122,15 @@ def join_spans(spans: Sequence[AxisSpan]) -> tuple[AxisSpan, ...]:
 
 
 def latency_of(chip: Chip, spans: Sequence[AxisSpan]) -> float:
+    """Return the seconds of the hops over these spans."""
     return sum(span.hops for span in spans) * chip.hop_latency
 
 
 def gather_price(chip: Chip, spans: Sequence[AxisSpan], exact: bool = False) -> tuple[float, float]:
-    """(seconds a byte of V, latency) of an AllGather over these spans; a ReduceScatter is the same.
+    """Return (seconds per byte of V, latency) of an AllGather, or a ReduceScatter, over these spans.
 
-    Parts of torus axes first, the slowest before the others, while there is little to send; then all whole ones at
-    once. Of these the share that each chip has already is taken off on lines alone, or if it is to be `exact`.
+    Parts of torus axes come first, the slowest at the start, while there is little to send; then all whole axes run at
+    once. There the share that each chip already has is subtracted on lines alone, or with `exact`.
     """
     spans = join_spans(spans)
     link = chip.need("link_bw")
@@ -142,10 +149,10 @@ def gather_price(chip: Chip, spans: Sequence[AxisSpan], exact: bool = False) -> 
 
 
 def exchange(chip: Chip, spans: Sequence[AxisSpan], exact: bool = False) -> tuple[float, float]:
-    """(seconds for each byte that a chip sends in all, latency) of an AllToAll over these spans: of the slowest.
+    """Return (seconds per byte that a chip sends in all, latency) of an AllToAll over the slowest of these spans.
 
-    On a line half the links are missing and the middle one carries all: twice a ring's. `exact` counts odd lengths
-    right (1 - 1/X^2: the middle of an odd axis is a chip).
+    A line has half the links of a ring, so it takes twice as long. `exact` counts odd lengths exactly (1 - 1/X^2, as
+    the middle of an odd axis is a chip).
     """
     spans, link = join_spans(spans), chip.need("link_bw")
     times = [
@@ -156,7 +163,7 @@ def exchange(chip: Chip, spans: Sequence[AxisSpan], exact: bool = False) -> tupl
 
 @lru_cache(maxsize=65536)
 def torus_lane(chip: Chip, op: str, spans: tuple[AxisSpan, ...], copies: int = 1) -> Lane:
-    """Of a group on these spans; of an AllToAll so many `copies` of what a chip sends."""
+    """Return the lane of a group on these spans. In an AllToAll each chip sends its bytes `copies` times."""
     links, where = on_links(*(span.torus for span in spans)), " x ".join(str(span) for span in spans)
     ranks = math.prod(span.size for span in spans)
     if op == "CollectivePermute":
@@ -173,8 +180,11 @@ def torus_lane(chip: Chip, op: str, spans: tuple[AxisSpan, ...], copies: int = 1
 
 @lru_cache(maxsize=16384)
 def tree_lane(chip: Chip, op: str, size: int, inner: int, copies: int = 1, groups: int = 1) -> Lane:
-    """Of `size` GPUs, `inner` apart. A hop runs over a GPU's own links in a node, over its share of the node's beyond;
-    of an AllToAll each copy over the node's links, and at most one a node and group over the network (Part 12)."""
+    """Return the lane of `size` GPUs, `inner` apart.
+
+    A hop runs over a GPU's own links in a node, and over its share of the node's links beyond. In an AllToAll each copy
+    runs over the node's links, and at most one per node and group over the network (Part 12).
+    """
     node = chip.node_gpus
     if op == "CollectivePermute":
         across, per_byte, size = inner >= node, 1 / gpu.hop_bandwidth(chip, inner), 2
@@ -196,7 +206,7 @@ def tree_lane(chip: Chip, op: str, size: int, inner: int, copies: int = 1, group
 
 
 def measured_lane(chip: Chip, op: str, ranks: int) -> Lane:
-    """Of a collective over so many ranks, from the chip file; ValueError if it was not measured."""
+    """Return the measured lane of a collective over this many ranks. Raise a ValueError if it was not measured."""
     for row in chip.measured:
         if (row.op, row.ranks, row.alone) == (op, ranks, False):
             return Lane(1 / row.bandwidth, row.latency, on_links(0), ranks, "measured")
@@ -211,9 +221,9 @@ def measured_lane(chip: Chip, op: str, ranks: int) -> Lane:
 
 
 def place_axes(shape: Sequence[int], sizes: Mapping[str, int]) -> dict[str, tuple[int, ...]]:
-    """Each mesh axis as lengths along the axes of a slice, in the order given: Y = 8, Z = 2 on 4x4 are (4, 2), (1, 2).
+    """Return the lengths of each mesh axis along the axes of a slice: Y = 8, Z = 2 on 4x4 are (4, 2), (1, 2).
 
-    ValueError where the sizes do not fill the slice so.
+    Axes are placed in the order given. Sizes that do not fill the slice in this way are a ValueError.
     """
     left, placed = list(shape), {}
     for axis, size in sizes.items():
@@ -239,11 +249,11 @@ def mesh_lane(
     op: str, axes: Sequence[str], sizes: Mapping[str, int], chip: Chip, shape: Sequence[int] = (),
     wrap: bool | None = None,
 ) -> Lane:  # fmt: skip
-    """What a byte of V costs in a collective over these axes of a mesh, whose `sizes` come innermost first.
+    """Return the lane of a collective over these axes of a mesh, whose `sizes` come innermost first.
 
-    On a torus `shape` is the slice: a mesh axis that is part of a torus axis is a line, a whole one a ring if the slice
-    closes it (`wrap`: as if all were). On a tree the axes lie side by side. A hop between stages is a
-    CollectivePermute.
+    On a torus of the slice `shape`, a mesh axis that takes a part of a torus axis is a line, and one that takes the
+    whole is a ring if the slice closes it; with `wrap`, it always is. On a tree the axes are nested. A hop between
+    stages is a CollectivePermute.
     """
     op = {"Recv": "CollectivePermute", "Gather": "AllGather", "Scatter": "AllGather"}.get(op, op)
     names = list(sizes)
@@ -255,7 +265,7 @@ def mesh_lane(
         return measured_lane(chip, op, ranks)
     if chip.kind == "gpu":
         span = math.prod(sizes[name] for name in names[: names.index(axes[-1]) + 1])
-        lane = tree_lane(chip, op, ranks, span // ranks)  # so many GPUs from one of a group to the next
+        lane = tree_lane(chip, op, ranks, span // ranks)  # the stride of the group in GPUs
     else:
         placed, rings, spans = place_axes(shape, sizes), chip.wraps(tuple(shape)), []
         for i, side in enumerate(shape):
@@ -271,7 +281,7 @@ def mesh_seconds(
     op: str, nbytes: float, axes: Sequence[str], sizes: Mapping[str, int], chip: Chip, shape: Sequence[int] = (),
     wrap: bool | None = None,
 ) -> float:  # fmt: skip
-    """Seconds of such a collective of V bytes at the peak, but for the chip's `launch`; or as measured."""
+    """Return the seconds of a collective of V bytes at the peak, at least the chip's `launch`; or as measured."""
     lane = mesh_lane(op, axes, sizes, chip, shape, wrap)
     if chip.measured:
         return float(lane.forecast(nbytes, chip.efficiency))

@@ -1,4 +1,4 @@
-"""A layer under each strategy: bytes, time of computing, time of communicating (Parts 5 and 12).
+"""A layer under each strategy: its bytes, its time of computing and of communicating (Parts 5 and 12).
 
 A layer is the book's block In[B, D] *_D W_in[D, F] *_F W_out[F, D]: two matrices of D x F, as a `LayerShape`;
 `Links` are the rates of the chips that it runs on. X and Y are the sizes of the data (or FSDP) and the tensor axis.
@@ -19,8 +19,8 @@ OVERLAPS = ("max", "sum")
 class LayerShape:
     """The sizes of a layer: B tokens of the *global* batch through `matrices` matrices of D x F.
 
-    `matrices`: 3 when gated; attention adds 2D(N+K)H / DF of them. `blocks`: pairs of AllGather and ReduceScatter over
-    Y in a forward pass, 2 with attention.
+    A gated layer has 3 `matrices`; attention adds 2D(N+K)H / DF of them. `blocks` counts the pairs of AllGather and
+    ReduceScatter over Y in a forward pass, 2 with attention.
     """
 
     B: float
@@ -44,8 +44,8 @@ class LayerShape:
 class Links:
     """C FLOPs/s of a chip, and the bytes/s at which its collectives over each mesh axis run.
 
-    X and Y: `chip.bandwidth("ici", axes=M_X)` on a TPU, "node" or "scale-out" on a GPU; Z: of a hop between pipeline
-    stages; P: of a chip into the network between pods.
+    X and Y are `chip.bandwidth("ici", axes=M_X)` on a TPU, "node" or "scale-out" on a GPU. Z is for a hop between
+    pipeline stages, and P for a chip's share of the network between pods.
     """
 
     C: float
@@ -58,10 +58,11 @@ class Links:
         positive(C=self.C, **{f"W_{axis}": rate for axis, rate in self.rates().items() if rate is not None})
 
     def rates(self) -> dict[str, float | None]:
+        """Return the bytes/s over each axis, or None."""
         return {"X": self.X, "Y": self.Y, "Z": self.Z, "P": self.P}
 
     def rate(self, axis: str, user: str) -> float:
-        """Bytes/s over an axis; ValueError if it was not given."""
+        """Return the bytes/s over an axis. Raise a ValueError if they were not given."""
         if (rate := self.rates()[axis]) is None:
             raise ValueError(f"{user} moves bytes over {axis}\n  fix: give Links({axis}=...), in bytes/s")
         return rate
@@ -71,9 +72,9 @@ class Links:
 class Cost:
     """Seconds of computing and of communicating by mesh axis, per chip.
 
-    `overlap` says how the collectives of different axes combine: "max", they run at once (the book of 2026), or "sum",
-    one after the other (of 2025). Computing against communicating is bounded both ways, by `lower` and `upper`.
-    `a + b` is b after a, as backward after forward: its `parts` keep to themselves what can hide behind what.
+    `overlap` combines the collectives of different axes: with "max" they run at once (the book of 2026), with "sum" in
+    turn (of 2025). `lower` and `upper` bound the overlap of computing and communicating. `a + b` is b after a, as
+    backward after forward: work overlaps only within each of its `parts`.
     """
 
     math: float
@@ -107,7 +108,7 @@ class Cost:
         return "compute" if self.math >= self.comms else max(self.axes, key=lambda axis: axis[1])[0]
 
     def scaled(self, factor: float) -> "Cost":
-        """This, `factor` times over."""
+        """Return this Cost times `factor`."""
         axes = tuple((axis, time * factor) for axis, time in self.axes)
         return Cost(self.math * factor, axes, self.overlap, tuple(part.scaled(factor) for part in self.parts))
 
@@ -122,9 +123,9 @@ class Cost:
 def layer_bytes(
     strategy: str, shape: LayerShape, X: int = 1, Y: int = 1, direction: str = "both", regather: bool = False
 ) -> dict[str, float]:
-    """Bytes that a layer's collectives move over X and over Y, as AllGather equivalents (Part 5, "Takeaways").
+    """Return the bytes that a layer's collectives move over X and over Y, as AllGathers' (Part 5, "Takeaways").
 
-    `regather`: TP gathers its input again in the backward pass instead of keeping the forward's copy.
+    With `regather`, TP gathers its input again in the backward pass instead of keeping the forward's copy.
     The book's table has 8BD/X for the backward of FSDP+TP; its algorithm moves 4BD/X (6BD/X with regather).
     """
     one_of("strategy", strategy, STRATEGIES)
@@ -144,7 +145,7 @@ def layer_bytes(
 
 
 def layer_flops(shape: LayerShape, chips: int = 1, direction: str = "both") -> float:
-    """FLOPs of one layer on each of `chips` chips: 2BDF for each matrix forward, twice that backward."""
+    """Return the FLOPs of one layer on each of `chips` chips: 2BDF for each matrix forward, twice that backward."""
     whole(chips=chips)
     one_of("direction", direction, DIRECTIONS)
     return {"forward": 2, "backward": 4, "both": 6}[direction] * shape.B * shape.params / chips
@@ -154,9 +155,9 @@ def layer(
     strategy: str, shape: LayerShape, links: Links, X: int = 1, Y: int = 1, direction: str = "both",
     regather: bool = False, overlap: str = "max",
 ) -> Cost:  # fmt: skip
-    """Time of one layer on each chip: T_math = 4BDF/(XY C) and T_comms = bytes / W forward, for two matrices.
+    """Return the Cost of one layer on each chip: T_math = 4BDF/(XY C), T_comms = bytes / W forward.
 
-    Both directions are forward + backward: what one communicates does not hide behind what the other computes.
+    Both directions are forward + backward, so the communication of one cannot hide behind the computing of the other.
     """
     one_of("direction", direction, DIRECTIONS)
     if direction == "both":
@@ -169,9 +170,9 @@ def layer(
 
 
 def pipeline_comms(B: float, D: float, W: float, stages: int, microbatches: int, dtype="bf16") -> float:
-    """Seconds of sending activations in one pass: 2BD / (W M) a hop, M + Z - 2 hops (Part 12, "Pipeline Parallelism").
+    """Return a pass's seconds of M + Z - 2 hops of activations, 2BD / (W M) each (Part 12, "Pipeline Parallelism").
 
-    B: tokens of one replica whose activations go over links of W bytes/s in all.
+    B counts the tokens of one replica, whose activations go over links of W bytes/s in all.
     """
     positive(B=B, D=D, W=W)
     whole(stages=stages, microbatches=microbatches)
@@ -180,26 +181,27 @@ def pipeline_comms(B: float, D: float, W: float, stages: int, microbatches: int,
     return dtype_bytes(dtype) * B * D / (W * microbatches) * (microbatches + stages - 2)
 
 
-# Thresholds: where the time of computing equals that of communicating
+# Thresholds: the time of computing equals the time of communicating
 
 
 def data_threshold(C: float, W: float) -> float:
-    """Tokens per chip above which DP and FSDP are compute-bound: B/X > C/W (Part 5; Part 12 with W of GPU or node)."""
+    """Return the tokens per chip above which DP and FSDP are compute-bound: B/X > C/W (Parts 5 and 12)."""
     positive(C=C, W=W)
     return C / W
 
 
 def tensor_limit(F: float, C: float, W: float) -> float:
-    """Largest Y for which TP is compute-bound: Y < F W/C, whatever the batch (W = M_Y W_ici on a TPU)."""
+    """Return the largest Y for which TP is compute-bound: Y < F W/C for any batch (W = M_Y W_ici on a TPU)."""
     positive(F=F, C=C, W=W)
     return F * W / C
 
 
 def mixed_threshold(F: float, C: float, W_X: float, W_Y: float, overlap: str = "max", matrices: float = 2) -> float:
-    """Tokens per chip above which FSDP+TP at its best X is compute-bound: c C^2 / (W_X W_Y F), for two matrices.
+    """Return the tokens per chip above which FSDP+TP at its best X is compute-bound: c C^2 / (W_X W_Y F).
 
-    c = 1 if the collectives of X and Y overlap, 4 if they follow each other: at X_opt both take the same time t, so
-    max is t, sum is 2t, and t^2 is proportional to N/B. A gated layer has a third matrix, and needs 2/3 as many.
+    This is for two matrices; a gated layer has a third, and needs 2/3 as many tokens. c = 1 if the collectives of X and
+    Y overlap, 4 if they follow each other: at X_opt both take the same time t, so the maximum is t, the sum is 2t, and
+    t^2 is proportional to N/B.
     """
     positive(F=F, C=C, W_X=W_X, W_Y=W_Y, matrices=matrices)
     one_of("overlap", overlap, OVERLAPS)
@@ -207,21 +209,21 @@ def mixed_threshold(F: float, C: float, W_X: float, W_Y: float, overlap: str = "
 
 
 def mixed_optimum(B: float, F: float, N: float, m_x: float = 1, m_y: float = 1, matrices: float = 2) -> float:
-    """X_opt of FSDP+TP on N chips: sqrt(B N M_X / (F M_Y)), where both axes' collectives take the same time.
+    """Return X_opt of FSDP+TP on N chips, sqrt(B N M_X / (F M_Y)): both axes' collectives take equal time.
 
-    From matrices DF/(Y M_X) = 2BD/(X M_Y) with XY = N; a gated layer has more weights and so a smaller Y.
+    It follows from matrices DF/(Y M_X) = 2BD/(X M_Y) with XY = N; a gated layer has more weights and so a smaller Y.
     """
     positive(B=B, F=F, N=N, m_x=m_x, m_y=m_y, matrices=matrices)
     return (2 * B * N * m_x / (matrices * F * m_y)) ** 0.5
 
 
 def pod_threshold(C: float, W_dcn: float) -> float:
-    """Tokens per *slice* above which DP across slices is compute-bound: C / W_dcn, W_dcn per chip (Part 5)."""
+    """Return the tokens per *slice* above which DP across slices is compute-bound: C / (W_dcn per chip) (Part 5)."""
     return data_threshold(C, W_dcn)
 
 
 def expert_inflation(experts: int, active: int) -> float:
-    """Factor E/k by which an MoE raises the data threshold: E times the weights, k times the FLOPs (Part 12)."""
+    """Return the factor E/k by which an MoE raises the data threshold: E times weights, k times FLOPs (Part 12)."""
     whole(experts=experts, active=active)
     if active > experts:
         raise ValueError(f"active = {active} of {experts} experts\n  fix: choose from 1 to all of them")

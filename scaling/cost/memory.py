@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from scaling.common.arguments import not_negative, one_of, positive, whole
 from scaling.spec import dtype_bytes
 
-ROOM = 0.9  # of a device's memory, what is planned with; the rest is the runtime's, its buffers' and fragments'
+ROOM = 0.9  # share of a device's memory to plan with; the rest is for the runtime, buffers and fragmentation
 
 
 @dataclass(frozen=True)
@@ -20,11 +20,12 @@ class Memory:
 
     @property
     def total(self) -> float:
+        """The sum of all parts."""
         return self.params + self.grads + self.optimizer + self.activations
 
 
 def checkpoint_bytes(tokens: float, widths: Sequence[float], L: int, dtype="bf16") -> float:
-    """Bytes of checkpoints [tokens, width] kept in each of L layers: 2 L tokens sum(widths) in bf16 (Part 5, Q2)."""
+    """Return the bytes of checkpoints [tokens, width] kept in L layers: 2 L tokens sum(widths) in bf16 (Part 5, Q2)."""
     positive(tokens=tokens)
     whole(L=L)
     not_negative(**{f"widths[{i}]": width for i, width in enumerate(widths)})
@@ -35,7 +36,7 @@ def training_memory(
     params: float, activations: float = 0, X: int = 1, Y: int = 1, Z: int = 1, zero: int = 0,
     param_bytes: float = 2, grad_bytes: float = 2, optimizer_bytes: float = 8,
 ) -> Memory:  # fmt: skip
-    """Bytes per chip of a model of `params` parameters, with `activations` bytes in all.
+    """Return the bytes per chip of a model of `params` parameters, with `activations` bytes in all.
 
     TP and pipelining divide everything by Y and Z; X divides activations, and with ZeRO stage 1 the optimizer state, 2
     also the gradients, 3 (FSDP) also the params. Adam: bf16 params 2, gradients 2, two fp32 moments 8 bytes (12 with an
@@ -57,6 +58,6 @@ def training_memory(
 
 
 def largest_model(hbm_bytes: float, bytes_per_param: float = 10) -> float:
-    """Parameters that fit one chip: HBM / 10 with Adam (Part 5, "Data Parallelism": 9.6e9 on a v5p)."""
+    """Return the parameters that fit one chip: HBM / 10 with Adam (Part 5, "Data Parallelism": 9.6e9 on a v5p)."""
     positive(hbm_bytes=hbm_bytes, bytes_per_param=bytes_per_param)
     return hbm_bytes / bytes_per_param

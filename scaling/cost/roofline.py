@@ -1,6 +1,6 @@
-"""Rooflines of one chip (Part 1): the time of an operation from its FLOPs and its bytes, and what binds it.
+"""Rooflines of one chip (Part 1): the time of an operation from its FLOPs and its bytes, and its bottleneck.
 
-Bytes, FLOPs, seconds, FLOPs/s and bytes/s throughout. `C` is the rate of computing, `W` that of the memory or the link.
+Units are bytes, FLOPs, seconds, FLOPs/s and bytes/s. `C` is the rate of computing, `W` the rate of the memory or link.
 """
 
 from dataclasses import dataclass
@@ -54,7 +54,7 @@ class Roofline:
 
     @property
     def bound(self) -> str:
-        """ "compute" or "comms"."""
+        """The bottleneck: "compute" or "comms"."""
         return "compute" if self.math >= self.comms else "comms"
 
     @property
@@ -64,18 +64,18 @@ class Roofline:
 
 
 def roofline(flops: float, nbytes: float, C: float, W: float) -> Roofline:
-    """The roofline of an operation (Part 1, "Where Does the Time Go?")."""
+    """Return the roofline of an operation (Part 1, "Where Does the Time Go?")."""
     return Roofline(flops, nbytes, C, W)
 
 
 def attainable(intensity: float, C: float, W: float) -> float:
-    """FLOPs/s of an algorithm of this intensity: min(C, intensity * W) (Part 1, "Visualizing rooflines")."""
+    """Return the FLOPs/s of an algorithm of this intensity: min(C, intensity * W) (Part 1, "Visualizing rooflines")."""
     positive(intensity=intensity, C=C, W=W)
     return min(C, intensity * W)
 
 
 def operand_bytes(dtypes) -> tuple[float, float, float]:
-    """Bytes per element of activations, weights and output: one dtype for all three, or one for each."""
+    """Return the bytes per element of activations, weights and output: one dtype for all three, or one for each."""
     three = tuple(dtypes) if isinstance(dtypes, (tuple, list)) else (dtypes,) * 3
     if len(three) != 3:
         raise ValueError(
@@ -97,9 +97,9 @@ def matmul(B: float, D: float, F: float, C: float, W: float, dtypes="bf16", exac
 
 
 def critical_batch(C: float, W: float, D: float | None = None, F: float | None = None, dtypes="bf16") -> float:
-    """Tokens (per replica of the weights) from which a matmul is compute-bound; inf if none is.
+    """Return the tokens (per replica of the weights) from which a matmul is compute-bound; inf if it never is.
 
-    Without D and F the limit of large ones, w C / (2 W). With them exact: wDF / (2DF W/C - aD - oF), from
+    Without D and F this is the limit of large ones, w C / (2 W). With them it is exact, wDF / (2DF W/C - aD - oF), from
     2BDF / C = (aBD + wDF + oBF) / W.
     """
     positive(C=C, W=W)
@@ -113,9 +113,10 @@ def critical_batch(C: float, W: float, D: float | None = None, F: float | None =
 
 
 def tiled_matmul(m: int, k: int, n: int, tiles: tuple[int, int, int], C: float, W: float, dtype="bf16") -> Roofline:
-    """(m, k) x (k, n) by tiles (bm, bk, bn): each output tile reads its row and column of tiles (Part 1, footnote).
+    """Return the roofline of (m, k) x (k, n) by tiles (bm, bk, bn) (Part 1, footnote).
 
-    Intensity tends to 2/size * bm bn / (bm + bn). Tiles must divide; FLOPs 2mkn.
+    Each output tile reads its row and column of tiles, so the intensity tends to 2/size * bm bn / (bm + bn). Tiles must
+    divide the matrices; FLOPs are 2mkn.
     """
     bm, bk, bn = tiles
     positive(m=m, k=k, n=n, bm=bm, bk=bk, bn=bn)
@@ -129,7 +130,7 @@ def tiled_matmul(m: int, k: int, n: int, tiles: tuple[int, int, int], C: float, 
 def split_contraction(B: float, D: float, F: float, C: float, W: float, chips: int = 2, dtype="bf16") -> Roofline:
     """X[B, D_X] *_D Y[D_X, F] on two chips which then swap partial sums (Part 1, "Network communication rooflines").
 
-    T_math = 2BDF / (2C), T_comms = 2BF / W each way, W one-way: compute-bound iff D > 2C/W, whatever B is.
+    T_math = 2BDF / (2C) and T_comms = 2BF / W each way, with W one-way, so it is compute-bound iff D > 2C/W for any B.
     """
     positive(B=B, D=D, F=F)
     if chips != 2:
@@ -138,14 +139,14 @@ def split_contraction(B: float, D: float, F: float, C: float, W: float, chips: i
 
 
 def mfu(flops: float, seconds: float, chips: float, C: float) -> float:
-    """Model FLOPs utilisation: the model's useful FLOPs over what the chips could have done in that time."""
+    """Return the model FLOPs utilisation: the useful FLOPs over the most that the chips could do in that time."""
     not_negative(flops=flops)
     positive(seconds=seconds, chips=chips, C=C)
     return flops / (seconds * chips * C)
 
 
 def seconds_at(flops: float, chips: float, C: float, mfu: float = 1.0) -> float:
-    """Seconds that `flops` take on `chips` chips at a utilisation."""
+    """Return the seconds that `flops` take on `chips` chips at a utilisation."""
     not_negative(flops=flops)
     positive(chips=chips, C=C, mfu=mfu)
     one_of("mfu <= 1", mfu <= 1, (True,))

@@ -1,11 +1,12 @@
-"""Serving a transformer (Parts 7 and 8): what a decode step reads and computes, how long that takes, and what fits.
+"""Serving a transformer (Parts 7 and 8): reads, FLOPs and time of a decode step, and the batches that fit.
 
 A decode step makes one token for each of `batch` sequences: it reads the weights once and the keys and values of every
 sequence, so its bound is
 
     seconds = batch KV / W + max(2 batch params / C, weights / W)         attention + matmuls with weights
 
-A `Load` is what a model asks for, whatever the chips; `step` puts it on chips. Bytes, FLOPs, seconds; no torch.
+A `Load` describes the model independently of chips, and `step` puts it on chips. Units are bytes, FLOPs and seconds. It
+needs no torch.
 """
 
 import math
@@ -24,13 +25,18 @@ Point = TypeVar("Point")
 
 @dataclass(frozen=True)
 class Load:
-    """What serving one model asks for: `Load(70e9, 70e9, 160e3)` in the book's round numbers, or `load(config)`.
+    """The work of serving one model: `Load(70e9, 70e9, 160e3)` in the book's round numbers, or `load(config)`.
 
-    `weights`: bytes of all params as they are stored. `params`: how many a token is multiplied with. `kv_token`: bytes
-    of keys and values that each token of context adds, in the layers that see all; `local`: (window, bytes a token) of
-    those that see a window. `kv_flops`: FLOPs of attention for each byte of cache, 2G / bytes of an element. `lookup`:
-    bytes of the embedding, from which a step takes a row a token. `experts`: bytes of routed experts within `weights`,
-    E of them, k a token.
+    Attributes:
+        weights: Bytes of all stored params.
+        params: The number of params that a token is multiplied with.
+        kv_token: Bytes of keys and values that each token of context adds in the layers without a window.
+        local: (window, bytes per token) of the layers with a window.
+        kv_flops: FLOPs of attention for each byte of cache, 2G / bytes of an element.
+        lookup: Bytes of the embedding, from which a step takes a row per token.
+        experts: Bytes of the routed experts within `weights`.
+        E: The number of routed experts.
+        k: The experts of each token.
     """
 
     weights: float
@@ -48,19 +54,19 @@ class Load:
         not_negative(kv_token=self.kv_token, kv_flops=self.kv_flops, lookup=self.lookup, experts=self.experts)
 
     def kv(self, context: float) -> float:
-        """Bytes of one sequence's keys and values at this context."""
+        """Return the bytes of one sequence's keys and values at this context."""
         return self.kv_token * context + sum(min(context, window) * each for window, each in self.local)
 
     def read(self, batch: int) -> float:
-        """Bytes of weights that a step of `batch` tokens reads: of experts those that some token is routed to.
+        """Return the bytes of weights that a step of `batch` tokens reads, including only experts that get a token.
 
-        With routing that is uniform and independent a share 1 - (1 - k/E)^batch of them, on average.
+        With uniform and independent routing these are a share 1 - (1 - k/E)^batch of the experts, on average.
         """
         return self.weights - self.lookup - self.experts * (1 - self.k / self.E) ** batch
 
 
 def load(config: Config, weights="bf16", kv="bf16") -> Load:
-    """The Load of a transformer with its weights and its keys and values in these dtypes."""
+    """Return the Load of a transformer with weights, and keys and values, in these dtypes."""
     stored, counts = dtype_bytes(weights), tm.params(config)
     lookup = 0 if config.tied else config.D * config.V
     routed = config.matrices * config.D * config.F * config.E * (config.L - config.dense_layers) if config.moe else 0
@@ -100,7 +106,7 @@ class DecodeStep:
 
     @property
     def bound(self) -> str:
-        """What takes longest: "KV cache", "weights", "compute" or "collectives"."""
+        """The slowest part: "KV cache", "weights", "compute" or "collectives"."""
         parts = {"KV cache": self.kv, "weights": self.weights, "compute": self.math, "collectives": self.comms}
         return max(parts, key=lambda name: parts[name])
 
@@ -109,10 +115,10 @@ def step(
     load: Load, batch: int, context: float, chip: Chip, chips: int = 1, compute: str = "bf16", copies: float = 1,
     comms: float = 0.0,
 ) -> DecodeStep:  # fmt: skip
-    """A decode step (Part 7, "Theoretical estimates for LLM latency and throughput").
+    """Return a decode step (Part 7, "Theoretical estimates for LLM latency and throughput").
 
-    Everything is fully sharded over the chips but for the cache, which may be stored `copies` times. `compute`: the
-    dtype of the matmuls. The book calls attention always bound by bandwidth; here its FLOPs count where they are more.
+    Everything is fully sharded over the chips, except that the cache may be stored `copies` times. `compute` is the
+    dtype of the matmuls. In the book attention is always bound by bandwidth; here its FLOPs count if they take longer.
     """
     whole(batch=batch, chips=chips)
     not_negative(context=context, comms=comms)
@@ -126,8 +132,10 @@ def step(
 def mixed(
     load: Load, works: Sequence[tuple[int, int]], chip: Chip, chips: int = 1, compute: str = "bf16"
 ) -> DecodeStep:
-    """A pass over some new tokens of several sequences, (new, context with them) each: chunks of prompts are (T, S), a
-    sequence that decodes is (1, S). Each cache is read once, and a token attends to those before it.
+    """Return a pass over new tokens of several sequences, each given as (new, context including them).
+
+    Chunks of prompts are (T, S), and a sequence that decodes is (1, S). Each cache is read once, and a token attends to
+    itself and the tokens before it.
     """
     tokens = sum(new for new, _ in works)
     whole(tokens=tokens, chips=chips)
@@ -142,9 +150,9 @@ def mixed(
 
 
 def slices(chip: Chip, most: int = 4096) -> list[tuple[int, ...]]:
-    """The slices that a torus is cut into, from one chip to the pod: 1x1, 2x2, 2x4, 4x4, 4x8, ... Of GPUs: (n,).
+    """Return the slices of a torus, from one chip to the pod: 1x1, 2x2, 2x4, 4x4, 4x8, ...; for GPUs (n,).
 
-    Sides are powers of two, the shortest being doubled each time; no slice has two chips.
+    Sides are powers of two, and the shortest is doubled each time; no slice has two chips.
     """
     if chip.kind != "tpu":
         return [(2**i,) for i in range(most.bit_length()) if 2**i <= most]
@@ -157,7 +165,7 @@ def slices(chip: Chip, most: int = 4096) -> list[tuple[int, ...]]:
 
 
 def smallest_slice(nbytes: float, chip: Chip, headroom: float = 1.0) -> tuple[int, ...]:
-    """The smallest slice whose memory holds so many bytes (Part 8, "What's the LLaMA Serving Story?")."""
+    """Return the smallest slice whose memory holds so many bytes (Part 8, "What's the LLaMA Serving Story?")."""
     positive(nbytes=nbytes, headroom=headroom)
     shapes = slices(chip)
     for shape in shapes:
@@ -170,7 +178,7 @@ def smallest_slice(nbytes: float, chip: Chip, headroom: float = 1.0) -> tuple[in
 
 
 def largest_batch(load: Load, context: float, chip: Chip, chips: int, headroom: float = 1.0, copies: float = 1) -> int:
-    """Sequences of this context whose caches fit beside the weights, fully sharded; 0 if not even the weights fit."""
+    """Return the most sequences of this context whose caches fit with the sharded weights; 0 if weights do not fit."""
     room = headroom * chips * chip.need("hbm_bytes") - load.weights
     return max(0, math.floor(room / (copies * load.kv(context))))
 
@@ -179,7 +187,7 @@ def largest_batch(load: Load, context: float, chip: Chip, chips: int, headroom: 
 
 
 def pareto(points: Iterable[Point], low: Callable[[Point], float], high: Callable[[Point], float]) -> list[Point]:
-    """The points that no other one beats, by `low` (seconds, less is better) and `high` (tokens/s, more is better)."""
+    """Return all points that none beats by `low` (seconds, less is better) and `high` (tokens/s, more is better)."""
     kept: list[Point] = []
     for point in sorted(points, key=lambda p: (low(p), -high(p))):
         if not kept or high(point) > high(kept[-1]):
@@ -190,7 +198,7 @@ def pareto(points: Iterable[Point], low: Callable[[Point], float], high: Callabl
 def curve(
     load: Load, batches: Sequence[int], context: float, chip: Chip, chips: int, compute="bf16"
 ) -> list[DecodeStep]:
-    """The step of each batch: latency against throughput (Part 8, "Visualizing the Latency Throughput Tradeoff")."""
+    """Return each batch's step: latency against throughput (Part 8, "Visualizing the Latency Throughput Tradeoff")."""
     return [step(load, batch, context, chip, chips, compute) for batch in batches]
 
 
@@ -198,7 +206,7 @@ def curve(
 
 
 def prefill_servers(prefill: float, step: float, batch: int, generated: float) -> float:
-    """Prefill servers for each generation server, both busy: batch * prefill / (step * generated) (Part 8).
+    """Return the prefill servers per busy generation server: batch * prefill / (step * generated) (Part 8).
 
     `prefill` seconds of one prompt, `step` seconds of a decode step of `batch` sequences, `generated` tokens of each.
     """
@@ -207,7 +215,7 @@ def prefill_servers(prefill: float, step: float, batch: int, generated: float) -
 
 
 def turnover(batch: int, prompt: float, generated: float) -> tuple[float, float]:
-    """Sequences that end at each step, and tokens that leave the caches with them: B/G and B(P + G)/G (Part 8)."""
+    """Return the sequences that end per step, B/G, and the tokens that leave caches with them, B(P + G)/G (Part 8)."""
     positive(batch=batch, generated=generated)
     not_negative(prompt=prompt)
     return batch / generated, batch * (prompt + generated) / generated

@@ -1,4 +1,4 @@
-"""Plans by time: the seconds of each step on a chip's torus, as the `cost` that `scaling.algebra` minimises (Part 3).
+"""Plans by time: the seconds of each step on a chip's torus, as the `cost` that `scaling.algebra` minimizes (Part 3).
 
 matmul(a, b, out, sizes, mesh, cost=seconds_on(chip("v5p"), sizes, mesh))
 """
@@ -13,10 +13,11 @@ from scaling.spec import mesh_sizes
 
 
 def seconds_on(chip: Chip, sizes, mesh, dtype="bf16", flops: bool = True) -> Callable[[Step], float]:
-    """A function of a Step: its seconds, where each mesh axis is an axis of the torus of that length.
+    """Return a function from a Step to its seconds, where each mesh axis is an axis of the torus of that length.
 
-    Collectives by `scaling.cost.collectives`, products at the chip's peak (`flops=False`: they are free); slices and
-    the like take no time. Equal arguments give the same function, so that plans made with it are cached.
+    Collectives take the time of `scaling.cost.collectives`, products run at the chip's peak (or are free with
+    `flops=False`), and slices and the like take no time. Equal arguments give the identical function, so that plans
+    made with it are cached.
     """
     return _seconds_on(chip, tuple(sizes.items()), tuple(mesh_sizes(mesh).items()), dtype, flops)
 

@@ -13,17 +13,18 @@ from scaling.cost.roofline import mfu
 from scaling.spec import dtype_bytes
 
 REMAT = ("none", "matmuls", "block")
-POLICIES = ("none", "attention", "matmuls", "block")  # those of a mesh
-CHUNK = 1 << 28  # bytes of the loss's logits, in float32, that are there at a time
+POLICIES = ("none", "attention", "matmuls", "block")  # on a mesh
+CHUNK = 1 << 28  # bytes of the loss's float32 logits that are in memory at a time
 
 
 # --- Counting dots -----------------------------------------------------------------------------------------------
 
 
 def einsum_flops(equation: str, *shapes: tuple[int, ...]) -> int:
-    """FLOPs of `"bd,df->bf"` on these shapes: twice the product of all dims, each counted once (Part 4, Counting Dots).
+    """Return the FLOPs of `"bd,df->bf"` on these shapes: twice the product of all dims (Part 4, Counting Dots).
 
-    Without a contracted dim there is nothing to add, and the factor of two is left out. One or two operands.
+    Each dim counts once. Without a contracted dim nothing is added, so the factor of two is left out. There may be one
+    or two operands.
     """
     inputs, arrow, output = equation.replace(" ", "").partition("->")
     operands = inputs.split(",")
@@ -55,7 +56,7 @@ def einsum_flops(equation: str, *shapes: tuple[int, ...]) -> int:
 
 
 def attention_params(config: Config) -> int:
-    """Of one layer: W_Q, W_K, W_V, W_O: 2D(N+K)H; with latent attention its low-rank factors."""
+    """Return the params of a layer's W_Q, W_K, W_V and W_O, 2D(N+K)H, or of latent attention's low-rank factors."""
     if (latent := config.latent) is None:
         return 2 * config.D * (config.N + config.K) * config.H
     D, N = config.D, config.N
@@ -65,9 +66,9 @@ def attention_params(config: Config) -> int:
 
 
 def params(config: Config, active: bool = False) -> dict[str, int]:
-    """Parameters by component; with `active`, of a mixture of experts only those that one token uses.
+    """Return the number of parameters by component; with `active`, only the experts of one token count.
 
-    "vocab" is DV once if the unembedding is tied to the embedding, twice if not.
+    "vocab" is DV if the unembedding is tied to the embedding, and 2DV if not.
     """
     D, sparse = config.D, config.L - config.dense_layers
     wide = config.F * (config.k if active else config.E) + config.S
@@ -84,6 +85,7 @@ def params(config: Config, active: bool = False) -> dict[str, int]:
 
 
 def num_params(config: Config, active: bool = False) -> int:
+    """Return the number of all parameters, or of the `active` ones."""
     return sum(params(config, active).values())
 
 
@@ -91,17 +93,17 @@ def num_params(config: Config, active: bool = False) -> int:
 
 
 def visible_pairs(T: int, S: int, window: int | None = None) -> int:
-    """Pairs of the last T of S tokens with what each attends to: TS - T(T-1)/2; at most `window` a token."""
-    hidden = max(0, S - window) if window else 0  # keys that the last query no longer sees; of the one before, one less
+    """Count the pairs of the last T of S tokens with all that each attends to: TS - T(T-1)/2; at most `window` each."""
+    hidden = max(0, S - window) if window else 0  # keys hidden from the last query; one less from the one before
     some = min(T, hidden)
     return T * S - T * (T - 1) // 2 - some * hidden + some * (some - 1) // 2
 
 
 def forward_flops(config: Config, B: int, T: int, S: int | None = None, causal: bool = False) -> dict[str, int]:
-    """FLOPs of a forward pass over B sequences of T tokens that attend to S (default T), by component.
+    """Return the FLOPs of a forward pass over B sequences of T tokens that attend to S (default T), by component.
 
-    `causal` counts only the pairs that are visible, of each head: what a kernel can skip. A plain einsum computes them
-    all. The unembedding is of every token; the embedding is a look-up, not a matmul.
+    `causal` counts only the visible pairs of each head, since a kernel can skip the others. A plain einsum computes
+    them all. The unembedding counts for every token; the embedding is a look-up, not a matmul.
     """
     S = _whole("S", T if S is None else S)
     tokens, counts = _whole("B", B) * _whole("T", T), params(config, active=True)
@@ -118,12 +120,12 @@ def forward_flops(config: Config, B: int, T: int, S: int | None = None, causal: 
 
 
 def remat_flops(config: Config, B: int, T: int, remat: str, causal: bool = False, last: bool = True) -> int:
-    """FLOPs that the backward pass computes again (Part 4, Gradient checkpointing).
+    """Return the FLOPs that the backward pass recomputes (Part 4, Gradient checkpointing).
 
-    "none": nothing. "block": only each layer's input is saved, so the layers' forward passes run again (which the book
-    rounds to 2 * params * tokens; the unembedding does not). "matmuls": the outputs of the seven matmuls are saved, so
-    only the two of dot-product attention run again, 4BT^2NH a layer (Question 6); "attention": these too. `last`: with
-    "block", whether each layer's last product runs again as well, whose result nobody reads; on a mesh it does not.
+    "none" recomputes nothing. "block" saves only each layer's input, so the layers' forward passes run again (which the
+    book rounds to 2 * params * tokens), without the unembedding. "matmuls" saves the outputs of the seven matmuls, so
+    only the two of dot-product attention run again, 4BT^2NH per layer (Question 6); "attention" recomputes these, too.
+    With "block", `last` includes each layer's last product, whose result is never read; on a mesh it does not run.
     """
     if remat not in POLICIES:
         raise ValueError(f"unknown remat {remat!r}\n  fix: choose one of {', '.join(POLICIES)}")
@@ -137,20 +139,20 @@ def remat_flops(config: Config, B: int, T: int, remat: str, causal: bool = False
 
 
 def train_flops(config: Config, B: int, T: int, causal: bool = False, remat: str = "none") -> dict[str, int]:
-    """FLOPs of a training step: three times the forward pass, and what is computed again."""
+    """Return the FLOPs of a training step: three times the forward pass, and the recomputed work."""
     again = remat_flops(config, B, T, remat, causal)
     return {key: 3 * flops for key, flops in forward_flops(config, B, T, causal=causal).items()} | {"remat": again}
 
 
 def rule_of_thumb(config: Config, tokens: float, remat: str = "none") -> float:
-    """6 * params * tokens for a training step; 8 with block remat (Part 4). For a mixture of experts, active params."""
+    """Return 6 * params * tokens for a training step, 8 with block remat (Part 4), counting active params only."""
     if remat not in REMAT:
         raise ValueError(f"unknown remat {remat!r}\n  fix: choose one of {', '.join(REMAT)}")
     return (8 if remat == "block" else 6) * num_params(config, active=True) * tokens
 
 
 def prefill_flops(config: Config, prompt: int, batch: int = 1, causal: bool = True) -> int:
-    """A forward pass over the prompts, with the unembedding of each last token only: 2 * params * tokens, roughly."""
+    """Return the FLOPs of prefill, which unembeds only each prompt's last token: roughly 2 * params * tokens."""
     flops = forward_flops(config, batch, prompt, causal=causal)
     return sum(flops.values()) - flops["unembed"] + 2 * batch * config.D * config.V
 
@@ -168,12 +170,12 @@ def utilization(
     training: bool = True,
     remat: str = "none",
 ) -> float:
-    """Model FLOPs utilization of a step of B sequences of T tokens on `chips` of C FLOPs/s each.
+    """Return the model FLOPs utilization of a step of B sequences of T tokens on `chips` of C FLOPs/s each.
 
-    Two conventions are in use. `causal`: pairs that the mask hides, and those beyond a window, are no useful work. Not
-    `causal`: all T S pairs of a layer count, as in PaLM's appendix B and the book's 12 B T^2 N H; a kernel that skips
-    hidden pairs can then seem to use more than the chip has. Without `training` it is a forward pass: of a prompt, or
-    with T < S of tokens that attend to a cache too. With `remat` what is computed again counts as well: hardware FLOPs.
+    Two conventions are in use. With `causal`, pairs that the mask or a window hides are not useful work. Otherwise all
+    T S pairs of a layer count, as in PaLM's appendix B and the book's 12 B T^2 N H; a kernel that skips hidden pairs
+    may then seem to exceed the chip's peak. Without `training` the step is a forward pass over a prompt, or with T < S
+    over tokens that also attend to a cache. With `remat` recomputed work counts as well (hardware FLOPs).
     """
     if training and S not in (None, T):
         raise ValueError(
@@ -192,7 +194,7 @@ def utilization(
 def kv_cache_bytes(config: Config, tokens: int = 1, dtype: Any = "bf16") -> float:
     """Return the bytes of this many tokens' keys and values, 2*L*K*H each (Part 4, KV caching), or of their latents.
 
-    Of a model in which only some layers have a cache, L are these.
+    If only some layers of a model have a cache, L counts these.
     """
     latent, layers = config.latent, config.L if config.cached is None else config.cached
     each = latent.kv_rank + latent.rope if latent else 2 * config.K * config.H
@@ -200,12 +202,12 @@ def kv_cache_bytes(config: Config, tokens: int = 1, dtype: Any = "bf16") -> floa
 
 
 def saved_widths(config: Config, remat: str) -> dict[str, int]:
-    """Per token and layer, the elements that the backward pass finds saved, by array (Part 4, Gradient checkpointing).
+    """Return the elements saved for backward per token and layer, by array (Part 4, Gradient checkpointing).
 
-    "block": the layer's input. "matmuls": the outputs of the seven big matmuls, eight with latents; as the residual
-    stream they are added to is what is kept, W_out's stands in the next layer's input. "none": everything that a
-    gradient reads, with an attention kernel that keeps its output and one statistic a head rather than the [T, S]
-    scores; "attention": all of that but what this kernel keeps.
+    "block" saves the layer's input. "matmuls" also saves the outputs of the seven big matmuls, eight with latents;
+    W_out's is part of the next layer's input, since the residual stream that it is added to is saved. "none" saves
+    everything that a gradient reads, with an attention kernel that keeps its output and one statistic per head rather
+    than the [T, S] scores. "attention" saves all of that except the arrays that this kernel keeps.
     """
     if remat not in POLICIES:
         raise ValueError(f"unknown remat {remat!r}\n  fix: choose one of {', '.join(POLICIES)}")
@@ -215,18 +217,18 @@ def saved_widths(config: Config, remat: str) -> dict[str, int]:
     if remat == "block":
         return block
     heads, norms = {"Q": Q, "K": KV, "V": KV}, 2 * D
-    if config.latent:  # beside the heads' the latents, as they come and as they are normed
+    if config.latent:  # the latents before and after their norms, in addition to the heads
         s, N = config.sizes, config.N
         heads, norms = {"A_Q": s["R"], "A_KV": s["M"], "Q": N * s["A"], "KV": N * s["W"]}, norms + s["R"] + s["C"]
     matmuls = block | heads | {"Attn": D, "Tmp": (config.matrices - 1) * F}
     if remat == "matmuls":
         return matmuls
-    attended = {"heads": Q, "statistics": config.N} if remat != "attention" else {}  # Q and K are kept as rotated
+    attended = {"heads": Q, "statistics": config.N} if remat != "attention" else {}  # Q and K are kept rotated
     return matmuls | {"norms": norms} | attended | {"activation": F, "product": F if config.gated else 0}
 
 
 def saved_bytes(config: Config, tokens: int, remat: str, dtype="bf16") -> float:
-    """Bytes of all layers' saved activations for this many tokens."""
+    """Return the bytes of all layers' saved activations for this many tokens."""
     return tokens * config.L * sum(saved_widths(config, remat).values()) * dtype_bytes(dtype)
 
 
@@ -234,21 +236,21 @@ def saved_bytes(config: Config, tokens: int, remat: str, dtype="bf16") -> float:
 
 
 def attention_intensity(T: int, S: int, G: int = 1, dtype="bf16") -> float:
-    """FLOPs per byte of dot-product attention in a kernel: TSG/(TG + S) in bf16 (Part 4, Question 4).
+    """Return the FLOPs per byte of dot-product attention in a kernel: TSG/(TG + S) in bf16 (Part 4, Question 4).
 
-    T queries in each of G heads read S keys and values once, and write as much as they read of Q.
+    T queries in each of G heads read S keys and values once, and write as many bytes as they read of Q.
     """
     return 4 * T * S * G / (2 * (T * G + S) * dtype_bytes(dtype))
 
 
 def attention_fraction(config: Config, T: int, causal: bool = False) -> float:
-    """FLOPs of dot-product attention over those of all other matmuls of the layers: T/8D if F = 4D, NH = KH = D."""
+    """Return the FLOPs of attention's dot products over the layers' other matmuls: T/8D if F = 4D, NH = KH = D."""
     flops = forward_flops(config, 1, T, causal=causal)
     return flops["attention"] / (flops["mlp"] + flops["projections"])
 
 
 def attention_crossover(config: Config) -> float:
-    """The sequence length at which the two are equal, T = 8D in the book's proportions."""
+    """Return the sequence length at which `attention_fraction` is 1, T = 8D in the book's proportions."""
     return 1 / attention_fraction(config, 1)
 
 

@@ -1,8 +1,8 @@
-"""Numbers as people read them."""
+"""Format numbers for people."""
 
 
 def significant(number: float, digits: int = 4) -> str:
-    """Four significant digits, the exponent a multiple of three up to 1e14: 13.02e9, 0.9151, 44.35, 6.3e24."""
+    """Format four significant digits, with an exponent that is a multiple of three up to 1e14: 13.02e9, 0.9151."""
     if number == 0:
         return "0"
     exponent = int(f"{number:e}".partition("e")[2])
