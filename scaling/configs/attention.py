@@ -11,10 +11,10 @@ NEEDED = {"linear": ("factor",), "yarn": ("factor",), "llama3": ("factor", "low"
 
 @dataclass(frozen=True)
 class Latent:
-    """Multi-head latent attention (DeepSeek-V2 and V3): Q and KV pass through low ranks; KV's is what is cached.
+    """Multi-head latent attention (DeepSeek-V2 and V3): Q and KV pass through low ranks, and KV's is cached.
 
     Per head, queries and keys have `nope` + `rope` dims (the `rope` part of the keys is shared by all heads), values
-    have `value` dims. `interleaved`: the two coordinates of a rotary plane are neighbours, not H/2 apart.
+    have `value` dims. With `interleaved`, the two coordinates of a rotary plane are neighbours, not H/2 apart.
     """
 
     q_rank: int
@@ -33,7 +33,7 @@ class Latent:
 
     @staticmethod
     def of(table: dict) -> "Latent":
-        """Return the Latent of a table with these names."""
+        """Return the Latent from a table with its fields as keys."""
         names = {field.name for field in fields(Latent)} - {"interleaved"}
         if table.keys() - {"interleaved"} != names:
             raise ValueError(f"latent has {', '.join(table) or 'nothing'}\n  fix: give {', '.join(sorted(names))}")
@@ -42,12 +42,13 @@ class Latent:
 
 @dataclass(frozen=True)
 class RopeScaling:
-    """How rotary frequencies are changed for longer contexts: `kind` linear, llama3, yarn, or one not computed here.
+    """A change of rotary frequencies for longer contexts: `kind` linear, llama3, yarn, or one not computed here.
 
-    linear: every position over `factor`. llama3: wavelengths beyond original / low are made `factor` times as long,
-    those below original / high stay, and between them both are mixed. `original` is the context trained on before.
-    yarn: planes that turn fewer than `low` times in the original context are slowed by `factor`, those of more than
-    `high` stay; rotated dims grow by `mscale`, over `mscale_all`, by which latent attention multiplies all dims.
+    linear divides every position by `factor`. llama3 makes wavelengths beyond original / low `factor` times as long,
+    keeps wavelengths below original / high, and interpolates in between. `original` is the context of earlier training.
+    yarn slows planes that turn fewer than `low` times in the original context by `factor`, and keeps planes that turn
+    more than `high` times; rotated dims are multiplied by the factor of `mscale` over the factor of `mscale_all`, by
+    which latent attention multiplies all dims.
     """
 
     kind: str
@@ -86,10 +87,10 @@ class RopeScaling:
         return RopeScaling(kind, **{key: given[key] for key in numbers if key in given})
 
     def slowed(self, f: Any) -> Any:
-        """Return frequencies of torch or numpy as Llama 3.1 slows them.
+        """Return frequencies of torch or numpy, slowed as in Llama 3.1.
 
-        Those that turn `high` times in the original context stay, those of less than `low` turns are divided by
-        `factor`, and between them both are mixed.
+        Frequencies that turn `high` times or more in the original context are kept, frequencies below `low` turns are
+        divided by `factor`, and the others are interpolated.
         """
         kept = ((self.original * f / (2 * math.pi) - self.low) / (self.high - self.low)).clip(0, 1)
         return f * (kept + (1 - kept) / self.factor)

@@ -1,6 +1,7 @@
 """Published transformers by name, each with the source of its sizes (the table of Part 6).
 
-`MODELS`: those of the book and its like. `MEASURED`: those of the published runs beside which the planner is shown.
+`MODELS` has the book's models and similar ones. `MEASURED` has the models of published runs, with which the planner is
+compared.
 """
 
 from scaling.configs.attention import Latent, RopeScaling

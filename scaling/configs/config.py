@@ -1,6 +1,6 @@
 """One decoder-only transformer as data, in the book's letters (Part 4, "Transformer Accounting").
 
-L layers, D d_model, F d_ff, N query heads, K KV heads, H head dim, V vocabulary, E experts of which k are active.
+L layers, D d_model, F d_ff, N query heads, K KV heads, H head dim, V vocabulary, E experts with k active ones.
 """
 
 from collections.abc import Mapping
@@ -11,12 +11,12 @@ from scaling.common.arguments import check_fields
 from scaling.configs.attention import Latent, RopeScaling
 from scaling.spec import dtype_bytes
 
-MOST = dict.fromkeys("DFNKHVk", 10**9) | {"L": 10**5, "E": 10**5}  # of each size; layers and experts are listed
+MOST = dict.fromkeys("DFNKHVk", 10**9) | {"L": 10**5, "E": 10**5}  # layers and experts are listed
 ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "relu")
 
 
 def check_letters(name: str, sizes: Mapping[str, Any]) -> None:
-    """Raise a ValueError that names the first size which is not a whole number from 1 to its largest value."""
+    """Raise a ValueError naming the first size that is not a whole number from 1 to its largest value."""
     for letter, value in sizes.items():
         if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= MOST[letter]:
             least = f"{name}: {letter} must be a whole number of at least 1"
@@ -29,30 +29,30 @@ def check_letters(name: str, sizes: Mapping[str, Any]) -> None:
 class Config:
     """One decoder-only transformer. Defaults: dense (E = k = 1), gated MLP of 3 matrices, separate unembedding.
 
-    A mixture of experts has E routed experts of width F, k of them active per token, and `shared` experts that always
-    are, `F_shared` wide together (0: each as wide as the others); its first `dense_layers` layers have a dense MLP of
-    width `F_dense` instead. `routing` is "softmax" (Mixtral)
-    or "sigmoid" (DeepSeek-V3): a token's k weights are its scores, with `norm_topk` over their sum, times
-    `routed_scale`; its experts come from the best `top_groups` of `expert_groups`. With a `capacity` an expert takes
-    at most capacity * tokens * k / E tokens, rounded up; None drops none. `aux_coef` and `z_coef` weigh the losses that
-    balance the load and keep the logits small. `balance_by`: the load is to be even over the whole "batch", or within
-    each "sequence" (DeepSeek-V3); `balance_first`: of a token's k choices the first alone counts (Switch, GShard).
+    A mixture of experts has E routed experts of width F, k of them active per token, and `shared` experts that are
+    always active, `F_shared` wide together (0: each as wide as the others). Its first `dense_layers` layers have a
+    dense MLP of width `F_dense` instead. `routing` is "softmax" (Mixtral) or "sigmoid" (DeepSeek-V3). A token's k
+    weights are its scores times `routed_scale`, divided by their sum if `norm_topk`; its experts come from the best
+    `top_groups` of `expert_groups`. With a `capacity` an expert takes at most capacity * tokens * k / E tokens, rounded
+    up; None drops none. `aux_coef` and `z_coef` weigh the losses that balance the load and keep the logits small.
+    `balance_by` evens out the load over the whole "batch", or within each "sequence" (DeepSeek-V3); with
+    `balance_first` only the first of a token's k choices counts (Switch, GShard).
 
-    Rotary positions have the base `theta`; `eps` is the norms'. `attention_bias` adds b_Q, b_K, b_V to the projections,
-    `output_bias` b_O too; `qk_norm` is an RMSNorm over the H of every query and key. `window`: a query sees itself and
-    the window - 1 tokens before it; one number, or one for each layer, None seeing all. `activation` is silu, gelu,
-    gelu_tanh or relu; None is silu with a gate and gelu without. `dropout`: of what a block adds to the residual
-    stream, the share of elements that training drops (GPT-2's resid_pdrop). `cached`: the number of layers whose keys
-    and values are cached, where others (linear attention) have none; None is all. `norms` counts the layer's norms,
-    `dtype` the stored parameters. `uncomputed` names what else the model has: such a one is counted, but no code here
-    computes it. `source` says where the numbers come from. `max_positions`: the longest text that the model was made
-    for, before a scaling of its positions (Hugging Face's max_position_embeddings); 0 where nothing says.
-    `model_type`: that of the file which the model was read from, where its tensors are not those of the other classes.
+    Rotary positions have the base `theta`; norms have the epsilon `eps`. `attention_bias` adds b_Q, b_K, b_V to the
+    projections, `output_bias` also b_O; `qk_norm` is an RMSNorm over the H of every query and key. With a `window` a
+    query sees itself and the window - 1 tokens before it; it is one number, or one for each layer, where None sees all.
+    `activation` is silu, gelu, gelu_tanh or relu; None is silu with a gate and gelu without. `dropout` is the share of
+    elements that training drops from a block's output to the residual stream (GPT-2's resid_pdrop). `cached` is the
+    number of layers with cached keys and values, if others (linear attention) have none; None is all. `norms` counts
+    the layer's norms, and `dtype` is the stored parameters'. `uncomputed` names features that no code here computes; a
+    model with any is only counted. `source` is the origin of the numbers. `max_positions` is the longest text that the
+    model was made for, before its positions are scaled (Hugging Face's max_position_embeddings), or 0 if unknown.
+    `model_type` is that of the file which the model was read from, if its tensors differ from those in other classes.
 
-    Of other families: with `unit_offset` norms multiply by 1 + their gain (Gemma). Embeddings are multiplied by
-    `embed_scale`, what a block adds to the residual stream by `residual_scale`, and logits are divided by
-    `logit_scale`; scores are multiplied by `score_scale`, None being 1/sqrt(H) (Granite). The layers in `unrotated`
-    turn no query or key by its position (SmolLM3).
+    Some families have more. With `unit_offset` norms multiply by 1 + their gain (Gemma). Embeddings are multiplied by
+    `embed_scale`, a block's output to the residual stream by `residual_scale`, and scores by `score_scale`, where None
+    is 1/sqrt(H); logits are divided by `logit_scale` (Granite). The layers in `unrotated` rotate no query or key by its
+    position (SmolLM3).
     """
 
     name: str
@@ -106,7 +106,7 @@ class Config:
     source: str = ""
 
     def __post_init__(self):
-        if isinstance(self.rope_scaling, dict):  # as a file has it; so are lists
+        if isinstance(self.rope_scaling, dict):  # as files have it; they also have lists
             object.__setattr__(self, "rope_scaling", RopeScaling.of(self.rope_scaling))
         for name in ("window", "uncomputed", "unrotated"):
             if isinstance(value := getattr(self, name), list):
@@ -221,7 +221,7 @@ class Config:
 
     @property
     def rotary(self) -> int:
-        """The dims of a head that positions turn."""
+        """The number of dims of a head that positions rotate."""
         return self.latent.rope if self.latent else self.H
 
     @property
@@ -241,7 +241,7 @@ class Config:
 
     @property
     def moe(self) -> bool:
-        """Whether it is a mixture of experts."""
+        """Whether the model is a mixture of experts."""
         return self.E > 1
 
     def with_(self, **changes) -> "Config":

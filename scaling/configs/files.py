@@ -1,4 +1,4 @@
-"""Models from files: `load`."""
+"""Read models from files: `load`."""
 
 from dataclasses import fields
 from pathlib import Path
@@ -19,7 +19,7 @@ def load(path: "str | Path") -> Config:
 
 
 def table_config(table: dict[str, Any], path: Path) -> Config:
-    """Return the model of such a table, which `path` holds."""
+    """Return the model from the table of the file `path`."""
     try:
         if {"model_type", "hidden_size", "text_config"} & table.keys():
             table = read_config(table)

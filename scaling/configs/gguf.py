@@ -1,7 +1,7 @@
 """FILE.gguf, llama.cpp's form of a model, as a Hugging Face folder: `config_of`, `as_folder`.
 
-Read by the library gguf, its own reader and dequantization; the weights become float32. llama.cpp reorders the rows of
-Llama's queries and keys, so that its rotary embedding takes neighbours as pairs: here they are put back.
+The library gguf reads and dequantizes the file, and the weights become float32. llama.cpp reorders the rows of Llama's
+queries and keys, because its rotary embedding takes neighbours as pairs; here they are put back in order.
 """
 
 import hashlib
@@ -44,16 +44,16 @@ LAYER = {
     "ffn_down.weight": "mlp.down_proj.weight",
 }
 BIASES = {f"attn_{x}.bias": f"self_attn.{x}_proj.bias" for x in "qkv"}
-OUTPUT_BIAS = {"attn_output.bias": "self_attn.o_proj.bias"}  # of llama, where the others are
+OUTPUT_BIAS = {"attn_output.bias": "self_attn.o_proj.bias"}  # in llama files with the other biases
 
 
 def config_of(path: Path) -> Config:
-    """Return the sizes of a file's model. ValueError for a file that cannot be read or a model not computed here."""
+    """Return the sizes of a file's model. Raise a ValueError if it cannot be read, or is not computed here."""
     return table_config(_table(path, _read(path)), path)
 
 
 def _folder(path: Path) -> Path:
-    """Return where a file's folder lies in the cache, by what tells it from other files and from its later versions."""
+    """Return the path of a file's folder in the cache, distinct for other files and for later versions of the file."""
     stat = path.stat()
     key = hashlib.sha256(f"{path.resolve()} {stat.st_size} {stat.st_mtime_ns}".encode()).hexdigest()[:16]
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
@@ -63,8 +63,8 @@ def _folder(path: Path) -> Path:
 def as_folder(path: Path) -> Path:
     """Write the Hugging Face folder of a file, with its tokenizer, once, into $XDG_CACHE_HOME/scaling; return its path.
 
-    ValueError, and nothing is written, for a file that cannot be read, and a model, quantization or tokenizer that is
-    not known here.
+    Raises:
+        ValueError: The file cannot be read, or its model, quantization or tokenizer is unknown. Nothing is written.
     """
     if (folder := _folder(path)).is_dir():
         return folder
@@ -97,7 +97,7 @@ def _read(path: Path) -> Any:
         raise ValueError(f"{path}: needs the library gguf\n  fix: pip install 'scaling-book-torch[gguf]'") from None
     try:
         return GGUFReader(path)
-    except Exception as error:  # the library has none of its own: what numpy and enum raise at such bytes
+    except Exception as error:  # the library defines none; numpy and enum raise theirs on such bytes
         raise ValueError(
             f"{path}: is truncated, or no GGUF file that the library gguf knows: {error}"
             "\n  fix: download it again; for a new quantization, pip install -U gguf"
@@ -105,7 +105,7 @@ def _read(path: Path) -> Any:
 
 
 def _field(reader: Any, key: str) -> Any:
-    """Return the value of a key, None where the file has none. Its floats are of 32 bits: 1e-5 is 1e-5 again."""
+    """Return the value of a key, or None if it is absent. Floats of 32 bits are rounded back, so 1e-5 is 1e-5."""
     value = None if (field := reader.get_field(key)) is None else field.contents()
     return float(str(numpy.float32(value))) if isinstance(value, float) else value
 

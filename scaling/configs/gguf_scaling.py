@@ -1,4 +1,4 @@
-"""How llama.cpp scales rotary positions, read from the keys of a GGUF file as a config.json has it."""
+"""The scaling of rotary positions in llama.cpp, read from the keys of a GGUF file into the form of config.json."""
 
 from pathlib import Path
 
@@ -12,7 +12,7 @@ SCALING = ("type", "factor", "original_context_length", "attn_factor", "finetune
 
 
 def unread(path: Path, what: str) -> ValueError:
-    """Return the error for what changes a model and is not read from GGUF."""
+    """Return the error for a feature that changes a model and is not read from GGUF."""
     return ValueError(
         f"{path}: has {what}, which is not read from GGUF"
         "\n  fix: give the model's Hugging Face folder, or its name on the hub"

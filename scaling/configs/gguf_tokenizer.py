@@ -1,6 +1,6 @@
 """A tokenizer as GGUF has it, lists of tokens, merges and types, as the files of a Hugging Face folder.
 
-How text is cut before the merges stands in GGUF as a name alone: PRE_TOKENIZERS has those known here.
+GGUF has only the name of the rule that splits text before the merges; PRE_TOKENIZERS has the rules known here.
 """
 
 from collections.abc import Callable
@@ -10,22 +10,22 @@ from typing import Any
 from scaling.configs.gguf_scaling import unread
 
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED = 1, 2, 3, 4  # token types of GGUF
-END_TEXTS = (  # the texts of tokens that end a generation in llama.cpp, whatever else the file says of them
+END_TEXTS = (  # texts of tokens that always end a generation in llama.cpp
     "<|eot_id|>", "<|im_end|>", "<|end|>", "<|return|>", "<|call|>", "<|flush|>", "<|calls|>", "<end_of_turn>",
     "<|endoftext|>", "</s>", "<|eom_id|>", "<EOT>", "_<EOT>", "[EOT]", "[EOS]", "<|end_of_text|>",
     "<end_of_utterance>", "<eos>", "<turn|>", "<|tool_response>", "<｜end▁of▁sentence｜>", "[e~[",
 )  # fmt: skip
-FILLING = {  # of tokens for filling in the middle: those that end a generation, where the file does not name one
+FILLING = {  # tokens for filling in the middle that end a generation, if the file does not name one
     "fim_pad": ("<|fim_pad|>", "<fim-pad>", "<fim_pad>", "<PAD>", "[PAD]"),
     "fim_rep": ("<|fim_repo|>", "<|repo_name|>", "<fim-repo>", "<REPO>", "<reponame>"),
     "fim_sep": ("<|file_sep|>",),
 }
-FILLED = (  # of tokens for filling in the middle: those that are control tokens, whatever the file says of them
+FILLED = (  # tokens for filling in the middle that are always control tokens
     "<|fim_prefix|>", "<fim-prefix>", "<fim_prefix>", "<PRE>", "<|code_prefix|>", "<|prefix|>", "<|fim_suffix|>",
     "<fim-suffix>", "<fim_suffix>", "<SUF>", "<|code_suffix|>", "<|suffix|>", "<|fim_middle|>", "<fim-middle>",
     "<fim_middle>", "<MID>", "<|code_middle|>", "<|middle|>",
 )  # fmt: skip
-SHOWN = ("<|channel|>", "<|message|>", "<|start|>", "<|constrain|>")  # are no control tokens, whatever the file says
+SHOWN = ("<|channel|>", "<|message|>", "<|start|>", "<|constrain|>")  # never control tokens, whatever the file says
 WORDS = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}%s| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )

@@ -3,7 +3,7 @@
 from pathlib import Path
 
 SIZES = ["config.json"]
-COMPANIONS = (  # what comes with a model's weights, beside config.json
+COMPANIONS = (  # files that come with a model's weights, in addition to config.json
     "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "generation_config.json",
     "chat_template.jinja", "chat_template.json", "tokenizer.model", "vocab.json", "merges.txt",
 )  # fmt: skip
@@ -13,10 +13,10 @@ INSTEAD = "choose a model with config.json and safetensors; of one in GGUF, down
 
 
 def folder_of(name: str, sizes_only: bool = False) -> Path:
-    """Return the folder of org/name in the cache, downloaded where it is not there yet.
+    """Return the folder of org/name in the cache, and download it if it is not there yet.
 
     It holds weights as safetensors (no pickles, which may run code), the tokenizer and the chat template. Without a
-    network it is what the cache has.
+    network the cache is used alone.
 
     Raises:
         ValueError: The hub does not have this name, keeps it private, or cannot be reached.

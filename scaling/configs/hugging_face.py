@@ -1,9 +1,9 @@
 """A Hugging Face config.json in the book's letters; `hugging_face_write` writes one.
 
-As published (`rope_theta`, `rope_scaling`) and as transformers 5 writes it (`rope_parameters`). `model_types` says what
-each class reads and what it takes where a file is silent. A model of another type is counted; what no code here
-computes stands in `uncomputed`. Coefficients of auxiliary losses are left out: theirs is another loss, over the routers
-of all layers together.
+It is read as published (`rope_theta`, `rope_scaling`) and as transformers 5 writes it (`rope_parameters`). The keys
+that each class reads, and their defaults, are in `model_types`. A model of another type is only counted, and its
+features that no code here computes are listed in `uncomputed`. Coefficients of auxiliary losses are left out, since
+they weigh a different loss, over the routers of all layers together.
 """
 
 import math
@@ -61,11 +61,11 @@ TYPES |= dict.fromkeys(("hidden_act", "hidden_activation"), str)
 TYPES |= dict.fromkeys(("layer_types", "mlp_only_layers", "moe_layers", "no_rope_layers"), list)
 BOOLS = ("use_sliding_window", "mlp_bias", "rope_interleave", "use_bias", "use_bidirectional_attention")
 TYPES |= dict.fromkeys(BOOLS, bool)
-NULL = ("num_key_value_heads", "sliding_window", "attention_dropout")  # may be null beside keys whose default is null
+NULL = ("num_key_value_heads", "sliding_window", "attention_dropout")  # may be null, like keys whose default is null
 ORIGINAL = "original_max_position_embeddings"
-CONTEXTS = ("llama3", "yarn", "longrope")  # scalings that know this context, which was trained on before
+CONTEXTS = ("llama3", "yarn", "longrope")  # scalings with this key, the context of earlier training
 SLIDES = {"full_attention", "attention", "sliding_attention"}  # layer types that are computed
-ATTENDS = SLIDES | {"chunked_attention", "indexed_attention"}  # those that cache keys and values
+ATTENDS = SLIDES | {"chunked_attention", "indexed_attention"}  # layer types that cache keys and values
 
 
 def read_config(table: dict) -> dict:
@@ -108,7 +108,7 @@ def read_config(table: dict) -> dict:
 
 
 def check_types(read: dict, kind: ModelType) -> None:
-    """Raise a ValueError that names a key of which the value is of another type than the class takes."""
+    """Raise a ValueError naming a key whose value has another type than the class takes."""
     fields_of: dict[str, Any] = {field.name: field.type for field in fields(Config)}
     types = {key: fields_of[letter] for letter, keys in LETTERS.items() for key in keys} | TYPES
     for key, value in read.items():

@@ -6,7 +6,7 @@ from scaling.configs.config import Config
 from scaling.configs.hugging_face import ACTIVATIONS, LATENT
 from scaling.configs.model_types import KINDS
 
-MOVED = ("phi3", "ernie4_5", "helium")  # Llama's arithmetic, with tensors that lie otherwise in a file
+MOVED = ("phi3", "ernie4_5", "helium")  # Llama's arithmetic with another layout of tensors in files
 
 
 def kind_of(config: Config) -> str:
@@ -35,7 +35,7 @@ def kind_of(config: Config) -> str:
 
 
 def _scales(config: Config) -> list[tuple[float | None, float | None]]:
-    """Return the scales that Granite's class has, each with what it is in the others."""
+    """Return the scales of Granite's class, each with its value in other classes."""
     ours = (config.embed_scale, config.residual_scale, config.logit_scale, config.score_scale)
     return [*zip(ours, (1.0, 1.0, 1.0, None), strict=True)]
 
@@ -48,7 +48,7 @@ def _unwritten(config: Config, kind: str, lacking: list[str]) -> ValueError:
 
 
 def _fits(config: Config, kind: str) -> dict[str, bool]:
-    """Return whether that class has what this model has, by name."""
+    """Return whether the class of `kind` has each feature of this model, by name."""
     both = config.attention_bias == config.output_bias
     routing = (config.routing, config.expert_groups, config.routed_scale)
     routing = routing[:1] if kind == "deepseek_v3" else routing

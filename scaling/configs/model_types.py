@@ -16,7 +16,7 @@ class ModelType:
 
     Attributes:
         architecture: The class in transformers whose models are computed here; "" for a type that is only counted.
-        keys: The keys that change what the class computes, each with its default. Of a type that is only counted, the
+        keys: The keys that change what the class computes, each with its default. For a type that is only counted, the
             defaults of the keys that it shares with others.
         theta: The class's base of rotary positions.
         aliases: Other names of keys. Where a file has both, the class takes the other name's value.

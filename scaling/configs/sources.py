@@ -1,7 +1,7 @@
-"""What a user writes after --model, and what it stands for: `source_of`, which every command calls.
+"""Resolve the argument of --model: `source_of`, which every command calls.
 
-A name of the catalogue; a table of sizes (config.json, FILE.toml); a Hugging Face folder; a run of `scaling.train`;
-FILE.gguf; org/name on the Hugging Face hub.
+It may be a name of the catalogue, a table of sizes (config.json, FILE.toml), a Hugging Face folder, a run of
+`scaling.train`, FILE.gguf, or org/name on the Hugging Face hub.
 """
 
 import re
@@ -14,16 +14,16 @@ from scaling.configs.catalogue import MEASURED, MODELS
 from scaling.configs.config import Config
 from scaling.configs.files import load
 
-RUN, MODEL = "run.toml", "model"  # of a run's folder: its options; what came with its model
+RUN, MODEL = "run.toml", "model"  # in a run's folder: its options, and the files that came with its model
 CONFIGS = ("config.json", "config.toml")
 ON_THE_HUB = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]*[A-Za-z0-9_]", re.ASCII)
-WAYS = "a Hugging Face folder, a run of scaling.train, FILE.gguf or org/name on the hub"  # that have weights
+WAYS = "a Hugging Face folder, a run of scaling.train, FILE.gguf or org/name on the hub"  # sources that have weights
 HELP = f"a config.json, {WAYS}; or one of {', '.join(MODELS)}"
 
 
 @dataclass(frozen=True)
 class Source:
-    """A model's sizes, and the folder that holds its weights and tokenizer; "" where there are only sizes."""
+    """A model's sizes, and the folder of its weights and tokenizer; "" if there are only sizes."""
 
     config: Config
     folder: str = ""
@@ -38,7 +38,10 @@ def source_of(model: "str | Path", *, sizes_only: bool = False) -> Source:
     """Return the sizes of a model and the folder of its weights.
 
     A model of the hub is downloaded, and FILE.gguf is written as a Hugging Face folder, once, into their caches. With
-    `sizes_only` neither is done, and their folder is "". ValueError for what is none of these.
+    `sizes_only` no weights are fetched or written for these two, and their folder is "".
+
+    Raises:
+        ValueError: `model` is none of the forms above.
     """
     path = Path(model)
     if (name := _named(str(model))) and not path.exists():
@@ -46,7 +49,7 @@ def source_of(model: "str | Path", *, sizes_only: bool = False) -> Source:
     if path.is_dir():
         return Source(_config_of_folder(path), str(path))
     if path.suffix == ".gguf":
-        from scaling.configs import gguf  # it needs numpy, which nothing else here does
+        from scaling.configs import gguf  # it needs numpy, which no other module here does
 
         if not path.is_file():
             raise ValueError(f"{path}: no such file\n  fix: give the path of a .gguf file")
@@ -65,7 +68,7 @@ def source_of(model: "str | Path", *, sizes_only: bool = False) -> Source:
 
 
 def with_weights(model: "str | Path") -> Source:
-    """Return the source of a model that has weights. ValueError where there are only sizes."""
+    """Return the source of a model that has weights. Raise a ValueError if it has only sizes."""
     if not (found := source_of(model)).folder:
         raise ValueError(f"{model}: has sizes and no weights\n  fix: give {WAYS}")
     return found
@@ -85,7 +88,7 @@ def _config_of_folder(folder: Path) -> Config:
     if (folder / RUN).is_file():
         options = read_table(folder / RUN)
         of_type(f"{folder / RUN}: model", options.get("model"), str)
-        if options["model"] != MODEL:  # a name; of runs that kept no model, perhaps a path
+        if options["model"] != MODEL:  # a name, or perhaps a path in runs that kept no model
             return get(options["model"])
         return _config_of_folder(folder / MODEL).with_(name=folder.resolve().name)
     for name in CONFIGS:
