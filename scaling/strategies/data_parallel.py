@@ -1,7 +1,7 @@
 """Data parallelism (Part 5, Data Parallelism):  In[B_X, D] * W_in[D, F] * W_out[F, D] -> Out[B_X, D].
 
-Activations are split along the batch, params are replicated. Communication is in the backward alone: an AllReduce of
-each weight's gradient, which nothing waits for but the optimizer. The numbers are the book's steps.
+Activations are split along the batch, params are replicated. Only the backward communicates: it all-reduces each
+weight's gradient, and only the optimizer waits for it. The numbers are the book's steps.
 """
 
 from scaling.collectives import all_reduce, einsum
@@ -30,7 +30,7 @@ def layer_backward(W_in, W_out, dOut, saved, mesh, block):
 
 
 def reduce(dW_in, dW_out, mesh):
-    """Not on the critical path: the gradients of one layer, or of several at once."""
+    """Reduce the gradients of one layer, or of several at once, off the critical path."""
     dW_out = all_reduce("dW_out[F, D] {U_X} -> dW_out[F, D]", dW_out, mesh, async_op=True, donate=True)  # 3.
     dW_in = all_reduce("dW_in[D, F] {U_X} -> dW_in[D, F]", dW_in, mesh, async_op=True, donate=True)  # 6.
     return dW_in, dW_out

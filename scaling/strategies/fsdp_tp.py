@@ -46,7 +46,7 @@ def layer_backward(W_in, W_out, dOut, saved, mesh, block):
 
 
 def reduce(dW_in, dW_out, mesh):
-    """Not on the critical path: the gradients of one layer, or of several at once."""
+    """Reduce the gradients of one layer, or of several at once, off the critical path."""
     dW_out = reduce_scatter("dW_out[F_Y, D] {U_X} -> dW_out[F_Y, D_X]", dW_out, mesh, async_op=True)  # 4.
     dW_in = reduce_scatter("dW_in[D, F_Y] {U_X} -> dW_in[D_X, F_Y]", dW_in, mesh, async_op=True)  # 9.
     return dW_in, dW_out

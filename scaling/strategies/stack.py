@@ -1,9 +1,9 @@
-"""Any strategy over L layers (Part 5): its one-layer listing, run so that nothing waits that need not.
+"""Any strategy over L layers (Part 5): its one-layer listing, run with as few waits as possible.
 
 `scaling.strategies.layers` gathers weights a layer ahead, and reduces gradients while the layers below run. A chapter's
 own listing runs here as the library's do:
 
-    Strategy(SPECS, forward, backward)      a listing whose lines all stand in the two passes
+    Strategy(SPECS, forward, backward)      a listing with all of its lines in the two passes
 """
 
 import functools
@@ -23,12 +23,14 @@ from scaling.strategies.layers import Layers, layers_a_bucket
 
 
 class Block(NamedTuple):
-    """What lies between a layer's matmuls, Out = act(norm(In) W_in) W_out: functions that each rank applies to its own
-    rows. The book's layer has neither: `Block("none")`.
+    """The norm and activation of a layer Out = act(norm(In) W_in) W_out, which each rank applies to its own rows.
 
-    `activation`: none, relu or gelu; `normed`: In is RMS-normed first, which takes whole rows of D.
+    The book's layer has neither: `Block("none")`.
 
-    `keep`: whether a gathered In[B, D] is kept for the backward, or gathered there again (a step of the book).
+    Attributes:
+        activation: none, relu or gelu.
+        normed: Whether In is RMS-normed first, which takes whole rows of D.
+        keep: Whether a gathered In[B, D] is kept for the backward, or gathered there again (a step of the book).
     """
 
     activation: str = "none"
@@ -36,27 +38,29 @@ class Block(NamedTuple):
     keep: bool = True
 
     def validated(self) -> "Block":
-        """This block. ValueError for an unknown activation."""
+        """Return this block. Raise a ValueError for an unknown activation."""
         check_activation(self.activation)
         return self
 
     def norm(self, In: Tensor) -> Tensor:
+        """Return In, normed if the block has a norm."""
         return rms_norm(In) if self.normed else In
 
     def norm_vjp(self, In: Tensor, dHid: Tensor) -> Tensor:
-        """The cotangent of In from that of norm(In): linear in dHid, so also right for partial sums of it."""
+        """Return the cotangent of In from that of norm(In). It is linear in dHid, so it also holds for partial sums."""
         return rms_norm_vjp(In, dHid) if self.normed else dHid
 
     def act(self, Tmp: Tensor) -> Tensor:
+        """Return the activation of Tmp."""
         return act(Tmp, self.activation)
 
     def act_vjp(self, Tmp: Tensor, dAct: Tensor) -> Tensor:
-        """The cotangent of Tmp from that of act(Tmp)."""
+        """Return the cotangent of Tmp from that of act(Tmp)."""
         return act_vjp(Tmp, dAct, self.activation)
 
 
 class Saved(NamedTuple):
-    """What `forward` keeps for `backward`: for each layer what its listing saved, and how the layers are joined."""
+    """The arrays that each layer's listing saved for `backward`, and how the layers are joined."""
 
     layers: list
     block: Block
@@ -113,7 +117,7 @@ class Strategy:
         return [checked(which) for which in ("gather", "reduce", "reduce_slow")]
 
     def layers(self, params: Mapping[str, Tensor], mesh, **options) -> Layers:
-        """The engine of these params, stacked over L."""
+        """Return the engine of these params, stacked over L."""
         layers = list(zip(*[params[name].unbind() for name in self.weights], strict=True))
         shapes = None if self.GRADS is None else self.grads_shapes(layers[0], mesh)
         return Layers(layers, mesh, *self.of_leaves, shapes=shapes, **options)
@@ -144,7 +148,7 @@ class Strategy:
     def forward(
         self, params: Mapping[str, Tensor], In: Tensor, mesh, activation="gelu", residual=False, norm=False, keep=True
     ) -> tuple[Tensor, Saved]:
-        """In -> (Out, saved), typed as in SPECS, through L layers of params stacked over L: `W_in[L, D_X, F]`.
+        """Run In -> (Out, saved), typed as in SPECS, through L layers of params stacked over L: `W_in[L, D_X, F]`.
 
         `activation`: none, relu or gelu; `residual`: In is added to each layer's Out; `norm`: each layer's input is
         RMS-normed (the book's layer has none of these). `keep`: see `Block`.
@@ -224,10 +228,11 @@ class Strategy:
 
 
 class Sum(NamedTuple):
-    """What passes a layer by, and what the layer adds, which may be under way."""
+    """The residual stream x, and a layer's output to be added to it, which may be in flight."""
 
     x: Tensor
     pending: Any
 
     def wait(self) -> Tensor:
+        """Wait for the output, and return the sum."""
         return self.x + wait(self.pending)

@@ -1,4 +1,4 @@
-"""What one pipeline stage computes: forward, and backward in two halves, of which only the first is waited for.
+"""The computation of one pipeline stage: forward, and backward in two halves, where others wait only for the first.
 
 A `Stage` is a bundle of functions of one chunk: the engine (`scaling.strategies.layers`) of its l layers, {"W_in":
 W_in[l, D, F], ...}. Any strategy's listing makes one (`of_strategy`): its weights are gathered once a step, its
@@ -21,12 +21,13 @@ class Stage(NamedTuple):
 
     forward(chunk, In, mesh, m) -> (Out, saved)                 of microbatch m
     backward_input(chunk, dOut, saved, mesh) -> (dIn, rest)     saved is used up
-    backward_weight(chunk, rests, mesh) -> None    adds to the chunk's gradients what the rests of one or several
-                                                   microbatches give
+    backward_weight(chunk, rests, mesh) -> None    adds the gradients from the rests of one or several microbatches
+                                                   to the chunk's
     prepare(params, mesh, s, out) -> chunk         once a step, before the first microbatch: the engine of virtual stage
                                                    s, with what must be gathered; gradients are written to `out`
     finish(chunk) -> None                          once a step, when the last reduction has begun
-    `specs`: the types of In, Out and the params, whose L is split over the pipeline axis.
+
+    `specs` are the types of In, Out and the params, whose L is split over the pipeline axis.
     """
 
     specs: Mapping[str, str]
@@ -40,10 +41,10 @@ class Stage(NamedTuple):
 def of_strategy(
     strategy: Strategy, activation: str = "gelu", residual: bool = False, norm: bool = False, axis: str = "Z"
 ) -> Stage:
-    """A stage of a strategy's layers: of `fsdp_tp.STRATEGY`, In[B_X, D_Y] -> Out[B_X, D_Y] by W_in[L_Z, D_X, F_Y].
+    """Return a stage of a strategy: for `fsdp_tp.STRATEGY`, In[B_X, D_Y] -> Out[B_X, D_Y] by W_in[L_Z, D_X, F_Y].
 
-    Per microbatch only the activations' collectives remain; the weights of one stage are held whole along D during the
-    step, which pipelining made Z times smaller.
+    Per microbatch only the activations' collectives remain. During the step a stage keeps its weights whole along D,
+    which takes Z times less memory than without the pipeline.
     """
     block = Block(activation, norm).validated()
     stacked = {name: parse(strategy.SPECS[name]).stacked("L").with_axes("L", (axis,)) for name in strategy.weights}
@@ -65,14 +66,14 @@ def of_strategy(
         for l in reversed(range(len(chunk.layers))):
             products = [rest.pop() for rest in rests]  # freed as they are used
             for grad, *some in zip(chunk.grads, *products, strict=True):
-                grad.add(l, join_products(some))  # of several microbatches a copy: one weight's at a time
+                grad.add(l, join_products(some))  # copies the products of several microbatches, one weight at a time
 
     specs = {name: strategy.SPECS[name] for name in ("In", "Out")} | {name: str(t) for name, t in stacked.items()}
     return Stage(specs, forward, backward_input, backward_weight, prepare, Layers.result)
 
 
 def mlp(activation: str = "gelu", residual: bool = False, norm: bool = False) -> Stage:
-    """The book's stack: In[B, D] * W_in[L_Z, D, F] * W_out[L_Z, F, D] -> Out[B, D]; inside a stage nothing is sent."""
+    """Return the book's stack, In[B, D] * W_in[L_Z, D, F] * W_out[L_Z, F, D] -> Out[B, D], without sends in a stage."""
     return of_strategy(one_device.STRATEGY, activation, residual, norm)
 
 

@@ -27,7 +27,7 @@ def reduce(dW_in, dW_out, mesh):
 
 
 def gather(W_in, W_out, mesh, out_in=None, out_out=None):
-    """After the update: the params of one layer, or of several at once."""
+    """Gather the params of one layer, or of several at once, after the update."""
     W_in = all_gather("W_in[D_X, F] -> W_in[D, F]", W_in, mesh, async_op=True, out=out_in)
     W_out = all_gather("W_out[F_X, D] -> W_out[F, D]", W_out, mesh, async_op=True, out=out_out)
     return W_in, W_out
@@ -40,8 +40,8 @@ forward = STRATEGY.forward
 def backward(dOut, saved, params, mesh, partial=None, reduce=True, donate=False, bucket_bytes=0, stage=2):
     """dOut[B_X, D] -> (dIn[B_X, D], grads typed as `shards`: reduce-scattered over X).
 
-    stage 2: a bucket's gradients are reduce-scattered as soon as they are there, and their whole is thrown away; stage
-    1: all of them at the end. The other options are those of `Strategy.backward`.
+    Stage 2 reduce-scatters a bucket's gradients as soon as they are computed, and frees the whole ones. Stage 1
+    reduce-scatters all of them at the end. The other options are as in `Strategy.backward`.
     """
     if stage not in (1, 2):
         raise ValueError(f"stage must be 1 or 2, got {stage}\n  fix: for stage 3 use scaling.strategies.fsdp")
@@ -59,26 +59,26 @@ def scatter_grads(sums, mesh):
 
 
 def _shards(params, mesh):
-    """This rank's rows of each layer, as views: {"W_in": [W_in[D_X, F], ...], "W_out": [W_out[F_X, D], ...]}."""
+    """Return this rank's rows of each layer, as views: {"W_in": [W_in[D_X, F], ...], "W_out": [W_out[F_X, D], ...]}."""
     X, x = mesh.sizes["X"], mesh.coord["X"]
     return {name: [rows.unflatten(0, (X, -1))[x] for rows in W.unbind()] for name, W in params.items()}
 
 
 def init(optimizer, params, mesh):
-    """The optimizer's state for this rank's shards."""
+    """Return the optimizer's state for this rank's shards."""
     return optimizer.init(_shards(params, mesh))
 
 
 def update(optimizer, grads, state, params, mesh, donate=False, bucket_bytes=0):
     """Update this rank's shards of the params and gather them, in buckets of layers: (params, state).
 
-    `donate`: params and state are overwritten.
+    With `donate`, params and state are overwritten.
     """
     mine, state = optimizer.update(grads, state, _shards(params, mesh), donate=donate)
     new, L = params if donate else tree.map(torch.empty_like, params), len(params["W_in"])
     count, under_way = layers_a_bucket(bucket_bytes, params), []
     for first in range(0, L, count):
-        if count == 1:  # straight into their places
+        if count == 1:  # directly into the results
             places = new["W_in"][first], new["W_out"][first]
             pending = gather(mine["W_in"][first], mine["W_out"][first], mesh, places[0], places[1])
         else:
@@ -93,7 +93,7 @@ def update(optimizer, grads, state, params, mesh, donate=False, bucket_bytes=0):
 
 
 def _place(places, pending):
-    """Wait for the params of some layers, and put them where they belong, unless they are there."""
+    """Wait for the params of some layers, and copy them to their slots in the result unless they are there."""
     for into, W in zip(places, map(wait, pending), strict=True):
         if W is not into:
             into.copy_(W)

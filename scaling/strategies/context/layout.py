@@ -1,7 +1,7 @@
-"""Where tokens lie along the sequence, and so how much each rank computes.
+"""The positions of each rank's tokens along the sequence, which determine how much each rank computes.
 
-A rank holds its part of the sequence as ranges of positions: one chunk in plain order; in zig-zag order two, of which
-one is as early as the other is late.
+A rank holds its part of the sequence as ranges of positions: in plain order one chunk, in zig-zag order two, one as
+early as the other is late.
 """
 
 from collections.abc import Sequence
@@ -18,7 +18,7 @@ FORMS = ("ring", "zigzag", "gather", "ulysses", "usp")
 
 
 def chunks(form: str, t: int, C: int, c: int) -> Ranges:
-    """The positions that rank c of C holds, t tokens: of zig-zag the chunks c and 2C-1-c, each t/2 long."""
+    """Return the t positions that rank c of C holds: in zig-zag order the chunks c and 2C-1-c, each t/2 long."""
     if form != "zigzag":
         return (range(c * t, (c + 1) * t),)
     half = t // 2
@@ -35,10 +35,10 @@ def positions(form: str, t: int, mesh, axis: str | Sequence[str] = "C") -> torch
 
 
 def work(form: str, T: int, C: int, *, causal: bool = True, window: int | None = None) -> list[float]:
-    """The scores a head, blocks of one query and one key, that each rank computes of a sequence of T.
+    """Return the scores per head, pairs of a query and a key, that each rank computes of a sequence of T.
 
-    Of ulysses, whose ranks have all T positions of N/C heads, the mean over the N heads. Of usp, C is the ring. What a
-    mask by segments hides is computed nevertheless, and counted. ShardingError if T does not divide as the form asks.
+    For ulysses, whose ranks have all T positions of N/C heads, this is the mean over the N heads. For usp, C is the
+    ring. Scores that segments hide are still computed, and counted. T must divide as the form needs (ShardingError).
     """
     whole(T=T, C=C, window=1 if window is None else window)
     flag(causal=causal)
@@ -50,7 +50,7 @@ def work(form: str, T: int, C: int, *, causal: bool = True, window: int | None =
 
 
 def check_length(form: str, T: int, C: int, line: str = "Q[B, T_C, N, H]") -> None:
-    """ShardingError unless T divides over C ranks, and for zig-zag into two chunks a rank."""
+    """Raise a ShardingError unless T divides over C ranks, and for zig-zag into two chunks per rank."""
     if form not in FORMS:
         raise ValueError(f"context parallelism has no form {form!r}\n  fix: choose one of {', '.join(FORMS)}")
     parts = 2 * C if form == "zigzag" else C
@@ -65,13 +65,16 @@ def check_length(form: str, T: int, C: int, line: str = "Q[B, T_C, N, H]") -> No
 
 
 def to_zigzag(x: torch.Tensor, dim: int, mesh, axis: str = "C") -> torch.Tensor:
-    """x, whose dim is split over the axis in plain order (rank c has chunks 2c and 2c+1), in zig-zag order: chunks c
-    and 2C-1-c. Two CollectivePermutes of half a shard; differentiable. Attention by zig-zag wants its operands so."""
+    """Move x, whose dim is split over the axis, from plain order (rank c has chunks 2c and 2c+1) to zig-zag order.
+
+    Rank c then has the chunks c and 2C-1-c, as attention by zig-zag needs its operands. This takes two
+    CollectivePermutes of half a shard, and is differentiable.
+    """
     return _exchange(x, dim, mesh, axis, back=False)
 
 
 def from_zigzag(x: torch.Tensor, dim: int, mesh, axis: str = "C") -> torch.Tensor:
-    """The inverse of `to_zigzag`."""
+    """Invert `to_zigzag`."""
     return _exchange(x, dim, mesh, axis, back=True)
 
 
@@ -86,8 +89,8 @@ def _exchange(x: torch.Tensor, dim: int, mesh, axis: str, back: bool) -> torch.T
     if torch.compiler.is_compiling():
         return _from_whole(all_gather(f"{line} -> {line.replace(letters[dim], 'T')}", x, mesh), dim, C, c, back)
     halves = x.chunk(2, dim)
-    # Of c and 2C-1-c one is even: rank c has it in zig-zag order first or second, and in plain order the even ones lie
-    # first. So each rank sends one half among the even chunks' ranks, and one among the odd ones'.
+    # Either c or 2C-1-c is even. In zig-zag order rank c has the even chunk first or second, in plain order always
+    # first. So each rank sends one half among the ranks of even chunks, and one among the ranks of odd chunks.
     even = [(i, min(2 * i, 2 * C - 1 - 2 * i)) for i in range(C)]
     odd = [(i, min(2 * i + 1, 2 * C - 2 - 2 * i)) for i in range(C)]
     if back:
@@ -98,7 +101,7 @@ def _exchange(x: torch.Tensor, dim: int, mesh, axis: str, back: bool) -> torch.T
 
 
 def _from_whole(x: torch.Tensor, dim: int, C: int, c: int, back: bool) -> torch.Tensor:
-    """The same of the gathered x, in a compiled graph, which holds no ppermute: rank c's two of its 2C chunks."""
+    """Return rank c's two of the 2C chunks of the gathered x, for a compiled graph, which cannot hold a ppermute."""
     order = [i for r in range(C) for i in (r, 2 * C - 1 - r)]  # of the chunks, in zig-zag order
     mine = [order.index(2 * c), order.index(2 * c + 1)] if back else [c, 2 * C - 1 - c]
     chunks = x.chunk(2 * C, dim)

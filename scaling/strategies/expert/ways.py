@@ -2,8 +2,8 @@
 
     A[S_X, D], W[E_X, D, F], experts int64[S_X, k] -> Out[S_X, F],   Out[s] = mean over k of A[s] W[experts[s, k]]
 
-Two on one device: a loop over the experts that masks, and products of groups of rows. Two on a mesh: all tokens go to
-every device, or each token, some at a time, to the devices of its experts. None makes an array [S, D, F].
+Two run on one device: a loop over the experts that masks, and products of groups of rows. Two run on a mesh: all tokens
+go to every device, or each chunk of tokens to the devices of its experts. None makes an array [S, D, F].
 """
 
 import torch
@@ -15,7 +15,7 @@ from scaling.spec import ShardingError
 
 
 def masked_loop(A: Tensor, W: Tensor, experts: Tensor) -> Tensor:
-    """Every expert multiplies every token; what it was not chosen for is masked: E/k times the FLOPs needed."""
+    """Multiply every token by every expert and mask the products not chosen, with E/k times the FLOPs needed."""
     Out = A.new_zeros(len(A), W.shape[2])
     for e in range(len(W)):
         chosen = (experts == e).sum(1, keepdim=True).to(A.dtype)
@@ -24,28 +24,30 @@ def masked_loop(A: Tensor, W: Tensor, experts: Tensor) -> Tensor:
 
 
 def grouped(A: Tensor, W: Tensor, experts: Tensor) -> Tensor:
-    """Each choice is a row; rows are sorted by expert, and each expert multiplies its own, which may be none."""
+    """Sort one row per choice by expert, and multiply each expert's rows (perhaps none) by it."""
     rows = expert_rows(experts, len(W))
     Out = by_expert(_product, {"W_in": W}, rows.spread(A), rows.counts.tolist())
     return rows.collect(Out, torch.full_like(experts, 1, dtype=A.dtype) / experts.shape[1])
 
 
 def gathered(A: Tensor, W: Tensor, experts: Tensor, mesh, axis: str = "X") -> Tensor:
-    """All tokens on every device: each computes its own experts' terms of all of them, and the terms are summed."""
+    """Gather all tokens on every device, which computes the terms of its own experts; then sum the terms."""
     A = all_gather(f"A[S_{axis}, D] -> A[S, D]", A, mesh)  # 1.
     everyone = all_gather(f"B[S_{axis}, K] -> B[S, K]", experts, mesh)  # 2. whole numbers
     first = mesh.coord[axis] * len(W)
     mine = torch.where((everyone >= first) & (everyone < first + len(W)), everyone - first, len(W))
     kept = mine < len(W)
-    rows = expert_rows(mine.clamp(max=len(W) - 1), len(W), kept)  # 3. those of its own experts
+    rows = expert_rows(mine.clamp(max=len(W) - 1), len(W), kept)  # 3. only its own experts' rows
     Out = by_expert(_product, {"W_in": W}, rows.spread(A), rows.counts.tolist())
     Out = rows.collect(Out, kept.to(A.dtype) / experts.shape[1])  # Out[S, F] {U_X}
     return reduce_scatter(f"Out[S, F] {{U_{axis}}} -> Out[S_{axis}, F]", Out, mesh)  # 4.
 
 
 def ragged(A: Tensor, W: Tensor, experts: Tensor, mesh, axis: str = "X", *, chunk: int = 128) -> Tensor:
-    """Tokens go to the devices of their experts and back, `chunk` of each device's at a time: what a device holds of
-    others' tokens is at most |X| chunk k rows, however many there are."""
+    """Send tokens to the devices of their experts and back, `chunk` of each device's at a time.
+
+    So a device never holds more than |X| chunk k rows of others' tokens, however many tokens there are.
+    """
     if chunk < 1:
         raise ShardingError(
             f"ragged(chunk={chunk})\n  rule: a chunk has at least one token\n"
