@@ -25,7 +25,9 @@ from scaling.spec.sizes import parse_mesh
 from scaling.strategies import transformer
 from scaling.train import checkpoint
 from scaling.train.command import keep_options, locked
+from scaling.train.durable import replaced
 from scaling.train.origin import begun_from
+from scaling.train.progress import METRICS, read_records
 from scaling.train.settings import Settings, add_flags
 
 STEP = (  # the options that this command shares with `scaling.train`
@@ -174,9 +176,9 @@ def startable(out: Path, settings: Settings, made_with: dict) -> int:
 
 def keep_metrics(out: Path, step: int) -> None:
     """Cut metrics.jsonl after the step from which the run goes on."""
-    path = out / "metrics.jsonl"
-    lines = path.read_text().splitlines(True)[:step] if path.exists() else []
-    path.write_text("".join(lines))
+    path = out / METRICS
+    records = read_records(path) if path.exists() else []
+    replaced(path, b"".join(line for line, record in records if record and record["step"] <= step))
 
 
 def checked(record: dict, dtype: str) -> int:

@@ -11,14 +11,18 @@ import json
 import math
 import traceback
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from concurrent.futures import TimeoutError as Late
+from concurrent.futures import Future
 from pathlib import Path
+from threading import Thread
 from typing import Any, NamedTuple
 
 import torch
 
 from scaling.models.text import Tokenizer
+
+
+class Late(Exception):
+    """A function has not returned in time."""
 
 
 class Prompt(NamedTuple):
@@ -105,7 +109,8 @@ def reward_of(given: str) -> Callable[[str, str, dict], float]:
 
 def line_of(error: BaseException, path: Path) -> str:
     """Return FILE:LINE of the innermost line of `path` in the error's traceback."""
-    lines = [f.lineno for f in traceback.extract_tb(error.__traceback__) if Path(f.filename).name == path.name]
+    frames = traceback.extract_tb(error.__traceback__)
+    lines = [frame.lineno for frame in frames if Path(frame.filename).resolve() == path.resolve()]
     return f"{path}:{lines[-1] if lines else 1}"
 
 
@@ -118,15 +123,11 @@ def score_answers(
         ValueError: A reward raises an error, takes longer than `seconds`, or is not a finite number.
     """
     found = []
-    pool = ThreadPoolExecutor(1, "reward")
     for prompt, answer in zip(prompts, answers, strict=True):
-        what = ""
         try:
-            value = pool.submit(score, prompt.text, answer, prompt.row).result(seconds)
-            value = float(value)
+            value = float(in_time(seconds, score, prompt.text, answer, prompt.row))
             what = "" if math.isfinite(value) else f"returned {value}"
         except Late:
-            pool.shutdown(wait=False, cancel_futures=True)
             what = f"took longer than {seconds:g} seconds"
         except Exception as error:
             what = f"raised {type(error).__name__} at {line_of(error, path)}: {error}"
@@ -136,5 +137,27 @@ def score_answers(
                 "  rule: a reward is a finite number for every answer\n  fix: mend the file, or give --reward-seconds"
             )
         found.append(value)
-    pool.shutdown()
     return found
+
+
+def in_time(seconds: float, fn: Callable, *args: Any) -> Any:
+    """Return fn(*args), called in a thread that the program's end does not wait for.
+
+    Raises:
+        Late: It has not returned after so many seconds.
+    """
+    result: Future = Future()
+
+    def call() -> None:
+        try:
+            result.set_result(fn(*args))
+        except BaseException as error:
+            result.set_exception(error)
+
+    Thread(target=call, name="reward", daemon=True).start()
+    try:
+        return result.result(seconds)
+    except TimeoutError:
+        if result.done():  # the function itself raised it
+            raise
+        raise Late from None

@@ -81,10 +81,13 @@ def leaf_apart(a: Path, b: Path, step: int, tolerance: float) -> str:
         )
         if one.shape != other.shape or one.dtype != other.dtype:
             return f"{name} is {tuple(one.shape)} {one.dtype} and {tuple(other.shape)} {other.dtype}"
-        far = (one - other).abs().double()
-        wrong = far > tolerance * torch.maximum(one.abs(), other.abs())
+        same = (one == other) | (one.isnan() & other.isnan())
+        one, other = one.double(), other.double()
+        far, finite = (one - other).abs(), one.isfinite() & other.isfinite()
+        wrong = ~same & ~(finite & (far <= tolerance * torch.maximum(one.abs(), other.abs())))
         if wrong.any():
-            return f"{name}: {int(wrong.sum())} of {wrong.numel()} elements differ, by up to {far.max().item():.3g}"
+            most = far[wrong].nan_to_num(nan=torch.inf).max().item()
+            return f"{name}: {int(wrong.sum())} of {wrong.numel()} elements differ, by up to {most:.3g}"
     return ""
 
 

@@ -4,6 +4,8 @@ import json
 import math
 import shlex
 from pathlib import Path
+from threading import Event
+from threading import enumerate as enumerate_threads
 
 import pytest
 import torch
@@ -14,9 +16,9 @@ from scaling.mesh import AbstractMesh, Mesh
 from scaling.models import hf, transformer
 from scaling.models.leaves import specs_of
 from scaling.posttrain import advantages, losses
-from scaling.posttrain.command import main
+from scaling.posttrain.command import keep_metrics, main
 from scaling.posttrain.loop import push_lines
-from scaling.posttrain.rewards import number_of
+from scaling.posttrain.rewards import Late, in_time, number_of
 from scaling.serve.sampling import draw_token, uniforms
 from scaling.train.restored import params_of_run
 
@@ -191,6 +193,31 @@ def test_bad_input_is_refused_by_its_line(folder, capsys):
         assert words in " ".join(said.split()), (flags, said)
         assert "Traceback" not in said, flags
         assert not list(Path().glob("run/step-*")), flags
+
+
+def test_a_reward_that_never_returns_does_not_keep_the_program_alive():
+    ended = Event()
+    with pytest.raises(Late):
+        in_time(0.01, ended.wait)
+    daemons = [thread.daemon for thread in enumerate_threads() if thread.name == "reward"]
+    ended.set()
+    assert daemons
+    assert all(daemons)
+    for error in (TimeoutError, KeyError):
+        with pytest.raises(error):
+            in_time(1.0, raising, error)
+    assert in_time(1.0, max, 1, 2) == 2
+
+
+def raising(error):
+    raise error
+
+
+def test_metrics_are_cut_by_their_steps(tmp_path):
+    kept = '{"step": 1}\n{"step": 2}\n'
+    (tmp_path / "metrics.jsonl").write_text("junk\n" + kept + '{"step": 3}\n{"st')
+    keep_metrics(tmp_path, 2)
+    assert (tmp_path / "metrics.jsonl").read_text() == kept
 
 
 def test_advantages_and_shares_by_their_formulas():

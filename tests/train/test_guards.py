@@ -163,6 +163,15 @@ def test_where_two_runs_part(capsys):
     with file.open("wb") as out:
         torch.save(held, out)
     assert compared() == (1, ["checkpoint of step 4: params.layers.W_Q: 1 of 256 elements differ, by up to 1"])
+    held[0, 3, 1, 2] = torch.nan
+    held[0, 0, 0, 0] = torch.inf
+    with file.open("wb") as out:
+        torch.save(held, out)
+    for more in ("", "--tolerance 10"):
+        assert compared(more) == (
+            1,
+            ["checkpoint of step 4: params.layers.W_Q: 2 of 256 elements differ, by up to inf"],
+        )
     assert train("compare a .") == 2
     assert "is not a run of scaling.train" in capsys.readouterr().err
 
