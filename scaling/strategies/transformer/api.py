@@ -36,10 +36,10 @@ LIKE = attrgetter("shape", "dtype", "device", "layout")
 
 
 def shard(params, config: Config, mesh, *, zero: int = 3, schedule=None):
-    """Whole params, as of `models.transformer`, -> this rank's, typed as `specs`. Nothing is sent.
+    """Return this rank's shards, typed as `specs`, of the whole params of `models.transformer`. Nothing is sent.
 
-    On stages, layers lie in the order of the `schedule`, padded with zeros to a whole number a virtual stage; so is
-    the vocabulary where |Y| |Z| does not divide it.
+    On stages, layers are in the order of the `schedule`, padded with zeros to a whole number per virtual stage. The
+    vocabulary is padded if |Y| |Z| does not divide it.
     """
     check_params(params, config)
     slots = types.slots_of(config, mesh, schedule)
@@ -49,7 +49,7 @@ def shard(params, config: Config, mesh, *, zero: int = 3, schedule=None):
 
 
 def unshard(params, config: Config, mesh, *, zero: int = 3, schedule=None):
-    """The inverse of `shard`: the whole params, or gradients, on every rank."""
+    """Invert `shard`: return the whole params, or gradients, on every rank."""
     found = tree.unshard(params, types.specs(config, mesh, zero=zero, schedule=schedule), mesh)
     slots = types.slots_of(config, mesh, schedule)
     layers = tree.map(lambda W: W[[slots.index(l) for l in range(config.sizes["L"])]], found["layers"])
@@ -57,7 +57,7 @@ def unshard(params, config: Config, mesh, *, zero: int = 3, schedule=None):
 
 
 def _tables(params: dict, V: int) -> dict[str, Tensor]:
-    """The tables of the vocabulary with V entries, if they have not: cut, or padded with zeros."""
+    """Cut the tables of the vocabulary to V entries, or pad them with zeros."""
     more = V - len(params["embed"])
     pads = {"embed": (0, 0, 0, more), "unembed": (0, more)} if more else {}
     return {name: torch.nn.functional.pad(params[name], pad) for name, pad in pads.items() if name in params}
@@ -84,7 +84,7 @@ def loss_and_grads(
     options: StepOptions | None = None,
     **changes: Any,
 ) -> tuple[Tensor, dict]:
-    """Return (loss[], the same on every rank; grads typed as params).
+    """Return (loss[], equal on every rank; grads typed as params).
 
     loss = sum(w ce) / sum(w) over the global batch, 0 where sum(w) is 0, plus the experts' auxiliary terms of Config
     (their mean over microbatches).
@@ -92,14 +92,14 @@ def loss_and_grads(
     Args:
         params: This rank's, typed as `specs`.
         tokens: int64[B_PXE, T_C], in plain order.
-        targets: The same of the tokens to predict.
+        targets: The tokens to predict, typed as `tokens`.
         config: The model.
         mesh: The mesh.
         weights: w[B_PXE, T_C], by default 1, and 0 where the target is `ignore_index`.
         segments: The ids of packed documents, [B_PXE, T_C].
-        seed: Of dropout, another in each step, needed where Config has dropout: the same elements are dropped on every
-            mesh.
-        options: What else is asked for; its fields may be given as keywords, too: `microbatches=4, remat="block"`.
+        seed: The seed of dropout, different in each step, needed if Config has dropout. Every mesh drops equal
+            elements.
+        options: Other options; its fields may also be given as keywords: `microbatches=4, remat="block"`.
 
     Raises:
         ShardingError: or ValueError, for what does not fit, before anything is sent.
@@ -159,7 +159,7 @@ def logprobs(
 def look_up_step(
     options: StepOptions, config: Config, params: dict, batch: Sequence, mesh, seed: int | None = None, backward=True
 ) -> TrainStep:
-    """Return the step that these options come to on this mesh, which keeps it for the next call of the same shapes.
+    """Return the step resolved for this mesh, which keeps it for the next call with equal options and shapes.
 
     Raises:
         ShardingError: or ValueError, for what does not fit, before anything is sent.
@@ -178,9 +178,9 @@ def look_up_step(
 
 
 def cache_key(options: StepOptions, config: Config, params: Any, batch: Sequence, *flags: bool) -> tuple | None:
-    """Return all that decides what is refused, except the batch's values; None for what cannot be kept.
+    """Return the cache key: everything that validation depends on, except the batch's values.
 
-    That is what is refused anyway, and what is compiled.
+    It is None for arguments that are refused anyway, and while compiling.
     """
     if torch.compiler.is_compiling():
         return None

@@ -1,12 +1,12 @@
-"""A training step: what it is asked for, and what that comes to on one mesh (Part 5).
+"""A training step: its options, and the step resolved for one mesh (Part 5).
 
-A run asks for the same step thousands of times. `resolve` reads its options, the model and the shapes of params and
-batch once per mesh, refuses what does not fit, and returns a `TrainStep`: the types, the lines and the settings that
-the layers, the stages and the ends read. Only the values of a batch are looked at each time.
+A run repeats one step thousands of times. `resolve` reads its options, the model and the shapes of params and batch
+once per mesh, refuses combinations that do not fit, and returns a `TrainStep`: the types, the lines and the settings
+that the layers, the stages and the ends read. Only the values of a batch are checked each time.
 
-A leaf has a type as it is stored, and one as it is used, gathered over X (of the ends also over Z). By the law of
-cotangents its gradient is unreduced over every axis that splits the tokens and not the leaf: it is reduced over X
-inside a pod first, then over the rest.
+A leaf has a stored type, and a used type, gathered over X (for the ends also over Z). By the law of cotangents its
+gradient is unreduced over every axis that splits the tokens and not the leaf. It is reduced over X inside a pod first,
+then over the other axes.
 """
 
 from collections.abc import Sequence
@@ -31,30 +31,30 @@ from scaling.strategies.transformer import types
 from scaling.strategies.transformer.ends import Terms
 from scaling.strategies.transformer.layer import REMAT, dropped
 
-TOKENS = ("P", "X", "E", "C", "Y")  # the axes that split the tokens: those over which the loss is unreduced
-ENDS = (*TOKENS, "Z")  # and for what is outside the layers, which not every stage uses
+TOKENS = ("P", "X", "E", "C", "Y")  # the axes that split the tokens, over which the loss is unreduced
+ENDS = (*TOKENS, "Z")  # with Z for leaves outside the layers, which not every stage uses
 
 
 @dataclass(frozen=True)
 class StepOptions:
-    """What a training step is asked for, beside the model, the params and the batch.
+    """The options of a training step, in addition to the model, the params and the batch.
 
     Attributes:
-        microbatches: The number of parts in which a rank's rows are run, one after the other.
-        schedule: The pipeline's, by name or as an object; None is 1F1B where the mesh has stages.
+        microbatches: The number of parts in which a rank's rows are run in turn.
+        schedule: The pipeline's, by name or as an object; None is 1F1B if the mesh has stages.
         remat: Which activations a layer keeps for its backward: a policy of `layer.REMAT`.
-        keep_weights: Whether weights stay gathered to the end of the step. Else they are thrown away after each use and
+        keep_weights: Whether weights stay gathered to the end of the step. Else they are freed after each use and
             gathered again. Neither this nor `remat` changes a bit of the gradients.
         ignore_index: The target of tokens that do not count.
         label_smoothing: As in `ends.Terms`.
         z_loss: As in `ends.Terms`.
         context: The form of attention over C.
-        zero: As given to `specs` and `grad_specs`.
+        zero: The stage of ZeRO, given to `specs` and `grad_specs`.
         sums: The dtype in which gradients are added up over microbatches and ranks, and returned; None is the params'.
-        scale: The factor of cotangents on their way, by which gradients are divided at the end: for float16, a power
+        scale: The factor by which cotangents are multiplied, and gradients divided at the end: for float16, a power
             of two.
-        mean: Whether the loss is divided by the sum of the weights. Else it is sum(w ce), and w are of either sign.
-        lora: The adapters that params["lora"] holds, of which alone there are gradients, {"lora": ...}.
+        mean: Whether the loss is divided by the sum of the weights. Else it is sum(w ce), and w may have either sign.
+        lora: The adapters in params["lora"]; only they have gradients, {"lora": ...}.
     """
 
     microbatches: int = 1
@@ -86,21 +86,21 @@ class TrainStep(NamedTuple):
     """A training step resolved for one mesh.
 
     Attributes:
-        options: What was asked for.
+        options: The options of the step.
         config: The model.
-        mesh: The mesh, on which axes that it lacks drop out of lines.
+        mesh: The mesh; axes that it lacks drop out of lines.
         inside: The mesh that a layer sees, without the stages.
-        backward: Whether gradients are wanted; else nothing is kept to run back.
-        stored: The types of the params as they are stored, a tree like them.
-        reduced: The types of the gradients as they are returned.
+        backward: Whether gradients are wanted; otherwise nothing is saved for backward.
+        stored: The stored types of the params, a tree like them.
+        reduced: The types of the returned gradients.
         lines: The lines of each leaf, by name for the ends, in their order for a stack of layers.
         schedule: The pipeline's, None without stages.
         terms: The parts of a token's loss.
         dtype: The dtype of the params.
         sums: The dtype in which gradients are added up.
         gone: The names of saved values that `remat` does not keep.
-        group: The ranks that have to agree on the call; None where nothing is compared.
-        call: What they have to agree on.
+        group: The ranks that have to agree on the call; None if nothing is compared.
+        call: The text that they have to agree on.
     """
 
     options: StepOptions
@@ -179,23 +179,23 @@ def lines_of_params(stored: dict, reduced: dict, mesh) -> dict[str, Any]:
 
 
 def types_of_stack(types: dict, stack: str) -> dict:
-    """Return the types of a stack's leaves, with those of its adapters, if there are some."""
+    """Return the types of a stack's leaves, including its adapters' if it has any."""
     return types[stack] | ({"lora": types["lora"]} if "lora" in types and stack == "layers" else {})
 
 
 def lines_of(
     stored: Sequence[str], reduced: Sequence[str], mesh, axes: tuple[str, ...], stack: bool = False
 ) -> list[LeafLines]:
-    """Return the lines of leaves whose params are stored as these types, and their gradients reduced to those.
+    """Return the lines of leaves with params of the `stored` types and gradients of the `reduced` types.
 
-    Gradients are unreduced over the `axes` that do not split them. Of a `stack` over L all lines but `total` are those
-    of one layer.
+    Gradients are unreduced over the `axes` that do not split them. For a `stack` over L all lines except `total` are
+    lines of one layer.
     """
     return [LeafLines(*each) for each in mesh.constant(_leaf_lines, tuple(stored), tuple(reduced), axes, stack)]
 
 
 def _leaf_lines(mesh, stored: tuple, reduced: tuple, axes: tuple, stack: bool) -> list[tuple[str, str, str, int]]:
-    """Return what `lines_of` does, as tuples, which a compiler can keep."""
+    """Return the lines of `lines_of` as tuples, which a compiler can keep."""
     return [_lines_of_leaf(mesh, *each, axes, stack) for each in zip(stored, reduced, strict=True)]
 
 
@@ -249,7 +249,7 @@ def check_batch(tokens: Tensor, targets: Tensor, options: StepOptions, config: C
 
 
 def check_fit(step: TrainStep, params: dict, batch: Sequence) -> None:
-    """Raise ShardingError or ValueError unless params, weights and segments are those of the model and the batch."""
+    """Raise a ShardingError or ValueError unless params, weights and segments fit the model and the batch."""
     config, mesh, schedule, (_, targets, weights, segments) = step.config, step.mesh, step.options.schedule, batch
     if not torch.compiler.is_compiling():
         sizes = types.padded_sizes(config, mesh) | {"L": len(types.slots_of(config, mesh, schedule))}

@@ -1,11 +1,11 @@
 """The types of a Transformer's params on a mesh: P pods, Z stages, X data, C context, Y tensor, E experts (Part 5).
 
-Each leaf of `scaling.models.leaves` has two types: as it is stored, and as a layer uses it, gathered over X (and, of
-the ends, over Z). Axes that the mesh lacks, or has with size 1, drop out. Over P and C, and over E but for the
-experts, params are replicated.
+Each leaf of `scaling.models.leaves` has two types: its stored type, and its type while a layer uses it, gathered over X
+(and for the ends over Z). Axes that the mesh lacks, or has with size 1, drop out. Params are replicated over P and C,
+and, except for the experts, over E.
 
-Virtual stages get L layers as evenly as they divide, the first ones one more. In store each has the same number of
-slots; the empty ones are zeros, which are never run.
+Virtual stages get L layers as evenly as possible, the first ones one more. Each stores an equal number of slots; empty
+slots are zeros and are never run.
 """
 
 from collections.abc import Mapping, Sequence
@@ -22,13 +22,15 @@ from scaling.spec import ShardingError, mesh_sizes, parse
 
 
 def specs(config: Config, mesh, *, zero: int = 3, schedule=None, lora: Lora | None = None) -> dict:
-    """The types of the params as they are stored, a tree like the params of `models.transformer`.
+    """Return the stored types of the params, a tree like the params of `models.transformer`.
 
-    zero 3: matrices are sharded over X as well (FSDP); 0, 1 and 2: replicated over X (1 and 2 shard the gradients and
-    the optimizer's state: `grad_specs`). W_K and W_V have no Y where |Y| does not divide K: each rank then computes
-    the KV heads that its query heads see. A vocabulary that does not divide is padded (`padded_sizes`). ShardingError
-    for an axis that a Transformer cannot use, and where heads, features or experts do not divide. With `lora` the tree
-    has the types of adapters, too, under "lora".
+    With zero 3, matrices are also sharded over X (FSDP). With 0, 1 and 2 they are replicated over X, where 1 and 2
+    shard the gradients and the optimizer's state (`grad_specs`). W_K and W_V have no Y if |Y| does not divide K: each
+    rank then computes the KV heads that its query heads see. A vocabulary that does not divide is padded
+    (`padded_sizes`). With `lora` the tree also has the types of adapters, under "lora".
+
+    Raises:
+        ShardingError: A Transformer cannot use an axis, or heads, features or experts do not divide.
     """
     one_of("zero", zero, (0, 1, 2, 3))
     found = _as_text(_specs(config, tuple(mesh_sizes(mesh).items()), zero))
@@ -71,7 +73,7 @@ def _as_text(types: Any) -> Any:
 
 @lru_cache(maxsize=256)
 def _specs(config: Config, mesh: tuple[tuple[str, int], ...], zero: int) -> dict:
-    """Worked out once: each step asks for them."""
+    """Return the types of `specs`, cached because each step needs them."""
     sizes = dict(mesh)
     _check_mesh(config, sizes, zero)
     check_computed(config)
@@ -81,8 +83,10 @@ def _specs(config: Config, mesh: tuple[tuple[str, int], ...], zero: int) -> dict
 
 
 def padded_sizes(config: Config, mesh) -> dict[str, int]:
-    """The sizes of the params as they are stored: V is the next multiple of |Y| |Z|. What is beyond the vocabulary is
-    zeros: no logit, so that no gradient reaches it."""
+    """Return the sizes of the stored params, where V is the next multiple of |Y| |Z|.
+
+    Entries beyond the vocabulary are zeros. They have no logit, so no gradient reaches them.
+    """
     sizes = mesh_sizes(mesh)
     parts = sizes.get("Y", 1) * sizes.get("Z", 1)
     return config.sizes | {"V": -(-config.V // parts) * parts}
@@ -173,7 +177,7 @@ def _check_mesh(config: Config, sizes: Mapping[str, int], zero: int) -> None:
 
 
 def check_divided(config: Config, Y: int, wanted: Sequence[tuple[str, int, int, str]]) -> None:
-    """ShardingError unless heads split over Y, and each (dim, its size, blocks, what it counts) into its blocks."""
+    """Raise a ShardingError unless heads split over Y, and each (dim, size, blocks, noun) into its blocks."""
     if config.K % Y and Y % config.K:
         raise ShardingError(
             f"{config.name}: K={config.K} KV heads over Y={Y}\n  rule: Y divides K, or is a multiple of it, so that "
