@@ -1,13 +1,13 @@
-"""How stages hand tensors to each other: sends that nobody waits for, receives that are posted ahead.
+"""Transfers of tensors between stages: sends without waits, and receives that are posted ahead.
 
-Nothing relies on a transport's buffering: a send only keeps its tensor alive until it is through, and a receive is
-posted some messages before it is needed, so that one is always under way. Between two ranks, tensors of one kind are
+Nothing relies on a transport's buffering: a send only keeps its tensor alive until it has completed, and a receive is
+posted several messages before it is needed, so that one is always in flight. Between two ranks, tensors of one kind are
 received in the order in which they were sent, which `scaling.schedules.simulator` checks.
-All messages of a run are alike: each stage holds what it sends against `like`. Before the first message of a kind to
-another it reads a note of that one's: what it expects. So no buffer is filled in part.
-- gloo matches messages by their tag, over the group of the pipeline axis; what is of another shape has other tags.
-- NCCL knows no tags, and what is queued on one communicator runs in order: a posted receive would hold up the send
-  behind it. So each direction and kind has a communicator of two ranks to itself.
+All messages of a run are alike: each stage compares its result with `like`. Before the first message of a kind to
+another stage it reads a note of the kind of tensor that the receiver expects, so no buffer is filled in part.
+- gloo matches messages by their tag, over the group of the pipeline axis; messages of another shape have other tags.
+- NCCL has no tags, and runs the queue of one communicator in order, so a posted receive would block the send behind
+  it. Each direction and kind therefore has its own communicator of two ranks.
 """
 
 from datetime import timedelta
@@ -26,11 +26,11 @@ from scaling.schedules.instructions import RECVS, RecvActivation, SendActivation
 from scaling.schedules.schedule import Schedule
 from scaling.spec import parse, refuse
 
-AHEAD = 8  # receives posted on each channel before they are waited for: a sender then need not wait to be asked
+AHEAD = 8  # receives posted ahead on each channel, so that a sender need not wait for its receiver
 
 
 class Channels:
-    """The transfers of one rank during one run of a schedule's program; `like` is a tensor shaped as those sent."""
+    """The transfers of one rank during one run of a schedule's program; `like` has the shape of every message."""
 
     def __init__(self, mesh, axis: str, schedule: Schedule, like: torch.Tensor, line: str, pairs: bool | None = None):
         self.group, self.spec, self.like, self.schedule = mesh.group((axis,)), parse(line), like, schedule
@@ -62,7 +62,7 @@ class Channels:
             )
 
     def take(self, step) -> torch.Tensor:
-        """Wait for what a Recv names."""
+        """Wait for the tensor of a Recv, and return it."""
         event = self.record("Recv", self.like, 0, step.peer) if trace.open_logs else None
         work, buffer = self.posted.pop(step)
         if work is not None:
@@ -87,7 +87,7 @@ class Channels:
         if trace.open_logs:
             self.record("Send", x, x.numel() * x.element_size(), step.peer)
         if self.abstract and self.group.backend == "gloo":
-            self.sends = [(Nowhere(), x)]  # which is through when the next one is sent
+            self.sends = [(Nowhere(), x)]  # it completes when the next one is sent
         elif not self.abstract:
             self.read_note(step)
             x = as_carried(x)[0].contiguous()
@@ -95,7 +95,7 @@ class Channels:
             self.sends.append((dist.isend(x, **self.route(step, receive=False)), x))
 
     def check(self, step, x: torch.Tensor) -> None:
-        """ShardingError unless a stage's result is what the next one waits for."""
+        """Raise a ShardingError unless a stage's result has the shape, dtype and device that the next stage expects."""
         if x.shape != self.like.shape or x.dtype != self.like.dtype or x.device != self.like.device:
             found, wanted = (f"{y.dtype} {tuple(y.shape)} on {y.device}" for y in (x, self.like))
             what = f"stage {step.stage} hands on {found}, but microbatches of In are {wanted}"
@@ -103,13 +103,13 @@ class Channels:
             refuse(f"{type(step).__name__} {self.spec}", what, rule, "convert In, or the stage's result (autocast?)")
 
     def send_note(self, step) -> None:
-        """Tell the sender of a channel, once, what is going to be received."""
+        """Tell the sender of a channel, once, which kind of tensor this rank expects."""
         if self.is_new(step):
             note = self.note.to(self.like.device)
             self.sends.append((dist.isend(note, **self.route(step, receive=True, note=True)), note))
 
     def read_note(self, step) -> None:
-        """Before the first message on a channel: compare what it is with what its receiver wrote."""
+        """Compare the first message on a channel with the note of its receiver."""
         if self.is_new(step):
             note = self.note.to(self.like.device, copy=True)
             arriving: Any = dist.irecv(note, **self.route(step, receive=False, note=True))
@@ -118,7 +118,7 @@ class Channels:
                 refuse_message(self.spec, self.note, note, "this rank sends", f"rank {step.peer} expects")
 
     def is_new(self, step) -> bool:
-        """Whether this channel has not been used for such messages before."""
+        """Return whether this is the first use of the channel for this kind of message."""
         channel = self.kind, type(step), step.peer
         if self.abstract or channel in self.noted:
             return False
@@ -126,14 +126,14 @@ class Channels:
         return True
 
     def finish(self) -> None:
-        """Wait until everything that was sent is through."""
+        """Wait until all sends have completed."""
         with naming(f"the sends of {self.spec} along {self.axis}", self.group.pg):
             for work, _ in self.sends:
                 work.wait()
         self.sends = []
 
     def route(self, step, receive: bool, note: bool = False) -> dict:
-        """The arguments of isend or irecv: the group, the other rank in it and the tag. A note goes the other way."""
+        """Return the arguments of isend or irecv: the group, the other rank and the tag. A note goes the other way."""
         activation = isinstance(step, (RecvActivation, SendActivation))
         end = "group_src" if receive is not note else "group_dst"
         if self.pairs is None:
@@ -156,11 +156,11 @@ class Channels:
 
 
 def pair_groups(mesh, axis: str, schedule: Schedule) -> dict[tuple, "dist.ProcessGroup"]:
-    """For each (whether activations, source, target) of this rank's transfers a process group of the two.
+    """Return a process group of two for each (whether activations, source, target) of this rank's transfers.
 
-    They are made and used once in one order on all ranks: NCCL connects two ranks at their first transfer, and both
-    wait for that. For a transfer of others a rank makes a group of its own: torch names a group by its ranks and by how
-    many groups there are, and both ends must give it one name.
+    All ranks make them and use them once in one order, because NCCL connects two ranks at their first transfer, and
+    both wait for that. For a transfer between other ranks, a rank makes a group of itself: torch names a group by its
+    ranks and by the number of groups, and both ends must give it one name.
     """
     group = mesh.group((axis,))
     wanted = set()

@@ -3,8 +3,8 @@
     In[B_X, D_Y] * W_in[D_X, F_Y] * W_out[F_Y, D_X] -> Out[B_X, D_Y]
 
 Weights are split along D over X, as in FSDP, and along F over Y, as in tensor parallelism: gathers and reductions over
-X move weights, ahead of time or late; those over Y move activations, on the critical path. The numbers are the book's
-steps. Where D is scattered next, the operand that has D stands first: the blocks then need no copy.
+X move weights, prefetched or deferred; over Y they move activations, on the critical path. The numbers are the book's
+steps. If D is scattered next, the operand that has D comes first, so that the blocks need no copy.
 """
 
 from scaling.collectives import all_gather, einsum, reduce_scatter
