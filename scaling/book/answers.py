@@ -61,7 +61,7 @@ class Answer:
     "agrees": ours rounds to the book's number and is within 5%.
 
     "rounding": the book has cut off or rounded on the way. Ours is within 10%, and either within one unit of the last
-    digit, or the book's number follows from `rounded`, (the value by the book's rounded terms, a text of which terms).
+    digit, or the book's number follows from `rounded`: the value by rounded terms, and which terms these are.
     If `hedged` has the book's words, such as "around 100GB", a third is enough; with the reason in `coarse`, a factor
     of two.
 

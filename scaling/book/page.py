@@ -13,6 +13,7 @@ The options and their checks are in options.py.
 import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from html import escape
 from importlib import import_module
 from importlib.util import find_spec
@@ -81,24 +82,25 @@ class Page:
         if opening:
             self.say(opening)
 
-    def show(self, text: str, html: str) -> None:
-        """Print text; in a notebook, show HTML in its place."""
+    def show(self, text: str, html: Callable[[], str]) -> None:
+        """Print text; in a notebook, show HTML instead, which `html()` returns."""
         if in_notebook() and self.first and find_spec("IPython"):
             from IPython.display import display
 
             self.open()
-            display({"text/plain": text, "text/html": html}, raw=True)
+            display({"text/plain": text, "text/html": html()}, raw=True)
         else:
             self.say(text)
 
     def title(self, text: str) -> None:
         """Print an underlined title; in a notebook, show it in bold."""
-        self.show(f"\n{text}\n{'-' * min(len(text), layout.width())}", f"<p><strong>{escape(text)}</strong></p>")
+        underlined = f"\n{text}\n{'-' * min(len(text), layout.width())}"
+        self.show(underlined, lambda: f"<p><strong>{escape(text)}</strong></p>")
 
     def table(self, rows: Iterable[Sequence], headers: Sequence[str]) -> None:
         """Print rows under their headers; in a notebook, show them as an HTML table."""
         rows = [*map(tuple, rows)]
-        self.show(layout.table(rows, headers), layout.html_table(rows, headers))
+        self.show(layout.table(rows, headers), lambda: layout.html_table(rows, headers))
 
     def chart(self, name: str, series, *labels: str, points=None, marks=(), log: bool | str = True, height=18) -> None:
         """Show a chart (scaling.show.charts) as text, in a notebook as a picture; `--plot` writes it by its name."""
@@ -145,8 +147,9 @@ class Page:
     def answers(self, answers: Sequence[Answer]) -> None:
         """Print the book's answers and ours; an answer that differs fails the chapter."""
         self.given += answers
-        rows, why = [answer.row for answer in answers], [answer.why for answer in answers]
-        self.show("\n" + answer_table(answers), layout.html_table(rows, ANSWERED, why))
+        why = [answer.why for answer in answers]
+        html = partial(layout.html_table, [answer.row for answer in answers], ANSWERED, why)
+        self.show("\n" + answer_table(answers), html)
 
     def on_ranks(self, fn: Callable, *args, checked: bool = True) -> Any:
         """Run `fn(mesh, *args)` on every rank of `--mesh`, started here or by torchrun, and return rank 0's result.

@@ -50,6 +50,7 @@ MODELS = {
 _MPT: dict = {"gated": False, "tied": True, "source": "github.com/mosaicml/llm-foundry, scripts/train/benchmarking"}
 _MAXTEXT: dict = {"source": "github.com/AI-Hypercomputer/maxtext"}
 _KORTHIKANTI: dict = {"gated": False, "tied": True, "source": "arXiv:2205.05198, Table 3"}
+_QWEN3_MOE: dict = {"E": 128, "k": 8, "theta": 1e6, "eps": 1e-6, "qk_norm": True}
 _MEGATRON: dict = {"gated": False, "source": "github.com/NVIDIA/Megatron-LM, README"}
 MEASURED = {
     config.name: config
@@ -72,36 +73,10 @@ MEASURED = {
             "bloom-176b", 70, 14336, 57344, 112, 112, 128, 250880, gated=False, tied=True, source="arXiv:2211.05100"
         ),
         Config(
-            "qwen3-30b",
-            48,
-            2048,
-            768,
-            32,
-            4,
-            128,
-            151936,
-            E=128,
-            k=8,
-            theta=1e6,
-            eps=1e-6,
-            qk_norm=True,
-            source="huggingface.co/Qwen/Qwen3-30B-A3B",
+            "qwen3-30b", 48, 2048, 768, 32, 4, 128, 151936, **_QWEN3_MOE, source="huggingface.co/Qwen/Qwen3-30B-A3B"
         ),
         Config(
-            "qwen3-235b",
-            94,
-            4096,
-            1536,
-            64,
-            4,
-            128,
-            151936,
-            E=128,
-            k=8,
-            theta=1e6,
-            eps=1e-6,
-            qk_norm=True,
-            source="huggingface.co/Qwen/Qwen3-235B-A22B",
+            "qwen3-235b", 94, 4096, 1536, 64, 4, 128, 151936, **_QWEN3_MOE, source="huggingface.co/Qwen/Qwen3-235B-A22B"
         ),
         Config("megatron-1.7b", 24, 2048, 8192, 16, 16, 128, 131072, **_MEGATRON),
         Config("megatron-7.1b", 30, 4096, 16384, 32, 32, 128, 131072, **_MEGATRON),

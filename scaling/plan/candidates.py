@@ -1,6 +1,6 @@
 """Every layout of so many chips for a job: all meshes, all recipes, evaluated as columns; the fastest that fits first.
 
-Nothing is skipped by a guess: what a layout must obey is a rule with a reason, and the reasons are counted, so that "no
+Nothing is skipped by a guess: a layout must obey rules, each with a reason, and the reasons are counted, so that "no
 mesh suits" says why.
 """
 

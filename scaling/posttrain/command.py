@@ -25,9 +25,8 @@ from scaling.spec.sizes import parse_mesh
 from scaling.strategies import transformer
 from scaling.train import checkpoint
 from scaling.train.command import keep_options, locked
-from scaling.train.durable import replaced
 from scaling.train.origin import begun_from
-from scaling.train.progress import METRICS, read_records
+from scaling.train.progress import METRICS, cut_records
 from scaling.train.settings import Settings, add_flags
 
 STEP = (  # the options that this command shares with `scaling.train`
@@ -116,7 +115,7 @@ def main(argv=None) -> int:
         )
     with locked(out):
         before = startable(out, settings, made_with)
-        keep_metrics(out, before)
+        cut_records(out / METRICS, before)
         keep_options(out, settings, folder, args.train_mesh, 0)
         record = launch.run(run, world, settings, asked, prompts, score, by, made_with, device=args.device)[0]
     print(f"done at step {record['step']}: reward {record['reward']:.4g}; saved in {out}")
@@ -172,13 +171,6 @@ def startable(out: Path, settings: Settings, made_with: dict) -> int:
     if steps[-1] >= settings.steps:
         raise ValueError(f"{out}: is at step {steps[-1]} of {settings.steps}\n  fix: give --steps above {steps[-1]}")
     return steps[-1]
-
-
-def keep_metrics(out: Path, step: int) -> None:
-    """Cut metrics.jsonl after the step from which the run goes on."""
-    path = out / METRICS
-    records = read_records(path) if path.exists() else []
-    replaced(path, b"".join(line for line, record in records if record and record["step"] <= step))
 
 
 def checked(record: dict, dtype: str) -> int:

@@ -37,6 +37,7 @@ from scaling.spec import parse, present
 from scaling.strategies import transformer
 from scaling.train import checkpoint, guards
 from scaling.train.evaluate import local
+from scaling.train.progress import METRICS
 from scaling.train.settings import Settings, optimizer_of
 from scaling.train.step import parted, started, trained_types
 
@@ -261,7 +262,7 @@ def push_lines(config: Config, train, serve) -> list[tuple[str, str, tuple[int, 
 
 def write_record(record: Mapping[str, Any], out: Path) -> None:
     """Print a step's record, and append it to metrics.jsonl."""
-    with (out / "metrics.jsonl").open("a") as file:
+    with (out / METRICS).open("a") as file:
         file.write(json.dumps(record) + "\n")
     shown = {name: f"{record[name]:.4g}" for name in ("loss", "reward", "gap_max", "length", "ended", "grad_norm")}
     print(f"step {record['step']:>5}  " + "  ".join(f"{name} {value}" for name, value in shown.items()), flush=True)

@@ -72,13 +72,8 @@ class Progress:
         if self.mesh.rank:
             return
         for path in (Path(self.settings.out) / name for name in (METRICS, NORMS)):
-            if path.is_file():
-                found = read_records(path)
-                kept = b"".join(line for line, record in found if record and record["step"] <= step)
-                if kept != path.read_bytes():
-                    replaced(path, kept)
-                if junk := sum(record is None and line.endswith(b"\n") for line, record in found):
-                    self.warn(f"{path}: {junk} of its lines were no records, and are left out")
+            if junk := cut_records(path, step):
+                self.warn(f"{path}: {junk} of its lines were no records, and are left out")
 
     def record(self, step: int, loss: float, norm: float, seconds: float, stood: float | None) -> dict:
         """Return the metrics of a step.
@@ -133,6 +128,21 @@ class Progress:
         """Print a warning on rank 0, unless the text is empty."""
         if text and self.mesh.rank == 0:
             print(f"warning: {text}", file=sys.stderr, flush=True)
+
+
+def cut_records(path: Path, step: int) -> int:
+    """Remove the records after `step`, and lines that are not records, from a file of JSON lines.
+
+    Returns:
+        The number of whole lines that were not records; 0 if there is no such file.
+    """
+    if not path.is_file():
+        return 0
+    found = read_records(path)
+    kept = b"".join(line for line, record in found if record and record["step"] <= step)
+    if kept != path.read_bytes():
+        replaced(path, kept)
+    return sum(record is None and line.endswith(b"\n") for line, record in found)
 
 
 def read_records(path: Path) -> list[tuple[bytes, dict[str, Any] | None]]:

@@ -16,10 +16,11 @@ from scaling.mesh import AbstractMesh, Mesh
 from scaling.models import hf, transformer
 from scaling.models.leaves import specs_of
 from scaling.posttrain import advantages, losses
-from scaling.posttrain.command import keep_metrics, main
+from scaling.posttrain.command import main
 from scaling.posttrain.loop import push_lines
 from scaling.posttrain.rewards import Late, in_time, number_of
 from scaling.serve.sampling import draw_token, uniforms
+from scaling.train.progress import cut_records
 from scaling.train.restored import params_of_run
 
 SIZES = "L = 2\nD = 16\nF = 24\nN = 4\nK = 2\nH = 8\nV = 256\n"
@@ -216,7 +217,7 @@ def raising(error):
 def test_metrics_are_cut_by_their_steps(tmp_path):
     kept = '{"step": 1}\n{"step": 2}\n'
     (tmp_path / "metrics.jsonl").write_text("junk\n" + kept + '{"step": 3}\n{"st')
-    keep_metrics(tmp_path, 2)
+    assert cut_records(tmp_path / "metrics.jsonl", 2) == 1
     assert (tmp_path / "metrics.jsonl").read_text() == kept
 
 
