@@ -3,6 +3,7 @@
 import json
 import math
 import tomllib
+from collections.abc import Mapping
 from dataclasses import fields
 from numbers import Integral, Real
 from operator import index
@@ -13,6 +14,7 @@ from typing import Any, NoReturn, get_args, get_origin
 WORDS = {int: "a whole number", float: "a number", bool: "true or false", str: "a text", dict: "a table"}
 WORDS |= {list: "a list", tuple: "a list", NoneType: "nothing"}
 WORDS |= {Integral: WORDS[int], Real: WORDS[float]}  # numpy's too
+ANYTHING: Mapping[str, Any] = {}  # no restrictions
 
 
 def positive(**values) -> None:
@@ -82,11 +84,33 @@ def of_type(name: str, value, *kinds: type) -> None:
         raise ValueError(f"{name} is {quoted(value)}: must be {expected}\n  fix: give it as {expected}")
 
 
-def check_fields(record, name: str = "") -> None:
-    """Raise a ValueError that names the first field of a dataclass whose value does not have the field's type."""
+def check_within(name: str, value: Any, allowed: "str | tuple") -> None:
+    """Raise a ValueError unless a value is allowed.
+
+    `allowed` is an interval of numbers, such as "[0, 1)" or "(0, inf)", or a tuple of the values to choose from.
+    """
+    if isinstance(allowed, tuple):
+        fits, wanted = value in allowed, f"one of {', '.join(map(repr, allowed))}"
+    else:
+        low, high = map(float, allowed[1:-1].split(","))
+        fits = is_real(value) and low <= value <= high
+        fits = fits and (value > low or allowed[0] == "[") and (value < high or allowed[-1] == "]")
+        wanted = f"in {allowed}"
+    if not fits:
+        raise ValueError(f"{name} is {quoted(value)}: must be {wanted}\n  fix: choose another value, {wanted}")
+
+
+def check_fields(record, name: str = "", within: "Mapping[str, str | tuple]" = ANYTHING) -> None:
+    """Raise a ValueError that names the first field of a dataclass whose value does not have the field's type.
+
+    `within` says for some fields which values `check_within` allows. A field of numbers may be None if its type is.
+    """
     for field in fields(record):
         kinds: tuple[Any, ...] = get_args(field.type) if isinstance(field.type, UnionType) else (field.type,)
         of_type(f"{name}{field.name}", getattr(record, field.name), *(get_origin(kind) or kind for kind in kinds))
+    for field, allowed in within.items():
+        if (value := getattr(record, field)) is not None or isinstance(allowed, tuple):
+            check_within(f"{name}{field}", value, allowed)
 
 
 def read_table(path: "str | Path") -> dict[str, Any]:

@@ -4,7 +4,7 @@ import math
 from dataclasses import dataclass, fields
 from typing import Any
 
-from scaling.common.arguments import check_fields, of_type, positive, whole
+from scaling.common.arguments import check_fields, of_type
 
 NEEDED = {"linear": ("factor",), "yarn": ("factor",), "llama3": ("factor", "low", "high")}  # of a RopeScaling
 
@@ -25,9 +25,8 @@ class Latent:
     interleaved: bool = True
 
     def __post_init__(self):
-        check_fields(self, "latent ")
-        for name in ("q_rank", "kv_rank", "nope", "rope", "value"):
-            whole(**{f"latent {name}": getattr(self, name)})
+        sizes = ("q_rank", "kv_rank", "nope", "rope", "value")
+        check_fields(self, "latent ", dict.fromkeys(sizes, "[1, inf)"))
         if self.rope % 2:
             raise ValueError(f"latent rope is {self.rope}: planes have two dims\n  fix: give an even number")
 
@@ -96,11 +95,8 @@ class RopeScaling:
         return f * (kept + (1 - kept) / self.factor)
 
     def __post_init__(self):
-        check_fields(self, "rope_scaling ")
-        if self.mscale < 0 or self.mscale_all < 0:
-            raise ValueError("rope_scaling mscale and mscale_all must not be negative\n  fix: leave them out")
-        for name in ("factor", "low", "high", "original"):
-            positive(**{f"rope_scaling {name}": getattr(self, name)})
+        within = dict.fromkeys(("factor", "low", "high", "original"), "(0, inf)")
+        check_fields(self, "rope_scaling ", within | dict.fromkeys(("mscale", "mscale_all"), "[0, inf)"))
         if self.kind == "llama3" and self.low >= self.high:
             raise ValueError(
                 f"rope_scaling: low_freq_factor={self.low} is not below high_freq_factor={self.high}"

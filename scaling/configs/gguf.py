@@ -16,10 +16,10 @@ from typing import Any
 import numpy
 
 from scaling.configs.config import Config
-from scaling.configs.files import table_config
 from scaling.configs.gguf_scaling import FREQUENCIES, rope_scaling, unread
 from scaling.configs.gguf_tokenizer import tokenizer_files
 from scaling.configs.model_types import KINDS
+from scaling.configs.sources import table_config
 
 ARCHITECTURES = ("llama", "qwen2")  # names of llama.cpp's, and of Hugging Face's model_type
 SIZES = {

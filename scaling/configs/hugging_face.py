@@ -11,9 +11,9 @@ from dataclasses import fields
 from types import NoneType
 from typing import Any
 
-from scaling.common.arguments import of_type
+from scaling.common.arguments import check_within, of_type
 from scaling.configs.attention import Latent, RopeScaling
-from scaling.configs.config import Config, check_letters
+from scaling.configs.config import WITHIN, Config
 from scaling.configs.model_types import COUNTED, KINDS, ModelType
 
 LETTERS = {
@@ -86,7 +86,7 @@ def read_config(table: dict) -> dict:
     for letter, keys in LETTERS.items():
         if values := [read[key] for key in keys if read.get(key) is not None]:
             found[letter] = values[0]
-    check_letters("config.json", {"L": found.get("L", 1)})  # before the layers are looked at one by one
+    check_within("config.json: L", found.get("L", 1), WITHIN["L"])  # before the layers are looked at one by one
     if "H" not in found and {"D", "N"} <= found.keys():
         found["H"] = found["D"] // max(1, found["N"])
     if read.get("kv_lora_rank"):

@@ -1,24 +1,34 @@
 """Resolve the argument of --model: `source_of`, which every command calls.
 
 It may be a name of the catalogue, a table of sizes (config.json, FILE.toml), a Hugging Face folder, a run of
-`scaling.train`, FILE.gguf, or org/name on the Hugging Face hub.
+`scaling.train`, FILE.gguf, or org/name on the Hugging Face hub. A model of the hub is downloaded into the hub's own
+cache, which needs huggingface_hub, of the extra `hf`.
 """
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
+from typing import Any
 
 from scaling.common.arguments import of_type, read_table
-from scaling.configs import hub
+from scaling.configs.attention import Latent
 from scaling.configs.catalogue import MEASURED, MODELS
 from scaling.configs.config import Config
-from scaling.configs.files import load
+from scaling.configs.hugging_face import read_config
 
 RUN, MODEL = "run.toml", "model"  # in a run's folder: its options, and the files that came with its model
 CONFIGS = ("config.json", "config.toml")
 ON_THE_HUB = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]*[A-Za-z0-9_]", re.ASCII)
 WAYS = "a Hugging Face folder, a run of scaling.train, FILE.gguf or org/name on the hub"  # sources that have weights
 HELP = f"a config.json, {WAYS}; or one of {', '.join(MODELS)}"
+SIZES = ["config.json"]
+COMPANIONS = (  # files that come with a model's weights, in addition to config.json
+    "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "generation_config.json",
+    "chat_template.jinja", "chat_template.json", "tokenizer.model", "vocab.json", "merges.txt",
+)  # fmt: skip
+TEMPLATES = "additional_chat_templates"  # a folder of named chat templates, NAME.jinja
+FILES = [*SIZES, *COMPANIONS, f"{TEMPLATES}/*.jinja", "model*.safetensors", "model.safetensors.index.json"]
+INSTEAD = "choose a model with config.json and safetensors; of one in GGUF, download the file and give FILE.gguf"
 
 
 @dataclass(frozen=True)
@@ -60,7 +70,7 @@ def source_of(model: "str | Path", *, sizes_only: bool = False) -> Source:
     if path.suffix in (".json", ".toml"):
         return Source(load(path))
     if not path.exists() and ON_THE_HUB.fullmatch(str(model)):
-        folder = hub.folder_of(str(model), sizes_only)
+        folder = folder_on_hub(str(model), sizes_only)
         config = _config_of_folder(folder).with_(name=str(model))
         return Source(config, "" if sizes_only else str(folder))
     named = f"a .json or .toml file, or one of {', '.join(MODELS | MEASURED)}"
@@ -98,3 +108,77 @@ def _config_of_folder(folder: Path) -> Config:
         f"{folder}: neither a Hugging Face folder (config.json) nor a run of scaling.train (run.toml)"
         "\n  fix: give one of the two"
     )
+
+
+def load(path: "str | Path") -> Config:
+    """Read a model from a file: a table in the book's letters (TOML or JSON), or a Hugging Face config.json."""
+    path = Path(path)
+    if not path.exists():
+        raise ValueError(f"{path}: no such file\n  fix: give a config.json, or a .toml file")
+    return table_config(read_table(path), path)
+
+
+def table_config(table: dict[str, Any], path: Path) -> Config:
+    """Return the model from the table of the file `path`."""
+    try:
+        if {"model_type", "hidden_size", "text_config"} & table.keys():
+            table = read_config(table)
+        if isinstance(latent := table.get("latent"), dict):
+            table["latent"] = Latent.of(latent)
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from None
+    given: dict[str, Any] = {"name": path.stem, "source": str(path)} | table
+    names = {field.name for field in fields(Config)}
+    missing, unknown = [letter for letter in "LDFNKHV" if letter not in given], sorted(given.keys() - names)
+    if missing or unknown:
+        raise ValueError(
+            f"{path}: lacks {', '.join(missing) or 'nothing'}; does not know {', '.join(unknown) or 'none'}"
+            "\n  fix: add what it lacks, and leave out what is not known"
+        )
+    return Config(**given)
+
+
+def folder_on_hub(name: str, sizes_only: bool = False) -> Path:
+    """Return the folder of org/name in the cache, and download it if it is not there yet.
+
+    It holds weights as safetensors (no pickles, which may run code), the tokenizer and the chat template. Without a
+    network the cache is used alone.
+
+    Raises:
+        ValueError: The hub does not have this name, keeps it private, or cannot be reached.
+    """
+    try:
+        from huggingface_hub import snapshot_download
+        from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError
+    except ImportError:
+        raise ValueError(
+            f"{name}: there is no such file or folder here, and a model of the hub needs huggingface_hub\n"
+            "  fix: pip install 'scaling-book-torch[hf]', or give the path of a folder"
+        ) from None
+    try:
+        folder = Path(snapshot_download(name, allow_patterns=SIZES if sizes_only else FILES))
+    except GatedRepoError:
+        raise ValueError(
+            f"{name}: the hub gives it to those only who have accepted its license\n"
+            f"  fix: accept it on the page of {name} and log in with `hf auth login`, or set HF_TOKEN"
+        ) from None
+    except RepositoryNotFoundError:
+        raise ValueError(
+            f"{name}: there is no such file or folder here, and the hub has no such model or keeps it private\n"
+            "  fix: check the name; for a private model log in with `hf auth login`, or set HF_TOKEN"
+        ) from None
+    except Exception as error:  # the network's errors are of whichever library it uses
+        raise ValueError(
+            f"{name}: is not here, and the hub cannot be reached ({_first_line(error)})\n"
+            "  fix: connect to the network, or give the path of a folder that was downloaded before"
+        ) from None
+    if not (folder / "config.json").is_file():
+        raise ValueError(f"{name}: has no config.json on the hub\n  fix: {INSTEAD}")
+    if not sizes_only and not any(folder.glob("model*.safetensors")):
+        raise ValueError(f"{name}: has no safetensors on the hub; pickles are not read\n  fix: {INSTEAD}")
+    return folder
+
+
+def _first_line(error: BaseException) -> str:
+    cause = error.__cause__ or error
+    return " ".join([f"{type(cause).__name__}:", *str(cause).strip().splitlines()[:1]])

@@ -11,8 +11,7 @@ from functools import cache
 from pathlib import Path
 
 from scaling.common.arguments import of_type, read_table
-from scaling.hardware.chip import KINDS, Chip, Level, Measured
-from scaling.hardware.efficiency import Efficiency
+from scaling.hardware.chip import KINDS, Chip, Efficiency, Level, Measured
 from scaling.spec import DTYPE_BYTES
 
 STRUCTURE = {"base": str, "variants": dict, "flops": dict, "efficiency": dict, "levels": list, "measured": list}

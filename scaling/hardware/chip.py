@@ -5,28 +5,13 @@ All units are SI units: FLOPs/s, bytes, bytes/s, seconds; a price is in dollars 
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 
-from scaling.common.arguments import check_fields
-from scaling.hardware.efficiency import Efficiency
+from scaling.common.arguments import check_fields, check_within, of_type
 
 KINDS = ("tpu", "gpu", "cpu")
-COUNTS = (
-    "pod",
-    "slices",
-    "host",
-    "degree",
-    "links",
-    "switches",
-    "ports",
-    "ranks",
-    "cores",
-    "mxus",
-    "mxu",
-    "vector_alus",
-    "sms",
-)
-NO_NUMBERS = ("name", "kind", "source", "wrap", "axes", "efficiency", "efficiency_of")
+LENGTHS = ("pod", "slices", "host")  # of the axes
+WRAPS = (None, "full", "cubes", "all", "none")
 LEAST = {"flops": 1e6, "_bytes": 1e3, "_bw": 1e5, "bandwidth": 1e3, "clock": 1e6, "clock_base": 1e6}  # for any chip
 ALIASES = {"bfloat16": "bf16", "float16": "fp16", "f16": "fp16", "float32": "fp32", "f32": "fp32", "uint8": "int8"}
 ALIASES |= {"float64": "fp64", "f64": "fp64", "float8_e4m3fn": "fp8", "float8_e5m2": "fp8"}
@@ -74,6 +59,36 @@ class Measured:
 
 
 @dataclass(frozen=True)
+class Efficiency:
+    """The shares of its peaks that a chip reaches in a training step, used in forecasts and never in bounds."""
+
+    matmul: tuple[tuple[str, float], ...] = (("bf16", 1.0),)  # (dtype, share of its peak); other dtypes have bf16's
+    attention: float = 1.0  # share of the bf16 peak in an attention kernel
+    memory: float = 1.0  # share of hbm_bw in operations other than matmuls
+    links: float = 1.0  # share of the links' bytes/s
+    # share of the collectives on the critical path (over tensor, context and expert axes) that matmuls hide
+    hidden: float = 0.0
+    cores: float = 0.0  # share of the chip's cores that a collective takes from the matmuls that hide it
+    narrow: float = 0.0  # the width F of an expert at which its products reach half of what wide ones do
+    routing: float = 0.0  # seconds that a layer of experts takes in a forward pass beside its bytes: sorting, launches
+    launch: float = 0.0  # the least seconds that a collective takes
+
+    def __post_init__(self):
+        within = dict.fromkeys(("attention", "memory", "links"), "(0, 1]") | dict.fromkeys(
+            ("hidden", "cores"), "[0, 1]"
+        )
+        within |= dict.fromkeys(("launch", "routing"), "[0, 1)") | {"narrow": "[0, 1e6)"}
+        check_fields(self, "efficiency.", within)
+        for dtype, share in self.matmul:
+            check_within(f"efficiency.matmul.{dtype}", share, "(0, 1]")
+
+    def of_matmul(self, dtype: str) -> float:
+        """Return the share of the peak in `dtype` that matmuls reach."""
+        shares = dict(self.matmul)
+        return shares.get(dtype, shares.get("bf16", 1.0))
+
+
+@dataclass(frozen=True)
 class Chip:
     """One accelerator with its memories and links; bandwidths are one-way bytes/s unless their name says otherwise."""
 
@@ -116,27 +131,22 @@ class Chip:
     efficiency_of: str = ""  # the chip whose efficiency is assumed, as this one's is not known
 
     def __post_init__(self):
-        if self.kind not in KINDS:
-            raise ValueError(f"chip {self.name}: kind is {self.kind!r}\n  fix: give one of {KINDS}")
-        if self.wrap not in (None, "full", "cubes", "all", "none"):
-            raise ValueError(
-                f"chip {self.name}: wrap is {self.wrap!r}\n  fix: give one of 'full', 'cubes', 'all', 'none'"
-            )
-        if isinstance(self.axes, bool) or not isinstance(self.axes, int) or self.axes < 0:
-            raise ValueError(f"chip {self.name}: axes is {self.axes!r}\n  fix: give the number of axes of its torus")
+        of = f"chip {self.name}: "
+        check_fields(self, of, {"kind": KINDS, "wrap": WRAPS, "axes": "[0, inf)"})
+        for table in ("levels", "measured"):
+            for part in getattr(self, table):
+                check_fields(part, f"{of}{table}.")
         for name, value in _numbers(self):
-            if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < math.inf:
-                raise ValueError(f"chip {self.name}: {name} is {value!r}\n  fix: give a positive number, in SI units")
-            if name.rpartition(".")[2] in COUNTS and not isinstance(value, int):
-                raise ValueError(f"chip {self.name}: {name} is {value!r}\n  fix: give a whole number")
+            check_within(f"{of}{name}", value, "(0, inf)")
             least = next((low for suffix, low in LEAST.items() if name.rpartition(".")[2].endswith(suffix)), 0)
             if value < (LEAST["flops"] if name.startswith("flops.") else least):
                 raise ValueError(
-                    f"chip {self.name}: {name} is {value!r}: too little in SI units: 80 GB is 80e9"
+                    f"{of}{name} is {value!r}: too little in SI units: 80 GB is 80e9"
                     "\n  fix: write bytes, bytes/s and FLOPs/s without prefixes"
                 )
-        for record in (self, *self.levels, *self.measured):
-            check_fields(record, f"chip {self.name}: ")
+        for name in LENGTHS:
+            for length in getattr(self, name) or ():
+                of_type(f"{of}{name}", length, int)
         for name in ("pod", "slices"):
             lengths = getattr(self, name)
             if lengths and len(lengths) != self.axes:
@@ -253,22 +263,14 @@ class Chip:
 
 
 def _numbers(chip: Chip) -> Iterator[tuple[str, float]]:
-    """Yield the name and the value of every number of a chip, to be checked."""
-    for each in fields(chip):
-        value = getattr(chip, each.name)
-        if each.name == "peaks":
-            yield from ((f"flops.{dtype}", peak) for dtype, peak in value)
-        elif each.name in ("pod", "slices", "host"):
-            yield from ((each.name, length) for length in value or ())
-        elif each.name in ("levels", "measured"):
-            for part in value:
-                found = [(f.name, getattr(part, f.name)) for f in fields(part) if f.type not in (str, bool)]
-                yield from ((f"{each.name}.{name}", number) for name, number in found if number is not None)
-        elif (
-            each.name not in ("name", "kind", "source", "wrap", "axes", "efficiency", "efficiency_of")
-            and value is not None
-        ):
-            yield each.name, value
+    """Yield the name and the value of every number of a chip that must be positive."""
+    yield from ((f"flops.{dtype}", peak) for dtype, peak in chip.peaks)
+    yield from ((name, length) for name in LENGTHS for length in getattr(chip, name) or ())
+    parts = [(f"{table}.", part) for table in ("levels", "measured") for part in getattr(chip, table)]
+    for prefix, record in [("", chip), *parts]:
+        for name, value in vars(record).items():
+            if isinstance(value, (int, float)) and not isinstance(value, bool) and name != "axes":
+                yield prefix + name, value
 
 
 def _check_axes(chip: Chip, axes: int) -> None:

@@ -24,7 +24,7 @@ from threading import Lock
 from typing import Any
 
 from scaling.common.arguments import of_type, table_if_any
-from scaling.configs.hub import TEMPLATES
+from scaling.configs.sources import TEMPLATES
 from scaling.models.text import FILE, TOKENIZER_CONFIG, home_of
 
 SECONDS = 2.0  # limit of processor time for one rendering

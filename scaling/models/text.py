@@ -12,8 +12,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from scaling.common.arguments import read_table, table_if_any
-from scaling.configs.hub import COMPANIONS, TEMPLATES
-from scaling.configs.sources import MODEL, RUN
+from scaling.configs.sources import COMPANIONS, MODEL, RUN, TEMPLATES
 from scaling.models.growth import check_growth, growing_steps
 
 FILE = "tokenizer.json"

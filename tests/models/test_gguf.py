@@ -227,7 +227,7 @@ REFUSED = {  # what is said: how the file is written
     r"rope_freqs\.weight is of no scaling known here": {"more": OTHER},
     r"4 experts, which is not read": {"fields": [("llama.expert_count", 4)]},
     r"4 rotary dims of 8": {"fields": [("llama.rope.dimension_count", 4)]},
-    r"L must be a whole number of at least 1 and at most 100,000": {
+    r"L is 1000000000: must be in .1, 1e5.": {
         "fields": [("llama.block_count", 10**9)],
         "unsaid": ["block_count"],
     },

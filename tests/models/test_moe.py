@@ -28,15 +28,15 @@ def layer_of(config):
 
 
 WRONG = {
-    "unknown routing 'hash': softmax or sigmoid": {"routing": "hash"},
+    "routing is 'hash': must be one of 'softmax', 'sigmoid'": {"routing": "hash"},
     "expert_groups=3 must divide E=8": {"expert_groups": 3},
     "top_groups=5 lie in 1..4": {"expert_groups": 4, "top_groups": 5},
     "k=2 experts cannot come from 1 groups": {"expert_groups": 8, "top_groups": 1},
-    "capacity must be a factor above 0": {"capacity": 0.0},
-    "aux_coef must be at least 0": {"aux_coef": -1.0},
-    "z_coef must be at least 0": {"z_coef": float("nan")},
-    "routed_scale must be above 0": {"routed_scale": 0.0},
-    "unknown balance_by 'token'": {"balance_by": "token"},
+    "capacity is 0.0: must be in (0, inf)": {"capacity": 0.0},
+    "aux_coef is -1.0: must be in [0, inf)": {"aux_coef": -1.0},
+    "z_coef is nan: must be in [0, inf)": {"z_coef": float("nan")},
+    "routed_scale is 0.0: must be in (0, inf)": {"routed_scale": 0.0},
+    "balance_by is 'token': must be one of": {"balance_by": "token"},
 }
 PARAMS, X, _ = layer_of(DEEPSEEK)
 test_config_and_mask = refused(
