@@ -95,7 +95,7 @@ class RopeScaling:
         return f * (kept + (1 - kept) / self.factor)
 
     def __post_init__(self):
-        within = dict.fromkeys(("factor", "low", "high", "original"), "(0, inf)")
+        within: dict[str, str | tuple] = dict.fromkeys(("factor", "low", "high", "original"), "(0, inf)")
         check_fields(self, "rope_scaling ", within | dict.fromkeys(("mscale", "mscale_all"), "[0, inf)"))
         if self.kind == "llama3" and self.low >= self.high:
             raise ValueError(

@@ -155,8 +155,8 @@ class Chip:
                     f"\n  fix: give {name} a length for each axis"
                 )
 
-    def flops(self, dtype: str = "bf16") -> float:
-        """Return the peak matmul FLOPs/s in `dtype`; ValueError if the chip's table has no number for it."""
+    def flops(self, dtype: object = "bf16") -> float:
+        """Return the peak matmul FLOPs/s in a dtype, torch's or its name; ValueError if the table has none for it."""
         dtype = ALIASES.get(str(dtype).removeprefix("torch."), str(dtype).removeprefix("torch."))
         if dtype not in dict(self.peaks):
             has = ", ".join(name for name, _ in self.peaks) or "no dtype at all"

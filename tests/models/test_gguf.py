@@ -15,7 +15,7 @@ from scaling.configs.gguf_scaling import rope_scaling
 from scaling.models import hf, rope
 from scaling.models.ends import ends_of
 from scaling.models.template import chat_template
-from scaling.models.text import tokenizer_of
+from scaling.models.text import FromFile, tokenizer_of
 
 gguf = pytest.importorskip("gguf")
 pytest.importorskip("tokenizers")
@@ -97,7 +97,8 @@ def test_tokenizer_ends_and_template(read):
     assert ids == [259, 256, TOKENS.index("e"), TOKENS.index("Ġ"), 269, 257, *(TOKENS.index(c) for c in "âĤ¬")]
     assert tokenizer.decode(ids) == "the <x11> th€"  # <x1> is special, and left out
     assert ends_of(folder) == (259,)
-    assert chat_template(folder).render([{"role": "user", "content": "hi"}]) == "<x0>hi<x1>"
+    assert (template := chat_template(folder)) is not None
+    assert template.render([{"role": "user", "content": "hi"}]) == "<x0>hi<x1>"
 
 
 PIECES = {  # of "I'LL pay 1234 €  now\n\n ok", by hand from the patterns that llama.cpp has under these names
@@ -111,6 +112,7 @@ PIECES = {  # of "I'LL pay 1234 €  now\n\n ok", by hand from the patterns that
 @pytest.mark.parametrize("pre", PIECES)
 def test_how_text_is_cut_and_begun(pre, read):
     tokenizer = tokenizer_of(read(pre=pre).folder, LLAMA.V)
+    assert isinstance(tokenizer, FromFile)
     cut = tokenizer.loaded.pre_tokenizer.pre_tokenize_str("I'LL pay 1234 €  now\n\n ok")
     assert "|".join(piece for piece, _ in cut) == PIECES[pre]
     assert tokenizer.encode("th", special=True) == [258, 256] or pre != "llama-bpe"

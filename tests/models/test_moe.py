@@ -3,6 +3,7 @@
 import itertools
 import math
 from functools import partial
+from typing import Any, cast
 
 import pytest
 import torch
@@ -15,7 +16,7 @@ from scaling import tree
 from scaling.configs import Config
 from scaling.models import moe
 
-SIZES = {"L": 1, "D": 6, "F": 10, "N": 2, "K": 1, "H": 4, "V": 7}
+SIZES: dict[str, Any] = {"L": 1, "D": 6, "F": 10, "N": 2, "K": 1, "H": 4, "V": 7}
 MIXTRAL = Config("mixtral", **SIZES, E=5, k=2)
 DEEPSEEK = MIXTRAL.with_(E=8, k=3, shared=1, routing="sigmoid", expert_groups=4, top_groups=2, routed_scale=2.5)
 
@@ -112,7 +113,7 @@ def test_a_layer_token_by_token_and_its_derivatives(form, name):
 
     found = []
     for f in (formed, written_out):
-        outs, pull, load = vjp(f, params, x, has_aux=True)
+        outs, pull, load = cast(tuple, vjp(f, params, x, has_aux=True))
         grads = pull((dy, torch.tensor(0.3).double(), torch.tensor(0.7).double()))
         found.append([*outs, load, *tree.leaves(grads)])
     assert 0 in load.tolist() or config.E < 40
