@@ -20,8 +20,8 @@ from scaling.check.findings import Judgement, place_parts, said
 from scaling.check.held import HeldType, axes_along, is_interleaved, look_up_over
 from scaling.check.known import KnownArrays
 from scaling.check.places import innermost_place
+from scaling.collectives.calls import zeroed
 from scaling.collectives.linear import Pending, run_op
-from scaling.collectives.masks import zeroed
 from scaling.collectives.multiply import Deferred, einsum
 from scaling.spec import Line, Spec, parse, parse_line, refuse
 

@@ -1,8 +1,8 @@
 """The typed collectives and products: `all_gather("W[D_X, F] -> W[D, F]", W, mesh)` (Part 3).
 
-`calls` has the collectives, `multiply` has einsum, `plans` runs plans and programs of `scaling.algebra`, `rings` has
-the collectives hop by hop, and `masks` makes partial sums with a mask. Beneath them, `op` has a collective as data and
-the table of kinds, `lines` prepares a line to run, `moves` moves the data of each kind, `linear` runs an op and
+`calls` has the collectives, and `masked`, which makes partial sums; `multiply` has einsum, `plans` runs plans and
+programs of `scaling.algebra`, and `rings` has the collectives hop by hop. Beneath them, `op` has a collective as data
+and the table of kinds, `lines` prepares a line to run, `moves` moves the data of each kind, `linear` runs an op and
 differentiates it, and `checked` lets the ranks compare their calls.
 """
 
@@ -12,6 +12,7 @@ from scaling.collectives.calls import (
     all_to_all,
     broadcast,
     gather,
+    masked,
     ppermute,
     reduce,
     reduce_scatter,
@@ -20,7 +21,6 @@ from scaling.collectives.calls import (
     unshard,
 )
 from scaling.collectives.linear import Pending, wait
-from scaling.collectives.masks import masked
 from scaling.collectives.messages import recv, send
 from scaling.collectives.multiply import Deferred, einsum, join_products
 from scaling.collectives.plans import reshard, run, run_backward, run_forward, run_program

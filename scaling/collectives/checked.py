@@ -16,20 +16,10 @@ from torch import Tensor
 
 from scaling.collectives.op import LOCAL
 from scaling.common.torch_private import process_group
-from scaling.mesh import Group
-from scaling.mesh.meeting import Intent, meeting
+from scaling.mesh.meeting import Intent, agree, intent_on
 from scaling.spec import Spec, refuse
 
 SHOWN = 160  # letters of an argument; a longer one is shown as its beginning and a digest
-
-
-def agree(group: Group, call: str, x: Tensor | None = None) -> None:
-    """Raise a ShardingError on every rank of the group, of two or more, unless all make the same call.
-
-    If it is a call on x, all must have x's local shape and dtype.
-    """
-    if not torch.compiler.is_compiling():
-        meeting(group.pg).meet(Intent.of(call) if x is None else _call(call, x.shape, x.dtype, ""))
 
 
 def compared(op) -> bool:
@@ -49,12 +39,7 @@ def call_of(op, shape: torch.Size, dtype: torch.dtype, how: str) -> Intent:
         call += f" with root {op.root}"
     if op.by != "sum":
         call += f" by {op.by}"
-    return _call(call, shape, dtype, how)
-
-
-@lru_cache(maxsize=4096)
-def _call(call: str, shape: torch.Size, dtype: torch.dtype, how: str) -> Intent:
-    return Intent.of(f"{call} of {tuple(shape)} {str(dtype).removeprefix('torch.')}", how)
+    return intent_on(call, shape, dtype, how)
 
 
 def compare_counts(op, device) -> None:

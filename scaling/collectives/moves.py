@@ -161,11 +161,13 @@ def join(blocks: Tensor, dim: int) -> Tensor:
     return blocks.movedim(0, dim).flatten(dim, dim + 1)
 
 
-def combine_parts(parts: Tensor, by: str, out: Tensor | None = None) -> Tensor:
-    """[n, ...] -> [...]: the sum, the greatest or the least. A maximum with a NaN among its parts is NaN."""
+def combine_parts(parts: Tensor, by: str, out: Tensor | None = None, dim: int = 0) -> Tensor:
+    """[n, m, ...] -> [..., m, ...], m as the dim `dim`: the sum, or the greatest or least, NaN if one of them is."""
     if by == "sum":
-        return torch.sum(parts, 0, dtype=parts.dtype, out=out)
-    return torch.amax(parts, 0, out=out) if by == "max" else torch.amin(parts, 0, out=out)
+        whole = torch.sum(parts, 0, dtype=parts.dtype, out=out)
+    else:
+        whole = torch.amax(parts, 0, out=out) if by == "max" else torch.amin(parts, 0, out=out)
+    return whole.movedim(0, dim) if dim else whole
 
 
 def _all_reduce(x: Tensor, op: Op, via: InGraph, out: Tensor | None) -> Started:
@@ -211,9 +213,8 @@ def _reduce_scatter(x: Tensor, op: Op, via: InGraph, out: Tensor | None) -> Star
         works, mine = via.scatter_sum(sent, op)
         return works, lambda: mine.movedim(0, dim)
     works, received = via.exchange(sent, op)
-    if out is not None and dim == 0 and out.is_contiguous():
-        return works, partial(combine_parts, received, op.by, out)
-    return works, lambda: combine_parts(received, op.by).movedim(0, dim)  # faster than transposing first
+    out = out if out is not None and dim == 0 and out.is_contiguous() else None
+    return works, partial(combine_parts, received, op.by, out, dim)  # faster than transposing first
 
 
 def _all_to_all(x: Tensor, op: Op, via: InGraph, out: Tensor | None) -> Started:

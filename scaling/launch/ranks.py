@@ -19,13 +19,13 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch.distributed.elastic.multiprocessing.errors import record
 
-from scaling.collectives.checked import agree
 from scaling.common.console import complain
 from scaling.common.torchrun import as_rank, this_rank, without_torchrun, world_size
 from scaling.launch.process import autograd_has_threads, end_with_parent, keep_freed_memory, ready_to_fork
 from scaling.launch.watch import LEFT, Rank, RankError, blame_of, watch, watch_self
 from scaling.mesh import TIMEOUT, AbstractMesh, Mesh, check_device, join_world
 from scaling.mesh.lost import RankEnded, naming, with_own_frames
+from scaling.mesh.meeting import agree
 from scaling.spec import ShardingError
 
 WAIT = 5.0  # seconds in which torchrun may end a rank whose own error says nothing new

@@ -8,6 +8,7 @@ message is sent between the ranks of one machine.
 import os
 import time
 from collections.abc import Mapping, Sequence
+from functools import lru_cache
 from hashlib import blake2b
 from threading import Lock
 from typing import Any, NamedTuple
@@ -15,8 +16,10 @@ from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from scaling.common.torch_private import process_group, without_modes
+from scaling.mesh.abstract import Group
 from scaling.mesh.lost import RankEnded, raise_lost
 from scaling.mesh.page import DIGEST, LENGTH, PLACES, WORD, SharedPage, Wait
 from scaling.spec import ShardingError
@@ -227,6 +230,18 @@ def hold_meeting(made: Meeting | MeetingByMessages, pg) -> None:
 def meeting(pg) -> Any:
     """Return the meeting for calls on a process group, whichever mesh made it; None if they are not compared."""
     return None if pg is None else _meetings.get(pg)
+
+
+def agree(group: Group, call: str, x: Tensor | None = None) -> None:
+    """Raise a ShardingError on every rank of the group unless all make the same call, on x of one shape and dtype."""
+    if not torch.compiler.is_compiling():
+        meeting(group.pg).meet(Intent.of(call) if x is None else intent_on(call, x.shape, x.dtype, ""))
+
+
+@lru_cache(maxsize=4096)
+def intent_on(call: str, shape: torch.Size, dtype: torch.dtype, how: str) -> Intent:
+    """Return the Intent of a call on a tensor of this shape and dtype."""
+    return Intent.of(f"{call} of {tuple(shape)} {str(dtype).removeprefix('torch.')}", how)
 
 
 # The errors of a failed meeting: who calls what, who waits for whom, the rule and the fix

@@ -61,10 +61,10 @@ def sdpa(Q: Tensor, K: Tensor, V: Tensor, *, window=None, segments=None, scale: 
     T, S = Q.shape[1], K.shape[1]
     plain = segments is None and (window is None or window >= S) and (T == S or T == 1)
     mask = None if plain else _mask(Q, K, window, segments)
-    heads = [x.transpose(1, 2) for x in (Q, K, V)]
+    heads, grouped = (Q.transpose(1, 2), K.transpose(1, 2), V.transpose(1, 2)), K.shape[2] < Q.shape[2]
     try:
         O = F.scaled_dot_product_attention(
-            *heads, attn_mask=mask, is_causal=plain and T > 1, scale=scale, enable_gqa=K.shape[2] < Q.shape[2]
+            *heads, attn_mask=mask, is_causal=plain and T > 1, scale=scale, enable_gqa=grouped
         )
     except NotImplementedError:
         return dot_product_attention(Q, K, V, window=window, segments=segments, scale=scale)

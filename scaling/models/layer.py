@@ -10,6 +10,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -33,6 +34,24 @@ def all_kept(x: Tensor, branch: str, layer: int = 0) -> Tensor:
 def scale_by(x: Tensor, factor: float) -> Tensor:
     """Return x times a factor of the model, and x alone if the factor is 1."""
     return x if factor == 1 else x * factor
+
+
+def used_gains(params: Any, config: Config) -> Any:
+    """Return the params with the gains by which norms multiply.
+
+    In a model with `unit_offset` these are 1 + the stored gains. The last norm's are divided by `logit_scale`, since
+    logits are linear in its output. For bfloat16 params the sum is float32, as in Hugging Face's classes.
+    """
+    if not config.unit_offset and config.logit_scale == 1:
+        return params
+
+    def used(name: str, leaf: Any) -> Any:
+        if isinstance(leaf, dict):
+            return {inner: used(inner, each) for inner, each in leaf.items()}
+        gain = 1 + leaf.to(torch.promote_types(leaf.dtype, torch.float32)) if config.unit_offset else leaf
+        return leaf if not name.startswith("norm") else gain / config.logit_scale if name == "norm" else gain
+
+    return {name: used(name, leaf) for name, leaf in params.items()}
 
 
 def undifferentiated(f: Callable, *args: Any) -> tuple[Any, None]:
@@ -68,20 +87,15 @@ class Context(NamedTuple):
 
     def of_layer(self, l: int) -> "Context":
         """Return the context of layer l: its window, its positions, and drop(x, branch) times `residual_scale`."""
+        config, drop = self.config, partial(self.drop, layer=l)
+        attend = partial(self.attend, window=config.windows[l])
+        if config.residual_scale == 1:
+            return self._replace(attend=attend, drop=drop, rope=self.rope[l])
 
-        def drop(x: Tensor, branch: str) -> Tensor:
-            return scale_by(self.drop(x, branch, layer=l), self.config.residual_scale)
+        def scaled(x: Tensor, branch: str) -> Tensor:
+            return drop(x, branch) * config.residual_scale
 
-        attend = partial(self.attend, window=self.config.windows[l])
-        return self._replace(attend=attend, drop=drop, rope=self.rope[l])
-
-
-def project_heads(W: dict, y: Tensor, einsum: Callable = einsum) -> tuple[Tensor, Tensor, Tensor]:
-    """y[B_PXZE, T_C, D] -> Q[B_PXZE, T_C, N_Y, H], K and V[B_PXZE, T_C, K_Y, H]."""
-    Q = einsum("y[B_PXZE, T_C, D] * W_Q[D, N_Y, H] -> Q[B_PXZE, T_C, N_Y, H]", y, W["W_Q"])
-    K = einsum("y[B_PXZE, T_C, D] * W_K[D, K_Y, H] -> K[B_PXZE, T_C, K_Y, H]", y, W["W_K"])
-    V = einsum("y[B_PXZE, T_C, D] * W_V[D, K_Y, H] -> V[B_PXZE, T_C, K_Y, H]", y, W["W_V"])
-    return Q, K, V
+        return self._replace(attend=attend, drop=scaled, rope=self.rope[l])
 
 
 # Some models have biases, norms of heads, or fewer KV heads than Y between the products Q, K, V and attention. These
@@ -133,7 +147,11 @@ def attend_heads(W: dict, values: Values, at: Context) -> Values:
     if "O" in values:
         return values
     if "Q" not in values:
-        Q, K, V = add_biases(W, *project_heads(W, values["y"], at.einsum))
+        y, einsum = values["y"], at.einsum
+        Q = einsum("y[B_PXZE, T_C, D] * W_Q[D, N_Y, H] -> Q[B_PXZE, T_C, N_Y, H]", y, W["W_Q"])
+        K = einsum("y[B_PXZE, T_C, D] * W_K[D, K_Y, H] -> K[B_PXZE, T_C, K_Y, H]", y, W["W_K"])
+        V = einsum("y[B_PXZE, T_C, D] * W_V[D, K_Y, H] -> V[B_PXZE, T_C, K_Y, H]", y, W["W_V"])
+        Q, K, V = add_biases(W, Q, K, V)
         values = values | {"Q": Q, "K": K, "V": V}
     Q, K, scales = turn_heads(W, values["Q"], values["K"], at)
     O, pull = at.vjp(at.attend, Q, K, values["V"])  # each head alone: only C communicates

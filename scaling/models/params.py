@@ -74,24 +74,6 @@ def stored_sizes(config: Config, places: Places) -> dict[str, int]:
     return config.sizes | {dim: len(at) for dim, at in places.items()}
 
 
-def used_gains(params: Any, config: Config) -> Any:
-    """Return the params with the gains by which norms multiply.
-
-    In a model with `unit_offset` these are 1 + the stored gains. The last norm's are divided by `logit_scale`, since
-    logits are linear in its output. For bfloat16 params the sum is float32, as in Hugging Face's classes.
-    """
-    if not config.unit_offset and config.logit_scale == 1:
-        return params
-
-    def used(name: str, leaf: Any) -> Any:
-        if isinstance(leaf, dict):
-            return {inner: used(inner, each) for inner, each in leaf.items()}
-        gain = 1 + leaf.to(torch.promote_types(leaf.dtype, torch.float32)) if config.unit_offset else leaf
-        return leaf if not name.startswith("norm") else gain / config.logit_scale if name == "norm" else gain
-
-    return {name: used(name, leaf) for name, leaf in params.items()}
-
-
 def places_of(specs: dict, slots: Sequence[int], mesh) -> range:
     """Return the entries of the stored stack [L_Z] that this rank holds."""
     spec = parse(specs["layers"]["norm_attn"])

@@ -142,11 +142,11 @@ def vjp(f: Callable, *primals) -> tuple[Any, Callable[..., tuple]]:
     inputs = [x.detach().requires_grad_(x.is_floating_point()) for x in tree.leaves(primals)]
     with torch.enable_grad():
         out = f(*tree.unflatten(primals, inputs))
-    results, wanted = tree.leaves(out), [x for x in inputs if x.requires_grad]
+    results, wanted = tree.leaves(out), [*filter(Tensor.is_floating_point, inputs)]
 
     def pull(cotangents) -> tuple:
-        found = iter(tape_gradients(results, wanted, tree.leaves(cotangents)))
-        grads = [(x, next(found) if x.requires_grad else None) for x in inputs]
-        return tree.unflatten(primals, [torch.zeros_like(x) if g is None else g for x, g in grads])
+        found = dict(zip(map(id, wanted), tape_gradients(results, wanted, tree.leaves(cotangents)), strict=True))
+        grads = [torch.zeros_like(x) if found.get(id(x)) is None else found[id(x)] for x in inputs]
+        return tree.unflatten(primals, grads)
 
     return tree.map(Tensor.detach, out), pull

@@ -21,9 +21,9 @@ from scaling.models import moe
 from scaling.models.attention import sdpa
 from scaling.models.inputs import check_ids, check_params, check_range, check_segments, check_weights
 from scaling.models.latent import latent_block
-from scaling.models.layer import ONE, Context, activate_features, attend_heads, scale_by, undifferentiated
+from scaling.models.layer import ONE, Context, activate_features, attend_heads, scale_by, undifferentiated, used_gains
 from scaling.models.leaves import check_computed, computes, specs_of, uncomputed
-from scaling.models.params import config_of_params, init, inits, used_gains
+from scaling.models.params import config_of_params, init, inits
 from scaling.models.pointwise import rms_norm
 from scaling.models.remat import checkpoint_block, checkpoint_matmuls, matmul_weight
 from scaling.models.rope import layer_tables, restarted

@@ -21,9 +21,8 @@ from scaling.common.arguments import flag
 from scaling.configs import Config
 from scaling.mesh import AbstractMesh
 from scaling.models.inputs import IDS, check_ids, check_range
-from scaling.models.layer import Context, scale_by, seen_heads, undifferentiated
+from scaling.models.layer import Context, scale_by, seen_heads, undifferentiated, used_gains
 from scaling.models.leaves import STACKS
-from scaling.models.params import used_gains
 from scaling.models.rope import layer_tables
 from scaling.models.transformer import all_layers
 from scaling.serve.cache import Share, Slots, capacity, check_cache, share_of, writable

@@ -171,7 +171,7 @@ class Layers:
             self.grads.append(Gradient(name, W, shape, len(layers), dtype, stack, summed))
         for grad, stack in zip(self.grads, sums or (), strict=sums is not None):
             grad.resume(stack)
-        self.in_flight: list[tuple[int, int, Any]] = []  # (first, end, what `reduce` returned)
+        self.in_flight: list[tuple[int, int, Any, Any]] = []  # (first, end, their mesh, what `reduce` returned)
         self.in_flight_slow: list[tuple[int, int, Any]] = []  # (first, end, what `reduce_slow` returned)
 
     def weights(self, l: int) -> Any:
@@ -248,12 +248,8 @@ class Layers:
         dW = [grad.take(first, end) for grad in self.grads]
         if not self.late:
             self.settle()
-        pending = dW if self.reduce is None else self.reduce(dW, self.of_bucket(first, end))
-        self.in_flight.append((first, end, pending))
-
-    def of_bucket(self, first: int, end: int) -> Any:
-        """Return the mesh under which a line is read for one layer, or for several stacked."""
-        return self.mesh if end - first == 1 else self.mesh.stacked("L")
+        mesh = self.mesh if end - first == 1 else self.mesh.stacked("L")
+        self.in_flight.append((first, end, mesh, dW if self.reduce is None else self.reduce(dW, mesh)))
 
     def reduce_all(self) -> None:
         """Start to reduce the sums of all layers, one by one from the last."""
@@ -263,12 +259,12 @@ class Layers:
     def settle(self) -> None:
         """Wait for the reductions in flight; keep their results, or start to reduce them over the slow axis."""
         while self.in_flight:
-            first, end, pending = self.in_flight.pop(0)
+            first, end, mesh, pending = self.in_flight.pop(0)
             done = arrived(pending)
             if self.reduce_slow is None:
                 self.keep(first, end, done)
             else:
-                self.in_flight_slow.append((first, end, self.reduce_slow(done, self.of_bucket(first, end))))
+                self.in_flight_slow.append((first, end, self.reduce_slow(done, mesh)))
 
     def keep(self, first: int, end: int, dW: Sequence[Tensor]) -> None:
         """Keep the reduced gradients of layers first..end-1."""
@@ -281,7 +277,7 @@ class Layers:
         while self.in_flight_slow:
             first, end, pending = self.in_flight_slow.pop(0)
             self.keep(first, end, arrived(pending))
-        return [grad.result() for grad in self.grads]
+        return [*map(Gradient.result, self.grads)]
 
 
 def arrived(pending: Any) -> list[Tensor]:

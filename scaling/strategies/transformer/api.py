@@ -16,14 +16,13 @@ from torch import Tensor
 
 from scaling import tree
 from scaling.collectives import all_gather, all_reduce, einsum
-from scaling.collectives.checked import agree
 from scaling.configs import Config
+from scaling.mesh.meeting import agree
 from scaling.models.attention import fused
 from scaling.models.dropout import dropout
 from scaling.models.inputs import check_params, check_range
-from scaling.models.layer import Context, all_kept, scale_by
+from scaling.models.layer import Context, all_kept, scale_by, used_gains
 from scaling.models.lora import Lora
-from scaling.models.params import used_gains
 from scaling.models.rope import layer_tables, restarted
 from scaling.spec import ShardingError, present
 from scaling.strategies import context as ring
@@ -113,7 +112,7 @@ def loss_and_grads(
         loss, grads = loss / scale, tree.map(lambda g: g.mul_(1 / scale), grads)
     if step.options.lora is None:
         grads["norm"] = scale_by(grads["norm"], 1 / config.logit_scale)  # of the gain that is stored
-    return loss, {name: grads[name] for name in (params if step.options.lora is None else ("lora",))}
+    return loss, grads
 
 
 @torch.no_grad()

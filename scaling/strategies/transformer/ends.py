@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from scaling.collectives import all_gather, all_reduce, einsum, masked, reduce_scatter
-from scaling.collectives.masks import zeroed
+from scaling.collectives.calls import zeroed
 from scaling.common.arguments import not_negative, positive
 from scaling.common.torch_private import in_transform
 from scaling.cost.transformer import CHUNK
@@ -172,7 +172,8 @@ def chunked_loss(
     dx = torch.empty_like(rows) if gradients else None
     count = max(1, -(-4 * len(rows) * U.shape[0 if tied else 1] // chunk_bytes))
     size = max(1, -(-len(rows) // count))
-    for some, ids, w in zip(*(each.split(size) for each in (rows, targets.flatten(), weights.flatten())), strict=True):
+    chunks = rows.split(size), targets.flatten().split(size), weights.flatten().split(size)
+    for some, ids, w in zip(*chunks, strict=True):
         term, dlogits = chunk_loss(some, U, ids, w, terms, tied, mesh, gradients)
         loss = loss + term.sum(dtype=torch.float64)
         if dx is not None:

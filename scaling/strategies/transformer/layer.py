@@ -59,7 +59,9 @@ def layer(W: dict, x: Tensor, at: Context, gone: frozenset[str] = REMAT["none"])
     Attn, a = (latent_attention if at.config.latent else attention)(W, {"x": x}, at)
     mid = x + at.drop(Attn, "attention")
     Out, extra, m = experts(W, {"mid": mid}, at) if "router" in W else mlp(W, {"mid": mid}, at)
-    a, m = ({name: value for name, value in values.items() if name not in gone} for values in (a, m))
+    for values in (a, m):
+        for name in gone & values.keys():
+            del values[name]
     return mid + at.drop(Out, "mlp"), extra, (a, m)
 
 
@@ -77,26 +79,25 @@ def layer_backward(W: dict, dx: Tensor, saved: Halves, at: Context, scale: float
     dMid = dMid.add_(dx)
     back = latent_attention_backward if at.config.latent else attention_backward
     dIn, dW = back(W, at.drop(dMid, "attention"), a, at)
-    dW = dW | dW_mlp
-    return dIn.add_(dMid), {name: dW[name] for name in W.get("lora", W)}
+    dW |= dW_mlp
+    return dIn.add_(dMid), {name: dW[name] for name in W["lora"]} if "lora" in W else dW
 
 
-def normed_stream(x: Tensor, gain: Tensor, at: Context) -> Values:
-    """y[B_PXE, T_C, D]: the stream x[B_PXE, T_CY, D] normed and gathered; r[..., 1]: 1 / its root mean square."""
+def normed_stream(s: Values, x: Tensor, gain: Tensor, at: Context) -> Values:
+    """Add to `s` y[B_PXE, T_C, D], the stream x[B_PXE, T_CY, D] normed and gathered, and r = 1 / its root mean square.
+
+    A backward calls this and the functions below again: they compute only values that are not in `s`.
+    """
+    if "y" in s:
+        return s
     y, r = gained_norm(x, gain, at.config.eps)
     y = all_gather("y[B_PXE, T_CY, D] -> y[B_PXE, T_C, D]", y, at.mesh)  # on the critical path
-    return {"y": y, "r": r}
-
-
-def attended_heads(W: dict, s: Values, at: Context) -> Values:
-    """What attention_backward needs, from x[B_PXE, T_CY, D]: what is in `s` already is not computed again."""
-    s = s if "y" in s else s | normed_stream(s["x"], W["norm_attn"], at)
-    return attend_heads(seen_heads(W, at), s, at)
+    return s | {"y": y, "r": r}
 
 
 def attention(W: dict, s: Values, at: Context) -> tuple[Tensor, Values]:
     """(Attn[B_PXE, T_CY, D], s) of the residual stream s["x"]; heads over Y."""
-    s = attended_heads(W, s, at)
+    s = attend_heads(seen_heads(W, at), normed_stream(s, s["x"], W["norm_attn"], at), at)
     Attn = einsum("O[B_PXE, T_C, N_Y, H] * W_O[N_Y, H, D] -> Attn[B_PXE, T_C, D] {U_Y}", s["O"], W["W_O"])
     Attn = reduce_scatter("Attn[B_PXE, T_C, D] {U_Y} -> Attn[B_PXE, T_CY, D]", Attn, at.mesh)  # on the critical path
     return Attn + W["b_O"] if "b_O" in W else Attn, s
@@ -104,16 +105,20 @@ def attention(W: dict, s: Values, at: Context) -> tuple[Tensor, Values]:
 
 def attention_backward(W: dict, dAttn: Tensor, s: Values, at: Context) -> tuple[Tensor, dict]:
     """dAttn[B_PXE, T_CY, D] -> (dx[B_PXE, T_CY, D], dW)."""
-    mesh, (cos, sin) = at.mesh, at.rope
-    s, dW = attended_heads(W, s, at), {"b_O": dAttn.sum((0, 1))} if "b_O" in W else {}
+    mesh, (cos, sin), own = at.mesh, at.rope, seen_heads(W, at)
+    s = attend_heads(own, normed_stream(s, s["x"], W["norm_attn"], at), at)
+    dW = {"b_O": dAttn.sum((0, 1))} if "b_O" in W else {}
     dAttn = all_gather("dAttn[B_PXE, T_CY, D] -> dAttn[B_PXE, T_C, D]", dAttn, mesh)  # on the critical path
     dO = einsum("dAttn[B_PXE, T_C, D] * W_O[N_Y, H, D] -> dO[B_PXE, T_C, N_Y, H]", dAttn, W["W_O"])
     dQ, dK, dV = s["pull"](dO)
     dQ, dK = rotate(dQ, cos, -sin), rotate(dK, cos, -sin)  # back by the same angle
-    dQ, dK, dgains = normed_heads_backward(W, dQ, dK, s)
-    dW |= dgains | biased_heads_backward(W, dQ, dK, dV, at)
+    if "norm_Q" in W:  # {U_PXECY}: s has Q and K before their norms
+        dQ, dW["norm_Q"] = gained_norm_vjp(s["Q"], W["norm_Q"], s["r_Q"], dQ)
+        dK, dW["norm_K"] = gained_norm_vjp(s["K"], W["norm_K"], s["r_K"], dK)
+    if "b_Q" in W:  # {U_PXEC}
+        b_K, b_V = dK.sum((0, 1)), dV.sum((0, 1))
+        dW |= {"b_Q": dQ.sum((0, 1)), "b_K": in_place(b_K, W["b_K"], at), "b_V": in_place(b_V, W["b_V"], at)}
     dy = einsum("dQ[B_PXE, T_C, N_Y, H] * W_Q[D, N_Y, H] -> dy[B_PXE, T_C, D] {U_Y}", dQ, W["W_Q"])
-    own = seen_heads(W, at)
     for dHead, name in ((dK, "W_K"), (dV, "W_V")):
         line = "dK[B_PXE, T_C, K_Y, H] * W_K[D, K_Y, H] -> dy[B_PXE, T_C, D] {U_Y}"
         dy = einsum(line, dHead, own[name], out=dy, add=True)
@@ -129,14 +134,9 @@ def attention_backward(W: dict, dAttn: Tensor, s: Values, at: Context) -> tuple[
     return dx, dW
 
 
-def activated_features(W: dict, s: Values, at: Context) -> Values:
-    """What mlp_backward needs, from mid[B_PXE, T_CY, D]: what is in `s` already is not computed again."""
-    return activate_features(W, s if "y" in s else s | normed_stream(s["mid"], W["norm_mlp"], at), at)
-
-
 def mlp(W: dict, s: Values, at: Context) -> tuple[Tensor, None, Values]:
     """(Out[B_PXE, T_CY, D], None, s) of the residual stream s["mid"]; features over Y."""
-    s = activated_features(W, s, at)
+    s = activate_features(W, normed_stream(s, s["mid"], W["norm_mlp"], at), at)
     Out = einsum("Act[B_PXE, T_C, F_Y] * W_out[F_Y, D] -> Out[B_PXE, T_C, D] {U_Y}", s["Act"], W["W_out"])
     Out = reduce_scatter("Out[B_PXE, T_C, D] {U_Y} -> Out[B_PXE, T_CY, D]", Out, at.mesh)  # on the critical path
     return Out, None, s
@@ -145,7 +145,7 @@ def mlp(W: dict, s: Values, at: Context) -> tuple[Tensor, None, Values]:
 def mlp_backward(W: dict, dOut: Tensor, s: Values, at: Context) -> tuple[Tensor, dict]:
     """dOut[B_PXE, T_CY, D] -> (dMid[B_PXE, T_CY, D], dW)."""
     mesh, act_vjp = at.mesh, VJPS[at.config.nonlinearity]
-    s, dW = activated_features(W, s, at), {}
+    s, dW = activate_features(W, normed_stream(s, s["mid"], W["norm_mlp"], at), at), {}
     dOut = all_gather("dOut[B_PXE, T_CY, D] -> dOut[B_PXE, T_C, D]", dOut, mesh)  # on the critical path
     dAct = einsum("dOut[B_PXE, T_C, D] * W_out[F_Y, D] -> dAct[B_PXE, T_C, F_Y]", dOut, W["W_out"])
     dTmp = dAct * s["Open"] if "W_gate" in W else act_vjp(dAct, s["Tmp"])
@@ -180,23 +180,6 @@ def weight_gradient(W: dict, name: str, line: str, a: Tensor, b: Tensor, at: Con
         return {name: adapter_gradients(own, line, a, b)}
     found = adapter_gradients(own | {"B": seen_heads({name: own["B"]}, at)[name]}, line, a, b)
     return {name: found | {"B": in_place(found["B"], own["B"], at)}}
-
-
-def biased_heads_backward(W: dict, dQ: Tensor, dK: Tensor, dV: Tensor, at: Context) -> dict[str, Tensor]:
-    """Return the biases' gradients, {U_PXEC}."""
-    if "b_Q" not in W:
-        return {}
-    b_Q, b_K, b_V = (d.sum((0, 1)) for d in (dQ, dK, dV))
-    return {"b_Q": b_Q, "b_K": in_place(b_K, W["b_K"], at), "b_V": in_place(b_V, W["b_V"], at)}
-
-
-def normed_heads_backward(W: dict, dQ: Tensor, dK: Tensor, s: dict) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-    """Return dQ, dK and the gains' gradients, {U_PXECY}; s has Q and K before their norms, and the norms' factors."""
-    if "norm_Q" not in W:
-        return dQ, dK, {}
-    dQ, norm_Q = gained_norm_vjp(s["Q"], W["norm_Q"], s["r_Q"], dQ)
-    dK, norm_K = gained_norm_vjp(s["K"], W["norm_K"], s["r_K"], dK)
-    return dQ, dK, {"norm_Q": norm_Q, "norm_K": norm_K}
 
 
 def in_place(part: Tensor, whole: Tensor, at: Context) -> Tensor:

@@ -7,7 +7,7 @@ ReduceScatter over X: a message has a price, and a large layer would rather not 
     dW[G, S] {U_X} -> dW[G_X, S]
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from operator import attrgetter
@@ -41,28 +41,26 @@ class LocalBatch(NamedTuple):
     contexts: list[Context]
 
 
-def gather_leaves(W: Sequence[Tensor], mesh, lines: Sequence[LeafLines]) -> list:
-    """Start to gather leaves; return them, pending."""
-    each = zip(W, lines, strict=True)
-    return [all_gather(leaf.gather, x, mesh, async_op=True) if leaf.gather else x for x, leaf in each]
+def start_leaves(collective: Callable, which: str, leaves: Sequence, mesh, lines: Sequence[LeafLines]) -> list:
+    """Start a collective on each leaf that has such a line; return all leaves, pending."""
+    each = zip(leaves, map(attrgetter(which), lines), strict=True)
+    return [collective(line, wait(x), mesh, async_op=True) if line else x for x, line in each]
 
 
-def scatter_leaves(dW: Sequence[Tensor], mesh, lines: Sequence[LeafLines]) -> list:
-    """Start the first half of the reduction of leaves' gradients; return them, pending."""
-    each = zip(dW, lines, strict=True)
-    return [reduce_scatter(leaf.scatter, g, mesh, async_op=True) if leaf.scatter else g for g, leaf in each]
+gather_leaves = partial(start_leaves, all_gather, "gather")
+scatter_leaves = partial(start_leaves, reduce_scatter, "scatter")  # the first half of the reduction of gradients
 
 
 def total_leaves(dW: Sequence, mesh, lines: Sequence[LeafLines]) -> list[Tensor]:
     """Finish the reduction of leaves' gradients, which may be pending from its first half; wait for it."""
-    each = zip(dW, lines, strict=True)
-    return [*map(wait, [all_reduce(leaf.total, wait(g), mesh, async_op=True) if leaf.total else g for g, leaf in each])]
+    return [*map(wait, start_leaves(all_reduce, "total", dW, mesh, lines))]
 
 
-def gather_ends(params: Mapping[str, Tensor], mesh, lines: Mapping[str, LeafLines]) -> dict[str, Tensor]:
-    """Gather params outside the layers."""
-    pending = gather_leaves([*params.values()], mesh, [*map(lines.__getitem__, params)])
-    return dict(zip(params, map(wait, pending), strict=True))
+def gather_ends(params: Mapping[str, Any], mesh, lines: Mapping[str, LeafLines]) -> dict[str, Tensor]:
+    """Gather those of the params that are outside the layers."""
+    names = [name for name in params if name not in STACKS]
+    pending = gather_leaves([*map(params.__getitem__, names)], mesh, [*map(lines.__getitem__, names)])
+    return dict(zip(names, map(wait, pending), strict=True))
 
 
 def reduce_ends(dW: Mapping[str, Tensor], mesh, lines: Mapping[str, LeafLines]) -> dict[str, Tensor]:
@@ -141,8 +139,7 @@ class LayerStack:
     """
 
     def __init__(self, step: TrainStep, params: Mapping, stack="layers", first=0, count=None, out=None, late=False):
-        self.step, self.lines = step, step.lines[stack]
-        lora = step.options.lora
+        self.step, lora, self.lines = step, step.options.lora, step.lines[stack]
         held: Any = params[stack] | {"lora": params["lora"]} if lora else params[stack]
         self.structure: Any
         leaves, self.structure = optree.tree_flatten(held)
@@ -152,20 +149,20 @@ class LayerStack:
         self.below = LayerStack(step, params, "dense", late=late) if dense and first == 0 else None
         dims = packed_leaves(layers[0], self.lines, step.mesh)
         gather = partial(gather_packed, dims=dims) if dims else partial(gather_leaves, lines=self.lines)
-        gathered = [leaf for leaf in self.lines if leaf.gather]
-        if lora:
-            types = types_of_stack(step.reduced, stack)
-            gather = adapted(gather, self.structure, lora, step.config, types)
-        elif not gathered:
-            gather = None  # every rank along X has whole layers
         paths = optree.tree_paths(held)
-        trained = [i for i, path in enumerate(paths) if not lora or path[0] == "lora"]
-        self.lines = [self.lines[i] for i in trained]
-        self.trained: Any = optree.tree_structure(held["lora"] if lora else held)
-        dims = packed_leaves([layers[0][i] for i in trained], self.lines, step.mesh)
+        self.trained: Any = self.structure
+        trained, names = None, [path[0] for path in paths]
+        if lora:
+            gather = adapted(gather, self.structure, lora, step.config, types_of_stack(step.reduced, stack))
+            trained = [i for i, path in enumerate(paths) if path[0] == "lora"]
+            self.trained, names = optree.tree_structure(held["lora"]), [paths[i][-2] for i in trained]
+            self.lines = [self.lines[i] for i in trained]
+            dims = packed_leaves([layers[0][i] for i in trained], self.lines, step.mesh)
+        elif not any(map(attrgetter("gather"), self.lines)):
+            gather = None  # every rank along X has whole layers
         reduce = partial(scatter_packed, dims=dims) if dims else partial(scatter_leaves, lines=self.lines)
         shapes = [shape[1:] for shape in step.grad_shapes(stack, leaves)] if step.options.zero in (1, 2) else None
-        options, names = step.options, [paths[i][-2 if lora else 0] for i in trained]
+        options = step.options
         on_tape = step.backward and options.remat == "none" and "router" in held  # experts keep their weights there
         keeps = options.keep_weights or on_tape
         self.engine = Layers(
@@ -215,7 +212,7 @@ class LayerStack:
 def forward_logprobs(step: TrainStep, params: dict, batch: LocalBatch) -> Tensor:
     """tokens[B_PXE, T_C], targets[B_PXE, T_C] -> logprobs[B_PXE, T_C], where every rank has all layers."""
     config, mesh, (at,) = step.config, step.mesh, batch.contexts
-    ends = gather_ends({name: W for name, W in params.items() if name not in STACKS}, mesh, step.lines)
+    ends = gather_ends(params, mesh, step.lines)
     x = embed(ends["embed"], batch.tokens, mesh, config.embed_scale)
     x, _, _ = LayerStack(step, params).forward(x, at)
     return token_logprobs(ends, x, batch.targets, config.V, config.eps, mesh)
@@ -228,8 +225,7 @@ def run_all_layers(step: TrainStep, params: dict, batch: LocalBatch) -> tuple[Te
     """
     mesh, config, M, scale = step.mesh, step.config, step.options.microbatches, step.options.scale
     lora = step.options.lora is not None
-    ends = {name: W for name, W in params.items() if name not in STACKS}
-    ends, layers = gather_ends(ends, mesh, step.lines), LayerStack(step, params)
+    ends, layers = gather_ends(params, mesh, step.lines), LayerStack(step, params)
     losses, dends, grads, size, late = [], {}, {}, len(ends["embed"]), step.options.zero == 1
     shares = batch.tokens.chunk(M), batch.targets.chunk(M), batch.weights.chunk(M)
     microbatches = zip(batch.contexts, *shares, strict=True)
@@ -244,9 +240,8 @@ def run_all_layers(step: TrainStep, params: dict, batch: LocalBatch) -> tuple[Te
         del x, dW
         if last:
             ends.clear()
-            tables = {name: dends.pop(name) for name in [*dends] if name != "embed"}
-            grads = reduce_ends(tables, mesh, step.lines)
-            del tables
+            tied = {"embed": dends.pop("embed")} if "embed" in dends else {}
+            grads, dends = reduce_ends(dends, mesh, step.lines), tied
         dx = layers.backward(dx, kept, at, scale / M, last=last and not late)
         if not lora:
             add_by_name(dends, {"embed": embed_backward(dx, tokens, size, mesh, config.embed_scale)}, step.sums)

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from scaling import tree
 from scaling.collectives import all_reduce, gather, ppermute, scatter, wait
-from scaling.models.leaves import STACKS, without
+from scaling.models.leaves import without
 from scaling.schedules import Schedule
 from scaling.spec import parse, present
 from scaling.strategies import pipeline
@@ -133,7 +133,7 @@ def stage_ends(params: Mapping, step: TrainStep, homes: Mapping[str, int]) -> di
     }
     tables = {name: wait(pending) for name, pending in coming.items()}
     tables = {name: W for name, W in tables.items() if mesh.coord["Z"] == homes[name]}
-    common = {name: W for name, W in params.items() if name not in (*homes, *STACKS)}
+    common = {name: W for name, W in params.items() if name not in homes}
     return gather_ends(tables, mesh, home_lines(step, homes)) | gather_ends(common, mesh, step.lines)
 
 
