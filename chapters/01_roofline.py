@@ -26,9 +26,10 @@ C, W = V5E.flops(), V5E.hbm_bw
 
 # %% [markdown]
 # ## Where does the time go?
-# T_math is FLOPs over FLOPs/s, T_comms bytes over bytes/s. If they overlap fully, the time is the greater of the two
-# (the lower bound), without overlap their sum (the upper one). Look at the third and fourth column: an operation is
-# bound by what it moves unless its FLOPs per byte exceed the chip's.
+# An operation computes and it moves data, and either may take the longer. T_math is its FLOPs over the chip's FLOPs/s,
+# and T_comms its bytes over the chip's bytes/s. If the two overlap fully, the operation takes as long as the greater
+# (the lower bound); if they do not overlap at all, it takes their sum (the upper bound). Compare the third and the
+# fourth column: an operation is bound by the data it moves unless its FLOPs per byte exceed the chip's.
 
 
 # %%
@@ -54,14 +55,15 @@ page.table(rows, ["chip", "operation", "FLOPs\n/byte", "the\nchip's", "T_math\nu
 
 # %% [markdown]
 # ## Visualizing rooflines
-# The roof rises with the memory's bandwidth and is level from C/W on. VMEM, 22 times as fast as HBM, moves the corner
-# from 240 to 11 FLOPs per byte. The points are matmuls of growing batch: they climb the lower roof. The table has the
-# figure's three areas: bound by either bandwidth (red), by the lower one alone (yellow), by neither (green).
+# A roofline shows what a chip attains at each arithmetic intensity. It rises with the memory's bandwidth and is level
+# from the critical intensity C/W on. VMEM is 22 times as fast as HBM, which moves the corner from 240 to 11 FLOPs per
+# byte. The points are matmuls of a growing batch, which climb the lower roof. The table names the three areas of the
+# book's figure: bound by both bandwidths (red), by the lower one alone (yellow), and by neither (green).
 
 
 # %%
 def roof(W: float, ends=(0.1, 1e4)) -> list[tuple[float, float]]:
-    """FLOPs/s against FLOPs/byte, with the exact corner."""
+    """Return the corners of a roofline: (FLOPs/byte, FLOPs/s) pairs."""
     return [(x, cost.attainable(x, C, W)) for x in sorted((*ends, C / W))]
 
 
@@ -79,8 +81,8 @@ rows = [
 page.table(rows, ["B", "FLOPs/byte", "from HBM", "from VMEM"])
 
 # %% [markdown]
-# Question 3 asks for such a plot by batch, with weights in int8: each line is level from its critical batch on, and the
-# smaller matrix gets there later.
+# Question 3 asks for such a plot by batch, with the weights in int8. Each line is level from its critical batch on. The
+# smaller matrix needs a larger batch for that, because its activations are a larger part of the bytes.
 
 # %%
 mixed = ("bf16", "int8", "bf16")  # activations, weights, output: Questions 2 and 3
@@ -96,8 +98,9 @@ page.chart(
 
 # %% [markdown]
 # ## Matrix multiplication
-# For B much smaller than D and F the intensity is B, so the critical batch is C/W: 240 on a v5e, 295 on an H100. With
-# finite D and F the activations count as well, and it takes more; with small ones, much more.
+# The most important operation gets a rule of thumb. For B much smaller than D and F the intensity of a matmul is B, so
+# the critical batch is C/W: 240 tokens on a v5e, 295 on an H100. With finite D and F the activations count as well, and
+# the batch must be larger; with small ones it must be much larger.
 
 # %%
 page.title("Critical batch of a bf16 matmul, B* = wDF / (2DF W/C - aD - oF)")
@@ -109,7 +112,8 @@ page.table(rows, ["D", "F", "intensity at B = 240", "B*, v5e", "B*, H100"])
 
 # %% [markdown]
 # ## Network communication rooflines
-# Two chips hold half of D each and swap their partial sums. Look at what decides: D, not B.
+# The same reasoning holds for the network. Two chips each hold half of D, multiply their halves, and exchange the
+# partial sums. Compare the rows of both batches: D decides which side binds, and B does not matter.
 
 # %%
 link = V5E.need("link_bw")
@@ -127,7 +131,7 @@ page.say(f"the two halves add up to the whole: {whole}")
 
 
 def least_D(hw) -> int:
-    """The smallest D from which two chips are compute-bound, at B = 16."""
+    """Return the smallest D from which two chips are compute-bound, at B = 16."""
 
     def computes(D: int) -> bool:
         return cost.split_contraction(16, D, 8192, hw.flops(), hw.need("link_bw")).bound == "compute"
@@ -137,7 +141,8 @@ def least_D(hw) -> int:
 
 # %% [markdown]
 # ## The numbers of the text, and the problems
-# "rounding": the book has cut off or rounded on the way. "ours": the book gives no number.
+# The last column is the verdict. "rounding" means that the book rounded or truncated on the way; "ours" means that the
+# book gives no number.
 
 # %%
 v5p, v6e, h100_flops = chip("v5p"), chip("v6e", "part1"), H100.flops()
@@ -164,7 +169,8 @@ page.answers([
 ])  # fmt: skip
 
 # %% [markdown]
-# The problems. 1.1 and 1.2 count real tensors; the other rows have the book's answer beside ours.
+# Now the book's worked problems. 1.1 and 1.2 count the bytes and operations of real tensors; the other rows compare our
+# answer with the book's.
 
 # %%
 int8 = V5E.flops("int8")
@@ -196,13 +202,14 @@ page.answers([
 
 # %% [markdown]
 # ## This machine
-# What matmul and add reach here, and whether the time of a matmul lies between its two bounds. Look at the last
-# column: near 1 the roofline explains the time, above the overlap is not perfect or the caches do not fit.
+# The model can be tested on any machine. First a matmul and an add measure its FLOPs/s and bytes/s; then matmuls of
+# five batches are timed and compared with their two bounds. In the last column, a value near 1 means that the roofline
+# explains the time. A larger value means that the overlap is not perfect, or that the data does not fit the caches.
 
 
 # %%
 def fastest(fn, device: torch.device, seconds: float) -> float:
-    """Seconds of one call, the fastest of those that fit in `seconds`."""
+    """Return the seconds of the fastest call among those that fit in `seconds`."""
 
     def once() -> float:
         start = time.perf_counter()
@@ -219,7 +226,7 @@ def fastest(fn, device: torch.device, seconds: float) -> float:
 
 
 def measure(device: torch.device, budget: float) -> tuple[float, float, list]:
-    """(FLOPs/s of a square matmul, bytes/s of an add, matmuls by batch as (B, its roofline, seconds))."""
+    """Return (FLOPs/s of a square matmul, bytes/s of an add, matmuls by batch as (B, its roofline, seconds))."""
     gpu = device.type == "cuda"
     dtype, side, length = (torch.bfloat16, 4096, 2**28) if gpu else (torch.float32, 768, 2**24)
     square = torch.randn(side, side, device=device, dtype=dtype)

@@ -2,8 +2,8 @@
 """Part 2, "TPU Networking": how chips are joined, how fast each channel is, and how far a message travels.
 https://jax-ml.github.io/scaling-book/tpus#tpu-networking
 
-The channels beside each other, a torus whose links are counted, slices with and without wraparound, and Questions 5
-and 6 with the book's answers beside ours. What a TPU is made of: 02_tpus.py.
+This chapter compares the channels of a chip, counts the links of a torus, times collectives on slices with and without
+wraparound, and answers Questions 5 and 6. What one TPU is made of is the subject of 02_tpus.py.
 """
 
 # %%
@@ -24,9 +24,10 @@ V5E, V5P, V4P = (chip(name) for name in ("v5e", "v5p", "v4p"))
 
 # %% [markdown]
 # ## The channels
-# VMEM, HBM, ICI, PCIe, DCN: each is slower than the one before. A link of ICI counts one way; on a ring a chip sends
-# over two links, twice as much. The second table says what that asks of a computation: so many FLOPs for each byte that
-# goes over the channel, or the channel binds.
+# A chip reaches data through five channels, VMEM, HBM, ICI, PCIe and DCN, and each is slower than the one before. The
+# figure for an ICI link counts one direction; on a ring a chip sends over two links, and so twice as fast. The second
+# table gives the consequence: how many FLOPs a computation must do for each byte that goes over the channel, so that
+# the channel is not what binds it.
 
 # %%
 CHANNELS = {"VMEM": "sram_bw", "HBM": "hbm_bw", "ICI, ring": "ici_bw", "ICI, link": "link_bw", "PCIe": "pcie_bw",
@@ -42,13 +43,14 @@ page.table([(name, *(f"{chip(name).flops() / rate:,.0f}" if rate else "-" for ra
 
 # %% [markdown]
 # ## The torus
-# Chips are joined to their neighbours only. Look at the numbers of hops from the corner: on lines the far corner is
-# six hops away, on rings the farthest chip is the one in the middle, and half as far on an axis as without wraparound.
+# Chips are joined to their neighbours only, so a message may take several hops. The picture gives the number of hops
+# from one corner to every chip. On lines the far corner is six hops away. On rings the farthest chip is the one in the
+# middle, and along each axis it is only half as far.
 
 
 # %%
 def hops_from_corner(torus: Torus) -> list[str]:
-    """The hops from chip (0, 0) to each chip of a 2D torus, as lines of text."""
+    """Return the hops from chip (0, 0) to each chip of a 2D torus, as lines of text."""
     rows, columns = torus.shape
     return [" ".join(f"{torus.distance((0, 0), (x, y)):>2}" for y in range(columns)) for x in range(rows)]
 
@@ -59,8 +61,9 @@ pairs = zip(hops_from_corner(lines), hops_from_corner(rings), strict=True)
 page.say("\n".join(f"    {line}        {ring}" for line, ring in pairs))
 
 # %% [markdown]
-# Every message of an AllToAll is routed link by link, and the fullest link gives the time. Beside it the closed form:
-# V max(axes)/(4 N W) on rings, twice that on lines. Look at 4x4 and 8x16: only an axis of 16 is a ring on a v5e.
+# Here every message of an AllToAll is routed link by link, and the fullest link gives the time. The last column is the
+# closed form, V max(axes)/(4 N W) on rings and twice that on lines. Compare 4x4 with 8x16: on a v5e only an axis of 16
+# is a ring.
 
 
 # %%
@@ -86,7 +89,7 @@ page.table(rows, ["chip", "slice", "axes", "most\nhops", "mean", "bisection\nbyt
 
 # %% [markdown]
 # ## The numbers of the text
-# Each as the book prints it, beside what the specifications and the torus give.
+# Each number of the text is compared with what the specifications and the torus give.
 
 
 # %%
@@ -116,7 +119,8 @@ page.answers([
 
 # %% [markdown]
 # ## Question 5: bf16[8, 128, 8192] from TPU{0,0} to TPU{3,3} of a v5e 4x4
-# Both of the corner's links carry half of it; the hops delay the first byte, and add to the time of all.
+# How long does a message take if it crosses a slice? Both of the corner's links carry half of the array. The hops delay
+# the first byte, and that latency adds to the time of the whole transfer.
 
 # %%
 torus, sent = slice_of(V5E, (4, 4)), torch.empty(8, 128, 8192, dtype=torch.bfloat16).nbytes
@@ -132,8 +136,10 @@ page.answers([
 
 # %% [markdown]
 # ## Question 6: int8[128Ki, 128Ki] from the hosts of a v5e 4x4 to TPU{0,0}, times bf16[8, 128Ki]
-# Look at the rejected way: half of the array would go through the network between the hosts, and all of it through one
-# PCIe link. And at the last row: what arrives does not fit, so it must be multiplied while it streams in.
+# A large array lies in the hosts' memory, in shards, and one chip needs all of it. The book loads the shards over PCIe
+# and gathers them over ICI. The way that it rejects would send half of the array over the network between the hosts and
+# all of it over one PCIe link: look how long both would take. The last row is a warning: the whole array does not fit
+# the chip's HBM, so it must be multiplied while it streams in.
 
 # %%
 side, hosts = 128 * 1024, 16 / V5E.host_chips

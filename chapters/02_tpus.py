@@ -1,9 +1,10 @@
 # %% [markdown]
-"""Part 2, How to Think About TPUs: what a TPU computes with, and how data streams through it.
+"""Part 2, How to Think About TPUs: the units a TPU computes with, and how data streams through them.
 https://jax-ml.github.io/scaling-book/tpus
 
-The specifications as data, a matmul streamed chunk by chunk through VMEM, a systolic array cycle by cycle, the vector
-unit's reductions, and Questions 1 to 4 with the book's answer beside ours. How chips are joined: 02_networking.py.
+This chapter reads the specifications as data, streams a matmul through VMEM chunk by chunk, runs a systolic array cycle
+by cycle, adds up registers as the vector unit does, and answers Questions 1 to 4. How chips are joined is the subject
+of 02_networking.py.
 """
 
 # %%
@@ -25,8 +26,8 @@ V5E, V5P, V6E = chip("v5e"), chip("v5p"), chip("v6e")
 
 # %% [markdown]
 # ## TPU specs
-# Look at C/W, the bf16 FLOPs for each byte from HBM that keep a chip compute-bound. It does not grow with
-# every generation: v5p has faster memory for its FLOPs than v4p, and v6e needs the most.
+# The last column, C/W, says how many bf16 FLOPs each byte from HBM must be used for if the chip is to be compute-bound.
+# It does not grow with every generation: v5p has faster memory for its FLOPs than v4p, and v6e needs the most.
 
 
 # %%
@@ -49,17 +50,21 @@ page.table(rows, ["TPU", "pod", "host", "HBM", "HBM/s", "bf16", "int8", "C/W"])
 
 # %% [markdown]
 # ## Streaming: HBM -> VMEM -> MXU -> VMEM -> HBM
-# Two units work at once: HBM, which loads a chunk and stores its result, one after the other, and the core. A chunk
-# waits in one of `buffers` places in VMEM. With one, the next load waits until the chunk before it is computed and
-# stored; with two (double buffering) it comes in while the core computes.
+# A matmul that is too large for VMEM passes through it in chunks. Two units work at the same time: HBM, which loads a
+# chunk or stores a result, and the core. A chunk waits in one of `buffers` slots in VMEM. With one slot, the next load
+# waits until the chunk before it has been computed and stored. With two (double buffering), it arrives while the core
+# computes.
 
 
 # %%
 def streamed(chunks: int, load: float, compute: float, store: float, buffers: int = 2, first: float = 0.0) -> list[Bar]:
-    """What the two units do: L, C and S with the chunk's number, of so many seconds each; `first` X is loaded."""
+    """Return the time line of both units: L, C and S are loads, computations and stores, with the chunk's number.
+
+    `load`, `compute` and `store` are the seconds of each; loading X takes `first` seconds before all of them.
+    """
     ran, hbm, core, computed = [Bar("HBM", "LX", 0.0, first)] if first else [], first, 0.0, []
     for i in range(chunks + buffers):
-        if (done := i - buffers) >= 0:  # a place is free once its chunk is stored
+        if (done := i - buffers) >= 0:  # a slot is free once its chunk is stored
             start = max(hbm, computed[done])
             hbm = start + store
             ran.append(Bar("HBM", f"S{done}", start, hbm))
@@ -74,10 +79,10 @@ def streamed(chunks: int, load: float, compute: float, store: float, buffers: in
 
 
 # %% [markdown]
-# bf16 X[B, D] stays in VMEM, the weights come in panels of columns, each panel's product goes back. With one buffer
-# HBM and core take turns: the time is T_math + T_comms, Part 1's upper bound. With two, the next panel comes in while
-# the core multiplies: the time is that of the slower one and a little for the first and last panel. Look at who waits
-# (dots): the core at B = 64, HBM at B = 512.
+# Here bf16 X[B, D] stays in VMEM, the weights arrive in panels of columns, and each panel's product is stored. With one
+# buffer, HBM and core take turns, and the time is T_math + T_comms, the upper bound of Part 1. With two, the next panel
+# arrives while the core multiplies, and the time is that of the slower unit, plus a little for the first and the last
+# panel. The dots show which unit waits: the core at B = 64, HBM at B = 512.
 
 # %%
 D, F, panels = 8192, 32768, 16
@@ -105,8 +110,8 @@ held = 2 * (64 * D + 2 * (D + 64) * F / panels)
 page.say(f"VMEM that two buffers take at B = 64: {held / 2**20:,.0f} of {V5E.sram_bytes / 2**20:.0f} MiB")
 
 # %% [markdown]
-# The book's animation has a pointwise product, which goes through the vector unit: HBM brings two numbers and takes one
-# for each multiplication. Look at the core: it waits for almost all of the time.
+# The book's animation shows a pointwise product, which the vector unit computes. For each multiplication HBM loads two
+# numbers and stores one, so the core waits almost all of the time.
 
 # %%
 N, vpu = 2**26, V5P.cores * V5P.vector_alus * V5P.clock
@@ -122,8 +127,10 @@ page.check("a pointwise product takes as long as HBM does", math.isclose(took, o
 
 # %% [markdown]
 # ## Appendix B: the systolic array
-# X[2, 3] W[3, 3] on 3 x 3 cells. W stays; row k of the grid gets column k of X, one cycle later than the row above;
-# partial sums go down. Look at the bottom row: the products come out of it diagonally.
+# The systolic array is why a TPU multiplies so fast: each cell passes its numbers on to its neighbours, and nothing
+# goes back to a register in between. Here X[2, 3] W[3, 3] runs on 3 x 3 cells. W stays in the cells; row k of the grid
+# receives column k of X, one cycle later than the row above; partial sums move down. In the bottom row the products
+# come out diagonally.
 
 # %%
 X, weights, frames = torch.arange(6.0).view(2, 3), torch.arange(9.0).view(3, 3), []
@@ -140,7 +147,8 @@ page.say(f"X W = {result.out.int().tolist()}")
 page.check("the array's outputs are X W", torch.equal(result.out, X @ weights))
 
 # %% [markdown]
-# Filling the array costs cycles once; with many rows it does not matter. Dims that do not fill it cost for ever.
+# To fill the array costs some cycles once, which do not matter if there are many rows. Dims that do not fill it cost
+# something in every cycle: the second table shows what share of the cells a padded matrix uses.
 
 # %%
 n = 8 if page.small else 32
@@ -161,13 +169,15 @@ page.table(rows, ["D", "128 x 128 (v5e)", "256 x 256 (v6e)"])
 
 # %% [markdown]
 # ## Appendix A: reductions in the vector unit
-# A register is f32[8, 128], 8 sublanes by 128 lanes. Shuffling by 4, 2 and 1 and adding leaves the sum of all sublanes
-# in each of them: three shuffles. Over the lanes it would take seven, in the slow unit across lanes (XLU).
+# The vector unit adds up a register by shuffling. A register is f32[8, 128], 8 sublanes by 128 lanes. If one shuffles
+# it by 4, 2 and 1 sublanes and adds each time, every sublane has the sum of all after three shuffles. A sum over the
+# lanes takes seven, in the slow unit that works across lanes (XLU).
 
 
 # %%
 def add_up(register: torch.Tensor, dim: int) -> tuple[torch.Tensor, int]:
-    """The sum along a dim, in every place of it, by rolling half of what is left and adding; and how often."""
+    """Add up a dim by rolling it by a half, a quarter and so on; return the sum in every slot, and the number of rolls.
+    """
     shuffles, shift = 0, register.shape[dim] // 2
     while shift:
         register, shuffles, shift = register + register.roll(shift, dim), shuffles + 1, shift // 2
@@ -182,17 +192,17 @@ page.say(f"\n8 sublanes added up by {sublane_shuffles} shuffles, 128 lanes by {l
 
 # %% [markdown]
 # ## The numbers of the text
-# FLOPs/s follow from the number of cells and the clock, cycles from the array that ran above.
+# The chip's FLOPs/s follow from its number of cells and its clock, and the cycles from the array that ran above.
 
 
 # %%
 def mxu_flops(hw: Chip) -> float:
-    """FLOPs/s of one core's systolic arrays: each cell multiplies and adds every cycle."""
+    """Return FLOPs/s of one core's systolic arrays, where each cell multiplies and adds every cycle."""
     return 2 * hw.need("mxu") ** 2 * hw.need("mxus") * hw.need("clock")
 
 
 def cycles_of_eight_rows(n: int) -> int:
-    """Cycles that 8 more rows of X take once an n x n array is full, by the formula that the runs above confirm."""
+    """Return the cycles that 8 more rows of X take once an n x n array is full, by the formula confirmed above."""
     return systolic.cycles(2 * n + 8, n, n, n) - systolic.cycles(2 * n, n, n, n)
 
 
@@ -218,8 +228,8 @@ page.answers([
 
 # %% [markdown]
 # ## Worked problems
-# Question 3's caveat is worth a look: the book's B << D leaves out what the activations cost. Question 6 is in
-# `02_networking.py`, with the option that it rejects: DCN would take twice as long as all the rest.
+# Question 3 has a caveat: the book's rule for B << D ignores what the activations cost, and with D = 8192 no batch at
+# all would be enough. Question 6 is in `02_networking.py`, together with the option that it rejects.
 
 # %%
 q1, q3, pcie = chip("v4p", "part2"), chip("v6e", "part2"), chip("v6e").pcie_bw
@@ -247,12 +257,13 @@ page.answers([
 ])  # fmt: skip
 
 # %% [markdown]
-# Question 4: an int8 matmul whose weights come from HBM, or are in VMEM already. From VMEM the line bends much earlier.
+# In Question 4 the weights of an int8 matmul are read from HBM, or are in VMEM already. From VMEM the line bends at a
+# much smaller batch.
 
 # %%
 int8, hbm = V5E.flops("int8"), V5E.hbm_bw
 token, two = (cost.matmul(B, 4096, 16384, int8, hbm, "int8") for B in (1, 2))
-row = two.nbytes - token.nbytes  # what one more token reads and writes; the rest are the weights
+row = two.nbytes - token.nbytes  # bytes that one more token reads and writes; the rest are the weights
 q4 = {W: cost.critical_batch(int8, W, 4096, 16384, "int8") for W in (hbm, vmem_bw)}
 batches = (*range(1, 64), *range(64, 2049, 64), *q4.values())
 page.chart(

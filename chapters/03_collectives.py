@@ -1,10 +1,10 @@
 # %% [markdown]
-"""Part 3, the communication primitives: what each does, its cotangent, the rings behind it, and how long it takes here.
+"""Part 3, the communication primitives: their results and cotangents, the rings behind them, and their time here.
 https://jax-ml.github.io/scaling-book/sharding
 
-Every collective is run on ranks beside what one device makes of all operands, forward and backward. Rings are drawn
-hop by hop and their links counted (Question 10), AllGather and ReduceScatter written as matrices, and all four timed
-(Question 8). What they cost on TPUs: 03_timings.py.
+Every collective runs on ranks, forward and backward, and is compared with the same function on one device, which sees
+the operands of all ranks. Rings are drawn hop by hop and their links counted (Question 10), AllGather and ReduceScatter
+are written as matrices, and all four collectives are timed (Question 8). Their cost on TPUs is in 03_timings.py.
 """
 
 # %%
@@ -30,14 +30,15 @@ RING = [(i, (i + 1) % n) for i in range(n)]
 
 # %% [markdown]
 # ## The primitives
-# `stacked` is the same on one device: of the operands of all n ranks, stacked to [n, I, J], to all results. Its
-# derivative is the wanted cotangent. Look at the fourth column: a cotangent is `{U_X}` where the array was replicated
-# over X, and replicated where that was `{U_X}`; so AllGather and ReduceScatter are each other's transpose.
+# A collective is a function from the arrays of all ranks to new arrays on all ranks. So one device can compute it, too:
+# `stacked` takes the operands of all n ranks, stacked to [n, I, J], and returns all results, and its derivative is the
+# cotangent that we want. Look at the fourth column. A cotangent is `{U_X}` where the array was replicated over X, and
+# replicated where the array was `{U_X}`. So AllGather and ReduceScatter are each other's transpose.
 
 
 # %%
 def everyone(whole: torch.Tensor) -> torch.Tensor:
-    """The same whole array on every rank."""
+    """Return the whole array once for every rank."""
     return whole.expand(n, *whole.shape)
 
 
@@ -46,7 +47,7 @@ def root_only(stack: torch.Tensor) -> torch.Tensor:
 
 
 def swap(stack: torch.Tensor) -> torch.Tensor:
-    """Block j of rank i's columns goes to rank j."""
+    """Send block j of rank i's columns to rank j."""
     return stack.unflatten(2, (n, -1)).permute(2, 0, 1, 3).flatten(1, 2)
 
 
@@ -62,7 +63,7 @@ def parts(whole: torch.Tensor) -> torch.Tensor:
     return whole.unflatten(0, (n, -1))
 
 
-PRIMITIVES = {  # name: (type, what it does, the same on the stack)
+PRIMITIVES = {  # name: (type, in words, the function on the stack)
     "all_gather": ("A[I_X, J] -> A[I, J]", "all get all rows", lambda s: everyone(flat(s))),
     "reduce_scatter": ("A[I, J] {U_X} -> A[I_X, J]", "the sum, split", lambda s: parts(s.sum(0))),
     "all_reduce": ("A[I, J] {U_X} -> A[I, J]", "all get the sum", lambda s: everyone(s.sum(0))),
@@ -77,8 +78,8 @@ PRIMITIVES = {  # name: (type, what it does, the same on the stack)
 NAMED = {"broadcast": "reduce", "reduce": "broadcast", "scatter": "gather", "gather": "scatter", "ppermute": "inverse"}
 
 # %% [markdown]
-# On ranks each of them is one call. Results and cotangents are compared with one device's, in float64; only
-# rounding may differ.
+# On ranks each primitive is one call. Results and cotangents are compared with those of one device in float64, where
+# they may differ by rounding only.
 
 
 # %%
@@ -89,7 +90,7 @@ def call(name: str, x: torch.Tensor, mesh) -> torch.Tensor:
 
 rng = torch.Generator().manual_seed(page.args.seed)
 operands = torch.randn(n, 2 * n, 3 * n, generator=rng, dtype=torch.float64)
-wanted = {}  # of one device: the results, their cotangents, and what these pull back to
+wanted = {}  # on one device: the results, random cotangents, and the operands' cotangents
 for name, (*_, stacked) in PRIMITIVES.items():
     results, pull = vjp(stacked, operands)
     cotangents = torch.randn(results.shape, generator=rng, dtype=torch.float64)
@@ -97,7 +98,7 @@ for name, (*_, stacked) in PRIMITIVES.items():
 
 
 def check_primitives(mesh) -> dict[str, list[float]]:
-    """How far each result and each cotangent is from one device's: the worst of all ranks."""
+    """Return each primitive's largest difference from one device over all ranks: of the result and of the cotangent."""
     found, rank = {}, mesh.rank
     for name, whole in wanted.items():
         should, cotangents, should_back = (x.to(mesh.device) for x in whole)
@@ -111,23 +112,24 @@ def check_primitives(mesh) -> dict[str, list[float]]:
 
 
 differences = page.on_ranks(check_primitives)
-page.title(f"The primitives on X={n}, in float64: results and cotangents beside one device's")
+page.title(f"The primitives on X={n}, in float64: results and cotangents against one device's")
 rows = []
 for name, (line, what, _) in PRIMITIVES.items():
     equal = page.check(f"{name} and its cotangent", largest(differences[name]) <= EXACT * n)
     rows.append((name, line, what, NAMED.get(name) or dual_line(line, ("X",)), equal))
-page.table(rows, ["collective", "type", "what it does", "cotangent", "equal"])
+page.table(rows, ["collective", "type", "in words", "cotangent", "equal"])
 
 # %% [markdown]
 # ## AllGather and ReduceScatter as matrices
-# Broadcast to p devices is u (x) I_n with u = (1, ..., 1), reduce its transpose; AllGather is broadcast (x) I_p, and
-# ReduceScatter reduce (x) I_p. As (A (x) B)^T = A^T (x) B^T, one is the other's transpose. Here as matrices for n = 1,
-# p = 2, and for n = 2, p = 3 beside the derivatives of what one device computes.
+# Why are the two transposes of each other? As matrices they show it. A broadcast of n numbers to p devices is u (x) I_n
+# with u = (1, ..., 1), and a reduction is its transpose. AllGather is broadcast (x) I_p, ReduceScatter is reduce (x)
+# I_p. Since (A (x) B)^T = A^T (x) B^T, one is the other's transpose. The matrices are printed for n = 1 and p = 2, and
+# for n = 2 and p = 3 they are compared with the derivatives of one device's functions.
 
 
 # %%
 def matrices(items: int, p: int) -> tuple[torch.Tensor, ...]:
-    """Broadcast, reduce, AllGather, ReduceScatter of p devices, each as a matrix."""
+    """Return broadcast, reduce, AllGather and ReduceScatter of p devices, each as a matrix."""
     u = torch.ones(p, 1, dtype=torch.float64)
     broadcast = torch.kron(u, torch.eye(items, dtype=torch.float64))
     reduce = torch.kron(u.T, torch.eye(items, dtype=torch.float64))
@@ -143,7 +145,7 @@ page.title("Kronecker products")
 for name, matrix in zip(("broadcast", "reduce", "AllGather", "ReduceScatter"), matrices(1, 2), strict=True):
     page.say(f"{name:<14} n = 1, p = 2: [{written(matrix)}]")
 _, _, gather, scatter = matrices(2, 3)
-x = torch.zeros(6, dtype=torch.float64)  # p shards of n, one after the other
+x = torch.zeros(6, dtype=torch.float64)  # p shards of n numbers, concatenated
 by_derivative = jacrev(lambda shards: shards.expand(3, 6).flatten())(x)
 summed = jacrev(lambda copies: copies.view(3, 6).sum(0))(torch.zeros(18, dtype=torch.float64))
 page.check("AllGather as a matrix, n = 2, p = 3", torch.equal(gather, by_derivative))
@@ -153,8 +155,9 @@ page.say(f"AllGather^T = ReduceScatter, n = 2, p = 3: {transposed}")
 
 # %% [markdown]
 # ## The rings behind them, hop by hop
-# Look at how the AllGather takes n - 1 hops one way and n/2 both ways, how a sum collects its terms on its way to where
-# it belongs, and how an AllToAll has less to pass on with every hop: 3 + 2 + 1 chunks of a quarter shard, half as much.
+# A collective over a ring is a series of hops between neighbours. In the pictures, the AllGather takes n - 1 hops one
+# way and n/2 both ways. A ReduceScatter's sum collects its terms on the way to the device that keeps it. An AllToAll
+# has fewer chunks to pass on with every hop: 3 + 2 + 1 quarters of a shard, which is half of what an AllGather sends.
 
 # %%
 page.title("AllGather both ways on a ring of 8: the shards that a device has")
@@ -168,7 +171,7 @@ page.say(frames.draw(frames.all_to_all(4), frames.draw_chunks))
 
 
 def check_rings(mesh) -> dict[str, float]:
-    """The rings written with ppermute beside the collectives, on these ranks."""
+    """Return the differences between the rings written with ppermute and the collectives, on these ranks."""
     own = torch.Generator().manual_seed(mesh.rank)
     shard, term, chunks = (torch.randn(n, n, 4, dtype=torch.float64, generator=own).to(mesh.device) for _ in range(3))
     gathered = c.all_gather("A[I_X, J, K] -> A[I, J, K]", shard, mesh)
@@ -189,8 +192,9 @@ page.equal([(name, apart, EXACT) for name, apart in page.on_ranks(check_rings).i
 
 # %% [markdown]
 # ## Question 10: scalars over one link
-# An N x N matrix over D devices, counted link by link while the rings run on an abstract mesh. One way, an AllToAll
-# costs half of an AllGather; both ways a quarter, as no chunk goes farther than half of the ring.
+# The question is how much each link carries when an N x N matrix is gathered or exchanged over D devices. The rings run
+# on an abstract mesh, and every scalar is counted on its link. One way, an AllToAll costs half of an AllGather. Both
+# ways it costs a quarter, because no chunk goes farther than half of the ring.
 
 # %%
 D = 32
@@ -220,14 +224,14 @@ page.answers([
 
 # %% [markdown]
 # ## Question 8: how long they take here
-# Medians on these ranks against V, the whole array. In the book's model the time is a latency for small V and beyond
-# that grows with V: alike for AllGather and ReduceScatter, twice that for AllReduce. Ranks that share a machine's cores
-# show the shape of it, not the speed of a network.
+# The times are medians on these ranks against V, the bytes of the whole array. In the book's model a small array takes
+# the latency, and beyond that the time grows with V: equally for AllGather and ReduceScatter, twice as steeply for
+# AllReduce. Ranks that share one machine's cores show the shape of this curve, not the speed of a network.
 
 
 # %%
 def time_collectives(mesh, largest: int) -> list[tuple]:
-    """(V in bytes, seconds of each of the four)."""
+    """Return rows of (V in bytes, seconds of each of the four collectives)."""
     found, nbytes = [], 1 << 12
     while nbytes <= largest:
         J = 4 * n

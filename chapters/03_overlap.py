@@ -2,15 +2,16 @@
 """Part 3, "How to overlap matmul communication with compute": a collective matmul, chunk by chunk.
 https://jax-ml.github.io/scaling-book/sharding
 
-A[B, D_Y] * W[D, F_Y] -> Out[B, F_Y] needs all of A on every device. Instead of an AllGather first, the shards of A go
-round the ring while those that are there are multiplied. The same numbers, gradients included, and the sending hidden.
+A[B, D_Y] * W[D, F_Y] -> Out[B, F_Y] needs all of A on every device. Instead of gathering A first, the devices pass its
+shards round a ring and multiply each shard while the next one is in flight. The numbers are the same, gradients
+included, and the communication is hidden.
 """
 
 # %% [markdown]
 # ## Why take a collective apart?
-# A product that needs a gathered operand waits for the whole AllGather, although a part of its work could begin with
-# the shard that is at hand. If the collective is written as hops around a ring, the product of each shard runs while
-# the next one travels. What waited before is then hidden.
+# A product that needs a gathered operand waits for the whole AllGather, although part of its work could begin with the
+# shard that each device already has. If the collective is written as hops around a ring, the product of each shard runs
+# while the next one is in flight, and the wait is hidden.
 #
 # The price is more and smaller products, which reach less of a chip's FLOPs/s, and code that is harder to read. It
 # pays where a product and its transfer take similar times. Where one of them is much longer, there is little to hide,
@@ -40,9 +41,9 @@ wanted = {"Out": Out, **dict(zip(("dA", "dW"), pull(dOut), strict=True))}
 
 # %% [markdown]
 # ## The algorithm
-# Device y begins with its own shard of A, columns block y, and multiplies it with rows block y of W. Meanwhile it
-# passes the shard on to its left neighbour, and gets the next block from its right one. After Y products every block
-# has been everywhere. Nothing waits for the whole of A, and of A two shards are held at a time.
+# Device y begins with its own shard of A, column block y, and multiplies it with row block y of W. Meanwhile it sends
+# the shard to its left neighbour and receives the next block from its right one. After Y products it has multiplied
+# every block. It never waits for the whole of A, and never has more than two shards of it.
 
 
 # %%
@@ -53,23 +54,23 @@ def collective_matmul(a: torch.Tensor, w: torch.Tensor, mesh) -> torch.Tensor:
     blocks, out = w.chunk(n), 0
     for i in range(n):
         if i < n - 1:
-            following = c.ppermute("A[B, D_Y]", a, mesh, "Y", to_the_left, async_op=True)  # 1. the shard sets out
-        out = out + a @ blocks[(y + i) % n]  # 2. meanwhile it is multiplied
+            following = c.ppermute("A[B, D_Y]", a, mesh, "Y", to_the_left, async_op=True)  # 1. send the shard on
+        out = out + a @ blocks[(y + i) % n]  # 2. multiply it meanwhile
         if i < n - 1:
-            a = following.wait()  # 3. and the next one is there
+            a = following.wait()  # 3. receive the next one
     return out
 
 
 def gathered_first(a: torch.Tensor, w: torch.Tensor, mesh) -> torch.Tensor:
-    """The same in two lines, one after the other."""
+    """Gather all of A, then multiply."""
     a = c.all_gather("A[B, D_Y] -> A[B, D]", a, mesh)
     return c.einsum("A[B, D] * W[D, F_Y] -> Out[B, F_Y]", a, w)
 
 
 # %% [markdown]
 # ## Chunk by chunk
-# Which block of A (and of the rows of W) each device multiplies at each step: every device starts with another one, so
-# that no link is used twice at once.
+# The table shows which block of A (and of the rows of W) each device multiplies at each step. Every device starts with
+# a different one, so no link carries two blocks at once.
 
 # %%
 steps = [[chr(ord("A") + (y + i) % Y) for i in range(Y)] for y in range(Y)]
@@ -80,13 +81,15 @@ page.check("no two devices the same at once", all(len(set(column)) == Y for colu
 
 # %% [markdown]
 # ## Equal to dense, with gradients
-# In float64 beside one device. The gradients come from `torch.func.vjp` of the loop: the cotangent of a hop to the left
-# is a hop to the right. Look at the bytes: Y - 1 hops of a shard are what an AllGather sends.
+# The loop is differentiated by `torch.func.vjp` like any function: the cotangent of a hop to the left is a hop to the
+# right. Result and gradients are compared with one device's in float64. Look at the bytes, too: Y - 1 hops of a shard
+# send exactly what an AllGather sends.
 
 
 # %%
 def compare(mesh) -> tuple[dict[str, float], int, int]:
-    """Differences from one device (the worst of all ranks), and the bytes that this rank sent in both ways."""
+    """Return the differences from one device (the worst of all ranks), and the bytes that this rank sent in both ways.
+    """
     types = {"Out": "Out[B, F_Y]", "dA": "A[B, D_Y]", "dW": "W[D, F_Y]"}
     a, w, cotangent = (c.shard(t, x.to(mesh.device), mesh)
                        for t, x in (("A[B, D_Y]", A), ("W[D, F_Y]", W), ("Out[B, F_Y]", dOut)))  # fmt: skip
@@ -114,16 +117,16 @@ page.same([
 
 # %% [markdown]
 # ## The overlap, drawn
-# On four v5p in a ring that sends one way: the units' time, M a product, H a hop. One after the other the MXU waits for
-# all hops; chunk by chunk only what is longer counts. Look at both widths: with F = 32768 a product takes longer than a
-# hop, and sending is hidden; with F = 8192 the MXU waits for each hop.
+# How much does it hide? The time lines below are of four v5p in a ring that sends one way; M is a product and H a hop.
+# If A is gathered first, the MXU waits for all hops. Chunk by chunk, only the longer of the two counts. With F = 32768
+# a product takes longer than a hop, and sending is hidden; with F = 8192 the MXU still waits for each hop.
 
 # %%
 V5P, TOKENS, WIDTH, N = chip("v5p"), 4096, 8192, 4
 
 
 def times(F: int) -> tuple[float, float]:
-    """Seconds of a product with one of N blocks, and of a hop of one shard of A, in bf16."""
+    """Return the seconds of a product with one of N blocks, and of a hop of one shard of A, in bf16."""
     return 2 * TOKENS * WIDTH * F / N / N / V5P.flops(), 2 * TOKENS * WIDTH / N / V5P.need("link_bw")
 
 
@@ -138,14 +141,15 @@ def overlapped(F: int) -> list[Bar]:
     product, hop = times(F)
     works, end = [Bar("ICI", f"H{i}", (i - 1) * hop, i * hop) for i in range(1, N)], 0.0
     for i in range(N):
-        start = max(end, i * hop)  # block i is here, and the product before is done
+        start = max(end, i * hop)  # block i has arrived, and the product before it is done
         end = start + product
         works.append(Bar("MXU", f"M{i}", start, end))
     return works
 
 
 # %% [markdown]
-# Two widths as time lines, then both algorithms by width: from F = Y C/W on, sending costs nothing.
+# First both widths as time lines, then the time of both algorithms at every width. From F = Y C/W on, sending costs
+# nothing.
 
 # %%
 rows = []

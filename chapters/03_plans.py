@@ -1,9 +1,9 @@
 # %% [markdown]
-"""Part 3, planning by time: which shardings a product should have, a whole algorithm from one line, Questions 5 to 7.
+"""Part 3, planning by time: the fastest sharding of a product, a whole algorithm from one line, Questions 5 to 7.
 https://jax-ml.github.io/scaling-book/sharding#some-problems-to-work
 
-Plans are data: their steps are timed on a chip's torus without running any. The book's FSDP + tensor parallelism is
-derived from its types, run on ranks beside one device, and counted on 8,192 abstract chips.
+A plan is data, so its steps can be timed on a chip's torus without running any of them. The book's FSDP + tensor
+parallelism is derived from its types, run on ranks and compared with one device, and counted on 8,192 abstract chips.
 """
 
 # %%
@@ -24,22 +24,23 @@ from scaling.spec import parse
 from scaling.trace.peak import peak_memory
 
 LINE = "In[B_X, D_Y] * W_in[D_X, F_Y] * W_out[F_Y, D_X] -> Out[B_X, D_Y]"
-# What must divide over --mesh.
+# The dims that must divide over --mesh, and their sizes.
 FITS = ("In[B_X, D_Y]", "W_in[D_X, F_Y]"), {"B": 16, "D": 16, "F": 32}
 page = Page(__doc__, mesh="X=2,Y=2", fits=FITS, device=True, seed=True, plot=True)
 V4P, V5E = chip("v4p"), chip("v5e")
 
 
 def seconds(steps, hw, sizes, mesh, flops: bool = True) -> float:
-    """The steps one after the other, each mesh axis an axis of the chip's torus."""
+    """Return the time of the steps in sequence, where each mesh axis is an axis of the chip's torus."""
     return sum(map(seconds_on(hw, sizes, mesh, flops=flops), steps))
 
 
 # %% [markdown]
 # ## Question 5: the lowest latency of C[I, K], replicated, on v4p 4x4x4
-# The inputs may be sharded at will. Splitting the work 64 ways and gathering the result costs least once the matrices
-# are large; small ones are multiplied faster on every chip than anything is sent. Look at where the curves cross. Ways
-# with both operands split, as (5), gather the same bytes, if over all three axes at once.
+# Which sharding multiplies two matrices fastest if every chip needs the whole result, and the inputs may be sharded at
+# will? For large matrices it costs least to split the work 64 ways and to gather the result. For small ones every chip
+# computes everything, because that is faster than any communication. Look at where the curves cross. Options that split
+# both operands, such as (5), gather the same bytes, if they gather over all three axes at once.
 
 # %%
 CUBE, OPTIONS = {"X": 4, "Y": 4, "Z": 4}, {
@@ -52,7 +53,7 @@ CUBE, OPTIONS = {"X": 4, "Y": 4, "Z": 4}, {
 
 
 def question_5(n: int, numbers=(1, 2, 3, 4)) -> dict[str, float]:
-    """Seconds of some options for n x n matrices: the local product, and the quickest way to the whole result."""
+    """Return seconds by option for n x n matrices: the local product, then the fastest way to the whole result."""
     sizes, found = {"I": n, "J": n, "K": n}, {}
     for number in numbers:
         name = list(OPTIONS)[number - 1]
@@ -64,7 +65,7 @@ def question_5(n: int, numbers=(1, 2, 3, 4)) -> dict[str, float]:
 
 
 def spread_pays_from() -> int:
-    """The smallest multiple of 64 from which option (1) is faster than (4)."""
+    """Return the smallest multiple of 64 from which option (1) is faster than (4)."""
     multiples = range(64, 2**16, 64)
 
     def pays(n: int) -> bool:
@@ -75,7 +76,7 @@ def spread_pays_from() -> int:
 
 
 # %% [markdown]
-# The curves by n, all five options for small and for large matrices, and the book's answers.
+# First the curves by n, then all five options for small and for large matrices, then the book's answers.
 
 # %%
 least = spread_pays_from()
@@ -103,8 +104,9 @@ page.answers([
 
 # %% [markdown]
 # ## Question 6: three products on a v5e 4x4
-# What is sent, how long it takes, and from which size on computing takes longer. v5e wraps round at 16 only: these are
-# lines of 4, so an AllGather takes 3/4 V / 4.5e10. Look at the last one, as in inference: it sends nothing.
+# For three products the planner decides what to send, and the chip's numbers say how long that takes and from which
+# size on computing takes longer. A v5e wraps round at 16 only, so these axes are lines of 4, and an AllGather takes 3/4
+# V / 4.5e10. The last product is the one of inference, and it sends nothing.
 
 # %%
 SQUARE, n = {"X": 4, "Y": 4}, 2**14
@@ -132,8 +134,9 @@ page.answers(answers)
 
 # %% [markdown]
 # ## Question 7: a block In * W_in * W_out on four v5e with 300 MB each
-# FSDP gathers weights that then do not fit; tensor parallelism keeps them split and moves the small activations. Look
-# at the last rows: it is neither sending nor computing that binds, but reading a quarter of the weights from HBM.
+# Two strategies are possible for a block whose batch is small. FSDP gathers weights, which then do not fit. Tensor
+# parallelism keeps them split and moves the activations, which are small. The last rows show the bound: neither sending
+# nor computing, but reading a quarter of the weights from HBM.
 
 # %%
 BLOCK, QUAD = {"B": 128, "D": 8192, "F": 32768}, {"X": 2, "Y": 2}
@@ -167,8 +170,9 @@ page.answers([
 
 # %% [markdown]
 # ## From one line: FSDP + tensor parallelism
-# The types of In, the weights and Out decide everything: which gathers and reductions the forward pass takes, and by
-# the law of cotangents (notation.md) which the backward pass. The listing is the book's of Part 5.
+# A whole training step need not be planned by hand. The types of In, the weights and Out determine which gathers and
+# reductions the forward pass needs; the law of cotangents (notation.md) then determines the backward pass. The result
+# is the book's listing of Part 5.
 
 # %%
 program, small = derive(LINE), FITS[1]
@@ -185,7 +189,7 @@ wanted |= dict(
 
 
 def derived(mesh) -> dict[str, float]:
-    """How far the derived algorithm's result and gradients are from one device's."""
+    """Return the differences of the derived algorithm's result and gradients from one device's."""
     inputs = {t.name: shard(str(t), whole[t.name].to(mesh.device), mesh) for t in types}
     Out, grads = run_program(program, inputs, inputs.pop("dOut"), mesh)
     found = {"Out": unshard(str(program.out), Out, mesh)}
@@ -198,8 +202,9 @@ page.equal([(name, apart, 1e-12) for name, apart in page.on_ranks(derived).items
 
 # %% [markdown]
 # ## The same on 8,192 chips, without any
-# Types and sizes are enough for bytes, FLOPs and memory, line by line: meta tensors on an abstract mesh of 1024 x 8.
-# The layer has the D and F of LLaMA-3 70B, but two matrices as in Part 5; its MLPs are gated, with a second W_in.
+# Types and sizes are enough to count bytes, FLOPs and memory line by line, because meta tensors have no data and an
+# abstract mesh of 1024 x 8 has no devices. The layer has the D and F of LLaMA-3 70B, but only two matrices, as in Part
+# 5. LLaMA's MLPs are gated and have a second W_in, so the last two rows add it.
 
 # %%
 LARGE, ABSTRACT = {"B": 1 << 20, "D": 8192, "F": 28672}, AbstractMesh({"X": 1024, "Y": 8})
@@ -213,7 +218,7 @@ rows = [(str(e), *(f"{x:,.1f}" for x in (e.nbytes / 1e6, e.flops / 1e9, now / 1e
 page.table(rows, ["line", "V, MB", "GFLOPs", "MB held"])
 page.say(f"peak {memory.peak / 1e6:,.1f} MB\n")
 moved = [(e, e.nbytes if e.wire_bytes else 0) for e, _, _ in memory.steps]
-up = [(e, n) for e, n in moved if "W_in" in str(e) and "W_out" not in str(e)]  # what a second W_in would do again
+up = [(e, n) for e, n in moved if "W_in" in str(e) and "W_out" not in str(e)]  # what a second W_in would add
 total, flops = sum(n for _, n in moved), sum(e.flops for e, _ in moved)
 page.same([
     ("bytes of all collectives", "8BD/X + 12DF/Y", 8 * B * D // X + 12 * D * F // Y, total),

@@ -1,21 +1,22 @@
 # %% [markdown]
-"""Part 3, "Computation With Sharded Arrays": the four cases of a product, what each sends, and what else would do.
+"""Part 3, "Computation With Sharded Arrays": the four cases of a product, their communication, and alternatives to it.
 https://jax-ml.github.io/scaling-book/sharding#computation-with-sharded-arrays
 
-Blocks and outer products, every case planned, run on ranks and compared with one device, the lines that are refused,
-the alternatives with their bytes and times, and Questions 4 and 9. The collectives themselves: 03_collectives.py.
+A product is written by blocks and as outer products; every case is planned, run on ranks and compared with one device;
+illegal lines are refused; alternatives are compared by bytes and time; and Questions 4 and 9 are answered. The
+collectives themselves are in 03_collectives.py.
 """
 
 # %% [markdown]
 # ## What is an unreduced sum, and why is it worth having?
-# A product sums over a dim. Where that dim is split over X, each device can only add up its own part: it has a term of
-# the result, of the result's full shape. The result is the sum of these terms over X, and until somebody adds them up
-# it is *unreduced*: `C[I, K] {U_X}`.
+# A product sums over a dim. Where that dim is split over X, each device can only add up its own part. It then has one
+# term of the result, in the result's full shape. The result is the sum of these terms over X, and until they are added
+# up it is *unreduced*: `C[I, K] {U_X}`.
 #
-# Adding up is communication, and the type lets one decide when. Two unreduced arrays can be added first and reduced
-# once. A ReduceScatter can follow where only a shard is needed, for half the bytes of an AllReduce. And a gradient may
-# stay unreduced over many microbatches. What one must not do is anything nonlinear: the sum of the devices' `gelu` is
-# not the `gelu` of the sum, and this is the mistake that the types are there to catch.
+# The reduction is communication, and the type lets one decide when it happens. Two unreduced arrays can be added first
+# and reduced once. A ReduceScatter can follow where only a shard is needed, for half the bytes of an AllReduce. And a
+# gradient may stay unreduced over many microbatches. The one thing that is wrong is to apply a nonlinear function: the
+# sum of the devices' `gelu` is not the `gelu` of the sum. The types are there to catch this mistake.
 
 # %%
 from bisect import bisect_left
@@ -42,9 +43,9 @@ C = A @ B
 
 # %% [markdown]
 # ## Blocks, and outer products
-# Written by blocks, a product is made of products of blocks: C_00 = A_00 B_00 + A_01 B_10. Split along the contraction,
-# it is a sum of outer products, A[:, j] times B[j, :], of which each device can add up its own. That is all there is to
-# a sharded product: which blocks a device has, and which it is sent.
+# A product of matrices can be computed by blocks, C_00 = A_00 B_00 + A_01 B_10. If it is split along the contraction,
+# it is a sum of outer products, A[:, j] times B[j, :], and each device can add up its own. A sharded product consists
+# of nothing else: the blocks that a device has, and the blocks that it receives.
 
 # %%
 blocks = {n: [half.chunk(2, 1) for half in x.chunk(2, 0)] for n, x in (("A", A), ("B", B))}
@@ -60,10 +61,10 @@ page.say(f"one device's sum alone is off by {difference(outer[0], C):.1f}: it is
 
 # %% [markdown]
 # ## The four cases, planned and run
-# What has to be sent follows from the types alone: nothing if the contracted dim is whole (case 1), an AllGather if it
-# is split in one operand (2), a reduction after if it is split in both (3), an AllGather of one operand if one axis
-# splits a free dim of each (4). Look at the bytes: for one product, the ReduceScatter, which leaves C[I, K_X], sends
-# half of what the AllReduce does.
+# The types alone determine the communication. If the contracted dim is whole, nothing is sent (case 1). If it is split
+# in one operand, that operand is gathered (case 2). If it is split in both, the result is reduced (case 3). If one axis
+# splits a free dim of each operand, one of them is gathered (case 4). Compare the bytes of the two products of case 3:
+# the ReduceScatter, which leaves C[I, K_X], sends half of what the AllReduce sends.
 
 # %%
 CASES = [
@@ -84,7 +85,7 @@ moves = [reshard(*pair, {"I": 8, "J": 16}, MESH) for pair in RESHARDS]
 
 
 def products(mesh) -> list[float]:
-    """How far each planned product, and each resharding, is from one device's."""
+    """Return the differences from one device of each planned product and each resharding."""
     found, (a, b) = [], (x.to(mesh.device) for x in (A, B))
     for (left, right, out), plan in zip(CASES, plans, strict=True):
         got = run(plan, shard(left, a, mesh), shard(right, b, mesh), mesh)
@@ -95,13 +96,13 @@ def products(mesh) -> list[float]:
 
 
 def said(plan) -> str:
-    """What a plan sends, in the book's words."""
+    """Return the collectives of a plan in the book's words."""
     sent = [f"{step.op}_{''.join(step.axes)} {step.before.name}" for step in plan.collectives]
     return ", then ".join(sent) or "nothing"
 
 
 # %% [markdown]
-# Each row is planned, run on ranks and compared with one device. The bytes are what the plan sends.
+# Each row is planned, run on ranks and compared with one device. The bytes are those that the plan sends.
 
 # %%
 differences = page.on_ranks(products)
@@ -121,7 +122,8 @@ page.say(f"\nThe last case in full:\n{plans[-1]}")
 
 # %% [markdown]
 # ## What is refused
-# `einsum` sends nothing, so lines of cases 2 and 4, and of case 3 without its `{U_X}`, are refused with the rule.
+# `einsum` multiplies what a device has and sends nothing. So it refuses the lines of cases 2 and 4, and those of case 3
+# that do not say `{U_X}`, and quotes the rule.
 
 # %%
 page.title("Lines that are no local product")
@@ -141,9 +143,10 @@ for line in (
 
 # %% [markdown]
 # ## What else would do, and what it costs
-# Case 2 may also be done as case 3 (slice B, reduce the partial sums), case 4 has two operands to choose from, and for
-# a whole result either the operands or the result may be gathered. Times: v5p, each axis a ring of 4, computing and
-# then sending. Look at case 4: with 16 times the rows the other operand is the one to gather.
+# The cases are the usual choice, not the only one. Case 2 may also be done as case 3: slice B, multiply, and reduce the
+# partial sums. Case 4 may gather either operand. And for a whole result one may gather the operands or the result. The
+# times are of v5p, each axis a ring of 4, computing first and then sending. In case 4 the choice depends on the sizes:
+# with 16 times the rows, the other operand is the one to gather.
 
 # %%
 V5P, TORUS = chip("v5p"), {"X": 4, "Y": 4}
@@ -174,13 +177,15 @@ for rows_of_A in (1024, 16384):
 
 # %% [markdown]
 # ## Question 4: gather the weights, or reduce the result
-# X[B, D] Y[D_X, F] on a ring of four v5p. Strategy 1 gathers Y and repeats the product on every device; strategy 2
-# multiplies shards and adds up. Times are the plans', overlapped. Below B = 2550 both wait for bytes, 2DF against 4BF.
+# To multiply X[B, D] by Y[D_X, F] on a ring of four v5p there are two strategies. Strategy 1 gathers Y, and every
+# device repeats the whole product. Strategy 2 multiplies shards and adds up the results. The times are those of the
+# plans, with computing and sending overlapped. Below B = 2550 both strategies wait for bytes, 2DF against 4BF.
 
 
 # %%
 def strategies(B: int, D: int = 8192, F: int = 32768) -> tuple[cost.Roofline, ...]:
-    """The planned strategies 1 and 2 on four v5p, as rooflines: FLOPs, and bytes with an AllReduce counted twice."""
+    """Return strategies 1 and 2, planned on four v5p, as rooflines: FLOPs, and bytes with an AllReduce counted twice.
+    """
     sizes, axis, found = {"B": B, "D": D, "F": F}, {"X": 4}, []
     for local in (("X[B, D]", "Y[D, F]"), ("X[B, D_X]", "Y[D_X, F]")):
         plan = matmul_via("X[B, D]", "Y[D_X, F]", "Z[B, F]", *local)
@@ -190,7 +195,7 @@ def strategies(B: int, D: int = 8192, F: int = 32768) -> tuple[cost.Roofline, ..
 
 
 def first(holds, step: int = 1) -> int:
-    """The smallest multiple of `step` from which on something holds."""
+    """Return the smallest multiple of `step` from which on a condition holds."""
     multiples = range(step, 2**18, step)
     return multiples[bisect_left(multiples, True, key=holds)]
 
@@ -205,7 +210,7 @@ page.chart(
 )  # fmt: skip
 
 # %% [markdown]
-# Both strategies by the book's formulas at B = 128, and the sizes at which they change places.
+# First both strategies by the book's formulas at B = 128, then the sizes at which the better strategy changes.
 
 # %%
 one, two = strategies(128)
@@ -230,13 +235,14 @@ page.answers([
 
 # %% [markdown]
 # ## Question 9: the partial sums, index by index
-# A[N, M_X] B[M, K]: device x computes o_kj, the sum of a_ki b_ij over its own i, and then the sums are added up: whole
-# (part 1), or each device a part of the rows or the columns (part 2).
+# To see what a partial sum is, follow the indices of A[N, M_X] B[M, K]. Device x computes o_kj, the sum of a_ki b_ij
+# over its own i. Then the devices' sums are added up, either whole (part 1), or so that each device keeps some of the
+# rows or columns (part 2).
 
 
 # %%
 def own_sums(own, device):
-    """O[N, K] {U_X}: the sum of a_ki b_ij over a rank's own i."""
+    """Compute O[N, K] {U_X}, the sum of a_ki b_ij over a rank's own i."""
     o = torch.zeros(8, 32, dtype=torch.float64, device=device)
     for i in own:
         o += A[:, i, None].to(device) * B[None, i, :].to(device)
@@ -244,7 +250,8 @@ def own_sums(own, device):
 
 
 def question_9(mesh) -> tuple[list[int], list[float]]:
-    """The i of this rank, and how far its sums are from A B after an AllReduce, and after the two ReduceScatters."""
+    """Return this rank's i, and the differences of its sums from A B after an AllReduce and after two ReduceScatters.
+    """
     n, x = mesh.sizes["X"], mesh.coord["X"]
     own = list(range(x * 16 // n, (x + 1) * 16 // n))
     o = own_sums(own, mesh.device)
@@ -270,7 +277,7 @@ page.end()
 # %% [markdown]
 # ## Three things to try
 # 1. Edit: replace `"A[I_X, J_Y]", "B[J_Y, K_X]", "C[I_X, K]"` by `"A[I_X, J_Y]", "B[J_X, K_Y]", "C[I_X, K_Y]"`. Which
-#    cases is this, and what is moved in how many steps?
+#    cases are these, and which arrays are moved in how many steps?
 # 2. Question: from how many rows on is gathering B, of 8192 x 8192, cheaper than gathering A for case 4? Evaluate
 #    `fastest["4", 1024], fastest["4", 16384]`.
 # 3. Flag: run with `--mesh X=4,Y=1`. Which of the bytes grow, and which line sends nothing any more?

@@ -1,9 +1,10 @@
 # %% [markdown]
-"""Part 3, Sharded Matrices: the notation, which device holds what, what a type may not say, and one product in code.
+"""Part 3, Sharded Matrices: the notation, the blocks on each device, illegal types, and one product in code.
 https://jax-ml.github.io/scaling-book/sharding
 
-The nine shardings of the book as pictures, local shapes and bytes, the snippet of "How do we describe this in code?" on
-eight ranks, and the pop quizzes and Question 1. How sharded matrices are multiplied: 03_products.py.
+This chapter draws the book's nine shardings, computes local shapes and bytes, runs the snippet of "How do we describe
+this in code?" on eight ranks, and answers the pop quizzes and Question 1. How sharded matrices are multiplied is the
+subject of 03_products.py.
 """
 
 # %%
@@ -33,17 +34,18 @@ SQUARE = {"X": 2, "Y": 2}
 
 # %% [markdown]
 # ## A unified notation for sharding
-# A mesh has named axes, a type says over which of them each dim is split. Below, the array: which of the devices 0 to 3
-# hold each block. Look at `A[I_X, J]`: both devices of a row of the mesh hold the same block, replicas over Y.
+# A large array is split over the devices of a mesh. The mesh has named axes, and a type says over which of them each
+# dim is split. The first picture shows the array: which of the devices 0 to 3 have each block. In `A[I_X, J]`, both
+# devices of a row of the mesh have the same block, so they are replicas over Y.
 
 # %%
 page.title("The book's nine shardings over 2 x 2 devices: the devices that hold each block")
 page.say(beside(show.draw(spec, SQUARE) for spec in show.NINE))
 
 # %% [markdown]
-# The same the other way round: the mesh, and in each device what it holds. `I_XY` numbers the blocks with X as the
-# major axis (block x |Y| + y), `I_YX` with Y: compare the two. The last array is unreduced: both devices of a column
-# hold a term of the sum.
+# The second picture turns this round. It shows the mesh, and in each device the block that it has. `I_XY` numbers the
+# blocks with X as the major axis (block x |Y| + y), `I_YX` with Y as the major axis. The last array is unreduced: each
+# device of a column has one term of the sum.
 
 # %%
 ORDERS = ("A[I_X, J]", "A[I_X, J_Y]", "A[I_XY, J]", "A[I_YX, J]", "A[I, J] {U_X}")
@@ -53,8 +55,9 @@ if not page.picture("devices", lambda: devices.figure([*show.NINE, *ORDERS[-2:]]
 
 # %% [markdown]
 # ## Local shapes and bytes
-# A dim is divided by all the axes in its subscript; axes that a type does not name hold copies. "in all" is what the
-# whole mesh holds, over one copy: replicas cost memory.
+# A type determines the memory that an array takes. A dim is divided by all the axes in its subscript, and along the
+# axes that a type does not name there are copies. The last column compares the bytes of the whole mesh with those of
+# one copy: replicas cost memory.
 
 # %%
 MESH, SIZES = {"X": 4, "Y": 8, "Z": 2}, {"I": 1024, "J": 4096}
@@ -68,8 +71,9 @@ for text in ("A[I, J]", "A[I_X, J]", "A[I_X, J_Y]", "A[I_XY, J]", "A[I_XYZ, J]",
 page.table(rows, ["type", "in JAX", "local shape", "bytes a device", "in all / one copy"])
 
 # %% [markdown]
-# ## What a type may not say
-# A mesh axis that splits one dim is spent. Each line is refused before anything is computed, with the rule and a fix.
+# ## Which types are illegal?
+# A mesh axis that splits one dim cannot split another one. Each line below is refused before anything is computed, with
+# the rule and a fix.
 
 # %%
 page.title("Refused")
@@ -93,9 +97,10 @@ for what, attempt in REFUSED.items():
 
 # %% [markdown]
 # ## How do we describe this in code?
-# The book's snippet: 4 x 2 devices, A[8, 2048] split over both axes, B[2048, 8192] over its columns, the product wanted
-# as `[B_X, F_Y]`. There it is left to the compiler; here the plan is printed, and run on ranks. D is split in A alone
-# (case 2), so A is gathered over Y first. Elementwise functions of shards need nothing: relu of a shard is the shard.
+# The book's snippet multiplies A[8, 2048], split over both axes of 4 x 2 devices, by B[2048, 8192], split over its
+# columns, and wants the product as `[B_X, F_Y]`. In JAX the compiler decides how; here the plan is printed, and then
+# run on ranks. D is split in A alone (case 2), so A is gathered over Y first. Elementwise functions need no
+# communication, because the relu of a shard is the shard of the relu.
 
 # %%
 B, D, F = (8, 256, 1024) if page.small else (8, 2048, 8192)
@@ -105,7 +110,7 @@ plan = matmul(*TYPES.values())
 
 
 def snippet(mesh) -> tuple[dict, float, float]:
-    """The local shapes on this rank, and the difference of product and relu from one device's."""
+    """Return the local shapes on this rank, and the differences of product and relu from one device's."""
     local = {"A": shard(TYPES["A"], A.to(mesh.device), mesh), "W": shard(TYPES["W"], W.to(mesh.device), mesh)}
     local["Out"] = run(plan, local["A"], local["W"], mesh)
     product = unshard(TYPES["Out"], local["Out"], mesh)
@@ -125,7 +130,7 @@ page.equal([("the product", product_off, 0), ("relu of the product", relu_off, 0
 
 # %% [markdown]
 # ## The examples, the pop quizzes, and Question 1
-# Shapes and bytes by the types alone: each is one division for each axis in a subscript.
+# Shapes and bytes follow from the types alone, by one division for each axis in a subscript.
 
 # %%
 quiz, H100 = parse("A[I_XY, J]"), chip("h100")
@@ -157,8 +162,8 @@ page.end()
 
 # %% [markdown]
 # ## Three things to try
-# 1. Edit: replace `TYPES = {"A": "A[B_X, D_Y]"` by `TYPES = {"A": "A[B_Y, D_X]"`. What has to be moved now, besides
-#    what is gathered?
+# 1. Edit: replace `TYPES = {"A": "A[B_X, D_Y]"` by `TYPES = {"A": "A[B_Y, D_X]"`. Which array must move now, besides
+#    the one that is gathered?
 # 2. Question: how many bytes does one of 32 devices hold of fp32[1024, 4096] as A[I_X, J_Z] with X=4, Y=4, Z=2?
 #    Evaluate `parse("A[I_X, J_Z]").nbytes(SIZES, {"X": 4, "Y": 4, "Z": 2}, "fp32")`.
-# 3. Flag: run with `--mesh X=2,Y=4`. Which of the snippet's local shapes change, and what is gathered now?
+# 3. Flag: run with `--mesh X=2,Y=4`. Which of the snippet's local shapes change, and which array is gathered now?

@@ -1,10 +1,10 @@
 # %% [markdown]
-"""Part 3, what the collectives cost on a torus: bandwidth, latency, several axes, and the questions about time.
+"""Part 3, the cost of collectives on a torus: bandwidth, latency, several axes, and the questions about time.
 https://jax-ml.github.io/scaling-book/sharding
 
-AllGather on a ring beside the book's measurement, the four collectives where hops decide and where bytes do, one
-AllGather over two axes as a plan, Pop Quiz 2, Questions 2 and 3, and the table of "What Have We Learned?". What the
-collectives do: 03_collectives.py.
+This chapter compares an AllGather on a ring with the book's measurement, shows where hops and where bytes decide the
+time of the four collectives, plans one AllGather over two axes, and answers Pop Quiz 2, Questions 2 and 3, and the
+table of "What Have We Learned?". How the collectives work is the subject of 03_collectives.py.
 """
 
 # %%
@@ -25,8 +25,9 @@ OPS, US = ("AllGather", "ReduceScatter", "AllReduce", "AllToAll"), 1e6
 
 # %% [markdown]
 # ## How long does an AllGather take?
-# Each of X/2 hops carries 2V/X over both links of a chip, so the time is V/W_ici whatever X is. Look down the columns:
-# only on lines, and where the share that a chip has already is counted exactly, does X matter, by (X - 1)/X.
+# Each of the X/2 hops of a ring carries 2V/X over both links of a chip, so the time is V/W_ici for any X. Look down the
+# columns: X matters only on lines, and where one counts exactly that a chip already has its own share. Both times have
+# the factor (X - 1)/X.
 
 # %%
 V = 64e6
@@ -40,8 +41,9 @@ page.table(rows, ["X", "hops both ways", "ring: V/W_ici", "ring, exactly", "line
 
 # %% [markdown]
 # ## A note on latency
-# A hop takes a microsecond however little it carries: 45 kB on a link of a v5e. The book's measurement over a ring of
-# 16 reaches the bandwidth later than max(latency, V/W) says, at about 10 MB: latency and transfer partly add up.
+# A hop takes a microsecond however little it carries, and in this time a link of a v5e could carry 45 kB. So a small
+# array takes as long as its hops. The book's measurement over a ring of 16 reaches the full bandwidth at about 10 MB,
+# later than the model max(latency, V/W) says, because latency and transfer partly add up.
 
 # %%
 MEASURED = {8e3: 0.03e10, 131e3: 0.87e10, 524e3: 2.7e10, 4.2e6: 7.2e10, 17e6: 8.65e10, 134e6: 8.95e10, 1e9: 9.0e10}
@@ -62,9 +64,10 @@ page.chart(
 
 # %% [markdown]
 # ## Several axes at once
-# Over two axes there are twice the links. Gathering one axis after the other does not use them: look at the first plan,
-# which is the cheapest by bytes, and the second, by time, which gathers over both axes in one step although they split
-# two dims. The third uses the idle Z as well: the array is first sliced over it, for nothing.
+# Over two axes a chip has twice the links, and to gather over one axis and then over the other does not use them all at
+# once. The first plan does this, because it is the cheapest by bytes. The second is the fastest, and gathers over both
+# axes in one step although they split two dims. The third uses the idle axis Z as well: it first slices the array over
+# Z, which costs nothing.
 
 # %%
 MESH, SIZES = {"X": 4, "Y": 4, "Z": 4}, {"B": 1024, "D": 4096}
@@ -82,7 +85,7 @@ page.table([(name, f"{took[name]:.1f}", str(plan)) for name, plan in plans.items
 
 # %% [markdown]
 # ## Pop Quiz 2, and Questions 2 and 3
-# Times on rings and lines of v5e and v4p; look at how many are bound by hops, not by bytes.
+# These are times on rings and lines of v5e and v4p. Look at how many of them are bound by hops and not by bytes.
 
 # %%
 quiz = parse("A[E_Y, F]")
@@ -122,8 +125,8 @@ page.answers([
 
 # %% [markdown]
 # ## What have we learned?
-# The table of the four collectives: an AllReduce is a ReduceScatter and an AllGather, an AllToAll a quarter of an
-# AllGather on a ring. Times are of 64 MB on v5e rings of 16.
+# The book ends with a table of the four collectives. An AllReduce is a ReduceScatter and an AllGather; on a ring, an
+# AllToAll takes a quarter of the time of an AllGather. The times are for 64 MB on rings of 16 v5e, and on a whole pod.
 
 # %%
 SYNTAX = {

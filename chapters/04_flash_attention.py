@@ -2,20 +2,21 @@
 """Part 4, Appendix A, How does Flash Attention work? Attention over chunks of keys, forward and backward.
 https://jax-ml.github.io/scaling-book/transformers
 
-The scores [T, S] of a head never stand whole. A chunk of keys and values comes, and three running numbers a query are
-mended: M, the largest score; L, the sum of exp(score - M); O, the weighted sum of values. Below, the listing beside
-dense attention, its derivative by the appendix's identity, what it holds, and the same over chunks on several ranks.
+Flash attention never has all scores [T, S] of a head in memory. It reads the keys and values in chunks, and with each
+chunk it updates three running numbers per query: M, the largest score; L, the sum of exp(score - M); O, the weighted
+sum of values. The listing and its derivative are compared with dense attention, its memory is measured, and its chunks
+are spread over several ranks.
 """
 
 # %% [markdown]
 # ## Why not keep the scores?
-# Attention multiplies every query with every key, so a sequence of T tokens has T^2 scores a head. They are larger
-# than all that goes in and comes out: at T = 8,192 a head's scores in float32 take 268 MB, its queries in bfloat16 2
-# MB. Writing them to memory and reading them back takes longer than computing them.
+# Attention multiplies every query with every key, so a sequence of T tokens has T^2 scores per head. They are larger
+# than all inputs and outputs: at T = 8,192 the scores of a head take 268 MB in float32, its queries 2 MB in bfloat16.
+# Writing them to memory and reading them back takes longer than computing them.
 #
-# Flash attention computes the softmax while keys arrive, and never has more than one chunk of scores. What it gives up
-# is FLOPs: the backward pass has to make the scores anew. On a chip that computes hundreds of FLOPs in the time of
-# reading a byte, this is a bargain. For short sequences the plain way is simpler and as fast.
+# Flash attention computes the softmax while keys arrive, and never has more than one chunk of scores. The price is
+# FLOPs: the backward pass computes the scores once more. On a chip that computes hundreds of FLOPs in the time it takes
+# to read a byte, this is a bargain. For short sequences dense attention is simpler and as fast.
 
 # %%
 import torch
@@ -44,21 +45,22 @@ def dense(Q, K, V):
 
 # %% [markdown]
 # ## Two chunks make one
-# A softmax over all keys is put together from those over two chunks: each has its own M, L and O, which are brought to
-# the larger M. Whatever the order, and however many chunks: look at how the three numbers of one query settle.
+# A softmax over all keys can be combined from those over two chunks. Each chunk has its own M, L and O, which are
+# rescaled to the larger M and added. Neither the order nor the number of chunks matters. The table shows how the three
+# numbers of one query settle as more keys arrive.
 
 
 # %%
 def chunk_sums(Q, K, V):
-    """One chunk by itself: M[T], L[T], O[T, H], where O is not yet divided by L."""
-    scores = Q @ K.mT / H**0.5  # [T, chunk]: all that ever stands
+    """Compute M[T], L[T] and O[T, H] of one chunk alone, where O is not yet divided by L."""
+    scores = Q @ K.mT / H**0.5  # [T, chunk]: never more than this
     M = scores.amax(1)
     P = torch.exp(scores - M[:, None])
     return M, P.sum(1), P @ V
 
 
 def combined(one, two):
-    """L = exp(M1 - M) L1 + exp(M2 - M) L2 with M = max(M1, M2), and O in the same way."""
+    """Combine two chunks: L = exp(M1 - M) L1 + exp(M2 - M) L2 with M = max(M1, M2), and O in the same way."""
     (M1, L1, O1), (M2, L2, O2) = one, two
     M = torch.maximum(M1, M2)
     s1, s2 = torch.exp(M1 - M), torch.exp(M2 - M)
@@ -80,16 +82,17 @@ for i, (k, v) in enumerate(zip(K.split(CHUNK), V.split(CHUNK), strict=True)):
     M, L, O = running
     apart = difference(O / L[:, None], dense(Q, K[: (i + 1) * CHUNK], V[: (i + 1) * CHUNK]))
     rows.append((min((i + 1) * CHUNK, S), *(f"{x.item():.4f}" for x in (M[0], L[0], O[0, 0] / L[0])), f"{apart:.1e}"))
-page.title(f"Query 0 over chunks of {CHUNK} keys, beside dense attention to the keys so far")
+page.title(f"Query 0 over chunks of {CHUNK} keys, against dense attention to the keys so far")
 page.table(rows, ["keys", "M", "L", "O / L", "all queries\noff by"])
 O, logsum = forward(Q, K, V)
 page.check("the last row is dense attention", difference(O, dense(Q, K, V)) <= EXACT)
 
 # %% [markdown]
 # ## The backward
-# With P = exp(scores - logsum), a chunk's softmax is there again without another pass. The derivative of a softmax
-# subtracts the sum of P dP over all keys, which no chunk has. The appendix's identity gives it without them:
-# sum_j P_ij dP_ij = sum_d dO_id O_id, a number a query. So each chunk is done by itself.
+# The backward pass needs no scores from the forward pass: with the saved logsum, P = exp(scores - logsum) gives a
+# chunk's part of the softmax. The derivative of a softmax subtracts the sum of P dP over all keys, which no chunk has.
+# The appendix's identity computes that sum without the keys, as one number per query: sum_j P_ij dP_ij = sum_d dO_id
+# O_id. So each chunk can be done alone.
 
 
 # %%
@@ -110,18 +113,19 @@ wanted, pull = vjp(dense, Q, K, V)
 P = torch.softmax(Q @ K.mT / H**0.5, 1)
 named = {"O": (O, wanted), "the identity": ((dO * O).sum(1), (P * (dO @ V.mT)).sum(1))}
 named |= dict(zip(("dQ", "dK", "dV"), zip(backward(Q, K, V, O, logsum, dO), pull(dO), strict=True), strict=True))
-page.title(f"Chunks of {CHUNK} beside dense attention, float64")
+page.title(f"Chunks of {CHUNK} against dense attention, float64")
 page.equal([(name, difference(*pair), EXACT) for name, pair in named.items()], "dense attention and autograd")
 
 # %% [markdown]
-# ## What it holds
-# The most that stands at once beside Q, K, V and O: dense attention has [T, S], the listing a few [T, chunk]. Twice the
-# length is four times as much for the one, and twice for the other.
+# ## Memory
+# How much memory does this save? The table counts the most elements that are live at once, besides Q, K, V and O: [T,
+# S] for dense attention, a few [T, chunk] for the listing. If the length doubles, the first grows by four, the second
+# by two.
 
 
 # %%
 def most_held(attend, n: int) -> float:
-    """Elements beside the operands, as n queries attend to n keys."""
+    """Return the elements that are live besides the operands, as n queries attend to n keys."""
     operands = [torch.empty(n, H, device="meta") for _ in range(3)]
     with peak_memory() as memory:
         [x.detach() for x in operands]
@@ -136,9 +140,10 @@ page.check("what dense attention holds grows by four", held[2][1] > 3.5 * held[1
 page.check("what chunks hold grows by two", held[2][2] < 2.1 * held[1][2])
 
 # %% [markdown]
-# ## What it reads
-# By the roofline of a v5e a kernel that writes its scores to HBM is bound by them at every length; one that keeps them
-# in VMEM reads Q, K and V and writes O, and is compute-bound from some hundred keys on.
+# ## Bytes read and written
+# Memory traffic decides the speed. By the roofline of a v5e, a kernel that writes its scores to HBM is bound by them at
+# every length. A kernel that keeps them in VMEM reads Q, K and V and writes O, and is compute-bound from some hundred
+# keys on.
 
 # %%
 V5E, WIDTH = chip("v5e"), 128
@@ -146,7 +151,10 @@ lengths = [128 * 2**i for i in range(8)]
 
 
 def intensity(n: int, kept: bool) -> float:
-    """FLOPs a byte of a head of 128 in bf16: two products; scores written, read, and their softmax again, or kept."""
+    """Return FLOPs per byte of a head of 128 in bf16, two products.
+
+    Scores are either kept on the chip, or written, read, and their softmax written and read again.
+    """
     return 4 * n * n * WIDTH / (2 * (4 * n * WIDTH + (0 if kept else 4 * n * n)))
 
 
@@ -167,13 +175,13 @@ page.answers([
 
 # %% [markdown]
 # ## On several ranks
-# The chunks may lie on different devices: each rank has its own keys, K[S_C, H], and M, L and O are reduced over C, M
-# with max. Nothing that is as long as S is sent. Ring attention does the same hop by hop, in 05_context.py.
+# The chunks may also be on different devices. Each rank has its own keys, K[S_C, H], and M, L and O are reduced over C,
+# M by a maximum. No array as long as S is sent. Ring attention does the same hop by hop, in 05_context.py.
 
 
 # %%
 def on_ranks(mesh) -> float:
-    """How far O is from dense attention, on the rank where it is farthest."""
+    """Return the difference of O from dense attention, on the rank where it is largest."""
     own_K, own_V = shard("K[S, H] -> K[S_C, H]", K, mesh), shard("V[S, H] -> V[S_C, H]", V, mesh)
     scores = einsum("Q[T, H] * K[S_C, H] -> A[T, S_C]", Q, own_K) / H**0.5
     M = all_reduce("M[T] {U_C} -> M[T]", scores.amax(1), mesh, op="max")

@@ -2,8 +2,8 @@
 """Part 4, Miscellaneous Math and the problems: checkpointing, KV caches, attention's intensity, DeepSeek's MFU.
 https://jax-ml.github.io/scaling-book/transformers
 
-What a transformer saves for its backward pass and computes again, by formula, counted and measured; caches; Questions 1
-to 8 with the book's answers beside ours. The operations of a layer one by one: 04_transformers.py.
+This chapter computes, counts and measures what a transformer saves for its backward pass and what it computes again,
+sizes caches, and answers Questions 1 to 8. The operations of a layer, one by one, are in 04_transformers.py.
 """
 
 # %%
@@ -32,7 +32,7 @@ V5E, ALPHA = chip("v5e"), chip("v5e").intensity("hbm")  # 240 FLOPs a byte
 
 
 def counted(f, *args) -> int:
-    """FLOPs of a call, as torch counts them while it runs."""
+    """Return the FLOPs of a call, as torch counts them while it runs."""
     with FlopCounterMode(display=False) as counter:
         f(*args)
     return counter.get_total_flops()
@@ -40,9 +40,11 @@ def counted(f, *args) -> int:
 
 # %% [markdown]
 # ## Gradient checkpointing
-# What is saved for the backward pass, and what is computed again, by formula and on a small transformer: FLOPs of a
-# step counted, where those without remat are the 6 of 6 x params x tokens, saved tensors measured (of two layers, less
-# those of one). Look at 6 -> 7.9: the unembedding is not repeated.
+# The backward pass needs activations of the forward pass. Gradient checkpointing (remat) saves fewer of them and
+# computes the others again, so it trades FLOPs for memory. The table compares formulas with a small transformer: the
+# FLOPs of a step are counted, where 6 stands for the step without remat, and the saved tensors are measured as the
+# difference between two layers and one. Recomputing everything would be 8; it is 7.9, since the unembedding is not
+# recomputed.
 
 # %%
 small = get("part4-q1").with_(name="small", L=4, D=64, F=256, N=8, K=8, H=8, V=256)
@@ -50,7 +52,7 @@ batch, length = 2, 16 if page.small else 32
 
 
 def weigh(remat: str) -> float:
-    """Elements per token that autograd holds for a layer's backward pass: of two layers, less those of one."""
+    """Return the elements per token that autograd saves for a layer's backward pass: two layers' minus one layer's."""
     params = optree.tree_map(lambda p: p.requires_grad_(), transformer.init(small))
     own = {leaf.untyped_storage()._cdata for leaf in optree.tree_leaves(params)}
 
@@ -87,13 +89,14 @@ page.table(
 
 # %% [markdown]
 # ## The text's numbers
-# 4M tokens, 64 layers of width 8192. The book counts about 20 arrays a layer; what autograd holds depends on F: with
-# F = 4D it is more. A cache holds a key and a value for each token, layer and KV head.
+# The book's example has 4M tokens and 64 layers of width 8192. It counts about 20 arrays a layer. How many autograd
+# saves depends on F, and with F = 4D there are more. A cache has one key and one value for each token, layer and KV
+# head.
 
 
 # %%
 big, million = get("part4-q1").with_(D=8192, F=4 * 8192, N=64, K=64), 4_000_000  # F = 4D, NH = KH = D
-seen = []  # the products with weights of a layer, one by one
+seen = []  # a layer's products with weights, in order
 
 
 def noted(y: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
@@ -127,8 +130,9 @@ page.same([("KV cache", "2SLKH", 2 * 8192 * 64 * 8192, tm.kv_cache_bytes(big, 81
 
 # %% [markdown]
 # ## Questions 1 to 3
-# Params and caches by the formulas, FLOPs of sharded and of general contractions traced and counted. Question 2: the
-# axis Z repeats the computation, so the devices together do Z times what is needed.
+# Params and caches follow from formulas; the FLOPs of a sharded and of a general contraction are traced and counted. In
+# Question 2, the product does not use the axis Z, so the computation is repeated along it, and the devices together do
+# Z times the necessary work.
 
 # %%
 q1 = get("part4-q1")
@@ -151,14 +155,16 @@ page.answers([
 
 # %% [markdown]
 # ## Question 4: the intensity of attention
-# A kernel reads Q, K and V and writes O once: TSG/(TG + S) FLOPs a byte. In prefill, T = S, it grows with the context;
-# in decoding it stays below G. Below, the time of attention over the MLP's, by roofline, for LLaMA-3 70B on a v5e: in
-# decoding the cache is read for each sequence, so attention overtakes the MLP at a few thousand tokens.
+# Does attention use the chip well? A kernel reads Q, K and V and writes O once, which makes TSG/(TG + S) FLOPs per
+# byte. In prefill, T = S, this grows with the context. In decoding it stays below G. The plot compares the time of
+# attention with that of the MLP, by roofline, for LLaMA-3 70B on a v5e. In decoding, the cache is read for each
+# sequence, so attention overtakes the MLP at a few thousand tokens.
 
 
 # %%
 def relative_cost(T: int, batch: int = 240) -> tuple[float, float]:
-    """Seconds of dot-product attention over those of the MLP at a context of T: in prefill, in decoding `batch`."""
+    """Return the time of attention over that of the MLP at a context of T: in prefill, and in decoding `batch`
+    sequences."""
     config = get("llama3-70b")
     C, W = V5E.flops(), V5E.need("hbm_bw")
     flops = tm.forward_flops(config.with_(L=1), 1, T, causal=True)
@@ -171,17 +177,17 @@ def relative_cost(T: int, batch: int = 240) -> tuple[float, float]:
 
 
 def compute_bound_from(G: int) -> int:
-    """The shortest S = T whose prefill has v5e's intensity."""
+    """Return the shortest S = T whose prefill has v5e's critical intensity."""
     return next(S for S in range(1, 10**5) if tm.attention_intensity(S, S, G) >= ALPHA)
 
 
 def as_much(which: int) -> int:
-    """The context at which attention takes as long as the MLP: 0 in prefill, 1 in decoding."""
+    """Return the context at which attention takes as long as the MLP: in prefill (0) or in decoding (1)."""
     return 1 + bisect_left(range(1, 2**22), True, key=lambda T: relative_cost(T)[which] >= 1)
 
 
 # %% [markdown]
-# Both ratios by context, the two intensities by formula, and the answers.
+# First the ratio by context, in prefill and in decoding; then both intensities by formula; then the answers.
 
 # %%
 contexts = [2**i for i in range(8, 20)]
@@ -209,7 +215,7 @@ page.answers([
 
 # %% [markdown]
 # ## Questions 5 to 8
-# Question 6 is counted as a step runs with and without remat; the others are formulas of the model's sizes.
+# Question 6 is counted while a step runs with and without remat. The others are formulas of the model's sizes.
 
 # %%
 grouped = q1.with_(L=1, N=64, K=8, V=8)

@@ -2,8 +2,9 @@
 """Part 4, All the Transformer Math You Need to Know: params, FLOPs and bytes of a Transformer, by formula and counted.
 https://jax-ml.github.io/scaling-book/transformers
 
-Every formula beside a real functional transformer: operations counted by torch as they run forward and backward,
-params as its leaves, and the share of attention. Checkpointing, caches and the problems: 04_problems.py.
+Every formula is compared with a real functional transformer: torch counts its operations as they run forward and
+backward, and its params are its leaves. The last sections follow the share of attention. Checkpointing, caches and the
+problems are in 04_problems.py.
 """
 
 # %%
@@ -25,7 +26,7 @@ page = Page(__doc__, plot=True)
 
 
 def counted(f, *args) -> dict[str, int]:
-    """FLOPs of a call, as torch counts them while it runs, by operator."""
+    """Return the FLOPs of a call by operator, as torch counts them while it runs."""
     with FlopCounterMode(display=False) as counter:
         f(*args)
     return {str(op): flops for op, flops in counter.get_flop_counts()["Global"].items()}
@@ -33,8 +34,8 @@ def counted(f, *args) -> dict[str, int]:
 
 # %% [markdown]
 # ## Counting dots
-# A contraction takes twice the product of all its dims, each counted once. Look at the last column: a matmul's FLOPs
-# grow faster than what it reads, a dot product's do not.
+# The FLOPs of a contraction are twice the product of all its dims, where each dim counts once. Look at the last column:
+# the FLOPs of a matmul grow faster than the numbers it reads, and those of a dot product do not.
 
 # %%
 CONTRACTIONS = [
@@ -52,8 +53,9 @@ page.table(rows, ["contraction", "einsum", "FLOPs", "numbers read", "FLOPs a num
 
 # %% [markdown]
 # ## Transformer accounting, operation by operation
-# Each operation of a layer with the book's FLOPs (of training: forward and backward) and params, beside what torch
-# counts while the einsum and its two gradients run, on sizes that are all different. Forward takes a third of it.
+# The table has each operation of a layer, with the book's formulas for its FLOPs in training (forward and backward) and
+# its params. torch counts the FLOPs while the einsum and its two gradients run, on sizes that are all different. The
+# forward pass takes a third of them.
 
 # %%
 SIZE = {"B": 2, "T": 5, "S": 7, "D": 12, "F": 20, "N": 6, "K": 3, "G": 2, "H": 4, "V": 11}
@@ -72,13 +74,13 @@ OPERATIONS = [  # part, operation, einsum, train FLOPs, params
 
 
 def value(monomial: str) -> int:
-    """The book's "6BTDNH" with the letters' sizes."""
+    """Return the value of the book's "6BTDNH" at these sizes."""
     number, letters = re.fullmatch(r"(\d*)([A-Z]*)", monomial).groups()
     return int(number or 1) * math.prod(SIZE[letter] for letter in letters)
 
 
 def train(equation: str) -> int:
-    """FLOPs of an einsum and of the gradients of both operands, counted."""
+    """Count the FLOPs of an einsum and of the gradients of both operands."""
     operands = [torch.ones([SIZE[x.upper()] for x in dims]) for dims in equation.split("->")[0].split(",")]
     return sum(counted(lambda: torch.func.grad(lambda *xs: torch.einsum(equation, *xs).square().sum() / 2,
                                                argnums=(0, 1))(*operands)).values())  # fmt: skip
@@ -97,9 +99,9 @@ page.table(rows, ["", "operation", "the book's", "value", "counted", "same", "pa
 
 # %% [markdown]
 # ## Params and FLOPs of models
-# By formula, and counted on the functional transformer (on meta tensors: nothing is computed). Look at how small a part
-# attention is of the params, and at the FLOPs over 6 x params x tokens: near 1 unless the model is small, or has as
-# many heads as deepseek-v3 (1.25).
+# The same formulas describe real models. They are compared with the functional transformer on meta tensors, which have
+# shapes but no data. Look at how small a part of the params belongs to attention. The FLOPs over 6 x params x tokens
+# are near 1, unless the model is small or has as many heads as deepseek-v3 (1.25).
 
 # %%
 B, T = 1, 4096
@@ -111,7 +113,7 @@ for name, config in MODELS.items():
         leaves = optree.tree_leaves(transformer.init(config, device="meta"))
         verdict = page.check(f"{name}: params", sum(leaf.numel() for leaf in leaves) == sum(parts.values()))
         if not config.moe:  # which expert computes what depends on the tokens: no FLOPs on meta tensors
-            two = config.with_(L=2)  # the counter walks every layer: two are enough
+            two = config.with_(L=2)  # counting walks every layer, and two are enough
             tokens = torch.zeros(B, T, dtype=torch.long, device="meta")
             ran = counted(transformer.forward, transformer.init(two, device="meta"), tokens)
             same = sum(ran.values()) == sum(tm.forward_flops(two, B, T).values())
@@ -126,13 +128,14 @@ page.table(rows, ["model", "params\n1e9", "active\n1e9", "MLP", "atten-\ntion", 
 
 # %% [markdown]
 # ## Fractional cost of attention with context length
-# With F = 4D and NH = KH = D the ratio is T/(8D). The points are counted on a small transformer, D = 64: the FLOPs of
-# batched matmuls (scores and values) over those of the layers' other matmuls.
+# When does attention dominate? With F = 4D and NH = KH = D, its FLOPs over the rest's are T/(8D). The points are
+# counted on a small transformer, D = 64, as the FLOPs of batched matmuls (scores and values) over those of the other
+# matmuls.
 
 
 # %%
 def proportioned(D: int, heads: int = 128):
-    """The book's proportions at this width: F = 4D, NH = KH = D."""
+    """Return a config of this width with the book's proportions: F = 4D, NH = KH = D."""
     return get("part4-q1").with_(D=D, F=4 * D, N=D // heads, K=D // heads, H=heads)
 
 
@@ -157,9 +160,9 @@ page.chart(
 
 # %% [markdown]
 # ## What should you take away from this section?
-# Each component of a layer with MHA (K = N), counted on the transformer: what a second layer adds. The dot products
-# overtake the MLP's FLOPs at T = 6D, and those of the MLP and the projections at T = 8D; 6 x params x tokens is near
-# until then.
+# The formulas sum up to the book's table of takeaways, for MHA (K = N). Each row is the difference between two layers
+# and one, counted on the transformer. The FLOPs of the dot products overtake those of the MLP at T = 6D, and those of
+# MLP and projections together at T = 8D. Until then 6 x params x tokens is a good estimate.
 
 # %%
 layer = get("part4-q1").with_(D=256, F=1024, N=4, K=4, H=64, V=64)
@@ -208,8 +211,8 @@ page.end()
 
 # %% [markdown]
 # ## Three things to try
-# 1. Edit: replace `"N": 6, "K": 3, "G": 2` by `"N": 6, "K": 3, "G": 1`. Why do the formulas of the dot products no
-#    longer fit what is counted, though those of the projections do?
+# 1. Edit: replace `"N": 6, "K": 3, "G": 2` by `"N": 6, "K": 3, "G": 1`. Why do the formulas of the dot products not
+#    match the counts any more, though the formulas of the projections do?
 # 2. Question: how many params does LLaMA-3 8B have without its two vocabulary matrices? Evaluate
 #    `tm.num_params(get("llama3-8b")) - tm.params(get("llama3-8b"))["vocab"]`.
 # 3. Flag: run with `--plot share.svg`. How many times as much as the rest is attention at T = 2^18 for D = 8192?

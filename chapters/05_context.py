@@ -1,11 +1,12 @@
 # %% [markdown]
-"""Part 5, context parallelism: attention over a sequence that is split, in five forms beside one device, and its bytes.
+"""Part 5, context parallelism: attention over a sequence that is split, in five forms, and the bytes that each sends.
 "Data Parallelism", its aside: https://jax-ml.github.io/scaling-book/training
 "Appendix A: How does Flash Attention work?": https://jax-ml.github.io/scaling-book/transformers
 
     Q[B, T_C, N, H], K[B, S_C, K, H], V[B, S_C, K, H] -> O[B, T_C, N, H]
 
-Why data parallelism over tokens is not enough; ring attention line by line; the zig-zag order against waiting.
+This chapter says why data parallelism over tokens is not enough, writes ring attention line by line, shows why the
+zig-zag order keeps all ranks busy, and compares all forms with one device.
 """
 
 # %% [markdown]
@@ -14,10 +15,11 @@ Why data parallelism over tokens is not enough; ring attention line by line; the
 # sequences of 128k, which leaves nothing to split beyond 64 ways, and the activations of one such sequence may not fit
 # on a chip. So the sequence itself is split, over an axis C.
 #
-# What one gives up is that attention is no longer local: keys and values travel, forward and backward. Each chip needs
-# enough of the sequence to hide that: the time of the scores grows with its square, that of the transfer with its
-# length, so long contexts can afford it and short ones cannot. Under a causal mask the chips also have unequal work
-# unless the order is changed. Where there are sequences enough, splitting them costs nothing and is better.
+# The price is that attention is no longer local: keys and values must be sent, forward and backward. To hide that, each
+# chip needs enough of the sequence. The time of the scores grows with the square of its length and that of the transfer
+# with the length alone, so long contexts can afford it and short ones cannot. Under a causal mask the chips also have
+# unequal work, unless the order of the tokens is changed. Where there are enough sequences, splitting them costs
+# nothing and is better.
 
 # %%
 import torch
@@ -43,9 +45,10 @@ C = page.args.mesh["C"]
 B, T, N, K, H, LIMIT = 2, 16 * C, 2 * C, 2, 8, 1e-11  # so G = N / K is C
 
 # %% [markdown]
-# ## What does a token need of others?
-# Norms, projections and MLPs treat tokens one by one: split the sequence over an axis C, and they run as under data
-# parallelism. In attention every query meets every key, and both lie along the sequence. That is case 4 of Part 3:
+# ## What does a token need from other tokens?
+# Norms, projections and MLPs treat every token alone. If the sequence is split over an axis C, they run as they do
+# under data parallelism. In attention every query meets every key, and both are split along the sequence. That is case
+# 4 of Part 3:
 
 # %%
 page.title("The scores of a sequence that is split")
@@ -57,10 +60,11 @@ except ShardingError as error:
 
 # %% [markdown]
 # ## Ring attention, line by line
-# One way out is to gather the keys and values, as case 4 says. The ring takes that AllGather apart: C - 1 times a block
-# is passed on to the next rank, while the block at hand is used. So no rank holds more than two blocks, and the
-# transfer hides behind the matmuls. What is seen of each block is joined by Appendix A's running maximum M, denominator
-# L and output O. G query heads share each KV head: N = KG. `S` without an axis is the keys of the block at hand.
+# One solution is to gather the keys and values, as case 4 says. The ring splits that AllGather into hops: C - 1 times
+# each rank passes a block on to the next rank, and computes with it meanwhile. So no rank has more than two blocks, and
+# the transfer is hidden behind the matmuls. The results of the blocks are combined by Appendix A's running maximum M,
+# denominator L and output O. G query heads share each KV head: N = KG. `S` without an axis is the dim of the keys in
+# the rank's present block.
 
 
 # %%
@@ -72,17 +76,18 @@ def forward(Q, KV, mesh, order):
         A = einsum("Q[B, T_C, K, G, H] * K[B, S, K, H] -> A[B, T_C, K, G, S]", Q, KV[0])  # 2.
         A = A.masked_fill(hidden(mesh, order, hop), -torch.inf)
         below, M = M, torch.maximum(M, A.amax(-1))
-        P, w = (A - M[..., None]).exp(), (below - M).exp()  # 3. the shares of what was seen before shrink by w
+        P, w = (A - M[..., None]).exp(), (below - M).exp()  # 3. earlier blocks' shares shrink by w
         L = w * L + P.sum(-1)
         O = w[..., None] * O + einsum("P[B, T_C, K, G, S] * V[B, S, K, H] -> O[B, T_C, K, G, H]", P, KV[1])  # 4.
-        KV = wait(later)  # it was on its way during 2. to 4.
+        KV = wait(later)  # it was in flight during 2. to 4.
     return O / L[..., None], M + L.log()
 
 
 # %% [markdown]
-# The backward pass goes round again, and makes each block's P anew from what forward kept of its rows. The gradients of
-# a block's keys and values are partial sums {U_C}, one of each rank: they follow their block, and every rank adds its
-# own. This is the ReduceScatter that answers to the AllGather, taken apart hop by hop as well.
+# The backward pass goes round the ring once more, and recomputes each block's P from the logL that the forward saved.
+# The gradients of a block's keys and values are partial sums {U_C}, with one term from each rank. They travel with
+# their block, and every rank adds its own term. This is the ReduceScatter that is the transpose of the AllGather, split
+# into hops as well.
 
 
 # %%
@@ -95,11 +100,11 @@ def backward(dO, O, logL, Q, KV, mesh, order):
         P = (A.masked_fill(hidden(mesh, order, hop), -torch.inf) - logL[..., None]).exp()
         dP = einsum("dO[B, T_C, K, G, H] * V[B, S, K, H] -> dP[B, T_C, K, G, S]", dO, KV[1])  # 3.
         dA = P * (dP - delta)
-        dQ = dQ + einsum("dA[B, T_C, K, G, S] * K[B, S, K, H] -> dQ[B, T_C, K, G, H]", dA, KV[0])  # 4. stays
+        dQ = dQ + einsum("dA[B, T_C, K, G, S] * K[B, S, K, H] -> dQ[B, T_C, K, G, H]", dA, KV[0])  # 4. stays here
         dK = einsum("dA[B, T_C, K, G, S] * Q[B, T_C, K, G, H] -> dK[B, S, K, H] {U_C}", dA, Q)  # 5.
         dV = einsum("P[B, T_C, K, G, S] * dO[B, T_C, K, G, H] -> dV[B, S, K, H] {U_C}", P, dO)  # 6.
         dKV = wait(dKV) + torch.stack([dK, dV])
-        dKV = ppermute("dKV[2, B, S_C, K, H]", dKV, mesh, "C", AROUND, async_op=True)  # 7. follows, in the end home
+        dKV = ppermute("dKV[2, B, S_C, K, H]", dKV, mesh, "C", AROUND, async_op=True)  # 7. travels with KV
         KV = wait(later)
     return dQ, wait(dKV)
 
@@ -108,22 +113,29 @@ AROUND = [(c, (c + 1) % C) for c in range(C)]
 
 
 def hidden(mesh, order, hop):
-    """True where a key lies after the query; at a hop this rank has the keys of the one `hop` places before it."""
+    """Return True where a key comes after the query, for the block that this rank has at a hop.
+
+    That is the block of the rank `hop` positions before it.
+    """
     c = mesh.coord["C"]
     rows, columns = (torch.tensor(places(order, at % C), device=mesh.device) for at in (c, c - hop))
     return (columns > rows[:, None])[:, None, None]
 
 
 def places(order, c) -> list[int]:
-    """The positions of rank c's tokens: two chunks of 2C, neighbours in plain order, in zig-zag order c and 2C-1-c."""
+    """Return the positions of rank c's tokens: two of 2C chunks.
+
+    They are neighbours in plain order, and chunks c and 2C-1-c in zig-zag order.
+    """
     half = T // C // 2
     return [i * half + j for i in ((2 * c, 2 * c + 1) if order == "plain" else (c, 2 * C - 1 - c)) for j in range(half)]
 
 
 # %% [markdown]
 # ## Another way: heads for tokens
-# Ulysses moves the axis from the sequence to the heads and back. In between every rank has the whole sequence, for N/C
-# heads; the backward pass is the transpose. KV heads that do not divide are copied until they do, K -> R.
+# Ulysses moves the axis from the sequence to the heads and back. In between, every rank has the whole sequence for N/C
+# heads and computes ordinary attention; the backward pass is the transpose. If C does not divide the KV heads, they are
+# copied until it does, K -> R.
 
 
 # %%
@@ -135,9 +147,9 @@ def ulysses(Q, KV, mesh, attend):
     return all_to_all("O[B, T, N_C, H] -> O[B, T_C, N, H]", O, mesh)
 
 
-# %% What both are held to: one device, all scores at once, with a cotangent that is not uniform
+# %% Both are compared with one device, which has all scores at once, for a cotangent that is not uniform
 def problem():
-    """Q, K, V and dO, whole, none of them uniform along T; and documents of unequal lengths."""
+    """Return Q, K, V and dO, whole and not uniform along T, and documents of unequal lengths."""
     rng = torch.Generator().manual_seed(page.args.seed)
     Q, key, V, dO = (torch.randn(B, T, n, H, generator=rng, dtype=torch.float64) for n in (N, K, K, N))
     segments = (torch.rand(B, T, generator=rng) < 0.1).cumsum(1)
@@ -145,7 +157,7 @@ def problem():
 
 
 def dense(Q, key, V, window=T, segments=None):
-    """All scores at once, on one device."""
+    """Compute attention on one device, with all scores at once."""
     key, V = (x.repeat_interleave(Q.shape[2] // x.shape[2], 2) for x in (key, V))
     ahead = torch.arange(T, device=Q.device) - torch.arange(T, device=Q.device)[:, None]
     unseen = (ahead > 0) | (ahead <= -window)
@@ -155,7 +167,7 @@ def dense(Q, key, V, window=T, segments=None):
 
 
 def differences(made, spec, mesh, home=slice(None), **mask) -> list[float]:
-    """Of O, dQ, dK and dV from one device's; `home` puts T in plain order."""
+    """Return the differences of O, dQ, dK and dV from one device's; `home` restores the plain order of T."""
     O, pull = vjp(lambda *x: dense(*x, **mask), *problem()[:3])
     found = [unshard(spec, x, mesh)[:, home] for x in made]  # scaling: ignore[dims] of queries, and of keys
     return [difference(x, w, mesh) for x, w in zip(found, (O, *pull(problem()[3])), strict=True)]
@@ -167,9 +179,9 @@ def show(found) -> None:
     page.table(rows, ["", "O", "dQ", "dK", "dV", "equal"])
 
 
-# %% A hop of the ring has two lines of products forward and five back; then how far each listing is from one device
+# %% A hop of the ring has two products forward and five back; the second table compares each listing with one device
 def by_hand(mesh):
-    """(the differences of each listing, the lines of the ring's two passes)."""
+    """Return (the differences of each listing, the lines of the ring's two passes)."""
     results, c = {}, mesh.coord["C"]
     for order in ("zig-zag", "plain"):
         Q, key, V, dO, _ = (x[:, places(order, c)].to(mesh.device) for x in problem())
@@ -197,11 +209,12 @@ show(results)
 
 # %% [markdown]
 # ## Who waits for whom
-# Under a causal mask late queries see more than early ones. In plain order the last rank has C - 1/2 blocks of scores
-# to compute, the mean is C/2, and at every hop all wait for the busiest: at best 1/(2 - 1/C) of the time is used. In
-# zig-zag order rank c has chunk c and chunk 2C-1-c, and all have the same, at every hop. Below, a digit is the rank
-# that computes this block of scores (on the diagonal, half of it). On 8 H800 zhuzilin/ring-flash-attention (README)
-# reaches 52.1% of the ideal forward and 53.9% with the backward, in zig-zag order 85.2% and 90.2%.
+# Under a causal mask, late queries see more keys than early ones. In plain order the last rank has to compute C - 1/2
+# blocks of scores, where the mean is C/2. At every hop all ranks wait for the busiest one, so at best 1/(2 - 1/C) of
+# the time is used. In zig-zag order rank c has the chunks c and 2C-1-c, and all ranks have equal work at every hop. In
+# the picture, each digit is the rank that computes this block of scores (on the diagonal, half of it). On 8 H800,
+# zhuzilin/ring-flash-attention (README) measures 52.1% of the ideal forward and 53.9% with the backward in plain order,
+# and 85.2% and 90.2% in zig-zag order.
 
 # %%
 page.title("Blocks of scores, queries downwards, keys to the right")
@@ -225,9 +238,10 @@ for ranks in (2, 4, 8):
 page.table(rows, ["C", "plain, T=256", "used", "zig-zag", "(2T + 1 - T/C) / (T + 1), 1"])
 
 # %% [markdown]
-# ## All forms are one device
-# `scaling.strategies.context.attention`, with and without a window and packed documents. usp is Ulysses over Y inside a
-# ring over C. Zig-zag order is taken once around a whole model, here around one layer.
+# ## All forms equal one device
+# Here `scaling.strategies.context.attention` runs with and without a window and packed documents. The form usp is
+# Ulysses over Y inside a ring over C. A model changes to zig-zag order once, around all layers; here it is done around
+# one layer.
 
 # %%
 WAYS = {"ring": "C", "zigzag": "C", "gather": "C", "ulysses": "C", "usp": ("C", "Y")}
@@ -257,10 +271,11 @@ def all_forms(mesh):
 show(page.on_ranks(all_forms))
 
 # %% [markdown]
-# ## What each costs, from the types
-# One layer of LLaMA-3 405B, 131,072 tokens, bf16 on 16 ranks, on an abstract mesh of 4,096 chips. Gradients of keys
-# that are summed over ranks travel in float32, and so do copied heads. gather holds all keys, and nothing hides it; the
-# ring is hidden, but waits C - 1 times; Ulysses sends Q and O too, of each 1/C, so it gains with more ranks.
+# ## The cost of each form, from the types
+# The example is one layer of LLaMA-3 405B with 131,072 tokens in bf16 on 16 ranks, on an abstract mesh of 4,096 chips.
+# Gradients of keys that are summed over ranks are sent in float32, and so are copied heads. The form gather has all
+# keys on every rank, and nothing hides its AllGather. The ring is hidden, but waits C - 1 times. Ulysses also sends Q
+# and O, but only 1/C of each, so it gains with more ranks.
 
 # %%
 model = get("llama3-405b")
@@ -284,8 +299,9 @@ page.same(counts, ["form", "of a rank's shards", "bytes", "counted"])
 
 # %% [markdown]
 # ## When is the ring hidden?
-# At a hop in zig-zag order half of the t x t scores are seen, t = T/C: 2NH t^2 FLOPs for the 4 t KH bytes of a block
-# that go one way. So the transfer takes less from t = 2 alpha/G on, alpha = C/W; the batch and H do not matter.
+# At a hop in zig-zag order, half of the t x t scores are visible, where t = T/C. They take 2NH t^2 FLOPs, while the 4 t
+# KH bytes of a block are sent one way. So the transfer takes less time from t = 2 alpha/G on, with alpha = C/W; the
+# batch and H do not matter.
 
 
 # %%

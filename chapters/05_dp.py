@@ -1,12 +1,13 @@
 # %% [markdown]
-"""Part 5, "Data Parallelism": the listing line by line, beside one device, and when it is compute-bound.
+"""Part 5, "Data Parallelism": the listing line by line, compared with one device, and when it is compute-bound.
 https://jax-ml.github.io/scaling-book/training
 
     In[B_X, D] * W_in[D, F] * W_out[F, D] -> Out[B_X, D]
 
-The batch is split, the params are replicated. The forward moves nothing; the backward leaves each weight's gradient as
-partial sums {U_X}, and an AllReduce adds them up. Nothing waits for it but the optimizer, so it can run behind the rest
-of the backward: `scaling/strategies/data_parallel.py` does that, for L layers, and can reduce several in one bucket.
+The batch is split, and the params are replicated. The forward sends nothing. The backward leaves each weight's gradient
+as partial sums {U_X}, and an AllReduce adds them up. Only the optimizer waits for that sum, so it can run behind the
+rest of the backward: `scaling/strategies/data_parallel.py` does that for L layers, and can reduce several in one
+bucket.
 """
 
 # %% [markdown]
@@ -16,11 +17,11 @@ of the backward: `scaling/strategies/data_parallel.py` does that, for L layers, 
 # way to use X chips gives each of them a copy of the model and B/X of the tokens; only the gradients have to be added
 # up.
 #
-# What one gives up is memory. Every chip holds all params and all of Adam's state, 10 bytes a param with bfloat16
-# params and two float32 moments, so the 96 GB of a TPU v5p hold fewer than 10 billion params, without one activation.
-# And the batch has to grow with the chips: with few tokens on each, adding up gradients takes longer than making them.
-# Where the model fits on a chip and the batch is large, nothing is simpler or faster. Where it does not fit,
-# 05_fsdp.py goes on.
+# The price is memory. Every chip has all params and all of Adam's state, 10 bytes a param with bfloat16 params and two
+# float32 moments, so the 96 GB of a TPU v5p hold fewer than 10 billion params, without one activation. And the batch
+# has to grow with the chips: if each has few tokens, adding up the gradients takes longer than computing them. Where
+# the model fits on a chip and the batch is large, nothing is simpler or faster. Where it does not fit, 05_fsdp.py goes
+# on.
 
 # %%
 import torch
@@ -38,15 +39,16 @@ from scaling.strategies.stack import Strategy
 from scaling.strategies.stateless import call, reduce_grads
 from scaling.train.byte_lm import batch_axes, loss_and_grads, param_specs, reduced
 
-# What must divide over --mesh: each rank has a part of the batch.
+# The dim that must divide over --mesh: each rank has a part of the batch.
 FITS = ("Tokens[B_X]",), learning.SIZES
 page = Page(__doc__, mesh="X=4", fits=FITS, device=True, seed=True, **learning.OPTIONS)
 X = page.args.mesh["X"]
 
 # %% [markdown]
 # ## Without parallelism
-# One layer on one device, derived from its types: both passes as the book numbers them. What each product needs once
-# its arrays are split is what the book's Appendix A asks; every chapter on a strategy is the answer, line by line.
+# This is one layer on one device, derived from its types, with both passes as the book numbers them. Which
+# communication does each product need once its arrays are split? That is the question of the book's Appendix A, and
+# every chapter on a strategy answers it line by line.
 
 # %%
 page.title("Without parallelism")
@@ -54,15 +56,16 @@ page.say(str(derive("In[B, D] * W_in[D, F] * W_out[F, D] -> Out[B, D]")))
 
 # %% [markdown]
 # ## First by types alone
-# Any nn.Module of yours, the types of its params, and torch.func.grad. The rows of x are split, so each rank's loss
-# is its own terms, and by the law of cotangents the gradient of a replicated param is unreduced over X.
+# The shortest way to data parallelism takes any nn.Module, the types of its params, and torch.func.grad. The rows of x
+# are split, so each rank's loss is the sum over its own rows. By the law of cotangents, the gradient of a replicated
+# param is then unreduced over X.
 
 # %%
 STORED = USED = {"fc1.weight": "W[F, D]", "fc1.bias": "b[F]", "fc2.weight": "V[D, F]", "fc2.bias": "c[D]"}
 
 
 def gradients(module, params, x, mesh):
-    """params typed STORED, x[B_X, D] -> the gradients of sum Out^2 over the whole batch, typed as the params."""
+    """Return the gradients of sum Out^2 over the whole batch, typed as the params: params as in STORED, x[B_X, D]."""
     f = call(module, STORED, USED, mesh)  # nothing to gather: the params are replicated
 
     def loss(params):
@@ -76,8 +79,8 @@ listing.show_module(page, gradients, STORED)
 
 # %% [markdown]
 # ## The book's layer, line by line
-# What each rank does. Look for {U_X}: it appears where the batch is summed over, and an AllReduce takes it away. Act
-# is Tmp past the activation, which the book leaves out; `block` has it, and the norm.
+# These are the lines that each rank runs. {U_X} appears where a product sums over the batch, and an AllReduce removes
+# it. Act is Tmp after the activation function, which the book leaves out; `block` has this function, and the norm.
 
 # %%
 SPECS = {"In": "In[B_X, D]", "W_in": "W_in[D, F]", "W_out": "W_out[F, D]", "Out": "Out[B_X, D]"}
@@ -109,8 +112,9 @@ B, D, F = 8 * X, 32, 64
 there, back = listing.show_layer(page, LAYER, {"B": B, "D": D, "F": F})
 
 # %% [markdown]
-# ## What it moves
-# An AllReduce counts twice: it is a ReduceScatter and an AllGather. With the book's 2 bytes an element it is 8DF.
+# ## Bytes moved
+# An AllReduce counts twice, because it is a ReduceScatter and an AllGather. With the book's 2 bytes per element, the
+# backward moves 8DF bytes.
 
 # %%
 page.title("Bytes that one layer moves (8 bytes an element), by the book's count")
@@ -118,8 +122,9 @@ page.same([("forward", "0", 0, there), ("backward", "32DF", 32 * D * F, back)], 
 
 # %% [markdown]
 # ## When is it bound by communication?
-# T_math = 8BDF/(XC), T_comms = 8DF/W: FLOPs and bytes of the listing above, counted on 64 abstract TPU v5p. What
-# decides is the tokens on a chip, B/X; D and F cancel. The AllReduces may use all three axes of the torus, W = 3 W_ici.
+# The backward takes T_math = 8BDF/(XC) and T_comms = 8DF/W. D and F cancel, so the number of tokens per chip, B/X,
+# decides which is longer. The FLOPs and bytes are those of the listing above, counted on 64 abstract TPU v5p. The
+# AllReduces may use all three axes of the torus, W = 3 W_ici.
 
 # %%
 v5p = chip("v5p")
@@ -127,7 +132,7 @@ C, W = v5p.flops("bf16"), v5p.bandwidth("ici", axes=3)
 
 
 def times(tokens: int) -> tuple[float, float]:
-    """(T_math, T_comms) of the backward in seconds, with so many tokens on each of 64 chips."""
+    """Return (T_math, T_comms) of the backward in seconds, with so many tokens on each of 64 chips."""
     _, log = listing.both_passes(LAYER, {"B": 64 * tokens, "D": 8192, "F": 32768}, AbstractMesh({"X": 64}))
     return log.flops / C, log.book_bytes / W
 
@@ -140,8 +145,8 @@ page.say(f"Bound by compute from B/X = C/W = {least:,.0f} tokens on; along one a
 
 # %% [markdown]
 # ## Four layers, and training
-# The listing above, over all layers, with gelu, norm and residual: change one of its lines and the training changes, or
-# the line is refused. Steps are pure: from params and the optimizer's state to new ones.
+# Training runs the listing above over all layers, with gelu, norm and residual. If you change one of its lines, the
+# training changes, or the line is refused. Steps are pure functions from params and the optimizer's state to new ones.
 
 # %%
 CONFIG, ADAMW = learning.CONFIG, learning.ADAMW

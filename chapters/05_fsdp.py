@@ -1,13 +1,13 @@
 # %% [markdown]
-"""Part 5, "Fully-Sharded Data Parallelism (FSDP)": the listing line by line, beside one device, and ZeRO-1 to 3.
+"""Part 5, "Fully-Sharded Data Parallelism (FSDP)": the listing line by line, compared with one device, and ZeRO-1 to 3.
 https://jax-ml.github.io/scaling-book/training
 
     In[B_X, D] * W_in[D_X, F] * W_out[F, D_X] -> Out[B_X, D]
 
-Data parallelism whose AllReduce is taken apart: a ReduceScatter leaves each rank a shard of every gradient, it keeps
-only that shard of the params and of Adam's state, and AllGathers bring the weights back for as long as they are used.
-None of it is on the critical path. `scaling/strategies/fsdp.py` is the same for L layers, with gathers a layer ahead;
-`zero.py` has ZeRO-1 and ZeRO-2, which shard the optimizer's state, and the gradients, but not the params.
+FSDP is data parallelism whose AllReduce is split in two. A ReduceScatter leaves each rank a shard of every gradient,
+and the rank keeps only that shard of the params and of Adam's state. AllGathers bring the weights back while they are
+used. None of this is on the critical path. `scaling/strategies/fsdp.py` does the same for L layers, with gathers a
+layer ahead; `zero.py` has ZeRO-1 and ZeRO-2, which shard the optimizer's state, and the gradients, but not the params.
 """
 
 # %% [markdown]
@@ -16,12 +16,12 @@ None of it is on the critical path. `scaling/strategies/fsdp.py` is the same for
 # computes this layer. FSDP keeps 1/X of everything on each chip, gathers the weights of a layer just before they are
 # used, and drops them afterwards.
 #
-# What it trades is bytes for memory, and it trades well. The AllReduce of a gradient was a ReduceScatter and an
-# AllGather all along: FSDP keeps the first, and the second becomes the AllGather of the weights. Only the gathers of
-# the forward are new, and all of them can run behind the products of another layer. So memory falls to 1/X, while the
-# tokens that a chip needs stay as many as under data parallelism. One would not do it where the model fits anyway, or
-# where a chip has so few tokens that gathering the weights takes longer than using them. Then it is better that the
-# weights stay and the activations move: 05_tp.py.
+# FSDP trades bytes for memory, and it trades well. The AllReduce of a gradient has always been a ReduceScatter and an
+# AllGather: FSDP keeps the first, and the second becomes the AllGather of the weights. Only the gathers of the forward
+# are new, and all of them can run behind the products of another layer. So memory falls to 1/X, while a chip needs no
+# more tokens than under data parallelism. One would not do it where the model fits anyway, or where a chip has so few
+# tokens that gathering the weights takes longer than using them. Then the weights should stay and the activations move:
+# 05_tp.py.
 
 # %%
 import torch
@@ -37,15 +37,15 @@ from scaling.strategies import data_parallel, fsdp, zero
 from scaling.strategies.stack import Strategy
 from scaling.strategies.stateless import call, reduce_grads
 
-# What must divide over --mesh: each rank holds a part of D, and of the batch.
+# The dims that must divide over --mesh: each rank has a part of D, and of the batch.
 FITS = ("W_in[D_X, F]", "Tokens[B_X]"), learning.SIZES
 page = Page(__doc__, mesh="X=4", fits=FITS, device=True, seed=True, **learning.OPTIONS)
 X = page.args.mesh["X"]
 
 # %% [markdown]
 # ## First by types alone
-# Any nn.Module of yours, the types of its params as they are kept and as they are used, and torch.func.grad. What
-# differs from data parallelism is one letter in each stored type.
+# Again this takes any nn.Module, torch.func.grad, and the types of the params, now both as they are stored and as they
+# are used. Compared with data parallelism, each stored type has one more letter.
 
 # %%
 STORED = {"fc1.weight": "W[F, D_X]", "fc1.bias": "b[F_X]", "fc2.weight": "V[D_X, F]", "fc2.bias": "c[D_X]"}
@@ -53,13 +53,13 @@ USED = {"fc1.weight": "W[F, D]", "fc1.bias": "b[F]", "fc2.weight": "V[D, F]", "f
 
 
 def gradients(module, params, x, mesh):
-    """params typed STORED, x[B_X, D] -> the gradients of sum Out^2 over the whole batch, typed as the params."""
-    f = call(module, STORED, USED, mesh)  # gathers what is stored as shards, calls the module, drops it
+    """Return the gradients of sum Out^2 over the whole batch, typed as the params: params as in STORED, x[B_X, D]."""
+    f = call(module, STORED, USED, mesh)  # gathers the shards, calls the module, drops the whole params
 
     def loss(params):
         return f(params, x).square().sum()  # Loss[] {U_X}: each rank's own rows
 
-    return reduce_grads(grad(loss)(params), STORED, mesh, over="X", loss="sum")  # nothing: a gather's transpose reduces
+    return reduce_grads(grad(loss)(params), STORED, mesh, over="X", loss="sum")  # none: a gather's transpose reduces
 
 
 page.title("By types alone: the gradients of an nn.Module, in float64")
@@ -67,8 +67,8 @@ listing.show_module(page, gradients, STORED)
 
 # %% [markdown]
 # ## The book's layer, line by line
-# What each rank does. For each AllGather of a weight in the forward there is a ReduceScatter of its gradient in the
-# backward: they are each other's transpose. Act is Tmp past the activation, which the book leaves out.
+# These are the lines that each rank runs. Each AllGather of a weight in the forward has a ReduceScatter of its gradient
+# in the backward, which is its transpose. Act is Tmp after the activation function, which the book leaves out.
 
 # %%
 SPECS = {"In": "In[B_X, D]", "W_in": "W_in[D_X, F]", "W_out": "W_out[F, D_X]", "Out": "Out[B_X, D]"}
@@ -104,8 +104,9 @@ B, D, F = 8 * X, 8 * X, 16 * X
 there, back = listing.show_layer(page, LAYER, {"B": B, "D": D, "F": F})
 
 # %% [markdown]
-# ## What it moves
-# With the book's 2 bytes an element: 4DF forward, and 8DF backward, as much as data parallelism's AllReduces.
+# ## Bytes moved
+# With the book's 2 bytes per element, the forward moves 4DF bytes and the backward 8DF, as many as the AllReduces of
+# data parallelism.
 
 # %%
 page.title("Bytes that one layer moves (8 bytes an element), by the book's count")
@@ -114,9 +115,10 @@ page.same(rows, ["pass", "formula", "bytes", "counted"])
 
 # %% [markdown]
 # ## When is it bound by communication?
-# Forward, T_math = 4BDF/(XC) and T_comms = 4DF/W; backward twice both. So the threshold is that of data parallelism,
-# in both passes: FSDP keeps 1/X of the params, and pays with a forward that communicates, too. FLOPs and bytes are
-# those of the listing above, counted on 64 abstract TPU v5p, of whose torus all three axes are used.
+# The forward takes T_math = 4BDF/(XC) and T_comms = 4DF/W, and the backward twice as long in both. So the threshold is
+# that of data parallelism in both passes: FSDP keeps 1/X of the params, and its price is a forward that communicates,
+# too. The FLOPs and bytes are those of the listing above, counted on 64 abstract TPU v5p that use all three axes of
+# their torus.
 
 # %%
 v5p = chip("v5p")
@@ -124,7 +126,7 @@ C, W = v5p.flops("bf16"), v5p.bandwidth("ici", axes=3)
 
 
 def times(tokens: int) -> list[tuple[float, float]]:
-    """(T_math, T_comms) of both passes in seconds, with so many tokens on each of 64 chips."""
+    """Return (T_math, T_comms) of both passes in seconds, with so many tokens on each of 64 chips."""
     sizes = {"B": 64 * tokens, "D": 8192, "F": 32768}
     logs = listing.both_passes(LAYER, sizes, AbstractMesh({"X": 64}))
     return [(log.flops / C, log.book_bytes / W) for log in logs]
@@ -139,24 +141,24 @@ page.say(f"Bound by compute from B/X = C/W = {cost.data_threshold(C, W):,.0f} to
 
 # %% [markdown]
 # ## Four layers, and training
-# The listing above, over all layers, with gelu, norm and residual: change one of its lines and the training changes, or
-# the line is refused. The loop is 05_dp.py's.
+# Training runs the listing above over all layers, with gelu, norm and residual. If you change one of its lines, the
+# training changes, or the line is refused. The loop is that of 05_dp.py.
 
 # %%
 learning.show(page, LAYER)
 
 # %% [markdown]
 # ## ZeRO-1, 2 and 3
-# What each keeps: ZeRO-1 a shard of Adam's moments, ZeRO-2 of the gradients too, ZeRO-3, which is FSDP, of all. The
-# book says that this saves FLOPs of the backward pass. It does not: the FLOPs saved are the optimizer's, since each
-# rank updates 1/X of the params.
+# The three stages differ in what a rank stores only a shard of: Adam's moments in ZeRO-1, the gradients as well in
+# ZeRO-2, and everything in ZeRO-3, which is FSDP. The book says that this saves FLOPs of the backward pass. It does
+# not: the FLOPs that it saves are the optimizer's, since each rank updates 1/X of the params.
 
 # %%
 STACKED = {"W_in": "W_in[L, D_X, F]", "W_out": "W_out[L, F, D_X]"}
 
 
 def stages(mesh, seed):
-    """One step of each stage on the same params: (rows of what is kept, rows of the params' differences)."""
+    """Run one step of each stage on the same params; return (rows of stored bytes, rows of the params' differences)."""
     L, B, D, F, X = 2, 8 * mesh.size(), 64, 256, mesh.sizes["X"]
     rng = torch.Generator().manual_seed(seed)
     shapes = {"W_in": (L, D, F), "W_out": (L, F, D)}
@@ -169,7 +171,7 @@ def stages(mesh, seed):
         own = tree.shard(params, STACKED, mesh) if stage == 3 else params
         state = zero.init(adamw, own, mesh) if stage in (1, 2) else adamw.init(own)
         _, saved = strategy.forward(own, In, mesh)
-        if stage == 1:  # the whole gradients are kept until the end of the backward
+        if stage == 1:  # stage 1 keeps whole gradients until the end of the backward
             _, whole = data_parallel.backward(dOut, saved, own, mesh, reduce=False)
             held, grads = tree.nbytes(whole), zero.scatter_grads(whole, mesh)
         else:
@@ -200,6 +202,6 @@ page.end()
 # %% [markdown]
 # ## Three things to try
 # 1. Edit: replace `dW_out[F, D_X]", dW_out, mesh)` by `dW_out[F, D_X]", dW_out, mesh, op="mean")`:
-#    1/X of the gradient of one weight; AdamW hides it almost whole.
+#    one weight then has 1/X of its gradient, and AdamW hides that almost completely.
 # 2. Question: how many chips may share a batch of 4M tokens? Evaluate `4e6 / cost.data_threshold(C, W)`.
-# 3. Flag: run with `--mesh X=2`: each rank then holds half of each weight.
+# 3. Flag: run with `--mesh X=2`: each rank then has half of each weight.

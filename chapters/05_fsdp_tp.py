@@ -1,24 +1,25 @@
 # %% [markdown]
-"""Part 5, "Combining FSDP and Tensor Parallelism": the listing line by line, beside one device, and the best X.
+"""Part 5, "Combining FSDP and Tensor Parallelism": the listing line by line, compared with one device, and the best X.
 https://jax-ml.github.io/scaling-book/training
 
     In[B_X, D_Y] * W_in[D_X, F_Y] * W_out[F_Y, D_X] -> Out[B_X, D_Y]
 
-Weights are split over both mesh axes. Gathers over X move weights (FSDP), those over Y move activations (tensor
-parallelism); each moves 1/Y, or 1/X, of what it would move alone. The layer below is the book's listing, line by line:
-change a line and see what breaks. `scaling/strategies/fsdp_tp.py` is the same for L layers, with gathers started ahead.
+Weights are split over both mesh axes. The gathers over X move weights (FSDP), and those over Y move activations (tensor
+parallelism). Each moves 1/Y, or 1/X, of the bytes that it would move alone. The layer below is the book's listing, line
+by line: change a line and see what breaks. `scaling/strategies/fsdp_tp.py` does the same for L layers, and starts
+gathers ahead of time.
 """
 
 # %% [markdown]
 # ## Why both at once?
-# FSDP moves weights, and what it moves does not shrink with the batch. Tensor parallelism moves activations, and what
-# it moves does not shrink with the weights. Together each has less to do: over X only the 1/Y of a weight that this
-# column of chips owns is gathered, and over Y only the activations of 1/X of the tokens. So a chip can do with far
-# fewer tokens. On a TPU v5p LLaMA-3 70B needs 850 tokens a chip under FSDP alone, and 113 with both.
+# FSDP moves weights, and the bytes do not shrink with the batch. Tensor parallelism moves activations, and the bytes do
+# not shrink with the weights. Together each has less to move: over X, a chip gathers only the 1/Y of a weight that its
+# column of chips has, and over Y, only the activations of 1/X of the tokens. So a chip needs far fewer tokens. On a TPU
+# v5p, LLaMA-3 70B needs 850 tokens a chip under FSDP alone, and 113 with both.
 #
-# This is what large runs use: tensor parallelism over the fastest links, FSDP over the rest. The price is a mesh that
-# has to be chosen (below, "How to divide the chips" computes the best X), and collectives of two kinds that must not
-# share links. Where the batch suffices for FSDP alone, tensor parallelism only adds waiting.
+# Large runs do this, with tensor parallelism over the fastest links and FSDP over the rest. The price is a mesh that
+# has to be chosen (the section "How to divide the chips" computes the best X), and collectives of two kinds that must
+# not share links. Where the batch is large enough for FSDP alone, tensor parallelism only adds waiting.
 
 # %%
 
@@ -30,15 +31,15 @@ from scaling.hardware import chip
 from scaling.mesh import AbstractMesh
 from scaling.strategies.stack import Strategy
 
-# What must divide over --mesh; the loss is of a part of the batch on each rank.
+# The dims that must divide over --mesh; each rank computes the loss of a part of the batch.
 FITS = ("W_in[D_X, F_Y]", "W_head[D_Y, V]", "Tokens[B_XY]"), learning.SIZES
 page = Page(__doc__, mesh="X=4,Y=2", fits=FITS, device=True, seed=True, **learning.OPTIONS)
 X, Y = (page.args.mesh[axis] for axis in "XY")
 
 # %% [markdown]
 # ## One layer, line by line
-# What each rank does. Gathers of weights are over X, those of activations over Y; no axis is met twice in a type. Act
-# is Tmp past the activation, which the book leaves out.
+# These are the lines that each rank runs. Weights are gathered over X, activations over Y, so no type has an axis
+# twice. Act is Tmp after the activation function, which the book leaves out.
 
 # %%
 SPECS = {"In": "In[B_X, D_Y]", "W_in": "W_in[D_X, F_Y]", "W_out": "W_out[F_Y, D_X]", "Out": "Out[B_X, D_Y]"}
@@ -80,9 +81,9 @@ B, D, F = 8 * X * Y, 8 * X * Y, 16 * X * Y
 there, back = listing.show_layer(page, LAYER, {"B": B, "D": D, "F": F})
 
 # %% [markdown]
-# ## What it moves
-# The book's table has 8BD/X for the backward in bfloat16; by its own listing it is 6BD/X, as counted here, or 4BD/X
-# where step 7 reuses the In that the forward gathered.
+# ## Bytes moved
+# The book's table has 8BD/X for the backward in bfloat16. By the book's own listing it is 6BD/X, as counted here, or
+# 4BD/X where step 7 reuses the In that the forward gathered.
 
 # %%
 page.title("Bytes that one layer moves (8 bytes an element), by the book's count")
@@ -94,10 +95,11 @@ page.same(rows, ["pass", "formula", "bytes", "counted"])
 
 # %% [markdown]
 # ## How to divide the chips between X and Y?
-# Forward, T_math = 4BDF/(NC), with N = XY chips; over X the weights take 4DF/(Y W_X), over Y the activations
-# 4BD/(X W_Y), at the same time. More X makes the second less, more Y the first; the best X, where both are equal, is
-# sqrt(B N M_X / (F M_Y)), and FSDP+TP is then bound by compute down to C^2 / (W_X W_Y F) tokens on a chip, far below
-# FSDP's threshold. Below: the listing above, counted on 64 abstract v5p, two axes of the torus for X and one for Y.
+# In the forward, T_math = 4BDF/(NC) with N = XY chips. Meanwhile the weights take 4DF/(Y W_X) over X, and the
+# activations 4BD/(X W_Y) over Y, at the same time. A larger X makes the second shorter, and a larger Y the first. Both
+# are equal at the best X, sqrt(B N M_X / (F M_Y)), and FSDP+TP is then compute-bound down to C^2 / (W_X W_Y F) tokens a
+# chip, far below FSDP's threshold. The table counts the listing above on 64 abstract v5p, two axes of the torus for X
+# and one for Y.
 
 # %%
 v5p = chip("v5p")
@@ -106,7 +108,7 @@ W_X, W_Y = v5p.bandwidth("ici", axes=2), v5p.bandwidth("ici", axes=1)
 
 
 def times(x: int, tokens: int = 256) -> tuple[float, float]:
-    """(T_math, T_comms) of the forward in seconds, on 64 chips of which x are for FSDP."""
+    """Return (T_math, T_comms) of the forward in seconds, on 64 chips, x of them for FSDP."""
     sizes = {"B": N * tokens, "D": 8192, "F": wide}
     log, _ = listing.both_passes(LAYER, sizes, AbstractMesh({"X": x, "Y": N // x}))
     over = {axis: sum(event.nbytes for event in log.collectives() if event.axes == (axis,)) for axis in "XY"}
@@ -122,8 +124,8 @@ page.check("the best X of the table is the formula's", min((4, 8, 16, 32, 64), k
 
 # %% [markdown]
 # ## Four layers, and training
-# The listing above, over all layers, with gelu, norm and residual: change one of its lines and the training changes, or
-# the line is refused. The loop is 05_dp.py's.
+# Training runs the listing above over all layers, with gelu, norm and residual. If you change one of its lines, the
+# training changes, or the line is refused. The loop is that of 05_dp.py.
 
 # %%
 learning.show(page, LAYER)
@@ -133,7 +135,7 @@ page.end()
 # %% [markdown]
 # ## Three things to try
 # 1. Edit: replace `-> Out[B_X, D_Y]", Out, mesh)` by `-> Out[B_X, D_Y]", Out, mesh, op="mean")`:
-#    every layer then gives 1/Y of what it should.
+#    every layer then returns 1/Y of its result.
 # 2. Question: from how many tokens on a chip is LLaMA-3 70B's layer, F = 28,672, bound by compute? Evaluate
 #    `cost.mixed_threshold(28672, C, W_X, W_Y)`.
 # 3. Flag: run with `--mesh X=2,Y=2`: half as many ranks, each with the same lines.

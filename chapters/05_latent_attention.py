@@ -2,21 +2,22 @@
 """Part 5, beyond the book: latent attention on a mesh, as DeepSeek-V2 and V3 train it.
 https://jax-ml.github.io/scaling-book/training
 
-Multi-head latent attention (DeepSeek-V2, arXiv:2405.04434, section 2.1) sends queries, and keys and values together,
-through low ranks. What comes out of the keys' one is all that a cache has to hold. The rotary part of the keys, K_R, is
-one for all heads: with heads over Y it is replicated, and its gradient is a partial sum on every rank.
+Multi-head latent attention (DeepSeek-V2, arXiv:2405.04434, section 2.1) projects the stream down to low ranks, once for
+the queries and once for keys and values together. The second of these latents is all that a cache has to store. The
+rotary part of the keys, K_R, is shared by all heads. With heads over Y it is replicated, and its gradient is a partial
+sum on every rank.
 """
 
 # %% [markdown]
 # ## Why low ranks?
-# A cache of keys and values takes 2 N H numbers a token and layer, in DeepSeek-V3 32,768, and reading caches is what
+# A cache of keys and values takes 2 N H numbers per token and layer, 32,768 in DeepSeek-V3, and reading caches is what
 # bounds decoding. Grouped heads save memory by having fewer keys than queries, at some loss of quality. Latent
-# attention keeps all heads, and makes their keys and values of one small vector a token, the latent: 576 numbers are
-# cached in place of 32,768.
+# attention keeps all heads, and computes their keys and values from one small vector per token, the latent: 576 numbers
+# are cached instead of 32,768.
 #
-# The price is more products in training, and a layout that fits heads badly. The latent belongs to all heads together,
-# so whoever splits heads over Y has a copy of it on each rank. Where the caches are short, or serving is not the aim,
-# plain heads are simpler.
+# The price is more products in training, and a layout that does not suit heads. All heads share the latent, so if the
+# heads are split over Y, each rank has a copy of it. Where caches are short, or serving is not the aim, plain heads are
+# simpler.
 
 # %%
 import torch
@@ -53,9 +54,9 @@ LIMIT = 1e-11
 
 # %% [markdown]
 # ## The letters
-# R and C are the ranks of queries and of keys and values; M = C + rope is what the cache holds of a token. A head's
-# query has A = nope + rope dims; W = nope + value is what a head makes of the latent. Look at the widths of
-# DeepSeek-V3: the latents are a fraction of D, the heads' A and W are not.
+# R and C are the ranks of the queries' latent and of the one for keys and values. The cache stores M = C + rope numbers
+# per token. A head's query has A = nope + rope dims, and each head computes W = nope + value dims from the latent.
+# Compare the widths of DeepSeek-V3: the latents are a fraction of D, and the heads' A and W together are not.
 
 # %%
 V3 = get("deepseek-v3")
@@ -66,13 +67,14 @@ page.table([(dim, ours[dim], theirs[dim]) for dim in ("D", "R", "C", "M", "N", "
 
 # %% [markdown]
 # ## Attention, line by line
-# The products with W_DQ and W_DKV come first, where the stream lies, along the sequence T_Y; what is gathered over Y
-# is their results, R + M numbers a token, not D. From there on it is tensor parallelism: heads over Y, each by itself.
+# The products with W_DQ and W_DKV come first, while the stream is still split along the sequence, T_Y. So only their
+# results are gathered over Y, R + M numbers per token instead of D. The rest is tensor parallelism: heads are split
+# over Y, and each is computed alone.
 
 
 # %%
 def gathered(W, mesh):
-    """What can be done ahead of time: the weights, whole along what X splits."""
+    """Gather the weights along the dim that X splits, which can be done ahead of time."""
     return {
         "W_DQ": all_gather("W_DQ[D_X, R] -> W_DQ[D, R]", W["W_DQ"], mesh),
         "W_DKV": all_gather("W_DKV[D_X, M] -> W_DKV[D, M]", W["W_DKV"], mesh),
@@ -83,8 +85,8 @@ def gathered(W, mesh):
 
 
 # %% [markdown]
-# Then the lines on the critical path. Look at K_R: it comes out of the same product as C_KV, but has no heads, so every
-# rank along Y holds the same.
+# The lines on the critical path follow. K_R comes out of the same product as C_KV, but it has no heads, so every rank
+# along Y has the same K_R.
 
 
 # %%
@@ -96,10 +98,10 @@ def attention(W, x, mesh):
     C_Q, (C_KV, K_R) = rms_norm(A_Q, eps=1e-6), A_KV.split([latent.kv_rank, latent.rope], -1)
     C_Q = all_gather("C_Q[B_X, T_Y, R] -> C_Q[B_X, T, R]", C_Q, mesh)  # on the critical path
     C_KV = all_gather("C_KV[B_X, T_Y, C] -> C_KV[B_X, T, C]", rms_norm(C_KV, eps=1e-6), mesh)  # on the critical path
-    K_R = all_gather("K_R[B_X, T_Y, I] -> K_R[B_X, T, I]", K_R, mesh)  # the same for all heads
+    K_R = all_gather("K_R[B_X, T_Y, I] -> K_R[B_X, T, I]", K_R, mesh)  # shared by all heads
     Q = einsum("C_Q[B_X, T, R] * W_UQ[R, N_Y, A] -> Q[B_X, T, N_Y, A]", C_Q, W["W_UQ"])
     KV = einsum("C_KV[B_X, T, C] * W_UKV[C, N_Y, W] -> KV[B_X, T, N_Y, W]", C_KV, W["W_UKV"])
-    O = attended(Q, KV, K_R, sdpa, ROPE, config)  # each head by itself: nothing is sent
+    O = attended(Q, KV, K_R, sdpa, ROPE, config)  # each head alone: nothing is sent
     Attn = einsum("O[B_X, T, N_Y, H] * W_O[N_Y, H, D] -> Attn[B_X, T, D] {U_Y}", O, W["W_O"])
     return reduce_scatter("Attn[B_X, T, D] {U_Y} -> Attn[B_X, T_Y, D]", Attn, mesh)  # on the critical path
 
@@ -107,14 +109,15 @@ def attention(W, x, mesh):
 ROPE = tables(torch.arange(T), latent.rope, config.theta, None, torch.float64)
 
 # %% [markdown]
-# Its derivative needs no lines: each collective has its dual. What is left to do late is what the types say: a
-# weight's gradient is unreduced over each axis that splits the tokens and not the weight. W_DQ and W_DKV meet tokens
-# that are split over Y as well, so theirs is {U_XY}. All must equal one device.
+# The derivative needs no lines of its own, since each collective has its dual. The types say which reductions remain,
+# and these are off the critical path. A weight's gradient is unreduced over each axis that splits the tokens but not
+# the weight. W_DQ and W_DKV multiply tokens that are split over Y as well, so their gradients are {U_XY}. All results
+# must equal one device's.
 
 
 # %%
 def reduced(dW, mesh):
-    """What can be done late: to the types of the weights."""
+    """Reduce the gradients to the types of the weights, which nothing but the optimizer waits for."""
     A, M = "dW_DQ[D, R] {U_XY} -> dW_DQ[D, R] {U_X}", "dW_DKV[D, M] {U_XY} -> dW_DKV[D, M] {U_X}"
     dW |= {"W_DQ": all_reduce(A, dW["W_DQ"], mesh), "W_DKV": all_reduce(M, dW["W_DKV"], mesh)}
     return {
@@ -127,19 +130,19 @@ def reduced(dW, mesh):
 
 
 # %% [markdown]
-# Random weights, x and dAttn in float64. The other side is `scaling.models.latent`, which the tests compare with
-# DeepSeek-V3's class of Hugging Face.
+# The inputs are random weights, x and dAttn in float64. They are compared with `scaling.models.latent`, which the tests
+# compare with Hugging Face's class for DeepSeek-V3.
 
 
 # %%
 def on_one_device(W, x):
-    """The library's block; its norms have gains, here ones."""
+    """Compute the library's block on one device; its norms have gains, which are ones here."""
     ranks = {"norm_attn": config.D, "norm_CQ": latent.q_rank, "norm_CKV": latent.kv_rank}
     return latent_block(W | {name: torch.ones(n).double() for name, n in ranks.items()}, x, sdpa, ROPE, config)
 
 
 def compared(mesh):
-    """(rows beside one device, the lines of both passes)."""
+    """Return (rows of differences from one device, the lines of both passes)."""
     types = {"Attn": SPECS["x"], "dx": SPECS["x"]} | {f"d{name}": text for name, text in SPECS.items() if name != "x"}
     whole, own = operands(SPECS | {"dAttn": SPECS["x"]}, SIZES, mesh, page.args.seed, 1 / 4)
     (x, dAttn), (own_x, own_dAttn) = ([arrays.pop(name) for name in ("x", "dAttn")] for arrays in (whole, own))
@@ -162,10 +165,11 @@ page.equal(rows)
 
 # %% [markdown]
 # ## The gradient that is forgotten
-# One may leave the rotary keys' gather away: let every rank compute K_R of all tokens from a y that it has whole. The
-# forward is the same, and nothing is sent. But each rank then differentiates through its own heads alone: what it has
-# of dK_R is a term of the sum over Y. The type says so, and a line that reduces it is due. Published of a model whose
-# heads share keys: a loss of 3.74 where 2.64 was right (github.com/bigcode-project/Megatron-LM/pull/37).
+# It is tempting to leave out the gather of the rotary keys, and to let every rank compute K_R of all tokens from a y
+# that it has whole. The forward is the same, and nothing is sent. But each rank then differentiates through its own
+# heads alone, so its dK_R is one term of a sum over Y. The type says so, and a line must reduce it. A published case is
+# a model whose heads share keys: without this reduction its loss was 3.74 where 2.64 was right
+# (github.com/bigcode-project/Megatron-LM/pull/37).
 
 # %%
 typed = parse("K_R[B_X, T, I]").cotangent(("Y",))
@@ -173,7 +177,7 @@ page.say(f"\nK_R[B_X, T, I] is replicated over Y; its cotangent is {typed}")
 
 
 def shared_keys(mesh):
-    """How far dK_R is from one device's: each rank's own, and after the AllReduce."""
+    """Return the differences of dK_R from one device's: of each rank's own, and after the AllReduce."""
     g = torch.Generator().manual_seed(page.args.seed)
     shapes = [(config.N, ours["A"]), (config.N, ours["W"]), (latent.rope,), (config.N, latent.value)]
     Q, KV, K_R, dO = (torch.randn(B, T, *shape, generator=g, dtype=torch.float64) for shape in shapes)
@@ -186,15 +190,15 @@ def shared_keys(mesh):
 
 
 alone, whole = page.on_ranks(shared_keys)
-page.title("dK_R beside one device's")
-page.table([("as each rank has it", f"{alone:.1e}"), ("reduced over Y", f"{whole:.1e}")], ["dK_R", "difference"])
+page.title("dK_R against one device's")
+page.table([("each rank's own", f"{alone:.1e}"), ("reduced over Y", f"{whole:.1e}")], ["dK_R", "difference"])
 page.check("a rank's own dK_R is wrong where heads are split, and the sum is right",
            (alone > 0.1) == (Y > 1) and whole < LIMIT)  # fmt: skip
 
 # %% [markdown]
-# ## What it costs, and what it saves
-# A token's line over Y has R + M numbers in place of D, in both passes; the outputs of attention are D as ever. The
-# cache is what it is made for. Look at the last rows: the same model with a key and a value for each head would keep
+# ## Cost and savings
+# Over Y, a token sends R + M numbers instead of D in both passes, while the outputs of attention send D as always. The
+# cache is where latent attention pays. In the last row, the same model with a key and a value for each head would store
 # 57 times as much.
 
 # %%

@@ -5,20 +5,20 @@
 
     x[B_X, T, D], router[D, E], W_in[E_X, D, F], W_out[E_X, F, D] -> y[B_X, T, D]
 
-One layer line by line with its bytes, equal to the dense computation of one device, as it is on other meshes; the load
-by expert, evened out by a bias; DeepSeek-V3's layer, counted.
+This chapter writes one layer line by line, counts its bytes, and compares it on several meshes with the dense
+computation of one device. Then it measures the load by expert, evens it out by a bias, and counts DeepSeek-V3's layer.
 """
 
 # %% [markdown]
 # ## Why experts?
 # A model learns more with more params, but every param costs 6 FLOPs for each token. A mixture of experts has E MLPs
-# in place of one, of which each token takes k: the params of E, and the FLOPs of k.
+# instead of one, and each token uses k of them: the model has the params of E MLPs and computes the FLOPs of k.
 #
-# What one gives up is locality. All E experts have to be stored, and a chip has only some of them, so tokens travel to
-# their experts and back in every layer, forward and backward. How many go where depends on the data: an expert that
-# everybody likes is waited for by all, and so the load has to be balanced. And a chip needs E/k times as many tokens
-# before it is busy computing rather than fetching weights. Where memory or bandwidth is what binds, a dense model of
-# the same FLOPs is simpler.
+# The price is locality. All E experts have to be stored, and a chip has only some of them, so tokens travel to their
+# experts and back in every layer, forward and backward. The data decides how many tokens go where: all ranks wait for
+# an expert that most tokens choose, so the load has to be balanced. And a chip needs E/k times as many tokens before it
+# is busy computing rather than reading weights. Where memory or bandwidth binds, a dense model of the same FLOPs is
+# simpler.
 
 # %%
 import torch
@@ -52,26 +52,26 @@ ROWS = {"y": "y[B_X, T, D]", "dx": "dx[B_X, T, D]"}
 
 # %% [markdown]
 # ## One layer, line by line
-# A router scores each token for each of E experts, and the token goes to the k that it likes most. Each expert is a
-# gated MLP, and a rank has E/X of them: so tokens travel to their experts (line 3) and back (line 5).
-# A token with k = 2 experts travels as two rows. In `Row[G, E, R, D]`, G is the group of tokens that a row comes from,
-# one on each rank; E its expert; R its place among this group's rows for this expert. R is ragged, another number for
-# each group and expert, so the ranks first tell each other how many rows will come (line 2). Choosing (line 1) makes
-# whole numbers and has no gradient: the router learns through the weights.
+# A router scores each token for each of E experts, and the token goes to the k experts with the highest scores. Each
+# expert is a gated MLP, and each rank has E/X of them. So tokens travel to their experts (line 3) and back (line 5). A
+# token with k = 2 experts travels as two rows. In `Row[G, E, R, D]`, G is the group of tokens that a row comes from,
+# one group on each rank; E is its expert; R is its position among this group's rows for this expert. R is ragged: it
+# differs by group and expert. So the ranks first exchange how many rows they will send (line 2). The choice (line 1) is
+# a set of integers and has no gradient; the router learns through the weights.
 
 
 # %%
 def mlp(W, Row):
-    """One expert's rows, which may be none: Row[R, D] -> Out[R, D]."""
+    """Compute one expert's rows, which may be none: Row[R, D] -> Out[R, D]."""
     Tmp = einsum("Row[R, D] * W_in[D, F] -> Tmp[R, F]", Row, W["W_in"])
     Gate = einsum("Row[R, D] * W_gate[D, F] -> Gate[R, F]", Row, W["W_gate"])
     return einsum("Act[R, F] * W_out[F, D] -> Out[R, D]", F.silu(Gate) * Tmp, W["W_out"])
 
 
 def layer(params, x, mesh):
-    """x[B_X, T, D] -> y[B_X, T, D], e[N_X, K]: the result, and what the N = BT tokens chose."""
+    """x[B_X, T, D] -> y[B_X, T, D], e[N_X, K]: the result, and the experts that the N = BT tokens chose."""
     tokens = x.flatten(0, 1)
-    weights, experts = moe.route(tokens, params["router"], config)  # 1. of each token, k
+    weights, experts = moe.route(tokens, params["router"], config)  # 1. k experts for each token
     rows = moe.expert_rows(experts, E)  # the choices, sorted by expert
     count = all_to_all("n[G_X, E] -> n[G, E_X]", rows.counts[None], mesh)  # 2.
     sends, receives = rows.counts.view(len(count), -1).sum(1).tolist(), count.sum(1).tolist()
@@ -85,14 +85,15 @@ def layer(params, x, mesh):
 
 
 # %% [markdown]
-# ## What it should give: the dense layer, on one device
-# Every expert computes every token, and a token's sum leaves out all but its k. The tokens here have a mean, so that
-# some experts are liked more than others. Two losses keep a router in shape: `of_losses` are their cotangents.
+# ## The same layer on one device, densely
+# The oracle is a dense layer. Every expert computes every token, and a token's sum takes only its k experts. The tokens
+# here have a mean that is not zero, so that more tokens choose some experts than others. Two auxiliary losses keep the
+# router balanced; `of_losses` are their cotangents.
 
 
 # %%
 def problem(config, of_losses=(0.3, 0.07)):
-    """Params, x and the cotangents of y and of the two losses, whole, in float64."""
+    """Return params, x and the cotangents of y and of the two losses, whole, in float64."""
     types = {"params": expert.specs(config, None), "x": "x[B, T, D]", "mean": "mean[D]", "dy": "dy[B, T, D]"}
     whole = drawn(types, {"B": B, "T": T, "D": D, "E": E, "F": config.F}, page.args.seed)
     params = tree.map(lambda W: W / D**0.5, whole["params"])
@@ -100,7 +101,7 @@ def problem(config, of_losses=(0.3, 0.07)):
 
 
 def one_device(config, *of_losses):
-    """(outputs, gradients of params and x, the load of each expert) by the dense computation."""
+    """Return (outputs, gradients of params and x, the load of each expert) by the dense computation."""
     params, x, cotangents = problem(config, *of_losses)
 
     def outputs(params, x):
@@ -114,11 +115,12 @@ def one_device(config, *of_losses):
 dense = one_device(config, (0.0, 0.0))
 
 # %% [markdown]
-# ## The layer on ranks, beside it
-# Each rank runs the listing; `vjp` gives the backward pass by the collectives' own cotangents. The router is on every
-# rank, so its gradient is a partial sum {U_X}, added up at the end. Look at the two ragged AllToAlls of each pass: they
-# are all that travels, but for counts and router. Between them are three products for each of the rank's two experts.
-# V of a ragged AllToAll is n times what this rank holds: over the ranks its mean is the whole array.
+# ## The layer on ranks
+# Each rank runs the listing, and `vjp` derives the backward pass from the cotangents of the collectives. The router is
+# on every rank, so its gradient is a partial sum {U_X}, which is reduced at the end. In the tables, the two ragged
+# AllToAlls of each pass are all the communication, apart from counts and router. Between them are three products for
+# each of the rank's two experts. V of a ragged AllToAll is n times the rows of this rank: its mean over the ranks is
+# the whole array.
 
 
 # %%
@@ -130,7 +132,7 @@ def one_layer(mesh) -> dict:
         y, pull, experts = vjp(lambda params, x: layer(params, x, mesh), params, x, has_aux=True)
     with trace() as backward:
         grads, dx = pull(dy)
-    d = grads["router"]  # d[D, E] {U_X}, as of every replicated weight
+    d = grads["router"]  # d[D, E] {U_X}, like the gradient of every replicated weight
     grads["router"] = all_reduce("d[D, E] {U_X} -> d[D, E]", d, mesh)
     moved = forward.collectives()[1:] + backward.collectives()  # the rows: all but the counts
     totals = torch.tensor([[sum(e.nbytes for e in moved) // n, sum(e.wire_bytes for e in moved)]])  # totals[G_X, K]
@@ -150,13 +152,14 @@ result = page.on_ranks(one_layer)
 for name in ("forward", "backward"):
     title = f"{name} on {n} ranks, as rank 0 ran it: B={B} T={T} D={D} F={config.F} E={E} k={k}, float64"
     show_lines(page, title, result[name])
-page.title("The result, dx and the gradient of each weight, whole, beside one device's")
+page.title("The result, dx and the gradient of each weight, whole, against one device's")
 page.equal(result["differences"])
 
 # %% [markdown]
-# ## What it moves
-# Each choice is a row that goes there and back, forward and backward: 4 k B T D elements. Those whose expert lives on
-# their own rank stay; with an even load that is one in n. The loads here are not even, so the second line counts.
+# ## Bytes moved
+# Each choice is a row that travels there and back, forward and backward: 4 k B T D elements. If a token's expert is on
+# its own rank, the row stays; with an even load that is one row in n. The load here is not even, so the second line
+# counts the rows that leave.
 
 # %%
 params, x, _ = problem(config)
@@ -174,10 +177,11 @@ page.say(f"\nThe ranks choose as one device does: {chosen}. A token's {k} choice
          f"sends it once to each (there, a node): {once / k:.0%} of these bytes.")  # fmt: skip
 
 # %% [markdown]
-# ## Every layout is one device
-# The same layer by `scaling.strategies.expert` with what real models add: sigmoid scores, a bias, shared experts, the
-# losses; experts on the data axis, on one of their own, with F split inside them, and with a capacity, which drops the
-# same tokens on every mesh. The backward pass computes each again, by the same routing.
+# ## Every layout equals one device
+# Now the same layer runs by `scaling.strategies.expert`, with the features of real models: sigmoid scores, a bias,
+# shared experts and the auxiliary losses. Experts are split over the data axis or over an axis of their own, with F
+# split inside them, and with a capacity, which drops the same tokens on every mesh. The backward pass recomputes each
+# layer with the same routing.
 
 # %%
 full = config.with_(routing="sigmoid", shared=1)
@@ -194,12 +198,12 @@ LAYOUTS = [
 
 
 def on_layout(mesh, axis, tensor, spec, config, reference):
-    """(differences of y, of the losses and of the gradients from one device's; whether the load is the same)."""
+    """Return (differences of y, the losses and the gradients from one device's; whether the load is the same)."""
     params, x, (dy, *weights) = problem(config)
     types = expert.specs(config, axis, tensor)
     params, (x, dy) = tree.shard(params, types, mesh), tree.shard([x, dy], [spec, spec], mesh)
     over = tuple(dict.fromkeys((*parse(spec).axes, *([tensor] if tensor else []))))
-    copies = 1 if tensor is None or tensor in parse(spec).axes else mesh.sizes[tensor]  # of y: each has a share of dy
+    copies = 1 if tensor is None or tensor in parse(spec).axes else mesh.sizes[tensor]  # of y; each takes a share of dy
 
     def once(params, x, routing):
         routing = routing or expert.route_tokens(params, x, config, mesh, axis, tensor=tensor, spec=spec)
@@ -222,7 +226,7 @@ def on_layout(mesh, axis, tensor, spec, config, reference):
     return [difference(*pair, mesh) for pair in pairs], difference(load, want_load, mesh) == 0
 
 
-# %% A row for each mesh: how far y, the two losses and all gradients are from one device's
+# %% Each row of the table is a mesh: the differences of y, the two losses and all gradients from one device's
 references = [one_device(layout[-1]) for layout in LAYOUTS]
 
 
@@ -244,8 +248,9 @@ page.table(rows, ["mesh", "x", "layout", "y", "losses", "gradients", "equal"])
 
 # %% [markdown]
 # ## The load by expert
-# A rank waits for the busiest expert, so an uneven load costs time. DeepSeek-V3 adds a bias to the scores in the choice
-# alone: after each step up where an expert had too few tokens, down where too many. The weights do not see the bias.
+# All ranks wait for the busiest expert, so an uneven load costs time. DeepSeek-V3 adds a bias to the scores, but only
+# for the choice: after each step the bias rises where an expert had too few tokens, and falls where it had too many.
+# The weights of the sum do not see the bias.
 
 # %%
 sigmoid, tokens, bias = config.with_(routing="sigmoid"), x.flatten(0, 1), torch.zeros(E).double()
@@ -263,7 +268,8 @@ held = page.check("the bias evens out the load", busiest[1] <= min(1.25, busiest
 page.say(f"the busiest expert has {busiest[0]:.2f} and then {busiest[1]:.2f} of the mean; evened out: {held}")
 
 # %% [markdown]
-# Others bound what an expert takes, to a factor times the mean. Choices beyond are dropped: few, if the load is even.
+# Other models limit an expert to a factor times the mean, and drop the choices beyond. If the load is even, these are
+# few.
 
 # %%
 rows = []
@@ -277,8 +283,9 @@ page.table(rows, ["capacity", "tokens", "dropped before", "dropped after"])
 
 # %% [markdown]
 # ## On thousands of chips
-# The same function on an abstract mesh: DeepSeek-V3's layer with 30,720 tokens a GPU, its experts over 64 of them, all
-# with equally many rows. The AllToAlls want wide experts (the book's numbers: 12_gpu_rooflines.py).
+# The same function runs on an abstract mesh, for DeepSeek-V3's layer with 30,720 tokens a GPU. Its experts are spread
+# over 64 GPUs and have equally many rows. The AllToAlls take less time than the experts only if these are wide: the
+# answer says how wide (12_gpu_rooflines.py has the book's numbers).
 
 # %%
 v3, big, length = get("deepseek-v3"), AbstractMesh({"P": 32, "X": 64}), 30_720
@@ -308,4 +315,4 @@ page.end()
 #    has the gradient of its own tokens alone, which differs from one device's; the experts' gradients are whole.
 # 2. Question: from how many tokens on is DeepSeek-V3's layer compute-bound on one H100 in bf16? Evaluate
 #    `h100.intensity("hbm") * v3.E / v3.k`.
-# 3. Flag: run with `--mesh X=2`: half as many experts, of which a token's two choices lie on one rank more often.
+# 3. Flag: run with `--mesh X=2`: there are half as many experts, and a token's two choices are more often on one rank.

@@ -2,20 +2,21 @@
 """Part 5, beyond the book: Muon when matrices are sharded, three listings by type and their cost.
 https://jax-ml.github.io/scaling-book/training
 
-Muon (Jordan 2024; Liu et al. 2025, arXiv:2502.16982) makes the momentum of each matrix orthogonal before it is added:
-five steps of Newton-Schulz, each a few products of the whole matrix. Under FSDP and TP no rank has a whole one. Every
-rank may gather all of them; each may own some, whole; or the iteration runs on shards and adds up what it must.
+Muon (Jordan 2024; Liu et al. 2025, arXiv:2502.16982) makes the momentum of each matrix orthogonal before it is added to
+the weights, by five steps of Newton-Schulz, each with a few products of the whole matrix. Under FSDP and TP no rank has
+a whole matrix. There are three solutions: every rank gathers all matrices; each rank owns some matrices; or the
+iteration runs on shards and reduces partial sums.
 """
 
 # %% [markdown]
 # ## Why another optimizer?
-# Adam scales each number of a gradient by itself. Muon looks at a weight as a matrix, and makes the update orthogonal,
-# so that no direction dominates; in published runs it needs about half of the FLOPs for the same loss
-# (arXiv:2502.16982). It also has one moment where Adam has two.
+# Adam scales each number of a gradient alone. Muon treats a weight as a matrix and makes the update orthogonal, so that
+# no direction dominates. In published runs it needs about half of the FLOPs for the same loss (arXiv:2502.16982). It
+# also has one moment where Adam has two.
 #
-# For a distributed run this is a problem of its own. Adam works on any shard, but to orthogonalize one needs products
-# of the whole matrix, which no rank has. This chapter compares three ways out. With few ranks, or small matrices,
-# gathering is fine; on many ranks it is what limits Muon.
+# In a distributed run Muon is harder than Adam. Adam works on any shard, but to orthogonalize a matrix one needs
+# products of the whole matrix, which no rank has. This chapter compares three solutions. With few ranks, or small
+# matrices, gathering is fine; on many ranks it is what limits Muon.
 
 # %%
 import torch
@@ -40,8 +41,9 @@ TYPE = "M[L, D_X, F]"
 
 # %% [markdown]
 # ## What Newton-Schulz does
-# M = U S V^T, divided by its norm, goes through x <- 3.4445 x - 4.775 x^3 + 2.0315 x^5 five times: the singular values
-# come to lie around 1, U and V stay. Only products are needed, so bfloat16 does. Look at how far the small ones climb.
+# M = U S V^T, divided by its norm, goes through x <- 3.4445 x - 4.775 x^3 + 2.0315 x^5 five times. This brings the
+# singular values close to 1, and leaves U and V as they are. It needs products only, so bfloat16 is precise enough.
+# Look at how far the small values rise.
 
 # %%
 rng = torch.Generator().manual_seed(page.args.seed)
@@ -57,8 +59,9 @@ page.check("all but the smallest come near 1", bool(((after > 0.5) & (after < 1.
 
 # %% [markdown]
 # ## Three listings
-# The momentum has the weights' type, here M[L, D_X, F]. `apart` sends nothing while it computes; the third gathers no
-# matrix at all: the contraction of the Gram matrix is over the split dim, so it is a partial sum.
+# The momentum has the type of the weights, here M[L, D_X, F]. The first listing gathers every matrix. The second sends
+# each matrix to its owner and back, and sends nothing while it computes. The third gathers no matrix: the Gram matrix
+# contracts the split dim, so it is a partial sum, which is reduced.
 
 
 # %%
@@ -67,19 +70,19 @@ def each(M):
 
 
 def by_gathering(M, mesh):
-    """All ranks compute all matrices, and keep their rows of each."""
+    """Compute all matrices on all ranks, and keep this rank's rows of each."""
     M = all_gather("M[L, D_X, F] -> M[L, D, F]", M, mesh)
     return shard("O[L, D, F] -> O[L, D_X, F]", each(M), mesh)
 
 
 def by_owners(M, mesh):
-    """Each rank owns the matrices of some layers: they come whole, and go back."""
+    """Send each matrix whole to the rank that owns its layer, and its result back."""
     M = all_to_all("M[L, D_X, F] -> M[L_X, D, F]", M, mesh)
     return all_to_all("O[L_X, D, F] -> O[L, D_X, F]", each(M), mesh)
 
 
 def on_shards(M, mesh):
-    """The longer dim is split, so that the Gram matrix is of the shorter, [D, D], and reduced in each step."""
+    """Split the longer dim, so that the Gram matrix has the shorter, [D, D], and reduce it in each step."""
     a, b, c = COEFFICIENTS
     M = all_to_all("M[L, D_X, F] -> M[L, D, F_X]", M, mesh)
     squares = all_reduce("n[L] {U_X} -> n[L]", M.square().sum((1, 2)), mesh)
@@ -94,7 +97,7 @@ LISTINGS = {"gathered": by_gathering, "owned": by_owners, "on_shards": on_shards
 
 
 def compared(mesh) -> dict:
-    """By form: how far from one device, and the lines that ran."""
+    """Return by form the difference from one device, and the lines that ran."""
     found, own = {}, shard("M[L, D, F] -> M[L, D_X, F]", M.to(mesh.device), mesh)
     for name, listing in LISTINGS.items():
         with trace() as log:
@@ -110,10 +113,11 @@ page.say()
 page.equal([(name, off, EXACT) for name, (off, _) in ran.items()])
 
 # %% [markdown]
-# ## Which one
-# FLOPs of a rank and AllGathers' V, both as time on a v5p, for the matrices of a layer of LLaMA-3 70B over X=16 and
-# Y=4. Gathering repeats all the work on every rank. Owners share it, if there are as many matrices as ranks. On shards
-# the products with M are shared, but A^2 is not, and there are five AllReduces.
+# ## Which form is the cheapest?
+# Which form is the cheapest depends on the number of matrices. The table has the time of a rank's FLOPs and of its
+# AllGathers on a v5p, for the matrices of a layer of LLaMA-3 70B over X=16 and Y=4. Gathering repeats all the work on
+# every rank. Owners share the work if there are as many matrices as ranks. On shards, the ranks share the products with
+# M, but not A^2, and there are five AllReduces.
 
 # %%
 V5P, L70 = chip("v5p"), get("llama3-70b")
@@ -122,7 +126,8 @@ stack = MatrixStack(parse("M[S, O_Y, I_X]"), mesh)
 
 
 def milliseconds(S: int) -> dict[str, float]:
-    """Of S matrices W_in[D, F] on a rank, by form, in float32, where all three can be had."""
+    """Return milliseconds by form for S matrices W_in[D, F] on a rank, in float32, where all three forms are possible.
+    """
     work = form_costs((S, L70.F // 4, L70.D // 16), stack, INTENSITY, torch.float32)
     return {form: 1e3 * flops / V5P.flops() for form, flops in work.items()}
 
@@ -133,7 +138,7 @@ page.table([(S, *(f"{t:,.1f}" for t in milliseconds(S).values())) for S in count
 page.chart("muon", {form: [(S, milliseconds(S)[form]) for S in counts] for form in milliseconds(1)}, "matrices", "ms",
            "W_in of LLaMA-3 70B over 64 v5p", height=12)  # fmt: skip
 first = next(S for S in range(1, 200) if milliseconds(S)["owned"] < milliseconds(S)["on_shards"])
-step = 6 * 2**20 * L70.D * L70.F / 64  # of the layer's W_in on a rank, with 1M tokens
+step = 6 * 2**20 * L70.D * L70.F / 64  # FLOPs of the layer's W_in on a rank, with 1M tokens
 page.answers([
     Answer("FLOPs of Newton-Schulz of W_in[8192, 28672]", "", matrix_flops(L70.D, L70.F) / 1e12, "TFLOP",
            "5 (4 D^2 F + 2 D^3)"),
@@ -144,15 +149,16 @@ page.answers([
 
 # %% [markdown]
 # ## As an optimizer
-# `optim.muon` does this for whole trees: which leaves are matrices is data, "D -> N H"; those of one shape travel
-# together, owners are chosen by FLOPs, and AdamW updates the rest. `python -m scaling.train --optimizer muon` runs it.
+# `optim.muon` does this for whole trees. Data says which leaves are matrices, as in "D -> N H". Matrices of one shape
+# travel together, owners are chosen by FLOPs, and AdamW updates all other leaves. `python -m scaling.train --optimizer
+# muon` runs it.
 
 # %%
 page.say("\n" + "\n".join(f"{name}: {what or 'AdamW'}" for name, what in matrices_of(L70)["layers"].items()))
 
 
 def updated(mesh) -> float:
-    """How far a step of optim.muon is from the listing above, in float64."""
+    """Return the difference of a step of optim.muon from the listing above, in float64."""
     own = shard("M[L, D, F] -> M[L, D_X, F]", M.to(mesh.device), mesh)
     muon = optim.muon(1.0, {"W": "F -> D"}, weight_decay=0.0, nesterov=False, momentum=0.0, dtype=torch.float64)
     params = {"W": torch.zeros_like(own)}

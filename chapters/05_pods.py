@@ -4,20 +4,19 @@ https://jax-ml.github.io/scaling-book/training
 
     In[B_PX, D_Y] * W_in[D_X, F_Y] * W_out[F_Y, D_X] -> Out[B_PX, D_Y]
 
-P is a slow outer axis, the datacenter's network between pods; inside a pod weights are split over X and Y. Gradients
-are reduce-scattered over X before they cross, so that every chip sends its own shard over its own share of the network.
-The order is the whole trick: run `grads_of_layer` and swap its two reductions to see what it saves.
+P is a slow outer axis, the datacenter's network between pods. Inside a pod, weights are split over X and Y. Gradients
+are reduce-scattered over X before they cross the network, so that every chip sends only its own shard, over its own
+share of the network. Only the order matters: run `grads_of_layer` and swap its two reductions to see what it saves.
 """
 
 # %% [markdown]
 # ## Why another axis?
-# A pod is as far as the fast links reach. Between pods there is the datacenter's network, which gives a chip of a TPU
-# v5p 6.25e9 bytes/s, a 29th of one axis of its torus. Weights that are gathered for every layer, or activations that
-# every product waits for, must not cross it. Gradients cross once a step, nothing waits for them but the optimizer,
-# and each chip only has to send its own shard. So data parallelism is what one does over the slow axis, whatever is
-# done inside a pod.
+# A pod ends where the fast links end. Between pods there is the datacenter's network, which gives a chip of a TPU v5p
+# 6.25e9 bytes/s, a 29th of one axis of its torus. Weights that are gathered for every layer, or activations that every
+# product waits for, must not cross it. Gradients cross once a step, only the optimizer waits for them, and each chip
+# has to send only its own shard. So one uses data parallelism over the slow axis, whatever runs inside a pod.
 #
-# What one gives up is memory, which does not shrink with the number of pods: each holds all params. And a pod needs a
+# The price is memory, which does not shrink with the number of pods, because each pod has all params. And a pod needs a
 # batch that is large enough to hide the network, 73,440 tokens on a v5p. On GPUs this layout is called HSDP.
 
 # %%
@@ -35,15 +34,15 @@ from scaling.mesh import AbstractMesh
 from scaling.strategies import pods
 from scaling.trace import trace
 
-# What must divide over --mesh; the loss is of a part of the batch on each rank.
+# The dims that must divide over --mesh; each rank computes the loss of a part of the batch.
 FITS = ("W_in[D_X, F_Y]", "W_head[D_Y, V]", "Tokens[B_PXY]"), learning.SIZES
 page = Page(__doc__, mesh="P=2,X=2,Y=2", fits=FITS, device=True, seed=True, **learning.OPTIONS)
 P, X, Y = (page.args.mesh[axis] for axis in "PXY")
 
 # %% [markdown]
 # ## The gradient of one weight
-# Partial sums {U_PX} in, this rank's shard of the sum out. Both orders give the same numbers; what differs is how many
-# bytes cross the slow axis P.
+# A gradient starts as partial sums {U_PX} and ends as this rank's shard of the sum. Two reductions do that, and both
+# orders give the same numbers. They differ in the bytes that cross the slow axis P.
 
 
 # %%
@@ -54,13 +53,13 @@ def grads_of_layer(dW_in, mesh):
 
 
 def grads_of_layer_flat(dW_in, mesh):
-    """dW_in[D, F_Y] {U_PX} -> dW_in[D_X, F_Y]: the other order. DF/Y elements cross P, X times as many."""
+    """dW_in[D, F_Y] {U_PX} -> dW_in[D_X, F_Y]: over P first, so that DF/Y elements cross P, X times as many."""
     dW_in = all_reduce("dW_in[D, F_Y] {U_PX} -> dW_in[D, F_Y] {U_X}", dW_in, mesh)
     return reduce_scatter("dW_in[D, F_Y] {U_X} -> dW_in[D_X, F_Y]", dW_in, mesh)
 
 
 def both_orders(mesh):
-    """(lines of each order, bytes that cross P in each, their difference, milliseconds of each)."""
+    """Return (lines of each order, bytes that cross P in each, their difference, milliseconds of each)."""
     D, F = 64 * X, 128 * Y
     partial = torch.randn(D, F // Y, generator=torch.Generator().manual_seed(mesh.rank)).double().to(mesh.device)
     orders, logs, made, times = (grads_of_layer, grads_of_layer_flat), [], [], []
@@ -90,13 +89,14 @@ page.say(f"\n{times[0]:.1f} against {times[1]:.1f} ms here, where P is no slower
 
 # %% [markdown]
 # ## A whole step, by axis
-# What L layers of `scaling.strategies.pods` move on each axis, from a trace: the same function on this chapter's ranks
-# and, below, on 16,384 abstract chips.
+# How much does a whole step move on each axis? A trace counts L layers of `scaling.strategies.pods`, first on this
+# chapter's ranks and then, by the same function, on 16,384 abstract chips.
 
 
 # %%
 def step_bytes(mesh, sizes: dict, dtype) -> dict[str, int]:
-    """Forward and backward of L layers, by the book's count (an AllReduce twice), on each axis of the mesh."""
+    """Count the bytes of forward and backward of L layers on each axis of the mesh, an AllReduce twice as in the book.
+    """
     moved = dict.fromkeys(mesh.sizes, 0)
     for log in listing.both_passes(pods, sizes, mesh, dtype):
         for event in log.collectives():
@@ -105,7 +105,7 @@ def step_bytes(mesh, sizes: dict, dtype) -> dict[str, int]:
 
 
 def closed_forms(axes: dict, sizes: dict, element: int) -> list[tuple]:
-    """(axis, formula, bytes) of one rank; `element` bytes each, the book's factors being for 2."""
+    """Return (axis, formula, bytes) of one rank, for elements of `element` bytes; the book's factors are for 2."""
     P, X, Y = (axes[axis] for axis in "PXY")
     L, B, D, F = (sizes[dim] for dim in "LBDF")
     return [
@@ -130,9 +130,9 @@ page.same([(*row, moved[row[0]]) for row in closed_forms(big.sizes, book, 2)], H
 
 # %% [markdown]
 # ## When does the slow network bind?
-# Each chip has its share of the datacenter's network, W_dcn. A pod's batch must be large enough that the matmuls of the
-# backward take longer than the gradients take to cross: C / W_dcn tokens a pod, whatever D and F are. A pod with less
-# waits for the network, as the first two rows show.
+# Each chip has its share of the datacenter's network, W_dcn. A pod's batch must be so large that the matmuls of the
+# backward take longer than the gradients take to cross. That is C / W_dcn tokens per pod, for any D and F. A pod with
+# fewer waits for the network, as the first two rows show.
 
 # %%
 v5p = chip("v5p")
@@ -140,7 +140,7 @@ C, dcn = v5p.flops("bf16"), v5p.need("dcn_bw")
 
 
 def times(tokens: int) -> tuple[float, float]:
-    """(T_math, T_comms over P) of the backward in seconds, with so many tokens in each of the two pods."""
+    """Return (T_math, T_comms over P) of the backward in seconds, with so many tokens in each of the two pods."""
     sizes = book | {"B": 2 * tokens}
     math = 8 * sizes["B"] * sizes["D"] * sizes["F"] / (big.size() * C)
     return math, step_bytes(big, sizes, torch.bfloat16)["P"] / dcn
@@ -154,7 +154,8 @@ page.check("the counted threshold is C / W_dcn", abs(turns / cost.pod_threshold(
 
 # %% [markdown]
 # ## The book's numbers
-# How many chips a batch of 2M tokens feeds by each strategy, and what two pods then need.
+# The book asks how many chips a batch of 2M tokens can feed by each strategy, and what batch per chip two pods then
+# have.
 
 # %%
 fsdp = cost.data_threshold(C, v5p.bandwidth("ici", axes=3))
@@ -172,7 +173,7 @@ page.answers([
 
 # %% [markdown]
 # ## Four layers, and training
-# `scaling.strategies.pods` over all layers, with gelu, norm and residual. The loop is 05_dp.py's.
+# Training runs `scaling.strategies.pods` over all layers, with gelu, norm and residual. The loop is that of 05_dp.py.
 
 # %%
 learning.show(page, pods)

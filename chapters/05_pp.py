@@ -4,21 +4,22 @@ https://jax-ml.github.io/scaling-book/training
 
     In[L_Z, B, D][i] * W_in[L_Z, D, F][i] * W_out[L_Z, F, D][i] -> Out[L_Z, B, D][i]
 
-Layers are split over Z, activations move from stage to stage. One batch by the book's listing, its bubble, two ways out
-of it, drawn and run; training. With X and Y (`--mesh Z=2,X=2,Y=2`) stages have FSDP and tensor parallelism inside.
+Layers are split over Z, and activations move from stage to stage. First one batch runs by the book's listing and shows
+the bubble; then come two ways to shrink it, drawn and run; and last the training. With X and Y (`--mesh Z=2,X=2,Y=2`)
+the stages use FSDP and tensor parallelism inside.
 """
 
 # %% [markdown]
 # ## Why split by layers?
-# From one layer to the next only activations pass, once for each boundary between two ranks. So a pipeline needs the
+# Only activations pass from one layer to the next, once for each boundary between two ranks. So a pipeline needs the
 # least bandwidth of all strategies, works over slow networks, and leaves each rank with the weights of its own layers.
 #
-# The price is waiting. A batch is at one stage at a time unless it is cut into microbatches, and filling and emptying
+# The price is waiting. A batch is at one stage at a time unless it is split into microbatches, and filling and emptying
 # the pipeline leaves a bubble. A schedule of forwards and backwards has to be chosen, and it is harder to write and to
-# debug than any collective. Pipelines also go badly with ZeRO-3: each microbatch would gather the weights of its stage
-# anew, so M microbatches send M times as much, or the gathered weights stay, and their memory is not saved. Large runs
-# on GPUs therefore combine pipelines with ZeRO-1 and tensor parallelism; on a TPU's torus, where FSDP's gathers are
-# cheap, the book does without.
+# debug than any collective. Pipelines also do not suit ZeRO-3. Either each of M microbatches gathers the weights of its
+# stage again, and M times as many bytes are sent; or the gathered weights stay, and their memory is not saved. Large
+# runs on GPUs therefore combine pipelines with ZeRO-1 and tensor parallelism. On a TPU's torus FSDP's gathers are
+# cheap, and the book needs no pipeline.
 
 # %%
 from functools import partial, reduce
@@ -39,7 +40,7 @@ from scaling.schedules.simulator import simulate
 from scaling.show.timelines import draw_on, save_schedule
 from scaling.strategies import fsdp_tp, pipeline, stage
 
-SIZES = {"B": 8, "D": 32, "F": 64}  # of the schedules: B rows a microbatch; they must divide over --mesh
+SIZES = {"B": 8, "D": 32, "F": 64}  # for the schedules: B rows per microbatch; all must divide over --mesh
 page = Page(
     __doc__, mesh="Z=4,X=1,Y=1", fits=((fsdp_tp.SPECS["In"], fsdp_tp.SPECS["W_in"]), SIZES), device=True, seed=True,
     **learning.OPTIONS, microbatches=(8, "microbatches of a batch", integer(1, 128)),
@@ -56,9 +57,10 @@ except ValueError as error:
 
 # %% [markdown]
 # ## One batch goes through the stages
-# The book's listing, as a rank of Z runs it: one layer a rank. The activations come from the rank before, x, and go to
-# the next; at the last rank the loss turns them around, and their cotangents, dx, come back up. What a layer needs of
-# the forward pass for its backward, `intermediate`, stays on its rank, and so does its gradient: weights never move.
+# This is the book's listing, as a rank of Z runs it with one layer. The activations x come from the rank before and go
+# to the next rank. At the last rank the loss is computed, and the cotangents dx come back. Each rank keeps
+# `intermediate`, the activations that its layer needs for the backward, and computes the gradient of its own weights,
+# which never move.
 
 # %%
 ROWS, WIDTH = 32, 128  # batch_size and d_model
@@ -93,12 +95,12 @@ def book_step(x, weight, mesh):
 
 
 # %% [markdown]
-# Below, how far the loss, and all weights after a step, are from one device's.
+# The loss, and all weights after a step, are compared with one device's.
 
 
 # %%
 def book(mesh, seed):
-    """Rows (what, difference from one device, limit)."""
+    """Return rows (name, difference from one device, limit)."""
     rng = torch.Generator().manual_seed(seed)
     shapes = (ROWS, WIDTH), (Z, WIDTH, WIDTH)
     x, weights = (torch.randn(s, generator=rng, dtype=torch.float64).to(mesh.device) / WIDTH**0.5 for s in shapes)
@@ -118,10 +120,11 @@ page.say("\nAs printed, the book's listing does not run: weights[i] = ... is ref
 
 # %% [markdown]
 # ## The bubble
-# Time runs to the right, a line for each rank: F0 is the forward of microbatch 0 (here the whole batch), of one tick,
-# B0 its backward, of two; dots are waiting. The line above a chart sums it up: the makespan is its ticks in all, the
-# bubble the share of them in which a rank waits, and the live activations say of how many microbatches at once each
-# rank keeps what the backward needs. Rank 0 computes first and last, and waits for all others in between.
+# In the charts time runs to the right, with one line per rank. F0 is the forward of microbatch 0 (here the whole
+# batch), which takes one tick, and B0 its backward, which takes two; dots are waiting. The line above a chart sums it
+# up. The makespan is the number of ticks, and the bubble is the share of them in which a rank waits. The live
+# activations are the largest number of microbatches for which each rank stores activations at once. Rank 0 computes
+# first and last, and waits for all others in between.
 
 # %%
 alone, idle = simulate(make("naive", Z, 1)), closed_forms.bubble("naive", Z, 1)
@@ -132,17 +135,18 @@ page.say(f"\nOf {2 * Z} turns, forward and back, a rank computes in 2: it is idl
 
 # %% [markdown]
 # ## The first way out: microbatches
-# Naively, each begins when the one before is back: no gain. GPipe sends all down and then all back; 1F1B takes a
-# backward as soon as there is one. In both, ranks wait for (Z - 1)/(M + Z - 1) of the time. Interleaved, a rank has
-# v = 2 chunks of layers that do not follow each other, the second in small letters: microbatches come by twice, in
-# steps half as long, and the bubble is (Z - 1)/(vM + Z - 1). What has no room for its number stands without it.
+# If each microbatch starts when the one before is back, nothing is gained. GPipe sends all microbatches forward and
+# then all backward. 1F1B takes a backward as soon as there is one. In both, ranks wait for (Z - 1)/(M + Z - 1) of the
+# time. In the interleaved schedule a rank has v = 2 chunks of layers that are not adjacent, the second in small
+# letters. So each microbatch passes twice, in steps half as long, and the bubble is (Z - 1)/(vM + Z - 1). A step that
+# is too narrow for its number is drawn without it.
 
 # %%
 drawn = {}
 
 
 def draw(*names: str) -> None:
-    """Simulate schedules of M microbatches, and print their charts; those that Z and M do not allow are said."""
+    """Simulate schedules of M microbatches and print their charts, or why Z and M do not allow them."""
     for name in names:
         try:
             drawn[name] = simulate(make(name, Z, M))
@@ -155,11 +159,11 @@ page.title(f"{M} microbatches")
 draw("naive", "gpipe", "1f1b", "interleaved")
 
 # %% [markdown]
-# What differs between GPipe and 1F1B is memory. The more microbatches, the smaller the bubble of both; but GPipe keeps
-# the activations of all of them, 1F1B those of Z at most.
+# GPipe and 1F1B differ in memory. With more microbatches the bubble of both gets smaller, but GPipe keeps the
+# activations of all of them, and 1F1B those of at most Z.
 
 # %%
-page.title("The bubble of both, and of how many microbatches rank 0 keeps activations")
+page.title("The bubble of both, and the microbatches whose activations rank 0 keeps")
 rows = [(m, f"{float(closed_forms.bubble('1f1b', Z, m)):.1%}",
          *(float(closed_forms.live_activations(name, Z, m)[0]) for name in ("gpipe", "1f1b")))
         for m in (1, 2, 4, 8, 16, 32, 64)]  # fmt: skip
@@ -167,10 +171,10 @@ page.table(rows, ["microbatches", "bubble", "kept by GPipe", "kept by 1F1B"])
 
 # %% [markdown]
 # ## The second way out: the backward in halves
-# The rank before waits for dx alone, nobody for dW. So the backward is cut in two: I, dL/dx, goes first; W, dL/dW,
-# fills the dots. ZB-H1 does that in 1F1B's memory. DualPipeV is a later form of the book's figure: a rank has an early
-# and a late chunk, rank 0 the first and the last layers. Compare the makespans with 1F1B's: of the bubble, the way down
-# at the beginning is left.
+# The rank before waits for dx only, and no rank waits for dW. So the backward can be split in two: I, which computes
+# dL/dx, comes first, and W, which computes dL/dW, fills the gaps. ZB-H1 does that within 1F1B's memory. DualPipeV is a
+# later form of the schedule in the book's figure: a rank has an early and a late chunk, and rank 0 the first and the
+# last layers. Compare the makespans with 1F1B's: what remains of the bubble is the way forward at the beginning.
 
 # %%
 page.title("The backward in halves")
@@ -178,16 +182,16 @@ draw("zb-h1", "dualpipev")
 
 # %% [markdown]
 # ## The same schedules on ranks
-# Now for real: the book's stack of blocks, cut into stages. So that the charts show the schedule and not this machine's
-# few cores, each stage sleeps until its computation has taken a fixed time, `--tick`.
+# Now the schedules run: the book's stack of blocks is split into stages. The charts should show the schedule and not
+# this machine's few cores, so each stage sleeps until its computation has taken a fixed time, `--tick`.
 
 
 # %%
 def paced(stage, seconds: float, chunks: int):
-    """A stage whose computations take at least `seconds` each for all of a rank's layers."""
+    """Return a stage that takes at least `seconds` for each computation of all of a rank's layers."""
 
     def slow(f, weights, batch, *args):
-        count = len(batch) if f is stage.backward_weight else 1  # weight halves of several microbatches at once
+        count = len(batch) if f is stage.backward_weight else 1  # the weight halves of several microbatches run at once
         end = perf_counter() + count * seconds / chunks
         result = f(weights, batch, *args)
         sleep(max(0.0, end - perf_counter()))
@@ -197,13 +201,14 @@ def paced(stage, seconds: float, chunks: int):
 
 
 # %% [markdown]
-# A rank takes its layers in the order in which the schedule deals them out (`arrange`), and executes its part of it
-# (`measure`), in seconds. Compare each chart with its simulated one: new dots wait for what is sent, or this machine.
+# A rank takes its layers in the order in which the schedule deals them out (`arrange`), and runs its part of the
+# schedule (`measure`), in seconds. Compare each chart with the simulated one. The new dots are waits for communication,
+# or for this machine.
 
 
 # %%
 def schedules(mesh, names, seed):
-    """{schedule: (its measured timeline, rows of differences from one device)}."""
+    """Return {schedule: (its measured timeline, rows of differences from one device)}."""
     config = mlp.MLPConfig(L=2 * Z, D=SIZES["D"], F=SIZES["F"])
     whole = mlp.init(config, seed, torch.float64, device=mesh.device)["blocks"]
     rng = torch.Generator().manual_seed(seed)
@@ -237,9 +242,9 @@ for measured, _ in runs.values():
     draw_on(page, measured, "s")
 
 # %% [markdown]
-# The bubble and the memory of each: by the published formula, in the simulation, and measured. The first two are equal
-# to the last digit, and memory in all three, in microbatches, of the fullest rank; the measured bubble is larger by
-# what sending takes here. Forward, dIn and dW take one tick each.
+# The table has the bubble and the memory of each schedule: by the published formula, simulated, and measured. Formula
+# and simulation agree to the last digit. Memory, in microbatches on the fullest rank, is equal in all three. The
+# measured bubble is larger, by the time that sending takes here. Forward, dIn and dW take one tick each.
 
 # %%
 rows = []
@@ -259,8 +264,8 @@ if page.first and page.args.draw:
 
 # %% [markdown]
 # ## Training, by 1F1B
-# A byte model whose blocks are pipelined. Embedding and head are on every rank; their gradients arise on the first and
-# on the last, and an AllReduce gives them to all. The losses fall as one device's.
+# A byte model is trained whose blocks are pipelined. Embedding and head are on every rank. Their gradients are computed
+# on the first and on the last rank, and an AllReduce gives them to all. The losses fall as one device's do.
 
 # %%
 ADAMW, ARGS = learning.ADAMW, page.args
@@ -268,13 +273,13 @@ ARGS.steps, ARGS.batch = min(ARGS.steps, 3) if page.small else ARGS.steps, ARGS.
 
 
 def ends_reduced(dIn, dW_head, mesh):
-    """dIn[B, D] {U_Z}, dW_head[D, V] {U_Z} -> dIn[B, D], dW_head[D, V]: of the first stage, and of the last."""
+    """dIn[B, D] {U_Z}, dW_head[D, V] {U_Z} -> dIn[B, D], dW_head[D, V]: from the first stage, and from the last."""
     dIn = all_reduce("dIn[B, D] {U_Z} -> dIn[B, D]", dIn, mesh)
     return dIn, all_reduce("dW_head[D, V] {U_Z} -> dW_head[D, V]", dW_head, mesh)
 
 
 def training(mesh, args) -> tuple[dict, list[float], list]:
-    """(the first step's gradients, whole; the loss of each step; how far they differ between ranks)."""
+    """Return (the first step's gradients, whole; the loss of each step; their differences between ranks)."""
     config = mlp.MLPConfig(L=2 * Z)
     text, first, losses = data.split(learning.load_given_text(args, mesh.device))[0], None, []
     own = mlp.init(config, args.seed, device=mesh.device)
@@ -309,4 +314,4 @@ page.end()
 #    counts every stage. The loss, which was computed before, is still right; the weights are not.
 # 2. Question: how many microbatches bring 1F1B's bubble on 16 stages down to 5%? Evaluate
 #    `next(m for m in range(1, 999) if closed_forms.bubble("1f1b", 16, m) <= 1 / 20)`.
-# 3. Flag: run with `--only zb-h1 --mesh Z=2`: of the zero-bubble schedule's halves, on two stages.
+# 3. Flag: run with `--only zb-h1 --mesh Z=2`: only the zero-bubble schedule runs, on two stages.

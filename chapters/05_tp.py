@@ -1,12 +1,12 @@
 # %% [markdown]
-"""Part 5, "Tensor Parallelism": the listing line by line, beside one device, and how many ways are compute-bound.
+"""Part 5, "Tensor Parallelism": the listing line by line, compared with one device, and how far it is compute-bound.
 https://jax-ml.github.io/scaling-book/training
 
     In[B, D_Y] * W_in[D, F_Y] * W_out[F_Y, D] -> Out[B, D_Y]
 
-The weights are split along F and stay where they are; activations move. Between layers they are split along D; each
-layer gathers them, and reduce-scatters what it makes, in the forward and in the backward alike. All four collectives
-are on the critical path: the matmuls wait for them. `scaling/strategies/tensor_parallel.py` is the same for L layers.
+The weights are split along F and never move; activations do. Between layers the activations are split along D. Each
+layer gathers its input and reduce-scatters its output, in the forward and in the backward alike. All four collectives
+are on the critical path: the matmuls wait for them. `scaling/strategies/tensor_parallel.py` does the same for L layers.
 """
 
 # %% [markdown]
@@ -17,10 +17,10 @@ are on the critical path: the matmuls wait for them. `scaling/strategies/tensor_
 # shorter, not only larger.
 #
 # The price is that nothing hides its collectives. A product cannot begin before its input has been gathered, and each
-# layer waits four times, twice forward and twice backward. Hence Y belongs on the fastest links that there are, inside
-# a node of GPUs or along an axis of a TPU's torus, and it stays small: beyond F W/C ways, with links of W bytes/s, the
-# layer waits for them however large the batch is. One would not do it over a slow network, nor where each chip has
-# tokens enough for FSDP alone.
+# layer waits four times, twice forward and twice backward. Hence Y belongs on the fastest links, inside a node of GPUs
+# or along an axis of a TPU's torus, and it stays small: beyond F W/C ways, with links of W bytes/s, the layer waits for
+# them however large the batch is. One would not do it over a slow network, nor where each chip has enough tokens for
+# FSDP alone.
 
 # %%
 from torch.func import grad
@@ -34,15 +34,15 @@ from scaling.mesh import AbstractMesh
 from scaling.strategies.stack import Strategy
 from scaling.strategies.stateless import call, reduce_grads
 
-# What must divide over --mesh: each rank holds a part of D and of F; the loss is of a part of the batch.
+# The dims that must divide over --mesh: each rank has a part of D and of F, and the loss of a part of the batch.
 FITS = ("W_in[D, F_Y]", "W_head[D_Y, V]", "Tokens[B_Y]"), learning.SIZES
 page = Page(__doc__, mesh="Y=4", fits=FITS, device=True, seed=True, **learning.OPTIONS)
 Y = page.args.mesh["Y"]
 
 # %% [markdown]
 # ## First by types alone
-# Any nn.Module of yours, the types of its params, and torch.func.grad. The output of the second layer is a sum
-# over Y, and so its bias is typed as partial sums where it is used: it is added once, not on every rank.
+# Again this takes any nn.Module, the types of its params, and torch.func.grad. The output of the second layer is a sum
+# over Y, so its bias is typed as partial sums where it is used. It is then added once, not on every rank.
 
 # %%
 STORED = {"fc1.weight": "W[F_Y, D]", "fc1.bias": "b[F_Y]", "fc2.weight": "V[D, F_Y]", "fc2.bias": "c[D]"}
@@ -50,14 +50,14 @@ USED = STORED | {"fc2.bias": "c[D] {U_Y}"}  # Out is a sum over Y: one rank alon
 
 
 def gradients(module, params, x, mesh):
-    """params typed STORED, x[B, D] -> the gradients of sum Out^2 over the whole batch, typed as the params."""
+    """Return the gradients of sum Out^2 over the whole batch, typed as the params: params as in STORED, x[B, D]."""
     f = call(module, STORED, USED, mesh)  # the module on F_Y: its output is a sum over Y
 
     def loss(params):
         Out = reduce_scatter("Out[B, D] {U_Y} -> Out[B, D_Y]", f(params, x), mesh)
         return Out.square().sum()  # Loss[] {U_Y}: each rank's own columns
 
-    return reduce_grads(grad(loss)(params), STORED, mesh, over="Y", loss="sum")  # of the bias, which is replicated
+    return reduce_grads(grad(loss)(params), STORED, mesh, over="Y", loss="sum")  # only the replicated bias needs it
 
 
 page.title("By types alone: the gradients of an nn.Module, in float64")
@@ -65,9 +65,9 @@ listing.show_module(page, gradients, STORED)
 
 # %% [markdown]
 # ## The book's layer, line by line
-# What each rank does. Weights stay where they are; activations are gathered before the first product, and after the
-# second one, whose contracted dim F is split, partial sums {U_Y} are reduced. Act is Tmp past the activation, which
-# the book leaves out.
+# These are the lines that each rank runs. Weights never move. Activations are gathered before the first product. The
+# second product contracts F, which is split, so it leaves partial sums {U_Y} to reduce. Act is Tmp after the activation
+# function, which the book leaves out.
 
 # %%
 SPECS = {"In": "In[B, D_Y]", "W_in": "W_in[D, F_Y]", "W_out": "W_out[F_Y, D]", "Out": "Out[B, D_Y]"}
@@ -103,8 +103,9 @@ B, D, F = 32, 16 * Y, 32 * Y
 there, back = listing.show_layer(page, LAYER, {"B": B, "D": D, "F": F})
 
 # %% [markdown]
-# ## What it moves
-# With the book's 2 bytes an element: 4BD forward and 6BD backward, or 4BD where step 5 reuses the forward's In.
+# ## Bytes moved
+# With the book's 2 bytes per element, the forward moves 4BD bytes and the backward 6BD, or 4BD where step 5 reuses the
+# In that the forward gathered.
 
 # %%
 page.title("Bytes that one layer moves (8 bytes an element), by the book's count")
@@ -113,9 +114,9 @@ page.same(rows, ["pass", "formula", "bytes", "counted"])
 
 # %% [markdown]
 # ## When is it bound by communication?
-# Forward, T_math = 4BDF/(YC) and T_comms = 4BD/W: the batch and D cancel, and what decides is Y < F W/C, however
-# large the batch is. FLOPs and bytes are those of the listing above, counted on abstract TPU v5p, whose torus gives Y
-# one axis.
+# The forward takes T_math = 4BDF/(YC) and T_comms = 4BD/W. The batch and D cancel, so however large the batch is, the
+# layer is compute-bound only if Y < F W/C. The FLOPs and bytes are those of the listing above, counted on abstract TPU
+# v5p, where Y has one axis of the torus.
 
 # %%
 v5p = chip("v5p")
@@ -123,7 +124,7 @@ C, W, wide = v5p.flops("bf16"), v5p.bandwidth("ici", axes=1), 32768
 
 
 def times(chips: int) -> tuple[float, float]:
-    """(T_math, T_comms) of the forward in seconds, on so many chips."""
+    """Return (T_math, T_comms) of the forward in seconds, on so many chips."""
     log, _ = listing.both_passes(LAYER, {"B": 4096, "D": 8192, "F": wide}, AbstractMesh({"Y": chips}))
     return log.flops / C, log.book_bytes / W
 
@@ -136,8 +137,8 @@ page.say(f"Bound by compute up to Y = F W/C = {most:.1f} chips; with two axes of
 
 # %% [markdown]
 # ## Four layers, and training
-# The listing above, over all layers, with gelu, norm and residual: change one of its lines and the training changes, or
-# the line is refused. The loop is 05_dp.py's.
+# Training runs the listing above over all layers, with gelu, norm and residual. If you change one of its lines, the
+# training changes, or the line is refused. The loop is that of 05_dp.py.
 
 # %%
 learning.show(page, LAYER)
@@ -147,7 +148,7 @@ page.end()
 # %% [markdown]
 # ## Three things to try
 # 1. Edit: replace `dIn = block.norm_vjp(In, dIn)` by `dIn = block.norm_vjp(In, 2 * dIn)`: the weights' gradients stay
-#    right, and every layer below gets twice its own.
+#    right, and every layer below receives twice its gradient.
 # 2. Question: up to how many chips does a layer with F = 28,672 stay bound by compute, with two axes of the torus?
 #    Evaluate `cost.tensor_limit(28672, C, 2 * W)`.
 # 3. Flag: run with `--mesh Y=2`: each rank sends less, and computes twice as much.

@@ -4,9 +4,9 @@
 
     x[B_X, T_Y, D], W_Q[D_X, N_Y, H], W_O[N_Y, H, D_X], W_in[D_X, F_Y], W_out[F_Y, D_X] -> x[B_X, T_Y, D]
 
-The book's matmuls stand in for attention and MLP; here are both, in the same notation: heads and features over Y, the
-residual stream split along the sequence, the vocabulary over Y. The backward is derived, and printed as a listing. The
-same function as LLaMA-3 70B on 8,192 chips: 06_train_llama.py.
+The book uses two matmuls as a model of attention and MLP. This chapter has both in the same notation: heads and
+features are split over Y, the residual stream along the sequence, the vocabulary over Y. The backward is derived, and
+printed as a listing. The same function runs LLaMA-3 70B on 8,192 chips in 06_train_llama.py.
 """
 
 # %%
@@ -49,14 +49,15 @@ LIMIT = 1e-11
 
 # %% [markdown]
 # ## One layer, line by line
-# Attention is tensor parallelism with heads for features: each rank computes its own heads whole. Norms and residuals
-# see single tokens, so that between the blocks the stream can be split along the sequence: what was an AllReduce over
-# Y is a ReduceScatter after each block and an AllGather before the next, the same bytes, and each token is normed once.
+# Attention is tensor parallelism with heads in the role of features: each rank computes its own heads. Norms and
+# residuals treat every token alone, so between the blocks the stream can be split along the sequence. An AllReduce over
+# Y then becomes a ReduceScatter after each block and an AllGather before the next. The bytes are the same, and each
+# token is normalized once instead of Y times.
 
 
 # %%
 def gathered(W, mesh):
-    """What can be done ahead of time: the layer's weights, whole along D."""
+    """Gather the layer's weights along D, which can be done ahead of time."""
     return {
         "W_Q": all_gather("W_Q[D_X, N_Y, H] -> W_Q[D, N_Y, H]", W["W_Q"], mesh),
         "W_K": all_gather("W_K[D_X, K_Y, H] -> W_K[D, K_Y, H]", W["W_K"], mesh),
@@ -75,7 +76,7 @@ def attention(W, x, mesh):
     K = einsum("y[B_X, T, D] * W_K[D, K_Y, H] -> K[B_X, T, K_Y, H]", y, W["W_K"])
     V = einsum("y[B_X, T, D] * W_V[D, K_Y, H] -> V[B_X, T, K_Y, H]", y, W["W_V"])
     rope = tables(torch.arange(T), config.H, config.theta, None, x.dtype)
-    O = sdpa(rotate(Q, *rope), rotate(K, *rope), V)  # each head by itself: nothing is sent
+    O = sdpa(rotate(Q, *rope), rotate(K, *rope), V)  # each head alone: nothing is sent
     Attn = einsum("O[B_X, T, N_Y, H] * W_O[N_Y, H, D] -> Attn[B_X, T, D] {U_Y}", O, W["W_O"])
     return reduce_scatter("Attn[B_X, T, D] {U_Y} -> Attn[B_X, T_Y, D]", Attn, mesh)  # on the critical path
 
@@ -96,13 +97,13 @@ def layer(W, x, mesh):
 
 
 # %% [markdown]
-# It must equal the library's own layer on one device: the result, dx and every leaf's gradient. `trace` keeps what
-# was sent and computed, forward and backward.
+# The layer must equal the library's own layer on one device, in the result, dx and every leaf's gradient. `trace`
+# records what is sent and computed, forward and backward.
 
 
 # %%
 def whole_layer(W, x):
-    """The library's own layer on one device; its norms have gains, here ones."""
+    """Compute the library's own layer on one device; its norms have gains, which are ones here."""
     ones = {"norm_attn": torch.ones(config.D).double(), "norm_mlp": torch.ones(config.D).double()}
     rope = tables(torch.arange(T), config.H, config.theta, None, x.dtype)
     x = x + model.attention_block(W | ones, x, sdpa, rope, config)
@@ -130,20 +131,20 @@ show_lines(page, title, result["forward"])
 
 # %% [markdown]
 # ## The backward, derived
-# Nobody wrote these lines: each is the transpose of one above, from the last to the first, by the law of cotangents.
-# An AllGather comes back as a ReduceScatter, so the weights' gradients leave as shards. (The products' transposes are
-# torch's own and not listed.)
+# These lines are written nowhere: each is the transpose of a line above, from the last to the first, by the law of
+# cotangents. An AllGather becomes a ReduceScatter, so the gradients of the weights leave as shards. (The transposes of
+# the products are torch's own and are not listed.)
 
 # %%
 show_lines(page, "What torch.func.vjp ran on the way back", result["backward"])
-page.title("The result, the gradient of each weight, and dx, whole, beside one device's")
+page.title("The result, the gradient of each weight, and dx, whole, against one device's")
 page.equal(result["differences"])
 
 # %% [markdown]
 # ## The whole model, on any mesh
-# `scaling.strategies.transformer` is the same with what a model has around its layers: embedding and loss with the
-# vocabulary over Y (no rank ever holds all logits of a token), grouped heads fewer than Y, stages, context, experts.
-# One text serves every mesh: an axis that the mesh lacks drops out of the lines.
+# `scaling.strategies.transformer` adds what a model has around its layers: embedding and loss with the vocabulary over
+# Y (no rank ever has all logits of a token), fewer KV heads than Y, stages, context and experts. One text serves every
+# mesh, because an axis that the mesh lacks drops out of the lines.
 
 # %%
 n = X * Y
@@ -152,7 +153,7 @@ MESHES = MESHES[:: 2 if page.small else 1]
 
 
 def whole_model():
-    """(loss, gradients) of one device, with a target that does not count and uneven weights."""
+    """Return the params, tokens and weights of a problem with uneven weights, one row of them 0."""
     rng = torch.Generator().manual_seed(page.args.seed)
     b, t = 2 * n, 8 * n
     tokens = torch.randint(0, V, (b, t + 1), generator=rng)
@@ -180,7 +181,7 @@ def on_meshes(mesh):
     return rows
 
 
-page.title("Loss and the worst gradient leaf beside one device: K=2, 2 microbatches")
+page.title("Loss and the worst gradient leaf against one device: K=2, 2 microbatches")
 rows = page.on_ranks(on_meshes)
 page.table([(at, f"{a:.0e}", f"{b:.0e}", format_number(sent), page.check(at, largest((a, b)) < LIMIT))
             for at, a, b, sent in rows], ["mesh", "loss", "gradients", "bytes sent by rank 0", "equal"])  # fmt: skip
@@ -189,8 +190,8 @@ page.end()
 # %% [markdown]
 # ## Three things to try
 # 1. Edit: replace `Attn[B_X, T_Y, D]", Attn, mesh)` by `Attn[B_X, T_Y, D]", Attn, mesh, op="mean")`: a mean over the
-#    heads' ranks where their sum belongs. Leave the `reduce_scatter` out, and `x + attention` is refused: one is {U_Y}.
+#    heads' ranks where their sum belongs. Without the `reduce_scatter`, `x + attention` is refused: one of both is {U_Y}.
 # 2. Question: what is the type of W_K where Y = 4 does not divide the K = 2 heads? Evaluate
 #    `transformer.specs(config.with_(K=2), {"X": 2, "Y": 4})["layers"]["W_K"]`: whole over Y, so its gradient is reduced
 #    over Y.
-# 3. Flag: run with `--mesh X=1,Y=4`: which lines are left of those that gathered weights?
+# 3. Flag: run with `--mesh X=1,Y=4`: which of the lines that gather weights are left?

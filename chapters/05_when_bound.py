@@ -2,9 +2,10 @@
 """Part 5, How to Parallelize a Transformer for Training: when is each strategy bound by communication?
 https://jax-ml.github.io/scaling-book/training
 
-A layer's FLOPs and bytes, the batch from which each strategy is compute-bound, the two figures, the recipe for a pod
-and the problems. Collectives over two mesh axes overlap, so that the longer one counts (the book of 2026); in 2025
-their times added up. The strategies run in 05_dp.py, 05_fsdp.py, 05_tp.py and 05_fsdp_tp.py.
+This chapter counts a layer's FLOPs and bytes, computes the batch from which each strategy is compute-bound, draws both
+figures, and checks the recipe for a pod and the problems. Collectives over two mesh axes overlap, so the longer one
+counts (the book of 2026); in the edition of 2025 their times were added. The strategies themselves run in 05_dp.py,
+05_fsdp.py, 05_tp.py and 05_fsdp_tp.py.
 """
 
 # %%
@@ -26,8 +27,8 @@ page = Page(__doc__, plot=True)
 
 # %% [markdown]
 # ## FLOPs and bytes of a layer
-# The strategies, and the table of the book's Takeaways for two matrices in bf16: a chip's FLOPs, and the bytes that
-# its collectives move. An AllReduce is an AllGather and a ReduceScatter, so it counts twice.
+# These are the strategies, and the table of the book's Takeaways for two matrices in bf16: a chip's FLOPs, and the
+# bytes that its collectives move. An AllReduce is an AllGather and a ReduceScatter, so it counts twice.
 
 # %%
 STRATEGIES = {  # its code, the cost model's name, its axes, FLOPs forward and backward, bytes forward and backward
@@ -41,27 +42,27 @@ page.table([(name, "{In} * {W_in} * {W_out} -> {Out}".format(**code.SPECS)) for 
            ["strategy", "formula"])  # fmt: skip
 
 # %% [markdown]
-# Does the code do that? Each strategy's own forward and backward run on an abstract mesh, where arrays have a shape and
-# no data, and what they compute and send is counted.
+# Does the code do that? Each strategy's own forward and backward run on an abstract mesh, where arrays have a shape but
+# no data. Their FLOPs and their bytes are counted.
 
 # %%
 SIZES = {"B": 16, "D": 12, "F": 40, "X": 4, "Y": 2}
 
 
 def value(formula: str) -> float:
-    """A formula such as 4BD/X + 4DF/Y at SIZES: letters that stand together are multiplied."""
+    """Evaluate a formula such as 4BD/X + 4DF/Y at SIZES, where adjacent letters are multiplied."""
     return eval(re.sub(r"(?<=\w)(?=[A-Z])", "*", formula), dict(SIZES))
 
 
 def over(axis: str, log: Log) -> int:
-    """The bytes that collectives move over an axis."""
+    """Return the bytes that collectives move over an axis."""
     return Log([event for event in log.events if event.axes == (axis,)]).book_bytes
 
 
 # %% [markdown]
-# Every row must agree, also with `scaling.cost`, which has all times below. Two errata of the book: its table has 8BD/X
-# for the backward of FSDP + TP; and FSDP "saves on backward pass FLOPs", where its rows are those of DP: what it saves
-# is memory.
+# Every row must agree, also with `scaling.cost`, which computes all times below. The book has two errata here. Its
+# table has 8BD/X for the backward of FSDP + TP. And it says that FSDP "saves on backward pass FLOPs", although its rows
+# equal those of DP: FSDP saves memory.
 
 # %%
 rows = []
@@ -75,7 +76,7 @@ for name, (code, model, axes, *formulas) in STRATEGIES.items():
         page.check(f"{name} {direction}: the cost model's", modelled == {axis: over(axis, log) for axis in "XY"})
 page.title("One layer on a chip, " + ", ".join(f"{letter}={n}" for letter, n in SIZES.items()))
 page.same(rows, ["what", "formula", "value", "counted"])
-over_Y = [over("Y", log) / value("BD/X") for log in logs]  # of the last, FSDP+TP
+over_Y = [over("Y", log) / value("BD/X") for log in logs]  # logs of the last strategy, FSDP+TP
 page.answers([
     Answer("Table, FSDP+TP: forward bytes over Y / (BD/X)", "4", over_Y[0], "", "counted"),
     Answer("Table, FSDP+TP: backward bytes over Y / (BD/X)", "8", over_Y[1], "", erratum=
@@ -84,10 +85,10 @@ page.answers([
 
 # %% [markdown]
 # ## Thresholds
-# Where the time of the matmuls equals that of the collectives. DP and FSDP run on all axes of the torus, TP on one;
-# FSDP + TP has one axis for TP and the others for FSDP. Look at how far FSDP + TP goes below FSDP alone, and at v6e: it
-# has 4.7 times the FLOPs of a v5e and twice its links. Of the text's numbers, 850 tokens a chip decides on how many
-# chips a run can be spread.
+# A threshold is where the matmuls take as long as the collectives. DP and FSDP use all axes of the torus, TP one. FSDP
+# + TP has one axis for TP and the others for FSDP. Look at how far FSDP + TP goes below FSDP alone, and at v6e, which
+# has 4.7 times the FLOPs of a v5e and twice its links. The most important number is 850 tokens a chip: it decides on
+# how many chips a run can be spread.
 
 # %%
 page.title("Compute-bound if ..., F = 28672")
@@ -121,14 +122,14 @@ page.answers([
 ])  # fmt: skip
 
 # %% [markdown]
-# Tensor parallelism is bound by Y alone, whatever the batch, which stands in its FLOPs and in its bytes. With FSDP + TP
-# a larger X makes FSDP's gathers longer and TP's shorter: at the best X both take the same time, and the smallest batch
-# is lower than either strategy's own.
+# Tensor parallelism is bound by Y alone. The batch does not matter, because it is a factor of both its FLOPs and its
+# bytes. With FSDP + TP, a larger X makes FSDP's gathers longer and TP's shorter. At the best X both take the same time,
+# and the smallest batch is lower than either strategy's own.
 
 
 # %%
 def layer(tokens: float, F: float, X: int, Y: int, axes_X: int, axes_Y: int) -> cost.Cost:
-    """A layer's forward pass, D = 8192, on X x Y v5p: FSDP on so many torus axes, TP on so many."""
+    """Return the cost of a layer's forward pass, D = 8192, on X x Y v5p: FSDP on so many torus axes, TP on so many."""
     name = "fsdp_tp" if X > 1 < Y else "fsdp" if X > 1 else "tp"
     links = cost.Links(C, X=W[axes_X] if axes_X else None, Y=W[axes_Y] if axes_Y else None)
     return cost.layer(name, cost.LayerShape(tokens, 8192, F), links, X, Y, "forward")
@@ -153,15 +154,16 @@ page.answers([
 
 # %% [markdown]
 # ## The first figure
-# FLOPs time over comms time on 4x4x4 v5p, each strategy at its best. FSDP is a line, FSDP + TP its square root, TP
-# alone constant. Above 1 a strategy is compute-bound: between about 100 and 850 tokens a chip only FSDP + TP is.
+# The first figure shows FLOPs time over comms time on 4x4x4 v5p, each strategy at its best. FSDP is a straight line,
+# FSDP + TP a square root, and TP alone is constant. A strategy is compute-bound above 1, so between about 100 and 850
+# tokens a chip only FSDP + TP is.
 
 # %%
 N, WIDE = 64, 30_000
 
 
 def ratios(per_chip: float) -> dict[str, float]:
-    """Math over comms of a layer's forward pass on N chips, each strategy at its best (X need not be whole)."""
+    """Return math over comms of a layer's forward pass on N chips, each strategy at its best (X need not be whole)."""
     tokens = per_chip * N
     one_strategy = {"FSDP": layer(tokens, WIDE, N, 1, 3, 0), "TP only": layer(tokens, WIDE, 1, N, 0, 3)}
     mixed = (per_chip / cost.mixed_threshold(WIDE, *TORUS)) ** 0.5
@@ -178,8 +180,8 @@ page.chart(
 
 # %% [markdown]
 # ## The second figure
-# Seconds of a layer's forward pass on 16x16x16 v5p: a mesh is compute-bound where the matmuls' line is above its own.
-# Look at 256 x 16 with TP over one torus axis: it never is.
+# The second figure shows the seconds of a layer's forward pass on 16x16x16 v5p. A mesh is compute-bound where the line
+# of the matmuls is above its own. With TP over one torus axis, 256 x 16 never is.
 
 # %%
 MESHES = {"4096 FSDP": (4096, 1, 3, 0), "1024 x 4": (1024, 4, 2, 1), "512 x 8": (512, 8, 2, 1)}
@@ -187,7 +189,7 @@ MESHES |= {"256 x 16": (256, 16, 2, 1), "4096 TP": (1, 4096, 0, 3)}  # X, Y, and
 
 
 def crossing(mesh: tuple[int, int, int, int]) -> float:
-    """The batch in tokens from which the mesh is compute-bound; inf if it never is."""
+    """Return the batch in tokens from which the mesh is compute-bound, or inf if it never is."""
     never = 10**12
     first = bisect_left(range(1, never), True, key=lambda tokens: layer(tokens, 32768, *mesh).bound == "compute") + 1
     return first if first < never else float("inf")
@@ -205,7 +207,8 @@ page.chart(
 )  # fmt: skip
 
 # %% [markdown]
-# The book has two batches for one crossing: its caption that of the plotted 512 x 8, its text that of the best X.
+# The book has two batches for one crossing: its caption has the one of the plotted 512 x 8, its text that of the best
+# X.
 
 # %%
 page.answers([
@@ -223,8 +226,8 @@ page.answers([
 ])  # fmt: skip
 
 # %% [markdown]
-# The book's recipe for a pod: 1M tokens on 8,192 chips, F = 30k. By its own formula 1024 x 8 is bound by FSDP's
-# gathers, and 512 x 16 by TP's; at the best X, 739 x 11, both are hidden.
+# The book has a recipe for a pod: 1M tokens on 8,192 chips, F = 30k. By the book's own formula, 1024 x 8 is bound by
+# FSDP's gathers, and 512 x 16 by TP's. At the best X, 739 x 11, both are hidden.
 
 # %%
 recipe, wider = (layer(1e6, WIDE, X, Y, 2, 1) for X, Y in ((1024, 8), (512, 16)))
@@ -242,8 +245,8 @@ page.answers([
 
 # %% [markdown]
 # ## The problems: LLaMA-2 13B
-# Its params, what Adam and the activations take, and which strategy trains it on 16x16x16 v5p with 3M tokens; question
-# 4 of the 2025 edition, with 1M and 10M.
+# How would one train LLaMA-2 13B on 16x16x16 v5p with 3M tokens? The problems compute its params, the memory of Adam's
+# state and of activations, and the strategy. Question 4 of the 2025 edition asks the same for 1M and 10M tokens.
 
 # %%
 m13 = get("llama2-13b")
