@@ -176,8 +176,7 @@ page.table(rows, ["D", "128 x 128 (v5e)", "256 x 256 (v6e)"])
 
 # %%
 def add_up(register: torch.Tensor, dim: int) -> tuple[torch.Tensor, int]:
-    """Add up a dim by rolling it by a half, a quarter and so on; return the sum in every slot, and the number of rolls.
-    """
+    """Add up a dim by rolling it by a half, a quarter and so on; return the sum in every slot, and the rolls."""
     shuffles, shift = 0, register.shape[dim] // 2
     while shift:
         register, shuffles, shift = register + register.roll(shift, dim), shuffles + 1, shift // 2

@@ -88,8 +88,7 @@ page.check("no two devices the same at once", all(len(set(column)) == Y for colu
 
 # %%
 def compare(mesh) -> tuple[dict[str, float], int, int]:
-    """Return the differences from one device (the worst of all ranks), and the bytes that this rank sent in both ways.
-    """
+    """Return the differences from one device (the worst of all ranks), and this rank's bytes sent in both ways."""
     types = {"Out": "Out[B, F_Y]", "dA": "A[B, D_Y]", "dW": "W[D, F_Y]"}
     a, w, cotangent = (c.shard(t, x.to(mesh.device), mesh)
                        for t, x in (("A[B, D_Y]", A), ("W[D, F_Y]", W), ("Out[B, F_Y]", dOut)))  # fmt: skip

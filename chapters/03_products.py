@@ -121,7 +121,7 @@ page.table(rows, ["case", "product, or resharding", "sent", "bytes", "equal"])
 page.say(f"\nThe last case in full:\n{plans[-1]}")
 
 # %% [markdown]
-# ## What is refused
+# ## Which lines are refused?
 # `einsum` multiplies what a device has and sends nothing. So it refuses the lines of cases 2 and 4, and those of case 3
 # that do not say `{U_X}`, and quotes the rule.
 
@@ -142,7 +142,7 @@ for line in (
         page.say(f"{error}\n")
 
 # %% [markdown]
-# ## What else would do, and what it costs
+# ## Other ways, and their cost
 # The cases are the usual choice, not the only one. Case 2 may also be done as case 3: slice B, multiply, and reduce the
 # partial sums. Case 4 may gather either operand. And for a whole result one may gather the operands or the result. The
 # times are of v5p, each axis a ring of 4, computing first and then sending. In case 4 the choice depends on the sizes:
@@ -184,8 +184,7 @@ for rows_of_A in (1024, 16384):
 
 # %%
 def strategies(B: int, D: int = 8192, F: int = 32768) -> tuple[cost.Roofline, ...]:
-    """Return strategies 1 and 2, planned on four v5p, as rooflines: FLOPs, and bytes with an AllReduce counted twice.
-    """
+    """Return strategies 1 and 2, planned on four v5p, as rooflines; the bytes of an AllReduce count twice."""
     sizes, axis, found = {"B": B, "D": D, "F": F}, {"X": 4}, []
     for local in (("X[B, D]", "Y[D, F]"), ("X[B, D_X]", "Y[D_X, F]")):
         plan = matmul_via("X[B, D]", "Y[D_X, F]", "Z[B, F]", *local)
@@ -250,8 +249,7 @@ def own_sums(own, device):
 
 
 def question_9(mesh) -> tuple[list[int], list[float]]:
-    """Return this rank's i, and the differences of its sums from A B after an AllReduce and after two ReduceScatters.
-    """
+    """Return this rank's i, and the differences of its sums from A B: after an AllReduce, and two ReduceScatters."""
     n, x = mesh.sizes["X"], mesh.coord["X"]
     own = list(range(x * 16 // n, (x + 1) * 16 // n))
     o = own_sums(own, mesh.device)

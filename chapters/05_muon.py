@@ -126,8 +126,7 @@ stack = MatrixStack(parse("M[S, O_Y, I_X]"), mesh)
 
 
 def milliseconds(S: int) -> dict[str, float]:
-    """Return milliseconds by form for S matrices W_in[D, F] on a rank, in float32, where all three forms are possible.
-    """
+    """Return milliseconds by form for S matrices W_in[D, F] on a rank, in float32, where all forms are possible."""
     work = form_costs((S, L70.F // 4, L70.D // 16), stack, INTENSITY, torch.float32)
     return {form: 1e3 * flops / V5P.flops() for form, flops in work.items()}
 

@@ -95,8 +95,7 @@ page.say(f"\n{times[0]:.1f} against {times[1]:.1f} ms here, where P is no slower
 
 # %%
 def step_bytes(mesh, sizes: dict, dtype) -> dict[str, int]:
-    """Count the bytes of forward and backward of L layers on each axis of the mesh, an AllReduce twice as in the book.
-    """
+    """Count the bytes of forward and backward of L layers by mesh axis, an AllReduce twice as in the book."""
     moved = dict.fromkeys(mesh.sizes, 0)
     for log in listing.both_passes(pods, sizes, mesh, dtype):
         for event in log.collectives():

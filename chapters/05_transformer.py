@@ -190,7 +190,7 @@ page.end()
 # %% [markdown]
 # ## Three things to try
 # 1. Edit: replace `Attn[B_X, T_Y, D]", Attn, mesh)` by `Attn[B_X, T_Y, D]", Attn, mesh, op="mean")`: a mean over the
-#    heads' ranks where their sum belongs. Without the `reduce_scatter`, `x + attention` is refused: one of both is {U_Y}.
+#    heads' ranks where their sum belongs. Without the `reduce_scatter`, `x + attention` is refused: one is {U_Y}.
 # 2. Question: what is the type of W_K where Y = 4 does not divide the K = 2 heads? Evaluate
 #    `transformer.specs(config.with_(K=2), {"X": 2, "Y": 4})["layers"]["W_K"]`: whole over Y, so its gradient is reduced
 #    over Y.

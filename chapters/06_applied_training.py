@@ -1,10 +1,10 @@
 # %% [markdown]
-"""Part 6, Training LLaMA 3 on TPUs: what LLaMA-3 70B takes in memory and days, and how to shard it over a v5p pod.
+"""Part 6, Training LLaMA 3 on TPUs: the memory and the days that LLaMA-3 70B takes, and how to shard it over a v5p pod.
 https://jax-ml.github.io/scaling-book/applied-training
 
-By hand first, then by the planner, which lays its meshes on the pod's torus of 16 x 20 x 28; then the problems, four
-pods and LLaMA-3 405B on eight, to which the book gives no answers. "CP" is the book's sequence sharding: the planner
-also counts its exchange of keys and values. More plans: python -m scaling.plan --help.
+First everything is computed by hand, as in the book; then the planner does it, and lays its meshes on the pod's torus
+of 16 x 20 x 28. The problems, four pods and LLaMA-3 405B on eight, have no answers in the book. "CP" is the book's
+sequence sharding: the planner also counts its exchange of keys and values. More plans: python -m scaling.plan --help.
 """
 
 # %%
@@ -29,19 +29,19 @@ B405 = 16 * 1024 * 1024
 
 
 def ici(axes: int) -> float:
-    """Bytes/s of a chip's collectives over so many axes of the torus, both ways round."""
+    """Return the bytes/s of a chip's collectives over so many axes of the torus, both ways round."""
     return V5P.bandwidth("ici", axes=axes)
 
 
 def days(flops: float, chips: float) -> float:
-    """At 40% MFU."""
+    """Return the days at 40% MFU."""
     return cost.seconds_at(flops, chips, C, 0.4) / DAY
 
 
 # %% [markdown]
 # ## What LLaMA 3 looks like
-# Each letter with its key in the model's config.json on Hugging Face; H has none there, and is D/N. Look at what
-# the three models share: V, K and H.
+# The table gives each letter with its key in the model's config.json on Hugging Face. H has no key there; it is D/N.
+# The three models share V, K and H.
 
 # %%
 KEYS = {"L": "num_hidden_layers", "D": "hidden_size", "F": "intermediate_size", "N": "num_attention_heads",
@@ -52,7 +52,8 @@ page.table([(letter, key, *(getattr(c, letter) for c in (L8, L70, L405))) for le
 
 # %% [markdown]
 # ## Counting params and FLOPs
-# The book goes on with 70e9 params. Look at the share of the MLP: four fifths.
+# Params follow from the letters, and FLOPs from the params; the book continues with 70e9 params. The MLPs have four
+# fifths of them.
 
 # %%
 count = tm.params(L70)
@@ -73,8 +74,8 @@ page.answers([
 
 # %% [markdown]
 # ## Memory
-# Params in bf16, Adam's state in float32, and checkpoints of the whole batch of 4M tokens, on all chips together. Look
-# at the checkpoints: they are 97% of it.
+# What does the run need to store, on all chips together? There are params in bf16, Adam's state in float32, and the
+# checkpoints of a whole batch of 4M tokens. The checkpoints are 97% of it.
 
 
 # %%
@@ -99,16 +100,17 @@ page.answers([
 
 # %% [markdown]
 # ## How to shard it
-# The longer of FSDP's and TP's collectives over the matmuls' time, on all 8,960 chips of each pod: two axes of the
-# torus for FSDP, one for TP. Where a curve is below 1 the pod is compute-bound. Its left part is FSDP's gathers, which
-# more TP makes shorter; its right part is TP's. Look at 70B on four pods: it touches 1 at 11 ways, which no pod has.
+# The question is how to divide 8,960 chips between FSDP and TP. The plot shows the longer of both collectives over the
+# matmuls' time, with two axes of the torus for FSDP and one for TP. Where a curve is below 1, the pod is compute-bound.
+# On the left FSDP's gathers are the longer, which more TP makes shorter; on the right TP's are. With 70B on four pods
+# the curve touches 1 at 11 ways, which no pod has.
 
 # %%
 JOBS = {"70B, a pod": (L70, B), "70B, 4 pods": (L70, B / 4), "405B, 8 pods": (L405, B405 / 8)}  # tokens a pod
 
 
 def shares(name: str, ways: float) -> dict[str, float]:
-    """Seconds of the collectives of FSDP and of TP, `ways` ways, over those of the MLP's matmuls, forward."""
+    """Return the times of FSDP's and TP's collectives, with TP `ways` ways, over that of the MLP's matmuls, forward."""
     config, tokens = JOBS[name]
     math = 4 * tokens * config.D * config.F / POD / C
     fsdp, tp = 4 * config.D * config.F / ways / ici(2), 4 * tokens * config.D * ways / POD / ici(1)
@@ -120,7 +122,8 @@ def longer(name: str, ways: float) -> float:
 
 
 def regime(name: str) -> str:
-    """What keeps a pod compute-bound: FSDP if it can alone, else FSDP + TP at its best X, else nothing."""
+    """Return the strategy that keeps a pod compute-bound: FSDP if it can alone, else FSDP + TP at its best X, else
+    neither."""
     config, tokens = JOBS[name]
     if cost.data_threshold(C, ici(3)) < tokens / POD:
         return "FSDP"
@@ -135,7 +138,8 @@ page.chart(
 )  # fmt: skip
 
 # %% [markdown]
-# The same numbers at the meshes that there are, with the collectives that take longer; then the book's own steps.
+# A mesh has whole sizes. The table has the same numbers at the possible meshes, with the collectives that take longer;
+# then follow the book's own steps.
 
 # %%
 page.title("The longer of both over the matmuls, and whose it is")
@@ -157,19 +161,19 @@ page.answers([
 ])  # fmt: skip
 
 # %% [markdown]
-# ## What the planner finds
-# It counts attention, the vocabulary and the exchange of keys and values too, and every mesh axis must be made of axes
-# of the torus. Look at the last column: on four pods no mesh is compute-bound, and at 40% MFU, 2.5 times the compute,
-# that does not matter.
+# ## The planner's meshes
+# The planner also counts attention, the vocabulary and the exchange of keys and values, and its mesh axes must consist
+# of axes of the torus. In the last column, no mesh on four pods is compute-bound. At 40% MFU, which takes 2.5 times as
+# long as the compute alone, that does not matter.
 
 # %%
-SHARDED = Fixed(zero=3)  # FSDP, as the book
+SHARDED = Fixed(zero=3)  # FSDP, as in the book
 alone = plans(Job(L70, B), V5P, POD, SHARDED)
 layout = Layout(fsdp=1024, context=2, tensor=4, zero=3)
 found: dict[str, Estimate] = {
     "70B, a pod, no TP": next(alone[i] for i, layout in alone.layouts() if layout.shards == POD),
     "70B, the book's": evaluate(Job(L70, B), rings(V5P, layout.sizes, {"fsdp": 1, "context": 1, "tensor": 1}), layout),
-    "70B, a pod": alone.faster or alone[0],  # which may cut short sequences, as the book does and published runs do not
+    "70B, a pod": alone.faster or alone[0],  # it may split short sequences, as the book does
     "70B, 4 pods": plans(Job(L70, B), V5P, 4 * POD, SHARDED)[0],
     "405B, 8 pods": plans(Job(L405, B405), V5P, 8 * POD, SHARDED)[0],
 }
@@ -189,11 +193,11 @@ page.answers([
 # %% [markdown]
 # ## When chips fail
 # The days above assume that nothing breaks. A run of months on thousands of chips is interrupted every few hours, and
-# each time it loses what it did since it last saved. LLaMA-3 405B was: 419 times in 54 days on 16,384 H100s, one
-# failure in 50,677 hours of a chip. To save often costs time, and to save rarely costs work: Young's interval,
-# sqrt(2 x seconds of a save x seconds between failures), balances the two.
+# each time it loses the work since it last saved. LLaMA-3 405B was interrupted 419 times in 54 days on 16,384 H100s, or
+# once in 50,677 hours of one chip. Saving often costs time, and saving rarely costs work: Young's interval, sqrt(2 x
+# seconds of a save x seconds between failures), balances the two.
 #
-# The picture is one day of such a job, drawn at random: what it computed, what it lost, and how long it stood still.
+# The picture shows one random day of such a job: when it computed, which work it lost, and how long it stood still.
 
 # %%
 state = 14 * tm.num_params(L405) / 16_384  # bytes of a chip: params in bf16, their copy and Adam's moments in fp32
@@ -215,7 +219,7 @@ page.say("\nMost of what is lost are restarts, ten minutes each: with saves of s
 
 # %% [markdown]
 # ## The problems
-# The book gives no answers; the note of each row says how ours follows.
+# The book gives no answers. The note in each row says how ours follows.
 
 # %%
 four_pods, eight = "70B, 4 pods", "405B, 8 pods"

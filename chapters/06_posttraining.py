@@ -4,18 +4,18 @@ https://jax-ml.github.io/scaling-book/applied-training
 
     W[L, D_X, N_Y, H] on X=64,Y=8  ->  W[L, D, N_Y, H] on Y=8         once a step, every leaf
 
-A model that is trained by rewards writes its own data: it answers prompts, a program scores the answers, and it is
-trained towards the better ones. Writing is decoding, which wants one mesh; training wants another. This chapter has the
-line of each leaf between them and its bytes for LLaMA-3 70B, the loss, and the whole loop on a task that is learned in
-seconds.
+A model that is trained by rewards writes its own data: it answers prompts, a program scores the answers, and training
+makes the better ones more likely. Writing is decoding, which needs one mesh; training needs another. This chapter has
+the line that moves each leaf between them and its bytes for LLaMA-3 70B, the loss, and the whole loop on a task that is
+learned in seconds.
 """
 
 # %% [markdown]
 # ## Why two meshes?
 # Training shards weights over X as well as Y, since optimizer state and activations need the room (Part 5). Decoding
-# would gather them again for every token, so it holds them whole over X (Part 7). The same weights are needed in both
-# types, every step. Systems that get this wrong do not crash: the answers come from other weights than the ones that
-# are trained, and learning is merely worse.
+# would have to gather them for every token, so there they are whole along X (Part 7). The same weights are needed in
+# both types, every step. Systems that get this wrong do not crash: the answers come from other weights than those that
+# are trained, and the model merely learns less.
 
 # %%
 import tempfile
@@ -36,15 +36,15 @@ page = Page(__doc__, mesh="X=2", axes="X", fits=(["W[N_X]"], {"N": 4}), seed=Tru
 
 # %% [markdown]
 # ## LLaMA-3 70B from X=64,Y=8 to Y=8
-# Each leaf goes by one line, from its type there to its type here. The plan sends each of the eight serving ranks the
-# pieces that it lacks, each once, and never a whole leaf through one rank. Where the serving ranks are among the
-# training ranks, what a rank holds already is copied. Look at the sum: about 17.6 GB a rank in bf16, an eighth of the
-# model.
+# Each leaf moves by one line, from its training type to its serving type. The plan sends each of the eight serving
+# ranks the pieces that it lacks, each piece once, and never a whole leaf through one rank. If the serving ranks are
+# also training ranks, they copy the pieces that they already have. The last row is the sum: about 17.6 GB per rank in
+# bf16, an eighth of the model.
 
 # %%
 config, train = get("llama3-70b"), AbstractMesh({"X": 64, "Y": 8})
 serve, beside = AbstractMesh({"Y": 8}), AbstractMesh({"Y": 8})
-beside.ranks = range(512, 520)  # ranks of its own
+beside.ranks = range(512, 520)  # other ranks
 rows, sums = [], [0, 0]
 for where, line, shape in loop.push_lines(config, train, serve):
     received = []
@@ -60,9 +60,10 @@ page.check("apart: an eighth of all but the norms, and these", abs(sums[1] / (2 
 
 # %% [markdown]
 # ## The loss
-# Several answers to one prompt are a group; an answer's advantage says how much better than its group it is. The ratio
-# of a token is its probability now over that with which it was drawn. Where it has gone 20% in the direction that the
-# advantage asks for, the loss is flat: the answer says nothing about a policy that is further away. Look at the slope.
+# Several answers to one prompt form a group, and an answer's advantage says how much better it is than its group. The
+# ratio of a token is its present probability over the one with which it was drawn. Once the ratio has moved 20% in the
+# direction that the advantage asks for, the loss is flat, because the answer says nothing about a policy that is
+# further away. The slope in the last column is 0 there.
 
 # %%
 page.title("Advantages of rewards 1, 0, 0, 1: mean 0, in units of their spread")
@@ -79,10 +80,11 @@ page.table(rows, ["advantage", "ratio", "loss", "slope"])
 
 # %% [markdown]
 # ## A task that is learned in seconds
-# Eight tokens, and a prompt of one: the answer is to repeat it. The reward is the share of the answer's four tokens
-# that do. The loop below is the library's, by its parts; `python -m scaling.posttrain` adds prompts and rewards from
-# files, checkpoints and metrics. It trains on X=2 and draws on Y=2, on the same ranks in turn. Two things to look at:
-# the reward, and the gap: the log-probabilities of the two sides, on the same tokens, differ by rounding alone.
+# The task has eight tokens and prompts of one token, and the right answer repeats the prompt. The reward is the share
+# of the answer's four tokens that do. The loop below is the library's, by its parts; `python -m scaling.posttrain` adds
+# prompts and rewards from files, checkpoints and metrics. It trains on X=2 and draws on Y=2, on the same ranks in turn.
+# Two columns matter: the reward rises, and the gap stays at rounding. The gap is the difference between both sides'
+# log-probabilities of the same tokens.
 
 # %%
 TINY = Config("tiny", 2, 16, 32, 4, 2, 8, 8)
@@ -101,7 +103,7 @@ def repeats(prompt: str, answer: str, row: dict) -> float:
 
 
 def learn(mesh) -> list[dict]:
-    """Train by rewards; the record of each step."""
+    """Train by rewards and return the record of each step."""
     settings = Settings(TINY, "", tempfile.gettempdir(), batch=4 * GROUP, seq=6, steps=STEPS, lr=0.01, warmup=0,
                         schedule="constant", weight_decay=0.0, dtype="fp64", seed=page.args.seed)  # fmt: skip
     n = mesh.size()

@@ -4,8 +4,8 @@
 
     step(params, opt_state, tokens[B_X, T_C], targets[B_X, T_C]) -> (params, opt_state, loss[])
 
-Data and FSDP over X, the sequence over C (zig-zag ring attention), heads, features and vocabulary over Y: the loss of
-each step beside one device's. On an abstract mesh the same function then counts what the real model would take.
+Data and FSDP use X, the sequence C (zig-zag ring attention), and heads, features and vocabulary Y. The loss of each
+step is compared with one device's. On an abstract mesh, the same function then counts the cost of the real model.
 """
 
 # %%
@@ -33,7 +33,7 @@ page = Page(
     __doc__,
     mesh="X=2,C=2,Y=2",
     axes="PZ",
-    fits=(["t[B_PX, T_C]"], {"B": B, "T": T // 2}),  # zig-zag: two pieces of the sequence on each rank
+    fits=(["t[B_PX, T_C]"], {"B": B, "T": T // 2}),  # zig-zag: two chunks of the sequence on each rank
     device=True,
     seed=True,
     steps=(24, "training steps", integer(1)),
@@ -50,8 +50,8 @@ except ShardingError as error:
 
 # %% [markdown]
 # ## The step
-# One function for every mesh. The gradients come typed as the params, the norm for clipping counts each element once
-# whatever the axes, and AdamW works on shards.
+# One function is the training step on every mesh. The gradients are typed as the params. The norm for clipping counts
+# each element once, whatever the axes are, and AdamW works on shards.
 
 
 # %%
@@ -63,7 +63,7 @@ def step(params, state, tokens, targets, mesh):
 
 
 def batches():
-    """tokens, targets [B, T] of each step, whole: the same on every mesh, from the seed alone."""
+    """Yield each step's tokens and targets [B, T], whole; they depend on the seed alone, not on the mesh."""
     text = data.load_text(page.args.text or None, max_bytes=500_000)
     rng = torch.Generator().manual_seed(page.args.seed)
     for _ in range(STEPS):
@@ -73,7 +73,7 @@ def batches():
 
 
 def train(mesh) -> list[list[float]]:
-    """The losses of every rank."""
+    """Return the losses of every rank."""
     params = transformer.shard(model.init(config, page.args.seed, device=mesh.device), config, mesh)
     state, losses, rows = optimizer.init(params), [], str(present("t[B_PX, T_C]", mesh))
     for whole in batches():
@@ -85,7 +85,7 @@ def train(mesh) -> list[list[float]]:
 
 
 def one_device() -> list[float]:
-    """The same by autograd of the model on one device and torch's own clipping and AdamW."""
+    """Return the losses of one device, by autograd of the model and torch's own clipping and AdamW."""
     params = {name: W.requires_grad_() for name, W in tree.named_leaves(model.init(config, page.args.seed)).items()}
     shape, losses = model.init(config, device="meta"), []
     adamw = torch.optim.AdamW(params.values(), lr=3e-3, betas=(0.9, 0.95), weight_decay=0.1)
@@ -104,7 +104,8 @@ def one_device() -> list[float]:
 
 # %% [markdown]
 # ## On the mesh, and on one device
-# In float32 the two curves part by rounding alone. A falling loss proves nothing; an equal one does.
+# In float32 the two curves differ by rounding only. A falling loss proves little, because wrong gradients also make it
+# fall; a loss that is equal to one device's proves that the step is right.
 
 # %%
 of_ranks, theirs = page.on_ranks(train), one_device()
@@ -122,10 +123,10 @@ if STEPS >= 20:
 
 # %% [markdown]
 # ## The same code as LLaMA-3 70B
-# Part 6: 4M tokens a step on 8,960 v5p chips, of which the book's mesh of 2048 x 4 takes 8,192. Every chip's share, one
-# sequence of 2,048, is computed on tensors without data: all lines are checked, and FLOPs and bytes counted. In the
-# table N are the params of the layers' matrices and T the tokens of the step: the book's 6NT, without attention's
-# scores, which are no lines.
+# Part 6 trains with 4M tokens a step on 8,960 v5p chips, and the book's mesh of 2048 x 4 uses 8,192 of them. Each
+# chip's share, one sequence of 2,048 tokens, is computed on tensors without data: all lines are checked, and FLOPs and
+# bytes counted. In the table, N is the number of params in the layers' matrices and T the tokens of the step. This is
+# the book's 6NT, without attention's scores, which are not typed lines.
 
 # %%
 llama, big = get("llama3-70b"), AbstractMesh({"X": 2048, "Y": 4})
@@ -136,7 +137,7 @@ tokens = torch.empty((1, 2048), dtype=torch.int64, device="meta")
 with trace() as log:
     transformer.loss_and_grads(shards, tokens, tokens, short, big, remat="none")
 held = tree.nbytes(shards)
-gains = (2 * layers + 1) * short.D  # of the norms: whole on each chip
+gains = (2 * layers + 1) * short.D  # of the norms, whole on each chip
 matrices = tm.num_params(short) - gains - 2 * short.V * short.D  # of the layers
 page.check("a chip's bytes of params", held == 2 * ((tm.num_params(short) - gains) / big.size() + gains))
 lines = 6 * (matrices + short.V * short.D) * 2**22 // big.size()
@@ -147,9 +148,10 @@ page.same([
 page.say(f"Each chip holds {format_number(held)} bytes of params and sends {format_number(log.wire_bytes)} bytes.")
 
 # %% [markdown]
-# The bytes of its collectives, by the book's measure. Weights go over X: w are the elements of the layers' that a chip
-# gathers, (2NH + 2KH + 3F) LD/Y, in both passes; e those of the vocabulary's, 2VD/Y, once. The stream goes over Y, s =
-# BTD/X elements twice for each of its two blocks a layer, forward and backward.
+# The table has the bytes of the collectives, by the book's measure. The weights move over X. Here w counts the elements
+# of the layers' weights that a chip gathers in each pass, (2NH + 2KH + 3F) LD/Y, and e those of the vocabulary, 2VD/Y,
+# which it gathers once. The stream moves over Y: s = BTD/X elements, twice for each of a layer's two blocks, forward
+# and backward.
 
 # %%
 moved = {}
@@ -173,4 +175,4 @@ page.end()
 #    The first two losses stay, as AdamW's first step has the same length for any gradient; then the curves part.
 # 2. Question: what is the type of the gains of a norm, whose gradients are sums over C and Y as well? Evaluate
 #    `transformer.specs(config, AbstractMesh(mesh_sizes))["layers"]["norm_attn"]`.
-# 3. Flag: run with `--mesh Z=2,X=2,Y=2`: stages take the place of the sequence's axis, and the curve stays.
+# 3. Flag: run with `--mesh Z=2,X=2,Y=2`: stages replace the sequence's axis, and the curve stays.

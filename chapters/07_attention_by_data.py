@@ -2,9 +2,10 @@
 """Part 7, beyond the book: attention by data, experts over all ranks, as DeepSeek-V3 is served.
 https://jax-ml.github.io/scaling-book/inference
 
-A latent cache is of all heads together: with heads over Y each rank along Y has the whole of it. So DeepSeek-V3
-(arXiv:2412.19437, section 3.4.2) splits requests instead, each with its whole cache on few ranks, and spreads experts
-over all ranks: tokens go to the experts that they chose, as many as it happens to be, and come back.
+All heads share a latent cache, so if heads are split over Y, each rank along Y has the whole cache. DeepSeek-V3
+(arXiv:2412.19437, section 3.4.2) splits the requests instead, so that each has its whole cache on few ranks, and
+spreads the experts over all ranks. Tokens travel to the experts that they chose, in numbers that the router decides,
+and come back.
 """
 
 # %%
@@ -28,15 +29,15 @@ config = Config("small", 2, 32, 48, 2 * Y, Y, 8, 32 * Y, E=2 * E * Y, k=2)
 
 # %% [markdown]
 # ## One block, line by line
-# Attention has this rank's requests, B_E, and its heads, N_Y. Before the experts the ranks along Y, which hold the
-# same requests, take a share of them each, B_EY: a slice, for which nothing is sent. Then two AllToAlls over all
-# ranks, whose rows are as many as the router says, and an AllGather of the result over Y. Look at `Row`: R is another
-# number for each rank and expert.
+# Attention computes this rank's requests, B_E, and its heads, N_Y. The ranks along Y have the same requests, so before
+# the experts each takes a share of them, B_EY. This is a slice, and nothing is sent. Then follow two AllToAlls over all
+# ranks, with as many rows as the router says, and an AllGather of the result over Y. In `Row`, the dim R differs for
+# each rank and expert.
 
 
 # %%
 def compared(mesh) -> dict:
-    """By form: how far from one device, the lines of a step, and [(array, op, V)] of what it sends."""
+    """Return by form: the difference from one device, the lines of a step, and [(array, op, V)] of its collectives."""
     params = transformer.init(config, page.args.seed, torch.float64, mesh.device)
     g = torch.Generator().manual_seed(page.args.seed)
     tokens = torch.randint(0, config.V, (B, S), generator=g).to(mesh.device)
@@ -59,12 +60,12 @@ page.say()
 page.equal([(form, off, 1e-12) for form, (off, *_) in ran.items()])
 
 # %% [markdown]
-# ## Which of the two sends less
-# The form "heads" on the same mesh has experts over E and their features over Y: each token's row goes to all Y ranks
-# of a group, and the partial sums come back and are reduced. Whole experts spread the same rows over Y times as many
-# ranks. V of the AllToAll is the same, B k D; a rank sends its part of it, B k D / (E Y), for B k D / E. The table has
-# a step's collectives by the closed form, and as traced; rows of experts are as many as the router made, so their V is
-# not compared.
+# ## Which of the two sends less?
+# The form "heads" on the same mesh splits experts over E and their features over Y. Each token's row goes to all Y
+# ranks of a group, and the partial sums come back and are reduced. Whole experts spread the same rows over Y times as
+# many ranks. V of the AllToAll is the same, B k D, but a rank sends only its part of it, B k D / (E Y) instead of B k D
+# / E. The table has a step's collectives by the closed form and as traced. The number of rows for experts depends on
+# the router, so their V is not compared.
 
 # %%
 rows = []
@@ -77,11 +78,11 @@ for form in ran:
 page.same(rows, ["form", "collective", "closed form", "traced"])
 
 # %% [markdown]
-# ## When it beats heads over Y
-# DeepSeek-V3 on 64 H800 in fp8 with a bf16 cache, ms of a step by the planner's bound, a star where it does not fit.
-# Every row is a batch at a context; with Y=1 the two forms are one. Heads over all 64 ranks keep 64 copies of the
-# latent cache: they win only for few and short requests, where a step is reading weights. The more requests there are,
-# and the longer they are, the smaller Y is best.
+# ## When does it beat heads over Y?
+# The table is for DeepSeek-V3 on 64 H800 in fp8 with a bf16 cache: ms of a step by the planner's bound, with a star
+# where it does not fit. Each row is a context and a batch; with Y=1 the two forms are equal. Heads over all 64 ranks
+# keep 64 copies of the latent cache. They win only for few and short requests, where a step mainly reads weights. With
+# more or longer requests, a smaller Y is best.
 
 # %%
 V3, H800 = get("deepseek-v3"), chip("h800")
@@ -107,7 +108,7 @@ page.chart("attention-by-data", {name.replace("\n", " "): [(b, 1e3 * way(4096, b
 
 
 def crossing(context: int) -> int:
-    """The smallest batch, a multiple of 64, from which attention by data over 64 ranks is faster than heads over 64."""
+    """Return the smallest batch, a multiple of 64, at which attention by data over 64 ranks beats heads over 64."""
     return next(b for b in range(64, 8192, 64) if way(context, b, "heads", 1, 64).step.seconds
                 < way(context, b, "heads", 64, 1).step.seconds)  # fmt: skip
 

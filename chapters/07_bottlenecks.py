@@ -2,9 +2,10 @@
 """Part 7, All About Transformer Inference: what binds a decode step, and what a KV cache costs.
 https://jax-ml.github.io/scaling-book/inference
 
-Linear operations and their critical batch by dtype, the intensity of attention, the bounds of a step of PaLM and of
-LLaMA-2 13B, ways to make caches smaller, Questions 1 to 3, 5 and 6, and Appendices A and C.
-Dtypes stand in each row. Caches run: 07_kv_cache.py; sharded: 07_sharded_decode.py; Part 8: 08_applied_inference.py.
+This chapter computes the critical batch of linear operations by dtype, the intensity of attention, and the bounds of a
+step of PaLM and of LLaMA-2 13B. It compares ways to make caches smaller, and answers Questions 1 to 3, 5 and 6 and
+Appendices A and C. Each row names its dtypes. Caches run in 07_kv_cache.py and are sharded in 07_sharded_decode.py; the
+numbers of Part 8 are in 08_applied_inference.py.
 """
 
 # %%
@@ -23,8 +24,9 @@ ALPHA = V5E.intensity("hbm")  # 240 FLOPs a byte
 
 # %% [markdown]
 # ## Linear operations: what bottlenecks us?
-# Tokens from which a matmul is compute-bound: (bytes of a weight) C / 2W, C of the dtype that multiplies. The book's
-# beta alpha is the same with C in bf16: where activations are in int8, C is twice as high and beta twice as large.
+# The table has the number of tokens from which a matmul is compute-bound, (bytes of a weight) C / 2W, with the C of the
+# dtype that multiplies. The book's beta alpha is the same number with C in bf16. With activations in int8, C is twice
+# as high and beta twice as large.
 
 # %%
 kinds = [("bf16", "bf16"), ("int8", "bf16"), ("int8", "int8"), ("int4", "bf16")]
@@ -51,8 +53,8 @@ page.answers([
 
 # %% [markdown]
 # ## What about attention?
-# Of one head: ST/(S + T) FLOPs a byte. In prefill it grows with the prompt; in generation it is 1, whatever the batch,
-# and G where G heads share a cache: always below 240.
+# Attention of one head does ST/(S + T) FLOPs per byte. In prefill this grows with the prompt. In generation it is 1, or
+# G if G heads share a cache, and no batch makes it larger. So generation is always below 240.
 
 # %%
 contexts = [2**i for i in range(6, 18)]
@@ -76,7 +78,8 @@ page.answers([
 
 # %% [markdown]
 # ## Theoretical estimates for latency and throughput
-# batch KV / W + max(2 batch params / C, weights / W). The quiz: 30B params in int8, bf16 FLOPs, 4x4, 100 kB a token.
+# A step takes at least batch KV / W + max(2 batch params / C, weights / W). The pop quiz has 30B params in int8, bf16
+# FLOPs, a 4x4, and 100 kB of cache per token.
 
 # %%
 quiz = serving.Load(30e9, 30e9, 100e3)
@@ -88,9 +91,9 @@ page.answers([
 ])  # fmt: skip
 
 # %% [markdown]
-# The book's figure of PaLM (ESTI), by the same formula: 540B params, 118 layers that share one KV head of 256, after
-# 2,048 tokens on 64 v4p. What a token costs hardly falls beyond a batch of 229. Look at both ends: int8 weights halve
-# the least latency, and leave the least cost as it is.
+# The same formula gives the book's figure of PaLM (ESTI): 540B params, 118 layers that share one KV head of 256, after
+# 2,048 tokens on 64 v4p. The cost of a token hardly falls beyond a batch of 229. Compare both ends of the curves: int8
+# weights halve the least latency, and leave the least cost unchanged.
 
 # %%
 V4P, PALM = chip("v4p"), 540e9
@@ -114,7 +117,8 @@ page.answers([
 
 # %% [markdown]
 # ## What about memory?
-# Letters as in Part 4. The params of LLaMA-2 13B in bf16 take as much as four caches.
+# How many caches fit? The letters are those of Part 4. In bf16 the params of LLaMA-2 13B take as much memory as four
+# caches.
 
 # %%
 toy, moe = get("part7-toy"), get("part7-moe")
@@ -138,8 +142,8 @@ page.answers([
 
 # %% [markdown]
 # ## Modeling throughput and latency for LLaMA 2-13B
-# Eight v5e, bf16, 26e9 bytes of weights and caches of 6.7e9, or five times smaller; every number of both tables. The
-# book's unit is GiB, but its bytes are GB. Look at where 128 GB end.
+# The example runs on eight v5e in bf16, with 26e9 bytes of weights and caches of 6.7e9, or of a fifth of that. Every
+# number of both tables is recomputed. The book writes GiB, but its bytes are GB. The memory ends at 128 GB.
 
 # %%
 BATCHES = (1, 8, 16, 32, 64, 240)
@@ -162,14 +166,15 @@ book = {
 
 
 def column(load: serving.Load, batch: int) -> list[float]:
-    """KV and total in GB, ms, tokens/s of a batch."""
+    """Return the KV and the total in GB, the ms and the tokens/s of a batch."""
     cached = batch * load.kv(S)
     seconds = serving.step(load, batch, S, V5E, 8).seconds
     return [cached / 1e9, (cached + load.weights) / 1e9, 1e3 * seconds, batch / seconds]
 
 
 # %% [markdown]
-# Each number of both tables, then tokens a second against the time of a step, and what fits in 128 GB.
+# First come all numbers of both tables, then tokens per second against the time of a step, and the batch that fits in
+# 128 GB.
 
 # %%
 for name, rows in book.items():
@@ -199,8 +204,8 @@ page.answers([
 
 # %% [markdown]
 # ## Tricks for a smaller cache
-# LLaMA-2 13B at 32k tokens: bytes held and bytes read at each step. Layers that share a cache hold less, but each still
-# reads it.
+# A smaller cache makes every step faster. The table compares ways to shrink that of LLaMA-2 13B at 32k tokens, by the
+# bytes stored and the bytes read at each step. Layers that share a cache store less, but each of them still reads it.
 
 # %%
 LONG = 32768
@@ -225,8 +230,8 @@ page.answers([
 
 # %% [markdown]
 # ## Questions 1 to 3, 5 and 6
-# The toy model, all in int8 but where a row says otherwise. Question 6: experts over Z, F over Y; what is left of the
-# weights (attention, vocabulary) is over Y alone, if the types are taken at their word.
+# The toy model is all in int8, unless a row says otherwise. In Question 6, experts are split over Z and F over Y. The
+# other weights (attention, vocabulary) are split over Y alone, if one takes the types literally.
 
 # %%
 one, active = tm.num_params(toy), tm.num_params(moe, active=True)
@@ -258,7 +263,8 @@ page.answers([
 
 # %% [markdown]
 # ## Appendix A: how real is the batch size > 240 rule?
-# Two matmuls of 8192 x 32768 in bf16, sharded 4 ways: the roofline beside what the book's figures show (read off).
+# How good is the roofline? Two matmuls of 8192 x 32768 in bf16, sharded 4 ways, are compared with what the book's
+# figures show (read off).
 
 # %%
 size = cost.LayerShape(1, 8192, 32768).params
@@ -276,7 +282,8 @@ page.answers([
 
 # %% [markdown]
 # ## Appendix C: latency bound communications
-# An AllGather takes a microsecond a hop at least: X/2 hops on a ring of X. Its bytes take less if V < X times 45 kB.
+# An AllGather takes at least a microsecond per hop, X/2 hops on a ring of X. It is bound by this latency if V is less
+# than X times 45 kB.
 
 # %%
 ring, wide = cost.latency_bound_bytes(V5E, 8, wrap=True), get("llama3-70b").D  # 8192

@@ -2,9 +2,9 @@
 """Part 7, Sharding the KV cache: a decode step line by line, and prefill split along the sequence.
 https://jax-ml.github.io/scaling-book/inference
 
-More ranks than KV heads: heads are split over Y and Z, the cache over Y and, along the batch, over Z. First the book's
-twelve lines as they run, with two endings; then prefill, whose tokens can be split as well. `scaling.serve` decodes in
-this and three other forms, see 07_sharded_decode.py.
+There are more ranks than KV heads, so query heads are split over Y and Z, and the cache over Y and, along the batch,
+over Z. First the book's twelve lines run, with two endings; then prefill, whose tokens can be split as well.
+`scaling.serve` decodes in this form and three others, which 07_sharded_decode.py compares.
 """
 
 # %%
@@ -28,15 +28,15 @@ D, SEED = 8 * Y * Z, page.args.seed
 
 # %% [markdown]
 # ## One token, twelve lines
-# M query heads share each of K KV heads, N = KM. The scores and O keep K and M apart; before and after, heads are one
-# dim, N. The two AllToAlls move activations from heads to rows of the batch and back: a few tokens, where the cache is
-# long and stays where it is.
+# M query heads share each of K KV heads, N = KM. In the scores and in O, K and M are separate dims; before and after,
+# heads are one dim, N. The two AllToAlls move activations from heads to rows of the batch and back. The activations are
+# a few tokens; the cache is long and does not move.
 
 
 # %%
 def attention(X, W_Q, W_O, K, V, mesh, M: int, ending):
     """X[B, D], W_Q[D, N_YZ, H], W_O[N_YZ, H, D], K[B_Z, S, K_Y, H], V[B_Z, S, K_Y, H] -> X[B, D]."""
-    Q = einsum("X[B, D] * W_Q[D, N_YZ, H] -> Q[B, N_YZ, H]", X, W_Q)  # 3; 1 and 2 are given
+    Q = einsum("X[B, D] * W_Q[D, N_YZ, H] -> Q[B, N_YZ, H]", X, W_Q)  # 3; 1 and 2 are inputs
     Q = all_to_all("Q[B, N_YZ, H] -> Q[B_Z, N_Y, H]", Q, mesh)  # 4
     Q = Q.unflatten(1, (-1, M))  # 5: Q[B_Z, K_Y, M, H]
     A = einsum("Q[B_Z, K_Y, M, H] * K[B_Z, S, K_Y, H] -> A[B_Z, S, K_Y, M]", Q, K)  # 6
@@ -48,25 +48,25 @@ def attention(X, W_Q, W_O, K, V, mesh, M: int, ending):
 
 
 def by_the_book(O, mesh):
-    """Back over M, and only then one dim: each rank has a part of every KV head that it held."""
+    """Exchange over M, then flatten: each rank has a part of every KV head that it had before."""
     O = all_to_all("O[B_Z, K_Y, M, H] -> O[B, K_Y, M_Z, H]", O, mesh)  # 9
-    return O.flatten(1, 2)  # 10: O[B, N_YZ, H], if it is these heads
+    return O.flatten(1, 2)  # 10: O[B, N_YZ, H], if these are the right heads
 
 
 def by_heads(O, mesh):
-    """One dim first, and back over that: each rank has the heads of its block of W_O."""
+    """Flatten, then exchange over N: each rank has the heads of its block of W_O."""
     O = O.flatten(1, 2)  # O[B_Z, N_Y, H]
     return all_to_all("O[B_Z, N_Y, H] -> O[B, N_YZ, H]", O, mesh)
 
 
 # %% [markdown]
-# Both endings on ranks, beside one device. With one KV head on a rank of Y they are the same. With two, the book's step
-# 10 puts together M's parts of both, which are not the heads that this rank's block of W_O multiplies.
+# Both endings run on ranks and are compared with one device. With one KV head on each rank of Y they are the same. With
+# two, the book's step 10 joins M's parts of both, which are not the heads that this rank's block of W_O multiplies.
 
 
 # %%
 def decoded(mesh, heads: int):
-    """With so many KV heads on each rank of Y: how far both endings are from one device, and the lines that ran."""
+    """Return (difference from one device, lines that ran) of both endings, with so many KV heads on each rank of Y."""
     K, M = heads * Y, 2 * Z
     types = ["X[B, D]", "W_Q[D, N_YZ, H]", "W_O[N_YZ, H, D]", "K[B_Z, S, K_Y, H]", "V[B_Z, S, K_Y, H]"]
     whole, own = operands(types, {"B": B, "S": S, "D": D, "H": H, "K": K, "N": K * M}, mesh, SEED)
@@ -96,9 +96,9 @@ page.answers([
 
 # %% [markdown]
 # ## Prefill, split along the sequence
-# A long prompt is one sequence, so there is no batch to split. After Y ranks of tensor parallelism the tokens are split
-# over Z: only keys and values are gathered, [T, K_Y, H], fewer than the activations by D / 2KH; and each rank's queries
-# know where they stand, for the mask. The keys that a rank made are its part of the cache.
+# A long prompt is one sequence, so there is no batch to split. Beyond Y ranks of tensor parallelism, the tokens can be
+# split over Z. Only keys and values are gathered, [T, K_Y, H], which are smaller than the activations by D / 2KH. Each
+# rank knows the positions of its queries, for the mask. The keys that a rank computed are its part of the cache.
 
 
 # %%
@@ -117,7 +117,7 @@ def prefill(x, W_Q, W_K, W_V, W_O, mesh):
 
 
 def prefilled(mesh):
-    """How far it is from one device's causal attention, and the lines that ran."""
+    """Return the differences of A and of the cache from one device's causal attention, and the lines that ran."""
     types = ["x[T_Z, D]", "W_Q[D, N_Y, H]", "W_K[D, K_Y, H]", "W_V[D, K_Y, H]", "W_O[N_Y, H, D]"]
     sizes = {"T": 8 * Z, "D": D, "H": H, "N": 2 * Y, "K": Y}
     (x, *W, W_O), own = operands(types, sizes, mesh, SEED)
@@ -137,8 +137,9 @@ page.say()
 page.equal([("A, causal", out, EXACT), ("the cache", cached, EXACT)])
 
 # %% [markdown]
-# How far may it go? A layer's products take 2 P T / (Y Z C) for its P params, the gathers 4 T K H / (Y W): the tokens
-# drop out, and what is left bounds Z, the ranks of the sequence. LLaMA-3 70B on v5e, a ring for Z.
+# How many ranks can the sequence use? A layer's products take 2 P T / (Y Z C) for its P params, and the gathers 4 T K H
+# / (Y W). The tokens cancel, so this bounds Z, the number of ranks of the sequence. The example is LLaMA-3 70B on v5e,
+# with a ring for Z.
 
 # %%
 V5E, L70 = chip("v5e"), get("llama3-70b")

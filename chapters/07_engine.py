@@ -2,20 +2,20 @@
 """Part 7, Designing an Effective Inference Engine: batching policies, continuous batching, prefix caching.
 https://jax-ml.github.io/scaling-book/inference
 
-One scheduler, a pure function (state, events) -> (state, actions), drives all of this: an engine that computes with a
-small model, and a simulator whose times are those of LLaMA-3 70B in int8 on v5e 4x4s. Policies drawn side by side, what
-they do to TTFT (seconds to the first token) and TPOT (seconds a token after it), prefix hits, and Part 8's three
-prefill servers for each that generates, by discrete events.
+One scheduler, a pure function (state, events) -> (state, actions), drives both an engine that computes with a small
+model, and a simulator whose times are those of LLaMA-3 70B in int8 on v5e 4x4s. This chapter draws the batching
+policies side by side, measures their TTFT (seconds to the first token) and TPOT (seconds per token after it), counts
+prefix hits, and checks Part 8's ratio of three prefill servers to one generation server by discrete events.
 """
 
 # %% [markdown]
 # ## Why a scheduler?
 # Requests arrive at any time, with prompts and answers of any length. A batch that waits until all of its members are
-# done leaves slots idle; a prompt that runs alone stops everybody else's next token. Which request runs in which step
-# decides how long a user waits for the first token, how steadily the others follow, and how much of the hardware is
-# used.
+# done leaves slots idle, and a prompt that runs alone delays the next token of everyone else. So which request runs in
+# which step decides how long a user waits for the first token, how steadily the others follow, and how much of the
+# hardware is used.
 #
-# These aims conflict, and each policy below gives one of them up. For a job without users, such as an evaluation, none
+# These aims conflict, and each policy below neglects one of them. For a job without users, such as an evaluation, none
 # of this matters: the largest batch that fits is best.
 
 # %%
@@ -44,7 +44,7 @@ LOAD = serving.load(get("llama3-70b"), "int8", "int8")
 
 
 def modelled(action: Run | Move) -> float:
-    """Seconds of a step or of a cache's move, by the cost model: all prompts' and decodes' tokens in one pass."""
+    """Return the seconds of a step or of a cache's move by the cost model, with all prompts and decodes in one pass."""
     if isinstance(action, Move):
         return LOAD.kv(action.tokens) / (CHIPS * V5E.dcn_bw)
     works = [(len(work.tokens), work.start + len(work.tokens)) for work in action.works]
@@ -53,9 +53,10 @@ def modelled(action: Run | Move) -> float:
 
 # %% [markdown]
 # ## Policies, drawn
-# Six requests on four slots. A row is a request: `P` its prompt runs, `d` it decodes, `.` it waits, `>` it moves.
-# static: nothing enters before the batch is done. interleaved: a prompt stops all others. chunked: prompts go along in
-# pieces. disaggregated: two slices, so that prompts stop nobody.
+# Six requests run on four slots, one row each. `P` means that the prompt runs, `d` that the request decodes, `.` that
+# it waits, and `>` that its cache moves. Under static, no request enters before the batch is done. Under interleaved, a
+# prompt stops all other requests. Under chunked, prompts run in chunks beside the decodes. Under disaggregated there
+# are two slices, so prompts stop nothing.
 
 # %%
 ARRIVALS = [(0.0, 2000, 40), (0.0, 3000, 12), (0.05, 1000, 25), (0.1, 4000, 30), (0.3, 2000, 20), (0.4, 1000, 10)]
@@ -63,19 +64,19 @@ WIDTH = 34
 
 
 def requests(rows) -> list[tuple[float, Request]]:
-    """[(seconds, request)] of (seconds, prompt, output): prompts of tokens that no other one has."""
+    """Return [(seconds, request)] from rows of (seconds, prompt, output), where no two prompts share a token."""
     return [(t, Request(id, tuple(range(id * 10**6, id * 10**6 + prompt)), output)) for id, (t, prompt, output)
             in enumerate(rows)]  # fmt: skip
 
 
 def gantt(served: Simulated, seconds: float) -> str:
-    """A row for each request, `WIDTH` columns of time."""
+    """Draw a row for each request, `WIDTH` columns of time."""
     drawn = [Bar(str(id), ".", times.arrival, times.end) for id, times in served.requests.items()]
     for start, end, action in served.spans:
         each = [(action.id, ">")] if isinstance(action, Move) else [
             (work.id, "P" if len(work.tokens) > 1 else "d") for work in action.works]  # fmt: skip
         drawn += [Bar(str(id), letter, start, end) for id, letter in each]
-    drawn.sort(key=lambda bar: bar.label == "P")  # over the others
+    drawn.sort(key=lambda bar: bar.label == "P")  # drawn over the others
     return bars.text(drawn, WIDTH, seconds, idle=" ", fill="")
 
 
@@ -90,8 +91,9 @@ page.say(layout.beside(pictures, gap=2, columns=80))
 
 # %% [markdown]
 # ## What a policy does to latency
-# Requests that come at random, prompts and outputs of different lengths. Look at the 95th percentiles: static waits for
-# the slowest of a batch; interleaved is jittery, as every prompt stops all; chunks even that out.
+# Now requests arrive at random, with prompts and outputs of different lengths. Compare the 95th percentiles. Under
+# static a request waits for the slowest of a batch. Interleaved is jittery, because every prompt stops all others;
+# chunks even that out.
 
 # %%
 draw = random.Random(page.args.seed)
@@ -110,7 +112,7 @@ page.table(rows, ["policy", "TTFT,\np50", "p95", "TPOT,\np50", "p95", "tokens/s\
 page.chart(
     "ttft", {policy: [(1e3 * t, (i + 1) / many) for i, t in enumerate(sorted(r.ttft for r in served.requests.values()))]
              for policy, served in ran.items()},
-    "TTFT, ms", "share", "Share of the requests whose first token is there", height=10, log="x",
+    "TTFT, ms", "share", "Share of the requests that have their first token", height=10, log="x",
 )  # fmt: skip
 p95 = {policy: (served.percentile("ttft", 95), served.percentile("tpot", 95)) for policy, served in ran.items()}
 page.check("all requests are served", all(len(r.at) == o for s in ran.values() for r, (_, _, o) in
@@ -121,10 +123,11 @@ page.check("prompts beside decodes slow tokens down", tpots == sorted(tpots))
 
 # %% [markdown]
 # ## The engine takes the same steps
-# A small model in float64, all requests at once: every step that the engine runs is the simulator's, and each request's
-# tokens are those that it gets alone. There are some pages too few: requests are preempted, and come again. Of the
-# three methods of the book's JetStream, prefill and generate are one pass over new tokens of prompts and of sequences;
-# insert costs nothing here, as a prompt's keys and values are written into pages that the later steps read.
+# A small model in float64 serves all requests at once. Every step that the engine runs is the simulator's, and each
+# request gets the same tokens as alone. There are deliberately too few pages, so some requests are preempted and come
+# back. Of the three methods of the book's JetStream, prefill and generate are one pass here, over new tokens of prompts
+# and of sequences. Insert costs nothing, because a prompt's keys and values are written into pages that later steps
+# read.
 
 # %%
 config = Config("small", 2, 32, 64, 4, 2, 8, 64)
@@ -138,7 +141,7 @@ for policy in POLICIES:
     real = engine.serve(params, config, small, options)
     given = [real.requests[id].tokens for id in range(len(prompts))]
     same = simulate(small, options, modelled, token=lambda id, place, t=given: t[id][place - len(prompts[id])])
-    if policy != "disaggregated":  # with two workers, who is done first depends on the times
+    if policy != "disaggregated":  # with two workers, the order depends on the times
         page.check(f"{policy}: steps", same.steps == real.steps)
     held = page.check(f"{policy}: tokens", [list(tokens) for tokens in given] == alone)
     again = sum(times.preempted for times in real.requests.values())
@@ -146,8 +149,10 @@ for policy in POLICIES:
 
 # %% [markdown]
 # ## Prefix caching
-# Chats that begin with the same 1,000 tokens, and turns that continue a chat. Pages of 16 tokens in a trie, reference
-# counts, LRU: a prompt finds its longest prefix of whole pages. Counted by brute force over all earlier sequences.
+# Chats often begin with the same tokens, and their keys and values need to be computed only once. Here some chats share
+# their first 1,000 tokens, and some are later turns of earlier chats. The cache is a trie of pages of 16 tokens, with
+# reference counts and LRU eviction, and a prompt finds its longest cached prefix of whole pages. The hits are compared
+# with brute force over all earlier sequences.
 
 # %%
 system, chats, turns = tuple(range(1000)), [], []
@@ -163,7 +168,7 @@ def common(a: tuple, b: tuple) -> int:
 
 
 def brute(id: int) -> int:
-    """Tokens of whole pages that an earlier sequence has too; at least one is computed."""
+    """Return the tokens in whole pages that an earlier sequence shares; at least one token must be computed."""
     found = max((common(chats[id], earlier) for earlier in chats[:id]), default=0)
     return min(found, len(chats[id]) - 1) // 16 * 16
 
@@ -174,7 +179,7 @@ page.title("12 prompts with common beginnings")
 page.same([("tokens found", "sum", sum(brute(id) for id in range(12)), sum(cached))],
           ["", "of pages", "by brute force", "by the trie"])  # fmt: skip
 page.check("each hit is as brute force says", cached == [brute(id) for id in range(12)])
-page.say(f"{sum(cached) / sum(map(len, chats)):.0%} of the prompts' tokens were there; mean TTFT "
+page.say(f"{sum(cached) / sum(map(len, chats)):.0%} of the prompts' tokens were cached; mean TTFT "
          f"{1e3 * mean[True]:.0f} ms, {1e3 * mean[False]:.0f} ms without")  # fmt: skip
 dogs, cats = ("I", "like", "dogs"), ("I", "like", "cats")
 page.answers([
@@ -185,10 +190,11 @@ page.answers([
 ])  # fmt: skip
 
 # %% [markdown]
-# ## Three prefill servers for each that generates
-# Part 8's numbers: 0.91 s a prompt of 8192, 19 ms a step, batches of 32, 512 tokens each: P = 32 x 0.91 / (0.019 x 512)
-# = 2.99. By discrete events: prompts always wait, and r prefill servers are one that is r times as fast. Below 3 the
-# steps are not full. An eighth of the tokens in an eighth of a prompt's time has the same ratio, and is drawn sooner.
+# ## Three prefill servers for each generation server
+# Part 8 says 0.91 s for a prompt of 8192, 19 ms a step, batches of 32, and 512 tokens each: P = 32 x 0.91 / (0.019 x
+# 512) = 2.99. Discrete events confirm it. Prompts are always waiting, and r prefill servers are modelled as one that is
+# r times as fast. Below 3 the steps are not full. The simulation uses an eighth of the tokens and an eighth of a
+# prompt's time, which has the same ratio and reaches its steady state sooner.
 
 # %%
 count = 100 if page.small else 600
@@ -204,7 +210,7 @@ for r in (1, 2, 3, 4, 6):
     steps = [len(s.action.works) for s in runs if s.action.worker == "decode"]
     batches[r] = sum(steps) / len(steps)
     rows.append((r, served.throughput, batches[r], f"{busy['prefill'] / served.seconds:.0%}"))
-page.title(f"{count} prompts, r prefill servers for one that generates")
+page.title(f"{count} prompts, r prefill servers for one generation server")
 page.table(rows, ["r", "tokens/s", "mean batch of a step", "prefill busy"])
 page.check("a third server helps, a sixth hardly", batches[3] > 1.3 * batches[2] and batches[6] < 1.1 * batches[3])
 page.answers([

@@ -4,20 +4,20 @@ https://jax-ml.github.io/scaling-book/inference
 
     prefill: KV[2, L, B, S, K, H], logits[B, V] of a prompt's last token        decode: one token more of each row
 
-The same tokens twice, FLOPs counted as they run: n^2 against n in the MLPs, n^3 against n^2 in attention. Then caches
-as data: ragged batches, chunks, pages, int8 with its scales, taking tokens back. What binds it: 07_bottlenecks.py.
+The same tokens are sampled both ways, and their FLOPs are counted as they run: n^2 against n in the MLPs, n^3 against
+n^2 in attention. Then the cache is shown as data: ragged batches, chunks, pages, int8 with its scales, and tokens that
+are taken back. What binds a decode step is in 07_bottlenecks.py.
 """
 
 # %% [markdown]
 # ## Why is a cache valid?
-# In a causal model a token sees the tokens before it and none after. So what a layer computes of a token, its key and
-# its value among it, can never change when others follow, and may be kept. The next token then needs its own query,
-# and the keys and values of all before it: one row of work instead of a whole prefix.
+# In a causal model a token sees the tokens before it and none after. So the numbers that a layer computes for a token,
+# its key and value among them, never change when others follow, and may be stored. The next token then needs its own
+# query, and the keys and values of all tokens before it: one row of work instead of a whole prefix.
 #
-# The price is memory, and reading it. The cache of a sequence grows with each token, is read whole at every step, and
-# belongs to this sequence alone, so that no batch shares it as it shares the weights. Parts 7 and 8 are about this:
-# how many caches fit, and how long reading them takes. A model whose tokens see later ones, as an encoder's do, cannot
-# have one.
+# The price is memory, and the time to read it. The cache of a sequence grows with each token, and every step reads all
+# of it. Sequences do not share caches as they share the weights. Parts 7 and 8 are about this: how many caches fit, and
+# how long it takes to read them. A model whose tokens see later ones, such as an encoder, cannot have a cache.
 
 # %%
 import torch
@@ -40,12 +40,12 @@ aten = torch.ops.aten
 
 
 def of_attention(q, k, v, *args, **options) -> int:
-    """Two products of q[B, N, T, H] with S keys and values, as torch's kernel is called: masked pairs count too."""
+    """Return the FLOPs of the two products of q[B, N, T, H] with S keys and values, masked pairs included."""
     return 4 * q[0] * q[1] * q[2] * q[3] * k[2]
 
 
 def counted(f, *args, **options) -> tuple:
-    """(FLOPs of the products with weights, of attention, what the call gives)."""
+    """Return (FLOPs of the products with weights, FLOPs of attention, the call's result)."""
     kernel = {aten._scaled_dot_product_flash_attention_for_cpu: of_attention}
     with FlopCounterMode(display=False, custom_mapping=kernel) as counter:
         out = f(*args, **options)
@@ -56,13 +56,13 @@ def counted(f, *args, **options) -> tuple:
 
 # %% [markdown]
 # ## Naive sampling, and with a cache
-# Greedy tokens from the first one on. Naive: the whole prefix goes through the model for each token. Cached: a token
-# goes through it once; its keys and values stay.
+# Both ways take the most likely token at each step. The naive way sends the whole prefix through the model for each
+# token. With a cache, a token goes through the model once, and its keys and values stay.
 
 
 # %%
 def naive():
-    """Yields (FLOPs with weights, of attention) of each token, and appends it."""
+    """Yield (FLOPs with weights, FLOPs of attention) of each token, and append the token to `slow`."""
     for _ in range(n):
         *flops, logits = counted(transformer.forward, params, torch.tensor([slow]), config=config)
         slow.append(int(logits[0, -1].argmax()))
@@ -70,7 +70,7 @@ def naive():
 
 
 def cached():
-    """The same with prefill and decode."""
+    """Yield the same with prefill and decode, and append the token to `fast`."""
     cache = serve.init_cache(config, 1, n)
     for t in range(n):
         step, tokens = (serve.decode, fast[-1:]) if t else (serve.prefill, [fast])
@@ -81,22 +81,26 @@ def cached():
 
 slow, fast = [1], [1]
 each = {"naive": list(naive()), "cached": list(cached())}
-page.title(f"{n} tokens, one after the other")
+page.title(f"{n} tokens, one at a time")
 page.check("the same tokens", slow == fast)
 page.say(f"the same tokens: {'yes' if slow == fast else 'NO'} ({slow[:12]} ...)")
 
 # %% [markdown]
-# The FLOPs of all tokens so far, as counted and by Part 4's formulas: a cache takes one power of n away.
+# The table has the FLOPs of all tokens so far, as counted and by Part 4's formulas. The cache removes one power of n.
 
 
 # %%
 def total(way: str, which: int, tokens: int) -> int:
-    """FLOPs of the first tokens: which = 0, with weights; 1, of attention."""
+    """Return the FLOPs of the first tokens, of products with weights (`which` = 0) or of attention (1)."""
     return sum(flops[which] for flops in each[way][:tokens])
 
 
 def by_formula(way: str, which: int) -> int:
-    """By Part 4: t tokens through the model, or one that attends to t; naive computes the logits of all."""
+    """Return the same by Part 4's formulas.
+
+    For each t, the naive way sends t tokens through the model and computes all their logits. With a cache, one token
+    attends to t.
+    """
     found = 0
     for t in range(1, n + 1):
         parts = tm.forward_flops(config, 1, t) if way == "naive" else tm.forward_flops(config, 1, 1, t)
@@ -124,7 +128,8 @@ page.answers([
 
 # %% [markdown]
 # ## A cache is data
-# A pytree whose leaves have types. Bytes for one row of 128 tokens, held and by formula: KV heads, dtypes and pages.
+# A cache is a pytree, and each leaf has a type. The tables compare the bytes of one row of 128 tokens with the formula,
+# for several numbers of KV heads, dtypes and pages.
 
 # %%
 S = 128
@@ -142,10 +147,10 @@ page.say()
 page.same(sizes, ["cache", "formula", "value", "held"])
 
 # %% [markdown]
-# ## What a cache may be, and give the same
-# Four prompts of different lengths in one batch, each beside itself alone; the prompts in chunks; the cache in pages
-# that lie anywhere; tokens taken back, and others in their place. Logits of each row's last prompt token and of the
-# tokens after it, float64.
+# ## Which caches give the same result?
+# A cache may be filled in many ways, and the logits must not depend on it. Four prompts of different lengths are run in
+# one batch, in chunks, with pages in random order, and after wrong tokens have been taken back. Each row is compared
+# with its prompt alone, by the logits of its last prompt token and of the tokens after it, in float64.
 
 # %%
 g = torch.Generator().manual_seed(page.args.seed)
@@ -154,7 +159,7 @@ tokens = torch.randint(0, config.V, (4, 9 + more), generator=g)
 
 
 def follow(logits, cache):
-    """Logits[B, 1 + more, V]: after the prompts, and after each token more."""
+    """Return Logits[B, 1 + more, V]: after the prompts, and after each further token."""
     found = [logits]
     for step in range(more):
         logits, cache = serve.decode(params, tokens[torch.arange(4), lengths + step], cache, config)
@@ -163,7 +168,7 @@ def follow(logits, cache):
 
 
 def chunked(cache):
-    """All but each row's last token in chunks of three at most, and that one after them."""
+    """Extend the cache by chunks of at most three tokens, all but each row's last, and then decode that one."""
     done = torch.zeros_like(lengths)
     while bool((done < lengths - 1).any()):
         part = (lengths - 1 - done).clamp(0, 3)
@@ -178,21 +183,21 @@ def prompts(cache):
 
 
 def back(cache):
-    """Two wrong tokens of each row are held, and then are not."""
+    """Append two wrong tokens to each row, and take them back."""
     logits, cache = prompts(cache)
     _, longer = serve.extend(params, tokens[:, :2], cache, config)
     return logits, longer | {"lengths": cache["lengths"]}
 
 
 def anywhere():
-    """A pool whose pages are handed out in no order."""
+    """Return a cache whose pages are in random order."""
     cache = serve.init_cache(config, 4, 16, page=4)
     order = torch.randperm(16, generator=g)
     return cache | {"pages": order[cache["pages"]]}
 
 
 # %% [markdown]
-# Each way beside each prompt alone, through the model without a cache.
+# Each way is compared with each prompt alone, which runs through the model without a cache.
 
 # %%
 alone = torch.stack([
@@ -204,20 +209,20 @@ ways = {
     "a ragged batch": prompts(fresh), "prompts in chunks of 3": chunked(fresh), "pages anywhere": prompts(anywhere()),
     "tokens taken back": back(fresh),
 }  # fmt: skip
-page.title("Beside each row alone, without a cache")
+page.title("Against each row alone, without a cache")
 page.equal([
     (name, float((follow(*way) - alone).abs().max() / alone.abs().max()), 1e-12) for name, way in ways.items()
 ], "each row alone")  # fmt: skip
 
 # %% [markdown]
 # ## int8, with its scales
-# A scale for each token and head, max |x| / 127: a number is off by half a scale at most. Without its scales such a
-# cache is refused: they would silently count as 1.
+# Caches can be stored in int8 with a scale for each token and head, max |x| / 127. Each number is then off by at most
+# half a scale. A cache without its scales is refused, because they would silently count as 1.
 
 # %%
 _, exact = prompts(fresh)
 logits8, small = prompts(serve.init_cache(config, 4, 16, dtype=torch.int8))
-off = (small["KV"] * small["scale"][..., None].double() - exact["KV"]).abs()[:, :1]  # what enters layer 0 is the same
+off = (small["KV"] * small["scale"][..., None].double() - exact["KV"]).abs()[:, :1]  # layer 0 has the same input
 share = float((off / (small["scale"][:, :1, ..., None].double() / 2).clamp(min=1e-30)).max())
 drift = float((logits8 - alone[:, 0]).abs().max() / alone[:, 0].abs().max())
 page.title("Keys and values in int8")

@@ -2,9 +2,9 @@
 """Part 7, beyond the book: decoding with a cache of latents, as DeepSeek-V2 and V3 do.
 https://jax-ml.github.io/scaling-book/inference
 
-Multi-head latent attention (DeepSeek-V2, arXiv:2405.04434, section 2.1) caches one latent a token for all heads. A step
-need not make keys and values of it: a head's W_UK can go to its query instead, its W_UV to what comes back. Then all
-heads ask the latents themselves, as the query heads of one KV head would: that is the absorbed form.
+Multi-head latent attention (DeepSeek-V2, arXiv:2405.04434, section 2.1) caches one latent per token for all heads. A
+step need not compute keys and values from it. In the absorbed form, a head multiplies its query by W_UK, and the result
+of attention by W_UV. All heads then attend to the latents themselves, like the query heads of one KV head.
 """
 
 # %%
@@ -33,14 +33,15 @@ LIMIT = 1e-11
 
 # %% [markdown]
 # ## The same scores in two ways
-# Of a head, K_N = C_KV W_UK are the keys of all cached places, and the scores Q_N K_N. The sum over P may as well be
-# taken first: Q_C = Q_N W_UK is a query for latents. What the scores then add up are latents, and W_UV comes after.
-# (The rotary dims are left out here: of them a place has one key for all heads, and nothing is absorbed.)
+# A head computes the keys of all cached tokens, K_N = C_KV W_UK, and then the scores Q_N K_N. The sum over P may as
+# well be taken first: Q_C = Q_N W_UK is a query for latents. The weighted sum is then a sum of latents, which W_UV
+# turns into values afterwards. (The rotary dims are left out here. All heads share one rotary key per token, and
+# nothing is absorbed there.)
 
 
 # %%
 def plain(Q_N, C_KV, W_UK, W_UV):
-    """One token's queries Q_N[B, N, P] over C_KV[B, S, C] -> O[B, N, H]: keys and values of every place are made."""
+    """Attend to the keys and values of every token: Q_N[B, N, P] of one token, C_KV[B, S, C] -> O[B, N, H]."""
     K_N = einsum("C_KV[B, S, C] * W_UK[C, N, P] -> K_N[B, S, N, P]", C_KV, W_UK)
     V = einsum("C_KV[B, S, C] * W_UV[C, N, H] -> V[B, S, N, H]", C_KV, W_UV)
     A = einsum("Q_N[B, N, P] * K_N[B, S, N, P] -> A[B, N, S]", Q_N, K_N)
@@ -48,7 +49,7 @@ def plain(Q_N, C_KV, W_UK, W_UV):
 
 
 def absorbed(Q_N, C_KV, W_UK, W_UV):
-    """The same; of a place nothing is made."""
+    """Attend to the latents themselves: Q_N[B, N, P] of one token, C_KV[B, S, C] -> O[B, N, H]."""
     Q_C = einsum("Q_N[B, N, P] * W_UK[C, N, P] -> Q_C[B, N, C]", Q_N, W_UK)
     A = einsum("Q_C[B, N, C] * C_KV[B, S, C] -> A[B, N, S]", Q_C, C_KV)
     O_C = einsum("A[B, N, S] * C_KV[B, S, C] -> O_C[B, N, C]", A.softmax(-1), C_KV)
@@ -56,9 +57,10 @@ def absorbed(Q_N, C_KV, W_UK, W_UV):
 
 
 # %% [markdown]
-# Both on one device, and on a mesh with the heads over Y and the cache's sequence over Z. Along Y a rank has the whole
-# cache, since every head asks it; along Z it has its places, and softmaxes are combined as in Part 4's Appendix A: the
-# maximum of all ranks, then sums. Look at what goes over Z: queries C wide, not H.
+# Both run on one device, and the absorbed form also on a mesh with the heads over Y and the cache's sequence over Z.
+# Along Y each rank has the whole cache, since every head reads it. Along Z each rank has a part of the sequence, and
+# the softmaxes are combined as in Part 4's Appendix A: first the maximum of all ranks, then the sums. The queries that
+# move over Z are C wide, not H.
 
 
 # %%
@@ -76,7 +78,7 @@ def over_places(Q_N, C_KV, W_UK, W_UV, mesh):
 
 
 def compared(mesh):
-    """How far the two forms, and the mesh, are from each other; the lines of the mesh."""
+    """Return the differences of the absorbed form and of the mesh from the plain form, and the lines of the mesh."""
     types = ["Q_N[B, N_YZ, P]", "C_KV[B, S_Z, C]", "W_UK[C, N_YZ, P]", "W_UV[C, N_YZ, H]"]
     sizes = {"B": B, "S": S, "C": latent.kv_rank, "N": config.N, "P": latent.nope, "H": latent.value}
     whole, own = operands(types, sizes, mesh, page.args.seed, 1 / 4)
@@ -96,14 +98,14 @@ page.equal(rows)
 
 # %% [markdown]
 # ## A model
-# `scaling.serve` runs the whole layer so (`scaling/serve/forms/latent.py`), rotary dims, int8 and pages with it. A
-# prompt of 8 tokens, given at once, is computed the plain way, single tokens absorbed. All logits equal those of the
-# model without a cache, in each form of Part 7 that a latent has. "Rank holds" is its part of the cache.
+# `scaling.serve` runs the whole layer in this way (`scaling/serve/forms/latent.py`), with rotary dims, int8 and pages.
+# A prompt of 8 tokens is computed in the plain form, and each single token in the absorbed form. All logits equal those
+# of the model without a cache, in each form of Part 7 that suits a latent. "Rank holds" is a rank's part of the cache.
 
 
 # %%
 def served(mesh):
-    """By form: (form, the cache's type, its bytes on a rank, how far from the model without a cache)."""
+    """Return rows of (form, the cache's type, its bytes on a rank, the difference from the model without a cache)."""
     g = torch.Generator().manual_seed(page.args.seed)
     params = transformer.init(config, page.args.seed, torch.float64, mesh.device)
     tokens = torch.randint(0, config.V, (B, S), generator=g).to(mesh.device)
@@ -119,16 +121,16 @@ def served(mesh):
 
 
 forms = page.on_ranks(served)
-page.title("Logits beside the model without a cache")
+page.title("Logits against the model without a cache")
 page.table(forms, ["form", "the cache's type", "rank holds", "difference"])
 page.check("each form's logits are those of the model without a cache", all(row[-1] <= LIMIT for row in forms))
 
 # %% [markdown]
-# ## Which form, and what binds it
-# For each place and head, a query costs 2 (2 C + rope) FLOPs absorbed and 2 (A + H) plain; the plain form makes keys
-# and values first, 2 C W, which the queries of a row share. So a single token is absorbed, and a prompt is not. Look at
-# the last rows: 128 heads that read one latent do so many FLOPs a byte that attention, memory-bound everywhere else in
-# Part 7, comes near a chip's ridge.
+# ## Which form is cheaper, and what binds it?
+# For each cached token and head, a query costs 2 (2 C + rope) FLOPs in the absorbed form and 2 (A + H) in the plain
+# form. The plain form computes keys and values first, 2 C W FLOPs, which all queries of a row share. So single tokens
+# are absorbed, and prompts are not. The last rows show a consequence: 128 heads that read one latent do so many FLOPs
+# per byte that attention, memory-bound everywhere else in Part 7, comes near a chip's critical intensity.
 
 # %%
 C, N, rope, P, H = V3.latent.kv_rank, V3.N, V3.latent.rope, V3.latent.nope, V3.latent.value

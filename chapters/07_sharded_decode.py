@@ -5,21 +5,21 @@
     heads        KV[2, B, S, K_Y, H]        heads_batch  KV[2, B_Z, S, K_Y, H]
     sequence     KV[2, B, S_Z, K_Y, H]      2d           KV[2, B_X, S, K_Y, H]
 
-Each form from its one-line types, run on ranks beside one device, the bytes of its collectives by closed form and as
-they were sent; a cache handed from ranks that prefill to ranks that decode; what a cache takes on a chip; and the
-crossovers: when ICI binds, and when 2D pays.
+Each form is derived from its one-line types, run on ranks and compared with one device, and its bytes are computed by
+closed form and traced. A cache is handed from ranks that prefill to ranks that decode. The last sections compute the
+memory of a cache on a chip, when ICI binds, and when 2D pays.
 """
 
 # %% [markdown]
 # ## Why other layouts than in training?
-# A step of training has thousands of tokens on each chip; a decode step has one token of each sequence. Weights and
-# caches are read for a handful of rows, so bytes from HBM bound the step, and more chips help because they bring more
-# bandwidth. FSDP is of no use: gathering weights for each token sends far more than it computes. So the weights stay,
-# and activations, which are small, move.
+# A step of training has thousands of tokens on each chip, while a decode step has one token of each sequence. Weights
+# and caches are read for a handful of rows, so bytes from HBM bound the step, and more chips help because they bring
+# more bandwidth. FSDP is useless here: to gather weights for each token sends far more than it computes. So the weights
+# stay, and the activations, which are small, move.
 #
-# What remains to choose is where the caches go. There are only K heads to split, in LLaMA-3 70B eight. On more chips
-# than that the cache has to be split along something else, its batch or its length, and each choice costs a collective
-# in every layer. The four forms below are these choices.
+# The remaining choice is where the caches go. There are only K heads to split, eight in LLaMA-3 70B. On more chips the
+# cache has to be split along something else, its batch or its length, and each choice costs a collective in every
+# layer. The four forms below are these choices.
 
 # %%
 import torch
@@ -46,13 +46,13 @@ V5E, L70 = chip("v5e"), get("llama3-70b")
 
 # %% [markdown]
 # ## The algorithms, from their types
-# A block in one line: what goes in and out, and how it is sharded; `*_D` is a product over D. Which collectives it
-# takes follows, and is derived below, with V, the bytes that each gathers, reduces or exchanges.
+# One line describes a block: its input and output, and how they are sharded; `*_D` is a product over D. The collectives
+# follow from the line and are derived below, with V, the bytes that each gathers, reduces or exchanges.
 #
-# In `heads` a chip has whole heads and needs one AllReduce, but cannot have fewer than one KV head. `heads_batch` is
-# the book's box, whose twelve lines run in 07_decode_listing.py: two AllToAlls take the queries from heads to rows of
-# the batch, where the cache is, and back. In `sequence` the softmax is over S_Z, so its maxima and sums travel as well
-# (below). `2d` is the MLP of Question 7, with weights split over both of its dims.
+# In `heads` a chip has whole heads and needs one AllReduce, but it cannot have less than one KV head. `heads_batch` is
+# the book's box, whose twelve lines run in 07_decode_listing.py: two AllToAlls move the queries from heads to rows of
+# the batch, where the cache is, and back. In `sequence` the softmax is over S_Z, so its maxima and sums are sent as
+# well (they are counted below). `2d` is the MLP of Question 7, with weights split over both of its dims.
 
 # %%
 SIZES = L70.sizes | {"B": 32, "S": 8192}
@@ -74,9 +74,9 @@ for form, (line, sizes) in LINES.items():
 page.check("two AllToAlls and an AllReduce", sent["heads_batch"] == ["AllToAll", "AllToAll", "AllReduce"])
 
 # %% [markdown]
-# ## Run, beside one device
-# `scaling.serve` in float64: prefill of prompts of unequal lengths, then decode steps. The table has how far each
-# form's logits are from one device's. heads has all ranks along Y, 2d has X where the others have Z.
+# ## The four forms on ranks
+# Here `scaling.serve` runs in float64: it prefills prompts of unequal lengths, and then decodes. The table has the
+# difference of each form's logits from one device's. heads has all ranks along Y, and 2d has X where the others have Z.
 
 # %%
 config = Config("small", 1 if page.small else 2, 16 * Y * Z, 24 * Y * Z, 4 * Y * Z, Y * Z, 8, 16 * Y * Z)
@@ -85,7 +85,7 @@ OWN = {"heads": {"Y": Y * Z}, "heads_batch": {"Y": Y, "Z": Z}, "sequence": {"Y":
 
 
 def problem(device):
-    """(params, tokens[B, S], how many of them are each row's prompt)."""
+    """Return (params, tokens[B, S], the length of each row's prompt)."""
     g = torch.Generator().manual_seed(page.args.seed)
     params = transformer.init(config, page.args.seed, torch.float64, device)
     tokens = torch.randint(0, config.V, (B, S), generator=g)
@@ -93,7 +93,7 @@ def problem(device):
 
 
 def all_forms(mesh):
-    """By form: (difference from one device, collectives of a decode step as (op, V))."""
+    """Return by form: (difference from one device, collectives of a decode step as (op, V))."""
     params, tokens, lengths = problem(mesh.device)
     whole, found = decoded(params, tokens, lengths, STEPS, config)[0], {}
     for form, sizes in OWN.items():
@@ -109,8 +109,8 @@ page.title(f"Decode steps on {Y * Z} ranks, float64")
 page.equal([(form, off, 1e-12) for form, (off, _) in ran.items()])
 
 # %% [markdown]
-# What such a step sends: V of its collectives by the closed form, and as traced. An AllReduce counts once here, in time
-# twice. Look at `sequence`: its AllReduces are larger by the maxima of the softmax.
+# What does such a step send? The table has V of its collectives by the closed form and as traced. An AllReduce counts
+# once here, although it takes twice the time. The AllReduces of `sequence` are larger, by the maxima of the softmax.
 
 # %%
 rows = []
@@ -123,15 +123,16 @@ page.title("What a decode step sends, V bytes")
 page.same(rows, ["form", "collective", "closed form", "traced"])
 
 # %% [markdown]
-# ## Prefill here, decode there
-# Disaggregated: half of the ranks prefill by heads, KV[2, B, S, K_Y, H]; the cache moves to the other half, where it is
-# KV[2, B, S_Z, K, H], a planned reshard between ranks that need not be the same; there the next token is decoded. Only
-# places that hold tokens are sent: S of the formula is the longest row.
+# ## Prefill on some ranks, decode on others
+# Prefill and decode want different meshes, so a disaggregated server has both. Half of the ranks prefill by heads,
+# KV[2, B, S, K_Y, H]. The cache then moves to the other half, where it is KV[2, B, S_Z, K, H], by a planned reshard
+# between two sets of ranks. The other half decodes the next token. Only positions that have tokens are sent, so S in
+# the formula is the longest row.
 
 
 # %%
 def handed_over(mesh):
-    """(difference from one device, bytes of keys and values that rank 0 sends)."""
+    """Return (difference from one device, bytes of keys and values that rank 0 sends)."""
     half = mesh.size() // 2
     here = Mesh({"Y": half}, mesh.device, mesh.checked, ranks=range(half))
     there = Mesh({"Z": half}, mesh.device, mesh.checked, ranks=range(half, 2 * half))
@@ -162,10 +163,10 @@ if Y * Z % 2 == 0:
         page.same([("sent by rank 0", "2 L B S K_Y H", held, moved)], ["bytes", "formula", "value", "traced"])
 
 # %% [markdown]
-# ## What a cache takes on a chip
-# LLaMA-3 70B, 32 sequences of 8k in int8 on a v5e 4x4: with 8 KV heads, Y = 16 stores each head twice. Splitting the
-# batch or the sequence over Z costs two collectives a layer, and halves what is read. The columns are the milliseconds
-# of a step's parts, without wraparound, and which of them binds it.
+# ## The memory of a cache on a chip
+# The example is LLaMA-3 70B, with 32 sequences of 8k in int8 on a v5e 4x4. It has 8 KV heads, so Y = 16 stores each
+# head twice. Splitting the batch or the sequence over Z costs two collectives per layer, and halves the bytes to read.
+# The columns have the milliseconds of a step's parts, without wraparound, and which of them binds it.
 
 # %%
 rows = []
@@ -181,7 +182,8 @@ page.check("heads over 16 store the cache twice", twice["heads"] == 2 * twice["h
 
 # %% [markdown]
 # ## Question 4: the toy model on a 4x4, all in int8
-# Prefill: model parallelism up to the ICI bound, then the sequence. Decode: all 16 ways, 8 heads x 2 of the batch.
+# For prefill the answer is model parallelism up to the ICI bound, then the sequence. For decode it is all 16 ways, 8
+# heads x 2 of the batch.
 
 # %%
 toy = get("part7-toy")
@@ -190,7 +192,7 @@ bound = cost.tensor_limit(toy.F, V5E.flops("int8") / 2, V5E.bandwidth("line", ax
 
 
 def question_4(batch: int, context: float) -> float:
-    """ms by HBM alone; tied, so all weights are read."""
+    """Return the ms of a step by HBM alone; the embedding is tied, so all weights are read."""
     return 1e3 * serving.step(load, batch, context, V5E, 16, "int8").seconds
 
 
@@ -210,8 +212,8 @@ page.answers([
 
 # %% [markdown]
 # ## When ICI binds a step
-# An MLP's AllGather of 2BD bytes against reading its matrix, 2DF/Y: bound by HBM up to Y = F/(B beta), with beta =
-# W_hbm/W_ici. The more tokens, the fewer chips; int8 weights halve it again.
+# An MLP gathers 2BD bytes and reads its matrix, 2DF/Y bytes. So HBM binds it up to Y = F/(B beta), with beta =
+# W_hbm/W_ici. With more tokens that is fewer chips, and int8 weights halve it again.
 
 # %%
 W, ici_bw = V5E.hbm_bw, V5E.bandwidth("ici")
@@ -238,12 +240,13 @@ page.answers([
 ])  # fmt: skip
 
 # %% [markdown]
-# ## What a server reaches of it
-# The bound overlaps everything at the peaks. A server does not: it reads memory at three quarters of its peak, starts
-# the kernels of each layer and two AllReduces one after the other, and runs other requests' prompts between its steps.
-# These last longer in proportion the less each chip reads, so the share of the bound falls as TP grows.
+# ## How close does a server come?
+# The bound assumes that everything overlaps and runs at its peak. In a real server it does not. It reads memory at
+# three quarters of the peak, starts each layer's kernels and two AllReduces one at a time, and runs other requests'
+# prompts between its steps. These overheads weigh more if each chip reads less, so the share of the bound falls as TP
+# grows.
 #
-# Look at the last two columns: the measured share halves from 1 to 8 GPUs, and the terms of the forecast say why.
+# In the last two columns, the measured share halves from 1 to 8 GPUs, and the terms of the forecast say why.
 
 # %%
 H200 = chip("h200")
@@ -264,9 +267,10 @@ page.check("the share falls as measured, to a tenth", all(
 ))  # fmt: skip
 
 # %% [markdown]
-# ## Question 7: when 2D pays
-# An MLP's collectives on three axes of links: over all chips 4BD/3W, whatever their number; 2D 2BD/(XW) + 4BF/(YZ W),
-# best at X = sqrt(ND/2F). A gate is a second Tmp to reduce, which doubles the second term: 2D pays from twice as many.
+# ## Question 7: when does 2D pay?
+# An MLP's collectives use three axes of links. Over all chips they take 4BD/3W, for any number of chips. In 2D they
+# take 2BD/(XW) + 4BF/(YZ W), which is least at X = sqrt(ND/2F). A gate is a second Tmp to reduce and doubles the second
+# term, so 2D then pays from twice as many chips.
 
 # %%
 D, F, N = 8192, 32768, [2**i for i in range(4, 13)]

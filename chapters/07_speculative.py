@@ -4,18 +4,19 @@ https://jax-ml.github.io/scaling-book/inference#appendix
 
     proposed[B, k] from q[B, k, V], p[B, k + 1, V] of the target in one pass -> tokens[B, k + 1], count[B] of them
 
-Greedy and sampled; the rule's distribution as a finite sum, beside two wrong rules; how many tokens a step gives; when
-it pays, and how far to guess ahead.
+The chapter runs it greedily and sampled, computes the rule's distribution as a finite sum and compares it with two
+wrong rules, and computes how many tokens a step gives, when it pays, and how far to guess ahead.
 """
 
 # %% [markdown]
 # ## Why guess tokens?
-# A decode step reads all weights to make one token a sequence, and leaves most FLOPs unused. Checking k guesses takes
-# nearly the same time, since the weights are read once for all of them. So a small model guesses, and the large one
-# keeps what it would have said itself. The result has exactly its distribution; only the time differs.
+# A decode step reads all weights to make one token per sequence, and leaves most FLOPs unused. Checking k guesses takes
+# nearly the same time, since the weights are read once for all of them. So a small model guesses, and the large model
+# keeps the guesses that it could have made itself. The result has exactly the large model's distribution; only the time
+# differs.
 #
-# What one gives up is the work on guesses that are thrown away. With a large batch FLOPs are no longer free, and
-# guessing makes a step slower. It pays for few sequences at a time, where the guesses are good.
+# The price is the work on guesses that are rejected. With a large batch FLOPs are no longer free, and guessing makes a
+# step slower. It pays for few sequences at a time, where the guesses are good.
 
 # %%
 from itertools import pairwise
@@ -38,8 +39,9 @@ seed = page.args.seed
 
 # %% [markdown]
 # ## Greedy: the same tokens in fewer passes
-# The draft is the target with noise on its weights: the noise sets how often it is right. A pass of the target checks
-# k = 4 proposals and gives one token more than it keeps. Look at the last row: the request's own text is a draft, too.
+# The draft is the target with noise on its weights; the less noise, the more often it is right. A pass of the target
+# checks k = 4 proposals, and gives one token more than it accepts. In the last row, the draft is not a model but the
+# request's own text.
 
 # %%
 config = Config("target", 2, 32, 64, 4, 2, 8, 32)
@@ -50,7 +52,7 @@ new, k = (24, 4) if page.small else (64, 4)
 
 
 def noisy(noise: float) -> tuple[Config, dict]:
-    """A draft: the target's params, each off by `noise` of its own spread."""
+    """Return a draft: the target's params, each perturbed by `noise` times its standard deviation."""
     g = torch.Generator().manual_seed(seed + 1)
 
     def off(x: torch.Tensor) -> torch.Tensor:
@@ -60,7 +62,7 @@ def noisy(noise: float) -> tuple[Config, dict]:
 
 
 def passes(draft) -> tuple[list[list[int]], int]:
-    """(the new tokens of each prompt, passes of the target)."""
+    """Return (the new tokens of each prompt, passes of the target)."""
     out, steps = [[] for _ in prompts], 0
     for given in serve.stream(params, prompts, config, new, Sampling(), seed=seed, draft=draft, proposals=k):
         steps += 1
@@ -81,15 +83,17 @@ page.check("a perfect draft: k + 1 tokens a pass", rows[1][1] == 1 + -(-(new - 1
 
 # %% [markdown]
 # ## Sampled: the rule
-# x from q is kept with probability min(1, p(x)/q(x)); if not, a token comes from max(p - q, 0), scaled. Kept: min(p, q)
-# at each token; the rest makes p of it. The book calls it inspired by Metropolis and Hastings; it needs no chain. Below
-# the rule's distribution, all uniform numbers gone through piece by piece, beside what two known wrong rules give.
-# `generate` keeps what it would have drawn there by its seed, which is less; so no draft changes a token of it.
+# How can sampled tokens be checked? A token x, drawn from q, is accepted with probability min(1, p(x)/q(x)). If it is
+# rejected, a token is drawn from max(p - q, 0), rescaled. Accepted tokens have the probabilities min(p, q), and the
+# redrawn ones make up the rest of p. The book calls the rule inspired by Metropolis and Hastings, but it needs no
+# chain. The table has the rule's exact distribution, summed over all pieces of the uniform numbers, and that of two
+# known wrong rules. `generate` is stricter: it accepts only the token that it would have drawn itself with its seed, so
+# no draft changes its tokens.
 
 
 # %%
 def outcome(p: torch.Tensor, q: torch.Tensor, rule) -> torch.Tensor:
-    """The distribution of the first token of a step, k = 1: rule(p, q, x, keep, again) summed over its pieces."""
+    """Return the distribution of a step's first token, k = 1: rule(p, q, x, keep, again) summed over its pieces."""
     found = torch.zeros_like(p)
     for x in range(len(p)):
         edges = {0.0, 1.0, min(1.0, float(p[x] / q[x]))}
@@ -113,12 +117,12 @@ def exact(p, q, x, keep, again) -> int:
 
 
 def from_p(p, q, x, keep, again) -> int:
-    """Wrong: what is not kept is drawn from p itself."""
+    """Draw rejected tokens from p itself, which is wrong."""
     return x if keep * q[x] < p[x] else int(draw_token(p[None], torch.tensor([again], dtype=torch.float64)))
 
 
 def if_equal(p, q, x, keep, again) -> int:
-    """Wrong: x is kept if it is the target's likeliest."""
+    """Accept x if it is the target's likeliest, which is wrong."""
     return x if x == int(p.argmax()) else int(draw_token(p[None], torch.tensor([again], dtype=torch.float64)))
 
 
@@ -136,9 +140,9 @@ page.check(
 )
 
 # %% [markdown]
-# ## Tokens of a step
-# If each proposal is kept with chance a, independently: (1 - a^(k+1)) / (1 - a). Counted on 20,000 steps of the rule
-# with distributions whose overlap is a.
+# ## Tokens per step
+# If each proposal is accepted with probability a, independently, a step gives (1 - a^(k+1)) / (1 - a) tokens. This is
+# compared with 20,000 steps of the rule, for distributions whose overlap is a.
 
 # %%
 n, rows = 20_000, []
@@ -154,10 +158,11 @@ page.table(rows, ["a", "by formula", "counted", "within 2%"])
 
 # %% [markdown]
 # ## When it pays
-# A pass over k + 1 tokens reads weights and caches once, as a pass over one does: while HBM binds a step, checking is
-# free, and only the draft costs. LLaMA-3 70B with 8B as its draft, int8, on a v5e 4x4, a = 0.7: the gain by batch and
-# context. Where caches bind it gains at any batch: the book's throughput win for long contexts. It is less than with
-# one request, as the draft here reads caches of its own, two fifths of the target's.
+# A pass over k + 1 tokens reads weights and caches once, like a pass over one token. While HBM binds a step, checking
+# is free, and only the draft costs time. The table has the best k and its gain for LLaMA-3 70B with 8B as its draft,
+# int8, on a v5e 4x4, a = 0.7, by batch and context. Where caches bind, there is a gain at any batch: this is the book's
+# throughput win for long contexts. It is smaller than for one request, because the draft here also reads its caches,
+# two fifths of the target's.
 
 # %%
 V5E, target, small = (
@@ -168,7 +173,7 @@ V5E, target, small = (
 
 
 def seconds(load: serving.Load, batch: int, context: int, tokens: int = 1) -> float:
-    """Of a pass over so many tokens of each sequence: the FLOPs of all, weights and caches once."""
+    """Return the seconds of a pass over so many tokens of each sequence: FLOPs of all, weights and caches read once."""
     step = serving.step(load, batch, context, V5E, 16)
     return max(step.kv, tokens * load.kv_flops * batch * load.kv(context) / (16 * V5E.flops())) + max(
         step.weights, tokens * step.math
@@ -176,7 +181,7 @@ def seconds(load: serving.Load, batch: int, context: int, tokens: int = 1) -> fl
 
 
 def gain(a: float, k: int, batch: int, context: int) -> float:
-    """Tokens/s with k proposals over those without."""
+    """Return tokens/s with k proposals over those without."""
     spent = seconds(target, batch, context, k + 1) + k * seconds(small, batch, context)
     return expected_tokens(a, k) * seconds(target, batch, context) / spent
 
@@ -198,17 +203,17 @@ page.chart(
 )  # fmt: skip
 
 # %% [markdown]
-# The book's example, a model of 70B with a draft of 4B, both bound by reading their weights.
+# The book's example is a model of 70B with a draft of 4B, both bound by reading their weights.
 
 
 # %%
 def chinchilla(a: float) -> int:
-    """Best k of a 70B model with a 4B draft, both bound by reading their weights."""
+    """Return the best k for a 70B model with a 4B draft, both bound by reading their weights."""
     return max(range(30), key=lambda k: expected_tokens(a, k) / (1 + k * 4 / 70))
 
 
 def least(k: int) -> float:
-    """The acceptance from which k or more are best, to 1e-3."""
+    """Return the acceptance from which k or more proposals are best, to 1e-3."""
     return next(a / 1000 for a in range(1000) if chinchilla(a / 1000) >= k)
 
 

@@ -2,9 +2,10 @@
 """Part 8, Serving LLaMA 3-70B on TPUs: what fits, how fast a step is, what it costs, and latency for throughput.
 https://jax-ml.github.io/scaling-book/applied-inference
 
-Every table, question and problem, with the Pareto figure. The book counts 70e9 params and 160e3 bytes of KV cache a
-token; the model has 70.55e9, of which a step does not read the embedding, and 163,840. KV caches and weights have the
-dtype that a row names; of a v5e's slice only an axis of 16 is a ring. The planner: python -m scaling.plan serve --help.
+This chapter has every table, question and problem, and the Pareto figure. The book counts 70e9 params and 160e3 bytes
+of KV cache per token. The model has 70.55e9, of which a step does not read the embedding, and 163,840. KV caches and
+weights have the dtype that a row names; of a v5e's slice only an axis of 16 is a ring. The planner does the same:
+python -m scaling.plan serve --help.
 """
 
 # %%
@@ -32,7 +33,8 @@ def ms(load: serving.Load, batch: int, context: int, chips: int) -> float:
 
 # %% [markdown]
 # ## What's the LLaMA serving story?
-# A dollar buys most FLOPs on a v5e. Then what int8 weights and caches take, and the smallest slice that holds them.
+# A server is judged by its cost, so the first question is which chip to buy: a v5e gives the most FLOPs per dollar.
+# Then follow the bytes of int8 weights and caches, and the smallest slice that holds them.
 
 # %%
 chips = [chip("h100"), chip("v5p"), V5E]
@@ -71,8 +73,9 @@ page.answers([
 
 # %% [markdown]
 # ## Thinking about throughput
-# The smallest slice that holds the weights, and how many caches of 8k tokens fit beside them: they are the batch, and
-# as many for all dtypes. On twice the chips a step with int4 weights waits for its FLOPs, not for its memory.
+# For each dtype, take the smallest slice that holds the weights. The caches of 8k tokens that fit into the rest are the
+# batch, and their number is the same for all dtypes. On twice the chips, a step with int4 weights waits for its FLOPs
+# and not for its memory.
 
 
 # %%
@@ -86,7 +89,7 @@ steps = {name: 1e-3 * ms(loads[name], twice[name], 8192, 2 * chips) for name, ch
 
 
 def qps(batch: int, chips: int, step: float = FULL) -> float:
-    """Queries/s a chip of 512 tokens each."""
+    """Return queries/s per chip, of 512 tokens each."""
     return batch / (step * 512 * chips)
 
 
@@ -100,7 +103,7 @@ page.table(
 )  # fmt: skip
 
 # %% [markdown]
-# The book's table of the same, with the terms that it has rounded; then the numbers of its text.
+# The book's table of the same follows, with the terms that it rounded, and then the numbers of its text.
 
 # %%
 tables = []
@@ -149,8 +152,9 @@ page.answers([
 
 # %% [markdown]
 # ## How to shard it
-# bf16 on 4x8: one matmul's time in ICI, HBM and FLOPs. A compute-bound batch is bound by ICI beyond 26 ways; one of 64
-# waits for HBM longer than for ICI up to twice as many.
+# How many chips can model parallelism use? The example is one matmul in bf16 on 4x8, with its time in ICI, HBM and
+# FLOPs. A compute-bound batch is bound by ICI beyond 26 ways. A batch of 64 waits for HBM longer than for ICI up to
+# twice as many.
 
 # %%
 B, Y, beta = 64, 32, W / V5E.bandwidth("ici")
@@ -173,7 +177,8 @@ page.answers([
 
 # %% [markdown]
 # ## What about prefill?
-# A prompt is compute-bound, so its time is its FLOPs; and each step of 32 sequences frees some that have ended.
+# A prompt is compute-bound, so its time is its FLOPs. In each step of 32 sequences some end and are evicted, and
+# prefill servers must supply as many new ones.
 
 # %%
 attended = tm.prefill_flops(L70, 8192)
@@ -193,13 +198,14 @@ page.answers([
 
 # %% [markdown]
 # ## Visualizing the latency throughput tradeoff
-# int8 weights and caches, bf16 FLOPs, 4x4, no collectives: the book's figure. Where the weights bind (left) throughput
-# is almost free; then caches or FLOPs (at short contexts) take it all. A curve ends where the HBM is full.
+# The book's figure shows latency against throughput, for int8 weights and caches, bf16 FLOPs, a 4x4, and no
+# collectives. On the left, where the weights bind, more throughput costs almost no latency. Further right, caches bind,
+# or FLOPs at short contexts, and each gain costs latency. A curve ends where the HBM is full.
 
 
 # %%
 def points(context: int) -> list[tuple[int, float, float]]:
-    """(batch, ms, tokens/ms a chip) of each batch that fits."""
+    """Return (batch, ms, tokens/ms per chip) of each batch that fits."""
     most = min(512, serving.largest_batch(INT8, context, V5E, 16))
     steps = serving.curve(INT8, range(1, most + 1), context, V5E, 16)
     return [(b, 1e3 * s.seconds, b / (1e3 * s.seconds * 16)) for b, s in enumerate(steps, 1)]
@@ -214,7 +220,8 @@ page.chart(
 )  # fmt: skip
 
 # %% [markdown]
-# What a step consists of, at two contexts: the weights take the same time at any batch, and the others grow with it.
+# The table divides a step into its parts, at two contexts. The weights take the same time at any batch, and the others
+# grow with it.
 
 # %%
 breakdown = []
@@ -246,8 +253,9 @@ page.answers([
 
 # %% [markdown]
 # ## Problems
-# The book gives no answers. Question 3 by the planner: caches in int8, 8k context, the memory filled. Look at the last
-# column: without collectives 8x8 does 149 tokens/s a chip. With them it is less than half, as its axes are no rings.
+# The book gives no answers. Question 3 is answered by the planner, with caches in int8, 8k of context, and the memory
+# filled. In the last column, 8x8 does 149 tokens/s per chip without collectives. With them it does less than half of
+# that, since its axes are not rings.
 
 # %%
 L405, L8 = get("llama3-405b"), get("llama3-8b")
@@ -256,7 +264,7 @@ wanted = Service(L405, 8192, latency=0.015, headroom=1.0)
 
 
 def alone(chips: int) -> int:
-    """The largest batch in 15 ms if nothing had to be sent."""
+    """Return the largest batch in 15 ms if nothing had to be sent."""
     most = serving.largest_batch(big, 8192, V5E, chips)
     return max((b for b in range(1, most + 1) if ms(big, b, 8192, chips) <= 15), default=0)
 

@@ -4,8 +4,9 @@
 
     Tmp[B_X, T, F_Y] = x[B_X, T, D] * W_in[D, F_Y]        95.6 ms by formula on 8 TPU v2 cores, 96 in the book's profile
 
-The software stack on one program; layouts and tiles; the example profile by formula; the same block of ours on ranks,
-predicted and measured; a slow rank found. The worked problems are in 09_quiz.py.
+This chapter follows one program through the software stack, reads layouts and tiles, computes the book's example
+profile by formula, predicts and measures the same block on ranks, and finds a slow rank. The worked problems are in
+09_quiz.py.
 """
 
 # %%
@@ -44,8 +45,10 @@ except ValueError as error:
 
 # %% [markdown]
 # ## A program on its way to the machine
-# The book's program multiplies float32 by bfloat16. JAX hands it on as StableHLO, XLA as HLO, then as LLO and machine
-# code. Torch: operations that run one by one; a graph of them; two graphs for a forward and a backward pass; code.
+# A profile shows operations that nobody wrote, so it helps to know where they come from. The book's program multiplies
+# float32 by bfloat16. JAX passes it on as StableHLO, XLA as HLO, and then as LLO and machine code. In torch the same
+# program is a list of operations that run one at a time, a graph of them, two graphs for a forward and a backward pass,
+# and code.
 
 
 # %%
@@ -78,8 +81,9 @@ page.answers([
 
 # %% [markdown]
 # ## How to read an XLA op
-# The result's type and shape, its layout, its memory; then the operands. In the layout the dims stand from minor to
-# major, then tiles: the two minor dims are padded to whole ones. Below, which element lies where, in memory's order.
+# An operation's text begins with the result's type and shape, its layout and its memory; then follow the operands. A
+# layout lists the dims from minor to major, then the tiles: the two minor dims are padded to whole tiles. The pictures
+# show, for each element, its position in memory.
 
 # %%
 OP = (
@@ -96,7 +100,7 @@ page.say(f"{dict(fusion.attributes)['calls']}: of {source.shape[-1]} columns, su
 
 
 def picture(text: str) -> str:
-    """The place of each element in memory, in elements."""
+    """Return the position of each element in memory, counted in elements."""
     shape = hlo.parse_shape(text)
     rows, columns = shape.shape
     grid = ["  ".join(f"{shape.offset(i, j) // shape.itemsize:2}" for j in range(columns)) for i in range(rows)]
@@ -112,13 +116,13 @@ page.answers([
     Answer("and it takes so many times the memory", "1.6", small.padded_bytes / small.nbytes, "times"),
     Answer("bf16[32,32,8192] in T(8,128)(2,1)", "", big.padded_bytes / big.nbytes, "times", "tiles fit: no padding"),
     Answer("bf16[4096] in T(1024)(128)(2,1): place of element 1", "", vector.offset(1), "bytes",
-           "rows of 128 in pairs: beside element 0 stands element 128"),
+           "rows of 128 in pairs: next to element 0 is element 128"),
 ])  # fmt: skip
 
 # %% [markdown]
 # ## The example profile, by formula
-# 4-way data and 2-way model parallelism on 8 cores of TPU v2: the block's largest line and its ReduceScatter. What a
-# profile shows is one device's share: batch 8 of 32, 16,384 features of 32,768.
+# The book's example uses 4-way data and 2-way model parallelism on 8 cores of TPU v2. These are the largest line of its
+# block and its ReduceScatter. A profile shows one device's share: batch 8 of 32, and 16,384 of 32,768 features.
 
 # %%
 core, link = chip("v2").flops("bf16") / 2, chip("v2").bandwidth("ici", axes=1)
@@ -142,8 +146,9 @@ page.answers([
 
 # %% [markdown]
 # ## The same block of ours, profiled
-# The lines on ranks, at a size for a laptop. Predicted by this machine's own roofline: its FLOPs/s and bytes/s, and
-# what its collectives take, measured on the same ranks first. Where a line is far from its roof, look at it.
+# Now the lines of the same block run on ranks, at the size of a laptop. They are predicted by this machine's own
+# roofline, which consists of its FLOPs/s, its bytes/s, and the times of its collectives, all measured on the same ranks
+# first. A line that is far from its roof deserves a look.
 
 # %%
 b, t, d, f, n, h = 2, 128, 256, 1024, 8, 32  # on each rank
@@ -159,7 +164,7 @@ def block(x, W, mesh):
 
 
 def arrays(mesh):
-    """This rank's shards, random."""
+    """Return this rank's shards, random."""
     rng, Y = torch.Generator().manual_seed(page.args.seed + mesh.rank), mesh.sizes["Y"]
     shapes = {"x": (b, t, d // Y), "Q": (d, n // Y, h), "in": (d, f // Y), "out": (f // Y, d)}
     made = {name: torch.randn(shape, generator=rng).to(mesh.device) for name, shape in shapes.items()}
@@ -167,12 +172,13 @@ def arrays(mesh):
 
 
 # %% [markdown]
-# What this machine does, measured on the same ranks: products, what lies between them, collectives at three sizes.
+# These lines measure the machine on the same ranks: products, pointwise operations between them, and collectives at
+# three sizes.
 
 
 # %%
 def calibrated(mesh) -> Chip:
-    """A chip of what this machine does: all ranks at once, the collectives over Y at two sizes."""
+    """Return a chip with this machine's rates, measured on all ranks at once, and its collectives over Y."""
     repeats, Y, measured = (3 if page.small else 15), mesh.sizes["Y"], []
     shapes, volumes = (rates.SHAPES[:3], rates.VOLUMES[:5]) if page.small else (rates.SHAPES, rates.VOLUMES)
     calls = {
@@ -191,12 +197,13 @@ def calibrated(mesh) -> Chip:
 
 
 # %% [markdown]
-# The steps are profiled; then five more, in which the last rank comes 30 ms late, and the profile has to name it.
+# First the steps are profiled. Then follow five more in which the last rank comes 30 ms late, and the profile has to
+# name it.
 
 
 # %%
 def run(mesh):
-    """(the table, the parts of the steps, their seconds by a clock outside, FLOPs by line, the slow ranks found)."""
+    """Return (the table, the steps' parts, their seconds by an outer clock, FLOPs by line, slow ranks, memory)."""
     x, W = arrays(mesh)
     machine = GIVEN or calibrated(mesh)
     block(x, W, mesh)
@@ -234,23 +241,24 @@ page.say(f"\nthe parts' sum is {off[STEPS // 2]:.2%} off the step that a clock o
 
 # %% [markdown]
 # ## Memory
-# Bytes that live once a line's result is there, and the most until the next: the memory viewer of the block.
+# The memory viewer of the block shows, for each line, the bytes that are live after it, and the most until the next
+# line.
 
 # %%
-page.title("Live tensors in the first step, beside params and x")
+page.title("Live tensors in the first step, without params and x")
 page.table(memory, ["line", "bytes after", "most until the next"])
 
 # %% [markdown]
 # ## A slow rank
-# The last rank sleeps 30 ms before the block. All others wait for it in the next collective, which looks slow and is
-# not: what they wait for is not what they transfer.
+# The last rank sleeps 30 ms before the block. All others wait for it in the next collective, which looks slow but is
+# not: they wait 30 ms, and the transfer itself takes no longer than before.
 
 # %%
 page.title("Who is late, and where")
 ranks = math.prod(page.args.mesh.values())
 page.say("\n".join(map(str, slow)) or "No rank waits for another.")
 if Y > 1:  # collectives are over Y
-    slowest = max(slow, key=lambda each: each.seconds, default=None)  # a busy machine makes others slow as well
+    slowest = max(slow, key=lambda each: each.seconds, default=None)  # a busy machine slows other ranks as well
     named = slowest is not None and (slowest.rank, slowest.inside) == (ranks - 1, False)
     page.check("the slow rank is named first, with its line", named)
 v2 = cost.mfu(2 * B * T * D * F, 96e-3, 8, core)

@@ -2,9 +2,9 @@
 """Part 9, the worked problems, and a quiz without end: which sharding made this trace?
 "How to Profile TPU Programs": https://jax-ml.github.io/scaling-book/profiling
 
-A trace as XLA shows it: operations with one device's shapes, and who takes part in each collective. Name the strategy,
-the mesh and the true sizes before you read on; `--seed 1` has another one. Then Questions 1 and 2,
-with a naive program and a mended one, run and profiled.
+A trace as XLA shows it has operations with one device's shapes, and the groups of each collective. Name the strategy,
+the mesh and the true sizes before you read on; `--seed 1` has another trace. Then follow Questions 1 and 2, with a
+naive program and a corrected one, run and profiled.
 """
 
 # %%
@@ -40,13 +40,13 @@ V5E = chip("v5e")
 
 # %% [markdown]
 # ## The trace
-# A training step of one layer, W_in and W_out, on a random mesh. Names and types are taken away: what is left is what a
-# profile of a program that you have not written shows. Times are those of v5e's roofline.
+# This is a training step of one layer, W_in and W_out, on a random mesh. Names and types have been removed, so it looks
+# like the profile of a program that somebody else wrote. The times are those of v5e's roofline.
 
 
 # %%
 class Quiz(NamedTuple):
-    """What is asked for."""
+    """The question: a strategy, its mesh, and the sizes."""
 
     strategy: str
     mesh: dict[str, int]
@@ -64,7 +64,7 @@ class Seen(NamedTuple):
 
 
 def draw(rng: random.Random) -> Quiz:
-    """A random strategy on a random mesh, which may have either axis first."""
+    """Return a random strategy on a random mesh, which may have either axis first."""
     name = rng.choice(list(STRATEGIES))
     axes = [axis for axis in "XY" if f"_{axis}" in " ".join(STRATEGIES[name].SPECS.values())
             or (name == "data_parallel" and axis == "X")]  # fmt: skip
@@ -75,7 +75,7 @@ def draw(rng: random.Random) -> Quiz:
 
 
 def groups(mesh: AbstractMesh, axes) -> tuple[tuple[int, ...], ...]:
-    """The ranks along some axes, for each place along the others."""
+    """Return the groups of ranks along some axes, one for each coordinate along the others."""
     found: dict = {}
     for at in product(*(range(n) for n in mesh.sizes.values())):
         coord = dict(zip(mesh.sizes, at, strict=True))
@@ -85,7 +85,7 @@ def groups(mesh: AbstractMesh, axes) -> tuple[tuple[int, ...], ...]:
 
 
 # %% [markdown]
-# An operation is shown as a profile has it: local shapes, the ranks of a group, microseconds.
+# An operation is printed as in a profile: local shapes, the ranks of a group, microseconds.
 
 
 # %%
@@ -123,15 +123,16 @@ table(trace_of(quiz))
 
 # %% [markdown]
 # ## How to read it
-# Six dots: two forward, then for each two backward. Partial sums that are reduced *between the second and the third*
-# are of the forward pass: a contracted dim was sharded, which is tensor parallelism, over these groups. What is reduced
-# over other groups has the shape of a weight: gradients, by all-reduce in data parallelism, where every device keeps
-# all params; by reduce-scatter in FSDP, which also gathers them. Then the first dot's shapes times the groups' sizes.
+# There are six dots: two forward, and then two backward for each of them. Partial sums that are reduced *between the
+# second and the third dot* belong to the forward pass. There a contracted dim was sharded, so this is tensor
+# parallelism over these groups. An array that is reduced over other groups has the shape of a weight, so it is a
+# gradient. Data parallelism reduces it by all-reduce, since every device keeps all params; FSDP by reduce-scatter, and
+# it also gathers the params. The true sizes are the first dot's shapes times the sizes of the groups.
 
 
 # %%
 def read(seen: list[Seen]) -> Quiz:
-    """The answer, from the trace alone."""
+    """Return the answer, from the trace alone."""
     dots = [i for i, op in enumerate(seen) if op.op == "dot"]
     forward = [op for op in seen[dots[1] : dots[2]] if op.op == "reduce-scatter"]
     mine = forward[0].groups if forward else ()
@@ -161,8 +162,8 @@ page.check("all are read rightly", right == len(others))
 
 # %% [markdown]
 # ## Question 1
-# What the profile shows: a fusion on one device, and an AllReduce with its groups. Eight devices sixteen apart hold the
-# parts of one matrix, so there are sixteen such groups; a device has one row of x, without a batch dim.
+# The profile of Question 1 shows a fusion on one device, and an AllReduce with its groups. Eight devices, sixteen
+# apart, hold the parts of one matrix, so there are sixteen such groups. A device has one row of x, without a batch dim.
 
 # %%
 FUSION = (
@@ -189,15 +190,16 @@ page.answers([
 ])  # fmt: skip
 
 # %% [markdown]
-# ## Question 2: a naive program, and mended
-# A layer in auto mode on the ranks of --mesh. The naive one lets the array between its two products lose the split of
-# the batch, as a compiler's guess may; the mended one differs by that type alone: `explicit.reshard` is JAX's
-# `with_sharding_constraint`. Before you read on: how many times as many FLOPs has a device of the naive one?
+# ## Question 2: a naive program, and a corrected one
+# A layer runs in auto mode on the ranks of --mesh. In the naive program the array between its two products loses the
+# split of the batch, as may happen when a compiler guesses. The mended program differs by that type alone;
+# `explicit.reshard` is JAX's `with_sharding_constraint`. Before you read on: how many times as many FLOPs does a device
+# compute in the naive one?
 
 
 # %%
 def program(between: str, mesh):
-    """x[B_X, D], W_in[D, F_Y], W_out[F_Y, D] -> Out[B_X, D], with what lies between the products typed as asked."""
+    """x[B_X, D], W_in[D, F_Y], W_out[F_Y, D] -> Out[B_X, D], with the array between the products typed as asked."""
 
     def layer(x, W_in, W_out):
         Tmp = explicit.reshard(torch.einsum("bd,df->bf", x, W_in), between)
@@ -207,7 +209,7 @@ def program(between: str, mesh):
 
 
 def profiled(mesh) -> dict:
-    """{program: (its lines, the profile's table, ms a step, FLOPs of a rank, bytes that it sent, its result)}."""
+    """Return {program: (its lines, the profile's table, ms a step, a rank's FLOPs, its bytes sent, its result)}."""
     rng = torch.Generator().manual_seed(page.args.seed)
     whole = [torch.randn(SIZES[a], SIZES[b], generator=rng) / SIZES[a] ** 0.5 for a, b in ("BD", "DF", "FD")]
     given = [explicit.array(x.to(mesh.device), spec, mesh) for x, spec in zip(whole, TYPES, strict=True)]
@@ -231,8 +233,8 @@ runs = page.on_ranks(profiled)
 
 # %% [markdown]
 # The naive program gathers x, and each device computes the first product for all rows of the batch, |X| times its
-# FLOPs; then it throws the rows of the others away. Look at lines 1 and 4 of its listing, and for what they cost in the
-# tables: both are gone from the mended one. How much time that gains depends on what binds on this machine.
+# FLOPs. Then it drops the rows of the others. Lines 1 and 4 of its listing do that, and the tables show their cost; the
+# mended program has neither. How much time this saves depends on what binds on this machine.
 
 # %%
 for name, (listing, lines, *_) in runs.items():
@@ -252,9 +254,9 @@ page.say()
 page.equal([("the mended program's result", difference(same, Out), SINGLE)], "the naive one")
 
 # %% [markdown]
-# ## Question 2: what the book's profile shows
-# The example profile of 09_profiling.py, from the profile alone: local shapes, times the mesh. At the roofline of eight
-# cores of a TPU v2 each part's share of the time is its share of the FLOPs.
+# ## Question 2: the book's profile
+# The sizes of the example in 09_profiling.py can be read from its profile alone: local shapes, times the mesh. At the
+# roofline of eight cores of a TPU v2, each part's share of the time is its share of the FLOPs.
 
 # %%
 core, X, Y = chip("v2").flops("bf16") / 2, 4, 2

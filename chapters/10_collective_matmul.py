@@ -4,18 +4,18 @@ https://jax-ml.github.io/scaling-book/jax-stuff
 
     A[B, D_Y] * W[D, F_Y] -> Out[B, F_Y]                           AllGather, hidden
     A[B, D_Y] * W[D_Y, F] -> Out[B, F_Y]                           ReduceScatter, hidden
-    A[B, D_Y] * W[D_Y, F] -> Out[B, F]                             AllReduce, hidden as far as it goes
+    A[B, D_Y] * W[D_Y, F] -> Out[B, F]                             AllReduce, hidden as far as possible
     In[B, D_Y] * W_in[D, F_Y] * W_out[F_Y, D] -> Out[B, D_Y]       the MLP block: the first, then the second
 
-Each equal to one device with its gradients, its hops and bytes per link as derived; what the wire hides on a v5e by the
-roofline, and the sizes at which the simple way wins.
+Each form is compared with one device, gradients included; its hops and its bytes per link are derived and counted. Then
+the roofline says how much of the communication a v5e hides, and at which sizes the simple way wins.
 """
 
 # %% [markdown]
 # ## Why not gather first?
-# In tensor parallelism a product waits for an AllGather, or a ReduceScatter waits for a product, in every layer. This
-# chapter takes both apart, so that each hop around the ring runs beside the product of the piece at hand, as
-# 03_overlap.py does for the simplest case. With links in both directions two pieces travel at once.
+# In tensor parallelism every layer waits: a product for an AllGather, or a ReduceScatter for a product. This chapter
+# splits both collectives into hops, so that each hop around the ring runs beside the product of the present shard, as
+# 03_overlap.py does for the simplest case. If the links work in both directions, two shards travel at once.
 #
 # The price is smaller products and more lines. Below the sizes that the last section computes, the plain collective is
 # faster.
@@ -42,9 +42,9 @@ B, D, F = 6, 4 * Y, 8 * Y
 
 # %% [markdown]
 # ## Equal to one device
-# The forms are in `scaling/strategies/collective_matmul.py`, a screen each. Look at how AllGather and ReduceScatter
-# mirror each other: in the one, shards travel and each stop multiplies; in the other, sums travel and each stop adds
-# its product. So the vjp of the one runs round the ring as the other, backwards, without a line written for it.
+# The forms are in `scaling/strategies/collective_matmul.py`, a screen each. AllGather and ReduceScatter mirror each
+# other. In the first, shards travel and each rank multiplies them; in the second, sums travel and each rank adds its
+# product. So the vjp of one is the other, in the opposite direction, and needs no line of its own.
 
 # %%
 FORMS = {
@@ -67,14 +67,14 @@ for name, (_, types, result) in FORMS.items():
 
 
 def compare(mesh) -> dict[str, float]:
-    """The largest difference of each form, forward and gradients, from each rank's part of one device's."""
+    """Return the largest difference of each form, forward and gradients, from each rank's part of one device's."""
     found = {}
     for name, (form, types, result) in FORMS.items():
         operands, dOut, wanted = problems[name]
         shards = [x.to(mesh.device) for x in tree.shard(operands, list(types), mesh)]
         cotangent = tree.shard([dOut], [result], mesh)[0].to(mesh.device)
         if "_Y" not in result:
-            cotangent = cotangent / Y  # Out is replicated: the devices' cotangents are the terms of one
+            cotangent = cotangent / Y  # Out is replicated: the devices' cotangents are terms of one sum
         mine = tree.shard(list(wanted), [result, *types], mesh)
         for ways in (1, 2):
             out, pull = vjp(lambda *a, form=form, ways=ways: form(*a, mesh, ways=ways), *shards)
@@ -88,10 +88,11 @@ page.equal([(name, apart, EXACT) for name, apart in page.on_ranks(compare).items
 
 # %% [markdown]
 # ## Hops and bytes per link
-# On n devices one way takes n - 1 hops; both ways at once share them, floor(n/2) to the right and the rest to the left.
-# Each hop carries V/n, V the bytes of the array that would be gathered or reduced. Of an AllReduce, each tile's sums go
-# round and then its parts are gathered: twice the bytes. With two tiles the gather of the first goes beside the sums of
-# the second, so that three rounds stand where an AllReduce without tiles has two. Counted on an abstract ring.
+# On n devices, one way takes n - 1 hops. Both ways at once share them, floor(n/2) to the right and the rest to the
+# left. Each hop carries V/n, where V is the bytes of the array that would be gathered or reduced. An AllReduce sends
+# each tile's sums round the ring and then gathers them, so it sends twice the bytes. With two tiles, the gather of the
+# first runs beside the sums of the second: three rounds, where an AllReduce without tiles has two. All of this is
+# counted on an abstract ring.
 
 # %%
 rows, bytes_of = [], {}
@@ -120,25 +121,29 @@ page.answers([
 ])  # fmt: skip
 
 # %% [markdown]
-# ## What it should hide
-# The book's example, A[1024, 2048] W[2048, 8192] on a mesh X=2, Y=4, with a ring along Y: bf16 on a v5e. A device's
-# blocks are multiplied one by one, each by its FLOPs or by the bytes that HBM reads and writes; one product of a ring
-# is beside no hop: of shards the last, of sums the first. So a form takes T/n + max(hops, T (n-1)/n), where T is its
-# product's time; an AllReduce also shows the rounds at its two ends. Each hop costs a microsecond at least. Look at how
-# the last column turns: short of some size the latency of many hops is more than what is hidden.
+# ## How much does it hide?
+# The book's example is A[1024, 2048] W[2048, 8192] on a mesh X=2, Y=4, with a ring along Y, in bf16 on a v5e. A device
+# multiplies its blocks one by one, each in the time of its FLOPs or of its bytes from HBM. One product of a ring runs
+# beside no hop, the last one if shards travel, the first one if sums do. So a form takes T/n + max(hops, T (n-1)/n),
+# where T is the time of its product. An AllReduce also shows the rounds at its two ends. Each hop costs at least a
+# microsecond. The last column changes with the size: for small sizes, the latency of many hops is more than the time
+# that they hide.
 
 # %%
 V5E, n = chip("v5e"), 4
 
 
 def product_seconds(B: int, D: int, F: int, form: str) -> float:
-    """Of one device's products, by FLOPs or by what they read and write: W's columns, or its rows and those of A."""
+    """Return the seconds of one device's products, by FLOPs or by bytes: W's columns, or W's rows and A's columns."""
     rows, columns = (D, F // n) if form == "AllGather" else (D // n, F)
     return cost.matmul(B, rows, columns, V5E.flops(), V5E.hbm_bw).lower
 
 
 def seconds(B: int, D: int, F: int, form: str, ways: int) -> tuple[float, float, float]:
-    """(the product, one after the other, the collective matmul) on n v5e in a ring, of A[B, D] W[D, F] in bf16."""
+    """Return (the product, collective and product in sequence, the collective matmul) in seconds.
+
+    They are for n v5e in a ring and A[B, D] W[D, F] in bf16.
+    """
     product = product_seconds(B, D, F, form)
     V, link = 2 * B * (D if form == "AllGather" else F), V5E.need("link_bw")
     hops = n - 1 if ways == 1 else n // 2
@@ -176,13 +181,13 @@ page.answers([
 
 # %% [markdown]
 # The block of the questions is an AllGather form and then a ReduceScatter form, In[B, D_Y] W_in[D, F_Y] and Tmp[B, F_Y]
-# W_out[F_Y, D], here of the same sizes.
+# W_out[F_Y, D], here with the same sizes.
 
 # %%
 block = {}
 for ways in (1, 2):
     (_, *one), (_, *two) = seconds(512, 2048, 8192, "AllGather", ways), seconds(512, 8192, 2048, "ReduceScatter", ways)
-    block[ways] = [a + b for a, b in zip(one, two, strict=True)]  # one after the other, and hidden
+    block[ways] = [a + b for a, b in zip(one, two, strict=True)]  # in sequence, and hidden
 page.answers([
     Answer("Q3.1: Out[B_X, F] is, over Y", "not replicated",
            "replicated" if "Y" in parse("Out[B_X, F]").replicated({"X": 2, "Y": 2}) else "not replicated",

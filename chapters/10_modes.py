@@ -4,19 +4,20 @@
 
     In[B_X, D_Y] * W_in[D_X, F_Y] * W_out[F_Y, D_X] -> Out[B_X, D_Y]
 
-Explicit mode: types that print, refusals that name a line. Auto mode: the listing that a planner writes. Manual mode:
-one device's program. Then an MLP and an attention block in all three: equal values, gradients and collectives.
+Explicit mode prints types and refuses lines that need a choice. In auto mode a planner writes the listing. In manual
+mode one writes one device's program. An MLP and an attention block run in all three, with equal values, gradients and
+collectives.
 """
 
 # %% [markdown]
 # ## Why three modes?
-# Somebody has to say where the collectives go. A compiler can choose all of them: the program stays the one-device
-# program, and what it costs is found out by profiling. Types can choose: an operation whose result has one natural
-# sharding takes it, and one that would need a choice is refused until it is made. Or one writes each of them, for one
-# device's shards: most work, and no surprise.
+# Somebody has to decide where the collectives go. A compiler can choose all of them: the program stays the one-device
+# program, and only a profile shows its cost. Types can choose: an operation whose result has one natural sharding takes
+# it, and an operation that needs a choice is refused until it is made. Or one writes every collective, for one device's
+# shards: this is the most work, and brings no surprises.
 #
-# The other chapters do the last, since their aim is to see what is sent. When prototyping one begins at the other end,
-# and takes a layer into one's own hands where the profile says that it pays.
+# The other chapters do the last, since they want to show what is sent. A prototype starts with the first, and then one
+# takes over a layer by hand where the profile says that it pays.
 
 # %%
 import math
@@ -35,13 +36,14 @@ from scaling.shard_map import all_gather, psum, psum_scatter, shard_map
 from scaling.spec import ShardingError
 from scaling.trace import trace
 
-# What must divide over --mesh.
+# The dims that must divide over --mesh, and their sizes.
 FITS = ("In[B_X, D_Y]", "W_in[D_X, F_Y]", "W_Q[D_X, N_Y, H]"), {"B": 16, "D": 16, "F": 64, "N": 4, "H": 8}
 page = Page(__doc__, mesh="X=2,Y=2", fits=FITS, device=True, seed=True)
 mesh = AbstractMesh({"X": 4, "Y": 2})  # the book's
 
 # %% [markdown]
-# The three modes: what the text of a program sees in each, whether types stand in it, and whether collectives do.
+# The table compares the three modes: which arrays the text of a program sees, whether it has types, and whether it has
+# collectives.
 
 # %%
 page.table([
@@ -52,11 +54,11 @@ page.table([
 
 # %% [markdown]
 # ## Explicit mode
-# An array carries its type, and every function knows what becomes of it. Nothing is sent but by `reshard`, or where
-# the result's type is given as `out`.
+# In explicit mode an array carries its type, and every function knows the type of its result. Communication happens
+# only by `reshard`, or where the result's type is given as `out`.
 
 # %%
-page.title("Explicit: what becomes of a type")
+page.title("Explicit: the type of a result")
 x = explicit.array(torch.empty(8, 2), "[8_X, 2_Y]", mesh)
 In = explicit.array(torch.empty(8, 2048, dtype=torch.bfloat16), "[8_X, 2048_Y]", mesh)
 W = explicit.array(torch.empty(2048, 8192, dtype=torch.bfloat16), "[2048_Y, 8192]", mesh)
@@ -66,8 +68,9 @@ texts = ["x", "x * 2", "x.mT", "x.sum(0)", "x.reshape(4, 2, 2)", 'torch.einsum("
 page.table([(text, eval(text).type) for text in texts], ["expression", "its type"])
 
 # %% [markdown]
-# JAX stops at that product: is an AllReduce meant, or a ReduceScatter? Here the type itself says what is left to do,
-# `{U_Y}`, and the choice is a line of its own. What has no type at all is refused, with the cheapest line that helps.
+# JAX refuses that product, because it could mean an AllReduce or a ReduceScatter. Here the type `{U_Y}` itself says
+# which reduction is left, and the choice is a line of its own. An expression without any legal type is refused, with
+# the cheapest line that helps.
 
 # %%
 REFUSED = {
@@ -85,8 +88,8 @@ for what, call in REFUSED.items():
 
 # %% [markdown]
 # ## Auto mode
-# Types for what goes in and out; between them the planner chooses. It weighs every layout of every value, and sends the
-# least. `explicit.reshard` inside the program is JAX's `with_sharding_constraint`.
+# In auto mode one types the inputs and outputs, and the planner chooses all types in between. It weighs every layout of
+# every value, and sends the least. `explicit.reshard` inside the program is JAX's `with_sharding_constraint`.
 
 
 # %%
@@ -104,7 +107,7 @@ def meta(*shape):
 
 
 def as_jax(x):
-    """A type as JAX prints it."""
+    """Return a type as JAX prints it."""
     return x.type.replace("_", "@").replace(", ", ",")
 
 
@@ -132,8 +135,8 @@ page.answers([
 
 # %% [markdown]
 # ## Two blocks in three modes
-# The text of auto mode is that of one device. Explicit mode adds the types, manual mode the collectives; the book's
-# examples of it are in 10_shard_map.py.
+# The text of auto mode is that of one device. Explicit mode adds the types, and manual mode the collectives. The book's
+# examples of manual mode are in 10_shard_map.py.
 
 
 # %%
@@ -159,7 +162,7 @@ def mlp_manual(In, W_in, W_out):
 
 
 # %% [markdown]
-# Attention, whose heads are split over Y: explicit and manual mode use the text of auto mode for what is in between.
+# Attention splits its heads over Y. Explicit and manual mode use the text of auto mode in between.
 
 
 # %%
@@ -183,7 +186,7 @@ def attention_manual(x, W_Q, W_K, W_V, W_O):
     return psum_scatter(Out, "Y", scatter_dimension=2, tiled=True)
 
 
-BLOCKS = {  # its texts, the types of what goes in and out, and shapes
+BLOCKS = {  # the texts, the types of inputs and output, and the shapes
     "MLP": (
         (mlp, mlp_explicit, mlp_manual), ("In[B_X, D_Y]", "W_in[D_X, F_Y]", "W_out[F_Y, D_X]"), "Out[B_X, D_Y]",
         ((64, 16), (16, 64), (64, 16)),
@@ -196,20 +199,21 @@ BLOCKS = {  # its texts, the types of what goes in and out, and shapes
 }  # fmt: skip
 
 # %% [markdown]
-# Values and gradients are compared with one device's. The lists: what each mode sent in the forward pass and in both,
-# from the shards of its arguments to those of its gradients. `shard_map` returns whole arrays; what that takes, counted
-# by programs that do nothing else, is subtracted from its list. Single numbers, such as the loss, are not counted.
+# Values and gradients are compared with one device's. The lists count what each mode sent in the forward pass and in
+# both passes, from the shards of its arguments to the shards of its gradients. `shard_map` returns whole arrays.
+# Programs that do nothing else count the communication for this, which is subtracted from its list. Single numbers,
+# such as the loss, are not counted.
 
 
 # %%
 def moved(log) -> Counter:
-    """What a trace sent: how often each (collective over axes, bytes), as this rank's."""
+    """Count how often this rank sent each (collective over axes, bytes) in a trace."""
     events = [event for event in log.collectives() if event.wire_bytes and event.nbytes > 8]
     return Counter((event.op + "_" + "".join(event.axes), event.wire_bytes) for event in events)
 
 
 def in_explicit(text, types, out, whole, mesh):
-    """(Out, gradients, what was sent forward, in both passes) of a function of arrays."""
+    """Return (Out, gradients, the collectives of the forward, those of both passes) of a function of arrays."""
     arrays = [explicit.array(x, type, mesh) for x, type in zip(whole, types, strict=True)]
     with trace() as forward:
         Out = text(*arrays)
@@ -236,17 +240,17 @@ def in_manual(text, types, out, whole, mesh):
 
 
 def sum_of_all(*shards):
-    """A program that sends its arguments' gradients, and nothing else but a number."""
+    """Return a number whose gradient sends nothing but the gradients of the arguments."""
     return psum(sum(x.sum() for x in shards), ("X", "Y"))
 
 
 # %% [markdown]
-# Each block in all three modes, from the same arrays.
+# Each block runs in all three modes, from the same arrays.
 
 
 # %%
 def three_modes(mesh, seed):
-    """{block: rows of (mode, how far values and gradients are off, what this rank sent)}."""
+    """Return {block: rows of (mode, differences of values and gradients, what this rank sent)}."""
     found = {}
     for name, (texts, types, out, shapes) in BLOCKS.items():
         rng = torch.Generator().manual_seed(seed)
@@ -283,7 +287,7 @@ page.end()
 
 # %% [markdown]
 # ## Three things to try
-# 1. Edit: replace `hidden[B_X, F_Y]` by `hidden[B_X, F]`. What is no longer sent?
+# 1. Edit: replace `hidden[B_X, F_Y]` by `hidden[B_X, F]`. Which transfer is saved?
 # 2. Question: how many bytes would each device send to make the product whole on all of them? Evaluate
 #    `lowered["Out[B, F]"].wire_bytes`.
 # 3. Flag: run with `--mesh X=4,Y=1`. Which lines are left?

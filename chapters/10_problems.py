@@ -2,7 +2,8 @@
 """Part 10, the worked problems: shards averaged and rolled, experts four ways, collective matmuls end to end.
 https://jax-ml.github.io/scaling-book/jax-stuff
 
-Question 1 in auto and manual mode; 2 with its listing, bytes, FLOPs and gradients; of 3 and 4 the whole block.
+Question 1 is solved in auto and in manual mode; Question 2 with its listing, bytes, FLOPs and gradients; of Questions 3
+and 4 this chapter runs the whole block.
 """
 
 # %%
@@ -35,7 +36,7 @@ rng = torch.Generator().manual_seed(page.args.seed)
 
 
 def ms(f) -> float:
-    """Median of a few runs on this machine."""
+    """Return the median of a few runs on this machine, in ms."""
     f()
     took = []
     for _ in range(1 if page.small else 9):
@@ -47,9 +48,9 @@ def ms(f) -> float:
 
 # %% [markdown]
 # ## Question 1: within each shard
-# x[S_X, D_Y] on a mesh X=4, Y=2, with the book's data. The mean of each shard in auto mode takes the reshapes that the
-# book shows: a dim of shards, a dim within. The planner puts no collective in. In manual mode it is a mean. (Both in
-# one process here, on ranks below.)
+# The question has x[S_X, D_Y] on a mesh X=4, Y=2, with the book's data. The mean of each shard in auto mode takes the
+# reshapes that the book shows: one dim counts the shards, another is within them. The planner inserts no collective. In
+# manual mode it is simply a mean. (Both run in one process here, and on ranks below.)
 
 # %%
 MESH = AbstractMesh({"X": 4, "Y": 2})
@@ -81,7 +82,7 @@ parts = x.view(4, 128, 8)
 one_by_one = torch.stack([torch.stack([block.mean() for block in rows.chunk(2, 1)]) for rows in x.chunk(4)])
 page.say()
 page.equal([
-    ("1.1: shard_map, beside a loop over the shards", difference(in_manual(x), one_by_one), EXACT),
+    ("1.1: shard_map, against a loop over the shards", difference(in_manual(x), one_by_one), EXACT),
     ("1.1: the reshapes", difference(averages(x), in_manual(x)), EXACT),
     ("1.2: roll(x, 5) - x within each shard of X", difference(rolled(x), (parts.roll(5, 1) - parts).view_as(x)), EXACT),
 ])  # fmt: skip
@@ -94,10 +95,11 @@ page.answers([
 
 # %% [markdown]
 # ## Question 2: experts, one device
-# Out[s] = A[s] W[B[s]], later the mean of k of them, without an array [S, D, F]. A loop over the experts that masks
-# spends E/k times the FLOPs; sorted into groups, each token is multiplied k times. The second dim of the hint's buffer
-# [E, S, D] has size S because all tokens may choose one expert: that case is among those below. Part 2: of the buffer's
-# program the planner gathers A whole, as the book says a compiler does; look at its first line.
+# Question 2 wants Out[s] = A[s] W[B[s]], and later the mean of k of them, without an array [S, D, F]. A loop over the
+# experts that masks tokens spends E/k times the FLOPs; if tokens are sorted into groups, each is multiplied k times.
+# The second dim of the hint's buffer [E, S, D] has size S because all tokens may choose one expert, which is one of the
+# cases below. In part 2, the planner gathers all of A for the buffer's program, as the book says that a compiler does:
+# see its first line.
 
 # %%
 S, D, F, E, k = 16 * n, 12, 16, 2 * n, 2
@@ -111,7 +113,7 @@ CASES = {
 
 
 def by_token(experts):
-    """(Out, dA, dW) with each token's own product, beside which all ways are held."""
+    """Return (Out, dA, dW) with each token's own product, which all ways are compared with."""
     out, pull = vjp(lambda A, W: torch.einsum("sd,skdf->skf", A, W[experts]).mean(1), A, W)
     return out, *pull(dOut)
 
@@ -143,13 +145,14 @@ page.check("2.2: A is gathered", "A[S, D] = AllGather_X" in listing)
 
 # %% [markdown]
 # ## Questions 1.1 and 2.2 on ranks, by jit and by shard_map
-# Run and profiled on this mesh's ranks. Look for collectives that nobody asked for: the means take none; what shard_map
-# sends is its result, which it gives whole to every rank. The buffer's program gathers the smaller of A and W.
+# The programs run and are profiled on this mesh's ranks. Look for collectives that nobody asked for. The means have
+# none; shard_map sends its result, since it returns it whole to every rank. The buffer's program gathers the smaller of
+# A and W.
 
 
 # %%
 def by_modes(mesh) -> dict:
-    """{program: (the difference, the collectives, ms a step, ms of it in collectives or waiting in them)}."""
+    """Return {program: (the difference, the collectives, ms a step, ms of it in collectives or waiting in them)}."""
     M, types = F_.one_hot(CASES["top 2"], E).double().mean(1), ("A[S_Y, D]", "M[S_Y, E]", "W[E_Y, D, F]")
     given = [explicit.array(t.to(mesh.device), at, mesh) for t, at in zip((A, M, W), types, strict=True)]
     jitted = auto.jit(lambda A: A.reshape(n, S // n, D).mean((1, 2)), mesh, types[:1], "m[I_Y]")
@@ -176,22 +179,23 @@ def by_modes(mesh) -> dict:
 rows = page.on_ranks(by_modes)
 page.title("Questions 1.1 and 2.2 on ranks: the fastest of five steps, profiled")
 page.table([(name, sent or "nothing", f"{t:.2f}", f"{apart:.2f}") for name, (_, sent, t, apart) in rows.items()],
-           ["program", "collectives", "ms", "of which in them"])  # fmt: skip
+           ["program", "collectives", "ms", "in collectives"])  # fmt: skip
 page.equal([(name, off, EXACT) for name, (off, *_) in rows.items()])
 
 # %% [markdown]
 # ## Question 2: experts, on a mesh
-# By an AllGather every device has all tokens, computes its own experts' terms, and the terms are reduced and scattered:
-# bytes whatever the tokens chose. By ragged AllToAlls a token goes only where one of its experts is, and of others'
-# tokens a device holds a chunk's at a time, at most |Y| chunk k rows. Look at the bytes where half of the experts are
-# empty, and where all tokens go to the last device: the others then send their tokens, and it sends all results back.
+# There are two ways to bring tokens to experts. With an AllGather every device has all tokens and computes its own
+# experts' terms, which are then reduced and scattered: the bytes do not depend on the choices. With ragged AllToAlls a
+# token goes only where one of its experts is, and a device holds other devices' tokens one chunk at a time, at most |Y|
+# chunk k rows. Compare the bytes where half of the experts are empty, and where all tokens go to the last device: then
+# the others send their tokens, and it sends all results back.
 
 # %%
 WAYS = {"gathered": {}, "ragged": {"chunk": 8}, "ragged, at once": {"chunk": S}}
 
 
 def on_mesh(mesh) -> dict:
-    """{(way, case): (the largest difference, bytes that this rank sent, ms)} of result and gradients."""
+    """Return {(way, case): (the largest difference, bytes that this rank sent, ms)} of result and gradients."""
     types, found = ["Out[S_Y, F]", "A[S_Y, D]", "W[E_Y, D, F]"], {}
     a, w, d_out = (t.to(mesh.device) for t in tree.shard([A, W, dOut], [*types[1:], types[0]], mesh))
     for name, options in WAYS.items():
@@ -218,14 +222,15 @@ page.same([("gathered, top 2", "(n-1) S/n (D + F + k) 8 bytes", whole, found["ga
 
 # %% [markdown]
 # ## Questions 3 and 4: collective matmuls
-# Their forms are in 10_collective_matmul.py, with hops, bytes and limits. Here the block of Question 4 end to end, with
-# its activation: its two collectives first apart from their products, then hidden behind them, one way and both ways
-# round the ring. On ranks that share cores so small a block is all latency, and the simple way wins.
+# The forms of Questions 3 and 4 are in 10_collective_matmul.py, with hops, bytes and limits. Here the block of Question
+# 4 runs end to end, with its activation. First its two collectives run before and after their products, and then hidden
+# behind them, one way and both ways round the ring. On ranks that share cores, a small block is all latency, and the
+# simple way wins.
 
 
 # %%
 def block(mesh, In, W_in, W_out):
-    """In[B, D_Y], W_in[D, F_Y], W_out[F_Y, D] -> Out[B, D_Y]: the block with its collectives one after the other."""
+    """Compute the block with its collectives in sequence: In[B, D_Y], W_in[D, F_Y], W_out[F_Y, D] -> Out[B, D_Y]."""
     In = all_gather("In[B, D_Y] -> In[B, D]", In, mesh)
     Tmp = einsum("In[B, D] * W_in[D, F_Y] -> Tmp[B, F_Y]", In, W_in)
     Out = einsum("Act[B, F_Y] * W_out[F_Y, D] -> Out[B, D] {U_Y}", F_.gelu(Tmp), W_out)
@@ -233,7 +238,7 @@ def block(mesh, In, W_in, W_out):
 
 
 def blocks(mesh) -> dict[str, tuple[float, float]]:
-    """{way: (the difference from one device, ms)}."""
+    """Return {way: (the difference from one device, ms)}."""
     types = ["In[B, D_Y]", "W_in[D, F_Y]", "W_out[F_Y, D]"]
     (In, W_in, W_out), own = operands(types, {"B": 8, "D": 4 * n, "F": 8 * n}, mesh, page.args.seed)
     wanted = tree.shard(F_.gelu(In @ W_in) @ W_out, types[0], mesh)
@@ -253,8 +258,8 @@ page.end()
 
 # %% [markdown]
 # ## Three things to try
-# 1. Edit: replace `torch.roll(x, 5, dims=0) - x` by `torch.roll(x, 128, dims=0) - x`, the rows of a shard. What comes
-#    out, and why does no neighbour's row appear?
+# 1. Edit: replace `torch.roll(x, 5, dims=0) - x` by `torch.roll(x, 128, dims=0) - x`, the rows of a shard. What is the
+#    result, and why does no neighbour's row appear?
 # 2. Question: how many rows does a device hold at most in `ragged`, by chunks? Evaluate
 #    `n * WAYS["ragged"]["chunk"] * k`. When does it hold as many?
 # 3. Flag: run with `--mesh Y=2`. Which bytes of Question 2.3 change, and which way is now the cheaper for "top 2"?

@@ -4,9 +4,9 @@ https://jax-ml.github.io/scaling-book/jax-stuff
 
     shard_map(fn, mesh, in_specs=("A[B_X, D_Y]", "W[D, F_Y]"), out_specs="Out[B_X, F_Y]")
 
-`fn` sees one device's shards and calls psum, ppermute, axis_index ... as JAX spells them; what comes back maps whole
-arrays to whole arrays. The book's two examples; what a value's type is, and how gradients follow from it; what is
-refused; the same on ranks and in one process.
+`fn` sees one device's shards and calls psum, ppermute, axis_index ... as JAX spells them. `shard_map` returns a
+function from whole arrays to whole arrays. This chapter runs the book's two examples on ranks and in one process, shows
+a value's type and how gradients follow from it, and which programs are refused.
 """
 
 # %%
@@ -36,16 +36,16 @@ from scaling.spec import ShardingError
 from scaling.trace import trace
 
 SPECS = {"in_specs": ("A[B_X, D_Y]", "W[D, F_Y]"), "out_specs": "Out[B_X, F_Y]"}
-# What must divide over --mesh.
+# The dims that must divide over --mesh, and their sizes.
 FITS = (*SPECS["in_specs"], SPECS["out_specs"]), {"B": 8, "D": 16, "F": 8}
 page = Page(__doc__, mesh="X=2,Y=2", fits=FITS, seed=True)
 EXACT = 1e-12
 
 # %% [markdown]
 # ## The first example
-# 512 numbers on a mesh of 2 by 4: each device has 64 of them, cuts off its first four, and the devices take the mean.
-# The specs may be JAX's text or types: `P(('x', 'y'))` is `x[I_{x,y}]`. `in_process=True` computes all shards here, so
-# that a laptop can have any mesh.
+# On a mesh of 2 by 4, each device has 64 of 512 numbers, takes its first four, and the devices compute their mean. The
+# specs may be JAX's text or types: `P(('x', 'y'))` is `x[I_{x,y}]`. With `in_process=True` one process computes all
+# shards, so that a laptop can have any mesh.
 
 # %%
 EIGHT = AbstractMesh({"x": 2, "y": 4})
@@ -65,9 +65,9 @@ page.check("slice_and_average", torch.equal(found, numbers.view(8, 64)[:, :4].me
 
 # %% [markdown]
 # ## The second example: a collective matmul
-# A[B_X, D_Y] * W[D, F_Y] -> Out[B_X, F_Y] without an AllGather first. Each device begins with its own columns of A and
-# the rows of W that belong to them, then gets the next columns from its right neighbour. `axis_index` differs by
-# device, so it decides nothing in Python; it is a tensor that a slice may start at.
+# This program computes A[B_X, D_Y] * W[D, F_Y] -> Out[B_X, F_Y] without an AllGather. Each device begins with its own
+# columns of A and the matching rows of W, and then receives the next columns from its right neighbour. `axis_index`
+# differs by device, so Python cannot branch on it; it is a tensor, at which a slice may start.
 
 
 # %%
@@ -92,7 +92,7 @@ wanted = {"Out": dense, **dict(zip(("dA", "dW"), pull_dense(dOut), strict=True))
 
 
 def runs(mesh, in_process=False) -> tuple[dict[str, float], dict[str, list[str]]]:
-    """Differences of both programs from one device's, and the collectives inside each, forward and backward."""
+    """Return differences of both programs from one device's, and the collectives of each, forward and backward."""
     differences, collectives = {}, {}
     for name, program in (("collective matmul", collective_matmul), ("AllGather first", gathered_first)):
         with trace() as log:
@@ -110,9 +110,9 @@ page.equal([(name, off, EXACT) for name, off in on_ranks.items()])
 
 # %% [markdown]
 # ## The same in one process
-# One code, two ways to run it: each mesh axis is a level of `torch.func.vmap`, of one device on a rank, of all devices
-# here. So the lists of collectives are equal too. Those at the ends are shard_map's own: a whole array is cut on the
-# way in, and put together on the way out.
+# The same code runs in two ways. Each mesh axis is a level of `torch.func.vmap`, over one device on a rank, and over
+# all devices in one process. So the lists of collectives are equal, too. The first and the last in the list are
+# shard_map's own: it splits a whole array at the beginning, and joins it at the end.
 
 # %%
 here, sent_here = runs(AbstractMesh(page.args.mesh), in_process=True)
@@ -122,13 +122,13 @@ page.say(f"\ncollective matmul, all collectives: {', '.join(sent['collective mat
 page.check("ranks and one process have the same collectives", sent == sent_here)
 
 # %% [markdown]
-# ## What a type says of a gradient
-# A value varies over an axis, or is invariant: `vma(x)` names the axes over which it varies. A cotangent has its
-# value's type. W below is the same on every device of X; its gradient comes out summed, though no psum is written:
-# where W meets x, which varies over X, it becomes varying first (`pvary`), and the transpose of that is a psum. In the
-# notation of the other chapters the sum would be a line, `all_reduce("dW[D] {U_X} -> dW[D]", ...)`. JAX has a type for
-# their law as well: what is *reduced* is the same on all devices, and its gradient *unreduced*, `{U_X}`: the psum is
-# the caller's, and may be a psum_scatter.
+# ## How gradients follow from types
+# A value varies over an axis or is invariant: `vma(x)` names the axes over which it varies. A cotangent has the type of
+# its value. W below is the same on every device of X, and its gradient is summed although no psum is written. When W
+# meets x, which varies over X, it first becomes varying (`pvary`), and the transpose of that is a psum. In the notation
+# of the other chapters the sum is a line, `all_reduce("dW[D] {U_X} -> dW[D]", ...)`. JAX has a type for that law as
+# well. A *reduced* value is the same on all devices, and its gradient is *unreduced*, `{U_X}`: then the caller writes
+# the psum, which may be a psum_scatter.
 
 # %%
 FOUR = AbstractMesh({"X": 4, "Y": 2})
@@ -139,7 +139,7 @@ types: dict[str, set[str]] = {}
 @partial(shard_map, mesh=FOUR, in_specs=("W[D]", "x[B_X, D]"), out_specs="dW[D]", in_process=True)
 def gradient(w, x):
     by_law = grad(lambda w: (x @ w).sin().sum())(w)
-    own = grad(lambda w: (x @ w).sin().sum())(pvary(w, "X"))  # each device's own: no longer summed
+    own = grad(lambda w: (x @ w).sin().sum())(pvary(w, "X"))  # each device's own, not summed
     types.update({"x": vma(x), "w": vma(w), "x @ w": vma(x @ w), "psum(x, X)": vma(psum(x, "X"))})
     types.update({"all_gather(x, X)": vma(all_gather(x, "X")), "axis_index(Y)": vma(axis_index("Y"))})
     types.update({"dW": vma(by_law), "dW of pvary(w)": vma(own)})
@@ -167,10 +167,11 @@ page.equal([
 page.check("the gradient is invariant", not types["dW"] and types["dW of pvary(w)"] == {"X"})
 
 # %% [markdown]
-# ## What is refused
-# Before anything is returned, as JAX's `check_vma` does: a result whose out_spec claims that all devices hold the same,
-# where they may not; a sum over axes of two kinds; a device that decides for itself. Look at the second: what
-# all_gather returns is the same everywhere, but is typed varying, since its transpose is a psum_scatter.
+# ## Which programs are refused?
+# Like JAX's `check_vma`, shard_map refuses a program before it returns anything: a result whose out_spec claims that
+# all devices hold the same, where they may not; a sum over axes of two kinds; a device that branches on its own value.
+# The second example is surprising. The result of all_gather is the same everywhere, but is typed as varying, since its
+# transpose is a psum_scatter.
 
 # %%
 REFUSED = {
@@ -192,7 +193,7 @@ page.end()
 
 # %% [markdown]
 # ## Three things to try
-# 1. Edit: replace `psum(x, ("X", "Y"))` by `psum(x, "X")`. Why is it no longer refused, and what does it give?
+# 1. Edit: replace `psum(x, ("X", "Y"))` by `psum(x, "X")`. Why is it not refused now, and what does it return?
 # 2. Question: how often does the collective matmul send to its neighbour, forward and backward? Evaluate
 #    `sent["collective matmul"].count("CollectivePermute over Y")`.
-# 3. Flag: run with `--mesh X=1,Y=4`. Which collectives are gone from the list, and which are more?
+# 3. Flag: run with `--mesh X=1,Y=4`. Which collectives disappear from the list, and which become more?

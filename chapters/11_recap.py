@@ -1,9 +1,9 @@
 # %% [markdown]
-"""Part 11, the recap: every number of the book that the chapters set beside their own.
+"""Part 11, the recap: every number of the book that the chapters compare with their own.
 "Conclusions and Further Reading": https://jax-ml.github.io/scaling-book/conclusion
 
-Each chapter that has numbers runs, and its answers are taken from it: the book's, ours, and the verdict. Then what each
-chapter shows, and how many verdicts of each kind a part has. `--parts 1,2` runs some; `--small` those of Parts 1 and 2.
+Each chapter that has numbers runs, and its answers are listed: the book's, ours, and the verdict. The end lists what
+the chapters show, and how many verdicts of each kind a part has. `--parts 1,2` runs some parts; `--small` runs 1 and 2.
 """
 
 # %%
@@ -24,8 +24,9 @@ parts = sorted({recap.part(path) for path in paths})
 
 # %% [markdown]
 # ## The numbers, part by part
-# "agrees": ours rounds to what the book prints; "rounding": the book rounded on the way; "erratum": the book is wrong,
-# and the line below the row says how; "ours": the book asks and gives no answer.
+# "agrees" means that ours rounds to what the book prints. "rounding" means that the book rounded on the way. "erratum"
+# means that the book is wrong, and the line below the row says how. "ours" means that the book asks and gives no
+# answer.
 
 # %%
 sums = {}
@@ -44,15 +45,15 @@ for number in parts:
 
 # %% [markdown]
 # ## What each chapter shows
-# The first sentence of each, and the minutes that reading and running it takes.
+# The table has the first sentence of each chapter, and the minutes to read and run it.
 
 # %%
 page.title("What each chapter shows")
 page.table([(path.name, recap.minutes(path), recap.shows(path)) for path in every], ["chapter", "minutes", "shows"])
 
 # %% [markdown]
-# ## In all
-# How many numbers each part has, and how many of each verdict.
+# ## The numbers of all parts
+# The table counts the numbers of each part, and their verdicts.
 
 # %%
 page.title("Numbers by part")

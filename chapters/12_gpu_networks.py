@@ -2,19 +2,19 @@
 """Part 12, Networking and "How Do Collectives Work on GPUs?": nodes, a tree of switches, and collectives on them.
 https://jax-ml.github.io/scaling-book/gpus#networking
 
-The tree level by level, collectives in a node and beyond, the bytes that switches move counted message by message, what
-the book measured beside the model, SHARP, and Quizzes 2 to 4.
+This chapter goes through the tree level by level, times collectives in a node and beyond, compares them with the book's
+measurements, counts the bytes that switches move message by message, adds SHARP, and answers Quizzes 2 to 4.
 """
 
 # %% [markdown]
 # ## Why another network?
-# A TPU is joined to its nearest neighbours, so that a pod has thousands of chips with the same links, and a collective
-# takes one axis of a torus at a time. GPUs are joined by switches: inside a node, or a rack, each reaches each other
-# at full rate, and beyond it through a tree whose levels are slower and shared.
+# A TPU is joined to its nearest neighbours, so a pod has thousands of chips with the same links, and a collective uses
+# one axis of a torus at a time. GPUs are joined by switches. Inside a node, or a rack, each GPU reaches every other at
+# the full rate; beyond it they are joined by a tree whose levels are slower and shared.
 #
-# So where a torus asks along which axis to shard, a tree asks how far a collective reaches. Inside a node everything
-# is cheap, AllToAlls above all. One level up a chip has a ninth of the bandwidth, and the layouts of Part 5 are chosen
-# so that little crosses it.
+# So on a torus one asks along which axis to shard, and on a tree how far a collective reaches. Inside a node every
+# collective is cheap, AllToAlls above all. One level up a chip has a ninth of the bandwidth, and the layouts of Part 5
+# are chosen so that little crosses it.
 
 # %%
 from scaling.book.answers import Answer
@@ -32,8 +32,8 @@ TB, GB, US = 1e12, 1e9, 1e6
 
 # %% [markdown]
 # ## The tree of switches
-# A GPU has 450e9 bytes/s into its node, a node 400e9 into the network, and no level above has less for each node: a fat
-# tree. Look at the last column: what an AllGather gets, by the slowest level.
+# A GPU has 450e9 bytes/s into its node, a node has 400e9 into the network, and no level above has less for each node:
+# this is a fat tree. The last column is the bandwidth of an AllGather, which the slowest level decides.
 
 # %%
 page.title("H100 SuperPod and GB200 NVL72, level by level")
@@ -49,7 +49,8 @@ page.table(rows, ["", "level", "GPUs", "switches", "switches\nTB/s", "cables\nTB
                   "AllGather\nGB/s"])  # fmt: skip
 
 # %% [markdown]
-# Look at GB200: the node is nine times as large and sends nine times as much, while a GPU sends as a B200 does.
+# Nodes have grown. A GB200 node is nine times as large as an H100's and sends nine times as much, while each of its
+# GPUs sends as much as a B200.
 
 # %%
 page.title("Nodes by generation: NVLinks, and bytes/s that leave a GPU and its node")
@@ -62,8 +63,8 @@ page.table(rows, ["", "GPUs", "switches", "NVLinks\na GPU", "a link", "a GPU", "
 
 # %% [markdown]
 # ## Collectives of 64 MB on H100s
-# In a node V (N - 1)/(N W), beyond it the slowest level. Look at the AllToAll from 8 to 16 GPUs: it cannot be done
-# level by level, and every byte for another node leaves over 50e9 bytes/s a GPU.
+# In a node an AllGather takes V (N - 1)/(N W), and beyond the node the slowest level decides. Compare the AllToAll on 8
+# and on 16 GPUs. It cannot be done level by level, and every byte for another node leaves at 50e9 bytes/s per GPU.
 
 # %%
 V = 64e6
@@ -76,10 +77,11 @@ for n in (2, 8, 16, 64, 256, 1024):
 page.table(rows, ["GPUs", "AllGather", "AllReduce", "with SHARP", "AllToAll", "ragged, k = 2"])
 
 # %% [markdown]
-# ## What is measured
-# AllReduce in a node of 8 H100s without SHARP, read off the book's figure: bus bandwidth is 2V (N - 1)/N over the time,
-# what each link carries; of an AllGather (Appendix B) V (N - 1)/N over the time. The model has 450e9 for any size; the
-# chart shows how late a node gets near it, and that one axis of a v5p 4x4x4 comes near its own at smaller sizes.
+# ## How good is the model?
+# The table has an AllReduce in a node of 8 H100s without SHARP, read off the book's figure. Its bus bandwidth is 2V (N
+# - 1)/N over the time, which is what each link carries; for an AllGather (Appendix B) it is V (N - 1)/N over the time.
+# The model has 450e9 for any size. The chart shows that a node comes near it for very large arrays only, and that one
+# axis of a v5p 4x4x4 comes near its own bandwidth at smaller sizes.
 
 # %%
 BUS = {4.2e6: 0.045e12, 17e6: 0.127e12, 134e6: 0.292e12, 268e6: 0.323e12, 1.07e9: 0.352e12, 8.6e9: 0.367e12}
@@ -107,13 +109,13 @@ page.chart(
 
 # %% [markdown]
 # ## Pop Quiz 3: an inner axis that spans more of a unit
-# AllGather over X of bf16[8192_X, 32768_Y] with Y inside, 256 GPUs. Up to 8, Y only helps in the node, which does not
-# bind; beyond, each node that it spans adds its 400e9 bytes/s.
+# The quiz has an AllGather over X of bf16[8192_X, 32768_Y], with Y inside, on 256 GPUs. Up to 8, Y helps only inside
+# the node, which does not bind. Beyond 8, each node that Y spans adds its 400e9 bytes/s.
 
 
 # %%
 def outer_gather(Y: int, exact: bool = False) -> float:
-    """Seconds of AllGather_X(bf16[8192_X, 32768_Y]) over 256 GPUs, Y the inner axis."""
+    """Return the seconds of AllGather_X(bf16[8192_X, 32768_Y]) over 256 GPUs, with Y the inner axis."""
     return gpu.all_gather(2 * 8192 * 32768, H100, 256 // Y, inner=Y, exact=exact)
 
 
@@ -125,12 +127,13 @@ page.say("exact: V times the greatest of (D - 1)/(D max(Y, S) W) over the levels
 
 # %% [markdown]
 # ## Quiz 4: the bytes that switches move, message by message
-# Every copy of every shard counted at the switch of one node and at the one above; and SHARP's four phases.
+# The formulas of Quiz 4 are confirmed by counting. Every copy of every shard is counted at the switch of one node and
+# at the one above, and so are SHARP's four phases.
 
 
 # %%
 def gather_ledger(nodes: int, gpus: int) -> dict[str, float]:
-    """Bytes in and out of one node's switch and of the one above, AllGather of one byte over nodes of GPUs."""
+    """Return bytes in and out of one node's switch and of the one above, for an AllGather of one byte over all GPUs."""
     moved, shard = dict.fromkeys(("node in", "node out", "top in", "top out"), 0.0), 1 / (nodes * gpus)
     for source in range(nodes * gpus):
         home = source // gpus
@@ -142,9 +145,9 @@ def gather_ledger(nodes: int, gpus: int) -> dict[str, float]:
 
 
 def sharp_ledger(gpus: int) -> tuple[float, float]:
-    """Bytes in and out of a node's switch, AllReduce of one byte with SHARP, by its four phases."""
+    """Return bytes in and out of a node's switch, for an AllReduce of one byte with SHARP, by its four phases."""
     shard, into, out = 1 / gpus, 0.0, 0.0
-    for _ in range(gpus):  # as owner of one shard of the sum
+    for _ in range(gpus):  # each owns one shard of the sum
         into += shard * (gpus - 1)  # the others' terms go up
         out += shard  # the switch adds them up and sends the owner their sum
         into += shard  # the owner adds its own term, and sends it back
@@ -163,7 +166,8 @@ page.same(rows, ["AllGather, M x N", "formula", "value", "counted"])
 
 # %% [markdown]
 # ## Quizzes 2 and 3: nodes, and beyond
-# All from the tree's levels: what a unit's cables and switches carry, and how many switches larger clusters need.
+# All answers follow from the tree's levels: what a unit's cables and switches carry, and how many switches larger
+# clusters need.
 
 # %%
 node, leaf, spine = gpu.levels_table(H100)
@@ -173,7 +177,7 @@ gathered, ports, cable = 2 * 4096 * 65536, LEAF.ports, LEAF.link_bw
 
 
 def enough(gpus: int, ports_up: float) -> float:
-    """Switches of `ports_up` ports each that carry what the nodes of so many GPUs send."""
+    """Return the number of switches, of `ports_up` ports each, that carry what the nodes of so many GPUs send."""
     return gpus / 8 * leaf["node_bw"] / (ports_up * cable)
 
 
@@ -204,14 +208,14 @@ page.answers([
 
 # %% [markdown]
 # ## Collectives: the text, and Quiz 4
-# Times in a node and beyond it, by the book's V/W and precisely.
+# The times are for a node and beyond it, by the book's V/W and precisely.
 
 # %%
 pop, W = 2 * 1024 * 16384, NODE.child_bw
 slow, fast = (gpu.all_reduce(1, H100, 8, sharp=sharp) for sharp in (False, True))
 two, one = (gpu.all_to_all(1, H100, n) for n in (16, 8))
 shares = {z: [gpu.nonzero_share(z, 4, random) * (z - 1) / z for random in (True, False)] for z in (4, 16, 64)}
-spine_only = gpu.all_gather(1, H100, 4, inner=256)  # four SUs, every GPU of each with a part of its own
+spine_only = gpu.all_gather(1, H100, 4, inner=256)  # four SUs; each of their GPUs has its own part
 mlp, sharp = 2 * L70.D * L70.F / 8, 2.71e11 / 2.1e11  # the latter as measured in the figure
 page.answers([
     Answer("Pop quiz 1: AllGather of bf16[1024, 16384]", "75", US * gpu.all_gather(pop, H100, 8, exact=False), "us"),
@@ -228,7 +232,7 @@ page.answers([
 ])  # fmt: skip
 
 # %% [markdown]
-# What SHARP gains, and the bandwidth of each level.
+# The last answers are the gain of SHARP, and the bandwidth of each level.
 
 # %%
 page.answers([

@@ -1,9 +1,9 @@
 # %% [markdown]
-"""Part 12, Rooflines for LLM Scaling on GPUs: what data, tensor, expert and pipeline parallelism ask for.
+"""Part 12, Rooflines for LLM Scaling on GPUs: the limits of data, tensor, expert and pipeline parallelism.
 https://jax-ml.github.io/scaling-book/gpus#rooflines-for-llm-scaling-on-gpus
 
-H100, B200 and GB200 beside each other, what DeepSeek-V3 and LLaMA-3 did, Quiz 5 with its question of a better layout,
-and Appendix A. The collectives behind it: 12_gpu_networks.py.
+This chapter compares H100, B200 and GB200, checks the layouts of DeepSeek-V3 and LLaMA-3, and answers Quiz 5 with its
+question of a better layout, and Appendix A. The collectives behind it are in 12_gpu_networks.py.
 """
 
 # %%
@@ -29,14 +29,14 @@ def yes(value: bool) -> str:
 
 
 # %% [markdown]
-# ## What each strategy asks for
-# Data parallelism (or ZeRO) needs so many tokens on each GPU: C over the bandwidth of a GPU inside its node, C over
-# that of a node beyond. Over both, the slower one decides; over two nodes only half of the gradients cross; and a
-# replica that spans 8 nodes, by tensor, expert or pipeline parallelism, has all their cables for its gradients. TP may
-# have so many ways; of EP, with k = 8 experts a token, the width F of an expert decides.
+# ## The limits of each strategy
+# Data parallelism (or ZeRO) needs a number of tokens on each GPU: C over the bandwidth of a GPU inside its node, and C
+# over that of a node beyond it. If it uses both, the slower one decides. Over two nodes only half of the gradients
+# cross. A replica that spans 8 nodes, by tensor, expert or pipeline parallelism, has the cables of all of them for its
+# gradients. TP is limited in its ways, and EP, with k = 8 experts per token, by the width F of an expert.
 #
-# Look at the B200 between nodes: more FLOPs with the same network; and at the GB200, whose nodes of 72 have nine times
-# the egress: there DP is bound in the node, by 71/72 of its number, as a GPU has one part of 72 already.
+# Between nodes, the B200 has more FLOPs with the same network, so it needs more tokens. The GB200 has nodes of 72 with
+# nine times the egress. There DP is bound in the node, at 71/72 of its number, as a GPU already has one part of 72.
 
 # %%
 ROOFLINES = {
@@ -55,7 +55,7 @@ page.title(f"Rooflines, bf16, F = {F70:,}")
 page.table([(name, *map(roof, (H100, B200, GB200))) for name, roof in ROOFLINES.items()], ["", "h100", "b200", "gb200"])
 
 # %% [markdown]
-# The same as a picture: where a line is above 1 the matmuls take longer than the AllReduce of the gradients.
+# The picture shows the same. Where a line is above 1, the matmuls take longer than the AllReduce of the gradients.
 
 # %%
 per_gpu = (100, 10_000)
@@ -70,7 +70,7 @@ page.chart(
 
 # %% [markdown]
 # ## The numbers of the text
-# "rounding": the book has rounded on the way; "erratum": the line below the row says what is wrong.
+# "rounding" means that the book rounded on the way; for an "erratum", the line below the row says what is wrong.
 
 # %%
 stages = 64
@@ -100,9 +100,10 @@ page.answers([
 
 # %% [markdown]
 # ## Examples
-# What two published runs chose, and why it is compute-bound: a replica over many nodes takes all their cables. A
-# replica of DeepSeek-V3 is EP 64 x PP 16, on 128 nodes, and there are two; one of LLaMA-3 405B is TP 8 x PP 16, on 16
-# nodes, and there are 128. "ours" are the tokens that DP then needs on each GPU, which both have.
+# Two published runs chose the following layouts, and both are compute-bound because a replica over many nodes uses all
+# their cables. A replica of DeepSeek-V3 is EP 64 x PP 16, on 128 nodes, and there are two. One of LLaMA-3 405B is TP 8
+# x PP 16, on 16 nodes, and there are 128. The rows "ours" are the tokens per GPU that DP then needs, and both runs have
+# them.
 
 # %%
 deepseek, llama = {"EP": 64, "PP": 16, "DP": 2}, {"TP": 8, "PP": 16, "DP": 128}
@@ -126,8 +127,8 @@ page.answers([
 
 # %% [markdown]
 # ## Quiz 5: B200, and LLaMA-3 70B on 4096 H100
-# Question 2 in three steps: the memory of 8-way TP does not fit; ZeRO-3 has too few tokens on a GPU; with 8-way
-# pipelining a replica spans 8 nodes, and then they are enough.
+# Question 2 takes three steps. The memory of 8-way TP does not fit. ZeRO-3 has too few tokens on a GPU. With 8-way
+# pipelining a replica spans 8 nodes, and then the tokens are enough.
 
 # %%
 W_node = H100.bandwidth("node")
@@ -163,8 +164,9 @@ page.answers([
 
 # %% [markdown]
 # ## Quiz 5.3: Megatron-LM's layouts, and whether there is a better one
-# TP stays in a node, so only the nodes that a replica spans by its stages help DP: 2475 tokens over them. Look at the
-# last columns: how few nodes would do, compute-bound and with a quarter of the memory free; fewer stages, less bubble.
+# TP stays in a node, so DP gains only from the nodes that a replica's stages span: it needs 2475 tokens, divided by
+# their number. The last columns show how few nodes are enough to be compute-bound with a quarter of the memory free.
+# Fewer stages mean a smaller bubble.
 
 # %%
 MEGATRON = {"16B": (4, 1, 192, 192), "70B": (8, 2, 768, 384), "314B": (8, 8, 3072, 1536)}  # TP, PP, GPUs, sequences

@@ -1,9 +1,10 @@
 # %% [markdown]
-"""Part 12, How to Think About GPUs: what a GPU computes with and remembers in, beside a TPU.
+"""Part 12, How to Think About GPUs: the units and memories of a GPU, compared with a TPU's.
 https://jax-ml.github.io/scaling-book/gpus
 
-GPUs as data, an H100's units beside a v5p's, rooflines of matmuls and of adding vectors, and Quiz 1. How GPUs are
-joined: 12_gpu_networks.py. What training on them asks for: 12_gpu_rooflines.py.
+This chapter has the GPUs as data, compares an H100's units with a v5p's, draws rooflines of matmuls and of vector
+addition, and answers Quiz 1. How GPUs are joined is in 12_gpu_networks.py, and the limits of training on them in
+12_gpu_rooflines.py.
 """
 
 # %%
@@ -25,7 +26,8 @@ KIB, MB = 1024, 1e6
 
 # %% [markdown]
 # ## Summary of GPU specs
-# Look at C/W in bf16: about 300 of an H100 and a B200, near a v5e's 240; an H200's faster HBM makes it 206.
+# The last column is C/W in bf16, the FLOPs for each byte of HBM. It is about 300 for an H100 and a B200, near a v5e's
+# 240; an H200's faster HBM makes it 206.
 
 
 # %%
@@ -48,8 +50,9 @@ page.say(f"The book's text and quizzes, and all below, take {format_number(H100.
 
 # %% [markdown]
 # ## GPUs vs. TPUs at the chip level
-# A GPU has hundreds of small cores, a TPU two large ones; the matmul units and the clock are alike. Look at the memory:
-# an H100 keeps as much in registers as in SMEM, a TPU has few registers and four times the VMEM.
+# A GPU has hundreds of small cores and a TPU two large ones, while the number of matmul units and the clock are of the
+# same order. Compare the memory: an H100 holds as much in registers as in SMEM. A TPU has few registers, and four times
+# the VMEM.
 
 # %%
 schedulers = {"h100": H100.sms * SUBPARTITIONS, "v5p": V5P.cores * V5P.vector_alus // (8 * 128)}
@@ -67,7 +70,7 @@ page.table([
 
 # %% [markdown]
 # ## Rooflines of an H100 and a B200
-# The corner is where a matmul becomes compute-bound; the points are fp16[B, 4096] fp16[4096, 8192] on a B200 (1.4).
+# A matmul becomes compute-bound at the corner. The points are fp16[B, 4096] fp16[4096, 8192] on a B200 (1.4).
 
 # %%
 rows_of_X = (1, 8, 64, 512, 4096)
@@ -83,7 +86,7 @@ page.chart(
 
 # %% [markdown]
 # ## The numbers of the text, and Quiz 1
-# First the text's: FLOPs/s from the units and their clock, and an H100 beside a v5p.
+# First come the numbers of the text: FLOPs/s from the units and their clock, and an H100 compared with a v5p.
 
 # %%
 cores = {hw.name: hw.sms * SUBPARTITIONS * LANES for hw in (H100, B200)}
@@ -112,7 +115,7 @@ page.answers([
 ])  # fmt: skip
 
 # %% [markdown]
-# Quiz 1: cores and FLOPs/s, intensities, two matmuls on a B200, and adding vectors on an H100.
+# Quiz 1 asks for cores and FLOPs/s, intensities, two matmuls on a B200, and the addition of vectors on an H100.
 
 # %%
 small, large = (cost.matmul(B, 4096, 8192, B200.flops(), B200.hbm_bw) for B in (64, 512))
