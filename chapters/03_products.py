@@ -241,7 +241,7 @@ page.answers([
 
 # %%
 def own_sums(own, device):
-    """Compute O[N, K] {U_X}, the sum of a_ki b_ij over a rank's own i."""
+    """O[N, K] {U_X}: the sum of a_ki b_ij over a rank's own i."""
     o = torch.zeros(8, 32, dtype=torch.float64, device=device)
     for i in own:
         o += A[:, i, None].to(device) * B[None, i, :].to(device)
