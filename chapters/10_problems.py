@@ -230,8 +230,7 @@ page.same([("gathered, top 2", "(n-1) S/n (D + F + k) 8 bytes", whole, found["ga
 
 # %%
 def block(mesh, In, W_in, W_out):
-    """In[B, D_Y], W_in[D, F_Y], W_out[F_Y, D] -> Out[B, D_Y]: the block, its collectives in sequence with its products.
-    """
+    """In[B, D_Y], W_in[D, F_Y], W_out[F_Y, D] -> Out[B, D_Y]: the block, its collectives in sequence."""
     In = all_gather("In[B, D_Y] -> In[B, D]", In, mesh)
     Tmp = einsum("In[B, D] * W_in[D, F_Y] -> Tmp[B, F_Y]", In, W_in)
     Out = einsum("Act[B, F_Y] * W_out[F_Y, D] -> Out[B, D] {U_Y}", F_.gelu(Tmp), W_out)
