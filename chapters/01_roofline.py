@@ -7,6 +7,7 @@ contraction, every problem with the book's answer beside ours, and what this mac
 """
 
 # %%
+# pyright: reportArgumentType=false, reportOperatorIssue=false
 import math
 import time
 from bisect import bisect_left

@@ -7,6 +7,7 @@ wraparound, and answers Questions 5 and 6. What one TPU is made of is the subjec
 """
 
 # %%
+# pyright: reportArgumentType=false, reportOperatorIssue=false, reportOptionalOperand=false
 import math
 
 import torch

@@ -8,6 +8,7 @@ of 02_networking.py.
 """
 
 # %%
+# pyright: reportArgumentType=false, reportOperatorIssue=false, reportOptionalOperand=false
 import math
 from bisect import bisect_left
 

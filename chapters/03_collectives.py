@@ -8,6 +8,7 @@ are written as matrices, and all four collectives are timed (Question 8). Their 
 """
 
 # %%
+# pyright: reportArgumentType=false, reportAssignmentType=false
 import time
 from statistics import median
 

@@ -18,6 +18,7 @@ included, and the communication is hidden.
 # and the plain AllGather is better.
 
 # %%
+# pyright: reportArgumentType=false, reportAssignmentType=false, reportReturnType=false
 import torch
 from torch.func import vjp
 

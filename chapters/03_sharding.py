@@ -8,6 +8,7 @@ subject of 03_products.py.
 """
 
 # %%
+# pyright: reportOperatorIssue=false, reportReturnType=false
 import torch
 
 from scaling import show

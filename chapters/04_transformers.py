@@ -8,6 +8,7 @@ problems are in 04_problems.py.
 """
 
 # %%
+# pyright: reportArgumentType=false, reportOptionalMemberAccess=false
 import math
 import re
 

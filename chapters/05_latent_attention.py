@@ -20,6 +20,7 @@ sum on every rank.
 # simpler.
 
 # %%
+# pyright: reportAssignmentType=false
 import torch
 
 from scaling import tree

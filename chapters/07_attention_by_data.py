@@ -9,6 +9,7 @@ and come back.
 """
 
 # %%
+# pyright: reportAttributeAccessIssue=false, reportOptionalMemberAccess=false
 import torch
 
 from scaling import serve, tree

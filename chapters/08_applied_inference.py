@@ -9,6 +9,7 @@ python -m scaling.plan serve --help.
 """
 
 # %%
+# pyright: reportArgumentType=false, reportOperatorIssue=false, reportOptionalOperand=false
 import math
 
 from scaling import cost
