@@ -18,6 +18,7 @@ WITHIN: dict[str, str | tuple] = {
     **dict.fromkeys(("embed_scale", "residual_scale", "logit_scale", "score_scale"), ABOVE),
     **dict.fromkeys(("aux_coef", "z_coef", "shared", "F_shared", "F_dense"), "[0, inf)"),
     "dropout": "[0, 1)",
+    "rotary_share": "(0, 1]",
     "routing": ("softmax", "sigmoid"),
     "balance_by": ("batch", "sequence"),
     "activation": (None, *ACTIVATIONS),
@@ -51,7 +52,8 @@ class Config:
     Some families have more. With `unit_offset` norms multiply by 1 + their gain (Gemma). Embeddings are multiplied by
     `embed_scale`, a block's output to the residual stream by `residual_scale`, and scores by `score_scale`, where None
     is 1/sqrt(H); logits are divided by `logit_scale` (Granite). The layers in `unrotated` rotate no query or key by its
-    position (SmolLM3).
+    position (SmolLM3); the others rotate a share `rotary_share` of each head's dims (GLM-4.5). With `shared_gate` the
+    shared experts' output is multiplied by a sigmoid of the token (Qwen2-MoE).
     """
 
     name: str
@@ -68,6 +70,7 @@ class Config:
     k: int = 1
     shared: int = 0
     F_shared: int = 0
+    shared_gate: bool = False
     dense_layers: int = 0
     F_dense: int = 0
     norms: int = 2
@@ -83,6 +86,7 @@ class Config:
     balance_first: bool = False
     theta: float = 500_000.0
     rope_scaling: RopeScaling | None = None
+    rotary_share: float = 1.0
     eps: float = 1e-5
     attention_bias: bool = False
     output_bias: bool = False
@@ -191,7 +195,7 @@ class Config:
     @property
     def rotary(self) -> int:
         """The number of dims of a head that positions rotate."""
-        return self.latent.rope if self.latent else self.H
+        return self.latent.rope if self.latent else int(self.H * self.rotary_share)
 
     @property
     def G(self) -> int:

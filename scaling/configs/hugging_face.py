@@ -31,7 +31,9 @@ LETTERS = {
     "dense_layers": ("first_k_dense_replace",),
     "tied": ("tie_word_embeddings",),
     "eps": ("rms_norm_eps",),
-    "attention_bias": ("attention_bias",),
+    "attention_bias": ("attention_bias", "qkv_bias"),
+    "output_bias": ("attention_out_bias",),
+    "qk_norm": ("use_qk_norm",),
     "routing": ("scoring_func",),
     "expert_groups": ("n_group",),
     "top_groups": ("topk_group",),
@@ -47,15 +49,11 @@ ACTIVATIONS |= {"gelu_pytorch_tanh": "gelu_tanh", "gelu_new": "gelu_tanh"}
 UNGATED = ("bloom", "falcon", "gpt_neox", "mpt", "opt", "phi", "starcoder2")
 LATENT = ("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
 EXPERTS = ("E", "k", "shared", "F_shared", "dense_layers", "F_dense", "norm_topk")  # fields of a model with experts
-EXPERTS += ("routing", "expert_groups", "top_groups", "routed_scale")
+EXPERTS += ("routing", "expert_groups", "top_groups", "routed_scale", "shared_gate")
 COUNTS = "sliding_window max_window_layers intermediate_size intermediate_size_mlp decoder_sparse_step"
 COUNTS += " full_attention_interval interleave_moe_layer_step max_position_embeddings no_rope_layer_interval"
-TYPES: dict[str, type] = {
-    **dict.fromkeys((*COUNTS.split(), *LATENT), int),
-    "attention_dropout": float,
-    "resid_pdrop": float,
-    "embd_pdrop": float,
-}
+DROPOUTS = ("attention_dropout", "resid_pdrop", "embd_pdrop", "residual_dropout")
+TYPES: dict[str, type] = {**dict.fromkeys((*COUNTS.split(), *LATENT), int), **dict.fromkeys(DROPOUTS, float)}
 TYPES["attention_multiplier"] = float
 TYPES |= dict.fromkeys(("hidden_act", "hidden_activation"), str)
 TYPES |= dict.fromkeys(("layer_types", "mlp_only_layers", "moe_layers", "no_rope_layers"), list)
@@ -85,15 +83,15 @@ def read_config(table: dict) -> dict:
     found = dict(kind.fixed)
     for letter, keys in LETTERS.items():
         if values := [read[key] for key in keys if read.get(key) is not None]:
-            found[letter] = values[0]
+            found.setdefault(letter, values[0])
     check_within("config.json: L", found.get("L", 1), WITHIN["L"])  # before the layers are looked at one by one
     if "H" not in found and {"D", "N"} <= found.keys():
         found["H"] = found["D"] // max(1, found["N"])
     if read.get("kv_lora_rank"):
         found |= _latent(read, found)
     uncomputed = _not_computed(whole, table, read, kind) + _experts(found, read, kind)
-    if read.get("attention_bias"):
-        found["output_bias"] = True
+    found.setdefault("output_bias", bool(found.get("attention_bias")))
+    found |= {"model_type": name} if kind.architecture else {}
     found["norms"] = 4 if (name or "").startswith(("gemma2", "gemma3")) else 2
     found["gated"] = name not in UNGATED
     activation = ACTIVATIONS.get(_activation(read))
@@ -102,7 +100,7 @@ def read_config(table: dict) -> dict:
     found |= _rotary(table, read, kind)
     L, known = found.get("L", 0), bool(kind.architecture)
     found |= {"unrotated": _unrotated(read, L)} if known and "no_rope_layers" in read else {}
-    found |= {"window": _window(read, name or "", found, known), "cached": _cached(read, known, L)}
+    found |= {"window": _window(read, name or "", found, kind), "cached": _cached(read, known, L)}
     found["max_positions"] = table.get("max_position_embeddings") or 0
     return found | {"uncomputed": tuple(uncomputed)}
 
@@ -178,13 +176,17 @@ def _rotary(table: dict, read: dict, kind: ModelType) -> dict:
     of_type("rope_theta", theta, float)
     if any(isinstance(each, dict) for each in given.values()):
         return {"theta": float(theta), "rope_scaling": RopeScaling("by layer")}
+    share = 1.0
+    if kind.partial is not None:
+        share = given.get("partial_rotary_factor", table.get("partial_rotary_factor", kind.partial))
+        of_type("partial_rotary_factor", share, float)
     if given.get("rope_type", given.get("type")) in CONTEXTS:
         original = given.get(ORIGINAL, read.get("max_position_embeddings"))
         original = table.get(ORIGINAL) if ORIGINAL in table else original
         if original is not None or kind.architecture:
             of_type(ORIGINAL, original, float)
             given = given | {ORIGINAL: original}
-    return {"theta": float(theta), "rope_scaling": RopeScaling.of(given)}
+    return {"theta": float(theta), "rope_scaling": RopeScaling.of(given), "rotary_share": float(share)}
 
 
 def _unrotated(read: dict, L: int) -> tuple[int, ...]:
@@ -198,20 +200,21 @@ def _unrotated(read: dict, L: int) -> tuple[int, ...]:
     return tuple(l for l in range(L) if not turned[l])
 
 
-def _window(read: dict, name: str, found: dict, known: bool) -> int | tuple | None:
+def _window(read: dict, name: str, found: dict, kind: ModelType) -> int | tuple | None:
     """Return the window of all layers, or of each. ValueError if layer_types contradicts the other keys."""
     width, types, L = read.get("sliding_window"), read.get("layer_types"), found.get("L", 0)
-    if name.startswith(("qwen", "smollm3")) and not read.get("use_sliding_window"):
+    if (kind.gated_window or name.startswith("qwen")) and not read.get("use_sliding_window"):
         width = None
     if types is None:
         first = read.get("max_window_layers") or 0
-        slides = [i >= first and not (name == "gemma2" and i % 2) for i in range(L)]
+        slides = [i >= first and not (kind.pattern and (i + 1) % kind.pattern == 0) for i in range(L)]
         slides = [i in found["unrotated"] for i in range(L)] if name == "smollm3" else slides
+        slides = [i % 2 == 0 and i < first for i in range(L)] if name == "qwen2_moe" else slides
     elif len(types) != L:
         raise ValueError(f"layer_types has {len(types)} entries for {L} layers\n  fix: give one for each layer")
     else:
         slides = [each == "sliding_attention" for each in types]
-        if any(slides) and width is None and known:
+        if any(slides) and width is None and kind.architecture:
             what = "layer_types has sliding_attention, and no window is given"
             raise ValueError(f"{what}\n  fix: give sliding_window, and to Qwen and SmolLM3 use_sliding_window: true")
     windows = tuple(width if each else None for each in slides)
@@ -239,7 +242,7 @@ def _not_computed(whole: dict, table: dict, read: dict, kind: ModelType) -> list
     found += [] if _activation(read) in ACTIVATIONS else [f"hidden_act {_activation(read)!r}"]
     found += [key for key in ("mlp_bias", "use_bias", "use_bidirectional_attention") if read.get(key)]
     found += ["attention_bias without one of the output"] if name == "helium" and read["attention_bias"] else []
-    found += [f"{key}={read[key]}" for key in ("attention_dropout", "resid_pdrop", "embd_pdrop") if read.get(key)]
+    found += [f"{key}={read[key]}" for key in DROPOUTS if read.get(key)]
     if (quantized := table.get("quantization_config")) is not None:
         of_type("quantization_config", quantized, dict)
         found.append(f"quantization_config {quantized.get('quant_method', '')!r}")
@@ -247,7 +250,7 @@ def _not_computed(whole: dict, table: dict, read: dict, kind: ModelType) -> list
     partial = given.get("partial_rotary_factor", table.get("partial_rotary_factor"))
     scaled = given.get("rope_type", given.get("type", "default")) != "default"
     found += ["rope_scaling of phi3"] if scaled and name == "phi3" else []
-    if partial not in (None, 1.0) and (scaled or not kind.architecture or name == "phi3"):  # else it is ignored
+    if partial not in (None, 1.0) and (scaled or not kind.architecture) and kind.partial is None:  # else it is ignored
         found.append(f"partial_rotary_factor {partial}")
     if "qk_rope_head_dim" in kind.keys and table.get("head_dim", rope := read["qk_rope_head_dim"]) != rope:
         found.append(f"head_dim {table['head_dim']} beside qk_rope_head_dim {rope}")  # the class turns so many dims

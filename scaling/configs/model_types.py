@@ -23,6 +23,9 @@ class ModelType:
         fixed: Fields of Config that all models of the class share.
         meant: Values of hidden_act that the class takes for another.
         root_scaled: Whether the class multiplies embeddings by sqrt(D).
+        gated_window: Whether a window counts only with use_sliding_window.
+        pattern: Where layer_types is left out, every so manyeth layer sees all, and the others have the window.
+        partial: The default of partial_rotary_factor in a class that rotates only a part of each head.
     """
 
     architecture: str = ""
@@ -32,6 +35,9 @@ class ModelType:
     fixed: Mapping[str, Any] = field(default_factory=dict)
     meant: Mapping[str, str] = field(default_factory=dict)
     root_scaled: bool = False
+    gated_window: bool = False
+    pattern: int = 0
+    partial: float | None = None
 
     def read(self, table: Mapping[str, Any]) -> dict[str, Any]:
         """Return the keys that the class reads, each from the file or with its default."""
@@ -46,6 +52,11 @@ def _keys(**others: Any) -> dict[str, Any]:
     common = {"vocab_size": 32000, "hidden_size": 4096, "num_hidden_layers": 32, "num_attention_heads": 32}
     common |= {"num_key_value_heads": 8, "head_dim": None, "hidden_act": "silu", "rms_norm_eps": 1e-6}
     return common | {"tie_word_embeddings": False, "attention_dropout": 0.0} | others
+
+
+def _without(keys: dict[str, Any], *names: str) -> dict[str, Any]:
+    """Return the keys without these."""
+    return {key: default for key, default in keys.items() if key not in names}
 
 
 _LLAMA = _keys(
@@ -70,14 +81,13 @@ _QWEN3_MOE = _keys(
     moe_intermediate_size=768, num_experts=128, num_experts_per_tok=8, norm_topk_prob=False, decoder_sparse_step=1,
     mlp_only_layers=None,
 )  # fmt: skip
-_DEEPSEEK_V3 = _keys(
+_DEEPSEEK_V3 = _without(_keys(
     vocab_size=129280, hidden_size=7168, num_hidden_layers=61, num_attention_heads=128, num_key_value_heads=128,
     intermediate_size=18432, max_position_embeddings=4096, attention_bias=False, q_lora_rank=1536, kv_lora_rank=512,
     qk_nope_head_dim=128, qk_rope_head_dim=64, v_head_dim=128, rope_interleave=True, moe_intermediate_size=2048,
     n_routed_experts=256, n_shared_experts=1, num_experts_per_tok=8, n_group=8, topk_group=4, norm_topk_prob=True,
     routed_scaling_factor=2.5, first_k_dense_replace=3,
-)  # fmt: skip
-_DEEPSEEK_V3.pop("head_dim")  # the class takes qk_rope_head_dim for it
+), "head_dim")  # fmt: skip  # the class takes qk_rope_head_dim for it
 _GEMMA_1 = _keys(
     vocab_size=256000, hidden_size=3072, num_hidden_layers=28, num_attention_heads=16, num_key_value_heads=16,
     head_dim=256, intermediate_size=24576, max_position_embeddings=8192, hidden_act="gelu_pytorch_tanh",
@@ -87,12 +97,11 @@ _PHI3 = _keys(
     vocab_size=32064, hidden_size=3072, intermediate_size=8192, num_key_value_heads=None, max_position_embeddings=4096,
     rms_norm_eps=1e-5, sliding_window=None, resid_pdrop=0.0, embd_pdrop=0.0, original_max_position_embeddings=4096,
 )  # fmt: skip
-_ERNIE = _keys(
+_ERNIE = _without(_keys(
     vocab_size=103424, hidden_size=1024, intermediate_size=3072, num_hidden_layers=18, num_attention_heads=16,
     num_key_value_heads=2, head_dim=128, max_position_embeddings=131072, rms_norm_eps=1e-5, tie_word_embeddings=True,
     use_bias=False,
-)  # fmt: skip
-_ERNIE.pop("attention_dropout")
+), "attention_dropout")  # fmt: skip
 _HELIUM = _keys(
     vocab_size=48000, hidden_size=2560, intermediate_size=7040, num_hidden_layers=24, num_attention_heads=20,
     num_key_value_heads=20, head_dim=128, max_position_embeddings=4096, rms_norm_eps=1e-8, attention_bias=False,
@@ -107,6 +116,23 @@ _SMOLLM3 = _keys(
     no_rope_layers=None, no_rope_layer_interval=4, layer_types=None, attention_bias=False, mlp_bias=False,
     tie_word_embeddings=True,
 )  # fmt: skip
+_SEED_OSS = _keys(
+    vocab_size=155136, intermediate_size=27648, num_hidden_layers=64, num_attention_heads=80, head_dim=128,
+    max_position_embeddings=524288, attention_bias=True, attention_out_bias=False, attention_dropout=0.1,
+    residual_dropout=0.1, mlp_bias=False,
+)  # fmt: skip
+_QWEN2_MOE = _without(_QWEN3_MOE, "attention_bias") | {
+    "intermediate_size": 5632, "num_attention_heads": 16, "num_key_value_heads": 16, "moe_intermediate_size": 1408,
+    "shared_expert_intermediate_size": 5632, "num_experts_per_tok": 4, "num_experts": 60, "qkv_bias": True,
+    "max_window_layers": 28, "layer_types": None,
+}  # fmt: skip
+_GRANITEMOE = _without(_GRANITE, "mlp_bias") | {"num_local_experts": 8, "num_experts_per_tok": 2}
+_GLM4_MOE = _keys(
+    vocab_size=151552, num_hidden_layers=46, num_attention_heads=96, intermediate_size=10944, rms_norm_eps=1e-5,
+    max_position_embeddings=131072, attention_bias=False, moe_intermediate_size=1408, num_experts_per_tok=8,
+    n_shared_experts=1, n_routed_experts=128, routed_scaling_factor=1.0, n_group=1, topk_group=1,
+    first_k_dense_replace=1, norm_topk_prob=True, use_qk_norm=False,
+)  # fmt: skip
 _GEMMA = {"hidden_act": "gelu_pytorch_tanh", "rms_norm_eps": 1e-6}
 _V3 = ModelType(
     "DeepseekV3ForCausalLM", _DEEPSEEK_V3, aliases={"num_local_experts": "n_routed_experts"},
@@ -116,25 +142,46 @@ _V3 = ModelType(
 KINDS: dict[str, ModelType] = {
     "llama": ModelType("LlamaForCausalLM", _LLAMA),
     "mistral": ModelType("MistralForCausalLM", _MISTRAL),
-    "qwen2": ModelType("Qwen2ForCausalLM", _QWEN2, fixed={"attention_bias": True}),
+    "qwen2": ModelType(
+        "Qwen2ForCausalLM", _QWEN2, fixed={"attention_bias": True, "output_bias": False}, gated_window=True
+    ),
     "qwen3": ModelType(
-        "Qwen3ForCausalLM", _QWEN2 | {"head_dim": 128, "attention_bias": False}, fixed={"qk_norm": True}
+        "Qwen3ForCausalLM",
+        _QWEN2 | {"head_dim": 128, "attention_bias": False},
+        fixed={"qk_norm": True},
+        gated_window=True,
     ),
     "mixtral": ModelType("MixtralForCausalLM", _MIXTRAL, 1e6, {"num_experts": "num_local_experts"}),
     "qwen3_moe": ModelType(
-        "Qwen3MoeForCausalLM", _QWEN3_MOE, aliases={"num_local_experts": "num_experts"}, fixed={"qk_norm": True}
+        "Qwen3MoeForCausalLM",
+        _QWEN3_MOE,
+        aliases={"num_local_experts": "num_experts"},
+        fixed={"qk_norm": True},
+        gated_window=True,
+    ),
+    "qwen2_moe": ModelType(
+        "Qwen2MoeForCausalLM", _QWEN2_MOE, fixed={"shared_gate": True, "output_bias": False}, gated_window=True
+    ),
+    "granitemoe": ModelType("GraniteMoeForCausalLM", _GRANITEMOE),
+    "glm4_moe": ModelType(
+        "Glm4MoeForCausalLM",
+        _GLM4_MOE,
+        aliases={"num_local_experts": "n_routed_experts"},
+        fixed={"routing": "sigmoid", "output_bias": False},
+        partial=0.5,
     ),
     "deepseek_v3": _V3,
     "kimi_k2": _V3,  # its own code is DeepSeek-V3's
     "gemma": ModelType(
         "GemmaForCausalLM", _GEMMA_1, fixed={"unit_offset": True}, meant={"gelu": "gelu_pytorch_tanh"}, root_scaled=True
     ),
-    "phi3": ModelType("Phi3ForCausalLM", _PHI3, fixed={"model_type": "phi3"}),
-    "ernie4_5": ModelType("Ernie4_5ForCausalLM", _ERNIE, 5e5, fixed={"model_type": "ernie4_5"}),
-    "helium": ModelType("HeliumForCausalLM", _HELIUM, 1e5, fixed={"model_type": "helium"}),
+    "phi3": ModelType("Phi3ForCausalLM", _PHI3, partial=1.0),
+    "ernie4_5": ModelType("Ernie4_5ForCausalLM", _ERNIE, 5e5),
+    "helium": ModelType("HeliumForCausalLM", _HELIUM, 1e5),
+    "seed_oss": ModelType("SeedOssForCausalLM", _SEED_OSS),
     "granite": ModelType("GraniteForCausalLM", _GRANITE),
-    "smollm3": ModelType("SmolLM3ForCausalLM", _SMOLLM3, 2e6),
-    "gemma2": ModelType("", _GEMMA | {"sliding_window": 4096}, fixed={"tied": True}),
+    "smollm3": ModelType("SmolLM3ForCausalLM", _SMOLLM3, 2e6, gated_window=True),
+    "gemma2": ModelType("", _GEMMA | {"sliding_window": 4096}, fixed={"tied": True}, pattern=2),
     "llama4_text": ModelType("", {"rms_norm_eps": 1e-5}, 5e5, fixed={"shared": 1}),
     "qwen3_next": ModelType("", {"rms_norm_eps": 1e-6, "full_attention_interval": 4}),
 }

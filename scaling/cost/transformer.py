@@ -77,7 +77,7 @@ def params(config: Config, active: bool = False) -> dict[str, int]:
     return {
         "mlp": config.matrices * D * (sparse * wide + config.dense_layers * config.F_dense),
         "attention": config.L * attention_params(config),
-        "router": sparse * D * config.E if config.moe else 0,
+        "router": sparse * D * (config.E + config.shared_gate) if config.moe else 0,
         "norms": config.L * (config.norms * D + head_norms) + D,
         "biases": config.L * biases + (sparse * config.E if config.routing == "sigmoid" and config.moe else 0),
         "vocab": (1 if config.tied else 2) * D * config.V,

@@ -138,7 +138,7 @@ def save(folder: "str | Path", config: Config, lora: Lora, adapters: Mapping, ba
 
 def _keys(layouts: Mapping[str, FileLayout], config: Config) -> Iterator[tuple[str, str, str]]:
     """Yield (leaf, "A" or "B", the tensor's name) of every adapter, layer by layer."""
-    if any(layout.joined or layout.paired for layout in layouts.values()):
+    if any(layout.joined or layout.order or layout.parts > 1 for layout in layouts.values()):
         raise ValueError(
             f"{config.name}: adapters of {config.model_type}, whose files have params joined or in another order, are "
             "not computed here\n  fix: merge the adapter by PEFT's merge_and_unload, and give the merged folder"

@@ -33,6 +33,7 @@ MOST_MISSING = 1_000_000  # with more missing tensors than these, only their num
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}  # of safetensors
 ROUTER_BIAS = "e_score_correction_bias"
 COMPUTED = ".rotary_emb.inv_freq"  # older files store these, which are computed here
+TensorParts = dict[str, dict[int, tuple[FileLayout, Tensor]]]  # the params of each tensor, by their places in it
 
 
 def load(folder: "str | Path", dtype: torch.dtype | None = None) -> tuple[Config, dict]:
@@ -147,27 +148,27 @@ def _parts(
     Each tensor is gathered whole. Only those layers after the dense ones are yielded that this rank holds a part of.
     """
 
-    def add(pieces: dict, leaf: Tensor, spec: Spec, layout: FileLayout, at: dict[str, int]) -> None:
+    def add(pieces: TensorParts, leaf: Tensor, spec: Spec, layout: FileLayout, at: dict[str, int]) -> None:
         leaf = leaf.detach().contiguous()
         leaf = (unshard(str(spec), leaf, mesh) if spec.axes else leaf).cpu()
         leaf = leaf[tuple(slice(config.V if dim == "V" else None) for dim in spec.dim_names)]
         rest = [dim for dim in layout.numbered if dim not in at]
         for inner in layout.indices({dim: slice(0, config.sizes[dim]) for dim in rest}):
             parts = pieces.setdefault(layout.tensor(at | inner), {})
-            parts[layout.part] = layout.write(leaf[tuple(inner.values())], config.sizes)
+            parts[layout.part] = layout, layout.write(leaf[tuple(inner.values())])
 
-    def whole(pieces: dict[str, dict[int, Tensor]]) -> dict[str, Tensor]:
-        parts = {name: [own[i] for i in sorted(own)] for name, own in pieces.items()}
-        return {name: own[0] if len(own) == 1 else torch.cat(own) for name, own in parts.items()}
+    def whole(pieces: TensorParts) -> dict[str, Tensor]:
+        found = {name: [own[i] for i in sorted(own)] for name, own in pieces.items()}
+        return {name: own[0][0].join([part for _, part in own], config.sizes) for name, own in found.items()}
 
-    ends: dict[str, dict[int, Tensor]] = {}
+    ends: TensorParts = {}
     each = (tree.leaves({name: some[name] for name in params if name != "layers"}) for some in (params, types, layouts))
     for leaf, spec, layout in zip(*each, strict=True):
         add(ends, leaf, spec, layout, {})
     yield 0, whole(ends)
     mine = places_of(types, slots, mesh)
     for l, place in ((slots[i], i - mine.start) for i in mine if slots[i] >= 0):
-        layer: dict[str, dict[int, Tensor]] = {}
+        layer: TensorParts = {}
         each = (tree.leaves(some["layers"]) for some in (params, types, layouts))
         for stacked, spec, layout in zip(*each, strict=True):
             add(layer, stacked[place], Spec("W", spec.dims[1:]), layout, {"L": l})

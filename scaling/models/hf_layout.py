@@ -3,16 +3,17 @@
 import itertools
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from scaling import tree
 from scaling.configs import Config
 from scaling.configs.hugging_face_write import kind_of
-from scaling.models.leaves import JOINED, PAIRED, Leaf, leaves_of, specs_of
+from scaling.models.hf_names import PAIRED, TURNED, file_of
+from scaling.models.leaves import Leaf, leaves_of, specs_of
 from scaling.spec import parse
 
 
@@ -22,13 +23,14 @@ class FileLayout:
 
     Attributes:
         name: The tensors' name, with a field such as {L} for each dim that numbers the tensors.
-        groups: The dims of each tensor, which may merge several dims of the param.
+        groups: The dims of each tensor, which may merge several dims of the param. A "*" numbers the params that share
+            the tensor.
         dims: The dims of the param.
         before: The number of layers before the first layer of the param's stack.
         joined: If a tensor holds several params along its rows, the rows of each.
-        part: The index of this param in `joined`.
-        paired: Whether the two coordinates of a rotary plane are neighbours along H in the file; they are H/2 apart in
-            the param.
+        part: The index of this param in `joined` or in "*".
+        parts: The size of "*".
+        order: The position in the file of each coordinate of H in the param, if it is another.
     """
 
     name: str
@@ -37,7 +39,8 @@ class FileLayout:
     before: int = 0
     joined: tuple[str, ...] = ()
     part: int = 0
-    paired: bool = False
+    parts: int = 1
+    order: tuple[int, ...] = ()
 
     def tensor(self, at: Mapping[str, int]) -> str:
         """Return the name of the tensor with these indices."""
@@ -64,7 +67,7 @@ class FileLayout:
 
     def shape(self, sizes: Mapping[str, int]) -> tuple[int, ...]:
         """Return the shape of this param's part of each tensor."""
-        return tuple(math.prod(sizes[dim] for dim in group) for group in self.groups)
+        return tuple(math.prod({**sizes, "*": 1}[dim] for dim in group) for group in self.groups)
 
     def rows(self, sizes: Mapping[str, int], count: int | None = None) -> int:
         """Return the number of rows of the first `count` params that share a tensor; with None, of all of them."""
@@ -72,7 +75,7 @@ class FileLayout:
 
     def stored_shape(self, sizes: Mapping[str, int]) -> tuple[int, ...]:
         """Return the shape of each whole tensor."""
-        first, *rest = self.shape(sizes)
+        first, *rest = (math.prod({**sizes, "*": self.parts}[dim] for dim in group) for group in self.groups)
         return self.rows(sizes) if self.joined else first, *rest
 
     def read(self, tensor, ranges: Mapping[str, slice], sizes: Mapping[str, int]) -> Tensor:
@@ -80,42 +83,70 @@ class FileLayout:
 
         If `tensor` is a slice of a file, only the rows of the part are read.
         """
-        rows = []
+        sizes, rows = {**sizes, "*": self.parts}, []
+        ranges = {**ranges, "*": slice(self.part, self.part + 1)}
         for first, *rest in self.groups:
             inner = math.prod(sizes[dim] for dim in rest)
-            before = self.rows(sizes, self.part) if not rows else 0
+            before = self.rows(sizes, self.part) if self.joined and not rows else 0
             rows.append(slice(before + ranges[first].start * inner, before + ranges[first].stop * inner))
         part, flat = tensor[tuple(rows)], "".join(self.groups)
         led = {group[0] for group in self.groups}
         part = part.reshape([ranges[d].stop - ranges[d].start if d in led else sizes[d] for d in flat])
-        index: dict[str, slice | Tensor] = {dim: slice(None) if dim in led else ranges[dim] for dim in flat}
-        if self.paired:
-            index["H"] = pairs(sizes["H"])[ranges["H"]]
+        index: dict[str, Any] = {dim: slice(None) if dim in led else ranges[dim] for dim in flat}
+        if self.order:
+            index["H"] = torch.tensor(self.order)[ranges["H"]]
         part = part[tuple(index.values())]
-        return part.permute([flat.index(dim) for dim in self.dims if dim in flat])
+        return part.permute([flat.index(dim) for dim in ("*", *self.dims) if dim in flat]).reshape(
+            [ranges[dim].stop - ranges[dim].start for dim in self.dims if dim in flat]
+        )
 
-    def write(self, whole: Tensor, sizes: Mapping[str, int]) -> Tensor:
-        """Return one tensor in the file's order of dims, from the whole param at its indices."""
+    def write(self, whole: Tensor) -> Tensor:
+        """Return the part of one tensor that is this param at its indices, each of the tensor's dims split in its own.
+
+        `join` makes the tensor of the parts of all params that share it.
+        """
         here = [dim for dim in self.dims if dim not in self.numbered]
-        if self.paired:
-            whole = whole.index_select(here.index("H"), pairs(sizes["H"]).argsort())
-        return whole.permute([here.index(dim) for dim in "".join(self.groups)]).reshape(self.shape(sizes)).contiguous()
+        if self.order:
+            whole = whole.index_select(here.index("H"), torch.tensor(self.order).argsort())
+        flat = "".join(self.groups)
+        part = whole.permute([here.index(dim) for dim in flat if dim != "*"])
+        return part.unsqueeze(flat.index("*")) if "*" in flat else part
+
+    def join(self, parts: Sequence[Tensor], sizes: Mapping[str, int]) -> Tensor:
+        """Return the tensor of these parts, those of all params that share it, in their order."""
+        along = max("".join(self.groups).find("*"), 0)
+        return torch.cat([*parts], along).reshape(self.stored_shape(sizes)).contiguous()
 
 
-def pairs(H: int) -> Tensor:
-    """Return the position of each coordinate of a head in a file where the coordinates of a plane are neighbours."""
-    return torch.arange(H).view(-1, 2).T.flatten()
+def turned_order(H: int, rotary: int, paired: bool) -> tuple[int, ...]:
+    """Return the position in a file of each coordinate of a head; () if it is the same.
+
+    Here plane i has its coordinates at i and i + H/2, and only the first planes turn. In files only the first `rotary`
+    coordinates do: those of plane i are neighbours if they are `paired`, and else rotary/2 apart.
+    """
+    planes = torch.arange(rotary).view(-1, 2).T if paired else torch.arange(rotary).view(2, -1)
+    order = torch.cat([planes, torch.arange(rotary, H).view(2, -1)], 1).flatten().tolist()
+    return () if order == [*range(H)] else tuple(order)
 
 
 def leaf_layouts(config: Config) -> dict:
     """Return the FileLayout of each param. Raise a ValueError if no class of Hugging Face's is this model."""
     specs, kind = specs_of(config), kind_of(config)
+    order = () if config.latent else turned_order(config.H, config.rotary, kind in PAIRED)
 
-    def layout(leaf: Leaf, spec: str) -> FileLayout:
-        name, dims = leaf.hf[kind] if isinstance(leaf.hf, Mapping) else leaf.hf
-        param = parse(spec)
-        name, joined, part = JOINED.get(kind, {}).get(param.name, (name, (), 0))
-        paired = param.name in PAIRED.get(kind, ())
-        return FileLayout(name, tuple(dims.split(", ")), param.dim_names, config.dense_layers, joined, part, paired)
+    def layout(key: str, leaf: Leaf, spec: str) -> FileLayout:
+        name, dims, joined = file_of(kind, *leaf.hf)
+        rows, _, part = joined.partition(": ")
+        parts = {"parts": int(rows)} if rows.isdecimal() else {"joined": tuple(rows.split())}
+        given: Any = {"order": order if key in TURNED else ()} | parts
+        return FileLayout(
+            name, tuple(dims.split(", ")), parse(spec).dim_names, config.dense_layers, part=int(part or 0), **given
+        )
 
-    return tree.map(layout, leaves_of(config), specs)
+    def each(leaves: dict, specs: dict) -> dict:
+        return {
+            key: each(leaf, specs[key]) if isinstance(leaf, dict) else layout(key, leaf, specs[key])
+            for key, leaf in leaves.items()
+        }
+
+    return each(leaves_of(config), specs)

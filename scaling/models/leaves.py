@@ -10,7 +10,7 @@ import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, cast
+from typing import Any
 
 from scaling.configs import Config
 from scaling.spec import parse
@@ -30,14 +30,14 @@ class Leaf:
         trained: Its type as stored on a training mesh (P, Z, X, C, Y, E).
         served: Its type on a serving mesh (X, Y, Z, E) where it is split the most, in the form "2d".
         start: A constant, or the dims that it is contracted over: then it is normal with variance 1/(their sizes).
-        hf: Its tensors in Hugging Face's files; for experts, by the kind of model.
+        hf: Its tensors in Hugging Face's files, as most classes name them; `models.hf_names` has the others.
         only: Whether a model has it.
     """
 
     trained: str
     served: str
     start: str | float
-    hf: Named | Mapping[str, Named]
+    hf: Named
     only: Callable[[Config], Any] = lambda config: True
 
 
@@ -47,11 +47,6 @@ def _attention(name: str, dims: str) -> Named:
 
 def _mlp(name: str, dims: str) -> Named:
     return f"model.layers.{{L}}.mlp.{name}", dims
-
-
-def _experts(mixtral: str, qwen: str, dims: str) -> dict[str, Named]:
-    named = {"mixtral": (f"model.layers.{{L}}.block_sparse_moe.{mixtral}", dims)}
-    return named | dict.fromkeys(("qwen3_moe", "deepseek_v3"), _mlp(qwen, dims))
 
 
 def _gated(config: Config) -> bool:
@@ -105,19 +100,17 @@ LAYER = {
     "W_out": Leaf("W_out[L_Z, F_Y, D_X]", "W_out[L, F_YZ, D_X]", "F", _mlp("down_proj.weight", "D, F")),
 }
 EXPERTS = {  # of a model with experts, in place of the MLP's matrices
-    "router": Leaf("router[L_Z, D, E]", "router[L, D, E]", "D", _experts("gate.weight", "gate.weight", "E, D")),
+    "router": Leaf("router[L_Z, D, E]", "router[L, D, E]", "D", _mlp("gate.weight", "E, D")),
     "bias": Leaf("bias[L_Z, E]", "bias[L, E]", 0.0, _mlp("gate.e_score_correction_bias", "E"), _biased),
     "W_in": Leaf(
-        "W_in[L_Z, E_E, D_X, F_Y]", "W_in[L, E_E, D, F_YZ]", "D",
-        _experts("experts.{E}.w3.weight", "experts.{E}.up_proj.weight", "F, D"),
+        "W_in[L_Z, E_E, D_X, F_Y]", "W_in[L, E_E, D, F_YZ]", "D", _mlp("experts.{E}.up_proj.weight", "F, D")
     ),
     "W_gate": Leaf(
-        "W_gate[L_Z, E_E, D_X, F_Y]", "W_gate[L, E_E, D, F_YZ]", "D",
-        _experts("experts.{E}.w1.weight", "experts.{E}.gate_proj.weight", "F, D"), _gated,
+        "W_gate[L_Z, E_E, D_X, F_Y]", "W_gate[L, E_E, D, F_YZ]", "D", _mlp("experts.{E}.gate_proj.weight", "F, D"),
+        _gated,
     ),
     "W_out": Leaf(
-        "W_out[L_Z, E_E, F_Y, D_X]", "W_out[L, E_E, F_YZ, D]", "F",
-        _experts("experts.{E}.w2.weight", "experts.{E}.down_proj.weight", "D, F"),
+        "W_out[L_Z, E_E, F_Y, D_X]", "W_out[L, E_E, F_YZ, D]", "F", _mlp("experts.{E}.down_proj.weight", "D, F")
     ),
 }  # fmt: skip
 SHARED = {  # the experts that every token passes; S is their width together
@@ -126,28 +119,13 @@ SHARED = {  # the experts that every token passes; S is their width together
         "W_gate[L_Z, D_X, S_Y]", "W_gate[L, D, S_YZ]", "D", _mlp("shared_experts.gate_proj.weight", "S, D"), _gated
     ),
     "W_out": Leaf("W_out[L_Z, S_Y, D_X]", "W_out[L, S_YZ, D]", "S", _mlp("shared_experts.down_proj.weight", "D, S")),
+    "gate": Leaf("gate[L_Z, D]", "gate[L, D]", "D", _mlp("shared_expert_gate.weight", "*, D"), lambda c: c.shared_gate),
 }
-
-
-# For each model_type whose files join several params along the rows of one tensor: leaf -> (the tensor, the rows of
-# each param, the index of this leaf's part).
-JOINED: dict[str, dict[str, tuple[str, tuple[str, ...], int]]] = {
-    "phi3": {
-        name: (f"model.layers.{{L}}.{tensor}.weight", rows, i)
-        for tensor, rows, names in (
-            ("self_attn.qkv_proj", ("NH", "KH", "KH"), ("W_Q", "W_K", "W_V")),
-            ("mlp.gate_up_proj", ("F", "F"), ("W_gate", "W_in")),
-        )
-        for i, name in enumerate(names)
-    }
-}
-
-PAIRED = {"ernie4_5": ("W_Q", "W_K"), "helium": ("W_Q", "W_K")}  # whose rotary planes have neighbouring coordinates
 
 
 def _dense(leaf: Leaf) -> Leaf:
     """Return the leaf of the G dense layers before those with experts, which have O features."""
-    name, dims = cast(Named, leaf.hf)
+    name, dims = leaf.hf
     types = (text.replace("[L_Z", "[G").replace("[L", "[G") for text in (leaf.trained, leaf.served))
     trained, served = (re.sub(r"\bF(?=_)", "O", text) for text in types)
     start = "O" if leaf.start == "F" else leaf.start
@@ -196,7 +174,9 @@ def uncomputed(config: Config) -> list[str]:
     if config.dense_layers and not (config.moe and config.dense_layers < config.L):
         found.append(f"dense_layers={config.dense_layers} without layers with experts after them")
     found += [f"{config.norms} norms a layer"] if config.norms != 2 else []
+    still = 0 if config.latent else config.H - config.rotary
     found += [f"rotary positions of {config.rotary} dims, an odd number"] if config.rotary % 2 else []
+    found += [f"{still} dims of a head without positions, an odd number"] if still % 2 and not config.rotary % 2 else []
     if config.rope_scaling and config.rope_scaling.kind not in SCALINGS:
         found.append(f"rope_scaling of type {config.rope_scaling.kind!r}")
     if config.moe and config.activation is not None:

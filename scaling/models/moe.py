@@ -24,15 +24,6 @@ from torch import Tensor
 from scaling.configs import Config
 from scaling.models.remat import computed_again
 
-SPECS = {
-    "router": "router[D, E]",
-    "bias": "bias[E]",
-    "W_in": "W_in[E, D, F]",
-    "W_gate": "W_gate[E, D, F]",
-    "W_out": "W_out[E, F, D]",
-    "shared": {"W_in": "W_in[D, F]", "W_gate": "W_gate[D, F]", "W_out": "W_out[F, D]"},  # F: of all shared experts
-}
-
 BITS = 32  # precision at which scores are compared
 
 
@@ -149,6 +140,12 @@ def mlp(W: dict, x: Tensor) -> Tensor:
     return Tmp @ W["W_out"]
 
 
+def shared_experts(W: dict, x: Tensor, mlp: Callable = mlp) -> Tensor:
+    """x[n, D] through the experts that every token passes, times a sigmoid of the token if there is a gate[D]."""
+    Out = mlp(W, x)
+    return Out * (x @ W["gate"]).sigmoid()[..., None] if "gate" in W else Out
+
+
 def by_expert(mlp: Callable, params: dict, Row: Tensor, counts: Sequence[int]) -> Tensor:
     """Row[R, D] -> Out[R, D]: the first counts[0] rows through `mlp(weights, rows)` of the first expert, and so on."""
     names = [name for name in ("W_in", "W_gate", "W_out") if name in params]
@@ -160,11 +157,12 @@ def by_expert(mlp: Callable, params: dict, Row: Tensor, counts: Sequence[int]) -
 def forward(
     params: dict, x: Tensor, config: Config, experts: Tensor | None = None, mask: Tensor | None = None
 ) -> tuple[Tensor, dict]:
-    """Compute the layer, each token by its own experts only: params as `SPECS`, x[B, T, D] -> (y[B, T, D], aux).
+    """Compute the layer, each token by its own experts only: x[B, T, D] -> (y[B, T, D], aux).
 
-    aux has the losses "balance" and "z", and "load" int64[E], the number of tokens that chose each expert. `experts`
-    int64[B, T, k] is a choice made before. An expert over its capacity drops the last tokens of the batch. `mask`
-    bool[B, T] marks the tokens that the losses count; others, padding, are still computed.
+    The params are the rows of `models.leaves`. aux has the losses "balance" and "z", and "load" int64[E], the number of
+    tokens that chose each expert. `experts` int64[B, T, k] is a choice made before. An expert over its capacity drops
+    the last tokens of the batch. `mask` bool[B, T] marks the tokens that the losses count; others, padding, are still
+    computed.
     """
     if experts is None:
         experts = choose_experts(x, params["router"], config, params.get("bias"))
@@ -174,7 +172,7 @@ def forward(
     logits, load = router_logits(flat, params["router"]), load_of(chosen, config.E)
     y = rows.collect(by_expert(mlp, params, rows.spread(flat), rows.counts.tolist()), weigh(logits, chosen, config))
     if "shared" in params:
-        y = y + mlp(params["shared"], flat)
+        y = y + shared_experts(params["shared"], flat)
     return y.view_as(x), losses(logits.view(*x.shape[:-1], -1), experts, config, mask) | {"load": load}
 
 
@@ -183,7 +181,7 @@ def dense(
 ) -> tuple[Tensor, dict]:
     """Compute the layer with every expert for every token, as the reference that all other forms have to equal.
 
-    params as `SPECS` (bias, W_gate and shared if the model has them), x[B, T, D] -> (y[B, T, D], aux), where aux has
+    params as the rows of `models.leaves`, x[B, T, D] -> (y[B, T, D], aux), where aux has
     the losses "balance" and "z" and "load" int64[E]. `mask` is as in `forward`. An expert over its capacity leaves out
     the last tokens of the batch.
     """
@@ -201,7 +199,7 @@ def dense(
         W = {name: params[name][e] for name in ("W_in", "W_gate", "W_out") if name in params}
         y = y + weights[..., e, None].to(x.dtype) * mlp(W, x)
     if "shared" in params:
-        y = y + mlp(params["shared"], x)
+        y = y + shared_experts(params["shared"], x)
     return y, losses(logits, experts, config, mask) | {"load": load}
 
 

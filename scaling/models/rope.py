@@ -6,6 +6,7 @@ The first half of H holds the first coordinates, the second half the second (Su 
 import math
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from scaling.configs import Config, RopeScaling
@@ -39,14 +40,18 @@ def frequencies(H: int, theta: float, scaling: RopeScaling | None = None, device
     )
 
 
-def tables(positions: Tensor, H: int, theta: float, scaling: RopeScaling | None = None, dtype=None):
+def tables(
+    positions: Tensor, H: int, theta: float, scaling: RopeScaling | None = None, dtype=None, rotary: int | None = None
+):
     """Return (cos, sin)[..., T, H] of positions[..., T], computed in float64 and then rounded to `dtype`.
 
-    Plane i has its cosine at i and i + H/2, and its sine there with the signs - and +, as `rotate` needs them.
+    Plane i has its cosine at i and i + H/2, and its sine there with the signs - and +, as `rotate` needs them. Only the
+    first rotary/2 planes turn (default: all).
     """
-    angles = positions[..., None] * frequencies(H, theta, scaling, positions.device)
-    length = _length(scaling) if scaling else 1.0
-    cos, sin = (length * angles.cos()).to(dtype), (length * angles.sin()).to(dtype)
+    rotary = H if rotary is None else rotary
+    angles = positions[..., None] * frequencies(rotary, theta, scaling, positions.device)
+    length, still = _length(scaling) if scaling else 1.0, (0, (H - rotary) // 2)
+    cos, sin = F.pad(length * angles.cos(), still, value=1.0).to(dtype), F.pad(length * angles.sin(), still).to(dtype)
     return torch.cat([cos, cos], -1), torch.cat([-sin, sin], -1)
 
 
@@ -56,7 +61,8 @@ def layer_tables(config: Config, positions: Tensor, dtype: torch.dtype) -> tuple
     With `score_scale`, queries and keys are each multiplied by sqrt(score_scale * sqrt(H)), so that attention's scale
     of 1/sqrt(H) becomes `score_scale`. An unrotated layer has cos = 1 and sin = 0, without yarn's factor.
     """
-    cos, sin = tables(positions, config.rotary, config.theta, config.rope_scaling, dtype)
+    width = config.latent.rope if config.latent else config.H
+    cos, sin = tables(positions, width, config.theta, config.rope_scaling, dtype, config.rotary)
     kinds = {False: (cos, sin)} | ({True: (torch.ones_like(cos), torch.zeros_like(sin))} if config.unrotated else {})
     if config.score_scale is not None:
         grown = math.sqrt(config.score_scale * math.sqrt(config.H))

@@ -28,19 +28,24 @@ LATENT = {"q_lora_rank": 12, "kv_lora_rank": 10, "qk_nope_head_dim": 6, "qk_rope
 LATENT |= {"num_key_value_heads": 4, "n_routed_experts": 16, "num_experts_per_tok": 3, "first_k_dense_replace": 1}
 LATENT |= {"n_group": 4, "topk_group": 2, "n_shared_experts": 2, "moe_intermediate_size": 20}
 WINDOWS = {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 1}
+EXPERTS = {"moe_intermediate_size": 20, "num_experts": 10, "num_experts_per_tok": 3}
 BASES = {  # a small model of each type
     "llama": SMALL,
     "mistral": SMALL | {"sliding_window": 5},
     "mixtral": SMALL | {"num_local_experts": 6, "num_experts_per_tok": 3, "sliding_window": 5},
     "qwen2": SMALL | WINDOWS,
     "qwen3": SMALL | WINDOWS,
-    "qwen3_moe": SMALL | WINDOWS | {"moe_intermediate_size": 20, "num_experts": 10, "num_experts_per_tok": 3},
+    "qwen3_moe": SMALL | WINDOWS | EXPERTS,
     "gemma": SMALL,
     "granite": SMALL | {"embedding_multiplier": 3.0, "residual_multiplier": 0.4, "attention_multiplier": 0.2},
     "smollm3": SMALL | {"use_sliding_window": True, "sliding_window": 5, "pad_token_id": 0},
     "ernie4_5": SMALL,
     "helium": SMALL | {"head_dim": 4, "pad_token_id": 0},
     "phi3": SMALL | {"pad_token_id": 0, "sliding_window": 5},
+    "seed_oss": SMALL | {"attention_dropout": 0.0, "residual_dropout": 0.0},
+    "qwen2_moe": SMALL | WINDOWS | EXPERTS | {"shared_expert_intermediate_size": 12},
+    "granitemoe": SMALL | {"num_local_experts": 8, "num_experts_per_tok": 3, "attention_multiplier": 0.2},
+    "glm4_moe": SMALL | EXPERTS | {"n_routed_experts": 8, "n_group": 2},
     "deepseek_v3": {key: SMALL[key] for key in SMALL if key != "head_dim"} | LATENT,
 }
 ROPE = {"rope_theta": 100.0, "factor": 4.0, "low_freq_factor": 1.5, "high_freq_factor": 3.0, "beta_fast": 8.0}

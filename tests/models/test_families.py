@@ -17,7 +17,8 @@ from scaling.models.lora import Lora
 from scaling.spec import present
 from scaling.strategies import transformer as strategy
 
-FAMILIES = ["gemma", "granite tied, biases", "smollm3 windows", "phi3", "ernie 4.5"]  # rows of the table
+FAMILIES = ["gemma", "granite tied, biases", "smollm3 windows", "phi3", "ernie 4.5", "phi3 part", "seed oss"]
+FAMILIES += ["qwen2 moe", "granite moe", "glm4 moe normed"]  # rows of the table
 ROWS = torch.randint(60, (4, 9), generator=torch.Generator().manual_seed(3))
 PROMPTS = [[5, 9, 11, 2, 40], [7], [1, 59, 3]]
 
@@ -35,18 +36,25 @@ def alone(family: str) -> tuple[torch.Tensor, dict]:
     return transformer.loss_and_grads(params, ROWS[:, :-1], targets=ROWS[:, 1:], config=config)
 
 
+MESHES = {"X=2,Y=2": {"X": 2, "Y": 2}, "Z=2,C=2": {"Z": 2, "C": 2}, "E=2,C=2": {"E": 2, "C": 2}}
+ON_MESHES = [(mesh, family) for family in FAMILIES for mesh in MESHES if model(family)[0].moe or "E" not in mesh]
+
+
 @pytest.mark.parametrize("options", [{"remat": "block", "microbatches": 2}, {}], ids=str)
-@pytest.mark.parametrize("mesh", [{"X": 2, "Y": 2}, {"Z": 2, "C": 2}], ids=str)
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(("mesh", "family"), [(MESHES[mesh], family) for mesh, family in ON_MESHES], ids=str)
 def test_a_step_on_a_mesh_is_that_of_one_device(mesh, family, options):
     config, params = model(family)
-    rows = tree.shard([ROWS[:, :-1], ROWS[:, 1:]], [present("t[B_PXE, T_C]", mesh)] * 2, mesh)
-    loss, grads = strategy.loss_and_grads(strategy.shard(params, config, mesh), *rows, config, mesh, **options)
+    tokens, targets = tree.shard([ROWS[:, :-1], ROWS[:, 1:]], [present("t[B_PXE, T_C]", mesh)] * 2, mesh)
+    loss, grads = strategy.loss_and_grads(
+        strategy.shard(params, config, mesh), tokens, targets, config, mesh, **options
+    )
     grads = strategy.unshard(grads, config, mesh)
     wanted, gradients = alone(family)
     torch.testing.assert_close(loss, wanted, rtol=1e-12, atol=0)
     torch.testing.assert_close(grads, gradients, rtol=1e-10, atol=1e-12)
-    torch.testing.assert_close(strategy.loss(strategy.shard(params, config, mesh), *rows, config, mesh), wanted)
+    torch.testing.assert_close(
+        strategy.loss(strategy.shard(params, config, mesh), tokens, targets, config, mesh), wanted
+    )
 
 
 def greedy(family: str, count: int) -> list[list[int]]:
@@ -87,7 +95,6 @@ FORMS = {
     "heads": {"Y": 2, "Z": 2},
     "heads_batch": {"Y": 2, "Z": 2},
     "sequence": {"Y": 2, "Z": 2},
-    "2d": {"X": 2, "Y": 2},
 }
 
 
@@ -100,5 +107,7 @@ def served(mesh, family: str, form: str) -> list[list[int]]:
 @pytest.mark.slow
 @pytest.mark.parametrize("family", FAMILIES)
 def test_it_is_served_by_every_form(ranks, family):
-    for form, sizes in FORMS.items():
+    config, _ = model(family)
+    forms = {"experts": {"E": 2, "Y": 2}} if config.moe else {"2d": {"X": 2, "Y": 2}}
+    for form, sizes in (FORMS | forms).items():
         assert ranks(served, sizes, family, form) == [greedy(family, 6)] * 4

@@ -219,13 +219,13 @@ def test_what_is_not_computed_is_counted_and_refused_by_name(says, tmp_path):
 NAMELESS = transformer.init(LATENT, device="meta")
 X2, X4, Y2 = (AbstractMesh(sizes) for sizes in ({"X": 2}, {"X": 4}, {"Y": 2}))
 UNWRITTEN = {  # what no class there has: a config
-    "MLP without a gate": SMALL.with_(gated=False),
-    "shared experts": MOE.with_(shared=1),
+    "gated": SMALL.with_(gated=False),
+    "routing (nearest: glm4_moe)": MOE.with_(shared=1),
     "routing": MOE.with_(routing="sigmoid"),
     "capacity": MOE.with_(capacity=1.0),
-    "windows": SMALL.with_(window=(2, None, 2)),
-    "windows (nearest: mixtral)": MOE.with_(window=(2, None, 2)),
-    "windows (nearest: deepseek_v3)": DEEPSEEK.with_(window=2),
+    "window": SMALL.with_(window=(2, None, 3)),
+    "window (nearest: mixtral)": MOE.with_(window=(2, None, 2)),
+    "window (nearest: deepseek_v3)": DEEPSEEK.with_(window=2),
 }
 test_what_is_not_written_and_a_latent_where_it_is_not_computed = refused(
     by_words(

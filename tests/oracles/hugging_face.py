@@ -36,6 +36,8 @@ LATENT = {"q_lora_rank": 12, "kv_lora_rank": 10, "qk_nope_head_dim": 6, "qk_rope
 LATENT |= {"num_key_value_heads": 4, "head_dim": 4, "num_experts_per_tok": 3, "first_k_dense_replace": 0}
 LATENT |= {"n_routed_experts": 8, "n_group": 4, "topk_group": 2, "n_shared_experts": 2, "moe_intermediate_size": 24}
 EXPERTS = {"moe_intermediate_size": 24, "num_experts": 8, "num_experts_per_tok": 3}
+GLM4_MOE = {"n_routed_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 24, "n_group": 2, "topk_group": 1}
+GLM4_MOE |= {"num_hidden_layers": 3}
 SCALES = {"embedding_multiplier": 3.0, "residual_multiplier": 0.4, "logits_scaling": 2.5}
 SCALES |= {"attention_multiplier": 0.2}
 EAGER = {"attn_implementation": "eager", "experts_implementation": "eager"}
@@ -74,6 +76,15 @@ CASES = {
     "deepseek dense, halves": ("DeepseekV3", LATENT | {"first_k_dense_replace": 2, "rope_interleave": False}),
     "deepseek dense first": ("DeepseekV3", LATENT | {"first_k_dense_replace": 1, "num_hidden_layers": 3}),
     "deepseek yarn": ("DeepseekV3", LATENT | {"rope_parameters": YARN | {"mscale": 0.8, "mscale_all_dim": 1.2}}),
+    "qwen2 moe": ("Qwen2Moe", EXPERTS | {"shared_expert_intermediate_size": 20}),
+    "granite moe": (
+        "GraniteMoe",
+        SCALES | {"num_local_experts": 8, "num_experts_per_tok": 2, "tie_word_embeddings": True},
+    ),
+    "glm4 moe": ("Glm4Moe", GLM4_MOE),
+    "glm4 moe normed": ("Glm4Moe", GLM4_MOE | {"use_qk_norm": True, "attention_bias": True, "n_shared_experts": 2}),
+    "seed oss": ("SeedOss", {"attention_dropout": 0.0, "residual_dropout": 0.0, "attention_out_bias": True}),
+    "phi3 part": ("Phi3", {"partial_rotary_factor": 0.5, "num_key_value_heads": 1}),
 }
 
 
@@ -130,17 +141,19 @@ def apart(a, b) -> float:
 def main() -> None:
     parser = Parser(description=__doc__)
     parser.add_argument("--write", action="store_true", help="store the table that the suite compares with")
-    write = parser.parse_args().write
+    parser.add_argument("--only", default="", help="the cases whose names begin so; others stay as they are stored")
+    asked = parser.parse_args()
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
     tokens = torch.randint(61, (2, 25), generator=torch.Generator().manual_seed(0))
-    models = {name: reference(name, tokens) for name in CASES}
+    models = {name: reference(name, tokens) for name in CASES if name.startswith(asked.only)}
     print(f"transformers {transformers.__version__}, torch {torch.__version__}; differences over the largest value")
     stored = json.loads(TABLE.read_text())
     for name, row in models.items():
-        print(f"{name:30} {apart(row, stored[name]):.1e}")
-    if write:
-        TABLE.write_text(json.dumps(models, indent=1) + "\n")
+        print(f"{name:30} {apart(row, stored[name]):.1e}" if name in stored else f"{name:30} new")
+    if asked.write:
+        kept = {name: (stored | models)[name] for name in CASES if name in stored | models}
+        TABLE.write_text(json.dumps(kept, indent=1) + "\n")
         print("wrote", TABLE)
 
 

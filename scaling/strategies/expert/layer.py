@@ -9,6 +9,8 @@ each for every expert; R is ragged, another number for each (g, e).
     6. y [B_X, T, D] {U_Y} -> y [B_X, T, D]       AllReduce, or ReduceScatter to T_Y; only if F is split over Y
 """
 
+from functools import partial
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -17,7 +19,7 @@ from scaling import tree
 from scaling.collectives import all_gather, all_reduce, einsum, ragged_all_to_all, reduce_scatter
 from scaling.collectives.checked import alike
 from scaling.configs import Config
-from scaling.models.moe import balance_loss, by_expert, router_logits, weigh, z_loss
+from scaling.models.moe import balance_loss, by_expert, router_logits, shared_experts, weigh, z_loss
 from scaling.spec import ShardingError
 from scaling.strategies.expert.routing import ExpertLayout, Routing, expert_layout, route_tokens, specs
 
@@ -64,14 +66,14 @@ def moe(
         line = f"Row[G{at.X}, E, R, D] -> Row[G, E{at.X}, R, D]"
         Row = ragged_all_to_all(line, Row, routing.sends, routing.receives, mesh)  # 2. critical path
     Row = Row if routing.order is None else Row.index_select(0, routing.order)
-    Out = by_expert(lambda W, Row: mlp(W, Row, at), params, Row, routing.counts)  # 3.
+    Out = by_expert(partial(mlp, at=at), params, Row, routing.counts)  # 3.
     Out = Out if routing.back is None else Out.index_select(0, routing.back)
     if at.experts:
         line = f"Out[G, E{at.X}, R, D]{at.U} -> Out[G{at.X}, E, R, D]{at.U}"
         Out = ragged_all_to_all(line, Out, routing.receives, routing.sends, mesh)  # 4. critical path
     y = routing.rows.collect(Out, weigh(logits, routing.experts, config))  # 5.
     if "shared" in params:
-        y = y + mlp(params["shared"], tokens, at)
+        y = y + shared_experts(params["shared"], tokens, partial(mlp, at=at))
     y = y.view_as(x)
     if at.sequence:
         y = reduce_scatter(f"y[{at.BT}, D]{at.U} -> y[{at.BT_Y}, D]", y, mesh)  # 6. critical path

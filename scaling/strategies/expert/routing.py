@@ -41,6 +41,8 @@ def specs(config: Config, axis: ExpertAxes = "X", tensor: ExpertAxes = None) -> 
     shared = {"W_in": f"W_in[D, F{Y}]", "W_out": f"W_out[F{Y}, D]"}
     if config.gated:
         types["W_gate"], shared["W_gate"] = f"W_gate[E{X}, D, F{Y}]", f"W_gate[D, F{Y}]"
+    if config.shared_gate:
+        shared["gate"] = "gate[D]"
     if config.routing == "sigmoid":
         types["bias"] = "bias[E]"
     return types | ({"shared": shared} if config.shared else {})

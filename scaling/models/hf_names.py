@@ -1,0 +1,48 @@
+"""How the files of each model_type name, join and order the params, where they differ from Llama's.
+
+`models.leaves` has the names and dims of most classes. A row here is about one model_type.
+"""
+
+RENAMED: dict[str, dict[str, str]] = {  # parts of names, each with what replaces it
+    "mixtral": {
+        "mlp.gate": "block_sparse_moe.gate", "mlp.experts": "block_sparse_moe.experts", ".up_proj": ".w3",
+        ".gate_proj": ".w1", ".down_proj": ".w2",
+    },
+    "qwen2_moe": {"shared_experts": "shared_expert"},
+    "granitemoe": {"mlp.gate.weight": "block_sparse_moe.router.layer.weight"},
+}  # fmt: skip
+
+# Params that share a tensor or have other dims in it: part of a name -> (what replaces it, the tensor's dims). A "*" in
+# the dims numbers the params of the tensor, which its rows before the colon list: "NH KH KH: 1" is the second of three
+# that lie one after the other along the rows; "2: 0" is the first of two, at index 0 of "*".
+Row = tuple[str, str, str]
+_FUSED_MLP: dict[str, Row] = {
+    "mlp.gate_proj": ("mlp.gate_up_proj", "*F, D", "2: 0"),
+    "mlp.up_proj": ("mlp.gate_up_proj", "*F, D", "2: 1"),
+}
+JOINED: dict[str, dict[str, Row]] = {
+    "phi3": {
+        "self_attn.q_proj": ("self_attn.qkv_proj", "NH, D", "NH KH KH: 0"),
+        "self_attn.k_proj": ("self_attn.qkv_proj", "KH, D", "NH KH KH: 1"),
+        "self_attn.v_proj": ("self_attn.qkv_proj", "KH, D", "NH KH KH: 2"),
+    }
+    | _FUSED_MLP,
+    "granitemoe": {
+        "mlp.experts.{E}.gate_proj": ("block_sparse_moe.input_linear", "E, *F, D", "2: 0"),
+        "mlp.experts.{E}.up_proj": ("block_sparse_moe.input_linear", "E, *F, D", "2: 1"),
+        "mlp.experts.{E}.down_proj": ("block_sparse_moe.output_linear", "E, D, F", ""),
+    },
+}
+
+PAIRED = ("ernie4_5", "helium")  # whose rotary planes have neighbouring coordinates
+TURNED = ("W_Q", "W_K", "b_Q", "b_K", "norm_Q", "norm_K")  # leaves[.., H] whose H positions turn
+
+
+def file_of(kind: str, name: str, dims: str) -> Row:
+    """Return the tensors' name and dims in files of this model_type, and how params are joined in them."""
+    for part, (other, theirs, joined) in JOINED.get(kind, {}).items():
+        if part in name:
+            return name.replace(part, other), theirs, joined
+    for part, other in RENAMED.get(kind, {}).items():
+        name = name.replace(part, other)
+    return name, dims, ""
