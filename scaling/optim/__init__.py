@@ -9,8 +9,7 @@ matrices. The state has the specs of the params. The updates equal SGD, AdamW an
 is changed in place unless the caller gives its buffers away (`donate=True`).
 """
 
-from scaling.optim.clipping import chain, clip, clip_by_global_norm, global_norm, scaled_to
-from scaling.optim.loss_scale import loss_scaled
+from scaling.optim.clipping import chain, clip, clip_by_global_norm, global_norm, loss_scaled, scaled_to
 from scaling.optim.matrices import muon
 from scaling.optim.rules import Optimizer, adamw, sgd
 

@@ -24,7 +24,7 @@ from scaling.serve.types import check_mesh
 from scaling.spec.sizes import parse_mesh
 from scaling.strategies import transformer
 from scaling.train import checkpoint
-from scaling.train.command import keep_options, locked
+from scaling.train.folder import keep_options, locked
 from scaling.train.origin import begun_from
 from scaling.train.progress import METRICS, cut_records
 from scaling.train.settings import Settings, add_flags

@@ -13,8 +13,7 @@ from dataclasses import dataclass
 from statistics import mean, median
 
 from scaling.profile import stragglers
-from scaling.profile.intervals import gaps, intersect, length, union
-from scaling.profile.timeline import RankStep, RankTimeline
+from scaling.profile.timeline import RankStep, RankTimeline, gaps, intersect, length, union
 
 LEAST = 0.01  # share of a step: smaller gains are not suggested
 SMALL = 2**18  # bytes V below which a collective's time is its latency

@@ -12,8 +12,7 @@ from dataclasses import dataclass, replace
 
 from scaling import cost
 from scaling.hardware import Chip
-from scaling.profile.intervals import Interval, gaps, intersect, length, subtract, union
-from scaling.profile.timeline import LineRun, RankStep, RankTimeline
+from scaling.profile.timeline import Interval, LineRun, RankStep, RankTimeline, gaps, intersect, length, subtract, union
 
 
 def meetings(timelines: Sequence[RankTimeline]) -> dict[tuple[int, int], list[tuple[int, LineRun]]]:

@@ -14,8 +14,7 @@ from math import hypot
 from statistics import median
 
 from scaling.profile.clock import waited_within
-from scaling.profile.intervals import Interval, length
-from scaling.profile.timeline import RankStep, RankTimeline
+from scaling.profile.timeline import Interval, RankStep, RankTimeline, length
 
 LEAST, SHARE = 0.005, 0.05  # seconds and share of a step that make a rank slow; once: 4 times and twice these
 FEW = 3  # fewer steps do not show a habit

@@ -12,8 +12,7 @@ from typing import Any
 
 from scaling import trace
 from scaling.common.torch_private import RecordedSpan
-from scaling.profile.intervals import Interval, subtract, union
-from scaling.profile.timeline import LineRun, RankTimeline
+from scaling.profile.timeline import Interval, LineRun, RankTimeline, subtract, union
 
 GLOO = {"AllReduce": "gloo:all_reduce", "ReduceScatter": "gloo:all_to_all", "AllToAll": "gloo:all_to_all"}
 DEVICE_WORK = ("kernel", "gpu_memcpy", "gpu_memset")

@@ -22,7 +22,7 @@ from scaling.serve.defaults import NO_DEFAULTS, ModelDefaults, defaults_of
 from scaling.serve.engine import check_draft
 from scaling.serve.types import FORMS, check_mesh, specs
 from scaling.spec.sizes import parse_mesh
-from scaling.train.restored import params_of_run
+from scaling.train.export import params_of_run
 
 DTYPES = {"fp32": torch.float32, "fp64": torch.float64, "bf16": torch.bfloat16}
 

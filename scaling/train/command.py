@@ -4,43 +4,43 @@ Stop it with Ctrl-C: it saves, then ends; --resume goes on, on this mesh or anot
 each process is one of them; otherwise the ranks of the mesh are started here.
 """
 
+# A run goes on with fewer devices: a lost node halves P, then X, and the global batch stays the same. Under `torchrun
+# --nnodes 1:2 --max-restarts 3 ... -m scaling.train --resume` each start reads the number of ranks. Y, C, Z and E do
+# not change, because the model is split over them so that it fits. Each remaining rank takes more microbatches of the
+# same size, so that activations need no more memory than before.
+
 import argparse
-import fcntl
-import json
-import os
-import signal
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext, suppress
-from dataclasses import asdict, fields, replace
-from functools import partial
+from collections.abc import Callable, Mapping
+from dataclasses import fields, replace
+from math import prod
 from pathlib import Path
 
 from scaling import launch
 from scaling.common.arguments import of_type, read_table
 from scaling.common.console import Parser, complaining, integer, number
-from scaling.common.torchrun import first_rank, world_size
+from scaling.common.torchrun import first_rank, this_rank, world_size
 from scaling.configs.sources import HELP, MODEL, RUN
 from scaling.cost.units import significant
 from scaling.hardware import chip
 from scaling.mesh import AbstractMesh
 from scaling.models.ends import NO_END
 from scaling.models.text import NAME
-from scaling.spec.sizes import parse_mesh
+from scaling.spec.sizes import format_sizes, parse_mesh
 from scaling.strategies import transformer
-from scaling.train import compare, dry, elastic, evaluate, export, flight, tokenize, verify
+from scaling.train import compare, dry, evaluate, export, flight, tokenize
 from scaling.train.documents import add_options, check_options
-from scaling.train.durable import LATEST, oddities, replaced
-from scaling.train.loop import STOP, run
-from scaling.train.origin import begun_from, end_for, keep_origin, tokenizer_for, weights_to_begin_with
-from scaling.train.progress import METRICS, NORMS, check_installed, describe
-from scaling.train.record import check_options_kept, check_unchanged, first_recorded, record_of, resumable
+from scaling.train.folder import prepared
+from scaling.train.loop import run
+from scaling.train.origin import begun_from, end_for, tokenizer_for, weights_to_begin_with
+from scaling.train.progress import check_installed, describe
 from scaling.train.settings import Settings, add_flags
 from scaling.train.step import options_of_adapters
 
-NOT_KEPT = ("model", "weights", "resume", "new_data", "step", "out")  # run.toml has these in another form, or not
-LOCK = "lock"  # a file in a run's folder, which is locked by the run that writes there
-OTHERS = {module.__name__.split(".")[-1]: module.main for module in (tokenize, compare, export, flight, verify)}
+GIVE = ("P", "X")  # the axes that are halved, in this order
+OTHERS = {module.__name__.split(".")[-1]: module.main for module in (tokenize, compare, export, flight)} | {
+    "verify": compare.verify_run
+}
 
 
 def arguments(argv=None) -> argparse.Namespace:
@@ -134,9 +134,9 @@ def main(argv=None) -> int:
     if args.chip:
         chip(args.chip)
     if (world := world_size()) > 1:
-        sizes = elastic.fitted(declared, world)
-    asked, settings = settings, elastic.shared(settings, declared, sizes)
-    if first_rank() and (note := elastic.loss_note(asked, settings)):
+        sizes = fitted(declared, world)
+    asked, settings = settings, shared(settings, declared, sizes)
+    if first_rank() and (note := loss_note(asked, settings)):
         print(f"warning: {note}", file=sys.stderr, flush=True)
     transformer.specs(config, AbstractMesh(sizes), zero=settings.zero, lora=settings.adapters)
     if args.dry_run:
@@ -144,12 +144,12 @@ def main(argv=None) -> int:
         print(describe(settings, sizes) + "\n" + dry.table(dry.fullest(settings, sizes, backend), sizes))
         return 0
     check_installed(settings)
-    if first_rank() and not elastic.fits_as_before(declared, sizes):
+    if first_rank() and not fits_as_before(declared, sizes):
         room = dry.memory_of_rank(args.device, ranks := AbstractMesh(sizes).size())
         counts = dry.refuse_too_large(settings, sizes, room)
         evaluate.check_sample(settings, ranks, counts.params + counts.state, room)
     try:
-        with prepared(asked, args) as keep:
+        with prepared(asked, args.model, args.mesh) as keep:
             return trained(settings, sizes, args, keep)
     except launch.RankError as error:
         last = flight.told(args.out)
@@ -198,102 +198,52 @@ def trained(settings: Settings, sizes: dict[str, int], args, keep: Callable[[], 
     return 0
 
 
-@contextmanager
-def prepared(settings: Settings, args) -> Iterator[Callable[[], None]]:
-    """Lock and check the run's folder; yield a function that writes the options there after the ranks' own checks.
-
-    Ctrl-C and SIGTERM ask the run to save and end, and a second Ctrl-C ends it at once.
-    ValueError if the folder is in use, or if this run can neither begin in it nor go on from it.
-    """
-    out, asked = Path(settings.out), False
-    if out.exists() and not out.is_dir():
-        raise ValueError(f"{out}: is not a folder\n  fix: give another --out")
-    if (out / "config.json").is_file():
-        raise ValueError(f"{out}: is a model's folder: it has a config.json\n  fix: give another --out")
-
-    def ask(signum, frame):
-        nonlocal asked
-        if asked and signum == signal.SIGINT:
-            raise KeyboardInterrupt
-        asked = True
-        with suppress(OSError):
-            (out / STOP).touch()
-
-    before = [(which, signal.signal(which, ask)) for which in (signal.SIGINT, signal.SIGTERM)]
-    try:
-        with locked(out) if first_rank() else nullcontext():
-            if first_rank():
-                check_startable(out, settings)
-            yield partial(keep_options, out, settings, args.model, args.mesh, _touched(out / STOP))
-    finally:
-        for which, handler in before:
-            signal.signal(which, handler)
-
-
-@contextmanager
-def locked(out: Path) -> Iterator[None]:
-    """Lock a run's folder, creating it if needed; after an error, remove what was created unless it holds files.
-
-    ValueError if another run has locked it.
-    """
-    new = [path for path in (out / STOP, out / LOCK, out, *out.parents) if not path.exists()]
-    out.mkdir(parents=True, exist_ok=True)
-    with open(out / LOCK, "a") as lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            held = os.fstat(lock.fileno()).st_nlink  # 0: the run that held the lock has just deleted the file
-        except OSError:
-            held = 0
-        if not held:
-            raise ValueError(f"{out}: another run writes here\n  fix: give this one another --out")
-        try:
-            yield
-        except BaseException:
-            for path in new:
-                with suppress(OSError):  # a folder that is not empty stays
-                    path.rmdir() if path.is_dir() else path.unlink()
-            raise
-
-
-def check_startable(out: Path, settings: Settings) -> None:
-    """Check that a run with these settings can begin in this folder, or go on from its checkpoints.
+def fitted(sizes: Mapping[str, int], world: int) -> dict[str, int]:
+    """Return the mesh on `world` ranks, with P halved as often as needed and possible, and then X.
 
     Raises:
-        ValueError: The folder does not suit this run, or was begun with other settings.
-        OSError: A file in it cannot be read.
+        ValueError: No such mesh has `world` ranks.
     """
-    for path in (out / name for name in (RUN, METRICS, NORMS, LATEST, STOP)):
-        if path.is_dir():
-            raise ValueError(f"{path}: is a folder, where a run has a file\n  fix: move it away, or give another --out")
-    if not settings.resume:
-        if any(out.glob("step-*")):
-            what = f"{out}: holds checkpoints already"
-            raise ValueError(f"{what}\n  fix: give --resume to go on from them, or another --out")
-        return
-    for odd in oddities(out):
-        print(f"warning: {odd}", file=sys.stderr, flush=True)
-    steps = resumable(settings)
-    step, before = first_recorded(out, steps)
-    if steps:
-        check_options_kept(out, before)
-    check_unchanged(settings, before, record_of(settings))
-    if step is None:
-        print(f"{out}: there is no checkpoint yet: starting at step 1", flush=True)
-    elif step >= settings.steps:
-        raise ValueError(f"{out}: is at step {step} of {settings.steps}\n  fix: give --steps above {step}")
+    found = dict(sizes)
+    for axis in GIVE:
+        while prod(found.values()) > world and found.get(axis, 1) % 2 == 0:
+            found[axis] //= 2
+    if prod(found.values()) != world:
+        raise ValueError(
+            f"the mesh {format_sizes(sizes)} does not fit {world} ranks (WORLD_SIZE): halving P, then X, leads to "
+            f"{format_sizes(found)}\n  fix: start as many ranks as the mesh has, or half, or a quarter of them"
+        )
+    return found
 
 
-def keep_options(out: Path, settings: Settings, model: str, mesh: str, stop: int) -> None:
-    """Write the model's files, then run.toml; remove the stop file if it was touched at `stop`, before this run."""
-    if _touched(out / STOP) == stop:
-        (out / STOP).unlink(missing_ok=True)
-    flight.keep_earlier(out)
-    kept = {k: v for k, v in asdict(settings).items() if k not in NOT_KEPT}
-    kept |= {"mesh": mesh, "dropout": settings.model.dropout} | keep_origin(out, model, settings)
-    lines = [f"{key} = {json.dumps(value, ensure_ascii=False)}\n" for key, value in sorted(kept.items())]
-    replaced(out / RUN, "".join(lines))  # atomic, because ranks that start later may be reading it
+def fits_as_before(sizes: Mapping[str, int], on: Mapping[str, int]) -> bool:
+    """Return whether torchrun has restarted the run on a mesh `on` whose ranks need no more memory than before.
+
+    The run began on the mesh `sizes`. If only P is shorter, each rank holds the same shards and the same rows of a
+    microbatch.
+    """
+    again = this_rank().restarts > 0
+    return again and all(on[axis] == size for axis, size in sizes.items() if axis != "P")
 
 
-def _touched(path: Path) -> int:
-    """Return when a file was touched, in nanoseconds, or 0 if it does not exist."""
-    return path.stat().st_mtime_ns if path.exists() else 0
+def shared(settings: Settings, sizes: Mapping[str, int], on: Mapping[str, int]) -> Settings:
+    """Return the settings with the microbatches multiplied by the factor by which P and X shrank."""
+    more = prod(sizes.get(axis, 1) // on.get(axis, 1) for axis in GIVE)
+    return replace(settings, microbatches=settings.microbatches * more)
+
+
+def loss_note(before: Settings, after: Settings) -> str:
+    """Return a warning if more microbatches change the loss, or "" if they do not.
+
+    Experts are balanced, and filled up to their capacity, over the tokens of one microbatch on all ranks. Both are not
+    linear in the tokens, so smaller microbatches give another loss.
+    """
+    config, fewer = before.model, after.microbatches > before.microbatches
+    balanced = config.aux_coef > 0 and config.balance_by == "batch"
+    if not fewer or config.E == 1 or not (balanced or config.capacity is not None):
+        return ""
+    what = " and ".join(["aux_coef"] * balanced + ["capacity"] * (config.capacity is not None))
+    return (
+        f"{after.microbatches} microbatches in place of {before.microbatches}: the experts' {what} hold for each of "
+        "them, so losses differ a little from those of the mesh that was asked for"
+    )

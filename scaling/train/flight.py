@@ -53,7 +53,7 @@ class Flight:
         if key not in self.lines:
             self.lines[key] = str(event).encode()[:TEXT].ljust(TEXT), event  # keeps the types alive, and so their ids
         at = self.count % LAST * WIDTH
-        head = b"%9d %14.3f %6d %12s " % (self.count, time.time(), self.number, b"under way")
+        head = b"%9d %14.3f %6d %12s " % (self.count, time.time(), self.number, b"in flight")
         self.memory[at : at + WIDTH - 1] = head + self.lines[key][0]
         self.open[id(event)] = self.count, event
 

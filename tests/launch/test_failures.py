@@ -129,7 +129,7 @@ def test_a_failing_rank_ends_the_others_and_is_named(how, tmp_path, monkeypatch)
     if options:  # where no other rank is to blame, it is not long looked for
         monkeypatch.setattr("scaling.launch.watch.GRACE", 0.1)
     if how == "all loop":  # else that takes longer
-        monkeypatch.setattr("scaling.launch.pulse.PATIENCE", 1)
+        monkeypatch.setattr("scaling.launch.watch.PATIENCE", 1)
 
     def f(mesh):
         (tmp_path / str(os.getpid())).touch()

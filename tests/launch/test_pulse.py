@@ -9,7 +9,7 @@ import time
 import pytest
 from torch.distributed.distributed_c10d import ProcessGroupGloo
 
-from scaling.launch.pulse import Pulse
+from scaling.launch.watch import Pulse
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="what Linux counts of processes")
 
@@ -85,7 +85,7 @@ def test_which_processes_count_as_hanging():
 def now(monkeypatch) -> list[float]:
     """The watcher's clock."""
     clock = [0.0]
-    monkeypatch.setattr("scaling.launch.pulse.time.monotonic", lambda: clock[0])
+    monkeypatch.setattr("scaling.launch.watch.time.monotonic", lambda: clock[0])
     return clock
 
 
@@ -101,17 +101,17 @@ def now(monkeypatch) -> list[float]:
 )
 def test_ranks_hang_after_a_timeout(computes, moves, sockets, said, now, monkeypatch):
     counts = lambda pids: ({"1": 7 + computes * now[0]}, 7 + moves * int(4 * now[0]), {})  # noqa: E731
-    monkeypatch.setattr("scaling.launch.pulse._counts", counts)
+    monkeypatch.setattr("scaling.launch.watch._counts", counts)
     pulse = Pulse([1, 2], 2.0, sockets)
     found = ((now[0], pulse.stopped()) for now[0] in (0.25 * i for i in range(1, 200)))
     first = next(((when, text) for when, text in found if text), None)
     assert (first and first[0]) == (said and said[0])
-    assert said is None or f"all 2 ranks hang: none has {said[1]}" in first[1]
+    assert said is None or f"all 2 ranks hang: none has {said[1]}" in str(first)
 
 
 def test_time_in_which_the_watcher_could_not_look_does_not_count(now, monkeypatch):
     """It got no processor itself: a look after a minute tells as much as one look."""
-    monkeypatch.setattr("scaling.launch.pulse._counts", lambda pids: ({}, 0, {}))
+    monkeypatch.setattr("scaling.launch.watch._counts", lambda pids: ({}, 0, {}))
     pulse = Pulse([os.getpid()], 2.0, sockets=True)
     said = [pulse.stopped() for now[0] in (60, 120, 180, *(180 + 0.25 * i for i in range(1, 20)))]
     assert said[:3] == [""] * 3

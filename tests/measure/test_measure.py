@@ -13,8 +13,8 @@ from scaling import cost
 from scaling.configs import get
 from scaling.cost.counted import Calls, CountedStep, LineKind, pipelined, price
 from scaling.hardware import Chip, Efficiency, Measured, load_chip
-from scaling.measure import command, layouts, network, rates
-from scaling.measure.layouts import Check, check_steps, median_error, table, tau
+from scaling.measure import command, network, rates
+from scaling.measure.command import Check, check_steps, median_error, table, tau
 from scaling.plan.choose import choices
 from scaling.plan.transformer_step import predict_transformer
 from scaling.train import dry
@@ -51,7 +51,7 @@ def test_fits_find_the_line_and_the_prices_of_three_things(latency, bandwidth, p
 
 def test_the_slowest_rank_counts_and_the_chip_file_is_read_back(tmp_path):
     quick, slow = (
-        {("AllReduce", 2): [(V, latency + V / bandwidth) for V in rates.VOLUMES]}
+        {("AllReduce", 2): [(float(V), latency + V / bandwidth) for V in rates.VOLUMES]}
         for latency, bandwidth in ((1e-3, 1e9), (2e-3, 5e8))
     )
     one = rates.RankMeasured({"fp32": 2e9}, 3e9, 1e9, 4e9, 1e-6, quick)
@@ -167,13 +167,13 @@ def test_two_ranks_measure_and_run_what_is_planned(ranks, monkeypatch):
     some = replace(TINY, microbatches=2)
     planned, _ = choices(some, 2, chip)
     assert {choice.name for choice in planned} == {"P=2", "Z=2", "X=2", "C=2", "Y=2"}
-    monkeypatch.setattr(layouts.launch, "run", partial(on_these, ranks))
+    monkeypatch.setattr(command.launch, "run", partial(on_these, ranks))
     checks = check_steps(some, chip, 2, 1, 3)
     assert [(c.sizes, c.predicted) for c in checks] == [(choice.sizes, choice.seconds) for choice in planned[::2]]
     assert all(c.seconds > 0 < c.predicted for c in checks)
     assert "predicted ms" in table(checks)
     assert command.as_dict(chip, checks)["steps"][0]["mesh"] == planned[0].sizes
-    monkeypatch.setattr(layouts.launch, "run", lambda *asked, **how: [[1.0], [2.0]])
+    monkeypatch.setattr(command.launch, "run", lambda *asked, **how: [[1.0], [2.0]])
     assert check_steps(some, chip, 2, 1, 1) == [Check(planned[0].sizes, planned[0].seconds, 2.0)]  # of the slower rank
     with pytest.raises(ValueError, match="no mesh of 3 ranks suits"):
         check_steps(TINY, chip, 3, 1)

@@ -45,7 +45,7 @@ COMMANDS = {  # name: (module, arguments that are right and soon done)
     "train compare": ("train.compare", "run run"),
     "train export": ("train.export", "run --out exported"),
     "train flight": ("train.flight", "run"),
-    "train verify": ("train.verify", "run"),
+    "train verify": ("train.compare:verify_run", "run"),
     "generate": ("generate.command", f"{GIVE} --prompt ab"),
     "serve": ("serve.command", f"{GIVE} --input request.json --output completions.jsonl"),
     "show": ("show", "A[I_X,J_Y]"),
@@ -162,7 +162,8 @@ def prepare(folder: Path) -> None:
 def start(name: str, arguments: list[str]) -> int:
     """Run a command or a chapter with these arguments in this process; its exit status."""
     if name in COMMANDS:
-        return importlib.import_module(f"scaling.{COMMANDS[name][0]}").main(arguments)
+        module, _, function = COMMANDS[name][0].partition(":")
+        return getattr(importlib.import_module(f"scaling.{module}"), function or "main")(arguments)
     sys.argv = [str(CHAPTERS / f"{name}.py"), "--small", *arguments]
     runpy.run_path(sys.argv[0], run_name="__main__")
     return 0
@@ -197,6 +198,7 @@ def forked(run: Callable[[], int]) -> tuple[int | None, str, str]:
         process.join(SECONDS)
         status = process.exitcode
         with contextlib.suppress(ProcessLookupError):
+            assert process.pid
             os.killpg(process.pid, signal.SIGKILL)
         process.join()
         said = []

@@ -20,8 +20,8 @@ from scaling.posttrain.command import main
 from scaling.posttrain.loop import push_lines
 from scaling.posttrain.rewards import Late, in_time, number_of
 from scaling.serve.sampling import draw_token, uniforms
+from scaling.train.export import params_of_run
 from scaling.train.progress import cut_records
-from scaling.train.restored import params_of_run
 
 SIZES = "L = 2\nD = 16\nF = 24\nN = 4\nK = 2\nH = 8\nV = 256\n"
 REWARD = """

@@ -21,6 +21,7 @@ from scaling.profile.command import main
 from scaling.profile.record import runs_of, watched
 from scaling.profile.timeline import LineRun, RankTimeline
 from scaling.profile.torch_trace import RankTrace, join_traces, on_device, read_trace, with_transfers
+from scaling.spec import parse
 
 LINE = "A[I, J] * B[J, K] -> C[I, K]"
 DELAY = 0.03
@@ -62,7 +63,7 @@ def test_one_process(tmp_path):
     assert drawn["ts"] <= matmul["ts"] <= matmul["ts"] + matmul["dur"] <= drawn["ts"] + drawn["dur"]
 
 
-class Block:
+class Block(torch.Tensor):
     def __del__(self):
         os.write(2, b"was allocated before the profiling started")
 
@@ -162,8 +163,8 @@ def test_kernels_belong_to_the_line_that_launched_them():
 
 
 def test_an_asynchronous_line_holds_the_rank_in_its_call_and_its_wait():
-    times = {"called": 1.0, "start": 1.5, "left": 2.0, "waited": 5.0, "end": 6.0}
-    event = trace.Event("AllReduce", ("X",), (), "A[B]", async_op=True, **times)
+    times: dict = {"called": 1.0, "start": 1.5, "left": 2.0, "waited": 5.0, "end": 6.0}
+    event = trace.Event("AllReduce", ("X",), (), parse("A[B]"), async_op=True, **times)
     for ahead in (0.0, 10.0):
         (run,) = runs_of([event], ahead=ahead)
         held = ((1.0 + ahead, 2.0 + ahead), (5.0 + ahead, 6.0 + ahead))

@@ -12,9 +12,9 @@ from dataclasses import replace
 
 import pytest
 
-from scaling.profile import LineRun, RankTimeline, intervals, of
+from scaling.profile import LineRun, RankTimeline, of
 from scaling.profile.clock import offset, waited_within
-from scaling.profile.timeline import disjoint
+from scaling.profile.timeline import disjoint, gaps, intersect, length, subtract, union
 
 approx = pytest.approx
 
@@ -79,11 +79,11 @@ def program(rng: random.Random, ranks: int, length: int = 12) -> list:
 
 def test_sets_of_times_are_sets_and_a_run_inside_another_has_its_own():
     """Nested, touching, and turned round, which covers none."""
-    a, b = intervals.union([(12, 15), (0, 9), (2, 3), (15, 16), (20, 18)]), [(1, 4), (8, 13)]
+    a, b = union([(12, 15), (0, 9), (2, 3), (15, 16), (20, 18)]), [(1, 4), (8, 13)]
     assert a == [(0, 9), (12, 16)]
-    assert intervals.intersect(a, b) == [(1, 4), (8, 9), (12, 13)]
-    assert intervals.subtract(a, b) == [(0, 1), (4, 8), (13, 16)]
-    assert intervals.gaps(a, (3, 14)) == [(9, 12)]
+    assert intersect(a, b) == [(1, 4), (8, 9), (12, 13)]
+    assert subtract(a, b) == [(0, 1), (4, 8), (13, 16)]
+    assert gaps(a, (3, 14)) == [(9, 12)]
     kept = disjoint([run("Einsum", 0.0, 10.0), run("Einsum", 2.0, 5.0)])
     assert [each.held for each in kept] == [((0.0, 2.0), (5.0, 10.0)), ((2.0, 5.0),)]
 
@@ -100,11 +100,11 @@ def test_random_programs_are_split_exactly(seed):
     profile = of(timelines)
     for rank, timeline in enumerate(profile.timelines):
         runs = [run for run in timeline.runs if run.communicates]
-        still = intervals.union(i for run in runs for i in run.held)
+        still = union(i for run in runs for i in run.held)
         waiting, behind, exposed, transfers = zip(
             *[own for (_, r), own in sorted(truth.items()) if r == rank], strict=True
         )
-        hidden = [intervals.length(intervals.subtract([transfer], still)) for transfer in transfers]
+        hidden = [length(subtract([transfer], still)) for transfer in transfers]
         assert [r.waiting for r in runs] == approx(waiting, abs=1e-9)
         assert [r.behind for r in runs] == list(behind)
         assert [r.exposed for r in runs] == approx(exposed, abs=1e-9)
@@ -152,7 +152,7 @@ def test_a_planted_delay_is_found_exactly(seed):
         for i in range(rng.randint(2, 5))
         for item in (("gap", "", 0.001), ("work", f"P{i}", 0.01 + 0.01 * rng.random()), ("call", f"C{i}", 0.005))
     ]
-    items = [(kind, line, t if kind == "call" else [t] * ranks) for kind, line, t in (*once, *once)]
+    items: list = [(kind, line, t if kind == "call" else [t] * ranks) for kind, line, t in (*once, *once)]
     rank, place = rng.randrange(ranks), rng.choice([i for i, item in enumerate(items) if item[0] != "call"])
     items[place][2][rank] += 0.03
     (found,) = slow([items] * 4, ranks)

@@ -44,7 +44,7 @@ def refusal(capsys, line: str) -> str:
     return said
 
 
-def records(out: str, name: str = "metrics.jsonl") -> list[dict]:
+def records(out: "str | Path", name: str = "metrics.jsonl") -> list[dict]:
     """What a run has said of its steps; a line that a kill has cut short is left out."""
     path, found = Path(out) / name, []
     for line in path.read_text().splitlines() if path.exists() else ():

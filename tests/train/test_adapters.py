@@ -12,7 +12,7 @@ from scaling.mesh import Mesh
 from scaling.models import adapters, hf, transformer
 from scaling.models.leaves import specs_of
 from scaling.train import dcp
-from scaling.train.restored import params_of_run
+from scaling.train.export import params_of_run
 
 LORA = f"{SMALL.replace('model.toml', 'hf')} --data text.txt --dtype fp64 --lora 2 --lora-on W_Q,W_in --lr 0.05"
 

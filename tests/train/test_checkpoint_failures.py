@@ -18,7 +18,8 @@ from runs import load, save
 from torch.distributed.checkpoint import metadata as torch_metadata
 
 from scaling.mesh import AbstractMesh, Mesh
-from scaling.train import checkpoint, dcp, durable, verify
+from scaling.train import checkpoint, dcp, durable
+from scaling.train.compare import verify_run
 
 MESH = Mesh({"X": 1, "Y": 1})
 STATE = {"w": torch.arange(24.0).view(4, 6), "b": torch.arange(6.0)}
@@ -30,6 +31,7 @@ def test_a_program_that_has_ended_does_not_wait_for_files_of_a_rank_that_is_gone
     monkeypatch.setattr(threading, "main_thread", threading.Thread)  # one that does not run
     mesh = AbstractMesh({"X": 2})
     pending = checkpoint.save(".", {"W": torch.ones(2)}, {"W": "W[D_X]"}, mesh, 1, async_op=True)
+    assert pending is not None
     with pytest.raises(TimeoutError, match=r"__1_0_0.distcp: not written within 0.05 s"):
         pending.result(60)
     assert checkpoint.complete(Path()) == []
@@ -170,13 +172,13 @@ DAMAGE[".metadata"] |= {what: (partial(index_of, change=change), "") for what, c
 def test_damaged_and_malicious_files_are_refused_and_found_by_verify(name, what, capsys):
     checkpoint.save(".", STATE, TYPES, MESH, 1)
     file, (change, words) = Path("step-000001", name), DAMAGE[name][what]
-    assert verify.main(["."]) == 0
+    assert verify_run(["."]) == 0
     file.write_bytes(change(file.read_bytes()))
     with pytest.raises(ValueError, match=re.escape(words) or "damaged|does not hold") as refused:
         checkpoint.load(".", TYPES, MESH)
     assert "fix:" in str(refused.value)
     if what not in INDEXED:
-        assert verify.main([".", "--step", "1"]) == 1
+        assert verify_run([".", "--step", "1"]) == 1
         assert f"{name}: " in (said := capsys.readouterr().out)
         assert words in said
     assert not Path("never").exists()

@@ -174,7 +174,7 @@ def begun(monkeypatch, capsys):
         return ran.pop(), capsys.readouterr().err
 
     monkeypatch.setattr(command, "trained", trained)
-    monkeypatch.setattr(command.elastic, "fits_as_before", lambda *given: True)
+    monkeypatch.setattr(command, "fits_as_before", lambda *given: True)
     Path("sizes.json").write_text(json.dumps({x: getattr(TINY.with_(V=8), x) for x in "LDFNKHV"}))
     Path("text.txt").write_text("the dog ran " * 20)
     written("own", tokenizer_config={"eos_token": "</s>"})

@@ -197,8 +197,8 @@ def test_what_ranks_did_last_outlives_them(killed, monkeypatch):
     assert [text.split("step ")[1].split()[0] for text in second] == ["1", "1", "2", "2", "3"]
     assert second[-1].endswith(" ms n[] = AllReduce_X(n[] {U_X})")
     assert first[-2].endswith(" ms n[] = AllReduce_X(n[] {U_X})")
-    assert first[-1].endswith("step 3 under way W[D] = AllGather_X(W[D_X])")
-    assert " under way " not in "".join(first[:-1])
+    assert first[-1].endswith("step 3 in flight W[D] = AllGather_X(W[D_X])")
+    assert " in flight " not in "".join(first[:-1])
 
 
 def test_a_ring_of_the_last_and_the_command(capsys):

@@ -82,7 +82,7 @@ def test_ranks_that_refuse_leave_it_so_too(begun, capsys, flags, words):
 @pytest.mark.slow
 def test_the_dtype_of_a_checkpoint_stays(begun, capsys, monkeypatch):
     """Whatever run.toml says of it in a run whose index does not say, as in those of earlier versions."""
-    monkeypatch.setattr(command.elastic, "fits_as_before", lambda *sizes: True)  # its memory is not counted again
+    monkeypatch.setattr(command, "fits_as_before", lambda *sizes: True)  # its memory is not counted again
     for dtype in DTYPES:
         assert train(f"--data text.txt --out {dtype} {SMALL} --steps 1 --dtype {dtype}") == 0
     for dtype, other in itertools.permutations(DTYPES, 2):

@@ -27,7 +27,7 @@ from scaling.configs import get
 from scaling.cost import transformer as tm
 from scaling.spec.sizes import parse_mesh
 from scaling.train import checkpoint, command, dry, evaluate, guards, loop
-from scaling.train.elastic import fits_as_before, fitted, loss_note, shared
+from scaling.train.command import fits_as_before, fitted, loss_note, shared
 from scaling.train.loop import run
 from scaling.train.progress import Progress
 from scaling.train.settings import Settings, optimizer_of, rate
@@ -36,7 +36,7 @@ from scaling.train.settings import Settings, optimizer_of, rate
 def settings(name, **options):
     """Of a run of four steps in a folder of this name. V does not divide over Y."""
     Path(name).mkdir(exist_ok=True)
-    given = {"steps": 4, "warmup": 2} | options
+    given: dict = {"steps": 4, "warmup": 2} | options
     return Settings(get("tiny").with_(L=1, V=257), write_text(500), str(Path(name).absolute()), 4, 32, **given)
 
 
@@ -94,6 +94,7 @@ def test_stopped_it_saves_and_can_go_on(capsys):
     process = Forked(lambda: sys.exit(train(f"{SMALL} --mesh X=2 --steps 2000")))
     for line in process.stdout:
         if line.startswith("step") and "3/" in line:
+            assert process.pid
             os.kill(process.pid, signal.SIGINT)
             break
     rest, _ = process.communicate(60)

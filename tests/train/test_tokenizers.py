@@ -79,7 +79,7 @@ def begun(place, monkeypatch, capsys):
     monkeypatch.setattr(command, "trained", lambda settings, sizes, args, keep: ran.append(settings) or keep() or 0)
     monkeypatch.setattr(command.dry, "refuse_too_large", lambda *given: None)
     monkeypatch.setattr(command.evaluate, "check_sample", lambda *given: None)
-    monkeypatch.setattr(command.elastic, "fits_as_before", lambda *given: True)
+    monkeypatch.setattr(command, "fits_as_before", lambda *given: True)
     ran = []
 
     def begin(line: str = "", **more):
@@ -238,7 +238,9 @@ def test_a_run_is_whole_by_itself(place, capsys):
     Path("requests").write_text('{"prompt": "the dog ran"}\n{"ids": [2, 3], "stop": "cat"}\n')
     for folder in ("../moved", "out"):
         assert ends_of(folder) == ends_of(place / "hf") == (1, 5)
-        chat = chat_template(folder).render([{"role": "user", "content": "dog"}], add_generation_prompt=True)
+        template = chat_template(folder)
+        assert template is not None
+        chat = template.render([{"role": "user", "content": "dog"}], add_generation_prompt=True)
         assert chat == "<s>the dog a"
         capsys.readouterr()
         for more in ("--chat", "--score", "--ignore-eos"):
