@@ -1,4 +1,7 @@
-"""`python -m scaling.plan --model llama3-70b --chip v5p --chips 8960 --batch 4M`; `guide`, `published`, `serve`."""
+"""Plan a training run: `python -m scaling.plan --model llama3-70b --chip v5p --chips 8960 --batch 4M`.
+
+The other commands are `guide`, `published` and `serve`.
+"""
 
 import argparse
 import json
@@ -20,7 +23,7 @@ from scaling.plan.job import AXES, DTYPES, OVERLAPS, POLICIES, SCHEDULES, Fixed,
 from scaling.plan.report import Budget, as_dict, folded, text, whole_runs
 
 BINARY = {"": 1, "k": 2**10, "M": 2**20, "G": 2**30}
-MOST = 1e20  # of anything that is counted here
+MOST = 1e20  # the largest count that is read
 DECIMAL = {"": 1, "k": 1e3, "M": 1e6, "B": 1e9, "G": 1e9, "T": 1e12}
 COMMANDS = {
     "guide": "scaling.plan.guide", "published": "scaling.plan.published", "serve": "scaling.plan.serve.command",
@@ -37,7 +40,10 @@ EXAMPLES = """Examples:
 
 
 def parse_count(text: str, units: dict = BINARY) -> float:
-    """ "4M" tokens of a batch are 4 * 2^20, as they come in sequences of 2^n; of a data set "15T" is 15e12."""
+    """Read a count with a unit: "4M" tokens of a batch are 4 * 2^20, "15T" of a data set are 15e12.
+
+    A batch uses powers of two because it consists of sequences of 2^n tokens; `units` says which powers.
+    """
     match = re.fullmatch(rf"([\d.,]+(?:e\d+)?)([{''.join(units)}]?)", text, re.ASCII)
     try:
         value = float(match[1].replace(",", "")) * units[match[2]] if match else math.inf
@@ -162,6 +168,7 @@ def _parser() -> Parser:
 
 @complaining(ValueError, ImportError, OSError, code=2)
 def main(arguments: list[str] | None = None) -> int:
+    """Plan a training run, or run one of the other commands; return the exit status."""
     arguments = sys.argv[1:] if arguments is None else arguments
     if arguments and not arguments[0].startswith("-"):
         if arguments[0] not in COMMANDS:

@@ -1,6 +1,6 @@
-"""Every layout of so many chips for a job: all meshes, all recipes, evaluated as columns; the fastest that fits first.
+"""Every layout of so many chips for a job: all meshes with all recipes, evaluated as columns, the best first.
 
-Nothing is skipped by a guess: a layout must obey rules, each with a reason, and the reasons are counted, so that "no
+No layout is skipped by a guess. A layout must obey rules, each with a reason, and the reasons are counted, so that "no
 mesh suits" says why.
 """
 
@@ -21,17 +21,18 @@ from scaling.plan.network import Network, Unplaced, measured, slice_shape, torus
 from scaling.plan.recipes import no_recipe, recipes
 from scaling.plan.ties import simplest_first
 
-STAGES, PART = 64, 128  # the most pipeline stages; the fewest tokens of a sequence's part
-ROWS = 16_000  # of columns evaluated at once, so that they stay in the cache
+STAGES, PART = 64, 128  # the most pipeline stages; the fewest tokens in one chunk of a sequence
+ROWS = 16_000  # rows of columns that are evaluated at once, so that they stay in the cache
 
 
 def divisors(n: int) -> list[int]:
+    """Return the divisors of n, in order."""
     small = [d for d in range(1, math.isqrt(n) + 1) if n % d == 0]
     return sorted({*small, *(n // d for d in small)})
 
 
 def splits(axes: Sequence[str], n: int, allowed: Callable[[str, int], bool]) -> Iterator[dict[str, int]]:
-    """Every way to split n chips over the axes, of the sizes that are allowed."""
+    """Yield every way to split n chips over the axes, of the sizes that are allowed."""
     if not axes:
         yield from [{}] if n == 1 else []
         return
@@ -41,7 +42,7 @@ def splits(axes: Sequence[str], n: int, allowed: Callable[[str, int], bool]) -> 
 
 
 def _refusal(job: Job, sizes: dict[str, int]) -> str | None:
-    """The rule of the model that a mesh breaks, or None."""
+    """Return the rule of the model that a mesh breaks, or None."""
     w, C, E, Y = job.work, sizes["context"], sizes["expert"], sizes["tensor"]
     if w.heads % Y:
         return f"TP does not divide the {w.heads} heads"
@@ -61,7 +62,7 @@ def _refusal(job: Job, sizes: dict[str, int]) -> str | None:
 
 
 def _meshes(job: Job, chip: Chip, chips: int, fixed: Fixed, refused: Counter) -> Iterator[Network]:
-    """Every mesh of so many chips that the model and the network allow; the others are counted by reason."""
+    """Yield every mesh of so many chips that the model and the network allow; count the others by reason."""
     w, wanted = job.work, dict(fixed.axes)
     for reason in _impossible(chip, chips, fixed):
         refused[reason] += 1
@@ -97,7 +98,7 @@ def _meshes(job: Job, chip: Chip, chips: int, fixed: Fixed, refused: Counter) ->
 
 
 def _impossible(chip: Chip, chips: int, fixed: Fixed) -> Iterator[str]:
-    """Yield what is wrong with the axes' sizes that the user gave, whatever the others are."""
+    """Yield what is wrong with the axes' sizes that the user gave, whatever sizes the other axes have."""
     wanted = dict(fixed.axes)
     pods = wanted.get("pod", fixed.pods or 1)
     if fixed.pods and pods != fixed.pods:
@@ -114,7 +115,7 @@ def _impossible(chip: Chip, chips: int, fixed: Fixed) -> Iterator[str]:
 
 
 def _sizes(chip: Chip, chips: int, fixed: Fixed, most: dict[str, int], refused: Counter) -> Iterator[tuple]:
-    """(sizes, placement on a torus or None)."""
+    """Yield (sizes, placement on a torus or None)."""
     if chip.kind == "tpu":
         given = fixed.pods or dict(fixed.axes).get("pod")
         for pods in [given] if given else pod_counts(chip, chips):
@@ -135,7 +136,7 @@ def _sizes(chip: Chip, chips: int, fixed: Fixed, most: dict[str, int], refused: 
 
 
 def pod_counts(chip: Chip, chips: int) -> list[int]:
-    """As few pods as hold so many chips in equal slices; ValueError if no number does."""
+    """Return the fewest pods that hold so many chips in equal slices; ValueError if there is no such number."""
     least = max(1, -(-chips // chip.pod_chips)) if chip.pod else 1
     for pods in range(least, min(chips, 64 * least) + 1):
         if chips % pods == 0:
@@ -149,13 +150,13 @@ def pod_counts(chip: Chip, chips: int) -> list[int]:
 
 
 def rank(found: Estimate) -> tuple:
-    """Return what to sort by: what fits first, then the shortest forecast, of unusual layouts as `sure_seconds` has."""
+    """Return the sort key of an estimate: what fits comes first, then the shortest forecast by `sure_seconds`."""
     seconds = sure_seconds(found.job, found.network.chip, found.layout, found.forecast)
     return found.misses, seconds, found.worst, found.held.total
 
 
 class Found(Sequence):
-    """Estimates, one a mesh, the best first; each is worked out when it is looked at."""
+    """The best estimate of each mesh, the best first; each is computed when it is looked at."""
 
     def __init__(self, question: Question, chosen: list[tuple[tuple, Network, Layout]]):
         self.question, self.chosen = question, simplest_first(chosen)
@@ -173,12 +174,12 @@ class Found(Sequence):
         return self.known[i]
 
     def layouts(self) -> Iterator[tuple[int, Layout]]:
-        """(index, layout) of each, without working it out."""
+        """Return pairs (index, layout) of all meshes, without computing their estimates."""
         return ((i, layout) for i, (_, _, layout) in enumerate(self.chosen))
 
     @property
     def faster(self) -> Estimate | None:
-        """The fastest layout that fits and that no published run has, if its forecast is shorter than the first's."""
+        """The fastest fitting layout that no published run has, if its forecast is shorter than the first's."""
         asked, best = self.question, self[0]
         fitting = ((i, layout) for i, layout in self.layouts() if i < self.fitting)
         unusual = (i for i, layout in fitting if is_unusual(asked.job, asked.chip, layout))
@@ -187,13 +188,13 @@ class Found(Sequence):
 
     @property
     def fitting(self) -> int:
-        """How many fit."""
+        """The number of meshes that fit."""
         return sum(key[0] == 0 for key, *_ in self.chosen)
 
 
 @dataclass(frozen=True)
 class SearchResult:
-    """What was found; how many layouts were evaluated; refusals by reason."""
+    """The meshes that were found, the number of layouts that were evaluated, and the refusals by reason."""
 
     found: Found
     layouts: int
@@ -201,7 +202,7 @@ class SearchResult:
 
 
 def search(job: Job, chip: Chip, chips: int, fixed: Fixed = ANY) -> SearchResult:
-    """All layouts of so many chips, each mesh with its best recipe."""
+    """Evaluate all layouts of so many chips, and keep each mesh with its best recipe."""
     if isinstance(chips, bool) or not isinstance(chips, int) or chips < 1:
         raise ValueError(f"chips = {chips!r}: must be a whole number of at least 1\n  fix: give an int")
     for dtype in (job.dtype, job.wide):
@@ -225,7 +226,7 @@ def search(job: Job, chip: Chip, chips: int, fixed: Fixed = ANY) -> SearchResult
 
 
 def _block(job: Job, chip: Chip, networks: list[Network], options: list[np.ndarray]) -> list[tuple]:
-    """The best recipe of each of some meshes, the fastest that fits or else the smallest: (rank, network, layout)."""
+    """Return (rank, network, layout) of each mesh with its best recipe: the fastest that fits, or else the smallest."""
     lengths = [len(found) for found in options]
     index = np.repeat(np.arange(len(networks)), lengths)
     chosen = np.concatenate(options)
@@ -234,7 +235,7 @@ def _block(job: Job, chip: Chip, networks: list[Network], options: list[np.ndarr
     lanes = {name: Lane.columns([network.lanes[name] for network in networks]) for name in networks[0].lanes}
 
     def priced(which: np.ndarray, recipe: np.ndarray) -> Estimate:
-        """Of rows: meshes by number, each with a recipe."""
+        """Return the estimates of rows, each of which is a mesh by its number and a recipe."""
         names = ("microbatches", "schedule", "chunks", "remat", "reduce")
         fields: dict[str, Any] = {axis: sizes[which, i] for i, axis in enumerate(AXES)} | {"zero": zero[which]}
         fields |= {name: recipe[:, i].astype(float if i in (0, 2) else np.int8) for i, name in enumerate(names)}
@@ -253,9 +254,12 @@ def _block(job: Job, chip: Chip, networks: list[Network], options: list[np.ndarr
 
 
 def plans(job: Job, chip: Chip, chips: int, fixed: Fixed = ANY) -> Found:
-    """All meshes, each with its best recipe, the best first; those that do not fit come last, the smallest first.
+    """Return all meshes, each with its best recipe, the best first.
 
-    ValueError, with the reasons, if the model and the chips' network allow no mesh at all.
+    Those that do not fit come last, the smallest first.
+
+    Raises:
+        ValueError: The model and the chips' network allow no mesh at all; it gives the reasons.
     """
     found = search(job, chip, chips, fixed)
     if not found.found:
@@ -269,5 +273,5 @@ def plans(job: Job, chip: Chip, chips: int, fixed: Fixed = ANY) -> Found:
 
 
 def answer(asked: Question) -> Found:
-    """`plans` of a question."""
+    """Return the `plans` of a question."""
     return plans(asked.job, asked.chip, asked.chips, asked.fixed)

@@ -25,10 +25,10 @@ from scaling.spec.sizes import format_sizes
 from scaling.train import dry
 from scaling.train.settings import Settings
 
-OFFERED = 6  # meshes that are shown
+OFFERED = 6  # the meshes that are shown
 TRIED = 64  # the most ranks for which every mesh's own code is counted
-OPEN = "zero", "remat", "microbatches"  # options that are chosen, too, where a run does not say them
-ZEROS = 3, 1  # what is tried then; of equal meshes the first is taken
+OPEN = "zero", "remat", "microbatches"  # options that are chosen as well if a run does not give them
+ZEROS = 3, 1  # the stages that are tried then; of equally fast ones the first is taken
 DOUBLED = 2  # how often the microbatches are doubled for a mesh that is too full
 AXES = {"pod": "P", "data": "P", "pipe": "Z", "fsdp": "X", "context": "C", "tensor": "Y", "expert": "E"}
 NAMES = {"P": "data", "Z": "pipe", "X": "fsdp", "C": "context", "Y": "tensor", "E": "expert"}
@@ -55,16 +55,17 @@ class MeshChoice:
 
     @property
     def parts(self) -> dict[str, float]:
-        """Seconds of the fullest stage, by what they go to."""
+        """Seconds of the fullest stage, by products, operations between them, and collectives."""
         part = self.step.fullest
         return {"products": part.math, "between": part.between, "collectives": sum(part.comms.values())}
 
     @property
     def name(self) -> str:
+        """The mesh, with its stage of ZeRO."""
         return mesh_name(self.sizes, self.settings)
 
     def effort(self, chip: Chip) -> tuple:
-        """The planner's `effort` of the mesh, FSDP before ZeRO-1."""
+        """Return the planner's `effort` of the mesh, FSDP before ZeRO-1."""
         return *effort({NAMES[axis]: size for axis, size in self.sizes.items()}, chip), -self.settings.zero
 
 
@@ -84,15 +85,15 @@ def choices(
     settings: Settings, ranks: int, chip: Chip, backend: str = "gloo", most: int = OFFERED,
     chosen: Sequence[str] = (),
 ) -> tuple[list[MeshChoice], list[str]]:  # fmt: skip
-    """Return the meshes that the run fits on, the fastest first but for ties; and the others, each with its reason.
+    """Return the meshes that the run fits on, the fastest first except for ties; and the others, each with its reason.
 
     Args:
-        settings: The run's.
+        settings: The run's settings.
         ranks: The number of ranks.
-        chip: What they run on.
-        backend: Whose buffers are counted, as `dry.count` has it.
-        most: How many meshes are counted on a chip of the catalogue.
-        chosen: The options of OPEN that are chosen for each mesh; the others are as the settings have them.
+        chip: The chip that they run on.
+        backend: The backend whose buffers are counted, as in `dry.count`.
+        most: The number of meshes that are counted on a chip of the catalogue.
+        chosen: The options of OPEN that are chosen for each mesh; the others are as in the settings.
     """
     if chip.measured and ranks > TRIED:
         raise ValueError(
@@ -115,7 +116,7 @@ def choices(
 def tried(
     settings: Settings, ranks: int, chip: Chip, refused: list[str], chosen: Sequence[str]
 ) -> Iterator[tuple[dict[str, int], Settings]]:
-    """Yield the meshes that are counted, each with its settings: on a measured machine all, else the `planned` ones."""
+    """Yield the meshes to count, each with its settings: all on a measured machine, else the `planned` ones."""
     zeros = ZEROS if "zero" in chosen else (settings.zero,)
     if not chip.measured:
         yield from planned(settings, ranks, chip, refused, zeros, chosen)
@@ -125,9 +126,12 @@ def tried(
 
 
 def counted_choice(settings: Settings, sizes: dict, chip: Chip, backend: str, doubled: int = 0) -> MeshChoice:
-    """Return a mesh by the count of the run's own step, if need be with microbatches that are doubled so often.
+    """Return a mesh by the count of the run's own step.
 
-    ValueError where the run does not fit.
+    If the run does not fit, its microbatches are doubled, at most `doubled` times.
+
+    Raises:
+        ValueError: The run does not fit.
     """
     room = dry.ROOM * chip.need("hbm_bytes")
     if (counts := dry.fullest(settings, sizes, backend, room)).memory > room:
@@ -145,7 +149,7 @@ def planned(
 ) -> Iterator[tuple[dict[str, int], Settings]]:  # fmt: skip
     """Yield (mesh, settings on it) of so many chips of the catalogue, the fastest first by the planner's formulas.
 
-    The reason why they refuse a mesh is added to `refused`. Stages run by 1F1B.
+    If the formulas refuse a mesh, the reason is added to `refused`. Stages run by 1F1B.
     """
     seen: set[str] = set()
     found = [*evaluated(settings, chip, ranks, zeros, chosen)]
@@ -164,7 +168,7 @@ def planned(
 
 
 def mesh_of(layout: Layout) -> dict[str, int]:
-    """Return the run's axes for a layout's, those of size 1 left out; over X a run shards, over P it does not."""
+    """Return the run's axes for a layout, without those of size 1; a run shards over X and not over P."""
     sizes: dict[str, int] = {}
     axes = AXES | ({"data": "X"} if layout.zero == 1 else {})
     for axis, size in layout.sizes.items():
@@ -174,7 +178,7 @@ def mesh_of(layout: Layout) -> dict[str, int]:
 
 
 def uneven(settings: Settings, sizes: Mapping[str, int]) -> str:
-    """Return why the run's arrays do not divide over a mesh, or nothing; the planner's formulas round up."""
+    """Return why the run's arrays do not divide over a mesh, or ""; the planner's formulas round up instead."""
     try:
         _, (tokens, *_) = dry.step_shapes(settings, AbstractMesh(sizes))
     except (ShardingError, ValueError) as error:
@@ -186,8 +190,13 @@ def uneven(settings: Settings, sizes: Mapping[str, int]) -> str:
 def evaluated(
     settings: Settings, chip: Chip, ranks: int, zeros: Sequence[int] = (3,), chosen: Sequence[str] = ()
 ) -> Iterator[Estimate]:
-    """Yield the meshes with these stages of ZeRO over X, and those without X, by formula; each with the best of what is
-    `chosen`. ValueError if none suits."""
+    """Yield by formula the meshes with these stages of ZeRO over X, and those without X.
+
+    Each has the best of the options that are `chosen`.
+
+    Raises:
+        ValueError: No mesh suits.
+    """
     wide = settings.dtype == "bf16"
     job = Job(
         settings.model, settings.batch * settings.seq, settings.seq, settings.dtype, 2 if wide else 4,

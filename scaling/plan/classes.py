@@ -1,4 +1,4 @@
-"""The class of a forecast, and how far published runs of that class are off it (published.toml, `errors`)."""
+"""The class of a forecast, and the error of published runs of that class (published.toml, `errors`)."""
 
 import tomllib
 from functools import cache
@@ -11,9 +11,9 @@ from scaling.hardware import Chip
 from scaling.plan.job import SCHEDULES, Job, Layout
 from scaling.plan.ledger import is_one
 
-LONG = 32_768  # tokens of a sequence, from which attention weighs
+LONG = 32_768  # tokens of a sequence from which attention matters
 STAGES = 35  # the most stages that a published run has
-PART = 4096  # the fewest tokens of a part of a sequence that a run on GPUs has; those on TPUs cut only long ones
+PART = 4096  # the fewest tokens in a chunk of a sequence in runs on GPUs; on TPUs only long sequences are split
 
 
 @cache
@@ -30,13 +30,13 @@ def class_of(job: Job, chip: Chip) -> str:
 
 
 def usual_error(job: Job, chip: Chip) -> float | None:
-    """Return the median error of the published runs of a job's class; None where there is no such run."""
+    """Return the median error of the published runs of a job's class; None if there is no such run."""
     found = None if chip.efficiency_of or chip.measured else runs_table()["errors"].get(class_of(job, chip))
     return found and found[0]
 
 
 def error_line(job: Job, chip: Chip) -> str:
-    """Return what is known of a forecast's error, as a sentence without its end."""
+    """Return what is known about a forecast's error, as a sentence without its full stop."""
     name = class_of(job, chip)
     if chip.efficiency_of:
         like = chip.efficiency_of
@@ -48,10 +48,10 @@ def error_line(job: Job, chip: Chip) -> str:
 
 
 def is_unusual(job: Job, chip: Chip, l: Layout) -> Amount:
-    """Return whether no published run is laid out so.
+    """Return whether no published run has such a layout.
 
-    On GPUs these are short parts of sequences, and experts that are all on every rank; on TPUs stages, experts apart,
-    and short sequences in parts; anywhere zb-h1, DualPipeV without experts, and more than STAGES stages.
+    On GPUs these are short chunks of sequences, and all experts on every rank; on TPUs stages, experts over ranks, and
+    short sequences in chunks; on both zb-h1, DualPipeV without experts, and more than STAGES stages.
     """
     experts = bool(job.work.copies)
     rare = ("zb-h1",) if experts else ("zb-h1", "dualpipev")
@@ -62,5 +62,5 @@ def is_unusual(job: Job, chip: Chip, l: Layout) -> Amount:
 
 
 def sure_seconds(job: Job, chip: Chip, l: Layout, forecast: Amount) -> Amount:
-    """Return a forecast to choose by: a layout that no published run has counts as slower by its class's error."""
+    """Return the forecast to choose by: layouts that no published run has count as slower, by their class's error."""
     return forecast * np.where(is_unusual(job, chip, l), 1 + (usual_error(job, chip) or 0.0), 1.0)

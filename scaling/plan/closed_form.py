@@ -1,4 +1,4 @@
-"""The closed forms of Parts 5 and 12 beside a plan: thresholds in tokens a chip, X_opt, the longest tensor axis."""
+"""The closed forms of Parts 5 and 12 for a plan: thresholds in tokens a chip, X_opt, the longest tensor axis."""
 
 from scaling import cost
 from scaling.configs import Config
@@ -8,7 +8,7 @@ from scaling.plan.job import Job, Question
 
 
 def closed_form(asked: Question, pods: int) -> dict:
-    """What the book's formulas say, for two matrices a layer; {} for a chip of which no network is known."""
+    """Return the results of the book's formulas for two matrices a layer; {} for a chip whose network is not known."""
     job, chip, chips = asked.job, asked.chip, asked.chips
     config = job.config
     if not isinstance(config, Config) or chip.kind == "cpu":
@@ -33,7 +33,7 @@ def closed_form(asked: Question, pods: int) -> dict:
 
 
 def _gpu(job: Job, chip: Chip, chips: int, sparse: float) -> dict:
-    """Part 12: data parallelism within a node or across nodes, tensor parallelism within one, experts across nodes."""
+    """Return Part 12's forms: data parallelism in a node or across nodes, tensor parallelism in one, experts across."""
     config, C = job.config, chip.flops(job.wide)
     inside = cost.data_threshold(C, chip.bandwidth("node"))
     found: dict = {
@@ -49,7 +49,7 @@ def _gpu(job: Job, chip: Chip, chips: int, sparse: float) -> dict:
 
 
 def form_lines(form: dict, config) -> list[str]:
-    """The same in words."""
+    """Return the closed forms as lines of text."""
     if not form:
         return []
     tokens, found = f"{form['tokens_per_chip']:,.0f} tokens a chip", ["Closed form (two matrices a layer):"]

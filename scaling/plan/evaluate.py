@@ -1,10 +1,9 @@
-"""What a layout costs: its bound, its forecast, what binds it and what a chip holds. For one layout, or columns of
-them.
+"""The cost of a layout: its bound, its forecast, what binds it and a chip's memory; for one layout, or columns of many.
 
-Bound: the book's roofline. Forward and backward apart, each the longer of computing and of communicating behind it,
-at the peaks, and the pipeline's bubble on top: no step is shorter. Forecast: the same at what the chip reaches of its
-peaks (`scaling.hardware.Efficiency`), with what lies between the matmuls, with the collectives that a layer waits
-for, and with what a step does once, as far as one microbatch does not hide it.
+The bound is the book's roofline. Forward and backward are counted apart. Each takes the longer of computing and of
+communicating behind it, at the peaks, and the pipeline's bubble comes on top: no step is shorter. The forecast is the
+same at the rates that the chip reaches (`scaling.hardware.Efficiency`). It adds the operations between the matmuls, the
+collectives that a layer waits for, and the work that a step does once, as far as one microbatch does not hide it.
 """
 
 from collections.abc import Sequence
@@ -22,11 +21,11 @@ from scaling.plan.ledger import Compute, Entry, compute, ledger
 from scaling.plan.network import Network
 
 TILE = 128  # rows of a tile of a grouped product
-LOGITS = 16  # bytes of a logit that pass through memory in a third of the step: bf16 and fp32, softmax, gradient
+LOGITS = 16  # bytes per logit that pass through memory in a third of the step: bf16 and fp32, softmax, gradient
 
 
 def step_bounds(job: Job, c: Compute, entries: Sequence[Entry], microbatches: Amount) -> tuple[Amount, Amount]:
-    """(seconds of a step at least, seconds if nothing overlapped), with the bubble."""
+    """Return (the least seconds of a step, its seconds if nothing overlapped), with the bubble."""
     links, everything = [[0.0] * LINKS, [0.0] * LINKS], [0.0, 0.0]  # forward, backward
     for entry in entries:
         each = entry.seconds
@@ -46,7 +45,7 @@ def step_bounds(job: Job, c: Compute, entries: Sequence[Entry], microbatches: Am
 
 @dataclass(frozen=True)
 class StepParts:
-    """Seconds of a forecast step on the fullest stage: what each thing adds to it; they sum to the step."""
+    """Seconds that each kind of work adds to a forecast step on the fullest stage; they sum to the step."""
 
     matmuls: Amount
     attention: Amount
@@ -60,6 +59,7 @@ class StepParts:
 
     @property
     def total(self) -> Amount:
+        """Seconds of the step."""
         return (
             self.matmuls + self.attention + self.memory + self.recomputed + self.critical + self.weights + self.bubble
             + self.once + self.update
@@ -75,8 +75,8 @@ def reached_rates(job: Job, chip: Chip) -> tuple[float, float, float]:
 def layer_products(job: Job, chip: Chip, c: Compute, l: Layout) -> Amount:
     """Return the seconds of the forward products of the stage's layers, at the rates that their shapes reach.
 
-    Experts multiply in grouped products, in tiles of TILE rows: an expert with 130 rows takes as long as one with 256.
-    Where they are narrow, as F = 2,048 on a TPU, their products reach less.
+    Experts multiply in grouped products, in tiles of TILE rows, so an expert with 130 rows takes as long as one with
+    256. If experts are narrow, such as F = 2,048 on a TPU, their products reach a lower rate.
     """
     w, narrow = job.work, chip.flops(job.dtype) * chip.efficiency.of_matmul(job.dtype)
     if not w.copies:
@@ -89,20 +89,20 @@ def layer_products(job: Job, chip: Chip, c: Compute, l: Layout) -> Amount:
 
 
 def layer_between(job: Job, chip: Chip, c: Compute, l: Layout) -> Amount:
-    """Return the seconds between the forward products of the stage's layers: memory's, and of experts routing's."""
+    """Return the seconds between the forward products of the stage's layers: memory traffic, and experts' routing."""
     bandwidth = (chip.hbm_bw or np.inf) * chip.efficiency.memory
     passed = c.tokens * c.layers * job.act_bytes * job.work.passes / l.tensor / bandwidth
     return passed + (c.layers * chip.efficiency.routing if job.work.copies else 0.0)
 
 
 def matmul_passes(job: Job, math: Amount, reads: Amount) -> tuple[Amount, Amount]:
-    """Seconds of matmuls forward and backward: the longer of computing and of reading weights, or adding gradients."""
+    """Return the seconds of matmuls forward and backward, by computing, or by reading weights and adding gradients."""
     forward, adds = np.maximum(math, reads), 2 * reads * job.grad_bytes / job.act_bytes
     return forward, forward + np.maximum(math, adds)
 
 
 def forecast(job: Job, chip: Chip, c: Compute, l: Layout, entries: Sequence[Entry], own: Held) -> StepParts:
-    """The step as it is likely to be: never shorter than the bound."""
+    """Return the parts of the step as it is likely to be; their sum is never shorter than the bound."""
     rate, M = chip.efficiency, l.microbatches
     wide, kernel, bandwidth = reached_rates(job, chip)
     linear = layer_products(job, chip, c, l)
@@ -147,7 +147,7 @@ def forecast(job: Job, chip: Chip, c: Compute, l: Layout, entries: Sequence[Entr
 
 @dataclass(frozen=True)
 class Estimate:
-    """One layout of a job on chips: seconds of a step, bytes of a chip. Or columns of many, of a network of columns."""
+    """One layout of a job on chips: seconds of a step, bytes of a chip; or columns of many, on a network of columns."""
 
     job: Job
     network: Network
@@ -155,21 +155,23 @@ class Estimate:
 
     @cached_property
     def compute(self) -> Compute:
+        """The computing of a step, per chip."""
         return compute(self.job, self.network.chip, self.layout)
 
     @cached_property
     def entries(self) -> tuple[Entry, ...]:
-        """Its collectives."""
+        """The collectives of a step."""
         every = ledger(self.job, self.compute, self.layout, self.network.lanes)
         return tuple(entry for entry in every if np.any(entry.moved > 0))
 
     @cached_property
     def held(self) -> Held:
+        """The bytes on the fullest chip."""
         return held(self.job, self.compute, self.layout)
 
     @property
     def room(self) -> float:
-        """Bytes of a chip that are planned with."""
+        """Bytes of a chip that may be used."""
         return self.job.headroom * self.network.chip.need("hbm_bytes")
 
     @property
@@ -179,34 +181,37 @@ class Estimate:
 
     @property
     def fits(self) -> bool:
+        """Whether a chip has enough memory."""
         return bool(self.misses == 0)
 
     @cached_property
     def bounds(self) -> tuple[Amount, Amount]:
+        """The least seconds of a step, and its seconds if nothing overlapped."""
         return step_bounds(self.job, self.compute, self.entries, self.layout.microbatches)
 
     @property
     def bound(self) -> Amount:
-        """Seconds of a step at least."""
+        """The least seconds of a step."""
         return self.bounds[0]
 
     @property
     def worst(self) -> Amount:
-        """Seconds if nothing overlapped."""
+        """Seconds of a step if nothing overlapped."""
         return self.bounds[1]
 
     @cached_property
     def parts(self) -> StepParts:
+        """The parts of the forecast."""
         return forecast(self.job, self.network.chip, self.compute, self.layout, self.entries, self.held)
 
     @property
     def forecast(self) -> Amount:
-        """Seconds of a step, as it is likely to be."""
+        """Seconds of a step as it is likely to be."""
         return self.parts.total
 
     @cached_property
     def cost(self) -> Cost:
-        """The bound's parts: forward and backward, computing and each axis's collectives."""
+        """The parts of the bound: forward and backward, computing and each axis's collectives."""
         times: tuple[dict[str, float], ...] = ({}, {})
         for entry in self.entries:
             for way, count in enumerate(entry.ways):
@@ -226,32 +231,36 @@ class Estimate:
 
     @property
     def bubble(self) -> float:
+        """The share of a step in which the fullest stage waits for the pipeline."""
         return 1 - 1 / self.compute.fill
 
     @property
     def mfu_limit(self) -> float:
-        """Useful FLOPs over the peak at the bound: what the roofline leaves."""
+        """Useful FLOPs over the peak at the bound, the most that the roofline allows."""
         return self.useful / self.bound
 
     @property
     def mfu(self) -> float:
-        """The same of the forecast."""
+        """Useful FLOPs over the peak at the forecast."""
         return self.useful / self.forecast
 
     @property
     def per_chip(self) -> float:
-        """Tokens a second and chip, as forecast."""
+        """Tokens per second and chip at the forecast."""
         return self.job.batch / self.forecast / self.chips
 
     @property
     def chips(self) -> int:
+        """The number of chips."""
         return self.layout.chips
 
     def size(self, axis: str) -> int:
+        """Return the size of a mesh axis."""
         return self.layout.sizes[axis]
 
     @property
     def name(self) -> str:
+        """The name of the layout."""
         return self.layout.name
 
     @property
@@ -264,5 +273,5 @@ class Estimate:
 
 
 def evaluate(job: Job, network: Network, layout: Layout) -> Estimate:
-    """Time and memory of one layout."""
+    """Return the time and memory of one layout."""
     return Estimate(job, network, layout)

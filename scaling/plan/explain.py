@@ -1,4 +1,4 @@
-"""Why this layout, and for how long: one layer in time, what else could be had, and what would change the answer."""
+"""The reasons for a layout: one layer in time, the alternatives, and what would change the answer."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -13,13 +13,13 @@ from scaling.plan.one_layer import as_dict as pass_dict
 from scaling.plan.one_layer import layer_chart, layer_passes
 from scaling.plan.report import AXIS_WORDS, LAYOUT, Budget, cost_of_run, described_layout, folded, size
 
-SHARES = (1.0, 0.5, 0.25)  # of the memory that a layout may use, in the Pareto table
-WEIGHED = ("data", "fsdp", "pod")  # axes whose bytes are those of weights, whatever the batch
+SHARES = (1.0, 0.5, 0.25)  # shares of the memory that a layout may use, in the Pareto table
+WEIGHED = ("data", "fsdp", "pod")  # axes that move weights, whose bytes do not depend on the batch
 
 
 @dataclass(frozen=True)
 class ParetoPoint:
-    """A layout that nothing beats in time, memory, chips and dollars at once."""
+    """A layout that no other beats in time, memory, chips and dollars at once."""
 
     found: Estimate
     days: float
@@ -27,11 +27,12 @@ class ParetoPoint:
 
     @property
     def costs(self) -> tuple[float, ...]:
+        """Seconds of a step, bytes of a chip, chips, dollars."""
         return self.found.forecast, float(self.found.held.total), self.found.chips, self.dollars or 0.0
 
 
 def pareto_of_chips(asked: Question, budget: Budget) -> list[ParetoPoint]:
-    """Of half, as many and twice the chips, with all, half or a quarter of the memory: what is not beaten."""
+    """Return the unbeaten layouts of half, as many and twice the chips, with all, half or a quarter of the memory."""
     choices, chips = [], asked.chips
     for n in filter(None, (2 * chips, chips, chips // 2)):
         for share in SHARES:
@@ -53,7 +54,7 @@ def pareto_of_chips(asked: Question, budget: Budget) -> list[ParetoPoint]:
 
 @dataclass(frozen=True)
 class Change:
-    """A question asked again with something else: the best layout then, or why there is none."""
+    """A question asked again with one thing changed: the best layout then, or why there is none."""
 
     what: str
     found: Estimate | None
@@ -61,11 +62,12 @@ class Change:
 
     @property
     def per_chip(self) -> float:
+        """Tokens per second and chip, 0 if nothing was found."""
         return self.found.per_chip if self.found else 0.0
 
 
 def changes(asked: Question) -> Iterator[Change]:
-    """The same question with one thing changed."""
+    """Yield the answers to the same question with one thing changed."""
     job, chip, chips = asked.job, asked.chip, asked.chips
 
     def ask(what: str, **changed) -> Change:
@@ -93,7 +95,7 @@ def changes(asked: Question) -> Iterator[Change]:
 
 
 def links(chip: Chip, factor: float) -> Chip:
-    """The chip with all its links so many times as fast."""
+    """Return the chip with all its links `factor` times as fast."""
     fields = {name: value * factor for name in ("link_bw", "dcn_bw") if (value := getattr(chip, name))}
     levels = tuple(replace(level, link_bw=level.link_bw * factor) for level in chip.levels)
     measured = tuple(replace(row, bandwidth=row.bandwidth * factor) for row in chip.measured)
@@ -101,7 +103,7 @@ def links(chip: Chip, factor: float) -> Chip:
 
 
 def bottlenecks(found: Estimate) -> list[tuple[str, float]]:
-    """(what, share of the forecast step), the longest first."""
+    """Return (what, share of the forecast step), the longest first."""
     words = {
         "matmuls": "matmuls", "attention": "attention's dot products", "memory": "what passes through memory",
         "recomputed": "activations computed again", "critical": "waiting for collectives within layers",
@@ -113,7 +115,7 @@ def bottlenecks(found: Estimate) -> list[tuple[str, float]]:
 
 
 def break_evens(found: Estimate) -> list[str]:
-    """For each axis by itself, where its collectives take as long as computing: the sizes at which it binds."""
+    """Return for each axis alone the sizes at which its collectives take as long as computing."""
     said = []
     for axis in AXES:
         if (share := max(dict(part.axes).get(axis, 0.0) / part.math for part in found.cost.parts)) == 0:
@@ -129,11 +131,12 @@ def break_evens(found: Estimate) -> list[str]:
 
 
 def size_of(tokens: float) -> str:
+    """Return a number of tokens in words, such as 4.19M."""
     return f"{tokens / 1e6:,.3g}M" if tokens >= 1e6 else f"{tokens / 1e3:,.3g}k"
 
 
 def text(plans: Found, budget: Budget) -> str:
-    """All of it, for people."""
+    """Return the whole explanation as text."""
     found = plans[0]
     lines = [
         "One layer in time, as forecast (dots: nothing runs; ': computed again)",
@@ -168,7 +171,7 @@ def text(plans: Found, budget: Budget) -> str:
 
 
 def as_dict(plans: Found, budget: Budget) -> dict:
-    """The same as data. Seconds, bytes."""
+    """Return the explanation as data, in seconds and bytes."""
     found = plans[0]
     out: dict = {"layer": [pass_dict(part) for part in layer_passes(found)]}
     out["shares"] = dict(bottlenecks(found))

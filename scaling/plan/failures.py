@@ -1,11 +1,11 @@
-"""What failures cost a long run: how often they come, how often to save, how many spare hosts to keep, and the goodput.
+"""The cost of failures in a long run: how often they come, how often to save, spare hosts, and the goodput.
 
     found = of_job(chips=16384, save=30.0)
     found.interval, found.goodput        2,450 s and 0.90
 
-A job of N chips fails N times as often as one chip. Saving every `tau` seconds costs `save` seconds each, and a failure
-costs the work since the last save and a restart. Young's interval, sqrt(2 save M) with M seconds between failures,
-balances the two; Daly's adds higher orders (J. W. Young, CACM 17(9), 1974; J. T. Daly, FGCS 22(3), 2006).
+A job of N chips fails N times as often as one chip. Saving every `tau` seconds costs `save` seconds each time, and a
+failure costs the work since the last save and a restart. Young's interval, sqrt(2 save M) with M seconds between
+failures, balances the two; Daly's adds higher orders (J. W. Young, CACM 17(9), 1974; J. T. Daly, FGCS 22(3), 2006).
 """
 
 import math
@@ -17,7 +17,7 @@ from scaling.common.arguments import not_negative, positive, whole
 
 HOUR = 3600.0
 STORAGE = 2e12 / 16_384  # bytes/s that storage takes from a chip: Llama 3's 2 TB/s, arXiv:2407.21783, section 3.3.1
-ENOUGH = 0.99  # how surely the spare hosts are enough
+ENOUGH = 0.99  # the probability that the spare hosts are enough
 PUBLISHED = (  # (run, chips, hours, interruptions, source)
     ("Llama 3 405B", 16_384, 54 * 24, 419, "arXiv:2407.21783, section 3.3.4: more than 90% effective"),
     ("Meta's research cluster", 8, 1000 * 24, 6.5, "arXiv:2410.21680: 6.5 in a thousand days of a node of 8"),
@@ -33,7 +33,7 @@ def young(save: float, mtbf: float) -> float:
 
 
 def daly(save: float, mtbf: float) -> float:
-    """Return Daly's interval between saves, in seconds; M itself where saving takes twice as long as that."""
+    """Return Daly's interval between saves, in seconds; it is M if a save takes twice as long as M."""
     if save >= 2 * mtbf:
         return mtbf
     ratio = save / (2 * mtbf)
@@ -42,7 +42,7 @@ def daly(save: float, mtbf: float) -> float:
 
 @dataclass(frozen=True)
 class Failures:
-    """A job under failures: seconds between them (`mtbf`), of a save, of a restart, between saves; spare hosts."""
+    """A job under failures, with spare hosts; seconds between failures (`mtbf`), per save, per restart, between saves."""
 
     chips: int
     mtbf: float
@@ -59,7 +59,7 @@ class Failures:
 
     @property
     def costs(self) -> dict[str, float]:
-        """Shares of the time, to first order: saving, work done again, restarting."""
+        """Shares of the time, to first order: saving, repeating lost work, restarting."""
         saving = self.save / (self.interval + self.save)
         lost = (self.interval + self.save) / 2 / self.mtbf
         return {"saving": saving, "work done again": lost, "restarting": self.restart / self.mtbf}
@@ -78,7 +78,7 @@ def of_job(
 
     Args:
         chips: The chips of the job.
-        save: Seconds for which a save holds up the run.
+        save: Seconds for which a save stops the run.
         mtbf_hours: Hours between failures of one chip, with its share of host and network.
         restart: Seconds from a failure until the run computes again.
         host_chips: Chips that leave the job together.
@@ -94,7 +94,7 @@ def of_job(
 
 
 def spare_hosts(away: float) -> int:
-    """Return how many spares are enough, but for 1% of the time, where so many hosts are away on average (Poisson)."""
+    """Return the spares that are enough for 99% of the time if `away` hosts are in repair on average (Poisson)."""
     if away > 100:  # near enough to a normal distribution, and e^-away is no number any more
         return math.ceil(away + 2.326 * math.sqrt(away))
     term = total = math.exp(-away)
@@ -107,9 +107,9 @@ def spare_hosts(away: float) -> int:
 
 
 def simulated(job: Failures, seconds: float, seed: int = 0) -> Iterator[tuple[str, float, float]]:
-    """Yield (what, start, end) of a run in time, drawn at random: "work", "save", "lost" and "restart".
+    """Yield (what, start, end) of a random run in time: "work", "save", "lost" and "restart".
 
-    Work that a failure undoes is "lost"; a failure during a restart begins it anew.
+    Work that a failure undoes is "lost"; a failure during a restart begins the restart again.
     """
     draw, now = random.Random(seed), 0.0
     fails = draw.expovariate(1 / job.mtbf)
@@ -132,7 +132,7 @@ def simulated(job: Failures, seconds: float, seed: int = 0) -> Iterator[tuple[st
 
 
 def failure_lines(job: Failures, days: float | None = None) -> list[str]:
-    """Return what `plan --failures` prints."""
+    """Return the lines that `plan --failures` prints."""
     hours = job.mtbf / HOUR
     costs = ", ".join(f"{name} {share:.1%}" for name, share in job.costs.items())
     found = [
@@ -154,7 +154,7 @@ def failure_lines(job: Failures, days: float | None = None) -> list[str]:
 
 
 def as_dict(job: Failures, days: float) -> dict:
-    """Return the same as data: seconds, shares, days."""
+    """Return the cost of failures as data, in seconds, shares and days."""
     return {
         "seconds_between_failures": job.mtbf, "save_seconds": job.save, "restart_seconds": job.restart,
         "interval_seconds": job.interval, "goodput": job.goodput, "costs": job.costs, "spare_hosts": job.spares,

@@ -1,4 +1,4 @@
-"""What would help where nothing fits, each way checked by planning again."""
+"""Help if nothing fits: what would make the job fit, each way checked by planning again."""
 
 import math
 from dataclasses import replace
@@ -18,7 +18,7 @@ def size(nbytes: float | None) -> str:
 
 
 def misses(found: Found, memory: str) -> list[str]:
-    """Return why nothing fits, by how much, and what would help; `memory` is the line of what the smallest holds."""
+    """Return why nothing fits, by how much, and what would help; `memory` is the line about the smallest's memory."""
     closest, need = found[0], help_needed(found)
     return [
         f"Nothing fits: of {len(found):,} meshes the smallest, {closest.name}",

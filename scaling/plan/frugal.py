@@ -1,6 +1,6 @@
-"""Ways to train a model that does not fit: a smaller optimizer, one on the host, or adapters beside frozen weights.
+"""Ways to train a model that does not fit: a smaller optimizer, one on the host, or adapters added to frozen weights.
 
-LoRA (arXiv:2106.09685) trains two thin matrices of `RANK` beside each weight, which stays frozen in bf16; QLoRA
+LoRA (arXiv:2106.09685) trains two thin matrices of rank `RANK` for each weight, which stays frozen in bf16; QLoRA
 (arXiv:2305.14314) keeps the frozen weights of the layers in 4 bits with their scales, 4.127 bits each.
 """
 
@@ -11,14 +11,14 @@ from scaling.configs import Config
 from scaling.hardware import Chip
 from scaling.plan.job import Job
 
-RANK = 16  # of the adapters
-NF4 = 4.127 / 8  # bytes of a weight, with scales that are quantized too
-ADAPTED = 16  # bytes of a param of an adapter: fp32 with its gradient and Adam's moments
+RANK = 16  # the rank of the adapters
+NF4 = 4.127 / 8  # bytes of a weight with its scales, which are quantized too
+ADAPTED = 16  # bytes of an adapter's param: fp32 with its gradient and Adam's moments
 
 
 @dataclass(frozen=True)
 class Frugal:
-    """A way to train in less memory: the job that is left on the chips, and the bytes of the adapters on each."""
+    """A way to train in less memory: the job that remains on the chips, and the bytes of the adapters on each chip."""
 
     name: str
     job: Job
@@ -32,14 +32,20 @@ class Frugal:
 
 
 def adapter_params(config: Config) -> float:
-    """Return the params of LoRA's adapters beside attention's and the MLP's matrices, of a dense model."""
+    """Return the params of LoRA's adapters for attention's and the MLP's matrices of a dense model."""
     c = config
-    widths = [c.N * c.H, c.K * c.H, c.K * c.H, c.N * c.H, *[c.F] * c.matrices]  # of Q, K, V, O and the MLP's, beside D
+    widths = [
+        c.N * c.H,
+        c.K * c.H,
+        c.K * c.H,
+        c.N * c.H,
+        *[c.F] * c.matrices,
+    ]  # the widths of Q, K, V, O and the MLP's matrices other than D
     return c.L * RANK * sum(c.D + width for width in widths)
 
 
 def frugal_ways(job: Job) -> Iterator[Frugal]:
-    """Yield the ways that are smaller than the job itself, those that train all params first."""
+    """Yield the ways that need less memory than the job itself; those that train all params come first."""
     params = job.work.params
     if job.optimizer_bytes > 2:
         yield Frugal("8-bit Adam", replace(job, optimizer_bytes=2), 0.0, "its two moments take a byte each")

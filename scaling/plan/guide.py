@@ -1,4 +1,4 @@
-"""Which strategy to begin with on a few GPUs: one GPU, DDP, FSDP, with checkpointing, with tensor parallelism (Part 5).
+"""Choose the strategy to begin with on a few GPUs: one GPU, DDP, FSDP, checkpointing, tensor parallelism (Part 5).
 
     python -m scaling.plan guide --model llama3-8b --gpu h100 --gpus 8
     python -m scaling.plan guide --model my_config.json --memory 24GB --gpus 2
@@ -29,7 +29,7 @@ from scaling.plan.report import folded, size
 
 @dataclass(frozen=True)
 class Rung:
-    """One way to train: how many GPUs each axis gets, the checkpointing, what ZeRO shards."""
+    """A way to train: how many GPUs each axis gets, the checkpointing, and the stage of ZeRO."""
 
     name: str
     sizes: tuple[tuple[str, int], ...]
@@ -76,7 +76,7 @@ class Climbed:
 
 
 def climb(job: Job, gpu: Chip, gpus: int) -> list[Climbed]:
-    """Every rung, each with the microbatches that make it fastest, or smallest if it does not fit."""
+    """Return every rung, each with the microbatches that make it fastest, or smallest if it does not fit."""
     if isinstance(gpus, bool) or not isinstance(gpus, int) or gpus < 1:
         raise ValueError(f"gpus = {gpus!r}: must be a whole number of at least 1\n  fix: give an int")
     steps = []
@@ -93,7 +93,7 @@ def climb(job: Job, gpu: Chip, gpus: int) -> list[Climbed]:
 
 
 def choose_rung(steps: list[Climbed]) -> Climbed | None:
-    """The lowest rung that fits, uses all GPUs and is at most 10% slower than the fastest; None if nothing fits."""
+    """Return the lowest rung that fits, uses all GPUs and is at most 10% slower than the fastest; None if none fits."""
     most = max(step.found.chips for step in steps)
     able = [step for step in steps if step.fits and step.found.chips == most]
     fastest = min((step.found.forecast for step in able), default=0.0)
@@ -110,7 +110,7 @@ def frugal_rungs(job: Job, gpu: Chip, gpus: int) -> list[tuple[Frugal, Climbed]]
 
 
 def advice(job: Job, gpu: Chip, gpus: int, timed: bool = True) -> str:
-    """The ladder as a table, the choice, and if nothing fits by how much and what would help."""
+    """Return the ladder as a table, and the choice; if nothing fits, by how much, and what would help."""
     steps = climb(job, gpu, gpus)
     free, params = steps[0].found.room, job.work.params
     rows = []
@@ -213,6 +213,7 @@ def _parser() -> Parser:
 
 @complaining(ValueError, code=2)
 def main(arguments: list[str]) -> int:
+    """Run the guide; return the exit status."""
     args = _parser().parse_args(arguments)
     if not args.gpu and not args.memory:
         raise ValueError("which GPU?\n  fix: give its name, as in --gpu rtx4090, or its memory, as in --memory 24GB")

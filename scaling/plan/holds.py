@@ -1,10 +1,10 @@
-"""What a chip holds at its fullest: params, gradients, optimizer state, activations and what passes (Parts 4 to 6).
+"""The fullest memory of a chip: params, gradients, optimizer state, activations, and buffers (Parts 4 to 6).
 
-The fullest moment is looked for among a few: of the backward pass, that of the last layer, when all activations are
-there; that of the layer before, when gradients are too; that of the first; the loss; and the end of a step. Stages
+The fullest moment is one of a few: in the backward pass, the moment of the last layer, when all activations are live;
+that of the layer before, when gradients are live as well; that of the first; the loss; and the end of a step. Stages
 store the embedding and unembedding together, and each gathers its own (strategies.transformer.stages). The tests
-hold them to the bytes that an abstract mesh counts for the book's stack and for a Transformer whose params are whole;
-what a run of `scaling.train` holds is counted by its own step (`train.dry`).
+compare this with the bytes that an abstract mesh counts for the book's stack and for a Transformer whose params are
+whole. The memory of a run of `scaling.train` is counted by its own step (`train.dry`).
 """
 
 from dataclasses import dataclass
@@ -20,10 +20,11 @@ from scaling.spec import dtype_bytes
 
 @dataclass(frozen=True)
 class Held:
-    """Bytes on one chip. `working`: gathered weights, whole gradients on their way, logits, a layer computed again.
+    """Bytes on one chip, by kind.
 
-    `apart`: of all these, what is never there at the same time: gradients come as activations go, if there is one
-    microbatch. `shares`: of the params held, the share whose optimizer state is here, which this chip updates.
+    `working`: gathered weights, whole gradients in flight, logits, and a recomputed layer. `apart`: bytes counted twice
+    that are never live together, because with one microbatch gradients come as activations go. `shares`: the share of
+    the chip's params whose optimizer state is here and which this chip updates.
     """
 
     params: Amount
@@ -36,13 +37,15 @@ class Held:
 
     @property
     def total(self) -> Amount:
-        """At the fullest moment."""
+        """Bytes at the fullest moment."""
         return self.params + self.grads + self.optimizer + self.activations + self.working - self.apart
 
 
 def held(job: Job, c: Compute, l: Layout) -> Held:
-    """Bytes on the fullest chip: of the first stage, which keeps the most microbatches, or of the last, which has the
-    loss."""
+    """Return the bytes on the fullest chip.
+
+    This is a chip of the first stage, which keeps the most microbatches, or of the last, which has the loss.
+    """
     w, act = job.work, job.act_bytes
     dense, experts = weight_elements(job, l)
     ways, ranks = zip(*(weight_ways(job, l, lane) for lane in ("weights", "experts")), strict=True)
@@ -103,13 +106,16 @@ def held(job: Job, c: Compute, l: Layout) -> Held:
 
 
 def depth(job: Job, l: Layout) -> Amount:
-    """Places for layers in each chunk of a stage; where L does not divide, the last chunks leave one empty."""
+    """Return the slots for layers in each chunk of a stage; if L does not divide, the last chunks leave one empty."""
     return np.ceil(job.work.L / (l.pipe * l.chunks))
 
 
 def cotangents(job: Job, c: Compute, l: Layout) -> tuple[Amount, Amount]:
-    """Bytes of one layer's backward pass, what is computed again included, at the fullest moment before the gradients
-    that were put off are due, and at the fullest one from then on: later in the MLP, or in context attention."""
+    """Return bytes of one layer's backward pass, recomputation included, at two moments.
+
+    The first is the fullest moment before the deferred gradients are due, the second the fullest one after it: later in
+    the MLP, or in context attention.
+    """
     w, token = job.work, job.act_bytes * c.tokens
     rows = np.where(l.tensor > 1, 2 + 2 / l.tensor, 2)
     split, apart = w.saved["none"]
@@ -124,8 +130,11 @@ def cotangents(job: Job, c: Compute, l: Layout) -> tuple[Amount, Amount]:
 
 
 def _loss(job: Job, c: Compute, l: Layout, sharded: Amount) -> Amount:
-    """Bytes of the loss: the last layer's output, normed, and its cotangent; a chunk's logits, as they come and in
-    fp32, then its gradient of the unembedding; of several chunks their sum in fp32; a gathered unembedding itself."""
+    """Return the bytes of the loss.
+
+    These are the last layer's normed output and its cotangent; a chunk's logits, as computed and in fp32, and then the
+    chunk's gradient of the unembedding; for several chunks their sum in fp32; and a gathered unembedding.
+    """
     if not job.work.ends[1]:
         return 0.0
     D, table = job.work.D, job.work.ends[1] / l.tensor
@@ -137,7 +146,7 @@ def _loss(job: Job, c: Compute, l: Layout, sharded: Amount) -> Amount:
 
 
 def saved(job: Job, l: Layout) -> tuple[Amount, Amount]:
-    """Elements that a layer saves of a token: (split over tensor, not split)."""
+    """Return the elements that a layer saves per token: (split over tensor, not split)."""
     found = job.work.saved
     if isinstance(l.remat, str):
         return found[l.remat]

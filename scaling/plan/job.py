@@ -1,10 +1,11 @@
-"""What the planner is asked: a model, a batch, what is stored of each parameter, the chips, what the user decided. And
-what it answers with: a layout, how many chips each mesh axis has, and how the step runs on them.
+"""The planner's question and its answer: a job, the chips and the user's decisions; and a layout.
 
-pod (replicas joined by the datacenter's network), pipe (stages of layers), data (replicas), fsdp, context (parts of a
-sequence), expert, tensor: outermost first. Tokens are split over pod, data, fsdp, context and expert. Weights are split
-over tensor and pipe, those of experts over expert, and by ZeRO: stage 3 also over fsdp, context and expert, gathered
-for each use; stage 1 only what the optimizer holds, over data, context and expert; 0 nothing.
+The question has a model, a batch, and the bytes that are stored per parameter. The answer has the size of each mesh
+axis, and how the step runs on the mesh. The axes are, outermost first: pod (replicas joined by the datacenter's
+network), pipe (stages of layers), data (replicas), fsdp, context (chunks of a sequence), expert, tensor. Tokens are
+split over pod, data, fsdp, context and expert. Weights are split over tensor and pipe, weights of experts also over
+expert. ZeRO splits further: stage 3 also splits weights over fsdp, context and expert, and gathers them for each use;
+stage 1 splits only the optimizer's state, over data, context and expert; stage 0 splits nothing.
 """
 
 import math
@@ -38,14 +39,13 @@ DTYPES = ("bf16", "fp16", "fp32", "fp64", "fp8", "int8")
 
 @dataclass(frozen=True)
 class Job:
-    """A batch of so many tokens, in sequences of `seq`, and the bytes of a parameter, its gradient, its optimizer
-    state.
+    """A batch of tokens in sequences of `seq`, and the bytes of a parameter, its gradient, and its optimizer state.
 
-    `dtype`: of the layers' matmuls; with fp8 or int8 the dot products, the unembedding and what is sent stay bf16, but
-    for tokens on their way to experts. `overlap`, of the bound: collectives over different links run at once, behind
-    the matmuls ("max", the book of 2026); one after the other, but behind the matmuls ("sum", 2025); nothing behind
-    anything ("none"). `headroom`: the share of a chip's memory that is planned with; the rest goes to the runtime, its
-    buffers and fragments. `shards`: the axes over which ZeRO-3 shards weights.
+    `dtype` is that of the layers' matmuls. With fp8 or int8, the dot products, the unembedding and everything that is
+    sent stay bf16, except tokens on their way to experts. `overlap` belongs to the bound: with "max" collectives over
+    different links run at once, behind the matmuls (the book of 2026); with "sum" they run in sequence, but behind the
+    matmuls (2025); with "none" nothing overlaps. `headroom` is the share of a chip's memory that is planned with; the
+    rest is for the runtime, its buffers and fragments. `shards` are the axes over which ZeRO-3 shards weights.
     """
 
     config: Config | Stack
@@ -87,30 +87,32 @@ class Job:
 
     @cached_property
     def work(self) -> LayerWork:
+        """The work of a layer."""
         return work_of(self.config, self.seq)
 
     @property
     def sequences(self) -> int:
-        """Of the global batch, the last one perhaps a part of one."""
+        """Sequences of the global batch; the last one may be shorter."""
         return -(-self.batch // self.seq)
 
     @property
     def wide(self) -> str:
-        """The dtype of the dot products, of the unembedding and of what is sent."""
+        """The dtype of the dot products, of the unembedding and of everything that is sent."""
         return "bf16" if DTYPE_BYTES[self.dtype] < 2 else self.dtype
 
     @property
     def act_bytes(self) -> float:
+        """Bytes of an element of activations."""
         return dtype_bytes(self.wide)
 
     def flops(self, remat: str = "none") -> float:
-        """FLOPs of a step that attention kernels need: six per weight and token, and the causal dot products."""
+        """Return the FLOPs of a step that attention kernels need: six per weight and token, and causal dot products."""
         return self.work.flops(self.batch, remat)
 
 
 @dataclass(frozen=True)
 class Fixed:
-    """What the user has decided: None is open. `axes`: sizes by mesh axis."""
+    """The user's decisions, where None leaves the choice open. `axes`: sizes by mesh axis."""
 
     axes: tuple[tuple[str, int], ...] = ()
     remat: str | None = None
@@ -139,7 +141,7 @@ ANY = Fixed()
 
 @dataclass(frozen=True)
 class Question:
-    """What is asked: the layout of a job on so many chips, with what the user has decided."""
+    """A question to the planner: the layout of a job on so many chips, given the user's decisions."""
 
     job: Job
     chip: Chip
@@ -149,11 +151,11 @@ class Question:
 
 @dataclass(frozen=True)
 class Layout:
-    """Sizes of AXES; `zero`: 0, 1 or 3; `schedule` of the stages, with `chunks` of layers each; `remat`: what is saved.
-    The fields may be columns of many layouts; the words in them are numbers then (CODED).
+    """The sizes of AXES and the recipe of a step; or columns of many layouts, whose words are numbers (CODED).
 
-    `reduce`: with ZeRO-3, gradients are scattered after each microbatch ("each"), or summed whole and scattered once
-    ("once"), which sends less and holds more.
+    `zero` is the stage of ZeRO: 0, 1 or 3. `schedule` is that of the stages, with `chunks` of layers each. `remat` says
+    what is saved for backward. `reduce` applies to ZeRO-3: gradients are either scattered after each microbatch
+    ("each"), or summed whole and scattered once ("once"), which sends less and holds more.
     """
 
     pod: int = 1
@@ -189,20 +191,22 @@ class Layout:
 
     @property
     def sizes(self) -> dict[str, int]:
+        """The size of each mesh axis."""
         return {axis: getattr(self, axis) for axis in AXES}
 
     @property
     def chips(self) -> int:
+        """The number of chips."""
         return math.prod(self.sizes.values())
 
     @property
     def shards(self) -> int:
-        """Ways in which ZeRO-3 splits the dense weights, beyond tensor, if the job's `shards` are all of SHARDS."""
+        """The number of ZeRO-3 shards of the dense weights, not counting tensor, if the job's `shards` are SHARDS."""
         return self.fsdp * self.context * self.expert if self.zero == 3 else 1
 
     @property
     def name(self) -> str:
-        """pods 2 x FSDP 64 x TP 8."""
+        """The axes with their sizes, such as "pods 2 x FSDP 64 x TP 8"."""
         named = [f"{WORDS[axis]} {size:,}" for axis, size in self.sizes.items() if size > 1]
         if self.zero == 3 and self.fsdp == 1 and self.shards > 1:
             named.append(
@@ -212,7 +216,7 @@ class Layout:
 
     @property
     def meaning(self) -> str:
-        """What the name means: what each axis splits, and what ZeRO shards over how many chips."""
+        """The meaning of the name: what each axis splits, and what ZeRO shards over how many chips."""
         shards, replicas = self.shards, self.data * self.context * self.expert
         words = [
             (self.pod > 1, f"{self.pod:,} pods, each a replica"),
@@ -228,7 +232,7 @@ class Layout:
 
     @property
     def recipe(self) -> str:
-        """What else decides the step: checkpointing, microbatches, schedule."""
+        """The other choices that determine the step: checkpointing, microbatches, schedule."""
         words = [SAVES[self.remat]]
         if self.microbatches > 1:
             words.append(f"{self.microbatches} microbatches")
@@ -243,6 +247,6 @@ CODED = {"schedule": SCHEDULES, "remat": POLICIES, "reduce": REDUCES}  # words a
 
 
 def row(many: Layout, i: int) -> Layout:
-    """One layout of columns of them."""
+    """Return one layout of columns of layouts."""
     values: dict[str, Any] = {field.name: int(getattr(many, field.name)[i]) for field in fields(Layout)}
     return Layout(**{name: CODED[name][value] if name in CODED else value for name, value in values.items()})

@@ -1,9 +1,9 @@
-"""What one chip computes and moves in a step: the ledger from which bound, forecast, bytes and the timeline all follow.
+"""The ledger of one chip's step, its FLOPs and bytes, from which bound, forecast, bytes and the timeline follow.
 
-Of the fullest stage, by formula, as a good system may do it. `tests/plan` holds it, of the book's stack, to the closed
-forms of Part 5 and to the strategies' own code. Gradients travel in the bytes in which they are held. A run of
-`scaling.train` does nearly this for a job whose `shards` are fsdp alone; its own step counts it exactly (`train.dry`,
-`plan.choose`). A layout's fields may be columns; then so is everything here.
+It is for the fullest stage, by formula, as a good system may do it. `tests/plan` compares it, for the book's stack,
+with the closed forms of Part 5 and with the strategies' own code. Gradients are sent in the dtype in which they are
+held. A run of `scaling.train` does nearly this for a job whose `shards` are fsdp alone; its own step counts it exactly
+(`train.dry`, `plan.choose`). If a layout's fields are columns, so is everything here.
 """
 
 import math
@@ -20,14 +20,14 @@ from scaling.plan.network import LANES
 
 @dataclass(frozen=True)
 class Compute:
-    """FLOPs of one microbatch on the fullest stage of a chip, forward, and how the pipeline fills.
+    """FLOPs of one microbatch's forward on the fullest stage of a chip, and how well the pipeline is filled.
 
-    `tokens` of the microbatch on the chips of one tensor group; `layers` on the stage; `linear`, `dots`, `head`:
-    FLOPs of its matmuls, of attention, of the unembedding; `again`: the shares of linear and of dots that the
-    backward pass computes anew; `read`: bytes of the stage's weights, which matmuls read from memory. `forward`,
-    `backward`: seconds at the chip's peak, the longer of computing and of reading weights (Part 1). `fill`: the time
-    of the whole step over that of the fullest stage's work, i.e. 1 / (1 - bubble). `live`: microbatches whose
-    activations the first stage holds.
+    `tokens` of the microbatch on the chips of one tensor group; `layers` of the stage; `linear`, `dots`, `head`: FLOPs
+    of its matmuls, of attention, of the unembedding; `again`: the shares of linear and of dots that the backward pass
+    recomputes; `read`: bytes of the stage's weights, which matmuls read from memory. `forward`, `backward`: seconds at
+    the chip's peak, the longer of computing and of reading weights (Part 1). `fill`: the time of the whole step over
+    that of the fullest stage's work, which is 1 / (1 - bubble). `live`: microbatches whose activations the first stage
+    holds.
     """
 
     tokens: Amount
@@ -44,7 +44,7 @@ class Compute:
 
 
 def is_one(codes, words: tuple[str, ...], *wanted: str):
-    """Where a coded field, or its word, is one of these."""
+    """Return where a coded field, or its word, is one of the wanted words."""
     if isinstance(codes, str):
         return codes in wanted
     found = codes == words.index(wanted[0])
@@ -54,7 +54,7 @@ def is_one(codes, words: tuple[str, ...], *wanted: str):
 
 
 def compute(job: Job, chip: Chip, l: Layout) -> Compute:
-    """The computing of a step, per chip."""
+    """Return the computing of a step, per chip."""
     w, C, C_wide = job.work, chip.flops(job.dtype), chip.flops(job.wide)
     replicas = l.pod * l.data * l.fsdp * l.expert
     if job.seq > 1:
@@ -88,22 +88,24 @@ def compute(job: Job, chip: Chip, l: Layout) -> Compute:
 
 
 def copied(w, l: Layout) -> Amount:
-    """How often keys' and values' weights and heads exist, over what one would be split over: 1 unless K < |Y|."""
+    """Return how many copies of keys' and values' weights and heads there are: 1 unless K < |Y|."""
     return np.maximum(1.0, l.tensor / w.kv_heads)
 
 
 def heaviest(L: int, unit: Amount, stages: Amount) -> Amount:
-    """Layers of the fullest stage, in units of layers: the last one also has the unembedding, so may have fewer of
-    them."""
+    """Return the layers of the fullest stage, in units of layers.
+
+    The last stage also has the unembedding, so it may have fewer layers.
+    """
     few = np.floor((L + unit) / stages)
     return np.minimum(*(np.maximum(n, unit + np.maximum(0, L - (stages - 1) * n)) for n in (few, few + 1)))
 
 
 def idle(l: Layout, weight: Amount, forward: Amount, ratio: Amount) -> Amount:
-    """A pipeline's idle time, in units of what the other stages take for a microbatch (`schedules.closed_forms`).
+    """Return a pipeline's idle time, in units of the time that the other stages take for a microbatch.
 
-    1 for 1F1B, 1/v interleaved in v chunks; with the weight half W of the backward pass put off, (F + B - W)/(F + B +
-    W) in zb-h1 and half of (F + 2B - W)/(F + B + W) in DualPipeV.
+    It is 1 for 1F1B and 1/v if interleaved in v chunks. With the weight half W of the backward pass deferred, it is (F
+    + B - W)/(F + B + W) in zb-h1 and half of (F + 2B - W)/(F + B + W) in DualPipeV (`schedules.closed_forms`).
     """
     total = forward * (1 + ratio)
     halves = total - forward - weight  # B, the half of the backward pass that the stage before waits for
@@ -113,7 +115,7 @@ def idle(l: Layout, weight: Amount, forward: Amount, ratio: Amount) -> Amount:
 
 
 def _live(l: Layout) -> Amount:
-    """Microbatches of a whole stage whose activations the first stage holds (`closed_forms.live_activations`)."""
+    """Return the microbatches whose activations the first stage holds (`closed_forms.live_activations`)."""
     Z, v = l.pipe, l.chunks
     many = np.where(is_one(l.schedule, SCHEDULES, "interleaved") & (v > 1), ((v - 1) * Z + 2 * (Z - 1) + 1) / v, Z)
     many = np.where(is_one(l.schedule, SCHEDULES, "dualpipev"), (2 * Z + 1) / 2, many)
@@ -122,11 +124,11 @@ def _live(l: Layout) -> Amount:
 
 @dataclass(frozen=True)
 class Entry:
-    """Collectives of one kind on the fullest stage, in a step: so many `forward` and `backward`, V `nbytes` each.
+    """Collectives of one kind on the fullest stage in a step: `forward` and `backward` of them, with V = `nbytes` each.
 
-    `axis`: of the mesh, to which they are charged; `lane`: the name of what they run `over`. `kind`: "critical", the
-    layer waits for it; "ahead", weights and their gradients, behind the layer's matmuls; "step", once a step, behind
-    one microbatch; "hop", between stages.
+    `axis`: the mesh axis to which they are charged; `lane`: the name of the lane that they run `over`. `kind`:
+    "critical" if the layer waits for it; "ahead" for weights and their gradients, behind the layer's matmuls; "step"
+    once per step, behind one microbatch; "hop" between stages.
     """
 
     axis: str
@@ -139,40 +141,41 @@ class Entry:
 
     @property
     def moved(self) -> Amount:
+        """Bytes V of all of them."""
         return (self.forward + self.backward) * self.nbytes
 
     @property
     def ways(self) -> tuple[Amount, Amount]:
-        """How many there are forward and backward."""
+        """The number of them in the forward and in the backward pass."""
         return self.forward, self.backward
 
     @property
     def seconds(self) -> Amount:
-        """Of one of them, at the peak."""
+        """Seconds of one of them at the peak."""
         return self.over.seconds(self.nbytes)
 
     def hides(self, chip: Chip, l: Layout) -> Amount:
-        """The share of a layer's collectives that runs behind its own matmuls, or behind another microbatch's."""
+        """Return the share of a layer's collectives that runs behind its own matmuls, or another microbatch's."""
         near = self.over.near * chip.efficiency.hidden
         return np.where(is_one(l.schedule, SCHEDULES, "dualpipev"), 1.0, near) if self.axis == "expert" else near
 
 
 def weight_elements(job: Job, l: Layout) -> tuple[Amount, Amount]:
-    """Of one layer on one tensor rank: (dense, experts), whole along what ZeRO-3 shards."""
+    """Return the elements of one layer on one tensor rank, (dense, experts), whole along the axes of ZeRO-3."""
     w = job.work
     return (w.dense + w.kv * (copied(w, l) - 1)) / l.tensor, w.experts / (l.expert * l.tensor)
 
 
 def weight_ways(job: Job, l: Layout, lane: str) -> tuple[Amount, Amount]:
-    """(ways in which ZeRO-3 splits dense "weights", or "experts"; ranks that hold the same of them, tensor aside)."""
-    others = LANES[lane][1:]  # the axes beside fsdp
+    """Return (ZeRO-3's shards of dense "weights" or of "experts"; ranks that hold the same shard, tensor aside)."""
+    others = LANES[lane][1:]  # the axes other than fsdp
     shares = math.prod(getattr(l, axis) for axis in others if axis in job.shards)
     every = math.prod(getattr(l, axis) for axis in others)
     return l.fsdp * shares, l.data * every / np.where(l.zero == 3, shares, 1)
 
 
 def ledger(job: Job, c: Compute, l: Layout, lanes: Mapping[str, Lane]) -> list[Entry]:
-    """Every collective of a step, over the lanes of its mesh."""
+    """Return every collective of a step, over the lanes of its mesh."""
     w, act, M, n = job.work, job.act_bytes, l.microbatches, c.layers
     each = M * n
     replay = is_one(l.remat, POLICIES, "block")

@@ -1,6 +1,6 @@
 """A mesh on the chips: where each axis lies, on a torus or on a tree of switches, and the lanes of its collectives.
 
-`scaling.cost.lanes` has what a byte costs over them.
+`scaling.cost.lanes` has the cost of a byte over a lane.
 """
 
 import math
@@ -29,7 +29,7 @@ HOW = {"pipe": "CollectivePermute", "expert": "AllToAll"}  # the other lanes are
 
 @dataclass(frozen=True)
 class Network:
-    """A mesh on the chips: sizes of AXES, whether params are sharded (ZeRO-3), and its lanes."""
+    """A mesh on the chips: the sizes of AXES, the stage of ZeRO, and its lanes."""
 
     chip: Chip
     sizes: Mapping[str, int]
@@ -45,8 +45,15 @@ def placed_lanes(
     chip: Chip, sizes: Mapping[str, int], zero: int, shards: Sequence[str],
     lane_of: Callable[[str, tuple[str, ...], int], Lane],
 ) -> Network:  # fmt: skip
-    """All lanes of a mesh; `lane_of(op, axes, size)`: of a group of so many chips, but for pods. `shards`: the axes
-    over which ZeRO-3 shards weights."""
+    """Return a network with all lanes of a mesh.
+
+    Args:
+        chip: The chip.
+        sizes: The sizes of AXES.
+        zero: The stage of ZeRO.
+        shards: The axes over which ZeRO-3 shards weights.
+        lane_of: The function (op, axes, size) -> the lane of a group of `size` chips; pods have their own.
+    """
     lanes, split = {}, shards if zero == 3 else ()
     for name, axes in LANES.items():
         if name in ("weights", "experts"):
@@ -74,7 +81,7 @@ def _or_unplaced(lane_of: Callable[..., Lane], *given) -> Lane:
 
 @lru_cache(maxsize=256)
 def _filled(chip: Chip, chips: int) -> Chip:
-    """The chip in nodes that are filled alike: of 72 GPUs, 64 are used where the cluster is no multiple of 72."""
+    """Return the chip in nodes that are filled alike: 64 of 72 GPUs are used if the cluster is no multiple of 72."""
     node, *rest = chip.levels
     even = 2 ** (node.degree.bit_length() - 1)
     if chips <= node.degree or chips % node.degree == 0 or even == node.degree:
@@ -87,7 +94,11 @@ def _filled(chip: Chip, chips: int) -> Chip:
 def tree(
     chip: Chip, sizes: Mapping[str, int], zero: int, copies: int = 1, groups: int = 1, shards: Sequence[str] = SHARDS
 ) -> Network:
-    """Lanes on a cluster of GPUs. Unplaced if the ranks of an axis would lie across nodes now and then."""
+    """Return the lanes on a cluster of GPUs.
+
+    Raises:
+        Unplaced: The ranks of an axis would sometimes lie across nodes.
+    """
     cluster = math.prod(sizes.values())
     chip = _filled(chip, cluster)
     node = chip.node_gpus
@@ -109,7 +120,7 @@ Placement = dict[str, tuple[AxisSpan, ...]]  # by mesh axis
 
 
 def slice_shape(chip: Chip, chips: int) -> tuple[int, ...]:
-    """The most cubic slice of so many chips that the pod has, rings first; ValueError if there is none."""
+    """Return the most cubic slice of so many chips that the pod has, rings first; ValueError if there is none."""
     pod = chip.need("pod")
     if chips == chip.pod_chips:
         return tuple(pod)
@@ -121,7 +132,7 @@ def slice_shape(chip: Chip, chips: int) -> tuple[int, ...]:
 
 
 def _shapes(chips: int, axes: int) -> Iterator[tuple[int, ...]]:
-    """Sorted lengths whose product is `chips`."""
+    """Yield sorted lengths whose product is `chips`."""
     if axes == 1:
         yield (chips,)
         return
@@ -131,7 +142,7 @@ def _shapes(chips: int, axes: int) -> Iterator[tuple[int, ...]]:
 
 
 def _near(chip: Chip, chips: int) -> int:
-    """The largest slice of fewer chips."""
+    """Return the largest slice of fewer chips."""
     for fewer in range(min(chips, chip.pod_chips), 0, -1):
         if any(inside(shape, chip.longest) for shape in _shapes(fewer, chip.axes)):
             return fewer
@@ -145,7 +156,7 @@ def inside(shape: tuple[int, ...], longest: tuple[int, ...]) -> bool:
 
 @lru_cache(maxsize=64)
 def placements(chip: Chip, shape: tuple[int, ...], axes: tuple[str, ...], most: tuple[int, ...]) -> list[Placement]:
-    """All ways to lay mesh `axes`, outermost first, on a slice; none of them longer than `most` says."""
+    """Return all ways to lay mesh `axes`, outermost first, on a slice, with sizes of at most `most`."""
     rings = chip.wraps(shape)
     limit = dict(zip(axes, most, strict=True))
 
@@ -188,7 +199,7 @@ def placements(chip: Chip, shape: tuple[int, ...], axes: tuple[str, ...], most: 
 def torus(
     chip: Chip, sizes: Mapping[str, int], zero: int, placed: Placement, copies: int = 1, shards: Sequence[str] = SHARDS
 ) -> Network:
-    """Lanes on a slice of a TPU pod, by a placement of the mesh axes."""
+    """Return the lanes on a slice of a TPU pod, by a placement of the mesh axes."""
 
     def lane_of(op: str, axes: tuple[str, ...], size: int) -> Lane:
         return torus_lane(chip, op, tuple(span for axis in axes for span in placed.get(axis, ())), copies)
@@ -197,7 +208,7 @@ def torus(
 
 
 def book(chip: Chip, sizes: Mapping[str, int], axes: Mapping[str, int], zero: int = 3) -> Network:
-    """Lanes as Part 5 assumes them: each mesh axis spans so many rings of the torus, of whatever length."""
+    """Return the lanes that Part 5 assumes: each mesh axis spans a number of the torus's rings, of any length."""
     first, placed = 0, {}
     for axis, m in axes.items():
         length = math.ceil(sizes[axis] ** (1 / m))
@@ -210,7 +221,10 @@ def book(chip: Chip, sizes: Mapping[str, int], axes: Mapping[str, int], zero: in
 
 
 def measured(chip: Chip, sizes: Mapping[str, int], zero: int, shards: Sequence[str] = SHARDS) -> Network:
-    """Lanes from a chip file's measured AllGathers; every lane waits for every other: they share the machine."""
+    """Return the lanes by a chip file's measured AllGathers.
+
+    Each waits for all others, since they share the machine.
+    """
 
     def lane_of(op: str, axes: tuple[str, ...], size: int) -> Lane:
         return _or_unplaced(measured_lane, chip, "AllGather", size)
@@ -222,7 +236,7 @@ def measured(chip: Chip, sizes: Mapping[str, int], zero: int, shards: Sequence[s
 
 
 def torus_meshes(chip: Chip, chips: int, pods: int, axes: tuple[str, ...], most: tuple[int, ...]) -> Iterator[tuple]:
-    """(sizes, placement) of every mesh of the axes on a slice; of equal sizes only what is not worse in all lanes."""
+    """Yield (sizes, placement) of every mesh of the axes on a slice; of equal sizes, those not worse in all lanes."""
     kept: dict[tuple, dict[tuple, Placement]] = {}
     for placed in placements(chip, slice_shape(chip, chips // pods), axes, most):
         sizes = tuple(math.prod(span.size for span in placed.get(axis, ())) for axis in axes)

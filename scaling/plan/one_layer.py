@@ -1,8 +1,8 @@
-"""One layer of a layout in time: what its forward and backward pass compute and send, and what hides behind what.
+"""One layer of a layout in time: what its passes compute and send, and which communication they hide.
 
-As forecast, in the middle of a step: one microbatch, with layers like it before and after. Of a collective that a layer
-waits for, the share that the chip hides runs behind the matmul whose operand it gathers, or whose result it scatters;
-those of weights run behind all of a layer, and the next layer waits for its own.
+The times are forecasts, for one microbatch in the middle of a step, with equal layers before and after. If a layer
+waits for a collective, the share that the chip hides runs behind the matmul whose operand it gathers, or whose result
+it scatters. Collectives of weights run behind all of a layer, and the next layer waits for its own weights.
 """
 
 from collections.abc import Iterator
@@ -17,14 +17,17 @@ COLOURS = {
     "compute": "#5fc7b0", "tensor": "#f5a45d", "context": "#c58fe0", "expert": "#e07a8b", "fsdp": "#86aef0",
     "data": "#86cf7f",
 }  # fmt: skip
-BEFORE = 6  # layers that pass until one is like the next
+BEFORE = 6  # layers until each is like the next
 
 
 @dataclass(frozen=True)
 class Operation:
-    """One operation of a layer. `waits`: what follows needs it; `hidden`: its share that runs behind a matmul, the
-    next one if it `feeds` that, or else the one before. What nothing waits for runs behind the layer; the next layer
-    needs it if it is `ahead`."""
+    """One operation of a layer.
+
+    `waits`: the next operation needs it; `hidden`: the share of it that runs behind a matmul, which is the next one if
+    it `feeds` that, or else the one before. An operation that nothing waits for runs behind the layer; if it is
+    `ahead`, the next layer needs it.
+    """
 
     lane: str
     name: str
@@ -35,12 +38,13 @@ class Operation:
 
     @property
     def feeds(self) -> bool:
+        """Whether the next matmul needs it."""
         return self.name.startswith(("AG", "dispatch"))
 
 
 @dataclass(frozen=True)
 class Pass:
-    """A forward or backward pass of a layer: what runs meanwhile, and how long it takes."""
+    """A forward or backward pass of a layer: the operations in it, and how long it takes."""
 
     name: str
     seconds: float
@@ -48,6 +52,7 @@ class Pass:
 
     @property
     def lanes(self) -> list[str]:
+        """The lanes that are used, computing first."""
         return ["compute", *(axis for axis in AXES[::-1] if any(bar.row == axis for bar in self.bars))]
 
     @property
@@ -57,7 +62,7 @@ class Pass:
 
     @property
     def hidden(self) -> dict[str, float]:
-        """Of each axis, the share of its seconds in which the chip computes."""
+        """The share of each axis's seconds in which the chip computes."""
         busy, found = [bar for bar in self.bars if bar.row == "compute"], {}
         for axis in self.lanes[1:]:
             mine = [bar for bar in self.bars if bar.row == axis]
@@ -67,7 +72,7 @@ class Pass:
 
 
 def play(name: str, layer: list[Operation]) -> Pass:
-    """The layer again and again, until it repeats; the last one as seen in a window of its own length."""
+    """Run a layer repeatedly until it repeats itself; return the last one, in a window of its own length."""
     ran, free, now, ready, fed, start = [], {}, 0.0, 0.0, 0.0, 0.0
     for _ in range(BEFORE):
         start = now = max(now, ready)
@@ -88,13 +93,13 @@ def play(name: str, layer: list[Operation]) -> Pass:
 
 
 def layer_passes(found: Estimate) -> tuple[Pass, Pass]:
-    """A layer's forward and backward pass."""
+    """Return a layer's forward and backward pass."""
     forward, backward = _Layer(found).passes()
     return play("forward", forward), play("backward", backward)
 
 
 class _Layer:
-    """Seconds of a layer's operations, as `evaluate.forecast` counts them, and their order."""
+    """The operations of a layer in their order, with seconds as in `evaluate.forecast`."""
 
     def __init__(self, found: Estimate):
         job = found.job
@@ -121,7 +126,10 @@ class _Layer:
                     self.slower[way] += float(count) * busy
 
     def passes(self) -> tuple[list[Operation], list[Operation]]:
-        """(forward, backward); collectives that overlap take cores, so computing is slower by as much."""
+        """Return the operations (forward, backward).
+
+        Collectives that overlap take cores, so computing is slower by as much.
+        """
         found = list(self.forward()), list(self.backward())
         for i, ops in enumerate(found):
             computing = sum(op.seconds for op in ops if op.lane == "compute")
@@ -130,19 +138,23 @@ class _Layer:
         return found
 
     def wait(self, axis: str, name: str) -> Iterator[Operation]:
+        """Yield a collective that the layer waits for, if the axis has one."""
         if axis in self.sent:
             yield Operation(axis, name, self.sent[axis], hidden=self.hidden[axis])
 
     def weights(self, what: str, ahead: bool) -> Iterator[Operation]:
+        """Yield the collectives of weights, or of their gradients."""
         for lane, mark in (("weights", "W"), ("experts", "W of experts")):
             if lane in self.sent:
                 seconds = self.sent[lane if ahead else f"gradients of {lane}"]
                 yield Operation("fsdp", what.format(mark), seconds, waits=False, ahead=ahead)
 
     def compute(self, name: str, matmuls: float, passes: float) -> Iterator[Operation]:
+        """Yield a matmul with the operations around it."""
         yield Operation("compute", name, matmuls + passes * self.between)
 
     def forward(self, mark: str = "") -> Iterator[Operation]:
+        """Yield the operations of the forward pass; `mark` marks those that are recomputed."""
         w, linear = self.work, self.linear[0]
         half = 0.5 if w.projections else 1.0  # of the passes through memory, an MLP's
         if not mark:
@@ -163,6 +175,7 @@ class _Layer:
         yield from self.wait("expert", "combine" + mark)
 
     def backward(self) -> Iterator[Operation]:
+        """Yield the operations of the backward pass."""
         w, l, linear = self.work, self.layout, self.linear[1]
         half = 0.5 if w.projections else 1.0
         mlp, attention = linear * (1 - self.attention), linear * self.attention
@@ -191,7 +204,7 @@ class _Layer:
 
 
 def layer_chart(passes: tuple[Pass, ...], width: int = 84) -> str:
-    """The passes as text: a row for each lane, time to the right; dots where nothing runs."""
+    """Return the passes as text: a row for each lane, time to the right, dots where nothing runs."""
     lines = []
     for part in passes:
         shares = ", ".join(f"{axis} {share:.0%}" for axis, share in part.hidden.items())
@@ -205,7 +218,7 @@ def layer_chart(passes: tuple[Pass, ...], width: int = 84) -> str:
 
 
 def figure(passes: tuple[Pass, ...], title: str):
-    """The same as a matplotlib Figure, in milliseconds."""
+    """Return the passes as a matplotlib Figure, in milliseconds."""
     lines = []
     for part in passes:
         drawn = [replace(bar, start=1e3 * bar.start, end=1e3 * bar.end) for bar in part.in_rows]
@@ -214,6 +227,6 @@ def figure(passes: tuple[Pass, ...], title: str):
 
 
 def as_dict(part: Pass) -> dict:
-    """A pass as data. Seconds."""
+    """Return a pass as data, in seconds."""
     drawn = [{"lane": b.row, "name": b.label, "start": b.start, "end": b.end} for b in part.bars]
     return {"pass": part.name, "seconds": part.seconds, "hidden": part.hidden, "bars": drawn}

@@ -1,4 +1,4 @@
-"""What `scaling.train` makes of a plan: the command that runs the layout, or why none does (`scaling.plan --run`)."""
+"""The command of `scaling.train` that runs a plan's layout, or the reason why none does (`scaling.plan --run`)."""
 
 from scaling.configs import Config
 from scaling.hardware import Chip
@@ -10,7 +10,7 @@ from scaling.train.settings import DTYPES, Settings
 
 
 def unlike(best: Layout) -> str:
-    """Return what of a layout no run does, or nothing."""
+    """Return what no run can do of a layout, or ""."""
     if best.pipe > 1 and best.schedule != "1f1b":
         return f"stages run by 1F1B, not by {best.schedule}"
     if best.shards > best.fsdp:
@@ -23,9 +23,9 @@ def unlike(best: Layout) -> str:
 def own_run(job: Job, chip: Chip, chips: int, best: Layout, model: str, explain: bool = False) -> list[str]:
     """Return what `scaling.train` makes of a plan, in lines of text.
 
-    That is the command that runs the layout, with what its step moves and holds by its own count. If it does not run,
-    or does not fit by that count, the reason and the command of the best mesh that does. `explain`: also the lines of
-    its step with their cost.
+    That is the command that runs the layout, with the bytes that its step sends and holds by its own count. If it does
+    not run, or does not fit by that count, it is the reason, and the command of the best mesh that does. With `explain`
+    it also has the lines of the step with their cost.
     """
     if job.dtype not in DTYPES or not isinstance(job.config, Config) or job.batch % job.seq:
         return ["This code runs no such step: whole sequences, and " + ", ".join(DTYPES)]

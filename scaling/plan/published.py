@@ -1,9 +1,9 @@
-"""Published runs beside the planner: `python -m scaling.plan published`.
+"""Published runs compared with the planner: `python -m scaling.plan published`.
 
-For each run what its mesh is forecast to do, beside what was measured, and what the planner would take. The forecast's
-efficiencies are the chip files', the same for every run; what a source leaves open the planner chooses. They are fitted
-to these runs, so each class of runs is also judged by halves: one half says by what factor its class is off, and the
-other half is judged beside it.
+For each run this prints the forecast of its mesh, what was measured, and the layout that the planner would choose. The
+forecast's efficiencies are those of the chip files, the same for every run; the planner chooses what a source leaves
+open. They are fitted to these runs, so each class of runs is also judged by halves: one half says by what factor its
+class is off, and the other half is judged by it.
 """
 
 import json
@@ -23,15 +23,15 @@ from scaling.plan.evaluate import Estimate
 from scaling.plan.job import AXES, Fixed, Job
 from scaling.plan.report import folded
 
-BETTER = 0.15  # the planner's layout is explained if it is faster by so much
+BETTER = 0.15  # the planner's layout needs an explanation if it is faster by this share
 
 
 @dataclass(frozen=True)
 class PublishedRun:
-    """A published run: the job, the chips, the mesh, tokens/s a chip as measured, and where that stands.
+    """A published run: the job, the chips, the mesh, the measured tokens/s per chip, and the source.
 
-    `wanting`: what the forecast leaves out of it; `gave`: what it gave up against the planner's layout. Those that are
-    not `compared` say how near forecasts are; the planner does not look for a better layout.
+    `wanting`: what the forecast leaves out of it; `gave`: what the run gave up compared with the planner's layout. Runs
+    that are not `compared` only say how near forecasts are, and the planner does not look for a better layout.
     """
 
     name: str
@@ -48,35 +48,36 @@ class PublishedRun:
 
     @property
     def where(self) -> str:
+        """The run's name and chips."""
         return f"{self.name}, {self.chips:,} {self.chip.name}"
 
 
 @dataclass(frozen=True)
 class Beside:
-    """A run beside the planner: the estimate of its own mesh, and the planner's best."""
+    """A run and the planner: the estimate of its own mesh, and the planner's best."""
 
     run: PublishedRun
     own: Estimate
     best: Estimate
 
     def rate(self, found: Estimate) -> float:
-        """Tokens/s a chip of the forecast."""
+        """Return the tokens/s per chip of a forecast."""
         return self.run.job.batch / found.forecast / self.run.chips
 
     @property
     def error(self) -> float:
-        """Of the forecast: +0.1 is 10% faster than measured."""
+        """The error of the forecast: +0.1 is 10% faster than measured."""
         return self.rate(self.own) / self.run.measured - 1
 
     @property
     def gain(self) -> float:
-        """Of the planner's layout over the run's, both forecast."""
+        """The gain of the planner's layout over the run's, both forecast."""
         return self.own.forecast / self.best.forecast - 1
 
 
 @cache
 def published_runs() -> tuple[PublishedRun, ...]:
-    """All of published.toml."""
+    """Return all runs of published.toml."""
     table = runs_table()
     more = (dict(zip(table["keys"], row, strict=True)) for row in table["rows"])
     more = (row | row["recipe"] | {row["unit"]: row["value"], "count": "full", "compared": False} for row in more)
@@ -84,7 +85,7 @@ def published_runs() -> tuple[PublishedRun, ...]:
 
 
 def _read(row: dict, sources: dict) -> PublishedRun:
-    """One row of published.toml."""
+    """Read one row of published.toml."""
     job = Job(get(row["model"]), row["sequences"] * row["seq"], row["seq"], row.get("dtype", "bf16"), *row["bytes"])
     keys = ("microbatches", "schedule", "chunks", "remat", "zero")
     measured = row.get("tokens") or 1e12 * row["tflops"] / token_flops(job, row["count"])
@@ -96,13 +97,13 @@ def _read(row: dict, sources: dict) -> PublishedRun:
 
 
 def token_flops(job: Job, count: str) -> float:
-    """FLOPs of a token as a source counts them: of attention the whole square ("full"), or half of it ("causal")."""
+    """Return FLOPs of a token as a source counts them: attention's whole square ("full"), or half of it ("causal")."""
     w = job.work
     return 6 * w.active + 3 * w.L * w.dots * (2 if count == "full" else 1)
 
 
 def own_mesh(run: PublishedRun) -> Estimate:
-    """The estimate of the published mesh; what the source leaves open is chosen."""
+    """Return the estimate of the published mesh; what the source leaves open is chosen."""
     sizes = dict.fromkeys(AXES, 1) | dict(run.mesh)
     own = search(
         run.job, run.chip, run.chips, Fixed(tuple(sizes.items()), **cast(dict[str, Any], dict(run.recipe)))
@@ -116,14 +117,14 @@ def own_mesh(run: PublishedRun) -> Estimate:
 
 
 def beside_planner(run: PublishedRun) -> Beside:
-    """The run's own mesh, and the best of all by the planner."""
+    """Return a run with the estimates of its own mesh and of the planner's best."""
     own = own_mesh(run)
     best = search(run.job, run.chip, run.chips).found[0] if run.compared else own
     return Beside(run, own, best if rank(best) < rank(own) else own)
 
 
 def judged_runs(rows: Sequence[Beside]) -> list[tuple[Beside, float]]:
-    """Return each run with its error beside the median error of the other half of its class, chips and dtype alike."""
+    """Return each run with its error by the median error of the other half of its class, of equal chips and dtype."""
     alike: dict[tuple, list[Beside]] = {}
     for row in rows:
         run = row.run
@@ -137,7 +138,7 @@ def judged_runs(rows: Sequence[Beside]) -> list[tuple[Beside, float]]:
 
 
 def class_errors(rows: Sequence[Beside]) -> dict[str, tuple[float, int]]:
-    """Return for each class the median error of its runs, as `judged_runs` has them, and their number."""
+    """Return for each class the median error of its runs by `judged_runs`, and their number."""
     by_class: dict[str, list[float]] = {}
     for row, error in judged_runs(rows):
         by_class.setdefault(class_of(row.run.job, row.run.chip), []).append(abs(math.log1p(error)))
@@ -145,6 +146,7 @@ def class_errors(rows: Sequence[Beside]) -> dict[str, tuple[float, int]]:
 
 
 def how_near(errors: Sequence[float]) -> str:
+    """Return the median and the largest error as a sentence."""
     sizes = [abs(math.log1p(error)) for error in errors]
     return (
         f"{len(errors)} runs: median error {math.expm1(statistics.median(sizes)):.0%}, largest "
@@ -153,7 +155,7 @@ def how_near(errors: Sequence[float]) -> str:
 
 
 def table(rows: list[Beside]) -> str:
-    """What is printed, at most 100 columns wide."""
+    """Return what is printed, at most 100 columns wide."""
     sources = list(dict.fromkeys(row.run.source for row in rows))
     lines = ["Tokens/s a chip: measured, and forecast for the same mesh", ""]
     for row in rows:
@@ -183,7 +185,7 @@ def table(rows: list[Beside]) -> str:
 
 
 def as_dict(row: Beside) -> dict:
-    """A row as data. Tokens/s a chip."""
+    """Return a row as data, in tokens/s per chip."""
     return {
         "run": row.run.name, "chip": row.run.chip.name, "chips": row.run.chips, "mesh": dict(row.run.mesh),
         "recipe": row.own.layout.recipe, "measured": row.run.measured, "forecast": row.rate(row.own),
@@ -194,6 +196,7 @@ def as_dict(row: Beside) -> dict:
 
 
 def main(arguments: list[str]) -> int:
+    """Print the comparison; return the exit status, 1 if a difference is not explained."""
     parser = Parser(prog="python -m scaling.plan published", description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--only", default="", help="runs whose name contains this")
     parser.add_argument("--json", action="store_true", help="print everything as JSON")

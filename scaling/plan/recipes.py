@@ -9,7 +9,7 @@ import numpy as np
 from scaling.plan.job import POLICIES, REDUCES, SCHEDULES, Fixed, Job
 from scaling.plan.network import Network
 
-CHUNKS = (2, 3, 4, 5, 6, 8, 10, 12, 16, 20)  # of layers that a rank of an interleaved pipeline holds
+CHUNKS = (2, 3, 4, 5, 6, 8, 10, 12, 16, 20)  # the chunks of layers that a rank of an interleaved pipeline may hold
 
 
 def recipes(job: Job, network: Network, fixed: Fixed) -> np.ndarray:
@@ -26,7 +26,7 @@ def _own(job: Job, size: Mapping[str, int]) -> int:
 
 
 def no_recipe(job: Job, network: Network, fixed: Fixed) -> str:
-    """Return why a mesh can run no recipe that the user's choices leave."""
+    """Return why the user's choices leave a mesh no recipe."""
     own = _own(job, network.sizes)
     if fixed.microbatches and fixed.microbatches > own:
         every, what = (job.sequences, "sequences") if job.seq > 1 else (job.batch, "tokens")

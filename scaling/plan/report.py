@@ -1,4 +1,4 @@
-"""What the planner says: the best layout and why, the closed forms beside it, days and dollars, or what would help."""
+"""The planner's report: the best layout and why, the closed forms, days and dollars, or what would help."""
 
 import math
 from collections.abc import Iterable, Iterator
@@ -21,7 +21,7 @@ AXIS_WORDS = {
     "pod": "pods (data)", "pipe": "pipeline", "data": "data", "fsdp": "FSDP", "context": "context", "expert": "expert",
     "tensor": "tensor",
 }  # fmt: skip
-WIDTH, LAYOUT = 100, 46  # columns of what is printed, and in it of a layout
+WIDTH, LAYOUT = 100, 46  # the columns of a printed line, and of a layout in it
 
 
 @dataclass(frozen=True)
@@ -34,20 +34,20 @@ class Budget:
 
 
 def cost_of_run(found: Estimate, seconds: float, budget: Budget) -> dict:
-    """Days and dollars of the token budget at so many seconds a step."""
+    """Return the days and dollars of the token budget at so many seconds a step."""
     total = budget.tokens / found.job.batch * seconds
     price = budget.price or found.network.chip.price
     return {"days": total / 86400, "dollars": price * found.chips * total / 3600 if price else None}
 
 
 def whole_runs(best: Estimate, budget: Budget) -> dict[str, dict]:
-    """The run at the bound, at the forecast and at the utilization to expect: of the same FLOPs, attention included."""
+    """Return the run at the bound, at the forecast and at the expected utilization, with the same FLOPs each."""
     at = {"bound": best.bound, "forecast": best.forecast, "mfu": best.useful / budget.mfu}
     return {name: cost_of_run(best, seconds, budget) | {"seconds": seconds} for name, seconds in at.items()}
 
 
 def families(found: Found) -> Iterator[Estimate]:
-    """The best layout of each combination of axes that fits, in order."""
+    """Yield the best layout of each combination of axes that fits, in order."""
     seen = set()
     for i, layout in found.layouts():
         key = (tuple(axis for axis in AXES if layout.sizes[axis] > 1), layout.zero)
@@ -59,13 +59,13 @@ def families(found: Found) -> Iterator[Estimate]:
 
 
 def bound_by(found: Estimate) -> str:
-    """What binds the bound: computing, or an axis' collectives."""
+    """Return what binds the bound: computing, or an axis's collectives."""
     bound = found.cost.bound
     return "compute" if bound == "compute" else f"{AXIS_WORDS[bound]} collectives"
 
 
 def _notes(found: Estimate) -> list[str]:
-    """What a reader should know of this layout."""
+    """Return what a reader should know about this layout."""
     job, l, w, said = found.job, found.layout, found.job.work, []
     if l.tensor > 1:
         said.append("activations between the blocks are split over TP too (D_Y): each block gathers and scatters them")
@@ -92,7 +92,7 @@ def _notes(found: Estimate) -> list[str]:
 
 
 def less_sure(found: Found) -> list[str]:
-    """Return, as a note, what is forecast to be faster, though no published run is laid out so."""
+    """Return as a note a layout that is forecast to be faster, though no published run has such a layout."""
     if not (other := found.faster):
         return []
     gain = found[0].forecast / other.forecast - 1
@@ -103,7 +103,7 @@ def less_sure(found: Found) -> list[str]:
 
 
 def axis_table(found: Estimate) -> str:
-    """Each axis: where it lies, what it moves, and its share of computing, forward and backward."""
+    """Return for each axis where it lies, what it moves, and its share of computing, forward and backward."""
     forward, backward = found.cost.parts
     lanes = {entry.axis: entry.over for entry in found.entries}
     rows = []
@@ -122,6 +122,7 @@ def axis_table(found: Estimate) -> str:
 
 
 def memory_line(found: Estimate) -> str:
+    """Return a chip's memory by kind, as a line."""
     parts = [f"{name} {size(float(getattr(found.held, name)))}" for name in ("params", "grads", "optimizer")]
     acts = [f"{name} {size(float(getattr(found.held, name)))}" for name in ("activations", "working")]
     acts += (
@@ -131,6 +132,7 @@ def memory_line(found: Estimate) -> str:
 
 
 def forecast_line(found: Estimate) -> str:
+    """Return the shares of the forecast, as a line."""
     words = {
         "matmuls": "matmuls", "attention": "attention", "memory": "memory", "recomputed": "recomputing",
         "critical": "waiting for collectives", "weights": "weights not hidden", "bubble": "bubble",
@@ -141,12 +143,13 @@ def forecast_line(found: Estimate) -> str:
 
 
 def described_layout(found: Estimate, name: str = "") -> str:
-    """A layout and what else decides the step, on lines of their own."""
+    """Return a layout and its recipe, on lines of their own."""
     lines = [*wrap(name or found.name, LAYOUT), *(f"  {line}" for line in wrap(found.layout.recipe, LAYOUT - 2))]
     return "\n".join(lines)
 
 
 def comparison(found: list[Estimate]) -> str:
+    """Return a table of several layouts."""
     rows = []
     for e in found:
         bound = "compute" if e.cost.bound == "compute" else AXIS_WORDS[e.cost.bound]
@@ -157,6 +160,7 @@ def comparison(found: list[Estimate]) -> str:
 
 
 def head_line(asked: Question) -> str:
+    """Return the question as a line."""
     job, chip, chips = asked.job, asked.chip, asked.chips
     return (
         f"{job.config.name} ({significant(job.work.params)} params) on {chips:,} {chip.name}, {job.batch:,} tokens a "
@@ -165,7 +169,7 @@ def head_line(asked: Question) -> str:
 
 
 def text(found: Found, budget: Budget, top: int = 6) -> str:
-    """The report, at most 100 columns wide."""
+    """Return the report, at most 100 columns wide."""
     best, asked = found[0], found.question
     job, chip = asked.job, asked.chip
     lines = [head_line(asked), *counted_without(job.config), ""]
@@ -200,7 +204,7 @@ def text(found: Found, budget: Budget, top: int = 6) -> str:
 
 
 def folded(lines: Iterable[str]) -> str:
-    """Lines of at most 100 columns: longer ones go on below, indented by two more."""
+    """Return lines of at most 100 columns; longer ones continue below, indented by two more."""
     short: list[str] = []
     for line in "\n".join(lines).splitlines():
         indent = " " * (len(line) - len(line.lstrip()) + 2)
@@ -212,7 +216,7 @@ def folded(lines: Iterable[str]) -> str:
 
 
 def as_dict(found: Found, budget: Budget, top: int = 6) -> dict:
-    """Everything that is printed, as data (`--json`). Seconds, bytes, FLOPs."""
+    """Return everything that is printed as data (`--json`), in seconds, bytes and FLOPs."""
     best, asked = found[0], found.question
     job = asked.job
     out = {
@@ -234,7 +238,7 @@ def as_dict(found: Found, budget: Budget, top: int = 6) -> dict:
 
 
 def plan_dict(found: Estimate) -> dict:
-    """One estimate as data."""
+    """Return one estimate as data."""
     forward, backward = found.cost.parts
     l: Layout = found.layout
     return {

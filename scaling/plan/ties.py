@@ -1,4 +1,4 @@
-"""Which of several layouts that are as fast comes first: the one rule of the planner and of training runs."""
+"""The order of layouts that are equally fast: the one rule of the planner and of training runs."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -6,14 +6,14 @@ from typing import Any
 from scaling.hardware import Chip
 
 COMPLEXITY = {"pod": 0, "data": 1, "fsdp": 1, "tensor": 2, "expert": 2, "pipe": 3, "context": 3}
-TIE = 0.03  # forecasts so much longer than the shortest, by share, count as equal to it
+TIE = 0.03  # forecasts that are longer than the shortest by at most this share count as equal
 
 
 def effort(sizes: Mapping[str, int], chip: Chip | None = None) -> tuple[int, int]:
-    """Return how much a mesh asks of the network, and of whoever runs it.
+    """Return how much a mesh asks of the network, and of those who run it.
 
-    First the number of axes that layers wait for (tensor, expert, context) and that reach beyond a node; then how much
-    there is to the layout, of which replicas or shards are little, stages and parts of sequences the most.
+    The first number counts the axes that layers wait for (tensor, expert, context) and that reach beyond a node. The
+    second is the complexity of the layout: replicas and shards count little, stages and chunks of sequences the most.
     """
     inner, beyond = 1, 0
     for axis in ("tensor", "expert", "context"):  # from the innermost
@@ -23,9 +23,9 @@ def effort(sizes: Mapping[str, int], chip: Chip | None = None) -> tuple[int, int
 
 
 def settle_ties(order: Sequence, seconds: Callable[[Any], float], effort_of: Callable[[Any], Any]) -> list:
-    """Return the order, the fastest first, but for its first place.
+    """Return the order, the fastest first, except for its first place.
 
-    That goes to the one with least effort of all that are as fast as the fastest, within TIE.
+    The first place goes to the one with the least effort among all that are as fast as the fastest, within TIE.
     """
     as_fast = [one for one in order if seconds(one) <= (1 + TIE) * seconds(order[0])]
     first = min(as_fast, key=effort_of, default=None)
@@ -33,8 +33,11 @@ def settle_ties(order: Sequence, seconds: Callable[[Any], float], effort_of: Cal
 
 
 def simplest_first(chosen: list[tuple]) -> list[tuple]:
-    """Return the (rank, network, layout) in order of rank; of those that fit and are as fast as the fastest the first
-    is the one with least `effort`, and among these the shortest without overlap."""
+    """Return the (rank, network, layout) in order of rank, ties settled.
+
+    Of those that fit and are as fast as the fastest, the first is the one with the least `effort`, and among these the
+    one that is shortest without overlap.
+    """
     order = sorted(chosen, key=lambda one: one[0])
     fitting = [one for one in order if one[0][0] == 0]
 

@@ -1,4 +1,4 @@
-"""A Transformer's training step: predicted on a chip, stage by stage, and run to compare."""
+"""A Transformer's training step: predicted on a chip, stage by stage, and run for comparison."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -19,13 +19,14 @@ from scaling.train.step import begin_state, drawn_params, make_step
 
 @dataclass(frozen=True)
 class StepForecast:
-    """A Transformer's step: what each stage is forecast to take, and the whole step."""
+    """The forecast of a Transformer's step: each stage, and the seconds of the whole step."""
 
     stages: tuple[Prediction, ...]
     seconds: float
 
     @property
     def fullest(self) -> Prediction:
+        """The stage that takes longest."""
         return max(self.stages, key=lambda stage: stage.total)
 
 
@@ -34,8 +35,11 @@ def predict_transformer(
 ) -> StepForecast:
     """Price a Transformer's training step, stage by stage, for rows that are one document each.
 
-    What stages do once a step, such as the optimizer's update, they do at the same time. `shape` is the slice of a
-    torus that the mesh is laid on. ShardingError or ValueError for what does not fit.
+    Stages do the work of once per step, such as the optimizer's update, at the same time. `shape` is the slice of a
+    torus that the mesh is laid on.
+
+    Raises:
+        ShardingError, ValueError: The arrays do not divide over the mesh, or the step does not fit.
     """
     Z, ranks, M = sizes.get("Z", 1), AbstractMesh(sizes).size(), settings.microbatches
     few = min(M, 2)  # microbatches, from which on a step is linear in them
@@ -73,7 +77,7 @@ def predict_transformer(
 
 
 def cost_table(part: Prediction) -> str:
-    """Return a table of what a step's seconds go to: computing, and its collectives by kind, the dearest first."""
+    """Return a table of a step's seconds: computing, and its collectives by kind, the most expensive first."""
     computing = ("products", part.math), ("between", part.between)
     rows = [(what, *[""] * 4, f"{1e3 * seconds:,.2f}", "") for what, seconds in computing]
     for line in sorted(part.lines, key=lambda line: -line.seconds):
@@ -85,7 +89,7 @@ def cost_table(part: Prediction) -> str:
 
 
 def transformer_step(settings: Settings, mesh) -> Callable[[], Any]:
-    """Return a function that runs a training step on a mesh; each call goes on from where the last one ended."""
+    """Return a function that runs a training step on a mesh; each call continues from the last one."""
     config, optimizer = settings.model, optimizer_of(settings)
     params = drawn_params(settings, mesh)
     held, run = [params, begin_state(settings, mesh, optimizer, params)], make_step(settings, mesh, optimizer)

@@ -1,7 +1,7 @@
-"""What a model asks of its chips per layer and token, however it is split (Part 4): elements, FLOPs, saved activations.
+"""The work of a model per layer and token, however it is split (Part 4): elements, FLOPs, activations.
 
-`work_of(config, seq)` counts a transformer's; `work_of(Stack(L, D, F), 1)` those of the book's stack of blocks, which
-the strategies run. The planner knows a model by its `Work` alone.
+`work_of(config, seq)` counts a transformer, and `work_of(Stack(L, D, F), 1)` the book's stack of blocks, which the
+strategies run. The planner knows a model by its `LayerWork` alone.
 """
 
 from dataclasses import dataclass
@@ -27,17 +27,23 @@ class Stack:
 
 @dataclass(frozen=True)
 class LayerWork:
-    """Per layer, elements unless the name says more; a token's share of `experts` is `routed`.
+    """The work of a model: per layer, and in elements unless the name says otherwise.
 
-    `dense`: matrices that every token uses, split over tensor, of which `projections` are attention's and of these
-    `kv` the K heads' of keys and values; `up`: the share of an MLP before its activation; `small`: what no axis but
-    fsdp splits (norms). `dots`: FLOPs of a token's causal dot products. `exchanged`: of a token's keys and values, over
-    context. `copies`: of a token, over expert, to at most `groups` of the experts' groups. `saved`: by policy, what
-    the backward pass finds of a token: (split over tensor, not split), of which `operands` of matmuls. `inner`: of a
-    token, what the backward pass of a layer holds at once beside [tokens, D]; `late`: which of it is gone when the
-    products that were put off are due. `queries`: of a token, in all heads. `passes`: elements of a token that are read
-    from memory or written to it in a forward pass, by matmuls and between them. `ends`: of the embedding and of the
-    unembedding, which is a matmul; a tied one is stored once.
+    - `dense`: matrices that every token uses, split over tensor; `projections` of them are attention's, and `kv` of
+      these are the K heads' of keys and values
+    - `up`: the share of an MLP before its activation; `small`: what no axis but fsdp splits (norms)
+    - `experts`: the experts' matrices; `routed`: the share of them that a token uses
+    - `dots`: FLOPs of a token's causal dot products
+    - `exchanged`: a token's keys and values, which are sent over context
+    - `copies`: how often a token is sent over expert, to at most `groups` of the experts' groups
+    - `saved`: by policy, what is saved for backward per token: (split over tensor, not split); `operands` of it are
+      matmuls' operands
+    - `inner`: what a layer's backward pass holds at once per token, besides [tokens, D]; `late`: the part of it that
+      has been dropped when the deferred products are due
+    - `queries`: a token's, in all heads
+    - `passes`: a token's elements that are read from memory or written to it in a forward pass, by matmuls and between
+      them
+    - `ends`: the embedding, and the unembedding, which is a matmul; a tied one is stored once
     """
 
     L: int
@@ -67,8 +73,10 @@ class LayerWork:
 
     @property
     def blocks(self) -> int:
-        """AllGathers over tensor in a forward pass, and as many ReduceScatters, of [tokens, D]: experts share one of
-        each, as they do in the run."""
+        """AllGathers over tensor in a forward pass, and as many ReduceScatters, of [tokens, D].
+
+        Experts share one of each, as they do in the run.
+        """
         return 2 if self.projections else 1
 
     @property
@@ -83,7 +91,7 @@ class LayerWork:
         return self.L * (self.dense + self.routed) + self.ends[1]
 
     def flops(self, tokens: float, remat: str = "none") -> float:
-        """FLOPs of a training step: six per element and token, three times the dot products, and what runs again."""
+        """Return the FLOPs of a training step: six per element and token, three per dot product, and recomputation."""
         dots = self.L * self.dots
         again = {"attention": dots, "matmuls": dots, "block": 2 * (self.active - self.ends[1]) + dots}.get(remat, 0)
         return tokens * (6 * self.active + 3 * dots + again)
@@ -91,7 +99,7 @@ class LayerWork:
 
 @lru_cache(maxsize=64)
 def work_of(model: Config | Stack, seq: int) -> LayerWork:
-    """The work of a model on sequences of so many tokens."""
+    """Return the work of a model on sequences of `seq` tokens."""
     if isinstance(model, Stack):
         return LayerWork(
             model.L, model.D, heads=model.F, kv_heads=model.F, dense=2 * model.D * model.F, projections=0, kv=0,
@@ -127,17 +135,20 @@ def work_of(model: Config | Stack, seq: int) -> LayerWork:
 
 
 def inner(config: Config) -> float:
-    """Elements of a token whose cotangents a layer's backward pass holds at once: an MLP's or an attention's, and a
-    norm's."""
+    """Return the elements per token whose cotangents a layer's backward pass holds at once.
+
+    These are the cotangents of an MLP or of attention, and of a norm.
+    """
     wide = config.F * config.k + config.S
     return max(config.matrices * wide, 3 * config.N * config.H + 3 * config.K * config.H) + 3 * config.D
 
 
 def passes(config: Config) -> float:
-    """Elements of a token that a layer's forward pass reads from memory or writes there, each kernel by itself.
+    """Return the elements per token that a layer's forward pass reads from memory or writes there, kernel by kernel.
 
-    Between matmuls: two norms (read, write) and residual sums (two reads, a write), rotations of Q and K, the gated
-    activation (two reads, a write), and for experts the copies sorted and summed. Of matmuls: their operand and result.
+    Between matmuls there are two norms (read, write) and residual sums (two reads, a write), rotations of Q and K, the
+    gated activation (two reads, a write), and for experts the copies, sorted and summed. Matmuls read their operand and
+    write their result.
     """
     D, Q, KV = config.D, config.N * config.H, config.K * config.H
     experts = config.k if config.moe else 0

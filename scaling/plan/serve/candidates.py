@@ -1,8 +1,8 @@
-"""Every way to serve a model on a chip's slices, with the batch that suits it: slice x form x mesh, best first.
+"""Every way to serve a model on a chip's slices, each with its best batch: slice x form x mesh, the best first.
 
-Seconds are bounds: what is read, computed and sent overlaps (`scaling.cost.serving.DecodeStep`), collectives with the
-slice's own wraparound. Throughput a chip does not fall with the batch, so of each mesh the largest batch that fits and
-that is fast enough counts, or a smaller one that does as much.
+Seconds are bounds: reading, computing and sending overlap (`scaling.cost.serving.DecodeStep`), and collectives use the
+slice's own wraparound. Throughput per chip does not fall with the batch. So each mesh counts with the largest batch
+that fits and is fast enough, or with a smaller one of the same throughput.
 """
 
 import math
@@ -19,16 +19,16 @@ from scaling.hardware import Chip
 from scaling.spec import ShardingError, dtype_bytes
 
 OBJECTIVES = ("throughput", "latency")
-AS_MUCH = 1 - 1e-6  # of the best throughput, where a smaller batch does as much
+AS_MUCH = 1 - 1e-6  # the share of the best throughput at which a smaller batch counts as equal
 
 
 @dataclass(frozen=True)
 class Service:
-    """What is asked for: a model, dtypes of its weights, KV cache and matmuls, and the lengths of its requests.
+    """The request: a model, the dtypes of its weights, KV cache and matmuls, and the lengths of its requests.
 
-    A sequence is counted at its full `context` (prompt and output), as the book counts it; `over_time`, at the prompt
-    and half of the output: what a step reads, and many sequences hold, on average. `latency`: most seconds a step, None
-    for any. `headroom`: share of the memory to fill. `mfu`: of prefill.
+    A sequence is counted at its full `context` (prompt and output), as in the book; with `over_time` at the prompt and
+    half of the output, which is what a step reads, and what many sequences hold, on average. `latency`: the most
+    seconds of a step, None for any. `headroom`: the share of the memory to fill. `mfu`: that of prefill.
     """
 
     config: Config
@@ -51,6 +51,7 @@ class Service:
 
     @property
     def prompt(self) -> int:
+        """Tokens of the prompt."""
         return self.context - self.generated
 
     @property
@@ -60,12 +61,13 @@ class Service:
 
     @cached_property
     def load(self) -> serving.Load:
+        """The bytes and FLOPs of the model."""
         return serving.load(self.config, self.weights, self.kv)
 
 
 @dataclass(frozen=True)
 class ServingPlan:
-    """One way to serve it: a slice, a form on a mesh of it, a batch. Bytes and seconds of a chip."""
+    """One way to serve a model: a slice, a form on a mesh of it, a batch. Bytes and seconds are a chip's."""
 
     service: Service
     chip: Chip
@@ -82,13 +84,16 @@ class ServingPlan:
 
     @cached_property
     def copies(self) -> float:
-        """How often the cache is stored."""
+        """The number of copies of the cache."""
         return decoding.copies(self.service.config, dict(self.sizes))
 
     @cached_property
     def load(self) -> serving.Load:
-        """The service's, with the copies of W_K and W_V, or W_DQ and W_DKV, which are split over no more axes than
-        their cache, of all weights but experts along E, and in the form "experts" of the shared ones along Y."""
+        """The service's load, with the copies of weights that several chips have.
+
+        W_K and W_V, or W_DQ and W_DKV, are split over no more axes than their cache. All weights but experts are copied
+        along E, and in the form "experts" the shared experts along Y.
+        """
         c, sizes, load = self.service.config, dict(self.sizes), self.service.load
         X, Y, E = (sizes.get(axis, 1) for axis in "XYE")
         copies, width = self.chips / E / X / min(c.K, Y), 2 * c.K * c.H
@@ -102,7 +107,7 @@ class ServingPlan:
 
     @cached_property
     def comms(self) -> dict[str, float]:
-        """Seconds of a step's collectives by what they move."""
+        """Seconds of a step's collectives, by what they move."""
         found: dict[str, float] = {}
         for moved in decoding.collectives(self.form, self.service.config, self.batch, dict(self.sizes)):
             seconds = decoding.collective_seconds(moved, self.chip, self.shape, dict(self.sizes))
@@ -111,33 +116,40 @@ class ServingPlan:
 
     @cached_property
     def step(self) -> serving.DecodeStep:
+        """The decode step."""
         s = self.service
         comms = sum(self.comms.values())
         return serving.step(self.load, self.batch, s.seen, self.chip, self.chips, s.compute, self.copies, comms)
 
     @property
     def tokens_per_second(self) -> float:
+        """Tokens per second of a replica, by the bound."""
         return self.batch / self.step.seconds
 
     @property
     def per_chip(self) -> float:
+        """Tokens per second and chip, by the bound."""
         return self.tokens_per_second / self.chips
 
     @property
     def weight_bytes(self) -> float:
+        """Bytes of weights on a chip."""
         return self.load.weights / self.chips
 
     @property
     def kv_bytes(self) -> float:
+        """Bytes of caches on a chip."""
         one, s = self.load.kv(self.service.context), self.service  # the last one grows to its end
         return self.copies * max(self.batch * self.load.kv(s.seen), one * self.groups) / self.chips
 
     @property
     def fits(self) -> bool:
+        """Whether weights and caches fit the memory."""
         return self.weight_bytes + self.kv_bytes <= self.service.headroom * self.chip.need("hbm_bytes")
 
     @property
     def in_time(self) -> bool:
+        """Whether a step is fast enough."""
         return self.service.latency is None or self.step.seconds <= self.service.latency
 
     @cached_property
@@ -154,12 +166,12 @@ class ServingPlan:
 
     @property
     def prefill_servers(self) -> float:
-        """Of the same slice, for each that generates."""
+        """The number of prefill servers, on the same slice, for each generation server."""
         return serving.prefill_servers(self.prefill, self.step.seconds, self.batch, self.service.generated)
 
     @property
     def groups(self) -> int:
-        """Into how many the cache's batch is split."""
+        """The number of groups of ranks that the cache's batch is split over."""
         sizes = dict(self.sizes)
         return {"heads_batch": sizes.get("Z", 1), "2d": sizes.get("X", 1)}.get(self.form, sizes.get("E", 1))
 
@@ -172,8 +184,10 @@ class ServingPlan:
 
 
 def meshes(chips: int, experts: int = 1) -> Iterator[tuple[str, tuple[tuple[str, int], ...]]]:
-    """The forms with their mesh sizes on so many chips, for a model of so many experts. The second axis of each is a
-    power of two, that of experts any number that divides both."""
+    """Yield the forms with their mesh sizes on so many chips, for a model of so many experts.
+
+    The second axis of a form is a power of two; that of experts is any number that divides both.
+    """
     for E in range(1, chips + 1 if experts > 1 else 2):
         if chips % E == 0 and experts % E == 0:
             sizes = (("Y", chips // E), *([("E", E)] if E > 1 else []))
@@ -189,14 +203,14 @@ def meshes(chips: int, experts: int = 1) -> Iterator[tuple[str, tuple[tuple[str,
 
 
 def slice_shapes(chip: Chip, chips: int | None, most: int) -> list[tuple[int, ...]]:
-    """The slices of so many chips, of any number up to `most` where that is None; of GPUs any number."""
+    """Return the slices of so many chips, or of up to `most` if that is None; GPUs may be any number."""
     if chips and chip.kind != "tpu":
         return [(chips,)]
     return [shape for shape in serving.slices(chip, chips or most) if chips in (None, math.prod(shape))]
 
 
 def replica_shapes(chip: Chip, chips: int | None, most: int, replicas: int | None) -> list[tuple[int, ...]]:
-    """Return the slices of which `replicas` are `chips` together, of any number of them where that is None."""
+    """Return the slices for `replicas` that have `chips` together, or for any number of replicas if that is None."""
     if not chips:
         return slice_shapes(chip, None, most)
     if replicas:
@@ -206,7 +220,7 @@ def replica_shapes(chip: Chip, chips: int | None, most: int, replicas: int | Non
 
 
 def allowed(service: Service, chip: Chip, shape: tuple[int, ...], form: str, sizes) -> bool:
-    """Whether the model divides over the mesh, and the mesh over the slice."""
+    """Return whether the model divides over the mesh, and the mesh over the slice."""
     try:
         decoding.check_form(form, service.config, dict(sizes))
         if chip.kind == "tpu":
@@ -217,9 +231,9 @@ def allowed(service: Service, chip: Chip, shape: tuple[int, ...], form: str, siz
 
 
 def best_batch(one: ServingPlan) -> ServingPlan | None:
-    """`one` with the batch that makes most tokens/s, None if not even its smallest batch fits and is in time.
+    """Return `one` with the batch of most tokens/s; None if not even its smallest batch fits and is fast enough.
 
-    Where the cache's batch is split, whole multiples of its parts.
+    If the cache's batch is split, only multiples of its groups count.
     """
     multiple = one.groups
 
@@ -227,7 +241,7 @@ def best_batch(one: ServingPlan) -> ServingPlan | None:
         return replace(one, batch=count * multiple)
 
     def last(holds) -> int:
-        """The largest count for which `holds`, which then holds for all below; 0 if for none."""
+        """Return the largest count for which `holds` is true, as it then is for all smaller ones; 0 if for none."""
         low, high = 0, 1
         while holds(high):
             low, high = high, 2 * high
@@ -246,7 +260,7 @@ def best_batch(one: ServingPlan) -> ServingPlan | None:
 
 
 def _key(served: ServingPlan, objective: str) -> tuple:
-    """What is better comes first."""
+    """Return the sort key of a plan; the best comes first."""
     if objective == "latency":
         return served.step.seconds, -served.per_chip, served.chips
     return -served.per_chip, served.step.seconds, served.chips
@@ -256,10 +270,17 @@ def plans(
     service: Service, chip: Chip, *, chips: int | None = None, most: int = 256, form: str | None = None,
     batch: int | None = None, objective: str = "throughput", replicas: int | None = 1,
 ) -> list[ServingPlan]:  # fmt: skip
-    """All that fit and are in time, best first, by `objective`: tokens/s a chip, or seconds a step.
+    """Return all plans that fit and are fast enough, the best first.
 
-    `chips`: of all `replicas`, else slices of any number up to `most`; `replicas` None: any number that divides them.
-    `batch`: of a replica, fixed, else the best of each (the least for latency).
+    Args:
+        service: The request.
+        chip: The chip.
+        chips: The chips of all `replicas` together; slices of any number up to `most` if None.
+        most: The chips of the largest slice that is tried.
+        form: The sharding form, any if None.
+        batch: The batch of a replica; the best of each if None (the smallest for latency).
+        objective: The best has the most tokens/s per chip ("throughput") or the shortest step ("latency").
+        replicas: The number of replicas; any number that divides the chips if None.
     """
     found = []
     for shape in replica_shapes(chip, chips, most, replicas):

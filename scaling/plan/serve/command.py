@@ -1,4 +1,4 @@
-"""`python -m scaling.plan serve --model llama3-70b --chip v5e --context 8192`: how to serve a model, and why."""
+"""Plan how to serve a model: `python -m scaling.plan serve --model llama3-70b --chip v5e --context 8192`."""
 
 import json
 import math
@@ -18,7 +18,7 @@ from scaling.serve.states import POLICIES
 from scaling.spec import ShardingError
 
 STORED = ("bf16", "int8", "fp8", "int4")
-TIMES = (1, 1.5, 2, 3, 5, 10)  # limits of the front, as multiples of the fastest step
+TIMES = (1, 1.5, 2, 3, 5, 10)  # limits of the Pareto front, as multiples of the fastest step
 
 
 def _parser() -> Parser:
@@ -76,7 +76,7 @@ def _parser() -> Parser:
 
 
 def service(args) -> Service:
-    """The request; ValueError where lengths contradict each other."""
+    """Return the request; ValueError if its lengths contradict each other."""
     total = args.prompt + args.output if args.prompt else None
     if args.context and total and args.context != total:
         raise ValueError(
@@ -93,7 +93,7 @@ def service(args) -> Service:
 
 
 def nothing(asked: Service, hardware, fixed: dict) -> str:
-    """Why nothing is found: no such slice, a model that does not divide, too little memory, or too slow."""
+    """Return why nothing is found: no such slice, a model that does not divide, too little memory, or too slow."""
     if not replica_shapes(hardware, fixed["chips"], fixed["most"], fixed["replicas"]):
         counts = ", ".join(str(math.prod(shape)) for shape in serving.slices(hardware))
         what = f"no slice of {fixed['chips']} chips" + f" over {fixed['replicas']} replicas" * bool(fixed["replicas"])
@@ -121,6 +121,7 @@ def nothing(asked: Service, hardware, fixed: dict) -> str:
 
 @complaining(ValueError, OSError, code=2)
 def main(arguments: list[str]) -> int:
+    """Plan how to serve a model, or print the published figures; return the exit status."""
     if arguments[:1] == ["published"]:
         return published.main(arguments[1:])
     args = _parser().parse_args(arguments)
@@ -166,7 +167,7 @@ def main(arguments: list[str]) -> int:
 
 
 def latencies(asked: Service, hardware, fixed: dict) -> list:
-    """The best way for each of several limits of the step, from the fastest step there is."""
+    """Return the best plan for each of several limits of the step, starting with the fastest step."""
     fastest = plans(replace(asked, latency=None), hardware, objective="latency", **fixed)
     limits = [fastest[0].step.seconds * times for times in TIMES] if fastest else []
     found = [plans(replace(asked, latency=limit), hardware, **fixed)[:1] for limit in limits]

@@ -1,10 +1,10 @@
-"""What a decode step is likely to take, beside its bound: the same terms at the rates that serving engines reach.
+"""The likely time of a decode step: the terms of its bound, at the rates that serving engines reach.
 
-The bound overlaps everything at the peaks. An engine reads memory at less than that, starts kernels and AllReduces one
-after the other, and runs other requests' prompts between its steps. `GPU` has how many times as long each takes; its
-constants are fitted to 2,265 measured rows of 83 groups of model, system, TP and precision (github.com/ai-dynamo/
-aiconfigurator, systems/silicon_sample.csv, 2026; vLLM, SGLang and TensorRT-LLM on H100 to GB300). Fitted to every other
-group, they forecast the rest by 19% and 21% in the median. `TPU` has Part 1's share of the memory's peak.
+The bound overlaps everything at the peaks. An engine reads memory at a lower rate, starts kernels and AllReduces one at
+a time, and runs other requests' prompts between its steps. `GPU` says how many times as long each takes. Its constants
+are fitted to 2,265 measured rows of 83 groups of model, system, TP and precision (github.com/ai-dynamo/aiconfigurator,
+systems/silicon_sample.csv, 2026; vLLM, SGLang and TensorRT-LLM on H100 to GB300). Fitted to every other group, they
+forecast the rest with an error of 19% and 21% in the median. `TPU` has Part 1's share of the memory's peak.
 """
 
 import math
@@ -13,16 +13,20 @@ from dataclasses import dataclass
 from scaling.cost import transformer as tm
 from scaling.plan.serve.candidates import ServingPlan
 
-ERRORS = {"gpu": (0.17, "2,265 measured rows"), "tpu": (0.10, "24 published steps of a v5e")}  # median, and of what
+ERRORS = {
+    "gpu": (0.17, "2,265 measured rows"),
+    "tpu": (0.10, "24 published steps of a v5e"),
+}  # the median error, and its rows
 
 
 @dataclass(frozen=True)
 class Rates:
-    """How many times as long as at the peak: reading weights and caches, FLOPs, prompts between steps, bytes sent.
+    """The time of each kind of work as a multiple of its time at the peak, and the seconds of overheads.
 
-    Seconds: of the kernels of a layer, and of a layer of experts; of an AllReduce, for each doubling of its ranks; of a
-    layer whose sequences are on replicas of attention (`apart`); of a layer for each prompt that runs between steps
-    (`prompt`); of a sequence, on the host (`host`).
+    `weights`, `kv`, `flops`, `prompts`, `sent`: reading weights and caches, FLOPs, prompts between steps, bytes sent.
+    Seconds: `layer` and `experts`, the kernels of a layer, and of a layer of experts; `hop`, an AllReduce, for each
+    doubling of its ranks; `apart`, a layer whose sequences are on replicas of attention; `prompt`, a layer for each
+    prompt that runs between steps; `host`, a sequence, on the host.
     """
 
     weights: float
@@ -46,7 +50,7 @@ TPU = Rates(1.05, 1.05, 1.5, 1.5, 1.0)
 
 @dataclass(frozen=True)
 class Forecast:
-    """Seconds of a token of each request (TPOT), by what they go to."""
+    """Seconds per token of each request (TPOT), by kind of work."""
 
     weights: float
     flops: float
@@ -57,21 +61,22 @@ class Forecast:
 
     @property
     def seconds(self) -> float:
+        """Seconds per token."""
         return max(self.weights, self.flops) + self.caches + self.kernels + self.collectives + self.prompts
 
     @property
     def parts(self) -> dict[str, float]:
-        """What the step is the sum of, by name."""
+        """The terms of the sum, by name."""
         matmuls = {"weights": self.weights} if self.weights >= self.flops else {"FLOPs": self.flops}
         rest = {"caches": self.caches, "kernels": self.kernels, "collectives": self.collectives}
         return matmuls | rest | {"other requests' prompts": self.prompts}
 
 
 def likely_token(plan: ServingPlan) -> Forecast:
-    """Return what a token of each request is likely to take on a plan; never less than the bound."""
+    """Return the likely time of a token of each request on a plan; it is never less than the bound."""
     s, c, chip, step = plan.service, plan.service.config, plan.chip, plan.step
     rates = GPU if chip.kind == "gpu" else TPU
-    ranks = plan.chips // plan.groups  # that share a sequence's attention
+    ranks = plan.chips // plan.groups  # ranks that share a sequence's attention
     own = plan.batch / plan.groups
     starts = rates.layer + (rates.experts if c.moe else 0.0) + (rates.apart if plan.groups > 1 else 0.0)
     if chip.kind == "gpu":

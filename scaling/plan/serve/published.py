@@ -1,8 +1,8 @@
-"""Published serving figures beside their bounds: `python -m scaling.plan serve published`.
+"""Published serving figures and their bounds: `python -m scaling.plan serve published`.
 
-The bound is the step's (weights and KV caches read, FLOPs; all overlapped), without collectives. What a measured step
-takes more is laid to three causes, none fitted to a row: memory that is read at less than its peak (a share with its
-source), the collectives if nothing hides them, and a rest, which is negative where collectives are hidden.
+The bound is the step's (weights and KV caches read, FLOPs; all overlapped), without collectives. The rest of a measured
+step is explained by three causes, none of them fitted to a row: memory that is read at less than its peak (a share with
+its source), the collectives if nothing hides them, and a remainder, which is negative if collectives are hidden.
 """
 
 import json
@@ -39,7 +39,7 @@ class PublishedStep:
 
     @property
     def chips(self) -> int:
-        """Of one replica."""
+        """The chips of one replica."""
         return self.shape[0] if len(self.shape) == 1 else self.shape[0] * self.shape[1]
 
     @property
@@ -49,12 +49,12 @@ class PublishedStep:
 
     @property
     def seconds(self) -> float:
-        """Of a step, as measured."""
+        """Measured seconds of a step."""
         return 1 / self.rate
 
     @property
     def step(self) -> serving.DecodeStep:
-        """What its own tensor parallelism asks for, each cache full and stored once."""
+        """The step of its own tensor parallelism, each cache full and stored once."""
         sizes = {"Y": self.chips}
         load = serving.load(self.config, self.weights, self.kv)
         moved = decoding.collectives("heads", self.config, self.own, sizes)
@@ -68,22 +68,23 @@ class PublishedStep:
 
     @property
     def slower(self) -> float:
-        """Seconds more, as memory is read at less than its peak."""
+        """Additional seconds because memory is read at less than its peak."""
         return self.step.kv / self.memory + max(self.step.weights / self.memory, self.step.math) - self.bound
 
     @property
     def rest(self) -> float:
-        """Seconds that neither explains; negative where collectives are hidden."""
+        """Seconds that nothing explains; negative if collectives are hidden."""
         return self.seconds - self.bound - self.slower - self.step.comms
 
 
 @cache
 def data() -> dict:
+    """Return the table of published.toml."""
     return tomllib.loads(Path(__file__).with_name("published.toml").read_text(encoding="utf-8"))
 
 
 def measured_steps(group: dict) -> Iterator[PublishedStep]:
-    """The measured steps of one group of published.toml."""
+    """Yield the measured steps of one group of published.toml."""
     hardware, memory = chip(group["chip"]), group["memory"][0]
     for batch, context, rate in group.get("rows", ()):
         yield PublishedStep(
@@ -98,7 +99,7 @@ def measured_steps(group: dict) -> Iterator[PublishedStep]:
 
 
 def table(groups: list[dict]) -> str:
-    """What is printed, at most 100 columns wide."""
+    """Return what is printed, at most 100 columns wide."""
     head = ["model", "chips", "B", "S", "tok/s", "ms", "bound", "share", "memory", "coll.", "rest"]
     sources = list(dict.fromkeys(group["source"] for group in groups))
     lines = ["ms a step as published, its bound, and what may have come on top", ""]
@@ -130,7 +131,7 @@ def table(groups: list[dict]) -> str:
 
 
 def as_dict(one: PublishedStep) -> dict:
-    """A row as data. Seconds."""
+    """Return a row as data, in seconds."""
     return {
         "group": one.group, "model": one.config.name, "chip": one.chip.name, "chips": one.chips * one.replicas,
         "replicas": one.replicas, "weights": one.weights, "kv": one.kv, "batch": one.batch, "context": one.context,
@@ -140,6 +141,7 @@ def as_dict(one: PublishedStep) -> dict:
 
 
 def main(arguments: list[str]) -> int:
+    """Print the published figures; return the exit status, 1 if one beats its bound."""
     parser = Parser(prog="python -m scaling.plan serve published", description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--only", default="", help="groups whose name contains this")
     parser.add_argument("--json", action="store_true", help="print everything as JSON")

@@ -1,4 +1,4 @@
-"""What the planner of serving says: the best way, what a step spends, what binds, what would change it."""
+"""The report of the planner of serving: the best plan, what a step spends, what binds, what would change it."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -10,10 +10,11 @@ from scaling.plan.report import folded, size
 from scaling.plan.serve.candidates import Service, ServingPlan, plans
 from scaling.plan.serve.forecast import ERRORS, likely_token
 
-CHANGE = 1.02  # what would change the answer: at least so much more, or less
+CHANGE = 1.02  # a change counts if the answer is this much better or worse
 
 
 def slice_name(shape: Sequence[int]) -> str:
+    """Return the name of a slice, such as 4x4."""
     return "x".join(map(str, shape))
 
 
@@ -23,6 +24,7 @@ def named_slices(one: ServingPlan) -> str:
 
 
 def asked(service: Service, chip) -> str:
+    """Return the request as a line."""
     within = f", {1e3 * service.latency:g} ms a step at most" if service.latency else ""
     return (
         f"{service.config.name} on {chip.name}: weights {service.weights}, KV cache {service.kv}, FLOPs in "
@@ -35,7 +37,7 @@ def _mesh(served: ServingPlan) -> str:
 
 
 def notes(served: ServingPlan) -> list[str]:
-    """What to know before comparing with another number."""
+    """Return what one should know before comparing with another number."""
     said, s = [], served.service
     if served.chip.kind == "tpu" and served.chips > 1:
         rings = served.chip.wraps(served.shape)
@@ -51,19 +53,19 @@ def notes(served: ServingPlan) -> list[str]:
 
 
 def _off_by(one: ServingPlan) -> str:
-    """Return how far such forecasts are off, as a sentence without its end."""
+    """Return the error of such forecasts, as a sentence without its full stop."""
     error, rows = ERRORS[one.chip.kind if one.chip.kind in ERRORS else "gpu"]
     return f"{rows} are off such forecasts by {error:.0%} in the median"
 
 
 def compute_bound_from(served: ServingPlan) -> float:
-    """The batch from which the FLOPs of the matmuls take longer than reading their weights."""
+    """Return the batch from which the FLOPs of the matmuls take longer than reading their weights."""
     one = served.step
     return served.batch * one.weights / one.math
 
 
 def _changes(best: ServingPlan, objective: str, **fixed) -> list[tuple[str, ServingPlan]]:
-    """Other requests whose best way differs: smaller dtypes, half the context, twice or half the chips."""
+    """Return other requests whose best plan differs: smaller dtypes, half the context, twice or half the chips."""
     s = best.service
     smaller = {"bf16": "int8", "fp8": "int4", "int8": "int4"}
     tried: list[tuple[str, Service, dict]] = []
@@ -97,7 +99,7 @@ def _rows(found: Sequence[ServingPlan]) -> str:
 
 
 def distinct(found: Sequence[ServingPlan], most: int) -> list[ServingPlan]:
-    """The best of each slice and form, in order."""
+    """Return the best of each slice and form, in order."""
     kept: dict[tuple, ServingPlan] = {}
     for one in found:
         kept.setdefault((one.shape, one.form), one)
@@ -105,6 +107,7 @@ def distinct(found: Sequence[ServingPlan], most: int) -> list[ServingPlan]:
 
 
 def text(found: Sequence[ServingPlan], objective: str, top: int, price: float | None, **fixed) -> str:
+    """Return the report."""
     best = found[0]
     s, step, hbm = best.service, best.step, best.chip.need("hbm_bytes")
     ms = {"KV cache": step.kv, "weights": step.weights, "FLOPs": step.math, "collectives": step.comms}
@@ -146,13 +149,13 @@ def text(found: Sequence[ServingPlan], objective: str, top: int, price: float | 
 
 
 def front(found: Sequence[ServingPlan]) -> str:
-    """The ways that no other one beats in both milliseconds and tokens/s a chip."""
+    """Return a table of the plans that no other beats in both milliseconds and tokens/s per chip."""
     kept = serving.pareto(found, lambda one: one.step.seconds, lambda one: one.per_chip)
     return "Latency against throughput:\n" + _rows(kept)
 
 
 def as_dict(one: ServingPlan) -> dict:
-    """One way as data. Seconds, bytes of a chip, tokens/s."""
+    """Return a plan as data, in seconds, bytes of a chip, and tokens/s."""
     step = one.step
     return {
         "slice": slice_name(one.shape), "chips": one.chips, "form": one.form, "type": one.type, "mesh": dict(one.sizes),

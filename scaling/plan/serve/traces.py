@@ -1,4 +1,4 @@
-"""A plan under load: requests that come at random, through the engine's own scheduler, in the cost model's time.
+"""A plan under load: random requests through the engine's own scheduler, in the cost model's time.
 
     served = under_load(best, rate=2.0, policy="chunked", count=64, seed=0)       a scaling.serve.simulate.Simulated
     print(gantt(served, 40), histogram(...))
@@ -21,16 +21,19 @@ from scaling.show.bars import Bar
 from scaling.show.bars import text as text_of
 
 PAGE = 64  # tokens
-BUDGET = 512  # tokens of a step, of the policy "chunked"
+BUDGET = 512  # tokens of a step under the policy "chunked"
 
 
 def modelled(plan: Plan) -> Callable[[Run | Move], float]:
-    """Seconds of a step on the plan's slice: its bound, the FLOPs of prompts at the service's MFU; of a cache's move,
-    over the datacenter's network of all chips, or at once where the chip's file has none."""
+    """Return the function from an action to its seconds on the plan's slice.
+
+    A step takes its bound, with the FLOPs of prompts at the service's MFU. A cache moves over the datacenter's network
+    of all chips, or at once if the chip's file has no such network.
+    """
     s, sizes = plan.service, dict(plan.sizes)
 
     def computed(works: Sequence[Work]) -> list[tuple[int, int]]:
-        """[(tokens, keys that they see)], filled up: ranks whose requests have less to do wait for the others."""
+        """Return [(tokens, keys that they see)] of the busiest group, once per group, since the others wait for it."""
         groups = [[(w.width, w.start + w.width) for w in works if w.group == g] for g in range(plan.groups)]
         return max(groups, key=lambda rows: [sum(some) for some in zip(*rows, strict=True)]) * plan.groups
 
@@ -50,7 +53,7 @@ def modelled(plan: Plan) -> Callable[[Run | Move], float]:
 
 
 def under_load(plan: Plan, *, rate: float, policy: str = "chunked", count: int = 64, seed: int = 0) -> Simulated:
-    """`count` requests of the service's lengths, `rate` a second on average, on the plan's batch as slots."""
+    """Simulate `count` requests of the service's lengths, `rate` per second; the plan's batch is the slots."""
     draw, s, now, arrivals = random.Random(seed), plan.service, 0.0, []
     for id in range(count):
         now += draw.expovariate(rate)
@@ -61,9 +64,9 @@ def under_load(plan: Plan, *, rate: float, policy: str = "chunked", count: int =
 
 
 def gantt(served: Simulated, width: int = 80, rows: int = 16) -> str:
-    """Slots in time: `P` a prompt runs, `d` a request decodes, `.` it waits in its slot, `>` its cache is moved.
+    """Draw the slots in time: `P` a prompt runs, `d` a request decodes, `.` it waits in its slot, `>` its cache moves.
 
-    A request takes the first row that is free; of more than `rows` rows the first are drawn.
+    A request takes the first free row. If there are more than `rows` rows, the first are drawn.
     """
     busy: dict[int, list[Bar]] = {}
     for start, end, action in served.spans:
@@ -87,7 +90,7 @@ def gantt(served: Simulated, width: int = 80, rows: int = 16) -> str:
 
 
 def histogram(values: Sequence[float], unit: float = 1e-3, bins: int = 8, width: int = 40) -> str:
-    """Counts of values in bins as wide as each other in the logarithm, as bars; in `unit`s."""
+    """Draw a histogram of values as bars, in bins of equal width in the logarithm, in `unit`s."""
     known = sorted(v for v in values if not math.isnan(v) and v > 0)
     if not known:
         return "  (none)"
@@ -101,7 +104,7 @@ def histogram(values: Sequence[float], unit: float = 1e-3, bins: int = 8, width:
 
 
 def text(plan: Plan, served: Simulated, rate: float, policy: str) -> str:
-    """What is printed under the plan."""
+    """Return what is printed under the plan."""
     tpot, ttft = ([getattr(times, what) for times in served.requests.values()] for what in ("tpot", "ttft"))
     slices = "two slices, one that prefills" if policy == "disaggregated" else "one slice"
     at = {(what, p): 1e3 * served.percentile(what, p) for what in ("ttft", "tpot") for p in (50, 95)}
@@ -115,7 +118,7 @@ def text(plan: Plan, served: Simulated, rate: float, policy: str) -> str:
 
 
 def as_dict(served: Simulated, rate: float, policy: str) -> dict:
-    """The same as data. Seconds, tokens/s."""
+    """Return the simulation as data, in seconds and tokens/s."""
     return {
         "requests": len(served.requests), "rate": rate, "policy": policy, "seconds": served.seconds,
         "steps": len(served.spans), "tokens_per_second": served.throughput,
