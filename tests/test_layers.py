@@ -20,7 +20,7 @@ import scaling
 ROOT = Path(scaling.__file__).parent
 ROOMS = """
     common < scaling < spec < algebra schedules hardware < configs < cost < mesh < trace < collectives
-    < launch tree interop < shard_map explicit < optim data < models < strategies auto profile < train < serve
+    < launch tree interop scaled < shard_map explicit < optim data < models < strategies auto profile < train < serve
     < posttrain generate < show < plan < measure < check < book exercise < __main__
 """  # each imports only from those before it
 NO_TORCH = {"common", "spec", "algebra", "schedules", "hardware", "configs", "cost", "check", "show", "plan"}
@@ -33,7 +33,7 @@ OPTIONAL = {*f"{EXTRAS} uvicorn h11 prometheus_client".split()}  # of pyproject.
 RANKS = "scaling.launch scaling.mesh"
 INSIDE = {  # a module: what it imports inside functions
     "scaling.cost.lanes": "numpy",  # the playground has none
-    "scaling.spec.types": "torch.distributed.tensor torch.distributed.tensor.placement_types",  # types need no torch
+    "scaling.spec.placements": "torch.distributed.tensor torch.distributed.tensor.placement_types",  # types need no torch
     # plain trees need no torch.distributed:
     "scaling.tree": "scaling.collectives scaling.collectives.checked scaling.collectives.linear",
     "scaling.check.files": "scaling.check.run scaling.check.library",  # lines are read without torch

@@ -16,7 +16,8 @@ from typing import Any, NamedTuple, NoReturn
 
 from scaling.algebra.layouts import Axes, DimAxes, arrangements, layout, retyped
 from scaling.algebra.ops import Groups, op_kind
-from scaling.spec import Line, ShardingError, Spec, format_axes, parse_line, refuse
+from scaling.algebra.scales import check_scales
+from scaling.spec import Line, Spec, format_axes, parse_line, refuse
 
 Sizes = tuple[int, ...]
 Inferred = tuple[tuple[DimAxes, ...], DimAxes]  # the operands as the kernel takes them, and the result
@@ -217,11 +218,10 @@ def product_type(a: Spec, b: Spec, kept: Sequence[str], name: str = "") -> Spec:
 
 def check_product(line: "str | Line") -> Line:
     """Return the parsed line; raise ShardingError unless it is a product that sends nothing."""
-    line = parse_line(line)
+    line = check_scales(parse_line(line))
     if len(line.operands) > 2:
-        raise ShardingError(
-            f"{line}\n  einsum multiplies two operands at a time\n  fix: write one line for each product"
-        )
+        rule = "einsum multiplies two operands at a time"
+        refuse_product(line, f"{len(line.operands)} operands", rule, "write one line for each product")
     dims = [set(spec.dim_names) for spec in line.operands]
     for dim in line.contract:
         if not all(dim in names for names in dims) or dim in line.result.dim_names:

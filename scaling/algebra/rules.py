@@ -93,6 +93,11 @@ def collective_steps(kind: str, line: str) -> tuple[CollectiveStep, ...]:
     def broken(what: str, fix: str) -> NoReturn:
         refuse_rule(line, kind, what, f"{kind} {rule.says}", fix)
 
+    if before.scaled != after.scaled:
+        what = f"{before} -> {after}: the scales change"
+        refuse_rule(line, kind, what, "a collective that moves an array moves its values and its scales",
+                    "write the same {Q_...} on both sides; quantize and dequantize are lines of their own")  # fmt: skip
+
     for axis in dict.fromkeys((*before.axes, *before.unreduced, *after.axes, *after.unreduced)):
         (was, of), (now, to) = _place(axis, before), _place(axis, after)
         if (was, of) != (now, to) and (was, now) != (rule.source, rule.target):

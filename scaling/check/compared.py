@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Collection, Sequence
+from dataclasses import replace
 
 from scaling.check.findings import said
 from scaling.check.held import Dim, DimPart, HeldType, axes_along, name_along, size_along
@@ -19,13 +20,14 @@ def axes_named(spec: Spec) -> set[str]:
 def without_axes(spec: Spec, gone: Collection[str]) -> Spec:
     """Return the type without these axes."""
     left = lambda axes: tuple(axis for axis in axes if axis not in gone)  # noqa: E731
-    return Spec(spec.name, tuple((dim, left(axes)) for dim, axes in spec.dims), left(spec.unreduced)) if gone else spec
+    dims = tuple((dim, left(axes)) for dim, axes in spec.dims)
+    return replace(spec, dims=dims, unreduced=left(spec.unreduced)) if gone else spec
 
 
 def over_pods(spec: Spec, dims: Collection[str], partial: bool) -> Spec:
     """Return the type with these dims split over pods too, and unreduced over pods if it is `partial`."""
     split = tuple((dim, (PODS, *axes) if dim in dims else axes) for dim, axes in spec.dims)
-    return Spec(spec.name, split, (PODS, *spec.unreduced) if partial else spec.unreduced)
+    return replace(spec, dims=split, unreduced=(PODS, *spec.unreduced) if partial else spec.unreduced)
 
 
 def at_hand(held: HeldType, axes: Collection[str], whole: bool = False) -> HeldType:

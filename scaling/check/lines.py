@@ -12,13 +12,26 @@ import tokenize
 
 from scaling.algebra.law import check_product
 from scaling.algebra.rules import collective_steps
+from scaling.algebra.scales import check_quantize
 from scaling.check.findings import RULES, Finding, said
 from scaling.spec import ShardingError, parse, parse_line
 
 KINDS = {"all_gather": "AllGather", "reduce_scatter": "ReduceScatter", "all_reduce": "AllReduce"}
 KINDS |= {"all_to_all": "AllToAll", "shard": "Slice", "ragged_all_to_all": "AllToAll", "broadcast": "Broadcast"}
 KINDS |= {"reduce": "Reduce", "scatter": "Scatter", "gather": "Gather"}
-TYPED = ("einsum", *KINDS, "ppermute", "masked", "unshard", "reshard", "send", "recv", "transfer")
+TYPED = (
+    "einsum",
+    "quantize",
+    "dequantize",
+    *KINDS,
+    "ppermute",
+    "masked",
+    "unshard",
+    "reshard",
+    "send",
+    "recv",
+    "transfer",
+)
 RAW = r"(torch\.distributed|dist)\.(all_reduce|all_gather|reduce_scatter|all_to_all)\w*"
 WORDS = re.compile(rf"\b(?:SPECS|{'|'.join(TYPED)})\b")
 IGNORE = re.compile(r"#\s*scaling:\s*ignore\b(?:\[([^\]]*)\])?")
@@ -118,6 +131,8 @@ def _thrown_away(call: ast.Call) -> bool:
 def _check(name: str, line: str) -> None:
     if name == "einsum":
         check_product(line)
+    elif name in ("quantize", "dequantize"):
+        check_quantize(line, back=name == "dequantize")
     elif name in KINDS and not (name == "shard" and "->" not in line):
         collective_steps(KINDS[name], line)
     elif "->" in line:

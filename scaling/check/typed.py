@@ -218,6 +218,19 @@ class TypedLines(KnownArrays):
                 text += "\n  " + said(what, "split", "move the axes before that")
                 self.find("split", text, held.place, place)
 
+    def parts(self, line: str, xs: Sequence, specs: Sequence[Spec], results: Sequence[Spec], run: Callable) -> Sequence:
+        """Judge a line on values and scales: compare each part with its type, run, and declare the results' parts."""
+        place, xs = self.reached(), [self.meta(x) for x in xs]
+        before = len(self.report.findings)
+        for x, spec in zip(xs, specs, strict=True):
+            if len(self.report.findings) == before:  # a wrong line is wrong for values and scales
+                self.compare(self.held(x), spec, line, "", place)
+        with self.silence():
+            found = run(*xs)
+        for x, spec in zip(found, results, strict=True):
+            self.declare(x, self.live(spec), place, "sum" if spec.unreduced else "")
+        return found
+
     def defer(self, product: Deferred) -> Deferred:
         """Note a product that is computed when it is waited for; a fault belongs to the line that deferred it."""
         self.deferred[id(product)] = product, self.reached()

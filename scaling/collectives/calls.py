@@ -26,7 +26,7 @@ from scaling.collectives.op import Op
 from scaling.collectives.operands import refuse_in_graph
 from scaling.common.torch_private import modes
 from scaling.mesh.meeting import agree
-from scaling.spec import ShardingError, Spec, parse, refuse
+from scaling.spec import ShardingError, parse, refuse
 
 ONE_HOLDER = "{U_X} is a sum with one term for each element: along X one device has it, the others have zeros"
 RESHARDS = ("AllGather", "ReduceScatter", "AllReduce", "AllToAll", "Slice")  # the identity if the type stays the same
@@ -93,7 +93,7 @@ def shard(line: str, x: Tensor, mesh) -> Tensor:
     unreduced `{U_X}`.
     """
     if "->" not in line:
-        line = f"{Spec('', tuple((dim, ()) for dim in parse(line).dim_names))} -> {parse(line)}"
+        line = f"{parse(line).whole().with_name('')} -> {parse(line)}"
     return _call(("Slice", line, None, "sum"), x, mesh)
 
 
@@ -163,8 +163,7 @@ def unshard(line: str, x: Tensor, mesh) -> Tensor:
 
     `line` is the type of x.
     """
-    spec = parse(line)
-    whole = Spec(spec.name, tuple((dim, ()) for dim in spec.dim_names))
+    spec, whole = parse(line), parse(line).whole()
     if not spec.axes + spec.unreduced:
         return shard(f"{spec} -> {spec}", x, mesh)
     if spec.unreduced:
@@ -254,6 +253,8 @@ def _call(what: tuple, x: Any, mesh, async_op: bool = False, out: Tensor | None 
         if not (line := mesh.resolve(line)):
             return x if out is None or out is x else out.copy_(x)
         what = kind, line, *options
+    if not isinstance(x, Tensor) and hasattr(x, "moved"):  # scaling.scaled.Scaled: each of its parts is moved
+        return x.moved(_call, what, mesh, async_op)
     if torch.compiler.is_compiling():
         return _compiled(what, x, mesh, async_op, out)
     if not seen and (watch := watcher.get()) is not None:

@@ -8,20 +8,23 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from math import prod
-from typing import Any, Literal, NamedTuple, NoReturn, overload
+from typing import Any, Literal, NamedTuple, overload
 
 import torch
 from torch import Tensor, strided
 
 from scaling import trace
-from scaling.algebra.law import check_product, refuse_product
+from scaling.algebra.law import check_product
 from scaling.collectives.linear import wait, watcher, who_watches
 from scaling.collectives.operands import (
     NEED_SCALES,
     check_out,
+    refuse_add,
     refuse_in_graph,
     refuse_kind,
     refuse_operands,
+    refuse_plain,
+    refuse_sparse,
     refuse_unscaled,
 )
 from scaling.common.torch_private import constant, lazy_clone
@@ -142,6 +145,7 @@ class LocalProduct(NamedTuple):
 def product_of(text: str) -> LocalProduct:
     """Parse a line, check it by the rules, and return its product."""
     line = check_product(text)
+    refuse_plain(line)
     a, *others = [[*spec.dim_names] for spec in line.operands]
     b, result = others[0] if others else [], [*line.result.dim_names]
     letters = {dim: chr(ord("a") + i) for i, dim in enumerate(dict.fromkeys(a + b))}
@@ -232,6 +236,8 @@ def einsum(line: str, a: Any, b: Any = None, *, out: Tensor | None = None, add: 
     """
     if not (isinstance(a, Tensor) and (b is None or isinstance(b, Tensor))):
         a, b = wait(a), wait(b)
+        for scaled in (x for x in (a, b) if hasattr(x, "multiplied")):  # scaling.scaled.Scaled
+            return scaled.multiplied(line, a, b, out, add, defer)
     if torch.compiler.is_compiling():
         return Deferred(line, a, b) if defer else _compiled(line, a, b, out, add)
     if (watch := watcher.get()) is not None and not defer:
@@ -243,8 +249,7 @@ def einsum(line: str, a: Any, b: Any = None, *, out: Tensor | None = None, add: 
         why = ["one of them is on the meta device, which holds shapes alone"]
         refuse_operands(product.line, tuple(a.shape), tuple(b.shape), why=why)
     if a.layout is not strided or (b is not None and b.layout is not strided):
-        what = "an operand is sparse, of which torch gives some products wrong"
-        refuse_product(product.line, what, "shards are dense tensors", "give them as .to_dense()")
+        refuse_sparse(product.line)
     if a.dtype in NEED_SCALES and not product.is_view:  # and b, or torch refuses them
         refuse_unscaled(product.line, a.dtype)
     if defer:
@@ -253,7 +258,7 @@ def einsum(line: str, a: Any, b: Any = None, *, out: Tensor | None = None, add: 
         dtype = a.dtype if b is None else torch.promote_types(a.dtype, b.dtype)
         check_out(product, out, product.shape(a, b), dtype, a.device, a, b)
     elif add:
-        _refuse_add(line)
+        refuse_add(line)
     event = None
     if trace.open_logs:
         typed = parse_line(line)
@@ -282,7 +287,7 @@ def _compiled(line: str, a: Tensor, b: Tensor | None, out: Tensor | None, add: b
         refuse_unscaled(product.line, a.dtype)
     result = product.multiply(a, b) if product.two else product.by_equation(a, b)
     if out is None:
-        _refuse_add(line) if add else None
+        refuse_add(line) if add else None
         return result.clone() if product.is_view else result
     if out.shape != result.shape or out.dtype != result.dtype:
         refuse_in_graph(f"einsum: {line}", tuple(result.shape), result.dtype, tuple(out.shape), out.dtype)
@@ -292,8 +297,3 @@ def _compiled(line: str, a: Tensor, b: Tensor | None, out: Tensor | None, add: b
 @constant
 def _constants(line: str) -> tuple:
     return tuple(product_of(line))
-
-
-@constant
-def _refuse_add(line: str) -> NoReturn:
-    refuse_product(line, "add=True without out", "a product is added to a buffer", "give out=")

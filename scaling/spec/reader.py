@@ -9,7 +9,8 @@ from typing import NoReturn
 Dims = tuple[tuple[str, tuple[str, ...]], ...]
 
 NAME = r"[A-Za-z_][A-Za-z0-9_']*(\.[A-Za-z0-9_']+)*|[0-9]+(\.[A-Za-z0-9_']+)+"  # as named_parameters(): `0.fc1.weight`
-DIM, NUMBER = r"[A-Za-z][A-Za-z0-9']*", r"[0-9]{1,18}(?![0-9])"
+NUMBER = r"[0-9]{1,18}(?![0-9])"
+DIM = r"[A-Za-z][A-Za-z0-9']*(/[1-9][0-9]{0,8})?"  # `D/32` has one place for each 32 of D
 AXIS = r"[A-Za-z][A-Za-z0-9]*"  # a word of capitals names one axis per letter, `XY`; any other is one name, `data`
 QUOTED = 200  # characters of a text that an error message quotes
 
@@ -23,7 +24,7 @@ def refuse(line, what: str, rule: str, fix: str) -> NoReturn:
     raise ShardingError(f"{line}\n  {what}\n  rule: {rule}\n  fix: {fix}")
 
 
-ReadType = tuple[str, Dims, tuple[str, ...]]  # the parts of a type, as `scaling.spec.Spec` holds them
+ReadType = tuple[str, Dims, tuple[str, ...], tuple[str, ...]]  # the parts of a type, as `scaling.spec.Spec` holds them
 ReadLine = tuple[tuple[ReadType, ...], ReadType, tuple[str, ...]]  # operands, result, the dims of written `*_J`
 
 
@@ -113,7 +114,26 @@ class _Reader:
         if self.find(r"\{\s*U\s*[_.]"):
             unreduced = tuple(sorted(self.axes(seen)))
             self.take(r"\}", "'}' after the unreduced axes")
-        return name, tuple(dims), unreduced
+        return name, tuple(dims), unreduced, self.shared([dim for dim, _ in dims], unreduced)
+
+    def shared(self, dims: list[str], unreduced: tuple[str, ...]) -> tuple[str, ...]:
+        """Read `{Q_D}`, `{Q_D,F}` or `{Q}`: the dims along which values share a scale, which are all dims for `{Q}`."""
+        self.skip()
+        start, found = self.position, []
+        if not self.find(r"\{\s*Q(?=[_\s}])"):
+            return ()
+        while self.find("," if found else "_"):
+            self.skip()
+            position, dim = self.position, self.take(DIM, "a dim of the array, as in {Q_D}")
+            if dim not in dims or dim in found:
+                what = f"dim {dim} is {'named twice' if dim in found else 'not a dim of the array'}"
+                self.fail(what, position, f"name some of {', '.join(dims)}, each once")
+            found.append(dim)
+        self.take(r"\}", "'}' after the dims that share a scale")
+        if unreduced or not dims:
+            rule = "a sum is not quantized: terms with scales of their own cannot be added" if unreduced else "no dims"
+            self.fail(f"rule: {rule}", start, "reduce it, then quantize" if unreduced else "keep a number as it is")
+        return tuple(dim for dim in dims if dim in (found or dims))
 
     def axes(self, seen: dict) -> tuple[str, ...]:
         """Read mesh axes written as `XY`, `{XY}`, `data` or `{data,model}`."""

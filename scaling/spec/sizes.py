@@ -9,6 +9,7 @@ from scaling.spec.reader import ShardingError
 DTYPE_BYTES = {"int4": 0.5, "fp4": 0.5, "int8": 1, "uint8": 1, "fp8": 1, "bool": 1, "bf16": 2, "bfloat16": 2}
 DTYPE_BYTES |= {"fp16": 2, "f16": 2, "float16": 2, "int16": 2, "fp32": 4, "f32": 4, "float32": 4, "int32": 4}
 DTYPE_BYTES |= {"fp64": 8, "f64": 8, "float64": 8, "int64": 8}
+DTYPE_BYTES |= {"float8_e4m3fn": 1, "float8_e5m2": 1, "float8_e8m0fnu": 1, "float4_e2m1fn": 0.5}
 
 
 def format_sizes(sizes: Mapping[str, int]) -> str:
@@ -33,6 +34,16 @@ def check_sizes(sizes: Mapping[str, int]) -> None:
         check_axis(axis)
         if not isinstance(size, int) or isinstance(size, bool) or size < 1:
             raise ShardingError(f"mesh axis {axis} has size {size!r}\n  fix: give an int of at least 1")
+
+
+def mesh_sizes(mesh) -> Mapping[str, int]:
+    """Return the axis sizes of a mesh, which is given as a mesh or as a plain dict `{"X": 4, "Y": 2}`."""
+    sizes = mesh if isinstance(mesh, Mapping) else getattr(mesh, "sizes", None)
+    if sizes is None:
+        raise ShardingError(
+            f'{mesh!r:.60} is no mesh\n  fix: give a Mesh, an AbstractMesh, or sizes, {{"X": 4, "Y": 2}}'
+        )
+    return sizes
 
 
 def parse_mesh(text: str) -> dict[str, int]:

@@ -11,25 +11,17 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
-from scaling.spec.reader import ShardingError, read_line, read_type
-from scaling.spec.sizes import dtype_bytes
-
-
-def mesh_sizes(mesh) -> Mapping[str, int]:
-    """Return the axis sizes of a mesh, which is given as a mesh or as a plain dict `{"X": 4, "Y": 2}`."""
-    sizes = mesh if isinstance(mesh, Mapping) else getattr(mesh, "sizes", None)
-    if sizes is None:
-        raise ShardingError(
-            f'{mesh!r:.60} is no mesh\n  fix: give a Mesh, an AbstractMesh, or sizes, {{"X": 4, "Y": 2}}'
-        )
-    return sizes
+from scaling.spec.formats import Format, bytes_of_parts, format_of, parts_of
+from scaling.spec.placements import axes_of_placements, placements_of
+from scaling.spec.reader import ShardingError, read_line, read_type, refuse
+from scaling.spec.sizes import dtype_bytes, mesh_sizes
 
 
 def present(spec: "str | Spec", mesh) -> "Spec":
     """Return the type without the axes that the mesh lacks or has with size 1."""
     spec, real = parse(spec), [axis for axis, size in mesh_sizes(mesh).items() if size > 1]
     dims = tuple((dim, tuple(axis for axis in axes if axis in real)) for dim, axes in spec.dims)
-    return Spec(spec.name, dims, tuple(axis for axis in spec.unreduced if axis in real))
+    return replace(spec, dims=dims, unreduced=tuple(axis for axis in spec.unreduced if axis in real))
 
 
 def format_axes(axes: Sequence[str]) -> str:
@@ -51,16 +43,37 @@ class Spec:
     """One type. `W[D_X, F] {U_Y}` has `name` "W", `dims` (("D", ("X",)), ("F", ())) and `unreduced` ("Y",).
 
     An array without a name has the name "". A dim may be a number, which is also its size (`KV[2, B, S]`).
-    `unreduced` is kept sorted.
+    `unreduced` is kept sorted. `W[D_X, F] {Q_D}` has `scaled` ("D",), the dims along which values share a scale.
     """
 
     name: str
     dims: tuple[tuple[str, tuple[str, ...]], ...]
     unreduced: tuple[str, ...] = ()
+    scaled: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         dims = ", ".join(dim + ("_" + format_axes(axes) if axes else "") for dim, axes in self.dims)
-        return f"{self.name}[{dims}]" + (f" {{U_{format_axes(self.unreduced)}}}" if self.unreduced else "")
+        text = f"{self.name}[{dims}]" + (f" {{U_{format_axes(self.unreduced)}}}" if self.unreduced else "")
+        if not self.scaled:
+            return text
+        return text + (" {Q}" if self.scaled == self.dim_names else f" {{Q_{','.join(self.scaled)}}}")
+
+    def parts(self, format: "str | Format") -> "tuple[Spec, ...]":
+        """Return the types of the arrays that an array with scales is held as: values, and one or two scales.
+
+        `W[D_X, F] {Q_D}` is in "mxfp8" `W.q[D_X, F]` and `W.s[D/32_X, F]`, in "fp8-row" `W.q[D_X, F]` and `W.s[F]`.
+        """
+        if not self.scaled:
+            return (self,)
+        named = parts_of(self.dims, self.scaled, format_of(format))
+        return tuple(Spec(f"{self.name}.{letter}", dims) for letter, dims in zip("qst", named, strict=False))
+
+    def shared_over(self, format: "str | Format") -> tuple[str, ...]:
+        """Return the axes that split what shares the outermost scale: only a maximum over all of them gives it.
+
+        No axis splits a block, so there are none unless that scale is of a whole dim.
+        """
+        return tuple(sorted({*self.axes} - {*self.parts(format)[-1].axes}))
 
     @property
     def dim_names(self) -> tuple[str, ...]:
@@ -81,8 +94,8 @@ class Spec:
         return self.dim_names.index(dim)
 
     def same_sharding(self, other: "Spec") -> bool:
-        """Return whether dims, their axes and the unreduced axes are equal; the arrays' names may differ."""
-        return self.dims == other.dims and self.unreduced == other.unreduced
+        """Return whether all but the arrays' names is equal: dims, their axes, the unreduced axes, the scales' dims."""
+        return (self.dims, self.unreduced, self.scaled) == (other.dims, other.unreduced, other.scaled)
 
     def with_name(self, name: str) -> "Spec":
         """Return this type under another name."""
@@ -107,7 +120,7 @@ class Spec:
     def validated(self) -> "Spec":
         """Return this type; ShardingError if it uses a dim or a mesh axis twice, or a name that cannot be written."""
         spec = parse(str(self))
-        if spec.dims != self.dims or spec.unreduced != tuple(sorted(self.unreduced)):
+        if not spec.same_sharding(replace(self, unreduced=tuple(sorted(self.unreduced)))):
             raise ShardingError(
                 f"{self.dims}, unreduced over {self.unreduced}: reads as {spec}, which is another type\n"
                 f"  fix: name an axis by one capital letter or by a word such as data, a dim without an underscore"
@@ -124,27 +137,19 @@ class Spec:
 
         The cotangent is split where the array is split, replicated where the array is unreduced, and unreduced where
         the array is replicated. The last holds for the axes of `mesh`, which is a mesh or some of its axes' names.
-        Without any axes the cotangent is reduced.
+        Without any axes the cotangent is reduced. That of an array with scales has none.
         """
         axes = mesh if isinstance(mesh, (tuple, list)) else mesh_sizes(mesh)
-        return replace(self, name="d" + self.name, unreduced=tuple(sorted({*axes} - {*self.axes, *self.unreduced})))
+        unreduced = tuple(sorted({*axes} - {*self.axes, *self.unreduced}))
+        return replace(self, name="d" + self.name, unreduced=unreduced, scaled=())
 
     def placements(self, mesh) -> tuple:
         """Return DTensor's placements, one per mesh axis: "A[I_X, J] {U_Y}" -> (Shard(0), Partial()).
 
         If a dim's axes have another order than the mesh's, as in `I_YX`, the placement is a strided shard.
         """
-        from torch.distributed.tensor import Partial, Replicate, Shard
-        from torch.distributed.tensor.placement_types import _StridedShard
-
         self.check_axes(mesh)
-        sizes, found = mesh_sizes(mesh), {axis: Partial() for axis in self.unreduced}
-        order = list(sizes)
-        for position, (_, axes) in enumerate(self.dims):
-            for n, axis in enumerate(axes):  # the factor: blocks made by more major axes that come later in the mesh
-                factor = math.prod(sizes[major] for major in axes[:n] if order.index(major) > order.index(axis))
-                found[axis] = Shard(position) if factor == 1 else _StridedShard(position, split_factor=factor)
-        return tuple(found.get(axis, Replicate()) for axis in order)
+        return placements_of([axes for _, axes in self.dims], self.unreduced, mesh_sizes(mesh))
 
     @staticmethod
     def from_placements(placements: Sequence, mesh, dims: Sequence[str], name: str = "") -> "Spec":
@@ -154,33 +159,14 @@ class Spec:
             ShardingError: The notation lacks a placement: a reduction other than a sum, or a stride that no order of a
                 dim's axes makes.
         """
-        from torch.distributed.tensor import Partial, Replicate
-        from torch.distributed.tensor.placement_types import Shard, _StridedShard
-
-        sizes, unreduced = mesh_sizes(mesh), []
-        axes_of: dict[str, list[str]] = {dim: [] for dim in dims}
-        for axis, placement in reversed([*zip(sizes, placements, strict=True)]):  # a factor counts later axes' blocks
-            kind = type(placement)
-            if kind in (Shard, _StridedShard) and -len(dims) <= placement.dim < len(dims):
-                axes = axes_of[list(dims)[placement.dim]]
-                blocks = [math.prod(sizes[other] for other in axes[:n]) for n in range(len(axes) + 1)]
-                if (factor := getattr(placement, "split_factor", 1)) in blocks:
-                    axes.insert(blocks.index(factor), axis)
-                    continue
-            elif kind is Replicate:
-                continue
-            elif kind is Partial and placement.reduce_op == "sum":
-                unreduced.append(axis)
-                continue
-            raise ShardingError(
-                f"{placement} over {axis}: only Shard of one of the {len(dims)} dims, Replicate and Partial('sum') "
-                f"are types of this notation\n  fix: redistribute the DTensor to such a placement first"
-            )
-        split = tuple((dim, tuple(axes)) for dim, axes in axes_of.items())
-        return Spec(name, split, tuple(sorted(unreduced))).validated()
+        axes, unreduced = axes_of_placements(placements, mesh_sizes(mesh), len(dims))
+        return Spec(name, tuple(zip(dims, axes, strict=True)), unreduced).validated()
 
     def check_axes(self, mesh) -> None:
-        """Raise ShardingError if the type names an axis that the mesh lacks."""
+        """Raise ShardingError if the type names an axis that the mesh lacks, or is not the type of one array."""
+        if self.scaled:
+            refuse(self, "one plain array has this type, with {Q}", "an array with scales is its values and its scales",
+                   "quantize it by a line, W[D_X, F] -> W[D_X, F] {Q_D}, whose result has that type")  # fmt: skip
         sizes = mesh_sizes(mesh)
         for axis in self.axes + self.unreduced:
             if axis not in sizes:
@@ -200,13 +186,18 @@ class Spec:
         shape = []
         for dim, _ in self.dims:
             size = sizes[dim] if dim in sizes else int(dim) if dim.isdigit() else None
+            whole, _, block = dim.partition("/")
+            if size is None and block and isinstance(of := sizes.get(whole), int):
+                if of % int(block):
+                    refuse(self, f"dim {whole} of size {of} is no multiple of its block, {block}",
+                           "every scale is of a whole block", f"pad {whole}, or use another format")  # fmt: skip
+                size = of // int(block)
             if not isinstance(size, int) or isinstance(size, bool) or size < 0:
                 what = f"{self}: dim {dim} needs a size, an int >= 0; got {size!r} in {dict(sizes)}"
                 raise ShardingError(f"{what}\n  fix: give each dim its size")
             if dim.isdigit() and size != int(dim):
-                raise ShardingError(
-                    f"{self}: dim {dim} says its own size, but the array has {size} there\n  fix: give it a name"
-                )
+                what = f"{self}: dim {dim} says its own size, but the array has {size} there"
+                raise ShardingError(f"{what}\n  fix: give it a name")
             shape.append(size)
         return tuple(shape)
 
@@ -218,9 +209,12 @@ class Spec:
             parts = math.prod([axis_sizes[axis] for axis in axes])  # a list, because Dynamo can trace it
             if size % parts:
                 product = " * ".join(f"{axis}={axis_sizes[axis]}" for axis in axes)
+                whole, _, block = dim.partition("/")
                 raise ShardingError(
                     f"{self}: dim {dim} of size {size} does not divide into {parts} blocks ({product})\n"
-                    f"  fix: make {dim} a multiple of {parts}, or use fewer devices along {format_axes(axes)}"
+                    + ("  rule: a shard cuts no block\n" if block else "")
+                    + f"  fix: make {whole} a multiple of {parts * int(block or 1)}, "
+                    f"or use fewer devices along {format_axes(axes)}"
                 )
             local.append(size // parts)
         return tuple(local)
@@ -236,7 +230,13 @@ class Spec:
         return tuple(slice(block * size, (block + 1) * size) for block, size in zip(blocks, local, strict=True))
 
     def nbytes(self, sizes, mesh, dtype) -> float:
-        """Return the bytes that one device holds, as an int where possible (int4 and fp4 have half a byte)."""
+        """Return the bytes that one device holds, as an int where possible (int4 and fp4 have half a byte).
+
+        Of an array with scales, `dtype` is its format, and the bytes are those of all its parts.
+        """
+        if self.scaled:
+            parts = zip(self.parts(dtype), bytes_of_parts(format_of(dtype)), strict=True)
+            return _whole(sum(part.nbytes(sizes, mesh, each) for part, each in parts))
         return _whole(math.prod(self.local_shape(sizes, mesh)) * dtype_bytes(dtype))
 
     def total_nbytes(self, sizes, mesh, dtype) -> float:

@@ -1,0 +1,254 @@
+"""The lines on arrays with scales: quantize, dequantize, and what collectives and products do with them.
+
+An array with scales is one `Scaled`, which collectives and einsum take in place of a tensor. A collective that moves
+elements moves each part by a line of its own, so a part that lacks a dim is not sent along it. What adds is refused.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from scaling.algebra.law import check_product, refuse_product
+from scaling.algebra.rules import collective_steps
+from scaling.algebra.scales import check_quantize, lines_of_parts
+from scaling.collectives import Pending, all_reduce, einsum, wait
+from scaling.collectives.linear import followed, who_watches
+from scaling.collectives.operands import check_out
+from scaling.scaled.rounding import outer_scale, rounded, scales_of, widened
+from scaling.spec import Format, Line, Spec, format_of, parse_line, present, refuse
+
+
+@dataclass(frozen=True, eq=False)
+class Scaled:
+    """An array with scales on this rank, in the order of `Spec.parts`.
+
+    Attributes:
+        q: The values.
+        s: Their scales.
+        t: The scale of the whole array, if the format has one.
+        format: The format.
+        shared: The positions of the dims along which values share a scale.
+        dtype: The dtype of the array that was quantized, which products and dequantize return.
+    """
+
+    q: Tensor
+    s: Tensor
+    t: Tensor | None
+    format: Format
+    shared: tuple[int, ...]
+    dtype: torch.dtype = torch.float32
+
+    @property
+    def parts(self) -> tuple[Tensor, ...]:
+        """The tensors that are held and sent."""
+        return (self.q, self.s) if self.t is None else (self.q, self.s, self.t)
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes of all parts."""
+        return sum(part.nbytes for part in self.parts)
+
+    def of(self, parts: Sequence[Tensor]) -> "Scaled":
+        """Return the same kind of array made of other parts."""
+        q, s, *t = parts
+        return replace(self, q=q, s=s, t=t[0] if t else None)
+
+    def wait(self) -> "Scaled":
+        """Return the array, which is not in flight."""
+        return self
+
+    def check(self, spec: Spec, line: Any) -> tuple[Spec, ...]:
+        """Return the types of the parts. Raise a ShardingError unless the array is of this type."""
+        shared = tuple(map(spec.index, spec.scaled))
+        if self.shared != shared or len(spec.dims) != self.q.dim():
+            dims = ", ".join(map(str, self.shared))
+            refuse(line, f"the array shares scales along dims {dims} of {self.q.dim()}, and {spec} says otherwise",
+                   "scales along one dim do not follow from those along another",
+                   "write the {Q_...} by which it was quantized, or quantize it again")  # fmt: skip
+        types, sizes = spec.parts(self.format), {}
+        for (dim, _), size in zip(types[0].dims, self.q.shape, strict=True):
+            name, _, block = dim.partition("/")
+            sizes[name] = size * int(block or 1)
+        for part, own in zip(self.parts[1:], types[1:], strict=True):
+            if tuple(part.shape) != (wanted := Spec("", tuple((dim, ()) for dim in own.dim_names)).global_shape(sizes)):
+                what = f"scales of shape {tuple(part.shape)} for values {tuple(self.q.shape)}, not {wanted}"
+                refuse(line, what, f"{own}: a block and its scale are on one rank", "give parts of one array")
+        return types
+
+    def moved(self, call: Callable, what: tuple, mesh, async_op: bool) -> Any:
+        """Run a collective's line on each part; `call` runs one line, `what` is its key (`scaling.collectives`)."""
+        kind, line, *options = what
+        typed = parse_line(line if "->" in line else f"{line} -> {line}")
+        if not typed.operands[0].scaled or kind not in ("AllGather", "Slice", "AllToAll", "CollectivePermute"):
+            refuse(f"{kind}: {line}", "the operand is values with scales",
+                   "a sum is not quantized: terms with scales of their own cannot be added",
+                   "write {Q_...} in a line that only moves it; else dequantize it first")  # fmt: skip
+        if kind != "CollectivePermute" and not typed.operands[0].same_sharding(typed.result):
+            collective_steps(kind, line)
+        self.check(typed.operands[0], f"{kind}: {line}")
+        found = []
+        for part, (own, text) in zip(self.parts, lines_of_parts(kind, str(typed), self.format), strict=True):
+            found.append(call((own, text, *options), part, mesh, async_op and own != "Slice") if own else part)
+        return Pending((), lambda: self.of([*map(wait, found)])) if async_op else self.of(found)
+
+    def multiplied(self, line: str, a: Any, b: Any, out: Tensor | None, add: bool, defer: bool) -> Any:
+        """Return the product of a line, of which at least one operand has scales (`scaling.collectives.einsum`)."""
+        return Pending((), lambda: product(line, a, b)) if defer else product(line, a, b, out, add)
+
+
+def quantize(
+    line: str, x: Any, mesh, format: "str | Format", *, amax_of: Tensor | None = None, noise: Tensor | None = None
+) -> Scaled:
+    """`W[D_X, F] -> W[D_X, F] {Q_D}`: hold an array as values and scales.
+
+    A scale is of all that share it. Where axes split these, their maximum is taken over them by an all_reduce, unless
+    `amax_of` has it; otherwise nothing is sent.
+
+    Args:
+        line: The type before and after.
+        x: This rank's shard; `wait` is called on it.
+        mesh: The mesh.
+        format: The format or its name.
+        amax_of: The largest |x| of all that share the outermost scale, typed as that scale.
+        noise: Random numbers in [0, 1) like x, by which it is rounded up or down.
+
+    Raises:
+        ShardingError: The line is illegal, a shard cuts a block, or x is differentiated.
+    """
+    x, f, typed = wait(x), format_of(format), check_quantize(line)
+    spec = present(typed.result, mesh) if mesh.drops else typed.result
+    parts = spec.parts(f)
+    if x.dim() != len(spec.dims):
+        refuse(f"quantize: {line}", f"the operand has shape {tuple(x.shape)}", "a type names each dim", "name each dim")
+    for dim, size in zip(spec.dim_names, x.shape, strict=True):
+        if f.block and dim in spec.scaled and size % f.block:
+            what = f"{size} of {dim} on each rank, in blocks of {f.block} ({f.name})"
+            fix = f"make {dim} a multiple of {f.block} on each rank, or split it over fewer"
+            refuse(f"quantize: {line}", what, "a shard cuts no block", fix)
+    _refuse_differentiated(f"quantize: {line}", x)
+
+    def run(x: Tensor) -> Sequence[Tensor]:
+        return _parts(x.to(torch.float32), spec, f, mesh, amax_of, noise)
+
+    q, s, *t = _judged(line, [x], [replace(spec, scaled=())], parts, run)
+    return Scaled(q, s, t[0] if t else None, f, tuple(map(spec.index, spec.scaled)), x.dtype)
+
+
+def _parts(x: Tensor, spec: Spec, f: Format, mesh, amax_of: Tensor | None, noise: Tensor | None) -> list[Tensor]:
+    (_, of_s, *of_t), axes = spec.parts(f), spec.shared_over(f)
+    outer = of_t[0] if of_t else of_s
+    amax = shared_amax(x, spec, outer) if amax_of is None else amax_of.to(torch.float32)
+    if axes and amax_of is None:
+        held = replace(outer, name="amax", unreduced=axes)
+        amax = all_reduce(f"{held} -> {held.with_unreduced(())}", amax, mesh, op="max")
+    t = outer_scale(amax) if of_t else None
+    s, inverse = scales_of(amax if t is None else shared_amax(x, spec, of_s), f, t)
+    y, last = x * spread(inverse, of_s, spec, x), spec.index(spec.scaled[-1])
+    if f.per_byte == 1:
+        q = rounded(y, f, noise)
+    else:
+        q = rounded(y.movedim(last, -1), f, noise if noise is None else noise.movedim(last, -1))
+        q = q.movedim(-1, last).contiguous()
+    return [q, s] if t is None else [q, s, t]
+
+
+def dequantize(line: str, x: Any, mesh) -> Tensor:
+    """`W[D, F] {Q_D} -> W[D, F]`: multiply the values by their scales, in the dtype that was quantized."""
+    x, typed = wait(x), check_quantize(line, back=True)
+    spec = present(typed.operands[0], mesh) if mesh.drops else typed.operands[0]
+    if not isinstance(x, Scaled):
+        refuse(f"dequantize: {line}", f"the operand is a {type(x).__name__}", "{Q}: values and scales", "quantize it")
+    parts = x.check(spec, f"dequantize: {line}")
+    return _judged(line, x.parts, parts, [replace(spec, scaled=())], lambda *own: [wide(x.of(own), spec)])[0].to(
+        x.dtype
+    )
+
+
+def wide(x: Scaled, spec: Spec) -> Tensor:
+    """Return the values times their scales in float32, or in float64 for an array of it."""
+    last, f = spec.index(spec.scaled[-1]), x.format
+    y = widened(x.q, f) if f.per_byte == 1 else widened(x.q.movedim(last, -1), f).movedim(-1, last)
+    y = y.to(torch.promote_types(x.dtype, torch.float32))
+    for part, own in zip(x.parts[1:], spec.parts(f)[1:], strict=True):
+        y = y * spread(part.to(torch.float32).to(y.dtype), own, spec, y)
+    return y
+
+
+def product(line: str, a: Any, b: Any, out: Tensor | None = None, add: bool = False) -> Tensor:
+    """Return the product of a line on arrays with scales, accumulated in float32.
+
+    A kernel takes the scales out of the sum; here the values are multiplied by them first, which gives the same numbers
+    up to the rounding of float32 sums.
+    """
+    typed = check_product(line)
+    given = [x for x in (a, b) if x is not None]
+    for x, spec in zip(given, typed.operands, strict=True):
+        if isinstance(x, Scaled) is not bool(spec.scaled):
+            what = f"{spec} is {'values with scales' if isinstance(x, Scaled) else 'a plain tensor'}"
+            refuse_product(line, what, "{Q_...} says that an array has scales", "write the type that it has")
+    xs, specs = [], []
+    for x, spec in zip(given, typed.operands, strict=True):
+        xs += x.parts if isinstance(x, Scaled) else [x]
+        specs += x.check(spec, f"einsum: {line}") if isinstance(x, Scaled) else [spec]
+    _refuse_differentiated(f"einsum: {line}", *xs)
+    plain = Line(tuple(replace(spec, scaled=()) for spec in typed.operands), typed.result, typed.contract)
+
+    def run(*xs: Tensor) -> list[Tensor]:
+        own, wides = [*xs], []
+        for x, spec in zip(given, typed.operands, strict=True):
+            n = len(x.parts) if isinstance(x, Scaled) else 1
+            mine, own = own[:n], own[n:]
+            wides.append(wide(x.of(mine), spec) if isinstance(x, Scaled) else mine[0])
+        dtype = wides[0].dtype if len(wides) == 1 else torch.promote_types(wides[0].dtype, wides[1].dtype)
+        dtypes = given[0].dtype, given[-1].dtype
+        return [einsum(str(plain), *(x.to(dtype) for x in wides)).to(torch.promote_types(*dtypes))]
+
+    result = _judged(line, xs, specs, [typed.result], run)[0]
+    if out is None:
+        return result
+    check_out(f"einsum: {line}", out, result.shape, result.dtype, result.device)
+    return out.add_(result) if add else out.copy_(result)
+
+
+def shared_amax(x: Tensor, spec: Spec, scale: Spec) -> Tensor:
+    """Return the largest |x| of what shares each scale on this rank, typed as the scale."""
+    blocks, y = blocks_of(scale), x.abs()
+    for i, dim in reversed([*enumerate(spec.dim_names)]):
+        if dim not in blocks:
+            y = y.amax(i) if y.shape[i] else y.sum(i)
+        elif blocks[dim] > 1:
+            y = y.unflatten(i, (-1, blocks[dim])).amax(i + 1)
+    return y
+
+
+def spread(s: Tensor, scale: Spec, spec: Spec, like: Tensor) -> Tensor:
+    """Return the scale of each element."""
+    blocks = blocks_of(scale)
+    for i, dim in enumerate(spec.dim_names):
+        if dim not in blocks:
+            s = s.unsqueeze(i)
+        elif blocks[dim] > 1:
+            s = s.repeat_interleave(blocks[dim], i, output_size=like.shape[i])
+    return s
+
+
+def blocks_of(scale: Spec) -> dict[str, int]:
+    """Return how many places of each dim share a scale; a dim that all of it shares is missing."""
+    each = (dim.partition("/") for dim in scale.dim_names)
+    return {dim: int(block or 1) for dim, _, block in each}
+
+
+def _judged(line: str, xs: Sequence, specs: Sequence[Spec], results: Sequence[Spec], run: Callable) -> Sequence[Tensor]:
+    """Return run(*xs). The judge, if it watches, compares each x with its type, and gives the results theirs."""
+    watch = who_watches()
+    return run(*xs) if watch is None else watch.parts(line, xs, specs, results, run)
+
+
+def _refuse_differentiated(line: str, *xs: Tensor) -> None:
+    if any(map(followed, xs)):
+        refuse(line, "an operand is differentiated",
+               "rounding has no derivative, and the backward's products take arrays quantized along other dims",
+               "write the backward's lines, each with its own {Q_...}: the cotangent of W {Q_D} is dW")  # fmt: skip

@@ -1,0 +1,87 @@
+"""Round numbers to 8 and 4 bits, and make the scale of what is at most amax.
+
+Floats are rounded to the nearest, ties to even, and clamped to the largest finite number. With `noise` in [0, 1) they
+are rounded up where the noise is less than their place between the two neighbours, which is right in the mean.
+"""
+
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+from scaling.spec import Format
+
+TOP = {"float8_e4m3fn": 448.0, "float8_e5m2": 57344.0, "float4_e2m1fn": 6.0, "int8": 127.0, "int4": 7.0}
+FP4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # E2M1
+LEAST = 1e-12  # amax is at least this: the scale of zeros is no zero
+
+
+@lru_cache
+def magnitudes(dtype: str) -> Tensor:
+    """Return the finite numbers >= 0 of a float dtype, ascending: a number's index is its code without the sign."""
+    if dtype == "float4_e2m1fn":
+        return torch.tensor(FP4, dtype=torch.float64)
+    codes = torch.arange(128, dtype=torch.uint8).view(getattr(torch, dtype)).to(torch.float64)
+    return codes[torch.isfinite(codes)]
+
+
+def rounded(x: Tensor, f: Format, noise: Tensor | None = None) -> Tensor:
+    """Return x, float32 and divided by its scales, in the format's dtype; two values a byte are along the last dim."""
+    top = TOP[f.values]
+    if f.values.startswith("int"):
+        y = (x.round() if noise is None else (x + noise).floor()).clamp(-top, top).to(torch.int8)
+        return y if f.per_byte == 1 else packed(y.view(torch.uint8) & 15)
+    if f.per_byte == 1 and noise is None:
+        return x.clamp(-top, top).to(getattr(torch, f.values))
+    table = magnitudes(f.values).to(x.device)
+    size = x.to(torch.float64).abs().clamp(max=top)
+    below = torch.searchsorted(table, size.contiguous(), right=True).sub(1).clamp(min=0)
+    above = (below + 1).clamp(max=len(table) - 1)
+    place = (size - table[below]) / (table[above] - table[below]).clamp(min=2.0**-149)
+    up = (place > 0.5) | ((place == 0.5) & (below % 2 == 1)) if noise is None else noise < place
+    code = torch.where(up, above, below).to(torch.uint8)
+    sign = torch.signbit(x).to(torch.uint8)
+    if f.per_byte == 2:
+        return packed(code | sign << 3)
+    code = torch.where(torch.isnan(x), 127, code)
+    return (code | sign << 7).view(getattr(torch, f.values))
+
+
+def widened(q: Tensor, f: Format) -> Tensor:
+    """Return the values as float32."""
+    if f.per_byte == 1:
+        return q.to(torch.float32)
+    code = torch.stack((q & 15, q >> 4), -1).flatten(-2)
+    if f.values == "int4":
+        return (code.view(torch.int8) << 4 >> 4).to(torch.float32)
+    return magnitudes(f.values).to(q.device, torch.float32)[(code & 7).long()] * (1 - 2 * (code >> 3).to(torch.float32))
+
+
+def packed(code: Tensor) -> Tensor:
+    """Return codes of four bits, two a byte, the first in the low bits."""
+    return code[..., ::2] | code[..., 1::2] << 4
+
+
+def scales_of(amax: Tensor, f: Format, t: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """Return (the scale of what is at most amax, in the dtype in which it is held, 1 / scale in float32).
+
+    `t` is the scale above it, of which the block's is a multiple.
+    """
+    amax = amax.to(torch.float32)
+    if f.scales[0] == "float32":
+        inverse = (TOP[f.values] / amax.to(torch.float64).clamp(min=LEAST)).to(torch.float32)
+        return inverse.reciprocal(), inverse
+    if t is None:  # a power of two, E8M0: its code is a biased exponent, 255 is NaN
+        least = 2.0 ** round(torch.tensor(TOP[f.values]).log2().floor().item())
+        code = (amax / TOP[f.values] if f.ceil else amax / least).contiguous().view(torch.int32)
+        code = (code >> 23) + (((code & 0x7FFFFF) > 0) if f.ceil else 0)
+        code = torch.where(torch.isfinite(amax), code.clamp(0, 254), 255)
+        s = code.to(torch.uint8).view(torch.float8_e8m0fnu)
+        return s, torch.exp2(127.0 - torch.where(code == 255, torch.nan, code.to(torch.float32)))
+    s = (amax / TOP[f.values] / t).clamp(torch.finfo(torch.float8_e4m3fn).tiny, 448.0).to(torch.float8_e4m3fn)
+    return s, (1.0 / t) / s.to(torch.float32)
+
+
+def outer_scale(amax: Tensor) -> Tensor:
+    """Return NVFP4's one float32 scale, under which the scales of blocks use all of E4M3."""
+    return amax.to(torch.float32).clamp(min=LEAST) / (448.0 * 6.0)
