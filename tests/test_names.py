@@ -24,7 +24,6 @@ SAME = {  # what the public functions of one name have in common: their names
     "training's, and serving's: the cost of a step, the scheduler's step, what is planned, what is simulated":
         "evaluate meshes plans simulate step",
     "a command and its parts; it is run": "arguments main run",
-    "an array by its line, and a model's params to int8": "quantize",
     "results, written: as JSON, text, a table, a picture, a file": "as_dict draw figure load save table text",
 }  # fmt: skip
 LISTED = {  # names that several packages list: why
@@ -35,7 +34,6 @@ LISTED = {  # names that several packages list: why
     "specs": "the types of params: of a strategy's, of an engine's",
     "loss": "of targets, and of their log-probabilities after rewards",
     "plans": "for training, and for serving",
-    "quantize": "an array by its line, and a model's params to int8",
     "main": "a command",
 }
 

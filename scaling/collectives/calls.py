@@ -23,7 +23,7 @@ from torch import Tensor
 from scaling.collectives.linear import Pending, differentiable, observed, watcher, who_watches
 from scaling.collectives.lines import check_in_graph, check_result, constants, numbers, ops_of, ready_line, shapes_of
 from scaling.collectives.op import Op
-from scaling.collectives.operands import refuse_in_graph
+from scaling.collectives.operands import Operand, refuse_in_graph
 from scaling.common.torch_private import modes
 from scaling.mesh.meeting import agree
 from scaling.spec import ShardingError, parse, refuse
@@ -33,10 +33,10 @@ RESHARDS = ("AllGather", "ReduceScatter", "AllReduce", "AllToAll", "Slice")  # t
 
 
 @overload
-def all_gather(line: str, x: Tensor, mesh, *, async_op: Literal[False] = ..., out: Tensor | None = ...) -> Tensor: ...
+def all_gather(line: str, x: Operand, mesh, *, async_op: Literal[False] = ..., out: Tensor | None = ...) -> Operand: ...
 @overload
-def all_gather(line: str, x: Tensor, mesh, *, async_op: Literal[True], out: Tensor | None = ...) -> Pending: ...
-def all_gather(line: str, x: Tensor, mesh, *, async_op: bool = False, out: Tensor | None = None):
+def all_gather(line: str, x: Operand, mesh, *, async_op: Literal[True], out: Tensor | None = ...) -> Pending: ...
+def all_gather(line: str, x: Operand, mesh, *, async_op: bool = False, out: Tensor | None = None):
     """`A[I_X, J] -> A[I, J]`: give every rank the whole dim. Cotangent: ReduceScatter.
 
     The axes removed must be the minor ones of their dim (`I_XY -> I_X`), since the blocks would otherwise be
@@ -78,15 +78,15 @@ def all_reduce(line: str, x: Tensor, mesh, *, op: str = "sum", async_op: bool = 
 
 
 @overload
-def all_to_all(line: str, x: Tensor, mesh, *, async_op: Literal[False] = ...) -> Tensor: ...
+def all_to_all(line: str, x: Operand, mesh, *, async_op: Literal[False] = ...) -> Operand: ...
 @overload
-def all_to_all(line: str, x: Tensor, mesh, *, async_op: Literal[True]) -> Pending: ...
-def all_to_all(line: str, x: Tensor, mesh, *, async_op: bool = False):
+def all_to_all(line: str, x: Operand, mesh, *, async_op: Literal[True]) -> Pending: ...
+def all_to_all(line: str, x: Operand, mesh, *, async_op: bool = False):
     """`A[I_X, J] -> A[I, J_X]`: move axes from one dim to another, the minor ones of both. Cotangent: the reverse."""
     return _call(("AllToAll", line, None, "sum"), x, mesh, async_op)
 
 
-def shard(line: str, x: Tensor, mesh) -> Tensor:
+def shard(line: str, x: Operand, mesh) -> Operand:
     """`A[I, J] -> A[I_X, J]`: take this rank's block of an array that every rank holds; nothing is sent.
 
     A single type, `A[I_X, J]`, means from the whole array. Cotangent: the block at its place among zeros, which is
@@ -135,11 +135,11 @@ def gather(line: str, x: Tensor, mesh, *, root: int = 0, async_op: bool = False)
 
 @overload
 def ppermute(
-    line: str, x: Tensor, mesh, axis: str | Sequence[str], perm, *, async_op: Literal[False] = ...
-) -> Tensor: ...
+    line: str, x: Operand, mesh, axis: str | Sequence[str], perm, *, async_op: Literal[False] = ...
+) -> Operand: ...
 @overload
-def ppermute(line: str, x: Tensor, mesh, axis: str | Sequence[str], perm, *, async_op: Literal[True]) -> Pending: ...
-def ppermute(line: str, x: Tensor, mesh, axis: str | Sequence[str], perm, *, async_op: bool = False):
+def ppermute(line: str, x: Operand, mesh, axis: str | Sequence[str], perm, *, async_op: Literal[True]) -> Pending: ...
+def ppermute(line: str, x: Operand, mesh, axis: str | Sequence[str], perm, *, async_op: bool = False):
     """Send along an axis, from the rank at `source` to the one at `target` for each (source, target) of `perm`.
 
     A rank that no pair names as target gets zeros, as in JAX. `line` is the type, which stays the same, `A[I_X]`, or
@@ -158,7 +158,7 @@ def pairs_of(line: str, perm: Any) -> tuple[tuple[int, int], ...]:
         raise ShardingError(f"{line}\n  {what}\n  rule: {rule}\n  fix: give (source, target), ...") from None
 
 
-def unshard(line: str, x: Tensor, mesh) -> Tensor:
+def unshard(line: str, x: Any, mesh) -> Any:
     """Return the whole array on every rank: `A[I_X, J] {U_Y}` is reduced over Y and gathered over X.
 
     `line` is the type of x.
