@@ -10,6 +10,7 @@ import re
 from collections import Counter, defaultdict
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 from sources import parsed
 from test_layers import ROOT, lists_of_names, modules
@@ -24,6 +25,7 @@ SAME = {  # what the public functions of one name have in common: their names
     "training's, and serving's: the cost of a step, the scheduler's step, what is planned, what is simulated":
         "evaluate meshes plans simulate step",
     "a command and its parts; it is run": "arguments main run",
+    "an array by its line, and a model's params to int8": "quantize",
     "results, written: as JSON, text, a table, a picture, a file": "as_dict draw figure load save table text",
 }  # fmt: skip
 LISTED = {  # names that several packages list: why
@@ -34,15 +36,17 @@ LISTED = {  # names that several packages list: why
     "specs": "the types of params: of a strategy's, of an engine's",
     "loss": "of targets, and of their log-probabilities after rewards",
     "plans": "for training, and for serving",
+    "quantize": "an array by its line, and a model's params to int8",
     "main": "a command",
 }
 
 
-def defined(kind) -> dict[str, list[str]]:
+def defined(kind: Any) -> dict[str, list[str]]:
     """{name: modules} of public classes or functions at the top of modules."""
     found = defaultdict(list)
     for module, tree in modules().items():
-        for name in {node.name for node in tree.body if isinstance(node, kind) and not node.name.startswith("_")}:
+        names = {getattr(node, "name", "_") for node in tree.body if isinstance(node, kind)}
+        for name in {name for name in names if not name.startswith("_")}:
             found[name].append(module)
     return found
 
@@ -112,7 +116,8 @@ def messages(path: Path) -> Iterator[tuple[int, str]]:
             continue
         for node in nodes:
             for target in node.targets if isinstance(node, ast.Assign) else ():
-                pairs = [(target, node.value)]
+                assert isinstance(node, ast.Assign)
+                pairs: Any = [(target, node.value)]
                 if isinstance(target, ast.Tuple) and isinstance(node.value, ast.Tuple):
                     pairs = zip(target.elts, node.value.elts, strict=True)
                 for name, value in pairs:

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from scaling.serve.cache import init_cache
     from scaling.serve.generation import generate, score, stream
     from scaling.serve.handover import move
-    from scaling.serve.int8 import quantize_params
+    from scaling.serve.int8 import quantize
     from scaling.serve.requests import Sampling
     from scaling.serve.step import decode, extend, prefill
     from scaling.serve.types import cache_specs, specs
@@ -38,7 +38,7 @@ __all__ = [
     "init_cache",
     "move",
     "prefill",
-    "quantize_params",
+    "quantize",
     "score",
     "specs",
     "stream",
@@ -48,7 +48,7 @@ _HOMES = {  # module -> what of it stands here
     "scaling.serve.cache": ("init_cache",),
     "scaling.serve.generation": ("generate", "score", "stream"),
     "scaling.serve.handover": ("move",),
-    "scaling.serve.int8": ("quantize_params",),
+    "scaling.serve.int8": ("quantize",),
     "scaling.serve.requests": ("Sampling",),
     "scaling.serve.step": ("decode", "extend", "prefill"),
     "scaling.serve.types": ("cache_specs", "specs"),

@@ -24,7 +24,7 @@ def quantized(x: Tensor, dims: Sequence[int] = (-1,)) -> tuple[Tensor, Tensor]:
     return (x / torch.where(scale == 0, 1, scale)).round().clamp(-127, 127).to(torch.int8), scale
 
 
-def quantize_params(params: dict, config: Config) -> dict:
+def quantize(params: dict, config: Config) -> dict:
     """The params, whole, with each matrix as {"q": int8, "scale": float32}: typed as `specs(..., int8=True)`.
 
     ValueError for numbers that are not finite.

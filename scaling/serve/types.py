@@ -28,7 +28,7 @@ def specs(config: Config, mesh=None, *, form: str = "heads", int8: bool = False)
     where the mesh has no E (Part 7, Question 6); C, over which prefill splits a prompt, replicas of all. heads_batch
     and sequence: N, F and V over Y and Z. 2d: these, and D over X. experts: N and V over Y, whole experts over E and Y,
     and the shared ones on every rank. W_K and W_V have no Y where |Y| does not divide K.
-    `int8`: of params that `quantize_params` has made. ShardingError for an axis that the form does not use, and where
+    `int8`: of params that `quantize` has made. ShardingError for an axis that the form does not use, and where
     something does not divide.
     """
     mesh = ONE if mesh is None else mesh

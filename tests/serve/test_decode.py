@@ -141,7 +141,7 @@ def test_every_form_on_a_mesh(ranks, cases):
     for form, sizes, name, way in cases:
         params, wanted, tolerance = params_of(name), expected(name), 1e-12
         if way is INT8:
-            params, tolerance = serve.quantize_params(params, CONFIGS[name]), 1e-6  # a rounding of the cache may tip over
+            params, tolerance = serve.quantize(params, CONFIGS[name]), 1e-6  # a rounding of the cache may tip over
             wanted, _ = served(None, name, params, **INT8)
         for found, _ in ranks(functools.partial(served, form=form, **way), sizes, name, params):
             close(found, wanted, tolerance)
@@ -161,7 +161,7 @@ def test_int8_weights_and_cache(name):
     llm-compressor#2176, Model-Optimizer#20, vllm PR#11906, sglang#25790: scales are of the values, in pages too; what a
     prefill sees is what a decode sees, as it is stored."""
     config, params = CONFIGS[name], params_of(name)
-    small = serve.quantize_params(given := tree.map(torch.Tensor.float, params), config)
+    small = serve.quantize(given := tree.map(torch.Tensor.float, params), config)
     tree.check(small, serve.specs(config, int8=True), config.sizes | {"I": 1, "J": 1}, ONE)
     query = small["layers"]["W_DQ" if config.latent else "W_Q"]
     assert query["scale"].shape == (len(query["q"]), 1, *query["q"].shape[2:])

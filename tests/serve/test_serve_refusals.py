@@ -70,8 +70,8 @@ STEPS = {
     "filled(cache={'KV': empty()['KV']})": "is what init_cache",
     "filled(cache=empty() | {'KV': empty(dtype=torch.int8)['KV']})": "without its scales",
     "filled(config=EXPERTS, params=transformer.init(EXPERTS))": "capacity=None",
-    "filled(params=serve.quantize_params(PARAMS, CONFIG) | {'embed': PARAMS['embed']})": "layers",
-    "serve.quantize_params(PARAMS | {'unembed': PARAMS['unembed'] + INF}, CONFIG)": "not finite",
+    "filled(params=serve.quantize(PARAMS, CONFIG) | {'embed': PARAMS['embed']})": "layers",
+    "serve.quantize(PARAMS | {'unembed': PARAMS['unembed'] + INF}, CONFIG)": "not finite",
 }  # fmt: skip
 test_a_step = refused(evaluated(STEPS, globals()))
 
