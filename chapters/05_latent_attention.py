@@ -32,9 +32,10 @@ from scaling.collectives import all_gather, all_reduce, einsum, reduce_scatter, 
 from scaling.configs import Config, Latent, get
 from scaling.cost import transformer as tm
 from scaling.models.attention import sdpa
-from scaling.models.latent import attended, latent_block
+from scaling.models.latent import attended
 from scaling.models.pointwise import rms_norm
 from scaling.models.rope import tables
+from scaling.models.transformer import attention_block
 from scaling.spec import parse
 from scaling.trace import trace
 
@@ -131,15 +132,15 @@ def reduced(dW, mesh):
 
 
 # %% [markdown]
-# The inputs are random weights, x and dAttn in float64. They are compared with `scaling.models.latent`, which the tests
-# compare with Hugging Face's class for DeepSeek-V3.
+# The inputs are random weights, x and dAttn in float64. They are compared with `scaling.models.transformer`, which the
+# tests compare with Hugging Face's class for DeepSeek-V3.
 
 
 # %%
 def on_one_device(W, x):
     """Compute the library's block on one device; its norms have gains, which are ones here."""
     ranks = {"norm_attn": config.D, "norm_CQ": latent.q_rank, "norm_CKV": latent.kv_rank}
-    return latent_block(W | {name: torch.ones(n).double() for name, n in ranks.items()}, x, sdpa, ROPE, config)
+    return attention_block(W | {name: torch.ones(n).double() for name, n in ranks.items()}, x, sdpa, ROPE, config)
 
 
 def compared(mesh):

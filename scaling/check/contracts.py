@@ -138,7 +138,7 @@ class _Said(ast.NodeTransformer):
         return [node, ast.copy_location(call, node)]
 
 
-LISTINGS = "scaling.strategies.", "scaling.serve.forms.", "scaling.models.layer"
+LISTINGS = "scaling.strategies.", "scaling.serve.forms.", "scaling.models.layer", "scaling.models.latent"
 AS_SEEN = "scaling.serve.forms.latent", "scaling.strategies.context"  # their types omit axes that they do not use
 
 

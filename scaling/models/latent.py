@@ -1,7 +1,8 @@
-"""Multi-head latent attention on one device (DeepSeek-V2, arxiv.org/abs/2405.04434, section 2.1; V3, 2412.19437).
+"""Lines of multi-head latent attention that training, one device and serving share.
 
-Queries pass through a low rank R, and keys and values together through another, C: only the latents of rank C and the
-shared key would have to be cached. Positions rotate `rope` dims of each query, and of one key that all heads share:
+In DeepSeek-V2 (arxiv.org/abs/2405.04434, section 2.1) and V3 (2412.19437) queries pass through a low rank R, and keys
+and values together through another, C: only the latents of rank C and the shared key would have to be cached. Positions
+rotate `rope` dims of each query, and of one key that all heads share:
 
     y[B, T, D] -> C_Q[B, T, R], normed  -> Q[B, T, N, A]        A = nope + rope
                -> C_KV[B, T, C], normed -> KV[B, T, N, W]       W = nope + value
@@ -9,17 +10,61 @@ shared key would have to be cached. Positions rotate `rope` dims of each query, 
 """
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
+from scaling.collectives import all_gather
 from scaling.configs import Config
-from scaling.models.pointwise import rms_norm
-from scaling.models.remat import matmul_weight
+from scaling.models.layer import Context, Values
 from scaling.models.rope import magnitude, rotate
 
 EPS = 1e-6  # of the two norms of latents, independently of `config.eps` (DeepSeek's own code)
+
+
+def make_latents(W: dict, values: Values, at: Context) -> Values:
+    """Add C_Q[B_PXZE, T_C, R] and C_KV[B_PXZE, T_C, M], of which the last `rope` are K_R, and what they are made of.
+
+    The values have the stream x[B_PXZE, T_CY, D], or y, the normed one. Latents are narrow, so they are gathered over
+    Y, and not y.
+    """
+    latent: Any = at.config.latent
+    if "y" not in values:
+        y, r = at.norm(values["x"], W["norm_attn"], at.config.eps)
+        values = values | {"y": y, "r": r}
+    if "A_Q" not in values:
+        A_Q = at.einsum("y[B_PXZE, T_CY, D] * W_DQ[D, R] -> A_Q[B_PXZE, T_CY, R]", values["y"], W["W_DQ"])
+        A_KV = at.einsum("y[B_PXZE, T_CY, D] * W_DKV[D, M] -> A_KV[B_PXZE, T_CY, M]", values["y"], W["W_DKV"])
+        values = values | {"A_Q": A_Q, "A_KV": A_KV}
+    if "C_Q" in values:
+        return values
+    C_Q, r_Q = at.norm(values["A_Q"], W["norm_CQ"], EPS)
+    C_KV, K_R = values["A_KV"].tensor_split([latent.kv_rank], -1)
+    C_KV, r_KV = at.norm(C_KV, W["norm_CKV"], EPS)
+    C_Q = all_gather("C_Q[B_PXZE, T_CY, R] -> C_Q[B_PXZE, T_C, R]", C_Q, at.mesh)  # on the critical path
+    C_KV = torch.cat([C_KV, K_R], -1)
+    C_KV = all_gather("C_KV[B_PXZE, T_CY, M] -> C_KV[B_PXZE, T_C, M]", C_KV, at.mesh)  # on the critical path
+    return values | {"C_Q": C_Q, "C_KV": C_KV, "r_CQ": r_Q, "r_CKV": r_KV}
+
+
+def attend_latents(W: dict, values: Values, at: Context) -> Values:
+    """Add O[B_PXZE, T_C, N_Y, H], and its pullback, to the values of `make_latents`."""
+    values, latent = make_latents(W, values, at), cast(Any, at.config.latent)
+    if "O" in values:
+        return values
+    C_KV, K_R = values["C_KV"].tensor_split([latent.kv_rank], -1)
+    if "Q" not in values:
+        Q = at.einsum("C_Q[B_PXZE, T_C, R] * W_UQ[R, N_Y, A] -> Q[B_PXZE, T_C, N_Y, A]", values["C_Q"], W["W_UQ"])
+        KV = at.einsum("C_KV[B_PXZE, T_C, C] * W_UKV[C, N_Y, W] -> KV[B_PXZE, T_C, N_Y, W]", C_KV, W["W_UKV"])
+        values = values | {"Q": Q, "KV": KV}
+
+    def heads(Q: Tensor, KV: Tensor, K_R: Tensor) -> Tensor:
+        return attended(Q, KV, K_R, at.attend, at.rope, at.config)
+
+    O, pull = at.vjp(heads, values["Q"], values["KV"], K_R)  # each head alone: nothing is sent
+    return values | {"O": O, "pull": pull}
 
 
 def attended(Q: Tensor, KV: Tensor, K_R: Tensor, attend: Callable, rope: tuple, config: Config) -> Tensor:
@@ -28,11 +73,21 @@ def attended(Q: Tensor, KV: Tensor, K_R: Tensor, attend: Callable, rope: tuple, 
     Each head is computed alone, so this also holds on shards of heads. The softmax of attend(Q, K, V) has the scale
     1/sqrt(A); the queries that it gets are already multiplied by yarn's scale.
     """
+    K_R = turned(K_R[:, :, None], rope, config)
+    return over_heads(attend, turned_queries(Q, rope, config), KV, K_R, config)
+
+
+def over_heads(attend: Callable, Q: Tensor, KV: Tensor, K_R: Tensor, config: Config) -> Tensor:
+    """O[B, T, N, value] of turned queries Q[B, T, N, A] and keys K_R[B, S, 1, rope], and of KV[B, S, N, W]."""
     latent: Any = config.latent
     K_N, V = KV.split([latent.nope, latent.value], -1)
-    K_R = turned(K_R[:, :, None], rope, config)
     K = torch.cat([K_N, K_R.expand(*K_N.shape[:-1], latent.rope)], -1)
-    return attend(turned_queries(Q, rope, config), K, V)
+    return attend(Q, K, V)
+
+
+def padded(attend: Callable, Q: Tensor, K: Tensor, V: Tensor, **options: Any) -> Tensor:
+    """Attend with values padded to the keys' width: kernels that hold no scores take heads of one width."""
+    return attend(Q, K, F.pad(V, (0, max(0, K.shape[-1] - V.shape[-1]))), **options)[..., : V.shape[-1]]
 
 
 def turned_queries(Q: Tensor, rope: tuple, config: Config) -> Tensor:
@@ -50,15 +105,3 @@ def turned(x: Tensor, rope: tuple, config: Config) -> Tensor:
     """
     latent: Any = config.latent
     return rotate(x.unflatten(-1, (-1, 2)).mT.flatten(-2) if latent.interleaved else x, *rope)
-
-
-def latent_block(layer: dict, x: Tensor, attend: Callable, rope: tuple, config: Config, matmul=matmul_weight) -> Tensor:
-    """Attn[B, T, D] of x[B, T, D], without the residual. attend(Q, K, V) -> O[B, T, N, value]."""
-    latent: Any = config.latent
-    y = rms_norm(x, gain=layer["norm_attn"], eps=config.eps)
-    C_Q = rms_norm(matmul(y, layer["W_DQ"]), gain=layer["norm_CQ"], eps=EPS)
-    C_KV, K_R = matmul(y, layer["W_DKV"]).split([latent.kv_rank, latent.rope], -1)
-    C_KV = rms_norm(C_KV, gain=layer["norm_CKV"], eps=EPS)
-    Q, KV = matmul(C_Q, layer["W_UQ"]), matmul(C_KV, layer["W_UKV"])
-    O = attended(Q, KV, K_R, attend, rope, config)
-    return matmul(O.flatten(-2), layer["W_O"].flatten(0, 1))

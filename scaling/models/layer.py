@@ -22,7 +22,7 @@ from scaling.models.pointwise import gained_norm, vjp
 from scaling.models.rope import rotate
 
 Values = dict[str, Any]
-ONE = AbstractMesh({})  # one device
+ONE = AbstractMesh({}).optional  # one device, on which all axes drop out
 ACTIVATIONS = {"silu": F.silu, "gelu": F.gelu, "gelu_tanh": partial(F.gelu, approximate="tanh"), "relu": F.relu}
 
 

@@ -20,7 +20,7 @@ from scaling.configs import Config
 from scaling.models import moe
 from scaling.models.attention import sdpa
 from scaling.models.inputs import check_ids, check_params, check_range, check_segments, check_weights
-from scaling.models.latent import latent_block
+from scaling.models.latent import attend_latents
 from scaling.models.layer import ONE, Context, activate_features, attend_heads, scale_by, undifferentiated, used_gains
 from scaling.models.leaves import check_computed, computes, specs_of, uncomputed
 from scaling.models.params import config_of_params, init, inits
@@ -38,10 +38,10 @@ REMAT = {"none": lambda f: f, "block": checkpoint_block, "matmuls": checkpoint_m
 def attention_block(
     layer: dict, x: Tensor, attend: Callable, rope: tuple, config: Config, matmul: Callable = matmul_weight
 ) -> Tensor:
-    """Attn[B, T, D] of x[B, T, D], without the residual. attend(Q, K, V) -> O[B, T, N, H]."""
+    """Attn[B, T, D] of x[B, T, D], of heads or of latents, without the residual. attend(Q, K, V) -> O[B, T, N, H]."""
     at = context(config, attend, rope, matmul)
     y = rms_norm(x, gain=layer["norm_attn"], eps=config.eps)
-    O = attend_heads(layer, {"y": y}, at)["O"]
+    O = (attend_latents if config.latent else attend_heads)(layer, {"y": y}, at)["O"]
     Attn = matmul(O.flatten(-2), layer["W_O"].flatten(0, 1))
     return Attn + layer["b_O"] if "b_O" in layer else Attn
 
@@ -121,10 +121,7 @@ def _step(config: Config, remat: str, attention: Callable, window: int | None, s
     eps, scale = config.eps, config.residual_scale
 
     def attend(layer: dict, x: Tensor, matmul=matmul_weight) -> Tensor:
-        inner = partial(attention, **given)
-        if config.latent:
-            return x + scale_by(latent_block(layer, x, inner, rope, config, matmul), scale)
-        return x + scale_by(attention_block(layer, x, inner, rope, config, matmul), scale)
+        return x + scale_by(attention_block(layer, x, partial(attention, **given), rope, config, matmul), scale)
 
     def dense(layer: dict, x: Tensor, matmul=matmul_weight) -> Tensor:
         x = attend(layer, x, matmul)

@@ -113,7 +113,7 @@ def dropping(config, seed):
 
         return wrapped
 
-    blocks = {"attention_block": "attention", "latent_block": "attention", "mlp_block": "mlp"}
+    blocks = {"attention_block": "attention", "mlp_block": "mlp"}
     blocks = {name: dropped(getattr(model, name), branch) for name, branch in blocks.items()}
     with patch.multiple(model, **blocks), patch.object(model.moe, "forward", dropped(model.moe.forward, "mlp")):
         yield

@@ -12,15 +12,15 @@ plain     keys and values of all that is cached are computed again, head by head
 """
 
 import math
+from functools import partial
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from scaling.collectives import all_gather, all_reduce, all_to_all, einsum, reduce_scatter, shard
 from scaling.configs import Latent
-from scaling.models.latent import EPS, turned, turned_queries
+from scaling.models.latent import EPS, over_heads, padded, turned, turned_queries
 from scaling.models.layer import Context
 from scaling.models.pointwise import rms_norm
 from scaling.serve.forms.sequence import places
@@ -120,7 +120,7 @@ def attend(W: dict, Q: Tensor, C: Tensor, at: Context, l: int) -> Tensor:
     absorbed or plain, whichever has fewer FLOPs."""
     latent = _latent(at)
     if not absorbs(latent, Q.shape[1]):
-        return over_heads(W, turned_queries(Q, at.rope, at.config), C, at, l)
+        return over_keys(W, turned_queries(Q, at.rope, at.config), C, at, l)
     Q_N, W_UK, W_UV = Q[..., : latent.nope], W["W_UKV"][..., : latent.nope], W["W_UKV"][..., latent.nope :]
     Q_C = einsum("Q_N[B_ZE, T_C, N_Y, P] * W_UK[C, N_Y, P] -> Q_C[B_ZE, T_C, N_Y, C]", Q_N, W_UK)
     O = over_latents(turned_queries(absorbed(Q_C, Q, at), at.rope, at.config), C, at, l)
@@ -140,13 +140,10 @@ def over_latents(Q: Tensor, C: Tensor, at: Context, l: int) -> Tensor:
     return at.slots.over(Q, C, C, mask, causal)[..., : _latent(at).kv_rank]  # kernels want heads of one width
 
 
-def over_heads(W: dict, Q: Tensor, C: Tensor, at: Context, l: int) -> Tensor:
+def over_keys(W: dict, Q: Tensor, C: Tensor, at: Context, l: int) -> Tensor:
     """The plain form: O[B_ZE, T_C, N_Y, H] of Q[B_ZE, T_C, N_Y, A]."""
     latent = _latent(at)
     (C,), mask, causal = at.slots.held(l, at.config.windows[l], Q.dtype, C[:, :, None])
     C_KV, K_R = C.split([latent.kv_rank, latent.rope], -1)
     KV = einsum("C_KV[B_ZE, S, C] * W_UKV[C, N_Y, W] -> KV[B_ZE, S, N_Y, W]", C_KV[:, :, 0], W["W_UKV"])
-    K_N, V = KV.split([latent.nope, latent.value], -1)
-    K = torch.cat([K_N, K_R.expand(*K_N.shape[:-1], latent.rope)], -1)
-    V = F.pad(V, (0, max(0, K.shape[-1] - latent.value)))  # kernels want heads of one width
-    return at.slots.over(Q, K, V, mask, causal)[..., : latent.value]
+    return over_heads(partial(padded, at.slots.over, mask=mask, causal=causal), Q, KV, K_R, at.config)

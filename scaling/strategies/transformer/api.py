@@ -21,6 +21,7 @@ from scaling.mesh.meeting import agree
 from scaling.models.attention import fused
 from scaling.models.dropout import dropout
 from scaling.models.inputs import check_params, check_range
+from scaling.models.latent import padded
 from scaling.models.layer import Context, all_kept, scale_by, used_gains
 from scaling.models.lora import Lora
 from scaling.models.rope import layer_tables, restarted
@@ -237,5 +238,6 @@ def contexts_of(step: TrainStep, shape: Sequence[int], segments: Tensor | None, 
         given = {"rate": config.dropout, "seed": seed, "positions": tree.shard(places, present("p[T_Y]", mesh), mesh)}
         drops = [partial(dropout, samples=some, **given) for some in samples.chunk(M)]
     attend = partial(ring.attention, mesh=mesh, axis="C", form=form) if split else fused
+    attend = partial(padded, attend) if config.latent else attend
     of_each = zip(ropes, parts, drops, strict=True)
     return [Context(config, step.inside, rope, partial(attend, segments=part), drop) for rope, part, drop in of_each]

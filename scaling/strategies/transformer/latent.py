@@ -1,76 +1,26 @@
-"""Multi-head latent attention in place of a Transformer layer's attention: ranks whole, heads over Y.
+"""The backward of multi-head latent attention: ranks whole, heads over Y.
 
 A latent is much narrower than the residual stream: R and M = C + rope against D. So the products with W_DQ and W_DKV,
 which are whole on every rank, are computed where the stream lies, along the sequence T_CY, and the latents are gathered
 over Y, not the stream. The rotary part of the keys, K_R, is shared by all heads: replicated over Y where it is used.
 By the law of cotangents its gradient is unreduced there, the sum over this rank's heads alone, and is reduced once,
-with those of the latents. The heads in between are `scaling.models.latent.attended`.
+with those of the latents. The forward lines are those of `scaling.models.latent`.
 """
 
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from scaling.collectives import all_gather, einsum, reduce_scatter, wait
-from scaling.models.latent import EPS, attended
-from scaling.models.pointwise import gained_norm, gained_norm_vjp, vjp
-
-
-def latent_attention(W: dict, s: dict, at: Any) -> tuple[Tensor, dict]:
-    """(Attn[B_PXE, T_CY, D], s) of the residual stream s["x"]; heads over Y."""
-    s = latent_heads(W, s, at)
-    Attn = einsum("O[B_PXE, T_C, N_Y, H] * W_O[N_Y, H, D] -> Attn[B_PXE, T_C, D] {U_Y}", s["O"], W["W_O"])
-    return reduce_scatter("Attn[B_PXE, T_C, D] {U_Y} -> Attn[B_PXE, T_CY, D]", Attn, at.mesh), s  # on the critical path
-
-
-def latents(W: dict, s: dict, at: Any) -> dict:
-    """C_Q[B_PXE, T_C, R] and C_KV[B_PXE, T_C, M], of which the last `rope` are K_R, and what they are made of."""
-    rank = at.config.latent.kv_rank
-    if "y" not in s:
-        y, r = gained_norm(s["x"], W["norm_attn"], at.config.eps)
-        s = s | {"y": y, "r": r}
-    if "A_Q" not in s:
-        A_Q = einsum("y[B_PXE, T_CY, D] * W_DQ[D, R] -> A_Q[B_PXE, T_CY, R]", s["y"], W["W_DQ"])
-        A_KV = einsum("y[B_PXE, T_CY, D] * W_DKV[D, M] -> A_KV[B_PXE, T_CY, M]", s["y"], W["W_DKV"])
-        s = s | {"A_Q": A_Q, "A_KV": A_KV}
-    if "C_Q" in s:
-        return s
-    C_Q, r_Q = gained_norm(s["A_Q"], W["norm_CQ"], EPS)
-    C_KV, r_KV = gained_norm(s["A_KV"][..., :rank], W["norm_CKV"], EPS)
-    C_KV = torch.cat([C_KV, s["A_KV"][..., rank:]], -1)
-    C_Q = all_gather("C_Q[B_PXE, T_CY, R] -> C_Q[B_PXE, T_C, R]", C_Q, at.mesh)  # on the critical path
-    C_KV = all_gather("C_KV[B_PXE, T_CY, M] -> C_KV[B_PXE, T_C, M]", C_KV, at.mesh)  # on the critical path
-    return s | {"C_Q": C_Q, "C_KV": C_KV, "r_CQ": r_Q, "r_CKV": r_KV}
-
-
-def latent_heads(W: dict, s: dict, at: Any) -> dict:
-    """What latent_attention_backward needs, from x[B_PXE, T_CY, D]: what is in `s` already is not computed again."""
-    latent, s = at.config.latent, latents(W, s, at)
-    if "O" in s:
-        return s
-    C_KV, K_R = s["C_KV"].split([latent.kv_rank, latent.rope], -1)
-    if "Q" not in s:
-        Q = einsum("C_Q[B_PXE, T_C, R] * W_UQ[R, N_Y, A] -> Q[B_PXE, T_C, N_Y, A]", s["C_Q"], W["W_UQ"])
-        KV = einsum("C_KV[B_PXE, T_C, C] * W_UKV[C, N_Y, W] -> KV[B_PXE, T_C, N_Y, W]", C_KV, W["W_UKV"])
-        s = s | {"Q": Q, "KV": KV}
-
-    def attend(Q: Tensor, K: Tensor, V: Tensor) -> Tensor:
-        """Kernels that hold no scores take heads of one width."""
-        return at.attend(Q, K, F.pad(V, (0, Q.shape[-1] - V.shape[-1])))[..., : V.shape[-1]]
-
-    def heads(Q: Tensor, KV: Tensor, K_R: Tensor) -> Tensor:
-        return attended(Q, KV, K_R, attend, at.rope, at.config)
-
-    O, pull = vjp(heads, s["Q"], s["KV"], K_R)  # each head by itself: nothing is sent
-    return s | {"O": O, "pull": pull}
+from scaling.models.latent import attend_latents
+from scaling.models.pointwise import gained_norm_vjp
 
 
 def latent_attention_backward(W: dict, dAttn: Tensor, s: dict, at: Any) -> tuple[Tensor, dict]:
     """dAttn[B_PXE, T_CY, D] -> (dx[B_PXE, T_CY, D], dW)."""
     mesh, rank = at.mesh, at.config.latent.kv_rank
-    s, dW = latent_heads(W, s, at), {}
+    s, dW = attend_latents(W, s, at), {}
     dAttn = all_gather("dAttn[B_PXE, T_CY, D] -> dAttn[B_PXE, T_C, D]", dAttn, mesh)  # on the critical path
     dO = einsum("dAttn[B_PXE, T_C, D] * W_O[N_Y, H, D] -> dO[B_PXE, T_C, N_Y, H]", dAttn, W["W_O"])
     dQ, dKV, dK_R = s["pull"](dO)  # dK_R[B_PXE, T_C, rope] {U_Y}: of this rank's heads

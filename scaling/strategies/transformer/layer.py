@@ -20,11 +20,12 @@ from torch import Tensor
 
 from scaling.collectives import all_gather, einsum, reduce_scatter, wait
 from scaling.configs import Config
+from scaling.models.latent import attend_latents
 from scaling.models.layer import Context, Values, activate_features, attend_heads, own_heads, seen_heads
 from scaling.models.pointwise import gained_norm, gained_norm_vjp
 from scaling.models.rope import rotate
 from scaling.strategies.transformer.experts import experts, experts_backward
-from scaling.strategies.transformer.latent import latent_attention, latent_attention_backward
+from scaling.strategies.transformer.latent import latent_attention_backward
 from scaling.strategies.transformer.lora import adapter_gradients
 
 Halves = tuple[Values, Values]  # what is saved of attention, and of the MLP
@@ -56,7 +57,7 @@ def dropped(remat: str, config: Config) -> frozenset[str]:
 
 def layer(W: dict, x: Tensor, at: Context, gone: frozenset[str] = REMAT["none"]) -> tuple[Tensor, Any, Halves]:
     """x[B_PXE, T_CY, D] -> (x, the experts' terms Loss[] {U_PXECY} or None, saved without the names in `gone`)."""
-    Attn, a = (latent_attention if at.config.latent else attention)(W, {"x": x}, at)
+    Attn, a = attention(W, {"x": x}, at)
     mid = x + at.drop(Attn, "attention")
     Out, extra, m = experts(W, {"mid": mid}, at) if "router" in W else mlp(W, {"mid": mid}, at)
     for values in (a, m):
@@ -72,7 +73,7 @@ def layer_backward(W: dict, dx: Tensor, saved: Halves, at: Context, scale: float
     """
     a, m = saved
     if "mid" not in m:
-        Attn, a = (latent_attention if at.config.latent else attention)(W, a, at)
+        Attn, a = attention(W, a, at)
         m = m | {"mid": a["x"] + at.drop(Attn, "attention")}
     dOut = at.drop(dx, "mlp")
     dMid, dW_mlp = experts_backward(W, dOut, scale, m, at) if "router" in W else mlp_backward(W, dOut, m, at)
@@ -97,7 +98,10 @@ def normed_stream(s: Values, x: Tensor, gain: Tensor, at: Context) -> Values:
 
 def attention(W: dict, s: Values, at: Context) -> tuple[Tensor, Values]:
     """(Attn[B_PXE, T_CY, D], s) of the residual stream s["x"]; heads over Y."""
-    s = attend_heads(seen_heads(W, at), normed_stream(s, s["x"], W["norm_attn"], at), at)
+    if at.config.latent:
+        s = attend_latents(W, s, at)
+    else:
+        s = attend_heads(seen_heads(W, at), normed_stream(s, s["x"], W["norm_attn"], at), at)
     Attn = einsum("O[B_PXE, T_C, N_Y, H] * W_O[N_Y, H, D] -> Attn[B_PXE, T_C, D] {U_Y}", s["O"], W["W_O"])
     Attn = reduce_scatter("Attn[B_PXE, T_C, D] {U_Y} -> Attn[B_PXE, T_CY, D]", Attn, at.mesh)  # on the critical path
     return Attn + W["b_O"] if "b_O" in W else Attn, s
