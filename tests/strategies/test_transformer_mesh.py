@@ -7,6 +7,7 @@ dropped looks random, hangs on the seed, and nothing is where nothing is trained
 
 import itertools
 from contextlib import contextmanager
+from typing import Any, cast
 from unittest.mock import patch
 
 import pytest
@@ -113,8 +114,8 @@ def dropping(config, seed):
 
         return wrapped
 
-    blocks = {"attention_block": "attention", "mlp_block": "mlp"}
-    blocks = {name: dropped(getattr(model, name), branch) for name, branch in blocks.items()}
+    branches = {"attention_block": "attention", "mlp_block": "mlp"}
+    blocks: Any = {name: dropped(getattr(model, name), branch) for name, branch in branches.items()}
     with patch.multiple(model, **blocks), patch.object(model.moe, "forward", dropped(model.moe.forward, "mlp")):
         yield
 
@@ -126,7 +127,7 @@ def one_device(config, options):
         return grad_and_value(lambda params: reference(params, config, options, seed))(params)[::-1]
 
     params = model.init(config, 0, torch.float64)
-    (loss,), (grads,), after = trained(params, step, (1,))
+    (loss,), (grads,), after = cast(Any, trained(params, step, (1,)))
     return loss, grads, after, reference(params, config.with_(dropout=0.0), options, 2)
 
 
@@ -156,7 +157,7 @@ def test_equal_to_one_device(mesh, config, options, ways):
             grads = tree.shard(whole, types, mesh)
         return loss, grads
 
-    (loss,), (grads,), after = trained(params, step, (1,))
+    (loss,), (grads,), after = cast(Any, trained(params, step, (1,)))
     for more in ways:
         assert same(step(params, 1, **more), (loss, grads)), more
     assert same(model.init(config, 0, torch.float64, "cpu", mesh=mesh, specs=types, places=places), params)
@@ -210,7 +211,7 @@ def test_another_seed_drops_others_and_the_loss_alone_none():
 def test_what_is_dropped_looks_random():
     """Of each element as often as the rate says, in whatever direction one looks, and scaled so that the mean stays."""
     B, T, D = 32, 64, 62
-    given = {"rate": 0.25, "seed": 3, "samples": torch.arange(B), "positions": torch.arange(T)}
+    given: Any = {"rate": 0.25, "seed": 3, "samples": torch.arange(B), "positions": torch.arange(T)}
     whole = torch.stack(
         [dropout(torch.ones(B, T, D), branch, l, **given) for branch in ("attention", "mlp") for l in (0, 1)]
     )
