@@ -55,18 +55,30 @@ def tables(
     return torch.cat([cos, cos], -1), torch.cat([-sin, sin], -1)
 
 
-def layer_tables(config: Config, positions: Tensor, dtype: torch.dtype) -> tuple[tuple[Tensor, Tensor], ...]:
-    """Return (cos, sin) of each layer of a model.
-
-    With `score_scale`, queries and keys are each multiplied by sqrt(score_scale * sqrt(H)), so that attention's scale
-    of 1/sqrt(H) becomes `score_scale`. An unrotated layer has cos = 1 and sin = 0, without yarn's factor.
-    """
+def table_kinds(config: Config, positions: Tensor, dtype: torch.dtype) -> dict[bool, tuple[Tensor, Tensor]]:
+    """Return (cos, sin) of the layers of a model by whether they are unrotated, as `layer_tables` says."""
     width = config.latent.rope if config.latent else config.H
     cos, sin = tables(positions, width, config.theta, config.rope_scaling, dtype, config.rotary)
     kinds = {False: (cos, sin)} | ({True: (torch.ones_like(cos), torch.zeros_like(sin))} if config.unrotated else {})
     if config.score_scale is not None:
         grown = math.sqrt(config.score_scale * math.sqrt(config.H))
         kinds = {kind: (cos * grown, sin * grown) for kind, (cos, sin) in kinds.items()}
+    return kinds
+
+
+def layer_tables(
+    config: Config, positions: Tensor, dtype: torch.dtype, places: dict | None = None
+) -> tuple[tuple[Tensor, Tensor], ...]:
+    """Return (cos, sin) of each layer of a model.
+
+    With `score_scale`, queries and keys are each multiplied by sqrt(score_scale * sqrt(H)), so that attention's scale
+    of 1/sqrt(H) becomes `score_scale`. An unrotated layer has cos = 1 and sin = 0, without yarn's factor. With
+    `places`, the `table_kinds` of all positions from 0 on, the angles are looked up there.
+    """
+    if places is None:
+        kinds = table_kinds(config, positions, dtype)
+    else:
+        kinds = {kind: (cos[positions], sin[positions]) for kind, (cos, sin) in places.items()}
     return tuple(kinds[l in config.unrotated] for l in range(config.L))
 
 

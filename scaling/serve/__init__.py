@@ -4,8 +4,9 @@ What stands here is loaded when it is first used, so that the scheduler and the 
 imported without it.
 
     types    the types of params and caches, by form
-    cache    init_cache: contiguous, in pages, int8; where tokens go in it and what they see
+    cache    init_cache: contiguous, in pages, int8       slots    where tokens go in it, and what they see
     step     prefill, decode, extend
+    fixed    decode steps of few shapes without host reads; capture: as CUDA graphs
     forms    one listing for each way to shard a decode step
     handover a cache moved to another mesh                 int8     int8 weights
     requests a request as data, and read from JSON         sampling from logits to tokens

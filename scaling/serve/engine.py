@@ -140,7 +140,7 @@ class Engine:
     `draft`: (config, params), in either order, of a smaller model with the same vocabulary, or "ngram": what makes the
     proposals that `options` asks for (in fp32 no token depends on it). `form`: of decoding, one that has pages unless
     not `paged`; where it splits rows, over E or Z, `options.groups` says in how many. `tokenizer`: of requests that end
-    before a text. `clock`: seconds, of the wall or of the processor.
+    before a text. `clock`: seconds, of the wall or of the processor. `compile` and `capture`: as in `fixed.Steps`.
     """
 
     def __init__(
@@ -156,6 +156,8 @@ class Engine:
         tokenizer: Any = None,
         clock: Callable[[], float] = time.perf_counter,
         paged: bool = True,
+        compile: Any = None,
+        capture: bool = True,
     ):
         if (groups := share_of(ONE if mesh is None else mesh, form).groups) != options.groups:
             raise ValueError(
@@ -169,8 +171,17 @@ class Engine:
             )
         self.mesh, self.clock, self.tokenizer = mesh, clock, tokenizer
         self.streams: dict[int, TextStream] = {}  # of requests that end before a text
-        own = options, mesh, dtype, form, paged
-        self.model, self.draft = PagedModel(params, config, *own), by_ngrams if draft == "ngram" else None
+        own = partial(
+            PagedModel,
+            options=options,
+            mesh=mesh,
+            dtype=dtype,
+            form=form,
+            paged=paged,
+            compile=compile,
+            capture=capture,
+        )
+        self.model, self.draft = own(params, config), by_ngrams if draft == "ngram" else None
         self.models = [self.model]
         if draft not in (None, "ngram"):
             self.models.append(_small(draft, config, own))
@@ -230,14 +241,14 @@ class Engine:
         return given._replace(tokens=tokens, logits=given.logits[: len(tokens)], stopped=stopped)
 
 
-def _small(draft: Any, target: Config, options: tuple) -> PagedModel:
+def _small(draft: Any, target: Config, make: Callable[..., PagedModel]) -> PagedModel:
     """A draft's model. ValueError for what is none, and for one that does not fit to its target."""
     if not isinstance(draft, tuple) or {type(part) for part in draft} != {Config, dict}:
         raise ValueError(f'draft={draft!r:.40} is neither (config, params) nor "ngram"\n  fix: give one of these')
     config, params = draft if isinstance(draft[0], Config) else draft[::-1]
     check_draft(config, target)
     try:
-        return PagedModel(params, config, *options)
+        return make(params, config)
     except ValueError as error:
         what, _, fix = str(error).partition("\n  fix: ")
         raise type(error)(f"the draft {config.name}: {what}\n  fix: {fix}") from None

@@ -18,11 +18,12 @@ from scaling.configs import Config
 from scaling.serve import scheduler
 from scaling.serve.cache import divisible, init_cache, share_of
 from scaling.serve.engine import Engine
+from scaling.serve.fixed import Steps
 from scaling.serve.paged import PagedModel
 from scaling.serve.requests import Draw, Request, Sampling, prompt_ids, request_seeds
 from scaling.serve.sampling import sample
 from scaling.serve.states import Arrive, Options, Work
-from scaling.serve.step import decode, prefill, warn_beyond
+from scaling.serve.step import prefill
 from scaling.serve.types import ONE, check_mesh
 
 
@@ -51,6 +52,8 @@ def generate(
     proposals: int = 4,
     page: int | None = None,
     form: str = "heads",
+    compile: Any = None,
+    capture: bool = True,
 ) -> list[list[int]]:
     """Return the new token ids of each prompt, at most max_new_tokens; a stop id ends a completion and is its last.
 
@@ -64,6 +67,8 @@ def generate(
         draft: (config, params) of a smaller model with the same vocabulary, its params typed as `serve.specs` of its
             own config, or "ngram". It proposes `proposals` tokens a step, and the engine checks them.
         page: The cache is in pages of so many tokens.
+        compile: A backend of torch.compile for decode steps, such as "inductor".
+        capture: Whether to capture decode steps as CUDA graphs where that is possible (`scaling.serve.fixed`).
     Raises:
         ValueError: An empty prompt, ids outside the vocabulary, or options that leave no token.
     """
@@ -72,6 +77,7 @@ def generate(
     new: list[list[int]] = [[] for _ in rows]
     if draft is not None:  # which the engine asks and checks
         options: dict[str, Any] = {"mesh": mesh, "draft": draft, "proposals": proposals, "page": page, "form": form}
+        options |= {"compile": compile, "capture": capture}
         for step in stream(params, prompts, config, max_new_tokens, how, seed=seed, stop=stop, **options):
             for token in step:
                 new[token.row].append(token.id)
@@ -87,17 +93,17 @@ def generate(
     held = torch.tensor([*map(len, filled)], device=device)
     cache, live = init_cache(config, B, S, mesh=mesh, page=page, form=form), {*range(len(rows))}
     logits, cache = prefill(params, tokens, cache, config, mesh, lengths=held, form=form, donate=True)
+    decode = Steps(params, config, cache, mesh, form, compile=compile, capture=capture)
+    pages = cache["pages"].tolist() if page else ()
     for step in range(max_new_tokens):
-        if mesh.rank == 0:
-            warn_beyond(config, max(lengths) + step)
         drawn = sample(logits[: len(rows)], draws, [length + step for length in lengths])
         for row in live:
             new[row].append(drawn[row])
         live = {row for row in live if drawn[row] not in stops}
         if not live or step + 1 == max_new_tokens:
             break
-        tokens = torch.tensor(drawn + [0] * (B - len(rows)), device=device)
-        logits, cache = decode(params, tokens, cache, config, mesh, form=form, donate=True)
+        following = [[id] for id in drawn + [0] * (B - len(rows))]
+        logits = decode(following, [len(row) + step for row in filled], pages)
     return new
 
 
@@ -115,6 +121,8 @@ def stream(
     proposals: int = 4,
     page: int | None = None,
     form: str = "heads",
+    compile: Any = None,
+    capture: bool = True,
 ) -> Iterator[list[Token]]:
     """Yield what `generate` returns as the engine finds it: each step's new tokens, in the order of the prompts."""
     rows, stops = check_prompts(prompts, config, max_new_tokens, stop, proposals, page)
@@ -123,7 +131,8 @@ def stream(
         return
     options = _options(rows, max_new_tokens, config, mesh, page, form)
     options = replace(options, proposals=0 if draft is None else proposals)
-    engine = Engine(params, config, options, mesh=mesh, draft=draft, form=form, paged=page is not None)
+    given = {"mesh": mesh, "form": form, "compile": compile, "capture": capture}
+    engine = Engine(params, config, options, draft=draft, paged=page is not None, **given)
     requests = [Request(row, tuple(ids), max_new_tokens, stops, Draw(how, seeds[row])) for row, ids in enumerate(rows)]
     state, events = scheduler.initial(options), [*map(Arrive, requests)]
     while True:

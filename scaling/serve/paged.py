@@ -7,10 +7,11 @@ from torch import Tensor
 
 from scaling.configs import Config
 from scaling.serve import scheduler
-from scaling.serve.cache import init_cache, share_of, untouched
+from scaling.serve.cache import init_cache, share_of
+from scaling.serve.fixed import Steps
 from scaling.serve.requests import Request
 from scaling.serve.states import Move, Options, Work
-from scaling.serve.step import check_served, run_rows
+from scaling.serve.step import check_served
 from scaling.serve.types import ONE
 
 NO_WORK = Work(Request(-1, (), 0), 0, (), (), False)
@@ -20,39 +21,39 @@ class PagedModel:
     """Holds the params, this rank's, and the pages of its group. Not `paged`, a page is a row of a contiguous cache."""
 
     def __init__(
-        self, params: dict, config: Config, options: Options, mesh=None, dtype=None, form="heads", paged: bool = True
+        self,
+        params: dict,
+        config: Config,
+        options: Options,
+        mesh=None,
+        dtype=None,
+        form="heads",
+        paged: bool = True,
+        **steps,
     ):
         check_served(params, config, ONE if mesh is None else mesh, form)
-        self.params, self.config, self.page, self.mesh, self.form = params, config, options.page, mesh, form
-        self.device, self.groups, self.paged = params["norm"].device, options.groups, paged
+        self.device, self.page, self.groups, self.paged = params["norm"].device, options.page, options.groups, paged
         self.group = share_of(ONE if mesh is None else mesh, form).group
-        self.pools = {}
+        self.pools: dict[str, Steps] = {}
         for worker, (pool, *_) in scheduler.initial(options).pools.items():
             rows, length, page = (1, pool.total * pool.size, pool.size) if paged else (pool.total, pool.size, None)
-            self.pools[worker] = init_cache(
-                config, self.groups * rows, length, mesh=mesh, dtype=dtype, page=page, form=form
-            )
+            cache = init_cache(config, self.groups * rows, length, mesh=mesh, dtype=dtype, page=page, form=form)
+            self.pools[worker] = Steps(params, config, cache, mesh, form, **steps)
 
     def logits(self, worker: str, works: Sequence[Work], every: bool = False) -> Tensor:
         """Logits[B, V] after each work's last token, or of `every` token, [B, T, V]; all are written to the cache."""
+        pool = self.pools[worker]
         height = max(sum(work.group == group for work in works) for group in range(self.groups))
-        height = height if self.paged else len(self.pools[worker]["lengths"]) // self.groups
-        rows, cache = [NO_WORK] * (height * self.groups), self.pools[worker]  # each group is filled up to as many
+        height = pool.rounded(height) if self.paged else len(pool.cache["lengths"]) // self.groups
+        rows = [NO_WORK] * (height * self.groups)  # each group is filled up to as many
         free, places = [group * height for group in range(self.groups)], []
         for work in works:
             places.append(free[work.group] if self.paged else free[work.group] + work.pages[0])
             rows[places[-1]] = work
             free[work.group] += self.paged
-        if self.paged:
-            M = max(len(w.pages) for w in works)
-            pages = [[*w.pages, *[0] * (M - len(w.pages))] for w in rows]
-            cache = cache | {"pages": torch.tensor(pages, device=self.device)}
-        logits, cache = run_rows(
-            self.params, [w.tokens for w in rows], [w.start for w in rows], cache, self.config, self.mesh,
-            every=every, form=self.form,
-        )  # fmt: skip
-        self.pools[worker] = self.pools[worker] | {name: cache[name] for name in ("KV", "scale") if name in cache}
-        return logits if places == [*range(len(rows))] else logits[places]
+        pages = [w.pages for w in rows] if self.paged else ()
+        logits = pool([w.tokens for w in rows], [w.start for w in rows], pages, every)
+        return logits[: len(works)] if places == [*range(len(works))] else logits[places]
 
     def move(self, move: Move) -> None:
         """The pages of a prompt, from the pool of the worker that prefills to the other's; on its group's ranks."""
@@ -60,9 +61,7 @@ class PagedModel:
             return
         count = -(-move.tokens // self.page)
         source, target = (torch.tensor(pages[:count], device=self.device) for pages in (move.source, move.target))
-        there, here = self.pools["prefill"], self.pools["decode"]
-        if untouched(here):
-            here["KV"] = torch.zeros(here["KV"].shape, dtype=there["KV"].dtype, device=self.device)
+        there, here = (self.pools[worker].cache for worker in ("prefill", "decode"))
         for name in ("KV", "scale"):
             if name in there:
                 here[name][:, :, target] = there[name][:, :, source]

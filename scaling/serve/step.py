@@ -25,10 +25,11 @@ from scaling.models.layer import Context, scale_by, seen_heads, undifferentiated
 from scaling.models.leaves import STACKS
 from scaling.models.rope import layer_tables
 from scaling.models.transformer import all_layers
-from scaling.serve.cache import Share, Slots, capacity, check_cache, share_of, writable
+from scaling.serve.cache import capacity, check_cache, share_of, writable
 from scaling.serve.forms import experts, heads, heads_batch, latent, sequence, weights_2d
 from scaling.serve.int8 import floats
 from scaling.serve.requests import longest_text
+from scaling.serve.slots import Extent, Slots
 from scaling.serve.types import ONE, SPLIT_ROWS, specs
 
 LISTINGS: dict[str, tuple[Any, Callable]] = {  # (what has embed, mlp and head, attention)
@@ -88,33 +89,13 @@ def extend(
     return _checked(params, tokens, cache, config, mesh, lengths, form, donate, False)
 
 
+@torch.no_grad()
 def _checked(params, tokens, cache, config, mesh, lengths, form, donate, last) -> tuple[Tensor, dict]:
     mesh = ONE if mesh is None else mesh
     check_served(params, config, mesh, form)
-    return _run(params, tokens, cache, config, mesh, lengths, form, donate, last, int(last))
-
-
-def run_rows(
-    params: dict,
-    rows: Sequence[Sequence[int]],
-    starts: Sequence[int],
-    cache: dict,
-    config: Config,
-    mesh=None,
-    *,
-    every: bool = False,
-    form: str = "heads",
-) -> tuple[Tensor, dict]:
-    """(logits[B, V] after each row's last token, or of `every` token, [B, T, V]; the cache, which is donated). The ids
-    of the rows follow the first `starts` that the cache has of them. A row may have none: its logits mean nothing. The
-    params are such as `check_served` lets pass: it is not asked at each step."""
-    device, T = params["norm"].device, max(map(len, rows))
-    if mesh is None or mesh.rank == 0:
-        warn_beyond(config, max(len(row) + start for row, start in zip(rows, starts, strict=True)))
-    tokens = torch.tensor([[*row, *[0] * (T - len(row))] for row in rows], device=device)
-    lengths = torch.tensor([len(row) for row in rows], device=device)
-    cache = cache | {"lengths": torch.tensor(starts, device=device)}
-    return _run(params, tokens, cache, config, ONE if mesh is None else mesh, lengths, form, True, not every, 0)
+    lengths, extent, cache = accepted(params, tokens, cache, config, mesh, lengths, form, donate, int(last))
+    logits = logits_of(params, tokens, cache, lengths, extent, config, mesh, form=form, last=last)
+    return logits, cache | {"lengths": cache["lengths"] + lengths}
 
 
 def warn_beyond(config: Config, length: int) -> None:
@@ -125,10 +106,28 @@ def warn_beyond(config: Config, length: int) -> None:
         warnings.warn(f"{what}: expect no sense in it\n  fix: {fix}", RuntimeWarning, stacklevel=2)
 
 
-@torch.no_grad()
-def _run(params, tokens, cache, config, mesh, lengths, form, donate, last, least) -> tuple[Tensor, dict]:
-    """`last`: logits of each row's last token alone. `least`: the new tokens that each row has to have."""
-    lengths, cache = accepted(params, tokens, cache, config, mesh, lengths, form, donate, least)
+def logits_of(
+    params: dict,
+    tokens: Tensor,
+    cache: dict,
+    lengths: Tensor,
+    extent: Extent,
+    config: Config,
+    mesh,
+    *,
+    form: str = "heads",
+    last: bool = True,
+    places: dict | None = None,
+) -> Tensor:
+    """Return the logits of tokens[B, T], of which lengths[b] are real, and write their keys and values to the cache.
+
+    Nothing is checked, and no value is read on the host but by experts, so the call can be compiled or captured.
+
+    Args:
+        extent: What is known of the rows' lengths; it decides how much of the cache attention reads.
+        last: Whether to return the logits[B, V] of each row's last token, or those of all, [B, T, V].
+        places: The `rope.table_kinds` of all places that a row may have; None: the angles are computed here.
+    """
     share, dtype, T = share_of(mesh, form), params["norm"].dtype, tokens.shape[1]
     scale = config.residual_scale
     (listing, attention), own = LISTINGS[form], None
@@ -138,9 +137,9 @@ def _run(params, tokens, cache, config, mesh, lengths, form, donate, last, least
         tokens, own = split_over_C(tokens, mesh)
     else:
         mesh = mesh.without("C")  # each row has one token, which is not split
-    slots = Slots(cache, lengths, tokens.shape[1], share, own)
+    slots = Slots(cache, lengths, tokens.shape[1], share, extent, own)
     positions = slots.positions if own is None else slots.positions[..., own]
-    params, ropes = used_gains(params, config), layer_tables(config, positions, dtype)
+    params, ropes = used_gains(params, config), layer_tables(config, positions, dtype, places)
     at = Context(config, mesh, ropes, slots.attend, slots=slots, vjp=undifferentiated)
     params = params | {stack: seen_heads(params[stack], at) for stack in STACKS if stack in params}
     int8 = isinstance(params["embed"], dict)
@@ -158,8 +157,7 @@ def _run(params, tokens, cache, config, mesh, lengths, form, donate, last, least
     if last:
         x = last_of(x, lengths[slots.rows] if form in SPLIT_ROWS else lengths)
     logits = listing.head(ends, x, at)
-    cache["lengths"] = cache["lengths"] + lengths
-    return logits[:, 0] if last else logits, cache
+    return logits[:, 0] if last else logits
 
 
 def kernels(device: torch.device) -> AbstractContextManager:
@@ -188,9 +186,12 @@ def last_of(x: Tensor, lengths: Tensor) -> Tensor:
     return x if x.shape[1] == 1 else x[torch.arange(len(x), device=x.device), lengths - 1][:, None]
 
 
-def accepted(params, tokens, cache, config, mesh, lengths, form, donate, least) -> tuple[Tensor, dict]:
-    """(lengths, the cache to write to), where the tokens are. ValueError, on every rank alike and before any works, for
-    what the mesh, the model or the cache cannot take."""
+def accepted(params, tokens, cache, config, mesh, lengths, form, donate, least) -> tuple[Tensor, Extent, dict]:
+    """Return the lengths and their extent, and the cache to write to, on the tokens' device.
+
+    Raises:
+        ValueError: The mesh, the model or the cache cannot take the call. All ranks raise alike, before any works.
+    """
     flag(donate=donate)
     check_ids("tokens", tokens)
     check_cache(cache, config, mesh, form, len(tokens))
@@ -204,10 +205,17 @@ def accepted(params, tokens, cache, config, mesh, lengths, form, donate, least) 
         raise ValueError(f"tokens[{B}, {T}]: there are no tokens\n  fix: give each row at least one token")
     lengths = lengths.to(tokens.device)
     cache = cache | {name: cache[name].to(tokens.device) for name in ("lengths", "pages") if name in cache}
-    if not tokens.is_meta:
+    room = capacity(cache, share_of(mesh, form).shards)
+    if tokens.is_meta:  # no values: as if the cache were then full
+        extent = Extent(room - T, room - T, room, full=True)
+    else:
         check_range("tokens", tokens, config.V)
-        check_room(cache, lengths, T, share_of(mesh, form), least)
-    return lengths, writable(cache, params["norm"], donate)
+        new, held = lengths.tolist(), cache["lengths"].tolist()  # of a GPU, which is waited for once each
+        check_room(held, new, T, room, least)
+        if "pages" in cache:
+            check_pages(cache, cache["lengths"] + lengths, share_of(mesh, form).groups)
+        extent = Extent.of(held, new, T)
+    return lengths, extent, writable(cache, params["norm"], donate)
 
 
 def check_served(params: Any, config: Config, mesh, form: str) -> None:
@@ -225,9 +233,8 @@ def check_served(params: Any, config: Config, mesh, form: str) -> None:
         tree.check_floats(params)
 
 
-def check_room(cache: dict, lengths: Tensor, T: int, share: Share, least: int) -> None:
+def check_room(held: Sequence[int], new: Sequence[int], T: int, room: int, least: int) -> None:
     """ValueError unless each row has from `least` to T new tokens, and the cache room for them."""
-    new, held = lengths.tolist(), cache["lengths"].tolist()  # of a GPU, which is waited for once each
     low, high = min(new), max(new)
     if low < least:
         raise ValueError(f"row {new.index(low)} is empty: a prompt has at least one token\n  fix: leave it out")
@@ -238,15 +245,13 @@ def check_room(cache: dict, lengths: Tensor, T: int, share: Share, least: int) -
         )
     if min(held) < 0:
         raise ValueError(f"the cache's lengths are {held}\n  fix: give 0 for an empty row")
-    room, after = capacity(cache, share.shards), [a + b for a, b in zip(held, new, strict=True)]
+    after = [a + b for a, b in zip(held, new, strict=True)]
     if max(after) > room:
         row = after.index(max(after))
         raise ValueError(
             f"row {row}: {held[row]} tokens are held and {new[row]} more come, but the cache "
             f"has room for {room} in all\n  fix: call init_cache with a greater length, or give a shorter prompt"
         )
-    if "pages" in cache:
-        check_pages(cache, cache["lengths"] + lengths, share.groups)
 
 
 @lru_cache(maxsize=256)

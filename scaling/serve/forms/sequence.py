@@ -42,7 +42,7 @@ def attention(W: dict, x: Tensor, at: Context, l: int) -> Tensor:
 def places(Q: Tensor, l: int, at: Context) -> tuple[Tensor, list[Tensor], Tensor]:
     """This rank's places of the sequence: (Q[B, T, K_Y, G, H] / sqrt(H), [K, V][B, S_Z, K_Y, H], which are seen)."""
     slots, window = at.slots, at.config.windows[l]
-    used = min(max(slots.most - slots.first, 1), slots.cache["KV"].shape[3])
+    used = min(max(slots.extent.most - slots.first, 1), slots.size)
     found = slots.read(l, 0, used, Q.dtype)
     seen = slots.visible(slots.first + torch.arange(used, device=Q.device), window)
     Q = Q.unflatten(2, (found[0].shape[2], -1)) / math.sqrt(Q.shape[-1])

@@ -1,0 +1,55 @@
+"""A step captured as a CUDA graph: its kernels start together, without Python (torch.cuda.CUDAGraph).
+
+A replay reads and writes the memory that the capture saw, so params, cache and the static input stay where they are.
+The step must give the same however often it runs, since it also runs to warm up: what it writes to the cache depends on
+its input alone.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from scaling.configs import Config
+
+WARM_UPS = 2  # runs before the capture, in which libraries allocate what they keep
+
+
+def why_not(config: Config, mesh: Any, device: torch.device) -> str | None:
+    """Return why no step of this model can be captured, or None if it can."""
+    if device.type != "cuda":
+        return f"there are no CUDA graphs on {device.type}"
+    if config.moe:
+        return f"{config.name}: the host reads how many rows each expert gets"
+    if getattr(mesh, "checked", False) and mesh.size() > 1:
+        return "ranks of a checked mesh compare their calls on the host"
+    return None
+
+
+class Captured:
+    """step(x) -> y of one input on the device, captured for x's shape. Each call returns memory of its own.
+
+    All graphs of a process share one pool of memory, since only one of them runs at a time.
+    """
+
+    pool: Any = None
+
+    def __init__(self, step: Callable[[Tensor], Tensor], x: Tensor):
+        self.x = x.clone()
+        Captured.pool = Captured.pool or torch.cuda.graph_pool_handle()
+        side = torch.cuda.Stream(x.device)
+        side.wait_stream(torch.cuda.current_stream(x.device))
+        with torch.cuda.stream(side):
+            for _ in range(WARM_UPS):
+                step(self.x)
+        torch.cuda.current_stream(x.device).wait_stream(side)
+        self.graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(self.graph, pool=Captured.pool):
+            self.y = step(self.x)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """Copy x to the static input, replay, and return a copy of the result."""
+        self.x.copy_(x)
+        self.graph.replay()
+        return self.y.clone()

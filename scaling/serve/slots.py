@@ -1,0 +1,175 @@
+"""Slots of a call's new tokens in the cache: where their keys and values are written, and what their queries see.
+
+No value is read on the host: it knows an `Extent` of the lengths, and the rest is found on the device. So one graph of
+these operations serves every step of the same shapes and extent.
+"""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from scaling.models.attention import visible
+from scaling.serve.cache import Share
+from scaling.serve.int8 import quantized
+
+
+class Extent(NamedTuple):
+    """What the host knows of the rows of a call, so that no length is read on the device.
+
+    Attributes:
+        least: Before the call each row holds at least so many tokens,
+        latest: and at most so many;
+        most: after it at most so many, which are the places that attention reads.
+        full: Whether each row gets T new tokens.
+        idle: Whether no row gets any.
+    """
+
+    least: int
+    latest: int
+    most: int
+    full: bool = False
+    idle: bool = False
+
+    @classmethod
+    def of(cls, held: Sequence[int], new: Sequence[int], T: int) -> "Extent":
+        """Return the extent of rows that hold so many tokens each and get so many new ones, at most T."""
+        most = max(a + b for a, b in zip(held, new, strict=True))
+        return cls(min(held), max(held), most, min(new) == T, not any(new))
+
+    @property
+    def alike(self) -> bool:
+        """Whether all rows are of one length before the call, and after it."""
+        return self.full and self.least == self.latest
+
+
+class Slots:
+    """The rows of the batch whose keys and values this rank holds, and their T new tokens, of which new[b] are real.
+
+    No value is read on the host, so a graph of these operations serves every step of the same shapes and `Extent`. A
+    cache may come as its layers, KV[i][l]: a compiler writes to these in place, where it would copy a stacked cache.
+
+    Attributes:
+        positions: The tokens' places in their rows, [B_Z, T], or [T] if all rows are alike. A padded token has the
+            place of its row's last real one.
+        own: Which of the tokens are this rank's queries, if T is split over C.
+    """
+
+    def __init__(self, cache: dict, new: Tensor, T: int, share: Share, extent: Extent, own: slice | None = None):
+        self.cache, self.T, self.extent, self.own, self._seen = cache, T, extent, own, {}
+        self.rows = share.rows(len(cache["lengths"]))
+        held, new = cache["lengths"][self.rows], new[self.rows]
+        self.size = cache["KV"][0][0].shape[1]  # places of a row on this rank, or of a page
+        self.first = self.size * share.shard
+        self.table = cache["pages"][self.rows] if "pages" in cache else None
+        t = torch.arange(T, device=held.device)
+        if extent.alike:
+            self.positions = extent.least + t
+        else:
+            self.positions = (held[:, None] + torch.minimum(t, new[:, None] - 1)).clamp(min=0)
+        self.into = self.source = self.any = None
+        if not (extent.alike and self.table is None and share.shards == 1):
+            self._place(held, new, t, share.shards > 1, extent.idle or share.groups * share.shards > 1)
+
+    def _place(self, held: Tensor, new: Tensor, t: Tensor, split: bool, idle: bool) -> None:
+        """Find where each token goes: `into`, of two indices of a layer's KV.
+
+        Nothing is left out, so that shapes do not depend on values. What is not to be written, a padded token or one
+        that another rank holds, repeats the nearest of its row that is, `source`; a row without any repeats another
+        row; and if there is none at all, what is in the place is written again.
+        """
+        rows = torch.arange(len(held), device=held.device)
+        if split or not self.extent.full:
+            begin, end = torch.zeros_like(held), new
+            if split:
+                begin, end = (self.first - held).clamp(min=0), torch.minimum(new, self.first + self.size - held)
+            works = end > begin
+            rows = torch.where(works, rows, works.long().argmax())
+            t = torch.minimum(torch.maximum(t, begin[rows, None]), end[rows, None] - 1).clamp(min=0)
+            self.source = rows[:, None].expand_as(t), t
+            self.any = works.any() if idle else None
+        places = held[rows, None] + t - self.first
+        rows = rows[:, None].expand_as(places)
+        if self.table is not None:
+            page = (places // self.size).clamp(max=self.table.shape[1] - 1)
+            self.into = self.table[rows, page].clamp(min=0), places % self.size
+        else:
+            self.into = rows, places if self.any is None else places.clamp(0, self.size - 1)
+
+    def append(self, l: int, *new: Tensor) -> None:
+        """Write what layer l has of the new tokens, keys and values [B_Z, T, K_Y, H] or latents, to their places."""
+        for i, x in enumerate(new):
+            if "scale" in self.cache:
+                x, scale = quantized(x)
+                self._write(self.cache["scale"][i][l], scale[..., 0])
+            self._write(self.cache["KV"][i][l], x)
+
+    def _write(self, whole: Tensor, x: Tensor) -> None:
+        if self.into is None:
+            whole[:, self.extent.least : self.extent.most] = x
+            return
+        x = (x if self.source is None else x[self.source]).to(whole.dtype)
+        whole.index_put_(self.into, x if self.any is None else torch.where(self.any, x, whole[self.into]))
+
+    def read(self, l: int, low: int, high: int, dtype: torch.dtype) -> list[Tensor]:
+        """Keys and values [B_Z, high - low, K_Y, H] of layer l, or its latents, at places low to high - 1 of this
+        rank's part."""
+        found = [self._read(x[l], low, high).to(dtype) for x in self.cache["KV"]]
+        if "scale" in self.cache:
+            scales = (self._read(x[l], low, high).to(dtype) for x in self.cache["scale"])
+            found = [x * scale[..., None] for x, scale in zip(found, scales, strict=True)]
+        return found
+
+    def _read(self, whole: Tensor, low: int, high: int) -> Tensor:
+        if self.table is None:
+            return whole[:, low:high]
+        start = low // self.size
+        pages = self.table[:, start : -(-high // self.size)]
+        found = whole.index_select(0, pages.flatten()).view(len(pages), -1, *whole.shape[2:])
+        return found[:, low - start * self.size : high - start * self.size]
+
+    def attend(self, l: int, Q: Tensor, K: Tensor, V: Tensor, window: int | None) -> Tensor:
+        """O[B_Z, T, N_Y, H] over what is held and the new K, V[B_Z, T, K_Y, H], which are written."""
+        (K, V), mask, causal = self.held(l, window, Q.dtype, K, V)
+        return self.over(Q, K, V, mask, causal)
+
+    def held(self, l: int, window: int | None, dtype: torch.dtype, *new: Tensor) -> tuple[list[Tensor], Any, bool]:
+        """(what layer l has of all places that a query sees, the new ones written; how they are seen, as in `over`)."""
+        self.append(l, *new)
+        low, mask, causal = self.seen(window, dtype)
+        return self.read(l, low, self.extent.most, dtype), mask, causal
+
+    def over(self, Q: Tensor, K: Tensor, V: Tensor, mask: Tensor | None, causal: bool) -> Tensor:
+        """O[B_Z, T, N_Y, H] of the queries over K and V[B_Z, S, K_Y, H], as `seen` says."""
+        heads = K.shape[2]
+        k, v = K.transpose(1, 2), V.transpose(1, 2)
+        if self.T == 1:  # the query heads of a KV head as its rows
+            q = Q.unflatten(2, (heads, -1))[:, 0]
+            return F.scaled_dot_product_attention(q, k, v, attn_mask=mask).flatten(1, 2)[:, None]
+        q, shared = Q.transpose(1, 2), heads < Q.shape[2]
+        O = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=causal, enable_gqa=shared)
+        return O.transpose(1, 2)
+
+    def seen(self, window: int | None, dtype: torch.dtype) -> tuple[int, Tensor | None, bool]:
+        """(the first place that any query sees, what is added to scores or None, whether they are simply causal)."""
+        if window not in self._seen:
+            self._seen[window] = self._mask(window, dtype)
+        return self._seen[window]
+
+    def _mask(self, window: int | None, dtype: torch.dtype) -> tuple[int, Tensor | None, bool]:
+        low = 0 if window is None else max(0, self.extent.least - window + 1)
+        if self.own is None and not self.extent.latest and (window is None or window >= self.T):
+            return low, None, self.T > 1
+        if self.extent.alike and self.T == 1:
+            return low, None, False
+        keys = torch.arange(low, self.extent.most, device=self.positions.device)
+        seen = self.visible(keys, window)[:, None]
+        return low, torch.zeros((), dtype=dtype, device=seen.device).masked_fill(~seen, -torch.inf), False
+
+    def visible(self, keys: Tensor, window: int | None) -> Tensor:
+        """visible[B_Z, T_C, S], or [1, T_C, S] where all rows are alike, of keys at these places of their rows."""
+        rows = self.positions if self.positions.dim() == 2 else self.positions[None]
+        rows = rows if self.own is None else rows[:, self.own]
+        return visible(rows.flatten(), keys, window).view(*rows.shape, -1)
