@@ -108,7 +108,8 @@ class Slots:
 
     def _write(self, whole: Tensor, x: Tensor) -> None:
         if self.into is None:
-            whole[:, self.extent.least : self.extent.most] = x
+            if not whole.is_meta:
+                whole[:, self.extent.least : self.extent.most] = x
             return
         x = (x if self.source is None else x[self.source]).to(whole.dtype)
         whole.index_put_(self.into, x if self.any is None else torch.where(self.any, x, whole[self.into]))
