@@ -59,6 +59,7 @@ class Steps:
         self.why = why_not(config, self.mesh, self.device) if capture else "it was not asked for"
         self.compile = None if config.moe else compile
         self.fixed = self.compile is not None or self.why is None
+        self.mesh.without("C")  # this view of the mesh is kept: a compiler could not make it
         self.made: dict[tuple, Callable[[Tensor], Tensor]] = {}
         self.places: dict[int, dict] = {}  # the tables of cos and sin of each bucket
 

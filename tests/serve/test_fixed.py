@@ -1,0 +1,199 @@
+"""Steps of fixed shapes give the tokens of `serve.decode`, each shape as one graph, in which the host reads nothing:
+compiled, on meshes, in the engine, and captured where there is a GPU."""
+
+import math
+import os
+import re
+import subprocess
+import sys
+from collections import Counter
+
+import pytest
+import test_tokens
+import torch
+from probes import shaken
+from test_decode import CONFIGS
+from torch._dynamo.utils import counters
+from torch._inductor.utils import run_and_get_code
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from scaling import serve, tree
+from scaling.models import transformer
+from scaling.serve import fixed
+from scaling.serve.capture import why_not
+from scaling.serve.types import ONE
+
+READS = ("_local_scalar_dense", "nonzero", "masked_select", "bincount")  # of values, by the host
+LENGTHS = torch.tensor([5, 1, 7, 4])
+B, T, ROOM = len(LENGTHS), 7, 256
+PAGED, INT8 = {"page": 4}, {"dtype": torch.int8}
+CASES = [(name, {}) for name in ("gqa", "mha", "mqa", "rich", "window", "latent")]
+CASES += [("gqa", PAGED), ("rich", PAGED), ("latent", PAGED), ("rich", INT8), ("latent", INT8 | PAGED)]
+CASES += [("rich", INT8 | PAGED | {"int8": True})]
+
+
+def watched(graphs: list[Counter]):
+    """A backend of torch.compile that runs a graph as it is, and notes the operations of each."""
+
+    def backend(graph, inputs):
+        found = make_fx(graph)(*inputs).graph.nodes
+        graphs.append(Counter(str(node.target) for node in found if node.op == "call_function"))
+        return graph
+
+    return backend
+
+
+def uncompiled(f, **options):
+    """In place of torch.compile: the same shapes, and no time to compile them."""
+    return f
+
+
+def filled(name: str, mesh=None, form="heads", *, int8=False, **cache):
+    """Prompts of LENGTHS: (params, the logits after them, the cache, whose pages of a row are in no order)."""
+    config, params = CONFIGS[name], shaken(CONFIGS[name])
+    params = serve.quantize(params, config) if int8 else params
+    if mesh is not None:
+        params = tree.shard(params, serve.specs(config, mesh, form=form, int8=int8), mesh)
+    held = serve.init_cache(config, B, ROOM, mesh=mesh, form=form, **cache)
+    held |= {"pages": held["pages"].flip(1)} if "pages" in held else {}
+    prompts = torch.randint(config.V, (B, T), generator=torch.Generator().manual_seed(1))
+    return params, *serve.prefill(params, prompts, held, config, mesh, lengths=LENGTHS, form=form, donate=True)
+
+
+def compared(mesh, name: str, form="heads", steps=20, tolerance=1e-12, compile=None, **cache) -> fixed.Steps:
+    """Decode greedily by `serve.decode` and by fixed steps, one beside the other."""
+    config = CONFIGS[name]
+    params, logits, held = filled(name, mesh, form, **cache)
+    _, _, other = filled(name, mesh, form, **cache)
+    step = fixed.Steps(params, config, other, mesh, form, compile=compile)
+    pages = other["pages"].tolist() if "pages" in other else ()
+    for n in range(steps):
+        ids = logits.argmax(-1)
+        found = step([[id] for id in ids.tolist()], (LENGTHS + n).tolist(), pages)
+        logits, held = serve.decode(params, ids, held, config, mesh, form=form, donate=True)
+        assert (found - logits).abs().max() <= tolerance * logits.abs().max(), n
+        assert torch.equal(found.argmax(-1), logits.argmax(-1)), n
+    return step
+
+
+@pytest.mark.parametrize("steps", [40, pytest.param(200, marks=pytest.mark.sweep)])
+@pytest.mark.parametrize(("name", "cache"), CASES, ids=[", ".join((name, *cache)) for name, cache in CASES])
+def test_tokens_are_those_of_decode_by_one_graph_that_reads_nothing(name, cache, steps, monkeypatch):
+    monkeypatch.setattr(fixed, "LEAST", ROOM)  # one bucket, of all places and pages
+    monkeypatch.setattr(fixed.Steps, "rounded", lambda self, n: n if n == 1 else ROOM // 4)
+    torch._dynamo.reset()
+    counters.clear()
+    graphs: list[Counter] = []
+    compared(None, name, steps=steps, compile=watched(graphs), tolerance=1e-6 if "dtype" in cache else 1e-12, **cache)
+    assert counters["stats"]["unique_graphs"] == len(graphs) == 1
+    assert not counters["graph_break"]
+    assert not [op for op in graphs[0] if any(read in op for read in READS)]
+
+
+@torch._dynamo.config.patch(recompile_limit=1)
+def test_each_shape_is_one_graph():
+    """However many there are: torch compiles one function 8 times at most, here once."""
+    torch._dynamo.reset()
+    counters.clear()
+    config, params = CONFIGS["gqa"].with_(L=1), shaken(CONFIGS["gqa"].with_(L=1))
+    step = fixed.Steps(params, config, serve.init_cache(config, 1, 64, page=4), compile="eager")
+    for held in (3, 12, 15):
+        step([[1]], [held], [[*range(8)]])
+    step([[1, 2, 3]], [13], [[*range(8)]], every=True)
+    assert counters["stats"]["unique_graphs"] == len(step.made) == 3
+    assert not counters["graph_break"]
+
+
+def test_compiled_as_torch_does_for_a_gpu():
+    """Without inductor's code, which the next test has: what is written in place becomes a copy at the graph's end."""
+    torch._dynamo.reset()
+    compared(None, "rich", compile="aot_eager", steps=4, **PAGED)
+
+
+def inductors_allocations() -> None:
+    """What inductor allocates is nothing of a layer's cache, let alone of the whole one."""
+    step, (code,) = run_and_get_code(compared, None, "gqa", compile="inductor", steps=3)
+    sizes = [eval(f"({shape})") for shape in re.findall(r"empty_strided_cpu\(\(([^)]*)\)", code)]
+    assert len(sizes) > 4
+    assert max(map(math.prod, sizes)) < step.cache["KV"][0, 0].numel() / 2
+
+
+def test_what_inductor_allocates():
+    """In a process of its own: one that was forked of a process with inductor's threads would wait for them."""
+    path = os.pathsep.join(filter(None, sys.path))
+    program = [sys.executable, "-c", "import test_fixed; test_fixed.inductors_allocations()"]
+    done = subprocess.run(program, env={**os.environ, "PYTHONPATH": path}, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr[-2000:]
+
+
+@pytest.mark.parametrize("name", ["gqa", "mha", "mqa", "rich", "window", "latent"])
+def test_on_the_meta_device_where_every_read_is_an_error(name, monkeypatch):
+    monkeypatch.setattr(torch, "compile", uncompiled)
+    config = CONFIGS[name]
+    for int8 in (False, True):
+        params = transformer.init(config, 0, torch.float32, "meta")
+        params = serve.quantize(params, config) if int8 else params
+        cache = serve.init_cache(config, B, 64, page=4, dtype=torch.int8 if int8 else torch.float32)
+        step = fixed.Steps(params, config, tree.map(lambda x: x.to("meta"), cache), compile="eager")
+        pages = [[*range(16 * b, 16 * b + 16)] for b in range(B)]
+        assert step([[1], [2, 3], [], [4]], [5, 6, 0, 9], pages).shape == (B, config.V)
+        assert step([[1], [2, 3], [], [4]], [5, 6, 0, 9], pages, every=True).shape == (B, 2, config.V)
+
+
+MESHES = [({"Y": 2}, "gqa", "heads", {}), ({"Z": 2}, "gqa", "sequence", {}), ({"X": 2}, "rich", "2d", PAGED | INT8)]
+MORE = [({"Y": 2}, "rich", "heads", PAGED | INT8), ({"Y": 2}, "latent", "heads", {}), ({"Y": 2}, "mqa", "heads", PAGED)]
+MORE += [({"Z": 2}, "gqa", "heads", PAGED), ({"Z": 2}, "gqa", "heads_batch", {}), ({"Z": 2}, "latent", "sequence", {})]
+MORE += [({"Y": 2, "Z": 2}, "gqa", "heads_batch", PAGED)]
+
+
+def on_a_mesh(mesh, name, form, cache) -> dict[str, int]:
+    """The collectives of the one graph."""
+    torch._dynamo.reset()
+    graphs: list[Counter] = []
+    tolerance = 1e-6 if "dtype" in cache else 1e-12
+    step = compared(mesh, name, form, steps=4, compile=watched(graphs), tolerance=tolerance, **cache)
+    assert len(graphs) == len(step.made)
+    assert not [op for graph in graphs for op in graph if any(read in op for read in READS)]
+    return {op: count for op, count in graphs[0].items() if "c10d" in op}
+
+
+@pytest.mark.parametrize("cases", [*([case] for case in MESHES), pytest.param(MORE, marks=pytest.mark.sweep)])
+def test_on_a_mesh_collectives_are_in_the_graph(ranks, cases):
+    for sizes, *rest in cases:
+        found = ranks(on_a_mesh, sizes, *rest)
+        assert found[0] == found[1]
+        assert sum(found[0].values()) >= 2 * CONFIGS[rest[0]].L
+
+
+@pytest.mark.parametrize("draft", [None, "ngram", "small", "near"])
+def test_the_engine_and_generate(draft, monkeypatch):
+    """Prefix hits, preemptions, two workers, sampling and drafts, in the traces in which everything happens."""
+    init, made = fixed.Steps.__init__, []
+
+    def of_fixed_shapes(self, *args, **options):
+        init(self, *args, **options | {"compile": "eager"})
+        made.append(self.made)
+
+    monkeypatch.setattr(fixed.Steps, "__init__", of_fixed_shapes)
+    monkeypatch.setattr(torch, "compile", uncompiled)
+    test_tokens.test_random_traces(draft, test_tokens.RICH)
+    test_tokens.test_generate(draft)
+    assert len({key for shapes in made for key in shapes}) > 12
+
+
+def test_what_is_not_captured_is_named():
+    cuda = torch.device("cuda")
+    assert why_not(CONFIGS["gqa"], ONE, cuda) is None
+    assert "expert" in why_not(CONFIGS["experts"], ONE, cuda)
+    assert "cpu" in why_not(CONFIGS["gqa"], ONE, torch.device("cpu"))
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="CUDA graphs need a GPU")
+@pytest.mark.parametrize("compile", [None, "inductor"])
+def test_captured(compile):
+    config = CONFIGS["rich"]
+    params = tree.map(lambda x: x.to("cuda", torch.float32), shaken(config))
+    prompts = [[1, 2, 3, 4, 5], [6], [7, 8, 9, 10, 11, 12, 13]]
+    for way in ({}, {"page": 4}, {"page": 4, "draft": "ngram"}, {"temperature": 0.8}):
+        wanted = serve.generate(params, prompts, config, 60, capture=False, **way)
+        assert serve.generate(params, prompts, config, 60, compile=compile, **way) == wanted
