@@ -30,14 +30,11 @@ def why_not(config: Config, mesh: Any, device: torch.device) -> str | None:
 class Captured:
     """step(x) -> y of one input on the device, captured for x's shape. Each call returns memory of its own.
 
-    All graphs of a process share one pool of memory, since only one of them runs at a time.
+    `pool`: of torch.cuda.graph_pool_handle; graphs of which one runs at a time may share it.
     """
 
-    pool: Any = None
-
-    def __init__(self, step: Callable[[Tensor], Tensor], x: Tensor):
+    def __init__(self, step: Callable[[Tensor], Tensor], x: Tensor, pool: Any):
         self.x = x.clone()
-        Captured.pool = Captured.pool or torch.cuda.graph_pool_handle()
         side = torch.cuda.Stream(x.device)
         side.wait_stream(torch.cuda.current_stream(x.device))
         with torch.cuda.stream(side):
@@ -45,7 +42,7 @@ class Captured:
                 step(self.x)
         torch.cuda.current_stream(x.device).wait_stream(side)
         self.graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(self.graph, pool=Captured.pool):
+        with torch.cuda.graph(self.graph, pool=pool):
             self.y = step(self.x)
 
     def __call__(self, x: Tensor) -> Tensor:

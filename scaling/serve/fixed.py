@@ -59,6 +59,7 @@ class Steps:
         self.why = why_not(config, self.mesh, self.device) if capture else "it was not asked for"
         self.compile = None if config.moe else compile
         self.fixed = self.compile is not None or self.why is None
+        self.pool = None if self.why else torch.cuda.graph_pool_handle()
         self.mesh.without("C")  # this view of the mesh is kept: a compiler could not make it
         self.made: dict[tuple, Callable[[Tensor], Tensor]] = {}
         self.places: dict[int, dict] = {}  # the tables of cos and sin of each bucket
@@ -132,4 +133,4 @@ class Steps:
         def run(asked: Tensor) -> Tensor:
             return step(self.params, held, asked, places)
 
-        return run if self.why else Captured(run, asked)
+        return run if self.why else Captured(run, asked, self.pool)
