@@ -8,8 +8,7 @@ in any order.
 import ast
 from collections.abc import Sequence
 
-import torch
-from torch.distributed.tensor import DTensor, Placement
+from torch.distributed.tensor import Placement
 
 from scaling.common.arguments import shortened
 from scaling.spec import ShardingError, Spec, mesh_sizes, parse
@@ -37,17 +36,6 @@ def to_placements(spec: "str | Spec", mesh) -> tuple[Placement, ...]:
 def from_placements(placements: Sequence[Placement], mesh, dims: Sequence[str], name: str = "") -> Spec:
     """Return the type of DTensor's placements, as `Spec.from_placements` does."""
     return Spec.from_placements(placements, mesh, dims, name)
-
-
-def to_dtensor(spec: "str | Spec", shard: torch.Tensor, mesh) -> DTensor:
-    """Return this rank's typed shard as a DTensor on the ranks of `mesh`, a scaling.mesh.Mesh, without a copy."""
-    spec = parse(spec)
-    return DTensor.from_local(shard, mesh.device_mesh, to_placements(spec, mesh), run_check=False)
-
-
-def from_dtensor(array: DTensor, mesh, dims: Sequence[str], name: str = "") -> tuple[Spec, torch.Tensor]:
-    """Return a DTensor's type and this rank's shard; `mesh` has one axis for each of the DTensor's mesh dims."""
-    return from_placements(array.placements, mesh, dims, name), array.to_local()
 
 
 def to_partition_spec(spec: "str | Spec") -> str:

@@ -1,5 +1,6 @@
 """DTensor's placements and JAX's PartitionSpec, and DTensor's redistribute as an oracle of our reshardings."""
 
+# pyright: reportArgumentType=false
 import itertools
 from functools import partial
 
@@ -8,7 +9,7 @@ import torch
 from array_types import types
 from machine import on_ranks
 from refused import refused
-from torch.distributed.tensor import Partial, Replicate, Shard
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor._utils import _compute_local_shape_and_global_offset as dtensors_block
 
 from scaling import collectives, interop
@@ -135,8 +136,9 @@ def test_redistribute_agrees_and_sends_no_less(mesh):
     whole = torch.arange(32, dtype=torch.float64).view(shape)
     for src, dst in pairs[::7]:
         local = collectives.shard(str(src.with_unreduced(()).with_name("")), whole, mesh) / mesh.size(src.unreduced)
-        theirs = interop.to_dtensor(src, local, mesh).redistribute(placements=interop.to_placements(dst, mesh))
-        spec, shard_of_theirs = interop.from_dtensor(theirs, mesh, ("I", "J"), "A")
+        placed, target = (interop.to_placements(spec, mesh) for spec in (src, dst))
+        theirs = DTensor.from_local(local, mesh.device_mesh, placed, run_check=False).redistribute(placements=target)
+        spec, shard_of_theirs = interop.from_placements(theirs.placements, mesh, ("I", "J"), "A"), theirs.to_local()
         mine = collectives.reshard(f"{src} -> {dst}", local, mesh)
         same = spec == dst and mine.shape == shard_of_theirs.shape
         errors.append((mine - shard_of_theirs).abs().max().item() if same else float("inf"))

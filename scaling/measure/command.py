@@ -19,7 +19,6 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from itertools import combinations
 from pathlib import Path
-from time import perf_counter
 
 from scaling import launch
 from scaling.common import tables
@@ -69,19 +68,9 @@ def check_steps(settings: Settings, chip: Chip, ranks: int, rounds: int, most: i
 
 
 def take_turns(mesh, settings: Settings, meshes: Sequence[dict[str, int]], rounds: int) -> list[float]:
-    """Return the seconds of the step on each mesh, on this rank: the lower quartile of all rounds.
-
-    The meshes take turns, step by step, so that other work on the machine affects all of them alike.
-    """
+    """Return the seconds of the step on each mesh, on this rank: the lower quartile of all rounds."""
     ready = [transformer_step(settings, Mesh(sizes)) for sizes in meshes]
-    found: list[list[float]] = [[] for _ in meshes]
-    for turn in range(rounds + 1):
-        for once, seconds in zip(ready, found, strict=True):
-            network.barrier(mesh)
-            start = perf_counter()
-            once()
-            seconds += [perf_counter() - start] if turn else []
-    return [sorted(seconds)[len(seconds) // 4] for seconds in found]
+    return [network.lower_quartile(seconds) for seconds in network.laps(ready, mesh, rounds)]
 
 
 def tau(checks: Sequence[Check]) -> float:

@@ -9,6 +9,7 @@ import math
 import os
 import statistics
 import time
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -35,6 +36,37 @@ def barrier(mesh) -> None:
         collectives.all_reduce(f"N[] {{U_{format_axes(axes)}}} -> N[]", torch.zeros((), device=mesh.device), mesh)
 
 
+def laps(fs: Sequence[Callable], mesh, rounds: int, to_the_last: bool = False, unseen: int = 1) -> list[list[float]]:
+    """Return for each function the seconds that it took in each round, if all ranks begin it together.
+
+    The functions take turns, so that other work on the machine affects all of them alike.
+
+    Args:
+        fs: The functions.
+        mesh: The mesh of the ranks.
+        rounds: The number of rounds.
+        to_the_last: Whether a call lasts until all ranks are done.
+        unseen: The number of rounds before those, which are not timed.
+    """
+    found: list[list[float]] = [[] for _ in fs]
+    for turn in range(unseen + rounds):
+        for f, seconds in zip(fs, found, strict=True):
+            barrier(mesh)
+            start = time.perf_counter()
+            f()
+            if mesh.device.type == "cuda":
+                torch.cuda.synchronize()
+            if to_the_last:
+                barrier(mesh)
+            seconds += [time.perf_counter() - start] if turn >= unseen else []
+    return found
+
+
+def lower_quartile(seconds: Sequence[float]) -> float:
+    """Return the lower quartile, which counts where other work on the machine only adds to times."""
+    return sorted(seconds)[len(seconds) // 4]
+
+
 def bytes_on_wire(op: str, V: int, n: int) -> float:
     """Return the bytes that a rank sends of V by the quickest algorithm: V (n - 1)/n, twice that, or V (n - 1)/n^2."""
     once = V * (n - 1) / n
@@ -51,20 +83,8 @@ def rates(mesh, sizes, repeats: int) -> dict[tuple[str, str, int], float]:
                 rows = n if "{U" in line else 1
                 columns = max(n, V // 4 // n // n * n)
                 x = torch.ones(rows, columns, device=mesh.device)
-                found[axis, op, V] = statistics.median(_seconds(partial(call, text, x, mesh), mesh, repeats))
+                found[axis, op, V] = statistics.median(laps([partial(call, text, x, mesh)], mesh, repeats)[0])
     return found
-
-
-def _seconds(f, mesh, repeats: int) -> list[float]:
-    times = []
-    for i in range(repeats + 1):
-        barrier(mesh)
-        began = time.perf_counter()
-        f()
-        if mesh.device.type == "cuda":
-            torch.cuda.synchronize()
-        times += [time.perf_counter() - began] if i else []
-    return times
 
 
 def rank_alone(mesh, folder: str) -> tuple[float, float]:

@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from scaling import collectives
 from scaling.configs import get
 from scaling.hardware import Chip, Efficiency, Measured
-from scaling.measure.network import LINES, barrier
+from scaling.measure.network import LINES, barrier, laps, lower_quartile
 from scaling.mesh import Mesh
 from scaling.models import pointwise
 from scaling.plan.transformer_step import transformer_step
@@ -70,15 +70,8 @@ def timed(f: Callable, mesh, repeats: int, times: int = 1) -> float:
 
     All ranks begin together, and a row lasts until all are done, since ranks that share cores and run first end early.
     """
-    seconds = []
-    for i in range(repeats + 2):
-        barrier(mesh)
-        start = perf_counter()
-        for _ in range(times):
-            f()
-        barrier(mesh)
-        seconds += [perf_counter() - start] if i >= 2 else []
-    return sorted(seconds)[len(seconds) // 4] / times
+    (seconds,) = laps([lambda: [f() for _ in range(times)]], mesh, repeats, to_the_last=True, unseen=2)
+    return lower_quartile(seconds) / times
 
 
 def added(f: Callable, more: Callable, mesh, repeats: int) -> float:
@@ -87,17 +80,8 @@ def added(f: Callable, more: Callable, mesh, repeats: int) -> float:
     Each call lasts until all ranks are done, as in `timed`. Otherwise a collective, which all ranks end together, would
     also be charged for their different ends of f.
     """
-    found = []
-    for _ in range(repeats + 1):
-        seconds = []
-        for each in (f, more):
-            barrier(mesh)
-            start = perf_counter()
-            each()
-            barrier(mesh)
-            seconds.append(perf_counter() - start)
-        found.append(seconds[1] - seconds[0])
-    return max(1e-6, statistics.median(found[1:]))
+    pairs = zip(*laps([f, more], mesh, repeats, to_the_last=True), strict=True)
+    return max(1e-6, statistics.median(longer - short for short, longer in pairs))
 
 
 def measure_rank(
@@ -163,7 +147,7 @@ def alone(mesh, dtype: str, repeats: int) -> float:
             start = perf_counter()
             torch.mm(a, b)
             found.append(perf_counter() - start)
-        seconds = sorted(found)[len(found) // 4]
+        seconds = lower_quartile(found)
     barrier(mesh)
     return 2 * B * D * F_ / seconds if seconds else 0.0
 

@@ -28,7 +28,7 @@ from scaling.models.ends import NO_END
 from scaling.models.text import NAME
 from scaling.spec.sizes import format_sizes, parse_mesh
 from scaling.strategies import transformer
-from scaling.train import compare, dry, evaluate, export, flight, tokenize
+from scaling.train import compare, corpus, dry, evaluate, export, flight
 from scaling.train.documents import add_options, check_options
 from scaling.train.folder import prepared
 from scaling.train.loop import run
@@ -38,9 +38,10 @@ from scaling.train.settings import Settings, add_flags
 from scaling.train.step import options_of_adapters
 
 GIVE = ("P", "X")  # the axes that are halved, in this order
-OTHERS = {module.__name__.split(".")[-1]: module.main for module in (tokenize, compare, export, flight)} | {
-    "verify": compare.verify_run
-}
+OTHERS = {
+    "compare": compare.main, "export": export.main, "flight": flight.main, "tokenize": corpus.tokenize,
+    "verify": compare.verify_run,
+}  # fmt: skip
 
 
 def arguments(argv=None) -> argparse.Namespace:

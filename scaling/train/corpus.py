@@ -1,10 +1,18 @@
 """Open a corpus, which is one long sequence of tokens, cut into documents and stored in memory-mapped parts.
 
 It is read from text files (each a document), JSON lines (each line a document), one-dimensional .npy files of ids (each
-a document), or the shards that `python -m scaling.train tokenize` writes.
+a document), or the shards that `python -m scaling.train tokenize --data FOLDER --out SHARDS` writes:
+
+SHARDS/tokens-00000.npy, ...     ids, of 16 bits if the vocabulary allows it
+       counted-00000.npy, ...    which ids count in the loss; only written if some do not
+       starts.npy                the position of the first token of each document
+       tokenizer.json, ...       the tokenizer and its companion files, unless the ids are bytes
+       shards.json               the files with their bytes, which tokenizer made them, and which id ends each document;
+                                 written last
 """
 
 import json
+import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -12,9 +20,11 @@ from pathlib import Path
 
 import numpy
 
+from scaling.common.console import Parser, complain, complaining, integer
 from scaling.models.ends import NO_END, chosen_end
-from scaling.models.text import FILE, ByteText, Tokenizer, Unknown, tokenizer
-from scaling.train.documents import Reader, nothing_counts, untemplated
+from scaling.models.text import FILE, ByteText, Tokenizer, Unknown, copy_companions, tokenizer
+from scaling.train.documents import Reader, add_options, check_options, end_of_documents, nothing_counts, untemplated
+from scaling.train.durable import replaced
 
 TEXT = (".txt", ".md", ".py", ".rst", ".json", ".jsonl", ".csv", "")
 INDEX = "shards.json"  # the index in a folder of token shards
@@ -68,8 +78,8 @@ class Corpus:
 def open_corpus(path, by: Tokenizer = BYTES, eos: int | None = None, templated: bool = True) -> Corpus:
     """Return the corpus of a file or of a folder of files, sorted by name.
 
-    If a folder holds .npy files, its text is not read. Rows of ids are read unchanged, and shards hold the ends of
-    documents that `tokenize` wrote.
+    If a folder holds .npy files, its text is not read, and a note says so. Rows of ids are read unchanged, and shards
+    hold the ends of documents that `tokenize` wrote.
 
     Args:
         path: The file or folder.
@@ -85,7 +95,10 @@ def open_corpus(path, by: Tokenizer = BYTES, eos: int | None = None, templated: 
     if kind == "shards":
         return _shards(path, by, chosen_end(by, eos))
     if kind == "ids":
-        return _joined([[_row(p)] for p in files], path)
+        unread = [p for p in text_files(path) if p.suffix in (".txt", ".jsonl")]
+        why = f"is not read, because {path} holds .npy files of ids\n  fix: keep ids and text in two folders"
+        notes = (f"{unread[0]}: {why}",) if unread else ()
+        return _joined([[_row(p)] for p in files], path, notes=notes)
     if isinstance(by, ByteText) and not any(p.suffix == ".jsonl" for p in files):
         rows = [numpy.memmap(p, numpy.uint8, "r") for p in files if _readable(p)]
         end = numpy.array([] if eos in (None, NO_END) else [eos], numpy.uint32)
@@ -128,9 +141,8 @@ def _files(path: Path) -> tuple[str, list[Path]]:
     """Return the kind of data in a file or folder, and its files."""
     if (path / INDEX).is_file():
         return "shards", []
-    found = sorted(p for p in path.rglob("*") if p.is_file()) if path.is_dir() else [path]
-    ids = [p for p in found if p.suffix == ".npy"]
-    files = ids or [p for p in found if p.suffix in TEXT or p == path]
+    ids = [p for p in (sorted(path.rglob("*.npy")) if path.is_dir() else [path]) if p.suffix == ".npy" and p.is_file()]
+    files = ids or text_files(path)
     if not path.exists():
         raise ValueError(f"{path}: no such file or folder\n  fix: give the path of one")
     if not files:
@@ -138,6 +150,12 @@ def _files(path: Path) -> tuple[str, list[Path]]:
     if parts := [p for p in ids if (p.parent / INDEX).is_file()]:
         raise ValueError(f"{parts[0]}: is a part of shards\n  fix: give their folder, {parts[0].parent}")
     return "ids" if ids else "text", files
+
+
+def text_files(path: Path) -> list[Path]:
+    """Return the files of text in a folder, sorted by name, or the path itself if it is a file."""
+    found = sorted(p for p in path.rglob("*") if p.suffix in TEXT) if path.is_dir() else [path]
+    return [p for p in found if p.is_file()]
 
 
 def _joined(
@@ -218,3 +236,110 @@ def _shards(folder: Path, by: Tokenizer, eos: int) -> Corpus:
 def ended_with(index: dict) -> int:
     """Return the id that ends each document of token shards, or `NO_END` if an older index does not record it."""
     return index.get("eos", NO_END)
+
+
+def write_shards(source, out, by: Tokenizer, shard_tokens: int, eos: int | None = None, templated: bool = True) -> dict:
+    """Tokenize a file or a folder into shards and return their index.
+
+    Args:
+        source: The file or folder of text.
+        out: The folder to write, which must be empty or new.
+        by: The tokenizer.
+        shard_tokens: The number of tokens at which a shard ends, with the document that reaches it.
+        eos: As in `corpus.open_corpus`.
+        templated: As in `corpus.open_corpus`.
+
+    Raises:
+        ValueError: A file cannot be read, `out` is not empty, or there is no text, or none that counts in the loss.
+        OSError: A file cannot be read or written.
+    """
+    source, out = Path(source), Path(out)
+    if out.is_dir() and any(out.iterdir()):
+        raise ValueError(f"{out}: is not empty\n  fix: give another --out")
+    files = text_files(source)
+    if not files:
+        raise ValueError(f"{source}: no text to read\n  fix: give a file, or a folder that holds some")
+    out.mkdir(parents=True, exist_ok=True)
+    try:
+        return _written(source, files, out, Reader(by, eos, templated), shard_tokens)
+    except BaseException:
+        shutil.rmtree(out)  # no shards without their index
+        raise
+
+
+def _written(source: Path, files: list[Path], out: Path, reader: Reader, shard_tokens: int) -> dict:
+    """Write the documents of the files as shards into `out`; return their index."""
+    by, plain = reader.by, False
+    dtype = numpy.uint16 if max(by.vocabulary, reader.end + 1) <= 1 << 16 else numpy.uint32
+    index = {
+        "tokenizer": by.name,
+        "identity": by.identity,
+        "eos": reader.end,
+        "tokens": [],
+        "counted": [],
+        "starts": "starts.npy",
+        "top": 0,
+        "bytes": {},
+    }
+    starts, held, size, total, all_count, any_count = [], [], 0, 0, True, False
+
+    def save(name: str, x: numpy.ndarray) -> str:
+        numpy.save(out / name, x)
+        index["bytes"][name] = (out / name).stat().st_size
+        return name
+
+    def flush() -> None:
+        nonlocal held, size
+        number = len(index["tokens"])
+        index["tokens"].append(save(f"tokens-{number:05}.npy", numpy.concatenate([d.ids for d in held]).astype(dtype)))
+        index["counted"].append(save(f"counted-{number:05}.npy", numpy.concatenate([d.counted for d in held])))
+        held, size = [], 0
+
+    for path in files:
+        for document in reader.documents(path):
+            starts.append(total)
+            held.append(document)
+            total, size = total + len(document.ids), size + len(document.ids)
+            index["top"] = max(index["top"], int(document.ids.max()))
+            all_count, any_count = all_count and document.counted.all(), any_count or document.counted.any()
+            plain = plain or document.plain
+            if size >= shard_tokens:
+                flush()
+    if held:
+        flush()
+    if not total:
+        raise ValueError(f"{source}: holds no text\n  fix: give a file that holds some")
+    if not any_count:
+        raise nothing_counts(source)
+    save("starts.npy", numpy.array(starts, numpy.int64))
+    if all_count:
+        for name in index["counted"]:
+            (out / name).unlink()
+            del index["bytes"][name]
+        index["counted"] = []
+    if by.identity != "bytes":
+        copy_companions(Path(by.name), out)
+    replaced(out / INDEX, json.dumps(index))
+    if plain:
+        complain(f"warning: {untemplated(source, by)}")
+    return index
+
+
+@complaining(ValueError, OSError)
+def tokenize(argv=None) -> int:
+    """Run the command tokenize; return the exit code."""
+    what = "write text as shards of ids, which training reads from disk"
+    parser = Parser(prog="python -m scaling.train tokenize", description=what)
+    parser.add_argument("--data", required=True, help="a file or a folder: text, or .jsonl of texts or chats")
+    parser.add_argument("--out", required=True, help="the folder of shards to write")
+    parser.add_argument("--tokenizer", default="bytes", help="bytes (default), a tokenizer.json, or a folder with one")
+    parser.add_argument("--shard-tokens", type=integer(1), default=10**8, help="tokens per shard (default 1e8)")
+    add_options(parser)
+    args = parser.parse_args(argv)
+    check_options(parser, args)
+    by = tokenizer(args.tokenizer)
+    how = end_of_documents(by, args), not args.no_template
+    index = write_shards(args.data, args.out, by, args.shard_tokens, *how)
+    tokens = sum(len(numpy.load(Path(args.out) / name, mmap_mode="r")) for name in index["tokens"])
+    print(f"{tokens:,} tokens in {len(index['tokens'])} shards, the greatest id {index['top']}: {args.out}")
+    return 0

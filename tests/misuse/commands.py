@@ -41,7 +41,7 @@ COMMANDS = {  # name: (module, arguments that are right and soon done)
     "train": ("train.command", TRAIN),
     "train dry": ("train.command", f"--dry-run {TRAIN}"),
     "train resume": ("train.command", "--resume --out run --steps 3"),
-    "train tokenize": ("train.tokenize", "--data text.txt --out tokens"),
+    "train tokenize": ("train.corpus:tokenize", "--data text.txt --out tokens"),
     "train compare": ("train.compare", "run run"),
     "train export": ("train.export", "run --out exported"),
     "train flight": ("train.flight", "run"),

@@ -15,7 +15,7 @@ from runs import refusal, train
 
 from scaling.configs import get
 from scaling.models.text import ByteText
-from scaling.train import corpus, tokenize
+from scaling.train import corpus
 from scaling.train.batches import IGNORED, Batches, Mixture, ahead, hold_out, inputs
 from scaling.train.corpus import Corpus
 from scaling.train.origin import weighted_paths
@@ -44,7 +44,7 @@ def test_text_and_its_shards_are_documents_in_order(files, text, counts, starts,
     for name, content in files.items():
         Path("data", name).write_text(content)
     if shard_tokens:
-        index = tokenize.write_shards("data", "out", ByteText(), shard_tokens)
+        index = corpus.write_shards("data", "out", ByteText(), shard_tokens)
         assert len(index["tokens"]) == (shards if shard_tokens == 7 else 1)
         assert sorted(path.name for path in Path("out").iterdir()) == sorted([*index["bytes"], "shards.json"])
     read = corpus.open_corpus("out" if shard_tokens else "data")
@@ -159,7 +159,7 @@ def test_no_target_is_of_another_document_than_its_token(kind):
     else:
         Path("data/a.jsonl").write_text("\n".join(json.dumps({"text": text}) for text in TEXTS))
         if kind == "shards":
-            tokenize.write_shards("data", "shards", ByteText(), 64)
+            corpus.write_shards("data", "shards", ByteText(), 64)
     data = {"shards": "shards", "mixture": "data:1,data/a.jsonl:2"}.get(kind, "data")
     train, valid = inputs(Settings(get("tiny"), data, "", 8, 32))
     for read in (train, *valid):
@@ -181,3 +181,13 @@ def test_a_mixture_is_exact_over_a_round_and_repeats_nothing_within_an_epoch():
         assert counts == pytest.approx([len(some) * share for share in (0.5, 0.3, 0.2)], abs=off)
     assert len(set(found)) == len(found)
     assert mixture.at(70)[0][3, 0] // 1_000_000 == found[73][0]
+
+
+def test_text_beside_rows_of_ids_is_said_to_be_unread():
+    Path("data").mkdir()
+    numpy.save("data/0.npy", numpy.arange(9))
+    Path("data", "tokenizer.json").write_text("{}")
+    assert corpus.open_corpus("data").notes == ()
+    Path("data", "a.txt").write_text("text")
+    (note,) = corpus.open_corpus("data").notes
+    assert note.startswith("data/a.txt: is not read, because data holds .npy files of ids\n  fix: ")
