@@ -42,7 +42,7 @@ def daly(save: float, mtbf: float) -> float:
 
 @dataclass(frozen=True)
 class Failures:
-    """A job under failures, with spare hosts; seconds between failures (`mtbf`), per save, per restart, between saves."""
+    """A job under failures: seconds between them (`mtbf`), per save, per restart, between saves; spare hosts."""
 
     chips: int
     mtbf: float

@@ -1,3 +1,5 @@
+"""Run the command `python -m scaling.serve`."""
+
 import sys
 
 from scaling.common.console import command_of

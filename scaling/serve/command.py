@@ -1,9 +1,9 @@
-"""`python -m scaling.serve --model MODEL --port 8000`: serve OpenAI's clients over HTTP, or a file of requests.
+"""The command `python -m scaling.serve --model MODEL --port 8000`: serve OpenAI's clients over HTTP, or a file.
 
 With --port it answers /v1/completions and /v1/chat/completions until Ctrl-C, and shows a page to chat with at /. With
---input and --output each line of the input is a JSON object: "prompt" (text) or "ids", and as wanted "id", "stop"
+--input and --output each line of the input is a JSON object: "prompt" (text) or "ids", and optionally "id", "stop"
 (texts), "max_new_tokens", "temperature", "top_k", "top_p", "min_p", "seed" and "arrival" (seconds). Each line of the
-output is one request's completion with its times; a line that cannot be served is named there, and the rest is served.
+output is one request's completion with its times. A line that cannot be served is named there, and the rest is served.
 """
 
 import argparse
@@ -27,11 +27,12 @@ from scaling.serve.states import POLICIES, Options, Run
 from scaling.serve.text import TextStream
 from scaling.serve.types import cache_specs
 
-CONTEXT = 2048  # tokens of the cache for each slot, over HTTP, or as far as memory has room
+CONTEXT = 2048  # tokens of the cache for each slot over HTTP, or as many as memory allows
 FOR_EVER = 1e8  # seconds for which ranks may wait for a client
 
 
 def arguments(argv=None) -> argparse.Namespace:
+    """Read the command's arguments."""
     parser = Parser(prog="python -m scaling.serve", description=(__doc__ or "").partition(": ")[2])
     add_model(parser)
     parser.add_argument(
@@ -76,9 +77,9 @@ def arguments(argv=None) -> argparse.Namespace:
 
 
 def pages_of(lines: list[RequestLine], page: int, slots: int, most: int) -> tuple[int, list[RequestLine], list[dict]]:
-    """(pages for a pool, of at most so many; the requests that it can serve; what is wrong with the others).
+    """Return (pages of a pool, at most `most`; the requests that it can serve; the errors of the others).
 
-    There are pages for the longest requests that can be in the slots at once. Where memory has fewer, some wait.
+    There are pages for the longest requests that can be in the slots at once. If memory has fewer, some requests wait.
     """
     served, refused, needs = [], [], []
     for line in lines:
@@ -93,7 +94,7 @@ def pages_of(lines: list[RequestLine], page: int, slots: int, most: int) -> tupl
 
 
 def run(mesh, what: Served, lines: list[RequestLine], options: Options) -> Simulated:
-    """On every rank."""
+    """Serve the lines, on every rank."""
     params, own = what.loaded(mesh)
     return serve(
         params, what.config, [(line.arrival, line.request) for line in lines], options,
@@ -102,7 +103,7 @@ def run(mesh, what: Served, lines: list[RequestLine], options: Options) -> Simul
 
 
 def completion(line: RequestLine, times: RequestTimes, what: Served) -> dict:
-    """A line of the output. Times are seconds from the request's arrival."""
+    """Return a line of the output; times are seconds from the request's arrival."""
     if times.reason.startswith("refused"):
         return {"line": line.request.id, "id": line.name, "error": times.reason}
     ids, text = list(times.tokens), TextStream(what.tokenizer, line.request.stops, line.request.prompt)
@@ -117,10 +118,11 @@ def completion(line: RequestLine, times: RequestTimes, what: Served) -> dict:
 
 @complaining(ValueError, OSError, launch.RankError)
 def main(argv=None) -> int:
+    """Serve over HTTP, or serve a file of requests; return the exit status."""
     what = served_by(args := arguments(argv))
     cache_specs(what.config, what.mesh, form=what.form, page=args.page)
     most, groups = _most_pages(args, what), share_of(what.mesh, what.form).groups
-    slots = -(-args.slots // groups)  # of a group
+    slots = -(-args.slots // groups)  # in each group
     if args.port is not None:
         pages = args.pages or min(most, slots * -(-CONTEXT // args.page))
         return _over_http(args, what, _options(args, pages, groups))
@@ -141,7 +143,7 @@ def main(argv=None) -> int:
 
 
 def _most_pages(args, what: Served) -> int:
-    """The pages that memory has room for, a worker and group. ValueError where those that are wanted are more."""
+    """Return the pages that memory has room for, per worker and group; ValueError if more are asked for."""
     pools = 2 if args.policy == "disaggregated" else 1
     most = what.length_that_fits(1) // (pools * args.page)
     if (least := args.pages or 1) > most:
@@ -175,7 +177,7 @@ def _over_http(args, what: Served, options: Options) -> int:
 
 
 def _serve_http(mesh, what: Served, args, model, listener) -> None:
-    """On every rank."""
+    """Serve HTTP, on every rank."""
     from scaling.serve.web import server
 
     if template := chat_template(what.model.folder):
@@ -192,7 +194,7 @@ def _serve_http(mesh, what: Served, args, model, listener) -> None:
 
 
 def _report(args, what: Served, lines: list[RequestLine], bad: list[dict], served: Simulated) -> int:
-    """Write the completions, say what is wrong with the other lines; how many were served."""
+    """Write the completions, print the errors of the other lines, and return how many were served."""
     rows = {line.request.id: completion(line, served.requests[line.request.id], what) for line in lines}
     rows |= {row["line"]: row for row in bad}
     Path(args.output).write_text("".join(json.dumps(rows[n], ensure_ascii=False) + "\n" for n in sorted(rows)))

@@ -1,4 +1,4 @@
-"""How a model's own generation_config.json asks for its tokens to be drawn, where nobody says otherwise. No torch."""
+"""The defaults of sampling, from a model's own generation_config.json. No torch."""
 
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -7,7 +7,7 @@ from scaling.common.arguments import table_if_any
 from scaling.models.text import GENERATION, home_of
 from scaling.serve.requests import SAMPLING, Sampling
 
-UNSERVED = {  # what would change tokens and is not computed here: the value that changes none
+UNSERVED = {  # settings that would change tokens and are not computed here, with the value that changes nothing
     "repetition_penalty": 1, "no_repeat_ngram_size": 0, "typical_p": 1, "epsilon_cutoff": 0, "eta_cutoff": 0,
     "num_beams": 1, "min_length": 0, "min_new_tokens": 0, "guidance_scale": 1, "penalty_alpha": 0, "top_h": None,
     "bad_words_ids": None, "suppress_tokens": None, "begin_suppress_tokens": None, "sequence_bias": None,
@@ -19,15 +19,15 @@ class ModelDefaults(NamedTuple):
     """The sampling that a model asks for.
 
     Attributes:
-        sampling: How its tokens are drawn; None where it does not ask to sample.
-        unserved: What it asks for and is not computed here.
+        sampling: How its tokens are drawn; None if it does not ask to sample.
+        unserved: Settings that it asks for and that are not computed here.
     """
 
     sampling: Sampling | None = None
     unserved: tuple[str, ...] = ()
 
     def __str__(self) -> str:
-        """Return the line that commands print; "" where there is nothing to say."""
+        """Return the line that commands print; "" if there is nothing to say."""
         names = SAMPLING if self.sampling else ()
         drawn = [f"{name} {value:g}" for name in names if (value := getattr(self.sampling, name)) is not None]
         parts = ["sampling by " + ", ".join(drawn)] if drawn else []
@@ -41,11 +41,11 @@ NO_DEFAULTS = ModelDefaults()
 def defaults_of(folder: "str | Path") -> ModelDefaults:
     """Return what the generation_config.json of a model's folder, or of a run's, asks for.
 
-    As in transformers its temperature and filters count where it says `do_sample`, and a file that does not is greedy.
-    Only what the file says counts: transformers would add a top_k of 50.
+    As in transformers, its temperature and filters count if it says `do_sample`; otherwise it is greedy. Only what the
+    file says counts: transformers would add a top_k of 50.
 
     Raises:
-        ValueError: A value is none with which a token can be drawn.
+        ValueError: No token can be drawn with a value.
     """
     table = table_if_any(path := home_of(folder) / GENERATION)
     unserved = [f"{key} {table[key]!r:.40}" for key, none in UNSERVED.items() if table.get(key) not in (None, none)]

@@ -1,4 +1,4 @@
-"""The fields of a request that comes as JSON, and what is said of one that is wrong. No torch."""
+"""The fields of a request that comes as JSON, and the errors about wrong ones. No torch."""
 
 import json
 import math
@@ -9,7 +9,7 @@ from typing import Any
 from scaling.common.arguments import quoted
 
 STOPS, STOP_LENGTH = 64, 1024  # the most stop texts of a request, and the most characters of one
-DIGITS = 4300  # of a number; Python reads no longer one
+DIGITS = 4300  # the most digits of a number that Python reads
 
 
 class RequestError(ValueError):
@@ -22,7 +22,7 @@ class RequestError(ValueError):
 
 @contextmanager
 def blaming(param: str) -> Iterator[None]:
-    """Name this field in the errors of the block that name none."""
+    """Name this field in those errors of the block that name no field."""
     try:
         yield
     except (ValueError, TypeError, OverflowError, RecursionError) as error:
@@ -30,9 +30,9 @@ def blaming(param: str) -> Iterator[None]:
 
 
 class Fields:
-    """The fields of a JSON object, each read as what it has to be. RequestError with the reason and the field.
+    """The fields of a JSON object, each read with its type; a RequestError names the reason and the field.
 
-    A key whose value is null counts as not given, in the objects inside, too.
+    A key whose value is null counts as not given, also inside objects.
     """
 
     def __init__(self, text: "str | bytes"):
@@ -63,11 +63,13 @@ class Fields:
         return {name: value for name, value in table.items() if value is not None} if None in table.values() else table
 
     def only(self, known: "tuple[str, ...]") -> None:
+        """Check that all fields are known."""
         if unknown := min(self.given.keys() - set(known), default=None):
             text = f"unknown field {unknown!r:.80}\n  fix: give only these: {', '.join(known)}"
             raise RequestError(text, unknown[:80])
 
     def whole(self, name: str, default: int, least: int, top: int) -> int:
+        """Return a whole number from `least` to `top`."""
         value = self.given.get(name, default)
         if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= top:
             text = (
@@ -77,12 +79,14 @@ class Fields:
         return value
 
     def real(self, name: str, default: float | None = None) -> Any:
+        """Return a number as a float, or None."""
         value = self.given.get(name, default)
         if value is not None and (not isinstance(value, int | float) or isinstance(value, bool)):
             raise RequestError(f"{name}={quoted(value)} is not a number\n  fix: give one, or leave it out", name)
         return None if value is None else as_float(value)
 
     def flag(self, name: str) -> bool:
+        """Return a field that is true or false."""
         value = self.given.get(name, False)
         if not isinstance(value, bool):
             raise RequestError(f"{name}={quoted(value)} is neither true nor false\n  fix: give one of them", name)

@@ -1,8 +1,8 @@
-"""A cache from the mesh that prefills to the mesh that decodes (Part 7, "Designing an Effective Inference Engine").
+"""A cache moves from the mesh that prefills to the mesh that decodes (Part 7, "Designing an ... Inference Engine").
 
-A planned reshard between ranks that need not be the same: each rank of the target receives the heads, rows and places
-that its type says, once, and only those that hold tokens. Where Y has more ranks than there are KV heads, the copies of
-a head are replicas along an axis of their own, R: Y is then as long as K, and R the rest.
+This is a planned reshard between two sets of ranks, which may differ. Each rank of the target receives the heads, rows
+and positions that its type says, each once, and only positions that hold tokens. If Y has more ranks than there are KV
+heads, the copies of a head are replicas along an axis R of their own: Y then has the size K, and R the rest.
 """
 
 import torch
@@ -27,11 +27,24 @@ def move(
     length: int | None = None,
     page: int | None = None,
 ) -> dict | None:
-    """This rank's part of the cache on the target mesh, in `target_form`; None outside of it.
+    """Return this rank's part of the cache on the target mesh, in `target_form`; None outside of the target mesh.
 
-    All ranks of both meshes call it, those outside the source with None. `length`: the room of a row on the target, by
-    default the source's; `page`: the target's cache is in pages. The new cache is bitwise the old one wherever that
-    holds tokens, and zero elsewhere. ShardingError for forms and meshes that do not fit.
+    All ranks of both meshes call it, ranks outside the source with None. The new cache is bitwise the old one where
+    that holds tokens, and zero elsewhere.
+
+    Args:
+        cache: This rank's part of the cache on the source mesh.
+        config: The model.
+        source_mesh: The mesh that has the cache.
+        target_mesh: The mesh that receives it.
+        form: The form of the cache on the source.
+        target_form: Its form on the target, by default the same.
+        length: The room of a row on the target, by default the source's.
+        page: Tokens of a page, if the target's cache is in pages.
+
+    Raises:
+        ShardingError: Forms and meshes do not suit each other.
+        ValueError: `length` has no room for the longest row.
     """
     to = form if target_form is None else target_form
     check_mesh(config, source_mesh, form)
@@ -71,7 +84,7 @@ def move(
 
 
 def contiguous(cache: dict, name: str, mesh, form: str) -> Tensor:
-    """KV[2, L, B_Z, S, K_Y, H], or scale[2, L, B_Z, S, K_Y], of a cache that may be in pages."""
+    """Return KV[2, L, B_Z, S, K_Y, H], or scale[2, L, B_Z, S, K_Y], of a cache that may be in pages."""
     if "pages" not in cache:
         return cache[name]
     table = present(f"pages[{ROWS[form]}, M]", mesh).slices(cache["pages"].shape, mesh, mesh.coord)
@@ -79,7 +92,7 @@ def contiguous(cache: dict, name: str, mesh, form: str) -> Tensor:
 
 
 def refined(mesh, config: Config) -> AbstractMesh:
-    """The same ranks with Y as the KV heads that it has, and R their copies."""
+    """Return a view of the same ranks, with Y as the KV heads that it has, and R as their copies."""
     sizes: dict[str, int] = {}
     for axis, size in mesh.sizes.items():
         sizes |= {"Y": config.K, "R": size // config.K} if axis == "Y" and config.K % size else {axis: size}

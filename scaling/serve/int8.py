@@ -1,9 +1,10 @@
-"""int8 weights and caches (Part 7, "Tricks"): whole numbers, and scales as leaves beside them.
+"""int8 weights and caches (Part 7, "Tricks"): whole numbers, and their scales as additional leaves.
 
-    W[D, F]         -> q[D, F] int8, scale[I, F]        one scale an output channel; I, J: contracted dims, of size 1
-    KV[.., S, K, H] -> KV int8, scale[.., S, K]         one a token and head
-x is within scale / 2 of q * scale, with scale = max |x| / 127 over what shares it: an error of at most 1/254 of the
-largest. A leaf is multiplied out when its layer is computed: memory is saved, time is not.
+    W[D, F]         -> q[D, F] int8, scale[I, F]        one scale per output channel; I, J: contracted dims, of size 1
+    KV[.., S, K, H] -> KV int8, scale[.., S, K]         one scale per token and head
+
+x is within scale / 2 of q * scale, where scale = max |x| / 127 over the elements that share it: an error of at most
+1/254 of the largest. A leaf is dequantized when its layer is computed, which saves memory and no time.
 """
 
 from collections.abc import Sequence
@@ -19,15 +20,16 @@ from scaling.spec import Spec, parse
 
 
 def quantized(x: Tensor, dims: Sequence[int] = (-1,)) -> tuple[Tensor, Tensor]:
-    """(q int8, scale float32) of x, one scale along `dims`, which it keeps with size 1."""
+    """Return (q int8, scale float32) of x, with one scale along `dims`, which it keeps with size 1."""
     scale = x.abs().amax(tuple(dims), keepdim=True).to(torch.float32) / 127
     return (x / torch.where(scale == 0, 1, scale)).round().clamp(-127, 127).to(torch.int8), scale
 
 
 def quantize(params: dict, config: Config) -> dict:
-    """The params, whole, with each matrix as {"q": int8, "scale": float32}: typed as `specs(..., int8=True)`.
+    """Return whole params with each matrix as {"q": int8, "scale": float32}, typed as `specs(..., int8=True)`.
 
-    ValueError for numbers that are not finite.
+    Raises:
+        ValueError: A matrix has numbers that are not finite.
     """
 
     def leaf(summed: str, text: str, W: Tensor) -> Any:
@@ -43,15 +45,17 @@ def quantize(params: dict, config: Config) -> dict:
 
 
 def summed_dims(name: str, leaf: Leaf) -> str:
-    """The dims that a product with this leaf sums over, of the embedding that of the logits; none of leaves that stay
-    as they are: norms, biases, and the router."""
+    """Return the dims that a product with this leaf sums over; for the embedding, that of the logits.
+
+    Leaves that are not quantized have none: norms, biases, and the router.
+    """
     if name in ("embed", "router"):
         return "D" if name == "embed" else ""
     return leaf.start if isinstance(leaf.start, str) else ""
 
 
 def quantized_spec(summed: str, text: str) -> Any:
-    """The types of {"q", "scale"} of a leaf of this type, or the type of one that stays as it is."""
+    """Return the types of {"q", "scale"} of a leaf of this type, or the type itself if the leaf is not quantized."""
     if not summed:
         return text
     spec, short = parse(text), dict(zip(summed, "IJ", strict=False))
@@ -60,7 +64,7 @@ def quantized_spec(summed: str, text: str) -> Any:
 
 
 def floats(params: Any, dtype: torch.dtype) -> Any:
-    """A layer's params, or a leaf, with what is int8 multiplied out."""
+    """Return a layer's params, or a leaf, with int8 leaves dequantized."""
     if isinstance(params, Tensor):
         return params
     if set(params) == {"q", "scale"}:

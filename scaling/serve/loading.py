@@ -1,4 +1,4 @@
-"""What is served, a Hugging Face folder or a run of `scaling.train`; and whether it fits, before it is loaded."""
+"""The served model, a Hugging Face folder or a run of `scaling.train`; and whether it fits, before it is loaded."""
 
 import argparse
 from collections.abc import Callable
@@ -28,7 +28,7 @@ DTYPES = {"fp32": torch.float32, "fp64": torch.float64, "bf16": torch.bfloat16}
 
 
 def add_model(parser: Parser) -> None:
-    """The options of `generate` and `serve` that say what is served, and where."""
+    """Add the options of `generate` and `serve` that say which model is served, and where."""
     parser.add_argument("--model", required=True, help=WAYS)
     parser.add_argument("--mesh", default="Y=1", help="mesh axes and their sizes; Y=4 splits heads (default Y=1)")
     parser.add_argument(
@@ -48,9 +48,11 @@ def add_model(parser: Parser) -> None:
 
 @dataclass(frozen=True)
 class Served:
-    """What a command serves: a model on a mesh, in a form of decoding; beside it perhaps a draft, another model or
-    "ngram". `memory`: bytes that each rank may take. `ends`: the ids that end a text. `defaults`: what the model asks
-    for where nobody says how tokens are drawn."""
+    """The served model: a model on a mesh, in a form of decoding, and perhaps a draft.
+
+    `draft` is another model or "ngram". `memory`: bytes that each rank may take. `ends`: the ids that end a text.
+    `defaults`: the model's sampling, for requests that do not say how their tokens are drawn.
+    """
 
     model: Source
     sizes: dict[str, int]
@@ -65,14 +67,16 @@ class Served:
 
     @property
     def config(self) -> Config:
+        """The model's config."""
         return self.model.config
 
     @property
     def mesh(self) -> AbstractMesh:
+        """An abstract mesh of the sizes."""
         return AbstractMesh(self.sizes)
 
     def needed(self, batch: int, length: int) -> int:
-        """Bytes that each rank holds: params, and a cache of `batch` rows of `length` tokens; a draft's too."""
+        """Return bytes of params and of a cache of `batch` rows of `length` tokens on each rank, a draft's included."""
         found = 0
         for source in (self.model, self.draft):
             if isinstance(source, Source):
@@ -84,14 +88,16 @@ class Served:
         return found
 
     def length_that_fits(self, batch: int) -> int:
-        """The greatest length of `batch` rows whose caches fit beside the params; 0 or less where none does. A cache's
-        bytes are proportional to its length."""
+        """Return the greatest length of `batch` rows whose caches fit with the params; 0 or less if none fits.
+
+        A cache's bytes are proportional to its length.
+        """
         unit = share_of(self.mesh, self.form).shards
         one, two = (self.needed(batch, n * unit) for n in (1, 2))
         return (self.memory - one) // (two - one) * unit + unit
 
     def check_fits(self, batch: int, length: int) -> None:
-        """ValueError unless params and caches fit; it says the greatest length that does."""
+        """Check that params and caches fit; the ValueError gives the greatest length that does."""
         most = self.length_that_fits(batch)
         if length <= most:
             return
@@ -102,15 +108,14 @@ class Served:
         )
 
     def on_ranks(self, fn: Callable, *given: Any, **options: Any) -> Any:
-        """What rank 0 returns of fn(mesh, what is served, *given); the ranks are torchrun's, or started here."""
+        """Return rank 0's result of fn(mesh, this, *given); the ranks are torchrun's, or started here."""
         work = fn, self.sizes, self, *given
         if world_size() > 1:
             return launch.start(*work, device=self.device, **options)
         return launch.run(*work, device=self.device, **options)[0]
 
     def loaded(self, mesh) -> tuple[dict, dict[str, Any]]:
-        """(this rank's params, what `generate` and the engine are told beside them): of the files what it needs is
-        read."""
+        """Return (this rank's params, the options of `generate` and the engine); only this rank's part is read."""
         draft = (self.draft.config, self._params(self.draft, mesh)) if isinstance(self.draft, Source) else self.draft
         own = {"mesh": mesh if mesh.size() > 1 else None, "form": self.form, "draft": draft}
         return self._params(self.model, mesh), own
@@ -124,7 +129,7 @@ class Served:
 
 
 def served_by(args: argparse.Namespace) -> Served:
-    """What the options name. ValueError and ShardingError for what cannot be served."""
+    """Return what the options name; ValueError and ShardingError if it cannot be served."""
     sizes, model, draft = parse_mesh(args.mesh), with_weights(args.model), args.draft
     mesh = AbstractMesh(sizes)
     check_mesh(model.config, mesh, args.form)
@@ -142,7 +147,7 @@ def served_by(args: argparse.Namespace) -> Served:
 
 
 def free_memory(device: str, ranks: int = 1) -> int:
-    """Bytes that each rank may take: nine tenths of what the machine, or the GPU, has left."""
+    """Return the bytes that each rank may take: nine tenths of the free memory of the machine, or of the GPU."""
     if device == "cuda":
         return torch.cuda.mem_get_info()[0] * 9 // 10
     try:

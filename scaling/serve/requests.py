@@ -1,4 +1,4 @@
-"""A request: what is asked for, as data; and read from JSON, be it a line of a file or the body of a call. No torch."""
+"""A request as data, read from JSON, be it a line of a file or the body of a call. No torch."""
 
 import hashlib
 import math
@@ -15,7 +15,7 @@ from scaling.models.text import Unknown
 from scaling.serve.fields import Fields, RequestError, as_float
 
 SEEDS = 2**63
-START = 8  # characters of a text for each token that fits, after which it is looked at whether it is too long
+START = 8  # characters for each token that fits, after which the length of a text is checked
 SURROGATE = re.compile("[\ud800-\udfff]")  # half of a character of UTF-16
 TOO_LONG = "context_length_exceeded"
 SAMPLING = ("temperature", "top_k", "top_p", "min_p")  # the fields of Sampling, by which requests name them too
@@ -24,11 +24,12 @@ KNOWN = ("id", "prompt", "ids", "max_new_tokens", *SAMPLING, "seed", "stop", "ar
 
 @dataclass(frozen=True)
 class Sampling:
-    """How tokens are drawn. temperature 0: the likeliest, the lower id where two are equal.
+    """The way tokens are drawn; with temperature 0 it is the likeliest, the lower id if two are equal.
 
-    Otherwise from softmax(logits / temperature), of which only some tokens are kept: the `top_k` likeliest; the fewest
-    likeliest that have together at least `top_p`; those at least `min_p` times as likely as the likeliest. Each filter
-    sees what the one before it has left, scaled to a sum of 1. ValueError for what would leave no token.
+    Otherwise tokens are drawn from softmax(logits / temperature), of which only some are kept: the `top_k` likeliest;
+    the fewest likeliest whose probabilities sum to at least `top_p`; those at least `min_p` times as likely as the
+    likeliest. Each filter sees the tokens that the one before it keeps, rescaled to a sum of 1. A ValueError names a
+    value that would leave no token.
     """
 
     temperature: float = 0.0
@@ -56,7 +57,7 @@ class Sampling:
 
 
 class Draw(NamedTuple):
-    """How a request's tokens are drawn."""
+    """The sampling of a request's tokens, and its seed."""
 
     how: Sampling = Sampling()
     seed: int = 0
@@ -66,7 +67,7 @@ class Request(NamedTuple):
     """A request for the tokens that follow a prompt.
 
     Attributes:
-        stop: The ids of tokens that end the completion, whose last they are.
+        stop: The ids of tokens that end the completion; such a token is its last.
         stops: The texts before which it ends.
         scored: Whether the log-probabilities of the prompt are wanted, so that all of it is computed.
     """
@@ -80,15 +81,15 @@ class Request(NamedTuple):
     scored: bool = False
 
     def until_stop(self, tokens: Sequence[int]) -> tuple[int, ...]:
-        """The tokens up to the first that ends the request."""
+        """Return the tokens up to the first that ends the request."""
         end = next((i for i, token in enumerate(tokens, 1) if token in self.stop), len(tokens))
         return tuple(tokens[:end])
 
 
 def request_seeds(prompts: Sequence[Sequence[int]], seed: "int | Sequence[int]" = 0) -> list[int]:
-    """Return a seed for each request: as given, or from one seed, the prompt, and how many before it had the same one.
+    """Return a seed for each request: as given, or from one seed, the prompt, and the number of equal prompts before.
 
-    So a prompt has the same random numbers alone and beside others, and given n times it is drawn n times.
+    So a prompt has the same random numbers alone and with others, and if it is given n times, it is drawn n times.
     """
     if not isinstance(seed, int):
         seed = whole_numbers("seed", seed)
@@ -108,9 +109,9 @@ def request_seeds(prompts: Sequence[Sequence[int]], seed: "int | Sequence[int]" 
 
 
 def longest_text(config: Config) -> int | None:
-    """Return the tokens of the longest text that a model is made for; None where nothing says.
+    """Return the tokens of the longest text that a model is made for; None if the config does not say.
 
-    A config.json keeps the length before scaling where positions are scaled by linear or yarn.
+    If positions are scaled by linear or yarn, a config.json has the length before scaling.
     """
     if config.max_positions < 1:
         return None
@@ -124,10 +125,13 @@ def read_ids(prompt: Any, tokenizer, V: int, room: int | None = None, special: b
     """Return the ids of a prompt, which is a text or these ids.
 
     Args:
-        room: how many tokens fit. A prompt that is longer is refused before there is work for each token: a text if it
-            has more characters than so many of the longest tokens, or if its first `START` characters for each token
-            that fits are too many tokens already.
-        special: whether a text gets the tokens that the tokenizer puts around it.
+        prompt: The prompt.
+        tokenizer: The model's tokenizer.
+        V: The size of the vocabulary.
+        room: How many tokens fit. A longer prompt is refused before there is work for each token: a text if it has more
+            characters than that number of the longest tokens, or if its first `START` characters for each token that
+            fits are already too many tokens.
+        special: Whether a text gets the tokens that the tokenizer puts around it.
     """
     if isinstance(prompt, str):
         if room is not None:
@@ -144,14 +148,14 @@ def read_ids(prompt: Any, tokenizer, V: int, room: int | None = None, special: b
 
 
 def check_prompt_fits(length: int, unit: str, room: int, most: int) -> None:
-    """RequestError for a prompt that is longer than `most` of this unit, where `room` tokens fit before an answer."""
+    """Raise a RequestError for a prompt of more than `most` units, where `room` tokens fit before an answer."""
     if length > most:
         what = f"the prompt has {length:,} {unit}: this model's maximum context length is {room + 1:,} tokens"
         raise RequestError(f"{what}, with the answer\n  fix: give a shorter prompt", None, TOO_LONG)
 
 
 def prompt_ids(what: str, ids: Any, V: int) -> list[int]:
-    """The ids of a text to be served. ValueError that begins with `what` for none, and for others."""
+    """Return the ids of a text to be served; the ValueError for none, or for wrong ones, begins with `what`."""
     found = whole_numbers(what, ids)
     if not found:
         raise ValueError(f"{what} is empty\n  fix: give at least one token")
@@ -160,14 +164,14 @@ def prompt_ids(what: str, ids: Any, V: int) -> list[int]:
 
 
 def check_known_ids(what: str, ids: Iterable[int], V: int) -> None:
-    """ValueError that begins with `what` for the first id that is no token."""
+    """Raise a ValueError that begins with `what` for the first id outside the vocabulary."""
     if (wrong := next((t for t in ids if not 0 <= t < V), None)) is not None:
         lies = f"token {quoted(wrong)} lies outside the vocabulary, 0..{V - 1}"
         raise ValueError(f"{what}: {lies}\n  fix: encode it by this model's tokenizer")
 
 
 class Defaults(NamedTuple):
-    """The defaults of what a client does not say: `most` tokens, by its name for them, and how they are drawn.
+    """The defaults of a client's fields: `most` tokens, under its name for them, and how they are drawn.
 
     `least`: the fewest tokens that it may ask for.
     """
@@ -182,8 +186,11 @@ class Defaults(NamedTuple):
 def requests_of(
     fields: Fields, prompts: list[tuple[int, ...]], ids: Iterator[int], tokenizer, ends: Sequence[int], unsaid: Defaults
 ) -> list[Request]:
-    """A request for each prompt, with these ids: its tokens drawn as `generate` draws them for these prompts and this
-    seed, up to one of `ends` or before one of the client's stop texts."""
+    """Return a request for each prompt, with these ids.
+
+    Its tokens are drawn as `generate` draws them for these prompts and this seed. They end with one of `ends`, or
+    before one of the client's stop texts.
+    """
     stops = fields.stops()
     if stops and isinstance(tokenizer, Unknown):
         raise RequestError("a stop text needs the model's tokenizer, which is not known", "stop")
@@ -198,7 +205,7 @@ def requests_of(
 
 
 class RequestLine(NamedTuple):
-    """A request of the file, its id the number of its line; `name`: what the line calls it, or that number."""
+    """A request of the file, whose id is the number of its line; `name`: the line's own id, or that number."""
 
     name: Any
     arrival: float
@@ -206,7 +213,7 @@ class RequestLine(NamedTuple):
 
 
 def _read_line(number: int, text: str, tokenizer, V: int, ends: tuple[int, ...], unsaid: Defaults) -> RequestLine:
-    """The request of a line. ValueError that says what is wrong with it."""
+    """Return the request of a line; the ValueError says what is wrong with it."""
     fields = Fields(text)
     fields.only(KNOWN)
     table = fields.given
@@ -225,7 +232,7 @@ def _read_line(number: int, text: str, tokenizer, V: int, ends: tuple[int, ...],
 def read_requests(
     text: str, tokenizer, V: int, ends: tuple[int, ...], most: int, how: Sampling | None = None
 ) -> tuple[list[RequestLine], list[dict]]:
-    """Return the requests, and what is wrong with the other lines: they are numbered from 1, empty ones are left out.
+    """Return the requests, and the errors of the other lines; lines are numbered from 1, and empty ones are left out.
 
     `most` and `how`: the new tokens of a line that does not say how many, and how they are drawn (default: greedily).
     """

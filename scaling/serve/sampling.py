@@ -1,6 +1,6 @@
-"""From logits to tokens: greedy, temperature, top-k, top-p, min-p.
+"""Draw tokens from logits: greedy, temperature, top-k, top-p, min-p.
 
-The random number of a token is a function of its request's seed and its position alone: not of the batch, the step or
+The random number of a token is a function of its request's seed and its position alone, not of the batch, the step or
 the device. So in fp32 a request draws the same tokens alone, in any batch, and again after it was preempted. In bf16 it
 may draw others, because a batch of another shape rounds the logits differently.
 """
@@ -16,9 +16,10 @@ from scaling.serve.requests import SEEDS, Draw, Sampling
 
 
 def probabilities(logits: Tensor, how: Sampling) -> Tensor:
-    """p[..., V] float64: the distribution that a token is drawn from. Greedy: 1 at the likeliest token.
+    """Return p[..., V] float64, the distribution that a token is drawn from; greedy has 1 at the likeliest token.
 
-    ValueError where the logits of a row hold no finite maximum.
+    Raises:
+        ValueError: The logits of a row have no finite maximum.
     """
     if how.temperature == 0:
         return torch.nn.functional.one_hot(likeliest(logits), logits.shape[-1]).to(torch.float64)
@@ -39,13 +40,13 @@ def probabilities(logits: Tensor, how: Sampling) -> Tensor:
 
 
 def likeliest(logits: Tensor) -> Tensor:
-    """The index of the greatest of logits[..., V], the lowest of equals. ValueError as `probabilities`."""
+    """Return the index of the greatest of logits[..., V], the lowest of equals; ValueError as `probabilities`."""
     _greatest(logits)
     return logits.argmax(-1)
 
 
 def _greatest(logits: Tensor) -> Tensor:
-    """The greatest of each row, [..., 1]. ValueError unless the logits are floats [..., V], and all these finite."""
+    """Return the greatest of each row, [..., 1]; ValueError unless logits are floats [..., V] with finite maxima."""
     if not isinstance(logits, Tensor) or not logits.is_floating_point() or not logits.dim() or not logits.shape[-1]:
         found = f"{logits.dtype} {list(logits.shape)}" if isinstance(logits, Tensor) else type(logits).__name__
         raise ValueError(f"logits must be floats [..., V]; got {found}\n  fix: give what the model gives")
@@ -58,7 +59,7 @@ def _greatest(logits: Tensor) -> Tensor:
 
 
 def _rank(p: Tensor) -> Tensor:
-    """The place of each token by falling probability; among equals the lower id comes first."""
+    """Return the rank of each token by falling probability; among equals the lower id comes first."""
     return p.sort(dim=-1, descending=True, stable=True).indices.argsort(-1)
 
 
@@ -68,7 +69,7 @@ def _kept(p: Tensor, keep: Tensor) -> Tensor:
 
 
 def draw_token(p: Tensor, u: Tensor) -> Tensor:
-    """The token[...] whose part of the interval [0, 1), laid out by p[..., V], holds u[...]."""
+    """Return the token[...] whose part of the interval [0, 1), laid out by p[..., V], contains u[...]."""
     if u.shape != p.shape[:-1]:
         raise ValueError(f"u{list(u.shape)} and p{list(p.shape)}\n  fix: give one uniform number for each distribution")
     edges = p.cumsum(-1)
@@ -80,7 +81,7 @@ def draw_token(p: Tensor, u: Tensor) -> Tensor:
 
 
 def uniforms(seeds: Sequence[int], positions: Sequence[int]) -> Tensor:
-    """u[B] in [0, 1), float64: row i by (seeds[i], positions[i]) alone, from numpy's counter-based Philox."""
+    """Return u[B] in [0, 1), float64: row i by (seeds[i], positions[i]) alone, from numpy's counter-based Philox."""
     seeds, positions = whole_numbers("seeds", seeds), whole_numbers("positions", positions)
     if len(seeds) != len(positions) or min([*seeds, *positions], default=0) < 0 or max(seeds, default=0) >= SEEDS:
         what = f"{len(seeds)} seeds and {len(positions)} positions, seeds in 0..2^63 - 1 and positions from 0 on"
@@ -94,8 +95,10 @@ def uniforms(seeds: Sequence[int], positions: Sequence[int]) -> Tensor:
 
 
 def sample(logits: Tensor, draws: Sequence[Draw], positions: Sequence[int]) -> list[int]:
-    """Tokens of logits[B, V], each row's drawn in its own way; positions[B] are the places in their sequences that they
-    take. Rows that are drawn in the same way are drawn together."""
+    """Return a token for each row of logits[B, V], drawn in its own way; positions[B] are the tokens' positions.
+
+    Rows that are drawn in the same way are drawn together.
+    """
     if len(draws) != len(logits):
         raise ValueError(f"{len(draws)} seeds for logits{list(logits.shape)}\n  fix: give one for each row")
     groups: dict[Sampling, list[int]] = {}

@@ -1,16 +1,20 @@
 """Continuous batching as a state machine: `step(state, events) -> (state, actions)`, a pure function. No torch.
 
-The engine, the simulator and the planner drive the same function, so that their steps are the same and only the times
-differ. What happens to a request:
+The engine, the simulator and the planner drive the same function, so their steps are the same, and only the times
+differ. This is the life of a request:
+
     Arrive -> waiting -> (Admit: it gets pages, some by a prefix hit) -> Run, Run, ... -> Finish
                  ^                                                        |
                  +------ no page is left: the youngest is preempted ------+
-A request has tokens (its prompt and what it has given), of which the first `computed` are in the cache. A step computes
-some of the others; the step that reaches the last one gives the next. So prefill, a chunk of it, decode, and prefill
-again after a preemption are one thing. With a draft, a step of decode computes its proposals too; the pages of those
-that are not kept are given back when it is over. Requests are served in the order in which they came: who is older
-never waits for a page that someone younger holds, and so none starves. Where ranks stand in groups, each with pages of
-its own, a request is admitted to one of them, and a step has works of all.
+
+A request has tokens (its prompt and its output so far), and the first `computed` of them are in the cache. A step
+computes some of the others, and the step that reaches the last one gives the next token. So prefill, a chunk of it,
+decode, and prefill again after a preemption are one thing. With a draft, a decode step computes its proposals as well,
+and afterwards the pages of rejected ones are free again.
+
+Requests are served in the order of arrival: an older request never waits for a page that a younger one holds, so none
+starves. If there are groups of ranks, each with its own pages, a request is admitted to one of them, and a step has
+works of all groups.
 """
 
 from collections import Counter
@@ -42,7 +46,10 @@ from scaling.serve.states import (
 
 
 def initial(options: Options) -> State:
-    """No request, all pages free. Only the worker that prefills keeps pages for prefix hits."""
+    """Return a state without requests, with all pages free.
+
+    Only the worker that prefills keeps pages for prefix hits.
+    """
     sizes = dict.fromkeys(POLICIES[options.policy].workers, options.pages)
     if DECODE in sizes:
         sizes[DECODE] = options.decode_pages or options.pages
@@ -54,9 +61,12 @@ def _pools(worker: str, total: int, options: Options) -> tuple[Pool, ...]:
 
 
 def step(state: State, events: Sequence[SchedulerEvent]) -> tuple[State, list[Action]]:
-    """What has happened, and what is to be done now: a Run for each worker that is idle and has something to do.
+    """Return the next state and the actions to take now, given what has happened.
 
-    ValueError for an id that is there already, and for a Done or Moved that nothing waits for.
+    There is a Run for each worker that is idle and has work.
+
+    Raises:
+        ValueError: An id is there already, or nothing waits for a Done or Moved.
     """
     new = replace(
         state,
@@ -85,7 +95,7 @@ def step(state: State, events: Sequence[SchedulerEvent]) -> tuple[State, list[Ac
 
 
 def refusal(request: Request, options: Options) -> str | None:
-    """Why a request can never be served, if it cannot."""
+    """Return why a request can never be served, or None if it can."""
     if not isinstance(request.prompt, tuple) or not all(isinstance(t, Integral) for t in request.prompt):
         return f"prompt={request.prompt!r:.40}, which must be a tuple of whole numbers"
     if not request.prompt:
@@ -109,7 +119,7 @@ def _arrive(state: State, request: Request, actions: list[Action]) -> None:
 
 
 def _cancel(state: State, id: int, actions: list[Action]) -> None:
-    """At once, or when the step or the move that it is in is over. Unknown ids are done already."""
+    """Cancel a request, at once or when its step or move is over; unknown ids are done already."""
     if id not in state.live:
         return
     live = state.live[id]
@@ -139,7 +149,7 @@ def _done(state: State, event: Done, actions: list[Action]) -> None:
     for work in state.busy.pop(event.worker):
         live, pool = state.live[work.id], state.pools[event.worker][work.group]
         given = _given(work, live, event.tokens)
-        kept = max(0, len(given) - 1)  # proposals, which are in the cache; the last that is given is not
+        kept = max(0, len(given) - 1)  # accepted proposals, which are in the cache; the last given token is not
         computed, pages = work.start + len(work.tokens) + kept, pool.count(len(live.tokens) + kept)
         pool.release(work.pages[pages:], state.tick)
         out = live.out + given
@@ -155,7 +165,7 @@ def _done(state: State, event: Done, actions: list[Action]) -> None:
 
 
 def _given(work: Work, live: Live, tokens: Mapping[int, Sequence[int]]) -> tuple[int, ...]:
-    """The tokens of a work that samples: at least one, and no more than its proposals and the one after them."""
+    """Return the tokens of a work that samples: at least one, and at most its proposals and the one after them."""
     if not work.sample or live.cancelled:
         return ()
     given = live.request.until_stop(tokens.get(work.id, ()))
@@ -178,7 +188,7 @@ def _moved(state: State, id: int, actions: list[Action]) -> None:
 
 
 def _move(state: State, actions: list[Action]) -> None:
-    """Prompts that are computed go to the worker that decodes, in the order of arrival, while there is room."""
+    """Move computed prompts to the worker that decodes, in the order of arrival, while there is room."""
     if DECODE not in state.pools:
         return
     there = sum(live.where == DECODE or live.target is not None for live in state.live.values())
@@ -194,10 +204,10 @@ def _move(state: State, actions: list[Action]) -> None:
 
 
 def _admit(state: State, actions: list[Action]) -> None:
-    """The oldest that wait, while the policy has slots and there are pages for all their tokens.
+    """Admit the oldest waiting requests, while the policy has slots and there are pages for all their tokens.
 
-    The pages that those in slots need for their next token are left to them. Of the groups that have room, one takes
-    the request that has most of its prompt, then the one with the fewest requests.
+    The pages that requests in slots need for their next token are left to them. Of the groups with room, a request goes
+    to the one that has most of its prompt cached, then to the one with the fewest requests.
     """
     worker = state.policy.workers[0]
     running = [live for live in state.live.values() if live.where == worker]
@@ -222,9 +232,12 @@ def _admit(state: State, actions: list[Action]) -> None:
 
 
 def _works(state: State, worker: str, actions: list[Action]) -> tuple[Work, ...]:
-    """What the policy picks of those on this worker, once each has its pages; the youngest make room for the older."""
+    """Return the works that the policy picks on this worker, once each has its pages.
+
+    The youngest are preempted to make room for older ones.
+    """
     mine = [live for live in state.live.values() if live.where == worker and live.target is None]
-    if worker == PREFILL:  # those that are done wait to be moved
+    if worker == PREFILL:  # requests that are done wait to be moved
         mine = [live for live in mine if not live.decoding]
     picked = dict(state.policy.pick(worker, mine, state.options))
     arriving = {live.group for live in state.live.values() if live.target is not None} if worker == DECODE else set()
@@ -232,7 +245,7 @@ def _works(state: State, worker: str, actions: list[Action]) -> tuple[Work, ...]
         group = state.live[id].group
         while id in picked and not _has_pages(state, id, picked[id]):
             youngest = next(live for live in reversed(mine) if live.group == group)
-            if group in arriving and youngest.id == id:  # someone younger is on the way with pages: wait for it
+            if group in arriving and youngest.id == id:  # a younger one is moving here with its pages: wait for it
                 del picked[id]
                 break
             mine.remove(youngest)
@@ -242,7 +255,10 @@ def _works(state: State, worker: str, actions: list[Action]) -> tuple[Work, ...]
 
 
 def _work(state: State, id: int, count: int) -> Work:
-    """So many tokens of a request, and the proposals for which there are pages: for guesses nobody makes room."""
+    """Return a work of so many tokens, with the proposals for which there are pages.
+
+    Nothing is preempted for guesses.
+    """
     wanted = state.live[id].proposals(state.options.proposals)
     while wanted and not _has_pages(state, id, count + wanted):
         wanted -= 1
@@ -253,7 +269,7 @@ def _work(state: State, id: int, count: int) -> Work:
 
 
 def _has_pages(state: State, id: int, count: int) -> bool:
-    """Gives a request the pages for its next tokens, if there is room."""
+    """Give a request the pages for its next tokens; return whether there is room."""
     live = state.live[id]
     pool = state.pool(live)
     need = pool.count(live.computed + count) - len(live.pages)
@@ -265,7 +281,7 @@ def _has_pages(state: State, id: int, count: int) -> bool:
 
 
 def _preempt(state: State, id: int, actions: list[Action]) -> None:
-    """Back to waiting, at its place by age; its full pages may still be there when it comes again."""
+    """Put a request back to waiting, in order of age; its full pages may still be cached when it is admitted again."""
     live = state.live[id]
     _release(state, live)
     state.live[id] = replace(live, computed=0, pages=(), where=None)

@@ -1,8 +1,8 @@
-"""A trace of requests through the scheduler, in time: discrete events. No torch.
+"""Run a trace of requests through the scheduler in time, by discrete events. No torch.
 
-`drive` is the loop that both the engine and the simulator run: events in the order of time, one call of
-`scheduler.step`, its actions handed to `execute`, which says how long each takes and what comes of it. The engine
-computes and measures; the simulator asks a cost model. So their steps are the same and only the times differ.
+`drive` is the loop of both the engine and the simulator. It takes events in the order of time, calls `scheduler.step`,
+and hands its actions to `execute`, which says how long each takes and what it returns. The engine computes and
+measures; the simulator asks a cost model. So their steps are the same, and only the times differ.
 """
 
 import heapq
@@ -34,7 +34,7 @@ from scaling.serve.states import (
 
 
 class WorkSpan(NamedTuple):
-    """A Run or a Move and when it was under way, in seconds."""
+    """A Run or a Move, and when it ran, in seconds."""
 
     start: float
     end: float
@@ -43,7 +43,7 @@ class WorkSpan(NamedTuple):
 
 @dataclass
 class RequestTimes:
-    """One request's: when it came, and when each of its tokens was there."""
+    """The times of a request: of its arrival, and of each of its tokens."""
 
     arrival: float
     tokens: tuple[int, ...] = ()
@@ -66,7 +66,7 @@ class RequestTimes:
 
 @dataclass(frozen=True)
 class Simulated:
-    """What was run, in the order of its start, and each request's times."""
+    """The actions that ran, in the order of their start, and each request's times."""
 
     spans: tuple[WorkSpan, ...]
     requests: Mapping[int, RequestTimes]
@@ -78,15 +78,16 @@ class Simulated:
 
     @property
     def seconds(self) -> float:
+        """Seconds from the beginning to the end of the last action."""
         return max((span.end for span in self.spans), default=0.0)
 
     @property
     def throughput(self) -> float:
-        """Output tokens a second, over all."""
+        """Output tokens per second, of all requests."""
         return sum(len(times.at) for times in self.requests.values()) / self.seconds if self.spans else 0.0
 
     def percentile(self, what: str, percent: float) -> float:
-        """Of "ttft" or "tpot", over the requests that have one: the least value that so many percent do not exceed."""
+        """Return a percentile of "ttft" or "tpot": the least value that `percent` of the requests do not exceed."""
         values = sorted(v for v in (getattr(t, what) for t in self.requests.values()) if not math.isnan(v))
         return values[max(0, math.ceil(len(values) * percent / 100) - 1)] if values else math.nan
 
@@ -103,9 +104,16 @@ def drive(
     cancel: Sequence[tuple[float, int]] = (),
     watch: Callable[[State, list[Action]], Any] | None = None,
 ) -> Simulated:
-    """Serve [(seconds, request)] until all are finished. execute(Run or Move) -> (seconds, the event of its end).
+    """Serve [(seconds, request)] until all are finished.
 
-    Events at the same time are one step's. `cancel`: [(seconds, id)]. `watch` sees every state and its actions.
+    Events at the same time belong to one step.
+
+    Args:
+        arrivals: The requests with their times.
+        options: The scheduler's options.
+        execute: The function from a Run or Move to (seconds, the event of its end).
+        cancel: Pairs (seconds, id) of requests to cancel.
+        watch: A function that is called with every state and its actions.
     """
     for t, *_ in [*(arrivals := list(arrivals)), *cancel]:
         _finite("a time", t)
@@ -143,7 +151,7 @@ def drive(
 
 
 def _finite(what: str, seconds: Any) -> None:
-    """ValueError unless it is a time that others can be compared with: after NaN the events would never end."""
+    """Raise a ValueError unless it is a finite time; after NaN the events would never end."""
     if not isinstance(seconds, Real) or not math.isfinite(seconds):
         raise ValueError(f"{what} is {seconds!r}: must be a finite number\n  fix: give seconds")
 
@@ -160,11 +168,11 @@ def simulate(
     token: Callable[[int, int], int] | None = None,
     kept: Callable[[int, int], bool] | None = None,
 ) -> Simulated:
-    """The same steps as the engine's, with cost(action) seconds for each. Nothing is computed.
+    """Return the same steps as the engine's, with cost(action) seconds for each; nothing is computed.
 
-    token(id, position) says what a request gives at a place in its sequence, where that matters: for stop tokens, and
-    for prefix hits on completions. By default it is a number that no prompt has. kept(id, position) says whether what a
-    draft proposes for that place is right; by default it never is.
+    token(id, position) is the token that a request gives at a position, where that matters: for stop tokens, and for
+    prefix hits on completions. By default it is a number that no prompt has. kept(id, position) says whether a draft's
+    proposal for that position is accepted; by default it never is.
     """
     give = token or (lambda id, position: -1 - id)
 

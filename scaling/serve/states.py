@@ -1,11 +1,13 @@
-"""What the scheduler is made of: options, batching policies, events, actions and state, as plain data. No torch.
+"""The scheduler's data: options, batching policies, events, actions and state. No torch.
 
-A policy (Part 7, "Designing an Effective Inference Engine") says what runs in the next step:
+A policy (Part 7, "Designing an Effective Inference Engine") picks what runs in the next step:
+
     static         a batch is admitted when the one before is done; prompts first, then all decode together
     interleaved    a new request is admitted when a slot is free, and its whole prompt runs as a step of its own
     chunked        every step decodes all, and fills the rest of its token budget with chunks of prompts
     disaggregated  two workers, each with its own pages: prompts run on one, are moved, and decode on the other
-It does not see pages: whether there is room is the scheduler's business.
+
+It does not see pages: the scheduler checks whether there is room.
 """
 
 from collections.abc import Callable, Sequence
@@ -21,12 +23,19 @@ PREFILL, DECODE, ENGINE = "prefill", "decode", "engine"
 
 @dataclass(frozen=True)
 class Options:
-    """`pages` of `page` tokens a worker, `slots` requests at once, `budget` tokens a step (the policy "chunked").
+    """The options of a scheduler.
 
-    `decode_pages`: those of the worker that decodes, under "disaggregated"; None: as many. `proposals`: the tokens of a
-    draft that a decode step checks for each request, at most; those of all count in the budget. `groups`: of ranks
-    among which the requests are split, each with so many pages of its own, as a form of decoding splits rows over E or
-    Z; they take their steps together.
+    Attributes:
+        pages: Pages of a worker.
+        page: Tokens of a page.
+        slots: Requests at once.
+        budget: Tokens of a step under the policy "chunked".
+        policy: The batching policy.
+        prefix: Whether prompts share the pages of equal prefixes.
+        decode_pages: Pages of the worker that decodes, under "disaggregated"; None: as many as `pages`.
+        proposals: The most tokens of a draft that a decode step checks for each request; all count in the budget.
+        groups: Groups of ranks among which the requests are split, each with its own pages, as a form of decoding
+            splits rows over E or Z. They take their steps together.
     """
 
     pages: int
@@ -54,16 +63,23 @@ class Options:
 
 
 class Arrive(NamedTuple):
+    """Event: a request arrives."""
+
     request: Request
 
 
 class Cancel(NamedTuple):
+    """Event: a request is cancelled."""
+
     id: int
 
 
 class Done(NamedTuple):
-    """A worker's step is over: the tokens of those whose Work said `sample`, by id; 1 to 1 + `proposals` of each.
-    `stopped`: whose last token ends them for what token ids cannot say, such as a text."""
+    """Event: a worker's step is over.
+
+    `tokens`: by id, the tokens of each Work with `sample`, 1 to 1 + `proposals` of each. `stopped`: requests that end
+    with their last token for a reason that token ids cannot show, such as a stop text.
+    """
 
     worker: str
     tokens: dict[int, tuple[int, ...]]
@@ -71,6 +87,8 @@ class Done(NamedTuple):
 
 
 class Moved(NamedTuple):
+    """Event: a request's cache has been moved."""
+
     id: int
 
 
@@ -78,10 +96,10 @@ SchedulerEvent = Arrive | Cancel | Done | Moved
 
 
 class Work(NamedTuple):
-    """Compute a request's `tokens`, which stand at `start` and after, into `pages`; `sample`: give what follows them.
+    """Compute a request's `tokens`, which begin at position `start`, into `pages`; with `sample`, give the next token.
 
-    `proposals`: compute so many tokens of a draft after them, and give those that are right and the one that follows.
-    A draft may want to see all the tokens: those `before` are given then. `group`: whose pages they are.
+    `proposals`: compute so many tokens of a draft after them, and give the accepted ones and the token that follows. A
+    draft may need all tokens; then `before` has the ones before `start`. `group`: the group that the pages belong to.
     """
 
     request: Request
@@ -95,21 +113,24 @@ class Work(NamedTuple):
 
     @property
     def id(self) -> int:
+        """The request's id."""
         return self.request.id
 
     @property
     def width(self) -> int:
-        """The tokens that are computed."""
+        """The number of tokens that are computed."""
         return len(self.tokens) + self.proposals
 
 
 class Run(NamedTuple):
+    """Action: a worker runs a step."""
+
     worker: str
     works: tuple[Work, ...]
 
 
 class Move(NamedTuple):
-    """Copy the pages of `tokens` tokens of a group from the worker that prefills to the one that decodes."""
+    """Action: copy the pages of `tokens` tokens of a group from the worker that prefills to the one that decodes."""
 
     id: int
     tokens: int
@@ -119,18 +140,20 @@ class Move(NamedTuple):
 
 
 class Admit(NamedTuple):
-    """A request enters a slot; `cached` of its tokens are there by a prefix hit."""
+    """Action: a request enters a slot; `cached` of its tokens are in the cache by a prefix hit."""
 
     id: int
     cached: int
 
 
 class Preempt(NamedTuple):
+    """Action: a request leaves its slot, and waits again."""
+
     id: int
 
 
 class Finish(NamedTuple):
-    """`reason`: stop, length, cancelled, or refused: and why."""
+    """Action: a request ends; `reason` is stop, length, cancelled, or refused with the reason."""
 
     id: int
     tokens: tuple[int, ...]
@@ -142,8 +165,10 @@ Action = Run | Move | Admit | Preempt | Finish
 
 @dataclass(frozen=True)
 class Live:
-    """A request that has come and is not finished. `pages` are its `group`'s of the worker `where`, None while it
-    waits."""
+    """A request that has arrived and is not finished.
+
+    `pages` are those of its `group` on the worker `where`, which is None while the request waits.
+    """
 
     request: Request
     out: tuple[int, ...] = ()
@@ -156,29 +181,32 @@ class Live:
 
     @property
     def tokens(self) -> tuple[int, ...]:
+        """The prompt and the output so far."""
         return self.request.prompt + self.out
 
     @property
     def id(self) -> int:
+        """The request's id."""
         return self.request.id
 
     @property
     def todo(self) -> int:
-        """How many of its tokens are not in the cache."""
+        """The number of its tokens that are not in the cache."""
         return len(self.request.prompt) + len(self.out) - self.computed
 
     @property
     def decoding(self) -> bool:
+        """Whether its next step decodes one token."""
         return bool(self.out) and self.todo == 1
 
     def proposals(self, most: int) -> int:
-        """The tokens of a draft that its next step can use: none before it decodes, none beyond its last."""
+        """Return how many tokens of a draft its next step can use: none before it decodes, none beyond the last."""
         return min(most, self.request.max_new_tokens - len(self.out) - 1) if self.decoding else 0
 
 
 @dataclass(frozen=True)
 class State:
-    """Everything that the next step depends on. `live` is in the order of arrival; a worker has a pool a group."""
+    """Everything that the next step depends on; `live` is in order of arrival, and a worker has a pool per group."""
 
     options: Options
     tick: int = 0
@@ -188,15 +216,20 @@ class State:
 
     @property
     def policy(self) -> "Policy":
+        """The batching policy."""
         return POLICIES[self.options.policy]
 
     def pool(self, live: Live) -> Pool:
-        """That of the pages of a request that is on a worker."""
+        """Return the pool of a request's pages on its worker."""
         return self.pools[live.where or ""][live.group]
 
 
 class Policy(NamedTuple):
-    """`admit(running, slots)`: how many more may enter. `pick(worker, running, options)`: [(id, tokens)] of a step."""
+    """A batching policy.
+
+    `admit(running, slots)` returns how many more requests may enter; `pick(worker, running, options)` the [(id,
+    tokens)] of a step.
+    """
 
     name: str
     workers: tuple[str, ...]

@@ -1,4 +1,4 @@
-"""Text as it is generated: streamed, and stopped."""
+"""Text while it is generated: streamed, and stopped."""
 
 import codecs
 from collections.abc import Sequence
@@ -9,20 +9,21 @@ from scaling.models.text import Unknown
 from scaling.serve.token_bytes import BROKEN, token_bytes_of
 
 PRECEDING = 5  # ids before a text that are decoded with its first ones
-CHARACTER = 4  # tokens that one character takes at most, which has so many bytes
+CHARACTER = 4  # the most tokens of one character, which has at most so many bytes
 
 
 class TextStream:
-    """Ids in, text out as soon as it is certain: whole characters, and nothing that may be the start of a stop text.
+    """Ids go in, and text comes out as soon as it is certain.
 
-    `push(id)` and, at the end, `rest()` return the text that has become certain. `stopped`: a stop text is complete,
-    and the text ends before it; of several it is the one that was complete first. The time of a push is that of the
-    text which its token adds, times the number of stop texts, whatever their lengths.
+    Certain text has whole characters, and does not end with what may be the start of a stop text. `push(id)` and, at
+    the end, `rest()` return the text that has become certain. `stopped`: a stop text is complete, and the text ends
+    before it; of several it is the one that was complete first. A push takes time in proportion to the text that its
+    token adds and to the number of stop texts, for any lengths.
 
     Args:
-        tokenizer: Of the ids.
+        tokenizer: The tokenizer of the ids.
         stops: The texts before which this text ends.
-        before: The ids that the text follows: some tokenizers leave out the space that a text begins with.
+        before: The ids that the text follows, because some tokenizers leave out the space at the beginning of a text.
     """
 
     def __init__(self, tokenizer: Any, stops: Sequence[str] = (), before: Sequence[int] = ()):
@@ -31,12 +32,14 @@ class TextStream:
         self.tokenizer, self.stops = tokenizer, [_Stop(stop) for stop in stops if stop]
         self.pieces = token_bytes_of(tokenizer)
         self.reader = codecs.getincrementaldecoder("utf-8")(errors="replace") if self.pieces.joined else None
-        self.ids = [] if self.pieces.joined else list(before[-PRECEDING:])  # the last that gave text, and those after
+        self.ids = (
+            [] if self.pieces.joined else list(before[-PRECEDING:])
+        )  # the last that gave text, and the ones after
         self.read = tokenizer.decode(self.ids)  # the text that the first `before` of them gave
         if self.read.endswith(BROKEN):
             self.ids, self.read = [], ""
         self.before = len(self.ids)
-        self.held = _Stop("")  # the text that is not given yet is what this stop text has matched
+        self.held = _Stop("")  # this stop text has matched exactly the text that is held back
         self.stopped = False
 
     def push(self, id: int) -> str:
@@ -57,11 +60,11 @@ class TextStream:
 
     @property
     def begins(self) -> bool:
-        """Whether no text is before the next token, so that it may be written as the first of a text is."""
+        """Whether there is no text before the next token, so that it may be written like the first of a text."""
         return self.reader is None and not self.read
 
     def rest(self) -> str:
-        """Return what is left when no token follows."""
+        """Return the rest of the text when no token follows."""
         if self.stopped:
             return ""
         if self.reader is not None:
@@ -72,7 +75,7 @@ class TextStream:
         return given if self.stopped else given + self.held.text[: self.held.matched]
 
     def _certain(self, new: str) -> str:
-        """Return what is certain of the text so far, with this text new at its end."""
+        """Return the certain part of the text so far, after adding this new text to its end."""
         if not self.stops:
             return new
         held, count = self.held.text, self.held.matched
@@ -93,7 +96,7 @@ class _Stop:
         self.text, self.matched, self.shorter = text, 0, _borders(text)
 
     def completed_by(self, character: str) -> bool:
-        """Read one character more; whether the stop text is complete with it."""
+        """Read one more character; return whether it completes the stop text."""
         while self.matched and self.text[self.matched] != character:
             self.matched = self.shorter[self.matched - 1]
         self.matched += self.text[self.matched] == character
@@ -102,7 +105,7 @@ class _Stop:
 
 @lru_cache(1024)  # every answer of a call has the same stop texts
 def _borders(text: str) -> list[int]:
-    """For each prefix of the text, the length of its longest proper prefix that it also ends with."""
+    """Return for each prefix of the text the length of its longest proper prefix that it also ends with."""
     found = [0] * bool(text)
     for character in text[1:]:
         length = found[-1]

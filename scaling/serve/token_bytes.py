@@ -1,7 +1,7 @@
 """The bytes that each token adds to a text.
 
-A token that is decoded alone does not tell: half of a character is none, and many tokenizers leave out the space before
-the first word of a text, so that " true" and "true" look the same.
+A token that is decoded alone does not show them: half of a character decodes to nothing, and many tokenizers leave out
+the space before the first word of a text, so that " true" and "true" look the same.
 """
 
 import re
@@ -10,7 +10,7 @@ from typing import Any
 
 from scaling.models.text import ByteText, of_bytes
 
-BROKEN = "\ufffd"  # what stands for bytes that are no whole character
+BROKEN = "\ufffd"  # the replacement for bytes that are no whole character
 LETTERS: dict[str, int] = of_bytes()["model"]["vocab"]  # how byte-level tokenizers write bytes
 BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")  # how tokenizers with byte fallback write one
 
@@ -19,7 +19,7 @@ class TokenBytes:
     """The bytes of a tokenizer's tokens, as they are inside a text.
 
     Attributes:
-        joined: Whether a text is the bytes of its tokens, one after the other.
+        joined: Whether a text is the concatenation of its tokens' bytes.
     """
 
     def __init__(self, tokenizer: Any):
@@ -32,19 +32,18 @@ class TokenBytes:
     def bytes_of(self, id: int, first: bool = False) -> bytes:
         """Return the bytes that this token adds to a text; none for a token that is not written, such as an end.
 
-        Args:
-            first: Whether the text begins with it.
+        `first`: whether the text begins with the token.
         """
         if (id, first) not in self._known:
             self._known[id, first] = self._found(id, [] if first else self._before)
         return self._known[id, first]
 
     def name(self, id: int) -> str:
-        """Return what a token without bytes is called."""
+        """Return the name of a token without bytes."""
         return self._written(id) or f"token_id:{id}"
 
     def _written(self, id: int) -> str:
-        """Return how the tokenizer's file writes a token."""
+        """Return the token as it is written in the tokenizer's file."""
         return (self._loaded.id_to_token(id) if self._loaded is not None else None) or ""
 
     def _found(self, id: int, before: list[int]) -> bytes:
@@ -65,12 +64,12 @@ class TokenBytes:
 
 @lru_cache(8)
 def token_bytes_of(tokenizer: Any) -> TokenBytes:
-    """Return the pieces of a tokenizer, which are found out once."""
+    """Return the bytes of a tokenizer's tokens, computed once per tokenizer."""
     return TokenBytes(tokenizer)
 
 
 def _spelled(token: str) -> bytes:
-    """Return the bytes of a token that holds parts of characters, by how it is written."""
+    """Return the bytes of a token that has parts of characters, from the way it is written."""
     if found := BYTE.fullmatch(token):
         return bytes([int(found[1], 16)])
     return bytes(LETTERS[letter] for letter in token) if LETTERS.keys() >= {*token} else token.encode()

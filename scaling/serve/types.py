@@ -1,8 +1,8 @@
 """The types of params and caches while a Transformer is served (Part 7, "Distributing Inference").
 
-In serving Y splits heads and features, Z the cache's batch (or its sequence), X the model dim; there is no pipeline,
-and weights stay where they are: activations are what moves. The table `scaling.models.leaves` has every leaf as it is
-split the most, which is the form "2d"; the other forms leave axes out.
+In serving, Y splits heads and features, Z the cache's batch (or its sequence), and X the model dim. There is no
+pipeline. Weights stay, and activations move. The table `scaling.models.leaves` has every leaf split over most axes,
+which is the form "2d"; the other forms leave axes out.
 """
 
 from scaling import tree
@@ -14,22 +14,44 @@ from scaling.spec import ShardingError, parse, present
 from scaling.strategies.transformer.types import check_divided
 
 ALONG_D = ("norm_attn", "norm_mlp", "norm", "b_O")
-AXES = {"heads": "YZEC", "heads_batch": "YZ", "sequence": "YZ", "2d": "XYZ", "experts": "YE"}  # what a form can use
-DROPPED = {"heads": "XZ", "heads_batch": "X", "sequence": "X", "2d": "", "experts": "XZ"}  # not in its matrices
+AXES = {
+    "heads": "YZEC",
+    "heads_batch": "YZ",
+    "sequence": "YZ",
+    "2d": "XYZ",
+    "experts": "YE",
+}  # the axes that a form can use
+DROPPED = {
+    "heads": "XZ",
+    "heads_batch": "X",
+    "sequence": "X",
+    "2d": "",
+    "experts": "XZ",
+}  # axes that do not split its matrices
 ROWS = {"heads": "B_ZE", "heads_batch": "B_Z", "sequence": "B", "2d": "B_XZ", "experts": "B_E"}  # the cache's batch
 FORMS = tuple(AXES)
-SPLIT_ROWS = ("heads", "experts")  # between the blocks, x[B_E, T, D] too, as the cache
+SPLIT_ROWS = ("heads", "experts")  # x[B_E, T, D] between the blocks is split like the cache
 
 
 def specs(config: Config, mesh=None, *, form: str = "heads", int8: bool = False) -> dict:
-    """The types of the params, a tree like those of `models.transformer`: `tree.shard(params, specs(...), mesh)`.
+    """Return the types of the params, as a tree like those of `models.transformer`; `tree.shard` takes them.
 
-    heads: N, F and V over Y, and Z holds replicas of the weights, but of experts, which are split over E, or over Z
-    where the mesh has no E (Part 7, Question 6); C, over which prefill splits a prompt, replicas of all. heads_batch
-    and sequence: N, F and V over Y and Z. 2d: these, and D over X. experts: N and V over Y, whole experts over E and Y,
-    and the shared ones on every rank. W_K and W_V have no Y where |Y| does not divide K.
-    `int8`: of params that `quantize` has made. ShardingError for an axis that the form does not use, and where
-    something does not divide.
+    - heads: N, F and V over Y. Along Z the weights are replicas, except experts, which are split over E, or over Z if
+      the mesh has no E (Part 7, Question 6). Along C, over which prefill splits a prompt, all are replicas.
+    - heads_batch and sequence: N, F and V over Y and Z.
+    - 2d: N, F and V over Y and Z, and D over X.
+    - experts: N and V over Y, whole experts over E and Y, and the shared experts on every rank.
+
+    W_K and W_V have no Y if |Y| does not divide K.
+
+    Args:
+        config: The model.
+        mesh: The mesh; one device if None.
+        form: The form of decoding.
+        int8: Whether the params were made by `quantize`.
+
+    Raises:
+        ShardingError: The form does not use an axis, or a dim does not divide.
     """
     mesh = ONE if mesh is None else mesh
     check_mesh(config, mesh, form)
@@ -47,20 +69,20 @@ def specs(config: Config, mesh=None, *, form: str = "heads", int8: bool = False)
 
 
 def experts_axis(mesh, form: str) -> tuple[str, ...]:
-    """The axes that experts are split over."""
+    """Return the axes that experts are split over."""
     if form != "heads":
         return ("E", "Y") if form == "experts" else ()
     return ("E",) if mesh.sizes.get("E", 1) > 1 else ("Z",)
 
 
 def cache_specs(config: Config, mesh=None, *, form: str = "heads", page: int | None = None, int8: bool = False) -> dict:
-    """The types of a cache: KV[2, L, B_Z, S, K_Y, H], by form; with a `page`, KV[2, L, P_Z, page, K_Y, H].
+    """Return the types of a cache: KV[2, L, B_Z, S, K_Y, H], by form; with a `page`, KV[2, L, P_Z, page, K_Y, H].
 
-    [0] are keys, as rotated, and [1] values. Where |Y| does not divide K, |Y| heads are held, `R_Y`: head r copies
-    KV head r K / |Y|. lengths[B] is how many tokens of each row are held, and pages[B, M] which page holds its tokens
-    m page to (m + 1) page - 1, counted on the ranks that hold the row; both are whole on every rank. The scales of an
-    `int8` cache are one a token and head. Of latent attention KV[I, L, B_Z, S, J, M], with I = J = 1: of each token the
-    latent of its keys and values, normed, and the rotary part of its keys, turned.
+    KV[0] are keys, as rotated, and KV[1] values. If |Y| does not divide K, the cache has |Y| heads, `R_Y`, where head r
+    is a copy of KV head r K / |Y|. lengths[B] has the number of tokens of each row. pages[B, M] has the page of its
+    tokens from m page to (m + 1) page - 1, counted on the ranks that have the row; both are whole on every rank. An
+    `int8` cache has one scale per token and head. With latent attention it is KV[I, L, B_Z, S, J, M], with I = J = 1:
+    for each token the latent of its keys and values, normed, and the rotary part of its keys, rotated.
     """
     mesh = ONE if mesh is None else mesh
     check_mesh(config, mesh, form)
@@ -79,13 +101,13 @@ def cache_specs(config: Config, mesh=None, *, form: str = "heads", page: int | N
 
 
 def cache_type(config: Config, name: str, rows: str, times: str, heads: str = "K_Y") -> str:
-    """The type of what a cache holds, "KV" or its "scale": a latent is one tensor, of one head that all ranks have."""
+    """Return the type of "KV" or of its "scale"; a latent is one tensor, of one head that all ranks have."""
     lead, heads, width = ("I", "J", "M") if config.latent else ("2", heads, "H")
     return f"{name}[{lead}, L, {rows}, {times}, {heads}{', ' + width if name == 'KV' else ''}]"
 
 
 def check_mesh(config: Config, mesh, form: str) -> None:
-    """ShardingError unless the form is one of `FORMS` that uses the mesh's axes and divides the model over them."""
+    """Check that the form is one of `FORMS`, uses the mesh's axes, and divides the model; else ShardingError."""
     if form not in FORMS:
         raise ShardingError(f"unknown form {form!r} of decoding\n  fix: choose one of {', '.join(FORMS)}")
     real = {axis: size for axis, size in mesh.sizes.items() if size > 1}

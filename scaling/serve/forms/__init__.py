@@ -1,4 +1,4 @@
-"""The forms of sharded decoding, each a listing: what one layer's attention and MLP, and the ends, do on a mesh.
+"""The forms of sharded decoding, each a listing of one layer's attention and MLP and of the ends on a mesh.
 
     heads        heads and features over Y, a prompt over C; the cache's batch over Z, where the weights are replicas
     heads_batch  heads and features over Y and Z; the cache's heads over Y and its batch over Z, by two AllToAlls

@@ -1,9 +1,10 @@
 """Attention by data, whole experts over all ranks: as DeepSeek-V3 is served (arXiv:2412.19437, section 3.4.2).
 
     KV[2, B_E, S, K_Y, H], W_Q[D, N_Y, H], W_O[N_Y, H, D], W_in[E_EY, D, F], W_out[E_EY, F, D], x[B_E, T, D]
-Requests are split over E, each with its whole cache; along Y, where a group of ranks has the same requests, heads are
-split as in `heads`. Of experts each rank has some, whole: a rank takes its share of the group's tokens, sends their
-rows to the experts, as many as happen to go to each, and has them back; then the group gathers its tokens.
+
+Requests are split over E, each with its whole cache. Along Y a group of ranks has the same requests, and heads are
+split as in `heads`. Each rank has some whole experts. A rank takes its share of the group's tokens, sends their rows to
+the experts, in numbers that the router decides, and gets them back; then the group gathers its tokens.
 """
 
 import torch.nn.functional as F
@@ -20,8 +21,10 @@ from scaling.strategies.expert import experts_of, moe
 
 
 def mlp(W: dict, x: Tensor, at: Context) -> Tensor:
-    """x[B_E, T, D] -> Out[B_E, T, D], of a dense layer as in `heads`. Rows that do not divide over Y are filled up with
-    zeros."""
+    """x[B_E, T, D] -> Out[B_E, T, D]; a dense layer runs as in `heads`.
+
+    Rows that do not divide over Y are filled up with zeros.
+    """
     if "router" not in W:
         return dense_mlp(W, x, at)
     y, rows = rms_norm(x, gain=W["norm_mlp"], eps=at.config.eps), len(x)

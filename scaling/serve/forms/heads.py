@@ -1,11 +1,12 @@
 """Heads over Y (Part 7, "Generation"): the split of Megatron; weights and caches stay, activations are reduced.
 
     KV[2, B_Z, S, K_Y, H], W_Q[D, N_Y, H], W_O[N_Y, H, D], W_in[D, F_Y], W_out[F_Y, D], x[B_Z, T_C, D]
-Along Z (and E) the weights are replicas, each with rows of the batch of its own. Experts are split over E, or over Z
-where there is no E (Part 7, Question 6): their tokens go to them and come back. A prompt may be split over C (Part 7,
-"Prefill"): each rank along C computes some of the tokens, and gathers the keys and values of all, which it caches
-anyway, 2 B T K H / Y a layer. Its queries see those before them, so the last rank along C has the most to do. In a
-step with one token a row all ranks along C do the same, and the axis drops out of every line.
+
+Along Z (and E) the weights are replicas, each with its own rows of the batch. Experts are split over E, or over Z if
+there is no E (Part 7, Question 6): tokens go to their experts and come back. A prompt may be split over C (Part 7,
+"Prefill"). Each rank along C then computes some of the tokens, and gathers the keys and values of all, which it caches
+anyway, 2 B T K H / Y per layer. Its queries see the tokens before them, so the last rank along C has the most work. In
+a step with one token per row, all ranks along C do the same, and the axis drops out of every line.
 """
 
 from functools import partial
@@ -20,13 +21,13 @@ from scaling.strategies.expert import experts_of, moe
 
 
 def embed(x: Tensor, here: Tensor, at: Context) -> Tensor:
-    """x[B_ZE, T_C, D] of rows of E[V_Y, D]; `here`: whether they are of this rank's part."""
+    """x[B_ZE, T_C, D] from rows of E[V_Y, D]; `here`: whether a row is in this rank's part."""
     x = masked("x[B_ZE, T_C, D] {U_Y}", x, here, at.mesh)
     return all_reduce("x[B_ZE, T_C, D] {U_Y} -> x[B_ZE, T_C, D]", x, at.mesh)
 
 
 def attention(W: dict, x: Tensor, at: Context, l: int) -> Tensor:
-    """x[B_ZE, T_C, D] -> Attn[B_ZE, T_C, D]. Its keys and values are written to the cache."""
+    """x[B_ZE, T_C, D] -> Attn[B_ZE, T_C, D]; its keys and values are written to the cache."""
     y = rms_norm(x, gain=W["norm_attn"], eps=at.config.eps)
     O = attend_heads(W, {"y": y}, at._replace(attend=partial(over_cache, at, l)))["O"]
     Attn = einsum("O[B_ZE, T_C, N_Y, H] * W_O[N_Y, H, D] -> Attn[B_ZE, T_C, D] {U_Y}", O, W["W_O"])
@@ -35,14 +36,14 @@ def attention(W: dict, x: Tensor, at: Context, l: int) -> Tensor:
 
 
 def over_cache(at: Context, l: int, Q: Tensor, K: Tensor, V: Tensor) -> Tensor:
-    """O[B_ZE, T_C, N_Y, H] over what the cache holds, to which K and V[B_ZE, T_C, K_Y, H] of all ranks are written."""
+    """O[B_ZE, T_C, N_Y, H] over the cache, to which K and V[B_ZE, T_C, K_Y, H] of all ranks are written."""
     K = all_gather("K[B_ZE, T_C, K_Y, H] -> K[B_ZE, T, K_Y, H]", K, at.mesh)  # on the critical path
     V = all_gather("V[B_ZE, T_C, K_Y, H] -> V[B_ZE, T, K_Y, H]", V, at.mesh)
     return at.slots.attend(l, Q, K, V, at.config.windows[l])
 
 
 def mlp(W: dict, x: Tensor, at: Context) -> Tensor:
-    """x[B_ZE, T_C, D] -> Out[B_ZE, T_C, D]. Of experts, each its own rows."""
+    """x[B_ZE, T_C, D] -> Out[B_ZE, T_C, D]; experts get their own rows."""
     y = rms_norm(x, gain=W["norm_mlp"], eps=at.config.eps)
     if "router" in W:
         axis = experts_axis(at.mesh, "heads")
@@ -53,7 +54,7 @@ def mlp(W: dict, x: Tensor, at: Context) -> Tensor:
 
 
 def head(params: dict, x: Tensor, at: Context) -> Tensor:
-    """x[B_ZE, T, D] -> logits[B, T, V]. They are whole on every rank."""
+    """x[B_ZE, T, D] -> logits[B, T, V], whole on every rank."""
     x = rms_norm(x, gain=params["norm"], eps=at.config.eps)
     if "unembed" in params:
         logits = einsum("x[B_ZE, T, D] * U[D, V_Y] -> logits[B_ZE, T, V_Y]", x, params["unembed"])

@@ -1,9 +1,10 @@
 """Heads over Y and Z, the cache's batch over Z (Part 7, "Sharding the KV cache"): for more ranks than KV heads.
 
     KV[2, B_Z, S, K_Y, H], W_Q[D, N_YZ, H], W_O[N_YZ, H, D], W_in[D, F_YZ], W_out[F_YZ, D], x[B, T, D]
-Two AllToAlls a layer: the queries go from heads to rows of the batch, to the caches, and what attention gives of them
-goes back. W_K and W_V are small, and replicas along Z. The book's last reshape, of [K_Y, M_Z] to N_YZ, is right only
-where a rank has one KV head: the way back is written on N, as the way out is.
+
+There are two AllToAlls per layer: the queries go from heads to rows of the batch, where the caches are, and the result
+of attention goes back. W_K and W_V are small, and replicas along Z. The book's last reshape, of [K_Y, M_Z] to N_YZ, is
+right only if a rank has one KV head; here both AllToAlls are written on N.
 """
 
 from torch import Tensor
@@ -15,13 +16,13 @@ from scaling.strategies.expert import experts_of, moe
 
 
 def embed(x: Tensor, here: Tensor, at: Context) -> Tensor:
-    """x[B, T, D], as in `heads`, of rows of E[V_YZ, D]."""
+    """x[B, T, D], as in `heads`, from rows of E[V_YZ, D]."""
     x = masked("x[B, T, D] {U_YZ}", x, here, at.mesh)
     return all_reduce("x[B, T, D] {U_YZ} -> x[B, T, D]", x, at.mesh)
 
 
 def attention(W: dict, x: Tensor, at: Context, l: int) -> Tensor:
-    """x[B, T, D] -> Attn[B, T, D]. The keys and values of this rank's rows are written to the cache."""
+    """x[B, T, D] -> Attn[B, T, D]; the keys and values of this rank's rows are written to the cache."""
     y = rms_norm(x, gain=W["norm_attn"], eps=at.config.eps)
     Q = einsum("y[B, T, D] * W_Q[D, N_YZ, H] -> Q[B, T, N_YZ, H]", y, W["W_Q"])
     Q = all_to_all("Q[B, T, N_YZ, H] -> Q[B_Z, T, N_Y, H]", Q, at.mesh)  # on the critical path
@@ -37,7 +38,7 @@ def attention(W: dict, x: Tensor, at: Context, l: int) -> Tensor:
 
 
 def mlp(W: dict, x: Tensor, at: Context) -> Tensor:
-    """x[B, T, D] -> Out[B, T, D]. Of experts too, of each of which every rank has some features."""
+    """x[B, T, D] -> Out[B, T, D]; every rank has some features of each expert."""
     y = rms_norm(x, gain=W["norm_mlp"], eps=at.config.eps)
     if "router" in W:
         return moe(experts_of(W, at.config), y, at.config, at.mesh, None, tensor="YZ", spec="y[B, T, D]")[0]
@@ -49,7 +50,7 @@ def mlp(W: dict, x: Tensor, at: Context) -> Tensor:
 
 
 def head(params: dict, x: Tensor, at: Context) -> Tensor:
-    """x[B, T, D] -> logits[B, T, V]. They are whole on every rank."""
+    """x[B, T, D] -> logits[B, T, V], whole on every rank."""
     x = rms_norm(x, gain=params["norm"], eps=at.config.eps)
     if "unembed" in params:
         logits = einsum("x[B, T, D] * U[D, V_YZ] -> logits[B, T, V_YZ]", x, params["unembed"])

@@ -1,9 +1,10 @@
 """2D weight-stationary (Part 7, Question 7 and Appendix B; Pope et al. 2022, arXiv:2211.05102): weights over D as well.
 
     KV[2, B_XZ, S, K_Y, H], W_Q[D_X, N_YZ, H], W_O[N_YZ, H, D_X], W_in[D_X, F_YZ], W_out[F_YZ, D_X], x[B, T, D_XYZ]
-A rank's block of a weight is nearly square, so that what is sent of activations falls with the number of ranks: D/X of
-the stream, F/(YZ) within. Attention has its heads over Y and Z, and the cache's batch is split over X and Z, as the
-queries are by a ReduceScatter and an AllToAll.
+
+A rank's block of a weight is nearly square, so the activations that it sends shrink with the number of ranks: D/X of
+the stream, F/(YZ) within a block. Attention has its heads over Y and Z. The cache's batch is split over X and Z, and so
+are the queries, by a ReduceScatter and an AllToAll.
 """
 
 from torch import Tensor
@@ -14,7 +15,7 @@ from scaling.models.pointwise import mean_square, rms_norm
 
 
 def embed(x: Tensor, here: Tensor, at: Context) -> Tensor:
-    """x[B, T, D_XYZ], as in `heads`, of rows of E[V_YZ, D_X]."""
+    """x[B, T, D_XYZ], as in `heads`, from rows of E[V_YZ, D_X]."""
     x = masked("x[B, T, D_X] {U_YZ}", x, here, at.mesh)
     return reduce_scatter("x[B, T, D_X] {U_YZ} -> x[B, T, D_XYZ]", x, at.mesh)
 
@@ -27,7 +28,7 @@ def _normed(x: Tensor, gain: Tensor, at: Context) -> Tensor:
 
 
 def attention(W: dict, x: Tensor, at: Context, l: int) -> Tensor:
-    """x[B, T, D_XYZ] -> Attn[B, T, D_XYZ]. The keys and values of this rank's rows are written to the cache."""
+    """x[B, T, D_XYZ] -> Attn[B, T, D_XYZ]; the keys and values of this rank's rows are written to the cache."""
     y = _normed(x, W["norm_attn"], at)
     Q = einsum("y[B, T, D_X] * W_Q[D_X, N_YZ, H] -> Q[B, T, N_YZ, H] {U_X}", y, W["W_Q"])
     Q = reduce_scatter("Q[B, T, N_YZ, H] {U_X} -> Q[B_X, T, N_YZ, H]", Q, at.mesh)  # on the critical path
@@ -62,7 +63,7 @@ def mlp(W: dict, x: Tensor, at: Context) -> Tensor:
 
 
 def head(params: dict, x: Tensor, at: Context) -> Tensor:
-    """x[B, T, D_XYZ] -> logits[B, T, V]. They are whole on every rank."""
+    """x[B, T, D_XYZ] -> logits[B, T, V], whole on every rank."""
     x = _normed(x, params["norm"], at)
     if "unembed" in params:
         logits = einsum("x[B, T, D_X] * U[D_X, V_YZ] -> logits[B, T, V_YZ] {U_X}", x, params["unembed"])

@@ -12,7 +12,7 @@ from scaling.serve.web.words import ClientCall, Model
 
 
 class AnswerWriter:
-    """The JSON of one call's answers."""
+    """The writer of the JSON of one call's answers."""
 
     def __init__(self, call: ClientCall, model: Model):
         self.call, self.model = call, model
@@ -26,20 +26,21 @@ class AnswerWriter:
         self.pieces = token_bytes_of(model.tokenizer)
         before = [() if call.echo else request.prompt for request in call.requests]
         self.texts = [TextStream(model.tokenizer, (), prompt) for prompt in before]
-        self.lengths = [0] * len(call.requests)  # of these texts so far, in characters
+        self.lengths = [0] * len(call.requests)  # characters of these texts so far
         self.tokens = self.cached = 0
 
     def first(self) -> list[dict]:
-        """Return what a stream of a chat begins with."""
+        """Return the first events of a chat's stream."""
         delta = {"role": "assistant", "content": ""}
         begin = {"delta": delta, "logprobs": None, "finish_reason": None}
         return [self.answer([{"index": i} | begin]) for i in range(len(self.call.requests))] if self.call.chat else []
 
     def answer(self, choices: list[dict], **more: Any) -> dict:
-        """Return the whole answer, or a part of a stream."""
+        """Return the whole answer, or an event of a stream."""
         return self.around | {"choices": choices} | more
 
     def choice(self, index: int, piece: AnswerPiece) -> dict:
+        """Return a choice with this piece of its answer."""
         self.tokens += piece.tokens
         self.cached += piece.cached
         said: dict = {"text": piece.text}
@@ -80,7 +81,7 @@ class AnswerWriter:
         }  # fmt: skip
 
     def _top(self, note: TokenNote, first: bool) -> dict[str, float] | None:
-        """Return the likeliest tokens and the one that was drawn; of those written alike, others by their ids."""
+        """Return the likeliest tokens and the drawn one; if several are written alike, the others by their ids."""
         if note.logprob is None:
             return None
         found = {self._text(note.id, first): note.logprob}
@@ -95,7 +96,7 @@ class AnswerWriter:
         return {"token": self._text(id, first), "logprob": logprob, "bytes": list(piece) or None}
 
     def _text(self, id: int, first: bool) -> str:
-        """Return how a token is written: bytes that are no whole characters as OpenAI writes them."""
+        """Return a token as it is written; bytes that are no whole characters are written as OpenAI writes them."""
         piece = self.pieces.bytes_of(id, first)
         try:
             return piece.decode() if piece else self.pieces.name(id)

@@ -1,6 +1,6 @@
-"""What each address answers: the application, of Starlette, that a server runs beside the loop of the engine.
+"""The application, of Starlette, which answers each address, and which a server runs next to the engine's loop.
 
-Whatever a client sends is answered with a status and a reason, and ends nothing but its own call.
+Every call of a client is answered with a status and a reason, and ends nothing but itself.
 """
 
 import asyncio
@@ -25,8 +25,8 @@ from scaling.serve.web.desk import AnswerPiece, Ask, Desk
 from scaling.serve.web.gate import KeyGate
 from scaling.serve.web.words import NO_MODEL, ClientCall, Model, read_body
 
-BODY = 4 << 20  # bytes of a body, at most
-PATIENCE = 30.0  # seconds in which a body has to come
+BODY = 4 << 20  # the most bytes of a body
+PATIENCE = 30.0  # seconds for a body to arrive
 HEADERS = {401: {"WWW-Authenticate": "Bearer"}, 429: {"Retry-After": "1"}, 503: {"Retry-After": "1"}}
 PAGE = Path(__file__).with_name("page.html")
 ALONE = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; connect-src 'self'"
@@ -52,9 +52,11 @@ def application(
     """Return the application that answers the calls of one server.
 
     Args:
-        queue: how many requests may wait beside those in the slots.
-        key: what a client has to send, as `Authorization: Bearer KEY`; None if none is needed.
-        cors: the origins whose pages a browser may let read the answers; "*" is all of them.
+        desk: The desk that takes the requests.
+        model: The served model.
+        queue: How many requests may wait in addition to those in the slots.
+        key: The key that a client has to send, as `Authorization: Bearer KEY`; None if none is needed.
+        cors: The origins whose pages a browser may let read the answers; "*" is all of them.
     """
     calls = _Calls(desk, model, queue)
 
@@ -65,7 +67,7 @@ def application(
         return _refusal(desk, error)
 
     async def nobody(request: Request, error: Exception) -> Response:
-        return Response(status_code=499)  # which nobody reads
+        return Response(status_code=499)  # nobody reads it
 
     def without_key() -> Response:
         reason = "the key is missing or wrong\n  fix: send the header Authorization: Bearer KEY"
@@ -79,7 +81,7 @@ def application(
         Route("/v1/chat/completions", partial(calls.complete, chat=True), methods=["POST"]),
     ]  # fmt: skip
     doors = [] if key is None else [Middleware(KeyGate, key, without_key)]
-    if cors:  # in front of the key, which browsers do not send when they ask what is allowed
+    if cors:  # before the key, which browsers do not send when they ask what is allowed
         methods, headers = ["GET", "POST"], ["*"]
         doors = [Middleware(CORSMiddleware, [*cors], methods, headers, expose_headers=["Retry-After"]), *doors]
     answers = Starlette(
@@ -99,6 +101,8 @@ def _json(body: object, status: int = 200, headers: dict[str, str] | None = None
 
 
 class _Calls:
+    """The handlers of the addresses."""
+
     def __init__(self, desk: Desk, model: Model, queue: int):
         self.desk, self.model = desk, model
         self.most = model.options.slots + queue
@@ -139,7 +143,7 @@ class _Calls:
         if self.desk.failed:
             raise Refused(503, f"the engine has ended: {self.desk.failed}")
         if (held := len(self.desk.answers)) + len(call.requests) > self.most:
-            text = f"{held} requests are under way, of at most {self.most}"
+            text = f"{held} requests are running, of at most {self.most}"
             reason = f"{text}\n  fix: try again later, or ask for fewer answers at once"
             raise Refused(429, reason, None, "rate_limit_exceeded")
         answers, writer = _Answers(self.desk, call), AnswerWriter(call, self.model)
@@ -168,7 +172,7 @@ async def _until_gone(receive: Callable) -> None:
 
 
 async def _body(request: Request) -> bytes:
-    """The body. Refused if it is too long or too slow."""
+    """Return the body; Refused if it is too long or too slow."""
 
     async def read() -> bytes:
         body = bytearray()
@@ -185,7 +189,7 @@ async def _body(request: Request) -> bytes:
 
 
 class _Answers:
-    """The requests of a call: asked at once, ended by `close` where they are not through."""
+    """The requests of a call: all asked at once, and ended by `close` if they are not finished."""
 
     def __init__(self, desk: Desk, call: ClientCall):
         self.desk, self.requests = desk, call.requests
@@ -199,7 +203,7 @@ class _Answers:
         self.pieced.put_nowait((index, piece))
 
     async def pieces(self) -> AsyncIterator[tuple[int, AnswerPiece]]:
-        """(which answer, what of it), as it comes. Refused where the engine ends."""
+        """Yield (index of an answer, a piece of it) as pieces come; Refused if the engine ends."""
         left = len(self.requests)
         while left:
             index, piece = await self.pieced.get()
@@ -209,7 +213,7 @@ class _Answers:
             yield index, piece
 
     async def whole(self) -> list[AnswerPiece]:
-        """All of each answer."""
+        """Return each answer as one piece."""
         found: list[list[AnswerPiece]] = [[] for _ in self.requests]
         async for index, piece in self.pieces():
             found[index].append(piece)
@@ -221,7 +225,7 @@ class _Answers:
 
 
 class _Stream(StreamingResponse):
-    """Server-sent events, each a JSON object; the last is [DONE]. A client that goes away ends it, and its requests."""
+    """Server-sent events, each a JSON object; the last is [DONE]. It ends with its requests if the client leaves."""
 
     def __init__(self, answers: _Answers, writer: AnswerWriter):
         super().__init__(

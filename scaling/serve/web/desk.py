@@ -1,8 +1,8 @@
-"""The engine in real time: requests come while it runs, and each token goes out as soon as it is there.
+"""The engine in real time: requests arrive while it runs, and each token goes out as soon as it is there.
 
-`Turns` is what every rank runs. Rank 0 has the `Desk`, where what talks to clients leaves requests; in each turn it
-tells the other ranks what is new, so that all call the scheduler with the same events and take the same steps. A turn
-runs in a thread of its own; all that stands at the desk belongs to the thread of asyncio's loop.
+Every rank runs `Turns`. Rank 0 has the `Desk`, where the code that talks to clients leaves requests. In each turn it
+sends the new ones to the other ranks, so that all call the scheduler with the same events and take the same steps. A
+turn runs in a thread of its own; everything at the desk belongs to the thread of asyncio's loop.
 """
 
 import asyncio
@@ -27,7 +27,7 @@ from scaling.serve.web.figures import Figures
 
 
 class TokenNote(NamedTuple):
-    """A token, its log-probability in nats and those of the likeliest, as [(id, logprob)]: before temperature.
+    """A token, its log-probability in nats and those of the likeliest, as [(id, logprob)], before temperature.
 
     The first token of a prompt has none.
     """
@@ -38,8 +38,10 @@ class TokenNote(NamedTuple):
 
 
 class AnswerPiece(NamedTuple):
-    """What has become certain of an answer; the last has the reason, the number of all tokens, and how many of the
-    prompt's were there by a prefix hit."""
+    """A piece of an answer that has become certain.
+
+    The last piece has the reason, the number of all tokens, and the number of the prompt's tokens that were cached.
+    """
 
     text: str
     notes: tuple[TokenNote, ...] = ()
@@ -58,7 +60,7 @@ Sink = Callable[[AnswerPiece], Any]
 
 
 class News(NamedTuple):
-    """What all ranks are told in a turn."""
+    """The news of a turn, which all ranks get: new requests, cancelled ones, and whether this is the end."""
 
     asks: tuple[Request, ...] = ()
     gone: tuple[int, ...] = ()
@@ -66,14 +68,14 @@ class News(NamedTuple):
 
 
 class Turns:
-    """The engine turn by turn, on every rank alike. Params as `Engine` has them, which takes the rest too."""
+    """The engine turn by turn, equal on every rank; `Engine` takes the same params and options."""
 
     def __init__(self, params: dict, config: Config, options: Options, mesh=None, **engine):
         self.engine, self.mesh = Engine(params, config, options, mesh=mesh, **engine), mesh
         self.state, self.done = scheduler.initial(options), []
 
     def __call__(self, news: News) -> tuple[list[Action], dict[int, Given]] | None:
-        """(what the scheduler has decided, what requests are given), after rank 0's news; None at the end."""
+        """Take a turn with rank 0's news; return (the scheduler's actions, what requests get), or None at the end."""
         news = _told(news, self.mesh)
         if news.end:
             return None
@@ -84,12 +86,12 @@ class Turns:
 
 
 class Ask(NamedTuple):
-    """How a request's answer is told.
+    """The form in which a request's answer is wanted.
 
     Attributes:
-        top: How many of the likeliest tokens are wanted beside each; -1 for no log-probabilities.
-        echo: The text of the prompt, where the answer begins with it.
-        silent: Whether the prompt is all that is wanted: the one token that is computed after it is left out.
+        top: How many of the likeliest tokens are wanted with each token; -1 for no log-probabilities.
+        echo: The text of the prompt, if the answer begins with it.
+        silent: Whether only the prompt is wanted: the one token that is computed after it is left out.
     """
 
     top: int = -1
@@ -98,18 +100,18 @@ class Ask(NamedTuple):
 
 
 class _Answer:
-    """A request that is running."""
+    """The answer of a running request."""
 
     def __init__(self, request: Request, ask: Ask, stream: TextStream, sink: Sink):
         self.request, self.ask, self.stream, self.sink = request, ask, stream, sink
         self.came, self.last, self.count, self.cached = time.monotonic(), math.nan, 0, 0
-        self.prompt = [TokenNote(request.prompt[0])]  # as far as it is scored
+        self.prompt = [TokenNote(request.prompt[0])]  # the part that has been scored
 
     def noted(self, given: Given) -> tuple[TokenNote, ...]:
-        """Keep the notes of the prompt's tokens that this step has scored; return those of the new ones."""
+        """Keep the notes of the prompt's tokens that this step has scored; return those of the new tokens."""
         if given.read is not None and self.ask.top >= 0:
             start, logits = given.read
-            known = len(self.prompt) - 1 - start  # more than none where a preempted request comes again
+            known = len(self.prompt) - 1 - start  # above 0 if a preempted request is computed again
             tokens = self.request.prompt[start + 1 + known : start + 1 + len(logits)]
             self.prompt += map(self._note, tokens, logits[known:])
         return tuple(map(self._note, given.tokens, given.logits)) if self.ask.top >= 0 else ()
@@ -121,7 +123,7 @@ class _Answer:
 
 
 class Desk:
-    """Where rank 0 takes requests, and what sends their tokens out."""
+    """The place on rank 0 that takes requests and sends their tokens out."""
 
     def __init__(self, turns: Turns, tokenizer: Any):
         self.turns, self.tokenizer, self.figures, self.failed = turns, tokenizer, Figures(), ""
@@ -131,27 +133,26 @@ class Desk:
         self._ended, self._woken = False, asyncio.Event()
 
     def ask(self, request: Request, ask: Ask, sink: Sink) -> None:
-        """Serve a request that `scheduler.refusal` lets pass, whose id is its own; `sink` is called with each piece."""
+        """Serve a request that `scheduler.refusal` accepts, with an id of its own; `sink` is called with each piece."""
         stream = TextStream(self.tokenizer, request.stops, request.prompt)
         self.answers[request.id] = _Answer(request, ask, stream, sink)
         self._asks.append(request)
         self._woken.set()
 
     def cancel(self, id: int) -> None:
-        """Nobody waits for this request any more: if it is under way, its pages are free at the next step."""
+        """Cancel a request that nobody waits for; if it is running, its pages are free at the next step."""
         if self.answers.pop(id, None) is not None:
             self.figures.ended("cancelled")
             self._gone.append(id)
             self._woken.set()
 
     def close(self) -> None:
-        """End the loop, whatever is under way."""
+        """End the loop, even if requests are running."""
         self._ended = True
         self._woken.set()
 
     async def serve(self) -> None:
-        """Turn after turn, until it is closed. Where the engine ends, so do all that wait, and who comes later is told
-        the same."""
+        """Take turns until the desk is closed; if the engine ends, end all answers, and refuse later calls."""
         loop = asyncio.get_running_loop()
         try:
             with ThreadPoolExecutor(1) as thread:
@@ -164,7 +165,7 @@ class Desk:
             raise
 
     async def _news(self) -> News:
-        """All that has come since the last call; where nothing is under way, once something has."""
+        """Return everything that has come since the last call; if no request is running, wait for something."""
         if not self.turns.done:
             await self._woken.wait()
         self._woken.clear()
@@ -173,7 +174,7 @@ class Desk:
         return news
 
     def _turn(self, news: News) -> tuple[list[Action], dict[int, tuple[Given, tuple[TokenNote, ...]]]] | None:
-        """Take a turn, in the thread of the engine, and find the log-probabilities that are wanted."""
+        """Take a turn, in the engine's thread, and compute the log-probabilities that are wanted."""
         if (turn := self.turns(news)) is None:
             return None
         actions, given = turn
@@ -181,7 +182,7 @@ class Desk:
         return actions, {id: (given[id], answer.noted(given[id])) for id, answer in answers.items() if answer}
 
     def _see(self, actions: Sequence[Action], given: dict[int, tuple[Given, tuple[TokenNote, ...]]]) -> None:
-        """Send out what has come of a turn."""
+        """Send out the results of a turn."""
         for action in actions:
             if not isinstance(action, Admit | Finish) or (answer := self.answers.get(action.id)) is None:
                 continue
@@ -221,7 +222,7 @@ class Desk:
 
 
 def _told(news: News, mesh) -> News:
-    """Rank 0's news, on every rank."""
+    """Return rank 0's news, on every rank."""
     if mesh is None or mesh.size() == 1:
         return news
     axes = "".join(axis for axis, size in mesh.sizes.items() if size > 1)

@@ -1,4 +1,4 @@
-"""What a server measures, for Prometheus and for its page."""
+"""The measurements of a server, for Prometheus and for its page."""
 
 import time
 from collections import deque
@@ -13,7 +13,7 @@ LATER = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5)
 
 
 class Figures:
-    """One server's, in a registry of its own."""
+    """The measurements of one server, in a registry of its own."""
 
     def __init__(self):
         self.registry = CollectorRegistry()
@@ -28,16 +28,18 @@ class Figures:
         self._lately: deque[float] = deque()
 
     def token(self, now: float) -> None:
+        """Count a generated token."""
         self.tokens.inc()
         self._lately.append(now)
         while self._lately[0] < now - WINDOW:
             self._lately.popleft()
 
     def ended(self, reason: str) -> None:
+        """Count a request that has ended."""
         self.requests.labels(reason).inc()
 
     def now(self, state: State) -> dict[str, float]:
-        """What the engine does at the moment, by the names of GAUGES."""
+        """Return what the engine does at the moment, by the names of GAUGES."""
         since = time.monotonic() - WINDOW
         live, pools = list(state.live.values()), [pool for pools in state.pools.values() for pool in pools]
         return {
@@ -51,7 +53,7 @@ class Figures:
         }
 
     def text(self, state: State) -> bytes:
-        """All of it in Prometheus' format."""
+        """Return all measurements in Prometheus' format."""
         for name, value in self.now(state).items():
             self.gauges[name].set(value)
         return generate_latest(self.registry)

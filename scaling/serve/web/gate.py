@@ -1,4 +1,4 @@
-"""Which calls are let in: the key that clients have to send, and the pages that may read answers."""
+"""The gate: the key that clients have to send, and the pages that may read answers."""
 
 import hmac
 import os
@@ -17,7 +17,7 @@ def read_key(given: str | None, file: "str | Path | None") -> str | None:
     """Return the key that clients have to send: as given, or from the file, or from the environment; None without one.
 
     Raises:
-        ValueError: the key is one that no client could send, or that any client could.
+        ValueError: No client could send the key, or every client could.
     """
     if given is not None:
         return check_key("--key", given)
@@ -47,8 +47,8 @@ def check_origin(origin: str) -> str:
 class KeyGate:
     """An ASGI application in front of another one: calls without the key are refused before anything else is read.
 
-    Which calls need no key is decided by `scope["path"]`, the path by which routes are chosen. `request.url` would not
-    do: it is put together from the Host header, which the client writes.
+    `scope["path"]`, the path by which routes are chosen, decides which calls need no key. `request.url` would be wrong:
+    it is put together from the Host header, which the client writes.
     """
 
     def __init__(self, app: ASGIApp, key: str, refusal: Callable[[], Response]):
@@ -56,6 +56,7 @@ class KeyGate:
         self.key = check_key("key", key).encode()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Let a call in, or answer it with the refusal."""
         allowed = scope["type"] == "lifespan" or scope["path"] in OPEN or self._has_key(scope)
         await (self.app if allowed else self.refusal())(scope, receive, send)
 

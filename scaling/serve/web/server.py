@@ -1,4 +1,4 @@
-"""The socket and the end: on rank 0 HTTP, in the main thread, and the engine beside it; on the others the engine."""
+"""The socket, and the end: rank 0 runs HTTP in the main thread and the engine in another, other ranks the engine."""
 
 import asyncio
 import contextlib
@@ -18,14 +18,15 @@ from scaling.serve.web.desk import Desk, News, Turns
 from scaling.serve.web.words import Model
 
 CONNECTIONS = 1024  # at once; others are answered 503
-PATIENCE = 30.0  # seconds in which a call's head has to come
+PATIENCE = 30.0  # seconds for a call's head to arrive
 END = (signal.SIGINT, signal.SIGTERM)
 
 
 class Punctual(H11Protocol):
-    """A connection that is closed where the head of a call is begun and does not come to its end."""
+    """A connection that is closed if the head of a call begins and does not come to its end."""
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """Watch the connection from its beginning."""
         super().connection_made(transport)
         self.loop.call_later(PATIENCE, self._look, self.cycle)
 
@@ -39,7 +40,7 @@ class Punctual(H11Protocol):
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """A socket that clients can reach at once, though the model is not loaded yet; port 0 is any that is free."""
+    """Return a socket that clients can reach at once, before the model is loaded; port 0 is any that is free."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
         listener = socket.create_server((host, port), family=family, backlog=2048)
@@ -50,6 +51,7 @@ def listen(host: str, port: int) -> socket.socket:
 
 
 def address(listener: socket.socket) -> str:
+    """Return the address of a socket, such as http://127.0.0.1:8000."""
     host, port = listener.getsockname()[:2]
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
@@ -67,13 +69,27 @@ def serve_http(
     ready: Callable[[str, Callable[[int], None]], Any],
     **engine,
 ) -> None:
-    """On every rank: serve at this socket, which rank 0 has, until SIGINT or SIGTERM, which let what is under way be
-    finished; a second SIGINT does not. ready(address, stop) is called once clients are answered; stop(SIGTERM) does
-    what that signal does, also where this is not a main thread. The rest as `application` and `Turns`.
+    """Serve at this socket until SIGINT or SIGTERM, on every rank.
+
+    These signals let running requests finish; a second SIGINT does not. The other arguments are those of `application`
+    and `Turns`.
+
+    Args:
+        params: This rank's params.
+        model: The served model.
+        config: Its config.
+        listener: The socket, on rank 0.
+        mesh: The mesh.
+        queue: How many requests may wait.
+        key: The key that clients have to send.
+        cors: The origins whose pages may read answers.
+        ready: Called as ready(address, stop) once clients are answered. stop(SIGTERM) does what that signal does, also
+            outside of a main thread.
+        **engine: Further options of the engine.
     """
     turns = Turns(params, config, model.options, mesh, tokenizer=model.tokenizer, **engine)
     if mesh is not None and mesh.rank:
-        if listener is not None:  # of the process that has started the ranks
+        if listener is not None:  # inherited from the process that started the ranks
             listener.close()
         with _signals(lambda number: None):
             while turns(News()) is not None:
@@ -96,7 +112,7 @@ def serve_http(
     )
 
     def stop(number: int) -> None:
-        server.force_exit |= server.should_exit and number == signal.SIGINT  # which a SIGTERM may follow
+        server.force_exit |= server.should_exit and number == signal.SIGINT  # a SIGTERM may follow
         server.should_exit = True
 
     async def talk() -> None:
@@ -114,15 +130,16 @@ def serve_http(
 
 
 class _Server(uvicorn.Server):
-    """Signals are `serve_http`'s to act on."""
+    """A server that leaves the signals to `serve_http`."""
 
     def capture_signals(self) -> Any:
+        """Capture no signals."""
         return contextlib.nullcontext()
 
 
 @contextlib.contextmanager
 def _signals(act: Callable[[int], None]) -> Iterator[None]:
-    """SIGINT and SIGTERM call this, in the main thread of a process."""
+    """Let SIGINT and SIGTERM call `act`, in the main thread of a process."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -136,9 +153,9 @@ def _signals(act: Callable[[int], None]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def passed_on() -> Iterator[None]:
-    """In the process that has started the ranks: SIGINT and SIGTERM are for them to act on; it waits for their end.
+    """Pass SIGINT and SIGTERM on to the ranks, in the process that has started them, and wait for their end.
 
-    A Ctrl-C reaches them by itself too, so that they are sent SIGTERM, which may come twice.
+    A Ctrl-C reaches the ranks directly, too, so they are sent SIGTERM, which may come twice.
     """
 
     def send(number: int) -> None:

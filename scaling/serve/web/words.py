@@ -1,7 +1,7 @@
-"""Read what clients ask for: the JSON of OpenAI's completions and chat completions.
+"""Read the JSON of OpenAI's completions and chat completions.
 
-After OpenAI's public API reference (platform.openai.com/docs/api-reference, completions and chat). `top_k` and `min_p`
-are served beside its own fields. A field that would change the answer and is not served is refused.
+This follows OpenAI's public API reference (platform.openai.com/docs/api-reference, completions and chat). `top_k` and
+`min_p` are served in addition to its own fields. A field that would change the answer and is not served is refused.
 """
 
 import secrets
@@ -21,7 +21,7 @@ COMMON = (
 )  # fmt: skip
 PLAIN = (*COMMON, "prompt", "echo", "best_of")
 CHAT = (*COMMON, "messages", "max_completion_tokens", "top_logprobs", "chat_template_kwargs")
-NO_EFFECT = (  # on any token
+NO_EFFECT = (  # fields without effect on any token
     "user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_retention",
 )  # fmt: skip
 NEUTRAL = {  # fields that are not served, and the values with which they change nothing
@@ -32,14 +32,14 @@ NEUTRAL = {  # fields that are not served, and the values with which they change
     "ignore_eos": (False,), "stop_token_ids": ([],), "skip_special_tokens": (True,), "add_generation_prompt": (True,),
 }  # fmt: skip
 ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}  # as templates know them
-EMPTY = ("tool_calls", "annotations")  # of an answer that a client sends back
-MOST = 16  # tokens of a completion that says none, as OpenAI's
+EMPTY = ("tool_calls", "annotations")  # fields of an answer that a client sends back
+MOST = 16  # tokens of a completion that does not say how many, as with OpenAI
 CHOICES = 64  # answers of one call
-TOP_PLAIN, TOP_CHAT = 5, 20  # the likeliest tokens beside each, at most
+TOP_PLAIN, TOP_CHAT = 5, 20  # the largest numbers of likeliest tokens
 
 
 class Model(NamedTuple):
-    """What is served: its name for clients, and what turns their texts into ids and back."""
+    """The served model: its name for clients, and the functions that turn their texts into ids and back."""
 
     name: str
     tokenizer: Any
@@ -47,9 +47,9 @@ class Model(NamedTuple):
     ends: tuple[int, ...]
     chat: Callable[..., str] | None  # (messages, **chat_template_kwargs) -> text
     options: Options
-    most: int | None = None  # tokens of an answer, where a client says none
-    longest: int | None = None  # tokens of a text that the model is made for
-    sampling: Sampling = Sampling(1.0)  # how tokens are drawn, where a client does not say
+    most: int | None = None  # tokens of an answer, if a client does not say
+    longest: int | None = None  # tokens of the longest text that the model is made for
+    sampling: Sampling = Sampling(1.0)  # how tokens are drawn, if a client does not say
 
 
 class ClientCall(NamedTuple):
@@ -58,15 +58,15 @@ class ClientCall(NamedTuple):
     chat: bool
     requests: list[Request]
     asked: int  # tokens of the prompts, each once
-    top: int  # the likeliest tokens that are wanted beside each; -1: no log-probabilities
+    top: int  # how many likeliest tokens are wanted with each; -1: no log-probabilities
     stream: bool
     usage: bool  # whether a stream ends with it
-    echo: tuple[str, ...] = ()  # the text of each answer's prompt, where answers begin with it
-    silent: bool = False  # whether nothing else is wanted
+    echo: tuple[str, ...] = ()  # the text of each answer's prompt, if answers begin with it
+    silent: bool = False  # whether only the prompt is wanted
 
 
 def read_body(body: bytes, model: Model, chat: bool, ids: Iterator[int]) -> ClientCall:
-    """Return what a body asks for, in requests with these ids. RequestError with the reason."""
+    """Return what a body asks for, as requests with these ids; a RequestError has the reason if it is wrong."""
     fields = Fields(body)
     fields.only((*(CHAT if chat else PLAIN), *NEUTRAL, *NO_EFFECT))
     if (name := fields.given.get("model", model.name)) != model.name:
@@ -97,7 +97,7 @@ def read_body(body: bytes, model: Model, chat: bool, ids: Iterator[int]) -> Clie
     if requests[0].max_new_tokens > room:
         what = f"{room} tokens are left for the answer: this model's maximum context length is {length}"
         raise RequestError(f"{what} tokens\n  fix: give a shorter prompt, or a smaller {word}", word, TOO_LONG)
-    silent = not requests[0].max_new_tokens  # what comes after the prompt's last token is computed even so
+    silent = not requests[0].max_new_tokens  # the token after the prompt is computed nevertheless
     if texts:
         requests = [r._replace(max_new_tokens=max(1, r.max_new_tokens), scored=top >= 0) for r in requests]
     echo = tuple(text for text in texts for _ in range(n))
@@ -117,7 +117,7 @@ def _echoed(fields: Fields, prompts: list[tuple[int, ...]], model: Model, top: i
 
 
 def _is(value: Any, other: Any) -> bool:
-    """Whether two values of JSON are the same: true is not 1."""
+    """Return whether two values of JSON are the same: true is not 1."""
     return value == other and isinstance(value, bool) == isinstance(other, bool)
 
 
