@@ -14,7 +14,7 @@ it, as torch.amax does, and takes one more AllReduce.
 
 from collections.abc import Sequence
 from operator import index
-from typing import Any, Literal, overload
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -32,11 +32,7 @@ ONE_HOLDER = "{U_X} is a sum with one term for each element: along X one device 
 RESHARDS = ("AllGather", "ReduceScatter", "AllReduce", "AllToAll", "Slice")  # the identity if the type stays the same
 
 
-@overload
-def all_gather(line: str, x: Operand, mesh, *, async_op: Literal[False] = ..., out: Tensor | None = ...) -> Operand: ...
-@overload
-def all_gather(line: str, x: Operand, mesh, *, async_op: Literal[True], out: Tensor | None = ...) -> Pending: ...
-def all_gather(line: str, x: Operand, mesh, *, async_op: bool = False, out: Tensor | None = None):
+def all_gather(line: str, x: Operand, mesh, *, async_op: bool = False, out: Tensor | None = None) -> Any:
     """`A[I_X, J] -> A[I, J]`: give every rank the whole dim. Cotangent: ReduceScatter.
 
     The axes removed must be the minor ones of their dim (`I_XY -> I_X`), since the blocks would otherwise be
@@ -45,15 +41,9 @@ def all_gather(line: str, x: Operand, mesh, *, async_op: bool = False, out: Tens
     return _call(("AllGather", line, None, "sum"), x, mesh, async_op, out)
 
 
-@overload
 def reduce_scatter(
-    line: str, x: Tensor, mesh, *, op: str = ..., async_op: Literal[False] = ..., out: Tensor | None = ...
-) -> Tensor: ...
-@overload
-def reduce_scatter(
-    line: str, x: Tensor, mesh, *, op: str = ..., async_op: Literal[True], out: Tensor | None = ...
-) -> Pending: ...
-def reduce_scatter(line: str, x: Tensor, mesh, *, op: str = "sum", async_op: bool = False, out: Tensor | None = None):
+    line: str, x: Tensor, mesh, *, op: str = "sum", async_op: bool = False, out: Tensor | None = None
+) -> Any:
     """`A[I, J] {U_X} -> A[I_X, J]`: sum over X and give each rank its block. Cotangent: AllGather.
 
     The axes become the minor ones of their dim. `out` is a preallocated output, which is overwritten and returned.
@@ -61,15 +51,7 @@ def reduce_scatter(line: str, x: Tensor, mesh, *, op: str = "sum", async_op: boo
     return _call(("ReduceScatter", line, None, op), x, mesh, async_op, out)
 
 
-@overload
-def all_reduce(
-    line: str, x: Tensor, mesh, *, op: str = ..., async_op: Literal[False] = ..., donate: bool = ...
-) -> Tensor: ...
-@overload
-def all_reduce(
-    line: str, x: Tensor, mesh, *, op: str = ..., async_op: Literal[True], donate: bool = ...
-) -> Pending: ...
-def all_reduce(line: str, x: Tensor, mesh, *, op: str = "sum", async_op: bool = False, donate: bool = False):
+def all_reduce(line: str, x: Tensor, mesh, *, op: str = "sum", async_op: bool = False, donate: bool = False) -> Any:
     """`A[I, J] {U_X} -> A[I, J]`: give every rank the sum over X. Cotangent: AllReduce.
 
     `donate` reduces in place: x must not be used afterwards.
@@ -77,11 +59,7 @@ def all_reduce(line: str, x: Tensor, mesh, *, op: str = "sum", async_op: bool = 
     return _call(("AllReduce", line, None, op), x, mesh, async_op, x if donate else None)
 
 
-@overload
-def all_to_all(line: str, x: Operand, mesh, *, async_op: Literal[False] = ...) -> Operand: ...
-@overload
-def all_to_all(line: str, x: Operand, mesh, *, async_op: Literal[True]) -> Pending: ...
-def all_to_all(line: str, x: Operand, mesh, *, async_op: bool = False):
+def all_to_all(line: str, x: Operand, mesh, *, async_op: bool = False) -> Any:
     """`A[I_X, J] -> A[I, J_X]`: move axes from one dim to another, the minor ones of both. Cotangent: the reverse."""
     return _call(("AllToAll", line, None, "sum"), x, mesh, async_op)
 
@@ -97,49 +75,27 @@ def shard(line: str, x: Operand, mesh) -> Operand:
     return _call(("Slice", line, None, "sum"), x, mesh)
 
 
-@overload
-def broadcast(line: str, x: Tensor, mesh, *, root: int = ..., async_op: Literal[False] = ...) -> Tensor: ...
-@overload
-def broadcast(line: str, x: Tensor, mesh, *, root: int = ..., async_op: Literal[True]) -> Pending: ...
-def broadcast(line: str, x: Tensor, mesh, *, root: int = 0, async_op: bool = False):
+def broadcast(line: str, x: Tensor, mesh, *, root: int = 0, async_op: bool = False) -> Any:
     """`A[I] {U_X} -> A[I]`: give every rank the root's part. Cotangent: Reduce."""
     return _call(("Broadcast", line, root, "sum"), x, mesh, async_op)
 
 
-@overload
-def reduce(line: str, x: Tensor, mesh, *, root: int = ..., op: str = ..., async_op: Literal[False] = ...) -> Tensor: ...
-@overload
-def reduce(line: str, x: Tensor, mesh, *, root: int = ..., op: str = ..., async_op: Literal[True]) -> Pending: ...
-def reduce(line: str, x: Tensor, mesh, *, root: int = 0, op: str = "sum", async_op: bool = False):
+def reduce(line: str, x: Tensor, mesh, *, root: int = 0, op: str = "sum", async_op: bool = False) -> Any:
     """`A[I] {U_X} -> A[I] {U_X}`: give the root the sum, and the others zeros. Cotangent: Broadcast."""
     return _call(("Reduce", line, root, op), x, mesh, async_op)
 
 
-@overload
-def scatter(line: str, x: Tensor, mesh, *, root: int = ..., async_op: Literal[False] = ...) -> Tensor: ...
-@overload
-def scatter(line: str, x: Tensor, mesh, *, root: int = ..., async_op: Literal[True]) -> Pending: ...
-def scatter(line: str, x: Tensor, mesh, *, root: int = 0, async_op: bool = False):
+def scatter(line: str, x: Tensor, mesh, *, root: int = 0, async_op: bool = False) -> Any:
     """`A[I] {U_X} -> A[I_X]`: give each rank its block of the root's array. Cotangent: Gather."""
     return _call(("Scatter", line, root, "sum"), x, mesh, async_op)
 
 
-@overload
-def gather(line: str, x: Tensor, mesh, *, root: int = ..., async_op: Literal[False] = ...) -> Tensor: ...
-@overload
-def gather(line: str, x: Tensor, mesh, *, root: int = ..., async_op: Literal[True]) -> Pending: ...
-def gather(line: str, x: Tensor, mesh, *, root: int = 0, async_op: bool = False):
+def gather(line: str, x: Tensor, mesh, *, root: int = 0, async_op: bool = False) -> Any:
     """`A[I_X] -> A[I] {U_X}`: give the root the whole array, and the others zeros. Cotangent: Scatter."""
     return _call(("Gather", line, root, "sum"), x, mesh, async_op)
 
 
-@overload
-def ppermute(
-    line: str, x: Operand, mesh, axis: str | Sequence[str], perm, *, async_op: Literal[False] = ...
-) -> Operand: ...
-@overload
-def ppermute(line: str, x: Operand, mesh, axis: str | Sequence[str], perm, *, async_op: Literal[True]) -> Pending: ...
-def ppermute(line: str, x: Operand, mesh, axis: str | Sequence[str], perm, *, async_op: bool = False):
+def ppermute(line: str, x: Operand, mesh, axis: str | Sequence[str], perm, *, async_op: bool = False) -> Any:
     """Send along an axis, from the rank at `source` to the one at `target` for each (source, target) of `perm`.
 
     A rank that no pair names as target gets zeros, as in JAX. `line` is the type, which stays the same, `A[I_X]`, or

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from math import prod
-from typing import Any, Literal, NamedTuple, overload
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, strided
@@ -210,13 +210,9 @@ def join_products(products: Sequence[Deferred]) -> Deferred:
     return joined if watch is None else watch.join(products, joined)
 
 
-@overload
 def einsum(
-    line: str, a, b=None, *, out: Tensor | None = ..., add: bool = ..., defer: Literal[False] = ...
-) -> Tensor: ...
-@overload
-def einsum(line: str, a, b=None, *, out: Tensor | None = ..., add: bool = ..., defer: Literal[True]) -> Deferred: ...
-def einsum(line: str, a: Any, b: Any = None, *, out: Tensor | None = None, add: bool = False, defer: bool = False):
+    line: str, a: Any, b: Any = None, *, out: Tensor | None = None, add: bool = False, defer: bool = False
+) -> Any:
     """Return the line's product of this rank's shards; with one operand, its sum and transpose.
 
     Dims are matched by name, as letters are in torch.einsum; dims that the result lacks are summed over. The dims of

@@ -1,7 +1,7 @@
 """Check the operands of products, and the preallocated outputs `out=` and `donate=True`."""
 
 from collections.abc import Sequence
-from typing import Any, NoReturn, TypeVar
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -11,7 +11,7 @@ from scaling.collectives.linear import differentiated
 from scaling.common.torch_private import constant
 from scaling.spec import Line, ShardingError, parse_line, refuse
 
-Operand = TypeVar("Operand", bound=Any)  # a Tensor, or a scaling.scaled.Scaled
+Operand = Any  # a Tensor, or a scaling.scaled.Scaled
 
 
 def check_out(line, out: Tensor, shape: torch.Size, dtype, device, *operands: Tensor | None, own=None) -> None:
