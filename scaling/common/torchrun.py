@@ -10,8 +10,10 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 GIVEN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")  # every rank needs them
-MOST = 2**20  # ranks
-RULE = f"torchrun gives every rank that it starts {', '.join(GIVEN[:-1])} and {GIVEN[-1]}; other processes have none"
+MOST_RANKS = 2**20  # ranks
+TORCHRUN_GIVES = (
+    f"torchrun gives every rank that it starts {', '.join(GIVEN[:-1])} and {GIVEN[-1]}; other processes have none"
+)
 OTHERS = {  # other launchers' variables: the number of processes, and this process's number
     "Slurm": ("SLURM_STEP_NUM_TASKS", "SLURM_PROCID"),
     "mpirun": ("OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK"),
@@ -43,18 +45,18 @@ def this_rank() -> ThisRank:
     if missing := [name for name in GIVEN if name not in os.environ]:
         what = f"{_several([f'{name}={os.environ[name]}' for name in given])} set, but {_several(missing)} not"
         fix = f"unset {' '.join(given)} to run as one process, or start the ranks by torchrun"
-        raise ValueError(f"{what}\n  rule: {RULE}\n  fix: {fix}")
+        raise ValueError(f"{what}\n  rule: {TORCHRUN_GIVES}\n  fix: {fix}")
     if not os.environ["MASTER_ADDR"]:
         _refuse("MASTER_ADDR", "the address of the host where the ranks meet")
     _number("MASTER_PORT", 0, 2**16 - 1)
-    size = _number("WORLD_SIZE", 1, MOST)
+    size = _number("WORLD_SIZE", 1, MOST_RANKS)
     local_size = _number("LOCAL_WORLD_SIZE", 1, size) if "LOCAL_WORLD_SIZE" in os.environ else 0
     return ThisRank(
         _number("RANK", 0, size - 1, ", WORLD_SIZE - 1"),
         size,
         _number("LOCAL_RANK", 0, (local_size or size) - 1, f", {'LOCAL_' if local_size else ''}WORLD_SIZE - 1"),
         local_size,
-        _number("TORCHELASTIC_RESTART_COUNT", 0, MOST) if "TORCHELASTIC_RESTART_COUNT" in os.environ else 0,
+        _number("TORCHELASTIC_RESTART_COUNT", 0, MOST_RANKS) if "TORCHELASTIC_RESTART_COUNT" in os.environ else 0,
         "TORCHELASTIC_RUN_ID" in os.environ,
     )
 
@@ -102,7 +104,7 @@ def _number(name: str, least: int, most: int, why: str = "") -> int:
 
 def _refuse(name: str, wanted: str) -> None:
     fix = f"unset {' '.join(GIVEN)} to run as one process, or start the ranks by torchrun"
-    raise ValueError(f"{name}={os.environ[name]!r} is not {wanted}\n  rule: {RULE}\n  fix: {fix}")
+    raise ValueError(f"{name}={os.environ[name]!r} is not {wanted}\n  rule: {TORCHRUN_GIVES}\n  fix: {fix}")
 
 
 def _refuse_other_launchers() -> None:
@@ -112,7 +114,7 @@ def _refuse_other_launchers() -> None:
         if found:
             what = f"{launcher} has started several processes ({found[0]}={os.environ[found[0]]}), torchrun none"
             fix = "let it start torchrun once on each machine, as docs/from-laptop-to-cluster.md shows for Slurm"
-            raise ValueError(f"{what}\n  rule: {RULE}\n  fix: {fix}, or start one process")
+            raise ValueError(f"{what}\n  rule: {TORCHRUN_GIVES}\n  fix: {fix}, or start one process")
 
 
 def _at_least(text: str, least: int) -> bool:

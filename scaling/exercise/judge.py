@@ -11,7 +11,7 @@ import json
 import sys
 from pathlib import Path
 
-from scaling.exercise.kinds import KINDS, described
+from scaling.exercise.kinds import GRADERS, described
 from scaling.exercise.page import Exercise, exercise_named
 
 ALLOWED = {
@@ -36,7 +36,7 @@ def assess(exercise: Exercise, text: str) -> tuple[bool, str]:
     try:
         look(exercise, text)
         names = run(text, exercise.name)
-        return KINDS[exercise.kind](exercise, names, text)
+        return GRADERS[exercise.kind](exercise, names, text)
     except NotYet as refused:
         return False, str(refused)
 

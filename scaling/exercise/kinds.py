@@ -255,4 +255,4 @@ def described(error: BaseException, name: str) -> str:
 
 
 Grader = Callable[[Exercise, Mapping, str], tuple[bool, str]]
-KINDS: Mapping[str, Grader] = MappingProxyType({"say": say, "write": ranks_say, "order": order})
+GRADERS: Mapping[str, Grader] = MappingProxyType({"say": say, "write": ranks_say, "order": order})

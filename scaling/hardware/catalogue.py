@@ -11,7 +11,7 @@ from functools import cache
 from pathlib import Path
 
 from scaling.common.arguments import of_type, read_table
-from scaling.hardware.chip import KINDS, Chip, Efficiency, Level, Measured
+from scaling.hardware.chip import CHIP_KINDS, Chip, Efficiency, Level, Measured
 from scaling.spec import DTYPE_BYTES
 
 STRUCTURE = {"base": str, "variants": dict, "flops": dict, "efficiency": dict, "levels": list, "measured": list}
@@ -125,7 +125,7 @@ def build(name: str, data: Mapping, variant: str | None = None) -> Chip:
             "\n  fix: rename the field, or leave it out"
         )
     if "kind" not in data:
-        raise ValueError(f"kind is missing\n  fix: give one of {KINDS}")
+        raise ValueError(f"kind is missing\n  fix: give one of {CHIP_KINDS}")
     for key in ("pod", "slices", "host"):
         if key in data:
             data[key] = tuple(data[key])

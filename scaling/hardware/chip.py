@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 
 from scaling.common.arguments import check_fields, check_within, of_type
 
-KINDS = ("tpu", "gpu", "cpu")
+CHIP_KINDS = ("tpu", "gpu", "cpu")
 LENGTHS = ("pod", "slices", "host")  # of the axes
 WRAPS = (None, "full", "cubes", "all", "none")
 LEAST = {"flops": 1e6, "_bytes": 1e3, "_bw": 1e5, "bandwidth": 1e3, "clock": 1e6, "clock_base": 1e6}  # for any chip
@@ -132,7 +132,7 @@ class Chip:
 
     def __post_init__(self):
         of = f"chip {self.name}: "
-        check_fields(self, of, {"kind": KINDS, "wrap": WRAPS, "axes": "[0, inf)"})
+        check_fields(self, of, {"kind": CHIP_KINDS, "wrap": WRAPS, "axes": "[0, inf)"})
         for table in ("levels", "measured"):
             for part in getattr(self, table):
                 check_fields(part, f"{of}{table}.")

@@ -35,7 +35,7 @@ from scaling.train.settings import DTYPES, Settings
 
 MODEL = get("tiny").with_(L=4, D=256, F=1024, N=8, K=4, H=32)
 SETTINGS = Settings(MODEL, "", "", batch=16, seq=128, microbatches=2)
-MOST = 10  # the number of meshes that are run
+MOST_MESHES = 10  # the number of meshes that are run
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,7 @@ class Check:
         return self.predicted / self.seconds - 1
 
 
-def check_steps(settings: Settings, chip: Chip, ranks: int, rounds: int, most: int = MOST) -> list[Check]:
+def check_steps(settings: Settings, chip: Chip, ranks: int, rounds: int, most: int = MOST_MESHES) -> list[Check]:
     """Predict and run a step on at most `most` meshes of `ranks` ranks, spread evenly over the planner's ranking.
 
     Raises:

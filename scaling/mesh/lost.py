@@ -28,7 +28,7 @@ AROUND = contextlib.__file__, runpy.__file__, "<"
 REAP = 0.5  # seconds until a process whose connections are closed is seen to have ended
 # words of the transports for a closed connection:
 CLOSED = ("closed by peer", "reset by peer", "Broken pipe", "error [", "remote process", "NCCL error")
-RULE = "a collective ends when all ranks of its group have taken part in it"
+ALL_TAKE_PART = "a collective ends when all ranks of its group have taken part in it"
 
 
 class RankEnded(ShardingError):
@@ -85,7 +85,7 @@ def raise_lost(
     began: float,
     late: Sequence[int] = (),
     closed: Sequence[int] = (),
-    rule: str = RULE,
+    rule: str = ALL_TAKE_PART,
 ) -> NoReturn:
     """Raise, instead of a transport's error, one that names the call, the ranks it waited for, and for how long.
 
@@ -121,7 +121,7 @@ def raise_lost(
 
 
 @contextlib.contextmanager
-def naming(call: object, pg: Any, waits_for: Sequence[int] = (), rule: str = RULE) -> Iterator[None]:
+def naming(call: object, pg: Any, waits_for: Sequence[int] = (), rule: str = ALL_TAKE_PART) -> Iterator[None]:
     """Let `raise_lost` explain any failure of a wait for other ranks in this context."""
     began = time.monotonic()
     try:

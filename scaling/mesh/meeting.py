@@ -25,7 +25,7 @@ from scaling.mesh.page import DIGEST, LENGTH, PLACES, WORD, SharedPage, Wait
 from scaling.spec import ShardingError
 
 CIRCLE, ENDED, LATE = "wait for each other", "has ended", "has not come in time"
-RULE = "all ranks of a group run the same lines in the same order, on shards of one shape and dtype"
+SAME_LINES = "all ranks of a group run the same lines in the same order, on shards of one shape and dtype"
 MESHES = "a mesh is made by all ranks alike"
 
 LET_OTHERS_RUN = getattr(os, "sched_yield", lambda: time.sleep(0))
@@ -213,7 +213,7 @@ class MeetingByMessages:
             except RuntimeError as error:
                 late = [other for other in range(size) if one_by_one and not calls[other].any()]
                 closed = [member] if member >= 0 else []
-                raise_lost(error, message_in(call.text).partition("\n")[2], pg, began, late, closed, RULE)
+                raise_lost(error, message_in(call.text).partition("\n")[2], pg, began, late, closed, SAME_LINES)
             if not bool((calls[:, :DIGEST] == mine[:DIGEST]).all()):
                 messages = [message_in(bytes(each[DIGEST:])) for each in calls.tolist()]
                 raise different(self.axes, dist.get_process_group_ranks(pg), messages)
@@ -260,7 +260,7 @@ def not_met(why: str, waits: Sequence[tuple[int, str | None, Sequence[int]]], ti
 
     `waits` has for each rank involved its number, its call or None, and the ranks that it waits for.
     """
-    lines = "".join(f"  {_waits(*each, why)}\n" for each in waits) + f"  rule: {RULE}"
+    lines = "".join(f"  {_waits(*each, why)}\n" for each in waits) + f"  rule: {SAME_LINES}"
     if why == LATE:
         return TimeoutError(
             f"Timed out: not all ranks have come within {timeout:g} s\n{lines}\n"
@@ -296,4 +296,4 @@ def _by_call(ranks: Sequence[int], messages: Sequence[str]) -> str:
     lines = ""
     for call, who in callers.items():
         lines += f"  {f'ranks {who}' if len(who) > 1 else f'rank {who[0]}'}: {call}\n"
-    return f"{lines}  rule: {RULE}" + (", and differentiate it alike" if with_how else "")
+    return f"{lines}  rule: {SAME_LINES}" + (", and differentiate it alike" if with_how else "")

@@ -4,8 +4,8 @@
     template.render([{"role": "user", "content": "Hi"}], add_generation_prompt=True)
 
 Templates are read and rendered as transformers reads and renders them. A template is a program that comes with the
-model, so another process runs it (`template_process.py`): it may take `SECONDS` of processor time and write `MOST`
-characters. It needs jinja2, of the extra `hf`.
+model, so another process runs it (`template_process.py`): it may take `SECONDS` of processor time and write
+`MOST_WRITTEN` characters. It needs jinja2, of the extra `hf`.
 """
 
 import atexit
@@ -28,7 +28,7 @@ from scaling.configs.sources import TEMPLATES
 from scaling.models.text import FILE, TOKENIZER_CONFIG, home_of
 
 SECONDS = 2.0  # limit of processor time for one rendering
-MOST = 8 << 20  # limit of characters that it may write
+MOST_WRITTEN = 8 << 20  # limit of characters that it may write
 TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 REASONING = ("reasoning_content", "thinking", "reasoning")  # keys of a message under which a model's thoughts may be
 RESERVED = {  # names that `chat_template_kwargs` may not have: callers set them, or they are not variables
@@ -237,7 +237,7 @@ class _Renderer:
         atexit.register(self.end)
 
     def render(self, template: str, variables: dict[str, Any]) -> tuple[str, list[tuple[int, int]]]:
-        job = {"template": template, "variables": variables, "seconds": SECONDS, "most": MOST}
+        job = {"template": template, "variables": variables, "seconds": SECONDS, "most": MOST_WRITTEN}
         try:
             line = json.dumps(job, ensure_ascii=False).encode("utf-8", "surrogatepass") + b"\n"
         except (TypeError, ValueError, RecursionError) as error:

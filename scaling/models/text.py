@@ -18,7 +18,7 @@ from scaling.models.growth import check_growth, growing_steps
 FILE = "tokenizer.json"
 TOKENIZER_CONFIG = "tokenizer_config.json"  # special tokens and chat templates
 GENERATION = "generation_config.json"  # a file that comes with weights: how to sample, and the ids that end a text
-ENDS = ("bos_token_id", "eos_token_id", "pad_token_id")  # of config.json: ids that belong to the tokenizer
+ID_KEYS = ("bos_token_id", "eos_token_id", "pad_token_id")  # of config.json: ids that belong to the tokenizer
 IDENTITY = "tokenizer_identity"  # of an export's config.json
 NAME = "tokenizer_name"  # of run.toml: where it came from
 BYTES = 256

@@ -23,7 +23,7 @@ from scaling.plan.job import AXES, DTYPES, OVERLAPS, POLICIES, SCHEDULES, Fixed,
 from scaling.plan.report import Budget, as_dict, folded, text, whole_runs
 
 BINARY = {"": 1, "k": 2**10, "M": 2**20, "G": 2**30}
-MOST = 1e20  # the largest count that is read
+LARGEST_COUNT = 1e20  # the largest count that is read
 DECIMAL = {"": 1, "k": 1e3, "M": 1e6, "B": 1e9, "G": 1e9, "T": 1e12}
 COMMANDS = {
     "guide": "scaling.plan.guide", "published": "scaling.plan.published", "serve": "scaling.plan.serve.command",
@@ -49,8 +49,8 @@ def parse_count(text: str, units: dict = BINARY) -> float:
         value = float(match[1].replace(",", "")) * units[match[2]] if match else math.inf
     except ValueError:
         value = math.inf
-    if not 0 < value <= MOST:
-        about = f"is not a number from 1 to {MOST:g}; fix: write 4M, 4194304 or 4e6"
+    if not 0 < value <= LARGEST_COUNT:
+        about = f"is not a number from 1 to {LARGEST_COUNT:g}; fix: write 4M, 4194304 or 4e6"
         raise argparse.ArgumentTypeError(f"{shortened(text)!r} {about}")
     return value
 

@@ -19,7 +19,7 @@ from scaling.schedules.instructions import (
     parts,
 )
 
-KINDS = {"F": Forward, "B": Backward, "I": BackwardInput, "W": BackwardWeight}
+PARTS_BY_LETTER = {"F": Forward, "B": Backward, "I": BackwardInput, "W": BackwardWeight}
 
 
 @dataclass(frozen=True)
@@ -80,7 +80,7 @@ def from_orders(name: str, stages: int, microbatches: int, orders: list, placeme
         local, program = [stage for stage, owner in enumerate(placement) if owner == rank], []
         for item in order:
             pair = item if isinstance(item[0], tuple) else (item,)
-            steps = [KINDS[kind](local[chunk], m) for kind, chunk, m in pair]
+            steps = [PARTS_BY_LETTER[kind](local[chunk], m) for kind, chunk, m in pair]
             transfers = [_transfers(step, rank, placement) for step in steps]
             program += [receive for receives, _ in transfers for receive in receives]
             program += [ForwardBackward(*steps)] if len(steps) == 2 else steps

@@ -1,20 +1,21 @@
 """Inference (Parts 7 and 8): caches, prefill and decode, sampling, the engine and what it is made of.
 
-What stands here is loaded when it is first used, so that the scheduler and the simulator, which need no torch, can be
-imported without it.
+Call `generate(params, prompts, config, max_new_tokens)`, or `prefill` and `decode` with a cache of `init_cache`. Start
+reading at `generation.generate`, which is one screen over `step.prefill` and `step.decode`. The names of this package
+are loaded when they are first used, because the scheduler and the simulator need no torch.
 
     types    the types of params and caches, by form
     cache    init_cache: contiguous, in pages, int8       slots    where tokens go in it, and what they see
     step     prefill, decode, extend
     fixed    decode steps of few shapes without host reads; capture: as CUDA graphs
     forms    one listing for each way to shard a decode step
-    handover a cache moved to another mesh                 int8     int8 weights
-    requests a request as data, and read from JSON         sampling from logits to tokens
-    states, pages, scheduler                               the engine's state machine, without torch
-    simulate, engine                                       a trace of requests in time: modelled, and computed
-    generation                                             generate, stream, score
-    text, loading                                          for the commands `generate` and `serve`
-    web                                                    the engine behind HTTP: the extra `serve`
+    generation                   generate, stream, score
+    sampling, int8, handover     from logits to tokens; int8 weights; a cache moved to another mesh
+    requests                     a request as data, and read from JSON
+    states, pages, scheduler     the engine's state machine, without torch
+    simulate, engine             a trace of requests in time: modelled, and computed
+    text, loading                for the commands `generate` and `serve`
+    web                          the engine behind HTTP: the extra `serve`
 """
 
 from typing import TYPE_CHECKING
@@ -45,7 +46,7 @@ __all__ = [
     "stream",
 ]
 
-_HOMES = {  # module -> what of it stands here
+_HOMES = {  # module -> its names that are passed on here
     "scaling.serve.cache": ("init_cache",),
     "scaling.serve.generation": ("generate", "score", "stream"),
     "scaling.serve.handover": ("move",),

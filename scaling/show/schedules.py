@@ -10,7 +10,7 @@ from scaling.schedules.closed_forms import bubble_time
 from scaling.schedules.simulator import Times, simulate
 from scaling.show.timelines import save_schedule, schedule_chart, summary, write_chrome
 
-MOST = 20_000  # the most forward passes that are drawn, which takes some seconds
+MOST_FORWARDS = 20_000  # the most forward passes that are drawn, which takes some seconds
 
 
 def _parser(**options) -> Parser:
@@ -39,9 +39,10 @@ def main(argv: list[str] | None = None) -> int:
     """Draw one schedule, or all that are defined for these sizes; return the exit code."""
     options = _parser(prog="python -m scaling.show schedule")
     arguments = options.parse_args(argv)
-    if (forwards := arguments.stages * arguments.microbatches * (arguments.chunks or 1)) > MOST:
+    if (forwards := arguments.stages * arguments.microbatches * (arguments.chunks or 1)) > MOST_FORWARDS:
         options.error(
-            f"{forwards:,} forward passes are not drawn, at most {MOST:,} are; fix: give fewer stages or microbatches"
+            f"{forwards:,} forward passes are not drawn, at most {MOST_FORWARDS:,} are"
+            "; fix: give fewer stages or microbatches"
         )
     names = list(SCHEDULES) if arguments.schedule == "all" else [arguments.schedule]
     times = Times(*_three(arguments.times), hop=arguments.hop)

@@ -23,7 +23,7 @@ from scaling.spec.sizes import parse_mesh, parse_sizes
 NINE = ("A[I, J]", "A[I_X, J]", "A[I, J_X]", "A[I_Y, J]", "A[I_XY, J]", "A[I_Y, J_X]", "A[I, J_Y]", "A[I_X, J_Y]",
         "A[I, J_XY]")  # fmt: skip
 ANSI = (117, 215, 120, 211, 229, 183, 159, 187, 146, 222, 152, 174)
-MOST = 4096  # the most devices that are drawn
+MOST_DEVICES = 4096  # the most devices that are drawn
 COLOURS = ("#87d7ff", "#ffaf5f", "#87ff87", "#ff87af", "#ffffaf", "#d7afff", "#afffff", "#d7d7af")
 
 
@@ -31,9 +31,9 @@ def blocks(spec: "str | Spec", mesh) -> dict[tuple[int, ...], list[list[int]]]:
     """Return the groups of devices that hold each block; a group is one replica, which its devices' parts add up to."""
     spec, sizes = parse(spec), mesh_sizes(mesh)
     spec.check_axes(sizes)
-    if (devices := math.prod(sizes.values())) > MOST:
+    if (devices := math.prod(sizes.values())) > MOST_DEVICES:
         raise ShardingError(
-            f"{spec}: a mesh of {devices:,} devices is not drawn, at most {MOST:,} are\n"
+            f"{spec}: a mesh of {devices:,} devices is not drawn, at most {MOST_DEVICES:,} are\n"
             f"  fix: draw a smaller mesh of the same axes"
         )
     counts = {axis: range(n) for axis, n in sizes.items()}

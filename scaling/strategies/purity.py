@@ -24,7 +24,7 @@ from scaling.common.torch_private import TorchDispatchMode, storage_of, unwrappe
 from scaling.models.dropout import dropout
 from scaling.spec import ShardingError, parse, refuse
 
-RULE = "a forward is a function of its params and arguments, so that all meshes compute the same"
+PURE = "a forward is a function of its params and arguments, so that all meshes compute the same"
 NO_DRAW = {"p", "dropout", "dropout_p", "train", "training"}  # an operation draws nothing if one of these is 0 or False
 
 
@@ -66,7 +66,7 @@ class Watch(TorchDispatchMode):
         part = self.inside[-1] if self.inside else None
         whole = "the module" if self.names else "the function"
         name = whole if part is None else f"{self.names.get(part) or whole}: {type(part).__name__}"
-        raise ShardingError(f"{name} {what}\n  rule: {RULE}\n  fix: {fix}")
+        raise ShardingError(f"{name} {what}\n  rule: {PURE}\n  fix: {fix}")
 
 
 @contextmanager
@@ -99,10 +99,10 @@ def dropout_masks(module: nn.Module, types: Mapping[str, str], mesh, seed: int |
         if name not in types:
             what = f"{name or 'the module'}: Dropout draws random numbers, which every rank would draw alike"
             fix = f'give dropped={{"{name}": "x[B_X, D]"}}, the type of what it is given, and a seed at each call'
-            raise ShardingError(f"{what}\n  rule: {RULE}\n  fix: {fix}, or module.eval()")
+            raise ShardingError(f"{what}\n  rule: {PURE}\n  fix: {fix}, or module.eval()")
     if active and seed is None:
         fix = "g(params, x, seed=dropout.at_step(seed, step)): scaling.models.dropout makes one for each step"
-        raise ShardingError(f"{next(iter(active))}: Dropout is given no seed\n  rule: {RULE}\n  fix: {fix}")
+        raise ShardingError(f"{next(iter(active))}: Dropout is given no seed\n  rule: {PURE}\n  fix: {fix}")
     try:
         for name, part in active.items():
             part.__dict__["forward"] = partial(_drop, part.p, name, parse(types[name]), mesh, seed or 0, count())

@@ -12,7 +12,7 @@ from scaling.models.mlp import MLPConfig, cross_entropy, embed
 from scaling.models.pointwise import rms_norm, vjp
 from scaling.spec import Spec, parse
 
-ENDS = {"embed": "E[K, V, D]", "head": "W_head[D, V]"}  # the params before and after the layers, unsharded
+ENDS_SPECS = {"embed": "E[K, V, D]", "head": "W_head[D, V]"}  # the params before and after the layers, unsharded
 
 
 def param_specs(strategy) -> dict:
@@ -89,7 +89,7 @@ def end_types(name: str, strategy):
     In use, D is split as In's D is. In storage, D is also split over the axes that shard the layers' D, as in FSDP.
     """
     In, W_in = parse(strategy.SPECS["In"]), parse(strategy.SPECS["W_in"])
-    used = parse(ENDS[name]).with_axes("D", In.axes_of("D"))
+    used = parse(ENDS_SPECS[name]).with_axes("D", In.axes_of("D"))
     return used.with_axes("D", In.axes_of("D") + W_in.axes_of("D")), used
 
 

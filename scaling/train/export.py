@@ -21,8 +21,8 @@ from scaling.models.lora import Lora, adapter_specs
 from scaling.models.params import IN_ORDER, Places
 from scaling.models.text import (
     COMPANIONS,
-    ENDS,
     FILE,
+    ID_KEYS,
     IDENTITY,
     NAME,
     Tokenizer,
@@ -109,7 +109,7 @@ def add_companions(run: Path, out: Path, config: Config) -> None:
         copy_companions(Path(by.name), out)
     copy_companions(home, out)
     there = table_if_any(home / "config.json")
-    table = read_table(out / "config.json") | {key: there[key] for key in ENDS if key in there}
+    table = read_table(out / "config.json") | {key: there[key] for key in ID_KEYS if key in there}
     if not ends_of(home) and (ends := ends_of(run)):
         table["eos_token_id"] = ends[0]
     table |= {"tokenizer": options_of(run).get(NAME, short_name(by)), IDENTITY: by.identity} if by.identity else {}

@@ -17,9 +17,9 @@ from scaling.configs import Config, get, source_of
 from scaling.configs.sources import CONFIGS, MODEL, RUN
 from scaling.models.text import (
     BYTES,
-    ENDS,
     FILE,
     GENERATION,
+    ID_KEYS,
     NAME,
     Tokenizer,
     Unknown,
@@ -221,7 +221,7 @@ def without_ends(path: Path) -> None:
     """Remove the ids of begin and end, which belong to another tokenizer, from a Hugging Face config.json."""
     if path.suffix == ".json":
         table = json.loads(path.read_text())
-        path.write_text(json.dumps({key: value for key, value in table.items() if key not in ENDS}, indent=2) + "\n")
+        path.write_text(json.dumps({key: value for key, value in table.items() if key not in ID_KEYS}, indent=2) + "\n")
 
 
 def absolute_data(data: str) -> str:

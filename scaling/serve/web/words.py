@@ -33,7 +33,7 @@ NEUTRAL = {  # fields that are not served, and the values with which they change
 }  # fmt: skip
 ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}  # as templates know them
 EMPTY = ("tool_calls", "annotations")  # fields of an answer that a client sends back
-MOST = 16  # tokens of a completion that does not say how many, as with OpenAI
+USUAL_TOKENS = 16  # tokens of a completion that does not say how many, as with OpenAI
 CHOICES = 64  # answers of one call
 TOP_PLAIN, TOP_CHAT = 5, 20  # the largest numbers of likeliest tokens
 
@@ -88,7 +88,7 @@ def read_body(body: bytes, model: Model, chat: bool, ids: Iterator[int]) -> Clie
         raise RequestError("best_of is not served where it is not n\n  fix: leave it out", "best_of")
     longest, length = max(map(len, prompts)), model.options.length
     room, sensible = length - longest, min(length, model.longest or length) - longest
-    unsaid = max(1, min(sensible, model.most or (length if chat else MOST)))
+    unsaid = max(1, min(sensible, model.most or (length if chat else USUAL_TOKENS)))
     texts = _echoed(fields, prompts, model, top) if not chat and fields.flag("echo") else []
     requests = requests_of(
         fields, [prompt for prompt in prompts for _ in range(n)], ids, model.tokenizer, model.ends,

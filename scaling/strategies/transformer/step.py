@@ -32,7 +32,7 @@ from scaling.strategies.transformer.ends import Terms
 from scaling.strategies.transformer.layer import REMAT, dropped
 
 TOKENS = ("P", "X", "E", "C", "Y")  # the axes that split the tokens, over which the loss is unreduced
-ENDS = (*TOKENS, "Z")  # with Z for leaves outside the layers, which not every stage uses
+TOKENS_AND_STAGES = (*TOKENS, "Z")  # with Z for leaves outside the layers, which not every stage uses
 
 
 @dataclass(frozen=True)
@@ -170,11 +170,11 @@ def lines_of_params(stored: dict, reduced: dict, mesh) -> dict[str, Any]:
     """Return the lines of each leaf: by name for the ends, a list for each stack of layers."""
     ends = [name for name in stored if name not in STACKS]
     both = [stored[name] for name in ends], [reduced[name] for name in ends]
-    lines: dict[str, Any] = dict(zip(ends, lines_of(*both, mesh, ENDS), strict=True))
+    lines: dict[str, Any] = dict(zip(ends, lines_of(*both, mesh, TOKENS_AND_STAGES), strict=True))
     for name in ("dense", "layers"):
         if name in stored:  # the first stage alone runs the dense layers
             both = tree.leaves(types_of_stack(stored, name)), tree.leaves(types_of_stack(reduced, name))
-            lines[name] = lines_of(*both, mesh, TOKENS if name == "layers" else ENDS, stack=True)
+            lines[name] = lines_of(*both, mesh, TOKENS if name == "layers" else TOKENS_AND_STAGES, stack=True)
     return lines
 
 
