@@ -8,7 +8,7 @@ from types import MappingProxyType
 from scaling import algebra, configs, cost, hardware
 from scaling.algebra.law import check_product
 from scaling.algebra.rules import collective_steps
-from scaling.check.lines import COLLECTIVES
+from scaling.check.lines import KINDS
 from scaling.cost.step_time import seconds_on
 from scaling.cost.transformer import num_params
 from scaling.show import draw
@@ -33,8 +33,8 @@ def check(call: str, line: str) -> str:
     if call == "einsum":
         check_product(line)
         return f"legal: {parse_line(line)}"
-    steps = collective_steps(COLLECTIVES[call], line)
-    does = [f"{COLLECTIVES[call]} over {', '.join(step.axes)}: {step.before} -> {step.after}" for step in steps]
+    steps = collective_steps(KINDS[call], line)
+    does = [f"{KINDS[call]} over {', '.join(step.axes)}: {step.before} -> {step.after}" for step in steps]
     return "\n".join(["legal:", *does] if does else ["legal, and there is nothing to do"])
 
 

@@ -16,14 +16,14 @@ from scaling.algebra.scales import check_quantize
 from scaling.check.findings import RULES, Finding, said
 from scaling.spec import ShardingError, parse, parse_line
 
-COLLECTIVES = {"all_gather": "AllGather", "reduce_scatter": "ReduceScatter", "all_reduce": "AllReduce"}
-COLLECTIVES |= {"all_to_all": "AllToAll", "shard": "Slice", "ragged_all_to_all": "AllToAll", "broadcast": "Broadcast"}
-COLLECTIVES |= {"reduce": "Reduce", "scatter": "Scatter", "gather": "Gather"}
+KINDS = {"all_gather": "AllGather", "reduce_scatter": "ReduceScatter", "all_reduce": "AllReduce"}
+KINDS |= {"all_to_all": "AllToAll", "shard": "Slice", "ragged_all_to_all": "AllToAll", "broadcast": "Broadcast"}
+KINDS |= {"reduce": "Reduce", "scatter": "Scatter", "gather": "Gather"}
 TYPED = (
     "einsum",
     "quantize",
     "dequantize",
-    *COLLECTIVES,
+    *KINDS,
     "ppermute",
     "masked",
     "unshard",
@@ -125,7 +125,7 @@ def _typed(call: ast.Call) -> bool:
 def _thrown_away(call: ast.Call) -> bool:
     """Return whether a call whose result is not used is a typed line by name, and writes to nothing."""
     writes = any(option.arg in ("out", "donate") for option in call.keywords)
-    return isinstance(call.func, ast.Name) and call.func.id in (*COLLECTIVES, "einsum") and _typed(call) and not writes
+    return isinstance(call.func, ast.Name) and call.func.id in (*KINDS, "einsum") and _typed(call) and not writes
 
 
 def _check(name: str, line: str) -> None:
@@ -133,8 +133,8 @@ def _check(name: str, line: str) -> None:
         check_product(line)
     elif name in ("quantize", "dequantize"):
         check_quantize(line, back=name == "dequantize")
-    elif name in COLLECTIVES and not (name == "shard" and "->" not in line):
-        collective_steps(COLLECTIVES[name], line)
+    elif name in KINDS and not (name == "shard" and "->" not in line):
+        collective_steps(KINDS[name], line)
     elif "->" in line:
         parse_line(line)
     else:

@@ -18,9 +18,10 @@ from scaling.collectives import Deferred, wait
 class Gradient:
     """The gradients of one leaf, layer by layer: unreduced sums as they come in, then the stack of reduced ones.
 
-    A backward calls `add` for each layer from the last to the first, `take` to hand unreduced gradients to a reduction,
-    `settle` to keep what the reduction returns, and `result` at the end. A stack of L layers is allocated early only
-    where unreduced gradients can be written into it: else it would hold the memory of all layers from the first one on.
+    A backward calls `accumulate` for each layer from the last to the first, `take` to hand unreduced gradients to a
+    reduction, `keep_reduced` with what the reduction returns, and `reduced_stack` at the end. A stack of L layers is
+    allocated early only where unreduced gradients can be written into it: else it would hold the memory of all layers
+    from the first one on.
 
     Args:
         name: the leaf's name, for errors.
@@ -55,7 +56,7 @@ class Gradient:
         if sums.shape[1:] == self.shape and not self.compiling:
             self.out = sums
 
-    def add(self, l: int, g: Any) -> None:
+    def accumulate(self, l: int, g: Any) -> None:
         """Add a microbatch's gradient of layer l, a tensor or a deferred product, to the sum of those before it."""
         sums, deferred = self.unreduced[l], isinstance(g, Deferred) and not self.compiling
         g = g if deferred or isinstance(g, Tensor) else wait(g)
@@ -90,7 +91,7 @@ class Gradient:
             return some[0]
         return torch.stack(some) if self.stack is None else self.stack[first:end]
 
-    def settle(self, first: int, end: int, x: Tensor) -> None:
+    def keep_reduced(self, first: int, end: int, x: Tensor) -> None:
         """Keep the reduced gradients of layers first..end-1, one layer's alone or several stacked.
 
         Raises:
@@ -106,7 +107,7 @@ class Gradient:
         elif x.is_meta or self.out[first:end].data_ptr() != x.data_ptr():
             self.out[first:end].copy_(x)
 
-    def result(self) -> Tensor:
+    def reduced_stack(self) -> Tensor:
         """Return the stack of all layers' reduced gradients."""
         if self.out is None:
             self.out, self.reduced = torch.cat(self.reduced), []
@@ -172,7 +173,7 @@ class Layers:
         for grad, stack in zip(self.grads, sums or (), strict=sums is not None):
             grad.resume(stack)
         self.in_flight: list[tuple[int, int, Any, Any]] = []  # (first, end, their mesh, what `reduce` returned)
-        self.in_flight_slow: list[tuple[int, int, Any]] = []  # (first, end, what `reduce_slow` returned)
+        self.in_flight_slow: list[tuple[int, int, Any, Any]] = []  # the same of `reduce_slow`
 
     def weights(self, l: int) -> Any:
         """Start to gather the weights of layer l; return them, pending, or None if there is no such layer."""
@@ -235,7 +236,7 @@ class Layers:
         Buckets are counted from the last layer down, so a bucket is full with the first of its layers.
         """
         for grad, g in zip(self.grads, dW, strict=True):
-            grad.add(l, g)
+            grad.accumulate(l, g)
         end = len(self.layers) - (len(self.layers) - 1 - l) // self.bucket * self.bucket
         if last and l == max(0, end - self.bucket):
             self.start(l, end)
@@ -260,24 +261,19 @@ class Layers:
         """Wait for the reductions in flight; keep their results, or start to reduce them over the slow axis."""
         while self.in_flight:
             first, end, mesh, pending = self.in_flight.pop(0)
-            done = arrived(pending)
-            if self.reduce_slow is None:
-                self.keep(first, end, done)
-            else:
-                self.in_flight_slow.append((first, end, self.reduce_slow(done, mesh)))
-
-    def keep(self, first: int, end: int, dW: Sequence[Tensor]) -> None:
-        """Keep the reduced gradients of layers first..end-1."""
-        for grad, x in zip(self.grads, dW, strict=True):
-            grad.settle(first, end, x)
+            dW = arrived(pending)
+            if self.reduce_slow is not None:
+                self.in_flight_slow.append((first, end, mesh, self.reduce_slow(dW, mesh)))
+                continue
+            for grad, x in zip(self.grads, dW, strict=True):
+                grad.keep_reduced(first, end, x)
 
     def result(self) -> list[Tensor]:
         """Wait for all reductions; return the gradients of all layers, a stack [L, ...] for each leaf."""
         self.settle()
-        while self.in_flight_slow:
-            first, end, pending = self.in_flight_slow.pop(0)
-            self.keep(first, end, arrived(pending))
-        return [*map(Gradient.result, self.grads)]
+        self.in_flight, self.reduce_slow = self.in_flight_slow, None
+        self.settle()
+        return [*map(Gradient.reduced_stack, self.grads)]
 
 
 def arrived(pending: Any) -> list[Tensor]:

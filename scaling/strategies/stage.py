@@ -66,7 +66,9 @@ def of_strategy(
         for l in reversed(range(len(chunk.layers))):
             products = [rest.pop() for rest in rests]  # freed as they are used
             for grad, *some in zip(chunk.grads, *products, strict=True):
-                grad.add(l, join_products(some))  # copies the products of several microbatches, one weight at a time
+                grad.accumulate(
+                    l, join_products(some)
+                )  # copies the products of several microbatches, one weight at a time
 
     specs = {name: strategy.SPECS[name] for name in ("In", "Out")} | {name: str(t) for name, t in stacked.items()}
     return Stage(specs, forward, backward_input, backward_weight, prepare, Layers.result)

@@ -151,7 +151,7 @@ class LayerStack:
         gather = partial(gather_packed, dims=dims) if dims else partial(gather_leaves, lines=self.lines)
         paths = optree.tree_paths(held)
         self.trained: Any = self.structure
-        trained, names = None, [path[0] for path in paths]
+        trained, names = None, next(zip(*paths, strict=False))
         if lora:
             gather = adapted(gather, self.structure, lora, step.config, types_of_stack(step.reduced, stack))
             trained = [i for i, path in enumerate(paths) if path[0] == "lora"]
@@ -175,12 +175,12 @@ class LayerStack:
         x, extra, kept_below = self.below.forward(x, at) if self.below else (x, 0.0, [])
         terms = [extra]
 
-        def one(l: int, W: list, x: Tensor):
+        def run_layer(l: int, W: list, x: Tensor):
             x, term, saved = layer(self.structure.unflatten(W), x, at.of_layer(self.first + l), self.step.gone)
             terms.append(0.0 if term is None else term)
             return x, saved if self.step.backward else None
 
-        x, kept = self.engine.forward(x, one)
+        x, kept = self.engine.forward(x, run_layer)
         return x, sum(terms), kept_below + kept
 
     def backward(self, dx: Tensor, kept: list, at: Context, scale: float, last: bool = False) -> Tensor:
@@ -191,11 +191,11 @@ class LayerStack:
             last: no microbatch follows.
         """
 
-        def one(l: int, W: list, dx: Tensor, saved):
+        def run_layer_backward(l: int, W: list, dx: Tensor, saved):
             dx, dW = layer_backward(self.structure.unflatten(W), dx, saved, at.of_layer(self.first + l), scale)
             return dx, self.trained.flatten_up_to(dW)
 
-        dx = self.engine.backward(dx, kept, one, last=last)
+        dx = self.engine.backward(dx, kept, run_layer_backward, last=last)
         return self.below.backward(dx, kept, at, scale, last) if self.below else dx
 
     def reduce_all(self) -> None:
@@ -204,7 +204,7 @@ class LayerStack:
         if self.below:
             self.below.reduce_all()
 
-    def result(self) -> list[Tensor]:
+    def reduced_gradients(self) -> list[Tensor]:
         """Return the gradients of the stack, reduced, as a list of leaves."""
         return total_leaves(self.engine.result(), self.step.mesh, self.lines)
 
@@ -248,7 +248,7 @@ def run_all_layers(step: TrainStep, params: dict, batch: LocalBatch) -> tuple[Te
     if late:
         layers.reduce_all()
     grads |= reduce_ends(dends, mesh, step.lines)
-    grads["lora" if lora else "layers"] = layers.trained.unflatten(layers.result())
+    grads["lora" if lora else "layers"] = layers.trained.unflatten(layers.reduced_gradients())
     if below := layers.below:
-        grads["dense"] = below.trained.unflatten(below.result())
+        grads["dense"] = below.trained.unflatten(below.reduced_gradients())
     return all_reduce("Loss[] {U_PXECY} -> Loss[]", torch.stack(losses).sum(), mesh), grads

@@ -63,7 +63,7 @@ def stage_of(step: TrainStep, batch: LocalBatch, dense: Any) -> tuple[Stage, lis
         return chunk.backward(dOut, *saved, step.options.scale / M), None
 
     def finish(chunk):
-        for grad, g in zip(chunk.engine.grads, chunk.result(), strict=True):
+        for grad, g in zip(chunk.engine.grads, chunk.reduced_gradients(), strict=True):
             grad.out.copy_(g)
         if chunk.below:
             of_dense.extend(chunk.below.engine.result())  # all stages make the sum over Z together
