@@ -4,10 +4,11 @@
     W = all_gather("W[D_X, F] {Q_D} -> W[D, F] {Q_D}", W, mesh)          both parts
     Tmp = einsum("In[B_X, D] {Q_D} * W[D, F] {Q_D} -> Tmp[B_X, F]", In, W)
 
-`rounding` has the numbers that each dtype can hold, `arrays` the lines. The laws are in notation.md and
-`scaling.algebra.law`; the formats are data in `scaling.spec.formats`.
+`rounding` has the numbers that each dtype can hold, `arrays` the lines, and `recipes` what a training step scales. The
+laws are in notation.md and `scaling.algebra.scales`; the formats are data in `scaling.spec.formats`.
 """
 
 from scaling.scaled.arrays import Scaled, dequantize, quantize
+from scaling.scaled.recipes import RECIPES, gather_matrix, products_of
 
-__all__ = ["Scaled", "dequantize", "quantize"]
+__all__ = ["RECIPES", "Scaled", "dequantize", "gather_matrix", "products_of", "quantize"]

@@ -128,6 +128,7 @@ class Layers:
         layers: the leaves of each layer.
         mesh: the mesh that the functions below are called with.
         gather: `gather(W, mesh) -> W` starts to gather a layer's weights; they may be pending.
+        gather_back: the same for the backward pass, if it needs another form of them.
         reduce: `reduce(dW, mesh) -> dW` starts to reduce the gradients of one layer to their stored types, or of a
             bucket of several layers on `mesh.stacked("L")`; they may be pending.
         reduce_slow: the same over a slow axis; it gets what `reduce` returned, once that has arrived.
@@ -161,9 +162,10 @@ class Layers:
         out: Sequence[Tensor] | None = None,
         shapes: Sequence[Sequence[int]] | None = None,
         trained: Sequence[int] | None = None,
+        gather_back: Callable | None = None,
     ):
         self.layers, self.mesh, self.gather, self.late = layers, mesh, gather, late
-        self.reduce, self.reduce_slow, self.bucket = reduce, reduce_slow, bucket
+        self.reduce, self.reduce_slow, self.bucket, self.gather_back = reduce, reduce_slow, bucket, gather_back
         self.held: dict[int, Any] | None = {} if keep_weights else None
         self.grads: list[Gradient] = []
         for i, name in enumerate(names):
@@ -175,13 +177,14 @@ class Layers:
         self.in_flight: list[tuple[int, int, Any, Any]] = []  # (first, end, their mesh, what `reduce` returned)
         self.in_flight_slow: list[tuple[int, int, Any, Any]] = []  # the same of `reduce_slow`
 
-    def weights(self, l: int) -> Any:
+    def weights(self, l: int, back: bool = False) -> Any:
         """Start to gather the weights of layer l; return them, pending, or None if there is no such layer."""
         if not 0 <= l < len(self.layers):
             return None
         if self.held is not None and l in self.held:
             return self.held[l]
-        return self.layers[l] if self.gather is None else self.gather(self.layers[l], self.mesh)
+        gather = self.gather_back if back and self.gather_back else self.gather
+        return self.layers[l] if gather is None else gather(self.layers[l], self.mesh)
 
     def waited(self, l: int, pending) -> Any:
         """Wait for layer l's gathered weights and return them."""
@@ -218,10 +221,10 @@ class Layers:
             last: no microbatch follows, so gradients are reduced as soon as they are complete.
             donate: whether `kept` may be emptied.
         """
-        add, coming = add or partial(self.add, last=last), self.weights(len(self.layers) - 1)
+        add, coming = add or partial(self.add, last=last), self.weights(len(self.layers) - 1, back=True)
         for l in reversed(range(len(self.layers))):
             W = coming
-            coming = self.weights(l - 1)
+            coming = self.weights(l - 1, back=True)
             W = self.waited(l, W)
             saved = kept.pop() if donate else kept[l]
             dx, dW = layer(l, W, dx, saved)

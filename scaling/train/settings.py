@@ -15,6 +15,7 @@ from scaling.configs import Config
 from scaling.cost.transformer import POLICIES
 from scaling.models.leaves import matrices_of
 from scaling.models.lora import Lora
+from scaling.scaled import RECIPES
 
 DTYPES = {"fp32": torch.float32, "fp64": torch.float64, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -74,6 +75,9 @@ class Settings:
         "fp32", "dtype of the params; bf16 and fp16 keep float32 masters, fp16 scales the loss", choices=[*DTYPES]
     )
     remat: str = as_flag("none", "activation checkpointing: what is recomputed in the backward", choices=POLICIES)
+    precision: str = as_flag(
+        "", "scale the layers' products to 8 or 4 bits; params and sums stay in --dtype", choices=[*RECIPES]
+    )
     zero: int = as_flag(
         3,
         "what is sharded over X: the optimizer's state (1), gradients too (2), params too (3: FSDP), or nothing (0)",

@@ -123,7 +123,7 @@ def gradients(settings: Settings, mesh, schedule=None, frozen: dict | None = Non
         loss, grads = transformer.loss_and_grads(
             others | params, inputs, targets, config, mesh, segments=segments, microbatches=settings.microbatches,
             remat=settings.remat, keep_weights=settings.keep_weights, seed=at_step(settings.seed, step), sums=sums,
-            scale=scale, zero=zero, schedule=schedule, lora=settings.adapters,
+            scale=scale, zero=zero, schedule=schedule, lora=settings.adapters, precision=settings.precision,
         )  # fmt: skip
         return loss, grads, optim.global_norm(grads, types, mesh)
 

@@ -25,6 +25,7 @@ from scaling.models.latent import padded
 from scaling.models.layer import Context, all_kept, scale_by, used_gains
 from scaling.models.lora import Lora
 from scaling.models.rope import layer_tables, restarted
+from scaling.scaled import products_of
 from scaling.spec import ShardingError, present
 from scaling.strategies import context as ring
 from scaling.strategies.transformer import types
@@ -239,5 +240,9 @@ def contexts_of(step: TrainStep, shape: Sequence[int], segments: Tensor | None, 
         drops = [partial(dropout, samples=some, **given) for some in samples.chunk(M)]
     attend = partial(ring.attention, mesh=mesh, axis="C", form=form) if split else fused
     attend = partial(padded, attend) if config.latent else attend
-    of_each = zip(ropes, parts, drops, strict=True)
-    return [Context(config, step.inside, rope, partial(attend, segments=part), drop) for rope, part, drop in of_each]
+    sizes, precision = types.padded_sizes(config, mesh), step.options.precision
+    product = products_of(precision, sizes, step.inside) if precision else einsum
+    return [
+        Context(config, step.inside, rope, partial(attend, segments=part), drop, einsum=product)
+        for rope, part, drop in zip(ropes, parts, drops, strict=True)
+    ]

@@ -18,12 +18,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from scaling.collectives import all_gather, einsum, reduce_scatter, wait
+from scaling.collectives import all_gather, reduce_scatter, wait
 from scaling.configs import Config
 from scaling.models.latent import attend_latents
 from scaling.models.layer import Context, Values, activate_features, attend_heads, own_heads, seen_heads
+from scaling.models.leaves import KV_HEADS
 from scaling.models.pointwise import gained_norm, gained_norm_vjp
 from scaling.models.rope import rotate
+from scaling.scaled import Scaled
 from scaling.strategies.transformer.experts import experts, experts_backward
 from scaling.strategies.transformer.latent import latent_attention_backward
 from scaling.strategies.transformer.lora import adapter_gradients
@@ -102,7 +104,7 @@ def attention(W: dict, s: Values, at: Context) -> tuple[Tensor, Values]:
         s = attend_latents(W, s, at)
     else:
         s = attend_heads(seen_heads(W, at), normed_stream(s, s["x"], W["norm_attn"], at), at)
-    Attn = einsum("O[B_PXE, T_C, N_Y, H] * W_O[N_Y, H, D] -> Attn[B_PXE, T_C, D] {U_Y}", s["O"], W["W_O"])
+    Attn = at.einsum("O[B_PXE, T_C, N_Y, H] * W_O[N_Y, H, D] -> Attn[B_PXE, T_C, D] {U_Y}", s["O"], W["W_O"])
     Attn = reduce_scatter("Attn[B_PXE, T_C, D] {U_Y} -> Attn[B_PXE, T_CY, D]", Attn, at.mesh)  # on the critical path
     return Attn + W["b_O"] if "b_O" in W else Attn, s
 
@@ -113,7 +115,7 @@ def attention_backward(W: dict, dAttn: Tensor, s: Values, at: Context) -> tuple[
     s = attend_heads(own, normed_stream(s, s["x"], W["norm_attn"], at), at)
     dW = {"b_O": dAttn.sum((0, 1))} if "b_O" in W else {}
     dAttn = all_gather("dAttn[B_PXE, T_CY, D] -> dAttn[B_PXE, T_C, D]", dAttn, mesh)  # on the critical path
-    dO = einsum("dAttn[B_PXE, T_C, D] * W_O[N_Y, H, D] -> dO[B_PXE, T_C, N_Y, H]", dAttn, W["W_O"])
+    dO = at.einsum("dAttn[B_PXE, T_C, D] * W_O[N_Y, H, D] -> dO[B_PXE, T_C, N_Y, H]", dAttn, W["W_O"])
     dQ, dK, dV = s["pull"](dO)
     dQ, dK = rotate(dQ, cos, -sin), rotate(dK, cos, -sin)  # back by the same angle
     if "norm_Q" in W:  # {U_PXECY}: s has Q and K before their norms
@@ -122,15 +124,15 @@ def attention_backward(W: dict, dAttn: Tensor, s: Values, at: Context) -> tuple[
     if "b_Q" in W:  # {U_PXEC}
         b_K, b_V = dK.sum((0, 1)), dV.sum((0, 1))
         dW |= {"b_Q": dQ.sum((0, 1)), "b_K": in_place(b_K, W["b_K"], at), "b_V": in_place(b_V, W["b_V"], at)}
-    dy = einsum("dQ[B_PXE, T_C, N_Y, H] * W_Q[D, N_Y, H] -> dy[B_PXE, T_C, D] {U_Y}", dQ, W["W_Q"])
+    dy = at.einsum("dQ[B_PXE, T_C, N_Y, H] * W_Q[D, N_Y, H] -> dy[B_PXE, T_C, D] {U_Y}", dQ, W["W_Q"])
     for dHead, name in ((dK, "W_K"), (dV, "W_V")):
         line = "dK[B_PXE, T_C, K_Y, H] * W_K[D, K_Y, H] -> dy[B_PXE, T_C, D] {U_Y}"
-        dy = einsum(line, dHead, own[name], out=dy, add=True)
+        dy = at.einsum(line, dHead, own[name], out=dy, add=True)
     dy = reduce_scatter("dy[B_PXE, T_C, D] {U_Y} -> dy[B_PXE, T_CY, D]", dy, mesh, async_op=True)  # critical
     line = "dAttn[B_PXE, T_C, D] * O[B_PXE, T_C, N_Y, H] -> dW_O[N_Y, H, D] {U_PXEC}"  # D, scattered next, outermost
-    dW |= weight_gradient(W, "W_O", line, dAttn, s["O"])
+    dW |= weight_gradient(W, "W_O", line, dAttn, s["O"], at)
     line = "y[B_PXE, T_C, D] * dQ[B_PXE, T_C, N_Y, H] -> dW_Q[D, N_Y, H] {U_PXEC}"
-    dW |= weight_gradient(W, "W_Q", line, s["y"], dQ)
+    dW |= weight_gradient(W, "W_Q", line, s["y"], dQ, at)
     for dHead, name in ((dK, "W_K"), (dV, "W_V")):
         line = "y[B_PXE, T_C, D] * dK[B_PXE, T_C, K_Y, H] -> dW_K[D, K_Y, H] {U_PXEC}"
         dW |= weight_gradient(W, name, line, s["y"], dHead, at)
@@ -141,7 +143,7 @@ def attention_backward(W: dict, dAttn: Tensor, s: Values, at: Context) -> tuple[
 def mlp(W: dict, s: Values, at: Context) -> tuple[Tensor, None, Values]:
     """(Out[B_PXE, T_CY, D], None, s) of the residual stream s["mid"]; features over Y."""
     s = activate_features(W, normed_stream(s, s["mid"], W["norm_mlp"], at), at)
-    Out = einsum("Act[B_PXE, T_C, F_Y] * W_out[F_Y, D] -> Out[B_PXE, T_C, D] {U_Y}", s["Act"], W["W_out"])
+    Out = at.einsum("Act[B_PXE, T_C, F_Y] * W_out[F_Y, D] -> Out[B_PXE, T_C, D] {U_Y}", s["Act"], W["W_out"])
     Out = reduce_scatter("Out[B_PXE, T_C, D] {U_Y} -> Out[B_PXE, T_CY, D]", Out, at.mesh)  # on the critical path
     return Out, None, s
 
@@ -151,36 +153,36 @@ def mlp_backward(W: dict, dOut: Tensor, s: Values, at: Context) -> tuple[Tensor,
     mesh, act_vjp = at.mesh, VJPS[at.config.nonlinearity]
     s, dW = activate_features(W, normed_stream(s, s["mid"], W["norm_mlp"], at), at), {}
     dOut = all_gather("dOut[B_PXE, T_CY, D] -> dOut[B_PXE, T_C, D]", dOut, mesh)  # on the critical path
-    dAct = einsum("dOut[B_PXE, T_C, D] * W_out[F_Y, D] -> dAct[B_PXE, T_C, F_Y]", dOut, W["W_out"])
+    dAct = at.einsum("dOut[B_PXE, T_C, D] * W_out[F_Y, D] -> dAct[B_PXE, T_C, F_Y]", dOut, W["W_out"])
     dTmp = dAct * s["Open"] if "W_gate" in W else act_vjp(dAct, s["Tmp"])
-    dy = einsum("dTmp[B_PXE, T_C, F_Y] * W_in[D, F_Y] -> dy[B_PXE, T_C, D] {U_Y}", dTmp, W["W_in"])
+    dy = at.einsum("dTmp[B_PXE, T_C, F_Y] * W_in[D, F_Y] -> dy[B_PXE, T_C, D] {U_Y}", dTmp, W["W_in"])
     if "W_gate" in W:
         dGate = act_vjp(dAct.mul_(s["Tmp"]), s["Gate"])
         line = "dGate[B_PXE, T_C, F_Y] * W_gate[D, F_Y] -> dy[B_PXE, T_C, D] {U_Y}"
-        dy = einsum(line, dGate, W["W_gate"], out=dy, add=True)
+        dy = at.einsum(line, dGate, W["W_gate"], out=dy, add=True)
     dy = reduce_scatter("dy[B_PXE, T_C, D] {U_Y} -> dy[B_PXE, T_CY, D]", dy, mesh, async_op=True)  # critical
     line = "y[B_PXE, T_C, D] * dTmp[B_PXE, T_C, F_Y] -> dW[D, F_Y] {U_PXEC}"
-    dW |= weight_gradient(W, "W_in", line, s["y"], dTmp)
+    dW |= weight_gradient(W, "W_in", line, s["y"], dTmp, at)
     if "W_gate" in W:
-        dW |= weight_gradient(W, "W_gate", line, s["y"], dGate)
+        dW |= weight_gradient(W, "W_gate", line, s["y"], dGate, at)
     line = "dOut[B_PXE, T_C, D] * Act[B_PXE, T_C, F_Y] -> dW_out[F_Y, D] {U_PXEC}"
-    dW |= weight_gradient(W, "W_out", line, dOut, s["Act"])
+    dW |= weight_gradient(W, "W_out", line, dOut, s["Act"], at)
     dMid, dW["norm_mlp"] = gained_norm_vjp(s["mid"], W["norm_mlp"], s["r"], wait(dy))
     return dMid, dW
 
 
-def weight_gradient(W: dict, name: str, line: str, a: Tensor, b: Tensor, at: Context | None = None) -> dict[str, Any]:
+def weight_gradient(W: dict, name: str, line: str, a: Tensor, b: Tensor, at: Context) -> dict[str, Any]:
     """Return {name: dW of the line}; of a layer with adapters the gradients of the matrix's A and B, or {}.
 
-    `at` is given for KV heads, of which a rank may use only some.
+    Of KV heads a rank may use only some.
     """
     if "lora" not in W:
-        dW = einsum(line, a, b)
-        return {name: dW if at is None else in_place(dW, W[name], at)}
+        dW = at.einsum(line, a, b)
+        return {name: in_place(dW, W[name], at) if name in KV_HEADS else dW}
     if name not in W["lora"]:
         return {}
     own = W["lora"][name]
-    if at is None:
+    if name not in KV_HEADS:
         return {name: adapter_gradients(own, line, a, b)}
     found = adapter_gradients(own | {"B": seen_heads({name: own["B"]}, at)[name]}, line, a, b)
     return {name: found | {"B": in_place(found["B"], own["B"], at)}}
@@ -188,7 +190,7 @@ def weight_gradient(W: dict, name: str, line: str, a: Tensor, b: Tensor, at: Con
 
 def in_place(part: Tensor, whole: Tensor, at: Context) -> Tensor:
     """Return the gradient of the KV heads used, in their place among zeros: the transpose of `own_heads`."""
-    if part.shape == whole.shape:
+    if isinstance(whole, Scaled) or part.shape == whole.shape:
         return part
     padded = torch.zeros_like(whole)
     own_heads(padded, at).copy_(part)

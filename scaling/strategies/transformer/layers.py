@@ -8,7 +8,7 @@ ReduceScatter over X: a message has a price, and a large layer would rather not 
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from operator import attrgetter
 from typing import Any, NamedTuple
@@ -19,8 +19,9 @@ from torch import Tensor
 
 from scaling.collectives import all_gather, all_reduce, reduce_scatter, wait
 from scaling.models.layer import Context
-from scaling.models.leaves import STACKS
-from scaling.spec import parse
+from scaling.models.leaves import STACKS, matrices_of
+from scaling.scaled import gather_matrix
+from scaling.spec import parse, parse_line
 from scaling.strategies.layers import Layers
 from scaling.strategies.transformer.ends import embed, embed_backward, head, token_logprobs
 from scaling.strategies.transformer.layer import layer, layer_backward
@@ -49,6 +50,20 @@ def start_leaves(collective: Callable, which: str, leaves: Sequence, mesh, lines
 
 gather_leaves = partial(start_leaves, all_gather, "gather")
 scatter_leaves = partial(start_leaves, reduce_scatter, "scatter")  # the first half of the reduction of gradients
+
+
+def gather_scaled(W: Sequence[Tensor], mesh, lines: Sequence[LeafLines], step: TrainStep, stack: str, back=False):
+    """Start to gather leaves, the matrices quantized for one pass; return them, pending."""
+    types, inputs, found = step.stored[stack], matrices_of(step.config)[stack], []
+    for name, x, leaf in zip(sorted(types), W, lines, strict=True):
+        whole = parse(types[name])
+        stored = replace(whole, dims=whole.dims[1:])  # of one layer
+        if inputs[name]:
+            used, summed = parse_line(leaf.gather).result if leaf.gather else stored, inputs[name].split(" -> ")[0]
+            found.append(gather_matrix(step.options.precision, x, stored, used, summed, mesh, back))
+        else:
+            found += gather_leaves([x], mesh, [leaf])
+    return found
 
 
 def total_leaves(dW: Sequence, mesh, lines: Sequence[LeafLines]) -> list[Tensor]:
@@ -160,6 +175,10 @@ class LayerStack:
             dims = packed_leaves([layers[0][i] for i in trained], self.lines, step.mesh)
         elif not any(map(attrgetter("gather"), self.lines)):
             gather = None  # every rank along X has whole layers
+        gather_back = None
+        if step.options.precision:
+            gather = partial(gather_scaled, lines=self.lines, step=step, stack=stack)
+            gather_back = partial(gather, back=True)
         reduce = partial(scatter_packed, dims=dims) if dims else partial(scatter_leaves, lines=self.lines)
         shapes = [shape[1:] for shape in step.grad_shapes(stack, leaves)] if step.options.zero in (1, 2) else None
         options = step.options
@@ -167,7 +186,7 @@ class LayerStack:
         keeps = options.keep_weights or on_tape
         self.engine = Layers(
             layers, step.mesh, gather, reduce, names=names, keep_weights=keeps, late=late, dtype=step.sums, out=out,
-            shapes=shapes, trained=trained,
+            shapes=shapes, trained=trained, gather_back=gather_back,
         )  # fmt: skip
 
     def forward(self, x: Tensor, at: Context) -> tuple[Tensor, Any, list]:

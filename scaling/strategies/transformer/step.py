@@ -24,6 +24,7 @@ from scaling.mesh import Group
 from scaling.models.inputs import check_ids, check_segments, check_weights
 from scaling.models.leaves import STACKS, without
 from scaling.models.lora import Lora
+from scaling.scaled import RECIPES
 from scaling.schedules import Schedule
 from scaling.spec import ShardingError, Spec, parse, present
 from scaling.strategies.context.layout import FORMS
@@ -53,6 +54,7 @@ class StepOptions:
         sums: The dtype in which gradients are added up over microbatches and ranks, and returned; None is the params'.
         scale: The factor by which cotangents are multiplied, and gradients divided at the end: for float16, a power
             of two.
+        precision: The recipe of `scaling.scaled.RECIPES` by which the layers' products are scaled, or "".
         mean: Whether the loss is divided by the sum of the weights. Else it is sum(w ce), and w may have either sign.
         lora: The adapters in params["lora"]; only they have gradients, {"lora": ...}.
     """
@@ -70,6 +72,7 @@ class StepOptions:
     scale: float = 1.0
     lora: "Lora | None" = None
     mean: bool = True
+    precision: str = ""
 
 
 class LeafLines(NamedTuple):
@@ -146,6 +149,8 @@ def resolve(options: StepOptions, config: Config, params: dict, batch: Sequence,
     if backward and config.dropout and (not seeded or compiling):
         fix = "give seed=, another in each step" if not seeded else "run it without torch.compile"
         raise ValueError(f"{config.name}: dropout={config.dropout} draws random masks\n  fix: {fix}")
+    if options.precision:
+        check_precision(options, config, mesh)
     schedule = None
     if "Z" in mesh.sizes and backward:
         schedule = types.schedule_of(options.schedule, mesh, options.microbatches)
@@ -164,6 +169,21 @@ def resolve(options: StepOptions, config: Config, params: dict, batch: Sequence,
         options, config, mesh, mesh.without("Z"), backward, stored, reduced,
         lines_of_params(stored, reduced, mesh), schedule, terms, dtype, sums or dtype, gone, group, call,
     )  # fmt: skip
+
+
+def check_precision(options: StepOptions, config: Config, mesh) -> None:
+    """Raise a ValueError where products cannot be scaled by the recipe."""
+    one_of("precision", options.precision, RECIPES)
+    why = {
+        "experts and latent attention have products of their own": config.moe or config.latent,
+        "adapters are trained beside weights that stay as they are": options.lora,
+        "a weight that is kept needs the forms of both passes": options.keep_weights,
+        "what is computed again needs the forward's weights": options.remat == "block",
+        "KV heads are replicated where |Y| does not divide K": config.K % mesh.sizes.get("Y", 1),
+    }
+    if found := next((rule for rule, wrong in why.items() if wrong), None):
+        what = f"{config.name}: precision={options.precision!r} on {mesh}"
+        raise ValueError(f"{what}\n  rule: {found}\n  fix: leave precision= out, or that option")
 
 
 def lines_of_params(stored: dict, reduced: dict, mesh) -> dict[str, Any]:

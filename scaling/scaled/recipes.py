@@ -1,0 +1,134 @@
+"""Which products of a training step are scaled, and in which formats (Part 12).
+
+Params stay as they are: what is stored, and the optimizer's masters, have the run's dtype. In each pass a layer's
+matrices are quantized along the dims that the pass sums over, and then gathered: two forms, of which neither follows
+from the other. Activations and cotangents are quantized before each product. Embedding, unembedding, norms, biases and
+attention itself stay in the run's dtype, and so does every sum that is reduced.
+"""
+
+from collections.abc import Callable, Sequence
+from functools import lru_cache, partial
+from math import prod
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from scaling.collectives import all_gather, einsum
+from scaling.scaled.arrays import Scaled, quantize
+from scaling.spec import Line, Spec, parse_line, present, refuse
+
+
+class Recipe(NamedTuple):
+    """The formats of a training step, by their names.
+
+    Attributes:
+        forward: Of activations and weights in the forward pass.
+        weights: Of weights in the backward pass.
+        cotangents: Of what is differentiated by.
+        gradients: Of activations in the products that give weight gradients; "" leaves these in the run's dtype.
+    """
+
+    forward: str
+    weights: str
+    cotangents: str
+    gradients: str
+
+
+RECIPES = {
+    "fp8-row": Recipe("fp8-row", "fp8-row", "fp8-row-e5m2", ""),  # a scale of all tokens would be a maximum over ranks
+    "fp8-128": Recipe("fp8-128", "fp8-128", "fp8-128", "fp8-128"),
+    "mxfp8": Recipe("mxfp8-rceil", "mxfp8-rceil", "mxfp8-rceil", "mxfp8-rceil"),
+    "nvfp4": Recipe("nvfp4", "mxfp8-rceil", "mxfp8-rceil", "mxfp8-rceil"),  # four bits where gradients do not pass
+}
+
+
+class MatrixProduct(NamedTuple):
+    """A product of two matrices: its line, and for each operand how many adjacent dims make one of the matrix's."""
+
+    line: Line
+    counts: tuple[tuple[int, ...], ...]
+
+
+def matrix_of(spec: Spec, groups: Sequence[Sequence[str]], summed: Sequence[str] = ()) -> tuple[Spec, tuple[int, ...]]:
+    """Return the type with each group of adjacent dims merged into one, and how many dims make each.
+
+    `summed` is the group along which the matrix's values share scales.
+    """
+    dims, counts = [], []
+    for group in sorted((g for g in groups if g and g[0] in spec.dim_names), key=lambda g: spec.index(g[0])):
+        axes = (axis for dim in group for axis in spec.axes_of(dim))
+        dims.append(("".join(group), tuple(axes)))
+        counts.append(len(group))
+    if "".join(name for name, _ in dims) != "".join(spec.dim_names):
+        refuse(spec, "it is no matrix of merged dims", "dims that are merged are adjacent", "transpose it first")
+    return Spec(spec.name, tuple(dims), spec.unreduced, ("".join(summed),) if summed else ()), tuple(counts)
+
+
+def as_matrix(x: Tensor, counts: Sequence[int]) -> Tensor:
+    """Return x with as many of its dims merged into each of the matrix's."""
+    sizes = iter(x.shape)
+    return x.reshape([prod(next(sizes) for _ in range(count)) for count in counts])
+
+
+@lru_cache(maxsize=1024)
+def matrices_of_line(text: str, sizes: tuple) -> MatrixProduct:
+    """Return a line of two operands as a product of matrices, whose operands have scales along the summed dim."""
+    line, mesh = parse_line(text), dict(sizes)
+    (a, b), result = (present(spec, mesh) for spec in line.operands), present(line.result, mesh)
+    summed = [dim for dim in a.dim_names if dim not in result.dim_names]
+    groups = [summed, *([dim for dim in own.dim_names if dim not in summed] for own in (a, b))]
+    (a, of_a), (b, of_b) = (matrix_of(own, groups, summed) for own in (a, b))
+    return MatrixProduct(Line((a, b), matrix_of(result, groups)[0]), (of_a, of_b))
+
+
+def scaled_product(
+    recipe: Recipe, sizes: dict, mesh, line: str, a: Any, b: Any, out: Tensor | None = None, add: bool = False
+) -> Tensor:
+    """Return the line's product, with its plain operands quantized along what is summed over.
+
+    Cotangents, whose names are those of the law (`dOut`), have a format of their own. `sizes` has the model's dims.
+    """
+    typed = parse_line(line)
+    of_weight = isinstance(b, Scaled)
+    if not of_weight and not recipe.gradients:
+        return einsum(line, a, b) if out is None else einsum(line, a, b, out=out, add=add)
+    product, held, known = matrices_of_line(line, tuple(mesh.sizes.items())), [], {}
+    for x, spec, own, counts in zip((a, b), product.line.operands, typed.operands, product.counts, strict=True):
+        if not isinstance(x, Scaled):
+            known |= dict(zip(own.dim_names, x.shape, strict=True))
+            format = recipe.forward if of_weight else recipe.gradients
+            format = recipe.cotangents if own.name[:1] == "d" and own.name[1:2].isupper() else format
+            plain = Spec(spec.name, spec.dims)
+            x = quantize(f"{plain} -> {spec}", as_matrix(x, counts), mesh, format)
+        held.append(x)
+    result = einsum(str(product.line), *held)
+    local = {dim: Spec("", ((dim, axes),)) for dim, axes in present(typed.result, mesh).dims if dim not in known}
+    known |= {dim: spec.local_shape(sizes, mesh)[0] for dim, spec in local.items()}
+    result = result.reshape([known[dim] for dim in typed.result.dim_names])
+    return result if out is None else out.add_(result) if add else out.copy_(result)
+
+
+def products_of(precision: str, sizes: dict, mesh) -> Callable:
+    """Return the function einsum(line, a, b, out=, add=) of a recipe, for a layer's products."""
+    return partial(scaled_product, RECIPES[precision], sizes, mesh)
+
+
+def gather_matrix(precision: str, x: Tensor, stored: Spec, used: Spec, inputs: str, mesh, back: bool) -> Any:
+    """Start to gather a matrix, quantized for a pass; return it, pending.
+
+    Args:
+        precision: The recipe.
+        x: This rank's shard.
+        stored: Its type.
+        used: Its gathered type, which may be the same.
+        inputs: The dims that the forward pass sums over; the backward pass sums over the others.
+        mesh: The mesh.
+        back: Whether it is gathered for the backward pass.
+    """
+    stored, used = present(stored, mesh), present(used, mesh)
+    groups = [[dim for dim in stored.dim_names if (dim in inputs) is which] for which in (True, False)]
+    (before, counts), (after, _) = (matrix_of(spec, groups, groups[back]) for spec in (stored, used))
+    recipe = RECIPES[precision]
+    line = f"{Spec(before.name, before.dims)} -> {before}"
+    W = quantize(line, as_matrix(x, counts), mesh, recipe.weights if back else recipe.forward)
+    return W if before == after else all_gather(f"{before} -> {after}", W, mesh, async_op=True)
