@@ -123,7 +123,7 @@ took = bars.end_of(run)
 page.say(bars.text(run, width() - 7, took / 2))
 busy = bars.busy(run, "core") / took
 share = f"HBM works {bars.busy(run, 'HBM') / took:.0%} and the core {busy:.0%}"
-page.say(f"{1e6 * took:.1f} us, of which half is drawn; {share} of it")
+page.say(f"{1e6 * took:.1f} us; the first half is drawn. {share} of it")
 page.check("a pointwise product takes as long as HBM does", math.isclose(took, op.comms))
 
 # %% [markdown]

@@ -50,7 +50,7 @@ page.say(beside(show.draw(spec, SQUARE) for spec in show.NINE))
 
 # %%
 ORDERS = ("A[I_X, J]", "A[I_X, J_Y]", "A[I_XY, J]", "A[I_YX, J]", "A[I, J] {U_X}")
-page.title("What each device holds")
+page.title("The blocks on each device")
 if not page.picture("devices", lambda: devices.figure([*show.NINE, *ORDERS[-2:]], SQUARE)):
     page.say(beside(devices.draw(spec, SQUARE) for spec in ORDERS))
 

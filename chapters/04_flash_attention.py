@@ -134,7 +134,7 @@ def most_held(attend, n: int) -> float:
     return memory.peak / 4 - 3 * n * H
 
 
-page.title("Elements held at once beside Q, K and V, H = 8")
+page.title("Elements live at once besides Q, K and V, H = 8")
 held = [(n, most_held(dense, n), most_held(lambda *x: forward(*x)[0], n)) for n in (96, 192, 384)]
 page.table([(n, f"{a:,.0f}", f"{b:,.0f}", f"{a / b:.1f}") for n, a, b in held], ["T = S", "dense", "chunks", "times"])
 page.check("what dense attention holds grows by four", held[2][1] > 3.5 * held[1][1])

@@ -118,7 +118,7 @@ def times(x: int, tokens: int = 256) -> tuple[float, float]:
 page.title("The forward of a layer with D=8192, F=32768 on 64 v5p, 256 tokens on each")
 listing.show_times(page, "X", [(x, *times(x)) for x in (4, 8, 16, 32, 64)])
 best = cost.mixed_optimum(N * 256, wide, N, 2, 1)
-page.say(f"The best X is sqrt(B N M_X / (F M_Y)) = {best:.0f}; bound by compute, there, down to "
+page.say(f"The best X is sqrt(B N M_X / (F M_Y)) = {best:.0f}; there it is compute-bound down to "
          f"{cost.mixed_threshold(wide, C, W_X, W_Y):.0f} tokens on a chip.")  # fmt: skip
 page.check("the best X of the table is the formula's", min((4, 8, 16, 32, 64), key=lambda x: times(x)[1]) == best)
 

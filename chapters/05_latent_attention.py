@@ -161,7 +161,7 @@ def compared(mesh):
 
 rows, ran = page.on_ranks(compared)
 over_y = [row for row in ran if row[1] and "_Y(" in row[0]]
-show_lines(page, f"What goes over Y on X={X}, Y={Y}, both passes, float64", over_y, flops=False)
+show_lines(page, f"Sent over Y on X={X}, Y={Y}, both passes, float64", over_y, flops=False)
 page.say()
 page.equal(rows)
 

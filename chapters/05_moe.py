@@ -175,7 +175,7 @@ page.same([
 ], ["", "closed form", "bytes", "counted"])  # fmt: skip
 once = F.one_hot(experts // (E // n), n).amax(-2).sum(-1).double().mean().item()
 page.say(f"\nThe ranks choose as one device does: {chosen}. A token's {k} choices lie on {once:.2f} ranks; the book "
-         f"sends it once to each (there, a node): {once / k:.0%} of these bytes.")  # fmt: skip
+         f"sends it once to each node, which would be {once / k:.0%} of these bytes.")  # fmt: skip
 
 # %% [markdown]
 # ## Every layout equals one device

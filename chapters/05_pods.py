@@ -146,7 +146,7 @@ def times(tokens: int) -> tuple[float, float]:
     return math, step_bytes(big, sizes, torch.bfloat16)["P"] / dcn
 
 
-page.title("The backward of that layer, and what crosses P meanwhile, by tokens in a pod")
+page.title("The backward of that layer, and the bytes that cross P meanwhile")
 rows = [(tokens, *times(tokens)) for tokens in (2**15, 2**16, 2**17, 2**20)]
 listing.show_times(page, "tokens a pod", rows)
 turns = rows[0][0] * rows[0][2] / rows[0][1]

@@ -137,7 +137,7 @@ show_lines(page, title, result["forward"])
 # the products are torch's own and are not listed.)
 
 # %%
-show_lines(page, "What torch.func.vjp ran on the way back", result["backward"])
+show_lines(page, "The backward pass, as torch.func.vjp ran it", result["backward"])
 page.title("The result, the gradient of each weight, and dx, whole, against one device's")
 page.equal(result["differences"])
 

@@ -143,7 +143,7 @@ page.chart(
 # then follow the book's own steps.
 
 # %%
-page.title("The longer of both over the matmuls, and whose it is")
+page.title("The longer of both collectives over the matmuls, and its strategy")
 page.table(
     [(ways, POD // ways, *(f"{longer(name, ways):.2f} {max(s := shares(name, ways), key=s.__getitem__)}"
                            for name in JOBS)) for ways in (1, 2, 4, 8, 16)],
@@ -215,7 +215,7 @@ page.answers([
     Answer("goodput", "", broken.goodput, "", "Meta reports more than 0.90"),
     Answer("spare hosts", "", broken.spares, "hosts", "enough 99% of the time, if a repair takes a day"),
 ])  # fmt: skip
-page.say("\nMost of what is lost are restarts, ten minutes each: with saves of seconds, starting faster gains more "
+page.say("\nMost of the lost time goes to restarts of ten minutes. As saves take seconds, faster starts gain more "
          "than saving more often. More: python -m scaling.plan --failures.")  # fmt: skip
 
 # %% [markdown]

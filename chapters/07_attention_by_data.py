@@ -56,7 +56,7 @@ ran = page.on_ranks(compared)
 first = [row for row in ran["experts"][1] if row[1]]
 start = next(i for i, row in enumerate(first) if "load" in row[0]) - (Y > 1)
 of_layer = first[start : start + 4 + 2 * (Y > 1)]
-show_lines(page, f"What a layer sends, on E={E}, Y={Y}, {B} requests, float64", of_layer, flops=False)
+show_lines(page, f"The collectives of a layer, on E={E}, Y={Y}, {B} requests, float64", of_layer, flops=False)
 page.say()
 page.equal([(form, off, 1e-12) for form, (off, *_) in ran.items()])
 

@@ -93,7 +93,7 @@ def compared(mesh):
 
 rows, ran = page.on_ranks(compared)
 over_z = [row for row in ran if row[1] and "Z(" in row[0]]
-show_lines(page, f"What goes over Z on Y={Y}, Z={Z}, float64", over_z, flops=False)
+show_lines(page, f"Sent over Z on Y={Y}, Z={Z}, float64", over_z, flops=False)
 page.say()
 page.equal(rows)
 

@@ -121,7 +121,7 @@ for form, sizes in OWN.items():
     for op in ("AllGather", "ReduceScatter", "AllReduce", "AllToAll"):
         if closed := sum(m.nbytes * m.times for m in moved if m.op == op):
             rows.append((form, op, closed, sum(nbytes for name, nbytes in ran[form][1] if name == op)))
-page.title("What a decode step sends, V bytes")
+page.title("The collectives of a decode step, V bytes")
 page.same(rows, ["form", "collective", "closed form", "traced"])
 
 # %% [markdown]

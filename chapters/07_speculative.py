@@ -191,7 +191,7 @@ def best(a: float, batch: int, context: int) -> int:
 
 
 batches = [b for b in (1, 8, 32, 64, 120, 240) if b <= serving.largest_batch(target, 2048, V5E, 16)]
-page.title("Best k and what it gains, a = 0.7")
+page.title("Best k and its gain, a = 0.7")
 page.table(
     [(b, *(f"{best(0.7, b, S)}: {gain(0.7, best(0.7, b, S), b, S):.2f}x" if b * target.kv(S) + target.weights < 256e9
            else "-" for S in (2048, 8192, 32768))) for b in batches],

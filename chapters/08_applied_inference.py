@@ -57,7 +57,7 @@ page.answers([
     Answer("32 caches of 8192 tokens", "41.9e9", 32 * INT8.kv(8192), "bytes",
            rounded=(32 * BOOK.kv(8192), "160e3 bytes a token")),
     Answer("with the weights", "112", need / 1e9, "GB",
-           rounded=((32 * BOOK.kv(8192) + 70e9) / 1e9, "those and 70e9")),
+           rounded=((32 * BOOK.kv(8192) + 70e9) / 1e9, "these caches and 70e9")),
     Answer("with the weights: chips", "7", need / HBM, "chips"),
     Answer("4x2: chips of the smallest slice", "8", math.prod(serving.smallest_slice(need, V5E)), "chips",
            "113.5 of 128 GB"),

@@ -112,7 +112,7 @@ def as_jax(x):
     return x.type.replace("_", "@").replace(", ", ",")
 
 
-page.title("Auto: the same product, by what comes out")
+page.title("Auto: the same product, by the type of its result")
 lowered = {}
 for out in ("Out[B_X, F]", "Out[B_X, F_Y]", "Out[B, F]"):
     lowered[out] = auto.jit(matmul_square, mesh, ("In[B_X, D_Y]", "W[D_Y, F]"), out).lower(
@@ -270,7 +270,7 @@ def three_modes(mesh, seed):
 ranks = math.prod(page.args.mesh.values())
 for name, (rows, listing) in (page.on_ranks(three_modes, page.args.seed) or {}).items():
     page.title(f"{name}, in three modes")
-    page.say(f"what auto mode wrote:\n{listing}\n")
+    page.say(f"the listing of auto mode:\n{listing}\n")
     page.equal([(f"{mode}: {what}", off, 1e-12) for mode, *offs, _, _ in rows
                 for what, off in zip(("Out", "gradients"), offs, strict=True)])  # fmt: skip
     for number, passes in ((3, "forward"), (4, "both passes")):

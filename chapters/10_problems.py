@@ -244,7 +244,7 @@ def blocks(mesh) -> dict[str, tuple[float, float]]:
     (In, W_in, W_out), own = operands(types, {"B": 8, "D": 4 * n, "F": 8 * n}, mesh, page.args.seed)
     wanted = tree.shard(F_.gelu(In @ W_in) @ W_out, types[0], mesh)
     ways = {
-        "one after the other": lambda: block(mesh, *own),
+        "in sequence": lambda: block(mesh, *own),
         "hidden, one way": lambda: mlp(*own, mesh, ways=1),
         "hidden, both ways": lambda: mlp(*own, mesh, ways=2),
     }
