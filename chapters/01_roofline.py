@@ -2,8 +2,8 @@
 """Part 1, All About Rooflines: how long an operation takes, from its FLOPs and its bytes, and which of them binds it.
 https://jax-ml.github.io/scaling-book/roofline
 
-Five operations on three chips, the roofline as a picture, the critical batch of a matmul, two chips that share a
-contraction, every problem with the book's answer beside ours, and what this machine reaches.
+This chapter puts five operations on three chips, draws the roofline, computes the critical batch of a matmul, splits a
+contraction over two chips, answers every problem, and measures what this machine reaches.
 """
 
 # %%

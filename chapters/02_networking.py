@@ -139,8 +139,8 @@ page.answers([
 # ## Question 6: int8[128Ki, 128Ki] from the hosts of a v5e 4x4 to TPU{0,0}, times bf16[8, 128Ki]
 # A large array lies in the hosts' memory, in shards, and one chip needs all of it. The book loads the shards over PCIe
 # and gathers them over ICI. The way that it rejects would send half of the array over the network between the hosts and
-# all of it over one PCIe link: look how long both would take. The last row is a warning: the whole array does not fit
-# the chip's HBM, so it must be multiplied while it streams in.
+# all of it over one PCIe link: look at how long both would take. The last row is a warning: the whole array does not
+# fit the chip's HBM, so it must be multiplied while it streams in.
 
 # %%
 side, hosts = 128 * 1024, 16 / V5E.host_chips

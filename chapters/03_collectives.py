@@ -122,10 +122,10 @@ page.table(rows, ["collective", "type", "in words", "cotangent", "equal"])
 
 # %% [markdown]
 # ## AllGather and ReduceScatter as matrices
-# Why are the two transposes of each other? As matrices they show it. A broadcast of n numbers to p devices is u (x) I_n
-# with u = (1, ..., 1), and a reduction is its transpose. AllGather is broadcast (x) I_p, ReduceScatter is reduce (x)
-# I_p. Since (A (x) B)^T = A^T (x) B^T, one is the other's transpose. The matrices are printed for n = 1 and p = 2, and
-# for n = 2 and p = 3 they are compared with the derivatives of one device's functions.
+# Written as matrices, the two show why they are each other's transpose. A broadcast of n numbers to p devices is u (x)
+# I_n with u = (1, ..., 1), and a reduction is its transpose. AllGather is broadcast (x) I_p, ReduceScatter is reduce
+# (x) I_p. Since (A (x) B)^T = A^T (x) B^T, one is the other's transpose. The matrices are printed for n = 1 and p = 2,
+# and for n = 2 and p = 3 they are compared with the derivatives of one device's functions.
 
 
 # %%

@@ -120,8 +120,8 @@ page.equal([(name, difference(*pair), EXACT) for name, pair in named.items()], "
 # %% [markdown]
 # ## Memory
 # How much memory does this save? The table counts the most elements that are live at once, besides Q, K, V and O: [T,
-# S] for dense attention, a few [T, chunk] for the listing. If the length doubles, the first grows by four, the second
-# by two.
+# S] for dense attention, a few [T, chunk] for the listing. If the length doubles, the first grows by a factor of four,
+# the second by a factor of two.
 
 
 # %%

@@ -115,7 +115,7 @@ page.same(rows, ["pass", "formula", "bytes", "counted"])
 
 # %% [markdown]
 # ## When is it bound by communication?
-# The forward takes T_math = 4BDF/(XC) and T_comms = 4DF/W, and the backward twice as long in both. So the threshold is
+# The forward takes T_math = 4BDF/(XC) and T_comms = 4DF/W; in the backward both are twice as long. So the threshold is
 # that of data parallelism in both passes: FSDP keeps 1/X of the params, and its price is a forward that communicates,
 # too. The FLOPs and bytes are those of the listing above, counted on 64 abstract TPU v5p that use all three axes of
 # their torus.
@@ -149,9 +149,9 @@ learning.show(page, LAYER)
 
 # %% [markdown]
 # ## ZeRO-1, 2 and 3
-# The three stages differ in what a rank stores only a shard of: Adam's moments in ZeRO-1, the gradients as well in
-# ZeRO-2, and everything in ZeRO-3, which is FSDP. The book says that this saves FLOPs of the backward pass. It does
-# not: the FLOPs that it saves are the optimizer's, since each rank updates 1/X of the params.
+# The three stages shard more and more: ZeRO-1 shards Adam's moments, ZeRO-2 the gradients as well, and ZeRO-3, which is
+# FSDP, everything. The book says that this saves FLOPs of the backward pass. It does not: the FLOPs that it saves are
+# the optimizer's, since each rank updates 1/X of the params.
 
 # %%
 STACKED = {"W_in": "W_in[L, D_X, F]", "W_out": "W_out[L, F, D_X]"}

@@ -95,11 +95,10 @@ page.same(rows, ["pass", "formula", "bytes", "counted"])
 
 # %% [markdown]
 # ## How to divide the chips between X and Y?
-# In the forward, T_math = 4BDF/(NC) with N = XY chips. Meanwhile the weights take 4DF/(Y W_X) over X, and the
-# activations 4BD/(X W_Y) over Y, at the same time. A larger X makes the second shorter, and a larger Y the first. Both
-# are equal at the best X, sqrt(B N M_X / (F M_Y)), and FSDP+TP is then compute-bound down to C^2 / (W_X W_Y F) tokens a
-# chip, far below FSDP's threshold. The table counts the listing above on 64 abstract v5p, two axes of the torus for X
-# and one for Y.
+# In the forward, T_math = 4BDF/(NC) with N = XY chips. At the same time the weights take 4DF/(Y W_X) over X, and the
+# activations 4BD/(X W_Y) over Y. A larger X makes the second shorter, and a larger Y the first. Both are equal at the
+# best X, sqrt(B N M_X / (F M_Y)), and FSDP+TP is then compute-bound down to C^2 / (W_X W_Y F) tokens a chip, far below
+# FSDP's threshold. The table counts the listing above on 64 abstract v5p, two axes of the torus for X and one for Y.
 
 # %%
 v5p = chip("v5p")

@@ -86,8 +86,8 @@ page.answers([
 
 # %% [markdown]
 # ## Thresholds
-# A threshold is where the matmuls take as long as the collectives. DP and FSDP use all axes of the torus, TP one. FSDP
-# + TP has one axis for TP and the others for FSDP. Look at how far FSDP + TP goes below FSDP alone, and at v6e, which
+# A threshold is where the matmuls take as long as the collectives. DP and FSDP use all axes of the torus, TP one.
+# FSDP+TP has one axis for TP and the others for FSDP. Look at how far FSDP+TP goes below FSDP alone, and at v6e, which
 # has 4.7 times the FLOPs of a v5e and twice its links. The most important number is 850 tokens a chip: it decides on
 # how many chips a run can be spread.
 

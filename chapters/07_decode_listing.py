@@ -98,7 +98,7 @@ page.answers([
 # %% [markdown]
 # ## Prefill, split along the sequence
 # A long prompt is one sequence, so there is no batch to split. Beyond Y ranks of tensor parallelism, the tokens can be
-# split over Z. Only keys and values are gathered, [T, K_Y, H], which are smaller than the activations by D / 2KH. Each
+# split over Z. Only keys and values are gathered, [T, K_Y, H], a factor of D / 2KH smaller than the activations. Each
 # rank knows the positions of its queries, for the mask. The keys that a rank computed are its part of the cache.
 
 

@@ -192,10 +192,10 @@ page.answers([
 
 # %% [markdown]
 # ## Three prefill servers for each generation server
-# Part 8 says 0.91 s for a prompt of 8192, 19 ms a step, batches of 32, and 512 tokens each: P = 32 x 0.91 / (0.019 x
-# 512) = 2.99. Discrete events confirm it. Prompts are always waiting, and r prefill servers are modelled as one that is
-# r times as fast. Below 3 the steps are not full. The simulation uses an eighth of the tokens and an eighth of a
-# prompt's time, which has the same ratio and reaches its steady state sooner.
+# Part 8 has 0.91 s for a prompt of 8192, 19 ms a step, batches of 32, and 512 tokens each. So P, the number of prefill
+# servers, is 32 x 0.91 / (0.019 x 512) = 2.99, and discrete events confirm it. Prompts are always waiting, and r
+# prefill servers are modelled as one that is r times as fast. Below 3 the steps are not full. The simulation uses an
+# eighth of the tokens and an eighth of a prompt's time, which has the same ratio and reaches its steady state sooner.
 
 # %%
 count = 100 if page.small else 600

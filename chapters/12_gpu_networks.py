@@ -79,10 +79,10 @@ page.table(rows, ["GPUs", "AllGather", "AllReduce", "with SHARP", "AllToAll", "r
 
 # %% [markdown]
 # ## How good is the model?
-# The table has an AllReduce in a node of 8 H100s without SHARP, read off the book's figure. Its bus bandwidth is 2V (N
-# - 1)/N over the time, which is what each link carries; for an AllGather (Appendix B) it is V (N - 1)/N over the time.
-# The model has 450e9 for any size. The chart shows that a node comes near it for very large arrays only, and that one
-# axis of a v5p 4x4x4 comes near its own bandwidth at smaller sizes.
+# The table has an AllReduce in a node of 8 H100s without SHARP, read off the book's figure. Its bus bandwidth, what
+# each link carries, is 2V (N - 1)/N over the time; for an AllGather (Appendix B) it is V (N - 1)/N over the time. The
+# model has 450e9 for any size. The chart shows that a node comes near it for very large arrays only, and that one axis
+# of a v5p 4x4x4 comes near its own bandwidth at smaller sizes.
 
 # %%
 BUS = {4.2e6: 0.045e12, 17e6: 0.127e12, 134e6: 0.292e12, 268e6: 0.323e12, 1.07e9: 0.352e12, 8.6e9: 0.367e12}

@@ -34,7 +34,7 @@ def yes(value: bool) -> str:
 # Data parallelism (or ZeRO) needs a number of tokens on each GPU: C over the bandwidth of a GPU inside its node, and C
 # over that of a node beyond it. If it uses both, the slower one decides. Over two nodes only half of the gradients
 # cross. A replica that spans 8 nodes, by tensor, expert or pipeline parallelism, has the cables of all of them for its
-# gradients. TP is limited in its ways, and EP, with k = 8 experts per token, by the width F of an expert.
+# gradients. TP is limited to a number of ways, and EP, with k = 8 experts per token, by the width F of an expert.
 #
 # Between nodes, the B200 has more FLOPs with the same network, so it needs more tokens. The GB200 has nodes of 72 with
 # nine times the egress. There DP is bound in the node, at 71/72 of its number, as a GPU already has one part of 72.

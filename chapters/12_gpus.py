@@ -51,9 +51,9 @@ page.say(f"The book's text and quizzes, and all below, take {format_number(H100.
 
 # %% [markdown]
 # ## GPUs vs. TPUs at the chip level
-# A GPU has hundreds of small cores and a TPU two large ones, while the number of matmul units and the clock are of the
-# same order. Compare the memory: an H100 holds as much in registers as in SMEM. A TPU has few registers, and four times
-# the VMEM.
+# A GPU has hundreds of small cores and a TPU two large ones; both multiply matrices in special units, at similar
+# clocks. Compare the memory: an H100 holds as much in registers as in SMEM. A TPU has few registers, and four times the
+# VMEM.
 
 # %%
 schedulers = {"h100": H100.sms * SUBPARTITIONS, "v5p": V5P.cores * V5P.vector_alus // (8 * 128)}

@@ -33,7 +33,7 @@ OPTIONAL = {*f"{EXTRAS} uvicorn h11 prometheus_client".split()}  # of pyproject.
 RANKS = "scaling.launch scaling.mesh"
 INSIDE = {  # a module: what it imports inside functions
     "scaling.cost.lanes": "numpy",  # the playground has none
-    "scaling.spec.placements": "torch.distributed.tensor torch.distributed.tensor.placement_types",  # no torch for types
+    "scaling.spec.placements": "torch.distributed.tensor torch.distributed.tensor.placement_types",  # without torch
     # plain trees need no torch.distributed:
     "scaling.tree": "scaling.collectives scaling.collectives.checked scaling.collectives.linear",
     "scaling.check.files": "scaling.check.run scaling.check.library",  # lines are read without torch
