@@ -62,6 +62,8 @@ def matmul(a, b, out=None, sizes=None, mesh=None, cost=None) -> Plan:
     """
     a, b = parse(a), parse(b)
     out = None if out is None else parse(out)
+    if out is None and cost is not None:
+        raise ShardingError(f"{a} * {b}: without a result the rules decide, not a cost\n  fix: give out=, or no cost")
     dims = dict.fromkeys(a.dim_names + b.dim_names)
     if out is not None and (unknown := [dim for dim in out.dim_names if dim not in dims]):
         raise ShardingError(

@@ -97,7 +97,7 @@ class Mesh(AbstractMesh):
         elif self.size() > 1:  # torch names a group by a count: all ranks make equally many
             for _ in range(1 + sum(self.size(some) < self.size() for some in sets)):
                 self._new_group([rank])
-        _ = self.optional  # a compiler cannot make the view when it meets it
+        self._view("optional", drops=True)  # a compiler cannot make this view when it meets it
 
     def _check_ranks(self, world: int) -> None:
         known = all(0 <= rank < world for rank in self.ranks)

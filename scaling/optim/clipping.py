@@ -14,7 +14,7 @@ from torch import Tensor
 from scaling import tree
 from scaling.collectives import all_reduce
 from scaling.collectives.checked import alike
-from scaling.common.arguments import flag, not_negative, positive, whole
+from scaling.common.arguments import check_within, flag, not_negative, whole
 from scaling.optim.checks import check_reduced
 from scaling.optim.rules import Optimizer
 from scaling.spec import format_axes, mesh_sizes, parse
@@ -120,12 +120,10 @@ def loss_scaled(
     The new `update` takes gradients that are already divided by the scale, and `finite`: whether the gradients of all
     ranks are finite, which must be equal on every rank. If they are not, params and the rule's state do not change.
     """
-    positive(first=first, growth=growth, backoff=backoff)
     whole(interval=interval)
-    if not (growth > 1 and backoff < 1):
-        raise ValueError(
-            f"growth={growth}, backoff={backoff}: a scale grows and backs off\n  fix: growth > 1 > backoff"
-        )
+    check_within("first", first, "(0, inf)")
+    check_within("growth", growth, "(1, inf)")
+    check_within("backoff", backoff, "(0, 1)")
     if not isinstance(rule, Optimizer):
         raise ValueError(f"loss_scaled({type(rule).__name__})\n  fix: give an optimizer, such as adamw(1e-3)")
 

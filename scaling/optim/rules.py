@@ -9,7 +9,7 @@ from torch import Tensor
 from scaling import tree
 from scaling.collectives.checked import alike
 from scaling.collectives.operands import extent, overlaps_itself
-from scaling.common.arguments import flag, not_negative
+from scaling.common.arguments import check_within, flag, not_negative
 from scaling.common.torch_private import fused_adamw_
 from scaling.optim.checks import check_apart, check_like, check_reduced, check_state
 
@@ -78,9 +78,8 @@ def adamw(lr: LearningRate, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.01, mas
     if not isinstance(betas, (tuple, list)) or len(betas) != 2:
         raise ValueError(f"betas must be two numbers; got {betas!r}\n  fix: give (0.9, 0.999), say")
     b1, b2 = betas
-    not_negative(b1=b1, b2=b2)
-    if not (b1 < 1 and b2 < 1):
-        raise ValueError(f"betas must lie in [0, 1); got {betas}\n  fix: give (0.9, 0.999), say")
+    for i, beta in enumerate(betas):
+        check_within(f"betas[{i}]", beta, "[0, 1)")
 
     def step(p, g, m, v, *, count, rate, decay):
         if _fused(p, rate) and _laid_out_alike(p, m, v):

@@ -16,9 +16,8 @@ from pathlib import Path
 from threading import Thread
 from typing import Any, NamedTuple
 
-import torch
-
 from scaling.models.text import Tokenizer
+from scaling.train.batches import epoch_order
 
 
 class Late(Exception):
@@ -71,12 +70,8 @@ def prompts_of_step(prompts: Sequence[Prompt], seed: int, step: int, count: int)
 
     Each epoch has all prompts once, in an order drawn by the seed.
     """
-    found = []
-    for place in range((step - 1) * count, step * count):
-        epoch, at = divmod(place, len(prompts))
-        order = torch.randperm(len(prompts), generator=torch.Generator().manual_seed(number_of(seed, "prompts", epoch)))
-        found.append(prompts[int(order[at])])
-    return found
+    places = (divmod(place, len(prompts)) for place in range((step - 1) * count, step * count))
+    return [prompts[int(epoch_order(seed, epoch, len(prompts))[at])] for epoch, at in places]
 
 
 def number_of(*words: Any) -> int:

@@ -73,7 +73,7 @@ class Batches:
     def number(self, place: int) -> int:
         """Return the index of the sequence at a position in the endless order of epochs."""
         epoch, at = divmod(place, self.sequences)
-        return self.places[int(_order(self.seed, epoch, self.sequences)[at])]
+        return self.places[int(epoch_order(self.seed, epoch, self.sequences)[at])]
 
     def chosen(self, seen: int) -> list[int]:
         """Return the indices of the next batch's sequences after `seen` sequences."""
@@ -120,7 +120,7 @@ class Mixture:
         late = sorted(range(len(exact)), key=lambda i: counts[i] - exact[i])
         for i in late[: ROUND - sum(counts)]:
             counts[i] += 1
-        order = torch.repeat_interleave(torch.tensor(counts))[_order(self.sources[0].seed, -1, ROUND)].tolist()
+        order = torch.repeat_interleave(torch.tensor(counts))[epoch_order(self.sources[0].seed, -1, ROUND)].tolist()
         return [(source, order[:i].count(source)) for i, source in enumerate(order)]
 
     def chosen(self, seen: int) -> list[tuple[int, int]]:
@@ -218,7 +218,7 @@ def inputs(settings: Settings) -> tuple[Batches | Mixture, tuple[Batches, ...]]:
 
 
 @lru_cache(maxsize=16)
-def _order(seed: int, epoch: int, count: int) -> Tensor:
+def epoch_order(seed: int, epoch: int, count: int) -> Tensor:
     """Return the permutation of an epoch's sequences."""
     digest = hashlib.blake2b(f"{seed} {epoch}".encode(), digest_size=7).digest()
     return torch.randperm(count, generator=torch.Generator().manual_seed(int.from_bytes(digest, "big")))

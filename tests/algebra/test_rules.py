@@ -8,6 +8,7 @@ from array_types import meta, types
 from refused import evaluated, refused
 
 from scaling import collectives as c
+from scaling.algebra import matmul  # noqa: F401  of a line below
 from scaling.algebra.law import check_product, result_type
 from scaling.algebra.rules import collective_steps
 from scaling.collectives import op
@@ -113,6 +114,7 @@ def may(kind, before: Spec, after: Spec) -> bool:
             return not changed and bool(before.unreduced) and not gone | come
         case "AllToAll":
             return len(changed) == 2 and len(lost) == len(got) == 1 and lost == got and not gone | come
+    return False
 
 
 def said(step, kind: str):
@@ -197,5 +199,6 @@ MISUSED = {
     ),
     "c.einsum('A[I, J] * B[J, K] -> C[I, K]', meta(2, 3))": "shapes [(2, 3)]",
     "c.einsum('A[I, J] -> C[I]', meta(2, 3), meta(2))": "shapes [(2, 3), (2,)]",
+    "matmul('A[I, J]', 'B[J, K]', cost=len)": "without a result the rules decide, not a cost",
 }
 test_misuse_is_refused_before_anything_is_sent = refused(evaluated(MISUSED, globals()), ShardingError, "")

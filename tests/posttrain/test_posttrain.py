@@ -20,6 +20,7 @@ from scaling.posttrain.command import main
 from scaling.posttrain.loop import push_lines
 from scaling.posttrain.rewards import Late, in_time, number_of
 from scaling.serve.sampling import draw_token, uniforms
+from scaling.train.batches import epoch_order
 from scaling.train.export import params_of_run
 from scaling.train.progress import cut_records
 
@@ -66,7 +67,7 @@ def folder(tmp_path, monkeypatch):
 
 
 def order_of(epoch: int) -> list[int]:
-    return torch.randperm(4, generator=torch.Generator().manual_seed(number_of(3, "prompts", epoch))).tolist()
+    return epoch_order(3, epoch, 4).tolist()
 
 
 @torch.no_grad()
