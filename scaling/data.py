@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, Sampler
 
+from scaling import tree
 from scaling.spec import Spec
 
 MAX_BYTES = 4_000_000
@@ -134,10 +135,15 @@ def batches(
         ValueError: The text is too short.
     """
     data, part = Windows(tokens, k), slice(0, batch)
+    types = [Spec(name, (("B", tuple(axes)), *others)) for name, others in (("Tokens", (("K", ()),)), ("Targets", ()))]
     if mesh is not None:
-        (part,) = Spec("Tokens", (("B", tuple(axes)),)).slices({"B": batch}, mesh, mesh.coord)
+        (part,) = types[1].slices({"B": batch}, mesh, mesh.coord)
+
+    def typed(rows: Any) -> tuple[Tensor, ...]:
+        return rows if mesh is None else tuple(tree.declare(x, t, mesh) for x, t in zip(rows, types, strict=True))
+
     rows = BatchRows(len(data), batch, part, seed, epoch)
-    return DataLoader(data, sampler=rows, batch_size=None, generator=torch.Generator())
+    return DataLoader(data, sampler=rows, batch_size=None, collate_fn=typed, generator=torch.Generator())
 
 
 def endless(

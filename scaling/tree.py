@@ -128,7 +128,7 @@ def init(inits, specs, sizes, mesh, seed: int = 0, dtype=torch.float32, device=N
             x = _normal(whole, ranges, how.std, key(seed, where), dtype, device)
         zeros = [n - size for n, size in zip(local, x.shape, strict=True)]  # the number to append along each dim
         x = torch.nn.functional.pad(x, [k for n in reversed(zeros) for k in (0, n)]) if any(zeros) else x
-        made.append(note_shard(x, spec, mesh))
+        made.append(declare(x, spec, mesh, where))
     return unflatten(specs, made)
 
 
@@ -220,12 +220,12 @@ def _shard(where: str, whole: Tensor, spec: Spec, mesh) -> Tensor:
         ranges = spec.slices(whole.shape, mesh, mesh.coord)
     except ShardingError as error:
         raise ShardingError(f"{where}: {error}") from None
-    return _seen(whole[ranges].clone(memory_format=torch.contiguous_format), spec, mesh, where)
+    return declare(whole[ranges].clone(memory_format=torch.contiguous_format), spec, mesh, where)
 
 
-def _seen(x: Tensor, spec: Spec, mesh, where: str) -> Tensor:
-    """Report the type of x to the judge, and to shard_map, which takes whole arrays; return x."""
-    x = note_shard(x, spec, mesh)
+def declare(x: Tensor, spec: "Spec | str", mesh, where: str = "x") -> Tensor:
+    """Return x, which the judge and shard_map know from now on as this rank's shard of that type, as after `shard`."""
+    x, spec = note_shard(x, parse(spec), mesh), parse(spec)
     if x.is_meta or mesh.device.type == "meta":
         from scaling.collectives.linear import who_watches  # imported here, as above
 

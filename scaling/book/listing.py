@@ -132,6 +132,7 @@ def both_passes(strategy, sizes: dict, mesh, dtype: torch.dtype = torch.bfloat16
     types |= {name: types[name].replace("[", "[L, ") for name in ("W_in", "W_out")}
     shapes = {name: parse(text).local_shape({"L": 1} | sizes, mesh) for name, text in types.items()}
     params = {name: torch.zeros(shape, dtype=dtype, device=mesh.device) for name, shape in shapes.items()}
+    params = {name: tree.declare(x, types[name], mesh) for name, x in params.items()}
     In = params.pop("In")
     with trace() as there:
         Out, saved = strategy.forward(params, In, mesh, activation="none")

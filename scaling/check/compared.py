@@ -70,13 +70,14 @@ def broken_rule(
         fix = f"reduce it over {format_axes(declared.unreduced)} before {held.through}"
         return "nonlinear", said(f"{held.through} is not known to be linear", "nonlinear", fix)
     blocks = {axis for dim, (_, axes) in zip(dims, declared.dims, strict=True) if size_along(dim) == 1 for axis in axes}
-    if not held.of_nothing and held.unreduced is not None and (sums := _broken_sums(held, declared, by, blocks)):
+    if not held.of_nothing and held.unreduced is not None and (sums := _broken_sums(held, declared, by, blocks, ones)):
         return sums
     for dim, (name, says) in zip(dims, declared.dims, strict=True):
         was = axes_along(dim)
         if was is None or was == says or name in (RAGGED, "1"):
             continue
-        unseen = size_along(dim) > 1 and set(was) != set(says) and set(was) ^ set(says) <= {*ones}
+        moved = size_along(dim) > 1 and name_along(dim) != name  # out of a dim of one element, which no view shows
+        unseen = moved and set(was) != set(says) and set(was) ^ set(says) <= {*ones}
         if not unseen and not (set(says) & blocks and set(says) & (held.unreduced or set())):
             a, b = (format_axes(axes) if axes else "no axis" for axes in (was, says))
             fix = "let the type say how the array is split, or all_gather, reduce_scatter or shard it first"
@@ -84,10 +85,14 @@ def broken_rule(
     return None
 
 
-def _broken_sums(held: HeldType, declared: Spec, by: str, blocks: set[str]) -> "tuple[str, str] | None":
+def _broken_sums(
+    held: HeldType, declared: Spec, by: str, blocks: set[str], ones: Collection[str]
+) -> "tuple[str, str] | None":
     """Return the rule that the unreduced axes break, and the finding's text, as `broken_rule` does."""
     unreduced = held.unreduced or frozenset()
     over, gone = unreduced - {*declared.unreduced} - blocks, {*declared.unreduced} - unreduced
+    if held.made not in ("line", "seed"):  # no view shows that a dim of one element was summed over
+        gone -= {*ones}
     if over:
         axes = format_axes(sorted(over))
         detail = f"a partial sum stays {{U_{axes}}} until it is reduced"

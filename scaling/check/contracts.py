@@ -79,7 +79,8 @@ def with_types_told(fn: Callable) -> Callable:
     signature = inspect.signature(fn)
 
     def told(watch: Any, args: tuple, kwargs: dict) -> Any:
-        watch.called(fn.__code__, next((x for x in args if hasattr(x, "coord") and hasattr(x, "sizes")), None))
+        meshes = [at for x in args if hasattr(at := getattr(x, "mesh", x), "coord") and hasattr(at, "sizes")]
+        watch.called(fn.__code__, meshes[0] if meshes else None)
         for name, x in signature.bind(*args, **kwargs).arguments.items():
             if name in types:
                 watch.told(x, types[name], f"argument {types[name]} of {fn.__name__}", place)

@@ -18,7 +18,7 @@ import json
 import sys
 import tokenize
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import scaling
@@ -64,10 +64,11 @@ def _judge(report: Judgement, texts: dict[str, str], calls: dict[str, list]) -> 
     unread = {*others} - {*calls} - {finding.file for finding in report.findings}
     report.unjudged += [(f"{path}:1", FORMATTED) for path in sorted(unread) if formats_lines(others[path])]
     reached: dict[str, set[int]] = {}
-    for run, judged in zip(runs, judge_each(runs, [*others]), strict=True):
-        found = found_in(judged, others if run else texts)
+    for run, judged in zip(runs, judge_each(runs, [*others], own), strict=True):
+        found = found_in(judged, others, run[0]) if run else found_in(judged, {path: texts[path] for path in own})
+        found = [replace(finding, message=_from_here(finding.message)) for finding in found]
         report.findings += [finding for finding in found if finding not in report.findings]
-        report.unjudged += [(_from_here(place), why) for place, why in judged.unjudged]
+        report.unjudged += [(_from_here(place), _from_here(why)) for place, why in judged.unjudged]
         if run and not judged.judged and not found:
             report.unjudged.append((f"{run[0]}:1", NOTHING))
         for file, line in judged.reached:
@@ -80,9 +81,9 @@ def _judge(report: Judgement, texts: dict[str, str], calls: dict[str, list]) -> 
                 report.unjudged.append((f"{path}:{first}", "this call was not reached"))
 
 
-def _from_here(place: str) -> str:
-    """Return a "file:line" relative to the working directory, if the file lies there."""
-    return place.removeprefix(f"{Path.cwd()}/")
+def _from_here(text: str) -> str:
+    """Return a text in which files in the working directory have their paths from there."""
+    return text.replace(f"{Path.cwd()}/", "")
 
 
 def files_of(paths: Sequence) -> list[Path]:

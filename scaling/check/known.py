@@ -14,9 +14,6 @@ from scaling.check.held import HeldType, Pieces, any_dim, dims_of_view, of_nothi
 from scaling.check.places import (
     MACHINERY,
     PAGE_TOOLS,
-    choose_place,
-    frames_of_call,
-    innermost_place,
     place_of_call,
     real_path,
 )
@@ -44,12 +41,16 @@ class KnownArrays:
         self.twins: dict[int, tuple[Tensor, Tensor]] = {}  # {id of a CPU tensor: (the tensor, its meta tensor)}
         self.quiet = 0
         self.ones: set[str] = set()  # axes that split a dim into parts of one element: no view shows which dim
-        self.sizes: dict[str, int] = dict(sizes or {})
+        self.sizes: dict[str, int] | None = None if sizes is None else dict(sizes)  # None: no mesh is known yet
         self.files: frozenset[str] = frozenset()  # the judged files' real paths; if empty, every file is judged
 
     def live(self, spec: Spec) -> Spec:
         """Return the type without the axes that the mesh lacks or has of size 1."""
-        return without_axes(spec, [axis for axis in axes_named(spec) if self.sizes and self.sizes.get(axis, 1) == 1])
+        return without_axes(spec, [axis for axis in axes_named(spec) if self.size(axis) == 1])
+
+    def size(self, axis: str) -> int:
+        """Return the size of a mesh axis, and 0 if no mesh is known."""
+        return 0 if self.sizes is None else self.sizes.get(axis, 1)
 
     def held(self, x: Tensor) -> HeldType:
         """Return the known type of an array."""
@@ -80,31 +81,39 @@ class KnownArrays:
         dims = *self.held(x).dims[: x.dim() - len(spec.dims)], *dims_said(sizes, spec)
         self.give(x, HeldType(dims, frozenset(spec.unreduced), parts, "line", spec.name, place))
 
-    def place(self) -> str:
-        """Return the line to which a finding in the running call belongs."""
-        return place_of_call(self.files)
+    def shown_at(self, place: str) -> str:
+        """Return the line at which something at `place` is shown: the innermost judged line that led to it."""
+        file, _ = place_parts(place)
+        return place if not self.files or real_path(file) in self.files else place_of_call(self.files) or place
 
-    def has_found(self) -> bool:
-        """Return whether a fault was found in the judged files."""
-        return any(not self.files or real_path(finding.file) in self.files for finding in self.report.findings)
+    def find(self, rule: str, text: str, made: str = "", place: str = "", shown: str = "") -> None:
+        """Report a broken rule.
 
-    def find(self, rule: str, text: str, made: str = "", place: str = "") -> None:
-        """Report a broken rule, at `place` or at the running call's line; `made` is the place that made its operand."""
-        text += f"\n  the value was made at {made}" if made else ""
-        computed, place = "" if place else innermost_place(), place or self.place()
+        Args:
+            rule: the rule's name.
+            text: the mistake, the rule and the fix, in words.
+            made: the place that made the operand.
+            place: the place of the fault, if it is not the running call.
+            shown: the judged line that led there, if it is not on the running stack.
+        """
+        place = place or place_of_call()
         if place.startswith(PAGE_TOOLS):
             if rule != "partial-plus-whole":
                 return
-            place = choose_place(frames_of_call((*MACHINERY, PAGE_TOOLS)), self.files)
-        text += f"\n  it is computed at {computed}" if computed not in ("", place) else ""
-        found = Finding(*place_parts(place), text, rule)
+            shown = shown or place_of_call(self.files, (*MACHINERY, PAGE_TOOLS))
+        shown = shown or self.shown_at(place)
+        text += f"\n  the value was made at {made}" if made else ""
+        text += f"\n  it is computed at {place}" if place != shown else ""
+        found = Finding(*place_parts(shown), text, rule)
         if not self.quiet and found not in self.report.findings:
             self.report.findings.append(found)
 
     def skip(self, why: str, place: str = "") -> None:
         """Report an unjudged line, and the reason."""
-        entry = place or self.place(), why
-        if not self.quiet and not entry[0].startswith(PAGE_TOOLS) and entry not in self.report.unjudged:
+        place = place or place_of_call()
+        shown = self.shown_at(place)
+        entry = shown, why if place == shown else f"{why} (at {place})"
+        if not self.quiet and not place.startswith(PAGE_TOOLS) and entry not in self.report.unjudged:
             self.report.unjudged.append(entry)
 
     @contextmanager

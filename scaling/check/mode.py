@@ -16,6 +16,7 @@ from scaling.check.compared import at_hand
 from scaling.check.findings import RULES, Judgement, said
 from scaling.check.held import DimPart, HeldType, any_dim, axes_along, by_stride, of_nothing, size_along
 from scaling.check.inferred import called, inferred, tensors_in
+from scaling.check.places import place_of_call
 from scaling.check.results import UNSET, ArrayMeta, view_error
 from scaling.check.typed import TypedLines
 from scaling.common.torch_private import TorchDispatchMode, storage_of
@@ -87,9 +88,11 @@ class Judge(TypedLines, TorchDispatchMode):
                 self.cut(tensors[0], results[0])
             self.wrong(view_error(name, args, kwargs, self.held(tensors[0])), tensors)
             if name in ROWS and (axes := axes_along(self.held(tensors[0]).dims[argument(args, kwargs, 1, "dim", 0)])):
-                self.own_rows[self.place()] = frozenset(axes)
+                self.own_rows[self.shown_at(place_of_call())] = frozenset(axes)
             for x in results:
-                self.held(x)  # this splits the pieces
+                held = self.held(x)  # this splits the pieces
+                if 1 in x.shape:
+                    self.ones |= self.held(tensors[0]).axes - held.axes
         elif name == "copy":
             self.write(tensors[0], self.held(tensors[-1]))
         elif results:
@@ -123,7 +126,7 @@ class Judge(TypedLines, TorchDispatchMode):
     def as_share(self, held: HeldType, axes: Set[str]) -> HeldType:
         """Return the type as a term of a sum over these axes, if it was divided by as many devices."""
         missing = axes - held.unreduced if held.unreduced is not None else ()
-        if not missing or prod(self.sizes.get(axis, 1) for axis in missing) not in held.shares:
+        if not missing or prod(map(self.size, missing)) not in held.shares:
             return held
         return held._replace(unreduced=frozenset(axes), parts="sum")
 
@@ -160,7 +163,10 @@ class Judge(TypedLines, TorchDispatchMode):
 
     def wrong(self, error: "Exception | None", operands: Sequence[Tensor] = (), place: str = "") -> None:
         """Report a broken rule, or an op that is not judged."""
-        if isinstance(error, Illegal):
+        if isinstance(error, Illegal) and error.differ and error.differ <= self.ones:
+            axes = ", ".join(sorted(error.differ))
+            self.skip(f"a dim split over {axes} has one element on each device, so a view of it may be split or not")
+        elif isinstance(error, Illegal):
             self.find(*self.broken(error, operands), place)
         elif error is not None:
             self.skip(str(error), place)
@@ -177,7 +183,7 @@ class Judge(TypedLines, TorchDispatchMode):
         along this axis. Until then each block may be any device's.
         """
         self.ring |= error.twice
-        self.first_hops.append((error.twice, (*self.broken(error, operands), self.place())))
+        self.first_hops.append((error.twice, (*self.broken(error, operands), self.shown_at(place_of_call()))))
 
     def give_all(self, results: list, found: list[HeldType], error, operands, unset: bool, write: bool = False) -> None:
         """Note the types of an op's results, and report its error."""
@@ -187,7 +193,7 @@ class Judge(TypedLines, TorchDispatchMode):
             self.wrong(error, operands)
         quietly = all(self.held(x).of_nothing for x in operands)
         self.report.judged += not quietly and error is None
-        place = "" if quietly else self.place()
+        place = "" if quietly else place_of_call()
         for x, held in zip([x for x in results if isinstance(x, Tensor)], found, strict=False):
             if write:
                 self.write(x, held._replace(place=place))
@@ -233,7 +239,7 @@ class Judge(TypedLines, TorchDispatchMode):
                     f"each device takes a row of its own part of what is split over {', '.join(sorted(axes))}", place
                 )
         never = [(line, place, "in flight") for pending, place, line in self.pending if pending.finish is not None]
-        never += [(product.line, place, "deferred") for product, place in self.deferred.values()]
+        never += [(product.line, shown, "deferred") for product, _, shown in self.deferred.values()]
         for line, place, what in never:
             self.find("never-waited", f"{line}\n  " + said(f"it is {what}", "never-waited", "wait(x)"), "", place)
         for pending, *_ in self.pending:

@@ -4,13 +4,12 @@ import inspect
 import os
 import sys
 import traceback
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 import scaling
-from scaling.check.lines import check_lines
 
 LIBRARY = f"{Path(scaling.__file__).parent}/"
 ROOMS = "check/", "collectives/", "trace/", "tree.py", "common/torch_private.py"
@@ -33,41 +32,13 @@ def frames_of_call(skipped: tuple[str, ...] = MACHINERY) -> Iterator[Frame]:
         frame = frame.f_back
 
 
-def choose_place(frames: Iterable[Frame], files: Collection[str] = ()) -> str:
-    """Return "file:line" of the frame to which a finding belongs; the frames begin with the innermost.
+def place_of_call(files: Collection[str] = (), skipped: tuple[str, ...] = MACHINERY) -> str:
+    """Return "file:line" of the running call's innermost frame in `files`, real paths; without them, in any file.
 
-    It is the innermost frame in `files`, the judged files by their real paths, or in any file if `files` is empty. A
-    library module without typed lines computes a result for its caller, so the fault is the caller's: `rms_norm` of
-    partial sums. A library module with typed lines is judged by the library's own programs, so the search ends there.
+    It is "" if no frame is in these files.
     """
-    innermost = ""
-    for file, line in frames:
-        place = f"{file}:{line}"
-        innermost = innermost or place
-        if real_path(file) in files:
-            return place
-        if file.startswith(LIBRARY):
-            if is_judged_alone(file):
-                return place
-        elif not files:
-            return place
-    return innermost
-
-
-@cache
-def is_judged_alone(file: str) -> bool:
-    """Return whether a library module has typed lines, or only compares arrays, so that no caller answers for it."""
-    return file.startswith(PAGE_TOOLS) or bool(check_lines(Path(file).read_text(encoding="utf-8"), file)[1])
-
-
-def place_of_call(files: Collection[str] = ()) -> str:
-    """Return "file:line" of the running call."""
-    return choose_place(frames_of_call(), files)
-
-
-def innermost_place() -> str:
-    """Return "file:line" of the running call, in the library if it is made there."""
-    return next((f"{file}:{line}" for file, line in frames_of_call()), "")
+    frames = (frame for frame in frames_of_call(skipped) if not files or real_path(frame[0]) in files)
+    return next((f"{file}:{line}" for file, line in frames), "")
 
 
 def place_of_function(fn: Callable) -> str:
@@ -77,11 +48,7 @@ def place_of_function(fn: Callable) -> str:
 
 
 def place_of_error(error: BaseException, files: Collection[str] = ()) -> str:
-    """Return "file:line" of the call that raised an error.
-
-    An error ends the program, whoever raises it, so the innermost line in the judged files comes first.
-    """
+    """Return "file:line" of the call that raised an error, chosen as by `place_of_call`."""
     frames = [(f.filename, f.lineno or 1) for f in reversed(traceback.extract_tb(error.__traceback__))]
-    own = [(file, line) for file, line in frames if real_path(file) in files]
-    outside = [frame for frame in frames if not frame[0].startswith(MACHINERY)]
-    return choose_place(own or outside, files)
+    chosen = (real_path(file) in files if files else not file.startswith(MACHINERY) for file, _ in frames)
+    return next((f"{file}:{line}" for (file, line), own in zip(frames, chosen, strict=True) if own), "")

@@ -16,7 +16,6 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator
-from dataclasses import replace
 from pathlib import Path
 from types import CodeType, ModuleType
 from typing import Any
@@ -105,17 +104,26 @@ def check_source(text: str, file: str = "<source>") -> list[Finding]:
     """Return the faults of one text, found in its lines and by running it."""
     found, calls = check_lines(text, file)
     if calls and not any(finding.rule == "python" for finding in found):
-        found += found_in(judge_file(file, text), {file: text})
+        found += found_in(judge_file(file, text), {file: text}, file)
     return sorted(found)
 
 
-def found_in(judged: Judgement, texts: dict[str, str]) -> list[Finding]:
-    """Return the findings in these files, under the paths that name them, except the ones that comments silence."""
+def found_in(judged: Judgement, texts: dict[str, str], run: str = "") -> list[Finding]:
+    """Return the findings, under the paths that name the files, except the ones that comments silence.
+
+    Args:
+        judged: the judge's answer.
+        texts: the judged files, {path: text}.
+        run: the file that was run, at whose first line a finding is shown that no line of the judged files led to.
+            Without it, the library's programs were run, and such a finding belongs to a module that was not asked for.
+    """
     names, found = {os.path.realpath(path): path for path in texts}, []
     for finding in judged.findings:
-        path = names.get(os.path.realpath(finding.file))
-        if path is not None and finding.rule not in silent_lines(texts[path]).get(finding.line, ()):
-            found.append(replace(finding, file=path))
+        path, line, text = names.get(os.path.realpath(finding.file), run), finding.line, finding.message
+        if path == run and os.path.realpath(finding.file) != os.path.realpath(run):
+            line, text = 1, f"{text}\n  it is computed at {finding.place}"
+        if path and finding.rule not in silent_lines(texts[path]).get(line, ()):
+            found.append(Finding(path, line, text, finding.rule))
     return found
 
 
@@ -138,8 +146,10 @@ def judge_file(path: "str | Path", text: "str | None" = None, files: Iterable[st
         kept = sys.modules.get("__main__")
         sys.path.insert(0, str(Path(path).resolve().parent))
         try:
-            _statements(text, path, module, judge)
-            _uncalled(path, module, judge)
+            program = ast.parse(text)
+            strategy = any(isinstance(node, ast.Assign) and _assigns(node, "SPECS") for node in program.body)
+            _statements(program, text, path, module, judge)
+            _uncalled(path, module, judge, strategy)
         except TimeoutError:
             report.unjudged.append((path, f"it did not end within {SECONDS} seconds"))
         finally:
@@ -149,10 +159,13 @@ def judge_file(path: "str | Path", text: "str | None" = None, files: Iterable[st
     return report
 
 
-def _statements(text: str, path: str, module: ModuleType, judge: Judge) -> None:
+def _assigns(node: ast.Assign, name: str) -> bool:
+    return any(getattr(target, "id", "") == name for target in node.targets)
+
+
+def _statements(program: ast.Module, text: str, path: str, module: ModuleType, judge: Judge) -> None:
     """Run the statements separately, so that a statement that needs values does not stop the others."""
-    tree = ast.parse(text)
-    for node in tree.body:
+    for node in program.body:
         with attempt(judge, f"{path}:{node.lineno}"):
             run_watched(text, path, vars(module), ast.Module([node], []))
 
@@ -167,11 +180,11 @@ def attempt(judge: Judge, place: str, must: bool = False) -> Iterator[None]:
         yield
         return
     except ShardingError as error:
-        at = place_of_error(error, judge.files) or place
-        if at != place_of_error(error) and judge.has_found():
-            judge.skip(str(error).splitlines()[0], at)
+        raised, shown = place_of_error(error) or place, place_of_error(error, judge.files) or place
+        if raised != shown and judge.report.findings:
+            judge.skip(str(error).splitlines()[0], shown)
         else:
-            judge.find("illegal-line", str(error), "", at)
+            judge.find("illegal-line", str(error), "", raised, shown)
     except TimeoutError:
         raise
     except SystemExit as error:
@@ -180,10 +193,10 @@ def attempt(judge: Judge, place: str, must: bool = False) -> Iterator[None]:
     except Exception as error:
         if "Pending" in str(error):
             text = said(str(error), "pending", "wait(x), or x.wait(), first")
-            judge.find("pending", text, "", place_of_error(error, judge.files) or place)
+            judge.find("pending", text, "", place_of_error(error), place_of_error(error, judge.files) or place)
             return
         text = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
-        if must and not judge.has_found():
+        if must and not judge.report.findings:
             judge.find("result", said(f"it does not run: {text}", "result", "see the error"), "", place)
         else:
             judge.skip(text, place)
@@ -191,10 +204,13 @@ def attempt(judge: Judge, place: str, must: bool = False) -> Iterator[None]:
     judge.deferred.clear()
 
 
-def _uncalled(path: str, module: ModuleType, judge: Judge) -> None:
-    """Run the functions that the file does not call: its strategy, and each function whose arguments all have types."""
+def _uncalled(path: str, module: ModuleType, judge: Judge, strategy: bool) -> None:
+    """Run the functions that the file does not call: its strategy, and each function whose arguments all have types.
+
+    `strategy` says whether the file defines SPECS; one that it imports is judged where it is defined.
+    """
     values = vars(module)
-    specs = values["SPECS"] if isinstance(values.get("SPECS"), dict) else {}
+    specs = values["SPECS"] if strategy and isinstance(values.get("SPECS"), dict) else {}
     if {"In", "Out"} <= {*specs} and any(callable(values.get(name)) for name in ("forward", "backward")):
         words = re.findall(r"_([A-Z]+)", " ".join(map(str, specs.values())))
         mesh = _mesh_along({axis for word in words for axis in word})

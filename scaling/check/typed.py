@@ -19,7 +19,7 @@ from scaling.check.compared import (
 from scaling.check.findings import Judgement, place_parts, said
 from scaling.check.held import HeldType, axes_along, is_interleaved, look_up_over
 from scaling.check.known import KnownArrays
-from scaling.check.places import innermost_place
+from scaling.check.places import place_of_call
 from scaling.collectives.calls import zeroed
 from scaling.collectives.linear import Pending, run_op
 from scaling.collectives.multiply import Deferred, einsum
@@ -44,15 +44,16 @@ class TypedLines(KnownArrays):
         super().__init__(report, sizes)
         self.params: set[str] = set()
         self.pending: list[tuple[Pending, str, str]] = []  # with their places and lines
-        self.deferred: dict[int, tuple[Deferred, str]] = {}  # {its id: (the product, its place)}
+        self.deferred: dict[int, tuple[Deferred, str, str]] = {}  # by id: the product, its place, the line shown
         self.ran: set[Any] = set()  # the code of the typed functions that were called
         self.apart: set[str] = set()  # axes along which ranks send to each other, each having its own part
         self.passed_on: set[str] = set()  # axes along which blocks are passed to the next rank of a ring
 
     def reached(self) -> str:
-        """Note that the running typed call was reached; return the line to which it belongs."""
-        self.report.reached.add(place_parts(innermost_place()))
-        return self.place()
+        """Note that the running typed call was reached; return its place."""
+        place = place_of_call()
+        self.report.reached.add(place_parts(place))
+        return place
 
     def compare(self, held: HeldType, declared: Spec, line: str, by: str = "", place: str = "") -> None:
         """Report an array that differs from the type that a line declares for it."""
@@ -65,7 +66,7 @@ class TypedLines(KnownArrays):
             own = self.apart & {*declared.unreduced}
             if own and (held.made not in ("line", "seed") or (by == "mean" and not held.parts)):
                 held = held._replace(unreduced=held.unreduced | own, parts=held.parts or "sum", made="")
-            elif gone and prod(self.sizes.get(axis, 1) for axis in gone) in held.shares:
+            elif gone and prod(map(self.size, gone)) in held.shares:
                 held = held._replace(unreduced=held.unreduced | gone)
         if (broken := broken_rule(held, declared, line, by, self.params, self.ones)) is not None:
             rule, text = broken
@@ -75,7 +76,7 @@ class TypedLines(KnownArrays):
     def in_pods(self, line: Line, operands: Sequence[HeldType]) -> Line:
         """Return a line that does not mention pods as it runs in each pod: arrays stay split or unreduced over P."""
         specs = *line.operands, line.result
-        if self.sizes.get(PODS, 1) == 1 or any(PODS in axes_named(spec) for spec in specs):
+        if self.size(PODS) < 2 or any(PODS in axes_named(spec) for spec in specs):
             return line
         split, partial = [], False
         for held, spec in zip(operands, line.operands, strict=False):
@@ -121,17 +122,28 @@ class TypedLines(KnownArrays):
     def typed(self, x: Tensor, spec: Spec, where: str, mesh: Any) -> Tensor:
         """Note that x is a shard of this type, and return it, or its twin on the meta device."""
         self.sizes = dict(mesh.sizes)
-        self.declare(x, spec, self.place())
+        self.declare(x, spec, place_of_call())
         if f'["{spec.name}"]' in where:
             self.params.add(spec.name)
         return self.meta(x)
 
-    def masked(self, line: str, x: Any, mask: Any) -> Tensor:
+    def dropped(self, line: str, x: Any, mesh: Any) -> Any:
+        """Judge and return the operand of a line that sends nothing on this mesh, which lacks the axes it moves."""
+        place, self.sizes = self.reached(), dict(mesh.sizes)
+        spec, x = parse_line(line).operands[0] if "->" in line else parse(line), self.meta(x)
+        if isinstance(x, Tensor):  # not an array with scales
+            self.compare(self.held(x), spec, line, "", place)
+            if self.held(x).of_nothing:
+                self.declare(x, spec, place)
+        return x
+
+    def masked(self, line: str, x: Any, mask: Any, mesh: Any) -> Tensor:
         """Return x where the mask is true, and zeros elsewhere: each device's term of a sum.
 
         For rows looked up in an array that is split over the sum's axes, the type is certain. For anything else it
         depends on values, and the line's type is believed.
         """
+        self.sizes = dict(mesh.sizes)
         x, mask, spec, place = self.meta(x), self.meta(mask), parse(line), self.reached()
         held, axes = self.held(x), self.live(spec).unreduced
         if held.through != look_up_over(axes) or held.axes & {*axes}:
@@ -153,7 +165,7 @@ class TypedLines(KnownArrays):
 
     def receive(self, buffer: Tensor, spec: Spec) -> None:
         """Declare the type of an array that another rank sends."""
-        self.declare(buffer, spec, self.place(), "sum" if spec.unreduced else "")
+        self.declare(buffer, spec, place_of_call(), "sum" if spec.unreduced else "")
 
     def ragged(self, line: str, x: Any) -> Tensor:
         """Return as many rows as are sent, since the number that arrives depends on values."""
@@ -187,7 +199,7 @@ class TypedLines(KnownArrays):
         place, self.sizes = self.reached(), dict(mesh.sizes)
         result = call(what, self.meta(x), mesh, *options)
         if isinstance(result, Pending):
-            self.pending.append((result, place, what[1]))
+            self.pending.append((result, self.shown_at(place), what[1]))
         return result
 
     def collective(self, x: Tensor, op: Any) -> Tensor:
@@ -199,6 +211,8 @@ class TypedLines(KnownArrays):
             held, declared = at_hand(held, op.axes, True), without_axes(declared, op.axes)
             self.give(x, held)
         line = self.in_pods(Line((declared,), typed.result), [held])
+        if op.kind in ("Broadcast", "Scatter") and held.unreduced is not None:  # only the root's part counts
+            held = held._replace(unreduced=held.unreduced | {*op.axes}, parts="root")
         by = op.by if op.kind in ("AllReduce", "ReduceScatter", "Reduce") else ""
         self.compare(held, line.operands[0], op.line, by, place)
         self.check_blocks(held, line, op.line, place)
@@ -207,6 +221,8 @@ class TypedLines(KnownArrays):
         self.declare(result, line.result, place, "root" if op.kind in ("Gather", "Reduce") else held.parts)
         if ring:
             self.give(result, at_hand(self.held(result), op.axes)._replace(made="ring"))
+        if op.kind in ("Gather", "Reduce") and op.at_root:  # for the root it is whole, for a sum it is one term
+            self.give(result, self.held(result)._replace(unreduced=None))
         return result
 
     def check_blocks(self, held: HeldType, line: Line, text: str, place: str) -> None:
@@ -233,14 +249,15 @@ class TypedLines(KnownArrays):
 
     def defer(self, product: Deferred) -> Deferred:
         """Note a product that is computed when it is waited for; a fault belongs to the line that deferred it."""
-        self.deferred[id(product)] = product, self.reached()
+        place = self.reached()
+        self.deferred[id(product)] = product, place, self.shown_at(place)
         return product
 
     def join(self, products: Sequence[Deferred], joined: Deferred) -> Deferred:
         """Note that deferred products became one."""
-        places = [self.deferred.pop(id(product))[1] for product in products if id(product) in self.deferred]
-        if places:
-            self.deferred[id(joined)] = joined, places[0]
+        known = [self.deferred.pop(id(product)) for product in products if id(product) in self.deferred]
+        if known:
+            self.deferred[id(joined)] = joined, *known[0][1:]
         return joined
 
     def product(
@@ -264,4 +281,5 @@ class TypedLines(KnownArrays):
             self.give(result, made)
         else:
             self.write(out, made, add)
+        self.params.discard(spec.name)  # what a line computes is not a param: In and Out in a tree of all arrays
         return result

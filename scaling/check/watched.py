@@ -55,7 +55,7 @@ def watching(judge: Judge) -> Iterator[None]:
         with judge:
             yield
     except ShardingError as error:
-        judge.find("illegal-line", str(error), "", place_of_error(error, judge.files))
+        judge.find("illegal-line", str(error), "", place_of_error(error), place_of_error(error, judge.files))
     finally:
         watcher.reset(token)
         judge.end()

@@ -141,11 +141,11 @@ def masked(line: str, x: Tensor, mask: Tensor, mesh) -> Tensor:
     """
     if not mesh.member:
         return x
-    line = mesh.resolve(line)
+    line, watch = mesh.resolve(line), who_watches()
     if mesh.drops and "{U_" not in line:
-        return zeroed(x, mask)
-    if (watch := who_watches()) is not None:
-        return watch.masked(line, x, mask)
+        return zeroed(x if watch is None else watch.dropped(line, x, mesh), mask)
+    if watch is not None:
+        return watch.masked(line, x, mask, mesh)
     dims, sizes, axes = mesh.constant(_dims, line)
     if not isinstance(x, Tensor) or not isinstance(mask, Tensor) or x.layout is not torch.strided:
         what = f"the operand is a {type(x).__name__}, the mask a {type(mask).__name__}"
@@ -175,9 +175,7 @@ def _dims(mesh, line: str) -> tuple[int, tuple[tuple[int, int], ...], tuple[str,
     """Return (number of dims, (position, size) of the dims that are numbers, the axes summed over) of a masked type."""
     spec = None if "->" in str(line) else parse(line)
     if spec is None or not spec.unreduced:
-        raise ShardingError(
-            f"masked: {line}\n  rule: a mask makes partial sums\n  fix: give their type, A[I, J] {{U_X}}"
-        )
+        refuse(f"masked: {line}", "it is no partial sum", "a mask makes partial sums", "give its type, A[I, J] {U_X}")
     spec.check_axes(mesh)
     stacked = bool(mesh.stack)
     sizes = tuple((i + stacked, size) for i, size in numbers(spec, mesh))
@@ -207,6 +205,7 @@ def _call(what: tuple, x: Any, mesh, async_op: bool = False, out: Tensor | None 
     if mesh.drops and what[0] in RESHARDS:
         kind, line, *options = what
         if not (line := mesh.resolve(line)):
+            x = x if (watch := who_watches()) is None else watch.dropped(what[1], x, mesh)
             return x if out is None or out is x else out.copy_(x)
         what = kind, line, *options
     if not isinstance(x, Tensor) and hasattr(x, "moved"):  # scaling.scaled.Scaled: each of its parts is moved

@@ -68,7 +68,7 @@ def attend_latents(W: dict, values: Values, at: Context) -> Values:
 
 
 def attended(Q: Tensor, KV: Tensor, K_R: Tensor, attend: Callable, rope: tuple, config: Config) -> Tensor:
-    """O[B, T, N, value] of Q[B, T, N, A], KV[B, T, N, W] and K_R[B, T, rope].
+    """Return O[B, T, N, value] of Q[B, T, N, A], KV[B, T, N, W] and K_R[B, T, rope].
 
     Each head is computed alone, so this also holds on shards of heads. The softmax of attend(Q, K, V) has the scale
     1/sqrt(A); the queries that it gets are already multiplied by yarn's scale.
@@ -78,7 +78,7 @@ def attended(Q: Tensor, KV: Tensor, K_R: Tensor, attend: Callable, rope: tuple, 
 
 
 def over_heads(attend: Callable, Q: Tensor, KV: Tensor, K_R: Tensor, config: Config) -> Tensor:
-    """O[B, T, N, value] of turned queries Q[B, T, N, A] and keys K_R[B, S, 1, rope], and of KV[B, S, N, W]."""
+    """Return O[B, T, N, value] of turned queries Q[B, T, N, A], keys K_R[B, S, 1, rope], and of KV[B, S, N, W]."""
     latent: Any = config.latent
     K_N, V = KV.split([latent.nope, latent.value], -1)
     K = torch.cat([K_N, K_R.expand(*K_N.shape[:-1], latent.rope)], -1)

@@ -1,8 +1,10 @@
 """A finding is shown at the line of the user's program that led to it, and a call counts as reached by its own line."""
 
+import importlib
 from pathlib import Path
 
 import pytest
+from mutant_programs import replace, restore
 from test_judged_files import SILENT, STRATEGIES
 
 from scaling.check import check_source
@@ -59,6 +61,40 @@ def test_what_an_edit_of_a_listing_breaks_is_shown_in_it(edit):
     assert found
     if edit.kind == "operands swapped" or "act(" in edit.edit or "rms_norm" in edit.edit:
         assert edit.line + 2 in [finding.line for finding in found]  # below two imports
+
+
+STEP = """
+import torch
+from scaling import launch, tree
+from scaling.collectives import all_reduce
+from {module} import SPECS, backward, forward
+
+def step(mesh, W_in, W_out, In):
+    total = all_reduce("x[N] {{U_X}} -> x[N]", torch.ones(2), mesh)  # a file without typed lines is not run
+    types = {{W: SPECS[W].replace("[", "[L, ") for W in ("W_in", "W_out")}}
+    params = tree.shard({{"W_in": W_in, "W_out": W_out}}, types, mesh)
+    Out, saved = forward(params, tree.shard(In, SPECS["In"], mesh), mesh, "gelu", True, True)
+    dIn, grads = backward(Out, saved, params, mesh)
+    return tree.unshard({{"dIn": dIn, **grads}}, {{"dIn": SPECS["In"], **types}}, mesh)
+
+launch.start(step, {{"P": 2, "X": 2, "Y": 2}}, torch.ones(2, 8, 16), torch.ones(2, 16, 8), torch.ones(8, 8))
+"""
+IN_MODULES = [each for each in SILENT if each.file in LISTINGS][::9]
+
+
+@pytest.mark.parametrize("edit", IN_MODULES, ids=lambda each: f"{each.file}:{each.line}: {each.kind}")
+def test_a_fault_in_a_module_of_the_library_is_shown_at_its_caller_s_line(edit):
+    module = importlib.import_module(edit.file.removesuffix(".py").replace("/", "."))
+    caller = STEP.format(module=module.__name__)
+    assert check_source(caller) == []
+    replace(module, edit.text)
+    try:
+        found = check_source(caller)
+    finally:
+        restore(module)
+    assert {finding.line for finding in found} & {11, 12, 13}, found  # the calls of forward, backward and unshard
+    assert all(finding.file == "<source>" for finding in found)
+    assert any(Path(edit.file).name in finding.message for finding in found)
 
 
 HELPER = "import torch\n\ndef f(x):\n    return torch.relu(x)\n"

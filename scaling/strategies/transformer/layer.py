@@ -125,9 +125,10 @@ def attention_backward(W: dict, dAttn: Tensor, s: Values, at: Context) -> tuple[
         b_K, b_V = dK.sum((0, 1)), dV.sum((0, 1))
         dW |= {"b_Q": dQ.sum((0, 1)), "b_K": in_place(b_K, W["b_K"], at), "b_V": in_place(b_V, W["b_V"], at)}
     dy = at.einsum("dQ[B_PXE, T_C, N_Y, H] * W_Q[D, N_Y, H] -> dy[B_PXE, T_C, D] {U_Y}", dQ, W["W_Q"])
-    for dHead, name in ((dK, "W_K"), (dV, "W_V")):
-        line = "dK[B_PXE, T_C, K_Y, H] * W_K[D, K_Y, H] -> dy[B_PXE, T_C, D] {U_Y}"
-        dy = at.einsum(line, dHead, own[name], out=dy, add=True)
+    line = "dK[B_PXE, T_C, K_Y, H] * W_K[D, K_Y, H] -> dy[B_PXE, T_C, D] {U_Y}"
+    dy = at.einsum(line, dK, own["W_K"], out=dy, add=True)
+    line = "dV[B_PXE, T_C, K_Y, H] * W_V[D, K_Y, H] -> dy[B_PXE, T_C, D] {U_Y}"
+    dy = at.einsum(line, dV, own["W_V"], out=dy, add=True)
     dy = reduce_scatter("dy[B_PXE, T_C, D] {U_Y} -> dy[B_PXE, T_CY, D]", dy, mesh, async_op=True)  # critical
     line = "dAttn[B_PXE, T_C, D] * O[B_PXE, T_C, N_Y, H] -> dW_O[N_Y, H, D] {U_PXEC}"  # D, scattered next, outermost
     dW |= weight_gradient(W, "W_O", line, dAttn, s["O"], at)
