@@ -26,7 +26,7 @@ MODELS = {
             uncomputed=("model_type 'gemma'",), source="huggingface.co/google/gemma-7b",
         ),
         Config(
-            "gemma2-27b", 46, 4608, 36864, 32, 16, 128, 256000, tied=True, norms=4, theta=1e4, eps=1e-6,
+            "gemma2-27b", 46, 4608, 36864, 32, 16, 128, 256000, tied=True, norms="both", theta=1e4, eps=1e-6,
             window=(4096, None) * 23, activation="gelu_tanh",
             uncomputed=("model_type 'gemma2'",),
             source="Part 4 gives D; the rest huggingface.co/google/gemma-2-27b",

@@ -14,12 +14,13 @@ ABOVE = "(0, inf)"
 WITHIN: dict[str, str | tuple] = {
     **dict.fromkeys("DFNKHVk", "[1, 1e9]"),
     **dict.fromkeys("LE", "[1, 1e5]"),  # layers and experts are listed
-    **dict.fromkeys(("theta", "eps", "routed_scale", "capacity"), ABOVE),
+    **dict.fromkeys(("theta", "local_theta", "eps", "routed_scale", "capacity"), ABOVE),
     **dict.fromkeys(("embed_scale", "residual_scale", "logit_scale", "score_scale"), ABOVE),
     **dict.fromkeys(("aux_coef", "z_coef", "shared", "F_shared", "F_dense"), "[0, inf)"),
     "dropout": "[0, 1)",
     "rotary_share": "(0, 1]",
     "routing": ("softmax", "sigmoid"),
+    "norms": ("before", "after", "both", "shared"),
     "balance_by": ("batch", "sequence"),
     "activation": (None, *ACTIVATIONS),
 }
@@ -43,8 +44,8 @@ class Config:
     query sees itself and the window - 1 tokens before it; it is one number, or one for each layer, where None sees all.
     `activation` is silu, gelu, gelu_tanh or relu; None is silu with a gate and gelu without. `dropout` is the share of
     elements that training drops from a block's output to the residual stream (GPT-2's resid_pdrop). `cached` is the
-    number of layers with cached keys and values, if others (linear attention) have none; None is all. `norms` counts
-    the layer's norms, and `dtype` is the stored parameters'. `uncomputed` names features that no code here computes; a
+    number of layers with cached keys and values, if others (linear attention) have none; None is all. `dtype` is the
+    stored parameters'. `uncomputed` names features that no code here computes; a
     model with any is only counted. `source` is the origin of the numbers. `max_positions` is the longest text that the
     model was made for, before its positions are scaled (Hugging Face's max_position_embeddings), or 0 if unknown.
     `model_type` is that of the file which the model was read from, if its tensors differ from those in other classes.
@@ -54,6 +55,12 @@ class Config:
     is 1/sqrt(H); logits are divided by `logit_scale` (Granite). The layers in `unrotated` rotate no query or key by its
     position (SmolLM3); the others rotate a share `rotary_share` of each head's dims (GLM-4.5). With `shared_gate` the
     shared experts' output is multiplied by a sigmoid of the token (Qwen2-MoE).
+
+    `norms` are "before" a block, of what it reads, "after" it, of what it adds to the stream (OLMo 2), or "both" (Gemma
+    2). A `parallel` layer's blocks read the same stream, and with norms "shared" one norm of it (Cohere). Norms are
+    RMSNorm, or `centered` LayerNorm, with a bias if `norm_bias`. `mlp_bias` adds biases to the MLP's products. With
+    `qk_wide`, `qk_norm` norms all heads of a token together (OLMo). With a `local_theta` layers with a window rotate by
+    this base, without `rope_scaling` (Gemma 3).
     """
 
     name: str
@@ -73,7 +80,11 @@ class Config:
     shared_gate: bool = False
     dense_layers: int = 0
     F_dense: int = 0
-    norms: int = 2
+    norms: str = "before"
+    parallel: bool = False
+    centered: bool = False
+    norm_bias: bool = False
+    mlp_bias: bool = False
     routing: str = "softmax"
     expert_groups: int = 1
     top_groups: int = 1
@@ -87,10 +98,12 @@ class Config:
     theta: float = 500_000.0
     rope_scaling: RopeScaling | None = None
     rotary_share: float = 1.0
+    local_theta: float | None = None
     eps: float = 1e-5
     attention_bias: bool = False
     output_bias: bool = False
     qk_norm: bool = False
+    qk_wide: bool = False
     window: int | tuple[int | None, ...] | None = None
     activation: str | None = None
     dropout: float = 0.0
@@ -211,6 +224,11 @@ class Config:
     def matrices(self) -> int:
         """Matrices of one MLP: 3 with a gate, 2 without."""
         return 3 if self.gated else 2
+
+    @property
+    def layer_norms(self) -> int:
+        """The number of norms of a layer's blocks."""
+        return {"before": 2, "after": 2, "both": 4, "shared": 1}[self.norms]
 
     @property
     def moe(self) -> bool:

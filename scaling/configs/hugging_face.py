@@ -30,8 +30,10 @@ LETTERS = {
     "F_shared": ("shared_expert_intermediate_size",),
     "dense_layers": ("first_k_dense_replace",),
     "tied": ("tie_word_embeddings",),
-    "eps": ("rms_norm_eps",),
-    "attention_bias": ("attention_bias", "qkv_bias"),
+    "eps": ("rms_norm_eps", "layer_norm_eps", "norm_epsilon"),
+    "attention_bias": ("attention_bias", "qkv_bias", "use_qkv_bias", "use_bias"),
+    "mlp_bias": ("mlp_bias", "use_bias"),
+    "parallel": ("use_parallel_residual",),
     "output_bias": ("attention_out_bias",),
     "qk_norm": ("use_qk_norm",),
     "routing": ("scoring_func",),
@@ -51,17 +53,20 @@ LATENT = ("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim",
 EXPERTS = ("E", "k", "shared", "F_shared", "dense_layers", "F_dense", "norm_topk")  # fields of a model with experts
 EXPERTS += ("routing", "expert_groups", "top_groups", "routed_scale", "shared_gate")
 COUNTS = "sliding_window max_window_layers intermediate_size intermediate_size_mlp decoder_sparse_step"
-COUNTS += " full_attention_interval interleave_moe_layer_step max_position_embeddings no_rope_layer_interval"
-DROPOUTS = ("attention_dropout", "resid_pdrop", "embd_pdrop", "residual_dropout")
+COUNTS += " query_pre_attn_scalar full_attention_interval"
+COUNTS += " interleave_moe_layer_step max_position_embeddings no_rope_layer_interval"
+DROPOUTS = ("attention_dropout", "resid_pdrop", "embd_pdrop", "residual_dropout", "embedding_dropout", "hidden_dropout")
 TYPES: dict[str, type] = {**dict.fromkeys((*COUNTS.split(), *LATENT), int), **dict.fromkeys(DROPOUTS, float)}
-TYPES["attention_multiplier"] = float
+TYPES |= dict.fromkeys(("attention_multiplier", "logit_scale", "clip_qkv"), float)
 TYPES |= dict.fromkeys(("hidden_act", "hidden_activation"), str)
 TYPES |= dict.fromkeys(("layer_types", "mlp_only_layers", "moe_layers", "no_rope_layers"), list)
-BOOLS = ("use_sliding_window", "mlp_bias", "rope_interleave", "use_bias", "use_bidirectional_attention")
+BOOLS = ("use_sliding_window", "mlp_bias", "rope_interleave", "use_bias", "use_bidirectional_attention", "qk_layernorm")
 TYPES |= dict.fromkeys(BOOLS, bool)
 NULL = ("num_key_value_heads", "sliding_window", "attention_dropout")  # may be null, like keys whose default is null
 ORIGINAL = "original_max_position_embeddings"
 CONTEXTS = ("llama3", "yarn", "longrope")  # scalings with this key, the context of earlier training
+PATTERNED = ("gemma3_text", "cohere2", "exaone4")  # that read sliding_window_pattern
+CAPS = ("attn_logit_softcapping", "final_logit_softcapping")
 SLIDES = {"full_attention", "attention", "sliding_attention"}  # layer types that are computed
 ATTENDS = SLIDES | {"chunked_attention", "indexed_attention"}  # layer types that cache keys and values
 
@@ -92,7 +97,7 @@ def read_config(table: dict) -> dict:
     uncomputed = _not_computed(whole, table, read, kind) + _experts(found, read, kind)
     found.setdefault("output_bias", bool(found.get("attention_bias")))
     found |= {"model_type": name} if kind.architecture else {}
-    found["norms"] = 4 if (name or "").startswith(("gemma2", "gemma3")) else 2
+    found.setdefault("norms", "both" if (name or "").startswith(("gemma2", "gemma3")) else "before")
     found["gated"] = name not in UNGATED
     activation = ACTIVATIONS.get(_activation(read))
     found["activation"] = None if activation == ("silu" if found["gated"] else "gelu") else activation
@@ -100,7 +105,13 @@ def read_config(table: dict) -> dict:
     found |= _rotary(table, read, kind)
     L, known = found.get("L", 0), bool(kind.architecture)
     found |= {"unrotated": _unrotated(read, L)} if known and "no_rope_layers" in read else {}
-    found |= {"window": _window(read, name or "", found, kind), "cached": _cached(read, known, L)}
+    found |= _scales(read)
+    found |= {"window": _window(table, read, name or "", found, kind), "cached": _cached(read, known, L)}
+    if kind.still_full and read["sliding_window"] is not None:
+        windows = found["window"] if isinstance(found["window"], tuple) else [found["window"]] * L
+        found["unrotated"] = tuple(l for l, window in enumerate(windows) if window is None)
+    if name == "stablelm" and found["parallel"]:
+        found["norms"] = "shared"
     found["max_positions"] = table.get("max_position_embeddings") or 0
     return found | {"uncomputed": tuple(uncomputed)}
 
@@ -171,14 +182,16 @@ def _rotary(table: dict, read: dict, kind: ModelType) -> dict:
     `rope_scaling` wins over `rope_parameters`, with all that it holds. The base in this table wins over the one at the
     top level, and the original context at the top level wins over the one in the table.
     """
-    given = _scaling(table)
-    theta = given.get("rope_theta", table.get("rope_theta", kind.theta))
+    given, local = _scaling(table), {}
+    if kind.local_theta is not None:
+        given, local = _by_kind(table, kind)
+    theta = given.get("rope_theta", table.get(kind.rope_keys[0], kind.theta))
     of_type("rope_theta", theta, float)
     if any(isinstance(each, dict) for each in given.values()):
         return {"theta": float(theta), "rope_scaling": RopeScaling("by layer")}
     share = 1.0
     if kind.partial is not None:
-        share = given.get("partial_rotary_factor", table.get("partial_rotary_factor", kind.partial))
+        share = given.get("partial_rotary_factor", table.get(kind.rope_keys[1], kind.partial))
         of_type("partial_rotary_factor", share, float)
     if given.get("rope_type", given.get("type")) in CONTEXTS:
         original = given.get(ORIGINAL, read.get("max_position_embeddings"))
@@ -186,7 +199,27 @@ def _rotary(table: dict, read: dict, kind: ModelType) -> dict:
         if original is not None or kind.architecture:
             of_type(ORIGINAL, original, float)
             given = given | {ORIGINAL: original}
-    return {"theta": float(theta), "rope_scaling": RopeScaling.of(given), "rotary_share": float(share)}
+    return {"theta": float(theta), "rope_scaling": RopeScaling.of(given), "rotary_share": float(share)} | local
+
+
+def _by_kind(table: dict, kind: ModelType) -> tuple[dict, dict]:
+    """Return the table of rotary positions of layers that see all, and the base of those with a window."""
+    tables, scaling = table.get("rope_parameters") or {}, table.get("rope_scaling") or {}
+    of_type("rope_parameters", tables, dict)
+    of_type("rope_scaling", scaling, dict)
+    full, local = (tables.get(f"{name}_attention") or {} for name in ("full", "sliding"))
+    if local.get("rope_type", "default") != "default" or {*tables} - {"full_attention", "sliding_attention"}:
+        return {"other": {}}, {}
+    base = table.get("rope_local_base_freq", kind.local_theta) if kind.theta != kind.local_theta else kind.local_theta
+    base = local.get("rope_theta", base)
+    of_type("rope_theta", base, float)
+    return full | scaling, {"local_theta": float(base)}
+
+
+def _scales(read: dict) -> dict:
+    """Return the scales that some classes write by their inverses."""
+    found = {"logit_scale": 1 / read["logit_scale"]} if read.get("logit_scale") else {}
+    return found | ({"score_scale": read["query_pre_attn_scalar"] ** -0.5} if read.get("query_pre_attn_scalar") else {})
 
 
 def _unrotated(read: dict, L: int) -> tuple[int, ...]:
@@ -200,14 +233,16 @@ def _unrotated(read: dict, L: int) -> tuple[int, ...]:
     return tuple(l for l in range(L) if not turned[l])
 
 
-def _window(read: dict, name: str, found: dict, kind: ModelType) -> int | tuple | None:
+def _window(table: dict, read: dict, name: str, found: dict, kind: ModelType) -> int | tuple | None:
     """Return the window of all layers, or of each. ValueError if layer_types contradicts the other keys."""
     width, types, L = read.get("sliding_window"), read.get("layer_types"), found.get("L", 0)
     if (kind.gated_window or name.startswith("qwen")) and not read.get("use_sliding_window"):
         width = None
     if types is None:
         first = read.get("max_window_layers") or 0
-        slides = [i >= first and not (kind.pattern and (i + 1) % kind.pattern == 0) for i in range(L)]
+        pattern = table.get("sliding_window_pattern", kind.pattern) if name in PATTERNED else kind.pattern
+        of_type("sliding_window_pattern", pattern, int)
+        slides = [i >= first and not (pattern and (i + 1) % pattern == 0) for i in range(L)]
         slides = [i in found["unrotated"] for i in range(L)] if name == "smollm3" else slides
         slides = [i % 2 == 0 and i < first for i in range(L)] if name == "qwen2_moe" else slides
     elif len(types) != L:
@@ -240,7 +275,9 @@ def _not_computed(whole: dict, table: dict, read: dict, kind: ModelType) -> list
     name = table.get("model_type")  # without one no class is named, and a file is read by its keys
     found += [] if kind.architecture or name is None else [f"model_type {name!r}"]
     found += [] if _activation(read) in ACTIVATIONS else [f"hidden_act {_activation(read)!r}"]
-    found += [key for key in ("mlp_bias", "use_bias", "use_bidirectional_attention") if read.get(key)]
+    refused = ("use_bidirectional_attention", "clip_qkv", "qk_layernorm", *CAPS)
+    found += [key for key in refused if read.get(key)]
+    found += ["use_qk_norm"] if name == "cohere" and read["use_qk_norm"] else []
     found += ["attention_bias without one of the output"] if name == "helium" and read["attention_bias"] else []
     found += [f"{key}={read[key]}" for key in DROPOUTS if read.get(key)]
     if (quantized := table.get("quantization_config")) is not None:

@@ -74,12 +74,13 @@ def _table(config: Config, kind: str) -> dict:
             table[name] = value
     if "moe_intermediate_size" in keys:
         table["intermediate_size"] = config.F_dense or config.F
-    table["rope_theta"] = config.theta
+    table[KINDS[kind].rope_keys[0]] = config.theta
     table |= {key: 0.0 for key in DROPOUTS if keys.get(key)}  # a class may drop something by default
     table |= {"max_position_embeddings": config.max_positions} if config.max_positions else {}
-    table["hidden_act"] = next(name for name, ours in ACTIVATIONS.items() if ours == config.nonlinearity)
+    act = "hidden_activation" if "hidden_activation" in keys else "hidden_act"
+    table[act] = next(name for name, ours in ACTIVATIONS.items() if ours == config.nonlinearity)
     if KINDS[kind].partial is not None:
-        table["partial_rotary_factor"] = config.rotary_share
+        table[KINDS[kind].rope_keys[1]] = config.rotary_share
     if scaling := config.rope_scaling:
         table["rope_scaling"] = {"rope_type": scaling.kind, "factor": scaling.factor}
         if scaling.kind == "llama3":
@@ -97,6 +98,14 @@ def _table(config: Config, kind: str) -> dict:
         table |= {"head_dim": latent.rope, "scoring_func": config.routing}
     if "first_k_dense_replace" in keys:
         table["first_k_dense_replace"] = config.dense_layers if config.moe else config.L
+    if KINDS[kind].local_theta is not None and config.local_theta is not None:
+        full = {"rope_type": "default"} | table.get("rope_scaling", {}) | {"rope_theta": config.theta}
+        sliding = {"rope_type": "default", "rope_theta": config.local_theta}
+        table["rope_parameters"] = {"full_attention": full, "sliding_attention": sliding}
+    if "logit_scale" in keys:
+        table["logit_scale"] = 1 / config.logit_scale
+    if "query_pre_attn_scalar" in keys and config.score_scale is not None:
+        table["query_pre_attn_scalar"] = round(config.score_scale**-2)
     widths = {window for window in config.windows if window is not None}
     if len(widths) <= 1 and "sliding_window" in keys:
         table["sliding_window"] = next(iter(widths), None)

@@ -26,6 +26,9 @@ class ModelType:
         gated_window: Whether a window counts only with use_sliding_window.
         pattern: Where layer_types is left out, every so manyeth layer sees all, and the others have the window.
         partial: The default of partial_rotary_factor in a class that rotates only a part of each head.
+        rope_keys: The keys of the base and of the rotated part, where they are not in a table of their own.
+        local_theta: The base of layers with a window, in a class in which it is another.
+        still_full: Whether layers without a window rotate nothing where others have one.
     """
 
     architecture: str = ""
@@ -38,6 +41,9 @@ class ModelType:
     gated_window: bool = False
     pattern: int = 0
     partial: float | None = None
+    rope_keys: tuple[str, str] = ("rope_theta", "partial_rotary_factor")
+    local_theta: float | None = None
+    still_full: bool = False
 
     def read(self, table: Mapping[str, Any]) -> dict[str, Any]:
         """Return the keys that the class reads, each from the file or with its default."""
@@ -133,7 +139,58 @@ _GLM4_MOE = _keys(
     n_shared_experts=1, n_routed_experts=128, routed_scaling_factor=1.0, n_group=1, topk_group=1,
     first_k_dense_replace=1, norm_topk_prob=True, use_qk_norm=False,
 )  # fmt: skip
-_GEMMA = {"hidden_act": "gelu_pytorch_tanh", "rms_norm_eps": 1e-6}
+_OLMO = _without(_LLAMA, "mlp_bias") | {"vocab_size": 50304, "rms_norm_eps": 1e-5}
+_OLMO3 = _OLMO | {"sliding_window": 4096, "layer_types": None}
+_OLMOE = _without(_OLMO, "head_dim") | {
+    "hidden_size": 2048, "intermediate_size": 2048, "num_hidden_layers": 16, "num_attention_heads": 16,
+    "max_position_embeddings": 4096, "clip_qkv": None, "num_experts_per_tok": 8, "num_experts": 64,
+    "norm_topk_prob": False,
+}  # fmt: skip
+_GEMMA_2 = _without(_GEMMA_1, "hidden_act") | {
+    "hidden_size": 2304, "num_hidden_layers": 26, "num_attention_heads": 8, "num_key_value_heads": 4,
+    "intermediate_size": 9216, "hidden_activation": "gelu_pytorch_tanh", "query_pre_attn_scalar": 256,
+    "sliding_window": 4096, "layer_types": None, "final_logit_softcapping": 30.0, "attn_logit_softcapping": 50.0,
+}  # fmt: skip
+_GEMMA_3 = _GEMMA_2 | {
+    "vocab_size": 262208, "max_position_embeddings": 131072, "final_logit_softcapping": None,
+    "attn_logit_softcapping": None, "use_bidirectional_attention": False,
+}  # fmt: skip
+_GLM = _keys(
+    vocab_size=151552, intermediate_size=13696, num_hidden_layers=40, num_key_value_heads=2, head_dim=128,
+    max_position_embeddings=131072, rms_norm_eps=1.5625e-07, attention_bias=True,
+)  # fmt: skip
+_LAYER_NORM = _without(_keys(attention_dropout=0.0), "rms_norm_eps", "head_dim")
+_STARCODER2 = _LAYER_NORM | {
+    "vocab_size": 49152, "hidden_size": 3072, "intermediate_size": 12288, "num_hidden_layers": 30,
+    "num_attention_heads": 24, "num_key_value_heads": 2, "hidden_act": "gelu_pytorch_tanh",
+    "max_position_embeddings": 4096, "norm_epsilon": 1e-5, "sliding_window": None, "residual_dropout": 0.0,
+    "embedding_dropout": 0.0, "use_bias": True, "tie_word_embeddings": True, "head_dim": None,
+}  # fmt: skip
+_STABLELM = _LAYER_NORM | {
+    "vocab_size": 50304, "hidden_size": 2560, "intermediate_size": 6912, "num_key_value_heads": 32,
+    "max_position_embeddings": 4096, "layer_norm_eps": 1e-5, "use_qkv_bias": False, "qk_layernorm": False,
+    "use_parallel_residual": False, "hidden_dropout": 0.0,
+}  # fmt: skip
+_GPT_NEOX = _without(_LAYER_NORM, "num_key_value_heads") | {
+    "vocab_size": 50432, "hidden_size": 6144, "intermediate_size": 24576, "num_hidden_layers": 44,
+    "num_attention_heads": 64, "hidden_act": "gelu", "max_position_embeddings": 2048, "layer_norm_eps": 1e-5,
+    "use_parallel_residual": True, "attention_bias": True, "hidden_dropout": 0.0,
+}  # fmt: skip
+_COHERE2 = _LAYER_NORM | {
+    "vocab_size": 256000, "hidden_size": 8192, "intermediate_size": 22528, "logit_scale": 0.0625,
+    "num_hidden_layers": 40, "num_attention_heads": 64, "num_key_value_heads": None, "max_position_embeddings": 8192,
+    "layer_norm_eps": 1e-5, "tie_word_embeddings": True, "attention_bias": False, "sliding_window": 4096,
+    "layer_types": None,
+}  # fmt: skip
+_COHERE = _without(_COHERE2, "sliding_window", "layer_types") | {"use_qk_norm": False}
+_EXAONE4 = _without(_LLAMA, "mlp_bias", "attention_bias") | {
+    "vocab_size": 102400, "intermediate_size": 16384, "num_key_value_heads": 32, "rms_norm_eps": 1e-5,
+    "sliding_window": 4096, "sliding_window_pattern": 4, "layer_types": None,
+}  # fmt: skip
+_OLMO_FIXED = {"qk_norm": True, "qk_wide": True, "norms": "after"}
+_GEMMA_FIXED = {"unit_offset": True, "norms": "both"}
+_COHERE_FIXED = {"norms": "shared", "parallel": True, "centered": True}
+_LAYER_NORM_FIXED = {"centered": True, "norm_bias": True}
 _V3 = ModelType(
     "DeepseekV3ForCausalLM", _DEEPSEEK_V3, aliases={"num_local_experts": "n_routed_experts"},
     fixed={"routing": "sigmoid"},
@@ -181,7 +238,42 @@ KINDS: dict[str, ModelType] = {
     "seed_oss": ModelType("SeedOssForCausalLM", _SEED_OSS),
     "granite": ModelType("GraniteForCausalLM", _GRANITE),
     "smollm3": ModelType("SmolLM3ForCausalLM", _SMOLLM3, 2e6, gated_window=True),
-    "gemma2": ModelType("", _GEMMA | {"sliding_window": 4096}, fixed={"tied": True}, pattern=2),
+    "olmo2": ModelType("Olmo2ForCausalLM", _OLMO, fixed=_OLMO_FIXED),
+    "olmo3": ModelType("Olmo3ForCausalLM", _OLMO3, 5e5, fixed=_OLMO_FIXED, pattern=4, local_theta=5e5),
+    "olmoe": ModelType(
+        "OlmoeForCausalLM",
+        _OLMOE,
+        aliases={"num_local_experts": "num_experts"},
+        fixed={"qk_norm": True, "qk_wide": True},
+    ),
+    "gemma2": ModelType("", _GEMMA_2, fixed=_GEMMA_FIXED, root_scaled=True, pattern=2),
+    "gemma3_text": ModelType(
+        "Gemma3ForCausalLM",
+        _GEMMA_3,
+        1e6,
+        fixed=_GEMMA_FIXED | {"qk_norm": True},
+        root_scaled=True,
+        pattern=6,
+        local_theta=1e4,
+    ),
+    "glm": ModelType("GlmForCausalLM", _GLM, fixed={"output_bias": False}, partial=0.5),
+    "glm4": ModelType("Glm4ForCausalLM", _GLM, fixed={"output_bias": False, "norms": "both"}, partial=0.5),
+    "starcoder2": ModelType("Starcoder2ForCausalLM", _STARCODER2, fixed=_LAYER_NORM_FIXED),
+    "stablelm": ModelType(
+        "StableLmForCausalLM", _STABLELM, fixed=_LAYER_NORM_FIXED | {"output_bias": False}, partial=0.25
+    ),
+    "gpt_neox": ModelType(
+        "GPTNeoXForCausalLM",
+        _GPT_NEOX,
+        fixed=_LAYER_NORM_FIXED | {"mlp_bias": True},
+        partial=0.25,
+        rope_keys=("rotary_emb_base", "rotary_pct"),
+    ),
+    "cohere": ModelType("CohereForCausalLM", _COHERE, 5e5, fixed=_COHERE_FIXED),
+    "cohere2": ModelType("Cohere2ForCausalLM", _COHERE2, fixed=_COHERE_FIXED, pattern=4, still_full=True),
+    "exaone4": ModelType(
+        "Exaone4ForCausalLM", _EXAONE4, fixed={"qk_norm": True, "norms": "after"}, pattern=4, still_full=True
+    ),
     "llama4_text": ModelType("", {"rms_norm_eps": 1e-5}, 5e5, fixed={"shared": 1}),
     "qwen3_next": ModelType("", {"rms_norm_eps": 1e-6, "full_attention_interval": 4}),
 }

@@ -65,6 +65,11 @@ def attention_params(config: Config) -> int:
     return queries + keys_values + N * latent.value * D
 
 
+def _head_gains(config: Config) -> int:
+    heads = config.N + config.K if config.qk_wide else 2
+    return heads * config.H * config.qk_norm
+
+
 def params(config: Config, active: bool = False) -> dict[str, int]:
     """Return the number of parameters by component; with `active`, only the experts of one token count.
 
@@ -72,14 +77,18 @@ def params(config: Config, active: bool = False) -> dict[str, int]:
     """
     D, sparse = config.D, config.L - config.dense_layers
     wide = config.F * (config.k if active else config.E) + config.S
-    head_norms = config.latent.q_rank + config.latent.kv_rank if config.latent else 2 * config.H * config.qk_norm
+    head_norms = config.latent.q_rank + config.latent.kv_rank if config.latent else _head_gains(config)
     biases = (config.N + 2 * config.K) * config.H * config.attention_bias + D * config.output_bias
+    biases += ((config.matrices - 1) * config.F + D) * config.mlp_bias
+    gains = config.L * config.layer_norms + 1  # of D each, as are their biases
     return {
         "mlp": config.matrices * D * (sparse * wide + config.dense_layers * config.F_dense),
         "attention": config.L * attention_params(config),
         "router": sparse * D * (config.E + config.shared_gate) if config.moe else 0,
-        "norms": config.L * (config.norms * D + head_norms) + D,
-        "biases": config.L * biases + (sparse * config.E if config.routing == "sigmoid" and config.moe else 0),
+        "norms": config.L * head_norms + gains * D,
+        "biases": gains * D * config.norm_bias
+        + config.L * biases
+        + (sparse * config.E if config.routing == "sigmoid" and config.moe else 0),
         "vocab": (1 if config.tied else 2) * D * config.V,
     }
 

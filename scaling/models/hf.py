@@ -119,7 +119,7 @@ def save_sharded(
         raise ValueError(f"{folder}: holds another checkpoint, {min(stale)}\n  fix: give a folder without one")
     folder.mkdir(parents=True, exist_ok=True)
 
-    stages = types["layers"]["norm_attn"].axes_of("L")
+    stages = types["layers"]["W_O"].axes_of("L")
     leads = all(at == 0 for axis, at in mesh.coord.items() if axis not in stages)
     held = {}
     for number, part in _parts(params, types, leaf_layouts(config), config, mesh, slots):

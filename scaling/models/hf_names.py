@@ -3,12 +3,26 @@
 `models.leaves` has the names and dims of most classes. A row here is about one model_type.
 """
 
+_AFTER = {
+    "post_self_attn_layernorm": "post_attention_layernorm", "post_mlp_layernorm": "post_feedforward_layernorm"
+}  # fmt: skip
 RENAMED: dict[str, dict[str, str]] = {  # parts of names, each with what replaces it
     "mixtral": {
         "mlp.gate": "block_sparse_moe.gate", "mlp.experts": "block_sparse_moe.experts", ".up_proj": ".w3",
         ".gate_proj": ".w1", ".down_proj": ".w2",
     },
     "qwen2_moe": {"shared_experts": "shared_expert"},
+    "olmo2": _AFTER,
+    "olmo3": _AFTER,
+    "exaone4": _AFTER,
+    "gemma2": {"post_attention_layernorm": "pre_feedforward_layernorm"} | _AFTER,
+    "gemma3_text": {"post_attention_layernorm": "pre_feedforward_layernorm"} | _AFTER,
+    "starcoder2": {"up_proj": "c_fc", "down_proj": "c_proj"},
+    "gpt_neox": {
+        "model.embed_tokens": "gpt_neox.embed_in", "lm_head": "embed_out", "model.norm": "gpt_neox.final_layer_norm",
+        "model.layers": "gpt_neox.layers", "self_attn.o_proj": "attention.dense", "up_proj": "dense_h_to_4h",
+        "down_proj": "dense_4h_to_h",
+    },
     "granitemoe": {"mlp.gate.weight": "block_sparse_moe.router.layer.weight"},
 }  # fmt: skip
 
@@ -27,6 +41,17 @@ JOINED: dict[str, dict[str, Row]] = {
         "self_attn.v_proj": ("self_attn.qkv_proj", "KH, D", "NH KH KH: 2"),
     }
     | _FUSED_MLP,
+    "glm": _FUSED_MLP,
+    "glm4": _FUSED_MLP,
+    "gpt_neox": {
+        f"model.layers.{{L}}.self_attn.{name}_proj.{kind}": (
+            f"gpt_neox.layers.{{L}}.attention.query_key_value.{kind}",
+            dims,
+            f"3: {i}",
+        )
+        for i, name in enumerate("qkv")
+        for kind, dims in (("weight", f"{'N' if i == 0 else 'K'}*H, D"), ("bias", f"{'N' if i == 0 else 'K'}*H"))
+    },
     "granitemoe": {
         "mlp.experts.{E}.gate_proj": ("block_sparse_moe.input_linear", "E, *F, D", "2: 0"),
         "mlp.experts.{E}.up_proj": ("block_sparse_moe.input_linear", "E, *F, D", "2: 1"),
@@ -34,7 +59,7 @@ JOINED: dict[str, dict[str, Row]] = {
     },
 }
 
-PAIRED = ("ernie4_5", "helium")  # whose rotary planes have neighbouring coordinates
+PAIRED = ("ernie4_5", "helium", "glm", "glm4", "cohere", "cohere2")  # whose rotary planes have neighbouring coordinates
 TURNED = ("W_Q", "W_K", "b_Q", "b_K", "norm_Q", "norm_K")  # leaves[.., H] whose H positions turn
 
 

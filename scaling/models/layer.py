@@ -18,11 +18,13 @@ from scaling.collectives import einsum
 from scaling.configs import Config
 from scaling.mesh import AbstractMesh
 from scaling.models.leaves import KV_HEADS
+from scaling.models.norms import head_norm
 from scaling.models.pointwise import gained_norm, vjp
 from scaling.models.rope import rotate
 
 Values = dict[str, Any]
 ONE = AbstractMesh({}).optional  # one device, on which all axes drop out
+SHARED_NORM = {"norm_attn": "norm_mlp", "b_norm_attn": "b_norm_mlp"}
 ACTIVATIONS = {"silu": F.silu, "gelu": F.gelu, "gelu_tanh": partial(F.gelu, approximate="tanh"), "relu": F.relu}
 
 
@@ -114,8 +116,8 @@ def turn_heads(W: dict, Q: Tensor, K: Tensor, at: Context) -> tuple[Tensor, Tens
     """
     scales = {}
     if "norm_Q" in W:
-        Q, r_Q = at.norm(Q, W["norm_Q"], at.config.eps)
-        K, r_K = at.norm(K, W["norm_K"], at.config.eps)
+        Q, r_Q = head_norm(Q, W["norm_Q"], at)
+        K, r_K = head_norm(K, W["norm_K"], at)
         scales = {"r_Q": r_Q, "r_K": r_K}
     return rotate(Q, *at.rope), rotate(K, *at.rope), scales
 
@@ -124,6 +126,13 @@ def finish_heads(W: dict, Q: Tensor, K: Tensor, V: Tensor, at: Context) -> tuple
     """Return Q, K and V ready for attention, without anything for derivatives."""
     Q, K, V = add_biases(W, Q, K, V)
     return *turn_heads(W, Q, K, at)[:2], V
+
+
+def read_norms(W: dict) -> dict:
+    """Return a layer's params with a norm for what its MLP reads: attention's, where both blocks share one."""
+    if "norm_mlp" in W or "norm_attn" not in W:
+        return W
+    return W | {into: W[name] for name, into in SHARED_NORM.items() if name in W}
 
 
 def seen_heads(W: dict, at: Context) -> dict:
@@ -162,10 +171,22 @@ def activate_features(W: dict, values: Values, at: Context) -> Values:
     """Add Act[B_PXZE, T_C, F_Y] to the values, which have y[B_PXZE, T_C, D], with the products before it."""
     y, einsum = values.get("y"), at.einsum
     if "Tmp" not in values:
-        values = values | {"Tmp": einsum("y[B_PXZE, T_C, D] * W_in[D, F_Y] -> Tmp[B_PXZE, T_C, F_Y]", y, W["W_in"])}
+        Tmp = einsum("y[B_PXZE, T_C, D] * W_in[D, F_Y] -> Tmp[B_PXZE, T_C, F_Y]", y, W["W_in"])
+        values = values | {"Tmp": biased(Tmp, W, "b_in")}
         if "W_gate" in W:
-            values["Gate"] = einsum("y[B_PXZE, T_C, D] * W_gate[D, F_Y] -> Gate[B_PXZE, T_C, F_Y]", y, W["W_gate"])
+            Gate = einsum("y[B_PXZE, T_C, D] * W_gate[D, F_Y] -> Gate[B_PXZE, T_C, F_Y]", y, W["W_gate"])
+            values["Gate"] = biased(Gate, W, "b_gate")
     return values if "Act" in values else values | gate_features(values["Tmp"], values.get("Gate"), at.config)
+
+
+def biased(x: Tensor, W: dict, name: str) -> Tensor:
+    """Return x plus this bias, if the model has it."""
+    return x + W[name] if name in W else x
+
+
+def biased_features(W: dict, Tmp: Tensor, Gate: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    """Return both products of the MLP, plus their biases if the model has them."""
+    return biased(Tmp, W, "b_in"), None if Gate is None else biased(Gate, W, "b_gate")
 
 
 def gate_features(Tmp: Tensor, Gate: Tensor | None, config: Config) -> Values:

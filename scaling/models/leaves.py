@@ -45,6 +45,10 @@ def _attention(name: str, dims: str) -> Named:
     return f"model.layers.{{L}}.self_attn.{name}", dims
 
 
+def _layer(name: str) -> Named:
+    return f"model.layers.{{L}}.{name}", "D"
+
+
 def _mlp(name: str, dims: str) -> Named:
     return f"model.layers.{{L}}.mlp.{name}", dims
 
@@ -55,6 +59,14 @@ def _gated(config: Config) -> bool:
 
 def _headed(config: Config) -> bool:
     return config.latent is None
+
+
+def _reads_norms(config: Config) -> bool:
+    return config.norms in ("before", "both")
+
+
+def _adds_norms(config: Config) -> bool:
+    return config.norms in ("after", "both")
 
 
 def _latent(config: Config) -> bool:
@@ -68,10 +80,12 @@ def _biased(config: Config) -> bool:
 ENDS = {
     "embed": Leaf("E[V_YZ, D_X]", "E[V_YZ, D_X]", "", ("model.embed_tokens.weight", "V, D")),
     "norm": Leaf("g[D]", "g[D_XYZ]", 1.0, ("model.norm.weight", "D")),
+    "b_norm": Leaf("b[D]", "b[D_XYZ]", 0.0, ("model.norm.bias", "D"), lambda c: c.norm_bias),
     "unembed": Leaf("U[D_X, V_YZ]", "U[D_X, V_YZ]", "D", ("lm_head.weight", "V, D"), lambda c: not c.tied),
 }
 LAYER = {
-    "norm_attn": Leaf("g[L_Z, D]", "g[L, D_XYZ]", 1.0, ("model.layers.{L}.input_layernorm.weight", "D")),
+    "norm_attn": Leaf("g[L_Z, D]", "g[L, D_XYZ]", 1.0, _layer("input_layernorm.weight"), lambda c: c.norms != "after"),
+    "b_norm_attn": Leaf("b[L_Z, D]", "b[L, D_XYZ]", 0.0, _layer("input_layernorm.bias"), lambda c: c.norm_bias),
     "W_Q": Leaf("W_Q[L_Z, D_X, N_Y, H]", "W_Q[L, D_X, N_YZ, H]", "D", _attention("q_proj.weight", "NH, D"), _headed),
     "W_K": Leaf("W_K[L_Z, D_X, K_Y, H]", "W_K[L, D_X, K_Y, H]", "D", _attention("k_proj.weight", "KH, D"), _headed),
     "W_V": Leaf("W_V[L_Z, D_X, K_Y, H]", "W_V[L, D_X, K_Y, H]", "D", _attention("v_proj.weight", "KH, D"), _headed),
@@ -94,10 +108,25 @@ LAYER = {
     ),
     "W_O": Leaf("W_O[L_Z, N_Y, H, D_X]", "W_O[L, N_YZ, H, D_X]", "NH", _attention("o_proj.weight", "D, NH")),
     "b_O": Leaf("b_O[L_Z, D]", "b_O[L, D_XYZ]", 0.0, _attention("o_proj.bias", "D"), lambda c: c.output_bias),
-    "norm_mlp": Leaf("g[L_Z, D]", "g[L, D_XYZ]", 1.0, ("model.layers.{L}.post_attention_layernorm.weight", "D")),
+    "norm_attn_out": Leaf(
+        "g[L_Z, D]", "g[L, D_XYZ]", 1.0, _layer("post_self_attn_layernorm.weight"), _adds_norms
+    ),
+    "norm_mlp": Leaf("g[L_Z, D]", "g[L, D_XYZ]", 1.0, _layer("post_attention_layernorm.weight"), _reads_norms),
+    "b_norm_mlp": Leaf(
+        "b[L_Z, D]", "b[L, D_XYZ]", 0.0, _layer("post_attention_layernorm.bias"),
+        lambda c: c.norm_bias and _reads_norms(c),
+    ),
     "W_in": Leaf("W_in[L_Z, D_X, F_Y]", "W_in[L, D_X, F_YZ]", "D", _mlp("up_proj.weight", "F, D")),
     "W_gate": Leaf("W_gate[L_Z, D_X, F_Y]", "W_gate[L, D_X, F_YZ]", "D", _mlp("gate_proj.weight", "F, D"), _gated),
     "W_out": Leaf("W_out[L_Z, F_Y, D_X]", "W_out[L, F_YZ, D_X]", "F", _mlp("down_proj.weight", "D, F")),
+    "b_in": Leaf("b[L_Z, F_Y]", "b[L, F_YZ]", 0.0, _mlp("up_proj.bias", "F"), lambda c: c.mlp_bias),
+    "b_gate": Leaf("b[L_Z, F_Y]", "b[L, F_YZ]", 0.0, _mlp("gate_proj.bias", "F"), lambda c: c.mlp_bias and c.gated),
+    "b_out": Leaf("b[L_Z, D]", "b[L, D_XYZ]", 0.0, _mlp("down_proj.bias", "D"), lambda c: c.mlp_bias),
+    "norm_mlp_out": Leaf("g[L_Z, D]", "g[L, D_XYZ]", 1.0, _layer("post_mlp_layernorm.weight"), _adds_norms),
+}  # fmt: skip
+WIDE = {  # of a model that norms all heads together, in place of the norms of each
+    "norm_Q": Leaf("g[L_Z, N_Y, H]", "g[L, N_Y, H]", 1.0, _attention("q_norm.weight", "NH"), lambda c: c.qk_norm),
+    "norm_K": Leaf("g[L_Z, K_Y, H]", "g[L, K_Y, H]", 1.0, _attention("k_norm.weight", "KH"), lambda c: c.qk_norm),
 }
 EXPERTS = {  # of a model with experts, in place of the MLP's matrices
     "router": Leaf("router[L_Z, D, E]", "router[L, D, E]", "D", _mlp("gate.weight", "E, D")),
@@ -158,7 +187,7 @@ def leaves_of(config: Config) -> dict:
     def here(table: Mapping[str, Leaf]) -> dict[str, Any]:
         return {name: leaf for name, leaf in table.items() if leaf.only(config)}
 
-    layers = here(LAYER | (EXPERTS if config.moe else {}))
+    layers = here(LAYER | (WIDE if config.qk_wide else {}) | (EXPERTS if config.moe else {}))
     layers |= {"shared": here(SHARED)} if config.moe and config.shared else {}
     ends = here(ENDS)
     first = {"dense": {name: _dense(leaf) for name, leaf in here(LAYER).items()}} if config.dense_layers else {}
@@ -169,11 +198,15 @@ def uncomputed(config: Config) -> list[str]:
     """Return the names of the model's features that no code here computes."""
     found = list(config.uncomputed)
     headed = {"biases": config.attention_bias or config.output_bias, "qk_norm": config.qk_norm}
+    headed |= {"LayerNorm": config.centered, "norms after blocks": config.norms != "before"}
+    headed |= {"parallel blocks": config.parallel}
     headed |= {"unrotated layers": config.unrotated, "score_scale": config.score_scale}
     found += [f"latent attention with {name}" for name, has in headed.items() if has and config.latent]
     if config.dense_layers and not (config.moe and config.dense_layers < config.L):
         found.append(f"dense_layers={config.dense_layers} without layers with experts after them")
-    found += [f"{config.norms} norms a layer"] if config.norms != 2 else []
+    plain = {"LayerNorm": config.centered, "norms after blocks": config.norms != "before", "mlp_bias": config.mlp_bias}
+    plain |= {"parallel blocks": config.parallel}
+    found += [f"experts with {name}" for name, has in plain.items() if has and config.moe]
     still = 0 if config.latent else config.H - config.rotary
     found += [f"rotary positions of {config.rotary} dims, an odd number"] if config.rotary % 2 else []
     found += [f"{still} dims of a head without positions, an odd number"] if still % 2 and not config.rotary % 2 else []

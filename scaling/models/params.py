@@ -76,7 +76,7 @@ def stored_sizes(config: Config, places: Places) -> dict[str, int]:
 
 def places_of(specs: dict, slots: Sequence[int], mesh) -> range:
     """Return the entries of the stored stack [L_Z] that this rank holds."""
-    spec = parse(specs["layers"]["norm_attn"])
+    spec = parse(specs["layers"]["W_O"])
     mine = Spec("L", spec.dims[:1]).slices({"L": len(slots)}, mesh, mesh.coord)[0]
     return range(mine.start, mine.stop)
 

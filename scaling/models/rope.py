@@ -55,11 +55,13 @@ def tables(
     return torch.cat([cos, cos], -1), torch.cat([-sin, sin], -1)
 
 
-def table_kinds(config: Config, positions: Tensor, dtype: torch.dtype) -> dict[bool, tuple[Tensor, Tensor]]:
-    """Return (cos, sin) of the layers of a model by whether they are unrotated, as `layer_tables` says."""
+def table_kinds(config: Config, positions: Tensor, dtype: torch.dtype) -> dict[str, tuple[Tensor, Tensor]]:
+    """Return (cos, sin) of the layers of a model by their kind, "all", "local" or "none", as `layer_tables` says."""
     width = config.latent.rope if config.latent else config.H
     cos, sin = tables(positions, width, config.theta, config.rope_scaling, dtype, config.rotary)
-    kinds = {False: (cos, sin)} | ({True: (torch.ones_like(cos), torch.zeros_like(sin))} if config.unrotated else {})
+    kinds = {"all": (cos, sin)} | ({"none": (torch.ones_like(cos), torch.zeros_like(sin))} if config.unrotated else {})
+    if config.local_theta is not None:
+        kinds["local"] = tables(positions, width, config.local_theta, None, dtype, config.rotary)
     if config.score_scale is not None:
         grown = math.sqrt(config.score_scale * math.sqrt(config.H))
         kinds = {kind: (cos * grown, sin * grown) for kind, (cos, sin) in kinds.items()}
@@ -72,14 +74,16 @@ def layer_tables(
     """Return (cos, sin) of each layer of a model.
 
     With `score_scale`, queries and keys are each multiplied by sqrt(score_scale * sqrt(H)), so that attention's scale
-    of 1/sqrt(H) becomes `score_scale`. An unrotated layer has cos = 1 and sin = 0, without yarn's factor. With
-    `places`, the `table_kinds` of all positions from 0 on, the angles are looked up there.
+    of 1/sqrt(H) becomes `score_scale`. An unrotated layer has cos = 1 and sin = 0, without yarn's factor. Layers with a
+    window may have another base. With `places`, the `table_kinds` of all positions from 0 on, the angles are looked up
+    there.
     """
     if places is None:
         kinds = table_kinds(config, positions, dtype)
     else:
         kinds = {kind: (cos[positions], sin[positions]) for kind, (cos, sin) in places.items()}
-    return tuple(kinds[l in config.unrotated] for l in range(config.L))
+    local = ["all" if window is None or config.local_theta is None else "local" for window in config.windows]
+    return tuple(kinds["none" if l in config.unrotated else kind] for l, kind in enumerate(local))
 
 
 def magnitude(scaling: RopeScaling | None) -> float:

@@ -21,10 +21,11 @@ from scaling.models import moe
 from scaling.models.attention import sdpa
 from scaling.models.inputs import check_ids, check_params, check_range, check_segments, check_weights
 from scaling.models.latent import attend_latents
-from scaling.models.layer import ONE, Context, activate_features, attend_heads, scale_by, undifferentiated, used_gains
+from scaling.models.layer import ONE, Context, activate_features, attend_heads, biased, read_norms, scale_by
+from scaling.models.layer import undifferentiated, used_gains
 from scaling.models.leaves import check_computed, computes, specs_of, uncomputed
+from scaling.models.norms import normed, rms
 from scaling.models.params import config_of_params, init, inits
-from scaling.models.pointwise import rms_norm
 from scaling.models.remat import checkpoint_block, checkpoint_matmuls, matmul_weight
 from scaling.models.rope import layer_tables, restarted
 
@@ -40,16 +41,17 @@ def attention_block(
 ) -> Tensor:
     """Attn[B, T, D] of x[B, T, D], of heads or of latents, without the residual. attend(Q, K, V) -> O[B, T, N, H]."""
     at = context(config, attend, rope, matmul)
-    y = rms_norm(x, gain=layer["norm_attn"], eps=config.eps)
+    y, _ = normed(layer, "norm_attn", x, config, rms)
     O = (attend_latents if config.latent else attend_heads)(layer, {"y": y}, at)["O"]
-    Attn = matmul(O.flatten(-2), layer["W_O"].flatten(0, 1))
-    return Attn + layer["b_O"] if "b_O" in layer else Attn
+    Attn = biased(matmul(O.flatten(-2), layer["W_O"].flatten(0, 1)), layer, "b_O")
+    return normed(layer, "norm_attn_out", Attn, config, rms)[0]
 
 
 def mlp_block(layer: dict, x: Tensor, config: Config, matmul: Callable = matmul_weight) -> Tensor:
     """Out[B, T, D] of x[B, T, D], without the residual; it is gated if the layer has a W_gate."""
-    y = rms_norm(x, gain=layer["norm_mlp"], eps=config.eps)
-    return matmul(activate_features(layer, {"y": y}, context(config, None, (), matmul))["Act"], layer["W_out"])
+    y, _ = normed(read_norms(layer) if config.parallel else layer, "norm_mlp", x, config, rms)
+    Act = activate_features(layer, {"y": y}, context(config, None, (), matmul))["Act"]
+    return normed(layer, "norm_mlp_out", biased(matmul(Act, layer["W_out"]), layer, "b_out"), config, rms)[0]
 
 
 def context(config: Config, attend: Any, rope: tuple, matmul: Callable) -> Context:
@@ -58,10 +60,7 @@ def context(config: Config, attend: Any, rope: tuple, matmul: Callable) -> Conte
     def einsum(line: str, y: Tensor, W: Tensor) -> Tensor:
         return matmul(y, W)
 
-    def norm(x: Tensor, gain: Tensor, eps: float) -> tuple[Tensor, None]:
-        return rms_norm(x, gain=gain, eps=eps), None
-
-    return Context(config, ONE, rope, attend, vjp=undifferentiated, einsum=einsum, norm=norm)
+    return Context(config, ONE, rope, attend, vjp=undifferentiated, einsum=einsum, norm=rms)
 
 
 def forward(
@@ -110,7 +109,7 @@ def _forward(params: dict, tokens: Tensor, remat: str, attention: Callable, conf
     for layer, kind in zip(all_layers(params), kinds, strict=True):
         x, more = steps[kind](layer, x)
         extra = extra if more is None else extra + more
-    x = rms_norm(x, gain=params["norm"], eps=config.eps)
+    x, _ = normed(params, "norm", x, config, rms)
     return matmul_weight(x, params["unembed"] if "unembed" in params else params["embed"].T), extra
 
 
@@ -118,18 +117,18 @@ def _step(config: Config, remat: str, attention: Callable, window: int | None, s
     """Return step(layer, x) -> (x, the layer's losses or None), with this window and rematerialisation."""
     given = {"window": window} if window is not None else {}
     given |= {"segments": segments} if segments is not None else {}
-    eps, scale = config.eps, config.residual_scale
+    scale = config.residual_scale
 
     def attend(layer: dict, x: Tensor, matmul=matmul_weight) -> Tensor:
         return x + scale_by(attention_block(layer, x, partial(attention, **given), rope, config, matmul), scale)
 
     def dense(layer: dict, x: Tensor, matmul=matmul_weight) -> Tensor:
-        x = attend(layer, x, matmul)
-        return x + scale_by(mlp_block(layer, x, config, matmul), scale)
+        mid = attend(layer, x, matmul)
+        return mid + scale_by(mlp_block(layer, x if config.parallel else mid, config, matmul), scale)
 
     def routed(layer: dict, x: Tensor, experts: Tensor | None = None):
         x = attend(layer, x)
-        y = rms_norm(x, gain=layer["norm_mlp"], eps=eps)
+        y, _ = normed(layer, "norm_mlp", x, config, rms)
         if experts is None:
             experts = moe.choose_experts(y, layer["router"], config, layer.get("bias"))
         Out, aux = moe.forward(layer, y, config, experts)

@@ -21,7 +21,7 @@ from scaling.common.arguments import flag
 from scaling.configs import Config
 from scaling.mesh import AbstractMesh
 from scaling.models.inputs import IDS, check_ids, check_range
-from scaling.models.layer import Context, scale_by, seen_heads, undifferentiated, used_gains
+from scaling.models.layer import Context, read_norms, scale_by, seen_heads, undifferentiated, used_gains
 from scaling.models.leaves import STACKS
 from scaling.models.rope import layer_tables
 from scaling.models.transformer import all_layers
@@ -150,8 +150,10 @@ def logits_of(
     with kernels(x.device):
         for l, W in enumerate(all_layers(params)):
             W = floats(W, dtype) if int8 else W
-            x = x + scale_by(attention(W, x, at._replace(rope=ropes[l]), l), scale)
-            x = x + scale_by(listing.mlp(W, x, at), scale)
+            Attn = listing.normed_result(W, "norm_attn_out", attention(W, x, at._replace(rope=ropes[l]), l), at)
+            mid = x + scale_by(Attn, scale)
+            Out = listing.mlp(read_norms(W), x, at) if config.parallel else listing.mlp(W, mid, at)
+            x = mid + scale_by(listing.normed_result(W, "norm_mlp_out", Out, at), scale)
     if own is not None:
         x = all_gather("x[B_ZE, T_C, D] -> x[B_ZE, T, D]", x, mesh)[:, :T]
     if last:

@@ -13,7 +13,6 @@ from scaling.serve.int8 import quantized_spec, summed_dims
 from scaling.spec import ShardingError, parse, present
 from scaling.strategies.transformer.types import check_divided
 
-ALONG_D = ("norm_attn", "norm_mlp", "norm", "b_O")
 AXES = {
     "heads": "YZEC",
     "heads_batch": "YZ",
@@ -59,7 +58,7 @@ def specs(config: Config, mesh=None, *, form: str = "heads", int8: bool = False)
     heads_whole = KV_HEADS if config.K % mesh.sizes.get("Y", 1) else ()
 
     def one(name: str, leaf: Leaf) -> str:
-        gone = tuple("XYZ" if form != "2d" and name in ALONG_D else DROPPED[form])
+        gone = tuple("XYZ" if form != "2d" and "D_XYZ" in leaf.served else DROPPED[form])
         whole = form == "experts" and {"E", "S"} & {*parse(leaf.served).dim_names}
         spec = parse(without(leaf.served, (*gone, "Y") if whole or name in heads_whole else gone))
         return str(present(spec.with_axes("E", experts_axis(mesh, form)) if spec.axes_of("E") else spec, mesh))

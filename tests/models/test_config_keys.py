@@ -42,6 +42,18 @@ BASES = {  # a small model of each type
     "ernie4_5": SMALL,
     "helium": SMALL | {"head_dim": 4, "pad_token_id": 0},
     "phi3": SMALL | {"pad_token_id": 0, "sliding_window": 5},
+    "olmo2": SMALL | {"pad_token_id": 0},
+    "olmo3": SMALL | {"pad_token_id": 0, "sliding_window": 5, "num_hidden_layers": 4},
+    "olmoe": SMALL | {"pad_token_id": 0, "head_dim": 4, "num_experts": 8, "num_experts_per_tok": 3},
+    "gemma3_text": SMALL | {"sliding_window": 5, "query_pre_attn_scalar": 9},
+    "glm": SMALL | {"pad_token_id": 0},
+    "glm4": SMALL | {"pad_token_id": 0},
+    "starcoder2": SMALL,
+    "stablelm": SMALL | {"head_dim": 4, "pad_token_id": 0, "num_attention_heads": 2, "num_key_value_heads": 1},
+    "gpt_neox": SMALL | {"num_attention_heads": 2},
+    "cohere": SMALL | {"head_dim": 4},
+    "cohere2": SMALL | {"head_dim": 4, "sliding_window": 5, "num_hidden_layers": 4},
+    "exaone4": SMALL | {"sliding_window": 5, "num_hidden_layers": 4},
     "seed_oss": SMALL | {"attention_dropout": 0.0, "residual_dropout": 0.0},
     "qwen2_moe": SMALL | WINDOWS | EXPERTS | {"shared_expert_intermediate_size": 12},
     "granitemoe": SMALL | {"num_local_experts": 8, "num_experts_per_tok": 3, "attention_multiplier": 0.2},
@@ -220,7 +232,8 @@ def test_the_defaults_are_the_classes(kind):
     row, config = KINDS[kind], theirs.AutoConfig.for_model(kind)
     defaults = {"head_dim": None, "layer_types": None} | {field.name: field.default for field in fields(config)}
     assert row.keys == {key: defaults[key] for key in row.keys}
-    assert row.theta == config.default_theta
+    theta = config.default_theta
+    assert row.theta == (theta["global"] if isinstance(theta, dict) else theta)
     assert {frozenset(pair) for pair in row.aliases.items()} <= {
         frozenset(pair) for pair in config.attribute_map.items()
     }

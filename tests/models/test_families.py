@@ -18,7 +18,17 @@ from scaling.spec import present
 from scaling.strategies import transformer as strategy
 
 FAMILIES = ["gemma", "granite tied, biases", "smollm3 windows", "phi3", "ernie 4.5", "phi3 part", "seed oss"]
-FAMILIES += ["qwen2 moe", "granite moe", "glm4 moe normed"]  # rows of the table
+FAMILIES += ["olmo2", "olmo3", "olmoe", "gemma3", "glm", "glm4", "starcoder2", "stablelm parallel", "gpt neox"]
+FAMILIES += [
+    "gpt neox in turn",
+    "cohere",
+    "cohere2",
+    "exaone4",
+    "llama mlp biases",
+    "qwen2 moe",
+    "granite moe",
+    "glm4 moe normed",
+]  # rows of the table
 ROWS = torch.randint(60, (4, 9), generator=torch.Generator().manual_seed(3))
 PROMPTS = [[5, 9, 11, 2, 40], [7], [1, 59, 3]]
 

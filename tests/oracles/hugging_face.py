@@ -43,6 +43,10 @@ SCALES |= {"attention_multiplier": 0.2}
 EAGER = {"attn_implementation": "eager", "experts_implementation": "eager"}
 EAGER |= {"pad_token_id": None}  # an embedding of padding has no gradient there
 YARN = {"rope_type": "yarn", "factor": 4.0, "rope_theta": 1e4, "original_max_position_embeddings": 16}
+OF_KINDS = {
+    "full_attention": {"rope_type": "linear", "factor": 4.0, "rope_theta": 300.0},
+    "sliding_attention": {"rope_type": "default", "rope_theta": 70.0},
+}
 CASES = {
     "llama": ("Llama", {}),
     "llama tied": ("Llama", {"tie_word_embeddings": True}),
@@ -85,6 +89,28 @@ CASES = {
     "glm4 moe normed": ("Glm4Moe", GLM4_MOE | {"use_qk_norm": True, "attention_bias": True, "n_shared_experts": 2}),
     "seed oss": ("SeedOss", {"attention_dropout": 0.0, "residual_dropout": 0.0, "attention_out_bias": True}),
     "phi3 part": ("Phi3", {"partial_rotary_factor": 0.5, "num_key_value_heads": 1}),
+    "llama mlp biases": ("Llama", {"mlp_bias": True}),
+    "olmo2": ("Olmo2", {"num_key_value_heads": 2}),
+    "olmo3": ("Olmo3", {"sliding_window": 5, "num_hidden_layers": 4, "rope_parameters": OF_KINDS}),
+    "olmoe": ("Olmoe", {"num_experts": 8, "num_experts_per_tok": 3}),
+    "gemma3": (
+        "Gemma3Text",
+        {"sliding_window": 5, "num_hidden_layers": 3, "sliding_window_pattern": 2, "query_pre_attn_scalar": 11}
+        | {"rope_parameters": OF_KINDS},
+    ),
+    "glm": ("Glm", {}),
+    "glm4": ("Glm4", {"attention_bias": False}),
+    "starcoder2": ("Starcoder2", {"sliding_window": 5}),
+    "stablelm": ("StableLm", {"use_qkv_bias": True}),
+    "stablelm parallel": ("StableLm", {"use_parallel_residual": True, "partial_rotary_factor": 0.5}),
+    "gpt neox": ("GPTNeoX", {"num_key_value_heads": 4}),
+    "gpt neox in turn": (
+        "GPTNeoX",
+        {"use_parallel_residual": False, "attention_bias": False, "num_key_value_heads": 4},
+    ),
+    "cohere": ("Cohere", {"logit_scale": 0.3, "attention_bias": True}),
+    "cohere2": ("Cohere2", {"logit_scale": 0.25, "sliding_window": 5, "num_hidden_layers": 4}),
+    "exaone4": ("Exaone4", {"sliding_window": 5, "num_hidden_layers": 4}),
 }
 
 
@@ -121,7 +147,7 @@ def reference(name: str, tokens) -> dict:
     kind, options = CASES[name]
     with tempfile.TemporaryDirectory() as folder, wide():
         config = getattr(transformers, f"{kind}Config")(**(SMALL | options | EAGER))
-        getattr(transformers, f"{kind}ForCausalLM")(config).save_pretrained(folder)
+        getattr(transformers, f"{kind.removesuffix('Text')}ForCausalLM")(config).save_pretrained(folder)
         config = load(Path(folder) / "config.json")
         table = json.loads((Path(folder) / "config.json").read_text())
     with tempfile.TemporaryDirectory() as folder:

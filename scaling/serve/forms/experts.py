@@ -17,6 +17,7 @@ from scaling.serve.forms.heads import attention as attention
 from scaling.serve.forms.heads import embed as embed
 from scaling.serve.forms.heads import head as head
 from scaling.serve.forms.heads import mlp as dense_mlp
+from scaling.serve.forms.heads import normed_result as normed_result
 from scaling.strategies.expert import experts_of, moe
 
 

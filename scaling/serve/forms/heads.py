@@ -14,8 +14,8 @@ from functools import partial
 from torch import Tensor
 
 from scaling.collectives import all_gather, all_reduce, einsum, masked
-from scaling.models.layer import Context, activate_features, attend_heads
-from scaling.models.pointwise import rms_norm
+from scaling.models.layer import Context, activate_features, attend_heads, biased
+from scaling.models.norms import normed, rms
 from scaling.serve.types import experts_axis
 from scaling.strategies.expert import experts_of, moe
 
@@ -28,11 +28,11 @@ def embed(x: Tensor, here: Tensor, at: Context) -> Tensor:
 
 def attention(W: dict, x: Tensor, at: Context, l: int) -> Tensor:
     """x[B_ZE, T_C, D] -> Attn[B_ZE, T_C, D]; its keys and values are written to the cache."""
-    y = rms_norm(x, gain=W["norm_attn"], eps=at.config.eps)
+    y, _ = normed(W, "norm_attn", x, at.config, rms)
     O = attend_heads(W, {"y": y}, at._replace(attend=partial(over_cache, at, l)))["O"]
     Attn = einsum("O[B_ZE, T_C, N_Y, H] * W_O[N_Y, H, D] -> Attn[B_ZE, T_C, D] {U_Y}", O, W["W_O"])
     Attn = all_reduce("Attn[B_ZE, T_C, D] {U_Y} -> Attn[B_ZE, T_C, D]", Attn, at.mesh)
-    return Attn + W["b_O"] if "b_O" in W else Attn
+    return biased(Attn, W, "b_O")
 
 
 def over_cache(at: Context, l: int, Q: Tensor, K: Tensor, V: Tensor) -> Tensor:
@@ -44,18 +44,24 @@ def over_cache(at: Context, l: int, Q: Tensor, K: Tensor, V: Tensor) -> Tensor:
 
 def mlp(W: dict, x: Tensor, at: Context) -> Tensor:
     """x[B_ZE, T_C, D] -> Out[B_ZE, T_C, D]; experts get their own rows."""
-    y = rms_norm(x, gain=W["norm_mlp"], eps=at.config.eps)
+    y, _ = normed(W, "norm_mlp", x, at.config, rms)
     if "router" in W:
         axis = experts_axis(at.mesh, "heads")
         return moe(experts_of(W, at.config), y, at.config, at.mesh, axis, tensor="Y", spec="y[B_ZE, T_C, D]")[0]
     Act = activate_features(W, {"y": y}, at)["Act"]
     Out = einsum("Act[B_ZE, T_C, F_Y] * W_out[F_Y, D] -> Out[B_ZE, T_C, D] {U_Y}", Act, W["W_out"])
-    return all_reduce("Out[B_ZE, T_C, D] {U_Y} -> Out[B_ZE, T_C, D]", Out, at.mesh)
+    Out = all_reduce("Out[B_ZE, T_C, D] {U_Y} -> Out[B_ZE, T_C, D]", Out, at.mesh)
+    return biased(Out, W, "b_out")
+
+
+def normed_result(W: dict, name: str, Out: Tensor, at: Context) -> Tensor:
+    """Out[B_ZE, T, D] -> Out[B_ZE, T, D], normed in a model with norms after its blocks; rows are whole."""
+    return normed(W, name, Out, at.config, rms)[0]
 
 
 def head(params: dict, x: Tensor, at: Context) -> Tensor:
     """x[B_ZE, T, D] -> logits[B, T, V], whole on every rank."""
-    x = rms_norm(x, gain=params["norm"], eps=at.config.eps)
+    x, _ = normed(params, "norm", x, at.config, rms)
     if "unembed" in params:
         logits = einsum("x[B_ZE, T, D] * U[D, V_Y] -> logits[B_ZE, T, V_Y]", x, params["unembed"])
     else:

@@ -10,8 +10,9 @@ right only if a rank has one KV head; here both AllToAlls are written on N.
 from torch import Tensor
 
 from scaling.collectives import all_gather, all_reduce, all_to_all, einsum, masked, shard
-from scaling.models.layer import Context, finish_heads, gate_features
-from scaling.models.pointwise import rms_norm
+from scaling.models.layer import Context, biased, biased_features, finish_heads, gate_features
+from scaling.models.norms import normed, rms
+from scaling.serve.forms.heads import normed_result as normed_result
 from scaling.strategies.expert import experts_of, moe
 
 
@@ -23,7 +24,7 @@ def embed(x: Tensor, here: Tensor, at: Context) -> Tensor:
 
 def attention(W: dict, x: Tensor, at: Context, l: int) -> Tensor:
     """x[B, T, D] -> Attn[B, T, D]; the keys and values of this rank's rows are written to the cache."""
-    y = rms_norm(x, gain=W["norm_attn"], eps=at.config.eps)
+    y, _ = normed(W, "norm_attn", x, at.config, rms)
     Q = einsum("y[B, T, D] * W_Q[D, N_YZ, H] -> Q[B, T, N_YZ, H]", y, W["W_Q"])
     Q = all_to_all("Q[B, T, N_YZ, H] -> Q[B_Z, T, N_Y, H]", Q, at.mesh)  # on the critical path
     y = shard("y[B, T, D] -> y[B_Z, T, D]", y, at.mesh)
@@ -34,24 +35,25 @@ def attention(W: dict, x: Tensor, at: Context, l: int) -> Tensor:
     O = all_to_all("O[B_Z, T, N_Y, H] -> O[B, T, N_YZ, H]", O, at.mesh)  # on the critical path
     Attn = einsum("O[B, T, N_YZ, H] * W_O[N_YZ, H, D] -> Attn[B, T, D] {U_YZ}", O, W["W_O"])
     Attn = all_reduce("Attn[B, T, D] {U_YZ} -> Attn[B, T, D]", Attn, at.mesh)  # on the critical path
-    return Attn + W["b_O"] if "b_O" in W else Attn
+    return biased(Attn, W, "b_O")
 
 
 def mlp(W: dict, x: Tensor, at: Context) -> Tensor:
     """x[B, T, D] -> Out[B, T, D]; every rank has some features of each expert."""
-    y = rms_norm(x, gain=W["norm_mlp"], eps=at.config.eps)
+    y, _ = normed(W, "norm_mlp", x, at.config, rms)
     if "router" in W:
         return moe(experts_of(W, at.config), y, at.config, at.mesh, None, tensor="YZ", spec="y[B, T, D]")[0]
     Tmp = einsum("y[B, T, D] * W_in[D, F_YZ] -> Tmp[B, T, F_YZ]", y, W["W_in"])
     Gate = einsum("y[B, T, D] * W_gate[D, F_YZ] -> Gate[B, T, F_YZ]", y, W["W_gate"]) if "W_gate" in W else None
-    Act = gate_features(Tmp, Gate, at.config)["Act"]
+    Act = gate_features(*biased_features(W, Tmp, Gate), at.config)["Act"]
     Out = einsum("Act[B, T, F_YZ] * W_out[F_YZ, D] -> Out[B, T, D] {U_YZ}", Act, W["W_out"])
-    return all_reduce("Out[B, T, D] {U_YZ} -> Out[B, T, D]", Out, at.mesh)  # on the critical path
+    Out = all_reduce("Out[B, T, D] {U_YZ} -> Out[B, T, D]", Out, at.mesh)  # on the critical path
+    return biased(Out, W, "b_out")
 
 
 def head(params: dict, x: Tensor, at: Context) -> Tensor:
     """x[B, T, D] -> logits[B, T, V], whole on every rank."""
-    x = rms_norm(x, gain=params["norm"], eps=at.config.eps)
+    x, _ = normed(params, "norm", x, at.config, rms)
     if "unembed" in params:
         logits = einsum("x[B, T, D] * U[D, V_YZ] -> logits[B, T, V_YZ]", x, params["unembed"])
     else:

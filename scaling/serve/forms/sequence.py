@@ -11,13 +11,13 @@ import torch
 from torch import Tensor
 
 from scaling.collectives import all_gather, all_reduce, einsum, reduce_scatter
-from scaling.models.layer import Context, finish_heads
-from scaling.models.pointwise import rms_norm
+from scaling.models.layer import Context, biased, finish_heads
+from scaling.models.norms import normed, rms
 
 
 def attention(W: dict, x: Tensor, at: Context, l: int) -> Tensor:
     """x[B, T, D] -> Attn[B, T, D]. Keys and values are written by the rank that has their places."""
-    y = rms_norm(x, gain=W["norm_attn"], eps=at.config.eps)
+    y, _ = normed(W, "norm_attn", x, at.config, rms)
     Q = einsum("y[B, T, D] * W_Q[D, N_YZ, H] -> Q[B, T, N_YZ, H]", y, W["W_Q"])
     Q = all_gather("Q[B, T, N_YZ, H] -> Q[B, T, N_Y, H]", Q, at.mesh)  # on the critical path
     K = einsum("y[B, T, D] * W_K[D, K_Y, H] -> K[B, T, K_Y, H]", y, W["W_K"])
@@ -36,7 +36,7 @@ def attention(W: dict, x: Tensor, at: Context, l: int) -> Tensor:
     O = O / L[..., None]
     Attn = einsum("O[B, T, N_YZ, H] * W_O[N_YZ, H, D] -> Attn[B, T, D] {U_YZ}", O, W["W_O"])
     Attn = all_reduce("Attn[B, T, D] {U_YZ} -> Attn[B, T, D]", Attn, at.mesh)  # on the critical path
-    return Attn + W["b_O"] if "b_O" in W else Attn
+    return biased(Attn, W, "b_O")
 
 
 def places(Q: Tensor, l: int, at: Context) -> tuple[Tensor, list[Tensor], Tensor]:

@@ -10,7 +10,7 @@ are the queries, by a ReduceScatter and an AllToAll.
 from torch import Tensor
 
 from scaling.collectives import all_gather, all_reduce, all_to_all, einsum, masked, reduce_scatter, shard
-from scaling.models.layer import Context, finish_heads, gate_features
+from scaling.models.layer import Context, biased, biased_features, finish_heads, gate_features
 from scaling.models.pointwise import mean_square, rms_norm
 
 
@@ -20,16 +20,25 @@ def embed(x: Tensor, here: Tensor, at: Context) -> Tensor:
     return reduce_scatter("x[B, T, D_X] {U_YZ} -> x[B, T, D_XYZ]", x, at.mesh)
 
 
-def _normed(x: Tensor, gain: Tensor, at: Context) -> Tensor:
-    """x[B, T, D_XYZ] -> y[B, T, D_X]: the norm, by the mean square over the whole of D, gathered over Y and Z."""
+def normed_result(W: dict, name: str, x: Tensor, at: Context) -> Tensor:
+    """x[B, T, D_XYZ] -> y[B, T, D_XYZ]: a norm that the model has, by means over the whole of D."""
+    if name not in W:
+        return x
+    if at.config.centered:
+        x = x - all_reduce("m[B, T, 1] {U_XYZ} -> m[B, T, 1]", x.mean(-1, keepdim=True), at.mesh, op="mean")
     square = all_reduce("s[B, T, 1] {U_XYZ} -> s[B, T, 1]", mean_square(x), at.mesh, op="mean")
-    y = rms_norm(x, square, gain=gain, eps=at.config.eps)
+    return biased(rms_norm(x, square, gain=W[name], eps=at.config.eps), W, f"b_{name}")
+
+
+def _normed(W: dict, name: str, x: Tensor, at: Context) -> Tensor:
+    """x[B, T, D_XYZ] -> y[B, T, D_X]: normed, and gathered over Y and Z."""
+    y = normed_result(W, name, x, at)
     return all_gather("y[B, T, D_XYZ] -> y[B, T, D_X]", y, at.mesh)  # on the critical path
 
 
 def attention(W: dict, x: Tensor, at: Context, l: int) -> Tensor:
     """x[B, T, D_XYZ] -> Attn[B, T, D_XYZ]; the keys and values of this rank's rows are written to the cache."""
-    y = _normed(x, W["norm_attn"], at)
+    y = _normed(W, "norm_attn", x, at)
     Q = einsum("y[B, T, D_X] * W_Q[D_X, N_YZ, H] -> Q[B, T, N_YZ, H] {U_X}", y, W["W_Q"])
     Q = reduce_scatter("Q[B, T, N_YZ, H] {U_X} -> Q[B_X, T, N_YZ, H]", Q, at.mesh)  # on the critical path
     Q = all_to_all("Q[B_X, T, N_YZ, H] -> Q[B_XZ, T, N_Y, H]", Q, at.mesh)  # on the critical path
@@ -45,26 +54,27 @@ def attention(W: dict, x: Tensor, at: Context, l: int) -> Tensor:
     O = all_gather("O[B_X, T, N_YZ, H] -> O[B, T, N_YZ, H]", O, at.mesh)  # on the critical path
     Attn = einsum("O[B, T, N_YZ, H] * W_O[N_YZ, H, D_X] -> Attn[B, T, D_X] {U_YZ}", O, W["W_O"])
     Attn = reduce_scatter("Attn[B, T, D_X] {U_YZ} -> Attn[B, T, D_XYZ]", Attn, at.mesh)  # on the critical path
-    return Attn + W["b_O"] if "b_O" in W else Attn
+    return biased(Attn, W, "b_O")
 
 
 def mlp(W: dict, x: Tensor, at: Context) -> Tensor:
     """x[B, T, D_XYZ] -> Out[B, T, D_XYZ]: the lines of Question 7."""
-    In = _normed(x, W["norm_mlp"], at)  # 1.
+    In = _normed(W, "norm_mlp", x, at)  # 1.
     Tmp = einsum("In[B, T, D_X] * W_in[D_X, F_YZ] -> Tmp[B, T, F_YZ] {U_X}", In, W["W_in"])  # 2.
     Tmp = all_reduce("Tmp[B, T, F_YZ] {U_X} -> Tmp[B, T, F_YZ]", Tmp, at.mesh)  # 3. on the critical path
     Gate = None
     if "W_gate" in W:
         Gate = einsum("In[B, T, D_X] * W_gate[D_X, F_YZ] -> Gate[B, T, F_YZ] {U_X}", In, W["W_gate"])
         Gate = all_reduce("Gate[B, T, F_YZ] {U_X} -> Gate[B, T, F_YZ]", Gate, at.mesh)  # on the critical path
-    Act = gate_features(Tmp, Gate, at.config)["Act"]
+    Act = gate_features(*biased_features(W, Tmp, Gate), at.config)["Act"]
     Out = einsum("Act[B, T, F_YZ] * W_out[F_YZ, D_X] -> Out[B, T, D_X] {U_YZ}", Act, W["W_out"])  # 4.
-    return reduce_scatter("Out[B, T, D_X] {U_YZ} -> Out[B, T, D_XYZ]", Out, at.mesh)  # 5. on the critical path
+    Out = reduce_scatter("Out[B, T, D_X] {U_YZ} -> Out[B, T, D_XYZ]", Out, at.mesh)  # 5. on the critical path
+    return biased(Out, W, "b_out")
 
 
 def head(params: dict, x: Tensor, at: Context) -> Tensor:
     """x[B, T, D_XYZ] -> logits[B, T, V], whole on every rank."""
-    x = _normed(x, params["norm"], at)
+    x = _normed(params, "norm", x, at)
     if "unembed" in params:
         logits = einsum("x[B, T, D_X] * U[D_X, V_YZ] -> logits[B, T, V_YZ] {U_X}", x, params["unembed"])
     else:

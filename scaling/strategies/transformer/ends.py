@@ -18,10 +18,11 @@ from scaling.collectives import all_gather, all_reduce, einsum, masked, reduce_s
 from scaling.collectives.calls import zeroed
 from scaling.common.arguments import not_negative, positive
 from scaling.common.torch_private import in_transform
+from scaling.configs import Config
 from scaling.cost.transformer import CHUNK
 from scaling.models.inputs import check_range, check_weights
 from scaling.models.layer import scale_by
-from scaling.models.pointwise import gained_norm, gained_norm_vjp
+from scaling.models.norms import normed, normed_backward
 from scaling.spec import ShardingError
 
 
@@ -62,7 +63,7 @@ def head(
     targets: Tensor,
     weights: Tensor,
     terms: Terms,
-    eps: float,
+    config: Config,
     mesh,
     gradients: bool = True,
     frozen: bool = False,
@@ -74,24 +75,24 @@ def head(
     been divided by the sum of all weights; a target of weight 0 may lie outside the vocabulary.
     """
     table = "unembed" if "unembed" in W else "embed"
-    y, r = gained_norm(x, W["norm"], eps)
+    y, r = normed(W, "norm", x, config)
     y = all_gather("y[B_PXE, T_CY, D] -> y[B_PXE, T_C, D]", y, mesh)  # on the critical path
     given = W[table], targets, weights, terms, table == "embed", mesh, CHUNK, gradients
     loss, dy, dU = chunked_loss(y, *given, frozen=frozen)
     if dy is None:
         return loss, None, {}
     dy = reduce_scatter("dy[B_PXE, T_C, D] {U_Y} -> dy[B_PXE, T_CY, D]", dy, mesh)  # on the critical path
-    dx, dnorm = gained_norm_vjp(x, W["norm"], r, dy)
-    return loss, dx, {} if dU is None else {"norm": dnorm, table: dU}
+    dx, dnorm = normed_backward(W, "norm", x, r, dy, config)
+    return loss, dx, {} if dU is None else dnorm | {table: dU}
 
 
-def token_logprobs(W: dict, x: Tensor, targets: Tensor, V: int, eps: float, mesh) -> Tensor:
+def token_logprobs(W: dict, x: Tensor, targets: Tensor, config: Config, mesh) -> Tensor:
     """x[B_PXE, T_CY, D], targets[B_PXE, T_C] -> logprobs[B_PXE, T_C]
 
-    of the targets, over a vocabulary of V entries; `W` as in `head`.
+    of the targets; `W` as in `head`.
     """
-    table, terms = "unembed" if "unembed" in W else "embed", Terms(V, 0.0, 0.0)
-    y, _ = gained_norm(x, W["norm"], eps)
+    table, terms = "unembed" if "unembed" in W else "embed", Terms(config.V, 0.0, 0.0)
+    y, _ = normed(W, "norm", x, config)
     y = all_gather("y[B_PXE, T_CY, D] -> y[B_PXE, T_C, D]", y, mesh)
     rows, found = y.flatten(0, 1), []
     size = max(1, CHUNK // (4 * W[table].shape[table == "unembed"]))

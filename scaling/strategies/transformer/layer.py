@@ -21,9 +21,10 @@ from torch import Tensor
 from scaling.collectives import all_gather, reduce_scatter, wait
 from scaling.configs import Config
 from scaling.models.latent import attend_latents
-from scaling.models.layer import Context, Values, activate_features, attend_heads, own_heads, seen_heads
+from scaling.models.layer import SHARED_NORM, Context, Values, activate_features, attend_heads, biased, own_heads
+from scaling.models.layer import read_norms, seen_heads
 from scaling.models.leaves import KV_HEADS
-from scaling.models.pointwise import gained_norm, gained_norm_vjp
+from scaling.models.norms import head_norm_backward, normed, normed_backward
 from scaling.models.rope import rotate
 from scaling.scaled import Scaled
 from scaling.strategies.transformer.experts import experts, experts_backward
@@ -40,7 +41,8 @@ REMAT = {  # what is not kept for the backward, by policy: the further down, the
     "none": frozenset(),
     "attention": ATTENDED,
     "matmuls": BETWEEN,
-    "block": BETWEEN | {"Q", "K", "V", "KV", "A_Q", "A_KV", "mid", "Tmp", "Gate"},  # all but the layer's input
+    "block": BETWEEN
+    | {"Q", "K", "V", "KV", "A_Q", "A_KV", "mid", "Tmp", "Gate", "out", "r_out"},  # all but the layer's input
 }
 VJPS = {  # (dy, x) -> dx of each activation, in one kernel
     "silu": torch.ops.aten.silu_backward,
@@ -60,8 +62,10 @@ def dropped(remat: str, config: Config) -> frozenset[str]:
 def layer(W: dict, x: Tensor, at: Context, gone: frozenset[str] = REMAT["none"]) -> tuple[Tensor, Any, Halves]:
     """x[B_PXE, T_CY, D] -> (x, the experts' terms Loss[] {U_PXECY} or None, saved without the names in `gone`)."""
     Attn, a = attention(W, {"x": x}, at)
+    Attn, a = normed_result(W, "norm_attn_out", Attn, a, at)
     mid = x + at.drop(Attn, "attention")
     Out, extra, m = experts(W, {"mid": mid}, at) if "router" in W else mlp(W, {"mid": mid}, at)
+    Out, m = normed_result(W, "norm_mlp_out", Out, m, at)
     for values in (a, m):
         for name in gone & values.keys():
             del values[name]
@@ -76,24 +80,65 @@ def layer_backward(W: dict, dx: Tensor, saved: Halves, at: Context, scale: float
     a, m = saved
     if "mid" not in m:
         Attn, a = attention(W, a, at)
+        Attn, a = normed_result(W, "norm_attn_out", Attn, a, at)
         m = m | {"mid": a["x"] + at.drop(Attn, "attention")}
-    dOut = at.drop(dx, "mlp")
+    if "norm_mlp_out" in W and "r_out" not in m:
+        Out, _, m = mlp(W, m, at)
+        Out, m = normed_result(W, "norm_mlp_out", Out, m, at)
+    dOut, dW_out = normed_result_backward(W, "norm_mlp_out", at.drop(dx, "mlp"), m, at)
     dMid, dW_mlp = experts_backward(W, dOut, scale, m, at) if "router" in W else mlp_backward(W, dOut, m, at)
     dMid = dMid.add_(dx)
     back = latent_attention_backward if at.config.latent else attention_backward
-    dIn, dW = back(W, at.drop(dMid, "attention"), a, at)
-    dW |= dW_mlp
+    dAttn, dW_attn = normed_result_backward(W, "norm_attn_out", at.drop(dMid, "attention"), a, at)
+    dIn, dW = back(W, dAttn, a, at)
+    dW |= dW_mlp | dW_attn | dW_out
     return dIn.add_(dMid), {name: dW[name] for name in W["lora"]} if "lora" in W else dW
 
 
-def normed_stream(s: Values, x: Tensor, gain: Tensor, at: Context) -> Values:
+def parallel_layer(W: dict, x: Tensor, at: Context, gone: frozenset[str] = REMAT["none"]) -> tuple[Tensor, Any, Halves]:
+    """x[B_PXE, T_CY, D] -> (x, None, saved), as `layer`, where both blocks read the same stream."""
+    Attn, a = attention(W, {"x": x}, at)
+    shared = {} if "norm_mlp" in W else {name: a[name] for name in ("y", "r")}
+    Out, _, m = mlp(read_norms(W), {"mid": x} | shared, at)
+    for values in (a, m):
+        for name in gone & values.keys():
+            del values[name]
+    return x + at.drop(Attn, "attention") + at.drop(Out, "mlp"), None, (a, m)
+
+
+def parallel_layer_backward(W: dict, dx: Tensor, saved: Halves, at: Context, scale: float = 1.0) -> tuple[Tensor, dict]:
+    """dx[B_PXE, T_CY, D] -> (dx, dW), as `layer_backward`. The gradients of a norm that both blocks share add up."""
+    a, m = saved
+    dMid, dW_mlp = mlp_backward(read_norms(W), at.drop(dx, "mlp"), m | {"mid": a["x"]}, at)
+    dIn, dW = attention_backward(W, at.drop(dx, "attention"), a, at)
+    for name, into in SHARED_NORM.items():
+        if name in W and into not in W:
+            dW[name] = dW[name] + dW_mlp.pop(into)
+    dW |= dW_mlp
+    return dIn.add_(dMid).add_(dx), {name: dW[name] for name in W["lora"]} if "lora" in W else dW
+
+
+def normed_result(W: dict, name: str, Out: Tensor, s: Values, at: Context) -> tuple[Tensor, Values]:
+    """Return what a block adds to the stream, normed in a model with norms after its blocks, and what that saves."""
+    if name not in W:
+        return Out, s
+    y, r = normed(W, name, Out, at.config)
+    return y, s | {"out": Out, "r_out": r}
+
+
+def normed_result_backward(W: dict, name: str, dOut: Tensor, s: Values, at: Context) -> tuple[Tensor, dict]:
+    """Return (dOut before the norm after a block, the gradient of its gain)."""
+    return normed_backward(W, name, s["out"], s["r_out"], dOut, at.config) if name in W else (dOut, {})
+
+
+def normed_stream(s: Values, x: Tensor, W: dict, name: str, at: Context) -> Values:
     """Add to `s` y[B_PXE, T_C, D], the stream x[B_PXE, T_CY, D] normed and gathered, and r = 1 / its root mean square.
 
     A backward calls this and the functions below again: they compute only values that are not in `s`.
     """
     if "y" in s:
         return s
-    y, r = gained_norm(x, gain, at.config.eps)
+    y, r = normed(W, name, x, at.config)
     y = all_gather("y[B_PXE, T_CY, D] -> y[B_PXE, T_C, D]", y, at.mesh)  # on the critical path
     return s | {"y": y, "r": r}
 
@@ -103,24 +148,24 @@ def attention(W: dict, s: Values, at: Context) -> tuple[Tensor, Values]:
     if at.config.latent:
         s = attend_latents(W, s, at)
     else:
-        s = attend_heads(seen_heads(W, at), normed_stream(s, s["x"], W["norm_attn"], at), at)
+        s = attend_heads(seen_heads(W, at), normed_stream(s, s["x"], W, "norm_attn", at), at)
     Attn = at.einsum("O[B_PXE, T_C, N_Y, H] * W_O[N_Y, H, D] -> Attn[B_PXE, T_C, D] {U_Y}", s["O"], W["W_O"])
     Attn = reduce_scatter("Attn[B_PXE, T_C, D] {U_Y} -> Attn[B_PXE, T_CY, D]", Attn, at.mesh)  # on the critical path
-    return Attn + W["b_O"] if "b_O" in W else Attn, s
+    return biased(Attn, W, "b_O"), s
 
 
 def attention_backward(W: dict, dAttn: Tensor, s: Values, at: Context) -> tuple[Tensor, dict]:
     """dAttn[B_PXE, T_CY, D] -> (dx[B_PXE, T_CY, D], dW)."""
     mesh, (cos, sin), own = at.mesh, at.rope, seen_heads(W, at)
-    s = attend_heads(own, normed_stream(s, s["x"], W["norm_attn"], at), at)
+    s = attend_heads(own, normed_stream(s, s["x"], W, "norm_attn", at), at)
     dW = {"b_O": dAttn.sum((0, 1))} if "b_O" in W else {}
     dAttn = all_gather("dAttn[B_PXE, T_CY, D] -> dAttn[B_PXE, T_C, D]", dAttn, mesh)  # on the critical path
     dO = at.einsum("dAttn[B_PXE, T_C, D] * W_O[N_Y, H, D] -> dO[B_PXE, T_C, N_Y, H]", dAttn, W["W_O"])
     dQ, dK, dV = s["pull"](dO)
     dQ, dK = rotate(dQ, cos, -sin), rotate(dK, cos, -sin)  # back by the same angle
     if "norm_Q" in W:  # {U_PXECY}: s has Q and K before their norms
-        dQ, dW["norm_Q"] = gained_norm_vjp(s["Q"], W["norm_Q"], s["r_Q"], dQ)
-        dK, dW["norm_K"] = gained_norm_vjp(s["K"], W["norm_K"], s["r_K"], dK)
+        dQ, dW["norm_Q"] = head_norm_backward(s["Q"], W["norm_Q"], s["r_Q"], dQ, at)
+        dK, dW["norm_K"] = head_norm_backward(s["K"], W["norm_K"], s["r_K"], dK, at)
     if "b_Q" in W:  # {U_PXEC}
         b_K, b_V = dK.sum((0, 1)), dV.sum((0, 1))
         dW |= {"b_Q": dQ.sum((0, 1)), "b_K": in_place(b_K, W["b_K"], at), "b_V": in_place(b_V, W["b_V"], at)}
@@ -137,22 +182,23 @@ def attention_backward(W: dict, dAttn: Tensor, s: Values, at: Context) -> tuple[
     for dHead, name in ((dK, "W_K"), (dV, "W_V")):
         line = "y[B_PXE, T_C, D] * dK[B_PXE, T_C, K_Y, H] -> dW_K[D, K_Y, H] {U_PXEC}"
         dW |= weight_gradient(W, name, line, s["y"], dHead, at)
-    dx, dW["norm_attn"] = gained_norm_vjp(s["x"], W["norm_attn"], s["r"], wait(dy))
-    return dx, dW
+    dx, dgains = normed_backward(W, "norm_attn", s["x"], s["r"], wait(dy), at.config)
+    return dx, dW | dgains
 
 
 def mlp(W: dict, s: Values, at: Context) -> tuple[Tensor, None, Values]:
     """(Out[B_PXE, T_CY, D], None, s) of the residual stream s["mid"]; features over Y."""
-    s = activate_features(W, normed_stream(s, s["mid"], W["norm_mlp"], at), at)
+    s = activate_features(W, normed_stream(s, s["mid"], W, "norm_mlp", at), at)
     Out = at.einsum("Act[B_PXE, T_C, F_Y] * W_out[F_Y, D] -> Out[B_PXE, T_C, D] {U_Y}", s["Act"], W["W_out"])
     Out = reduce_scatter("Out[B_PXE, T_C, D] {U_Y} -> Out[B_PXE, T_CY, D]", Out, at.mesh)  # on the critical path
-    return Out, None, s
+    return biased(Out, W, "b_out"), None, s
 
 
 def mlp_backward(W: dict, dOut: Tensor, s: Values, at: Context) -> tuple[Tensor, dict]:
     """dOut[B_PXE, T_CY, D] -> (dMid[B_PXE, T_CY, D], dW)."""
     mesh, act_vjp = at.mesh, VJPS[at.config.nonlinearity]
-    s, dW = activate_features(W, normed_stream(s, s["mid"], W["norm_mlp"], at), at), {}
+    s = activate_features(W, normed_stream(s, s["mid"], W, "norm_mlp", at), at)
+    dW: dict[str, Any] = {"b_out": dOut.sum((0, 1))} if "b_out" in W else {}
     dOut = all_gather("dOut[B_PXE, T_CY, D] -> dOut[B_PXE, T_C, D]", dOut, mesh)  # on the critical path
     dAct = at.einsum("dOut[B_PXE, T_C, D] * W_out[F_Y, D] -> dAct[B_PXE, T_C, F_Y]", dOut, W["W_out"])
     dTmp = dAct * s["Open"] if "W_gate" in W else act_vjp(dAct, s["Tmp"])
@@ -166,10 +212,12 @@ def mlp_backward(W: dict, dOut: Tensor, s: Values, at: Context) -> tuple[Tensor,
     dW |= weight_gradient(W, "W_in", line, s["y"], dTmp, at)
     if "W_gate" in W:
         dW |= weight_gradient(W, "W_gate", line, s["y"], dGate, at)
+    if "b_in" in W:
+        dW |= {"b_in": dTmp.sum((0, 1))} | ({"b_gate": dGate.sum((0, 1))} if "b_gate" in W else {})
     line = "dOut[B_PXE, T_C, D] * Act[B_PXE, T_C, F_Y] -> dW_out[F_Y, D] {U_PXEC}"
     dW |= weight_gradient(W, "W_out", line, dOut, s["Act"], at)
-    dMid, dW["norm_mlp"] = gained_norm_vjp(s["mid"], W["norm_mlp"], s["r"], wait(dy))
-    return dMid, dW
+    dMid, dgains = normed_backward(W, "norm_mlp", s["mid"], s["r"], wait(dy), at.config)
+    return dMid, dW | dgains
 
 
 def weight_gradient(W: dict, name: str, line: str, a: Tensor, b: Tensor, at: Context) -> dict[str, Any]:

@@ -24,7 +24,7 @@ from scaling.scaled import gather_matrix
 from scaling.spec import parse, parse_line
 from scaling.strategies.layers import Layers
 from scaling.strategies.transformer.ends import embed, embed_backward, head, token_logprobs
-from scaling.strategies.transformer.layer import layer, layer_backward
+from scaling.strategies.transformer.layer import layer, layer_backward, parallel_layer, parallel_layer_backward
 from scaling.strategies.transformer.lora import adapted
 from scaling.strategies.transformer.step import LeafLines, TrainStep, types_of_stack
 
@@ -192,10 +192,10 @@ class LayerStack:
     def forward(self, x: Tensor, at: Context) -> tuple[Tensor, Any, list]:
         """Return x, the sum of the layers' extra terms, and what each layer saved."""
         x, extra, kept_below = self.below.forward(x, at) if self.below else (x, 0.0, [])
-        terms = [extra]
+        terms, forward = [extra], parallel_layer if self.step.config.parallel else layer
 
         def run_layer(l: int, W: list, x: Tensor):
-            x, term, saved = layer(self.structure.unflatten(W), x, at.of_layer(self.first + l), self.step.gone)
+            x, term, saved = forward(self.structure.unflatten(W), x, at.of_layer(self.first + l), self.step.gone)
             terms.append(0.0 if term is None else term)
             return x, saved if self.step.backward else None
 
@@ -209,9 +209,10 @@ class LayerStack:
             scale: the cotangent of the extra terms.
             last: no microbatch follows.
         """
+        backward = parallel_layer_backward if self.step.config.parallel else layer_backward
 
         def run_layer_backward(l: int, W: list, dx: Tensor, saved):
-            dx, dW = layer_backward(self.structure.unflatten(W), dx, saved, at.of_layer(self.first + l), scale)
+            dx, dW = backward(self.structure.unflatten(W), dx, saved, at.of_layer(self.first + l), scale)
             return dx, self.trained.flatten_up_to(dW)
 
         dx = self.engine.backward(dx, kept, run_layer_backward, last=last)
@@ -234,7 +235,7 @@ def forward_logprobs(step: TrainStep, params: dict, batch: LocalBatch) -> Tensor
     ends = gather_ends(params, mesh, step.lines)
     x = embed(ends["embed"], batch.tokens, mesh, config.embed_scale)
     x, _, _ = LayerStack(step, params).forward(x, at)
-    return token_logprobs(ends, x, batch.targets, config.V, config.eps, mesh)
+    return token_logprobs(ends, x, batch.targets, config, mesh)
 
 
 def run_all_layers(step: TrainStep, params: dict, batch: LocalBatch) -> tuple[Tensor, dict]:
@@ -253,7 +254,7 @@ def run_all_layers(step: TrainStep, params: dict, batch: LocalBatch) -> tuple[Te
         if last and not config.tied:
             del ends["embed"]
         x, extra, kept = layers.forward(x, at)
-        loss, dx, dW = head(ends, x, targets, weights, step.terms, config.eps, mesh, frozen=lora)
+        loss, dx, dW = head(ends, x, targets, weights, step.terms, config, mesh, frozen=lora)
         losses.append(loss + extra * (scale / M))
         add_by_name(dends, dW, step.sums)
         del x, dW

@@ -88,7 +88,7 @@ def run_stages(step: TrainStep, params: dict, batch: LocalBatch) -> tuple[Tensor
     rows = torch.arange(len(tokens), device=tokens.device)
 
     def loss_of(ends, x, some):
-        loss, dx, dW = head(ends, x, targets[some], weights[some], step.terms, config.eps, mesh)
+        loss, dx, dW = head(ends, x, targets[some], weights[some], step.terms, config, mesh)
         return loss, dW, dx
 
     last = {name: W for name, W in ends.items() if name != "embed" or config.tied}
@@ -194,7 +194,7 @@ def forward_loss(step: TrainStep, params: dict, batch: LocalBatch) -> Tensor:
         if s + 1 < len(stages) and owners[s] != owners[s + 1]:
             x = ppermute(str(present(ROWS, mesh)), x, mesh, "Z", [(owners[s], owners[s + 1])])
     if z == owners[-1]:
-        loss = head(ends, x, targets, weights, step.terms, config.eps, mesh, gradients=False)[0]
+        loss = head(ends, x, targets, weights, step.terms, config, mesh, gradients=False)[0]
     else:
         loss = torch.zeros_like(extra)
     return all_reduce("Loss[] {U_ZPXECY} -> Loss[]", loss + extra, mesh)

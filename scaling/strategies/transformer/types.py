@@ -173,6 +173,12 @@ def _check_mesh(config: Config, sizes: Mapping[str, int], zero: int) -> None:
             "  rule: kernels of attention take heads of one width, to which values are padded\n"
             "  fix: give a value of at most nope + rope"
         )
+    if config.qk_wide and config.K % Y:
+        raise ShardingError(
+            f"{config.name}: K={config.K} KV heads over Y={Y}\n"
+            "  rule: its norms take all heads together, of which each rank has another part"
+            "\n  fix: choose Y among divisors of K"
+        )
     check_divided(config, Y, [*wanted, ("E", config.E, E, "experts")])
 
 
