@@ -21,8 +21,17 @@ from scaling.models import moe
 from scaling.models.attention import sdpa
 from scaling.models.inputs import check_ids, check_params, check_range, check_segments, check_weights
 from scaling.models.latent import attend_latents
-from scaling.models.layer import ONE, Context, activate_features, attend_heads, biased, read_norms, scale_by
-from scaling.models.layer import undifferentiated, used_gains
+from scaling.models.layer import (
+    ONE,
+    Context,
+    activate_features,
+    attend_heads,
+    biased,
+    read_norms,
+    scale_by,
+    undifferentiated,
+    used_gains,
+)
 from scaling.models.leaves import check_computed, computes, specs_of, uncomputed
 from scaling.models.norms import normed, rms
 from scaling.models.params import config_of_params, init, inits

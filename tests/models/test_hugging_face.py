@@ -186,7 +186,7 @@ BASE = {"hidden_size": 16, "num_hidden_layers": 3, "intermediate_size": 20, "num
 BASE |= {"num_key_value_heads": 4}
 YARN_ELSEWHERE = {"rope_type": "yarn", "factor": 2.0, "truncate": False}
 UNCOMPUTED = {  # what is said: the config's table, of a llama unless it says otherwise
-    "model_type 'gpt_neox'": {"model_type": "gpt_neox"},
+    "model_type 'bloom'": {"model_type": "bloom"},
     "model_type 'deepseek_v32'": {"model_type": "deepseek_v32", "scoring_func": "sigmoid"} | RANKS,
     "model_type 'glm4_moe_lite'": {"model_type": "glm4_moe_lite", "n_routed_experts": 4} | RANKS,
     "model_type 'kimi_k25'": {"model_type": "kimi_k25", "text_config": {"model_type": "llama"} | BASE},
@@ -199,7 +199,7 @@ UNCOMPUTED = {  # what is said: the config's table, of a llama unless it says ot
     "of type 'yarn with": {"model_type": "qwen2", "rope_parameters": YARN_ELSEWHERE},
     "of type 'by layer'": {"rope_parameters": {"a": {"rope_type": "default"}}},
     "partial_rotary_factor 0.5": {"partial_rotary_factor": 0.5, "rope_scaling": {"type": "linear", "factor": 2.0}},
-    "mlp_bias": {"mlp_bias": True},
+    "clip_qkv": {"model_type": "olmoe", "clip_qkv": 4.0, "num_experts": 4, "num_experts_per_tok": 2},
     "quantization_config 'awq'": {"quantization_config": {"quant_method": "awq"}},
     "hidden_act 'relu2'": {"hidden_act": "relu2"},
     "attention_dropout=0.1": {"attention_dropout": 0.1},
