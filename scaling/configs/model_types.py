@@ -188,6 +188,7 @@ _EXAONE4 = _without(_LLAMA, "mlp_bias", "attention_bias") | {
     "sliding_window": 4096, "sliding_window_pattern": 4, "layer_types": None,
 }  # fmt: skip
 _OLMO_FIXED = {"qk_norm": True, "qk_wide": True, "norms": "after"}
+_GEMMA = {"hidden_act": "gelu_pytorch_tanh", "rms_norm_eps": 1e-6, "sliding_window": 4096}
 _GEMMA_FIXED = {"unit_offset": True, "norms": "both"}
 _COHERE_FIXED = {"norms": "shared", "parallel": True, "centered": True}
 _LAYER_NORM_FIXED = {"centered": True, "norm_bias": True}
@@ -246,7 +247,7 @@ KINDS: dict[str, ModelType] = {
         aliases={"num_local_experts": "num_experts"},
         fixed={"qk_norm": True, "qk_wide": True},
     ),
-    "gemma2": ModelType("", _GEMMA_2, fixed=_GEMMA_FIXED, root_scaled=True, pattern=2),
+    "gemma2": ModelType("", _GEMMA, fixed={"tied": True}, pattern=2),
     "gemma3_text": ModelType(
         "Gemma3ForCausalLM",
         _GEMMA_3,
