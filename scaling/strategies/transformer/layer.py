@@ -21,8 +21,17 @@ from torch import Tensor
 from scaling.collectives import all_gather, reduce_scatter, wait
 from scaling.configs import Config
 from scaling.models.latent import attend_latents
-from scaling.models.layer import SHARED_NORM, Context, Values, activate_features, attend_heads, biased, own_heads
-from scaling.models.layer import read_norms, seen_heads
+from scaling.models.layer import (
+    SHARED_NORM,
+    Context,
+    Values,
+    activate_features,
+    attend_heads,
+    biased,
+    own_heads,
+    read_norms,
+    seen_heads,
+)
 from scaling.models.leaves import KV_HEADS
 from scaling.models.norms import head_norm_backward, normed, normed_backward
 from scaling.models.rope import rotate
