@@ -41,6 +41,7 @@ INSIDE = {  # a module: what it imports inside functions
     "scaling.configs.sources": "scaling.configs.gguf",  # numpy, which no other model needs
     # a sharding is drawn without the simulator and without the models:
     "scaling.show.shardings": "scaling.show.schedules scaling.show.params",
+    "scaling.show.__main__": "scaling.book.drawing",  # all else is drawn without torch
     "scaling.book.options": RANKS,  # chapters without ranks need no torch
     "scaling.book.page": f"torch.distributed {RANKS}",  # the same
     "scaling.collectives.operands": "numpy",  # rarely needed

@@ -3,6 +3,7 @@
 The functions that run on ranks take a mesh and return plain values; `show_module` and `show_layer` print them.
 """
 
+import sys
 from collections import OrderedDict
 from collections.abc import Callable
 from typing import NamedTuple
@@ -16,6 +17,7 @@ from scaling.book.arrays import operands
 from scaling.book.largest import largest
 from scaling.book.page import Page
 from scaling.models import mlp
+from scaling.show import frames
 from scaling.spec import parse
 from scaling.strategies.stack import Block
 from scaling.trace import Log, trace
@@ -48,6 +50,13 @@ def show_lines(page: Page, title: str, rows: list[tuple], flops: bool = True) ->
     """Print a table of `lines`: V is the gathered or unreduced array, the book's measure; sent is per rank."""
     page.title(title)
     page.table([row[: 3 + flops] for row in rows], ["line", "V bytes", "sent", "FLOPs"][: 3 + flops])
+    show_frames(page, title, [row[0] for row in rows])
+
+
+def show_frames(page: Page, title: str, lines: list[str]) -> None:
+    """Show in a notebook which device holds which block after each line, with two devices along each axis."""
+    mesh = dict.fromkeys(page.args.mesh, 2)
+    page.show("", lambda: frames.player(frames.frames_of(lines), mesh, title))
 
 
 # An nn.Module, by its params' types
@@ -120,6 +129,9 @@ def show_layer(page: Page, strategy, sizes: dict) -> tuple[int, int]:
         show_lines(page, f"The {which} pass as it ran on rank 0: {shown}, float64", rows)
     page.say("\nV is the gathered or unreduced array, the book's measure; sent is what this rank sends.\n")
     page.equal(ran.rows)
+    axes = ",".join(f"{axis}=2" for axis in page.args.mesh)
+    command = f"python -m scaling.show listing {sys.argv[0]} --mesh {axes}"
+    page.show(f"\nWhich device holds which block after each line: {command}", str)
     return ran.nbytes
 
 

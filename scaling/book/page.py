@@ -83,13 +83,13 @@ class Page:
             self.say(opening)
 
     def show(self, text: str, html: Callable[[], str]) -> None:
-        """Print text; in a notebook, show HTML instead, which `html()` returns."""
+        """Print text, if there is any; in a notebook, show HTML instead, which `html()` returns."""
         if in_notebook() and self.first and find_spec("IPython"):
             from IPython.display import display
 
             self.open()
             display({"text/plain": text, "text/html": html()}, raw=True)
-        else:
+        elif text:
             self.say(text)
 
     def title(self, text: str) -> None:

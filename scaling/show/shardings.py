@@ -4,6 +4,7 @@
     python -m scaling.show --plot nine.svg              the nine shardings of the book's figure
     python -m scaling.show schedule 1f1b --stages 4     a pipeline's schedule: scaling.show.schedules
     python -m scaling.show params --model llama3-70b    each leaf of a Transformer: scaling.show.params
+    python -m scaling.show listing FILE                 a listing, line by line: scaling.book.drawing
     print(draw("A[I_X, J]", {"X": 2, "Y": 2}))          a mesh may also be a Mesh; `shard=x` draws a real array
 
 A device is written as its number, row-major in the mesh. Replicas are separated by commas: `0, 1`; the devices whose
@@ -12,18 +13,17 @@ partial sums add up to a block are joined by plus signs: `0+2`. Each colour is o
 
 import argparse
 import itertools
-import math
 import sys
 
 from scaling.common.console import Parser, complaining, picture
 from scaling.show.charts import blank
+from scaling.show.frames import check_drawn
 from scaling.spec import ShardingError, Spec, block_index, mesh_sizes, parse
 from scaling.spec.sizes import parse_mesh, parse_sizes
 
 NINE = ("A[I, J]", "A[I_X, J]", "A[I, J_X]", "A[I_Y, J]", "A[I_XY, J]", "A[I_Y, J_X]", "A[I, J_Y]", "A[I_X, J_Y]",
         "A[I, J_XY]")  # fmt: skip
 ANSI = (117, 215, 120, 211, 229, 183, 159, 187, 146, 222, 152, 174)
-MOST_DEVICES = 4096  # the most devices that are drawn
 COLOURS = ("#87d7ff", "#ffaf5f", "#87ff87", "#ff87af", "#ffffaf", "#d7afff", "#afffff", "#d7d7af")
 
 
@@ -31,11 +31,7 @@ def blocks(spec: "str | Spec", mesh) -> dict[tuple[int, ...], list[list[int]]]:
     """Return the groups of devices that hold each block; a group is one replica, which its devices' parts add up to."""
     spec, sizes = parse(spec), mesh_sizes(mesh)
     spec.check_axes(sizes)
-    if (devices := math.prod(sizes.values())) > MOST_DEVICES:
-        raise ShardingError(
-            f"{spec}: a mesh of {devices:,} devices is not drawn, at most {MOST_DEVICES:,} are\n"
-            f"  fix: draw a smaller mesh of the same axes"
-        )
+    check_drawn(spec, sizes)
     counts = {axis: range(n) for axis, n in sizes.items()}
     held: dict = {}
     for device, coords in enumerate(itertools.product(*counts.values())):
