@@ -14,6 +14,7 @@ from scaling.collectives.calls import (
     gather,
     masked,
     ppermute,
+    ragged_all_to_all,
     reduce,
     reduce_scatter,
     scatter,
@@ -24,7 +25,6 @@ from scaling.collectives.linear import Pending, wait
 from scaling.collectives.messages import recv, send
 from scaling.collectives.multiply import Deferred, einsum, join_products
 from scaling.collectives.plans import reshard, run, run_backward, run_forward, run_program
-from scaling.collectives.ragged import ragged_all_to_all
 from scaling.collectives.transfer import Message, plan_transfer, transfer
 
 __all__ = ["Deferred", "Message", "Pending", "all_gather", "all_reduce", "all_to_all", "broadcast", "einsum", "gather"]

@@ -1,7 +1,5 @@
 """Check an update's arguments: refuse unlike trees, partial sums, and donated tensors that share memory."""
 
-from itertools import pairwise
-
 import torch
 from torch import Tensor
 
@@ -83,33 +81,34 @@ def _refuse_unlike(found, params, what: str) -> None:
 
 
 def check_apart(params, state, grads) -> None:
-    """Raise ValueError if a leaf that will be written shares memory with another leaf, as tied params do."""
-    written, read = tree.leaves((params, state)), tree.leaves(grads)
-    if not written or written[0].is_meta:
+    """Raise ValueError, which names the leaves, if a leaf that will be written shares memory with another leaf.
+
+    Tied params do. Gradients, which are only read, may share theirs with each other.
+    """
+    written = len(tree.leaves((params, state)))
+    leaves = tree.leaves((params, state, grads))
+    if not written or leaves[0].is_meta:
         return
-    spans = sorted([(x.data_ptr(), x.nbytes if x.is_contiguous() else extent(x)) for x in written + read])
-    disjoint = all(start + length <= after for (start, length), (after, _) in pairwise(spans))
-    if not disjoint or any(not x.is_contiguous() and overlaps_itself(x) for x in written):
-        _refuse_shared(params, state, grads)
 
+    def name(i: int) -> str:
+        trees = {"params": params, "state": state, "grads": grads}
+        return [where for what, part in trees.items() for where in tree.named_leaves(part, what)][i]
 
-def _refuse_shared(params, state, grads) -> None:
-    """Raise the error, which names the leaves, if two share an element; gradients may share theirs with each other."""
-    written = tree.named_leaves(params, "params") | tree.named_leaves(state, "state")
-    for where, x in written.items():
-        if overlaps_itself(x):
-            raise ValueError(f"{where}: elements share their memory: it cannot be donated\n  fix: give a copy of it")
-    named = [*written.items(), *tree.named_leaves(grads, "grads").items()]
-    spans = sorted((x.data_ptr(), x.data_ptr() + extent(x), i) for i, (_, x) in enumerate(named))
+    spans = []
+    for i, x in enumerate(leaves):
+        whole = x.is_contiguous()
+        if i < written and not whole and overlaps_itself(x):
+            raise ValueError(f"{name(i)}: elements share their memory: it cannot be donated\n  fix: give a copy of it")
+        spans.append((x.data_ptr(), x.data_ptr() + (x.nbytes if whole else extent(x)), i))
     begun: list[tuple[int, int]] = []  # (end, index) of the spans that are open where the next one starts
-    for start, end, i in spans:
+    for start, end, i in sorted(spans):
         begun = [one for one in begun if one[0] > start]
         for _, j in begun:
-            (where, x), (other, y) = named[min(i, j)], named[max(i, j)]
-            if min(i, j) < len(written) and overlap(x, y):
+            first, second = min(i, j), max(i, j)
+            if first < written and overlap(leaves[first], leaves[second]):
                 what = "donated, one would be written over while the other is read or updated"
                 fix = "keep one leaf of tied params, or donate=False"
-                raise ValueError(f"{where} and {other} share memory: {what}\n  fix: {fix}")
+                raise ValueError(f"{name(first)} and {name(second)} share memory: {what}\n  fix: {fix}")
         begun.append((end, i))
 
 

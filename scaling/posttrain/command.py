@@ -24,7 +24,7 @@ from scaling.serve.types import check_mesh
 from scaling.spec.sizes import parse_mesh
 from scaling.strategies import transformer
 from scaling.train import checkpoint
-from scaling.train.folder import keep_options, locked
+from scaling.train.folder import begun_already, check_steps_left, keep_options, locked
 from scaling.train.origin import begun_from
 from scaling.train.progress import METRICS, cut_records
 from scaling.train.settings import Settings, add_flags
@@ -157,7 +157,7 @@ def startable(out: Path, settings: Settings, made_with: dict) -> int:
     """
     steps = checkpoint.complete(out)
     if steps and not settings.resume:
-        raise ValueError(f"{out}: holds checkpoints already\n  fix: give --resume to go on from them, or another --out")
+        raise begun_already(out)
     if not steps:
         return 0
     before = checkpoint.index(out, steps[-1]).get("made_with", {}).get("posttrain", {})
@@ -168,8 +168,7 @@ def startable(out: Path, settings: Settings, made_with: dict) -> int:
             f"{out}: was begun with {name} {before.get(name, 'unknown')}, not {now[name]}\n"
             "  fix: give the same options and files, or another --out"
         )
-    if steps[-1] >= settings.steps:
-        raise ValueError(f"{out}: is at step {steps[-1]} of {settings.steps}\n  fix: give --steps above {steps[-1]}")
+    check_steps_left(settings, steps[-1])
     return steps[-1]
 
 

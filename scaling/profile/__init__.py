@@ -1,6 +1,6 @@
 """Profile a program line by line (Part 9) in the book's notation, on one process or on all ranks.
 
-`record` opens a profile; `timeline` holds the recorded data, on one `clock`, with torch.profiler's own `torch_trace`;
+`record` opens a profile; `timeline` holds the recorded data, with torch.profiler's own `torch_trace`;
 `split` divides each line's time into parts, `stragglers` names the ranks that others wait for, `advice` says what to
 change; `result` puts all of it together.
 """

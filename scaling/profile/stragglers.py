@@ -2,10 +2,11 @@
 
 All ranks run the same lines. The work that a rank does alone, which is each product and the time before each line, is
 compared with the median of the same work on the other ranks. A rank is slow at a line if its median step is, by more
-than steps differ among themselves. It is slow once if a single step is, after subtracting the time it waited for a core
-(`clock`). Collectives are left out because their time depends on the slower ranks.
+than steps differ among themselves. It is slow once if a single step is, after subtracting the time it waited for a
+core. Collectives are left out because their time depends on the slower ranks.
 """
 
+from bisect import bisect_left, bisect_right
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -13,7 +14,6 @@ from itertools import chain
 from math import hypot
 from statistics import median
 
-from scaling.profile.clock import waited_within
 from scaling.profile.timeline import Interval, RankStep, RankTimeline, length
 
 LEAST, SHARE = 0.005, 0.05  # seconds and share of a step that make a rank slow; once: 4 times and twice these
@@ -114,6 +114,15 @@ def find(timelines: Sequence[RankTimeline]) -> list[Straggler]:
                 if piece not in known and seconds >= max(once, NOISE * noise[piece]) and wait >= seconds / 2:
                     found.append(Straggler(timeline.rank, *piece, seconds, wait, step))
     return sorted(found, key=lambda straggler: -straggler.seconds)
+
+
+def waited_within(waited: Sequence[tuple[float, float]], start: float, end: float) -> float:
+    """Return the seconds waited for a core between the last look before `start` and the first look after `end`."""
+    if not waited:
+        return 0.0
+    first = max(0, bisect_right(waited, start, key=lambda look: look[0]) - 1)
+    last = min(len(waited) - 1, bisect_left(waited, end, key=lambda look: look[0]))
+    return max(0.0, waited[last][1] - waited[first][1])
 
 
 def usual(

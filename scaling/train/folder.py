@@ -94,8 +94,7 @@ def check_startable(out: Path, settings: Settings) -> None:
             raise ValueError(f"{path}: is a folder, where a run has a file\n  fix: move it away, or give another --out")
     if not settings.resume:
         if any(out.glob("step-*")):
-            what = f"{out}: holds checkpoints already"
-            raise ValueError(f"{what}\n  fix: give --resume to go on from them, or another --out")
+            raise begun_already(out)
         return
     for odd in oddities(out):
         print(f"warning: {odd}", file=sys.stderr, flush=True)
@@ -106,8 +105,19 @@ def check_startable(out: Path, settings: Settings) -> None:
     check_unchanged(settings, before, record_of(settings))
     if step is None:
         print(f"{out}: there is no checkpoint yet: starting at step 1", flush=True)
-    elif step >= settings.steps:
-        raise ValueError(f"{out}: is at step {step} of {settings.steps}\n  fix: give --steps above {step}")
+    else:
+        check_steps_left(settings, step)
+
+
+def begun_already(out: Path) -> ValueError:
+    """Return the error for a new run in a folder that holds the checkpoints of another."""
+    return ValueError(f"{out}: holds checkpoints already\n  fix: give --resume to go on from them, or another --out")
+
+
+def check_steps_left(settings: Settings, step: int) -> None:
+    """Raise a ValueError if a run that is at this step has no steps left."""
+    if step >= settings.steps:
+        raise ValueError(f"{settings.out}: is at step {step} of {settings.steps}\n  fix: give --steps above {step}")
 
 
 def keep_options(out: Path, settings: Settings, model: str, mesh: str, stop: int) -> None:

@@ -16,7 +16,7 @@ from scaling.common.torch_private import profiling
 from scaling.hardware import Chip, Measured
 from scaling.measure.command import toml
 from scaling.mesh import Mesh
-from scaling.profile import clock, profile, record
+from scaling.profile import profile, record
 from scaling.profile.command import main
 from scaling.profile.record import runs_of, watched
 from scaling.profile.timeline import LineRun, RankTimeline
@@ -48,7 +48,7 @@ def test_one_process(tmp_path):
     assert line.nbytes == a.nbytes + b.nbytes + c.nbytes
     begun, product = p.memory()
     assert (begun.live, product.live, product.peak) == (0, c.nbytes, c.nbytes + d.nbytes)
-    if os.path.exists(clock.COUNTER):
+    if os.path.exists(record.COUNTER):
         looked = [when for when, _ in p.timelines[0].waited]
         assert len(looked) == 4, "at the beginning, as the line starts and ends, at the end"
         assert looked == sorted(looked)

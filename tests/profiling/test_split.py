@@ -13,7 +13,8 @@ from dataclasses import replace
 import pytest
 
 from scaling.profile import LineRun, RankTimeline, of
-from scaling.profile.clock import offset, waited_within
+from scaling.profile.record import offset
+from scaling.profile.stragglers import waited_within
 from scaling.profile.timeline import disjoint, gaps, intersect, length, subtract, union
 
 approx = pytest.approx
