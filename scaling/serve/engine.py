@@ -94,7 +94,6 @@ def advance(model: PagedModel, draft: Draft | None, worker: str, works: Sequence
     every = any(scored) or any(w.proposals for w in works)
     longer = [w._replace(tokens=(*w.tokens, *proposed.get(w.id, ()))) for w in works] if every else works
     logits = model.logits(worker, longer, every)
-    logits = logits if every else logits[:, None]
     given = _drawn(works, proposed, logits, every)
     for b, work in enumerate(works):
         if scored[b]:
@@ -104,11 +103,14 @@ def advance(model: PagedModel, draft: Draft | None, worker: str, works: Sequence
 
 
 def _drawn(works: Sequence[Work], proposed: dict[int, list[int]], logits: Tensor, every: bool) -> dict[int, Given]:
-    """Return what the works that sample are given, of logits[B, T, V] of every token or of each work's last alone."""
+    """Return what the works that sample are given, of logits[B, T, V] of every token, or [B, V] of each work's last."""
     at = [(b, w, n) for b, w in enumerate(works) if w.sample for n in range(1 + w.proposals)]
     if not at:
         return {}
-    logits = logits[[b for b, _, _ in at], [len(w.tokens) - 1 + n if every else 0 for _, w, n in at]]
+    if every:
+        logits = logits[[b for b, _, _ in at], [len(w.tokens) - 1 + n for _, w, n in at]]
+    else:
+        logits = logits if len(at) == len(works) else logits[[b for b, _, _ in at]]
     places = [w.start + len(w.tokens) + n for _, w, n in at]
     drawn, given, first = sample(logits, [w.request.draw for _, w, _ in at], places), {}, 0
     for work in (w for w in works if w.sample):

@@ -5,6 +5,7 @@ the device. So in fp32 a request draws the same tokens alone, in any batch, and 
 may draw others, because a batch of another shape rounds the logits differently.
 """
 
+import math
 from collections.abc import Sequence
 
 import numpy
@@ -21,61 +22,74 @@ def probabilities(logits: Tensor, how: Sampling) -> Tensor:
     Raises:
         ValueError: The logits of a row have no finite maximum.
     """
-    if how.temperature == 0:
-        return torch.nn.functional.one_hot(likeliest(logits), logits.shape[-1]).to(torch.float64)
     top = _greatest(logits)
-    wide = logits.to(torch.float64)
-    p = ((wide - top) / how.temperature).softmax(-1)
-    V = p.shape[-1]
-    if how.top_k is not None and how.top_k < V:
-        p = _kept(p, _rank(p) < how.top_k)
-    if how.top_p is not None and how.top_p < 1:
+    _check_finite(bool(top.isfinite().all()))
+    if how.temperature == 0:
+        return torch.nn.functional.one_hot(logits.argmax(-1), logits.shape[-1]).to(torch.float64)
+    (row,), used = _numbers([how], logits.shape[-1])
+    return _filtered(logits, top, torch.tensor(row, dtype=torch.float64, device=logits.device), used)
+
+
+def _numbers(hows: Sequence[Sampling], V: int) -> tuple[list[tuple[float, ...]], tuple[bool, ...]]:
+    """Return (temperature, top_k, top_p, min_p) of each, and whether any has a top_k, a top_p, a min_p.
+
+    Where there is no filter, the number is one that keeps all tokens.
+    """
+    rows = []
+    for how in hows:
+        top_p = math.inf if how.top_p is None or how.top_p == 1 else how.top_p
+        rows.append((how.temperature or 1.0, min(how.top_k or V, V), top_p, how.min_p or 0.0))
+    _, top_k, top_p, min_p = zip(*rows, strict=True)
+    return rows, (min(top_k) < V, min(top_p) < 1, max(min_p) > 0)
+
+
+def _filtered(logits: Tensor, top: Tensor, numbers: Tensor, used: Sequence[bool]) -> Tensor:
+    """Return p[..., V] by numbers[4], or by numbers[4, ..., 1] of each row; a filter that none has is not `used`."""
+    temperature, top_k, top_p, min_p = numbers
+    p = ((logits.to(torch.float64) - top) / temperature).softmax(-1)
+    if used[0]:  # of equals the lower id comes first
+        p = _kept(p, p.sort(dim=-1, descending=True, stable=True).indices.argsort(-1) < top_k)
+    if used[1]:
         order = p.sort(dim=-1, descending=True, stable=True).indices
         falling = p.gather(-1, order)
         before = falling.cumsum(-1) - falling  # the likeliest token has nothing before it, and so stays
-        p = _kept(p, torch.empty_like(p, dtype=torch.bool).scatter_(-1, order, before < how.top_p))
-    if how.min_p is not None:
-        p = _kept(p, p >= how.min_p * p.amax(-1, keepdim=True))
-    return p
-
-
-def likeliest(logits: Tensor) -> Tensor:
-    """Return the index of the greatest of logits[..., V], the lowest of equals; ValueError as `probabilities`."""
-    _greatest(logits)
-    return logits.argmax(-1)
-
-
-def _greatest(logits: Tensor) -> Tensor:
-    """Return the greatest of each row, [..., 1]; ValueError unless logits are floats [..., V] with finite maxima."""
-    if not isinstance(logits, Tensor) or not logits.is_floating_point() or not logits.dim() or not logits.shape[-1]:
-        found = f"{logits.dtype} {list(logits.shape)}" if isinstance(logits, Tensor) else type(logits).__name__
-        raise ValueError(f"logits must be floats [..., V]; got {found}\n  fix: give what the model gives")
-    top = logits.amax(-1, keepdim=True)
-    if not bool(top.isfinite().all()):
-        raise ValueError(
-            "logits without a finite maximum (NaN, inf or all -inf): no token can be drawn\n  fix: mend the params"
-        )
-    return top
-
-
-def _rank(p: Tensor) -> Tensor:
-    """Return the rank of each token by falling probability; among equals the lower id comes first."""
-    return p.sort(dim=-1, descending=True, stable=True).indices.argsort(-1)
+        p = _kept(p, torch.empty_like(p, dtype=torch.bool).scatter_(-1, order, before < top_p))
+    return _kept(p, p >= min_p * p.amax(-1, keepdim=True)) if used[2] else p
 
 
 def _kept(p: Tensor, keep: Tensor) -> Tensor:
-    p = torch.where(keep, p, 0.0)
-    return p / p.sum(-1, keepdim=True)
+    """Return p with the tokens to keep alone, scaled to a sum of 1; a row that keeps all stays as it is."""
+    some = torch.where(keep, p, 0.0)
+    return torch.where(keep.all(-1, keepdim=True), p, some / some.sum(-1, keepdim=True))
+
+
+def _greatest(logits: Tensor) -> Tensor:
+    """Return the greatest of each row, [..., 1]; ValueError unless the logits are floats [..., V]."""
+    if not isinstance(logits, Tensor) or not logits.is_floating_point() or not logits.dim() or not logits.shape[-1]:
+        found = f"{logits.dtype} {list(logits.shape)}" if isinstance(logits, Tensor) else type(logits).__name__
+        raise ValueError(f"logits must be floats [..., V]; got {found}\n  fix: give what the model gives")
+    return logits.amax(-1, keepdim=True)
+
+
+def _check_finite(finite: bool) -> None:
+    if not finite:
+        raise ValueError(
+            "logits without a finite maximum (NaN, inf or all -inf): no token can be drawn\n  fix: mend the params"
+        )
 
 
 def draw_token(p: Tensor, u: Tensor) -> Tensor:
     """Return the token[...] whose part of the interval [0, 1), laid out by p[..., V], contains u[...]."""
     if u.shape != p.shape[:-1]:
         raise ValueError(f"u{list(u.shape)} and p{list(p.shape)}\n  fix: give one uniform number for each distribution")
-    edges = p.cumsum(-1)
-    if not bool((edges[..., -1] > 0).all()):  # nor NaN
+    if not bool((p.sum(-1) > 0).all()):  # nor NaN
         raise ValueError("p holds a distribution without a sum above 0\n  fix: give what probabilities(...) gives")
-    found = torch.searchsorted(edges, (u.to(p) * edges[..., -1])[..., None], right=True)[..., 0]
+    return _drawn_by(p, u.to(p))
+
+
+def _drawn_by(p: Tensor, u: Tensor) -> Tensor:
+    edges = p.cumsum(-1)
+    found = torch.searchsorted(edges, (u * edges[..., -1])[..., None], right=True)[..., 0]
     last = torch.where(p > 0, torch.arange(p.shape[-1], device=p.device), 0).amax(-1)
     return torch.minimum(found, last)  # where rounding leads beyond the last token that is possible
 
@@ -97,21 +111,20 @@ def uniforms(seeds: Sequence[int], positions: Sequence[int]) -> Tensor:
 def sample(logits: Tensor, draws: Sequence[Draw], positions: Sequence[int]) -> list[int]:
     """Return a token for each row of logits[B, V], drawn in its own way; positions[B] are the tokens' positions.
 
-    Rows that are drawn in the same way are drawn together.
+    The rows' numbers go to the device at once, and the tokens come back at once: the host waits for nothing else.
     """
     if len(draws) != len(logits):
         raise ValueError(f"{len(draws)} seeds for logits{list(logits.shape)}\n  fix: give one for each row")
-    groups: dict[Sampling, list[int]] = {}
-    for row, draw in enumerate(draws):
-        groups.setdefault(draw.how, []).append(row)
-    drawn = [0] * len(draws)
-    for how, rows in groups.items():
-        some = logits if len(groups) == 1 else logits[rows]
-        if how.temperature == 0:
-            ids = likeliest(some)
-        else:
-            u = uniforms([draws[row].seed for row in rows], [positions[row] for row in rows])
-            ids = draw_token(probabilities(some, how), u.to(logits.device))
-        for row, id in zip(rows, ids.tolist(), strict=True):
-            drawn[row] = id
-    return drawn
+    top, ids = _greatest(logits), logits.argmax(-1)
+    greedy = [draw.how.temperature == 0 for draw in draws]
+    if not all(greedy):
+        rows, used = _numbers([draw.how for draw in draws], logits.shape[-1])
+        seeds = [(draw.seed, n) for draw, n, one in zip(draws, positions, greedy, strict=True) if not one]
+        found = iter(uniforms(*zip(*seeds, strict=True)).tolist())
+        u = [0.0 if one else next(found) for one in greedy]
+        numbers = torch.tensor([*zip(*rows, strict=True), u, greedy], dtype=torch.float64).to(logits.device)
+        drawn = _drawn_by(_filtered(logits, top, numbers[:4, :, None], used), numbers[4])
+        ids = torch.where(numbers[5] > 0, ids, drawn)
+    *tokens, finite = torch.cat([ids, top.isfinite().all()[None].to(ids.dtype)]).tolist()
+    _check_finite(bool(finite))
+    return tokens

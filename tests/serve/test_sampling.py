@@ -10,7 +10,8 @@ import torch
 from scaling.book.speculative import expected_tokens, residual, verify
 from scaling.serve import Sampling
 from scaling.serve.engine import ngram
-from scaling.serve.sampling import draw_token, probabilities, uniforms
+from scaling.serve.requests import Draw
+from scaling.serve.sampling import draw_token, probabilities, sample, uniforms
 
 EQUALS = torch.tensor([[1.0, 3.0, 2.0, 3.0, -math.inf]], dtype=torch.float64)
 HALVES = torch.tensor([[0.5, 0.25, 0.125, 0.125]], dtype=torch.float64).log()
@@ -30,6 +31,22 @@ KEPT = [  # (logits, how, each token's part of the distribution), at the edges; 
 def test_temperature_and_filters_by_hand(logits, how, parts):
     wanted = [part / sum(parts) for part in parts] + [0] * (logits.shape[1] - len(parts))
     assert probabilities(logits, how)[0].tolist() == pytest.approx(wanted, abs=1e-15)
+
+
+def test_rows_that_are_drawn_in_different_ways_are_drawn_as_each_alone():
+    hows = [how for _, how, _ in KEPT] + [Sampling(0.7), Sampling(1.0, top_p=1.0), Sampling(1.3, 5, 0.9, 0.05)]
+    logits = torch.randn(len(hows), 40, generator=torch.Generator().manual_seed(0)) * 3
+    logits[0, 3] = logits[0].max() + 1
+    for n in range(30):
+        draws = [Draw(how, 100 + i) for i, how in enumerate(hows)]
+        together = sample(logits, draws, [n] * len(hows))
+        assert together == [sample(logits[i : i + 1], [draw], [n])[0] for i, draw in enumerate(draws)]
+        for row, id, draw in zip(logits, together, draws, strict=True):
+            assert id == draw_token(
+                probabilities(row, draw.how), uniforms([draw.seed], [n])[0] * bool(draw.how.temperature)
+            )
+    with pytest.raises(ValueError, match="finite"):
+        sample(torch.cat([logits[:2], logits[:1] * math.nan]), draws[:3], [0] * 3)
 
 
 def test_a_token_is_drawn_by_its_probability_and_a_uniform_number():
