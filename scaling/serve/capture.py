@@ -16,15 +16,18 @@ from scaling.configs import Config
 WARM_UPS = 2  # runs before the capture, in which libraries allocate what they keep
 
 
+def why_eager(config: Config) -> str | None:
+    """Return why no step of this model can be compiled or captured, or None."""
+    return f"{config.name} has experts, and the host reads how many rows each of them gets" if config.moe else None
+
+
 def why_not(config: Config, mesh: Any, device: torch.device) -> str | None:
-    """Return why no step of this model can be captured, or None if it can."""
+    """Return why no step of this model can be captured here, or None if it can."""
     if device.type != "cuda":
         return f"there are no CUDA graphs on {device.type}"
-    if config.moe:
-        return f"{config.name}: the host reads how many rows each expert gets"
     if getattr(mesh, "checked", False) and mesh.size() > 1:
-        return "ranks of a checked mesh compare their calls on the host"
-    return None
+        return "the ranks of a checked mesh compare their calls on the host"
+    return why_eager(config)
 
 
 class Captured:

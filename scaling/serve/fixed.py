@@ -17,7 +17,7 @@ from torch import Tensor
 from scaling.configs import Config
 from scaling.models.rope import table_kinds
 from scaling.serve.cache import capacity, share_of, writable
-from scaling.serve.capture import Captured, why_not
+from scaling.serve.capture import Captured, why_eager, why_not
 from scaling.serve.slots import Extent
 from scaling.serve.step import check_room, logits_of, warn_beyond
 from scaling.serve.types import ONE
@@ -57,7 +57,7 @@ class Steps:
         self.page = cache["KV"].shape[3] if "pages" in cache else 0
         self.room = capacity(cache, share_of(self.mesh, form).shards)
         self.why = why_not(config, self.mesh, self.device) if capture else "it was not asked for"
-        self.compile = None if config.moe else compile
+        self.compile = None if why_eager(config) else compile
         self.fixed = self.compile is not None or self.why is None
         self.pool = None if self.why else torch.cuda.graph_pool_handle()
         self.mesh.without("C")  # this view of the mesh is kept: a compiler could not make it

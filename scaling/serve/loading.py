@@ -18,6 +18,7 @@ from scaling.models import hf, transformer
 from scaling.models.ends import ends_of
 from scaling.models.text import tokenizer_of
 from scaling.serve.cache import divisible, init_cache, share_of
+from scaling.serve.capture import why_eager, why_not
 from scaling.serve.defaults import NO_DEFAULTS, ModelDefaults, defaults_of
 from scaling.serve.engine import check_draft
 from scaling.serve.types import FORMS, check_mesh, specs
@@ -44,6 +45,8 @@ def add_model(parser: Parser) -> None:
         "--no-generation-config", action="store_true",
         help="draw tokens as the options or the request say, whatever the model's generation_config.json asks for",
     )  # fmt: skip
+    parser.add_argument("--compile", action="store_true", help="compile decode steps by torch.compile (inductor)")
+    parser.add_argument("--no-capture", action="store_true", help="do not capture decode steps as CUDA graphs on a GPU")
 
 
 @dataclass(frozen=True)
@@ -51,7 +54,8 @@ class Served:
     """The served model: a model on a mesh, in a form of decoding, and perhaps a draft.
 
     `draft` is another model or "ngram". `memory`: bytes that each rank may take. `ends`: the ids that end a text.
-    `defaults`: the model's sampling, for requests that do not say how their tokens are drawn.
+    `defaults`: the model's sampling, for requests that do not say how their tokens are drawn. `compile`, `capture`:
+    whether to compile, or to capture, decode steps.
     """
 
     model: Source
@@ -64,6 +68,8 @@ class Served:
     tokenizer: Any = None
     ends: tuple[int, ...] = ()
     defaults: ModelDefaults = NO_DEFAULTS
+    compile: bool = False
+    capture: bool = True
 
     @property
     def config(self) -> Config:
@@ -117,8 +123,14 @@ class Served:
     def loaded(self, mesh) -> tuple[dict, dict[str, Any]]:
         """Return (this rank's params, the options of `generate` and the engine); only this rank's part is read."""
         draft = (self.draft.config, self._params(self.draft, mesh)) if isinstance(self.draft, Source) else self.draft
-        own = {"mesh": mesh if mesh.size() > 1 else None, "form": self.form, "draft": draft}
-        return self._params(self.model, mesh), own
+        own = {"mesh": mesh if mesh.size() > 1 else None, "form": self.form, "draft": draft, "capture": self.capture}
+        params = self._params(self.model, mesh)
+        asked = {"compiled": self.compile and why_eager(self.config)}
+        asked["captured"] = self.capture and self.device == "cuda" and why_not(self.config, mesh, params["norm"].device)
+        for what, why in asked.items():
+            if why and mesh.rank == 0:
+                complain(f"decode steps are not {what}: {why}")
+        return params, own | {"compile": "inductor" if self.compile else None}
 
     def _params(self, source: Source, mesh) -> dict:
         types = specs(source.config, mesh, form=self.form)
@@ -143,7 +155,10 @@ def served_by(args: argparse.Namespace) -> Served:
     defaults = NO_DEFAULTS if args.no_generation_config else defaults_of(model.folder)
     if (note := str(defaults)) and first_rank():
         complain(note)
-    return Served(model, sizes, DTYPES[args.dtype], args.form, memory, args.device, draft, tokenizer, ends, defaults)
+    return Served(
+        model, sizes, DTYPES[args.dtype], args.form, memory, args.device, draft, tokenizer, ends, defaults,
+        args.compile, not args.no_capture,
+    )  # fmt: skip
 
 
 def free_memory(device: str, ranks: int = 1) -> int:

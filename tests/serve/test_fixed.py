@@ -19,9 +19,12 @@ from torch._inductor.utils import run_and_get_code
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from scaling import serve, tree
-from scaling.models import transformer
+from scaling.generate.command import arguments
+from scaling.mesh import Mesh
+from scaling.models import hf, transformer
 from scaling.serve import fixed
 from scaling.serve.capture import why_not
+from scaling.serve.loading import served_by
 from scaling.serve.types import ONE
 
 READS = ("_local_scalar_dense", "nonzero", "masked_select", "bincount")  # of values, by the host
@@ -187,6 +190,16 @@ def test_what_is_not_captured_is_named():
     assert why_not(CONFIGS["gqa"], ONE, cuda) is None
     assert "expert" in str(why_not(CONFIGS["experts"], ONE, cuda))
     assert "cpu" in str(why_not(CONFIGS["gqa"], ONE, torch.device("cpu")))
+
+
+def test_the_commands_options(tmp_path, capsys):
+    for name, said in (("gqa", ""), ("experts", "decode steps are not compiled: plain has experts")):
+        config = CONFIGS[name].with_(shared=0)
+        hf.save(tmp_path / name, config, transformer.init(config))
+        args = ["--model", str(tmp_path / name), "--prompt-ids", "1", "--compile", "--no-capture"]
+        _, given = served_by(arguments(args)).loaded(Mesh({}))
+        assert (given["compile"], given["capture"]) == ("inductor", False)
+        assert capsys.readouterr().err.startswith(said)
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="CUDA graphs need a GPU")
