@@ -193,7 +193,7 @@ def test_what_is_not_captured_is_named():
 
 
 def test_the_commands_options(tmp_path, capsys):
-    for name, said in (("gqa", ""), ("experts", "decode steps are not compiled: plain has experts")):
+    for name, said in (("gqa", ""), ("experts", "decode steps are not compiled: experts has experts")):
         config = CONFIGS[name].with_(shared=0)
         hf.save(tmp_path / name, config, transformer.init(config))
         args = ["--model", str(tmp_path / name), "--prompt-ids", "1", "--compile", "--no-capture"]
