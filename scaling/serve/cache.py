@@ -2,9 +2,11 @@
 
     {"KV": KV[2, L, B_Z, S, K_Y, H], "lengths": lengths[B]}                             contiguous
     {"KV": KV[2, L, P_Z, page, K_Y, H], "pages": pages[B, M], "lengths": lengths[B]}    in pages
-and, of int8, "scale"[2, L, B_Z, S, K_Y], one a token and head. Of latent attention KV[I, L, B_Z, S, J, M], I = J = 1.
-The types are `cache_specs`. A cache is data: fewer lengths roll it back, other rows of pages and lengths are another
-batch on the same pool. Where a call's new tokens go in it, and what they see of it, are its `slots.Slots`.
+
+An int8 cache also has "scale"[2, L, B_Z, S, K_Y], one scale for each token and head. Latent attention's cache has
+KV[I, L, B_Z, S, J, M] with I = J = 1. `cache_specs` returns the types. A cache is data: smaller lengths roll it back,
+and other rows of pages and lengths make another batch on the same pool. `slots.Slots` finds where a call writes its new
+tokens in the cache, and which places their queries see.
 """
 
 from functools import lru_cache
@@ -24,8 +26,15 @@ from scaling.spec import block_index, parse, present
 
 
 class Share(NamedTuple):
-    """What this rank has in a form: of the `groups` of ranks that a batch's rows are split over `group`, of the
-    `shards` of a row's places `shard`, of the vocabulary `block`."""
+    """The part of a cache, and of the vocabulary, that this rank holds under a form.
+
+    Attributes:
+        groups: The number of groups of ranks that a batch's rows are split over.
+        group: This rank's group.
+        shards: The number of ranks that the places of a row are split over.
+        shard: This rank's shard of them.
+        block: This rank's block of the vocabulary.
+    """
 
     groups: int
     group: int
@@ -34,13 +43,13 @@ class Share(NamedTuple):
     block: int
 
     def rows(self, batch: int) -> slice:
-        """Those of a batch whose keys and values this rank holds."""
+        """Return the slice of a batch's rows whose keys and values this rank holds."""
         own = batch // self.groups
         return slice(self.group * own, (self.group + 1) * own)
 
 
 def share_of(mesh, form: str) -> Share:
-    """Worked out once, not at each step."""
+    """Return this rank's share under a form, computed once per mesh."""
     key = "served", form
     if key not in mesh.lines:
         rows = present(f"rows[{ROWS[form]}]", mesh).dims[0][1]
@@ -52,13 +61,13 @@ def share_of(mesh, form: str) -> Share:
 
 
 def divisible(batch: int, length: int, form: str, mesh) -> tuple[int, int]:
-    """(rows, places of each): the fewest, at least these, that divide over the mesh."""
+    """Return the smallest (rows, places per row) that divide over the mesh and are at least these."""
     share = share_of(mesh, form)
     return batch + -batch % share.groups, length + -length % share.shards
 
 
 def held_sizes(config: Config, mesh) -> dict[str, int]:
-    """The dims of a cache but those that its batch and length give."""
+    """Return the sizes of a cache's dims, except those that its batch and length determine."""
     return config.sizes | {"L": config.L, "R": mesh.sizes.get("Y", 1), "I": 1, "J": 1}
 
 
@@ -72,12 +81,22 @@ def init_cache(
     page: int | None = None,
     form: str = "heads",
 ) -> dict:
-    """An empty cache for `batch` rows of `length` tokens: this rank's part of it, typed as `cache_specs`.
+    """Return this rank's part of an empty cache for `batch` rows of `length` tokens, typed as in `cache_specs`.
 
-    `dtype`: of keys and values; torch.int8 stores them with a scale a token and head. None: the params' that first fill
-    it; until then the zeros take no memory. `page`: the cache is a pool of pages of so many tokens, of which each
-    row has enough for `length` in the table "pages". ValueError for sizes that are no sizes, ShardingError for a batch
-    or a length that does not divide over the mesh.
+    Args:
+        config: The model.
+        batch: The number of rows B of all ranks.
+        length: The number of tokens S that each row has room for.
+        mesh: The mesh, or None for one device.
+        dtype: The dtype of keys and values. torch.int8 stores them with one scale for each token and head. None takes
+            the dtype of the params that first fill the cache; until then its zeros take no memory.
+        page: If given, the cache is a pool of pages of so many tokens. The table "pages" gives each row enough of them
+            for `length`.
+        form: How the cache is sharded, one of `serve.types.FORMS`.
+
+    Raises:
+        ValueError: A size that is not a positive whole number, or a dtype that cannot hold keys and values.
+        ShardingError: A batch or a length that does not divide over the mesh.
     """
     whole(batch=batch, length=length, page=1 if page is None else page)
     mesh = ONE if mesh is None else mesh
@@ -101,29 +120,32 @@ def init_cache(
 
 
 def page_table(KV: Tensor, batch: int, pages: int) -> Tensor:
-    """pages[B, M] of rows that have so many pages each, one after another on the ranks that hold the row."""
+    """Return pages[B, M] for rows of so many pages each, numbered in sequence on the ranks that hold the row."""
     return torch.arange(batch * pages, device=KV.device).view(batch, pages) % KV.shape[2]
 
 
 def _check_dtype(dtype: Any) -> None:
-    """ValueError unless keys and values can be held in it."""
+    """Raise ValueError unless the dtype can hold keys and values."""
     if not isinstance(dtype, torch.dtype) or not (dtype.is_floating_point or dtype == torch.int8):
         raise ValueError(f"a cache is of floating point or int8, not {dtype}\n  fix: give torch.bfloat16, say")
 
 
 def untouched(cache: dict) -> bool:
-    """Whether nothing has been written to it yet: its zeros take no memory, and have no dtype of their own."""
+    """Return whether nothing has been written to the cache yet.
+
+    The zeros of an untouched cache take no memory, and their dtype is not fixed.
+    """
     return not any(cache["KV"].stride())
 
 
 def capacity(cache: dict, shards: int = 1) -> int:
-    """How many tokens a row has room for; `shards`: the ranks that S is split over."""
+    """Return how many tokens a row has room for, if S is split over `shards` ranks."""
     times = cache["KV"].shape[3]
     return cache["pages"].shape[1] * times if "pages" in cache else times * shards
 
 
 def writable(cache: dict, like: Tensor, donate: bool) -> dict:
-    """The cache in memory of its own, unless it is donated; an untouched one gets the dtype and device of `like`."""
+    """Return the cache in fresh memory, or in its own if donated; an untouched one gets `like`'s dtype and device."""
     if untouched(cache):
         return cache | {"KV": torch.zeros(cache["KV"].shape, dtype=like.dtype, device=like.device)}
     held = {name: x for name, x in cache.items() if name in ("KV", "scale")}
@@ -131,7 +153,7 @@ def writable(cache: dict, like: Tensor, donate: bool) -> dict:
 
 
 def check_cache(cache: Any, config: Config, mesh, form: str, batch: int) -> None:
-    """ValueError or ShardingError unless the cache is one of this model and form for `batch` rows."""
+    """Raise ValueError or ShardingError unless the cache is one of this model and form for `batch` rows."""
     made, fix = "a cache is what init_cache makes", f'init_cache(config, {batch}, length, mesh=mesh, form="{form}")'
     if not isinstance(cache, dict) or not {"KV", "lengths"} <= set(cache):
         raise ValueError(f"{made}: a dict of tensors KV, lengths, and perhaps pages and scale\n  fix: {fix}")

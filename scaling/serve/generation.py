@@ -1,9 +1,10 @@
-"""Tokens from prompts: `generate` of one batch, by prefill and decode; `stream` and `score` by the engine.
+"""Tokens from prompts: `generate` runs one batch by prefill and decode; `stream` and `score` use the engine.
 
-The engine gets all requests at once, in the policy "static". Batches are ragged.
+The engine gets all requests at once, with the policy "static". Batches are ragged.
 
-In fp32 a request gives the same tokens whatever runs beside it, since its random numbers depend on its seed and its
-position alone (`sampling`). In bf16 the logits round differently in a batch of another shape, and some answers differ.
+In fp32 a request gets the same tokens whatever else is in its batch, because its random numbers depend on its seed and
+its position alone (`sampling`). In bf16 the logits round differently in a batch of another shape, so some answers
+differ.
 """
 
 from collections.abc import Iterator, Sequence
@@ -57,25 +58,37 @@ def generate(
 ) -> list[list[int]]:
     """Return the new token ids of each prompt, at most max_new_tokens; a stop id ends a completion and is its last.
 
-    One prefill and then decode steps of the whole batch, until the last row has ended. The result is the same on every
-    rank. In fp32 a draft changes the speed alone and not the tokens; in bf16 it may change some, as another batch may.
+    One prefill is followed by decode steps of the whole batch, until the last row has ended. The result is the same on
+    every rank. In fp32 a draft changes the speed alone and not the tokens; in bf16 it may change some, as another batch
+    may.
 
     Args:
-        params: This rank's, typed as `serve.specs`.
+        params: This rank's params, typed as in `serve.specs`.
         prompts: Lists of ids, of any lengths.
-        seed: One, from which each prompt gets its own, or one for each.
-        draft: (config, params) of a smaller model with the same vocabulary, its params typed as `serve.specs` of its
-            own config, or "ngram". It proposes `proposals` tokens a step, and the engine checks them.
-        page: The cache is in pages of so many tokens.
+        config: The model.
+        max_new_tokens: The most tokens of a completion.
+        temperature: Divides the logits before a token is drawn; 0 takes the most probable token.
+        top_k: If given, draw from the so many most probable tokens.
+        top_p: If given, draw from the fewest tokens whose probabilities add up to at least this.
+        min_p: If given, draw from the tokens whose probability is at least this times the largest.
+        seed: One seed, from which each prompt gets its own, or one for each prompt.
+        stop: The id or ids that end a completion.
+        mesh: The mesh, or None for one device.
+        draft: (config, params) of a smaller model with the same vocabulary, its params typed as in `serve.specs` of its
+            config, or "ngram". It proposes tokens, and the engine verifies them.
+        proposals: How many tokens the draft proposes in a step.
+        page: If given, the cache is in pages of so many tokens.
+        form: How params and cache are sharded, one of `serve.types.FORMS`.
         compile: A backend of torch.compile for decode steps, such as "inductor".
         capture: Whether to capture decode steps as CUDA graphs where that is possible (`scaling.serve.fixed`).
+
     Raises:
         ValueError: An empty prompt, ids outside the vocabulary, or options that leave no token.
     """
     how = Sampling(temperature, top_k, top_p, min_p)
     rows, stops = check_prompts(prompts, config, max_new_tokens, stop, proposals, page)
     new: list[list[int]] = [[] for _ in rows]
-    if draft is not None:  # which the engine asks and checks
+    if draft is not None:  # the engine runs the draft and verifies its proposals
         options: dict[str, Any] = {"mesh": mesh, "draft": draft, "proposals": proposals, "page": page, "form": form}
         options |= {"compile": compile, "capture": capture}
         for step in stream(params, prompts, config, max_new_tokens, how, seed=seed, stop=stop, **options):
@@ -88,7 +101,7 @@ def generate(
     lengths, device, mesh = [*map(len, rows)], params["norm"].device, ONE if mesh is None else mesh
     check_mesh(config, mesh, form)
     B, S = divisible(len(rows), max(lengths) + max_new_tokens, form, mesh)
-    filled = rows + [[0]] * (B - len(rows))  # with rows that make the batch divide over the mesh
+    filled = rows + [[0]] * (B - len(rows))  # padding rows make the batch divide over the mesh
     tokens = torch.tensor([row + [0] * (max(lengths) - len(row)) for row in filled], device=device)
     held = torch.tensor([*map(len, filled)], device=device)
     cache, live = init_cache(config, B, S, mesh=mesh, page=page, form=form), {*range(len(rows))}
@@ -124,7 +137,7 @@ def stream(
     compile: Any = None,
     capture: bool = True,
 ) -> Iterator[list[Token]]:
-    """Yield what `generate` returns as the engine finds it: each step's new tokens, in the order of the prompts."""
+    """Yield the tokens that `generate` returns as the engine finds them: each step's, in the order of the prompts."""
     rows, stops = check_prompts(prompts, config, max_new_tokens, stop, proposals, page)
     seeds = request_seeds(rows, seed)
     if not rows or not max_new_tokens:
@@ -151,7 +164,7 @@ def check_prompts(
     proposals: int,
     page: int | None,
 ) -> tuple[list[list[int]], frozenset[int]]:
-    """Return the prompts as lists of ids, and the ids that stop. ValueError for what is no such thing."""
+    """Return the prompts as lists of ids, and the stop ids. Raise ValueError for illegal prompts or options."""
     rows = _rows("prompt", prompts, config)
     whole(0, max_new_tokens=max_new_tokens)
     whole(proposals=proposals, page=1 if page is None else page)
@@ -159,7 +172,10 @@ def check_prompts(
 
 
 def _options(rows: list[list[int]], room: int, config: Config, mesh, page: int | None, form: str) -> Options:
-    """For all rows at once, each with `room` for new tokens. Without a `page`, one page is all that a row has."""
+    """Return an engine's options for all rows at once, each with `room` for new tokens.
+
+    Without a `page`, each row is one page.
+    """
     mesh = ONE if mesh is None else mesh
     check_mesh(config, mesh, form)
     groups, (B, length) = share_of(mesh, form).groups, divisible(len(rows), max(map(len, rows)) + room, form, mesh)
@@ -168,14 +184,14 @@ def _options(rows: list[list[int]], room: int, config: Config, mesh, page: int |
 
 
 def _rows(what: str, texts: Sequence[Any], config: Config) -> list[list[int]]:
-    """The texts as lists of ids of the vocabulary, none of them empty. ValueError that names the one that is not."""
+    """Return the texts as lists of ids. Raise ValueError that names the first empty or illegal one."""
     if isinstance(texts, str) or not hasattr(texts, "__len__"):
         raise ValueError(f"{what}s={texts!r:.40}: must be lists of ids\n  fix: encode each, tokenizer.encode(text)")
     return [prompt_ids(f"{what} {i}", text, config.V) for i, text in enumerate(texts)]
 
 
 def _with_logprobs(given: Sequence[tuple[int, Sequence[int], Tensor]]) -> list[Token]:
-    """Of (row, tokens, logits[n, V] at their places)."""
+    """Return the tokens of each (row, tokens, logits[n, V] that predicted them), with their log-probabilities."""
     logits = torch.cat([own for _, _, own in given])
     ids = torch.tensor([id for _, tokens, _ in given for id in tokens], dtype=torch.int64, device=logits.device)
     wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
@@ -184,7 +200,7 @@ def _with_logprobs(given: Sequence[tuple[int, Sequence[int], Tensor]]) -> list[T
 
 
 def score(params: dict, texts: Sequence[Any], config: Config, *, mesh=None, form: str = "heads") -> list[list[float]]:
-    """The log-probability, in nats, of each token of each text after its first, given those before it."""
+    """Return the log-probability, in nats, of each text's tokens after its first, given the tokens before each."""
     rows = _rows("text", texts, config)
     if not rows:
         return []

@@ -1,4 +1,4 @@
-"""A model with its pages, one pool for each worker: the model that serves, or a draft beside it."""
+"""A model with its pages, one pool for each worker: the model that serves, or a draft that proposes its tokens."""
 
 from collections.abc import Sequence
 
@@ -18,7 +18,7 @@ NO_WORK = Work(Request(-1, (), 0), 0, (), (), False)
 
 
 class PagedModel:
-    """Holds the params, this rank's, and the pages of its group. Not `paged`, a page is a row of a contiguous cache."""
+    """A model that holds this rank's params and its group's pages. If it is not `paged`, a page is a row of a cache."""
 
     def __init__(
         self,
@@ -41,11 +41,11 @@ class PagedModel:
             self.pools[worker] = Steps(params, config, cache, mesh, form, **steps)
 
     def logits(self, worker: str, works: Sequence[Work], every: bool = False) -> Tensor:
-        """Logits[B, V] after each work's last token, or of `every` token, [B, T, V]; all are written to the cache."""
+        """Write all tokens to the cache; return Logits[B, V] after each work's last, or [B, T, V] after `every` one."""
         pool = self.pools[worker]
         height = max(sum(work.group == group for work in works) for group in range(self.groups))
         height = pool.rounded(height) if self.paged else len(pool.cache["lengths"]) // self.groups
-        rows = [NO_WORK] * (height * self.groups)  # each group is filled up to as many
+        rows = [NO_WORK] * (height * self.groups)  # padding gives every group the same number of rows
         free, places = [group * height for group in range(self.groups)], []
         for work in works:
             places.append(free[work.group] if self.paged else free[work.group] + work.pages[0])
@@ -56,7 +56,7 @@ class PagedModel:
         return logits[: len(works)] if places == [*range(len(works))] else logits[places]
 
     def move(self, move: Move) -> None:
-        """The pages of a prompt, from the pool of the worker that prefills to the other's; on its group's ranks."""
+        """Copy a prompt's pages from the pool of the worker that prefills to the decoder's, on its group's ranks."""
         if move.group != self.group:
             return
         count = -(-move.tokens // self.page)

@@ -1,7 +1,7 @@
-"""Slots of a call's new tokens in the cache: where their keys and values are written, and what their queries see.
+"""Slots of a call's new tokens in the cache: where their keys and values are written, and which places they see.
 
-No value is read on the host: it knows an `Extent` of the lengths, and the rest is found on the device. So one graph of
-these operations serves every step of the same shapes and extent.
+No value is read on the host: it knows an `Extent` of the lengths, and the rest is computed on the device. So one graph
+of these operations serves every step of the same shapes and extent.
 """
 
 from collections.abc import Sequence
@@ -17,12 +17,12 @@ from scaling.serve.int8 import quantized
 
 
 class Extent(NamedTuple):
-    """What the host knows of the rows of a call, so that no length is read on the device.
+    """Bounds that the host knows for the lengths of a call's rows, so that no length is read on the device.
 
     Attributes:
-        least: Before the call each row holds at least so many tokens,
-        latest: and at most so many;
-        most: after it at most so many, which are the places that attention reads.
+        least: The fewest tokens that a row may hold before the call.
+        latest: The most tokens that a row may hold before the call.
+        most: The most tokens that a row may hold after the call, which is the number of places that attention reads.
         full: Whether each row gets T new tokens.
         idle: Whether no row gets any.
     """
@@ -41,7 +41,7 @@ class Extent(NamedTuple):
 
     @property
     def alike(self) -> bool:
-        """Whether all rows are of one length before the call, and after it."""
+        """Whether all rows have one length before the call, and one after it."""
         return self.full and self.least == self.latest
 
 
@@ -74,11 +74,11 @@ class Slots:
             self._place(held, new, t, share.shards > 1, extent.idle or share.groups * share.shards > 1)
 
     def _place(self, held: Tensor, new: Tensor, t: Tensor, split: bool, idle: bool) -> None:
-        """Find where each token goes: `into`, of two indices of a layer's KV.
+        """Find where each token is written: `into`, two indices of a layer's KV.
 
-        Nothing is left out, so that shapes do not depend on values. What is not to be written, a padded token or one
-        that another rank holds, repeats the nearest of its row that is, `source`; a row without any repeats another
-        row; and if there is none at all, what is in the place is written again.
+        Every token writes, so that shapes do not depend on values. A padded token, or one whose place is on another
+        rank, writes again the nearest token of its row that this rank does hold, which `source` gives. A row without
+        any repeats another row's token. If no row has any, the places are overwritten with their present values.
         """
         rows = torch.arange(len(held), device=held.device)
         if split or not self.extent.full:
@@ -99,7 +99,7 @@ class Slots:
             self.into = rows, places if self.any is None else places.clamp(0, self.size - 1)
 
     def append(self, l: int, *new: Tensor) -> None:
-        """Write what layer l has of the new tokens, keys and values [B_Z, T, K_Y, H] or latents, to their places."""
+        """Write layer l's part of the new tokens, keys and values [B_Z, T, K_Y, H] or latents, to their places."""
         for i, x in enumerate(new):
             if "scale" in self.cache:
                 x, scale = quantized(x)
@@ -115,8 +115,10 @@ class Slots:
         whole.index_put_(self.into, x if self.any is None else torch.where(self.any, x, whole[self.into]))
 
     def read(self, l: int, low: int, high: int, dtype: torch.dtype) -> list[Tensor]:
-        """Keys and values [B_Z, high - low, K_Y, H] of layer l, or its latents, at places low to high - 1 of this
-        rank's part."""
+        """Return layer l's keys and values [B_Z, high - low, K_Y, H], or its latents, at places low to high - 1.
+
+        The places are those of this rank's part of a row.
+        """
         found = [self._read(x[l], low, high).to(dtype) for x in self.cache["KV"]]
         if "scale" in self.cache:
             scales = (self._read(x[l], low, high).to(dtype) for x in self.cache["scale"])
@@ -132,21 +134,24 @@ class Slots:
         return found[:, low - start * self.size : high - start * self.size]
 
     def attend(self, l: int, Q: Tensor, K: Tensor, V: Tensor, window: int | None) -> Tensor:
-        """O[B_Z, T, N_Y, H] over what is held and the new K, V[B_Z, T, K_Y, H], which are written."""
+        """Write the new K, V[B_Z, T, K_Y, H], and return O[B_Z, T, N_Y, H] of the queries over the cache."""
         (K, V), mask, causal = self.held(l, window, Q.dtype, K, V)
         return self.over(Q, K, V, mask, causal)
 
     def held(self, l: int, window: int | None, dtype: torch.dtype, *new: Tensor) -> tuple[list[Tensor], Any, bool]:
-        """(what layer l has of all places that a query sees, the new ones written; how they are seen, as in `over`)."""
+        """Write the new keys and values, or latents, and return layer l's, at all places that a query sees.
+
+        The mask and causal that follow them say which of the places each query sees, as `over` takes them.
+        """
         self.append(l, *new)
         low, mask, causal = self.seen(window, dtype)
         return self.read(l, low, self.extent.most, dtype), mask, causal
 
     def over(self, Q: Tensor, K: Tensor, V: Tensor, mask: Tensor | None, causal: bool) -> Tensor:
-        """O[B_Z, T, N_Y, H] of the queries over K and V[B_Z, S, K_Y, H], as `seen` says."""
+        """Return O[B_Z, T, N_Y, H] of the queries over K and V[B_Z, S, K_Y, H], with the mask and causal of `seen`."""
         heads = K.shape[2]
         k, v = K.transpose(1, 2), V.transpose(1, 2)
-        if self.T == 1:  # the query heads of a KV head as its rows
+        if self.T == 1:  # the query heads that share a KV head become its rows
             q = Q.unflatten(2, (heads, -1))[:, 0]
             return F.scaled_dot_product_attention(q, k, v, attn_mask=mask).flatten(1, 2)[:, None]
         q, shared = Q.transpose(1, 2), heads < Q.shape[2]
@@ -154,7 +159,7 @@ class Slots:
         return O.transpose(1, 2)
 
     def seen(self, window: int | None, dtype: torch.dtype) -> tuple[int, Tensor | None, bool]:
-        """(the first place that any query sees, what is added to scores or None, whether they are simply causal)."""
+        """Return (the first place that any query sees, the mask added to scores or None, whether it is causal)."""
         if window not in self._seen:
             self._seen[window] = self._mask(window, dtype)
         return self._seen[window]
@@ -170,7 +175,7 @@ class Slots:
         return low, torch.zeros((), dtype=dtype, device=seen.device).masked_fill(~seen, -torch.inf), False
 
     def visible(self, keys: Tensor, window: int | None) -> Tensor:
-        """visible[B_Z, T_C, S], or [1, T_C, S] where all rows are alike, of keys at these places of their rows."""
+        """Return visible[B_Z, T_C, S] of keys at these places of their rows, or [1, T_C, S] if rows are alike."""
         rows = self.positions if self.positions.dim() == 2 else self.positions[None]
         rows = rows if self.own is None else rows[:, self.own]
         return visible(rows.flatten(), keys, window).view(*rows.shape, -1)

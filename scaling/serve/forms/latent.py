@@ -1,14 +1,16 @@
-"""Multi-head latent attention while it is served (DeepSeek-V2, arXiv:2405.04434, section 2.1): the cache is a latent.
+"""Multi-head latent attention in serving (DeepSeek-V2, arXiv:2405.04434, section 2.1): the cache holds latents.
 
     KV[I, L, B_ZE, S, J, M], W_DQ[D, R], W_UQ[R, N_Y, A], W_DKV[D, M], W_UKV[C, N_Y, W], W_O[N_Y, H, D]
     I = J = 1, P = nope, A = P + rope, W = P + H
-Of a token M = C + rope numbers are cached, whatever the number of heads: the latent of its keys and values, normed, and
-the rotary part of its keys, turned. All heads read the same, so each rank along Y has the whole of it.
 
-absorbed  a head's score Q_N (C_KV W_UK) is (Q_N W_UK) C_KV: the weight goes to the query. What the scores then add up
-          are latents, and W_UV comes after. The cache is read as it is: keys and values of one head, M wide.
-plain     keys and values of all that is cached are computed again, head by head: fewer FLOPs where many queries of a
-          row share them, as a prompt's do. Both give the same.
+For each token M = C + rope numbers are cached, whatever the number of heads: the normed latent of its keys and values,
+and the rotary part of its keys, already turned. All heads read the same numbers, so each rank along Y holds all of
+them.
+
+Attention has two forms, which give the same result. In the absorbed form, a head's score Q_N (C_KV W_UK) is computed as
+(Q_N W_UK) C_KV, so the weight multiplies the query. Attention then sums up latents, and W_UV multiplies the sums. The
+cache is read directly, as keys and values of one head, M wide. In the plain form, keys and values of all cached tokens
+are computed again, head by head. This takes fewer FLOPs if many queries of a row share them, as in a prompt.
 """
 
 import math
@@ -27,7 +29,7 @@ from scaling.serve.forms.sequence import places
 
 
 def heads(W: dict, x: Tensor, at: Context, l: int) -> Tensor:
-    """x[B_ZE, T_C, D] -> Attn[B_ZE, T_C, D], heads over Y: as `heads.attention`, and under the form "experts".
+    """x[B_ZE, T_C, D] -> Attn[B_ZE, T_C, D], heads over Y, as in `heads.attention`, also under "experts".
 
     A prompt that is split over C gathers its latents, M wide.
     """
@@ -43,8 +45,10 @@ def heads(W: dict, x: Tensor, at: Context, l: int) -> Tensor:
 
 
 def heads_batch(W: dict, x: Tensor, at: Context, l: int) -> Tensor:
-    """x[B, T, D] -> Attn[B, T, D], heads over Y and Z, the cache's batch over Z: absorbed queries go to the caches,
-    M wide, and sums of latents come back."""
+    """x[B, T, D] -> Attn[B, T, D], heads over Y and Z, the cache's batch over Z.
+
+    Absorbed queries, M wide, are sent to the ranks that hold the caches, and sums of latents come back.
+    """
     y = rms_norm(x, gain=W["norm_attn"], eps=at.config.eps)
     Q = absorbed_queries(W, y, at)
     Q = all_to_all("Q[B, T, N_YZ, M] -> Q[B_Z, T, N_Y, M]", Q, at.mesh)  # on the critical path
@@ -56,8 +60,10 @@ def heads_batch(W: dict, x: Tensor, at: Context, l: int) -> Tensor:
 
 
 def sequence(W: dict, x: Tensor, at: Context, l: int) -> Tensor:
-    """x[B, T, D] -> Attn[B, T, D], heads over Y and Z, the cache's sequence over Z: softmaxes combined, of latents, as
-    in `sequence.attention`."""
+    """x[B, T, D] -> Attn[B, T, D], heads over Y and Z, the cache's sequence over Z.
+
+    The ranks' softmaxes over latents are combined as in `sequence.attention`.
+    """
     y = rms_norm(x, gain=W["norm_attn"], eps=at.config.eps)
     Q = absorbed_queries(W, y, at)
     Q = all_gather("Q[B, T, N_YZ, M] -> Q[B, T, N_Y, M]", Q, at.mesh)  # on the critical path
@@ -78,19 +84,20 @@ ATTENTION = {"heads": heads, "experts": heads, "heads_batch": heads_batch, "sequ
 
 
 def _latent(at: Context) -> Latent:
+    """Return the config's latent dims, which are known not to be None."""
     latent: Any = at.config.latent
     return latent
 
 
 def latent_of(W: dict, A_KV: Tensor, at: Context) -> Tensor:
-    """Return C, which is cached: the normed latents and the turned shared key of A_KV, split as A_KV is."""
+    """Return C, which is cached: the normed latents and the turned shared key of A_KV, sharded as A_KV is."""
     C_KV, K_R = A_KV.tensor_split([_latent(at).kv_rank], -1)
     C_KV = rms_norm(C_KV, gain=W["norm_CKV"], eps=EPS)
     return torch.cat([C_KV, turned(K_R[:, :, None], at.rope, at.config)[:, :, 0]], -1)
 
 
 def absorbed_queries(W: dict, y: Tensor, at: Context) -> Tensor:
-    """Q[B, T, N_YZ, M] of y[B, T, D], not yet turned."""
+    """Return the absorbed queries Q[B, T, N_YZ, M] of y[B, T, D], not yet turned."""
     C_Q = rms_norm(einsum("y[B, T, D] * W_DQ[D, R] -> C_Q[B, T, R]", y, W["W_DQ"]), gain=W["norm_CQ"], eps=EPS)
     Q = einsum("C_Q[B, T, R] * W_UQ[R, N_YZ, A] -> Q[B, T, N_YZ, A]", C_Q, W["W_UQ"])
     Q_N, W_UK = Q[..., : _latent(at).nope], W["W_UKV"][..., : _latent(at).nope]
@@ -98,7 +105,7 @@ def absorbed_queries(W: dict, y: Tensor, at: Context) -> Tensor:
 
 
 def _out(W: dict, O: Tensor, at: Context) -> Tensor:
-    """Attn[B, T, D] of the sums of latents O[B, T, N_YZ, C]."""
+    """Return Attn[B, T, D] from the sums of latents O[B, T, N_YZ, C]."""
     W_UV = W["W_UKV"][..., _latent(at).nope :]
     O = einsum("O[B, T, N_YZ, C] * W_UV[C, N_YZ, H] -> O[B, T, N_YZ, H]", O, W_UV)
     Attn = einsum("O[B, T, N_YZ, H] * W_O[N_YZ, H, D] -> Attn[B, T, D] {U_YZ}", O, W["W_O"])
@@ -106,18 +113,20 @@ def _out(W: dict, O: Tensor, at: Context) -> Tensor:
 
 
 def absorbed(Q_C: Tensor, Q: Tensor, at: Context) -> Tensor:
-    """Return the queries that ask latents, M wide, from those that ask keys, Q, and Q_C, their first part times W_UK.
+    """Return queries over latents, M wide, from Q, which are queries over keys, and Q_C, their first part times W_UK.
 
-    Attention will divide scores by sqrt(M), the width of what it reads; the model divides by sqrt(A). The queries are
-    scaled by the ratio. All three are split alike.
+    Attention will divide scores by sqrt(M), the width of the latents, but the model divides by sqrt(A). So the queries
+    are scaled by the ratio. All three are sharded alike.
     """
     latent = _latent(at)
     return torch.cat([Q_C, Q[..., latent.nope :]], -1) * math.sqrt((latent.kv_rank + latent.rope) / Q.shape[-1])
 
 
 def attend(W: dict, Q: Tensor, C: Tensor, at: Context, l: int) -> Tensor:
-    """O[B_ZE, T_C, N_Y, H] of Q[B_ZE, T_C, N_Y, A] over what is cached and the new C[B_ZE, T, M], which are written:
-    absorbed or plain, whichever has fewer FLOPs."""
+    """Write the new C[B_ZE, T, M], and return O[B_ZE, T_C, N_Y, H] of Q[B_ZE, T_C, N_Y, A] over the cache.
+
+    The form is absorbed or plain, whichever has fewer FLOPs.
+    """
     latent = _latent(at)
     if not absorbs(latent, Q.shape[1]):
         return over_keys(W, turned_queries(Q, at.rope, at.config), C, at, l)
@@ -128,20 +137,23 @@ def attend(W: dict, Q: Tensor, C: Tensor, at: Context, l: int) -> Tensor:
 
 
 def absorbs(latent: Latent, queries: int) -> bool:
-    """Whether so many queries of a row take fewer FLOPs of its latents than of the heads' keys and values. For each
-    place and head 2 queries (2 C + rope), or 2 queries A + 2 queries value, and 2 C W to compute them."""
+    """Return whether so many queries of a row take fewer FLOPs over latents than over the heads' keys and values.
+
+    For each place and head, the first takes 2 queries (2 C + rope). The second takes 2 queries A + 2 queries value, and
+    2 C W to compute the keys and values.
+    """
     more = 2 * latent.kv_rank - latent.nope - latent.value
     return queries * more < latent.kv_rank * (latent.nope + latent.value)
 
 
 def over_latents(Q: Tensor, C: Tensor, at: Context, l: int) -> Tensor:
-    """The absorbed form: O[B_ZE, T_C, N_Y, C] of Q[B_ZE, T_C, N_Y, M]."""
+    """Return O[B_ZE, T_C, N_Y, C] of Q[B_ZE, T_C, N_Y, M], in the absorbed form."""
     (C,), mask, causal = at.slots.held(l, at.config.windows[l], Q.dtype, C[:, :, None])
     return at.slots.over(Q, C, C, mask, causal)[..., : _latent(at).kv_rank]  # kernels want heads of one width
 
 
 def over_keys(W: dict, Q: Tensor, C: Tensor, at: Context, l: int) -> Tensor:
-    """The plain form: O[B_ZE, T_C, N_Y, H] of Q[B_ZE, T_C, N_Y, A]."""
+    """Return O[B_ZE, T_C, N_Y, H] of Q[B_ZE, T_C, N_Y, A], in the plain form."""
     latent = _latent(at)
     (C,), mask, causal = at.slots.held(l, at.config.windows[l], Q.dtype, C[:, :, None])
     C_KV, K_R = C.split([latent.kv_rank, latent.rope], -1)
