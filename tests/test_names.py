@@ -20,7 +20,8 @@ SAME = {  # what the public functions of one name have in common: their names
         "all_gather all_reduce all_to_all data_threshold gather ppermute reduce reduce_scatter",
     "one operation: planned, run, on arrays that carry their type, its time": "einsum layer matmul reshard vjp",
     "what a strategy, a form of decoding and a model have":
-        "attention backward embed forward head init layer_backward layer_forward loss loss_and_grads mlp normed_result specs",
+        "attention backward embed forward head init layer_backward layer_forward loss loss_and_grads mlp "
+        "normed_result specs",
     "whole arrays and shards: of one array, of a tree, of a Transformer's params": "shard unshard",
     "training's, and serving's: the cost of a step, the scheduler's step, what is planned, what is simulated":
         "evaluate meshes plans simulate step",
