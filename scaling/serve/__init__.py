@@ -1,11 +1,11 @@
-"""Inference (Parts 7 and 8): caches, prefill and decode, sampling, the engine and what it is made of.
+"""Inference (Parts 7 and 8): caches, prefill and decode, sampling, the engine and its parts.
 
 Call `generate(params, prompts, config, max_new_tokens)`, or `prefill` and `decode` with a cache of `init_cache`. Start
 reading at `generation.generate`, which is one screen over `step.prefill` and `step.decode`. The names of this package
 are loaded when they are first used, because the scheduler and the simulator need no torch.
 
     types    the types of params and caches, by form
-    cache    init_cache: contiguous, in pages, int8       slots    where tokens go in it, and what they see
+    cache    init_cache: contiguous, in pages, int8       slots    tokens' places in it, and which they see
     step     prefill, decode, extend
     fixed    decode steps of few shapes without host reads; capture: as CUDA graphs
     forms    one listing for each way to shard a decode step

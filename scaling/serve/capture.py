@@ -1,8 +1,8 @@
 """A step captured as a CUDA graph: its kernels start together, without Python (torch.cuda.CUDAGraph).
 
-A replay reads and writes the memory that the capture saw, so params, cache and the static input stay where they are.
-The step must give the same however often it runs, since it also runs to warm up: what it writes to the cache depends on
-its input alone.
+A replay reads and writes the memory that the capture saw, so params, cache and the static input must stay in place. The
+step also runs to warm up, so it must give the same result however often it runs: the values that it writes to the cache
+may depend on its input alone.
 """
 
 from collections.abc import Callable
@@ -13,7 +13,7 @@ from torch import Tensor
 
 from scaling.configs import Config
 
-WARM_UPS = 2  # runs before the capture, in which libraries allocate what they keep
+WARM_UPS = 2  # runs before the capture, in which libraries allocate their workspaces
 
 
 def why_eager(config: Config) -> str | None:
@@ -31,9 +31,12 @@ def why_not(config: Config, mesh: Any, device: torch.device) -> str | None:
 
 
 class Captured:
-    """step(x) -> y of one input on the device, captured for x's shape. Each call returns memory of its own.
+    """step(x) -> y of one input on the device, captured for x's shape. Each call returns new memory.
 
-    `pool`: of torch.cuda.graph_pool_handle; graphs of which one runs at a time may share it.
+    Args:
+        step: The function to capture.
+        x: An input of the shape.
+        pool: A handle of torch.cuda.graph_pool_handle. Graphs may share it if only one runs at a time.
     """
 
     def __init__(self, step: Callable[[Tensor], Tensor], x: Tensor, pool: Any):

@@ -1,15 +1,15 @@
-"""The engine: the scheduler's actions carried out by a model (Part 7, "Designing an Effective Inference Engine").
+"""The engine: a model that carries out the scheduler's actions (Part 7, "Designing an Effective Inference Engine").
 
-`Engine` is what `simulate.drive` asks for times and tokens: it computes a Run on the pages that the scheduler says, and
-measures it. The clock of a trace advances by what was measured, so that arrivals in between are met without waiting for
-them, and two workers run beside each other in that clock though they share this machine.
+`simulate.drive` asks an `Engine` for times and tokens. For each Run it computes on the pages that the scheduler chose,
+and measures the time. The clock of a trace advances by the measured time, so arrivals need not be waited for, and two
+workers overlap in that clock although they share this machine.
 
-A draft proposes tokens: the request's own text by n-grams, or a smaller model. At each place the model draws as it
-would without a draft, by the request's seed and the place; a proposal is kept if it is that token. So in fp32 no token
-depends on what is proposed, nor on how much or where a step begins, be it greedy or sampled. A draft draws with the
-same uniform numbers, and so often the same token. The book's rule (`scaling.book.speculative`) has the same
-distribution and keeps more of a draft that is unlike the model, but what it gives depends on where a step begins: a
-request that is preempted would go on with other tokens.
+A draft proposes tokens. It is the request's own text, by n-grams, or a smaller model. At each place the model draws as
+it would without a draft, by the request's seed and the place, and a proposal is kept if it equals that token. So in
+fp32 no token depends on the proposals, on their number, or on where a step begins, whether decoding is greedy or
+sampled. A draft draws with the same uniform numbers, so it often gets the same token. The book's rule
+(`scaling.book.speculative`) has the same distribution, and it keeps more proposals of a draft that is unlike the model.
+But its tokens depend on where a step begins, so a request that is preempted would go on with other tokens.
 """
 
 import time
@@ -32,18 +32,19 @@ from scaling.serve.text import TextStream
 from scaling.serve.types import ONE
 from scaling.spec import Spec
 
-Draft = Callable[[str, Sequence[Work]], dict[int, list[int]]]  # so many tokens as each work of a step wants, by id
+Draft = Callable[[str, Sequence[Work]], dict[int, list[int]]]  # (worker, works) -> each work's proposals, by its id
 
 
 def by_ngrams(worker: str, works: Sequence[Work]) -> dict[int, list[int]]:
-    """A draft: what followed the request's last tokens when they stood there before."""
+    """Return proposals for each work, as a draft: what followed the request's last tokens earlier in its text."""
     return {w.id: ngram((*w.before, *w.tokens), w.proposals) if w.proposals else [] for w in works}
 
 
 def ngram(tokens: Sequence[int], k: int, longest: int = 3) -> list[int]:
-    """k proposals out of the request's own tokens: what followed the last n tokens when they stood there before.
+    """Return k proposals from the request's own tokens: those after an earlier occurrence of its last n tokens.
 
-    The longest n up to `longest` that is found, at its latest place; the last token again where nothing is found.
+    The longest n up to `longest` that occurs again is used, at its latest place. If none does, the last token is
+    repeated.
     """
     tokens = list(tokens)
     for n in range(min(longest, len(tokens) - 1), 0, -1):
@@ -55,7 +56,10 @@ def ngram(tokens: Sequence[int], k: int, longest: int = 3) -> list[int]:
 
 
 def by_model(model: PagedModel, worker: str, works: Sequence[Work]) -> dict[int, list[int]]:
-    """A draft: a model that holds of each request what the model itself holds, prefix hits included."""
+    """Return proposals for each work, as a draft: a smaller model draws them one by one.
+
+    Its cache holds the same tokens of each request as the model's cache, prefix hits included.
+    """
     proposed: dict[int, list[int]] = {w.id: [] for w in works}
     logits, live = model.logits(worker, works), list(works)
     while rows := [i for i, w in enumerate(live) if len(proposed[w.id]) < w.proposals]:
@@ -65,16 +69,16 @@ def by_model(model: PagedModel, worker: str, works: Sequence[Work]) -> dict[int,
         for w, token in zip(live, drawn, strict=True):
             proposed[w.id].append(token)
         live = [w._replace(start=at, tokens=(id,)) for w, at, id in zip(live, places, drawn, strict=True)]
-        logits = model.logits(worker, live)  # of the last proposal as well: if all are kept, it is held
+        logits = model.logits(worker, live)  # the last proposal is cached too, in case that all are kept
     return proposed
 
 
 class Given(NamedTuple):
-    """What a request is given in a step.
+    """The tokens and logits that a request is given in a step.
 
     Attributes:
         tokens: Its new tokens, up to one that ends it.
-        logits: The logits[n, V] at their places.
+        logits: The logits[n, V] that the tokens were drawn from.
         stopped: Whether a stop text has ended it.
         read: For a prompt that is scored, the place of the first token of this step, and the logits[n, V] after each of
             its tokens.
@@ -87,8 +91,10 @@ class Given(NamedTuple):
 
 
 def advance(model: PagedModel, draft: Draft | None, worker: str, works: Sequence[Work]) -> dict[int, Given]:
-    """Compute the works. Return what those are given that sample - the proposals that are right, and the token after
-    them - and those whose prompt is scored."""
+    """Compute the works, and return what each request is given that samples, or whose prompt is scored.
+
+    A request that samples is given the proposals that are right, and the token after them.
+    """
     proposed = draft(worker, works) if draft else {}
     scored = [w.request.scored and w.start < len(w.request.prompt) for w in works]
     every = any(scored) or any(w.proposals for w in works)
@@ -103,7 +109,7 @@ def advance(model: PagedModel, draft: Draft | None, worker: str, works: Sequence
 
 
 def _drawn(works: Sequence[Work], proposed: dict[int, list[int]], logits: Tensor, every: bool) -> dict[int, Given]:
-    """Return what the works that sample are given, of logits[B, T, V] of every token, or [B, V] of each work's last."""
+    """Draw tokens for the works that sample, from logits[B, T, V] of every token, or [B, V] of each work's last."""
     at = [(b, w, n) for b, w in enumerate(works) if w.sample for n in range(1 + w.proposals)]
     if not at:
         return {}
@@ -121,14 +127,16 @@ def _drawn(works: Sequence[Work], proposed: dict[int, list[int]], logits: Tensor
 
 
 def as_proposed(proposed: Sequence[int], drawn: Sequence[int]) -> list[int]:
-    """The tokens of a step: of those drawn at the k proposed places and the one after, up to the first that is not what
-    was proposed."""
+    """Return a step's tokens: those drawn, up to and including the first that differs from its proposal.
+
+    `drawn` has the tokens of the k proposed places and of the place after them.
+    """
     same = next((n for n, (a, b) in enumerate(zip(proposed, drawn, strict=False)) if a != b), len(proposed))
     return list(drawn[: same + 1])
 
 
 def check_draft(config: Config, target: Config) -> None:
-    """ValueError for a draft of another vocabulary."""
+    """Raise ValueError if the draft has another vocabulary."""
     if config.V != target.V:
         raise ValueError(
             f"the draft {config.name} has V={config.V}, {target.name} has V={target.V}\n"
@@ -137,12 +145,23 @@ def check_draft(config: Config, target: Config) -> None:
 
 
 class Engine:
-    """execute(Run or Move) -> (seconds, Done or Moved): holds the params and each worker's pages.
+    """execute(Run or Move) -> (seconds, Done or Moved), with the params and each worker's pages.
 
-    `draft`: (config, params), in either order, of a smaller model with the same vocabulary, or "ngram": what makes the
-    proposals that `options` asks for (in fp32 no token depends on it). `form`: of decoding, one that has pages unless
-    not `paged`; where it splits rows, over E or Z, `options.groups` says in how many. `tokenizer`: of requests that end
-    before a text. `clock`: seconds, of the wall or of the processor. `compile` and `capture`: as in `fixed.Steps`.
+    Args:
+        params: This rank's params, typed as in `serve.specs`.
+        config: The model.
+        options: The scheduler's options.
+        mesh: The mesh, or None for one device.
+        dtype: The dtype of the cache, as in `init_cache`.
+        draft: (config, params), in either order, of a smaller model with the same vocabulary, or "ngram". It makes the
+            proposals that `options` asks for. In fp32 no token depends on it.
+        form: The form of decoding, one of `serve.types.FORMS` that has pages, or any if not `paged`. If it splits rows,
+            over E or Z, `options.groups` is the number of groups.
+        tokenizer: The tokenizer, needed for requests that end before a stop text.
+        clock: A function that returns seconds, of the wall or of the processor.
+        paged: Whether the cache is in pages, or contiguous, with one page for each row.
+        compile: A backend of torch.compile, as in `fixed.Steps`.
+        capture: Whether to capture steps as CUDA graphs, as in `fixed.Steps`.
     """
 
     def __init__(
@@ -172,7 +191,7 @@ class Engine:
                 "  fix: give both, or neither"
             )
         self.mesh, self.clock, self.tokenizer = mesh, clock, tokenizer
-        self.streams: dict[int, TextStream] = {}  # of requests that end before a text
+        self.streams: dict[int, TextStream] = {}  # for requests that end before a stop text
         own = partial(
             PagedModel,
             options=options,
@@ -190,6 +209,7 @@ class Engine:
             self.draft = partial(by_model, self.models[-1])
 
     def __call__(self, action: Run | Move) -> tuple[float, Done | Moved]:
+        """Carry out one action, and return its seconds, the same on all ranks, and the event of its end."""
         start = self.clock()
         _, (event,) = self.carry_out([action])
         if self.model.device.type == "cuda":
@@ -197,7 +217,7 @@ class Engine:
         return self._agreed(self.clock() - start), event
 
     def _agreed(self, seconds: float) -> float:
-        """The mean over the mesh: all ranks have the same clock, and so the same steps."""
+        """Return the mean over the mesh, so that all ranks have the same clock and therefore the same steps."""
         if self.mesh is None or self.mesh.size() == 1:
             return seconds
         spec = str(Spec("t", (), tuple(sorted(self.mesh.sizes))))
@@ -205,7 +225,7 @@ class Engine:
         return float(total) / self.mesh.size()
 
     def carry_out(self, actions: Sequence[Action]) -> tuple[dict[int, Given], list[Done | Moved]]:
-        """What requests are given by what the scheduler has decided, and the events of its end."""
+        """Carry out the scheduler's actions, and return each request's tokens and the events at their ends."""
         given: dict[int, Given] = {}
         done: list[Done | Moved] = []
         for action in actions:
@@ -222,9 +242,9 @@ class Engine:
         return given, done
 
     def _given(self, action: Run) -> dict[int, Given]:
-        """What each request is given, in the order of the works."""
+        """Return what each request is given, in the order of the works."""
         given: dict[int, Given] = {}
-        for one in (True, False):  # those of one token apart, so that they are not padded to a prompt's length
+        for one in (True, False):  # works of one token run separately, so none is padded to a prompt's length
             if works := [w for w in action.works if (len(w.tokens) == 1) == one]:
                 given |= advance(self.model, self.draft, action.worker, works)
         return {work.id: self._counted(work.request, given[work.id]) for work in action.works if work.id in given}
@@ -244,7 +264,7 @@ class Engine:
 
 
 def _small(draft: Any, target: Config, make: Callable[..., PagedModel]) -> PagedModel:
-    """A draft's model. ValueError for what is none, and for one that does not fit to its target."""
+    """Return a draft's model. Raise ValueError if it is not a model, or does not fit its target."""
     if not isinstance(draft, tuple) or {type(part) for part in draft} != {Config, dict}:
         raise ValueError(f'draft={draft!r:.40} is neither (config, params) nor "ngram"\n  fix: give one of these')
     config, params = draft if isinstance(draft[0], Config) else draft[::-1]
@@ -265,10 +285,13 @@ def serve(
     cancel: Iterable[tuple[float, int]] = (),
     **engine,
 ) -> Simulated:
-    """Serve [(seconds, request)] by this model: tokens and times of each, in fp32 the tokens that each gives alone.
+    """Serve [(seconds, request)] by this model, and return the tokens and times of each.
 
-    The rest as in `simulate.drive` and `Engine`. ValueError for a prompt with ids outside the vocabulary, and for a
-    stop text without a tokenizer.
+    In fp32 each request gets the tokens that it gets alone. The other arguments are those of `simulate.drive` and
+    `Engine`.
+
+    Raises:
+        ValueError: A prompt with ids outside the vocabulary, or a stop text without a tokenizer.
     """
     arrivals = list(arrivals)
     for _, request in arrivals:

@@ -1,10 +1,10 @@
 """Steps of fixed shapes over one cache: one packed upload, and no value that is read on the host.
 
-A step of the engine or of `generate` gives each row some tokens that follow those that its cache holds. Ids, counts,
-starts and pages go to the device as one array of whole numbers, and `step.logits_of` finds there where keys and values
-belong. Where steps are compiled by torch.compile or captured as CUDA graphs (`capture`), their shapes are few: rows,
-tokens and pages are rounded up to powers of two, and attention reads a bucket of places under a mask. Each shape is
-made ready when it is first needed. A prompt, with more than FEW tokens a row, is computed in its own shape.
+A step of the engine or of `generate` gives each row some tokens, which follow those that its cache holds. Ids, counts,
+starts and pages go to the device as one array of whole numbers. From it `step.logits_of` computes there where keys and
+values belong. If steps are compiled by torch.compile or captured as CUDA graphs (`capture`), their shapes are few:
+rows, tokens and pages are rounded up to powers of two, and attention reads a bucket of places under a mask. Each shape
+is compiled or captured when it is first needed. A prompt, with more than FEW tokens a row, keeps its exact shape.
 """
 
 from collections.abc import Callable, Sequence
@@ -49,6 +49,11 @@ class Steps:
         """Hold the model and the cache, which is donated.
 
         Args:
+            params: This rank's params, typed as in `serve.specs`.
+            config: The model.
+            cache: A cache of `init_cache`.
+            mesh: The mesh, or None for one device.
+            form: How params and cache are sharded, one of `serve.types.FORMS`.
             compile: A backend of torch.compile, such as "inductor"; None compiles nothing.
             capture: Whether to capture steps as CUDA graphs where that is possible.
         """
@@ -79,7 +84,10 @@ class Steps:
         """Return the logits[B, V] after each row's last token, or of `every` token, [B, T, V].
 
         Row b's ids follow the first starts[b] tokens that the cache has of it, in pages[b] if it is in pages. A row may
-        have no ids: its logits mean nothing. ValueError for a row without room.
+        have no ids; its logits then mean nothing.
+
+        Raises:
+            ValueError: A row has no room in the cache.
         """
         counts = [*map(len, rows)]
         T, longest = max(counts), max(start + count for start, count in zip(starts, counts, strict=True))

@@ -1,8 +1,8 @@
 """Prefill and decode: tokens through the model, onto a cache (Part 7, "The Basics of Transformer Inference").
 
-Both are `extend`: T more tokens of each row, which see what the cache holds and each other. Prefill wants the logits of
-each row's last token, decode has one token a row. All are pure: they return a new cache, or with `donate=True` the one
-given, changed in place, which is what costs no copy; the caller must not use it again.
+Both are `extend`: each row gets T more tokens, which see the cached tokens and each other. Prefill returns the logits
+of each row's last token, and decode has one token a row. All three are pure and return a new cache. With `donate=True`
+they change the given cache in place, which saves a copy, and the caller must not use it again.
 """
 
 import warnings
@@ -52,11 +52,23 @@ def prefill(
     form: str = "heads",
     donate: bool = False,
 ) -> tuple[Tensor, dict]:
-    """(logits[B, V] at each row's last token, cache) of tokens[B, T], right-padded, of which lengths[b] are real.
+    """Return (logits[B, V] at each row's last token, cache) of right-padded tokens[B, T]; row b has lengths[b].
 
-    The cache may hold tokens already: chunks of a prompt give what the whole does. Params are this rank's, typed as
-    `specs`; tokens, lengths and logits are whole on every rank. ValueError for an empty prompt, one that the cache has
-    no room for, and ids outside the vocabulary.
+    The cache may hold tokens already: a prompt in chunks gives the same as the whole prompt. Tokens, lengths and logits
+    are whole on every rank.
+
+    Args:
+        params: This rank's params, typed as in `specs`.
+        tokens: The ids, tokens[B, T].
+        cache: A cache of `init_cache`.
+        config: The model.
+        mesh: The mesh, or None for one device.
+        lengths: lengths[B] of the prompts; None means that all have T tokens.
+        form: How params and cache are sharded, one of `serve.types.FORMS`.
+        donate: Whether to change the cache in place.
+
+    Raises:
+        ValueError: An empty prompt, one that the cache has no room for, or ids outside the vocabulary.
     """
     return _checked(params, tokens, cache, config, mesh, lengths, form, donate, True)
 
@@ -64,7 +76,7 @@ def prefill(
 def decode(
     params: dict, tokens: Tensor, cache: dict, config: Config, mesh=None, *, form: str = "heads", donate: bool = False
 ) -> tuple[Tensor, dict]:
-    """(logits[B, V], cache) of one more token of each row, tokens[B]. The rest as in `prefill`."""
+    """Return (logits[B, V], cache) after one more token of each row, tokens[B]. Arguments are as in `prefill`."""
     if not isinstance(tokens, Tensor) or tokens.dim() != 1:
         found = list(tokens.shape) if isinstance(tokens, Tensor) else type(tokens).__name__
         raise ValueError(f"decode takes one token a row, tokens[B]; got {found}\n  fix: give an int64 for each row")
@@ -82,9 +94,10 @@ def extend(
     form: str = "heads",
     donate: bool = False,
 ) -> tuple[Tensor, dict]:
-    """(logits[B, T, V] at every token, cache): what scores a text, and verifies a draft. A row may have no tokens.
+    """Return (logits[B, T, V] at every token, cache), to score a text or verify a draft. A row may have no tokens.
 
-    At padded tokens the logits mean nothing. To take tokens back: cache | {"lengths": fewer}.
+    At padded tokens the logits mean nothing. To take tokens back, pass cache | {"lengths": smaller} on. The arguments
+    are those of `prefill`.
     """
     return _checked(params, tokens, cache, config, mesh, lengths, form, donate, False)
 
@@ -121,12 +134,20 @@ def logits_of(
 ) -> Tensor:
     """Return the logits of tokens[B, T], of which lengths[b] are real, and write their keys and values to the cache.
 
-    Nothing is checked, and no value is read on the host but by experts, so the call can be compiled or captured.
+    Nothing is checked. Only experts read values on the host, so the call of any other model can be compiled or
+    captured.
 
     Args:
-        extent: What is known of the rows' lengths; it decides how much of the cache attention reads.
+        params: This rank's params, typed as in `specs`.
+        tokens: The ids, tokens[B, T].
+        cache: The cache, which is written to.
+        lengths: lengths[B], the number of real tokens of each row.
+        extent: The bounds of the rows' lengths. They decide how much of the cache attention reads.
+        config: The model.
+        mesh: The mesh.
+        form: How params and cache are sharded.
         last: Whether to return the logits[B, V] of each row's last token, or those of all, [B, T, V].
-        places: The `rope.table_kinds` of all places that a row may have; None: the angles are computed here.
+        places: The `rope.table_kinds` of all places that a row may have. None computes the angles here.
     """
     share, dtype, T = share_of(mesh, form), params["norm"].dtype, tokens.shape[1]
     scale = config.residual_scale
@@ -163,28 +184,31 @@ def logits_of(
 
 
 def kernels(device: torch.device) -> AbstractContextManager:
-    """Those of attention that take all lengths alike. cuDNN's makes a plan for each new one, and a cache has another at
-    each step: a decode step of 16 layers on an H200 takes 50 ms with it, 10 without."""
+    """Return a context with the attention kernels that take any length without a new plan.
+
+    cuDNN's kernel makes a plan for each new length, and a cache has another length at each step: with it a decode step
+    of 16 layers on an H200 takes 50 ms, and without it 10.
+    """
     alike = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
     return sdpa_kernel(alike) if device.type == "cuda" else nullcontext()
 
 
 def split_over_C(tokens: Tensor, mesh) -> tuple[Tensor, slice]:
-    """(tokens[B, T], padded so that T divides over C, and which of them are this rank's)."""
+    """Return (tokens[B, T], padded so that T divides over C, and the slice of them that is this rank's)."""
     tokens = torch.nn.functional.pad(tokens, (0, -tokens.shape[1] % mesh.sizes["C"]))
     each = tokens.shape[1] // mesh.sizes["C"]
     return tokens, slice(mesh.coord["C"] * each, (mesh.coord["C"] + 1) * each)
 
 
 def looked_up(E: Tensor, tokens: Tensor, block: int) -> tuple[Tensor, Tensor]:
-    """(x[B, T, D] of tokens[B, T], which of them are in this block of the vocabulary's rows)."""
+    """Return (x[B, T, D] of tokens[B, T], which of the tokens are in this block of the vocabulary's rows)."""
     local = tokens - block * len(E)
     here = (local >= 0) & (local < len(E))
     return torch.nn.functional.embedding(torch.where(here, local, 0), E), here
 
 
 def last_of(x: Tensor, lengths: Tensor) -> Tensor:
-    """x[B, 1, D], at each row's last token, of x[B, T, D]."""
+    """Return x[B, 1, D] at each row's last token, from x[B, T, D]."""
     return x if x.shape[1] == 1 else x[torch.arange(len(x), device=x.device), lengths - 1][:, None]
 
 
@@ -221,7 +245,7 @@ def accepted(params, tokens, cache, config, mesh, lengths, form, donate, least) 
 
 
 def check_served(params: Any, config: Config, mesh, form: str) -> None:
-    """ValueError unless these are this rank's params, and the model is one that can be served."""
+    """Raise ValueError unless these are this rank's params, and the model can be served."""
     if config.moe and config.capacity is not None:
         raise ValueError(
             f"{config.name}: experts with a capacity drop tokens depending on what else is in the batch\n"
@@ -236,7 +260,7 @@ def check_served(params: Any, config: Config, mesh, form: str) -> None:
 
 
 def check_room(held: Sequence[int], new: Sequence[int], T: int, room: int, least: int) -> None:
-    """ValueError unless each row has from `least` to T new tokens, and the cache room for them."""
+    """Raise ValueError unless each row has from `least` to T new tokens, and the cache has room for them."""
     low, high = min(new), max(new)
     if low < least:
         raise ValueError(f"row {new.index(low)} is empty: a prompt has at least one token\n  fix: leave it out")
@@ -262,9 +286,11 @@ def _types(config: Config, sizes: tuple, form: str, int8: bool) -> dict:
 
 
 def check_pages(cache: dict, after: Tensor, groups: int) -> None:
-    """ValueError unless each row has a page for every token that it is to hold, and those that are written to are its
-    own: no other row's, and in no other place of its. `groups`: so many ranks hold rows, and count pages by
-    themselves."""
+    """Raise ValueError unless each row has a page for every token that it is to hold, and writes to pages of its own.
+
+    A page that is written to must be in no other row, and only once in its row. The rows are split over `groups` groups
+    of ranks, each of which numbers its pages from 0.
+    """
     pages, page, held = cache["pages"], cache["KV"].shape[3], cache["KV"].shape[2]
     m = torch.arange(pages.shape[1], device=pages.device)
     needed = m * page < after[:, None]

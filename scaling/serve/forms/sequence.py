@@ -1,8 +1,9 @@
-"""The cache's sequence over Z (Part 7, "Sharding the KV cache"): for long contexts of few rows.
+"""The cache's sequence over Z (Part 7, "Sharding the KV cache"), for long contexts of few rows.
 
     KV[2, B, S_Z, K_Y, H], W_Q[D, N_YZ, H], W_O[N_YZ, H, D], x[B, T, D]; MLP and ends as in `heads_batch`
-Every rank along Z has all queries of its heads, and computes their softmax over its own places, as blocks of Flash
-attention are computed (Part 4, Appendix A): the maximum m is that of all ranks, denominator L and numerator O are sums.
+
+Every rank along Z has all queries of its heads, and computes their softmax over its own places, as Flash attention does
+for its blocks (Part 4, Appendix A). The maximum m is taken over all ranks; denominator L and numerator O are summed.
 """
 
 import math
@@ -16,7 +17,7 @@ from scaling.models.norms import normed, rms
 
 
 def attention(W: dict, x: Tensor, at: Context, l: int) -> Tensor:
-    """x[B, T, D] -> Attn[B, T, D]. Keys and values are written by the rank that has their places."""
+    """x[B, T, D] -> Attn[B, T, D]. Each rank writes the keys and values of its own places."""
     y, _ = normed(W, "norm_attn", x, at.config, rms)
     Q = einsum("y[B, T, D] * W_Q[D, N_YZ, H] -> Q[B, T, N_YZ, H]", y, W["W_Q"])
     Q = all_gather("Q[B, T, N_YZ, H] -> Q[B, T, N_Y, H]", Q, at.mesh)  # on the critical path
@@ -40,7 +41,7 @@ def attention(W: dict, x: Tensor, at: Context, l: int) -> Tensor:
 
 
 def places(Q: Tensor, l: int, at: Context) -> tuple[Tensor, list[Tensor], Tensor]:
-    """This rank's places of the sequence: (Q[B, T, K_Y, G, H] / sqrt(H), [K, V][B, S_Z, K_Y, H], which are seen)."""
+    """Return (Q[B, T, K_Y, G, H] / sqrt(H), [K, V][B, S_Z, K_Y, H], visible) for this rank's places of the sequence."""
     slots, window = at.slots, at.config.windows[l]
     used = min(max(slots.extent.most - slots.first, 1), slots.size)
     found = slots.read(l, 0, used, Q.dtype)
