@@ -5,13 +5,13 @@ from contextlib import contextmanager
 
 import pytest
 
-from scaling.train import dry
+from scaling.train import programs
 
 
 @contextmanager
 def counted_once() -> Iterator[pytest.MonkeyPatch]:
     """While the block runs, a step of one rank of a mesh is counted once, whatever asks for it."""
-    known, count = {}, dry.count
+    known, count = {}, programs.count
 
     def counted(some, sizes, coord=None, backend="gloo", schedule=None, documents=True):
         key = some, tuple(sizes.items()), tuple((coord or {}).items()), backend, schedule, documents
@@ -20,5 +20,5 @@ def counted_once() -> Iterator[pytest.MonkeyPatch]:
         return known[key]
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(dry, "count", counted)
+        patch.setattr(programs, "count", counted)
         yield patch

@@ -87,6 +87,7 @@ NO_FIX = {  # where a sentence alone is enough: why
     "exercise/judge.py": "what an answer lacks; the answer itself is not told",
     "models/template_process.py": "why a template is not rendered; who asked for it says the fix",
     "schedules/simulator.py": "a schedule that cannot run is quoted by rank and step",
+    **dict.fromkeys(("trace/symbols.py", "train/programs.py", "train/structure.py"), "such a step is counted as it is"),
     "serve/requests.py": "the reason, in one line, in the answer to a client's request",
 }
 

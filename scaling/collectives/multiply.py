@@ -266,7 +266,8 @@ def einsum(
         raise
     if event is not None:
         trace.done(event)
-        event.memory, event.dtype = a.nbytes + (0 if b is None else b.nbytes) + result.nbytes, a.dtype
+        event.memory = a.nbytes, *(() if b is None else (b.nbytes,)), result.nbytes
+        event.dtype = a.dtype
     return result
 
 

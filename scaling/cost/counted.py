@@ -8,6 +8,7 @@ puts it on a chip: its FLOPs, its bytes through memory, and its collectives over
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from fractions import Fraction
 from typing import Any, NamedTuple
 
 from scaling.cost import lanes
@@ -101,7 +102,7 @@ class CountedStep:
         return found
 
 
-def weighted_sum(parts: Iterable[tuple[float, CountedStep]]) -> CountedStep:
+def weighted_sum(parts: Iterable[tuple[float | Fraction, CountedStep]]) -> CountedStep:
     """Return the sum of steps, each times its weight.
 
     Memory is linear only at a fixed line of a step. The line of the overall peak may change with the number of layers,
@@ -109,9 +110,13 @@ def weighted_sum(parts: Iterable[tuple[float, CountedStep]]) -> CountedStep:
     """
     parts = list(parts)
 
-    def calls(found: Iterable[tuple[float, Calls]]) -> Calls:
+    def total(found: Iterable[tuple[Any, float]]) -> float:
+        number = sum(times * one for times, one in found)
+        return int(number) if number == int(number) else float(number)
+
+    def calls(found: Iterable[tuple[Any, Calls]]) -> Calls:
         found = list(found)
-        return Calls(*(sum(times * one[i] for times, one in found) for i in range(3)))
+        return Calls(*(total((times, one[i]) for times, one in found) for i in range(3)))
 
     lines = dict.fromkeys(line for _, step in parts for line in step.lines)
     every = {line: calls((times, step.lines.get(line, NONE)) for times, step in parts) for line in lines}
@@ -120,9 +125,9 @@ def weighted_sum(parts: Iterable[tuple[float, CountedStep]]) -> CountedStep:
         for name in ("products", "reads", "attention", "plain", "curved")
     }
     for name in ("params", "state"):
-        work[name] = sum(times * getattr(step, name) for times, step in parts)
+        work[name] = total((times, getattr(step, name)) for times, step in parts)
     common = [line for line in parts[0][1].peaks if all(line in step.peaks for _, step in parts)]
-    peaks = {line: sum(times * step.peaks[line] for times, step in parts) for line in common}
+    peaks = {line: total((times, step.peaks[line]) for times, step in parts) for line in common}
     return CountedStep(**work, lines=every, peaks=peaks)
 
 

@@ -14,7 +14,6 @@ from scaling.spec import dtype_bytes
 
 REMAT = ("none", "matmuls", "block")
 POLICIES = ("none", "attention", "matmuls", "block")  # on a mesh
-CHUNK = 1 << 28  # bytes of the loss's float32 logits that are in memory at a time
 
 
 # --- Counting dots -----------------------------------------------------------------------------------------------

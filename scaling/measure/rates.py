@@ -24,8 +24,8 @@ from scaling.mesh import Mesh
 from scaling.models import pointwise
 from scaling.plan.transformer_step import transformer_step
 from scaling.trace.count import attention_flops
-from scaling.train import dry
 from scaling.train.settings import DTYPES, Settings
+from scaling.train.step_count import count
 
 PRODUCTS = (  # a layer's products, forward and backward, and the dims of their operands
     ("In[B, D] * W[D, F] -> Tmp[B, F]", "BD", "DF"),
@@ -114,7 +114,7 @@ def _call(mesh, repeats: int) -> float:
     They are measured on a Transformer's step that is so small that nothing else takes time.
     """
     own = [Mesh({"X": 1}, ranks=[rank]) for rank in range(mesh.size())][mesh.rank]
-    did = dry.count(SMALL, own.sizes, backend="abstract", documents=False)
+    did = count(SMALL, own.sizes, backend="abstract", documents=False)
     calls = did.products.number + did.attention.number + did.plain.number + did.curved.number
     return timed(transformer_step(SMALL, own), mesh, 3 * repeats, 2) / calls
 

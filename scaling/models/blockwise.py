@@ -68,9 +68,8 @@ def jvp(
 class KeyBlock(NamedTuple):
     """Queries at the positions `rows` and the block of keys at `columns` that they attend to.
 
-    `segments` is None or (of the queries [B, T], of the keys [B, S]): a query sees only keys of its segment. The
-    types `queries` and `keys` are for the trace. `tile` queries and keys are computed at a time, by matmuls; by default
-    TILE of them, by the device's kernel.
+    `segments` is None or (of the queries [B, T], of the keys [B, S]): a query sees only keys of its segment. `queries`
+    and `keys` are types for the trace. `tile` of them are computed at a time, by matmuls; by default TILE by a kernel.
     """
 
     rows: Ranges
@@ -91,9 +90,9 @@ class KeyBlock(NamedTuple):
         """Return the kernel: the CPU's flash attention, matmuls, or on the meta device the shapes of their results."""
         return shapes if device.type == "meta" else fused if device.type == "cpu" and not self.tile else written
 
-    def parts(self, ranges: Ranges) -> list[range]:
-        """Split the positions into parts of at most `tile` consecutive ones."""
-        tile = self.tile or TILE
+    def parts(self, ranges: Ranges, device: torch.device) -> list[range]:
+        """Split the positions into parts of at most `tile` consecutive ones, but not on the meta device."""
+        tile = self.tile or (max(map(len, ranges)) if device.type == "meta" else TILE)
         return [chunk[start : start + tile] for chunk in ranges for start in range(0, len(chunk), tile)]
 
     def tiles(self, device) -> Iterator[tuple[int, int, Tensor | str | None]]:
@@ -101,7 +100,7 @@ class KeyBlock(NamedTuple):
 
         On the meta device only the shapes matter, so each part occurs and not each pair of parts.
         """
-        rows, columns = self.parts(self.rows), self.parts(self.columns)
+        rows, columns = self.parts(self.rows, device), self.parts(self.columns, device)
         if device.type == "meta":
             for i in range(max(len(rows), len(columns))):
                 yield min(i, len(rows) - 1), min(i, len(columns) - 1), None
@@ -159,7 +158,8 @@ def _traced(line: str, Q: Tensor, block: KeyBlock, matmuls: int):
     names = re.findall(r"\w+", line)
     after, *before = (parse(name + (block.keys if "KV" in name else block.queries)) for name in names)
     flops = 2 * matmuls * Q.shape[0] * Q.shape[2] * Q.shape[3] * block.pairs
-    event = trace.record(trace.Event("Einsum", (), tuple(before), after, flops=flops, dtype=Q.dtype))
+    pairs = block.pairs, block.mask.window or 0
+    event = trace.record(trace.Event("Einsum", (), tuple(before), after, flops=flops, dtype=Q.dtype, pairs=pairs))
     yield
     trace.done(event)
 
@@ -169,7 +169,8 @@ def block_forward(Q: Tensor, KV: Tensor, block: KeyBlock) -> Attended | None:
     if not block.pairs:
         return None
     with _traced("O = Q * KV", Q, block, matmuls=2):
-        q, (k, v) = _in_parts(block.parts(block.rows), KV, Q)[0], _in_parts(block.parts(block.columns), KV, *KV)
+        q = _in_parts(block.parts(block.rows, Q.device), KV, Q)[0]
+        k, v = _in_parts(block.parts(block.columns, Q.device), KV, *KV)
         seen: list[Any] = [None] * len(q)
         for i, j, hidden in block.tiles(Q.device):
             tile = block.kernel(Q.device).forward(q[i], k[j], v[j], hidden, block.scale)
@@ -183,8 +184,8 @@ def block_backward(dO: Tensor, O: Tensor, lse: Tensor, Q: Tensor, KV: Tensor, bl
     if not block.pairs:
         return None, None
     with _traced("dQ = dO * KV", Q, block, matmuls=5):
-        dO, O, lse, q = _in_parts(block.parts(block.rows), KV, dO, O, lse, Q)
-        k, v = _in_parts(block.parts(block.columns), KV, *KV)
+        dO, O, lse, q = _in_parts(block.parts(block.rows, Q.device), KV, dO, O, lse, Q)
+        k, v = _in_parts(block.parts(block.columns, Q.device), KV, *KV)
         dq, dk, dv = [None] * len(q), [None] * len(k), [None] * len(k)
         for i, j, hidden in block.tiles(Q.device):
             tile = block.kernel(Q.device).backward(dO[i], q[i], k[j], v[j], O[i], lse[i], hidden, block.scale)
@@ -197,8 +198,8 @@ def block_jvp(tQ: Tensor, tKV: Tensor, lse: Tensor, Q: Tensor, KV: Tensor, block
     if not block.pairs:
         return None, None
     with _traced("tO = tQ * KV", Q, block, matmuls=5):
-        tq, denominators, q = _in_parts(block.parts(block.rows), KV, tQ, lse, Q)
-        tk, tv, k, v = _in_parts(block.parts(block.columns), KV, *tKV, *KV)
+        tq, denominators, q = _in_parts(block.parts(block.rows, Q.device), KV, tQ, lse, Q)
+        tk, tv, k, v = _in_parts(block.parts(block.columns, Q.device), KV, *tKV, *KV)
         A, m = [None] * len(q), [None] * len(q)
         for i, j, hidden in block.tiles(Q.device):
             tile = tangent(tq[i], q[i], denominators[i], tk[j], tv[j], k[j], v[j], hidden, block.scale)
@@ -206,16 +207,15 @@ def block_jvp(tQ: Tensor, tKV: Tensor, lse: Tensor, Q: Tensor, KV: Tensor, block
         return _joined(A, q), _joined(m, denominators)
 
 
-def _wide(dtype: torch.dtype) -> torch.dtype:
-    return torch.promote_types(dtype, torch.float32)
-
-
 def _in_parts(parts: Sequence[range], KV: Tensor, *arrays: Tensor) -> list[Any]:
     """[B, T, N(, H)] -> [B, K, G, T(, H)], float32 or wider, for each part of the positions.
 
     A KV head has G = N/K heads of queries, or G = 1 of keys.
     """
-    heads = (x.to(_wide(x.dtype)).unflatten(2, (KV.shape[3], -1)).movedim(1, 3).contiguous() for x in arrays)
+    heads = (
+        x.to(torch.promote_types(x.dtype, torch.float32)).unflatten(2, (KV.shape[3], -1)).movedim(1, 3).contiguous()
+        for x in arrays
+    )
     return [x.split(sizes(parts), 3) for x in heads]
 
 

@@ -15,11 +15,10 @@ from scaling import tree
 from scaling.collectives import all_reduce
 from scaling.collectives.checked import alike
 from scaling.common.arguments import check_within, flag, not_negative, whole
+from scaling.common.limits import LIMITS
 from scaling.optim.checks import check_reduced
 from scaling.optim.rules import Optimizer
 from scaling.spec import format_axes, mesh_sizes, parse
-
-ROW = 1024  # the number of squares that are summed in float32
 
 
 def chain(*parts) -> Optimizer:
@@ -70,7 +69,7 @@ def scaled_to(grads, norm: Tensor, max_norm: float, eps: float = 1e-6, donate: b
     return tree.map(lambda g: g.mul_(scale.to(g.dtype)) if donate else g * scale.to(g.dtype), grads)
 
 
-def global_norm(grads, specs, mesh) -> Tensor:
+def global_norm(grads, specs, mesh, row: int = LIMITS.row) -> Tensor:
     """Return the norm of the whole gradient, on every device, in float32 or float64.
 
     `specs` are the gradients' types: the squares of a sharded gradient are summed over its axes, replicas are counted
@@ -88,19 +87,19 @@ def global_norm(grads, specs, mesh) -> Tensor:
     dtype = torch.float64 if any(g.dtype == torch.float64 for g in tree.leaves(grads)) else torch.float32
     total = torch.zeros((), dtype=dtype, device=(tree.leaves(grads) or [torch.zeros(())])[0].device)
     for axes, part in parts.items():
-        square = torch.stack([sum_of_squares(g, dtype) for g in part]).sum().to(dtype)
+        square = torch.stack([sum_of_squares(g, dtype, row) for g in part]).sum().to(dtype)
         total = total + (all_reduce(f"Norm[] {{U_{axes}}} -> Norm[]", square, mesh) if axes else square)
     return total.sqrt()
 
 
-def sum_of_squares(x: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
+def sum_of_squares(x: Tensor, dtype: torch.dtype = torch.float32, row: int = LIMITS.row) -> Tensor:
     """Return the sum of x^2, a float64 scalar, of squares in `dtype`.
 
     It is summed row by row, because torch's vector_norm adds millions of float32 squares to a few running sums. That
     loses 0.1% if some squares are large, and another share on every mesh (as in `torch.nn.utils.clip_grad_norm_`).
     """
     flat = x.reshape(-1)
-    rows = flat[: len(flat) // ROW * ROW].view(-1, ROW)
+    rows = flat[: len(flat) // row * row].view(-1, row)
     rest = flat[rows.numel() :]
     squares = [torch.linalg.vector_norm(part, dim=-1, dtype=dtype).double().square().sum() for part in (rows, rest)]
     return squares[0] + squares[1]

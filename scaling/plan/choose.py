@@ -12,6 +12,7 @@ from dataclasses import dataclass, fields, replace
 
 from scaling.common import tables
 from scaling.cost.counted import CountedStep
+from scaling.cost.memory import ROOM
 from scaling.hardware import Chip
 from scaling.mesh import AbstractMesh
 from scaling.plan.candidates import plans, splits
@@ -23,6 +24,7 @@ from scaling.plan.transformer_step import StepForecast, predict_transformer
 from scaling.spec import ShardingError
 from scaling.spec.sizes import format_sizes
 from scaling.train import dry
+from scaling.train.programs import check_run
 from scaling.train.settings import Settings
 
 OFFERED = 6  # the meshes that are shown
@@ -133,7 +135,7 @@ def counted_choice(settings: Settings, sizes: dict, chip: Chip, backend: str, do
     Raises:
         ValueError: The run does not fit.
     """
-    room = dry.ROOM * chip.need("hbm_bytes")
+    room = ROOM * chip.need("hbm_bytes")
     if (counts := dry.fullest(settings, sizes, backend, room)).memory > room:
         smaller = replace(settings, microbatches=2 * settings.microbatches)
         if doubled and not uneven(smaller, sizes):
@@ -180,11 +182,10 @@ def mesh_of(layout: Layout) -> dict[str, int]:
 def uneven(settings: Settings, sizes: Mapping[str, int]) -> str:
     """Return why the run's arrays do not divide over a mesh, or ""; the planner's formulas round up instead."""
     try:
-        _, (tokens, *_) = dry.step_shapes(settings, AbstractMesh(sizes))
+        check_run(settings, sizes)
     except (ShardingError, ValueError) as error:
         return str(error).splitlines()[0]
-    rows = len(tokens)
-    return f"{rows} rows do not make {settings.microbatches} microbatches" if rows % settings.microbatches else ""
+    return ""
 
 
 def evaluated(

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from scaling.common.limits import LIMITS
 from scaling.cost.lanes import Amount
-from scaling.cost.transformer import CHUNK
 from scaling.plan.job import POLICIES, REDUCES, Job, Layout
 from scaling.plan.ledger import Compute, is_one, weight_elements, weight_ways
 from scaling.spec import dtype_bytes
@@ -138,7 +138,7 @@ def _loss(job: Job, c: Compute, l: Layout, sharded: Amount) -> Amount:
     if not job.work.ends[1]:
         return 0.0
     D, table = job.work.D, job.work.ends[1] / l.tensor
-    chunks = np.maximum(1, np.ceil(4 * c.tokens * table / D / CHUNK))
+    chunks = np.maximum(1, np.ceil(4 * c.tokens * table / D / LIMITS.chunk))
     logits = np.ceil(c.tokens / chunks) * table / D
     one = logits * job.act_bytes + np.maximum(4 * logits, job.act_bytes * table)
     more = table * (np.where(chunks > 1, 4, 0) * (job.act_bytes < 4) + np.where(sharded, job.act_bytes, 0))

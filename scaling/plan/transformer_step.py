@@ -12,9 +12,10 @@ from scaling.hardware import Chip
 from scaling.mesh import AbstractMesh
 from scaling.plan import report
 from scaling.train import dry
-from scaling.train.dry import local_shape
+from scaling.train.programs import step_by_symbols
 from scaling.train.settings import Settings, optimizer_of
 from scaling.train.step import begin_state, drawn_params, make_step
+from scaling.train.step_count import local_shape
 
 
 @dataclass(frozen=True)
@@ -47,7 +48,7 @@ def predict_transformer(
     def did(z: int, microbatches: int) -> CountedStep:
         rows = settings.batch // M  # as many in each microbatch
         some = replace(settings, batch=rows * microbatches, microbatches=microbatches)
-        return dry.counted(some, sizes, dry.busiest(sizes, z), "abstract", documents=False, memory=False)
+        return step_by_symbols(some, sizes, dry.busiest(sizes, z), "abstract", documents=False, memory=False)
 
     def priced(step: CountedStep, on: Chip = chip) -> Prediction:
         return price(step, sizes, on, settings.dtype, shape)

@@ -161,7 +161,7 @@ def runs_of(events: Iterable[trace.Event], ahead: float = 0.0) -> list[LineRun]:
         before = event.before if isinstance(event.before, tuple) else (event.before,)
         found.append(LineRun(
             str(event), event.op, event.axes, called, end, held, " * ".join(map(str, before)), str(event.after),
-            None, event.nbytes or event.memory, event.wire_bytes, event.flops,
+            None, event.nbytes or sum(event.memory), event.wire_bytes, event.flops,
             str(event.dtype or "").removeprefix("torch."), event.key, group,
             tuple(group[i] for i in event.peers) if group else (), event.async_op,
         ))  # fmt: skip

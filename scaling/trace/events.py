@@ -43,7 +43,8 @@ class Event:
         waited: When the wait for an asynchronous event began.
         group: The process group's name.
         peers: The ranks, by their index in the group, without which this rank cannot go on; () means all of them.
-        memory: The bytes of the operands and the result of an Einsum.
+        memory: The bytes of each operand and of the result of an Einsum.
+        pairs: Of a block of attention: the scores per head, and the mask's window or 0.
         dtype: The operand's dtype.
         key: A key that tells operands apart.
     """
@@ -63,7 +64,8 @@ class Event:
     waited: float = 0.0
     group: str = ""
     peers: tuple[int, ...] = ()
-    memory: int = 0
+    memory: tuple[int, ...] = ()
+    pairs: tuple[int, int] = (0, 0)
     dtype: Any = None
     key: tuple[int, ...] = ()
 

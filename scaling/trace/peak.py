@@ -44,6 +44,9 @@ class PeakMemory:
         self.now += nbytes
         self.peak = max(self.peak, self.now)
 
+    def ended(self) -> None:
+        """Note that an operation has ended."""
+
     def peaks_by_line(self) -> dict[str, int]:
         """Return the peak bytes between each line and the next one, over all times that it ran.
 
@@ -147,13 +150,13 @@ class _Watch(TorchDispatchMode):
 
 
 @contextmanager
-def peak_memory(saw: Callable | None = None) -> Iterator[PeakMemory]:
+def peak_memory(saw: Callable | None = None, memory: PeakMemory | None = None) -> Iterator[PeakMemory]:
     """Count the bytes that are alive while the block runs; afterwards the counts no longer change.
 
     Each operation calls `saw(operation, args, given, made)`, if given, with the tensors that the operation took and
-    the tensors that it made.
+    the tensors that it made. The bytes are counted in `memory`, if given, else in a new record.
     """
-    memory = PeakMemory()
+    memory = memory or PeakMemory()
     with trace.trace() as memory.log:
         watch = _Watch(memory, saw)
         with watch:

@@ -8,6 +8,7 @@ import torch
 
 from scaling import optim, tree
 from scaling.collectives import all_gather, shard, wait
+from scaling.common.limits import LIMITS, Limits
 from scaling.configs import Config
 from scaling.models import adapters, hf
 from scaling.models import transformer as model
@@ -110,10 +111,10 @@ def begin_state(settings: Settings, mesh, optimizer: optim.Optimizer, params) ->
     return optimizer.init(Updated(settings, mesh).shards(params))
 
 
-def gradients(settings: Settings, mesh, schedule=None, frozen: dict | None = None) -> Callable:
+def gradients(settings: Settings, mesh, schedule=None, frozen: dict | None = None, limits: Limits = LIMITS) -> Callable:
     """Return f(params, (tokens, targets, segments), step, scale) -> (loss, gradients, their norm).
 
-    `frozen`: the params that have no gradients.
+    `frozen`: the params that have no gradients; `limits`: as in StepOptions.
     """
     config, zero, types = settings.model, settings.zero, trained_types(settings, mesh, schedule)
     sums, others = torch.promote_types(DTYPES[settings.dtype], torch.float32), frozen or {}
@@ -124,8 +125,9 @@ def gradients(settings: Settings, mesh, schedule=None, frozen: dict | None = Non
             others | params, inputs, targets, config, mesh, segments=segments, microbatches=settings.microbatches,
             remat=settings.remat, keep_weights=settings.keep_weights, seed=at_step(settings.seed, step), sums=sums,
             scale=scale, zero=zero, schedule=schedule, lora=settings.adapters, precision=settings.precision,
+            limits=limits,
         )  # fmt: skip
-        return loss, grads, optim.global_norm(grads, types, mesh)
+        return loss, grads, optim.global_norm(grads, types, mesh, limits.row)
 
     return f
 

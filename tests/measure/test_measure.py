@@ -17,8 +17,8 @@ from scaling.measure import command, network, rates
 from scaling.measure.command import Check, check_steps, median_error, table, tau
 from scaling.plan.choose import choices
 from scaling.plan.transformer_step import predict_transformer
-from scaling.train import dry
 from scaling.train.settings import Settings
+from scaling.train.step_count import count
 
 approx = pytest.approx
 OPS = ("AllGather", "ReduceScatter", "AllReduce", "AllToAll", "CollectivePermute")
@@ -92,7 +92,7 @@ def test_a_step_s_price_is_what_its_calls_take():
 
 
 def test_a_transformer_is_counted_whole():
-    did, on = (dry.count(TINY, sizes, documents=False) for sizes in ({"X": 1}, {"Y": 2}))
+    did, on = (count(TINY, sizes, documents=False) for sizes in ({"X": 1}, {"Y": 2}))
     config, tokens = TINY.model, 8 * 64
     heads = 2 * config.D * config.N * config.H + 2 * config.D * config.K * config.H
     matmuls = config.L * (heads + 3 * config.D * config.F) + config.D * config.V

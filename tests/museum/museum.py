@@ -159,9 +159,9 @@ BUGS = (
     Bug("squares of millions of elements added up one by one in float32",
         "pytorch/pytorch#68326 pytorch/pytorch#151761",
         "the norm is 0.1% too small, by another share on every mesh, and so is what gradients are clipped by",
-        "scaling/optim/clipping.py",
+        "scaling/common/limits.py",
         fails="tests/optim/test_optim.py::test_the_norm_of_a_large_leaf_is_the_same_however_it_is_split", edits={
-            "ROW = 1024": "ROW = 1 << 40"}),
+            "row: int = 1024": "row: int = 1 << 40"}),
     Bug("experts chosen again where a layer is computed again", "pytorch/torchtitan#3336 pytorch/torchtitan#1117",
         "of scores that almost tie another one wins: the counts no longer fit, or gradients are of another routing",
         "scaling/models/moe.py",

@@ -7,6 +7,7 @@ import pytest
 
 from scaling.configs import get
 from scaling.cost.counted import Calls
+from scaling.cost.memory import ROOM
 from scaling.hardware import Chip, Measured, chip
 from scaling.measure.command import toml
 from scaling.plan import __main__ as plan
@@ -15,7 +16,9 @@ from scaling.plan.report import size
 from scaling.plan.transformer_step import cost_table, predict_transformer
 from scaling.spec.sizes import parse_mesh
 from scaling.train import command, dry
+from scaling.train.programs import step_by_symbols
 from scaling.train.settings import Settings
+from scaling.train.step_count import count
 
 SOME = Settings(get("tiny").with_(L=1, D=32, F=64, H=8, N=4, K=2), "", "", 4, 16)
 OPS = ("AllGather", "ReduceScatter", "AllReduce", "AllToAll", "CollectivePermute")
@@ -45,14 +48,14 @@ def test_the_fastest_is_taken_of_all_that_suit():
         assert one.seconds == predict_transformer(SOME, one.sizes, machine()).seconds
         assert one.memory == dry.fullest(SOME, one.sizes).memory
     few, refused = choose.choices(SOME, 2, machine(latency=1.0))
-    calls = {c.name: dry.count(SOME, c.sizes).collectives for c in few}
+    calls = {c.name: count(SOME, c.sizes).collectives for c in few}
     assert calls[few[0].name] == min(calls.values()) < calls["Y=2"]
     text = choose.table(few, refused)
     assert text.splitlines()[2].startswith(few[0].name)
     assert "it saves most in collectives" in text
     assert "4 meshes were compared, 1 do not suit, such as\n  Z=2: " in text
     held = sorted(c.memory for c in few)
-    left, refused = choose.choices(SOME, 2, machine(memory=held[1] / dry.ROOM))
+    left, refused = choose.choices(SOME, 2, machine(memory=held[1] / ROOM))
     assert sorted(c.memory for c in left) == held[:2]
     assert sum("a rank needs" in why for why in refused) == 2
 
@@ -78,7 +81,7 @@ def test_on_a_chip_of_the_catalogue_what_is_fastest_by_formula_is_counted():
     assert refused == ["X=4, Y=2: a rank needs 6.81 GB"]
     assert [one.sizes for one in found] == [{"X": 2, "Y": 4}, {"Y": 8}]
     for one in found:
-        assert one.memory == dry.count(some, one.sizes).memory < dry.ROOM * 7e9
+        assert one.memory == count(some, one.sizes).memory < ROOM * 7e9
     fourteen = replace(some, batch=14)
     assert [*choose.planned(fourteen, 7, chip("h100"), refused)] == [({"P": 7}, fourteen)]  # 7 divides no dim
     assert any(why.startswith("X=7: ") for why in refused)
@@ -103,10 +106,10 @@ COUNTED = [  # a model, its layers, a mesh, the rank's stage; microbatches, of s
 def test_a_few_layers_and_microbatches_say_what_all_take(model, L, mesh, z, M, sequences, remat, zero, schedule):
     some = Settings(model.with_(L=L), "", "", sequences, 1024, microbatches=M, dtype="bf16", remat=remat, zero=zero)
     given = some, parse_mesh(mesh), {"Z": z} if z else None, "gloo", schedule
-    few, whole = dry.counted(*given), dry.count(*given)
+    few, whole = step_by_symbols(*given), count(*given)
     assert replace(few, peaks={}) == replace(whole, peaks={})
     assert few.memory == pytest.approx(whole.memory, rel=1e-3)
-    assert dry.counted(*given, memory=False).lines == whole.lines
+    assert step_by_symbols(*given, memory=False).lines == whole.lines
     for axes, calls in whole.by_axes().items():
         of_axes = [each for line, each in whole.lines.items() if "".join(line.axes) == axes]
         assert calls == Calls(*map(sum, zip(*of_axes, strict=True)))
@@ -115,7 +118,7 @@ def test_a_few_layers_and_microbatches_say_what_all_take(model, L, mesh, z, M, s
 def test_the_lines_that_a_plan_explains_are_those_of_the_dry_run():
     some, sizes = replace(SOME, dtype="bf16"), {"X": 2, "Y": 2}
     part = predict_transformer(some, sizes, chip("h100")).fullest
-    lines = dry.count(some, sizes, backend="abstract", documents=False).lines
+    lines = count(some, sizes, backend="abstract", documents=False).lines
     assert {line.kind: line.calls for line in part.lines} == lines
     head, _, *rows = cost_table(part).splitlines()
     assert [*head.split()[:2], head.split()[-1]] == ["line", "over", "ms"]
@@ -137,7 +140,7 @@ def test_a_plan_is_the_dry_run_of_the_command_that_it_prints(tmp_path, capsys):
     assert command.main([*run, "--dry-run"]) == 0
     again = capsys.readouterr().out
     assert said.endswith(again)
-    counted = dry.count(SOME, parse_mesh(run[run.index("--mesh") + 1]), backend="abstract")
+    counted = count(SOME, parse_mesh(run[run.index("--mesh") + 1]), backend="abstract")
     assert f"{counted.sent:,} bytes" in again
     assert f"{counted.memory:,} bytes" in again
     assert command.main([*given, "--mesh", "X=5", "--plan", "--chip", str(on)]) == 1

@@ -111,7 +111,7 @@ def test_tiles_and_kernels(monkeypatch):
     test_equal_to_dense(Mesh({"C": 1}), cases)
     monkeypatch.setattr(blockwise.KeyBlock, "kernel", lambda self, device: tiles.written)
     test_equal_to_dense(Mesh({"C": 1}), cases)
-    parts = blockwise.KeyBlock((), (), tiles.Mask(), 1.0).parts((range(4), range(40, 48)))
+    parts = blockwise.KeyBlock((), (), tiles.Mask(), 1.0).parts((range(4), range(40, 48)), torch.device("cpu"))
     assert parts == [range(4), range(40, 45), range(45, 48)]
 
 

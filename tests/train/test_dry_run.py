@@ -8,8 +8,9 @@ from torch.utils.flop_counter import flop_registry
 
 from scaling.configs import Latent, get
 from scaling.trace.count import Between
-from scaling.train import dry
+from scaling.train import dry, step_count
 from scaling.train.settings import Settings
+from scaling.train.step_count import count
 
 DENSE = get("tiny").with_(L=2, D=16, F=32, H=8, N=4, K=2, V=64)
 EXPERTS = DENSE.with_(E=4, k=2)
@@ -46,9 +47,9 @@ class BothCounts(Between):
 @pytest.mark.parametrize("kind", KINDS)
 def test_products_are_those_of_torch_s_counter(kind, monkeypatch):
     model, sizes, remat = KINDS[kind]
-    monkeypatch.setattr(dry, "Between", BothCounts)
+    monkeypatch.setattr(step_count, "Between", BothCounts)
     BothCounts.of_torch = 0
-    counted = dry.count(settings_of(model, remat), sizes, backend="abstract")
+    counted = count(settings_of(model, remat), sizes, backend="abstract")
     assert counted.products.amount == BothCounts.of_torch > 0
 
 
@@ -56,7 +57,7 @@ def test_products_are_those_of_torch_s_counter(kind, monkeypatch):
 def test_attention_is_counted_as_a_kernel_and_as_a_ring(sizes, pairs):
     """The scores of causal pairs, of which the ring counts the diagonal whole, in 2 products forward and 5 backward."""
     settings = settings_of(DENSE)
-    ranks = [dry.count(settings, sizes, {axis: i}, documents=False) for axis, n in sizes.items() for i in range(n)]
+    ranks = [count(settings, sizes, {axis: i}, documents=False) for axis, n in sizes.items() for i in range(n)]
     one = 2 * settings.batch * DENSE.L * DENSE.N * DENSE.H * pairs
     assert sum(rank.attention.amount for rank in ranks) == (2 + 5) * one
     assert all(rank.flops == rank.products.amount + rank.attention.amount for rank in ranks)
@@ -69,7 +70,7 @@ def test_attention_is_counted_as_a_kernel_and_as_a_ring(sizes, pairs):
 def test_the_rank_that_is_shown_sends_and_holds_most_and_only_then_each_does_so(model, sizes):
     settings = replace(settings_of(model), seq=32)
     coords = [dict(zip(sizes, at, strict=True)) for at in product(*map(range, sizes.values()))]
-    ranks, shown = [dry.count(settings, sizes, coord) for coord in coords], dry.fullest(settings, sizes)
+    ranks, shown = [count(settings, sizes, coord) for coord in coords], dry.fullest(settings, sizes)
     for of in (lambda rank: rank.memory, lambda rank: rank.sent, lambda rank: rank.attention.amount):
         assert of(shown) == max(map(of, ranks))
     assert all(rank == shown for rank in ranks) == ("\neach of" in "\n" + dry.table(shown, sizes))

@@ -17,6 +17,7 @@ from runs import ONE
 from scaling import serve, tree
 from scaling.book.largest import largest
 from scaling.configs import get
+from scaling.cost.memory import ROOM
 from scaling.mesh import AbstractMesh
 from scaling.models import transformer as model
 from scaling.strategies import transformer
@@ -29,6 +30,7 @@ from scaling.train.batches import Batches
 from scaling.train.corpus import Corpus
 from scaling.train.settings import DTYPES, Settings, optimizer_of
 from scaling.train.step import begin_state, drawn_params, gradients, make_step
+from scaling.train.step_count import count
 
 MODEL = get("tiny").with_(L=2, D=32, F=64, H=8, N=4, K=2)
 EXPERTS = MODEL.with_(E=4, k=2, aux_coef=0.01)
@@ -79,7 +81,7 @@ def trained(mesh, settings):
         if "scale" in state:
             scales.append((metrics["scale"], state["scale"].item(), int(state["step"])))
     most = min(peaks[-2:])  # a message's buffer may live a little longer while the machine is busy
-    did = counted_step(memory.log.events, between.calls)
+    did = counted_step(memory.log.events, between)
     taken = *held, did.collectives, most, did.sent, did.flops
     whole = transformer.unshard(state.get("master", params), settings.model, mesh, zero=settings.zero)
     return taken, scales, losses, whole
@@ -99,7 +101,7 @@ def test_the_dry_run_is_the_run_and_the_run_is_one_device_s(ranks, config, sizes
     settings = Settings(config, "", "", 8, 32, lr=3e-3, warmup=1, **options)
     peaks, said, computed, found = [], [], [], ranks(trained, sizes, settings)
     for rank, ((*held, most, sent, flops), *_) in enumerate(found):
-        wanted = dry.count(settings, sizes, AbstractMesh(sizes).coord_of(rank))
+        wanted = count(settings, sizes, AbstractMesh(sizes).coord_of(rank))
         assert held == [wanted.params, wanted.state, wanted.collectives]
         computed.append((flops, wanted.flops))
         if not config.moe:  # with experts a rank's rows follow the routing
@@ -126,7 +128,7 @@ def test_the_dry_run_is_the_run_and_the_run_is_one_device_s(ranks, config, sizes
 def test_too_large_a_batch_is_refused_with_the_largest_that_fits():
     of_batch = partial(Settings, MODEL.with_(L=1), "", "", seq=64)
     settings, sizes = of_batch(batch=40), {"P": 2, "X": 2}  # half of 20 does not divide over both axes
-    limit = dry.count(of_batch(batch=12), sizes).memory / dry.ROOM
+    limit = count(of_batch(batch=12), sizes).memory / ROOM
     with pytest.raises(ValueError, match=r"a rank needs 0.0\d GB.*\n  fix: --batch 8;"):
         dry.refuse_too_large(settings, sizes, limit)
     dry.refuse_too_large(of_batch(batch=8), sizes, limit)
@@ -140,8 +142,8 @@ def test_a_step_of_8b_holds_neither_all_logits_nor_its_tables_to_the_end():
     table of the vocabulary, its gradient and the buffers of gloo's ReduceScatter take 1.05 GB each, and the sum of the
     chunks' gradients, in float32, 2.1 GB while the loss is made. Four layers add 0.14 GB."""
     settings = Settings(get("llama3-8b").with_(L=4), "", "", batch=32, seq=4096, dtype="bf16", remat="block")
-    assert dry.count(settings, {"X": 32}, backend="abstract").step < 4.7e9
-    assert dry.count(settings, {"X": 32}, backend="gloo").step < 8.4e9
+    assert count(settings, {"X": 32}, backend="abstract").step < 4.7e9
+    assert count(settings, {"X": 32}, backend="gloo").step < 8.4e9
 
 
 @pytest.mark.parametrize(("config", "sizes", "microbatches"), [

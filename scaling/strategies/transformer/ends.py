@@ -17,9 +17,9 @@ from torch import Tensor
 from scaling.collectives import all_gather, all_reduce, einsum, masked, reduce_scatter
 from scaling.collectives.calls import zeroed
 from scaling.common.arguments import not_negative, positive
+from scaling.common.limits import LIMITS
 from scaling.common.torch_private import in_transform
 from scaling.configs import Config
-from scaling.cost.transformer import CHUNK
 from scaling.models.inputs import check_range, check_weights
 from scaling.models.layer import scale_by
 from scaling.models.norms import normed, normed_backward
@@ -67,6 +67,7 @@ def head(
     mesh,
     gradients: bool = True,
     frozen: bool = False,
+    chunk_bytes: int = LIMITS.chunk,
 ) -> tuple[Tensor, Any, dict[str, Tensor]]:
     """x[B_PXE, T_CY, D] -> (Loss[] {U_PXECY}, dx[B_PXE, T_CY, D], dW): the sum of this rank's tokens' losses times
     their weights, and its gradients, unless they are not wanted; of `frozen` weights dx alone.
@@ -77,7 +78,7 @@ def head(
     table = "unembed" if "unembed" in W else "embed"
     y, r = normed(W, "norm", x, config)
     y = all_gather("y[B_PXE, T_CY, D] -> y[B_PXE, T_C, D]", y, mesh)  # on the critical path
-    given = W[table], targets, weights, terms, table == "embed", mesh, CHUNK, gradients
+    given = W[table], targets, weights, terms, table == "embed", mesh, chunk_bytes, gradients
     loss, dy, dU = chunked_loss(y, *given, frozen=frozen)
     if dy is None:
         return loss, None, {}
@@ -95,7 +96,7 @@ def token_logprobs(W: dict, x: Tensor, targets: Tensor, config: Config, mesh) ->
     y, _ = normed(W, "norm", x, config)
     y = all_gather("y[B_PXE, T_CY, D] -> y[B_PXE, T_C, D]", y, mesh)
     rows, found = y.flatten(0, 1), []
-    size = max(1, CHUNK // (4 * W[table].shape[table == "unembed"]))
+    size = max(1, LIMITS.chunk // (4 * W[table].shape[table == "unembed"]))
     for some, ids in zip(rows.split(size), targets.flatten().split(size), strict=True):
         one = torch.ones(len(ids), dtype=rows.dtype, device=rows.device)
         found.append(chunk_loss(some, W[table], ids, one, terms, table == "embed", mesh, False)[0])
@@ -115,7 +116,7 @@ def loss(
     ignore_index: int = -100,
     label_smoothing: float = 0.0,
     z_loss: float = 0.0,
-    chunk_bytes: int = CHUNK,
+    chunk_bytes: int = LIMITS.chunk,
 ) -> Tensor:
     """hidden[B_PXE, T_C, D], targets[B_PXE, T_C], weights[B_PXE, T_C] -> Loss[] {U_PXECY}
 

@@ -29,7 +29,6 @@ from scaling.strategies.transformer.lora import adapted
 from scaling.strategies.transformer.step import LeafLines, TrainStep, types_of_stack
 
 SIZE = attrgetter("shape", "dtype")
-SMALL = 2 << 20  # bytes of a layer's shards on a rank that travel in one message
 
 
 class LocalBatch(NamedTuple):
@@ -110,18 +109,19 @@ class Packed:
         return leaves
 
 
-def packed_leaves(W: Sequence[Tensor], lines: Sequence[LeafLines], mesh) -> dict[int, int]:
+def packed_leaves(W: Sequence[Tensor], lines: Sequence[LeafLines], mesh, small: int) -> dict[int, int]:
     """Return {index of a leaf: the dim that X splits} of a layer's shards W that are better sent in one message, or {}.
 
-    These are small ones whose gradients are unreduced over the same axes. Computed once per mesh.
+    These are those of a layer whose shards have at most `small` bytes, if their gradients are unreduced over the same
+    axes. Computed once per mesh.
     """
     if torch.compiler.is_compiling():
         return {}
-    key = ("packed leaves", *lines, *map(SIZE, W))
+    key = ("packed leaves", small, *lines, *map(SIZE, W))
     if key not in mesh.lines:
         dims = {i: leaf.dim for i, leaf in enumerate(lines) if leaf.dim >= 0}
         unreduced = {parse(lines[i].scatter.split(" -> ")[0]).unreduced for i in dims}
-        mesh.lines[key] = dims if len(unreduced) == 1 and sum(W[i].nbytes for i in dims) <= SMALL else {}
+        mesh.lines[key] = dims if len(unreduced) == 1 and sum(W[i].nbytes for i in dims) <= small else {}
     return mesh.lines[key]
 
 
@@ -162,7 +162,8 @@ class LayerStack:
         dense = step.config.dense_layers if stack == "layers" else 0
         self.first = first + dense
         self.below = LayerStack(step, params, "dense", late=late) if dense and first == 0 else None
-        dims = packed_leaves(layers[0], self.lines, step.mesh)
+        small = step.options.limits.small
+        dims = packed_leaves(layers[0], self.lines, step.mesh, small)
         gather = partial(gather_packed, dims=dims) if dims else partial(gather_leaves, lines=self.lines)
         paths = optree.tree_paths(held)
         self.trained: Any = self.structure
@@ -172,7 +173,7 @@ class LayerStack:
             trained = [i for i, path in enumerate(paths) if path[0] == "lora"]
             self.trained, names = optree.tree_structure(held["lora"]), [paths[i][-2] for i in trained]
             self.lines = [self.lines[i] for i in trained]
-            dims = packed_leaves([layers[0][i] for i in trained], self.lines, step.mesh)
+            dims = packed_leaves([layers[0][i] for i in trained], self.lines, step.mesh, small)
         elif not any(map(attrgetter("gather"), self.lines)):
             gather = None  # every rank along X has whole layers
         gather_back = None
@@ -254,7 +255,9 @@ def run_all_layers(step: TrainStep, params: dict, batch: LocalBatch) -> tuple[Te
         if last and not config.tied:
             del ends["embed"]
         x, extra, kept = layers.forward(x, at)
-        loss, dx, dW = head(ends, x, targets, weights, step.terms, config, mesh, frozen=lora)
+        loss, dx, dW = head(
+            ends, x, targets, weights, step.terms, config, mesh, frozen=lora, chunk_bytes=step.options.limits.chunk
+        )
         losses.append(loss + extra * (scale / M))
         add_by_name(dends, dW, step.sums)
         del x, dW

@@ -88,7 +88,8 @@ def run_stages(step: TrainStep, params: dict, batch: LocalBatch) -> tuple[Tensor
     rows = torch.arange(len(tokens), device=tokens.device)
 
     def loss_of(ends, x, some):
-        loss, dx, dW = head(ends, x, targets[some], weights[some], step.terms, config, mesh)
+        chunk = step.options.limits.chunk
+        loss, dx, dW = head(ends, x, targets[some], weights[some], step.terms, config, mesh, chunk_bytes=chunk)
         return loss, dW, dx
 
     last = {name: W for name, W in ends.items() if name != "embed" or config.tied}

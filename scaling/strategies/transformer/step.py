@@ -19,6 +19,7 @@ from torch import Tensor
 from scaling import tree
 from scaling.collectives.checked import spoken
 from scaling.common.arguments import not_negative, one_of, positive, whole
+from scaling.common.limits import LIMITS, Limits
 from scaling.configs import Config
 from scaling.mesh import Group
 from scaling.models.inputs import check_ids, check_segments, check_weights
@@ -57,6 +58,7 @@ class StepOptions:
         precision: The recipe of `scaling.scaled.RECIPES` by which the layers' products are scaled, or "".
         mean: Whether the loss is divided by the sum of the weights. Else it is sum(w ce), and w may have either sign.
         lora: The adapters in params["lora"]; only they have gradients, {"lora": ...}.
+        limits: The sizes from which the step's code does something else.
     """
 
     microbatches: int = 1
@@ -73,6 +75,7 @@ class StepOptions:
     lora: "Lora | None" = None
     mean: bool = True
     precision: str = ""
+    limits: Limits = LIMITS
 
 
 class LeafLines(NamedTuple):

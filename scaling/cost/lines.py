@@ -1,0 +1,160 @@
+"""A step as symbols: polynomials of the sizes, which answer for every size of the model, the batch and the mesh.
+
+A step that runs on an abstract mesh at sizes that are primes (`scaling.trace.symbols`) shows in each of its numbers
+which sizes it is a product of. So one run of a step's own code gives a `StepProgram`: its FLOPs, the bytes of its lines
+and the bytes that are alive after each of its operations, all as polynomials. `StepProgram.at` evaluates them.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from fractions import Fraction
+from math import prod
+from typing import Any
+
+import numpy as np
+
+from scaling.algebra.steps import sent_share
+from scaling.cost.counted import Calls, CountedStep
+
+Monomial = tuple[tuple[str, int], ...]  # the exponent of each symbol
+WORK = "products", "reads", "attention", "plain", "curved"
+
+
+@dataclass(frozen=True)
+class Polynomial:
+    """A sum of monomials, each with its coefficient."""
+
+    terms: Mapping[Monomial, Fraction]
+
+    def __mul__(self, times: int) -> "Polynomial":
+        return Polynomial({monomial: times * n for monomial, n in self.terms.items()})
+
+    def __add__(self, other: "Polynomial | float") -> "Polynomial":
+        if not isinstance(other, Polynomial):
+            assert not other, "only 0 and polynomials are added"
+            return self
+        terms = dict(self.terms)
+        for monomial, coefficient in other.terms.items():
+            terms[monomial] = terms.get(monomial, Fraction(0)) + coefficient
+        return Polynomial(terms)
+
+    __radd__ = __add__
+
+    @property
+    def single(self) -> tuple[Monomial, Fraction]:
+        """The only monomial and its coefficient."""
+        ((monomial, coefficient),) = self.terms.items()
+        return monomial, coefficient
+
+
+@dataclass(frozen=True)
+class Shares:
+    """The V of collectives of one kind, each with how often it occurs; a rank sends a share of each, in whole bytes."""
+
+    terms: Mapping[tuple[Monomial, Fraction], float]
+
+    def __add__(self, other: "Shares | float") -> "Shares":
+        if not isinstance(other, Shares):
+            assert not other, "only 0 and shares are added"
+            return self
+        return Shares({V: self.terms.get(V, 0) + other.terms.get(V, 0) for V in [*self.terms, *other.terms]})
+
+    __radd__ = __add__
+
+
+class Monomials:
+    """The value of each monomial at sizes by symbol, which are numbers or columns of numbers; each is computed once."""
+
+    def __init__(self, sizes: Mapping[str, Any]):
+        self.sizes = {name: Fraction(n) if np.ndim(n) == 0 else np.asarray(n, float) for name, n in sizes.items()}
+        self.known: dict[Monomial, Any] = {}
+
+    def of(self, monomial: Monomial) -> Any:
+        """Return the value of a monomial: exact for numbers, floats for columns."""
+        if monomial not in self.known:
+            self.known[monomial] = prod((self.sizes[name] ** power for name, power in monomial), start=Fraction(1))
+        return self.known[monomial]
+
+    def value(self, polynomial: "Polynomial | float") -> Any:
+        """Return the value of a polynomial; of numbers an int, if it is one."""
+        if not isinstance(polynomial, Polynomial):
+            return polynomial
+        columns = any(isinstance(self.of(monomial), np.ndarray) for monomial in polynomial.terms)
+        kind = float if columns else Fraction
+        found: Any = sum(kind(n) * self.of(monomial) for monomial, n in polynomial.terms.items())
+        return found if columns else int(found) if Fraction(found).denominator == 1 else float(found)
+
+
+@dataclass(frozen=True)
+class LiveBytes:
+    """The bytes that are alive after each operation that follows one line: a row each, a column for each monomial.
+
+    Rows that are nowhere above another one are left out.
+    """
+
+    monomials: tuple[Monomial, ...]
+    rows: np.ndarray
+
+    @staticmethod
+    def of(monomials: Sequence[Monomial], rows: Sequence[Sequence[float]]) -> "LiveBytes":
+        """Return rows, of which later ones may have more columns, as a matrix without those that others cover."""
+        matrix = np.zeros((len(rows), len(monomials)))
+        for i, row in enumerate(rows):
+            matrix[i, : len(row)] = row
+        matrix = np.unique(matrix, axis=0)
+        kept = np.empty((0, len(monomials)))
+        for row in matrix[np.argsort(-matrix.sum(1), kind="stable")]:
+            if not (kept >= row).all(1).any():
+                kept = np.vstack([kept, row])
+        used = [i for i in range(len(monomials)) if kept[:, i].any()]
+        return LiveBytes(tuple(monomials[i] for i in used), kept[:, used])
+
+    def most(self, sizes: Monomials) -> Any:
+        """Return the most bytes of any row."""
+        values = [sizes.of(monomial) for monomial in self.monomials]
+        found = self.rows @ np.array(np.broadcast_arrays(*(np.asarray(value, float) for value in values)))
+        return found.max(0) if found.ndim > 1 else round(found.max())
+
+
+@dataclass(frozen=True)
+class StepProgram:
+    """A step of one structure: its work and its lines as polynomials, and the bytes that are alive after each line."""
+
+    step: CountedStep
+    live: Mapping[str, LiveBytes]
+
+    def at(self, sizes: Mapping[str, Any], groups: Mapping[str, Any], held: Mapping[str, Any], fixed: str) -> Any:
+        """Return the CountedStep at these sizes.
+
+        Args:
+            sizes: The value of each symbol, a number or a column.
+            groups: The sizes of the mesh's axes.
+            fixed: The axes that are no symbols, of whose lines the bytes sent were traced.
+            held: Symbols whose value is another one where bytes that are alive are counted.
+        """
+        at = Monomials(sizes)
+        lines = {}
+        for kind, calls in self.step.lines.items():
+            n = prod(groups.get(axis, 1) for axis in kind.axes)
+            over, under = (1, 1) if {*kind.axes} <= {*fixed} else share_of_sent(kind.op, n)
+            terms: Mapping = calls.sent.terms  # type: ignore[union-attr]
+            each = [(n, coefficient * at.of(monomial)) for (monomial, coefficient), n in terms.items()]
+            lines[kind] = Calls(calls.number, at.value(calls.amount), sum(n * (V * over // under) for n, V in each))
+        work: dict[str, Any] = {name: _at(getattr(self.step, name), at) for name in WORK}
+        params, state = at.value(self.step.params), at.value(self.step.state)
+        alive = Monomials({**sizes, **held}) if held else at
+        peaks = {line: live.most(alive) - params for line, live in self.live.items()}
+        return replace(self.step, **work, lines=lines, params=params, state=state, peaks=peaks)
+
+
+def _at(calls: Calls, sizes: Monomials) -> Calls:
+    return Calls(calls.number, sizes.value(calls.amount))
+
+
+def share_of_sent(op: str, n: Any) -> tuple[Any, Any]:
+    """Return the share of V that each of n ranks sends, as (numerator, denominator)."""
+    if op in ("AllGather", "Gather"):
+        return n - 1, n
+    if op == "AllToAll":
+        return n - 1, n * n
+    return (1, 1) if op == "Send" else sent_share(op, n)

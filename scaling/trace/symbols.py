@@ -1,0 +1,132 @@
+"""Sizes that are primes, so that every number of a step tells which sizes it is a product of.
+
+A step that runs at such sizes has numbers like 2 b T D, of which each factor shows: the bytes of an array, the FLOPs of
+a product. `Symbols.monomial` reads them.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from fractions import Fraction
+
+from scaling.cost.lines import Monomial, Polynomial
+from scaling.trace.peak import PeakMemory
+
+
+class NotMonomial(ValueError):
+    """A number that is not a product of the symbols' sizes and a small coefficient."""
+
+
+@dataclass(frozen=True)
+class Symbols:
+    """Symbols by name, each with its size and with a prime of its own that divides no size of a later symbol.
+
+    Attributes:
+        sizes: (name, size, prime) of each symbol.
+        sums: (name, size) of numbers that are sums, which are symbols, too.
+        free: The primes that a coefficient may have.
+    """
+
+    sizes: tuple[tuple[str, int, int], ...]
+    sums: tuple[tuple[str, int], ...] = ()
+    free: tuple[int, ...] = ()
+    known: dict[int, Polynomial] = field(default_factory=dict, compare=False, repr=False)
+
+    @property
+    def collide(self) -> bool:
+        """Whether a sum is also a product of the sizes."""
+        return any(self._factored(size) for _, size in self.sums)
+
+    def monomial(self, n: int) -> Polynomial:
+        """Return a number as a monomial with its coefficient.
+
+        Raises:
+            NotMonomial: The number has another prime factor, so that it is a sum, or two sizes collide.
+        """
+        if n not in self.known:
+            if self.collide:
+                raise NotMonomial(f"one of {self.sums} is also a product of the sizes {self.sizes}")
+            found = self._factored(n) if n else (Fraction(0), ())
+            for name, size in self.sums if found is None else ():
+                if n % size == 0 and (rest := self._factored(n // size)):
+                    found = rest[0], (*rest[1], (name, 1))
+                    break
+            if found is None:
+                raise NotMonomial(f"{n} is not a product of the sizes {self.sizes}")
+            self.known[n] = Polynomial({found[1]: found[0]})
+        return self.known[n]
+
+    def _factored(self, n: int) -> tuple[Fraction, Monomial] | None:
+        rest, powers = Fraction(n), {}
+        for name, size, prime in self.sizes:
+            if power := valuation(rest, prime):
+                powers[name] = power
+                rest /= Fraction(size) ** power
+        left = abs(rest.numerator * rest.denominator)
+        for prime in self.free:
+            while left % prime == 0:
+                left //= prime
+        return (rest, tuple(sorted(powers.items()))) if left == 1 else None
+
+
+def valuation(n: Fraction, prime: int) -> int:
+    """Return the power of a prime in a fraction."""
+    power, over, under = 0, n.numerator, n.denominator
+    while over % prime == 0:
+        over, power = over // prime, power + 1
+    while under % prime == 0:
+        under, power = under // prime, power - 1
+    return power
+
+
+def prime_factors(numbers: Iterable[int]) -> set[int]:
+    """Return the prime prime_factors of the numbers."""
+    return {d for n in {*numbers} for d in range(2, n + 1) if n % d == 0 and all(d % q for q in range(2, d))}
+
+
+def primes_for(names: Sequence[str], taken: Iterable[int], least: Mapping[str, int]) -> dict[str, int]:
+    """Return a prime for each name, at least as large as `least` says, that divides none of the numbers `taken`."""
+    found: dict[str, int] = {}
+    for name in names:
+        n = least[name]
+        while n in found.values() or any(n % d == 0 for d in range(2, n)) or any(m % n == 0 for m in taken):
+            n += 1
+        found[name] = n
+    return found
+
+
+@dataclass
+class LiveSymbols(PeakMemory):
+    """The bytes that are alive, as polynomials: for each line what was alive after each operation that followed it.
+
+    Attributes:
+        symbols: The symbols of the sizes.
+        columns: The place of each monomial in a row.
+        alive: The coefficients of what is alive now.
+        rows: The rows by line, each as long as the columns that were known then.
+        error: Why a number could not be read. It is kept, because an error where a tensor is freed would be ignored.
+    """
+
+    symbols: Symbols = field(default_factory=lambda: Symbols(()))
+    columns: dict[Monomial, int] = field(default_factory=dict)
+    alive: list[float] = field(default_factory=list)
+    rows: dict[str, list[list[float]]] = field(default_factory=dict)
+    error: NotMonomial | None = None
+    _line: tuple[int, str] = (0, "")
+
+    def add(self, nbytes: int) -> None:
+        """Add bytes that are now alive; a negative number frees them."""
+        super().add(nbytes)
+        try:
+            monomial, coefficient = self.symbols.monomial(abs(nbytes)).single
+        except NotMonomial as error:
+            self.error = self.error or error
+            return
+        if (column := self.columns.setdefault(monomial, len(self.columns))) == len(self.alive):
+            self.alive.append(0.0)
+        self.alive[column] += float(coefficient) if nbytes > 0 else -float(coefficient)
+
+    def ended(self) -> None:
+        """Note what is alive now that an operation has ended."""
+        if self._line[0] != len(events := self.log.events):
+            self._line = len(events), str(events[-1])
+        self.rows.setdefault(self._line[1], []).append(self.alive.copy())

@@ -1,0 +1,212 @@
+"""Count a training step by symbols: its code is traced once a structure, and answers for all sizes (`cost.lines`).
+
+A step is linear in its layers, microbatches, experts and chunks of the loss. So a structure is traced with a few of
+each, and the weighted sum of these traces is the count of the whole step.
+"""
+
+from collections.abc import Mapping
+from dataclasses import replace
+from fractions import Fraction
+from functools import lru_cache
+from itertools import product
+from math import prod
+from typing import Any
+
+from scaling.common.limits import LIMITS
+from scaling.configs import Config
+from scaling.cost.counted import CountedStep, weighted_sum
+from scaling.cost.lines import LiveBytes, Polynomial, Shares, StepProgram, share_of_sent
+from scaling.mesh import AbstractMesh
+from scaling.strategies.channels import AHEAD
+from scaling.strategies.context.layout import check_length
+from scaling.strategies.transformer import types
+from scaling.strategies.transformer.api import look_up_step
+from scaling.strategies.transformer.step import StepOptions
+from scaling.trace.count import Numbers
+from scaling.trace.events import Event
+from scaling.trace.symbols import LiveSymbols, NotMonomial
+from scaling.train.settings import Settings
+from scaling.train.step_count import count, run, step_shapes
+from scaling.train.structure import (
+    FEW,
+    LEAST,
+    Structure,
+    loss_chunks,
+    packed_sizes,
+    pairs_of_rank,
+    rows_of_rank,
+    structure_of,
+)
+
+
+def step_by_symbols(
+    settings: Settings, sizes: Mapping[str, int], coord: Mapping[str, int] | None = None, backend: str = "gloo",
+    schedule: str | None = None, documents: bool = True, memory: bool = True,
+) -> CountedStep:  # fmt: skip
+    """Return the count of a step, as `step_count.count` gives it, from the programs of its structure.
+
+    Without `memory` fewer layers and microbatches are traced. A step whose sizes are not products, such as that of Muon
+    or of adapters, is counted at its own sizes, with as many layers and microbatches.
+    """
+    check_run(settings, sizes, schedule)
+    given = sizes, coord, backend, schedule, documents
+    depths = traced_depths(settings, sizes, schedule, memory)
+    if len(depths) == 1:
+        return count(settings, *given)
+    try:
+        loops = traced_loops(settings, sizes)
+        return weighted_sum(
+            (weight * times, program_at(structure_of(settings, *given, (L, M, El, J)), settings, sizes, coord))
+            for weight, L, M in depths for times, El, J in loops
+        )  # fmt: skip
+    except NotMonomial:
+        return weighted_sum((weight, count(with_few(settings, L, M), *given)) for weight, L, M in depths)
+
+
+def check_run(settings: Settings, sizes: Mapping[str, int], schedule: str | None = None) -> None:
+    """Refuse what the run's own step refuses.
+
+    Raises:
+        ShardingError: or ValueError, for params, rows or sequences that do not divide over the mesh.
+    """
+    mesh = AbstractMesh(sizes)
+    params, (tokens, targets, _) = step_shapes(settings, mesh, schedule)
+    options = StepOptions(
+        microbatches=settings.microbatches, remat=settings.remat, zero=settings.zero, schedule=schedule,
+        lora=settings.adapters, precision=settings.precision,
+    )  # fmt: skip
+    look_up_step(options, settings.model, params, (tokens, targets, None, None), mesh, seed=0)
+    if (C := sizes.get("C", 1)) > 1:
+        check_length("zigzag", settings.seq, C)
+
+
+def traced_depths(
+    settings: Settings, sizes: Mapping[str, int], schedule: str | None, memory: bool
+) -> list[tuple[Fraction, int, int]]:
+    """Return [(weight, layers, microbatches)]: the steps whose weighted counts sum to the count of the whole step.
+
+    The memory of a pipeline is linear only once all stages are busy and as many messages are pending as are posted
+    ahead. The peaks of other schedules depend on the number of microbatches, so all of these are traced.
+    """
+    model, Z, M = settings.model, sizes.get("Z", 1), settings.microbatches
+    chunks = {"interleaved": 2, "dualpipev": 2}.get(schedule or "", 1)
+    if memory:
+        few, full = (3, 3) if Z == 1 else (2, max(Z, AHEAD + 1) + 1)
+    else:
+        few, full = 2, 2 * Z if chunks > 1 else 2
+    if memory and Z > 1 and (schedule or 2 * full >= M):
+        full = M  # one run of all microbatches takes less than runs of two smaller numbers
+    layers = samples(model.L, period(model) * Z * chunks, model.dense_layers + few * Z * chunks)
+    if settings.optimizer == "muon":  # whose update deals the matrices of all layers out to the ranks
+        layers = [(Fraction(1), model.L)]
+    batches = samples(M, Z if chunks > 1 else 1, full)
+    return [(a * b, L, m) for (a, L), (b, m) in product(layers, batches)]
+
+
+def traced_loops(settings: Settings, sizes: Mapping[str, int]) -> list[tuple[Fraction, int, int]]:
+    """Return [(weight, experts of a rank, chunks of the loss)] to trace, with weights as of `traced_depths`."""
+    El, J = settings.model.E // sizes.get("E", 1), loss_chunks(settings, sizes)[0]
+    return [(a * b, e, j) for (a, e), (b, j) in product(primed(El, "El"), primed(J, "J"))]
+
+
+def with_few(settings: Settings, L: int, M: int) -> Settings:
+    """Return the settings with the first L layers and M microbatches of as many rows."""
+    model, rows = settings.model, settings.batch // settings.microbatches
+    windows = model.window[:L] if isinstance(model.window, tuple) else model.window
+    unrotated = tuple(l for l in model.unrotated if l < L)
+    return replace(
+        settings, model=model.with_(L=L, window=windows, unrotated=unrotated), batch=rows * M, microbatches=M
+    )
+
+
+def samples(whole: int, unit: int, least: int) -> list[tuple[Fraction, int]]:
+    """Return [(weight, size)] whose weighted counts sum to the count at size `whole`.
+
+    A count is linear in the size from `least` on, so two sizes that differ by a unit are enough. If `whole` is less
+    than two units larger than the first of them, it is the only size.
+    """
+    first = least + (whole - least) % unit
+    times = (whole - first) // unit
+    return between(times, 0, 1, first, first + unit) if times > 1 else [(Fraction(1), whole)]
+
+
+def between(whole: int, a: int, b: int, *sizes: int) -> list[tuple[Fraction, int]]:
+    """Return the weights of counts at a and b whose sum is the count at `whole`, each with one of the `sizes`."""
+    share = Fraction(whole - a, b - a)
+    return [*zip((1 - share, share), sizes, strict=True)]
+
+
+def primed(whole: int, name: str) -> list[tuple[Fraction, int]]:
+    """Return the samples of a loop whose parts shrink as it grows: few as they are, else two primes."""
+    if whole <= FEW:
+        return [(Fraction(1), whole)]
+    first, second = LEAST[name], LEAST[name] + 2
+    return between(whole, first, second, first, second)
+
+
+def period(model: Config) -> int:
+    """Return the number of layers after which their windows and rotations repeat."""
+    kinds = [(window, l in model.unrotated) for l, window in enumerate(model.windows)]
+    return next(p for p in range(1, len(kinds) + 1) if kinds[p:] == kinds[:-p])
+
+
+class Symbolic(Numbers):
+    """Read the numbers of a trace as monomials of the structure's symbols."""
+
+    def __init__(self, structure: Structure):
+        self.symbols, self.windows, self.mesh = structure.symbols, dict(structure.windows), dict(structure.mesh)
+
+    def of(self, n: int, times: int = 1) -> Polynomial:
+        """Return a number of bytes or of FLOPs, so many times."""
+        return self.symbols.monomial(n) * times
+
+    def attention(self, event: Event) -> Polynomial:
+        """Return the FLOPs of a block of attention: so many for each pair of all blocks, of which this has a share."""
+        pairs, window = event.pairs
+        monomial, n = self.of(event.flops // pairs).single
+        share = Fraction(pairs, self.windows[window])
+        return Polynomial({tuple(sorted((*monomial, (f"pairs {window}", 1)))): n * share})
+
+    def sent(self, event: Event) -> Shares:
+        """Return the bytes that a rank sends, as a share of those that its group gathers or sums up."""
+        if set(event.axes) <= {"Z", "C"}:
+            return Shares({self.of(event.wire_bytes).single: 1})
+        over, under = share_of_sent(event.op, prod(self.mesh.get(axis, 1) for axis in event.axes))
+        if event.wire_bytes != event.nbytes * over // under:
+            raise NotMonomial(f"{event}: a rank sends {event.wire_bytes} of {event.nbytes} bytes")
+        return Shares({self.of(event.nbytes).single: 1})
+
+
+@lru_cache(maxsize=512)
+def program(structure: Structure) -> StepProgram:
+    """Trace a structure.
+
+    Raises:
+        NotMonomial: Some number of it is not a product of its sizes.
+    """
+    mesh = AbstractMesh(dict(structure.mesh), dict(structure.coord), structure.backend)
+    memory, s = LiveSymbols(symbols=structure.symbols), structure
+    step = run(s.settings, mesh, s.schedule, s.documents, Symbolic(s), memory, s.limits)
+    if memory.error:
+        raise memory.error
+    return StepProgram(step, {line: LiveBytes.of([*memory.columns], rows) for line, rows in memory.rows.items()})
+
+
+def program_at(
+    structure: Structure, settings: Settings, sizes: Mapping[str, int], coord: Mapping[str, int] | None
+) -> CountedStep:
+    """Return the count of a structure's program at a run's own sizes."""
+    model, (number, held), C = settings.model, loss_chunks(settings, sizes), sizes.get("C", 1)
+    at: dict[str, Any] = {axis: sizes.get(axis, 1) for axis in "PXYE"}
+    at |= {letter: getattr(model, letter) for letter in "DFGKHS"} | {"O": model.F_dense, "El": model.E // at["E"]}
+    at |= {
+        "V": types.padded_sizes(model, AbstractMesh(sizes))["V"],
+        "b": rows_of_rank(settings, sizes),
+        "T": settings.seq,
+    }
+    at |= {"E+1": model.E + 1, "T-1": settings.seq - 1, "J": number, "row": LIMITS.row}
+    at |= packed_sizes(settings, sizes, structure.schedule)
+    if C > 1:
+        for traced, real in {*zip(structure.settings.model.windows, model.windows, strict=False)}:
+            at[f"pairs {traced or 0}"] = pairs_of_rank(settings.seq, C, coord, real)
+    return program(structure).at(at, sizes, {"J": held}, "ZC")

@@ -1,0 +1,86 @@
+"""Count a training step by its own code, which runs on an abstract mesh without data."""
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from scaling import tree
+from scaling.common.limits import LIMITS, Limits
+from scaling.cost.counted import CountedStep
+from scaling.mesh import AbstractMesh
+from scaling.trace.count import NUMBERS, Between, Numbers, counted_step
+from scaling.trace.peak import PeakMemory, peak_memory
+from scaling.train.evaluate import batch_type
+from scaling.train.settings import Settings, optimizer_of
+from scaling.train.step import Updated, begin_state, drawn_params, gradients, parted
+
+UPDATE = 7  # AdamW reads params, gradients and both moments, and writes all but the gradients: 4 + 3 passes
+
+
+def count(
+    settings: Settings, sizes: Mapping[str, int], coord: Mapping[str, int] | None = None, backend: str = "gloo",
+    schedule: str | None = None, documents: bool = True,
+) -> CountedStep:  # fmt: skip
+    """Count the step of the rank at `coord`, by default the first, on a mesh of these sizes.
+
+    Experts are taken to be chosen evenly.
+
+    Args:
+        settings: The settings of the run.
+        sizes: The sizes of the mesh.
+        coord: The rank's coordinates; an axis that is left out is at 0.
+        backend: "gloo" counts the buffers of its collectives too, "abstract" only their results.
+        schedule: The pipeline's schedule; None is 1F1B.
+        documents: Whether a row has several documents, which attention hides from each other.
+    """
+    memory = PeakMemory()
+    step = run(settings, AbstractMesh(sizes, coord, backend), schedule, documents, NUMBERS, memory)
+    return replace(step, peaks={line: peak - step.params for line, peak in memory.peaks_by_line().items()})
+
+
+def run(
+    settings: Settings, mesh, schedule: str | None, documents: bool, numbers: Numbers, memory: PeakMemory,
+    limits: Limits = LIMITS,
+) -> CountedStep:  # fmt: skip
+    """Run a step on an abstract mesh and return its count, without peaks; count what is alive in `memory`."""
+    params, batch = step_shapes(settings, mesh, schedule)
+    optimizer, updated = optimizer_of(settings), Updated(settings, mesh)
+    frozen, trained = parted(settings, params)
+    state = begin_state(settings, mesh, optimizer, trained)
+    held, states = (sum(numbers.of(x.nbytes) for x in tree.leaves(each)) for each in (params, state))
+    between = Between()
+
+    def saw(*operation: Any) -> None:
+        between.saw(*operation)
+        memory.ended()
+
+    with peak_memory(saw, memory):
+        tree.map(torch.Tensor.detach, params)  # so that the params are counted from the beginning
+        step = gradients(settings, mesh, schedule=schedule, frozen=frozen, limits=limits)
+        _, grads, _ = step(trained, batch if documents else [*batch[:2], None])
+        shards = updated.shards(trained)
+        if settings.optimizer == "muon":  # Muon's update sends, too
+            optimizer.update(grads, state, shards, donate=True, specs=updated.types, mesh=mesh)
+        del grads
+        updated.whole(shards, trained, donate=True)
+    for W in tree.leaves(shards):
+        between.add("plain", UPDATE * W.nbytes)
+    return replace(counted_step(memory.log.events, between, numbers), params=held, state=states)
+
+
+def local_shape(settings: Settings, mesh) -> tuple[int, ...]:
+    """Return the shape of this rank's tokens."""
+    return batch_type(mesh).local_shape({"B": settings.batch, "T": settings.seq}, mesh)
+
+
+def step_shapes(settings: Settings, mesh, schedule: str | None = None) -> tuple[Any, list[torch.Tensor]]:
+    """Return (params, [tokens, targets, segments]) of this rank on the meta device.
+
+    Raises:
+        ShardingError: The params or the batch do not divide over the mesh.
+    """
+    params = drawn_params(settings, mesh, "meta", schedule)
+    shape = local_shape(settings, mesh)
+    return params, [torch.empty(shape, dtype=torch.int64, device="meta") for _ in range(3)]

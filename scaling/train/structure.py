@@ -1,0 +1,165 @@
+"""Choose the sizes at which a training step is traced, each a prime, so that one trace answers for all other sizes.
+
+What decides which code a step runs is its *structure*: the kind of the model, the axes of the mesh, the stages and the
+parts of sequences, the recipe. All else is a symbol (`scaling.trace.symbols`), or a loop of which a few turns are run.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from fractions import Fraction
+from math import prod
+
+from scaling import tree
+from scaling.common.limits import LIMITS, Limits
+from scaling.mesh import AbstractMesh
+from scaling.strategies.context.layout import work
+from scaling.strategies.transformer import types
+from scaling.strategies.transformer.layers import packed_leaves
+from scaling.strategies.transformer.step import lines_of_params
+from scaling.trace.symbols import NotMonomial, Symbols, prime_factors, primes_for
+from scaling.train.settings import Settings
+from scaling.train.step_count import step_shapes
+
+FEW = 24  # experts of a rank, and chunks of the loss, that are run as they are
+LEAST = dict.fromkeys((*"EKGHbTYDFVXPSO", "row", "copies"), 31) | {"El": 11, "J": 17}  # the least prime of each
+ENDLESS = 1 << 62
+
+
+@dataclass(frozen=True)
+class Structure:
+    """A step to be traced: a run's settings and its mesh, at sizes of which each is a symbol."""
+
+    settings: Settings
+    mesh: tuple[tuple[str, int], ...]
+    coord: tuple[tuple[str, int], ...]
+    backend: str
+    schedule: str | None
+    documents: bool
+    limits: Limits
+    symbols: Symbols
+    windows: tuple[tuple[int, int], ...]  # by the window that is traced (0: none), the scores per head of all blocks
+
+
+def structure_of(
+    settings: Settings, sizes: Mapping[str, int], coord: Mapping[str, int] | None, backend: str,
+    schedule: str | None, documents: bool, loops: tuple[int, int, int, int], least: Mapping[str, int] = LEAST,
+) -> Structure:  # fmt: skip
+    """Return the structure of a step, to be traced with these loops.
+
+    The loops are the layers, the microbatches, the experts of a rank and the chunks of the loss. Each symbol's prime is
+    at least its `least`. Where a size of the run is 1 on a rank, it is 1 in the structure, because torch copies such
+    arrays less often.
+
+    Raises:
+        NotMonomial: The step has sizes that are not products.
+    """
+    model, (L, M, El, J) = settings.model, loops
+    Y, Z, C = (sizes.get(axis, 1) for axis in "YZC")
+    odd = settings.optimizer == "muon" or settings.adapters or settings.precision
+    if odd or model.capacity or model.latent or model.expert_groups > 1:
+        raise NotMonomial(f"{model.name}: some sizes are not products")
+    if (model.K % Y and Y % model.K) or model.k > El * (LEAST["E"] if sizes.get("E", 1) > 1 else 1):
+        raise NotMonomial(f"{model.name}: {model.K} heads on {Y} ranks, or {model.k} of so few experts")
+    stage = (L - model.dense_layers) // Z
+    counts = {L, M, Z, C, stage, stage + 1, model.dense_layers, El, El + 1, J} - {0}
+    loop = {name: n for name, n in (("El", El), ("J", J)) if n > FEW}
+    p = primes_for([*LEAST], counts - {*loop.values()}, {**least, **loop})
+    X, Y, E = (p[axis] if sizes.get(axis, 1) > 1 else 1 for axis in "XYE")
+    copies = p["copies"] if sizes.get("Y", 1) > model.K else 1  # ranks that have the same KV head
+    heads = p["K"] if model.K > 1 and sizes.get("Y", 1) != model.K else 1
+    Y = heads * copies if copies > 1 else Y
+    K, G = heads * (1 if copies > 1 else Y), (p["G"] if model.G > 1 else 1) * copies
+    split = J * (E * El if model.moe else 1)  # rows of a rank that chunks and experts divide
+    alone = rows_of_rank(settings, sizes) == 1
+    at = {
+        "b": 1 if alone else p["b"] * split, "T": p["T"] * 2 * C * Y * (split if alone else 1),
+        "D": p["D"] * p["row"] * X, "F": p["F"] * Y, "G": G, "H": 2 * p["H"] * p["row"], "V": p["V"] * Y * Z,
+        "S": p["S"] * Y, "O": p["O"] * Y, "K": K, **loop, "P": p["P"], "X": X, "E": E, "Y": Y, "row": p["row"],
+    }  # fmt: skip
+    own = p | ({"Y": copies} if copies > 1 else {})
+    if copies > 1:  # K divides Y, else Y divides K
+        at["K"] = at.pop("K")
+    order = [(name, n, own[name]) for name, n in at.items() if n > 1 and n % own[name] == 0]
+    counted = prime_factors({*range(1, 31), *counts} - {*loop.values()}) - {prime for *_, prime in order}
+    windows, pairs = traced_windows(settings, sizes, at["T"], coord)
+    changes = {x: at[x] for x in "DFHVK"} | {"N": K * G, "L": L, "window": windows[:L]}
+    changes |= {"unrotated": tuple(l for l in model.unrotated if l < L)}
+    changes |= {"E": El * E} if model.moe else {}
+    changes |= {"F_shared": at["S"]} if model.shared else {}
+    changes |= {"F_dense": at["O"]} if model.dense_layers else {}
+    axes = {axis: at.get(axis, n) for axis, n in sizes.items() if n > 1} or {"X": 1}
+    small = replace(
+        Settings(model.with_(**changes), "", ""), microbatches=M, seq=at["T"], dtype=settings.dtype,
+        batch=M * at["b"] * prod(axes.get(axis, 1) for axis in "PXE"), remat=settings.remat, zero=settings.zero,
+        keep_weights=settings.keep_weights,
+    )  # fmt: skip
+    sums: tuple = ("T-1", at["T"] - 1), *((("E+1", El * E + 1),) if model.moe and (E > 1 or "El" in loop) else ())
+    if packed := packed_sizes(settings, sizes, schedule):
+        sums += tuple(packed_sizes(small, axes, schedule, ENDLESS).items())
+    logits = 4 * at["b"] * at["T"] // C * (at["V"] // Y)
+    limits = Limits(logits // J if J > 1 else ENDLESS, ENDLESS if packed else 0, p["row"])
+    symbols = Symbols(tuple(order), sums, tuple(sorted(counted)))
+    if symbols.collide and least["T"] < 100:
+        more = {**least, "T": least["T"] + 6, "E": least["E"] + 6}
+        return structure_of(settings, sizes, coord, backend, schedule, documents, loops, more)
+    return Structure(
+        small, tuple(axes.items()), tuple((coord or {}).items()), backend, schedule, documents, limits, symbols, pairs
+    )
+
+
+def rows_of_rank(settings: Settings, sizes: Mapping[str, int]) -> int:
+    """Return the rows of a rank in a microbatch."""
+    return settings.batch // (settings.microbatches * prod(sizes.get(axis, 1) for axis in "PXE"))
+
+
+def traced_windows(settings: Settings, sizes: Mapping[str, int], T: int, coord: Mapping[str, int] | None) -> tuple:
+    """Return the windows to trace by layer, and ((window, scores per head that the rank's tokens see), ...)."""
+    C, windows = sizes.get("C", 1), settings.model.windows
+    if C == 1:
+        return tuple(window and 1 for window in windows), ()
+    half, real = T // (2 * C), settings.seq // (2 * C)
+    found = {}
+    for window in {*windows}:
+        small = window and 1 + (window - 1) * half // real
+        if window and (-(-(window - 1) // real) != -(-((small or 1) - 1) // half) or small in found.values()):
+            raise NotMonomial(f"a window of {window} tokens, of parts of {real}")
+        found[window] = small
+    pairs = tuple((small or 0, pairs_of_rank(T, C, coord, small)) for small in found.values())
+    return tuple(found[window] for window in windows), pairs
+
+
+def packed_sizes(
+    settings: Settings, sizes: Mapping[str, int], schedule: str | None, small: int = LIMITS.small
+) -> dict[str, int]:
+    """Return the elements of each stack's layer that a rank sends along X in one message, {} if leaf by leaf."""
+    if sizes.get("X", 1) == 1:
+        return {}
+    mesh, config, zero = AbstractMesh(sizes), settings.model, settings.zero
+    params, _ = step_shapes(settings, mesh, schedule)
+    layout = {"zero": zero, "schedule": schedule}
+    lines = lines_of_params(types.specs(config, mesh, **layout), types.grad_specs(config, mesh, **layout), mesh)
+    found = {}
+    stacks = [stack for stack in ("layers", "dense") if stack in params]
+    for stack in stacks:
+        layer = [W[0] for W in tree.leaves(params[stack])]
+        if dims := packed_leaves(layer, lines[stack], mesh, small):
+            whole = sizes["X"] if zero in (1, 2) else 1
+            found[stack] = sum(layer[i].numel() for i in dims) // whole
+    if found and len(found) < len(stacks):
+        raise NotMonomial("one stack of layers in one message each, and one not")
+    return found
+
+
+def loss_chunks(settings: Settings, sizes: Mapping[str, int]) -> tuple[int, Fraction]:
+    """Return the number of chunks of the loss, and the rows of all over those of one, as `ends.chunked_loss` has it."""
+    Y, parts = sizes.get("Y", 1), prod(sizes.get(axis, 1) for axis in "PXEC")
+    rows = settings.batch * settings.seq // (parts * settings.microbatches)
+    V = types.padded_sizes(settings.model, AbstractMesh(sizes))["V"]
+    count = max(1, -(-4 * rows * (V // Y) // LIMITS.chunk))
+    size = max(1, -(-rows // count))
+    return -(-rows // size), Fraction(rows, size)
+
+
+def pairs_of_rank(T: int, C: int, coord: Mapping[str, int] | None, window: int | None) -> int:
+    """Return the scores per head that a rank computes of a sequence."""
+    return int(work("zigzag", T, C, window=window)[(coord or {}).get("C", 0)])

@@ -1,0 +1,77 @@
+"""A step traced at sizes that are primes says what the step takes at any sizes, on any mesh, by any recipe."""
+
+import random
+from dataclasses import replace
+from math import prod
+
+import pytest
+
+from scaling.configs import get
+from scaling.trace.symbols import NotMonomial, Symbols
+from scaling.train import programs
+from scaling.train.programs import step_by_symbols
+from scaling.train.settings import Settings
+from scaling.train.step_count import count
+
+DENSE, EXPERTS = get("llama3-8b"), get("mixtral-8x7b")
+KINDS = {
+    "dense": DENSE, "a head for each query": DENSE.with_(K=16, N=16), "tied": DENSE.with_(tied=True),
+    "a window": DENSE.with_(window=512), "windows": DENSE.with_(window=(512, None) * 16),
+    "few heads": DENSE.with_(K=2, N=16), "one head a rank": DENSE.with_(K=4, N=16), "experts": EXPERTS.with_(E=8, k=2),
+    "many experts": EXPERTS.with_(E=64, k=4), "a shared expert": EXPERTS.with_(E=16, k=2, shared=1, F_shared=1024),
+    "a dense layer first": EXPERTS.with_(E=8, k=2, dense_layers=1, F_dense=2048),
+}  # fmt: skip
+
+
+def drawn(kind: str, seed: int) -> tuple:
+    """A job: its settings, its mesh, the rank's coordinates, whose buffers count, the schedule, and documents."""
+    draw = random.Random(f"{kind} {seed}")
+    model, pick = KINDS[kind], draw.choice
+    sizes = {"P": pick([1, 2]), "Z": pick([1, 1, 2]), "X": pick([1, 4, 8]), "C": pick([1, 1, 2]), "Y": pick([1, 2, 4])}
+    sizes = {axis: n for axis, n in (sizes | {"E": pick([1, 2, 4]) if model.moe else 1}).items() if n > 1}
+    sizes = sizes or {"X": 4}
+    M, L = pick([4, 8]) if "Z" in sizes else pick([1, 2, 5]), pick([6, 7, 8])
+    windows = model.window[:L] if isinstance(model.window, tuple) else model.window
+    model = model.with_(L=L, window=windows, D=pick([2048, 4096]) * 2, F=pick([1024, 3584]), V=pick([32000, 128256]))
+    settings = Settings(
+        model, "", "", prod(sizes.get(axis, 1) for axis in "PXE") * M * pick([1, 2]), pick([1024, 2048, 4096]),
+        microbatches=M, dtype="bf16", zero=pick([0, 1, 2, 3]),
+        remat=pick(["none", "block"] if model.moe else ["none", "block", "matmuls", "attention"]),
+    )  # fmt: skip
+    coord = {axis: sizes[axis] - 1 for axis in "ZC" if axis in sizes and (axis == "C" or draw.random() < 0.5)}
+    schedule = pick([None, "zb-h1", "interleaved", "dualpipev"]) if "Z" in sizes and M == 8 else None
+    return settings, sizes, coord, pick(["gloo", "abstract"]), schedule, pick([False, True])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("seed", [0, *(pytest.param(n, marks=pytest.mark.slow) for n in (1, 2))])
+def test_a_drawn_job_is_counted_as_its_own_step(kind, seed, monkeypatch):
+    given = drawn(kind, seed)
+    wanted, depths = count(*given), programs.traced_depths
+    monkeypatch.setattr(programs, "count", None)  # nothing is counted at its own sizes
+
+    def in_two(*args):  # or a job as short as these would be counted as it is
+        found = depths(*args)
+        return found if len(found) > 1 else [(found[0][0] / 2, *found[0][1:])] * 2
+
+    monkeypatch.setattr(programs, "traced_depths", in_two)
+    found = step_by_symbols(*given)
+    assert found.lines == wanted.lines
+    for name in ("products", "reads", "attention", "params", "state", "memory"):
+        assert getattr(found, name) == getattr(wanted, name), name
+    for name in ("plain", "curved"):  # where the squares of few gradients are summed, a row is not full
+        assert getattr(found, name).number == getattr(wanted, name).number
+        assert getattr(found, name).amount == pytest.approx(getattr(wanted, name).amount, rel=1e-6)
+
+
+def test_what_is_no_product_of_the_sizes_is_refused_and_counted_at_its_own_sizes(monkeypatch):
+    symbols = Symbols((("b", 13, 13), ("D", 17 * 19, 17), ("X", 19, 19)), (("b+1", 14 * 23),), (2,))
+    assert symbols.monomial(4 * 13 * 17).single == ((("D", 1), ("X", -1), ("b", 1)), 4)
+    assert symbols.monomial(14 * 23 * 19).single == ((("X", 1), ("b+1", 1)), 1)
+    with pytest.raises(NotMonomial, match="29 is not a product"):
+        symbols.monomial(29)
+    with pytest.raises(NotMonomial, match="is also a product"):
+        replace(symbols, sums=(("b+1", 26),)).monomial(13)
+    tiny = get("tiny").with_(L=2, D=32, F=64, H=8, N=4, K=2)
+    settings = Settings(tiny, "", "", 20, 16, microbatches=10, optimizer="muon")
+    assert step_by_symbols(settings, {"X": 2}) == count(settings, {"X": 2})
