@@ -29,8 +29,9 @@ from scaling.scaled import products_of
 from scaling.spec import ShardingError, present
 from scaling.strategies import context as ring
 from scaling.strategies.transformer import types
-from scaling.strategies.transformer.layers import LocalBatch, forward_logprobs, run_all_layers
-from scaling.strategies.transformer.stages import forward_loss, run_stages
+from scaling.strategies.transformer.ends import token_logprobs
+from scaling.strategies.transformer.layers import LocalBatch, run_all_layers
+from scaling.strategies.transformer.stages import forward_loss, run_forward, run_stages
 from scaling.strategies.transformer.step import StepOptions, TrainStep, check_fit, resolve
 
 LIKE = attrgetter("shape", "dtype", "device", "layout")
@@ -154,7 +155,9 @@ def logprobs(
     step = look_up_step(StepOptions(context="ring", zero=zero, lora=lora), config, params, given, mesh, backward=False)
     if mesh.sizes.get("Z", 1) > 1:
         raise ShardingError(f"logprobs on {mesh}: stages Z are not computed\n  fix: give the ranks of Z to X or Y")
-    return forward_logprobs(step, used_gains(params, config), batch_of(step, *given))
+    batch = batch_of(step, *given)
+    ends, x, _ = run_forward(step, used_gains(params, config), batch)
+    return token_logprobs(ends, x, batch.targets, config, mesh)
 
 
 def look_up_step(

@@ -23,7 +23,7 @@ from scaling.models.leaves import STACKS, matrices_of
 from scaling.scaled import gather_matrix
 from scaling.spec import parse, parse_line
 from scaling.strategies.layers import Layers
-from scaling.strategies.transformer.ends import embed, embed_backward, head, token_logprobs
+from scaling.strategies.transformer.ends import embed, embed_backward, head
 from scaling.strategies.transformer.layer import layer, layer_backward, parallel_layer, parallel_layer_backward
 from scaling.strategies.transformer.lora import adapted
 from scaling.strategies.transformer.step import LeafLines, TrainStep, types_of_stack
@@ -228,15 +228,6 @@ class LayerStack:
     def reduced_gradients(self) -> list[Tensor]:
         """Return the gradients of the stack, reduced, as a list of leaves."""
         return total_leaves(self.engine.result(), self.step.mesh, self.lines)
-
-
-def forward_logprobs(step: TrainStep, params: dict, batch: LocalBatch) -> Tensor:
-    """tokens[B_PXE, T_C], targets[B_PXE, T_C] -> logprobs[B_PXE, T_C], where every rank has all layers."""
-    config, mesh, (at,) = step.config, step.mesh, batch.contexts
-    ends = gather_ends(params, mesh, step.lines)
-    x = embed(ends["embed"], batch.tokens, mesh, config.embed_scale)
-    x, _, _ = LayerStack(step, params).forward(x, at)
-    return token_logprobs(ends, x, batch.targets, config, mesh)
 
 
 def run_all_layers(step: TrainStep, params: dict, batch: LocalBatch) -> tuple[Tensor, dict]:

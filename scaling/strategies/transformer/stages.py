@@ -12,7 +12,6 @@ gradient is unreduced over Z, as the last norm's is.
 """
 
 from collections.abc import Mapping
-from functools import lru_cache
 from typing import Any, cast
 
 import torch
@@ -20,7 +19,6 @@ from torch import Tensor
 
 from scaling import tree
 from scaling.collectives import all_reduce, gather, ppermute, scatter, wait
-from scaling.models.leaves import without
 from scaling.schedules import Schedule
 from scaling.spec import parse, present
 from scaling.strategies import pipeline
@@ -35,7 +33,7 @@ from scaling.strategies.transformer.layers import (
     reduce_ends,
     total_leaves,
 )
-from scaling.strategies.transformer.step import TOKENS, TrainStep, lines_of
+from scaling.strategies.transformer.step import TrainStep, at_home
 from scaling.strategies.transformer.types import layers_of, padded_sizes
 
 
@@ -78,8 +76,7 @@ def run_stages(step: TrainStep, params: dict, batch: LocalBatch) -> tuple[Tensor
     config, mesh, schedule = step.config, step.mesh, cast(Schedule, step.schedule)
     tokens, targets, weights, _ = batch
     stage, extras, of_dense = stage_of(step, batch, params.get("dense"))
-    homes = homes_of(step)
-    ends, first = stage_ends(params, step, homes), schedule.placement[0] == mesh.coord["Z"]
+    ends, first = stage_ends(params, step), schedule.placement[0] == mesh.coord["Z"]
     if first:
         x = embed(ends["embed"], tokens, mesh, config.embed_scale)
     else:
@@ -104,7 +101,7 @@ def run_stages(step: TrainStep, params: dict, batch: LocalBatch) -> tuple[Tensor
     extra: Any = 0.0
     if config.moe:
         extra = all_reduce("Loss[] {U_ZPXECY} -> Loss[]", torch.stack(extras).sum(), mesh)
-    done: dict[str, Any] = ends_gradients(dends, params, step, homes)
+    done: dict[str, Any] = ends_gradients(dends, params, step)
     if "dense" in params:  # the other stages' part of the sum over Z is zeros
         found = of_dense or [*map(Tensor.zero_, tree.leaves(empty_gradients(step, "dense", params["dense"])))]
         done["dense"] = tree.unflatten(params["dense"], total_leaves(found, mesh, step.lines["dense"]))
@@ -118,70 +115,43 @@ def empty_gradients(step: TrainStep, stack: str, params: Any) -> Any:
     return tree.unflatten(params, [W.new_empty(shape, dtype=step.sums) for W, shape in like])
 
 
-def homes_of(step: TrainStep) -> dict[str, int]:
-    """Return the index along Z of the stage that alone uses a table of the vocabulary, by the table's name."""
-    if step.schedule is None or step.config.tied or step.mesh.sizes["Z"] == 1:
-        return {}
-    return {"embed": step.schedule.placement[0], "unembed": step.schedule.placement[-1]}
-
-
-def stage_ends(params: Mapping, step: TrainStep, homes: Mapping[str, int]) -> dict[str, Tensor]:
-    """Gather what this stage uses of the params outside the layers."""
-    stored, mesh = step.stored, step.mesh
-    coming = {
-        name: gather(_line_there(stored[name]), params[name], mesh, root=home, async_op=True)
-        for name, home in homes.items()
-    }
-    tables = {name: wait(pending) for name, pending in coming.items()}
-    tables = {name: W for name, W in tables.items() if mesh.coord["Z"] == homes[name]}
-    common = {name: W for name, W in params.items() if name not in homes}
-    return gather_ends(tables, mesh, home_lines(step, homes)) | gather_ends(common, mesh, step.lines)
-
-
-def ends_gradients(dW: Mapping, params: Mapping, step: TrainStep, homes: Mapping[str, int]) -> dict[str, Tensor]:
-    """Reduce this stage's gradients of the ends, unreduced over what splits the tokens, and type them as the params."""
-    reduced, mesh = step.reduced, step.mesh
-    tables = reduce_ends({name: g for name, g in dW.items() if name in homes}, mesh, home_lines(step, homes))
-    common = {name: g for name, g in dW.items() if name not in homes}
-    done: dict[str, Any] = reduce_ends(common, mesh, step.lines)
+def stage_ends(params: dict, step: TrainStep) -> dict[str, Tensor]:
+    """Gather the params outside the layers that this stage uses."""
+    mesh, homes, coming, z = step.mesh, step.homes, {}, step.mesh.coord.get("Z", 0)
     for name, home in homes.items():
-        if name not in tables:
-            shape = parse(_at_home(reduced[name])).local_shape(padded_sizes(step.config, mesh), mesh)
-            tables[name] = params[name].new_zeros(shape, dtype=step.sums)
-        done[name] = scatter(_line_back(reduced[name]), tables[name], mesh, root=home, async_op=True)
+        line = f"{step.stored[name]} -> {parse(at_home(step.stored[name])).with_unreduced(['Z'])}"
+        coming[name] = gather(line, params[name], mesh, root=home, async_op=True)
+    here = params | tree.map(wait, coming)
+    return gather_ends({name: W for name, W in here.items() if homes.get(name, z) == z}, mesh, step.lines)
+
+
+def ends_gradients(dW: Mapping, params: Mapping, step: TrainStep) -> dict[str, Tensor]:
+    """Reduce this stage's gradients of the ends, unreduced over what splits the tokens, and type them as the params."""
+    mesh, done = step.mesh, reduce_ends(dW, step.mesh, step.lines)
+    for name, home in step.homes.items():
+        there = parse(at_home(step.reduced[name]))
+        if name not in done:
+            shape = there.local_shape(padded_sizes(step.config, mesh), mesh)
+            done[name] = params[name].new_zeros(shape, dtype=step.sums)
+        line = f"{there.with_unreduced(['Z'])} -> {step.reduced[name]}"
+        done[name] = scatter(line, done[name], mesh, root=home, async_op=True)  # pyright: ignore[reportArgumentType]
     return tree.map(wait, done)
 
 
-def home_lines(step: TrainStep, homes: Mapping[str, int]) -> dict:
-    """Return the lines of the tables where they are used: they are gathered and reduced over X there."""
-    both = [_at_home(step.stored[name]) for name in homes], [_at_home(step.reduced[name]) for name in homes]
-    return dict(zip(homes, lines_of(*both, step.mesh, TOKENS), strict=True))
+def run_forward(step: TrainStep, params: dict, batch: LocalBatch) -> tuple[dict, Tensor, Tensor]:
+    """Run one microbatch forward, over Z one stage at a time.
 
-
-def _at_home(stored: str) -> str:
-    """Return the type of a table where it is used, before it is gathered over X."""
-    return without(stored, ("Z",))
-
-
-@lru_cache(maxsize=4096)
-def _line_there(stored: str) -> str:
-    return f"{stored} -> {parse(_at_home(stored)).with_unreduced(['Z'])}"
-
-
-@lru_cache(maxsize=4096)
-def _line_back(stored: str) -> str:
-    return f"{parse(_at_home(stored)).with_unreduced(['Z'])} -> {stored}"
-
-
-def forward_loss(step: TrainStep, params: dict, batch: LocalBatch) -> Tensor:
-    """Return Loss[] of one microbatch, the same on every rank. Over Z one stage computes at a time."""
+    Returns:
+        The gathered ends that this stage uses, x[B_PXE, T_CY, D], which is the model's on the last stage, and the sum
+        of this stage's extra terms.
+    """
     config, mesh, schedule, z = step.config, step.mesh, step.schedule, step.mesh.coord.get("Z", 0)
-    tokens, targets, weights, (at,) = batch
+    tokens, (at,) = batch.tokens, batch.contexts
     stages = layers_of(config, schedule)
     owners = [0] if schedule is None else [*schedule.placement]
     mine = [s for s, owner in enumerate(owners) if owner == z]
     own = {s: tree.map(lambda W, c=c: W.unflatten(0, (len(mine), -1))[c], params["layers"]) for c, s in enumerate(mine)}
-    ends = stage_ends(params, step, homes_of(step))
+    ends = stage_ends(params, step)
     if "embed" in ends:
         x = embed(ends["embed"], tokens, mesh, config.embed_scale)
     else:  # it comes from another stage
@@ -194,8 +164,13 @@ def forward_loss(step: TrainStep, params: dict, batch: LocalBatch) -> Tensor:
             extra = extra + more
         if s + 1 < len(stages) and owners[s] != owners[s + 1]:
             x = ppermute(str(present(ROWS, mesh)), x, mesh, "Z", [(owners[s], owners[s + 1])])
-    if z == owners[-1]:
-        loss = head(ends, x, targets, weights, step.terms, config, mesh, gradients=False)[0]
-    else:
-        loss = torch.zeros_like(extra)
-    return all_reduce("Loss[] {U_ZPXECY} -> Loss[]", loss + extra, mesh)
+    return ends, x, extra
+
+
+def forward_loss(step: TrainStep, params: dict, batch: LocalBatch) -> Tensor:
+    """Return Loss[] of one microbatch, the same on every rank."""
+    config, mesh, loss = step.config, step.mesh, 0.0
+    ends, x, extra = run_forward(step, params, batch)
+    if step.schedule is None or mesh.coord["Z"] == step.schedule.placement[-1]:
+        loss = head(ends, x, batch.targets, batch.weights, step.terms, config, mesh, gradients=False)[0]
+    return all_reduce("Loss[] {U_ZPXECY} -> Loss[]", extra + loss, mesh)

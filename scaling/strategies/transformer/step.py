@@ -9,7 +9,7 @@ gradient is unreduced over every axis that splits the tokens and not the leaf. I
 then over the other axes.
 """
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -101,6 +101,7 @@ class TrainStep(NamedTuple):
         reduced: The types of the returned gradients.
         lines: The lines of each leaf, by name for the ends, in their order for a stack of layers.
         schedule: The pipeline's, None without stages.
+        homes: The index along Z of the stage that alone uses a table of the vocabulary, by the table's name.
         terms: The parts of a token's loss.
         dtype: The dtype of the params.
         sums: The dtype in which gradients are added up.
@@ -118,6 +119,7 @@ class TrainStep(NamedTuple):
     reduced: dict
     lines: dict[str, Any]
     schedule: Schedule | None
+    homes: dict[str, int]
     terms: Terms
     dtype: torch.dtype
     sums: torch.dtype
@@ -168,9 +170,12 @@ def resolve(options: StepOptions, config: Config, params: dict, batch: Sequence,
     terms = Terms(config.V, options.label_smoothing, options.z_loss)
     dtype: Any = getattr(params.get("embed"), "dtype", None) if isinstance(params, dict) else None
     gone = dropped(options.remat, config)
+    homes = {}
+    if schedule is not None and not config.tied and mesh.sizes["Z"] > 1:
+        homes = {"embed": schedule.placement[0], "unembed": schedule.placement[-1]}
     return TrainStep(
         options, config, mesh, mesh.without("Z"), backward, stored, reduced,
-        lines_of_params(stored, reduced, mesh), schedule, terms, dtype, sums or dtype, gone, group, call,
+        lines_of_params(stored, reduced, mesh, homes), schedule, homes, terms, dtype, sums or dtype, gone, group, call,
     )  # fmt: skip
 
 
@@ -189,16 +194,26 @@ def check_precision(options: StepOptions, config: Config, mesh) -> None:
         raise ValueError(f"{what}\n  rule: {found}\n  fix: leave precision= out, or that option")
 
 
-def lines_of_params(stored: dict, reduced: dict, mesh) -> dict[str, Any]:
-    """Return the lines of each leaf: by name for the ends, a list for each stack of layers."""
+def lines_of_params(stored: dict, reduced: dict, mesh, homes: Collection[str]) -> dict[str, Any]:
+    """Return the lines of each leaf: by name for the ends, a list for each stack of layers.
+
+    Tables that have `homes` are gathered and reduced over X there, in the type `at_home`.
+    """
     ends = [name for name in stored if name not in STACKS]
     both = [stored[name] for name in ends], [reduced[name] for name in ends]
     lines: dict[str, Any] = dict(zip(ends, lines_of(*both, mesh, TOKENS_AND_STAGES), strict=True))
+    for name in homes:
+        (lines[name],) = lines_of([at_home(stored[name])], [at_home(reduced[name])], mesh, TOKENS)
     for name in ("dense", "layers"):
         if name in stored:  # the first stage alone runs the dense layers
             both = tree.leaves(types_of_stack(stored, name)), tree.leaves(types_of_stack(reduced, name))
             lines[name] = lines_of(*both, mesh, TOKENS if name == "layers" else TOKENS_AND_STAGES, stack=True)
     return lines
+
+
+def at_home(stored: str) -> str:
+    """Return the type of a table of the vocabulary at the stage that uses it, before it is gathered over X."""
+    return without(stored, ("Z",))
 
 
 def types_of_stack(types: dict, stack: str) -> dict:
