@@ -31,7 +31,7 @@ from scaling.strategies import context as ring
 from scaling.strategies.transformer import types
 from scaling.strategies.transformer.ends import token_logprobs
 from scaling.strategies.transformer.layers import LocalBatch, run_all_layers
-from scaling.strategies.transformer.stages import forward_loss, run_forward, run_stages
+from scaling.strategies.transformer.stages import forward_loss, forward_stages, run_stages
 from scaling.strategies.transformer.step import StepOptions, TrainStep, check_fit, resolve
 
 LIKE = attrgetter("shape", "dtype", "device", "layout")
@@ -156,7 +156,7 @@ def logprobs(
     if mesh.sizes.get("Z", 1) > 1:
         raise ShardingError(f"logprobs on {mesh}: stages Z are not computed\n  fix: give the ranks of Z to X or Y")
     batch = batch_of(step, *given)
-    ends, x, _ = run_forward(step, used_gains(params, config), batch)
+    ends, x, _ = forward_stages(step, used_gains(params, config), batch)
     return token_logprobs(ends, x, batch.targets, config, mesh)
 
 

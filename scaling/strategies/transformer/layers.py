@@ -181,7 +181,7 @@ class LayerStack:
             gather = partial(gather_scaled, lines=self.lines, step=step, stack=stack)
             gather_back = partial(gather, back=True)
         reduce = partial(scatter_packed, dims=dims) if dims else partial(scatter_leaves, lines=self.lines)
-        shapes = [shape[1:] for shape in step.grad_shapes(stack, leaves)] if step.options.zero in (1, 2) else None
+        shapes = [shape[1:] for shape in step.grad_shapes(stack)] if step.options.zero in (1, 2) else None
         options = step.options
         on_tape = step.backward and options.remat == "none" and "router" in held  # experts keep their weights there
         keeps = options.keep_weights or on_tape

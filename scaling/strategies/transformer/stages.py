@@ -34,7 +34,7 @@ from scaling.strategies.transformer.layers import (
     total_leaves,
 )
 from scaling.strategies.transformer.step import TrainStep, at_home
-from scaling.strategies.transformer.types import layers_of, padded_sizes
+from scaling.strategies.transformer.types import layers_of
 
 
 def stage_of(step: TrainStep, batch: LocalBatch, dense: Any) -> tuple[Stage, list[Tensor], list[Tensor]]:
@@ -110,8 +110,7 @@ def run_stages(step: TrainStep, params: dict, batch: LocalBatch) -> tuple[Tensor
 
 def empty_gradients(step: TrainStep, stack: str, params: Any) -> Any:
     """Return a tree of tensors, of any values, that can receive the reduced gradients of a stack's params."""
-    leaves = tree.leaves(params)
-    like = zip(leaves, step.grad_shapes(stack, leaves), strict=True)
+    like = zip(tree.leaves(params), step.grad_shapes(stack), strict=True)
     return tree.unflatten(params, [W.new_empty(shape, dtype=step.sums) for W, shape in like])
 
 
@@ -131,14 +130,14 @@ def ends_gradients(dW: Mapping, params: Mapping, step: TrainStep) -> dict[str, T
     for name, home in step.homes.items():
         there = parse(at_home(step.reduced[name]))
         if name not in done:
-            shape = there.local_shape(padded_sizes(step.config, mesh), mesh)
+            shape = there.local_shape(step.sizes, mesh)
             done[name] = params[name].new_zeros(shape, dtype=step.sums)
         line = f"{there.with_unreduced(['Z'])} -> {step.reduced[name]}"
         done[name] = scatter(line, done[name], mesh, root=home, async_op=True)  # pyright: ignore[reportArgumentType]
     return tree.map(wait, done)
 
 
-def run_forward(step: TrainStep, params: dict, batch: LocalBatch) -> tuple[dict, Tensor, Tensor]:
+def forward_stages(step: TrainStep, params: dict, batch: LocalBatch) -> tuple[dict, Tensor, Tensor]:
     """Run one microbatch forward, over Z one stage at a time.
 
     Returns:
@@ -170,7 +169,7 @@ def run_forward(step: TrainStep, params: dict, batch: LocalBatch) -> tuple[dict,
 def forward_loss(step: TrainStep, params: dict, batch: LocalBatch) -> Tensor:
     """Return Loss[] of one microbatch, the same on every rank."""
     config, mesh, loss = step.config, step.mesh, 0.0
-    ends, x, extra = run_forward(step, params, batch)
+    ends, x, extra = forward_stages(step, params, batch)
     if step.schedule is None or mesh.coord["Z"] == step.schedule.placement[-1]:
         loss = head(ends, x, batch.targets, batch.weights, step.terms, config, mesh, gradients=False)[0]
     return all_reduce("Loss[] {U_ZPXECY} -> Loss[]", extra + loss, mesh)

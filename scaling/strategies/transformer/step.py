@@ -127,10 +127,16 @@ class TrainStep(NamedTuple):
     group: Group | None
     call: str
 
-    def grad_shapes(self, stack: str, leaves: Sequence[Tensor]) -> list[list[int]]:
-        """Return the local shapes of the gradients of a stack's leaves: with ZeRO-1 and 2 params are whole over X."""
-        both = tree.leaves(self.stored[stack]), tree.leaves(self.reduced[stack])
-        return types.reduced_shapes([W.shape for W in leaves], *both, self.mesh)
+    @property
+    def sizes(self) -> dict[str, int]:
+        """The size of each dim of the params as they are stored."""
+        sizes = types.padded_sizes(self.config, self.mesh)
+        sizes |= {"L": len(types.slots_of(self.config, self.mesh, self.options.schedule))}
+        return sizes | ({"R": self.options.lora.rank} if self.options.lora else {})
+
+    def grad_shapes(self, stack: str) -> list[tuple[int, ...]]:
+        """Return the local shapes of the reduced gradients of a stack's leaves."""
+        return [parse(text).local_shape(self.sizes, self.mesh) for text in tree.leaves(self.reduced[stack])]
 
 
 def resolve(options: StepOptions, config: Config, params: dict, batch: Sequence, mesh, seeded: bool, backward: bool):
@@ -288,13 +294,10 @@ def check_batch(tokens: Tensor, targets: Tensor, options: StepOptions, config: C
 
 def check_fit(step: TrainStep, params: dict, batch: Sequence) -> None:
     """Raise a ShardingError or ValueError unless params, weights and segments fit the model and the batch."""
-    config, mesh, schedule, (_, targets, weights, segments) = step.config, step.mesh, step.options.schedule, batch
+    mesh, schedule, (_, targets, weights, segments) = step.mesh, step.options.schedule, batch
     if not torch.compiler.is_compiling():
-        sizes = types.padded_sizes(config, mesh) | {"L": len(types.slots_of(config, mesh, schedule))}
-        sizes |= {"R": step.options.lora.rank} if step.options.lora else {}
         fix = "transformer.shard(params, config, mesh, ...), with the same zero and schedule"
-        dtype: Any = getattr(params.get("embed"), "dtype", None) if isinstance(params, dict) else None
-        tree.check(params, step.stored, sizes, mesh, dtype, fix=fix)
+        tree.check(params, step.stored, step.sizes, mesh, step.dtype, fix=fix)
         tree.check_floats(params)
     if weights is not None:
         check_weights(weights, targets)

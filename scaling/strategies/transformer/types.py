@@ -18,7 +18,7 @@ from scaling.configs import Config
 from scaling.models.leaves import AXES, KV_HEADS, check_computed, types_of, without
 from scaling.models.lora import Lora, adapter_specs
 from scaling.schedules import Schedule, make
-from scaling.spec import ShardingError, mesh_sizes, parse
+from scaling.spec import ShardingError, mesh_sizes
 
 
 def specs(config: Config, mesh, *, zero: int = 3, schedule=None, lora: Lora | None = None) -> dict:
@@ -54,16 +54,6 @@ def grad_specs(config: Config, mesh, *, zero: int = 3, schedule=None) -> dict:
     """
     one_of("zero", zero, (0, 1, 2, 3))
     return specs(config, mesh, zero=3 if zero else 0, schedule=schedule)
-
-
-def reduced_shapes(local: Sequence[Sequence[int]], stored: Sequence[str], reduced: Sequence[str], mesh) -> list[list]:
-    """Return the local shapes of gradients of `reduced` types, whose params have `local` shapes and `stored` types."""
-
-    def shape(sizes: Sequence[int], before: str, after: str) -> list[int]:
-        dims = zip(sizes, parse(before).dims, parse(after).dims, strict=True)
-        return [n * mesh.size(some) // mesh.size(more) for n, (_, some), (_, more) in dims]
-
-    return [shape(*each) for each in zip(local, stored, reduced, strict=True)]
 
 
 def _as_text(types: Any) -> Any:
