@@ -15,16 +15,16 @@ from scaling.configs import Config
 from scaling.models.pointwise import gained_norm, gained_norm_vjp, mean_square, rms_norm
 
 
-def centered(x: Tensor, config: Config) -> Tensor:
-    """Return x minus its mean over the last dim in a model with LayerNorm, and x in others."""
-    return x - x.mean(-1, keepdim=True) if config.centered else x
+def centered(x: Tensor) -> Tensor:
+    """Return x minus its mean over the last dim, as LayerNorm does."""
+    return x - x.mean(-1, keepdim=True)
 
 
 def normed(W: dict, name: str, x: Tensor, config: Config, norm: Callable = gained_norm) -> tuple[Tensor, Any]:
     """Return (y[.., D], the statistic that `normed_backward` needs), of x[.., D] and the norm `name` of a layer W."""
     if name not in W:
         return x, None
-    y, r = norm(centered(x, config), W[name], config.eps)
+    y, r = norm(centered(x) if config.centered else x, W[name], config.eps)
     return (y + W[f"b_{name}"] if f"b_{name}" in W else y), r
 
 
@@ -32,9 +32,9 @@ def normed_backward(W: dict, name: str, x: Tensor, r: Any, dy: Tensor, config: C
     """Return (dx, the gradients of the norm's gain and bias)."""
     if name not in W:
         return dy, {}
-    dx, dgain = gained_norm_vjp(centered(x, config), W[name], r, dy)
+    dx, dgain = gained_norm_vjp(centered(x) if config.centered else x, W[name], r, dy)
     bias = {f"b_{name}": dy.flatten(0, -2).sum(0)} if f"b_{name}" in W else {}
-    return centered(dx, config), {name: dgain} | bias
+    return centered(dx) if config.centered else dx, {name: dgain} | bias
 
 
 def rms(x: Tensor, gain: Tensor, eps: float) -> tuple[Tensor, None]:

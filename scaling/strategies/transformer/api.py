@@ -243,8 +243,9 @@ def contexts_of(step: TrainStep, shape: Sequence[int], segments: Tensor | None, 
         drops = [partial(dropout, samples=some, **given) for some in samples.chunk(M)]
     attend = partial(ring.attention, mesh=mesh, axis="C", form=form) if split else fused
     attend = partial(padded, attend) if config.latent else attend
-    sizes, precision = types.padded_sizes(config, mesh), step.options.precision
-    product = products_of(precision, sizes, step.inside) if precision else einsum
+    product, precision = einsum, step.options.precision
+    if precision:
+        product = products_of(precision, types.padded_sizes(config, mesh), step.inside)
     return [
         Context(config, step.inside, rope, partial(attend, segments=part), drop, einsum=product)
         for rope, part, drop in zip(ropes, parts, drops, strict=True)
