@@ -151,19 +151,20 @@ def check(tree, specs, sizes, mesh, dtype=None, name: str = "params", fix: str =
     for where, leaf, spec in paired(tree, specs, name):
         if not isinstance(leaf, Tensor):
             raise ShardingError(_no_tensor(where, leaf, spec))
+        what = change = ""
         if tuple(leaf.shape) != (wanted := spec.local_shape(sizes, mesh)):
             whole = spec.global_shape(sizes)
+            what = f"has the shape {wanted} on each device ({whole} in all); found {tuple(leaf.shape)}"
             shard = "tree.shard(tree, specs, mesh)" if tuple(leaf.shape) == whole else "give an array of that shape"
-            what = f"{where}: {spec} has the shape {wanted} on each device ({whole} in all); found {tuple(leaf.shape)}"
-            raise ShardingError(f"{what}\n  fix: {fix or shard}")
-        if dtype is not None and leaf.dtype != dtype:
-            what = f"{where}: {spec} must have the dtype {dtype}; found {leaf.dtype}"
-            raise ShardingError(f"{what}\n  fix: convert it, .to({dtype})")
-        if leaf.layout is not torch.strided:
-            raise ShardingError(f"{where}: {spec} must be dense; found {leaf.layout}\n  fix: .to_dense()")
-        if leaf.device != device:
-            what = f"{where}: {spec} is on {leaf.device}, another leaf on {device}"
-            raise ShardingError(f"{what}\n  fix: move it, .to({str(device)!r})")
+            change = fix or shard
+        elif dtype is not None and leaf.dtype != dtype:
+            what, change = f"must have the dtype {dtype}; found {leaf.dtype}", f"convert it, .to({dtype})"
+        elif leaf.layout is not torch.strided:
+            what, change = f"must be dense; found {leaf.layout}", ".to_dense()"
+        elif leaf.device != device:
+            what, change = f"is on {leaf.device}, another leaf on {device}", f"move it, .to({str(device)!r})"
+        if what:
+            raise ShardingError(f"{where}: {spec} {what}\n  fix: {change}")
 
 
 @lru_cache(maxsize=1024)

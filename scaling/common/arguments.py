@@ -17,30 +17,30 @@ WORDS |= {Integral: WORDS[int], Real: WORDS[float]}  # numpy's too
 ANYTHING: Mapping[str, Any] = {}  # no restrictions
 
 
-def positive(**values) -> None:
-    """Raise a ValueError that names the first value which is not a positive, finite number."""
-    for name, value in values.items():
-        if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < math.inf:
-            _refuse(name, value, "must be a positive number", "give a finite one above 0")
-
-
 def is_real(value: Any) -> bool:
     """Return whether a value is a real number of any kind, and not a bool."""
     return isinstance(value, Real) and not isinstance(value, bool)
+
+
+def positive(**values) -> None:
+    """Raise a ValueError that names the first value which is not a positive, finite number."""
+    for name, value in values.items():
+        if not (is_real(value) and isinstance(value, (int, float)) and 0 < value < math.inf):
+            _refuse(name, value, "must be a positive number", "give a finite one above 0")
 
 
 def not_negative(**values) -> None:
     """Raise a ValueError that names the first value which is negative or not a number (or a tensor of one number)."""
     for name, value in values.items():
         number: Any = value.item() if hasattr(value, "numel") and value.numel() == 1 else value
-        if not is_real(number) or not 0 <= number < math.inf:
+        if not (is_real(number) and 0 <= number < math.inf):
             _refuse(name, value, "must be a number, zero or more", "give a finite one, at least 0")
 
 
 def whole(least: int = 1, **values) -> None:
     """Raise a ValueError that names the first value which is not a whole number of at least `least`."""
     for name, value in values.items():
-        if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        if not (is_real(value) and isinstance(value, int) and value >= least):
             _refuse(name, value, f"must be a whole number, {least} or more", f"give an int of at least {least}")
 
 
