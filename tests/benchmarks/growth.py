@@ -1,6 +1,6 @@
 """How a step's time and bytes grow with ranks, layers, width and rows; and what overlaps.
 
-    python tests/benchmarks/growth.py [--strategies dp,fsdp,tp,fsdp_tp] [--steps 20]
+    python tests/benchmarks/growth.py [--strategies dp,fsdp,tp,fsdp_tp] [--vary ranks,layers,width,rows] [--steps 20]
 
 One of them varies at a time. Of each point are measured, in turn on the same ranks: a step (SGD); its computing alone
 (the same matmuls and update on this rank, nothing sent); its collectives alone, one after the other. `hidden` is how
@@ -31,10 +31,12 @@ STRATEGIES = {
 }
 CALLS = {"AllGather": all_gather, "ReduceScatter": reduce_scatter, "AllReduce": partial(all_reduce, donate=True)}
 BASE, RANKS = Size(4, 512, 2048, 256), 2
-POINTS = [(n, BASE) for n in (1, 2, 4)]
-POINTS += [(RANKS, replace(BASE, L=L)) for L in (2, 8)]
-POINTS += [(RANKS, replace(BASE, D=D, F=4 * D)) for D in (128, 256, 768)]
-POINTS += [(RANKS, replace(BASE, rows=rows)) for rows in (64, 1024)]
+POINTS = {  # what varies
+    "ranks": [(n, BASE) for n in (1, 2, 4)],
+    "layers": [(RANKS, replace(BASE, L=L)) for L in (2, 8)],
+    "width": [(RANKS, replace(BASE, D=D, F=4 * D)) for D in (128, 256, 768)],
+    "rows": [(RANKS, replace(BASE, rows=rows)) for rows in (64, 1024)],
+}
 
 
 def parts(strategy, mesh, size: Size, at_once: bool, **options) -> dict[str, Callable]:
@@ -91,11 +93,12 @@ def measure(mesh, name: str, size: Size, steps: int) -> tuple[dict, float]:
 
 
 if __name__ == "__main__":
-    args = options(__doc__, strategies=STRATEGIES, steps=20).parse_args()
+    args = options(__doc__, strategies=STRATEGIES, vary=POINTS, steps=20).parse_args()
     print(f"One thread a rank, on {machine()}; medians of {args.steps} steps.")
     for name in args.strategies:
         lines, contest = [], CONTESTS[name]
-        points = [(4, size) if contest.axes == "XY" else (n, size) for n, size in POINTS]
+        points = [point for what in args.vary for point in POINTS[what]]
+        points = [(4, size) if contest.axes == "XY" else (n, size) for n, size in points]
         for n, size in dict.fromkeys(points):
             mesh = split(contest.axes, n)
             times, sent = zip(*on_ranks(measure, mesh, name, size, args.steps), strict=True)

@@ -13,7 +13,7 @@ CHAPTERS = Path(__file__).parents[2] / "chapters"
 ALL = sorted(path.stem for path in CHAPTERS.glob("*.py"))
 ON_A_PAGE = [name for name in ALL if name != "11_recap"]  # the recap runs the others
 
-TRAIN = {  # those that train, and how the tests run them; .ci/run has all on their own meshes
+TRAIN = {  # those that train, and how the tests run them; the site has all on their own meshes
     **dict.fromkeys(("05_dp", "05_fsdp"), "--steps 2 --mesh X=2"),
     "05_tp": "--steps 2 --mesh Y=2",
     "05_pods": "--steps 2 --mesh P=2,X=2",
