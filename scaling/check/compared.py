@@ -5,7 +5,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import replace
 
 from scaling.check.findings import said
-from scaling.check.held import Dim, DimPart, HeldType, axes_along, name_along, size_along
+from scaling.check.held import Dim, DimPart, HeldType, axes_along, name_along, size_along, triangle_of
 from scaling.spec import Spec, format_axes
 
 PODS = "P"  # the slow axis: a line without it is the program of each pod
@@ -66,7 +66,7 @@ def broken_rule(
             what = f"the dims differ: {[name or '?' for name in named]} and {list(declared.dim_names)}"
             fix = "give the operands in the order of their types, and transpose what must be"
             return "dims", said(what, "dims", fix)
-    if held.through and declared.unreduced:
+    if held.through and declared.unreduced and not (held.dims[1:] and held.through == triangle_of(held.shape)):
         fix = f"reduce it over {format_axes(declared.unreduced)} before {held.through}"
         return "nonlinear", said(f"{held.through} is not known to be linear", "nonlinear", fix)
     blocks = {axis for dim, (_, axes) in zip(dims, declared.dims, strict=True) if size_along(dim) == 1 for axis in axes}

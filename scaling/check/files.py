@@ -22,13 +22,10 @@ from dataclasses import asdict, replace
 from pathlib import Path
 
 import scaling
-from scaling.check.findings import Finding, Judgement, place_parts
+from scaling.check.findings import FORMATTED, NOTHING, Finding, Judgement, place_parts
 from scaling.check.lines import check_lines, formats_lines
-from scaling.check.places import real_path
 from scaling.common.console import Parser
 
-NOTHING = "nothing in this file was judged: no array with a type reached an operation"
-FORMATTED = "its typed lines are f-strings, so it was not run: write one line literally, or use `with judged(mesh)`"
 LIBRARY = Path(scaling.__file__).parent
 
 
@@ -54,7 +51,7 @@ def check_files(paths: Sequence, lines_only: bool = False) -> tuple[Judgement, d
 def _judge(report: Judgement, texts: dict[str, str], calls: dict[str, list]) -> None:
     """Add the results of running the files; the library's files are judged by the library's own programs instead."""
     from scaling.check.library import judge_each
-    from scaling.check.run import found_in
+    from scaling.check.run import found_in, not_reached
 
     own = {path for path in texts if LIBRARY in Path(path).resolve().parents}
     others = {path: text for path, text in texts.items() if path not in own}
@@ -63,7 +60,7 @@ def _judge(report: Judgement, texts: dict[str, str], calls: dict[str, list]) -> 
         runs.insert(0, None)  # the library is first: its modules declare their types only if they are imported then
     unread = {*others} - {*calls} - {finding.file for finding in report.findings}
     report.unjudged += [(f"{path}:1", FORMATTED) for path in sorted(unread) if formats_lines(others[path])]
-    reached: dict[str, set[int]] = {}
+    reached: set[tuple[str, int]] = set()
     for run, judged in zip(runs, judge_each(runs, [*others], own), strict=True):
         found = found_in(judged, others, run[0]) if run else found_in(judged, {path: texts[path] for path in own})
         found = [replace(finding, message=_from_here(finding.message)) for finding in found]
@@ -71,14 +68,9 @@ def _judge(report: Judgement, texts: dict[str, str], calls: dict[str, list]) -> 
         report.unjudged += [(_from_here(place), _from_here(why)) for place, why in judged.unjudged]
         if run and not judged.judged and not found:
             report.unjudged.append((f"{run[0]}:1", NOTHING))
-        for file, line in judged.reached:
-            reached.setdefault(real_path(file), set()).add(line)
+        reached |= judged.reached
     faulty = {finding.file for finding in report.findings}
-    for path, places in calls.items():
-        lines = reached.get(real_path(path), set())
-        for first, last in places if path not in faulty else ():
-            if not lines & set(range(first, last + 1)):
-                report.unjudged.append((f"{path}:{first}", "this call was not reached"))
+    report.unjudged += not_reached({path: places for path, places in calls.items() if path not in faulty}, reached)
 
 
 def _from_here(text: str) -> str:

@@ -24,8 +24,11 @@ RULES = {
     "loss": "a loss is differentiated while it is unreduced, each device's own terms; its value is reduced afterwards",
     "specs": "SPECS is a dict of types",
     "ignore": "a comment that silences a finding names the rule: # scaling: ignore[rule]",
+    "unjudged": "a program in which nothing could be judged is not taken for right",
     "python": "what is judged is Python",
 }
+NOTHING = "nothing in this file was judged: no array with a type reached an operation"
+FORMATTED = "its typed lines are f-strings, so it was not run: write one line literally, or use `with judged(mesh)`"
 
 
 def said(what: str, rule: str, fix: str = "", detail: str = "") -> str:

@@ -25,6 +25,7 @@ class DimPart(NamedTuple):
 
 Dim = tuple[DimPart, ...]  # from major to minor; a dim that was not merged is one piece
 Pieces = tuple[tuple[int, DimPart], ...]
+LOOK_UP = "a look-up in what is split over"
 KEPT = 1 << 16  # answers that are cached, since layers and steps repeat the questions
 
 
@@ -84,7 +85,12 @@ def of_nothing(shape: Sequence[int], zero: bool = False) -> HeldType:
 
 def look_up_over(axes: Iterable[str]) -> str:
     """Return the `through` of rows looked up by number in an array whose rows are split over these axes."""
-    return f"a look-up in what is split over {', '.join(sorted(axes))}"
+    return f"{LOOK_UP} {', '.join(sorted(axes))}"
+
+
+def triangle_of(shape: Sequence[int]) -> str:
+    """Return the `through` of a triangle of this shape (tril, triu), whose rows are counted from its own first one."""
+    return f"a triangle of {shape[-2]} rows and {shape[-1]} columns"
 
 
 def any_dim(size: int) -> Dim:

@@ -152,7 +152,10 @@ class Judge(TypedLines, TorchDispatchMode):
             return [list(torch.split(x, [even + (i < rest) for i in range(len(args[1]))], dim))]
         if name in ("repeat_interleave", "bincount"):
             rows = x.numel() if name == "repeat_interleave" else kwargs.get("minlength", dim or 1)
-            return [torch.empty(rows, dtype=torch.long, device="meta")]
+            made, held = torch.empty(rows, dtype=torch.long, device="meta"), self.held(x)
+            if name == "bincount" and held.axes:  # each device counts its own
+                self.give(made, HeldType((any_dim(rows),), frozenset(held.axes), "sum"))
+            return [made]
         if name == "index" and any(isinstance(i, Tensor) and i.dtype == torch.bool for i in args[1]):
             self.skip("a mask chooses rows by their values; all are taken")
             n = sum(i.dim() for i in args[1] if isinstance(i, Tensor))

@@ -15,7 +15,7 @@ from torch import Tensor
 from scaling.algebra.labels import ALONG, argument, labelled
 from scaling.algebra.law import Illegal, LabelledOp, Sizes, kept_over
 from scaling.algebra.layouts import DimAxes
-from scaling.algebra.ops import kept_sums, op_kind
+from scaling.algebra.ops import ELEMENTWISE, kept_sums, op_kind
 from scaling.check.findings import RULES
 from scaling.check.held import (
     Dim,
@@ -31,12 +31,14 @@ from scaling.check.held import (
     pieces_of,
     size_along,
     strides_in_order,
+    triangle_of,
 )
-from scaling.spec import ShardingError
+from scaling.spec import ShardingError, format_axes
 
 PRODUCTS = {"addmm": "mm", "baddbmm": "bmm", "addmv": "mv", "addcmul": "mul", "addcdiv": "div"}  # plus operand 0
 PARTS = {"mean": "mean"}  # how the parts of a reduction over a split dim make the whole, if not as a sum
 PARTS |= {"amax": "max", "max": "max", "any": "max", "amin": "min", "min": "min", "all": "min"}
+TRIANGLES = ("tril", "triu")
 OWN_PARTS = ("sort", "topk")  # a device may order its own rows, which is reported
 CROSSES = {"diagonal": (0, 1), "unfold": (0,)}  # views whose elements leave their dim
 UNSET = ("empty", "new_empty", "empty_strided", "new_empty_strided")
@@ -88,7 +90,8 @@ def result_types(
     if all(x.of_nothing for x in operands):
         keeps = kind in ("linear", "adds", "multiplies", "divides", "sums")
         new = of_nothing((), keeps and all(x.unreduced is None for x in operands))
-        new = new._replace(through=_through(name, kind, args, operands))
+        triangle = name in TRIANGLES and not argument(args, kwargs, 1, "diagonal", 0)
+        new = new._replace(through=triangle_of(shapes[0]) if triangle else _through(name, kind, args, operands))
         return [new._replace(dims=tuple(map(any_dim, shape))) for shape in shapes]
     if name in PRODUCTS:
         (product,) = result_types(PRODUCTS[name], args[1:], kwargs, arrays[1:], shapes, made, probe)
@@ -147,6 +150,7 @@ def _placed(op: LabelledOp, kind: str, operands: list[HeldType], shape: Sizes) -
     if kind in ("picks", "joins") or op.name in (*PARTS, *OWN_PARTS):
         op = op._replace(whole=())
     _refuse_turned(op, operands)
+    _refuse_triangle(op, operands)
     free = tuple((None,) * len(x.dims) for x in operands[len(op.inputs) :])
     op = op._replace(inputs=(*op.inputs, *free))
     dims, chosen = dict[str, Dim](), list[str]()
@@ -187,10 +191,27 @@ def _refuse_turned(op: LabelledOp, operands: list[HeldType]) -> None:
             raise Illegal("two dims meet in the other order", RULES["dims"], "transpose one of them first", "dims")
 
 
+def _refuse_triangle(op: LabelledOp, operands: list[HeldType]) -> None:
+    """Raise Illegal if a causal mask, with rows counted from the device's own first one, meets rows that are split."""
+    for mask, labels in zip(operands, op.inputs, strict=False):
+        if not mask.of_nothing or len(mask.dims) < 2 or mask.through != triangle_of(mask.shape):
+            continue
+        dims = [each for x, own in zip(operands, op.inputs, strict=False) for each in zip(own, x.dims, strict=True)]
+        split = {axis for label, dim in dims if label in labels[-2:] for axis in axes_along(dim) or ()}
+        if split:
+            over = format_axes(sorted(split))
+            what = f"the rows or columns of a causal mask (tril, is_causal) are split over {over}"
+            rule = "a triangle counts from the whole array's first row, not from each device's own"
+            raise Illegal(what, rule, "compare the rows' own positions, or all_gather them first")
+
+
 def _through(name: str, kind: "str | None", args: tuple, operands: list[HeldType]) -> str:
     """Return the function, not known to be linear, that untyped numbers went through, unless they were summed since."""
     if kind in ("sums", "contracts", "fuses", "reduces"):
         return ""
+    triangles = [x.through for x in operands if len(x.dims) > 1 and x.through == triangle_of(x.shape)]
+    if triangles and kind in ELEMENTWISE:
+        return triangles[0]
     squared = kind == "multiplies" and len(args) > 1 and args[0] == args[1]
     if kind == "nonlinear" or squared or (kind == "adds" and len(operands) == 1 and any(args[1:2])):  # 0 adds nothing
         return name

@@ -15,7 +15,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 from types import CodeType, ModuleType
 from typing import Any
@@ -27,8 +27,8 @@ from scaling import launch, tree
 from scaling import mesh as meshes
 from scaling.check.compared import axes_named
 from scaling.check.contracts import documented, run_watched
-from scaling.check.findings import Finding, Judgement, said
-from scaling.check.lines import check_lines, silent_lines
+from scaling.check.findings import FORMATTED, NOTHING, Finding, Judgement, place_parts, said
+from scaling.check.lines import check_lines, formats_lines, silent_lines
 from scaling.check.mode import Judge
 from scaling.check.places import place_of_error, place_of_function, real_path
 from scaling.check.strategy import LAYERS, run_layers
@@ -100,12 +100,37 @@ def nothing_outside(path: str, seconds: int = SECONDS) -> Iterator[None]:
         yield
 
 
-def check_source(text: str, file: str = "<source>") -> list[Finding]:
-    """Return the faults of one text, found in its lines and by running it."""
+def check_source(text: str, file: str = "<source>", strict: bool = False) -> list[Finding]:
+    """Return the faults of one text, found in its lines and by running it.
+
+    If nothing in it could be judged, this is a finding of the rule "unjudged", too. With `strict` each place that could
+    not be judged is one.
+    """
     found, calls = check_lines(text, file)
+    unjudged: list[tuple[str, str]] = []
     if calls and not any(finding.rule == "python" for finding in found):
-        found += found_in(judge_file(file, text), {file: text}, file)
-    return sorted(found)
+        judged = judge_file(file, text)
+        found += found_in(judged, {file: text}, file)
+        if not judged.judged and not found:
+            unjudged.append((f"{file}:1", NOTHING))
+        elif strict:
+            unjudged += judged.unjudged + ([] if found else [*not_reached({file: calls}, judged.reached)])
+    elif not found and formats_lines(text):
+        unjudged.append((f"{file}:1", FORMATTED))
+    return sorted([*found, *(Finding(*place_parts(at), said(why, "unjudged"), "unjudged") for at, why in unjudged)])
+
+
+def not_reached(
+    calls: Mapping[str, Iterable[tuple[int, int]]], reached: Iterable[tuple[str, int]]
+) -> Iterator[tuple[str, str]]:
+    """Yield (place, why) for each of the files' typed calls, {path: its (first, last line)}, that no run reached."""
+    lines: dict[str, set[int]] = {}
+    for file, line in reached:
+        lines.setdefault(real_path(file), set()).add(line)
+    for path, places in calls.items():
+        for first, last in places:
+            if not lines.get(real_path(path), set()) & set(range(first, last + 1)):
+                yield f"{path}:{first}", "this call was not reached"
 
 
 def found_in(judged: Judgement, texts: dict[str, str], run: str = "") -> list[Finding]:

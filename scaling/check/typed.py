@@ -17,7 +17,7 @@ from scaling.check.compared import (
     without_axes,
 )
 from scaling.check.findings import Judgement, place_parts, said
-from scaling.check.held import HeldType, axes_along, is_interleaved, look_up_over
+from scaling.check.held import LOOK_UP, HeldType, axes_along, is_interleaved, look_up_over
 from scaling.check.known import KnownArrays
 from scaling.check.places import place_of_call
 from scaling.collectives.calls import zeroed
@@ -72,6 +72,8 @@ class TypedLines(KnownArrays):
             rule, text = broken
             rule = "result" if line.startswith(SAID) else rule
             self.find(rule, f"{line}\n  the operand is {held}: {text}", held.place, place)
+        elif held.through.startswith(LOOK_UP) and held.unreduced is None:
+            self.skip("which rows are taken depends on their numbers, so the line's type is believed", place)
 
     def in_pods(self, line: Line, operands: Sequence[HeldType]) -> Line:
         """Return a line that does not mention pods as it runs in each pod: arrays stay split or unreduced over P."""

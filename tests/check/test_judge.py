@@ -129,6 +129,25 @@ JUDGED = {  # beside the examples of the page
     "and those that are passed on": (ring(True), ("Q[B, T_X, H]", "K[B, T_X, H]"), None, ""),
     "keys that are split": (attended(), ("Q[B, N, T, H]", "K[B, N, S_X, H]"), None, "split"),
     "rows that see all keys": (attended(), (ROWS, "K[B, N, S, H]"), "O[B, N, T_X, H]", ""),
+    "split rows that see the keys before them": (attended(True), (ROWS, "K[B, N, S, H]"), None, "split"),
+    "a triangle that each device counts from its own first row": (
+        lambda s: s + torch.ones(s.shape[-2:]).tril(), ("s[B, T_X, S]",), None, "split",
+    ),
+    "rows of a triangle of the whole": (
+        lambda s: s + torch.ones(2 * s.shape[-2], s.shape[-1]).tril()[: s.shape[-2]], ("s[B, T_X, S]",), None, "",
+    ),
+    "rows chosen by number": (
+        lambda E: all_reduce("x[B, D] {U_X} -> x[B, D]", E.index_select(0, torch.zeros(3).long()), MESH),
+        ("E[V_X, D]",), None, "nonlinear",
+    ),
+    "repeats of split rows by number": (
+        lambda x: einsum("x[I, J] -> y[J]", x.repeat_interleave(torch.ones(len(x)).long(), 0), None),
+        ("x[I_X, J]",), None, "which rows are taken depends on their numbers",
+    ),
+    "counts of a split dim": (
+        lambda x: all_reduce("n[V] {U_X} -> n[V]", torch.bincount(x.long().flatten(), minlength=5), MESH),
+        ("x[I_X]",), "n[V]", "",
+    ),
     "heads that are split": (attended(True), ("Q[B, N_X, T, H]", "K[B, N_X, S, H]"), "O[B, N_X, T, H]", ""),
     "a mask around a look-up": (picked, ("l[B, V_Y]", "t[B]", "h[B]"), None, ""),
     "a mask around anything else": (masked_sum, ("l[B]", "h[B]"), None, "reduced-twice"),

@@ -164,6 +164,26 @@ def test_a_file_that_ends_its_process_ends_the_judging(tmp_path):
     assert "fix:" in out or process.returncode == 3  # of one processor: as the file says
 
 
+UNJUDGED = {  # a program of one typed call, and what `check_source` says of it, with `strict` or without
+    "x = all_gather('x[B_X] -> x[B]', torch.ones(2), AbstractMesh({'X': 2}))": ([], []),
+    "x = all_gather(f'x[{chr(66)}_X] -> x[B]', torch.ones(2), AbstractMesh({'X': 2}))": (["f-strings"], ["f-strings"]),
+    "if __name__ == 'another':\n    x = all_gather('x[B_X] -> x[B]', 1, 2)": (["nothing"], ["nothing"]),
+    "x = all_gather('x[B_X] -> x[B]', torch.ones(2), AbstractMesh({'X': 2})).sum().item()": (
+        [],
+        ["a number of an array is read"],
+    ),
+}
+
+
+@pytest.mark.parametrize("program", UNJUDGED)
+def test_a_text_that_was_not_judged_is_not_called_right(program):
+    for strict, reasons in zip((False, True), UNJUDGED[program], strict=True):
+        found = check_source(HEAD + program, strict=strict)
+        assert {finding.rule for finding in found} <= {"unjudged"}
+        assert len(found) == len(reasons)
+        assert all(reason in finding.message for reason, finding in zip(reasons, found, strict=True))
+
+
 HEAD = "import torch\nfrom scaling.collectives import all_gather\nfrom scaling.mesh import AbstractMesh\n"
 CALL = "all_gather('x[B_X] -> x[B]', torch.ones(2), AbstractMesh({'X': 2}))\n"
 COMMANDS = {  # arguments: the exit status, what is said
