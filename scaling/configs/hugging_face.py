@@ -145,6 +145,8 @@ def _experts(found: dict, read: dict, kind: ModelType) -> list[str]:
     if not kind.architecture:  # a routing that is not known here changes no count
         found |= {"routing": "sigmoid" if found.get("routing") == "sigmoid" else "softmax"}
         found |= {} if found.get("E") else {"E": 1}
+    if read.get("topk_method") == "greedy":
+        found |= {"expert_groups": 1, "top_groups": 1}
     if found.get("F_shared") and not found.get("shared"):
         found["shared"] = 1
     among = L - _sparse_layers(read, L)

@@ -96,6 +96,8 @@ def _table(config: Config, kind: str) -> dict:
         ranks = (latent.q_rank, latent.kv_rank, latent.nope, latent.rope, latent.value)
         table |= dict(zip(LATENT, ranks, strict=True)) | {"rope_interleave": latent.interleaved}
         table |= {"head_dim": latent.rope, "scoring_func": config.routing}
+    if "topk_method" in keys:
+        table["topk_method"] = "greedy" if config.expert_groups == 1 else "group_limited_greedy"
     if "first_k_dense_replace" in keys:
         table["first_k_dense_replace"] = config.dense_layers if config.moe else config.L
     if KINDS[kind].local_theta is not None and config.local_theta is not None:

@@ -188,6 +188,14 @@ _EXAONE4 = _without(_LLAMA, "mlp_bias", "attention_bias") | {
     "sliding_window": 4096, "sliding_window_pattern": 4, "layer_types": None,
 }  # fmt: skip
 _OLMO_FIXED = {"qk_norm": True, "qk_wide": True, "norms": "after"}
+_DEEPSEEK_V2 = _DEEPSEEK_V3 | {
+    "vocab_size": 102400, "hidden_size": 4096, "num_hidden_layers": 32, "num_attention_heads": 32,
+    "num_key_value_heads": None, "intermediate_size": 11008, "max_position_embeddings": 2048,
+    "moe_intermediate_size": 1407, "n_routed_experts": 64, "n_shared_experts": 2, "num_experts_per_tok": None,
+    "n_group": None, "topk_group": None, "topk_method": "greedy", "routed_scaling_factor": 1.0,
+    "first_k_dense_replace": 0, "mlp_bias": False,
+}  # fmt: skip
+_DEEPSEEK_V2 = _without(_DEEPSEEK_V2, "norm_topk_prob", "rope_interleave")
 _GEMMA = {"hidden_act": "gelu_pytorch_tanh", "rms_norm_eps": 1e-6, "sliding_window": 4096}
 _GEMMA_FIXED = {"unit_offset": True, "norms": "both"}
 _COHERE_FIXED = {"norms": "shared", "parallel": True, "centered": True}
@@ -229,6 +237,9 @@ KINDS: dict[str, ModelType] = {
         partial=0.5,
     ),
     "deepseek_v3": _V3,
+    "deepseek_v2": ModelType(
+        "DeepseekV2ForCausalLM", _DEEPSEEK_V2, aliases={"num_experts": "n_routed_experts"}, fixed={"norm_topk": False}
+    ),
     "kimi_k2": _V3,  # its own code is DeepSeek-V3's
     "gemma": ModelType(
         "GemmaForCausalLM", _GEMMA_1, fixed={"unit_offset": True}, meant={"gelu": "gelu_pytorch_tanh"}, root_scaled=True

@@ -43,9 +43,9 @@ def choose_experts(x: Tensor, router: Tensor, config: Config, bias: Tensor | Non
     """Return experts int64[..., k] of x[..., D]: the highest score + bias[E] first, and of equal ones the lower index.
 
     The bias enters the choice only, not the weights. With `config.expert_groups` only the experts of the best
-    `top_groups` groups are candidates; a group's score is the sum of its two best experts' (DeepSeek-V3). The choice
-    does not depend on how tokens are batched: scores are computed in float64 and compared at 32 bits, so that a
-    matmul's order of summation decides no tie.
+    `top_groups` groups are candidates; a group's score is its best expert's (DeepSeek-V2), or of sigmoids the sum of
+    its two best (V3). The choice does not depend on how tokens are batched: scores are computed in float64 and compared
+    at 32 bits, so that a matmul's order of summation decides no tie.
     """
     with torch.no_grad():
         score = x.detach().double() @ router.detach().double()
@@ -56,7 +56,8 @@ def choose_experts(x: Tensor, router: Tensor, config: Config, bias: Tensor | Non
         rank = _comparable(score)
         if config.expert_groups > 1:
             grouped = score.unflatten(-1, (config.expert_groups, -1))
-            best = _descending(_comparable(grouped.sort(-1, descending=True).values[..., :2].sum(-1)))
+            best = grouped.sort(-1, descending=True).values[..., : 2 if config.routing == "sigmoid" else 1].sum(-1)
+            best = _descending(_comparable(best))
             kept = torch.zeros_like(grouped[..., 0]).scatter(-1, best[..., : config.top_groups], 1.0)
             rank = rank.masked_fill(kept.repeat_interleave(grouped.shape[-1], -1) == 0, -math.inf)
         return _descending(rank)[..., : config.k]

@@ -28,6 +28,7 @@ FAMILIES += [
     "qwen2 moe",
     "granite moe",
     "glm4 moe normed",
+    "deepseek v2",
 ]  # rows of the table
 ROWS = torch.randint(60, (4, 9), generator=torch.Generator().manual_seed(3))
 PROMPTS = [[5, 9, 11, 2, 40], [7], [1, 59, 3]]

@@ -90,6 +90,13 @@ CASES = {
     "seed oss": ("SeedOss", {"attention_dropout": 0.0, "residual_dropout": 0.0, "attention_out_bias": True}),
     "phi3 part": ("Phi3", {"partial_rotary_factor": 0.5, "num_key_value_heads": 1}),
     "llama mlp biases": ("Llama", {"mlp_bias": True}),
+    "deepseek v2": ("DeepseekV2", LATENT | {"topk_method": "group_limited_greedy", "num_hidden_layers": 3}),
+    "deepseek v2 greedy, yarn": (
+        "DeepseekV2",
+        LATENT
+        | {"rope_parameters": YARN | {"mscale": 0.8, "mscale_all_dim": 1.2}, "first_k_dense_replace": 1}
+        | {"routed_scaling_factor": 2.0},
+    ),
     "olmo2": ("Olmo2", {"num_key_value_heads": 2}),
     "olmo3": ("Olmo3", {"sliding_window": 5, "num_hidden_layers": 4, "rope_parameters": OF_KINDS}),
     "olmoe": ("Olmoe", {"num_experts": 8, "num_experts_per_tok": 3}),
