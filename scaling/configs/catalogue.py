@@ -23,12 +23,12 @@ MODELS = {
         ),
         Config(
             "gemma-7b", 28, 3072, 24576, 16, 16, 256, 256000, tied=True, theta=1e4, eps=1e-6, activation="gelu_tanh",
-            uncomputed=("model_type 'gemma'",), source="huggingface.co/google/gemma-7b",
+            unit_offset=True, embed_scale=3072**0.5, source="huggingface.co/google/gemma-7b",
         ),
         Config(
             "gemma2-27b", 46, 4608, 36864, 32, 16, 128, 256000, tied=True, norms="both", theta=1e4, eps=1e-6,
-            window=(4096, None) * 23, activation="gelu_tanh",
-            uncomputed=("model_type 'gemma2'",),
+            window=(4096, None) * 23, activation="gelu_tanh", unit_offset=True, embed_scale=4608**0.5,
+            score_scale=144**-0.5, score_cap=50.0, logit_cap=30.0,
             source="Part 4 gives D; the rest huggingface.co/google/gemma-2-27b",
         ),
         Config(

@@ -15,7 +15,7 @@ WITHIN: dict[str, str | tuple] = {
     **dict.fromkeys("DFNKHVk", "[1, 1e9]"),
     **dict.fromkeys("LE", "[1, 1e5]"),  # layers and experts are listed
     **dict.fromkeys(("theta", "local_theta", "eps", "routed_scale", "capacity"), ABOVE),
-    **dict.fromkeys(("embed_scale", "residual_scale", "logit_scale", "score_scale"), ABOVE),
+    **dict.fromkeys(("embed_scale", "residual_scale", "logit_scale", "score_scale", "score_cap", "logit_cap"), ABOVE),
     **dict.fromkeys(("aux_coef", "z_coef", "shared", "F_shared", "F_dense"), "[0, inf)"),
     "dropout": "[0, 1)",
     "rotary_share": "(0, 1]",
@@ -60,7 +60,8 @@ class Config:
     2). A `parallel` layer's blocks read the same stream, and with norms "shared" one norm of it (Cohere). Norms are
     RMSNorm, or `centered` LayerNorm, with a bias if `norm_bias`. `mlp_bias` adds biases to the MLP's products. With
     `qk_wide`, `qk_norm` norms all heads of a token together (OLMo). With a `local_theta` layers with a window rotate by
-    this base, without `rope_scaling` (Gemma 3).
+    this base, without `rope_scaling` (Gemma 3). Scores and logits are kept within `score_cap` and `logit_cap` by tanh
+    (Gemma 2). With `sinks` each head has a score of a key without a value (GPT-OSS).
     """
 
     name: str
@@ -112,6 +113,9 @@ class Config:
     residual_scale: float = 1.0
     logit_scale: float = 1.0
     score_scale: float | None = None
+    score_cap: float | None = None
+    logit_cap: float | None = None
+    sinks: bool = False
     unrotated: tuple[int, ...] = ()
     cached: int | None = None
     uncomputed: tuple[str, ...] = ()

@@ -34,6 +34,8 @@ LETTERS = {
     "attention_bias": ("attention_bias", "qkv_bias", "use_qkv_bias", "use_bias"),
     "mlp_bias": ("mlp_bias", "use_bias"),
     "parallel": ("use_parallel_residual",),
+    "score_cap": ("attn_logit_softcapping",),
+    "logit_cap": ("final_logit_softcapping",),
     "output_bias": ("attention_out_bias",),
     "qk_norm": ("use_qk_norm",),
     "routing": ("scoring_func",),
@@ -66,7 +68,6 @@ NULL = ("num_key_value_heads", "sliding_window", "attention_dropout")  # may be 
 ORIGINAL = "original_max_position_embeddings"
 CONTEXTS = ("llama3", "yarn", "longrope")  # scalings with this key, the context of earlier training
 PATTERNED = ("gemma3_text", "cohere2", "exaone4")  # that read sliding_window_pattern
-CAPS = ("attn_logit_softcapping", "final_logit_softcapping")
 SLIDES = {"full_attention", "attention", "sliding_attention"}  # layer types that are computed
 ATTENDS = SLIDES | {"chunked_attention", "indexed_attention"}  # layer types that cache keys and values
 
@@ -277,7 +278,7 @@ def _not_computed(whole: dict, table: dict, read: dict, kind: ModelType) -> list
     name = table.get("model_type")  # without one no class is named, and a file is read by its keys
     found += [] if kind.architecture or name is None else [f"model_type {name!r}"]
     found += [] if _activation(read) in ACTIVATIONS else [f"hidden_act {_activation(read)!r}"]
-    refused = ("use_bidirectional_attention", "clip_qkv", "qk_layernorm", *CAPS)
+    refused = ("use_bidirectional_attention", "clip_qkv", "qk_layernorm")
     found += [key for key in refused if read.get(key)]
     found += ["use_qk_norm"] if name == "cohere" and read["use_qk_norm"] else []
     found += ["attention_bias without one of the output"] if name == "helium" and read["attention_bias"] else []

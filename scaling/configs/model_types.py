@@ -196,7 +196,6 @@ _DEEPSEEK_V2 = _DEEPSEEK_V3 | {
     "first_k_dense_replace": 0, "mlp_bias": False,
 }  # fmt: skip
 _DEEPSEEK_V2 = _without(_DEEPSEEK_V2, "norm_topk_prob", "rope_interleave")
-_GEMMA = {"hidden_act": "gelu_pytorch_tanh", "rms_norm_eps": 1e-6, "sliding_window": 4096}
 _GEMMA_FIXED = {"unit_offset": True, "norms": "both"}
 _COHERE_FIXED = {"norms": "shared", "parallel": True, "centered": True}
 _LAYER_NORM_FIXED = {"centered": True, "norm_bias": True}
@@ -258,7 +257,7 @@ KINDS: dict[str, ModelType] = {
         aliases={"num_local_experts": "num_experts"},
         fixed={"qk_norm": True, "qk_wide": True},
     ),
-    "gemma2": ModelType("", _GEMMA, fixed={"tied": True}, pattern=2),
+    "gemma2": ModelType("Gemma2ForCausalLM", _GEMMA_2, fixed=_GEMMA_FIXED, root_scaled=True, pattern=2),
     "gemma3_text": ModelType(
         "Gemma3ForCausalLM",
         _GEMMA_3,

@@ -86,7 +86,7 @@ def params(config: Config, active: bool = False) -> dict[str, int]:
         "router": sparse * D * (config.E + config.shared_gate) if config.moe else 0,
         "norms": config.L * head_norms + gains * D,
         "biases": gains * D * config.norm_bias
-        + config.L * biases
+        + config.L * (biases + config.N * config.sinks)
         + (sparse * config.E if config.routing == "sigmoid" and config.moe else 0),
         "vocab": (1 if config.tied else 2) * D * config.V,
     }

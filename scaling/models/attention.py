@@ -16,6 +16,7 @@ from torch import Tensor
 
 from scaling.common.torch_private import flash_cpu
 from scaling.models.blockwise import Attention, KeyBlock
+from scaling.models.pointwise import soft_cap
 from scaling.models.tiles import Mask
 
 
@@ -52,12 +53,16 @@ def _mask(Q: Tensor, K: Tensor, window: int | None, segments: Tensor | None) -> 
     return visible(keys[S - T :], keys, window, segments[:, S - T :], segments)[:, None]
 
 
-def sdpa(Q: Tensor, K: Tensor, V: Tensor, *, window=None, segments=None, scale: float | None = None) -> Tensor:
+def sdpa(
+    Q: Tensor, K: Tensor, V: Tensor, *, window=None, segments=None, scale: float | None = None, cap=None, sinks=None
+) -> Tensor:
     """Attend by F.scaled_dot_product_attention, which picks a fused kernel. `scale` is 1/sqrt(H) unless given.
 
-    The kernels have no forward derivative, so under jvp `dot_product_attention` is used instead.
+    The kernels have no forward derivative, and neither soft caps nor sinks. There `dot_product_attention` is used.
     """
     _grouped(Q, K.shape[2])
+    if cap is not None or sinks is not None:
+        return dot_product_attention(Q, K, V, window=window, segments=segments, scale=scale, cap=cap, sinks=sinks)
     T, S = Q.shape[1], K.shape[1]
     plain = segments is None and (window is None or window >= S) and (T == S or T == 1)
     mask = None if plain else _mask(Q, K, window, segments)
@@ -71,25 +76,41 @@ def sdpa(Q: Tensor, K: Tensor, V: Tensor, *, window=None, segments=None, scale: 
     return O.transpose(1, 2)
 
 
-def fused(Q: Tensor, K: Tensor, V: Tensor, *, window=None, segments=None) -> Tensor:
+def fused(Q: Tensor, K: Tensor, V: Tensor, *, window=None, segments=None, cap=None, sinks=None) -> Tensor:
     """Attend as `sdpa`, but on the meta device by a kernel that never stores all scores.
 
     On that device torch would choose the form that stores them, and a count of memory would include them.
     """
     if not Q.is_meta:
-        return sdpa(Q, K, V, window=window, segments=segments)
+        return sdpa(Q, K, V, window=window, segments=segments, cap=cap, sinks=sinks)
     mask = None if window is None and segments is None else _mask(Q, K, window, segments).to(Q.dtype)
     heads = (x.transpose(1, 2) for x in (Q, K, V))
     return flash_cpu(*heads, 0.0, mask is None, attn_mask=mask)[0].transpose(1, 2)
 
 
-def dot_product_attention(Q, K, V, *, window=None, segments=None, scale: float | None = None) -> Tensor:
-    """Attend by the book's einsums, which compute and store all T x S scores, masked or not."""
+def dot_product_attention(
+    Q, K, V, *, window=None, segments=None, scale: float | None = None, cap: float | None = None, sinks=None
+) -> Tensor:
+    """Attend by the book's einsums, which compute and store all T x S scores, masked or not.
+
+    Scores are capped softly by `cap`. sinks[N] are scores of a key that every query of a head sees, without a value.
+    """
+    seen = _mask(Q, K, window, segments)
+    return attend_scores(Q, K, V, ~(seen if segments is None else seen[:, None]), scale, cap, sinks)
+
+
+def attend_scores(
+    Q: Tensor, K: Tensor, V: Tensor, hidden: Tensor, scale: float | None, cap: float | None, sinks: Tensor | None
+) -> Tensor:
+    """Attend where `hidden`, of a shape that broadcasts to scores[B, K, G, T, S], is False."""
     q = _grouped(Q, K.shape[2])
     scores = torch.einsum("bkgth,bskh->bkgts", q, K) * (1 / math.sqrt(Q.shape[-1]) if scale is None else scale)
-    seen = _mask(Q, K, window, segments)
-    scores = scores.masked_fill(~(seen if segments is None else seen[:, None]), -math.inf)
-    return _ungrouped(torch.einsum("bkgts,bskh->bkgth", scores.softmax(-1), V))
+    scores = soft_cap(scores, cap).masked_fill(hidden, -math.inf)
+    if sinks is not None:
+        each = sinks.to(scores.dtype).view(1, K.shape[2], -1, 1, 1).expand(*scores.shape[:-1], 1)
+        scores = torch.cat([scores, each], -1)
+    weights = scores.softmax(-1)[..., : K.shape[1]]
+    return _ungrouped(torch.einsum("bkgts,bskh->bkgth", weights, V))
 
 
 class OwnKeys(NamedTuple):

@@ -90,7 +90,7 @@ class Context(NamedTuple):
     def of_layer(self, l: int) -> "Context":
         """Return the context of layer l: its window, its positions, and drop(x, branch) times `residual_scale`."""
         config, drop = self.config, partial(self.drop, layer=l)
-        attend = partial(self.attend, window=config.windows[l])
+        attend = partial(self.attend, window=config.windows[l], **capped(config))
         if config.residual_scale == 1:
             return self._replace(attend=attend, drop=drop, rope=self.rope[l])
 
@@ -151,6 +151,18 @@ def own_heads(W: Any, at: Context) -> Any:
     return W.narrow(-2, first, max(1, N // at.config.G))
 
 
+def capped(config: Config) -> dict[str, float]:
+    """Return the soft cap of scores as an option of attention, in a model that has one."""
+    return {} if config.score_cap is None else {"cap": config.score_cap}
+
+
+def with_sinks(W: dict, attend: Callable) -> tuple[Callable, tuple[Tensor, ...]]:
+    """Return (attend, ()), or in a model with sinks (attend with a fourth argument, (the sinks[N_Y],))."""
+    if "sinks" not in W:
+        return attend, ()
+    return lambda Q, K, V, sinks: attend(Q, K, V, sinks=sinks), (W["sinks"],)
+
+
 def attend_heads(W: dict, values: Values, at: Context) -> Values:
     """Add O[B_PXZE, T_C, N_Y, H] to the values, which have y[B_PXZE, T_C, D], and its pullback."""
     if "O" in values:
@@ -163,7 +175,8 @@ def attend_heads(W: dict, values: Values, at: Context) -> Values:
         Q, K, V = add_biases(W, Q, K, V)
         values = values | {"Q": Q, "K": K, "V": V}
     Q, K, scales = turn_heads(W, values["Q"], values["K"], at)
-    O, pull = at.vjp(at.attend, Q, K, values["V"])  # each head alone: only C communicates
+    attend, sinks = with_sinks(W, at.attend)
+    O, pull = at.vjp(attend, Q, K, values["V"], *sinks)  # each head alone: only C communicates
     return values | scales | {"O": O, "pull": pull}
 
 

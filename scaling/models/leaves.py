@@ -106,6 +106,7 @@ LAYER = {
     "W_UKV": Leaf(
         "W_UKV[L_Z, C_X, N_Y, W]", "W_UKV[L, C_X, N_YZ, W]", "C", _attention("kv_b_proj.weight", "NW, C"), _latent
     ),
+    "sinks": Leaf("s[L_Z, N_Y]", "s[L, N_Y]", 0.0, _attention("sinks", "N"), lambda c: c.sinks),
     "W_O": Leaf("W_O[L_Z, N_Y, H, D_X]", "W_O[L, N_YZ, H, D_X]", "NH", _attention("o_proj.weight", "D, NH")),
     "b_O": Leaf("b_O[L_Z, D]", "b_O[L, D_XYZ]", 0.0, _attention("o_proj.bias", "D"), lambda c: c.output_bias),
     "norm_attn_out": Leaf(
@@ -199,7 +200,7 @@ def uncomputed(config: Config) -> list[str]:
     found = list(config.uncomputed)
     headed = {"biases": config.attention_bias or config.output_bias, "qk_norm": config.qk_norm}
     headed |= {"LayerNorm": config.centered, "norms after blocks": config.norms != "before"}
-    headed |= {"parallel blocks": config.parallel}
+    headed |= {"parallel blocks": config.parallel, "soft caps of scores": config.score_cap, "sinks": config.sinks}
     headed |= {"unrotated layers": config.unrotated, "score_scale": config.score_scale}
     found += [f"latent attention with {name}" for name, has in headed.items() if has and config.latent]
     if config.dense_layers and not (config.moe and config.dense_layers < config.L):

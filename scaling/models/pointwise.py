@@ -52,6 +52,11 @@ def second_moment(activation: str) -> float:
     return {"none": 1.0, "relu": 0.5, "gelu": 1 / 3 + 1 / (2 * math.pi * math.sqrt(3))}[activation]
 
 
+def soft_cap(x: Tensor, cap: float | None) -> Tensor:
+    """Return cap tanh(x / cap), which lies within the cap, or x where there is none (Gemma 2)."""
+    return x if cap is None else cap * torch.tanh(x / cap)
+
+
 def mean_square(x: Tensor) -> Tensor:
     """Return the mean of x^2 over the last dim, [..., 1], in float32 or wider."""
     return x.to(torch.promote_types(x.dtype, torch.float32)).square().mean(-1, keepdim=True)

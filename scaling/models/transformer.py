@@ -27,6 +27,7 @@ from scaling.models.layer import (
     activate_features,
     attend_heads,
     biased,
+    capped,
     read_norms,
     scale_by,
     undifferentiated,
@@ -35,6 +36,7 @@ from scaling.models.layer import (
 from scaling.models.leaves import check_computed, computes, specs_of, uncomputed
 from scaling.models.norms import normed, rms
 from scaling.models.params import config_of_params, init, inits
+from scaling.models.pointwise import soft_cap
 from scaling.models.remat import checkpoint_block, checkpoint_matmuls, matmul_weight
 from scaling.models.rope import layer_tables, restarted
 
@@ -119,13 +121,15 @@ def _forward(params: dict, tokens: Tensor, remat: str, attention: Callable, conf
         x, more = steps[kind](layer, x)
         extra = extra if more is None else extra + more
     x, _ = normed(params, "norm", x, config, rms)
-    return matmul_weight(x, params["unembed"] if "unembed" in params else params["embed"].T), extra
+    logits = matmul_weight(x, params["unembed"] if "unembed" in params else params["embed"].T)
+    return soft_cap(logits, config.logit_cap), extra
 
 
 def _step(config: Config, remat: str, attention: Callable, window: int | None, segments: Tensor | None, rope: tuple):
     """Return step(layer, x) -> (x, the layer's losses or None), with this window and rematerialisation."""
     given = {"window": window} if window is not None else {}
     given |= {"segments": segments} if segments is not None else {}
+    given |= capped(config)
     scale = config.residual_scale
 
     def attend(layer: dict, x: Tensor, matmul=matmul_weight) -> Tensor:

@@ -11,7 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from scaling.models.attention import visible
+from scaling.configs import Config
+from scaling.models.attention import attend_scores, visible
 from scaling.serve.cache import Share
 from scaling.serve.int8 import quantized
 
@@ -133,10 +134,15 @@ class Slots:
         found = whole.index_select(0, pages.flatten()).view(len(pages), -1, *whole.shape[2:])
         return found[:, low - start * self.size : high - start * self.size]
 
-    def attend(self, l: int, Q: Tensor, K: Tensor, V: Tensor, window: int | None) -> Tensor:
+    def attend(self, l: int, Q: Tensor, K: Tensor, V: Tensor, config: Config, sinks: Tensor | None = None) -> Tensor:
         """Write the new K, V[B_Z, T, K_Y, H], and return O[B_Z, T, N_Y, H] of the queries over the cache."""
-        (K, V), mask, causal = self.held(l, window, Q.dtype, K, V)
-        return self.over(Q, K, V, mask, causal)
+        (K, V), mask, causal = self.held(l, config.windows[l], Q.dtype, K, V)
+        if config.score_cap is None and sinks is None:
+            return self.over(Q, K, V, mask, causal)
+        hidden = torch.ones(Q.shape[1], K.shape[1], dtype=torch.bool, device=Q.device).triu(1) if causal else None
+        hidden = hidden if mask is None else (mask != 0)[:, :, None]
+        hidden = torch.zeros((), dtype=torch.bool, device=Q.device) if hidden is None else hidden
+        return attend_scores(Q, K, V, hidden, None, config.score_cap, sinks)
 
     def held(self, l: int, window: int | None, dtype: torch.dtype, *new: Tensor) -> tuple[list[Tensor], Any, bool]:
         """Write the new keys and values, or latents, and return layer l's, at all places that a query sees.

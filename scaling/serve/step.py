@@ -23,6 +23,7 @@ from scaling.mesh import AbstractMesh
 from scaling.models.inputs import IDS, check_ids, check_range
 from scaling.models.layer import Context, read_norms, scale_by, seen_heads, undifferentiated, used_gains
 from scaling.models.leaves import STACKS
+from scaling.models.pointwise import soft_cap
 from scaling.models.rope import layer_tables
 from scaling.models.transformer import all_layers
 from scaling.serve.cache import capacity, check_cache, share_of, writable
@@ -179,7 +180,7 @@ def logits_of(
         x = all_gather("x[B_ZE, T_C, D] -> x[B_ZE, T, D]", x, mesh)[:, :T]
     if last:
         x = last_of(x, lengths[slots.rows] if form in SPLIT_ROWS else lengths)
-    logits = listing.head(ends, x, at)
+    logits = soft_cap(listing.head(ends, x, at), config.logit_cap)
     return logits[:, 0] if last else logits
 
 

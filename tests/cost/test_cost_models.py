@@ -3,6 +3,7 @@
 import itertools
 import math
 from collections import Counter
+from typing import Any
 
 import pytest
 import torch
@@ -94,7 +95,8 @@ HUGGING_FACE = {  # config.json
     }""",
     "gemma2-27b": """{
         "model_type": "gemma2", "num_hidden_layers": 46, "hidden_size": 4608, "intermediate_size": 36864,
-        "num_attention_heads": 32, "num_key_value_heads": 16, "head_dim": 128, "vocab_size": 256000
+        "num_attention_heads": 32, "num_key_value_heads": 16, "head_dim": 128, "vocab_size": 256000,
+        "query_pre_attn_scalar": 144
     }""",
 }
 
@@ -177,13 +179,14 @@ def test_on_a_slice():
             assert tuple(a * b for a, b in zip(*placed.values(), strict=True)) == shape
     moved, tiny = d.StepCollective("AllReduce", "X", "Y", 1e9, 1), d.StepCollective("AllGather", "X", "Z", 1, 10)
     node, both = d.StepCollective("AllReduce", "X", "Y", 8e9, 3), {"Y": 8, "Z": 2}
-    for asked, seconds in (
+    cases: tuple[tuple[Any, float], ...] = (
         ((moved, V5E, (4, 4), {"Y": 16}, True), 2e9 / (4 * 4.5e10)),
         ((moved, V5E, (16, 16), {"Y": 256}), 2e9 / (4 * 4.5e10)),
         ((tiny, V5E, (4, 4), both), 10 * 1e-6),  # one hop each
         ((node, H100, (8,), {"Y": 8}), 3 * 2 * 8e9 * 7 / 8 / 450e9),
         ((tiny, H100, (16,), both), 10 * 2e-5),
-    ):
+    )
+    for asked, seconds in cases:
         assert d.collective_seconds(*asked) == approx(seconds)
     assert s.slices(V5E) == [(1, 1), (2, 2), (2, 4), (4, 4), (4, 8), (8, 8), (8, 16), (16, 16)]
     assert s.slices(H100, 8) == [(1,), (2,), (4,), (8,)]

@@ -105,6 +105,11 @@ CASES = {
         {"sliding_window": 5, "num_hidden_layers": 3, "sliding_window_pattern": 2, "query_pre_attn_scalar": 11}
         | {"rope_parameters": OF_KINDS},
     ),
+    "gemma2": (
+        "Gemma2",
+        {"sliding_window": 5, "query_pre_attn_scalar": 5, "attn_logit_softcapping": 0.3}
+        | {"final_logit_softcapping": 0.7},
+    ),
     "glm": ("Glm", {}),
     "glm4": ("Glm4", {"attention_bias": False}),
     "starcoder2": ("Starcoder2", {"sliding_window": 5}),

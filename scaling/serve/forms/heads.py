@@ -35,11 +35,11 @@ def attention(W: dict, x: Tensor, at: Context, l: int) -> Tensor:
     return biased(Attn, W, "b_O")
 
 
-def over_cache(at: Context, l: int, Q: Tensor, K: Tensor, V: Tensor) -> Tensor:
+def over_cache(at: Context, l: int, Q: Tensor, K: Tensor, V: Tensor, sinks: Tensor | None = None) -> Tensor:
     """O[B_ZE, T_C, N_Y, H] over the cache, to which K and V[B_ZE, T_C, K_Y, H] of all ranks are written."""
     K = all_gather("K[B_ZE, T_C, K_Y, H] -> K[B_ZE, T, K_Y, H]", K, at.mesh)  # on the critical path
     V = all_gather("V[B_ZE, T_C, K_Y, H] -> V[B_ZE, T, K_Y, H]", V, at.mesh)
-    return at.slots.attend(l, Q, K, V, at.config.windows[l])
+    return at.slots.attend(l, Q, K, V, at.config, sinks)
 
 
 def mlp(W: dict, x: Tensor, at: Context) -> Tensor:

@@ -31,7 +31,7 @@ def attention(W: dict, x: Tensor, at: Context, l: int) -> Tensor:
     K = einsum("y[B_Z, T, D] * W_K[D, K_Y, H] -> K[B_Z, T, K_Y, H]", y, W["W_K"])
     V = einsum("y[B_Z, T, D] * W_V[D, K_Y, H] -> V[B_Z, T, K_Y, H]", y, W["W_V"])
     Q, K, V = finish_heads(W, Q, K, V, at)
-    O = at.slots.attend(l, Q, K, V, at.config.windows[l])
+    O = at.slots.attend(l, Q, K, V, at.config, W.get("sinks"))
     O = all_to_all("O[B_Z, T, N_Y, H] -> O[B, T, N_YZ, H]", O, at.mesh)  # on the critical path
     Attn = einsum("O[B, T, N_YZ, H] * W_O[N_YZ, H, D] -> Attn[B, T, D] {U_YZ}", O, W["W_O"])
     Attn = all_reduce("Attn[B, T, D] {U_YZ} -> Attn[B, T, D]", Attn, at.mesh)  # on the critical path

@@ -14,6 +14,7 @@ from torch import Tensor
 from scaling.collectives import all_gather, all_reduce, einsum, reduce_scatter
 from scaling.models.layer import Context, biased, finish_heads
 from scaling.models.norms import normed, rms
+from scaling.models.pointwise import soft_cap
 
 
 def attention(W: dict, x: Tensor, at: Context, l: int) -> Tensor:
@@ -27,11 +28,14 @@ def attention(W: dict, x: Tensor, at: Context, l: int) -> Tensor:
     at.slots.append(l, K, V)
     q, (K, V), seen = places(Q, l, at)
     A = einsum("Q[B, T, K_Y, G, H] * K[B, S_Z, K_Y, H] -> A[B, T, K_Y, G, S_Z]", q, K)
-    A = A.masked_fill(~seen, -torch.inf)
+    A = soft_cap(A, at.config.score_cap).masked_fill(~seen, -torch.inf)
     m = all_reduce("m[B, T, K_Y, G] {U_Z} -> m[B, T, K_Y, G]", A.amax(-1), at.mesh, op="max")  # critical path
+    sinks = W["sinks"].view(*m.shape[2:]) if "sinks" in W else None
+    m = m if sinks is None else torch.maximum(m, sinks)
     P = (A - m[..., None]).exp()
     O = einsum("P[B, T, K_Y, G, S_Z] * V[B, S_Z, K_Y, H] -> O[B, T, K_Y, G, H] {U_Z}", P, V)
-    L, O = P.sum(-1).flatten(2), O.flatten(2, 3)
+    L = P.sum(-1) if sinks is None else P.sum(-1) + (sinks - m).exp() / at.mesh.sizes.get("Z", 1)  # on each rank a part
+    L, O = L.flatten(2), O.flatten(2, 3)
     L = reduce_scatter("L[B, T, N_Y] {U_Z} -> L[B, T, N_YZ]", L, at.mesh)
     O = reduce_scatter("O[B, T, N_Y, H] {U_Z} -> O[B, T, N_YZ, H]", O, at.mesh)  # on the critical path
     O = O / L[..., None]

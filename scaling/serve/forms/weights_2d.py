@@ -49,7 +49,7 @@ def attention(W: dict, x: Tensor, at: Context, l: int) -> Tensor:
     K = shard("K[B_X, T, K_Y, H] -> K[B_XZ, T, K_Y, H]", K, at.mesh)
     V = shard("V[B_X, T, K_Y, H] -> V[B_XZ, T, K_Y, H]", V, at.mesh)
     Q, K, V = finish_heads(W, Q, K, V, at)
-    O = at.slots.attend(l, Q, K, V, at.config.windows[l])
+    O = at.slots.attend(l, Q, K, V, at.config, W.get("sinks"))
     O = all_to_all("O[B_XZ, T, N_Y, H] -> O[B_X, T, N_YZ, H]", O, at.mesh)  # on the critical path
     O = all_gather("O[B_X, T, N_YZ, H] -> O[B, T, N_YZ, H]", O, at.mesh)  # on the critical path
     Attn = einsum("O[B, T, N_YZ, H] * W_O[N_YZ, H, D_X] -> Attn[B, T, D_X] {U_YZ}", O, W["W_O"])

@@ -23,6 +23,7 @@ from scaling.configs import Config
 from scaling.models.inputs import check_range, check_weights
 from scaling.models.layer import scale_by
 from scaling.models.norms import normed, normed_backward
+from scaling.models.pointwise import soft_cap
 from scaling.spec import ShardingError
 
 
@@ -55,6 +56,7 @@ class Terms(NamedTuple):
     V: int
     smoothing: float
     z_loss: float
+    cap: float | None = None
 
 
 def head(
@@ -92,7 +94,7 @@ def token_logprobs(W: dict, x: Tensor, targets: Tensor, config: Config, mesh) ->
 
     of the targets; `W` as in `head`.
     """
-    table, terms = "unembed" if "unembed" in W else "embed", Terms(config.V, 0.0, 0.0)
+    table, terms = "unembed" if "unembed" in W else "embed", Terms(config.V, 0.0, 0.0, config.logit_cap)
     y, _ = normed(W, "norm", x, config)
     y = all_gather("y[B_PXE, T_CY, D] -> y[B_PXE, T_C, D]", y, mesh)
     rows, found = y.flatten(0, 1), []
@@ -196,7 +198,8 @@ def chunk_loss(x, U, targets, w, terms: Terms, tied: bool, mesh, gradients: bool
         logits = einsum("x[R_PXEC, D] * E[V_Y, D] -> logits[R_PXEC, V_Y]", x, U)
     else:
         logits = einsum("x[R_PXEC, D] * U[D, V_Y] -> logits[R_PXEC, V_Y]", x, U)
-    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    logits = soft_cap(logits.to(torch.promote_types(logits.dtype, torch.float32)), terms.cap)
+    slope_of_cap = None if terms.cap is None or not gradients else 1 - (logits / terms.cap).square()
     w, V_Y = w.to(logits.dtype), logits.shape[-1]
     real = min(max(terms.V - mesh.coord.get("Y", 0) * V_Y, 0), V_Y)  # entries of this part that are no padding
     if real < V_Y:
@@ -220,6 +223,7 @@ def chunk_loss(x, U, targets, w, terms: Terms, tied: bool, mesh, gradients: bool
     dlogits.scatter_add_(-1, local[:, None], (-(1 - terms.smoothing) * w * here)[:, None])
     if terms.smoothing:
         dlogits[:, :real].sub_((terms.smoothing / terms.V * w)[:, None])
+    dlogits = dlogits if slope_of_cap is None else dlogits.mul_(slope_of_cap)
     return loss, dlogits.to(x.dtype)
 
 

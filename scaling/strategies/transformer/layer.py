@@ -170,7 +170,8 @@ def attention_backward(W: dict, dAttn: Tensor, s: Values, at: Context) -> tuple[
     dW = {"b_O": dAttn.sum((0, 1))} if "b_O" in W else {}
     dAttn = all_gather("dAttn[B_PXE, T_CY, D] -> dAttn[B_PXE, T_C, D]", dAttn, mesh)  # on the critical path
     dO = at.einsum("dAttn[B_PXE, T_C, D] * W_O[N_Y, H, D] -> dO[B_PXE, T_C, N_Y, H]", dAttn, W["W_O"])
-    dQ, dK, dV = s["pull"](dO)
+    dQ, dK, dV, *dsinks = s["pull"](dO)
+    dW |= {"sinks": dsinks[0]} if dsinks else {}
     dQ, dK = rotate(dQ, cos, -sin), rotate(dK, cos, -sin)  # back by the same angle
     if "norm_Q" in W:  # {U_PXECY}: s has Q and K before their norms
         dQ, dW["norm_Q"] = head_norm_backward(s["Q"], W["norm_Q"], s["r_Q"], dQ, at)

@@ -173,7 +173,7 @@ def resolve(options: StepOptions, config: Config, params: dict, batch: Sequence,
         said = {"config": config} | vars(options) | {"schedule": name, "seeded": seeded, "tokens": tokens}
         said |= {"weights": weights, "segments": segments, "params": params}
         group, call = mesh.group([*mesh.sizes]), spoken("loss_and_grads" if backward else "loss", said)
-    terms = Terms(config.V, options.label_smoothing, options.z_loss)
+    terms = Terms(config.V, options.label_smoothing, options.z_loss, config.logit_cap)
     dtype: Any = getattr(params.get("embed"), "dtype", None) if isinstance(params, dict) else None
     gone = dropped(options.remat, config)
     homes = {}
