@@ -236,8 +236,11 @@ class TypedLines(KnownArrays):
                 text += "\n  " + said(what, "split", "move the axes before that")
                 self.find("split", text, held.place, place)
 
-    def parts(self, line: str, xs: Sequence, specs: Sequence[Spec], results: Sequence[Spec], run: Callable) -> Sequence:
+    def parts(
+        self, line: str, mesh: Any, xs: Sequence, specs: Sequence[Spec], results: Sequence[Spec], run: Callable
+    ) -> Sequence:
         """Judge a line on values and scales: compare each part with its type, run, and declare the results' parts."""
+        self.sizes = self.sizes if mesh is None else dict(mesh.sizes)
         place, xs = self.reached(), [self.meta(x) for x in xs]
         before = len(self.report.findings)
         for x, spec in zip(xs, specs, strict=True):

@@ -133,7 +133,7 @@ def quantize(
     def run(x: Tensor) -> Sequence[Tensor]:
         return _parts(x.to(torch.float32), spec, f, mesh, amax_of, noise)
 
-    q, s, *t = _judged(line, [x], [replace(spec, scaled=())], parts, run)
+    q, s, *t = _judged(line, mesh, [x], [replace(spec, scaled=())], parts, run)
     return Scaled(q, s, t[0] if t else None, f, tuple(map(spec.index, spec.scaled)), x.dtype)
 
 
@@ -162,7 +162,7 @@ def dequantize(line: str, x: Any, mesh) -> Tensor:
     if not isinstance(x, Scaled):
         refuse(f"dequantize: {line}", f"the operand is a {type(x).__name__}", "{Q}: values and scales", "quantize it")
     parts = x.check(spec, f"dequantize: {line}")
-    return _judged(line, x.parts, parts, [replace(spec, scaled=())], lambda *own: [wide(x.of(own), spec)])[0].to(
+    return _judged(line, mesh, x.parts, parts, [replace(spec, scaled=())], lambda *own: [wide(x.of(own), spec)])[0].to(
         x.dtype
     )
 
@@ -206,7 +206,7 @@ def product(line: str, a: Any, b: Any, out: Tensor | None = None, add: bool = Fa
         dtypes = given[0].dtype, given[-1].dtype
         return [einsum(str(plain), *(x.to(dtype) for x in wides)).to(torch.promote_types(*dtypes))]
 
-    result = _judged(line, xs, specs, [typed.result], run)[0]
+    result = _judged(line, None, xs, specs, [typed.result], run)[0]
     if out is None:
         return result
     check_out(f"einsum: {line}", out, result.shape, result.dtype, result.device)
@@ -241,10 +241,10 @@ def blocks_of(scale: Spec) -> dict[str, int]:
     return {dim: int(block or 1) for dim, _, block in each}
 
 
-def _judged(line: str, xs: Sequence, specs: Sequence[Spec], results: Sequence[Spec], run: Callable) -> Sequence[Tensor]:
+def _judged(line: str, mesh, xs: Sequence, specs: Sequence[Spec], results: Sequence[Spec], run: Callable) -> Sequence:
     """Return run(*xs). The judge, if it watches, compares each x with its type, and gives the results theirs."""
     watch = who_watches()
-    return run(*xs) if watch is None else watch.parts(line, xs, specs, results, run)
+    return run(*xs) if watch is None else watch.parts(line, mesh, xs, specs, results, run)
 
 
 def _refuse_differentiated(line: str, *xs: Tensor) -> None:

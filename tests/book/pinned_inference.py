@@ -203,6 +203,7 @@ INFERENCE = {
         "AllToAll over 2 nodes against 1: more than": (1 / 4 / 400) / (7 / 64 / 450),
         "Collective bandwidth of a node: bisection x 2/N": 2 * 3600 / 8,
     },
+    "12_eight_bits": {"H100, FP8 products, MXFP8 gathers: forward, over bf16's": 2e15 / 9.9e14 * 33 / 64},
     "12_gpu_rooflines": {
         "PP: the hops' time over 2BD/W": 3 / 2 - 1 / 64,
         "EP over many nodes, Z >> k: F above alpha times": 8 - 8 * 8 / 2**13,
