@@ -35,12 +35,12 @@ def _ungrouped(O: Tensor) -> Tensor:
 def visible(queries: Tensor, keys: Tensor, window: int | None = None, query_ids=None, key_ids: Any = None) -> Tensor:
     """visible[T, S], or [B, T, S] with ids: which keys each query sees.
 
-    queries[T] and keys[S] are positions in the whole sequence, in any order. query_ids[B, T] and key_ids[B, S] are the
-    ids of their documents.
+    queries[T] and keys[S] are positions in the whole sequence, in any order; [B, T] and [B, 1, S] if they differ by
+    row. query_ids[B, T] and key_ids[B, S] are the ids of their documents.
     """
-    seen = queries[:, None] >= keys
+    seen = queries[..., None] >= keys
     if window is not None:
-        seen = seen & (queries[:, None] - keys < window)
+        seen = seen & (queries[..., None] - keys < window)
     return seen if query_ids is None else seen & (query_ids[:, :, None] == key_ids[:, None, :])
 
 

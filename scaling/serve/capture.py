@@ -48,7 +48,7 @@ class Captured:
                 step(self.x)
         torch.cuda.current_stream(x.device).wait_stream(side)
         self.graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(self.graph, pool=pool):
+        with torch.cuda.graph(self.graph, pool=pool, capture_error_mode="thread_local"):
             self.y = step(self.x)
 
     def __call__(self, x: Tensor) -> Tensor:

@@ -16,6 +16,8 @@ from scaling.models.attention import attend_scores, visible
 from scaling.serve.cache import Share
 from scaling.serve.int8 import quantized
 
+Keys = slice | tuple[Tensor, Tensor]  # places of all rows, or two indices of a layer's KV
+
 
 class Extent(NamedTuple):
     """Bounds that the host knows for the lengths of a call's rows, so that no length is read on the device.
@@ -92,12 +94,16 @@ class Slots:
             self.source = rows[:, None].expand_as(t), t
             self.any = works.any() if idle else None
         places = held[rows, None] + t - self.first
+        places = places.clamp(0, self.size - 1) if self.any is not None and self.table is None else places
+        self.into = self._indices(rows, places)
+
+    def _indices(self, rows: Tensor, places: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the two indices of a layer's KV at places[B, n] of rows[B]."""
         rows = rows[:, None].expand_as(places)
-        if self.table is not None:
-            page = (places // self.size).clamp(max=self.table.shape[1] - 1)
-            self.into = self.table[rows, page].clamp(min=0), places % self.size
-        else:
-            self.into = rows, places if self.any is None else places.clamp(0, self.size - 1)
+        if self.table is None:
+            return rows, places
+        page = (places // self.size).clamp(max=self.table.shape[1] - 1)
+        return self.table[rows, page].clamp(min=0), places % self.size
 
     def append(self, l: int, *new: Tensor) -> None:
         """Write layer l's part of the new tokens, keys and values [B_Z, T, K_Y, H] or latents, to their places."""
@@ -115,24 +121,21 @@ class Slots:
         x = (x if self.source is None else x[self.source]).to(whole.dtype)
         whole.index_put_(self.into, x if self.any is None else torch.where(self.any, x, whole[self.into]))
 
-    def read(self, l: int, low: int, high: int, dtype: torch.dtype) -> list[Tensor]:
-        """Return layer l's keys and values [B_Z, high - low, K_Y, H], or its latents, at places low to high - 1.
-
-        The places are those of this rank's part of a row.
-        """
-        found = [self._read(x[l], low, high).to(dtype) for x in self.cache["KV"]]
+    def read(self, l: int, keys: Keys, dtype: torch.dtype) -> list[Tensor]:
+        """Return keys and values [B_Z, S, K_Y, H] of layer l, or its latents, at these places of this rank's part."""
+        found = [self._read(x[l], keys).to(dtype) for x in self.cache["KV"]]
         if "scale" in self.cache:
-            scales = (self._read(x[l], low, high).to(dtype) for x in self.cache["scale"])
+            scales = (self._read(x[l], keys).to(dtype) for x in self.cache["scale"])
             found = [x * scale[..., None] for x, scale in zip(found, scales, strict=True)]
         return found
 
-    def _read(self, whole: Tensor, low: int, high: int) -> Tensor:
-        if self.table is None:
-            return whole[:, low:high]
-        start = low // self.size
-        pages = self.table[:, start : -(-high // self.size)]
+    def _read(self, whole: Tensor, keys: Keys) -> Tensor:
+        if self.table is None or isinstance(keys, tuple):
+            return whole[:, keys] if isinstance(keys, slice) else whole[keys]
+        start = keys.start // self.size
+        pages = self.table[:, start : -(-keys.stop // self.size)]
         found = whole.index_select(0, pages.flatten()).view(len(pages), -1, *whole.shape[2:])
-        return found[:, low - start * self.size : high - start * self.size]
+        return found[:, keys.start - start * self.size : keys.stop - start * self.size]
 
     def attend(self, l: int, Q: Tensor, K: Tensor, V: Tensor, config: Config, sinks: Tensor | None = None) -> Tensor:
         """Write the new K, V[B_Z, T, K_Y, H], and return O[B_Z, T, N_Y, H] of the queries over the cache."""
@@ -150,8 +153,8 @@ class Slots:
         The mask and causal that follow them say which of the places each query sees, as `over` takes them.
         """
         self.append(l, *new)
-        low, mask, causal = self.seen(window, dtype)
-        return self.read(l, low, self.extent.most, dtype), mask, causal
+        keys, mask, causal = self.seen(window, dtype)
+        return self.read(l, keys, dtype), mask, causal
 
     def over(self, Q: Tensor, K: Tensor, V: Tensor, mask: Tensor | None, causal: bool) -> Tensor:
         """Return O[B_Z, T, N_Y, H] of the queries over K and V[B_Z, S, K_Y, H], with the mask and causal of `seen`."""
@@ -164,24 +167,31 @@ class Slots:
         O = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=causal, enable_gqa=shared)
         return O.transpose(1, 2)
 
-    def seen(self, window: int | None, dtype: torch.dtype) -> tuple[int, Tensor | None, bool]:
-        """Return (the first place that any query sees, the mask added to scores or None, whether it is causal)."""
+    def seen(self, window: int | None, dtype: torch.dtype) -> tuple[Keys, Tensor | None, bool]:
+        """Return the places that queries see, what is added to scores or None, and whether these are simply causal."""
         if window not in self._seen:
             self._seen[window] = self._mask(window, dtype)
         return self._seen[window]
 
-    def _mask(self, window: int | None, dtype: torch.dtype) -> tuple[int, Tensor | None, bool]:
-        low = 0 if window is None else max(0, self.extent.least - window + 1)
-        if self.own is None and not self.extent.latest and (window is None or window >= self.T):
-            return low, None, self.T > 1
+    def _mask(self, window: int | None, dtype: torch.dtype) -> tuple[Keys, Tensor | None, bool]:
+        least, latest, most, *_ = self.extent
+        low = 0 if window is None else max(0, least - window + 1)
+        if self.own is None and not latest and (window is None or window >= self.T):
+            return slice(low, most), None, self.T > 1
         if self.extent.alike and self.T == 1:
-            return low, None, False
-        keys = torch.arange(low, self.extent.most, device=self.positions.device)
-        seen = self.visible(keys, window)[:, None]
-        return low, torch.zeros((), dtype=dtype, device=seen.device).masked_fill(~seen, -torch.inf), False
+            return slice(low, most), None, False
+        keys: Keys = slice(low, most)
+        places = torch.arange(low, most, device=self.positions.device)
+        if window is not None and window + self.T - 1 < most - low and self.own is None:  # each row's own window
+            places = self.positions[:, :1] + torch.arange(1 - window, self.T, device=self.positions.device)
+            rows = torch.arange(len(places), device=places.device)
+            keys = self._indices(rows, places.clamp(0, most - 1))
+        seen = self.visible(places, window)[:, None]
+        return keys, torch.zeros((), dtype=dtype, device=seen.device).masked_fill(~seen, -torch.inf), False
 
-    def visible(self, keys: Tensor, window: int | None) -> Tensor:
-        """Return visible[B_Z, T_C, S] of keys at these places of their rows, or [1, T_C, S] if rows are alike."""
+    def visible(self, places: Tensor, window: int | None) -> Tensor:
+        """Return which keys are visible[B_Z, T_C, S], at places[S] of all rows or [B_Z, S] of each; B_Z = 1 if all rows
+        are alike. Nothing is at a place below 0."""
         rows = self.positions if self.positions.dim() == 2 else self.positions[None]
-        rows = rows if self.own is None else rows[:, self.own]
-        return visible(rows.flatten(), keys, window).view(*rows.shape, -1)
+        places = places if places.dim() == 1 else places[:, None]
+        return visible(rows if self.own is None else rows[:, self.own], places, window) & (places >= 0)

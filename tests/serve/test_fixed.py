@@ -25,6 +25,7 @@ from scaling.models import hf, transformer
 from scaling.serve import fixed
 from scaling.serve.capture import why_not
 from scaling.serve.loading import served_by
+from scaling.serve.slots import Slots
 from scaling.serve.types import ONE
 
 READS = ("_local_scalar_dense", "nonzero", "masked_select", "bincount")  # of values, by the host
@@ -92,6 +93,19 @@ def test_tokens_are_those_of_decode_by_one_graph_that_reads_nothing(name, cache,
     assert counters["stats"]["unique_graphs"] == len(graphs) == 1
     assert not counters["graph_break"]
     assert not [op for op in graphs[0] if any(read in op for read in READS)]
+
+
+def test_a_layer_with_a_window_reads_no_more_places_than_its_window(monkeypatch):
+    """Of a bucket of 256 places, of rows of different lengths."""
+    monkeypatch.setattr(torch, "compile", uncompiled)
+    monkeypatch.setattr(fixed, "LEAST", ROOM)
+    over, places = Slots.over, []
+    monkeypatch.setattr(Slots, "over", lambda self, Q, K, *rest: places.append(K.shape[1]) or over(self, Q, K, *rest))
+    config, params = CONFIGS["rich"], shaken(CONFIGS["rich"])
+    step = fixed.Steps(params, config, serve.init_cache(config, 2, ROOM), compile="eager")
+    step([[1], [2]], [9, 200])
+    step([[1, 2, 3], [2]], [9, 200], every=True)
+    assert places == [ROOM, 5, 3, ROOM, 5 + 3, 3 + 3]  # of 3 tokens, which are filled up to 4
 
 
 @torch._dynamo.config.patch(recompile_limit=1)

@@ -48,7 +48,7 @@ def places(Q: Tensor, l: int, at: Context) -> tuple[Tensor, list[Tensor], Tensor
     """Return (Q[B, T, K_Y, G, H] / sqrt(H), [K, V][B, S_Z, K_Y, H], visible) for this rank's places of the sequence."""
     slots, window = at.slots, at.config.windows[l]
     used = min(max(slots.extent.most - slots.first, 1), slots.size)
-    found = slots.read(l, 0, used, Q.dtype)
+    found = slots.read(l, slice(0, used), Q.dtype)
     seen = slots.visible(slots.first + torch.arange(used, device=Q.device), window)
     Q = Q.unflatten(2, (found[0].shape[2], -1)) / math.sqrt(Q.shape[-1])
     return Q, found, seen[:, :, None, None]
