@@ -190,8 +190,10 @@ class Slots:
         return keys, torch.zeros((), dtype=dtype, device=seen.device).masked_fill(~seen, -torch.inf), False
 
     def visible(self, places: Tensor, window: int | None) -> Tensor:
-        """Return which keys are visible[B_Z, T_C, S], at places[S] of all rows or [B_Z, S] of each; B_Z = 1 if all rows
-        are alike. Nothing is at a place below 0."""
+        """Return which keys each query sees, visible[B_Z, T_C, S], with B_Z = 1 if all rows are alike.
+
+        The keys are at places[S] of all rows, or at places[B_Z, S]; there is none at a place below 0.
+        """
         rows = self.positions if self.positions.dim() == 2 else self.positions[None]
         places = places if places.dim() == 1 else places[:, None]
         return visible(rows if self.own is None else rows[:, self.own], places, window) & (places >= 0)
