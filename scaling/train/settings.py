@@ -76,7 +76,10 @@ class Settings:
     )
     remat: str = as_flag("none", "activation checkpointing: what is recomputed in the backward", choices=POLICIES)
     precision: str = as_flag(
-        "", "scale the layers' products to 8 or 4 bits; params and sums stay in --dtype", choices=[*RECIPES]
+        "",
+        "scale the layers' products to 8 or 4 bits; params and sums stay in --dtype",
+        choices=["", *RECIPES],  # "" is what the record of a run without it says
+        metavar="|".join(RECIPES),
     )
     zero: int = as_flag(
         3,
