@@ -104,11 +104,6 @@ class Context(NamedTuple):
 # functions work head by head, so they also hold on shards of heads. Each returns its arguments for other models.
 
 
-def add_biases(W: dict, Q: Tensor, K: Tensor, V: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return Q, K and V, plus their biases if the model has them."""
-    return (Q + W["b_Q"], K + W["b_K"], V + W["b_V"]) if "b_Q" in W else (Q, K, V)
-
-
 def turn_heads(W: dict, Q: Tensor, K: Tensor, at: Context) -> tuple[Tensor, Tensor, Values]:
     """Return Q and K normed, in a model with norms of heads, and rotated by their positions.
 
@@ -124,8 +119,8 @@ def turn_heads(W: dict, Q: Tensor, K: Tensor, at: Context) -> tuple[Tensor, Tens
 
 def finish_heads(W: dict, Q: Tensor, K: Tensor, V: Tensor, at: Context) -> tuple[Tensor, Tensor, Tensor]:
     """Return Q, K and V ready for attention, without anything for derivatives."""
-    Q, K, V = add_biases(W, Q, K, V)
-    return *turn_heads(W, Q, K, at)[:2], V
+    Q, K, _ = turn_heads(W, biased(Q, W, "b_Q"), biased(K, W, "b_K"), at)
+    return Q, K, biased(V, W, "b_V")
 
 
 def read_norms(W: dict) -> dict:
@@ -172,8 +167,7 @@ def attend_heads(W: dict, values: Values, at: Context) -> Values:
         Q = einsum("y[B_PXZE, T_C, D] * W_Q[D, N_Y, H] -> Q[B_PXZE, T_C, N_Y, H]", y, W["W_Q"])
         K = einsum("y[B_PXZE, T_C, D] * W_K[D, K_Y, H] -> K[B_PXZE, T_C, K_Y, H]", y, W["W_K"])
         V = einsum("y[B_PXZE, T_C, D] * W_V[D, K_Y, H] -> V[B_PXZE, T_C, K_Y, H]", y, W["W_V"])
-        Q, K, V = add_biases(W, Q, K, V)
-        values = values | {"Q": Q, "K": K, "V": V}
+        values = values | {"Q": biased(Q, W, "b_Q"), "K": biased(K, W, "b_K"), "V": biased(V, W, "b_V")}
     Q, K, scales = turn_heads(W, values["Q"], values["K"], at)
     attend, sinks = with_sinks(W, at.attend)
     O, pull = at.vjp(attend, Q, K, values["V"], *sinks)  # each head alone: only C communicates

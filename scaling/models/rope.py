@@ -82,8 +82,9 @@ def layer_tables(
         kinds = table_kinds(config, positions, dtype)
     else:
         kinds = {kind: (cos[positions], sin[positions]) for kind, (cos, sin) in places.items()}
-    local = ["all" if window is None or config.local_theta is None else "local" for window in config.windows]
-    return tuple(kinds["none" if l in config.unrotated else kind] for l, kind in enumerate(local))
+    local = "all" if config.local_theta is None else "local"
+    of_layers = enumerate(config.windows)
+    return tuple(kinds["none" if l in config.unrotated else local if window else "all"] for l, window in of_layers)
 
 
 def magnitude(scaling: RopeScaling | None) -> float:

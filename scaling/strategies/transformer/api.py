@@ -229,24 +229,21 @@ def contexts_of(step: TrainStep, shape: Sequence[int], segments: Tensor | None, 
     places = ring.positions(form, t, mesh, "C") if split else torch.arange(t, device=mesh.device)
     dtype = step.dtype
     rope = partial(layer_tables, config, dtype=dtype)
-    ropes, parts, drops = [], [None] * M, [all_kept] * M
+    attend = partial(ring.attention, mesh=mesh, axis="C", form=form) if split else fused
+    attend = partial(padded, attend) if config.latent else attend
+    drops = [all_kept] * M
     if segments is None:
-        ropes = [rope(places)] * M
+        ropes, attends = [rope(places)] * M, [partial(attend, segments=None)] * M
     else:
         restart = restarted(all_gather("s[B, T_C] -> s[B, T]", segments, mesh))[:, c * t : (c + 1) * t]
         ropes = [*map(rope, in_form(restart.contiguous(), step).chunk(M))]
-        parts = in_form(segments, step).chunk(M)
+        attends = [partial(attend, segments=part) for part in in_form(segments, step).chunk(M)]
     if config.dropout and seed is not None:
         samples = torch.arange(rows * mesh.size([axis for axis in "PXE" if axis in mesh.sizes]), device=mesh.device)
         samples = tree.shard(samples, present("s[B_PXE]", mesh), mesh)
         given = {"rate": config.dropout, "seed": seed, "positions": tree.shard(places, present("p[T_Y]", mesh), mesh)}
         drops = [partial(dropout, samples=some, **given) for some in samples.chunk(M)]
-    attend = partial(ring.attention, mesh=mesh, axis="C", form=form) if split else fused
-    attend = partial(padded, attend) if config.latent else attend
     product, precision = einsum, step.options.precision
     if precision:
         product = products_of(precision, types.padded_sizes(config, mesh), step.inside)
-    return [
-        Context(config, step.inside, rope, partial(attend, segments=part), drop, einsum=product)
-        for rope, part, drop in zip(ropes, parts, drops, strict=True)
-    ]
+    return [*map(partial(Context, config, step.inside, einsum=product), ropes, attends, drops)]

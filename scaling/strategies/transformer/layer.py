@@ -71,10 +71,12 @@ def dropped(remat: str, config: Config) -> frozenset[str]:
 def layer(W: dict, x: Tensor, at: Context, gone: frozenset[str] = REMAT["none"]) -> tuple[Tensor, Any, Halves]:
     """x[B_PXE, T_CY, D] -> (x, the experts' terms Loss[] {U_PXECY} or None, saved without the names in `gone`)."""
     Attn, a = attention(W, {"x": x}, at)
-    Attn, a = normed_result(W, "norm_attn_out", Attn, a, at)
+    if "norm_attn_out" in W:
+        Attn, a = normed_result(W, "norm_attn_out", Attn, a, at)
     mid = x + at.drop(Attn, "attention")
     Out, extra, m = experts(W, {"mid": mid}, at) if "router" in W else mlp(W, {"mid": mid}, at)
-    Out, m = normed_result(W, "norm_mlp_out", Out, m, at)
+    if "norm_mlp_out" in W:
+        Out, m = normed_result(W, "norm_mlp_out", Out, m, at)
     for values in (a, m):
         for name in gone & values.keys():
             del values[name]
@@ -89,18 +91,24 @@ def layer_backward(W: dict, dx: Tensor, saved: Halves, at: Context, scale: float
     a, m = saved
     if "mid" not in m:
         Attn, a = attention(W, a, at)
-        Attn, a = normed_result(W, "norm_attn_out", Attn, a, at)
+        if "norm_attn_out" in W:
+            Attn, a = normed_result(W, "norm_attn_out", Attn, a, at)
         m = m | {"mid": a["x"] + at.drop(Attn, "attention")}
     if "norm_mlp_out" in W and "r_out" not in m:
         Out, _, m = mlp(W, m, at)
         Out, m = normed_result(W, "norm_mlp_out", Out, m, at)
-    dOut, dW_out = normed_result_backward(W, "norm_mlp_out", at.drop(dx, "mlp"), m, at)
+    dOut, dW = at.drop(dx, "mlp"), {}
+    if "norm_mlp_out" in W:
+        dOut, dW = normed_backward(W, "norm_mlp_out", m["out"], m["r_out"], dOut, at.config)
     dMid, dW_mlp = experts_backward(W, dOut, scale, m, at) if "router" in W else mlp_backward(W, dOut, m, at)
     dMid = dMid.add_(dx)
     back = latent_attention_backward if at.config.latent else attention_backward
-    dAttn, dW_attn = normed_result_backward(W, "norm_attn_out", at.drop(dMid, "attention"), a, at)
-    dIn, dW = back(W, dAttn, a, at)
-    dW |= dW_mlp | dW_attn | dW_out
+    dAttn = at.drop(dMid, "attention")
+    if "norm_attn_out" in W:
+        dAttn, dgain = normed_backward(W, "norm_attn_out", a["out"], a["r_out"], dAttn, at.config)
+        dW |= dgain
+    dIn, dW_attn = back(W, dAttn, a, at)
+    dW |= dW_mlp | dW_attn
     return dIn.add_(dMid), {name: dW[name] for name in W["lora"]} if "lora" in W else dW
 
 
@@ -128,16 +136,9 @@ def parallel_layer_backward(W: dict, dx: Tensor, saved: Halves, at: Context, sca
 
 
 def normed_result(W: dict, name: str, Out: Tensor, s: Values, at: Context) -> tuple[Tensor, Values]:
-    """Return what a block adds to the stream, normed in a model with norms after its blocks, and what that saves."""
-    if name not in W:
-        return Out, s
+    """Return what a block adds to the stream, normed by a norm after the block, and what is saved."""
     y, r = normed(W, name, Out, at.config)
     return y, s | {"out": Out, "r_out": r}
-
-
-def normed_result_backward(W: dict, name: str, dOut: Tensor, s: Values, at: Context) -> tuple[Tensor, dict]:
-    """Return (dOut before the norm after a block, the gradient of its gain)."""
-    return normed_backward(W, name, s["out"], s["r_out"], dOut, at.config) if name in W else (dOut, {})
 
 
 def normed_stream(s: Values, x: Tensor, W: dict, name: str, at: Context) -> Values:

@@ -162,7 +162,7 @@ class LayerStack:
         dense = step.config.dense_layers if stack == "layers" else 0
         self.first = first + dense
         self.below = LayerStack(step, params, "dense", late=late) if dense and first == 0 else None
-        small = step.options.limits.small
+        small = step.limits.small
         dims = packed_leaves(layers[0], self.lines, step.mesh, small)
         gather = partial(gather_packed, dims=dims) if dims else partial(gather_leaves, lines=self.lines)
         paths = optree.tree_paths(held)
@@ -247,7 +247,7 @@ def run_all_layers(step: TrainStep, params: dict, batch: LocalBatch) -> tuple[Te
             del ends["embed"]
         x, extra, kept = layers.forward(x, at)
         loss, dx, dW = head(
-            ends, x, targets, weights, step.terms, config, mesh, frozen=lora, chunk_bytes=step.options.limits.chunk
+            ends, x, targets, weights, step.terms, config, mesh, frozen=lora, chunk_bytes=step.limits.chunk
         )
         losses.append(loss + extra * (scale / M))
         add_by_name(dends, dW, step.sums)

@@ -85,7 +85,7 @@ def run_stages(step: TrainStep, params: dict, batch: LocalBatch) -> tuple[Tensor
     rows = torch.arange(len(tokens), device=tokens.device)
 
     def loss_of(ends, x, some):
-        chunk = step.options.limits.chunk
+        chunk = step.limits.chunk
         loss, dx, dW = head(ends, x, targets[some], weights[some], step.terms, config, mesh, chunk_bytes=chunk)
         return loss, dW, dx
 

@@ -58,7 +58,7 @@ class StepOptions:
         precision: The recipe of `scaling.scaled.RECIPES` by which the layers' products are scaled, or "".
         mean: Whether the loss is divided by the sum of the weights. Else it is sum(w ce), and w may have either sign.
         lora: The adapters in params["lora"]; only they have gradients, {"lora": ...}.
-        limits: The sizes from which the step's code does something else.
+        limits: The sizes from which the step's code does something else; None is `LIMITS`.
     """
 
     microbatches: int = 1
@@ -75,7 +75,7 @@ class StepOptions:
     lora: "Lora | None" = None
     mean: bool = True
     precision: str = ""
-    limits: Limits = LIMITS
+    limits: "Limits | None" = None
 
 
 class LeafLines(NamedTuple):
@@ -93,6 +93,7 @@ class TrainStep(NamedTuple):
 
     Attributes:
         options: The options of the step.
+        limits: The sizes from which its code does something else.
         config: The model.
         mesh: The mesh; axes that it lacks drop out of lines.
         inside: The mesh that a layer sees, without the stages.
@@ -111,6 +112,7 @@ class TrainStep(NamedTuple):
     """
 
     options: StepOptions
+    limits: Limits
     config: Config
     mesh: Any
     inside: Any
@@ -180,7 +182,7 @@ def resolve(options: StepOptions, config: Config, params: dict, batch: Sequence,
     if schedule is not None and not config.tied and mesh.sizes["Z"] > 1:
         homes = {"embed": schedule.placement[0], "unembed": schedule.placement[-1]}
     return TrainStep(
-        options, config, mesh, mesh.without("Z"), backward, stored, reduced,
+        options, options.limits or LIMITS, config, mesh, mesh.without("Z"), backward, stored, reduced,
         lines_of_params(stored, reduced, mesh, homes), schedule, homes, terms, dtype, sums or dtype, gone, group, call,
     )  # fmt: skip
 
