@@ -160,7 +160,7 @@ tokens = torch.randint(0, config.V, (4, 9 + more), generator=g)
 
 
 def follow(logits, cache):
-    """Return Logits[B, 1 + more, V]: after the prompts, and after each further token."""
+    """Logits[B, 1 + more, V]: those after the prompts, and after each further token."""
     found = [logits]
     for step in range(more):
         logits, cache = serve.decode(params, tokens[torch.arange(4), lengths + step], cache, config)

@@ -120,7 +120,7 @@ def init_cache(
 
 
 def page_table(KV: Tensor, batch: int, pages: int) -> Tensor:
-    """Return pages[B, M] for rows of so many pages each, numbered in sequence on the ranks that hold the row."""
+    """pages[B, M] of rows that have so many pages each, numbered in sequence on the ranks that hold the row."""
     return torch.arange(batch * pages, device=KV.device).view(batch, pages) % KV.shape[2]
 
 

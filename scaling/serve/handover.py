@@ -84,7 +84,7 @@ def move(
 
 
 def contiguous(cache: dict, name: str, mesh, form: str) -> Tensor:
-    """Return KV[2, L, B_Z, S, K_Y, H], or scale[2, L, B_Z, S, K_Y], of a cache that may be in pages."""
+    """KV[2, L, B_Z, S, K_Y, H], or scale[2, L, B_Z, S, K_Y], of a cache that may be in pages."""
     if "pages" not in cache:
         return cache[name]
     table = present(f"pages[{ROWS[form]}, M]", mesh).slices(cache["pages"].shape, mesh, mesh.coord)

@@ -209,7 +209,7 @@ def looked_up(E: Tensor, tokens: Tensor, block: int) -> tuple[Tensor, Tensor]:
 
 
 def last_of(x: Tensor, lengths: Tensor) -> Tensor:
-    """Return x[B, 1, D] at each row's last token, from x[B, T, D]."""
+    """x[B, 1, D], at each row's last token, of x[B, T, D]."""
     return x if x.shape[1] == 1 else x[torch.arange(len(x), device=x.device), lengths - 1][:, None]
 
 

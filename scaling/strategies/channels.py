@@ -3,8 +3,10 @@
 Nothing relies on a transport's buffering: a send only keeps its tensor alive until it has completed, and a receive is
 posted several messages before it is needed, so that one is always in flight. Between two ranks, tensors of one kind are
 received in the order in which they were sent, which `scaling.schedules.simulator` checks.
-All messages of a run are alike: each stage compares its result with `like`. Before the first message of a kind to
-another stage it reads a note of the kind of tensor that the receiver expects, so no buffer is filled in part.
+
+All messages of a run are alike, because each stage compares its result with `like`. Before the first message of a kind
+to another stage it reads a note of the kind of tensor that the receiver expects, so no buffer is filled in part.
+
 - gloo matches messages by their tag, over the group of the pipeline axis; messages of another shape have other tags.
 - NCCL has no tags, and runs the queue of one communicator in order, so a posted receive would block the send behind
   it. Each direction and kind therefore has its own communicator of two ranks.
@@ -145,6 +147,7 @@ class Channels:
         return {"group": self.pairs[(activation, *ends)], end: int(step.peer > me)}
 
     def record(self, op: str, x: torch.Tensor, wire_bytes: int, peer: int) -> trace.Event:
+        """Record a transfer of x in the open traces, and return its event."""
         nbytes = x.numel() * x.element_size()
         who = {"group": self.group.name, "peers": (self.group.member_of(peer),)}
         event = trace.Event(op, (self.axis,), self.spec, self.spec, nbytes, wire_bytes, async_op=op == "Send", **who)

@@ -1,19 +1,21 @@
 """Collective matmuls: products whose AllGather, ReduceScatter or AllReduce is hidden behind them (Parts 3 and 10).
 
-Shards, or sums of them, go round the ring along an axis hop by hop while blocks are multiplied (Wang et al. 2023):
+Shards, or sums of them, go round the ring along an axis hop by hop while blocks are multiplied (Wang et al. 2023). The
+right column has the collective that each replaces:
 
-    gather_matmul    A[B, D_Y] * W[D, F_Y] -> Out[B, F_Y]        AllGather of A first, otherwise
-    matmul_scatter   A[B, D_Y] * W[D_Y, F] -> Out[B, F_Y]        ReduceScatter of Out after, otherwise
-    matmul_reduce    A[B, D_Y] * W[D_Y, F] -> Out[B, F]          AllReduce of Out after, otherwise
+    gather_matmul    A[B, D_Y] * W[D, F_Y] -> Out[B, F_Y]        AllGather of A, before the product
+    matmul_scatter   A[B, D_Y] * W[D_Y, F] -> Out[B, F_Y]        ReduceScatter of Out, after it
+    matmul_reduce    A[B, D_Y] * W[D_Y, F] -> Out[B, F]          AllReduce of Out, after it
     mlp              In[B, D_Y] * W_in[D, F_Y] * W_out[F_Y, D] -> Out[B, D_Y]
 
-B may be split over other axes. `ways` 1 sends round the ring in one direction, 2 in both at once. Of n devices, with V
-the bytes of the gathered or unreduced array, one after the other go `hops`, and the busiest link carries:
+B may be split over other axes. With `ways` 1 the ring runs in one direction, with 2 in both at once. Let n be the
+number of devices and V the bytes of the gathered or unreduced array. The hops, one after another, and the bytes that
+the busiest link carries are
 
     gather_matmul, matmul_scatter     one way n - 1 hops, V (n-1)/n        two ways floor(n/2) hops, V floor(n/2)/n
     matmul_reduce in t tiles          (t + 1) times as many hops, each of V/(n t); twice the bytes
 
-Derivatives are those of the loops: the cotangent of a hop is the hop back. `log`: a `rings.LinkBytes` that counts.
+Autograd differentiates the loops: the cotangent of a hop is the hop back. `log` is a `rings.LinkBytes` that counts.
 """
 
 from collections.abc import Callable, Generator
@@ -29,7 +31,14 @@ from scaling.spec import ShardingError
 
 
 class RingPlaces:
-    """The devices along an axis, seen from one: `hops` {step: hops} of each way, +1 to the right, -1 to the left."""
+    """The devices along an axis, seen from one.
+
+    Attributes:
+        n: The number of devices.
+        me: This device's index.
+        hops: {step: hops} for each direction; step +1 goes to the right, -1 to the left.
+        longest: The larger number of hops.
+    """
 
     def __init__(self, mesh, axis: str, ways: int, log: LinkBytes | None = None):
         self.mesh, self.axis, self.log = mesh, axis, log
@@ -42,7 +51,7 @@ class RingPlaces:
         return one_hop(x, self.mesh, self.axis, step, self.log, async_op=True)
 
     def blocks(self, x: Tensor, dim: int, of: str) -> list[Tensor]:
-        """x in as many equal parts as there are devices."""
+        """Return x in as many equal parts as there are devices."""
         if x.shape[dim] % self.n:
             raise ShardingError(
                 f"a collective matmul over {self.axis}={self.n}: {of} has size {x.shape[dim]}\n"
@@ -54,15 +63,15 @@ class RingPlaces:
 def gather_matmul(
     A: Tensor, W: Tensor, mesh, axis: str = "Y", *, ways: int = 2, log: LinkBytes | None = None
 ) -> Tensor:
-    """A[B, D_Y] * W[D, F_Y] -> Out[B, F_Y]: shards of A travel, and are multiplied where they come by."""
+    """A[B, D_Y] * W[D, F_Y] -> Out[B, F_Y]: each device multiplies the shards of A as they go round the ring."""
     ring = RingPlaces(mesh, axis, ways, log)
     rows = ring.blocks(W, 0, "W's first dim")
     passing, Out = dict.fromkeys(ring.hops, A), cast(Tensor, 0)
     for hop in range(ring.longest + 1):
-        going = {step: ring.start(a, step) for step, a in passing.items() if hop < ring.hops[step]}  # 1. they set out
+        going = {step: ring.start(a, step) for step, a in passing.items() if hop < ring.hops[step]}  # 1. send shards on
         for step, a in passing.items() if hop else [(0, A)]:
-            Out = Out + a @ rows[(ring.me - step * hop) % ring.n]  # 2. meanwhile they are multiplied
-        passing = {step: pending.wait() for step, pending in going.items()}  # 3. the next ones are here
+            Out = Out + a @ rows[(ring.me - step * hop) % ring.n]  # 2. meanwhile multiply them
+        passing = {step: pending.wait() for step, pending in going.items()}  # 3. wait for the next ones
     count_hops(log, ring.longest)
     return Out
 
@@ -70,7 +79,7 @@ def gather_matmul(
 def matmul_scatter(
     A: Tensor, W: Tensor, mesh, axis: str = "Y", *, ways: int = 2, log: LinkBytes | None = None
 ) -> Tensor:
-    """A[B, D_Y] * W[D_Y, F] -> Out[B, F_Y]: sums travel to where they belong, and grow by each device's product."""
+    """A[B, D_Y] * W[D_Y, F] -> Out[B, F_Y]: each device adds its products to the sums as they go round the ring."""
     ring = RingPlaces(mesh, axis, ways, log)
     (Out,) = _together(scattered(A, ring.blocks(W, 1, "W's last dim"), ring))
     count_hops(log, ring.longest)
@@ -107,7 +116,7 @@ def mlp(
 
 
 def scattered(A: Tensor, columns: list[Tensor], ring: RingPlaces) -> Generator[None, None, Tensor]:
-    """The sums over the ring of A @ columns[j], of which device j gets its own; stops while each hop is under way."""
+    """Return the sum over the ring of A @ columns[j] for this device j; yield while each hop is in flight."""
     total = []
     passing = {step: A @ columns[(ring.me + step * hops) % ring.n] for step, hops in ring.hops.items() if hops}
     for hop in range(1, ring.longest + 1):
@@ -124,7 +133,7 @@ def scattered(A: Tensor, columns: list[Tensor], ring: RingPlaces) -> Generator[N
 
 
 def gathered_by_hops(x: Tensor, ring: RingPlaces) -> Generator[None, None, Tensor]:
-    """x[B, F_Y] -> [B, F]; stops while each hop is under way."""
+    """x[B, F_Y] -> [B, F], hop by hop; yield while each hop is in flight."""
     blocks, passing = {ring.me: x}, dict.fromkeys(ring.hops, x)
     for hop in range(1, ring.longest + 1):
         going = {step: ring.start(passing[step], step) for step, hops in ring.hops.items() if hop <= hops}
@@ -135,7 +144,7 @@ def gathered_by_hops(x: Tensor, ring: RingPlaces) -> Generator[None, None, Tenso
 
 
 def _together(*steps: Generator[None, None, Any]) -> list[Any]:
-    """The results of rings whose hops go at the same time."""
+    """Run generators whose hops go at the same time, and return their results."""
     results: dict[int, Any] = {}
     going = dict(enumerate(steps))
     while going:

@@ -1,9 +1,9 @@
-"""FSDP, or ZeRO-3 (Part 5, Fully-Sharded Data Parallelism):
+"""FSDP, or ZeRO-3 (Part 5, Fully-Sharded Data Parallelism).
 
     In[B_X, D] * W_in[D_X, F] * W_out[F, D_X] -> Out[B_X, D]
 
-As data parallelism, but each rank keeps only a shard of every weight, of its gradient and of its optimizer state. The
-weights of a layer are gathered during the layer before and thrown away after use; gradients are reduce-scattered.
+This is data parallelism in which each rank keeps only a shard of every weight, its gradient and its optimizer state.
+The weights of a layer are gathered during the layer before and thrown away after use; gradients are reduce-scattered.
 The numbers are the book's steps.
 """
 
@@ -14,7 +14,7 @@ SPECS = {"In": "In[B_X, D]", "W_in": "W_in[D_X, F]", "W_out": "W_out[F, D_X]", "
 
 
 def gather(W_in, W_out, mesh):
-    """Can be done ahead of time, in both passes: W_in[D, F], W_out[F, D]."""
+    """Start to gather W_in[D, F] and W_out[F, D]; both passes can do it ahead of time."""
     W_in = all_gather("W_in[D_X, F] -> W_in[D, F]", W_in, mesh, async_op=True)  # 1., in the backward 8.
     W_out = all_gather("W_out[F, D_X] -> W_out[F, D]", W_out, mesh, async_op=True)  # 3., in the backward 4.
     return W_in, W_out

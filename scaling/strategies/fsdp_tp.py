@@ -1,4 +1,4 @@
-"""FSDP + tensor parallelism (Part 5, Combining FSDP and Tensor Parallelism):
+"""FSDP + tensor parallelism (Part 5, Combining FSDP and Tensor Parallelism).
 
     In[B_X, D_Y] * W_in[D_X, F_Y] * W_out[F_Y, D_X] -> Out[B_X, D_Y]
 
@@ -14,7 +14,7 @@ SPECS = {"In": "In[B_X, D_Y]", "W_in": "W_in[D_X, F_Y]", "W_out": "W_out[F_Y, D_
 
 
 def gather(W_in, W_out, mesh):
-    """Can be done ahead of time, in both passes: W_in[D, F_Y], W_out[F_Y, D]."""
+    """Start to gather W_in[D, F_Y] and W_out[F_Y, D]; both passes can do it ahead of time."""
     W_in = all_gather("W_in[D_X, F_Y] -> W_in[D, F_Y]", W_in, mesh, async_op=True)  # 2., in the backward 10.
     W_out = all_gather("W_out[F_Y, D_X] -> W_out[F_Y, D]", W_out, mesh, async_op=True)  # 4., in the backward 5.
     return W_in, W_out

@@ -1,7 +1,7 @@
-"""The engine: L layers of any listing, run so that nothing waits that need not (Part 5).
+"""The engine: L layers of any listing, run with as few waits as possible (Part 5).
 
 Each layer's weights are gathered while the layer before computes, and dropped after use, in both passes. Gradients are
-summed over microbatches, and reduced in buckets of layers while the layers below run. What a layer computes is a
+summed over microbatches, and reduced in buckets of layers while the layers below run. The computation of a layer is a
 function that the engine is given: the book's strategies and the Transformer both go through here.
 """
 
@@ -19,18 +19,18 @@ class Gradient:
     """The gradients of one leaf, layer by layer: unreduced sums as they come in, then the stack of reduced ones.
 
     A backward calls `accumulate` for each layer from the last to the first, `take` to hand unreduced gradients to a
-    reduction, `keep_reduced` with what the reduction returns, and `reduced_stack` at the end. A stack of L layers is
+    reduction, `keep_reduced` with the reduction's result, and `reduced_stack` at the end. A stack of L layers is
     allocated early only where unreduced gradients can be written into it: else it would hold the memory of all layers
     from the first one on.
 
     Args:
-        name: the leaf's name, for errors.
-        like: one layer's weight, for its dtype and device.
-        shape: of one layer's gradient when it is reduced.
-        L: the number of layers.
-        dtype: in which gradients are added up; None is their own.
-        out: the stack [L, *shape] that receives the reduced gradients; None makes one.
-        summed: whether the unreduced sums themselves are asked for, by `sums`.
+        name: The leaf's name, for errors.
+        like: One layer's weight, for its dtype and device.
+        shape: The shape of one layer's reduced gradient.
+        L: The number of layers.
+        dtype: The dtype in which gradients are added up; None is their own.
+        out: The stack [L, *shape] that receives the reduced gradients; None makes one.
+        summed: Whether the caller wants the unreduced sums, by `sums`.
     """
 
     def __init__(
@@ -45,7 +45,7 @@ class Gradient:
     ):
         self.name, self.like, self.shape, self.L, self.dtype = name, like, tuple(shape), L, dtype
         self.out, self.summed = out, summed
-        self.compiling = torch.compiler.is_compiling()  # a compiler would copy what is written in place
+        self.compiling = torch.compiler.is_compiling()  # a compiler would copy tensors that are written in place
         self.stack: Tensor | None = None  # [L, ...], in which unreduced gradients are written, if there is one
         self.unreduced: list[Any] = [None] * L
         self.reduced: list[Tensor] = []  # [n, *shape] of each bucket of n layers, where there is no stack for them
@@ -74,9 +74,10 @@ class Gradient:
             g.wait(out=sums, add=True) if deferred else sums.add_(g)
 
     def writable(self, shape: torch.Size) -> Tensor | None:
-        """Return the stack in which unreduced gradients of this shape are written, or None if they stay by themselves.
+        """Return the stack in which unreduced gradients of this shape are written, or None if they stay separate.
 
-        Where they have the shape of the reduced ones it is the stack of the result: reducing changes only its values.
+        If they have the shape of the reduced ones, it is the stack of the result, because reducing changes only its
+        values.
         """
         if self.compiling:
             return None
@@ -121,27 +122,27 @@ class Gradient:
 class Layers:
     """L layers of one listing: their weights on the way in, their gradients on the way out.
 
-    A layer's weights, and its gradients, are a list of leaves. Where leaves may be pending, an object whose `wait`
-    returns the list will do as well.
+    A layer's weights, and its gradients, are a list of leaves. If leaves may be pending, an object whose `wait` returns
+    the list will do as well.
 
     Args:
-        layers: the leaves of each layer.
-        mesh: the mesh that the functions below are called with.
+        layers: The leaves of each layer.
+        mesh: The mesh that the functions below are called with.
         gather: `gather(W, mesh) -> W` starts to gather a layer's weights; they may be pending.
-        gather_back: the same for the backward pass, if it needs another form of them.
         reduce: `reduce(dW, mesh) -> dW` starts to reduce the gradients of one layer to their stored types, or of a
             bucket of several layers on `mesh.stacked("L")`; they may be pending.
-        reduce_slow: the same over a slow axis; it gets what `reduce` returned, once that has arrived.
-        names: the leaves' names, in their order; none if there is no backward.
-        bucket: the number of layers that are reduced together.
-        keep_weights: gather each layer once and keep its weights.
-        late: reduce nothing before `reduce_all`.
-        summed: the unreduced sums of all layers are asked for, and are not reduced.
-        dtype: in which gradients are added up; None is their own.
-        sums: for each leaf the stack [L, ...] of earlier microbatches' sums, which are added to.
-        out: for each leaf the stack that receives the result.
-        shapes: for each leaf the shape of one layer's reduced gradient; by default the weight's.
-        trained: the indices of a layer's leaves that have gradients, of which the lists above are; by default all.
+        reduce_slow: It reduces over a slow axis the results of `reduce`, once they have arrived.
+        names: The leaves' names, in their order; none if there is no backward.
+        bucket: The number of layers that are reduced together.
+        keep_weights: Whether to gather each layer once and keep its weights.
+        late: Whether to reduce nothing before `reduce_all`.
+        summed: Whether the caller wants the unreduced sums of all layers, which are then not reduced.
+        dtype: The dtype in which gradients are added up; None is their own.
+        sums: For each leaf, the stack [L, ...] of earlier microbatches' sums, which are added to.
+        out: For each leaf, the stack that receives the result.
+        shapes: For each leaf, the shape of one layer's reduced gradient; by default the weight's.
+        trained: The indices of the leaves that have gradients, which are the leaves of the lists above; by default all.
+        gather_back: Gathers weights for the backward pass, if it needs another form of them.
     """
 
     def __init__(
@@ -174,8 +175,8 @@ class Layers:
             self.grads.append(Gradient(name, W, shape, len(layers), dtype, stack, summed))
         for grad, stack in zip(self.grads, sums or (), strict=sums is not None):
             grad.resume(stack)
-        self.in_flight: list[tuple[int, int, Any, Any]] = []  # (first, end, their mesh, what `reduce` returned)
-        self.in_flight_slow: list[tuple[int, int, Any, Any]] = []  # the same of `reduce_slow`
+        self.in_flight: list[tuple[int, int, Any, Any]] = []  # (first, end, their mesh, the result of `reduce`)
+        self.in_flight_slow: list[tuple[int, int, Any, Any]] = []  # (first, end, mesh, the result of `reduce_slow`)
 
     def weights(self, l: int, back: bool = False) -> Any:
         """Start to gather the weights of layer l; return them, pending, or None if there is no such layer."""
@@ -214,12 +215,12 @@ class Layers:
         """Run dx through all layers, from the last to the first, by `layer(l, W, dx, saved) -> (dx, dW)`; return dx.
 
         Args:
-            dx: the cotangent of the last layer's result.
-            kept: what `forward` returned; with `donate` each layer's part is freed once it has been used.
-            layer: one layer's backward; its dx and dW may be pending.
+            dx: The cotangent of the last layer's result.
+            kept: The second result of `forward`; with `donate` each layer's part is freed once it has been used.
+            layer: One layer's backward; its dx and dW may be pending.
             add: `add(l, dW)` takes a layer's gradients; by default the method `add`.
-            last: no microbatch follows, so gradients are reduced as soon as they are complete.
-            donate: whether `kept` may be emptied.
+            last: Whether no microbatch follows, so that gradients are reduced as soon as they are complete.
+            donate: Whether `kept` may be emptied.
         """
         add, coming = add or partial(self.add, last=last), self.weights(len(self.layers) - 1, back=True)
         for l in reversed(range(len(self.layers))):
@@ -280,7 +281,7 @@ class Layers:
 
 
 def arrived(pending: Any) -> list[Tensor]:
-    """Wait for the leaves of a layer, each for itself or all of them in one message; return them."""
+    """Wait for the leaves of a layer, in separate messages or in one, and return them."""
     return [*map(wait, pending)] if isinstance(pending, (list, tuple)) else pending.wait()
 
 

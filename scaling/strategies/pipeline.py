@@ -42,25 +42,41 @@ from scaling.trace import now
 
 __all__ = ["SPECS", "EndsGradients", "arrange", "measure", "restore", "value_and_grad", "with_ends"]
 
-_simulated = lru_cache(maxsize=64)(simulate)  # what would hang, or leave out a microbatch, raises, once a schedule
+_simulated = lru_cache(maxsize=64)(simulate)  # raises, once per schedule, if it would hang or leave out a microbatch
 
 
 def value_and_grad(params, In, Target, mesh, schedule: Schedule, loss: Callable, stage: Stage | None = None, axis="Z"):
-    """(Loss[], grads typed as params), by executing a schedule.
+    """Return (Loss[], grads typed as params), by executing a schedule.
 
-    `params`: this rank's layers, stacked, `W_in[L_Z, D, F]`; with several chunks a rank in the order of
-    `schedule.layer_order` (see `arrange`). In[B, D] and Target[B, ...] are replicated over Z; In is read by the first
-    stage and Target by the last. `loss(Out, Target)` gives a microbatch's terms: the loss is their sum over
-    microbatches, and over the axes that split Out; so a mean divides by the whole batch's size. The last stage
-    computes it, `Loss[] {U_Z}`, and an AllReduce then gives every rank the same number. ValueError if the schedule does
-    not fit the mesh or the batch, or leaves something out; Deadlock if its ranks would wait for each other.
+    The last stage computes the loss, `Loss[] {U_Z}`, and an AllReduce then gives every rank the same number.
+
+    Args:
+        params: This rank's layers, stacked, `W_in[L_Z, D, F]`. With several chunks per rank they are in the order of
+            `schedule.layer_order` (see `arrange`).
+        In: In[B, D], replicated over Z; the first stage reads it.
+        Target: Target[B, ...], replicated over Z; the last stage reads it.
+        mesh: The mesh.
+        schedule: The schedule.
+        loss: `loss(Out, Target)` returns a microbatch's terms. The loss is their sum over microbatches, and over the
+            axes that split Out; so for a mean, divide by the size of the whole batch.
+        stage: The stage's functions; by default the book's layers.
+        axis: The pipeline axis.
+
+    Raises:
+        ValueError: The schedule does not fit the mesh or the batch, or leaves something out.
+        Deadlock: The schedule's ranks would wait for each other.
     """
     return interpret(params, None, In, Target, mesh, schedule, _without_head(loss), stage or mlp(), axis)[:2]
 
 
 class EndsGradients(NamedTuple):
-    """What `with_ends` returns: `params` typed as params; `dIn`[B, D] {U_Z}, from the first stage, and `head` {U_Z},
-    from the last: zeros on the other ranks, so an AllReduce over Z makes them whole."""
+    """The gradients that `with_ends` returns.
+
+    Attributes:
+        params: The gradients of the layers, typed as params.
+        dIn: dIn[B, D] {U_Z}, from the first stage. It is zero on other ranks, so an AllReduce over Z makes it whole.
+        head: The head's gradients {U_Z}, from the last stage, and zero on other ranks.
+    """
 
     params: object
     dIn: torch.Tensor
@@ -81,21 +97,36 @@ def with_ends(
     differentiated=False,
     out=None,
 ):
-    """(Loss[], EndsGradients): as `value_and_grad`, with a loss that has params, `loss(head, Out, Target)`, and with
-    dIn: for a model whose ends lie before the first layer and after the last. `dtype`: the gradients' of the params
-    and the head, if not their own. `differentiated`: the loss returns (terms, gradients of the head, dOut). `out`: a
-    tree that receives the params' gradients, for those that are split otherwise than the params."""
+    """Return (Loss[], EndsGradients), for a model with ends before the first layer and after the last.
+
+    It is `value_and_grad` with a loss that has params, `loss(head, Out, Target)`, and it returns dIn as well. The other
+    arguments are those of `value_and_grad`.
+
+    Args:
+        params: This rank's layers, stacked.
+        head: The params of the loss.
+        In: In[B, D], the result of the first end.
+        Target: Target[B, ...].
+        mesh: The mesh.
+        schedule: The schedule.
+        loss: The function above.
+        stage: The stage's functions; by default the book's layers.
+        axis: The pipeline axis.
+        dtype: The dtype of the gradients of params and head, if not their own.
+        differentiated: Whether the loss returns (terms, gradients of the head, dOut).
+        out: A tree that receives the params' gradients, if they are sharded otherwise than the params.
+    """
     pulled = loss if differentiated else _by_vjp(loss)
     given = params, head, In, Target, mesh, schedule, pulled, stage or mlp(), axis
     Loss, grads, dIns, dhead = interpret(*given, dtype, out=out)
-    dIn = torch.cat(dIns) if dIns else In.new_zeros(()).expand(In.shape)  # zeros that take no room
+    dIn = torch.cat(dIns) if dIns else In.new_zeros(()).expand(In.shape)  # zeros that take no memory
     if dhead is None:  # another rank has the last stage
         dhead = tree.map(lambda W: torch.zeros_like(W, dtype=dtype), head)
     return Loss, EndsGradients(grads, dIn, dhead)
 
 
 def _by_vjp(loss: Callable) -> Callable:
-    """(terms, gradients of the head, dOut) of a loss(head, Out, Target) that says its terms alone."""
+    """Return a function that returns (terms, gradients of the head, dOut), from a loss that returns only terms."""
 
     def pulled(head, Out, Target):
         terms, pull = vjp(lambda head, Out: loss(head, Out, Target), head, Out)
@@ -109,7 +140,7 @@ def _without_head(loss: Callable) -> Callable:
 
 
 def measure(params, In, Target, mesh, schedule: Schedule, loss: Callable, stage: Stage | None = None, axis="Z"):
-    """As `value_and_grad`, and a third result: the Timeline of the run, in seconds, with all ranks along the axis."""
+    """Return what `value_and_grad` does, and the Timeline of the run, in seconds, with all ranks along the axis."""
     spans: list[Span] = []
     group, everyone, rank = mesh.group((axis,)), [spans], mesh.coord[axis]
     if group.pg is not None:
@@ -135,12 +166,12 @@ def measure(params, In, Target, mesh, schedule: Schedule, loss: Callable, stage:
 
 
 def arrange(params, schedule: Schedule):
-    """Whole params with their layers in the order in which `L_Z` deals them to the stages; the identity for 1 chunk."""
+    """Return whole params with their layers in the order that `L_Z` deals to the stages; unchanged for 1 chunk."""
     return tree.map(lambda W: W[schedule.layer_order(len(W))], params)
 
 
 def restore(params, schedule: Schedule):
-    """The inverse of `arrange`."""
+    """Invert `arrange`."""
     return tree.map(lambda W: W[torch.tensor(schedule.layer_order(len(W)), device=W.device).argsort()], params)
 
 
@@ -161,15 +192,23 @@ def interpret(
 ) -> tuple[torch.Tensor, Any, list[torch.Tensor], Any]:
     """Run this rank's program, instruction by instruction, through the functions of a stage.
 
-    The dicts hold all that is alive, by virtual stage and microbatch: an instruction takes what it uses out of one, and
-    puts what it makes into another. What goes to another rank waits in `outputs` or `dIns` until it is sent; what stays
-    on this rank is at once an input, or a dOut, of the neighbouring stage.
+    The dicts hold all live arrays, by virtual stage and microbatch. An instruction pops its inputs from one dict, and
+    puts its results into another. Results for another rank wait in `outputs` or `dIns` until they are sent. Results
+    that stay on this rank become at once an input, or a dOut, of the neighbouring stage.
 
     Args:
+        params: This rank's layers, stacked.
+        head: The params of the loss, or None.
+        In: In[B, D].
+        Target: Target[B, ...].
+        mesh: The mesh.
+        schedule: The schedule.
         loss: `loss(head, Out, Target) -> (terms, gradients of the head, dOut)` of a microbatch.
-        dtype: of the gradients, if not the params'.
-        observe: called with each unit of the program, a list of instructions that run as one, after it has run.
-        out: a tree that receives the gradients; None makes one of the params' shapes.
+        stage: The stage's functions.
+        axis: The pipeline axis.
+        dtype: The dtype of the gradients, if not the params'.
+        observe: Called with each unit of the program, a list of instructions that run as one, after it has run.
+        out: A tree that receives the gradients; None makes one of the params' shapes.
 
     Returns:
         The loss, the gradients typed as params, dIn of each microbatch where the first stage is and a head was given,
@@ -232,7 +271,7 @@ def interpret(
 
 
 def _added(total, dW, dtype: torch.dtype | None):
-    """Add a microbatch's gradients, in a dtype, to those of the microbatches before; None stands for no gradients."""
+    """Add a microbatch's gradients, in a dtype, to the total of those before; None is a total without any."""
     dW = tree.map(lambda g: g.to(dtype or g.dtype), dW)
     return dW if total is None else tree.map(torch.add, total, dW)
 
@@ -248,7 +287,7 @@ def _chunks(params, grads, mesh, schedule: Schedule, rank: int, stage: Stage) ->
 
 
 def _check(params, In, Target, mesh, schedule: Schedule, axis: str) -> None:
-    """ValueError, on every rank alike, unless params, batch, schedule and mesh fit each other."""
+    """Raise ValueError, on every rank alike, unless params, batch, schedule and mesh fit each other."""
     if mesh.sizes.get(axis) != schedule.stages:
         has = ", ".join(f"{name}={size}" for name, size in mesh.sizes.items())
         raise ValueError(

@@ -1,4 +1,4 @@
-"""Data parallelism over pods, with FSDP and tensor parallelism inside each (Part 5, Scaling Across Pods):
+"""Data parallelism over pods, with FSDP and tensor parallelism inside each (Part 5, Scaling Across Pods).
 
     In[B_PX, D_Y] * W_in[D_X, F_Y] * W_out[F_Y, D_X] -> Out[B_PX, D_Y]
 
@@ -15,7 +15,7 @@ SPECS = {"In": "In[B_PX, D_Y]", "W_in": "W_in[D_X, F_Y]", "W_out": "W_out[F_Y, D
 
 
 def reduce_slow(dW_in, dW_out, mesh):
-    """Across pods, while the layers below run: the shards that the ReduceScatter over X left."""
+    """Start to all-reduce across pods the shards that the ReduceScatter over X left, while the layers below run."""
     dW_in = all_reduce("dW_in[D_X, F_Y] {U_P} -> dW_in[D_X, F_Y]", dW_in, mesh, async_op=True, donate=True)
     dW_out = all_reduce("dW_out[F_Y, D_X] {U_P} -> dW_out[F_Y, D_X]", dW_out, mesh, async_op=True, donate=True)
     return dW_in, dW_out

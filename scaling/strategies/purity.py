@@ -1,10 +1,10 @@
-"""What the forward of someone else's module may not do on ranks, found out while it first runs.
+"""Checks that the forward of someone else's module has no side effects on ranks, made while it first runs.
 
 A module that draws random numbers draws the same ones on every rank, for other rows, and others on another mesh. One
-that writes to a param or a buffer, such as a running mean, changes what ranks do not tell each other. So the first call
-is watched, and refused before such an operation runs, or at its end if it has replaced a buffer. `nn.Dropout` is let in
-with masks that belong to the elements of the whole array (`scaling.models.dropout`), so that they are the same on every
-mesh.
+that writes to a param or a buffer, such as a running mean, changes values that ranks do not exchange. So the first call
+is watched, and refused before such an operation runs, or at its end if it has replaced a buffer. `nn.Dropout` is
+allowed, with masks that belong to the elements of the whole array (`scaling.models.dropout`), so that they are the same
+on every mesh.
 """
 
 import random
@@ -29,9 +29,9 @@ NO_DRAW = {"p", "dropout", "dropout_p", "train", "training"}  # an operation dra
 
 
 class Watch(TorchDispatchMode):
-    """ShardingError for an operation that draws random numbers or writes to one of these tensors, before it runs."""
+    """A mode that refuses an operation that draws random numbers or writes to one of these tensors, before it runs."""
 
-    only_looks = True  # what runs is what runs without it
+    only_looks = True  # the same operations run without it
 
     def __init__(self, held: Mapping[str, Tensor], module: nn.Module | None):
         super().__init__()
@@ -56,13 +56,16 @@ class Watch(TorchDispatchMode):
         return func(*args, **kwargs or {})
 
     def enter(self, part: nn.Module, _) -> None:
+        """Note that a part of the module starts to run."""
         self.inside.append(part)
 
     def leave(self, part: nn.Module, *_) -> None:
+        """Note that a part of the module has run."""
         if part in self.inside:  # else another thread's, which had entered before
             self.inside.remove(part)
 
     def refuse(self, what: str, fix: str) -> None:
+        """Raise a ShardingError that names the part of the module that is running."""
         part = self.inside[-1] if self.inside else None
         whole = "the module" if self.names else "the function"
         name = whole if part is None else f"{self.names.get(part) or whole}: {type(part).__name__}"
@@ -71,7 +74,7 @@ class Watch(TorchDispatchMode):
 
 @contextmanager
 def refusing_effects(module: nn.Module | None, held: Mapping[str, Tensor]) -> Iterator[None]:
-    """Refuse what no rank may do to what is `held` while this runs; an error names the part of the module."""
+    """Refuse random numbers and writes to tensors that are `held` while this runs; an error names the module's part."""
     watch = Watch(held, module)
     with ExitStack() as stack:
         stack.callback(register_module_forward_pre_hook(watch.enter).remove)
@@ -92,7 +95,14 @@ def refusing_effects(module: nn.Module | None, held: Mapping[str, Tensor]) -> It
 def dropout_masks(module: nn.Module, types: Mapping[str, str], mesh, seed: int | None) -> Iterator[None]:
     """Give the module's active Dropouts masks by the place of each element in the whole array, while this runs.
 
-    `types`: of what each of them is given, by its name in the module. ShardingError for one without a type.
+    Args:
+        module: The module.
+        types: The type of each Dropout's input, by its name in the module.
+        mesh: The mesh.
+        seed: The seed of this call, or None.
+
+    Raises:
+        ShardingError: An active Dropout has no type, or there is no seed.
     """
     active = {n: part for n, part in module.named_modules() if type(part) is nn.Dropout and part.training and part.p}
     for name in active:
@@ -141,6 +151,6 @@ def _draws_nothing(given: Mapping[str, Any]) -> bool:
 
 
 def _drawn_by_python() -> tuple:
-    """Return what changes when Python's own generator, or numpy's where that is in use, is drawn from."""
+    """Return a state that changes when Python's generator, or numpy's if it is in use, is drawn from."""
     numpy = sys.modules.get("numpy")
     return random.getstate(), None if numpy is None else str(numpy.random.get_state(legacy=True)[1:3])

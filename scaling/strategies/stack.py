@@ -69,14 +69,16 @@ class Saved(NamedTuple):
 
 @dataclass(frozen=True)
 class Strategy:
-    """One layer's listing, by its functions. `SPECS` has the types of In, of the weights in their order, and of Out.
+    """One layer's listing, by its functions.
 
-    layer_forward(*weights, In, mesh, block) -> (Out, saved)
-    layer_backward(*weights, dOut, saved, mesh, block) -> (dIn, *gradients)    dIn and the gradients may be pending
-    gather(*weights, mesh) -> weights              what can be done ahead of time; the layer gets its results, pending
-    reduce(*gradients, mesh) -> gradients          what can be done late: from partial sums, stacked over L, to `GRADS`
-    reduce_slow(*gradients, mesh) -> gradients     the same over a slow axis, once `reduce` is through
-    `GRADS`: the types of the gradients, if they are not those of the weights.
+        layer_forward(*weights, In, mesh, block) -> (Out, saved)
+        layer_backward(*weights, dOut, saved, mesh, block) -> (dIn, *gradients)    dIn and the gradients may be pending
+        gather(*weights, mesh) -> weights              done ahead of time; the layer gets its results, pending
+        reduce(*gradients, mesh) -> gradients          done late: from partial sums, stacked over L, to `GRADS`
+        reduce_slow(*gradients, mesh) -> gradients     reduces over a slow axis what `reduce` returned
+
+    `SPECS` has the types of In, of the weights in their order, and of Out. `GRADS` has the types of the gradients, if
+    they differ from the weights' types.
     """
 
     SPECS: Mapping[str, str]
@@ -89,18 +91,18 @@ class Strategy:
 
     @cached_property
     def weights(self) -> tuple[str, ...]:
-        """The names of the weights: those of SPECS that are neither In nor Out."""
+        """The names of the weights, which are all in SPECS but In and Out."""
         return tuple(name for name in self.SPECS if name not in ("In", "Out"))
 
     @cached_property
     def types(self) -> tuple[list[Spec], list[Spec]]:
-        """The types of the weights and of their gradients, read once: torch.compile would read them again, and warn."""
+        """The types of the weights and of their gradients, parsed once, since torch.compile warns about parsing."""
         of_grads = self.GRADS or self.SPECS
         return [parse(self.SPECS[name]) for name in self.weights], [parse(of_grads[name]) for name in self.weights]
 
     @cached_property
     def results(self) -> dict[str, tuple[str, ...]]:
-        """The parts of what each of the listing's functions returns, by name."""
+        """The names of the parts that each of the listing's functions returns."""
         backward = ("dIn", *(f"d{name}" for name in self.weights))
         return {"forward": ("Out", "saved"), "backward": backward} | dict.fromkeys(
             ("gather", "reduce", "reduce_slow"), self.weights
@@ -131,7 +133,7 @@ class Strategy:
         return [spec.local_shape(sizes, mesh) for spec in gradient_types]
 
     def depth(self, params: Mapping[str, Tensor]) -> int:
-        """L. ValueError if the params are not the strategy's weights, or not stacked alike."""
+        """Return L. Raise ValueError if the params are not the strategy's weights, or are not stacked alike."""
         if set(params) != set(self.weights):
             raise ValueError(
                 f"params has the leaves {sorted(params)}, but SPECS has the weights {sorted(self.weights)}\n"
@@ -150,8 +152,16 @@ class Strategy:
     ) -> tuple[Tensor, Saved]:
         """Run In -> (Out, saved), typed as in SPECS, through L layers of params stacked over L: `W_in[L, D_X, F]`.
 
-        `activation`: none, relu or gelu; `residual`: In is added to each layer's Out; `norm`: each layer's input is
-        RMS-normed (the book's layer has none of these). `keep`: see `Block`.
+        The book's layer has no activation, residual or norm.
+
+        Args:
+            params: This rank's weights, stacked over L.
+            In: The input.
+            mesh: The mesh.
+            activation: "none", "relu" or "gelu".
+            residual: Whether In is added to each layer's Out.
+            norm: Whether each layer's input is RMS-normed.
+            keep: As in `Block`.
         """
         block, L = Block(activation, norm, keep).validated(), self.depth(params)
         alike(mesh, f"a forward of {L} layers", block=block, residual=residual)
@@ -172,10 +182,10 @@ class Strategy:
         return Sum(dOut, dIn) if residual else dIn, dW
 
     def returned(self, which: str, found: Any) -> Any:
-        """Return what a listing's function returned.
+        """Return the result of a listing's function.
 
         Raises:
-            ValueError: it is no tuple of the right length. An array alone would be taken apart into its rows.
+            ValueError: It is not a tuple of the right length. An array alone would be unpacked into its rows.
         """
         parts = self.results[which]
         if not isinstance(found, (tuple, list)) or len(found) != len(parts):
@@ -197,10 +207,20 @@ class Strategy:
     ) -> tuple[Tensor, dict[str, Any]]:
         """dOut, typed as Out -> (dIn, typed as In; grads typed as params).
 
-        For microbatches: with `reduce=False` the gradients are left as partial sums and returned as the `partial` of
-        the next microbatch, which is added to (and overwritten); the last one reduces them. `donate`: saved is used up,
-        and each layer's activations are freed once they have been used. `bucket_bytes`: gradients of as many layers as
-        fit are reduced together; at 0 each layer's by itself. ValueError if `saved` is not of these layers.
+        Args:
+            dOut: The cotangent of Out.
+            saved: The second result of `forward`.
+            params: This rank's weights, stacked over L.
+            mesh: The mesh.
+            partial: The unreduced sums of earlier microbatches, which are added to and overwritten.
+            reduce: Whether to reduce the gradients. If not, the unreduced sums are returned, as the `partial` of the
+                next microbatch. The last microbatch reduces them.
+            donate: Whether `saved` may be emptied: each layer's activations are freed once they have been used.
+            bucket_bytes: Gradients of as many layers as fit into a bucket are reduced together; at 0, those of one
+                layer.
+
+        Raises:
+            ValueError: `saved` does not belong to these layers.
         """
         if not isinstance(saved, Saved):
             raise ValueError(

@@ -1,8 +1,8 @@
 """The computation of one pipeline stage: forward, and backward in two halves, where others wait only for the first.
 
-A `Stage` is a bundle of functions of one chunk: the engine (`scaling.strategies.layers`) of its l layers, {"W_in":
-W_in[l, D, F], ...}. Any strategy's listing makes one (`of_strategy`): its weights are gathered once a step, its
-gradients summed over all microbatches before they are reduced.
+A `Stage` is a bundle of functions on one chunk, which is the engine (`scaling.strategies.layers`) of its l layers,
+{"W_in": W_in[l, D, F], ...}. `of_strategy` makes a stage of any strategy's listing: its weights are gathered once per
+step, and its gradients are summed over all microbatches before they are reduced.
 """
 
 from collections.abc import Callable, Mapping

@@ -2,12 +2,13 @@
 
 Params are a pytree by dotted name, `dict(module.named_parameters())`, and so are their types:
 
-    stored = {"fc1.weight": "W[F, D_X]", "fc1.bias": "b[F_X]", ...}      what each rank keeps
-    used = {"fc1.weight": "W[F, D]", "fc1.bias": "b[F]", ...}            what the module is called with
+    stored = {"fc1.weight": "W[F, D_X]", "fc1.bias": "b[F_X]", ...}      how each rank stores the params
+    used = {"fc1.weight": "W[F, D]", "fc1.bias": "b[F]", ...}            how the module is called with them
 
-`call(module, stored, used, mesh)` is a pure function of the shards: each is resharded from the one type to the other,
-the module is called by `functional_call`, and what was gathered is dropped. Its gradient, by torch.func.grad or vjp,
-follows the law of cotangents: that of a shard is reduce-scattered on the way back, with no line of its own.
+`call(module, stored, used, mesh)` is a pure function of the shards. Each shard is resharded from its stored to its used
+type, the module is called by `functional_call`, and the gathered arrays are dropped. Gradients, by torch.func.grad or
+vjp, follow the law of cotangents: the cotangent of a gathered shard is reduce-scattered on the way back, without a
+further line.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -41,21 +42,23 @@ def call(
 ) -> Callable:
     """Return g(params, *args, seed=None) = f of the params, each resharded from its `stored` to its `used` type.
 
-    Any reshard may stand between the types: an AllGather (FSDP: `W[F, D_X]` used as `W[F, D]`), or partial sums (`b[D]`
+    Any reshard may lie between the types: an AllGather (FSDP: `W[F, D_X]` used as `W[F, D]`), or partial sums (`b[D]`
     used as `b[D] {U_Y}`: a bias after a sum over Y, which one rank along Y adds).
 
     Args:
-        f: a module, whose own params are not read, or a function f(params, *args).
-        stored, used: trees of types like the params; a leaf whose two types are equal is passed as it is.
-        again: the backward keeps the shards alone and gathers, and computes, once more; the arguments are then
+        f: A module, whose stored params are not read, or a function f(params, *args).
+        stored: The stored types, a tree like the params.
+        used: The used types, a tree like the params. A leaf whose two types are equal is passed unchanged.
+        mesh: The mesh.
+        again: Whether the backward keeps only the shards, and gathers and computes once more. The arguments are then
             floating-point tensors.
-        dropped: the type of what each active `nn.Dropout` is given, by the Dropout's name in the module. Its mask then
+        dropped: The type of the input of each active `nn.Dropout`, by the Dropout's name in the module. Its mask then
             follows from `seed` and the places of the elements in the whole array, so it is the same on every mesh.
-        reduce_dtype: the dtype in which gradients of gathered params are summed over ranks, and then rounded once.
+        reduce_dtype: The dtype in which gradients of gathered params are summed over ranks, and then rounded once.
 
     Raises:
-        ShardingError: the trees' leaves differ, a param of the module has no type, a BatchNorm of it is in training, or
-            the forward draws random numbers or writes to a param or buffer. That is found out at the first call.
+        ShardingError: The trees' leaves differ, a param of the module has no type, a BatchNorm of it is in training, or
+            the forward draws random numbers or writes to a param or buffer. The forward is watched at the first call.
     """
     module = f if isinstance(f, nn.Module) else None
     apply = f if module is None else (lambda params, *args: functional_call(module, params, args))
@@ -90,7 +93,7 @@ def call(
 
 
 def check_module(module: nn.Module, stored: Any) -> None:
-    """ShardingError unless each param has a type, and the module is a function of its params and each row alone."""
+    """Raise ShardingError unless each param has a type, and the module depends on its params and each row alone."""
     if untyped := [name for name, _ in module.named_parameters() if name not in stored]:
         what = f"{untyped[0]}: this param of the module has no type, and would not be trained"
         raise ShardingError(f"{what}\n  fix: give one for each of {', '.join(untyped)}")
@@ -101,7 +104,7 @@ def check_module(module: nn.Module, stored: Any) -> None:
 
 
 def resharded(x: Tensor, now: Spec, then: Spec, mesh, reduce_dtype: torch.dtype | None = None) -> Tensor:
-    """Return x, typed `now`, as the type `then`: by a line of its own, unless they are the same.
+    """Return x, typed `now`, as the type `then`, by one reshard, or unchanged if the two are the same.
 
     With `reduce_dtype` the sum over ranks in its backward is of that dtype.
     """
@@ -143,16 +146,19 @@ def reduce_grads(
 ) -> Any:
     """Reduce gradients of each rank's own loss, unreduced over the axes `over`, `Loss[] {U_XY}`, to the params' types.
 
-    A leaf that is replicated over X has a gradient that is unreduced `{U_X}`, each rank's own terms: one AllReduce over
-    those axes of `over` that its type does not mention. What is sharded over X was reduced on the way back.
+    A leaf that is replicated over X has a gradient that is unreduced `{U_X}`, each rank's own terms. It is all-reduced
+    over the axes of `over` that its type does not mention. The gradient of a leaf that is sharded over X was reduced on
+    the way back.
 
     Args:
-        grads, stored: the gradients, and the types of their params.
-        over: the axes over which each rank has a loss of its own.
-        loss: what the ranks' losses make together, which no gradient shows: "sum", the loss is their sum (`.sum()` of
-            own rows, or a share of the global mean), or "mean", it is their mean (PyTorch's habit, `.mean()` of own
-            rows, as many on each rank): then the gradients are divided by the number of ranks along `over`.
-        reduce_dtype: the dtype in which gradients are added and divided; each is then rounded to its own once.
+        grads: The gradients.
+        stored: The types of their params.
+        mesh: The mesh.
+        over: The axes over which each rank has a loss of its own.
+        loss: How the ranks' losses make up the whole loss, which no gradient shows. "sum": it is their sum (`.sum()` of
+            each rank's rows, or its share of the global mean). "mean": it is their mean (PyTorch's habit, `.mean()` of
+            each rank's rows, as many on each rank), so the gradients are divided by the number of ranks along `over`.
+        reduce_dtype: The dtype in which gradients are added and divided; each is then rounded once to its own dtype.
 
     Raises:
         ValueError: `loss` is neither.
@@ -170,5 +176,5 @@ def reduce_grads(
 
 
 def parameters(module: nn.Module) -> dict[str, Tensor]:
-    """The module's params by dotted name, as a pytree of plain tensors."""
+    """Return the module's params by dotted name, as a pytree of plain tensors."""
     return {name: W.detach() for name, W in module.named_parameters()}

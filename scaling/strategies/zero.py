@@ -1,4 +1,4 @@
-"""ZeRO-1 and ZeRO-2 (Part 5, Fully-Sharded Data Parallelism; Rajbhandari et al. 2020):
+"""ZeRO-1 and ZeRO-2 (Part 5, Fully-Sharded Data Parallelism; Rajbhandari et al. 2020).
 
     In[B_X, D] * W_in[D, F] * W_out[F, D] -> Out[B_X, D]
 
@@ -20,7 +20,7 @@ SHARDS = {"W_in": "W_in[D_X, F]", "W_out": "W_out[F_X, D]"}  # of a layer's grad
 
 
 def reduce(dW_in, dW_out, mesh):
-    """Instead of the AllReduces 3. and 6. of data parallelism."""
+    """Reduce-scatter the gradients, instead of the AllReduces 3. and 6. of data parallelism."""
     dW_out = reduce_scatter("dW_out[F, D] {U_X} -> dW_out[F_X, D]", dW_out, mesh, async_op=True)  # 3.
     dW_in = reduce_scatter("dW_in[D, F] {U_X} -> dW_in[D_X, F]", dW_in, mesh, async_op=True)  # 6.
     return dW_in, dW_out

@@ -21,7 +21,7 @@ from scaling.strategies.expert import experts_of, moe
 
 
 def embed(x: Tensor, here: Tensor, at: Context) -> Tensor:
-    """x[B_ZE, T_C, D] from rows of E[V_Y, D]; `here`: whether a row is in this rank's part."""
+    """x[B_ZE, T_C, D] of rows of E[V_Y, D]; `here`: whether a row is in this rank's part."""
     x = masked("x[B_ZE, T_C, D] {U_Y}", x, here, at.mesh)
     return all_reduce("x[B_ZE, T_C, D] {U_Y} -> x[B_ZE, T_C, D]", x, at.mesh)
 

@@ -97,7 +97,7 @@ def latent_of(W: dict, A_KV: Tensor, at: Context) -> Tensor:
 
 
 def absorbed_queries(W: dict, y: Tensor, at: Context) -> Tensor:
-    """Return the absorbed queries Q[B, T, N_YZ, M] of y[B, T, D], not yet turned."""
+    """Q[B, T, N_YZ, M] of y[B, T, D]: the absorbed queries, not yet turned."""
     C_Q = rms_norm(einsum("y[B, T, D] * W_DQ[D, R] -> C_Q[B, T, R]", y, W["W_DQ"]), gain=W["norm_CQ"], eps=EPS)
     Q = einsum("C_Q[B, T, R] * W_UQ[R, N_YZ, A] -> Q[B, T, N_YZ, A]", C_Q, W["W_UQ"])
     Q_N, W_UK = Q[..., : _latent(at).nope], W["W_UKV"][..., : _latent(at).nope]
@@ -105,7 +105,7 @@ def absorbed_queries(W: dict, y: Tensor, at: Context) -> Tensor:
 
 
 def _out(W: dict, O: Tensor, at: Context) -> Tensor:
-    """Return Attn[B, T, D] from the sums of latents O[B, T, N_YZ, C]."""
+    """Attn[B, T, D] of the sums of latents O[B, T, N_YZ, C]."""
     W_UV = W["W_UKV"][..., _latent(at).nope :]
     O = einsum("O[B, T, N_YZ, C] * W_UV[C, N_YZ, H] -> O[B, T, N_YZ, H]", O, W_UV)
     Attn = einsum("O[B, T, N_YZ, H] * W_O[N_YZ, H, D] -> Attn[B, T, D] {U_YZ}", O, W["W_O"])
@@ -123,7 +123,7 @@ def absorbed(Q_C: Tensor, Q: Tensor, at: Context) -> Tensor:
 
 
 def attend(W: dict, Q: Tensor, C: Tensor, at: Context, l: int) -> Tensor:
-    """Write the new C[B_ZE, T, M], and return O[B_ZE, T_C, N_Y, H] of Q[B_ZE, T_C, N_Y, A] over the cache.
+    """O[B_ZE, T_C, N_Y, H] of Q[B_ZE, T_C, N_Y, A] over the cache, to which the new C[B_ZE, T, M] is written first.
 
     The form is absorbed or plain, whichever has fewer FLOPs.
     """

@@ -2,10 +2,10 @@
 
     O = attention(Q, K, V, mesh, axis="C", form="zigzag")
 
-All else in a Transformer treats tokens one by one: there, context parallelism is data parallelism over tokens. Only in
-attention does a token need others' keys and values. Five forms bring them together: `ring` and `zigzag` pass them round
-in blocks, `gather` gathers them, `ulysses` exchanges tokens for heads, `usp` does so over one axis, in a ring over
-another. `compare` sets their costs side by side.
+The other parts of a Transformer treat each token alone, so there context parallelism is data parallelism over tokens.
+Only in attention does a token need other tokens' keys and values. Five forms bring them together: `ring` and `zigzag`
+pass them round in blocks, `gather` gathers them, `ulysses` exchanges tokens for heads, and `usp` does so over one axis,
+in a ring over another. `compare` prints a table of their costs.
 """
 
 import math
@@ -43,12 +43,24 @@ def attention(
 ) -> torch.Tensor:
     """O[B, T_C, N, H] of Q[B, T_C, N, H], K[B, T_C, K, H] and V[B, T_C, K, H]: softmax(Q K^T scale) V over all of T.
 
-    `form`: ring, zigzag, gather, ulysses, or usp, whose `axis` is a pair: T_CY, a ring over C, and heads over Y. Tokens
-    are in plain order, of zigzag in zig-zag order (`to_zigzag`). `causal`: a query sees no later key. `window`: nor one
-    that is `window` or more positions away. `segments`: int[B, T_C], the documents packed into a sequence; a query sees
-    keys of its own alone. `scale`: 1/sqrt(H) by default. K divides N: G = N/K query heads share a KV head.
-    Differentiable once, by autograd and torch.func, on a Mesh, on one rank and, with meta tensors, on an AbstractMesh.
-    ShardingError, before anything is sent, for shapes that the form cannot take.
+    K divides N: G = N/K query heads share a KV head. The result is differentiable once, by autograd and torch.func, on
+    a Mesh, on one rank and, with meta tensors, on an AbstractMesh.
+
+    Args:
+        Q: The queries of this rank's tokens, in plain order, or for zigzag in zig-zag order (`to_zigzag`).
+        K: The keys, in the same order.
+        V: The values, in the same order.
+        mesh: The mesh.
+        axis: The axis that T is split over. For usp it is a pair: T_CY is a ring over C, with heads over Y.
+        form: "ring", "zigzag", "gather", "ulysses" or "usp".
+        causal: Whether a query sees no later key.
+        window: If given, a query sees no key that is `window` or more positions away.
+        segments: int[B, T_C], the documents that are packed into a sequence. A query sees only keys of its own
+            document.
+        scale: The factor of the scores, 1/sqrt(H) by default.
+
+    Raises:
+        ShardingError: The form cannot take these shapes. It is raised before anything is sent.
     """
     axes = (axis,) if isinstance(axis, str) or not hasattr(axis, "__len__") else tuple(axis)
     flag(causal=causal)
@@ -76,7 +88,7 @@ def _apply(ring: Ring, Q, K, V, segments) -> torch.Tensor:
     return Attention.apply(ring, Q, K, V, segments)[0]
 
 
-_numbered: list[tuple] = []  # what a compiled graph, which holds no meshes, refers to by number
+_numbered: list[tuple] = []  # settings that a compiled graph, which holds no meshes, refers to by number
 
 
 def _number(mesh, *setting) -> int:
@@ -87,12 +99,12 @@ def _number(mesh, *setting) -> int:
 
 
 def _in_graph(number: int, Q, K, V, segments) -> torch.Tensor:
-    """One call of a compiled graph: a compiler would look into Functions, and refuses those that have a jvp."""
+    """Compute one call of a compiled graph: a compiler would look into Functions, and refuses those that have a jvp."""
     return _attention(Q, K, V, segments, *_numbered[number])
 
 
 def _check(line: str, Q, K, V, mesh, axes: tuple[str, ...], form: str, window, segments, scale) -> None:
-    """ShardingError or ValueError for what the form cannot take, before anything is sent."""
+    """Raise ShardingError or ValueError, before anything is sent, if the form cannot take these arguments."""
     wanted = 2 if form == "usp" else 1
     if form in FORMS and len(axes) != wanted:
         rule = "usp splits T over two axes, a ring and one that moves to the heads; the other forms over one"

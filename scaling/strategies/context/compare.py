@@ -1,10 +1,10 @@
-"""What each form of context parallelism costs, from its types alone (Part 3's counts of bytes).
+"""The costs of each form of context parallelism, from its types alone (Part 3's counts of bytes).
 
     print(table({"B": 1, "T": 1 << 17, "N": 64, "K": 8, "H": 128}, ranks=16))
 
-Of one attention layer: the bytes that a rank sends, by mesh axis, the rounds of communication, one after another, how
-evenly the scores are spread, the keys and values that a rank holds at once, and what must divide. A trace of the
-forms counts the same bytes. Segments, 8 bytes a token, are left out.
+The costs are those of one attention layer: the bytes that a rank sends, by mesh axis; the rounds of communication, one
+after another; how evenly the scores are spread; the keys and values that a rank holds at once; and what must divide. A
+trace of the forms counts the same bytes. Segments, 8 bytes a token, are left out.
 """
 
 from collections.abc import Mapping, Sequence
@@ -21,8 +21,16 @@ from scaling.strategies.context.ring import copied_heads, hops_needed
 
 @dataclass(frozen=True)
 class Costs:
-    """`sent`: {axis: (bytes that a rank sends forward, and backward)}; `rounds`: forward; `balance`: the busiest rank's
-    scores over the mean; `held`: bytes of keys and values on a rank at once, forward."""
+    """The costs of one form.
+
+    Attributes:
+        form: The form.
+        sent: {axis: (bytes that a rank sends in the forward, and in the backward)}.
+        rounds: The number of rounds in the forward.
+        balance: The scores of the busiest rank over the mean of all ranks.
+        held: The bytes of keys and values on a rank at once, in the forward.
+        limits: The sizes that must divide.
+    """
 
     form: str
     sent: dict[str, tuple[int, int]]
@@ -42,7 +50,17 @@ def costs(
     causal: bool = True,
     window: int | None = None,
 ) -> Costs:
-    """Of `attention` with these arguments. `sizes`: B (on each rank), T (in all), N, K, H; `mesh`: sizes will do."""
+    """Return the costs of `attention` with these arguments.
+
+    Args:
+        form: The form.
+        sizes: B (on each rank), T (in all), N, K and H.
+        mesh: A mesh, or the sizes of its axes.
+        axis: The axis that T is split over, or a pair for usp.
+        dtype: The dtype of Q, K and V.
+        causal: As in `attention`.
+        window: As in `attention`.
+    """
     axes = (axis,) if isinstance(axis, str) else tuple(axis)
     mesh = dict(mesh if isinstance(mesh, Mapping) else mesh.sizes)
     sizes, over, mask = (
@@ -51,11 +69,11 @@ def costs(
         {"causal": causal, "window": window},
     )
     check_length(form, sizes["T"], prod(mesh[a] for a in axes), f"Q[B, T{over}, N, H]")
-    narrow, wide = dtype_bytes(dtype), max(4, dtype_bytes(dtype))  # of what is sent, and of gradients that are summed
+    narrow, wide = dtype_bytes(dtype), max(4, dtype_bytes(dtype))  # per element sent, and of gradients that are summed
     if form in ("ulysses", "usp"):
         (*outer, Y), n = axes, mesh[axes[-1]]
         R = copied_heads(sizes["N"], sizes["K"], n)
-        of_keys = wide if sizes["K"] < R else narrow  # of copies of heads
+        of_keys = wide if sizes["K"] < R else narrow  # heads are copied, so their gradients are summed
         inside = costs("ring", sizes | {"K": R // n}, mesh, axis=outer, dtype=of_keys, **mask)
         Q = parse(f"Q[B, T{over}, N, H]").nbytes(sizes, mesh, narrow)
         KV = parse(f"KV[2, B, S{over}, R, H]").nbytes(sizes | {"R": R}, mesh, of_keys)
@@ -75,7 +93,7 @@ def costs(
 
 
 def table(sizes: Mapping[str, int], ranks: int, heads: int = 2, dtype="bf16", **mask) -> str:
-    """All forms on so many ranks, side by side; usp has `heads` of them along Y. MB are 1e6 bytes."""
+    """Return a table of all forms on so many ranks; usp has `heads` of them along Y. MB are 1e6 bytes."""
     rows = []
     for form in FORMS:
         mesh, axis = ({"C": ranks // heads, "Y": heads}, ("C", "Y")) if form == "usp" else ({"C": ranks}, "C")

@@ -1,7 +1,9 @@
-"""One layer of experts, line by line. A row is one choice of one token: G groups of tokens, one a rank, have R rows
-each for every expert; R is ragged, another number for each (g, e).
+"""One layer of experts, line by line.
 
-    1. n   [G_X, E]       -> n   [G, E_X]         AllToAll in `route`: how many rows each rank will get
+A row is one choice of one token. The tokens are in G groups, one on each rank, and each group has R rows for every
+expert; R is ragged, a different number for each (g, e).
+
+    1. n   [G_X, E]       -> n   [G, E_X]         AllToAll in `route_tokens`: how many rows each rank will get
     2. Row [G_X, E, R, D] -> Row [G, E_X, R, D]   AllToAll: dispatch
     3. Out = W_out act(W_in Row)                  each expert its own rows, perhaps none; {U_Y} if F is split over Y
     4. Out [G, E_X, R, D] -> Out [G_X, E, R, D]   AllToAll: combine
@@ -38,18 +40,26 @@ def moe(
 ) -> tuple[Tensor, dict]:
     """x[B_axis, T, D] -> (y[B_axis, T, D], aux), equal to `scaling.models.moe.dense` on one device.
 
-    params, this rank's shards typed as `specs`: "router", "W_in", "W_gate" if `config.gated`, "W_out", and
-    perhaps "bias", which enters the choice alone, and "shared", the experts that every token passes. `axis`: the
-    experts' axis, or several, "XY". `tensor`: the axis that F is split over. `spec`: x's type where more axes split
-    it, `x[B_XE, T_C, D]`; with T split over `tensor` last, `x[B_X, T_Y, D]`, y comes back so. An axis that the mesh
-    lacks drops out. `routing`: what `route` decided for this x, when a backward pass computes the layer again. `mask`
-    bool[B_axis, T], T as whole as y's would be without `tensor`: the tokens that the losses count, padding not.
+    Args:
+        params: This rank's shards, typed as in `specs`: "router", "W_in", "W_gate" if `config.gated`, "W_out", and
+            perhaps "bias", which enters the choice alone, and "shared", the experts that every token passes.
+        x: The tokens.
+        config: The model.
+        mesh: The mesh. An axis that it lacks drops out.
+        axis: The experts' axis, or several, "XY".
+        tensor: The axis that F is split over.
+        spec: The type of x if more axes split it, `x[B_XE, T_C, D]`. If T is split over `tensor` last, `x[B_X, T_Y,
+            D]`, so is the T of y.
+        routing: The result of `route_tokens` for this x, if a backward pass computes the layer again.
+        mask: bool[B_axis, T], the tokens that the losses count, without padding. T is as whole as y's would be without
+            `tensor`.
 
-    aux: "balance" and "z", this rank's terms of the losses over the global batch, unreduced over the axes of x and
-    `tensor`: to be added, times `config.aux_coef` and `z_coef`, to a loss while that is unreduced. "load" int64[E]:
-    how many tokens of the global batch chose each expert, before any was dropped. Cotangents by the law
-    (notation.md): W_in's, W_gate's and W_out's are unreduced over axes of x that are not the experts', those of router
-    and shared over all axes of x, and router's and x's over `tensor`.
+    Returns:
+        y and aux. aux has "balance" and "z", this rank's terms of the losses over the global batch, unreduced over the
+        axes of x and `tensor`. They are added, times `config.aux_coef` and `z_coef`, to a loss while that is unreduced.
+        It also has "load" int64[E], how many tokens of the global batch chose each expert, before any was dropped.
+        Cotangents follow the law (notation.md): those of W_in, W_gate and W_out are unreduced over axes of x that are
+        not the experts', those of router and shared over all axes of x, and those of router and x over `tensor`.
     """
     at = expert_layout(config, mesh, axis, tensor, spec)
     if not torch.compiler.is_compiling():
@@ -85,7 +95,7 @@ def moe(
 
 
 def check_layer(params: dict, x: Tensor, config: Config, mesh, at: ExpertLayout) -> None:
-    """ShardingError, naming the leaf, unless these are a layer's params of this config on this mesh, for x[B, T, D]."""
+    """Raise ShardingError that names the leaf, unless these are this config's params on this mesh, for x[B, T, D]."""
     if not isinstance(x, Tensor) or x.dim() != 3 or not x.is_floating_point() or x.layout is not torch.strided:
         found = f"{x.dtype} {list(x.shape)}" if isinstance(x, Tensor) else type(x).__name__
         raise ShardingError(f"x[B, T, D]: a layer of experts is given {found}\n  fix: give floats of three dims")

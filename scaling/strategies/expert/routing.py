@@ -1,10 +1,10 @@
-"""Where tokens go, decided once: whole numbers, without gradients.
+"""Routing of tokens to experts, decided once, as whole numbers without gradients.
 
-With a capacity an expert takes the first tokens of the global batch that chose it, whatever the mesh: every layout
-drops the same ones, and equals one device. What it costs is an AllGather of how many tokens chose each expert, 8 E
-bytes from each rank (where T is split, from each row of B on each rank), and that it is the end of the batch that loses
-tokens, so some ranks more than others. A capacity of each rank's own would need no message, and drop other tokens on
-every mesh. T_C is taken to be in plain order: under a capacity, bring x out of zig-zag order first.
+With a capacity, an expert takes the first tokens of the global batch that chose it, whatever the mesh. So every layout
+drops the same tokens, and equals one device. This costs an AllGather of how many tokens chose each expert, 8 E bytes
+from each rank (where T is split, from each row of B on each rank). Another cost is that the end of the batch loses
+tokens, so some ranks lose more than others. If each rank had a capacity, no message would be needed, but every mesh
+would drop other tokens. T_C must be in plain order: under a capacity, bring x out of zig-zag order first.
 """
 
 from collections.abc import Sequence
@@ -23,19 +23,19 @@ ExpertAxes = str | Sequence[str] | None
 
 
 def axes_of(axis: ExpertAxes) -> tuple[str, ...]:
-    """("X",) of "X", ("X", "Y") of "XY" or ("X", "Y"), ("data",) of "data", () of None and of ()."""
+    """Return ("X",) for "X", ("X", "Y") for "XY" or ("X", "Y"), ("data",) for "data", and () for None or ()."""
     if not axis:
         return ()
     return parse(f"[I_{axis if isinstance(axis, str) else format_axes(axis)}]").axes
 
 
 def _on(axes: tuple[str, ...]) -> str:
-    """The axes as a subscript: "_XY", or "" if there are none."""
+    """Return the axes as a subscript: "_XY", or "" if there are none."""
     return "_" + format_axes(axes) if axes else ""
 
 
 def specs(config: Config, axis: ExpertAxes = "X", tensor: ExpertAxes = None) -> dict:
-    """The types of a layer's params: experts over `axis`, F over `tensor` if one is given."""
+    """Return the types of a layer's params: experts over `axis`, F over `tensor` if one is given."""
     X, Y = _on(axes_of(axis)), _on(axes_of(tensor))
     types = {"router": "router[D, E]", "W_in": f"W_in[E{X}, D, F{Y}]", "W_out": f"W_out[E{X}, F{Y}, D]"}
     shared = {"W_in": f"W_in[D, F{Y}]", "W_out": f"W_out[F{Y}, D]"}
@@ -49,15 +49,21 @@ def specs(config: Config, axis: ExpertAxes = "X", tensor: ExpertAxes = None) -> 
 
 
 def experts_of(W: dict, config: Config) -> dict:
-    """Of a Transformer layer's params those that its experts have, as `specs` names them."""
+    """Return the params of a Transformer layer that belong to its experts, as `specs` names them."""
     return {name: W[name] for name in specs(config) if name in W}
 
 
 @dataclass(frozen=True)
 class ExpertLayout:
-    """Which axes of the mesh split what, and how the types write it: the experts' X, F's Y, those of B and T.
+    """The mesh axes that split experts (X), F (Y), B and T, and their subscripts in the types.
 
-    `sequence`: x comes and goes with T split over Y as well, `T_Y`. `ranks`: how many parts the tokens are split into.
+    Attributes:
+        experts: The axes of the experts.
+        tensor: The axes of F.
+        batch: The axes of B.
+        time: The axes of T.
+        sequence: Whether x and y have T split over Y as well, `T_Y`.
+        ranks: The number of parts that the tokens are split into.
     """
 
     experts: tuple[str, ...]
@@ -69,32 +75,37 @@ class ExpertLayout:
 
     @property
     def tokens(self) -> tuple[str, ...]:
+        """The axes of the tokens, those of B and T."""
         return self.batch + self.time
 
     @property
     def X(self) -> str:
+        """The subscript of the experts' axes."""
         return _on(self.experts)
 
     @property
     def Y(self) -> str:
+        """The subscript of F's axes."""
         return _on(self.tensor)
 
     @property
     def U(self) -> str:
-        """What partial sums over F are typed with."""
+        """The mark of partial sums over F, such as " {U_Y}", or "" if F is whole."""
         return f" {{U{self.Y}}}" if self.tensor else ""
 
     @property
     def BT(self) -> str:
+        """The dims B and T, with their axes."""
         return f"B{_on(self.batch)}, T{_on(self.time)}"
 
     @property
     def BT_Y(self) -> str:
+        """The dims B and T, with T split over F's axes as well."""
         return f"B{_on(self.batch)}, T{_on(self.time + self.tensor)}"
 
 
 def expert_layout(config: Config, mesh, axis, tensor=None, spec: str | None = None) -> ExpertLayout:
-    """What of these axes the mesh has. ShardingError if they do not go together, or E does not divide."""
+    """Return which of these axes the mesh has. Raise ShardingError if they do not fit, or E does not divide."""
 
     def there(axes) -> tuple[str, ...]:
         return tuple(a for a in axes if a in mesh.sizes)
@@ -121,13 +132,19 @@ def expert_layout(config: Config, mesh, axis, tensor=None, spec: str | None = No
 
 
 class Routing(NamedTuple):
-    """Where this rank's n tokens go: all that computing the layer, and computing it again, need to know.
+    """The places that this rank's n tokens go to, enough to compute the layer and to recompute it.
 
-    experts int64[n, k]; load int64[E], the tokens of the global batch that chose each; `balanced`, the load that the
-    balance loss wants even (`models.moe.balanced_load`), and `count`, the tokens that the losses count; the rows of
-    this rank's choices; how many of them it `sends` to and how many rows it `receives` from each rank; `counts`, the
-    rows of each expert that it holds; `order`, which puts rows as they arrive, by rank, into the experts' order, and
-    its inverse, `back` (None: they arrive in it).
+    Attributes:
+        experts: int64[n, k], the choices of each token.
+        load: int64[E], the tokens of the global batch that chose each expert.
+        balanced: The load that the balance loss makes even (`models.moe.balanced_load`).
+        count: The number of tokens that the losses count.
+        rows: The rows of this rank's choices.
+        sends: How many rows this rank sends to each rank.
+        receives: How many rows this rank receives from each rank.
+        counts: The rows of each expert that this rank holds.
+        order: The permutation from the order of arrival, by rank, to the experts' order. None if the rows arrive in it.
+        back: The inverse of `order`.
     """
 
     experts: Tensor
@@ -145,7 +162,7 @@ class Routing(NamedTuple):
 def route_tokens(
     params: dict, x: Tensor, config: Config, mesh, axis, *, tensor=None, spec: str | None = None, mask=None
 ) -> Routing:
-    """Decide where the tokens of x go; arguments as `moe`'s. All ranks call it together.
+    """Decide which experts the tokens of x go to. The arguments are those of `moe`, and all ranks call it together.
 
     On an AbstractMesh every expert gets equally many rows, or is full if there is a capacity.
     """
@@ -180,7 +197,7 @@ def route_tokens(
 
 
 def _counted(experts: Tensor, load: Tensor, config: Config, mesh, at: ExpertLayout, mask) -> "tuple[Tensor, Any]":
-    """(the balanced load, how many tokens the losses count) of the global batch, from this rank's experts[B, T, k]."""
+    """Return (the balanced load, the count of tokens in the losses) of the global batch, from experts[B, T, k]."""
     count: Any = experts[..., 0].numel() * at.ranks
     if mask is None and config.balance_by == "batch" and not config.balance_first:
         return load, count
@@ -195,14 +212,14 @@ def _counted(experts: Tensor, load: Tensor, config: Config, mesh, at: ExpertLayo
 
 
 def _exchanged(counts: Tensor, at: ExpertLayout, mesh) -> Tensor:
-    """The rows that each rank sends to each expert held here, n[G, E_X]; counts[E]: those that this rank sends."""
+    """Return n[G, E_X], the rows that each rank sends to the experts held here, from this rank's counts[E]."""
     if not at.experts:
         return counts[None]
     return all_to_all(f"n[G{at.X}, E] -> n[G, E{at.X}]", counts[None], mesh)
 
 
 def _places(experts: Tensor, segments: int, E: int, at: ExpertLayout, mesh) -> tuple[Tensor, Tensor]:
-    """(load int64[E], places int64[n, k]): how many earlier tokens of the global batch chose the same expert."""
+    """Return (load int64[E], places int64[n, k]): how many earlier tokens of the batch chose the same expert."""
     segment = torch.arange(len(experts), device=experts.device) // (len(experts) // segments)
     key = experts + E * segment[:, None]
     counts = load_of(key, segments * E).view(segments, 1, E)
@@ -214,7 +231,7 @@ def _places(experts: Tensor, segments: int, E: int, at: ExpertLayout, mesh) -> t
 
 
 def _even(experts: Tensor, load: Tensor, capacity: int | None, config: Config, mesh, at, balanced, count) -> Routing:
-    """The same without values: what every rank sends, receives and holds if the experts' loads are equal."""
+    """Return the routing without values: every rank's sends, receives and counts if the experts' loads are equal."""
     groups, total = mesh.size(at.experts), experts.numel()
     if capacity is not None:
         total = min(total, -(-capacity * config.E // at.ranks))

@@ -1,9 +1,10 @@
-"""A layer of experts in four ways (Part 10, Question 2), each expert one matrix, a token's k results averaged:
+"""A layer of experts in four ways (Part 10, Question 2).
 
     A[S_X, D], W[E_X, D, F], experts int64[S_X, k] -> Out[S_X, F],   Out[s] = mean over k of A[s] W[experts[s, k]]
 
-Two run on one device: a loop over the experts that masks, and products of groups of rows. Two run on a mesh: all tokens
-go to every device, or each chunk of tokens to the devices of its experts. None makes an array [S, D, F].
+Each expert is one matrix, and a token's k results are averaged. Two ways run on one device: a loop over the experts
+that masks, and products of groups of rows. Two run on a mesh: either all tokens go to every device, or each chunk of
+tokens goes to the devices of its experts. None makes an array [S, D, F].
 """
 
 import torch
@@ -58,7 +59,7 @@ def ragged(A: Tensor, W: Tensor, experts: Tensor, mesh, axis: str = "X", *, chun
 
 
 def _exchanged(A: Tensor, W: Tensor, experts: Tensor, mesh, axis: str) -> Tensor:
-    """One chunk: A[S_X, D] -> Out[S_X, F], its rows by two ragged AllToAlls."""
+    """A[S_X, D] -> Out[S_X, F] of one chunk, by two ragged AllToAlls of its rows."""
     n, X = mesh.sizes[axis], f"_{axis}"
     rows = expert_rows(experts, n * len(W))  # 1. by expert, so by device
     counts = all_to_all(f"n[G{X}, E] -> n[G, E{X}]", rows.counts[None], mesh)  # 2. who sends how many to whom
