@@ -15,6 +15,7 @@ from scaling.common.arguments import check_within, of_type
 from scaling.configs.attention import Latent, RopeScaling
 from scaling.configs.config import WITHIN, Config
 from scaling.configs.model_types import COUNTED, KINDS, ModelType
+from scaling.configs.quantized import unread_quantization
 
 LETTERS = {
     "L": ("num_hidden_layers",),
@@ -283,9 +284,7 @@ def _not_computed(whole: dict, table: dict, read: dict, kind: ModelType) -> list
     found += ["use_qk_norm"] if name == "cohere" and read["use_qk_norm"] else []
     found += ["attention_bias without one of the output"] if name == "helium" and read["attention_bias"] else []
     found += [f"{key}={read[key]}" for key in DROPOUTS if read.get(key)]
-    if (quantized := table.get("quantization_config")) is not None:
-        of_type("quantization_config", quantized, dict)
-        found.append(f"quantization_config {quantized.get('quant_method', '')!r}")
+    found += unread_quantization(table)
     given = _scaling(table)
     partial = given.get("partial_rotary_factor", table.get("partial_rotary_factor"))
     scaled = given.get("rope_type", given.get("type", "default")) != "default"

@@ -20,8 +20,10 @@ from scaling.collectives import unshard
 from scaling.configs import Config
 from scaling.configs import load as load_config
 from scaling.configs.hugging_face_write import write_config as table_of
+from scaling.configs.quantized import weight_blocks
 from scaling.mesh import AbstractMesh
 from scaling.models.hf_layout import FileLayout, leaf_layouts
+from scaling.models.hf_scaled import ScaledSlice, is_scale, scale_of
 from scaling.models.leaves import specs_of
 from scaling.models.params import IN_ORDER, Places, places_of, stored_sizes
 from scaling.spec import Spec, parse
@@ -204,9 +206,8 @@ def _index(config: Config, names: list[str], itemsize: int) -> dict:
 def _config(folder: Path) -> Config:
     """Read the config of a folder, and name it after the folder."""
     if not (folder / "config.json").exists():
-        raise ValueError(
-            f"{folder}: has no config.json\n  fix: give a folder that holds a config.json and .safetensors"
-        )
+        fix = "give a folder that holds a config.json and .safetensors"
+        raise ValueError(f"{folder}: has no config.json\n  fix: {fix}")
     return load_config(folder / "config.json").with_(name=folder.name)
 
 
@@ -215,6 +216,7 @@ class _Files:
 
     def __init__(self, folder: Path):
         self.folder, self.open = folder, {}
+        self.blocks = weight_blocks(json.loads((folder / "config.json").read_text()).get("quantization_config") or {})
         if (folder / INDEX).exists():
             self.file_of = json.loads((folder / INDEX).read_text())["weight_map"]
             names = sorted(set(self.file_of.values()))
@@ -247,7 +249,8 @@ class _Files:
         return self.open[name]
 
     def __getitem__(self, tensor: str):
-        return self.open[self.file_of[tensor]].get_slice(tensor)
+        found, scale = self.open[self.file_of[tensor]].get_slice(tensor), scale_of(tensor, self.file_of)
+        return ScaledSlice(found, self[scale][:], self.blocks, f"{self.folder}: {tensor}") if scale else found
 
     def dtypes(self, layouts: dict, config: Config) -> dict:
         """Return the dtype of each leaf: the smallest for all of the model's tensors, or for a router's bias."""
@@ -274,19 +277,16 @@ class _Files:
             what = f"{self.folder}: has {len(self.file_of):,} tensors; the sizes in config.json give {count:,}"
             raise ValueError(f"{what}\n  fix: take both from one version of the model")
         wanted = {n: layout.stored_shape(config.sizes) for layout in layouts for n in layout.tensors(config.sizes)}
-        found = {tensor for tensor in self.file_of if not tensor.endswith(COMPUTED)}
+        names = self.file_of
+        found = {tensor for tensor in names if not (tensor.endswith(COMPUTED) or is_scale(tensor, names))}
         if config.tied and {TABLE, HEAD} <= found and torch.equal(self[TABLE][:], self[HEAD][:]):
             found.remove(HEAD)  # some files hold the shared table twice
         if missing := sorted(wanted.keys() - found):
-            raise ValueError(
-                f"{self.folder}: {missing[0]} is missing{_more(missing)}, a tensor of {config.name}"
-                "\n  fix: download the model's files again, all of one version"
-            )
+            what = f"{self.folder}: {missing[0]} is missing{_more(missing)}, a tensor of {config.name}"
+            raise ValueError(f"{what}\n  fix: download the model's files again, all of one version")
         if extra := sorted(found - wanted.keys()):
-            raise ValueError(
-                f"{self.folder}: {extra[0]} is left over{_more(extra)}: {config.name} has no such tensor"
-                "\n  fix: download the model's files again, all of one version"
-            )
+            what = f"{self.folder}: {extra[0]} is left over{_more(extra)}: {config.name} has no such tensor"
+            raise ValueError(f"{what}\n  fix: download the model's files again, all of one version")
         for tensor, shape in wanted.items():
             if (there := tuple(self[tensor].get_shape())) != shape:
                 what = f"{self.folder}: {tensor} is of shape {there}; the sizes in config.json give {shape}"
