@@ -71,10 +71,10 @@ BUGS = (
     Bug("gathered logits in a vocabulary-parallel loss", "NVIDIA/Megatron-LM#7452",
         "exp is summed over V on every rank and over the ranks: the loss is log|Y| too large",
         TRANSFORMER + "ends.py", refused="reduced-twice", edits={
-            "    logits = logits.to(": (
+            "    logits = soft_cap(": (
                 '    line = "logits[R_PXEC, V_Y] -> logits[R_PXEC, V]"\n'
                 "    logits = all_gather(line, logits, mesh)\n"
-                "    logits = logits.to(")}),
+                "    logits = soft_cap(")}),
     Bug("a loss divided by each rank's own count of tokens", "NVIDIA/Megatron-LM#7452 huggingface/transformers#34191",
         "with unequal counts a mean of means: 14/3 where 4 is right",
         TRANSFORMER + "api.py", refused="nonlinear", edits={
@@ -98,7 +98,7 @@ BUGS = (
         TRANSFORMER + "layer.py", refused="partial-plus-whole", edits={
             "    Attn = reduce_scatter(":
                 '    Attn = Attn + W["b_O"] if "b_O" in W else Attn\n    Attn = reduce_scatter(',
-            '    return Attn + W["b_O"] if "b_O" in W else Attn, s\n': "    return Attn, s\n"}),
+            '    return biased(Attn, W, "b_O"), s\n': "    return Attn, s\n"}),
     Bug("an AllReduce in place that is not in place", "microsoft/ltp-megatron-lm#68",
         "its result is thrown away: experts are balanced by each rank's own counts",
         EXPERT + "routing.py", refused="discarded", edits={

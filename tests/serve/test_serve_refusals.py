@@ -145,7 +145,7 @@ OPTIONS = {  # of generate, of what is drawn from, of the engine
     "sampling.probabilities(LOGITS * NAN, Sampling())": "no token can be drawn",
     "sampling.probabilities(LOGITS + INF, Sampling())": "no token can be drawn",
     "sampling.probabilities(LOGITS - INF, Sampling())": "no token can be drawn",
-    "sampling.likeliest(LOGITS[:, :0])": "got torch.float32 [2, 0]",
+    "sampling.probabilities(LOGITS[:, :0], Sampling())": "got torch.float32 [2, 0]",
     "sampling.draw_token(torch.zeros(1, 4), torch.tensor([0.5]))": "without a sum above 0",
     "sampling.draw_token(LOGITS.softmax(-1), torch.tensor([0.5]))": "u[1] and p[2, 16]",
     "Options(4, decode_pages=0)": "decode_pages = 0", "Options(4, proposals=-1)": "proposals = -1",
