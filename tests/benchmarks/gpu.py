@@ -1,6 +1,7 @@
 """What a box with 1 to 8 GPUs says of this project: equalities, speed beside PyTorch's own, memory, a trace.
 
     python tests/benchmarks/gpu.py
+    python tests/benchmarks/gpu.py --short
     python tests/benchmarks/gpu.py --only train,decode --out results
     python tests/benchmarks/gpu.py --device cpu --ranks 2
 
@@ -8,14 +9,14 @@ All GPUs take part, for about ten minutes; on a CPU every part runs at a tiny si
 and needs torch, numpy and optree. Each part runs in a process of its own, those of several ranks under torchrun, and
 has a limit of time. A case that raises, crashes or hangs is named with the end of what it said, and the part goes on
 after it. Written are gpu.json (every figure), gpu.md (tables for docs/speed.md) and trace.json (for ui.perfetto.dev).
-Exit code 1: there were failures.
+Exit code 1: there were failures. The last line of the output is JSON: the decode and training steps in few words.
 
     rates      products and copies of the device: what shares are taken of
     nccl       torch's calls below collectives, by NCCL on one rank
     shared     as `equal`, on four ranks that share the first device
     equal      collectives, their derivatives, strategies: as one device
     train      a Transformer's step beside the same nn.Module, as MFU
-    decode     prefill and decode, beside transformers if that is there
+    decode     prefill and decode, eager, compiled and captured, beside transformers if that is there
     attention  the kernels of dot-product attention
     beside     strategies on all ranks beside PyTorch's
     trace      a profile of a step
@@ -65,6 +66,7 @@ PARTS = {
     "trace": Part("gpu_speed", ALL, 60),
 }
 MINUTES = 10  # of all parts together
+SHORT = 3, ("rates", "decode", "train")  # minutes and parts of --short
 SAID = 12  # lines of what a process said last that are kept of a failure
 
 
@@ -183,6 +185,7 @@ def main() -> int:
     parser = options(__doc__, only=PARTS)
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="cpu: tiny sizes (default cuda)")
     parser.add_argument("--ranks", type=int, choices=(1, 2, 4, 8), help="default: all GPUs; on a CPU 2")
+    parser.add_argument("--short", action="store_true", help=f"{', '.join(SHORT[1])}, for {SHORT[0]} minutes")
     parser.add_argument("--out", type=Path, default=Path("gpu-results"), help="folder (default gpu-results)")
     parser.add_argument("--part", type=json.loads, help=argparse.SUPPRESS)  # this process runs it
     args = parser.parse_args()
@@ -197,15 +200,16 @@ def main() -> int:
     ranks = args.ranks or (2 if args.device == "cpu" else 1 << (len(about["devices"]).bit_length() - 1))
     args.out.mkdir(parents=True, exist_ok=True)
     os.environ["GPU_OUT"] = str(args.out.resolve())
+    minutes, only = SHORT if args.short else (MINUTES, args.only)
     begun, parts = time.monotonic(), {}
     found = {"about": about, "device": args.device, "ranks": ranks, "parts": parts}
-    for name, n in plan(args.only, args.device, ranks).items():
+    for name, n in plan(only, args.device, ranks).items():
         start = time.monotonic()
-        left = begun + 60 * MINUTES - start
+        left = begun + 60 * minutes - start
         limit = min(left, PARTS[name].seconds)
         each = limit / 2 if args.device == "cuda" else limit  # a CPU may be busy with other work
         parts[name] = {"ranks": n, "cases": []}
-        late = [{"case": "all", "failed": [f"not run: {MINUTES} minutes are over"]}]
+        late = [{"case": "all", "failed": [f"not run: {minutes} minutes are over"]}]
         for case in start_part(name, PARTS[name].module, args.device, n, limit, each) if left > 5 else late:
             parts[name]["cases"].append(case)
             word = "FAILED" if "failed" in case else f"{case['seconds']:.1f} s"
@@ -215,6 +219,7 @@ def main() -> int:
         (args.out / "gpu.md").write_text(gpu_table.markdown(found))
     failures = gpu_table.failures(parts)
     print(f"\n{gpu_table.markdown(found)}\n{args.out}/gpu.json, {args.out}/gpu.md; {len(failures)} failures")
+    print(json.dumps(gpu_table.summary(found), default=str))
     return 1 if failures else 0
 
 

@@ -27,6 +27,7 @@ from scaling.mesh import Mesh
 from scaling.models import attention as forms
 from scaling.models import transformer as model
 from scaling.profile import profile
+from scaling.serve.fixed import Steps
 
 BF16 = torch.bfloat16
 LLAMA = get("llama3-8b").with_(name="llama3", L=4, V=32768)  # layers as in the model, but fewer
@@ -89,60 +90,73 @@ def cases_train(device, tiny):
 
 
 def cases_decode(device, tiny):
+    """Decode steps: eager, captured, compiled (on CUDA, and captured); of transformers, eager and compiled."""
     config, T, steps = (TINY.config, 16, 4) if tiny else (SERVED, 512, 24)
-    mesh, dtype = Mesh({"Y": 1}, device), torch.float32 if tiny else BF16
+    mesh, dtype, room = Mesh({"Y": 1}, device), torch.float32 if tiny else BF16, T + 8 * steps
+    cuda = device == "cuda"
 
     def prompt(B):
         return torch.randint(config.V, (B, T), generator=torch.Generator().manual_seed(0)).to(device)
 
-    def row(B, side, start, more, **about):
+    def row(B, side, start, more):
         """`more()`: `steps` tokens, always from the end of the prompt."""
-        prefill, decode = seconds_of(start, 3, 0), seconds_of(more, 3, 0) / steps
-        return [{"B": B, "T": T, "side": side, "prefill": prefill, "decode": decode, **about}]
+        params = model.init(config, 0, dtype, "meta")
+        read = tree.nbytes(params) + 2 * config.L * B * (T + steps // 2) * config.K * config.H * dtype.itemsize
+        read -= 0 if config.tied else params["embed"].nbytes  # of an embedding only the tokens' rows
+        about = {"B": B, "T": T, "side": side, "bytes": read, "flops": prefill_flops(config, T, B)}
+        return [{**about, "prefill": seconds_of(start, 3, 0), "decode": seconds_of(more, 3, 0) / steps}]
 
-    def ours(B):
+    def ours(B, side, **how):
         params, ids = model.init(config, 0, dtype, device), prompt(B)
 
         def start():
-            empty = serve.init_cache(config, B, T + 8 * steps, dtype=dtype, mesh=mesh)
+            empty = serve.init_cache(config, B, room, dtype=dtype, mesh=mesh)
             return serve.prefill(params, ids, empty, config, mesh, donate=True)[1]
 
-        kept = dict(start())
+        step = Steps(params, config, start(), mesh, **how)
+        if step.fixed != (side != "ours"):
+            raise ValueError(f"{side}: {step.why}")
 
         def more():
-            now = kept | {"lengths": kept["lengths"].clone()}
-            for _ in range(steps):
-                _, now = serve.decode(params, ids[:, 0], now, config, mesh, donate=True)
+            for n in range(steps):
+                step([[7]] * B, [T + n] * B)
 
-        context = T + steps // 2
-        read = tree.nbytes(params) + 2 * config.L * B * context * config.K * config.H * dtype.itemsize
-        read -= 0 if config.tied else params["embed"].nbytes  # of an embedding only the tokens' rows
-        return row(B, "ours", start, more, bytes=read, flops=prefill_flops(config, T, B))
+        return row(B, side, start, more)
 
-    def theirs(B):
+    def theirs(B, side, static=False):
         import transformers
 
         with torch.device(device):
             made = transformers.LlamaForCausalLM(transformers.LlamaConfig(**write_config(config)))
         net, ids = made.to(dtype).eval(), prompt(B)
+        step = torch.compile(net, mode="reduce-overhead") if static else net
 
         def start():
-            return net(ids, use_cache=True, logits_to_keep=1).past_key_values
+            if not static:
+                return net(ids, use_cache=True, logits_to_keep=1).past_key_values
+            cache = transformers.StaticCache(config=net.config, max_cache_len=room)
+            return net(ids, past_key_values=cache, use_cache=True, logits_to_keep=1).past_key_values
 
         def more():
-            for _ in range(steps):
-                net(ids[:, :1], past_key_values=past, use_cache=True)
-            past.crop(-steps)  # negative: so many are taken away
+            for n in range(steps):
+                where = torch.full((B, 1), T + n, device=device)
+                step(ids[:, :1], past_key_values=past, use_cache=True, position_ids=where)
+            if not static:
+                past.crop(-steps)  # negative: so many are taken away
 
         with torch.no_grad():
             past = start()
-            return row(B, f"transformers {transformers.__version__}", start, more)
+            return row(B, f"{side} {transformers.__version__}", start, more)
 
-    batches = (1, 4) if tiny else (1, 4, 16, 64)
-    cases = {f"B={B}": partial(ours, B) for B in batches}
+    sides = {"ours": partial(ours, capture=False), "ours compiled": partial(ours, compile="inductor")}
+    sides |= {"ours captured": ours} if cuda else {}
     if importlib.util.find_spec("transformers"):
-        cases |= {f"B={B}, transformers": partial(theirs, B) for B in batches}
-    return cases
+        sides |= {"transformers": theirs} | ({"transformers compiled": partial(theirs, static=True)} if cuda else {})
+    return {
+        f"B={B}, {side}": partial(call, B, side)
+        for B in ((1, 4) if tiny else (1, 8, 64))
+        for side, call in sides.items()
+    }
 
 
 def cases_attention(device, tiny):

@@ -57,6 +57,23 @@ def peaks(found: dict) -> tuple[float, float, str]:
     return *measured, "what the part `rates` measured"
 
 
+def summary(found: dict) -> dict:
+    """What others compare: decode steps in ms with their share of the bandwidth, training steps with their ratio."""
+    parts, (_, bandwidth, _) = found["parts"], peaks(found)
+    decode = [
+        {
+            "B": row["B"],
+            "side": row["side"],
+            "ms": 1e3 * row["decode"],
+            "share": row["bytes"] / row["decode"] / bandwidth,
+        }
+        for row in rows_of(parts, "decode")
+        if bandwidth
+    ]
+    train = [{each: row[each] for each in ("model", "how", "ms", "ratio")} for row in rows_of(parts, "train")]
+    return {"devices": found["about"]["devices"], "decode": decode, "train": train, "failures": len(failures(parts))}
+
+
 def share(part: float, whole: float) -> str:
     return f"{part / whole:.1%}" if whole else ""
 
@@ -117,16 +134,18 @@ def of_train(rows, flops, bandwidth) -> str:
 
 
 def of_decode(rows, flops, bandwidth) -> str:
-    head = ["B", "prompt", "prefill, ms", "MFU", "decode, ms a step", "GB/s", "share", "theirs: prefill", "decode"]
-    theirs = {row["B"]: row for row in rows if row["side"] != "ours"}
     lines = []
-    for row in rows:
-        if row["side"] == "ours":
-            rate, other = row["bytes"] / row["decode"], theirs.get(row["B"])
-            line = [row["B"], row["T"], f"{row['prefill'] * 1e3:.1f}", share(row["flops"] / row["prefill"], flops)]
-            line += [f"{row['decode'] * 1e3:.2f}", f"{rate / 1e9:.0f}", share(rate, bandwidth)]
-            lines.append([*line, *(f"{other[each] * 1e3:.2f}" if other else "" for each in ("prefill", "decode"))])
-    return table(head, lines, 0)
+    for row in sorted(rows, key=lambda row: row["B"]):
+        line = [
+            row["B"],
+            row["T"],
+            row["side"],
+            f"{row['prefill'] * 1e3:.1f}",
+            share(row["flops"] / row["prefill"], flops),
+        ]
+        rate = row["bytes"] / row["decode"]
+        lines.append([*line, f"{row['decode'] * 1e3:.3f}", f"{rate / 1e9:.0f}", share(rate, bandwidth)])
+    return table(["B", "prompt", "", "prefill, ms", "MFU", "decode, ms a step", "GB/s", "share of bandwidth"], lines, 3)
 
 
 def of_attention(rows, flops, bandwidth) -> str:
