@@ -66,7 +66,7 @@ PARTS = {
     "trace": Part("gpu_speed", ALL, 60),
 }
 MINUTES = 10  # of all parts together
-SHORT = 3, ("rates", "decode", "train")  # minutes and parts of --short
+SHORT = 3, ["rates", "decode", "train"]  # minutes and parts of --short
 SAID = 12  # lines of what a process said last that are kept of a failure
 
 
