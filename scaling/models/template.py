@@ -31,6 +31,7 @@ SECONDS = 2.0  # limit of processor time for one rendering
 MOST_WRITTEN = 8 << 20  # limit of characters that it may write
 TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 REASONING = ("reasoning_content", "thinking", "reasoning")  # keys of a message under which a model's thoughts may be
+EXTRA = "extra_special_tokens"  # a key of tokenizer_config.json
 RESERVED = {  # names that `chat_template_kwargs` may not have: callers set them, or they are not variables
     "messages", "add_generation_prompt", "continue_final_message", "chat_template", "tokenize", "self",
 }  # fmt: skip
@@ -198,6 +199,7 @@ def special_tokens(home: Path) -> dict[str, str]:
     A token is a text, or an object whose `content` is the text; null is left out. As in transformers the map
     counts where tokenizer_config.json has no `added_tokens_decoder`, and then wins. Names of a model's own, which end
     with "_token" or are in `extra_special_tokens`, are the other way round: what tokenizer_config.json writes wins.
+    Those in its `model_specific_special_tokens` count if it has no others.
     """
     options = table_if_any(home / TOKENIZER_CONFIG)
     old = table_if_any(home / "special_tokens_map.json") if "added_tokens_decoder" not in options else {}
@@ -205,11 +207,16 @@ def special_tokens(home: Path) -> dict[str, str]:
     objects = {name: token for name, token in own.items() if isinstance(token, dict) and "__type" in token}
     found = {name: options[name] for name in TOKENS if name in options} | objects
     found |= {name: token for name, token in old.items() if name in TOKENS or name.endswith("_token")}
-    found |= {name: token for name, token in own.items() if isinstance(token, str)}
-    for table in (options, old):
-        found |= extra if isinstance(extra := table.get("extra_special_tokens"), dict) else {}
+    mine = {name: token for name, token in own.items() if isinstance(token, str)} | _table(options, EXTRA)
+    found |= mine or _table(options, "model_specific_special_tokens")
+    found |= _table(old, EXTRA)
     texts = {name: token.get("content") if isinstance(token, dict) else token for name, token in found.items()}
     return {name: text for name, text in texts.items() if isinstance(text, str)}
+
+
+def _table(options: Mapping[str, Any], key: str) -> dict[str, Any]:
+    """Return the table of a key, or an empty one if the key is missing or holds something else."""
+    return found if isinstance(found := options.get(key), dict) else {}
 
 
 def _prepared(message: Mapping[str, Any]) -> dict[str, Any]:
