@@ -28,13 +28,14 @@ from scaling.models.layer import (
     attend_heads,
     biased,
     capped,
+    normed,
     read_norms,
+    rms,
     scale_by,
     undifferentiated,
     used_gains,
 )
 from scaling.models.leaves import check_computed, computes, specs_of, uncomputed
-from scaling.models.norms import normed, rms
 from scaling.models.params import config_of_params, init, inits
 from scaling.models.pointwise import soft_cap
 from scaling.models.remat import checkpoint_block, checkpoint_matmuls, matmul_weight

@@ -14,8 +14,7 @@ from functools import partial
 from torch import Tensor
 
 from scaling.collectives import all_gather, all_reduce, einsum, masked
-from scaling.models.layer import Context, activate_features, attend_heads, biased
-from scaling.models.norms import normed, rms
+from scaling.models.layer import Context, activate_features, attend_heads, biased, normed, rms
 from scaling.serve.types import experts_axis
 from scaling.strategies.expert import experts_of, moe
 

@@ -10,8 +10,7 @@ right only if a rank has one KV head; here both AllToAlls are written on N.
 from torch import Tensor
 
 from scaling.collectives import all_gather, all_reduce, all_to_all, einsum, masked, shard
-from scaling.models.layer import Context, biased, biased_features, finish_heads, gate_features
-from scaling.models.norms import normed, rms
+from scaling.models.layer import Context, biased, biased_features, finish_heads, gate_features, normed, rms
 from scaling.serve.forms.heads import normed_result as normed_result
 from scaling.strategies.expert import experts_of, moe
 

@@ -12,8 +12,7 @@ import torch
 from torch import Tensor
 
 from scaling.collectives import all_gather, all_reduce, einsum, reduce_scatter
-from scaling.models.layer import Context, biased, finish_heads
-from scaling.models.norms import normed, rms
+from scaling.models.layer import Context, biased, finish_heads, normed, rms
 from scaling.models.pointwise import soft_cap
 
 

@@ -21,8 +21,7 @@ from scaling.common.limits import LIMITS
 from scaling.common.torch_private import in_transform
 from scaling.configs import Config
 from scaling.models.inputs import check_range, check_weights
-from scaling.models.layer import scale_by
-from scaling.models.norms import normed, normed_backward
+from scaling.models.layer import normed, normed_backward, scale_by
 from scaling.models.pointwise import soft_cap
 from scaling.spec import ShardingError
 

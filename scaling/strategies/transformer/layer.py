@@ -28,12 +28,14 @@ from scaling.models.layer import (
     activate_features,
     attend_heads,
     biased,
+    head_norm_backward,
+    normed,
+    normed_backward,
     own_heads,
     read_norms,
     seen_heads,
 )
 from scaling.models.leaves import KV_HEADS
-from scaling.models.norms import head_norm_backward, normed, normed_backward
 from scaling.models.rope import rotate
 from scaling.scaled import Scaled
 from scaling.strategies.transformer.experts import experts, experts_backward
