@@ -47,7 +47,7 @@ class RopeScaling:
     keeps wavelengths below original / high, and interpolates in between. `original` is the context of earlier training.
     yarn slows planes that turn fewer than `low` times in the original context by `factor`, and keeps planes that turn
     more than `high` times; rotated dims are multiplied by the factor of `mscale` over the factor of `mscale_all`, by
-    which latent attention multiplies all dims.
+    which latent attention multiplies all dims. With `truncate` the ramp between both starts and ends at whole planes.
     """
 
     kind: str
@@ -57,6 +57,7 @@ class RopeScaling:
     original: float = 8192
     mscale: float = 0.0
     mscale_all: float = 0.0
+    truncate: bool = True
 
     @staticmethod
     def of(table: dict) -> "RopeScaling | None":
@@ -80,8 +81,8 @@ class RopeScaling:
             )
         if kind == "yarn":
             given |= {name: given.get(name) or usual for name, usual in (("low", 1.0), ("high", 32.0))}
-            if "attention_factor" in given or not table.get("truncate", True):
-                kind = "yarn with attention_factor, or without truncate"
+            if "attention_factor" in given:
+                kind = "yarn with attention_factor"
         numbers = [field.name for field in fields(RopeScaling) if field.name != "kind"]
         return RopeScaling(kind, **{key: given[key] for key in numbers if key in given})
 

@@ -14,7 +14,7 @@ ABOVE = "(0, inf)"
 WITHIN: dict[str, str | tuple] = {
     **dict.fromkeys("DFNKHVk", "[1, 1e9]"),
     **dict.fromkeys("LE", "[1, 1e5]"),  # layers and experts are listed
-    **dict.fromkeys(("theta", "local_theta", "eps", "routed_scale", "capacity"), ABOVE),
+    **dict.fromkeys(("theta", "local_theta", "eps", "clamp", "routed_scale", "capacity"), ABOVE),
     **dict.fromkeys(("embed_scale", "residual_scale", "logit_scale", "score_scale", "score_cap", "logit_cap"), ABOVE),
     **dict.fromkeys(("aux_coef", "z_coef", "shared", "F_shared", "F_dense"), "[0, inf)"),
     "dropout": "[0, 1)",
@@ -54,7 +54,8 @@ class Config:
     `embed_scale`, a block's output to the residual stream by `residual_scale`, and scores by `score_scale`, where None
     is 1/sqrt(H); logits are divided by `logit_scale` (Granite). The layers in `unrotated` rotate no query or key by its
     position (SmolLM3); the others rotate a share `rotary_share` of each head's dims (GLM-4.5). With `shared_gate` the
-    shared experts' output is multiplied by a sigmoid of the token (Qwen2-MoE).
+    shared experts' output is multiplied by a sigmoid of the token (Qwen2-MoE). `expert_bias` adds biases to the router
+    and to the experts' products, which are kept within `clamp` (GPT-OSS).
 
     `norms` are "before" a block, of what it reads, "after" it, of what it adds to the stream (OLMo 2), or "both" (Gemma
     2). A `parallel` layer's blocks read the same stream, and with norms "shared" one norm of it (Cohere). Norms are
@@ -79,6 +80,8 @@ class Config:
     shared: int = 0
     F_shared: int = 0
     shared_gate: bool = False
+    expert_bias: bool = False
+    clamp: float | None = None
     dense_layers: int = 0
     F_dense: int = 0
     norms: str = "before"

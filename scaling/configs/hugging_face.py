@@ -12,8 +12,9 @@ from types import NoneType
 from typing import Any
 
 from scaling.common.arguments import check_within, of_type
-from scaling.configs.attention import Latent, RopeScaling
+from scaling.configs.attention import Latent
 from scaling.configs.config import WITHIN, Config
+from scaling.configs.hugging_face_rope import rotary, scaling_of
 from scaling.configs.model_types import COUNTED, KINDS, ModelType
 from scaling.configs.quantized import unread_quantization
 
@@ -35,6 +36,7 @@ LETTERS = {
     "attention_bias": ("attention_bias", "qkv_bias", "use_qkv_bias", "use_bias"),
     "mlp_bias": ("mlp_bias", "use_bias"),
     "parallel": ("use_parallel_residual",),
+    "clamp": ("swiglu_limit",),
     "score_cap": ("attn_logit_softcapping",),
     "logit_cap": ("final_logit_softcapping",),
     "output_bias": ("attention_out_bias",),
@@ -60,14 +62,13 @@ COUNTS += " query_pre_attn_scalar full_attention_interval"
 COUNTS += " interleave_moe_layer_step max_position_embeddings no_rope_layer_interval"
 DROPOUTS = ("attention_dropout", "resid_pdrop", "embd_pdrop", "residual_dropout", "embedding_dropout", "hidden_dropout")
 TYPES: dict[str, type] = {**dict.fromkeys((*COUNTS.split(), *LATENT), int), **dict.fromkeys(DROPOUTS, float)}
-TYPES |= dict.fromkeys(("attention_multiplier", "logit_scale", "clip_qkv"), float)
+TYPES |= dict.fromkeys(("attention_multiplier", "logit_scale", "clip_qkv", "swiglu_alpha"), float)
 TYPES |= dict.fromkeys(("hidden_act", "hidden_activation"), str)
 TYPES |= dict.fromkeys(("layer_types", "mlp_only_layers", "moe_layers", "no_rope_layers"), list)
 BOOLS = ("use_sliding_window", "mlp_bias", "rope_interleave", "use_bias", "use_bidirectional_attention", "qk_layernorm")
 TYPES |= dict.fromkeys(BOOLS, bool)
 NULL = ("num_key_value_heads", "sliding_window", "attention_dropout")  # may be null, like keys whose default is null
-ORIGINAL = "original_max_position_embeddings"
-CONTEXTS = ("llama3", "yarn", "longrope")  # scalings with this key, the context of earlier training
+ALPHA = 1.702  # of GPT-OSS's gate, the only one that is computed
 PATTERNED = ("gemma3_text", "cohere2", "exaone4")  # that read sliding_window_pattern
 SLIDES = {"full_attention", "attention", "sliding_attention"}  # layer types that are computed
 ATTENDS = SLIDES | {"chunked_attention", "indexed_attention"}  # layer types that cache keys and values
@@ -104,7 +105,7 @@ def read_config(table: dict) -> dict:
     activation = ACTIVATIONS.get(_activation(read))
     found["activation"] = None if activation == ("silu" if found["gated"] else "gelu") else activation
     found |= {"embed_scale": math.sqrt(found["D"])} if kind.root_scaled else {}
-    found |= _rotary(table, read, kind)
+    found |= rotary(table, read, kind)
     L, known = found.get("L", 0), bool(kind.architecture)
     found |= {"unrotated": _unrotated(read, L)} if known and "no_rope_layers" in read else {}
     found |= _scales(read)
@@ -173,53 +174,6 @@ def _sparse_layers(read: dict, L: int) -> int:
     return sum((i + 1) % step == 0 and i not in dense for i in range(L))
 
 
-def _scaling(table: dict) -> dict:
-    """Return the table of rotary positions that counts, where a file may have two."""
-    given = table.get("rope_scaling") or table.get("rope_parameters") or {}
-    of_type("rope_scaling", given, dict)
-    return given
-
-
-def _rotary(table: dict, read: dict, kind: ModelType) -> dict:
-    """Return theta and rope_scaling, by transformers' rules for keys that are there twice or not at all.
-
-    `rope_scaling` wins over `rope_parameters`, with all that it holds. The base in this table wins over the one at the
-    top level, and the original context at the top level wins over the one in the table.
-    """
-    given, local = _scaling(table), {}
-    if kind.local_theta is not None:
-        given, local = _by_kind(table, kind)
-    theta = given.get("rope_theta", table.get(kind.rope_keys[0], kind.theta))
-    of_type("rope_theta", theta, float)
-    if any(isinstance(each, dict) for each in given.values()):
-        return {"theta": float(theta), "rope_scaling": RopeScaling("by layer")}
-    share = 1.0
-    if kind.partial is not None:
-        share = given.get("partial_rotary_factor", table.get(kind.rope_keys[1], kind.partial))
-        of_type("partial_rotary_factor", share, float)
-    if given.get("rope_type", given.get("type")) in CONTEXTS:
-        original = given.get(ORIGINAL, read.get("max_position_embeddings"))
-        original = table.get(ORIGINAL) if ORIGINAL in table else original
-        if original is not None or kind.architecture:
-            of_type(ORIGINAL, original, float)
-            given = given | {ORIGINAL: original}
-    return {"theta": float(theta), "rope_scaling": RopeScaling.of(given), "rotary_share": float(share)} | local
-
-
-def _by_kind(table: dict, kind: ModelType) -> tuple[dict, dict]:
-    """Return the table of rotary positions of layers that see all, and the base of those with a window."""
-    tables, scaling = table.get("rope_parameters") or {}, table.get("rope_scaling") or {}
-    of_type("rope_parameters", tables, dict)
-    of_type("rope_scaling", scaling, dict)
-    full, local = (tables.get(f"{name}_attention") or {} for name in ("full", "sliding"))
-    if local.get("rope_type", "default") != "default" or {*tables} - {"full_attention", "sliding_attention"}:
-        return {"other": {}}, {}
-    base = table.get("rope_local_base_freq", kind.local_theta) if kind.theta != kind.local_theta else kind.local_theta
-    base = local.get("rope_theta", base)
-    of_type("rope_theta", base, float)
-    return full | scaling, {"local_theta": float(base)}
-
-
 def _scales(read: dict) -> dict:
     """Return the scales that some classes write by their inverses."""
     found = {"logit_scale": 1 / read["logit_scale"]} if read.get("logit_scale") else {}
@@ -281,11 +235,12 @@ def _not_computed(whole: dict, table: dict, read: dict, kind: ModelType) -> list
     found += [] if _activation(read) in ACTIVATIONS else [f"hidden_act {_activation(read)!r}"]
     refused = ("use_bidirectional_attention", "clip_qkv", "qk_layernorm")
     found += [key for key in refused if read.get(key)]
+    found += ["swiglu_alpha"] if read.get("swiglu_alpha", ALPHA) != ALPHA else []
     found += ["use_qk_norm"] if name == "cohere" and read["use_qk_norm"] else []
     found += ["attention_bias without one of the output"] if name == "helium" and read["attention_bias"] else []
     found += [f"{key}={read[key]}" for key in DROPOUTS if read.get(key)]
     found += unread_quantization(table)
-    given = _scaling(table)
+    given = scaling_of(table)
     partial = given.get("partial_rotary_factor", table.get("partial_rotary_factor"))
     scaled = given.get("rope_type", given.get("type", "default")) != "default"
     found += ["rope_scaling of phi3"] if scaled and name == "phi3" else []

@@ -14,6 +14,7 @@ from scaling.configs.model_types import KINDS
 IGNORED = {"name", "source", "dtype", "max_positions", "model_type", "uncomputed", "cached", "dropout"}
 IGNORED |= {"aux_coef", "z_coef", "balance_by", "balance_first"}  # of training alone
 OF_EXPERTS = ("k", "shared", "norm_topk", "routing", "expert_groups", "top_groups", "routed_scale", "dense_layers")
+OF_EXPERTS += ("expert_bias", "clamp", "shared_gate")
 WRITTEN = ("llama", "mistral", "qwen2", "qwen3", "mixtral", "qwen3_moe", "deepseek_v3", "gemma", "smollm3", "granite")
 
 
@@ -87,6 +88,7 @@ def _table(config: Config, kind: str) -> dict:
             table["rope_scaling"] |= {"low_freq_factor": scaling.low, "high_freq_factor": scaling.high}
             table["rope_scaling"] |= {"original_max_position_embeddings": scaling.original}
         if scaling.kind == "yarn":
+            table["rope_scaling"] |= {} if scaling.truncate else {"truncate": False}
             table["rope_scaling"] |= {"beta_slow": scaling.low, "beta_fast": scaling.high}
             table["rope_scaling"] |= {"original_max_position_embeddings": scaling.original}
         if scaling.kind == "yarn" or config.latent:
@@ -100,6 +102,8 @@ def _table(config: Config, kind: str) -> dict:
         table["topk_method"] = "greedy" if config.expert_groups == 1 else "group_limited_greedy"
     if "first_k_dense_replace" in keys:
         table["first_k_dense_replace"] = config.dense_layers if config.moe else config.L
+    if KINDS[kind].rope and not config.rope_scaling:
+        table["rope_parameters"] = {"rope_type": "default", "rope_theta": config.theta}
     if KINDS[kind].local_theta is not None and config.local_theta is not None:
         full = {"rope_type": "default"} | table.get("rope_scaling", {}) | {"rope_theta": config.theta}
         sliding = {"rope_type": "default", "rope_theta": config.local_theta}

@@ -75,7 +75,8 @@ def params(config: Config, active: bool = False) -> dict[str, int]:
     "vocab" is DV if the unembedding is tied to the embedding, and 2DV if not.
     """
     D, sparse = config.D, config.L - config.dense_layers
-    wide = config.F * (config.k if active else config.E) + config.S
+    each = config.k if active else config.E
+    wide = config.F * each + config.S
     head_norms = config.latent.q_rank + config.latent.kv_rank if config.latent else _head_gains(config)
     biases = (config.N + 2 * config.K) * config.H * config.attention_bias + D * config.output_bias
     biases += ((config.matrices - 1) * config.F + D) * config.mlp_bias
@@ -87,7 +88,8 @@ def params(config: Config, active: bool = False) -> dict[str, int]:
         "norms": config.L * head_norms + gains * D,
         "biases": gains * D * config.norm_bias
         + config.L * (biases + config.N * config.sinks)
-        + (sparse * config.E if config.routing == "sigmoid" and config.moe else 0),
+        + (sparse * config.E if config.routing == "sigmoid" and config.moe else 0)
+        + (sparse * (config.E + each * ((config.matrices - 1) * config.F + D)) if config.expert_bias else 0),
         "vocab": (1 if config.tied else 2) * D * config.V,
     }
 

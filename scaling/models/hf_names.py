@@ -11,6 +11,7 @@ RENAMED: dict[str, dict[str, str]] = {  # parts of names, each with what replace
         "mlp.gate": "block_sparse_moe.gate", "mlp.experts": "block_sparse_moe.experts", ".up_proj": ".w3",
         ".gate_proj": ".w1", ".down_proj": ".w2",
     },
+    "gpt_oss": {"mlp.gate": "mlp.router"},
     "qwen2_moe": {"shared_experts": "shared_expert"},
     "olmo2": _AFTER,
     "olmo3": _AFTER,
@@ -51,6 +52,14 @@ JOINED: dict[str, dict[str, Row]] = {
         )
         for i, name in enumerate("qkv")
         for kind, dims in (("weight", f"{'N' if i == 0 else 'K'}*H, D"), ("bias", f"{'N' if i == 0 else 'K'}*H"))
+    },
+    "gpt_oss": {
+        "mlp.experts.{E}.gate_proj.weight": ("mlp.experts.gate_up_proj", "E, D, F*", "2: 0"),
+        "mlp.experts.{E}.up_proj.weight": ("mlp.experts.gate_up_proj", "E, D, F*", "2: 1"),
+        "mlp.experts.{E}.down_proj.weight": ("mlp.experts.down_proj", "E, F, D", ""),
+        "mlp.experts.{E}.gate_proj.bias": ("mlp.experts.gate_up_proj_bias", "E, F*", "2: 0"),
+        "mlp.experts.{E}.up_proj.bias": ("mlp.experts.gate_up_proj_bias", "E, F*", "2: 1"),
+        "mlp.experts.{E}.down_proj.bias": ("mlp.experts.down_proj_bias", "E, D", ""),
     },
     "granitemoe": {
         "mlp.experts.{E}.gate_proj": ("block_sparse_moe.input_linear", "E, *F, D", "2: 0"),

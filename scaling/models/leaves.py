@@ -131,6 +131,7 @@ WIDE = {  # of a model that norms all heads together, in place of the norms of e
 }
 EXPERTS = {  # of a model with experts, in place of the MLP's matrices
     "router": Leaf("router[L_Z, D, E]", "router[L, D, E]", "D", _mlp("gate.weight", "E, D")),
+    "b_router": Leaf("b[L_Z, E]", "b[L, E]", 0.0, _mlp("gate.bias", "E"), lambda c: c.expert_bias),
     "bias": Leaf("bias[L_Z, E]", "bias[L, E]", 0.0, _mlp("gate.e_score_correction_bias", "E"), _biased),
     "W_in": Leaf(
         "W_in[L_Z, E_E, D_X, F_Y]", "W_in[L, E_E, D, F_YZ]", "D", _mlp("experts.{E}.up_proj.weight", "F, D")
@@ -141,6 +142,16 @@ EXPERTS = {  # of a model with experts, in place of the MLP's matrices
     ),
     "W_out": Leaf(
         "W_out[L_Z, E_E, F_Y, D_X]", "W_out[L, E_E, F_YZ, D]", "F", _mlp("experts.{E}.down_proj.weight", "D, F")
+    ),
+    "b_in": Leaf(
+        "b[L_Z, E_E, F_Y]", "b[L, E_E, F_YZ]", 0.0, _mlp("experts.{E}.up_proj.bias", "F"), lambda c: c.expert_bias
+    ),
+    "b_gate": Leaf(
+        "b[L_Z, E_E, F_Y]", "b[L, E_E, F_YZ]", 0.0, _mlp("experts.{E}.gate_proj.bias", "F"),
+        lambda c: c.expert_bias and c.gated,
+    ),
+    "b_out": Leaf(
+        "b[L_Z, E_E, D]", "b[L, E_E, D]", 0.0, _mlp("experts.{E}.down_proj.bias", "D"), lambda c: c.expert_bias
     ),
 }  # fmt: skip
 SHARED = {  # the experts that every token passes; S is their width together

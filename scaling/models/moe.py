@@ -14,7 +14,8 @@ Switch Transformer (arxiv.org/abs/2101.03961, equations 4 to 6) and ST-MoE (arxi
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -22,6 +23,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from scaling.configs import Config
+from scaling.models.expert_mlp import OF_EACH, by_expert, mlp, shared_experts
 from scaling.models.remat import computed_again
 
 BITS = 32  # precision at which scores are compared
@@ -33,13 +35,16 @@ def route(x: Tensor, router: Tensor, config: Config, bias: Tensor | None = None)
     return weigh(router_logits(x, router), experts, config), experts
 
 
-def router_logits(x: Tensor, router: Tensor) -> Tensor:
-    """logits[..., E] of x[..., D], in float32 or wider."""
+def router_logits(x: Tensor, router: Tensor, shift: Tensor | None = None) -> Tensor:
+    """logits[..., E] of x[..., D], plus shift[E] if the router has one, in float32 or wider."""
     wide = torch.promote_types(x.dtype, torch.float32)
-    return x.to(wide) @ router.to(wide)
+    logits = x.to(wide) @ router.to(wide)
+    return logits if shift is None else logits + shift.to(wide)
 
 
-def choose_experts(x: Tensor, router: Tensor, config: Config, bias: Tensor | None = None) -> Tensor:
+def choose_experts(
+    x: Tensor, router: Tensor, config: Config, bias: Tensor | None = None, shift: Tensor | None = None
+) -> Tensor:
     """Return experts int64[..., k] of x[..., D]: the highest score + bias[E] first, and of equal ones the lower index.
 
     The bias enters the choice only, not the weights. With `config.expert_groups` only the experts of the best
@@ -48,7 +53,7 @@ def choose_experts(x: Tensor, router: Tensor, config: Config, bias: Tensor | Non
     at 32 bits, so that a matmul's order of summation decides no tie.
     """
     with torch.no_grad():
-        score = x.detach().double() @ router.detach().double()
+        score = router_logits(x.detach().double(), router.detach().double(), shift)
         if bias is not None or config.expert_groups > 1:
             score = scores(score, config)
         if bias is not None:
@@ -134,27 +139,6 @@ def position(experts: Tensor, E: int) -> Tensor:
     return rows.place - first[experts]
 
 
-def mlp(W: dict, x: Tensor) -> Tensor:
-    """x[n, D] through W_in[D, F], W_out[F, D]: SwiGLU if there is a W_gate[D, F], else GELU."""
-    Tmp = x @ W["W_in"]
-    Tmp = F.silu(x @ W["W_gate"]) * Tmp if "W_gate" in W else F.gelu(Tmp)
-    return Tmp @ W["W_out"]
-
-
-def shared_experts(W: dict, x: Tensor, mlp: Callable = mlp) -> Tensor:
-    """x[n, D] through the experts that every token passes, times a sigmoid of the token if there is a gate[D]."""
-    Out = mlp(W, x)
-    return Out * (x @ W["gate"]).sigmoid()[..., None] if "gate" in W else Out
-
-
-def by_expert(mlp: Callable, params: dict, Row: Tensor, counts: Sequence[int]) -> Tensor:
-    """Row[R, D] -> Out[R, D]: the first counts[0] rows through `mlp(weights, rows)` of the first expert, and so on."""
-    names = [name for name in ("W_in", "W_gate", "W_out") if name in params]
-    weights = zip(*(params[name].unbind() for name in names), strict=True)
-    parts = zip(weights, Row.split(list(counts)), strict=True)
-    return torch.cat([mlp(dict(zip(names, W, strict=True)), rows) for W, rows in parts])
-
-
 def forward(
     params: dict, x: Tensor, config: Config, experts: Tensor | None = None, mask: Tensor | None = None
 ) -> tuple[Tensor, dict]:
@@ -166,12 +150,13 @@ def forward(
     computed.
     """
     if experts is None:
-        experts = choose_experts(x, params["router"], config, params.get("bias"))
+        experts = choose_experts(x, params["router"], config, params.get("bias"), params.get("b_router"))
     flat, chosen = x.flatten(0, -2), experts.flatten(0, -2)
     capacity = capacity_of(config, len(flat))
     rows = expert_rows(chosen, config.E, None if capacity is None else position(chosen, config.E) < capacity)
-    logits, load = router_logits(flat, params["router"]), load_of(chosen, config.E)
-    y = rows.collect(by_expert(mlp, params, rows.spread(flat), rows.counts.tolist()), weigh(logits, chosen, config))
+    own = partial(mlp, clamp=config.clamp)
+    logits, load = router_logits(flat, params["router"], params.get("b_router")), load_of(chosen, config.E)
+    y = rows.collect(by_expert(own, params, rows.spread(flat), rows.counts.tolist()), weigh(logits, chosen, config))
     if "shared" in params:
         y = y + shared_experts(params["shared"], flat)
     return y.view_as(x), losses(logits.view(*x.shape[:-1], -1), experts, config, mask) | {"load": load}
@@ -187,8 +172,9 @@ def dense(
     the last tokens of the batch.
     """
     if experts is None:
-        experts = choose_experts(x, params["router"], config, params.get("bias"))
-    logits, load, tokens = router_logits(x, params["router"]), load_of(experts, config.E), experts[..., 0].numel()
+        experts = choose_experts(x, params["router"], config, params.get("bias"), params.get("b_router"))
+    logits = router_logits(x, params["router"], params.get("b_router"))
+    load, tokens = load_of(experts, config.E), experts[..., 0].numel()
     weights = weigh(logits, experts, config)
     chosen = F.one_hot(experts, config.E).sum(-2)
     if (capacity := capacity_of(config, tokens)) is not None:
@@ -197,8 +183,8 @@ def dense(
     weights = torch.zeros_like(logits).scatter(-1, experts, weights) * chosen
     y = torch.zeros_like(x)
     for e in range(config.E):
-        W = {name: params[name][e] for name in ("W_in", "W_gate", "W_out") if name in params}
-        y = y + weights[..., e, None].to(x.dtype) * mlp(W, x)
+        W = {name: params[name][e] for name in OF_EACH if name in params}
+        y = y + weights[..., e, None].to(x.dtype) * mlp(W, x, config.clamp)
     if "shared" in params:
         y = y + shared_experts(params["shared"], x)
     return y, losses(logits, experts, config, mask) | {"load": load}

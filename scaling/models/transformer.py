@@ -144,7 +144,7 @@ def _step(config: Config, remat: str, attention: Callable, window: int | None, s
         x = attend(layer, x)
         y, _ = normed(layer, "norm_mlp", x, config, rms)
         if experts is None:
-            experts = moe.choose_experts(y, layer["router"], config, layer.get("bias"))
+            experts = moe.choose_experts(y, layer["router"], config, layer.get("bias"), layer.get("b_router"))
         Out, aux = moe.forward(layer, y, config, experts)
         return (x + scale_by(Out, scale), config.aux_coef * aux["balance"] + config.z_coef * aux["z"]), experts
 

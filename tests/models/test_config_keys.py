@@ -47,6 +47,7 @@ BASES = {  # a small model of each type
     "olmoe": SMALL | {"pad_token_id": 0, "head_dim": 4, "num_experts": 8, "num_experts_per_tok": 3},
     "gemma3_text": SMALL | {"sliding_window": 5, "query_pre_attn_scalar": 9},
     "gemma2": SMALL | {"sliding_window": 5, "query_pre_attn_scalar": 9, "attn_logit_softcapping": 2.0},
+    "gpt_oss": SMALL | {"sliding_window": 5, "num_local_experts": 8, "num_experts_per_tok": 3},
     "glm": SMALL | {"pad_token_id": 0},
     "glm4": SMALL | {"pad_token_id": 0},
     "starcoder2": SMALL,

@@ -184,7 +184,7 @@ def test_without_a_library_it_says_what_to_install(tmp_path, monkeypatch):
 RANKS = {"q_lora_rank": 4, "kv_lora_rank": 4, "qk_nope_head_dim": 2, "qk_rope_head_dim": 2, "v_head_dim": 3}
 BASE = {"hidden_size": 16, "num_hidden_layers": 3, "intermediate_size": 20, "num_attention_heads": 4, "vocab_size": 28}
 BASE |= {"num_key_value_heads": 4}
-YARN_ELSEWHERE = {"rope_type": "yarn", "factor": 2.0, "truncate": False}
+YARN_ELSEWHERE = {"rope_type": "yarn", "factor": 2.0, "attention_factor": 1.5}
 UNCOMPUTED = {  # what is said: the config's table, of a llama unless it says otherwise
     "model_type 'bloom'": {"model_type": "bloom"},
     "model_type 'deepseek_v32'": {"model_type": "deepseek_v32", "scoring_func": "sigmoid"} | RANKS,

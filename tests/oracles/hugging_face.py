@@ -43,6 +43,7 @@ SCALES |= {"attention_multiplier": 0.2}
 EAGER = {"attn_implementation": "eager", "experts_implementation": "eager"}
 EAGER |= {"pad_token_id": None}  # an embedding of padding has no gradient there
 YARN = {"rope_type": "yarn", "factor": 4.0, "rope_theta": 1e4, "original_max_position_embeddings": 16}
+GPT_OSS = {"num_local_experts": 8, "num_experts_per_tok": 3, "sliding_window": 5, "swiglu_limit": 0.3}
 OF_KINDS = {
     "full_attention": {"rope_type": "linear", "factor": 4.0, "rope_theta": 300.0},
     "sliding_attention": {"rope_type": "default", "rope_theta": 70.0},
@@ -110,6 +111,7 @@ CASES = {
         {"sliding_window": 5, "query_pre_attn_scalar": 5, "attn_logit_softcapping": 0.3}
         | {"final_logit_softcapping": 0.7},
     ),
+    "gpt oss": ("GptOss", GPT_OSS | {"rope_parameters": YARN | {"truncate": False}}),
     "glm": ("Glm", {}),
     "glm4": ("Glm4", {"attention_bias": False}),
     "starcoder2": ("Starcoder2", {"sliding_window": 5}),

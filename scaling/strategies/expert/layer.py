@@ -14,14 +14,14 @@ expert; R is ragged, a different number for each (g, e).
 from functools import partial
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from scaling import tree
 from scaling.collectives import all_gather, all_reduce, einsum, ragged_all_to_all, reduce_scatter
 from scaling.collectives.checked import alike
 from scaling.configs import Config
-from scaling.models.moe import balance_loss, by_expert, router_logits, shared_experts, weigh, z_loss
+from scaling.models.expert_mlp import act_rows, by_expert, shared_experts
+from scaling.models.moe import balance_loss, router_logits, weigh, z_loss
 from scaling.spec import ShardingError
 from scaling.strategies.expert.routing import ExpertLayout, Routing, expert_layout, route_tokens, specs
 
@@ -70,13 +70,14 @@ def moe(
     if at.sequence:
         x = all_gather(f"x[{at.BT_Y}, D] -> x[{at.BT}, D]", x, mesh)
     tokens = x.flatten(0, 1)
-    logits = router_logits(tokens, params["router"])
+    logits = router_logits(tokens, params["router"], params.get("b_router"))
     Row = routing.rows.spread(tokens)
     if at.experts:
         line = f"Row[G{at.X}, E, R, D] -> Row[G, E{at.X}, R, D]"
         Row = ragged_all_to_all(line, Row, routing.sends, routing.receives, mesh)  # 2. critical path
     Row = Row if routing.order is None else Row.index_select(0, routing.order)
-    Out = by_expert(partial(mlp, at=at), params, Row, routing.counts)  # 3.
+    own = partial(mlp, at=at, clamp=config.clamp, parts=mesh.size(at.tensor))
+    Out = by_expert(own, params, Row, routing.counts)  # 3.
     Out = Out if routing.back is None else Out.index_select(0, routing.back)
     if at.experts:
         line = f"Out[G, E{at.X}, R, D]{at.U} -> Out[G{at.X}, E, R, D]{at.U}"
@@ -115,11 +116,13 @@ def check_layer(params: dict, x: Tensor, config: Config, mesh, at: ExpertLayout)
     tree.check_floats(params)
 
 
-def mlp(W: dict, Row: Tensor, at: ExpertLayout) -> Tensor:
-    """Row[R, D] -> Out[R, D] {U_Y} through one expert: W_in[D, F_Y], W_out[F_Y, D], perhaps W_gate[D, F_Y]."""
+def mlp(W: dict, Row: Tensor, at: ExpertLayout, clamp: float | None = None, parts: int = 1) -> Tensor:
+    """Row[R, D] -> Out[R, D] {U_Y} through one expert: W_in[D, F_Y], W_out[F_Y, D], perhaps W_gate[D, F_Y].
+
+    Each of the `parts` ranks over Y adds its part of the bias of Out.
+    """
     Tmp = einsum(f"Row[R, D] * W_in[D, F{at.Y}] -> Tmp[R, F{at.Y}]", Row, W["W_in"])
-    if "W_gate" in W:
-        Tmp = F.silu(einsum(f"Row[R, D] * W_gate[D, F{at.Y}] -> Gate[R, F{at.Y}]", Row, W["W_gate"])) * Tmp
-    else:
-        Tmp = F.gelu(Tmp)
-    return einsum(f"Tmp[R, F{at.Y}] * W_out[F{at.Y}, D] -> Out[R, D]{at.U}", Tmp, W["W_out"])
+    line = f"Row[R, D] * W_gate[D, F{at.Y}] -> Gate[R, F{at.Y}]"
+    Act = act_rows(W, Tmp, einsum(line, Row, W["W_gate"]) if "W_gate" in W else None, clamp)
+    Out = einsum(f"Act[R, F{at.Y}] * W_out[F{at.Y}, D] -> Out[R, D]{at.U}", Act, W["W_out"])
+    return Out + W["b_out"] / parts if "b_out" in W else Out

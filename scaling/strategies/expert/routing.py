@@ -41,6 +41,9 @@ def specs(config: Config, axis: ExpertAxes = "X", tensor: ExpertAxes = None) -> 
     shared = {"W_in": f"W_in[D, F{Y}]", "W_out": f"W_out[F{Y}, D]"}
     if config.gated:
         types["W_gate"], shared["W_gate"] = f"W_gate[E{X}, D, F{Y}]", f"W_gate[D, F{Y}]"
+    if config.expert_bias:
+        types |= {"b_router": "b_router[E]", "b_in": f"b_in[E{X}, F{Y}]", "b_out": f"b_out[E{X}, D]"}
+        types |= {"b_gate": f"b_gate[E{X}, F{Y}]"} if config.gated else {}
     if config.shared_gate:
         shared["gate"] = "gate[D]"
     if config.routing == "sigmoid":
@@ -167,7 +170,7 @@ def route_tokens(
     On an AbstractMesh every expert gets equally many rows, or is full if there is a capacity.
     """
     at = expert_layout(config, mesh, axis, tensor, spec)
-    experts = choose_experts(x, params["router"], config, params.get("bias"))
+    experts = choose_experts(x, params["router"], config, params.get("bias"), params.get("b_router"))
     if at.sequence:
         experts = all_gather(f"e[{at.BT_Y}, K] -> e[{at.BT}, K]", experts, mesh)
     segments = len(experts) if at.time else 1  # parts of this rank's tokens that are neighbours in the global batch

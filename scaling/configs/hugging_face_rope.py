@@ -1,0 +1,57 @@
+"""Rotary positions of a Hugging Face config.json, as each class of transformers reads them."""
+
+from scaling.common.arguments import of_type
+from scaling.configs.attention import RopeScaling
+from scaling.configs.model_types import ModelType
+
+ORIGINAL = "original_max_position_embeddings"
+CONTEXTS = ("llama3", "yarn", "longrope")  # scalings with this key, the context of earlier training
+
+
+def scaling_of(table: dict) -> dict:
+    """Return the table of rotary positions that counts, where a file may have two."""
+    given = table.get("rope_scaling") or table.get("rope_parameters") or {}
+    of_type("rope_scaling", given, dict)
+    return given
+
+
+def rotary(table: dict, read: dict, kind: ModelType) -> dict:
+    """Return theta and rope_scaling, by transformers' rules for keys that are there twice or not at all.
+
+    `rope_scaling` wins over `rope_parameters`, with all that it holds. The base in this table wins over the one at the
+    top level, and the original context at the top level wins over the one in the table.
+    """
+    given, local = scaling_of(table), {}
+    if not table.get("rope_scaling") and table.get("rope_parameters") is None:
+        given = dict(kind.rope)
+    if kind.local_theta is not None:
+        given, local = _by_kind(table, kind)
+    theta = given.get("rope_theta", table.get(kind.rope_keys[0], kind.theta))
+    of_type("rope_theta", theta, float)
+    if any(isinstance(each, dict) for each in given.values()):
+        return {"theta": float(theta), "rope_scaling": RopeScaling("by layer")}
+    share = 1.0
+    if kind.partial is not None:
+        share = given.get("partial_rotary_factor", table.get(kind.rope_keys[1], kind.partial))
+        of_type("partial_rotary_factor", share, float)
+    if given.get("rope_type", given.get("type")) in CONTEXTS:
+        original = given.get(ORIGINAL, read.get("max_position_embeddings"))
+        original = table.get(ORIGINAL) if ORIGINAL in table else original
+        if original is not None or kind.architecture:
+            of_type(ORIGINAL, original, float)
+            given = given | {ORIGINAL: original}
+    return {"theta": float(theta), "rope_scaling": RopeScaling.of(given), "rotary_share": float(share)} | local
+
+
+def _by_kind(table: dict, kind: ModelType) -> tuple[dict, dict]:
+    """Return the table of rotary positions of layers that see all, and the base of those with a window."""
+    tables, scaling = table.get("rope_parameters") or {}, table.get("rope_scaling") or {}
+    of_type("rope_parameters", tables, dict)
+    of_type("rope_scaling", scaling, dict)
+    full, local = (tables.get(f"{name}_attention") or {} for name in ("full", "sliding"))
+    if local.get("rope_type", "default") != "default" or {*tables} - {"full_attention", "sliding_attention"}:
+        return {"other": {}}, {}
+    base = table.get("rope_local_base_freq", kind.local_theta) if kind.theta != kind.local_theta else kind.local_theta
+    base = local.get("rope_theta", base)
+    of_type("rope_theta", base, float)
+    return full | scaling, {"local_theta": float(base)}
