@@ -4,11 +4,11 @@ Call `loss_and_grads(params, tokens, targets, config, mesh)`, with params that `
 One text serves every mesh: an axis that the mesh lacks, or that has size 1, drops out. docs/a-training-step.md is the
 walk of a debugger through these files; to read them, start at `api.loss_and_grads` and go on in this order:
 
-    api      the calls: what is asked for, and where this rank's tokens are
-    step     what that comes to on one mesh, checked and resolved once: a `TrainStep`; types has the leaves' types
+    api      the calls: their options, and this rank's tokens
+    step     the call resolved for one mesh, and checked once: a `TrainStep`; types has the leaves' types
     layers   the layers run, forward and back: how weights come and gradients go
     ends     embedding and loss, the vocabulary over Y
-    layer    one layer's typed lines, forward and backward; latent and experts have what only some models do
+    layer    one layer's typed lines, forward and backward; latent and experts have lines that only some models use
     stages   the layers over Z, under any schedule
     lora     adapters beside frozen weights
 """

@@ -1,7 +1,7 @@
 """The loss of a Transformer and its gradients on a mesh; whole params to shards and back.
 
-Start at `loss_and_grads`: it looks up the `TrainStep` that its options came to on this mesh (`step.resolve`), lays out
-the batch, and runs the layers (`layers.run_all_layers`), or the stages (`stages.run_stages`) where the mesh has some.
+Start at `loss_and_grads`: it looks up the `TrainStep` that its options resolve to on this mesh (`step.resolve`), lays
+out the batch, and runs the layers (`layers.run_all_layers`), or the stages (`stages.run_stages`) if the mesh has some.
 """
 
 from collections.abc import Sequence
@@ -101,7 +101,8 @@ def loss_and_grads(
         segments: The ids of packed documents, [B_PXE, T_C].
         seed: The seed of dropout, different in each step, needed if Config has dropout. Every mesh drops equal
             elements.
-        options: Other options; its fields may also be given as keywords: `microbatches=4, remat="block"`.
+        options: Other options.
+        **changes: Fields of `options` that replace its own: `microbatches=4, remat="block"`.
 
     Raises:
         ShardingError: or ValueError, for what does not fit, before anything is sent.
@@ -131,9 +132,9 @@ def loss(
     options: StepOptions | None = None,
     **changes: Any,
 ) -> Tensor:
-    """Return the loss alone, as `loss_and_grads` gives it of one microbatch without dropout.
+    """Return the loss alone, as `loss_and_grads` computes it for one microbatch without dropout.
 
-    Nothing is kept for a backward pass.
+    Nothing is saved for a backward pass.
     """
     mesh, given = mesh.optional, (tokens, targets, weights, segments)
     alone = {"remat": "none", "microbatches": 1, "keep_weights": False, "sums": None, "scale": 1.0}
@@ -148,8 +149,8 @@ def logprobs(
 ) -> Tensor:
     """tokens[B_PXE, T_C], targets[B_PXE, T_C] -> logprobs[B_PXE, T_C], those of the targets, on a mesh without stages.
 
-    A loss that is any function of them has the gradients that `loss_and_grads` gives, with mean=False, for weights that
-    are minus its derivative by them.
+    Any loss that is a function of these log-probabilities can be trained: give `loss_and_grads`, with mean=False,
+    weights that are minus the derivative of the loss by them.
     """
     mesh, given = mesh.optional, (tokens, targets, None, None)
     step = look_up_step(StepOptions(context="ring", zero=zero, lora=lora), config, params, given, mesh, backward=False)
@@ -213,16 +214,16 @@ def batch_of(step: TrainStep, tokens, targets, weights, segments, seed: int | No
 
 
 def in_form(x: Tensor, step: TrainStep) -> Tensor:
-    """Return x[B, T_C], of tokens in plain order, in the order that the form of attention wants."""
+    """Return x[B, T_C], of tokens in plain order, in the order that the form of attention needs."""
     zigzag = step.options.context == "zigzag" and step.mesh.sizes.get("C", 1) > 1
     return ring.to_zigzag(x, 1, step.mesh, "C") if zigzag else x
 
 
 def contexts_of(step: TrainStep, shape: Sequence[int], segments: Tensor | None, seed: int | None) -> list[Context]:
-    """Return a context for each microbatch, of this rank's tokens [B_PXE, T_C] of this shape.
+    """Return a context for each microbatch of this rank's tokens [B_PXE, T_C], whose shape this is.
 
-    Where they lie in the batch, and in the sequence by the form of attention over C, says what rotates, hides and drops
-    them. `seed`: of dropout; None drops nothing.
+    The tokens' places in the batch and in the sequence depend on the form of attention over C. They decide how the
+    tokens are rotated, masked and dropped. `seed` is that of dropout; None drops nothing.
     """
     config, mesh, form, M, (rows, t) = step.config, step.mesh, step.options.context, step.options.microbatches, shape
     split, c = mesh.sizes.get("C", 1) > 1, mesh.coord.get("C", 0)

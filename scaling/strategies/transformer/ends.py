@@ -3,9 +3,9 @@
     x      [B, T_CY, D]  = rows of E[V_Y, D] for this rank's tokens, reduce-scattered over Y
     logits [R, V_Y]      = x[R, D] * U[D, V_Y]             of some rows R of the B T_C tokens at a time
 
-The logits of all tokens would be the largest array of a step. So their loss is computed in chunks: once a chunk's
-softmax is known, so is its dlogits, and what that adds to dx and dU, before the next chunk's logits take its place. No
-logit is computed twice. The softmax over V needs of each token the largest logit over Y, and three sums over Y: of
+The logits of all tokens would be the largest array of a step. So the loss is computed in chunks. As soon as a chunk's
+softmax is known, so are its dlogits and its part of dx and dU, and the next chunk's logits replace this chunk's. No
+logit is computed twice. For each token, the softmax over V needs the largest logit over Y, and three sums over Y: of
 exp(logit - max), of the target's logit, which one rank has, and, for label smoothing, of all logits.
 """
 
@@ -41,16 +41,21 @@ def embed_backward(dx: Tensor, tokens: Tensor, size: int, mesh, scale: float = 1
 
 
 def in_part(tokens: Tensor, size: int, mesh) -> tuple[Tensor, Tensor]:
-    """(the place of each token in this rank's part of the vocabulary, 0 if it has none; whether it has one)."""
+    """Return (each token's place in this rank's part of the vocabulary, or 0; whether it has a place there)."""
     local = tokens - mesh.coord.get("Y", 0) * size
     here = (local >= 0) & (local < size)
     return torch.where(here, local, 0), here
 
 
 class Terms(NamedTuple):
-    """What a token's loss is made of: (1 - smoothing) ce + smoothing (mean over V of ce) + z_loss lse^2.
+    """The parts of a token's loss: (1 - smoothing) ce + smoothing (mean over V of ce) + z_loss lse^2.
 
-    `V`: entries of the vocabulary. The parts of the ranks may hold more: what lies beyond is padding, no logit."""
+    Attributes:
+        V: The number of entries of the vocabulary. The ranks' parts may hold more; those are padding, without a logit.
+        smoothing: The share of the mean over V.
+        z_loss: The factor of lse^2, where lse is the log of the softmax's denominator.
+        cap: The soft cap of the logits, or None.
+    """
 
     V: int
     smoothing: float
@@ -70,11 +75,19 @@ def head(
     frozen: bool = False,
     chunk_bytes: int = LIMITS.chunk,
 ) -> tuple[Tensor, Any, dict[str, Tensor]]:
-    """x[B_PXE, T_CY, D] -> (Loss[] {U_PXECY}, dx[B_PXE, T_CY, D], dW): the sum of this rank's tokens' losses times
-    their weights, and its gradients, unless they are not wanted; of `frozen` weights dx alone.
+    """x[B_PXE, T_CY, D] -> (Loss[] {U_PXECY}, dx[B_PXE, T_CY, D], dW): the weighted loss of this rank's tokens.
 
-    `W`: "norm" g[D], and "unembed" U[D, V_Y] or, tied, "embed" E[V_Y, D]. targets, weights [B_PXE, T_C]: a weight has
-    been divided by the sum of all weights; a target of weight 0 may lie outside the vocabulary.
+    Args:
+        W: "norm" g[D], and "unembed" U[D, V_Y] or, tied, "embed" E[V_Y, D].
+        x: The result of the last layer.
+        targets: targets[B_PXE, T_C]. A target of weight 0 may lie outside the vocabulary.
+        weights: weights[B_PXE, T_C], already divided by the sum of all weights.
+        terms: The parts of a token's loss.
+        config: The model.
+        mesh: The mesh.
+        gradients: Whether to compute dx and dW.
+        frozen: Whether to compute dx alone, without dW.
+        chunk_bytes: The most bytes of logits, in float32, at a time.
     """
     table = "unembed" if "unembed" in W else "embed"
     y, r = normed(W, "norm", x, config)
@@ -89,10 +102,7 @@ def head(
 
 
 def token_logprobs(W: dict, x: Tensor, targets: Tensor, config: Config, mesh) -> Tensor:
-    """x[B_PXE, T_CY, D], targets[B_PXE, T_C] -> logprobs[B_PXE, T_C]
-
-    of the targets; `W` as in `head`.
-    """
+    """x[B_PXE, T_CY, D], targets[B_PXE, T_C] -> logprobs[B_PXE, T_C], those of the targets; `W` as in `head`."""
     table, terms = "unembed" if "unembed" in W else "embed", Terms(config.V, 0.0, 0.0, config.logit_cap)
     y, _ = normed(W, "norm", x, config)
     y = all_gather("y[B_PXE, T_CY, D] -> y[B_PXE, T_C, D]", y, mesh)
@@ -119,14 +129,28 @@ def loss(
     z_loss: float = 0.0,
     chunk_bytes: int = LIMITS.chunk,
 ) -> Tensor:
-    """hidden[B_PXE, T_C, D], targets[B_PXE, T_C], weights[B_PXE, T_C] -> Loss[] {U_PXECY}
+    """hidden[B_PXE, T_C, D], targets[B_PXE, T_C], weights[B_PXE, T_C] -> Loss[] {U_PXECY}.
 
-    with unembed U[D, V_Y], or `tied` E[V_Y, D]. The terms of all ranks add up to sum(w ce) / sum(w) over the global
-    batch, in nats, 0 where sum(w) is 0: on one device it is the loss. Differentiate the term, and reduce its value
-    afterwards; the cotangent of hidden is {U_Y}, that of unembed {U_PXEC}. `weights`: w, by default 1, and 0 where the
-    target is `ignore_index`. `V`: entries of the vocabulary, if the last ranks' parts are padded; by default none are.
-    Of the logits no more than `chunk_bytes`, in float32, are there at a time (one token's at least). Differentiable
-    once, by autograd and torch.func. ShardingError or ValueError for what does not fit, before anything is sent.
+    The terms of all ranks add up to sum(w ce) / sum(w) over the global batch, in nats, or to 0 where sum(w) is 0. On
+    one device the term is the loss. Differentiate the term, and reduce its value afterwards. The cotangent of hidden is
+    {U_Y}, that of unembed {U_PXEC}. The term is differentiable once, by autograd and torch.func.
+
+    Args:
+        hidden: The result of the last norm.
+        unembed: U[D, V_Y], or E[V_Y, D] if `tied`.
+        targets: The tokens to predict.
+        mesh: The mesh.
+        weights: w, by default 1, and 0 where the target is `ignore_index`.
+        tied: Whether the table is that of the embedding.
+        V: The number of entries of the vocabulary, if the last ranks' parts are padded; by default none are.
+        ignore_index: The target of tokens that do not count.
+        label_smoothing: As in `Terms`.
+        z_loss: As in `Terms`.
+        chunk_bytes: The most bytes of logits, in float32, at a time (but at least one token's).
+
+    Raises:
+        ShardingError: Shapes that do not fit, or V. Like a ValueError, it is raised before anything is sent.
+        ValueError: A target outside the vocabulary, or a negative weight or factor.
     """
     mesh = mesh.optional
     not_negative(label_smoothing=label_smoothing, z_loss=z_loss)
@@ -163,14 +187,14 @@ def loss(
 def chunked_loss(
     x, U, targets, weights, terms: Terms, tied: bool, mesh, chunk_bytes: int, gradients: bool, frozen: bool = False
 ):
-    """x[B_PXE, T_C, D], targets[B_PXE, T_C], weights[B_PXE, T_C] -> Loss[] {U_PXECY}
+    """x[B_PXE, T_C, D], targets[B_PXE, T_C], weights[B_PXE, T_C] -> Loss[] {U_PXECY}.
 
-    and, with `gradients`, dx[B_PXE, T_C, D] {U_Y} and dU[D, V_Y] {U_PXEC} (tied: dE[V_Y, D]); else None, as is dU of a
-    `frozen` U. What the chunks add up is held in float64, their dU in float32 at least: in bfloat16 each chunk would
-    round the sum again.
+    With `gradients`, dx[B_PXE, T_C, D] {U_Y} and dU[D, V_Y] {U_PXEC} (tied: dE[V_Y, D]) follow; otherwise they are
+    None, as is dU of a `frozen` U. The sum over chunks is in float64, that of their dU in float32 at least: in bfloat16
+    each chunk would round the sum again.
     """
     rows, start, dU = x.flatten(0, 1), 0, None
-    weights = weights.detach()  # which nothing is differentiated by
+    weights = weights.detach()  # nothing is differentiated by them
     loss = rows.new_zeros((), dtype=torch.float64)
     dx = torch.empty_like(rows) if gradients else None
     count = max(1, -(-4 * len(rows) * U.shape[0 if tied else 1] // chunk_bytes))
@@ -189,9 +213,10 @@ def chunked_loss(
 
 
 def chunk_loss(x, U, targets, w, terms: Terms, tied: bool, mesh, gradients: bool):
-    """x[R_PXEC, D], targets[R_PXEC], w[R_PXEC] -> loss[R_PXEC] {U_Y}
+    """x[R_PXEC, D], targets[R_PXEC], w[R_PXEC] -> loss[R_PXEC] {U_Y}.
 
-    and dlogits[R_PXEC, V_Y] = softmax w - (1 - smoothing) w [target] - smoothing / V w, in the logits' own buffer.
+    It is followed by dlogits[R_PXEC, V_Y] = softmax w - (1 - smoothing) w [target] - smoothing / V w, in the logits'
+    own buffer.
     """
     if tied:
         logits = einsum("x[R_PXEC, D] * E[V_Y, D] -> logits[R_PXEC, V_Y]", x, U)
@@ -200,7 +225,7 @@ def chunk_loss(x, U, targets, w, terms: Terms, tied: bool, mesh, gradients: bool
     logits = soft_cap(logits.to(torch.promote_types(logits.dtype, torch.float32)), terms.cap)
     slope_of_cap = None if terms.cap is None or not gradients else 1 - (logits / terms.cap).square()
     w, V_Y = w.to(logits.dtype), logits.shape[-1]
-    real = min(max(terms.V - mesh.coord.get("Y", 0) * V_Y, 0), V_Y)  # entries of this part that are no padding
+    real = min(max(terms.V - mesh.coord.get("Y", 0) * V_Y, 0), V_Y)  # entries of this part that are not padding
     if real < V_Y:
         logits[:, real:] = -torch.inf
     local, here = in_part(targets, V_Y, mesh)
@@ -227,8 +252,10 @@ def chunk_loss(x, U, targets, w, terms: Terms, tied: bool, mesh, gradients: bool
 
 
 def chunk_gradients(x, U, dlogits, tied: bool, dx, dU, frozen: bool = False):
-    """Of x[R_PXEC, D], dlogits[R_PXEC, V_Y]: dU[D, V_Y] {U_PXEC}, added to the one before, unless it is `frozen`;
-    dx[R_PXEC, D] {U_Y} is written to its place."""
+    """Of x[R_PXEC, D], dlogits[R_PXEC, V_Y]: write dx[R_PXEC, D] {U_Y}, and return dU[D, V_Y] {U_PXEC}.
+
+    dU is added to that of the chunks before. It is None if U is `frozen`.
+    """
     V, dV = ("E[V_Y, D]", "dE[V_Y, D]") if tied else ("U[D, V_Y]", "dU[D, V_Y]")
     einsum(f"dlogits[R_PXEC, V_Y] * {V} -> dx[R_PXEC, D] {{U_Y}}", dlogits, U, out=dx)
     if frozen:
@@ -240,24 +267,26 @@ def chunk_gradients(x, U, dlogits, tied: bool, dx, dU, frozen: bool = False):
 
 
 class VocabLoss(torch.autograd.Function):
-    """`chunked_loss` differentiated: its gradients are there when the loss is."""
+    """`chunked_loss` with its derivative: the gradients are computed together with the loss."""
 
     @staticmethod
     def forward(x, U, targets, weights, setting):
-        """x[B_PXE, T_C, D], targets[B_PXE, T_C], weights[B_PXE, T_C] -> Loss[] {U_PXECY}
+        """x[B_PXE, T_C, D], targets[B_PXE, T_C], weights[B_PXE, T_C] -> Loss[] {U_PXECY}.
 
-        and its gradients, for the backward alone.
+        Its gradients follow, for the backward alone.
         """
         return chunked_loss(x, U, targets, weights, *setting, gradients=True)
 
     @staticmethod
     def setup_context(ctx, inputs, output):
+        """Keep the gradients for the backward."""
         ctx.mark_non_differentiable(*output[1:])
         ctx.set_materialize_grads(False)  # or autograd makes zeros of the gradients' sizes
         ctx.gradients = output[1:]
 
     @staticmethod
     def backward(ctx, dLoss, *_):
+        """dLoss[] -> (dx, dU), the gradients times dLoss."""
         if ctx.gradients is None:
             raise RuntimeError(
                 "the loss's backward runs once: its gradients were made with it, and are multiplied in place"

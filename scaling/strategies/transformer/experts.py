@@ -1,7 +1,7 @@
 """A mixture of experts in place of a Transformer layer's MLP: experts over E, each one's features over Y (Part 4).
 
-The backward is the vjp of the layer of experts (`scaling.strategies.expert`). Where the tokens go is decided once: it
-is saved under every policy, and a layer that is computed again never routes again.
+The backward is the vjp of the layer of experts (`scaling.strategies.expert`). The routing is decided once: it is saved
+under every policy, so a layer that is computed again never routes again.
 """
 
 from typing import Any
@@ -43,5 +43,5 @@ def experts_backward(W: dict, dOut: Tensor, scale: float, s: dict, at: Any) -> t
 
 
 def owned(W: dict, at: Any) -> dict:
-    """The leaves of a layer that belong to this half of it."""
+    """Return the leaves of a layer that belong to its experts and their norm."""
     return {"norm_mlp": W["norm_mlp"]} | experts_of(W, at.config)

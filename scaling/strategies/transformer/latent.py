@@ -1,10 +1,10 @@
 """The backward of multi-head latent attention: ranks whole, heads over Y.
 
 A latent is much narrower than the residual stream: R and M = C + rope against D. So the products with W_DQ and W_DKV,
-which are whole on every rank, are computed where the stream lies, along the sequence T_CY, and the latents are gathered
-over Y, not the stream. The rotary part of the keys, K_R, is shared by all heads: replicated over Y where it is used.
-By the law of cotangents its gradient is unreduced there, the sum over this rank's heads alone, and is reduced once,
-with those of the latents. The forward lines are those of `scaling.models.latent`.
+which are whole on every rank, are computed on the stream as it is split, along the sequence T_CY, and the latents are
+gathered over Y instead of the stream. All heads share the rotary part of the keys, K_R, so it is replicated over Y when
+it is used. By the law of cotangents its gradient is then unreduced, the sum over this rank's heads alone, and is
+reduced once, together with the latents' gradients. `scaling.models.latent` has the forward lines.
 """
 
 from typing import Any

@@ -1,15 +1,15 @@
 """One layer of a Transformer, line by line, forward and backward (Parts 4 and 5): tensor and sequence parallel over Y.
 
-Between the blocks the residual stream x[B_PXE, T_CY, D] is split along the sequence over Y as well: norms and
-residuals are computed once, not |Y| times (sequence parallelism, Korthikanti et al. 2022, arXiv:2205.05198). Weights
-come gathered over X. Axes that the mesh lacks drop out.
+Between the blocks the residual stream x[B_PXE, T_CY, D] is split along the sequence over Y as well: norms and residuals
+are computed once, not |Y| times (sequence parallelism, Korthikanti et al. 2022, arXiv:2205.05198). Weights come
+gathered over X. Axes that the mesh lacks drop out.
 
 Backward: every line is the transpose of one of the forward, from the last to the first, by the law of cotangents. A
-product Out = A W has two: dA = dOut W^T, on the critical path, and dW = A^T dOut, which can wait: here dW is computed
-while the ReduceScatter of dy is under way. Weight gradients are left unreduced over the tokens' axes.
+product Out = A W has two: dA = dOut W^T, on the critical path, and dW = A^T dOut, which can wait. Here dW is computed
+while the ReduceScatter of dy is in flight. Weight gradients are left unreduced over the tokens' axes.
 
-What the backward needs is `saved`, two dicts of named values, of attention and of the MLP. Rematerialization
-(Part 4, "Gradient checkpointing") is a set of names that are not kept: the same lines then compute them again.
+The backward reads `saved`, two dicts of named values, of attention and of the MLP. Rematerialization (Part 4, "Gradient
+checkpointing") is a set of names that are not kept, and the same lines then compute them again.
 """
 
 from functools import partial
@@ -42,13 +42,13 @@ from scaling.strategies.transformer.experts import experts, experts_backward
 from scaling.strategies.transformer.latent import latent_attention_backward
 from scaling.strategies.transformer.lora import adapter_gradients
 
-Halves = tuple[Values, Values]  # what is saved of attention, and of the MLP
+Halves = tuple[Values, Values]  # the saved values of attention, and of the MLP
 
 ROWS = "x[B_PXE, T_CY, D]"  # the residual stream
 ATTENDED = frozenset({"O", "pull", "r_Q", "r_K"})  # dot-product attention
 LATENTS = frozenset({"C_Q", "C_KV", "r_CQ", "r_CKV"})  # normed and gathered
-BETWEEN = ATTENDED | LATENTS | {"y", "r", "Act", "Open"}  # and all else that lies between the matmuls
-REMAT = {  # what is not kept for the backward, by policy: the further down, the less is kept
+BETWEEN = ATTENDED | LATENTS | {"y", "r", "Act", "Open"}  # and all other values between the matmuls
+REMAT = {  # the values that each policy does not keep for the backward; the further down, the less is kept
     "none": frozenset(),
     "attention": ATTENDED,
     "matmuls": BETWEEN,
@@ -64,7 +64,7 @@ VJPS = {  # (dy, x) -> dx of each activation, in one kernel
 
 
 def dropped(remat: str, config: Config) -> frozenset[str]:
-    """The names of `saved` that this policy does not keep."""
+    """Return the names of `saved` that this policy does not keep."""
     names = REMAT[remat]
     on_tape = "pull" not in names and not config.qk_norm  # as attention's own operands
     return names | ({"Q", "K", "V", "KV"} if on_tape else set())
@@ -115,7 +115,7 @@ def layer_backward(W: dict, dx: Tensor, saved: Halves, at: Context, scale: float
 
 
 def parallel_layer(W: dict, x: Tensor, at: Context, gone: frozenset[str] = REMAT["none"]) -> tuple[Tensor, Any, Halves]:
-    """x[B_PXE, T_CY, D] -> (x, None, saved), as `layer`, where both blocks read the same stream."""
+    """x[B_PXE, T_CY, D] -> (x, None, saved), as `layer`, for models whose two blocks read the same stream."""
     Attn, a = attention(W, {"x": x}, at)
     shared = {} if "norm_mlp" in W else {name: a[name] for name in ("y", "r")}
     Out, _, m = mlp(read_norms(W), {"mid": x} | shared, at)
@@ -138,7 +138,7 @@ def parallel_layer_backward(W: dict, dx: Tensor, saved: Halves, at: Context, sca
 
 
 def normed_result(W: dict, name: str, Out: Tensor, s: Values, at: Context) -> tuple[Tensor, Values]:
-    """Return what a block adds to the stream, normed by a norm after the block, and what is saved."""
+    """Return a block's result, normed by a norm after the block, and the values to save."""
     y, r = normed(W, name, Out, at.config)
     return y, s | {"out": Out, "r_out": r}
 
@@ -234,9 +234,9 @@ def mlp_backward(W: dict, dOut: Tensor, s: Values, at: Context) -> tuple[Tensor,
 
 
 def weight_gradient(W: dict, name: str, line: str, a: Tensor, b: Tensor, at: Context) -> dict[str, Any]:
-    """Return {name: dW of the line}; of a layer with adapters the gradients of the matrix's A and B, or {}.
+    """Return {name: dW of the line}; in a layer with adapters, the gradients of the matrix's A and B, or {}.
 
-    Of KV heads a rank may use only some.
+    A rank may use only some of the KV heads.
     """
     if "lora" not in W:
         dW = at.einsum(line, a, b)
@@ -251,7 +251,7 @@ def weight_gradient(W: dict, name: str, line: str, a: Tensor, b: Tensor, at: Con
 
 
 def in_place(part: Tensor, whole: Tensor, at: Context) -> Tensor:
-    """Return the gradient of the KV heads used, in their place among zeros: the transpose of `own_heads`."""
+    """Return the gradient of the KV heads used, in their places among zeros: the transpose of `own_heads`."""
     if isinstance(whole, Scaled) or part.shape == whole.shape:
         return part
     padded = torch.zeros_like(whole)

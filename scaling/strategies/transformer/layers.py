@@ -1,9 +1,10 @@
 """A Transformer's layers forward and backward: how weights come to a rank, and gradients go back (Part 5).
 
 The lines are those of a `TrainStep`. The leaves of a small layer travel together, in one AllGather and one
-ReduceScatter over X: a message has a price, and a large layer would rather not be copied.
+ReduceScatter over X, because each message has a fixed cost. The leaves of a large layer travel one by one, which saves
+copies.
 
-    W [G_X, S] -> W [G, S]             G blocks, one a rank along X, of all the layer's shards one after the other
+    W [G_X, S] -> W [G, S]             G blocks, one a rank along X, with all the layer's shards in sequence
     dW[G, S] {U_X} -> dW[G_X, S]
 """
 
@@ -32,8 +33,14 @@ SIZE = attrgetter("shape", "dtype")
 
 
 class LocalBatch(NamedTuple):
-    """This rank's tokens, targets and weights [B_PXE, T_C], in the order that attention wants, and a context for each
-    microbatch."""
+    """This rank's batch, in the order that attention needs.
+
+    Attributes:
+        tokens: tokens[B_PXE, T_C].
+        targets: targets[B_PXE, T_C].
+        weights: weights[B_PXE, T_C].
+        contexts: A context for each microbatch.
+    """
 
     tokens: Tensor
     targets: Tensor
@@ -71,7 +78,7 @@ def total_leaves(dW: Sequence, mesh, lines: Sequence[LeafLines]) -> list[Tensor]
 
 
 def gather_ends(params: Mapping[str, Any], mesh, lines: Mapping[str, LeafLines]) -> dict[str, Tensor]:
-    """Gather those of the params that are outside the layers."""
+    """Gather the params that are outside the layers."""
     names = [name for name in params if name not in STACKS]
     pending = gather_leaves([*map(params.__getitem__, names)], mesh, [*map(lines.__getitem__, names)])
     return dict(zip(names, map(wait, pending), strict=True))
@@ -91,9 +98,12 @@ def add_by_name(sums: dict, dW: dict, dtype: torch.dtype) -> None:
 
 @dataclass(frozen=True)
 class Packed:
-    """The leaves of a layer, of which those that X splits are in flight in one message.
+    """The leaves of a layer, some of them in flight in one message.
 
-    `sent`: the index of each leaf in the message, its shard's shape and the dim that X splits.
+    Attributes:
+        message: The pending message, with the leaves that X splits.
+        leaves: All leaves.
+        sent: For each leaf in the message its index, its shard's shape and the dim that X splits.
     """
 
     message: Any
@@ -101,7 +111,7 @@ class Packed:
     sent: list[tuple[int, torch.Size, int]]
 
     def wait(self) -> list:
-        """Return the leaves, with those of the message in their places."""
+        """Return the leaves, after the message's have arrived."""
         leaves, found, start = list(self.leaves), wait(self.message), 0
         for i, shape, dim in self.sent:
             blocks = found[:, start : start + shape.numel()].unflatten(1, shape)
@@ -110,10 +120,10 @@ class Packed:
 
 
 def packed_leaves(W: Sequence[Tensor], lines: Sequence[LeafLines], mesh, small: int) -> dict[int, int]:
-    """Return {index of a leaf: the dim that X splits} of a layer's shards W that are better sent in one message, or {}.
+    """Return {index: the dim that X splits} of a layer's leaves that are better sent in one message, or {}.
 
-    These are those of a layer whose shards have at most `small` bytes, if their gradients are unreduced over the same
-    axes. Computed once per mesh.
+    The shards W of the layer must have at most `small` bytes, and their gradients must be unreduced over the same axes.
+    Computed once per mesh.
     """
     if torch.compiler.is_compiling():
         return {}
@@ -146,11 +156,20 @@ def scatter_packed(dW: Sequence[Tensor], mesh, dims: dict[int, int]) -> Packed:
 
 
 class LayerStack:
-    """One stack of a Transformer's layers, "layers" or "dense", or the first of them that a stage holds: the engine
-    (`scaling.strategies.layers`), each layer run with the context of its place in the model.
+    """One stack of a Transformer's layers, "layers" or "dense", or the part of a stack that a stage holds.
 
-    Dense layers lie below the others, and are `below` the first of them. On stages their gradients are unreduced over
-    Z, too. `count`: of the stack's layers, which begin with the model's layer `first`. `out`, `late`: as of `Layers`.
+    It is the engine (`scaling.strategies.layers`), which runs each layer with the context of its place in the model.
+    Dense layers lie below the others, and are `below` the stack of the others. On stages their gradients are unreduced
+    over Z, too.
+
+    Args:
+        step: The resolved step.
+        params: This rank's params.
+        stack: The name of the stack.
+        first: The model's layer that the stack begins with.
+        count: The number of the stack's layers, or None for all.
+        out: As in `Layers`.
+        late: As in `Layers`.
     """
 
     def __init__(self, step: TrainStep, params: Mapping, stack="layers", first=0, count=None, out=None, late=False):
@@ -204,11 +223,14 @@ class LayerStack:
         return x, sum(terms), kept_below + kept
 
     def backward(self, dx: Tensor, kept: list, at: Context, scale: float, last: bool = False) -> Tensor:
-        """Return dx of the first layer's input from that of the last one's result; `kept` is used up.
+        """Return dx of the first layer's input from that of the last one's result; `kept` is emptied.
 
         Args:
-            scale: the cotangent of the extra terms.
-            last: no microbatch follows.
+            dx: The cotangent of the last layer's result.
+            kept: The third result of `forward`.
+            at: The context of the microbatch.
+            scale: The cotangent of the extra terms.
+            last: Whether no microbatch follows.
         """
         backward = parallel_layer_backward if self.step.config.parallel else layer_backward
 
@@ -233,7 +255,7 @@ class LayerStack:
 def run_all_layers(step: TrainStep, params: dict, batch: LocalBatch) -> tuple[Tensor, dict]:
     """Return the loss and the gradients where every rank has all layers.
 
-    Gradients are summed over microbatches, then reduced. A table of the vocabulary is not held longer than it is used.
+    Gradients are summed over microbatches, then reduced. A table of the vocabulary is freed after its last use.
     """
     mesh, config, M, scale = step.mesh, step.config, step.options.microbatches, step.options.scale
     lora = step.options.lora is not None

@@ -1,6 +1,6 @@
 """Adapters in the layers of a step: the gradients of A and B without that of W.
 
-Of a product Out = x (W + s A B) the gradient of the weight is dW = x^T dOut, and
+For a product Out = x (W + s A B), the gradient of the weight is dW = x^T dOut, and
 
     dA = s dW B^T = x^T (dOut sB^T)        dB = s A^T dW = (x sA)^T dOut
 
@@ -23,8 +23,11 @@ from scaling.spec import Spec, parse_line
 
 
 def adapted(gather: Callable, structure: Any, lora: Lora, config: Config, types: Mapping) -> Callable:
-    """Return `gather(leaves, mesh)` of layers with adapters: they are added to the stored shards before these are
-    gathered, and come, times s, for the gradients."""
+    """Return `gather(leaves, mesh)` for layers with adapters.
+
+    It adds the adapters to the stored shards before these are gathered. It also returns the adapters, times s, for
+    their gradients.
+    """
     starts = {name: leaf.start for name, leaf in leaves_of(config)["layers"].items() if name in lora.on}
     lines = {name: product_line(str(types[name]), start, False) for name, start in starts.items()}
 
@@ -39,7 +42,7 @@ def adapted(gather: Callable, structure: Any, lora: Lora, config: Config, types:
 def adapter_gradients(own: Mapping[str, Tensor], line: str, a: Tensor, b: Tensor) -> dict[str, Tensor]:
     """Return dA and dB for the line of dW, "x[..] * dOut[..] -> dW[..]" with its operands in either order.
 
-    `own`: the layer's A and B, times s.
+    `own` has the layer's A and B, times s.
     """
     first, down, dA, up, dB = _lines(line, own["A"].dim() - 1)
     x, dOut = (a, b) if first else (b, a)
@@ -51,8 +54,10 @@ def adapter_gradients(own: Mapping[str, Tensor], line: str, a: Tensor, b: Tensor
 
 @lru_cache(maxsize=4096)
 def _lines(line: str, inputs: int) -> tuple[bool, str, str, str, str]:
-    """Return whether x comes first in the line, and the lines of dOut B^T, dA, x A and dB; `inputs`: so many dims of W
-    are inputs."""
+    """Return whether x comes first in the line, and the lines of dOut B^T, dA, x A and dB.
+
+    The first `inputs` dims of W are inputs.
+    """
     parsed = parse_line(line)
     dims, partial, R = parsed.result.dims, parsed.result.unreduced, ("R", ())
     first = dims[0][0] in parsed.operands[0].dim_names

@@ -1,14 +1,15 @@
 """A Transformer's layers over pipeline stages (Part 5, Pipelining), under any schedule of `scaling.schedules`.
 
-A stage is a `LayerStack` of some layers; `types` says which. The first stage embeds, the last has the head. In store
-the vocabulary is split over Z, too; each of its tables goes to the stage that uses it, and its gradient back:
+A stage is a `LayerStack` of the layers that `types.layers_of` gives it. The first stage embeds, and the last has the
+head. The stored vocabulary is split over Z, too. Each of its tables is sent to the stage that uses it, and its gradient
+back:
 
     U[D_X, V_YZ] -> U[D_X, V_Y] {U_Z} -> U[D, V_Y]             gathered at the last stage, and there over X
     dU[D, V_Y] {U_X} -> dU[D_X, V_Y] {U_Z} -> dU[D_X, V_YZ]    reduced there, and scattered to all stages
 
-A tied table is used by both ends: all stages gather it, and its gradient is the sum of both. Dense layers before those
-with experts, a stack of their own, are run by the first stage before its layers: every stage stores them, and their
-gradient is unreduced over Z, as the last norm's is.
+A tied table is used by both ends, so all stages gather it, and its gradient is the sum of both. Dense layers before
+those with experts are a separate stack. The first stage runs them before its layers. Every stage stores them, so their
+gradient is unreduced over Z, like the last norm's.
 """
 
 from collections.abc import Mapping
@@ -40,8 +41,8 @@ from scaling.strategies.transformer.types import layers_of
 def stage_of(step: TrainStep, batch: LocalBatch, dense: Any) -> tuple[Stage, list[Tensor], list[Tensor]]:
     """Return the stage for `scaling.strategies.pipeline`, and two lists that its run fills.
 
-    They are the layers' extra terms, and the gradients of the `dense` layers on the stage that runs them. The vjp of a
-    layer gives dx and dW at once, so that the weight half of a backward has nothing left to do.
+    The lists are the layers' extra terms, and the gradients of the `dense` layers on the stage that runs them. The vjp
+    of a layer returns dx and dW together, so the weight half of a backward has nothing left to do.
     """
     contexts, ranges = batch.contexts, layers_of(step.config, step.schedule)
     extras, of_dense, M = [], [], len(batch.contexts)
@@ -81,7 +82,7 @@ def run_stages(step: TrainStep, params: dict, batch: LocalBatch) -> tuple[Tensor
         x = embed(ends["embed"], tokens, mesh, config.embed_scale)
     else:
         rows = (len(tokens), tokens.shape[1] // mesh.sizes.get("Y", 1), config.D)
-        x = params["embed"].new_empty(()).expand(rows)  # its shape is what counts: it takes no room
+        x = params["embed"].new_empty(()).expand(rows)  # only its shape is read: it takes no memory
     rows = torch.arange(len(tokens), device=tokens.device)
 
     def loss_of(ends, x, some):
@@ -141,7 +142,7 @@ def forward_stages(step: TrainStep, params: dict, batch: LocalBatch) -> tuple[di
     """Run one microbatch forward, over Z one stage at a time.
 
     Returns:
-        The gathered ends that this stage uses, x[B_PXE, T_CY, D], which is the model's on the last stage, and the sum
+        The gathered ends that this stage uses; x[B_PXE, T_CY, D], which on the last stage is the model's; and the sum
         of this stage's extra terms.
     """
     config, mesh, schedule, z = step.config, step.mesh, step.schedule, step.mesh.coord.get("Z", 0)

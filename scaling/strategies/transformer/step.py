@@ -79,8 +79,14 @@ class StepOptions:
 
 
 class LeafLines(NamedTuple):
-    """The lines of one leaf, "" where nothing is to be done: its weight's from stored to used, its gradient's back in
-    two halves. `dim`: the one that X alone splits, -1 if there is none."""
+    """The lines of one leaf, each "" if there is nothing to do.
+
+    Attributes:
+        gather: The line of its weight from the stored to the used type.
+        scatter: The first half of its gradient's way back.
+        total: The second half.
+        dim: The dim that X alone splits, or -1.
+    """
 
     gather: str
     scatter: str

@@ -135,7 +135,7 @@ def slots_of(config: Config, mesh, schedule: "Schedule | str | None") -> list[in
 def stored_places(config: Config, mesh, schedule: "Schedule | str | None" = None) -> dict[str, list[int]]:
     """Return the index in the model of each slot of the stored stack [L_Z]; -1 for none.
 
-    Where the vocabulary [V_YZ] is padded, also that of each of its entries.
+    If the vocabulary [V_YZ] is padded, the indices of its entries are returned as well.
     """
     found = {"L": slots_of(config, mesh, schedule)}
     more = padded_sizes(config, mesh)["V"] - config.V
@@ -143,7 +143,7 @@ def stored_places(config: Config, mesh, schedule: "Schedule | str | None" = None
 
 
 def _check_mesh(config: Config, sizes: Mapping[str, int], zero: int) -> None:
-    """ShardingError unless the model's sizes divide over the mesh's axes, which are all known ones."""
+    """Raise ShardingError unless the model's sizes divide over the mesh's axes, which must be known ones."""
     if unknown := [axis for axis in sizes if axis not in AXES]:
         raise ShardingError(
             f"{config.name}: mesh axis {unknown[0]} splits nothing of a Transformer\n"
