@@ -7,8 +7,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from scaling.configs.gguf_scaling import unread
-
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED = 1, 2, 3, 4  # token types of GGUF
 END_TEXTS = (  # texts of tokens that always end a generation in llama.cpp
     "<|eot_id|>", "<|im_end|>", "<|end|>", "<|return|>", "<|call|>", "<|flush|>", "<|calls|>", "<end_of_turn>",
@@ -29,6 +27,14 @@ SHOWN = ("<|channel|>", "<|message|>", "<|start|>", "<|constrain|>")  # never co
 WORDS = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}%s| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
+
+
+def unread(path: Path, what: str) -> ValueError:
+    """Return the error for a feature that changes a model and is not read from GGUF."""
+    return ValueError(
+        f"{path}: has {what}, which is not read from GGUF"
+        "\n  fix: give the model's Hugging Face folder, or its name on the hub"
+    )
 
 
 def _bytes(regex: bool) -> dict:

@@ -47,11 +47,6 @@ def chips() -> tuple[str, ...]:
     return tuple(registry())
 
 
-def variants(name: str) -> tuple[str, ...]:
-    """Return the names of the other values that the book has for a chip."""
-    return tuple(registry()[chip(name).name].get("variants", ()))
-
-
 def load_chip(path: str | Path, variant: str | None = None) -> Chip:
     """Read a chip from a TOML file of the fields of `Chip`, with `[flops]` by dtype, `[[levels]]`, `[[measured]]`.
 

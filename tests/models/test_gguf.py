@@ -11,7 +11,7 @@ from probes import shaken
 
 from scaling import tree
 from scaling.configs import Config, RopeScaling, source_of
-from scaling.configs.gguf_scaling import rope_scaling
+from scaling.configs.gguf import rope_scaling
 from scaling.models import hf, rope
 from scaling.models.ends import ends_of
 from scaling.models.template import chat_template
