@@ -1,8 +1,8 @@
 """FILE.gguf, llama.cpp's form of a model, as a Hugging Face folder: `config_of`, `as_folder`.
 
 The library gguf reads and dequantizes the file, and the weights become float32. llama.cpp reorders the rows of Llama's
-queries and keys, because its rotary embedding takes neighbours as pairs; here they are put back in order. The scaling of
-rotary positions, which llama.cpp puts together from several keys, gets the form of config.json.
+queries and keys, because its rotary embedding takes neighbours as pairs; here they are put back in order. The scaling
+of rotary positions, which llama.cpp puts together from several keys, gets the form of config.json.
 """
 
 import hashlib
