@@ -54,7 +54,7 @@ def mlp(W: dict, x: Tensor, at: Context) -> Tensor:
 
 
 def normed_result(W: dict, name: str, Out: Tensor, at: Context) -> Tensor:
-    """Out[B_ZE, T, D] -> Out[B_ZE, T, D], normed in a model with norms after its blocks; rows are whole."""
+    """Return a block's result Out[.., D], normed in a model with norms after its blocks; its rows are whole."""
     return normed(W, name, Out, at.config, rms)[0]
 
 

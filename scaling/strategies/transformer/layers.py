@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from scaling.collectives import all_gather, all_reduce, reduce_scatter, wait
+from scaling.collectives.linear import who_watches
 from scaling.models.layer import Context
 from scaling.models.leaves import STACKS, matrices_of
 from scaling.scaled import gather_matrix
@@ -103,19 +104,28 @@ class Packed:
     Attributes:
         message: The pending message, with the leaves that X splits.
         leaves: All leaves.
-        sent: For each leaf in the message its index, its shard's shape and the dim that X splits.
+        sent: For each leaf in the message its index, its shard's shape, the dim that X splits, and its own line.
+        mesh: The mesh.
     """
 
     message: Any
     leaves: Sequence
-    sent: list[tuple[int, torch.Size, int]]
+    sent: list[tuple[int, torch.Size, int, str]]
+    mesh: Any
+
+    def __post_init__(self):
+        if (watch := who_watches()) is not None:  # the message has one type; the judge is told each leaf's
+            for i, *_, line in self.sent:
+                watch.told(self.leaves[i], parse_line(line).operands[0], line, "")
 
     def wait(self) -> list:
         """Return the leaves, after the message's have arrived."""
-        leaves, found, start = list(self.leaves), wait(self.message), 0
-        for i, shape, dim in self.sent:
+        leaves, found, start, watch = list(self.leaves), wait(self.message), 0, who_watches()
+        for i, shape, dim, line in self.sent:
             blocks = found[:, start : start + shape.numel()].unflatten(1, shape)
             leaves[i], start = blocks.movedim(0, dim).flatten(dim, dim + 1), start + shape.numel()
+            if watch is not None:  # a memory has one type, and the leaves are parts of one
+                leaves[i] = watch.typed(leaves[i].clone(), parse_line(line).result, "", self.mesh)
         return leaves
 
 
@@ -135,24 +145,24 @@ def packed_leaves(W: Sequence[Tensor], lines: Sequence[LeafLines], mesh, small: 
     return mesh.lines[key]
 
 
-def gather_packed(W: Sequence[Tensor], mesh, dims: dict[int, int]) -> Packed:
+def gather_packed(W: Sequence[Tensor], mesh, dims: dict[int, int], lines: Sequence[LeafLines]) -> Packed:
     """Start to gather a layer's leaves along X in one message."""
     rows, sent = [], []
     for i, dim in dims.items():
         rows.append(W[i].flatten())
-        sent.append((i, W[i].shape, dim))
-    return Packed(all_gather("W[G_X, S] -> W[G, S]", torch.cat(rows)[None], mesh, async_op=True), W, sent)
+        sent.append((i, W[i].shape, dim, lines[i].gather))
+    return Packed(all_gather("W[G_X, S] -> W[G, S]", torch.cat(rows)[None], mesh, async_op=True), W, sent, mesh)
 
 
-def scatter_packed(dW: Sequence[Tensor], mesh, dims: dict[int, int]) -> Packed:
+def scatter_packed(dW: Sequence[Tensor], mesh, dims: dict[int, int], lines: Sequence[LeafLines]) -> Packed:
     """Start to reduce-scatter a layer's gradients {U_X} in one message."""
     X, blocks, sent = mesh.sizes["X"], [], []
     for i, dim in dims.items():
         block = dW[i].unflatten(dim, (X, -1)).movedim(dim, 0)
         blocks.append(block.flatten(1))
-        sent.append((i, block.shape[1:], dim))
+        sent.append((i, block.shape[1:], dim, lines[i].scatter))
     flat = torch.cat(blocks, 1)
-    return Packed(reduce_scatter("dW[G, S] {U_X} -> dW[G_X, S]", flat, mesh, async_op=True), dW, sent)
+    return Packed(reduce_scatter("dW[G, S] {U_X} -> dW[G_X, S]", flat, mesh, async_op=True), dW, sent, mesh)
 
 
 class LayerStack:
@@ -183,7 +193,9 @@ class LayerStack:
         self.below = LayerStack(step, params, "dense", late=late) if dense and first == 0 else None
         small = step.limits.small
         dims = packed_leaves(layers[0], self.lines, step.mesh, small)
-        gather = partial(gather_packed, dims=dims) if dims else partial(gather_leaves, lines=self.lines)
+        gather = (
+            partial(gather_packed, dims=dims, lines=self.lines) if dims else partial(gather_leaves, lines=self.lines)
+        )
         paths = optree.tree_paths(held)
         self.trained: Any = self.structure
         trained, names = None, next(zip(*paths, strict=False))
@@ -199,7 +211,9 @@ class LayerStack:
         if step.options.precision:
             gather = partial(gather_scaled, lines=self.lines, step=step, stack=stack)
             gather_back = partial(gather, back=True)
-        reduce = partial(scatter_packed, dims=dims) if dims else partial(scatter_leaves, lines=self.lines)
+        reduce = (
+            partial(scatter_packed, dims=dims, lines=self.lines) if dims else partial(scatter_leaves, lines=self.lines)
+        )
         shapes = [shape[1:] for shape in step.grad_shapes(stack)] if step.options.zero in (1, 2) else None
         options = step.options
         on_tape = step.backward and options.remat == "none" and "router" in held  # experts keep their weights there
