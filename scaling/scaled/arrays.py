@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from scaling import trace
 from scaling.algebra.law import check_product, refuse_product
 from scaling.algebra.rules import collective_steps
 from scaling.algebra.scales import check_quantize, lines_of_parts
@@ -180,8 +181,8 @@ def wide(x: Scaled, spec: Spec) -> Tensor:
 def product(line: str, a: Any, b: Any, out: Tensor | None = None, add: bool = False) -> Tensor:
     """Return the product of a line on arrays with scales, accumulated in float32.
 
-    A kernel takes the scales out of the sum; here the values are multiplied by them first, which gives the same numbers
-    up to the rounding of float32 sums.
+    A GPU's kernel takes the scales out of the sum (`by_kernel`). Elsewhere the values are multiplied by them first,
+    which gives the same numbers up to the rounding of float32 sums.
     """
     typed = check_product(line)
     given = [x for x in (a, b) if x is not None]
@@ -197,6 +198,8 @@ def product(line: str, a: Any, b: Any, out: Tensor | None = None, add: bool = Fa
     plain = Line(tuple(replace(spec, scaled=()) for spec in typed.operands), typed.result, typed.contract)
 
     def run(*xs: Tensor) -> list[Tensor]:
+        if has_kernel(*given):
+            return [by_kernel(typed, *given)]
         own, wides = [*xs], []
         for x, spec in zip(given, typed.operands, strict=True):
             n = len(x.parts) if isinstance(x, Scaled) else 1
@@ -211,6 +214,31 @@ def product(line: str, a: Any, b: Any, out: Tensor | None = None, add: bool = Fa
         return result
     check_out(f"einsum: {line}", out, result.shape, result.dtype, result.device)
     return out.add_(result) if add else out.copy_(result)
+
+
+def has_kernel(*xs: Any) -> bool:
+    """Return whether this GPU has a kernel for the product: two matrices in FP8 by row or by tensor, into bfloat16."""
+    if len(xs) < 2 or not all(isinstance(x, Scaled) and x.q.is_cuda and x.dtype == torch.bfloat16 for x in xs):
+        return False
+    by_row = all(x.format.values.startswith("float8") and not x.format.block and x.q.dim() == 2 for x in xs)
+    of_16 = all(size % 16 == 0 for x in xs for size in x.q.shape)
+    both_e5m2 = all(x.format.values == "float8_e5m2" for x in xs)
+    return by_row and of_16 and not both_e5m2 and torch.cuda.get_device_capability(xs[0].q.device) >= (8, 9)
+
+
+def by_kernel(line: Line, a: Scaled, b: Scaled) -> Tensor:
+    """Return the product of two matrices in bfloat16 by torch._scaled_mm, which takes rows[M, K] and columns[N, K]."""
+    (summed,) = [dim for dim in line.operands[0].dim_names if dim not in line.result.dim_names]
+    sides = {}
+    for x, spec in ((a, line.operands[0]), (b, line.operands[1])):
+        rows = x.q if spec.index(summed) == 1 else x.q.t()
+        (dim,) = [dim for dim in spec.dim_names if dim != summed]
+        sides[dim] = rows.contiguous(), x.s.expand(len(rows)).contiguous()
+    (rows, of_rows), (columns, of_columns) = (sides[dim] for dim in line.result.dim_names)
+    if trace.open_logs:
+        flops = 2 * len(rows) * columns.numel()
+        trace.record(trace.Event("Einsum", (), line.operands, line.result, flops=flops, dtype=rows.dtype))
+    return torch._scaled_mm(rows, columns.t(), of_rows[:, None], of_columns[None], out_dtype=torch.bfloat16)
 
 
 def shared_amax(x: Tensor, spec: Spec, scale: Spec) -> Tensor:

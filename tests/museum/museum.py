@@ -42,6 +42,7 @@ CALLS = {  # on an AbstractMesh, where nothing is sent
     "one_kv_head": (PLAIN.with_(K=1), {"Y": 2}),
     "two_way": (PLAIN, {"Y": 2}),
 }
+EIGHT = "chapters/12_eight_bits.py"
 EXPERT, TRANSFORMER = (f"scaling/strategies/{name}/" for name in ("expert", "transformer"))
 
 
@@ -137,6 +138,19 @@ BUGS = (
             "    return tree.shard(arranged, types.specs(config, mesh, zero=zero, schedule=schedule), mesh)": (
                 "    split = tree.shard(arranged, types.specs(config, mesh, zero=zero, schedule=schedule), mesh)\n"
                 '    return split | {"unembed": params["unembed"]}')}),
+    Bug("a product of scaled arrays whose sum over ranks is forgotten", "pytorch/pytorch#191992",
+        "an MXFP8 product over a split dim is typed as split: each rank's term is taken for a part", EIGHT,
+        refused="illegal-line", edits={"{Q_B} -> dW_out[F, D] {U_X}": "{Q_B} -> dW_out[F_X, D]"}),
+    Bug("a scale of a partial sum", "pytorch/torchtitan#3109",
+        "the maximum is that of each rank's term: NaN at the third step", EIGHT, refused="illegal-line", edits={
+            'dW_out = reduce_scatter("': 'q = quantize("dW[F, D] {U_X} -> dW[F, D] {Q_D}", dW_out, mesh, r.weights)\n'
+            '        dW_out = reduce_scatter("'}),
+    Bug("a weight's transpose with the scales of its rows", "NVIDIA/Megatron-LM#5470",
+        "scales along one dim do not follow from those along the other: the backward has other weights", EIGHT,
+        refused="illegal-line", edits={"* W_out[F, D] {Q_D} -> dAct": "* W_out[F, D] {Q_F} -> dAct"}),
+    Bug("values of eight bits without their scales", "Lightricks/LTX-2#172 leejet/stable-diffusion.cpp#1898",
+        "weights are used as they are stored, some 770 times too large: noise, and no error", EIGHT,
+        refused="illegal-line", edits={'-> W_in[D, F] {Q_D}", W_in': '-> W_in[D, F]", W_in'}),
     Bug("ring attention's backward reads the first block of keys at every hop",
         "huggingface/diffusers#14265 NVIDIA/Megatron-LM#1464",
         "the forward pass is right, dQ, dK and dV are not",

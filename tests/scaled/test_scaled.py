@@ -10,6 +10,7 @@ from scaling import trace
 from scaling.collectives import all_gather, all_to_all, einsum, ppermute, reduce_scatter, shard, unshard
 from scaling.mesh import AbstractMesh
 from scaling.scaled import dequantize, quantize
+from scaling.scaled.arrays import by_kernel, has_kernel
 from scaling.spec import FORMATS, parse, parse_line
 
 ONE, XY = AbstractMesh({}), {"X": 2, "Y": 2}
@@ -143,6 +144,22 @@ def test_a_product_is_what_torchs_scaled_kernel_gives(dtype):
     theirs = torch._scaled_mm(a.q, b.q.t().contiguous().t(), a.s[:, None], b.s[None], out_dtype=torch.bfloat16)
     assert found.dtype == dtype
     torch.testing.assert_close(found.bfloat16(), theirs, rtol=2**-7, atol=1e-2 * float(found.abs().mean()))
+
+
+@pytest.mark.parametrize("line", [
+    "In[B, D] {Q_D} * W[D, F] {Q_D} -> Out[B, F]", "W[D, F] {Q_F} * dOut[B, F] {Q_F} -> dIn[B, D]",
+    "In[B, D] {Q_B} * dOut[B, F] {Q_B} -> dW[D, F]", "In[B, D] {Q} * W[D, F] {Q} -> Out[B, F]",
+])  # fmt: skip
+def test_a_gpus_kernel_gives_what_is_emulated(line):
+    """On the CPU torch has that kernel, too."""
+    typed, held = parse_line(line), []
+    for i, spec in enumerate(typed.operands):
+        x = drawn(*({"B": 64, "D": 128, "F": 48}[dim] for dim in spec.dim_names), seed=i).bfloat16()
+        name = "fp8-row-e5m2" if spec.name == "dOut" else "fp8-row"
+        held.append(quantize(f"{plain(str(spec))} -> {spec}", x, ONE, name))
+    emulated = einsum(line, *held)
+    assert not has_kernel(*held)
+    torch.testing.assert_close(by_kernel(typed, *held), emulated, rtol=2**-6, atol=0.01 * float(emulated.abs().max()))
 
 
 @pytest.mark.parametrize("mesh", [XY])
