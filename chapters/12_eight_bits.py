@@ -39,10 +39,10 @@ ONE = AbstractMesh({})
 # %% [markdown]
 # ## What eight bits change in the rooflines
 # Part 5 finds that FSDP is bound by compute above C/W tokens a chip, where C is the FLOPs a second and W the bandwidth.
-# In FP8 a chip has twice the C. If the weights still travel in bfloat16, the limit doubles. If they travel in FP8, half
-# the bytes cross, and the forward pass is where it was. The backward pass gathers weights in FP8, too, but its
-# gradients are sums, which stay in bfloat16, so its limit is half way between. Scales cost a little: MXFP8 has one byte
-# for each 32 values, hence 33/64 of bfloat16's bytes.
+# In FP8 a chip has twice the C. If the weights are still gathered in bfloat16, the limit doubles. If they are gathered
+# in FP8, half the bytes cross, and the limit of the forward pass is about that of bfloat16 again. The backward pass
+# gathers weights in FP8, too, but its gradients are sums, which stay in bfloat16, so its limit is half way between.
+# Scales cost a little: MXFP8 has one byte for each 32 values, hence 33/64 of bfloat16's bytes.
 
 # %%
 MX = 33 / 64  # of bfloat16's bytes
@@ -62,10 +62,11 @@ page.answers([
 
 # %% [markdown]
 # ## The types of the parts
-# `W[D_X, F] {Q_D}` says that values along D share a scale. How many do, and in which dtypes, is the format's. The table
-# has the parts of a weight, each of which is an ordinary type: `D/32` is one place for each 32 of D. So the law that a
-# shard cuts no block needs no rule of its own: D/32 has to divide over X, as every dim does. Where a scale is of the
-# whole of D, X splits what shares it, and its maximum takes an AllReduce.
+# `W[D_X, F] {Q_D}` says that values along D share a scale. The format decides how many values share one, and in which
+# dtypes the values and scales are held. The table has the parts of a weight. The type of each part is an ordinary one,
+# in which `D/32` has one entry for each 32 of D. No shard may cut a block, and that needs no new rule: D/32 has to
+# divide over X, as every dim does. If all of D shares one scale, the values that share it are on several ranks, so
+# their maximum takes an AllReduce.
 
 # %%
 mesh, sizes, W = AbstractMesh({"X": 8}), {"D": 8192, "F": 28672}, parse("W[D_X, F] {Q_D}")
@@ -89,12 +90,13 @@ page.table(rows, ["format", "held as", "gathered, of\nbf16's bytes", "amax reduc
 
 # %% [markdown]
 # ## What each format keeps
-# The histogram has the sizes of a layer's activations, of which one feature in sixty-four is thirty times as large, as
-# in trained models. E4M3 reaches from 448 down to 2^-9, so under one scale for the whole array the largest value pushes
-# what is left of the mark to zero. The table has what is lost: the share that becomes zero, and the error relative to
-# the values. A scale for each row loses less, and scales for blocks lose least. The steps of integers are all equal, so
-# they lose most of the small values, with a scale a row as many as NVFP4 does with half the bits. MXFP8's scale is a
-# power of two that is rounded down, so the largest value of a block may be clamped; RCEIL rounds it up.
+# The histogram has the sizes of a layer's activations. One feature in sixty-four is thirty times as large as the
+# others, as in trained models. E4M3 reaches from 448 down to 2^-9, so with one scale for the whole array the largest
+# value pushes all values left of the mark to zero. The table shows the losses: the share of values that become zero,
+# and the error relative to the values. A scale for each row loses less, and scales for blocks lose least. The steps of
+# integers are all equal, so they lose most of the small values: int8 with a scale for each row loses as many as NVFP4,
+# which has half the bits. MXFP8's scale is a power of two that is rounded down, so the largest value of a block may be
+# clamped; RCEIL rounds it up.
 
 # %%
 rng = torch.Generator().manual_seed(page.args.seed)
@@ -115,16 +117,17 @@ for name in ("fp8-tensor", "fp8-row", "fp8-128", "mxfp8", "mxfp8-rceil", "nvfp4"
     rows.append(
         (name, 8 * x.nbytes / Act.numel(), f"{(y == 0).float().mean():.2%}", f"{each:.4f}", f"{errors[name]:.4f}")
     )
-page.title("What each format keeps of them")
+page.title("What each format keeps of the activations")
 page.table(rows, ["format", "bits a value", "became 0", "error, median,\nof a value", "error, of all"])
 page.check("blocks keep more than one scale a row, in int8", errors["int8-128"] < errors["int8"] / 2)
 
 # %% [markdown]
 # ## The lines of FSDP in eight bits
-# A product takes scales out of its sum. So the forward pass quantizes along the dim that it sums over, D for W_in, and
-# the backward pass along the other one. One form does not give the other: each pass quantizes this rank's shard again,
-# from the master copy, and gathers its own form. Keeping both would take more memory than bfloat16. Gradients are
-# partial sums, and are reduced as they are. Autograd would not find these lines, so it is refused.
+# A product multiplies the sum over a block by the block's scales, so the values that it sums over must share them. The
+# forward pass therefore quantizes along the dim that it sums over, D for W_in, and the backward pass along the other
+# one. One form cannot be computed from the other, so each pass quantizes this rank's shard again, from the master copy,
+# and gathers its own form. Keeping both forms would take more memory than bfloat16. Gradients are partial sums, and are
+# reduced without scales. Autograd would not find these lines, so it is refused.
 
 # %%
 SPECS = {"In": "In[B_X, D]", "W_in": "W_in[D_X, F]", "W_out": "W_out[F, D_X]", "Out": "Out[B_X, D]"}
@@ -147,14 +150,14 @@ def scaled_fsdp(r) -> Strategy:
 
     def backward(W_in, W_out, dOut, saved, mesh, block):
         In, Tmp, Act = saved
-        W_out = quantize("W_out[F, D_X] -> W_out[F, D_X] {Q_D}", W_out, mesh, r.weights)  # of the master copy
+        W_out = quantize("W_out[F, D_X] -> W_out[F, D_X] {Q_D}", W_out, mesh, r.weights)  # from the master copy
         W_in = quantize("W_in[D_X, F] -> W_in[D_X, F] {Q_F}", W_in, mesh, r.weights)
         W_out = all_gather("W_out[F, D_X] {Q_D} -> W_out[F, D] {Q_D}", W_out, mesh, async_op=True)
         W_in = all_gather("W_in[D_X, F] {Q_F} -> W_in[D, F] {Q_F}", W_in, mesh, async_op=True)
         a = quantize("Act[B_X, F] -> Act[B_X, F] {Q_B}", Act, mesh, r.gradients)
         d = quantize("dOut[B_X, D] -> dOut[B_X, D] {Q_B}", dOut, mesh, r.cotangents)
         dW_out = einsum("Act[B_X, F] {Q_B} * dOut[B_X, D] {Q_B} -> dW_out[F, D] {U_X}", a, d)
-        dW_out = reduce_scatter("dW_out[F, D] {U_X} -> dW_out[F, D_X]", dW_out, mesh, async_op=True)  # a sum: wide
+        dW_out = reduce_scatter("dW_out[F, D] {U_X} -> dW_out[F, D_X]", dW_out, mesh, async_op=True)  # sums stay wide
         d = quantize("dOut[B_X, D] -> dOut[B_X, D] {Q_D}", dOut, mesh, r.cotangents)
         dAct = einsum("dOut[B_X, D] {Q_D} * W_out[F, D] {Q_D} -> dAct[B_X, F]", d, W_out)
         dTmp = block.act_vjp(Tmp, dAct)
@@ -170,9 +173,10 @@ def scaled_fsdp(r) -> Strategy:
 
 
 # %% [markdown]
-# The table has what the listing sends in MXFP8: values and scales cross one after the other, and gradients in float32.
-# Below it, loss and gradients on the mesh are compared with one device, in float64, where no order of sums tips a
-# rounding over. They are equal in every format, since the maximum of a block is the same wherever the block is.
+# The table has the collectives of the listing in MXFP8: first the values and then the scales of each weight are
+# gathered, and gradients are reduced in float32. Below it, loss and gradients on the mesh are compared with one device.
+# They are computed in float64, in which the order of a sum is too small a difference to change a rounding to eight
+# bits. They are equal in every format, because the maximum of a block does not depend on the mesh.
 
 # %%
 RECIPE = {name: r._replace(gradients=r.gradients or "fp8-row") for name, r in RECIPES.items()}
@@ -220,9 +224,9 @@ page.equal(off)
 # ## Does it train?
 # The byte model of Part 5 is trained on real text, with the listing above for its two layers, in float32 and in each
 # format. Embedding and head stay in float32, as do params, the optimizer and all sums. All runs see the same batches.
-# The table has the last losses, and how far they are from the run without scales. The differences are of the size that
-# published runs report: of a loss of 1.274 in bfloat16, Llama 8B ended 0.007 lower in MXFP8 and 0.002 lower in NVFP4.
-# They are too small to rank the formats in so short a run.
+# The table has the mean of the last losses, and its difference from the run without scales. Published runs report
+# differences of this size: Llama 8B, with a loss of 1.274 in bfloat16, ended 0.007 lower in MXFP8 and 0.002 lower in
+# NVFP4. They are too small to rank the formats in so short a run.
 
 # %%
 CONFIG = mlp.MLPConfig(L=2, D=D, F=F)
