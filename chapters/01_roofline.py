@@ -210,7 +210,7 @@ page.answers([
 
 # %%
 def fastest(fn, device: torch.device, seconds: float) -> float:
-    """Return the seconds of the fastest call among those that fit in `seconds`."""
+    """Return the seconds of the fastest of as many calls as fit in `seconds`."""
 
     def once() -> float:
         start = time.perf_counter()

@@ -3,7 +3,7 @@
 https://jax-ml.github.io/scaling-book/tpus#tpu-networking
 
 This chapter compares the channels of a chip, counts the links of a torus, times collectives on slices with and without
-wraparound, and answers Questions 5 and 6. What one TPU is made of is the subject of 02_tpus.py.
+wraparound, and answers Questions 5 and 6. The parts of one TPU are the subject of 02_tpus.py.
 """
 
 # %%

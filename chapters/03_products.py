@@ -103,7 +103,7 @@ def said(plan) -> str:
 
 
 # %% [markdown]
-# Each row is planned, run on ranks and compared with one device. The bytes are those that the plan sends.
+# Each row is planned, run on ranks and compared with one device. The bytes are what the plan sends.
 
 # %%
 differences = page.on_ranks(products)

@@ -202,7 +202,7 @@ def by_hand(mesh):
 
 
 results, (there, back) = page.on_ranks(by_hand)
-first = [lines[: -(-len(lines) // C)] for lines in (there, back)]  # of C hops, of which the last sends no KV on
+first = [lines[: -(-len(lines) // C)] for lines in (there, back)]  # of C hops; the last sends no KV on
 page.title(f"The first hop of both passes on rank 0: B={B} T={T} N={N} K={K}, float64")
 page.table([line for lines in first for line in lines], ["line", "sent", "FLOPs"])
 flops = [[sum(line[2] or 0 for line in lines) for lines in passes] for passes in (first, (there, back))]

@@ -180,9 +180,9 @@ page.say(f"\nThe ranks choose as one device does: {chosen}. A token's {k} choice
 # %% [markdown]
 # ## Every layout equals one device
 # Now the same layer runs by `scaling.strategies.expert`, with the features of real models: sigmoid scores, a bias,
-# shared experts and the auxiliary losses. Experts are split over the data axis or over an axis of their own, with F
-# split inside them, and with a capacity, which drops the same tokens on every mesh. The backward pass recomputes each
-# layer with the same routing.
+# shared experts and the auxiliary losses. Experts are split over the data axis or over another axis, with F split
+# inside them, and with a capacity, which drops the same tokens on every mesh. The backward pass recomputes each layer
+# with the same routing.
 
 # %%
 full = config.with_(routing="sigmoid", shared=1)

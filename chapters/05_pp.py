@@ -12,7 +12,7 @@ the stages use FSDP and tensor parallelism inside.
 # %% [markdown]
 # ## Why split by layers?
 # Only activations pass from one layer to the next, once for each boundary between two ranks. So a pipeline needs the
-# least bandwidth of all strategies, works over slow networks, and leaves each rank with the weights of its own layers.
+# least bandwidth of all strategies, works over slow networks, and leaves each rank with only its layers' weights.
 #
 # The price is waiting. A batch is at one stage at a time unless it is split into microbatches, and filling and emptying
 # the pipeline leaves a bubble. A schedule of forwards and backwards has to be chosen, and it is harder to write and to

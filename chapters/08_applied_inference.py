@@ -3,8 +3,8 @@
 https://jax-ml.github.io/scaling-book/applied-inference
 
 This chapter has every table, question and problem, and the Pareto figure. The book counts 70e9 params and 160e3 bytes
-of KV cache per token. The model has 70.55e9, of which a step does not read the embedding, and 163,840. KV caches and
-weights have the dtype that a row names; of a v5e's slice only an axis of 16 is a ring. The planner does the same:
+of KV cache per token. The model has 70.55e9 and 163,840, and a step does not read its embedding. KV caches and weights
+have the dtype that a row names; of a v5e's slice only an axis of 16 is a ring. The planner does the same:
 python -m scaling.plan serve --help.
 """
 
