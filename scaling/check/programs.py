@@ -22,11 +22,11 @@ from scaling.spec import present
 from scaling.strategies import transformer as strategy
 
 TRANSFORMERS = {
-    "XY": "plain tied experts latent",
+    "XY": "plain tied experts latent normed parallel sinks",
     "PX": "plain tied experts",
     "CY": "plain",
     "ZX": "tied",
-    "EX": "experts",
+    "EX": "experts sinks",
 }
 SERVING = ("YZ", "heads"), ("YC", "heads"), ("YZ", "heads_batch"), ("YZ", "sequence"), ("XYZ", "2d"), ("EY", "experts")
 LAYERS = {"data_parallel": "X", "fsdp": "X", "tensor_parallel": "Y", "fsdp_tp": "XY", "pods": "PXY", "zero": "X"}
@@ -51,6 +51,9 @@ def _config(kind: str) -> Any:
     latent = Latent(q_rank=16, kv_rank=12, nope=6, rope=4, value=4)
     return {
         "plain": config, "tied": config.with_(tied=True), "experts": config.with_(E=2, k=1),
+        "normed": config.with_(norms="both", qk_norm=True, qk_wide=True, score_cap=50.0, logit_cap=30.0),
+        "parallel": config.with_(norms="shared", parallel=True, centered=True, norm_bias=True, mlp_bias=True),
+        "sinks": config.with_(E=2, k=1, sinks=True, expert_bias=True, clamp=7.0),
         "latent": config.with_(K=8, attention_bias=False, output_bias=False, latent=latent),
     }[kind]  # fmt: skip
 
@@ -79,8 +82,9 @@ def _transformer(kind: str, mesh: Any) -> None:
 
 def _serving(form: str, mesh: Any) -> None:
     """Compute the logits of a prompt and of a token after it."""
-    for kind in {"experts": ("experts",), "2d": ("plain", "tied")}.get(form, ("plain", "tied", "latent")):
-        config = _config(kind).with_(E=4) if kind == "experts" else _config(kind)
+    kinds = "experts sinks" if form == "experts" else "plain tied normed parallel"
+    for kind in (kinds if form in ("experts", "2d") else f"{kinds} latent").split():
+        config = _config(kind).with_(E=4) if _config(kind).moe else _config(kind)
         params = tree.shard(model.init(config, 0, torch.float32, "meta"), serve.specs(config, mesh, form=form), mesh)
         tokens = torch.zeros(8, 6, dtype=torch.long, device="meta")
         cache = serve.init_cache(config, 8, 8, mesh=mesh, form=form)

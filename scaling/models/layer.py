@@ -103,22 +103,24 @@ class Context(NamedTuple):
 # functions work head by head, so they also hold on shards of heads. Each returns its arguments for other models.
 
 
-def turn_heads(W: dict, Q: Tensor, K: Tensor, at: Context) -> tuple[Tensor, Tensor, Values]:
+def turn_heads(W: dict, Q: Tensor, K: Tensor, at: Context, rows: str = "B_PXZE") -> tuple[Tensor, Tensor, Values]:
     """Return Q and K normed, in a model with norms of heads, and rotated by their positions.
 
     The third result holds the statistics that the norms' derivatives need.
     """
     scales = {}
     if "norm_Q" in W:
-        Q, r_Q = head_norm(Q, W["norm_Q"], at)
-        K, r_K = head_norm(K, W["norm_K"], at)
+        Q, r_Q = head_norm(Q, W["norm_Q"], at, rows)
+        K, r_K = head_norm(K, W["norm_K"], at, rows)
         scales = {"r_Q": r_Q, "r_K": r_K}
     return rotate(Q, *at.rope), rotate(K, *at.rope), scales
 
 
-def finish_heads(W: dict, Q: Tensor, K: Tensor, V: Tensor, at: Context) -> tuple[Tensor, Tensor, Tensor]:
+def finish_heads(
+    W: dict, Q: Tensor, K: Tensor, V: Tensor, at: Context, rows: str = "B_PXZE"
+) -> tuple[Tensor, Tensor, Tensor]:
     """Return Q, K and V ready for attention, without anything for derivatives."""
-    Q, K, _ = turn_heads(W, biased(Q, W, "b_Q"), biased(K, W, "b_K"), at)
+    Q, K, _ = turn_heads(W, biased(Q, W, "b_Q"), biased(K, W, "b_K"), at, rows)
     return Q, K, biased(V, W, "b_V")
 
 
@@ -236,15 +238,16 @@ def rms(x: Tensor, gain: Tensor, eps: float) -> tuple[Tensor, None]:
     return rms_norm(x, gain=gain, eps=eps), None
 
 
-def head_norm(x: Tensor, gain: Tensor, at: Any) -> tuple[Tensor, Any]:
-    """x[B_PXZE, T_C, N_Y, H] normed head by head with a gain[H], or all heads together with a gain[N_Y, H]."""
+def head_norm(x: Tensor, gain: Tensor, at: Any, rows: str) -> tuple[Tensor, Any]:
+    """Norm x[.., N_Y, H] head by head with a gain[H], or all heads together with a gain[N_Y, H]; `rows` is B's type."""
     if gain.dim() == 1:
         return at.norm(x, gain, at.config.eps)
     wide, flat = x.flatten(-2), gain.flatten()
     if at.mesh.sizes.get("Y", 1) == 1:
         y, r = at.norm(wide, flat, at.config.eps)
         return y.view_as(x), r
-    square = all_reduce("s[B_PXZE, T_C, I] {U_Y} -> s[B_PXZE, T_C, I]", mean_square(wide), at.mesh, op="mean")
+    line = f"s[{rows}, T_C, I] {{U_Y}} -> s[{rows}, T_C, I]"
+    square = all_reduce(line, mean_square(wide), at.mesh, op="mean")
     return rms_norm(wide, square, gain=flat, eps=at.config.eps).view_as(x), torch.rsqrt(square + at.config.eps)
 
 

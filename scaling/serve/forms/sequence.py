@@ -23,7 +23,7 @@ def attention(W: dict, x: Tensor, at: Context, l: int) -> Tensor:
     Q = all_gather("Q[B, T, N_YZ, H] -> Q[B, T, N_Y, H]", Q, at.mesh)  # on the critical path
     K = einsum("y[B, T, D] * W_K[D, K_Y, H] -> K[B, T, K_Y, H]", y, W["W_K"])
     V = einsum("y[B, T, D] * W_V[D, K_Y, H] -> V[B, T, K_Y, H]", y, W["W_V"])
-    Q, K, V = finish_heads(W, Q, K, V, at)
+    Q, K, V = finish_heads(W, Q, K, V, at, rows="B")
     at.slots.append(l, K, V)
     q, (K, V), seen = places(Q, l, at)
     A = einsum("Q[B, T, K_Y, G, H] * K[B, S_Z, K_Y, H] -> A[B, T, K_Y, G, S_Z]", q, K)
