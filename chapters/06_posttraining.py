@@ -26,7 +26,9 @@ from scaling.book.page import Page
 from scaling.collectives.transfer import plan_transfer
 from scaling.configs import Config, get
 from scaling.cost.transformer import num_params
+from scaling.hardware import chip
 from scaling.mesh import AbstractMesh
+from scaling.plan.posttrain import PosttrainJob, divisions
 from scaling.posttrain import advantages, loop, losses
 from scaling.posttrain.rewards import Prompt
 from scaling.train.settings import Settings, optimizer_of
@@ -57,6 +59,38 @@ for where, line, shape in loop.push_lines(config, train, serve):
 page.title("MB that a serving rank receives, bf16")
 page.table([*rows, ("all", "", *(f"{n / 1e6:,.1f}" for n in sums))], ["leaf", "its line", "colocated", "apart"])
 page.check("apart: an eighth of all but the norms, and these", abs(sums[1] / (2 * num_params(config) / 8) - 1) < 1e-3)
+
+# %% [markdown]
+# ## How many chips should write?
+# Colocated, all chips write answers and then train on them. Apart, some write while the others train on the answers of
+# the step before; then the slower side sets the pace, and the best division is where neither waits. If all answers are
+# equally long, the two ways take about as long, because the work is the same. But answers differ, and a step in turn
+# waits for its longest one, which at last is alone on its replica. Apart, other answers are written meanwhile, until
+# the longest answer alone takes as long as a step. The price is that answers are one update old.
+#
+# Below, the planner divides 64 H100 for LLaMA-3 8B, with 2,048 answers a step of 2,048 tokens on average.
+# `python -m scaling.plan posttrain` does it for any model and chip.
+
+# %%
+rows, ratios = [], []
+for longest in (2048, 8192, 32768):
+    found = divisions(PosttrainJob(get("llama3-8b"), 128, 16, 512, 2048, longest), chip("h100"), 64)
+    apart, together = (next(one for one in found if one.apart == way) for way in (True, False))
+    ratios.append(together.seconds / apart.seconds)
+    rows.append(
+        (
+            longest,
+            f"{apart.train_chips} + {apart.write_chips}",
+            f"{apart.train:.1f}",
+            f"{apart.write:.1f}",
+            f"{apart.seconds:.1f}",
+            f"{together.train:.1f} + {together.write:.1f}",
+            f"{together.seconds:.1f}",
+        )
+    )
+page.title("Forecast seconds of a step, apart and colocated")
+page.table(rows, ["longest answer", "train + write", "training", "writing", "apart", "in turn", "colocated"])
+page.check("a longest answer of four times the average makes working apart pay more", 1 < ratios[0] < ratios[1])
 
 # %% [markdown]
 # ## The loss

@@ -1,6 +1,6 @@
 """Plan a training run: `python -m scaling.plan --model llama3-70b --chip v5p --chips 8960 --batch 4M`.
 
-The other commands are `guide`, `published` and `serve`.
+The other commands are `guide`, `posttrain`, `published` and `serve`.
 """
 
 import argparse
@@ -26,7 +26,8 @@ BINARY = {"": 1, "k": 2**10, "M": 2**20, "G": 2**30}
 LARGEST_COUNT = 1e20  # the largest count that is read
 DECIMAL = {"": 1, "k": 1e3, "M": 1e6, "B": 1e9, "G": 1e9, "T": 1e12}
 COMMANDS = {
-    "guide": "scaling.plan.guide", "published": "scaling.plan.published", "serve": "scaling.plan.serve.command",
+    "guide": "scaling.plan.guide", "posttrain": "scaling.plan.posttrain", "published": "scaling.plan.published",
+    "serve": "scaling.plan.serve.command",
 }  # fmt: skip
 EXAMPLES = """Examples:
 
@@ -88,6 +89,7 @@ def _parser() -> Parser:
         epilog=EXAMPLES + "For one machine, or no idea where to begin: python -m scaling.plan guide --help\n\n"
         "Published runs beside the planner: python -m scaling.plan published\n\n"
         "To serve a model: python -m scaling.plan serve --help\n\n"
+        "To divide chips between writing and training on answers: python -m scaling.plan posttrain --help\n\n"
         "Exit status: 0, a plan was found; 1, nothing fits or no mesh suits; 2, an argument is wrong.",
     )  # fmt: skip
     parser.add_argument("--model", required=True, help=HELP)
