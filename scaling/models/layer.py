@@ -89,7 +89,7 @@ class Context(NamedTuple):
     def of_layer(self, l: int) -> "Context":
         """Return the context of layer l: its window, its positions, and drop(x, branch) times `residual_scale`."""
         config, drop = self.config, partial(self.drop, layer=l)
-        attend = partial(self.attend, window=config.windows[l], **capped(config))
+        attend = partial(self.attend, window=config.windows[l])
         if config.residual_scale == 1:
             return self._replace(attend=attend, drop=drop, rope=self.rope[l])
 
@@ -147,18 +147,6 @@ def own_heads(W: Any, at: Context) -> Any:
     return W.narrow(-2, first, max(1, N // at.config.G))
 
 
-def capped(config: Config) -> dict[str, float]:
-    """Return the soft cap of scores as an option of attention, in a model that has one."""
-    return {} if config.score_cap is None else {"cap": config.score_cap}
-
-
-def with_sinks(W: dict, attend: Callable) -> tuple[Callable, tuple[Tensor, ...]]:
-    """Return (attend, ()), or in a model with sinks (attend with a fourth argument, (the sinks[N_Y],))."""
-    if "sinks" not in W:
-        return attend, ()
-    return lambda Q, K, V, sinks: attend(Q, K, V, sinks=sinks), (W["sinks"],)
-
-
 def attend_heads(W: dict, values: Values, at: Context) -> Values:
     """Add O[B_PXZE, T_C, N_Y, H] to the values, which have y[B_PXZE, T_C, D], and its pullback."""
     if "O" in values:
@@ -170,8 +158,10 @@ def attend_heads(W: dict, values: Values, at: Context) -> Values:
         V = einsum("y[B_PXZE, T_C, D] * W_V[D, K_Y, H] -> V[B_PXZE, T_C, K_Y, H]", y, W["W_V"])
         values = values | {"Q": biased(Q, W, "b_Q"), "K": biased(K, W, "b_K"), "V": biased(V, W, "b_V")}
     Q, K, scales = turn_heads(W, values["Q"], values["K"], at)
-    attend, sinks = with_sinks(W, at.attend)
-    O, pull = at.vjp(attend, Q, K, values["V"], *sinks)  # each head alone: only C communicates
+    heads, attend = (Q, K, values["V"]), at.attend  # each head alone: only C communicates
+    if "sinks" in W:
+        heads, attend = (*heads, W["sinks"]), lambda Q, K, V, sinks: at.attend(Q, K, V, sinks=sinks)
+    O, pull = at.vjp(attend, *heads)
     return values | scales | {"O": O, "pull": pull}
 
 

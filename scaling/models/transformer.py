@@ -27,7 +27,6 @@ from scaling.models.layer import (
     activate_features,
     attend_heads,
     biased,
-    capped,
     normed,
     read_norms,
     rms,
@@ -130,7 +129,7 @@ def _step(config: Config, remat: str, attention: Callable, window: int | None, s
     """Return step(layer, x) -> (x, the layer's losses or None), with this window and rematerialisation."""
     given = {"window": window} if window is not None else {}
     given |= {"segments": segments} if segments is not None else {}
-    given |= capped(config)
+    given |= {"cap": config.score_cap} if config.score_cap is not None else {}
     scale = config.residual_scale
 
     def attend(layer: dict, x: Tensor, matmul=matmul_weight) -> Tensor:

@@ -232,6 +232,7 @@ def contexts_of(step: TrainStep, shape: Sequence[int], segments: Tensor | None, 
     rope = partial(layer_tables, config, dtype=dtype)
     attend = partial(ring.attention, mesh=mesh, axis="C", form=form) if split else fused
     attend = partial(padded, attend) if config.latent else attend
+    attend = partial(attend, cap=config.score_cap) if config.score_cap is not None else attend
     drops = [all_kept] * M
     if segments is None:
         ropes, attends = [rope(places)] * M, [partial(attend, segments=None)] * M

@@ -80,9 +80,11 @@ def total_leaves(dW: Sequence, mesh, lines: Sequence[LeafLines]) -> list[Tensor]
 
 def gather_ends(params: Mapping[str, Any], mesh, lines: Mapping[str, LeafLines]) -> dict[str, Tensor]:
     """Gather the params that are outside the layers."""
-    names = [name for name in params if name not in STACKS]
-    pending = gather_leaves([*map(params.__getitem__, names)], mesh, [*map(lines.__getitem__, names)])
-    return dict(zip(names, map(wait, pending), strict=True))
+    ends = dict(params)
+    for stack in STACKS:
+        ends.pop(stack, None)
+    pending = gather_leaves([*ends.values()], mesh, [*map(lines.__getitem__, ends)])
+    return dict(zip(ends, map(wait, pending), strict=True))
 
 
 def reduce_ends(dW: Mapping[str, Tensor], mesh, lines: Mapping[str, LeafLines]) -> dict[str, Tensor]:
