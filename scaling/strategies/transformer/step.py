@@ -208,7 +208,7 @@ def check_precision(options: StepOptions, config: Config, mesh) -> None:
         raise ValueError(f"{what}\n  rule: {found}\n  fix: leave precision= out, or that option")
 
 
-def lines_of_params(stored: dict, reduced: dict, mesh, homes: Collection[str]) -> dict[str, Any]:
+def lines_of_params(stored: dict, reduced: dict, mesh, homes: Collection[str] = ()) -> dict[str, Any]:
     """Return the lines of each leaf: by name for the ends, a list for each stack of layers.
 
     Tables that have `homes` are gathered and reduced over X there, in the type `at_home`.
