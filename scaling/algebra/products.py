@@ -16,6 +16,7 @@ from scaling.algebra.law import LabelledOp, product_type
 from scaling.algebra.layouts import NOMINAL, common_prefix, layout, retyped, setting, unsplit_spec
 from scaling.algebra.planner import Value, Way, cheapest, ways_of
 from scaling.algebra.resharding import NOTE, PlannedArray, exact_steps, reshard
+from scaling.algebra.scales import parse_plain
 from scaling.algebra.steps import Plan, Step
 from scaling.spec import ShardingError, Spec, mesh_sizes, parse
 
@@ -60,8 +61,8 @@ def matmul(a, b, out=None, sizes=None, mesh=None, cost=None) -> Plan:
     Raises:
         ShardingError: the dims do not fit, or do not divide over their axes.
     """
-    a, b = parse(a), parse(b)
-    out = None if out is None else parse(out)
+    a, b = parse_plain(a), parse_plain(b)
+    out = None if out is None else parse_plain(out)
     if out is None and cost is not None:
         raise ShardingError(f"{a} * {b}: without a result the rules decide, not a cost\n  fix: give out=, or no cost")
     dims = dict.fromkeys(a.dim_names + b.dim_names)
@@ -104,7 +105,7 @@ def matmul_via(a, b, out, a_local, b_local, sizes=None, mesh=None) -> Plan:
     Without `out` the result is left as the product gives it. Raises ShardingError if the two local types cannot be
     multiplied.
     """
-    a, b, *local = (parse(x) for x in (a, b, a_local, b_local))
+    a, b, *local = (parse_plain(x) for x in (a, b, a_local, b_local))
     result = unsplit_spec("C", free_dims(a, b)) if out is None else parse(out)
     bring = resharder(sizes, mesh)
     ((product,), made) = _multiplied((a, b), (result,), lambda *_: local, bring)

@@ -13,6 +13,7 @@ from functools import lru_cache
 
 from scaling.algebra.law import product_type
 from scaling.algebra.products import Product, known_sizes, product_chain, resharder
+from scaling.algebra.scales import parse_plain
 from scaling.algebra.steps import COLLECTIVES, Counted, Step
 from scaling.spec import ShardingError, Spec, mesh_sizes, parse_line
 
@@ -87,6 +88,8 @@ def derive(line, keep_gathered: "bool | Collection[str]" = False, sizes=None, me
         ShardingError: the line is not such a chain.
     """
     line = parse_line(line)
+    for spec in (*line.operands, line.result):
+        parse_plain(spec)
     known = known_sizes(_dims(line), sizes)
     axes = None if mesh is None else tuple(mesh_sizes(mesh).items())
     keep = keep_gathered if isinstance(keep_gathered, bool) else tuple(sorted(keep_gathered))

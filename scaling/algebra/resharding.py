@@ -21,8 +21,9 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from scaling.algebra.layouts import FEW, DimAxes, Edge, Setting, divides, layout, moves, retyped, setting
+from scaling.algebra.scales import parse_plain
 from scaling.algebra.steps import FREE, Plan, Step
-from scaling.spec import ShardingError, Spec, mesh_sizes, parse
+from scaling.spec import ShardingError, Spec, mesh_sizes
 
 BOUND = 30_000  # steps looked at in the search for a plan that beats the plain one: about a second
 NOTE = "more axes than can be searched: a cheaper plan may exist"
@@ -176,7 +177,7 @@ def reshard(src, dst, sizes=None, mesh=None, cost=None, idle: bool = False) -> P
     Raises:
         ShardingError: the dims differ or do not divide.
     """
-    src, dst = parse(src), parse(dst)
+    src, dst = parse_plain(src), parse_plain(dst)
     if src.dim_names != dst.dim_names:
         raise ShardingError(
             f"{src} -> {dst}: a resharding keeps the dims and their order\n"

@@ -4,7 +4,7 @@ They follow from two facts. A scale belongs to all values that share it, so what
 values with scales of their own is no sum of the values, so scales are taken out of a sum, or are gone before it.
 """
 
-from scaling.spec import Format, Line, parse_line, refuse
+from scaling.spec import Format, Line, Spec, parse, parse_line, refuse
 
 
 def check_scales(line: Line) -> Line:
@@ -36,6 +36,15 @@ def check_quantize(line: "str | Line", back: bool = False) -> Line:
                "W[D_X, F] -> W[D_X, F] {Q_D} changes how an array is held, not where its elements are",
                "write the same dims and axes on both sides, {Q_...} on one")  # fmt: skip
     return line
+
+
+def parse_plain(text: "str | Spec") -> Spec:
+    """Return the parsed type; refuse one with scales, whose parts a plan would have to move each by its own steps."""
+    spec = parse(text)
+    if spec.scaled:
+        refuse(spec, "its array has scales", "plans and derived programs are of plain arrays",
+               f"write its lines, or plan the parts: parse({str(spec)!r}).parts(format)")  # fmt: skip
+    return spec
 
 
 def lines_of_parts(kind: str, line: str, format: "str | Format") -> list[tuple[str, str]]:

@@ -1,7 +1,9 @@
 """Lines on arrays with scales that are illegal: refused when they run, and found by the judge, with rule and fix."""
 
 import pytest
+from refused import refused
 
+from scaling.algebra import derive, matmul, reshard
 from scaling.check import check_source
 from scaling.mesh import AbstractMesh
 from scaling.spec import ShardingError
@@ -59,6 +61,12 @@ ILLEGAL = {  # a line: words of its error
     'transfer("W[D, F] {Q_D} -> W[D, F] {Q_D}", W, mesh, mesh)': "one plain array has this type",
     'all_gather("W[D_X, F] {Q_D} -> W[D, F] {Q_D}", Scaled(W_D.q, row.s, None, W_D.format, (0,)), mesh)': "one rank",
 }
+PLANNED = {
+    "reshard": lambda: reshard("A[I_X, J] {Q_J}", "A[I, J_X]"),
+    "matmul": lambda: matmul("A[I, J_X] {Q_J}", "B[J, K]"),
+    "derive": lambda: derive("In[B_X, D] * W[D, F] {Q_D} -> Out[B_X, F]"),
+}
+test_plans = refused({what: (call, "plans and derived programs are of plain arrays") for what, call in PLANNED.items()})
 LATE = {  # legal lines whose operand has another type
     'quantize("C[B, F] -> C[B, F] {Q_F}", einsum("W[D_X, F] * W[D_X, B] -> C[B, F] {U_X}", W, W), mesh, "mxfp8")',
     'quantize("W[D, F] -> W[D, F] {Q_D}", dequantize("W[D_X, F] {Q_D} -> W[D_X, F]", W_D, mesh), mesh, "mxfp8")',
