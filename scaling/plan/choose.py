@@ -24,8 +24,8 @@ from scaling.plan.transformer_step import StepForecast, predict_transformer
 from scaling.spec import ShardingError
 from scaling.spec.sizes import format_sizes
 from scaling.train import dry
-from scaling.train.programs import check_run
 from scaling.train.settings import Settings
+from scaling.train.structure import resolved
 
 OFFERED = 6  # the meshes that are shown
 TRIED = 64  # the most ranks for which every mesh's own code is counted
@@ -182,7 +182,7 @@ def mesh_of(layout: Layout) -> dict[str, int]:
 def uneven(settings: Settings, sizes: Mapping[str, int]) -> str:
     """Return why the run's arrays do not divide over a mesh, or ""; the planner's formulas round up instead."""
     try:
-        check_run(settings, sizes)
+        resolved(settings, sizes)
     except (ShardingError, ValueError) as error:
         return str(error).splitlines()[0]
     return ""

@@ -24,8 +24,8 @@ def own_run(job: Job, chip: Chip, chips: int, best: Layout, model: str, explain:
     """Return what `scaling.train` makes of a plan, in lines of text.
 
     That is the command that runs the layout, with the bytes that its step sends and holds by its own count. If it does
-    not run, or does not fit by that count, it is the reason, and the command of the best mesh that does. With `explain`
-    it also has the lines of the step with their cost.
+    not run, or does not fit by that count, it is the reason, and the command of the cheapest mesh that does. With
+    `explain` it also has the lines of the step with their cost.
     """
     if job.dtype not in DTYPES or not isinstance(job.config, Config) or job.batch % job.seq:
         return ["This code runs no such step: whole sequences, and " + ", ".join(DTYPES)]
@@ -42,7 +42,7 @@ def own_run(job: Job, chip: Chip, chips: int, best: Layout, model: str, explain:
     except ValueError as error:
         lines = [f"This code does not run that layout: {str(error).splitlines()[0]}"]
         try:
-            found, refused = choices(settings, chips, chip, "abstract", most=1, chosen=OPEN)
+            found, refused = choices(settings, chips, chip, "abstract", chosen=OPEN)
         except ValueError as another:
             found, refused = [], [str(another).splitlines()[0]]
         if not found:

@@ -18,15 +18,12 @@ from scaling.cost.counted import CountedStep, weighted_sum
 from scaling.cost.lines import LiveBytes, Polynomial, Shares, StepProgram, share_of_sent
 from scaling.mesh import AbstractMesh
 from scaling.strategies.channels import AHEAD
-from scaling.strategies.context.layout import check_length
 from scaling.strategies.transformer import types
-from scaling.strategies.transformer.api import look_up_step
-from scaling.strategies.transformer.step import StepOptions
 from scaling.trace.count import Numbers
 from scaling.trace.events import Event
 from scaling.trace.symbols import LiveSymbols, NotMonomial
 from scaling.train.settings import Settings
-from scaling.train.step_count import count, run, step_shapes
+from scaling.train.step_count import count, run
 from scaling.train.structure import (
     FEW,
     LEAST,
@@ -34,6 +31,7 @@ from scaling.train.structure import (
     loss_chunks,
     packed_sizes,
     pairs_of_rank,
+    resolved,
     rows_of_rank,
     structure_of,
 )
@@ -48,7 +46,7 @@ def step_by_symbols(
     Without `memory` fewer layers and microbatches are traced. A step whose sizes are not products, such as that of Muon
     or of adapters, is counted at its own sizes, with as many layers and microbatches.
     """
-    check_run(settings, sizes, schedule)
+    resolved(settings, sizes, schedule)  # which refuses what the run's own step refuses
     given = sizes, coord, backend, schedule, documents
     depths = traced_depths(settings, sizes, schedule, memory)
     if len(depths) == 1:
@@ -63,23 +61,6 @@ def step_by_symbols(
         return weighted_sum((weight, count(with_few(settings, L, M), *given)) for weight, L, M in depths)
 
 
-def check_run(settings: Settings, sizes: Mapping[str, int], schedule: str | None = None) -> None:
-    """Refuse what the run's own step refuses.
-
-    Raises:
-        ShardingError: or ValueError, for params, rows or sequences that do not divide over the mesh.
-    """
-    mesh = AbstractMesh(sizes)
-    params, (tokens, targets, _) = step_shapes(settings, mesh, schedule)
-    options = StepOptions(
-        microbatches=settings.microbatches, remat=settings.remat, zero=settings.zero, schedule=schedule,
-        lora=settings.adapters, precision=settings.precision,
-    )  # fmt: skip
-    look_up_step(options, settings.model, params, (tokens, targets, None, None), mesh, seed=0)
-    if (C := sizes.get("C", 1)) > 1:
-        check_length("zigzag", settings.seq, C)
-
-
 def traced_depths(
     settings: Settings, sizes: Mapping[str, int], schedule: str | None, memory: bool
 ) -> list[tuple[Fraction, int, int]]:
@@ -91,7 +72,7 @@ def traced_depths(
     model, Z, M = settings.model, sizes.get("Z", 1), settings.microbatches
     chunks = {"interleaved": 2, "dualpipev": 2}.get(schedule or "", 1)
     if memory:
-        few, full = (3, 3) if Z == 1 else (2, max(Z, AHEAD + 1) + 1)
+        few, full = (2, 3) if Z == 1 else (2, max(Z, AHEAD + 1) + 1)
     else:
         few, full = 2, 2 * Z if chunks > 1 else 2
     if memory and Z > 1 and (schedule or 2 * full >= M):

@@ -12,10 +12,11 @@ from math import prod
 from scaling import tree
 from scaling.common.limits import LIMITS, Limits
 from scaling.mesh import AbstractMesh
-from scaling.strategies.context.layout import work
+from scaling.strategies.context.layout import check_length, work
 from scaling.strategies.transformer import types
+from scaling.strategies.transformer.api import look_up_step
 from scaling.strategies.transformer.layers import packed_leaves
-from scaling.strategies.transformer.step import lines_of_params
+from scaling.strategies.transformer.step import StepOptions, TrainStep
 from scaling.trace.symbols import NotMonomial, Symbols, prime_factors, primes_for
 from scaling.train.settings import Settings
 from scaling.train.step_count import step_shapes
@@ -128,22 +129,35 @@ def traced_windows(settings: Settings, sizes: Mapping[str, int], T: int, coord: 
     return tuple(found[window] for window in windows), pairs
 
 
+def resolved(settings: Settings, sizes: Mapping[str, int], schedule: str | None = None) -> tuple[dict, TrainStep]:
+    """Return (the params of a rank on the meta device, the step resolved for the mesh).
+
+    Raises:
+        ShardingError: or ValueError, for params, rows or sequences that do not divide over the mesh.
+    """
+    mesh = AbstractMesh(sizes)
+    params, (tokens, targets, _) = step_shapes(settings, mesh, schedule)
+    options = StepOptions(
+        microbatches=settings.microbatches, remat=settings.remat, zero=settings.zero, schedule=schedule,
+        lora=settings.adapters, precision=settings.precision,
+    )  # fmt: skip
+    if (C := sizes.get("C", 1)) > 1:
+        check_length("zigzag", settings.seq, C)
+    return params, look_up_step(options, settings.model, params, (tokens, targets, None, None), mesh, seed=0)
+
+
 def packed_sizes(
     settings: Settings, sizes: Mapping[str, int], schedule: str | None, small: int = LIMITS.small
 ) -> dict[str, int]:
     """Return the elements of each stack's layer that a rank sends along X in one message, {} if leaf by leaf."""
     if sizes.get("X", 1) == 1:
         return {}
-    mesh, config, zero = AbstractMesh(sizes), settings.model, settings.zero
-    params, _ = step_shapes(settings, mesh, schedule)
-    layout = {"zero": zero, "schedule": schedule}
-    lines = lines_of_params(types.specs(config, mesh, **layout), types.grad_specs(config, mesh, **layout), mesh)
-    found = {}
+    params, step = resolved(settings, sizes, schedule)
+    whole, found = sizes["X"] if settings.zero in (1, 2) else 1, {}
     stacks = [stack for stack in ("layers", "dense") if stack in params]
     for stack in stacks:
         layer = [W[0] for W in tree.leaves(params[stack])]
-        if dims := packed_leaves(layer, lines[stack], mesh, small):
-            whole = sizes["X"] if zero in (1, 2) else 1
+        if dims := packed_leaves(layer, step.lines[stack], step.mesh, small):
             found[stack] = sum(layer[i].numel() for i in dims) // whole
     if found and len(found) < len(stacks):
         raise NotMonomial("one stack of layers in one message each, and one not")
