@@ -7,7 +7,6 @@ contraction over two chips, answers every problem, and measures what this machin
 """
 
 # %%
-# pyright: reportArgumentType=false, reportOperatorIssue=false
 import math
 import time
 from bisect import bisect_left

@@ -7,7 +7,6 @@ wraparound, and answers Questions 5 and 6. The parts of one TPU are the subject 
 """
 
 # %%
-# pyright: reportArgumentType=false, reportOperatorIssue=false, reportOptionalOperand=false
 import math
 
 import torch

@@ -8,7 +8,6 @@ of 02_networking.py.
 """
 
 # %%
-# pyright: reportArgumentType=false, reportOperatorIssue=false, reportOptionalOperand=false
 import math
 from bisect import bisect_left
 

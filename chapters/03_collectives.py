@@ -8,7 +8,6 @@ are written as matrices, and all four collectives are timed (Question 8). Their 
 """
 
 # %%
-# pyright: reportArgumentType=false, reportAssignmentType=false
 import time
 from statistics import median
 

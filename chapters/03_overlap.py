@@ -18,7 +18,6 @@ included, and the communication is hidden.
 # and the plain AllGather is better.
 
 # %%
-# pyright: reportArgumentType=false, reportAssignmentType=false, reportReturnType=false
 import torch
 from torch.func import vjp
 

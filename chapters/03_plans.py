@@ -7,7 +7,6 @@ parallelism is derived from its types, run on ranks and compared with one device
 """
 
 # %%
-# pyright: reportArgumentType=false, reportCallIssue=false, reportIndexIssue=false, reportOperatorIssue=false
 from bisect import bisect_left
 
 import torch

@@ -19,7 +19,6 @@ collectives themselves are in 03_collectives.py.
 # sum of the devices' `gelu` is not the `gelu` of the sum. The types are there to catch this mistake.
 
 # %%
-# pyright: reportArgumentType=false
 from bisect import bisect_left
 
 import torch

@@ -8,7 +8,6 @@ subject of 03_products.py.
 """
 
 # %%
-# pyright: reportOperatorIssue=false, reportReturnType=false
 import torch
 
 from scaling import show

@@ -8,7 +8,6 @@ table of "What Have We Learned?". How the collectives work is the subject of 03_
 """
 
 # %%
-# pyright: reportArgumentType=false, reportOperatorIssue=false, reportOptionalOperand=false
 from scaling import cost
 from scaling.algebra import reshard
 from scaling.book.answers import Answer

@@ -19,7 +19,6 @@ are spread over several ranks.
 # to read a byte, this is a bargain. For short sequences dense attention is simpler and as fast.
 
 # %%
-# pyright: reportArgumentType=false, reportAssignmentType=false
 import torch
 from torch.func import vjp
 

@@ -7,7 +7,6 @@ sizes caches, and answers Questions 1 to 8. The operations of a layer, one by on
 """
 
 # %%
-# pyright: reportArgumentType=false, reportOperatorIssue=false
 from bisect import bisect_left
 
 import optree

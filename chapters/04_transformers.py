@@ -8,7 +8,6 @@ problems are in 04_problems.py.
 """
 
 # %%
-# pyright: reportArgumentType=false, reportOptionalMemberAccess=false
 import math
 import re
 

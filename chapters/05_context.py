@@ -22,8 +22,6 @@ zig-zag order keeps all ranks busy, and compares all forms with one device.
 # nothing and is better.
 
 # %%
-# pyright: reportArgumentType=false, reportAssignmentType=false, reportAttributeAccessIssue=false
-# pyright: reportCallIssue=false, reportIndexIssue=false
 import torch
 from torch.func import vjp
 

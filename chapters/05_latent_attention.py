@@ -20,7 +20,6 @@ sum on every rank.
 # simpler.
 
 # %%
-# pyright: reportAssignmentType=false
 import torch
 
 from scaling import tree

@@ -21,7 +21,6 @@ computation of one device. Then it measures the load by expert, evens it out by 
 # simpler.
 
 # %%
-# pyright: reportArgumentType=false, reportAssignmentType=false, reportCallIssue=false, reportOperatorIssue=false
 import torch
 import torch.nn.functional as F
 from torch.func import vjp

@@ -20,7 +20,6 @@ share of the network. Only the order matters: run `grads_of_layer` and swap its 
 # batch that is large enough to hide the network, 73,440 tokens on a v5p. On GPUs this layout is called HSDP.
 
 # %%
-# pyright: reportCallIssue=false, reportIndexIssue=false
 from time import perf_counter
 
 import torch

@@ -22,7 +22,6 @@ the stages use FSDP and tensor parallelism inside.
 # cheap, and the book needs no pipeline.
 
 # %%
-# pyright: reportArgumentType=false, reportAssignmentType=false
 from functools import partial, reduce
 from time import perf_counter, sleep
 

@@ -10,7 +10,6 @@ printed as a listing. The same function runs LLaMA-3 70B on 8,192 chips in 06_tr
 """
 
 # %%
-# pyright: reportAssignmentType=false, reportCallIssue=false
 import torch
 import torch.nn.functional as F
 from torch.func import grad_and_value, vjp

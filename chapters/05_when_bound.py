@@ -9,7 +9,6 @@ counts (the book of 2026); in the edition of 2025 their times were added. The st
 """
 
 # %%
-# pyright: reportArgumentType=false, reportOperatorIssue=false
 import re
 from bisect import bisect_left
 

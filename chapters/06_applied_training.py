@@ -8,7 +8,6 @@ sequence sharding: the planner also counts its exchange of keys and values. More
 """
 
 # %%
-# pyright: reportOperatorIssue=false
 from scaling import cost
 from scaling.book.answers import Answer
 from scaling.book.page import Page

@@ -9,7 +9,6 @@ and come back.
 """
 
 # %%
-# pyright: reportAttributeAccessIssue=false, reportOptionalMemberAccess=false
 import torch
 
 from scaling import serve, tree

@@ -9,7 +9,6 @@ numbers of Part 8 are in 08_applied_inference.py.
 """
 
 # %%
-# pyright: reportArgumentType=false, reportOperatorIssue=false, reportOptionalOperand=false
 from scaling import cost
 from scaling.book.answers import Answer
 from scaling.book.page import Page

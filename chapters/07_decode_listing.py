@@ -8,7 +8,6 @@ over Z. First the book's twelve lines run, with two endings; then prefill, whose
 """
 
 # %%
-# pyright: reportCallIssue=false
 import torch
 from torch.nn.functional import scaled_dot_product_attention as sdpa
 

@@ -19,7 +19,6 @@ prefix hits, and checks Part 8's ratio of three prefill servers to one generatio
 # of this matters: the largest batch that fits is best.
 
 # %%
-# pyright: reportAttributeAccessIssue=false, reportOperatorIssue=false
 import random
 
 import torch

@@ -20,7 +20,6 @@ are taken back. What binds a decode step is in 07_bottlenecks.py.
 # how long it takes to read them. A model whose tokens see later ones, such as an encoder, cannot have a cache.
 
 # %%
-# pyright: reportArgumentType=false
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 

@@ -8,7 +8,6 @@ of attention by W_UV. All heads then attend to the latents themselves, like the 
 """
 
 # %%
-# pyright: reportArgumentType=false, reportCallIssue=false, reportOptionalMemberAccess=false
 import torch
 
 from scaling import serve, tree

@@ -22,8 +22,6 @@ memory of a cache on a chip, when ICI binds, and when 2D pays.
 # layer. The four forms below are these choices.
 
 # %%
-# pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportOperatorIssue=false
-# pyright: reportOptionalOperand=false
 import torch
 
 from scaling import cost, serve, tree

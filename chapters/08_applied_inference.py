@@ -9,7 +9,6 @@ python -m scaling.plan serve --help.
 """
 
 # %%
-# pyright: reportArgumentType=false, reportOperatorIssue=false, reportOptionalOperand=false
 import math
 
 from scaling import cost

@@ -10,7 +10,6 @@ profile by formula, predicts and measures the same block on ranks, and finds a s
 """
 
 # %%
-# pyright: reportOptionalMemberAccess=false, reportOptionalOperand=false
 import math
 import time
 

@@ -8,7 +8,6 @@ naive program and a corrected one, run and profiled.
 """
 
 # %%
-# pyright: reportOptionalMemberAccess=false
 import random
 import re
 from itertools import product

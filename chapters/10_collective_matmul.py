@@ -21,7 +21,6 @@ the roofline says how much of the communication a v5e hides, and at which sizes 
 # faster.
 
 # %%
-# pyright: reportArgumentType=false, reportAssignmentType=false
 import torch
 import torch.nn.functional as F_
 from torch.func import vjp

@@ -20,7 +20,6 @@ collectives.
 # takes over a layer by hand where the profile says that it pays.
 
 # %%
-# pyright: reportAttributeAccessIssue=false, reportOperatorIssue=false
 import math
 from collections import Counter
 

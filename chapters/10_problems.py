@@ -7,7 +7,6 @@ and 4 this chapter runs the whole block.
 """
 
 # %%
-# pyright: reportAssignmentType=false, reportCallIssue=false
 from functools import partial
 from statistics import median
 from time import perf_counter

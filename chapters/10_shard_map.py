@@ -10,7 +10,6 @@ a value's type and how gradients follow from it, and which programs are refused.
 """
 
 # %%
-# pyright: reportArgumentType=false, reportAssignmentType=false, reportCallIssue=false
 from functools import partial
 
 import torch

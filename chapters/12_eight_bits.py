@@ -8,7 +8,6 @@ into the type, W[D_X, F] {Q_D}, and runs FSDP with it.
 """
 
 # %%
-# pyright: reportArgumentType=false
 import torch
 
 from scaling import data, optim, tree

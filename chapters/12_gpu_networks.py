@@ -17,7 +17,6 @@ measurements, counts the bytes that switches move message by message, adds SHARP
 # are chosen so that little crosses it.
 
 # %%
-# pyright: reportArgumentType=false, reportOptionalOperand=false, reportReturnType=false
 from scaling.book.answers import Answer
 from scaling.book.layout import format_number
 from scaling.book.page import Page

@@ -7,7 +7,6 @@ question of a better layout, and Appendix A. The collectives behind it are in 12
 """
 
 # %%
-# pyright: reportOperatorIssue=false
 import math
 
 from scaling import cost

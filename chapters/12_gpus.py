@@ -8,7 +8,6 @@ addition, and answers Quiz 1. How GPUs are joined is in 12_gpu_networks.py, and 
 """
 
 # %%
-# pyright: reportArgumentType=false, reportOperatorIssue=false, reportOptionalOperand=false
 import math
 
 import torch

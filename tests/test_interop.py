@@ -1,6 +1,5 @@
 """DTensor's placements and JAX's PartitionSpec, and DTensor's redistribute as an oracle of our reshardings."""
 
-# pyright: reportArgumentType=false
 import itertools
 from functools import partial
 

@@ -1,7 +1,5 @@
 """What rooflines, collectives, layers, decoding and models refuse."""
 
-# pyright: reportArgumentType=false, reportAttributeAccessIssue=false
-
 import math
 from dataclasses import replace
 
