@@ -261,7 +261,7 @@ def test_no_other_type_is_taken_for_one_that_is_computed(tmp_path):
             (tmp_path / "config.json").write_text(theirs.AutoConfig.for_model(name).to_json_string(use_diff=False))
         with contextlib.suppress(ValueError):
             (counted if transformer.uncomputed(load(tmp_path / "config.json")) else computed).add(name)
-    assert computed == {*BASES}
+    assert computed == {*BASES} - {"seed_oss", "glm4_moe"}  # which by default drop something, or have heads of 21 dims
     assert len(counted) > 300
 
 

@@ -19,6 +19,7 @@ from scaling.configs import Config, Latent, RopeScaling, load
 from scaling.configs.gguf import ARCHITECTURES
 from scaling.configs.hugging_face_write import write_config
 from scaling.configs.model_types import KINDS
+from scaling.cost import transformer as cost
 from scaling.mesh import AbstractMesh
 from scaling.models import hf, transformer
 from scaling.models.text import tokenizer_of
@@ -54,6 +55,13 @@ def test_loss_and_gradients_are_hugging_faces(name, tmp_path):
     for leaf, (norm, product) in row["grads"].items():
         assert got[leaf][0] == pytest.approx(norm, rel=1e-11), leaf
         assert got[leaf][1] == pytest.approx(product, rel=1e-11, abs=1e-11 * norm), leaf
+
+
+@pytest.mark.parametrize("name", TABLE)
+def test_the_planner_counts_the_params_of_each_family(name, tmp_path):
+    config = config_from(TABLE[name]["written"], tmp_path)
+    params = transformer.init(config, device="meta")
+    assert cost.num_params(config) == sum(leaf.numel() for leaf in tree.leaves(params))
 
 
 @pytest.mark.parametrize("config", [SMALL.with_(tied=True), MOE, LATENT, DEEPSEEK], ids=attrgetter("name"))
