@@ -16,13 +16,14 @@ from torch import Tensor
 from scaling import tree
 from scaling.configs import Config
 from scaling.models.leaves import Leaf, specs_of, types_of
-from scaling.spec import Spec, parse
+from scaling.scaled.rounding import rounded, scales_of
+from scaling.spec import FORMATS, Spec, parse
 
 
 def quantized(x: Tensor, dims: Sequence[int] = (-1,)) -> tuple[Tensor, Tensor]:
     """Return (q int8, scale float32) of x, with one scale along `dims`, which it keeps with size 1."""
-    scale = x.abs().amax(tuple(dims), keepdim=True).to(torch.float32) / 127
-    return (x / torch.where(scale == 0, 1, scale)).round().clamp(-127, 127).to(torch.int8), scale
+    scale, inverse = scales_of(x.abs().amax(tuple(dims), keepdim=True), FORMATS["int8"])
+    return rounded(x.to(torch.float32) * inverse, FORMATS["int8"]), scale
 
 
 def quantize(params: dict, config: Config) -> dict:
