@@ -73,5 +73,8 @@ def test_what_is_no_product_of_the_sizes_is_refused_and_counted_at_its_own_sizes
     with pytest.raises(NotMonomial, match="is also a product"):
         replace(symbols, sums=(("b+1", 26),)).monomial(13)
     tiny = get("tiny").with_(L=2, D=32, F=64, H=8, N=4, K=2)
+    for change in ({"rotary_share": 0.5}, {"dropout": 0.1}):
+        long = Settings(tiny.with_(L=5, **change), "", "", 4, 16)
+        assert step_by_symbols(long, {"X": 2}).products == count(long, {"X": 2}).products
     settings = Settings(tiny, "", "", 20, 16, microbatches=10, optimizer="muon")
     assert step_by_symbols(settings, {"X": 2}) == count(settings, {"X": 2})
