@@ -99,6 +99,8 @@ def _forward(params: dict, tokens: Tensor, remat: str, attention: Callable, conf
         raise ValueError(f"unknown remat {remat!r}\n  fix: choose one of {', '.join(REMAT)}")
     if config.moe and remat == "matmuls":
         raise ValueError('remat="matmuls" cannot be used with experts\n  fix: choose remat="block" or "none"')
+    if config.norms in ("after", "both") and remat == "matmuls":  # it replays the last product without its values
+        raise ValueError('remat="matmuls" cannot be used with norms after blocks\n  fix: choose "block" or "none"')
     check_computed(config)
     check_ids("tokens", tokens)
     if segments is not None:

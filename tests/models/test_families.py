@@ -74,6 +74,22 @@ def test_a_step_on_a_mesh_is_that_of_one_device(mesh, family, options):
     )
 
 
+def test_a_block_s_last_product_is_not_left_out_where_a_norm_reads_it():
+    config, params = model("olmo2")
+    with pytest.raises(ValueError, match="norms after blocks\n  fix: "):
+        transformer.loss(params, ROWS, remat="matmuls", config=config)
+
+
+@pytest.mark.parametrize("family", ["olmo2", "cohere2", "gemma3"])
+@pytest.mark.parametrize("mesh", [{"X": 2, "Y": 2}], ids=str)
+def test_a_step_that_keeps_products_alone(mesh, family):
+    config, params = model(family)
+    tokens, targets = tree.shard([ROWS[:, :-1], ROWS[:, 1:]], [present("t[B_PXE, T_C]", mesh)] * 2, mesh)
+    own = strategy.shard(params, config, mesh)
+    _, grads = strategy.loss_and_grads(own, tokens, targets, config, mesh, remat="matmuls")
+    torch.testing.assert_close(strategy.unshard(grads, config, mesh), alone(family)[1], rtol=1e-10, atol=1e-12)
+
+
 def greedy(family: str, count: int) -> list[list[int]]:
     """The likeliest tokens, each by the whole text through one device's model."""
     config, params = model(family)
