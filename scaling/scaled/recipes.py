@@ -22,10 +22,11 @@ class Recipe(NamedTuple):
     """The formats of a training step, by their names.
 
     Attributes:
-        forward: Of activations and weights in the forward pass.
-        weights: Of weights in the backward pass.
-        cotangents: Of what is differentiated by.
-        gradients: Of activations in the products that give weight gradients; "" leaves these in the run's dtype.
+        forward: The format of activations and weights in the forward pass.
+        weights: The format of weights in the backward pass.
+        cotangents: The format of cotangents.
+        gradients: The format of activations in the products that give weight gradients; with "" these products stay in
+            the run's dtype.
     """
 
     forward: str
