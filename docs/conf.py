@@ -34,6 +34,7 @@ autodoc_typehints = "none"  # they stand in the signatures' docstrings, with sha
 html_theme = "furo"
 html_static_path = ["static"]
 html_css_files = ["site.css"]
+html_favicon = "static/favicon.svg"
 html_show_sphinx = False
 html_copy_source = False
 

@@ -6,6 +6,11 @@ from pathlib import Path
 
 from notebooks import section_target, sections
 
+from scaling.book.drawing import frames_of_strategy
+from scaling.mesh import AbstractMesh
+from scaling.show.frames import svg
+from scaling.strategies import fsdp_tp
+
 BOOK = "https://jax-ml.github.io/scaling-book/"
 PARTS = ("roofline", "tpus", "sharding", "transformers", "training", "applied-training", "inference",
          "applied-inference", "profiling", "jax-stuff", "conclusion", "gpus")  # fmt: skip
@@ -17,6 +22,9 @@ def write_all(root: Path, notebooks) -> None:
     (docs / "contents.md").write_text(contents(root / "README.md"))
     (docs / "questions.md").write_text(questions(asked, notebooks))
     (docs / "errata.md").write_text(errata(notebooks))
+    mesh = AbstractMesh({"X": 2, "Y": 2})
+    title = "FSDP with tensor parallelism, forward, on X=2,Y=2"
+    (docs / "static" / "fsdp_tp.svg").write_text(svg(frames_of_strategy(fsdp_tp, mesh)["forward"], mesh, title))
     (docs / "notation.md").write_text("```{include} ../notation.md\n:relative-docs: docs/\n```\n")
 
 
