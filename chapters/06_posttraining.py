@@ -13,9 +13,9 @@ learned in seconds.
 # %% [markdown]
 # ## Why two meshes?
 # Training shards weights over X as well as Y, since optimizer state and activations need the room (Part 5). Decoding
-# would have to gather them for every token, so there they are whole along X (Part 7). The same weights are needed in
-# both types, every step. Systems that get this wrong do not crash: the answers come from other weights than those that
-# are trained, and the model merely learns less.
+# would have to gather them for every token, so a serving mesh does not split them over X (Part 7). Every step needs the
+# same weights in both types. Systems that get this wrong do not crash: the answers come from other weights than those
+# that are trained, and the model merely learns less.
 
 # %%
 import tempfile
@@ -39,9 +39,9 @@ page = Page(__doc__, mesh="X=2", axes="X", fits=(["W[N_X]"], {"N": 4}), seed=Tru
 # %% [markdown]
 # ## LLaMA-3 70B from X=64,Y=8 to Y=8
 # Each leaf moves by one line, from its training type to its serving type. The plan sends each of the eight serving
-# ranks the pieces that it lacks, each piece once, and never a whole leaf through one rank. If the serving ranks are
-# also training ranks, they copy the pieces that they already have. The last row is the sum: about 17.6 GB per rank in
-# bf16, an eighth of the model.
+# ranks the pieces that it lacks, each piece once, and never a whole leaf through one rank. *Colocated* means that the
+# serving ranks are also training ranks, which copy the pieces that they already have; *apart*, they are other ranks.
+# The last row is the sum: about 17.6 GB per rank in bf16, an eighth of the model.
 
 # %%
 config, train = get("llama3-70b"), AbstractMesh({"X": 64, "Y": 8})
@@ -58,15 +58,16 @@ for where, line, shape in loop.push_lines(config, train, serve):
     rows.append((name, line.replace(line.partition("[")[0], ""), *(f"{n / 1e6:,.1f}" for n in received)))
 page.title("MB that a serving rank receives, bf16")
 page.table([*rows, ("all", "", *(f"{n / 1e6:,.1f}" for n in sums))], ["leaf", "its line", "colocated", "apart"])
-page.check("apart: an eighth of all but the norms, and these", abs(sums[1] / (2 * num_params(config) / 8) - 1) < 1e-3)
+page.check("apart: an eighth of the model, and whole norms", abs(sums[1] / (2 * num_params(config) / 8) - 1) < 1e-3)
 
 # %% [markdown]
 # ## How many chips should write?
 # Colocated, all chips write answers and then train on them. Apart, some write while the others train on the answers of
 # the step before; then the slower side sets the pace, and the best division is where neither waits. If all answers are
-# equally long, the two ways take about as long, because the work is the same. But answers differ, and a step in turn
-# waits for its longest one, which at last is alone on its replica. Apart, other answers are written meanwhile, until
-# the longest answer alone takes as long as a step. The price is that answers are one update old.
+# equally long, both ways take about as long, because the work is the same. But the lengths differ. Colocated, training
+# waits for the longest answer, which in the end is the only one that its replica still writes. Apart, other answers are
+# written meanwhile, so this pays until the longest answer alone takes as long as a step. The price is that answers are
+# one update old.
 #
 # Below, the planner divides 64 H100 for LLaMA-3 8B, with 2,048 answers a step of 2,048 tokens on average.
 # `python -m scaling.plan posttrain` does it for any model and chip.
@@ -117,8 +118,8 @@ page.table(rows, ["advantage", "ratio", "loss", "slope"])
 # The task has eight tokens and prompts of one token, and the right answer repeats the prompt. The reward is the share
 # of the answer's four tokens that do. The loop below is the library's, by its parts; `python -m scaling.posttrain` adds
 # prompts and rewards from files, checkpoints and metrics. It trains on X=2 and draws on Y=2, on the same ranks in turn.
-# Two columns matter: the reward rises, and the gap stays at rounding. The gap is the difference between both sides'
-# log-probabilities of the same tokens.
+# Two columns matter: the reward rises, and the gap stays as small as rounding. The gap is the difference between the
+# log-probabilities that both meshes compute for the same tokens.
 
 # %%
 TINY = Config("tiny", 2, 16, 32, 4, 2, 8, 8)
@@ -169,6 +170,7 @@ page.end()
 # %% [markdown]
 # ## Three things to try
 # 1. Edit: replace `weights = loop.pushed(params, settings, meshes)` by
-#    `weights = weights if step > 1 else loop.pushed(params, settings, meshes)`: stale weights. What sees it?
+#    `weights = weights if step > 1 else loop.pushed(params, settings, meshes)`, so that
+#    the serving mesh keeps the first weights. Which column shows it?
 # 2. Question: how many GB does a serving rank receive? Evaluate `round(sums[1] / 1e9, 2)`.
 # 3. Flag: run with `--plot reward.svg`. After how many steps are half of the tokens right?

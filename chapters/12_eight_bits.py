@@ -2,9 +2,9 @@
 """Part 12, beyond the book: What eight bits change. FP8, MXFP8 and NVFP4 with their scales in the type.
 https://jax-ml.github.io/scaling-book/gpus
 
-A GPU multiplies twice as many FP8 numbers a second as bfloat16 ones, and a B200 twice as many of four bits again. But
-numbers of 8 bits need scales, and a scale is an array, too: it is sharded, gathered and reduced. This chapter writes it
-into the type, W[D_X, F] {Q_D}, and runs FSDP with it.
+A GPU multiplies FP8 numbers twice as fast as bfloat16 ones, and a B200 multiplies four-bit numbers twice as fast again.
+But so few bits cover a small range, so values are held divided by a scale. The scales are an array, too: they are
+sharded, gathered and reduced. This chapter writes them into the type, W[D_X, F] {Q_D}, and runs FSDP with it.
 """
 
 # %%
@@ -39,7 +39,7 @@ ONE = AbstractMesh({})
 # ## What eight bits change in the rooflines
 # Part 5 finds that FSDP is bound by compute above C/W tokens a chip, where C is the FLOPs a second and W the bandwidth.
 # In FP8 a chip has twice the C. If the weights are still gathered in bfloat16, the limit doubles. If they are gathered
-# in FP8, half the bytes cross, and the limit of the forward pass is about that of bfloat16 again. The backward pass
+# in FP8, half the bytes are sent, and the limit of the forward pass is about that of bfloat16 again. The backward pass
 # gathers weights in FP8, too, but its gradients are sums, which stay in bfloat16, so its limit is half way between.
 # Scales cost a little: MXFP8 has one byte for each 32 values, hence 33/64 of bfloat16's bytes.
 
@@ -50,7 +50,7 @@ for name in ("h100", "b200", "gb200"):
     hw = chip(name)
     bf16, fp8 = (hw.intensity("scale-out", dtype) for dtype in ("bf16", "fp8"))
     rows.append((name, *(f"{n:,.0f}" for n in (bf16, fp8, fp8 * MX, fp8 * (MX + 1) / 2))))
-page.title("FSDP between nodes: compute-bound from so many tokens on each GPU")
+page.title("FSDP between nodes is compute-bound from this number of tokens per GPU")
 page.table(rows, ["", "bf16", "FP8 products", "... and gathers,\nforward", "... and gathers,\nbackward"])
 H100 = chip("h100")
 page.answers([
@@ -89,13 +89,13 @@ page.table(rows, ["format", "held as", "gathered, of\nbf16's bytes", "amax reduc
 
 # %% [markdown]
 # ## What each format keeps
-# The histogram has the sizes of a layer's activations. One feature in sixty-four is thirty times as large as the
-# others, as in trained models. E4M3 reaches from 448 down to 2^-9, so with one scale for the whole array the largest
-# value pushes all values left of the mark to zero. The table shows the losses: the share of values that become zero,
-# and the error relative to the values. A scale for each row loses less, and scales for blocks lose least. The steps of
-# integers are all equal, so they lose most of the small values: int8 with a scale for each row loses as many as NVFP4,
-# which has half the bits. MXFP8's scale is a power of two that is rounded down, so the largest value of a block may be
-# clamped; RCEIL rounds it up.
+# The histogram has the magnitudes of activations. One feature in sixty-four is thirty times as large as the others, as
+# in trained models. E4M3 reaches from 448 down to 2^-9, so if the whole array has one scale, the largest value sets it,
+# and all values left of the mark become zero. The table shows for each format the share of values that become zero, and
+# the error relative to the values. With a scale per row fewer values are lost, and with a scale per block fewest.
+# Integers are evenly spaced, so small values round to zero: int8 with a scale per row loses as many as NVFP4, which has
+# half the bits. MXFP8's scale is a power of two that is rounded down, so the largest value of a block may be clamped;
+# RCEIL rounds it up.
 
 # %%
 rng = torch.Generator().manual_seed(page.args.seed)
@@ -126,7 +126,7 @@ page.check("blocks keep more than one scale a row, in int8", errors["int8-128"] 
 # forward pass therefore quantizes along the dim that it sums over, D for W_in, and the backward pass along the other
 # one. One form cannot be computed from the other, so each pass quantizes this rank's shard again, from the master copy,
 # and gathers its own form. Keeping both forms would take more memory than bfloat16. Gradients are partial sums, and are
-# reduced without scales. Autograd would not find these lines, so it is refused.
+# reduced without scales. Autograd could not derive these lines from the forward pass, so arrays with scales refuse it.
 
 # %%
 SPECS = {"In": "In[B_X, D]", "W_in": "W_in[D_X, F]", "W_out": "W_out[F, D_X]", "Out": "Out[B_X, D]"}
@@ -262,12 +262,12 @@ page.table([(name, f"{x:.4f}", f"{x - last['float32']:+.4f}") for name, x in las
 page.chart("loss", {name: [*enumerate(losses, 1)] for name, losses in runs.items()}, "step", "loss",
            "The byte model in float32 and in each format", log=False, height=12)  # fmt: skip
 page.check("every format is within 0.1 of float32", all(abs(x - last["float32"]) < 0.1 for x in last.values()))
-page.say("python -m scaling.train --precision mxfp8 trains a Transformer so, on any mesh.")
+page.say("python -m scaling.train --precision mxfp8 trains a Transformer in these formats, on any mesh.")
 page.end()
 
 # %% [markdown]
 # ## Three things to try
 # 1. Edit: replace `Act[:, ::64] *= 30` by `Act[::64] *= 30`, so that whole rows are large. Which formats gain?
-# 2. Question: how many bytes has LLaMA-3 70B's W_in in NVFP4, over bfloat16's? Evaluate
+# 2. Question: what share of its bytes in bfloat16 does LLaMA-3 70B's W_in take in NVFP4? Evaluate
 #    `parse("W[D, F] {Q_D}").nbytes(sizes, ONE, "nvfp4") / (2 * 8192 * 28672)`.
 # 3. Flag: run with `--mesh X=1`. Which rows of the lines remain?
