@@ -248,3 +248,8 @@ def checkpoint_place(file: str, start: int, nbytes: int) -> object:
     """Return a block's place in the form that the `.metadata` of torch.distributed.checkpoint stores."""
     filesystem = importlib.import_module("torch.distributed.checkpoint.filesystem")  # the import takes a second
     return filesystem._StorageInfo(file, start, nbytes)
+
+
+def scaled_mm(rows: Tensor, columns: Tensor, of_rows: Tensor, of_columns: Tensor) -> Tensor:
+    """Return out[M, N] in bfloat16 of rows[M, K] and columns[N, K] in float8, with a float32 scale for each."""
+    return torch._scaled_mm(rows, columns.t(), of_rows[:, None], of_columns[None], out_dtype=torch.bfloat16)

@@ -18,6 +18,7 @@ from scaling.algebra.scales import check_quantize, lines_of_parts
 from scaling.collectives import Pending, all_reduce, einsum, wait
 from scaling.collectives.linear import followed, who_watches
 from scaling.collectives.operands import check_out
+from scaling.common.torch_private import scaled_mm
 from scaling.scaled.rounding import outer_scale, rounded, scales_of, widened
 from scaling.spec import Format, Line, Spec, format_of, parse_line, present, refuse
 
@@ -227,7 +228,7 @@ def has_kernel(*xs: Any) -> bool:
 
 
 def by_kernel(line: Line, a: Scaled, b: Scaled) -> Tensor:
-    """Return the product of two matrices in bfloat16 by torch._scaled_mm, which takes rows[M, K] and columns[N, K]."""
+    """Return the product of two matrices in bfloat16 by a GPU's kernel."""
     (summed,) = [dim for dim in line.operands[0].dim_names if dim not in line.result.dim_names]
     sides = {}
     for x, spec in ((a, line.operands[0]), (b, line.operands[1])):
@@ -238,7 +239,7 @@ def by_kernel(line: Line, a: Scaled, b: Scaled) -> Tensor:
     if trace.open_logs:
         flops = 2 * len(rows) * columns.numel()
         trace.record(trace.Event("Einsum", (), line.operands, line.result, flops=flops, dtype=rows.dtype))
-    return torch._scaled_mm(rows, columns.t(), of_rows[:, None], of_columns[None], out_dtype=torch.bfloat16)
+    return scaled_mm(rows, columns, of_rows, of_columns)
 
 
 def shared_amax(x: Tensor, spec: Spec, scale: Spec) -> Tensor:

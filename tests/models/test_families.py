@@ -57,7 +57,9 @@ ON_MESHES += [*(("Z=2,Y=2", family) for family in WHOLE), ("E=2,Y=2", "gpt oss")
 MESHES |= {"Z=2,Y=2": {"Z": 2, "Y": 2}, "E=2,Y=2": {"E": 2, "Y": 2}}
 
 
-@pytest.mark.parametrize("options", [{"remat": "block", "microbatches": 2}, {}], ids=str)
+@pytest.mark.parametrize(
+    "options", [{"remat": "block", "microbatches": 2}, pytest.param({}, marks=pytest.mark.sweep)], ids=str
+)
 @pytest.mark.parametrize(("mesh", "family"), [(MESHES[mesh], family) for mesh, family in ON_MESHES], ids=str)
 def test_a_step_on_a_mesh_is_that_of_one_device(mesh, family, options):
     config, params = model(family)
@@ -137,8 +139,13 @@ def served(mesh, family: str, form: str) -> list[list[int]]:
     return serve.generate(own, PROMPTS, config, 6, mesh=mesh, form=form)
 
 
+OWN_DECODING = ("olmo3", "cohere2", "gemma2", "gpt oss", "glm4 moe normed", "deepseek v2")  # what is new in decoding
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(
+    "family", [name if name in OWN_DECODING else pytest.param(name, marks=pytest.mark.sweep) for name in FAMILIES]
+)
 def test_it_is_served_by_every_form(ranks, family):
     config, _ = model(family)
     forms = {"experts": {"E": 2, "Y": 2}} if config.moe else {"2d": {"X": 2, "Y": 2}}

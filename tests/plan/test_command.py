@@ -75,7 +75,7 @@ SAID = [  # arguments, exit status, what is said among other things
     (POD.replace("v5p", "7x").replace("8960", "256"), 0, ["ring of 4 x ring of 8 x ring of 8"]),
     (SOME.replace("h100", "rtx4090"), 2, ["nothing is known of its network beyond the node"]),
     (NODE.replace("h100", "mi355x") + " --tokens 10G", 0, ["on 10e9 tokens", "mi355x reaches, so the a100's is"]),
-    ("serv --model llama3-8b", 2, ["there is no command 'serv'", "guide, published, serve"]),
+    ("serv --model llama3-8b", 2, ["there is no command 'serv'", "guide, posttrain, published, serve"]),
     ("guide --model llama3-8b", 2, ["--gpu rtx4090, or its memory"]),
     ("guide --model llama3-70b --memory 24GiB", 1, ["Nothing fits", "too large for the 23.2 GB"]),
     ("published --only gpt-9", 2, ["no run is called 'gpt-9'"]),
