@@ -106,7 +106,7 @@ class Setting:
 
 
 def layout(spec: Spec) -> DimAxes:
-    """Return the layout of a type."""
+    """Return the layout of a type: the axes of its dims and its unreduced axes, without names."""
     return DimAxes(tuple(axes for _, axes in spec.dims), spec.unreduced)
 
 

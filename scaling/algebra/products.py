@@ -209,7 +209,7 @@ def _clash(a: Spec, b: Spec) -> tuple[str, str, str] | None:
 
 
 def _without(spec: Spec, dim: str, axis: str, out: Spec | None) -> Spec:
-    """Return the type gathered over an axis and the axes minor to it, or just over it if `out` has all the others."""
+    """Return the type gathered over an axis: over it alone if `out` keeps all others, else also over its minor axes."""
     axes = spec.axes_of(dim)
     others = tuple(x for x in axes if x != axis)
     return spec.with_axes(dim, others if out and others == out.axes_of(dim) else axes[: axes.index(axis)])

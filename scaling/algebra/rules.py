@@ -1,8 +1,8 @@
 """The rules of the collectives: how each may change a type (Part 3).
 
-They are behind every ShardingError of `scaling.collectives`. In a type a mesh axis splits a dim, or is in {U}, or is
-not mentioned. A collective takes axes from one of these kinds of position to another, to or from the minor end of a
-dim; all other axes stay in position.
+Every ShardingError of `scaling.collectives` quotes one of them. In a type a mesh axis splits a dim, or is in {U}, or is
+not mentioned. A collective takes axes from one of these three positions to another, and adds them to a dim or removes
+them from it as its last (minor) axes. All other axes stay where they are.
 """
 
 from dataclasses import dataclass, replace
@@ -15,7 +15,7 @@ DIM, SUM, NONE = "a dim", "{U}", "no dim"
 
 
 class Rule(NamedTuple):
-    """The kinds of position between which a collective moves axes, and the rule in words; `rooted`: it has a root."""
+    """The position that a collective takes axes from, and the one it puts them in; `says` is the rule in words."""
 
     source: str
     target: str
@@ -137,7 +137,7 @@ def collective_steps(kind: str, line: str) -> tuple[CollectiveStep, ...]:
 
 
 def _place(axis: str, spec: Spec) -> tuple[str, str]:
-    """Return the kind of position that an axis has in a type, and the position in words."""
+    """Return where an axis is in a type: DIM, SUM or NONE, and in words, such as "dim I"."""
     if axis in spec.unreduced:
         return SUM, SUM
     return next(((DIM, f"dim {dim}") for dim, axes in spec.dims if axis in axes), (NONE, NONE))

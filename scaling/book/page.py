@@ -77,7 +77,7 @@ class Page:
             print(fold(str(text)), flush=True)
 
     def open(self) -> None:
-        """Print the first paragraph, once: before anything else, but after the checks of the options."""
+        """Print the chapter's first paragraph, once: before all other output, after the options are checked."""
         opening, self.opening = self.opening, ""
         if opening:
             self.say(opening)

@@ -247,7 +247,7 @@ def _uncalled(path: str, module: ModuleType, judge: Judge, strategy: bool) -> No
 
 
 def _typed_function(fn: Any, judge: Judge) -> None:
-    """Call a function that nothing has called with shards of the types that its docstring declares."""
+    """Call a function that has not been called yet, with shards of the types that its docstring declares."""
     types = documented(fn.__doc__ or "").given
     wanted = inspect.signature(fn).parameters.values()
     needed = [p.name for p in wanted if p.default is p.empty and p.kind is p.POSITIONAL_OR_KEYWORD]

@@ -36,7 +36,7 @@ def check_abstract(what: str, mesh: Any) -> None:
 
 
 class TypedLines(KnownArrays):
-    """Judges typed calls, which report their operands to it (`watcher`)."""
+    """The part of the judge that typed calls report their operands to (`collectives.linear.who_watches`)."""
 
     write: Any  # defined by the mode
 
@@ -76,7 +76,7 @@ class TypedLines(KnownArrays):
             self.skip("which rows are taken depends on their numbers, so the line's type is believed", place)
 
     def in_pods(self, line: Line, operands: Sequence[HeldType]) -> Line:
-        """Return a line that does not mention pods as it runs in each pod: arrays stay split or unreduced over P."""
+        """Return a line that names no pods as a pod runs it: P is added where an array is split or unreduced over P."""
         specs = *line.operands, line.result
         if self.size(PODS) < 2 or any(PODS in axes_named(spec) for spec in specs):
             return line

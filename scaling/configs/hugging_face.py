@@ -215,7 +215,7 @@ def _window(table: dict, read: dict, name: str, found: dict, kind: ModelType) ->
 
 
 def _cached(read: dict, known: bool, L: int) -> int | None:
-    """Return how many layers cache keys and values, of a type that is only counted; None: all."""
+    """Return how many layers cache keys and values, for a model that is counted but not computed; None: all layers."""
     if known:
         return None
     if types := read.get("layer_types"):
@@ -228,7 +228,7 @@ def _activation(read: dict) -> str:
 
 
 def _not_computed(whole: dict, table: dict, read: dict, kind: ModelType) -> list[str]:
-    """Return what no code here computes, by name; latent attention and scalings say so themselves."""
+    """Return the names of features that no code here computes, except latent attention and rotary scalings."""
     found = [] if table is whole else [f"model_type {whole.get('model_type')!r}"]
     name = table.get("model_type")  # without one no class is named, and a file is read by its keys
     found += [] if kind.architecture or name is None else [f"model_type {name!r}"]

@@ -16,9 +16,9 @@ def scaling_of(table: dict) -> dict:
 
 
 def rotary(table: dict, read: dict, kind: ModelType) -> dict:
-    """Return theta and rope_scaling, by transformers' rules for keys that are there twice or not at all.
+    """Return theta and rope_scaling, by transformers' rules for keys that occur twice or not at all.
 
-    `rope_scaling` wins over `rope_parameters`, with all that it holds. The base in this table wins over the one at the
+    If a file has `rope_scaling`, all of `rope_parameters` is ignored. The base in this table wins over the one at the
     top level, and the original context at the top level wins over the one in the table.
     """
     given, local = scaling_of(table), {}

@@ -64,7 +64,7 @@ class Roofline:
 
 
 def roofline(flops: float, nbytes: float, C: float, W: float) -> Roofline:
-    """Return the roofline of an operation (Part 1, "Where Does the Time Go?")."""
+    """Return the roofline of an operation on a chip of C FLOPs/s and W bytes/s (Part 1, "Where Does the Time Go?")."""
     return Roofline(flops, nbytes, C, W)
 
 

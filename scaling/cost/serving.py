@@ -115,7 +115,7 @@ def step(
     load: Load, batch: int, context: float, chip: Chip, chips: int = 1, compute: str = "bf16", copies: float = 1,
     comms: float = 0.0,
 ) -> DecodeStep:  # fmt: skip
-    """Return a decode step (Part 7, "Theoretical estimates for LLM latency and throughput").
+    """Return the seconds of a decode step (Part 7, "Theoretical estimates for LLM latency and throughput").
 
     Everything is fully sharded over the chips, except that the cache may be stored `copies` times. `compute` is the
     dtype of the matmuls. In the book attention is always bound by bandwidth; here its FLOPs count if they take longer.
@@ -132,10 +132,10 @@ def step(
 def mixed(
     load: Load, works: Sequence[tuple[int, int]], chip: Chip, chips: int = 1, compute: str = "bf16"
 ) -> DecodeStep:
-    """Return a pass over new tokens of several sequences, each given as (new, context including them).
+    """Return the seconds of one pass over several sequences, each given as (new tokens, context including them).
 
-    Chunks of prompts are (T, S), and a sequence that decodes is (1, S). Each cache is read once, and a token attends to
-    itself and the tokens before it.
+    A chunk of a prompt is (T, S), and a sequence that decodes is (1, S). Each cache is read once, and a token attends
+    to itself and the tokens before it.
     """
     tokens = sum(new for new, _ in works)
     whole(tokens=tokens, chips=chips)

@@ -211,7 +211,7 @@ def watch_self(timeout: float) -> Iterator[None]:
 def _explained(ranks: list[Rank]) -> RankError:
     """Return the error that names the rank to blame.
 
-    If all that failed did so while waiting, it also shows where the other ranks are that still run.
+    If every failed rank failed while it waited for others, the error also shows where the ranks that still run are.
     """
     deadline = time.monotonic() + GRACE
     while True:

@@ -114,9 +114,9 @@ class Mesh(AbstractMesh):
         return [some for n in range(1, len(axes) + 1) for some in combinations(axes, n)]
 
     def _meet(self, sets: Sequence[tuple[str, ...]], mine: str) -> None:
-        """Make the process groups along all sets of axes; on a checked mesh also the places where their members meet.
+        """Make the process groups along all sets of axes, and on a checked mesh what compares their members' calls.
 
-        All ranks make all groups here. At a group's first use each rank might be waiting for others in another group.
+        All ranks make all groups now, because at a group's first use its ranks might be waiting in different groups.
         """
         messages, memory = [(mine, this_host())], None
         everyone: Any = dist.group.WORLD

@@ -224,7 +224,7 @@ def normed_backward(W: dict, name: str, x: Tensor, r: Any, dy: Tensor, config: C
 
 
 def rms(x: Tensor, gain: Tensor, eps: float) -> tuple[Tensor, None]:
-    """Return RMSNorm of x, which autograd or nothing differentiates, and no statistic."""
+    """Return (RMSNorm of x, None): without a statistic, for passes that have no backward or leave it to autograd."""
     return rms_norm(x, gain=gain, eps=eps), None
 
 

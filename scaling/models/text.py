@@ -237,7 +237,7 @@ def home_of(folder: "str | Path") -> Path:
 
 
 def copy_companions(source: "str | Path", out: Path, names: Sequence[str] = (*COMPANIONS, TEMPLATES)) -> None:
-    """Copy the files that came with the weights or tokenizer of a folder; a file of another name is copied alone."""
+    """Copy the files that came with a folder's weights or tokenizer; a `source` file is copied as tokenizer.json."""
     source = Path(source)
     source = source.parent if source.name == FILE else source
     if source.resolve() == out.resolve():

@@ -146,7 +146,7 @@ class Matrices:
         return MatrixStack(Spec("M", tuple(zip("SOI", axes, strict=True))), mesh)
 
     def shape(self, W: Tensor) -> tuple[int, int]:
-        """Return (O, I) of this rank's shards."""
+        """Return (O, I), the sizes of a matrix's outputs and inputs on this rank."""
         _, outputs, inputs = self.dims
         return self._size(W, outputs), self._size(W, inputs)
 

@@ -38,7 +38,7 @@ class Operation:
 
     @property
     def feeds(self) -> bool:
-        """Whether the next matmul needs it."""
+        """Whether the next matmul needs the operation's result."""
         return self.name.startswith(("AG", "dispatch"))
 
 

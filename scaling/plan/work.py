@@ -81,13 +81,13 @@ class LayerWork:
 
     @property
     def params(self) -> float:
-        """Elements of the whole model."""
+        """The number of params of the whole model."""
         layers = self.L * (self.dense + self.small + self.experts)
         return layers + (max(self.ends) if self.tied else sum(self.ends)) + (self.D if self.ends[1] else 0)
 
     @property
     def active(self) -> float:
-        """Elements that a token multiplies with: layers and unembedding."""
+        """The number of params that a token is multiplied with: those of layers and unembedding."""
         return self.L * (self.dense + self.routed) + self.ends[1]
 
     def flops(self, tokens: float, remat: str = "none") -> float:

@@ -3,8 +3,8 @@
     rollouts   the serving mesh draws answers with the engine, from the full distribution, and scores them
     exchange   `transfer` sends the tokens, their log-probabilities and the rewards to the training mesh
     update     the training mesh computes its own log-probabilities of the same tokens, and the derivative of the loss
-               by them; minus this derivative weighs the cross entropy whose gradients the optimizer gets
-    push       one planned `transfer` per leaf sends it to the serving mesh, from its type in training to its type there
+               by them; a cross entropy with minus this derivative as its weights has the loss's gradients
+    push       one planned `transfer` per leaf sends it to the serving mesh, from its training type to its serving type
 
 The answers for step n are drawn by the weights after n - 1 - staleness updates, and carry that version. If the meshes
 have separate ranks and the staleness is at least 1, the serving ranks draw while the others train. Each random number
@@ -84,7 +84,7 @@ class Asked:
 
 
 class Meshes(NamedTuple):
-    """The training mesh, the serving mesh, and the mesh of the serving mesh's first rank, which scores."""
+    """The training mesh, the serving mesh, and a mesh of one rank: the serving mesh's first, which scores answers."""
 
     train: Any
     serve: Any

@@ -21,7 +21,7 @@ from scaling.train.batches import epoch_order
 
 
 class Late(Exception):
-    """A function has not returned in time."""
+    """Raised if a function does not return in time."""
 
 
 class Prompt(NamedTuple):

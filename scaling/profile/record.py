@@ -144,9 +144,9 @@ def _exported(below: torch_profile) -> str:
 
 
 def runs_of(events: Iterable[trace.Event], ahead: float = 0.0) -> list[LineRun]:
-    """Return the events of a trace as runs, on a clock that is `ahead` seconds ahead.
+    """Return the events of a trace as runs of lines, with `ahead` seconds added to their times.
 
-    A run holds the calling thread in its call, and again where its result is waited for.
+    An asynchronous line occupies the computing lane twice: during its call, and while its result is waited for.
     """
     groups: dict[str, tuple[int, ...]] = {"": ()}
     found = []

@@ -1,7 +1,8 @@
 """The lines on arrays with scales: quantize, dequantize, and what collectives and products do with them.
 
 An array with scales is one `Scaled`, which collectives and einsum take in place of a tensor. A collective that moves
-elements moves each part by a line of its own, so a part that lacks a dim is not sent along it. What adds is refused.
+elements moves each part by a line of its own, so a part that lacks a dim is not sent along it. A collective that adds
+is refused.
 """
 
 from collections.abc import Callable, Sequence
@@ -106,16 +107,16 @@ def quantize(
 ) -> Scaled:
     """`W[D_X, F] -> W[D_X, F] {Q_D}`: hold an array as values and scales.
 
-    A scale is of all that share it. Where axes split these, their maximum is taken over them by an all_reduce, unless
-    `amax_of` has it; otherwise nothing is sent.
+    A scale follows from the largest of the values that share it. If axes split these values, an all_reduce takes their
+    maximum over the axes, unless `amax_of` gives it; otherwise nothing is sent.
 
     Args:
         line: The type before and after.
         x: This rank's shard; `wait` is called on it.
         mesh: The mesh.
         format: The format or its name.
-        amax_of: The largest |x| of all that share the outermost scale, typed as that scale.
-        noise: Random numbers in [0, 1) like x, by which it is rounded up or down.
+        amax_of: The largest |x| of all values that share the outermost scale, typed as that scale.
+        noise: Random numbers in [0, 1) of the shape of x, for stochastic rounding.
 
     Raises:
         ShardingError: The line is illegal, a shard cuts a block, or x is differentiated.
@@ -243,7 +244,7 @@ def by_kernel(line: Line, a: Scaled, b: Scaled) -> Tensor:
 
 
 def shared_amax(x: Tensor, spec: Spec, scale: Spec) -> Tensor:
-    """Return the largest |x| of what shares each scale on this rank, typed as the scale."""
+    """Return for each scale the largest |x| of the values that share it on this rank, typed as the scale."""
     blocks, y = blocks_of(scale), x.abs()
     for i, dim in reversed([*enumerate(spec.dim_names)]):
         if dim not in blocks:
@@ -254,7 +255,7 @@ def shared_amax(x: Tensor, spec: Spec, scale: Spec) -> Tensor:
 
 
 def spread(s: Tensor, scale: Spec, spec: Spec, like: Tensor) -> Tensor:
-    """Return the scale of each element."""
+    """Return the scale of each element, in a shape that broadcasts to the array's."""
     blocks = blocks_of(scale)
     for i, dim in enumerate(spec.dim_names):
         if dim not in blocks:
@@ -265,13 +266,13 @@ def spread(s: Tensor, scale: Spec, spec: Spec, like: Tensor) -> Tensor:
 
 
 def blocks_of(scale: Spec) -> dict[str, int]:
-    """Return how many places of each dim share a scale; a dim that all of it shares is missing."""
+    """Return how many entries of each dim share a scale; a dim whose entries all share one is missing."""
     each = (dim.partition("/") for dim in scale.dim_names)
     return {dim: int(block or 1) for dim, _, block in each}
 
 
 def _judged(line: str, mesh, xs: Sequence, specs: Sequence[Spec], results: Sequence[Spec], run: Callable) -> Sequence:
-    """Return run(*xs). The judge, if it watches, compares each x with its type, and gives the results theirs."""
+    """Return run(*xs). If the judge watches, it compares each x with its type, and gives the results their types."""
     watch = who_watches()
     return run(*xs) if watch is None else watch.parts(line, mesh, xs, specs, results, run)
 

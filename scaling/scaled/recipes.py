@@ -1,8 +1,8 @@
 """Which products of a training step are scaled, and in which formats (Part 12).
 
-Params stay as they are: what is stored, and the optimizer's masters, have the run's dtype. In each pass a layer's
-matrices are quantized along the dims that the pass sums over, and then gathered: two forms, of which neither follows
-from the other. Activations and cotangents are quantized before each product. Embedding, unembedding, norms, biases and
+Stored params and the optimizer's master copies keep the run's dtype. In each pass a layer's matrices are quantized
+along the dims that the pass sums over, and then gathered. So a matrix has two forms, and neither can be computed from
+the other. Activations and cotangents are quantized before each product. Embedding, unembedding, norms, biases and
 attention itself stay in the run's dtype, and so does every sum that is reduced.
 """
 
@@ -36,7 +36,7 @@ class Recipe(NamedTuple):
 
 
 RECIPES = {
-    "fp8-row": Recipe("fp8-row", "fp8-row", "fp8-row-e5m2", ""),  # a scale of all tokens would be a maximum over ranks
+    "fp8-row": Recipe("fp8-row", "fp8-row", "fp8-row-e5m2", ""),  # all tokens' scale would be a maximum over ranks
     "fp8-128": Recipe("fp8-128", "fp8-128", "fp8-128", "fp8-128"),
     "mxfp8": Recipe("mxfp8-rceil", "mxfp8-rceil", "mxfp8-rceil", "mxfp8-rceil"),
     "nvfp4": Recipe("nvfp4", "mxfp8-rceil", "mxfp8-rceil", "mxfp8-rceil"),  # four bits where gradients do not pass
@@ -44,14 +44,14 @@ RECIPES = {
 
 
 class MatrixProduct(NamedTuple):
-    """A product of two matrices: its line, and for each operand how many adjacent dims make one of the matrix's."""
+    """A product of two matrices: its line, and how many adjacent dims of an operand each dim of its matrix merges."""
 
     line: Line
     counts: tuple[tuple[int, ...], ...]
 
 
 def matrix_of(spec: Spec, groups: Sequence[Sequence[str]], summed: Sequence[str] = ()) -> tuple[Spec, tuple[int, ...]]:
-    """Return the type with each group of adjacent dims merged into one, and how many dims make each.
+    """Return the type with each group of adjacent dims merged into one dim, and the number of dims in each.
 
     `summed` is the group along which the matrix's values share scales.
     """
@@ -66,14 +66,14 @@ def matrix_of(spec: Spec, groups: Sequence[Sequence[str]], summed: Sequence[str]
 
 
 def as_matrix(x: Tensor, counts: Sequence[int]) -> Tensor:
-    """Return x with as many of its dims merged into each of the matrix's."""
+    """Return x as a matrix: each of its dims merges as many adjacent dims of x as `counts` says."""
     sizes = iter(x.shape)
     return x.reshape([prod(next(sizes) for _ in range(count)) for count in counts])
 
 
 @lru_cache(maxsize=1024)
 def matrices_of_line(text: str, sizes: tuple) -> MatrixProduct:
-    """Return a line of two operands as a product of matrices, whose operands have scales along the summed dim."""
+    """Return an einsum's line as a product of two matrices, each with scales along the dim that is summed over."""
     line, mesh = parse_line(text), dict(sizes)
     (a, b), result = (present(spec, mesh) for spec in line.operands), present(line.result, mesh)
     summed = [dim for dim in a.dim_names if dim not in result.dim_names]
@@ -85,9 +85,10 @@ def matrices_of_line(text: str, sizes: tuple) -> MatrixProduct:
 def scaled_product(
     recipe: Recipe, sizes: dict, mesh, line: str, a: Any, b: Any, out: Tensor | None = None, add: bool = False
 ) -> Tensor:
-    """Return the line's product, with its plain operands quantized along what is summed over.
+    """Return the product of a line; plain operands are quantized first, along the dims that are summed over.
 
-    Cotangents, whose names are those of the law (`dOut`), have a format of their own. `sizes` has the model's dims.
+    An operand that is named as a cotangent (`dOut`) gets the recipe's format for cotangents. `sizes` has the sizes of
+    the model's dims.
     """
     typed = parse_line(line)
     of_weight = isinstance(b, Scaled)

@@ -1,7 +1,8 @@
-"""Round numbers to 8 and 4 bits, and make the scale of what is at most amax.
+"""Round numbers to 8 and 4 bits, and choose the scale of values from the largest of them, amax.
 
 Floats are rounded to the nearest, ties to even, and clamped to the largest finite number. With `noise` in [0, 1) they
-are rounded up where the noise is less than their place between the two neighbours, which is right in the mean.
+are rounded stochastically: a magnitude a quarter of the way from one number to the next one is rounded up if the noise
+is below a quarter, so that the mean is right.
 """
 
 from functools import lru_cache
@@ -13,7 +14,7 @@ from scaling.spec import Format
 
 TOP = {"float8_e4m3fn": 448.0, "float8_e5m2": 57344.0, "float4_e2m1fn": 6.0, "int8": 127.0, "int4": 7.0}
 FP4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # E2M1
-LEAST = 1e-12  # amax is at least this: the scale of zeros is no zero
+LEAST = 1e-12  # amax is at least this, so that zeros have a scale above 0
 
 
 @lru_cache
@@ -26,7 +27,7 @@ def magnitudes(dtype: str) -> Tensor:
 
 
 def rounded(x: Tensor, f: Format, noise: Tensor | None = None) -> Tensor:
-    """Return x, float32 and divided by its scales, in the format's dtype; two values a byte are along the last dim."""
+    """Return float32 x, divided by its scales, in the format's dtype; two in a byte are neighbours in the last dim."""
     top = TOP[f.values]
     if f.values.startswith("int"):
         y = (x.round() if noise is None else (x + noise).floor()).clamp(-top, top).to(torch.int8)
@@ -63,9 +64,9 @@ def packed(code: Tensor) -> Tensor:
 
 
 def scales_of(amax: Tensor, f: Format, t: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """Return (the scale of what is at most amax, in the dtype in which it is held, 1 / scale in float32).
+    """Return (scale, 1 / scale) for values up to amax: the scale in the dtype that stores it, 1 / scale in float32.
 
-    `t` is the scale above it, of which the block's is a multiple.
+    `t` is the whole array's scale, which multiplies the block's.
     """
     amax = amax.to(torch.float32)
     if f.scales[0] == "float32":
@@ -83,5 +84,5 @@ def scales_of(amax: Tensor, f: Format, t: Tensor | None = None) -> tuple[Tensor,
 
 
 def outer_scale(amax: Tensor) -> Tensor:
-    """Return NVFP4's one float32 scale, under which the scales of blocks use all of E4M3."""
+    """Return NVFP4's float32 scale of the whole array, with which the scales of blocks use all of E4M3's range."""
     return amax.to(torch.float32).clamp(min=LEAST) / (448.0 * 6.0)

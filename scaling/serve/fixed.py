@@ -70,7 +70,7 @@ class Steps:
         self.places: dict[int, dict] = {}  # the tables of cos and sin of each bucket
 
     def rounded(self, n: int) -> int:
-        """Return how many rows, tokens or pages a step of n is filled up to."""
+        """Return to how many rows, tokens or pages n are padded: the next power of two if shapes are fixed."""
         return 1 << max(0, n - 1).bit_length() if n and self.fixed else n
 
     @torch.no_grad()
@@ -123,7 +123,7 @@ class Steps:
         )  # fmt: skip
 
     def _make(self, asked: Tensor, T: int, extent: Extent, every: bool) -> Callable[[Tensor], Tensor]:
-        """Return logits(asked) for steps of this shape."""
+        """Return the function of `asked` that computes the logits of steps of this shape, compiled or captured."""
         if extent.most not in self.places:
             positions, dtype = torch.arange(extent.most, device=self.device), self.params["norm"].dtype
             self.places[extent.most] = table_kinds(self.config, positions, dtype)

@@ -80,8 +80,8 @@ class Slots:
         """Find where each token is written: `into`, two indices of a layer's KV.
 
         Every token writes, so that shapes do not depend on values. A padded token, or one whose place is on another
-        rank, writes again the nearest token of its row that this rank does hold, which `source` gives. A row without
-        any repeats another row's token. If no row has any, the places are overwritten with their present values.
+        rank, repeats the write of the nearest token of its row that this rank holds, which `source` gives. A row
+        without such a token repeats another row's. If no row has one, the places get the values that they have.
         """
         rows = torch.arange(len(held), device=held.device)
         if split or not self.extent.full:
@@ -106,7 +106,7 @@ class Slots:
         return self.table[rows, page].clamp(min=0), places % self.size
 
     def append(self, l: int, *new: Tensor) -> None:
-        """Write layer l's part of the new tokens, keys and values [B_Z, T, K_Y, H] or latents, to their places."""
+        """Write layer l's keys and values [B_Z, T, K_Y, H] of the new tokens, or their latents, to the cache."""
         for i, x in enumerate(new):
             if "scale" in self.cache:
                 x, scale = quantized(x)
@@ -122,7 +122,7 @@ class Slots:
         whole.index_put_(self.into, x if self.any is None else torch.where(self.any, x, whole[self.into]))
 
     def read(self, l: int, keys: Keys, dtype: torch.dtype) -> list[Tensor]:
-        """Return keys and values [B_Z, S, K_Y, H] of layer l, or its latents, at these places of this rank's part."""
+        """Return layer l's keys and values [B_Z, S, K_Y, H], or latents, at the places `keys` of this rank's cache."""
         found = [self._read(x[l], keys).to(dtype) for x in self.cache["KV"]]
         if "scale" in self.cache:
             scales = (self._read(x[l], keys).to(dtype) for x in self.cache["scale"])

@@ -16,7 +16,7 @@ BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")  # how tokenizers with byte fallback 
 
 
 class TokenBytes:
-    """The bytes of a tokenizer's tokens, as they are inside a text.
+    """The bytes that each token of a tokenizer adds to a text in which it is not the first token.
 
     Attributes:
         joined: Whether a text is the concatenation of its tokens' bytes.
@@ -30,7 +30,7 @@ class TokenBytes:
         self._before: list[int] = [] if self.joined else self._word()
 
     def bytes_of(self, id: int, first: bool = False) -> bytes:
-        """Return the bytes that this token adds to a text; none for a token that is not written, such as an end.
+        """Return the bytes that this token adds to a text, b"" for one that decodes to nothing, such as an end of text.
 
         `first`: whether the text begins with the token.
         """
@@ -54,7 +54,7 @@ class TokenBytes:
         return text.encode() if BROKEN not in text else _spelled(self._written(id))
 
     def _word(self) -> list[int]:
-        """Return a token after which others are written as inside a text; none if there is no such token."""
+        """Return one token that is a word, after which others are decoded; [] if the tokenizer has no such token."""
         for id in range(self.tokenizer.vocabulary):
             text = self.tokenizer.decode([id])
             if text.isascii() and text.isalnum() and not BYTE.fullmatch(self._written(id)):
@@ -69,7 +69,7 @@ def token_bytes_of(tokenizer: Any) -> TokenBytes:
 
 
 def _spelled(token: str) -> bytes:
-    """Return the bytes of a token that has parts of characters, from the way it is written."""
+    """Return the bytes of a token that holds parts of characters, from its spelling in the tokenizer's file."""
     if found := BYTE.fullmatch(token):
         return bytes([int(found[1], 16)])
     return bytes(LETTERS[letter] for letter in token) if LETTERS.keys() >= {*token} else token.encode()

@@ -252,7 +252,7 @@ def _dtype(properties: Any) -> torch.dtype:
 
 
 def pickled(leaves: Mapping[str, SavedLeaf], folder: Path) -> bytes:
-    """Return the `.metadata` of a state's leaves, whose blocks each have one file in the folder."""
+    """Return the pickled `.metadata` with which torch's DCP reads a state whose blocks are files of the folder."""
     from torch.distributed.checkpoint import metadata as dcp
 
     tensors, storage, paths = {}, {}, {}

@@ -1,7 +1,7 @@
-"""Count a training step by symbols: its code is traced once a structure, and answers for all sizes (`cost.lines`).
+"""Count a training step in symbols: its code is traced once per structure, and the result is evaluated for any sizes.
 
 A step is linear in its layers, microbatches, experts and chunks of the loss. So a structure is traced with a few of
-each, and the weighted sum of these traces is the count of the whole step.
+each, and the weighted sum of these traces is the count of the whole step (`cost.lines`).
 """
 
 from collections.abc import Mapping
@@ -43,8 +43,8 @@ def step_by_symbols(
 ) -> CountedStep:  # fmt: skip
     """Return the count of a step, as `step_count.count` gives it, from the programs of its structure.
 
-    Without `memory` fewer layers and microbatches are traced. A step whose sizes are not products, such as that of Muon
-    or of adapters, is counted at its own sizes, with as many layers and microbatches.
+    Without `memory` fewer layers and microbatches are traced. If some size is not a product of symbols, as in a step of
+    Muon or of adapters, the same numbers of layers and microbatches are counted at the step's own sizes.
     """
     resolved(settings, sizes, schedule)  # which refuses what the run's own step refuses
     given = sizes, coord, backend, schedule, documents
@@ -64,10 +64,10 @@ def step_by_symbols(
 def traced_depths(
     settings: Settings, sizes: Mapping[str, int], schedule: str | None, memory: bool
 ) -> list[tuple[Fraction, int, int]]:
-    """Return [(weight, layers, microbatches)]: the steps whose weighted counts sum to the count of the whole step.
+    """Return [(weight, layers, microbatches)] of the steps to trace: their weighted counts sum to the whole step's.
 
     The memory of a pipeline is linear only once all stages are busy and as many messages are pending as are posted
-    ahead. The peaks of other schedules depend on the number of microbatches, so all of these are traced.
+    ahead. Under a schedule other than the default, the peak depends on the number of microbatches, so all are traced.
     """
     model, Z, M = settings.model, sizes.get("Z", 1), settings.microbatches
     chunks = {"interleaved": 2, "dualpipev": 2}.get(schedule or "", 1)
@@ -85,7 +85,7 @@ def traced_depths(
 
 
 def traced_loops(settings: Settings, sizes: Mapping[str, int]) -> list[tuple[Fraction, int, int]]:
-    """Return [(weight, experts of a rank, chunks of the loss)] to trace, with weights as of `traced_depths`."""
+    """Return [(weight, experts of a rank, chunks of the loss)] to trace, weighted as in `traced_depths`."""
     El, J = settings.model.E // sizes.get("E", 1), loss_chunks(settings, sizes)[0]
     return [(a * b, e, j) for (a, e), (b, j) in product(primed(El, "El"), primed(J, "J"))]
 
@@ -112,13 +112,13 @@ def samples(whole: int, unit: int, least: int) -> list[tuple[Fraction, int]]:
 
 
 def between(whole: int, a: int, b: int, *sizes: int) -> list[tuple[Fraction, int]]:
-    """Return the weights of counts at a and b whose sum is the count at `whole`, each with one of the `sizes`."""
+    """Return [(weight, size)] of two counts, at a and b, whose weighted sum is the count at `whole`."""
     share = Fraction(whole - a, b - a)
     return [*zip((1 - share, share), sizes, strict=True)]
 
 
 def primed(whole: int, name: str) -> list[tuple[Fraction, int]]:
-    """Return the samples of a loop whose parts shrink as it grows: few as they are, else two primes."""
+    """Return the samples of a loop whose parts shrink as it grows: its own size if that is small, else two primes."""
     if whole <= FEW:
         return [(Fraction(1), whole)]
     first, second = LEAST[name], LEAST[name] + 2
@@ -138,18 +138,18 @@ class Symbolic(Numbers):
         self.symbols, self.windows, self.mesh = structure.symbols, dict(structure.windows), dict(structure.mesh)
 
     def of(self, n: int, times: int = 1) -> Polynomial:
-        """Return a number of bytes or of FLOPs, so many times."""
+        """Return a number of bytes or of FLOPs as a polynomial of the symbols, `times` over."""
         return self.symbols.monomial(n) * times
 
     def attention(self, event: Event) -> Polynomial:
-        """Return the FLOPs of a block of attention: so many for each pair of all blocks, of which this has a share."""
+        """Return the FLOPs of a block of attention: those of a pair times this block's share of all blocks' pairs."""
         pairs, window = event.pairs
         monomial, n = self.of(event.flops // pairs).single
         share = Fraction(pairs, self.windows[window])
         return Polynomial({tuple(sorted((*monomial, (f"pairs {window}", 1)))): n * share})
 
     def sent(self, event: Event) -> Shares:
-        """Return the bytes that a rank sends, as a share of those that its group gathers or sums up."""
+        """Return the bytes that a rank sends, as a share of the bytes that its group gathers or reduces."""
         if set(event.axes) <= {"Z", "C"}:
             return Shares({self.of(event.wire_bytes).single: 1})
         over, under = share_of_sent(event.op, prod(self.mesh.get(axis, 1) for axis in event.axes))
@@ -160,10 +160,10 @@ class Symbolic(Numbers):
 
 @lru_cache(maxsize=512)
 def program(structure: Structure) -> StepProgram:
-    """Trace a structure.
+    """Return the program of a structure: one traced step, in the structure's symbols.
 
     Raises:
-        NotMonomial: Some number of it is not a product of its sizes.
+        NotMonomial: Some number of the trace is not a product of the structure's sizes.
     """
     mesh = AbstractMesh(dict(structure.mesh), dict(structure.coord), structure.backend)
     memory, s = LiveSymbols(symbols=structure.symbols), structure
@@ -176,7 +176,7 @@ def program(structure: Structure) -> StepProgram:
 def program_at(
     structure: Structure, settings: Settings, sizes: Mapping[str, int], coord: Mapping[str, int] | None
 ) -> CountedStep:
-    """Return the count of a structure's program at a run's own sizes."""
+    """Return what a step moves, computes and holds: the structure's program evaluated at a run's own sizes."""
     model, (number, held), C = settings.model, loss_chunks(settings, sizes), sizes.get("C", 1)
     at: dict[str, Any] = {axis: sizes.get(axis, 1) for axis in "PXYE"}
     at |= {letter: getattr(model, letter) for letter in "DFGKHS"} | {"O": model.F_dense, "El": model.E // at["E"]}

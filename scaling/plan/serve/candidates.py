@@ -203,14 +203,14 @@ def meshes(chips: int, experts: int = 1) -> Iterator[tuple[str, tuple[tuple[str,
 
 
 def slice_shapes(chip: Chip, chips: int | None, most: int) -> list[tuple[int, ...]]:
-    """Return the slices of so many chips, or of up to `most` if that is None; GPUs may be any number."""
+    """Return the slices of exactly `chips` chips, or of up to `most` if it is None; any number of GPUs is a slice."""
     if chips and chip.kind != "tpu":
         return [(chips,)]
     return [shape for shape in serving.slices(chip, chips or most) if chips in (None, math.prod(shape))]
 
 
 def replica_shapes(chip: Chip, chips: int | None, most: int, replicas: int | None) -> list[tuple[int, ...]]:
-    """Return the slices for `replicas` that have `chips` together, or for any number of replicas if that is None."""
+    """Return the slices of one replica when `replicas` of them, or any number if that is None, use `chips` together."""
     if not chips:
         return slice_shapes(chip, None, most)
     if replicas:

@@ -108,7 +108,7 @@ class ExpertLayout:
 
 
 def expert_layout(config: Config, mesh, axis, tensor=None, spec: str | None = None) -> ExpertLayout:
-    """Return which of these axes the mesh has. Raise ShardingError if they do not fit, or E does not divide."""
+    """Return the layout on the axes that the mesh has. Raise ShardingError if they do not fit, or E does not divide."""
 
     def there(axes) -> tuple[str, ...]:
         return tuple(a for a in axes if a in mesh.sizes)
@@ -135,7 +135,7 @@ def expert_layout(config: Config, mesh, axis, tensor=None, spec: str | None = No
 
 
 class Routing(NamedTuple):
-    """The places that this rank's n tokens go to, enough to compute the layer and to recompute it.
+    """The ranks and experts that this rank's n tokens go to: all that computing and recomputing the layer needs.
 
     Attributes:
         experts: int64[n, k], the choices of each token.
@@ -200,7 +200,7 @@ def route_tokens(
 
 
 def _counted(experts: Tensor, load: Tensor, config: Config, mesh, at: ExpertLayout, mask) -> "tuple[Tensor, Any]":
-    """Return (the balanced load, the count of tokens in the losses) of the global batch, from experts[B, T, k]."""
+    """Return `balanced` and `count` of the Routing: over the global batch, from the choices experts[B, T, k]."""
     count: Any = experts[..., 0].numel() * at.ranks
     if mask is None and config.balance_by == "batch" and not config.balance_first:
         return load, count
@@ -215,14 +215,14 @@ def _counted(experts: Tensor, load: Tensor, config: Config, mesh, at: ExpertLayo
 
 
 def _exchanged(counts: Tensor, at: ExpertLayout, mesh) -> Tensor:
-    """Return n[G, E_X], the rows that each rank sends to the experts held here, from this rank's counts[E]."""
+    """Return n[G, E_X], the numbers of rows that each rank sends to this rank's experts, from this rank's counts[E]."""
     if not at.experts:
         return counts[None]
     return all_to_all(f"n[G{at.X}, E] -> n[G, E{at.X}]", counts[None], mesh)
 
 
 def _places(experts: Tensor, segments: int, E: int, at: ExpertLayout, mesh) -> tuple[Tensor, Tensor]:
-    """Return (load int64[E], places int64[n, k]): how many earlier tokens of the batch chose the same expert."""
+    """Return (load int64[E], places int64[n, k]); a place counts the earlier tokens that chose the same expert."""
     segment = torch.arange(len(experts), device=experts.device) // (len(experts) // segments)
     key = experts + E * segment[:, None]
     counts = load_of(key, segments * E).view(segments, 1, E)
@@ -234,7 +234,7 @@ def _places(experts: Tensor, segments: int, E: int, at: ExpertLayout, mesh) -> t
 
 
 def _even(experts: Tensor, load: Tensor, capacity: int | None, config: Config, mesh, at, balanced, count) -> Routing:
-    """Return the routing without values: every rank's sends, receives and counts if the experts' loads are equal."""
+    """Return the routing on an AbstractMesh, which has no values: sends, receives and counts for equal loads."""
     groups, total = mesh.size(at.experts), experts.numel()
     if capacity is not None:
         total = min(total, -(-capacity * config.E // at.ranks))
