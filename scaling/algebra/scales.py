@@ -1,7 +1,8 @@
 """The laws of arrays with scales: what products, collectives and quantize may do to them (notation.md).
 
-They follow from two facts. A scale belongs to all values that share it, so what moves an array moves both. And a sum of
-values with scales of their own is no sum of the values, so scales are taken out of a sum, or are gone before it.
+They follow from two facts. A scale belongs to all values that share it, so a line that moves an array moves both. And
+values with different scales cannot be added, so a product takes the scales out of its sum, and any other sum is of
+dequantized values.
 """
 
 from scaling.spec import Format, Line, Spec, parse, parse_line, refuse

@@ -34,15 +34,16 @@ from scaling.spec import Spec, parse_line
 class LocalProduct(NamedTuple):
     """A prepared line, as constants that a compiler can keep in its graph.
 
-    What its operands must be: the number of `dims` of each (-1: there is no b), `shared` (position in a, position in b)
-    of the dims that both have, `numbers` (operand, position, size, whether it is split) of the dims that are numbers,
-    and (operand, position) of the `result`'s dims. `is_view`: torch.einsum would return a view of the operand.
+    The first fields say what the operands must be. `dims` is the number of dims of each (-1: there is no b). `shared`
+    has (position in a, position in b) of each dim that both have, `numbers` (operand, position, size, whether it is
+    split) of each dim that is a number, and `result` (operand, position) of each dim of the result. `is_view` says
+    whether torch.einsum would return a view of the operand.
 
-    If the line is a product of two matrices, each a group of adjacent dims: the number of dims of a that are `rows` of
-    the result, and the number that are `summed` over. a is [rows, summed], or transposed unless `plain_a`; b is
-    [summed, columns], or transposed unless `plain_b`; the result is [rows, columns] if `ahead`, or else transposed.
-    `two`: the operands have two dims. In any other case `summed` is 0, and the product is `equation`, in torch.einsum's
-    letters.
+    The others describe a product of two matrices, whose rows and columns are groups of adjacent dims. `rows` is the
+    number of dims of a that are rows of the result, and `summed` the number that are summed over. a is [rows, summed],
+    or transposed unless `plain_a`; b is [summed, columns], or transposed unless `plain_b`; the result is
+    [rows, columns] if `ahead`, or else transposed. `two`: the operands have two dims. In a line that is no such product
+    `summed` is 0, and torch.einsum computes `equation`.
     """
 
     line: str
@@ -94,7 +95,7 @@ class LocalProduct(NamedTuple):
         return (2 if contracts else 1) * a.numel() * b.numel() // max(1, twice)
 
     def multiply(self, a: Tensor, b: Any) -> Tensor:
-        """Return the product. Of two matrices it is computed as a b even if its transpose is wanted."""
+        """Return the product. A product of two matrices is computed as a b, and then transposed if that is wanted."""
         if self.two:
             product = (a if self.plain_a else a.t()) @ (b if self.plain_b else b.t())
             return product if self.ahead else product.t()
@@ -274,8 +275,8 @@ def einsum(
 def _compiled(line: str, a: Tensor, b: Tensor | None, out: Tensor | None, add: bool) -> Tensor:
     """Return the product in a compiler's graph.
 
-    A compiler finds the best kernel for an equation. A product of two matrices is the exception: as an equation it
-    would be a product of batches of one, which is not written to its place.
+    A compiler finds the best kernel for an equation. A product of two matrices is the exception: its equation would
+    become a batched product with a batch of one, which is not written directly to its place.
     """
     product = LocalProduct(*_constants(line))
     if not product.fits(a.shape, None if b is None else b.shape):

@@ -137,7 +137,7 @@ def table_if_any(path: "str | Path") -> dict[str, Any]:
 
 
 def quoted(value: Any, most: int = 60) -> str:
-    """Return the start of a value as Python writes it, but not numbers with thousands of digits, which it refuses."""
+    """Return the start of repr(value); for numbers whose digits Python may refuse to write, a description."""
     if isinstance(value, int) and not isinstance(value, bool) and abs(value) >= 1 << 128:
         return f"a number of {value.bit_length()} bits"
     try:

@@ -1,4 +1,4 @@
-"""The config.json of a model in the book's letters, for a class of transformers that computes the same.
+"""Write the config.json of a model in the book's letters, for a class of transformers that computes the same.
 
 A class computes a model if what is written for it is read back as that model (`hugging_face.read_config`).
 """
@@ -19,10 +19,10 @@ WRITTEN = ("llama", "mistral", "qwen2", "qwen3", "mixtral", "qwen3_moe", "deepse
 
 
 def kind_of(config: Config) -> str:
-    """Return the model_type whose class computes this model: its own, or else the first.
+    """Return the model_type whose class computes this model: the model's own, or else the first that does.
 
     Raises:
-        ValueError: No class of `KINDS` does. It names what the nearest one lacks.
+        ValueError: No class of `KINDS` computes it; the message names what the nearest class lacks.
     """
     return _kind_of(config, config.model_type)
 
@@ -44,7 +44,7 @@ def _kind_of(config: Config, own: str) -> str:
 
 
 def _lacking(config: Config, kind: str) -> list[str]:
-    """Return the fields of the model that are others when it is written for this class and read back."""
+    """Return the fields of the model that change when it is written for this class and read back."""
     try:
         again = Config(config.name, **read_config(_table(config, kind)))
     except ValueError as error:
@@ -56,7 +56,7 @@ def _lacking(config: Config, kind: str) -> list[str]:
 
 
 def _compared(config: Config) -> dict[str, Any]:
-    """Return the fields that say what a model computes, of two writings of one model alike."""
+    """Return the fields that decide what a model computes, in a form that is equal for two spellings of one model."""
     found = {field.name: getattr(config, field.name) for field in fields(Config) if field.name not in IGNORED}
     found |= {"activation": config.nonlinearity, "F_shared": config.S, "window": config.windows}
     return found if config.moe else {name: value for name, value in found.items() if name not in OF_EXPERTS}

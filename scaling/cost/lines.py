@@ -87,7 +87,7 @@ class Monomials:
 
 @dataclass(frozen=True)
 class LiveBytes:
-    """The bytes that are alive after each operation that follows one line: a row each, a column for each monomial.
+    """The bytes that are alive after one line: a row for each operation that follows it, a column for each monomial.
 
     Rows that are nowhere above another one are left out.
     """
@@ -97,7 +97,7 @@ class LiveBytes:
 
     @staticmethod
     def of(monomials: Sequence[Monomial], rows: Sequence[Sequence[float]]) -> "LiveBytes":
-        """Return rows, of which later ones may have more columns, as a matrix without those that others cover."""
+        """Return the rows as a matrix, padded with zeros, without the rows that are nowhere above another one."""
         matrix = np.zeros((len(rows), len(monomials)))
         for i, row in enumerate(rows):
             matrix[i, : len(row)] = row

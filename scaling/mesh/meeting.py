@@ -289,7 +289,7 @@ def _shown(message: str, with_how: bool) -> str:
 
 
 def _by_call(ranks: Sequence[int], messages: Sequence[str]) -> str:
-    """Return a text of which ranks make which call; it also shows how each is run if only that differs."""
+    """Return a text that says which ranks make which call, and how each is run if only that differs."""
     with_how, callers = len({_shown(each, False) for each in messages}) == 1, {}
     for rank, each in zip(ranks, messages, strict=True):
         callers.setdefault(_shown(each, with_how), []).append(rank)

@@ -101,7 +101,7 @@ class FileLayout:
         )
 
     def write(self, whole: Tensor) -> Tensor:
-        """Return the part of one tensor that is this param at its indices, each of the tensor's dims split in its own.
+        """Return this param's part of one tensor of a file, with the dims that the file merges still separate.
 
         `join` makes the tensor of the parts of all params that share it.
         """
@@ -113,16 +113,16 @@ class FileLayout:
         return part.unsqueeze(flat.index("*")) if "*" in flat else part
 
     def join(self, parts: Sequence[Tensor], sizes: Mapping[str, int]) -> Tensor:
-        """Return the tensor of these parts, those of all params that share it, in their order."""
+        """Return a file's tensor, joined from the parts of all params that share it, in their order."""
         along = max("".join(self.groups).find("*"), 0)
         return torch.cat([*parts], along).reshape(self.stored_shape(sizes)).contiguous()
 
 
 def turned_order(H: int, rotary: int, paired: bool) -> tuple[int, ...]:
-    """Return the position in a file of each coordinate of a head; () if it is the same.
+    """Return the position in a file of each coordinate of a head, or () if all positions are equal.
 
-    Here plane i has its coordinates at i and i + H/2, and only the first planes turn. In files only the first `rotary`
-    coordinates do: those of plane i are neighbours if they are `paired`, and else rotary/2 apart.
+    In this library plane i has its coordinates at i and i + H/2, and the first rotary/2 planes rotate. In files the
+    first `rotary` coordinates rotate, and the two of a plane are neighbours if they are `paired`, else rotary/2 apart.
     """
     planes = torch.arange(rotary).view(-1, 2).T if paired else torch.arange(rotary).view(2, -1)
     order = torch.cat([planes, torch.arange(rotary, H).view(2, -1)], 1).flatten().tolist()

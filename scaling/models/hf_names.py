@@ -1,4 +1,4 @@
-"""How the files of each model_type name, join and order the params, where they differ from Llama's.
+"""Tables of how the files of each model_type name, join and order the params, where they differ from Llama's.
 
 `models.leaves` has the names and dims of most classes. A row here is about one model_type.
 """

@@ -21,7 +21,7 @@ def is_scale(tensor: str, names: Container[str]) -> bool:
 
 
 class ScaledSlice:
-    """A weight in FP8 as a slice of a file, of which a part is read as float32, multiplied by its scales.
+    """A weight in FP8, read like a slice of a file: any part of it comes in float32, multiplied by its scales.
 
     `blocks`: how many rows and columns share a scale, 0 for all of them (`configs.quantized.weight_blocks`).
     """

@@ -25,10 +25,10 @@ EPS = 1e-6  # of the two norms of latents, independently of `config.eps` (DeepSe
 
 
 def make_latents(W: dict, values: Values, at: Context) -> Values:
-    """Add C_Q[B_PXZE, T_C, R] and C_KV[B_PXZE, T_C, M], of which the last `rope` are K_R, and what they are made of.
+    """Add C_Q[B_PXZE, T_C, R] and C_KV[B_PXZE, T_C, M] to the values, with the arrays that backward needs for them.
 
-    The values have the stream x[B_PXZE, T_CY, D], or y, the normed one. Latents are narrow, so they are gathered over
-    Y, and not y.
+    The last `rope` entries of C_KV are K_R. The values have the stream x[B_PXZE, T_CY, D], or its norm, y. Latents are
+    narrower than y, so they are gathered over Y, and y is not.
     """
     latent: Any = at.config.latent
     if "y" not in values:

@@ -106,7 +106,7 @@ def sum_of_squares(x: Tensor, dtype: torch.dtype = torch.float32, row: int = LIM
 
 
 def _split_over(mesh, *specs) -> tuple[str, ...]:
-    """Return for each type the axes that split it, in the mesh's order and as the notation has them; "" for none."""
+    """Return for each type the axes that split it, in the mesh's order and joined, such as "XY"; "" for none."""
     split = [parse(spec).axes for spec in specs]
     return tuple(format_axes([axis for axis in mesh_sizes(mesh) if axis in axes]) for axes in split)
 

@@ -98,7 +98,7 @@ def _meshes(job: Job, chip: Chip, chips: int, fixed: Fixed, refused: Counter) ->
 
 
 def _impossible(chip: Chip, chips: int, fixed: Fixed) -> Iterator[str]:
-    """Yield what is wrong with the axes' sizes that the user gave, whatever sizes the other axes have."""
+    """Yield each contradiction in the axes' sizes that the user gave, which no sizes of the other axes can mend."""
     wanted = dict(fixed.axes)
     pods = wanted.get("pod", fixed.pods or 1)
     if fixed.pods and pods != fixed.pods:
@@ -235,7 +235,7 @@ def _block(job: Job, chip: Chip, networks: list[Network], options: list[np.ndarr
     lanes = {name: Lane.columns([network.lanes[name] for network in networks]) for name in networks[0].lanes}
 
     def priced(which: np.ndarray, recipe: np.ndarray) -> Estimate:
-        """Return the estimates of rows, each of which is a mesh by its number and a recipe."""
+        """Return the estimates of the meshes with these numbers, each with its recipe."""
         names = ("microbatches", "schedule", "chunks", "remat", "reduce")
         fields: dict[str, Any] = {axis: sizes[which, i] for i, axis in enumerate(AXES)} | {"zero": zero[which]}
         fields |= {name: recipe[:, i].astype(float if i in (0, 2) else np.int8) for i, name in enumerate(names)}
@@ -256,7 +256,7 @@ def _block(job: Job, chip: Chip, networks: list[Network], options: list[np.ndarr
 def plans(job: Job, chip: Chip, chips: int, fixed: Fixed = ANY) -> Found:
     """Return all meshes, each with its best recipe, the best first.
 
-    Those that do not fit come last, the smallest first.
+    Meshes on which the job does not fit come last, the one that needs least memory first.
 
     Raises:
         ValueError: The model and the chips' network allow no mesh at all; it gives the reasons.

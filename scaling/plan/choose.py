@@ -128,7 +128,7 @@ def tried(
 
 
 def counted_choice(settings: Settings, sizes: dict, chip: Chip, backend: str, doubled: int = 0) -> MeshChoice:
-    """Return a mesh by the count of the run's own step.
+    """Return a mesh with the forecast of its step and the count of its fullest rank, from the run's own step.
 
     If the run does not fit, its microbatches are doubled, at most `doubled` times.
 

@@ -72,7 +72,7 @@ class Pass:
 
 
 def play(name: str, layer: list[Operation]) -> Pass:
-    """Run a layer repeatedly until it repeats itself; return the last one, in a window of its own length."""
+    """Time copies of a layer, one after another, until they are alike; return the last, with times from its start."""
     ran, free, now, ready, fed, start = [], {}, 0.0, 0.0, 0.0, 0.0
     for _ in range(BEFORE):
         start = now = max(now, ready)

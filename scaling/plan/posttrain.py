@@ -40,7 +40,7 @@ REFERENCE = 1 / 3  # a forward pass of the reference model, as a share of a trai
 
 @dataclass(frozen=True)
 class PosttrainJob:
-    """What a step asks for: answers, their lengths in tokens, and the number of reference models.
+    """The work of a step: its answers, their lengths in tokens, and the number of reference models.
 
     Attributes:
         config: The model.

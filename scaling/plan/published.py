@@ -103,7 +103,7 @@ def token_flops(job: Job, count: str) -> float:
 
 
 def own_mesh(run: PublishedRun) -> Estimate:
-    """Return the estimate of the published mesh; what the source leaves open is chosen."""
+    """Return the estimate of the published mesh; the planner chooses what the source does not state."""
     sizes = dict.fromkeys(AXES, 1) | dict(run.mesh)
     own = search(
         run.job, run.chip, run.chips, Fixed(tuple(sizes.items()), **cast(dict[str, Any], dict(run.recipe)))

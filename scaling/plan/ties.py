@@ -23,9 +23,9 @@ def effort(sizes: Mapping[str, int], chip: Chip | None = None) -> tuple[int, int
 
 
 def settle_ties(order: Sequence, seconds: Callable[[Any], float], effort_of: Callable[[Any], Any]) -> list:
-    """Return the order, the fastest first, except for its first place.
+    """Return the order, the fastest first, with one exception.
 
-    The first place goes to the one with the least effort among all that are as fast as the fastest, within TIE.
+    The first is the one with the least effort among all that are as fast as the fastest, within TIE.
     """
     as_fast = [one for one in order if seconds(one) <= (1 + TIE) * seconds(order[0])]
     first = min(as_fast, key=effort_of, default=None)
@@ -33,10 +33,10 @@ def settle_ties(order: Sequence, seconds: Callable[[Any], float], effort_of: Cal
 
 
 def simplest_first(chosen: list[tuple]) -> list[tuple]:
-    """Return the (rank, network, layout) in order of rank, ties settled.
+    """Return the (rank, network, layout) in order of rank, with ties settled.
 
-    Of those that fit and are as fast as the fastest, the first is the one with the least `effort`, and among these the
-    one that is shortest without overlap.
+    Among the layouts that fit and are as fast as the fastest, the one with the least `effort` comes first. If several
+    have the least effort, the one that takes least time without overlap does.
     """
     order = sorted(chosen, key=lambda one: one[0])
     fitting = [one for one in order if one[0][0] == 0]

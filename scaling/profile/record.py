@@ -219,13 +219,13 @@ def offset_to_first() -> float:
 
 @dataclass
 class CoreWaits:
-    """The counter's text at each `look()`, and when it was read."""
+    """Readings of a thread's counter of seconds for which it waited for a core (see above): (when, the file's text)."""
 
     file: int | None
     read: list[tuple[float, bytes]] = field(default_factory=list)
 
     def look(self) -> None:
-        """Read the counter."""
+        """Read the counter, and keep its text with the time."""
         if self.file is not None:
             self.read.append((trace.now(), os.pread(self.file, 64, 0)))
 
@@ -236,7 +236,7 @@ class CoreWaits:
 
 @contextmanager
 def core_waits() -> Iterator[CoreWaits]:
-    """Watch the opening thread's counter: at the beginning, at the end, and when asked to."""
+    """Read this thread's counter at the beginning and at the end of the block, and at each `look()` in between."""
     looks = CoreWaits(os.open(COUNTER, os.O_RDONLY) if os.path.exists(COUNTER) else None)
     looks.look()
     try:

@@ -1,4 +1,4 @@
-"""Which products of a training step are scaled, and in which formats (Part 12).
+"""Recipes: which products of a training step are scaled, and in which formats (Part 12).
 
 Stored params and the optimizer's master copies keep the run's dtype. In each pass a layer's matrices are quantized
 along the dims that the pass sums over, and then gathered. So a matrix has two forms, and neither can be computed from
@@ -44,7 +44,12 @@ RECIPES = {
 
 
 class MatrixProduct(NamedTuple):
-    """A product of two matrices: its line, and how many adjacent dims of an operand each dim of its matrix merges."""
+    """A product of two matrices that are reshaped arrays.
+
+    Attributes:
+        line: Its line.
+        counts: For each operand and each dim of its matrix, the number of adjacent dims that are merged into it.
+    """
 
     line: Line
     counts: tuple[tuple[int, ...], ...]

@@ -91,9 +91,9 @@ class Given(NamedTuple):
 
 
 def advance(model: PagedModel, draft: Draft | None, worker: str, works: Sequence[Work]) -> dict[int, Given]:
-    """Compute the works, and return what each request is given that samples, or whose prompt is scored.
+    """Compute the works, and return the result of each request that samples or whose prompt is scored.
 
-    A request that samples is given the proposals that are right, and the token after them.
+    A request that samples gets the proposals that were accepted, and the token after them.
     """
     proposed = draft(worker, works) if draft else {}
     scored = [w.request.scored and w.start < len(w.request.prompt) for w in works]

@@ -22,7 +22,7 @@ class RequestError(ValueError):
 
 @contextmanager
 def blaming(param: str) -> Iterator[None]:
-    """Name this field in those errors of the block that name no field."""
+    """Turn an error of the block into a RequestError that names this field, unless the error names one already."""
     try:
         yield
     except (ValueError, TypeError, OverflowError, RecursionError) as error:

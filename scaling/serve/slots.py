@@ -148,9 +148,9 @@ class Slots:
         return attend_scores(Q, K, V, hidden, None, config.score_cap, sinks)
 
     def held(self, l: int, window: int | None, dtype: torch.dtype, *new: Tensor) -> tuple[list[Tensor], Any, bool]:
-        """Write the new keys and values, or latents, and return layer l's, at all places that a query sees.
+        """Write the new keys and values, or latents, and return layer l's at all places that any query sees.
 
-        The mask and causal that follow them say which of the places each query sees, as `over` takes them.
+        The mask and causal in the result say which of these places each query sees; `over` takes them.
         """
         self.append(l, *new)
         keys, mask, causal = self.seen(window, dtype)
@@ -168,7 +168,7 @@ class Slots:
         return O.transpose(1, 2)
 
     def seen(self, window: int | None, dtype: torch.dtype) -> tuple[Keys, Tensor | None, bool]:
-        """Return the places that queries see, what is added to scores or None, and whether these are simply causal."""
+        """Return (the places to read, the mask to add to the scores or None, whether attention is simply causal)."""
         if window not in self._seen:
             self._seen[window] = self._mask(window, dtype)
         return self._seen[window]
@@ -192,7 +192,7 @@ class Slots:
     def visible(self, places: Tensor, window: int | None) -> Tensor:
         """Return which keys each query sees, visible[B_Z, T_C, S], with B_Z = 1 if all rows are alike.
 
-        The keys are at places[S] of all rows, or at places[B_Z, S]; there is none at a place below 0.
+        The keys are at places[S] of every row, or at places[B_Z, S] if rows differ; a place below 0 has no key.
         """
         rows = self.positions if self.positions.dim() == 2 else self.positions[None]
         places = places if places.dim() == 1 else places[:, None]

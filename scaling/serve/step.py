@@ -33,7 +33,7 @@ from scaling.serve.requests import longest_text
 from scaling.serve.slots import Extent, Slots
 from scaling.serve.types import ONE, SPLIT_ROWS, specs
 
-LISTINGS: dict[str, tuple[Any, Callable]] = {  # (what has embed, mlp and head, attention)
+LISTINGS: dict[str, tuple[Any, Callable]] = {  # (the module with embed, mlp and head, the function attention)
     "heads": (heads, heads.attention),
     "heads_batch": (heads_batch, heads_batch.attention),
     "sequence": (heads_batch, sequence.attention),
@@ -55,8 +55,8 @@ def prefill(
 ) -> tuple[Tensor, dict]:
     """Return (logits[B, V] at each row's last token, cache) of right-padded tokens[B, T]; row b has lengths[b].
 
-    The cache may hold tokens already: a prompt in chunks gives the same as the whole prompt. Tokens, lengths and logits
-    are whole on every rank.
+    The cache may hold tokens already: a prompt that comes in chunks has the logits of the whole prompt. Tokens, lengths
+    and logits are whole on every rank.
 
     Args:
         params: This rank's params, typed as in `specs`.
@@ -97,8 +97,8 @@ def extend(
 ) -> tuple[Tensor, dict]:
     """Return (logits[B, T, V] at every token, cache), to score a text or verify a draft. A row may have no tokens.
 
-    At padded tokens the logits mean nothing. To take tokens back, pass cache | {"lengths": smaller} on. The arguments
-    are those of `prefill`.
+    The logits at padded tokens mean nothing. To take tokens back, go on with cache | {"lengths": smaller}. The
+    arguments are those of `prefill`.
     """
     return _checked(params, tokens, cache, config, mesh, lengths, form, donate, False)
 
@@ -147,7 +147,7 @@ def logits_of(
         config: The model.
         mesh: The mesh.
         form: How params and cache are sharded.
-        last: Whether to return the logits[B, V] of each row's last token, or those of all, [B, T, V].
+        last: Whether to return the logits[B, V] of each row's last token, or else logits[B, T, V] of all tokens.
         places: The `rope.table_kinds` of all places that a row may have. None computes the angles here.
     """
     share, dtype, T = share_of(mesh, form), params["norm"].dtype, tokens.shape[1]

@@ -1,7 +1,7 @@
-"""Sizes that are primes, so that every number of a step tells which sizes it is a product of.
+"""Read the numbers of a traced step as products of its sizes, which are chosen to be primes.
 
-A step that runs at such sizes has numbers like 2 b T D, of which each factor shows: the bytes of an array, the FLOPs of
-a product. `Symbols.monomial` reads them.
+At such sizes the bytes of an array or the FLOPs of a product are numbers like 2 b T D, whose prime factors tell which
+sizes they are a product of. `Symbols.monomial` reads them.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -18,7 +18,7 @@ class NotMonomial(ValueError):
 
 @dataclass(frozen=True)
 class Symbols:
-    """Symbols by name, each with its size and with a prime of its own that divides no size of a later symbol.
+    """Symbols by name, each with its size and with a prime factor of it that divides no size of a later symbol.
 
     Attributes:
         sizes: (name, size, prime) of each symbol.
@@ -79,7 +79,7 @@ def valuation(n: Fraction, prime: int) -> int:
 
 
 def prime_factors(numbers: Iterable[int]) -> set[int]:
-    """Return the prime prime_factors of the numbers."""
+    """Return the prime factors of the numbers."""
     return {d for n in {*numbers} for d in range(2, n + 1) if n % d == 0 and all(d % q for q in range(2, d))}
 
 
@@ -96,13 +96,13 @@ def primes_for(names: Sequence[str], taken: Iterable[int], least: Mapping[str, i
 
 @dataclass
 class LiveSymbols(PeakMemory):
-    """The bytes that are alive, as polynomials: for each line what was alive after each operation that followed it.
+    """The bytes of live tensors as polynomials: a row for each operation, sorted by the line that it follows.
 
     Attributes:
         symbols: The symbols of the sizes.
-        columns: The place of each monomial in a row.
-        alive: The coefficients of what is alive now.
-        rows: The rows by line, each as long as the columns that were known then.
+        columns: The column of each monomial.
+        alive: The coefficients of the bytes that are alive now, by column.
+        rows: The rows by line; a row is as long as the number of columns was when it was added.
         error: Why a number could not be read. It is kept, because an error where a tensor is freed would be ignored.
     """
 
@@ -126,7 +126,7 @@ class LiveSymbols(PeakMemory):
         self.alive[column] += float(coefficient) if nbytes > 0 else -float(coefficient)
 
     def ended(self) -> None:
-        """Note what is alive now that an operation has ended."""
+        """Add a row of the bytes that are alive after an operation."""
         if self._line[0] != len(events := self.log.events):
             self._line = len(events), str(events[-1])
         self.rows.setdefault(self._line[1], []).append(self.alive.copy())

@@ -34,8 +34,8 @@ def fullest(
 def busiest(sizes: Mapping[str, int], stage: int = 0) -> dict[str, int]:
     """Return the coordinates of the rank in a stage that does most work, which is the last rank along C.
 
-    That rank sends all its tokens to other ranks, and the start of the sequence never cuts its windows. Ranks do not
-    differ along other axes, except that some multiply one more matrix in Muon's update.
+    That rank sends all its tokens to other ranks, and the start of the sequence never cuts short the windows of its
+    tokens. Along other axes all ranks do the same work, except that some have one more matrix in Muon's update.
     """
     return {axis: at for axis, at in (("Z", stage), ("C", sizes.get("C", 1) - 1)) if axis in sizes}
 

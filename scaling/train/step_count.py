@@ -44,7 +44,7 @@ def run(
     settings: Settings, mesh, schedule: str | None, documents: bool, numbers: Numbers, memory: PeakMemory,
     limits: Limits = LIMITS,
 ) -> CountedStep:  # fmt: skip
-    """Run a step on an abstract mesh and return its count, without peaks; count what is alive in `memory`."""
+    """Run a step on an abstract mesh, and return its count without peaks; `memory` follows the bytes that are alive."""
     params, batch = step_shapes(settings, mesh, schedule)
     optimizer, updated = optimizer_of(settings), Updated(settings, mesh)
     frozen, trained = parted(settings, params)

@@ -1,7 +1,8 @@
 """Choose the sizes at which a training step is traced, each a prime, so that one trace answers for all other sizes.
 
 What decides which code a step runs is its *structure*: the kind of the model, the axes of the mesh, the stages and the
-parts of sequences, the recipe. All else is a symbol (`scaling.trace.symbols`), or a loop of which a few turns are run.
+parts of sequences, the recipe. Every other size is a symbol (`scaling.trace.symbols`), or the length of a loop that is
+run only a few times.
 """
 
 from collections.abc import Mapping
@@ -21,14 +22,14 @@ from scaling.trace.symbols import NotMonomial, Symbols, prime_factors, primes_fo
 from scaling.train.settings import Settings
 from scaling.train.step_count import step_shapes
 
-FEW = 24  # experts of a rank, and chunks of the loss, that are run as they are
+FEW = 24  # up to this number, all experts of a rank and all chunks of the loss are run
 LEAST = dict.fromkeys((*"EKGHbTYDFVXPSO", "row", "copies"), 31) | {"El": 11, "J": 17}  # the least prime of each
 ENDLESS = 1 << 62
 
 
 @dataclass(frozen=True)
 class Structure:
-    """A step to be traced: a run's settings and its mesh, at sizes of which each is a symbol."""
+    """A step to be traced: a run's settings and its mesh, with primes as sizes, each of which stands for a symbol."""
 
     settings: Settings
     mesh: tuple[tuple[str, int], ...]
@@ -150,7 +151,7 @@ def resolved(settings: Settings, sizes: Mapping[str, int], schedule: str | None 
 def packed_sizes(
     settings: Settings, sizes: Mapping[str, int], schedule: str | None, small: int = LIMITS.small
 ) -> dict[str, int]:
-    """Return the elements of each stack's layer that a rank sends along X in one message, {} if leaf by leaf."""
+    """Return by stack the elements of a layer that a rank sends along X in one message; {} if it sends leaf by leaf."""
     if sizes.get("X", 1) == 1:
         return {}
     params, step = resolved(settings, sizes, schedule)
@@ -166,7 +167,7 @@ def packed_sizes(
 
 
 def loss_chunks(settings: Settings, sizes: Mapping[str, int]) -> tuple[int, Fraction]:
-    """Return the number of chunks of the loss, and the rows of all over those of one, as `ends.chunked_loss` has it."""
+    """Return the number of chunks in `ends.chunked_loss`, and all rows as a multiple of one chunk's."""
     Y, parts = sizes.get("Y", 1), prod(sizes.get(axis, 1) for axis in "PXEC")
     rows = settings.batch * settings.seq // (parts * settings.microbatches)
     V = types.padded_sizes(settings.model, AbstractMesh(sizes))["V"]

@@ -41,7 +41,7 @@ def embed_backward(dx: Tensor, tokens: Tensor, size: int, mesh, scale: float = 1
 
 
 def in_part(tokens: Tensor, size: int, mesh) -> tuple[Tensor, Tensor]:
-    """Return (each token's place in this rank's part of the vocabulary, or 0; whether it has a place there)."""
+    """Return (each token's row in this rank's part of the vocabulary, or 0; whether the part has the token)."""
     local = tokens - mesh.coord.get("Y", 0) * size
     here = (local >= 0) & (local < size)
     return torch.where(here, local, 0), here

@@ -251,7 +251,7 @@ def weight_gradient(W: dict, name: str, line: str, a: Tensor, b: Tensor, at: Con
 
 
 def in_place(part: Tensor, whole: Tensor, at: Context) -> Tensor:
-    """Return the gradient of the KV heads used, in their places among zeros: the transpose of `own_heads`."""
+    """Return the gradient of all KV heads, zero but for the heads used: the transpose of `own_heads`."""
     if isinstance(whole, Scaled) or part.shape == whole.shape:
         return part
     padded = torch.zeros_like(whole)
