@@ -9,7 +9,7 @@ they weigh a different loss, over the routers of all layers together.
 import math
 from dataclasses import fields
 from types import NoneType
-from typing import Any
+from typing import Any, get_args
 
 from scaling.common.arguments import check_within, of_type
 from scaling.configs.attention import Latent
@@ -127,7 +127,7 @@ def check_types(read: dict, kind: ModelType) -> None:
         if value is None and (not kind.architecture or key in NULL or kind.keys[key] is None):
             continue
         if key in types:
-            of_type(key, value, types[key])
+            of_type(key, value, *(get_args(types[key]) or (types[key],)))
             if isinstance(value, int) and value < 0:
                 raise ValueError(f"{key} is {value}: must not be negative\n  fix: give 0 or more")
 
@@ -176,7 +176,10 @@ def _sparse_layers(read: dict, L: int) -> int:
 
 def _scales(read: dict) -> dict:
     """Return the scales that some classes write by their inverses."""
-    found = {"logit_scale": 1 / read["logit_scale"]} if read.get("logit_scale") else {}
+    found = {}
+    if (scale := read.get("logit_scale")) is not None:
+        check_within("logit_scale", scale, "(0, inf)")
+        found = {"logit_scale": 1 / scale}
     return found | ({"score_scale": read["query_pre_attn_scalar"] ** -0.5} if read.get("query_pre_attn_scalar") else {})
 
 
@@ -248,6 +251,11 @@ def _not_computed(whole: dict, table: dict, read: dict, kind: ModelType) -> list
         found.append(f"partial_rotary_factor {partial}")
     if "qk_rope_head_dim" in kind.keys and table.get("head_dim", rope := read["qk_rope_head_dim"]) != rope:
         found.append(f"head_dim {table['head_dim']} beside qk_rope_head_dim {rope}")  # the class turns so many dims
+    if kind.architecture and not {"head_dim", "qk_rope_head_dim"} & {*kind.keys}:  # the class's parts differ in it
+        wide = read["hidden_size"] // max(1, read["num_attention_heads"])
+        found += (
+            [] if table.get("head_dim") in (None, wide) else [f"head_dim {table['head_dim']} beside D / N = {wide}"]
+        )
     strange = sorted({*map(str, read.get("layer_types") or ())} - SLIDES)
     found += [f"layer_types {strange[0]!r}"] if strange else []
     found += [] if table.get("is_causal", True) else ["is_causal false"]

@@ -15,6 +15,7 @@ IGNORED = {"name", "source", "dtype", "max_positions", "model_type", "uncomputed
 IGNORED |= {"aux_coef", "z_coef", "balance_by", "balance_first"}  # of training alone
 OF_EXPERTS = ("k", "shared", "norm_topk", "routing", "expert_groups", "top_groups", "routed_scale", "dense_layers")
 OF_EXPERTS += ("expert_bias", "clamp", "shared_gate")
+CAPS = ("score_cap", "logit_cap")  # fields whose None a class reads as none
 WRITTEN = ("llama", "mistral", "qwen2", "qwen3", "mixtral", "qwen3_moe", "deepseek_v3", "gemma", "smollm3", "granite")
 
 
@@ -69,9 +70,14 @@ def write_config(config: Config) -> dict:
 
 def _table(config: Config, kind: str) -> dict:
     keys, table = KINDS[kind].keys, {"architectures": [KINDS[kind].architecture], "model_type": kind}
+    table["pad_token_id"] = None  # the class's default may lie beyond V
     for field, names in LETTERS.items():
         value, name = getattr(config, field), next((name for name in names if name in keys), None)
-        if name is not None and value is not None and (config.moe or field not in ("E", *OF_EXPERTS)):
+        if (
+            name is not None
+            and (value is not None or field in CAPS)
+            and (config.moe or field not in ("E", *OF_EXPERTS))
+        ):
             table[name] = value
     if "moe_intermediate_size" in keys:
         table["intermediate_size"] = config.F_dense or config.F
@@ -113,11 +119,14 @@ def _table(config: Config, kind: str) -> dict:
     if "query_pre_attn_scalar" in keys and config.score_scale is not None:
         table["query_pre_attn_scalar"] = round(config.score_scale**-2)
     widths = {window for window in config.windows if window is not None}
-    if len(widths) <= 1 and "sliding_window" in keys:
+    by_pattern = bool(KINDS[kind].pattern)  # such a class needs some width even where no layer has the window
+    needs_none = not by_pattern or (KINDS[kind].still_full and not config.unrotated)
+    if "sliding_window" in keys and (len(widths) == 1 or (not widths and needs_none)):
         table["sliding_window"] = next(iter(widths), None)
     if "use_sliding_window" in keys:
         table["use_sliding_window"] = bool(widths)
-    if widths and "layer_types" in keys and kind != "mistral":  # older versions of it would give every layer the window
+    # An older version of mistral's class would give every layer the window.
+    if (widths or by_pattern) and "layer_types" in keys and kind != "mistral":
         table["layer_types"] = ["full_attention" if w is None else "sliding_attention" for w in config.windows]
     if "no_rope_layers" in keys:
         table["no_rope_layers"] = [int(l not in config.unrotated) for l in range(config.L)]

@@ -101,9 +101,9 @@ GEMMA_2 = _without(GEMMA_1, "hidden_act") | {
     "intermediate_size": 9216, "hidden_activation": "gelu_pytorch_tanh", "query_pre_attn_scalar": 256,
     "sliding_window": 4096, "layer_types": None, "final_logit_softcapping": 30.0, "attn_logit_softcapping": 50.0,
 }  # fmt: skip
-GEMMA_3 = GEMMA_2 | {
+GEMMA_3 = _without(GEMMA_2, "attn_logit_softcapping") | {  # the class has this key and does not use it
     "vocab_size": 262208, "max_position_embeddings": 131072, "final_logit_softcapping": None,
-    "attn_logit_softcapping": None, "use_bidirectional_attention": False,
+    "use_bidirectional_attention": False,
 }  # fmt: skip
 GLM = _keys(
     vocab_size=151552, intermediate_size=13696, num_hidden_layers=40, num_key_value_heads=2, head_dim=128,

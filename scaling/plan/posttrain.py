@@ -212,7 +212,7 @@ def _division(asked: PosttrainJob, hardware: Chip, train_chips: int, write_chips
     return Division(layout, serving, train, write, push, apart)
 
 
-def report(found: list[Division], asked: PosttrainJob, hardware: Chip, top: int = 6) -> str:
+def report(found: list[Division], asked: PosttrainJob, hardware: Chip, chips: int, top: int = 6) -> str:
     """Return the text that the command prints."""
     best, length = found[0], asked.prompt + asked.output
     where = (
@@ -222,7 +222,7 @@ def report(found: list[Division], asked: PosttrainJob, hardware: Chip, top: int 
     lines = [
         f"{asked.config.name}: {asked.answers:,} answers a step, {asked.prompt:,} + {asked.output:,} tokens, "
         f"the longest {asked.longest or asked.output:,}, "
-        f"on {max(one.train_chips for one in found):,} {hardware.name}, {asked.dtype}",
+        f"on {chips:,} {hardware.name}, {asked.dtype}",
         f"Best: {where}. A step takes {best.seconds:,.3g} s; the chips wait for {best.waiting:.0%} of it.",
         f"  training  {best.train:,.3g} s: {best.training.name}, {asked.answers * length:,} tokens",
         f"  writing   {best.write:,.3g} s: {_replicas(best.serving)} by {best.serving.form}, "
@@ -296,5 +296,5 @@ def main(arguments: list[str] | None = None) -> int:
     except ValueError as error:
         print(json.dumps({"error": str(error)}), file=sys.stderr) if args.json else complain(f"no plan: {error}")
         return 1
-    print(json.dumps(as_dict(found), indent=1) if args.json else report(found, asked, hardware, args.top))
+    print(json.dumps(as_dict(found), indent=1) if args.json else report(found, asked, hardware, args.chips, args.top))
     return 0

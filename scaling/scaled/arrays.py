@@ -122,6 +122,9 @@ def quantize(
         ShardingError: The line is illegal, a shard cuts a block, or x is differentiated.
     """
     x, f, typed = wait(x), format_of(format), check_quantize(line)
+    if not isinstance(x, Tensor) or not x.is_floating_point():
+        what = f"the operand is {x.dtype if isinstance(x, Tensor) else type(x).__name__}"
+        refuse(f"quantize: {line}", what, "real numbers are quantized, once", "give a tensor of floats")
     spec = present(typed.result, mesh) if mesh.drops else typed.result
     parts = spec.parts(f)
     if x.dim() != len(spec.dims):

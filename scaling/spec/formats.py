@@ -56,7 +56,7 @@ def format_of(name: "str | Format") -> Format:
     """Return the format of this name; a Format itself, such as `FORMATS["int4-32"]._replace(block=64)`, stays."""
     if isinstance(name, Format):
         return name
-    if name not in FORMATS:
+    if not isinstance(name, str) or name not in FORMATS:
         raise ShardingError(f"unknown format {name!r:.60}\n  fix: use one of {', '.join(FORMATS)}")
     return FORMATS[name]
 

@@ -51,7 +51,7 @@ BASES = {  # a small model of each type
     "glm": SMALL | {"pad_token_id": 0},
     "glm4": SMALL | {"pad_token_id": 0},
     "starcoder2": SMALL,
-    "stablelm": SMALL | {"head_dim": 4, "pad_token_id": 0, "num_attention_heads": 2, "num_key_value_heads": 1},
+    "stablelm": SMALL | {"pad_token_id": 0, "num_attention_heads": 2, "num_key_value_heads": 1},
     "gpt_neox": SMALL | {"num_attention_heads": 2},
     "cohere": SMALL | {"head_dim": 4},
     "cohere2": SMALL | {"head_dim": 4, "sliding_window": 5, "num_hidden_layers": 4},
@@ -219,6 +219,7 @@ KNOWN = {  # what was read otherwise once: (a type, edits)
     "nor in deepseek": ("deepseek_v3", {"sliding_window": 3}),
     "a window beside full layers": ("qwen3_moe", {"layer_types": ["full_attention"] * 3}),
     "layers of mistral": ("mistral", {"layer_types": ["full_attention", "sliding_attention", "full_attention"]}),
+    "a cap that Gemma 3 does not use": ("gemma3_text", {"attn_logit_softcapping": 1.0}),
     "latent keys in llama": ("llama", {"kv_lora_rank": 4, "num_experts": 8, "hidden_activation": "relu"}),
 }  # fmt: skip
 
@@ -228,6 +229,47 @@ KNOWN = {  # what was read otherwise once: (a type, edits)
 def test_a_key_is_read_as_the_class_reads_it(what, tmp_path):
     kind, edits = KNOWN[what]
     assert outcome(kind, edits, tmp_path)[0] == "equal"
+
+
+@pytest.mark.parametrize("kind", ["gpt_neox", "cohere"])
+def test_a_width_of_heads_that_only_a_part_of_the_class_reads_is_refused(kind, tmp_path):
+    assert outcome(kind, {"head_dim": 16}, tmp_path)[0] == "refused here"
+
+
+def test_a_scale_of_zero_and_a_whole_number_are_read(tmp_path):
+    for kind, edits, said in (
+        ("cohere", {"logit_scale": 0.0}, "logit_scale"),
+        ("gemma2", {"attn_logit_softcapping": 9}, ""),
+    ):
+        (tmp_path / "config.json").write_text(json.dumps(written(kind) | edits))
+        if said:
+            with pytest.raises(ValueError, match=said):
+                load(tmp_path / "config.json")
+        else:
+            assert load(tmp_path / "config.json").score_cap == 9
+
+
+EXPORTS = [("glm", {}), ("phi3", {}), ("gemma2", {"attn_logit_softcapping": None, "final_logit_softcapping": None})]
+EXPORTS += [(kind, {"layer_types": ["full_attention"] * written(kind)["num_hidden_layers"]})
+            for kind in ("gemma2", "gemma3_text", "gpt_oss", "olmo3", "cohere2", "exaone4")]  # fmt: skip
+
+
+@pytest.mark.parametrize(("kind", "edits"), EXPORTS, ids=str)
+def test_the_class_computes_what_is_exported(kind, edits, tmp_path):
+    """Ids of padding beyond the vocabulary, windows that no layer has, and caps that are left out."""
+    for name in ("from", "to"):
+        (tmp_path / name).mkdir()
+    assert outcome(kind, edits, tmp_path / "from")[0] == "equal"
+    config, params = hf.load(tmp_path / "from")
+    hf.save(tmp_path / "to", config, params)
+    model = theirs.AutoModelForCausalLM.from_pretrained(tmp_path / "to", dtype=torch.float32).eval()
+    assert model.config.model_type == kind
+    model.set_experts_implementation("eager")
+    tokens = torch.arange(24)[None] * 7 % 11
+    with torch.no_grad():
+        torch.testing.assert_close(
+            transformer.forward(params, tokens, config=config), model(tokens).logits, rtol=1e-4, atol=1e-4
+        )
 
 
 @pytest.mark.parametrize("kind", BASES)
