@@ -46,9 +46,9 @@ def matmul(a, b, out=None, sizes=None, mesh=None, cost=None) -> Plan:
 
     Without `sizes` and `cost` the book's rules decide. In case 2 the operand that is sharded along the contraction is
     gathered. In case 3 the product is reduced, by a ReduceScatter if `out` is split over that axis and by an AllReduce
-    if not. In case 4 the operand is gathered whose dim `out` does not split, or else the second. The rules decide as
-    well without `out`, and case 3 then leaves the result unreduced; case 4, given sizes, gathers the operand that is
-    cheaper to gather. They also decide beyond a number of axes, and the plan's `note` says so.
+    if not. In case 4 the operand whose dim `out` does not split is gathered, or else the second one. Without `out` the
+    rules decide, too: case 3 then leaves the result unreduced, and case 4, given sizes, gathers the operand that is
+    cheaper to gather. They also decide if there are too many axes to search, and the plan's `note` says so.
 
     Args:
         a: the first operand's type, as text or a Spec.
@@ -163,8 +163,9 @@ def by_rule(a: Spec, b: Spec, kept: tuple[str, ...], out: Spec | None, gathered:
     """Choose the local types of the operands by the rules of the four cases, with the result dims `kept`.
 
     A contracted dim keeps the axes that split it alike in both operands (case 3) and is gathered over others (case 2).
-    If an axis splits two dims of the result (case 4), the operand is gathered whose dim `out` does not split over it,
-    or `gathered` if that does not decide. If `out` splits a dim over axes that neither operand uses, it is sliced.
+    If an axis splits two dims of the result (case 4), the operand whose dim `out` does not split over it is gathered,
+    or the operand `gathered` if that does not decide. If `out` splits a dim over axes that neither operand uses, the
+    dim is sliced.
     """
     a = a.with_unreduced(axis for axis in a.unreduced if axis not in b.axes + b.unreduced)
     b = b.with_unreduced(axis for axis in b.unreduced if axis not in a.axes)

@@ -161,8 +161,8 @@ def path(found: Reach, spec: Spec, to: DimAxes) -> tuple[Step, ...]:
 def reshard(src, dst, sizes=None, mesh=None, cost=None, idle: bool = False) -> Plan:
     """Plan the cheapest resharding from one type of an array to another with the same dims.
 
-    The result keeps `dst`'s name, and the steps before it `src`'s. Beyond a number of axes the plan may not be the
-    cheapest, and its `note` says so. Plans are cached: a repeated one costs microseconds.
+    The result keeps `dst`'s name, and the steps before it `src`'s. If there are too many axes to search, the plan may
+    not be the cheapest, and its `note` says so. Plans are cached: a repeated one costs microseconds.
 
     Args:
         src: the type before, as text or a Spec.

@@ -15,7 +15,14 @@ DIM, SUM, NONE = "a dim", "{U}", "no dim"
 
 
 class Rule(NamedTuple):
-    """The position that a collective takes axes from, and the one it puts them in; `says` is the rule in words."""
+    """The rule of one collective.
+
+    Attributes:
+        source: The position that it takes axes from: DIM, SUM or NONE.
+        target: The position that it puts them in.
+        says: The rule in words, for errors.
+        rooted: Whether it has a root.
+    """
 
     source: str
     target: str

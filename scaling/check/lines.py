@@ -38,7 +38,7 @@ IGNORE = re.compile(r"#\s*scaling:\s*ignore\b(?:\[([^\]]*)\])?")
 
 
 def check_lines(text: str, file: str = "<source>") -> "tuple[list[Finding], list[tuple[int, int]]]":
-    """Return (the faults of a text's literal lines, the (first, last line) of each typed call that has one)."""
+    """Return (the faults of a text's literal lines, the (first, last) line number of each typed call that has one)."""
     found: list[Finding] = []
     try:
         tree = ast.parse(text)

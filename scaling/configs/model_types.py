@@ -26,7 +26,7 @@ class ModelType:
         meant: Values of hidden_act that the class takes for another.
         root_scaled: Whether the class multiplies embeddings by sqrt(D).
         gated_window: Whether a window counts only with use_sliding_window.
-        pattern: Where layer_types is left out, every so manyeth layer sees all, and the others have the window.
+        pattern: Without layer_types, every layer whose number this divides sees all, and the others have the window.
         partial: The default of partial_rotary_factor in a class that rotates only a part of each head.
         rope_keys: The keys of the base and of the rotated part, where they are not in a table of their own.
         local_theta: The base of layers with a window, in a class in which it is another.

@@ -130,7 +130,7 @@ class OwnKeys(NamedTuple):
         yield KeyBlock(rows, columns, self.mask, self.scale, both, tile=self.tile), *arrays.values()
 
     def follow(self, dKV: Tensor, hop: int) -> Tensor:
-        """Return dKV: on one device it has nowhere to go."""
+        """Return dKV, which on one device stays where it is."""
         return dKV
 
 

@@ -147,7 +147,8 @@ def _parts(
 ) -> Iterator[tuple[int, dict[str, Tensor]]]:
     """Yield (0, the tensors of the ends and of dense layers before those with experts), then (l + 1, layer l's).
 
-    Each tensor is gathered whole. Only those layers after the dense ones are yielded that this rank holds a part of.
+    Each tensor is gathered whole. Of the layers after the dense ones, only those that this rank holds a part of are
+    yielded.
     """
 
     def add(pieces: TensorParts, leaf: Tensor, spec: Spec, layout: FileLayout, at: dict[str, int]) -> None:

@@ -242,7 +242,7 @@ def head_norm(x: Tensor, gain: Tensor, at: Any, rows: str) -> tuple[Tensor, Any]
 
 
 def head_norm_backward(x: Tensor, gain: Tensor, r: Tensor, dy: Tensor, at: Any) -> tuple[Tensor, Tensor]:
-    """Return (dx, dgain): of all heads together dx = r gain dy - r^3 x mean(x gain dy), the mean over every head."""
+    """Return (dx, dgain): dx = r gain dy - r^3 x mean(x gain dy), over all heads if they are normed together."""
     if gain.dim() == 1:
         return gained_norm_vjp(x, gain, r, dy)
     wide, dy, flat = x.flatten(-2), dy.flatten(-2), gain.flatten()

@@ -1,7 +1,7 @@
 """Every layout of so many chips for a job: all meshes with all recipes, evaluated as columns, the best first.
 
-No layout is skipped by a guess. A layout must obey rules, each with a reason, and the reasons are counted, so that "no
-mesh suits" says why.
+No heuristic skips a layout. A mesh that breaks a rule of the model or of the network is left out, and counted with its
+reason, so that the error "no mesh suits" can say why.
 """
 
 import math

@@ -23,9 +23,9 @@ def unlike(best: Layout) -> str:
 def own_run(job: Job, chip: Chip, chips: int, best: Layout, model: str, explain: bool = False) -> list[str]:
     """Return what `scaling.train` makes of a plan, in lines of text.
 
-    That is the command that runs the layout, with the bytes that its step sends and holds by its own count. If it does
-    not run, or does not fit by that count, it is the reason, and the command of the cheapest mesh that does. With
-    `explain` it also has the lines of the step with their cost.
+    The lines have the command that runs the layout, and the bytes that its step sends and holds by its own count. If
+    `scaling.train` cannot run the layout, or it does not fit by that count, they have the reason, and the command of
+    the cheapest mesh that runs. With `explain` they also have the lines of the step with their cost.
     """
     if job.dtype not in DTYPES or not isinstance(job.config, Config) or job.batch % job.seq:
         return ["This code runs no such step: whole sequences, and " + ", ".join(DTYPES)]

@@ -3,14 +3,14 @@
     python -m scaling.plan posttrain --model llama3-8b --chip h100 --chips 64 --prompts 128 --group 16 --output 2048
 
 A step writes `group` answers to each of its prompts, trains on them, and pushes the new weights to the serving mesh.
-Colocated, all chips do one after the other. Apart, some chips write while the others train on the answers of the step
-before, which are one update old. Then the slower side sets the pace, so the best division is where neither waits.
+Colocated, all chips write first and then train. Apart, some chips write while the others train on the answers of the
+step before, which are one update old. Then the slower side sets the pace, so the best division is where neither waits.
 
 Training is `scaling.plan`'s forecast of its best layout, and writing is `scaling.plan serve`'s of its best form and
 number of replicas. The push is bounded by what a serving chip receives and what a training chip sends.
 
-A step in turn waits for its longest answer, which at last is alone on its replica. Apart, other answers are written
-meanwhile, so the longest only matters if it takes longer than the whole step.
+Colocated, training waits for the longest answer, which in the end is the only one that its replica still writes. Apart,
+other answers are written meanwhile, so the longest one only matters if it takes longer than the whole step.
 """
 
 import json
@@ -98,7 +98,7 @@ class Division:
         train: Seconds of training on a step's answers.
         write: Seconds of writing them.
         push: Seconds of sending the weights.
-        apart: Whether the sides have chips of their own and work at the same time.
+        apart: Whether each side has its own chips, so that both work at the same time.
     """
 
     training: Estimate

@@ -2,8 +2,9 @@
 
 For each run this prints the forecast of its mesh, what was measured, and the layout that the planner would choose. The
 forecast's efficiencies are those of the chip files, the same for every run; the planner chooses what a source leaves
-open. They are fitted to these runs, so each class of runs is also judged by halves: one half says by what factor its
-class is off, and the other half is judged by it.
+open. The efficiencies are fitted to these runs, so the forecasts are also tested on runs that they are not fitted to:
+each class is divided into halves, the forecasts of one half are corrected by the median error of the other half, and
+the remaining errors are reported.
 """
 
 import json
@@ -124,7 +125,7 @@ def beside_planner(run: PublishedRun) -> Beside:
 
 
 def judged_runs(rows: Sequence[Beside]) -> list[tuple[Beside, float]]:
-    """Return each run with its error by the median error of the other half of its class, of equal chips and dtype."""
+    """Return each run with its error, corrected by the median error of the other half of its class, chips and dtype."""
     alike: dict[tuple, list[Beside]] = {}
     for row in rows:
         run = row.run

@@ -107,7 +107,7 @@ class Pool:
                 self.free.append(page)
 
     def share(self, pages: list[int], tokens: Sequence[int], first: int, tick: int) -> list[int]:
-        """Put pages[first:] into the trie, full pages with these tokens; return the request's pages from then on.
+        """Put pages[first:], full of these tokens, into the trie; return the pages that the request then holds.
 
         If another request has put the same tokens there before, its page replaces this one, which becomes free. So a
         request holds the trie's pages, with all their ancestors.

@@ -171,9 +171,14 @@ def check_known_ids(what: str, ids: Iterable[int], V: int) -> None:
 
 
 class Defaults(NamedTuple):
-    """The defaults of a client's fields: `most` tokens, under its name for them, and how they are drawn.
+    """The values of fields that a client leaves out.
 
-    `least`: the fewest tokens that it may ask for.
+    Attributes:
+        most: The most new tokens.
+        word: The name of the field with the most new tokens.
+        how: How the tokens are drawn.
+        seed: The seed.
+        least: The fewest new tokens that a client may ask for.
     """
 
     most: int

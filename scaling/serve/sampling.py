@@ -44,7 +44,7 @@ def _numbers(hows: Sequence[Sampling], V: int) -> tuple[list[tuple[float, ...]],
 
 
 def _filtered(logits: Tensor, top: Tensor, numbers: Tensor, used: Sequence[bool]) -> Tensor:
-    """Return p[..., V] by numbers[4], or by numbers[4, ..., 1] of each row; a filter that none has is not `used`."""
+    """Return p[..., V], filtered by numbers[4], or by numbers[4, ..., 1] of each row; `used`: the filters to apply."""
     temperature, top_k, top_p, min_p = numbers
     p = ((logits.to(torch.float64) - top) / temperature).softmax(-1)
     if used[0]:  # of equals the lower id comes first
@@ -58,7 +58,7 @@ def _filtered(logits: Tensor, top: Tensor, numbers: Tensor, used: Sequence[bool]
 
 
 def _kept(p: Tensor, keep: Tensor) -> Tensor:
-    """Return p with the tokens to keep alone, scaled to a sum of 1; a row that keeps all stays as it is."""
+    """Return p with only the tokens to keep, scaled to a sum of 1; a row that keeps all tokens does not change."""
     some = torch.where(keep, p, 0.0)
     return torch.where(keep.all(-1, keepdim=True), p, some / some.sum(-1, keepdim=True))
 
@@ -111,7 +111,8 @@ def uniforms(seeds: Sequence[int], positions: Sequence[int]) -> Tensor:
 def sample(logits: Tensor, draws: Sequence[Draw], positions: Sequence[int]) -> list[int]:
     """Return a token for each row of logits[B, V], drawn in its own way; positions[B] are the tokens' positions.
 
-    The rows' numbers go to the device at once, and the tokens come back at once: the host waits for nothing else.
+    The rows' options and random numbers go to the device in one transfer, and the tokens come back in one. The host
+    waits for nothing else.
     """
     if len(draws) != len(logits):
         raise ValueError(f"{len(draws)} seeds for logits{list(logits.shape)}\n  fix: give one for each row")

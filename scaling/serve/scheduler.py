@@ -66,7 +66,7 @@ def step(state: State, events: Sequence[SchedulerEvent]) -> tuple[State, list[Ac
     There is a Run for each worker that is idle and has work.
 
     Raises:
-        ValueError: An id is there already, or nothing waits for a Done or Moved.
+        ValueError: The id of a new request is in use, or a Done or a Moved ends nothing that runs.
     """
     new = replace(
         state,
@@ -257,7 +257,7 @@ def _works(state: State, worker: str, actions: list[Action]) -> tuple[Work, ...]
 def _work(state: State, id: int, count: int) -> Work:
     """Return a work of so many tokens, with the proposals for which there are pages.
 
-    Nothing is preempted for guesses.
+    No request is preempted to make room for proposals.
     """
     wanted = state.live[id].proposals(state.options.proposals)
     while wanted and not _has_pages(state, id, count + wanted):

@@ -1,8 +1,8 @@
 """Checks that the forward of someone else's module has no side effects on ranks, made while it first runs.
 
-A module that draws random numbers draws the same ones on every rank, for other rows, and others on another mesh. One
-that writes to a param or a buffer, such as a running mean, changes values that ranks do not exchange. So the first call
-is watched, and refused before such an operation runs, or at its end if it has replaced a buffer. `nn.Dropout` is
+If a module draws random numbers, all ranks draw the same ones, though their rows differ, and another mesh draws others.
+If it writes to a param or a buffer, such as a running mean, it changes values that ranks do not exchange. So the first
+call is watched, and refused before such an operation runs, or at its end if it has replaced a buffer. `nn.Dropout` is
 allowed, with masks that belong to the elements of the whole array (`scaling.models.dropout`), so that they are the same
 on every mesh.
 """

@@ -33,7 +33,7 @@ def modelled(plan: Plan) -> Callable[[Run | Move], float]:
     s, sizes = plan.service, dict(plan.sizes)
 
     def computed(works: Sequence[Work]) -> list[tuple[int, int]]:
-        """Return [(tokens, keys that they see)] of the busiest group, once per group, since the others wait for it."""
+        """Return [(tokens, keys that they see)] as if each group had the works of the busiest, which all wait for."""
         groups = [[(w.width, w.start + w.width) for w in works if w.group == g] for g in range(plan.groups)]
         return max(groups, key=lambda rows: [sum(some) for some in zip(*rows, strict=True)]) * plan.groups
 
