@@ -190,9 +190,9 @@ def by_rule(a: Spec, b: Spec, kept: tuple[str, ...], out: Spec | None, gathered:
 
 
 def _alike(a: Spec, b: Spec, dim: str, batch: bool) -> tuple[str, ...]:
-    """Return the axes that both operands are to split a shared dim over: the axes on which they agree.
+    """Return the axes over which both operands shall split a shared dim: those on which their types agree.
 
-    If only one of them splits a batch dim further, the other one is sliced.
+    If only one operand splits a batch dim further, these are all of its axes, and the other operand is sliced.
     """
     ours, theirs = a.axes_of(dim), b.axes_of(dim)
     if set(ours) == set(theirs):

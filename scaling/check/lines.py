@@ -123,7 +123,7 @@ def _typed(call: ast.Call) -> bool:
 
 
 def _thrown_away(call: ast.Call) -> bool:
-    """Return whether a call whose result is not used is a typed line by name, and writes to nothing."""
+    """Return whether a call, whose result is not used, is a typed line (by its name) that writes into no argument."""
     writes = any(option.arg in ("out", "donate") for option in call.keywords)
     return isinstance(call.func, ast.Name) and call.func.id in (*KINDS, "einsum") and _typed(call) and not writes
 

@@ -134,7 +134,7 @@ class LocalProduct(NamedTuple):
         return a, b.reshape(inner, n) if self.plain_b else b.reshape(n, inner).t(), (*rows, *columns)
 
     def by_equation(self, a: Tensor, b: Tensor | None) -> Tensor:
-        """Run torch.einsum, also on small integers, whose sums it would turn into int64 and then refuse the product."""
+        """Run torch.einsum, on integers as int64: it would widen only an operand that it sums, and then fail."""
         operands = (a,) if b is None else (a, b)
         if a.is_floating_point() or operands[-1].is_floating_point() or a.is_complex():
             return torch.einsum(self.equation, *operands)

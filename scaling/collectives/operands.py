@@ -17,8 +17,8 @@ Operand = Any  # a Tensor, or a scaling.scaled.Scaled
 def check_out(line, out: Tensor, shape: torch.Size, dtype, device, *operands: Tensor | None, own=None) -> None:
     """Raise a ShardingError unless `out` can take a result of this shape, dtype and device.
 
-    It must share no memory with the operands, except that the first operand may be the block `own`, (dim, number), of
-    it.
+    It must share no memory with the operands. Only the first operand may be a part of it: the block `own`, which is
+    given as (dim, number).
     """
     if not isinstance(out, Tensor):
         rule = "out is a preallocated tensor, overwritten and returned"

@@ -1,16 +1,16 @@
-"""The sizes from which a training step's code does something else, in one record that may be passed in."""
+"""The thresholds at which the code of a training step changes, in one record that may be passed in."""
 
 from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
 class Limits:
-    """The sizes from which a training step's code does something else.
+    """The thresholds at which the code of a training step changes.
 
     Attributes:
-        chunk: The bytes of the loss's float32 logits that are in memory at a time.
-        small: The bytes of a layer's shards on a rank that travel in one message.
-        row: The number of squares that are summed in float32.
+        chunk: The most bytes of the loss's float32 logits in memory at a time; more tokens are another chunk.
+        small: The most bytes that a layer's shards on a rank may have to be sent in one message.
+        row: The number of squares that are added up in float32; the sums are added in float64.
     """
 
     chunk: int = 1 << 28

@@ -57,7 +57,7 @@ def ring(nbytes: float, chip: Chip, gpus: int, inner: int, exact: bool) -> float
 
 
 def all_gather(nbytes: float, chip: Chip, gpus: int, inner: int = 1, exact: bool = True) -> float:
-    """Return an AllGather's seconds: V (N - 1) / (N W) in a node, and beyond the slowest level's V (D - 1) / (D W)."""
+    """Return an AllGather's seconds: V (N - 1) / (N W) in a node; over nodes, the slowest level's V (D - 1) / (D W)."""
     return ring(nbytes, chip, gpus, inner, exact)
 
 

@@ -58,7 +58,7 @@ class Lane:
         return Lane(**numbers, links=tuple(np.array(column, dtype=float) for column in links))
 
     def take(self, index: "np.ndarray") -> "Lane":
-        """Return these rows of a lane with columns."""
+        """Return the entries at `index` of a lane with columns, again as columns."""
         numbers: dict[str, Any] = {name: getattr(self, name)[index] for name in NUMBERS}
         return Lane(**numbers, links=tuple(link[index] for link in self.links))
 
@@ -96,7 +96,7 @@ class AxisSpan:
 
     @property
     def ports(self) -> float:
-        """Bandwidth in links: two for a ring, one for a line, shared with the groups between two neighbours."""
+        """The bandwidth in links: two for a ring, one for a line; groups that lie between two neighbours share it."""
         return (2 if self.ring else 1) / self.stride
 
     @property

@@ -129,8 +129,8 @@ class StepProgram:
         Args:
             sizes: The value of each symbol, a number or a column.
             groups: The sizes of the mesh's axes.
-            fixed: The axes that are no symbols, of whose lines the bytes sent were traced.
-            held: Symbols whose value is another one where bytes that are alive are counted.
+            fixed: The axes whose sizes are not symbols; the bytes sent over them are the trace's.
+            held: The values of symbols that have another value when live bytes are counted.
         """
         at = Monomials(sizes)
         lines = {}

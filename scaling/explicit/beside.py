@@ -23,7 +23,7 @@ ASKED = (*ELEMENTWISE, "contracts", "sums", "reduces", "permutes", "joins")
 
 
 def beside_jax(fn: Callable, *arrays) -> str:
-    """Return the lines of `fn(*arrays)` with their types here, and the answer of JAX's explicit mode to each line.
+    """Return the lines of `fn(*arrays)` with this library's types, and the answer of JAX's explicit mode to each line.
 
     Types are also given in PyTorch's `spmd_types` names over each axis of the mesh. Nothing is computed, so Arrays on
     an AbstractMesh suffice. A line that is refused here is printed with the reshards that its fix names.

@@ -116,8 +116,9 @@ def _check_importable(fn: Callable, args: tuple) -> None:
 def start_by_torchrun(sizes: Mapping[str, int], device: str) -> None:
     """Start this script again as torchrun's ranks if ranks cannot be forked; it ends with their exit code.
 
-    This is for a script whose top-level statements start ranks, since spawned ranks could not import it. Neither can
-    ranks be forked in the presence of GPUs once the script has computed a gradient. In all other cases nothing happens.
+    A script whose top-level statements start ranks needs this, since spawned ranks could not import it, and ranks
+    cannot be forked where there are GPUs and the script has computed a gradient. If ranks can be forked, nothing
+    happens.
     """
     world = AbstractMesh(sizes).size()
     if world == 1 or (can_fork(device) and not torch.cuda.is_available()) or world_size() > 1:

@@ -179,7 +179,7 @@ class Found(Sequence):
 
     @property
     def faster(self) -> Estimate | None:
-        """The fastest fitting layout that no published run has, if its forecast is shorter than the first's."""
+        """The fastest fitting layout that is unlike all published runs, if its forecast is shorter than the first's."""
         asked, best = self.question, self[0]
         fitting = ((i, layout) for i, layout in self.layouts() if i < self.fitting)
         unusual = (i for i, layout in fitting if is_unusual(asked.job, asked.chip, layout))

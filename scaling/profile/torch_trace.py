@@ -108,7 +108,7 @@ def read_trace(found: Mapping, begun: Sequence[tuple[str, float]], device: str =
 
 
 def outermost(ops: Iterable[OpSpan]) -> list[OpSpan]:
-    """Return the operations that lie in no other, by their start."""
+    """Return the operations that are nested in no other one, sorted by their start."""
     kept: list[OpSpan] = []
     for op in sorted(ops, key=lambda op: (op[1], -op[2])):
         if not kept or op[1] >= kept[-1][2]:

@@ -64,7 +64,7 @@ def format_of(name: "str | Format") -> Format:
 def parts_of(dims: Dims, scaled: tuple[str, ...], f: Format) -> tuple[Dims, ...]:
     """Return the dims of the values, of their scales and of the scale above them, if the format has one.
 
-    `D/32` has one place for each 32 places of D; a dim that one scale is for is missing.
+    `D/32` has one entry for each 32 entries of D; a dim whose entries all share one scale is missing.
     """
     if f.whole and len(scaled) < len(dims):
         raise ShardingError(

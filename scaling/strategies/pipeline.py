@@ -148,7 +148,7 @@ def measure(params, In, Target, mesh, schedule: Schedule, loss: Callable, stage:
     began = [now()]
 
     def observe(unit: list) -> None:
-        """Add the time since the unit before; instructions that ran as one product share it."""
+        """Record the time since the previous unit ended; instructions that ran as one product share it equally."""
         if In.is_cuda:
             torch.cuda.synchronize(In.device)
         began.append(now())

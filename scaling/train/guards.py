@@ -30,7 +30,8 @@ def check_replicas(state, specs, mesh, step: int, name: str = "state") -> None:
     """Check that all elements are finite, and that ranks which hold the same block hold the same bits.
 
     Raises:
-        ArithmeticError: They do not; the message names the leaf and the ranks, and the axes of differing replicas.
+        ArithmeticError: An element is not finite, or replicas differ; the message names the leaf and the ranks, and the
+            axes along which replicas differ.
     """
     typed = tree.paired(state, specs, name)
     for (where, _, spec), bad in zip(typed, not_finite(typed, mesh), strict=True):

@@ -58,7 +58,7 @@ class StepOptions:
         precision: The recipe of `scaling.scaled.RECIPES` by which the layers' products are scaled, or "".
         mean: Whether the loss is divided by the sum of the weights. Else it is sum(w ce), and w may have either sign.
         lora: The adapters in params["lora"]; only they have gradients, {"lora": ...}.
-        limits: The sizes from which the step's code does something else; None is `LIMITS`.
+        limits: The thresholds at which the step's code changes; None is `LIMITS`.
     """
 
     microbatches: int = 1
@@ -99,7 +99,7 @@ class TrainStep(NamedTuple):
 
     Attributes:
         options: The options of the step.
-        limits: The sizes from which its code does something else.
+        limits: The thresholds at which its code changes.
         config: The model.
         mesh: The mesh; axes that it lacks drop out of lines.
         inside: The mesh that a layer sees, without the stages.
