@@ -10,7 +10,9 @@ classes and the types in SPECS are run, so a chapter's other cells are left out.
 
 import ast
 import inspect
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -19,7 +21,7 @@ import torch
 
 from scaling.book.listing import both_passes
 from scaling.check.contracts import documented
-from scaling.common.console import Parser, complaining
+from scaling.common.console import Parser, complaining, picture
 from scaling.mesh import AbstractMesh
 from scaling.show.frames import LineFrame, frames_of, svg, text
 from scaling.spec import Spec, parse
@@ -66,19 +68,27 @@ def listings(path: "str | Path", mesh) -> dict[str, list[LineFrame]]:
     """
     module: Any = ModuleType("listing")
     module.__file__ = str(path)
-    tree = ast.parse(Path(path).read_text(encoding="utf-8"))
+    tree = ast.parse(Path(path).read_bytes(), str(path))
     wanted = (ast.Import, ast.ImportFrom, ast.FunctionDef, ast.ClassDef)
     for node in tree.body:
         targets = [each.id for each in getattr(node, "targets", ()) if isinstance(each, ast.Name)]
         if isinstance(node, wanted) or {*targets} & {"SPECS", "STRATEGY"}:
-            with suppress(NameError):  # of a decorator or default that one of the other cells makes
+            with (
+                _running(f"{path}: line {node.lineno}"),
+                suppress(NameError),
+            ):  # of a decorator or default that one of the other cells makes
                 exec(compile(ast.Module([node], []), str(path), "exec"), vars(module))
     if isinstance(getattr(module, "SPECS", None), dict) and callable(getattr(module, "forward", None)):
         own = getattr(module, "STRATEGY", None) or Strategy(module.SPECS, module.forward, module.backward)
-        return frames_of_strategy(own, mesh)
+        with _running(f"{path}: the strategy"):
+            return frames_of_strategy(own, mesh)
     functions = [fn for fn in vars(module).values() if inspect.isfunction(fn) and fn.__module__ == "listing"]
     typed = [fn for fn in functions if {*_needed(fn)} <= {"mesh", *documented(fn.__doc__ or "").given}]
-    found = {fn.__name__: frames_of_function(fn, mesh) for fn in typed if documented(fn.__doc__ or "").given}
+    found = {}
+    for fn in typed:
+        if documented(fn.__doc__ or "").given:
+            with _running(f"{path}: {fn.__name__}"):
+                found[fn.__name__] = frames_of_function(fn, mesh)
     if not found:
         raise ValueError(
             f"{path} has no listing: neither SPECS, forward and backward, nor a function whose docstring gives the "
@@ -87,13 +97,33 @@ def listings(path: "str | Path", mesh) -> dict[str, list[LineFrame]]:
     return found
 
 
+@contextmanager
+def _running(what: str) -> Iterator[None]:
+    """Raise a ValueError in words for whatever the file's own code raises."""
+    try:
+        yield
+    except (ValueError, OSError):
+        raise
+    except Exception as error:
+        said = (str(error).splitlines() or [""])[0]
+        raise ValueError(
+            f"{what} raises {type(error).__name__}: {said}\n"
+            "  fix: make it run on shapes alone: a listing's arrays are on the device `meta`, without values"
+        ) from error
+
+
 @complaining(ValueError, OSError, SyntaxError)
 def main(argv: "list[str] | None" = None) -> int:
     """Run the command and return its exit code."""
     parser = Parser(prog="python -m scaling.show listing", description=(__doc__ or "").split("\n\n")[0])
     parser.add_argument("file", help="a Python file, such as chapters/05_fsdp_tp.py")
     parser.add_argument("--mesh", default="X=2,Y=2", help="mesh axes and their sizes (default X=2,Y=2)")
-    parser.add_argument("--plot", metavar="FILE.svg", help="write SVGs instead, which play the lines")
+    parser.add_argument(
+        "--plot",
+        type=partial(picture, ends=(".svg",)),
+        metavar="FILE.svg",
+        help="write SVGs instead, which play the lines",
+    )
     args = parser.parse_args(argv)
     mesh = AbstractMesh(parse_mesh(args.mesh))
     found = listings(args.file, mesh)

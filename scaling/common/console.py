@@ -141,10 +141,10 @@ def folder(text: str) -> str:
     return text
 
 
-def picture(text: str) -> str:
+def picture(text: str, ends: tuple[str, ...] = (".png", ".svg")) -> str:
     """Check, as a type for argparse, that `output` allows the file and that its name ends in .png or .svg."""
-    if Path(text).suffix not in (".png", ".svg"):
-        raise argparse.ArgumentTypeError(f"{shortened(text)!r}: the file's name ends in .png or .svg")
+    if Path(text).suffix not in ends:
+        raise argparse.ArgumentTypeError(f"{shortened(text)!r}: the file's name ends in {' or '.join(ends)}")
     return output(text)
 
 

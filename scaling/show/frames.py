@@ -57,6 +57,9 @@ def frames_of(lines: Iterable[object], given: Iterable[Spec] = ()) -> list[LineF
     return frames
 
 
+COLUMNS = 100  # the width of what is printed
+
+
 def check_drawn(what, sizes: Mapping[str, int], most: int = 4096) -> None:
     """Raise ShardingError if the mesh has too many devices to be drawn."""
     if (devices := math.prod(sizes.values())) > most:
@@ -133,15 +136,31 @@ def text(frames: Sequence[LineFrame], mesh) -> str:
     for number, frame in enumerate(frames):
         lines += ["", _numbered(number, frames)]
         specs = [*frame.held.values()] if frame.made is None else [*frame.read, frame.made]
-        blocks = [_picture(drawing, spec) for spec in specs]
-        for row, parts in enumerate(itertools.zip_longest(*blocks, fillvalue="")):
-            joined = ""
-            for i, part in enumerate(parts):
-                last = frame.made is not None and i == len(parts) - 1
-                joined += ("  ->  " if row == 1 else " " * 6) if last else " " * 3
-                joined += part.ljust(max(map(len, blocks[i])))
-            lines.append(joined.rstrip())
+        for group in _beside([_picture(drawing, spec) for spec in specs]):
+            for row, parts in enumerate(itertools.zip_longest(*(block for _, block in group), fillvalue="")):
+                joined = ""
+                for (i, block), part in zip(group, parts, strict=True):
+                    last = frame.made is not None and i == len(specs) - 1
+                    joined += ("  ->  " if row == 1 else " " * 6) if last else " " * 3
+                    joined += part.ljust(max(map(len, block)))
+                lines.append(joined.rstrip())
     return "\n".join(lines[1:])
+
+
+def _beside(blocks: list[list[str]]) -> list[list[tuple[int, list[str]]]]:
+    """Return the pictures with their numbers: all in one row where that is narrow enough, or else each in its own.
+
+    Raises:
+        ShardingError: One picture alone is too wide.
+    """
+    widths = [max(map(len, block)) + 6 for block in blocks]
+    if max(widths, default=0) > COLUMNS:
+        raise ShardingError(
+            f"{blocks[widths.index(max(widths))][0]}: its picture would be {max(widths):,} columns wide, at most "
+            f"{COLUMNS} are written\n  fix: write an SVG (--plot FILE.svg), or draw a smaller mesh of the same axes"
+        )
+    numbered = [*enumerate(blocks)]
+    return [numbered] if sum(widths) <= COLUMNS + 6 else [[each] for each in numbered]
 
 
 def _numbered(number: int, frames: Sequence[LineFrame]) -> str:

@@ -137,6 +137,39 @@ def test_sums_that_are_not_complete_are_hatched_and_moves_are_lines_between_neig
 MESH = AbstractMesh({"X": 2})
 test_what_cannot_be_drawn_is_refused = refused({
     "128 devices": (lambda: text(frames_of([], [parse("x[B_X]")]), {"X": 128}), "128 devices is not drawn, at most 64"),
+    "a wide picture": (lambda: text(frames_of([], [parse("x[B_X]")]), {"X": 64}), "columns wide, at most 100"),
     "an axis that the mesh lacks": (lambda: text(frames_of([], [parse("x[B_Z]")]), MESH), "Z"),
     "a file without listings": (lambda: listings(__file__, MESH), "has no listing"),
 })  # fmt: skip
+
+
+READS = """def f(In, mesh):
+    'In[B_X, D] -> In[B_X, D].'
+    return In if In.sum() > 0 else -In
+"""
+FAILING = {  # a file: words of its error
+    "import nosuchmodule": "line 1 raises ModuleNotFoundError: No module named 'nosuchmodule'",
+    READS: "f raises RuntimeError",
+    "def f(:": "mine.py, line 1",
+}
+
+
+@pytest.mark.parametrize("code", FAILING, ids=str)
+def test_what_a_file_raises_is_said_in_words(code, tmp_path, capsys):
+    (tmp_path / "mine.py").write_text(code)
+    assert main([str(tmp_path / "mine.py"), "--mesh", "X=2"]) == 1
+    assert FAILING[code] in " ".join(capsys.readouterr().err.split())
+
+
+@pytest.mark.parametrize("sizes", [{"X": 3, "Y": 5}, {"X": 2, "Y": 2}, {"X": 10, "Y": 3}], ids=str)
+def test_pictures_that_are_too_wide_beside_each_other_are_below_each_other(sizes):
+    mesh = AbstractMesh(sizes)
+    frames = frames_of([], [parse("In[B_X, D]"), parse("W[D, F_Y]"), parse("Z[D, F_Y]")])
+    assert max(map(len, text(frames, mesh).splitlines())) <= 100
+
+
+def test_a_listing_is_plotted_as_svg_only(tmp_path):
+    (tmp_path / "mine.py").write_text(FILE)
+    for name in ("a.png", "missing/a.svg"):
+        with pytest.raises(SystemExit):
+            main([str(tmp_path / "mine.py"), "--mesh", "X=2", "--plot", str(tmp_path / name)])
