@@ -72,7 +72,7 @@ def traced_depths(
     model, Z, M = settings.model, sizes.get("Z", 1), settings.microbatches
     chunks = {"interleaved": 2, "dualpipev": 2}.get(schedule or "", 1)
     if memory:
-        few, full = (2, 3) if Z == 1 else (2, max(Z, AHEAD + 1) + 1)
+        few, full = (3, 3) if Z == 1 else (2, max(Z, AHEAD + 1) + 1)
     else:
         few, full = 2, 2 * Z if chunks > 1 else 2
     if memory and Z > 1 and (schedule or 2 * full >= M):
