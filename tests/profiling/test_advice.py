@@ -143,7 +143,7 @@ def test_an_operand_is_known_by_its_memory_and_not_by_its_address():
 def wastes(mesh, fixed: bool) -> set[str]:
     """What is suggested for a step with a gather where it is needed, one of what was gathered, float32 sent of 16 bits,
     and many small sums; or without them."""
-    x, W = torch.randn(256, 1024).bfloat16(), torch.randn(2, 512, 64).bfloat16()
+    x, W = torch.randn(1024, 1024).bfloat16(), torch.randn(2, 512, 256).bfloat16()
     gather, product = "W[D_X, F] -> W[D, F]", "x[B_X, D] * W[D, F] -> y[B_X, F]"
 
     def step():
