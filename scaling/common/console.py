@@ -70,6 +70,18 @@ def fold(text: str, columns: int | None = None) -> str:
     return "\n".join(lines)
 
 
+def fold_command(line: str) -> str:
+    """Continue a shell command that is too long on the next lines, each of which begins with an option."""
+    first, *options = re.split(r" (?=--)", line)
+    lines = [first]
+    for option in options:
+        if len(lines[-1]) + len(option) + 3 <= width():
+            lines[-1] += f" {option}"
+        else:
+            lines.append(f"{' ' * (len(line) - len(line.lstrip()))}    {option}")
+    return " \\\n".join(lines)
+
+
 def complain(error: object) -> None:
     """Print an error on the error stream, its lines folded and its longest words cut."""
     print(_folded(error), file=sys.stderr)

@@ -12,7 +12,7 @@ from importlib import import_module
 from typing import Any
 
 from scaling.common.arguments import shortened
-from scaling.common.console import Parser, command, complain, complaining, integer, number, output
+from scaling.common.console import Parser, command, complain, complaining, fold_command, integer, number, output
 from scaling.configs import get
 from scaling.configs.sources import HELP
 from scaling.cost.memory import ROOM
@@ -208,7 +208,8 @@ def main(arguments: list[str] | None = None) -> int:
         from scaling.plan.own_run import own_run  # it counts the run's own step, which takes torch
 
         said = own_run(job, hardware, args.chips, best.layout, args.model, args.explain)
-        out = out | {"run": said} if args.json else f"{out}\n\n" + "\n".join(said)
+        shown = (fold_command(line) if line.lstrip().startswith("python ") else folded([line]) for line in said)
+        out = out | {"run": said} if args.json else f"{out}\n\n" + "\n".join(shown)
     if args.svg and done:
         title = f"One layer of {job.config.name} on {args.chips:,} {hardware.name}: {best.name}"
         one_layer.figure(one_layer.layer_passes(best), title).savefig(args.svg, format="svg")

@@ -18,7 +18,7 @@ from pathlib import Path
 
 from scaling import launch
 from scaling.common.arguments import of_type, read_table
-from scaling.common.console import Parser, complaining, integer, number
+from scaling.common.console import Parser, complaining, fold, fold_command, integer, number
 from scaling.common.torchrun import first_rank, this_rank, world_size
 from scaling.configs.sources import HELP, MODEL, RUN
 from scaling.cost.units import significant
@@ -142,7 +142,7 @@ def main(argv=None) -> int:
     transformer.specs(config, AbstractMesh(sizes), zero=settings.zero, lora=settings.adapters)
     if args.dry_run:
         backend = "gloo" if args.device == "cpu" else "abstract"
-        print(describe(settings, sizes) + "\n" + dry.table(dry.fullest(settings, sizes, backend), sizes))
+        print(fold(describe(settings, sizes)) + "\n" + dry.table(dry.fullest(settings, sizes, backend), sizes))
         return 0
     check_installed(settings)
     if first_rank() and not fits_as_before(declared, sizes):
@@ -177,7 +177,8 @@ def chosen(settings: Settings, ranks: int, args, given: list[str]) -> tuple[dict
         said = "".join(f"  {why}\n" for why in refused[:8])
         raise ValueError(f"no mesh suits\n{said}  fix: use another number of ranks, or give --mesh")
     if first_rank():
-        print(f"{choose.table(found, refused)}\nrun: {choose.command_line(given, found[0])}\n", flush=True)
+        run = fold_command(f"run: {choose.command_line(given, found[0])}")
+        print(f"{choose.table(found, refused)}\n{run}\n", flush=True)
     args.mesh = ",".join(f"{axis}={size}" for axis, size in found[0].sizes.items())
     return found[0].sizes, found[0].settings
 
@@ -185,7 +186,7 @@ def chosen(settings: Settings, ranks: int, args, given: list[str]) -> tuple[dict
 def trained(settings: Settings, sizes: dict[str, int], args, keep: Callable[[], None]) -> int:
     """Train on torchrun's ranks or on ranks started here; rank 0 calls `keep` when the run has been checked."""
     if first_rank():
-        print(describe(settings, sizes), flush=True)
+        print(fold(describe(settings, sizes)), flush=True)
     options = {"device": args.device, "checked": not args.unchecked}
     if world_size() > 1:
         launch.start(run, sizes, settings, keep, **options)

@@ -4,6 +4,7 @@ import argparse
 import contextlib
 import json
 import re
+import shlex
 import subprocess
 import sys
 from dataclasses import dataclass
@@ -210,3 +211,11 @@ HUGE = 10**5000  # Python writes no number of so many digits
 def test_a_number_of_thousands_of_digits_is_refused_in_words(check, said):
     with pytest.raises(ValueError, match=said):
         check()
+
+
+def test_a_command_is_folded_before_options_and_stays_one_command():
+    line = "  python -m scaling.train " + " ".join(f"--option-{i} 'a value'" for i in range(20))
+    folded = console.fold_command(line)
+    assert max(map(len, folded.splitlines())) <= 100
+    assert shlex.split(folded.replace("\\\n", "")) == shlex.split(line)
+    assert console.fold_command("run: python x.py --a 1") == "run: python x.py --a 1"

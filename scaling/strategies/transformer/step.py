@@ -204,8 +204,8 @@ def check_precision(options: StepOptions, config: Config, mesh) -> None:
         "KV heads are replicated where |Y| does not divide K": config.K % mesh.sizes.get("Y", 1),
     }
     if found := next((rule for rule, wrong in why.items() if wrong), None):
-        what = f"{config.name}: precision={options.precision!r} on {mesh}"
-        raise ValueError(f"{what}\n  rule: {found}\n  fix: leave precision= out, or that option")
+        what = f"{config.name}: precision={options.precision!r} on {mesh}: {found}"
+        raise ValueError(f"{what}\n  fix: leave precision out, or the option or mesh that does not go with it")
 
 
 def lines_of_params(stored: dict, reduced: dict, mesh, homes: Collection[str] = ()) -> dict[str, Any]:
