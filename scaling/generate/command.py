@@ -74,13 +74,13 @@ def run(mesh, what: Served, args, prompt: list[int], how: Sampling) -> None:
             if text.stopped:
                 break
             tokens.append(token)
-            new = f"{token.id} " if args.prompt_ids else "" if token.id in ends else text.push(token.id)
+            new = f"{token.id} " if args.prompt_ids is not None else "" if token.id in ends else text.push(token.id)
             if first:
                 print(new, end="", flush=True)
         if text.stopped:
             break
     if first:
-        print("" if args.prompt_ids else text.rest())
+        print(text.rest() if args.prompt_ids is None else "")
         if args.logprobs:
             print("\n".join([*_table(tokens, tokenizer), _summary([token.logprob for token in tokens])]))
 
@@ -99,7 +99,7 @@ def _summary(logprobs: list[float]) -> str:
 
 def prompt_of(args, what: Served) -> list[int]:
     """Return the ids of the prompt, in the chat template with --chat; ValueError if there are none."""
-    if args.prompt_ids:
+    if args.prompt_ids is not None:
         try:
             return [int(part) for part in args.prompt_ids.split(",")]
         except ValueError:

@@ -139,6 +139,7 @@ def test_generate_from_a_run_that_kept_no_model(folder, tmp_path, capsys):
 
 REFUSED = {  # by what is said: options of `generate`
     "the prompt is empty": ["--prompt", ""], "whole numbers": ["--prompt-ids", "1,x"],
+    "--prompt-ids ''": ["--prompt-ids", ""],
     "no chat template": ["--prompt", "a", "--chat"], "mesh axis X": ["--prompt", "a", "--mesh", "X=2"],
     "unknown model": ["--prompt", "a", "--draft", "nowhere"],
 }  # fmt: skip
