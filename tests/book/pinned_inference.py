@@ -4,6 +4,7 @@ P70 = 80 * (8192 * (3 * 28672 + 2 * 72 * 128) + 2 * 8192) + 8192 + 2 * 8192 * 12
 READ70 = P70 - 8192 * 128_256  # a step does not read the embedding
 READ405 = 126 * (16384 * (3 * 53248 + 2 * 136 * 128) + 2 * 16384) + 16384 + 16384 * 128_256
 CACHE70 = 8192 * 163_840  # bytes of a cache of 8k tokens
+GEMMA3 = 62 * (5376 * (3 * 21504 + 2 * 48 * 128) + 4 * 5376 + 256) + 5376 + 5376 * 262_208  # Gemma 3 27B
 TOKEN70 = 2 * READ70 / 1.97e14  # seconds of a token's FLOPs on a v5e
 FULL = 16e9 / 8.2e11 * 512  # seconds of 512 steps that read all of a v5e's HBM
 EXPERTS = 16 * 64 * 3 * 4096 * 16384  # of the toy model of Part 7
@@ -17,6 +18,11 @@ def decode_of_138(size: float, chips: int) -> float:
     """Return the seconds of a step of 138 sequences of 8k tokens, with params and caches of `size` bytes a number."""
     read = 138 * CACHE70 * size / (chips * 8.2e11)
     return read + max(READ70 * size / (chips * 8.2e11), 138 * TOKEN70 / chips)
+
+
+def read_for_a_token(params: float, cache: float, batch: int) -> float:
+    """Return the bytes that H200s could read in a token's time: its cache, and fp8 weights or 2 FLOPs a param."""
+    return cache + params * max(1 / batch, 2 * 4.8e12 / 2e15)
 
 
 INFERENCE = {
@@ -43,6 +49,20 @@ INFERENCE = {
         "C latency-bound below so many W_ICI x 1e-6 ('total bytes')": 8 * 45 / 90,
         "C 16 tokens, D = 8192, int8: latency-bound from Y > BD/45,000 =": 16 * 8192 / 45e3,
         "C 8 ways on a line, as 8 of a v5e without wraparound": 7 * 45 / (7 / 8),
+    },
+    "07_cache_costs": {
+        "LLaMA-2 7B: kB a token": 4 * 32 * 4096 / 1e3,
+        "DeepSeek-V3: kB a token": 2 * 61 * 576 / 1e3,
+        "Gemma 3: kB of a token beyond its windows": 4 * 10 * 2048 / 1e3,
+        "GPT-OSS: times the bytes at 128k over 8k": (131_072 + 128) / (8192 + 128),
+        "Qwen3-Next: a layer's state in tokens of keys and values": 1024 + 32,
+        "LLaMA-3 70B at 128k: sequences on 8 H200": 21,  # (0.9 x 1128 - 70.55) / 42.95 = 21.99
+        "... with 64 KV heads": 2,  # (1015.2 - 79.95) / 343.6 = 2.7
+        "Price of a token at 128k over 8k: LLaMA-3 70B":
+            read_for_a_token(READ70, 32 * CACHE70, 21) / read_for_a_token(READ70, 2 * CACHE70, 351),
+        "Price of a token at 128k over 8k: Gemma 3":  # 88 and 891 sequences
+            read_for_a_token(GEMMA3, 81_920 * 131_072 + 425_984 * 1024, 88)
+            / read_for_a_token(GEMMA3, 81_920 * 8192 + 425_984 * 1024, 891),
     },
     "07_attention_by_data": {
         "Bytes of a token's latent cache, all layers, bf16": 2 * 61 * (512 + 64),

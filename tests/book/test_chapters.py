@@ -80,7 +80,7 @@ def test_things_to_try(name, monkeypatch, tmp_path):
 
 
 @pytest.mark.sweep
-@pytest.mark.parametrize("name", [name for name in running.ON_A_PAGE if "mesh=" in running.source(name)])
+@pytest.mark.parametrize("name", [name for name in running.ON_A_PAGE if 'mesh="' in running.source(name)])
 def test_an_odd_mesh_is_run_or_refused(name, capfd):
     """Refused at once, in one line; what the line proposes then runs."""
     axis = re.search(r'mesh="(\w)=', running.source(name))[1]
