@@ -10,6 +10,7 @@ problems are in 04_problems.py.
 # %%
 import math
 import re
+from functools import partial
 
 import optree
 import torch
@@ -113,9 +114,9 @@ for name, config in MODELS.items():
         leaves = optree.tree_leaves(transformer.init(config, device="meta"))
         verdict = page.check(f"{name}: params", sum(leaf.numel() for leaf in leaves) == sum(parts.values()))
         if not config.moe:  # which expert computes what depends on the tokens: no FLOPs on meta tensors
-            two = config.with_(L=2)  # counting walks every layer, and two are enough
+            two = config.with_(L=2, window=config.windows[:2])  # counting walks every layer, and two are enough
             tokens = torch.zeros(B, T, dtype=torch.long, device="meta")
-            ran = counted(transformer.forward, transformer.init(two, device="meta"), tokens)
+            ran = counted(partial(transformer.forward, config=two), transformer.init(two, device="meta"), tokens)
             same = sum(ran.values()) == sum(tm.forward_flops(two, B, T).values())
             verdict += f", {page.check(f'{name}: FLOPs', same)}"
     total, active = sum(parts.values()), tm.num_params(config, active=True)
