@@ -68,10 +68,10 @@ def attend_latents(W: dict, values: Values, at: Context) -> Values:
 
 
 def attended(Q: Tensor, KV: Tensor, K_R: Tensor, attend: Callable, rope: tuple, config: Config) -> Tensor:
-    """Q[B_PXZE, T_C, N_Y, A], KV[B_PXZE, T_C, N_Y, W], K_R[B_PXZE, T_C, rope] -> O[B_PXZE, T_C, N_Y, value].
+    """Return O[B, T, N, value] of Q[B, T, N, A], the latents' KV[B, T, N, W] and the rotary K_R[B, T, rope].
 
-    Each head is computed alone, so a shard of the heads needs no communication here. The softmax of attend(Q, K, V) has
-    the scale 1/sqrt(A); the queries that it gets are already multiplied by yarn's scale.
+    Each head is computed alone, so this holds for whole arrays and for shards of the heads. The softmax of
+    attend(Q, K, V) has the scale 1/sqrt(A); the queries that it gets are already multiplied by yarn's scale.
     """
     K_R = turned(K_R[:, :, None], rope, config)
     return over_heads(attend, turned_queries(Q, rope, config), KV, K_R, config)
