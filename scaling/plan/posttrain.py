@@ -216,8 +216,8 @@ def report(found: list[Division], asked: PosttrainJob, hardware: Chip, chips: in
     """Return the text that the command prints."""
     best, length = found[0], asked.prompt + asked.output
     where = (
-        f"apart, {best.train_chips} chips train and {best.write_chips} write" if best.apart
-        else f"colocated, {best.train_chips} chips train and then write"
+        f"apart, training on {best.train_chips} of the chips and writing on {best.write_chips}" if best.apart
+        else "colocated, writing and training in turn on all chips"
     )  # fmt: skip
     lines = [
         f"{asked.config.name}: {asked.answers:,} answers a step, {asked.prompt:,} + {asked.output:,} tokens, "
@@ -226,7 +226,7 @@ def report(found: list[Division], asked: PosttrainJob, hardware: Chip, chips: in
         f"Best: {where}. A step takes {best.seconds:,.3g} s; the chips wait for {best.waiting:.0%} of it.",
         f"  training  {best.train:,.3g} s: {best.training.name}, {asked.answers * length:,} tokens",
         f"  writing   {best.write:,.3g} s: {_replicas(best.serving)} by {best.serving.form}, "
-        f"{best.serving.batch:,} answers at once on each",
+        f"a batch of {best.serving.batch:,} on each",
         f"  push      {best.push:,.3g} s: the weights, over the slowest link between the two sides",
     ]
     colocated = next((one for one in found if not one.apart), None)
