@@ -22,9 +22,9 @@ from scaling.plan.candidates import plans
 from scaling.plan.job import AXES, DTYPES, OVERLAPS, POLICIES, SCHEDULES, Fixed, Job
 from scaling.plan.report import Budget, as_dict, folded, text, whole_runs
 
-BINARY = {"": 1, "k": 2**10, "M": 2**20, "G": 2**30}
+BINARY = {"": 1, "k": 2**10, "K": 2**10, "M": 2**20, "G": 2**30}
 LARGEST_COUNT = 1e20  # the largest count that is read
-DECIMAL = {"": 1, "k": 1e3, "M": 1e6, "B": 1e9, "G": 1e9, "T": 1e12}
+DECIMAL = {"": 1, "k": 1e3, "K": 1e3, "M": 1e6, "B": 1e9, "G": 1e9, "T": 1e12}
 COMMANDS = {
     "guide": "scaling.plan.guide", "posttrain": "scaling.plan.posttrain", "published": "scaling.plan.published",
     "serve": "scaling.plan.serve.command",
