@@ -10,7 +10,7 @@ classes and the types in SPECS are run, so a chapter's other cells are left out.
 
 import ast
 import inspect
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
@@ -45,9 +45,8 @@ def frames_of_strategy(strategy, mesh) -> dict[str, list[LineFrame]]:
     }
 
 
-def frames_of_function(fn, mesh) -> list[LineFrame]:
-    """Return the frames of a function whose docstring gives the types of its arguments."""
-    types = documented(fn.__doc__ or "").given
+def frames_of_function(fn, types: Mapping[str, Spec], mesh) -> list[LineFrame]:
+    """Return the frames of a function whose arguments, by name, have these types."""
     sizes = dict.fromkeys((dim for spec in types.values() for dim in spec.dim_names), SPLIT * mesh.size())
     given = {name: torch.zeros(spec.local_shape(sizes, mesh), device="meta") for name, spec in types.items()}
     with trace() as log:
@@ -73,22 +72,19 @@ def listings(path: "str | Path", mesh) -> dict[str, list[LineFrame]]:
     for node in tree.body:
         targets = [each.id for each in getattr(node, "targets", ()) if isinstance(each, ast.Name)]
         if isinstance(node, wanted) or {*targets} & {"SPECS", "STRATEGY"}:
-            with (
-                _running(f"{path}: line {node.lineno}"),
-                suppress(NameError),
-            ):  # of a decorator or default that one of the other cells makes
+            # A NameError is of a decorator or default that one of the other cells makes.
+            with _running(f"{path}: line {node.lineno}"), suppress(NameError):
                 exec(compile(ast.Module([node], []), str(path), "exec"), vars(module))
     if isinstance(getattr(module, "SPECS", None), dict) and callable(getattr(module, "forward", None)):
         own = getattr(module, "STRATEGY", None) or Strategy(module.SPECS, module.forward, module.backward)
         with _running(f"{path}: the strategy"):
             return frames_of_strategy(own, mesh)
-    functions = [fn for fn in vars(module).values() if inspect.isfunction(fn) and fn.__module__ == "listing"]
-    typed = [fn for fn in functions if {*_needed(fn)} <= {"mesh", *documented(fn.__doc__ or "").given}]
     found = {}
-    for fn in typed:
-        if documented(fn.__doc__ or "").given:
+    for fn in [fn for fn in vars(module).values() if inspect.isfunction(fn) and fn.__module__ == "listing"]:
+        types = documented(fn.__doc__ or "").given
+        if types and {*_needed(fn)} <= {"mesh", *types}:
             with _running(f"{path}: {fn.__name__}"):
-                found[fn.__name__] = frames_of_function(fn, mesh)
+                found[fn.__name__] = frames_of_function(fn, types, mesh)
     if not found:
         raise ValueError(
             f"{path} has no listing: neither SPECS, forward and backward, nor a function whose docstring gives the "

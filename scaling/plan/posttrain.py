@@ -32,7 +32,6 @@ from scaling.plan.job import Job
 from scaling.plan.report import folded
 from scaling.plan.serve import candidates
 from scaling.plan.serve.forecast import ERRORS, likely_token
-from scaling.spec import dtype_bytes
 
 TRIED = 16  # divisions of the chips that are compared
 REFERENCE = 1 / 3  # a forward pass of the reference model, as a share of a training step
@@ -151,7 +150,7 @@ def push_seconds(
     asked: PosttrainJob, hardware: Chip, train_chips: int, serving: candidates.ServingPlan, apart: bool
 ) -> float:
     """Return the seconds of a push: what a serving chip receives or a training chip sends, over its slowest link."""
-    nbytes = asked.service.load.weights * dtype_bytes(asked.dtype) / dtype_bytes(asked.service.weights)
+    nbytes = asked.service.load.weights
     received, sent = nbytes / serving.chips, nbytes * serving.replicas / train_chips
     return max(received, sent) / link(hardware, train_chips + (serving.chips * serving.replicas if apart else 0))
 

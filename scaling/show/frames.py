@@ -18,6 +18,7 @@ from html import escape
 from scaling.spec import ShardingError, Spec, mesh_sizes, parse
 
 MOVED = re.compile(r"(?P<op>[A-Za-z]+)(?P<axes>_[^(]+)?\((?P<operand>.*)\)")  # "AllGather_X(W[D_X, F])"
+COLUMNS = 100  # the width of what is printed
 Cells = list[list[int | None]]  # rows of cells: the device that stores each, None where it is absent
 
 
@@ -57,9 +58,6 @@ def frames_of(lines: Iterable[object], given: Iterable[Spec] = ()) -> list[LineF
     return frames
 
 
-COLUMNS = 100  # the width of what is printed
-
-
 def check_drawn(what, sizes: Mapping[str, int], most: int = 4096) -> None:
     """Raise ShardingError if the mesh has too many devices to be drawn."""
     if (devices := math.prod(sizes.values())) > most:
@@ -83,6 +81,7 @@ class Drawing:
             dict(zip(self.sizes, at, strict=True)) for at in itertools.product(*map(range, self.sizes.values()))
         ]
         self.columns = [*self.sizes.values()][-1] if self.sizes else 1
+        self.known: dict[Spec, list[Cells]] = {}  # most arrays stay as they are from frame to frame
         self.types: dict[str, list[Spec]] = {}
         for frame in frames:
             for spec in (*frame.read, *frame.held.values()):
@@ -91,6 +90,11 @@ class Drawing:
 
     def cells(self, spec: Spec) -> list[Cells]:
         """Return, for each device in row-major order, the cells of the array that it holds."""
+        if spec not in self.known:
+            self.known[spec] = self._cells(spec)
+        return self.known[spec]
+
+    def _cells(self, spec: Spec) -> list[Cells]:
         types = [other for other in self.types[spec.name] if len(other.dims) == len(spec.dims)]
         finest = max(types, key=lambda other: self._ways(other.axes))
         counts = [math.lcm(*(self._ways(other.dims[i][1]) for other in types)) for i in range(len(spec.dims))]
