@@ -19,7 +19,8 @@ def rotary(table: dict, read: dict, kind: ModelType) -> dict:
     """Return theta and rope_scaling, by transformers' rules for keys that occur twice or not at all.
 
     If a file has `rope_scaling`, all of `rope_parameters` is ignored. The base in this table wins over the one at the
-    top level, and the original context at the top level wins over the one in the table.
+    top level, and the original context at the top level wins over the one in the table, but not where layers with a
+    window have a table of their own.
     """
     given, local = scaling_of(table), {}
     if not table.get("rope_scaling") and table.get("rope_parameters") is None:
@@ -36,7 +37,8 @@ def rotary(table: dict, read: dict, kind: ModelType) -> dict:
         of_type("partial_rotary_factor", share, float)
     if given.get("rope_type", given.get("type")) in CONTEXTS:
         original = given.get(ORIGINAL, read.get("max_position_embeddings"))
-        original = table.get(ORIGINAL) if ORIGINAL in table else original
+        if ORIGINAL in table and kind.local_theta is None:
+            original = table[ORIGINAL]
         if original is not None or kind.architecture:
             of_type(ORIGINAL, original, float)
             given = given | {ORIGINAL: original}

@@ -207,6 +207,9 @@ KNOWN = {  # what was read otherwise once: (a type, edits)
         "mixtral", {"rope_scaling": {"type": "linear", "factor": 2.0}, "rope_parameters": {"rope_theta": 7.0}}
     ),
     "the original context is at the top": ("llama", {"rope_scaling": YARN, "original_max_position_embeddings": 33}),
+    "but not where kinds of layers have tables": (
+        "olmo3", {"rope_scaling": {"rope_type": "llama3"} | FEW, "original_max_position_embeddings": 20}
+    ),
     "or it is the context": ("llama", {"rope_parameters": {"rope_type": "llama3"} | FEW}),
     "scaled by mscale without yarn": (
         "deepseek_v3", {"rope_scaling": {"type": "linear", "factor": 4.0, "mscale_all_dim": 1.0}}
