@@ -56,4 +56,6 @@ def _by_kind(table: dict, kind: ModelType) -> tuple[dict, dict]:
     base = table.get("rope_local_base_freq", kind.local_theta) if kind.theta != kind.local_theta else kind.local_theta
     base = local.get("rope_theta", base)
     of_type("rope_theta", base, float)
-    return full | scaling, {"local_theta": float(base)}
+    # transformers reads `truncate` at the top of rope_parameters, so never of a table for one kind of layers
+    given = {key: value for key, value in (full | scaling).items() if key != "truncate"}
+    return given, {"local_theta": float(base)}

@@ -210,6 +210,9 @@ KNOWN = {  # what was read otherwise once: (a type, edits)
     "but not where kinds of layers have tables": (
         "olmo3", {"rope_scaling": {"rope_type": "llama3"} | FEW, "original_max_position_embeddings": 20}
     ),
+    "which are rounded by yarn in any case": (
+        "olmo3", {"rope_scaling": {"rope_type": "yarn", "truncate": False} | FEW}
+    ),
     "or it is the context": ("llama", {"rope_parameters": {"rope_type": "llama3"} | FEW}),
     "scaled by mscale without yarn": (
         "deepseek_v3", {"rope_scaling": {"type": "linear", "factor": 4.0, "mscale_all_dim": 1.0}}
