@@ -46,7 +46,7 @@ def arguments(argv=None) -> argparse.Namespace:
     parser.add_argument("--tokenizer", help="bytes, a tokenizer.json, or a folder with one (default: the model's own)")
     parser.add_argument("--out", default="run", help="folder of checkpoints and metrics.jsonl (default run)")
     parser.add_argument("--train-mesh", default="X=1", help="mesh that trains: axes of P, X, C, Y, E (default X=1)")
-    parser.add_argument("--serve-mesh", default="Y=1", help="mesh that draws: axes of X, Y, Z, E (default Y=1)")
+    parser.add_argument("--serve-mesh", default="Y=1", help="mesh that draws: axes of Y, Z, C, E (default Y=1)")
     parser.add_argument("--apart", action="store_true", help="give the serving mesh ranks of its own")
     parser.add_argument("--staleness", type=integer(0, 100), default=0, help="updates that the weights that draw lag")
     parser.add_argument("--prompts-per-step", type=integer(1), default=8, help="prompts of a step (default 8)")
