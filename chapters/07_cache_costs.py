@@ -193,7 +193,7 @@ def allocated(c: Config, S: int) -> int:
 
 rows = []
 for c, *_ in KINDS.values():
-    kept = c.with_(L=c.cached or c.L, cached=None)  # the layers with a cache
+    kept = c.with_(L=c.cached or c.L, cached=None, uncomputed=())  # the layers with a cache
     for S in CONTEXTS:
         kinds = Counter(min(S, window or S) for window in kept.windows)
         planned = round(serving.load(c).kv(S))

@@ -1,7 +1,7 @@
-"""FP8 weights of a Hugging Face folder, as its quantization_config says: DeepSeek's, and compressed-tensors'.
+"""Quantized weights of a Hugging Face folder, as its quantization_config says: DeepSeek's, compressed-tensors', MXFP4.
 
-Each such weight W[rows, columns] is stored in E4M3 with scales of their own, `weight_scale_inv` or `weight_scale`, by
-which it is multiplied when it is read.
+A weight W[rows, columns] in FP8 is stored in E4M3 with scales of its own, `weight_scale_inv` or `weight_scale`, by
+which it is multiplied when it is read. In MXFP4 (GPT-OSS) an expert's matrices are `_blocks` and `_scales`.
 """
 
 from typing import Any
@@ -34,7 +34,13 @@ def unread_quantization(table: dict[str, Any]) -> list[str]:
     if (quantized := table.get("quantization_config")) is None:
         return []
     of_type("quantization_config", quantized, dict)
-    return [] if weight_blocks(quantized) else [f"quantization_config {quantized.get('quant_method', '')!r}"]
+    read = weight_blocks(quantized) or (experts_packed(quantized) and table.get("model_type") == "gpt_oss")
+    return [] if read else [f"quantization_config {quantized.get('quant_method', '')!r}"]
+
+
+def experts_packed(quantized: dict[str, Any]) -> bool:
+    """Return whether the experts' matrices are stored in MXFP4."""
+    return quantized.get("quant_method") == "mxfp4"
 
 
 def _pair(block: Any) -> tuple[int, int] | None:

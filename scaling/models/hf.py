@@ -20,10 +20,10 @@ from scaling.collectives import unshard
 from scaling.configs import Config
 from scaling.configs import load as load_config
 from scaling.configs.hugging_face_write import write_config as table_of
-from scaling.configs.quantized import weight_blocks
+from scaling.configs.quantized import experts_packed, weight_blocks
 from scaling.mesh import AbstractMesh
 from scaling.models.hf_layout import FileLayout, leaf_layouts
-from scaling.models.hf_scaled import ScaledSlice, is_scale, scale_of
+from scaling.models.hf_scaled import BLOCKS, EXPONENTS, PackedSlice, ScaledSlice, is_scale, scale_of
 from scaling.models.leaves import specs_of
 from scaling.models.params import IN_ORDER, Places, places_of, stored_sizes
 from scaling.spec import Spec, parse
@@ -217,7 +217,8 @@ class _Files:
 
     def __init__(self, folder: Path):
         self.folder, self.open = folder, {}
-        self.blocks = weight_blocks(json.loads((folder / "config.json").read_text()).get("quantization_config") or {})
+        quantized = json.loads((folder / "config.json").read_text()).get("quantization_config") or {}
+        self.blocks, self.packed = weight_blocks(quantized), experts_packed(quantized)
         if (folder / INDEX).exists():
             self.file_of = json.loads((folder / INDEX).read_text())["weight_map"]
             names = sorted(set(self.file_of.values()))
@@ -250,6 +251,8 @@ class _Files:
         return self.open[name]
 
     def __getitem__(self, tensor: str):
+        if self.packed and tensor + BLOCKS in self.file_of:
+            return PackedSlice(self[tensor + BLOCKS], self[tensor + EXPONENTS], f"{self.folder}: {tensor}")
         found, scale = self.open[self.file_of[tensor]].get_slice(tensor), scale_of(tensor, self.file_of)
         return ScaledSlice(found, self[scale][:], self.blocks, f"{self.folder}: {tensor}") if scale else found
 
@@ -280,6 +283,7 @@ class _Files:
         wanted = {n: layout.stored_shape(config.sizes) for layout in layouts for n in layout.tensors(config.sizes)}
         names = self.file_of
         found = {tensor for tensor in names if not (tensor.endswith(COMPUTED) or is_scale(tensor, names))}
+        found = {tensor.removesuffix(BLOCKS) for tensor in found} if self.packed else found
         if config.tied and {TABLE, HEAD} <= found and torch.equal(self[TABLE][:], self[HEAD][:]):
             found.remove(HEAD)  # some files hold the shared table twice
         if missing := sorted(wanted.keys() - found):

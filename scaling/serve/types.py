@@ -84,6 +84,7 @@ def cache_specs(config: Config, mesh=None, *, form: str = "heads", page: int | N
     for each token the latent of its keys and values, normed, and the rotary part of its keys, rotated.
     """
     mesh = ONE if mesh is None else mesh
+    check_computed(config)
     check_mesh(config, mesh, form)
     if page is not None and form == "sequence":
         raise ShardingError(

@@ -1,4 +1,4 @@
-"""Folders whose weights are stored in FP8 with scales: read as values times scales, by shards, or refused."""
+"""Folders whose weights are stored in FP8 or MXFP4 with scales: read as values times scales, by shards, or refused."""
 
 import json
 
@@ -88,7 +88,37 @@ def test_scales_that_do_not_fit_are_refused(tmp_path):
         hf.load(tmp_path)
 
 
+def test_experts_in_mxfp4_are_read_as_values_times_scales(tmp_path):
+    """By the table of E2M1 and GPT-OSS's layout: a byte holds two neighbours along D, the first in its low bits."""
+    config = SMALL.with_(V=60, D=64, F=32, H=16, E=4, k=2, sinks=True, expert_bias=True, clamp=7.0, output_bias=True)
+    config = config.with_(attention_bias=True, window=(4, None), rope_scaling=None)
+    hf.save(tmp_path, config, model.init(config, 0, torch.bfloat16))
+    tensors, meant, g = safetensors.load_file(tmp_path / hf.SINGLE), {}, torch.Generator().manual_seed(0)
+    values = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6])
+    for name in [name for name in tensors if name.endswith(("gate_up_proj", "down_proj"))]:
+        E, D, F = tensors.pop(name).shape
+        blocks = torch.randint(256, (E, F, D // 32, 16), generator=g, dtype=torch.uint8)
+        scales = torch.randint(110, 135, (E, F, D // 32), generator=g, dtype=torch.uint8)
+        W = torch.cat([values, -values])[torch.stack([blocks % 16, blocks // 16], -1).long()].flatten(3)
+        meant[name] = (W * 2.0 ** (scales.int() - 127)[..., None]).reshape(E, F, D).transpose(1, 2).bfloat16()
+        tensors |= {f"{name}_blocks": blocks, f"{name}_scales": scales}
+    safetensors.save_file(tensors, tmp_path / hf.SINGLE)
+    table = json.loads((tmp_path / "config.json").read_text()) | {"quantization_config": {"quant_method": "mxfp4"}}
+    (tmp_path / "config.json").write_text(json.dumps(table))
+    config, params = hf.load(tmp_path)
+    hf.save(tmp_path / "wide", config, params)
+    found = safetensors.load_file(tmp_path / "wide" / hf.SINGLE)
+    assert all(torch.equal(found[name], W) for name, W in (tensors | meant).items() if name in found)
+    assert {*meant} <= {*found}
+    mesh = AbstractMesh({"X": 2, "Y": 2})
+    mesh.coord.update(X=1, Y=1)
+    specs = specs_of(config) | {"layers": specs_of(config)["layers"] | {"W_in": "W_in[L, E, D_X, F_Y]"}}
+    own = hf.load_sharded(tmp_path, specs, mesh, device="cpu")[1]["layers"]["W_in"]
+    assert torch.equal(own, params["layers"]["W_in"][:, :, 32:, 16:])
+
+
 @pytest.mark.parametrize("change", [
+    {"quant_method": "mxfp4"},
     {"format": "pack-quantized"}, {"kv_cache_scheme": {"num_bits": 8}}, {"quant_method": "awq"},
     {"config_groups": {"g": {"weights": GROUP | {"num_bits": 4}}}},
     {"config_groups": {"g": {"weights": GROUP | {"strategy": "group"}}}},

@@ -60,6 +60,7 @@ STEPS = {
     "decoded(held(dtype=torch.int8, KV=torch.Tensor.float), donate=True)": "scales beside a cache of torch.float32",
     "serve.init_cache(CONFIG, 0, 1)": "at least 1", "serve.init_cache(CONFIG, 1, -1)": "at least 1",
     "serve.init_cache(CONFIG, 1, 1, page=0)": "at least 1", "empty(dtype=torch.int16)": "floating point or int8",
+    "serve.init_cache(CONFIG.with_(uncomputed=('a thing',)), 1, 1)": "not computed here: a thing",
     "filled(TOKENS[:, :0])": "there are no tokens", "filled(TOKENS + 16)": "vocabulary",
     "filled(TOKENS.double())": "whole numbers", "filled(TOKENS.repeat(1, 2))": "room for 8",
     "filled(TOKENS[:2])": "of 2 rows, as the tokens", "decoded(held(), TOKENS)": "one token a row",
