@@ -6,7 +6,6 @@ Every shard has at least two elements along each dim, since a dim of one element
 """
 
 from collections.abc import Callable, Iterator, Mapping
-from importlib import import_module
 from typing import Any
 
 import torch
@@ -72,9 +71,6 @@ def _transformer(kind: str, mesh: Any) -> None:
     if {*mesh.sizes} & {*"CZE"}:  # their gradients' lines omit axes that the engine handles around them
         strategy.loss(params, tokens, targets, config, mesh, **options)
         return
-    ends = import_module("scaling.strategies.transformer.ends")  # imported here, where modules report their types
-    hidden, U = (torch.zeros(shape, device="meta") for shape in ((*tokens.shape, config.D), (config.D, config.V)))
-    ends.loss(hidden, U, targets, mesh, weights=weights, V=config.V)
     _, grads = strategy.loss_and_grads(params, tokens, targets, config, mesh, **options)
     for where, dW, spec in tree.paired(grads, types, "grads"):
         watch.told(dW, spec, f"{where} of loss_and_grads is {spec}", place_of_function(strategy.loss_and_grads))

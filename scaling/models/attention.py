@@ -122,12 +122,12 @@ class OwnKeys(NamedTuple):
     scale: float
     tile: int
 
-    def around(self, segments: Tensor | None, **arrays: Any) -> Iterator[tuple]:
-        """Yield the only block and its arrays."""
+    def around(self, segments: Tensor | None, KV: Tensor) -> Iterator[tuple]:
+        """Yield the only block, and KV."""
         first = self.S - self.T
         both = None if segments is None else (segments[:, first:], segments)
         rows, columns = (range(first, self.S),), (range(self.S),)
-        yield KeyBlock(rows, columns, self.mask, self.scale, both, tile=self.tile), *arrays.values()
+        yield KeyBlock(rows, columns, self.mask, self.scale, both, tile=self.tile), KV
 
     def follow(self, dKV: Tensor, hop: int) -> Tensor:
         """Return dKV, which on one device stays where it is."""

@@ -8,7 +8,7 @@ exist at a time. Positions are known in advance, so tiles that the mask hides al
 (segments) are data, and hide more. Results are float32 or wider; `merge_attended` joins them over different keys.
 
 The passes are one differentiable function, `Attention.apply(keys, Q, K, V, segments)`: autograd and torch.func run them
-on plain tensors, and see neither collectives nor tiles. Second derivatives are not defined.
+on plain tensors, and see neither collectives nor tiles. Forward and second derivatives are not defined.
 """
 
 import math
@@ -23,17 +23,19 @@ from torch import Tensor
 
 from scaling import trace
 from scaling.collectives import wait
-from scaling.models.tiles import LATER, Mask, Ranges, fused, shapes, tangent, written
+from scaling.models.tiles import LATER, Mask, Ranges, fused, shapes, written
 from scaling.spec import parse
 
 TILE = 1024  # queries, and keys, that are computed at a time
+OTHERWISE = """
+  fix: differentiate once, in reverse; on one device models.attention.dot_product_attention has all derivatives"""
 Sums = tuple[Any, Any]  # tensors that a block adds to two sums, or None and None
 
 
 def forward(Q: Tensor, K: Tensor, V: Tensor, segments: Tensor | None, keys: Any) -> tuple[Tensor, Tensor]:
     """Return (O[B, T, N, H], lse[B, T, N])."""
     seen: Any = None
-    for here, KV in keys.around(segments, KV=torch.stack([K, V])):
+    for here, KV in keys.around(segments, torch.stack([K, V])):
         seen = merge_attended(seen, block_forward(Q, KV, here))
     return seen.O.to(Q.dtype).contiguous(), seen.lse
 
@@ -44,25 +46,13 @@ def backward(
     """Return (dQ, dK, dV), summed in float32 or wider: dQ on this rank, dK and dV as they follow their block."""
     dQ: Any = None
     dKV: Any = None
-    for hop, (here, KV) in enumerate(keys.around(segments, KV=torch.stack([K, V]))):
+    for hop, (here, KV) in enumerate(keys.around(segments, torch.stack([K, V]))):
         dq, dkv = block_backward(dO, O, lse, Q, KV, here)
         dQ, dKV = add(dQ, dq), add(wait(dKV), dkv)  # dKV was in flight while dkv was computed
         del dq, dkv  # else they stay alive while the next block is computed
         dKV = keys.follow(dKV, hop)
     dK, dV = wait(dKV).to(K.dtype)
     return dQ.to(Q.dtype), dK, dV
-
-
-def jvp(
-    tQ: Tensor, tK: Tensor, tV: Tensor, O: Tensor, lse: Tensor, Q: Tensor, K: Tensor, V: Tensor, segments, keys: Any
-) -> Tensor:
-    """Return the tangent of O; each block of keys and values arrives with its tangent."""
-    A: Any = None
-    m: Any = None
-    for here, KV, tKV in keys.around(segments, KV=torch.stack([K, V]), tKV=torch.stack([tK, tV])):
-        a, b = block_jvp(tQ, tKV, lse, Q, KV, here)
-        A, m = add(A, a), add(m, b)
-    return (A - m[..., None] * O).to(Q.dtype)
 
 
 class KeyBlock(NamedTuple):
@@ -193,20 +183,6 @@ def block_backward(dO: Tensor, O: Tensor, lse: Tensor, Q: Tensor, KV: Tensor, bl
         return _joined(dq, q), torch.stack([_joined(dk, k), _joined(dv, v)])
 
 
-def block_jvp(tQ: Tensor, tKV: Tensor, lse: Tensor, Q: Tensor, KV: Tensor, block: KeyBlock) -> Sums:
-    """Return (A[B, T, N, H], m[B, T, N]) of this block, or Nones. With both summed over all blocks, tO = A - m O."""
-    if not block.pairs:
-        return None, None
-    with _traced("tO = tQ * KV", Q, block, matmuls=5):
-        tq, denominators, q = _in_parts(block.parts(block.rows, Q.device), KV, tQ, lse, Q)
-        tk, tv, k, v = _in_parts(block.parts(block.columns, Q.device), KV, *tKV, *KV)
-        A, m = [None] * len(q), [None] * len(q)
-        for i, j, hidden in block.tiles(Q.device):
-            tile = tangent(tq[i], q[i], denominators[i], tk[j], tv[j], k[j], v[j], hidden, block.scale)
-            A[i], m[i] = map(add, (A[i], m[i]), tile)
-        return _joined(A, q), _joined(m, denominators)
-
-
 def _in_parts(parts: Sequence[range], KV: Tensor, *arrays: Tensor) -> list[Any]:
     """[B, T, N(, H)] -> [B, K, G, T(, H)], float32 or wider, for each part of the positions.
 
@@ -239,7 +215,6 @@ class Attention(torch.autograd.Function):
         """Save the operands and results."""
         ctx.keys, *operands = inputs
         ctx.save_for_backward(*output, *operands)
-        ctx.save_for_forward(*output, *operands)
         ctx.mark_non_differentiable(output[1])
 
     @staticmethod
@@ -248,9 +223,9 @@ class Attention(torch.autograd.Function):
         return None, *Once.apply(backward, ctx.keys, dO, *ctx.saved_tensors), None
 
     @staticmethod
-    def jvp(ctx, _keys, tQ, tK, tV, _segments):
-        """Return the tangent of O."""
-        return Once.apply(jvp, ctx.keys, tQ, tK, tV, *ctx.saved_tensors), None
+    def jvp(ctx, *_):
+        """Refuse a forward derivative."""
+        raise NotImplementedError("the forward derivative of attention block by block is not defined" + OTHERWISE)
 
     @staticmethod
     def vmap(info, in_dims, keys, *operands):
@@ -274,10 +249,7 @@ class Once(torch.autograd.Function):
     @staticmethod
     def backward(ctx, *_):
         """Refuse a second derivative."""
-        raise NotImplementedError(
-            "the second derivative of attention block by block is not defined\n"
-            "  fix: differentiate once; on one device models.attention.dot_product_attention has all derivatives"
-        )
+        raise NotImplementedError("the second derivative of attention block by block is not defined" + OTHERWISE)
 
     @staticmethod
     def vmap(info, in_dims, fn, keys, *operands):

@@ -1,10 +1,10 @@
-"""One tile of attention on one device: its mask, forward, backward and tangent (Part 4, Appendix A).
+"""One tile of attention on one device: its mask, forward and backward (Part 4, Appendix A).
 
     q[B, K, G, T, H], k[B, K, 1, S, H], v[B, K, 1, S, H] -> O[B, K, G, T, H], lse[B, K, G, T]
 
 G = N/K query heads share a key. `hidden` is True where a query must not see a key, of shape [T, S] or [B, 1, 1, T, S];
 or LATER, which hides the keys after each query; or None. `lse` is the log of the softmax's denominator, -inf (with
-O = 0) for a query that sees no key here. In `backward` and `tangent`, lse and O belong to the whole row, and this tile
+O = 0) for a query that sees no key here. In `backward`, lse and O belong to the whole row, and this tile
 is a part of it: P = exp(scores - lse).
 
 `fused` is torch's flash attention on CPUs, which stores no T x S scores and also takes float64. `written` computes the
@@ -88,13 +88,6 @@ def _written_backward(dO, q, k, v, O, lse, hidden, scale):
     delta = (dO * O).sum(-1, keepdim=True)  # sum_j P_ij dP_ij = sum_d dO_id O_id
     dS = P * (_scores(dO, v, None, 1.0) - delta) * scale
     return _times(dS, k), _over_queries(dS, q), _over_queries(P, dO)
-
-
-def tangent(tq, q, lse, tk, tv, k, v, hidden, scale):
-    """Return (A, m) = (sum_j P_ij (tS_ij v_j + tv_j), sum_j P_ij tS_ij); the tangent of the output is A - m O."""
-    P = (_scores(q, k, hidden, scale) - lse[..., None]).exp()
-    PtS = P * (_scores(tq, k, None, scale) + _scores(q, tk, None, scale))
-    return _times(PtS, v) + _times(P, tv), PtS.sum(-1)
 
 
 def _for_flash(q, k, v, hidden):

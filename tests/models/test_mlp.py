@@ -11,7 +11,7 @@ from torch.func import functional_call
 from scaling import tree
 from scaling.mesh import AbstractMesh
 from scaling.models import mlp, pointwise
-from scaling.models.pointwise import act, act_grad, act_vjp, rms_norm, rms_norm_vjp
+from scaling.models.pointwise import act, act_vjp, rms_norm, rms_norm_vjp
 
 SMALL = {"L": 3, "D": 8, "F": 16, "K": 4, "V": 11}
 
@@ -72,9 +72,8 @@ def test_activations_their_derivatives_and_the_scale_that_they_leave(activation)
     gelu = x * torch.distributions.Normal(0.0, 1.0).cdf(x)
     same(act(x, activation), {"none": x, "relu": x.clamp(min=0), "gelu": gelu}[activation])
     dx = derivative(lambda x: act(x, activation), dy, x)
-    same(dy * act_grad(x, activation), dx)
     same(act_vjp(x, dy, activation), dx)
-    assert act_grad(x.bfloat16(), activation).dtype == torch.bfloat16
+    assert act_vjp(x.bfloat16(), dy.bfloat16(), activation).dtype == torch.bfloat16
     config = mlp.MLPConfig(L=8, D=128, F=512, activation=activation, residual=False, norm=False)
     Out = functional_call(mlp.MLPStack(config), mlp.init(config)["blocks"], (rand(128, 128, dtype=torch.float32),))
     assert 0.5 < Out.square().mean() < 2
@@ -84,16 +83,14 @@ def test_activations_their_derivatives_and_the_scale_that_they_leave(activation)
     ("dtype", "tolerance"), [(torch.float64, 1e-14), (torch.float32, 1e-6), (torch.bfloat16, 2e-2)]
 )
 def test_rms_norm_and_its_derivative(dtype, tolerance):
-    """Also of a shard, by the means over the whole row."""
+    """Also of a shard, by the mean over the whole row."""
     x, dy = (3 * rand(5, 64)).to(dtype), rand(5, 64, seed=1).to(dtype)
     y, dx = rms_norm(x), rms_norm_vjp(x, dy)
     same(y, torch.nn.functional.rms_norm(x, (64,), eps=pointwise.EPS), tolerance)
     same(dx, derivative(rms_norm, dy, x), tolerance)
     assert y.dtype == dx.dtype == dtype
-    squares, dots = ((x * other).float().mean(-1, keepdim=True) for other in (x, dy))
-    part = slice(16, 32)
+    part, squares = slice(16, 32), x.float().square().mean(-1, keepdim=True)
     same(rms_norm(x[:, part], squares), y[:, part], max(tolerance, 1e-6))
-    same(rms_norm_vjp(x[:, part], dy[:, part], squares, dots), dx[:, part], max(tolerance, 1e-5))
     zeros = torch.zeros_like(x)
     assert torch.equal(rms_norm(zeros), zeros)
     same(rms_norm_vjp(zeros, dy), dy / math.sqrt(pointwise.EPS), tolerance)

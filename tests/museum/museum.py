@@ -82,18 +82,18 @@ BUGS = (
             '    total = all_reduce("total[] {U_PXEC} -> total[]", total, mesh)\n': ""}),
     Bug("means that are added up", "NVIDIA/Megatron-LM#673 pytorch/torchtune#1875",
         "each rank's mean is summed over ranks: gradients are off by their number, which users then put in by hand",
-        TRANSFORMER + "ends.py", refused="how-reduced", edits={
-            "w.sum(), mesh)": "w.mean(), mesh)"}),
+        TRANSFORMER + "api.py", refused="how-reduced", edits={
+            '    total = einsum("w[B_PXE, T_C] -> total[] {U_PXEC}", w)\n': "    total = w.mean()\n"}),
     Bug("gradients averaged that are to be added", "NVIDIA/Megatron-LM#906 NovaSky-AI/SkyRL#1420",
         "the loss is a sum over the whole batch, the gradients' AllReduce a mean: 1/|X| too small",
         "scaling/strategies/data_parallel.py", refused="how-reduced", edits={
             "dW_in, mesh, async_op=True, donate=True)": 'dW_in, mesh, async_op=True, donate=True, op="mean")'}),
     Bug("a loss that is differentiated after it was summed over ranks", "pytorch/pytorch#58005",
         "every rank differentiates every rank's terms: gradients are too large by the number of ranks",
-        TRANSFORMER + "ends.py", refused="loss", edits={
-            "    return VocabLoss.apply(hidden, unembed, targets, w, setting)[0]": (
-                "    Loss = VocabLoss.apply(hidden, unembed, targets, w, setting)[0]\n"
-                '    return all_reduce("Loss[] {U_PXECY} -> Loss[]", Loss, mesh)')}),
+        "chapters/05_tp.py", refused="loss", edits={
+            "import all_gather, einsum, reduce_scatter": "import all_gather, all_reduce, einsum, reduce_scatter",
+            "        return Out.square().sum()  #":
+                '        return all_reduce("Loss[] {U_Y} -> Loss[]", Out.square().sum(), mesh)  #'}),
     Bug("a bias added before the reduction", "huggingface/text-generation-inference#1036 Wenyueh/MinivLLM#80",
         "every rank adds it: |Y| times the bias",
         TRANSFORMER + "layer.py", refused="partial-plus-whole", edits={

@@ -17,7 +17,6 @@ from scaling.schedules import make
 from scaling.strategies import context, expert, one_device, transformer, zero
 from scaling.strategies.collective_matmul import matmul_scatter
 from scaling.strategies.stack import Strategy
-from scaling.strategies.transformer.ends import loss as loss_of
 from scaling.strategies.transformer.step import StepOptions, check_batch
 from scaling.strategies.transformer.types import schedule_of
 
@@ -75,22 +74,6 @@ def test_what_differs_little_from_what_is_refused():
     assert schedule_of(given, stages, 4) is given
     assert schedule_of(None, stages, 4) == make("1f1b", 2, 4)  # unless one is given
 
-
-HIDDEN, UNEMBED, TARGETS = torch.randn(2, 6, 5), torch.randn(5, 8), torch.zeros(2, 6, dtype=torch.int64)
-
-
-def ends(hidden=HIDDEN, targets=TARGETS, **given):
-    return lambda: loss_of(hidden, UNEMBED, targets, Mesh({}), **given)
-
-
-BY_WORDS |= {
-    "rule: hidden": ends(HIDDEN[..., :4]),
-    "rule: the parts hold": ends(V=9),
-    "weights must be": ends(weights=torch.ones(1, 6)),
-    "0..7": ends(targets=TARGETS + 8),
-    "label_smoothing": ends(label_smoothing=-1.0),
-    "chunk_bytes": ends(chunk_bytes=0),
-}
 
 ROWS = torch.randn(2, 3, 4)
 DROPS = [{"rate": rate} for rate in (1.0, 2.0, -0.5, float("nan"), "0.5")] + [{"x": ROWS.long()}, {"x": ROWS[0]}]

@@ -21,7 +21,7 @@ from scaling.cost.memory import ROOM
 from scaling.mesh import AbstractMesh
 from scaling.models import transformer as model
 from scaling.strategies import transformer
-from scaling.strategies.transformer.ends import loss
+from scaling.strategies.transformer.ends import Terms, chunked_loss
 from scaling.trace import trace
 from scaling.trace.count import Between, counted_step
 from scaling.trace.peak import peak_memory
@@ -176,11 +176,12 @@ def test_what_the_chunks_of_a_loss_add_up_to():
     targets = torch.randint(4, w.shape)
     ce = F.cross_entropy((x.double() @ U.double()).flatten(0, 1), targets.flatten(), reduction="none")
     true = ((w.double().flatten() * ce).sum() / w.double().sum()).item()
-    assert loss(x, U, targets, ONE, weights=w, chunk_bytes=1 << 13).item() == pytest.approx(true, rel=3e-7)
+    given = targets, w / w.sum(), Terms(4, 0.0, 0.0), False, ONE.optional, 1 << 13
+    assert chunked_loss(x, U, *given, gradients=False)[0].item() == pytest.approx(true, rel=3e-7)
     for tied, shape in (False, (4, 8)), (True, (8, 4)):
-        x, U = (1 + torch.randn(1, 1 << 14, 4)).bfloat16(), torch.randn(shape).bfloat16().requires_grad_()
-        found = partial(loss, x, U, torch.randint(8, x.shape[:2]), ONE, tied=tied)
-        one, many = (torch.autograd.grad(found(chunk_bytes=size), U)[0] for size in (1 << 30, 1 << 11))
+        x, U = (1 + torch.randn(1, 1 << 14, 4)).bfloat16(), torch.randn(shape).bfloat16()
+        given = torch.randint(8, x.shape[:2]), torch.full(x.shape[:2], 2.0**-14), Terms(8, 0.0, 0.0), tied, ONE.optional
+        one, many = (chunked_loss(x, U, *given, size, gradients=True)[2] for size in (1 << 30, 1 << 11))
         assert many.dtype == torch.bfloat16
         assert (many.float() - one.float()).abs().max() <= 2**-7 * one.abs().max()
 

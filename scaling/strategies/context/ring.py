@@ -61,19 +61,18 @@ class Ring(NamedTuple):
         over = f"_{format_axes(self.axes)}" if self.axes else ""
         return f"[B, T{over}, {self.heads[0]}, H]", f"[2, B, S{over}, {self.heads[1]}, H]"
 
-    def around(self, segments: Tensor | None, **arrays: Any) -> Iterator[tuple]:
-        """Yield (block, *arrays) at each hop, first with this rank's keys; the next ones are in flight meanwhile."""
+    def around(self, segments: Tensor | None, KV: Any) -> Iterator[tuple]:
+        """Yield (block, KV) at each hop, first with this rank's keys; the next ones are in flight meanwhile."""
         of_keys: Any = segments
         (C, c), (queries, keys) = self.place, self.types
         for hop in range(self.hops + 1):
             rows, columns = chunks(self.order, self.t, C, c), chunks(self.order, self.t, C, (c - hop) % C)
             both = None if segments is None else (segments, of_keys)
-            here = KeyBlock(rows, columns, self.mask, self.scale, both, queries, keys), *arrays.values()
+            here = KeyBlock(rows, columns, self.mask, self.scale, both, queries, keys), KV
             if hop < self.hops:
-                arrays = {name: self.send(name, x) for name, x in arrays.items()}
-                of_keys = self.send("segments", of_keys)
+                KV, of_keys = self.send("KV", KV), self.send("segments", of_keys)
             yield here
-            arrays, of_keys = {name: wait(x) for name, x in arrays.items()}, wait(of_keys)
+            KV, of_keys = wait(KV), wait(of_keys)
 
     def follow(self, dKV: Tensor, hop: int) -> Any:
         """Start to send the gradients of a block after the block itself, and after the last hop home."""
@@ -109,17 +108,14 @@ def hops_needed(order: str, t: int, C: int, mask: Mask) -> int:
 class Gathered(Ring):
     """Attention in one hop, for which all keys are gathered."""
 
-    def around(self, segments: Tensor | None, **arrays: Any) -> Iterator[tuple]:
-        """Yield (block, *arrays) once: this rank's queries, and all keys."""
+    def around(self, segments: Tensor | None, KV: Tensor) -> Iterator[tuple]:
+        """Yield (block, KV) once: this rank's queries, and all keys."""
         over, (C, c), both = format_axes(self.axes), self.place, None
         held = [chunks(self.order, self.t, C, i) for i in range(C)]
         if segments is not None:
             both = segments, all_gather(f"segments[B, S_{over}] -> segments[B, S]", segments, self.mesh)
-        whole = [
-            all_gather(f"{name}[2, B, S_{over}, K, H] -> {name}[2, B, S, K, H]", x, self.mesh)
-            for name, x in arrays.items()
-        ]
-        yield KeyBlock(held[c], sum(held, ()), self.mask, self.scale, both, self.types[0], "[2, B, S, K, H]"), *whole
+        KV = all_gather(f"KV[2, B, S_{over}, K, H] -> KV[2, B, S, K, H]", KV, self.mesh)
+        yield KeyBlock(held[c], sum(held, ()), self.mask, self.scale, both, self.types[0], "[2, B, S, K, H]"), KV
 
     def follow(self, dKV: Tensor, hop: int) -> Tensor:
         """Return this rank's part of the sum over all ranks' queries."""

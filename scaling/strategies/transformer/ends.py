@@ -16,14 +16,10 @@ from torch import Tensor
 
 from scaling.collectives import all_gather, all_reduce, einsum, masked, reduce_scatter
 from scaling.collectives.calls import zeroed
-from scaling.common.arguments import not_negative, positive
 from scaling.common.limits import LIMITS
-from scaling.common.torch_private import in_transform
 from scaling.configs import Config
-from scaling.models.inputs import check_range, check_weights
 from scaling.models.layer import normed, normed_backward, scale_by
 from scaling.models.pointwise import soft_cap
-from scaling.spec import ShardingError
 
 
 def embed(E: Tensor, tokens: Tensor, mesh, scale: float = 1.0) -> Tensor:
@@ -115,75 +111,6 @@ def token_logprobs(W: dict, x: Tensor, targets: Tensor, config: Config, mesh) ->
     return -ce.view(targets.shape)
 
 
-def loss(
-    hidden: Tensor,
-    unembed: Tensor,
-    targets: Tensor,
-    mesh,
-    *,
-    weights: Tensor | None = None,
-    tied: bool = False,
-    V: int | None = None,
-    ignore_index: int = -100,
-    label_smoothing: float = 0.0,
-    z_loss: float = 0.0,
-    chunk_bytes: int = LIMITS.chunk,
-) -> Tensor:
-    """hidden[B_PXE, T_C, D], targets[B_PXE, T_C], weights[B_PXE, T_C] -> Loss[] {U_PXECY}.
-
-    The terms of all ranks add up to sum(w ce) / sum(w) over the global batch, in nats, or to 0 where sum(w) is 0. On
-    one device the term is the loss. Differentiate the term, and reduce its value afterwards. The cotangent of hidden is
-    {U_Y}, that of unembed {U_PXEC}. The term is differentiable once, by autograd and torch.func.
-
-    Args:
-        hidden: The result of the last norm.
-        unembed: U[D, V_Y], or E[V_Y, D] if `tied`.
-        targets: The tokens to predict.
-        mesh: The mesh.
-        weights: w, by default 1, and 0 where the target is `ignore_index`.
-        tied: Whether the table is that of the embedding.
-        V: The number of entries of the vocabulary, if the last ranks' parts are padded; by default none are.
-        ignore_index: The target of tokens that do not count.
-        label_smoothing: As in `Terms`.
-        z_loss: As in `Terms`.
-        chunk_bytes: The most bytes of logits, in float32, at a time (but at least one token's).
-
-    Raises:
-        ShardingError: Shapes that do not fit, or V. Like a ValueError, it is raised before anything is sent.
-        ValueError: A target outside the vocabulary, or a negative weight or factor.
-    """
-    mesh = mesh.optional
-    not_negative(label_smoothing=label_smoothing, z_loss=z_loss)
-    positive(chunk_bytes=chunk_bytes)
-    D, part = unembed.shape if not tied else unembed.shape[::-1]
-    if hidden.shape != (*targets.shape, D) or targets.dim() != 2:
-        raise ShardingError(
-            f"hidden {list(hidden.shape)}, targets {list(targets.shape)}, unembed {list(unembed.shape)}\n"
-            "  rule: hidden[B, T, D], targets[B, T], unembed[D, V], or with tied=True [V, D]\n"
-            "  fix: give this rank's shards of these"
-        )
-    if weights is not None:
-        check_weights(weights, targets)
-    parts = mesh.sizes.get("Y", 1)
-    V = part * parts if V is None else V
-    if not 0 < V <= part * parts:
-        raise ShardingError(
-            f"V={V} entries in {parts} parts of {part}\n  rule: the parts hold all entries, and perhaps padding\n"
-            f"  fix: give V from 1 to {part * parts}"
-        )
-    w = torch.ones_like(targets) if weights is None else weights
-    w = torch.where(targets == ignore_index, 0, w).to(torch.promote_types(hidden.dtype, torch.float32))
-    check_range("targets", targets, V, w)
-    total = all_reduce("total[] {U_PXEC} -> total[]", w.sum(), mesh)
-    w = w / torch.where(total == 0, 1, total)
-    terms = Terms(V, label_smoothing, z_loss)
-    taped = hidden.requires_grad or unembed.requires_grad or torch.compiler.is_compiling() or in_transform() is not None
-    setting = terms, tied, mesh, chunk_bytes
-    if not (taped and torch.is_grad_enabled()):
-        return chunked_loss(hidden, unembed, targets, w, *setting, gradients=False)[0]
-    return VocabLoss.apply(hidden, unembed, targets, w, setting)[0]
-
-
 def chunked_loss(
     x, U, targets, weights, terms: Terms, tied: bool, mesh, chunk_bytes: int, gradients: bool, frozen: bool = False
 ):
@@ -193,20 +120,26 @@ def chunked_loss(
     None, as is dU of a `frozen` U. The sum over chunks is in float64, that of their dU in float32 at least: in bfloat16
     each chunk would round the sum again.
     """
-    rows, start, dU = x.flatten(0, 1), 0, None
-    weights = weights.detach()  # nothing is differentiated by them
+    rows, dU = x.flatten(0, 1), None
     loss = rows.new_zeros((), dtype=torch.float64)
     dx = torch.empty_like(rows) if gradients else None
+    V, dV = ("E[V_Y, D]", "dE[V_Y, D]") if tied else ("U[D, V_Y]", "dU[D, V_Y]")
     count = max(1, -(-4 * len(rows) * U.shape[0 if tied else 1] // chunk_bytes))
     size = max(1, -(-len(rows) // count))
     chunks = rows.split(size), targets.flatten().split(size), weights.flatten().split(size)
-    for some, ids, w in zip(*chunks, strict=True):
+    for i, (some, ids, w) in enumerate(zip(*chunks, strict=True)):
         term, dlogits = chunk_loss(some, U, ids, w, terms, tied, mesh, gradients)
         loss = loss + term.sum(dtype=torch.float64)
         if dx is not None:
-            dU = chunk_gradients(some, U, dlogits, tied, dx[start : start + len(some)], dU, frozen)
-            dU = dU if count == 1 or dU is None else dU.to(torch.promote_types(dU.dtype, torch.float32))
-            start += len(some)
+            out = dx[i * size : i * size + len(some)]
+            einsum(f"dlogits[R_PXEC, V_Y] * {V} -> dx[R_PXEC, D] {{U_Y}}", dlogits, U, out=out)
+        if dx is not None and not frozen:
+            line = f"x[R_PXEC, D] * dlogits[R_PXEC, V_Y] -> {dV} {{U_PXEC}}"
+            if dU is None or dU.dtype == x.dtype:
+                dU = einsum(line, some, dlogits, out=dU, add=dU is not None)
+            else:
+                dU.add_(einsum(line, some, dlogits))
+            dU = dU if count == 1 else dU.to(torch.promote_types(dU.dtype, torch.float32))
         del dlogits  # before the next chunk's are made
     loss = loss.to(torch.promote_types(x.dtype, torch.float32))
     return loss, None if dx is None else dx.view_as(x), None if dU is None else dU.to(U.dtype)
@@ -249,48 +182,3 @@ def chunk_loss(x, U, targets, w, terms: Terms, tied: bool, mesh, gradients: bool
         dlogits[:, :real].sub_((terms.smoothing / terms.V * w)[:, None])
     dlogits = dlogits if slope_of_cap is None else dlogits.mul_(slope_of_cap)
     return loss, dlogits.to(x.dtype)
-
-
-def chunk_gradients(x, U, dlogits, tied: bool, dx, dU, frozen: bool = False):
-    """Of x[R_PXEC, D], dlogits[R_PXEC, V_Y]: write dx[R_PXEC, D] {U_Y}, and return dU[D, V_Y] {U_PXEC}.
-
-    dU is added to that of the chunks before. It is None if U is `frozen`.
-    """
-    V, dV = ("E[V_Y, D]", "dE[V_Y, D]") if tied else ("U[D, V_Y]", "dU[D, V_Y]")
-    einsum(f"dlogits[R_PXEC, V_Y] * {V} -> dx[R_PXEC, D] {{U_Y}}", dlogits, U, out=dx)
-    if frozen:
-        return None
-    line = f"x[R_PXEC, D] * dlogits[R_PXEC, V_Y] -> {dV} {{U_PXEC}}"
-    if dU is None or dU.dtype == x.dtype:
-        return einsum(line, x, dlogits, out=dU, add=dU is not None)
-    return dU.add_(einsum(line, x, dlogits))
-
-
-class VocabLoss(torch.autograd.Function):
-    """`chunked_loss` with its derivative: the gradients are computed together with the loss."""
-
-    @staticmethod
-    def forward(x, U, targets, weights, setting):
-        """x[B_PXE, T_C, D], targets[B_PXE, T_C], weights[B_PXE, T_C] -> Loss[] {U_PXECY}.
-
-        Its gradients follow, for the backward alone.
-        """
-        return chunked_loss(x, U, targets, weights, *setting, gradients=True)
-
-    @staticmethod
-    def setup_context(ctx, inputs, output):
-        """Keep the gradients for the backward."""
-        ctx.mark_non_differentiable(*output[1:])
-        ctx.set_materialize_grads(False)  # or autograd makes zeros of the gradients' sizes
-        ctx.gradients = output[1:]
-
-    @staticmethod
-    def backward(ctx, dLoss, *_):
-        """dLoss[] -> (dx, dU), the gradients times dLoss."""
-        if ctx.gradients is None:
-            raise RuntimeError(
-                "the loss's backward runs once: its gradients were made with it, and are multiplied in place"
-                "\n  fix: call the loss again"
-            )
-        (dx, dU), ctx.gradients = ctx.gradients, None
-        return dx.mul_(dLoss), dU.mul_(dLoss), None, None, None
