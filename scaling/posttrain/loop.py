@@ -221,7 +221,11 @@ def updated(
         ref = transformer.logprobs(reference, tokens, targets, config, mesh).double()
     of = partial(losses.loss, old=old, reference=ref, A=A_here, share=share, clip=asked.clip)
     slope, loss = torch.func.grad_and_value(of)(logprobs)
-    loss = all_reduce("Loss[] {U_PXEC} -> Loss[]", loss, mesh.optional)
+    terms = torch.stack([loss, share.sum(), (share * losses.k3(ref - logprobs)).sum()])
+    loss, total, kl = all_reduce("Sums[S] {U_PXEC} -> Sums[S]", terms, mesh.optional)
+    if abs(float(total) - 1) > 1e-9:
+        what = f"step {n}: the tokens' shares of the loss add up to {float(total):g}, not to 1"
+        raise ValueError(f"{what}\n  fix: report this; no option leads to it")
     sums = torch.promote_types(next(iter(tree.leaves(params))).dtype, torch.float32)
     given = {"microbatches": settings.microbatches, "remat": settings.remat, "sums": sums, "lora": lora, "mean": False}
     _, grads = transformer.loss_and_grads(frozen | params, tokens, targets, config, mesh, weights=-slope, **given)
@@ -234,6 +238,7 @@ def updated(
     ended = torch.isin(batch.targets, torch.tensor(asked.ends, device=mesh.device)) & batch.mask
     record = {"step": n, "loss": loss.item(), "reward": batch.rewards.mean().item(), "grad_norm": norm.item()}
     record |= {"age": age, "length": lengths.mean().item(), "ended": ended.any(1).double().mean().item()}
+    record |= {"kl": kl.item()} if reference is not None else {}
     return params, state, record | losses.gap(whole, batch.old, A, batch.mask, asked.clip)
 
 

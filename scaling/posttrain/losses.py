@@ -84,9 +84,13 @@ def loss(logprobs: Tensor, old: Tensor, reference: Tensor, A: Tensor, share: Ten
     """
     ratio = (logprobs - old).exp()
     kept = torch.minimum(ratio * A, ratio.clamp(1 - clip.low, 1 + clip.high) * A)
-    away = reference - logprobs
-    each = clip.beta * (away.exp() - away - 1) - kept if clip.beta else -kept
+    each = clip.beta * k3(reference - logprobs) - kept if clip.beta else -kept
     return torch.where(share == 0, 0.0, share * each).sum()
+
+
+def k3(away: Tensor) -> Tensor:
+    """Return each token's estimate of KL(p || q), where the token was drawn from p and away = log q - log p."""
+    return away.exp() - away - 1
 
 
 def gap(logprobs: Tensor, old: Tensor, A: Tensor, mask: Tensor, clip: Clip) -> dict[str, float]:
@@ -99,6 +103,6 @@ def gap(logprobs: Tensor, old: Tensor, A: Tensor, mask: Tensor, clip: Clip) -> d
     count, ratio = mask.sum().clamp(min=1), away.exp()
     high = mask & (A > 0) & (ratio > 1 + clip.high)
     low = mask & (A < 0) & (ratio < 1 - clip.low)
-    found = {"gap_mean": away.abs().sum() / count, "gap_max": away.abs().max(), "k3": (ratio - 1 - away).sum() / count}
+    found = {"gap_mean": away.abs().sum() / count, "gap_max": away.abs().max(), "k3": k3(away).sum() / count}
     found |= {"clipped_high": high.sum() / count, "clipped_low": low.sum() / count}
     return {name: float(value) for name, value in found.items()}
