@@ -13,7 +13,8 @@ NEEDED = {"linear": ("factor",), "yarn": ("factor",), "llama3": ("factor", "low"
 class Latent:
     """Multi-head latent attention (DeepSeek-V2 and V3): Q and KV pass through low ranks, and KV's is cached.
 
-    Per head, queries and keys have `nope` + `rope` dims (the `rope` part of the keys is shared by all heads), values
+    A `q_rank` of 0 is none: queries are then products of the stream itself (DeepSeek-V2-Lite). Per head, queries and
+    keys have `nope` + `rope` dims (the `rope` part of the keys is shared by all heads), values
     have `value` dims. With `interleaved`, the two coordinates of a rotary plane are neighbours, not H/2 apart.
     """
 
@@ -26,7 +27,7 @@ class Latent:
 
     def __post_init__(self):
         sizes = ("q_rank", "kv_rank", "nope", "rope", "value")
-        check_fields(self, "latent ", dict.fromkeys(sizes, "[1, inf)"))
+        check_fields(self, "latent ", dict.fromkeys(sizes, "[1, inf)") | {"q_rank": "[0, inf)"})
         if self.rope % 2:
             raise ValueError(f"latent rope is {self.rope}: planes have two dims\n  fix: give an even number")
 

@@ -17,7 +17,7 @@ WITHIN: dict[str, str | tuple] = {
     **dict.fromkeys(("theta", "local_theta", "eps", "clamp", "routed_scale", "capacity"), ABOVE),
     **dict.fromkeys(("embed_scale", "residual_scale", "logit_scale", "score_scale", "score_cap", "logit_cap"), ABOVE),
     **dict.fromkeys(("aux_coef", "z_coef", "shared", "F_shared", "F_dense"), "[0, inf)"),
-    "dropout": "[0, 1)",
+    **dict.fromkeys(("dropout", "attention_dropout"), "[0, 1)"),
     "rotary_share": "(0, 1]",
     "routing": ("softmax", "sigmoid"),
     "norms": ("before", "after", "both", "shared"),
@@ -43,10 +43,11 @@ class Config:
     projections, `output_bias` also b_O; `qk_norm` is an RMSNorm over the H of every query and key. With a `window` a
     query sees itself and the window - 1 tokens before it; it is one number, or one for each layer, where None sees all.
     `activation` is silu, gelu, gelu_tanh or relu; None is silu with a gate and gelu without. `dropout` is the share of
-    elements that training drops from a block's output to the residual stream (GPT-2's resid_pdrop). `cached` is the
-    number of layers with cached keys and values, if others (linear attention) have none; None is all. `dtype` is the
-    stored parameters'. `uncomputed` names features that no code here computes; a
-    model with any is only counted. `source` is the origin of the numbers. `max_positions` is the longest text that the
+    elements that training drops from a block's output to the residual stream (GPT-2's resid_pdrop);
+    `attention_dropout`, that of attention's weights, is not computed, so a model with it is not trained. `cached` is
+    the number of layers with cached keys and values, if others (linear attention) have none; None is all. `dtype` is
+    the stored parameters'. `uncomputed` names features that no code here computes; a model with any is only counted.
+    `source` is the origin of the numbers. `max_positions` is the longest text that the
     model was made for, before its positions are scaled (Hugging Face's max_position_embeddings), or 0 if unknown.
     `model_type` is that of the file which the model was read from, if its tensors differ from those in other classes.
 
@@ -111,6 +112,7 @@ class Config:
     window: int | tuple[int | None, ...] | None = None
     activation: str | None = None
     dropout: float = 0.0
+    attention_dropout: float = 0.0
     unit_offset: bool = False
     embed_scale: float = 1.0
     residual_scale: float = 1.0
@@ -201,14 +203,15 @@ class Config:
         """The dims of the params by letter.
 
         S is the width of the shared experts together. L counts the layers of one stack; the dense layers before those
-        with experts are G, of width O. In latent attention R and C are the ranks of queries and of keys and values,
-        M = C + rope, A = nope + rope is a query's width, and W = nope + value is the width of a key and a value.
+        with experts are G, of width O. In latent attention R (D if there is none) and C are the ranks of queries and of
+        keys and values, M = C + rope, A = nope + rope is a query's width, and W = nope + value is the width of a key
+        and a value.
         """
         sizes = {letter: getattr(self, letter) for letter in "LDFNKHVE"} | {"S": self.S}
         if self.dense_layers:
             sizes |= {"L": self.L - self.dense_layers, "G": self.dense_layers, "O": self.F_dense}
         if latent := self.latent:
-            sizes |= {"R": latent.q_rank, "C": latent.kv_rank, "M": latent.kv_rank + latent.rope}
+            sizes |= {"R": latent.q_rank or self.D, "C": latent.kv_rank, "M": latent.kv_rank + latent.rope}
             sizes |= {"A": latent.nope + latent.rope, "W": latent.nope + latent.value}
         return sizes
 

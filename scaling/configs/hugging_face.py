@@ -50,6 +50,8 @@ LETTERS = {
     "residual_scale": ("residual_multiplier",),
     "logit_scale": ("logits_scaling",),
     "score_scale": ("attention_multiplier",),
+    "dropout": ("resid_pdrop", "residual_dropout"),
+    "attention_dropout": ("attention_dropout",),
 }
 ACTIVATIONS = {"silu": "silu", "swish": "silu", "gelu": "gelu", "relu": "relu"}
 ACTIVATIONS |= {"gelu_pytorch_tanh": "gelu_tanh", "gelu_new": "gelu_tanh"}
@@ -60,14 +62,19 @@ EXPERTS += ("routing", "expert_groups", "top_groups", "routed_scale", "shared_ga
 COUNTS = "sliding_window max_window_layers intermediate_size intermediate_size_mlp decoder_sparse_step"
 COUNTS += " query_pre_attn_scalar full_attention_interval"
 COUNTS += " interleave_moe_layer_step max_position_embeddings no_rope_layer_interval"
-DROPOUTS = ("attention_dropout", "resid_pdrop", "embd_pdrop", "residual_dropout", "embedding_dropout", "hidden_dropout")
+DROPOUTS = ("embd_pdrop", "embedding_dropout", "hidden_dropout")  # which training does not compute
 TYPES: dict[str, type] = {**dict.fromkeys((*COUNTS.split(), *LATENT), int), **dict.fromkeys(DROPOUTS, float)}
 TYPES |= dict.fromkeys(("attention_multiplier", "logit_scale", "clip_qkv", "swiglu_alpha"), float)
 TYPES |= dict.fromkeys(("hidden_act", "hidden_activation"), str)
 TYPES |= dict.fromkeys(("layer_types", "mlp_only_layers", "moe_layers", "no_rope_layers"), list)
 BOOLS = ("use_sliding_window", "mlp_bias", "rope_interleave", "use_bias", "use_bidirectional_attention", "qk_layernorm")
 TYPES |= dict.fromkeys(BOOLS, bool)
-NULL = ("num_key_value_heads", "sliding_window", "attention_dropout")  # may be null, like keys whose default is null
+NULL = (
+    "num_key_value_heads",
+    "sliding_window",
+    "attention_dropout",
+    "q_lora_rank",
+)  # may be null, like keys whose default is null
 ALPHA = 1.702  # of GPT-OSS's gate, the only one that is computed
 PATTERNED = ("gemma3_text", "cohere2", "exaone4")  # that read sliding_window_pattern
 SLIDES = {"full_attention", "attention", "sliding_attention"}  # layer types that are computed
@@ -134,9 +141,9 @@ def check_types(read: dict, kind: ModelType) -> None:
 
 def _latent(read: dict, found: dict) -> dict:
     """Return the fields of latent attention. Its heads are as wide as their values."""
-    if absent := [key for key in LATENT if read.get(key) is None]:
+    if absent := [key for key in LATENT[1:] if read.get(key) is None]:
         raise ValueError(f"latent attention needs {', '.join(absent)}\n  fix: add them, or leave kv_lora_rank out")
-    latent = Latent(*(read[key] for key in LATENT), interleaved=bool(read.get("rope_interleave", True)))
+    latent = Latent(*(read.get(key) or 0 for key in LATENT), interleaved=bool(read.get("rope_interleave", True)))
     return {"latent": latent, "H": latent.value, "K": found.get("N", 1)}
 
 

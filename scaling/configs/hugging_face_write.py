@@ -11,8 +11,8 @@ from scaling.configs.config import Config
 from scaling.configs.hugging_face import ACTIVATIONS, DROPOUTS, LATENT, LETTERS, read_config
 from scaling.configs.model_types import KINDS
 
-IGNORED = {"name", "source", "dtype", "max_positions", "model_type", "uncomputed", "cached", "dropout"}
-IGNORED |= {"aux_coef", "z_coef", "balance_by", "balance_first"}  # of training alone
+IGNORED = {"name", "source", "dtype", "max_positions", "model_type", "uncomputed", "cached"}
+IGNORED |= {"aux_coef", "z_coef", "balance_by", "balance_first", "dropout", "attention_dropout"}  # of training alone
 OF_EXPERTS = ("k", "shared", "norm_topk", "routing", "expert_groups", "top_groups", "routed_scale", "dense_layers")
 OF_EXPERTS += ("expert_bias", "clamp", "shared_gate")
 CAPS = ("score_cap", "logit_cap")  # fields whose None a class reads as none
@@ -101,7 +101,7 @@ def _table(config: Config, kind: str) -> dict:
             given = {"mscale": scaling.mscale, "mscale_all_dim": scaling.mscale_all}
             table["rope_scaling"] |= {key: value for key, value in given.items() if value}
     if (latent := config.latent) and "kv_lora_rank" in keys:
-        ranks = (latent.q_rank, latent.kv_rank, latent.nope, latent.rope, latent.value)
+        ranks = (latent.q_rank or None, latent.kv_rank, latent.nope, latent.rope, latent.value)
         table |= dict(zip(LATENT, ranks, strict=True)) | {"rope_interleave": latent.interleaved}
         table |= {"head_dim": latent.rope, "scoring_func": config.routing}
     if "topk_method" in keys:

@@ -59,7 +59,7 @@ def attention_params(config: Config) -> int:
     if (latent := config.latent) is None:
         return 2 * config.D * (config.N + config.K) * config.H
     D, N = config.D, config.N
-    queries = D * latent.q_rank + latent.q_rank * N * (latent.nope + latent.rope)
+    queries = D * latent.q_rank + (latent.q_rank or D) * N * (latent.nope + latent.rope)
     keys_values = D * (latent.kv_rank + latent.rope) + latent.kv_rank * N * (latent.nope + latent.value)
     return queries + keys_values + N * latent.value * D
 
@@ -228,8 +228,8 @@ def saved_widths(config: Config, remat: str) -> dict[str, int]:
         return block
     heads, norms = {"Q": Q, "K": KV, "V": KV}, 2 * D
     if config.latent:  # the latents before and after their norms, in addition to the heads
-        s, N = config.sizes, config.N
-        heads, norms = {"A_Q": s["R"], "A_KV": s["M"], "Q": N * s["A"], "KV": N * s["W"]}, norms + s["R"] + s["C"]
+        s, N, R = config.sizes, config.N, config.latent.q_rank
+        heads, norms = {"A_Q": R, "A_KV": s["M"], "Q": N * s["A"], "KV": N * s["W"]}, norms + R + s["C"]
     matmuls = block | heads | {"Attn": D, "Tmp": (config.matrices - 1) * F}
     if remat == "matmuls":
         return matmuls

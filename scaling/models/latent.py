@@ -35,12 +35,14 @@ def make_latents(W: dict, values: Values, at: Context) -> Values:
         y, r = at.norm(values["x"], W["norm_attn"], at.config.eps)
         values = values | {"y": y, "r": r}
     if "A_Q" not in values:
-        A_Q = at.einsum("y[B_PXZE, T_CY, D] * W_DQ[D, R] -> A_Q[B_PXZE, T_CY, R]", values["y"], W["W_DQ"])
+        A_Q = values["y"]  # without a rank of queries
+        if "W_DQ" in W:
+            A_Q = at.einsum("y[B_PXZE, T_CY, D] * W_DQ[D, R] -> A_Q[B_PXZE, T_CY, R]", A_Q, W["W_DQ"])
         A_KV = at.einsum("y[B_PXZE, T_CY, D] * W_DKV[D, M] -> A_KV[B_PXZE, T_CY, M]", values["y"], W["W_DKV"])
         values = values | {"A_Q": A_Q, "A_KV": A_KV}
     if "C_Q" in values:
         return values
-    C_Q, r_Q = at.norm(values["A_Q"], W["norm_CQ"], EPS)
+    C_Q, r_Q = at.norm(values["A_Q"], W["norm_CQ"], EPS) if "norm_CQ" in W else (values["A_Q"], None)
     C_KV, K_R = values["A_KV"].tensor_split([latent.kv_rank], -1)
     C_KV, r_KV = at.norm(C_KV, W["norm_CKV"], EPS)
     C_Q = all_gather("C_Q[B_PXZE, T_CY, R] -> C_Q[B_PXZE, T_C, R]", C_Q, at.mesh)  # on the critical path

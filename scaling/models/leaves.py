@@ -73,6 +73,10 @@ def _latent(config: Config) -> bool:
     return config.latent is not None
 
 
+def _ranked(config: Config) -> bool:
+    return config.latent is not None and config.latent.q_rank > 0
+
+
 def _biased(config: Config) -> bool:
     return config.routing == "sigmoid"
 
@@ -94,8 +98,8 @@ LAYER = {
     "b_V": Leaf("b_V[L_Z, K_Y, H]", "b_V[L, K_Y, H]", 0.0, _attention("v_proj.bias", "KH"), lambda c: c.attention_bias),
     "norm_Q": Leaf("g[L_Z, H]", "g[L, H]", 1.0, _attention("q_norm.weight", "H"), lambda c: c.qk_norm),
     "norm_K": Leaf("g[L_Z, H]", "g[L, H]", 1.0, _attention("k_norm.weight", "H"), lambda c: c.qk_norm),
-    "W_DQ": Leaf("W_DQ[L_Z, D_X, R]", "W_DQ[L, D_X, R]", "D", _attention("q_a_proj.weight", "R, D"), _latent),
-    "norm_CQ": Leaf("g[L_Z, R]", "g[L, R]", 1.0, _attention("q_a_layernorm.weight", "R"), _latent),
+    "W_DQ": Leaf("W_DQ[L_Z, D_X, R]", "W_DQ[L, D_X, R]", "D", _attention("q_a_proj.weight", "R, D"), _ranked),
+    "norm_CQ": Leaf("g[L_Z, R]", "g[L, R]", 1.0, _attention("q_a_layernorm.weight", "R"), _ranked),
     "W_UQ": Leaf(
         "W_UQ[L_Z, R_X, N_Y, A]", "W_UQ[L, R_X, N_YZ, A]", "R", _attention("q_b_proj.weight", "NA, R"), _latent
     ),
@@ -128,6 +132,9 @@ LAYER = {
 WIDE = {  # of a model that norms all heads together, in place of the norms of each
     "norm_Q": Leaf("g[L_Z, N_Y, H]", "g[L, N_Y, H]", 1.0, _attention("q_norm.weight", "NH"), lambda c: c.qk_norm),
     "norm_K": Leaf("g[L_Z, K_Y, H]", "g[L, K_Y, H]", 1.0, _attention("k_norm.weight", "KH"), lambda c: c.qk_norm),
+}
+UNRANKED = {  # of latent attention whose queries have no rank: R is D
+    "W_UQ": Leaf("W_UQ[L_Z, R_X, N_Y, A]", "W_UQ[L, R_X, N_YZ, A]", "R", _attention("q_proj.weight", "NA, R"))
 }
 EXPERTS = {  # of a model with experts, in place of the MLP's matrices
     "router": Leaf("router[L_Z, D, E]", "router[L, D, E]", "D", _mlp("gate.weight", "E, D")),
@@ -199,10 +206,11 @@ def leaves_of(config: Config) -> dict:
     def here(table: Mapping[str, Leaf]) -> dict[str, Any]:
         return {name: leaf for name, leaf in table.items() if leaf.only(config)}
 
-    layers = here(LAYER | (WIDE if config.qk_wide else {}) | (EXPERTS if config.moe else {}))
+    layer = LAYER | (WIDE if config.qk_wide else {}) | (UNRANKED if _latent(config) and not _ranked(config) else {})
+    layers = here(layer | (EXPERTS if config.moe else {}))
     layers |= {"shared": here(SHARED)} if config.moe and config.shared else {}
     ends = here(ENDS)
-    first = {"dense": {name: _dense(leaf) for name, leaf in here(LAYER).items()}} if config.dense_layers else {}
+    first = {"dense": {name: _dense(leaf) for name, leaf in here(layer).items()}} if config.dense_layers else {}
     return {"embed": ends.pop("embed")} | first | {"layers": layers} | ends
 
 

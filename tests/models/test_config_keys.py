@@ -57,7 +57,7 @@ BASES = {  # a small model of each type
     "cohere2": SMALL | {"head_dim": 4, "sliding_window": 5, "num_hidden_layers": 4},
     "exaone4": SMALL | {"sliding_window": 5, "num_hidden_layers": 4},
     "deepseek_v2": {key: SMALL[key] for key in SMALL if key != "head_dim"} | LATENT,
-    "seed_oss": SMALL | {"attention_dropout": 0.0, "residual_dropout": 0.0},
+    "seed_oss": SMALL,
     "qwen2_moe": SMALL | WINDOWS | EXPERTS | {"shared_expert_intermediate_size": 12},
     "granitemoe": SMALL | {"num_local_experts": 8, "num_experts_per_tok": 3, "attention_multiplier": 0.2},
     "glm4_moe": SMALL | EXPERTS | {"n_routed_experts": 8, "n_group": 2},

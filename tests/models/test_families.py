@@ -31,6 +31,7 @@ FAMILIES += [
     "gpt oss",
     "glm4 moe normed",
     "deepseek v2",
+    "deepseek v2 lite",
 ]  # rows of the table
 ROWS = torch.randint(60, (4, 9), generator=torch.Generator().manual_seed(3))
 PROMPTS = [[5, 9, 11, 2, 40], [7], [1, 59, 3]]
@@ -39,7 +40,7 @@ PROMPTS = [[5, 9, 11, 2, 40], [7], [1, 59, 3]]
 @cache
 def model(family: str) -> tuple[Config, dict]:
     """The family's small model, of a vocabulary that divides, with gains and scales that are not 1."""
-    config = Config(family, **read_config(TABLE[family]["written"])).with_(V=60)
+    config = Config(family, **read_config(TABLE[family]["written"])).with_(V=60, dropout=0.0, attention_dropout=0.0)
     return config, shaken(config)
 
 
@@ -139,7 +140,15 @@ def served(mesh, family: str, form: str) -> list[list[int]]:
     return serve.generate(own, PROMPTS, config, 6, mesh=mesh, form=form)
 
 
-OWN_DECODING = ("olmo3", "cohere2", "gemma2", "gpt oss", "glm4 moe normed", "deepseek v2")  # what is new in decoding
+OWN_DECODING = (
+    "olmo3",
+    "cohere2",
+    "gemma2",
+    "gpt oss",
+    "glm4 moe normed",
+    "deepseek v2",
+    "deepseek v2 lite",
+)  # what is new in decoding
 
 
 @pytest.mark.slow

@@ -248,6 +248,7 @@ OPTIONS = {
 test_a_step_on_a_mesh = refused(
     {f"{n} {i}": partial(on_mesh, **{n: x}) for n, some in (WRONG | OPTIONS).items() for i, x in enumerate(some)}
     | {f"seed={seed}": partial(on_mesh, config=SMALL.with_(dropout=0.5), seed=seed) for seed in ("3", None)}
+    | {"training does not drop weights of attention": partial(on_mesh, config=SMALL.with_(attention_dropout=0.5))}
     | by_words(
         {
             "has the shape (1, ": partial(on_mesh, config=SMALL.with_(L=1)),

@@ -88,10 +88,11 @@ CASES = {
     ),
     "glm4 moe": ("Glm4Moe", GLM4_MOE),
     "glm4 moe normed": ("Glm4Moe", GLM4_MOE | {"use_qk_norm": True, "attention_bias": True, "n_shared_experts": 2}),
-    "seed oss": ("SeedOss", {"attention_dropout": 0.0, "residual_dropout": 0.0, "attention_out_bias": True}),
+    "seed oss": ("SeedOss", {"attention_out_bias": True}),
     "phi3 part": ("Phi3", {"partial_rotary_factor": 0.5, "num_key_value_heads": 1}),
     "llama mlp biases": ("Llama", {"mlp_bias": True}),
     "deepseek v2": ("DeepseekV2", LATENT | {"topk_method": "group_limited_greedy", "num_hidden_layers": 3}),
+    "deepseek v2 lite": ("DeepseekV2", LATENT | {"q_lora_rank": None, "num_hidden_layers": 3}),
     "deepseek v2 greedy, yarn": (
         "DeepseekV2",
         LATENT

@@ -34,8 +34,10 @@ def heads(W: dict, x: Tensor, at: Context, l: int) -> Tensor:
     A prompt that is split over C gathers its latents, M wide.
     """
     y = rms_norm(x, gain=W["norm_attn"], eps=at.config.eps)
-    C_Q = einsum("y[B_ZE, T_C, D] * W_DQ[D, R] -> C_Q[B_ZE, T_C, R]", y, W["W_DQ"])
-    C_Q = rms_norm(C_Q, gain=W["norm_CQ"], eps=EPS)
+    C_Q = y
+    if "W_DQ" in W:
+        C_Q = einsum("y[B_ZE, T_C, D] * W_DQ[D, R] -> C_Q[B_ZE, T_C, R]", y, W["W_DQ"])
+        C_Q = rms_norm(C_Q, gain=W["norm_CQ"], eps=EPS)
     A_KV = einsum("y[B_ZE, T_C, D] * W_DKV[D, M] -> A_KV[B_ZE, T_C, M]", y, W["W_DKV"])
     Q = einsum("C_Q[B_ZE, T_C, R] * W_UQ[R, N_Y, A] -> Q[B_ZE, T_C, N_Y, A]", C_Q, W["W_UQ"])
     C = all_gather("C[B_ZE, T_C, M] -> C[B_ZE, T, M]", latent_of(W, A_KV, at), at.mesh)  # on the critical path
@@ -98,7 +100,9 @@ def latent_of(W: dict, A_KV: Tensor, at: Context) -> Tensor:
 
 def absorbed_queries(W: dict, y: Tensor, at: Context) -> Tensor:
     """Q[B, T, N_YZ, M] of y[B, T, D]: the absorbed queries, not yet turned."""
-    C_Q = rms_norm(einsum("y[B, T, D] * W_DQ[D, R] -> C_Q[B, T, R]", y, W["W_DQ"]), gain=W["norm_CQ"], eps=EPS)
+    C_Q = y
+    if "W_DQ" in W:
+        C_Q = rms_norm(einsum("y[B, T, D] * W_DQ[D, R] -> C_Q[B, T, R]", y, W["W_DQ"]), gain=W["norm_CQ"], eps=EPS)
     Q = einsum("C_Q[B, T, R] * W_UQ[R, N_YZ, A] -> Q[B, T, N_YZ, A]", C_Q, W["W_UQ"])
     Q_N, W_UK = Q[..., : _latent(at).nope], W["W_UKV"][..., : _latent(at).nope]
     return absorbed(einsum("Q_N[B, T, N_YZ, P] * W_UK[C, N_YZ, P] -> Q_C[B, T, N_YZ, C]", Q_N, W_UK), Q, at)

@@ -35,15 +35,19 @@ def latent_attention_backward(W: dict, dAttn: Tensor, s: dict, at: Any) -> tuple
     dW["W_UQ"] = einsum(line, s["C_Q"], dQ)
     line = "C_KV[B_PXE, T_C, C] * dKV[B_PXE, T_C, N_Y, W] -> dW_UKV[C, N_Y, W] {U_PXEC}"
     dW["W_UKV"] = einsum(line, s["C_KV"][..., :rank], dKV)
-    dA_Q, dW["norm_CQ"] = gained_norm_vjp(s["A_Q"], W["norm_CQ"], s["r_CQ"], wait(dC_Q))
+    dA_Q = wait(dC_Q)
+    if "norm_CQ" in W:
+        dA_Q, dW["norm_CQ"] = gained_norm_vjp(s["A_Q"], W["norm_CQ"], s["r_CQ"], dA_Q)
     dC_KV, dK_R = wait(dC_KV).tensor_split([rank], -1)
     dA_KV, dW["norm_CKV"] = gained_norm_vjp(s["A_KV"][..., :rank], W["norm_CKV"], s["r_CKV"], dC_KV)
     dA_KV = torch.cat([dA_KV, dK_R], -1)
-    dy = einsum("dA_Q[B_PXE, T_CY, R] * W_DQ[D, R] -> dy[B_PXE, T_CY, D]", dA_Q, W["W_DQ"])
+    dy = dA_Q
+    if "W_DQ" in W:
+        dy = einsum("dA_Q[B_PXE, T_CY, R] * W_DQ[D, R] -> dy[B_PXE, T_CY, D]", dA_Q, W["W_DQ"])
+        line = "y[B_PXE, T_CY, D] * dA_Q[B_PXE, T_CY, R] -> dW_DQ[D, R] {U_PXECY}"
+        dW["W_DQ"] = einsum(line, s["y"], dA_Q)
     line = "dA_KV[B_PXE, T_CY, M] * W_DKV[D, M] -> dy[B_PXE, T_CY, D]"
     dy = einsum(line, dA_KV, W["W_DKV"], out=dy, add=True)
-    line = "y[B_PXE, T_CY, D] * dA_Q[B_PXE, T_CY, R] -> dW_DQ[D, R] {U_PXECY}"
-    dW["W_DQ"] = einsum(line, s["y"], dA_Q)
     line = "y[B_PXE, T_CY, D] * dA_KV[B_PXE, T_CY, M] -> dW_DKV[D, M] {U_PXECY}"
     dW["W_DKV"] = einsum(line, s["y"], dA_KV)
     dx, dW["norm_attn"] = gained_norm_vjp(s["x"], W["norm_attn"], s["r"], dy)

@@ -165,6 +165,12 @@ def resolve(options: StepOptions, config: Config, params: dict, batch: Sequence,
     not_negative(label_smoothing=options.label_smoothing, z_loss=options.z_loss)
     if options.label_smoothing > 1:
         raise ValueError(f"label_smoothing = {options.label_smoothing!r}: is a share\n  fix: give a number from 0 to 1")
+    if backward and config.attention_dropout:
+        fix = "train config.with_(attention_dropout=0.0), or set it to 0.0 in config.json"
+        what = (
+            f"{config.name}: training does not drop weights of attention, attention_dropout={config.attention_dropout}"
+        )
+        raise ValueError(f"{what}\n  fix: {fix}")
     if backward and config.dropout and (not seeded or compiling):
         fix = "give seed=, another in each step" if not seeded else "run it without torch.compile"
         raise ValueError(f"{config.name}: dropout={config.dropout} draws random masks\n  fix: {fix}")

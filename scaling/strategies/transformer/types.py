@@ -155,7 +155,7 @@ def _check_mesh(config: Config, sizes: Mapping[str, int], zero: int) -> None:
     wanted += [("F_dense", config.F_dense, Y, "features of dense layers")] if config.dense_layers else []
     wanted += [("D", config.D, X, "model dims")] if zero == 3 else []  # else no param is split over X
     if config.latent and zero == 3:
-        wanted += [("R", config.latent.q_rank, X, "of the queries' rank")]
+        wanted += [("R", config.sizes["R"], X, "of the queries' rank")]
         wanted += [("C", config.latent.kv_rank, X, "of the keys' and values' rank")]
     if config.latent and config.latent.value > config.latent.nope + config.latent.rope:
         raise ShardingError(
