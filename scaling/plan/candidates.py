@@ -14,12 +14,12 @@ import numpy as np
 
 from scaling.cost.lanes import Lane
 from scaling.hardware import Chip
-from scaling.plan.classes import is_unusual, sure_seconds
+from scaling.plan.classes import is_unusual, sure_seconds, usual_error
 from scaling.plan.evaluate import Estimate, evaluate
 from scaling.plan.job import ANY, AXES, Fixed, Job, Layout, Question, row
 from scaling.plan.network import Network, Unplaced, measured, slice_shape, torus, torus_meshes, tree
 from scaling.plan.recipes import no_recipe, recipes
-from scaling.plan.ties import simplest_first
+from scaling.plan.ties import TIE, simplest_first
 
 STAGES, PART = 64, 128  # the most pipeline stages; the fewest tokens in one chunk of a sequence
 ROWS = 16_000  # rows of columns that are evaluated at once, so that they stay in the cache
@@ -159,7 +159,8 @@ class Found(Sequence):
     """The best estimate of each mesh, the best first; each is computed when it is looked at."""
 
     def __init__(self, question: Question, chosen: list[tuple[tuple, Network, Layout]]):
-        self.question, self.chosen = question, simplest_first(chosen)
+        self.question = question
+        self.chosen = simplest_first(chosen, max(TIE, usual_error(question.job, question.chip) or 0.0))
         self.known: dict[int, Estimate] = {}
 
     def __len__(self) -> int:
@@ -179,12 +180,11 @@ class Found(Sequence):
 
     @property
     def faster(self) -> Estimate | None:
-        """The fastest fitting layout that is unlike all published runs, if its forecast is shorter than the first's."""
-        asked, best = self.question, self[0]
-        fitting = ((i, layout) for i, layout in self.layouts() if i < self.fitting)
-        unusual = (i for i, layout in fitting if is_unusual(asked.job, asked.chip, layout))
-        found = next(unusual, None)
-        return self[found] if found and self[found].forecast < best.forecast else None
+        """The fitting layout of the shortest forecast, if that is not the first one."""
+        asked, count = self.question, self.fitting
+        rare = (i for i, layout in self.layouts() if is_unusual(asked.job, asked.chip, layout))
+        best = min((i for i in (0, 1, next(rare, count)) if i < count), key=lambda i: self[i].forecast, default=0)
+        return self[best] if best else None
 
     @property
     def fitting(self) -> int:

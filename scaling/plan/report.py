@@ -11,7 +11,7 @@ from scaling.cost.units import significant
 from scaling.models.leaves import counted_without, uncomputed
 from scaling.plan import closed_form
 from scaling.plan.candidates import Found
-from scaling.plan.classes import class_of, error_line, usual_error
+from scaling.plan.classes import class_of, error_line, is_unusual, unsure, usual_error
 from scaling.plan.evaluate import Estimate
 from scaling.plan.fitting import help_needed, misses, size
 from scaling.plan.job import AXES, Layout, Question
@@ -92,14 +92,15 @@ def _notes(found: Estimate) -> list[str]:
 
 
 def less_sure(found: Found) -> list[str]:
-    """Return as a note a layout that is forecast to be faster, though no published run has such a layout."""
+    """Return as a note a layout that is forecast to be faster than the chosen one, and why it is not chosen."""
     if not (other := found.faster):
         return []
+    job, chip = found.question.job, found.question.chip
     gain = found[0].forecast / other.forecast - 1
-    return [
-        f"{other.name} ({other.layout.recipe}) is forecast {gain:.0%} faster, by less than forecasts of this class are "
-        "off, and no published run is laid out so"
-    ]
+    why = f"the chosen one asks less of the network and of its users, and such forecasts are off by {gain:.0%} and more"
+    if is_unusual(job, chip, other.layout):
+        why = f"no published run is laid out so, and it would have to be faster by {unsure(job, chip):.0%} to be sure"
+    return [f"{other.name} ({other.layout.recipe}) is forecast {gain:.0%} faster; {why}"] if gain > 0.005 else []
 
 
 def axis_table(found: Estimate) -> str:

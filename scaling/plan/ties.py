@@ -5,7 +5,7 @@ from typing import Any
 
 from scaling.hardware import Chip
 
-COMPLEXITY = {"pod": 0, "data": 1, "fsdp": 1, "tensor": 2, "expert": 2, "pipe": 3, "context": 3}
+COMPLEXITY = {"pod": 0, "data": 0, "fsdp": 1, "tensor": 2, "expert": 2, "context": 2, "pipe": 3}
 TIE = 0.03  # forecasts that are longer than the shortest by at most this share count as equal
 
 
@@ -13,13 +13,15 @@ def effort(sizes: Mapping[str, int], chip: Chip | None = None) -> tuple[int, int
     """Return how much a mesh asks of the network, and of those who run it.
 
     The first number counts the axes that layers wait for (tensor, expert, context) and that reach beyond a node. The
-    second is the complexity of the layout: replicas and shards count little, stages and chunks of sequences the most.
+    second is the complexity of the layout: replicas and shards count little, but more together, and stages
+    the most.
     """
     inner, beyond = 1, 0
     for axis in ("tensor", "expert", "context"):  # from the innermost
         inner *= (size := sizes.get(axis, 1))
         beyond += size > 1 and chip is not None and chip.kind == "gpu" and inner > chip.node_gpus
-    return beyond, sum(COMPLEXITY[axis] for axis, n in sizes.items() if n > 1)
+    both = sizes.get("data", 1) > 1 and sizes.get("fsdp", 1) > 1
+    return beyond, both + sum(COMPLEXITY[axis] for axis, n in sizes.items() if n > 1)
 
 
 def settle_ties(order: Sequence, seconds: Callable[[Any], float], effort_of: Callable[[Any], Any]) -> list:
@@ -32,17 +34,17 @@ def settle_ties(order: Sequence, seconds: Callable[[Any], float], effort_of: Cal
     return [first, *(one for one in order if one is not first)] if order else []
 
 
-def simplest_first(chosen: list[tuple]) -> list[tuple]:
+def simplest_first(chosen: list[tuple], unsure: float = TIE) -> list[tuple]:
     """Return the (rank, network, layout) in order of rank, with ties settled.
 
-    Among the layouts that fit and are as fast as the fastest, the one with the least `effort` comes first. If several
-    have the least effort, the one that takes least time without overlap does.
+    Among the layouts that fit and are slower than the fastest by at most a share `unsure`, those of least `effort` come
+    first. Of these, if several are as fast as the fastest of them, it is the one that takes least time without overlap.
     """
     order = sorted(chosen, key=lambda one: one[0])
-    fitting = [one for one in order if one[0][0] == 0]
-
-    def effort_of(one: tuple) -> tuple:
-        (_, _, worst, _), network, layout = one
-        return *effort(layout.sizes, network and network.chip), worst
-
-    return settle_ties(fitting, lambda one: one[0][1], effort_of) + order[len(fitting) :]
+    near = [one for one in order if one[0][0] == 0 and one[0][1] <= (1 + unsure) * order[0][0][1]]
+    if not near:
+        return order
+    efforts = [effort(layout.sizes, network and network.chip) for _, network, layout in near]
+    simple = [one for one, each in zip(near, efforts, strict=True) if each == min(efforts)]
+    first = settle_ties(simple, lambda one: one[0][1], lambda one: one[0][2])[0]
+    return [first, *(one for one in order if one is not first)]

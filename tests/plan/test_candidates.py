@@ -16,8 +16,9 @@ from scaling.plan.candidates import rank
 from scaling.plan.classes import is_unusual, usual_error
 from scaling.plan.job import AXES, POLICIES, SCHEDULES
 from scaling.plan.network import Unplaced, book, measured, placements, slice_shape, torus, torus_meshes, tree
+from scaling.plan.published import own_mesh, published_runs
 from scaling.plan.recipes import CHUNKS
-from scaling.plan.ties import TIE, simplest_first
+from scaling.plan.ties import TIE, effort, simplest_first
 
 H100, V5P = chip("h100"), chip("v5p")
 L8, L70 = get("llama3-8b"), get("llama3-70b")
@@ -86,7 +87,7 @@ def test_the_best_of_every_layout_is_the_planners(config, chips, sequences):
     found = plans(job, H100, chips)
     assert {layout for _, layout in found.layouts()} <= every  # none that cannot run
     assert min(rank(found[0])[1], rank(found[1])[1]) == pytest.approx(best)  # none is faster, as far as is sure
-    assert rank(found[0])[1] <= (1 + TIE) * best  # what comes first may be simpler
+    assert rank(found[0])[1] <= (1 + usual_error(job, H100)) * best  # what comes first may be simpler
     assert [*map(rank, found[1:])] == sorted(map(rank, found[1:]))
     assert_as_columns(found)
     assert sum(one.fits for one in found) == found.fitting
@@ -127,12 +128,33 @@ def test_a_layout_that_no_published_run_has_must_be_faster_by_more_than_its_clas
     job, off = Job(L70, 2**20, 8192), usual_error(Job(L70, 2**20), H100)
     found = plans(job, H100, 64)
     for i, layout in list(found.layouts())[:100]:
-        short = layout.context > 1 and job.seq / layout.context < 4096
-        rare = layout.pipe > 35 or (layout.pipe > 1 and layout.schedule in ("zb-h1", "dualpipev")) or short
-        assert rare == bool(is_unusual(job, H100, layout))
-        assert rank(found[i])[1] == pytest.approx(found[i].forecast * (1 + off * rare))
+        rare = bool(is_unusual(job, H100, layout))
+        assert rank(found[i])[1] == pytest.approx(found[i].forecast * (1 + 3 * off * rare))
     assert not is_unusual(job, H100, found[0].layout)
-    assert found.faster is None or found[0].forecast < found.faster.forecast * (1 + off) * (1 + TIE)
+    fastest = min(found[i].forecast for i in range(found.fitting))
+    assert found.faster is None or found.faster.forecast == pytest.approx(fastest)
+    assert found[0].forecast < fastest * (1 + 3 * off) * (1 + off)
+
+
+@pytest.mark.parametrize("run", published_runs(), ids=lambda run: run.name)
+def test_a_published_layout_is_usual(run):
+    sizes = dict.fromkeys(AXES, 1) | dict(run.mesh)
+    schedule = dict(run.recipe).get("schedule", "1f1b")
+    layout = Layout(**sizes, zero=3 if sizes["fsdp"] > 1 else 1, schedule=schedule)
+    assert not is_unusual(run.job, run.chip, layout)
+
+
+@pytest.mark.slow
+def test_the_choice_for_published_jobs_is_theirs_or_simpler_or_faster_by_more_than_its_class_is_off():
+    """All but two, whose activations were offloaded to the hosts (MaxText's recipes of GPT-3 and 405B on v6e)."""
+    other = []
+    for run in (run for run in published_runs() if not run.compared):
+        own, best = own_mesh(run), search(run.job, run.chip, run.chips).found[0]
+        gain = own.forecast / best.forecast - 1
+        simpler = effort(best.layout.sizes, run.chip) <= effort(own.layout.sizes, run.chip) and gain > -TIE
+        if best.name != own.name and not simpler and gain < usual_error(run.job, run.chip):
+            other.append(run.name)
+    assert other == ["GPT3 175B v6e-256", "L3.1 405B 2xv6e-256"]
 
 
 def test_what_no_published_run_has():
@@ -140,12 +162,17 @@ def test_what_no_published_run_has():
     for job, name, layout, unusual in (
         (dense, "v5p", Layout(pipe=4), True),
         (dense, "v5p", Layout(context=2), True),
-        (replace(dense, seq=2**17), "v5p", Layout(context=8), False),
+        (replace(dense, seq=2**17), "v5p", Layout(fsdp=8, context=8, zero=3), False),
         (sparse, "v5p", Layout(expert=8), True),
         (sparse, "v5p", Layout(fsdp=8, zero=3), False),
         (sparse, "h100", Layout(fsdp=8, zero=3), True),
         (sparse, "h100", Layout(pipe=4, expert=8, schedule="dualpipev", chunks=2), False),
         (dense, "h100", Layout(pipe=4, tensor=8), False),
+        (dense, "h100", Layout(pipe=4, tensor=2), True),  # stages inside one node
+        (dense, "h100", Layout(pipe=4, tensor=8, schedule="zb-h1"), True),
+        (dense, "h100", Layout(fsdp=4, tensor=16, zero=3), True),
+        (dense, "h100", Layout(fsdp=8, context=2, zero=3), True),
+        (replace(dense, seq=2**17), "h100", Layout(fsdp=8, context=2, zero=3), False),
     ):
         assert bool(is_unusual(job, chip(name), layout)) == unusual, (name, layout.name)
 
