@@ -21,7 +21,7 @@ from scaling.configs import get
 from scaling.cost import transformer as tm
 from scaling.hardware import chip
 from scaling.models import transformer
-from scaling.models.attention import dot_product_attention, flash_attention
+from scaling.models.attention import dot_product_attention
 from scaling.models.remat import matmul_weight
 from scaling.models.rope import tables
 from scaling.spec import parse_line
@@ -65,7 +65,7 @@ def weigh(remat: str) -> float:
 
         shallow = params | {"layers": {name: p[:layers] for name, p in params["layers"].items()}}
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
-            out = transformer.forward(shallow, torch.zeros(batch, length, dtype=torch.long), remat, flash_attention)
+            out = transformer.forward(shallow, torch.zeros(batch, length, dtype=torch.long), remat)
         return sum(s.nbytes() for key, s in storages.items() if key not in own) // out.element_size()
 
     return (held(2) - held(1)) / (batch * length)

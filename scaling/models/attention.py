@@ -1,4 +1,4 @@
-"""Causal grouped-query attention: by PyTorch's kernel, written out, and blockwise (`models.blockwise`).
+"""Causal grouped-query attention on one device: by PyTorch's kernel, and written out.
 
 Q[B, T, N, H], K[B, S, K, H], V[B, S, K, H] -> O[B, T, N, H]; the heads of V and O may have another width. The queries
 are the last T of the S positions, so T = S in training and T = 1 in decoding; G = N/K query heads share a KV head. With
@@ -7,17 +7,14 @@ its own (Part 4, Appendix A).
 """
 
 import math
-from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from scaling.common.torch_private import flash_cpu
-from scaling.models.blockwise import Attention, KeyBlock
 from scaling.models.pointwise import soft_cap
-from scaling.models.tiles import Mask
 
 
 def _grouped(Q: Tensor, kv_heads: int) -> Tensor:
@@ -111,39 +108,3 @@ def attend_scores(
         scores = torch.cat([scores, each], -1)
     weights = scores.softmax(-1)[..., : K.shape[1]]
     return _ungrouped(torch.einsum("bkgts,bskh->bkgth", weights, V))
-
-
-class OwnKeys(NamedTuple):
-    """The `keys` of `models.blockwise` on one device: one block with all keys, T queries at the last of S positions."""
-
-    T: int
-    S: int
-    mask: Mask
-    scale: float
-    tile: int
-
-    def around(self, segments: Tensor | None, KV: Tensor) -> Iterator[tuple]:
-        """Yield the only block, and KV."""
-        first = self.S - self.T
-        both = None if segments is None else (segments[:, first:], segments)
-        rows, columns = (range(first, self.S),), (range(self.S),)
-        yield KeyBlock(rows, columns, self.mask, self.scale, both, tile=self.tile), KV
-
-    def follow(self, dKV: Tensor, hop: int) -> Tensor:
-        """Return dKV, which on one device stays where it is."""
-        return dKV
-
-
-def flash_attention(Q, K, V, block: int = 128, *, window=None, segments=None, scale: float | None = None) -> Tensor:
-    """Attend over blocks of `block` queries and keys with a running softmax.
-
-    At most block^2 scores per head exist at a time, and blocks that the mask hides (in the future, before the window)
-    are skipped. Saved for backward are Q, K, V, O and one statistic per query and head, the log of the softmax's
-    denominator.
-    """
-    _grouped(Q, K.shape[2])
-    scale, width = 1 / math.sqrt(Q.shape[-1]) if scale is None else scale, V.shape[-1]
-    if width != Q.shape[-1]:  # zeros change neither the scores nor the real dims of O
-        Q, K, V = (F.pad(x, (0, max(Q.shape[-1], width) - x.shape[-1])) for x in (Q, K, V))
-    keys = OwnKeys(Q.shape[1], K.shape[1], Mask(True, window), scale, block)
-    return Attention.apply(keys, Q, K, V, segments)[0][..., :width]

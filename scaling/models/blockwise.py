@@ -2,8 +2,8 @@
 
     Q[B, T, N, H], K[B, S, K, H], V[B, S, K, H] -> O[B, T, N, H], lse[B, T, N]
 
-lse is the log of the softmax's denominator. `keys.around` yields the keys block by block: a ring passes blocks from
-rank to rank, and one device has a single block. A block is computed tile by tile, so at most TILE^2 scores per head
+lse is the log of the softmax's denominator. `keys.around` yields the keys block by block, as a ring passes blocks from
+rank to rank (`scaling.strategies.context.ring`). A block is computed tile by tile, so at most TILE^2 scores per head
 exist at a time. Positions are known in advance, so tiles that the mask hides altogether are never computed; documents
 (segments) are data, and hide more. Results are float32 or wider; `merge_attended` joins them over different keys.
 
@@ -59,7 +59,7 @@ class KeyBlock(NamedTuple):
     """Queries at the positions `rows` and the block of keys at `columns` that they attend to.
 
     `segments` is None or (of the queries [B, T], of the keys [B, S]): a query sees only keys of its segment. `queries`
-    and `keys` are types for the trace. `tile` of them are computed at a time, by matmuls; by default TILE by a kernel.
+    and `keys` are types for the trace.
     """
 
     rows: Ranges
@@ -69,7 +69,6 @@ class KeyBlock(NamedTuple):
     segments: tuple[Tensor, Tensor] | None = None
     queries: str = "[B, T, N, H]"
     keys: str = "[2, B, S, K, H]"
-    tile: int = 0
 
     @property
     def pairs(self) -> int:
@@ -78,11 +77,11 @@ class KeyBlock(NamedTuple):
 
     def kernel(self, device: torch.device):
         """Return the kernel: the CPU's flash attention, matmuls, or on the meta device the shapes of their results."""
-        return shapes if device.type == "meta" else fused if device.type == "cpu" and not self.tile else written
+        return shapes if device.type == "meta" else fused if device.type == "cpu" else written
 
     def parts(self, ranges: Ranges, device: torch.device) -> list[range]:
-        """Split the positions into parts of at most `tile` consecutive ones, but not on the meta device."""
-        tile = self.tile or (max(map(len, ranges)) if device.type == "meta" else TILE)
+        """Split the positions into parts of at most TILE consecutive ones, but not on the meta device."""
+        tile = max(map(len, ranges)) if device.type == "meta" else TILE
         return [chunk[start : start + tile] for chunk in ranges for start in range(0, len(chunk), tile)]
 
     def tiles(self, device) -> Iterator[tuple[int, int, Tensor | str | None]]:

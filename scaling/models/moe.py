@@ -14,7 +14,7 @@ Switch Transformer (arxiv.org/abs/2101.03961, equations 4 to 6) and ST-MoE (arxi
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import NamedTuple
 
@@ -22,11 +22,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from scaling.collectives import einsum
 from scaling.configs import Config
-from scaling.models.expert_mlp import OF_EACH, by_expert, mlp, shared_experts
 from scaling.models.remat import computed_again
 
 BITS = 32  # precision at which scores are compared
+OF_EACH = ("W_in", "W_gate", "W_out", "b_in", "b_gate", "b_out")  # the leaves of each expert
+ALPHA = 1.702  # of GPT-OSS's gate, x sigmoid(1.702 x), which is close to GELU
 
 
 def route(x: Tensor, router: Tensor, config: Config, bias: Tensor | None = None) -> tuple[Tensor, Tensor]:
@@ -139,15 +141,54 @@ def position(experts: Tensor, E: int) -> Tensor:
     return rows.place - first[experts]
 
 
-def forward(
-    params: dict, x: Tensor, config: Config, experts: Tensor | None = None, mask: Tensor | None = None
-) -> tuple[Tensor, dict]:
+def mlp(W: dict, Row: Tensor, clamp: float | None = None, over: str = "", parts: int = 1) -> Tensor:
+    """Row[R, D] -> Out[R, D] {U_Y} through W_in[D, F_Y], W_out[F_Y, D]: SwiGLU if there is a W_gate[D, F_Y], else GELU.
+
+    `over` is the subscript of the axes that split F, such as "_Y"; each of the `parts` ranks along them adds its part
+    of the bias of Out.
+    """
+    Tmp = einsum(f"Row[R, D] * W_in[D, F{over}] -> Tmp[R, F{over}]", Row, W["W_in"])
+    line, partial_sum = f"Row[R, D] * W_gate[D, F{over}] -> Gate[R, F{over}]", f" {{U{over}}}" if over else ""
+    Act = act_rows(W, Tmp, einsum(line, Row, W["W_gate"]) if "W_gate" in W else None, clamp)
+    Out = einsum(f"Act[R, F{over}] * W_out[F{over}, D] -> Out[R, D]{partial_sum}", Act, W["W_out"])
+    return Out + W["b_out"] / parts if "b_out" in W else Out
+
+
+def act_rows(W: dict, Tmp: Tensor, Gate: Tensor | None, clamp: float | None) -> Tensor:
+    """Return Act[R, F] of the products of an expert's rows, to which its biases are added.
+
+    With a `clamp` both products are kept within it, and Act = (Tmp + 1) Gate sigmoid(1.702 Gate) (GPT-OSS).
+    """
+    Tmp = Tmp + W["b_in"] if "b_in" in W else Tmp
+    if Gate is None:
+        return F.gelu(Tmp)
+    Gate = Gate + W["b_gate"] if "b_gate" in W else Gate
+    if clamp is None:
+        return F.silu(Gate) * Tmp
+    Gate, Tmp = Gate.clamp(max=clamp), Tmp.clamp(-clamp, clamp)
+    return (Tmp + 1) * Gate * torch.sigmoid(ALPHA * Gate)
+
+
+def shared_experts(W: dict, x: Tensor, mlp: Callable = mlp) -> Tensor:
+    """x[n, D] through the experts that every token passes, times a sigmoid of the token if there is a gate[D]."""
+    Out = mlp(W, x)
+    return Out * (x @ W["gate"]).sigmoid()[..., None] if "gate" in W else Out
+
+
+def by_expert(mlp: Callable, params: dict, Row: Tensor, counts: Sequence[int]) -> Tensor:
+    """Row[R, D] -> Out[R, D]: the first counts[0] rows through `mlp(weights, rows)` of the first expert, and so on."""
+    names = [name for name in OF_EACH if name in params]
+    weights = zip(*(params[name].unbind() for name in names), strict=True)
+    parts = zip(weights, Row.split(list(counts)), strict=True)
+    return torch.cat([mlp(dict(zip(names, W, strict=True)), rows) for W, rows in parts])
+
+
+def forward(params: dict, x: Tensor, config: Config, experts: Tensor | None = None) -> tuple[Tensor, dict]:
     """Compute the layer, each token by its own experts only: x[B, T, D] -> (y[B, T, D], aux).
 
     The params are the rows of `models.leaves`. aux has the losses "balance" and "z", and "load" int64[E], the number of
     tokens that chose each expert. `experts` int64[B, T, k] is a choice made before. An expert over its capacity drops
-    the last tokens of the batch. `mask` bool[B, T] marks the tokens that the losses count; others, padding, are still
-    computed.
+    the last tokens of the batch.
     """
     if experts is None:
         experts = choose_experts(x, params["router"], config, params.get("bias"), params.get("b_router"))
@@ -159,17 +200,14 @@ def forward(
     y = rows.collect(by_expert(own, params, rows.spread(flat), rows.counts.tolist()), weigh(logits, chosen, config))
     if "shared" in params:
         y = y + shared_experts(params["shared"], flat)
-    return y.view_as(x), losses(logits.view(*x.shape[:-1], -1), experts, config, mask) | {"load": load}
+    return y.view_as(x), losses(logits.view(*x.shape[:-1], -1), experts, config) | {"load": load}
 
 
-def dense(
-    params: dict, x: Tensor, config: Config, experts: Tensor | None = None, mask: Tensor | None = None
-) -> tuple[Tensor, dict]:
+def dense(params: dict, x: Tensor, config: Config, experts: Tensor | None = None) -> tuple[Tensor, dict]:
     """Compute the layer with every expert for every token, as the reference that all other forms have to equal.
 
-    params as the rows of `models.leaves`, x[B, T, D] -> (y[B, T, D], aux), where aux has
-    the losses "balance" and "z" and "load" int64[E]. `mask` is as in `forward`. An expert over its capacity leaves out
-    the last tokens of the batch.
+    params as the rows of `models.leaves`, x[B, T, D] -> (y[B, T, D], aux), where aux has the losses "balance" and "z"
+    and "load" int64[E]. An expert over its capacity leaves out the last tokens of the batch.
     """
     if experts is None:
         experts = choose_experts(x, params["router"], config, params.get("bias"), params.get("b_router"))
@@ -184,10 +222,10 @@ def dense(
     y = torch.zeros_like(x)
     for e in range(config.E):
         W = {name: params[name][e] for name in OF_EACH if name in params}
-        y = y + weights[..., e, None].to(x.dtype) * mlp(W, x, config.clamp)
+        y = y + weights[..., e, None].to(x.dtype) * mlp(W, x.flatten(0, -2), config.clamp).view_as(x)
     if "shared" in params:
-        y = y + shared_experts(params["shared"], x)
-    return y, losses(logits, experts, config, mask) | {"load": load}
+        y = y + shared_experts(params["shared"], x.flatten(0, -2)).view_as(x)
+    return y, losses(logits, experts, config) | {"load": load}
 
 
 def checkpoint_routed(f: Callable) -> Callable:
@@ -222,57 +260,47 @@ def load_of(experts: Tensor, E: int) -> Tensor:
     return torch.zeros(E, dtype=torch.int64, device=flat.device).scatter_add(0, flat, torch.ones_like(flat))
 
 
-def balanced_load(experts: Tensor, config: Config, mask: Tensor | None = None) -> Tensor:
+def balanced_load(experts: Tensor, config: Config) -> Tensor:
     """Return the load that `balance_loss` evens out, int64[E], or [B, E] by sequence, of experts[B, T, k].
 
-    Only the tokens that mask[B, T] marks count, and with `config.balance_first` only their first choices. A mask of
-    another shape or dtype is a ValueError.
+    With `config.balance_first` only the first choice of each token counts.
     """
-    if mask is not None and (mask.dtype != torch.bool or mask.shape != experts.shape[:-1]):
-        found, wanted = f"{mask.dtype} {list(mask.shape)}", list(experts.shape[:-1])
-        raise ValueError(f"mask must be bool[B, T], {wanted}; got {found}\n  fix: give one for each token")
-    chosen = experts[..., :1] if config.balance_first else experts
-    counted = torch.ones_like(chosen) if mask is None else mask[..., None].to(torch.int64).expand_as(chosen)
+    chosen = (experts[..., :1] if config.balance_first else experts).flatten(1)
     load = torch.zeros(len(experts), config.E, dtype=torch.int64, device=experts.device)
-    load = load.scatter_add(1, chosen.flatten(1), counted.flatten(1))
+    load = load.scatter_add(1, chosen, torch.ones_like(chosen))
     return load if config.balance_by == "sequence" else load.sum(0)
 
 
-def balance_loss(
-    logits: Tensor, load: Tensor, config: Config, tokens: "int | Tensor", sequences: int = 1, mask: Tensor | None = None
-) -> Tensor:
+def balance_loss(logits: Tensor, load: Tensor, config: Config, tokens: int, sequences: int = 1) -> Tensor:
     """Return E * sum over experts of f P: f is an expert's share of the choices, P its mean score; 1 if even.
 
     load int64[E], of `balanced_load`, and `tokens` describe the global batch, logits[..., E] this rank's part of it.
     The result is the part's term, and the terms add up to the loss. By sequence, load[B, E] counts each whole sequence,
     and the loss is the mean over all `sequences` of the global batch (DeepSeek-V3, arXiv:2412.19437, equations 17 to
-    20). Tokens that mask[B, T] leaves out do not contribute. Sigmoid scores are first divided by their sum.
+    20). Sigmoid scores are first divided by their sum.
     """
     score, choices = scores(logits, config), 1 if config.balance_first else config.k
     if config.routing == "sigmoid":
         score = score / (score.sum(-1, keepdim=True) + 1e-20)
-    if mask is not None:
-        score = score * mask[..., None]
     load = load.to(score.dtype)
     if load.dim() == 1:
         share = load / (tokens * choices)
         return (share * score.flatten(0, -2).sum(0)).sum() * config.E / tokens
-    each = (load.sum(-1, keepdim=True) / choices).clamp(min=1)  # tokens of each sequence
+    each = load.sum(-1, keepdim=True) / choices  # tokens of each sequence
     share = load / (each * choices)
     return (share * score.sum(1) / each).sum() * config.E / sequences
 
 
-def z_loss(logits: Tensor, tokens: "int | Tensor", mask: Tensor | None = None) -> Tensor:
+def z_loss(logits: Tensor, tokens: int) -> Tensor:
     """Return the mean over `tokens` of logsumexp(logits[..., E])^2; logits of a part of the tokens give its term."""
-    square = logits.logsumexp(-1).square()
-    return (square if mask is None else square * mask).sum() / tokens
+    return logits.logsumexp(-1).square().sum() / tokens
 
 
-def losses(logits: Tensor, experts: Tensor, config: Config, mask: Tensor | None) -> dict[str, Tensor]:
+def losses(logits: Tensor, experts: Tensor, config: Config) -> dict[str, Tensor]:
     """Return the losses of a whole batch: logits[B, T, E], experts[B, T, k]."""
-    count = experts[..., 0].numel() if mask is None else mask.sum().clamp(min=1)
-    balance = balance_loss(logits, balanced_load(experts, config, mask), config, count, len(experts), mask)
-    return {"balance": balance, "z": z_loss(logits, count, mask)}
+    count = experts[..., 0].numel()
+    balance = balance_loss(logits, balanced_load(experts, config), config, count, len(experts))
+    return {"balance": balance, "z": z_loss(logits, count)}
 
 
 def update_bias(bias: Tensor, load: Tensor, rate: float = 1e-3) -> Tensor:

@@ -39,14 +39,8 @@ WRONG = {
     "routed_scale is 0.0: must be in (0, inf)": {"routed_scale": 0.0},
     "balance_by is 'token': must be one of": {"balance_by": "token"},
 }
-PARAMS, X, _ = layer_of(DEEPSEEK)
-test_config_and_mask = refused(
+test_config = refused(
     by_words({words: partial(Config, "m", **SIZES, E=8, k=2, **given) for words, given in WRONG.items()})
-    | {
-        f"{form.__name__} {mask.dtype}": (partial(form, PARAMS, X, DEEPSEEK, mask=mask), "mask must be bool[B, T], ")
-        for form in (moe.dense, moe.forward)
-        for mask in (torch.ones(1, 9).bool(), torch.ones(2, 9))
-    }
 )
 
 
@@ -55,12 +49,12 @@ def mlp(W, x):
     return (F.silu(x @ W["W_gate"]) * hidden if "W_gate" in W else F.gelu(hidden)) @ W["W_out"]
 
 
-def by_hand(params, x, config, mask):
+def by_hand(params, x, config):
     """(y, balance, z, load): each token by itself, its experts by Python's sorts."""
     logits, most = x @ params["router"], math.inf
     score = logits.sigmoid() if config.routing == "sigmoid" else logits.softmax(-1)
     if config.capacity is not None:
-        most = math.ceil(config.capacity * mask.numel() * config.k / config.E)
+        most = math.ceil(config.capacity * len(x) * x.shape[1] * config.k / config.E)
     size, rows, load = config.E // config.expert_groups, [], [0] * config.E
     took = torch.zeros(*x.shape[:2], config.E, dtype=x.dtype)
     for token in itertools.product(*map(range, x.shape[:2])):
@@ -80,10 +74,10 @@ def by_hand(params, x, config, mask):
         took[token][counted] = 1 / len(counted)
 
     even = score / score.sum(-1, keepdim=True)
-    parts = [mask[b : b + 1] for b in range(len(x))] if config.balance_by == "sequence" else [mask]
-    some = [(took[b : b + len(m)][m], even[b : b + len(m)][m]) for b, m in enumerate(parts) if m.any()]
-    balance = sum((f.mean(0) * p.mean(0)).sum() for f, p in some) * config.E / len(parts)
-    return torch.stack(rows).view_as(x), balance, logits.logsumexp(-1).square()[mask].mean(), torch.tensor(load)
+    parts = len(x) if config.balance_by == "sequence" else 1
+    some = zip(took.flatten(0, 1).chunk(parts), even.flatten(0, 1).chunk(parts), strict=True)
+    balance = sum((f.mean(0) * p.mean(0)).sum() for f, p in some) * config.E / parts
+    return torch.stack(rows).view_as(x), balance, logits.logsumexp(-1).square().mean(), torch.tensor(load)
 
 
 LAYERS = {
@@ -97,18 +91,16 @@ LAYERS = {
 @pytest.mark.parametrize("name", LAYERS)
 @pytest.mark.parametrize("form", [moe.dense, moe.forward])
 def test_a_layer_token_by_token_and_its_derivatives(form, name):
-    """Outputs, losses that are even over the batch or each sequence, padding left out, the load, and gradients."""
+    """Outputs, losses that are even over the batch or each sequence, the load, and gradients."""
     config = LAYERS[name]
     params, x, dy = layer_of(config)
-    mask = torch.rand(x.shape[:2], generator=torch.Generator().manual_seed(0)) < 0.6
-    mask[0] = False
 
     def formed(params, x):
-        y, aux = form(params, x, config, mask=mask)
+        y, aux = form(params, x, config)
         return (y, aux["balance"], aux["z"]), aux["load"]
 
     def written_out(params, x):
-        *outs, load = by_hand(params, x, config, mask)
+        *outs, load = by_hand(params, x, config)
         return tuple(outs), load
 
     found = []

@@ -19,7 +19,7 @@ from scaling.configs import Config, Latent, RopeScaling
 from scaling.cost.transformer import forward_flops, num_params, saved_bytes, train_flops
 from scaling.mesh import Mesh
 from scaling.models import moe, rope, transformer
-from scaling.models.attention import dot_product_attention, flash_attention, sdpa
+from scaling.models.attention import dot_product_attention, sdpa
 from scaling.strategies import transformer as strategy
 
 SMALL = Config("small", L=3, D=32, F=48, N=4, K=2, H=8, V=50)
@@ -57,11 +57,6 @@ def test_flops_equal_the_counter(config):
         assert got == sum(train_flops(config, 2, 12, remat=remat).values()), remat
 
 
-def test_flash_attention_skips_the_future():
-    """Of 4 by 4 pairs of blocks 10 are visible."""
-    assert flops(flash_attention, *qkv(B=1, T=64, S=64, N=2, K=1), block=16) == 4 * 64 * 64 * 2 * 8 * 10 / 16
-
-
 @pytest.mark.parametrize("config", [LATENT, PLAIN, TIED, ALL, FIRST], ids=attrgetter("name"))
 def test_params_equal_the_formula_and_gradients_however_they_are_taken(config):
     """By torch.func and by autograd, with any attention, and whatever is computed again."""
@@ -71,7 +66,7 @@ def test_params_equal_the_formula_and_gradients_however_they_are_taken(config):
     assert sum(shape.numel() for shape in shapes) == num_params(config)
     want = torch.func.grad_and_value(transformer.loss)(params, tokens, config=config)[::-1]
     close(transformer.loss_and_grads(params, tokens, config=config), want)
-    for given in ((tokens, "block", flash_attention), (tokens, "matmuls", dot_product_attention)):
+    for given in ((tokens, "block", sdpa), (tokens, "matmuls", dot_product_attention)):
         if config.moe and "matmuls" in given:
             with pytest.raises(ValueError, match=r"cannot be used with experts\n  fix: "):
                 transformer.loss(params, *given, config=config)
@@ -106,11 +101,11 @@ def saved_elements(config, remat, attention, B, T):
 def test_saved_bytes_equal_the_formula(config):
     B, T = 3, 16
     for remat in ("block", "matmuls"):
-        got = saved_elements(config, remat, flash_attention, B, T)
+        got = saved_elements(config, remat, sdpa, B, T)
         assert got == saved_bytes(config, B * T, remat, dtype=1) / config.L, remat
     if config.latent:  # the tape holds queries and keys again, with their rotated parts beside the others
         return
-    everything = saved_elements(config, "none", flash_attention, B, T)  # more by the norms' statistics and the angles
+    everything = saved_elements(config, "none", sdpa, B, T)  # more by the norms' statistics and the angles
     assert everything == pytest.approx(saved_bytes(config, B * T, "none", dtype=1) / config.L, rel=0.06)
     naive = saved_elements(config, "none", dot_product_attention, B, T)
     assert naive - everything > B * T * T * config.N - B * T * config.N  # the scores
@@ -194,7 +189,7 @@ def test_attention_query_by_query_forward_and_backward(T, S, given):
     want = by_hand(*inputs, **given)
     cotangent = torch.randn(want.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(2))
     slopes = torch.autograd.grad(want, inputs, cotangent)
-    for attention in (sdpa, dot_product_attention, flash_attention, partial(flash_attention, block=4)):
+    for attention in (sdpa, dot_product_attention):
         got = attention(*inputs, **given)
         close(got, want, 1e-12, 1e-12)
         close(torch.autograd.grad(got, inputs, cotangent), slopes, 1e-11, 1e-12)
@@ -209,8 +204,7 @@ def test_under_torch_func():
     def slopes(f):
         return torch.vmap(torch.func.grad(lambda *a: f(*a).sin().sum(), argnums=(0, 1, 2)))(*many)
 
-    for f in (sdpa, partial(flash_attention, block=2)):
-        close(slopes(f), slopes(dot_product_attention), 1e-11, 1e-12)
+    close(slopes(sdpa), slopes(dot_product_attention), 1e-11, 1e-12)
     ours, wanted = (torch.func.jvp(f, tuple(inputs), tuple(tangents)) for f in (sdpa, dot_product_attention))
     close(ours, wanted, 1e-12, 1e-12)
 
@@ -283,7 +277,7 @@ test_what_one_device_does_not_compute = refused(
     {f"{name} {i}": partial(on_one, **{name: x}) for name, values in WRONG.items() for i, x in enumerate(values)}
     | {"other layers": partial(on_one, SMALL.with_(L=1))}
     | {f"init {seed}": lambda seed=seed: transformer.init(SMALL, seed) for seed in ("3", None)}
-    | {f.__name__: (partial(f, Q, K, K), "must divide N=3") for f in (sdpa, dot_product_attention, flash_attention)}
+    | {f.__name__: (partial(f, Q, K, K), "must divide N=3") for f in (sdpa, dot_product_attention)}
     | by_words(
         {
             "targets must be": lambda: transformer.loss(PARAMS, TOKENS, targets=TOKENS[:, :3]),

@@ -125,11 +125,6 @@ SIGMOID = Config(
 )
 
 
-def mask_of(how: str) -> "torch.Tensor | None":
-    """bool[4, 6]: sequences of 6, 4, 0 and 5 tokens, the rest padding."""
-    return torch.arange(6) < torch.tensor([6, 4, 0, 5])[:, None] if how == "padded" else None
-
-
 def problem(config: Config, how: str):
     """Params, x[4, 6, D] and the cotangent dy, whole: normal numbers, in which no two tokens or experts are alike."""
     rng = torch.Generator().manual_seed(len(how))

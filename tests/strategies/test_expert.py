@@ -9,7 +9,7 @@ import pytest
 import torch
 from array_types import meta
 from machine import on_ranks
-from problems import SIGMOID, SOFTMAX, close, drawn, mask_of, on_one_device, problem, pulled
+from problems import SIGMOID, SOFTMAX, close, drawn, on_one_device, problem, pulled
 from torch.func import vjp
 
 from scaling import tree
@@ -36,7 +36,7 @@ def dense(config, how):
     """y, losses and gradients; routing."""
 
     def f(params, x):
-        y, aux = one_device.dense(params, x, config, mask=mask_of(how))
+        y, aux = one_device.dense(params, x, config)
         return y, *(aux[name] for name in COEF)
 
     (params, x), cotangents = differentiated(config, how)
@@ -52,8 +52,6 @@ def on_mesh(mesh, axis, tensor, spec, config, how, way):
     times = [axis for axis in times if axis != tensor]  # over which the tokens are split where they are routed
     tokens = parse("m[B, T]").with_axes("B", batch).with_axes("T", times)
     options = {"tensor": tensor, "spec": spec}
-    if (mask := mask_of(how)) is not None:
-        options["mask"] = tree.shard(mask, tokens, mesh)
 
     def layer(params, x, routing=None):
         if routing is None:
@@ -72,26 +70,26 @@ def on_mesh(mesh, axis, tensor, spec, config, how, way):
     return found, experts, expert.moe(params, x, config, mesh, axis, **options)[1]["load"]
 
 
-EVEN = [  # what else the load is to be even over, and what padding does not count
+EVEN = [  # what else the load is to be even over
     SIGMOID.with_(balance_by="sequence", F_shared=10),
     SOFTMAX.with_(balance_first=True),
     SIGMOID.with_(balance_by="sequence", balance_first=True, capacity=0.5),
 ]
-PADDED = [(config, "padded", "remat") for config in EVEN]
+OTHERS = [(config, "plain", "remat") for config in EVEN]
 TWO_AXES = [(SIGMOID, "plain", "vjp"), (SOFTMAX.with_(capacity=0.4), "plain", "vjp")]
 X = "x[B_X, T, D]"
 CASES = {  # mesh, the experts' axes, the features', the tokens' type: (config, tokens, how it is differentiated)
     "X=1": ({"X": 1}, "X", None, X, [(SOFTMAX, "plain", "vjp")]),
-    "X=2": ({"X": 2}, "X", None, X, [(SOFTMAX, "ties", "remat"), (SIGMOID, "one", "autograd"), *PADDED]),
+    "X=2": ({"X": 2}, "X", None, X, [(SOFTMAX, "ties", "remat"), (SIGMOID, "one", "autograd"), *OTHERS]),
     "X=4": (
         {"X": 4}, "X", None, X,
         [(SOFTMAX, "one", "vjp"), (EVEN[0], "plain", "remat"), (SIGMOID.with_(capacity=0.5), "one", "vjp"),
          (SOFTMAX.with_(k=1, gated=False, capacity=0.6), "plain", "autograd")],
     ),
-    "X=2 Y=2": ({"X": 2, "Y": 2}, "X", "Y", X, [*TWO_AXES, PADDED[2]]),
-    "X=2 Y=2, tokens": ({"X": 2, "Y": 2}, "X", "Y", "x[B_X, T_Y, D]", [*TWO_AXES, *PADDED]),
-    "X=2 E=2": ({"X": 2, "E": 2}, "E", None, "x[B_XE, T, D]", [TWO_AXES[1], *PADDED]),
-    "X=2 C=2": ({"X": 2, "C": 2}, "X", None, "x[B_X, T_C, D]", [TWO_AXES[0], *PADDED]),
+    "X=2 Y=2": ({"X": 2, "Y": 2}, "X", "Y", X, [*TWO_AXES, OTHERS[2]]),
+    "X=2 Y=2, tokens": ({"X": 2, "Y": 2}, "X", "Y", "x[B_X, T_Y, D]", [*TWO_AXES, *OTHERS]),
+    "X=2 E=2": ({"X": 2, "E": 2}, "E", None, "x[B_XE, T, D]", [TWO_AXES[1], *OTHERS]),
+    "X=2 C=2": ({"X": 2, "C": 2}, "X", None, "x[B_X, T_C, D]", [TWO_AXES[0], *OTHERS]),
     "EX": ({"X": 2, "E": 2}, "EX", None, "x[B_EX, T, D]", [*TWO_AXES, (EVEN[1], "plain", "vjp")]),
 }  # fmt: skip
 

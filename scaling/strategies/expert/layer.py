@@ -17,11 +17,10 @@ import torch
 from torch import Tensor
 
 from scaling import tree
-from scaling.collectives import all_gather, all_reduce, einsum, ragged_all_to_all, reduce_scatter
+from scaling.collectives import all_gather, all_reduce, ragged_all_to_all, reduce_scatter
 from scaling.collectives.checked import alike
 from scaling.configs import Config
-from scaling.models.expert_mlp import act_rows, by_expert, shared_experts
-from scaling.models.moe import balance_loss, router_logits, weigh, z_loss
+from scaling.models.moe import balance_loss, by_expert, mlp, router_logits, shared_experts, weigh, z_loss
 from scaling.spec import ShardingError
 from scaling.strategies.expert.routing import ExpertLayout, Routing, expert_layout, route_tokens, specs
 
@@ -36,7 +35,6 @@ def moe(
     tensor=None,
     spec: str | None = None,
     routing: Routing | None = None,
-    mask: Tensor | None = None,
 ) -> tuple[Tensor, dict]:
     """x[B_axis, T, D] -> (y[B_axis, T, D], aux), equal to `scaling.models.moe.dense` on one device.
 
@@ -51,8 +49,6 @@ def moe(
         spec: The type of x if more axes split it, `x[B_XE, T_C, D]`. If T is split over `tensor` last, `x[B_X, T_Y,
             D]`, so is the T of y.
         routing: The result of `route_tokens` for this x, if a backward pass computes the layer again.
-        mask: bool[B_axis, T], the tokens that the losses count, without padding. T is as whole as y's would be without
-            `tensor`.
 
     Returns:
         y and aux. aux has "balance" and "z", this rank's terms of the losses over the global batch, unreduced over the
@@ -66,7 +62,7 @@ def moe(
         check_layer(params, x, config, mesh, at)
         alike(mesh, "moe", (*at.experts, *at.tensor), config=config, axis=axis, tensor=tensor, spec=spec)
     if routing is None:
-        routing = route_tokens(params, x, config, mesh, axis, tensor=tensor, spec=spec, mask=mask)
+        routing = route_tokens(params, x, config, mesh, axis, tensor=tensor, spec=spec)
     if at.sequence:
         x = all_gather(f"x[{at.BT_Y}, D] -> x[{at.BT}, D]", x, mesh)
     tokens = x.flatten(0, 1)
@@ -76,23 +72,23 @@ def moe(
         line = f"Row[G{at.X}, E, R, D] -> Row[G, E{at.X}, R, D]"
         Row = ragged_all_to_all(line, Row, routing.sends, routing.receives, mesh)  # 2. critical path
     Row = Row if routing.order is None else Row.index_select(0, routing.order)
-    own = partial(mlp, at=at, clamp=config.clamp, parts=mesh.size(at.tensor))
-    Out = by_expert(own, params, Row, routing.counts)  # 3.
+    copies = mesh.size(at.tensor)
+    Out = by_expert(partial(mlp, clamp=config.clamp, over=at.Y, parts=copies), params, Row, routing.counts)  # 3.
     Out = Out if routing.back is None else Out.index_select(0, routing.back)
     if at.experts:
         line = f"Out[G, E{at.X}, R, D]{at.U} -> Out[G{at.X}, E, R, D]{at.U}"
         Out = ragged_all_to_all(line, Out, routing.receives, routing.sends, mesh)  # 4. critical path
     y = routing.rows.collect(Out, weigh(logits, routing.experts, config))  # 5.
     if "shared" in params:
-        y = y + shared_experts(params["shared"], tokens, partial(mlp, at=at))
+        y = y + shared_experts(params["shared"], tokens, partial(mlp, over=at.Y))
     y = y.view_as(x)
     if at.sequence:
         y = reduce_scatter(f"y[{at.BT}, D]{at.U} -> y[{at.BT_Y}, D]", y, mesh)  # 6. critical path
     elif at.tensor:
         y = all_reduce(f"y[{at.BT}, D]{at.U} -> y[{at.BT}, D]", y, mesh)  # 6. critical path
-    logits, copies, load = logits.view(*x.shape[:-1], -1), mesh.size(at.tensor), routing.balanced
-    balance = balance_loss(logits, load, config, routing.count, len(x) * mesh.size(at.batch), mask) / copies
-    return y, {"balance": balance, "z": z_loss(logits, routing.count, mask) / copies, "load": routing.load}
+    logits, count = logits.view(*x.shape[:-1], -1), len(tokens) * at.ranks
+    balance = balance_loss(logits, routing.balanced, config, count, len(x) * mesh.size(at.batch)) / copies
+    return y, {"balance": balance, "z": z_loss(logits, count) / copies, "load": routing.load}
 
 
 def check_layer(params: dict, x: Tensor, config: Config, mesh, at: ExpertLayout) -> None:
@@ -114,15 +110,3 @@ def check_layer(params: dict, x: Tensor, config: Config, mesh, at: ExpertLayout)
         routed = {key: leaf for key, leaf in params.items() if key != "shared"}
     tree.check(routed, types, sizes, mesh, fix=fix)
     tree.check_floats(params)
-
-
-def mlp(W: dict, Row: Tensor, at: ExpertLayout, clamp: float | None = None, parts: int = 1) -> Tensor:
-    """Row[R, D] -> Out[R, D] {U_Y} through one expert: W_in[D, F_Y], W_out[F_Y, D], perhaps W_gate[D, F_Y].
-
-    Each of the `parts` ranks over Y adds its part of the bias of Out.
-    """
-    Tmp = einsum(f"Row[R, D] * W_in[D, F{at.Y}] -> Tmp[R, F{at.Y}]", Row, W["W_in"])
-    line = f"Row[R, D] * W_gate[D, F{at.Y}] -> Gate[R, F{at.Y}]"
-    Act = act_rows(W, Tmp, einsum(line, Row, W["W_gate"]) if "W_gate" in W else None, clamp)
-    Out = einsum(f"Act[R, F{at.Y}] * W_out[F{at.Y}, D] -> Out[R, D]{at.U}", Act, W["W_out"])
-    return Out + W["b_out"] / parts if "b_out" in W else Out

@@ -9,7 +9,7 @@ would drop other tokens. T_C must be in plain order: under a capacity, bring x o
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -141,7 +141,6 @@ class Routing(NamedTuple):
         experts: int64[n, k], the choices of each token.
         load: int64[E], the tokens of the global batch that chose each expert.
         balanced: The load that the balance loss makes even (`models.moe.balanced_load`).
-        count: The number of tokens that the losses count.
         rows: The rows of this rank's choices.
         sends: How many rows this rank sends to each rank.
         receives: How many rows this rank receives from each rank.
@@ -153,7 +152,6 @@ class Routing(NamedTuple):
     experts: Tensor
     load: Tensor
     balanced: Tensor
-    count: "int | Tensor"
     rows: Rows
     sends: tuple[int, ...]
     receives: tuple[int, ...]
@@ -163,7 +161,7 @@ class Routing(NamedTuple):
 
 
 def route_tokens(
-    params: dict, x: Tensor, config: Config, mesh, axis, *, tensor=None, spec: str | None = None, mask=None
+    params: dict, x: Tensor, config: Config, mesh, axis, *, tensor=None, spec: str | None = None
 ) -> Routing:
     """Decide which experts the tokens of x go to. The arguments are those of `moe`, and all ranks call it together.
 
@@ -183,9 +181,9 @@ def route_tokens(
     else:
         load, places = _places(experts, segments, config.E, at, mesh)
         kept = places < capacity
-    balanced, count = _counted(chosen, load, config, mesh, at, mask)
+    balanced = _balanced(chosen, load, config, mesh, at)
     if experts.is_meta:
-        return _even(experts, load, capacity, config, mesh, at, balanced, count)
+        return _even(experts, load, capacity, config, mesh, at, balanced)
     rows = expert_rows(experts, config.E, kept)
     arriving = _exchanged(rows.counts, at, mesh)
     groups, local = arriving.shape
@@ -196,22 +194,17 @@ def route_tokens(
         expert = torch.arange(local, device=x.device).repeat(groups)
         order = expert.repeat_interleave(arriving.flatten(), output_size=sum(receives)).argsort(stable=True)
         back = order.argsort()
-    return Routing(experts, load, balanced, count, rows, tuple(sends), tuple(receives), tuple(counts), order, back)
+    return Routing(experts, load, balanced, rows, tuple(sends), tuple(receives), tuple(counts), order, back)
 
 
-def _counted(experts: Tensor, load: Tensor, config: Config, mesh, at: ExpertLayout, mask) -> "tuple[Tensor, Any]":
-    """Return `balanced` and `count` of the Routing: over the global batch, from the choices experts[B, T, k]."""
-    count: Any = experts[..., 0].numel() * at.ranks
-    if mask is None and config.balance_by == "batch" and not config.balance_first:
-        return load, count
-    each, sequence = balanced_load(experts, config, mask), config.balance_by == "sequence"
+def _balanced(experts: Tensor, load: Tensor, config: Config, mesh, at: ExpertLayout) -> Tensor:
+    """Return `balanced` of the Routing, over the global batch, from the choices experts[B, T, k] and their load."""
+    if config.balance_by == "batch" and not config.balance_first:
+        return load
+    sequence = config.balance_by == "sequence"
     axes, type = (at.time, "load[B, E]") if sequence else (at.tokens, "load[E]")  # of each sequence, or of all
-    each = all_reduce(f"{type} {{U_{format_axes(axes)}}} -> {type}", each, mesh) if axes else each
-    if mask is not None:
-        count = mask.sum()
-        over = f"count[] {{U_{format_axes(at.tokens)}}} -> count[]"
-        count = (all_reduce(over, count, mesh) if at.tokens else count).clamp(min=1)
-    return each, count
+    each = balanced_load(experts, config)
+    return all_reduce(f"{type} {{U_{format_axes(axes)}}} -> {type}", each, mesh) if axes else each
 
 
 def _exchanged(counts: Tensor, at: ExpertLayout, mesh) -> Tensor:
@@ -233,7 +226,7 @@ def _places(experts: Tensor, segments: int, E: int, at: ExpertLayout, mesh) -> t
     return whole.sum((0, 1)), earlier.flatten()[key] + position(key, segments * E)
 
 
-def _even(experts: Tensor, load: Tensor, capacity: int | None, config: Config, mesh, at, balanced, count) -> Routing:
+def _even(experts: Tensor, load: Tensor, capacity: int | None, config: Config, mesh, at, balanced) -> Routing:
     """Return the routing on an AbstractMesh, which has no values: sends, receives and counts for equal loads."""
     groups, total = mesh.size(at.experts), experts.numel()
     if capacity is not None:
@@ -246,4 +239,4 @@ def _even(experts: Tensor, load: Tensor, capacity: int | None, config: Config, m
     row = torch.empty(total, dtype=torch.int64, device=experts.device)
     sends, counts = split(groups), split(config.E // groups)
     order = row if groups > 1 and len(counts) > 1 else None
-    return Routing(experts, load, balanced, count, Rows(row, experts, load), sends, sends, counts, order, order)
+    return Routing(experts, load, balanced, Rows(row, experts, load), sends, sends, counts, order, order)
