@@ -1,4 +1,4 @@
-"""Latent attention and scaled rotary positions, as a Config has them."""
+"""Latent attention, linear attention and scaled rotary positions, as a Config has them."""
 
 import math
 from dataclasses import dataclass, fields
@@ -38,6 +38,46 @@ class Latent:
         if table.keys() - {"interleaved"} != names:
             raise ValueError(f"latent has {', '.join(table) or 'nothing'}\n  fix: give {', '.join(sorted(names))}")
         return Latent(**table)
+
+
+@dataclass(frozen=True)
+class Linear:
+    """Linear attention by the gated delta rule (Qwen3-Next): some layers have a state in place of a cache.
+
+    They have `keys` heads of queries and keys, `key` dims wide, and `values` heads of values and states, `value` wide.
+    Queries, keys and values first pass a causal convolution over `width` tokens. `layers` are the numbers of the layers
+    that are linear; the others have attention as the rest of the Config says.
+    """
+
+    keys: int
+    values: int
+    key: int
+    value: int
+    width: int
+    layers: tuple[int, ...]
+
+    def __post_init__(self):
+        if isinstance(self.layers, list):
+            object.__setattr__(self, "layers", tuple(self.layers))
+        sizes = dict.fromkeys(("keys", "values", "key", "value"), "[1, 1e9]")
+        check_fields(self, "linear ", sizes | {"width": "[2, 1e9]"})
+        if self.values % self.keys:
+            what = f"linear: {self.keys} heads of keys must divide {self.values} of values"
+            raise ValueError(f"{what}\n  fix: give keys a divisor of values")
+
+    @staticmethod
+    def of(table: dict) -> "Linear":
+        """Return the Linear from a table with its fields as keys."""
+        if table.keys() != (names := {field.name for field in fields(Linear)}):
+            raise ValueError(f"linear has {', '.join(table) or 'nothing'}\n  fix: give {', '.join(sorted(names))}")
+        return Linear(**table)
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """The dims of the params of linear layers by letter, as in `leaves.LINEAR`."""
+        each = self.values // self.keys
+        found = {"l": len(self.layers), "n": self.values, "k": self.keys, "h": self.key, "v": self.value}
+        return found | {"w": self.width, "m": 2 * (self.key + each * self.value), "u": 2 * each}
 
 
 @dataclass(frozen=True)

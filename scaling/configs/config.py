@@ -6,7 +6,7 @@ L layers, D d_model, F d_ff, N query heads, K KV heads, H head dim, V vocabulary
 from dataclasses import dataclass, field, replace
 
 from scaling.common.arguments import check_fields
-from scaling.configs.attention import Latent, RopeScaling
+from scaling.configs.attention import Latent, Linear, RopeScaling
 from scaling.spec import dtype_bytes
 
 ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "relu")
@@ -45,7 +45,7 @@ class Config:
     `activation` is silu, gelu, gelu_tanh or relu; None is silu with a gate and gelu without. `dropout` is the share of
     elements that training drops from a block's output to the residual stream (GPT-2's resid_pdrop);
     `attention_dropout`, that of attention's weights, is not computed, so a model with it is not trained. `cached` is
-    the number of layers with cached keys and values, if others (linear attention) have none; None is all. `dtype` is
+    the number of layers with cached keys and values, if others (`linear` ones) have none; None is all. `dtype` is
     the stored parameters'. `uncomputed` names features that no code here computes; a model with any is only counted.
     `source` is the origin of the numbers. `max_positions` is the longest text that the
     model was made for, before its positions are scaled (Hugging Face's max_position_embeddings), or 0 if unknown.
@@ -63,7 +63,8 @@ class Config:
     RMSNorm, or `centered` LayerNorm, with a bias if `norm_bias`. `mlp_bias` adds biases to the MLP's products. With
     `qk_wide`, `qk_norm` norms all heads of a token together (OLMo). With a `local_theta` layers with a window rotate by
     this base, without `rope_scaling` (Gemma 3). Scores and logits are kept within `score_cap` and `logit_cap` by tanh
-    (Gemma 2). With `sinks` each head has a score of a key without a value (GPT-OSS).
+    (Gemma 2). With `sinks` each head has a score of a key without a value (GPT-OSS). With `head_gate` what a head
+    attends to is multiplied by a sigmoid of the token (Qwen3-Next).
     """
 
     name: str
@@ -121,10 +122,12 @@ class Config:
     score_cap: float | None = None
     logit_cap: float | None = None
     sinks: bool = False
+    head_gate: bool = False
     unrotated: tuple[int, ...] = ()
     cached: int | None = None
     uncomputed: tuple[str, ...] = ()
     latent: Latent | None = None
+    linear: Linear | None = None
     max_positions: int = field(default=0, compare=False)
     model_type: str = field(default="", compare=False)
     dtype: str = "bf16"
@@ -171,6 +174,11 @@ class Config:
             )
 
     def _check_attention(self) -> None:
+        if linear := self.linear:
+            if len({*linear.layers} & {*range(self.L)}) != len(linear.layers) or not 0 < len(linear.layers) < self.L:
+                what = f"{self.name}: linear layers {linear.layers!r:.60} of layers 0 to {self.L - 1}"
+                raise ValueError(f"{what}\n  fix: name at least one layer, each once, and leave at least one out")
+            object.__setattr__(self, "cached", self.L - len(linear.layers))
         if any(not isinstance(l, int) or not 0 <= l < self.L for l in self.unrotated):
             what = f"{self.name}: unrotated={self.unrotated!r:.60}: layers are 0 to {self.L - 1}"
             raise ValueError(f"{what}\n  fix: give numbers of layers")
@@ -205,7 +213,7 @@ class Config:
         S is the width of the shared experts together. L counts the layers of one stack; the dense layers before those
         with experts are G, of width O. In latent attention R (D if there is none) and C are the ranks of queries and of
         keys and values, M = C + rope, A = nope + rope is a query's width, and W = nope + value is the width of a key
-        and a value.
+        and a value. Linear layers have lower-case letters, and L then counts the others.
         """
         sizes = {letter: getattr(self, letter) for letter in "LDFNKHVE"} | {"S": self.S}
         if self.dense_layers:
@@ -213,7 +221,12 @@ class Config:
         if latent := self.latent:
             sizes |= {"R": latent.q_rank or self.D, "C": latent.kv_rank, "M": latent.kv_rank + latent.rope}
             sizes |= {"A": latent.nope + latent.rope, "W": latent.nope + latent.value}
-        return sizes
+        return sizes | (self.linear.sizes | {"L": len(self.attending)} if self.linear else {})
+
+    @property
+    def attending(self) -> tuple[int, ...]:
+        """The numbers of the layers with attention, which are not linear."""
+        return tuple(l for l in range(self.L) if self.linear is None or l not in self.linear.layers)
 
     @property
     def rotary(self) -> int:

@@ -12,7 +12,7 @@ from types import NoneType
 from typing import Any, get_args
 
 from scaling.common.arguments import check_within, of_type
-from scaling.configs.attention import Latent
+from scaling.configs.attention import Latent, Linear
 from scaling.configs.config import WITHIN, Config
 from scaling.configs.hugging_face_rope import rotary, scaling_of
 from scaling.configs.model_types import COUNTED, KINDS, ModelType
@@ -61,9 +61,14 @@ EXPERTS = ("E", "k", "shared", "F_shared", "dense_layers", "F_dense", "norm_topk
 EXPERTS += ("routing", "expert_groups", "top_groups", "routed_scale", "shared_gate")
 COUNTS = "sliding_window max_window_layers intermediate_size intermediate_size_mlp decoder_sparse_step"
 COUNTS += " query_pre_attn_scalar full_attention_interval"
+LINEAR = {  # fields of Linear
+    "keys": "linear_num_key_heads", "values": "linear_num_value_heads", "key": "linear_key_head_dim",
+    "value": "linear_value_head_dim", "width": "linear_conv_kernel_dim",
+}  # fmt: skip
 COUNTS += " interleave_moe_layer_step max_position_embeddings no_rope_layer_interval"
 DROPOUTS = ("embd_pdrop", "embedding_dropout", "hidden_dropout")  # which training does not compute
-TYPES: dict[str, type] = {**dict.fromkeys((*COUNTS.split(), *LATENT), int), **dict.fromkeys(DROPOUTS, float)}
+TYPES: dict[str, type] = dict.fromkeys((*COUNTS.split(), *LATENT, *LINEAR.values()), int)
+TYPES |= dict.fromkeys(DROPOUTS, float)
 TYPES |= dict.fromkeys(("attention_multiplier", "logit_scale", "clip_qkv", "swiglu_alpha"), float)
 TYPES |= dict.fromkeys(("hidden_act", "hidden_activation"), str)
 TYPES |= dict.fromkeys(("layer_types", "mlp_only_layers", "moe_layers", "no_rope_layers"), list)
@@ -78,6 +83,7 @@ NULL = (
 ALPHA = 1.702  # of GPT-OSS's gate, the only one that is computed
 PATTERNED = ("gemma3_text", "cohere2", "exaone4")  # that read sliding_window_pattern
 SLIDES = {"full_attention", "attention", "sliding_attention"}  # layer types that are computed
+LINEAR_TYPES = {"linear_attention", "full_attention"}  # and of a class with linear layers
 ATTENDS = SLIDES | {"chunked_attention", "indexed_attention"}  # layer types that cache keys and values
 
 
@@ -116,6 +122,7 @@ def read_config(table: dict) -> dict:
     L, known = found.get("L", 0), bool(kind.architecture)
     found |= {"unrotated": _unrotated(read, L)} if known and "no_rope_layers" in read else {}
     found |= _scales(read)
+    found |= {"linear": _linear(read, L)} if known and "linear_num_key_heads" in read else {}
     found |= {"window": _window(table, read, name or "", found, kind), "cached": _cached(read, known, L)}
     if kind.still_full and read["sliding_window"] is not None:
         windows = found["window"] if isinstance(found["window"], tuple) else [found["window"]] * L
@@ -162,7 +169,7 @@ def _experts(found: dict, read: dict, kind: ModelType) -> list[str]:
     among = L - _sparse_layers(read, L)
     if found.get("E", 1) > 1 and among:
         found["dense_layers"] = among
-        said.append("dense layers among those with experts")
+        said += ["dense layers among those with experts"] if among < L else []
     if found.get("dense_layers"):
         found["F_dense"] = read.get("intermediate_size_mlp") or read.get("intermediate_size") or found.get("F", 0)
         if found["dense_layers"] >= L:  # none has experts
@@ -179,6 +186,16 @@ def _sparse_layers(read: dict, L: int) -> int:
     step = read.get("decoder_sparse_step") or read.get("interleave_moe_layer_step") or 1
     dense = set(read.get("mlp_only_layers") or ())
     return sum((i + 1) % step == 0 and i not in dense for i in range(L))
+
+
+def _linear(read: dict, L: int) -> Linear | None:
+    """Return the linear layers, or None if there are none. ValueError if no layer has attention."""
+    types, every = read["layer_types"], read["full_attention_interval"]
+    if types is None and not every:
+        raise ValueError("full_attention_interval is 0\n  fix: give at least 1")
+    types = [("linear" if (l + 1) % every else "full") + "_attention" for l in range(L)] if types is None else types
+    layers = tuple(l for l, kind in enumerate(types) if kind == "linear_attention")
+    return Linear(**{name: read[key] for name, key in LINEAR.items()}, layers=layers) if layers else None
 
 
 def _scales(read: dict) -> dict:
@@ -263,7 +280,8 @@ def _not_computed(whole: dict, table: dict, read: dict, kind: ModelType) -> list
         found += (
             [] if table.get("head_dim") in (None, wide) else [f"head_dim {table['head_dim']} beside D / N = {wide}"]
         )
-    strange = sorted({*map(str, read.get("layer_types") or ())} - SLIDES)
+    allowed = LINEAR_TYPES if kind.architecture and "linear_num_key_heads" in kind.keys else SLIDES
+    strange = sorted({*map(str, read.get("layer_types") or ())} - allowed)
     found += [f"layer_types {strange[0]!r}"] if strange else []
     found += [] if table.get("is_causal", True) else ["is_causal false"]
     return found + [key for key in ("per_layer_config", "configuration_files") if table.get(key)]

@@ -8,7 +8,7 @@ from functools import lru_cache
 from typing import Any
 
 from scaling.configs.config import Config
-from scaling.configs.hugging_face import ACTIVATIONS, DROPOUTS, LATENT, LETTERS, read_config
+from scaling.configs.hugging_face import ACTIVATIONS, DROPOUTS, LATENT, LETTERS, LINEAR, read_config
 from scaling.configs.model_types import KINDS
 
 IGNORED = {"name", "source", "dtype", "max_positions", "model_type", "uncomputed", "cached"}
@@ -128,6 +128,10 @@ def _table(config: Config, kind: str) -> dict:
     # An older version of mistral's class would give every layer the window.
     if (widths or by_pattern) and "layer_types" in keys and kind != "mistral":
         table["layer_types"] = ["full_attention" if w is None else "sliding_attention" for w in config.windows]
+    if (linear := config.linear) and "linear_num_key_heads" in keys:
+        table |= {key: getattr(linear, name) for name, key in LINEAR.items()}
+        table["layer_types"] = ["linear_attention" if l in linear.layers else "full_attention" for l in range(config.L)]
+        table |= {} if config.moe else {"mlp_only_layers": [*range(config.L)]}
     if "no_rope_layers" in keys:
         table["no_rope_layers"] = [int(l not in config.unrotated) for l in range(config.L)]
     return table

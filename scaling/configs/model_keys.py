@@ -82,6 +82,13 @@ QWEN2_MOE = _without(QWEN3_MOE, "attention_bias") | {
     "shared_expert_intermediate_size": 5632, "num_experts_per_tok": 4, "num_experts": 60, "qkv_bias": True,
     "max_window_layers": 28, "layer_types": None,
 }  # fmt: skip
+QWEN3_NEXT = _without(QWEN3_MOE, "sliding_window", "use_sliding_window", "max_window_layers", "layer_types") | {
+    "intermediate_size": 5632, "num_hidden_layers": 48, "num_attention_heads": 16, "num_key_value_heads": 2,
+    "head_dim": 256, "moe_intermediate_size": 512, "shared_expert_intermediate_size": 512, "num_experts_per_tok": 10,
+    "num_experts": 512, "norm_topk_prob": True, "linear_num_key_heads": 16, "linear_num_value_heads": 32,
+    "linear_key_head_dim": 128, "linear_value_head_dim": 128, "linear_conv_kernel_dim": 4, "layer_types": None,
+    "full_attention_interval": 4,
+}  # fmt: skip
 GRANITEMOE = _without(GRANITE, "mlp_bias") | {"num_local_experts": 8, "num_experts_per_tok": 2}
 GLM4_MOE = _keys(
     vocab_size=151552, num_hidden_layers=46, num_attention_heads=96, intermediate_size=10944, rms_norm_eps=1e-5,

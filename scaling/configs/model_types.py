@@ -164,6 +164,12 @@ KINDS: dict[str, ModelType] = {
         "Exaone4ForCausalLM", keys.EXAONE4, fixed={"qk_norm": True, "norms": "after"}, pattern=4, still_full=True
     ),
     "llama4_text": ModelType("", {"rms_norm_eps": 1e-5}, 5e5, fixed={"shared": 1}),
-    "qwen3_next": ModelType("", {"rms_norm_eps": 1e-6, "full_attention_interval": 4}),
+    "qwen3_next": ModelType(
+        "Qwen3NextForCausalLM",
+        keys.QWEN3_NEXT,
+        aliases={"num_local_experts": "num_experts"},
+        fixed={"qk_norm": True, "unit_offset": True, "head_gate": True, "shared_gate": True},
+        partial=0.25,
+    ),
 }
 COUNTED = ModelType("", {"rms_norm_eps": 1e-6})  # a type without a row

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from scaling.common.arguments import of_type, read_table
-from scaling.configs.attention import Latent
+from scaling.configs.attention import Latent, Linear
 from scaling.configs.catalogue import MEASURED, MODELS
 from scaling.configs.config import Config
 from scaling.configs.hugging_face import read_config
@@ -125,6 +125,8 @@ def table_config(table: dict[str, Any], path: Path) -> Config:
             table = read_config(table)
         if isinstance(latent := table.get("latent"), dict):
             table["latent"] = Latent.of(latent)
+        if isinstance(linear := table.get("linear"), dict):
+            table["linear"] = Linear.of(linear)
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from None
     given: dict[str, Any] = {"name": path.stem, "source": str(path)} | table

@@ -55,13 +55,34 @@ def einsum_flops(equation: str, *shapes: tuple[int, ...]) -> int:
 
 
 def attention_params(config: Config) -> int:
-    """Return the params of a layer's W_Q, W_K, W_V and W_O, 2D(N+K)H, or of latent attention's low-rank factors."""
+    """Return the params of a layer's W_Q, W_K, W_V and W_O, 2D(N+K)H, or of latent attention's low-rank factors.
+
+    With gated heads there is a W_G as large as W_Q.
+    """
     if (latent := config.latent) is None:
-        return 2 * config.D * (config.N + config.K) * config.H
+        return 2 * config.D * (config.N + config.K) * config.H + config.D * config.N * config.H * config.head_gate
     D, N = config.D, config.N
     queries = D * latent.q_rank + (latent.q_rank or D) * N * (latent.nope + latent.rope)
     keys_values = D * (latent.kv_rank + latent.rope) + latent.kv_rank * N * (latent.nope + latent.value)
     return queries + keys_values + N * latent.value * D
+
+
+def linear_params(config: Config) -> int:
+    """Return the params of a linear layer's products and convolutions, D (k(m + u) + n v) + w (2 k h + n v)."""
+    if config.linear is None:
+        return 0
+    s = config.linear.sizes
+    products = s["k"] * (s["m"] + s["u"]) + s["n"] * s["v"]
+    return config.D * products + s["w"] * (2 * s["k"] * s["h"] + s["n"] * s["v"])
+
+
+def state_bytes(config: Config, dtype: Any = "bf16") -> float:
+    """Return the bytes of a sequence's state in a linear layer: 4 n h v in float32, and the w - 1 last tokens' QKV."""
+    if config.linear is None:
+        return 0.0
+    s = config.linear.sizes
+    tail = (s["w"] - 1) * (2 * s["k"] * s["h"] + s["n"] * s["v"])
+    return 4 * s["n"] * s["h"] * s["v"] + tail * dtype_bytes(dtype)
 
 
 def _head_gains(config: Config) -> int:
@@ -81,11 +102,13 @@ def params(config: Config, active: bool = False) -> dict[str, int]:
     biases = (config.N + 2 * config.K) * config.H * config.attention_bias + D * config.output_bias
     biases += ((config.matrices - 1) * config.F + D) * config.mlp_bias
     gains = config.L * config.layer_norms + 1  # of D each, as are their biases
+    attending, s = len(config.attending), config.sizes
+    rule = config.L - attending, (2 * s["n"] + s["v"] if config.linear else 0)  # A_log, dt and a gain of heads
     return {
         "mlp": config.matrices * D * (sparse * wide + config.dense_layers * config.F_dense),
-        "attention": config.L * attention_params(config),
+        "attention": attending * attention_params(config) + (config.L - attending) * linear_params(config),
         "router": sparse * D * (config.E + config.shared_gate) if config.moe else 0,
-        "norms": config.L * head_norms + gains * D,
+        "norms": attending * head_norms + math.prod(rule) + gains * D,
         "biases": gains * D * config.norm_bias
         + config.L * (biases + config.N * config.sinks)
         + (sparse * config.E if config.routing == "sigmoid" and config.moe else 0)
@@ -119,12 +142,15 @@ def forward_flops(config: Config, B: int, T: int, S: int | None = None, causal: 
     tokens, counts = _whole("B", B) * _whole("T", T), params(config, active=True)
     if causal and S < T:
         raise ValueError(f"causal attention of T={T} tokens needs at least as many keys, got S={S}\n  fix: give S >= T")
-    pairs = sum(visible_pairs(T, S, window) if causal else T * S for window in config.windows)
+    windows = [config.windows[l] for l in config.attending]
+    pairs = sum(visible_pairs(T, S, window) if causal else T * S for window in windows)
+    linear = config.linear  # a token decays a state, reads it twice and writes to it
+    rule = 6 * len(linear.layers) * linear.values * linear.key * linear.value if linear else 0
     head = config.latent.nope + config.latent.rope + config.latent.value if config.latent else 2 * config.H
     return {
         "mlp": 2 * tokens * (counts["mlp"] + counts["router"]),
         "projections": 2 * tokens * counts["attention"],
-        "attention": 2 * B * pairs * config.N * head,
+        "attention": 2 * B * pairs * config.N * head + tokens * rule,
         "unembed": 2 * tokens * config.D * config.V,
     }
 

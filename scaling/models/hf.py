@@ -7,7 +7,7 @@ extra `hf`.
 
 import json
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import reduce
 from pathlib import Path
 from typing import Any
@@ -35,6 +35,7 @@ MOST_MISSING = 1_000_000  # with more missing tensors than these, only their num
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}  # of safetensors
 ROUTER_BIAS = "e_score_correction_bias"
 COMPUTED = ".rotary_emb.inv_freq"  # older files store these, which are computed here
+DRAFT = "mtp."  # a draft of more tokens, which transformers' classes leave out, too
 TensorParts = dict[str, dict[int, tuple[FileLayout, Tensor]]]  # the params of each tensor, by their places in it
 
 
@@ -115,7 +116,7 @@ def save_sharded(
     types = tree.map(parse, specs)
     slots = places.get("L", range(config.sizes["L"]))
     tree.check(params, types, stored_sizes(config, places), mesh)
-    parts = config.sizes["L"] + 1
+    parts = config.L - config.dense_layers + 1
     names = [SINGLE] if single else [f"model-{i:05}-of-{parts:05}.safetensors" for i in range(1, parts + 1)]
     if stale := {path.name for path in folder.glob("model*.safetensors*")} - {*names, *([] if single else [INDEX])}:
         raise ValueError(f"{folder}: holds another checkpoint, {min(stale)}\n  fix: give a folder without one")
@@ -165,17 +166,26 @@ def _parts(
         return {name: own[0][0].join([part for _, part in own], config.sizes) for name, own in found.items()}
 
     ends: TensorParts = {}
-    each = (tree.leaves({name: some[name] for name in params if name != "layers"}) for some in (params, types, layouts))
+    stacks = ("layers", "linear")
+    each = (tree.leaves({n: some[n] for n in params if n not in stacks}) for some in (params, types, layouts))
     for leaf, spec, layout in zip(*each, strict=True):
         add(ends, leaf, spec, layout, {})
     yield 0, whole(ends)
     mine = places_of(types, slots, mesh)
-    for l, place in ((slots[i], i - mine.start) for i in mine if slots[i] >= 0):
+    held = [("layers", {"L": slots[i]}, i - mine.start) for i in mine if slots[i] >= 0]
+    held += [("linear", {"l": i}, i) for i in range(config.sizes.get("l", 0))]
+    for stack, at, place in held:
         layer: TensorParts = {}
-        each = (tree.leaves(some["layers"]) for some in (params, types, layouts))
+        each = (tree.leaves(some[stack]) for some in (params, types, layouts))
         for stacked, spec, layout in zip(*each, strict=True):
-            add(layer, stacked[place], Spec("W", spec.dims[1:]), layout, {"L": l})
-        yield l + 1, whole(layer)
+            add(layer, stacked[place], Spec("W", spec.dims[1:]), layout, at)
+        yield file_number(config, at), whole(layer)
+
+
+def file_number(config: Config, at: Mapping[str, int]) -> int:
+    """Return the number of the file of these indices: 0 for the ends and dense layers, then one for each layer."""
+    numbers = {"L": config.attending, "l": config.linear.layers if config.linear else ()}
+    return next((numbers[dim][at[dim]] + 1 for dim in numbers if dim in at), 0)
 
 
 def safetensors() -> Any:
@@ -199,7 +209,7 @@ def _index(config: Config, names: list[str], itemsize: int) -> dict:
     where, size = {}, 0
     for layout in tree.leaves(leaf_layouts(config)):
         for at in layout.indices({dim: slice(0, config.sizes[dim]) for dim in layout.numbered}):
-            where[layout.tensor(at)] = names[at["L"] + 1 if "L" in at else 0]
+            where[layout.tensor(at)] = names[file_number(config, at)]
             size += itemsize * math.prod(layout.shape(config.sizes))
     return {"metadata": {"total_size": size}, "weight_map": where}
 
@@ -284,6 +294,7 @@ class _Files:
         names = self.file_of
         found = {tensor for tensor in names if not (tensor.endswith(COMPUTED) or is_scale(tensor, names))}
         found = {tensor.removesuffix(BLOCKS) for tensor in found} if self.packed else found
+        found -= {tensor for tensor in found if tensor.startswith(DRAFT)}
         if config.tied and {TABLE, HEAD} <= found and torch.equal(self[TABLE][:], self[HEAD][:]):
             found.remove(HEAD)  # some files hold the shared table twice
         if missing := sorted(wanted.keys() - found):

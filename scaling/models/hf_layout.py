@@ -26,7 +26,7 @@ class FileLayout:
         groups: The dims of each tensor, which may merge several dims of the param. A "*" numbers the params that share
             the tensor.
         dims: The dims of the param.
-        before: The number of layers before the first layer of the param's stack.
+        layers: The number in the model of each layer of the param's stack.
         joined: If a tensor holds several params along its rows, the rows of each.
         part: The index of this param in `joined` or in "*".
         parts: The size of "*".
@@ -36,7 +36,7 @@ class FileLayout:
     name: str
     groups: tuple[str, ...]
     dims: tuple[str, ...]
-    before: int = 0
+    layers: tuple[int, ...] = ()
     joined: tuple[str, ...] = ()
     part: int = 0
     parts: int = 1
@@ -44,7 +44,7 @@ class FileLayout:
 
     def tensor(self, at: Mapping[str, int]) -> str:
         """Return the name of the tensor with these indices."""
-        return self.name.format(**dict(at) | ({"L": at["L"] + self.before} if "L" in at else {}))
+        return self.name.format(**dict(at) | {dim: self.layers[at[dim]] for dim in "Ll" if dim in at})
 
     @property
     def numbered(self) -> list[str]:
@@ -83,8 +83,8 @@ class FileLayout:
 
         If `tensor` is a slice of a file, only the rows of the part are read.
         """
-        sizes, rows = {**sizes, "*": self.parts}, []
-        ranges = {**ranges, "*": slice(self.part, self.part + 1)}
+        sizes, rows, part = {**sizes, "*": self.parts}, [], 0 if self.joined else self.part
+        ranges = {**ranges, "*": slice(part, part + 1)}
         for first, *rest in self.groups:
             inner = math.prod(sizes[dim] for dim in rest)
             before = self.rows(sizes, self.part) if self.joined and not rows else 0
@@ -114,7 +114,8 @@ class FileLayout:
 
     def join(self, parts: Sequence[Tensor], sizes: Mapping[str, int]) -> Tensor:
         """Return a file's tensor, joined from the parts of all params that share it, in their order."""
-        along = max("".join(self.groups).find("*"), 0)
+        along = 0 if self.joined else max("".join(self.groups).find("*"), 0)
+        parts = [part.flatten(0, len(self.groups[0]) - 1) for part in parts] if self.joined else parts
         return torch.cat([*parts], along).reshape(self.stored_shape(sizes)).contiguous()
 
 
@@ -132,6 +133,7 @@ def turned_order(H: int, rotary: int, paired: bool) -> tuple[int, ...]:
 def leaf_layouts(config: Config) -> dict:
     """Return the FileLayout of each param. Raise a ValueError if no class of Hugging Face's is this model."""
     specs, kind = specs_of(config), kind_of(config)
+    numbers = {"L": config.attending[config.dense_layers :], "l": config.linear.layers if config.linear else ()}
     order = () if config.latent else turned_order(config.H, config.rotary, kind in PAIRED)
 
     def layout(key: str, leaf: Leaf, spec: str) -> FileLayout:
@@ -140,8 +142,9 @@ def leaf_layouts(config: Config) -> dict:
         parts = {"parts": int(rows)} if rows.isdecimal() else {"joined": tuple(rows.split())}
         given: Any = {"order": order if key in TURNED else ()} | parts
         return FileLayout(
-            name, tuple(dims.split(", ")), parse(spec).dim_names, config.dense_layers, part=int(part or 0), **given
-        )
+            name, tuple(dims.split(", ")), parse(spec).dim_names, numbers["l" if "{l}" in name else "L"],
+            part=int(part or 0), **given,
+        )  # fmt: skip
 
     def each(leaves: dict, specs: dict) -> dict:
         return {

@@ -13,6 +13,7 @@ RENAMED: dict[str, dict[str, str]] = {  # parts of names, each with what replace
     },
     "gpt_oss": {"mlp.gate": "mlp.router"},
     "qwen2_moe": {"shared_experts": "shared_expert"},
+    "qwen3_next": {"shared_experts": "shared_expert"},
     "olmo2": _AFTER,
     "olmo3": _AFTER,
     "exaone4": _AFTER,
@@ -42,6 +43,13 @@ JOINED: dict[str, dict[str, Row]] = {
         "self_attn.v_proj": ("self_attn.qkv_proj", "KH, D", "NH KH KH: 2"),
     }
     | _FUSED_MLP,
+    "qwen3_next": {
+        "self_attn.q_proj": ("self_attn.q_proj", "N*H, D", "2: 0"),
+        "self_attn.g_proj": ("self_attn.q_proj", "N*H, D", "2: 1"),
+        "conv_q": ("conv1d", "kh, *, w", "kh kh nv: 0"),
+        "conv_k": ("conv1d", "kh, *, w", "kh kh nv: 1"),
+        "conv_v": ("conv1d", "nv, *, w", "kh kh nv: 2"),
+    },
     "glm": _FUSED_MLP,
     "glm4": _FUSED_MLP,
     "gpt_neox": {

@@ -74,6 +74,7 @@ class Context(NamedTuple):
         vjp: vjp(f, *args) -> (f(*args), its pullback, or None where nothing is differentiated by hand).
         einsum: einsum(line, x, W), which computes the products with weights.
         norm: norm(x, gain, eps) -> (the normed x, the statistic that its derivative needs).
+        places: places[B, T_C] of the tokens in packed documents; None without documents.
     """
 
     config: Config
@@ -85,6 +86,7 @@ class Context(NamedTuple):
     vjp: Callable = vjp
     einsum: Callable = einsum
     norm: Callable = gained_norm
+    places: Any = None
 
     def of_layer(self, l: int) -> "Context":
         """Return the context of layer l: its window, its positions, and drop(x, branch) times `residual_scale`."""
@@ -161,8 +163,18 @@ def attend_heads(W: dict, values: Values, at: Context) -> Values:
     heads, attend = (Q, K, values["V"]), at.attend  # each head alone: only C communicates
     if "sinks" in W:
         heads, attend = (*heads, W["sinks"]), lambda Q, K, V, sinks: at.attend(Q, K, V, sinks=sinks)
+    if "W_G" in W:
+        line = "y[B_PXZE, T_C, D] * W_G[D, N_Y, H] -> Open[B_PXZE, T_C, N_Y, H]"
+        heads = (*heads, at.einsum(line, values["y"], W["W_G"]))
+        attend = partial(gated, attend)
     O, pull = at.vjp(attend, *heads)
     return values | scales | {"O": O, "pull": pull}
+
+
+def gated(attend: Callable, *heads: Tensor) -> Tensor:
+    """Return attend(*heads) times the sigmoid of the last of them, its gate."""
+    *others, opened = heads
+    return attend(*others) * opened.sigmoid()
 
 
 def activate_features(W: dict, values: Values, at: Context) -> Values:

@@ -17,7 +17,7 @@ from scaling.spec import parse
 
 AXES = ("P", "Z", "X", "C", "Y", "E")  # of a training mesh
 SCALINGS = ("linear", "llama3", "yarn")  # of rotary frequencies: `models.rope`
-STACKS = ("dense", "layers", "lora")  # trees of leaves that are stacked over layers
+STACKS = ("dense", "linear", "layers", "lora")  # trees of leaves that are stacked over layers
 KV_HEADS = ("W_K", "W_V", "b_K", "b_V")  # leaves[.., K_Y, H]: without Y where |Y| does not divide K
 Named = tuple[str, str]  # a tensor of Hugging Face's, and its dims: "NH, D" is two dims, and the first merges N and H
 
@@ -43,6 +43,10 @@ class Leaf:
 
 def _attention(name: str, dims: str) -> Named:
     return f"model.layers.{{L}}.self_attn.{name}", dims
+
+
+def _linear(name: str, dims: str) -> Named:
+    return f"model.layers.{{l}}.linear_attn.{name}", dims
 
 
 def _layer(name: str) -> Named:
@@ -110,6 +114,10 @@ LAYER = {
     "W_UKV": Leaf(
         "W_UKV[L_Z, C_X, N_Y, W]", "W_UKV[L, C_X, N_YZ, W]", "C", _attention("kv_b_proj.weight", "NW, C"), _latent
     ),
+    "W_G": Leaf(
+        "W_G[L_Z, D_X, N_Y, H]", "W_G[L, D_X, N_YZ, H]", "D", _attention("g_proj.weight", "NH, D"),
+        lambda c: c.head_gate,
+    ),
     "sinks": Leaf("s[L_Z, N_Y]", "s[L, N_Y]", 0.0, _attention("sinks", "N"), lambda c: c.sinks),
     "W_O": Leaf("W_O[L_Z, N_Y, H, D_X]", "W_O[L, N_YZ, H, D_X]", "NH", _attention("o_proj.weight", "D, NH")),
     "b_O": Leaf("b_O[L_Z, D]", "b_O[L, D_XYZ]", 0.0, _attention("o_proj.bias", "D"), lambda c: c.output_bias),
@@ -129,6 +137,18 @@ LAYER = {
     "b_out": Leaf("b[L_Z, D]", "b[L, D_XYZ]", 0.0, _mlp("down_proj.bias", "D"), lambda c: c.mlp_bias),
     "norm_mlp_out": Leaf("g[L_Z, D]", "g[L, D_XYZ]", 1.0, _layer("post_mlp_layernorm.weight"), _adds_norms),
 }  # fmt: skip
+LINEAR = {  # of a linear layer, in place of attention's: `models.linear`
+    "W_QKVZ": Leaf("W_QKVZ[l, D_X, k_Y, m]", "W_QKVZ[l, D_X, k_Y, m]", "D", _linear("in_proj_qkvz.weight", "km, D")),
+    "W_BA": Leaf("W_BA[l, D_X, k_Y, u]", "W_BA[l, D_X, k_Y, u]", "D", _linear("in_proj_ba.weight", "ku, D")),
+    "conv_Q": Leaf("c[l, k_Y, h, w]", "c[l, k_Y, h, w]", "w", _linear("conv_q.weight", "kh, *, w")),
+    "conv_K": Leaf("c[l, k_Y, h, w]", "c[l, k_Y, h, w]", "w", _linear("conv_k.weight", "kh, *, w")),
+    "conv_V": Leaf("c[l, n_Y, v, w]", "c[l, n_Y, v, w]", "w", _linear("conv_v.weight", "nv, *, w")),
+    "A_log": Leaf("A[l, n_Y]", "A[l, n_Y]", 0.0, _linear("A_log", "n")),
+    "dt": Leaf("dt[l, n_Y]", "dt[l, n_Y]", 1.0, _linear("dt_bias", "n")),
+    "gain": Leaf("gain[l, v]", "gain[l, v]", 1.0, _linear("norm.weight", "v")),
+    "W_O": Leaf("W_O[l, n_Y, v, D_X]", "W_O[l, n_Y, v, D_X]", "nv", _linear("out_proj.weight", "D, nv")),
+}
+ATTENTION = re.compile(r"[Wb]_[QKVOG]|norm_[QK]|sinks")  # leaves of attention, which linear layers lack
 WIDE = {  # of a model that norms all heads together, in place of the norms of each
     "norm_Q": Leaf("g[L_Z, N_Y, H]", "g[L, N_Y, H]", 1.0, _attention("q_norm.weight", "NH"), lambda c: c.qk_norm),
     "norm_K": Leaf("g[L_Z, K_Y, H]", "g[L, K_Y, H]", 1.0, _attention("k_norm.weight", "KH"), lambda c: c.qk_norm),
@@ -180,6 +200,22 @@ def _dense(leaf: Leaf) -> Leaf:
     return Leaf(trained, served, start, (name.replace("{L}", "{G}"), dims.replace("F", "O")), leaf.only)
 
 
+def _of_linear(leaves: dict) -> dict:
+    """Return the leaves of the l linear layers, of those of the others."""
+
+    def each(leaf: Leaf) -> Leaf:
+        name, dims = leaf.hf
+        trained, served = (re.sub(r"\[L(_Z)?\b", "[l", text) for text in (leaf.trained, leaf.served))
+        return Leaf(trained, served, leaf.start, (name.replace("{L}", "{l}"), dims), leaf.only)
+
+    kept = {name: leaf for name, leaf in leaves.items() if not ATTENTION.fullmatch(name)}
+    return LINEAR | {name: _restacked(leaf, each) for name, leaf in kept.items()}
+
+
+def _restacked(leaf: Any, each: Callable) -> Any:
+    return {name: each(inner) for name, inner in leaf.items()} if isinstance(leaf, dict) else each(leaf)
+
+
 def matrices_of(config: Config) -> dict:
     """Return the inputs and outputs of each matrix, such as "D -> N H"; "" for other leaves and the ends."""
 
@@ -187,7 +223,7 @@ def matrices_of(config: Config) -> dict:
         if not isinstance(leaf.start, str):
             return ""
         dims = [part.split("_")[0].strip() for part in leaf.trained.split("[")[1].rstrip("]").split(",")]
-        outputs = [dim for dim in dims if dim not in "LGE" and dim not in leaf.start]
+        outputs = [dim for dim in dims if dim not in "LGEl" and dim not in leaf.start]
         return f"{' '.join(leaf.start)} -> {' '.join(outputs or ['E'])}"  # the router's outputs are the experts
 
     def each(table: dict) -> dict:
@@ -200,7 +236,7 @@ def matrices_of(config: Config) -> dict:
 def leaves_of(config: Config) -> dict:
     """Return the tree of this model's leaves: {"embed", "dense": {...}, "layers": {...}, "norm", "unembed"}.
 
-    "dense" exists only if dense layers come before those with experts.
+    "dense" exists only if dense layers come before those with experts, and "linear" if some layers are linear.
     """
 
     def here(table: Mapping[str, Leaf]) -> dict[str, Any]:
@@ -211,6 +247,7 @@ def leaves_of(config: Config) -> dict:
     layers |= {"shared": here(SHARED)} if config.moe and config.shared else {}
     ends = here(ENDS)
     first = {"dense": {name: _dense(leaf) for name, leaf in here(layer).items()}} if config.dense_layers else {}
+    first |= {"linear": _of_linear(layers)} if config.linear else {}
     return {"embed": ends.pop("embed")} | first | {"layers": layers} | ends
 
 
@@ -220,8 +257,13 @@ def uncomputed(config: Config) -> list[str]:
     headed = {"biases": config.attention_bias or config.output_bias, "qk_norm": config.qk_norm}
     headed |= {"LayerNorm": config.centered, "norms after blocks": config.norms != "before"}
     headed |= {"parallel blocks": config.parallel, "soft caps of scores": config.score_cap, "sinks": config.sinks}
-    headed |= {"unrotated layers": config.unrotated, "score_scale": config.score_scale}
+    headed |= {"head_gate": config.head_gate, "unrotated layers": config.unrotated, "score_scale": config.score_scale}
     found += [f"latent attention with {name}" for name, has in headed.items() if has and config.latent]
+    apart = {"dense_layers": config.dense_layers, "latent attention": config.latent, "a window": any(config.windows)}
+    apart |= {"LayerNorm": config.centered, "norms after blocks": config.norms != "before"}
+    apart |= {"parallel blocks": config.parallel, "unrotated layers": config.unrotated}
+    found += [f"linear layers with {name}" for name, has in apart.items() if has and config.linear]
+    found += ["head_gate with biases"] if config.head_gate and config.attention_bias else []
     if config.dense_layers and not (config.moe and config.dense_layers < config.L):
         found.append(f"dense_layers={config.dense_layers} without layers with experts after them")
     plain = {"LayerNorm": config.centered, "norms after blocks": config.norms != "before", "mlp_bias": config.mlp_bias}

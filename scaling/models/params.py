@@ -23,7 +23,7 @@ def inits(config: Config) -> dict:
     def start(leaf: Leaf) -> tree.Normal | tree.Constant:
         if isinstance(leaf.start, str):
             return tree.Normal(math.prod(config.sizes[dim] for dim in leaf.start) ** -0.5)
-        return tree.Constant(0.0 if config.unit_offset else leaf.start)  # a gain, or a bias that starts at 0 anyway
+        return tree.Constant(0.0 if config.unit_offset and leaf.trained.startswith("g[") else leaf.start)
 
     check_computed(config)
     return tree.map(start, leaves_of(config))

@@ -35,6 +35,7 @@ from scaling.models.layer import (
     used_gains,
 )
 from scaling.models.leaves import check_computed, computes, specs_of, uncomputed
+from scaling.models.linear import attend_linear
 from scaling.models.params import config_of_params, init, inits
 from scaling.models.pointwise import soft_cap
 from scaling.models.remat import checkpoint_block, checkpoint_matmuls, matmul_weight
@@ -48,12 +49,16 @@ REMAT = {"none": lambda f: f, "block": checkpoint_block, "matmuls": checkpoint_m
 
 
 def attention_block(
-    layer: dict, x: Tensor, attend: Callable, rope: tuple, config: Config, matmul: Callable = matmul_weight
+    layer: dict, x: Tensor, attend: Callable, rope: tuple, config: Config, matmul: Callable = matmul_weight, places=None
 ) -> Tensor:
-    """Attn[B, T, D] of x[B, T, D], of heads or of latents, without the residual. attend(Q, K, V) -> O[B, T, N, H]."""
-    at = context(config, attend, rope, matmul)
+    """Attn[B, T, D] of x[B, T, D], without the residual: of heads, by attend(Q, K, V) -> O[B, T, N, H], or latents.
+
+    A linear layer does not attend. It needs the `places`[B, T] of tokens in packed documents.
+    """
+    at = context(config, attend, rope, matmul)._replace(places=places)
     y, _ = normed(layer, "norm_attn", x, config, rms)
-    O = (attend_latents if config.latent else attend_heads)(layer, {"y": y}, at)["O"]
+    listing = attend_linear if "W_QKVZ" in layer else attend_latents if config.latent else attend_heads
+    O = listing(layer, {"y": y}, at)["O"]
     Attn = biased(matmul(O.flatten(-2), layer["W_O"].flatten(0, 1)), layer, "b_O")
     return normed(layer, "norm_attn_out", Attn, config, rms)[0]
 
@@ -117,9 +122,9 @@ def _forward(params: dict, tokens: Tensor, remat: str, attention: Callable, conf
     positions = torch.arange(tokens.shape[1], device=tokens.device) if segments is None else restarted(segments)
     ropes = layer_tables(config, positions, x.dtype)
     kinds, extra = layer_kinds(config), x.new_zeros(())
-    given = zip(kinds, ropes, strict=True)
-    steps = {kind: _step(config, remat, attention, kind[0], segments, rope) for kind, rope in given}
-    for layer, kind in zip(all_layers(params), kinds, strict=True):
+    given, places = zip(kinds, ropes, strict=True), None if segments is None else positions
+    steps = {kind: _step(config, remat, attention, kind[0], segments, rope, places) for kind, rope in given}
+    for layer, kind in zip(all_layers(params, config), kinds, strict=True):
         x, more = steps[kind](layer, x)
         extra = extra if more is None else extra + more
     x, _ = normed(params, "norm", x, config, rms)
@@ -127,7 +132,7 @@ def _forward(params: dict, tokens: Tensor, remat: str, attention: Callable, conf
     return soft_cap(logits, config.logit_cap), extra
 
 
-def _step(config: Config, remat: str, attention: Callable, window: int | None, segments: Tensor | None, rope: tuple):
+def _step(config: Config, remat: str, attention: Callable, window: int | None, segments, rope: tuple, places):
     """Return step(layer, x) -> (x, the layer's losses or None), with this window and rematerialisation."""
     given = {"window": window} if window is not None else {}
     given |= {"segments": segments} if segments is not None else {}
@@ -135,7 +140,7 @@ def _step(config: Config, remat: str, attention: Callable, window: int | None, s
     scale = config.residual_scale
 
     def attend(layer: dict, x: Tensor, matmul=matmul_weight) -> Tensor:
-        return x + scale_by(attention_block(layer, x, partial(attention, **given), rope, config, matmul), scale)
+        return x + scale_by(attention_block(layer, x, partial(attention, **given), rope, config, matmul, places), scale)
 
     def dense(layer: dict, x: Tensor, matmul=matmul_weight) -> Tensor:
         mid = attend(layer, x, matmul)
@@ -159,8 +164,11 @@ def layer_kinds(config: Config) -> list[tuple[int | None, bool]]:
     return [(window, l in config.unrotated) for l, window in enumerate(config.windows)]
 
 
-def all_layers(params: dict) -> list[dict]:
+def all_layers(params: dict, config: Config) -> list[dict]:
     """Return the params of each layer. Dense layers, if the model has them, come before those with experts."""
+    if config.linear:
+        stacks = {name: iter(tree.unstacked(params[name])) for name in ("linear", "layers")}
+        return [next(stacks["linear" if l in config.linear.layers else "layers"]) for l in range(config.L)]
     return tree.unstacked(params.get("dense", {})) + tree.unstacked(params["layers"])
 
 

@@ -170,7 +170,7 @@ def logits_of(
     x = listing.embed(*looked_up(ends["embed"], tokens if own is None else tokens[:, own], share.block), at)
     x = scale_by(x, config.embed_scale)
     with kernels(x.device):
-        for l, W in enumerate(all_layers(params)):
+        for l, W in enumerate(all_layers(params, config)):
             W = floats(W, dtype) if int8 else W
             Attn = listing.normed_result(W, "norm_attn_out", attention(W, x, at._replace(rope=ropes[l]), l), at)
             mid = x + scale_by(Attn, scale)

@@ -110,6 +110,8 @@ def check_mesh(config: Config, mesh, form: str) -> None:
     """Check that the form is one of `FORMS`, uses the mesh's axes, and divides the model; else ShardingError."""
     if form not in FORMS:
         raise ShardingError(f"unknown form {form!r} of decoding\n  fix: choose one of {', '.join(FORMS)}")
+    if config.linear:
+        raise ShardingError(f"{config.name}: linear layers are not served\n  fix: choose a model without them")
     real = {axis: size for axis, size in mesh.sizes.items() if size > 1}
     if unknown := [axis for axis in real if axis not in AXES[form]]:
         raise ShardingError(

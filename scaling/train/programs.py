@@ -78,7 +78,7 @@ def traced_depths(
     if memory and Z > 1 and (schedule or 2 * full >= M):
         full = M  # one run of all microbatches takes less than runs of two smaller numbers
     layers = samples(model.L, period(model) * Z * chunks, model.dense_layers + few * Z * chunks)
-    if settings.optimizer == "muon":  # whose update deals the matrices of all layers out to the ranks
+    if model.linear or settings.optimizer == "muon":  # whose update deals the matrices of all layers out to the ranks
         layers = [(Fraction(1), model.L)]
     batches = samples(M, Z if chunks > 1 else 1, full)
     return [(a * b, L, m) for (a, L), (b, m) in product(layers, batches)]

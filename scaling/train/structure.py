@@ -59,7 +59,7 @@ def structure_of(
     Y, Z, C = (sizes.get(axis, 1) for axis in "YZC")
     odd = settings.optimizer == "muon" or settings.adapters or settings.precision
     odd = odd or model.rotary_share != 1 or model.dropout  # a part of H, and masks of the whole batch
-    if odd or model.capacity or model.latent or model.expert_groups > 1:
+    if odd or model.capacity or model.latent or model.linear or model.expert_groups > 1:
         raise NotMonomial(f"{model.name}: some sizes are not products")
     if (model.K % Y and Y % model.K) or model.k > El * (LEAST["E"] if sizes.get("E", 1) > 1 else 1):
         raise NotMonomial(f"{model.name}: {model.K} heads on {Y} ranks, or {model.k} of so few experts")

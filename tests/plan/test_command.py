@@ -114,7 +114,13 @@ def test_what_a_command_says(capsys, arguments, code, words):
     assert max(map(len, out.splitlines()), default=0) <= 100
 
 
-HYBRID = {"model_type": "qwen3_next", "hidden_size": 2048, "intermediate_size": 5632, "num_hidden_layers": 48}
+HYBRID = {
+    "model_type": "olmo_hybrid",
+    "full_attention_interval": 4,
+    "hidden_size": 2048,
+    "intermediate_size": 5632,
+    "num_hidden_layers": 48,
+}
 HYBRID |= {"num_attention_heads": 16, "num_key_value_heads": 2, "head_dim": 256, "vocab_size": 151936}
 HYBRID |= {"num_experts": 512, "num_experts_per_tok": 10, "moe_intermediate_size": 512}
 SCOUT = {"model_type": "llama4_text", "hidden_size": 5120, "intermediate_size": 8192, "num_hidden_layers": 48}
@@ -125,14 +131,14 @@ WHERE = {"": "--chip v5p --chips 64 --batch 1M", "guide": "--gpu h100 --gpus 64"
 
 @pytest.mark.parametrize("kind", WHERE)
 def test_what_is_not_computed_is_said(kind, tmp_path, capsys):
-    """12 of Qwen3-Next's 48 layers have a cache: 24 KiB a token; Scout has 107.8e9 params, as its card says."""
+    """12 of a hybrid's 48 layers have a cache: 24 KiB a token; Scout has 107.8e9 params, as its card says."""
     files = {name: tmp_path / f"{name}.json" for name in ("hybrid", "scout")}
     for file, table in zip(files.values(), (HYBRID, {"text_config": SCOUT, "model_type": "llama4"}), strict=True):
         file.write_text(json.dumps(table))
     hybrid, scout = (get(file) for file in files.values())
     assert (kv_cache_bytes(hybrid), load(hybrid).kv_token) == (24 * 1024, 24 * 1024)
     assert num_params(scout) == pytest.approx(107.8e9, rel=1e-3)
-    for name, said in (("hybrid", "model_type 'qwen3_next'"), ("scout", "model_type 'llama4'")):
+    for name, said in (("hybrid", "model_type 'olmo_hybrid'"), ("scout", "model_type 'llama4'")):
         main([*kind.split(), "--model", str(files[name]), *WHERE[kind].split()])
         assert f"Not computed here: {said}" in " ".join(capsys.readouterr().out.split())
     if kind != "guide":

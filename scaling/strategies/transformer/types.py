@@ -150,6 +150,8 @@ def _check_mesh(config: Config, sizes: Mapping[str, int], zero: int) -> None:
             f"  rule: the axes are {', '.join(AXES)}: pods, stages, data, context, tensor, experts\n"
             "  fix: rename the axis to one of these"
         )
+    if config.linear:
+        raise ShardingError(f"{config.name}: linear layers on a mesh\n  fix: train it by models.transformer")
     X, Y, E = (sizes.get(axis, 1) for axis in "XYE")
     wanted = [("N", config.N, Y, "query heads"), ("F", config.F, Y, "features")]
     wanted += [("F_dense", config.F_dense, Y, "features of dense layers")] if config.dense_layers else []

@@ -1,0 +1,127 @@
+"""Lines of a linear layer, which training, one device and serving share: Qwen3-Next's gated delta rule.
+
+Queries, keys, values and an output gate Z come from one product, and the rule's gates B and A from another. n heads of
+values share k heads of queries and keys (`configs.Linear`). Before the rule, queries, keys and values pass a causal
+convolution over w tokens, channel by channel, and SiLU; queries and keys then get length 1. After it each head is
+normed and multiplied by silu(Z) (Yang et al. 2024, arxiv.org/abs/2412.06464, section 3.4).
+
+    y[B, T, D] -> QKVZ[B, T, k, m], BA[B, T, k, u] -> Q, K[B, T, n, h], V[B, T, n, v], g, beta[B, T, n]
+               -> the rule, with its state S[B, n, h, v] -> O[B, T, n, v]
+
+What a token needs of earlier ones is the state and the last w - 1 tokens before the convolution, the *tail*. With the
+sequence over C each rank gets both from the rank before. A rank's part maps the state before it to R + P S, so ranks
+find R and P at the same time, and only products with P wait for each other:
+
+    tail[B_PXE, T_C, k_Y, c]: the last w - 1 tokens of the rank before                  1 CollectivePermute
+    S[B_PXE, I_C, n_Y, h, v] <- R + P S of the rank before                              |C| - 1 of them
+"""
+
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from scaling.collectives import einsum, ppermute
+from scaling.configs import Config
+from scaling.models.delta_rule import delta_rule
+from scaling.models.layer import Context, Values
+from scaling.models.pointwise import rms_norm
+
+EPS = 1e-6  # added to the square of a query's or key's length
+
+
+def attend_linear(W: dict, values: Values, at: Context) -> Values:
+    """Add O[B_PXZE, T_C, n_Y, v] to the values, which have y[B_PXZE, T_C, D], with what backward and serving need.
+
+    Without a "tail" and an "S" in the values they come from the rank before. "S_out" is the state after the last token.
+    """
+    if "O" in values:
+        return values
+    linear: Any = at.config.linear
+    if "QKVZ" not in values:
+        y, einsum = values["y"], at.einsum
+        QKVZ = einsum("y[B_PXZE, T_C, D] * W_QKVZ[D, k_Y, m] -> QKVZ[B_PXZE, T_C, k_Y, m]", y, W["W_QKVZ"])
+        BA = einsum("y[B_PXZE, T_C, D] * W_BA[D, k_Y, u] -> BA[B_PXZE, T_C, k_Y, u]", y, W["W_BA"])
+        values = values | {"QKVZ": QKVZ, "BA": BA}
+    QKV, Z = split_gate(values["QKVZ"], at.config)
+    if "tail" not in values:
+        values = values | {"tail": tail_before(QKV[:, 1 - linear.width :], linear.width, at.mesh)}
+    convolved, mixed = torch.cat([values["tail"], QKV], 1), partial(mix, config=at.config, places=at.places)
+    given = (values["BA"], *(W[name] for name in ("conv_Q", "conv_K", "conv_V", "A_log", "dt")))
+    (Q, K, V, g, beta), pull_mix = at.vjp(mixed, convolved, *given)
+    if "real" in values:  # padding neither decays the state nor writes to it
+        g, beta = g * values["real"], beta * values["real"]
+    rule = Q, K, V, g, beta
+    starts = None if at.places is None else at.places == 0
+    if "S" not in values:
+        values = values | state_before(rule, starts, at.mesh)
+    Heads, S, kept = delta_rule(Q, K, V, g, beta, values["S"], starts)
+    O, pull_norm = at.vjp(partial(gate, eps=at.config.eps), Heads.to(Z.dtype), Z, W["gain"])
+    return values | {"O": O, "S_out": S, "rule": rule, "kept": kept, "pull_mix": pull_mix, "pull_norm": pull_norm}
+
+
+def split_gate(QKVZ: Tensor, config: Config) -> tuple[Tensor, Tensor]:
+    """Return QKV[B, T, k, c], which is convolved, and Z[B, T, n, v], of QKVZ[B, T, k, m]."""
+    linear: Any = config.linear
+    gate = linear.value * linear.values // linear.keys
+    QKV, Z = QKVZ.split([QKVZ.shape[-1] - gate, gate], -1)
+    return QKV, Z.unflatten(-1, (-1, linear.value)).flatten(2, 3)
+
+
+def mix(QKV, BA, conv_Q, conv_K, conv_V, A_log, dt, config: Config, places: Tensor | None) -> tuple[Tensor, ...]:
+    """Return the rule's Q, K[B, T, n, h], V[B, T, n, v], g, beta[B, T, n] of QKV[B, w - 1 + T, k, c], BA[B, T, k, u].
+
+    places[B, T] are positions in packed documents: a convolution does not reach beyond the first of its own. The rule
+    is computed in float32 or wider.
+    """
+    linear: Any = config.linear
+    width, wide = linear.width, torch.promote_types(QKV.dtype, torch.float32)
+    Q, K, V = QKV.split([linear.key, linear.key, QKV.shape[-1] - 2 * linear.key], -1)
+    V, T = V.unflatten(-1, (-1, linear.value)).flatten(2, 3), BA.shape[1]
+
+    def convolved(x: Tensor, conv: Tensor) -> Tensor:
+        taps = [x[:, i : i + T] * conv[..., i] for i in range(width)]
+        if places is not None:
+            taps = [tap * (places >= width - 1 - i)[..., None, None] for i, tap in enumerate(taps)]
+        return F.silu(sum(taps[1:], taps[0])).to(wide)
+
+    def unit(x: Tensor) -> Tensor:
+        x = x * torch.rsqrt(x.square().sum(-1, keepdim=True) + EPS)
+        return x.repeat_interleave(linear.values // linear.keys, 2)
+
+    b, a = BA.chunk(2, -1)
+    g = -A_log.to(wide).exp() * F.softplus(a.flatten(2).to(wide) + dt)
+    Q, K, V = convolved(Q, conv_Q), convolved(K, conv_K), convolved(V, conv_V)
+    return unit(Q) * linear.key**-0.5, unit(K), V, g, b.flatten(2).sigmoid().to(wide)
+
+
+def gate(O: Tensor, Z: Tensor, gain: Tensor, eps: float) -> Tensor:
+    """Return O[B, T, n, v], normed head by head, times silu(Z)."""
+    wide = torch.promote_types(O.dtype, torch.float32)
+    return (rms_norm(O, gain=gain, eps=eps) * F.silu(Z.to(wide))).to(O.dtype)
+
+
+def tail_before(tail: Tensor, width: int, mesh: Any) -> Tensor:
+    """Return the tail of the rank before along C, and zeros before the first token."""
+    if (C := mesh.sizes.get("C", 1)) == 1:
+        return tail.new_zeros(len(tail), width - 1, *tail.shape[2:])
+    return ppermute("tail[B_PXZE, T_C, k_Y, c]", tail.contiguous(), mesh, "C", [(c, c + 1) for c in range(C - 1)])
+
+
+def state_before(rule: tuple[Tensor, ...], starts: Tensor | None, mesh: Any) -> Values:
+    """Return {"S": the state before this rank's tokens}, and with ranks along C also "P", the map of the states."""
+    Q, K, V, g, beta = rule
+    (B, _, n, h), v = K.shape, V.shape[-1]
+    S = V.new_zeros(B, n, h, v)
+    if (C := mesh.sizes.get("C", 1)) == 1:
+        return {"S": S}
+    first = torch.cat([S, torch.eye(h, dtype=V.dtype, device=V.device).expand(B, n, h, h)], -1)
+    _, last, _ = delta_rule(Q, K, F.pad(V, (0, h)), g, beta, first, starts)  # R beside P
+    R, P = (x.unsqueeze(1) for x in last.split([v, h], -1))
+    S = S.unsqueeze(1)
+    for _ in range(C - 1):
+        S = R + einsum("P[B_PXZE, I_C, n_Y, h, j] * S[B_PXZE, I_C, n_Y, j, v] -> S[B_PXZE, I_C, n_Y, h, v]", P, S)
+        S = ppermute("S[B_PXZE, I_C, n_Y, h, v]", S, mesh, "C", [(c, c + 1) for c in range(C - 1)])
+    return {"S": S.squeeze(1), "P": P}
