@@ -44,6 +44,8 @@ from scaling.train.step import parted, started, trained_types
 WHOLE = Sampling(temperature=1.0)  # the full distribution, which is also the one that is trained
 TYPES = dict(zip(Rollouts._fields, ("t[R, T]", "t[R, T]", "m[R, T]", "p[R, T]", "r[R]", "v[]"), strict=True))
 
+ELSEWHERE = Rollouts(*[torch.empty(0)] * len(TYPES))  # answers as ranks have them that do not train
+
 
 @dataclass(frozen=True)
 class Asked:
@@ -107,9 +109,9 @@ def run(
     params: dict = {}
     state: dict = {}
     frozen: dict = {}
-    queue: list[Rollouts] = []
     if steps := checkpoint.complete(out) if settings.resume else []:
         first = steps[-1]
+    queue = [ELSEWHERE] * (asked.staleness if first else 0)
     if trains := meshes.train.member:
         optimizer, types = optimizer_of(settings), trained_types(settings, meshes.train)
         begun = started(settings, meshes.train)
@@ -117,7 +119,7 @@ def run(
         reference = None if not asked.clip.beta else frozen or tree.map(torch.clone, begun)
         state = optimizer.init(params)
         specs = {"params": types, "optimizer": optimizer.state_specs(types)}
-        specs |= {"queue": [dict(TYPES) for _ in range(asked.staleness if first else 0)]}
+        specs |= {"queue": [dict(TYPES) for _ in queue]}
         if first:
             held, _ = checkpoint.load(out, specs, meshes.train, first)
             params, state = held["params"], held["optimizer"]
@@ -132,12 +134,10 @@ def run(
         rolled = time.perf_counter()
         if not queue:  # this step needs these answers
             queue, made = [send_rollouts(each, meshes, settings, asked) for each in made], []
+        batch = queue.pop(0)
         if trains:
-            batch = queue.pop(0)
             update = (settings, asked, meshes.train, optimizer, frozen, reference)
             params, state, record = updated(params, state, batch, n, *update)
-        else:
-            queue.pop(0)
         trained = time.perf_counter()
         queue += [send_rollouts(each, meshes, settings, asked) for each in made]
         weights = pushed(frozen | params if trains else None, settings, meshes)
@@ -186,13 +186,13 @@ def draw_answers(
 
 
 def send_rollouts(made: tuple | None, meshes: Meshes, settings: Settings, asked: Asked) -> Rollouts:
-    """Send the answers of `draw_answers` to the training mesh; on other ranks the result is empty."""
+    """Send the answers of `draw_answers` to the training mesh; return ELSEWHERE on other ranks."""
     whole, old, rewards = made or (None, None, None)
     whole = transfer("t[R, S] -> t[R, S]", whole, meshes.serve, meshes.train)
     old = transfer("p[R, S] -> p[R, S]", old, meshes.serve, meshes.train)
     rewards = transfer("r[R] -> r[R]", rewards, meshes.judge, meshes.train)
     if whole is None or old is None or rewards is None:
-        return Rollouts(*[torch.empty(0)] * len(Rollouts._fields))
+        return ELSEWHERE
     version, begins, ends, ids = whole[0, 0], whole[:, 1:2], whole[:, 2:3], whole[:, 3:]
     at = torch.arange(1, ids.shape[1], device=ids.device)
     mask = (at >= begins) & (at < ends)

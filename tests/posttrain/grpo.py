@@ -52,8 +52,10 @@ def run(line: str) -> int:
     return main(shlex.split(line))
 
 
-def records(out):
-    return [json.loads(line) for line in (Path(out) / "metrics.jsonl").read_text().splitlines()]
+def records(out: str, whole: bool = True) -> list[dict]:
+    """The records of a run's steps; the last line may be cut short if the run is not `whole`."""
+    lines = path.read_text().splitlines(True) if (path := Path(out, "metrics.jsonl")).exists() or whole else []
+    return [json.loads(line) for line in lines if whole or line.endswith("\n")]
 
 
 @torch.no_grad()

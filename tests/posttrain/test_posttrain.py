@@ -1,7 +1,14 @@
 """The loop of GRPO on pairs of meshes, compared with a plain loop on one device; what is bad input, by its line."""
 
+import contextlib
 import math
+import multiprocessing as mp
+import os
+import random
+import sys
+import time
 from pathlib import Path
+from signal import SIGKILL
 from threading import Event
 from threading import enumerate as enumerate_threads
 
@@ -16,7 +23,9 @@ from scaling.models.leaves import specs_of
 from scaling.posttrain import advantages, losses
 from scaling.posttrain.loop import push_lines
 from scaling.posttrain.rewards import Late, in_time
+from scaling.train import checkpoint
 from scaling.train.export import params_of_run
+from scaling.train.folder import locked
 from scaling.train.progress import cut_records
 
 PAIRS = {
@@ -59,6 +68,65 @@ def test_a_run_goes_on_as_if_it_had_not_ended(folder, capsys):
         assert one["reward"] == other["reward"]
     assert run(f"{STEP} --steps 6 --out parts {more} --resume --group 2") == 1
     assert "was begun with group 4, not 2" in capsys.readouterr().err
+
+
+def in_a_session(line: str) -> None:
+    os.setsid()
+    with open(os.devnull, "w") as nowhere:
+        os.dup2(nowhere.fileno(), 1)
+        os.dup2(nowhere.fileno(), 2)
+    sys.exit(run(line))
+
+
+def ranks_of(pid: int) -> list[str]:
+    return Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+
+
+def wait_until_free(out: Path) -> None:
+    """Wait for the end of the ranks of a job that was killed, which until then hold the folder."""
+    for _ in range(200):
+        with contextlib.suppress(ValueError), locked(out):
+            return
+        time.sleep(0.05)
+
+
+KILLS = {
+    "--train-mesh X=2 --serve-mesh Y=2 --lora 2": 6,
+    "--train-mesh X=2 --serve-mesh Y=2 --apart --staleness 2 --beta 0.1": 6,
+}
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform != "linux", reason="kills forked processes")
+@pytest.mark.parametrize(
+    ("meshes", "kills"),
+    [(min(KILLS), 1), *(pytest.param(*each, marks=pytest.mark.sweep) for each in KILLS.items())],
+)
+def test_a_run_that_is_killed_goes_on_with_the_same_losses(folder, meshes, kills):
+    """-9 at random moments, of all ranks or of one, in a run that saves after every step."""
+    draw, ran, before, line = random.Random(kills), [], 0, f"{STEP} --save-every 1 {meshes}"
+    for i in range(kills):
+        resume = "--resume" * bool(before)
+        process = mp.get_context("fork").Process(target=in_a_session, args=(f"{line} --steps 9999 --out run {resume}",))
+        process.start()
+        while max([0, *(each["step"] for each in records("run", whole=False))]) <= before:
+            assert process.is_alive()
+            time.sleep(0.02)
+        time.sleep(draw.uniform(0, 0.5))
+        if i % 2:
+            os.kill(int(draw.choice(ranks_of(process.pid))), SIGKILL)
+        else:
+            os.killpg(process.pid, SIGKILL)
+        process.join()
+        wait_until_free(Path("run"))
+        ran += [(each["step"], each["loss"]) for each in records("run", whole=False) if each["step"] > before]
+        before = max(checkpoint.complete(Path("run")), default=0)
+    last = max(max(ran)[0], before + 1)
+    assert run(f"{line} --steps {last} --out run --resume") == 0
+    ran += [(each["step"], each["loss"]) for each in records("run")]
+    assert run(f"{line} --save-every 0 --steps {last} --out whole") == 0
+    wanted = {each["step"]: each["loss"] for each in records("whole")}
+    assert [(step, wanted[step]) for step, _ in ran] == ran
 
 
 @pytest.mark.slow
