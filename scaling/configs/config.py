@@ -9,7 +9,7 @@ from scaling.common.arguments import check_fields
 from scaling.configs.attention import Latent, Linear, RopeScaling
 from scaling.spec import dtype_bytes
 
-ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "relu")
+ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "relu", "relu2")
 ABOVE = "(0, inf)"
 WITHIN: dict[str, str | tuple] = {
     **dict.fromkeys("DFNKHVk", "[1, 1e9]"),
@@ -42,14 +42,14 @@ class Config:
     Rotary positions have the base `theta`; norms have the epsilon `eps`. `attention_bias` adds b_Q, b_K, b_V to the
     projections, `output_bias` also b_O; `qk_norm` is an RMSNorm over the H of every query and key. With a `window` a
     query sees itself and the window - 1 tokens before it; it is one number, or one for each layer, where None sees all.
-    `activation` is silu, gelu, gelu_tanh or relu; None is silu with a gate and gelu without. `dropout` is the share of
-    elements that training drops from a block's output to the residual stream (GPT-2's resid_pdrop);
-    `attention_dropout`, that of attention's weights, is not computed, so a model with it is not trained. `cached` is
-    the number of layers with cached keys and values, if others (`linear` ones) have none; None is all. `dtype` is
-    the stored parameters'. `uncomputed` names features that no code here computes; a model with any is only counted.
-    `source` is the origin of the numbers. `max_positions` is the longest text that the
-    model was made for, before its positions are scaled (Hugging Face's max_position_embeddings), or 0 if unknown.
-    `model_type` is that of the file which the model was read from, if its tensors differ from those in other classes.
+    `activation` is silu, gelu, gelu_tanh, relu or relu2, its square; None is silu with a gate and gelu without.
+    `dropout` is the share of elements that training drops from a block's output to the residual stream (GPT-2's
+    resid_pdrop); `attention_dropout`, that of attention's weights, is not computed, so a model with it is not trained.
+    `cached` is the number of layers with cached keys and values, if others (`linear` ones) have none; None is all.
+    `dtype` is the stored parameters'. `uncomputed` names features that no code here computes; a model with any is only
+    counted. `source` is the origin of the numbers. `max_positions` is the longest text that the model was made for,
+    before its positions are scaled (Hugging Face's max_position_embeddings), or 0 if unknown. `model_type` is that of
+    the file which the model was read from, if its tensors differ from those in other classes.
 
     Some families have more. With `unit_offset` norms multiply by 1 + their gain (Gemma). Embeddings are multiplied by
     `embed_scale`, a block's output to the residual stream by `residual_scale`, and scores by `score_scale`, where None
@@ -61,10 +61,11 @@ class Config:
     `norms` are "before" a block, of what it reads, "after" it, of what it adds to the stream (OLMo 2), or "both" (Gemma
     2). A `parallel` layer's blocks read the same stream, and with norms "shared" one norm of it (Cohere). Norms are
     RMSNorm, or `centered` LayerNorm, with a bias if `norm_bias`. `mlp_bias` adds biases to the MLP's products. With
-    `qk_wide`, `qk_norm` norms all heads of a token together (OLMo). With a `local_theta` layers with a window rotate by
-    this base, without `rope_scaling` (Gemma 3). Scores and logits are kept within `score_cap` and `logit_cap` by tanh
-    (Gemma 2). With `sinks` each head has a score of a key without a value (GPT-OSS). With `head_gate` what a head
-    attends to is multiplied by a sigmoid of the token (Qwen3-Next).
+    `qk_wide`, `qk_norm` norms all heads of a token together (OLMo); with `qk_layernorm` it is LayerNorm, with gains of
+    each head (Command R+); with `qk_turned` it norms what is already rotated (Hunyuan). With a `local_theta` layers
+    with a window rotate by this base, without `rope_scaling` (Gemma 3). Scores and logits are kept within `score_cap`
+    and `logit_cap` by tanh (Gemma 2). With `sinks` each head has a score of a key without a value (GPT-OSS). With
+    `head_gate` what a head attends to is multiplied by a sigmoid of the token (Qwen3-Next).
     """
 
     name: str
@@ -110,6 +111,8 @@ class Config:
     output_bias: bool = False
     qk_norm: bool = False
     qk_wide: bool = False
+    qk_layernorm: bool = False
+    qk_turned: bool = False
     window: int | tuple[int | None, ...] | None = None
     activation: str | None = None
     dropout: float = 0.0

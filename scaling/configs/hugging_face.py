@@ -32,7 +32,7 @@ LETTERS = {
     "F_shared": ("shared_expert_intermediate_size",),
     "dense_layers": ("first_k_dense_replace",),
     "tied": ("tie_word_embeddings",),
-    "eps": ("rms_norm_eps", "layer_norm_eps", "norm_epsilon"),
+    "eps": ("rms_norm_eps", "layer_norm_eps", "norm_epsilon", "norm_eps"),
     "attention_bias": ("attention_bias", "qkv_bias", "use_qkv_bias", "use_bias"),
     "mlp_bias": ("mlp_bias", "use_bias"),
     "parallel": ("use_parallel_residual",),
@@ -40,7 +40,7 @@ LETTERS = {
     "score_cap": ("attn_logit_softcapping",),
     "logit_cap": ("final_logit_softcapping",),
     "output_bias": ("attention_out_bias",),
-    "qk_norm": ("use_qk_norm",),
+    "qk_norm": ("use_qk_norm", "qk_layernorm"),
     "routing": ("scoring_func",),
     "expert_groups": ("n_group",),
     "top_groups": ("topk_group",),
@@ -53,9 +53,9 @@ LETTERS = {
     "dropout": ("resid_pdrop", "residual_dropout"),
     "attention_dropout": ("attention_dropout",),
 }
-ACTIVATIONS = {"silu": "silu", "swish": "silu", "gelu": "gelu", "relu": "relu"}
+ACTIVATIONS = {"silu": "silu", "swish": "silu", "gelu": "gelu", "relu": "relu", "relu2": "relu2"}
 ACTIVATIONS |= {"gelu_pytorch_tanh": "gelu_tanh", "gelu_new": "gelu_tanh"}
-UNGATED = ("bloom", "falcon", "gpt_neox", "mpt", "opt", "phi", "starcoder2")
+UNGATED = ("bloom", "falcon", "gpt_neox", "mpt", "nemotron", "opt", "phi", "starcoder2")
 LATENT = ("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
 EXPERTS = ("E", "k", "shared", "F_shared", "dense_layers", "F_dense", "norm_topk")  # fields of a model with experts
 EXPERTS += ("routing", "expert_groups", "top_groups", "routed_scale", "shared_gate")
@@ -260,10 +260,9 @@ def _not_computed(whole: dict, table: dict, read: dict, kind: ModelType) -> list
     name = table.get("model_type")  # without one no class is named, and a file is read by its keys
     found += [] if kind.architecture or name is None else [f"model_type {name!r}"]
     found += [] if _activation(read) in ACTIVATIONS else [f"hidden_act {_activation(read)!r}"]
-    refused = ("use_bidirectional_attention", "clip_qkv", "qk_layernorm")
+    refused = ("use_bidirectional_attention", "clip_qkv")
     found += [key for key in refused if read.get(key)]
     found += ["swiglu_alpha"] if read.get("swiglu_alpha", ALPHA) != ALPHA else []
-    found += ["use_qk_norm"] if name == "cohere" and read["use_qk_norm"] else []
     found += ["attention_bias without one of the output"] if name == "helium" and read["attention_bias"] else []
     found += [f"{key}={read[key]}" for key in DROPOUTS if read.get(key)]
     found += unread_quantization(table)

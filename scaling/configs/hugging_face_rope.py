@@ -29,6 +29,10 @@ def rotary(table: dict, read: dict, kind: ModelType) -> dict:
         given, local = _by_kind(table, kind)
     theta = given.get("rope_theta", table.get(kind.rope_keys[0], kind.theta))
     of_type("rope_theta", theta, float)
+    if kind.stretched and given.get("rope_type", given.get("type")) == "dynamic" and given.get("alpha"):
+        of_type("alpha", given["alpha"], float)
+        H = read["head_dim"] or read["hidden_size"] // max(1, read["num_attention_heads"])
+        theta, given = theta * given["alpha"] ** (H / max(1, H - 2)), {}
     if any(isinstance(each, dict) for each in given.values()):
         return {"theta": float(theta), "rope_scaling": RopeScaling("by layer")}
     share = 1.0

@@ -128,6 +128,12 @@ STABLELM = LAYER_NORM | {
     "max_position_embeddings": 4096, "layer_norm_eps": 1e-5, "use_qkv_bias": False, "qk_layernorm": False,
     "use_parallel_residual": False, "hidden_dropout": 0.0,
 }  # fmt: skip
+NEMOTRON = LAYER_NORM | {
+    "vocab_size": 256000, "hidden_size": 6144, "intermediate_size": 24576, "num_attention_heads": 48, "head_dim": None,
+    "num_key_value_heads": None, "hidden_act": "relu2", "max_position_embeddings": 4096, "norm_eps": 1e-5,
+    "attention_bias": False, "mlp_bias": False,
+}  # fmt: skip
+HUNYUAN = _without(LLAMA, "mlp_bias") | {"vocab_size": 290943, "rms_norm_eps": 1e-5}
 GPT_NEOX = _without(LAYER_NORM, "num_key_value_heads") | {
     "vocab_size": 50432, "hidden_size": 6144, "intermediate_size": 24576, "num_hidden_layers": 44,
     "num_attention_heads": 64, "hidden_act": "gelu", "max_position_embeddings": 2048, "layer_norm_eps": 1e-5,

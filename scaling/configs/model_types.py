@@ -30,6 +30,7 @@ class ModelType:
         partial: The default of partial_rotary_factor in a class that rotates only a part of each head.
         rope_keys: The keys of the base and of the rotated part, where they are not in a table of their own.
         local_theta: The base of layers with a window, in a class in which it is another.
+        stretched: Whether positions of type "dynamic" with an `alpha` are of a larger base, theta alpha^(H / (H - 2)).
         rope: The table of rotary positions of a file that has none.
         still_full: Whether layers without a window rotate nothing where others have one.
     """
@@ -46,6 +47,7 @@ class ModelType:
     partial: float | None = None
     rope_keys: tuple[str, str] = ("rope_theta", "partial_rotary_factor")
     local_theta: float | None = None
+    stretched: bool = False
     rope: Mapping[str, Any] = field(default_factory=dict)
     still_full: bool = False
 
@@ -149,7 +151,10 @@ KINDS: dict[str, ModelType] = {
     "glm4": ModelType("Glm4ForCausalLM", keys.GLM, fixed={"output_bias": False, "norms": "both"}, partial=0.5),
     "starcoder2": ModelType("Starcoder2ForCausalLM", keys.STARCODER2, fixed=_LAYER_NORM_FIXED),
     "stablelm": ModelType(
-        "StableLmForCausalLM", keys.STABLELM, fixed=_LAYER_NORM_FIXED | {"output_bias": False}, partial=0.25
+        "StableLmForCausalLM",
+        keys.STABLELM,
+        fixed=_LAYER_NORM_FIXED | {"output_bias": False, "qk_layernorm": True},
+        partial=0.25,
     ),
     "gpt_neox": ModelType(
         "GPTNeoXForCausalLM",
@@ -158,7 +163,13 @@ KINDS: dict[str, ModelType] = {
         partial=0.25,
         rope_keys=("rotary_emb_base", "rotary_pct"),
     ),
-    "cohere": ModelType("CohereForCausalLM", keys.COHERE, 5e5, fixed=_COHERE_FIXED),
+    "nemotron": ModelType(
+        "NemotronForCausalLM", keys.NEMOTRON, fixed=_LAYER_NORM_FIXED | {"unit_offset": True}, partial=0.5
+    ),
+    "hunyuan_v1_dense": ModelType(
+        "HunYuanDenseV1ForCausalLM", keys.HUNYUAN, fixed={"qk_norm": True, "qk_turned": True}, stretched=True
+    ),
+    "cohere": ModelType("CohereForCausalLM", keys.COHERE, 5e5, fixed=_COHERE_FIXED | {"qk_layernorm": True}),
     "cohere2": ModelType("Cohere2ForCausalLM", keys.COHERE2, fixed=_COHERE_FIXED, pattern=4, still_full=True),
     "exaone4": ModelType(
         "Exaone4ForCausalLM", keys.EXAONE4, fixed={"qk_norm": True, "norms": "after"}, pattern=4, still_full=True

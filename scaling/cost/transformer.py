@@ -86,7 +86,7 @@ def state_bytes(config: Config, dtype: Any = "bf16") -> float:
 
 
 def _head_gains(config: Config) -> int:
-    heads = config.N + config.K if config.qk_wide else 2
+    heads = config.N + config.K if config.qk_wide or config.qk_layernorm else 2
     return heads * config.H * config.qk_norm
 
 

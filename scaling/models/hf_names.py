@@ -19,6 +19,7 @@ RENAMED: dict[str, dict[str, str]] = {  # parts of names, each with what replace
     "exaone4": _AFTER,
     "gemma2": {"post_attention_layernorm": "pre_feedforward_layernorm"} | _AFTER,
     "gemma3_text": {"post_attention_layernorm": "pre_feedforward_layernorm"} | _AFTER,
+    "hunyuan_v1_dense": {"q_norm": "query_layernorm", "k_norm": "key_layernorm"},
     "starcoder2": {"up_proj": "c_fc", "down_proj": "c_proj"},
     "gpt_neox": {
         "model.embed_tokens": "gpt_neox.embed_in", "lm_head": "embed_out", "model.norm": "gpt_neox.final_layer_norm",
@@ -50,6 +51,8 @@ JOINED: dict[str, dict[str, Row]] = {
         "conv_k": ("conv1d", "kh, *, w", "kh kh nv: 1"),
         "conv_v": ("conv1d", "nv, *, w", "kh kh nv: 2"),
     },
+    "cohere": {"q_norm": ("q_norm", "N, H", ""), "k_norm": ("k_norm", "K, H", "")},
+    "stablelm": {"q_norm": ("q_layernorm.norms.{N}", "H", ""), "k_norm": ("k_layernorm.norms.{K}", "H", "")},
     "glm": _FUSED_MLP,
     "glm4": _FUSED_MLP,
     "gpt_neox": {

@@ -25,6 +25,7 @@ Values = dict[str, Any]
 ONE = AbstractMesh({}).optional  # one device, on which all axes drop out
 SHARED_NORM = {"norm_attn": "norm_mlp", "b_norm_attn": "b_norm_mlp"}
 ACTIVATIONS = {"silu": F.silu, "gelu": F.gelu, "gelu_tanh": partial(F.gelu, approximate="tanh"), "relu": F.relu}
+ACTIVATIONS["relu2"] = lambda x: F.relu(x).square()
 
 
 def all_kept(x: Tensor, branch: str, layer: int = 0) -> Tensor:
@@ -106,16 +107,31 @@ class Context(NamedTuple):
 
 
 def turn_heads(W: dict, Q: Tensor, K: Tensor, at: Context, rows: str = "B_PXZE") -> tuple[Tensor, Tensor, Values]:
-    """Return Q and K normed, in a model with norms of heads, and rotated by their positions.
+    """Return Q and K normed, in a model with norms of heads, and rotated by their positions, or in the other order.
 
     The third result holds the statistics that the norms' derivatives need.
     """
     scales = {}
+    if at.config.qk_turned:
+        Q, K = rotate(Q, *at.rope), rotate(K, *at.rope)
     if "norm_Q" in W:
         Q, r_Q = head_norm(Q, W["norm_Q"], at, rows)
         K, r_K = head_norm(K, W["norm_K"], at, rows)
         scales = {"r_Q": r_Q, "r_K": r_K}
-    return rotate(Q, *at.rope), rotate(K, *at.rope), scales
+    return (Q, K, scales) if at.config.qk_turned else (rotate(Q, *at.rope), rotate(K, *at.rope), scales)
+
+
+def turn_heads_backward(W: dict, dQ: Tensor, dK: Tensor, s: Values, at: Context) -> tuple[Tensor, Tensor, dict]:
+    """Return (dQ, dK, the gradients of the norms' gains {U_PXECY}) of `turn_heads`, whose arguments are in `s`."""
+    (cos, sin), (Q, K), dW = at.rope, (s["Q"], s["K"]), {}
+    if at.config.qk_turned:
+        Q, K = rotate(Q, cos, sin), rotate(K, cos, sin)
+    else:
+        dQ, dK = rotate(dQ, cos, -sin), rotate(dK, cos, -sin)  # back by the same angle
+    if "norm_Q" in W:
+        dQ, dW["norm_Q"] = head_norm_backward(Q, W["norm_Q"], s["r_Q"], dQ, at)
+        dK, dW["norm_K"] = head_norm_backward(K, W["norm_K"], s["r_K"], dK, at)
+    return (rotate(dQ, cos, -sin), rotate(dK, cos, -sin), dW) if at.config.qk_turned else (dQ, dK, dW)
 
 
 def finish_heads(
@@ -241,7 +257,13 @@ def rms(x: Tensor, gain: Tensor, eps: float) -> tuple[Tensor, None]:
 
 
 def head_norm(x: Tensor, gain: Tensor, at: Any, rows: str) -> tuple[Tensor, Any]:
-    """Norm x[.., N_Y, H] head by head with a gain[H], or all heads together with a gain[N_Y, H]; `rows` is B's type."""
+    """Norm x[.., N_Y, H] head by head with a gain[H], or all heads together with a gain[N_Y, H]; `rows` is B's type.
+
+    With `qk_layernorm` it is LayerNorm head by head, with a gain[N_Y, H].
+    """
+    if at.config.qk_layernorm:
+        y, r = at.norm(centered(x), gain.new_ones(x.shape[-1]), at.config.eps)
+        return y * gain, r
     if gain.dim() == 1:
         return at.norm(x, gain, at.config.eps)
     wide, flat = x.flatten(-2), gain.flatten()
@@ -255,6 +277,10 @@ def head_norm(x: Tensor, gain: Tensor, at: Any, rows: str) -> tuple[Tensor, Any]
 
 def head_norm_backward(x: Tensor, gain: Tensor, r: Tensor, dy: Tensor, at: Any) -> tuple[Tensor, Tensor]:
     """Return (dx, dgain): dx = r gain dy - r^3 x mean(x gain dy), over all heads if they are normed together."""
+    if at.config.qk_layernorm:
+        x = centered(x)
+        dx, _ = gained_norm_vjp(x, gain.new_ones(x.shape[-1]), r, dy * gain)
+        return centered(dx), (x * r * dy).flatten(0, -3).sum(0).to(gain.dtype)
     if gain.dim() == 1:
         return gained_norm_vjp(x, gain, r, dy)
     wide, dy, flat = x.flatten(-2), dy.flatten(-2), gain.flatten()

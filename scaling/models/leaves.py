@@ -149,7 +149,7 @@ LINEAR = {  # of a linear layer, in place of attention's: `models.linear`
     "W_O": Leaf("W_O[l, n_Y, v, D_X]", "W_O[l, n_Y, v, D_X]", "nv", _linear("out_proj.weight", "D, nv")),
 }
 ATTENTION = re.compile(r"[Wb]_[QKVOG]|norm_[QK]|sinks")  # leaves of attention, which linear layers lack
-WIDE = {  # of a model that norms all heads together, in place of the norms of each
+WIDE = {  # of a model with gains of each head, in place of gains that all heads share
     "norm_Q": Leaf("g[L_Z, N_Y, H]", "g[L, N_Y, H]", 1.0, _attention("q_norm.weight", "NH"), lambda c: c.qk_norm),
     "norm_K": Leaf("g[L_Z, K_Y, H]", "g[L, K_Y, H]", 1.0, _attention("k_norm.weight", "KH"), lambda c: c.qk_norm),
 }
@@ -242,7 +242,11 @@ def leaves_of(config: Config) -> dict:
     def here(table: Mapping[str, Leaf]) -> dict[str, Any]:
         return {name: leaf for name, leaf in table.items() if leaf.only(config)}
 
-    layer = LAYER | (WIDE if config.qk_wide else {}) | (UNRANKED if _latent(config) and not _ranked(config) else {})
+    layer = (
+        LAYER
+        | (WIDE if config.qk_wide or config.qk_layernorm else {})
+        | (UNRANKED if _latent(config) and not _ranked(config) else {})
+    )
     layers = here(layer | (EXPERTS if config.moe else {}))
     layers |= {"shared": here(SHARED)} if config.moe and config.shared else {}
     ends = here(ENDS)

@@ -58,6 +58,8 @@ BASES = {  # a small model of each type
     "exaone4": SMALL | {"sliding_window": 5, "num_hidden_layers": 4},
     "deepseek_v2": {key: SMALL[key] for key in SMALL if key != "head_dim"} | LATENT,
     "seed_oss": SMALL,
+    "nemotron": SMALL | {"num_attention_heads": 2},
+    "hunyuan_v1_dense": SMALL,
     "qwen2_moe": SMALL | WINDOWS | EXPERTS | {"shared_expert_intermediate_size": 12},
     "granitemoe": SMALL | {"num_local_experts": 8, "num_experts_per_tok": 3, "attention_multiplier": 0.2},
     "glm4_moe": SMALL | EXPERTS | {"n_routed_experts": 8, "n_group": 2},

@@ -32,6 +32,10 @@ FAMILIES += [
     "glm4 moe normed",
     "deepseek v2",
     "deepseek v2 lite",
+    "cohere norms",
+    "stablelm norms",
+    "nemotron",
+    "hunyuan",
 ]  # rows of the table
 ROWS = torch.randint(60, (4, 9), generator=torch.Generator().manual_seed(3))
 PROMPTS = [[5, 9, 11, 2, 40], [7], [1, 59, 3]]
@@ -148,6 +152,10 @@ OWN_DECODING = (
     "glm4 moe normed",
     "deepseek v2",
     "deepseek v2 lite",
+    "cohere norms",
+    "stablelm norms",
+    "nemotron",
+    "hunyuan",
 )  # what is new in decoding
 
 

@@ -209,7 +209,7 @@ UNCOMPUTED = {  # what is said: the config's table, of a llama unless it says ot
     "partial_rotary_factor 0.5": {"partial_rotary_factor": 0.5, "rope_scaling": {"type": "linear", "factor": 2.0}},
     "clip_qkv": {"model_type": "olmoe", "clip_qkv": 4.0, "num_experts": 4, "num_experts_per_tok": 2},
     "quantization_config 'awq'": {"quantization_config": {"quant_method": "awq"}},
-    "hidden_act 'relu2'": {"hidden_act": "relu2"},
+    "hidden_act 'xielu'": {"hidden_act": "xielu"},
     "embedding_dropout=0.1": {"model_type": "starcoder2", "embedding_dropout": 0.1},
     "dense layers": {"model_type": "qwen3_moe", "num_experts": 4, "num_experts_per_tok": 2, "mlp_only_layers": [0]},
 }

@@ -43,6 +43,7 @@ SCALES |= {"attention_multiplier": 0.2}
 EAGER = {"attn_implementation": "eager", "experts_implementation": "eager"}
 EAGER |= {"pad_token_id": None}  # an embedding of padding has no gradient there
 YARN = {"rope_type": "yarn", "factor": 4.0, "rope_theta": 1e4, "original_max_position_embeddings": 16}
+STRETCHED = {"rope_type": "dynamic", "alpha": 50.0, "factor": 1.0, "rope_theta": 1e3}
 GPT_OSS = {"num_local_experts": 8, "num_experts_per_tok": 3, "sliding_window": 5, "swiglu_limit": 0.3}
 NEXT = {"num_hidden_layers": 4, "full_attention_interval": 3, "linear_num_key_heads": 2, "linear_num_value_heads": 4}
 NEXT |= {"linear_key_head_dim": 6, "linear_value_head_dim": 8, "shared_expert_intermediate_size": 20}
@@ -129,6 +130,10 @@ CASES = {
     "cohere2": ("Cohere2", {"logit_scale": 0.25, "sliding_window": 5, "num_hidden_layers": 4}),
     "qwen3 next": ("Qwen3Next", EXPERTS | NEXT),
     "qwen3 next dense": ("Qwen3Next", NEXT | {"mlp_only_layers": [0, 1, 2, 3], "linear_num_value_heads": 2}),
+    "cohere norms": ("Cohere", {"use_qk_norm": True}),
+    "stablelm norms": ("StableLm", {"qk_layernorm": True}),
+    "nemotron": ("Nemotron", {"attention_bias": True, "mlp_bias": True}),
+    "hunyuan": ("HunYuanDenseV1", {"tie_word_embeddings": True, "rope_parameters": STRETCHED}),
     "exaone4": ("Exaone4", {"sliding_window": 5, "num_hidden_layers": 4}),
 }
 

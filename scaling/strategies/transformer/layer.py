@@ -28,15 +28,14 @@ from scaling.models.layer import (
     activate_features,
     attend_heads,
     biased,
-    head_norm_backward,
     normed,
     normed_backward,
     own_heads,
     read_norms,
     seen_heads,
+    turn_heads_backward,
 )
 from scaling.models.leaves import KV_HEADS
-from scaling.models.rope import rotate
 from scaling.scaled import Scaled
 from scaling.strategies.transformer.experts import experts, experts_backward
 from scaling.strategies.transformer.latent import latent_attention_backward
@@ -60,6 +59,7 @@ VJPS = {  # (dy, x) -> dx of each activation, in one kernel
     "gelu": torch.ops.aten.gelu_backward,
     "gelu_tanh": partial(torch.ops.aten.gelu_backward, approximate="tanh"),
     "relu": lambda dy, x: dy * (x > 0),
+    "relu2": lambda dy, x: dy * 2 * x.clamp(min=0),
 }
 
 
@@ -168,17 +168,14 @@ def attention(W: dict, s: Values, at: Context) -> tuple[Tensor, Values]:
 
 def attention_backward(W: dict, dAttn: Tensor, s: Values, at: Context) -> tuple[Tensor, dict]:
     """dAttn[B_PXE, T_CY, D] -> (dx[B_PXE, T_CY, D], dW)."""
-    mesh, (cos, sin), own = at.mesh, at.rope, seen_heads(W, at)
+    mesh, own = at.mesh, seen_heads(W, at)
     s = attend_heads(own, normed_stream(s, s["x"], W, "norm_attn", at), at)
     dW = {"b_O": dAttn.sum((0, 1))} if "b_O" in W else {}
     dAttn = all_gather("dAttn[B_PXE, T_CY, D] -> dAttn[B_PXE, T_C, D]", dAttn, mesh)  # on the critical path
     dO = at.einsum("dAttn[B_PXE, T_C, D] * W_O[N_Y, H, D] -> dO[B_PXE, T_C, N_Y, H]", dAttn, W["W_O"])
     dQ, dK, dV, *dsinks = s["pull"](dO)
-    dW |= {"sinks": dsinks[0]} if dsinks else {}
-    dQ, dK = rotate(dQ, cos, -sin), rotate(dK, cos, -sin)  # back by the same angle
-    if "norm_Q" in W:  # {U_PXECY}: s has Q and K before their norms
-        dQ, dW["norm_Q"] = head_norm_backward(s["Q"], W["norm_Q"], s["r_Q"], dQ, at)
-        dK, dW["norm_K"] = head_norm_backward(s["K"], W["norm_K"], s["r_K"], dK, at)
+    dQ, dK, dgains = turn_heads_backward(own, dQ, dK, s, at)
+    dW |= dgains | ({"sinks": dsinks[0]} if dsinks else {})
     if "b_Q" in W:  # {U_PXEC}
         b_K, b_V = dK.sum((0, 1)), dV.sum((0, 1))
         dW |= {"b_Q": dQ.sum((0, 1)), "b_K": in_place(b_K, W["b_K"], at), "b_V": in_place(b_V, W["b_V"], at)}

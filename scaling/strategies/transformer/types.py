@@ -170,10 +170,10 @@ def _check_mesh(config: Config, sizes: Mapping[str, int], zero: int) -> None:
             f"{config.name}: soft caps of scores, or sinks, over C={sizes['C']}\n"
             "  rule: attention block by block computes neither\n  fix: give the ranks of C to X or Y"
         )
-    if config.qk_wide and config.K % Y:
+    if (config.qk_wide or config.qk_layernorm) and config.K % Y:
         raise ShardingError(
             f"{config.name}: K={config.K} KV heads over Y={Y}\n"
-            "  rule: its norms take all heads together, of which each rank has another part"
+            "  rule: its norms have gains of each head, and every rank along Y has whole heads"
             "\n  fix: choose Y among divisors of K"
         )
     check_divided(config, Y, [*wanted, ("E", config.E, E, "experts")])
