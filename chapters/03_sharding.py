@@ -20,7 +20,8 @@ from scaling.collectives import all_gather, run, shard, unshard
 from scaling.hardware import chip
 from scaling.interop import to_partition_spec
 from scaling.mesh import AbstractMesh
-from scaling.show import devices
+from scaling.show import svg
+from scaling.show.frames import device_grids
 from scaling.spec import ShardingError, parse
 from scaling.spec.sizes import format_sizes
 
@@ -29,7 +30,7 @@ FITS = (
     TYPES.values(),
     {"B": 8, "D": 256, "F": 1024},
 )  # with --small, to divide over --mesh; else D and F are 8 times as long
-page = Page(__doc__, mesh="X=4,Y=2", fits=FITS, device=True, seed=True, plot=True)
+page = Page(__doc__, mesh="X=4,Y=2", fits=FITS, device=True, seed=True)
 SQUARE = {"X": 2, "Y": 2}
 
 # %% [markdown]
@@ -43,15 +44,18 @@ page.title("The book's nine shardings over 2 x 2 devices: the devices that hold 
 page.say(beside(show.draw(spec, SQUARE) for spec in show.NINE))
 
 # %% [markdown]
-# The second picture turns this round. It shows the mesh, and in each device the block that it has. `I_XY` numbers the
+# The second picture turns this round. It shows the mesh, and in each device the block that it has. A block has the
+# number (or, in a notebook, the colour) of the first device that holds it, so replicas look alike. `I_XY` numbers the
 # blocks with X as the major axis (block x |Y| + y), `I_YX` with Y as the major axis. The last array is unreduced: each
-# device of a column has one term of the sum.
+# device of a column has one term of the sum, which a notebook shows hatched.
 
 # %%
 ORDERS = ("A[I_X, J]", "A[I_X, J_Y]", "A[I_XY, J]", "A[I_YX, J]", "A[I, J] {U_X}")
 page.title("The blocks on each device")
-if not page.picture("devices", lambda: devices.figure([*show.NINE, *ORDERS[-2:]], SQUARE)):
-    page.say(beside(devices.draw(spec, SQUARE) for spec in ORDERS))
+page.show(
+    beside(device_grids(spec, SQUARE) for spec in ORDERS),
+    lambda: svg.types([*show.NINE, *ORDERS[-2:]], SQUARE),
+)
 
 # %% [markdown]
 # ## Local shapes and bytes

@@ -45,7 +45,8 @@ page = Page(
     __doc__, mesh="Z=4,X=1,Y=1", fits=((fsdp_tp.SPECS["In"], fsdp_tp.SPECS["W_in"]), SIZES), device=True, seed=True,
     **learning.OPTIONS, microbatches=(8, "microbatches of a batch", integer(1, 128)),
     tick=(20.0, "milliseconds of a computation; 0: as fast as it goes", number(0, 1000)),
-    only=("", "schedules to run, by commas"), draw=(None, "write the charts to this .svg or .png", picture),
+    only=("", "schedules to run, by commas"),
+    draw=(None, "write the charts to this .svg", partial(picture, ends=(".svg",))),
 )  # fmt: skip
 Z, M, TICK = page.args.mesh["Z"], page.args.microbatches, min(page.args.tick, 4.0 if page.small else 1000.0)
 if page.args.batch < M:

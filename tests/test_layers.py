@@ -24,8 +24,9 @@ ROOMS = """
     < posttrain generate < show < plan < measure < check < book exercise < __main__
 """  # each imports only from those before it
 NO_TORCH = {"common", "spec", "algebra", "schedules", "hardware", "configs", "cost", "check", "show", "plan"}
+NO_TORCH |= {"exercise"}
 JUDGE = "additive compared contracts held inferred known library mode programs results run strategy typed watched"
-TORCH_BY_NAME = {"scaling.hardware.systolic", "scaling.common.torch_private"}
+TORCH_BY_NAME = {"scaling.hardware.systolic", "scaling.common.torch_private", "scaling.exercise.ranks"}
 TORCH_BY_NAME |= {f"scaling.check.{name}" for name in JUDGE.split()}  # which runs files
 TORCH_BY_NAME |= {f"scaling.plan.{name}" for name in ("choose", "own_run", "transformer_step")}
 EXTRAS = "matplotlib safetensors tokenizers huggingface_hub gguf jupytext nbclient nbformat IPython jinja2 starlette"
@@ -50,6 +51,7 @@ INSIDE = {  # a module: what it imports inside functions
     "scaling.train.command": "scaling.plan.choose",  # a run that is started again plans nothing
     # they need the extra serve:
     "scaling.serve.command": "scaling.serve.web.gate scaling.serve.web.server scaling.serve.web.words",
+    "scaling.exercise.judge": "scaling.exercise.ranks",  # the site's pages judge the other exercises, without torch
     # a mesh to train on is planned without torch:
     "scaling.plan.__main__": "scaling.plan.own_run",
 }

@@ -1,13 +1,18 @@
-"""A page for each exercise, from the same text that the command hands out, and their list."""
+"""A page for each exercise, from the same text that the command hands out, and their list.
 
+An answer of values or of an order is judged in the page, by Python in the browser; one that runs on ranks by a command.
+"""
+
+from html import escape
 from pathlib import Path
 
-from scaling.exercise import exercises
+from scaling.exercise import Exercise, exercises
 
 HEAD = """# Exercises
 
-Each is a file with blanks. An answer is judged in three ways: by the types of its lines, which are found on an abstract
-mesh; by what ranks compute, beside one device; and by the bytes that they send.
+Each is a file with blanks. Those marked *in the page* are judged here, in your browser, which also remembers what you
+have solved. The others are functions of shards, and a command judges them in three ways: by the types of their lines,
+which are found on an abstract mesh; by what ranks compute, beside one device; and by the bytes that they send.
 
 ```bash
 python -m scaling.exercise                        # the list
@@ -17,24 +22,51 @@ python -m scaling.exercise check 05_fsdp_backward.py
 
 In a notebook: `from scaling.exercise import grade, new`; `print(new(name))`, and `grade(text)`.
 """
+SCRIPT = '<script type="module" src="../_static/play.js"></script>'
+FORM = """```{{raw}} html
+<p id="status" role="status" data-ready="Fill in what is ..., and press Check.">Python is starting: this takes a few
+seconds.</p>
+<form data-ask="exercise">
+  <input type="hidden" name="exercise" value="{name}">
+  <textarea name="text" rows="{rows}" spellcheck="false" aria-label="your answer">
+{blanks}</textarea>
+  <button type="submit" disabled>Check</button> <button type="reset">Start again</button>
+  <output></output>
+</form>
+{script}
+```
+"""
 
 
 def write_all(folder: Path) -> None:
     folder.mkdir(exist_ok=True)
     for name, exercise in exercises().items():
-        blanks = f"```python\n{exercise.blanks}```"
-        how = f"`python -m scaling.exercise new {name}` writes this file, `check {name}.py` judges it:"
         text = exercise.text.replace("```python dense", "```python")
-        (folder / f"{name}.md").write_text(
-            f"# {exercise.title}\n\nPart {exercise.part}\n\n{text}\n\n{how}\n\n{blanks}\n"
-        )
+        how = in_page(exercise) if exercise.kind != "write" else by_command(exercise)
+        (folder / f"{name}.md").write_text(f"# {exercise.title}\n\nPart {exercise.part}\n\n{text}\n\n{how}")
     (folder / "index.md").write_text(contents())
+
+
+def in_page(exercise: Exercise) -> str:
+    """A form in which the answer is written and judged."""
+    rows = exercise.blanks.count("\n") + 2
+    return FORM.format(name=exercise.name, rows=rows, blanks=escape(exercise.blanks), script=SCRIPT)
+
+
+def by_command(exercise: Exercise) -> str:
+    """The file that is handed out, and the commands that write and judge it."""
+    command = f"python -m scaling.exercise new {exercise.name}\npython -m scaling.exercise check {exercise.name}.py"
+    return f"```bash\n{command}\n```\n\n```python\n{exercise.blanks}```\n"
 
 
 def contents() -> str:
     text = []
     for part in sorted({exercise.part for exercise in exercises().values()}):
-        here = {name: exercise for name, exercise in exercises().items() if exercise.part == part}
-        text += ["", f"## Part {part}", "", *(f"- [{exercise.title}]({name}.md)" for name, exercise in here.items())]
+        text += ["", f"## Part {part}", ""]
+        for name, exercise in exercises().items():
+            if exercise.part == part:
+                where = " *in the page*" if exercise.kind != "write" else ""
+                text.append(f'- [{exercise.title}]({name}.md){where}<span data-solved="{name}"></span>')
     tree = "\n".join(exercises())
-    return HEAD + "\n".join(text) + f"\n\n```{{toctree}}\n:hidden:\n\n{tree}\n```\n"
+    script = f"```{{raw}} html\n{SCRIPT}\n```"
+    return HEAD + "\n".join(text) + f"\n\n{script}\n\n```{{toctree}}\n:hidden:\n\n{tree}\n```\n"

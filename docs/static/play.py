@@ -1,8 +1,11 @@
-"""What the playground asks of the library: text in, text out, without torch. An illegal line is its own error."""
+"""What the site's pages ask of the library, without torch. An illegal line is its own error."""
 
 import io
 import json
+from collections.abc import Iterable
 from contextlib import redirect_stderr, redirect_stdout, suppress
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from types import MappingProxyType
 
 from scaling import algebra, configs, cost, hardware
@@ -11,36 +14,65 @@ from scaling.algebra.rules import collective_steps
 from scaling.check.lines import KINDS
 from scaling.cost.step_time import seconds_on
 from scaling.cost.transformer import num_params
-from scaling.show import draw
+from scaling.exercise.judge import assess
+from scaling.exercise.page import exercise_named
+from scaling.show import svg
+from scaling.show.frames import frames_of
 from scaling.show.params import leaf_rows
 from scaling.show.schedules import main as show_schedule
-from scaling.spec import ShardingError, parse, parse_line
+from scaling.show.shardings import remarks
+from scaling.spec import ShardingError, format_axes, parse, parse_line
 from scaling.spec.sizes import parse_mesh, parse_sizes
 
 DIM = 4096  # of a dim whose size is not given
 
 
 def answer(name: str, given: str) -> str:
-    """What `name` answers to the fields of its form, given as JSON; what is refused answers with its error."""
+    """What `name` answers to the fields of its form, as JSON: `text`, and for some `picture`, an SVG, or `right`."""
     try:
-        return ASKED[name](**json.loads(given))
+        said = ASKED[name](**json.loads(given))
     except (ShardingError, ValueError) as error:
-        return str(error)
+        said = str(error)
+    return json.dumps({"text": said} if isinstance(said, str) else said)
 
 
-def check(call: str, line: str) -> str:
+def exercise(exercise: str, text: str) -> dict:
+    """The verdict on an answer, and whether it is right."""
+    right, message = assess(exercise_named(exercise), text)
+    return {"text": ("right: " if right else "not yet: ") + message, "right": right}
+
+
+def check(call: str, line: str) -> "str | dict":
     """Whether a line is legal as such a call, and what it does to the axes."""
     if call == "einsum":
         check_product(line)
-        return f"legal: {parse_line(line)}"
+        read = parse_line(line)
+        product = f"{read.result} = {' * '.join(map(str, read.operands))}"
+        return {"text": f"legal: {read}", "picture": player([product])}
     steps = collective_steps(KINDS[call], line)
     does = [f"{KINDS[call]} over {', '.join(step.axes)}: {step.before} -> {step.after}" for step in steps]
-    return "\n".join(["legal:", *does] if does else ["legal, and there is nothing to do"])
+    if not does:
+        return "legal, and there is nothing to do"
+    name = parse_line(line).operands[0].name
+    moves = (f"{name}{step.after} = {KINDS[call]}_{format_axes(step.axes)}({name}{step.before})" for step in steps)
+    return {"text": "\n".join(["legal:", *does]), "picture": player(moves)}
 
 
-def devices(types: str, mesh: str, sizes: str = "") -> str:
+def devices(types: str, mesh: str, sizes: str = "") -> dict:
     """Which device holds what."""
-    return "\n\n".join(draw(one, parse_mesh(mesh), _sizes(sizes)) for one in types.split(";"))
+    axes, said = parse_mesh(mesh), []
+    for spec in map(parse, types.split(";")):
+        shape = f" of {list(spec.local_shape(_sizes(sizes), axes))}" if sizes.strip() else ""
+        said.append(f"{spec}: each device holds a block{shape}{remarks(spec, axes)}")
+    return {"text": "\n".join(said), "picture": svg.types(types.split(";"), axes)}
+
+
+def player(lines: Iterable[str], title: str = "") -> str:
+    """The frames of a listing's lines, in HTML, with two devices along each axis; an open line is left out."""
+    frames = frames_of(line for line in lines if not line.endswith("..."))
+    types = (spec for frame in frames for spec in (*frame.read, *frame.held.values()))
+    mesh = dict.fromkeys(sorted({axis for spec in types for axis in spec.axes + spec.unreduced}), 2)
+    return svg.player(frames, mesh, title) if len(mesh) <= 3 else ""
 
 
 def reshard(line: str, mesh: str, sizes: str, chip: str) -> str:
@@ -53,18 +85,23 @@ def matmul(line: str, mesh: str, sizes: str, chip: str) -> str:
     return _priced(algebra.matmul, _types(line, 2), mesh, sizes, chip)
 
 
-def derive(line: str) -> str:
+def derive(line: str) -> dict:
     """The listing of a chain of products, forward and backward, as the book writes it."""
-    return str(algebra.derive(line))
+    program = algebra.derive(line)
+    passes = {"Forward": program.forward, "Backward": program.backward}
+    return {"text": str(program), "picture": "".join(player(map(str, steps), name) for name, steps in passes.items())}
 
 
-def schedule(name: str, stages: str, microbatches: str, split: str = "") -> str:
-    """Return a pipeline's schedule as text, with its bubble."""
+def schedule(name: str, stages: str, microbatches: str, split: str = "") -> "str | dict":
+    """A pipeline's schedule with its bubble, as the command draws it."""
     options = ["--split"] if split else []
-    command = [name, "--stages", stages, "--microbatches", microbatches, "--width", "96", "--no-colour", *options]
     said = io.StringIO()
-    with redirect_stdout(said), redirect_stderr(said), suppress(SystemExit):
-        show_schedule(command)
+    with TemporaryDirectory() as folder, redirect_stdout(said), redirect_stderr(said), suppress(SystemExit):
+        file = Path(folder) / "schedule.svg"
+        command = [name, "--stages", stages, "--microbatches", microbatches, "--plot", str(file), *options]
+        if show_schedule(command) == 0:
+            first, *_, last = said.getvalue().strip().splitlines()
+            return {"text": f"{first}\n{last}", "picture": file.read_text()}
     return said.getvalue().rpartition(": error: ")[2].strip()  # without the command's usage
 
 
@@ -115,7 +152,7 @@ def _sizes(text: str):
     return parse_sizes(text, "sizes", "dim") if text.strip() else None
 
 
-def _priced(plan_of, types, mesh: str, sizes: str, chip: str) -> str:
+def _priced(plan_of, types, mesh: str, sizes: str, chip: str) -> "str | dict":
     """A plan, the cheapest by a chip's time, with the bytes and microseconds of each step."""
     axes = parse_mesh(mesh)
     dims = {dim: DIM for one in types for dim in parse(one).dim_names} | dict(_sizes(sizes) or {})
@@ -127,9 +164,12 @@ def _priced(plan_of, types, mesh: str, sizes: str, chip: str) -> str:
         for step in plan.steps
     ]
     together = sum(map(seconds, plan.steps))
-    return case + "\n".join(rows or ["nothing to do"]) + f"\ntogether {1e6 * together:,.1f} us on {chip}, in bf16"
+    if not rows:
+        return "nothing to do"
+    text = case + "\n".join(rows) + f"\ntogether {1e6 * together:,.1f} us on {chip}, in bf16"
+    return {"text": text, "picture": player(map(str, plan.steps))}
 
 
 ASKED = MappingProxyType(
-    {f.__name__: f for f in (check, devices, reshard, matmul, derive, schedule, thresholds, memory)}
+    {f.__name__: f for f in (check, devices, reshard, matmul, derive, schedule, thresholds, memory, exercise)}
 )

@@ -23,7 +23,8 @@ from scaling.book.listing import both_passes
 from scaling.check.contracts import documented
 from scaling.common.console import Parser, complaining, picture
 from scaling.mesh import AbstractMesh
-from scaling.show.frames import LineFrame, frames_of, svg, text
+from scaling.show import svg
+from scaling.show.frames import LineFrame, frames_of, text
 from scaling.spec import Spec, parse
 from scaling.spec.sizes import parse_mesh
 from scaling.strategies.stack import Strategy
@@ -130,6 +131,6 @@ def main(argv: "list[str] | None" = None) -> int:
             continue
         path = Path(args.plot)
         path = path.with_stem(f"{path.stem}-{name}") if len(found) > 1 else path
-        path.write_text(svg(frames, mesh, title), encoding="utf-8")
+        path.write_text(svg.listing(frames, mesh, title), encoding="utf-8")
         print(f"wrote {path}")
     return 0

@@ -17,7 +17,8 @@ from scaling.book.arrays import operands
 from scaling.book.largest import largest
 from scaling.book.page import Page
 from scaling.models import mlp
-from scaling.show import frames
+from scaling.show import svg
+from scaling.show.frames import frames_of
 from scaling.spec import parse
 from scaling.strategies.stack import Block
 from scaling.trace import Log, trace
@@ -56,7 +57,7 @@ def show_lines(page: Page, title: str, rows: list[tuple], flops: bool = True) ->
 def show_frames(page: Page, title: str, lines: list[str]) -> None:
     """Show in a notebook which device holds which block after each line, with two devices along each axis."""
     mesh = dict.fromkeys(page.args.mesh, 2)
-    page.show("", lambda: frames.player(frames.frames_of(lines), mesh, title))
+    page.show("", lambda: svg.player(frames_of(lines), mesh, title))
 
 
 # An nn.Module, by its params' types

@@ -1,7 +1,7 @@
 """An exercise is a page of Markdown, pages/NAME.md: its data, its question, one device's program, and blanks to fill.
 
 +++
-kind = "write"                       one of kinds.py, with the fields of that kind
+kind = "write"                       one of judge.py, with the fields of that kind
 title = "FSDP's backward"
 +++
 The question, for a reader who has read that section of the book.

@@ -9,6 +9,7 @@ import math
 import re
 import sys
 from importlib import import_module
+from pathlib import Path
 from typing import Any
 
 from scaling.common.arguments import shortened
@@ -212,7 +213,7 @@ def main(arguments: list[str] | None = None) -> int:
         out = out | {"run": said} if args.json else f"{out}\n\n" + "\n".join(shown)
     if args.svg and done:
         title = f"One layer of {job.config.name} on {args.chips:,} {hardware.name}: {best.name}"
-        one_layer.figure(one_layer.layer_passes(best), title).savefig(args.svg, format="svg")
+        Path(args.svg).write_text(one_layer.svg_of(one_layer.layer_passes(best), title), encoding="utf-8")
     print(json.dumps(out, indent=1) if args.json else out)
     return int(not done)
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 
 from scaling.plan.evaluate import Estimate, layer_between, layer_products, matmul_passes, reached_rates
 from scaling.plan.job import AXES
-from scaling.show import bars
+from scaling.show import bars, svg
 from scaling.show.bars import Bar
 
 COLOURS = {
@@ -217,13 +217,13 @@ def layer_chart(passes: tuple[Pass, ...], width: int = 84) -> str:
     return "\n".join(lines)
 
 
-def figure(passes: tuple[Pass, ...], title: str):
-    """Return the passes as a matplotlib Figure, in milliseconds."""
+def svg_of(passes: tuple[Pass, ...], title: str) -> str:
+    """Return the passes as an SVG, in milliseconds."""
     lines = []
     for part in passes:
         drawn = [replace(bar, start=1e3 * bar.start, end=1e3 * bar.end) for bar in part.in_rows]
         lines.append((f"{title}: {part.name}, {1e3 * part.seconds:.3g} ms a layer and microbatch", drawn))
-    return bars.figure(lines, COLOURS, "in ms")
+    return svg.time_lines(lines, COLOURS, "in ms")
 
 
 def as_dict(part: Pass) -> dict:

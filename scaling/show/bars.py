@@ -3,7 +3,7 @@
 A time line is a list of `Bar`s in one unit of time, and its rows have the order in which they first occur.
 
     print(text(bars, 80))                                    in the terminal
-    figure([(title, bars)], {"forward": "#f5a45d"})          a matplotlib Figure (the `plot` extra)
+    svg.time_lines([(title, bars)], {"forward": "#f5a45d"})  as SVG (scaling.show.svg)
     save_trace("trace.json", [(title, bars)])               for ui.perfetto.dev and chrome://tracing
 """
 
@@ -12,8 +12,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
-
-from scaling.show.charts import blank
 
 TimeLine = tuple[str, Sequence["Bar"]]  # (title, bars)
 
@@ -83,29 +81,6 @@ def _written(label: str, room: int, fill: str) -> str:
 def _painted(character: str, colour: int) -> str:
     """Return a cell on its colour, in bold if it is a letter, which begins a label."""
     return f"\x1b[{'1' if character.isalpha() else '22'};38;5;16;48;5;{colour}m{character}\x1b[0m"
-
-
-def figure(lines: Sequence[TimeLine], colours: Mapping[str, Any], unit: str = ""):
-    """Draw time lines below each other, with a legend, as a matplotlib Figure; ImportError without matplotlib."""
-    drawn = blank(12, sum(0.9 + 0.35 * len(rows_of(bars)) for _, bars in lines) + 0.4)
-    from matplotlib.patches import Patch
-
-    heights = [len(rows_of(bars)) for _, bars in lines]
-    places = drawn.subplots(len(lines), squeeze=False, height_ratios=heights)[:, 0]
-    for axes, (title, bars) in zip(places, lines, strict=True):
-        end, rows = float(end_of(bars)), rows_of(bars)
-        for bar in bars:
-            left, length, row = float(bar.start), float(bar.seconds), rows.index(bar.row)
-            axes.barh(row, length, left=left, height=0.9, color=colours[bar.kind], edgecolor="white", linewidth=0.6)
-            if length > end / 120 * len(bar.label):
-                axes.text(left + length / 2, row, bar.label, ha="center", va="center", fontsize=7)
-        axes.set(title=title, yticks=range(len(rows)), yticklabels=rows, xlabel=f"time {unit}".strip(), xlim=(0, end))
-        axes.title.set_fontsize(9)
-        axes.invert_yaxis()
-    used = {bar.kind for _, bars in lines for bar in bars}
-    handles = [Patch(color=colour, label=kind) for kind, colour in colours.items() if kind in used]
-    drawn.legend(handles=handles, loc="outside lower center", ncols=len(handles), fontsize=8)
-    return drawn
 
 
 def save_trace(file: str | Path, lines: Sequence[TimeLine], unit: float = 1.0) -> None:

@@ -3,6 +3,7 @@
 import argparse
 import sys
 from fractions import Fraction
+from functools import partial
 
 from scaling.common.console import Parser, complain, integer, number, output, picture
 from scaling.schedules import SCHEDULES, make, split_backward
@@ -30,7 +31,7 @@ def _parser(**options) -> Parser:
     )
     colour = {"action": argparse.BooleanOptionalAction, "default": sys.stdout.isatty()}
     arguments.add_argument("--colour", "--color", **colour, help="colour the chart (default: on a terminal)")
-    arguments.add_argument("--plot", type=picture, metavar="FILE", help="write a PNG or SVG (needs matplotlib)")
+    arguments.add_argument("--plot", type=partial(picture, ends=(".svg",)), metavar="FILE.svg", help="write an SVG")
     arguments.add_argument("--trace", type=output, metavar="FILE", help="write a Chrome trace")
     return arguments
 

@@ -14,9 +14,11 @@ partial sums add up to a block are joined by plus signs: `0+2`. Each colour is o
 import argparse
 import itertools
 import sys
+from functools import partial
+from pathlib import Path
 
 from scaling.common.console import Parser, complaining, picture
-from scaling.show.charts import blank
+from scaling.show import svg
 from scaling.show.frames import check_drawn
 from scaling.spec import ShardingError, Spec, block_index, mesh_sizes, parse
 from scaling.spec.sizes import parse_mesh, parse_sizes
@@ -24,7 +26,6 @@ from scaling.spec.sizes import parse_mesh, parse_sizes
 NINE = ("A[I, J]", "A[I_X, J]", "A[I, J_X]", "A[I_Y, J]", "A[I_XY, J]", "A[I_Y, J_X]", "A[I, J_Y]", "A[I_X, J_Y]",
         "A[I, J_XY]")  # fmt: skip
 ANSI = (117, 215, 120, 211, 229, 183, 159, 187, 146, 222, 152, 174)
-COLOURS = ("#87d7ff", "#ffaf5f", "#87ff87", "#ff87af", "#ffffaf", "#d7afff", "#afffff", "#d7d7af")
 
 
 def blocks(spec: "str | Spec", mesh) -> dict[tuple[int, ...], list[list[int]]]:
@@ -64,7 +65,7 @@ def draw(spec: "str | Spec", mesh, sizes=None, colour: bool = False, shard=None)
     counts = [max(block[i] for block in held) + 1 for i in range(len(spec.dims))]
     ranges = _ranges(spec, counts, sizes, axes)
     colours = {label(groups): i for i, groups in enumerate(held.values())}
-    lines = [str(spec), "  mesh " + ", ".join(f"{axis}={n}" for axis, n in axes.items()) + _remarks(spec, axes)]
+    lines = [str(spec), "  mesh " + ", ".join(f"{axis}={n}" for axis, n in axes.items()) + remarks(spec, axes)]
     for outer in range(counts[0]) if len(counts) == 3 else [None]:
         if outer is not None:
             lines.append(f"  {spec.dim_names[0]} {ranges[0][outer]}")
@@ -102,7 +103,8 @@ def _ranges(spec: Spec, counts, sizes, axes) -> list[list[str]]:
     return [[f"{i * n}:{(i + 1) * n}" for i in range(count)] for count, n in zip(counts, local, strict=True)]
 
 
-def _remarks(spec: Spec, axes) -> str:
+def remarks(spec: Spec, axes) -> str:
+    """Return the axes of a mesh over which a type has replicas and partial sums, in words."""
     replicas, parts = spec.replicated(axes), spec.unreduced
     text = f"; replicas over {', '.join(replicas)}" if replicas else ""
     return text + (f"; partial sums over {', '.join(parts)}" if parts else "")
@@ -127,33 +129,7 @@ def _grid(cells, names, columns, dims, colours) -> list[str]:
     return lines
 
 
-def save(path: str, specs, mesh) -> None:
-    """Draw the types, three in a row, into a PNG or SVG file; this needs matplotlib (the extra `plot`)."""
-    specs = [parse(spec) for spec in specs]
-    if wrong := [spec for spec in specs if not 1 <= len(spec.dims) <= 2]:
-        raise ShardingError(
-            f"{wrong[0]}: only arrays of 1 or 2 dims are plotted\n  fix: draw() shows 3 in the terminal"
-        )
-    rows = -(-len(specs) // 3)
-    figure = blank(3 * min(3, len(specs)), 3.2 * rows)
-    from matplotlib.patches import Rectangle
-
-    for place, spec in enumerate(specs, 1):
-        picture = figure.add_subplot(rows, min(3, len(specs)), place)
-        held = {(0, *block)[-2:]: groups for block, groups in blocks(spec, mesh).items()}
-        height, width = (max(places) + 1 for places in zip(*held, strict=True))
-        for number, ((row, column), groups) in enumerate(held.items()):
-            box = (column / width, 1 - (row + 1) / height)
-            colour = COLOURS[number % len(COLOURS)]
-            picture.add_patch(Rectangle(box, 1 / width, 1 / height, facecolor=colour, edgecolor="black"))
-            centre = (box[0] + 0.5 / width, box[1] + 0.5 / height)
-            picture.text(*centre, label(groups), ha="center", va="center")
-        picture.set(title=str(spec), aspect="equal", xlabel=spec.dim_names[-1], xticks=[], yticks=[])
-        picture.set_ylabel(spec.dim_names[0] if len(spec.dims) == 2 else "", rotation=0)
-    figure.savefig(path)
-
-
-@complaining(ValueError, ImportError, OSError)
+@complaining(ValueError, OSError)
 def main(argv: "list[str] | None" = None) -> int:
     """Draw the shardings, or run the command `schedule` or `params`; return the exit code."""
     argv = sys.argv[1:] if argv is None else argv
@@ -170,12 +146,14 @@ def main(argv: "list[str] | None" = None) -> int:
     parser.add_argument("--mesh", default="X=2,Y=2", help="mesh axes and their sizes (default X=2,Y=2)")
     parser.add_argument("--sizes", default="", help="sizes of the dims, such as I=4,J=8: then index ranges are shown")
     parser.add_argument("--colour", "--color", action=argparse.BooleanOptionalAction, default=sys.stdout.isatty())
-    parser.add_argument("--plot", type=picture, metavar="FILE", help="write a PNG or SVG instead")
+    parser.add_argument(
+        "--plot", type=partial(picture, ends=(".svg",)), metavar="FILE.svg", help="write an SVG instead"
+    )
     args = parser.parse_args(argv)
     mesh, types = parse_mesh(args.mesh), args.types or NINE
     sizes = parse_sizes(args.sizes, "--sizes", "dim") if args.sizes else None
     if args.plot:
-        save(args.plot, types, mesh)
+        Path(args.plot).write_text(svg.types(types, mesh), encoding="utf-8")
     else:
         print("\n\n".join(draw(spec, mesh, sizes, args.colour) for spec in types))
     return 0

@@ -1,4 +1,4 @@
-"""Draw pipelines, with time across and a row for each rank, in the terminal, or as SVG or PNG with the `plot` extra.
+"""Draw pipelines, with time across and a row for each rank, in the terminal, or as SVG.
 
     print(schedule_chart(simulate(one_f_one_b(4, 8))))
     save_schedule("1f1b.svg", simulate(...), measured)
@@ -10,7 +10,7 @@ blue. A whole Backward is teal, and a rank's second chunk (and fourth ...) is li
 from pathlib import Path
 
 from scaling.schedules.instructions import Backward, BackwardInput, BackwardWeight, Forward, Timeline
-from scaling.show import bars
+from scaling.show import bars, svg
 from scaling.show.bars import Bar
 
 LETTERS = {Forward: "F", Backward: "B", BackwardInput: "I", BackwardWeight: "W"}
@@ -19,7 +19,7 @@ SECOND = ", second chunk"
 ANSI = {"forward": 215, "backward": 79, "dL/dx": 114, "dL/dW": 111}
 COLOURS = {"forward": "#f5a45d", "backward": "#5fc7b0", "dL/dx": "#86cf7f", "dL/dW": "#86aef0"}
 ANSI |= {kind + SECOND: colour for kind, colour in ANSI.items()}
-COLOURS |= {kind + SECOND: (colour, 0.55) for kind, colour in COLOURS.items()}
+COLOURS |= {kind + SECOND: f"{colour}8c" for kind, colour in COLOURS.items()}  # lighter
 WIDTH = 120  # columns of a text chart
 
 
@@ -70,18 +70,18 @@ def summary(timeline: Timeline, unit: str = "") -> str:
 
 def draw_on(page, timeline: Timeline, unit: str = "") -> None:
     """Show a timeline on a chapter's page, as text, or in a notebook as a picture."""
-    if not page.picture(timeline.name, lambda: figure(timeline, unit=unit)):
-        page.say(f"{summary(timeline, unit)}\n{schedule_chart(timeline, width=page.columns - 10)}")
+    text = f"{summary(timeline, unit)}\n{schedule_chart(timeline, width=page.columns - 10)}"
+    page.show(text, lambda: picture(timeline, unit=unit))
 
 
-def figure(*timelines: Timeline, unit: str = ""):
-    """Draw timelines below each other in a matplotlib Figure."""
-    return bars.figure([(summary(each, unit), bars_of(each)) for each in timelines], COLOURS, unit)
+def picture(*timelines: Timeline, unit: str = "") -> str:
+    """Return timelines below each other as an SVG."""
+    return svg.time_lines([(summary(each, unit), bars_of(each)) for each in timelines], COLOURS, unit)
 
 
 def save_schedule(file: str | Path, *timelines: Timeline, unit: str = "") -> None:
-    """Draw timelines below each other into a file, whose suffix decides the format (.svg, .png, .pdf)."""
-    figure(*timelines, unit=unit).savefig(file)
+    """Draw timelines below each other into a file.svg."""
+    Path(file).write_text(picture(*timelines, unit=unit), encoding="utf-8")
 
 
 def write_chrome(file: str | Path, *timelines: Timeline, seconds: float = 1.0) -> None:

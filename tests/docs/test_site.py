@@ -20,7 +20,7 @@ import sys, json
 for name in ("torch", "numpy", "optree", "matplotlib"):
     sys.modules[name] = None  # as in a browser, where they are not
 import play
-print(json.dumps([play.answer(form, json.dumps(fields)) for form, fields in json.load(sys.stdin)]))
+print(json.dumps([json.loads(play.answer(form, json.dumps(fields))) for form, fields in json.load(sys.stdin)]))
 """
 REFUSED = [
     ("check", {"call": "einsum", "line": "A[I"}, "A[I"),
@@ -47,7 +47,8 @@ def test_the_playground_has_an_answer_of_each_form_and_needs_no_torch():
     given = json.dumps([(form, fields) for form, fields, _ in asked])
     run = subprocess.run([sys.executable, "-c", ASK], input=given, capture_output=True, text=True, env=path)
     assert run.returncode == 0, run.stderr
-    for i, ((form, fields, expected), text) in enumerate(zip(asked, json.loads(run.stdout), strict=True)):
+    for i, ((form, fields, expected), answer) in enumerate(zip(asked, json.loads(run.stdout), strict=True)):
+        text = answer["text"] + answer.get("picture", "")
         assert expected in text, (form, fields, text)
         assert "usage:" not in text
         assert i >= len(visit.LINES) or (expected == visit.RULE) == (visit.RULE in text)

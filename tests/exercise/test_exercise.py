@@ -1,7 +1,9 @@
 """Every exercise: its solution is right, and each planted wrong answer gets a message of its own that helps; what is no
 answer is refused with what is wrong; the commands; a verdict in time, and nothing is left running."""
 
+import json
 import subprocess
+import sys
 import tempfile
 import tomllib
 from concurrent.futures import ThreadPoolExecutor
@@ -13,14 +15,16 @@ from machine import RankFailed
 
 from scaling import launch
 from scaling.exercise import __main__ as command
-from scaling.exercise import exercise_named, exercises, grade, kinds, new
+from scaling.exercise import exercise_named, exercises, grade, new
+from scaling.exercise import ranks as judged
 from scaling.exercise.judge import assess
 
+ROOT = Path(__file__).parents[2]
 ANSWERS = {path.stem: tomllib.loads(path.read_text()) for path in sorted(Path(__file__).parent.glob("answers/*.toml"))}
 
 
 def judged_on_rank(mesh, name: str, text: str):
-    return kinds.on_rank(mesh, exercise_named(name), text)
+    return judged.on_rank(mesh, exercise_named(name), text)
 
 
 @pytest.mark.parametrize("name", ANSWERS)
@@ -33,7 +37,7 @@ def test_the_solution_and_the_planted_slips(ranks, monkeypatch, name):
         except RankFailed:
             return launch.run(fn, sizes, exercise, text, timeout=timeout)
 
-    monkeypatch.setattr(kinds, "launch", SimpleNamespace(run=run))
+    monkeypatch.setattr(judged, "launch", SimpleNamespace(run=run))
     right, wrong = ANSWERS[name]["right"], ANSWERS[name]["wrong"]
     assert 3 <= len(wrong) <= 5
     assert not assess(exercise_named(name), new(name))[0]  # what is handed out
@@ -52,6 +56,36 @@ def test_the_solution_and_the_planted_slips(ranks, monkeypatch, name):
     lines = [line.strip() for line in right.splitlines() if "(" in line and "import" not in line and "def " not in line]
     for message in messages:
         assert not any(line in message for line in lines), f"it gives the answer away: {message}"
+
+
+IN_PAGE = """
+import json, sys
+for name in ("torch", "numpy", "optree"):
+    sys.modules[name] = None  # as in a browser, where they are not
+import play
+print(json.dumps([play.answer("exercise", given) for given in json.load(sys.stdin)]))
+"""
+
+
+def test_the_page_judges_what_needs_no_ranks_as_the_command_does():
+    """Right answers and all planted slips, by the site's program in a Python without torch."""
+    given, wanted = [], []
+    for name, answers in ANSWERS.items():
+        if exercise_named(name).kind != "write":
+            right = answers["right"]
+            slips = [
+                (right.replace(slip["of"].strip("\n"), slip["is"].strip("\n"), 1), slip) for slip in answers["wrong"]
+            ]
+            given += [json.dumps({"exercise": name, "text": text}) for text in (right, *(text for text, _ in slips))]
+            wanted += [(True, "right: "), *((False, slip["says"]) for _, slip in slips)]
+    assert len(given) >= 60
+    env = {"PYTHONPATH": f"{ROOT}:{ROOT / 'docs/static'}"}
+    run = subprocess.run(
+        [sys.executable, "-c", IN_PAGE], input=json.dumps(given), capture_output=True, text=True, env=env, check=True
+    )
+    for asked, (right, says), answer in zip(given, wanted, map(json.loads, json.loads(run.stdout)), strict=True):
+        assert answer["right"] == right, asked
+        assert says in answer["text"], (asked, answer)
 
 
 NAME = "05_fsdp_forward"

@@ -11,7 +11,8 @@ from refused import refused
 from scaling.book.drawing import frames_of_strategy, listings, main
 from scaling.collectives import all_gather, all_to_all, einsum, reduce_scatter
 from scaling.mesh import AbstractMesh
-from scaling.show.frames import Drawing, LineFrame, frames_of, player, svg, text
+from scaling.show import svg
+from scaling.show.frames import Drawing, LineFrame, frames_of, text
 from scaling.spec import parse, parse_line
 from scaling.strategies import data_parallel, fsdp, fsdp_tp, tensor_parallel, zero
 from scaling.trace import trace
@@ -105,7 +106,7 @@ def test_a_chapters_frames_are_its_typed_lines_in_order(chapter):
 def test_an_svg_plays_each_frame_and_a_slider_stops_it(tmp_path, capsys):
     mesh = AbstractMesh({"X": 2, "Y": 2})
     frames = frames_of_strategy(fsdp_tp, mesh)["forward"]
-    tree = ElementTree.fromstring(svg(frames, mesh, "a < b"))
+    tree = ElementTree.fromstring(svg.listing(frames, mesh, "a < b"))
     groups = [each for each in tree.iter("{http://www.w3.org/2000/svg}g") if "line" in each.get("class", "")]
     assert len(groups) == len(frames) == 7
     width, height = float(tree.get("width", 0)), float(tree.get("height", 0))
@@ -113,7 +114,7 @@ def test_an_svg_plays_each_frame_and_a_slider_stops_it(tmp_path, capsys):
         if box.get("x"):
             assert float(box.get("x", 0)) + float(box.get("width", 0)) <= width
             assert float(box.get("y", 0)) + float(box.get("height", 0)) <= height
-    assert 'max="6"' in player(frames, mesh)
+    assert 'max="6"' in svg.player(frames, mesh)
     assert main(["chapters/05_dp.py", "--mesh", "X=4", "--plot", str(tmp_path / "dp.svg")]) == 0
     assert capsys.readouterr().out.splitlines() == [
         f"wrote {tmp_path}/dp-{name}.svg" for name in ("forward", "backward")
@@ -129,9 +130,11 @@ def test_sums_that_are_not_complete_are_hatched_and_moves_are_lines_between_neig
         )
         reduce_scatter("y[B, F] {U_X} -> y[B_X, F]", y, mesh)
     frames = frames_of(log.events)
-    assert svg(frames, mesh, only=0).count("url(#partial)") == 2 * 3 * 3  # large and small, on each device each block
-    assert svg(frames, mesh, only=1).count("<line x1") == 2
-    assert "<line x1" not in svg(frames, mesh, only=0)
+    assert (
+        svg.listing(frames, mesh, only=0).count("url(#partial)") == 2 * 3 * 3
+    )  # large and small, on each device each block
+    assert svg.listing(frames, mesh, only=1).count("<line x1") == 2
+    assert "<line x1" not in svg.listing(frames, mesh, only=0)
 
 
 MESH = AbstractMesh({"X": 2})

@@ -1,26 +1,17 @@
-"""The kinds of exercises, and how each is judged.
-
-say       the file sets values, types or numbers, which must be right; known slips get a hint write     a function of
-shards: the judge checks its types, ranks its results, and the trace the bytes it sends order     a pipeline's order of
-work for each rank: whether it runs, how long it takes, and how much it keeps
-"""
+"""Judge a function of shards: its types on an abstract mesh, its results on ranks, and the bytes that it sends."""
 
 import math
-import re
-import traceback
-from collections.abc import Callable, Mapping
-from types import MappingProxyType
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from scaling import launch
 from scaling.check import judge
+from scaling.exercise.judge import described
 from scaling.exercise.page import Exercise
 from scaling.mesh import AbstractMesh
-from scaling.schedules.schedule import from_orders
-from scaling.schedules.simulator import Deadlock, simulate
-from scaling.spec import ShardingError, block_index, parse
+from scaling.spec import block_index, parse
 from scaling.spec.sizes import parse_mesh
 from scaling.trace import trace
 from scaling.trace.peak import peak_memory
@@ -28,84 +19,7 @@ from scaling.trace.peak import peak_memory
 NEAR = 1e-9  # relative tolerance of results in float64
 
 
-def say(exercise: Exercise, names: Mapping, text: str) -> tuple[bool, str]:
-    """Judge values: `wanted` is {name: value}, `slips` is [{name, value, hint}] of known wrong values."""
-    wanted = exercise.data["wanted"]
-    for name, value in wanted.items():
-        if name not in names:
-            return False, f"{name} is not set"
-        given = names[name]
-        if problem := mismatch(given, value):
-            for slip in exercise.data.get("slips", ()):
-                if slip["name"] == name and not mismatch(given, slip["value"]):
-                    return False, slip["hint"]
-            return False, f"{name} is {given!r}: {problem}"
-    return True, exercise.data.get("then", "all of it")
-
-
-def order(exercise: Exercise, names: Mapping, text: str) -> tuple[bool, str]:
-    """Judge a pipeline's order: `fn(rank, stages, microbatches)` gives a list such as ["F0", "F1", "B0", ...].
-
-    `makespan` is the best known length in units of a forward, `live` the number of microbatches that rank 0 keeps.
-    """
-    stages, microbatches = exercise.data["stages"], exercise.data["microbatches"]
-    orders = []
-    for rank in range(stages):
-        given = names[exercise.data["fn"]](rank, stages, microbatches)
-        steps = sorted(given)
-        all_of = sorted(f"{kind}{m}" for kind in "FB" for m in range(microbatches))
-        if steps != all_of:
-            missing, extra = [s for s in all_of if s not in steps], [s for s in steps if s not in all_of]
-            what = (
-                f"lacks {', '.join(missing)}" if missing else f"has {', '.join(extra)}" if extra else "repeats a step"
-            )
-            return False, f"rank {rank} {what}: it runs F and B of each of {microbatches} microbatches once"
-        for m in range(microbatches):
-            if given.index(f"B{m}") < given.index(f"F{m}"):
-                return False, f"rank {rank} runs B{m} before F{m}"
-        orders.append([(step[0], 0, int(step[1:])) for step in given])
-    schedule = from_orders("yours", stages, microbatches, orders, tuple(range(stages)))
-    try:
-        timeline = simulate(schedule)
-    except Deadlock as error:
-        return False, f"it never ends: {str(error).splitlines()[0]}"
-    span, live = float(timeline.makespan), max(timeline.live)
-    if span > exercise.data["makespan"]:
-        return (
-            False,
-            f"it takes {span:g} where {exercise.data['makespan']:g} are enough: a rank waits where it could work",
-        )
-    if live > exercise.data["live"]:
-        return (
-            False,
-            f"a rank keeps {live} microbatches where {exercise.data['live']} are enough: it runs too far ahead",
-        )
-    return True, f"it takes {span:g}, and no rank keeps more than {live} microbatches"
-
-
-def mismatch(given: Any, wanted: Any) -> str:
-    """Return the mistake in a value, in words; "" if it is right.
-
-    A text with brackets is a type, which must have the same dims and axes; a number must be within 1%.
-    """
-    if isinstance(wanted, str) and "[" in wanted:
-        try:
-            same = parse(str(given)).same_sharding(parse(wanted))
-        except ShardingError as error:
-            return str(error)
-        return "" if same else "that is a type, and not this one's"
-    if isinstance(wanted, str):
-        return "" if str(given).strip().lower() == wanted.lower() else "that is not it"
-    if isinstance(wanted, (list, tuple)):
-        return "" if list(wanted) == list(given if isinstance(given, (list, tuple)) else [given]) else "that is not it"
-    if isinstance(given, bool) or not isinstance(given, (int, float)):
-        return "a number is asked for"
-    return (
-        "" if math.isclose(given, wanted, rel_tol=0.01) else "that is too " + ("much" if given > wanted else "little")
-    )
-
-
-def ranks_say(exercise: Exercise, names: Mapping, text: str) -> tuple[bool, str]:
+def judge_shards(exercise: Exercise, fn: Callable, text: str) -> tuple[bool, str]:
     """Judge a function of shards: its types on an abstract mesh, its results on ranks in float64, and its bytes.
 
     The exercise's data has `fn`, the function's name; `mesh`; `args`: {name: type}, in the function's order, before the
@@ -115,14 +29,12 @@ def ranks_say(exercise: Exercise, names: Mapping, text: str) -> tuple[bool, str]
     """
     data = exercise.data
     sizes = parse_mesh(data["mesh"])
-    if data["fn"] not in names:
-        return False, f"there is no function {data['fn']}"
     if data.get("typed", True):
         returns = list(data["returns"].values())
         wanted = returns[0] if len(returns) == 1 else tuple(returns)
         try:
             mesh = AbstractMesh(sizes)
-            report = judge(names[data["fn"]], *data["args"].values(), mesh, mesh=mesh, returns=wanted)
+            report = judge(fn, *data["args"].values(), mesh, mesh=mesh, returns=wanted)
         except Exception as error:
             return False, described(error, exercise.name)
         results = _tuple(report.result)
@@ -140,7 +52,7 @@ def ranks_say(exercise: Exercise, names: Mapping, text: str) -> tuple[bool, str]
     sent = max(rank[1] for rank in seen)
     if sent > data["best"]:
         return False, f"the results are right, but a rank sends {sent:,} bytes where {data['best']:,} are enough"
-    held, least = peak_of(exercise, names[data["fn"]]), data["peak"]
+    held, least = peak_of(exercise, fn), data["peak"]
     known = "the least known" if held <= least else f"where {least:,} are enough: what could be gathered later?"
     return (
         True,
@@ -242,17 +154,3 @@ def _hint(exercise: Exercise, name: str, wrong: list[str]) -> str:
         if slip["name"] == name and slip["value"] in first:
             return f"{name} {first}{where}: {slip['hint']}"
     return f"{name} {first}{where}"
-
-
-def described(error: BaseException, name: str) -> str:
-    """Return the message of an answer's error on this or another rank, with the answer's line where it occurred."""
-    lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == f"{name}.py"]
-    text, kind = str(error), type(error).__name__
-    lines += [int(number) for number in re.findall(rf'"{name}\.py", line (\d+)', text)]
-    said = text.strip().splitlines()
-    last = text if kind == "ShardingError" else said[-1] if kind == "RankError" and said else f"{kind}: {text}"
-    return f"{f'line {lines[-1]}: ' if lines else ''}{last}"
-
-
-Grader = Callable[[Exercise, Mapping, str], tuple[bool, str]]
-GRADERS: Mapping[str, Grader] = MappingProxyType({"say": say, "write": ranks_say, "order": order})
