@@ -71,17 +71,17 @@ def summary(timeline: Timeline, unit: str = "") -> str:
 def draw_on(page, timeline: Timeline, unit: str = "") -> None:
     """Show a timeline on a chapter's page, as text, or in a notebook as a picture."""
     text = f"{summary(timeline, unit)}\n{schedule_chart(timeline, width=page.columns - 10)}"
-    page.show(text, lambda: picture(timeline, unit=unit))
+    page.show(text, lambda: schedule_svg(timeline, unit=unit))
 
 
-def picture(*timelines: Timeline, unit: str = "") -> str:
+def schedule_svg(*timelines: Timeline, unit: str = "") -> str:
     """Return timelines below each other as an SVG."""
     return svg.time_lines([(summary(each, unit), bars_of(each)) for each in timelines], COLOURS, unit)
 
 
 def save_schedule(file: str | Path, *timelines: Timeline, unit: str = "") -> None:
     """Draw timelines below each other into a file.svg."""
-    Path(file).write_text(picture(*timelines, unit=unit), encoding="utf-8")
+    Path(file).write_text(schedule_svg(*timelines, unit=unit), encoding="utf-8")
 
 
 def write_chrome(file: str | Path, *timelines: Timeline, seconds: float = 1.0) -> None:
