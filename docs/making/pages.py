@@ -24,7 +24,7 @@ def write_all(root: Path, notebooks) -> None:
     (docs / "errata.md").write_text(errata(notebooks))
     mesh = AbstractMesh({"X": 2, "Y": 2})
     title = "FSDP with tensor parallelism, forward, on X=2,Y=2"
-    (docs / "static" / "fsdp_tp.svg").write_text(svg.listing(frames_of_strategy(fsdp_tp, mesh)["forward"], mesh, title))
+    (docs / "static" / "fsdp_tp.svg").write_text(svg.played(frames_of_strategy(fsdp_tp, mesh)["forward"], mesh, title))
     (docs / "notation.md").write_text("```{include} ../notation.md\n:relative-docs: docs/\n```\n")
 
 

@@ -131,6 +131,6 @@ def main(argv: "list[str] | None" = None) -> int:
             continue
         path = Path(args.plot)
         path = path.with_stem(f"{path.stem}-{name}") if len(found) > 1 else path
-        path.write_text(svg.listing(frames, mesh, title), encoding="utf-8")
+        path.write_text(svg.played(frames, mesh, title), encoding="utf-8")
         print(f"wrote {path}")
     return 0

@@ -58,7 +58,7 @@ def frames_of(lines: Iterable[object], given: Iterable[Spec] = ()) -> list[LineF
     return frames
 
 
-def still(spec: "str | Spec") -> LineFrame:
+def one_type(spec: "str | Spec") -> LineFrame:
     """Return the frame of one type alone."""
     return LineFrame("", (parse(spec),), None, (), {})
 
@@ -158,7 +158,7 @@ def text(frames: Sequence[LineFrame], mesh) -> str:
 
 def device_grids(spec: "str | Spec", mesh) -> str:
     """Return one type, and below it what each device holds of the array."""
-    frame = still(spec)
+    frame = one_type(spec)
     return "\n".join(map(str.rstrip, _picture(Drawing([frame], mesh), frame.read[0])))
 
 

@@ -12,7 +12,7 @@ from html import escape
 
 from scaling.show.bars import TimeLine, end_of, rows_of
 from scaling.show.charts import tick_label, ticks
-from scaling.show.frames import Drawing, LineFrame, numbered, still
+from scaling.show.frames import Drawing, LineFrame, numbered, one_type
 from scaling.spec import Spec
 
 LARGE, SMALL = 52, 24  # the side of a device in the frame's line, and in the row of all arrays below it
@@ -45,7 +45,7 @@ def document(parts: Iterable[str], width: float, height: float, title: str = "",
     )
 
 
-def listing(frames: Sequence[LineFrame], mesh, title: str = "", only: int | None = None) -> str:
+def played(frames: Sequence[LineFrame], mesh, title: str = "", only: int | None = None) -> str:
     """Return an SVG that shows the frames in turn, or `only` one of them, by its number from 0."""
     drawing = Drawing(frames, mesh)
     pictures = [_Picture(drawing, numbered(number, frames), frame) for number, frame in enumerate(frames)]
@@ -71,7 +71,7 @@ def types(specs: Iterable["str | Spec"], mesh) -> str:
         ShardingError: The mesh is too large to be drawn, or lacks an axis.
     """
     parts, x, y, width, height = list[str](), 0.0, 0.0, 0.0, 0.0
-    for frame in map(still, specs):
+    for frame in map(one_type, specs):
         picture = _Picture(Drawing([frame], mesh), "", frame)
         if x and x + picture.width > WIDE:
             x, y = 0.0, height + GAP
@@ -117,7 +117,7 @@ def player(frames: Sequence[LineFrame], mesh, title: str = "") -> str:
         "f.style.animation = 'none'; f.style.visibility = i == this.value ? 'visible' : 'hidden'})"
     )
     slider = f'<input type="range" min="0" max="{len(frames) - 1}" value="0" style="width:320px" aria-label="line"'
-    picture = f'{listing(frames, mesh, title)}<br>{slider} oninput="{escape(show)}">'
+    picture = f'{played(frames, mesh, title)}<br>{slider} oninput="{escape(show)}">'
     return f'<div style="overflow-x:auto">{picture}<p><small>{LEGEND}</small></p></div>'
 
 

@@ -106,7 +106,7 @@ def test_a_chapters_frames_are_its_typed_lines_in_order(chapter):
 def test_an_svg_plays_each_frame_and_a_slider_stops_it(tmp_path, capsys):
     mesh = AbstractMesh({"X": 2, "Y": 2})
     frames = frames_of_strategy(fsdp_tp, mesh)["forward"]
-    tree = ElementTree.fromstring(svg.listing(frames, mesh, "a < b"))
+    tree = ElementTree.fromstring(svg.played(frames, mesh, "a < b"))
     groups = [each for each in tree.iter("{http://www.w3.org/2000/svg}g") if "line" in each.get("class", "")]
     assert len(groups) == len(frames) == 7
     width, height = float(tree.get("width", 0)), float(tree.get("height", 0))
@@ -131,10 +131,10 @@ def test_sums_that_are_not_complete_are_hatched_and_moves_are_lines_between_neig
         reduce_scatter("y[B, F] {U_X} -> y[B_X, F]", y, mesh)
     frames = frames_of(log.events)
     assert (
-        svg.listing(frames, mesh, only=0).count("url(#partial)") == 2 * 3 * 3
+        svg.played(frames, mesh, only=0).count("url(#partial)") == 2 * 3 * 3
     )  # large and small, on each device each block
-    assert svg.listing(frames, mesh, only=1).count("<line x1") == 2
-    assert "<line x1" not in svg.listing(frames, mesh, only=0)
+    assert svg.played(frames, mesh, only=1).count("<line x1") == 2
+    assert "<line x1" not in svg.played(frames, mesh, only=0)
 
 
 MESH = AbstractMesh({"X": 2})
