@@ -27,7 +27,7 @@ SAME = {  # what the public functions of one name have in common: their names
         "evaluate meshes plans simulate step",
     "a command and its parts; it is run": "arguments main run",
     "an array by its line, and a model's params to int8": "quantize",
-    "results, written: as JSON, text, a table, a picture, a file": "as_dict draw figure load save table text",
+    "results, written: as JSON, text, a table, a picture, a file": "as_dict draw load save table text",
 }  # fmt: skip
 LISTED = {  # names that several packages list: why
     "all_gather": "in shard_map as JAX spells it",
