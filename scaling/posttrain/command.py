@@ -41,7 +41,9 @@ def arguments(argv=None) -> argparse.Namespace:
     """Read the options."""
     parser = Parser(prog="python -m scaling.posttrain", description=(__doc__ or "").partition(": ")[2])
     parser.add_argument("--model", required=True, help=HELP)
-    parser.add_argument("--prompts", required=True, type=Path, help='.jsonl of {"prompt": ...}, or a prompt a line')
+    parser.add_argument(
+        "--prompts", required=True, type=Path, help='.jsonl of {"prompt": ...} or {"messages": ...}, or a prompt a line'
+    )
     parser.add_argument("--reward", required=True, help="FILE.py with def score(prompt, answer, row), or FILE.py:NAME")
     parser.add_argument("--tokenizer", help="bytes, a tokenizer.json, or a folder with one (default: the model's own)")
     parser.add_argument("--out", default="run", help="folder of checkpoints and metrics.jsonl (default run)")

@@ -1,13 +1,13 @@
 """Read prompts from a file, and score the model's answers by a function in a Python file.
 
-A line of a .jsonl file is an object with a "prompt" and any other keys that the reward function needs. A line of any
-other file is a prompt. A reward file has a function `score(prompt, answer, row)`, which gets two texts and the line's
+A line of a .jsonl file is an object with a "prompt", a text or messages, or with "messages", which the tokenizer's chat
+template writes up to where the answer begins; it has any other keys that the reward function needs. A line of any other
+file is a prompt. A reward file has a function `score(prompt, answer, row)`, which gets two texts and the line's
 object and returns a number.
 """
 
 import hashlib
 import importlib.util
-import json
 import math
 import traceback
 from collections.abc import Callable, Sequence
@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 
 from scaling.models.text import Tokenizer
 from scaling.train.batches import epoch_order
+from scaling.train.documents import ASSISTANT, Reader, parsed, template_variables
 
 
 class Late(Exception):
@@ -41,28 +42,52 @@ def read_prompts(path: Path, by: Tokenizer, longest: int) -> list[Prompt]:
     """
     if not path.is_file():
         raise ValueError(f"{path}: no such file\n  fix: give a .jsonl file with a prompt in each line, or a text")
-    found = []
-    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+    found, reader = [], Reader(by)
+    try:
+        lines = path.read_text(encoding="utf-8").split("\n")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path}: not UTF-8: {error}\n  fix: convert it") from None
+    for number, line in enumerate(lines, 1):
         if not line.strip():
             continue
         where, row = f"{path}:{number}", {"prompt": line}
-        if path.suffix == ".jsonl":
-            try:
-                row = json.loads(line)
-            except json.JSONDecodeError as error:
-                raise ValueError(f"{where}: is no JSON: {error}\n  fix: write an object in each line") from None
-        if not isinstance(row, dict) or not isinstance(row.get("prompt"), str) or not row["prompt"]:
-            raise ValueError(f'{where}: has no text as its "prompt"\n  fix: write {{"prompt": "..."}} in each line')
-        ids = list(by.encode(row["prompt"]))
+        try:
+            row = parsed(line) if path.suffix == ".jsonl" else row
+            text, ids = encoded(row, reader)
+        except ValueError as error:
+            raise ValueError(f"{where}: {error}") from None
         if not 0 < len(ids) <= longest:
             raise ValueError(
                 f"{where}: the prompt has {len(ids)} tokens\n  rule: a prompt is never cut, and with the answer has at "
                 f"most --seq tokens\n  fix: give a greater --seq or a smaller --max-new-tokens: {longest} are left"
             )
-        found.append(Prompt(where, row["prompt"], ids, row))
+        found.append(Prompt(where, text, ids, row))
     if not found:
         raise ValueError(f"{path}: has no prompt\n  fix: write at least one line")
     return found
+
+
+def encoded(row: Any, reader: Reader) -> tuple[str, list[int]]:
+    """Return the text of a row's prompt and its ids, up to where the answer begins.
+
+    A text gets the tokens that the tokenizer puts around a text. The chat template writes them around messages.
+
+    Raises:
+        ValueError: The row has neither a text nor messages, or the messages cannot be answered.
+    """
+    match row:
+        case {"prompt": str(text)} if text:
+            return text, list(reader.by.encode(text, special=True))
+        case {"prompt": [_, *_] as messages} | {"messages": [_, *_] as messages}:
+            if reader.template is None:
+                raise ValueError('messages, but the tokenizer has no chat template\n  fix: give a text as "prompt"')
+            text = reader.template.render(messages, add_generation_prompt=True, **template_variables(row))
+            if messages[-1].get("role") == ASSISTANT:
+                fix = "leave the answer out, or give it to the reward function under another key"
+                raise ValueError(f"the last message is the assistant's, so nothing is asked\n  fix: {fix}")
+            return text, list(reader.by.encode(text))
+    fix = 'write {"prompt": "..."} or {"messages": [...]} in each line'
+    raise ValueError(f"has neither a text nor messages as its prompt\n  fix: {fix}")
 
 
 def prompts_of_step(prompts: Sequence[Prompt], seed: int, step: int, count: int) -> list[Prompt]:

@@ -96,13 +96,7 @@ class Reader:
             case {"prompt": str(prompt), "completion": str(completion)}:
                 return self.joined([(prompt, False), (completion, True)])
             case {"messages": [_, *_] as messages}:
-                given = {name: record[name] for name in ("tools", "documents") if record.get(name) is not None}
-                more = record.get("chat_template_kwargs") or {}
-                of_type("chat_template_kwargs", more, dict)
-                if taken := RESERVED & more.keys():
-                    fix = "leave it out: it is no variable of a template, or the line itself says it"
-                    raise ValueError(f"chat_template_kwargs has {min(taken)!r}\n  fix: {fix}")
-                return self.chat(messages, given | more)
+                return self.chat(messages, template_variables(record))
         raise ValueError(
             'a line is {"text"}, {"prompt", "completion"} or {"messages": [...]}'
             "\n  fix: write each line in one of these ways"
@@ -162,6 +156,21 @@ class Reader:
                 ids.append(self.end)
             lengths.append(len(ids) - before)
         return Document(numpy.array(ids, numpy.uint32), numpy.repeat([counts for _, counts in parts], lengths))
+
+
+def template_variables(record: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the variables that a record with messages has for the chat template.
+
+    Raises:
+        ValueError: A name of `chat_template_kwargs` is reserved.
+    """
+    given = {name: record[name] for name in ("tools", "documents") if record.get(name) is not None}
+    more = record.get("chat_template_kwargs") or {}
+    of_type("chat_template_kwargs", more, dict)
+    if taken := RESERVED & more.keys():
+        fix = "leave it out: it is no variable of a template, or the line itself says it"
+        raise ValueError(f"chat_template_kwargs has {min(taken)!r}\n  fix: {fix}")
+    return given | more
 
 
 def is_learned(message: Any) -> bool:

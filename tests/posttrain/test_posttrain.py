@@ -143,8 +143,11 @@ WRONG = {
     "--reward reward.py:broken": "raised ZeroDivisionError at reward.py:6: division by zero",
     "--reward reward.py:nan": "the reward of prompts.jsonl:",
     "--reward reward.py:slow --reward-seconds 0.05": "took longer than 0.05 seconds",
-    "--prompts bad.jsonl": "bad.jsonl:2: is no JSON",
-    "--prompts odd.jsonl": 'odd.jsonl:1: has no text as its "prompt"',
+    "--prompts bad.jsonl": "bad.jsonl:2: Expecting ':' delimiter",
+    "--prompts odd.jsonl": "odd.jsonl:1: has neither a text nor messages as its prompt",
+    "--prompts chat.jsonl": "chat.jsonl:1: messages, but the tokenizer has no chat template",
+    "--prompts latin.jsonl": "latin.jsonl: not UTF-8",
+    "--prompts half.jsonl": "half.jsonl:1: 'utf-8' codec can't encode",
     "--prompts empty.jsonl": "has no prompt",
     "--seq 8": "prompts.jsonl:3: the prompt has 3 tokens",
     "--train-mesh X=3": "D=16 model dims do not divide into 3 blocks",
@@ -160,6 +163,9 @@ def test_bad_input_is_refused_by_its_line(folder, capsys):
     Path("bad.jsonl").write_text('{"prompt": "a"}\n{"prompt"\n')
     Path("odd.jsonl").write_text('{"text": "a"}\n')
     Path("empty.jsonl").write_text("\n")
+    Path("chat.jsonl").write_text('{"messages": [{"role": "user", "content": "Hi"}]}\n')
+    Path("latin.jsonl").write_bytes('{"prompt": "é"}\n'.encode("latin-1"))
+    Path("half.jsonl").write_text('{"prompt": "\\ud800"}\n')
     for flags, words in WRONG.items():
         assert run(f"{STEP} --steps 1 --out run {flags}") == 1, flags
         said = capsys.readouterr().err
