@@ -123,12 +123,13 @@ def turn_heads(W: dict, Q: Tensor, K: Tensor, at: Context, rows: str = "B_PXZE")
 
 def turn_heads_backward(W: dict, dQ: Tensor, dK: Tensor, s: Values, at: Context) -> tuple[Tensor, Tensor, dict]:
     """Return (dQ, dK, the gradients of the norms' gains {U_PXECY}) of `turn_heads`, whose arguments are in `s`."""
-    (cos, sin), (Q, K), dW = at.rope, (s["Q"], s["K"]), {}
-    if at.config.qk_turned:
-        Q, K = rotate(Q, cos, sin), rotate(K, cos, sin)
-    else:
+    (cos, sin), dW = at.rope, {}
+    if not at.config.qk_turned:
         dQ, dK = rotate(dQ, cos, -sin), rotate(dK, cos, -sin)  # back by the same angle
     if "norm_Q" in W:
+        Q, K = s["Q"], s["K"]
+        if at.config.qk_turned:
+            Q, K = rotate(Q, cos, sin), rotate(K, cos, sin)
         dQ, dW["norm_Q"] = head_norm_backward(Q, W["norm_Q"], s["r_Q"], dQ, at)
         dK, dW["norm_K"] = head_norm_backward(K, W["norm_K"], s["r_K"], dK, at)
     return (rotate(dQ, cos, -sin), rotate(dK, cos, -sin), dW) if at.config.qk_turned else (dQ, dK, dW)
