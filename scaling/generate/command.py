@@ -60,7 +60,7 @@ def run(mesh, what: Served, args, prompt: list[int], how: Sampling) -> None:
     params, own = what.loaded(mesh)
     first, tokenizer, ends = mesh.rank == 0, what.tokenizer, what.ends
     if args.score:
-        logprobs = score(params, [prompt], what.config, mesh=own["mesh"], form=what.form)[0]
+        logprobs = score(params, [prompt], what.config, mesh=own["mesh"], dtype=own["dtype"], form=what.form)[0]
         if first:
             scored = [Token(0, id, p) for id, p in zip(prompt[1:], logprobs, strict=True)]
             print("\n".join([*_table(scored, tokenizer), _summary(logprobs)]))

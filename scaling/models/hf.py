@@ -59,10 +59,12 @@ def load_sharded(
     device: "torch.device | str | None" = None,
     *,
     places: Places = IN_ORDER,
+    stored: dict | None = None,
 ) -> tuple[Config, dict]:
     """Read (config, params) as `load` does, but only this rank's shards by `specs` (None: whole params).
 
-    The rest of the files is not read. `places` is as in `models.transformer.init`.
+    The rest of the files is not read. `places` is as in `models.transformer.init`. `stored` is a tree like the params
+    of functions, by which each leaf is stored as soon as it is read (`serve.weights.quantizers`).
     """
     folder = Path(folder)
     config = _config(folder)
@@ -89,7 +91,9 @@ def load_sharded(
 
     types = tree.map(parse, whole if specs is None else specs)
     tree.paired(types, whole, "specs")  # refuses specs of another structure
-    return config, tree.map(leaf, types, layouts, dtypes)
+    if stored is None:
+        return config, tree.map(leaf, types, layouts, dtypes)
+    return config, tree.map(lambda store, *read: store(leaf(*read)), stored, types, layouts, dtypes)
 
 
 def save(folder: "str | Path", config: Config, params: dict) -> None:

@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from scaling import tree
 from scaling.collectives import all_reduce, einsum
 from scaling.configs import Config
 from scaling.mesh import AbstractMesh
@@ -158,12 +159,10 @@ def seen_heads(W: dict, at: Context) -> dict:
 
 
 def own_heads(W: Any, at: Context) -> Any:
-    """Return the KV heads W[.., K, H] that this rank's query heads see. An int8 weight is a dict of arrays."""
-    if isinstance(W, dict):
-        return {name: own_heads(part, at) for name, part in W.items()}
+    """Return the KV heads W[.., K, H] that this rank's query heads see; of an array with scales, of each part."""
     N = at.config.N // at.mesh.sizes["Y"]
     first = at.mesh.coord["Y"] * N // at.config.G
-    return W.narrow(-2, first, max(1, N // at.config.G))
+    return tree.map(lambda part: part.narrow(-2, first, max(1, N // at.config.G)) if part.dim() > 1 else part, W)
 
 
 def attend_heads(W: dict, values: Values, at: Context) -> Values:

@@ -18,6 +18,7 @@ from scaling.spec import parse
 AXES = ("P", "Z", "X", "C", "Y", "E")  # of a training mesh
 SCALINGS = ("linear", "llama3", "yarn")  # of rotary frequencies: `models.rope`
 STACKS = ("dense", "linear", "layers", "lora")  # trees of leaves that are stacked over layers
+STACKED = ("L", "G", "l")  # dims that count layers: all or those after the dense ones, dense ones, linear ones
 KV_HEADS = ("W_K", "W_V", "b_K", "b_V")  # leaves[.., K_Y, H]: without Y where |Y| does not divide K
 Named = tuple[str, str]  # a tensor of Hugging Face's, and its dims: "NH, D" is two dims, and the first merges N and H
 

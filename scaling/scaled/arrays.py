@@ -6,10 +6,12 @@ is refused.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
+import optree
 import torch
+from optree.registry import __GLOBAL_NAMESPACE as GLOBAL_NAMESPACE
 from torch import Tensor
 
 from scaling import trace
@@ -33,7 +35,8 @@ class Scaled:
         s: Their scales.
         t: The scale of the whole array, if the format has one.
         format: The format.
-        shared: The positions of the dims along which values share a scale.
+        shared: The positions of the dims along which values share a scale, counted from the last, which is -1. So they
+            stay when the array is one layer of a stack of arrays.
         dtype: The dtype of the array that was quantized, which products and dequantize return.
     """
 
@@ -65,9 +68,9 @@ class Scaled:
 
     def check(self, spec: Spec, line: Any) -> tuple[Spec, ...]:
         """Return the types of the parts. Raise a ShardingError unless the array is of this type."""
-        shared = tuple(map(spec.index, spec.scaled))
+        shared = shared_positions(spec)
         if self.shared != shared or len(spec.dims) != self.q.dim():
-            dims = ", ".join(map(str, self.shared))
+            dims = ", ".join(str(i % self.q.dim()) for i in self.shared)
             refuse(line, f"the array shares scales along dims {dims} of {self.q.dim()}, and {spec} says otherwise",
                    "scales along one dim do not follow from those along another",
                    "write the {Q_...} by which it was quantized, or quantize it again")  # fmt: skip
@@ -100,6 +103,29 @@ class Scaled:
     def multiplied(self, line: str, a: Any, b: Any, out: Tensor | None, add: bool, defer: bool) -> Any:
         """Return the product of a line, of which at least one operand has scales (`scaling.collectives.einsum`)."""
         return Pending((), lambda: product(line, a, b)) if defer else product(line, a, b, out, add)
+
+
+@dataclass(frozen=True)
+class ScaledNode:
+    """What a tree's structure keeps of an array with scales; arrays of other dtypes have the same structure."""
+
+    format: Format
+    shared: tuple[int, ...]
+    dtype: torch.dtype = field(compare=False)
+
+
+def _flattened(x: Scaled) -> tuple:
+    return x.parts, ScaledNode(x.format, x.shared, x.dtype), "qst"[: len(x.parts)]
+
+
+def _unflattened(kind: Any, parts: Sequence[Any]) -> Scaled:
+    q, s, *t = parts
+    return Scaled(q, s, t[0] if t else None, kind.format, kind.shared, kind.dtype)
+
+
+# Trees of arrays with scales are sharded, unstacked and moved as any others: the parts are their leaves.
+register: Any = optree.register_pytree_node
+register(Scaled, _flattened, _unflattened, path_entry_type=optree.GetAttrEntry, namespace=GLOBAL_NAMESPACE)
 
 
 def quantize(
@@ -140,7 +166,7 @@ def quantize(
         return _parts(x.to(torch.float32), spec, f, mesh, amax_of, noise)
 
     q, s, *t = _judged(line, mesh, [x], [replace(spec, scaled=())], parts, run)
-    return Scaled(q, s, t[0] if t else None, f, tuple(map(spec.index, spec.scaled)), x.dtype)
+    return Scaled(q, s, t[0] if t else None, f, shared_positions(spec), x.dtype)
 
 
 def _parts(x: Tensor, spec: Spec, f: Format, mesh, amax_of: Tensor | None, noise: Tensor | None) -> list[Tensor]:
@@ -152,7 +178,7 @@ def _parts(x: Tensor, spec: Spec, f: Format, mesh, amax_of: Tensor | None, noise
         amax = all_reduce(f"{held} -> {held.with_unreduced(())}", amax, mesh, op="max")
     t = outer_scale(amax) if of_t else None
     s, inverse = scales_of(amax if t is None else shared_amax(x, spec, of_s), f, t)
-    y, last = x * spread(inverse, of_s, spec, x), spec.index(spec.scaled[-1])
+    y, last = x * spread(inverse, blocks_along(x.dim(), shared_positions(spec), f), x), spec.index(spec.scaled[-1])
     if f.per_byte == 1:
         q = rounded(y, f, noise)
     else:
@@ -168,19 +194,23 @@ def dequantize(line: str, x: Any, mesh) -> Tensor:
     if not isinstance(x, Scaled):
         refuse(f"dequantize: {line}", f"the operand is a {type(x).__name__}", "{Q}: values and scales", "quantize it")
     parts = x.check(spec, f"dequantize: {line}")
-    return _judged(line, mesh, x.parts, parts, [replace(spec, scaled=())], lambda *own: [wide(x.of(own), spec)])[0].to(
+    return _judged(line, mesh, x.parts, parts, [replace(spec, scaled=())], lambda *own: [wide(x.of(own))])[0].to(
         x.dtype
     )
 
 
-def wide(x: Scaled, spec: Spec) -> Tensor:
+def shared_positions(spec: Spec) -> tuple[int, ...]:
+    """Return the positions of the dims along which values share a scale, counted from the last dim."""
+    return tuple(spec.index(dim) - len(spec.dims) for dim in spec.scaled)
+
+
+def wide(x: Scaled) -> Tensor:
     """Return the values times their scales in float32, or in float64 for an array of it."""
-    last, f = spec.index(spec.scaled[-1]), x.format
+    last, f, dims = x.shared[-1], x.format, x.q.dim()
     y = widened(x.q, f) if f.per_byte == 1 else widened(x.q.movedim(last, -1), f).movedim(-1, last)
     y = y.to(torch.promote_types(x.dtype, torch.float32))
-    for part, own in zip(x.parts[1:], spec.parts(f)[1:], strict=True):
-        y = y * spread(part.to(torch.float32).to(y.dtype), own, spec, y)
-    return y
+    y = y * spread(x.s.to(torch.float32).to(y.dtype), blocks_along(dims, x.shared, f), y)
+    return y if x.t is None else y * x.t.to(y.dtype)
 
 
 def product(line: str, a: Any, b: Any, out: Tensor | None = None, add: bool = False) -> Tensor:
@@ -206,10 +236,10 @@ def product(line: str, a: Any, b: Any, out: Tensor | None = None, add: bool = Fa
         if has_kernel(*given):
             return [by_kernel(typed, *given)]
         own, wides = [*xs], []
-        for x, spec in zip(given, typed.operands, strict=True):
+        for x in given:
             n = len(x.parts) if isinstance(x, Scaled) else 1
             mine, own = own[:n], own[n:]
-            wides.append(wide(x.of(mine), spec) if isinstance(x, Scaled) else mine[0])
+            wides.append(wide(x.of(mine)) if isinstance(x, Scaled) else mine[0])
         dtype = wides[0].dtype if len(wides) == 1 else torch.promote_types(wides[0].dtype, wides[1].dtype)
         dtypes = given[0].dtype, given[-1].dtype
         return [einsum(str(plain), *(x.to(dtype) for x in wides)).to(torch.promote_types(*dtypes))]
@@ -257,14 +287,18 @@ def shared_amax(x: Tensor, spec: Spec, scale: Spec) -> Tensor:
     return y
 
 
-def spread(s: Tensor, scale: Spec, spec: Spec, like: Tensor) -> Tensor:
-    """Return the scale of each element, in a shape that broadcasts to the array's."""
-    blocks = blocks_of(scale)
-    for i, dim in enumerate(spec.dim_names):
-        if dim not in blocks:
+def blocks_along(dims: int, shared: tuple[int, ...], f: Format) -> list[int]:
+    """Return for each of so many dims how many entries share a scale; 0: all of them."""
+    return [f.block if i - dims in shared else 1 for i in range(dims)]
+
+
+def spread(s: Tensor, blocks: Sequence[int], like: Tensor) -> Tensor:
+    """Return the scale of each element, in a shape that broadcasts to the array's; `blocks` as of `blocks_along`."""
+    for i, n in enumerate(blocks):
+        if n == 0:
             s = s.unsqueeze(i)
-        elif blocks[dim] > 1:
-            s = s.repeat_interleave(blocks[dim], i, output_size=like.shape[i])
+        elif n > 1:
+            s = s.repeat_interleave(n, i, output_size=like.shape[i])
     return s
 
 

@@ -55,7 +55,7 @@ def widened(q: Tensor, f: Format) -> Tensor:
     code = torch.stack((q & 15, q >> 4), -1).flatten(-2)
     if f.values == "int4":
         return (code.view(torch.int8) << 4 >> 4).to(torch.float32)
-    return magnitudes(f.values).to(q.device, torch.float32)[(code & 7).long()] * (1 - 2 * (code >> 3).to(torch.float32))
+    return torch.tensor(FP4, device=q.device)[(code & 7).long()] * (1 - 2 * (code >> 3).to(torch.float32))
 
 
 def packed(code: Tensor) -> Tensor:

@@ -5,12 +5,12 @@ reading at `generation.generate`, which is one screen over `step.prefill` and `s
 are loaded when they are first used, because the scheduler and the simulator need no torch.
 
     types    the types of params and caches, by form
-    cache    init_cache: contiguous, in pages, int8       slots    tokens' places in it, and which they see
+    cache    init_cache: contiguous, in pages, 8 bits      slots    tokens' places in it, and which they see
     step     prefill, decode, extend
     fixed    decode steps of few shapes without host reads; capture: as CUDA graphs
     forms    one listing for each way to shard a decode step
     generation                   generate, stream, score
-    sampling, int8, handover     from logits to tokens; int8 weights; a cache moved to another mesh
+    sampling, weights, handover  from logits to tokens; weights with scales; a cache moved to another mesh
     requests                     a request as data, and read from JSON
     states, pages, scheduler     the engine's state machine, without torch
     simulate, engine             a trace of requests in time: modelled, and computed
@@ -26,10 +26,10 @@ if TYPE_CHECKING:
     from scaling.serve.cache import init_cache
     from scaling.serve.generation import generate, score, stream
     from scaling.serve.handover import move
-    from scaling.serve.int8 import quantize
     from scaling.serve.requests import Sampling
     from scaling.serve.step import decode, extend, prefill
     from scaling.serve.types import cache_specs, specs
+    from scaling.serve.weights import quantize
 
 __all__ = [
     "Sampling",
@@ -50,10 +50,10 @@ _HOMES = {  # module -> its names that are passed on here
     "scaling.serve.cache": ("init_cache",),
     "scaling.serve.generation": ("generate", "score", "stream"),
     "scaling.serve.handover": ("move",),
-    "scaling.serve.int8": ("quantize",),
     "scaling.serve.requests": ("Sampling",),
     "scaling.serve.step": ("decode", "extend", "prefill"),
     "scaling.serve.types": ("cache_specs", "specs"),
+    "scaling.serve.weights": ("quantize",),
 }
 
 __getattr__, __dir__ = lazy("scaling.serve", _HOMES)

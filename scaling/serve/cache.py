@@ -3,10 +3,10 @@
     {"KV": KV[2, L, B_Z, S, K_Y, H], "lengths": lengths[B]}                             contiguous
     {"KV": KV[2, L, P_Z, page, K_Y, H], "pages": pages[B, M], "lengths": lengths[B]}    in pages
 
-An int8 cache also has "scale"[2, L, B_Z, S, K_Y], one scale for each token and head. Latent attention's cache has
-KV[I, L, B_Z, S, J, M] with I = J = 1. `cache_specs` returns the types. A cache is data: smaller lengths roll it back,
-and other rows of pages and lengths make another batch on the same pool. `slots.Slots` finds where a call writes its new
-tokens in the cache, and which places their queries see.
+A cache in int8 or FP8 also has "scale"[2, L, B_Z, S, K_Y], one scale for each token and head. Latent attention's cache
+has KV[I, L, B_Z, S, J, M] with I = J = 1. `cache_specs` returns the types. A cache is data: smaller lengths roll it
+back, and other rows of pages and lengths make another batch on the same pool. `slots.Slots` finds where a call writes
+its new tokens in the cache, and which places their queries see.
 """
 
 from functools import lru_cache
@@ -21,8 +21,11 @@ from scaling.common.arguments import whole
 from scaling.configs import Config
 from scaling.mesh import AbstractMesh
 from scaling.models.inputs import IDS
+from scaling.scaled.rounding import rounded, scales_of
 from scaling.serve.types import ONE, ROWS, SPLIT_ROWS, cache_specs
-from scaling.spec import block_index, parse, present
+from scaling.spec import FORMATS, block_index, parse, present
+
+SCALED = {torch.int8: FORMATS["int8"], torch.float8_e4m3fn: FORMATS["fp8-row"]}  # dtypes of caches with scales
 
 
 class Share(NamedTuple):
@@ -88,8 +91,8 @@ def init_cache(
         batch: The number of rows B of all ranks.
         length: The number of tokens S that each row has room for.
         mesh: The mesh, or None for one device.
-        dtype: The dtype of keys and values. torch.int8 stores them with one scale for each token and head. None takes
-            the dtype of the params that first fill the cache; until then its zeros take no memory.
+        dtype: The dtype of keys and values. torch.int8 and torch.float8_e4m3fn store them with one scale for each token
+            and head. None takes the dtype of the params that first fill the cache; until then its zeros take no memory.
         page: If given, the cache is a pool of pages of so many tokens. The table "pages" gives each row enough of them
             for `length`.
         form: How the cache is sharded, one of `serve.types.FORMS`.
@@ -102,8 +105,8 @@ def init_cache(
     mesh = ONE if mesh is None else mesh
     if dtype is not None:
         _check_dtype(dtype)
-    int8, pages = dtype == torch.int8, 0 if page is None else -(-length // page)
-    types = cache_specs(config, mesh, form=form, page=page, int8=int8)
+    scaled, pages = dtype in SCALED, 0 if page is None else -(-length // page)
+    types = cache_specs(config, mesh, form=form, page=page, scaled=scaled)
     sizes = held_sizes(config, mesh) | {"B": batch, "S": length, "P": batch * pages, "page": page or 0}
     device = "cpu" if mesh is ONE else mesh.device
 
@@ -116,7 +119,7 @@ def init_cache(
     cache = {"KV": zeros("KV", dtype), "lengths": torch.zeros(batch, dtype=torch.int64, device=device)}
     if page is not None:
         cache["pages"] = page_table(cache["KV"], batch, pages)
-    return cache | ({"scale": zeros("scale", torch.float32)} if int8 else {})
+    return cache | ({"scale": zeros("scale", torch.float32)} if scaled else {})
 
 
 def page_table(KV: Tensor, batch: int, pages: int) -> Tensor:
@@ -126,8 +129,15 @@ def page_table(KV: Tensor, batch: int, pages: int) -> Tensor:
 
 def _check_dtype(dtype: Any) -> None:
     """Raise ValueError unless the dtype can hold keys and values."""
-    if not isinstance(dtype, torch.dtype) or not (dtype.is_floating_point or dtype == torch.int8):
-        raise ValueError(f"a cache is of floating point or int8, not {dtype}\n  fix: give torch.bfloat16, say")
+    if dtype not in tree.FLOATS and dtype not in SCALED:
+        names = ", ".join(str(each).removeprefix("torch.") for each in (*tree.FLOATS, *SCALED))
+        raise ValueError(f"a cache is of {names}, not {dtype}\n  fix: give torch.bfloat16, say")
+
+
+def with_scale(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Return x[..., H] in int8 or FP8, and scale[...] float32, one for each token and head."""
+    scale, inverse = scales_of(x.abs().amax(-1), SCALED[dtype])
+    return rounded(x.to(torch.float32) * inverse[..., None], SCALED[dtype]), scale
 
 
 def untouched(cache: dict) -> bool:
@@ -159,17 +169,16 @@ def check_cache(cache: Any, config: Config, mesh, form: str, batch: int) -> None
         raise ValueError(f"{made}: a dict of tensors KV, lengths, and perhaps pages and scale\n  fix: {fix}")
     KV, paged = cache["KV"], "pages" in cache
     _check_dtype(getattr(KV, "dtype", type(KV).__name__))
-    int8 = KV.dtype == torch.int8
-    if int8 != ("scale" in cache):
-        what = "an int8 cache without its scales" if int8 else f"scales beside a cache of {KV.dtype}"
-        raise ValueError(f"{what}: int8 needs one scale for each token and head\n  fix: keep them together")
+    if (scaled := KV.dtype in SCALED) != ("scale" in cache):
+        what = f"a cache of {KV.dtype} without its scales" if scaled else f"scales beside a cache of {KV.dtype}"
+        raise ValueError(f"{what}: int8 and FP8 need one for each token and head\n  fix: keep them together")
     for name in ("lengths", "pages")[: 1 + paged]:
         x, dims = cache[name], 1 + (name == "pages")
         if not isinstance(x, Tensor) or x.dtype not in IDS or x.dim() != dims or len(x) != batch:
             found = f"{x.dtype} {list(x.shape)}" if isinstance(x, Tensor) else type(x).__name__
             text = f"{name}[B{', M' * (dims - 1)}] are int64 of {batch} rows, as the tokens; found {found}"
             raise ValueError(f"{made}: {text}\n  fix: {fix}")
-    types = _held_types(config, tuple(mesh.sizes.items()), form, paged, int8)
+    types = _held_types(config, tuple(mesh.sizes.items()), form, paged, scaled)
     share, (rows, times) = share_of(mesh, form), KV.shape[2:4] if KV.dim() == 6 else (1, 1)
     sizes = {"B": batch, "S": times * share.shards, "P": rows * share.groups, "page": times}
     tree.check({name: cache[name] for name in types}, types, held_sizes(config, mesh) | sizes, mesh, None, "cache", fix)
@@ -178,6 +187,6 @@ def check_cache(cache: Any, config: Config, mesh, form: str, batch: int) -> None
 
 
 @lru_cache(maxsize=256)
-def _held_types(config: Config, sizes: tuple, form: str, paged: bool, int8: bool) -> dict[str, str]:
-    types = cache_specs(config, AbstractMesh(dict(sizes)), form=form, page=1 if paged else None, int8=int8)
+def _held_types(config: Config, sizes: tuple, form: str, paged: bool, scaled: bool) -> dict[str, str]:
+    types = cache_specs(config, AbstractMesh(dict(sizes)), form=form, page=1 if paged else None, scaled=scaled)
     return {name: type for name, type in types.items() if name in ("KV", "scale")}

@@ -53,6 +53,7 @@ def generate(
     proposals: int = 4,
     page: int | None = None,
     form: str = "heads",
+    dtype: torch.dtype | None = None,
     compile: Any = None,
     capture: bool = True,
 ) -> list[list[int]]:
@@ -79,6 +80,7 @@ def generate(
         proposals: How many tokens the draft proposes in a step.
         page: If given, the cache is in pages of so many tokens.
         form: How params and cache are sharded, one of `serve.types.FORMS`.
+        dtype: The dtype of the cache, as in `init_cache`.
         compile: A backend of torch.compile for decode steps, such as "inductor".
         capture: Whether to capture decode steps as CUDA graphs where that is possible (`scaling.serve.fixed`).
 
@@ -90,7 +92,7 @@ def generate(
     new: list[list[int]] = [[] for _ in rows]
     if draft is not None:  # the engine runs the draft and verifies its proposals
         options: dict[str, Any] = {"mesh": mesh, "draft": draft, "proposals": proposals, "page": page, "form": form}
-        options |= {"compile": compile, "capture": capture}
+        options |= {"dtype": dtype, "compile": compile, "capture": capture}
         for step in stream(params, prompts, config, max_new_tokens, how, seed=seed, stop=stop, **options):
             for token in step:
                 new[token.row].append(token.id)
@@ -104,7 +106,7 @@ def generate(
     filled = rows + [[0]] * (B - len(rows))  # padding rows make the batch divide over the mesh
     tokens = torch.tensor([row + [0] * (max(lengths) - len(row)) for row in filled], device=device)
     held = torch.tensor([*map(len, filled)], device=device)
-    cache, live = init_cache(config, B, S, mesh=mesh, page=page, form=form), {*range(len(rows))}
+    cache, live = init_cache(config, B, S, mesh=mesh, dtype=dtype, page=page, form=form), {*range(len(rows))}
     logits, cache = prefill(params, tokens, cache, config, mesh, lengths=held, form=form, donate=True)
     decode = Steps(params, config, cache, mesh, form, compile=compile, capture=capture)
     pages = cache["pages"].tolist() if page else ()
@@ -134,6 +136,7 @@ def stream(
     proposals: int = 4,
     page: int | None = None,
     form: str = "heads",
+    dtype: torch.dtype | None = None,
     compile: Any = None,
     capture: bool = True,
 ) -> Iterator[list[Token]]:
@@ -144,7 +147,7 @@ def stream(
         return
     options = _options(rows, max_new_tokens, config, mesh, page, form)
     options = replace(options, proposals=0 if draft is None else proposals)
-    given = {"mesh": mesh, "form": form, "compile": compile, "capture": capture}
+    given = {"mesh": mesh, "form": form, "dtype": dtype, "compile": compile, "capture": capture}
     engine = Engine(params, config, options, draft=draft, paged=page is not None, **given)
     requests = [Request(row, tuple(ids), max_new_tokens, stops, Draw(how, seeds[row])) for row, ids in enumerate(rows)]
     state, events = scheduler.initial(options), [*map(Arrive, requests)]
@@ -199,13 +202,21 @@ def _with_logprobs(given: Sequence[tuple[int, Sequence[int], Tensor]]) -> list[T
     return [Token(row, id, next(found)) for row, tokens, _ in given for id in tokens]
 
 
-def score(params: dict, texts: Sequence[Any], config: Config, *, mesh=None, form: str = "heads") -> list[list[float]]:
+def score(
+    params: dict,
+    texts: Sequence[Any],
+    config: Config,
+    *,
+    mesh=None,
+    dtype: torch.dtype | None = None,
+    form: str = "heads",
+) -> list[list[float]]:
     """Return the log-probability, in nats, of each text's tokens after its first, given the tokens before each."""
     rows = _rows("text", texts, config)
     if not rows:
         return []
     options = _options(rows, 0, config, mesh, None, form)
-    model, works = PagedModel(params, config, options, mesh, form=form, paged=False), []
+    model, works = PagedModel(params, config, options, mesh, dtype, form, paged=False), []
     for i, row in enumerate(rows):
         page, group = divmod(i, options.groups)
         works.append(Work(Request(i, tuple(row), 1), 0, tuple(row), (page,), False, group=group))

@@ -22,10 +22,14 @@ from scaling.serve.capture import why_eager, why_not
 from scaling.serve.defaults import NO_DEFAULTS, ModelDefaults, defaults_of
 from scaling.serve.engine import check_draft
 from scaling.serve.types import FORMS, check_mesh, specs
+from scaling.serve.weights import quantize, quantizers
+from scaling.spec import FORMATS
 from scaling.spec.sizes import parse_mesh
 from scaling.train.export import params_of_run
 
 DTYPES = {"fp32": torch.float32, "fp64": torch.float64, "bf16": torch.bfloat16}
+CACHES = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}  # of 8 bits, with scales
+WEIGHTS = [name for name, each in FORMATS.items() if not each.whole and not name.endswith("e5m2")]
 
 
 def add_model(parser: Parser) -> None:
@@ -37,6 +41,8 @@ def add_model(parser: Parser) -> None:
     )
     parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"), help="device of the ranks (default cpu)")
     parser.add_argument("--dtype", default="fp32", choices=[*DTYPES], help="dtype of params and cache (default fp32)")
+    parser.add_argument("--weights", choices=WEIGHTS, help="store matrices in this format, with scales")
+    parser.add_argument("--cache", choices=[*CACHES], help="store keys and values in 8 bits, with scales")
     parser.add_argument("--memory", type=integer(1, 1 << 62), help="bytes a rank may take (default: what is free)")
     parser.add_argument("--draft", metavar="MODEL", help='a smaller model that proposes tokens, or "ngram"')
     parser.add_argument("--proposals", type=integer(1, 64), default=4, help="tokens a draft proposes (default 4)")
@@ -55,7 +61,8 @@ class Served:
 
     `draft` is another model or "ngram". `memory`: bytes that each rank may take. `ends`: the ids that end a text.
     `defaults`: the model's sampling, for requests that do not say how their tokens are drawn. `compile`, `capture`:
-    whether to compile, or to capture, decode steps.
+    whether to compile, or to capture, decode steps. `weights`: the format of the model's matrices; `cache`: the dtype
+    of caches. Without them, they are in `dtype`.
     """
 
     model: Source
@@ -70,6 +77,8 @@ class Served:
     defaults: ModelDefaults = NO_DEFAULTS
     compile: bool = False
     capture: bool = True
+    weights: str | None = None
+    cache: torch.dtype | None = None
 
     @property
     def config(self) -> Config:
@@ -86,11 +95,13 @@ class Served:
         found = 0
         for source in (self.model, self.draft):
             if isinstance(source, Source):
-                config, types = source.config, specs(source.config, self.mesh, form=self.form)
-                rows, places = divisible(batch, length, self.form, self.mesh)
-                cache = init_cache(config, rows, places, mesh=self.mesh, dtype=self.dtype, form=self.form)
-                whole = transformer.init(config, 0, self.dtype, "meta")
-                found += tree.nbytes(tree.shard(whole, types, self.mesh)) + cache["KV"].nbytes
+                config, (rows, places) = source.config, divisible(batch, length, self.form, self.mesh)
+                dtype, given = self.cache or self.dtype, {"mesh": self.mesh, "form": self.form}
+                cache = init_cache(config, rows, places, dtype=dtype, **given)
+                params = tree.shard(transformer.init(config, 0, self.dtype, "meta"), specs(config, **given), self.mesh)
+                if self.weights and source is self.model:
+                    params = quantize(params, config, self.weights, **given)
+                found += tree.nbytes(params) + sum(cache[name].nbytes for name in ("KV", "scale") if name in cache)
         return found
 
     def length_that_fits(self, batch: int) -> int:
@@ -124,7 +135,8 @@ class Served:
         """Return (this rank's params, the options of `generate` and the engine); only this rank's part is read."""
         draft = (self.draft.config, self._params(self.draft, mesh)) if isinstance(self.draft, Source) else self.draft
         own = {"mesh": mesh if mesh.size() > 1 else None, "form": self.form, "draft": draft, "capture": self.capture}
-        params = self._params(self.model, mesh)
+        own |= {"dtype": self.cache}
+        params = self._params(self.model, mesh, self.weights)
         asked = {"compiled": self.compile and why_eager(self.config)}
         asked["captured"] = self.capture and self.device == "cuda" and why_not(self.config, mesh, params["norm"].device)
         for what, why in asked.items():
@@ -132,12 +144,13 @@ class Served:
                 complain(f"decode steps are not {what}: {why}")
         return params, own | {"compile": "inductor" if self.compile else None}
 
-    def _params(self, source: Source, mesh) -> dict:
+    def _params(self, source: Source, mesh, format: str | None = None) -> dict:
         types = specs(source.config, mesh, form=self.form)
-        if source.is_run:
-            params = params_of_run(Path(source.folder), source.config, types, mesh)
-            return tree.map(lambda p: p.to(self.dtype), params)
-        return hf.load_sharded(source.folder, types, mesh, self.dtype)[1]
+        stored = quantizers(source.config, format, mesh, self.form) if format else None
+        if not source.is_run:
+            return hf.load_sharded(source.folder, types, mesh, self.dtype, stored=stored)[1]
+        params = tree.map(lambda p: p.to(self.dtype), params_of_run(Path(source.folder), source.config, types, mesh))
+        return tree.map(lambda store, p: store(p), stored, params) if stored else params
 
 
 def served_by(args: argparse.Namespace) -> Served:
@@ -157,7 +170,7 @@ def served_by(args: argparse.Namespace) -> Served:
         complain(note)
     return Served(
         model, sizes, DTYPES[args.dtype], args.form, memory, args.device, draft, tokenizer, ends, defaults,
-        args.compile, not args.no_capture,
+        args.compile, not args.no_capture, args.weights, CACHES.get(args.cache),
     )  # fmt: skip
 
 

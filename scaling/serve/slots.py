@@ -13,8 +13,7 @@ from torch import Tensor
 
 from scaling.configs import Config
 from scaling.models.attention import attend_scores, visible
-from scaling.serve.cache import Share
-from scaling.serve.int8 import quantized
+from scaling.serve.cache import Share, with_scale
 
 Keys = slice | tuple[Tensor, Tensor]  # places of all rows, or two indices of a layer's KV
 
@@ -109,8 +108,8 @@ class Slots:
         """Write layer l's keys and values [B_Z, T, K_Y, H] of the new tokens, or their latents, to the cache."""
         for i, x in enumerate(new):
             if "scale" in self.cache:
-                x, scale = quantized(x)
-                self._write(self.cache["scale"][i][l], scale[..., 0])
+                x, scale = with_scale(x, self.cache["KV"][i][l].dtype)
+                self._write(self.cache["scale"][i][l], scale)
             self._write(self.cache["KV"][i][l], x)
 
     def _write(self, whole: Tensor, x: Tensor) -> None:

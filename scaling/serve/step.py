@@ -26,12 +26,14 @@ from scaling.models.leaves import STACKS
 from scaling.models.pointwise import soft_cap
 from scaling.models.rope import layer_tables
 from scaling.models.transformer import all_layers
+from scaling.scaled import Scaled
 from scaling.serve.cache import capacity, check_cache, share_of, writable
 from scaling.serve.forms import experts, heads, heads_batch, latent, sequence, weights_2d
-from scaling.serve.int8 import floats
 from scaling.serve.requests import longest_text
 from scaling.serve.slots import Extent, Slots
 from scaling.serve.types import ONE, SPLIT_ROWS, specs
+from scaling.serve.weights import floats
+from scaling.spec import Format
 
 LISTINGS: dict[str, tuple[Any, Callable]] = {  # (the module with embed, mlp and head, the function attention)
     "heads": (heads, heads.attention),
@@ -164,14 +166,14 @@ def logits_of(
     params, ropes = used_gains(params, config), layer_tables(config, positions, dtype, places)
     at = Context(config, mesh, ropes, slots.attend, slots=slots, vjp=undifferentiated)
     params = params | {stack: seen_heads(params[stack], at) for stack in STACKS if stack in params}
-    int8 = isinstance(params["embed"], dict)
-    ends = {name: floats(params[name], dtype) for name in set(params) - {*STACKS}} if int8 else params
+    stored = isinstance(params["embed"], Scaled)
+    ends = {name: floats(params[name], dtype) for name in set(params) - {*STACKS}} if stored else params
     tokens = tokens[slots.rows] if form in SPLIT_ROWS else tokens
     x = listing.embed(*looked_up(ends["embed"], tokens if own is None else tokens[:, own], share.block), at)
     x = scale_by(x, config.embed_scale)
     with kernels(x.device):
         for l, W in enumerate(all_layers(params, config)):
-            W = floats(W, dtype) if int8 else W
+            W = floats(W, dtype) if stored else W
             Attn = listing.normed_result(W, "norm_attn_out", attention(W, x, at._replace(rope=ropes[l]), l), at)
             mid = x + scale_by(Attn, scale)
             Out = listing.mlp(read_norms(W), x, at) if config.parallel else listing.mlp(W, mid, at)
@@ -252,11 +254,11 @@ def check_served(params: Any, config: Config, mesh, form: str) -> None:
             f"{config.name}: experts with a capacity drop tokens depending on what else is in the batch\n"
             "  fix: serve config.with_(capacity=None)"
         )
-    int8 = isinstance(params, dict) and isinstance(params.get("embed"), dict)
-    types = _types(config, tuple(mesh.sizes.items()), form, int8)
-    sizes = config.sizes | {"I": 1, "J": 1}  # of the scales of int8
-    tree.check(params, types, sizes, mesh, fix="tree.shard(params, serve.specs(config, mesh, form=...), mesh)")
-    if not int8:
+    embed = params.get("embed") if isinstance(params, dict) else None
+    stored = embed.format if isinstance(embed, Scaled) else None
+    types = _types(config, tuple(mesh.sizes.items()), form, stored)
+    tree.check(params, types, config.sizes, mesh, fix="tree.shard(params, serve.specs(config, mesh, form=...), mesh)")
+    if stored is None:
         tree.check_floats(params)
 
 
@@ -282,8 +284,8 @@ def check_room(held: Sequence[int], new: Sequence[int], T: int, room: int, least
 
 
 @lru_cache(maxsize=256)
-def _types(config: Config, sizes: tuple, form: str, int8: bool) -> dict:
-    return specs(config, AbstractMesh(dict(sizes)), form=form, int8=int8)
+def _types(config: Config, sizes: tuple, form: str, stored: Format | None) -> dict:
+    return specs(config, AbstractMesh(dict(sizes)), form=form, format=stored)
 
 
 def check_pages(cache: dict, after: Tensor, groups: int) -> None:

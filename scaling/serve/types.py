@@ -5,12 +5,16 @@ pipeline. Weights stay, and activations move. The table `scaling.models.leaves` 
 which is the form "2d"; the other forms leave axes out.
 """
 
+from dataclasses import replace
+from typing import Any
+
 from scaling import tree
 from scaling.configs import Config
 from scaling.models.layer import ONE as ONE
-from scaling.models.leaves import KV_HEADS, Leaf, check_computed, types_of, without
-from scaling.serve.int8 import quantized_spec, summed_dims
-from scaling.spec import ShardingError, parse, present
+from scaling.models.leaves import KV_HEADS, STACKED, Leaf, check_computed, types_of, without
+from scaling.scaled import Scaled
+from scaling.scaled.arrays import shared_positions
+from scaling.spec import Format, ShardingError, Spec, format_of, parse, present
 from scaling.strategies.transformer.types import check_divided
 
 AXES = {
@@ -32,7 +36,7 @@ FORMS = tuple(AXES)
 SPLIT_ROWS = ("heads", "experts")  # x[B_E, T, D] between the blocks is split like the cache
 
 
-def specs(config: Config, mesh=None, *, form: str = "heads", int8: bool = False) -> dict:
+def specs(config: Config, mesh=None, *, form: str = "heads", format: "str | Format | None" = None) -> dict:
     """Return the types of the params, as a tree like those of `models.transformer`; `tree.shard` takes them.
 
     - heads: N, F and V over Y. Along Z the weights are replicas, except experts, which are split over E, or over Z if
@@ -47,7 +51,7 @@ def specs(config: Config, mesh=None, *, form: str = "heads", int8: bool = False)
         config: The model.
         mesh: The mesh; one device if None.
         form: The form of decoding.
-        int8: Whether the params were made by `quantize`.
+        format: The format of params that were made by `quantize`: their matrices are typed as their parts.
 
     Raises:
         ShardingError: The form does not use an axis, or a dim does not divide.
@@ -64,7 +68,40 @@ def specs(config: Config, mesh=None, *, form: str = "heads", int8: bool = False)
         return str(present(spec.with_axes("E", experts_axis(mesh, form)) if spec.axes_of("E") else spec, mesh))
 
     types = types_of(config, one)
-    return tree.map(quantized_spec, types_of(config, summed_dims), types) if int8 else types
+    if format is None:
+        return types
+    f = format_of(format)
+    shared = types_of(config, lambda name, leaf: shared_dims(name, leaf, f))
+    return tree.map(lambda dims, text: _types_of_parts(dims.split(), text, f), shared, types)
+
+
+def shared_dims(name: str, leaf: Leaf, f: Format) -> str:
+    """Return the dims along which a leaf's values share scales: those that a product with it sums over.
+
+    A format with blocks has them along the last of these dims. The embedding's are those of the logits. Norms, biases,
+    routers and convolutions have none, because they are not quantized.
+    """
+    if name == "embed" or name == "router" or name.startswith("conv"):
+        return "D" if name == "embed" else ""
+    summed = leaf.start if isinstance(leaf.start, str) else ""
+    return " ".join(summed[-1:] if f.block else summed)
+
+
+def _types_of_parts(dims: list[str], text: str, f: Format) -> Any:
+    """Return the types of a leaf's parts, as the `Scaled` that has them, or the leaf's type if it is not quantized."""
+    if not dims:
+        return text
+    layers, own = layer_type(text, dims)
+    q, s, *t = (str(part.stacked(layers) if layers else part) for part in own.parts(f))
+    made: Any = Scaled
+    return made(q, s, t[0] if t else None, f, shared_positions(own))
+
+
+def layer_type(text: str, dims: list[str]) -> tuple[str, Spec]:
+    """Return the dim along which a leaf's layers are stacked, or "", and a layer's type with scales along `dims`."""
+    spec = parse(text)
+    layers = spec.dim_names[0] if spec.dim_names[0] in STACKED else ""
+    return layers, replace(spec, dims=spec.dims[len(layers) :], scaled=tuple(dims))
 
 
 def experts_axis(mesh, form: str) -> tuple[str, ...]:
@@ -74,14 +111,17 @@ def experts_axis(mesh, form: str) -> tuple[str, ...]:
     return ("E",) if mesh.sizes.get("E", 1) > 1 else ("Z",)
 
 
-def cache_specs(config: Config, mesh=None, *, form: str = "heads", page: int | None = None, int8: bool = False) -> dict:
+def cache_specs(
+    config: Config, mesh=None, *, form: str = "heads", page: int | None = None, scaled: bool = False
+) -> dict:
     """Return the types of a cache: KV[2, L, B_Z, S, K_Y, H], by form; with a `page`, KV[2, L, P_Z, page, K_Y, H].
 
     KV[0] are keys, as rotated, and KV[1] values. If |Y| does not divide K, the cache has |Y| heads, `R_Y`, where head r
     is a copy of KV head r K / |Y|. lengths[B] has the number of tokens of each row. pages[B, M] has the page of its
-    tokens from m page to (m + 1) page - 1, counted on the ranks that have the row; both are whole on every rank. An
-    `int8` cache has one scale per token and head. With latent attention it is KV[I, L, B_Z, S, J, M], with I = J = 1:
-    for each token the latent of its keys and values, normed, and the rotary part of its keys, rotated.
+    tokens from m page to (m + 1) page - 1, counted on the ranks that have the row; both are whole on every rank. A
+    `scaled` cache, of int8 or FP8, has one scale per token and head. With latent attention it is
+    KV[I, L, B_Z, S, J, M], with I = J = 1: for each token the latent of its keys and values, normed, and the rotary
+    part of its keys, rotated.
     """
     mesh = ONE if mesh is None else mesh
     check_computed(config)
@@ -95,7 +135,7 @@ def cache_specs(config: Config, mesh=None, *, form: str = "heads", page: int | N
     if page is not None:
         rows, times = rows.replace("B", "P"), "page"
     heads = "R_Y" if config.K % mesh.sizes.get("Y", 1) else "K_Y"
-    held = [cache_type(config, name, rows, times, heads) for name in ("KV", "scale")[: 1 + int8]]
+    held = [cache_type(config, name, rows, times, heads) for name in ("KV", "scale")[: 1 + scaled]]
     types = {parse(text).name: str(present(text, mesh)) for text in held}
     return types | {"lengths": "lengths[B]"} | ({"pages": "pages[B, M]"} if page is not None else {})
 

@@ -63,7 +63,7 @@ ILLEGAL = {  # a line: words of its error
     'reshard("W[D_X, F] {Q_D} -> W[D, F_X] {Q_D}", W, mesh)': "one plain array has this type",
     'send("W[D, F] {Q_D}", W, mesh, "X", 1)': "one plain array has this type",
     'transfer("W[D, F] {Q_D} -> W[D, F] {Q_D}", W, mesh, mesh)': "one plain array has this type",
-    'all_gather("W[D_X, F] {Q_D} -> W[D, F] {Q_D}", Scaled(W_D.q, row.s, None, W_D.format, (0,)), mesh)': "one rank",
+    'all_gather("W[D_X, F] {Q_D} -> W[D, F] {Q_D}", Scaled(W_D.q, row.s, None, W_D.format, (-2,)), mesh)': "one rank",
 }
 PLANNED = {
     "reshard": lambda: reshard("A[I_X, J] {Q_J}", "A[I, J_X]"),

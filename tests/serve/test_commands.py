@@ -11,6 +11,7 @@ from functools import partial
 from pathlib import Path
 
 import pytest
+import torch
 from machine import Forked
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
@@ -123,6 +124,11 @@ def test_generate_says_what_the_model_says(said):
     out, _ = said("generate", ["--max-new-tokens", "5", "--prompt", "ab", "--logprobs", "--draft", "ngram"])
     assert out.startswith(bytes(wanted).decode(errors="replace"))
     assert "over 5 tokens; perplexity" in out
+    small = serve.quantize(params, CONFIG, "fp8-row")
+    out, _ = said(
+        "generate", ["--max-new-tokens", "5", "--prompt-ids", "97,98", "--weights", "fp8-row", "--cache", "fp8"]
+    )
+    assert [*map(int, out.split())] == serve.generate(small, [[97, 98]], CONFIG, 5, dtype=torch.float8_e4m3fn)[0]
     scores = [float(line.split()[0]) for line in said("generate", ["--prompt", "abc", "--score"])[0].splitlines()[:2]]
     assert scores == pytest.approx(serve.score(params, [list(b"abc")], CONFIG)[0], abs=1e-4)
 
@@ -142,6 +148,7 @@ REFUSED = {  # by what is said: options of `generate`
     "--prompt-ids ''": ["--prompt-ids", ""],
     "no chat template": ["--prompt", "a", "--chat"], "mesh axis X": ["--prompt", "a", "--mesh", "X=2"],
     "unknown model": ["--prompt", "a", "--draft", "nowhere"],
+    "a shard cuts no block": ["--prompt", "a", "--weights", "fp8-128"],
 }  # fmt: skip
 WEIGHTS = sum(p.nbytes for p in transformer.tree.leaves(params))
 TOKEN = 2 * CONFIG.L * CONFIG.K * CONFIG.H * 4  # bytes of a token's cache

@@ -1,11 +1,13 @@
 """Cached equals uncached (nanoGPT PR#613, "a bug or not?"): prefill, chunks and decode beside the model's own logits,
-on one device and in every form on meshes; what is held in int8, within half a scale."""
+on one device and in every form on meshes; weights and caches with scales."""
 
 import contextlib
 import functools
 import itertools
 from collections import Counter
+from dataclasses import replace
 
+import optree
 import pytest
 import torch
 from probes import shaken
@@ -14,9 +16,11 @@ from scaling import serve, tree
 from scaling.configs import Config, Latent, RopeScaling
 from scaling.mesh import AbstractMesh
 from scaling.models import transformer as model
+from scaling.models.leaves import STACKED
+from scaling.scaled import Scaled, dequantize
 from scaling.serve.step import kernels
 from scaling.serve.types import FORMS, ONE
-from scaling.spec import ShardingError
+from scaling.spec import FORMATS, ShardingError, parse
 
 PLAIN = Config("plain", 2, 16, 24, 4, 2, 8, 32)
 CONFIGS = {
@@ -39,7 +43,9 @@ B, S, STEPS = 4, 16, 2
 LENGTHS = torch.tensor([5, 1, 7, 4])
 TOKENS = torch.randint(0, 32, (B, S), generator=torch.Generator().manual_seed(1))
 WAYS = [{}, {"donate": True, "chunks": (2, 3, 7)}, {"page": 4}, {"page": 3, "chunks": (4, 7)}]
-INT8 = {"dtype": torch.int8}
+INT8 = {"dtype": torch.int8, "weights": "int8"}
+FP8 = {"dtype": torch.float8_e4m3fn, "weights": "fp8-row"}
+SMALL = [FORMATS[name]._replace(block=2) for name in ("fp8-128", "mxfp8", "mxfp8-rceil", "nvfp4", "int4-32")]
 
 
 @functools.cache
@@ -54,12 +60,14 @@ def expected(name: str) -> torch.Tensor:
     return torch.stack([rows[b][int(n) - 1 : int(n) + STEPS] for b, n in enumerate(LENGTHS)])
 
 
-def served(mesh, name, params, chunks=(7,), form="heads", donate=False, **options):
+def served(mesh, name, params, chunks=(7,), form="heads", donate=False, weights=None, **options):
     """(logits[B, STEPS + 1, V] from each row's last prompt token on, the cache): the prompts LENGTHS in chunks, the
-    pages of a row in any order."""
+    pages of a row in any order; each rank stores its shards of the matrices in the format `weights`."""
     config = CONFIGS[name]
     if mesh is not None:
-        params = tree.shard(params, serve.specs(config, mesh, form=form, int8="dtype" in options), mesh)
+        params = tree.shard(params, serve.specs(config, mesh, form=form), mesh)
+    if weights is not None:
+        params = serve.quantize(params, config, weights, mesh=mesh, form=form)
     cache = serve.init_cache(config, B, S, mesh=mesh, form=form, **options)
     cache |= {"pages": cache["pages"].flip(1)} if "pages" in cache else {}
     given, seen, done = {"form": form, "donate": donate}, [], torch.zeros(B, dtype=torch.int64)
@@ -78,6 +86,10 @@ def served(mesh, name, params, chunks=(7,), form="heads", donate=False, **option
         logits, cache = serve.decode(params, TOKENS[range(B), LENGTHS + step], cache, config, mesh, **given)
     assert cache["lengths"].tolist() == (LENGTHS + STEPS).tolist()
     return torch.stack([*seen, logits], 1), cache
+
+
+def served_logits(mesh, *what, **how):
+    return served(mesh, *what, **how)[0]
 
 
 def close(found, wanted, tolerance=1e-12):
@@ -129,56 +141,71 @@ for new in (2, 1):
             FIRST.append((form, *both, way))
             covered |= more
 FIRST += [("heads", {"Y": 4}, "rich", INT8), ("2d", {"X": 2, "Y": 2}, "rich", INT8)]
-FIRST += [("sequence", {"Y": 2, "Z": 2}, "deepseek", INT8)]
+FIRST += [("sequence", {"Y": 2, "Z": 2}, "deepseek", INT8), ("2d", {"X": 2, "Y": 2}, "rich", FP8)]
 
 
 @pytest.mark.parametrize("cases", [[case] for case in FIRST] + [pytest.param(CASES, marks=pytest.mark.sweep, id="all")])
 def test_every_form_on_a_mesh(ranks, cases):
-    """Of all that fit together, each form with each model and on each mesh; the sweep has the others. The scales of
-    int8 lie where their channels do: the logits are one device's."""
+    """Of all that fit together, each form with each model and on each mesh; the sweep has the others. Scales lie where
+    their channels do: the logits are one device's."""
     fit = Counter(form for form, *_ in CASES)
     assert fit == {"heads": 60, "heads_batch": 40, "sequence": 40, "2d": 35, "experts": 6}  # none is left out
     for form, sizes, name, way in cases:
         params, wanted, tolerance = params_of(name), expected(name), 1e-12
-        if way is INT8:
-            params, tolerance = serve.quantize(params, CONFIGS[name]), 1e-6  # a rounding of the cache may tip over
-            wanted, _ = served(None, name, params, **INT8)
-        for found, _ in ranks(functools.partial(served, form=form, **way), sizes, name, params):
+        if "dtype" in way:  # a rounding of the cache may tip over
+            (wanted, _), tolerance = served(None, name, params, **way), 1e-6
+        for found in ranks(functools.partial(served_logits, form=form, **way), sizes, name, params):
             close(found, wanted, tolerance)
 
 
-def restored(small: dict, off: float = 0.0) -> dict:
-    """Quantized params as numbers, so many scales above."""
-    if "q" in small:
-        return (small["q"] + off) * small["scale"].double()
-    return {name: restored(x, off) if isinstance(x, dict) else x.double() for name, x in small.items()}
+def restored(W, text: str):
+    """A leaf as the numbers that it stands for, by a line of `scaling.scaled` for each layer."""
+    if not isinstance(W, Scaled):
+        return W.double()
+    spec = parse(text)
+    stacked = spec.dim_names[0] in STACKED
+    own = replace(spec, dims=spec.dims[stacked:])
+    line = f"{replace(own, scaled=tuple(own.dim_names[i] for i in W.shared))} -> {own}"
+    layers = [W.of(parts) for parts in zip(*W.parts, strict=True)] if stacked else [W]
+    found = [dequantize(line, each, ONE).double() for each in layers]
+    return torch.stack(found) if stacked else found[0]
 
 
+def is_scaled(node) -> bool:
+    return isinstance(node, Scaled)
+
+
+@pytest.mark.parametrize("format", [FORMATS["int8"], FORMATS["fp8-row"], *SMALL], ids=lambda format: format.name)
+@pytest.mark.parametrize("name", ["rich", "experts", "deepseek"])
+def test_weights_with_scales(name, format):
+    """Logits are those of the numbers that the parts stand for, which are near the params."""
+    config, params = CONFIGS[name], tree.map(torch.Tensor.float, params_of(name))
+    small = serve.quantize(params, config, format)
+    tree.check(small, serve.specs(config, format=format), config.sizes, ONE)
+    kept = optree.tree_map(restored, small, serve.specs(config), is_leaf=is_scaled)
+    most = {"int8": 0.01, "mxfp8": 0.1, "nvfp4": 0.12, "int4-32": 0.1}.get(format.name, 0.04)
+    for near, leaf in zip(tree.leaves(kept), tree.leaves(params), strict=True):
+        assert (near - leaf).norm() <= most * leaf.norm()
+    assert format.block or tree.nbytes(small) < tree.nbytes(params) / 2
+    close(served(None, name, small)[0], served(None, name, kept)[0], 1e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn])
 @pytest.mark.parametrize("name", ["rich", "experts", "latent", "deepseek"])
-def test_int8_weights_and_cache(name):
-    """Of weights one scale an output channel, of a cache one a token and head; errors are small.
+def test_a_cache_with_scales(name, dtype):
+    """One scale a token and head, and small errors.
 
     llm-compressor#2176, Model-Optimizer#20, vllm PR#11906, sglang#25790: scales are of the values, in pages too; what a
     prefill sees is what a decode sees, as it is stored."""
-    config, params = CONFIGS[name], params_of(name)
-    small = serve.quantize(given := tree.map(torch.Tensor.float, params), config)
-    tree.check(small, serve.specs(config, int8=True), config.sizes | {"I": 1, "J": 1}, ONE)
-    query = small["layers"]["W_DQ" if config.latent else "W_Q"]
-    assert query["scale"].shape == (len(query["q"]), 1, *query["q"].shape[2:])
-    assert (query["q"].abs().amax(1) == 127).all()
-    kept = restored(small)
-    for near, above, leaf in zip(*map(tree.leaves, (kept, restored(small, 0.5), given)), strict=True):
-        assert ((near - leaf).abs() <= (above - near) * (1 + 1e-4)).all()
-    close(served(None, name, small)[0], served(None, name, kept)[0], 1e-5)
-
-    (_, exact), (logits, cache) = served(None, name, params), served(None, name, params, **INT8)
-    assert 0 < (logits - expected(name)).norm() / expected(name).norm() < 0.03
+    params, given = params_of(name), {"dtype": dtype}
+    (_, exact), (logits, cache) = served(None, name, params), served(None, name, params, **given)
+    assert 0 < (logits - expected(name)).norm() / expected(name).norm() < (0.03 if dtype == torch.int8 else 0.1)
     assert cache["scale"].shape == cache["KV"].shape[:-1]
-    first = exact["KV"][:, 0]  # the first layer's keys and values come of the same numbers
-    error = (cache["KV"] * cache["scale"][..., None])[:, 0] - first
-    assert (error.abs() <= cache["scale"][:, 0, ..., None] / 2 * (1 + 1e-4)).all()
+    first, scale = exact["KV"][:, 0], cache["scale"][:, 0, ..., None]  # the first layer's come of the same numbers
+    error = (cache["KV"][:, 0].double() * scale - first).abs()
+    assert (error <= (scale / 2 if dtype == torch.int8 else first.abs() / 16 + scale * 2**-10) * (1 + 1e-4)).all()
     for way in WAYS[1:]:
-        close(served(None, name, params, **INT8, **way)[0], logits, 1e-9)
+        close(served(None, name, params, **given, **way)[0], logits, 1e-9)
 
 
 def test_on_a_gpu_attention_takes_kernels_that_plan_nothing_for_each_length(monkeypatch):

@@ -27,14 +27,16 @@ from scaling.serve.capture import why_not
 from scaling.serve.loading import served_by
 from scaling.serve.slots import Slots
 from scaling.serve.types import ONE
+from scaling.spec import FORMATS
 
 READS = ("_local_scalar_dense", "nonzero", "masked_select", "bincount")  # of values, by the host
 LENGTHS = torch.tensor([5, 1, 7, 4])
 B, T, ROOM = len(LENGTHS), 7, 256
 PAGED, INT8 = {"page": 4}, {"dtype": torch.int8}
+SMALL = FORMATS["nvfp4"]._replace(block=2)
 CASES = [(name, {}) for name in ("gqa", "mha", "mqa", "rich", "window", "latent")]
 CASES += [("gqa", PAGED), ("rich", PAGED), ("latent", PAGED), ("rich", INT8), ("latent", INT8 | PAGED)]
-CASES += [("rich", INT8 | PAGED | {"int8": True})]
+CASES += [("rich", INT8 | PAGED | {"weights": "int8"}), ("rich", {"dtype": torch.float8_e4m3fn, "weights": SMALL})]
 
 
 def watched(graphs: list[Counter]):
@@ -53,12 +55,12 @@ def uncompiled(f, **options):
     return f
 
 
-def filled(name: str, mesh=None, form="heads", *, int8=False, **cache):
+def filled(name: str, mesh=None, form="heads", *, weights=None, **cache):
     """Prompts of LENGTHS: (params, the logits after them, the cache, whose pages of a row are in no order)."""
     config, params = CONFIGS[name], shaken(CONFIGS[name])
-    params = serve.quantize(params, config) if int8 else params
+    params = serve.quantize(params, config, weights) if weights else params
     if mesh is not None:
-        params = tree.shard(params, serve.specs(config, mesh, form=form, int8=int8), mesh)
+        params = tree.shard(params, serve.specs(config, mesh, form=form, format=weights), mesh)
     held = serve.init_cache(config, B, ROOM, mesh=mesh, form=form, **cache)
     held |= {"pages": held["pages"].flip(1)} if "pages" in held else {}
     prompts = torch.randint(config.V, (B, T), generator=torch.Generator().manual_seed(1))

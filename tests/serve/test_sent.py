@@ -12,6 +12,7 @@ from scaling.collectives import all_gather
 from scaling.configs import Config, Latent
 from scaling.mesh import AbstractMesh, Mesh
 from scaling.models import transformer as model
+from scaling.serve.cache import SCALED
 from scaling.trace import trace
 
 CONFIG = Config("plain", 2, 16, 24, 4, 2, 8, 32, qk_norm=True)
@@ -21,6 +22,7 @@ SOURCES = [  # (mesh of ranks 0 to 3, form, page, dtype)
     ({"Y": 4}, "heads", None, torch.float32),  # K < Y: two copies of a head
     ({"Z": 2, "Y": 2}, "heads", 3, torch.bfloat16),
     ({"Y": 2, "Z": 2}, "heads_batch", None, torch.int8),
+    ({"Z": 4}, "heads_batch", None, torch.float8_e4m3fn),
     ({"Z": 2, "Y": 2}, "sequence", None, torch.float64),
     ({"X": 2, "Y": 2}, "2d", 4, torch.float32),
 ]
@@ -39,13 +41,13 @@ def placed(config, dtype, mesh, form, page, length=S):
     KV[2, L, B, S, K, H], or latents KV[1, L, B, S, 1, M], and scale[.., K], zero where no token is held."""
     g, shape = torch.Generator().manual_seed(0), (1, 2, B, S, 1, 14) if config.latent else (2, 2, B, S, 2, 8)
     held = (torch.arange(S) < torch.tensor(LENGTHS)[:, None])[:, :, None]
-    KV = torch.randint(1, 100, shape, generator=g).to(dtype) * held[..., None]
+    KV = (torch.randint(1, 100, shape, generator=g) * held[..., None]).to(dtype)
     scale, cache = torch.rand(shape[:-1], generator=g) * held, {"lengths": torch.tensor(LENGTHS)}
-    for name, x in {"KV": KV, **({"scale": scale} if dtype == torch.int8 else {})}.items():
+    for name, x in {"KV": KV, **({"scale": scale} if dtype in SCALED else {})}.items():
         x = torch.cat([x, torch.zeros_like(x[:, :, :, : length - S])], 3)
         if (Y := mesh.sizes.get("Y", 1)) > 2 and not config.latent:
             x = x[:, :, :, :, [y * CONFIG.K // Y for y in range(Y)]]
-        x = tree.shard(x, serve.cache_specs(config, mesh, form=form, int8=True)[name], mesh)
+        x = tree.shard(x, serve.cache_specs(config, mesh, form=form, scaled=True)[name], mesh)
         if page is not None:
             x = torch.nn.functional.pad(x.movedim(3, -1), (0, -x.shape[3] % page)).movedim(-1, 3)
             x = x.unflatten(3, (-1, page)).flatten(2, 3)
@@ -71,7 +73,7 @@ def test_every_pair_of_types(mesh):
         wanted = placed(config, dtype, b, to, to_page, length) if b.member else {}
         assert (new or {}).keys() == wanted.keys()
         for name, x in wanted.items():
-            assert torch.equal(new[name], x)
+            assert torch.equal(new[name].float(), x.float())
             assert new[name].dtype == x.dtype
         if config.latent:
             continue

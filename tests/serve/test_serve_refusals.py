@@ -46,7 +46,7 @@ def decoded(cache, tokens=TOKENS[:, 0], config=CONFIG, **options):
 
 STEPS = {
     "decoded(held(), config=CONFIG.with_(L=1))": "has the shape (1, 8, 2, 4)",
-    "decoded(held(KV=torch.Tensor.long))": "floating point or int8",
+    "decoded(held(KV=torch.Tensor.long))": "int8, float8_e4m3fn, not torch.int64",
     "decoded(held(KV=lambda x: x.repeat(1, 1, 1, 1, 2, 1)), donate=True)": "found (2, 2, 3, 8, 4, 4)",
     "decoded(held(KV=lambda x: x[:, :, :1].expand_as(x)))": "share their memory",
     "decoded(held(lengths=torch.neg), donate=True)": "the cache's lengths are [-5, -5, -5]",
@@ -59,7 +59,7 @@ STEPS = {
     "decoded(held(dtype=torch.int8, scale=lambda x: x[:, :, :1]))": "found (2, 2, 1, 8, 2)",
     "decoded(held(dtype=torch.int8, KV=torch.Tensor.float), donate=True)": "scales beside a cache of torch.float32",
     "serve.init_cache(CONFIG, 0, 1)": "at least 1", "serve.init_cache(CONFIG, 1, -1)": "at least 1",
-    "serve.init_cache(CONFIG, 1, 1, page=0)": "at least 1", "empty(dtype=torch.int16)": "floating point or int8",
+    "serve.init_cache(CONFIG, 1, 1, page=0)": "at least 1", "empty(dtype=torch.int16)": "a cache is of float32",
     "serve.init_cache(CONFIG.with_(uncomputed=('a thing',)), 1, 1)": "not computed here: a thing",
     "filled(TOKENS[:, :0])": "there are no tokens", "filled(TOKENS + 16)": "vocabulary",
     "filled(TOKENS.double())": "whole numbers", "filled(TOKENS.repeat(1, 2))": "room for 8",
@@ -72,6 +72,9 @@ STEPS = {
     "filled(cache=empty() | {'KV': empty(dtype=torch.int8)['KV']})": "without its scales",
     "filled(config=EXPERTS, params=transformer.init(EXPERTS))": "capacity=None",
     "filled(params=serve.quantize(PARAMS, CONFIG) | {'embed': PARAMS['embed']})": "layers",
+    "empty(dtype=torch.float8_e5m2)": "a cache is of float32",
+    "serve.quantize(PARAMS, CONFIG, 'int7')": "unknown format",
+    "serve.quantize(PARAMS, CONFIG, 'mxfp8')": "in blocks of 32",
     "serve.quantize(PARAMS | {'unembed': PARAMS['unembed'] + INF}, CONFIG)": "not finite",
 }  # fmt: skip
 test_a_step = refused(evaluated(STEPS, globals()))
