@@ -30,6 +30,7 @@ from scaling.launch.process import end_with_parent, ready_to_fork
 from scaling.mesh import Mesh, join_world
 
 os.environ["COLUMNS"] = "100"  # what is printed is folded there
+os.environ["SCALING_CACHE"] = ""  # each test computes its results itself
 torch.set_num_threads(1)
 torch.manual_seed(0)  # for what is drawn while tests are collected: two workers must collect the same ones
 if not torch.cuda.is_available():  # at the first gradient autograd counts GPUs, for threads; later there are fake ones

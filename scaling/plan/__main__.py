@@ -20,11 +20,12 @@ from scaling.cost.memory import ROOM
 from scaling.hardware import CHIPS, chip
 from scaling.plan import explain, failures, one_layer
 from scaling.plan.candidates import plans
-from scaling.plan.job import AXES, DTYPES, OVERLAPS, POLICIES, SCHEDULES, Fixed, Job
+from scaling.plan.job import AXES, DTYPES, IN_BF16, OVERLAPS, POLICIES, SCHEDULES, Fixed, Job, run_bytes
 from scaling.plan.report import Budget, as_dict, folded, text, whole_runs
 
 BINARY = {"": 1, "k": 2**10, "K": 2**10, "M": 2**20, "G": 2**30}
 LARGEST_COUNT = 1e20  # the largest count that is read
+HELD = "a parameter", "its gradient", "its state with masters"
 DECIMAL = {"": 1, "k": 1e3, "K": 1e3, "M": 1e6, "B": 1e9, "G": 1e9, "T": 1e12}
 COMMANDS = {
     "guide": "scaling.plan.guide", "posttrain": "scaling.plan.posttrain", "published": "scaling.plan.published",
@@ -101,14 +102,9 @@ def _parser() -> Parser:
     )
     parser.add_argument("--seq", type=whole_count, default=4096, help="tokens per sequence (default 4096)")
     parser.add_argument("--dtype", choices=DTYPES, default="bf16", help="dtype of the layers' matmuls (default bf16)")
-    for name, default, what in (
-        ("param", 2, "a parameter"),
-        ("grad", 2, "its gradient"),
-        ("optimizer", 8, "its state"),
-    ):
-        parser.add_argument(
-            f"--{name}-bytes", type=number(0, 1000), default=default, help=f"bytes of {what} (default {default})"
-        )
+    for name, what, held in zip(("param", "grad", "optimizer"), HELD, IN_BF16, strict=True):
+        usual = f"(default: what a run keeps, {held:g} in bf16)"
+        parser.add_argument(f"--{name}-bytes", type=number(0, 1000), help=f"bytes of {what} {usual}")
     parser.add_argument(
         "--headroom", type=number(1e-6, 1), default=ROOM, help=f"fraction of the memory to plan with (default {ROOM})"
     )
@@ -181,10 +177,9 @@ def main(arguments: list[str] | None = None) -> int:
             )
         return import_module(COMMANDS[arguments[0]]).main(arguments[1:])
     args = _parser().parse_args(arguments)
-    job = Job(
-        get(args.model), args.batch, args.seq, args.dtype, args.param_bytes, args.grad_bytes, args.optimizer_bytes,
-        args.overlap, args.headroom,
-    )  # fmt: skip
+    given = args.param_bytes, args.grad_bytes, args.optimizer_bytes
+    param, grad, state = (kept if n is None else n for n, kept in zip(given, run_bytes(args.dtype), strict=True))
+    job = Job(get(args.model), args.batch, args.seq, args.dtype, param, grad, state, args.overlap, args.headroom)
     fixed = Fixed(args.mesh, args.remat, args.microbatches, args.schedule, zero=args.zero, pods=args.pods)
     hardware = chip(args.chip)
     hardware.flops(job.dtype)

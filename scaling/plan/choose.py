@@ -17,14 +17,15 @@ from scaling.hardware import Chip
 from scaling.mesh import AbstractMesh
 from scaling.plan.candidates import plans, splits
 from scaling.plan.evaluate import Estimate
-from scaling.plan.job import Fixed, Job, Layout
+from scaling.plan.job import Fixed, Job, Layout, run_bytes
 from scaling.plan.network import slice_shape
 from scaling.plan.ties import TIE, effort, settle_ties
 from scaling.plan.transformer_step import StepForecast, predict_transformer
 from scaling.spec import ShardingError
 from scaling.spec.sizes import format_sizes
 from scaling.train import dry
-from scaling.train.settings import Settings
+from scaling.train.programs import least_memory
+from scaling.train.settings import DTYPES, Settings
 from scaling.train.structure import resolved
 
 OFFERED = 6  # the meshes that are shown
@@ -102,6 +103,10 @@ def choices(
             f"{ranks} ranks: only meshes of up to {TRIED} ranks are tried\n"
             "  fix: ask python -m scaling.plan for a larger one"
         )
+    if settings.dtype not in (peaks := dict(chip.peaks)):
+        known = [dtype for dtype in peaks if dtype in DTYPES]
+        fix = f"give --dtype {known[0]}" if known else "choose another chip"
+        raise ValueError(f"{chip.name} has no FLOPs/s for {settings.dtype}, only for {', '.join(peaks)}\n  fix: {fix}")
     found: list[MeshChoice] = []
     refused: list[str] = []
     for sizes, some in tried(settings, ranks, chip, refused, chosen):
@@ -135,12 +140,17 @@ def counted_choice(settings: Settings, sizes: dict, chip: Chip, backend: str, do
     Raises:
         ValueError: The run does not fit.
     """
-    room = ROOM * chip.need("hbm_bytes")
-    if (counts := dry.fullest(settings, sizes, backend, room)).memory > room:
+    room, counts = ROOM * chip.need("hbm_bytes"), None
+    if (needed := least_memory(settings, sizes, dry.busiest(sizes), backend)) <= room:
+        counts = dry.fullest(settings, sizes, backend, room)
+        needed = counts.memory
+    if not counts or needed > room:
         smaller = replace(settings, microbatches=2 * settings.microbatches)
         if doubled and not uneven(smaller, sizes):
             return counted_choice(smaller, sizes, chip, backend, doubled - 1)
-        raise ValueError(f"a rank needs {counts.memory / 1e9:.2f} GB\n  fix: choose another mesh")
+        raise ValueError(
+            f"a rank needs {needed / 1e9:.2f} GB{'' if counts else ' at least'}\n  fix: choose another mesh"
+        )
     shape = slice_shape(chip, AbstractMesh(sizes).size()) if chip.kind == "tpu" and not chip.measured else ()
     return MeshChoice(sizes, settings, predict_transformer(settings, sizes, chip, shape), counts)
 
@@ -198,10 +208,9 @@ def evaluated(
     Raises:
         ValueError: No mesh suits.
     """
-    wide = settings.dtype == "bf16"
     job = Job(
-        settings.model, settings.batch * settings.seq, settings.seq, settings.dtype, 2 if wide else 4,
-        4, 12 if wide else 8, shards=("fsdp",),
+        settings.model, settings.batch * settings.seq, settings.seq, settings.dtype, *run_bytes(settings.dtype),
+        shards=("fsdp",),
     )  # fmt: skip
     given = {name: getattr(settings, name) for name in ("remat", "microbatches") if name not in chosen}
     fixed = Fixed(schedule="1f1b", reduce="once", **given)

@@ -35,12 +35,21 @@ SAVES = {
 REDUCES = ("each", "once")
 OVERLAPS = ("max", "sum", "none")
 DTYPES = ("bf16", "fp16", "fp32", "fp64", "fp8", "int8")
+IN_BF16 = 2.0, 4.0, 12.0  # bytes that a run keeps of a param, its gradient, and AdamW's state with fp32 masters
+
+
+def run_bytes(dtype: str) -> tuple[float, float, float]:
+    """Return the bytes that a run in this dtype keeps of a param, of its gradient and of its optimizer state."""
+    if (size := dtype_bytes(dtype)) < 4:
+        return IN_BF16
+    return size, size, 2 * size
 
 
 @dataclass(frozen=True)
 class Job:
     """A batch of tokens in sequences of `seq`, and the bytes of a parameter, its gradient, and its optimizer state.
 
+    The bytes are by default the book's 10 bytes a parameter and a gradient in bf16; `run_bytes` has those of a run.
     `dtype` is that of the layers' matmuls. With fp8 or int8, the dot products, the unembedding and everything that is
     sent stay bf16, except tokens on their way to experts. `overlap` belongs to the bound: with "max" collectives over
     different links run at once, behind the matmuls (the book of 2026); with "sum" they run in sequence, but behind the

@@ -53,7 +53,10 @@ def own_run(job: Job, chip: Chip, chips: int, best: Layout, model: str, explain:
     given = [word for name, value in options.items() for word in (f"--{name}", str(value))]
     over = chosen.counts.by_axes().items()
     sent = ", ".join(f"{axes} {report.size(calls.sent)}" for axes, calls in over if calls.sent)
-    lines += ["  " + command_line([*given, "--device", "cuda"], chosen)]
+    device = {"gpu": ["--device", "cuda"]}.get(chip.kind, [])
+    lines += ["  " + command_line([*given, *device], chosen)]
+    if chip.kind == "tpu":
+        lines += ["  on CPUs or GPUs, because PyTorch on TPUs is not supported here"]
     said = f"  By its own count (--dry-run): {chosen.seconds:.3g} s a step, {report.size(chosen.memory)} a rank"
     lines += [f"{said}; sent in a step over {sent}" if sent else said]
     return [*lines, "", *cost_table(chosen.step.fullest).splitlines()] if explain else lines

@@ -136,9 +136,9 @@ class _Watch(TorchDispatchMode):
         """Count the storages that are new, each until it is freed; return the tensors among the leaves."""
         found = [x for x in leaves if isinstance(x, Tensor)]
         for x in found:
-            storage = x.untyped_storage()
             key = storage_of(x)
             if key not in self.seen:
+                storage = x.untyped_storage()
                 nbytes = storage.nbytes()
                 self.seen[key] = weakref.finalize(storage, self.forget, key, nbytes)
                 self.memory.add(nbytes)

@@ -12,6 +12,7 @@ from itertools import product
 from math import prod
 from typing import Any
 
+from scaling.common.disk_cache import on_disk
 from scaling.common.limits import LIMITS
 from scaling.configs import Config
 from scaling.cost.counted import CountedStep, weighted_sum
@@ -36,6 +37,11 @@ from scaling.train.structure import (
     structure_of,
 )
 
+DECIDE = (  # the settings that decide what a step does
+    "batch", "seq", "microbatches", "optimizer", "dtype", "remat", "precision", "zero", "keep_weights", "lora",
+    "lora_on", "lora_alpha",
+)  # fmt: skip
+
 
 def step_by_symbols(
     settings: Settings, sizes: Mapping[str, int], coord: Mapping[str, int] | None = None, backend: str = "gloo",
@@ -48,9 +54,9 @@ def step_by_symbols(
     """
     resolved(settings, sizes, schedule)  # which refuses what the run's own step refuses
     given = sizes, coord, backend, schedule, documents
-    depths = traced_depths(settings, sizes, schedule, memory)
+    depths = traced_depths(settings, sizes, coord, schedule, memory)
     if len(depths) == 1:
-        return count(settings, *given)
+        return counted(settings, *given)
     try:
         loops = traced_loops(settings, sizes)
         return weighted_sum(
@@ -58,21 +64,35 @@ def step_by_symbols(
             for weight, L, M in depths for times, El, J in loops
         )  # fmt: skip
     except NotMonomial:
-        return weighted_sum((weight, count(with_few(settings, L, M), *given)) for weight, L, M in depths)
+        return weighted_sum((weight, counted(with_few(settings, L, M), *given)) for weight, L, M in depths)
+
+
+def least_memory(settings: Settings, sizes: Mapping[str, int], coord: Mapping[str, int] | None, backend: str) -> float:
+    """Return bytes that a stage of a deep pipeline needs in any case, counted at few microbatches.
+
+    While there are at most as many microbatches as stages, the peak is linear in their number. With more microbatches
+    the gradients of the first ones are added, so the step needs more. The result is 0 if the step itself is as short.
+    """
+    most, few = min(sizes.get("Z", 1), settings.microbatches), AHEAD + 2
+    if most <= few + 2:
+        return 0
+    steps = (step_by_symbols(with_few(settings, settings.model.L, M), sizes, coord, backend) for M in (few, few + 1))
+    return weighted_sum(zip((few + 1 - most, most - few), steps, strict=True)).memory
 
 
 def traced_depths(
-    settings: Settings, sizes: Mapping[str, int], schedule: str | None, memory: bool
+    settings: Settings, sizes: Mapping[str, int], coord: Mapping[str, int] | None, schedule: str | None, memory: bool
 ) -> list[tuple[Fraction, int, int]]:
     """Return [(weight, layers, microbatches)] of the steps to trace: their weighted counts sum to the whole step's.
 
-    The memory of a pipeline is linear only once all stages are busy and as many messages are pending as are posted
-    ahead. Under a schedule other than the default, the peak depends on the number of microbatches, so all are traced.
+    The memory of a pipeline is linear only once the stage and all after it are busy and as many messages are pending
+    as are posted ahead. Under a schedule other than the default, the peak depends on the number of microbatches, so all
+    are traced.
     """
     model, Z, M = settings.model, sizes.get("Z", 1), settings.microbatches
     chunks = {"interleaved": 2, "dualpipev": 2}.get(schedule or "", 1)
     if memory:
-        few, full = (3, 3) if Z == 1 else (2, max(Z, AHEAD + 1) + 1)
+        few, full = (3, 3) if Z == 1 else (2, max(Z - (coord or {}).get("Z", 0), AHEAD + 1) + 1)
     else:
         few, full = 2, 2 * Z if chunks > 1 else 2
     if memory and Z > 1 and (schedule or 2 * full >= M):
@@ -158,6 +178,18 @@ class Symbolic(Numbers):
         return Shares({self.of(event.nbytes).single: 1})
 
 
+def counted(settings: Settings, *given: Any) -> CountedStep:
+    """Return `step_count.count` of a step, which is kept on disk by the settings that decide it."""
+    decides = {name: getattr(settings, name) for name in DECIDE}
+    return count_on_disk(Settings(settings.model, "", "", **decides), *given)
+
+
+@on_disk
+def count_on_disk(settings: Settings, *given: Any) -> CountedStep:
+    """Return the count of a step at its own sizes."""
+    return count(settings, *given)
+
+
 @lru_cache(maxsize=512)
 def program(structure: Structure) -> StepProgram:
     """Return the program of a structure: one traced step, in the structure's symbols.
@@ -165,11 +197,22 @@ def program(structure: Structure) -> StepProgram:
     Raises:
         NotMonomial: Some number of the trace is not a product of the structure's sizes.
     """
+    if isinstance(found := traced(structure), NotMonomial):
+        raise found
+    return found
+
+
+@on_disk
+def traced(structure: Structure) -> StepProgram | NotMonomial:
+    """Trace the step of a structure, and return its program or the number that could not be read."""
     mesh = AbstractMesh(dict(structure.mesh), dict(structure.coord), structure.backend)
     memory, s = LiveSymbols(symbols=structure.symbols), structure
-    step = run(s.settings, mesh, s.schedule, s.documents, Symbolic(s), memory, s.limits)
+    try:
+        step = run(s.settings, mesh, s.schedule, s.documents, Symbolic(s), memory, s.limits)
+    except NotMonomial as error:
+        return error
     if memory.error:
-        raise memory.error
+        return memory.error
     return StepProgram(step, {line: LiveBytes.of([*memory.columns], rows) for line, rows in memory.rows.items()})
 
 
