@@ -10,7 +10,8 @@ do not mention dims, so it asks `kept_over`. Plain Python.
 """
 
 import itertools
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence, Set
+from dataclasses import dataclass
 from typing import Any, NamedTuple, NoReturn
 
 from scaling.algebra.layouts import Axes, DimAxes, arrangements, layout, retyped
@@ -23,6 +24,7 @@ Inferred = tuple[tuple[DimAxes, ...], DimAxes]  # the operands as the kernel tak
 REDUCE = "all_reduce or reduce_scatter one of them first"
 
 
+@dataclass(eq=False)
 class Illegal(Exception):
     """An operation that no device can compute from its parts of the operands.
 
@@ -36,19 +38,13 @@ class Illegal(Exception):
         differ: the axes over which only one of two operands is split in a dim that they share.
     """
 
-    def __init__(
-        self,
-        what: str,
-        rule: str,
-        fix: str = "",
-        name: str = "split",
-        operand: int = 0,
-        twice: Collection[str] = (),
-        differ: Collection[str] = (),
-    ):
-        super().__init__(what, rule, fix)
-        self.what, self.rule, self.fix, self.name, self.operand = what, rule, fix, name, operand
-        self.twice, self.differ = frozenset(twice), frozenset(differ)
+    what: str
+    rule: str
+    fix: str = ""
+    name: str = "split"
+    operand: int = 0
+    twice: Set[str] = frozenset()
+    differ: Set[str] = frozenset()
 
 
 class LabelledOp(NamedTuple):
@@ -93,7 +89,7 @@ class LabelledOp(NamedTuple):
                     f"{self.name} runs along a dim that is split over {format_axes(axes)}",
                     f"{self.name} needs the whole dim on each device",
                     f"all_gather it over {format_axes(axes)} first",
-                    twice=axes if op_kind(self.name) == "attends" else (),
+                    twice={*axes} if op_kind(self.name) == "attends" else set(),
                 )
             own = (at.dims[d.index(label)] for at, d in zip(operands, self.inputs, strict=True) if label in d)
             if label not in self.output and any(each not in (axes, None) for each in own):
@@ -106,7 +102,7 @@ class LabelledOp(NamedTuple):
                     f"two dims of the operands are split over {axis}, and not the same one",
                     f"case 4: each device along {axis} would hold only the diagonal blocks of the result",
                     f"all_gather one operand over {axis} first",
-                    twice=axis if len(self.sums) > 1 else (),
+                    twice={axis} if len(self.sums) > 1 else set(),
                 )
         needed, result = self._inferred(split, [at.unreduced for at in operands])
         gone = unknown.difference(split, self.output, self.whole)
@@ -198,7 +194,7 @@ def kept_over(name: str, groups: Groups, sums: Sequence[Axes | None], used: Coll
             f"one operand is unreduced over {over}, over which the other is split",
             f"a partial sum over {meets[0]} may only meet what is replicated over {meets[0]}",
             f"all_reduce or reduce_scatter it over {meets[0]} first",
-            twice=meets if len(groups) > 1 else (),
+            twice={*meets} if len(groups) > 1 else set(),
         )
     fits_all = any(group and all(sums[i] is None for i in group) for group in groups)
     return None if fits_all and not carried else tuple(every)

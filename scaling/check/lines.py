@@ -64,8 +64,9 @@ def check_lines(text: str, file: str = "<source>") -> "tuple[list[Finding], list
             raw.append(Finding(file, node.lineno, said(what, "untyped", "write it as a typed line"), "untyped"))
         if isinstance(node, ast.Assign) and getattr(node.targets[0], "id", "") == "SPECS":
             found += _check_specs(node, file)
-        if not isinstance(node, ast.Call) or (line := _literal(node)) is None:
+        if not isinstance(node, ast.Call) or not isinstance(first := _line_of(node), ast.Constant):
             continue
+        line = str(first.value)
         if not _planned(node):
             calls.append((node.lineno, node.end_lineno or node.lineno))
         try:
@@ -81,8 +82,8 @@ def formats_lines(text: str) -> bool:
     """Return whether a text calls typed functions with f-strings, whose lines are known only when it runs."""
     if "scaling" not in text or not WORDS.search(text):
         return False
-    calls = [node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.Call) and _name(node) in TYPED]
-    return any(_typed(call) and isinstance(call.args[0], ast.JoinedStr) for call in calls)
+    calls = (node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.Call))
+    return any(isinstance(_line_of(call), ast.JoinedStr) for call in calls)
 
 
 def _check_specs(node: ast.Assign, file: str) -> list[Finding]:
@@ -101,13 +102,11 @@ def _name(call: ast.Call) -> str:
     return f.id if isinstance(f, ast.Name) else f.attr if isinstance(f, ast.Attribute) else ""
 
 
-def _literal(call: ast.Call) -> "str | None":
-    """Return the line of a typed call, if it is a literal."""
-    if _name(call) not in TYPED or not call.args:
-        return None
-    first = call.args[0]
-    text = first.value if isinstance(first, ast.Constant) else None
-    return text if isinstance(text, str) and "[" in text else None
+def _line_of(call: ast.Call) -> "ast.Constant | ast.JoinedStr | None":
+    """Return the line of a typed call, a text or an f-string; None if it is neither."""
+    first = call.args[0] if _name(call) in TYPED and call.args else None
+    written = isinstance(first, ast.JoinedStr) or (isinstance(first, ast.Constant) and isinstance(first.value, str))
+    return first if written and "[" in ast.unparse(first) else None
 
 
 def _planned(call: ast.Call) -> bool:
@@ -115,17 +114,11 @@ def _planned(call: ast.Call) -> bool:
     return len(call.args) > 1 and isinstance(call.args[1], ast.Constant) and isinstance(call.args[1].value, str)
 
 
-def _typed(call: ast.Call) -> bool:
-    """Return whether a call begins with a text that has a type in it."""
-    return (
-        bool(call.args) and isinstance(call.args[0], (ast.Constant, ast.JoinedStr)) and "[" in ast.unparse(call.args[0])
-    )
-
-
 def _thrown_away(call: ast.Call) -> bool:
     """Return whether a call, whose result is not used, is a typed line (by its name) that writes into no argument."""
     writes = any(option.arg in ("out", "donate") for option in call.keywords)
-    return isinstance(call.func, ast.Name) and call.func.id in (*KINDS, "einsum") and _typed(call) and not writes
+    moves = isinstance(call.func, ast.Name) and call.func.id in (*KINDS, "einsum")
+    return moves and _line_of(call) is not None and not writes
 
 
 def _check(name: str, line: str) -> None:

@@ -117,7 +117,7 @@ def check_source(text: str, file: str = "<source>", strict: bool = False) -> lis
             unjudged += judged.unjudged + ([] if found else [*not_reached({file: calls}, judged.reached)])
     elif not found and formats_lines(text):
         unjudged.append((f"{file}:1", FORMATTED))
-    return sorted([*found, *(Finding(*place_parts(at), said(why, "unjudged"), "unjudged") for at, why in unjudged)])
+    return sorted({*found, *(Finding(*place_parts(at), said(why, "unjudged"), "unjudged") for at, why in unjudged)})
 
 
 def not_reached(

@@ -23,7 +23,7 @@ from scaling.algebra.resharding import reshard as plan_reshard
 from scaling.algebra.steps import Plan
 from scaling.collectives.plans import run as run_plan
 from scaling.common.torch_private import note_shard
-from scaling.explicit.functions import LocalPlan, TypedCall, each_call, read_call
+from scaling.explicit.functions import LocalPlan, Node, each_call, read_call
 from scaling.explicit.planning import legal_layouts, nodes_of, way_to
 from scaling.spec import ShardingError, Spec
 from scaling.spec.reader import read_type
@@ -235,7 +235,7 @@ def _is_array(x) -> bool:
     return isinstance(x, Array)
 
 
-def _one_result(made: TypedCall, out: "str | Spec | None") -> Array:
+def _one_result(made: Node, out: "str | Spec | None") -> Array:
     mesh, layouts = _mesh(made), [x.layout for x in made.operands]
     shapes = [tuple(x.shape) for x in made.operands]
     try:
@@ -252,14 +252,14 @@ def _one_result(made: TypedCall, out: "str | Spec | None") -> Array:
     return computed if wanted is None else reshard(computed, wanted)
 
 
-def _mesh(made: TypedCall):
+def _mesh(made: Node):
     mesh = made.operands[0].mesh
     if any(x.mesh is not mesh for x in made.operands):
         raise ShardingError(f"{made.op.name}: the arrays are on two meshes\n  fix: make all of them on one mesh")
     return mesh
 
 
-def _refusal(made: TypedCall, layouts: Sequence[DimAxes], mesh, error: Illegal) -> str:
+def _refusal(made: Node, layouts: Sequence[DimAxes], mesh, error: Illegal) -> str:
     """Return the text of an error: the line, the mistake, the rule, and the cheapest line that makes it legal."""
     types = [type_text(at, x.shape, x.dtype) for at, x in zip(layouts, made.operands, strict=True)]
     legal, fixes = legal_layouts(made.op, nodes_of(made)[:-1], layouts, mesh.sizes), []

@@ -1,16 +1,14 @@
 """Compare a program's lines with JAX 0.10's explicit mode, which refuses some of them and sends data for others.
 
-JAX's rules are inferred from its answers to 3,045 lines (`tests/explicit/test_ops.py`). For functions and partial sums
-that were not part of these lines, its answer is reported as unknown.
+JAX's rules are inferred from its answers to 3,045 lines (`tests/explicit/test_ops.py`). For reshapes, and for functions
+and partial sums that were not part of these lines, its answer is reported as unknown.
 """
 
-import itertools
-import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import optree
 
-from scaling.algebra.law import Illegal, LabelledOp, Sizes
+from scaling.algebra.law import Illegal
 from scaling.algebra.layouts import Axes, DimAxes
 from scaling.algebra.ops import ELEMENTWISE, op_kind
 from scaling.explicit.arrays import Array, read_array_type, type_text
@@ -40,7 +38,7 @@ def beside_jax(fn: Callable, *arrays) -> str:
             after = read_array_type(node.constraint, node.shape, mesh, node.dtype)
         else:
             name, shapes = node.op.name, [x.shape for x in operands]
-            asked = jax_layout(node.op, before, shapes, mesh.sizes)
+            asked = jax_layout(node.op, before)
             try:
                 after = node.op.infer(before, shapes, mesh.sizes)[1]
             except Illegal as error:
@@ -64,14 +62,12 @@ def spmd_names(at: DimAxes, sizes: Mapping[str, int]) -> str:
     return ", ".join(f"{axis}: {of.get(axis, 'R')}" for axis in sizes)
 
 
-def jax_layout(op, at: Sequence[DimAxes], shapes: Sequence[Sizes], sizes: Mapping[str, int]) -> JaxAnswer:
+def jax_layout(op, at: Sequence[DimAxes]) -> JaxAnswer:
     """Return the axes of each dim of the result in JAX's explicit mode, or the reason why JAX gives none."""
     kind = op_kind(op.name.split()[0])
     summed = {x.unreduced for x in at} - {()}
     if summed and not (kind == "adds" and len({x.unreduced for x in at}) == 1):
         return "refused, or not known: an operand is unreduced"
-    if not isinstance(op, LabelledOp):
-        return _reshaped(at[0].dims, shapes[0], op.shape, sizes)
     if kind not in ASKED:
         return "not known: not compared"
     if kind == "joins" and len(set(at)) > 1:
@@ -88,41 +84,3 @@ def jax_layout(op, at: Sequence[DimAxes], shapes: Sequence[Sizes], sizes: Mappin
     dims = tuple(split.get(label, ()) for label in op.output)
     used = [axis for axes in dims for axis in axes]
     return dims if len(used) == len({*used}) else "refused: two dims over one axis"
-
-
-def _reshaped(dims: Sequence[Axes], shape: Sizes, new: Sizes, sizes: Mapping[str, int]) -> JaxAnswer:
-    """Return JAX's answer to a reshape: it splits one dim, or merges neighbours, at a time."""
-    refused, after = "refused: asks for out_sharding", [()] * len(new)
-    if not any(dims):
-        return tuple(after)
-    if [n for n in shape if n > 1] == [n for n in new if n > 1]:
-        own = iter(axes for n, axes in zip(shape, dims, strict=True) if n > 1)
-        return tuple(next(own) if n > 1 else () for n in new)
-    several = 0
-    for ours, theirs in _groups(shape, new):
-        several += len(ours) > 1 or len(theirs) > 1
-        if several > 1 or (len(ours) > 1 and len(theirs) > 1):
-            return refused
-        axes = [dims[i] for i in ours]
-        rest = list(itertools.chain(*axes))
-        if any(late and not early for early, late in itertools.pairwise(axes)):
-            return refused
-        for j in theirs:
-            left, own = new[j], []
-            while rest and (len(ours) > 1 or left % sizes[rest[0]] == 0):
-                left //= sizes[rest[0]]
-                own.append(rest.pop(0))
-            after[j] = tuple(own)
-            if left > 1:
-                break
-        if rest:
-            return refused
-    return tuple(after)
-
-
-def _groups(shape: Sizes, new: Sizes) -> Iterator[tuple[range, range]]:
-    """Yield the smallest groups of dims of both shapes, in order, that have equally many elements."""
-    ends = [{math.prod(dims[:n]): n for n in range(len(dims), 0, -1)} for dims in (shape, new)]
-    i = j = 0
-    for elements in sorted(ends[0].keys() & ends[1].keys()):
-        yield range(i, i := ends[0][elements]), range(j, j := ends[1][elements])

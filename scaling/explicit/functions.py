@@ -5,6 +5,7 @@ One table serves the explicit and the auto mode. A function is known by its name
 
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -40,30 +41,33 @@ class LocalPlan(NamedTuple):
     shape: Sizes
 
 
-class TypedCall(NamedTuple):
-    """A function called on arrays.
+@dataclass(frozen=True)
+class Node:
+    """A value: an argument, a function called on arrays, or an array in the type of a `constraint`.
 
     Attributes:
-        op: the operation.
-        operands: its operands.
-        shape: the whole result's shape.
-        dtype: the result's dtype.
-        run: `run(op, shards, local)` computes the result's shard.
+        shape: the whole array's shape.
+        dtype: its dtype.
+        operands: the arrays that the function is called on; in a program, their numbers.
+        op: the operation, or None.
         flops: the FLOPs of the whole product, 0 for other operations.
+        constraint: the type that the array is resharded to.
+        run: `run(op, shards, local)` computes the value's shard.
     """
 
-    op: AnyOperation
-    operands: list
     shape: Sizes
     dtype: torch.dtype
-    run: Callable[..., Tensor]
+    operands: tuple = ()
+    op: Any = None
     flops: int = 0
+    constraint: str = ""
+    run: Any = field(default=None, compare=False)
 
 
 def read_call(func: Callable, args: tuple, kwargs: dict, is_array: Callable[[Any], bool]) -> Any:
     """Return the call of a torch function, or a method of Tensor, on arrays that have `.shape` and `.dtype`.
 
-    It is a TypedCall; for a function that gives several arrays, as split does, a tuple with a TypedCall for each.
+    It is a Node; for a function that gives several arrays, as split does, a tuple with a Node for each.
 
     Raises:
         ShardingError: this mode does not know the function, or torch refuses the shapes.
@@ -117,16 +121,16 @@ def read_call(func: Callable, args: tuple, kwargs: dict, is_array: Callable[[Any
         ) from None
 
 
-def each_call(of: Callable[[TypedCall], Any], read: Any) -> Any:
+def each_call(of: Callable[[Node], Any], read: Any) -> Any:
     """Apply `of` to each call that `read_call` returned, in torch's container if there are several."""
-    return of(read) if isinstance(read, TypedCall) else type(read)([of(one) for one in read])
+    return of(read) if isinstance(read, Node) else type(read)([of(one) for one in read])
 
 
 def _part(call: OnTensors, number: int, values: Sequence[Tensor]) -> Tensor:
     return call(values)[number]
 
 
-def _typed(name: str, args, kwargs, call: OnTensors, operands: list, whole: Any) -> TypedCall:
+def _typed(name: str, args, kwargs, call: OnTensors, operands: list, whole: Any) -> Node:
     """Return the call of a function that `call` runs on the operands, and whose result on meta tensors is `whole`."""
     kind, shapes = op_kind(name), [tuple(x.shape) for x in operands]
     if not isinstance(whole, Tensor) or kind in UNKNOWN or name == "embedding":
@@ -135,7 +139,7 @@ def _typed(name: str, args, kwargs, call: OnTensors, operands: list, whole: Any)
         refuse_unknown(f"{name}({whole.dtype})")
     shape = tuple(torch.broadcast_shapes(*shapes) if kind in ELEMENTWISE else whole.shape)
     if kind == "reshapes":
-        return TypedCall(Reshape(shape, name), operands, shape, whole.dtype, _reshaped)
+        return Node(shape, whole.dtype, tuple(operands), Reshape(shape, name), run=_reshaped)
 
     def probe(shape: Sizes, strides: Sizes | None = None) -> Any:
         strides = torch.empty(shape, device="meta").stride() if strides is None else strides
@@ -152,7 +156,8 @@ def _typed(name: str, args, kwargs, call: OnTensors, operands: list, whole: Any)
     elif name == "mean":
         dims = [i for i, d in enumerate(op.inputs[0]) if d not in op.output]
         run = _mean(shapes[0], dims, len(op.output) == len(shapes[0]), kwargs.get("dtype"))
-    return TypedCall(op, operands, shape, whole.dtype, run, _flops(op, shapes) if run is _product else 0)
+    flops = _flops(op, shapes) if run is _product else 0
+    return Node(shape, whole.dtype, tuple(operands), op, flops, run=run)
 
 
 def _may_be_partial(x: Any) -> bool:

@@ -5,43 +5,19 @@ For a refused call, `legal_layouts` finds the layouts that its error names as th
 
 import contextlib
 import math
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import Any, NamedTuple, NoReturn
 
-import torch
-
-from scaling.algebra.law import Illegal, Sizes
+from scaling.algebra.law import Illegal
 from scaling.algebra.layouts import DimAxes, Setting, spec_of
 from scaling.algebra.planner import ChosenWay, Value, Way, all_layouts, cheapest, legal_ways, ways_of
 from scaling.algebra.resharding import PlannedArray, every_axis
-from scaling.explicit.functions import AnyOperation, TypedCall
+from scaling.explicit.functions import AnyOperation, Node
 from scaling.spec import ShardingError
 
 BEAM = 200  # states that are kept if many values are alive
-
-
-@dataclass(frozen=True)
-class Node:
-    """A value: an argument, the result of `op` on its operands, or its operand in the type of a `constraint`.
-
-    `flops` and `run` are those in a TypedCall.
-    """
-
-    shape: Sizes
-    dtype: torch.dtype
-    operands: tuple[int, ...] = ()
-    op: AnyOperation | None = None
-    flops: int = 0
-    constraint: str = ""
-    run: Callable | None = field(default=None, compare=False)
-
-    @property
-    def planned(self) -> PlannedArray:
-        """The array for the planner, weighted by its bytes."""
-        spec = spec_of(DimAxes(((),) * len(self.shape)))
-        return PlannedArray(spec, self.shape, math.prod(self.shape) * self.dtype.itemsize)
 
 
 @dataclass
@@ -51,6 +27,12 @@ class Graph:
     nodes: list[Node] = field(default_factory=list)
     outputs: tuple[int, ...] = ()
     structure: Any = None
+
+
+def planned(node: Node) -> PlannedArray:
+    """Return a value's array for the planner, weighted by its bytes."""
+    spec = spec_of(DimAxes(((),) * len(node.shape)))
+    return PlannedArray(spec, node.shape, math.prod(node.shape) * node.dtype.itemsize)
 
 
 class Chosen(NamedTuple):
@@ -89,7 +71,7 @@ def plan(
         ShardingError: some operation is not legal in any layout.
     """
     within = every_axis([at for at in (*inputs, *outputs, *constraints.values()) if at is not None], sizes)
-    axes, arrays, values = tuple(within.sizes), [node.planned for node in graph.nodes], []
+    axes, arrays, values = tuple(within.sizes), [planned(node) for node in graph.nodes], []
     for number, node in enumerate(graph.nodes):
         ways = []
         if node.op is not None:
@@ -108,10 +90,10 @@ def plan(
     return Chosen(choices, sent / within.whole, within)
 
 
-def nodes_of(call: TypedCall) -> tuple[Node, ...]:
+def nodes_of(call: Node) -> tuple[Node, ...]:
     """Return a call as a program: its operands, then its result."""
     operands = [Node(tuple(x.shape), x.dtype) for x in call.operands]
-    return *operands, Node(call.shape, call.dtype, tuple(range(len(operands))), call.op, call.flops)
+    return *operands, replace(call, operands=tuple(range(len(operands))))
 
 
 @lru_cache(maxsize=4096)
@@ -140,7 +122,7 @@ def legal_layouts(op: AnyOperation, nodes: Sequence[Node], operands: Sequence[Di
         changed = sum(at != to for at, to in zip(operands, layouts, strict=True))
         work = math.prod(1 / sizes[axis] for at in needed for axis in at.used)  # less than one operand that changes
         ways.append(Way(tuple(layouts), result, (0, changed + work / 2, 0)))
-    arrays = [node.planned for node in nodes]
+    arrays = [planned(node) for node in nodes]
     values = [*map(Value, arrays), Value(arrays[0], tuple(range(len(arrays))), ways)]  # any array: nothing uses it
     _, choices = cheapest(values, operands, every_axis(operands, sizes))
     return choices[0].way if choices else _refuse_all(op, sizes)

@@ -5,6 +5,7 @@ becomes a node; `explicit.reshard` becomes a constraint.
 """
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -13,8 +14,8 @@ from torch.overrides import TorchFunctionMode
 from scaling import tree
 from scaling.algebra.ops import function_name
 from scaling.explicit.arrays import reshard
-from scaling.explicit.functions import TypedCall, each_call, read_call
-from scaling.explicit.planning import Graph, Node
+from scaling.explicit.functions import Node, each_call, read_call
+from scaling.explicit.planning import Graph
 from scaling.spec import ShardingError
 
 
@@ -51,10 +52,9 @@ class Recording(TorchFunctionMode):
         ):
             return func(*args, **kwargs)
 
-        def record(call: TypedCall) -> Tensor:
-            operands = tuple(self.number(x) for x in call.operands)
+        def record(call: Node) -> Tensor:
             result = torch.empty(call.shape, dtype=call.dtype, device="meta")
-            return self.add(result, Node(call.shape, call.dtype, operands, call.op, call.flops, run=call.run))
+            return self.add(result, replace(call, operands=tuple(map(self.number, call.operands))))
 
         return each_call(record, read_call(func, args, kwargs, _is_array))
 
