@@ -104,9 +104,12 @@ def _name(call: ast.Call) -> str:
 
 def _line_of(call: ast.Call) -> "ast.Constant | ast.JoinedStr | None":
     """Return the line of a typed call, a text or an f-string; None if it is neither."""
-    first = call.args[0] if _name(call) in TYPED and call.args else None
-    written = isinstance(first, ast.JoinedStr) or (isinstance(first, ast.Constant) and isinstance(first.value, str))
-    return first if written and "[" in ast.unparse(first) else None
+    if _name(call) not in TYPED or not call.args:
+        return None
+    match call.args[0]:
+        case (ast.JoinedStr() | ast.Constant(value=str())) as first if "[" in ast.unparse(first):
+            return first
+    return None
 
 
 def _planned(call: ast.Call) -> bool:
