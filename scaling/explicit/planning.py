@@ -29,7 +29,7 @@ class Graph:
     structure: Any = None
 
 
-def planned(node: Node) -> PlannedArray:
+def weighted_array(node: Node) -> PlannedArray:
     """Return a value's array for the planner, weighted by its bytes."""
     spec = spec_of(DimAxes(((),) * len(node.shape)))
     return PlannedArray(spec, node.shape, math.prod(node.shape) * node.dtype.itemsize)
@@ -71,7 +71,7 @@ def plan(
         ShardingError: some operation is not legal in any layout.
     """
     within = every_axis([at for at in (*inputs, *outputs, *constraints.values()) if at is not None], sizes)
-    axes, arrays, values = tuple(within.sizes), [planned(node) for node in graph.nodes], []
+    axes, arrays, values = tuple(within.sizes), [weighted_array(node) for node in graph.nodes], []
     for number, node in enumerate(graph.nodes):
         ways = []
         if node.op is not None:
@@ -122,7 +122,7 @@ def legal_layouts(op: AnyOperation, nodes: Sequence[Node], operands: Sequence[Di
         changed = sum(at != to for at, to in zip(operands, layouts, strict=True))
         work = math.prod(1 / sizes[axis] for at in needed for axis in at.used)  # less than one operand that changes
         ways.append(Way(tuple(layouts), result, (0, changed + work / 2, 0)))
-    arrays = [planned(node) for node in nodes]
+    arrays = [weighted_array(node) for node in nodes]
     values = [*map(Value, arrays), Value(arrays[0], tuple(range(len(arrays))), ways)]  # any array: nothing uses it
     _, choices = cheapest(values, operands, every_axis(operands, sizes))
     return choices[0].way if choices else _refuse_all(op, sizes)
