@@ -18,7 +18,7 @@ from test_layers import ROOT, lists_of_names, modules
 SAME = {  # what the public functions of one name have in common: their names
     "a collective: the call, as a ring, drawn, by JAX's name; its time on TPUs and on GPUs":
         "all_gather all_reduce all_to_all data_threshold gather ppermute reduce reduce_scatter",
-    "one operation: planned, run, on arrays that carry their type, its time": "einsum layer matmul reshard vjp",
+    "one operation: planned, run, on arrays that carry their type, its time": "layer matmul reshard vjp",
     "what a strategy, a form of decoding and a model have":
         "attention backward embed forward head init layer_backward layer_forward loss loss_and_grads mlp "
         "normed_result specs",
