@@ -23,7 +23,7 @@ from scaling.strategies import transformer as strategy
 TRANSFORMERS = {
     "XY": "plain tied experts latent normed parallel sinks",
     "PX": "plain tied experts",
-    "CY": "plain",
+    "CY": "plain capped",
     "ZX": "tied",
     "EX": "experts sinks",
 }
@@ -51,6 +51,7 @@ def _config(kind: str) -> Any:
     return {
         "plain": config, "tied": config.with_(tied=True), "experts": config.with_(E=2, k=1),
         "normed": config.with_(norms="both", qk_norm=True, qk_wide=True, score_cap=50.0, logit_cap=30.0),
+        "capped": config.with_(score_cap=50.0, sinks=True),
         "parallel": config.with_(norms="shared", parallel=True, centered=True, norm_bias=True, mlp_bias=True),
         "sinks": config.with_(E=2, k=1, sinks=True, expert_bias=True, clamp=7.0),
         "latent": config.with_(K=8, attention_bias=False, output_bias=False, latent=latent),

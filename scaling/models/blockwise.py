@@ -23,7 +23,7 @@ from torch import Tensor
 
 from scaling import trace
 from scaling.collectives import wait
-from scaling.models.tiles import LATER, Mask, Ranges, fused, shapes, written
+from scaling.models.tiles import LATER, Mask, Ranges, capped, fused, shapes, written
 from scaling.spec import parse
 
 TILE = 1024  # queries, and keys, that are computed at a time
@@ -32,16 +32,24 @@ OTHERWISE = """
 Sums = tuple[Any, Any]  # tensors that a block adds to two sums, or None and None
 
 
-def forward(Q: Tensor, K: Tensor, V: Tensor, segments: Tensor | None, keys: Any) -> tuple[Tensor, Tensor]:
-    """Return (O[B, T, N, H], lse[B, T, N])."""
+def forward(
+    Q: Tensor, K: Tensor, V: Tensor, segments: Tensor | None, sinks: Tensor | None, keys: Any
+) -> tuple[Tensor, Tensor]:
+    """Return (O[B, T, N, H], lse[B, T, N]).
+
+    sinks[N] are scores of a key that all queries of a head see, and that has no value.
+    """
     seen: Any = None
     for here, KV in keys.around(segments, torch.stack([K, V])):
         seen = merge_attended(seen, block_forward(Q, KV, here))
+    if sinks is not None:
+        lse = torch.logaddexp(seen.lse, sinks.to(seen.lse.dtype))
+        seen = Attended(seen.O * (seen.lse - lse).exp()[..., None], lse)
     return seen.O.to(Q.dtype).contiguous(), seen.lse
 
 
 def backward(
-    dO: Tensor, O: Tensor, lse: Tensor, Q: Tensor, K: Tensor, V: Tensor, segments: Tensor | None, keys: Any
+    dO: Tensor, O: Tensor, lse: Tensor, Q: Tensor, K: Tensor, V: Tensor, segments: Tensor | None, sinks: Any, keys: Any
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return (dQ, dK, dV), summed in float32 or wider: dQ on this rank, dK and dV as they follow their block."""
     dQ: Any = None
@@ -59,7 +67,7 @@ class KeyBlock(NamedTuple):
     """Queries at the positions `rows` and the block of keys at `columns` that they attend to.
 
     `segments` is None or (of the queries [B, T], of the keys [B, S]): a query sees only keys of its segment. `queries`
-    and `keys` are types for the trace.
+    and `keys` are types for the trace. Scores are capped softly by `cap`.
     """
 
     rows: Ranges
@@ -69,6 +77,7 @@ class KeyBlock(NamedTuple):
     segments: tuple[Tensor, Tensor] | None = None
     queries: str = "[B, T, N, H]"
     keys: str = "[2, B, S, K, H]"
+    cap: float | None = None
 
     @property
     def pairs(self) -> int:
@@ -77,7 +86,9 @@ class KeyBlock(NamedTuple):
 
     def kernel(self, device: torch.device):
         """Return the kernel: the CPU's flash attention, matmuls, or on the meta device the shapes of their results."""
-        return shapes if device.type == "meta" else fused if device.type == "cpu" else written
+        if device.type == "meta":
+            return shapes
+        return capped(self.cap) if self.cap is not None else fused if device.type == "cpu" else written
 
     def parts(self, ranges: Ranges, device: torch.device) -> list[range]:
         """Split the positions into parts of at most TILE consecutive ones, but not on the meta device."""
@@ -202,12 +213,12 @@ def _joined(parts: Sequence[Tensor | None], like: Sequence[Tensor], empty: float
 
 
 class Attention(torch.autograd.Function):
-    """The differentiable (O, lse) of `forward(Q, K, V, segments, keys)`; lse has no derivative."""
+    """The differentiable (O, lse) of `forward(Q, K, V, segments, sinks, keys)`; lse has no derivative."""
 
     @staticmethod
-    def forward(keys, Q, K, V, segments):
+    def forward(keys, Q, K, V, segments, sinks):
         """Return (O, lse)."""
-        return forward(Q, K, V, segments, keys)
+        return forward(Q, K, V, segments, sinks, keys)
 
     @staticmethod
     def setup_context(ctx, inputs, output):
@@ -218,8 +229,13 @@ class Attention(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, dO, _):
-        """Return the gradients of Q, K and V."""
-        return None, *Once.apply(backward, ctx.keys, dO, *ctx.saved_tensors), None
+        """Return the gradients of Q, K, V and the sinks, of which each is a share of its head's softmax."""
+        O, lse, *_, sinks = ctx.saved_tensors
+        dsinks = None
+        if sinks is not None:
+            delta = (dO * O).to(lse.dtype).sum(-1)
+            dsinks = -((sinks.to(lse.dtype) - lse).exp() * delta).sum((0, 1)).to(sinks.dtype)
+        return None, *Once.apply(backward, ctx.keys, dO, *ctx.saved_tensors), None, dsinks
 
     @staticmethod
     def jvp(ctx, *_):
@@ -228,7 +244,9 @@ class Attention(torch.autograd.Function):
 
     @staticmethod
     def vmap(info, in_dims, keys, *operands):
-        """Fold the mapped dim into B."""
+        """Fold the mapped dim into B, which sinks do not have."""
+        if operands[-1] is not None:
+            raise NotImplementedError("attention block by block with sinks has no vmap" + OTHERWISE)
         return _batched(info, in_dims[1:], lambda *folded: Attention.apply(keys, *folded), operands)
 
 

@@ -12,12 +12,14 @@ tile by matmuls, on any device. `shapes` returns the shapes of both.
 """
 
 import math
+from functools import partial
 from types import SimpleNamespace
 from typing import NamedTuple
 
 import torch
 
 from scaling.common.torch_private import flash_cpu, flash_cpu_backward
+from scaling.models.pointwise import soft_cap
 
 LATER = "later"
 Ranges = tuple[range, ...]
@@ -56,11 +58,15 @@ def _up_to(d: float, r: range, c: range) -> int:
     return below(first + len(r)) - below(first) - below(first + len(r) - len(c)) + below(first - len(c))
 
 
-def _scores(q, k, hidden, scale):
-    """scores[B, K, G, T, S], -inf where hidden: one matmul for the G heads of a key."""
-    scores = (q.flatten(2, 3) @ k[:, :, 0].mT).unflatten(2, q.shape[2:4]) * scale
+def _scores(q, k, scale, cap=None):
+    """scores[B, K, G, T, S], softly capped: one matmul for the G heads of a key."""
+    return soft_cap((q.flatten(2, 3) @ k[:, :, 0].mT).unflatten(2, q.shape[2:4]) * scale, cap)
+
+
+def _masked(scores, hidden):
+    """Return the scores, -inf where hidden."""
     if hidden is LATER:
-        hidden = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).triu(1)
+        hidden = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).triu(1)
     return scores if hidden is None else scores.masked_fill(hidden, -math.inf)
 
 
@@ -74,8 +80,8 @@ def _over_queries(scores, q):
     return (scores.flatten(2, 3).mT @ q.flatten(2, 3))[:, :, None]
 
 
-def _written_forward(q, k, v, hidden, scale):
-    scores = _scores(q, k, hidden, scale)
+def _written_forward(q, k, v, hidden, scale, cap=None):
+    scores = _masked(_scores(q, k, scale, cap), hidden)
     M = scores.amax(-1, keepdim=True)
     M = M.masked_fill(M.isneginf(), 0)
     P = (scores - M).exp()
@@ -83,10 +89,12 @@ def _written_forward(q, k, v, hidden, scale):
     return _times(P, v) / L.clamp(min=torch.finfo(L.dtype).tiny), (M + L.log()).squeeze(-1)
 
 
-def _written_backward(dO, q, k, v, O, lse, hidden, scale):
-    P = (_scores(q, k, hidden, scale) - lse[..., None]).exp()
+def _written_backward(dO, q, k, v, O, lse, hidden, scale, cap=None):
+    scores = _scores(q, k, scale, cap)
+    P = (_masked(scores, hidden) - lse[..., None]).exp()
     delta = (dO * O).sum(-1, keepdim=True)  # sum_j P_ij dP_ij = sum_d dO_id O_id
-    dS = P * (_scores(dO, v, None, 1.0) - delta) * scale
+    dS = P * (_scores(dO, v, 1.0) - delta) * scale
+    dS = dS if cap is None else dS * (1 - (scores / cap).square())
     return _times(dS, k), _over_queries(dS, q), _over_queries(P, dO)
 
 
@@ -124,6 +132,11 @@ def _shapes_forward(q, k, v, hidden, scale):
 
 def _shapes_backward(dO, q, k, v, O, lse, hidden, scale):
     return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+
+
+def capped(cap: float) -> SimpleNamespace:
+    """Return `written` with a soft cap of the scores."""
+    return SimpleNamespace(forward=partial(_written_forward, cap=cap), backward=partial(_written_backward, cap=cap))
 
 
 written = SimpleNamespace(forward=_written_forward, backward=_written_backward)

@@ -55,11 +55,9 @@ def alone(family: str) -> tuple[torch.Tensor, dict]:
 
 
 MESHES = {"X=2,Y=2": {"X": 2, "Y": 2}, "Z=2,C=2": {"Z": 2, "C": 2}, "E=2,C=2": {"E": 2, "C": 2}}
-WHOLE = ("gemma2", "gpt oss")  # families that have no attention block by block, which C would split
 ON_MESHES = [(mesh, family) for family in FAMILIES for mesh in MESHES if model(family)[0].moe or "E" not in mesh]
-ON_MESHES = [(mesh, family) for mesh, family in ON_MESHES if family not in WHOLE or "C" not in mesh]
-ON_MESHES += [*(("Z=2,Y=2", family) for family in WHOLE), ("E=2,Y=2", "gpt oss")]
-MESHES |= {"Z=2,Y=2": {"Z": 2, "Y": 2}, "E=2,Y=2": {"E": 2, "Y": 2}}
+ON_MESHES += [("E=2,Y=2", "gpt oss")]
+MESHES |= {"E=2,Y=2": {"E": 2, "Y": 2}}
 
 
 @pytest.mark.parametrize(

@@ -38,31 +38,36 @@ def arrays(heads, T=T):
     return made[:3], made[3], torch.stack([at // 7 + (at > 30), (at > 20).long()])
 
 
-def dense(Q, K, V, causal=True, window=None, segments=None, scale=None):
-    """All scores at once, every query head with its own copy of the keys."""
+def dense(Q, K, V, sinks=None, causal=True, window=None, segments=None, scale=None, cap=None):
+    """All scores at once, every query head with its own copy of the keys, and a last key without a value for sinks."""
     K, V = (x.repeat_interleave(Q.shape[2] // K.shape[2], 2) for x in (K, V))
     ahead = torch.arange(Q.shape[1]) - torch.arange(Q.shape[1])[:, None]
     hidden = (ahead > 0) & causal | (ahead.abs() >= (window or math.inf))
     if segments is not None:
         hidden = hidden | (segments[:, None, :, None] != segments[:, None, None, :])
     scores = torch.einsum("btnh,bsnh->bnts", Q, K) * (scale or Q.shape[-1] ** -0.5)
-    return torch.einsum("bnts,bsnh->btnh", scores.masked_fill(hidden, -math.inf).softmax(-1), V)
+    scores = (scores if cap is None else cap * torch.tanh(scores / cap)).masked_fill(hidden, -math.inf)
+    if sinks is not None:
+        scores = torch.cat([scores, sinks[:, None, None].expand(*scores.shape[:-1], 1)], -1)
+    return torch.einsum("bnts,bsnh->btnh", scores.softmax(-1)[..., : K.shape[1]], V)
 
 
 def on_mesh(mesh, form, axis, segments, **options):
     """attention of shards in plain order; the zig-zag order is taken and left inside."""
 
-    def attend(Q, K, V):
-        return context.attention(Q, K, V, mesh, axis=axis, form=form, segments=segments, **options)
+    def attend(Q, K, V, sinks=None):
+        return context.attention(Q, K, V, mesh, axis=axis, form=form, segments=segments, sinks=sinks, **options)
 
-    def zigzag(*operands):
-        return context.from_zigzag(attend(*(context.to_zigzag(x, 1, mesh, axis) for x in operands)), 1, mesh, axis)
+    def zigzag(Q, K, V, sinks=None):
+        ordered = (context.to_zigzag(x, 1, mesh, axis) for x in (Q, K, V))
+        return context.from_zigzag(attend(*ordered, sinks), 1, mesh, axis)
 
     return zigzag if form == "zigzag" else attend
 
 
+CAPPED = PACKED | {"cap": 0.8, "sinks": True}
 SIDES = {"causal": False, "window": 5, "scale": 0.7}
-USP = [("usp", "CY", heads, mask) for heads, mask in (("K=1", PLAIN), ("K=6", PACKED))]
+USP = [("usp", "CY", heads, mask) for heads, mask in (("K=1", PLAIN), ("K=6", PACKED), ("G=2", CAPPED))]
 ON_4 = [
     ("ring", "C", "K=1", PACKED | {"window": 14}),  # two hops
     ("zigzag", "C", "G=2", PLAIN),
@@ -75,7 +80,7 @@ ON_4 = [
 ]
 CASES = {
     "1": ({"C": 1}, [("ring", "C", "G=2", PACKED), ("zigzag", "C", "K=1", PLAIN), ("ulysses", "C", "N=K", SIDES)]),
-    "2": ({"C": 2}, [(form, "C", "K=6", PACKED) for form in FORMS]),
+    "2": ({"C": 2}, [(form, "C", "K=6", mask) for form in FORMS for mask in (PACKED, CAPPED)]),
     "4": ({"C": 4}, ON_4),
     "ulysses inside a ring": ({"C": 2, "Y": 2}, USP),
     "ulysses alone": ({"Y": 2, "C": 1}, USP),
@@ -90,13 +95,15 @@ def test_equal_to_dense(mesh, cases):
         operands, dO, segments = arrays(heads)
         options = dict(options)
         segments = segments if options.pop("segments", False) else None
+        sinks = drawn((HEADS[heads][0],), seed=1) if options.pop("sinks", False) else []
         type_, mine = f"O[B, T_{axis}, N, H]", None
         if segments is not None:
             mine = tree.shard(segments, f"s[B, T_{axis}]", mesh)
             mine = context.to_zigzag(mine, 1, mesh, axis) if form == "zigzag" else mine
         f = on_mesh(mesh, form, tuple(axis) if form == "usp" else axis, mine, **options)
         one = partial(dense, segments=segments, **options)
-        close(pulled(f, mesh, operands, [type_] * 3, type_, dO, by), on_one_device(one, operands, dO), 1e-11)
+        operands, types = [*operands, *sinks], [type_] * 3 + ["s[N]"] * len(sinks)
+        close(pulled(f, mesh, operands, types, type_, dO, by), on_one_device(one, operands, dO), 1e-11)
 
 
 def test_tiles_and_kernels(monkeypatch):

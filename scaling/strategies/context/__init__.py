@@ -15,6 +15,7 @@ from functools import partial
 import torch
 
 from scaling.algebra.rules import refuse_rule
+from scaling.collectives import shard
 from scaling.collectives.checked import alike
 from scaling.common.arguments import flag
 from scaling.models.blockwise import Attention
@@ -40,6 +41,8 @@ def attention(
     window: int | None = None,
     segments: torch.Tensor | None = None,
     scale: float | None = None,
+    cap: float | None = None,
+    sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """O[B, T_C, N, H] of Q[B, T_C, N, H], K[B, T_C, K, H] and V[B, T_C, K, H]: softmax(Q K^T scale) V over all of T.
 
@@ -58,6 +61,9 @@ def attention(
         segments: int[B, T_C], the documents that are packed into a sequence. A query sees only keys of its own
             document.
         scale: The factor of the scores, 1/sqrt(H) by default.
+        cap: If given, scores are kept within it: they become cap tanh(score / cap).
+        sinks: If given, sinks[N] are scores of a key that every query of a head sees, without a value. Their gradient
+            is unreduced over the axes.
 
     Raises:
         ShardingError: The form cannot take these shapes. It is raised before anything is sent.
@@ -65,27 +71,29 @@ def attention(
     axes = (axis,) if isinstance(axis, str) or not hasattr(axis, "__len__") else tuple(axis)
     flag(causal=causal)
     if torch.compiler.is_compiling():
-        return _in_graph(mesh.constant(_number, axes, form, causal, window, scale), Q, K, V, segments)
-    options = {"causal": causal, "window": window, "scale": scale, "segments": segments}
+        return _in_graph(mesh.constant(_number, axes, form, causal, window, scale, cap), Q, K, V, segments, sinks)
+    options = {"causal": causal, "window": window, "scale": scale, "segments": segments, "cap": cap}
     alike(mesh, f"attention over {axis}", [str(each) for each in axes], form=form, **options)
-    return _attention(Q, K, V, segments, mesh, axes, form, causal, window, scale)
+    return _attention(Q, K, V, segments, sinks, mesh, axes, form, causal, window, scale, cap)
 
 
-def _attention(Q, K, V, segments, mesh, axes, form, causal, window, scale) -> torch.Tensor:
+def _attention(Q, K, V, segments, sinks, mesh, axes, form, causal, window, scale, cap) -> torch.Tensor:
     line = f"Q[B, T_{format_axes(axes)}, N, H]" if all(isinstance(a, str) for a in axes) else "Q[B, T, N, H]"
     _check(line, Q, K, V, mesh, axes, form, window, segments, scale)
     mask, scale = Mask(bool(causal), window), 1 / math.sqrt(Q.shape[-1]) if scale is None else float(scale)
     t, heads = Q.shape[1], mesh.size(axes[-1:])
     if form in ("ulysses", "usp"):
         Y = format_axes(axes[-1:])
-        inside = partial(_apply, Ring(mesh, axes[:-1], t * heads, mask, scale, heads=(f"N_{Y}", f"R_{Y}")))
+        own = None if sinks is None else shard(f"s[N] -> s[N_{Y}]", sinks, mesh)
+        ring = Ring(mesh, axes[:-1], t * heads, mask, scale, heads=(f"N_{Y}", f"R_{Y}"), cap=cap)
+        inside = partial(_apply, ring, sinks=own)
         return exchanged(Q, K, V, segments, mesh, axes, inside)
     kind = Gathered if form == "gather" else Ring
-    return _apply(kind(mesh, axes, t, mask, scale, form), Q, K, V, segments)
+    return _apply(kind(mesh, axes, t, mask, scale, form, cap=cap), Q, K, V, segments, sinks)
 
 
-def _apply(ring: Ring, Q, K, V, segments) -> torch.Tensor:
-    return Attention.apply(ring, Q, K, V, segments)[0]
+def _apply(ring: Ring, Q, K, V, segments, sinks=None) -> torch.Tensor:
+    return Attention.apply(ring, Q, K, V, segments, sinks)[0]
 
 
 _numbered: list[tuple] = []  # settings that a compiled graph, which holds no meshes, refers to by number
@@ -98,9 +106,9 @@ def _number(mesh, *setting) -> int:
     return _numbered.index((mesh, *setting))
 
 
-def _in_graph(number: int, Q, K, V, segments) -> torch.Tensor:
+def _in_graph(number: int, Q, K, V, segments, sinks) -> torch.Tensor:
     """Compute one call of a compiled graph: a compiler would look into Functions, and refuses those that have a jvp."""
-    return _attention(Q, K, V, segments, *_numbered[number])
+    return _attention(Q, K, V, segments, sinks, *_numbered[number])
 
 
 def _check(line: str, Q, K, V, mesh, axes: tuple[str, ...], form: str, window, segments, scale) -> None:

@@ -45,6 +45,7 @@ class Ring(NamedTuple):
         scale: The factor of the scores.
         order: The order of tokens, "ring" (plain) or "zigzag".
         heads: The dims of query heads and KV heads in the types; for Ulysses they are N_Y and R_Y.
+        cap: The soft cap of the scores, or None.
     """
 
     mesh: AbstractMesh
@@ -54,6 +55,7 @@ class Ring(NamedTuple):
     scale: float
     order: str = "ring"
     heads: tuple[str, str] = ("N", "K")
+    cap: float | None = None
 
     @property
     def types(self) -> tuple[str, str]:
@@ -68,7 +70,7 @@ class Ring(NamedTuple):
         for hop in range(self.hops + 1):
             rows, columns = chunks(self.order, self.t, C, c), chunks(self.order, self.t, C, (c - hop) % C)
             both = None if segments is None else (segments, of_keys)
-            here = KeyBlock(rows, columns, self.mask, self.scale, both, queries, keys), KV
+            here = KeyBlock(rows, columns, self.mask, self.scale, both, queries, keys, self.cap), KV
             if hop < self.hops:
                 KV, of_keys = self.send("KV", KV), self.send("segments", of_keys)
             yield here
@@ -115,7 +117,7 @@ class Gathered(Ring):
         if segments is not None:
             both = segments, all_gather(f"segments[B, S_{over}] -> segments[B, S]", segments, self.mesh)
         KV = all_gather(f"KV[2, B, S_{over}, K, H] -> KV[2, B, S, K, H]", KV, self.mesh)
-        yield KeyBlock(held[c], sum(held, ()), self.mask, self.scale, both, self.types[0], "[2, B, S, K, H]"), KV
+        yield KeyBlock(held[c], sum(held, ()), self.mask, self.scale, both, self.types[0], cap=self.cap), KV
 
     def follow(self, dKV: Tensor, hop: int) -> Tensor:
         """Return this rank's part of the sum over all ranks' queries."""

@@ -165,11 +165,6 @@ def _check_mesh(config: Config, sizes: Mapping[str, int], zero: int) -> None:
             "  rule: kernels of attention take heads of one width, to which values are padded\n"
             "  fix: give a value of at most nope + rope"
         )
-    if (config.score_cap is not None or config.sinks) and sizes.get("C", 1) > 1:
-        raise ShardingError(
-            f"{config.name}: soft caps of scores, or sinks, over C={sizes['C']}\n"
-            "  rule: attention block by block computes neither\n  fix: give the ranks of C to X or Y"
-        )
     if (config.qk_wide or config.qk_layernorm) and config.K % Y:
         raise ShardingError(
             f"{config.name}: K={config.K} KV heads over Y={Y}\n"
