@@ -18,7 +18,7 @@ from scaling.book.answers import Answer
 from scaling.book.layout import format_number, width
 from scaling.book.page import Page
 from scaling.hardware import Chip, chip, chips, systolic
-from scaling.show import bars
+from scaling.show import bars, svg
 from scaling.show.bars import Bar
 
 page = Page(__doc__, plot=True)
@@ -86,7 +86,7 @@ def streamed(chunks: int, load: float, compute: float, store: float, buffers: in
 
 # %%
 D, F, panels = 8192, 32768, 16
-rows, drawn = [], []
+rows, drawn, lines = [], [], []
 for B in (64, 512):
     op = cost.matmul(B, D, F, V5E.flops(), V5E.hbm_bw)
     load, store, first = (nbytes / V5E.hbm_bw for nbytes in (2 * D * F / panels, 2 * B * F / panels, 2 * B * D))
@@ -94,14 +94,17 @@ for B in (64, 512):
         run = streamed(panels, load, op.math / panels, store, buffers, first)
         took = bars.end_of(run)
         picture = bars.text(run, width() - 7, op.upper / 2)
-        drawn.append(f"B = {B}, {buffers} buffer{'s' * (buffers > 1)}\n{picture}")
+        title = f"B = {B}, {buffers} buffer{'s' * (buffers > 1)}"
+        drawn.append(f"{title}\n{picture}")
+        lines.append((title, [bar for bar in run if bar.start < op.upper / 2]))
         us = [f"{1e6 * t:,.1f}" for t in (op.lower, op.upper, took)]
         rows.append((B, buffers, op.bound, *us, *(f"{bars.busy(run, unit) / took:.0%}" for unit in ("HBM", "core"))))
         once = first + load + op.math / panels + store
         held = math.isclose(took, op.upper) if buffers == 1 else op.lower <= took <= op.lower + once
         page.check(f"B = {B}, {buffers} buffers: streamed in the time that the roofline says", held)
 page.title(f"bf16[B, {D}] x bf16[{D}, {F}] on a v5e, {panels} panels: half of the time")
-page.say("\n".join([*drawn, "L load, C compute, S store"]))
+page.show("\n".join(drawn), lambda: svg.time_lines(lines, unit="in s"))
+page.say("L loads a panel, C multiplies it, S stores the result.")
 page.table(rows, ["B", "buffers", "bound by", "lower us", "upper us", "streamed us", "HBM busy", "core busy"])
 X, weights = torch.randn(16, 64, dtype=torch.float64), torch.randn(64, 32, dtype=torch.float64)
 by_panels = torch.cat([X @ panel for panel in weights.chunk(panels, 1)], 1)
@@ -119,7 +122,8 @@ op = cost.roofline(N, 3 * 2 * N, vpu, V5P.hbm_bw)
 run = streamed(panels, 4 * N / panels / V5P.hbm_bw, op.math / panels, 2 * N / panels / V5P.hbm_bw)
 page.title(f"bf16 x[N] * y[N] -> z[N] on a v5p, N = 2^26, {panels} chunks, 2 buffers")
 took = bars.end_of(run)
-page.say(bars.text(run, width() - 7, took / 2))
+half = [bar for bar in run if bar.start < took / 2]
+page.show(bars.text(run, width() - 7, took / 2), lambda: svg.time_lines([("", half)], unit="in s"))
 busy = bars.busy(run, "core") / took
 share = f"HBM works {bars.busy(run, 'HBM') / took:.0%} and the core {busy:.0%}"
 page.say(f"{1e6 * took:.1f} us; the first half is drawn. {share} of it")

@@ -28,7 +28,7 @@ from scaling.book.layout import width
 from scaling.book.listing import difference
 from scaling.book.page import Page
 from scaling.hardware import chip
-from scaling.show import bars
+from scaling.show import bars, svg
 from scaling.show.bars import Bar
 from scaling.trace import trace
 
@@ -156,7 +156,8 @@ for F in (8192, 32768):
     page.title(f"bf16 A[{TOKENS}, {WIDTH}_Y] W[{WIDTH}, {F}_Y] on a ring of {N} v5p, one way")
     for name, run in (("AllGather, then multiply", serial(F)), ("collective matmul", overlapped(F))):
         picture = bars.text(run, width() - 7, bars.end_of(serial(F)))
-        page.say(f"{name}: {1e6 * bars.end_of(run):,.0f} us\n{picture}")
+        title = f"{name}: {1e6 * bars.end_of(run):,.0f} us"
+        page.show(f"{title}\n{picture}", lambda title=title, run=run: svg.time_lines([(title, run)], unit="in s"))
         took = bars.busy(run, "ICI"), bars.busy(run, "MXU"), bars.end_of(run)
         rows.append((F, name, *(f"{1e6 * t:,.0f}" for t in took)))
 page.say()

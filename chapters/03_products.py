@@ -45,7 +45,7 @@ C = A @ B
 # ## Blocks, and outer products
 # A product of matrices can be computed by blocks, C_00 = A_00 B_00 + A_01 B_10. If it is split along the contraction,
 # it is a sum of outer products, A[:, j] times B[j, :], and each device can add up its own. A sharded product consists
-# of nothing else: the blocks that a device has, and the blocks that it receives.
+# of two things only: the blocks that a device has, and the blocks that it receives.
 
 # %%
 blocks = {n: [half.chunk(2, 1) for half in x.chunk(2, 0)] for n, x in (("A", A), ("B", B))}
@@ -122,7 +122,7 @@ page.say(f"\nThe last case in full:\n{plans[-1]}")
 
 # %% [markdown]
 # ## Which lines are refused?
-# `einsum` multiplies what a device has and sends nothing. So it refuses the lines of cases 2 and 4, and those of case 3
+# `einsum` multiplies what a device has and sends nothing. So it refuses the lines of cases 2 and 4, and lines of case 3
 # that do not say `{U_X}`, and quotes the rule.
 
 # %%

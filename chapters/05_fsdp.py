@@ -44,8 +44,8 @@ X = page.args.mesh["X"]
 
 # %% [markdown]
 # ## First by types alone
-# Again this takes any nn.Module, torch.func.grad, and the types of the params, now both as they are stored and as they
-# are used. Compared with data parallelism, each stored type has one more letter.
+# Again this takes any nn.Module, torch.func.grad, and the types of the params, now in two forms: how they are
+# stored, and how they are used. Compared with data parallelism, each stored type has one more letter.
 
 # %%
 STORED = {"fc1.weight": "W[F, D_X]", "fc1.bias": "b[F_X]", "fc2.weight": "V[D_X, F]", "fc2.bias": "c[D_X]"}

@@ -110,7 +110,7 @@ def attention(W, x, mesh):
 ROPE = tables(torch.arange(T), latent.rope, config.theta, None, torch.float64)
 
 # %% [markdown]
-# The derivative needs no lines of its own, since each collective has its dual. The types say which reductions remain,
+# The derivative needs no further lines, since each collective has its dual. The types say which reductions remain,
 # and these are off the critical path. A weight's gradient is unreduced over each axis that splits the tokens but not
 # the weight. W_DQ and W_DKV multiply tokens that are split over Y as well, so their gradients are {U_XY}. All results
 # must equal one device's.

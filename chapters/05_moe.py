@@ -312,7 +312,7 @@ page.end()
 # %% [markdown]
 # ## Three things to try
 # 1. Edit: replace `all_reduce("d[D, E] {U_X} -> d[D, E]", d, mesh)` by `d`: each rank then
-#    has the gradient of its own tokens alone, which differs from one device's; the experts' gradients are whole.
+#    has the gradient of only its tokens, which differs from one device's; the experts' gradients are whole.
 # 2. Question: from how many tokens on is DeepSeek-V3's layer compute-bound on one H100 in bf16? Evaluate
 #    `h100.intensity("hbm") * v3.E / v3.k`.
 # 3. Flag: run with `--mesh X=2`: there are half as many experts, and a token's two choices are more often on one rank.

@@ -42,7 +42,7 @@ TYPE = "M[L, D_X, F]"
 # %% [markdown]
 # ## What Newton-Schulz does
 # M = U S V^T, divided by its norm, goes through x <- 3.4445 x - 4.775 x^3 + 2.0315 x^5 five times. This brings the
-# singular values close to 1, and leaves U and V as they are. It needs products only, so bfloat16 is precise enough.
+# singular values close to 1, and does not change U and V. It needs products only, so bfloat16 is precise enough.
 # Look at how far the small values rise.
 
 # %%

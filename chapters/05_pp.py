@@ -161,7 +161,7 @@ draw("naive", "gpipe", "1f1b", "interleaved")
 
 # %% [markdown]
 # GPipe and 1F1B differ in memory. With more microbatches the bubble of both gets smaller, but GPipe keeps the
-# activations of all of them, and 1F1B those of at most Z.
+# activations of all of them, and 1F1B of at most Z.
 
 # %%
 page.title("The bubble of both, and the microbatches whose activations rank 0 keeps")

@@ -62,7 +62,7 @@ def over(axis: str, log: Log) -> int:
 # %% [markdown]
 # Every row must agree, also with `scaling.cost`, which computes all times below. The book has two errata here. Its
 # table has 8BD/X for the backward of FSDP + TP. And it says that FSDP "saves on backward pass FLOPs", although its rows
-# equal those of DP: FSDP saves memory.
+# equal DP's: FSDP saves memory.
 
 # %%
 rows = []

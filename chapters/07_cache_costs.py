@@ -11,7 +11,7 @@ planner's number, and each number with a cache that is allocated.
 """
 
 # %% [markdown]
-# ## Why does one care what a token of context costs?
+# ## Why count the bytes of a token of context?
 # The weights are read once a step, whatever the batch is. Each sequence has its own cache, and a step reads all of it.
 # So the bytes that a token of context adds decide how many sequences fit beside the weights, the number of sequences
 # decides among how many tokens the read of the weights is divided, and this decides the price of a token.
@@ -174,7 +174,7 @@ page.answers([
 ])  # fmt: skip
 
 # %% [markdown]
-# ## Is it what a cache holds?
+# ## Does a cache hold as many bytes?
 # The planner's numbers are formulas, too, so they are compared with caches that `serve.init_cache` allocates, on a
 # device that holds no numbers. Layers with the same window form one cache, as long as their window if the context is
 # longer. Linear layers have no cache here, and their states are left out of both columns.

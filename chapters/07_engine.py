@@ -90,7 +90,7 @@ pictures = [f"{policy}: {served.seconds:.2f} s\n{gantt(served, longest)}" for po
 page.say(layout.beside(pictures, gap=2, columns=80))
 
 # %% [markdown]
-# ## What a policy does to latency
+# ## How policies change latency
 # Now requests arrive at random, with prompts and outputs of different lengths. Compare the 95th percentiles. Under
 # static a request waits for the slowest of a batch. Interleaved is jittery, because every prompt stops all others;
 # chunks even that out.

@@ -44,7 +44,7 @@ B, D, F = 6, 4 * Y, 8 * Y
 # ## Equal to one device
 # The forms are in `scaling/strategies/collective_matmul.py`, a screen each. AllGather and ReduceScatter mirror each
 # other. In the first, shards travel and each rank multiplies them; in the second, sums travel and each rank adds its
-# product. So the vjp of one is the other, in the opposite direction, and needs no line of its own.
+# product. So the vjp of one is the other, in the opposite direction, and needs no further line.
 
 # %%
 FORMS = {

@@ -69,7 +69,7 @@ page.table([(text, eval(text).type) for text in texts], ["expression", "its type
 
 # %% [markdown]
 # JAX refuses that product, because it could mean an AllReduce or a ReduceScatter. Here the type `{U_Y}` itself says
-# which reduction is left, and the choice is a line of its own. An expression without any legal type is refused, with
+# which reduction is left, and the choice is a separate line. An expression without any legal type is refused, with
 # the cheapest line that helps.
 
 # %%
@@ -213,7 +213,7 @@ def moved(log) -> Counter:
 
 
 def in_explicit(text, types, out, whole, mesh):
-    """Return (Out, gradients, the collectives of the forward, those of both passes) of a function of arrays."""
+    """Return (Out, gradients, the collectives of the forward and of both passes) of a function of arrays."""
     arrays = [explicit.array(x, type, mesh) for x, type in zip(whole, types, strict=True)]
     with trace() as forward:
         Out = text(*arrays)

@@ -44,7 +44,7 @@ for number in parts:
         sums[number] = [verdicts.count(verdict) for verdict in VERDICTS]
 
 # %% [markdown]
-# ## What each chapter shows
+# ## The chapters, one by one
 # The table has the first sentence of each chapter, and the minutes to read and run it.
 
 # %%

@@ -88,7 +88,7 @@ page.title("W[D_X, F] {Q_D}, D = 8192, F = 28,672, X = 8")
 page.table(rows, ["format", "held as", "gathered, of\nbf16's bytes", "amax reduced,\nkB"])
 
 # %% [markdown]
-# ## What each format keeps
+# ## How precise each format is
 # The histogram has the magnitudes of activations. One feature in sixty-four is thirty times as large as the others, as
 # in trained models. E4M3 reaches from 448 down to 2^-9, so if the whole array has one scale, the largest value sets it,
 # and all values left of the mark become zero. The table shows for each format the share of values that become zero, and

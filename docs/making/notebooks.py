@@ -19,6 +19,8 @@ from scaling.book.notebook import execute
 from scaling.book.recap import has_numbers
 
 ADDRESS = re.compile(r"(?<![<(\w])(https://[^\s>)\"`]+[^\s>)\"`.,:;])")
+TRIED = re.compile(r"^( *)(\d\. .*?Evaluate\s+`([^`]+)`.*?)(?=^ *\d\. |\Z)", re.MULTILINE | re.DOTALL)
+CHAPTER = re.compile(r"(?<![/\w])`?(\d\d_\w+)\.py`?(?!\w)")
 ASK = """import json, dataclasses
 print(json.dumps([dataclasses.asdict(a) | {"row": a.row, "verdict": a.verdict, "why": a.why} for a in page.given]))"""
 
@@ -66,7 +68,13 @@ def _ran(chapter: Path):
     notebook = jupytext.read(chapter)
     if has_numbers(chapter):
         notebook.cells = [part for cell in notebook.cells for part in _asked(cell)]
+    tried = notebook.cells[-1].source
+    asked = TRIED.findall(tried)
+    notebook.cells += [nbformat.v4.new_code_cell(f"print({' '.join(code.split())})") for *_, code in asked]
     execute(notebook)
+    found = [cell.outputs[0].text.strip() for cell in notebook.cells[len(notebook.cells) - len(asked) :]]
+    notebook.cells = notebook.cells[: len(notebook.cells) - len(asked)]
+    notebook.cells[-1].source = _with_answers(tried, found)
     answers, section, cells = [], "", []
     for cell in notebook.cells:
         if cell.metadata.get("asks"):
@@ -81,6 +89,26 @@ def _ran(chapter: Path):
         cells.append(cell)
     notebook.cells, notebook.metadata["answers"] = cells, answers
     return notebook
+
+
+def _with_answers(text: str, found: list[str]) -> str:
+    """The things to try, each question with the value of its expression, folded."""
+    values = iter(found)
+
+    def answered(match: re.Match) -> str:
+        lines = [
+            "<details>",
+            "<summary>Answer</summary>",
+            "",
+            "```text",
+            *next(values).split("\n"),
+            "```",
+            "",
+            "</details>",
+        ]
+        return "\n".join([match[0].rstrip(), "", *(f"   {line}".rstrip() for line in lines), "", ""])
+
+    return TRIED.sub(answered, text)
 
 
 def is_folded(code: str) -> bool:
@@ -108,5 +136,8 @@ def _linked(chapter: str, text: str, first: bool) -> str:
         title, _, rest = text.partition("\n")
         named, colon, said = title.partition('": ') if '": ' in title else title.partition(": ")
         text = f"# {named}{colon.strip(': ')}\n\n{said}\n{rest}" if said else f"# {title}\n{rest}"
+    text = "\n".join(
+        line if line.startswith("    ") else CHAPTER.sub(r"[\1](\1.ipynb)", line) for line in text.split("\n")
+    )
     text = re.sub(r"^## (.+)$", lambda m: f"({section_target(chapter, m[1])})=\n{m[0]}", text, flags=re.MULTILINE)
     return ADDRESS.sub(r"<\1>", text)

@@ -71,16 +71,26 @@ class Page:
         return layout.width()
 
     def say(self, text: str = "") -> None:
-        """Print text from rank 0 alone, with its long lines continued on the next ones."""
+        """Print text from rank 0 alone, with its long lines continued on the next ones.
+
+        In a notebook a sentence is a paragraph, but neither several lines nor words that are set out by spaces.
+        """
+        prose = text.strip()
+        if prose and "\n" not in prose and "  " not in prose:
+            self.show(text, lambda: f"<p>{escape(prose)}</p>")
+        else:
+            self._print(text)
+
+    def _print(self, text: str) -> None:
         self.open()
         if self.first:
-            print(fold(str(text)), flush=True)
+            print(fold(text), flush=True)
 
     def open(self) -> None:
         """Print the chapter's first paragraph, once: before all other output, after the options are checked."""
         opening, self.opening = self.opening, ""
         if opening:
-            self.say(opening)
+            self._print(opening)
 
     def show(self, text: str, html: Callable[[], str]) -> None:
         """Print text, if there is any; in a notebook, show HTML instead, which `html()` returns."""
@@ -90,12 +100,12 @@ class Page:
             self.open()
             display({"text/plain": text, "text/html": html()}, raw=True)
         elif text:
-            self.say(text)
+            self._print(text)
 
     def title(self, text: str) -> None:
-        """Print an underlined title; in a notebook, show it in bold."""
+        """Print an underlined title; in a notebook, show a heading."""
         underlined = f"\n{text}\n{'-' * min(len(text), layout.width())}"
-        self.show(underlined, lambda: f"<p><strong>{escape(text)}</strong></p>")
+        self.show(underlined, lambda: f"<h4>{escape(text)}</h4>")
 
     def table(self, rows: Iterable[Sequence], headers: Sequence[str]) -> None:
         """Print rows under their headers; in a notebook, show them as an HTML table."""
@@ -188,7 +198,7 @@ class Page:
         took = time.perf_counter() - self.began
         seconds = f"{took:.1f} s" if took < 100 else f"{took:.0f} s"
         verdict = f"{len(self.failures)} FAILED: {', '.join(self.failures)}" if self.failures else "all hold"
-        self.say(f"\nWhat held: {', '.join(parts)}: {verdict} ({seconds})")
+        self._print(f"\nWhat held: {', '.join(parts)}: {verdict} ({seconds})")
         if "torch.distributed" in sys.modules:
             import torch.distributed as dist
 

@@ -9,6 +9,7 @@ time_lines([(title, bars)], colours)      the time lines of scaling.show.bars
 import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from html import escape
+from types import MappingProxyType
 
 from scaling.show.bars import TimeLine, end_of, rows_of
 from scaling.show.charts import tick_label, ticks
@@ -30,6 +31,7 @@ LEGEND = (
     "A square is what one device holds of an array. Each block has the colour of the device that stores it; "
     "hatched blocks are partial sums, and dashed lines join the devices that exchange blocks."
 )
+ROWS = ("#86aef0", "#f5a45d", "#5fc7b0", "#86cf7f", "#c58fe0", "#e07a8b")
 ROW, LEFT, ACROSS, LETTER = 22, 64, 800, 6.1  # of time lines: a row, the rows' names, the time, a letter of size 10
 
 
@@ -81,8 +83,11 @@ def types(specs: Iterable["str | Spec"], mesh) -> str:
     return document(parts, width, height)
 
 
-def time_lines(lines: Sequence[TimeLine], colours: Mapping[str, str], unit: str = "") -> str:
-    """Return an SVG of time lines below each other, each with its time axis, and a legend of the kinds of bars."""
+def time_lines(lines: Sequence[TimeLine], colours: Mapping[str, str] = MappingProxyType({}), unit: str = "") -> str:
+    """Return an SVG of time lines below each other, each with its time axis, and a legend of the kinds of bars.
+
+    A bar has the colour of its kind, or where `colours` has none of its row.
+    """
     parts, y = list[str](), 0.0
     for title, bars in lines:
         end, rows = float(end_of(bars)), rows_of(bars)
@@ -92,7 +97,8 @@ def time_lines(lines: Sequence[TimeLine], colours: Mapping[str, str], unit: str 
         for bar in bars:
             left, wide = LEFT + float(bar.start) / end * ACROSS, float(bar.seconds) / end * ACROSS
             box = _box(left, top + rows.index(bar.row) * ROW, wide, ROW - 2)
-            parts.append(f'<rect {box} fill="{colours[bar.kind]}" stroke="#fff" stroke-width=".6"/>')
+            fill = colours.get(bar.kind) or ROWS[rows.index(bar.row) % len(ROWS)]
+            parts.append(f'<rect {box} fill="{fill}" stroke="#fff" stroke-width=".6"/>')
             if wide > LETTER * len(bar.label):
                 middle = left + (wide - LETTER * len(bar.label)) / 2
                 parts.append(_words(middle, top + rows.index(bar.row) * ROW + 14, bar.label, "small"))

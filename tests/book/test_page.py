@@ -130,12 +130,16 @@ def test_in_a_notebook_tables_are_html_and_what_is_printed_elsewhere_is_their_pl
         one.title("Bytes & times")
         one.table([("W<1>", 2048, 0.5)], ["leaf", "bytes", "s"])
         one.answers([Answer("params", "13e9", 13.9e9, erratum="counted")])
+        one.say("x < 1 holds.")
         printed.append(capsys.readouterr().out)
-    title, table, answers = shown
+    title, table, answers, said = shown
     assert printed == ["".join(each["text/plain"] + "\n" for each in shown), ""]
     assert "Bytes &amp; times" in title["text/html"]
     assert "<td>W&lt;1&gt;</td><td style=text-align:right>2,048</td>" in table["text/html"]
     assert "<em>counted</em>" in answers["text/html"]
+    assert said["text/html"] == "<p>x &lt; 1 holds.</p>"
+    one.say("set  out by spaces\n")
+    assert (len(shown), capsys.readouterr().out) == (4, "set  out by spaces\n\n")
 
 
 @pytest.mark.slow

@@ -1,6 +1,7 @@
 """Visits the built site as a reader does: `python tests/docs/visit.py site`, which needs playwright and Chromium.
 
-The playground, line by line, legal and illegal; search; and no page wider than a phone. With `--links`, which
+The playground, line by line, legal and illegal, and from an address; exercises, solved in their pages; answers, opened;
+search; and no page wider than a phone. With `--links`, which
 needs neither, it looks at every link instead: each inside the site must lead to a page and, behind a #, to something
 there; nothing may be loaded from elsewhere.
 """
@@ -12,6 +13,7 @@ import shutil
 import sys
 import threading
 import time
+import tomllib
 from html.parser import HTMLParser
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
@@ -57,6 +59,8 @@ def faults(site: Path) -> tuple[list[str], int]:
     return found, count
 
 
+ANSWERS = Path(__file__).parents[1] / "exercise" / "answers"
+SOLVED = ("01_intensity", "03_bytes", "03_products", "05_1f1b", "07_kv_cache")
 LEGAL, RULE = "legal", "rule:"
 LINES = [
     ("check", {"call": "all_gather", "line": "A[I_X, J] -> A[I, J]"}, LEGAL),
@@ -93,8 +97,34 @@ def ask(page, form: str, fields: dict[str, str]) -> str:
             field.select_option(value)
         else:
             field.fill(value)
-    page.locator(f'form[data-ask="{form}"] button').click()
-    return page.locator(f'form[data-ask="{form}"] output').text_content()
+    output = page.locator(f'form[data-ask="{form}"] output')
+    output.evaluate("output => { output.textContent = '' }")
+    page.locator(f'form[data-ask="{form}"] button[type=submit]').click()
+    page.wait_for_function("name => document.querySelector(`form[data-ask=${name}] output`).textContent", arg=form)
+    return output.text_content()
+
+
+def start(page, url: str) -> None:
+    """Open a page, and wait until its Python is ready."""
+    page.goto(url)
+    page.wait_for_function("status => document.getElementById('status').textContent === status.dataset.ready",
+                           arg=page.locator("#status").element_handle(), timeout=60_000)  # fmt: skip
+
+
+def solve(page, base: str) -> None:
+    """Answer exercises in their pages, first wrongly; the list then shows them as solved."""
+    for name in SOLVED:
+        answers = tomllib.loads((ANSWERS / f"{name}.toml").read_text())
+        right, slip = answers["right"], answers["wrong"][0]
+        start(page, f"{base}exercises/{name}.html")
+        wrong = right.replace(slip["of"].strip("\n"), slip["is"].strip("\n"), 1)
+        assert slip["says"] in ask(page, "exercise", {"text": wrong})
+        assert ask(page, "exercise", {"text": right}).startswith("right: ")
+    start(page, f"{base}exercises/{SOLVED[0]}.html")  # what was written is there again
+    said = ask(page, "exercise", {"text": "while True: pass"})
+    assert "did not end" in said, said
+    page.goto(f"{base}exercises/index.html")
+    assert page.locator("[data-solved]", has_text="solved").count() == len(SOLVED)
 
 
 def visit(page, base: str, site: Path, shots: Path | None) -> None:
@@ -102,13 +132,26 @@ def visit(page, base: str, site: Path, shots: Path | None) -> None:
     page.on("request", lambda request: urls.append(request.url))
     page.on("pageerror", lambda error: errors.append(str(error)))
     began = time.monotonic()
-    page.goto(base + "playground.html")
-    page.wait_for_function("document.getElementById('status').textContent.startsWith('Ready')", timeout=60_000)
+    start(page, base + "playground.html")
     print(f"the playground was ready after {time.monotonic() - began:.1f} s")
     for form, fields, expected in LINES:
         said = ask(page, form, fields)
         assert expected in said, (form, fields, said)
         assert (expected == RULE) == (RULE in said), said
+    page.fill('form[data-ask="check"] [name="line"]', "A[I_X] * B[I_X] -> C[I_X]")
+    page.wait_for_function("location.hash.includes('C%5BI_X%5D')")
+    sent = page.url
+    page.goto("about:blank")
+    start(page, sent)
+    page.wait_for_function(
+        "document.querySelector('form[data-ask=check] output').textContent.includes('legal: A[I_X]')"
+    )
+    assert page.locator('form[data-ask="schedule"] svg rect').count() > 64
+    solve(page, base)
+    page.goto(base + "chapters/05_dp.html")
+    answer = page.locator("details", has_text="Answer").last
+    answer.locator("summary").click()
+    assert "2550" in answer.inner_text()
     page.goto(base + "search.html?q=ReduceScatter")
     page.wait_for_selector("#search-results li", timeout=20_000)
     page.set_viewport_size({"width": 390, "height": 844})
@@ -141,7 +184,7 @@ def main() -> int:
         browser = play.chromium.launch(executable_path=shutil.which("chromium"), args=["--no-sandbox"])
         visit(browser.new_page(), f"http://127.0.0.1:{server.server_port}/", args.site, args.shots)
         browser.close()
-    print(f"{len(LINES)} lines played, every page as narrow as a phone")
+    print(f"{len(LINES)} lines played, {len(SOLVED)} exercises solved, every page as narrow as a phone")
     return 0
 
 

@@ -8,6 +8,7 @@ import json
 import shutil
 import signal
 import socket
+import subprocess
 import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -228,6 +229,28 @@ def test_nothing_is_kept_of_requests_that_are_over(served, count):
     assert grown - memory < 8 << 20
 
 
+MARKDOWN = {  # what a model writes: what the page shows
+    "# A\n\n**b** and *i*, 2*3*4": "<h2>A</h2><p><b>b</b> and <i>i</i>, 2*3*4</p>",
+    "such:\n- `x*y*`\n- two\n  lines": "<p>such:</p><ul><li><code>x*y*</code></li><li>two\nlines</li></ul>",
+    "2. b\n\n3. c": '<ol start="2"><li>b</li></ol><ol start="3"><li>c</li></ol>',
+    "```python\nx < 1\n\n# y\n```": "<pre>x &#60; 1\n\n# y\n</pre>",
+    "```\nnot *ended*": "<pre>not *ended*</pre>",
+    "| a | b |\n|--|:-:|\n| 1 | 2 |": "<table><tr><th>a</th><th>b</th></tr><tr><td>1</td><td>2</td></tr></table>",
+    '<img src=x onerror="f()"> &amp;': "<p>&#60;img src=x onerror=&#34;f()&#34;&#62; &#38;amp;</p>",
+    "[l](javascript:f()) ![p](http://e.org/p)": "<p>[l](javascript:f()) ![p](http://e.org/p)</p>",
+    "a\x000\x00 `c`": "<p>a0 <code>c</code></p>",
+}
+
+
+def test_the_page_shows_markdown_and_no_tag_of_the_models_own():
+    node = shutil.which("node") or pytest.skip("no node")
+    page = (Path(serve.__file__).parent / "web" / "page.html").read_text()
+    function = page[page.index("function html(") : page.index("async function look()")]
+    program = f"{function}\nconsole.log(JSON.stringify({json.dumps([*MARKDOWN])}.map(html)))"
+    shown = subprocess.run([node, "-e", program], capture_output=True, text=True, check=True).stdout
+    assert dict(zip(MARKDOWN, json.loads(shown), strict=True)) == MARKDOWN
+
+
 @pytest.mark.slow
 def test_the_page_in_a_browser():
     playwright = pytest.importorskip("playwright.sync_api", reason="no playwright")
@@ -247,8 +270,9 @@ def test_the_page_in_a_browser():
         expect(page.locator("#send")).to_have_text("Send")
         said = chat([{"role": "user", "content": "hi <b>"}])
         wanted = ByteText().decode(serve.generate(PARAMS, [list(said.encode())], CONFIG, 5)[0])
+        rendered = "text => Object.assign(document.createElement('div'), {innerHTML: html(text)}).innerHTML"
         until = time.monotonic() + 10
-        while page.locator(".assistant").text_content() != wanted:
+        while page.locator(".assistant").inner_html() != page.evaluate(rendered, wanted):
             assert time.monotonic() < until, page.locator(".assistant").text_content()
         page.fill("#text", "a" * 300)
         page.click("#send")
