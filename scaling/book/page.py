@@ -70,11 +70,12 @@ class Page:
         """The number of columns that may be printed."""
         return layout.width()
 
-    def say(self, text: str = "") -> None:
+    def say(self, text: object = "") -> None:
         """Print text from rank 0 alone, with its long lines continued on the next ones.
 
         In a notebook a sentence is a paragraph, but neither several lines nor words that are set out by spaces.
         """
+        text = str(text)
         prose = text.strip()
         if prose and "\n" not in prose and "  " not in prose:
             self.show(text, lambda: f"<p>{escape(prose)}</p>")

@@ -4,12 +4,11 @@ A chart has series, `{"name": [(x, y), ...]}`, on axes that may be logarithmic. 
 across the chart: `("x", 240, "C/W = 240")` is vertical, `("y", 1, "")` horizontal.
 
     print(chart({"roof": [(1, 8e11), (240, 2e14), (1e4, 2e14)]}, xlabel="FLOPs/byte", ylabel="FLOPs/s"))
-    save("roof.png", series, xlabel=..., ylabel=..., points={"matmul": [(100, 5e13)]}, marks=[("x", 240, "C/W")])
+    figure(series, xlabel=..., ylabel=..., points={"matmul": [(100, 5e13)]}, marks=[("x", 240, "C/W")]).savefig("a.png")
 """
 
 import math
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 
 GLYPHS = "*o+x#@%&=~"
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#56b4e9", "#e69f00", "#555555", "#8b5a2b")  # Okabe, Ito
@@ -219,9 +218,3 @@ def name_mark(axes, rule, axis: str, value: float, text: str) -> None:
             return
         label.remove()
     axes.add_artist(label)  # no position is free, so the name is at the first one
-
-
-def save(path: str | Path, series: Series, *labels, **options) -> Path:
-    """Write the chart to a file, PNG or SVG by its name, with the arguments of `figure`; ImportError as there."""
-    figure(series, *labels, **options).savefig(path, dpi=150)
-    return Path(path)
