@@ -82,7 +82,7 @@ REFUSED = {  # what is said: what is drawn
 test_refused = refused(by_words(REFUSED))
 
 
-def test_a_picture_shows_what_the_chart_is_given(tmp_path):
+def test_a_picture_shows_what_the_chart_is_given():
     pytest.importorskip("matplotlib")
     axes = figure(ROOF, "x", "y", "title", points={"p": [(10, 1e13)]}, marks=[("x", 100, "C/W")]).axes[0]
     assert (axes.get_title(loc="left"), axes.get_xlabel(), axes.get_ylabel()) == ("title", "x", "y")
