@@ -10,6 +10,7 @@ import argparse
 import sys
 from hashlib import blake2b
 from pathlib import Path
+from typing import Any
 
 from scaling import launch
 from scaling.common.console import Parser, complaining, integer, number
@@ -19,7 +20,7 @@ from scaling.models.ends import NO_END, chosen_end, ends_of
 from scaling.models.text import tokenizer, tokenizer_of
 from scaling.posttrain.loop import Asked, run
 from scaling.posttrain.losses import Clip
-from scaling.posttrain.rewards import read_prompts, reward_of
+from scaling.posttrain.rewards import RewardError, read_prompts, reward_of
 from scaling.serve.types import check_mesh
 from scaling.spec.sizes import parse_mesh
 from scaling.strategies import transformer
@@ -28,10 +29,11 @@ from scaling.train.folder import begun_already, check_steps_left, keep_options, 
 from scaling.train.origin import begun_from
 from scaling.train.progress import METRICS, cut_records
 from scaling.train.settings import Settings, add_flags
+from scaling.train.step import options_of_adapters
 
 STEP = (  # the options that this command shares with `scaling.train`
     "seq", "steps", "microbatches", "lr", "warmup", "schedule", "weight_decay", "clip", "seed", "dtype", "remat",
-    "save_every", "keep", "resume", "lora", "lora_on", "lora_alpha",
+    "save_every", "keep", "resume", "lora", "lora_on", "lora_alpha", "lora_from",
 )  # fmt: skip
 FREE = ("steps", "save_every", "keep", "resume", "out", "check", "train_mesh", "serve_mesh", "apart", "device")
 GAPS = {"fp64": 1e-9, "fp32": 1e-3}  # the largest difference, in nats, between the two sides that `--check` allows
@@ -88,6 +90,7 @@ def main(argv=None) -> int:
         else tokenizer("bytes")
     )
     own = {name: getattr(args, name) for name in STEP}
+    own |= options_of_adapters(args.lora_from, config)
     own |= {"lr": 0.0, "steps": 1, "save_every": 0} if args.check else {}
     end = chosen_end(by, args.eos_id)
     ends = ends_of(folder, by) if weights and args.eos_id is None else ()
@@ -112,16 +115,24 @@ def main(argv=None) -> int:
     world = {"W": max(train.stop, serve.stop)}
     out = Path(args.out)
     if args.check:
-        return checked(
-            launch.run(run, world, settings, asked, prompts, score, by, None, device=args.device)[0], args.dtype
-        )
+        return checked(ran(world, args.device, settings, asked, prompts, score, by, None), args.dtype)
     with locked(out):
         before = startable(out, settings, made_with)
         cut_records(out / METRICS, before)
         keep_options(out, settings, folder, args.train_mesh, 0)
-        record = launch.run(run, world, settings, asked, prompts, score, by, made_with, device=args.device)[0]
+        record = ran(world, args.device, settings, asked, prompts, score, by, made_with)
     print(f"done at step {record['step']}: reward {record['reward']:.4g}; saved in {out}")
     return 0
+
+
+def ran(world: dict[str, int], device: str, *args: Any) -> dict:
+    """Run the loop on the ranks, and return the last step's record; ValueError, without a traceback, for a reward."""
+    try:
+        return launch.run(run, world, *args, device=device)[0]
+    except launch.RankError as error:
+        if wrong := str(error).partition(f"{RewardError.__name__}: ")[2]:
+            raise ValueError(wrong.strip()) from None
+        raise
 
 
 def check_meshes(settings: Settings, asked: Asked) -> None:

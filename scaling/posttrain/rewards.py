@@ -25,6 +25,10 @@ class Late(Exception):
     """Raised if a function does not return in time."""
 
 
+class RewardError(ValueError):
+    """Raised for a reward that is none: the fault lies in the user's file."""
+
+
 class Prompt(NamedTuple):
     """A prompt, with its file and line, its text, its ids, and the object of its line."""
 
@@ -120,7 +124,7 @@ def reward_of(given: str) -> Callable[[str, str, dict], float]:
         spec.loader.exec_module(module)
     except SyntaxError as error:
         raise ValueError(f"{path}:{error.lineno}: does not parse: {error.msg}\n  fix: mend that line") from None
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise ValueError(f"{line_of(error, path)}: {type(error).__name__}: {error}\n  fix: mend that line") from None
     if not callable(getattr(module, name, None)):
         raise ValueError(f"{path}: has no function {name}\n  fix: write def {name}(prompt, answer, row)")
@@ -140,19 +144,21 @@ def score_answers(
     """Return the reward of each answer.
 
     Raises:
-        ValueError: A reward raises an error, takes longer than `seconds`, or is not a finite number.
+        RewardError: A reward raises an error, takes longer than `seconds`, or is not a finite number.
     """
     found = []
     for prompt, answer in zip(prompts, answers, strict=True):
+        value, what = math.nan, ""
         try:
-            value = float(in_time(seconds, score, prompt.text, answer, prompt.row))
-            what = "" if math.isfinite(value) else f"returned {value}"
+            given = in_time(seconds, score, prompt.text, answer, prompt.row)
+            value = float(given) if hasattr(given, "__float__") else math.nan
+            what = "" if math.isfinite(value) else f"returned {given!r:.60}"
         except Late:
             what = f"took longer than {seconds:g} seconds"
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             what = f"raised {type(error).__name__} at {line_of(error, path)}: {error}"
         if what:
-            raise ValueError(
+            raise RewardError(
                 f"{path}: the reward of {prompt.where} {what}, for the answer {answer!r:.200}\n"
                 "  rule: a reward is a finite number for every answer\n  fix: mend the file, or give --reward-seconds"
             )

@@ -29,6 +29,19 @@ def nan(prompt, answer, row):
 def slow(prompt, answer, row):
     import time
     time.sleep(1)
+
+def leaves(prompt, answer, row):
+    raise SystemExit(3)
+
+def word(prompt, answer, row):
+    return "1.0"
+
+def nothing(prompt, answer, row):
+    pass
+
+def endless(prompt, answer, row):
+    while True:
+        pass
 """
 PROMPTS = ["ab", "c", "def", "gh"]
 G, SEQ, NEW, EOS, LR = 4, 16, 6, 10, 0.02

@@ -19,7 +19,9 @@ from grpo import STEP, plain, records, run
 from scaling import tree
 from scaling.configs import get
 from scaling.mesh import AbstractMesh, Mesh
+from scaling.models import adapters
 from scaling.models.leaves import specs_of
+from scaling.models.lora import Lora
 from scaling.posttrain import advantages, losses
 from scaling.posttrain.loop import push_lines
 from scaling.posttrain.rewards import Late, in_time
@@ -141,7 +143,15 @@ WRONG = {
     "--reward bad.py": "bad.py:2: does not parse",
     "--reward reward.py:absent": "has no function absent",
     "--reward reward.py:broken": "raised ZeroDivisionError at reward.py:6: division by zero",
+    "--reward reward.py:broken --apart": "raised ZeroDivisionError at reward.py:6: division by zero",
     "--reward reward.py:nan": "the reward of prompts.jsonl:",
+    "--reward reward.py:leaves": "raised SystemExit at reward.py:16: 3",
+    "--reward reward.py:word": "returned '1.0'",
+    "--reward reward.py:nothing": "returned None",
+    "--reward reward.py:endless --reward-seconds 0.5": "took longer than 0.5 seconds",
+    "--reward ends.py": "ends.py:1: SystemExit: 0",
+    "--lora-from adapter": "adapter/adapter_model.safetensors: base_model.model.model.layers.2.mlp",
+    "--max-new-tokens 100": "prompts.jsonl:1: the prompt has 2 tokens rule: a prompt is never cut",
     "--reward reward.py:slow --reward-seconds 0.05": "took longer than 0.05 seconds",
     "--prompts bad.jsonl": "bad.jsonl:2: Expecting ':' delimiter",
     "--prompts odd.jsonl": "odd.jsonl:1: has neither a text nor messages as its prompt",
@@ -159,6 +169,9 @@ WRONG = {
 
 
 def test_bad_input_is_refused_by_its_line(folder, capsys):
+    deep = folder[0].with_(L=3)
+    adapters.save("adapter", deep, lora := Lora(2, ("W_Q", "W_in")), adapters.init(deep, lora))
+    Path("ends.py").write_text("raise SystemExit(0)\n")
     Path("bad.py").write_text("x = 1\ndef score(:\n")
     Path("bad.jsonl").write_text('{"prompt": "a"}\n{"prompt"\n')
     Path("odd.jsonl").write_text('{"text": "a"}\n')
