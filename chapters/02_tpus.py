@@ -260,8 +260,8 @@ page.answers([
 ])  # fmt: skip
 
 # %% [markdown]
-# In Question 4 the weights of an int8 matmul are read from HBM, or are in VMEM already. From VMEM the line bends at a
-# much smaller batch.
+# In Question 4 the weights of an int8 matmul are read from HBM, or are in VMEM already. VMEM is many times faster, so
+# from there a much smaller batch is compute-bound: the chart's line bends further left.
 
 # %%
 int8, hbm = V5E.flops("int8"), V5E.hbm_bw

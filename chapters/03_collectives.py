@@ -78,7 +78,7 @@ PRIMITIVES = {  # name: (type, in words, the function on the stack)
 NAMED = {"broadcast": "reduce", "reduce": "broadcast", "scatter": "gather", "gather": "scatter", "ppermute": "inverse"}
 
 # %% [markdown]
-# On ranks each primitive is one call. Results and cotangents are compared with those of one device in float64, where
+# On ranks each primitive is one call. Results and cotangents are compared with one device's in float64, where
 # they may differ by rounding only.
 
 

@@ -178,8 +178,8 @@ for rows_of_A in (1024, 16384):
 # %% [markdown]
 # ## Question 4: gather the weights, or reduce the result
 # To multiply X[B, D] by Y[D_X, F] on a ring of four v5p there are two strategies. Strategy 1 gathers Y, and every
-# device repeats the whole product. Strategy 2 multiplies shards and adds up the results. The times are those of the
-# plans, with computing and sending overlapped. Below B = 2550 both strategies wait for bytes, 2DF against 4BF.
+# device repeats the whole product. Strategy 2 multiplies shards and adds up the results. Both plans are timed
+# with computing and sending overlapped. Below B = 2550 both strategies wait for bytes, 2DF against 4BF.
 
 
 # %%

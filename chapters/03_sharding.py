@@ -60,7 +60,7 @@ page.show(
 # %% [markdown]
 # ## Local shapes and bytes
 # A type determines the memory that an array takes. A dim is divided by all the axes in its subscript, and along the
-# axes that a type does not name there are copies. The last column compares the bytes of the whole mesh with those of
+# axes that a type does not name there are copies. The last column divides the bytes of the whole mesh by the bytes of
 # one copy: replicas cost memory.
 
 # %%

@@ -36,7 +36,7 @@ def counted(f, *args) -> dict[str, int]:
 # %% [markdown]
 # ## Counting dots
 # The FLOPs of a contraction are twice the product of all its dims, where each dim counts once. Look at the last column:
-# the FLOPs of a matmul grow faster than the numbers it reads, and those of a dot product do not.
+# the FLOPs of a matmul grow faster than the numbers it reads, but the FLOPs of a dot product grow with them.
 
 # %%
 CONTRACTIONS = [
@@ -130,8 +130,8 @@ page.table(rows, ["model", "params\n1e9", "active\n1e9", "MLP", "atten-\ntion", 
 # %% [markdown]
 # ## Fractional cost of attention with context length
 # When does attention dominate? With F = 4D and NH = KH = D, its FLOPs over the rest's are T/(8D). The points are
-# counted on a small transformer, D = 64, as the FLOPs of batched matmuls (scores and values) over those of the other
-# matmuls.
+# counted on a small transformer, D = 64, as the FLOPs of batched matmuls (scores and values) over the FLOPs of the
+# other matmuls.
 
 
 # %%
@@ -162,8 +162,8 @@ page.chart(
 # %% [markdown]
 # ## What should you take away from this section?
 # The formulas sum up to the book's table of takeaways, for MHA (K = N). Each row is the difference between two layers
-# and one, counted on the transformer. The FLOPs of the dot products overtake those of the MLP at T = 6D, and those of
-# MLP and projections together at T = 8D. Until then 6 x params x tokens is a good estimate.
+# and one, counted on the transformer. The dot products overtake the MLP in FLOPs at T = 6D, and MLP and projections
+# together at T = 8D. Until then 6 x params x tokens is a good estimate.
 
 # %%
 layer = get("part4-q1").with_(D=256, F=1024, N=4, K=4, H=64, V=64)

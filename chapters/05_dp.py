@@ -57,8 +57,9 @@ page.say(str(derive("In[B, D] * W_in[D, F] * W_out[F, D] -> Out[B, D]")))
 # %% [markdown]
 # ## First by types alone
 # The shortest way to data parallelism takes any nn.Module, the types of its params, and torch.func.grad. The rows of x
-# are split, so each rank's loss is the sum over its own rows. By the law of cotangents, the gradient of a replicated
-# param is then unreduced over X.
+# are split, so each rank's loss is the sum over its own rows. The gradient of a replicated param is then unreduced over
+# X: each rank has the terms of its own rows, and nobody has their sum. (In the notation this is the law of cotangents:
+# what is replicated has an unreduced gradient, and the other way round.)
 
 # %%
 STORED = USED = {"fc1.weight": "W[F, D]", "fc1.bias": "b[F]", "fc2.weight": "V[D, F]", "fc2.bias": "c[D]"}
@@ -123,7 +124,7 @@ page.same([("forward", "0", 0, there), ("backward", "32DF", 32 * D * F, back)], 
 # %% [markdown]
 # ## When is it bound by communication?
 # The backward takes T_math = 8BDF/(XC) and T_comms = 8DF/W. D and F cancel, so the number of tokens per chip, B/X,
-# decides which is longer. The FLOPs and bytes are those of the listing above, counted on 64 abstract TPU v5p. The
+# decides which is longer. The listing above is counted, in FLOPs and bytes, on 64 abstract TPU v5p. The
 # AllReduces may use all three axes of the torus, W = 3 W_ici.
 
 # %%

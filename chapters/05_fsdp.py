@@ -117,7 +117,7 @@ page.same(rows, ["pass", "formula", "bytes", "counted"])
 # ## When is it bound by communication?
 # The forward takes T_math = 4BDF/(XC) and T_comms = 4DF/W; in the backward both are twice as long. So the threshold is
 # that of data parallelism in both passes: FSDP keeps 1/X of the params, and its price is a forward that communicates,
-# too. The FLOPs and bytes are those of the listing above, counted on 64 abstract TPU v5p that use all three axes of
+# too. The listing above is counted, in FLOPs and bytes, on 64 abstract TPU v5p that use all three axes of
 # their torus.
 
 # %%

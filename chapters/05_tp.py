@@ -115,7 +115,7 @@ page.same(rows, ["pass", "formula", "bytes", "counted"])
 # %% [markdown]
 # ## When is it bound by communication?
 # The forward takes T_math = 4BDF/(YC) and T_comms = 4BD/W. The batch and D cancel, so however large the batch is, the
-# layer is compute-bound only if Y < F W/C. The FLOPs and bytes are those of the listing above, counted on abstract TPU
+# layer is compute-bound only if Y < F W/C. The listing above is counted, in FLOPs and bytes, on abstract TPU
 # v5p, where Y has one axis of the torus.
 
 # %%

@@ -149,9 +149,9 @@ page.say(f"Each chip holds {format_number(held)} bytes of params and sends {form
 
 # %% [markdown]
 # The table has the bytes of the collectives, by the book's measure. The weights move over X. Here w counts the elements
-# of the layers' weights that a chip gathers in each pass, (2NH + 2KH + 3F) LD/Y, and e those of the vocabulary, 2VD/Y,
-# which it gathers once. The stream moves over Y: s = BTD/X elements, twice for each of a layer's two blocks, forward
-# and backward.
+# of the layers' weights that a chip gathers in each pass, (2NH + 2KH + 3F) LD/Y, and e the vocabulary's elements,
+# 2VD/Y, which it gathers once. The stream moves over Y: s = BTD/X elements, twice for each of a layer's two blocks,
+# forward and backward.
 
 # %%
 moved = {}

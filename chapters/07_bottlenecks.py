@@ -117,7 +117,7 @@ page.answers([
 
 # %% [markdown]
 # ## What about memory?
-# How many caches fit? The letters are those of Part 4. In bf16 the params of LLaMA-2 13B take as much memory as four
+# How many caches fit? The letters are Part 4's. In bf16 the params of LLaMA-2 13B take as much memory as four
 # caches.
 
 # %%

@@ -3,7 +3,7 @@
 https://jax-ml.github.io/scaling-book/inference
 
 One scheduler, a pure function (state, events) -> (state, actions), drives both an engine that computes with a small
-model, and a simulator whose times are those of LLaMA-3 70B in int8 on v5e 4x4s. This chapter draws the batching
+model, and a simulator with the step times of LLaMA-3 70B in int8 on v5e 4x4s. This chapter draws the batching
 policies side by side, measures their TTFT (seconds to the first token) and TPOT (seconds per token after it), counts
 prefix hits, and checks Part 8's ratio of three prefill servers to one generation server by discrete events.
 """

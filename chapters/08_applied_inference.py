@@ -73,9 +73,10 @@ page.answers([
 
 # %% [markdown]
 # ## Thinking about throughput
-# For each dtype, take the smallest slice that holds the weights. The caches of 8k tokens that fit into the rest are the
-# batch, and their number is the same for all dtypes. On twice the chips, a step with int4 weights waits for its FLOPs
-# and not for its memory.
+# Throughput grows with the batch, and the batch with the memory that the weights leave. For each dtype, the table takes
+# the smallest slice that holds the weights, and fills the rest with caches of 8k tokens: their number is the batch. It
+# is the same for all dtypes, because half the bytes an element halve the weights, the caches and the slice. On twice
+# the chips, a step with int4 weights waits for its FLOPs and not for its memory.
 
 
 # %%
@@ -103,7 +104,8 @@ page.table(
 )  # fmt: skip
 
 # %% [markdown]
-# The book's table of the same follows, with the terms that it rounded, and then the numbers of its text.
+# Below is the book's table of these queries per second, with the terms that it rounded, and then the numbers of its
+# text.
 
 # %%
 tables = []
@@ -152,9 +154,10 @@ page.answers([
 
 # %% [markdown]
 # ## How to shard it
-# How many chips can model parallelism use? The example is one matmul in bf16 on 4x8, with its time in ICI, HBM and
-# FLOPs. A compute-bound batch is bound by ICI beyond 26 ways. A batch of 64 waits for HBM longer than for ICI up to
-# twice as many.
+# How many chips can model parallelism use? More chips shorten the products and the reading of weights, but not the
+# activations that each chip receives. The example is one matmul in bf16 on 4x8, with its time in ICI, HBM and FLOPs.
+# Where the batch is large enough to be compute-bound, ICI takes longer than the FLOPs beyond 26 ways. A batch of 64
+# waits for HBM instead, and for HBM longer than for ICI up to about twice as many ways.
 
 # %%
 B, Y, beta = 64, 32, W / V5E.bandwidth("ici")
@@ -177,8 +180,8 @@ page.answers([
 
 # %% [markdown]
 # ## What about prefill?
-# A prompt is compute-bound, so its time is its FLOPs. In each step of 32 sequences some end and are evicted, and
-# prefill servers must supply as many new ones.
+# A prompt is compute-bound, so its time is its FLOPs over the chips' FLOPs/s. In each decode step of 32 sequences some
+# end and leave the batch, and prefill servers must supply as many new ones, or the decode servers run half empty.
 
 # %%
 attended = tm.prefill_flops(L70, 8192)

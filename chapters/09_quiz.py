@@ -41,7 +41,7 @@ V5E = chip("v5e")
 # %% [markdown]
 # ## The trace
 # This is a training step of one layer, W_in and W_out, on a random mesh. Names and types have been removed, so it looks
-# like the profile of a program that somebody else wrote. The times are those of v5e's roofline.
+# like the profile of a program that somebody else wrote. The times follow from v5e's roofline.
 
 
 # %%

@@ -14,12 +14,12 @@ from pathlib import Path
 
 import jupytext
 import nbformat
+from tried import expressions, with_answers
 
 from scaling.book.notebook import execute
 from scaling.book.recap import has_numbers
 
 ADDRESS = re.compile(r"(?<![<(\w])(https://[^\s>)\"`]+[^\s>)\"`.,:;])")
-TRIED = re.compile(r"^( *)(\d\. .*?Evaluate\s+`([^`]+)`.*?)(?=^ *\d\. |\Z)", re.MULTILINE | re.DOTALL)
 CHAPTER = re.compile(r"(?<![/\w])`?(\d\d_\w+)\.py`?(?!\w)")
 ASK = """import json, dataclasses
 print(json.dumps([dataclasses.asdict(a) | {"row": a.row, "verdict": a.verdict, "why": a.why} for a in page.given]))"""
@@ -69,12 +69,12 @@ def _ran(chapter: Path):
     if has_numbers(chapter):
         notebook.cells = [part for cell in notebook.cells for part in _asked(cell)]
     tried = notebook.cells[-1].source
-    asked = TRIED.findall(tried)
-    notebook.cells += [nbformat.v4.new_code_cell(f"print({' '.join(code.split())})") for *_, code in asked]
+    asked = expressions(tried)
+    notebook.cells += [nbformat.v4.new_code_cell(f"print({code})") for code in asked]
     execute(notebook)
     found = [cell.outputs[0].text.strip() for cell in notebook.cells[len(notebook.cells) - len(asked) :]]
     notebook.cells = notebook.cells[: len(notebook.cells) - len(asked)]
-    notebook.cells[-1].source = _with_answers(tried, found)
+    notebook.cells[-1].source = with_answers(tried, chapter.read_text(), found)
     answers, section, cells = [], "", []
     for cell in notebook.cells:
         if cell.metadata.get("asks"):
@@ -89,26 +89,6 @@ def _ran(chapter: Path):
         cells.append(cell)
     notebook.cells, notebook.metadata["answers"] = cells, answers
     return notebook
-
-
-def _with_answers(text: str, found: list[str]) -> str:
-    """The things to try, each question with the value of its expression, folded."""
-    values = iter(found)
-
-    def answered(match: re.Match) -> str:
-        lines = [
-            "<details>",
-            "<summary>Answer</summary>",
-            "",
-            "```text",
-            *next(values).split("\n"),
-            "```",
-            "",
-            "</details>",
-        ]
-        return "\n".join([match[0].rstrip(), "", *(f"   {line}".rstrip() for line in lines), "", ""])
-
-    return TRIED.sub(answered, text)
 
 
 def is_folded(code: str) -> bool:

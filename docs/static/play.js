@@ -1,5 +1,6 @@
 // Lets the forms of a page ask Python (worker.js): form[data-ask] names the question, its fields are the arguments.
-// A form asks at each change and keeps its fields in the address; an exercise asks at its button, and is kept in the browser.
+// A form asks at each change and keeps its fields in the address. One with a text asks at its button: a program to run,
+// for which Python starts then, or an exercise, which is kept in the browser.
 const SECONDS = 20;
 const status = document.getElementById("status");
 const forms = [...document.querySelectorAll("form[data-ask]")];
@@ -37,6 +38,8 @@ function ask(name, fields) {
 
 async function show(form) {
   const number = (form.asked = (form.asked ?? 0) + 1), fields = fieldsOf(form);
+  started ??= start();
+  if (form.dataset.ask === "run") form.querySelector("output").textContent = "Python is starting ...";
   await started;
   if (form.asked !== number) return; // it has been changed since
   const { text, picture, right } = await ask(form.dataset.ask, fields);
@@ -71,7 +74,7 @@ for (const form of forms) {
       keep(exercise, form.elements.text.value, keptOf(exercise).right);
     });
     form.addEventListener("reset", () => localStorage.removeItem(`exercise ${exercise}`));
-  } else {
+  } else if (!form.elements.text) {
     form.addEventListener("input", () => {
       write(form);
       clearTimeout(form.soon);
@@ -84,16 +87,16 @@ for (const mark of document.querySelectorAll("[data-solved]")) {
   if (keptOf(mark.dataset.solved).right) mark.textContent = " ✓ solved";
 }
 
-if (forms.length) {
+if (status) {
   read();
-  addEventListener("hashchange", () => { read(); forms.forEach(show); });
+  addEventListener("hashchange", () => { read(); forms.filter((form) => !form.elements.text).forEach(show); });
   started = start();
   started.then(
     () => {
       status.textContent = status.dataset.ready;
       for (const form of forms) {
         form.querySelector("button[type=submit]").disabled = false;
-        if (!form.elements.exercise) show(form);
+        if (!form.elements.text) show(form);
       }
     },
     (error) => { status.textContent = `Python did not start: ${error}`; },

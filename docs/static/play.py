@@ -67,6 +67,17 @@ def devices(types: str, mesh: str, sizes: str = "") -> dict:
     return {"text": "\n".join(said), "picture": svg.types(types.split(";"), axes)}
 
 
+def run(text: str) -> str:
+    """What a program prints, or how it fails."""
+    said = io.StringIO()
+    with redirect_stdout(said):
+        try:
+            exec(compile(text, "your program", "exec"), {"__name__": "__main__"})
+        except Exception as error:
+            print(f"{type(error).__name__}: {error}")
+    return said.getvalue().rstrip() or "It printed nothing."
+
+
 def player(lines: Iterable[str], title: str = "") -> str:
     """The frames of a listing's lines, in HTML, with two devices along each axis; an open line is left out."""
     frames = frames_of(line for line in lines if not line.endswith("..."))
@@ -171,5 +182,5 @@ def _priced(plan_of, types, mesh: str, sizes: str, chip: str) -> "str | dict":
 
 
 ASKED = MappingProxyType(
-    {f.__name__: f for f in (check, devices, reshard, matmul, derive, schedule, thresholds, memory, exercise)}
+    {f.__name__: f for f in (check, devices, reshard, matmul, derive, schedule, thresholds, memory, exercise, run)}
 )

@@ -24,7 +24,7 @@ def residual(p: Tensor, q: Tensor) -> Tensor:
 
 
 def verify(p: Tensor, q: Tensor, proposed: Tensor, keep: Tensor, again: Tensor) -> tuple[Tensor, Tensor]:
-    """Return (tokens[B, k + 1], count[B]): a step's tokens, of which the first `count` (1 to k + 1) are valid.
+    """Return (tokens[B, k + 1], count[B]): a step's tokens; only the first `count` (1 to k + 1) are valid.
 
     Args:
         p: p[B, k + 1, V], the target's distributions at the proposed positions and the one after.

@@ -1,4 +1,4 @@
-"""Judge one answer: python -m scaling.exercise.judge NAME FILE RESULT, or `assess`, which needs no torch by itself.
+"""Judge one answer: python -m scaling.exercise.judge NAME FILE RESULT, or `assess`, which needs no torch.
 
 It checks which modules the file uses, whether anything is still blank and whether it runs at all, then judges by the
 exercise's kind:

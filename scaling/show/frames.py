@@ -2,7 +2,7 @@
 
     frames = frames_of(log.events, given)         a frame for each line that a trace recorded
     print(text(frames, mesh))                     in the terminal; scaling.show.svg draws the same frames as SVG
-    print(device_grids("A[I_X, J]", mesh))        one type: what each device holds
+    print(device_grids("A[I_X, J]", mesh))        one type: the blocks of each device
 
 Each cell of an array shows the device that stores it where the array is split the most: its number in the terminal, its
 colour in an SVG. So one sees whose blocks a gather brings. The mesh's last axis goes across, the others down.
@@ -18,13 +18,13 @@ from scaling.spec import ShardingError, Spec, mesh_sizes, parse
 
 TIMES = re.compile(r" \*(?:_\w+)? ")  # of a product, "A[I, J] * B[J, K]" in a trace and "A[I, J] *_J B[J, K]" in a plan
 MOVED = re.compile(r"(?P<op>[A-Za-z]+)(?P<axes>_[^(]+)?\((?P<operand>.*)\)")  # "AllGather_X(W[D_X, F])"
-COLUMNS = 100  # the width of what is printed
+COLUMNS = 100  # the width of printed text
 Cells = list[list[int | None]]  # rows of cells: the device that stores each, None where it is absent
 
 
 @dataclass(frozen=True)
 class LineFrame:
-    """One line of a listing: what it reads and makes, and every array that exists after it.
+    """One line of a listing: its operands, its result, and every array that exists after it.
 
     Attributes:
         line: the line's text, such as "W[D, F] = AllGather_X(W[D_X, F])", or "".
@@ -86,7 +86,7 @@ class Drawing:
             dict(zip(self.sizes, at, strict=True)) for at in itertools.product(*map(range, self.sizes.values()))
         ]
         self.columns = [*self.sizes.values()][-1] if self.sizes else 1
-        self.known: dict[Spec, list[Cells]] = {}  # most arrays stay as they are from frame to frame
+        self.known: dict[Spec, list[Cells]] = {}  # most arrays do not change from frame to frame
         self.types: dict[str, list[Spec]] = {}
         for frame in frames:
             for spec in (*frame.read, *frame.held.values()):
@@ -157,7 +157,7 @@ def text(frames: Sequence[LineFrame], mesh) -> str:
 
 
 def device_grids(spec: "str | Spec", mesh) -> str:
-    """Return one type, and below it what each device holds of the array."""
+    """Return one type, and below it the blocks that each device holds."""
     frame = one_type(spec)
     return "\n".join(map(str.rstrip, _picture(Drawing([frame], mesh), frame.read[0])))
 

@@ -2,7 +2,7 @@
 
 listing(frames, mesh, title)              the frames of scaling.show.frames in turn, an SVG that plays
 player(frames, mesh, title)               the same with a slider, for a notebook or a page
-types(["A[I_X, J]", "A[I, J_Y]"], mesh)   what each device holds of each array
+types(["A[I_X, J]", "A[I, J_Y]"], mesh)   the blocks that each device holds
 time_lines([(title, bars)], colours)      the time lines of scaling.show.bars
 """
 
@@ -197,7 +197,7 @@ def colour(drawing: Drawing, device: int) -> str:
 
 
 def _words(x: float, y: float, words: str, kind: str = "") -> str:
-    """Return text at a place, as an element of an SVG."""
+    """Return text at a point, as an element of an SVG."""
     return f'<text x="{x:.1f}" y="{y:.1f}" class="{kind}">{escape(words)}</text>'
 
 

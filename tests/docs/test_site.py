@@ -1,5 +1,6 @@
 """What the site is made of, without building it: the playground, the questions, the contents, links."""
 
+import importlib
 import json
 import pkgutil
 import re
@@ -9,6 +10,7 @@ import tomllib
 from collections import Counter
 from pathlib import Path
 
+import pytest
 import visit
 
 from scaling import collectives
@@ -52,6 +54,36 @@ def test_the_playground_has_an_answer_of_each_form_and_needs_no_torch():
         assert expected in text, (form, fields, text)
         assert "usage:" not in text
         assert i >= len(visit.LINES) or (expected == visit.RULE) == (visit.RULE in text)
+
+
+CHAPTER = """
+import torch
+from scaling import cost, data
+from scaling.hardware import chip
+
+v5p = chip("v5p")
+C, W = v5p.flops("bf16"), v5p.bandwidth("ici", axes=3)
+many = [torch.zeros(1)]
+
+
+def least(chips):
+    total = chips * cost.data_threshold(C, W)
+    return total
+"""
+RUNS = {"least(64)": "54400.0", "len(many)": None, "least(torch.tensor(1))": None, "[n * 2 for n in (1, 2)]": "[2, 4]"}
+
+
+@pytest.mark.parametrize("expression", RUNS)
+def test_a_question_has_its_program_where_it_needs_no_torch(monkeypatch, expression):
+    monkeypatch.syspath_prepend(str(ROOT / "docs/making"))
+    tried = importlib.import_module("tried")
+    program = tried.program_of(CHAPTER, expression)
+    assert (program and tried.printed(program)) == RUNS[expression]
+    text = f"1. Edit: a.\n2. Question: why? Evaluate\n   `{expression}`.\n3. Flag: b."
+    page = tried.with_answers(text, CHAPTER, [RUNS[expression] or "7"])
+    assert tried.expressions(text) == [expression]
+    assert (page.count("<details>"), page.count("data-ask")) == (1, int(program is not None))
+    assert page.endswith("3. Flag: b.")
 
 
 def test_questions_are_as_many_as_the_books_and_name_what_is_there():
