@@ -31,6 +31,9 @@ CASES = [
     (RICH.with_(gated=False), Lora(2, ("W_in", "W_K")), {"C": 2, "Y": 2}, {"microbatches": 2, "scale": 64.0}),
     (PLAIN, Lora(4, ("W_Q", "W_V")), {"P": 2, "X": 2}, {}),
     (EXPERTS, Lora(2, ("W_Q", "W_O")), {"X": 2, "E": 2}, {}),
+    (PLAIN, EVERY, {"Z": 2}, {"microbatches": 2}),
+    (RICH, EVERY, {"Z": 2, "X": 2}, {"microbatches": 4, "schedule": "gpipe"}),
+    (EXPERTS.with_(aux_coef=0.0), Lora(2, ("W_Q", "W_O")), {"Z": 2, "Y": 2}, {"microbatches": 2, "remat": "block"}),
 ]
 
 
@@ -141,8 +144,9 @@ def test_adapters_of_another_model_are_refused(folder):
     ):
         with pytest.raises(ValueError, match=said):
             transformer.specs(config, AbstractMesh({"X": 2}), lora=lora)
-    with pytest.raises(ShardingError, match="pipeline's stages"):
-        transformer.specs(PLAIN, AbstractMesh({"Z": 2}), lora=EVERY)
+    for config, how in ((PLAIN.with_(L=3), {}), (PLAIN.with_(L=4), {"schedule": "interleaved"}), (PLAIN, {"zero": 1})):
+        with pytest.raises(ShardingError, match="as many on each stage Z"):
+            transformer.specs(config, AbstractMesh({"Z": 2}), lora=EVERY, **how)
 
 
 @pytest.mark.slow

@@ -69,7 +69,7 @@ def test_a_run_with_adapters_refuses_other_weights_and_adapters(folder, capsys):
 WRONG = {
     "--lora 2 --lora-on W_X": "no adapter is computed for W_X",
     "--lora 2 --optimizer muon": "give --optimizer adamw",
-    "--lora 2 --mesh Z=2": "adapters are not computed over a pipeline's stages",
+    "--lora 2 --zero 1": "not beside weights that X replicates",
     "--lora-from nowhere": "has no adapter_config.json",
 }
 

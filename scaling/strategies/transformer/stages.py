@@ -51,7 +51,7 @@ def stage_of(step: TrainStep, batch: LocalBatch, dense: Any) -> tuple[Stage, lis
         tree.map(Tensor.zero_, out)
         first, count = ranges[s].start, len(ranges[s])
         out = [stack[:count] for stack in tree.leaves(out)]
-        return LayerStack(step, {"dense": dense, "layers": params}, first=first, count=count, out=out, late=True)
+        return LayerStack(step, {"dense": dense} | params, first=first, count=count, out=out, late=True)
 
     def forward(chunk, In, mesh, m):
         Out, extra, kept = chunk.forward(In, contexts[m])
@@ -75,6 +75,7 @@ def stage_of(step: TrainStep, batch: LocalBatch, dense: Any) -> tuple[Stage, lis
 def run_stages(step: TrainStep, params: dict, batch: LocalBatch) -> tuple[Tensor, dict]:
     """Return the loss and the gradients by a pipeline's schedule over Z."""
     config, mesh, schedule = step.config, step.mesh, cast(Schedule, step.schedule)
+    trained = "layers" if step.options.lora is None else "lora"
     tokens, targets, weights, _ = batch
     stage, extras, of_dense = stage_of(step, batch, params.get("dense"))
     ends, first = stage_ends(params, step), schedule.placement[0] == mesh.coord["Z"]
@@ -87,26 +88,35 @@ def run_stages(step: TrainStep, params: dict, batch: LocalBatch) -> tuple[Tensor
 
     def loss_of(ends, x, some):
         chunk = step.limits.chunk
-        loss, dx, dW = head(ends, x, targets[some], weights[some], step.terms, config, mesh, chunk_bytes=chunk)
+        given = ends, x, targets[some], weights[some], step.terms, config, mesh
+        loss, dx, dW = head(*given, frozen=trained == "lora", chunk_bytes=chunk)
         return loss, dW, dx
 
     last = {name: W for name, W in ends.items() if name != "embed" or config.tied}
-    given = params["layers"], last, x, rows, mesh, schedule, loss_of, stage
-    out = empty_gradients(step, "layers", params["layers"])
+    given = stacks_of(params), last, x, rows, mesh, schedule, loss_of, stage
+    out = empty_gradients(step, trained, params[trained])
     loss, grads = pipeline.with_ends(*given, dtype=step.sums, differentiated=True, out=out)
+    extra: Any = 0.0
+    if config.moe:
+        extra = all_reduce("Loss[] {U_ZPXECY} -> Loss[]", torch.stack(extras).sum(), mesh)
+    loss = loss + extra * step.options.scale
+    if trained == "lora":
+        return loss, {"lora": grads.params}
     dends: dict[str, Any] = {**cast(dict, grads.head)}
     if first:
         add_by_name(
             dends, {"embed": embed_backward(grads.dIn, tokens, len(ends["embed"]), mesh, config.embed_scale)}, step.sums
         )
-    extra: Any = 0.0
-    if config.moe:
-        extra = all_reduce("Loss[] {U_ZPXECY} -> Loss[]", torch.stack(extras).sum(), mesh)
     done: dict[str, Any] = ends_gradients(dends, params, step)
     if "dense" in params:  # the other stages' part of the sum over Z is zeros
         found = of_dense or [*map(Tensor.zero_, tree.leaves(empty_gradients(step, "dense", params["dense"])))]
         done["dense"] = tree.unflatten(params["dense"], total_leaves(found, mesh, step.lines["dense"]))
-    return loss + extra * step.options.scale, {"layers": grads.params} | done
+    return loss, {"layers": grads.params} | done
+
+
+def stacks_of(params: dict) -> dict[str, Any]:
+    """Return the params that are split over stages: the layers, and their adapters if they have any."""
+    return {name: params[name] for name in ("layers", "lora") if name in params}
 
 
 def empty_gradients(step: TrainStep, stack: str, params: Any) -> Any:
@@ -150,7 +160,8 @@ def forward_stages(step: TrainStep, params: dict, batch: LocalBatch) -> tuple[di
     stages = layers_of(config, schedule)
     owners = [0] if schedule is None else [*schedule.placement]
     mine = [s for s, owner in enumerate(owners) if owner == z]
-    own = {s: tree.map(lambda W, c=c: W.unflatten(0, (len(mine), -1))[c], params["layers"]) for c, s in enumerate(mine)}
+    held = stacks_of(params)
+    own = {s: tree.map(lambda W, c=c: W.unflatten(0, (len(mine), -1))[c], held) for c, s in enumerate(mine)}
     ends = stage_ends(params, step)
     if "embed" in ends:
         x = embed(ends["embed"], tokens, mesh, config.embed_scale)
@@ -159,7 +170,7 @@ def forward_stages(step: TrainStep, params: dict, batch: LocalBatch) -> tuple[di
     extra = x.new_zeros((), dtype=torch.promote_types(x.dtype, torch.float32))
     for s, layers in enumerate(stages):
         if s in mine:
-            chunk = LayerStack(step, params | {"layers": own[s]}, first=layers.start, count=len(layers))
+            chunk = LayerStack(step, params | own[s], first=layers.start, count=len(layers))
             x, more, _ = chunk.forward(x, at)
             extra = extra + more
         if s + 1 < len(stages) and owners[s] != owners[s + 1]:

@@ -37,11 +37,12 @@ def specs(config: Config, mesh, *, zero: int = 3, schedule=None, lora: Lora | No
     if lora is None:
         return found
     lora.check(config)
-    if mesh_sizes(mesh).get("Z", 1) > 1 or zero != 3:
+    staged = mesh_sizes(mesh).get("Z", 1) > 1
+    if zero != 3 or (staged and slots_of(config, mesh, schedule) != [*range(config.L)]):
         raise ShardingError(
             f"{config.name}: adapters on {mesh} with zero {zero}\n"
-            "  rule: adapters are not computed over a pipeline's stages Z, nor beside weights that X replicates\n"
-            "  fix: give the ranks of Z to X or Y, and zero 3"
+            "  rule: adapters are stored in the order of the layers, as many on each stage Z, and not beside weights "
+            "that X replicates\n  fix: give a Z that divides the layers, a schedule with one part per rank, and zero 3"
         )
     return found | {"lora": adapter_specs(config, lora, found)}
 
