@@ -1,6 +1,7 @@
 """The planner of serving against brute force: every slice, form, mesh and batch, timed from the formulas by hand."""
 
 import math
+import statistics
 from dataclasses import replace
 
 import pytest
@@ -12,8 +13,9 @@ from scaling.hardware import chip
 from scaling.mesh import AbstractMesh
 from scaling.models import transformer as model
 from scaling.plan.serve import Service, ServingPlan, plans, report
-from scaling.plan.serve.candidates import meshes
-from scaling.plan.serve.forecast import likely_token
+from scaling.plan.serve.candidates import meshes, stored_experts
+from scaling.plan.serve.forecast import first_token, likely_token
+from scaling.plan.serve.goals import deployments
 from scaling.plan.serve.traces import gantt, histogram, modelled, under_load
 from scaling.serve.requests import Request
 from scaling.serve.simulate import RequestTimes, Simulated, WorkSpan
@@ -102,6 +104,53 @@ def test_the_forecast_explains_how_the_share_of_the_bound_falls_with_tp():
         assert likely.seconds == pytest.approx(1e-3 * (measured * VLLM[key]) ** 0.5, rel=0.25)
         shares[key] = (one.step.kv + one.step.weights) / likely.seconds
     assert [round(shares[8, ranks], 1) for ranks in (1, 2, 4, 8)] == [0.6, 0.5, 0.4, 0.2]
+
+
+def test_the_first_token_is_forecast_as_vllm_reaches_it():
+    """LLaMA-3.1 70B in fp8 on H200, ms; github.com/ai-dynamo/aiconfigurator, systems/silicon_sample.csv."""
+    rows = {(1024, 8, 1): 251, (1024, 8, 4): 106, (1024, 64, 4): 257, (8192, 8, 8): 395, (8192, 64, 2): 2964}
+    errors = []
+    for (prompt, batch, ranks), measured in rows.items():
+        service = Service(L70, prompt + 1024, 1024, "fp8", "fp8", "fp8", over_time=True)
+        one = ServingPlan(service, chip("h200"), (ranks,), "heads", (("Y", ranks),), batch)
+        errors.append(abs(math.log(1e3 * first_token(one) / measured)))
+        others = [first_token(replace(one, service=replace(service, engine=name))) for name in ("trtllm", "sglang")]
+        assert first_token(one) < min(others)
+    assert statistics.median(errors) < math.log(1.2)
+    assert max(errors) < math.log(1.6)
+
+
+@pytest.mark.parametrize(("ttft", "tpot"), [(0.5, 0.03), (1.0, 0.02), (None, 0.015), (0.3, None)])
+def test_of_prompts_together_and_apart_the_better_keeps_both_limits(ttft, tpot):
+    service = Service(L70, 2500, 500, "fp8", "fp8", "fp8", over_time=True, ttft=ttft, tpot=tpot)
+    h100 = chip("h100")
+    found = plans(service, h100, chips=32, replicas=None)
+    goals = deployments(service, h100, found, 32, 256)
+    assert {one.prompts is None for one in goals} == {True, False}
+    for one in goals:
+        assert one.chips <= 32
+        assert one.ttft <= (ttft or math.inf)
+        assert one.tpot <= (tpot or math.inf)
+        assert one.per_chip == pytest.approx(one.requests * 500 / one.chips)
+    assert goals[0].per_chip >= goals[1].per_chip
+    together = next(one for one in goals if not one.prompts)
+    assert together.requests == pytest.approx(max(one.requests for one in found), rel=1e-6)
+    apart = next(one for one in goals if one.prompts)
+    assert apart.requests <= apart.instances / apart.prompts.taken(apart.prompts.chips)  # prompts are not outrun
+    assert likely_token(apart.decode).seconds < likely_token(replace(apart.decode, apart=False)).seconds
+
+
+def test_experts_over_any_number_of_chips_and_int8_caches_with_scales():
+    """On 72 chips 256 experts become 288, four on each chip (arXiv:2412.19437, 3.4, has redundant experts, too)."""
+    service = Service(get("deepseek-v3"), 8192, weights="fp8", kv="fp8", compute="fp8")
+    found = [one for one in plans(service, chip("gb200"), chips=72) if dict(one.sizes).get("E") == 72]
+    assert {(one.service.config.E, one.service.copied) for one in found} == {(288, 32)}
+    expert = 3 * 7168 * 2048 * 58
+    assert found[0].load.experts == 288 * expert
+    assert stored_experts(256, 144) == 288
+    assert stored_experts(8, 7) == 0
+    whole, bare = (Service(L70, 8192, over_time=over).load for over in (True, False))
+    assert whole.kv(1) == pytest.approx(bare.kv(1) * (1 + 4 / 128))
 
 
 def test_caches_over_time_are_a_bound_that_published_figures_keep():

@@ -11,14 +11,17 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from scaling import cost
+from scaling.common.arguments import one_of
 from scaling.configs import Config
-from scaling.cost import decoding, lanes, serving
+from scaling.cost import decoding, serving
 from scaling.cost import transformer as tm
 from scaling.cost.memory import ROOM
 from scaling.hardware import Chip
-from scaling.spec import ShardingError, dtype_bytes
+from scaling.plan.serve.forecast import ENGINES, first_token, likely_token
+from scaling.spec import dtype_bytes
 
 OBJECTIVES = ("throughput", "latency")
+COPIES = 1.25  # the most experts that are stored for each that the model has
 AS_MUCH = 1 - 1e-6  # the share of the best throughput at which a smaller batch counts as equal
 
 
@@ -27,8 +30,10 @@ class Service:
     """The request: a model, the dtypes of its weights, KV cache and matmuls, and the lengths of its requests.
 
     A sequence is counted at its full `context` (prompt and output), as in the book; with `over_time` at the prompt and
-    half of the output, which is what a step reads, and what many sequences hold, on average. `latency`: the most
-    seconds of a step, None for any. `headroom`: the share of the memory to fill. `mfu`: that of prefill.
+    half of the output, which is what a step reads, and what many sequences hold, on average, and int8 caches with their
+    scales. `latency`: the most seconds of a step; `ttft`, `tpot`: the most that may be forecast for the first token and
+    for each further one by `engine`; None for any. `copied`: experts of the config that are stored twice. `headroom`:
+    the share of the memory to fill. `mfu`: that of prefill.
     """
 
     config: Config
@@ -41,8 +46,13 @@ class Service:
     headroom: float = ROOM
     mfu: float = 0.4
     over_time: bool = False
+    ttft: float | None = None
+    tpot: float | None = None
+    engine: str = "vllm"
+    copied: int = 0
 
     def __post_init__(self):
+        one_of("engine", self.engine, ENGINES)
         if not 1 <= self.generated < self.context:
             raise ValueError(
                 f"{self.generated} tokens of output do not fit a context of {self.context}\n"
@@ -62,12 +72,22 @@ class Service:
     @cached_property
     def load(self) -> serving.Load:
         """The bytes and FLOPs of the model."""
-        return serving.load(self.config, self.weights, self.kv)
+        one, c = serving.load(self.config, self.weights, self.kv), self.config
+        if not (self.over_time and self.kv == "int8"):
+            return one
+        whole = 1 + 4 / (
+            c.latent.kv_rank + c.latent.rope if c.latent else c.H
+        )  # a scale in fp32 for each token and head
+        local = tuple((window, whole * each) for window, each in one.local)
+        return replace(one, kv_token=whole * one.kv_token, local=local, kv_flops=one.kv_flops / whole)
 
 
 @dataclass(frozen=True)
 class ServingPlan:
-    """One way to serve a model: a slice, a form on a mesh of it, a batch. Bytes and seconds are a chip's."""
+    """One way to serve a model: a slice, a form on a mesh of it, a batch. Bytes and seconds are a chip's.
+
+    With `apart`, other chips run the prompts.
+    """
 
     service: Service
     chip: Chip
@@ -76,6 +96,7 @@ class ServingPlan:
     sizes: tuple[tuple[str, int], ...]
     batch: int
     replicas: int = 1
+    apart: bool = False
 
     @property
     def chips(self) -> int:
@@ -149,8 +170,17 @@ class ServingPlan:
 
     @property
     def in_time(self) -> bool:
-        """Whether a step is fast enough."""
-        return self.service.latency is None or self.step.seconds <= self.service.latency
+        """Whether a step, and what is forecast, are fast enough."""
+        s = self.service
+        pairs = (s.latency, lambda: self.step.seconds), (s.tpot, lambda: likely_token(self).seconds)
+        pairs += () if self.apart else ((s.ttft, lambda: first_token(self)),)
+        return all(most is None or seconds() <= most for most, seconds in pairs)
+
+    @property
+    def requests(self) -> float:
+        """Requests per second of all replicas, as forecast."""
+        token, first = likely_token(self).seconds, 0.0 if self.apart else first_token(self)
+        return self.replicas * self.batch / (first + self.service.generated * token)
 
     @cached_property
     def prefill(self) -> float:
@@ -183,16 +213,23 @@ class ServingPlan:
         return f"KV[{rows}, {places}, M]" if self.service.config.latent else f"KV[2, {rows}, {places}, K_Y, H]"
 
 
+def stored_experts(experts: int, parts: int) -> int:
+    """Return how many experts are stored so that each of `parts` chips has equally many; 0 if too many are copies."""
+    stored = -(-experts // parts) * parts
+    return stored if stored <= COPIES * experts else 0
+
+
 def meshes(chips: int, experts: int = 1) -> Iterator[tuple[str, tuple[tuple[str, int], ...]]]:
     """Yield the forms with their mesh sizes on so many chips, for a model of so many experts.
 
-    The second axis of a form is a power of two; that of experts is any number that divides both.
+    The second axis of a form is a power of two; that of experts is any number that divides the chips. If it does not
+    divide the experts, some are stored twice.
     """
     for E in range(1, chips + 1 if experts > 1 else 2):
-        if chips % E == 0 and experts % E == 0:
+        if chips % E == 0 and stored_experts(experts, E):
             sizes = (("Y", chips // E), *([("E", E)] if E > 1 else []))
             yield "heads", sizes
-            if chips > E and experts % chips == 0:  # without Y it is the same
+            if chips > E and stored_experts(experts, chips):  # without Y it is the same
                 yield "experts", sizes
     for form in ("heads_batch", "sequence", "2d"):
         for second in (2**i for i in range(1, chips.bit_length())):
@@ -219,15 +256,12 @@ def replica_shapes(chip: Chip, chips: int | None, most: int, replicas: int | Non
     return [shape for count in counts for shape in slice_shapes(chip, count, most)]
 
 
-def allowed(service: Service, chip: Chip, shape: tuple[int, ...], form: str, sizes) -> bool:
+def is_legal(one: ServingPlan) -> bool:
     """Return whether the model divides over the mesh, and the mesh over the slice."""
     try:
-        decoding.check_form(form, service.config, dict(sizes))
-        if chip.kind == "tpu":
-            lanes.place_axes(shape, dict(sizes))
-    except (ShardingError, ValueError):
+        return one.comms is not None
+    except ValueError:
         return False
-    return True
 
 
 def best_batch(one: ServingPlan) -> ServingPlan | None:
@@ -263,12 +297,14 @@ def _key(served: ServingPlan, objective: str) -> tuple:
     """Return the sort key of a plan; the best comes first."""
     if objective == "latency":
         return served.step.seconds, -served.per_chip, served.chips
+    if served.service.ttft or served.service.tpot:
+        return -served.requests / served.replicas / served.chips, served.chips
     return -served.per_chip, served.step.seconds, served.chips
 
 
 def plans(
     service: Service, chip: Chip, *, chips: int | None = None, most: int = 256, form: str | None = None,
-    batch: int | None = None, objective: str = "throughput", replicas: int | None = 1,
+    batch: int | None = None, objective: str = "throughput", replicas: int | None = 1, apart: bool = False,
 ) -> list[ServingPlan]:  # fmt: skip
     """Return all plans that fit and are fast enough, the best first.
 
@@ -281,14 +317,20 @@ def plans(
         batch: The batch of a replica; the best of each if None (the smallest for latency).
         objective: The best has the most tokens/s per chip ("throughput") or the shortest step ("latency").
         replicas: The number of replicas; any number that divides the chips if None.
+        apart: Whether other chips run the prompts.
     """
     found = []
     for shape in replica_shapes(chip, chips, most, replicas):
         for name, sizes in meshes(math.prod(shape), service.config.E):
-            if form not in (None, name) or not allowed(service, chip, shape, name, sizes):
-                continue
+            parts = dict(sizes).get("E", 1) * (dict(sizes)["Y"] if name == "experts" else 1)
+            stored = stored_experts(service.config.E, parts)
+            more = stored != service.config.E
+            config = service.config.with_(E=stored, expert_groups=1, top_groups=1) if more else service.config
+            asked = replace(service, config=config, copied=stored - service.config.E) if more else service
             count = chips // math.prod(shape) if chips else replicas or 1
-            one = ServingPlan(service, chip, shape, name, sizes, batch or 1, count)
+            one = ServingPlan(asked, chip, shape, name, sizes, batch or 1, count, apart)
+            if form not in (None, name) or not is_legal(one):
+                continue
             one = one if batch else replace(one, batch=one.groups)
             if batch or objective == "latency":
                 whole = one.batch % one.groups == 0

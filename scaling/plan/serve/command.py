@@ -13,7 +13,9 @@ from scaling.cost.memory import ROOM
 from scaling.hardware import CHIPS, chip
 from scaling.models.leaves import uncomputed
 from scaling.plan.serve import published, report, traces
-from scaling.plan.serve.candidates import OBJECTIVES, Service, plans, replica_shapes
+from scaling.plan.serve.candidates import OBJECTIVES, Service, ServingPlan, plans, replica_shapes
+from scaling.plan.serve.forecast import ENGINES, first_token, likely_token
+from scaling.plan.serve.goals import deployments
 from scaling.serve.states import POLICIES
 from scaling.spec import ShardingError
 
@@ -44,7 +46,10 @@ def _parser() -> Parser:
     parser.add_argument("--kv", choices=STORED, default="int8", help="dtype of the KV cache (default int8)")
     parser.add_argument("--compute", default="bf16", help="dtype of the matmuls (default bf16)")
     parser.add_argument("--batch", type=integer(1), help="sequences at once (default: the best)")
-    parser.add_argument("--latency", type=number(1e-6), help="the most ms per step, that is per token of a request")
+    parser.add_argument("--latency", type=number(1e-6), help="the most ms per step by the bound")
+    parser.add_argument("--ttft", type=number(1e-6), help="the most ms to the first token, as forecast")
+    parser.add_argument("--tpot", type=number(1e-6), help="the most ms of each further token, as forecast")
+    parser.add_argument("--engine", choices=ENGINES, default="vllm", help="whose rates forecast the first token")
     parser.add_argument("--form", choices=decoding.FORMS, help="sharding form of the step (default: the best)")
     parser.add_argument(
         "--objective",
@@ -85,11 +90,16 @@ def service(args) -> Service:
         )
     if not (context := args.context or total):
         raise ValueError("the length of a sequence is not known\n  fix: give --context, or --prompt and --output")
-    latency = args.latency / 1e3 if args.latency else None
-    config = get(args.model)
+    latency, ttft, tpot = (most and most / 1e3 for most in (args.latency, args.ttft, args.tpot))
     return Service(
-        config, context, args.output, args.weights, args.kv, args.compute, latency, args.headroom, args.mfu, True
-    )
+        get(args.model), context, args.output, args.weights, args.kv, args.compute, latency, args.headroom, args.mfu,
+        True, ttft, tpot, args.engine,
+    )  # fmt: skip
+
+
+def token_ms(one: ServingPlan) -> float:
+    """Return the milliseconds of a token, as forecast."""
+    return 1e3 * likely_token(one).seconds
 
 
 def nothing(asked: Service, hardware, fixed: dict) -> str:
@@ -103,9 +113,15 @@ def nothing(asked: Service, hardware, fixed: dict) -> str:
             decoding.check_form(fixed["form"] or "heads", asked.config, {"Y": fixed["chips"]})
         except ShardingError as error:
             return str(error)
-    patient = plans(replace(asked, latency=None), hardware, objective="latency", **fixed)
+    patient = plans(replace(asked, latency=None, ttft=None, tpot=None), hardware, objective="latency", **fixed)
     if patient:
         best = patient[0]
+        if asked.ttft or asked.tpot:
+            first, token = min(1e3 * first_token(one) for one in patient), min(map(token_ms, patient))
+            return (
+                f"nothing is fast enough: the shortest forecasts are {first:.3g} ms to the first token and {token:.3g} "
+                "ms a further one\n  fix: give --ttft or --tpot more, more chips, a shorter prompt or smaller dtypes"
+            )
         return (
             f"nothing is fast enough: the fastest step is {1e3 * best.step.seconds:.3g} ms, on "
             f"{report.slice_name(best.shape)} by {best.form}, bound by {best.step.bound}\n  fix: give --latency "
@@ -133,6 +149,11 @@ def main(arguments: list[str]) -> int:
     if waiting := args.batch if args.batch and not found else 0:  # requests beyond those that fit queue
         fixed["batch"] = None
         found = [one for one in plans(asked, hardware, objective=args.objective, **fixed) if one.batch < waiting]
+    goals = []
+    if (asked.ttft or asked.tpot) and not args.batch:
+        room = {"chips": args.chips, "most": fixed["most"], "form": args.form}
+        goals = deployments(asked, hardware, found, **room)
+        found = found or [one.decode for one in goals]
     if not found:
         why = nothing(asked, hardware, fixed)
         print(json.dumps({"error": why}), file=sys.stderr) if args.json else complain(f"no plan: {why}")
@@ -151,6 +172,7 @@ def main(arguments: list[str]) -> int:
         }
         out |= {"weights": asked.weights, "kv": asked.kv, "compute": asked.compute, "best": report.as_dict(found[0])}
         out["others"] = [report.as_dict(one) for one in report.distinct(found, args.top + 1)[1:]]
+        out |= {"goals": [report.goal_dict(one) for one in goals]} if goals else {}
         out |= {"waiting": waiting - found[0].batch} if waiting else {}
         out |= {"pareto": [report.as_dict(one) for one in spread]} if args.pareto else {}
         out |= {"simulated": traces.as_dict(served, args.rate, args.policy)} if served else {}
@@ -158,7 +180,7 @@ def main(arguments: list[str]) -> int:
         return 0
     if waiting:
         print(f"Of {waiting:,} requests {found[0].batch:,} fit at once in each replica; the others wait.\n")
-    print(report.text(found, args.objective, args.top, args.price, **fixed))
+    print(report.goals_text(goals) + report.text(found, args.objective, args.top, args.price, **fixed))
     if args.pareto:
         print("\n" + report.front(spread))
     if served:

@@ -1,17 +1,21 @@
-"""The likely time of a decode step: the terms of its bound, at the rates that serving engines reach.
+"""The likely time to a request's first token and of each further one: the bound's terms, at the rates of engines.
 
-The bound overlaps everything at the peaks. An engine reads memory at a lower rate, starts kernels and AllReduces one at
-a time, and runs other requests' prompts between its steps. `GPU` says how many times as long each takes. Its constants
+An engine reads memory at a lower rate than the peak, starts kernels and AllReduces one at a time, and runs other
+requests' prompts between its steps. `GPU` says how many times as long each takes. Its constants, and those of ENGINES,
 are fitted to 2,265 measured rows of 83 groups of model, system, TP and precision (github.com/ai-dynamo/aiconfigurator,
-systems/silicon_sample.csv, 2026; vLLM, SGLang and TensorRT-LLM on H100 to GB300). Fitted to every other group, they
-forecast the rest with an error of 19% and 21% in the median. `TPU` has Part 1's share of the memory's peak.
+systems/silicon_sample.csv, 2026; H100 to GB300). Fitted to every other group, they forecast the time of a token of the
+rest with an error of 19% and 21% in the median. `TPU` has Part 1's share of the memory's peak.
 """
 
 import math
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from scaling.cost import transformer as tm
-from scaling.plan.serve.candidates import ServingPlan
+from scaling.hardware import Chip
+
+if TYPE_CHECKING:
+    from scaling.plan.serve.candidates import Service, ServingPlan
 
 ERRORS = {
     "gpu": (0.17, "2,265 measured rows"),
@@ -42,10 +46,87 @@ class Rates:
     host: float = 0.0
 
 
+PROMPT_START = 2.2e-4  # seconds of a layer for each prompt that runs between steps
 GPU = Rates(
-    1.34, 2.0, 3.0, 1.26, 3.0, layer=24e-6, experts=54e-6, hop=8.5e-6, apart=137e-6, prompt=2.2e-4, host=8e-6
+    1.34, 2.0, 3.0, 1.26, 3.0, layer=24e-6, experts=54e-6, hop=8.5e-6, apart=137e-6, prompt=PROMPT_START, host=8e-6
 )  # fmt: skip
 TPU = Rates(1.05, 1.05, 1.5, 1.5, 1.0)
+
+
+@dataclass(frozen=True)
+class EngineDelays:
+    """What a prompt waits for in a serving engine, for (dense models, experts).
+
+    `queue`: for each request that runs, a share of a prompt's time at the peak; `layer`: seconds of a layer's kernels,
+    and `apart` more of them if sequences are on replicas of attention. `error`: the median error of the time to the
+    first token on `rows` measured rows, where it is fitted to the other half of the groups.
+    """
+
+    queue: tuple[float, float]
+    layer: tuple[float, float]
+    apart: float
+    error: float
+    rows: int
+
+
+ENGINES = {
+    "vllm": EngineDelays((0.13, 0.84), (0.9e-3, 1.1e-3), 1.5e-3, 0.17, 885),
+    "trtllm": EngineDelays((0.20, 0.77), (2.1e-3, 2.6e-3), 26e-3, 0.45, 710),
+    "sglang": EngineDelays((0.90, 1.85), (4.7e-3, 4.6e-3), 1e-3, 0.46, 643),
+}
+PROMPT = (1.6, 4.0)  # a prompt's time as a multiple of its FLOPs' at the peak, of dense models and of experts
+PROMPT_SENT = 3.6  # the time of what a prompt sends, as a multiple of its time at the peak
+BUSY = 0.7  # the share of time that chips which only run prompts are busy
+WAIT = BUSY / (2 * (1 - BUSY))  # the mean wait for them, in times of a prompt (a queue of random arrivals)
+
+
+@dataclass(frozen=True)
+class PromptRun:
+    """A prompt on so many chips: seconds that it takes them, and those before that in which its kernels start."""
+
+    service: "Service"
+    chip: Chip
+    chips: int
+
+    @property
+    def peak(self) -> float:
+        """Seconds of the prompt's FLOPs at the peak."""
+        s = self.service
+        return tm.prefill_flops(s.config, s.prompt) / (self.chips * self.chip.flops(s.compute))
+
+    def taken(self, ranks: int) -> float:
+        """Return the seconds that the chips compute and send, if `ranks` of them share attention."""
+        c, chip = self.service.config, self.chip
+        if chip.kind != "gpu":
+            return self.peak / self.service.mfu
+        sent = 2 * c.L * 2 * (1 - 1 / ranks) * self.service.prompt * c.D * 2 / chip.bandwidth("node")
+        return PROMPT[c.moe] * self.peak + PROMPT_SENT * sent
+
+    @property
+    def starts(self) -> float:
+        """Seconds in which the kernels of all layers start."""
+        c = self.service.config
+        return c.L * ENGINES[self.service.engine].layer[c.moe] if self.chip.kind == "gpu" else 0.0
+
+    @property
+    def alone(self) -> float:
+        """Seconds to the first token on chips that run prompts alone, and are BUSY."""
+        return self.starts + (1 + WAIT) * self.taken(self.chips)
+
+    @property
+    def rate(self) -> float:
+        """Prompts a second of such chips."""
+        return BUSY / (
+            self.taken(self.chips) + (PROMPT_START * self.service.config.L if self.chip.kind == "gpu" else 0)
+        )
+
+
+def first_token(plan: "ServingPlan") -> float:
+    """Return the likely seconds to a request's first token (TTFT), where prompts run between the steps."""
+    s, engine, own = plan.service, ENGINES[plan.service.engine], PromptRun(plan.service, plan.chip, plan.chips)
+    apart = engine.apart * s.config.L if plan.groups > 1 and plan.chip.kind == "gpu" else 0.0
+    queue = engine.queue[s.config.moe] * own.peak * plan.batch
+    return own.starts + own.taken(plan.chips // plan.groups) + queue + apart
 
 
 @dataclass(frozen=True)
@@ -72,7 +153,7 @@ class Forecast:
         return matmuls | rest | {"other requests' prompts": self.prompts}
 
 
-def likely_token(plan: ServingPlan) -> Forecast:
+def likely_token(plan: "ServingPlan") -> Forecast:
     """Return the likely time of a token of each request on a plan; it is never less than the bound."""
     s, c, chip, step = plan.service, plan.service.config, plan.chip, plan.step
     rates = GPU if chip.kind == "gpu" else TPU
@@ -84,9 +165,9 @@ def likely_token(plan: ServingPlan) -> Forecast:
         sent = rates.sent * nbytes / chip.bandwidth("node") + 2 * c.L * rates.hop * math.log2(ranks)
     else:
         sent = rates.sent * sum(plan.comms.values())
-    prompt = rates.prompts * tm.prefill_flops(c, s.prompt) / (plan.chips * chip.flops(s.compute))
+    prompt = rates.prompts * PromptRun(s, chip, plan.chips).peak
     kernels = c.L * starts + rates.host * own
-    between = (prompt * plan.batch + rates.prompt * c.L * own) / s.generated
+    between = 0.0 if plan.apart else (prompt * plan.batch + rates.prompt * c.L * own) / s.generated
     return Forecast(
         rates.weights * step.weights, rates.flops * step.math, rates.kv * step.kv, kernels, sent, between
     )  # fmt: skip

@@ -8,7 +8,8 @@ from scaling.cost import decoding, serving
 from scaling.models.leaves import counted_without
 from scaling.plan.report import folded, size
 from scaling.plan.serve.candidates import Service, ServingPlan, plans
-from scaling.plan.serve.forecast import ERRORS, likely_token
+from scaling.plan.serve.forecast import ENGINES, ERRORS, first_token, likely_token
+from scaling.plan.serve.goals import Deployment
 
 CHANGE = 1.02  # a change counts if the answer is this much better or worse
 
@@ -47,6 +48,8 @@ def notes(served: ServingPlan) -> list[str]:
         why = f"K = {s.config.K} KV heads are fewer than Y" if not s.config.latent else "a latent is of all heads"
         said.append(f"the cache is stored {served.copies:g} times: {why}")
     said.append(f"a bound over the forms {', '.join(decoding.FORMS)}; other systems may have better ones")
+    if s.copied:
+        said.append(f"{s.copied} experts are stored twice, so that each chip has equally many")
     if s.over_time:
         said.append("caches are counted at the prompt and half of the output, as they are on average")
     return said
@@ -56,6 +59,40 @@ def _off_by(one: ServingPlan) -> str:
     """Return the error of such forecasts, as a sentence without its full stop."""
     error, rows = ERRORS[one.chip.kind if one.chip.kind in ERRORS else "gpu"]
     return f"{rows} are off such forecasts by {error:.0%} in the median"
+
+
+def _first_off_by(one: ServingPlan) -> str:
+    """Return the error of a forecast of the first token, as a sentence without its full stop."""
+    name, engine = one.service.engine, ENGINES[one.service.engine]
+    if one.chip.kind != "gpu":
+        return f"by {one.service.mfu:.0%} MFU; no measured row tells how far off that is"
+    return f"{engine.rows} measured rows of {name} are off by {engine.error:.0%} in the median"
+
+
+def _ms(seconds: float) -> str:
+    """Return seconds in milliseconds."""
+    return f"{1e3 * seconds:,.0f}" if seconds >= 0.1 else f"{1e3 * seconds:.3g}"
+
+
+def goals_text(goals: Sequence[Deployment]) -> str:
+    """Return the deployments under limits of the first and of further tokens, the best first."""
+    rows = []
+    for one in goals:
+        prompts = f"{one.instances} x {one.prompts.chips} chips" if one.prompts else "between steps"
+        decode = f"{named_slices(one.decode)}, {one.decode.form}: {_mesh(one.decode)}"
+        times = _ms(one.ttft), _ms(one.tpot), f"{one.requests:,.1f}", f"{one.per_chip:,.1f}"
+        rows.append((prompts, decode, f"{one.decode.batch:,}", one.chips, *times))
+    head = ["prompts", "decoding", "batch", "chips", "TTFT ms", "TPOT ms", "requests/s", "tokens/s\na chip"]
+    return "In time, as forecast, the best first:\n" + table(rows, head) + "\n\n" if goals else ""
+
+
+def goal_dict(one: Deployment) -> dict:
+    """Return a deployment as data, in seconds."""
+    return {
+        "prompts": {"instances": one.instances, "chips": one.prompts.chips} if one.prompts else None,
+        "decode": as_dict(one.decode), "chips": one.chips, "ttft": one.ttft, "tpot": one.tpot,
+        "requests_per_second": one.requests, "tokens_per_second_per_chip": one.per_chip,
+    }  # fmt: skip
 
 
 def compute_bound_from(served: ServingPlan) -> float:
@@ -125,6 +162,7 @@ def text(found: Sequence[ServingPlan], objective: str, top: int, price: float | 
         f"{1e3 * step.apart:.3g} ms if no collective is hidden",
         f"Forecast:   {1e3 * likely.seconds:.3g} ms a token of each request, {rate:,.1f} tokens/s a chip: {spent} ms",
         f"            {_off_by(best)}",
+        f"First token: {_ms(first_token(best))} ms, as forecast; {_first_off_by(best)}",
         f"Throughput: {best.tokens_per_second * best.replicas:,.0f} tokens/s by the bound, {best.per_chip:,.1f} a "
         f"chip, {1 / step.seconds:,.1f} for each request"
         + (f"; ${dollars * 1e6 / 3600 / best.per_chip:,.3g} a million tokens" if dollars else ""),
@@ -160,7 +198,8 @@ def as_dict(one: ServingPlan) -> dict:
     return {
         "slice": slice_name(one.shape), "chips": one.chips, "form": one.form, "type": one.type, "mesh": dict(one.sizes),
         "batch": one.batch, "replicas": one.replicas, "forecast_seconds": likely_token(one).seconds,
-        "forecast": likely_token(one).parts, "step_seconds": step.seconds, "step_seconds_unhidden": step.apart,
+        "forecast": likely_token(one).parts, "first_token_seconds": first_token(one),
+        "step_seconds": step.seconds, "step_seconds_unhidden": step.apart,
         "parts": {"kv": step.kv, "weights": step.weights, "flops": step.math, "collectives": step.comms},
         "collectives": one.comms, "binds": step.bound, "tokens_per_second": one.tokens_per_second,
         "tokens_per_second_per_chip": one.per_chip, "weight_bytes": one.weight_bytes, "kv_bytes": one.kv_bytes,
