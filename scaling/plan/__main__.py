@@ -20,6 +20,7 @@ from scaling.cost.memory import ROOM
 from scaling.hardware import CHIPS, chip
 from scaling.plan import explain, failures, one_layer
 from scaling.plan.candidates import plans
+from scaling.plan.frameworks import FRAMEWORKS
 from scaling.plan.job import AXES, DTYPES, IN_BF16, OVERLAPS, POLICIES, SCHEDULES, Fixed, Job, run_bytes
 from scaling.plan.report import Budget, as_dict, folded, text, whole_runs
 
@@ -109,6 +110,10 @@ def _parser() -> Parser:
         "--headroom", type=number(1e-6, 1), default=ROOM, help=f"fraction of the memory to plan with (default {ROOM})"
     )
     parser.add_argument(
+        "--framework", choices=FRAMEWORKS, default="this",
+        help="whose memory to count: torchtitan and megatron hold whole logits, and more (default this code's)",
+    )  # fmt: skip
+    parser.add_argument(
         "--overlap",
         choices=OVERLAPS,
         default="max",
@@ -179,7 +184,10 @@ def main(arguments: list[str] | None = None) -> int:
     args = _parser().parse_args(arguments)
     given = args.param_bytes, args.grad_bytes, args.optimizer_bytes
     param, grad, state = (kept if n is None else n for n, kept in zip(given, run_bytes(args.dtype), strict=True))
-    job = Job(get(args.model), args.batch, args.seq, args.dtype, param, grad, state, args.overlap, args.headroom)
+    job = Job(
+        get(args.model), args.batch, args.seq, args.dtype, param, grad, state, args.overlap, args.headroom,
+        framework=args.framework,
+    )  # fmt: skip
     fixed = Fixed(args.mesh, args.remat, args.microbatches, args.schedule, zero=args.zero, pods=args.pods)
     hardware = chip(args.chip)
     hardware.flops(job.dtype)

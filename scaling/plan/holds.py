@@ -13,6 +13,7 @@ import numpy as np
 
 from scaling.common.limits import LIMITS
 from scaling.cost.lanes import Amount
+from scaling.plan.frameworks import FRAMEWORKS
 from scaling.plan.job import POLICIES, REDUCES, Job, Layout
 from scaling.plan.ledger import Compute, is_one, weight_elements, weight_ways
 from scaling.spec import dtype_bytes
@@ -23,8 +24,9 @@ class Held:
     """Bytes on one chip, by kind.
 
     `working`: gathered weights, whole gradients in flight, logits, and a recomputed layer. `apart`: bytes counted twice
-    that are never live together, because with one microbatch gradients come as activations go. `shares`: the share of
-    the chip's params whose optimizer state is here and which this chip updates.
+    that are never live together, because with one microbatch gradients come as activations go. `reserved`:
+    blocks that the framework's allocator keeps. `shares`: the share of the chip's params whose optimizer state is here
+    and which this chip updates.
     """
 
     params: Amount
@@ -33,12 +35,14 @@ class Held:
     activations: Amount
     working: Amount
     apart: Amount = 0.0
+    reserved: Amount = 0.0
     shares: Amount = 1.0
 
     @property
     def total(self) -> Amount:
         """Bytes at the fullest moment."""
-        return self.params + self.grads + self.optimizer + self.activations + self.working - self.apart
+        used = self.params + self.grads + self.optimizer + self.activations + self.working - self.apart
+        return used + self.reserved
 
 
 def held(job: Job, c: Compute, l: Layout) -> Held:
@@ -102,6 +106,7 @@ def held(job: Job, c: Compute, l: Layout) -> Held:
         params=job.param_bytes * params, grads=grads, optimizer=job.optimizer_bytes * states, activations=activations,
         working=np.maximum(working, most - activations - grads), shares=states / params,
         apart=np.maximum(activations + grads + working - most, 0.0),
+        reserved=FRAMEWORKS[job.framework].reserved * np.maximum(most - grads, activations),
     )  # fmt: skip
 
 
@@ -138,6 +143,9 @@ def _loss(job: Job, c: Compute, l: Layout, sharded: Amount) -> Amount:
     if not job.work.ends[1]:
         return 0.0
     D, table = job.work.D, job.work.ends[1] / l.tensor
+    if each := FRAMEWORKS[job.framework].logits:
+        gathered = table * np.where(sharded, job.act_bytes, 0)
+        return (2 + 1 / l.tensor) * c.tokens * D * job.act_bytes + each * c.tokens * table / D + gathered
     chunks = np.maximum(1, np.ceil(4 * c.tokens * table / D / LIMITS.chunk))
     logits = np.ceil(c.tokens / chunks) * table / D
     one = logits * job.act_bytes + np.maximum(4 * logits, job.act_bytes * table)
@@ -148,8 +156,6 @@ def _loss(job: Job, c: Compute, l: Layout, sharded: Amount) -> Amount:
 def saved(job: Job, l: Layout) -> tuple[Amount, Amount]:
     """Return the elements that a layer saves per token: (split over tensor, not split)."""
     found = job.work.saved
-    if isinstance(l.remat, str):
-        return found[l.remat]
-    rows = [found.get(policy, found["none"]) for policy in POLICIES]
-    split, whole = (np.array([pair[i] for pair in rows])[l.remat] for i in (0, 1))
-    return split, whole
+    rows = [found.get(policy, found["none"]) for policy in ([l.remat] if isinstance(l.remat, str) else POLICIES)]
+    split, whole = (np.array([pair[i] for pair in rows])[0 if len(rows) == 1 else l.remat] for i in (0, 1))
+    return (split + whole, 0.0 * whole) if FRAMEWORKS[job.framework].sequence else (split, whole)

@@ -15,10 +15,12 @@ from typing import Any
 
 import numpy as np
 
+from scaling.common.arguments import one_of
 from scaling.configs import Config
 from scaling.cost.memory import ROOM
 from scaling.cost.transformer import POLICIES
 from scaling.hardware import Chip
+from scaling.plan.frameworks import FRAMEWORKS
 from scaling.plan.work import LayerWork, Stack, work_of
 from scaling.spec import DTYPE_BYTES, dtype_bytes
 
@@ -54,7 +56,8 @@ class Job:
     sent stay bf16, except tokens on their way to experts. `overlap` belongs to the bound: with "max" collectives over
     different links run at once, behind the matmuls (the book of 2026); with "sum" they run in sequence, but behind the
     matmuls (2025); with "none" nothing overlaps. `headroom` is the share of a chip's memory that is planned with; the
-    rest is for the runtime, its buffers and fragments. `shards` are the axes over which ZeRO-3 shards weights.
+    rest is for the runtime, its buffers and fragments. `shards` are the axes over which ZeRO-3 shards weights. The
+    memory is that of a `framework` of FRAMEWORKS.
     """
 
     config: Config | Stack
@@ -67,6 +70,7 @@ class Job:
     overlap: str = "max"
     headroom: float = ROOM
     shards: tuple[str, ...] = SHARDS
+    framework: str = "this"
 
     def __post_init__(self):
         for name in ("batch", "seq"):
@@ -79,10 +83,9 @@ class Job:
                 raise ValueError(
                     f"{name} = {value!r}: must be a number of bytes, zero or more\n  fix: give one below 1,000"
                 )
-        if self.dtype not in DTYPES:
-            raise ValueError(f"dtype = {self.dtype!r} is not known\n  fix: choose one of {', '.join(DTYPES)}")
-        if self.overlap not in OVERLAPS:
-            raise ValueError(f"overlap = {self.overlap!r} is not known\n  fix: choose one of {', '.join(OVERLAPS)}")
+        one_of("dtype", self.dtype, DTYPES)
+        one_of("overlap", self.overlap, OVERLAPS)
+        one_of("framework", self.framework, FRAMEWORKS)
         if not isinstance(self.headroom, (int, float)) or not 0 < self.headroom <= 1:
             raise ValueError(
                 f"headroom = {self.headroom!r}: the share of memory to plan with, above 0 and at most 1"

@@ -129,6 +129,7 @@ def memory_line(found: Estimate) -> str:
     acts += (
         [f"never at once {size(apart)}"] if (apart := float(found.held.apart)) > 0.01 * float(found.held.total) else []
     )
+    acts += [f"reserved {size(kept)}"] if (kept := float(found.held.reserved)) else []
     return f"Memory a chip: {', '.join([*parts, *acts])}; {size(float(found.held.total))} in all"
 
 
@@ -258,6 +259,6 @@ def plan_dict(found: Estimate) -> dict:
             for name, lane in found.network.lanes.items() if lane.ranks > 1
         },
         "memory": {name: float(getattr(found.held, name)) for name in
-                   ("params", "grads", "optimizer", "activations", "working", "apart", "total")},
+                   ("params", "grads", "optimizer", "activations", "working", "apart", "reserved", "total")},
         "notes": _notes(found),
     }  # fmt: skip

@@ -1,6 +1,7 @@
 """The planner's ledger beside what it must be: the closed forms of Part 5, the simulator of schedules, and what each
 recipe computes, moves and holds by hand. What the strategies' own code does stands in test_witnesses."""
 
+import math
 from dataclasses import replace
 from fractions import Fraction
 
@@ -10,8 +11,8 @@ from refused import by_words, refused
 from scaling import cost
 from scaling.configs import get
 from scaling.hardware import chip
-from scaling.plan import Job, Layout, Stack, evaluate, network, plans
-from scaling.plan.job import Fixed
+from scaling.plan import Job, Layout, Stack, evaluate, network, plans, search
+from scaling.plan.job import AXES, Fixed
 from scaling.plan.ledger import heaviest
 from scaling.schedules import make
 from scaling.schedules.simulator import Times, simulate
@@ -212,3 +213,38 @@ REFUSED = {  # what is said: what is asked
     "at least 1": lambda: plans(Job(L70, 2**20), H100, 0),
 }
 test_refused = refused(by_words(REFUSED))
+
+
+# --- What frameworks hold
+
+TITAN = [  # GiB; github.com/pytorch/torchtitan, benchmarks/llama3_h100_202412_torchtitan.md, with full checkpointing
+    ("llama3-8b", 8, 32768, {"fsdp": 8}, 1, 83.9),
+    ("llama3-8b", 4, 65536, {"fsdp": 4, "context": 2}, 1, 84.2),
+    ("llama3-8b", 2, 131072, {"fsdp": 2, "context": 4}, 1, 84.0),
+    ("llama3-70b", 512, 8192, {"fsdp": 32, "tensor": 8}, 1, 67.6),
+    ("llama3-405b", 64, 32768, {"fsdp": 8, "tensor": 8, "pipe": 8}, 8, 75.3),
+    ("llama3-405b", 32, 65536, {"fsdp": 4, "context": 2, "tensor": 8, "pipe": 8}, 8, 75.9),
+]
+
+
+@pytest.mark.parametrize(("model", "sequences", "seq", "mesh", "microbatches", "peak"), TITAN)
+def test_torchtitan_s_peaks_are_those_that_it_publishes(model, sequences, seq, mesh, microbatches, peak):
+    fixed = Fixed(tuple((dict.fromkeys(AXES, 1) | mesh).items()), "block", microbatches, "1f1b")
+    own, titan = (
+        search(Job(get(model), sequences * seq, seq, "fp8", 4, 4, 8, framework=name), chip("h100:hbm2e"),
+               math.prod(mesh.values()), fixed).found[0].held.total / 2**30
+        for name in ("this", "torchtitan")
+    )  # fmt: skip
+    assert titan == pytest.approx(peak, rel=0.2)
+    assert own < 0.8 * peak
+
+
+def test_megatron_s_activations_are_those_of_its_paper():
+    """arXiv:2205.05198, Table 2: 34 bytes a token and D, over tensor; 4 of them are dropout's masks, which are not
+    held here."""
+    config = get("gpt-22b")
+    job = Job(config, 4 * 2048, 2048, framework="megatron")
+    fixed = Fixed(tuple((dict.fromkeys(AXES, 1) | {"tensor": 8}).items()), "attention", 1)
+    found = search(job, chip("a100"), 8, fixed).found[0]
+    assert found.held.activations == pytest.approx(30 / 8 * 4 * 2048 * config.D * config.L, rel=0.01)
+    assert found.held.reserved > 0
