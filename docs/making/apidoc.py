@@ -27,7 +27,13 @@ def write_all(root: Path) -> None:
 
 
 def as_rst(app, what, name, obj, options, lines: list[str]) -> None:
-    """A docstring as reStructuredText: a paragraph in which something is set out by spaces stays as it is."""
+    """A docstring as reStructuredText: a paragraph in which something is set out by spaces stays as it is.
+
+    A function of torch's, wrapped, is named: its docstring is torch's, too, with directives of its site.
+    """
+    if what == "function" and (getattr(obj, "__module__", None) or "").startswith("torch"):
+        lines[:] = [f"``torch.{obj.__name__}``, of typed arrays.", ""]
+        return
     paragraphs = re.split(r"\n\s*\n", "\n".join(lines).strip("\n"))
     lines[:] = [*"\n\n".join(map(_paragraph, paragraphs)).split("\n"), ""]
 
@@ -36,4 +42,9 @@ def _paragraph(text: str) -> str:
     if re.search(r"^ |\S {2,}\S", text, re.MULTILINE):
         return "::\n\n" + "\n".join("   " + line for line in text.split("\n"))
     parts = re.split(r"(`[^`\n]+`)", text)
-    return "".join(f"`{part}`" if i % 2 else re.sub(r"([\\*_|`])", r"\\\1", part) for i, part in enumerate(parts))
+    parts[::2] = [re.sub(r"([\\*_|`])", r"\\\1", part) for part in parts[::2]]
+    parts[1::2] = [
+        f"`{part}`" + r"\ " * bool(re.match(r"[\w(\[{]", after))
+        for part, after in zip(parts[1::2], parts[2::2], strict=True)
+    ]
+    return "".join(parts)

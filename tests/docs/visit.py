@@ -146,7 +146,7 @@ def visit(page, base: str, site: Path, shots: Path | None) -> None:
     page.wait_for_function(
         "document.querySelector('form[data-ask=check] output').textContent.includes('legal: A[I_X]')"
     )
-    assert page.locator('form[data-ask="schedule"] svg rect').count() > 64
+    page.wait_for_function("document.querySelectorAll('form[data-ask=schedule] svg rect').length > 64")
     solve(page, base)
     page.goto(base + "chapters/05_dp.html")
     answer = page.locator("details", has_text="Answer").last
