@@ -24,7 +24,7 @@ source_suffix = {".md": "myst-nb", ".ipynb": "myst-nb", ".rst": "restructuredtex
 exclude_patterns = ["making"]
 
 nb_execution_mode = "off"  # the chapters have been run when Sphinx begins to read
-nb_merge_streams = True
+nb_merge_streams = False  # it would move text past tables: making/notebooks.py joins what is adjacent
 myst_enable_extensions = ["colon_fence", "deflist"]
 myst_heading_anchors = 3
 myst_url_schemes = {"http": None, "https": None}

@@ -84,11 +84,26 @@ def _ran(chapter: Path):
         if cell.cell_type == "markdown":
             section = (_titles(cell.source) or [section])[-1]
             cell.source = _linked(chapter.stem, cell.source, first=not cells)
-        elif is_folded(cell.source):
-            cell.metadata["tags"] = ["hide-input"]
+        else:
+            cell.outputs = shown_outputs(cell.outputs)
+            cell.metadata["tags"] = ["hide-input"] if is_folded(cell.source) else []
         cells.append(cell)
     notebook.cells, notebook.metadata["answers"] = cells, answers
     return notebook
+
+
+def shown_outputs(outputs: list) -> list:
+    """Printed text that follows other printed text joins it; empty text goes, and the value of a cell's last line."""
+    kept = []
+    for out in outputs:
+        if out.output_type == "stream" and kept and kept[-1].output_type == "stream" and kept[-1].name == out.name:
+            kept[-1].text += out.text
+        elif out.output_type != "execute_result":
+            kept.append(out)
+    for out in kept:
+        if out.output_type == "stream":
+            out.text = out.text.strip("\n") + "\n"
+    return [out for out in kept if out.output_type != "stream" or out.text.strip()]
 
 
 def is_folded(code: str) -> bool:

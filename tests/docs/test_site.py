@@ -9,6 +9,7 @@ import sys
 import tomllib
 from collections import Counter
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import visit
@@ -84,6 +85,16 @@ def test_a_question_has_its_program_where_it_needs_no_torch(monkeypatch, express
     assert tried.expressions(text) == [expression]
     assert (page.count("<details>"), page.count("data-ask")) == (1, int(program is not None))
     assert page.endswith("3. Flag: b.")
+
+
+def test_a_cells_outputs_stay_in_order(monkeypatch):
+    pytest.importorskip("jupytext")
+    monkeypatch.syspath_prepend(str(ROOT / "docs/making"))
+    kinds = ["\na\n", "b\n", "table", "\n", "table", "'yes'", "c\n\n"]
+    names = {"table": "display_data", "'yes'": "execute_result"}
+    outputs = [SimpleNamespace(output_type=names.get(text, "stream"), name="stdout", text=text) for text in kinds]
+    kept = importlib.import_module("notebooks").shown_outputs(outputs)
+    assert [out.text for out in kept] == ["a\nb\n", "table", "table", "c\n"]
 
 
 def test_questions_are_as_many_as_the_books_and_name_what_is_there():
