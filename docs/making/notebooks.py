@@ -130,7 +130,7 @@ def _linked(chapter: str, text: str, first: bool) -> str:
     if first and not text.startswith("# "):
         title, _, rest = text.partition("\n")
         named, colon, said = title.partition('": ') if '": ' in title else title.partition(": ")
-        text = f"# {named}{colon.strip(': ')}\n\n{said}\n{rest}" if said else f"# {title}\n{rest}"
+        text = f"# {named}{colon.strip(': ')}\n\n{said[:1].upper()}{said[1:]}\n{rest}" if said else f"# {title}\n{rest}"
     text = "\n".join(
         line if line.startswith("    ") else CHAPTER.sub(r"[\1](\1.ipynb)", line) for line in text.split("\n")
     )
