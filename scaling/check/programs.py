@@ -79,7 +79,7 @@ def _transformer(kind: str, mesh: Any) -> None:
 
 def _serving(form: str, mesh: Any) -> None:
     """Compute the logits of a prompt and of a token after it."""
-    kinds = "experts sinks" if form == "experts" else "plain tied normed parallel"
+    kinds = "experts sinks" if form == "experts" else "plain tied normed parallel capped"
     for kind in (kinds if form in ("experts", "2d") else f"{kinds} latent").split():
         config = _config(kind).with_(E=4) if _config(kind).moe else _config(kind)
         params = tree.shard(model.init(config, 0, torch.float32, "meta"), serve.specs(config, mesh, form=form), mesh)

@@ -6,7 +6,7 @@ they change the given cache in place, which saves a copy, and the caller must no
 """
 
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import lru_cache
 from typing import Any
@@ -35,12 +35,12 @@ from scaling.serve.types import ONE, SPLIT_ROWS, specs
 from scaling.serve.weights import floats
 from scaling.spec import Format
 
-LISTINGS: dict[str, tuple[Any, Callable]] = {  # (the module with embed, mlp and head, the function attention)
-    "heads": (heads, heads.attention),
-    "heads_batch": (heads_batch, heads_batch.attention),
-    "sequence": (heads_batch, sequence.attention),
-    "2d": (weights_2d, weights_2d.attention),
-    "experts": (experts, experts.attention),
+LISTINGS: dict[str, tuple[Any, Any]] = {  # (the module with embed, mlp and head, the module with attention)
+    "heads": (heads, heads),
+    "heads_batch": (heads_batch, heads_batch),
+    "sequence": (heads_batch, sequence),
+    "2d": (weights_2d, weights_2d),
+    "experts": (experts, experts),
 }
 
 
@@ -154,8 +154,8 @@ def logits_of(
     """
     share, dtype, T = share_of(mesh, form), params["norm"].dtype, tokens.shape[1]
     scale = config.residual_scale
-    (listing, attention), own = LISTINGS[form], None
-    attention = latent.ATTENTION[form] if config.latent else attention
+    (listing, attending), own = LISTINGS[form], None
+    attention = latent.ATTENTION[form] if config.latent else attending.attention
     if T > 1 and mesh.sizes.get("C", 1) > 1:
         mesh = mesh.optional
         tokens, own = split_over_C(tokens, mesh)

@@ -5,17 +5,20 @@ some are judged, and all by outcomes.py."""
 
 import re
 import sys
+from importlib import import_module
 from pathlib import Path
 
 import pytest
 from machine import Forked, ended
-from mutant_programs import judgement
+from mutant_programs import judgement, replace, restore
 from mutants import ROOT, mutants, text_of
 from outcomes import stored, variants
 
-from scaling.check import check_source, main
+from scaling.check import check_source, judged, main
 from scaling.check.lines import check_lines
+from scaling.check.programs import programs
 from scaling.check.run import judge_file
+from scaling.mesh import AbstractMesh
 
 STRATEGIES = [f"scaling/strategies/{name}.py" for name in ("data_parallel", "fsdp", "tensor_parallel", "fsdp_tp")]
 *_, TENSOR_PARALLEL, FSDP_TP = STRATEGIES
@@ -90,6 +93,43 @@ def test_a_fault_of_a_whole_statement_is_found(file, pattern, edit, rule):
     found = [fault.rule for fault in check_source(edited(file, pattern, edit), file)]
     assert found[-1] == rule
     assert {*found} == {rule} or rule not in ("result", "derivative")
+
+
+NORMED, BIASED, TWO_D = "transformer, normed", "transformer, plain", "serving, 2d"
+LISTING, EXPERT = "strategies/transformer/layer", "strategies/expert/layer"
+HEADS, FORM = "models/layer", "serve/forms/weights_2d"
+PLANTED = {  # in lines that only some families have: a program that runs them, the file, what stands there, and instead
+    "a bias on partial sums": (BIASED, LISTING, r'T_CY, D\]", Attn, at', 'T_CY, D]", biased(Attn, W, "b_O"), at'),
+    "a norm after a block, of partial sums": (
+        NORMED, LISTING, r'T_CY, D\]", Attn, at', 'T_CY, D]", normed(W, "norm_attn_out", Attn, at.config)[0], at',
+    ),
+    "a bias of the MLP on partial sums": (
+        "transformer, parallel", LISTING, r'T_CY, D\]", Out, at', 'T_CY, D]", biased(Out, W, "b_out"), at',
+    ),
+    "heads normed by a rank's own": (NORMED, HEADS, r"square = all_reduce\(line, (.*), at.mesh.*\)", r"square = \1"),
+    "a sum of squares": (NORMED, HEADS, r'(mean_square\(wide\), at.mesh), op="mean"', r"\1"),
+    "heads' cotangents by a rank's own": (NORMED, HEADS, r"along = all_reduce\(.*\)\n", "pass\n"),
+    "a mean of a part of D": (TWO_D, FORM, r'x - all_reduce\(.*, (x.mean.*), at.mesh.*\)', r"x - \1"),
+    "squares of a part of D": (
+        TWO_D, FORM, r"square = all_reduce\(.*, (mean_square\(x\)), at.mesh.*\)", r"square = \1",
+    ),
+    "a bias of an expert on each rank": ("transformer, sinks", EXPERT, r"parts=copies", "parts=1"),
+    "sinks counted by each rank": ("serving, sequence", "serve/forms/sequence", r' / at.mesh.sizes.get\("Z", 1\)', ""),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("what", PLANTED)
+def test_a_fault_in_the_lines_of_a_family_is_found(what):
+    name, file, pattern, edit = PLANTED[what]
+    module = import_module(f"scaling.{file.replace('/', '.')}")
+    sizes, run = next((sizes, run) for program, sizes, run in programs() if program == name)
+    replace(module, edited(f"scaling/{file}.py", pattern, edit))
+    try:
+        with judged(AbstractMesh(sizes)) as report:
+            run(AbstractMesh(sizes))
+        assert report.findings
+    finally:
+        restore(module)
 
 
 @pytest.mark.slow
