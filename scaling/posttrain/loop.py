@@ -26,7 +26,6 @@ from scaling import optim, tree
 from scaling.collectives import all_reduce, transfer
 from scaling.configs import Config
 from scaling.mesh import AbstractMesh, Mesh
-from scaling.models.adapters import merged
 from scaling.posttrain import losses
 from scaling.posttrain.losses import PLAIN, Clip, Rollouts
 from scaling.posttrain.rewards import Prompt, number_of, prompts_of_step, score_answers
@@ -39,7 +38,7 @@ from scaling.train import checkpoint, guards
 from scaling.train.evaluate import local
 from scaling.train.progress import METRICS
 from scaling.train.settings import Settings, optimizer_of
-from scaling.train.step import parted, started, trained_types
+from scaling.train.step import parted, started, trained_types, with_adapters
 
 WHOLE = Sampling(temperature=1.0)  # the full distribution, which is also the one that is trained
 TYPES = dict(zip(Rollouts._fields, ("t[R, T]", "t[R, T]", "m[R, T]", "p[R, T]", "r[R]", "v[]"), strict=True))
@@ -116,7 +115,9 @@ def run(
         optimizer, types = optimizer_of(settings), trained_types(settings, meshes.train)
         begun = started(settings, meshes.train)
         frozen, params = parted(settings, begun)
-        reference = None if not asked.clip.beta else frozen or tree.map(torch.clone, begun)
+        reference = None
+        if asked.clip.beta:
+            reference = with_adapters(begun, settings, meshes.train) if frozen else tree.map(torch.clone, begun)
         state = optimizer.init(params)
         specs = {"params": types, "optimizer": optimizer.state_specs(types)}
         specs |= {"queue": [dict(TYPES) for _ in queue]}
@@ -244,12 +245,10 @@ def updated(
 
 def pushed(params: dict | None, settings: Settings, meshes: Meshes) -> dict | None:
     """Send every leaf, with adapters merged, to the serving mesh by a planned reshard; return None on other ranks."""
-    config = settings.model
+    config, found = settings.model, {}
     types = transformer.specs(config, meshes.train)
-    if params is not None and (lora := settings.adapters):
-        base = {name: W for name, W in params.items() if name != "lora"}
-        params = merged(base, params["lora"], lora, config, types)
-    found = {}
+    if params is not None:
+        params = with_adapters(params, settings, meshes.train)
     for where, line, into in push_lines(config, meshes.train, meshes.serve):
         W = None if params is None else tree.named_leaves(params)[where].detach()
         found[where] = transfer(line, W, meshes.train, meshes.serve, into=into)

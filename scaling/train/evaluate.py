@@ -7,13 +7,13 @@ import torch
 
 from scaling import tree
 from scaling.models import transformer as model
-from scaling.models.adapters import merged
 from scaling.models.ends import chosen_end
 from scaling.spec import Spec, present
 from scaling.strategies import transformer
 from scaling.train.batches import IGNORED, Batches
 from scaling.train.origin import tokenizer_in
 from scaling.train.settings import DTYPES, Settings
+from scaling.train.step import with_adapters
 
 LENGTH, TEMPERATURE = 64, 0.8  # the most tokens that a continuation has, and the temperature at which they are drawn
 
@@ -90,9 +90,7 @@ def continuation(params, settings: Settings, mesh) -> str:
     The params are gathered on every rank, and rank 0 then runs the model as on one device. Tokens are drawn by the
     run's seed.
     """
-    if lora := settings.adapters:
-        base = {name: W for name, W in params.items() if name != "lora"}
-        params = merged(base, params["lora"], lora, settings.model, transformer.specs(settings.model, mesh))
+    params = with_adapters(params, settings, mesh)
     whole, by = transformer.unshard(params, settings.model, mesh, zero=settings.zero), tokenizer_in(settings)
     if mesh.rank:
         return ""

@@ -65,6 +65,15 @@ def parted(settings: Settings, params: dict) -> tuple[dict, dict]:
     return {name: W for name, W in params.items() if name != "lora"}, {"lora": params["lora"]}
 
 
+def with_adapters(params: dict, settings: Settings, mesh) -> dict:
+    """Return a run's params with its adapters, if it has any, merged into the weights, typed as before."""
+    if settings.adapters is None:
+        return params
+    frozen, own = parted(settings, params)
+    types = transformer.specs(settings.model, mesh)
+    return adapters.merged(frozen, own["lora"], settings.adapters, settings.model, types)
+
+
 def held_types(settings: Settings, mesh) -> dict:
     """Return the types in which the trained params are stored."""
     types = transformer.specs(settings.model, mesh, zero=settings.zero, lora=settings.adapters)

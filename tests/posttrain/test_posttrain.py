@@ -132,6 +132,18 @@ def test_a_run_that_is_killed_goes_on_with_the_same_losses(folder, meshes, kills
 
 
 @pytest.mark.slow
+def test_given_adapters_belong_to_the_first_model(folder):
+    """The KL term is 0 at the first step, also where the run begins with adapters that change the weights."""
+    config, lora = folder[0], Lora(2, ("W_Q", "W_in"))
+    own = tree.map(lambda W: W + 0.3, adapters.init(config, lora, 0, torch.float64))
+    adapters.save("adapter", config, lora, own)
+    assert run(f"{STEP} --steps 2 --out run --lora-from adapter --beta 0.1 --train-mesh X=2 --serve-mesh Y=2") == 0
+    first, second = records("run")
+    assert abs(first["kl"]) < 1e-14 < 1e-8 < second["kl"]
+    assert max(first["gap_max"], second["gap_max"]) < 1e-12
+
+
+@pytest.mark.slow
 def test_check_changes_nothing_and_finds_no_gap(folder, capsys):
     assert run(f"{STEP} --out run --check --train-mesh X=2,Y=2 --serve-mesh Y=2") == 0
     assert "log-probabilities differ by" in capsys.readouterr().out
