@@ -28,6 +28,7 @@ from scaling.configs import Config
 from scaling.models.delta_rule import delta_rule
 from scaling.models.layer import Context, Values
 from scaling.models.pointwise import rms_norm
+from scaling.spec import present
 
 EPS = 1e-6  # added to the square of a query's or key's length
 
@@ -107,7 +108,8 @@ def tail_before(tail: Tensor, width: int, mesh: Any) -> Tensor:
     """Return the tail of the rank before along C, and zeros before the first token."""
     if (C := mesh.sizes.get("C", 1)) == 1:
         return tail.new_zeros(len(tail), width - 1, *tail.shape[2:])
-    return ppermute("tail[B_PXZE, T_C, k_Y, c]", tail.contiguous(), mesh, "C", [(c, c + 1) for c in range(C - 1)])
+    line = str(present("tail[B_PXZE, T_C, k_Y, c]", mesh))
+    return ppermute(line, tail.contiguous(), mesh, "C", [(c, c + 1) for c in range(C - 1)])
 
 
 def state_before(rule: tuple[Tensor, ...], starts: Tensor | None, mesh: Any) -> Values:
@@ -121,7 +123,8 @@ def state_before(rule: tuple[Tensor, ...], starts: Tensor | None, mesh: Any) -> 
     _, last, _ = delta_rule(Q, K, F.pad(V, (0, h)), g, beta, first, starts)  # R beside P
     R, P = (x.unsqueeze(1) for x in last.split([v, h], -1))
     S = S.unsqueeze(1)
+    line = str(present("S[B_PXZE, I_C, n_Y, h, v]", mesh))
     for _ in range(C - 1):
         S = R + einsum("P[B_PXZE, I_C, n_Y, h, j] * S[B_PXZE, I_C, n_Y, j, v] -> S[B_PXZE, I_C, n_Y, h, v]", P, S)
-        S = ppermute("S[B_PXZE, I_C, n_Y, h, v]", S, mesh, "C", [(c, c + 1) for c in range(C - 1)])
+        S = ppermute(line, S, mesh, "C", [(c, c + 1) for c in range(C - 1)])
     return {"S": S.squeeze(1), "P": P}

@@ -39,7 +39,7 @@ class Lora:
         """Raise a ValueError unless adapters of these matrices of the model are computed here."""
         leaves = leaves_of(config)["layers"]
         able = [name for name in MATRICES if name in leaves and "E" not in parse(leaves[name].trained).dim_names]
-        if config.latent or config.dense_layers:
+        if config.latent or config.dense_layers or config.linear:
             able = []
         if wrong := [name for name in self.on if name not in able] or ([""] if not self.on or not able else []):
             fix = f"choose among {', '.join(able)}" if able else "train all of its params, without adapters"

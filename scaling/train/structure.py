@@ -156,7 +156,7 @@ def packed_sizes(
         return {}
     params, step = resolved(settings, sizes, schedule)
     whole, found = sizes["X"] if settings.zero in (1, 2) else 1, {}
-    stacks = [stack for stack in ("layers", "dense") if stack in params]
+    stacks = [stack for stack in ("layers", "dense", "linear") if stack in params]
     for stack in stacks:
         layer = [W[0] for W in tree.leaves(params[stack])]
         if dims := packed_leaves(layer, step.lines[stack], step.mesh, small):

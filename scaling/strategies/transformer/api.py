@@ -233,12 +233,13 @@ def contexts_of(step: TrainStep, shape: Sequence[int], segments: Tensor | None, 
     attend = partial(ring.attention, mesh=mesh, axis="C", form=form) if split else fused
     attend = partial(padded, attend) if config.latent else attend
     attend = partial(attend, cap=config.score_cap) if config.score_cap is not None else attend
-    drops = [all_kept] * M
+    drops, documents = [all_kept] * M, [None] * M
     if segments is None:
         ropes, attends = [rope(places)] * M, [partial(attend, segments=None)] * M
     else:
         restart = restarted(all_gather("s[B, T_C] -> s[B, T]", segments, mesh))[:, c * t : (c + 1) * t]
-        ropes = [*map(rope, in_form(restart.contiguous(), step).chunk(M))]
+        documents = in_form(restart.contiguous(), step).chunk(M)
+        ropes = [*map(rope, documents)]
         attends = [partial(attend, segments=part) for part in in_form(segments, step).chunk(M)]
     if config.dropout and seed is not None:
         samples = torch.arange(rows * mesh.size([axis for axis in "PXE" if axis in mesh.sizes]), device=mesh.device)
@@ -248,4 +249,5 @@ def contexts_of(step: TrainStep, shape: Sequence[int], segments: Tensor | None, 
     product, precision = einsum, step.options.precision
     if precision:
         product = products_of(precision, types.padded_sizes(config, mesh), step.inside)
-    return [*map(partial(Context, config, step.inside, einsum=product), ropes, attends, drops)]
+    contexts = map(partial(Context, config, step.inside, einsum=product), ropes, attends, drops)
+    return [at._replace(places=places) for at, places in zip(contexts, documents, strict=True)]

@@ -36,9 +36,11 @@ from scaling.models.layer import (
     turn_heads_backward,
 )
 from scaling.models.leaves import KV_HEADS
+from scaling.models.linear import attend_linear
 from scaling.scaled import Scaled
 from scaling.strategies.transformer.experts import experts, experts_backward
 from scaling.strategies.transformer.latent import latent_attention_backward
+from scaling.strategies.transformer.linear import linear_attention_backward
 from scaling.strategies.transformer.lora import adapter_gradients
 
 Halves = tuple[Values, Values]  # the saved values of attention, and of the MLP
@@ -46,13 +48,28 @@ Halves = tuple[Values, Values]  # the saved values of attention, and of the MLP
 ROWS = "x[B_PXE, T_CY, D]"  # the residual stream
 ATTENDED = frozenset({"O", "pull", "r_Q", "r_K"})  # dot-product attention
 LATENTS = frozenset({"C_Q", "C_KV", "r_CQ", "r_CKV"})  # normed and gathered
-BETWEEN = ATTENDED | LATENTS | {"y", "r", "Act", "Open"}  # and all other values between the matmuls
+RULE = frozenset({"tail", "S", "P", "S_out", "rule", "kept", "pull_mix", "pull_norm"})  # of a linear layer
+BETWEEN = ATTENDED | LATENTS | RULE | {"y", "r", "Act", "Open"}  # and all other values between the matmuls
 REMAT = {  # the values that each policy does not keep for the backward; the further down, the less is kept
     "none": frozenset(),
-    "attention": ATTENDED,
+    "attention": ATTENDED | RULE,
     "matmuls": BETWEEN,
     "block": BETWEEN
-    | {"Q", "K", "V", "KV", "A_Q", "A_KV", "mid", "Tmp", "Gate", "out", "r_out"},  # all but the layer's input
+    | {
+        "Q",
+        "K",
+        "V",
+        "KV",
+        "A_Q",
+        "A_KV",
+        "QKVZ",
+        "BA",
+        "mid",
+        "Tmp",
+        "Gate",
+        "out",
+        "r_out",
+    },  # all but the layer's input
 }
 VJPS = {  # (dy, x) -> dx of each activation, in one kernel
     "silu": torch.ops.aten.silu_backward,
@@ -105,6 +122,8 @@ def layer_backward(W: dict, dx: Tensor, saved: Halves, at: Context, scale: float
     dMid, dW_mlp = experts_backward(W, dOut, scale, m, at) if "router" in W else mlp_backward(W, dOut, m, at)
     dMid = dMid.add_(dx)
     back = latent_attention_backward if at.config.latent else attention_backward
+    if "W_QKVZ" in W:
+        a, back = normed_stream(a, a["x"], W, "norm_attn", at), linear_attention_backward
     dAttn = at.drop(dMid, "attention")
     if "norm_attn_out" in W:
         dAttn, dgain = normed_backward(W, "norm_attn_out", a["out"], a["r_out"], dAttn, at.config)
@@ -159,6 +178,8 @@ def attention(W: dict, s: Values, at: Context) -> tuple[Tensor, Values]:
     """(Attn[B_PXE, T_CY, D], s) of the residual stream s["x"]; heads over Y."""
     if at.config.latent:
         s = attend_latents(W, s, at)
+    elif "W_QKVZ" in W:
+        s = attend_linear(W, normed_stream(s, s["x"], W, "norm_attn", at), at)
     else:
         s = attend_heads(seen_heads(W, at), normed_stream(s, s["x"], W, "norm_attn", at), at)
     Attn = at.einsum("O[B_PXE, T_C, N_Y, H] * W_O[N_Y, H, D] -> Attn[B_PXE, T_C, D] {U_Y}", s["O"], W["W_O"])
@@ -173,9 +194,9 @@ def attention_backward(W: dict, dAttn: Tensor, s: Values, at: Context) -> tuple[
     dW = {"b_O": dAttn.sum((0, 1))} if "b_O" in W else {}
     dAttn = all_gather("dAttn[B_PXE, T_CY, D] -> dAttn[B_PXE, T_C, D]", dAttn, mesh)  # on the critical path
     dO = at.einsum("dAttn[B_PXE, T_C, D] * W_O[N_Y, H, D] -> dO[B_PXE, T_C, N_Y, H]", dAttn, W["W_O"])
-    dQ, dK, dV, *dsinks = s["pull"](dO)
+    dQ, dK, dV, *dothers = s["pull"](dO)
     dQ, dK, dgains = turn_heads_backward(own, dQ, dK, s, at)
-    dW |= dgains | ({"sinks": dsinks[0]} if dsinks else {})
+    dW |= dgains | ({"sinks": dothers[0]} if "sinks" in W else {})
     if "b_Q" in W:  # {U_PXEC}
         b_K, b_V = dK.sum((0, 1)), dV.sum((0, 1))
         dW |= {"b_Q": dQ.sum((0, 1)), "b_K": in_place(b_K, W["b_K"], at), "b_V": in_place(b_V, W["b_V"], at)}
@@ -184,11 +205,17 @@ def attention_backward(W: dict, dAttn: Tensor, s: Values, at: Context) -> tuple[
     dy = at.einsum(line, dK, own["W_K"], out=dy, add=True)
     line = "dV[B_PXE, T_C, K_Y, H] * W_V[D, K_Y, H] -> dy[B_PXE, T_C, D] {U_Y}"
     dy = at.einsum(line, dV, own["W_V"], out=dy, add=True)
+    if "W_G" in W:
+        line = "dOpen[B_PXE, T_C, N_Y, H] * W_G[D, N_Y, H] -> dy[B_PXE, T_C, D] {U_Y}"
+        dy = at.einsum(line, dothers[-1], W["W_G"], out=dy, add=True)
     dy = reduce_scatter("dy[B_PXE, T_C, D] {U_Y} -> dy[B_PXE, T_CY, D]", dy, mesh, async_op=True)  # critical
     line = "dAttn[B_PXE, T_C, D] * O[B_PXE, T_C, N_Y, H] -> dW_O[N_Y, H, D] {U_PXEC}"  # D, scattered next, outermost
     dW |= weight_gradient(W, "W_O", line, dAttn, s["O"], at)
     line = "y[B_PXE, T_C, D] * dQ[B_PXE, T_C, N_Y, H] -> dW_Q[D, N_Y, H] {U_PXEC}"
     dW |= weight_gradient(W, "W_Q", line, s["y"], dQ, at)
+    if "W_G" in W:
+        line = "y[B_PXE, T_C, D] * dOpen[B_PXE, T_C, N_Y, H] -> dW_G[D, N_Y, H] {U_PXEC}"
+        dW |= weight_gradient(W, "W_G", line, s["y"], dothers[-1], at)
     for dHead, name in ((dK, "W_K"), (dV, "W_V")):
         line = "y[B_PXE, T_C, D] * dK[B_PXE, T_C, K_Y, H] -> dW_K[D, K_Y, H] {U_PXEC}"
         dW |= weight_gradient(W, name, line, s["y"], dHead, at)

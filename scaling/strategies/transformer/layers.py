@@ -11,13 +11,15 @@ copies.
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import groupby
 from operator import attrgetter
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import optree
 import torch
 from torch import Tensor
 
+from scaling import tree
 from scaling.collectives import all_gather, all_reduce, reduce_scatter, wait
 from scaling.collectives.linear import who_watches
 from scaling.models.layer import Context
@@ -180,19 +182,24 @@ class LayerStack:
         stack: The name of the stack.
         first: The model's layer that the stack begins with.
         count: The number of the stack's layers, or None for all.
+        start: The first of them among the layers of the stack's params.
+        below: The stack that runs before, of a model whose layers are of two kinds in turn.
         out: As in `Layers`.
         late: As in `Layers`.
     """
 
-    def __init__(self, step: TrainStep, params: Mapping, stack="layers", first=0, count=None, out=None, late=False):
-        self.step, lora, self.lines = step, step.options.lora, step.lines[stack]
+    def __init__(
+        self, step: TrainStep, params: Mapping, stack="layers", first=0, count=None, out=None, late=False, start=0,
+        below: "LayerStack | None" = None,
+    ):  # fmt: skip
+        self.step, self.name, lora, self.lines = step, stack, step.options.lora, step.lines[stack]
         held: Any = params[stack] | {"lora": params["lora"]} if lora else params[stack]
         self.structure: Any
         leaves, self.structure = optree.tree_flatten(held)
-        layers = [*zip(*map(Tensor.unbind, leaves), strict=True)][:count]
+        layers = [*zip(*map(Tensor.unbind, leaves), strict=True)][start:][:count]
         dense = step.config.dense_layers if stack == "layers" else 0
         self.first = first + dense
-        self.below = LayerStack(step, params, "dense", late=late) if dense and first == 0 else None
+        self.below = LayerStack(step, params, "dense", late=late) if dense and first == 0 else below
         small = step.limits.small
         dims = packed_leaves(layers[0], self.lines, step.mesh, small)
         gather = (
@@ -263,9 +270,39 @@ class LayerStack:
         if self.below:
             self.below.reduce_all()
 
+    def gradients(self) -> dict[str, Any]:
+        """Return the reduced gradients, a tree for each stack of layers by its name, those of the stacks below, too."""
+        found: dict[str, list] = {}
+        stack: LayerStack | None = self
+        while stack is not None:
+            found.setdefault(stack.name, []).insert(0, stack.trained.unflatten(stack.reduced_gradients()))
+            stack = stack.below
+        return {name: own[0] if len(own) == 1 else tree.map(join, *own) for name, own in found.items()}
+
     def reduced_gradients(self) -> list[Tensor]:
         """Return the gradients of the stack, reduced, as a list of leaves."""
         return total_leaves(self.engine.result(), self.step.mesh, self.lines)
+
+
+def join(*parts: Tensor) -> Tensor:
+    """Return the stack of the layers of several stacks."""
+    return torch.cat(parts)
+
+
+def all_stacks(step: TrainStep, params: Mapping, late: bool = False) -> LayerStack:
+    """Return the stack of all layers: where they are of two kinds, a stack for each run of one kind, on the ones below.
+
+    The first layer of a run waits for its weights, which no layer before it gathers.
+    """
+    if (linear := step.config.linear) is None:
+        return LayerStack(step, params, late=late)
+    below, starts = None, {"linear": 0, "layers": 0}
+    for is_linear, run in groupby(range(step.config.L), linear.layers.__contains__):
+        layers, stack = [*run], "linear" if is_linear else "layers"
+        given: Any = {"first": layers[0], "count": len(layers), "start": starts[stack], "late": late, "below": below}
+        below = LayerStack(step, params, stack, **given)
+        starts[stack] += len(layers)
+    return cast(LayerStack, below)
 
 
 def run_all_layers(step: TrainStep, params: dict, batch: LocalBatch) -> tuple[Tensor, dict]:
@@ -275,7 +312,7 @@ def run_all_layers(step: TrainStep, params: dict, batch: LocalBatch) -> tuple[Te
     """
     mesh, config, M, scale = step.mesh, step.config, step.options.microbatches, step.options.scale
     lora = step.options.lora is not None
-    ends, layers = gather_ends(params, mesh, step.lines), LayerStack(step, params)
+    ends, layers = gather_ends(params, mesh, step.lines), all_stacks(step, params)
     losses, dends, grads, size, late = [], {}, {}, len(ends["embed"]), step.options.zero == 1
     shares = batch.tokens.chunk(M), batch.targets.chunk(M), batch.weights.chunk(M)
     microbatches = zip(batch.contexts, *shares, strict=True)
@@ -300,7 +337,6 @@ def run_all_layers(step: TrainStep, params: dict, batch: LocalBatch) -> tuple[Te
     if late:
         layers.reduce_all()
     grads |= reduce_ends(dends, mesh, step.lines)
-    grads["lora" if lora else "layers"] = layers.trained.unflatten(layers.reduced_gradients())
-    if below := layers.below:
-        grads["dense"] = below.trained.unflatten(below.reduced_gradients())
+    found = layers.gradients()
+    grads |= {"lora": found["layers"]} if lora else found
     return all_reduce("Loss[] {U_PXECY} -> Loss[]", torch.stack(losses).sum(), mesh), grads

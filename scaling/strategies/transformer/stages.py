@@ -30,6 +30,7 @@ from scaling.strategies.transformer.layers import (
     LayerStack,
     LocalBatch,
     add_by_name,
+    all_stacks,
     gather_ends,
     reduce_ends,
     total_leaves,
@@ -170,7 +171,8 @@ def forward_stages(step: TrainStep, params: dict, batch: LocalBatch) -> tuple[di
     extra = x.new_zeros((), dtype=torch.promote_types(x.dtype, torch.float32))
     for s, layers in enumerate(stages):
         if s in mine:
-            chunk = LayerStack(step, params | own[s], first=layers.start, count=len(layers))
+            given: Any = {"first": layers.start, "count": len(layers)}
+            chunk = all_stacks(step, params) if config.linear else LayerStack(step, params | own[s], **given)
             x, more, _ = chunk.forward(x, at)
             extra = extra + more
         if s + 1 < len(stages) and owners[s] != owners[s + 1]:

@@ -204,6 +204,7 @@ def check_precision(options: StepOptions, config: Config, mesh) -> None:
     one_of("precision", options.precision, RECIPES)
     why = {
         "experts and latent attention have products of their own": config.moe or config.latent,
+        "linear layers have products of their own": config.linear,
         "adapters are trained beside weights that stay as they are": options.lora,
         "a weight that is kept needs the forms of both passes": options.keep_weights,
         "what is computed again needs the forward's weights": options.remat == "block",
@@ -224,10 +225,10 @@ def lines_of_params(stored: dict, reduced: dict, mesh, homes: Collection[str] = 
     lines: dict[str, Any] = dict(zip(ends, lines_of(*both, mesh, TOKENS_AND_STAGES), strict=True))
     for name in homes:
         (lines[name],) = lines_of([at_home(stored[name])], [at_home(reduced[name])], mesh, TOKENS)
-    for name in ("dense", "layers"):
+    for name in ("dense", "linear", "layers"):
         if name in stored:  # the first stage alone runs the dense layers
             both = tree.leaves(types_of_stack(stored, name)), tree.leaves(types_of_stack(reduced, name))
-            lines[name] = lines_of(*both, mesh, TOKENS if name == "layers" else TOKENS_AND_STAGES, stack=True)
+            lines[name] = lines_of(*both, mesh, TOKENS_AND_STAGES if name == "dense" else TOKENS, stack=True)
     return lines
 
 
@@ -287,6 +288,17 @@ def check_batch(tokens: Tensor, targets: Tensor, options: StepOptions, config: C
             f"{config.name}: experts with a capacity keep the first tokens of the batch, but zig-zag reorders them\n"
             '  fix: choose context="ring", or capacity=None'
         )
+    if config.linear and mesh.sizes.get("C", 1) > 1:
+        if context == "zigzag":
+            raise ValueError(
+                f"{config.name}: linear layers hand their state on along C, but zig-zag reorders the tokens\n"
+                '  fix: choose context="ring"'
+            )
+        if tokens.shape[1] < config.linear.width - 1:
+            raise ShardingError(
+                f"{config.name}: {tokens.shape[1]} tokens of each sequence on a rank\n  rule: a convolution over "
+                f"{config.linear.width} tokens reaches into no rank but the one before\n  fix: use fewer ranks along C"
+            )
     check_ids("tokens", tokens)
     check_ids("targets", targets, tokens.shape)
     if len(tokens) % microbatches:

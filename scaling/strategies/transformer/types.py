@@ -111,7 +111,7 @@ def layers_of(config: Config, schedule: Schedule | None) -> list[range]:
     Raises:
         ValueError: there are more stages than layers.
     """
-    V, L = 1 if schedule is None else schedule.virtual_stages, config.L - config.dense_layers
+    V, L = 1 if schedule is None else schedule.virtual_stages, config.sizes["L"]
     if V > L:
         raise ValueError(
             f"{config.name}: L={config.L} layers cannot fill {V} stages\n  fix: use fewer stages or chunks"
@@ -151,11 +151,15 @@ def _check_mesh(config: Config, sizes: Mapping[str, int], zero: int) -> None:
             f"  rule: the axes are {', '.join(AXES)}: pods, stages, data, context, tensor, experts\n"
             "  fix: rename the axis to one of these"
         )
-    if config.linear:
-        raise ShardingError(f"{config.name}: linear layers on a mesh\n  fix: train it by models.transformer")
+    if config.linear and sizes.get("Z", 1) > 1:
+        raise ShardingError(
+            f"{config.name}: linear layers over Z={sizes['Z']}\n  rule: a stage stores layers of one kind\n"
+            "  fix: give the ranks of Z to X, C or Y"
+        )
     X, Y, E = (sizes.get(axis, 1) for axis in "XYE")
     wanted = [("N", config.N, Y, "query heads"), ("F", config.F, Y, "features")]
     wanted += [("F_dense", config.F_dense, Y, "features of dense layers")] if config.dense_layers else []
+    wanted += [("k", config.linear.keys, Y, "heads of linear layers")] if config.linear else []
     wanted += [("D", config.D, X, "model dims")] if zero == 3 else []  # else no param is split over X
     if config.latent and zero == 3:
         wanted += [("R", config.sizes["R"], X, "of the queries' rank")]

@@ -1,0 +1,119 @@
+"""Linear layers: the gated delta rule in chunks beside the rule token by token, its written-out derivative beside
+autograd's, and models with such layers on meshes beside one device. That one device equals Hugging Face's class is in
+test_hugging_face.py."""
+
+import itertools
+from functools import cache
+
+import pytest
+import torch
+from probes import shaken
+from test_hugging_face import TABLE
+
+from scaling import tree
+from scaling.configs import Config
+from scaling.configs.hugging_face import read_config
+from scaling.mesh import AbstractMesh
+from scaling.models import transformer
+from scaling.models.delta_rule import delta_rule, delta_rule_backward
+from scaling.spec import present
+from scaling.strategies import transformer as strategy
+
+
+def by_token(Q, K, V, g, beta, S, starts):
+    """The rule as it is defined: decay, read, write the difference."""
+    outs = []
+    for t in range(Q.shape[1]):
+        S = S * (g[:, t].exp() * ~starts[:, t, None])[..., None, None]
+        seen = torch.einsum("bnhv,bnh->bnv", S, K[:, t])
+        S = S + torch.einsum("bnh,bnv->bnhv", K[:, t], beta[:, t, :, None] * (V[:, t] - seen))
+        outs.append(torch.einsum("bnhv,bnh->bnv", S, Q[:, t]))
+    return torch.stack(outs, 1), S
+
+
+@pytest.mark.parametrize("documents", [False, True])
+@pytest.mark.parametrize(("T", "chunk"), [*itertools.product([1, 5, 8, 13], [1, 4, 8, 64])])
+def test_chunks_and_their_derivative_are_those_of_single_tokens(T, chunk, documents):
+    make = torch.Generator().manual_seed(T)
+    Q, K, V = (torch.randn(2, T, 3, width, generator=make, dtype=torch.float64) for width in (4, 4, 5))
+    g, beta = torch.rand(2, 2, T, 3, generator=make, dtype=torch.float64) * torch.tensor([-2, 1]).view(2, 1, 1, 1)
+    S = torch.randn(2, 3, 4, 5, generator=make, dtype=torch.float64)
+    starts = torch.rand(2, T, generator=make) < (0.3 if documents else 0.0)
+    given = [x.requires_grad_() for x in (Q, K / K.norm(dim=-1, keepdim=True), V, g, beta, S)]
+    wanted = by_token(*given, starts)
+    *found, kept = delta_rule(*given, starts if documents else None, chunk=chunk)
+    torch.testing.assert_close(found, [*wanted], rtol=0, atol=1e-13)
+    cotangents = [torch.randn(x.shape, generator=make, dtype=torch.float64) for x in wanted]
+    gradients = torch.autograd.grad(wanted, given, cotangents)
+    with torch.no_grad():
+        got = delta_rule_backward(*cotangents, kept, *given[:5], starts if documents else None, chunk=chunk)
+    torch.testing.assert_close(got, gradients, rtol=0, atol=1e-12)
+
+
+def test_a_decay_to_nothing_is_no_overflow():
+    """Between a later and an earlier token the decay would be exp(+1000)."""
+    x, g = torch.ones(1, 4, 1, 2), torch.full((1, 4, 1), -1000.0)
+    O, S, kept = delta_rule(x, x / 2**0.5, x, g, g / -1000, torch.ones(1, 1, 2, 2))
+    grads = delta_rule_backward(O, S, kept, x, x / 2**0.5, x, g, g / -1000)
+    assert all(torch.isfinite(each).all() for each in (O, S, *grads))
+
+
+ROWS = torch.randint(60, (4, 17), generator=torch.Generator().manual_seed(3))
+DOCUMENTS = (torch.rand(4, 16, generator=torch.Generator().manual_seed(5)) < 0.2).long().cumsum(1)
+
+
+@cache
+def model(family: str) -> tuple[Config, dict]:
+    """The family's small model, of a vocabulary that divides."""
+    config = Config(family, **read_config(TABLE[family]["written"])).with_(V=60)
+    return config, shaken(config)
+
+
+@cache
+def alone(family: str, documents: bool) -> tuple[torch.Tensor, dict]:
+    config, params = model(family)
+    given = {"targets": ROWS[:, 1:], "config": config, "segments": DOCUMENTS if documents else None}
+    return transformer.loss_and_grads(params, ROWS[:, :-1], **given)
+
+
+MESHES = [("qwen3 next", mesh) for mesh in ({"X": 2, "Y": 2}, {"C": 4}, {"Y": 2, "C": 2}, {"E": 2, "C": 2})]
+MESHES += [("qwen3 next dense", mesh) for mesh in ({"Y": 2}, {"X": 2, "C": 2}, {"P": 2, "Y": 2})]
+WAYS = [({}, False), ({"remat": "block", "microbatches": 2}, True), ({"zero": 1}, True)]
+STEPS = [(mesh, family, *way) for family, mesh in MESHES for way in WAYS]
+STEPS += [(mesh, family, {"remat": remat}, True) for family, mesh in MESHES[4:] for remat in ("attention", "matmuls")]
+
+
+@pytest.mark.parametrize(("mesh", "family", "options", "documents"), STEPS, ids=str)
+def test_a_step_of_linear_layers_on_a_mesh_is_that_of_one_device(mesh, family, options, documents):
+    config, params = model(family)
+    given = [ROWS[:, :-1], ROWS[:, 1:], *([DOCUMENTS] if documents else [])]
+    tokens, targets, *segments = tree.shard(given, [present("t[B_PXE, T_C]", mesh)] * len(given), mesh)
+    options = options | {"context": "ring", "segments": segments[0] if segments else None}
+    own = strategy.shard(params, config, mesh, zero=options.get("zero", 3))
+    loss, grads = strategy.loss_and_grads(own, tokens, targets, config, mesh, **options)
+    wanted, gradients = alone(family, documents)
+    torch.testing.assert_close(loss, wanted, rtol=1e-12, atol=0)
+    torch.testing.assert_close(strategy.unshard(grads, config, mesh), gradients, rtol=1e-10, atol=1e-12)
+    torch.testing.assert_close(strategy.loss(own, tokens, targets, config, mesh, **options), wanted)
+
+
+REFUSED = {
+    "zig-zag reorders the tokens": ({"C": 2}, 16, {}),
+    "a convolution over 4 tokens": ({"C": 8}, 16, {"context": "ring"}),
+    "a stage stores layers of one kind": ({"Z": 2}, 16, {}),
+    "3 blocks": ({"Y": 3}, 18, {}),
+    "linear layers have products of their own": ({"Y": 2}, 16, {"precision": "fp8-row"}),
+}
+
+
+def step_on(config: Config, mesh, T: int, options: dict) -> None:
+    own = tree.shard(transformer.init(config, device="meta"), strategy.specs(config, mesh), mesh)
+    tokens = torch.zeros(2, T // mesh.sizes.get("C", 1), dtype=torch.int64, device="meta")
+    strategy.loss_and_grads(own, tokens, tokens, config, mesh, **options)
+
+
+@pytest.mark.parametrize(("said", "sizes", "T", "options"), [(said, *case) for said, case in REFUSED.items()], ids=str)
+def test_what_linear_layers_do_not_do_is_refused(said, sizes, T, options):
+    config = model("qwen3 next dense")[0].with_(N=6, K=6, F=42)
+    with pytest.raises(ValueError, match=f"(?s){said}.*\n  fix: "):
+        step_on(config, AbstractMesh(sizes).optional, T, options)
