@@ -77,7 +77,8 @@ class Linear:
         """The dims of the params of linear layers by letter, as in `leaves.LINEAR`."""
         each = self.values // self.keys
         found = {"l": len(self.layers), "n": self.values, "k": self.keys, "h": self.key, "v": self.value}
-        return found | {"w": self.width, "m": 2 * (self.key + each * self.value), "u": 2 * each}
+        found |= {"w": self.width, "m": 2 * (self.key + each * self.value), "u": 2 * each}
+        return found | {"t": self.width - 1, "c": 2 * self.key + each * self.value}
 
 
 @dataclass(frozen=True)

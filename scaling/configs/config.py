@@ -232,6 +232,12 @@ class Config:
         return tuple(l for l in range(self.L) if self.linear is None or l not in self.linear.layers)
 
     @property
+    def slots(self) -> tuple[int, ...]:
+        """The number of each layer among those of its kind, linear or not, in the order of its cache."""
+        linear = self.linear.layers if self.linear else ()
+        return tuple((linear if l in linear else self.attending).index(l) for l in range(self.L))
+
+    @property
     def rotary(self) -> int:
         """The number of dims of a head that positions rotate."""
         return self.latent.rope if self.latent else int(self.H * self.rotary_share)

@@ -52,6 +52,8 @@ def check_form(form: str, config: Config, sizes: Mapping[str, int]) -> None:
         raise ShardingError(
             f"E = {config.E} experts do not divide over {parts} chips\n  fix: use another number of them"
         )
+    if form != "heads" and config.linear:
+        raise ShardingError(f'{config.name}: linear layers by the form {form!r}\n  fix: choose form="heads"')
     if form == "2d" and config.latent:
         raise ShardingError(f'{config.name}: the form "2d" has no latent attention\n  fix: choose form="heads_batch"')
     if form == "2d" and config.moe:

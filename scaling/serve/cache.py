@@ -71,7 +71,7 @@ def divisible(batch: int, length: int, form: str, mesh) -> tuple[int, int]:
 
 def held_sizes(config: Config, mesh) -> dict[str, int]:
     """Return the sizes of a cache's dims, except those that its batch and length determine."""
-    return config.sizes | {"L": config.L, "R": mesh.sizes.get("Y", 1), "I": 1, "J": 1}
+    return config.sizes | {"L": len(config.attending), "R": mesh.sizes.get("Y", 1), "I": 1, "J": 1}
 
 
 def init_cache(
@@ -119,6 +119,8 @@ def init_cache(
     cache = {"KV": zeros("KV", dtype), "lengths": torch.zeros(batch, dtype=torch.int64, device=device)}
     if page is not None:
         cache["pages"] = page_table(cache["KV"], batch, pages)
+    if config.linear:
+        cache |= {name: zeros(name, torch.float32) for name in ("S", "tail")} | {"read": cache["lengths"].clone()}
     return cache | ({"scale": zeros("scale", torch.float32)} if scaled else {})
 
 
@@ -156,6 +158,9 @@ def capacity(cache: dict, shards: int = 1) -> int:
 
 def writable(cache: dict, like: Tensor, donate: bool) -> dict:
     """Return the cache in fresh memory, or in its own if donated; an untouched one gets `like`'s dtype and device."""
+    if "S" in cache:
+        S, tail = (cache[name].to(like.device, copy=not donate) for name in ("S", "tail"))
+        cache = cache | {"S": S.to(torch.promote_types(like.dtype, torch.float32)), "tail": tail.to(like.dtype)}
     if untouched(cache):
         return cache | {"KV": torch.zeros(cache["KV"].shape, dtype=like.dtype, device=like.device)}
     held = {name: x for name, x in cache.items() if name in ("KV", "scale")}
@@ -165,7 +170,9 @@ def writable(cache: dict, like: Tensor, donate: bool) -> dict:
 def check_cache(cache: Any, config: Config, mesh, form: str, batch: int) -> None:
     """Raise ValueError or ShardingError unless the cache is one of this model and form for `batch` rows."""
     made, fix = "a cache is what init_cache makes", f'init_cache(config, {batch}, length, mesh=mesh, form="{form}")'
-    if not isinstance(cache, dict) or not {"KV", "lengths"} <= set(cache):
+    if not isinstance(cache, dict) or not {"KV", "lengths", *(("S", "tail", "read") if config.linear else ())} <= {
+        *cache
+    }:
         raise ValueError(f"{made}: a dict of tensors KV, lengths, and perhaps pages and scale\n  fix: {fix}")
     KV, paged = cache["KV"], "pages" in cache
     _check_dtype(getattr(KV, "dtype", type(KV).__name__))
@@ -189,4 +196,4 @@ def check_cache(cache: Any, config: Config, mesh, form: str, batch: int) -> None
 @lru_cache(maxsize=256)
 def _held_types(config: Config, sizes: tuple, form: str, paged: bool, scaled: bool) -> dict[str, str]:
     types = cache_specs(config, AbstractMesh(dict(sizes)), form=form, page=1 if paged else None, scaled=scaled)
-    return {name: type for name, type in types.items() if name in ("KV", "scale")}
+    return {name: type for name, type in types.items() if name not in ("lengths", "pages")}

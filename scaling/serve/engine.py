@@ -190,6 +190,11 @@ class Engine:
                 f"proposals={options.proposals} and draft={draft!r:.20}: one makes what the other asks for\n"
                 "  fix: give both, or neither"
             )
+        if draft is not None and any(getattr(each, "linear", None) for each in (config, draft[0])):
+            raise ValueError(
+                f"{config.name}: proposals with linear layers\n  rule: a state takes no rejected proposal back\n"
+                "  fix: leave the draft out"
+            )
         self.mesh, self.clock, self.tokenizer = mesh, clock, tokenizer
         self.streams: dict[int, TextStream] = {}  # for requests that end before a stop text
         own = partial(

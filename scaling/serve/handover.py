@@ -48,6 +48,9 @@ def move(
     """
     to = form if target_form is None else target_form
     check_mesh(config, source_mesh, form)
+    if config.linear:
+        what = f"{config.name}: states of linear layers are not moved from mesh to mesh"
+        raise ValueError(f"{what}\n  fix: prefill and decode on one mesh")
     cache_specs(config, target_mesh, form=to, page=page)
     if cache is not None:
         check_cache(cache, config, source_mesh, form, len(cache["lengths"]))

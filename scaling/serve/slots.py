@@ -57,12 +57,14 @@ class Slots:
         positions: The tokens' places in their rows, [B_Z, T], or [T] if all rows are alike. A padded token has the
             place of its row's last real one.
         own: Which of the tokens are this rank's queries, if T is split over C.
+        begun: begun[B_Z], the tokens that each row has before the call.
+        new: new[B_Z].
     """
 
     def __init__(self, cache: dict, new: Tensor, T: int, share: Share, extent: Extent, own: slice | None = None):
         self.cache, self.T, self.extent, self.own, self._seen = cache, T, extent, own, {}
         self.rows = share.rows(len(cache["lengths"]))
-        held, new = cache["lengths"][self.rows], new[self.rows]
+        self.begun, self.new = held, new = cache["lengths"][self.rows], new[self.rows]
         self.size = cache["KV"][0][0].shape[1]  # places of a row on this rank, or of a page
         self.first = self.size * share.shard
         self.table = cache["pages"][self.rows] if "pages" in cache else None

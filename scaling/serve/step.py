@@ -28,7 +28,7 @@ from scaling.models.rope import layer_tables
 from scaling.models.transformer import all_layers
 from scaling.scaled import Scaled
 from scaling.serve.cache import capacity, check_cache, share_of, writable
-from scaling.serve.forms import experts, heads, heads_batch, latent, sequence, weights_2d
+from scaling.serve.forms import experts, heads, heads_batch, latent, linear, sequence, weights_2d
 from scaling.serve.requests import longest_text
 from scaling.serve.slots import Extent, Slots
 from scaling.serve.types import ONE, SPLIT_ROWS, specs
@@ -111,7 +111,8 @@ def _checked(params, tokens, cache, config, mesh, lengths, form, donate, last) -
     check_served(params, config, mesh, form)
     lengths, extent, cache = accepted(params, tokens, cache, config, mesh, lengths, form, donate, int(last))
     logits = logits_of(params, tokens, cache, lengths, extent, config, mesh, form=form, last=last)
-    return logits, cache | {"lengths": cache["lengths"] + lengths}
+    held = cache["lengths"] + lengths
+    return logits, cache | {"lengths": held} | ({"read": held} if "S" in cache else {})
 
 
 def warn_beyond(config: Config, length: int) -> None:
@@ -174,7 +175,8 @@ def logits_of(
     with kernels(x.device):
         for l, W in enumerate(all_layers(params, config)):
             W = floats(W, dtype) if stored else W
-            Attn = listing.normed_result(W, "norm_attn_out", attention(W, x, at._replace(rope=ropes[l]), l), at)
+            layer, kind = at._replace(rope=ropes[l]), linear.attention if "W_QKVZ" in W else attention
+            Attn = listing.normed_result(W, "norm_attn_out", kind(W, x, layer, config.slots[l]), at)
             mid = x + scale_by(Attn, scale)
             Out = listing.mlp(read_norms(W), x, at) if config.parallel else listing.mlp(W, mid, at)
             x = mid + scale_by(listing.normed_result(W, "norm_mlp_out", Out, at), scale)
@@ -241,6 +243,11 @@ def accepted(params, tokens, cache, config, mesh, lengths, form, donate, least) 
         check_range("tokens", tokens, config.V)
         new, held = lengths.tolist(), cache["lengths"].tolist()  # of a GPU, which is waited for once each
         check_room(held, new, T, room, least)
+        if "S" in cache and any(a not in (0, b) for a, b in zip(held, cache["read"].tolist(), strict=True)):
+            raise ValueError(
+                f"the cache's lengths are {held}, but its states have read {cache['read'].tolist()} tokens\n  rule: a "
+                "linear layer's state takes no token back\n  fix: give length 0 to a row that starts anew"
+            )
         if "pages" in cache:
             check_pages(cache, cache["lengths"] + lengths, share_of(mesh, form).groups)
         extent = Extent.of(held, new, T)

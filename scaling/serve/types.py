@@ -122,6 +122,9 @@ def cache_specs(
     `scaled` cache, of int8 or FP8, has one scale per token and head. With latent attention it is
     KV[I, L, B_Z, S, J, M], with I = J = 1: for each token the latent of its keys and values, normed, and the rotary
     part of its keys, rotated.
+
+    L counts the layers with attention. The l linear ones have for each row S[l, B_Z, n_Y, h, v], their state, and
+    tail[l, B_Z, t, k_Y, c], the last tokens before their convolutions.
     """
     mesh = ONE if mesh is None else mesh
     check_computed(config)
@@ -131,11 +134,17 @@ def cache_specs(
             'form="sequence" splits S over Z, which a cache in pages cannot do\n'
             "  fix: give page=None, or choose another form"
         )
+    if config.linear and page is not None:
+        raise ShardingError(
+            f"{config.name}: linear layers with a cache in pages\n  rule: a row has one state, which no page holds\n"
+            "  fix: give page=None, as generate does, or serve a model without linear layers"
+        )
     rows, times = ROWS[form], "S_Z" if form == "sequence" else "S"
     if page is not None:
         rows, times = rows.replace("B", "P"), "page"
     heads = "R_Y" if config.K % mesh.sizes.get("Y", 1) else "K_Y"
     held = [cache_type(config, name, rows, times, heads) for name in ("KV", "scale")[: 1 + scaled]]
+    held += [f"S[l, {rows}, n_Y, h, v]", f"tail[l, {rows}, t, k_Y, c]"] if config.linear else []
     types = {parse(text).name: str(present(text, mesh)) for text in held}
     return types | {"lengths": "lengths[B]"} | ({"pages": "pages[B, M]"} if page is not None else {})
 
@@ -150,9 +159,13 @@ def check_mesh(config: Config, mesh, form: str) -> None:
     """Check that the form is one of `FORMS`, uses the mesh's axes, and divides the model; else ShardingError."""
     if form not in FORMS:
         raise ShardingError(f"unknown form {form!r} of decoding\n  fix: choose one of {', '.join(FORMS)}")
-    if config.linear:
-        raise ShardingError(f"{config.name}: linear layers are not served\n  fix: choose a model without them")
     real = {axis: size for axis, size in mesh.sizes.items() if size > 1}
+    if config.linear and (form != "heads" or "C" in real):
+        where = f'the form "{form}"' if form != "heads" else f"C={real['C']}"
+        raise ShardingError(
+            f"{config.name}: linear layers are not served by {where}\n  rule: a row's state is split by heads alone, "
+            'and a prompt is not split\n  fix: choose form="heads", and give the ranks of C to Y or Z'
+        )
     if unknown := [axis for axis in real if axis not in AXES[form]]:
         raise ShardingError(
             f'{config.name}: mesh axis {unknown[0]} splits nothing in the form "{form}"\n'
@@ -164,6 +177,7 @@ def check_mesh(config: Config, mesh, form: str) -> None:
             '  fix: choose form="heads_batch", or "sequence"'
         )
     X, Y, Z, E = (real.get(axis, 1) for axis in "XYZE")
+    linear = [("k", config.linear.keys, Y, "heads of linear layers")] if config.linear else []
     parts = Y if form in SPLIT_ROWS else Y * Z
     wanted = [("N", config.N, parts, "query heads"), ("V", config.V, parts, "vocabulary entries")]
     wanted += [("F", config.F, parts, "features")] if form != "experts" else []
@@ -180,4 +194,4 @@ def check_mesh(config: Config, mesh, form: str) -> None:
         raise ShardingError(
             f"{config.name}: mesh axis E splits experts, but the model has none\n  fix: rename the axis Z"
         )
-    check_divided(config, Y, wanted)
+    check_divided(config, Y, wanted + linear)

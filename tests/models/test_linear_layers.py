@@ -10,11 +10,11 @@ import torch
 from probes import shaken
 from test_hugging_face import TABLE
 
-from scaling import tree
+from scaling import serve, tree
 from scaling.configs import Config
 from scaling.configs.hugging_face import read_config
 from scaling.mesh import AbstractMesh
-from scaling.models import transformer
+from scaling.models import hf, transformer
 from scaling.models.delta_rule import delta_rule, delta_rule_backward
 from scaling.spec import present
 from scaling.strategies import transformer as strategy
@@ -117,3 +117,64 @@ def test_what_linear_layers_do_not_do_is_refused(said, sizes, T, options):
     config = model("qwen3 next dense")[0].with_(N=6, K=6, F=42)
     with pytest.raises(ValueError, match=f"(?s){said}.*\n  fix: "):
         step_on(config, AbstractMesh(sizes).optional, T, options)
+
+
+PROMPTS = [[5, 9, 11, 2, 40], [7], [1, 59, 3], [8, 8, 2, 30, 4, 1]]
+
+
+@cache
+def greedy(family: str) -> list[list[int]]:
+    """The likeliest 6 tokens, each by the whole text through one device's model."""
+    config, params = model(family)
+    found = []
+    for prompt in PROMPTS:
+        text = list(prompt)
+        for _ in range(6):
+            text.append(int(transformer.forward(params, torch.tensor([text]), config=config)[0, -1].argmax()))
+        found.append(text[len(prompt) :])
+    return found
+
+
+@pytest.mark.parametrize("family", ["qwen3 next", "qwen3 next dense"])
+def test_it_is_served_with_states(family, tmp_path):
+    """By a batch and by the engine without pages; in chunks as whole; written and read again to the bit."""
+    config, params = model(family)
+    assert serve.generate(params, PROMPTS, config, 6) == greedy(family)
+    assert [each.id for step in serve.stream(params, PROMPTS[:1], config, 6, serve.Sampling()) for each in step] == (
+        greedy(family)[0]
+    )
+    tokens, cache = torch.tensor([[5, 9, 11, 2, 40, 3]]), serve.init_cache(config, 1, 8)
+    whole, _ = serve.prefill(params, tokens, cache, config)
+    for part in tokens.split([1, 3, 2], 1):
+        logits, cache = serve.prefill(params, part, cache, config)
+    torch.testing.assert_close(logits, whole, rtol=0, atol=1e-12)
+    with pytest.raises(ValueError, match="takes no token back\n  fix: "):
+        serve.decode(params, tokens[:, 0], cache | {"lengths": cache["lengths"] - 1}, config)
+    hf.save(tmp_path / "m", config, params)
+    again, back = hf.load(tmp_path / "m")
+    assert again == config.with_(name="m", source=again.source)
+    assert all(map(torch.equal, tree.leaves(params), tree.leaves(back)))
+
+
+SERVED = [({"Y": 2}, "qwen3 next"), ({"Y": 2, "Z": 2}, "qwen3 next dense"), ({"Y": 2, "E": 2}, "qwen3 next")]
+
+
+@pytest.mark.parametrize(("mesh", "family"), SERVED, ids=str)
+def test_states_are_split_by_heads(mesh, family):
+    config, params = model(family)
+    own = tree.shard(params, serve.specs(config, mesh), mesh)
+    assert serve.generate(own, PROMPTS, config, 6, mesh=mesh) == greedy(family)
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"page": 4}, "no page holds"),
+        ({"form": "sequence"}, "by heads alone"),
+        ({"draft": "ngram"}, "no rejected"),
+    ],
+)
+def test_how_states_are_not_served_is_refused(options, said):
+    config, params = model("qwen3 next dense")
+    with pytest.raises(ValueError, match=f"{said}.*\n  fix: "):
+        serve.generate(params, PROMPTS, config, 6, **options)

@@ -277,16 +277,14 @@ class LayerStack:
         while stack is not None:
             found.setdefault(stack.name, []).insert(0, stack.trained.unflatten(stack.reduced_gradients()))
             stack = stack.below
-        return {name: own[0] if len(own) == 1 else tree.map(join, *own) for name, own in found.items()}
+        return {
+            name: own[0] if len(own) == 1 else tree.map(lambda *each: torch.cat(each), *own)
+            for name, own in found.items()
+        }
 
     def reduced_gradients(self) -> list[Tensor]:
         """Return the gradients of the stack, reduced, as a list of leaves."""
         return total_leaves(self.engine.result(), self.step.mesh, self.lines)
-
-
-def join(*parts: Tensor) -> Tensor:
-    """Return the stack of the layers of several stacks."""
-    return torch.cat(parts)
 
 
 def all_stacks(step: TrainStep, params: Mapping, late: bool = False) -> LayerStack:
