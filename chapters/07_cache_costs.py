@@ -24,14 +24,13 @@ planner's number, and each number with a cache that is allocated.
 
 # %%
 from collections import Counter
-from dataclasses import replace
 
 import torch
 
 from scaling import serve, tree
 from scaling.book.answers import Answer
 from scaling.book.page import Page
-from scaling.configs import Config, get
+from scaling.configs import Config, Linear, get
 from scaling.cost import serving
 from scaling.cost.memory import ROOM
 from scaling.hardware import chip
@@ -80,15 +79,13 @@ page.table(rows, ["", "context", "kB a token", "sequences", "tokens/s", "$ a mil
 # The book also has caches that several layers share, which none of these models does.
 #
 # A fifth kind has no S at all: a linear layer keeps a state, in which it sums up all tokens. In Qwen3-Next three of
-# four layers are gated delta rules with N_k = 16 key heads and N_v = 32 value heads, each P = 128 wide. Each value head
-# has a P x P matrix in float32, and a short convolution keeps the last four inputs of all heads in bf16, as they are
-# held in transformers. So a layer's state takes 4 N_v P^2 + 2 * 4 (2 N_k + N_v) P bytes at any context. The other
-# layers have grouped queries.
+# four layers are gated delta rules with n = 32 heads of states S[h, v] in float32, and k = 16 heads of queries and
+# keys, where h = v = 128. Queries, keys and values pass a convolution over w = 4 tokens, so the w - 1 = 3 last tokens
+# before it are kept as well, in bf16. So a layer's state takes 4 n h v + 2 * 3 (2 k h + n v) bytes at any context. The
+# other layers have grouped queries.
 #
-# This library does not compute gated delta rules, and says so: `serve.specs` refuses the model. Its planner counts the
-# layers that have a cache, leaves the states out, and counts the weights of all layers as grouped attention's. So the
-# state's bytes are a formula here, which nothing else checks. The chapter adds them to the planner's load as a window
-# of one token, since all of them are there from the first token on. A step also writes the states, which is left out.
+# All of a state is there from the first token on, so the planner counts it as a window of one token. A step also writes
+# the states, which is left out.
 
 # %%
 G2 = get("gemma2-27b")
@@ -98,11 +95,12 @@ G3 = Config("gemma3-27b", 62, 5376, 21504, 32, 16, 128, 262_208, tied=True, norm
 OSS = Config("gpt-oss-120b", 36, 2880, 2880, 64, 8, 64, 201_088, E=128, k=4, window=(128, None) * 18, sinks=True,
              attention_bias=True, output_bias=True, expert_bias=True,
              source="huggingface.co/openai/gpt-oss-120b config.json")  # fmt: skip
+LINEAR = Linear(keys=16, values=32, key=128, value=128, width=4, layers=tuple(l for l in range(48) if l % 4 != 3))
 QWEN = Config("qwen3-next-80b", 48, 2048, 512, 16, 2, 256, 151_936, E=512, k=10, shared=1, shared_gate=True,
-              cached=12, uncomputed=("the gated delta rule",),
+              linear=LINEAR, head_gate=True, qk_norm=True, unit_offset=True, rotary_share=0.25, theta=1e7, eps=1e-6,
               source="huggingface.co/Qwen/Qwen3-Next-80B-A3B-Instruct config.json")  # fmt: skip
-STATE = 4 * 32 * 128**2 + 2 * 4 * (2 * 16 + 32) * 128  # bytes of a layer: 4 N_v P^2 + 2 * 4 (2 N_k + N_v) P
-STATES = (QWEN.L - QWEN.cached) * STATE
+STATE = 4 * 32 * 128 * 128 + 2 * 3 * (2 * 16 * 128 + 32 * 128)  # bytes of a layer: 4 n h v + 2 * 3 (2 k h + n v)
+STATES = len(LINEAR.layers) * STATE
 
 
 def by_windows(c: Config, S: int, full: int, w: int) -> int:
@@ -123,9 +121,8 @@ KINDS = {
 
 
 def load_of(config: Config, kv: str = "bf16") -> serving.Load:
-    """Return the planner's load with FP8 weights, to which the states of linear layers are added."""
-    load = serving.load(config, "fp8", kv)
-    return load if config.cached is None else replace(load, local=((1, STATES),))
+    """Return the planner's load with FP8 weights."""
+    return serving.load(config, "fp8", kv)
 
 
 # %% [markdown]
@@ -136,12 +133,6 @@ page.title("Bytes of a sequence of 131,072 tokens, bf16")
 page.same([(f"{kind}: {c.name}", formula, by_hand(CONTEXTS[1]), round(load_of(c).kv(CONTEXTS[1])))
            for kind, (c, formula, by_hand) in KINDS.items()],
           ["kind: model", "formula", "by hand", "planner"])  # fmt: skip
-try:
-    serve.specs(QWEN)
-    page.check("a model with linear layers is refused", False)
-except ValueError as error:
-    page.say(f"\n{error}")
-    page.check("a model with linear layers is refused", "not computed here" in str(error))
 
 # %% [markdown]
 # ## Side by side
@@ -177,7 +168,7 @@ page.answers([
 # ## Does a cache hold as many bytes?
 # The planner's numbers are formulas, too, so they are compared with caches that `serve.init_cache` allocates, on a
 # device that holds no numbers. Layers with the same window form one cache, as long as their window if the context is
-# longer. Linear layers have no cache here, and their states are left out of both columns.
+# longer. Linear layers add their states to the cache of the others.
 #
 # The last column is what this library's own server holds, in multiples of the planner's number. It keeps all layers of
 # a model in one array, so windowed layers have room for the whole context, too. A step reads only the window, except
@@ -187,19 +178,19 @@ page.answers([
 
 # %%
 def allocated(c: Config, S: int) -> int:
-    """Return the bytes of one cache for all layers of a sequence, in bf16."""
-    return serve.init_cache(c, 1, S, mesh=ONE, dtype=torch.bfloat16)["KV"].nbytes
+    """Return the bytes of one cache for all layers of a sequence, in bf16, and of the states of linear layers."""
+    cache = serve.init_cache(c, 1, S, mesh=ONE, dtype=torch.bfloat16)
+    return sum(cache[name].nbytes for name in ("KV", "S", "tail") if name in cache)
 
 
 rows = []
 for c, *_ in KINDS.values():
-    kept = c.with_(L=c.cached or c.L, cached=None, uncomputed=())  # the layers with a cache
     for S in CONTEXTS:
-        kinds = Counter(min(S, window or S) for window in kept.windows)
+        kinds = Counter(min(S, window or S) for window in c.windows)
         planned = round(serving.load(c).kv(S))
-        counted = sum(allocated(kept.with_(L=n, window=None), length) for length, n in kinds.items())
+        counted = sum(allocated(c.with_(L=n, window=None), length) for length, n in kinds.items())
         same = page.check(f"{c.name}: {S:,} tokens", planned == counted)
-        rows.append((c.name, f"{S:,}", planned, counted, same, f"{allocated(kept, S) / planned:.1f}"))
+        rows.append((c.name, f"{S:,}", planned, counted, same, f"{allocated(c, S) / planned:.1f}"))
 page.title("Bytes of a sequence's keys and values")
 page.table(rows, ["model", "context", "planner", "init_cache", "the same", "in one array,\ntimes"])
 
@@ -295,7 +286,7 @@ page.check("int8: by its type as init_cache has it", typed.nbytes(sizes, ONE, "i
 # ## How many sequences fit, and what does a token cost?
 # Each model is served by eight H200s, with FP8 weights and a bf16 cache. The bound shares everything among the GPUs and
 # sends nothing. The planner chooses a form and a mesh. It counts copies of caches and weights, and collectives where
-# they take longer than reading the weights. It does not count states, so Qwen3-Next has no such row.
+# they take longer than reading the weights. Qwen3-Next's states are split by heads alone, so it has one form.
 #
 # Between 8k and 128k of context the price of a token rises sixteenfold where caches that grow are all that matters, as
 # in LLaMA-2, and in GPT-OSS, whose windows are short. It rises less where windows or states take a part of the bytes at
@@ -308,10 +299,10 @@ for c, *_ in KINDS.values():
     for S in CONTEXTS:
         batch, rate, price[c.name, S] = bound(load_of(c), S)
         service = Service(c, S, weights="fp8", kv="bf16", compute="fp8")
-        best = None if c.cached else plans(service, H200, chips=GPUS)[0]
-        chosen = f"{best.form}, {' '.join(f'{a}={n}' for a, n in best.sizes if n > 1)}" if best else "-"
+        best = plans(service, H200, chips=GPUS)[0]
+        chosen = f"{best.form}, {' '.join(f'{a}={n}' for a, n in best.sizes if n > 1)}"
         rows.append((c.name, f"{S // 1024}k", batch / GPUS, f"{rate:,.0f}", f"{price[c.name, S]:.2f}",
-                     f"{best.tokens_per_second:,.0f}" if best else "-", chosen))  # fmt: skip
+                     f"{best.tokens_per_second:,.0f}", chosen))  # fmt: skip
 page.title("The largest batch on 8 H200")
 headers = ["model", "S", "sequences\na GPU", "bound,\ntokens/s", "$ a million", "planner,\ntokens/s", "form, mesh"]
 page.table(rows, headers)

@@ -120,7 +120,8 @@ def init_cache(
     if page is not None:
         cache["pages"] = page_table(cache["KV"], batch, pages)
     if config.linear:
-        cache |= {name: zeros(name, torch.float32) for name in ("S", "tail")} | {"read": cache["lengths"].clone()}
+        tail = torch.float32 if dtype is None or scaled else dtype
+        cache |= {"S": zeros("S", torch.float32), "tail": zeros("tail", tail), "read": cache["lengths"].clone()}
     return cache | ({"scale": zeros("scale", torch.float32)} if scaled else {})
 
 
