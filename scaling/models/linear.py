@@ -90,7 +90,7 @@ def mix(QKV, BA, conv_Q, conv_K, conv_V, A_log, dt, config: Config, places: Tens
 
     def unit(x: Tensor) -> Tensor:
         x = x * torch.rsqrt(x.square().sum(-1, keepdim=True) + EPS)
-        return x.repeat_interleave(linear.values // linear.keys, 2)
+        return x.unsqueeze(3).expand(*x.shape[:3], linear.values // linear.keys, linear.key).flatten(2, 3)
 
     b, a = BA.chunk(2, -1)
     g = -A_log.to(wide).exp() * F.softplus(a.flatten(2).to(wide) + dt)

@@ -55,7 +55,7 @@ INFERENCE = {
         "DeepSeek-V3: kB a token": 2 * 61 * 576 / 1e3,
         "Gemma 3: kB of a token beyond its windows": 4 * 10 * 2048 / 1e3,
         "GPT-OSS: times the bytes at 128k over 8k": (131_072 + 128) / (8192 + 128),
-        "Qwen3-Next: a layer's state in tokens of keys and values": 1024 + 32,
+        "Qwen3-Next: a layer's state in tokens of keys and values": 1024 + 24,
         "LLaMA-3 70B at 128k: sequences on 8 H200": 21,  # (0.9 x 1128 - 70.55) / 42.95 = 21.99
         "... with 64 KV heads": 2,  # (1015.2 - 79.95) / 343.6 = 2.7
         "Price of a token at 128k over 8k: LLaMA-3 70B":
