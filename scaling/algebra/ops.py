@@ -48,8 +48,8 @@ KINDS = {
     "pulls": OperationKind(
         "a cotangent through a function of elements",
         "first",
-        "gelu_backward silu_backward sigmoid_backward tanh_backward threshold_backward softmax_backward_data "
-        "log_softmax_backward_data",
+        "gelu_backward silu_backward softplus_backward sigmoid_backward tanh_backward threshold_backward "
+        "softmax_backward_data log_softmax_backward_data",
     ),
     "sums": OperationKind("sums over dims, which go; a split one leaves a partial sum", "each", "sum mean"),
     "reduces": OperationKind(

@@ -14,14 +14,14 @@ from scaling import serve, tree
 from scaling.check.places import place_of_function
 from scaling.check.strategy import run_layers
 from scaling.collectives.linear import who_watches
-from scaling.configs import Config, Latent
+from scaling.configs import Config, Latent, Linear
 from scaling.mesh import AbstractMesh
 from scaling.models import transformer as model
 from scaling.spec import present
 from scaling.strategies import transformer as strategy
 
 TRANSFORMERS = {
-    "XY": "plain tied experts latent normed parallel sinks",
+    "XY": "plain tied experts latent normed parallel sinks linear",
     "PX": "plain tied experts",
     "CY": "plain capped",
     "ZX": "tied",
@@ -47,6 +47,7 @@ def programs() -> Iterator[tuple[str, Mapping[str, int], Callable[[Any], Any]]]:
 
 def _config(kind: str) -> Any:
     config = Config("tiny", 2, 32, 64, 8, 4, 4, 16).with_(window=(3, 3), attention_bias=True, output_bias=True)
+    linear = Linear(keys=4, values=8, key=8, value=8, width=3, layers=(0,))
     latent = Latent(q_rank=16, kv_rank=12, nope=6, rope=4, value=4)
     return {
         "plain": config, "tied": config.with_(tied=True), "experts": config.with_(E=2, k=1),
@@ -54,6 +55,7 @@ def _config(kind: str) -> Any:
         "capped": config.with_(score_cap=50.0, sinks=True),
         "parallel": config.with_(norms="shared", parallel=True, centered=True, norm_bias=True, mlp_bias=True),
         "sinks": config.with_(E=2, k=1, sinks=True, expert_bias=True, clamp=7.0),
+        "linear": config.with_(window=None, head_gate=True, attention_bias=False, output_bias=False, linear=linear),
         "latent": config.with_(K=8, attention_bias=False, output_bias=False, latent=latent),
     }[kind]  # fmt: skip
 
@@ -69,6 +71,7 @@ def _transformer(kind: str, mesh: Any) -> None:
     )
     options = {"weights": weights, "label_smoothing": 0.1, "z_loss": 0.01}
     options |= {"segments": segments} if mesh.sizes.get("C") else {}
+    options |= {"context": "ring"} if config.linear else {}
     if {*mesh.sizes} & {*"CZE"}:  # their gradients' lines omit axes that the engine handles around them
         strategy.loss(params, tokens, targets, config, mesh, **options)
         return
@@ -80,6 +83,7 @@ def _transformer(kind: str, mesh: Any) -> None:
 def _serving(form: str, mesh: Any) -> None:
     """Compute the logits of a prompt and of a token after it."""
     kinds = "experts sinks" if form == "experts" else "plain tied normed parallel capped"
+    kinds += " linear" if form == "heads" and "C" not in mesh.sizes else ""
     for kind in (kinds if form in ("experts", "2d") else f"{kinds} latent").split():
         config = _config(kind).with_(E=4) if _config(kind).moe else _config(kind)
         params = tree.shard(model.init(config, 0, torch.float32, "meta"), serve.specs(config, mesh, form=form), mesh)

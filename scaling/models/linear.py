@@ -83,7 +83,7 @@ def mix(QKV, BA, conv_Q, conv_K, conv_V, A_log, dt, config: Config, places: Tens
     V, T = V.unflatten(-1, (-1, linear.value)).flatten(2, 3), BA.shape[1]
 
     def convolved(x: Tensor, conv: Tensor) -> Tensor:
-        taps = [x[:, i : i + T] * conv[..., i] for i in range(width)]
+        taps = [x[:, i : i + T] * tap for i, tap in enumerate(conv.unbind(-1))]
         if places is not None:
             taps = [tap * (places >= width - 1 - i)[..., None, None] for i, tap in enumerate(taps)]
         return F.silu(sum(taps[1:], taps[0])).to(wide)
