@@ -244,7 +244,7 @@ def _block(job: Job, chip: Chip, networks: list[Network], options: list[np.ndarr
 
     every = priced(index, chosen)
     misses = every.misses
-    key = np.where(misses > 0, 1e12 + misses, rank(every)[1])
+    key = np.where(misses > 0, 1e12 + misses, sure_seconds(job, chip, every.layout, every.forecast))
     best = np.minimum.reduceat(key, np.cumsum([0, *lengths[:-1]]))
     hits = np.flatnonzero(key == best[index])
     firsts = hits[np.searchsorted(index[hits], np.arange(len(networks)))]

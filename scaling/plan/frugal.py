@@ -1,4 +1,4 @@
-"""Ways to train a model that does not fit: a smaller optimizer, one on the host, or adapters added to frozen weights.
+"""Ways to train a model that does not fit: a smaller optimizer, a host's memory, or adapters added to frozen weights.
 
 LoRA (arXiv:2106.09685) trains two thin matrices of rank `RANK` for each weight, which stays frozen in bf16; QLoRA
 (arXiv:2305.14314) keeps the frozen weights of the layers in 4 bits with their scales, 4.127 bits each.
@@ -53,6 +53,8 @@ def frugal_ways(job: Job) -> Iterator[Frugal]:
         host = job.optimizer_bytes * params / 1e9
         says = f"its state, {host:,.0f} GB in all, waits in the hosts' memory and is updated there"
         yield Frugal("Adam on the host", replace(job, optimizer_bytes=0), 0.0, says)
+    says = "layers' inputs wait in the hosts' memory until the backward pass"
+    yield Frugal("activations on the host", replace(job, offload=True), 0.0, says)
     if not isinstance(job.config, Config):
         return
     adapters = ADAPTED * adapter_params(job.config)

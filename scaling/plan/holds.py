@@ -72,6 +72,9 @@ def held(job: Job, c: Compute, l: Layout) -> Held:
     )
     one = c.tokens * layers * act * (split / l.tensor + apart - narrow / l.tensor)  # fp8 keeps operands in fp8
     activations, layer = c.live * one, one / layers
+    if job.offload:  # two layers' inputs are here: one that is used, and one on its way
+        block = is_one(l.remat, POLICIES, "block")
+        activations, one = (np.where(block, np.minimum(kept, 2 * layer), kept) for kept in (activations, one))
 
     first, second = cotangents(job, c, l)
     backward = np.maximum(first, second)

@@ -57,7 +57,8 @@ class Job:
     different links run at once, behind the matmuls (the book of 2026); with "sum" they run in sequence, but behind the
     matmuls (2025); with "none" nothing overlaps. `headroom` is the share of a chip's memory that is planned with; the
     rest is for the runtime, its buffers and fragments. `shards` are the axes over which ZeRO-3 shards weights. The
-    memory is that of a `framework` of FRAMEWORKS.
+    memory is that of a `framework` of FRAMEWORKS. With `offload` the layers' inputs that block checkpointing keeps wait
+    in the hosts' memory; their way there is not timed.
     """
 
     config: Config | Stack
@@ -71,6 +72,7 @@ class Job:
     headroom: float = ROOM
     shards: tuple[str, ...] = SHARDS
     framework: str = "this"
+    offload: bool = False
 
     def __post_init__(self):
         for name in ("batch", "seq"):

@@ -27,7 +27,11 @@ def _parser() -> Parser:
     parser = Parser(
         prog="python -m scaling.plan serve",
         description="The slice, sharding form and batch to serve a model with, and why (Parts 7 and 8)",
-        epilog="Published serving figures beside these bounds: python -m scaling.plan serve published\n\n"
+        epilog="Examples:\n\n"
+        "    python -m scaling.plan serve --model llama3-70b --chip v5e --chips 256 --context 8192\n"
+        "    python -m scaling.plan serve --model llama3-70b --chip h100 --chips 32 --prompt 2000 --output 500 \\\n"
+        "        --weights fp8 --kv fp8 --compute fp8 --ttft 500 --tpot 30\n\n"
+        "Published serving figures beside these bounds: python -m scaling.plan serve published\n\n"
         "Exit status: 0, a plan was found; 1, nothing fits or is fast enough; 2, an argument is wrong.",
     )
     parser.add_argument("--model", required=True, help=HELP)
@@ -105,6 +109,8 @@ def token_ms(one: ServingPlan) -> float:
 def nothing(asked: Service, hardware, fixed: dict) -> str:
     """Return why nothing is found: no such slice, a model that does not divide, too little memory, or too slow."""
     if not replica_shapes(hardware, fixed["chips"], fixed["most"], fixed["replicas"]):
+        if hardware.kind != "tpu" and fixed["replicas"]:
+            return f"{fixed['chips']} chips are not {fixed['replicas']} equal replicas\n  fix: choose a divisor of them"
         counts = ", ".join(str(math.prod(shape)) for shape in serving.slices(hardware))
         what = f"no slice of {fixed['chips']} chips" + f" over {fixed['replicas']} replicas" * bool(fixed["replicas"])
         return f"{hardware.name} has {what}\n  fix: choose one of {counts} for each"
