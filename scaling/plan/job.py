@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from scaling.common.arguments import one_of
+from scaling.common.arguments import check_fields, one_of, whole
 from scaling.configs import Config
 from scaling.cost.memory import ROOM
 from scaling.cost.transformer import POLICIES
@@ -75,24 +75,9 @@ class Job:
     offload: bool = False
 
     def __post_init__(self):
-        for name in ("batch", "seq"):
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                raise ValueError(f"{name} = {value!r}: must be a whole number of at least 1\n  fix: give an int")
-        for name in ("param_bytes", "grad_bytes", "optimizer_bytes"):
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value < 1000:
-                raise ValueError(
-                    f"{name} = {value!r}: must be a number of bytes, zero or more\n  fix: give one below 1,000"
-                )
-        one_of("dtype", self.dtype, DTYPES)
-        one_of("overlap", self.overlap, OVERLAPS)
-        one_of("framework", self.framework, FRAMEWORKS)
-        if not isinstance(self.headroom, (int, float)) or not 0 < self.headroom <= 1:
-            raise ValueError(
-                f"headroom = {self.headroom!r}: the share of memory to plan with, above 0 and at most 1"
-                "\n  fix: give 0.9, say"
-            )
+        within: dict[str, Any] = dict.fromkeys(("batch", "seq"), "[1, inf)") | {"headroom": "(0, 1]"}
+        within |= dict.fromkeys(("param_bytes", "grad_bytes", "optimizer_bytes"), "[0, 1000)")
+        check_fields(self, "", within | {"dtype": DTYPES, "overlap": OVERLAPS, "framework": tuple(FRAMEWORKS)})
         if self.seq > self.batch:
             raise ValueError(
                 f"a sequence of {self.seq:,} tokens is longer than the batch of {self.batch:,}"
@@ -139,15 +124,11 @@ class Fixed:
 
     def __post_init__(self):
         for axis, size in self.axes:
-            if axis not in AXES:
-                raise ValueError(f"unknown mesh axis {axis!r}\n  fix: choose one of {', '.join(AXES)}")
-            if isinstance(size, bool) or not isinstance(size, int) or size < 1:
-                raise ValueError(f"{axis} = {size!r}: must be a whole number, 1 or more\n  fix: give an int")
+            one_of("mesh axis", axis, AXES)
+            whole(**{axis: size})
         words = ("remat", POLICIES), ("schedule", SCHEDULES), ("zero", (0, 1, 3)), ("reduce", REDUCES)
         for name, allowed in words:
-            value = getattr(self, name)
-            if value is not None and value not in allowed:
-                raise ValueError(f"unknown {name} {value!r}\n  fix: choose one of {', '.join(map(str, allowed))}")
+            one_of(name, getattr(self, name), (None, *allowed))
 
 
 ANY = Fixed()
@@ -189,17 +170,10 @@ class Layout:
     def __post_init__(self):
         if isinstance(self.pod, np.ndarray):
             return
-        for name in (*AXES, "microbatches", "chunks"):
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                raise ValueError(f"{name} = {value!r}: must be a whole number, 1 or more\n  fix: give an int")
-        for name, allowed in (("schedule", SCHEDULES), ("remat", POLICIES), ("reduce", REDUCES)):
-            if getattr(self, name) not in allowed:
-                raise ValueError(
-                    f"{name} = {getattr(self, name)!r} is not known\n  fix: choose one of {', '.join(allowed)}"
-                )
-        if self.zero not in (0, 1, 3):
-            raise ValueError(f"zero = {self.zero!r}: 0, 1 or 3\n  fix: choose one of the three")
+        whole(**{name: getattr(self, name) for name in (*AXES, "microbatches", "chunks")})
+        words = ("schedule", SCHEDULES), ("remat", POLICIES), ("reduce", REDUCES), ("zero", (0, 1, 3))
+        for name, allowed in words:
+            one_of(name, getattr(self, name), allowed)
         if self.fsdp > 1 and self.zero != 3:
             raise ValueError(f"fsdp = {self.fsdp} shards the params\n  fix: give zero=3, or put the chips on data")
 
