@@ -27,6 +27,7 @@ from scaling.check.lines import check_lines, formats_lines
 from scaling.common.console import Parser
 
 LIBRARY = Path(scaling.__file__).parent
+SHOWN = 5  # of the files that have no typed line
 
 
 def check_files(paths: Sequence, lines_only: bool = False) -> tuple[Judgement, dict[str, list]]:
@@ -108,17 +109,21 @@ def _counted(number: int, what: str) -> str:
     return f"{number} {what}" + ("" if number == 1 else "s")
 
 
-def _summary(report: Judgement, calls: dict[str, list], files: int, lines_only: bool) -> str:
+def _summary(report: Judgement, calls: dict[str, list], files: Sequence[Path], lines_only: bool) -> str:
     """Return a line that counts the judged calls, and a line for each place that was not judged."""
     unjudged = sorted((*place_parts(place), why) for place, why in set(report.unjudged))
     at = {(path, line) for path, places in calls.items() for first, last in places for line in range(first, last + 1)}
     own = sum((file, line) in at for file, line, _ in unjudged)
-    text = f"{_counted(sum(map(len, calls.values())), 'call')} in {_counted(files, 'file')}"
+    text = f"{_counted(sum(map(len, calls.values())), 'call')} in {_counted(len(files), 'file')}"
     others = _counted(len(unjudged) - own, "other place")
     text += ", each line by itself" if lines_only else f", {own} of them not judged, and {others}"
     lines = [f"  {file}:{line}: {why}" for file, line, why in unjudged]
-    if not calls:
-        lines.append(f"NOTHING WAS JUDGED: no literal typed line is written in {_counted(files, 'file')}")
+    silent = [str(file) for file in files if str(file) not in calls and LIBRARY not in file.resolve().parents]
+    if silent or not calls:
+        what = "NOT JUDGED" if calls else "NOTHING WAS JUDGED"
+        text_of = f"{what}: no literal typed line is written in {_counted(len(silent) or len(files), 'file')}"
+        lines += [text_of, *(f"  {path}" for path in silent[:SHOWN] if len(files) > 1)]
+        lines += [f"  and {len(silent) - SHOWN} others"] if len(silent) > SHOWN else []
     return "\n".join([text, *lines, _counted(len(report.findings), "finding")])
 
 
@@ -144,5 +149,5 @@ def main(argv: "list[str] | None" = None) -> int:
         print(json.dumps(found | {"files": len(files), "unjudged": unjudged}, indent=1))
     for finding in () if args.json else report.findings:
         print(finding)
-    print(_summary(report, calls, len(files), args.lines), file=sys.stderr)
+    print(_summary(report, calls, files, args.lines), file=sys.stderr)
     return 1 if report.findings or (args.strict and (report.unjudged or not calls)) else 0

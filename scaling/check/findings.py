@@ -28,6 +28,7 @@ RULES = {
     "python": "what is judged is Python",
 }
 NOTHING = "nothing in this file was judged: no array with a type reached an operation"
+NO_LINE = "it has no literal typed line, so it was not run"
 FORMATTED = "its typed lines are f-strings, so it was not run: write one line literally, or use `with judged(mesh)`"
 
 

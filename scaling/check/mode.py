@@ -87,7 +87,7 @@ class Judge(TypedLines, TorchDispatchMode):
             if name in PARTS:
                 self.cut(tensors[0], results[0])
             self.wrong(view_error(name, args, kwargs, self.held(tensors[0])), tensors)
-            if name in ROWS and (axes := axes_along(self.held(tensors[0]).dims[argument(args, kwargs, 1, "dim", 0)])):
+            if axes := self.taken_from(name, args, kwargs, tensors[0], results):
                 self.own_rows[self.shown_at(place_of_call())] = frozenset(axes)
             for x in results:
                 held = self.held(x)  # this splits the pieces
@@ -203,6 +203,18 @@ class Judge(TypedLines, TorchDispatchMode):
             else:
                 self.give(x, held._replace(place=place), unset)
 
+    def taken_from(self, name: str, args, kwargs, x: Tensor, parts: Sequence[Tensor]) -> tuple[str, ...]:
+        """Return the axes of a split dim of which each device takes its own rows: one, or no even part (x[1:])."""
+        dims = self.held(x).dims
+        if name in ROWS:
+            return axes_along(dims[argument(args, kwargs, 1, "dim", 0)]) or ()
+        for part in parts if name in PARTS else ():
+            start = part.storage_offset() - x.storage_offset()
+            for dim, n, m, was, now in zip(dims, x.shape, part.shape, x.stride(), part.stride(), strict=True):
+                if 0 < m < n and (n % m or start // was % m or now != was):
+                    return axes_along(dim) or ()
+        return ()
+
     def cut(self, x: Tensor, part: Tensor) -> None:
         """Join the pieces of a merged dim if a part of it is taken, since no view can separate them afterwards."""
         known = self.memory.get(storage_of(x))
@@ -239,7 +251,7 @@ class Judge(TypedLines, TorchDispatchMode):
         for place, axes in self.own_rows.items():
             if not axes <= self.apart | self.passed_on:  # stages and rings mean their own rows
                 self.skip(
-                    f"each device takes a row of its own part of what is split over {', '.join(sorted(axes))}", place
+                    f"each device takes rows of its own part of what is split over {', '.join(sorted(axes))}", place
                 )
         never = [(line, place, "in flight") for pending, place, line in self.pending if pending.finish is not None]
         never += [(product.line, shown, "deferred") for product, _, shown in self.deferred.values()]

@@ -12,7 +12,17 @@ from typing import Any
 import scaling
 
 LIBRARY = f"{Path(scaling.__file__).parent}/"
-ROOMS = "spec/", "algebra/", "check/", "collectives/", "trace/", "tree.py", "common/torch_private.py"
+ROOMS = (
+    "spec/",
+    "algebra/",
+    "mesh/",
+    "check/",
+    "collectives/",
+    "scaled/",
+    "trace/",
+    "tree.py",
+    "common/torch_private.py",
+)
 MACHINERY = tuple(LIBRARY + room for room in ROOMS)  # the rooms that run a typed line
 FOREIGN = "/torch/", "/optree/", "contextlib", "<frozen"
 PAGE_TOOLS = f"{LIBRARY}book/"  # tools that compare arrays of any types

@@ -27,7 +27,7 @@ from scaling import launch, tree
 from scaling import mesh as meshes
 from scaling.check.compared import axes_named
 from scaling.check.contracts import documented, run_watched
-from scaling.check.findings import FORMATTED, NOTHING, Finding, Judgement, place_parts, said
+from scaling.check.findings import FORMATTED, NO_LINE, NOTHING, Finding, Judgement, place_parts, said
 from scaling.check.lines import check_lines, formats_lines, silent_lines
 from scaling.check.mode import Judge
 from scaling.check.places import place_of_error, place_of_function, real_path
@@ -115,8 +115,8 @@ def check_source(text: str, file: str = "<source>", strict: bool = False) -> lis
             unjudged.append((f"{file}:1", NOTHING))
         elif strict:
             unjudged += judged.unjudged + ([] if found else [*not_reached({file: calls}, judged.reached)])
-    elif not found and formats_lines(text):
-        unjudged.append((f"{file}:1", FORMATTED))
+    elif not found and "SPECS" not in text:
+        unjudged.append((f"{file}:1", FORMATTED if formats_lines(text) else NO_LINE))
     return sorted({*found, *(Finding(*place_parts(at), said(why, "unjudged"), "unjudged") for at, why in unjudged)})
 
 

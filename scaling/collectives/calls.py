@@ -146,9 +146,9 @@ def masked(line: str, x: Tensor, mask: Tensor, mesh) -> Tensor:
     line, watch = mesh.resolve(line), who_watches()
     if mesh.drops and "{U_" not in line:
         return zeroed(x if watch is None else watch.dropped(line, x, mesh), mask)
+    dims, sizes, axes = mesh.constant(_dims, line)
     if watch is not None:
         return watch.masked(line, x, mask, mesh)
-    dims, sizes, axes = mesh.constant(_dims, line)
     if not isinstance(x, Tensor) or not isinstance(mask, Tensor) or x.layout is not torch.strided:
         what = f"the operand is a {type(x).__name__}, the mask a {type(mask).__name__}"
         refuse(f"masked: {line}", what, "both are dense tensors", "torch.as_tensor(...), or .to_dense()")

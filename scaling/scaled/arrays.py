@@ -88,10 +88,12 @@ class Scaled:
         """Run a collective's line on each part; `call` runs one line, `what` is its key (`scaling.collectives`)."""
         kind, line, *options = what
         typed = parse_line(line if "->" in line else f"{line} -> {line}")
-        if not typed.operands[0].scaled or kind not in ("AllGather", "Slice", "AllToAll", "CollectivePermute"):
-            refuse(f"{kind}: {line}", "the operand is values with scales",
-                   "a sum is not quantized: terms with scales of their own cannot be added",
-                   "write {Q_...} in a line that only moves it; else dequantize it first")  # fmt: skip
+        moves = kind in ("AllGather", "Slice", "AllToAll", "CollectivePermute")
+        if not moves or not typed.operands[0].scaled:
+            rule = "a sum is not quantized: terms with scales of their own cannot be added"
+            rule = "the type of values with scales says so" if moves else rule
+            fix = "write {Q_...} on both sides" if moves else "dequantize it first"
+            refuse(f"{kind}: {line}", "the operand is values with scales", rule, fix)
         if kind != "CollectivePermute" and not typed.operands[0].same_sharding(typed.result):
             collective_steps(kind, line)
         self.check(typed.operands[0], f"{kind}: {line}")

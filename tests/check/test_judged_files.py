@@ -240,6 +240,7 @@ COMMANDS = {  # arguments: the exit status, what is said
     "--strict plain.py": (1, "0 findings"),
     "unused.py": (0, "unused.py:1: nothing in this file was judged"),
     "--strict unused.py": (1, "0 findings"),
+    ". right.py": (1, "NOT JUDGED: no literal typed line is written in 2 files\n  formatted.py\n  plain.py"),
     "docstring.py": (0, "docstring.py:4: the types of its docstring could not be read: are they given or returned?"),
     "illegal.py": (0, "illegal.py:4: the types of its docstring could not be read: mesh axis X is used twice"),
     "nowhere.py": (2, "nowhere.py: no such file"),
