@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 import optree
 
-from scaling.algebra.law import Illegal
+from scaling.algebra.law import Illegal, LabelledOp
 from scaling.algebra.layouts import Axes, DimAxes
 from scaling.algebra.ops import ELEMENTWISE, op_kind
 from scaling.explicit.arrays import Array, read_array_type, type_text
@@ -73,7 +73,7 @@ def jax_layout(op, at: Sequence[DimAxes]) -> JaxAnswer:
     if kind == "joins" and len(set(at)) > 1:
         return "refused: what is joined has one sharding"
     split: dict[str, Axes] = {}
-    for labels, x in zip(op.inputs, at, strict=True):
+    for labels, x in _leading_first(op, at):
         for label, axes in zip(labels, x.dims, strict=True):
             if label is None:
                 continue
@@ -84,3 +84,17 @@ def jax_layout(op, at: Sequence[DimAxes]) -> JaxAnswer:
     dims = tuple(split.get(label, ()) for label in op.output)
     used = [axis for axes in dims for axis in axes]
     return dims if len(used) == len({*used}) else "refused: two dims over one axis"
+
+
+def _leading_first(op: LabelledOp, at: Sequence[DimAxes]) -> list[tuple[tuple[str | None, ...], DimAxes]]:
+    """Return (labels, layout) of each operand, first the one whose batch dims JAX gives the result of a product.
+
+    It is the left one if the result has the batch dims, the left one's others and the right one's; else the right one.
+    """
+    pairs = list(zip(op.inputs, at, strict=True))
+    if not op.name.startswith("einsum") or len(pairs) < 2:
+        return pairs
+    left, right = ([d for d in op.output if d in labels] for labels in op.inputs)
+    batch = [d for d in left if d in right]
+    natural = [*batch, *(d for labels in op.inputs for d in labels if d in op.output and d not in batch)]
+    return pairs if [*op.output] == natural else pairs[::-1]
