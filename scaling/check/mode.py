@@ -209,7 +209,7 @@ class Judge(TypedLines, TorchDispatchMode):
         if name in ROWS:
             return axes_along(dims[argument(args, kwargs, 1, "dim", 0)]) or ()
         for part in parts if name in PARTS else ():
-            start = part.storage_offset() - x.storage_offset()
+            start = int(part.storage_offset()) - int(x.storage_offset())
             for dim, n, m, was, now in zip(dims, x.shape, part.shape, x.stride(), part.stride(), strict=True):
                 if 0 < m < n and (n % m or start // was % m or now != was):
                     return axes_along(dim) or ()
