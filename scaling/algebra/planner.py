@@ -18,9 +18,8 @@ import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from scaling.algebra.law import Illegal, Inferred, LabelledOp, Sizes
+from scaling.algebra.law import Illegal, Inferred, LabelledOp, Reshape, Sizes
 from scaling.algebra.layouts import Axes, DimAxes, Setting, arrangements, divides, retyped, subsets
-from scaling.algebra.reshapes import Reshape
 from scaling.algebra.resharding import (
     START,
     Key,

@@ -16,7 +16,7 @@ from scaling.algebra.law import LabelledOp, product_type
 from scaling.algebra.layouts import NOMINAL, common_prefix, layout, retyped, setting, unsplit_spec
 from scaling.algebra.planner import Value, Way, cheapest, ways_of
 from scaling.algebra.resharding import NOTE, PlannedArray, exact_steps, reshard
-from scaling.algebra.scales import parse_plain
+from scaling.algebra.rules import parse_plain
 from scaling.algebra.steps import Plan, Step
 from scaling.spec import ShardingError, Spec, mesh_sizes, parse
 

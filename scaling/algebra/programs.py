@@ -13,7 +13,7 @@ from functools import lru_cache
 
 from scaling.algebra.law import product_type
 from scaling.algebra.products import Product, known_sizes, product_chain, resharder
-from scaling.algebra.scales import parse_plain
+from scaling.algebra.rules import parse_plain
 from scaling.algebra.steps import COLLECTIVES, Counted, Step
 from scaling.spec import ShardingError, Spec, mesh_sizes, parse_line
 

@@ -21,7 +21,7 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from scaling.algebra.layouts import FEW, DimAxes, Edge, Setting, divides, layout, moves, retyped, setting
-from scaling.algebra.scales import parse_plain
+from scaling.algebra.rules import parse_plain
 from scaling.algebra.steps import FREE, Plan, Step
 from scaling.spec import ShardingError, Spec, mesh_sizes
 

@@ -115,7 +115,7 @@ def _check_script() -> None:
     """
     if not first_rank() or judging() or not Path(sys.argv[0]).is_file():
         return
-    check_source = import_module("scaling.check.run").check_source
+    check_source = import_module("scaling.check").check_source
     findings = check_source(Path(sys.argv[0]).read_text(encoding="utf-8"), sys.argv[0])
     if faults := [finding for finding in findings if finding.rule != "unjudged"]:
         sys.exit("\n".join(map(str, faults)))

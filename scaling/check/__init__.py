@@ -5,15 +5,14 @@
 
 from typing import TYPE_CHECKING
 
-from scaling.check.files import files_of, main
+from scaling.check.files import check_source, files_of, main
 from scaling.check.findings import RULES, Finding
 from scaling.check.lines import check_lines
 from scaling.common.lazy import lazy
 
 if TYPE_CHECKING:
-    from scaling.check.run import check_source
     from scaling.check.watched import judge, judged
 
-HOMES = {"scaling.check.watched": ("judge", "judged"), "scaling.check.run": ("check_source",)}  # these need torch
+HOMES = {"scaling.check.watched": ("judge", "judged")}  # these need torch
 __getattr__, __dir__ = lazy(__name__, HOMES)
 __all__ = ["RULES", "Finding", "check_lines", "check_source", "files_of", "judge", "judged", "main"]

@@ -22,7 +22,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 
 import scaling
-from scaling.check.findings import FORMATTED, NOTHING, Finding, Judgement, place_parts
+from scaling.check.findings import FORMATTED, NO_LINE, NOTHING, Finding, Judgement, place_parts, said
 from scaling.check.lines import check_lines, formats_lines
 from scaling.common.console import Parser
 
@@ -31,35 +31,54 @@ SHOWN = 5  # of the files that have no typed line
 
 
 def check_files(paths: Sequence, lines_only: bool = False) -> tuple[Judgement, dict[str, list]]:
-    """Return the faults of files and {path: (first, last line) of each typed call}; `lines_only` runs nothing."""
-    report, texts, calls = Judgement(), {}, {}
+    """Return the faults of files and {path: (first, last) line of each typed call}; `lines_only` runs nothing."""
+    unread, texts = [], {}
     for path in map(str, paths):
         try:
             with tokenize.open(path) as file:
                 texts[path] = file.read()
         except (OSError, SyntaxError, UnicodeDecodeError) as error:
-            report.findings.append(Finding(path, 1, f"cannot be read: {error}", "python"))
-            continue
-        found, places = check_lines(texts[path], path)
-        report.findings += found
-        calls |= {path: places} if places else {}
-    if not lines_only:
-        _judge(report, texts, calls)
-    report.findings.sort()
+            unread.append(Finding(path, 1, f"cannot be read: {error}", "python"))
+    own = {path for path in texts if LIBRARY in Path(path).resolve().parents}
+    report, calls = _check_texts(texts, own, lines_only)
+    report.findings = sorted([*unread, *report.findings])
     return report, calls
 
 
-def _judge(report: Judgement, texts: dict[str, str], calls: dict[str, list]) -> None:
-    """Add the results of running the files; the library's files are judged by the library's own programs instead."""
+def check_source(text: str, file: str = "<source>", strict: bool = False) -> list[Finding]:
+    """Return the faults of one text, found in its lines and by running it.
+
+    If nothing in it could be judged, this is a finding of the rule "unjudged", too. With `strict` each place that could
+    not be judged is one, and so is a text without a literal typed line.
+    """
+    report, calls = _check_texts({file: text}, set())
+    unjudged = [(at, why) for at, why in report.unjudged if why in (NOTHING, FORMATTED)]
+    unjudged = unjudged or (report.unjudged if strict else [])
+    if strict and not (calls or report.findings or unjudged):
+        unjudged = [(f"{file}:1", NO_LINE)]
+    return sorted(
+        [*report.findings, *(Finding(*place_parts(at), said(why, "unjudged"), "unjudged") for at, why in unjudged)]
+    )
+
+
+def _check_texts(texts: dict[str, str], own: set[str], lines_only: bool = False) -> tuple[Judgement, dict[str, list]]:
+    """Check texts, {path: text}, as `check_files` does; those of `own` are judged by the library's programs."""
+    report, calls = Judgement(), {}
+    for path, text in texts.items():
+        found, places = check_lines(text, path)
+        report.findings += found
+        calls |= {path: places} if places else {}
+    if lines_only:
+        return report, calls
     from scaling.check.library import judge_each
     from scaling.check.run import found_in, not_reached
 
-    own = {path for path in texts if LIBRARY in Path(path).resolve().parents}
     others = {path: text for path, text in texts.items() if path not in own}
+    faulty = {finding.file for finding in report.findings}
     runs: list = [(path, text) for path, text in others.items() if path in calls]
     if own & {*calls}:
         runs.insert(0, None)  # the library is first: its modules declare their types only if they are imported then
-    unread = {*others} - {*calls} - {finding.file for finding in report.findings}
+    unread = {*others} - {*calls} - faulty
     report.unjudged += [(f"{path}:1", FORMATTED) for path in sorted(unread) if formats_lines(others[path])]
     reached: set[tuple[str, int]] = set()
     for run, judged in zip(runs, judge_each(runs, [*others], own), strict=True):
@@ -67,11 +86,12 @@ def _judge(report: Judgement, texts: dict[str, str], calls: dict[str, list]) -> 
         found = [replace(finding, message=_from_here(finding.message)) for finding in found]
         report.findings += [finding for finding in found if finding not in report.findings]
         report.unjudged += [(_from_here(place), _from_here(why)) for place, why in judged.unjudged]
-        if run and not judged.judged and not found:
+        if run and not judged.judged and not found and run[0] not in faulty:
             report.unjudged.append((f"{run[0]}:1", NOTHING))
         reached |= judged.reached
     faulty = {finding.file for finding in report.findings}
     report.unjudged += not_reached({path: places for path, places in calls.items() if path not in faulty}, reached)
+    return report, calls
 
 
 def _from_here(text: str) -> str:

@@ -11,8 +11,7 @@ import re
 import tokenize
 
 from scaling.algebra.law import check_product
-from scaling.algebra.rules import collective_steps
-from scaling.algebra.scales import check_quantize
+from scaling.algebra.rules import check_quantize, collective_steps
 from scaling.check.findings import RULES, Finding, said
 from scaling.spec import ShardingError, parse, parse_line
 

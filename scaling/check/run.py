@@ -27,8 +27,8 @@ from scaling import launch, tree
 from scaling import mesh as meshes
 from scaling.check.compared import axes_named
 from scaling.check.contracts import documented, run_watched
-from scaling.check.findings import FORMATTED, NO_LINE, NOTHING, Finding, Judgement, place_parts, said
-from scaling.check.lines import check_lines, formats_lines, silent_lines
+from scaling.check.findings import Finding, Judgement, said
+from scaling.check.lines import silent_lines
 from scaling.check.mode import Judge
 from scaling.check.places import place_of_error, place_of_function, real_path
 from scaling.check.strategy import LAYERS, run_layers
@@ -98,26 +98,6 @@ def nothing_outside(path: str, seconds: int = SECONDS) -> Iterator[None]:
             stack.callback(signal.alarm, 0)
             signal.alarm(seconds)
         yield
-
-
-def check_source(text: str, file: str = "<source>", strict: bool = False) -> list[Finding]:
-    """Return the faults of one text, found in its lines and by running it.
-
-    If nothing in it could be judged, this is a finding of the rule "unjudged", too. With `strict` each place that could
-    not be judged is one.
-    """
-    found, calls = check_lines(text, file)
-    unjudged: list[tuple[str, str]] = []
-    if calls and not any(finding.rule == "python" for finding in found):
-        judged = judge_file(file, text)
-        found += found_in(judged, {file: text}, file)
-        if not judged.judged and not found:
-            unjudged.append((f"{file}:1", NOTHING))
-        elif strict:
-            unjudged += judged.unjudged + ([] if found else [*not_reached({file: calls}, judged.reached)])
-    elif not found and "SPECS" not in text:
-        unjudged.append((f"{file}:1", FORMATTED if formats_lines(text) else NO_LINE))
-    return sorted({*found, *(Finding(*place_parts(at), said(why, "unjudged"), "unjudged") for at, why in unjudged)})
 
 
 def not_reached(

@@ -14,10 +14,9 @@ import torch
 from torch import Tensor
 
 from scaling.algebra.labels import labelled, refuse_unknown
-from scaling.algebra.law import LabelledOp, Sizes
+from scaling.algebra.law import LabelledOp, Reshape, Sizes
 from scaling.algebra.layouts import DimAxes, retyped, unsplit_spec
 from scaling.algebra.ops import ELEMENTWISE, function_name, kept_sums, op_kind
-from scaling.algebra.reshapes import Reshape
 from scaling.collectives.multiply import einsum
 from scaling.spec import Line, ShardingError
 

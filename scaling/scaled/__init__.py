@@ -5,7 +5,7 @@
     Tmp = einsum("In[B_X, D] {Q_D} * W[D, F] {Q_D} -> Tmp[B_X, F]", In, W)
 
 `rounding` has the numbers that each dtype can hold, `arrays` the lines, and `recipes` what a training step scales. The
-laws are in notation.md and `scaling.algebra.scales`; the formats are data in `scaling.spec.formats`.
+laws are in notation.md and `scaling.algebra.rules`; the formats are data in `scaling.spec.formats`.
 """
 
 from scaling.scaled.arrays import Scaled, dequantize, quantize

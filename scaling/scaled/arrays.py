@@ -16,8 +16,7 @@ from torch import Tensor
 
 from scaling import trace
 from scaling.algebra.law import check_product, refuse_product
-from scaling.algebra.rules import collective_steps
-from scaling.algebra.scales import check_quantize, lines_of_parts
+from scaling.algebra.rules import check_quantize, collective_steps, lines_of_parts
 from scaling.collectives import Pending, all_reduce, einsum, wait
 from scaling.collectives.linear import followed, who_watches
 from scaling.collectives.operands import check_out
