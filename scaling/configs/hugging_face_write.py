@@ -128,9 +128,11 @@ def _table(config: Config, kind: str) -> dict:
     # An older version of mistral's class would give every layer the window.
     if (widths or by_pattern) and "layer_types" in keys and kind != "mistral":
         table["layer_types"] = ["full_attention" if w is None else "sliding_attention" for w in config.windows]
-    if (linear := config.linear) and "linear_num_key_heads" in keys:
-        table |= {key: getattr(linear, name) for name, key in LINEAR.items()}
-        table["layer_types"] = ["linear_attention" if l in linear.layers else "full_attention" for l in range(config.L)]
+    if "linear_num_key_heads" in keys:
+        linear = config.linear
+        table |= {key: getattr(linear, name) for name, key in LINEAR.items()} if linear else {}
+        kinds = ["full_attention" if l in config.attending else "linear_attention" for l in range(config.L)]
+        table["layer_types"] = kinds
         table |= {} if config.moe else {"mlp_only_layers": [*range(config.L)]}
     if "no_rope_layers" in keys:
         table["no_rope_layers"] = [int(l not in config.unrotated) for l in range(config.L)]

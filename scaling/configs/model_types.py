@@ -341,7 +341,6 @@ KINDS: dict[str, ModelType] = {
     "qwen3_next": ModelType(
         "Qwen3NextForCausalLM",
         QWEN3_NEXT,
-        aliases={"num_local_experts": "num_experts"},
         fixed={"qk_norm": True, "unit_offset": True, "head_gate": True, "shared_gate": True},
         partial=0.25,
     ),

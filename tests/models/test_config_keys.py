@@ -29,6 +29,8 @@ LATENT |= {"num_key_value_heads": 4, "n_routed_experts": 16, "num_experts_per_to
 LATENT |= {"n_group": 4, "topk_group": 2, "n_shared_experts": 2, "moe_intermediate_size": 20}
 WINDOWS = {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 1}
 EXPERTS = {"moe_intermediate_size": 20, "num_experts": 10, "num_experts_per_tok": 3}
+NEXT = {"full_attention_interval": 3, "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 4}
+NEXT |= {"linear_value_head_dim": 6, "shared_expert_intermediate_size": 12}
 BASES = {  # a small model of each type
     "llama": SMALL,
     "mistral": SMALL | {"sliding_window": 5},
@@ -61,6 +63,7 @@ BASES = {  # a small model of each type
     "nemotron": SMALL | {"num_attention_heads": 2},
     "hunyuan_v1_dense": SMALL,
     "qwen2_moe": SMALL | WINDOWS | EXPERTS | {"shared_expert_intermediate_size": 12},
+    "qwen3_next": SMALL | EXPERTS | NEXT,
     "granitemoe": SMALL | {"num_local_experts": 8, "num_experts_per_tok": 3, "attention_multiplier": 0.2},
     "glm4_moe": SMALL | EXPERTS | {"n_routed_experts": 8, "n_group": 2},
     "deepseek_v3": {key: SMALL[key] for key in SMALL if key != "head_dim"} | LATENT,
@@ -262,7 +265,7 @@ def test_a_scale_of_zero_and_a_whole_number_are_read(tmp_path):
 
 EXPORTS = [("glm", {}), ("phi3", {}), ("gemma2", {"attn_logit_softcapping": None, "final_logit_softcapping": None})]
 EXPORTS += [(kind, {"layer_types": ["full_attention"] * written(kind)["num_hidden_layers"]})
-            for kind in ("gemma2", "gemma3_text", "gpt_oss", "olmo3", "cohere2", "exaone4")]  # fmt: skip
+            for kind in ("gemma2", "gemma3_text", "gpt_oss", "olmo3", "cohere2", "exaone4", "qwen3_next")]  # fmt: skip
 
 
 @pytest.mark.parametrize(("kind", "edits"), EXPORTS, ids=str)
@@ -286,7 +289,8 @@ def test_the_class_computes_what_is_exported(kind, edits, tmp_path):
 @pytest.mark.parametrize("kind", BASES)
 def test_the_defaults_are_the_classes(kind):
     row, config = KINDS[kind], theirs.AutoConfig.for_model(kind)
-    defaults = {"head_dim": None, "layer_types": None} | {field.name: field.default for field in fields(config)}
+    defaults: dict = {"head_dim": None, "layer_types": None, "full_attention_interval": 4}
+    defaults |= {field.name: field.default for field in fields(config)}
     assert row.keys == {key: defaults[key] for key in row.keys}
     theta = config.default_theta
     assert row.theta == (theta["global"] if isinstance(theta, dict) else theta)
