@@ -24,7 +24,7 @@ class OperationKind(NamedTuple):
     names: str
 
 
-KINDS = {
+OP_KINDS = {
     "linear": OperationKind(
         "one array, element by element",
         "each",
@@ -138,7 +138,7 @@ KINDS = {
 ELEMENTWISE = ("linear", "adds", "multiplies", "divides", "chooses", "nonlinear", "pulls")  # kinds
 WHOLE_NUMBERS = 8  # bytes of the integers that are assumed not to wrap around
 READERS = ("float", "int", "bool", "index", "complex", "array")  # float(x), or x.__float__(), reads; x.float() converts
-_KIND = {name: kind for kind, row in KINDS.items() for name in row.names.split()}
+_KIND = {name: kind for kind, row in OP_KINDS.items() for name in row.names.split()}
 
 Groups = tuple[tuple[int, ...], ...]  # of operands; one group's members may be partial sums together
 
@@ -166,7 +166,7 @@ def kept_sums(name: str, args: Sequence, kwargs: Mapping, arrays: int, given: It
     if name.strip("_") == "lerp" and arrays == 3:
         return ((0, 1),)  # the weights may not be partial sums
     groups = {"each": tuple((i,) for i in every), "all": (every,), "first": ((0,),)}
-    return groups.get(KINDS[kind].keeps, ()) if kind and arrays else ()
+    return groups.get(OP_KINDS[kind].keeps, ()) if kind and arrays else ()
 
 
 def rounds(given: Iterable, made: Any) -> bool:
@@ -216,5 +216,5 @@ def op_kind(name: str) -> str | None:
 
 def printed_table() -> str:
     """Return the table as docs/rules.md prints it."""
-    rows = [f"| `{kind}` | {row.does} | {row.keeps or 'none'} | {row.names} |" for kind, row in KINDS.items()]
+    rows = [f"| `{kind}` | {row.does} | {row.keeps or 'none'} | {row.names} |" for kind, row in OP_KINDS.items()]
     return "\n".join(["| kind | what it does | keeps partial sums of | functions |", "|---|---|---|---|", *rows]) + "\n"

@@ -14,7 +14,7 @@ it, as torch.amax does, and takes one more AllReduce.
 
 from collections.abc import Sequence
 from operator import index
-from typing import Any
+from typing import Any, Literal, Protocol, TypedDict, TypeVar, Unpack, overload
 
 import torch
 import torch.distributed as dist
@@ -34,6 +34,43 @@ ONE_HOLDER = "{U_X} is a sum with one term for each element: along X one device 
 RESHARDS = ("AllGather", "ReduceScatter", "AllReduce", "AllToAll", "Slice")  # the identity if the type stays the same
 
 
+A = TypeVar("A", bound=Operand)
+
+
+class CallOptions(TypedDict, total=False):
+    """The options of the collectives; each function says which ones it has."""
+
+    op: str
+    out: Tensor | None
+    donate: bool
+    root: int
+
+
+class CollectiveCall(Protocol):
+    """The type of a collective: it returns an array like x, or with `async_op=True` a Pending of one."""
+
+    @overload
+    def __call__(
+        self,
+        line: str,
+        x: A,
+        mesh,
+        *along: Any,
+        async_op: Literal[False] = False,
+        **options: Unpack[CallOptions],
+    ) -> A: ...
+    @overload
+    def __call__(
+        self, line: str, x: Operand, mesh, *along: Any, async_op: Literal[True], **options: Unpack[CallOptions]
+    ) -> Pending: ...
+
+
+def as_call(f: Any) -> CollectiveCall:
+    """Return the function, typed as a `CollectiveCall`."""
+    return f
+
+
+@as_call
 def all_gather(line: str, x: Operand, mesh, *, async_op: bool = False, out: Tensor | None = None) -> Any:
     """`A[I_X, J] -> A[I, J]`: give every rank the whole dim. Cotangent: ReduceScatter.
 
@@ -43,6 +80,7 @@ def all_gather(line: str, x: Operand, mesh, *, async_op: bool = False, out: Tens
     return _call(("AllGather", line, None, "sum"), x, mesh, async_op, out)
 
 
+@as_call
 def reduce_scatter(
     line: str, x: Tensor, mesh, *, op: str = "sum", async_op: bool = False, out: Tensor | None = None
 ) -> Any:
@@ -53,6 +91,7 @@ def reduce_scatter(
     return _call(("ReduceScatter", line, None, op), x, mesh, async_op, out)
 
 
+@as_call
 def all_reduce(line: str, x: Tensor, mesh, *, op: str = "sum", async_op: bool = False, donate: bool = False) -> Any:
     """`A[I, J] {U_X} -> A[I, J]`: give every rank the sum over X. Cotangent: AllReduce.
 
@@ -61,6 +100,7 @@ def all_reduce(line: str, x: Tensor, mesh, *, op: str = "sum", async_op: bool = 
     return _call(("AllReduce", line, None, op), x, mesh, async_op, x if donate else None)
 
 
+@as_call
 def all_to_all(line: str, x: Operand, mesh, *, async_op: bool = False) -> Any:
     """`A[I_X, J] -> A[I, J_X]`: move axes from one dim to another, the minor ones of both. Cotangent: the reverse."""
     return _call(("AllToAll", line, None, "sum"), x, mesh, async_op)
@@ -77,26 +117,31 @@ def shard(line: str, x: Operand, mesh) -> Operand:
     return _call(("Slice", line, None, "sum"), x, mesh)
 
 
+@as_call
 def broadcast(line: str, x: Tensor, mesh, *, root: int = 0, async_op: bool = False) -> Any:
     """`A[I] {U_X} -> A[I]`: give every rank the root's part. Cotangent: Reduce."""
     return _call(("Broadcast", line, root, "sum"), x, mesh, async_op)
 
 
+@as_call
 def reduce(line: str, x: Tensor, mesh, *, root: int = 0, op: str = "sum", async_op: bool = False) -> Any:
     """`A[I] {U_X} -> A[I] {U_X}`: give the root the sum, and the others zeros. Cotangent: Broadcast."""
     return _call(("Reduce", line, root, op), x, mesh, async_op)
 
 
+@as_call
 def scatter(line: str, x: Tensor, mesh, *, root: int = 0, async_op: bool = False) -> Any:
     """`A[I] {U_X} -> A[I_X]`: give each rank its block of the root's array. Cotangent: Gather."""
     return _call(("Scatter", line, root, "sum"), x, mesh, async_op)
 
 
+@as_call
 def gather(line: str, x: Tensor, mesh, *, root: int = 0, async_op: bool = False) -> Any:
     """`A[I_X] -> A[I] {U_X}`: give the root the whole array, and the others zeros. Cotangent: Scatter."""
     return _call(("Gather", line, root, "sum"), x, mesh, async_op)
 
 
+@as_call
 def ppermute(line: str, x: Operand, mesh, axis: str | Sequence[str], perm, *, async_op: bool = False) -> Any:
     """Send along an axis, from the rank at `source` to the one at `target` for each (source, target) of `perm`.
 

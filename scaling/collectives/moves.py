@@ -170,7 +170,7 @@ def combine_parts(parts: Tensor, by: str, out: Tensor | None = None, dim: int = 
     return whole.movedim(0, dim) if dim else whole
 
 
-def _all_reduce(x: Tensor, op: Op, via: InGraph, out: Tensor | None) -> Started:
+def _start_all_reduce(x: Tensor, op: Op, via: InGraph, out: Tensor | None) -> Started:
     """Start an AllReduce.
 
     A maximum is a ReduceScatter of the flattened elements and an AllGather, since gloo's and NCCL's own lose NaNs.
@@ -186,7 +186,7 @@ def _all_reduce(x: Tensor, op: Op, via: InGraph, out: Tensor | None) -> Started:
     return (), lambda: whole.view(x.shape)
 
 
-def _all_gather(x: Tensor, op: Op, via: InGraph, out: Tensor | None) -> Started:
+def _start_all_gather(x: Tensor, op: Op, via: InGraph, out: Tensor | None) -> Started:
     dim, blocks = op.dim, None
     mine = (x.movedim(dim, 0) if dim else x).contiguous()
     if out is not None and (op.backend == "gloo" or not op.order):  # other backends deliver in members' order
@@ -205,7 +205,7 @@ def _joined(blocks: Tensor, op: Op, turned: bool, out: Tensor | None) -> Tensor:
     return whole.movedim(0, op.dim) if op.dim else whole
 
 
-def _reduce_scatter(x: Tensor, op: Op, via: InGraph, out: Tensor | None) -> Started:
+def _start_reduce_scatter(x: Tensor, op: Op, via: InGraph, out: Tensor | None) -> Started:
     dim = op.dim
     sent = (x.movedim(dim, 0) if dim else x).contiguous()  # no copy if the dim is outermost in memory
     sent = sent.view(op.size, len(sent) // op.size, *sent.shape[1:])
@@ -217,19 +217,19 @@ def _reduce_scatter(x: Tensor, op: Op, via: InGraph, out: Tensor | None) -> Star
     return works, partial(combine_parts, received, op.by, out, dim)  # faster than transposing first
 
 
-def _all_to_all(x: Tensor, op: Op, via: InGraph, out: Tensor | None) -> Started:
+def _start_all_to_all(x: Tensor, op: Op, via: InGraph, out: Tensor | None) -> Started:
     works, received = via.exchange(split_dim(x, op.size, op.to), op)
     return works, lambda: join(by_block(received, op), op.dim)
 
 
-def _permute(x: Tensor, op: Op, via: InGraph, out: Tensor | None) -> Started:
+def _start_permute(x: Tensor, op: Op, via: InGraph, out: Tensor | None) -> Started:
     """Start sending x from block to block; a rank that receives nothing gets zeros."""
     sends, receives = op.ends
     works, received = via.pass_on(x, op, sends, receives) if op.size > 1 else ((), x.clone())
     return works, lambda: received if receives else torch.zeros_like(x)
 
 
-def _exchange_ragged(x: Tensor, op: Op, via: InGraph, out: Tensor | None) -> Started:
+def _start_exchange_ragged(x: Tensor, op: Op, via: InGraph, out: Tensor | None) -> Started:
     """Start an exchange of blocks that each have any number of rows."""
     works, received = via.exchange(x.movedim(op.dim, 0), op, op.sends, op.receives)
     return works, lambda: by_block(received, op, op.receives).movedim(0, op.dim)
@@ -238,24 +238,24 @@ def _exchange_ragged(x: Tensor, op: Op, via: InGraph, out: Tensor | None) -> Sta
 # Ops with a root. Every other rank has zeros in place of the root's array, so that each op is a linear map.
 
 
-def _broadcast(x: Tensor, op: Op, via: InGraph, out: Tensor | None) -> Started:
+def _start_broadcast(x: Tensor, op: Op, via: InGraph, out: Tensor | None) -> Started:
     works, total = via.total(x if op.at_root else torch.zeros_like(x), op, None)
     return works, lambda: total
 
 
-def _reduce(x: Tensor, op: Op, via: InGraph, out: Tensor | None) -> Started:
-    works, finish = _all_reduce(x, op, via, None)
+def _start_reduce(x: Tensor, op: Op, via: InGraph, out: Tensor | None) -> Started:
+    works, finish = _start_all_reduce(x, op, via, None)
     return works, lambda: finish() if op.at_root else torch.zeros_like(finish())
 
 
-def _scatter(x: Tensor, op: Op, via: InGraph, out: Tensor | None) -> Started:
+def _start_scatter(x: Tensor, op: Op, via: InGraph, out: Tensor | None) -> Started:
     from_root, to_all = _between_root_and_all(op)
     blocks = split_dim(x, op.size, op.dim)
     works, received = via.exchange(blocks if op.at_root else blocks[:0], op, to_all, from_root)
     return works, lambda: received[0]
 
 
-def _gather(x: Tensor, op: Op, via: InGraph, out: Tensor | None) -> Started:
+def _start_gather(x: Tensor, op: Op, via: InGraph, out: Tensor | None) -> Started:
     to_root, from_all = _between_root_and_all(op)
     works, blocks = via.exchange(x[None], op, to_root, from_all)
     if op.at_root:
@@ -268,11 +268,11 @@ def _between_root_and_all(op: Op) -> tuple[list[int], list[int]]:
     return [int(block == op.root) for block in range(op.size)], [int(op.at_root)] * op.size
 
 
-def _slice(x: Tensor, op: Op, via: InGraph, out: Tensor | None) -> Started:
+def _start_slice(x: Tensor, op: Op, via: InGraph, out: Tensor | None) -> Started:
     return (), lambda: split_dim(x, op.size, op.dim)[op.index].clone()
 
 
-def _pad(x: Tensor, op: Op, via: InGraph, out: Tensor | None) -> Started:
+def _start_pad(x: Tensor, op: Op, via: InGraph, out: Tensor | None) -> Started:
     return (), lambda: among_zeros(x, op.dim, op.index, op.size)
 
 
@@ -283,16 +283,16 @@ def among_zeros(x: Tensor, dim: int, index: int, count: int) -> Tensor:
 
 
 MOVES: dict[str, StartMove] = {
-    "AllGather": _all_gather,
-    "ReduceScatter": _reduce_scatter,
-    "AllReduce": _all_reduce,
-    "AllToAll": _all_to_all,
-    "CollectivePermute": _permute,
-    "Ragged": _exchange_ragged,
-    "Slice": _slice,
-    "Pad": _pad,
-    "Broadcast": _broadcast,
-    "Reduce": _reduce,
-    "Scatter": _scatter,
-    "Gather": _gather,
+    "AllGather": _start_all_gather,
+    "ReduceScatter": _start_reduce_scatter,
+    "AllReduce": _start_all_reduce,
+    "AllToAll": _start_all_to_all,
+    "CollectivePermute": _start_permute,
+    "Ragged": _start_exchange_ragged,
+    "Slice": _start_slice,
+    "Pad": _start_pad,
+    "Broadcast": _start_broadcast,
+    "Reduce": _start_reduce,
+    "Scatter": _start_scatter,
+    "Gather": _start_gather,
 }

@@ -88,7 +88,7 @@ class Meeting:
         self._write(words, word)
         end, everyone = words + self.size * WORD, word * self.size
         if memory[words:end] != everyone:
-            self._wait(words, word)
+            self._wait_for_others(words, word)
             if memory[words:end] != everyone:
                 time.sleep(0.001)  # texts are written before words, but some processors reorder that
                 raise different(self.axes, self.ranks, [message_in(text) for text in self.page.calls(words)])
@@ -100,7 +100,7 @@ class Meeting:
         with self.fence:  # a memory fence: later reads are not older than this write
             pass
 
-    def _wait(self, words: int, word: bytes) -> None:
+    def _wait_for_others(self, words: int, word: bytes) -> None:
         """Wait until all members have come."""
         looks, began = 0, time.monotonic()
         low, high = word[DIGEST : DIGEST + 1] * self.size, word[DIGEST + 1 :] * self.size

@@ -8,7 +8,7 @@ import json
 from collections.abc import Iterator
 from typing import Any
 
-FEW, MOST = 16, 100  # factors of growth: up to the first no text is checked, and beyond the second it is refused
+UNCHECKED, MOST_TIMES = 16, 100  # factors of growth: up to the first none is checked, beyond the second it is refused
 CONTENT = 256  # characters that one replacement may write
 PART = 1000  # characters that are checked at a time, so that no step takes much memory
 FIX = "give the tokenizer.json that the model came with"
@@ -47,11 +47,11 @@ def growing_steps(name: str, loaded: Any) -> list[Any]:
     why, longest = "", max(map(len, contents), default=0)
     if longest > CONTENT:
         why = f"a replacement writes {longest:,} characters, of at most {CONTENT}"
-    elif growth(decoder) > MOST:
-        why = f"its decoder may make a text {growth(decoder):,.0f} times as long, of at most {MOST}"
+    elif growth(decoder) > MOST_TIMES:
+        why = f"its decoder may make a text {growth(decoder):,.0f} times as long, of at most {MOST_TIMES}"
     if why:
         raise ValueError(f"{name}: {why}\n  fix: {FIX}")
-    if growth(steps) <= FEW:
+    if growth(steps) <= UNCHECKED:
         return []
     empty = {"version": "1.0", "added_tokens": [], "model": {"type": "BPE", "vocab": {}, "merges": []}}
     return [type(loaded).from_str(json.dumps(empty | {"normalizer": step})).normalizer for step in steps]
@@ -63,5 +63,7 @@ def check_growth(name: str, steps: list[Any], text: str) -> None:
         part = text[begin : begin + PART]
         for step in steps:
             part = step.normalize_str(part)
-            if len(part) > MOST * PART:
-                raise ValueError(f"{name}: its normalizers make a text more than {MOST} times as long\n  fix: {FIX}")
+            if len(part) > MOST_TIMES * PART:
+                raise ValueError(
+                    f"{name}: its normalizers make a text more than {MOST_TIMES} times as long\n  fix: {FIX}"
+                )

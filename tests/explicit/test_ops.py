@@ -16,7 +16,7 @@ from torch.distributed.tensor import Partial, Replicate, Shard
 from scaling import auto, explicit
 from scaling.algebra.law import Illegal
 from scaling.algebra.layouts import DimAxes, layout, spec_of
-from scaling.algebra.ops import KINDS, function_name, op_kind
+from scaling.algebra.ops import OP_KINDS, function_name, op_kind
 from scaling.algebra.planner import all_layouts
 from scaling.explicit.beside import jax_layout, spmd_names
 from scaling.explicit.functions import LocalPlan, each_call, read_call
@@ -283,7 +283,7 @@ def test_values_gradients_and_planned_programs_are_one_devices(mesh):
 
 
 def test_a_name_has_one_kind():
-    names = [name for row in KINDS.values() for name in row.names.split()]
+    names = [name for row in OP_KINDS.values() for name in row.names.split()]
     assert len(names) == len({*names})
     assert [op_kind(n) for n in ("__float__", "float", "__add__", "add_", "_softmax", "kron")] == [
         "values", "linear", "adds", "adds", "along", None,

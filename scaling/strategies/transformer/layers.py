@@ -232,9 +232,9 @@ class LayerStack:
             shapes=shapes, trained=trained, gather_back=gather_back,
         )  # fmt: skip
 
-    def forward(self, x: Tensor, at: Context) -> tuple[Tensor, Any, list]:
+    def run_forward(self, x: Tensor, at: Context) -> tuple[Tensor, Any, list]:
         """Return x, the sum of the layers' extra terms, and what each layer saved."""
-        x, extra, kept_below = self.below.forward(x, at) if self.below else (x, 0.0, [])
+        x, extra, kept_below = self.below.run_forward(x, at) if self.below else (x, 0.0, [])
         terms, forward = [extra], parallel_layer if self.step.config.parallel else layer
 
         def run_layer(l: int, W: list, x: Tensor):
@@ -245,12 +245,12 @@ class LayerStack:
         x, kept = self.engine.forward(x, run_layer)
         return x, sum(terms), kept_below + kept
 
-    def backward(self, dx: Tensor, kept: list, at: Context, scale: float, last: bool = False) -> Tensor:
+    def run_backward(self, dx: Tensor, kept: list, at: Context, scale: float, last: bool = False) -> Tensor:
         """Return dx of the first layer's input from that of the last one's result; `kept` is emptied.
 
         Args:
             dx: The cotangent of the last layer's result.
-            kept: The third result of `forward`.
+            kept: The third result of `run_forward`.
             at: The context of the microbatch.
             scale: The cotangent of the extra terms.
             last: Whether no microbatch follows.
@@ -262,7 +262,7 @@ class LayerStack:
             return dx, self.trained.flatten_up_to(dW)
 
         dx = self.engine.backward(dx, kept, run_layer_backward, last=last)
-        return self.below.backward(dx, kept, at, scale, last) if self.below else dx
+        return self.below.run_backward(dx, kept, at, scale, last) if self.below else dx
 
     def reduce_all(self) -> None:
         """Start to reduce the gradients of all layers."""
@@ -318,7 +318,7 @@ def run_all_layers(step: TrainStep, params: dict, batch: LocalBatch) -> tuple[Te
         x, last = embed(ends["embed"], tokens, mesh, config.embed_scale), m == M - 1
         if last and not config.tied:
             del ends["embed"]
-        x, extra, kept = layers.forward(x, at)
+        x, extra, kept = layers.run_forward(x, at)
         loss, dx, dW = head(
             ends, x, targets, weights, step.terms, config, mesh, frozen=lora, chunk_bytes=step.limits.chunk
         )
@@ -329,7 +329,7 @@ def run_all_layers(step: TrainStep, params: dict, batch: LocalBatch) -> tuple[Te
             ends.clear()
             tied = {"embed": dends.pop("embed")} if "embed" in dends else {}
             grads, dends = reduce_ends(dends, mesh, step.lines), tied
-        dx = layers.backward(dx, kept, at, scale / M, last=last and not late)
+        dx = layers.run_backward(dx, kept, at, scale / M, last=last and not late)
         if not lora:
             add_by_name(dends, {"embed": embed_backward(dx, tokens, size, mesh, config.embed_scale)}, step.sums)
     if late:

@@ -55,12 +55,12 @@ def stage_of(step: TrainStep, batch: LocalBatch, dense: Any) -> tuple[Stage, lis
         return LayerStack(step, {"dense": dense} | params, first=first, count=count, out=out, late=True)
 
     def forward(chunk, In, mesh, m):
-        Out, extra, kept = chunk.forward(In, contexts[m])
+        Out, extra, kept = chunk.run_forward(In, contexts[m])
         extras.append(extra / M)
         return Out, (kept, contexts[m])
 
     def backward_input(chunk, dOut, saved, mesh):
-        return chunk.backward(dOut, *saved, step.options.scale / M), None
+        return chunk.run_backward(dOut, *saved, step.options.scale / M), None
 
     def finish(chunk):
         for grad, g in zip(chunk.engine.grads, chunk.reduced_gradients(), strict=True):
@@ -173,7 +173,7 @@ def forward_stages(step: TrainStep, params: dict, batch: LocalBatch) -> tuple[di
         if s in mine:
             given: Any = {"first": layers.start, "count": len(layers)}
             chunk = all_stacks(step, params) if config.linear else LayerStack(step, params | own[s], **given)
-            x, more, _ = chunk.forward(x, at)
+            x, more, _ = chunk.run_forward(x, at)
             extra = extra + more
         if s + 1 < len(stages) and owners[s] != owners[s + 1]:
             x = ppermute(str(present(ROWS, mesh)), x, mesh, "Z", [(owners[s], owners[s + 1])])
