@@ -235,7 +235,7 @@ class Attention(torch.autograd.Function):
         if sinks is not None:
             delta = (dO * O).to(lse.dtype).sum(-1)
             dsinks = -((sinks.to(lse.dtype) - lse).exp() * delta).sum((0, 1)).to(sinks.dtype)
-        return None, *Once.apply(backward, ctx.keys, dO, *ctx.saved_tensors), None, dsinks
+        return None, *BackwardOnce.apply(ctx.keys, dO, *ctx.saved_tensors), None, dsinks
 
     @staticmethod
     def jvp(ctx, *_):
@@ -250,13 +250,13 @@ class Attention(torch.autograd.Function):
         return _batched(info, in_dims[1:], lambda *folded: Attention.apply(keys, *folded), operands)
 
 
-class Once(torch.autograd.Function):
-    """`fn(*operands, keys)`, with B as the first dim of all operands, opaque to autograd."""
+class BackwardOnce(torch.autograd.Function):
+    """`backward(*operands, keys)`, with B as the first dim of all operands, opaque to autograd."""
 
     @staticmethod
-    def forward(fn, keys, *operands):
-        """Return fn(*operands, keys)."""
-        return fn(*operands, keys)
+    def forward(keys, *operands):
+        """Return the gradients."""
+        return backward(*operands, keys)
 
     @staticmethod
     def setup_context(ctx, inputs, output):
@@ -269,9 +269,9 @@ class Once(torch.autograd.Function):
         raise NotImplementedError("the second derivative of attention block by block is not defined" + OTHERWISE)
 
     @staticmethod
-    def vmap(info, in_dims, fn, keys, *operands):
+    def vmap(info, in_dims, keys, *operands):
         """Fold the mapped dim into B."""
-        return _batched(info, in_dims[2:], lambda *folded: Once.apply(fn, keys, *folded), operands)
+        return _batched(info, in_dims[1:], lambda *folded: BackwardOnce.apply(keys, *folded), operands)
 
 
 def _batched(info, in_dims, apply, operands):
@@ -284,6 +284,4 @@ def _batched(info, in_dims, apply, operands):
         return (x.expand(n, *x.shape) if dim is None else x.movedim(dim, 0)).flatten(0, 1)
 
     results = apply(*map(folded, operands, in_dims))
-    if isinstance(results, Tensor):
-        return results.unflatten(0, (n, -1)), 0
     return tuple(x.unflatten(0, (n, -1)) for x in results), (0,) * len(results)

@@ -121,7 +121,8 @@ def _forward(params: dict, tokens: Tensor, remat: str, attention: Callable, conf
     x, params = scale_by(x, config.embed_scale), used_gains(params, config)
     positions = torch.arange(tokens.shape[1], device=tokens.device) if segments is None else restarted(segments)
     ropes = layer_tables(config, positions, x.dtype)
-    kinds, extra = layer_kinds(config), x.new_zeros(())
+    kinds = [(window, l in config.unrotated) for l, window in enumerate(config.windows)]  # layers of one share a step
+    extra = x.new_zeros(())
     given, places = zip(kinds, ropes, strict=True), None if segments is None else positions
     steps = {kind: _step(config, remat, attention, kind[0], segments, rope, places) for kind, rope in given}
     for layer, kind in zip(all_layers(params, config), kinds, strict=True):
@@ -157,11 +158,6 @@ def _step(config: Config, remat: str, attention: Callable, window: int | None, s
     layered = moe.checkpoint_routed(routed) if remat == "block" else routed
     wrapped = REMAT[remat](dense)
     return lambda layer, x: layered(layer, x)[0] if "router" in layer else (wrapped(layer, x), None)
-
-
-def layer_kinds(config: Config) -> list[tuple[int | None, bool]]:
-    """Return each layer's window and whether it is unrotated. Layers of one kind share their function."""
-    return [(window, l in config.unrotated) for l, window in enumerate(config.windows)]
 
 
 def all_layers(params: dict, config: Config) -> list[dict]:

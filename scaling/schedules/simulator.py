@@ -89,7 +89,7 @@ def simulate(schedule: Schedule, times: Times = UNIT, blocking_sends: bool = Fal
             return False
         start = clock[rank]
         if isinstance(step, SENDS):
-            if blocking_sends and not _matches(step, rank, waits_at(step.peer)):
+            if blocking_sends and waits_at(step.peer) != RECV_OF[type(step)](step.stage, step.microbatch, rank):
                 return False
             if blocking_sends:
                 clock[rank] = start = max(start, clock[step.peer])
@@ -138,11 +138,6 @@ def simulate(schedule: Schedule, times: Times = UNIT, blocking_sends: bool = Fal
             "\n  fix: add the step that receives it, or leave out the one that sends"
         )
     return Timeline(schedule.name, schedule.stages, tuple(spans), schedule.chunks)
-
-
-def _matches(send, rank: int, other) -> bool:
-    """Return whether `other` is the Recv of what `rank` sends."""
-    return other == RECV_OF[type(send)](send.stage, send.microbatch, rank)
 
 
 def needs(step, schedule: Schedule) -> list[tuple]:
