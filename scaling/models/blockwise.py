@@ -256,7 +256,7 @@ class BackwardOnce(torch.autograd.Function):
     @staticmethod
     def forward(keys, *operands):
         """Return the gradients."""
-        return backward(*operands, keys)
+        return backward(*operands, keys=keys)
 
     @staticmethod
     def setup_context(ctx, inputs, output):

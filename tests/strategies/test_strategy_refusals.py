@@ -109,7 +109,7 @@ BY_WORDS |= {
     "K divides N": over_4(8, 6, 4),
     "fix: axis=('C', 'Y')": over_4(form="usp"),
     "fix: axis='C', or form='usp'": over_4(axis=("C", "Y")),
-    "window=0": over_4(window=0),
+    "window = 0": over_4(window=0),
     "segments of shape": over_4(segments=torch.zeros(1, 9, **META)),
     "one dtype": over_4(dtype=torch.float32),
     "no form 'rings'\n  fix: choose one of ring, zigzag": partial(context.work, "rings", 24, 4),

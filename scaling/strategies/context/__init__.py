@@ -17,7 +17,7 @@ import torch
 from scaling.algebra.rules import refuse_rule
 from scaling.collectives import shard
 from scaling.collectives.checked import alike
-from scaling.common.arguments import flag
+from scaling.common.arguments import flag, positive, whole
 from scaling.models.blockwise import Attention
 from scaling.models.tiles import Mask
 from scaling.spec import format_axes, parse
@@ -124,16 +124,12 @@ def _check(line: str, Q, K, V, mesh, axes: tuple[str, ...], form: str, window, s
     parse(line).check_axes(mesh)
     for x in (Q, K, V) if segments is None else (Q, K, V, segments):
         if not isinstance(x, torch.Tensor) or x.device != Q.device or x.layout is not torch.strided:
-            what = (
-                f"an operand is {x.layout} on {x.device}"
-                if isinstance(x, torch.Tensor)
-                else f"an operand is a {type(x).__name__}"
+            found = f"{x.layout} on {x.device}" if isinstance(x, torch.Tensor) else f"a {type(x).__name__}"
+            refuse_rule(
+                line, form, f"an operand is {found}", "all are dense tensors on one device", "move it to where Q is"
             )
-            refuse_rule(line, form, what, "all are dense tensors on one device", "move it to where Q is")
-    if scale is not None and (isinstance(scale, (bool, str)) or not 0 < float(scale) < math.inf):
-        refuse_rule(
-            line, form, f"scale={scale!r}", "scores are multiplied by a number above 0", "scale=None, 1/sqrt(H)"
-        )
+    positive(scale=1.0 if scale is None else scale)
+    whole(window=1 if window is None else window)
     shapes = f"Q, K, V of shapes {tuple(Q.shape)}, {tuple(K.shape)}, {tuple(V.shape)}"
     same = Q.dim() == 4 and K.shape == V.shape and K.dim() == 4 and all(Q.shape[i] == K.shape[i] for i in (0, 1, 3))
     if not same or 0 in (*Q.shape[1:], K.shape[2]) or Q.shape[2] % K.shape[2]:
@@ -144,14 +140,6 @@ def _check(line: str, Q, K, V, mesh, axes: tuple[str, ...], form: str, window, s
     if not Q.dtype == K.dtype == V.dtype or not Q.is_floating_point():
         rule = "Q, K and V have one dtype of floats"
         refuse_rule(line, form, f"Q, K, V of {Q.dtype}, {K.dtype}, {V.dtype}", rule, "convert them, e.g. K.to(Q.dtype)")
-    if window is not None and (not isinstance(window, int) or isinstance(window, bool) or window < 1):
-        refuse_rule(
-            line,
-            form,
-            f"window={window!r}",
-            "a window is how many positions a query sees, itself among them",
-            "give an int of at least 1, or None",
-        )
     if segments is not None and (segments.shape != Q.shape[:2] or segments.dtype not in INTEGERS):
         what = f"segments of shape {tuple(segments.shape)} and {segments.dtype}"
         refuse_rule(line, form, what, "segments[B, T_C] are integers, of this rank's tokens", "shard them as Q")
