@@ -28,7 +28,8 @@ from scaling.train.programs import least_memory
 from scaling.train.settings import DTYPES, Settings
 from scaling.train.structure import resolved
 
-OFFERED = 6  # the meshes that are shown
+OFFERED = 4  # the meshes that are shown
+TRIES = 12  # the meshes of a chip of the catalogue that may prove too full before the search ends
 TRIED = 64  # the most ranks for which every mesh's own code is counted
 OPEN = "zero", "remat", "microbatches"  # options that are chosen as well if a run does not give them
 ZEROS = 3, 1  # the stages that are tried then; of equally fast ones the first is taken
@@ -109,12 +110,14 @@ def choices(
         raise ValueError(f"{chip.name} has no FLOPs/s for {settings.dtype}, only for {', '.join(peaks)}\n  fix: {fix}")
     found: list[MeshChoice] = []
     refused: list[str] = []
+    full = 0  # meshes on which the run's own step does not fit
     for sizes, some in tried(settings, ranks, chip, refused, chosen):
         try:
-            found.append(counted_choice(some, sizes, chip, backend, DOUBLED if "microbatches" in chosen else 0))
+            found.append(counted_choice(some, sizes, chip, backend, chosen))
         except (ShardingError, ValueError) as error:
             refused.append(f"{mesh_name(sizes, some)}: {str(error).splitlines()[0]}")
-        if not chip.measured and len(found) == most:
+            full += "a rank needs" in refused[-1]
+        if not chip.measured and (len(found) == most or full == TRIES):
             break
     found.sort(key=lambda choice: (choice.seconds, len(choice.sizes)))
     return settle_ties(found, lambda choice: choice.seconds, lambda choice: choice.effort(chip)), refused
@@ -132,27 +135,29 @@ def tried(
         yield from ((sizes, replace(settings, zero=zero)) for zero in (zeros if "X" in sizes else zeros[:1]))
 
 
-def counted_choice(settings: Settings, sizes: dict, chip: Chip, backend: str, doubled: int = 0) -> MeshChoice:
+def counted_choice(settings: Settings, sizes: dict, chip: Chip, backend: str, chosen: Sequence[str] = ()) -> MeshChoice:
     """Return a mesh with the forecast of its step and the count of its fullest rank, from the run's own step.
 
-    If the run does not fit, its microbatches are doubled, at most `doubled` times.
+    If the run does not fit, the options that are `chosen` are changed: microbatches are doubled, at most DOUBLED times,
+    or else layers are recomputed.
 
     Raises:
         ValueError: The run does not fit.
     """
-    room, counts = ROOM * chip.need("hbm_bytes"), None
-    if (needed := least_memory(settings, sizes, dry.busiest(sizes), backend)) <= room:
-        counts = dry.fullest(settings, sizes, backend, room)
-        needed = counts.memory
-    if not counts or needed > room:
-        smaller = replace(settings, microbatches=2 * settings.microbatches)
-        if doubled and not uneven(smaller, sizes):
-            return counted_choice(smaller, sizes, chip, backend, doubled - 1)
-        raise ValueError(
-            f"a rank needs {needed / 1e9:.2f} GB{'' if counts else ' at least'}\n  fix: choose another mesh"
-        )
-    shape = slice_shape(chip, AbstractMesh(sizes).size()) if chip.kind == "tpu" and not chip.measured else ()
-    return MeshChoice(sizes, settings, predict_transformer(settings, sizes, chip, shape), counts)
+    room, needs = ROOM * chip.need("hbm_bytes"), []
+    for remat in dict.fromkeys((settings.remat, "block")) if "remat" in chosen else (settings.remat,):
+        for doubled in range(1 + DOUBLED * ("microbatches" in chosen)):
+            some = replace(settings, remat=remat, microbatches=settings.microbatches << doubled)
+            if doubled and uneven(some, sizes):
+                break
+            needed = least_memory(some, sizes, dry.busiest(sizes), backend)
+            if needed <= room and (counts := dry.fullest(some, sizes, backend, room)).memory <= room:
+                shape = () if chip.measured or chip.kind != "tpu" else slice_shape(chip, AbstractMesh(sizes).size())
+                return MeshChoice(sizes, some, predict_transformer(some, sizes, chip, shape), counts)
+            needs.append(needed if needed > room else counts.memory)
+            if needs[-1] > room * 2 ** (DOUBLED - doubled):  # a rank with half of the rows needs at least half
+                break
+    raise ValueError(f"a rank needs {min(needs) / 1e9:.2f} GB\n  fix: choose another mesh")
 
 
 def planned(
