@@ -52,15 +52,15 @@ def held(job: Job, c: Compute, l: Layout) -> Held:
     """
     w, act = job.work, job.act_bytes
     dense, experts = weight_elements(job, l)
-    ways, ranks = zip(*(weight_ways(job, l, lane) for lane in ("weights", "experts")), strict=True)
+    ways, _, parts = zip(*(weight_ways(job, l, lane) for lane in ("weights", "experts")), strict=True)
     sharded = (l.zero == 3) & (ways[0] > 1)
     layers = l.chunks * depth(job, l)
     ends = (max(w.ends) if w.tied else sum(w.ends)) / (l.tensor * l.pipe)
     params, states, whole = 0.0, 0.0, 0.0
-    every = (layers * (dense + w.small) + ends, ways[0], ranks[0]), (layers * experts, ways[1], ranks[1])
-    for elements, way, rank in every:
+    every = (layers * (dense + w.small) + ends, ways[0], parts[0]), (layers * experts, ways[1], parts[1])
+    for elements, way, part in every:
         params = params + elements / np.where(l.zero == 3, way, 1)
-        states = states + elements / np.where(l.zero == 3, way, np.where(l.zero == 1, rank, 1))
+        states = states + elements / np.where(l.zero == 3, way, np.where(l.zero == 1, part, 1))
         whole = whole + elements
     own = job.grad_bytes * params
     late = sharded & (l.microbatches > 1) & is_one(l.reduce, REDUCES, "once")

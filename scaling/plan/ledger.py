@@ -166,12 +166,15 @@ def weight_elements(job: Job, l: Layout) -> tuple[Amount, Amount]:
     return (w.dense + w.kv * (copied(w, l) - 1)) / l.tensor, w.experts / (l.expert * l.tensor)
 
 
-def weight_ways(job: Job, l: Layout, lane: str) -> tuple[Amount, Amount]:
-    """Return (ZeRO-3's shards of dense "weights" or of "experts"; ranks that hold the same shard, tensor aside)."""
+def weight_ways(job: Job, l: Layout, lane: str) -> tuple[Amount, Amount, Amount]:
+    """Return ZeRO-3's shards of dense "weights" or of "experts", the ranks that hold the same shard, ZeRO-1's shards.
+
+    Tensor and pipe are left out.
+    """
     others = LANES[lane][1:]  # the axes other than fsdp
     shares = math.prod(getattr(l, axis) for axis in others if axis in job.shards)
     every = math.prod(getattr(l, axis) for axis in others)
-    return l.fsdp * shares, l.data * every / np.where(l.zero == 3, shares, 1)
+    return l.fsdp * shares, l.data * every / np.where(l.zero == 3, shares, 1), l.data * shares
 
 
 def ledger(job: Job, c: Compute, l: Layout, lanes: Mapping[str, Lane]) -> list[Entry]:
@@ -203,7 +206,7 @@ def ledger(job: Job, c: Compute, l: Layout, lanes: Mapping[str, Lane]) -> list[E
     scatters = np.where(is_one(l.reduce, REDUCES, "each"), M, 1)
     kinds = [("weights", dense, ends, "data")] + [("experts", experts, 0.0, "experts data")] * bool(w.experts)
     for lane, elements, rest, data_lane in kinds:
-        ways, ranks = weight_ways(job, l, lane)
+        ways, ranks, _ = weight_ways(job, l, lane)
         used = np.where(ways > 1, sharded, 0)
         for arrays, size in [(n, elements), *([(alone, rest)] if w.ends[1] and lane == "weights" else [])]:
             add("fsdp", lane, "ahead", used * M * arrays, used * M * arrays, act * size)

@@ -13,6 +13,8 @@ def unlike(best: Layout) -> str:
     """Return what no run can do of a layout, or ""."""
     if best.pipe > 1 and best.schedule != "1f1b":
         return f"stages run by 1F1B, not by {best.schedule}"
+    if best.zero == 3 and best.microbatches > 1 and best.reduce == "each":
+        return "gradients are summed whole and scattered once, not after each microbatch"
     if best.shards > best.fsdp:
         return "params are sharded over X alone, not over parts of sequences or experts"
     if best.zero == 1 and best.context * best.expert > 1:
