@@ -18,6 +18,7 @@ import torch
 from scaling import collectives, launch
 from scaling.common.console import Parser, complaining, folder, integer, number
 from scaling.common.tables import table
+from scaling.cost.lines import share_of_sent
 from scaling.spec import format_axes
 from scaling.spec.sizes import format_sizes, parse_mesh
 
@@ -65,12 +66,6 @@ def laps(fs: Sequence[Callable], mesh, rounds: int, to_the_last: bool = False, u
 def lower_quartile(seconds: Sequence[float]) -> float:
     """Return the lower quartile, which counts where other work on the machine only adds to times."""
     return sorted(seconds)[len(seconds) // 4]
-
-
-def bytes_on_wire(op: str, V: int, n: int) -> float:
-    """Return the bytes that a rank sends of V by the quickest algorithm: V (n - 1)/n, twice that, or V (n - 1)/n^2."""
-    once = V * (n - 1) / n
-    return {"AllReduce": 2 * once, "AllToAll": once / n}.get(op, once)
 
 
 def rates(mesh, sizes, repeats: int) -> dict[tuple[str, str, int], float]:
@@ -123,7 +118,8 @@ def _report(results: list, sizes: dict[str, int], link: float | None) -> str:
     rows = []
     for axis, op, V in results[0][0]:
         took = max(times[axis, op, V] for times, _ in results)
-        rate = bytes_on_wire(op, V, sizes[axis]) / took
+        over, under = share_of_sent(op, sizes[axis])
+        rate = V * over / under / took
         share = [f"{rate / link:.0%}"] if link else []
         rows.append([axis, op, f"{V:,}", f"{took * 1e6:,.0f}", f"{rate / 1e9:.2f}", *share])
     head = ["axis", "collective", "V bytes", "us", "bus GB/s", *(["of the link"] if link else [])]

@@ -29,7 +29,7 @@ from scaling.train.settings import DTYPES, Settings
 from scaling.train.structure import resolved
 
 OFFERED = 4  # the meshes that are shown
-TRIES = 12  # the meshes of a chip of the catalogue that may prove too full before the search ends
+TRIES = 6  # the meshes of a chip of the catalogue that may prove too full before the search ends
 TRIED = 64  # the most ranks for which every mesh's own code is counted
 OPEN = "zero", "remat", "microbatches"  # options that are chosen as well if a run does not give them
 ZEROS = 3, 1  # the stages that are tried then; of equally fast ones the first is taken

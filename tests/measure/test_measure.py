@@ -197,9 +197,10 @@ def test_command_refuses_nonsense(capsys, arguments, code, said):
 # --- Bus bandwidth by axis, collective and size; ranks that are slow on their own are named
 
 
-def test_bytes_on_the_wire_and_slow_ranks():
-    given = {"AllGather": 600, "AllReduce": 1200, "AllToAll": 150}
-    assert {op: network.bytes_on_wire(op, 800, 4) for op in given} == given
+def test_bus_bandwidth_and_slow_ranks():
+    seconds = {("X", op, 800): 1e-6 for op in ("AllGather", "AllReduce", "AllToAll")}
+    rows = network._report([(seconds, (1e9, 1e9))] * 4, {"X": 4}, None).splitlines()[2:5]
+    assert [float(row.split()[-1]) for row in rows] == [0.6, 1.2, 0.15]  # GB/s of 600, 1,200 and 150 bytes
     assert network.slow([4e9, 1e9, 2e9], "disk") == []
     assert network.slow([4e9, 1e9, 4e9], "disk") == ["rank 1: disk 1.00 GB/s, the median is 4.00"]
 
