@@ -55,7 +55,7 @@ LETTERS = {
 }
 ACTIVATIONS = {"silu": "silu", "swish": "silu", "gelu": "gelu", "relu": "relu", "relu2": "relu2"}
 ACTIVATIONS |= {"gelu_pytorch_tanh": "gelu_tanh", "gelu_new": "gelu_tanh"}
-UNGATED = ("bloom", "falcon", "gpt_neox", "mpt", "nemotron", "opt", "phi", "starcoder2")
+UNGATED = ("arcee", "bloom", "falcon", "gpt_neox", "mpt", "nemotron", "opt", "phi", "starcoder2")
 LATENT = ("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
 EXPERTS = ("E", "k", "shared", "F_shared", "dense_layers", "F_dense", "norm_topk")  # fields of a model with experts
 EXPERTS += ("routing", "expert_groups", "top_groups", "routed_scale", "shared_gate")

@@ -187,6 +187,11 @@ NEMOTRON = LAYER_NORM | {
     "num_key_value_heads": None, "hidden_act": "relu2", "max_position_embeddings": 4096, "norm_eps": 1e-5,
     "attention_bias": False, "mlp_bias": False,
 }  # fmt: skip
+ARCEE = LLAMA | {
+    "hidden_size": 2560, "intermediate_size": 18432, "hidden_act": "relu2", "max_position_embeddings": 4096,
+    "rms_norm_eps": 1e-5,
+}  # fmt: skip
+VAULT_GEMMA = _without(GEMMA_2, "use_bidirectional_attention")
 HUNYUAN = _without(LLAMA, "mlp_bias") | {"vocab_size": 290943, "rms_norm_eps": 1e-5}
 GPT_NEOX = _without(LAYER_NORM, "num_key_value_heads") | {
     "vocab_size": 50432, "hidden_size": 6144, "intermediate_size": 24576, "num_hidden_layers": 44,
@@ -325,6 +330,10 @@ KINDS: dict[str, ModelType] = {
         fixed=_LAYER_NORM_FIXED | {"mlp_bias": True},
         partial=0.25,
         rope_keys=("rotary_emb_base", "rotary_pct"),
+    ),
+    "arcee": ModelType("ArceeForCausalLM", ARCEE),
+    "vaultgemma": ModelType(
+        "VaultGemmaForCausalLM", VAULT_GEMMA, fixed={"unit_offset": True}, root_scaled=True, pattern=2
     ),
     "nemotron": ModelType(
         "NemotronForCausalLM", NEMOTRON, fixed=_LAYER_NORM_FIXED | {"unit_offset": True}, partial=0.5

@@ -18,6 +18,7 @@ RENAMED: dict[str, dict[str, str]] = {  # parts of names, each with what replace
     "olmo3": _AFTER,
     "exaone4": _AFTER,
     "gemma2": {"post_attention_layernorm": "pre_feedforward_layernorm"} | _AFTER,
+    "vaultgemma": {"post_attention_layernorm": "pre_feedforward_layernorm"},
     "gemma3_text": {"post_attention_layernorm": "pre_feedforward_layernorm"} | _AFTER,
     "hunyuan_v1_dense": {"q_norm": "query_layernorm", "k_norm": "key_layernorm"},
     "starcoder2": {"up_proj": "c_fc", "down_proj": "c_proj"},

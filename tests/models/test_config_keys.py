@@ -62,6 +62,8 @@ BASES = {  # a small model of each type
     "seed_oss": SMALL,
     "nemotron": SMALL | {"num_attention_heads": 2},
     "hunyuan_v1_dense": SMALL,
+    "arcee": SMALL,
+    "vaultgemma": SMALL | {"sliding_window": 5, "query_pre_attn_scalar": 9},
     "qwen2_moe": SMALL | WINDOWS | EXPERTS | {"shared_expert_intermediate_size": 12},
     "qwen3_next": SMALL | EXPERTS | NEXT,
     "granitemoe": SMALL | {"num_local_experts": 8, "num_experts_per_tok": 3, "attention_multiplier": 0.2},

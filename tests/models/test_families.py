@@ -35,6 +35,8 @@ FAMILIES += [
     "cohere norms",
     "stablelm norms",
     "nemotron",
+    "arcee",
+    "vaultgemma",
     "hunyuan",
 ]  # rows of the table
 ROWS = torch.randint(60, (4, 9), generator=torch.Generator().manual_seed(3))

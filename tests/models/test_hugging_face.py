@@ -227,7 +227,7 @@ def test_what_is_not_computed_is_counted_and_refused_by_name(says, tmp_path):
 NAMELESS = transformer.init(LATENT, device="meta")
 X2, X4, Y2 = (AbstractMesh(sizes) for sizes in ({"X": 2}, {"X": 4}, {"Y": 2}))
 UNWRITTEN = {  # what no class there has: a config
-    "gated": SMALL.with_(gated=False),
+    "gated": MOE.with_(gated=False),
     "routing (nearest: glm4_moe)": MOE.with_(shared=1),
     "routing": MOE.with_(routing="sigmoid"),
     "capacity": MOE.with_(capacity=1.0),

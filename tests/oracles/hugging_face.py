@@ -133,6 +133,8 @@ CASES = {
     "cohere norms": ("Cohere", {"use_qk_norm": True}),
     "stablelm norms": ("StableLm", {"qk_layernorm": True}),
     "nemotron": ("Nemotron", {"attention_bias": True, "mlp_bias": True}),
+    "arcee": ("Arcee", {"mlp_bias": True, "rope_parameters": YARN}),
+    "vaultgemma": ("VaultGemma", {"sliding_window": 5, "query_pre_attn_scalar": 5, "attn_logit_softcapping": 0.3}),
     "hunyuan": ("HunYuanDenseV1", {"tie_word_embeddings": True, "rope_parameters": STRETCHED}),
     "exaone4": ("Exaone4", {"sliding_window": 5, "num_hidden_layers": 4}),
 }
