@@ -156,6 +156,10 @@ JUDGED = {  # beside the examples of the page
     "a mask of no look-up": (lambda a: masked("A[I, J_X] {U_Y}", a, a > 0, MESH), (A,), "A[I, J_X] {U_Y}", WORD),
     "rows over another axis": (looked_up("x[B, D] {U_Y}"), ("E[V_X, D]",), "x[B, D] {U_Y}", WORD),
     "rows over one axis of two": (looked_up("x[B, D] {U_XY}"), ("E[V_X, D]",), "x[B, D] {U_XY}", WORD),
+    "a mask of no partial sum": (lambda a: masked("A[I, J_X]", a, a > 0, MESH), (A,), None, "illegal-line"),
+    "all rows but a device's first": (lambda x: x[1:], ("x[T_X, D]",), None, "takes rows of its own part"),
+    "differences of rows": (lambda x: x.diff(dim=0), ("x[T_X, D]",), None, "takes rows of its own part"),
+    "even parts of rows": (lambda x: x.chunk(3), ("x[T_X, D]",), None, ""),
     "a device's own rows, in another order": (
         reordered, ("x[T_X, D]",), "y[T_X, D] {U_Y}", f"{WORD} | each device orders its own part",
     ),

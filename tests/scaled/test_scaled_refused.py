@@ -43,7 +43,6 @@ ILLEGAL = {  # a line: words of its error
     'all_gather("W[D_X, F] {Q_D} -> W[D, F]", W_D, mesh)': "moves its values and its scales",
     'all_gather("W[D_X, F] {Q_D} -> W[D, F] {Q_F}", W_D, mesh)': "moves its values and its scales",
     'all_gather("W[D_X, F] {Q_F} -> W[D, F] {Q_F}", W_D, mesh)': "do not follow from those along another",
-    'all_gather("W[D_X, F] -> W[D, F]", W_D, mesh)': "the operand is values with scales",
     'all_gather("W[D_X, F] {Q_D} -> W[D, F] {Q_D}", W, mesh)': "one plain array has this type",
     'all_reduce("W[D, F] {U_X} -> W[D, F]", W_F, mesh)': "a sum is not quantized",
     'reduce_scatter("W[D, F] {U_X} -> W[D_X, F]", W_F, mesh)': "a sum is not quantized",
@@ -62,6 +61,7 @@ ILLEGAL = {  # a line: words of its error
     'dequantize("W[D_X, F] {Q_D} -> W[D_X, F]", W, mesh)': "values and scales",
     'reshard("W[D_X, F] {Q_D} -> W[D, F_X] {Q_D}", W, mesh)': "one plain array has this type",
     'send("W[D, F] {Q_D}", W, mesh, "X", 1)': "one plain array has this type",
+    'all_gather("W[D_X, F] -> W[D, F]", W_D, mesh)': "fix: write {Q_...} on both sides",
     'transfer("W[D, F] {Q_D} -> W[D, F] {Q_D}", W, mesh, mesh)': "one plain array has this type",
     'all_gather("W[D_X, F] {Q_D} -> W[D, F] {Q_D}", Scaled(W_D.q, row.s, None, W_D.format, (-2,)), mesh)': "one rank",
 }
