@@ -44,6 +44,7 @@ def evaluate(params, valid: Sequence[Batches], settings: Settings, mesh) -> floa
             if counted := int((targets != IGNORED).sum()):
                 some, targets, segments = (local(x, mesh) for x in (some, targets, segments))
                 given = {"segments": segments, "zero": settings.zero, "lora": settings.adapters}
+                given |= {"context": settings.context}
                 loss = transformer.loss(params, some, targets, config, mesh, **given)
                 total, count = total + loss.item() * counted, count + counted
     return total / count if count else math.nan

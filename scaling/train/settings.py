@@ -119,6 +119,11 @@ class Settings:
         """The adapters that are trained, or None if all params are trained."""
         return Lora(self.lora, tuple(self.lora_on.split(",")), self.lora_alpha) if self.lora else None
 
+    @property
+    def context(self) -> str:
+        """The form of attention over C: zig-zag, but plain order for linear layers, which hand a state on."""
+        return "ring" if self.model.linear else "zigzag"
+
 
 def add_flags(parser: argparse.ArgumentParser, names: Sequence[str] = ()) -> None:
     """Add the flag of each field made by `as_flag`, or only of those in `names`: --save-every for `save_every`."""

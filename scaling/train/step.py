@@ -134,7 +134,7 @@ def gradients(settings: Settings, mesh, schedule=None, frozen: dict | None = Non
             others | params, inputs, targets, config, mesh, segments=segments, microbatches=settings.microbatches,
             remat=settings.remat, keep_weights=settings.keep_weights, seed=at_step(settings.seed, step), sums=sums,
             scale=scale, zero=zero, schedule=schedule, lora=settings.adapters, precision=settings.precision,
-            limits=limits,
+            limits=limits, context=settings.context,
         )  # fmt: skip
         return loss, grads, optim.global_norm(grads, types, mesh, limits.row)
 

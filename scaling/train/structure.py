@@ -141,10 +141,10 @@ def resolved(settings: Settings, sizes: Mapping[str, int], schedule: str | None 
     params, (tokens, targets, _) = step_shapes(settings, mesh, schedule)
     options = StepOptions(
         microbatches=settings.microbatches, remat=settings.remat, zero=settings.zero, schedule=schedule,
-        lora=settings.adapters, precision=settings.precision,
+        lora=settings.adapters, precision=settings.precision, context=settings.context,
     )  # fmt: skip
     if (C := sizes.get("C", 1)) > 1:
-        check_length("zigzag", settings.seq, C)
+        check_length(settings.context, settings.seq, C)
     return params, look_up_step(options, settings.model, params, (tokens, targets, None, None), mesh, seed=0)
 
 

@@ -18,6 +18,7 @@ from scaling.models import hf, transformer
 from scaling.models.delta_rule import delta_rule, delta_rule_backward
 from scaling.spec import present
 from scaling.strategies import transformer as strategy
+from scaling.train.settings import Settings
 
 
 def by_token(Q, K, V, g, beta, S, starts):
@@ -178,3 +179,8 @@ def test_how_states_are_not_served_is_refused(options, said):
     config, params = model("qwen3 next dense")
     with pytest.raises(ValueError, match=f"{said}.*\n  fix: "):
         serve.generate(params, PROMPTS, config, 6, **options)
+
+
+def test_a_run_s_order_of_tokens_is_the_one_that_linear_layers_need():
+    plain = Config("plain", L=2, D=8, F=8, N=2, K=2, H=4, V=8)
+    assert [Settings(config, "", "").context for config in (plain, model("qwen3 next")[0])] == ["zigzag", "ring"]
