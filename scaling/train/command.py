@@ -35,7 +35,7 @@ from scaling.train.loop import run
 from scaling.train.origin import begun_from, end_for, tokenizer_for, weights_to_begin_with
 from scaling.train.progress import check_installed, describe
 from scaling.train.settings import Settings, add_flags
-from scaling.train.step import options_of_adapters
+from scaling.train.step import check_compiled, options_of_adapters
 
 GIVE = ("P", "X")  # the axes that are halved, in this order
 OTHERS = {
@@ -140,6 +140,7 @@ def main(argv=None) -> int:
     if first_rank() and (note := loss_note(asked, settings)):
         print(f"warning: {note}", file=sys.stderr, flush=True)
     transformer.specs(config, AbstractMesh(sizes), zero=settings.zero, lora=settings.adapters)
+    check_compiled(settings, sizes)
     if args.dry_run:
         backend = "gloo" if args.device == "cpu" else "abstract"
         print(fold(describe(settings, sizes)) + "\n" + dry.table(dry.fullest(settings, sizes, backend), sizes))

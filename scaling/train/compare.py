@@ -25,7 +25,7 @@ from scaling.train.progress import read_records
 
 # Options that do not affect a step:
 BESIDE = ("out", "save_every", "keep", "eval_every", "eval_batches", "guard_every", "resume", "chip", "keep_weights")
-BESIDE += ("norms", "profile", "sample", "tensorboard", NAME)
+BESIDE += ("compile", "norms", "profile", "sample", "tensorboard", NAME)
 
 
 def _of_same_steps(a: Path, b: Path, name: str) -> Iterator[tuple[dict, dict]]:

@@ -90,6 +90,7 @@ class Settings:
     keep_weights: bool = as_flag(
         False, "keep gathered weights to the end of a step; else they are thrown away and gathered again"
     )
+    compile: bool = as_flag(False, "compile the forward and backward pass as one graph, by torch.compile (inductor)")
     save_every: int = as_flag(100, "steps between checkpoints; 0: only at the end", integer(0))
     keep: int = as_flag(3, "checkpoints to keep", integer(1))
     eval_every: int = as_flag(100, "steps between evaluations; 0: only at the end", integer(0))

@@ -1,7 +1,7 @@
 """Make the training step on a mesh: `step(params, opt_state, batch) -> (params, opt_state, metrics)`, pure."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -130,15 +130,35 @@ def gradients(settings: Settings, mesh, schedule=None, frozen: dict | None = Non
 
     def f(params, batch, step: int = 0, scale: float = 1.0):
         inputs, targets, segments = batch
+        seed = at_step(settings.seed, step) if config.dropout else None
         loss, grads = transformer.loss_and_grads(
             others | params, inputs, targets, config, mesh, segments=segments, microbatches=settings.microbatches,
-            remat=settings.remat, keep_weights=settings.keep_weights, seed=at_step(settings.seed, step), sums=sums,
+            remat=settings.remat, keep_weights=settings.keep_weights, seed=seed, sums=sums,
             scale=scale, zero=zero, schedule=schedule, lora=settings.adapters, precision=settings.precision,
             limits=limits, context=settings.context,
         )  # fmt: skip
         return loss, grads, optim.global_norm(grads, types, mesh, limits.row)
 
     return f
+
+
+def check_compiled(settings: Settings, sizes: Mapping[str, int]) -> None:
+    """Check that the step of a run with `--compile` is one graph that serves all steps; else ValueError."""
+    reasons = {
+        "experts": settings.model.moe and "the host reads how many rows each expert gets",
+        "mesh axis Z": sizes.get("Z", 1) > 1 and "the stages of a pipeline send and receive from Python",
+        "dropout": settings.model.dropout and "each step draws by a seed of its own",
+        "--dtype fp16": settings.dtype == "fp16" and "the scale of the loss changes",
+    }
+    if settings.compile and (found := [(what, why) for what, why in reasons.items() if why]):
+        what, why = found[0]
+        raise ValueError(f"--compile with {what}\n  rule: {why}, and a graph has no such step\n  fix: leave one out")
+
+
+def compiled(f: Callable) -> Callable:
+    """Return the function of `gradients` as one graph. The step's number and the loss's scale do not change it."""
+    run = torch.compile(lambda params, batch: f(params, batch), fullgraph=True, dynamic=False)
+    return lambda params, batch, step=0, scale=1.0: run(params, batch)
 
 
 def make_step(settings: Settings, mesh, optimizer: optim.Optimizer, frozen: dict | None = None) -> Callable:
@@ -151,7 +171,9 @@ def make_step(settings: Settings, mesh, optimizer: optim.Optimizer, frozen: dict
     The step raises ArithmeticError if halving cannot help: the loss is not finite, or the gradients are not finite and
     there is no scale or it is already 1.
     """
+    check_compiled(settings, mesh.sizes)
     f, updated = gradients(settings, mesh, frozen=frozen), Updated(settings, mesh)
+    f = compiled(f) if settings.compile else f
     types = updated.types
     moved = {"specs": types, "mesh": mesh} if settings.optimizer == "muon" else {}  # Muon is not elementwise
 

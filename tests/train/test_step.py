@@ -29,7 +29,7 @@ from scaling.train import dry, evaluate, guards
 from scaling.train.batches import Batches
 from scaling.train.corpus import Corpus
 from scaling.train.settings import DTYPES, Settings, optimizer_of
-from scaling.train.step import begin_state, drawn_params, gradients, make_step
+from scaling.train.step import begin_state, check_compiled, drawn_params, gradients, make_step
 from scaling.train.step_count import count
 
 MODEL = get("tiny").with_(L=2, D=32, F=64, H=8, N=4, K=2)
@@ -85,6 +85,40 @@ def trained(mesh, settings):
     taken = *held, did.collectives, most, did.sent, did.flops
     whole = transformer.unshard(state.get("master", params), settings.model, mesh, zero=settings.zero)
     return taken, scales, losses, whole
+
+
+def by_graph(mesh, settings):
+    """The losses and whole params after two steps, of which forward and backward are one graph if they are compiled."""
+    torch._dynamo.utils.counters.clear()
+    params, optimizer = drawn_params(settings, mesh), optimizer_of(settings)
+    with mock.patch("torch.compile", partial(torch.compile, backend="aot_eager")):
+        state, step, losses = begin_state(settings, mesh, optimizer, params), make_step(settings, mesh, optimizer), []
+    for _ in range(2):
+        with trace():
+            params, state, metrics = step(params, state, batch_of(settings, mesh), donate=True)
+        losses.append(metrics["loss"].item())
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == settings.compile
+    return losses, transformer.unshard(params, settings.model, mesh)
+
+
+@pytest.mark.slow
+@pytest.mark.compile
+@pytest.mark.filterwarnings("ignore")  # of torch's own code
+def test_a_compiled_step_is_one_graph_and_learns_the_same(ranks):
+    settings = Settings(MODEL.with_(L=1), "", "", 4, 16, lr=3e-3, warmup=1, dtype="fp64")
+    ((losses, wanted),) = ranks(by_graph, {"X": 1}, settings)
+    for found, whole in ranks(by_graph, {"Y": 2}, replace(settings, compile=True)):
+        assert found == pytest.approx(losses, rel=1e-12)
+        assert max(off(whole, wanted).values()) < 1e-10
+
+
+def test_what_is_no_graph_is_refused_by_name():
+    told = {"experts": (EXPERTS, {}, {}), "mesh axis Z": (MODEL, {}, {"Z": 2}), "fp16": (MODEL, {"dtype": "fp16"}, {})}
+    told |= {"dropout": (MODEL.with_(dropout=0.1), {}, {})}
+    for what, (config, options, sizes) in told.items():
+        with pytest.raises(ValueError, match=f"--compile with .*{what}"):
+            check_compiled(Settings(config, "", "", 4, 16, compile=True, **options), sizes)
+    check_compiled(Settings(EXPERTS, "", "", 4, 16), {"Z": 2})
 
 
 @pytest.mark.parametrize(("config", "sizes", "options"), [
