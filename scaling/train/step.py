@@ -155,7 +155,7 @@ def check_compiled(settings: Settings, sizes: Mapping[str, int]) -> None:
         raise ValueError(f"--compile with {what}\n  rule: {why}, and a graph has no such step\n  fix: leave one out")
 
 
-def compiled(f: Callable) -> Callable:
+def as_graph(f: Callable) -> Callable:
     """Return the function of `gradients` as one graph. The step's number and the loss's scale do not change it."""
     run = torch.compile(lambda params, batch: f(params, batch), fullgraph=True, dynamic=False)
     return lambda params, batch, step=0, scale=1.0: run(params, batch)
@@ -173,7 +173,7 @@ def make_step(settings: Settings, mesh, optimizer: optim.Optimizer, frozen: dict
     """
     check_compiled(settings, mesh.sizes)
     f, updated = gradients(settings, mesh, frozen=frozen), Updated(settings, mesh)
-    f = compiled(f) if settings.compile else f
+    f = as_graph(f) if settings.compile else f
     types = updated.types
     moved = {"specs": types, "mesh": mesh} if settings.optimizer == "muon" else {}  # Muon is not elementwise
 

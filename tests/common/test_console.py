@@ -46,8 +46,8 @@ BAD = {  # (command, arguments): words of the last line
     (check, "/nonexistent.py"): "no such file",
     (network, "--folder", "/nonexistent"): "there is no such folder",
     (flight, "x" * 300): "no run is here",
-    (show, "A[I]", "--plot", "x" * 300 + ".png"): "(304 characters): File name too long",
-    (show, "A[I]", "--plot", "x.json"): "ends in .png or .svg",
+    (show, "A[I]", "--plot", "x" * 300 + ".svg"): "(304 characters): File name too long",
+    (show, "A[I]", "--plot", "x.json"): "ends in .svg",
 }
 
 
