@@ -62,7 +62,7 @@ def check_source(text: str, file: str = "<source>", strict: bool = False) -> lis
 
 
 def _check_texts(texts: dict[str, str], own: set[str], lines_only: bool = False) -> tuple[Judgement, dict[str, list]]:
-    """Check texts, {path: text}, as `check_files` does; those of `own` are judged by the library's programs."""
+    """Check texts, {path: text}, as `check_files` does; the library's programs judge the texts of `own`."""
     report, calls = Judgement(), {}
     for path, text in texts.items():
         found, places = check_lines(text, path)

@@ -204,7 +204,7 @@ class Judge(TypedLines, TorchDispatchMode):
                 self.give(x, held._replace(place=place), unset)
 
     def taken_from(self, name: str, args, kwargs, x: Tensor, parts: Sequence[Tensor]) -> tuple[str, ...]:
-        """Return the axes of a split dim of which each device takes its own rows: one, or no even part (x[1:])."""
+        """Return the axes of a split dim if each device takes one row of its part, or an uneven slice of it (x[1:])."""
         dims = self.held(x).dims
         if name in ROWS:
             return axes_along(dims[argument(args, kwargs, 1, "dim", 0)]) or ()

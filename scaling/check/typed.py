@@ -286,5 +286,5 @@ class TypedLines(KnownArrays):
             self.give(result, made)
         else:
             self.write(out, made, add)
-        self.params.discard(spec.name)  # what a line computes is not a param: In and Out in a tree of all arrays
+        self.params.discard(spec.name)  # the result of a line is not a param: In and Out in a tree of all arrays
         return result

@@ -34,7 +34,7 @@ from scaling.spec import Spec, parse_line
 class LocalProduct(NamedTuple):
     """A prepared line, as constants that a compiler can keep in its graph.
 
-    The first fields say what the operands must be. `dims` is the number of dims of each (-1: there is no b). `shared`
+    The first fields describe the operands. `dims` is the number of dims of each (-1: there is no b). `shared`
     has (position in a, position in b) of each dim that both have, `numbers` (operand, position, size, whether it is
     split) of each dim that is a number, and `result` (operand, position) of each dim of the result. `is_view` says
     whether torch.einsum would return a view of the operand.

@@ -71,7 +71,7 @@ def fold(text: str, columns: int | None = None) -> str:
 
 
 def fold_command(line: str) -> str:
-    """Continue a shell command that is too long on the next lines, each of which begins with an option."""
+    """Continue a shell command that is too long on further lines that begin with an option."""
     first, *options = re.split(r" (?=--)", line)
     lines = [first]
     for option in options:

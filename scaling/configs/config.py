@@ -58,14 +58,14 @@ class Config:
     shared experts' output is multiplied by a sigmoid of the token (Qwen2-MoE). `expert_bias` adds biases to the router
     and to the experts' products, which are kept within `clamp` (GPT-OSS).
 
-    `norms` are "before" a block, of what it reads, "after" it, of what it adds to the stream (OLMo 2), or "both" (Gemma
+    `norms` are "before" a block, on its input, "after" it, on its output to the stream (OLMo 2), or "both" (Gemma
     2). A `parallel` layer's blocks read the same stream, and with norms "shared" one norm of it (Cohere). Norms are
     RMSNorm, or `centered` LayerNorm, with a bias if `norm_bias`. `mlp_bias` adds biases to the MLP's products. With
     `qk_wide`, `qk_norm` norms all heads of a token together (OLMo); with `qk_layernorm` it is LayerNorm, with gains of
-    each head (Command R+); with `qk_turned` it norms what is already rotated (Hunyuan). With a `local_theta` layers
+    each head (Command R+); with `qk_turned` it norms rotated queries and keys (Hunyuan). With a `local_theta` layers
     with a window rotate by this base, without `rope_scaling` (Gemma 3). Scores and logits are kept within `score_cap`
     and `logit_cap` by tanh (Gemma 2). With `sinks` each head has a score of a key without a value (GPT-OSS). With
-    `head_gate` what a head attends to is multiplied by a sigmoid of the token (Qwen3-Next).
+    `head_gate` a head's result is multiplied by a sigmoid of the token (Qwen3-Next).
     """
 
     name: str
@@ -214,9 +214,9 @@ class Config:
         """The dims of the params by letter.
 
         S is the width of the shared experts together. L counts the layers of one stack; the dense layers before those
-        with experts are G, of width O. In latent attention R (D if there is none) and C are the ranks of queries and of
-        keys and values, M = C + rope, A = nope + rope is a query's width, and W = nope + value is the width of a key
-        and a value. Linear layers have lower-case letters, and L then counts the others.
+        with experts are G, of width O. In latent attention R (D if queries have no latent) and C are the ranks of
+        queries and of keys and values, M = C + rope, A = nope + rope is a query's width, and W = nope + value is the
+        width of a key and a value. Linear layers have lower-case letters, and L then counts the others.
         """
         sizes = {letter: getattr(self, letter) for letter in "LDFNKHVE"} | {"S": self.S}
         if self.dense_layers:
@@ -233,7 +233,7 @@ class Config:
 
     @property
     def slots(self) -> tuple[int, ...]:
-        """The number of each layer among those of its kind, linear or not, in the order of its cache."""
+        """The slot of each layer in its kind's cache: its number among the linear layers or among the others."""
         linear = self.linear.layers if self.linear else ()
         return tuple((linear if l in linear else self.attending).index(l) for l in range(self.L))
 

@@ -20,7 +20,7 @@ def rotary(table: dict, read: dict, kind: ModelType) -> dict:
 
     If a file has `rope_scaling`, all of `rope_parameters` is ignored. The base in this table wins over the one at the
     top level, and the original context at the top level wins over the one in the table, but not where layers with a
-    window have a table of their own.
+    window have a separate table.
     """
     given, local = scaling_of(table), {}
     if not table.get("rope_scaling") and table.get("rope_parameters") is None:

@@ -1,6 +1,6 @@
 """Write the config.json of a model in the book's letters, for a class of transformers that computes the same.
 
-A class computes a model if what is written for it is read back as that model (`hugging_face.read_config`).
+A class computes a model if the config.json written for it is read back as that model (`hugging_face.read_config`).
 """
 
 from dataclasses import fields
@@ -23,7 +23,7 @@ def kind_of(config: Config) -> str:
     """Return the model_type whose class computes this model: the model's own, or else the first that does.
 
     Raises:
-        ValueError: No class of `KINDS` computes it; the message names what the nearest class lacks.
+        ValueError: No class of `KINDS` computes it; the message names the features that the nearest class lacks.
     """
     return _kind_of(config, config.model_type)
 
@@ -57,7 +57,7 @@ def _lacking(config: Config, kind: str) -> list[str]:
 
 
 def _compared(config: Config) -> dict[str, Any]:
-    """Return the fields that decide what a model computes, in a form that is equal for two spellings of one model."""
+    """Return the fields that determine a model's function, in a form that is equal for two spellings of one model."""
     found = {field.name: getattr(config, field.name) for field in fields(Config) if field.name not in IGNORED}
     found |= {"activation": config.nonlinearity, "F_shared": config.S, "window": config.windows}
     return found if config.moe else {name: value for name, value in found.items() if name not in OF_EXPERTS}

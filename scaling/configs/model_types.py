@@ -16,7 +16,7 @@ class ModelType:
 
     Attributes:
         architecture: The class in transformers whose models are computed here; "" for a type that is only counted.
-        keys: The keys that change what the class computes, each with its default. For a type that is only counted, the
+        keys: The keys that change the class's function, each with its default. For a type that is only counted, the
             defaults of the keys that it shares with others.
         theta: The class's base of rotary positions.
         aliases: Other names of keys. Where a file has both, the class takes the other name's value.
@@ -26,7 +26,7 @@ class ModelType:
         gated_window: Whether a window counts only with use_sliding_window.
         pattern: Without layer_types, every layer whose number this divides sees all, and the others have the window.
         partial: The default of partial_rotary_factor in a class that rotates only a part of each head.
-        rope_keys: The keys of the base and of the rotated part, where they are not in a table of their own.
+        rope_keys: The keys of the base and of the rotated part, where they are not in a separate table.
         local_theta: The base of layers with a window, in a class in which it is another.
         stretched: Whether positions of type "dynamic" with an `alpha` are of a larger base, theta alpha^(H / (H - 2)).
         rope: The table of rotary positions of a file that has none.

@@ -1,6 +1,6 @@
 """Quantized weights of a Hugging Face folder, as its quantization_config says: DeepSeek's, compressed-tensors', MXFP4.
 
-A weight W[rows, columns] in FP8 is stored in E4M3 with scales of its own, `weight_scale_inv` or `weight_scale`, by
+A weight W[rows, columns] in FP8 is stored in E4M3 with scales, `weight_scale_inv` or `weight_scale`, by
 which it is multiplied when it is read. In MXFP4 (GPT-OSS) an expert's matrices are `_blocks` and `_scales`.
 """
 

@@ -169,7 +169,7 @@ def folder_on_hub(name: str, sizes_only: bool = False) -> Path:
             f"{name}: there is no such file or folder here, and the hub has no such model or keeps it private\n"
             "  fix: check the name; for a private model log in with `hf auth login`, or set HF_TOKEN"
         ) from None
-    except Exception as error:  # the network's errors are of whichever library it uses
+    except Exception as error:  # each library for the network has other errors
         raise ValueError(
             f"{name}: is not here, and the hub cannot be reached ({_first_line(error)})\n"
             "  fix: connect to the network, or give the path of a folder that was downloaded before"

@@ -103,7 +103,7 @@ class SharedPage:
         waits = self.waits()
         missing = {rank: self.missing(wait) for rank, wait in waits.items()}
         if self.waits() != waits or missing != {rank: self.missing(wait) for rank, wait in waits.items()}:
-            return {}  # a rank has moved on: only what is equal in two readings was true at one time
+            return {}  # a rank has moved on: only facts equal in two readings were true at one time
         stuck = {rank for rank in missing if missing[rank]}
         while free := {rank for rank in stuck if not stuck & set(missing[rank])}:
             stuck -= free

@@ -9,6 +9,6 @@ Call `transformer.init(config)`, `transformer.loss(params, tokens)`, `hf.load(fo
     leaves, params, inputs           one table of all params; their first values; checks of params and batches
     lora, adapters                   adapters beside frozen weights, and their files
     hf, hf_layout                    folders of Hugging Face
-    text, growth, ends               tokenizers, those that would never finish, and the tokens that end a text
+    text, growth, ends               tokenizers, the ones that would never finish, and the tokens that end a text
     template, template_process       chat templates
 """

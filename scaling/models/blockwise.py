@@ -261,7 +261,7 @@ class Attention(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, dO, _):
-        """Return the gradients of Q, K, V and the sinks, of which each is a share of its head's softmax."""
+        """Return the gradients of Q, K, V and the sinks; a sink takes a share of its head's softmax."""
         O, lse, *_, sinks = ctx.saved_tensors
         dsinks = None
         if sinks is not None:

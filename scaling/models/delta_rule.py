@@ -8,10 +8,11 @@ from keys to values. A token lets it decay by exp(g), reads the value that its k
 
 Token by token this is a product with a vector each. In chunks of c tokens it is products of matrices (Yang et al. 2024,
 arxiv.org/abs/2406.06484): the values that a chunk's tokens write depend on each other by a triangular matrix, so they
-are its inverse times what the tokens would write alone. `decays` has the products of exp(g) between two places.
+are its inverse times the values that the tokens would write alone. `decays` has the products of exp(g) between two
+places.
 
-    A[c, c] = beta (K K^T) pair, below the diagonal      what a token's key reads of what earlier tokens wrote
-    New[c, v] = (1 + A)^-1 beta (V - (into K) S)         what is written
+    A[c, c] = beta (K K^T) pair, below the diagonal      a token's key reads the values of earlier tokens
+    New[c, v] = (1 + A)^-1 beta (V - (into K) S)         the values that the chunk writes
     O = (into Q) S + (Q K^T pair) New
     S <- through S + (out K)^T New
 """
@@ -42,7 +43,7 @@ class Decays(NamedTuple):
 
 
 class Kept(NamedTuple):
-    """The arrays of a forward pass that its derivative needs: the state before each chunk, and what it writes.
+    """The arrays of a forward pass that its derivative needs: the state before each chunk, and the chunk's values.
 
     Attributes:
         states: states[B, n, chunks, h, v].

@@ -64,7 +64,7 @@ def load_sharded(
     """Read (config, params) as `load` does, but only this rank's shards by `specs` (None: whole params).
 
     The rest of the files is not read. `places` is as in `models.transformer.init`. `stored` is a tree like the params
-    of functions, by which each leaf is stored as soon as it is read (`serve.weights.quantizers`).
+    of functions, by which each leaf is stored once it is read (`serve.weights.quantizers`).
     """
     folder = Path(folder)
     config = _config(folder)
@@ -152,8 +152,8 @@ def _parts(
 ) -> Iterator[tuple[int, dict[str, Tensor]]]:
     """Yield (0, the tensors of the ends and of dense layers before those with experts), then (l + 1, layer l's).
 
-    Each tensor is gathered whole. Of the layers after the dense ones, only those that this rank holds a part of are
-    yielded.
+    Each tensor is gathered whole. After the dense layers, a rank yields only
+    the layers that it holds a part of.
     """
 
     def add(pieces: TensorParts, leaf: Tensor, spec: Spec, layout: FileLayout, at: dict[str, int]) -> None:

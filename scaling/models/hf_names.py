@@ -32,7 +32,7 @@ RENAMED: dict[str, dict[str, str]] = {  # parts of names, each with what replace
 
 # Params that share a tensor or have other dims in it: part of a name -> (what replaces it, the tensor's dims). A "*" in
 # the dims numbers the params of the tensor, which its rows before the colon list: "NH KH KH: 1" is the second of three
-# that lie one after the other along the rows; "2: 0" is the first of two, at index 0 of "*".
+# that follow each other along the rows; "2: 0" is the first of two, at index 0 of "*".
 Row = tuple[str, str, str]
 _FUSED_MLP: dict[str, Row] = {
     "mlp.gate_proj": ("mlp.gate_up_proj", "*F, D", "2: 0"),

@@ -66,7 +66,7 @@ class ScaledSlice:
 class PackedSlice:
     """Experts' matrices W[E, D, F] in MXFP4, read like a slice of a file: any part comes in float32, times its scales.
 
-    The file has values[E, F, G, 16], each byte two neighbours along D, of which 32 share one of exponents[E, F, G].
+    The file has values[E, F, G, 16], each byte two neighbours along D, and exponents[E, F, G], each shared by 32.
     """
 
     def __init__(self, values: Any, exponents: Any, name: str):

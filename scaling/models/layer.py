@@ -225,8 +225,7 @@ def gate_features(Tmp: Tensor, Gate: Tensor | None, config: Config) -> Values:
 
 
 # The norms of all families. LayerNorm is RMSNorm of x minus its mean over D (Ba et al. 2016, arxiv.org/abs/1607.06450).
-# A layer without a norm of some name leaves its input as it is: OLMo 2 norms what a block adds to the stream, and not
-# what the block reads.
+# A layer that lacks one of the norms leaves the norm's input unchanged: OLMo 2 norms a block's output, not its input.
 
 
 def centered(x: Tensor) -> Tensor:

@@ -202,7 +202,7 @@ def _dense(leaf: Leaf) -> Leaf:
 
 
 def _of_linear(leaves: dict) -> dict:
-    """Return the leaves of the l linear layers, of those of the others."""
+    """Return a linear layer's leaves: LINEAR in place of attention's, and the others stacked along l, not L."""
 
     def each(leaf: Leaf) -> Leaf:
         name, dims = leaf.hf

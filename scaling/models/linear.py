@@ -8,7 +8,7 @@ normed and multiplied by silu(Z) (Yang et al. 2024, arxiv.org/abs/2412.06464, se
     y[B, T, D] -> QKVZ[B, T, k, m], BA[B, T, k, u] -> Q, K[B, T, n, h], V[B, T, n, v], g, beta[B, T, n]
                -> the rule, with its state S[B, n, h, v] -> O[B, T, n, v]
 
-What a token needs of earlier ones is the state and the last w - 1 tokens before the convolution, the *tail*. With the
+A token needs of earlier ones the state, and the last w - 1 tokens before the convolution, the *tail*. With the
 sequence over C each rank gets both from the rank before. A rank's part maps the state before it to R + P S, so ranks
 find R and P at the same time, and only products with P wait for each other:
 
@@ -74,8 +74,8 @@ def split_gate(QKVZ: Tensor, config: Config) -> tuple[Tensor, Tensor]:
 def mix(QKV, BA, conv_Q, conv_K, conv_V, A_log, dt, config: Config, places: Tensor | None) -> tuple[Tensor, ...]:
     """Return the rule's Q, K[B, T, n, h], V[B, T, n, v], g, beta[B, T, n] of QKV[B, w - 1 + T, k, c], BA[B, T, k, u].
 
-    places[B, T] are positions in packed documents: a convolution does not reach beyond the first of its own. The rule
-    is computed in float32 or wider.
+    places[B, T] are positions in packed documents: a convolution does not reach beyond its document's first token. The
+    rule is computed in float32 or wider.
     """
     linear: Any = config.linear
     width, wide = linear.width, torch.promote_types(QKV.dtype, torch.float32)

@@ -46,7 +46,7 @@ def second_moment(activation: str) -> float:
 
 
 def soft_cap(x: Tensor, cap: float | None) -> Tensor:
-    """Return cap tanh(x / cap), which lies within the cap, or x where there is none (Gemma 2)."""
+    """Return cap tanh(x / cap), which lies within the cap (Gemma 2); without a cap, return x."""
     return x if cap is None else cap * torch.tanh(x / cap)
 
 

@@ -90,10 +90,10 @@ def forward(
 ) -> Tensor:
     """Logits[B, T, V] of tokens[B, T]. segments[B, T]: the ids of packed documents, which do not see each other.
 
-    `remat` decides what each layer saves for the backward pass: with "none" nothing is recomputed, "block" saves only
-    the layer's input, "matmuls" the outputs of its big matmuls (`scaling.cost.transformer.REMAT`). The results are
-    equal. `attention(Q, K, V)` maps [B, T, N, H], [B, S, K, H], [B, S, K, H] to [B, T, N, H], and takes `window=`
-    and `segments=` where the model or the call has them.
+    `remat` decides which arrays each layer saves for the backward pass: with "none" nothing is recomputed, "block"
+    saves only the layer's input, "matmuls" the outputs of its big matmuls (`scaling.cost.transformer.REMAT`). The
+    results are equal. `attention(Q, K, V)` maps [B, T, N, H], [B, S, K, H], [B, S, K, H] to [B, T, N, H], and takes
+    `window=` and `segments=` where the model or the call has them.
     """
     return _forward(params, tokens, remat, attention, config or config_of_params(params), segments)[0]
 

@@ -5,10 +5,10 @@
     from scaling.plan import Job, plans
     best = plans(Job(get("llama3-70b"), batch=4 * 2**20), chip("v5p"), chips=8960)[0]
 
-The files, none of which needs torch:
+None of these files needs torch:
 
-- job: what is to be trained, and a layout, which is the sizes of the mesh axes and the recipe
-- work: what a model asks of its chips
+- job: the training task, and a layout, which is the sizes of the mesh axes and the recipe
+- work: the FLOPs and bytes that a model asks of its chips
 - network: where the axes lie, and which collectives run over them
 - ledger: what a chip computes and moves; holds: its memory
 - evaluate: bound and forecast

@@ -185,7 +185,7 @@ def planned(
 
 
 def mesh_of(layout: Layout) -> dict[str, int]:
-    """Return the run's axes for a layout, without those of size 1; a run shards over X and not over P."""
+    """Return the run's axes longer than 1 and their sizes, for a layout; a run shards over X and not over P."""
     sizes: dict[str, int] = {}
     axes = AXES | ({"data": "X"} if layout.zero == 1 else {})
     for axis, size in layout.sizes.items():

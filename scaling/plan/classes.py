@@ -40,7 +40,7 @@ def usual_error(job: Job, chip: Chip) -> float | None:
 
 
 def error_line(job: Job, chip: Chip) -> str:
-    """Return what is known about a forecast's error, as a sentence without its full stop."""
+    """Return a sentence, without its full stop, on how far such forecasts are off."""
     name = class_of(job, chip)
     if chip.efficiency_of:
         like = chip.efficiency_of
@@ -59,7 +59,7 @@ def family(l: Layout) -> Amount:
 
 @dataclass(frozen=True)
 class Practice:
-    """What published runs of a model and a chip do: their families and schedules, and the largest size of each axis."""
+    """The layouts of published runs of a class: their families and schedules, and the largest size of each axis."""
 
     families: tuple[int, ...]
     schedules: tuple[str, ...]
@@ -68,7 +68,7 @@ class Practice:
 
 @cache
 def practice(kind: str, experts: bool, long: bool) -> Practice:
-    """Return what the published runs do that are on such chips, with or without experts.
+    """Return the layouts that published runs use on such chips, with or without experts.
 
     Sequences may be longer than `LONG` only in runs for jobs with such sequences, since those split them.
     """

@@ -102,7 +102,7 @@ def matmul_passes(job: Job, math: Amount, reads: Amount) -> tuple[Amount, Amount
 
 
 def forecast(job: Job, chip: Chip, c: Compute, l: Layout, entries: Sequence[Entry], own: Held) -> StepParts:
-    """Return the parts of the step as it is likely to be; their sum is never shorter than the bound."""
+    """Return the parts of the step's likely time; their sum is never below the bound."""
     rate, M = chip.efficiency, l.microbatches
     wide, kernel, bandwidth = reached_rates(job, chip)
     linear = layer_products(job, chip, c, l)
@@ -206,7 +206,7 @@ class Estimate:
 
     @property
     def forecast(self) -> Amount:
-        """Seconds of a step as it is likely to be."""
+        """The likely seconds of a step."""
         return self.parts.total
 
     @cached_property

@@ -54,7 +54,7 @@ def pareto_of_chips(asked: Question, budget: Budget) -> list[ParetoPoint]:
 
 @dataclass(frozen=True)
 class Change:
-    """A question asked again with one thing changed: the best layout then, or why there is none."""
+    """The best layout after one part of the question is changed, or the reason that nothing fits then."""
 
     what: str
     found: Estimate | None

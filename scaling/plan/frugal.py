@@ -45,7 +45,7 @@ def adapter_params(config: Config) -> float:
 
 
 def frugal_ways(job: Job) -> Iterator[Frugal]:
-    """Yield the ways that need less memory than the job itself; those that train all params come first."""
+    """Yield the ways that need less memory than the job itself, first the ways that train all params."""
     params = job.work.params
     if job.optimizer_bytes > 2:
         yield Frugal("8-bit Adam", replace(job, optimizer_bytes=2), 0.0, "its two moments take a byte each")

@@ -51,7 +51,7 @@ def run_bytes(dtype: str) -> tuple[float, float, float]:
 class Job:
     """A batch of tokens in sequences of `seq`, and the bytes of a parameter, its gradient, and its optimizer state.
 
-    The bytes are by default the book's 10 bytes a parameter and a gradient in bf16; `run_bytes` has those of a run.
+    The bytes are by default the book's 10 bytes a parameter and a gradient in bf16; `run_bytes` has a run's.
     `dtype` is that of the layers' matmuls. With fp8 or int8, the dot products, the unembedding and everything that is
     sent stay bf16, except tokens on their way to experts. `overlap` belongs to the bound: with "max" collectives over
     different links run at once, behind the matmuls (the book of 2026); with "sum" they run in sequence, but behind the
@@ -149,8 +149,8 @@ class Layout:
     """The sizes of AXES and the recipe of a step; or columns of many layouts, whose words are numbers (CODED).
 
     `zero` is the stage of ZeRO: 0, 1 or 3. `schedule` is that of the stages, with `chunks` of layers each. `remat` says
-    what is saved for backward. `reduce` applies to ZeRO-3: gradients are either scattered after each microbatch
-    ("each"), or summed whole and scattered once ("once"), which sends less and holds more.
+    which arrays are saved for backward. `reduce` applies to ZeRO-3: gradients are either scattered after each
+    microbatch ("each"), or summed whole and scattered once ("once"), which sends less and holds more.
     """
 
     pod: int = 1

@@ -2,7 +2,7 @@
 
 It describes the fullest stage by formulas, for a system that does nothing needless. `tests/plan` compares it, for the
 book's stack, with the closed forms of Part 5 and with the strategies' own code. Gradients are sent in the dtype in
-which they are held. A run of `scaling.train` does nearly this for a job whose `shards` are fsdp alone; its own step
+which they are stored. A run of `scaling.train` does nearly this for a job whose `shards` are fsdp alone; its own step
 counts it exactly (`train.dry`, `plan.choose`). If a layout's fields are columns, so is everything here.
 """
 

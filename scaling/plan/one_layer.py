@@ -72,7 +72,7 @@ class Pass:
 
 
 def play(name: str, layer: list[Operation]) -> Pass:
-    """Time copies of a layer, one after another, until they are alike; return the last, with times from its start."""
+    """Simulate BEFORE copies of a layer, so that the last is like all later ones; return it, timed from its start."""
     ran, free, now, ready, fed, start = [], {}, 0.0, 0.0, 0.0, 0.0
     for _ in range(BEFORE):
         start = now = max(now, ready)
@@ -113,7 +113,7 @@ class _Layer:
         self.between = float(layer_between(job, chip, c, l)) / layers
         kv = w.kv * (max(1.0, l.tensor / w.kv_heads) - 1)
         self.attention = (w.projections + kv) / (w.dense + kv + w.routed)  # the share of attention's matrices
-        self.into = (w.heads + 2 * w.kv_heads) / (2 * (w.heads + w.kv_heads))  # of which Q, K and V
+        self.into = (w.heads + 2 * w.kv_heads) / (2 * (w.heads + w.kv_heads))  # the share of Q, K and V in it
         self.sent, self.hidden, self.slower = {}, {}, [0.0, 0.0]
         for entry in found.entries:
             seconds, hides = float(entry.over.forecast(entry.nbytes, rate)), float(entry.hides(chip, l))
@@ -154,7 +154,7 @@ class _Layer:
         yield Operation("compute", name, matmuls + passes * self.between)
 
     def forward(self, mark: str = "") -> Iterator[Operation]:
-        """Yield the operations of the forward pass; `mark` marks those that are recomputed."""
+        """Yield the operations of the forward pass; `mark` names the recomputed ones."""
         w, linear = self.work, self.linear[0]
         half = 0.5 if w.projections else 1.0  # of the passes through memory, an MLP's
         if not mark:

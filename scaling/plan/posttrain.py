@@ -7,7 +7,7 @@ Colocated, all chips write first and then train. Apart, some chips write while t
 step before, which are one update old. Then the slower side sets the pace, so the best division is where neither waits.
 
 Training is `scaling.plan`'s forecast of its best layout, and writing is `scaling.plan serve`'s of its best form and
-number of replicas. The push is bounded by what a serving chip receives and what a training chip sends.
+number of replicas. The push is bounded by the bytes that a serving chip receives and a training chip sends.
 
 Colocated, training waits for the longest answer, which in the end is the only one that its replica still writes. Apart,
 other answers are written meanwhile, so the longest one only matters if it takes longer than the whole step.
@@ -149,7 +149,7 @@ def writing(asked: PosttrainJob, hardware: Chip, chips: int) -> tuple[float, can
 def push_seconds(
     asked: PosttrainJob, hardware: Chip, train_chips: int, serving: candidates.ServingPlan, apart: bool
 ) -> float:
-    """Return the seconds of a push: what a serving chip receives or a training chip sends, over its slowest link."""
+    """Return the seconds of a push: the bytes of a serving or a training chip, over its slowest link."""
     nbytes = asked.service.load.weights
     received, sent = nbytes / serving.chips, nbytes * serving.replicas / train_chips
     return max(received, sent) / link(hardware, train_chips + (serving.chips * serving.replicas if apart else 0))

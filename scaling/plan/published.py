@@ -1,10 +1,10 @@
 """Published runs compared with the planner: `python -m scaling.plan published`.
 
-For each run this prints the forecast of its mesh, what was measured, and the layout that the planner would choose. The
-forecast's efficiencies are those of the chip files, the same for every run; the planner chooses what a source leaves
-open. The efficiencies are fitted to these runs, so the forecasts are also tested on runs that they are not fitted to:
-each class is divided into halves, the forecasts of one half are corrected by the median error of the other half, and
-the remaining errors are reported.
+For each run this prints the forecast of its mesh, the measured speed, and the layout that the planner would choose. The
+efficiencies are in the chip files, and are equal for all runs. The planner chooses whatever a source leaves open. The
+efficiencies are fitted to these runs, so the forecasts are also tested on runs that they are not fitted to: each class
+is divided into halves, the forecasts of one half are corrected by the median error of the other half, and the remaining
+errors are reported.
 """
 
 import json
@@ -31,8 +31,8 @@ BETTER = 0.15  # the planner's layout needs an explanation if it is faster by th
 class PublishedRun:
     """A published run: the job, the chips, the mesh, the measured tokens/s per chip, and the source.
 
-    `wanting`: what the forecast leaves out of it; `gave`: what the run gave up compared with the planner's layout. Runs
-    that are not `compared` only say how near forecasts are, and the planner does not look for a better layout.
+    `wanting`: the parts of the run that the forecast omits; `gave`: its disadvantages against the planner's layout.
+    Runs that are not `compared` only say how near forecasts are, and the planner does not look for a better layout.
     """
 
     name: str
@@ -55,7 +55,7 @@ class PublishedRun:
 
 @dataclass(frozen=True)
 class Beside:
-    """A run and the planner: the estimate of its own mesh, and the planner's best."""
+    """A published run, with the estimates of its mesh and of the planner's best layout."""
 
     run: PublishedRun
     own: Estimate
@@ -104,7 +104,7 @@ def token_flops(job: Job, count: str) -> float:
 
 
 def own_mesh(run: PublishedRun) -> Estimate:
-    """Return the estimate of the published mesh; the planner chooses what the source does not state."""
+    """Return the estimate of the published mesh; the planner chooses whatever the source does not state."""
     sizes = dict.fromkeys(AXES, 1) | dict(run.mesh)
     own = search(
         run.job, run.chip, run.chips, Fixed(tuple(sizes.items()), **cast(dict[str, Any], dict(run.recipe)))
@@ -118,7 +118,7 @@ def own_mesh(run: PublishedRun) -> Estimate:
 
 
 def beside_planner(run: PublishedRun) -> Beside:
-    """Return a run with the estimates of its own mesh and of the planner's best."""
+    """Estimate a run's mesh and the planner's best layout."""
     own = own_mesh(run)
     best = search(run.job, run.chip, run.chips).found[0] if run.compared else own
     return Beside(run, own, best if rank(best) < rank(own) else own)
@@ -156,7 +156,7 @@ def how_near(errors: Sequence[float]) -> str:
 
 
 def table(rows: list[Beside]) -> str:
-    """Return what is printed, at most 100 columns wide."""
+    """Return the table as text, at most 100 columns wide."""
     sources = list(dict.fromkeys(row.run.source for row in rows))
     lines = ["Tokens/s a chip: measured, and forecast for the same mesh", ""]
     for row in rows:

@@ -65,7 +65,7 @@ def bound_by(found: Estimate) -> str:
 
 
 def _notes(found: Estimate) -> list[str]:
-    """Return what a reader should know about this layout."""
+    """Return the notes that the report prints on this layout."""
     job, l, w, said = found.job, found.layout, found.job.work, []
     if l.tensor > 1:
         said.append("activations between the blocks are split over TP too (D_Y): each block gathers and scatters them")
@@ -104,7 +104,7 @@ def less_sure(found: Found) -> list[str]:
 
 
 def axis_table(found: Estimate) -> str:
-    """Return for each axis where it lies, what it moves, and its share of computing, forward and backward."""
+    """Return a table of the axes: their network, their bytes, and their share of computing, forward and backward."""
     forward, backward = found.cost.parts
     lanes = {entry.axis: entry.over for entry in found.entries}
     rows = []
@@ -145,7 +145,7 @@ def forecast_line(found: Estimate) -> str:
 
 
 def described_layout(found: Estimate, name: str = "") -> str:
-    """Return a layout and its recipe, on lines of their own."""
+    """Return the lines that name a layout and its recipe."""
     lines = [*wrap(name or found.name, LAYOUT), *(f"  {line}" for line in wrap(found.layout.recipe, LAYOUT - 2))]
     return "\n".join(lines)
 

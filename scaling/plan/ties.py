@@ -27,7 +27,7 @@ def effort(sizes: Mapping[str, int], chip: Chip | None = None) -> tuple[int, int
 def settle_ties(order: Sequence, seconds: Callable[[Any], float], effort_of: Callable[[Any], Any]) -> list:
     """Return `order`, which is sorted by seconds, with the one of least effort among the fastest in front.
 
-    The fastest ones are those that take at most a share TIE longer than the first.
+    The fastest layouts take at most a share TIE longer than the first.
     """
     as_fast = [one for one in order if seconds(one) <= (1 + TIE) * seconds(order[0])]
     first = min(as_fast, key=effort_of, default=None)

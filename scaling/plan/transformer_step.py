@@ -67,7 +67,7 @@ def predict_transformer(
         if kind not in kinds:
             less, more = did(z, few), did(z, few + 1)
             whole = weighted_sum([(few + 1 - M, less), (M - few, more)])
-            each = weighted_sum([(M, more), (-M, less)])  # what a step does for its microbatches, and what once
+            each = weighted_sum([(M, more), (-M, less)])  # a step's work per microbatch; below, its work once
             once = weighted_sum([(few + 1, less), (-few, more)])
             beside = priced(each)
             alone = beside.own / faster + sum(t for t in priced(each, others_idle(chip)).comms.values())

@@ -36,10 +36,10 @@ class LayerWork:
     - `dots`: FLOPs of a token's causal dot products
     - `exchanged`: a token's keys and values, which are sent over context
     - `copies`: how often a token is sent over expert, to at most `groups` of the experts' groups
-    - `saved`: by policy, what is saved for backward per token: (split over tensor, not split); `operands` of it are
-      matmuls' operands
-    - `inner`: what a layer's backward pass holds at once per token, besides [tokens, D]; `late`: the part of it that
-      has been dropped when the deferred products are due
+    - `saved`: by policy, the elements saved for backward per token: (split over tensor, not split); `operands` of it
+      are matmuls' operands
+    - `inner`: the elements that a layer's backward pass holds at once per token, besides [tokens, D]; `late`: the part
+      of it that has been dropped when the deferred products are due
     - `queries`: a token's, in all heads
     - `passes`: a token's elements that are read from memory or written to it in a forward pass, by matmuls and between
       them
@@ -87,7 +87,7 @@ class LayerWork:
 
     @property
     def active(self) -> float:
-        """The number of params that a token is multiplied with: those of layers and unembedding."""
+        """The number of params that a token is multiplied with, in layers and unembedding."""
         return self.L * (self.dense + self.routed) + self.ends[1]
 
     def flops(self, tokens: float, remat: str = "none") -> float:

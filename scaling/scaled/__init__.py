@@ -4,8 +4,8 @@
     W = all_gather("W[D_X, F] {Q_D} -> W[D, F] {Q_D}", W, mesh)          both parts
     Tmp = einsum("In[B_X, D] {Q_D} * W[D, F] {Q_D} -> Tmp[B_X, F]", In, W)
 
-`rounding` has the numbers that each dtype can hold, `arrays` the lines, and `recipes` what a training step scales. The
-laws are in notation.md and `scaling.algebra.rules`; the formats are data in `scaling.spec.formats`.
+`rounding` has the numbers that each dtype can hold, `arrays` the lines, and `recipes` the scaled products of a training
+step. The laws are in notation.md and `scaling.algebra.rules`; the formats are data in `scaling.spec.formats`.
 """
 
 from scaling.scaled.arrays import Scaled, dequantize, quantize

@@ -1,7 +1,7 @@
 """The lines on arrays with scales: quantize, dequantize, and what collectives and products do with them.
 
 An array with scales is one `Scaled`, which collectives and einsum take in place of a tensor. A collective that moves
-elements moves each part by a line of its own, so a part that lacks a dim is not sent along it. A collective that adds
+elements moves each part by a separate line, so a part that lacks a dim is not sent along it. A collective that adds
 is refused.
 """
 
@@ -48,7 +48,7 @@ class Scaled:
 
     @property
     def parts(self) -> tuple[Tensor, ...]:
-        """The tensors that are held and sent."""
+        """The tensors that store the array: q, s, and t where the format has it."""
         return (self.q, self.s) if self.t is None else (self.q, self.s, self.t)
 
     @property
@@ -102,13 +102,13 @@ class Scaled:
         return Pending((), lambda: self.of([*map(wait, found)])) if async_op else self.of(found)
 
     def multiplied(self, line: str, a: Any, b: Any, out: Tensor | None, add: bool, defer: bool) -> Any:
-        """Return the product of a line, of which at least one operand has scales (`scaling.collectives.einsum`)."""
+        """Return the product of a line with at least one scaled operand (`scaling.collectives.einsum`)."""
         return Pending((), lambda: product(line, a, b)) if defer else product(line, a, b, out, add)
 
 
 @dataclass(frozen=True)
 class ScaledNode:
-    """What a tree's structure keeps of an array with scales; arrays of other dtypes have the same structure."""
+    """The node of an array with scales in a tree's structure; it is equal for arrays of other dtypes."""
 
     format: Format
     shared: tuple[int, ...]

@@ -70,7 +70,7 @@ def divisible(batch: int, length: int, form: str, mesh) -> tuple[int, int]:
 
 
 def held_sizes(config: Config, mesh) -> dict[str, int]:
-    """Return the sizes of a cache's dims, except those that its batch and length determine."""
+    """Return the sizes of a cache's dims, except the sizes that depend on its batch and length."""
     return config.sizes | {"L": len(config.attending), "R": mesh.sizes.get("Y", 1), "I": 1, "J": 1}
 
 

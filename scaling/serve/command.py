@@ -143,7 +143,7 @@ def main(argv=None) -> int:
 
 
 def _most_pages(args, what: Served) -> int:
-    """Return the pages that memory has room for, per worker and group; ValueError if more are asked for."""
+    """Return the pages that memory has room for, per worker and group; ValueError if the options ask for more."""
     pools = 2 if args.policy == "disaggregated" else 1
     most = what.length_that_fits(1) // (pools * args.page)
     if (least := args.pages or 1) > most:

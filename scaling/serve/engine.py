@@ -247,7 +247,7 @@ class Engine:
         return given, done
 
     def _given(self, action: Run) -> dict[int, Given]:
-        """Return what each request is given, in the order of the works."""
+        """Return the tokens that each request is given, by its number, in the order of the works."""
         given: dict[int, Given] = {}
         for one in (True, False):  # works of one token run separately, so none is padded to a prompt's length
             if works := [w for w in action.works if (len(w.tokens) == 1) == one]:
@@ -292,7 +292,7 @@ def serve(
 ) -> Simulated:
     """Serve [(seconds, request)] by this model, and return the tokens and times of each.
 
-    In fp32 each request gets the tokens that it gets alone. The other arguments are those of `simulate.drive` and
+    In fp32 each request gets the tokens that it gets alone. The other arguments are as in `simulate.drive` and
     `Engine`.
 
     Raises:

@@ -1,6 +1,6 @@
 """Steps of fixed shapes over one cache: one packed upload, and no value that is read on the host.
 
-A step of the engine or of `generate` gives each row some tokens, which follow those that its cache holds. Ids, counts,
+A step of the engine or of `generate` gives each row some tokens, which follow the tokens in its cache. Ids, counts,
 starts and pages go to the device as one array of whole numbers. From it `step.logits_of` computes there where keys and
 values belong. If steps are compiled by torch.compile or captured as CUDA graphs (`capture`), their shapes are few:
 rows, tokens and pages are rounded up to powers of two, and attention reads a bucket of places under a mask. Each shape
@@ -134,7 +134,7 @@ class Steps:
         def step(params, held, asked, places):
             return self._compute(params, held, asked, T, extent, every, places)
 
-        if self.compile is not None:  # a code object of its own: torch counts recompilations, at most 8, for each
+        if self.compile is not None:  # a separate code object, because torch counts recompilations, at most 8, for each
             own = FunctionType(step.__code__.replace(), step.__globals__, closure=step.__closure__)
             step = torch.compile(own, fullgraph=True, dynamic=False, backend=self.compile)
 

@@ -154,7 +154,7 @@ class Served:
 
 
 def served_by(args: argparse.Namespace) -> Served:
-    """Return what the options name; ValueError and ShardingError if it cannot be served."""
+    """Return the model that the options name; ValueError and ShardingError if it cannot be served."""
     sizes, model, draft = parse_mesh(args.mesh), with_weights(args.model), args.draft
     mesh = AbstractMesh(sizes)
     check_mesh(model.config, mesh, args.form)

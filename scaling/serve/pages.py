@@ -70,7 +70,7 @@ class Pool:
         return len(self.free) + self.cached - sum(page not in self.refs for page in besides)
 
     def hold(self, pages: Sequence[int], tick: int) -> None:
-        """Add one holder to pages that are held already or are in the trie."""
+        """Add one holder to pages that have holders already or are in the trie."""
         for page in pages:
             self.refs[page] = self.refs.get(page, 0) + 1
             self.used[page] = tick

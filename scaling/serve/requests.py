@@ -26,10 +26,10 @@ KNOWN = ("id", "prompt", "ids", "max_new_tokens", *SAMPLING, "seed", "stop", "ar
 class Sampling:
     """The way tokens are drawn; with temperature 0 it is the likeliest, the lower id if two are equal.
 
-    Otherwise tokens are drawn from softmax(logits / temperature), of which only some are kept: the `top_k` likeliest;
-    the fewest likeliest whose probabilities sum to at least `top_p`; those at least `min_p` times as likely as the
-    likeliest. Each filter sees the tokens that the one before it keeps, rescaled to a sum of 1. A ValueError names a
-    value that would leave no token.
+    Otherwise tokens are drawn from softmax(logits / temperature), where three filters keep the `top_k` likeliest
+    tokens, the fewest likeliest tokens whose probabilities sum to at least `top_p`, and the tokens at least `min_p`
+    times as likely as the likeliest. Each filter sees the tokens that the one before it keeps, rescaled to a sum of 1.
+    A ValueError names a value that would leave no token.
     """
 
     temperature: float = 0.0
@@ -218,7 +218,7 @@ class RequestLine(NamedTuple):
 
 
 def _read_line(number: int, text: str, tokenizer, V: int, ends: tuple[int, ...], unsaid: Defaults) -> RequestLine:
-    """Return the request of a line; the ValueError says what is wrong with it."""
+    """Return the request of a line; a ValueError names the line's mistake."""
     fields = Fields(text)
     fields.only(KNOWN)
     table = fields.given

@@ -61,7 +61,7 @@ def _pools(worker: str, total: int, options: Options) -> tuple[Pool, ...]:
 
 
 def step(state: State, events: Sequence[SchedulerEvent]) -> tuple[State, list[Action]]:
-    """Return the next state and the actions to take now, given what has happened.
+    """Return the next state and the actions to take now, after these events.
 
     There is a Run for each worker that is idle and has work.
 

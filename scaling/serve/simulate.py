@@ -1,7 +1,7 @@
 """Run a trace of requests through the scheduler in time, by discrete events. No torch.
 
 `drive` is the loop of both the engine and the simulator. It takes events in the order of time, calls `scheduler.step`,
-and hands its actions to `execute`, which says how long each takes and what it returns. The engine computes and
+and hands its actions to `execute`, which returns each action's duration and result. The engine computes and
 measures; the simulator asks a cost model. So their steps are the same, and only the times differ.
 """
 

@@ -48,7 +48,7 @@ class Extent(NamedTuple):
 
 
 class Slots:
-    """The rows of the batch whose keys and values this rank holds, and their T new tokens, of which new[b] are real.
+    """The rows of the batch whose keys and values this rank holds, and their T new tokens; the first new[b] are real.
 
     No value is read on the host, so a graph of these operations serves every step of the same shapes and `Extent`. A
     cache may come as its layers, KV[i][l]: a compiler writes to these in place, where it would copy a stacked cache.
@@ -193,7 +193,7 @@ class Slots:
     def visible(self, places: Tensor, window: int | None) -> Tensor:
         """Return which keys each query sees, visible[B_Z, T_C, S], with B_Z = 1 if all rows are alike.
 
-        The keys are at places[S] of every row, or at places[B_Z, S] if rows differ; a place below 0 has no key.
+        The keys are at positions places[S] of every row, or places[B_Z, S] if rows differ; below 0 there is no key.
         """
         rows = self.positions if self.positions.dim() == 2 else self.positions[None]
         places = places if places.dim() == 1 else places[:, None]

@@ -3,7 +3,7 @@
 A policy (Part 7, "Designing an Effective Inference Engine") picks what runs in the next step:
 
     static         a batch is admitted when the one before is done; prompts first, then all decode together
-    interleaved    a new request is admitted when a slot is free, and its whole prompt runs as a step of its own
+    interleaved    a new request is admitted when a slot is free, and its whole prompt runs as a separate step
     chunked        every step decodes all, and fills the rest of its token budget with chunks of prompts
     disaggregated  two workers, each with its own pages: prompts run on one, are moved, and decode on the other
 
@@ -167,7 +167,7 @@ Action = Run | Move | Admit | Preempt | Finish
 class Live:
     """A request that has arrived and is not finished.
 
-    `pages` are those of its `group` on the worker `where`, which is None while the request waits.
+    `pages` are pages of its `group` on the worker `where`, which is None while the request waits.
     """
 
     request: Request

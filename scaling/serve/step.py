@@ -100,7 +100,7 @@ def extend(
     """Return (logits[B, T, V] at every token, cache), to score a text or verify a draft. A row may have no tokens.
 
     The logits at padded tokens mean nothing. To take tokens back, go on with cache | {"lengths": smaller}. The
-    arguments are those of `prefill`.
+    arguments are as in `prefill`.
     """
     return _checked(params, tokens, cache, config, mesh, lengths, form, donate, False)
 
@@ -296,7 +296,7 @@ def _types(config: Config, sizes: tuple, form: str, stored: Format | None) -> di
 
 
 def check_pages(cache: dict, after: Tensor, groups: int) -> None:
-    """Raise ValueError unless each row has a page for every token that it is to hold, and writes to pages of its own.
+    """Raise ValueError unless each row has a page for every token that it will hold, and shares no page that it writes.
 
     A page that is written to must be in no other row, and only once in its row. The rows are split over `groups` groups
     of ranks, each of which numbers its pages from 0.

@@ -13,7 +13,7 @@ CHARACTER = 4  # the most tokens of one character, which has at most so many byt
 
 
 class TextStream:
-    """Ids go in, and text comes out as soon as it is certain.
+    """Turn ids into text, and give out each piece as soon as no later id can change it.
 
     Certain text has whole characters, and does not end with what may be the start of a stop text. `push(id)` and, at
     the end, `rest()` return the text that has become certain. `stopped`: a stop text is complete, and the text ends
@@ -39,7 +39,7 @@ class TextStream:
         if self.read.endswith(BROKEN):
             self.ids, self.read = [], ""
         self.before = len(self.ids)
-        self.held = _Stop("")  # this stop text has matched exactly the text that is held back
+        self.held = _Stop("")  # the stop text of which exactly the text held back has matched
         self.stopped = False
 
     def push(self, id: int) -> str:

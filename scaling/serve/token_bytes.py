@@ -43,7 +43,7 @@ class TokenBytes:
         return self._written(id) or f"token_id:{id}"
 
     def _written(self, id: int) -> str:
-        """Return the token as it is written in the tokenizer's file."""
+        """Return the token's spelling in the tokenizer's file."""
         return (self._loaded.id_to_token(id) if self._loaded is not None else None) or ""
 
     def _found(self, id: int, before: list[int]) -> bytes:

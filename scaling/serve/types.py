@@ -37,7 +37,7 @@ SPLIT_ROWS = ("heads", "experts")  # x[B_E, T, D] between the blocks is split li
 
 
 def specs(config: Config, mesh=None, *, form: str = "heads", format: "str | Format | None" = None) -> dict:
-    """Return the types of the params, as a tree like those of `models.transformer`; `tree.shard` takes them.
+    """Return the types of the params, as a tree like the params of `models.transformer`; `tree.shard` takes them.
 
     - heads: N, F and V over Y. Along Z the weights are replicas, except experts, which are split over E, or over Z if
       the mesh has no E (Part 7, Question 6). Along C, over which prefill splits a prompt, all are replicas.
@@ -76,10 +76,10 @@ def specs(config: Config, mesh=None, *, form: str = "heads", format: "str | Form
 
 
 def shared_dims(name: str, leaf: Leaf, f: Format) -> str:
-    """Return the dims along which a leaf's values share scales: those that a product with it sums over.
+    """Return the dims along which a leaf's values share scales, which are the dims that a product with it sums over.
 
-    A format with blocks has them along the last of these dims. The embedding's are those of the logits. Norms, biases,
-    routers and convolutions have none, because they are not quantized.
+    A format with blocks has them along the last of these dims. The embedding shares them as for the logits. Norms,
+    biases, routers and convolutions have none, because they are not quantized.
     """
     if name == "embed" or name == "router" or name.startswith("conv"):
         return "D" if name == "embed" else ""

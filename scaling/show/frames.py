@@ -29,7 +29,7 @@ class LineFrame:
     Attributes:
         line: the line's text, such as "W[D, F] = AllGather_X(W[D_X, F])", or "".
         read: the types of its operands.
-        made: the type of its result; None for the frame of what is there at first.
+        made: the type of its result; None for the frame of the initial arrays.
         axes: the mesh axes along which it moves data.
         held: the type of each array after the line, by name.
     """

@@ -59,7 +59,7 @@ class Spec:
         return text + (" {Q}" if self.scaled == self.dim_names else f" {{Q_{','.join(self.scaled)}}}")
 
     def parts(self, format: "str | Format") -> "tuple[Spec, ...]":
-        """Return the types of the arrays that an array with scales is held as: values, and one or two scales.
+        """Return the types of the arrays that store an array with scales: its values, and one or two scales.
 
         `W[D_X, F] {Q_D}` is in "mxfp8" `W.q[D_X, F]` and `W.s[D/32_X, F]`, in "fp8-row" `W.q[D_X, F]` and `W.s[F]`.
         """
@@ -232,7 +232,7 @@ class Spec:
     def nbytes(self, sizes, mesh, dtype) -> float:
         """Return the bytes that one device holds, as an int where possible (int4 and fp4 have half a byte).
 
-        Of an array with scales, `dtype` is its format, and the bytes are those of all its parts.
+        For an array with scales, `dtype` is its format, and the bytes of all its parts are counted.
         """
         if self.scaled:
             parts = zip(self.parts(dtype), bytes_of_parts(format_of(dtype)), strict=True)

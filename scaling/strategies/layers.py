@@ -201,7 +201,7 @@ class Layers:
         return self
 
     def forward(self, x, layer: Callable) -> tuple[Any, list]:
-        """Run x through all layers by `layer(l, W, x) -> (x, saved)`; return x and what each layer saved."""
+        """Run x through all layers by `layer(l, W, x) -> (x, saved)`; return x and the arrays that each layer saved."""
         kept, coming = [], self.weights(0)
         for l in range(len(self.layers)):
             W = coming  # the weights of the layer before are freed
@@ -219,7 +219,7 @@ class Layers:
             kept: The second result of `forward`; with `donate` each layer's part is freed once it has been used.
             layer: One layer's backward; its dx and dW may be pending.
             add: `add(l, dW)` takes a layer's gradients; by default the method `add`.
-            last: Whether no microbatch follows, so that gradients are reduced as soon as they are complete.
+            last: Whether no microbatch follows, so that complete gradients are reduced at once.
             donate: Whether `kept` may be emptied.
         """
         add, coming = add or partial(self.add, last=last), self.weights(len(self.layers) - 1, back=True)
@@ -235,7 +235,7 @@ class Layers:
         return dx
 
     def add(self, l: int, dW: Sequence, last: bool) -> None:
-        """Add layer l's gradients, tensors or deferred products, to its sums; reduce those of the `last` microbatch.
+        """Add layer l's gradients, tensors or deferred products, to its sums; reduce them after the `last` microbatch.
 
         Buckets are counted from the last layer down, so a bucket is full with the first of its layers.
         """

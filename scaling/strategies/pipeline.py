@@ -100,7 +100,7 @@ def with_ends(
     """Return (Loss[], EndsGradients), for a model with ends before the first layer and after the last.
 
     It is `value_and_grad` with a loss that has params, `loss(head, Out, Target)`, and it returns dIn as well. The other
-    arguments are those of `value_and_grad`.
+    arguments are as in `value_and_grad`.
 
     Args:
         params: This rank's layers, stacked.

@@ -64,7 +64,7 @@ def of_strategy(
 
     def backward_weight(chunk, rests, mesh):
         for l in reversed(range(len(chunk.layers))):
-            products = [rest.pop() for rest in rests]  # freed as they are used
+            products = [rest.pop() for rest in rests]  # each is freed after its use
             for grad, *some in zip(chunk.grads, *products, strict=True):
                 grad.accumulate(
                     l, join_products(some)

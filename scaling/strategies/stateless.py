@@ -154,7 +154,7 @@ def reduce_grads(
         grads: The gradients.
         stored: The types of their params.
         mesh: The mesh.
-        over: The axes over which each rank has a loss of its own.
+        over: The axes over which the ranks' losses differ.
         loss: How the ranks' losses make up the whole loss, which no gradient shows. "sum": it is their sum (`.sum()` of
             each rank's rows, or its share of the global mean). "mean": it is their mean (PyTorch's habit, `.mean()` of
             each rank's rows, as many on each rank), so the gradients are divided by the number of ranks along `over`.

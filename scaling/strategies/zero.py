@@ -40,7 +40,7 @@ forward = STRATEGY.forward
 def backward(dOut, saved, params, mesh, partial=None, reduce=True, donate=False, bucket_bytes=0, stage=2):
     """dOut[B_X, D] -> (dIn[B_X, D], grads typed as `shards`: reduce-scattered over X).
 
-    Stage 2 reduce-scatters a bucket's gradients as soon as they are computed, and frees the whole ones. Stage 1
+    Stage 2 reduce-scatters a bucket's gradients once they are computed, and frees the whole ones. Stage 1
     reduce-scatters all of them at the end. The other options are as in `Strategy.backward`.
     """
     if stage not in (1, 2):

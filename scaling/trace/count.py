@@ -18,7 +18,7 @@ ATTENTION = "_scaled_dot_product"
 
 
 class Numbers:
-    """Take the numbers of a trace as they are."""
+    """Take the numbers of a trace unchanged."""
 
     def of(self, n: int, times: int = 1) -> Any:
         """Return a number of bytes or of FLOPs, so many times."""

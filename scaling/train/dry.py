@@ -1,4 +1,4 @@
-"""Say what a run takes of memory, of the network and of FLOPs before it runs, and refuse what does not fit."""
+"""Count a run's memory, traffic and FLOPs before it runs, and refuse a run that does not fit."""
 
 from collections.abc import Mapping
 from dataclasses import replace

@@ -59,7 +59,7 @@ def prepared(settings: Settings, model: str, mesh: str) -> Iterator[Callable[[],
 
 @contextmanager
 def locked(out: Path) -> Iterator[None]:
-    """Lock a run's folder, creating it if needed; after an error, remove what was created unless it holds files.
+    """Lock a run's folder, creating it if needed; after an error, remove a created folder unless it holds files.
 
     ValueError if another run has locked it.
     """

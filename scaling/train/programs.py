@@ -37,7 +37,7 @@ from scaling.train.structure import (
     structure_of,
 )
 
-DECIDE = (  # the settings that decide what a step does
+DECIDE = (  # the settings that determine a step
     "batch", "seq", "microbatches", "optimizer", "dtype", "remat", "precision", "zero", "keep_weights", "lora",
     "lora_on", "lora_alpha",
 )  # fmt: skip
@@ -52,7 +52,7 @@ def step_by_symbols(
     Without `memory` fewer layers and microbatches are traced. If some size is not a product of symbols, as in a step of
     Muon or of adapters, the same numbers of layers and microbatches are counted at the step's own sizes.
     """
-    resolved(settings, sizes, schedule)  # which refuses what the run's own step refuses
+    resolved(settings, sizes, schedule)  # for its refusals, which are the run's own
     given = sizes, coord, backend, schedule, documents
     depths = traced_depths(settings, sizes, coord, schedule, memory)
     if len(depths) == 1:
@@ -162,7 +162,7 @@ class Symbolic(Numbers):
         return self.symbols.monomial(n) * times
 
     def attention(self, event: Event) -> Polynomial:
-        """Return the FLOPs of a block of attention: those of a pair times this block's share of all blocks' pairs."""
+        """Return the FLOPs of a block of attention: a pair's FLOPs times this block's share of all blocks' pairs."""
         pairs, window = event.pairs
         monomial, n = self.of(event.flops // pairs).single
         share = Fraction(pairs, self.windows[window])
@@ -219,7 +219,7 @@ def traced(structure: Structure) -> StepProgram | NotMonomial:
 def program_at(
     structure: Structure, settings: Settings, sizes: Mapping[str, int], coord: Mapping[str, int] | None
 ) -> CountedStep:
-    """Return what a step moves, computes and holds: the structure's program evaluated at a run's own sizes."""
+    """Return a step's bytes sent, FLOPs and memory: the structure's program evaluated at a run's own sizes."""
     model, (number, held), C = settings.model, loss_chunks(settings, sizes), sizes.get("C", 1)
     at: dict[str, Any] = {axis: sizes.get(axis, 1) for axis in "PXYE"}
     at |= {letter: getattr(model, letter) for letter in "DFGKHS"} | {"O": model.F_dense, "El": model.E // at["E"]}

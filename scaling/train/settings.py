@@ -78,7 +78,7 @@ class Settings:
     precision: str = as_flag(
         "",
         "scale the layers' products to 8 or 4 bits; params and sums stay in --dtype",
-        choices=["", *RECIPES],  # "" is what the record of a run without it says
+        choices=["", *RECIPES],  # "" is in the record of a run without it
         metavar="|".join(RECIPES),
     )
     zero: int = as_flag(

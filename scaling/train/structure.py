@@ -29,7 +29,7 @@ ENDLESS = 1 << 62
 
 @dataclass(frozen=True)
 class Structure:
-    """A step to be traced: a run's settings and its mesh, with primes as sizes, each of which stands for a symbol."""
+    """A step to be traced: a run's settings and its mesh, whose sizes are primes, one for each symbol."""
 
     settings: Settings
     mesh: tuple[tuple[str, int], ...]

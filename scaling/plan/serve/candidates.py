@@ -30,10 +30,10 @@ class Service:
     """The request: a model, the dtypes of its weights, KV cache and matmuls, and the lengths of its requests.
 
     A sequence is counted at its full `context` (prompt and output), as in the book; with `over_time` at the prompt and
-    half of the output, which is what a step reads, and what many sequences hold, on average, and int8 caches with their
-    scales. `latency`: the most seconds of a step; `ttft`, `tpot`: the most that may be forecast for the first token and
-    for each further one by `engine`; None for any. `copied`: experts of the config that are stored twice. `headroom`:
-    the share of the memory to fill. `mfu`: that of prefill.
+    half of the output, the average that a step reads and that many sequences hold, and int8 caches with their scales.
+    `latency`: the most seconds of a step; `ttft`, `tpot`: the most that may be forecast for the first token and for
+    each further one by `engine`; None for any. `copied`: experts of the config that are stored twice. `headroom`: the
+    share of the memory to fill. `mfu`: that of prefill.
     """
 
     config: Config
@@ -128,7 +128,7 @@ class ServingPlan:
 
     @cached_property
     def comms(self) -> dict[str, float]:
-        """Seconds of a step's collectives, by what they move."""
+        """Seconds of a step's collectives, by the array that they move."""
         found: dict[str, float] = {}
         for moved in decoding.collectives(self.form, self.service.config, self.batch, dict(self.sizes)):
             seconds = decoding.collective_seconds(moved, self.chip, self.shape, dict(self.sizes))
@@ -170,7 +170,7 @@ class ServingPlan:
 
     @property
     def in_time(self) -> bool:
-        """Whether a step, and what is forecast, are fast enough."""
+        """Whether the step and the forecast times keep the service's limits."""
         s = self.service
         pairs = (s.latency, lambda: self.step.seconds), (s.tpot, lambda: likely_token(self).seconds)
         pairs += () if self.apart else ((s.ttft, lambda: first_token(self)),)

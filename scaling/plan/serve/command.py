@@ -152,7 +152,7 @@ def main(arguments: list[str]) -> int:
     fixed = {"chips": args.chips, "most": max(args.most, args.chips or 1), "form": args.form, "batch": args.batch}
     fixed["replicas"] = args.replicas
     found = plans(asked, hardware, objective=args.objective, **fixed)
-    if waiting := args.batch if args.batch and not found else 0:  # requests beyond those that fit queue
+    if waiting := args.batch if args.batch and not found else 0:  # the requests that do not fit wait in a queue
         fixed["batch"] = None
         found = [one for one in plans(asked, hardware, objective=args.objective, **fixed) if one.batch < waiting]
     goals = []

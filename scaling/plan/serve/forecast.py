@@ -55,7 +55,7 @@ TPU = Rates(1.05, 1.05, 1.5, 1.5, 1.0)
 
 @dataclass(frozen=True)
 class EngineDelays:
-    """What a prompt waits for in a serving engine, for (dense models, experts).
+    """The delays of a prompt in a serving engine, for (dense models, experts).
 
     `queue`: for each request that runs, a share of a prompt's time at the peak; `layer`: seconds of a layer's kernels,
     and `apart` more of them if sequences are on replicas of attention. `error`: the median error of the time to the
@@ -75,7 +75,7 @@ ENGINES = {
     "sglang": EngineDelays((0.90, 1.85), (4.7e-3, 4.6e-3), 1e-3, 0.46, 643),
 }
 PROMPT = (1.6, 4.0)  # a prompt's time as a multiple of its FLOPs' at the peak, of dense models and of experts
-PROMPT_SENT = 3.6  # the time of what a prompt sends, as a multiple of its time at the peak
+PROMPT_SENT = 3.6  # a prompt's time of communication, as a multiple of its time at the peak
 BUSY = 0.7  # the share of time that chips which only run prompts are busy
 WAIT = BUSY / (2 * (1 - BUSY))  # the mean wait for them, in times of a prompt (a queue of random arrivals)
 

@@ -1,7 +1,7 @@
 """Serving under limits of the time to the first token and of each further one: prompts on the same chips, or apart.
 
 Together, prompts run between the steps: a token waits for other requests' prompts. Apart, some chips run prompts alone
-and send the caches to those that decode (arXiv:2401.09670).
+and send the caches to the chips that decode (arXiv:2401.09670).
 """
 
 import math
@@ -50,7 +50,7 @@ class Deployment:
 
 
 def cache_move(plan: ServingPlan) -> float:
-    """Return the seconds in which a prompt's cache moves from other chips to those that decode."""
+    """Return the seconds in which a prompt's cache moves to the chips that decode."""
     chip, over = plan.chip, plan.chip.dcn_bw or plan.chip.link_bw
     if chip.kind == "gpu":
         over = chip.levels[1].child_bw / chip.node_gpus if len(chip.levels) > 1 else chip.bandwidth("node")
@@ -68,7 +68,7 @@ def prompt_servers(service: Service, chip: Chip, chips: int | None, most: int) -
 
 
 def prompts_apart(service: Service, chip: Chip, chips: int | None, most: int, **fixed) -> Deployment | None:
-    """Return the best deployment whose prompts run on other chips; None if there is none."""
+    """Return the best deployment whose prompts run on other chips, or None."""
     servers = sorted(prompt_servers(service, chip, chips, most), key=lambda one: -one.rate / one.chips)
     best: Deployment | None = None
     if not servers:

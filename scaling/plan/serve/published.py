@@ -54,7 +54,7 @@ class PublishedStep:
 
     @property
     def step(self) -> serving.DecodeStep:
-        """The step of its own tensor parallelism, each cache full and stored once."""
+        """The decode step at the measured tensor parallelism, with each cache full and stored once."""
         sizes = {"Y": self.chips}
         load = serving.load(self.config, self.weights, self.kv)
         moved = decoding.collectives("heads", self.config, self.own, sizes)
@@ -99,7 +99,7 @@ def measured_steps(group: dict) -> Iterator[PublishedStep]:
 
 
 def table(groups: list[dict]) -> str:
-    """Return what is printed, at most 100 columns wide."""
+    """Return the table as text, at most 100 columns wide."""
     head = ["model", "chips", "B", "S", "tok/s", "ms", "bound", "share", "memory", "coll.", "rest"]
     sources = list(dict.fromkeys(group["source"] for group in groups))
     lines = ["ms a step as published, its bound, and what may have come on top", ""]

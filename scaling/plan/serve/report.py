@@ -1,4 +1,4 @@
-"""The report of the planner of serving: the best plan, what a step spends, what binds, what would change it."""
+"""The report of a serving plan: its step's costs, the cost that binds, and the changes that would help."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -38,7 +38,7 @@ def _mesh(served: ServingPlan) -> str:
 
 
 def notes(served: ServingPlan) -> list[str]:
-    """Return what one should know before comparing with another number."""
+    """Return the notes that matter when these numbers are compared with others."""
     said, s = [], served.service
     if served.chip.kind == "tpu" and served.chips > 1:
         rings = served.chip.wraps(served.shape)

@@ -104,7 +104,7 @@ def histogram(values: Sequence[float], unit: float = 1e-3, bins: int = 8, width:
 
 
 def text(plan: Plan, served: Simulated, rate: float, policy: str) -> str:
-    """Return what is printed under the plan."""
+    """Return the text that is printed under the plan."""
     tpot, ttft = ([getattr(times, what) for times in served.requests.values()] for what in ("tpot", "ttft"))
     slices = "two slices, one that prefills" if policy == "disaggregated" else "one slice"
     at = {(what, p): 1e3 * served.percentile(what, p) for what in ("ttft", "tpot") for p in (50, 95)}

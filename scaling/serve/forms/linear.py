@@ -4,7 +4,7 @@
     tail[l, B_ZE, t, k_Y, c]     the last t = w - 1 tokens before the convolution
 
 Prefill runs the rule in chunks, and a decode step is a chunk of one token. A row without tokens in the cache starts
-with zeros. Padded tokens neither decay a state nor write to it. What a state has read cannot be taken back.
+with zeros. Padded tokens neither decay a state nor write to it. A state cannot take back a token that it has read.
 """
 
 import torch

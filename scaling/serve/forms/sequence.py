@@ -17,7 +17,7 @@ from scaling.models.pointwise import soft_cap
 
 
 def attention(W: dict, x: Tensor, at: Context, l: int) -> Tensor:
-    """x[B, T, D] -> Attn[B, T, D]. Each rank writes the keys and values of its own places."""
+    """x[B, T, D] -> Attn[B, T, D]. Each rank writes the keys and values of the positions that it holds."""
     y, _ = normed(W, "norm_attn", x, at.config, rms)
     Q = einsum("y[B, T, D] * W_Q[D, N_YZ, H] -> Q[B, T, N_YZ, H]", y, W["W_Q"])
     Q = all_gather("Q[B, T, N_YZ, H] -> Q[B, T, N_Y, H]", Q, at.mesh)  # on the critical path

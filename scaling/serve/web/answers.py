@@ -96,7 +96,7 @@ class AnswerWriter:
         return {"token": self._text(id, first), "logprob": logprob, "bytes": list(piece) or None}
 
     def _text(self, id: int, first: bool) -> str:
-        """Return a token as it is written; bytes that are no whole characters are written as OpenAI writes them."""
+        """Return a token's text; bytes that are no whole characters are written as OpenAI writes them."""
         piece = self.pieces.bytes_of(id, first)
         try:
             return piece.decode() if piece else self.pieces.name(id)

@@ -81,7 +81,7 @@ def application(
         Route("/v1/chat/completions", partial(calls.complete, chat=True), methods=["POST"]),
     ]  # fmt: skip
     doors = [] if key is None else [Middleware(KeyGate, key, without_key)]
-    if cors:  # before the key, which browsers do not send when they ask what is allowed
+    if cors:  # before the key, which browsers do not send with a preflight request
         methods, headers = ["GET", "POST"], ["*"]
         doors = [Middleware(CORSMiddleware, [*cors], methods, headers, expose_headers=["Retry-After"]), *doors]
     answers = Starlette(

@@ -1,8 +1,8 @@
-"""The engine in real time: requests arrive while it runs, and each token goes out as soon as it is there.
+"""The engine in real time: requests arrive while it runs, and each token goes out as soon as it is computed.
 
 Every rank runs `Turns`. Rank 0 has the `Desk`, where the code that talks to clients leaves requests. In each turn it
 sends the new ones to the other ranks, so that all call the scheduler with the same events and take the same steps. A
-turn runs in a thread of its own; everything at the desk belongs to the thread of asyncio's loop.
+turn runs in a separate thread; everything at the desk belongs to the thread of asyncio's loop.
 """
 
 import asyncio
@@ -27,7 +27,7 @@ from scaling.serve.web.figures import Figures
 
 
 class TokenNote(NamedTuple):
-    """A token, its log-probability in nats and those of the likeliest, as [(id, logprob)], before temperature.
+    """A token, its log-probability in nats, and the likeliest tokens as [(id, logprob)], before temperature.
 
     The first token of a prompt has none.
     """
@@ -108,7 +108,7 @@ class _Answer:
         self.prompt = [TokenNote(request.prompt[0])]  # the part that has been scored
 
     def noted(self, given: Given) -> tuple[TokenNote, ...]:
-        """Keep the notes of the prompt's tokens that this step has scored; return those of the new tokens."""
+        """Keep the notes of the prompt's tokens that this step has scored; return the new tokens' notes."""
         if given.read is not None and self.ask.top >= 0:
             start, logits = given.read
             known = len(self.prompt) - 1 - start  # above 0 if a preempted request is computed again
@@ -133,7 +133,7 @@ class Desk:
         self._ended, self._woken = False, asyncio.Event()
 
     def ask(self, request: Request, ask: Ask, sink: Sink) -> None:
-        """Serve a request that `scheduler.refusal` accepts, with an id of its own; `sink` is called with each piece."""
+        """Serve a request that `scheduler.refusal` accepts; `sink` is called with each piece."""
         stream = TextStream(self.tokenizer, request.stops, request.prompt)
         self.answers[request.id] = _Answer(request, ask, stream, sink)
         self._asks.append(request)

@@ -13,7 +13,7 @@ LATER = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5)
 
 
 class Figures:
-    """The measurements of one server, in a registry of its own."""
+    """The measurements of one server, in its private registry."""
 
     def __init__(self):
         self.registry = CollectorRegistry()
@@ -39,7 +39,7 @@ class Figures:
         self.requests.labels(reason).inc()
 
     def now(self, state: State) -> dict[str, float]:
-        """Return what the engine does at the moment, by the names of GAUGES."""
+        """Return the present value of each gauge, by its name in GAUGES."""
         since = time.monotonic() - WINDOW
         live, pools = list(state.live.values()), [pool for pools in state.pools.values() for pool in pools]
         return {

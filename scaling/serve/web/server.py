@@ -71,7 +71,7 @@ def serve_http(
 ) -> None:
     """Serve at this socket until SIGINT or SIGTERM, on every rank.
 
-    These signals let running requests finish; a second SIGINT does not. The other arguments are those of `application`
+    These signals let running requests finish; a second SIGINT does not. The other arguments are as in `application`
     and `Turns`.
 
     Args:

@@ -66,7 +66,7 @@ class ClientCall(NamedTuple):
 
 
 def read_body(body: bytes, model: Model, chat: bool, ids: Iterator[int]) -> ClientCall:
-    """Return what a body asks for, as requests with these ids; a RequestError has the reason if it is wrong."""
+    """Return the requests of a body, numbered by `ids`; a RequestError says why a body is refused."""
     fields = Fields(body)
     fields.only((*(CHAT if chat else PLAIN), *NEUTRAL, *NO_EFFECT))
     if (name := fields.given.get("model", model.name)) != model.name:

@@ -58,8 +58,8 @@ def attention(
         form: "ring", "zigzag", "gather", "ulysses" or "usp".
         causal: Whether a query sees no later key.
         window: If given, a query sees no key that is `window` or more positions away.
-        segments: int[B, T_C], the documents that are packed into a sequence. A query sees only keys of its own
-            document.
+        segments: int[B, T_C], the documents that are packed into a sequence. A query sees only keys of
+            the same document.
         scale: The factor of the scores, 1/sqrt(H) by default.
         cap: If given, scores are kept within it: they become cap tanh(score / cap).
         sinks: If given, sinks[N] are scores of a key that every query of a head sees, without a value. Their gradient
@@ -107,7 +107,7 @@ def _number(mesh, *setting) -> int:
 
 
 def _in_graph(number: int, Q, K, V, segments, sinks) -> torch.Tensor:
-    """Compute one call of a compiled graph: a compiler would look into Functions, and refuses those that have a jvp."""
+    """Compute one call of a compiled graph; inlined, its Functions would be refused, because they have a jvp."""
     return _attention(Q, K, V, segments, sinks, *_numbered[number])
 
 

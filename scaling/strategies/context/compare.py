@@ -2,9 +2,9 @@
 
     print(table({"B": 1, "T": 1 << 17, "N": 64, "K": 8, "H": 128}, ranks=16))
 
-The costs are those of one attention layer: the bytes that a rank sends, by mesh axis; the rounds of communication, one
-after another; how evenly the scores are spread; the keys and values that a rank holds at once; and what must divide. A
-trace of the forms counts the same bytes. Segments, 8 bytes a token, are left out.
+The table has the costs of one attention layer: the bytes that a rank sends, by mesh axis; the rounds of communication;
+how evenly the scores are spread; the keys and values that a rank holds at once; and what must divide. A trace of the
+forms counts the same bytes. Segments, 8 bytes a token, are left out.
 """
 
 from collections.abc import Mapping, Sequence

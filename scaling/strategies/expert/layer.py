@@ -54,8 +54,8 @@ def moe(
         y and aux. aux has "balance" and "z", this rank's terms of the losses over the global batch, unreduced over the
         axes of x and `tensor`. They are added, times `config.aux_coef` and `z_coef`, to a loss while that is unreduced.
         It also has "load" int64[E], how many tokens of the global batch chose each expert, before any was dropped.
-        Cotangents follow the law (notation.md): those of W_in, W_gate and W_out are unreduced over axes of x that are
-        not the experts', those of router and shared over all axes of x, and those of router and x over `tensor`.
+        Cotangents follow the law (notation.md): W_in's, W_gate's and W_out's are unreduced over axes of x that are not
+        the experts', the router's and shared's over all axes of x, and the router's and x's over `tensor`.
     """
     at = expert_layout(config, mesh, axis, tensor, spec)
     if not torch.compiler.is_compiling():

@@ -78,7 +78,7 @@ class ExpertLayout:
 
     @property
     def tokens(self) -> tuple[str, ...]:
-        """The axes of the tokens, those of B and T."""
+        """The axes of the tokens' dims B and T."""
         return self.batch + self.time
 
     @property
@@ -163,7 +163,7 @@ class Routing(NamedTuple):
 def route_tokens(
     params: dict, x: Tensor, config: Config, mesh, axis, *, tensor=None, spec: str | None = None
 ) -> Routing:
-    """Decide which experts the tokens of x go to. The arguments are those of `moe`, and all ranks call it together.
+    """Decide which experts the tokens of x go to. The arguments are as in `moe`, and all ranks call it together.
 
     On an AbstractMesh every expert gets equally many rows, or is full if there is a capacity.
     """
@@ -215,7 +215,7 @@ def _exchanged(counts: Tensor, at: ExpertLayout, mesh) -> Tensor:
 
 
 def _places(experts: Tensor, segments: int, E: int, at: ExpertLayout, mesh) -> tuple[Tensor, Tensor]:
-    """Return (load int64[E], places int64[n, k]); a place counts the earlier tokens that chose the same expert."""
+    """Return (load int64[E], places int64[n, k]); places count the earlier tokens that chose the same expert."""
     segment = torch.arange(len(experts), device=experts.device) // (len(experts) // segments)
     key = experts + E * segment[:, None]
     counts = load_of(key, segments * E).view(segments, 1, E)

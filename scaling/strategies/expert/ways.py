@@ -32,7 +32,7 @@ def grouped(A: Tensor, W: Tensor, experts: Tensor) -> Tensor:
 
 
 def gathered(A: Tensor, W: Tensor, experts: Tensor, mesh, axis: str = "X") -> Tensor:
-    """Gather all tokens on every device, which computes the terms of its own experts; then sum the terms."""
+    """Gather all tokens on every device, which computes its experts' terms; then sum the terms."""
     A = all_gather(f"A[S_{axis}, D] -> A[S, D]", A, mesh)  # 1.
     everyone = all_gather(f"B[S_{axis}, K] -> B[S, K]", experts, mesh)  # 2. whole numbers
     first = mesh.coord[axis] * len(W)

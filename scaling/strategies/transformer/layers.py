@@ -1,6 +1,6 @@
 """A Transformer's layers forward and backward: how weights come to a rank, and gradients go back (Part 5).
 
-The lines are those of a `TrainStep`. The leaves of a small layer travel together, in one AllGather and one
+A `TrainStep` has the lines. The leaves of a small layer travel together, in one AllGather and one
 ReduceScatter over X, because each message has a fixed cost. The leaves of a large layer travel one by one, which saves
 copies.
 
@@ -118,7 +118,7 @@ class Packed:
     mesh: Any
 
     def __post_init__(self):
-        if (watch := who_watches()) is not None:  # the message has one type; the judge is told each leaf's
+        if (watch := who_watches()) is not None:  # the message has one type; the judge needs each leaf's
             for i, *_, line in self.sent:
                 watch.told(self.leaves[i], parse_line(line).operands[0], line, "")
 
@@ -233,7 +233,7 @@ class LayerStack:
         )  # fmt: skip
 
     def run_forward(self, x: Tensor, at: Context) -> tuple[Tensor, Any, list]:
-        """Return x, the sum of the layers' extra terms, and what each layer saved."""
+        """Return x, the sum of the layers' extra terms, and the arrays that each layer saved."""
         x, extra, kept_below = self.below.run_forward(x, at) if self.below else (x, 0.0, [])
         terms, forward = [extra], parallel_layer if self.step.config.parallel else layer
 
@@ -271,7 +271,7 @@ class LayerStack:
             self.below.reduce_all()
 
     def gradients(self) -> dict[str, Any]:
-        """Return the reduced gradients, a tree for each stack of layers by its name, those of the stacks below, too."""
+        """Return the reduced gradients, a tree for each stack of layers by its name, with the stacks below."""
         found: dict[str, list] = {}
         stack: LayerStack | None = self
         while stack is not None:

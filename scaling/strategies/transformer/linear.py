@@ -45,7 +45,7 @@ def linear_attention_backward(W: dict, dAttn: Tensor, s: dict, at: Any) -> tuple
 
 
 def state_cotangent(dHeads: Tensor, s: dict, starts: Tensor | None, mesh: Any) -> Tensor:
-    """Return dS[B_PXE, n_Y, h, v] of the state after this rank's tokens: 0, or what the rank after sends."""
+    """Return dS[B_PXE, n_Y, h, v] of the state after this rank's tokens: 0 on the last rank, else sent by the next."""
     dS = torch.zeros_like(s["S"])
     if (C := mesh.sizes.get("C", 1)) == 1:
         return dS
@@ -59,7 +59,7 @@ def state_cotangent(dHeads: Tensor, s: dict, starts: Tensor | None, mesh: Any) -
 
 
 def tail_added(dQKV: Tensor, at: Any) -> Tensor:
-    """Return dQKV[B_PXE, T_C, k_Y, c] of [B, w - 1 + T, k, c], and of the tail that the rank after has got."""
+    """Split the tail off dQKV[B, w - 1 + T, k, c] and add it to the rank before; return dQKV[B_PXE, T_C, k_Y, c]."""
     tail, C = at.config.linear.width - 1, at.mesh.sizes.get("C", 1)
     dtail, dQKV = dQKV.split([tail, dQKV.shape[1] - tail], 1)
     if C > 1:

@@ -137,7 +137,7 @@ class TrainStep(NamedTuple):
 
     @property
     def sizes(self) -> dict[str, int]:
-        """The size of each dim of the params as they are stored."""
+        """The size of each dim of the stored params."""
         sizes = types.padded_sizes(self.config, self.mesh)
         sizes |= {"L": len(types.slots_of(self.config, self.mesh, self.options.schedule))}
         return sizes | ({"R": self.options.lora.rank} if self.options.lora else {})

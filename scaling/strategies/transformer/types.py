@@ -48,7 +48,7 @@ def specs(config: Config, mesh, *, zero: int = 3, schedule=None, lora: Lora | No
 
 
 def grad_specs(config: Config, mesh, *, zero: int = 3, schedule=None) -> dict:
-    """Return the types of the gradients that a step returns, which are also those of the optimizer's state.
+    """Return the types of the gradients that a step returns; the optimizer's state has them, too.
 
     They are the params' types, but with zero 1 and 2 the gradients are sharded over X, where params are replicated:
     they are reduced at the end of the step (1) or layer by layer (2).
