@@ -1,6 +1,6 @@
 """Low-rank adapters as values: how they start, their sum with the params, and PEFT's files of them.
 
-A folder of PEFT's has adapter_config.json, and in adapter_model.safetensors lora_A[R, inputs] and lora_B[outputs, R] of
+A folder of PEFT's has adapter_config.json, and in adapter_model.safetensors lora_A[r, inputs] and lora_B[outputs, r] of
 each layer's matrix, under the name that the matrix has in a Hugging Face folder. Needs safetensors, the extra `hf`.
 """
 

@@ -1,10 +1,11 @@
 """Low-rank adapters (LoRA, Hu et al. 2021, arXiv:2106.09685): some matrices W are replaced by the sum W + s A B.
 
 W is frozen, so it has no gradient and no optimizer state; the factors A and B are trained. Their types follow from
-the type of W in `models.leaves`: A has the inputs of W and R, B has R and the outputs of W.
+the type of W in `models.leaves`: A has the inputs of W and the rank r, B has r and the outputs of W.
 
-    W_Q[L_Z, D_X, N_Y, H]      A[L_Z, D_X, R]       B[L_Z, R, N_Y, H]
-    W_O[L_Z, N_Y, H, D_X]      A[L_Z, N_Y, H, R]    B[L_Z, R, D_X]
+    W_Q[L_Z, D_X, N_Y, H]      A[L_Z, D_X, r]       B[L_Z, r, N_Y, H]
+    W_O[L_Z, N_Y, H, D_X]      A[L_Z, N_Y, H, r]    B[L_Z, r, D_X]
+    W_UQ[L_Z, R_X, N_Y, A]     A[L_Z, R_X, r]       B[L_Z, r, N_Y, A]
 
 So s A B is a product of shards with the type of W, which takes no communication. Adapters are a separate tree,
 {"W_Q": {"A": ..., "B": ...}}. The sum has the dtype of W, so training computes exactly as the merged model does.
@@ -19,12 +20,12 @@ from scaling.configs import Config
 from scaling.models.leaves import LAYER, leaves_of, specs_of
 from scaling.spec import Spec, parse
 
-MATRICES = tuple(name for name in LAYER if name in ("W_Q", "W_K", "W_V", "W_O", "W_in", "W_gate", "W_out"))
+MATRICES = tuple(name for name in LAYER if name.startswith("W_"))
 
 
 @dataclass(frozen=True)
 class Lora:
-    """The matrices that have adapters, their rank R, and alpha: the product A B is multiplied by s = alpha / R."""
+    """The matrices that have adapters, their rank r, and alpha: the product A B is multiplied by s = alpha / r."""
 
     rank: int
     on: tuple[str, ...] = ("W_Q", "W_V")
@@ -39,13 +40,13 @@ class Lora:
         """Raise a ValueError unless adapters of these matrices of the model are computed here."""
         leaves = leaves_of(config)["layers"]
         able = [name for name in MATRICES if name in leaves and "E" not in parse(leaves[name].trained).dim_names]
-        if config.latent or config.dense_layers or config.linear:
+        if config.dense_layers or config.linear:
             able = []
         if wrong := [name for name in self.on if name not in able] or ([""] if not self.on or not able else []):
             fix = f"choose among {', '.join(able)}" if able else "train all of its params, without adapters"
             raise ValueError(
                 f"{config.name}: no adapter is computed for {wrong[0] or 'any leaf'}\n"
-                "  rule: adapters are of matrices of attention with heads, and of MLPs without experts\n"
+                "  rule: adapters are of matrices of attention and of MLPs without experts, of one kind of layer\n"
                 f"  fix: {fix}"
             )
         if len({*self.on}) < len(self.on) or self.rank < 1:
@@ -54,8 +55,8 @@ class Lora:
 
 
 def sizes_of(config: Config, lora: Lora) -> dict[str, int]:
-    """Return the sizes of the model's dims, and of R."""
-    return config.sizes | {"R": lora.rank}
+    """Return the sizes of the model's dims, and of r."""
+    return config.sizes | {"r": lora.rank}
 
 
 def adapter_specs(config: Config, lora: Lora, specs: Mapping | None = None) -> dict[str, dict[str, str]]:
@@ -67,9 +68,9 @@ def adapter_specs(config: Config, lora: Lora, specs: Mapping | None = None) -> d
 @lru_cache(maxsize=4096)
 def factors(weight: str, inputs: str) -> dict[str, str]:
     """Return the types of A and B for a matrix of this type, stacked over its first dim, with these inputs."""
-    (stack, *rest), R = parse(weight).dims, ("R", ())
+    (stack, *rest), r = parse(weight).dims, ("r", ())
     split = [[dim for dim in rest if (dim[0] in inputs) == is_input] for is_input in (True, False)]
-    return {"A": str(Spec("A", (stack, *split[0], R))), "B": str(Spec("B", (stack, R, *split[1])))}
+    return {"A": str(Spec("A", (stack, *split[0], r))), "B": str(Spec("B", (stack, r, *split[1])))}
 
 
 @lru_cache(maxsize=4096)

@@ -152,7 +152,7 @@ def first_whole(
     """
     out, config = Path(settings.out), settings.model
     places, first = stored_places(config, mesh), ""
-    sizes = stored_sizes(config, places) | ({"R": settings.lora} if settings.lora else {})
+    sizes = stored_sizes(config, places) | ({"r": settings.lora} if settings.lora else {})
     for step in steps:
         before, state, damage = {}, {}, ""
         try:

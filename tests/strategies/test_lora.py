@@ -9,11 +9,11 @@ import torch
 from problems import close
 
 from scaling import tree
-from scaling.configs import Config
+from scaling.configs import Config, Latent
 from scaling.mesh import AbstractMesh
 from scaling.models import adapters, hf
 from scaling.models import transformer as model
-from scaling.models.lora import Lora
+from scaling.models.lora import MATRICES, Lora
 from scaling.spec import ShardingError, present
 from scaling.strategies import transformer
 from scaling.trace import trace
@@ -22,7 +22,13 @@ PLAIN = Config("plain", 2, 16, 24, 4, 2, 8, 32)
 RICH = PLAIN.with_(name="rich", attention_bias=True, qk_norm=True, tied=True, window=(None, 5))
 QWEN = PLAIN.with_(name="qwen", qk_norm=True, tied=True)
 EXPERTS = PLAIN.with_(name="experts", E=4, k=2, aux_coef=0.1)
+GATED = PLAIN.with_(name="gated", head_gate=True)
+LATENT = PLAIN.with_(name="latent", K=4, theta=1e4, latent=Latent(q_rank=12, kv_rank=10, nope=6, rope=4, value=8))
+UNRANKED = LATENT.with_(name="unranked", latent=Latent(q_rank=0, kv_rank=10, nope=6, rope=4, value=8))
+DEEP = LATENT.with_(name="deep", E=4, k=2, shared=1, routing="sigmoid", norm_topk=True)
 EVERY = Lora(3, ("W_Q", "W_K", "W_V", "W_O", "W_in", "W_gate", "W_out"), 6.0)
+ALL = Lora(3, tuple(name for name in MATRICES if name not in ("W_Q", "W_K", "W_V", "W_G")), 6.0)
+EAGER = {"attn_implementation": "eager", "experts_implementation": "eager"}
 CASES = [
     (PLAIN, EVERY, {"X": 1}, {}),
     (PLAIN, EVERY, {"X": 2}, {"microbatches": 2}),
@@ -32,6 +38,11 @@ CASES = [
     (PLAIN, Lora(4, ("W_Q", "W_V")), {"P": 2, "X": 2}, {}),
     (EXPERTS, Lora(2, ("W_Q", "W_O")), {"X": 2, "E": 2}, {}),
     (PLAIN, EVERY, {"Z": 2}, {"microbatches": 2}),
+    (GATED, Lora(2, ("W_G",)), {"X": 2, "Y": 2}, {}),
+    (LATENT, ALL, {"X": 2, "Y": 2}, {}),
+    (LATENT, ALL, {"C": 2, "Y": 2}, {"microbatches": 2, "remat": "block"}),
+    (UNRANKED, Lora(2, ("W_UQ", "W_DKV")), {"P": 2, "X": 2}, {"remat": "matmuls"}),
+    (LATENT, ALL, {"Z": 2, "Y": 2}, {"microbatches": 2}),
     (RICH, EVERY, {"Z": 2, "X": 2}, {"microbatches": 4, "schedule": "gpipe"}),
     (EXPERTS.with_(aux_coef=0.0), Lora(2, ("W_Q", "W_O")), {"Z": 2, "Y": 2}, {"microbatches": 2, "remat": "block"}),
 ]
@@ -73,7 +84,7 @@ def on_mesh(mesh, config, lora, options):
     alone = transformer.loss(held, tokens, targets, config, mesh, lora=lora, **without)
     whole = adapters.merged({n: W for n, W in held.items() if n != "lora"}, held["lora"], lora, config, types)
     made = {str(event.after) for event in log.events}
-    assert not [line for line in made if line.startswith(tuple(f"d{name}[" for name in (*EVERY.on, "U", "E")))]
+    assert not [line for line in made if line.startswith(tuple(f"d{name}[" for name in (*MATRICES, "U", "E")))]
     return (
         loss,
         alone,
@@ -97,10 +108,8 @@ def test_adapters_train_as_on_one_device(mesh, config, lora, options):
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """A model's folder, beside which tests write."""
-    path = tmp_path_factory.mktemp("model")
-    hf.save(path, QWEN, drawn(QWEN, EVERY)[0])
-    return path
+    """A folder in which tests write."""
+    return tmp_path_factory.mktemp("model")
 
 
 def test_adapter_files_are_read_as_they_were_written(folder):
@@ -149,39 +158,48 @@ def test_adapters_of_another_model_are_refused(folder):
             transformer.specs(config, AbstractMesh({"Z": 2}), lora=EVERY, **how)
 
 
+LATENTS = Lora(3, ALL.on[:5], 6.0)
+PEFTS = pytest.mark.parametrize(("config", "on"), [(QWEN, EVERY), (DEEP, LATENTS)], ids=["qwen", "deep"])
+
+
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing:FutureWarning")
-def test_adapters_are_pefts(folder, monkeypatch):
+@PEFTS
+def test_adapters_are_pefts(config, on, folder, monkeypatch):
     """Logits, gradients and files, compared with PEFT around transformers' model, whose casts to float32 are casts to
     float64."""
     peft, transformers = pytest.importorskip("peft"), pytest.importorskip("transformers")
-    params, own, tokens, targets = drawn(QWEN, EVERY)
-    adapters.save(folder / "theirs", QWEN, EVERY, own, base=str(folder))
+    params, own, tokens, targets = drawn(config, on)
+    hf.save(folder, config, params)
+    adapters.save(folder / "theirs", config, on, own, base=str(folder))
     for place, name in ((torch, "float32"), (torch, "float")):
         monkeypatch.setattr(place, name, torch.float64)
     monkeypatch.setattr(torch.Tensor, "float", torch.Tensor.double)
-    base = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64, attn_implementation="eager")
+    base = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64, **EAGER)
     theirs = peft.PeftModel.from_pretrained(base, folder / "theirs", is_trainable=True)
     logits = theirs(tokens).logits
-    merged = adapters.merged(params, own, EVERY, QWEN)
-    close([model.forward(merged, tokens, config=QWEN)], [logits.detach()])
+    merged = adapters.merged(params, own, on, config)
+    close([model.forward(merged, tokens, config=config)], [logits.detach()])
     torch.nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten()).backward()
     theirs.save_pretrained(folder / "again")
-    lora, read = adapters.load(folder / "again", QWEN)
-    assert lora == EVERY
+    lora, read = adapters.load(folder / "again", config)
+    assert lora == on
     close(read, own)
     for W in theirs.parameters():
         W.data = W.grad if W.grad is not None else W.data
     theirs.save_pretrained(folder / "gradients")
-    close(adapters.load(folder / "gradients", QWEN)[1], one_device(QWEN, EVERY)[1])
+    close(adapters.load(folder / "gradients", config)[1], one_device(config, on)[1])
 
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing:FutureWarning")
-def test_merged_weights_are_pefts(folder):
+@PEFTS
+def test_merged_weights_are_pefts(config, on, folder):
     peft, transformers = pytest.importorskip("peft"), pytest.importorskip("transformers")
-    params, own, *_ = drawn(QWEN, EVERY)
-    adapters.save(folder / "merge", QWEN, EVERY, own)
+    params, own, *_ = drawn(config, on)
+    hf.save(folder, config, params)
+    adapters.save(folder / "merge", config, on, own)
     base = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64)
     peft.PeftModel.from_pretrained(base, folder / "merge").merge_and_unload().save_pretrained(folder / "merged")
-    close(hf.load(folder / "merged")[1], adapters.merged(params, own, EVERY, QWEN))
+    found, wanted = hf.load(folder / "merged")[1], adapters.merged(params, own, on, config)
+    close(*({name: each["layers"][name] for name in on.on} for each in (found, wanted)))

@@ -15,12 +15,13 @@ from torch import Tensor
 from scaling.collectives import all_gather, einsum, reduce_scatter, wait
 from scaling.models.latent import attend_latents
 from scaling.models.pointwise import gained_norm_vjp
+from scaling.strategies.transformer.lora import weight_gradient
 
 
 def latent_attention_backward(W: dict, dAttn: Tensor, s: dict, at: Any) -> tuple[Tensor, dict]:
     """dAttn[B_PXE, T_CY, D] -> (dx[B_PXE, T_CY, D], dW)."""
     mesh, rank = at.mesh, at.config.latent.kv_rank
-    s, dW = attend_latents(W, s, at), {}
+    s, dW = attend_latents(W, s, at), dict[str, Any]()
     dAttn = all_gather("dAttn[B_PXE, T_CY, D] -> dAttn[B_PXE, T_C, D]", dAttn, mesh)  # on the critical path
     dO = einsum("dAttn[B_PXE, T_C, D] * W_O[N_Y, H, D] -> dO[B_PXE, T_C, N_Y, H]", dAttn, W["W_O"])
     dQ, dKV, dK_R = s["pull"](dO)  # dK_R[B_PXE, T_C, rope] {U_Y}: of this rank's heads
@@ -30,11 +31,11 @@ def latent_attention_backward(W: dict, dAttn: Tensor, s: dict, at: Any) -> tuple
     dC_KV = torch.cat([dC_KV, dK_R], -1)
     dC_KV = reduce_scatter("dC_KV[B_PXE, T_C, M] {U_Y} -> dC_KV[B_PXE, T_CY, M]", dC_KV, mesh, async_op=True)
     line = "O[B_PXE, T_C, N_Y, H] * dAttn[B_PXE, T_C, D] -> dW_O[N_Y, H, D] {U_PXEC}"
-    dW["W_O"] = einsum(line, s["O"], dAttn)
+    dW |= weight_gradient(W, "W_O", line, s["O"], dAttn, at)
     line = "C_Q[B_PXE, T_C, R] * dQ[B_PXE, T_C, N_Y, A] -> dW_UQ[R, N_Y, A] {U_PXEC}"
-    dW["W_UQ"] = einsum(line, s["C_Q"], dQ)
+    dW |= weight_gradient(W, "W_UQ", line, s["C_Q"], dQ, at)
     line = "C_KV[B_PXE, T_C, C] * dKV[B_PXE, T_C, N_Y, W] -> dW_UKV[C, N_Y, W] {U_PXEC}"
-    dW["W_UKV"] = einsum(line, s["C_KV"][..., :rank], dKV)
+    dW |= weight_gradient(W, "W_UKV", line, s["C_KV"][..., :rank], dKV, at)
     dA_Q = wait(dC_Q)
     if "norm_CQ" in W:
         dA_Q, dW["norm_CQ"] = gained_norm_vjp(s["A_Q"], W["norm_CQ"], s["r_CQ"], dA_Q)
@@ -45,10 +46,10 @@ def latent_attention_backward(W: dict, dAttn: Tensor, s: dict, at: Any) -> tuple
     if "W_DQ" in W:
         dy = einsum("dA_Q[B_PXE, T_CY, R] * W_DQ[D, R] -> dy[B_PXE, T_CY, D]", dA_Q, W["W_DQ"])
         line = "y[B_PXE, T_CY, D] * dA_Q[B_PXE, T_CY, R] -> dW_DQ[D, R] {U_PXECY}"
-        dW["W_DQ"] = einsum(line, s["y"], dA_Q)
+        dW |= weight_gradient(W, "W_DQ", line, s["y"], dA_Q, at)
     line = "dA_KV[B_PXE, T_CY, M] * W_DKV[D, M] -> dy[B_PXE, T_CY, D]"
     dy = einsum(line, dA_KV, W["W_DKV"], out=dy, add=True)
     line = "y[B_PXE, T_CY, D] * dA_KV[B_PXE, T_CY, M] -> dW_DKV[D, M] {U_PXECY}"
-    dW["W_DKV"] = einsum(line, s["y"], dA_KV)
+    dW |= weight_gradient(W, "W_DKV", line, s["y"], dA_KV, at)
     dx, dW["norm_attn"] = gained_norm_vjp(s["x"], W["norm_attn"], s["r"], dy)
     return dx, dW

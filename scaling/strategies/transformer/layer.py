@@ -30,18 +30,15 @@ from scaling.models.layer import (
     biased,
     normed,
     normed_backward,
-    own_heads,
     read_norms,
     seen_heads,
     turn_heads_backward,
 )
-from scaling.models.leaves import KV_HEADS
 from scaling.models.linear import attend_linear
-from scaling.scaled import Scaled
 from scaling.strategies.transformer.experts import experts, experts_backward
 from scaling.strategies.transformer.latent import latent_attention_backward
 from scaling.strategies.transformer.linear import linear_attention_backward
-from scaling.strategies.transformer.lora import adapter_gradients
+from scaling.strategies.transformer.lora import in_place, weight_gradient
 
 Halves = tuple[Values, Values]  # the saved values of attention, and of the MLP
 
@@ -255,29 +252,3 @@ def mlp_backward(W: dict, dOut: Tensor, s: Values, at: Context) -> tuple[Tensor,
     dW |= weight_gradient(W, "W_out", line, dOut, s["Act"], at)
     dMid, dgains = normed_backward(W, "norm_mlp", s["mid"], s["r"], wait(dy), at.config)
     return dMid, dW | dgains
-
-
-def weight_gradient(W: dict, name: str, line: str, a: Tensor, b: Tensor, at: Context) -> dict[str, Any]:
-    """Return {name: dW of the line}; in a layer with adapters, the gradients of the matrix's A and B, or {}.
-
-    A rank may use only some of the KV heads.
-    """
-    if "lora" not in W:
-        dW = at.einsum(line, a, b)
-        return {name: in_place(dW, W[name], at) if name in KV_HEADS else dW}
-    if name not in W["lora"]:
-        return {}
-    own = W["lora"][name]
-    if name not in KV_HEADS:
-        return {name: adapter_gradients(own, line, a, b)}
-    found = adapter_gradients(own | {"B": seen_heads({name: own["B"]}, at)[name]}, line, a, b)
-    return {name: found | {"B": in_place(found["B"], own["B"], at)}}
-
-
-def in_place(part: Tensor, whole: Tensor, at: Context) -> Tensor:
-    """Return the gradient of all KV heads, zero but for the heads used: the transpose of `own_heads`."""
-    if isinstance(whole, Scaled) or part.shape == whole.shape:
-        return part
-    padded = torch.zeros_like(whole)
-    own_heads(padded, at).copy_(part)
-    return padded

@@ -4,21 +4,24 @@ For a product Out = x (W + s A B), the gradient of the weight is dW = x^T dOut, 
 
     dA = s dW B^T = x^T (dOut sB^T)        dB = s A^T dW = (x sA)^T dOut
 
-so that dW, as large as W, is never computed: only products with the rank R.
+so that dW, as large as W, is never computed: only products with the rank r.
 """
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from scaling import tree
 from scaling.collectives import einsum
 from scaling.configs import Config
 from scaling.models.adapters import merged_layer
-from scaling.models.leaves import leaves_of
+from scaling.models.layer import Context, own_heads, seen_heads
+from scaling.models.leaves import KV_HEADS, leaves_of
 from scaling.models.lora import Lora, product_line
+from scaling.scaled import Scaled
 from scaling.spec import Spec, parse_line
 
 
@@ -37,6 +40,32 @@ def adapted(gather: Callable, structure: Any, lora: Lora, config: Config, types:
         return gather(tree.leaves(merged_layer(W, W["lora"], lines, lora.scale) | {"lora": scaled}), mesh)
 
     return f
+
+
+def weight_gradient(W: dict, name: str, line: str, a: Tensor, b: Tensor, at: Context) -> dict[str, Any]:
+    """Return {name: dW of the line}; in a layer with adapters, the gradients of the matrix's A and B, or {}.
+
+    A rank may use only some of the KV heads.
+    """
+    if "lora" not in W:
+        dW = at.einsum(line, a, b)
+        return {name: in_place(dW, W[name], at) if name in KV_HEADS else dW}
+    if name not in W["lora"]:
+        return {}
+    own = W["lora"][name]
+    if name not in KV_HEADS:
+        return {name: adapter_gradients(own, line, a, b)}
+    found = adapter_gradients(own | {"B": seen_heads({name: own["B"]}, at)[name]}, line, a, b)
+    return {name: found | {"B": in_place(found["B"], own["B"], at)}}
+
+
+def in_place(part: Tensor, whole: Tensor, at: Context) -> Tensor:
+    """Return the gradient of all KV heads, zero but for the heads used: the transpose of `own_heads`."""
+    if isinstance(whole, Scaled) or part.shape == whole.shape:
+        return part
+    padded = torch.zeros_like(whole)
+    own_heads(padded, at).copy_(part)
+    return padded
 
 
 def adapter_gradients(own: Mapping[str, Tensor], line: str, a: Tensor, b: Tensor) -> dict[str, Tensor]:
@@ -59,12 +88,12 @@ def _lines(line: str, inputs: int) -> tuple[bool, str, str, str, str]:
     The first `inputs` dims of W are inputs.
     """
     parsed = parse_line(line)
-    dims, partial, R = parsed.result.dims, parsed.result.unreduced, ("R", ())
+    dims, partial, r = parsed.result.dims, parsed.result.unreduced, ("r", ())
     first = dims[0][0] in parsed.operands[0].dim_names
     x, dOut = parsed.operands if first else parsed.operands[::-1]
     tokens = tuple(dim for dim in x.dims if dim in dOut.dims)
     over_in, over_out = ([axis for _, axes in some for axis in axes] for some in (dims[:inputs], dims[inputs:]))
-    A, B = Spec("A", (*dims[:inputs], R)), Spec("B", (R, *dims[inputs:]))
-    low, high = (Spec("h", (*tokens, R)).with_unreduced(over) for over in (over_out, over_in))
+    A, B = Spec("A", (*dims[:inputs], r)), Spec("B", (r, *dims[inputs:]))
+    low, high = (Spec("h", (*tokens, r)).with_unreduced(over) for over in (over_out, over_in))
     dA, dB = A.with_unreduced([*partial, *over_out]), B.with_unreduced([*partial, *over_in])
     return first, f"{dOut} * {B} -> {low}", f"{x} * {low} -> {dA}", f"{x} * {A} -> {high}", f"{high} * {dOut} -> {dB}"

@@ -140,7 +140,7 @@ class TrainStep(NamedTuple):
         """The size of each dim of the stored params."""
         sizes = types.padded_sizes(self.config, self.mesh)
         sizes |= {"L": len(types.slots_of(self.config, self.mesh, self.options.schedule))}
-        return sizes | ({"R": self.options.lora.rank} if self.options.lora else {})
+        return sizes | ({"r": self.options.lora.rank} if self.options.lora else {})
 
     def grad_shapes(self, stack: str) -> list[tuple[int, ...]]:
         """Return the local shapes of the reduced gradients of a stack's leaves."""
