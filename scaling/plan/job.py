@@ -56,9 +56,9 @@ class Job:
     sent stay bf16, except tokens on their way to experts. `overlap` belongs to the bound: with "max" collectives over
     different links run at once, behind the matmuls (the book of 2026); with "sum" they run in sequence, but behind the
     matmuls (2025); with "none" nothing overlaps. `headroom` is the share of a chip's memory that is planned with; the
-    rest is for the runtime, its buffers and fragments. `shards` are the axes over which ZeRO-3 shards weights. The
-    memory is that of a `framework` of FRAMEWORKS. With `offload` the layers' inputs that block checkpointing keeps wait
-    in the hosts' memory; their way there is not timed.
+    rest is for the runtime, its buffers and fragments. `shards` are the axes over which ZeRO-3 shards weights, and
+    ZeRO-1, in addition to data, the optimizer's state. The memory is that of a `framework` of FRAMEWORKS. With
+    `offload` the layers' inputs that block checkpointing keeps wait in the hosts' memory; their way there is not timed.
     """
 
     config: Config | Stack
