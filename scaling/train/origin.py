@@ -14,7 +14,7 @@ from typing import Any
 from scaling.common.arguments import of_type, read_table
 from scaling.common.torchrun import first_rank
 from scaling.configs import Config, get, source_of
-from scaling.configs.sources import CONFIGS, MODEL, RUN
+from scaling.configs.sources import COMPANIONS, CONFIGS, MODEL, RUN, TEMPLATES
 from scaling.models.text import (
     BYTES,
     FILE,
@@ -30,6 +30,7 @@ from scaling.models.text import (
 )
 from scaling.train.corpus import INDEX, check_data, ended_with, kind_of_data, shards_index
 from scaling.train.documents import end_of_documents
+from scaling.train.durable import complete
 from scaling.train.settings import Settings
 
 PLACES = ("weights", "lora_from", "profile", "tensorboard")  # paths among the settings
@@ -177,12 +178,18 @@ def end_for(settings: Settings, args: argparse.Namespace) -> int:
 def keep_origin(out: Path, model: str, settings: Settings) -> dict[str, str]:
     """Copy the model's and the tokenizer's files into the run's folder, unless they are there already.
 
+    The files of an earlier run that ended before its first checkpoint are removed, unless this run begins with them.
     Return the options of run.toml that name them and the run's other paths.
     """
     by, home = tokenizer_in(settings), out / MODEL
     path, place = Path(model), Path(settings.tokenizer)
     said = {"model": model, "tokenizer": settings.tokenizer, "identity": by.identity}
     before = options_of(out) if (out / RUN).is_file() else {}
+    kept = MODEL in (before.get("model"), before.get("tokenizer"))
+    if kept and not complete(out) and home.resolve() not in (path.resolve(), place.resolve(), place.resolve().parent):
+        for name in (*CONFIGS, *COMPANIONS):
+            (home / name).unlink(missing_ok=True)
+        shutil.rmtree(home / TEMPLATES, ignore_errors=True)
     same = before.get("identity") == by.identity
     said[NAME] = before[NAME] if same and NAME in before else short_name(by)
     said |= {key: str(at and Path(at).resolve()) for key in PLACES if (at := getattr(settings, key)) is not None}

@@ -2,9 +2,11 @@
 token that ends it, as in transformers' own mask; so a model that has learnt them stops."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
 pytest.importorskip("tokenizers", reason="needs the library: pip install tokenizers")
 pytest.importorskip("jinja2", reason="chat templates need it: pip install jinja2")
@@ -13,10 +15,16 @@ from runs import ONE, TINY, refusal, train, write_model
 from tokenizers import Tokenizer
 
 from scaling.generate import command as generating
+from scaling.models import transformer
 from scaling.models.ends import NO_END
 from scaling.models.template import chat_template
 from scaling.models.text import BYTES, of_bytes, tokenizer
+from scaling.strategies import transformer as strategy
+from scaling.train.batches import IGNORED, Batches
+from scaling.train.corpus import open_corpus
 from scaling.train.documents import Reader
+from scaling.train.evaluate import local
+from scaling.train.folder import keep_options
 from scaling.train.loop import run
 from scaling.train.settings import Settings
 
@@ -169,6 +177,44 @@ def test_what_a_template_is_told_beside_the_messages_comes_from_the_line():
     for name in "messages", "self", "tokenize":
         with pytest.raises(ValueError, match=f"chat_template_kwargs has '{name}'"):
             Reader(by, 1).record({"messages": CHATS["one"], "chat_template_kwargs": {name: 1}})
+
+
+def test_a_run_keeps_no_template_of_an_earlier_one_that_saved_nothing():
+    """Also where the earlier one had files that the later one lacks: a template, or a tokenizer's files at all."""
+    write_tokenizer("old", CHATML)
+    write_tokenizer("new", None, "</s>")
+    settings = Settings(TINY.with_(V=268), "chats.jsonl", "run", 2, 8, eos_id=1)
+    for name, kept in (("new", ["tokenizer.json", "tokenizer_config.json"]), ("bytes", [])):
+        for by in ("old", name):
+            keep_options(Path("run"), replace(settings, tokenizer=by), "tiny", "X=1", 0)
+        assert sorted(path.name for path in Path("run/model").iterdir()) == kept
+        assert all(Path("run/model", file).read_bytes() == Path(name, file).read_bytes() for file in kept)
+    for by in ("old", "run/model"):  # which goes on with its own
+        keep_options(Path("run"), replace(settings, tokenizer=by), "tiny", "X=1", 0)
+    assert Path("run/model/chat_template.jinja").is_file()
+
+
+@pytest.mark.parametrize("mesh", [{"X": 2}])
+def test_ranks_have_as_many_tokens_and_each_answer_as_much_weight(mesh, tmp_path):
+    """Chats of any length fill rows of one length; the loss is one mean, also where a rank has nothing that counts."""
+    path, T = tmp_path / "chats.jsonl", 16
+    for turns in ("a" * 130, "b"), ("c", "d" * 90), ("e", "f"):
+        lines = [{"role": role, "content": text} for role, text in zip(("user", "assistant"), turns, strict=True)]
+        with path.open("a") as file:
+            file.write(json.dumps({"messages": lines}) + "\n")
+    corpus = open_corpus(str(path), tokenizer("bytes"), NO_END, False)
+    batch = Batches(corpus, 16, T, 0, 0, len(corpus)).rows(range(16))
+    assert torch.equal(batch[0].flatten(), torch.from_numpy(corpus.between(0, 16 * T)[0].astype("int64")))
+    counted = [int((part != IGNORED).sum()) for part in batch[1].chunk(4)]
+    assert counted[0] == counted[1] == 0 < counted[3]
+    config = TINY.with_(V=256)
+    params = transformer.init(config, 0, torch.float64)
+    wanted = transformer.loss(params, batch[0], config=config, targets=batch[1], segments=batch[2])
+    found, _ = strategy.loss_and_grads(
+        strategy.shard(params, config, mesh), *(local(x, mesh) for x in batch[:2]), config, mesh,
+        segments=local(batch[2], mesh), microbatches=2,
+    )  # fmt: skip
+    torch.testing.assert_close(found, wanted, rtol=1e-12, atol=0)
 
 
 @pytest.mark.slow
