@@ -71,9 +71,10 @@ class Page:
         return layout.width()
 
     def say(self, text: object = "") -> None:
-        """Print text from rank 0 alone, with its long lines continued on the next ones.
+        """Print text from rank 0 alone, and fold its long lines.
 
-        In a notebook a sentence is a paragraph, but neither several lines nor words that are set out by spaces.
+        In a notebook one line of prose is shown as a paragraph. Text of several lines, or with words that are aligned
+        by spaces, is printed as in a terminal.
         """
         text = str(text)
         prose = text.strip()

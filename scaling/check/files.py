@@ -27,7 +27,7 @@ from scaling.check.lines import check_lines, formats_lines
 from scaling.common.console import Parser
 
 LIBRARY = Path(scaling.__file__).parent
-SHOWN = 5  # of the files that have no typed line
+SHOWN = 5  # the number of files without a typed line that are named
 
 
 def check_files(paths: Sequence, lines_only: bool = False) -> tuple[Judgement, dict[str, list]]:
@@ -48,8 +48,8 @@ def check_files(paths: Sequence, lines_only: bool = False) -> tuple[Judgement, d
 def check_source(text: str, file: str = "<source>", strict: bool = False) -> list[Finding]:
     """Return the faults of one text, found in its lines and by running it.
 
-    If nothing in it could be judged, this is a finding of the rule "unjudged", too. With `strict` each place that could
-    not be judged is one, and so is a text without a literal typed line.
+    If nothing in it could be judged, a finding of the rule "unjudged" says so. With `strict` there is such a finding
+    for each place that could not be judged, and for a text without a literal typed line.
     """
     report, calls = _check_texts({file: text}, set())
     unjudged = [(at, why) for at, why in report.unjudged if why in (NOTHING, FORMATTED)]

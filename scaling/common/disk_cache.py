@@ -14,14 +14,14 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 Pure = TypeVar("Pure", bound=Callable[..., Any])
-KEPT = 4  # versions of the sources whose results stay
+KEPT = 4  # the number of versions of the sources whose results stay on disk
 
 
 def on_disk(function: Pure) -> Pure:
     """Decorate a pure function so that its results are kept on disk, each under the repr of its arguments.
 
-    The folder is $SCALING_CACHE, by default ~/.cache/scaling; an empty SCALING_CACHE keeps nothing. Where the folder
-    cannot be read or written the function is simply called.
+    The folder is $SCALING_CACHE, by default ~/.cache/scaling; an empty SCALING_CACHE keeps nothing. If the
+    folder cannot be read or written, the function is simply called.
     """
 
     @wraps(function)
@@ -36,14 +36,14 @@ def on_disk(function: Pure) -> Pure:
         with contextlib.suppress(OSError), tempfile.NamedTemporaryFile(dir=folder, delete=False) as part:
             part.write(pickle.dumps(result))
             part.close()
-            os.replace(part.name, file)  # at once, because other processes may write the same result
+            os.replace(part.name, file)  # in one step, because other processes may write the same result
         return result
 
     return kept  # type: ignore[return-value]
 
 
 def results_folder() -> Path | None:
-    """Return the folder of the results of these sources, which is made if need be; None if none can be made."""
+    """Return the folder for the results of the present sources, created if needed; None if it cannot be created."""
     root = os.environ.get("SCALING_CACHE", str(Path.home() / ".cache" / "scaling"))
     folder = Path(root) / digest_of_sources()
     try:

@@ -13,9 +13,9 @@ NEEDED = {"linear": ("factor",), "yarn": ("factor",), "llama3": ("factor", "low"
 class Latent:
     """Multi-head latent attention (DeepSeek-V2 and V3): Q and KV pass through low ranks, and KV's is cached.
 
-    A `q_rank` of 0 is none: queries are then products of the stream itself (DeepSeek-V2-Lite). Per head, queries and
-    keys have `nope` + `rope` dims (the `rope` part of the keys is shared by all heads), values
-    have `value` dims. With `interleaved`, the two coordinates of a rotary plane are neighbours, not H/2 apart.
+    With a `q_rank` of 0, queries are projected from the stream itself (DeepSeek-V2-Lite). Per head, queries and keys
+    have `nope` + `rope` dims (all heads share the `rope` part of the keys), and values have `value` dims. With
+    `interleaved`, the two coordinates of a rotary plane are neighbours, not H/2 apart.
     """
 
     q_rank: int

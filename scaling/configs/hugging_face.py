@@ -61,12 +61,12 @@ EXPERTS = ("E", "k", "shared", "F_shared", "dense_layers", "F_dense", "norm_topk
 EXPERTS += ("routing", "expert_groups", "top_groups", "routed_scale", "shared_gate")
 COUNTS = "sliding_window max_window_layers intermediate_size intermediate_size_mlp decoder_sparse_step"
 COUNTS += " query_pre_attn_scalar full_attention_interval"
-LINEAR = {  # fields of Linear
+LINEAR = {  # fields of Linear, and their keys in a file
     "keys": "linear_num_key_heads", "values": "linear_num_value_heads", "key": "linear_key_head_dim",
     "value": "linear_value_head_dim", "width": "linear_conv_kernel_dim",
 }  # fmt: skip
 COUNTS += " interleave_moe_layer_step max_position_embeddings no_rope_layer_interval"
-DROPOUTS = ("embd_pdrop", "embedding_dropout", "hidden_dropout")  # which training does not compute
+DROPOUTS = ("embd_pdrop", "embedding_dropout", "hidden_dropout")  # kinds of dropout that training does not compute
 TYPES: dict[str, type] = dict.fromkeys((*COUNTS.split(), *LATENT, *LINEAR.values()), int)
 TYPES |= dict.fromkeys(DROPOUTS, float)
 TYPES |= dict.fromkeys(("attention_multiplier", "logit_scale", "clip_qkv", "swiglu_alpha"), float)
@@ -83,7 +83,7 @@ NULL = (
 ALPHA = 1.702  # of GPT-OSS's gate, the only one that is computed
 PATTERNED = ("gemma3_text", "cohere2", "exaone4")  # that read sliding_window_pattern
 SLIDES = {"full_attention", "attention", "sliding_attention"}  # layer types that are computed
-LINEAR_TYPES = {"linear_attention", "full_attention"}  # and of a class with linear layers
+LINEAR_TYPES = {"linear_attention", "full_attention"}  # the types that are computed in a class with linear layers
 ATTENDS = SLIDES | {"chunked_attention", "indexed_attention"}  # layer types that cache keys and values
 
 

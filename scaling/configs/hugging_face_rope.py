@@ -18,9 +18,9 @@ def scaling_of(table: dict) -> dict:
 def rotary(table: dict, read: dict, kind: ModelType) -> dict:
     """Return theta and rope_scaling, by transformers' rules for keys that occur twice or not at all.
 
-    If a file has `rope_scaling`, all of `rope_parameters` is ignored. The base in this table wins over the one at the
-    top level, and the original context at the top level wins over the one in the table, but not where layers with a
-    window have a separate table.
+    If a file has `rope_scaling`, its `rope_parameters` are ignored. A base in the table takes precedence over the base
+    at the top level. An original context at the top level takes precedence over the table's, except in a class whose
+    layers with a window have a separate table.
     """
     given, local = scaling_of(table), {}
     if not table.get("rope_scaling") and table.get("rope_parameters") is None:

@@ -18,19 +18,18 @@ class ModelType:
         architecture: The class in transformers whose models are computed here; "" for a type that is only counted.
         keys: The keys that change the class's function, each with its default. For a type that is only counted, the
             defaults of the keys that it shares with others.
-        theta: The class's base of rotary positions.
-        aliases: Other names of keys. Where a file has both, the class takes the other name's value.
-        fixed: Fields of Config that all models of the class share.
-        meant: Values of hidden_act that the class takes for another.
-        root_scaled: Whether the class multiplies embeddings by sqrt(D).
-        gated_window: Whether a window counts only with use_sliding_window.
-        pattern: Without layer_types, every layer whose number this divides sees all, and the others have the window.
+        theta: The class's base of rotary positions. aliases: Other names of keys. Where a file has both, the class
+        takes the other name's value. fixed: Fields of Config that all models of the class share. meant: Values of
+        hidden_act that the class reads as another activation. root_scaled: Whether the class multiplies embeddings by
+        sqrt(D). gated_window: Whether a window counts only with use_sliding_window. pattern: In a file without
+        layer_types, each layer whose number is a multiple of this has full attention, and the
+            others have the window.
         partial: The default of partial_rotary_factor in a class that rotates only a part of each head.
         rope_keys: The keys of the base and of the rotated part, where they are not in a separate table.
-        local_theta: The base of layers with a window, in a class in which it is another.
-        stretched: Whether positions of type "dynamic" with an `alpha` are of a larger base, theta alpha^(H / (H - 2)).
-        rope: The table of rotary positions of a file that has none.
-        still_full: Whether layers without a window rotate nothing where others have one.
+        local_theta: The base of layers with a window, in a class in which it differs from the other layers' base.
+        stretched: Whether positions of type "dynamic" with an `alpha` have a larger base, theta alpha^(H / (H - 2)).
+        rope: The default table of rotary positions.
+        still_full: Whether layers with full attention rotate nothing in a model whose other layers have a window.
     """
 
     architecture: str = ""

@@ -71,7 +71,7 @@ def load(config: Config, weights="bf16", kv="bf16") -> Load:
     lookup = 0 if config.tied else config.D * config.V
     routed = config.matrices * config.D * config.F * config.E * (config.L - config.dense_layers) if config.moe else 0
     layers: dict[int, float] = {}
-    if config.linear:  # a state is there from the first token on
+    if config.linear:  # a state has its full size from the first token on
         layers[1] = len(config.linear.layers) * tm.state_bytes(config, "bf16")
     per_layer = tm.kv_cache_bytes(config.with_(L=1, window=None, dense_layers=0, cached=None, linear=None), 1, kv)
     for window in config.windows if config.cached is None else (None,) * config.cached:

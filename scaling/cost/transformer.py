@@ -103,7 +103,7 @@ def params(config: Config, active: bool = False) -> dict[str, int]:
     biases += ((config.matrices - 1) * config.F + D) * config.mlp_bias
     gains = config.L * config.layer_norms + 1  # of D each, as are their biases
     attending, s = len(config.attending), config.sizes
-    rule = config.L - attending, (2 * s["n"] + s["v"] if config.linear else 0)  # A_log, dt and a gain of heads
+    rule = config.L - attending, (2 * s["n"] + s["v"] if config.linear else 0)  # A_log, dt and the heads' gain
     return {
         "mlp": config.matrices * D * (sparse * wide + config.dense_layers * config.F_dense),
         "attention": attending * attention_params(config) + (config.L - attending) * linear_params(config),

@@ -1,4 +1,4 @@
-"""Models on one device, as pure functions of params: what every mesh must equal. And their files and text.
+"""Models on one device, as pure functions of params, which every mesh must equal; and their files and text.
 
 Call `transformer.init(config)`, `transformer.loss(params, tokens)`, `hf.load(folder)`. Start reading at `transformer`:
 

@@ -9,7 +9,7 @@ from keys to values. A token lets it decay by exp(g), reads the value that its k
 Token by token this is a product with a vector each. In chunks of c tokens it is products of matrices (Yang et al. 2024,
 arxiv.org/abs/2406.06484): the values that a chunk's tokens write depend on each other by a triangular matrix, so they
 are its inverse times the values that the tokens would write alone. `decays` has the products of exp(g) between two
-places.
+tokens.
 
     A[c, c] = beta (K K^T) pair, below the diagonal      a token's key reads the values of earlier tokens
     New[c, v] = (1 + A)^-1 beta (V - (into K) S)         the values that the chunk writes
@@ -27,10 +27,10 @@ CHUNK = 64  # tokens of a chunk
 
 
 class Decays(NamedTuple):
-    """The shares of a state that are left between places of a chunk; 0 across the start of a document.
+    """The share of a state that is left between two places of a chunk; 0 across the start of a document.
 
     Attributes:
-        pair: pair[.., c, c], from after token j to token i, at or after it; 0 above the diagonal.
+        pair: pair[.., c, c], whose entry (i, j) is the share from after token j to token i >= j; 0 above the diagonal.
         into: into[.., c, 1], from the chunk's start to token i.
         out: out[.., c, 1], from token j to the chunk's end.
         through: through[.., 1, 1], from the chunk's start to its end.
@@ -55,7 +55,7 @@ class Kept(NamedTuple):
 
 
 def decays(g: Tensor, starts: Tensor | None = None) -> Decays:
-    """Return the decays of g[.., c], the logarithm of each token's; starts[.., c] marks documents' first tokens."""
+    """Return the decays by g[.., c], the logs of the tokens' decays; starts[.., c] marks documents' first tokens."""
     G, c = g.cumsum(-1), g.shape[-1]
     here = torch.ones(c, c, dtype=torch.bool, device=g.device).tril()
     first = last = torch.ones((), dtype=torch.bool, device=g.device)
@@ -80,7 +80,7 @@ def joined(x: Tensor, T: int) -> Tensor:
 
 
 def _solve(A: Tensor, x: Tensor, back: bool = False) -> Tensor:
-    """Return (1 + A)^-1 x of A[.., c, c] below its diagonal, or the inverse's transpose times x."""
+    """Return (1 + A)^-1 x for A[.., c, c] that is 0 on and above the diagonal; with `back`, (1 + A^T)^-1 x."""
     return torch.linalg.solve_triangular(A.mT if back else A, x, upper=back, unitriangular=True)
 
 
@@ -125,9 +125,9 @@ def delta_rule_backward(
         dNew[i] = dNew[i] + write[:, :, i] @ dS
         dS = d.through[:, :, i] * dS + from_O[:, :, i] - W[:, :, i].mT @ dNew[i]
     dEnd = torch.stack(dEnd, 2)
-    dAlone = _solve(A, torch.stack(dNew, 2), back=True)  # of beta (V - (into K) S)
+    dAlone = _solve(A, torch.stack(dNew, 2), back=True)  # the cotangent of beta (V - (into K) S)
     dA, dM = -(dAlone @ new.mT).tril(-1), (dO @ new.mT) * (d.pair != 0)
-    dRead, dSeen, dWrite = dO @ states.mT, -b * (dAlone @ states.mT), new @ dEnd.mT  # of into Q, into K, out K
+    dRead, dSeen, dWrite = dO @ states.mT, -b * (dAlone @ states.mT), new @ dEnd.mT  # for into Q, into K, out K
     dQK, dKK = dM * d.pair, dA * d.pair * b
     dQ = dQK @ k + d.into * dRead
     dK = dQK.mT @ q + dKK @ k + dKK.mT @ k + d.into * dSeen + d.out * dWrite

@@ -35,7 +35,7 @@ MOST_MISSING = 1_000_000  # with more missing tensors than these, only their num
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}  # of safetensors
 ROUTER_BIAS = "e_score_correction_bias"
 COMPUTED = ".rotary_emb.inv_freq"  # older files store these, which are computed here
-DRAFT = "mtp."  # a draft of more tokens, which transformers' classes leave out, too
+DRAFT = "mtp."  # layers that draft further tokens, which transformers' classes leave out, too
 TensorParts = dict[str, dict[int, tuple[FileLayout, Tensor]]]  # the params of each tensor, by their places in it
 
 
@@ -187,7 +187,7 @@ def _parts(
 
 
 def file_number(config: Config, at: Mapping[str, int]) -> int:
-    """Return the number of the file of these indices: 0 for the ends and dense layers, then one for each layer."""
+    """Return the number of the file for a tensor with these indices: l + 1 for layer l, 0 for ends and dense layers."""
     numbers = {"L": config.attending, "l": config.linear.layers if config.linear else ()}
     return next((numbers[dim][at[dim]] + 1 for dim in numbers if dim in at), 0)
 

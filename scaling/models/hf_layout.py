@@ -30,7 +30,7 @@ class FileLayout:
         joined: If a tensor holds several params along its rows, the rows of each.
         part: The index of this param in `joined` or in "*".
         parts: The size of "*".
-        order: The position in the file of each coordinate of H in the param, if it is another.
+        order: The position in the file of each coordinate of H in the param, if their orders differ.
     """
 
     name: str

@@ -108,9 +108,9 @@ class Context(NamedTuple):
 
 
 def turn_heads(W: dict, Q: Tensor, K: Tensor, at: Context, rows: str = "B_PXZE") -> tuple[Tensor, Tensor, Values]:
-    """Return Q and K normed, in a model with norms of heads, and rotated by their positions, or in the other order.
+    """Return (Q, K, statistics): in a model with norms of heads, norm Q and K; then rotate them by their positions.
 
-    The third result holds the statistics that the norms' derivatives need.
+    With `qk_turned` they are rotated first and then normed. The norms' derivatives need the statistics.
     """
     scales = {}
     if at.config.qk_turned:
@@ -159,7 +159,7 @@ def seen_heads(W: dict, at: Context) -> dict:
 
 
 def own_heads(W: Any, at: Context) -> Any:
-    """Return the KV heads W[.., K, H] that this rank's query heads see; of an array with scales, of each part."""
+    """Return the KV heads W[.., K, H] that this rank's query heads see; an array with scales is cut part by part."""
     N = at.config.N // at.mesh.sizes["Y"]
     first = at.mesh.coord["Y"] * N // at.config.G
     return tree.map(lambda part: part.narrow(-2, first, max(1, N // at.config.G)) if part.dim() > 1 else part, W)
@@ -188,7 +188,7 @@ def attend_heads(W: dict, values: Values, at: Context) -> Values:
 
 
 def gated(attend: Callable, *heads: Tensor) -> Tensor:
-    """Return attend(*heads) times the sigmoid of the last of them, its gate."""
+    """Return attend(*heads[:-1]) times the sigmoid of the gate, heads[-1]."""
     *others, opened = heads
     return attend(*others) * opened.sigmoid()
 

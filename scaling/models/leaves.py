@@ -138,7 +138,7 @@ LAYER = {
     "b_out": Leaf("b[L_Z, D]", "b[L, D_XYZ]", 0.0, _mlp("down_proj.bias", "D"), lambda c: c.mlp_bias),
     "norm_mlp_out": Leaf("g[L_Z, D]", "g[L, D_XYZ]", 1.0, _layer("post_mlp_layernorm.weight"), _adds_norms),
 }  # fmt: skip
-LINEAR = {  # of a linear layer, in place of attention's: `models.linear`
+LINEAR = {  # the leaves of a linear layer, in place of attention's: `models.linear`
     "W_QKVZ": Leaf("W_QKVZ[l, D_X, k_Y, m]", "W_QKVZ[l, D_X, k_Y, m]", "D", _linear("in_proj_qkvz.weight", "km, D")),
     "W_BA": Leaf("W_BA[l, D_X, k_Y, u]", "W_BA[l, D_X, k_Y, u]", "D", _linear("in_proj_ba.weight", "ku, D")),
     "conv_Q": Leaf("c[l, k_Y, h, w]", "c[l, k_Y, h, w]", "w", _linear("conv_q.weight", "kh, *, w")),
@@ -150,11 +150,11 @@ LINEAR = {  # of a linear layer, in place of attention's: `models.linear`
     "W_O": Leaf("W_O[l, n_Y, v, D_X]", "W_O[l, n_Y, v, D_X]", "nv", _linear("out_proj.weight", "D, nv")),
 }
 ATTENTION = re.compile(r"[Wb]_[QKVOG]|norm_[QK]|sinks")  # leaves of attention, which linear layers lack
-WIDE = {  # of a model with gains of each head, in place of gains that all heads share
+WIDE = {  # leaves of a model with gains of each head, in place of gains that all heads share
     "norm_Q": Leaf("g[L_Z, N_Y, H]", "g[L, N_Y, H]", 1.0, _attention("q_norm.weight", "NH"), lambda c: c.qk_norm),
     "norm_K": Leaf("g[L_Z, K_Y, H]", "g[L, K_Y, H]", 1.0, _attention("k_norm.weight", "KH"), lambda c: c.qk_norm),
 }
-UNRANKED = {  # of latent attention whose queries have no rank: R is D
+UNRANKED = {  # leaves of latent attention whose queries have no rank, so R is D
     "W_UQ": Leaf("W_UQ[L_Z, R_X, N_Y, A]", "W_UQ[L, R_X, N_YZ, A]", "R", _attention("q_proj.weight", "NA, R"))
 }
 EXPERTS = {  # of a model with experts, in place of the MLP's matrices

@@ -34,9 +34,10 @@ EPS = 1e-6  # added to the square of a query's or key's length
 
 
 def attend_linear(W: dict, values: Values, at: Context) -> Values:
-    """Add O[B_PXZE, T_C, n_Y, v] to the values, which have y[B_PXZE, T_C, D], with what backward and serving need.
+    """Compute O[B_PXZE, T_C, n_Y, v] from y[B_PXZE, T_C, D] in `values`; return the values with it.
 
-    Without a "tail" and an "S" in the values they come from the rank before. "S_out" is the state after the last token.
+    They also get the arrays that backward and serving need. If the values lack "tail" and "S", the rank before sends
+    them. "S_out" is the state after the last token.
     """
     if "O" in values:
         return values
@@ -64,7 +65,7 @@ def attend_linear(W: dict, values: Values, at: Context) -> Values:
 
 
 def split_gate(QKVZ: Tensor, config: Config) -> tuple[Tensor, Tensor]:
-    """Return QKV[B, T, k, c], which is convolved, and Z[B, T, n, v], of QKVZ[B, T, k, m]."""
+    """Split QKVZ[B, T, k, m] into QKV[B, T, k, c], which is then convolved, and the output gate Z[B, T, n, v]."""
     linear: Any = config.linear
     gate = linear.value * linear.values // linear.keys
     QKV, Z = QKVZ.split([QKVZ.shape[-1] - gate, gate], -1)
@@ -72,7 +73,7 @@ def split_gate(QKVZ: Tensor, config: Config) -> tuple[Tensor, Tensor]:
 
 
 def mix(QKV, BA, conv_Q, conv_K, conv_V, A_log, dt, config: Config, places: Tensor | None) -> tuple[Tensor, ...]:
-    """Return the rule's Q, K[B, T, n, h], V[B, T, n, v], g, beta[B, T, n] of QKV[B, w - 1 + T, k, c], BA[B, T, k, u].
+    """Return the rule's Q, K[B, T, n, h], V[B, T, n, v], g, beta[B, T, n] for QKV[B, w - 1 + T, k, c], BA[B, T, k, u].
 
     places[B, T] are positions in packed documents: a convolution does not reach beyond its document's first token. The
     rule is computed in float32 or wider.
@@ -113,14 +114,14 @@ def tail_before(tail: Tensor, width: int, mesh: Any) -> Tensor:
 
 
 def state_before(rule: tuple[Tensor, ...], starts: Tensor | None, mesh: Any) -> Values:
-    """Return {"S": the state before this rank's tokens}, and with ranks along C also "P", the map of the states."""
+    """Return the state before this rank's tokens as "S"; with ranks along C, "P" maps it to the last state."""
     Q, K, V, g, beta = rule
     (B, _, n, h), v = K.shape, V.shape[-1]
     S = V.new_zeros(B, n, h, v)
     if (C := mesh.sizes.get("C", 1)) == 1:
         return {"S": S}
     first = torch.cat([S, torch.eye(h, dtype=V.dtype, device=V.device).expand(B, n, h, h)], -1)
-    _, last, _ = delta_rule(Q, K, F.pad(V, (0, h)), g, beta, first, starts)  # R beside P
+    _, last, _ = delta_rule(Q, K, F.pad(V, (0, h)), g, beta, first, starts)  # P: from the identity, V = 0
     R, P = (x.unsqueeze(1) for x in last.split([v, h], -1))
     S = S.unsqueeze(1)
     line = str(present("S[B_PXZE, I_C, n_Y, h, v]", mesh))

@@ -206,8 +206,8 @@ def forward(params: dict, x: Tensor, config: Config, experts: Tensor | None = No
 def dense(params: dict, x: Tensor, config: Config, experts: Tensor | None = None) -> tuple[Tensor, dict]:
     """Compute the layer with every expert for every token, as the reference that all other forms have to equal.
 
-    params as the rows of `models.leaves`, x[B, T, D] -> (y[B, T, D], aux), where aux has the losses "balance" and "z"
-    and "load" int64[E]. An expert over its capacity leaves out the last tokens of the batch.
+    The params are the rows of `models.leaves`. x[B, T, D] -> (y[B, T, D], aux), where aux has the losses "balance" and
+    "z" and "load" int64[E]. An expert over its capacity leaves out the last tokens of the batch.
     """
     if experts is None:
         experts = choose_experts(x, params["router"], config, params.get("bias"), params.get("b_router"))
@@ -261,7 +261,7 @@ def load_of(experts: Tensor, E: int) -> Tensor:
 
 
 def balanced_load(experts: Tensor, config: Config) -> Tensor:
-    """Return the load that `balance_loss` evens out, int64[E], or [B, E] by sequence, of experts[B, T, k].
+    """Count the choices experts[B, T, k] of each expert for `balance_loss`: int64[E], or by sequence int64[B, E].
 
     With `config.balance_first` only the first choice of each token counts.
     """

@@ -51,9 +51,10 @@ REMAT = {"none": lambda f: f, "block": checkpoint_block, "matmuls": checkpoint_m
 def attention_block(
     layer: dict, x: Tensor, attend: Callable, rope: tuple, config: Config, matmul: Callable = matmul_weight, places=None
 ) -> Tensor:
-    """Attn[B, T, D] of x[B, T, D], without the residual: of heads, by attend(Q, K, V) -> O[B, T, N, H], or latents.
+    """x[B, T, D] -> Attn[B, T, D], without the residual, for a layer with heads, with latents, or with a state.
 
-    A linear layer does not attend. It needs the `places`[B, T] of tokens in packed documents.
+    Heads and latents attend by attend(Q, K, V) -> O[B, T, N, H]. A linear layer does not; with packed documents it
+    needs the `places`[B, T] of the tokens in them.
     """
     at = context(config, attend, rope, matmul)._replace(places=places)
     y, _ = normed(layer, "norm_attn", x, config, rms)
@@ -88,7 +89,7 @@ def forward(
     config: Config | None = None,
     segments: Tensor | None = None,
 ) -> Tensor:
-    """Logits[B, T, V] of tokens[B, T]. segments[B, T]: the ids of packed documents, which do not see each other.
+    """tokens[B, T] -> Logits[B, T, V]. segments[B, T] are the ids of packed documents, which do not see each other.
 
     `remat` decides which arrays each layer saves for the backward pass: with "none" nothing is recomputed, "block"
     saves only the layer's input, "matmuls" the outputs of its big matmuls (`scaling.cost.transformer.REMAT`). The
@@ -121,7 +122,7 @@ def _forward(params: dict, tokens: Tensor, remat: str, attention: Callable, conf
     x, params = scale_by(x, config.embed_scale), used_gains(params, config)
     positions = torch.arange(tokens.shape[1], device=tokens.device) if segments is None else restarted(segments)
     ropes = layer_tables(config, positions, x.dtype)
-    kinds = [(window, l in config.unrotated) for l, window in enumerate(config.windows)]  # layers of one share a step
+    kinds = [(window, l in config.unrotated) for l, window in enumerate(config.windows)]  # equal layers share a step
     extra = x.new_zeros(())
     given, places = zip(kinds, ropes, strict=True), None if segments is None else positions
     steps = {kind: _step(config, remat, attention, kind[0], segments, rope, places) for kind, rope in given}

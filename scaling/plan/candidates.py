@@ -180,7 +180,7 @@ class Found(Sequence):
 
     @property
     def faster(self) -> Estimate | None:
-        """The fitting layout of the shortest forecast, if that is not the first one."""
+        """The layout with the shortest forecast among the ones that fit; None if it is the chosen one."""
         asked, count = self.question, self.fitting
         rare = (i for i, layout in self.layouts() if is_unusual(asked.job, asked.chip, layout))
         best = min((i for i in (0, 1, next(rare, count)) if i < count), key=lambda i: self[i].forecast, default=0)

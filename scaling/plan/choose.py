@@ -29,7 +29,7 @@ from scaling.train.settings import DTYPES, Settings
 from scaling.train.structure import resolved
 
 OFFERED = 4  # the meshes that are shown
-TRIES = 6  # the meshes of a chip of the catalogue that may prove too full before the search ends
+TRIES = 6  # with a chip of the catalogue the search ends once so many meshes proved too full
 TRIED = 64  # the most ranks for which every mesh's own code is counted
 OPEN = "zero", "remat", "microbatches"  # options that are chosen as well if a run does not give them
 ZEROS = 3, 1  # the stages that are tried then; of equally fast ones the first is taken
@@ -110,7 +110,7 @@ def choices(
         raise ValueError(f"{chip.name} has no FLOPs/s for {settings.dtype}, only for {', '.join(peaks)}\n  fix: {fix}")
     found: list[MeshChoice] = []
     refused: list[str] = []
-    full = 0  # meshes on which the run's own step does not fit
+    full = 0  # the number of meshes on which the run's own step does not fit
     for sizes, some in tried(settings, ranks, chip, refused, chosen):
         try:
             found.append(counted_choice(some, sizes, chip, backend, chosen))

@@ -70,7 +70,7 @@ class Practice:
 def practice(kind: str, experts: bool, long: bool) -> Practice:
     """Return the layouts that published runs use on such chips, with or without experts.
 
-    Sequences may be longer than `LONG` only in runs for jobs with such sequences, since those split them.
+    Runs with sequences of `LONG` or more count only for jobs with such sequences, because these runs split them.
     """
     table, families, schedules = runs_table(), {0}, {"1f1b"}
     most: dict[str, int] = dict.fromkeys(AXES, 1)
@@ -86,7 +86,7 @@ def practice(kind: str, experts: bool, long: bool) -> Practice:
 
 
 def is_unusual(job: Job, chip: Chip, l: Layout) -> Amount:
-    """Return whether no published run is laid out so: its family, its schedule, a larger axis, or shorter chunks."""
+    """Return whether a layout is unlike any published run: its family, schedule, a longer axis, or shorter chunks."""
     usual = practice("tpu" if chip.kind == "tpu" else "gpu", bool(job.work.copies), job.seq >= LONG)
     found = np.logical_not(np.isin(family(l), usual.families)) | ((l.context > 1) & (job.seq < PART * l.context))
     found = found | ((l.pipe > 1) & np.logical_not(is_one(l.schedule, SCHEDULES, *usual.schedules)))
@@ -96,11 +96,11 @@ def is_unusual(job: Job, chip: Chip, l: Layout) -> Amount:
 
 
 def sure_seconds(job: Job, chip: Chip, l: Layout, forecast: Amount) -> Amount:
-    """Return the forecast to choose by: layouts that no published run has count as slower, by what errors may be."""
+    """Return the seconds to rank by: the forecast, longer by the share `unsure` if no published run has the layout."""
     return forecast * np.where(is_unusual(job, chip, l), 1 + unsure(job, chip), 1.0)
 
 
 def unsure(job: Job, chip: Chip) -> float:
-    """Return the share by which a forecast is rarely off: three times the median error, which 19 of 20 are within."""
+    """Return three times the median error of forecasts, as a share; 19 of 20 forecasts are off by less."""
     error = usual_error(job, chip)
     return 0.0 if chip.measured else 3 * (GUESS if error is None else error)

@@ -24,9 +24,9 @@ class Held:
     """Bytes on one chip, by kind.
 
     `working`: gathered weights, whole gradients in flight, logits, and a recomputed layer. `apart`: bytes counted twice
-    that are never live together, because with one microbatch gradients come as activations go. `reserved`:
-    blocks that the framework's allocator keeps. `shares`: the share of the chip's params whose optimizer state is here
-    and which this chip updates.
+    that are never live together, because with one microbatch activations are freed as gradients are computed.
+    `reserved`: blocks that the framework's allocator keeps. `shares`: the share of the chip's params whose optimizer
+    state is here and which this chip updates.
     """
 
     params: Amount
@@ -72,7 +72,7 @@ def held(job: Job, c: Compute, l: Layout) -> Held:
     )
     one = c.tokens * layers * act * (split / l.tensor + apart - narrow / l.tensor)  # fp8 keeps operands in fp8
     activations, layer = c.live * one, one / layers
-    if job.offload:  # two layers' inputs are here: one that is used, and one on its way
+    if job.offload:  # the chip holds two layers' inputs: one in use, and one in flight
         block = is_one(l.remat, POLICIES, "block")
         activations, one = (np.where(block, np.minimum(kept, 2 * layer), kept) for kept in (activations, one))
 

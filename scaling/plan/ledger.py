@@ -167,9 +167,9 @@ def weight_elements(job: Job, l: Layout) -> tuple[Amount, Amount]:
 
 
 def weight_ways(job: Job, l: Layout, lane: str) -> tuple[Amount, Amount, Amount]:
-    """Return ZeRO-3's shards of dense "weights" or of "experts", the ranks that hold the same shard, ZeRO-1's shards.
+    """Return three numbers for a lane, "weights" (dense) or "experts", leaving out the axes tensor and pipe.
 
-    Tensor and pipe are left out.
+    They are the number of ZeRO-3's shards, of ranks that hold the same shard, and of ZeRO-1's shards.
     """
     others = LANES[lane][1:]  # the axes other than fsdp
     shares = math.prod(getattr(l, axis) for axis in others if axis in job.shards)

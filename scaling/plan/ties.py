@@ -13,8 +13,8 @@ def effort(sizes: Mapping[str, int], chip: Chip | None = None) -> tuple[int, int
     """Return how much a mesh asks of the network, and of those who run it.
 
     The first number counts the axes that layers wait for (tensor, expert, context) and that reach beyond a node. The
-    second is the complexity of the layout: replicas and shards count little, but more together, and stages
-    the most.
+    second is the complexity of the layout: replicas or shards count little, both together count more, and
+    stages count most.
     """
     inner, beyond = 1, 0
     for axis in ("tensor", "expert", "context"):  # from the innermost
@@ -25,7 +25,7 @@ def effort(sizes: Mapping[str, int], chip: Chip | None = None) -> tuple[int, int
 
 
 def settle_ties(order: Sequence, seconds: Callable[[Any], float], effort_of: Callable[[Any], Any]) -> list:
-    """Return `order`, which is sorted by seconds, with the one of least effort among the fastest in front.
+    """Return `order`, which is sorted by seconds, with the least effort among the fastest moved to the front.
 
     The fastest layouts take at most a share TIE longer than the first.
     """
@@ -37,8 +37,8 @@ def settle_ties(order: Sequence, seconds: Callable[[Any], float], effort_of: Cal
 def simplest_first(chosen: list[tuple], unsure: float = TIE) -> list[tuple]:
     """Return the (rank, network, layout) in order of rank, with ties settled.
 
-    Among the layouts that fit and are slower than the fastest by at most a share `unsure`, those of least `effort` come
-    first. Of these, if several are as fast as the fastest of them, it is the one that takes least time without overlap.
+    Of the layouts that fit and take at most a share `unsure` longer than the first, the fastest with the least `effort`
+    is moved to the front. If several such layouts tie, it is the one that takes least time without overlap.
     """
     order = sorted(chosen, key=lambda one: one[0])
     near = [one for one in order if one[0][0] == 0 and one[0][1] <= (1 + unsure) * order[0][0][1]]

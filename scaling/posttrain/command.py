@@ -126,7 +126,7 @@ def main(argv=None) -> int:
 
 
 def ran(world: dict[str, int], device: str, *args: Any) -> dict:
-    """Run the loop on the ranks, and return the last step's record; ValueError, without a traceback, for a reward."""
+    """Run the loop on the ranks and return the last step's record; a RewardError becomes a ValueError."""
     try:
         return launch.run(run, world, *args, device=device)[0]
     except launch.RankError as error:

@@ -26,7 +26,7 @@ class Late(Exception):
 
 
 class RewardError(ValueError):
-    """Raised for a reward that is none: the fault lies in the user's file."""
+    """An invalid reward, whose fault lies in the user's file."""
 
 
 class Prompt(NamedTuple):

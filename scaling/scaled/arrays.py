@@ -34,8 +34,8 @@ class Scaled:
         s: Their scales.
         t: The scale of the whole array, if the format has one.
         format: The format.
-        shared: The positions of the dims along which values share a scale, counted from the last, which is -1. So they
-            stay when the array is one layer of a stack of arrays.
+        shared: The positions of the dims along which values share a scale, counted from the last, which is -1, so they
+            also hold for a stack of such arrays.
         dtype: The dtype of the array that was quantized, which products and dequantize return.
     """
 
@@ -289,12 +289,12 @@ def shared_amax(x: Tensor, spec: Spec, scale: Spec) -> Tensor:
 
 
 def blocks_along(dims: int, shared: tuple[int, ...], f: Format) -> list[int]:
-    """Return for each of so many dims how many entries share a scale; 0: all of them."""
+    """Return how many entries share a scale along each of `dims` dims; 0 means all of them."""
     return [f.block if i - dims in shared else 1 for i in range(dims)]
 
 
 def spread(s: Tensor, blocks: Sequence[int], like: Tensor) -> Tensor:
-    """Return the scale of each element, in a shape that broadcasts to the array's; `blocks` as of `blocks_along`."""
+    """Return the scale of each element, in a shape that broadcasts to the array's; `blocks` as from `blocks_along`."""
     for i, n in enumerate(blocks):
         if n == 0:
             s = s.unsqueeze(i)

@@ -41,8 +41,8 @@ NO_DEFAULTS = ModelDefaults()
 def defaults_of(folder: "str | Path") -> ModelDefaults:
     """Return the defaults in the generation_config.json of a model's folder, or of a run's.
 
-    As in transformers, its temperature and filters count if it says `do_sample`; otherwise it is greedy. Only what the
-    file says counts: transformers would add a top_k of 50.
+    As in transformers, its temperature and filters count if it says `do_sample`; otherwise it is greedy. Only
+    the file's own keys count: transformers would add a top_k of 50.
 
     Raises:
         ValueError: No token can be drawn with a value.

@@ -247,7 +247,7 @@ class Engine:
         return given, done
 
     def _given(self, action: Run) -> dict[int, Given]:
-        """Return the tokens that each request is given, by its number, in the order of the works."""
+        """Return the tokens that each request gets in this step, by its id, in the order of the works."""
         given: dict[int, Given] = {}
         for one in (True, False):  # works of one token run separately, so none is padded to a prompt's length
             if works := [w for w in action.works if (len(w.tokens) == 1) == one]:

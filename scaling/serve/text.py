@@ -39,7 +39,7 @@ class TextStream:
         if self.read.endswith(BROKEN):
             self.ids, self.read = [], ""
         self.before = len(self.ids)
-        self.held = _Stop("")  # the stop text of which exactly the text held back has matched
+        self.held = _Stop("")  # the stop text whose first characters are the text held back
         self.stopped = False
 
     def push(self, id: int) -> str:

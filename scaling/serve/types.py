@@ -78,8 +78,8 @@ def specs(config: Config, mesh=None, *, form: str = "heads", format: "str | Form
 def shared_dims(name: str, leaf: Leaf, f: Format) -> str:
     """Return the dims along which a leaf's values share scales, which are the dims that a product with it sums over.
 
-    A format with blocks has them along the last of these dims. The embedding shares them as for the logits. Norms,
-    biases, routers and convolutions have none, because they are not quantized.
+    A format with blocks has them along the last of these dims. For the embedding it is the product that gives the
+    logits. Norms, biases, routers and convolutions have none, because they are not quantized.
     """
     if name == "embed" or name == "router" or name.startswith("conv"):
         return "D" if name == "embed" else ""

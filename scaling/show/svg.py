@@ -86,7 +86,7 @@ def types(specs: Iterable["str | Spec"], mesh) -> str:
 def time_lines(lines: Sequence[TimeLine], colours: Mapping[str, str] = MappingProxyType({}), unit: str = "") -> str:
     """Return an SVG of time lines below each other, each with its time axis, and a legend of the kinds of bars.
 
-    A bar has the colour of its kind, or where `colours` has none of its row.
+    A bar has the colour of its kind; if `colours` has none for it, the colour of its row.
     """
     parts, y = list[str](), 0.0
     for title, bars in lines:

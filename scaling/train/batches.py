@@ -166,7 +166,7 @@ def hold_out(corpus: Corpus, batch: int, length: int, seed: int, valid: float = 
 def leave_out(
     train: Batches | Mixture, valid: Sequence[Batches], before: Sequence[Sequence[Any]]
 ) -> tuple[Batches | Mixture, list[list[Any]], int]:
-    """Exclude from training all held-out text, of now and of earlier in the run.
+    """Exclude from training all text that the run holds out now or held out earlier.
 
     Text that was held out earlier is recognized only where the data still hold it at the same position.
 

@@ -68,10 +68,11 @@ def step_by_symbols(
 
 
 def least_memory(settings: Settings, sizes: Mapping[str, int], coord: Mapping[str, int] | None, backend: str) -> float:
-    """Return bytes that a stage of a deep pipeline needs in any case, counted at few microbatches.
+    """Return a lower bound of the bytes that a stage of a deep pipeline needs, counted at few microbatches.
 
     While there are at most as many microbatches as stages, the peak is linear in their number. With more microbatches
-    the gradients of the first ones are added, so the step needs more. The result is 0 if the step itself is as short.
+    the gradients of the first ones are added, so the step needs more. The result is 0 if the step itself has so few
+    microbatches.
     """
     most, few = min(sizes.get("Z", 1), settings.microbatches), AHEAD + 2
     if most <= few + 2:
@@ -98,7 +99,7 @@ def traced_depths(
     if memory and Z > 1 and (schedule or 2 * full >= M):
         full = M  # one run of all microbatches takes less than runs of two smaller numbers
     layers = samples(model.L, period(model) * Z * chunks, model.dense_layers + few * Z * chunks)
-    if model.linear or settings.optimizer == "muon":  # whose update deals the matrices of all layers out to the ranks
+    if model.linear or settings.optimizer == "muon":  # Muon's update deals the matrices of all layers out to the ranks
         layers = [(Fraction(1), model.L)]
     batches = samples(M, Z if chunks > 1 else 1, full)
     return [(a * b, L, m) for (a, L), (b, m) in product(layers, batches)]
@@ -179,7 +180,7 @@ class Symbolic(Numbers):
 
 
 def counted(settings: Settings, *given: Any) -> CountedStep:
-    """Return `step_count.count` of a step, which is kept on disk by the settings that decide it."""
+    """Return `step_count.count` of a step, kept on disk under the settings that determine it."""
     decides = {name: getattr(settings, name) for name in DECIDE}
     return count_on_disk(Settings(settings.model, "", "", **decides), *given)
 

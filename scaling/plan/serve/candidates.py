@@ -21,7 +21,7 @@ from scaling.plan.serve.forecast import ENGINES, first_token, likely_token
 from scaling.spec import dtype_bytes
 
 OBJECTIVES = ("throughput", "latency")
-COPIES = 1.25  # the most experts that are stored for each that the model has
+COPIES = 1.25  # the most experts that may be stored, as a multiple of the model's experts
 AS_MUCH = 1 - 1e-6  # the share of the best throughput at which a smaller batch counts as equal
 
 
@@ -33,7 +33,7 @@ class Service:
     half of the output, the average that a step reads and that many sequences hold, and int8 caches with their scales.
     `latency`: the most seconds of a step; `ttft`, `tpot`: the most that may be forecast for the first token and for
     each further one by `engine`; None for any. `copied`: experts of the config that are stored twice. `headroom`: the
-    share of the memory to fill. `mfu`: that of prefill.
+    share of the memory to fill. `mfu`: the MFU of prefill.
     """
 
     config: Config

@@ -1,10 +1,11 @@
 """The likely time to a request's first token and of each further one: the bound's terms, at the rates of engines.
 
 An engine reads memory at a lower rate than the peak, starts kernels and AllReduces one at a time, and runs other
-requests' prompts between its steps. `GPU` says how many times as long each takes. Its constants, and those of ENGINES,
-are fitted to 2,265 measured rows of 83 groups of model, system, TP and precision (github.com/ai-dynamo/aiconfigurator,
-systems/silicon_sample.csv, 2026; H100 to GB300). Fitted to every other group, they forecast the time of a token of the
-rest with an error of 19% and 21% in the median. `TPU` has Part 1's share of the memory's peak.
+requests' prompts between its steps. `GPU` has each time as a multiple of the bound's. Its constants, and those of
+ENGINES, are fitted to 2,265 measured rows of 83 groups of model, system, TP and precision
+(github.com/ai-dynamo/aiconfigurator, systems/silicon_sample.csv, 2026; H100 to GB300). Fitted to one half of the
+groups, they forecast the time of a token of the other half with a median error of 19% and 21%. `TPU` has Part 1's share
+of the memory's peak.
 """
 
 import math
@@ -77,12 +78,12 @@ ENGINES = {
 PROMPT = (1.6, 4.0)  # a prompt's time as a multiple of its FLOPs' at the peak, of dense models and of experts
 PROMPT_SENT = 3.6  # a prompt's time of communication, as a multiple of its time at the peak
 BUSY = 0.7  # the share of time that chips which only run prompts are busy
-WAIT = BUSY / (2 * (1 - BUSY))  # the mean wait for them, in times of a prompt (a queue of random arrivals)
+WAIT = BUSY / (2 * (1 - BUSY))  # the mean wait for such chips, in units of a prompt's time (a queue of random arrivals)
 
 
 @dataclass(frozen=True)
 class PromptRun:
-    """A prompt on so many chips: seconds that it takes them, and those before that in which its kernels start."""
+    """The times of a prompt on so many chips: the seconds of its work, and the seconds in which its kernels start."""
 
     service: "Service"
     chip: Chip
@@ -95,7 +96,7 @@ class PromptRun:
         return tm.prefill_flops(s.config, s.prompt) / (self.chips * self.chip.flops(s.compute))
 
     def taken(self, ranks: int) -> float:
-        """Return the seconds that the chips compute and send, if `ranks` of them share attention."""
+        """Return the seconds in which the chips compute and send, if `ranks` of them share attention."""
         c, chip = self.service.config, self.chip
         if chip.kind != "gpu":
             return self.peak / self.service.mfu
@@ -115,7 +116,7 @@ class PromptRun:
 
     @property
     def rate(self) -> float:
-        """Prompts a second of such chips."""
+        """Prompts per second on chips that run prompts alone."""
         return BUSY / (
             self.taken(self.chips) + (PROMPT_START * self.service.config.L if self.chip.kind == "gpu" else 0)
         )

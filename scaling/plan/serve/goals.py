@@ -12,7 +12,7 @@ from scaling.hardware import Chip
 from scaling.plan.serve.candidates import Service, ServingPlan, plans, slice_shapes
 from scaling.plan.serve.forecast import PromptRun, first_token, likely_token
 
-MOST = 16  # replicas that decode, where the number of chips is free
+MOST = 16  # the most replicas that decode, if the number of chips is free
 
 
 @dataclass(frozen=True)
@@ -87,7 +87,7 @@ def prompts_apart(service: Service, chip: Chip, chips: int | None, most: int, **
 
 
 def deployments(service: Service, chip: Chip, found: list[ServingPlan], chips: int | None, most: int, **fixed):
-    """Return the deployments with prompts together, the first of the plans `found`, and apart, the better one first."""
+    """Return at most two deployments, the better first: the first plan of `found`, and the best with prompts apart."""
     both = [Deployment(found[0])] if found else []
     both += filter(None, [prompts_apart(service, chip, chips, most, **fixed)])
     return sorted(both, key=lambda one: -one.per_chip)

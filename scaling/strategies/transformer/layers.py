@@ -1,6 +1,6 @@
 """A Transformer's layers forward and backward: how weights come to a rank, and gradients go back (Part 5).
 
-A `TrainStep` has the lines. The leaves of a small layer travel together, in one AllGather and one
+The lines are in `TrainStep.lines`. The leaves of a small layer travel together, in one AllGather and one
 ReduceScatter over X, because each message has a fixed cost. The leaves of a large layer travel one by one, which saves
 copies.
 
@@ -172,9 +172,8 @@ def scatter_packed(dW: Sequence[Tensor], mesh, dims: dict[int, int], lines: Sequ
 class LayerStack:
     """One stack of a Transformer's layers, "layers" or "dense", or the part of a stack that a stage holds.
 
-    It is the engine (`scaling.strategies.layers`), which runs each layer with the context of its place in the model.
-    Dense layers lie below the others, and are `below` the stack of the others. On stages their gradients are unreduced
-    over Z, too.
+    Its engine (`scaling.strategies.layers`) runs each layer with the context of its place in the model. Dense layers
+    run before the others, as the stack `below` them. On stages their gradients are unreduced over Z, too.
 
     Args:
         step: The resolved step.
@@ -182,8 +181,8 @@ class LayerStack:
         stack: The name of the stack.
         first: The model's layer that the stack begins with.
         count: The number of the stack's layers, or None for all.
-        start: The first of them among the layers of the stack's params.
-        below: The stack that runs before, of a model whose layers are of two kinds in turn.
+        start: The index of the first of them in the stack's params.
+        below: The stack that runs before this one, in a model whose layers alternate between two kinds.
         out: As in `Layers`.
         late: As in `Layers`.
     """
@@ -288,7 +287,7 @@ class LayerStack:
 
 
 def all_stacks(step: TrainStep, params: Mapping, late: bool = False) -> LayerStack:
-    """Return the stack of all layers: where they are of two kinds, a stack for each run of one kind, on the ones below.
+    """Return the stack of all layers; if two kinds alternate, each run of one kind is a stack above the run before it.
 
     The first layer of a run waits for its weights, which no layer before it gathers.
     """
