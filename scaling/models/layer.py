@@ -51,8 +51,10 @@ def used_gains(params: Any, config: Config) -> Any:
     def used(name: str, leaf: Any) -> Any:
         if isinstance(leaf, dict):
             return {inner: used(inner, each) for inner, each in leaf.items()}
+        if not name.startswith("norm"):
+            return leaf
         gain = 1 + leaf.to(torch.promote_types(leaf.dtype, torch.float32)) if config.unit_offset else leaf
-        return leaf if not name.startswith("norm") else gain / config.logit_scale if name == "norm" else gain
+        return gain / config.logit_scale if name == "norm" else gain
 
     return {name: used(name, leaf) for name, leaf in params.items()}
 

@@ -56,6 +56,12 @@ class Scaled:
         """The bytes of all parts."""
         return sum(part.nbytes for part in self.parts)
 
+    @property
+    def has_dtypes(self) -> bool:
+        """Whether the parts have the dtypes of the format; two values in a byte are uint8."""
+        names = "uint8" if self.format.per_byte > 1 else self.format.values, *self.format.scales
+        return [part.dtype for part in self.parts] == [getattr(torch, name) for name in names]
+
     def of(self, parts: Sequence[Tensor]) -> "Scaled":
         """Return the same kind of array made of other parts."""
         q, s, *t = parts
@@ -81,6 +87,10 @@ class Scaled:
             if tuple(part.shape) != (wanted := Spec("", tuple((dim, ()) for dim in own.dim_names)).global_shape(sizes)):
                 what = f"scales of shape {tuple(part.shape)} for values {tuple(self.q.shape)}, not {wanted}"
                 refuse(line, what, f"{own}: a block and its scale are on one rank", "give parts of one array")
+        if not self.has_dtypes:
+            found = ", ".join(str(part.dtype) for part in self.parts)
+            what = f"parts of {found}, which are not those of {self.format.name}"
+            refuse(line, what, "a format says in which dtypes values and scales are", "convert x and quantize again")
         return types
 
     def moved(self, call: Callable, what: tuple, mesh, async_op: bool) -> Any:
@@ -157,9 +167,10 @@ def quantize(
     if x.dim() != len(spec.dims):
         refuse(f"quantize: {line}", f"the operand has shape {tuple(x.shape)}", "a type names each dim", "name each dim")
     for dim, size in zip(spec.dim_names, x.shape, strict=True):
-        if f.block and dim in spec.scaled and size % f.block:
-            what = f"{size} of {dim} on each rank, in blocks of {f.block} ({f.name})"
-            fix = f"make {dim} a multiple of {f.block} on each rank, or split it over fewer"
+        block = f.block or (f.per_byte if dim in spec.scaled[-1:] else 1)
+        if dim in spec.scaled and size % block:
+            what = f"{size} of {dim} on each rank, in blocks of {block} ({f.name})"
+            fix = f"make {dim} a multiple of {block} on each rank, split it over fewer, or choose another format"
             refuse(f"quantize: {line}", what, "a shard cuts no block", fix)
     _refuse_differentiated(f"quantize: {line}", x)
 

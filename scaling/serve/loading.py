@@ -101,7 +101,9 @@ class Served:
                 params = tree.shard(transformer.init(config, 0, self.dtype, "meta"), specs(config, **given), self.mesh)
                 if self.weights and source is self.model:
                     params = quantize(params, config, self.weights, **given)
-                found += tree.nbytes(params) + sum(cache[name].nbytes for name in ("KV", "scale") if name in cache)
+                found += tree.nbytes(params) + sum(
+                    cache[name].nbytes for name in ("KV", "scale", "S", "tail") if name in cache
+                )
         return found
 
     def length_that_fits(self, batch: int) -> int:

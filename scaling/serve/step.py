@@ -32,7 +32,7 @@ from scaling.serve.forms import experts, heads, heads_batch, latent, linear, seq
 from scaling.serve.requests import longest_text
 from scaling.serve.slots import Extent, Slots
 from scaling.serve.types import ONE, SPLIT_ROWS, specs
-from scaling.serve.weights import floats
+from scaling.serve.weights import check_dtypes, floats
 from scaling.spec import Format
 
 LISTINGS: dict[str, tuple[Any, Any]] = {  # (the module with embed, mlp and head, the module with attention)
@@ -267,6 +267,8 @@ def check_served(params: Any, config: Config, mesh, form: str) -> None:
     tree.check(params, types, config.sizes, mesh, fix="tree.shard(params, serve.specs(config, mesh, form=...), mesh)")
     if stored is None:
         tree.check_floats(params)
+    else:
+        check_dtypes(params)
 
 
 def check_room(held: Sequence[int], new: Sequence[int], T: int, room: int, least: int) -> None:

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
+import optree
 import torch
 from torch import Tensor
 
@@ -37,10 +38,13 @@ def quantize(params: dict, config: Config, format: str = "int8", *, mesh=None, f
         form: How the params are sharded.
 
     Raises:
-        ValueError: A matrix has numbers that are not finite.
-        ShardingError: A block of the format would be cut by a shard, or by the end of its dim.
+        ValueError: A matrix has numbers that are not finite in float32, or a leaf is no tensor of floats.
+        ShardingError: A leaf is not of its type, or a shard or the end of a dim would cut a block of the format.
     """
-    return tree.map(lambda quantizer, W: quantizer(W), quantizers(config, format, mesh, form), params)
+    stored = quantizers(config, format, mesh, form)
+    tree.check(params, specs(config, mesh, form=form), config.sizes, ONE if mesh is None else mesh)
+    tree.check_floats(params)
+    return tree.map(lambda quantizer, W: quantizer(W), stored, params)
 
 
 def quantizers(config: Config, format: str, mesh=None, form: str = "heads") -> dict:
@@ -61,14 +65,25 @@ def _quantizer(dims: list[str], text: str, f: Format, mesh) -> Callable[[Tensor]
     line = f"{replace(spec, scaled=())} -> {spec}"
 
     def store(W: Tensor) -> Scaled:
-        if not W.is_meta and not bool(torch.isfinite(W).all()):
-            raise ValueError(f"{text}: what is not finite has no {f.name} form\n  fix: look for NaN and inf in it")
+        if not W.is_meta and not bool(torch.isfinite(W.to(torch.float32)).all()):
+            what = f"{text}: what is not finite in float32 has no {f.name} form"
+            raise ValueError(f"{what}\n  fix: look for NaN, inf and numbers above 3.4e38 in it")
         if not stacked:
             return quantize_line(line, W, mesh, f)
         layers = [quantize_line(line, part, mesh, f) for part in W.unbind()]
         return layers[0].of([torch.stack(parts) for parts in zip(*(layer.parts for layer in layers), strict=True)])
 
     return store
+
+
+def check_dtypes(params: Any) -> None:
+    """Raise ValueError, which names the leaf, unless each has the dtypes that `quantize` gives it."""
+    accessors, found, _ = optree.tree_flatten_with_accessor(params, is_leaf=lambda x: isinstance(x, Scaled))
+    for at, x in zip(accessors, found, strict=True):
+        if not (x.has_dtypes if isinstance(x, Scaled) else x.dtype in tree.FLOATS):
+            dtypes = ", ".join(str(part.dtype) for part in (x.parts if isinstance(x, Scaled) else (x,)))
+            what = f"{at.codify('params')} is in {dtypes}: not what quantize returns".replace("'", '"')
+            raise ValueError(f"{what}\n  fix: convert params before they are quantized, not after it")
 
 
 def floats(params: Any, dtype: torch.dtype) -> Any:

@@ -64,6 +64,7 @@ ILLEGAL = {  # a line: words of its error
     'all_gather("W[D_X, F] -> W[D, F]", W_D, mesh)': "fix: write {Q_...} on both sides",
     'transfer("W[D, F] {Q_D} -> W[D, F] {Q_D}", W, mesh, mesh)': "one plain array has this type",
     'all_gather("W[D_X, F] {Q_D} -> W[D, F] {Q_D}", Scaled(W_D.q, row.s, None, W_D.format, (-2,)), mesh)': "one rank",
+    'dequantize("W[D_X, F] {Q_D} -> W[D_X, F]", W_D.of([W_D.q.byte(), W_D.s]), mesh)': "parts of torch.uint8",
 }
 PLANNED = {
     "reshard": lambda: reshard("A[I_X, J] {Q_J}", "A[I, J_X]"),

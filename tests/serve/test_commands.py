@@ -16,7 +16,7 @@ from machine import Forked
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from scaling import __main__, serve
-from scaling.configs import Config
+from scaling.configs import Config, Linear
 from scaling.configs.sources import Source
 from scaling.mesh import AbstractMesh
 from scaling.models import hf, transformer
@@ -164,6 +164,11 @@ def test_generate_refuses_what_it_cannot_do_and_what_does_not_fit_beforehand(sai
     on_two = partial(loading.Served, Source(CONFIG), {"Y": 2})  # its heads over Y
     assert (full := on_two().needed(1, 128)) - on_two().needed(1, 64) == 64 * TOKEN // 2
     assert [on_two(memory=full - less).length_that_fits(1) for less in (0, 1)] == [128, 127]
+    linear = CONFIG.with_(L=2, linear=Linear(2, 4, 8, 8, 4, (0,)))  # its state takes memory, too
+    served = loading.Served(Source(linear), {})
+    cache = serve.init_cache(linear, 3, 8, dtype=torch.float32)
+    held = served.needed(3, 8) - transformer.tree.nbytes(transformer.init(linear, 0, device="meta"))
+    assert held == sum(cache[name].nbytes for name in ("KV", "S", "tail"))
     available = int(re.search(r"MemAvailable: *(\d+)", Path("/proc/meminfo").read_text())[1]) * 1024
     assert loading.free_memory("cpu", 2) == pytest.approx(0.45 * available, rel=0.05)
 

@@ -27,7 +27,8 @@ CONFIGS = {
     "gqa": PLAIN,
     "mha": PLAIN.with_(K=4, gated=False, rope_scaling=RopeScaling("llama3", 8.0, 1.0, 4.0, 16)),
     "mqa": PLAIN.with_(K=1, tied=True, rope_scaling=RopeScaling("linear", 2.0)),
-    "rich": PLAIN.with_(L=3, attention_bias=True, output_bias=True, qk_norm=True, tied=True, window=(None, 5, 3)),
+    "rich": PLAIN.with_(L=3, attention_bias=True, output_bias=True, qk_norm=True, tied=True, window=(None, 5, 3),
+        unit_offset=True, logit_scale=0.5),
     "window": PLAIN.with_(window=4),
     "experts": PLAIN.with_(E=4, k=2, shared=1),
     "latent": PLAIN.with_(

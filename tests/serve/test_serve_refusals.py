@@ -18,7 +18,7 @@ from scaling.serve import engine, sampling, scheduler  # noqa: F401
 from scaling.serve.requests import Draw, Request, Sampling  # noqa: F401
 from scaling.serve.states import Arrive, Cancel, Done, Finish, Moved, Options
 from scaling.serve.text import TextStream  # noqa: F401
-from scaling.spec import ShardingError
+from scaling.spec import FORMATS, ShardingError  # noqa: F401
 
 CONFIG = Config("small", L=2, D=8, F=16, N=4, K=2, H=4, V=16)
 EXPERTS = CONFIG.with_(E=4, k=2, capacity=1.0)
@@ -76,6 +76,14 @@ STEPS = {
     "serve.quantize(PARAMS, CONFIG, 'int7')": "unknown format",
     "serve.quantize(PARAMS, CONFIG, 'mxfp8')": "in blocks of 32",
     "serve.quantize(PARAMS | {'unembed': PARAMS['unembed'] + INF}, CONFIG)": "not finite",
+    "serve.quantize(PARAMS | {'unembed': PARAMS['unembed'] + 1e39}, CONFIG)": "not finite in float32",
+    "serve.quantize(PARAMS, CONFIG, FORMATS['int4-32']._replace(block=0, per_byte=3))": "8 of D on each rank",
+    "serve.quantize(serve.quantize(PARAMS, CONFIG), CONFIG)": 'params["embed"]: missing',
+    "serve.quantize(PARAMS | {'norm': PARAMS['norm'].numpy()}, CONFIG)": "found ndarray",
+    "serve.quantize(PARAMS | {'norm': PARAMS['norm'].int()}, CONFIG)": "dense tensors of floats",
+    "serve.quantize(PARAMS | {'embed': PARAMS['embed'].T}, CONFIG)": "found (8, 16)",
+    "filled(params=tree.map(torch.Tensor.bfloat16, serve.quantize(PARAMS, CONFIG)))": "before they are quantized",
+    "filled(params=serve.quantize(PARAMS, CONFIG) | {'norm': PARAMS['norm'].int()})": '["norm"] is in torch.int32',
 }  # fmt: skip
 test_a_step = refused(evaluated(STEPS, globals()))
 
