@@ -79,6 +79,7 @@ class Context(NamedTuple):
         einsum: einsum(line, x, W), which computes the products with weights.
         norm: norm(x, gain, eps) -> (the normed x, the statistic that its derivative needs).
         places: places[B, T_C] of the tokens in packed documents; None without documents.
+        adapters: For layers with adapters, `weight_gradient` of their factors in place of their matrices.
     """
 
     config: Config
@@ -91,6 +92,7 @@ class Context(NamedTuple):
     einsum: Callable = einsum
     norm: Callable = gained_norm
     places: Any = None
+    adapters: Callable | None = None
 
     def of_layer(self, l: int) -> "Context":
         """Return the context of layer l: its window, its positions, and drop(x, branch) times `residual_scale`."""
@@ -165,6 +167,23 @@ def own_heads(W: Any, at: Context) -> Any:
     N = at.config.N // at.mesh.sizes["Y"]
     first = at.mesh.coord["Y"] * N // at.config.G
     return tree.map(lambda part: part.narrow(-2, first, max(1, N // at.config.G)) if part.dim() > 1 else part, W)
+
+
+def in_place(part: Tensor, whole: Tensor, at: Context) -> Tensor:
+    """Return the gradient of all KV heads, zero but for the heads used: the transpose of `own_heads`."""
+    if not isinstance(whole, Tensor) or part.shape == whole.shape:  # an array with scales is whole
+        return part
+    padded = torch.zeros_like(whole)
+    own_heads(padded, at).copy_(part)
+    return padded
+
+
+def weight_gradient(W: dict, name: str, line: str, a: Tensor, b: Tensor, at: Context) -> dict[str, Any]:
+    """Return {name: dW of the line}; in a layer with adapters, {name: the gradients of the factors}, or {} without."""
+    if at.adapters is not None:
+        return at.adapters(W, name, line, a, b, at)
+    dW = at.einsum(line, a, b)
+    return {name: in_place(dW, W[name], at) if name in KV_HEADS else dW}
 
 
 def attend_heads(W: dict, values: Values, at: Context) -> Values:

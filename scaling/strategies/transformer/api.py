@@ -31,6 +31,7 @@ from scaling.strategies import context as ring
 from scaling.strategies.transformer import types
 from scaling.strategies.transformer.ends import token_logprobs
 from scaling.strategies.transformer.layers import LocalBatch, run_all_layers
+from scaling.strategies.transformer.lora import factor_gradients
 from scaling.strategies.transformer.stages import forward_loss, forward_stages, run_stages
 from scaling.strategies.transformer.step import StepOptions, TrainStep, check_fit, resolve
 
@@ -249,5 +250,9 @@ def contexts_of(step: TrainStep, shape: Sequence[int], segments: Tensor | None, 
     product, precision = einsum, step.options.precision
     if precision:
         product = products_of(precision, types.padded_sizes(config, mesh), step.inside)
-    contexts = map(partial(Context, config, step.inside, einsum=product), ropes, attends, drops)
-    return [at._replace(places=places) for at, places in zip(contexts, documents, strict=True)]
+    contexts, adapters = [], factor_gradients if step.options.lora else None
+    for tables, own, drop, places in zip(ropes, attends, drops, documents, strict=True):
+        contexts.append(
+            Context(config, step.inside, tables, own, drop, einsum=product, places=places, adapters=adapters)
+        )
+    return contexts

@@ -14,8 +14,8 @@ from torch import Tensor
 
 from scaling.collectives import all_gather, einsum, reduce_scatter, wait
 from scaling.models.latent import attend_latents
+from scaling.models.layer import weight_gradient
 from scaling.models.pointwise import gained_norm_vjp
-from scaling.strategies.transformer.lora import weight_gradient
 
 
 def latent_attention_backward(W: dict, dAttn: Tensor, s: dict, at: Any) -> tuple[Tensor, dict]:

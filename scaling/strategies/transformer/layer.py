@@ -28,17 +28,18 @@ from scaling.models.layer import (
     activate_features,
     attend_heads,
     biased,
+    in_place,
     normed,
     normed_backward,
     read_norms,
     seen_heads,
     turn_heads_backward,
+    weight_gradient,
 )
 from scaling.models.linear import attend_linear
 from scaling.strategies.transformer.experts import experts, experts_backward
 from scaling.strategies.transformer.latent import latent_attention_backward
 from scaling.strategies.transformer.linear import linear_attention_backward
-from scaling.strategies.transformer.lora import in_place, weight_gradient
 
 Halves = tuple[Values, Values]  # the saved values of attention, and of the MLP
 

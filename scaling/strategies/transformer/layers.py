@@ -271,32 +271,29 @@ class LayerStack:
 
     def gradients(self) -> dict[str, Any]:
         """Return the reduced gradients, a tree for each stack of layers by its name, with the stacks below."""
-        found: dict[str, list] = {}
+        found: dict[str, Any] = {}
         stack: LayerStack | None = self
         while stack is not None:
             found.setdefault(stack.name, []).insert(0, stack.trained.unflatten(stack.reduced_gradients()))
             stack = stack.below
-        return {
-            name: own[0] if len(own) == 1 else tree.map(lambda *each: torch.cat(each), *own)
-            for name, own in found.items()
-        }
+        for name, own in found.items():
+            found[name] = own[0] if len(own) == 1 else tree.map(lambda *each: torch.cat(each), *own)
+        return found
 
     def reduced_gradients(self) -> list[Tensor]:
         """Return the gradients of the stack, reduced, as a list of leaves."""
         return total_leaves(self.engine.result(), self.step.mesh, self.lines)
 
 
-def all_stacks(step: TrainStep, params: Mapping, late: bool = False) -> LayerStack:
-    """Return the stack of all layers; if two kinds alternate, each run of one kind is a stack above the run before it.
+def stacks_of_kinds(step: TrainStep, params: Mapping) -> LayerStack:
+    """Return the stack of all layers of a model with linear ones: each run of one kind is a stack above the run before.
 
     The first layer of a run waits for its weights, which no layer before it gathers.
     """
-    if (linear := step.config.linear) is None:
-        return LayerStack(step, params, late=late)
-    below, starts = None, {"linear": 0, "layers": 0}
+    below, starts, linear = None, {"linear": 0, "layers": 0}, cast(Any, step.config.linear)
     for is_linear, run in groupby(range(step.config.L), linear.layers.__contains__):
         layers, stack = [*run], "linear" if is_linear else "layers"
-        given: Any = {"first": layers[0], "count": len(layers), "start": starts[stack], "late": late, "below": below}
+        given: Any = {"first": layers[0], "count": len(layers), "start": starts[stack], "below": below}
         below = LayerStack(step, params, stack, **given)
         starts[stack] += len(layers)
     return cast(LayerStack, below)
@@ -309,7 +306,8 @@ def run_all_layers(step: TrainStep, params: dict, batch: LocalBatch) -> tuple[Te
     """
     mesh, config, M, scale = step.mesh, step.config, step.options.microbatches, step.options.scale
     lora = step.options.lora is not None
-    ends, layers = gather_ends(params, mesh, step.lines), all_stacks(step, params)
+    ends = gather_ends(params, mesh, step.lines)
+    layers = stacks_of_kinds(step, params) if step.config.linear else LayerStack(step, params)
     losses, dends, grads, size, late = [], {}, {}, len(ends["embed"]), step.options.zero == 1
     shares = batch.tokens.chunk(M), batch.targets.chunk(M), batch.weights.chunk(M)
     microbatches = zip(batch.contexts, *shares, strict=True)

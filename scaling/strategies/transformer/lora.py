@@ -11,17 +11,15 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from scaling import tree
 from scaling.collectives import einsum
 from scaling.configs import Config
 from scaling.models.adapters import merged_layer
-from scaling.models.layer import Context, own_heads, seen_heads
+from scaling.models.layer import Context, in_place, seen_heads
 from scaling.models.leaves import KV_HEADS, leaves_of
 from scaling.models.lora import Lora, product_line
-from scaling.scaled import Scaled
 from scaling.spec import Spec, parse_line
 
 
@@ -42,14 +40,11 @@ def adapted(gather: Callable, structure: Any, lora: Lora, config: Config, types:
     return f
 
 
-def weight_gradient(W: dict, name: str, line: str, a: Tensor, b: Tensor, at: Context) -> dict[str, Any]:
-    """Return {name: dW of the line}; in a layer with adapters, the gradients of the matrix's A and B, or {}.
+def factor_gradients(W: dict, name: str, line: str, a: Tensor, b: Tensor, at: Context) -> dict[str, Any]:
+    """Return {name: the gradients of the A and B} of a matrix's adapter by the line of dW, or {} if it has none.
 
     A rank may use only some of the KV heads.
     """
-    if "lora" not in W:
-        dW = at.einsum(line, a, b)
-        return {name: in_place(dW, W[name], at) if name in KV_HEADS else dW}
     if name not in W["lora"]:
         return {}
     own = W["lora"][name]
@@ -57,15 +52,6 @@ def weight_gradient(W: dict, name: str, line: str, a: Tensor, b: Tensor, at: Con
         return {name: adapter_gradients(own, line, a, b)}
     found = adapter_gradients(own | {"B": seen_heads({name: own["B"]}, at)[name]}, line, a, b)
     return {name: found | {"B": in_place(found["B"], own["B"], at)}}
-
-
-def in_place(part: Tensor, whole: Tensor, at: Context) -> Tensor:
-    """Return the gradient of all KV heads, zero but for the heads used: the transpose of `own_heads`."""
-    if isinstance(whole, Scaled) or part.shape == whole.shape:
-        return part
-    padded = torch.zeros_like(whole)
-    own_heads(padded, at).copy_(part)
-    return padded
 
 
 def adapter_gradients(own: Mapping[str, Tensor], line: str, a: Tensor, b: Tensor) -> dict[str, Tensor]:

@@ -30,9 +30,9 @@ from scaling.strategies.transformer.layers import (
     LayerStack,
     LocalBatch,
     add_by_name,
-    all_stacks,
     gather_ends,
     reduce_ends,
+    stacks_of_kinds,
     total_leaves,
 )
 from scaling.strategies.transformer.step import TrainStep, at_home
@@ -172,7 +172,7 @@ def forward_stages(step: TrainStep, params: dict, batch: LocalBatch) -> tuple[di
     for s, layers in enumerate(stages):
         if s in mine:
             given: Any = {"first": layers.start, "count": len(layers)}
-            chunk = all_stacks(step, params) if config.linear else LayerStack(step, params | own[s], **given)
+            chunk = stacks_of_kinds(step, params) if config.linear else LayerStack(step, params | own[s], **given)
             x, more, _ = chunk.run_forward(x, at)
             extra = extra + more
         if s + 1 < len(stages) and owners[s] != owners[s + 1]:
