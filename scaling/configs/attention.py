@@ -4,7 +4,7 @@ import math
 from dataclasses import dataclass, fields
 from typing import Any
 
-from scaling.common.arguments import check_fields, of_type
+from scaling.common.arguments import check_fields, check_within, of_type
 
 NEEDED = {"linear": ("factor",), "yarn": ("factor",), "llama3": ("factor", "low", "high")}  # of a RopeScaling
 
@@ -83,13 +83,16 @@ class Linear:
 
 @dataclass(frozen=True)
 class RopeScaling:
-    """A change of rotary frequencies for longer contexts: `kind` linear, llama3, yarn, or one not computed here.
+    """A change of rotary frequencies for longer contexts: `kind` linear, llama3, yarn, longrope, or one not computed.
 
     linear divides every position by `factor`. llama3 makes wavelengths beyond original / low `factor` times as long,
     keeps wavelengths below original / high, and interpolates in between. `original` is the context of earlier training.
     yarn slows planes that turn fewer than `low` times in the original context by `factor`, and keeps planes that turn
     more than `high` times; rotated dims are multiplied by the factor of `mscale` over the factor of `mscale_all`, by
     which latent attention multiplies all dims. With `truncate` the ramp between both starts and ends at whole planes.
+    longrope divides each plane's frequency by its own number of `short`, or of `long` in a text of more than `original`
+    tokens, and multiplies rotated dims by `attention`; None is sqrt(1 + ln(factor) / ln(original)) (Ding et al. 2024,
+    arxiv.org/abs/2402.13753).
     """
 
     kind: str
@@ -100,6 +103,9 @@ class RopeScaling:
     mscale: float = 0.0
     mscale_all: float = 0.0
     truncate: bool = True
+    short: tuple[float, ...] = ()
+    long: tuple[float, ...] = ()
+    attention: float | None = None
 
     @staticmethod
     def of(table: dict) -> "RopeScaling | None":
@@ -114,6 +120,8 @@ class RopeScaling:
         names = {"original_max_position_embeddings": "original", "mscale_all_dim": "mscale_all"}
         names |= {"low_freq_factor": "low", "high_freq_factor": "high"} if kind == "llama3" else {}
         names |= {"beta_slow": "low", "beta_fast": "high"} if kind == "yarn" else {}
+        if kind == "longrope":
+            names |= {"short_factor": "short", "long_factor": "long", "attention_factor": "attention"}
         given = {names.get(key, key): value for key, value in table.items() if value is not None}
         needed = ("factor",) if kind == "llama3" and "kind" in table else NEEDED.get(kind, ())
         if missing := [name for name in needed if name not in given]:
@@ -126,7 +134,17 @@ class RopeScaling:
             if "attention_factor" in given:
                 kind = "yarn with attention_factor"
         numbers = [field.name for field in fields(RopeScaling) if field.name != "kind"]
+        numbers = ["factor", "original", "short", "long", "attention"] if kind == "longrope" else numbers
         return RopeScaling(kind, **{key: given[key] for key in numbers if key in given})
+
+    @property
+    def short_texts(self) -> int | None:
+        """The tokens of the longest text for which longrope uses its short factors; None for other kinds."""
+        return math.floor(self.original) if self.kind == "longrope" else None
+
+    def factors(self, length: int) -> tuple[float, ...]:
+        """Return by how much longrope divides each plane's frequency in a text of so many tokens."""
+        return self.long if length > self.original else self.short
 
     def slowed(self, f: Any) -> Any:
         """Return frequencies of torch or numpy, slowed as in Llama 3.1.
@@ -138,8 +156,15 @@ class RopeScaling:
         return f * (kept + (1 - kept) / self.factor)
 
     def __post_init__(self):
+        for name in ("short", "long"):
+            if isinstance(numbers := getattr(self, name), list):
+                object.__setattr__(self, name, tuple(numbers))
         within: dict[str, str | tuple] = dict.fromkeys(("factor", "low", "high", "original"), "(0, inf)")
-        check_fields(self, "rope_scaling ", within | dict.fromkeys(("mscale", "mscale_all"), "[0, inf)"))
+        within |= {"original": "(1, inf)"} if self.kind == "longrope" else {}
+        check_fields(self, "rope_scaling ", within | dict.fromkeys(("mscale", "mscale_all", "attention"), "[0, inf)"))
+        for number in (*self.short, *self.long):
+            of_type("rope_scaling: a factor", number, float)
+            check_within("rope_scaling: a factor", number, "(0, inf)")
         if self.kind == "llama3" and self.low >= self.high:
             raise ValueError(
                 f"rope_scaling: low_freq_factor={self.low} is not below high_freq_factor={self.high}"

@@ -269,7 +269,6 @@ def _not_computed(whole: dict, table: dict, read: dict, kind: ModelType) -> list
     given = scaling_of(table)
     partial = given.get("partial_rotary_factor", table.get("partial_rotary_factor"))
     scaled = given.get("rope_type", given.get("type", "default")) != "default"
-    found += ["rope_scaling of phi3"] if scaled and name == "phi3" else []
     if partial not in (None, 1.0) and (scaled or not kind.architecture) and kind.partial is None:  # else it is ignored
         found.append(f"partial_rotary_factor {partial}")
     if "qk_rope_head_dim" in kind.keys and table.get("head_dim", rope := read["qk_rope_head_dim"]) != rope:

@@ -39,13 +39,18 @@ def rotary(table: dict, read: dict, kind: ModelType) -> dict:
     if kind.partial is not None:
         share = given.get("partial_rotary_factor", table.get(kind.rope_keys[1], kind.partial))
         of_type("partial_rotary_factor", share, float)
-    if given.get("rope_type", given.get("type")) in CONTEXTS:
+    scaling = given.get("rope_type", given.get("type"))
+    if kind.longrope and scaling in ("su", "yarn"):  # what older files call it
+        given, scaling = given | {"rope_type": "longrope"}, "longrope"
+    if scaling in CONTEXTS:
         original = given.get(ORIGINAL, read.get("max_position_embeddings"))
-        if ORIGINAL in table and kind.local_theta is None:
-            original = table[ORIGINAL]
+        if ORIGINAL in {*table, *kind.keys} and kind.local_theta is None:
+            original = table.get(ORIGINAL, kind.keys.get(ORIGINAL))
         if original is not None or kind.architecture:
             of_type(ORIGINAL, original, float)
             given = given | {ORIGINAL: original}
+        if scaling == "longrope" and original and given.get("factor") is None:
+            given = given | {"factor": (read.get("max_position_embeddings") or original) / original}
     return {"theta": float(theta), "rope_scaling": RopeScaling.of(given), "rotary_share": float(share)} | local
 
 

@@ -97,6 +97,11 @@ def _table(config: Config, kind: str) -> dict:
             table["rope_scaling"] |= {} if scaling.truncate else {"truncate": False}
             table["rope_scaling"] |= {"beta_slow": scaling.low, "beta_fast": scaling.high}
             table["rope_scaling"] |= {"original_max_position_embeddings": scaling.original}
+        if scaling.kind == "longrope":
+            table["rope_scaling"] |= {"short_factor": [*scaling.short], "long_factor": [*scaling.long]}
+            table["rope_scaling"] |= {"attention_factor": scaling.attention} if scaling.attention is not None else {}
+            place = table if "original_max_position_embeddings" in keys else table["rope_scaling"]
+            place["original_max_position_embeddings"] = scaling.original
         if scaling.kind == "yarn" or config.latent:
             given = {"mscale": scaling.mscale, "mscale_all_dim": scaling.mscale_all}
             table["rope_scaling"] |= {key: value for key, value in given.items() if value}

@@ -18,17 +18,20 @@ class ModelType:
         architecture: The class in transformers whose models are computed here; "" for a type that is only counted.
         keys: The keys that change the class's function, each with its default. For a type that is only counted, the
             defaults of the keys that it shares with others.
-        theta: The class's base of rotary positions. aliases: Other names of keys. Where a file has both, the class
-        takes the other name's value. fixed: Fields of Config that all models of the class share. meant: Values of
-        hidden_act that the class reads as another activation. root_scaled: Whether the class multiplies embeddings by
-        sqrt(D). gated_window: Whether a window counts only with use_sliding_window. pattern: In a file without
-        layer_types, each layer whose number is a multiple of this has full attention, and the
-            others have the window.
+        theta: The class's base of rotary positions.
+        aliases: Other names of keys. Where a file has both, the class takes the other name's value.
+        fixed: Fields of Config that all models of the class share.
+        meant: Values of hidden_act that the class reads as another activation.
+        root_scaled: Whether the class multiplies embeddings by sqrt(D).
+        gated_window: Whether a window counts only with use_sliding_window.
+        pattern: In a file without layer_types, each layer whose number is a multiple of this has full attention, and
+            the others have the window.
         partial: The default of partial_rotary_factor in a class that rotates only a part of each head.
         rope_keys: The keys of the base and of the rotated part, where they are not in a separate table.
         local_theta: The base of layers with a window, in a class in which it differs from the other layers' base.
         stretched: Whether positions of type "dynamic" with an `alpha` have a larger base, theta alpha^(H / (H - 2)).
         rope: The default table of rotary positions.
+        longrope: Whether scalings of the types "su" and "yarn" mean longrope.
         still_full: Whether layers with full attention rotate nothing in a model whose other layers have a window.
     """
 
@@ -46,6 +49,7 @@ class ModelType:
     local_theta: float | None = None
     stretched: bool = False
     rope: Mapping[str, Any] = field(default_factory=dict)
+    longrope: bool = False
     still_full: bool = False
 
     def read(self, table: Mapping[str, Any]) -> dict[str, Any]:
@@ -281,7 +285,7 @@ KINDS: dict[str, ModelType] = {
         meant={"gelu": "gelu_pytorch_tanh"},
         root_scaled=True,
     ),
-    "phi3": ModelType("Phi3ForCausalLM", PHI3, partial=1.0),
+    "phi3": ModelType("Phi3ForCausalLM", PHI3, partial=1.0, longrope=True),
     "ernie4_5": ModelType("Ernie4_5ForCausalLM", ERNIE, 5e5),
     "helium": ModelType("HeliumForCausalLM", HELIUM, 1e5),
     "seed_oss": ModelType("SeedOssForCausalLM", SEED_OSS),

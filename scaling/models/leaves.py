@@ -16,7 +16,7 @@ from scaling.configs import Config
 from scaling.spec import parse
 
 AXES = ("P", "Z", "X", "C", "Y", "E")  # of a training mesh
-SCALINGS = ("linear", "llama3", "yarn")  # of rotary frequencies: `models.rope`
+SCALINGS = ("linear", "llama3", "yarn", "longrope")  # of rotary frequencies: `models.rope`
 STACKS = ("dense", "linear", "layers", "lora")  # trees of leaves that are stacked over layers
 STACKED = ("L", "G", "l")  # dims that count layers: all or those after the dense ones, dense ones, linear ones
 KV_HEADS = ("W_K", "W_V", "b_K", "b_V")  # leaves[.., K_Y, H]: without Y where |Y| does not divide K
@@ -279,6 +279,10 @@ def uncomputed(config: Config) -> list[str]:
     found += [f"{still} dims of a head without positions, an odd number"] if still % 2 and not config.rotary % 2 else []
     if config.rope_scaling and config.rope_scaling.kind not in SCALINGS:
         found.append(f"rope_scaling of type {config.rope_scaling.kind!r}")
+    if (scaling := config.rope_scaling) and scaling.kind == "longrope":
+        sizes, planes = (len(scaling.short), len(scaling.long)), config.rotary // 2
+        what = f"rope_scaling of type 'longrope' with {sizes[0]} and {sizes[1]} factors for {planes} planes"
+        found += ["latent attention with longrope"] if config.latent else [what] if sizes != (planes,) * 2 else []
     if config.moe and config.activation is not None:
         found.append(f"activation {config.activation!r} in experts")
     return found

@@ -13,10 +13,10 @@ from scaling.configs import Config, RopeScaling
 from scaling.models.leaves import SCALINGS
 
 
-def frequencies(H: int, theta: float, scaling: RopeScaling | None = None, device=None) -> Tensor:
+def frequencies(H: int, theta: float, scaling: RopeScaling | None = None, device=None, length: int = 0) -> Tensor:
     """Return the radians per position of each plane, float64[H/2]: theta^(-2i/H), changed by `scaling`.
 
-    A scaling that is not computed here is a ValueError.
+    longrope also needs the text's length. A scaling that is not computed here is a ValueError.
     """
     f = theta ** (-torch.arange(0, H, 2, device=device, dtype=torch.float64) / H)
     if scaling is None:
@@ -25,6 +25,8 @@ def frequencies(H: int, theta: float, scaling: RopeScaling | None = None, device
         return f / scaling.factor
     if scaling.kind == "llama3":
         return scaling.slowed(f)
+    if scaling.kind == "longrope":
+        return f / f.new_tensor(scaling.factors(length))
     if scaling.kind == "yarn":  # a ramp from the planes with `high` turns in `original` positions to `low`
         first, last = (
             H * math.log(scaling.original / (turns * 2 * math.pi)) / (2 * math.log(theta))
@@ -42,7 +44,13 @@ def frequencies(H: int, theta: float, scaling: RopeScaling | None = None, device
 
 
 def tables(
-    positions: Tensor, H: int, theta: float, scaling: RopeScaling | None = None, dtype=None, rotary: int | None = None
+    positions: Tensor,
+    H: int,
+    theta: float,
+    scaling: RopeScaling | None = None,
+    dtype=None,
+    rotary: int | None = None,
+    length: int = 0,
 ):
     """Return (cos, sin)[..., T, H] of positions[..., T], computed in float64 and then rounded to `dtype`.
 
@@ -50,16 +58,18 @@ def tables(
     first rotary/2 planes turn (default: all).
     """
     rotary = H if rotary is None else rotary
-    angles = positions[..., None] * frequencies(rotary, theta, scaling, positions.device)
-    length, still = _length(scaling) if scaling else 1.0, (0, (H - rotary) // 2)
-    cos, sin = F.pad(length * angles.cos(), still, value=1.0).to(dtype), F.pad(length * angles.sin(), still).to(dtype)
+    angles = positions[..., None] * frequencies(rotary, theta, scaling, positions.device, length)
+    grown, still = _length(scaling) if scaling else 1.0, (0, (H - rotary) // 2)
+    cos, sin = F.pad(grown * angles.cos(), still, value=1.0).to(dtype), F.pad(grown * angles.sin(), still).to(dtype)
     return torch.cat([cos, cos], -1), torch.cat([-sin, sin], -1)
 
 
-def table_kinds(config: Config, positions: Tensor, dtype: torch.dtype) -> dict[str, tuple[Tensor, Tensor]]:
+def table_kinds(
+    config: Config, positions: Tensor, dtype: torch.dtype, length: int = 0
+) -> dict[str, tuple[Tensor, Tensor]]:
     """Return (cos, sin) of the layers of a model by their kind, "all", "local" or "none", as `layer_tables` says."""
     width = config.latent.rope if config.latent else config.H
-    cos, sin = tables(positions, width, config.theta, config.rope_scaling, dtype, config.rotary)
+    cos, sin = tables(positions, width, config.theta, config.rope_scaling, dtype, config.rotary, length)
     kinds = {"all": (cos, sin)} | ({"none": (torch.ones_like(cos), torch.zeros_like(sin))} if config.unrotated else {})
     if config.local_theta is not None:
         kinds["local"] = tables(positions, width, config.local_theta, None, dtype, config.rotary)
@@ -70,17 +80,17 @@ def table_kinds(config: Config, positions: Tensor, dtype: torch.dtype) -> dict[s
 
 
 def layer_tables(
-    config: Config, positions: Tensor, dtype: torch.dtype, places: dict | None = None
+    config: Config, positions: Tensor, dtype: torch.dtype, places: dict | None = None, length: int = 0
 ) -> tuple[tuple[Tensor, Tensor], ...]:
     """Return (cos, sin) of each layer of a model.
 
     With `score_scale`, queries and keys are each multiplied by sqrt(score_scale * sqrt(H)), so that attention's scale
     of 1/sqrt(H) becomes `score_scale`. An unrotated layer has cos = 1 and sin = 0, without yarn's factor. Layers with a
     window may have another base. With `places`, the `table_kinds` of all positions from 0 on, the angles are looked up
-    there.
+    there. `length` is the text's number of tokens, by which longrope chooses its factors.
     """
     if places is None:
-        kinds = table_kinds(config, positions, dtype)
+        kinds = table_kinds(config, positions, dtype, length)
     else:
         kinds = {kind: (cos[positions], sin[positions]) for kind, (cos, sin) in places.items()}
     local = "all" if config.local_theta is None else "local"
@@ -97,10 +107,13 @@ def magnitude(scaling: RopeScaling | None) -> float:
 
 
 def _length(scaling: RopeScaling) -> float:
-    """Return the factor by which yarn multiplies the rotated dims: 0.1 ln(factor) + 1 by default.
+    """Return the factor by which yarn and longrope multiply the rotated dims; yarn's is 0.1 ln(factor) + 1 by default.
 
     Peng et al. 2023, arxiv.org/abs/2309.00071.
     """
+    if scaling.kind == "longrope":
+        grown = math.sqrt(1 + math.log(max(1.0, scaling.factor)) / math.log(scaling.original))
+        return grown if scaling.attention is None else scaling.attention
     if scaling.kind != "yarn":
         return 1.0
     if scaling.mscale and scaling.mscale_all:
@@ -115,6 +128,16 @@ def _scale(factor: float, mscale: float) -> float:
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Rotate x[B, T, heads, H] by tables [T, H], or [B, T, H] if the sequences' positions differ."""
     return torch.addcmul(x * cos[..., None, :], x.roll(x.shape[-1] // 2, -1), sin[..., None, :])
+
+
+def check_documents(config: Config, length: int) -> None:
+    """Raise a ValueError where longrope would have to choose its factors for each of the documents of one sequence."""
+    limit = config.rope_scaling.short_texts if config.rope_scaling else None
+    if limit is not None and length > limit:
+        raise ValueError(
+            f"{config.name}: documents in sequences of {length} tokens\n  rule: longrope has other factors for texts "
+            f"of more than {limit} tokens\n  fix: give sequences of at most {limit} tokens, or one document in each"
+        )
 
 
 def restarted(segments: Tensor) -> Tensor:

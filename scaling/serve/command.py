@@ -21,7 +21,7 @@ from scaling.models.template import chat_template
 from scaling.serve.cache import share_of
 from scaling.serve.engine import serve
 from scaling.serve.loading import Served, add_model, served_by
-from scaling.serve.requests import RequestLine, Sampling, longest_text, read_requests
+from scaling.serve.requests import RequestLine, Sampling, longest_text, read_requests, served_text
 from scaling.serve.simulate import RequestTimes, Simulated
 from scaling.serve.states import POLICIES, Options, Run
 from scaling.serve.text import TextStream
@@ -125,7 +125,7 @@ def main(argv=None) -> int:
     slots = -(-args.slots // groups)  # in each group
     if args.port is not None:
         pages = args.pages or min(most, slots * -(-CONTEXT // args.page))
-        return _over_http(args, what, _options(args, pages, groups))
+        return _over_http(args, what, _options(args, what, pages, groups))
     text = sys.stdin.read() if args.input == "-" else Path(args.input).read_text(errors="replace")
     most, how = args.max_new_tokens or 64, what.defaults.sampling
     lines, bad = read_requests(text, what.tokenizer, what.config.V, what.ends, most, how)
@@ -136,7 +136,7 @@ def main(argv=None) -> int:
         pages, lines, refused = pages_of(lines, args.page, slots, most)
     served: Any = Simulated((), {})
     if lines:
-        served = what.on_ranks(run, lines, _options(args, pages, groups))
+        served = what.on_ranks(run, lines, _options(args, what, pages, groups))
     if first_rank():
         return 0 if _report(args, what, lines, bad + refused, served) else 1
     return 0
@@ -151,10 +151,10 @@ def _most_pages(args, what: Served) -> int:
     return most
 
 
-def _options(args, pages: int, groups: int) -> Options:
-    proposals = args.proposals if args.draft else 0
+def _options(args, what: Served, pages: int, groups: int) -> Options:
+    proposals, longest = args.proposals if args.draft else 0, served_text(what.config)
     return Options(
-        pages, args.page, args.slots, args.budget, args.policy, not args.no_prefix, proposals=proposals, groups=groups
+        pages, args.page, args.slots, args.budget, args.policy, not args.no_prefix, None, proposals, groups, longest
     )
 
 

@@ -18,6 +18,7 @@ from scaling.configs import Config
 from scaling.models.rope import table_kinds
 from scaling.serve.cache import capacity, share_of, writable
 from scaling.serve.capture import Captured, why_eager, why_not
+from scaling.serve.requests import check_served_text
 from scaling.serve.slots import Extent
 from scaling.serve.step import check_room, logits_of, warn_beyond
 from scaling.serve.types import ONE
@@ -91,6 +92,7 @@ class Steps:
         """
         counts = [*map(len, rows)]
         T, longest = max(counts), max(start + count for start, count in zip(starts, counts, strict=True))
+        check_served_text(self.config, longest)
         if self.mesh.rank == 0:
             warn_beyond(self.config, longest)
         if self.page:

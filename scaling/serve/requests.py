@@ -121,6 +121,23 @@ def longest_text(config: Config) -> int | None:
     return max(config.max_positions, int(before * scaling.factor))
 
 
+def served_text(config: Config) -> int | None:
+    """Return the tokens of the longest text that is served, None for any.
+
+    With longrope a longer text has other factors, by which all of its cached keys would have to be rotated anew.
+    """
+    return config.rope_scaling.short_texts if config.rope_scaling else None
+
+
+def check_served_text(config: Config, length: int) -> None:
+    """Raise a ValueError where a text is longer than is served."""
+    if (most := served_text(config)) is not None and length > most:
+        raise ValueError(
+            f"{config.name}: a text of {length} tokens\n  rule: longrope rotates texts of more than {most} tokens "
+            "otherwise, and cached keys are not rotated anew\n  fix: give a shorter prompt, or ask for fewer tokens"
+        )
+
+
 def read_ids(prompt: Any, tokenizer, V: int, room: int | None = None, special: bool = True) -> list[int]:
     """Return the ids of a prompt, which is a text or these ids.
 

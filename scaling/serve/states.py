@@ -34,6 +34,7 @@ class Options:
         prefix: Whether prompts share the pages of equal prefixes.
         decode_pages: Pages of the worker that decodes, under "disaggregated"; None: as many as `pages`.
         proposals: The most tokens of a draft that a decode step checks for each request; all count in the budget.
+        longest: The longest prompt and completion together that the model is served with; None: as long as fits.
         groups: Groups of ranks among which the requests are split, each with its own pages, as a form of decoding
             splits rows over E or Z. They take their steps together.
     """
@@ -47,6 +48,7 @@ class Options:
     decode_pages: int | None = None
     proposals: int = 0
     groups: int = 1
+    longest: int | None = None
 
     def __post_init__(self):
         if self.policy not in POLICIES:
@@ -59,7 +61,8 @@ class Options:
     @property
     def length(self) -> int:
         """The longest prompt and completion together that fit."""
-        return self.page * min(self.pages, self.decode_pages or self.pages)
+        fits = self.page * min(self.pages, self.decode_pages or self.pages)
+        return fits if self.longest is None else min(fits, self.longest)
 
 
 class Arrive(NamedTuple):

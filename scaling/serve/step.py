@@ -29,7 +29,7 @@ from scaling.models.transformer import all_layers
 from scaling.scaled import Scaled
 from scaling.serve.cache import capacity, check_cache, share_of, writable
 from scaling.serve.forms import experts, heads, heads_batch, latent, linear, sequence, weights_2d
-from scaling.serve.requests import longest_text
+from scaling.serve.requests import check_served_text, longest_text
 from scaling.serve.slots import Extent, Slots
 from scaling.serve.types import ONE, SPLIT_ROWS, specs
 from scaling.serve.weights import check_dtypes, floats
@@ -110,6 +110,8 @@ def _checked(params, tokens, cache, config, mesh, lengths, form, donate, last) -
     mesh = ONE if mesh is None else mesh
     check_served(params, config, mesh, form)
     lengths, extent, cache = accepted(params, tokens, cache, config, mesh, lengths, form, donate, int(last))
+    if not tokens.is_meta:
+        check_served_text(config, int((cache["lengths"] + lengths).max()))
     logits = logits_of(params, tokens, cache, lengths, extent, config, mesh, form=form, last=last)
     held = cache["lengths"] + lengths
     return logits, cache | {"lengths": held} | ({"read": held} if "S" in cache else {})

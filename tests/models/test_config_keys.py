@@ -43,7 +43,7 @@ BASES = {  # a small model of each type
     "smollm3": SMALL | {"use_sliding_window": True, "sliding_window": 5, "pad_token_id": 0},
     "ernie4_5": SMALL,
     "helium": SMALL | {"head_dim": 4, "pad_token_id": 0},
-    "phi3": SMALL | {"pad_token_id": 0, "sliding_window": 5},
+    "phi3": SMALL | {"pad_token_id": 0, "sliding_window": 5, "hidden_size": 32},
     "olmo2": SMALL | {"pad_token_id": 0},
     "olmo3": SMALL | {"pad_token_id": 0, "sliding_window": 5, "num_hidden_layers": 4},
     "olmoe": SMALL | {"pad_token_id": 0, "head_dim": 4, "num_experts": 8, "num_experts_per_tok": 3},

@@ -2,6 +2,7 @@
 is in test_hugging_face.py, by the same table. A family is a row of FAMILIES."""
 
 import json
+from dataclasses import replace
 from functools import cache
 
 import pytest
@@ -38,6 +39,8 @@ FAMILIES += [
     "arcee",
     "vaultgemma",
     "hunyuan",
+    "phi3 short",
+    "phi3 long",
 ]  # rows of the table
 ROWS = torch.randint(60, (4, 9), generator=torch.Generator().manual_seed(3))
 PROMPTS = [[5, 9, 11, 2, 40], [7], [1, 59, 3]]
@@ -95,6 +98,34 @@ def test_a_step_that_keeps_products_alone(mesh, family):
     own = strategy.shard(params, config, mesh)
     _, grads = strategy.loss_and_grads(own, tokens, targets, config, mesh, remat="matmuls")
     torch.testing.assert_close(strategy.unshard(grads, config, mesh), alone(family)[1], rtol=1e-10, atol=1e-12)
+
+
+LONG = model("phi3 long")[0].with_(rope_scaling=replace(model("phi3 long")[0].rope_scaling, original=7))
+
+
+@pytest.mark.parametrize("mesh", [{"X": 2, "Y": 2}, {"Z": 2, "C": 2}], ids=str)
+def test_a_rank_s_part_of_a_long_text_has_the_factors_of_the_whole(mesh):
+    params = model("phi3 long")[1]
+    wanted = transformer.loss(params, ROWS[:, :-1], targets=ROWS[:, 1:], config=LONG)
+    assert (
+        abs(wanted - transformer.loss(params, ROWS[:, :-1], targets=ROWS[:, 1:], config=model("phi3 long")[0])) > 1e-6
+    )
+    tokens, targets = tree.shard([ROWS[:, :-1], ROWS[:, 1:]], [present("t[B_PXE, T_C]", mesh)] * 2, mesh)
+    found = strategy.loss(strategy.shard(params, LONG, mesh), tokens, targets, LONG, mesh)
+    torch.testing.assert_close(found, wanted, rtol=1e-12, atol=0)
+
+
+def test_longrope_serves_no_text_whose_cached_keys_would_be_rotated_anew():
+    params = model("phi3 long")[1]
+    assert serve.generate(params, PROMPTS, LONG, 3) == greedy("phi3 long", 3)  # 7 tokens are computed
+    cache = serve.init_cache(LONG, 4, 20, dtype=torch.float64)
+    for long in (
+        lambda: serve.generate(params, PROMPTS, LONG, 4),
+        lambda: serve.prefill(params, ROWS, cache, LONG),
+        lambda: transformer.loss(params, ROWS, config=LONG, segments=torch.zeros_like(ROWS)),
+    ):
+        with pytest.raises(ValueError, match=r"longrope .*7 tokens.*\n  fix: "):
+            long()
 
 
 def greedy(family: str, count: int) -> list[list[int]]:

@@ -285,7 +285,9 @@ test_what_one_device_does_not_compute = refused(
             "unknown remat 'all'": lambda: transformer.forward(PARAMS, TOKENS, "all"),
             "give config=": lambda: transformer.forward(transformer.init(EXPERTS), TOKENS),
             "rope_scaling of type 'dynamic'": partial(on_one, SMALL.with_(rope_scaling=DYNAMIC)),
-            "'dynamic' is not computed here; linear, llama3, yarn are": partial(rope.frequencies, 8, 1e4, DYNAMIC),
+            "'dynamic' is not computed here; linear, llama3, yarn, longrope are": partial(
+                rope.frequencies, 8, 1e4, DYNAMIC
+            ),
             "without layers with experts after them": lambda: transformer.init(FIRST.with_(dense_layers=3)),
             "floats": lambda: transformer.init(SMALL, dtype=torch.int32),
         }

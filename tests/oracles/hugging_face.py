@@ -44,6 +44,7 @@ EAGER = {"attn_implementation": "eager", "experts_implementation": "eager"}
 EAGER |= {"pad_token_id": None}  # an embedding of padding has no gradient there
 YARN = {"rope_type": "yarn", "factor": 4.0, "rope_theta": 1e4, "original_max_position_embeddings": 16}
 STRETCHED = {"rope_type": "dynamic", "alpha": 50.0, "factor": 1.0, "rope_theta": 1e3}
+LONGROPE = {"rope_type": "longrope", "rope_theta": 300.0, "short_factor": [1.1, 1.7], "long_factor": [1.3, 4.0]}
 GPT_OSS = {"num_local_experts": 8, "num_experts_per_tok": 3, "sliding_window": 5, "swiglu_limit": 0.3}
 NEXT = {"num_hidden_layers": 4, "full_attention_interval": 3, "linear_num_key_heads": 2, "linear_num_value_heads": 4}
 NEXT |= {"linear_key_head_dim": 6, "linear_value_head_dim": 8, "shared_expert_intermediate_size": 20}
@@ -136,6 +137,15 @@ CASES = {
     "arcee": ("Arcee", {"mlp_bias": True, "rope_parameters": YARN}),
     "vaultgemma": ("VaultGemma", {"sliding_window": 5, "query_pre_attn_scalar": 5, "attn_logit_softcapping": 0.3}),
     "hunyuan": ("HunYuanDenseV1", {"tie_word_embeddings": True, "rope_parameters": STRETCHED}),
+    "phi3 short": (
+        "Phi3",
+        {"rope_parameters": LONGROPE | {"partial_rotary_factor": 0.5}, "original_max_position_embeddings": 32},
+    ),
+    "phi3 long": (
+        "Phi3",
+        {"rope_parameters": LONGROPE | {"attention_factor": 1.2, "partial_rotary_factor": 0.5}}
+        | {"original_max_position_embeddings": 16},
+    ),
     "exaone4": ("Exaone4", {"sliding_window": 5, "num_hidden_layers": 4}),
 }
 

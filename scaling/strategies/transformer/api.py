@@ -24,7 +24,7 @@ from scaling.models.inputs import check_params, check_range
 from scaling.models.latent import padded
 from scaling.models.layer import Context, all_kept, scale_by, used_gains
 from scaling.models.lora import Lora
-from scaling.models.rope import layer_tables, restarted
+from scaling.models.rope import check_documents, layer_tables, restarted
 from scaling.scaled import products_of
 from scaling.spec import ShardingError, present
 from scaling.strategies import context as ring
@@ -230,7 +230,7 @@ def contexts_of(step: TrainStep, shape: Sequence[int], segments: Tensor | None, 
     split, c = mesh.sizes.get("C", 1) > 1, mesh.coord.get("C", 0)
     places = ring.positions(form, t, mesh, "C") if split else torch.arange(t, device=mesh.device)
     dtype = step.dtype
-    rope = partial(layer_tables, config, dtype=dtype)
+    rope = partial(layer_tables, config, dtype=dtype, length=t * mesh.sizes.get("C", 1))
     attend = partial(ring.attention, mesh=mesh, axis="C", form=form) if split else fused
     attend = partial(padded, attend) if config.latent else attend
     attend = partial(attend, cap=config.score_cap) if config.score_cap is not None else attend
@@ -238,6 +238,7 @@ def contexts_of(step: TrainStep, shape: Sequence[int], segments: Tensor | None, 
     if segments is None:
         ropes, attends = [rope(places)] * M, [partial(attend, segments=None)] * M
     else:
+        check_documents(config, t * mesh.sizes.get("C", 1))
         restart = restarted(all_gather("s[B, T_C] -> s[B, T]", segments, mesh))[:, c * t : (c + 1) * t]
         documents = in_form(restart.contiguous(), step).chunk(M)
         ropes = [*map(rope, documents)]
