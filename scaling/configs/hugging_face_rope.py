@@ -1,5 +1,7 @@
 """Rotary positions of a Hugging Face config.json, as each class of transformers reads them."""
 
+from typing import Any
+
 from scaling.common.arguments import of_type
 from scaling.configs.attention import RopeScaling
 from scaling.configs.model_types import ModelType
@@ -43,7 +45,7 @@ def rotary(table: dict, read: dict, kind: ModelType) -> dict:
     if kind.longrope and scaling in ("su", "yarn"):  # what older files call it
         given, scaling = given | {"rope_type": "longrope"}, "longrope"
     if scaling in CONTEXTS:
-        original = given.get(ORIGINAL, read.get("max_position_embeddings"))
+        original: Any = given.get(ORIGINAL, read.get("max_position_embeddings"))
         if ORIGINAL in {*table, *kind.keys} and kind.local_theta is None:
             original = table.get(ORIGINAL, kind.keys.get(ORIGINAL))
         if original is not None or kind.architecture:
