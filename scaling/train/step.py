@@ -1,6 +1,7 @@
 """Make the training step on a mesh: `step(params, opt_state, batch) -> (params, opt_state, metrics)`, pure."""
 
 import math
+import warnings
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -158,7 +159,13 @@ def check_compiled(settings: Settings, sizes: Mapping[str, int]) -> None:
 def as_graph(f: Callable) -> Callable:
     """Return the function of `gradients` as one graph. The step's number and the loss's scale do not change it."""
     run = torch.compile(lambda params, batch: f(params, batch), fullgraph=True, dynamic=False)
-    return lambda params, batch, step=0, scale=1.0: run(params, batch)
+
+    def one_graph(params, batch, step: int = 0, scale: float = 1.0):
+        with warnings.catch_warnings():  # caches hold constants, so tracing through them changes nothing
+            warnings.filterwarnings("ignore", "Dynamo detected a call to a `functools.lru_cache`")
+            return run(params, batch)
+
+    return one_graph
 
 
 def make_step(settings: Settings, mesh, optimizer: optim.Optimizer, frozen: dict | None = None) -> Callable:

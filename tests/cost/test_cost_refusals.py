@@ -112,7 +112,9 @@ REFUSED = {  # what is said: what is asked for
     "D is -1: must be in [1, 1e9]": changed(D=-1),
     "theta is 0.0: must be in (0, inf)": changed(theta=0.0),
     "dropout is 1.0: must be in [0, 1)": changed(dropout=1.0),
-    "activation is 'relu2': must be one of None, 'silu', 'gelu', 'gelu_tanh', 'relu'": changed(activation="relu2"),
+    "activation is 'swish': must be one of None, 'silu', 'gelu', 'gelu_tanh', 'relu', 'relu2'": changed(
+        activation="swish"
+    ),
     "a window is a whole number": changed(window=0),
     "window has 2 entries for L=80": changed(window=(3, None)),
     "'linear' lacks its factor": changed(rope_scaling={"type": "linear"}),
