@@ -1,7 +1,8 @@
 """Low-rank adapters as values: how they start, their sum with the params, and PEFT's files of them.
 
 A folder of PEFT's has adapter_config.json, and in adapter_model.safetensors lora_A[r, inputs] and lora_B[outputs, r] of
-each layer's matrix, under the name that the matrix has in a Hugging Face folder. Needs safetensors, the extra `hf`.
+each layer's matrix, or each expert's, under the name that the matrix has in a Hugging Face folder. Needs safetensors,
+the extra `hf`.
 """
 
 import json
@@ -124,7 +125,8 @@ def save(folder: "str | Path", config: Config, lora: Lora, adapters: Mapping, ba
     for name, part, key in _keys(layouts, config):
         l = place[name, part] = place.get((name, part), -1) + 1
         rows, columns = _shape(layouts[name], part, config, lora.rank)
-        tensors[key] = adapters[name][part][l].detach().cpu().reshape(columns, rows).T.contiguous()
+        each = adapters[name][part].flatten(0, len(layouts[name].numbered) - 1)
+        tensors[key] = each[l].detach().cpu().reshape(columns, rows).T.contiguous()
     modules = sorted(layout.name.split(".")[-2] for layout in layouts.values())
     table = {
         "peft_type": "LORA", "task_type": "CAUSAL_LM", "base_model_name_or_path": base, "r": lora.rank,
@@ -138,7 +140,7 @@ def save(folder: "str | Path", config: Config, lora: Lora, adapters: Mapping, ba
 
 def _keys(layouts: Mapping[str, FileLayout], config: Config) -> Iterator[tuple[str, str, str]]:
     """Yield (leaf, "A" or "B", the tensor's name) of every adapter, layer by layer."""
-    if any(layout.joined or layout.order or layout.parts > 1 for layout in layouts.values()):
+    if any(lay.joined or lay.order or lay.parts > 1 or len(lay.groups) > 2 for lay in layouts.values()):
         raise ValueError(
             f"{config.name}: adapters of {config.model_type}, whose files have params joined or in another order, are "
             "not computed here\n  fix: merge the adapter by PEFT's merge_and_unload, and give the merged folder"

@@ -6,6 +6,7 @@ the type of W in `models.leaves`: A has the inputs of W and the rank r, B has r 
     W_Q[L_Z, D_X, N_Y, H]      A[L_Z, D_X, r]       B[L_Z, r, N_Y, H]
     W_O[L_Z, N_Y, H, D_X]      A[L_Z, N_Y, H, r]    B[L_Z, r, D_X]
     W_UQ[L_Z, R_X, N_Y, A]     A[L_Z, R_X, r]       B[L_Z, r, N_Y, A]
+    W_in[L_Z, E_E, D_X, F_Y]   A[L_Z, E_E, D_X, r]  B[L_Z, E_E, r, F_Y]
 
 So s A B is a product of shards with the type of W, which takes no communication. Adapters are a separate tree,
 {"W_Q": {"A": ..., "B": ...}}. The sum has the dtype of W, so training computes exactly as the merged model does.
@@ -39,14 +40,14 @@ class Lora:
     def check(self, config: Config) -> None:
         """Raise a ValueError unless adapters of these matrices of the model are computed here."""
         leaves = leaves_of(config)["layers"]
-        able = [name for name in MATRICES if name in leaves and "E" not in parse(leaves[name].trained).dim_names]
+        able = [name for name in MATRICES if name in leaves]
         if config.dense_layers or config.linear:
             able = []
         if wrong := [name for name in self.on if name not in able] or ([""] if not self.on or not able else []):
             fix = f"choose among {', '.join(able)}" if able else "train all of its params, without adapters"
             raise ValueError(
                 f"{config.name}: no adapter is computed for {wrong[0] or 'any leaf'}\n"
-                "  rule: adapters are of matrices of attention and of MLPs without experts, of one kind of layer\n"
+                "  rule: adapters are of matrices of attention, of MLPs and of experts, in layers of one kind\n"
                 f"  fix: {fix}"
             )
         if len({*self.on}) < len(self.on) or self.rank < 1:
@@ -67,10 +68,14 @@ def adapter_specs(config: Config, lora: Lora, specs: Mapping | None = None) -> d
 
 @lru_cache(maxsize=4096)
 def factors(weight: str, inputs: str) -> dict[str, str]:
-    """Return the types of A and B for a matrix of this type, stacked over its first dim, with these inputs."""
+    """Return the types of A and B for a matrix of this type, stacked over its first dim, with these inputs.
+
+    Each expert has its own A and B.
+    """
     (stack, *rest), r = parse(weight).dims, ("r", ())
-    split = [[dim for dim in rest if (dim[0] in inputs) == is_input] for is_input in (True, False)]
-    return {"A": str(Spec("A", (stack, *split[0], r))), "B": str(Spec("B", (stack, r, *split[1])))}
+    experts = [dim for dim in rest if dim[0] == "E"]
+    ins, outs = ([dim for dim in rest if dim[0] != "E" and (dim[0] in inputs) == wanted] for wanted in (True, False))
+    return {"A": str(Spec("A", (stack, *experts, *ins, r))), "B": str(Spec("B", (stack, *experts, r, *outs)))}
 
 
 @lru_cache(maxsize=4096)

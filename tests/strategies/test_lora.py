@@ -37,6 +37,10 @@ CASES = [
     (RICH.with_(gated=False), Lora(2, ("W_in", "W_K")), {"C": 2, "Y": 2}, {"microbatches": 2, "scale": 64.0}),
     (PLAIN, Lora(4, ("W_Q", "W_V")), {"P": 2, "X": 2}, {}),
     (EXPERTS, Lora(2, ("W_Q", "W_O")), {"X": 2, "E": 2}, {}),
+    (EXPERTS, EVERY, {"X": 2, "E": 2}, {}),
+    (EXPERTS, EVERY, {"E": 2, "Y": 2}, {"remat": "block"}),
+    (EXPERTS.with_(aux_coef=0.0), Lora(2, ("W_out", "W_Q")), {"P": 2, "C": 2}, {}),
+    (DEEP, ALL, {"E": 2, "Y": 2}, {}),
     (PLAIN, EVERY, {"Z": 2}, {"microbatches": 2}),
     (GATED, Lora(2, ("W_G",)), {"X": 2, "Y": 2}, {}),
     (LATENT, ALL, {"X": 2, "Y": 2}, {}),
@@ -44,7 +48,7 @@ CASES = [
     (UNRANKED, Lora(2, ("W_UQ", "W_DKV")), {"P": 2, "X": 2}, {"remat": "matmuls"}),
     (LATENT, ALL, {"Z": 2, "Y": 2}, {"microbatches": 2}),
     (RICH, EVERY, {"Z": 2, "X": 2}, {"microbatches": 4, "schedule": "gpipe"}),
-    (EXPERTS.with_(aux_coef=0.0), Lora(2, ("W_Q", "W_O")), {"Z": 2, "Y": 2}, {"microbatches": 2, "remat": "block"}),
+    (EXPERTS.with_(aux_coef=0.0), EVERY, {"Z": 2, "Y": 2}, {"microbatches": 2, "remat": "block"}),
 ]
 
 
@@ -63,8 +67,8 @@ def one_device(config, lora):
     own = tree.map(torch.Tensor.requires_grad_, own)
     layers = params["layers"] | {
         name: params["layers"][name] + lora.alpha / lora.rank
-        * (each["A"].flatten(1, -2) @ each["B"].flatten(2)).view(params["layers"][name].shape)
-        for name, each in own.items()
+        * (A @ B if A.dim() == B.dim() == 4 else A.flatten(1, -2) @ B.flatten(2)).view(params["layers"][name].shape)
+        for name, (A, B) in ((name, (each["A"], each["B"])) for name, each in own.items())
     }  # fmt: skip
     loss = model.loss(params | {"layers": layers}, tokens, config=config, targets=targets)
     grads = torch.autograd.grad(loss, tree.leaves(own))
@@ -146,7 +150,7 @@ def test_adapters_of_another_model_are_refused(folder):
         with pytest.raises(ValueError, match=said):
             adapters.load(folder / "deep", config)
     for config, lora, said in (
-        (EXPERTS, EVERY, "no adapter is computed for W_in"),
+        (PLAIN.with_(L=3, E=4, k=2, dense_layers=1, F_dense=8), EVERY, "no adapter is computed for W_Q"),
         (PLAIN.with_(gated=False), EVERY, "no adapter is computed for W_gate"),
         (PLAIN, Lora(2, ("W_Q", "W_Q")), "each matrix once"),
         (PLAIN, Lora(0), "a rank of at least 1"),
@@ -193,7 +197,10 @@ def test_adapters_are_pefts(config, on, folder, monkeypatch):
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing:FutureWarning")
-@PEFTS
+@pytest.mark.filterwarnings("ignore:The following .*_pattern keys did not match:RuntimeWarning")
+@pytest.mark.parametrize(
+    ("config", "on"), [(QWEN, EVERY), (DEEP, ALL), (EXPERTS, EVERY)], ids=["qwen", "deep", "experts"]
+)
 def test_merged_weights_are_pefts(config, on, folder):
     peft, transformers = pytest.importorskip("peft"), pytest.importorskip("transformers")
     params, own, *_ = drawn(config, on)

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from scaling.models.pointwise import rms_norm, vjp
 from scaling.strategies.expert import experts_of, moe, route_tokens
+from scaling.strategies.transformer.lora import expert_gradients
 from scaling.trace import open_logs
 
 GIVEN: Any = {"tensor": "Y", "spec": "x[B_PXE, T_CY, D]"}
@@ -39,7 +40,7 @@ def experts_backward(W: dict, dOut: Tensor, scale: float, s: dict, at: Any) -> t
     """dOut[B_PXE, T_CY, D] -> (dMid[B_PXE, T_CY, D], dW). `scale`: the cotangent of the auxiliary terms."""
     s = s if "pull" in s else experts(W, s, at)[2]
     dW, dMid = s["pull"]((dOut, dOut.new_full((), scale, dtype=torch.promote_types(dOut.dtype, torch.float32))))
-    return dMid, dW
+    return dMid, expert_gradients(W, dW, at.config) if "lora" in W else dW
 
 
 def owned(W: dict, at: Any) -> dict:

@@ -4,7 +4,8 @@ For a product Out = x (W + s A B), the gradient of the weight is dW = x^T dOut, 
 
     dA = s dW B^T = x^T (dOut sB^T)        dB = s A^T dW = (x sA)^T dOut
 
-so that dW, as large as W, is never computed: only products with the rank r.
+so that dW, as large as W, is never computed: only products with the rank r. Experts' dW is, because it comes from the
+vjp of their whole layer, and dA and dB follow from it.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -18,9 +19,9 @@ from scaling.collectives import einsum
 from scaling.configs import Config
 from scaling.models.adapters import merged_layer
 from scaling.models.layer import Context, in_place, seen_heads
-from scaling.models.leaves import KV_HEADS, leaves_of
-from scaling.models.lora import Lora, product_line
-from scaling.spec import Spec, parse_line
+from scaling.models.leaves import KV_HEADS, leaves_of, without
+from scaling.models.lora import Lora, factors, product_line
+from scaling.spec import Spec, parse, parse_line
 
 
 def adapted(gather: Callable, structure: Any, lora: Lora, config: Config, types: Mapping) -> Callable:
@@ -65,6 +66,28 @@ def adapter_gradients(own: Mapping[str, Tensor], line: str, a: Tensor, b: Tensor
         "A": einsum(dA, x, einsum(down, dOut, own["B"])),
         "B": einsum(dB, einsum(up, x, own["A"]), dOut),
     }
+
+
+def expert_gradients(W: dict, dW: Mapping[str, Tensor], config: Config) -> dict[str, dict[str, Tensor]]:
+    """Return dA and dB of each expert matrix with an adapter, from the matrices' gradients dW."""
+    leaves, found = leaves_of(config)["layers"], {}
+    for name in W["lora"].keys() & dW.keys():
+        to_A, to_B = _expert_lines(without(leaves[name].trained, ("Z", "X")), leaves[name].start)
+        A, B = W["lora"][name]["A"], W["lora"][name]["B"]
+        found[name] = {"A": einsum(to_A, dW[name], B), "B": einsum(to_B, A, dW[name])}
+    return found
+
+
+@lru_cache(maxsize=4096)
+def _expert_lines(weight: str, inputs: str) -> tuple[str, str]:
+    """Return the lines of dW B^T and A^T dW for an expert matrix as a layer uses it, stacked over its first dim."""
+    A, B, W = (parse(text) for text in (*factors(weight, inputs).values(), weight))
+    dW = Spec("dW", W.dims[1:]).with_unreduced("PXC")
+    A, B = (Spec(spec.name, spec.dims[1:]) for spec in (A, B))
+    over_in, over_out = ([axis for dim, axes in dW.dims for axis in axes if dim in s.dim_names] for s in (A, B))
+    over_in, over_out = ([axis for axis in over if axis != "E"] for over in (over_in, over_out))
+    dA, dB = A.with_unreduced(["P", "X", "C", *over_out]), B.with_unreduced(["P", "X", "C", *over_in])
+    return f"{dW} * {B} -> {dA}", f"{A} * {dW} -> {dB}"
 
 
 @lru_cache(maxsize=4096)
