@@ -42,7 +42,7 @@ def rotary(table: dict, read: dict, kind: ModelType) -> dict:
         share = given.get("partial_rotary_factor", table.get(kind.rope_keys[1], kind.partial))
         of_type("partial_rotary_factor", share, float)
     scaling = given.get("rope_type", given.get("type"))
-    if kind.longrope and scaling in ("su", "yarn"):  # what older files call it
+    if kind.longrope and scaling in ("su", "yarn"):  # its names in older files
         given, scaling = given | {"rope_type": "longrope"}, "longrope"
     if scaling in CONTEXTS:
         original: Any = given.get(ORIGINAL, read.get("max_position_embeddings"))

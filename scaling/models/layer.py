@@ -79,7 +79,7 @@ class Context(NamedTuple):
         einsum: einsum(line, x, W), which computes the products with weights.
         norm: norm(x, gain, eps) -> (the normed x, the statistic that its derivative needs).
         places: places[B, T_C] of the tokens in packed documents; None without documents.
-        adapters: For layers with adapters, `weight_gradient` of their factors in place of their matrices.
+        adapters: In layers with adapters, the function that `weight_gradient` calls for the gradients of their factors.
     """
 
     config: Config
@@ -171,7 +171,7 @@ def own_heads(W: Any, at: Context) -> Any:
 
 def in_place(part: Tensor, whole: Tensor, at: Context) -> Tensor:
     """Return the gradient of all KV heads, zero but for the heads used: the transpose of `own_heads`."""
-    if not isinstance(whole, Tensor) or part.shape == whole.shape:  # an array with scales is whole
+    if not isinstance(whole, Tensor) or part.shape == whole.shape:  # an array with scales is never a part
         return part
     padded = torch.zeros_like(whole)
     own_heads(padded, at).copy_(part)
@@ -179,7 +179,7 @@ def in_place(part: Tensor, whole: Tensor, at: Context) -> Tensor:
 
 
 def weight_gradient(W: dict, name: str, line: str, a: Tensor, b: Tensor, at: Context) -> dict[str, Any]:
-    """Return {name: dW of the line}; in a layer with adapters, {name: the gradients of the factors}, or {} without."""
+    """Return {name: dW of the line}; in a layer with adapters, {name: its adapter's gradients} or, without one, {}."""
     if at.adapters is not None:
         return at.adapters(W, name, line, a, b, at)
     dW = at.einsum(line, a, b)

@@ -131,7 +131,7 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def check_documents(config: Config, length: int) -> None:
-    """Raise a ValueError where longrope would have to choose its factors for each of the documents of one sequence."""
+    """Raise a ValueError if longrope could need other factors for a document in a sequence of this length."""
     limit = config.rope_scaling.short_texts if config.rope_scaling else None
     if limit is not None and length > limit:
         raise ValueError(

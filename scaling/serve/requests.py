@@ -122,15 +122,15 @@ def longest_text(config: Config) -> int | None:
 
 
 def served_text(config: Config) -> int | None:
-    """Return the tokens of the longest text that is served, None for any.
+    """Return the number of tokens of the longest text that can be served; None means no limit.
 
-    With longrope a longer text has other factors, by which all of its cached keys would have to be rotated anew.
+    longrope rotates longer texts by other factors, so all of their cached keys would have to be rotated anew.
     """
     return config.rope_scaling.short_texts if config.rope_scaling else None
 
 
 def check_served_text(config: Config, length: int) -> None:
-    """Raise a ValueError where a text is longer than is served."""
+    """Raise a ValueError if a text of `length` tokens is longer than `served_text`."""
     if (most := served_text(config)) is not None and length > most:
         raise ValueError(
             f"{config.name}: a text of {length} tokens\n  rule: longrope rotates texts of more than {most} tokens "

@@ -42,9 +42,9 @@ def adapted(gather: Callable, structure: Any, lora: Lora, config: Config, types:
 
 
 def factor_gradients(W: dict, name: str, line: str, a: Tensor, b: Tensor, at: Context) -> dict[str, Any]:
-    """Return {name: the gradients of the A and B} of a matrix's adapter by the line of dW, or {} if it has none.
+    """Return {name: the gradients of the adapter's A and B} by the line of dW, or {} if the matrix has no adapter.
 
-    A rank may use only some of the KV heads.
+    A rank may use only some of the KV heads; the gradients of the others are 0.
     """
     if name not in W["lora"]:
         return {}
