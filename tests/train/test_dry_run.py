@@ -7,6 +7,7 @@ import pytest
 from torch.utils.flop_counter import flop_registry
 
 from scaling.configs import Latent, get
+from scaling.cost.transformer import saved_widths
 from scaling.trace.count import Between
 from scaling.train import dry, step_count
 from scaling.train.settings import Settings
@@ -74,3 +75,16 @@ def test_the_rank_that_is_shown_sends_and_holds_most_and_only_then_each_does_so(
     for of in (lambda rank: rank.memory, lambda rank: rank.sent, lambda rank: rank.attention.amount):
         assert of(shown) == max(map(of, ranks))
     assert all(rank == shown for rank in ranks) == ("\neach of" in "\n" + dry.table(shown, sizes))
+
+
+def test_each_active_expert_holds_what_the_widths_say():
+    """By layer and token: its activations, and the rows of D that go to it and come back."""
+    held, said = {}, {}
+    for k in (2, 4):
+        config = get("tiny").with_(D=64, F=128, E=8, k=k)
+        of_layers = [count(Settings(config.with_(L=L), "", "", 32, 256, dtype="bf16"), {"X": 1}) for L in (4, 5)]
+        bytes_ = [
+            c.memory - 3 * c.params - c.state for c in of_layers
+        ]  # params, float32 gradients, masters and moments
+        held[k], said[k] = (bytes_[1] - bytes_[0]) / (2 * 32 * 256), sum(saved_widths(config, "none").values())
+    assert held[4] - held[2] == pytest.approx(said[4] - said[2], rel=0.05)
