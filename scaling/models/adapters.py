@@ -7,7 +7,8 @@ the extra `hf`.
 
 import json
 import math
-from collections.abc import Iterator, Mapping
+from collections import Counter
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 
 import torch
@@ -20,11 +21,12 @@ from scaling.configs import Config
 from scaling.mesh import AbstractMesh
 from scaling.models.hf import safetensors
 from scaling.models.hf_layout import FileLayout, leaf_layouts
-from scaling.models.leaves import leaves_of, specs_of
-from scaling.models.lora import MATRICES, Lora, adapter_specs, product_line, sizes_of
+from scaling.models.leaves import specs_of
+from scaling.models.lora import MATRICES, Lora, adapted_leaves, adapter_specs, product_line, sizes_of
 from scaling.spec import parse
 
 CONFIG, FILE, PREFIX = "adapter_config.json", "adapter_model.safetensors", "base_model.model."
+Place = tuple[str, str]  # the stack and the name of a matrix
 # Options of PEFT that are not computed here, each with the value by which a file does not ask for it.
 REFUSED = {
     "use_dora": False, "bias": "none", "modules_to_save": None, "rank_pattern": {}, "alpha_pattern": {},
@@ -41,27 +43,26 @@ def init(config: Config, lora: Lora, seed: int = 0, dtype=torch.float32, device=
     lora.check(config)
     if mesh is None:
         mesh, device = AbstractMesh({}), device or "cpu"
-    how, leaves = {}, leaves_of(config)["layers"]
-    for name in lora.on:
-        std = math.prod(config.sizes[dim] for dim in leaves[name].start) ** -0.5
-        how[name] = {"A": tree.Normal(std), "B": tree.Constant(0.0)}
+    how: dict[str, dict] = {stack: {} for stack in adapted_leaves(config, lora)}
+    for stack, leaves in adapted_leaves(config, lora).items():
+        for name, leaf in leaves.items():
+            std = math.prod(config.sizes[dim] for dim in str(leaf.start)) ** -0.5
+            how[stack][name] = {"A": tree.Normal(std), "B": tree.Constant(0.0)}
     types = {"lora": adapter_specs(config, lora, specs)}
     return tree.init({"lora": how}, types, sizes_of(config, lora), mesh, seed, dtype, device)["lora"]
 
 
 def merged(params: dict, adapters: Mapping, lora: Lora, config: Config, specs: Mapping | None = None) -> dict:
     """Return the params with W + s A B in place of each adapted W, typed as before: nothing is sent."""
-    types = (specs_of(config) if specs is None else specs)["layers"]
-    layers = params["layers"] | {
-        name: _sum(product_line(str(types[name]), leaves_of(config)["layers"][name].start), W, own, lora.scale)
-        for name, own in adapters.items()
-        for W in (params["layers"][name],)
-    }
-    return params | {"layers": layers}
+    types, found = specs_of(config) if specs is None else specs, dict(params)
+    for stack, leaves in adapted_leaves(config, lora).items():
+        lines = {name: product_line(str(types[stack][name]), leaf.start) for name, leaf in leaves.items()}
+        found[stack] = merged_layer(params[stack], adapters[stack], lines, lora.scale)
+    return found
 
 
 def merged_layer(W: dict, adapters: Mapping, lines: Mapping[str, str], scale: float) -> dict:
-    """Return one layer's weights with W + s A B in place of each adapted W, by the lines of `product_line`."""
+    """Return the weights of one layer or a stack, W + s A B in place of each adapted W, by lines of `product_line`."""
     return W | {name: _sum(lines[name], W[name], own, scale) for name, own in adapters.items()}
 
 
@@ -89,45 +90,45 @@ def load(folder: "str | Path", config: Config) -> tuple[Lora, dict]:
             "  fix: merge it into the model by PEFT's merge_and_unload, and give the merged folder"
         )
     tensors = safetensors().torch.load_file(folder / FILE)
-    layouts = {name: layout for name, layout in leaf_layouts(config)["layers"].items() if name in MATRICES}
-    there = {name for name, _, key in _keys(layouts, config) if key in tensors}
+    layouts = _layouts(config, MATRICES)
+    there = {place[1] for place, _, key in _keys(layouts, config) if key in tensors}
     on = tuple(name for name in MATRICES if name in there)
     rank, alpha = table["r"], float(table["lora_alpha"])
     lora = Lora(rank, on, alpha * math.sqrt(rank) if table.get("use_rslora") else alpha)
     if not on:
         raise ValueError(f"{folder}: has no adapter of {config.name}\n  fix: give adapters of this model")
     lora.check(config)
-    adapters, types = {}, adapter_specs(config, lora)
-    for name, part, key in _keys({name: layouts[name] for name in on}, config):
-        shape = _shape(layouts[name], part, config, rank)
+    rows: dict = {}
+    for place, part, key in _keys(_layouts(config, on), config):
+        shape = _shape(layouts[place], part, config, rank)
         if (found := tensors.pop(key, None)) is None or tuple(found.shape) != shape:
             what = "is missing" if found is None else f"is of shape {tuple(found.shape)}, not {shape}"
             what = f"{folder / FILE}: {key} {what}: an adapter of {config.name}"
             raise ValueError(f"{what}\n  fix: give adapters of this model")
-        adapters.setdefault(name, {}).setdefault(part, []).append(found.T)
+        rows.setdefault((*place, part), []).append(found.T)
     if tensors:
         raise ValueError(
             f"{folder / FILE}: {min(tensors)} is left over: {config.name} has no such adapter"
             "\n  fix: give adapters of this model"
         )
-    whole = tree.map(lambda text: parse(text).global_shape(sizes_of(config, lora)), types)
-    return lora, {
-        name: {part: torch.stack(rows).reshape(whole[name][part]) for part, rows in parts.items()}
-        for name, parts in adapters.items()
-    }
+    types = adapter_specs(config, lora)
+    shapes = [parse(text).global_shape(sizes_of(config, lora)) for text in tree.leaves(types)]
+    each = [torch.stack(rows[place]).reshape(shape) for place, shape in zip(sorted(rows), shapes, strict=True)]
+    return lora, tree.unflatten(types, each)
 
 
 def save(folder: "str | Path", config: Config, lora: Lora, adapters: Mapping, base: str = "") -> None:
     """Write whole adapters as a PEFT folder; `base` is the name or the folder of the model that they adapt."""
     folder, tensors = Path(folder), {}
-    layouts = {name: leaf_layouts(config)["layers"][name] for name in lora.on}
-    place: dict[tuple[str, str], int] = {}
-    for name, part, key in _keys(layouts, config):
-        l = place[name, part] = place.get((name, part), -1) + 1
-        rows, columns = _shape(layouts[name], part, config, lora.rank)
-        each = adapters[name][part].flatten(0, len(layouts[name].numbered) - 1)
-        tensors[key] = each[l].detach().cpu().reshape(columns, rows).T.contiguous()
-    modules = sorted(layout.name.split(".")[-2] for layout in layouts.values())
+    layouts = _layouts(config, lora.on)
+    seen: Counter = Counter()
+    for (stack, name), part, key in _keys(layouts, config):
+        layout = layouts[stack, name]
+        rows, columns = _shape(layout, part, config, lora.rank)
+        each = adapters[stack][name][part].flatten(0, len(layout.numbered) - 1)  # of layers, and of experts
+        tensors[key] = each[seen[stack, name, part]].detach().cpu().reshape(columns, rows).T.contiguous()
+        seen[stack, name, part] += 1
+    modules = sorted({layout.name.split(".")[-2] for layout in layouts.values()})
     table = {
         "peft_type": "LORA", "task_type": "CAUSAL_LM", "base_model_name_or_path": base, "r": lora.rank,
         "lora_alpha": lora.alpha, "lora_dropout": 0.0, "target_modules": modules, "bias": "none",
@@ -138,17 +139,23 @@ def save(folder: "str | Path", config: Config, lora: Lora, adapters: Mapping, ba
     (folder / CONFIG).write_text(json.dumps(table, indent=2) + "\n")
 
 
-def _keys(layouts: Mapping[str, FileLayout], config: Config) -> Iterator[tuple[str, str, str]]:
-    """Yield (leaf, "A" or "B", the tensor's name) of every adapter, layer by layer."""
+def _layouts(config: Config, names: Collection[str]) -> dict[Place, FileLayout]:
+    """Return the layouts of the matrices with these names in each stack of layers."""
+    stacks = {stack: each for stack, each in leaf_layouts(config).items() if stack in ("dense", "layers")}
+    return {(stack, name): each[name] for stack, each in stacks.items() for name in names if name in each}
+
+
+def _keys(layouts: Mapping[Place, FileLayout], config: Config) -> Iterator[tuple[Place, str, str]]:
+    """Yield ((stack, leaf), "A" or "B", the tensor's name) of every adapter, layer by layer."""
     if any(lay.joined or lay.order or lay.parts > 1 or len(lay.groups) > 2 for lay in layouts.values()):
         raise ValueError(
             f"{config.name}: adapters of {config.model_type}, whose files have params joined or in another order, are "
             "not computed here\n  fix: merge the adapter by PEFT's merge_and_unload, and give the merged folder"
         )
-    for name, layout in layouts.items():
+    for place, layout in layouts.items():
         for tensor in layout.tensors(config.sizes):
             for part in "AB":
-                yield name, part, f"{PREFIX}{tensor.removesuffix('weight')}lora_{part}.weight"
+                yield place, part, f"{PREFIX}{tensor.removesuffix('weight')}lora_{part}.weight"
 
 
 def _shape(layout: FileLayout, part: str, config: Config, rank: int) -> tuple[int, int]:

@@ -8,8 +8,9 @@ the type of W in `models.leaves`: A has the inputs of W and the rank r, B has r 
     W_UQ[L_Z, R_X, N_Y, A]     A[L_Z, R_X, r]       B[L_Z, r, N_Y, A]
     W_in[L_Z, E_E, D_X, F_Y]   A[L_Z, E_E, D_X, r]  B[L_Z, E_E, r, F_Y]
 
-So s A B is a product of shards with the type of W, which takes no communication. Adapters are a separate tree,
-{"W_Q": {"A": ..., "B": ...}}. The sum has the dtype of W, so training computes exactly as the merged model does.
+So s A B is a product of shards with the type of W, which takes no communication. Adapters are a separate tree, by the
+stack of the layers: {"layers": {"W_Q": {"A": ..., "B": ...}}}, and "dense" in models with dense layers first. The sum
+has the dtype of W, so training computes exactly as the merged model does.
 """
 
 from collections.abc import Mapping
@@ -18,7 +19,7 @@ from functools import lru_cache
 from typing import Any
 
 from scaling.configs import Config
-from scaling.models.leaves import LAYER, leaves_of, specs_of
+from scaling.models.leaves import LAYER, Leaf, leaves_of, specs_of
 from scaling.spec import Spec, parse
 
 MATRICES = tuple(name for name in LAYER if name.startswith("W_"))
@@ -40,14 +41,12 @@ class Lora:
     def check(self, config: Config) -> None:
         """Raise a ValueError unless adapters of these matrices of the model are computed here."""
         leaves = leaves_of(config)["layers"]
-        able = [name for name in MATRICES if name in leaves]
-        if config.dense_layers or config.linear:
-            able = []
+        able = [] if config.linear else [name for name in MATRICES if name in leaves]
         if wrong := [name for name in self.on if name not in able] or ([""] if not self.on or not able else []):
             fix = f"choose among {', '.join(able)}" if able else "train all of its params, without adapters"
             raise ValueError(
                 f"{config.name}: no adapter is computed for {wrong[0] or 'any leaf'}\n"
-                "  rule: adapters are of matrices of attention, of MLPs and of experts, in layers of one kind\n"
+                "  rule: adapters are of matrices of attention, of MLPs and of experts, not of linear layers\n"
                 f"  fix: {fix}"
             )
         if len({*self.on}) < len(self.on) or self.rank < 1:
@@ -60,10 +59,20 @@ def sizes_of(config: Config, lora: Lora) -> dict[str, int]:
     return config.sizes | {"r": lora.rank}
 
 
-def adapter_specs(config: Config, lora: Lora, specs: Mapping | None = None) -> dict[str, dict[str, str]]:
+def adapted_leaves(config: Config, lora: Lora) -> dict[str, dict[str, Leaf]]:
+    """Return the leaves of the matrices that have adapters, by the stack of the layers."""
+    leaves = leaves_of(config)
+    stacks = [stack for stack in ("dense", "layers") if stack in leaves]
+    return {stack: {name: leaves[stack][name] for name in lora.on} for stack in stacks}
+
+
+def adapter_specs(config: Config, lora: Lora, specs: Mapping | None = None) -> dict[str, dict[str, dict[str, str]]]:
     """Return the types of adapters for params of the types `specs`; by default the types of whole adapters."""
-    layers = (specs_of(config) if specs is None else specs)["layers"]
-    return {name: factors(str(layers[name]), leaves_of(config)["layers"][name].start) for name in lora.on}
+    types = specs_of(config) if specs is None else specs
+    return {
+        stack: {name: factors(str(types[stack][name]), leaf.start) for name, leaf in leaves.items()}
+        for stack, leaves in adapted_leaves(config, lora).items()
+    }
 
 
 @lru_cache(maxsize=4096)

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from scaling import tree
 from scaling.common.console import fold
 from scaling.cost import transformer as tm
 from scaling.cost.units import significant
@@ -208,7 +209,7 @@ def describe(settings: Settings, sizes: Mapping[str, int]) -> str:
     zero = f" (ZeRO-{s.zero})" if s.zero != 3 and sizes.get("X", 1) > 1 else ""
     params = f"{tm.num_params(s.model):,} params"
     if lora := s.adapters:
-        types = [parse(text) for each in adapter_specs(s.model, lora).values() for text in each.values()]
+        types = map(parse, tree.leaves(adapter_specs(s.model, lora)))
         own = sum(math.prod(spec.global_shape(sizes_of(s.model, lora))) for spec in types)
         params += f", {own:,} of adapters trained (rank {lora.rank} on {', '.join(lora.on)})"
     return f"{s.model.name}: {params} on {format_sizes(sizes)}{zero}, {where}"

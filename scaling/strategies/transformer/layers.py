@@ -24,13 +24,14 @@ from scaling.collectives import all_gather, all_reduce, reduce_scatter, wait
 from scaling.collectives.linear import who_watches
 from scaling.models.layer import Context
 from scaling.models.leaves import STACKS, matrices_of
+from scaling.models.lora import adapted_leaves
 from scaling.scaled import gather_matrix
 from scaling.spec import parse, parse_line
 from scaling.strategies.layers import Layers
 from scaling.strategies.transformer.ends import embed, embed_backward, head
 from scaling.strategies.transformer.layer import layer, layer_backward, parallel_layer, parallel_layer_backward
 from scaling.strategies.transformer.lora import adapted
-from scaling.strategies.transformer.step import LeafLines, TrainStep, types_of_stack
+from scaling.strategies.transformer.step import LeafLines, TrainStep
 
 SIZE = attrgetter("shape", "dtype")
 
@@ -192,7 +193,7 @@ class LayerStack:
         below: "LayerStack | None" = None,
     ):  # fmt: skip
         self.step, self.name, lora, self.lines = step, stack, step.options.lora, step.lines[stack]
-        held: Any = params[stack] | {"lora": params["lora"]} if lora else params[stack]
+        held: Any = params[stack] | {"lora": params["lora"][stack]} if lora else params[stack]
         self.structure: Any
         leaves, self.structure = optree.tree_flatten(held)
         layers = [*zip(*map(Tensor.unbind, leaves), strict=True)][start:][:count]
@@ -208,7 +209,8 @@ class LayerStack:
         self.trained: Any = self.structure
         trained, names = None, next(zip(*paths, strict=False))
         if lora:
-            gather = adapted(gather, self.structure, lora, step.config, types_of_stack(step.reduced, stack))
+            own = adapted_leaves(step.config, lora)[stack]
+            gather = adapted(gather, self.structure, lora, own, step.reduced[stack])
             trained = [i for i, path in enumerate(paths) if path[0] == "lora"]
             self.trained, names = optree.tree_structure(held["lora"]), [paths[i][-2] for i in trained]
             self.lines = [self.lines[i] for i in trained]
@@ -333,5 +335,5 @@ def run_all_layers(step: TrainStep, params: dict, batch: LocalBatch) -> tuple[Te
         layers.reduce_all()
     grads |= reduce_ends(dends, mesh, step.lines)
     found = layers.gradients()
-    grads |= {"lora": found["layers"]} if lora else found
+    grads |= {"lora": found} if lora else found
     return all_reduce("Loss[] {U_PXECY} -> Loss[]", torch.stack(losses).sum(), mesh), grads

@@ -19,19 +19,18 @@ from scaling.collectives import einsum
 from scaling.configs import Config
 from scaling.models.adapters import merged_layer
 from scaling.models.layer import Context, in_place, seen_heads
-from scaling.models.leaves import KV_HEADS, leaves_of, without
+from scaling.models.leaves import KV_HEADS, Leaf, leaves_of, without
 from scaling.models.lora import Lora, factors, product_line
 from scaling.spec import Spec, parse, parse_line
 
 
-def adapted(gather: Callable, structure: Any, lora: Lora, config: Config, types: Mapping) -> Callable:
-    """Return `gather(leaves, mesh)` for layers with adapters.
+def adapted(gather: Callable, structure: Any, lora: Lora, leaves: Mapping[str, Leaf], types: Mapping) -> Callable:
+    """Return `gather(leaves, mesh)` for layers with adapters, of which `leaves` has the rows of the table.
 
     It adds the adapters to the stored shards before these are gathered. It also returns the adapters, times s, for
     their gradients.
     """
-    starts = {name: leaf.start for name, leaf in leaves_of(config)["layers"].items() if name in lora.on}
-    lines = {name: product_line(str(types[name]), start, False) for name, start in starts.items()}
+    lines = {name: product_line(str(types[name]), leaf.start, False) for name, leaf in leaves.items()}
 
     def f(leaves: Sequence[Tensor], mesh) -> Any:
         W = structure.unflatten(leaves)

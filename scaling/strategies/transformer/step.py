@@ -239,7 +239,7 @@ def at_home(stored: str) -> str:
 
 def types_of_stack(types: dict, stack: str) -> dict:
     """Return the types of a stack's leaves, including its adapters' if it has any."""
-    return types[stack] | ({"lora": types["lora"]} if "lora" in types and stack == "layers" else {})
+    return types[stack] | ({"lora": types["lora"][stack]} if "lora" in types else {})
 
 
 def lines_of(

@@ -41,8 +41,9 @@ def specs(config: Config, mesh, *, zero: int = 3, schedule=None, lora: Lora | No
     if zero != 3 or (staged and slots_of(config, mesh, schedule) != [*range(config.L)]):
         raise ShardingError(
             f"{config.name}: adapters on {mesh} with zero {zero}\n"
-            "  rule: adapters are stored in the order of the layers, as many on each stage Z, and not beside weights "
-            "that X replicates\n  fix: give a Z that divides the layers, a schedule with one part per rank, and zero 3"
+            "  rule: adapters are stored in the order of the layers, as many on each stage Z, no dense ones first, "
+            "and not beside weights that X replicates\n  fix: give a Z that divides the layers (1 if dense layers "
+            "come first), a schedule with one part per rank, and zero 3"
         )
     return found | {"lora": adapter_specs(config, lora, found)}
 
