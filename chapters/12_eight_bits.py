@@ -3,7 +3,7 @@
 https://jax-ml.github.io/scaling-book/gpus
 
 A GPU multiplies FP8 numbers twice as fast as bfloat16 ones, and a B200 multiplies four-bit numbers twice as fast again.
-But so few bits cover a small range, so values are held divided by a scale. The scales are an array, too: they are
+But so few bits cover a small range, so values are stored divided by a scale. The scales are an array, too: they are
 sharded, gathered and reduced. This chapter writes them into the type, W[D_X, F] {Q_D}, and runs FSDP with it.
 """
 
@@ -62,9 +62,9 @@ page.answers([
 # %% [markdown]
 # ## The types of the parts
 # `W[D_X, F] {Q_D}` says that values along D share a scale. The format decides how many values share one, and in which
-# dtypes the values and scales are held. The table has the parts of a weight. The type of each part is an ordinary one,
-# in which `D/32` has one entry for each 32 of D. No shard may cut a block, and that needs no new rule: D/32 has to
-# divide over X, as every dim does. If all of D shares one scale, the values that share it are on several ranks, so
+# dtypes the values and scales are stored. The table has the parts of a weight. The type of each part is an ordinary
+# one, in which `D/32` has one entry for each 32 of D. No shard may cut a block, and that needs no new rule: D/32 has
+# to divide over X, as every dim does. If all of D shares one scale, the values that share it are on several ranks, so
 # their maximum takes an AllReduce.
 
 # %%

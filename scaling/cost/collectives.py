@@ -45,7 +45,7 @@ def all_gather(nbytes: float, chip: Chip, axes: int | Sequence[int], wrap=None, 
 
 
 def reduce_scatter(nbytes: float, chip: Chip, axes: int | Sequence[int], wrap=None, exact: bool = False) -> float:
-    """Return the seconds of a ReduceScatter, which equal those of an AllGather, its reverse."""
+    """Return the seconds of a ReduceScatter, which equal an AllGather's, since it is the reverse."""
     return all_gather(nbytes, chip, axes, wrap, exact)
 
 

@@ -260,7 +260,7 @@ def saved_widths(config: Config, remat: str) -> dict[str, int]:
     if remat == "matmuls":
         return matmuls
     attended = {"heads": Q, "statistics": config.N} if remat != "attention" else {}  # Q and K are kept rotated
-    if config.moe:  # the rows that experts get, and that they give back
+    if config.moe:  # the rows that experts receive, and the rows that they return
         norms += 2 * config.k * D
     return matmuls | {"norms": norms} | attended | {"activation": F, "product": F if config.gated else 0}
 

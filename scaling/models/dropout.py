@@ -19,7 +19,7 @@ def dropout(
 ) -> Tensor:
     """x[B, T, D] with each element 0 by probability `rate`, the others over 1 - rate: linear, and its own transpose.
 
-    samples int64[B] are the indices of these rows in the whole batch, positions int64[T] those of these columns in the
+    samples int64[B] are the indices of the rows in the whole batch; positions int64[T] are the columns' places in the
     sequence.
     """
     rows = (samples.dim(), positions.dim(), x.dim()) == (1, 1, 3) and x.shape[:2] == (len(samples), len(positions))

@@ -11,7 +11,7 @@ from scaling.scaled.rounding import widened
 from scaling.spec.formats import FORMATS
 
 SCALES = ("_scale_inv", "_scale")  # DeepSeek's name, and compressed-tensors'
-BLOCKS, EXPONENTS = "_blocks", "_scales"  # of an expert's matrices in MXFP4 (GPT-OSS)
+BLOCKS, EXPONENTS = "_blocks", "_scales"  # the two tensors of experts' matrices in MXFP4 (GPT-OSS)
 
 
 def scale_of(tensor: str, names: Container[str]) -> str:

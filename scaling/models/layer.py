@@ -149,7 +149,7 @@ def finish_heads(
 
 
 def read_norms(W: dict) -> dict:
-    """Return a layer's params with a norm for what its MLP reads: attention's, where both blocks share one."""
+    """Return a layer's params with a norm before the MLP; if both blocks share a norm, it is attention's."""
     if "norm_mlp" in W or "norm_attn" not in W:
         return W
     return W | {into: W[name] for name, into in SHARED_NORM.items() if name in W}
@@ -187,7 +187,7 @@ def weight_gradient(W: dict, name: str, line: str, a: Tensor, b: Tensor, at: Con
 
 
 def attend_heads(W: dict, values: Values, at: Context) -> Values:
-    """Add O[B_PXZE, T_C, N_Y, H] to the values, which have y[B_PXZE, T_C, D], and its pullback."""
+    """Compute O[B_PXZE, T_C, N_Y, H] from y[B_PXZE, T_C, D] in `values`; return the values with it and its pullback."""
     if "O" in values:
         return values
     if "Q" not in values:
@@ -215,7 +215,7 @@ def gated(attend: Callable, *heads: Tensor) -> Tensor:
 
 
 def activate_features(W: dict, values: Values, at: Context) -> Values:
-    """Add Act[B_PXZE, T_C, F_Y] to the values, which have y[B_PXZE, T_C, D], with the products before it."""
+    """Compute Act[B_PXZE, T_C, F_Y] from y[B_PXZE, T_C, D] in `values`; return them with it and its products."""
     y, einsum = values.get("y"), at.einsum
     if "Tmp" not in values:
         Tmp = einsum("y[B_PXZE, T_C, D] * W_in[D, F_Y] -> Tmp[B_PXZE, T_C, F_Y]", y, W["W_in"])

@@ -43,7 +43,7 @@ from scaling.train.step import parted, started, trained_types, with_adapters
 WHOLE = Sampling(temperature=1.0)  # the full distribution, which is also the one that is trained
 TYPES = dict(zip(Rollouts._fields, ("t[R, T]", "t[R, T]", "m[R, T]", "p[R, T]", "r[R]", "v[]"), strict=True))
 
-ELSEWHERE = Rollouts(*[torch.empty(0)] * len(TYPES))  # stands in for the answers on ranks that do not train
+ELSEWHERE = Rollouts(*[torch.empty(0)] * len(TYPES))  # replaces the answers on ranks that do not train
 
 
 @dataclass(frozen=True)

@@ -28,7 +28,7 @@ from scaling.spec.sizes import parse_mesh
 from scaling.train.export import params_of_run
 
 DTYPES = {"fp32": torch.float32, "fp64": torch.float64, "bf16": torch.bfloat16}
-CACHES = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}  # of 8 bits, with scales
+CACHES = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}  # dtypes of 8 bits, which have scales
 WEIGHTS = [name for name, each in FORMATS.items() if not each.whole and not name.endswith("e5m2")]
 
 

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 from scaling.spec import ShardingError, Spec, mesh_sizes, parse
 
-TIMES = re.compile(r" \*(?:_\w+)? ")  # of a product, "A[I, J] * B[J, K]" in a trace and "A[I, J] *_J B[J, K]" in a plan
+TIMES = re.compile(r" \*(?:_\w+)? ")  # the sign in "A[I, J] * B[J, K]" (a trace) or "A[I, J] *_J B[J, K]" (a plan)
 MOVED = re.compile(r"(?P<op>[A-Za-z]+)(?P<axes>_[^(]+)?\((?P<operand>.*)\)")  # "AllGather_X(W[D_X, F])"
 COLUMNS = 100  # the width of printed text
 Cells = list[list[int | None]]  # rows of cells: the device that stores each, None where it is absent

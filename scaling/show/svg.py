@@ -32,7 +32,7 @@ LEGEND = (
     "hatched blocks are partial sums, and dashed lines join the devices that exchange blocks."
 )
 ROWS = ("#86aef0", "#f5a45d", "#5fc7b0", "#86cf7f", "#c58fe0", "#e07a8b")
-ROW, LEFT, ACROSS, LETTER = 22, 64, 800, 6.1  # of time lines: a row, the rows' names, the time, a letter of size 10
+ROW, LEFT, ACROSS, LETTER = 22, 64, 800, 6.1  # a time line: row, names of rows, time, letter of size 10
 
 
 def document(parts: Iterable[str], width: float, height: float, title: str = "", style: str = "") -> str:

@@ -24,7 +24,7 @@ def attention(W: dict, x: Tensor, at: Context, l: int) -> Tensor:
     values = {"y": y, "S": S * begun, "tail": tail.to(x.dtype) * begun, "real": real[..., None]}
     values = attend_linear(W, values, at)
     whole = torch.cat([values["tail"], split_gate(values["QKVZ"], at.config)[0]], 1)
-    last = new[:, None] + torch.arange(tail.shape[1], device=x.device)  # of `whole`, the last real tokens
+    last = new[:, None] + torch.arange(tail.shape[1], device=x.device)  # the last real tokens' indices in `whole`
     tail.copy_(whole[torch.arange(len(whole), device=x.device)[:, None], last])
     S.copy_(values["S_out"])
     line = "O[B_ZE, T_C, n_Y, v] * W_O[n_Y, v, D] -> Attn[B_ZE, T_C, D] {U_Y}"

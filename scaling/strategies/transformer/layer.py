@@ -46,7 +46,7 @@ Halves = tuple[Values, Values]  # the saved values of attention, and of the MLP
 ROWS = "x[B_PXE, T_CY, D]"  # the residual stream
 ATTENDED = frozenset({"O", "pull", "r_Q", "r_K"})  # dot-product attention
 LATENTS = frozenset({"C_Q", "C_KV", "r_CQ", "r_CKV"})  # normed and gathered
-RULE = frozenset({"tail", "S", "P", "S_out", "rule", "kept", "pull_mix", "pull_norm"})  # of a linear layer
+RULE = frozenset({"tail", "S", "P", "S_out", "rule", "kept", "pull_mix", "pull_norm"})  # a linear layer's
 BETWEEN = ATTENDED | LATENTS | RULE | {"y", "r", "Act", "Open"}  # and all other values between the matmuls
 REMAT = {  # the values that each policy does not keep for the backward; the further down, the less is kept
     "none": frozenset(),
