@@ -91,11 +91,13 @@ def load(folder: "str | Path", config: Config) -> tuple[Lora, dict]:
         )
     tensors = safetensors().torch.load_file(folder / FILE)
     layouts = _layouts(config, MATRICES)
-    there = {place[1] for place, _, key in _keys(layouts, config) if key in tensors}
+    plain = {place: layout for place, layout in layouts.items() if _is_plain(layout)}
+    there = {place[1] for place, _, key in _keys(plain, config) if key in tensors}
     on = tuple(name for name in MATRICES if name in there)
     rank, alpha = table["r"], float(table["lora_alpha"])
     lora = Lora(rank, on, alpha * math.sqrt(rank) if table.get("use_rslora") else alpha)
     if not on:
+        _check_plain(layouts, config)
         raise ValueError(f"{folder}: has no adapter of {config.name}\n  fix: give adapters of this model")
     lora.check(config)
     rows: dict = {}
@@ -107,6 +109,7 @@ def load(folder: "str | Path", config: Config) -> tuple[Lora, dict]:
             raise ValueError(f"{what}\n  fix: give adapters of this model")
         rows.setdefault((*place, part), []).append(found.T)
     if tensors:
+        _check_plain(layouts, config)
         raise ValueError(
             f"{folder / FILE}: {min(tensors)} is left over: {config.name} has no such adapter"
             "\n  fix: give adapters of this model"
@@ -121,6 +124,7 @@ def save(folder: "str | Path", config: Config, lora: Lora, adapters: Mapping, ba
     """Write whole adapters as a PEFT folder; `base` is the name or the folder of the model that they adapt."""
     folder, tensors = Path(folder), {}
     layouts = _layouts(config, lora.on)
+    _check_plain(layouts, config)
     seen: Counter = Counter()
     for (stack, name), part, key in _keys(layouts, config):
         layout = layouts[stack, name]
@@ -145,13 +149,22 @@ def _layouts(config: Config, names: Collection[str]) -> dict[Place, FileLayout]:
     return {(stack, name): each[name] for stack, each in stacks.items() for name in names if name in each}
 
 
-def _keys(layouts: Mapping[Place, FileLayout], config: Config) -> Iterator[tuple[Place, str, str]]:
-    """Yield ((stack, leaf), "A" or "B", the tensor's name) of every adapter, layer by layer."""
-    if any(lay.joined or lay.order or lay.parts > 1 or len(lay.groups) > 2 for lay in layouts.values()):
+def _is_plain(layout: FileLayout) -> bool:
+    """Return whether a file has a tensor of two dims for each matrix, in the order of the param's dims."""
+    return not layout.joined and not layout.order and layout.parts == 1 and len(layout.groups) == 2
+
+
+def _check_plain(layouts: Mapping[Place, FileLayout], config: Config) -> None:
+    """Raise a ValueError unless all layouts are plain."""
+    if not all(map(_is_plain, layouts.values())):
         raise ValueError(
             f"{config.name}: adapters of {config.model_type}, whose files have params joined or in another order, are "
             "not computed here\n  fix: merge the adapter by PEFT's merge_and_unload, and give the merged folder"
         )
+
+
+def _keys(layouts: Mapping[Place, FileLayout], config: Config) -> Iterator[tuple[Place, str, str]]:
+    """Yield ((stack, leaf), "A" or "B", the tensor's name) of every adapter, layer by layer."""
     for place, layout in layouts.items():
         for tensor in layout.tensors(config.sizes):
             for part in "AB":

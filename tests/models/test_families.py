@@ -162,6 +162,17 @@ def test_its_adapters_are_refused_where_the_files_order_params_otherwise(family,
         adapters.save(tmp_path / "peft", config, lora, adapters.init(config, lora))
 
 
+def test_its_adapters_of_attention_are_read_where_its_experts_are_joined(tmp_path):
+    config, lora = model("gpt oss")[0], Lora(2, ("W_Q", "W_O"), 4.0)
+    own = adapters.init(config, lora)
+    adapters.save(tmp_path / "peft", config, lora, own)
+    again, read = adapters.load(tmp_path / "peft", config)
+    assert again == lora
+    assert all(map(torch.equal, tree.leaves(read), tree.leaves(own)))
+    with pytest.raises(ValueError, match="joined or in another order"):
+        adapters.save(tmp_path / "peft", config, Lora(2, ("W_in",)), adapters.init(config, Lora(2, ("W_in",))))
+
+
 FORMS = {
     "heads": {"Y": 2, "Z": 2},
     "heads_batch": {"Y": 2, "Z": 2},
