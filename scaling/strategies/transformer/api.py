@@ -148,7 +148,7 @@ def loss(
 def logprobs(
     params: dict, tokens: Tensor, targets: Tensor, config: Config, mesh, *, zero: int = 3, lora: Lora | None = None
 ) -> Tensor:
-    """tokens[B_PXE, T_C], targets[B_PXE, T_C] -> logprobs[B_PXE, T_C] of the targets, on a mesh without stages.
+    """tokens[B_PXE, T_C], targets[B_PXE, T_C] -> logprobs[B_PXE, T_C], the targets', on a mesh without stages.
 
     Any loss that is a function of these log-probabilities can be trained: give `loss_and_grads`, with mean=False,
     weights that are minus the derivative of the loss by them.

@@ -98,7 +98,7 @@ def head(
 
 
 def token_logprobs(W: dict, x: Tensor, targets: Tensor, config: Config, mesh) -> Tensor:
-    """x[B_PXE, T_CY, D], targets[B_PXE, T_C] -> logprobs[B_PXE, T_C] of the targets; `W` as in `head`."""
+    """x[B_PXE, T_CY, D], targets[B_PXE, T_C] -> logprobs[B_PXE, T_C], the targets'; `W` as in `head`."""
     table, terms = "unembed" if "unembed" in W else "embed", Terms(config.V, 0.0, 0.0, config.logit_cap)
     y, _ = normed(W, "norm", x, config)
     y = all_gather("y[B_PXE, T_CY, D] -> y[B_PXE, T_C, D]", y, mesh)
