@@ -17,7 +17,8 @@ WITHIN: dict[str, str | tuple] = {
     **dict.fromkeys(("theta", "local_theta", "eps", "clamp", "routed_scale", "capacity"), ABOVE),
     **dict.fromkeys(("embed_scale", "residual_scale", "logit_scale", "score_scale", "score_cap", "logit_cap"), ABOVE),
     **dict.fromkeys(("aux_coef", "z_coef", "shared", "F_shared", "F_dense"), "[0, inf)"),
-    **dict.fromkeys(("dropout", "attention_dropout"), "[0, 1)"),
+    **dict.fromkeys(("dropout", "attention_dropout", "embed_dropout"), "[0, 1)"),
+    "learned_positions": "[0, 1e9]",
     "rotary_share": "(0, 1]",
     "routing": ("softmax", "sigmoid"),
     "norms": ("before", "after", "both", "shared"),
@@ -44,7 +45,9 @@ class Config:
     query sees itself and the window - 1 tokens before it; it is one number, or one for each layer, where None sees all.
     `activation` is silu, gelu, gelu_tanh, relu or relu2, its square; None is silu with a gate and gelu without.
     `dropout` is the share of elements that training drops from a block's output to the residual stream (GPT-2's
-    resid_pdrop); `attention_dropout`, that of attention's weights, is not computed, so a model with it is not trained.
+    resid_pdrop); `attention_dropout`, that of attention's weights, and `embed_dropout`, that of embeddings, are not
+    computed, so a model with either is not trained. With `learned_positions` each place in a text has one of so many
+    vectors, which are added to the embeddings (GPT-2), and no longer text is computed.
     `cached` is the number of layers with cached keys and values, if others (`linear` ones) have none; None is all.
     `dtype` is the stored parameters'. `uncomputed` names features that no code here computes; a model with any is only
     counted. `source` is the origin of the numbers. `max_positions` is the longest text that the model was made for,
@@ -106,6 +109,7 @@ class Config:
     rope_scaling: RopeScaling | None = None
     rotary_share: float = 1.0
     local_theta: float | None = None
+    learned_positions: int = 0
     eps: float = 1e-5
     attention_bias: bool = False
     output_bias: bool = False
@@ -116,6 +120,7 @@ class Config:
     window: int | tuple[int | None, ...] | None = None
     activation: str | None = None
     dropout: float = 0.0
+    embed_dropout: float = 0.0
     attention_dropout: float = 0.0
     unit_offset: bool = False
     embed_scale: float = 1.0
@@ -213,12 +218,13 @@ class Config:
     def sizes(self) -> dict[str, int]:
         """The dims of the params by letter.
 
-        S is the width of the shared experts together. L counts the layers of one stack; the dense layers before those
-        with experts are G, of width O. In latent attention R (D if queries have no latent) and C are the ranks of
-        queries and of keys and values, M = C + rope, A = nope + rope is a query's width, and W = nope + value is the
-        width of a key and a value. Linear layers have lower-case letters, and L then counts the others.
+        S is the width of the shared experts together, and J counts learned positions. L counts the layers of one stack;
+        the dense layers before those with experts are G, of width O. In latent attention R (D if queries have no
+        latent) and C are the ranks of queries and of keys and values, M = C + rope, A = nope + rope is a query's width,
+        and W = nope + value is the width of a key and a value. Linear layers have lower-case letters, and L then counts
+        the others.
         """
-        sizes = {letter: getattr(self, letter) for letter in "LDFNKHVE"} | {"S": self.S}
+        sizes = {letter: getattr(self, letter) for letter in "LDFNKHVE"} | {"S": self.S, "J": self.learned_positions}
         if self.dense_layers:
             sizes |= {"L": self.L - self.dense_layers, "G": self.dense_layers, "O": self.F_dense}
         if latent := self.latent:

@@ -19,11 +19,11 @@ from scaling.configs.model_types import COUNTED, KINDS, ModelType
 from scaling.configs.quantized import unread_quantization
 
 LETTERS = {
-    "L": ("num_hidden_layers",),
-    "D": ("hidden_size",),
-    "F": ("moe_intermediate_size", "intermediate_size"),
-    "N": ("num_attention_heads",),
-    "K": ("num_key_value_heads", "num_attention_heads"),
+    "L": ("num_hidden_layers", "n_layer"),
+    "D": ("hidden_size", "n_embd"),
+    "F": ("moe_intermediate_size", "intermediate_size", "n_inner"),
+    "N": ("num_attention_heads", "n_head"),
+    "K": ("num_key_value_heads", "num_attention_heads", "n_head"),
     "H": ("head_dim", "v_head_dim"),
     "V": ("vocab_size",),
     "E": ("n_routed_experts", "num_local_experts", "num_experts"),
@@ -32,7 +32,7 @@ LETTERS = {
     "F_shared": ("shared_expert_intermediate_size",),
     "dense_layers": ("first_k_dense_replace",),
     "tied": ("tie_word_embeddings",),
-    "eps": ("rms_norm_eps", "layer_norm_eps", "norm_epsilon", "norm_eps"),
+    "eps": ("rms_norm_eps", "layer_norm_eps", "norm_epsilon", "norm_eps", "layer_norm_epsilon"),
     "attention_bias": ("attention_bias", "qkv_bias", "use_qkv_bias", "use_bias"),
     "mlp_bias": ("mlp_bias", "use_bias"),
     "parallel": ("use_parallel_residual",),
@@ -51,11 +51,12 @@ LETTERS = {
     "logit_scale": ("logits_scaling",),
     "score_scale": ("attention_multiplier",),
     "dropout": ("resid_pdrop", "residual_dropout"),
-    "attention_dropout": ("attention_dropout",),
+    "attention_dropout": ("attention_dropout", "attn_pdrop"),
+    "embed_dropout": ("embd_pdrop",),
 }
 ACTIVATIONS = {"silu": "silu", "swish": "silu", "gelu": "gelu", "relu": "relu", "relu2": "relu2"}
 ACTIVATIONS |= {"gelu_pytorch_tanh": "gelu_tanh", "gelu_new": "gelu_tanh"}
-UNGATED = ("arcee", "bloom", "falcon", "gpt_neox", "mpt", "nemotron", "opt", "phi", "starcoder2")
+UNGATED = ("arcee", "bloom", "falcon", "gpt2", "gpt_neox", "mpt", "nemotron", "opt", "phi", "starcoder2")
 LATENT = ("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
 EXPERTS = ("E", "k", "shared", "F_shared", "dense_layers", "F_dense", "norm_topk")  # fields of a model with experts
 EXPERTS += ("routing", "expert_groups", "top_groups", "routed_scale", "shared_gate")
@@ -65,14 +66,15 @@ LINEAR = {  # fields of Linear, and their keys in a file
     "keys": "linear_num_key_heads", "values": "linear_num_value_heads", "key": "linear_key_head_dim",
     "value": "linear_value_head_dim", "width": "linear_conv_kernel_dim",
 }  # fmt: skip
-COUNTS += " interleave_moe_layer_step max_position_embeddings no_rope_layer_interval"
-DROPOUTS = ("embd_pdrop", "embedding_dropout", "hidden_dropout")  # kinds of dropout that training does not compute
+COUNTS += " n_positions interleave_moe_layer_step max_position_embeddings no_rope_layer_interval"
+DROPOUTS = ("embedding_dropout", "hidden_dropout")  # kinds of dropout that training does not compute
 TYPES: dict[str, type] = dict.fromkeys((*COUNTS.split(), *LATENT, *LINEAR.values()), int)
 TYPES |= dict.fromkeys(DROPOUTS, float)
 TYPES |= dict.fromkeys(("attention_multiplier", "logit_scale", "clip_qkv", "swiglu_alpha"), float)
-TYPES |= dict.fromkeys(("hidden_act", "hidden_activation"), str)
+TYPES |= dict.fromkeys(("hidden_act", "hidden_activation", "activation_function"), str)
 TYPES |= dict.fromkeys(("layer_types", "mlp_only_layers", "moe_layers", "no_rope_layers"), list)
 BOOLS = ("use_sliding_window", "mlp_bias", "rope_interleave", "use_bias", "use_bidirectional_attention", "qk_layernorm")
+BOOLS += ("scale_attn_weights", "scale_attn_by_inverse_layer_idx", "add_cross_attention")
 TYPES |= dict.fromkeys(BOOLS, bool)
 NULL = (
     "num_key_value_heads",
@@ -118,8 +120,11 @@ def read_config(table: dict) -> dict:
     activation = ACTIVATIONS.get(_activation(read))
     found["activation"] = None if activation == ("silu" if found["gated"] else "gelu") else activation
     found |= {"embed_scale": math.sqrt(found["D"])} if kind.root_scaled else {}
-    found |= rotary(table, read, kind)
+    found |= {} if "n_positions" in kind.keys else rotary(table, read, kind)
     L, known = found.get("L", 0), bool(kind.architecture)
+    if "n_positions" in kind.keys:
+        found |= {"learned_positions": read["n_positions"], "unrotated": tuple(range(L))}
+        found.setdefault("F", 4 * found["D"])
     found |= {"unrotated": _unrotated(read, L)} if known and "no_rope_layers" in read else {}
     found |= _scales(read)
     found |= {"linear": _linear(read, L)} if known and "linear_num_key_heads" in read else {}
@@ -129,7 +134,7 @@ def read_config(table: dict) -> dict:
         found["unrotated"] = tuple(l for l, window in enumerate(windows) if window is None)
     if name == "stablelm" and found["parallel"]:
         found["norms"] = "shared"
-    found["max_positions"] = table.get("max_position_embeddings") or 0
+    found["max_positions"] = read.get("n_positions") or table.get("max_position_embeddings") or 0
     return found | {"uncomputed": tuple(uncomputed)}
 
 
@@ -251,7 +256,7 @@ def _cached(read: dict, known: bool, L: int) -> int | None:
 
 
 def _activation(read: dict) -> str:
-    return read.get("hidden_activation") or read.get("hidden_act") or "silu"
+    return read.get("hidden_activation") or read.get("hidden_act") or read.get("activation_function") or "silu"
 
 
 def _not_computed(whole: dict, table: dict, read: dict, kind: ModelType) -> list[str]:
@@ -260,8 +265,9 @@ def _not_computed(whole: dict, table: dict, read: dict, kind: ModelType) -> list
     name = table.get("model_type")  # without one no class is named, and a file is read by its keys
     found += [] if kind.architecture or name is None else [f"model_type {name!r}"]
     found += [] if _activation(read) in ACTIVATIONS else [f"hidden_act {_activation(read)!r}"]
-    refused = ("use_bidirectional_attention", "clip_qkv")
+    refused = ("use_bidirectional_attention", "clip_qkv", "scale_attn_by_inverse_layer_idx", "add_cross_attention")
     found += [key for key in refused if read.get(key)]
+    found += [] if read.get("scale_attn_weights", True) else ["scale_attn_weights false"]
     found += ["swiglu_alpha"] if read.get("swiglu_alpha", ALPHA) != ALPHA else []
     found += ["attention_bias without one of the output"] if name == "helium" and read["attention_bias"] else []
     found += [f"{key}={read[key]}" for key in DROPOUTS if read.get(key)]
@@ -274,7 +280,8 @@ def _not_computed(whole: dict, table: dict, read: dict, kind: ModelType) -> list
     if "qk_rope_head_dim" in kind.keys and table.get("head_dim", rope := read["qk_rope_head_dim"]) != rope:
         found.append(f"head_dim {table['head_dim']} beside qk_rope_head_dim {rope}")  # the class turns so many dims
     if kind.architecture and not {"head_dim", "qk_rope_head_dim"} & {*kind.keys}:  # the class's parts differ in it
-        wide = read["hidden_size"] // max(1, read["num_attention_heads"])
+        D, N = (next(read[key] for key in LETTERS[letter] if key in read) for letter in "DN")
+        wide = D // max(1, N)
         found += (
             [] if table.get("head_dim") in (None, wide) else [f"head_dim {table['head_dim']} beside D / N = {wide}"]
         )

@@ -12,7 +12,7 @@ from scaling.configs.hugging_face import ACTIVATIONS, DROPOUTS, LATENT, LETTERS,
 from scaling.configs.model_types import KINDS
 
 IGNORED = {"name", "source", "dtype", "max_positions", "model_type", "uncomputed", "cached"}
-IGNORED |= {"aux_coef", "z_coef", "balance_by", "balance_first", "dropout", "attention_dropout"}  # of training alone
+IGNORED |= {"aux_coef", "z_coef", "balance_by", "balance_first", "dropout", "attention_dropout", "embed_dropout"}
 OF_EXPERTS = ("k", "shared", "norm_topk", "routing", "expert_groups", "top_groups", "routed_scale", "dense_layers")
 OF_EXPERTS += ("expert_bias", "clamp", "shared_gate")
 CAPS = ("score_cap", "logit_cap")  # fields whose None a class reads as none
@@ -84,7 +84,12 @@ def _table(config: Config, kind: str) -> dict:
     table[KINDS[kind].rope_keys[0]] = config.theta
     table |= {key: 0.0 for key in DROPOUTS if keys.get(key)}  # a class may drop something by default
     table |= {"max_position_embeddings": config.max_positions} if config.max_positions else {}
-    act = "hidden_activation" if "hidden_activation" in keys else "hidden_act"
+    if "n_positions" in keys:
+        table["n_positions"] = config.learned_positions
+        table.pop("max_position_embeddings", None)
+    act = next(
+        name for name in ("hidden_activation", "activation_function", "hidden_act") if name in {*keys, "hidden_act"}
+    )
     table[act] = next(name for name, ours in ACTIVATIONS.items() if ours == config.nonlinearity)
     if KINDS[kind].partial is not None:
         table[KINDS[kind].rope_keys[1]] = config.rotary_share

@@ -230,6 +230,13 @@ GPT_OSS_ROPE = {
     "original_max_position_embeddings": 4096,
 }  # fmt: skip
 
+GPT2 = {
+    "vocab_size": 50257, "n_positions": 1024, "n_embd": 768, "n_layer": 12, "n_head": 12, "n_inner": None,
+    "activation_function": "gelu_new", "resid_pdrop": 0.1, "embd_pdrop": 0.1, "attn_pdrop": 0.1,
+    "layer_norm_epsilon": 1e-5, "tie_word_embeddings": True, "scale_attn_weights": True,
+    "scale_attn_by_inverse_layer_idx": False, "add_cross_attention": False,
+}  # fmt: skip
+
 _OLMO_FIXED = {"qk_norm": True, "qk_wide": True, "norms": "after"}
 _GEMMA_FIXED = {"unit_offset": True, "norms": "both"}
 _COHERE_FIXED = {"norms": "shared", "parallel": True, "centered": True}
@@ -333,6 +340,17 @@ KINDS: dict[str, ModelType] = {
         fixed=_LAYER_NORM_FIXED | {"mlp_bias": True},
         partial=0.25,
         rope_keys=("rotary_emb_base", "rotary_pct"),
+    ),
+    "gpt2": ModelType(
+        "GPT2LMHeadModel",
+        GPT2,
+        aliases={
+            "hidden_size": "n_embd",
+            "max_position_embeddings": "n_positions",
+            "num_attention_heads": "n_head",
+            "num_hidden_layers": "n_layer",
+        },
+        fixed=_LAYER_NORM_FIXED | {"attention_bias": True, "mlp_bias": True},
     ),
     "arcee": ModelType("ArceeForCausalLM", ARCEE),
     "vaultgemma": ModelType(

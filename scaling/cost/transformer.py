@@ -114,7 +114,7 @@ def params(config: Config, active: bool = False) -> dict[str, int]:
         + (sparse * config.E if config.routing == "sigmoid" and config.moe else 0)
         + (sparse * (config.E + each * ((config.matrices - 1) * config.F + D)) if config.expert_bias else 0),
         "vocab": (1 if config.tied else 2) * D * config.V,
-    }
+    } | ({"positions": D * config.learned_positions} if config.learned_positions else {})
 
 
 def num_params(config: Config, active: bool = False) -> int:

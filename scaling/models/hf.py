@@ -30,11 +30,12 @@ from scaling.spec import Spec, parse
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 SINGLE_BYTES = 5_000_000_000  # a larger model is written as one file per layer
-TABLE, HEAD = "model.embed_tokens.weight", "lm_head.weight"
+HEAD = "lm_head.weight"
 MOST_MISSING = 1_000_000  # with more missing tensors than these, only their number is reported
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}  # of safetensors
 ROUTER_BIAS = "e_score_correction_bias"
-COMPUTED = ".rotary_emb.inv_freq"  # older files store these, which are computed here
+COMPUTED = (".rotary_emb.inv_freq", ".attn.bias", ".attn.masked_bias")  # older files store these, computed here
+BARE, BODY = "wte.weight", "transformer."  # a tensor of a GPT-2 whose names lack this prefix, as in the published files
 DRAFT = "mtp."  # layers that draft further tokens, which transformers' classes leave out, too
 TensorParts = dict[str, dict[int, tuple[FileLayout, Tensor]]]  # the params of each tensor, by their places in it
 
@@ -249,6 +250,8 @@ class _Files:
                 f"{folder}: {name} {here} {tensor}{_more(wrong)}"
                 "\n  fix: download the model's files again, all of one version"
             )
+        self.prefix = BODY if BARE in self.file_of else ""
+        self.file_of = {self.prefix + tensor: name for tensor, name in self.file_of.items()}
 
     def _file(self, name: str):
         if name not in self.open:
@@ -267,7 +270,8 @@ class _Files:
     def __getitem__(self, tensor: str):
         if self.packed and tensor + BLOCKS in self.file_of:
             return PackedSlice(self[tensor + BLOCKS], self[tensor + EXPONENTS], f"{self.folder}: {tensor}")
-        found, scale = self.open[self.file_of[tensor]].get_slice(tensor), scale_of(tensor, self.file_of)
+        stored = tensor.removeprefix(self.prefix)
+        found, scale = self.open[self.file_of[tensor]].get_slice(stored), scale_of(tensor, self.file_of)
         return ScaledSlice(found, self[scale][:], self.blocks, f"{self.folder}: {tensor}") if scale else found
 
     def dtypes(self, layouts: dict, config: Config) -> dict:
@@ -299,7 +303,8 @@ class _Files:
         found = {tensor for tensor in names if not (tensor.endswith(COMPUTED) or is_scale(tensor, names))}
         found = {tensor.removesuffix(BLOCKS) for tensor in found} if self.packed else found
         found -= {tensor for tensor in found if tensor.startswith(DRAFT)}
-        if config.tied and {TABLE, HEAD} <= found and torch.equal(self[TABLE][:], self[HEAD][:]):
+        table = places["embed"].name
+        if config.tied and {table, HEAD} <= found and torch.equal(self[table][:], self[HEAD][:]):
             found.remove(HEAD)  # some files hold the shared table twice
         if missing := sorted(wanted.keys() - found):
             what = f"{self.folder}: {missing[0]} is missing{_more(missing)}, a tensor of {config.name}"

@@ -27,6 +27,11 @@ RENAMED: dict[str, dict[str, str]] = {  # parts of names, each with what replace
         "model.layers": "gpt_neox.layers", "self_attn.o_proj": "attention.dense", "up_proj": "dense_h_to_4h",
         "down_proj": "dense_4h_to_h",
     },
+    "gpt2": {
+        "model.embed_tokens": "transformer.wte", "model.embed_positions": "transformer.wpe",
+        "model.norm": "transformer.ln_f", "model.layers": "transformer.h", "input_layernorm": "ln_1",
+        "post_attention_layernorm": "ln_2",
+    },
     "granitemoe": {"mlp.gate.weight": "block_sparse_moe.router.layer.weight"},
 }  # fmt: skip
 
@@ -64,6 +69,20 @@ JOINED: dict[str, dict[str, Row]] = {
         )
         for i, name in enumerate("qkv")
         for kind, dims in (("weight", f"{'N' if i == 0 else 'K'}*H, D"), ("bias", f"{'N' if i == 0 else 'K'}*H"))
+    },
+    "gpt2": {
+        f"model.layers.{{L}}.self_attn.{name}_proj.{kind}": (f"transformer.h.{{L}}.attn.c_attn.{kind}", dims, f"3: {i}")
+        for i, (name, N) in enumerate(zip("qkv", "NKK", strict=True))
+        for kind, dims in (("weight", f"D, *{N}H"), ("bias", f"*{N}H"))
+    }
+    | {
+        f"model.layers.{{L}}.{ours}.{kind}": (f"transformer.h.{{L}}.{theirs}.{kind}", dims, "")
+        for ours, theirs, rows, columns in (
+            ("self_attn.o_proj", "attn.c_proj", "NH", "D"),
+            ("mlp.up_proj", "mlp.c_fc", "D", "F"),
+            ("mlp.down_proj", "mlp.c_proj", "F", "D"),
+        )
+        for kind, dims in (("weight", f"{rows}, {columns}"), ("bias", columns))
     },
     "gpt_oss": {
         "mlp.experts.{E}.gate_proj.weight": ("mlp.experts.gate_up_proj", "E, D, F*", "2: 0"),

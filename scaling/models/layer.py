@@ -78,6 +78,7 @@ class Context(NamedTuple):
         vjp: vjp(f, *args) -> (f(*args), its pullback, or None where nothing is differentiated by hand).
         einsum: einsum(line, x, W), which computes the products with weights.
         norm: norm(x, gain, eps) -> (the normed x, the statistic that its derivative needs).
+        learned: Places[B_PXE, T_CY] of this rank's tokens in the table of learned positions, if the model has one.
         places: places[B, T_C] of the tokens in packed documents; None without documents.
         adapters: In layers with adapters, the function that `weight_gradient` calls for the gradients of their factors.
     """
@@ -92,6 +93,7 @@ class Context(NamedTuple):
     einsum: Callable = einsum
     norm: Callable = gained_norm
     places: Any = None
+    learned: Any = None
     adapters: Callable | None = None
 
     def of_layer(self, l: int) -> "Context":

@@ -88,6 +88,9 @@ def _biased(config: Config) -> bool:
 
 ENDS = {
     "embed": Leaf("E[V_YZ, D_X]", "E[V_YZ, D_X]", "", ("model.embed_tokens.weight", "V, D")),
+    "positions": Leaf(
+        "P[J, D_X]", "P[J, D_XYZ]", "", ("model.embed_positions.weight", "J, D"), lambda c: c.learned_positions
+    ),
     "norm": Leaf("g[D]", "g[D_XYZ]", 1.0, ("model.norm.weight", "D")),
     "b_norm": Leaf("b[D]", "b[D_XYZ]", 0.0, ("model.norm.bias", "D"), lambda c: c.norm_bias),
     "unembed": Leaf("U[D_X, V_YZ]", "U[D_X, V_YZ]", "D", ("lm_head.weight", "V, D"), lambda c: not c.tied),

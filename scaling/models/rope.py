@@ -130,9 +130,17 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return torch.addcmul(x * cos[..., None, :], x.roll(x.shape[-1] // 2, -1), sin[..., None, :])
 
 
-def check_documents(config: Config, length: int) -> None:
-    """Raise a ValueError if longrope could need other factors for a document in a sequence of this length."""
-    limit = config.rope_scaling.short_texts if config.rope_scaling else None
+def check_length(config: Config, length: int, packed: bool) -> None:
+    """Raise a ValueError if a sequence of this length has more tokens than the model has learned positions.
+
+    So does a sequence of documents (`packed`) of which longrope could need other factors for a document.
+    """
+    if 0 < config.learned_positions < length:
+        raise ValueError(
+            f"{config.name}: sequences of {length} tokens\n  rule: positions are learned, and there are "
+            f"{config.learned_positions}\n  fix: give sequences of at most {config.learned_positions} tokens"
+        )
+    limit = config.rope_scaling.short_texts if config.rope_scaling and packed else None
     if limit is not None and length > limit:
         raise ValueError(
             f"{config.name}: documents in sequences of {length} tokens\n  rule: longrope has other factors for texts "

@@ -124,18 +124,18 @@ def longest_text(config: Config) -> int | None:
 def served_text(config: Config) -> int | None:
     """Return the number of tokens of the longest text that can be served; None means no limit.
 
-    longrope rotates longer texts by other factors, so all of their cached keys would have to be rotated anew.
+    A model with learned positions has one for each token. longrope rotates longer texts by other factors, so all of their cached keys would have to be rotated anew.
     """
-    return config.rope_scaling.short_texts if config.rope_scaling else None
+    return config.learned_positions or (config.rope_scaling.short_texts if config.rope_scaling else None)
 
 
 def check_served_text(config: Config, length: int) -> None:
     """Raise a ValueError if a text of `length` tokens is longer than `served_text`."""
     if (most := served_text(config)) is not None and length > most:
-        raise ValueError(
-            f"{config.name}: a text of {length} tokens\n  rule: longrope rotates texts of more than {most} tokens "
-            "otherwise, and cached keys are not rotated anew\n  fix: give a shorter prompt, or ask for fewer tokens"
-        )
+        rule = f"longrope rotates texts of more than {most} tokens otherwise, and cached keys are not rotated anew"
+        rule = f"positions are learned, and there are {most}" if config.learned_positions else rule
+        fix = "give a shorter prompt, or ask for fewer tokens"
+        raise ValueError(f"{config.name}: a text of {length} tokens\n  rule: {rule}\n  fix: {fix}")
 
 
 def read_ids(prompt: Any, tokenizer, V: int, room: int | None = None, special: bool = True) -> list[int]:

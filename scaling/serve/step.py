@@ -174,6 +174,10 @@ def logits_of(
     tokens = tokens[slots.rows] if form in SPLIT_ROWS else tokens
     x = listing.embed(*looked_up(ends["embed"], tokens if own is None else tokens[:, own], share.block), at)
     x = scale_by(x, config.embed_scale)
+    if "positions" in ends:
+        at_tokens = cache["lengths"][:, None] + torch.arange(tokens.shape[1], device=tokens.device)
+        at_tokens = (at_tokens[slots.rows] if form in SPLIT_ROWS else at_tokens).clamp(max=config.learned_positions - 1)
+        x = x + torch.nn.functional.embedding(at_tokens if own is None else at_tokens[:, own], ends["positions"])
     with kernels(x.device):
         for l, W in enumerate(all_layers(params, config)):
             W = floats(W, dtype) if stored else W

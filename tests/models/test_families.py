@@ -8,6 +8,7 @@ from functools import cache
 import pytest
 import torch
 from probes import shaken
+from safetensors.torch import load_file, save_file
 from test_hugging_face import TABLE
 
 from scaling import serve, tree
@@ -41,6 +42,7 @@ FAMILIES += [
     "hunyuan",
     "phi3 short",
     "phi3 long",
+    "gpt2",
 ]  # rows of the table
 ROWS = torch.randint(60, (4, 9), generator=torch.Generator().manual_seed(3))
 PROMPTS = [[5, 9, 11, 2, 40], [7], [1, 59, 3]]
@@ -49,7 +51,8 @@ PROMPTS = [[5, 9, 11, 2, 40], [7], [1, 59, 3]]
 @cache
 def model(family: str) -> tuple[Config, dict]:
     """The family's small model, of a vocabulary that divides, with gains and scales that are not 1."""
-    config = Config(family, **read_config(TABLE[family]["written"])).with_(V=60, dropout=0.0, attention_dropout=0.0)
+    config = Config(family, **read_config(TABLE[family]["written"])).with_(V=60, dropout=0.0)
+    config = config.with_(attention_dropout=0.0, embed_dropout=0.0)
     return config, shaken(config)
 
 
@@ -115,17 +118,49 @@ def test_a_rank_s_part_of_a_long_text_has_the_factors_of_the_whole(mesh):
     torch.testing.assert_close(found, wanted, rtol=1e-12, atol=0)
 
 
-def test_longrope_serves_no_text_whose_cached_keys_would_be_rotated_anew():
-    params = model("phi3 long")[1]
-    assert serve.generate(params, PROMPTS, LONG, 3) == greedy("phi3 long", 3)  # 7 tokens are computed
-    cache = serve.init_cache(LONG, 4, 20, dtype=torch.float64)
+LEARNED = model("gpt2")[0].with_(learned_positions=7)
+FEW = model("gpt2")[1] | {"positions": model("gpt2")[1]["positions"][:7]}
+LIMITED = {"longrope": ("phi3 long", LONG, model("phi3 long")[1]), "learned": ("gpt2", LEARNED, FEW)}
+
+
+@pytest.mark.parametrize("says", LIMITED)
+def test_no_text_is_longer_than_its_positions(says):
+    """Cached keys would have to be rotated anew by longrope, and each document would have its own factors."""
+    family, config, params = LIMITED[says]
+    assert serve.generate(params, PROMPTS, config, 3) == greedy(family, 3)  # 7 tokens are computed
+    cache = serve.init_cache(config, 4, 20, dtype=torch.float64)
     for long in (
-        lambda: serve.generate(params, PROMPTS, LONG, 4),
-        lambda: serve.prefill(params, ROWS, cache, LONG),
-        lambda: transformer.loss(params, ROWS, config=LONG, segments=torch.zeros_like(ROWS)),
+        lambda: serve.generate(params, PROMPTS, config, 4),
+        lambda: serve.prefill(params, ROWS, cache, config),
+        lambda: transformer.loss(params, ROWS, config=config, segments=torch.zeros_like(ROWS)),
     ):
-        with pytest.raises(ValueError, match=r"longrope .*7 tokens.*\n  fix: "):
+        with pytest.raises(ValueError, match=rf"(?s){says}.* 7.*\n  fix: "):
             long()
+
+
+@pytest.mark.parametrize("mesh", [{"X": 2, "Y": 2}, {"Z": 2, "C": 2}], ids=str)
+def test_learned_positions_start_again_with_each_document(mesh):
+    config, params = model("gpt2")
+    ids = torch.tensor([[0, 0, 0, 1, 1, 1, 1, 1], [0, 1, 1, 1, 1, 1, 2, 2], [0] * 8, [0] * 6 + [1] * 2])
+    whole = {"targets": ROWS[:, 1:], "segments": ids, "config": config}
+    wanted, gradients = transformer.loss_and_grads(params, ROWS[:, :-1], **whole)
+    parts = tree.shard([ROWS[:, :-1], ROWS[:, 1:], ids], [present("t[B_PXE, T_C]", mesh)] * 3, mesh)
+    own, options = strategy.shard(params, config, mesh), {"microbatches": 2}
+    loss, grads = strategy.loss_and_grads(own, *parts[:2], config, mesh, segments=parts[2], **options)
+    torch.testing.assert_close(loss, wanted, rtol=1e-12, atol=0)
+    torch.testing.assert_close(strategy.unshard(grads, config, mesh), gradients, rtol=1e-10, atol=1e-12)
+    first = transformer.forward(params, ROWS[1:2, 1:6], config=config)  # the document alone
+    packed = transformer.forward(params, ROWS[1:2, :-1], config=config, segments=ids[1:2])[:, 1:6]
+    torch.testing.assert_close(packed, first)
+
+
+def test_a_published_gpt2_is_read_whose_names_lack_the_prefix(tmp_path):
+    config, params = model("gpt2")
+    hf.save(tmp_path, config, params)
+    named = {name.removeprefix("transformer."): x for name, x in load_file(tmp_path / "model.safetensors").items()}
+    named |= {"h.0.attn.bias": torch.ones(1, 1, 8, 8)}
+    save_file(named, tmp_path / "model.safetensors")
+    assert all(map(torch.equal, tree.leaves(params), tree.leaves(hf.load(tmp_path)[1])))
 
 
 def greedy(family: str, count: int) -> list[list[int]]:

@@ -146,6 +146,7 @@ CASES = {
         {"rope_parameters": LONGROPE | {"attention_factor": 1.2, "partial_rotary_factor": 0.5}}
         | {"original_max_position_embeddings": 16},
     ),
+    "gpt2": ("GPT2", {"n_inner": 40, "scale_attn_by_inverse_layer_idx": False}),
     "exaone4": ("Exaone4", {"sliding_window": 5, "num_hidden_layers": 4}),
 }
 
@@ -183,7 +184,8 @@ def reference(name: str, tokens) -> dict:
     kind, options = CASES[name]
     with tempfile.TemporaryDirectory() as folder, wide():
         config = getattr(transformers, f"{kind}Config")(**(SMALL | options | EAGER))
-        getattr(transformers, f"{kind.removesuffix('Text')}ForCausalLM")(config).save_pretrained(folder)
+        named = {"GPT2": "GPT2LMHeadModel"}.get(kind, f"{kind.removesuffix('Text')}ForCausalLM")
+        getattr(transformers, named)(config).save_pretrained(folder)
         config = load(Path(folder) / "config.json")
         table = json.loads((Path(folder) / "config.json").read_text())
     with tempfile.TemporaryDirectory() as folder:

@@ -24,7 +24,7 @@ from scaling.models.inputs import check_params, check_range
 from scaling.models.latent import padded
 from scaling.models.layer import Context, all_kept, scale_by, used_gains
 from scaling.models.lora import Lora
-from scaling.models.rope import check_documents, layer_tables, restarted
+from scaling.models.rope import check_length, layer_tables, restarted
 from scaling.scaled import products_of
 from scaling.spec import ShardingError, present
 from scaling.strategies import context as ring
@@ -230,6 +230,7 @@ def contexts_of(step: TrainStep, shape: Sequence[int], segments: Tensor | None, 
     split, c = mesh.sizes.get("C", 1) > 1, mesh.coord.get("C", 0)
     places = ring.positions(form, t, mesh, "C") if split else torch.arange(t, device=mesh.device)
     dtype = step.dtype
+    check_length(config, t * mesh.sizes.get("C", 1), segments is not None)
     rope = partial(layer_tables, config, dtype=dtype, length=t * mesh.sizes.get("C", 1))
     attend = partial(ring.attention, mesh=mesh, axis="C", form=form) if split else fused
     attend = partial(padded, attend) if config.latent else attend
@@ -238,7 +239,6 @@ def contexts_of(step: TrainStep, shape: Sequence[int], segments: Tensor | None, 
     if segments is None:
         ropes, attends = [rope(places)] * M, [partial(attend, segments=None)] * M
     else:
-        check_documents(config, t * mesh.sizes.get("C", 1))
         restart = restarted(all_gather("s[B, T_C] -> s[B, T]", segments, mesh))[:, c * t : (c + 1) * t]
         documents = in_form(restart.contiguous(), step).chunk(M)
         ropes = [*map(rope, documents)]
@@ -251,9 +251,12 @@ def contexts_of(step: TrainStep, shape: Sequence[int], segments: Tensor | None, 
     product, precision = einsum, step.options.precision
     if precision:
         product = products_of(precision, types.padded_sizes(config, mesh), step.inside)
+    learned: list[Any] = [None] * M
+    if config.learned_positions:
+        each = [places.expand(rows // M, -1) if part is None else part for part in documents]
+        learned = [tree.shard(part.contiguous(), present("p[B, T_Y]", mesh), mesh) for part in each]
     contexts, adapters = [], factor_gradients if step.options.lora else None
     for tables, own, drop, places in zip(ropes, attends, drops, documents, strict=True):
-        contexts.append(
-            Context(config, step.inside, tables, own, drop, einsum=product, places=places, adapters=adapters)
-        )
-    return contexts
+        given: Any = {"einsum": product, "places": places, "adapters": adapters}
+        contexts.append(Context(config, step.inside, tables, own, drop, **given))
+    return [at._replace(learned=rows) for at, rows in zip(contexts, learned, strict=True)]

@@ -9,6 +9,7 @@ logit is computed twice. For each token, the softmax over V needs the largest lo
 exp(logit - max), of the target's logit, which one rank has, and, for label smoothing, of all logits.
 """
 
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -22,18 +23,25 @@ from scaling.models.layer import normed, normed_backward, scale_by
 from scaling.models.pointwise import soft_cap
 
 
-def embed(E: Tensor, tokens: Tensor, mesh, scale: float = 1.0) -> Tensor:
-    """tokens[B_PXE, T_C], E[V_Y, D] -> x[B_PXE, T_CY, D], times `scale`. Tokens of other parts of V add zeros here."""
-    local, here = in_part(tokens, len(E), mesh)
-    x = masked("x[B_PXE, T_C, D] {U_Y}", torch.nn.functional.embedding(local, E), here, mesh)
-    return scale_by(reduce_scatter("x[B_PXE, T_C, D] {U_Y} -> x[B_PXE, T_CY, D]", x, mesh), scale)
+def embed(W: Mapping[str, Tensor], tokens: Tensor, places: Tensor | None, mesh, config: Config) -> Tensor:
+    """tokens[B_PXE, T_C], E[V_Y, D] -> x[B_PXE, T_CY, D], scaled. Tokens of other parts of V add zeros here.
+
+    Learned positions P[J, D] of places[B_PXE, T_CY] are added, if the model has them.
+    """
+    local, here = in_part(tokens, len(W["embed"]), mesh)
+    x = masked("x[B_PXE, T_C, D] {U_Y}", torch.nn.functional.embedding(local, W["embed"]), here, mesh)
+    x = scale_by(reduce_scatter("x[B_PXE, T_C, D] {U_Y} -> x[B_PXE, T_CY, D]", x, mesh), config.embed_scale)
+    return x if places is None else x + torch.nn.functional.embedding(places, W["positions"])
 
 
-def embed_backward(dx: Tensor, tokens: Tensor, size: int, mesh, scale: float = 1.0) -> Tensor:
-    """dx[B_PXE, T_CY, D], tokens[B_PXE, T_C] -> dE[V_Y, D] {U_PXEC}, of `size` rows V_Y: E itself is not needed."""
+def embed_backward(dx: Tensor, tokens: Tensor, places: Tensor | None, size: int, mesh, config: Config) -> dict:
+    """dx[B_PXE, T_CY, D], tokens[B_PXE, T_C] -> {dE[V_Y, D] {U_PXEC}, dP[J, D] {U_PXECY}}, of `size` rows V_Y."""
+    rows, found = torch.ops.aten.embedding_dense_backward, {}
+    if places is not None:
+        found["positions"] = rows(dx, places, config.learned_positions, -1, False)
     dx = all_gather("dx[B_PXE, T_CY, D] -> dx[B_PXE, T_C, D]", dx, mesh)
     local, here = in_part(tokens, size, mesh)
-    return torch.ops.aten.embedding_dense_backward(zeroed(scale_by(dx, scale), here), local, size, -1, False)
+    return found | {"embed": rows(zeroed(scale_by(dx, config.embed_scale), here), local, size, -1, False)}
 
 
 def in_part(tokens: Tensor, size: int, mesh) -> tuple[Tensor, Tensor]:

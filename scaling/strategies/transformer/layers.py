@@ -314,7 +314,7 @@ def run_all_layers(step: TrainStep, params: dict, batch: LocalBatch) -> tuple[Te
     shares = batch.tokens.chunk(M), batch.targets.chunk(M), batch.weights.chunk(M)
     microbatches = zip(batch.contexts, *shares, strict=True)
     for m, (at, tokens, targets, weights) in enumerate(microbatches):
-        x, last = embed(ends["embed"], tokens, mesh, config.embed_scale), m == M - 1
+        x, last = embed(ends, tokens, at.learned, mesh, config), m == M - 1
         if last and not config.tied:
             del ends["embed"]
         x, extra, kept = layers.run_forward(x, at)
@@ -326,11 +326,11 @@ def run_all_layers(step: TrainStep, params: dict, batch: LocalBatch) -> tuple[Te
         del x, dW
         if last:
             ends.clear()
-            tied = {"embed": dends.pop("embed")} if "embed" in dends else {}
-            grads, dends = reduce_ends(dends, mesh, step.lines), tied
+            first = {name: dends.pop(name) for name in ("embed", "positions") if name in dends}
+            grads, dends = reduce_ends(dends, mesh, step.lines), first
         dx = layers.run_backward(dx, kept, at, scale / M, last=last and not late)
         if not lora:
-            add_by_name(dends, {"embed": embed_backward(dx, tokens, size, mesh, config.embed_scale)}, step.sums)
+            add_by_name(dends, embed_backward(dx, tokens, at.learned, size, mesh, config), step.sums)
     if late:
         layers.reduce_all()
     grads |= reduce_ends(dends, mesh, step.lines)

@@ -77,11 +77,12 @@ def run_stages(step: TrainStep, params: dict, batch: LocalBatch) -> tuple[Tensor
     """Return the loss and the gradients by a pipeline's schedule over Z."""
     config, mesh, schedule = step.config, step.mesh, cast(Schedule, step.schedule)
     trained = "layers" if step.options.lora is None else "lora"
-    tokens, targets, weights, _ = batch
+    tokens, targets, weights, contexts = batch
+    places = torch.cat([at.learned for at in contexts]) if config.learned_positions else None
     stage, extras, of_dense = stage_of(step, batch, params.get("dense"))
     ends, first = stage_ends(params, step), schedule.placement[0] == mesh.coord["Z"]
     if first:
-        x = embed(ends["embed"], tokens, mesh, config.embed_scale)
+        x = embed(ends, tokens, places, mesh, config)
     else:
         rows = (len(tokens), tokens.shape[1] // mesh.sizes.get("Y", 1), config.D)
         x = params["embed"].new_empty(()).expand(rows)  # only its shape is read: it takes no memory
@@ -93,7 +94,7 @@ def run_stages(step: TrainStep, params: dict, batch: LocalBatch) -> tuple[Tensor
         loss, dx, dW = head(*given, frozen=trained == "lora", chunk_bytes=chunk)
         return loss, dW, dx
 
-    last = {name: W for name, W in ends.items() if name != "embed" or config.tied}
+    last = {name: W for name, W in ends.items() if name != "positions" and (name != "embed" or config.tied)}
     given = stacks_of(params), last, x, rows, mesh, schedule, loss_of, stage
     out = empty_gradients(step, trained, params[trained])
     loss, grads = pipeline.with_ends(*given, dtype=step.sums, differentiated=True, out=out)
@@ -105,9 +106,10 @@ def run_stages(step: TrainStep, params: dict, batch: LocalBatch) -> tuple[Tensor
         return loss, {"lora": grads.params}
     dends: dict[str, Any] = {**cast(dict, grads.head)}
     if first:
-        add_by_name(
-            dends, {"embed": embed_backward(grads.dIn, tokens, len(ends["embed"]), mesh, config.embed_scale)}, step.sums
-        )
+        found = embed_backward(grads.dIn, tokens, places, len(ends["embed"]), mesh, config)
+        add_by_name(dends, found, step.sums)
+    elif places is not None:  # its sum over Z is of all stages
+        dends["positions"] = torch.zeros_like(ends["positions"], dtype=step.sums)
     done: dict[str, Any] = ends_gradients(dends, params, step)
     if "dense" in params:  # the other stages' part of the sum over Z is zeros
         found = of_dense or [*map(Tensor.zero_, tree.leaves(empty_gradients(step, "dense", params["dense"])))]
@@ -165,7 +167,7 @@ def forward_stages(step: TrainStep, params: dict, batch: LocalBatch) -> tuple[di
     own = {s: tree.map(lambda W, c=c: W.unflatten(0, (len(mine), -1))[c], held) for c, s in enumerate(mine)}
     ends = stage_ends(params, step)
     if "embed" in ends:
-        x = embed(ends["embed"], tokens, mesh, config.embed_scale)
+        x = embed(ends, tokens, at.learned, mesh, config)
     else:  # it comes from another stage
         x = params["embed"].new_empty(len(tokens), tokens.shape[1] // mesh.sizes.get("Y", 1), config.D)
     extra = x.new_zeros((), dtype=torch.promote_types(x.dtype, torch.float32))

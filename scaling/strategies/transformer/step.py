@@ -165,6 +165,9 @@ def resolve(options: StepOptions, config: Config, params: dict, batch: Sequence,
     not_negative(label_smoothing=options.label_smoothing, z_loss=options.z_loss)
     if options.label_smoothing > 1:
         raise ValueError(f"label_smoothing = {options.label_smoothing!r}: is a share\n  fix: give a number from 0 to 1")
+    if backward and config.embed_dropout:
+        what = f"{config.name}: training does not drop elements of embeddings, embed_dropout={config.embed_dropout}"
+        raise ValueError(f"{what}\n  fix: train config.with_(embed_dropout=0.0), or set it to 0.0 in config.json")
     if backward and config.attention_dropout:
         fix = "train config.with_(attention_dropout=0.0), or set it to 0.0 in config.json"
         what = (
