@@ -130,10 +130,10 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return torch.addcmul(x * cos[..., None, :], x.roll(x.shape[-1] // 2, -1), sin[..., None, :])
 
 
-def check_length(config: Config, length: int, packed: bool) -> None:
+def check_positions(config: Config, length: int, packed: bool) -> None:
     """Raise a ValueError if a sequence of this length has more tokens than the model has learned positions.
 
-    So does a sequence of documents (`packed`) of which longrope could need other factors for a document.
+    A sequence of documents (`packed`) is refused, too, if longrope could need other factors for one of them.
     """
     if 0 < config.learned_positions < length:
         raise ValueError(

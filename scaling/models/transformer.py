@@ -39,7 +39,7 @@ from scaling.models.linear import attend_linear
 from scaling.models.params import config_of_params, init, inits
 from scaling.models.pointwise import soft_cap
 from scaling.models.remat import checkpoint_block, checkpoint_matmuls, matmul_weight
-from scaling.models.rope import check_length, layer_tables, restarted
+from scaling.models.rope import check_positions, layer_tables, restarted
 
 __all__ = ["REMAT", "attention_block", "check_computed", "computes", "forward"]
 __all__ += ["config_of_params", "init", "inits", "loss", "loss_and_grads", "mlp_block", "specs_of"]
@@ -121,7 +121,7 @@ def _forward(params: dict, tokens: Tensor, remat: str, attention: Callable, conf
         ) from None
     x, params = scale_by(x, config.embed_scale), used_gains(params, config)
     positions = torch.arange(tokens.shape[1], device=tokens.device) if segments is None else restarted(segments)
-    check_length(config, tokens.shape[1], segments is not None)
+    check_positions(config, tokens.shape[1], segments is not None)
     if "positions" in params:
         x = x + F.embedding(positions, params["positions"])
     ropes = layer_tables(config, positions, x.dtype, length=tokens.shape[1])

@@ -24,7 +24,7 @@ from scaling.models.inputs import check_params, check_range
 from scaling.models.latent import padded
 from scaling.models.layer import Context, all_kept, scale_by, used_gains
 from scaling.models.lora import Lora
-from scaling.models.rope import check_length, layer_tables, restarted
+from scaling.models.rope import check_positions, layer_tables, restarted
 from scaling.scaled import products_of
 from scaling.spec import ShardingError, present
 from scaling.strategies import context as ring
@@ -230,7 +230,7 @@ def contexts_of(step: TrainStep, shape: Sequence[int], segments: Tensor | None, 
     split, c = mesh.sizes.get("C", 1) > 1, mesh.coord.get("C", 0)
     places = ring.positions(form, t, mesh, "C") if split else torch.arange(t, device=mesh.device)
     dtype = step.dtype
-    check_length(config, t * mesh.sizes.get("C", 1), segments is not None)
+    check_positions(config, t * mesh.sizes.get("C", 1), segments is not None)
     rope = partial(layer_tables, config, dtype=dtype, length=t * mesh.sizes.get("C", 1))
     attend = partial(ring.attention, mesh=mesh, axis="C", form=form) if split else fused
     attend = partial(padded, attend) if config.latent else attend
