@@ -12,6 +12,7 @@ import subprocess
 import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -224,9 +225,9 @@ def test_nothing_is_kept_of_requests_that_are_over(served, count):
         return objects, int(Path("/proc/self/statm").read_text().split()[1]) * 4096
 
     after(50)  # until the caches are full, of prefixes and of timers
-    (objects, memory), (more, grown) = after(10), after(count // 2)
-    assert more - objects < 100
-    assert grown - memory < 8 << 20
+    rounds = [after(count // 2) for _ in range(4)]  # what is kept grows in each; what lives for seconds does not
+    assert min(more - objects for (objects, _), (more, _) in pairwise(rounds)) < 100
+    assert rounds[-1][1] - rounds[0][1] < 8 << 20
 
 
 MARKDOWN = {  # what a model writes: what the page shows
