@@ -148,6 +148,8 @@ def check_compiled(settings: Settings, sizes: Mapping[str, int]) -> None:
     reasons = {
         "experts": settings.model.moe and "the host reads how many rows each expert gets",
         "mesh axis Z": sizes.get("Z", 1) > 1 and "the stages of a pipeline send and receive from Python",
+        "linear layers": settings.model.linear and "chunks of the gated delta rule are arranged in Python",
+        "--precision": settings.precision and "products of values with scales run line by line",
         "dropout": settings.model.dropout and "each step draws by a seed of its own",
         "--dtype fp16": settings.dtype == "fp16" and "the scale of the loss changes",
     }

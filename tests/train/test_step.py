@@ -16,8 +16,9 @@ from runs import ONE
 
 from scaling import serve, tree
 from scaling.book.largest import largest
-from scaling.configs import get
+from scaling.configs import Latent, Linear, get
 from scaling.cost.memory import ROOM
+from scaling.launch import run
 from scaling.mesh import AbstractMesh
 from scaling.models import transformer as model
 from scaling.strategies import transformer
@@ -29,7 +30,7 @@ from scaling.train import dry, evaluate, guards
 from scaling.train.batches import Batches
 from scaling.train.corpus import Corpus
 from scaling.train.settings import DTYPES, Settings, optimizer_of
-from scaling.train.step import begin_state, check_compiled, drawn_params, gradients, make_step
+from scaling.train.step import begin_state, check_compiled, drawn_params, gradients, make_step, parted
 from scaling.train.step_count import count
 
 MODEL = get("tiny").with_(L=2, D=32, F=64, H=8, N=4, K=2)
@@ -111,9 +112,27 @@ def test_a_compiled_step_is_one_graph_and_learns_the_same(ranks):
         assert largest(off(whole, wanted).values()) < 1e-10
 
 
+@pytest.mark.slow
+@pytest.mark.compile
+@pytest.mark.filterwarnings("ignore:Dynamo detected a call to a `functools.lru_cache`")
+@pytest.mark.parametrize(("config", "options"), [
+    (MODEL, {"lora": 2, "lora_on": "W_Q,W_V,W_O,W_in"}),
+    (MODEL.with_(K=4, latent=Latent(q_rank=12, kv_rank=10, nope=4, rope=4, value=8)), {}),
+], ids=["adapters", "latents"])  # fmt: skip
+def test_gradients_of_adapters_and_latents_are_one_graph(config, options):
+    settings, (mesh,) = Settings(config, "", "", 2, 8, dtype="fp64", **options), run(lambda mesh: mesh, {"X": 1})
+    frozen, own = parted(settings, drawn_params(settings, mesh))
+    f, batch = gradients(settings, mesh, frozen=frozen), batch_of(settings, mesh)
+    _, wanted, _ = f(own, batch)
+    torch._dynamo.reset()
+    _, found, _ = torch.compile(f, fullgraph=True, dynamic=False, backend="aot_eager")(own, batch)
+    assert max((a - b).abs().max() for a, b in zip(*map(tree.leaves, (found, wanted)), strict=True)) < 1e-12
+
+
 def test_what_is_no_graph_is_refused_by_name():
     told = {"experts": (EXPERTS, {}, {}), "mesh axis Z": (MODEL, {}, {"Z": 2}), "fp16": (MODEL, {"dtype": "fp16"}, {})}
-    told |= {"dropout": (MODEL.with_(dropout=0.1), {}, {})}
+    told |= {"dropout": (MODEL.with_(dropout=0.1), {}, {}), "--precision": (MODEL, {"precision": "fp8-row"}, {})}
+    told |= {"linear layers": (MODEL.with_(linear=Linear(2, 4, 8, 8, 4, (0,))), {}, {})}
     for what, (config, options, sizes) in told.items():
         with pytest.raises(ValueError, match=f"--compile with .*{what}"):
             check_compiled(Settings(config, "", "", 4, 16, compile=True, **options), sizes)

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from scaling import tree
 from scaling.collectives import einsum
+from scaling.common.torch_private import constant
 from scaling.configs import Config
 from scaling.models.adapters import merged_layer
 from scaling.models.layer import Context, in_place, seen_heads
@@ -30,7 +31,7 @@ def adapted(gather: Callable, structure: Any, lora: Lora, leaves: Mapping[str, L
     It adds the adapters to the stored shards before these are gathered. It also returns the adapters, times s, for
     their gradients.
     """
-    lines = {name: product_line(str(types[name]), leaf.start, False) for name, leaf in leaves.items()}
+    lines = {name: _product_line(str(types[name]), leaf.start) for name, leaf in leaves.items()}
 
     def f(leaves: Sequence[Tensor], mesh) -> Any:
         W = structure.unflatten(leaves)
@@ -38,6 +39,11 @@ def adapted(gather: Callable, structure: Any, lora: Lora, leaves: Mapping[str, L
         return gather(tree.leaves(merged_layer(W, W["lora"], lines, lora.scale) | {"lora": scaled}), mesh)
 
     return f
+
+
+@constant
+def _product_line(weight: str, inputs: Any) -> str:
+    return product_line(weight, inputs, stacked=False)
 
 
 def factor_gradients(W: dict, name: str, line: str, a: Tensor, b: Tensor, at: Context) -> dict[str, Any]:
@@ -90,6 +96,7 @@ def _expert_lines(weight: str, inputs: str) -> tuple[str, str]:
 
 
 @lru_cache(maxsize=4096)
+@constant
 def _lines(line: str, inputs: int) -> tuple[bool, str, str, str, str]:
     """Return whether x comes first in the line, and the lines of dOut B^T, dA, x A and dB.
 
