@@ -86,7 +86,7 @@ def _table(config: Config, kind: str) -> dict:
     table |= {"max_position_embeddings": config.max_positions} if config.max_positions else {}
     if "n_positions" in keys:
         table["n_positions"] = config.learned_positions
-        table.pop("max_position_embeddings", None)
+        table = {key: value for key, value in table.items() if key not in ("max_position_embeddings", "rope_theta")}
     act = next(
         name for name in ("hidden_activation", "activation_function", "hidden_act") if name in {*keys, "hidden_act"}
     )

@@ -16,6 +16,9 @@ from scaling.configs import Config
 from scaling.configs.hugging_face import read_config
 from scaling.models import adapters, hf, transformer
 from scaling.models.lora import Lora
+from scaling.serve.requests import served_text
+from scaling.serve.scheduler import refusal
+from scaling.serve.states import Options, Request
 from scaling.spec import present
 from scaling.strategies import transformer as strategy
 
@@ -129,6 +132,9 @@ def test_no_text_is_longer_than_its_positions(says):
     family, config, params = LIMITED[says]
     assert serve.generate(params, PROMPTS, config, 3) == greedy(family, 3)  # 7 tokens are computed
     cache = serve.init_cache(config, 4, 20, dtype=torch.float64)
+    options = Options(4, 16, longest=served_text(config))
+    assert refusal(Request(0, (1, 2), 6), options) == "8 tokens with the completion, but only 7 fit"
+    assert refusal(Request(0, (1, 2), 5), options) is None
     for long in (
         lambda: serve.generate(params, PROMPTS, config, 4),
         lambda: serve.prefill(params, ROWS, cache, config),
