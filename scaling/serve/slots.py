@@ -124,11 +124,14 @@ class Slots:
 
     def read(self, l: int, keys: Keys, dtype: torch.dtype) -> list[Tensor]:
         """Return layer l's keys and values [B_Z, S, K_Y, H], or latents, at the places `keys` of this rank's cache."""
-        found = [self._read(x[l], keys).to(dtype) for x in self.cache["KV"]]
-        if "scale" in self.cache:
-            scales = (self._read(x[l], keys).to(dtype) for x in self.cache["scale"])
-            found = [x * scale[..., None] for x, scale in zip(found, scales, strict=True)]
-        return found
+        found = [self._read(x[l], keys) for x in self.cache["KV"]]
+        if "scale" in self.cache:  # of float32, in which the numbers are multiplied before they are rounded
+            wide, scales = (
+                torch.promote_types(dtype, torch.float32),
+                (self._read(x[l], keys) for x in self.cache["scale"]),
+            )
+            found = [x.to(wide) * scale[..., None] for x, scale in zip(found, scales, strict=True)]
+        return [x.to(dtype) for x in found]
 
     def _read(self, whole: Tensor, keys: Keys) -> Tensor:
         if self.table is None or isinstance(keys, tuple):

@@ -18,6 +18,8 @@ from scaling.mesh import AbstractMesh
 from scaling.models import transformer as model
 from scaling.models.leaves import STACKED
 from scaling.scaled import Scaled, dequantize
+from scaling.serve.cache import share_of
+from scaling.serve.slots import Extent, Slots
 from scaling.serve.step import kernels
 from scaling.serve.types import FORMS, ONE
 from scaling.spec import FORMATS, ShardingError, parse
@@ -207,6 +209,15 @@ def test_a_cache_with_scales(name, dtype):
     assert (error <= (scale / 2 if dtype == torch.int8 else first.abs() / 16 + scale * 2**-10) * (1 + 1e-4)).all()
     for way in WAYS[1:]:
         close(served(None, name, params, **given, **way)[0], logits, 1e-9)
+
+
+def test_a_cache_with_scales_is_multiplied_before_it_is_rounded():
+    cache = serve.init_cache(PLAIN, 1, 4, dtype=torch.int8) | {"lengths": torch.tensor([3])}
+    cache["KV"].random_(-127, 128, generator=torch.Generator().manual_seed(0))
+    cache["scale"].uniform_(1e-5, 1, generator=torch.Generator().manual_seed(0))
+    slots = Slots(cache, torch.ones(1, dtype=torch.int64), 1, share_of(ONE, "heads"), Extent.of([3], [1], 1))
+    for found, x, scale in zip(slots.read(1, slice(0, 4), torch.bfloat16), cache["KV"], cache["scale"], strict=True):
+        assert torch.equal(found, (x[1].double() * scale[1, ..., None]).bfloat16())
 
 
 def test_on_a_gpu_attention_takes_kernels_that_plan_nothing_for_each_length(monkeypatch):
