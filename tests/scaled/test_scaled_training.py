@@ -41,12 +41,20 @@ def test_on_a_mesh_as_on_one_device(mesh):
         if "Z" in mesh.sizes and precision == "nvfp4":
             continue  # its one scale is that of a microbatch, whose rows are others on another mesh
         config = BIASED if precision == "mxfp8" else WIDE
-        options = {"microbatches": 2} if "Z" in mesh.sizes else {"remat": "matmuls"}
+        options = {"microbatches": 2, "remat": "block"} if "Z" in mesh.sizes else {"remat": "matmuls"}
         loss, grads = step(mesh, config, precision, **options)
         if mesh.rank == 0:
             alone, wanted = step(ONE, config, precision, **options)
             assert abs(loss - alone) < 1e-12, precision
             assert far(grads, wanted) < 1e-10, precision
+
+
+@pytest.mark.parametrize("config", [WIDE, BIASED.with_(norms="both", residual_scale=0.5)], ids=["plain", "norms"])
+def test_what_is_computed_again_changes_nothing(config):
+    """In the backward pass a layer has the weights of both passes."""
+    (loss, grads), (alone, wanted) = (step(ONE, config, "mxfp8", remat=remat) for remat in ("block", "none"))
+    assert loss == alone
+    assert all(torch.equal(grads[name], wanted[name]) for name in wanted)
 
 
 @pytest.mark.parametrize("precision", RECIPES)
@@ -86,7 +94,7 @@ test_refusals = refused({
     "experts": (asked(WIDE.with_(E=4, k=2)), "products of their own"),
     "adapters": (asked(lora=Lora(4)), "adapters"),
     "kept weights": (asked(keep_weights=True), "the forms of both passes"),
-    "remat": (asked(remat="block"), "computed again"),
+    "remat": (asked(WIDE.with_(parallel=True), remat="block"), "parallel blocks"),
     "KV heads": (asked(mesh=AbstractMesh({"Y": 8})), "KV heads are replicated"),
     "a cut block": (asked(mesh=AbstractMesh({"X": 4}), precision="fp8-128"), "a shard cuts no block"),
 })  # fmt: skip

@@ -105,12 +105,7 @@ def layer_backward(W: dict, dx: Tensor, saved: Halves, at: Context, scale: float
 
     Of a layer with adapters, W["lora"], dW has their gradients alone. `scale`: the cotangent of the experts' terms.
     """
-    a, m = saved
-    if "mid" not in m:
-        Attn, a = attention(W, a, at)
-        if "norm_attn_out" in W:
-            Attn, a = normed_result(W, "norm_attn_out", Attn, a, at)
-        m = m | {"mid": a["x"] + at.drop(Attn, "attention")}
+    a, m = saved if "mid" in saved[1] else recomputed(W, saved, at)
     if "norm_mlp_out" in W and "r_out" not in m:
         Out, _, m = mlp(W, m, at)
         Out, m = normed_result(W, "norm_mlp_out", Out, m, at)
@@ -129,6 +124,21 @@ def layer_backward(W: dict, dx: Tensor, saved: Halves, at: Context, scale: float
     dIn, dW_attn = back(W, dAttn, a, at)
     dW |= dW_mlp | dW_attn
     return dIn.add_(dMid), {name: dW[name] for name in W["lora"]} if "lora" in W else dW
+
+
+def recomputed(W: dict, saved: Halves, at: Context, whole: bool = False) -> Halves:
+    """Return `saved` with the values of attention and "mid" computed again; if `whole`, with all that W computes."""
+    a, m = saved
+    Attn, a = attention(W, a, at)
+    if "norm_attn_out" in W:
+        Attn, a = normed_result(W, "norm_attn_out", Attn, a, at)
+    m = m | {"mid": a["x"] + at.drop(Attn, "attention")}
+    if whole and "norm_mlp_out" in W:
+        Out, _, m = mlp(W, m, at)
+        Out, m = normed_result(W, "norm_mlp_out", Out, m, at)
+    elif whole:
+        m = activate_features(W, normed_stream(m, m["mid"], W, "norm_mlp", at), at)
+    return a, m
 
 
 def parallel_layer(W: dict, x: Tensor, at: Context, gone: frozenset[str] = REMAT["none"]) -> tuple[Tensor, Any, Halves]:

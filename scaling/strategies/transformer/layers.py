@@ -29,7 +29,13 @@ from scaling.scaled import gather_matrix
 from scaling.spec import parse, parse_line
 from scaling.strategies.layers import Layers
 from scaling.strategies.transformer.ends import embed, embed_backward, head
-from scaling.strategies.transformer.layer import layer, layer_backward, parallel_layer, parallel_layer_backward
+from scaling.strategies.transformer.layer import (
+    layer,
+    layer_backward,
+    parallel_layer,
+    parallel_layer_backward,
+    recomputed,
+)
 from scaling.strategies.transformer.lora import adapted
 from scaling.strategies.transformer.step import LeafLines, TrainStep
 
@@ -74,6 +80,11 @@ def gather_scaled(W: Sequence[Tensor], mesh, lines: Sequence[LeafLines], step: T
         else:
             found += gather_leaves([x], mesh, [leaf])
     return found
+
+
+def gather_forms(W: Sequence[Tensor], mesh, back: bool = True, **given: Any) -> list:
+    """Start to gather leaves in the form of the backward pass, then in that of the forward, which is computed again."""
+    return [*gather_scaled(W, mesh, back=back, **given), *gather_scaled(W, mesh, **given)]
 
 
 def total_leaves(dW: Sequence, mesh, lines: Sequence[LeafLines]) -> list[Tensor]:
@@ -219,8 +230,9 @@ class LayerStack:
             gather = None  # every rank along X has whole layers
         gather_back = None
         if step.options.precision:
-            gather = partial(gather_scaled, lines=self.lines, step=step, stack=stack)
-            gather_back = partial(gather, back=True)
+            given: Any = {"lines": self.lines, "step": step, "stack": stack}
+            gather = partial(gather_scaled, **given)
+            gather_back = partial(gather_forms if step.options.remat == "block" else gather_scaled, back=True, **given)
         reduce = (
             partial(scatter_packed, dims=dims, lines=self.lines) if dims else partial(scatter_leaves, lines=self.lines)
         )
@@ -259,7 +271,10 @@ class LayerStack:
         backward = parallel_layer_backward if self.step.config.parallel else layer_backward
 
         def run_layer_backward(l: int, W: list, dx: Tensor, saved):
-            dx, dW = backward(self.structure.unflatten(W), dx, saved, at.of_layer(self.first + l), scale)
+            own = at.of_layer(self.first + l)
+            if (n := self.structure.num_leaves) < len(W):  # the forward's forms of the weights follow the backward's
+                saved = recomputed(self.structure.unflatten(W[n:]), saved, own, whole=True)
+            dx, dW = backward(self.structure.unflatten(W[:n]), dx, saved, own, scale)
             return dx, self.trained.flatten_up_to(dW)
 
         dx = self.engine.backward(dx, kept, run_layer_backward, last=last)

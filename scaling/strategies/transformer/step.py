@@ -210,7 +210,7 @@ def check_precision(options: StepOptions, config: Config, mesh) -> None:
         "linear layers have products of their own": config.linear,
         "adapters are trained beside weights that stay as they are": options.lora,
         "a weight that is kept needs the forms of both passes": options.keep_weights,
-        "what is computed again needs the forward's weights": options.remat == "block",
+        "parallel blocks are computed again within their products": options.remat == "block" and config.parallel,
         "KV heads are replicated where |Y| does not divide K": config.K % mesh.sizes.get("Y", 1),
     }
     if found := next((rule for rule, wrong in why.items() if wrong), None):
