@@ -14,6 +14,8 @@ from typing import Any, NamedTuple
 from scaling.cost import lanes
 from scaling.hardware import Chip, Measured
 
+WORK = ("products", "scaled", "reads", "attention", "plain", "curved")  # what is computed in a CountedStep
+
 
 class LineKind(NamedTuple):
     """A kind of collective: its operation, its mesh axes and the dtype of its elements.
@@ -48,7 +50,8 @@ class CountedStep:
 
     Attributes:
         products: FLOPs of matmuls.
-        reads: Bytes of the products' operands and results.
+        scaled: FLOPs of matmuls of 8-bit floats with scales, by a GPU's kernel.
+        reads: Bytes of the operands and results of both.
         attention: FLOPs of attention's kernels and blocks.
         plain: Bytes that other operations read and write.
         curved: Bytes that operations with a transcendental function read and write.
@@ -59,6 +62,7 @@ class CountedStep:
     """
 
     products: Calls = NONE
+    scaled: Calls = NONE
     reads: Calls = NONE
     attention: Calls = NONE
     plain: Calls = NONE
@@ -71,7 +75,7 @@ class CountedStep:
     @property
     def flops(self) -> float:
         """All FLOPs."""
-        return self.products.amount + self.attention.amount
+        return self.products.amount + self.scaled.amount + self.attention.amount
 
     @property
     def step(self) -> float:
@@ -120,10 +124,7 @@ def weighted_sum(parts: Iterable[tuple[float | Fraction, CountedStep]]) -> Count
 
     lines = dict.fromkeys(line for _, step in parts for line in step.lines)
     every = {line: calls((times, step.lines.get(line, NONE)) for times, step in parts) for line in lines}
-    work: dict[str, Any] = {
-        name: calls((times, getattr(step, name)) for times, step in parts)
-        for name in ("products", "reads", "attention", "plain", "curved")
-    }
+    work: dict[str, Any] = {name: calls((times, getattr(step, name)) for times, step in parts) for name in WORK}
     for name in ("params", "state"):
         work[name] = total((times, getattr(step, name)) for times, step in parts)
     common = [line for line in parts[0][1].peaks if all(line in step.peaks for _, step in parts)]
@@ -203,14 +204,18 @@ def price(
         lane = lanes.mesh_lane(kind.op, kind.axes, inwards, chip, shape)
         if seconds := calls.number * float(lane.forecast(calls.amount / calls.number, rate)):
             lines.append(PricedLine(kind, calls, seconds))
-    flops, memory = chip.flops(dtype), chip.need("hbm_bw")
+    narrow = "fp8" if "fp8" in dict(chip.peaks) else dtype
+    flops, of_scaled, memory = chip.flops(dtype), chip.flops(narrow), chip.need("hbm_bw")
     if not chip.measured:
-        flops, memory = flops * rate.of_matmul(dtype), memory * rate.memory
+        flops, of_scaled = flops * rate.of_matmul(dtype), of_scaled * rate.of_matmul(narrow)
+        memory = memory * rate.memory
     product = measured_row(chip, "Product", n) or Measured("Product", n, 0.0, float("inf"))
     plain = measured_row(chip, "Pointwise", n) or Measured("Pointwise", n, 0.0, memory)
     curved = measured_row(chip, "Activation", n) or plain
     computing = step.products.amount / flops + step.attention.amount / (chip.flops(dtype) * rate.attention)
-    computing += _seconds(product, step.reads) + step.attention.number * product.latency
+    computing += (
+        step.scaled.amount / of_scaled + _seconds(product, step.reads) + step.attention.number * product.latency
+    )
     between = _seconds(plain, step.plain) + _seconds(curved, step.curved)
     return Prediction(computing, between, tuple(lines))
 

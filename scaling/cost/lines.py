@@ -14,10 +14,9 @@ from typing import Any
 import numpy as np
 
 from scaling.algebra.steps import sent_share
-from scaling.cost.counted import Calls, CountedStep
+from scaling.cost.counted import WORK, Calls, CountedStep
 
 Monomial = tuple[tuple[str, int], ...]  # the exponent of each symbol
-WORK = "products", "reads", "attention", "plain", "curved"
 
 
 @dataclass(frozen=True)

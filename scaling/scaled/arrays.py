@@ -264,13 +264,19 @@ def product(line: str, a: Any, b: Any, out: Tensor | None = None, add: bool = Fa
 
 
 def has_kernel(*xs: Any) -> bool:
-    """Return whether this GPU has a kernel for the product: two matrices in FP8 by row or by tensor, into bfloat16."""
-    if len(xs) < 2 or not all(isinstance(x, Scaled) and x.q.is_cuda and x.dtype == torch.bfloat16 for x in xs):
+    """Return whether this GPU has a kernel for the product: two matrices in FP8 by row or by tensor, into bfloat16.
+
+    On the meta device, where a GPU's step is planned, it is as on a GPU that has the kernel.
+    """
+    if len(xs) < 2 or not all(isinstance(x, Scaled) and x.dtype == torch.bfloat16 for x in xs):
+        return False
+    if not all(x.q.is_cuda or x.q.is_meta for x in xs):
         return False
     by_row = all(x.format.values.startswith("float8") and not x.format.block and x.q.dim() == 2 for x in xs)
     of_16 = all(size % 16 == 0 for x in xs for size in x.q.shape)
     both_e5m2 = all(x.format.values == "float8_e5m2" for x in xs)
-    return by_row and of_16 and not both_e5m2 and torch.cuda.get_device_capability(xs[0].q.device) >= (8, 9)
+    able = by_row and of_16 and not both_e5m2
+    return able and (xs[0].q.is_meta or torch.cuda.get_device_capability(xs[0].q.device) >= (8, 9))
 
 
 def by_kernel(line: Line, a: Scaled, b: Scaled) -> Tensor:
@@ -282,10 +288,18 @@ def by_kernel(line: Line, a: Scaled, b: Scaled) -> Tensor:
         (dim,) = [dim for dim in spec.dim_names if dim != summed]
         sides[dim] = rows.contiguous(), x.s.expand(len(rows)).contiguous()
     (rows, of_rows), (columns, of_columns) = (sides[dim] for dim in line.result.dim_names)
+    event = None
     if trace.open_logs:
         flops = 2 * len(rows) * columns.numel()
-        trace.record(trace.Event("Einsum", (), line.operands, line.result, flops=flops, dtype=rows.dtype))
-    return scaled_mm(rows, columns, of_rows, of_columns)
+        event = trace.record(trace.Event("Einsum", (), line.operands, line.result, flops=flops, dtype=rows.dtype))
+    if rows.is_meta:
+        result = rows.new_empty(len(rows), len(columns), dtype=torch.bfloat16)
+    else:
+        result = scaled_mm(rows, columns, of_rows, of_columns)
+    if event is not None:
+        trace.done(event)
+        event.memory = a.nbytes, b.nbytes, result.nbytes
+    return result
 
 
 def shared_amax(x: Tensor, spec: Spec, scale: Spec) -> Tensor:

@@ -103,7 +103,7 @@ def counted_step(events: Iterable[Event], between: Between, numbers: Numbers = N
     typed, attention = Between(), between.calls("attention", numbers)
     for event in events:
         if event.op == "Einsum" and event.memory:
-            typed.add("products", event.flops)
+            typed.add("scaled" if str(event.dtype).startswith("torch.float8") else "products", event.flops)
             typed.add("reads", *event.memory)
         elif event.op == "Einsum":  # a block of attention
             attention = attention.and_more(numbers.attention(event))
@@ -116,4 +116,5 @@ def counted_step(events: Iterable[Event], between: Between, numbers: Numbers = N
         return between.calls(what, numbers).and_more(more.amount, number=more.number)
 
     plain, curved = (between.calls(what, numbers) for what in ("plain", "curved"))
-    return CountedStep(both("products"), both("reads"), attention, plain, curved, lines)
+    scaled = typed.calls("scaled", numbers)
+    return CountedStep(both("products"), scaled, both("reads"), attention, plain, curved, lines)

@@ -1,5 +1,6 @@
 """A Transformer's step with scaled products: on a mesh as on one device, near the step without scales, in its bytes."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -8,11 +9,15 @@ from refused import refused
 
 from scaling import trace, tree
 from scaling.configs import Config
+from scaling.cost.counted import NONE, price
+from scaling.hardware import chip
 from scaling.mesh import AbstractMesh, Mesh
 from scaling.models import transformer as model
 from scaling.models.lora import Lora
 from scaling.scaled import RECIPES
 from scaling.strategies import transformer
+from scaling.train.settings import Settings
+from scaling.train.step_count import count
 
 WIDE = Config("wide", 2, 256, 512, 8, 4, 64, 64)
 BIASED = WIDE.with_(name="biased", attention_bias=True, output_bias=True, qk_norm=True, gated=False)
@@ -79,6 +84,19 @@ def test_weights_are_gathered_in_the_bytes_of_their_format():
     assert shares["fp8-128"] == pytest.approx(0.5 + 1 / 64, rel=0.01)
     assert shares["nvfp4"] == pytest.approx((9 / 32 + 33 / 64) / 2, rel=0.01)  # forward and backward
     assert shares["fp8-row"] == pytest.approx(0.5, rel=0.02)
+
+
+def test_a_plan_prices_products_in_fp8_at_their_own_rate():
+    """Of a layer's three products two are in FP8; together they are the FLOPs of the step without scales."""
+    plain = Settings(WIDE, "", "", 8, 64, dtype="bf16")
+    counts, h100 = [count(replace(plain, precision=name), {"X": 2}) for name in ("", "fp8-row")], chip("h100")
+    assert counts[1].flops == counts[0].flops
+    weights = WIDE.L * WIDE.D * (2 * WIDE.N * WIDE.H + 2 * WIDE.K * WIDE.H + 3 * WIDE.F)
+    assert counts[1].scaled.amount == 4 * (4 * 64) * weights  # of this rank's tokens, forward and to the inputs
+    without = replace(counts[1], scaled=NONE).flops
+    seconds = [price(each, {"X": 2}, h100, "bf16").math for each in counts]
+    assert 0 < without < counts[1].flops
+    assert seconds[1] < seconds[0]
 
 
 def asked(config=WIDE, mesh: Any = ONE, precision="mxfp8", **options):
