@@ -36,7 +36,7 @@ PAGED, INT8 = {"page": 4}, {"dtype": torch.int8}
 SMALL = FORMATS["nvfp4"]._replace(block=2)
 CASES = [(name, {}) for name in ("gqa", "mha", "mqa", "rich", "window", "latent")]
 CASES += [("gqa", PAGED), ("rich", PAGED), ("latent", PAGED), ("rich", INT8), ("latent", INT8 | PAGED)]
-CASES += [("rich", INT8 | PAGED | {"weights": "int8"}), ("rich", {"dtype": torch.float8_e4m3fn, "weights": SMALL})]
+CASES += [("rich", PAGED | {"dtype": torch.float8_e4m3fn, "weights": SMALL})]
 
 
 def watched(graphs: list[Counter]):
