@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 from scaling.cost import lanes
 from scaling.hardware import Chip, Measured
 
-WORK = ("products", "scaled", "reads", "attention", "plain", "curved")  # what is computed in a CountedStep
+WORK = ("products", "scaled", "reads", "attention", "plain", "curved")  # the kinds of work in a CountedStep
 
 
 class LineKind(NamedTuple):

@@ -128,7 +128,7 @@ def cotangents(job: Job, c: Compute, l: Layout) -> tuple[Amount, Amount]:
     rows = np.where(l.tensor > 1, 2 + 2 / l.tensor, 2)
     split, apart = w.saved["none"]
     again = np.where(is_one(l.remat, POLICIES, "block", "matmuls"), split / l.tensor + apart, 0.0)
-    again = again - np.where(is_one(l.remat, POLICIES, "block"), w.D / l.tensor, 0.0)  # attention's result is let go
+    again = again - np.where(is_one(l.remat, POLICIES, "block"), w.D / l.tensor, 0.0)  # attention's result is freed
     attended = split - w.saved.get("attention", (split, 0))[0]
     again = np.where(is_one(l.remat, POLICIES, "attention"), attended / l.tensor, again)
     rests = np.where((l.pipe > 1) & (w.late > 0), depth(job, l) - 1, 0)  # dOut of the stage's other layers

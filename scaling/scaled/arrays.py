@@ -64,8 +64,7 @@ class Scaled:
 
     def of(self, parts: Sequence[Tensor]) -> "Scaled":
         """Return the same kind of array made of other parts."""
-        q, s, *t = parts
-        return replace(self, q=q, s=s, t=t[0] if t else None)
+        return scaled_of(parts, self.format, self.shared, self.dtype)
 
     def wait(self) -> "Scaled":
         """Return the array, which is not in flight."""
@@ -116,6 +115,14 @@ class Scaled:
         return Pending((), lambda: product(line, a, b)) if defer else product(line, a, b, out, add)
 
 
+def scaled_of(
+    parts: Sequence[Any], format: Format, shared: tuple[int, ...], dtype: torch.dtype = torch.float32
+) -> Scaled:
+    """Return the array with scales that is stored as these parts; the parts of a type are types."""
+    q, s, *t = parts
+    return Scaled(q, s, t[0] if t else None, format, shared, dtype)
+
+
 @dataclass(frozen=True)
 class ScaledNode:
     """The node of an array with scales in a tree's structure; it is equal for arrays of other dtypes."""
@@ -130,8 +137,7 @@ def _flattened(x: Scaled) -> tuple:
 
 
 def _unflattened(kind: Any, parts: Sequence[Any]) -> Scaled:
-    q, s, *t = parts
-    return Scaled(q, s, t[0] if t else None, kind.format, kind.shared, kind.dtype)
+    return scaled_of(parts, kind.format, kind.shared, kind.dtype)
 
 
 # Trees of arrays with scales are sharded, unstacked and moved as any others: the parts are their leaves.
@@ -177,20 +183,21 @@ def quantize(
     def run(x: Tensor) -> Sequence[Tensor]:
         return _parts(x.to(torch.float32), spec, f, mesh, amax_of, noise)
 
-    q, s, *t = _judged(line, mesh, [x], [replace(spec, scaled=())], parts, run)
-    return Scaled(q, s, t[0] if t else None, f, shared_positions(spec), x.dtype)
+    found = _judged(line, mesh, [x], [replace(spec, scaled=())], parts, run)
+    return scaled_of(found, f, shared_positions(spec), x.dtype)
 
 
 def _parts(x: Tensor, spec: Spec, f: Format, mesh, amax_of: Tensor | None, noise: Tensor | None) -> list[Tensor]:
     (_, of_s, *of_t), axes = spec.parts(f), spec.shared_over(f)
-    outer = of_t[0] if of_t else of_s
-    amax = shared_amax(x, spec, outer) if amax_of is None else amax_of.to(torch.float32)
+    outer, blocks = of_t[0] if of_t else of_s, blocks_along(x.dim(), shared_positions(spec), f)
+    of_outer = [0] * x.dim() if of_t else blocks
+    amax = shared_amax(x, of_outer) if amax_of is None else amax_of.to(torch.float32)
     if axes and amax_of is None:
         held = replace(outer, name="amax", unreduced=axes)
         amax = all_reduce(f"{held} -> {held.with_unreduced(())}", amax, mesh, op="max")
     t = outer_scale(amax) if of_t else None
-    s, inverse = scales_of(amax if t is None else shared_amax(x, spec, of_s), f, t)
-    y, last = x * spread(inverse, blocks_along(x.dim(), shared_positions(spec), f), x), spec.index(spec.scaled[-1])
+    s, inverse = scales_of(amax if t is None else shared_amax(x, blocks), f, t)
+    y, last = x * spread(inverse, blocks, x), spec.index(spec.scaled[-1])
     if f.per_byte == 1:
         q = rounded(y, f, noise)
     else:
@@ -302,14 +309,14 @@ def by_kernel(line: Line, a: Scaled, b: Scaled) -> Tensor:
     return result
 
 
-def shared_amax(x: Tensor, spec: Spec, scale: Spec) -> Tensor:
-    """Return for each scale the largest |x| of the values that share it on this rank, typed as the scale."""
-    blocks, y = blocks_of(scale), x.abs()
-    for i, dim in reversed([*enumerate(spec.dim_names)]):
-        if dim not in blocks:
+def shared_amax(x: Tensor, blocks: Sequence[int]) -> Tensor:
+    """Return for each scale the largest |x| of the values that share it on this rank; `blocks` as in `spread`."""
+    y = x.abs()
+    for i, n in reversed([*enumerate(blocks)]):
+        if n == 0:
             y = y.amax(i) if y.shape[i] else y.sum(i)
-        elif blocks[dim] > 1:
-            y = y.unflatten(i, (-1, blocks[dim])).amax(i + 1)
+        elif n > 1:
+            y = y.unflatten(i, (-1, n)).amax(i + 1)
     return y
 
 
@@ -326,12 +333,6 @@ def spread(s: Tensor, blocks: Sequence[int], like: Tensor) -> Tensor:
         elif n > 1:
             s = s.repeat_interleave(n, i, output_size=like.shape[i])
     return s
-
-
-def blocks_of(scale: Spec) -> dict[str, int]:
-    """Return how many entries of each dim share a scale; a dim whose entries all share one is missing."""
-    each = (dim.partition("/") for dim in scale.dim_names)
-    return {dim: int(block or 1) for dim, _, block in each}
 
 
 def _judged(line: str, mesh, xs: Sequence, specs: Sequence[Spec], results: Sequence[Spec], run: Callable) -> Sequence:

@@ -12,8 +12,7 @@ from scaling import tree
 from scaling.configs import Config
 from scaling.models.layer import ONE as ONE
 from scaling.models.leaves import KV_HEADS, STACKED, Leaf, check_computed, types_of, without
-from scaling.scaled import Scaled
-from scaling.scaled.arrays import shared_positions
+from scaling.scaled.arrays import scaled_of, shared_positions
 from scaling.spec import Format, ShardingError, Spec, format_of, parse, present
 from scaling.strategies.transformer.types import check_divided
 
@@ -71,8 +70,12 @@ def specs(config: Config, mesh=None, *, form: str = "heads", format: "str | Form
     if format is None:
         return types
     f = format_of(format)
-    shared = types_of(config, lambda name, leaf: shared_dims(name, leaf, f))
-    return tree.map(lambda dims, text: _types_of_parts(dims.split(), text, f), shared, types)
+    return tree.map(lambda dims, text: _types_of_parts(dims.split(), text, f), shared_of(config, f), types)
+
+
+def shared_of(config: Config, f: Format) -> dict:
+    """Return a tree like the params with the `shared_dims` of each leaf."""
+    return types_of(config, lambda name, leaf: shared_dims(name, leaf, f))
 
 
 def shared_dims(name: str, leaf: Leaf, f: Format) -> str:
@@ -92,9 +95,8 @@ def _types_of_parts(dims: list[str], text: str, f: Format) -> Any:
     if not dims:
         return text
     layers, own = layer_type(text, dims)
-    q, s, *t = (str(part.stacked(layers) if layers else part) for part in own.parts(f))
-    made: Any = Scaled
-    return made(q, s, t[0] if t else None, f, shared_positions(own))
+    parts = [str(part.stacked(layers) if layers else part) for part in own.parts(f)]
+    return scaled_of(parts, f, shared_positions(own))
 
 
 def layer_type(text: str, dims: list[str]) -> tuple[str, Spec]:

@@ -17,11 +17,10 @@ from torch import Tensor
 
 from scaling import tree
 from scaling.configs import Config
-from scaling.models.leaves import types_of
 from scaling.scaled import Scaled
 from scaling.scaled import quantize as quantize_line
 from scaling.scaled.arrays import wide
-from scaling.serve.types import ONE, layer_type, shared_dims, specs
+from scaling.serve.types import ONE, layer_type, shared_of, specs
 from scaling.spec import Format, format_of
 
 
@@ -49,12 +48,9 @@ def quantize(params: dict, config: Config, format: str = "int8", *, mesh=None, f
 
 def quantizers(config: Config, format: str, mesh=None, form: str = "heads") -> dict:
     """Return a tree like the params, whose leaves are the functions by which `quantize` stores each."""
-    f = format_of(format)
-    shared = types_of(config, lambda name, leaf: shared_dims(name, leaf, f))
-    return tree.map(
-        lambda dims, text: _quantizer(dims.split(), text, f, ONE if mesh is None else mesh),
-        shared, specs(config, mesh, form=form),
-    )  # fmt: skip
+    f, on = format_of(format), ONE if mesh is None else mesh
+    types = specs(config, mesh, form=form)
+    return tree.map(lambda dims, text: _quantizer(dims.split(), text, f, on), shared_of(config, f), types)
 
 
 def _quantizer(dims: list[str], text: str, f: Format, mesh) -> Callable[[Tensor], Any]:
@@ -78,9 +74,18 @@ def _quantizer(dims: list[str], text: str, f: Format, mesh) -> Callable[[Tensor]
 
 def check_dtypes(params: Any) -> None:
     """Raise ValueError, which names the leaf, unless each has the dtypes that `quantize` gives it."""
-    accessors, found, _ = optree.tree_flatten_with_accessor(params, is_leaf=lambda x: isinstance(x, Scaled))
+
+    def is_right(x: Any) -> bool:
+        return x.has_dtypes if isinstance(x, Scaled) else x.dtype in tree.FLOATS
+
+    def is_leaf(x: Any) -> bool:
+        return isinstance(x, Scaled)
+
+    if all(map(is_right, optree.tree_leaves(params, is_leaf=is_leaf))):  # each call of prefill and decode asks
+        return
+    accessors, found, _ = optree.tree_flatten_with_accessor(params, is_leaf=is_leaf)
     for at, x in zip(accessors, found, strict=True):
-        if not (x.has_dtypes if isinstance(x, Scaled) else x.dtype in tree.FLOATS):
+        if not is_right(x):
             dtypes = ", ".join(str(part.dtype) for part in (x.parts if isinstance(x, Scaled) else (x,)))
             what = f"{at.codify('params')} is in {dtypes}: not what quantize returns".replace("'", '"')
             raise ValueError(f"{what}\n  fix: convert params before they are quantized, not after it")

@@ -256,7 +256,7 @@ def contexts_of(step: TrainStep, shape: Sequence[int], segments: Tensor | None, 
         each = [places.expand(rows // M, -1) if part is None else part for part in documents]
         learned = [tree.shard(part.contiguous(), present("p[B, T_Y]", mesh), mesh) for part in each]
     contexts, adapters = [], factor_gradients if step.options.lora else None
-    for tables, own, drop, places in zip(ropes, attends, drops, documents, strict=True):
-        given: Any = {"einsum": product, "places": places, "adapters": adapters}
+    for tables, own, drop, places, in_table in zip(ropes, attends, drops, documents, learned, strict=True):
+        given: Any = {"einsum": product, "places": places, "learned": in_table, "adapters": adapters}
         contexts.append(Context(config, step.inside, tables, own, drop, **given))
-    return [at._replace(learned=rows) for at, rows in zip(contexts, learned, strict=True)]
+    return contexts

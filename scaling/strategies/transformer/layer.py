@@ -106,9 +106,6 @@ def layer_backward(W: dict, dx: Tensor, saved: Halves, at: Context, scale: float
     Of a layer with adapters, W["lora"], dW has their gradients alone. `scale`: the cotangent of the experts' terms.
     """
     a, m = saved if "mid" in saved[1] else recomputed(W, saved, at)
-    if "norm_mlp_out" in W and "r_out" not in m:
-        Out, _, m = mlp(W, m, at)
-        Out, m = normed_result(W, "norm_mlp_out", Out, m, at)
     dOut, dW = at.drop(dx, "mlp"), {}
     if "norm_mlp_out" in W:
         dOut, dW = normed_backward(W, "norm_mlp_out", m["out"], m["r_out"], dOut, at.config)
@@ -127,13 +124,13 @@ def layer_backward(W: dict, dx: Tensor, saved: Halves, at: Context, scale: float
 
 
 def recomputed(W: dict, saved: Halves, at: Context, whole: bool = False) -> Halves:
-    """Return `saved` with the values of attention and "mid" computed again; if `whole`, with all that W computes."""
+    """Return `saved` after "mid" and the norms of blocks' results are computed again; if `whole`, the MLP's, too."""
     a, m = saved
     Attn, a = attention(W, a, at)
     if "norm_attn_out" in W:
         Attn, a = normed_result(W, "norm_attn_out", Attn, a, at)
     m = m | {"mid": a["x"] + at.drop(Attn, "attention")}
-    if whole and "norm_mlp_out" in W:
+    if "norm_mlp_out" in W:
         Out, _, m = mlp(W, m, at)
         Out, m = normed_result(W, "norm_mlp_out", Out, m, at)
     elif whole:
