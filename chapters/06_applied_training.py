@@ -2,9 +2,10 @@
 """Part 6, Training LLaMA 3 on TPUs: the memory and the days that LLaMA-3 70B takes, and how to shard it over a v5p pod.
 https://jax-ml.github.io/scaling-book/applied-training
 
-First everything is computed by hand, as in the book; then the planner does it, and lays its meshes on the pod's torus
-of 16 x 20 x 28. The problems, four pods and LLaMA-3 405B on eight, have no answers in the book. "CP" is the book's
-sequence sharding: the planner also counts its exchange of keys and values. More plans: python -m scaling.plan --help.
+First everything is computed by hand, as in the book. Then the planner does it, on meshes that a pod's torus of 16 x 20
+x 28 chips really has. It also counts the exchange of keys and values that the book's sequence sharding needs, and calls
+it CP. The book asks about four pods and about LLaMA-3 405B on eight, and gives no answers; ours are at the end. More
+plans: python -m scaling.plan --help.
 """
 
 # %%
@@ -40,8 +41,9 @@ def days(flops: float, chips: float) -> float:
 
 # %% [markdown]
 # ## What LLaMA 3 looks like
-# The table gives each letter with its key in the model's config.json on Hugging Face. H has no key there; it is D/N.
-# The three models share V, K and H.
+# The table gives each letter with its key in the model's config.json on Hugging Face: L layers, D numbers a token in
+# the residual stream, F in the hidden layer of the MLP, N query heads, K heads of keys and values, H numbers a head, V
+# tokens in the vocabulary. H has no key there; it is D/N. The three models share V, K and H.
 
 # %%
 KEYS = {"L": "num_hidden_layers", "D": "hidden_size", "F": "intermediate_size", "N": "num_attention_heads",
@@ -52,8 +54,13 @@ page.table([(letter, key, *(getattr(c, letter) for c in (L8, L70, L405))) for le
 
 # %% [markdown]
 # ## Counting params and FLOPs
-# Params follow from the letters, and FLOPs from the params; the book continues with 70e9 params. The MLPs have four
-# fifths of them.
+# How long will the run take? The letters are enough to say so before anything is rented. The MLPs have 3LDF params
+# (gate, in and out), the two vocabulary matrices 2VD, and attention 2LD(N + K)H: N heads of queries and of outputs, K
+# of keys and of values. A token in training costs 6 FLOPs a param, 2 forward and 4 backward, since each matmul has two
+# gradients (Part 4). From here on the book takes 70e9 params and 15T tokens. *MFU* (model FLOPs utilization) is the
+# share of the chips' peak that these FLOPs use; 40% is a modest guess.
+#
+# The MLPs have four fifths of the params, so for memory and FLOPs one can often look at them alone.
 
 # %%
 count = tm.params(L70)
@@ -74,8 +81,12 @@ page.answers([
 
 # %% [markdown]
 # ## Memory
-# What does the run need to store, on all chips together? There are params in bf16, Adam's state in float32, and the
-# checkpoints of a whole batch of 4M tokens. The checkpoints are 97% of it.
+# Is it memory that asks for thousands of chips? All chips together store the params in bf16 (2 bytes each), Adam's two
+# moments in float32 (8 bytes a param), and what the backward pass reads. For the last, the book saves 4 arrays [B, D]
+# in bf16 for each layer, where B is a batch of 4M tokens: that is 97% of all. It leaves the gradients out.
+#
+# So 226 chips would hold the run, and need almost five years for it. On a whole pod a chip uses 2.4 of its 96 GB. Large
+# pods are there for their FLOPs, not for their memory.
 
 
 # %%
@@ -100,17 +111,24 @@ page.answers([
 
 # %% [markdown]
 # ## How to shard it
-# The question is how to divide 8,960 chips between FSDP and TP. The plot shows the longer of both collectives over the
-# matmuls' time, with two axes of the torus for FSDP and one for TP. Where a curve is below 1, the pod is compute-bound.
-# On the left FSDP's gathers are the longer, which more TP makes shorter; on the right TP's are. With 70B on four pods
-# the curve touches 1 at 11 ways, which no pod has.
+# FSDP alone is the first thing to try, because it needs nothing but the gathers of the weights. It fails here for two
+# reasons. A batch of 4M tokens has 1,024 sequences, so only 1,024 chips would have one. If sequences are split as well,
+# each of 8,960 chips has 468 tokens, too few: FSDP hides its gathers behind the matmuls from C/W tokens a chip over the
+# number of axes, 2,550 / 3 = 850 (Part 5). TP makes the gathers shorter, as each chip gathers only its share of a
+# weight, and pays by moving activations in the forward and backward pass of every layer. With both, 2550^2 / 2F = 113
+# tokens a chip are enough.
+#
+# How many ways of TP are best? The plot shows the longer of both collectives over the matmuls' time, with two axes of
+# the torus for FSDP and one for TP. Where a curve is below 1, the matmuls hide all communication. On the left FSDP's
+# gathers are the longer, and more TP makes them shorter; on the right TP's collectives are, and less TP makes them
+# shorter. The curve of 70B on four pods gets below 1 only near 11 ways, which no axes of a pod give.
 
 # %%
 JOBS = {"70B, a pod": (L70, B), "70B, 4 pods": (L70, B / 4), "405B, 8 pods": (L405, B405 / 8)}  # tokens a pod
 
 
 def shares(name: str, ways: float) -> dict[str, float]:
-    """Return the times of FSDP's and TP's collectives, with TP `ways` ways, over that of the MLP's matmuls, forward."""
+    """Return the times of FSDP's and of TP's collectives in the MLP's forward pass, each over that of its matmuls."""
     config, tokens = JOBS[name]
     math = 4 * tokens * config.D * config.F / POD / C
     fsdp, tp = 4 * config.D * config.F / ways / ici(2), 4 * tokens * config.D * ways / POD / ici(1)
@@ -138,8 +156,9 @@ page.chart(
 )  # fmt: skip
 
 # %% [markdown]
-# A mesh has whole sizes. The table has the same numbers at the possible meshes, with the collectives that take longer;
-# then follow the book's own steps.
+# A mesh has whole sizes. The table has the same ratios at the sizes that a pod's axes give, each with the strategy
+# whose collectives take longer. After it come the book's own steps; X_opt is the number of FSDP's ways at which both
+# take equally long.
 
 # %%
 page.title("The longer of both collectives over the matmuls, and its strategy")
@@ -163,8 +182,9 @@ page.answers([
 # %% [markdown]
 # ## The planner's meshes
 # The planner also counts attention, the vocabulary and the exchange of keys and values, and its mesh axes must consist
-# of axes of the torus. In the last column, no mesh on four pods is compute-bound. At 40% MFU, which takes 2.5 times as
-# long as the compute alone, that does not matter.
+# of axes of the torus. The last column is a step's time over that of its compute alone, so 1 means that all
+# communication is hidden. Four pods do not reach 1 on any mesh. Still, 1.15 is little beside the factor of 2.5 that
+# separates 40% MFU from the peak.
 
 # %%
 SHARDED = Fixed(zero=3)  # FSDP, as in the book
@@ -182,8 +202,10 @@ page.table(
     [(name, plan.name, plan.cost.bound, plan.bound, plan.bound / plan.cost.math) for name, plan in found.items()],
     ["", "mesh", "bound by", "s a step,\nat least", "over\ncompute"],
 )
-page.say("\nForward and backward are bound each on its own: where compute binds and the last column is above 1, one of "
-         "the two waits. The book's 8,192 chips are no slice of a pod: each axis counts as a ring.")  # fmt: skip
+page.say(
+    "\nForward and backward are judged apart. Where compute binds the step and the last column is above 1, only "
+    "one of the two waits. The book's 8,192 chips are no slice of a pod; each of its axes counts as a ring."
+)
 page.answers([
     Answer("the planner: FSDP alone on a pod is bound by", "", found["70B, a pod, no TP"].cost.bound, "", "468 < 850"),
     Answer("the planner: the book's DP 1024 x SP 2 x TP 4", "", found["70B, the book's"].cost.bound, "", "113 < 468"),
@@ -194,8 +216,9 @@ page.answers([
 # ## When chips fail
 # The days above assume that nothing breaks. A run of months on thousands of chips is interrupted every few hours, and
 # each time it loses the work since it last saved. LLaMA-3 405B was interrupted 419 times in 54 days on 16,384 H100s, or
-# once in 50,677 hours of one chip. Saving often costs time, and saving rarely costs work: Young's interval, sqrt(2 x
-# seconds of a save x seconds between failures), balances the two.
+# once in 50,677 hours of one chip. Saving often costs time, and saving rarely costs work. Young's interval, sqrt(2 x
+# seconds of a save x seconds between failures), balances the two; Daly's, which the planner takes, refines it.
+# *Goodput* is the share of the time in which the run advances.
 #
 # The picture shows one random day of such a job: when it computed, which work it lost, and how long it stood still.
 
@@ -219,7 +242,8 @@ page.say("\nMost of the lost time goes to restarts of ten minutes. As saves take
 
 # %% [markdown]
 # ## The problems
-# The book gives no answers. The note in each row says how ours follows.
+# The book gives no answers; the note in each row says how ours follows. The batch stays as it is on four pods, so a
+# chip has a quarter of the tokens, and the bound of FSDP + TP is the one to look at.
 
 # %%
 four_pods, eight = "70B, 4 pods", "405B, 8 pods"

@@ -14,8 +14,8 @@ learned in seconds.
 # ## Why two meshes?
 # Training shards weights over X as well as Y, since optimizer state and activations need the room (Part 5). Decoding
 # would have to gather them for every token, so a serving mesh does not split them over X (Part 7). Every step needs the
-# same weights in both types. Systems that get this wrong do not crash: the answers come from other weights than those
-# that are trained, and the model merely learns less.
+# same weights in both types, and the price is that they are moved once a step. A system that moves the wrong ones does
+# not crash. Its answers then come from other weights than those that are trained, and the model merely learns less.
 
 # %%
 import tempfile
@@ -69,13 +69,18 @@ page.check("apart: an eighth of the model, and whole norms", abs(sums[1] / (2 * 
 # written meanwhile, so this pays until the longest answer alone takes as long as a step. The price is that answers are
 # one update old.
 #
-# Below, the planner divides 64 H100 for LLaMA-3 8B, with 2,048 answers a step of 2,048 tokens on average.
-# `python -m scaling.plan posttrain` does it for any model and chip.
+# Below, the planner divides 64 H100s for LLaMA-3 8B. A step has 128 prompts of 512 tokens and 16 answers to each, of
+# 2,048 tokens on average; the rows differ in the longest answer. `apart` is the seconds of a step on the best division,
+# which is the longer of training and writing, and the move of the weights. `in turn` has training + writing on all 64
+# chips, and `colocated` their sum. With a longest answer of 8,192 tokens working apart pays most. With one of 32,768
+# that answer alone takes most of the step either way. `python -m scaling.plan posttrain` does it for any model and
+# chip.
 
 # %%
 rows, ratios = [], []
 for longest in (2048, 8192, 32768):
-    found = divisions(PosttrainJob(get("llama3-8b"), 128, 16, 512, 2048, longest), chip("h100"), 64)
+    job = PosttrainJob(get("llama3-8b"), prompts=128, group=16, prompt=512, output=2048, longest=longest)
+    found = divisions(job, chip("h100"), 64)
     apart, together = (next(one for one in found if one.apart == way) for way in (True, False))
     ratios.append(together.seconds / apart.seconds)
     rows.append(
@@ -95,10 +100,14 @@ page.check("a longest answer of four times the average makes working apart pay m
 
 # %% [markdown]
 # ## The loss
-# Several answers to one prompt form a group, and an answer's advantage says how much better it is than its group. The
-# ratio of a token is its present probability over the one with which it was drawn. Once the ratio has moved 20% in the
-# direction that the advantage asks for, the loss is flat, because the answer says nothing about a policy that is
-# further away. The slope in the last column is 0 there.
+# Several answers to one prompt form a group, and an answer's advantage A says how much better it is than its group: its
+# reward less the group's mean, over their standard deviation. The ratio r of a token is its present probability over
+# the one with which it was drawn; it leaves 1 when the weights have changed since then. A token's loss is
+#
+#     -min(r A, clip(r, 0.8, 1.2) A)
+#
+# Once the ratio has moved 20% in the direction that the advantage asks for, the loss is flat, because the answer says
+# nothing about a policy that is further away. The slope in the last column is 0 there.
 
 # %%
 page.title("Advantages of rewards 1, 0, 0, 1: mean 0, in units of their spread")
@@ -118,8 +127,9 @@ page.table(rows, ["advantage", "ratio", "loss", "slope"])
 # The task has eight tokens and prompts of one token, and the right answer repeats the prompt. The reward is the share
 # of the answer's four tokens that do. The loop below is the library's, by its parts; `python -m scaling.posttrain` adds
 # prompts and rewards from files, checkpoints and metrics. It trains on X=2 and draws on Y=2, on the same ranks in turn.
-# Two columns matter: the reward rises, and the gap stays as small as rounding. The gap is the difference between the
-# log-probabilities that both meshes compute for the same tokens.
+# Two columns matter: the reward rises, and the gap stays as small as rounding. The gap is the largest difference
+# between the log-probabilities that both meshes compute for the same tokens. It is the test that the right weights were
+# moved.
 
 # %%
 TINY = Config("tiny", 2, 16, 32, 4, 2, 8, 8)

@@ -4,8 +4,9 @@
 
     step(params, opt_state, tokens[B_X, T_C], targets[B_X, T_C]) -> (params, opt_state, loss[])
 
-Data and FSDP use X, the sequence C (zig-zag ring attention), and heads, features and vocabulary Y. The loss of each
-step is compared with one device's. On an abstract mesh, the same function then counts the cost of the real model.
+X splits the batch and, as in FSDP, the stored weights; C splits the sequence (zig-zag ring attention); Y splits heads,
+features and the vocabulary. The loss of each step is compared with one device's. On an abstract mesh, the same function
+then counts the cost of the real model.
 """
 
 # %%
@@ -50,8 +51,9 @@ except ShardingError as error:
 
 # %% [markdown]
 # ## The step
-# One function is the training step on every mesh. The gradients are typed as the params. The norm for clipping counts
-# each element once, whatever the axes are, and AdamW works on shards.
+# One function is the training step on every mesh. The gradients have the params' types, so AdamW updates each shard
+# without communication. The norm for clipping is over all elements of all shards, and counts each once, also those that
+# several ranks hold.
 
 
 # %%
@@ -125,8 +127,9 @@ if STEPS >= 20:
 # ## The same code as LLaMA-3 70B
 # Part 6 trains with 4M tokens a step on 8,960 v5p chips, and the book's mesh of 2048 x 4 uses 8,192 of them. Each
 # chip's share, one sequence of 2,048 tokens, is computed on tensors without data: all lines are checked, and FLOPs and
-# bytes counted. In the table, N is the number of params in the layers' matrices and T the tokens of the step. This is
-# the book's 6NT, without attention's scores, which are not typed lines.
+# bytes counted. The closed form is Part 4's 6 FLOPs for each param and token, for the layers' matrices and the
+# unembedding's VD. The products of queries with keys and of weights with values are not in it, as they are not typed
+# lines.
 
 # %%
 llama, big = get("llama3-70b"), AbstractMesh({"X": 2048, "Y": 4})
@@ -143,15 +146,16 @@ page.check("a chip's bytes of params", held == 2 * ((tm.num_params(short) - gain
 lines = 6 * (matrices + short.V * short.D) * 2**22 // big.size()
 page.title(f"{llama.name}, {layers} layers, on {big.size():,} chips, one step of 4M tokens")
 page.same([
-    ("a chip's lines", "6 (N + VD) T/chips", lines, log.flops),
+    ("a chip's lines", "6 (layers + VD) tokens / chips", lines, log.flops),
 ], ["FLOPs", "closed form", "value", "counted"])  # fmt: skip
 page.say(f"Each chip holds {format_number(held)} bytes of params and sends {format_number(log.wire_bytes)} bytes.")
 
 # %% [markdown]
-# The table has the bytes of the collectives, by the book's measure. The weights move over X. Here w counts the elements
-# of the layers' weights that a chip gathers in each pass, (2NH + 2KH + 3F) LD/Y, and e the vocabulary's elements,
-# 2VD/Y, which it gathers once. The stream moves over Y: s = BTD/X elements, twice for each of a layer's two blocks,
-# forward and backward.
+# The table has the bytes of the collectives, by the book's measure; each element has 2 bytes, the first 2 of each
+# formula. FSDP moves the weights over X. Here w counts the elements of the layers' weights that a chip gathers, (2NH +
+# 2KH + 3F) LD/Y, once for the forward pass and once for the backward, and e the vocabulary's elements, 2VD/Y, which it
+# gathers once. TP moves the residual stream over Y, s = BTD/X elements at a time: it is gathered before and scattered
+# after each of a layer's two blocks, forward and backward, which makes 4L of each; the two vocabulary matrices add 2.
 
 # %%
 moved = {}
