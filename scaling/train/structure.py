@@ -22,7 +22,7 @@ from scaling.trace.symbols import NotMonomial, Symbols, prime_factors, primes_fo
 from scaling.train.settings import Settings
 from scaling.train.step_count import step_shapes
 
-FEW = 24  # up to this number, all experts of a rank and all chunks of the loss are run
+FEW = {"El": 24, "J": 10}  # up to so many, all experts of a rank and all chunks of the loss are run
 LEAST = dict.fromkeys((*"EKGHbTYDFVXPSO", "row", "copies"), 31) | {"El": 11, "J": 17}  # the least prime of each
 ENDLESS = 1 << 62
 
@@ -65,7 +65,7 @@ def structure_of(
         raise NotMonomial(f"{model.name}: {model.K} heads on {Y} ranks, or {model.k} of so few experts")
     stage = (L - model.dense_layers) // Z
     counts = {L, M, Z, C, stage, stage + 1, model.dense_layers, El, El + 1, J} - {0}
-    loop = {name: n for name, n in (("El", El), ("J", J)) if n > FEW}
+    loop = {name: n for name, n in (("El", El), ("J", J)) if n > FEW[name]}
     p = primes_for([*LEAST], counts - {*loop.values()}, {**least, **loop})
     X, Y, E = (p[axis] if sizes.get(axis, 1) > 1 else 1 for axis in "XYE")
     copies = p["copies"] if sizes.get("Y", 1) > model.K else 1  # ranks that have the same KV head

@@ -12,6 +12,7 @@ from scaling.train import programs
 from scaling.train.programs import step_by_symbols
 from scaling.train.settings import Settings
 from scaling.train.step_count import count
+from scaling.train.structure import FEW
 
 DENSE, EXPERTS = get("llama3-8b"), get("mixtral-8x7b")
 KINDS = {
@@ -78,3 +79,10 @@ def test_what_is_no_product_of_the_sizes_is_refused_and_counted_at_its_own_sizes
         assert step_by_symbols(long, {"X": 2}).products == count(long, {"X": 2}).products
     settings = Settings(tiny, "", "", 20, 16, microbatches=10, optimizer="muon")
     assert step_by_symbols(settings, {"X": 2}) == count(settings, {"X": 2})
+
+
+def test_the_loss_may_hold_most_of_a_step_in_any_number_of_chunks():
+    model = DENSE.with_(L=5, D=512, F=64, N=8, K=8, H=16)
+    given = Settings(model, "", "", 48, 8192, microbatches=3, dtype="bf16", remat="block"), {"X": 8}
+    assert programs.loss_chunks(*given)[0] > FEW["J"]
+    assert step_by_symbols(*given).memory == count(*given).memory
