@@ -20,6 +20,9 @@ zig-zag order keeps all ranks busy, and compares all forms with one device.
 # with the length alone, so long contexts can afford it and short ones cannot. Under a causal mask the chips also have
 # unequal work, unless the order of the tokens is changed. Where there are enough sequences, splitting them costs
 # nothing and is better.
+#
+# The letters: B sequences have T tokens each. N query heads of H numbers share K heads of keys and values, G = N/K to
+# each. S counts the tokens again, as keys: the scores A[T, S] have a row for each query and a column for each key.
 
 # %%
 import torch
@@ -35,7 +38,9 @@ from scaling.collectives import all_to_all, einsum, ppermute, unshard, wait
 from scaling.configs import get
 from scaling.hardware import chip
 from scaling.mesh import AbstractMesh, Mesh
-from scaling.spec import ShardingError
+from scaling.show import svg
+from scaling.show.frames import frames_of, text
+from scaling.spec import ShardingError, parse
 from scaling.strategies import context
 from scaling.strategies.context.compare import costs
 from scaling.trace import trace
@@ -62,9 +67,9 @@ except ShardingError as error:
 # ## Ring attention, line by line
 # One solution is to gather the keys and values, as case 4 says. The ring splits that AllGather into hops: C - 1 times
 # each rank passes a block on to the next rank, and computes with it meanwhile. So no rank has more than two blocks, and
-# the transfer is hidden behind the matmuls. The results of the blocks are combined by Appendix A's running maximum M,
-# denominator L and output O. G query heads share each KV head: N = KG. `S` without an axis is the dim of the keys in
-# the rank's present block.
+# the transfer is hidden behind the matmuls. A softmax over all keys does not need them all at once: a running maximum
+# M, denominator L and output O combine the results of the blocks (04_flash_attention.py derives this). `S` without an
+# axis is the dim of the keys in the block that the rank has at this hop.
 
 
 # %%
@@ -133,9 +138,10 @@ def places(order, c) -> list[int]:
 
 # %% [markdown]
 # ## Another way: heads for tokens
-# Ulysses moves the axis from the sequence to the heads and back. In between, every rank has the whole sequence for N/C
-# heads and computes ordinary attention; the backward pass is the transpose. If C does not divide the KV heads, they are
-# copied until it does, K -> R.
+# Heads do not need each other, so one can split them instead. Ulysses (DeepSpeed's name) moves the axis C from the
+# sequence to the heads and back, by an AllToAll each. In between, every rank has the whole sequence for N/C heads and
+# computes ordinary attention; the backward pass is the transpose. There can be no more ranks than query heads. If C
+# does not divide the KV heads, they are copied until it does, K -> R.
 
 
 # %%
@@ -181,7 +187,7 @@ def show(found) -> None:
 
 # %% A hop of the ring has two products forward and five back; the second table compares each listing with one device
 def by_hand(mesh):
-    """Return (the differences of each listing, the lines of the ring's two passes)."""
+    """Return (the differences of each listing, the lines of the ring's two passes, the frames of its hops)."""
     results, c = {}, mesh.coord["C"]
     for order in ("zig-zag", "plain"):
         Q, key, V, dO, _ = (x[:, places(order, c)].to(mesh.device) for x in problem())
@@ -196,10 +202,11 @@ def by_hand(mesh):
     O, pull = vjp(lambda Q, KV: ulysses(Q, KV.repeat_interleave(C, 3), mesh, dense), Q, KV)  # R = CK
     dQ, dKV = pull(dO)
     results["Ulysses above"] = differences((O, dQ, *dKV), "x[B, T_C, N, H]", mesh)
-    return results, [[(str(e), e.wire_bytes or "", e.flops or "") for e in log.events] for log in (there, back)]
+    hops = frames_of(there.collectives(), map(parse, ("Q[B, T_C, K, G, H]", "KV[2, B, S_C, K, H]")))
+    return results, [[(str(e), e.wire_bytes or "", e.flops or "") for e in log.events] for log in (there, back)], hops
 
 
-results, (there, back) = page.on_ranks(by_hand)
+results, (there, back), hops = page.on_ranks(by_hand)
 first = [lines[: -(-len(lines) // C)] for lines in (there, back)]  # of C hops; the last sends no KV on
 page.title(f"The first hop of both passes on rank 0: B={B} T={T} N={N} K={K}, float64")
 page.table([line for lines in first for line in lines], ["line", "sent", "FLOPs"])
@@ -208,26 +215,54 @@ page.check("a hop has 1/C of the FLOPs of each pass", [C * one for one in flops[
 show(results)
 
 # %% [markdown]
-# ## Who waits for whom
-# Under a causal mask, late queries see more keys than early ones. In plain order the last rank has to compute C - 1/2
-# blocks of scores, where the mean is C/2. At every hop all ranks wait for the busiest one, so at best 1/(2 - 1/C) of
-# the time is used. In zig-zag order rank c has the chunks c and 2C-1-c, and all ranks have equal work at every hop. In
-# the picture, each digit is the rank that computes this block of scores (on the diagonal, half of it). On 8 H800,
+# ## Who waits for whom?
+# First look at the ring alone. Each rank keeps its queries, and at every hop it gets the next block of keys and values
+# from the rank before it. A digit is the rank that had the block at first.
+
+# %%
+page.title("The ring, hop by hop")
+page.show(text(hops, {"C": C}), lambda: svg.player(hops, {"C": C}))
+
+# %% [markdown]
+# Under a causal mask, late queries see more keys than early ones. The next picture shows which scores each rank
+# computes at each hop: the sequence is cut into 2C chunks, queries go downwards and keys to the right, a digit is the
+# rank that computes this block (on the diagonal half of it), and a dot is a block that nobody computes at this hop.
+#
+# In plain order rank c has the chunks 2c and 2c+1. At hop 1, rank 0 receives the last keys of the sequence, which none
+# of its queries may see, and it waits; at each further hop one more rank waits. The last rank computes C - 1/2 blocks
+# of T/C x T/C scores, where the mean is C/2, so at best 1/(2 - 1/C) of the time is used. In zig-zag order rank c has
+# the chunks c and 2C-1-c, an early one and a late one, and at every hop all ranks have equal work. On 8 H800,
 # zhuzilin/ring-flash-attention (README) measures 52.1% of the ideal forward and 53.9% with the backward in plain order,
 # and 85.2% and 90.2% in zig-zag order.
 
+
 # %%
-page.title("Blocks of scores, queries downwards, keys to the right")
-homes = (lambda i: i // 2), (lambda i: min(i, 2 * C - 1 - i))  # the rank of a block's queries
-drawn = [[[str(home(i))] * (i + 1) + ["."] * (2 * C - 1 - i) for i in range(2 * C)] for home in homes]
-lines = ["plain".ljust(4 * C + 3) + "zig-zag", *("    ".join(map(" ".join, each)) for each in zip(*drawn, strict=True))]
-page.say("\n".join(lines) + "\n")
+def computed(order, hop) -> list[str]:
+    """Return 2C lines of blocks of scores: the rank that computes each at this hop, or a dot."""
+    half = T // C // 2
+    chunks = [[first // half for first in places(order, c)[::half]] for c in range(C)]
+    who = {(q, k): str(c) for c in range(C) for q in chunks[c] for k in chunks[c - hop] if k <= q}
+    return [" ".join(who.get((q, k), ".") for k in range(2 * C)) for q in range(2 * C)]
+
+
+drawn, wide = {}, max(1, page.columns // (4 * C + 3))  # hops beside each other
+for order in ("plain", "zig-zag"):
+    page.title(f"Blocks of scores in {order} order, by hop")
+    drawn[order] = [computed(order, hop) for hop in range(C)]
+    for first in range(0, C, wide):
+        heads = [f"hop {hop}".ljust(4 * C - 1) for hop in range(C)]
+        grids = [[head, *grid] for head, grid in zip(heads, drawn[order], strict=True)][first : first + wide]
+        page.say("\n".join("    ".join(line).rstrip() for line in zip(*grids, strict=True)))
+page.title("The scores of each rank in both orders, over all hops")
 plain, zigzag = (list(map(int, context.work(form, 64 * C, C))) for form in ("ring", "zigzag"))
 mean = sum(plain) / C
 rows = [(c, p, bar(p, mean), z, bar(z, mean)) for c, p, z in zip(range(C), plain, zigzag, strict=True)]
 page.table(rows, ["rank", f"scores of T={64 * C}", "", "zig-zag", ""])
-found = [[1024 * sum(line.count(str(c)) for line in lines) - 32 * 31 for c in range(C)] for lines in drawn]
+blocks = {order: [[" ".join(hop).split().count(str(c)) for c in range(C)] for hop in drawn[order]] for order in drawn}
+found = [[1024 * sum(at_hop) - 32 * 31 for at_hop in zip(*blocks[order], strict=True)] for order in drawn]
+even = all(len({*at_hop}) == 1 for at_hop in blocks["zig-zag"])
 page.check("the scores are the blocks drawn, and even in zig-zag", found == [plain, zigzag] and {*zigzag} == {mean})
+page.check("in zig-zag order they are even at every hop", even)
 page.title("The busiest rank's scores over the mean, and the time used at best")
 rows = []
 for ranks in (2, 4, 8):
@@ -239,9 +274,10 @@ page.table(rows, ["C", "plain, T=256", "used", "zig-zag", "(2T + 1 - T/C) / (T +
 
 # %% [markdown]
 # ## All forms equal one device
-# Here `scaling.strategies.context.attention` runs with and without a window and packed documents. The form usp is
-# Ulysses over Y inside a ring over C. A model changes to zig-zag order once, around all layers; here it is done around
-# one layer.
+# Here `scaling.strategies.context.attention` runs in five forms: the ring in plain and in zig-zag order; gather, which
+# gathers all keys and values at once; Ulysses; and usp, which is Ulysses over Y inside a ring over C. Each runs under
+# the causal mask alone, and then with a window of T/3 tokens and several documents in a sequence, which do not see each
+# other. A model changes to zig-zag order once, around all layers; here it is done around one layer.
 
 # %%
 WAYS = {"ring": "C", "zigzag": "C", "gather": "C", "ulysses": "C", "usp": ("C", "Y")}
@@ -276,6 +312,10 @@ show(page.on_ranks(all_forms))
 # Gradients of keys that are summed over ranks are sent in float32, and so are copied heads. The form gather has all
 # keys on every rank, and nothing hides its AllGather. The ring is hidden, but waits C - 1 times. Ulysses also sends Q
 # and O, but only 1/C of each, so it gains with more ranks.
+#
+# In the table, rounds are transfers of the forward that follow each other, the next column is the busiest rank's work
+# over the mean, then come the keys and values that a rank has at once, and last what must divide what: `C | T` means
+# that C divides T. In the formulas Q, KV and dKV are the bytes of a rank's shards.
 
 # %%
 model = get("llama3-405b")
@@ -299,9 +339,10 @@ page.same(counts, ["form", "of a rank's shards", "bytes", "counted"])
 
 # %% [markdown]
 # ## When is the ring hidden?
-# At a hop in zig-zag order, half of the t x t scores are visible, where t = T/C. They take 2NH t^2 FLOPs, while the 4 t
-# KH bytes of a block are sent one way. So the transfer takes less time from t = 2 alpha/G on, with alpha = C/W; the
-# batch and H do not matter.
+# A chip has t = T/C tokens. At a hop in zig-zag order, half of its t x t scores are visible. Scores and values each
+# take 2 FLOPs for every visible score, head and H, together 2 NH t^2 FLOPs, while the keys and values of a block are 4
+# t KH bytes, sent one way. Let alpha be a chip's FLOPs/s over its link's bytes/s. The transfer is the shorter one if 4
+# t KH alpha < 2 NH t^2, that is from t = 2 alpha/G tokens on, since G = N/K. The batch and H do not matter.
 
 
 # %%

@@ -16,9 +16,12 @@ computation of one device. Then it measures the load by expert, evens it out by 
 #
 # The price is locality. All E experts have to be stored, and a chip has only some of them, so tokens travel to their
 # experts and back in every layer, forward and backward. The data decides how many tokens go where: all ranks wait for
-# an expert that most tokens choose, so the load has to be balanced. And a chip needs E/k times as many tokens before it
-# is busy computing rather than reading weights. Where memory or bandwidth binds, a dense model of the same FLOPs is
-# simpler.
+# an expert that most tokens choose, so the load has to be balanced. And each expert sees only k/E of the tokens, so the
+# batch has to be E/k times as large before a chip spends more time on products than on reading weights. Where memory or
+# bandwidth binds, a dense model of the same FLOPs is simpler.
+#
+# The letters: a batch has B sequences of T tokens, each a vector of D numbers. Every expert has a hidden dim of F. The
+# experts lie along the same mesh axis X as the data, so that a rank has both B/X sequences and E/X experts.
 
 # %%
 import torch
@@ -30,7 +33,7 @@ from scaling.book.answers import Answer
 from scaling.book.arrays import drawn, empty
 from scaling.book.largest import largest
 from scaling.book.layout import bar, format_number
-from scaling.book.listing import difference, lines, show_lines
+from scaling.book.listing import difference, lines
 from scaling.book.page import Page
 from scaling.collectives import all_gather, all_reduce, all_to_all, einsum, ragged_all_to_all
 from scaling.configs import Config, get
@@ -38,6 +41,8 @@ from scaling.cost import gpu
 from scaling.hardware import chip
 from scaling.mesh import AbstractMesh, Mesh
 from scaling.models import moe
+from scaling.show import svg
+from scaling.show.frames import frames_of, text
 from scaling.spec import format_axes, parse
 from scaling.strategies import expert
 from scaling.trace import trace
@@ -53,11 +58,13 @@ ROWS = {"y": "y[B_X, T, D]", "dx": "dx[B_X, T, D]"}
 # %% [markdown]
 # ## One layer, line by line
 # A router scores each token for each of E experts, and the token goes to the k experts with the highest scores. Each
-# expert is a gated MLP, and each rank has E/X of them. So tokens travel to their experts (line 3) and back (line 5). A
-# token with k = 2 experts travels as two rows. In `Row[G, E, R, D]`, G is the group of tokens that a row comes from,
-# one group on each rank; E is its expert; R is its position among this group's rows for this expert. R is ragged: it
-# differs by group and expert. So the ranks first exchange how many rows they will send (line 2). The choice (line 1) is
-# a set of integers and has no gradient; the router learns through the weights.
+# expert is a gated MLP. So tokens travel to their experts (line 3) and back (line 5). A token with k = 2 experts
+# travels as two rows.
+#
+# The rows form a table, `Row[G, E, R, D]`. G is the group of tokens that a row comes from, with one group on each rank;
+# E is the row's expert; R is its position among this group's rows for this expert. R is ragged: it differs by group and
+# expert. So the ranks first exchange how many rows they will send (line 2). The choice of experts (line 1) is a set of
+# integers and has no gradient; the router learns through the weights with which line 6 adds up the k results.
 
 
 # %%
@@ -78,8 +85,8 @@ def layer(params, x, mesh):
     Row = rows.spread(tokens)
     Row = ragged_all_to_all("Row[G_X, E, R, D] -> Row[G, E_X, R, D]", Row, sends, receives, mesh)  # 3. dispatch
     mine = torch.arange(count.shape[1], device=x.device).repeat(len(count))  # which of its experts each block is for
-    order = mine.repeat_interleave(count.flatten()).argsort(stable=True)
-    Out = moe.by_expert(mlp, params, Row[order], count.sum(0).tolist())[order.argsort()]  # 4.
+    order = mine.repeat_interleave(count.flatten()).argsort(stable=True)  # rows come by group; by expert now
+    Out = moe.by_expert(mlp, params, Row[order], count.sum(0).tolist())[order.argsort()]  # 4. `mlp` for each expert
     Out = ragged_all_to_all("Out[G, E_X, R, D] -> Out[G_X, E, R, D]", Out, receives, sends, mesh)  # 5. combine
     return rows.collect(Out, weights).view_as(x), experts  # 6. the weighted sum of each token's k
 
@@ -119,8 +126,8 @@ dense = one_device(config, (0.0, 0.0))
 # Each rank runs the listing, and `vjp` derives the backward pass from the cotangents of the collectives. The router is
 # on every rank, so its gradient is a partial sum {U_X}, which is reduced at the end. In the tables, the two ragged
 # AllToAlls of each pass are all the communication, apart from counts and router. Between them are three products for
-# each of the rank's two experts. V of a ragged AllToAll is n times the rows of this rank: its mean over the ranks is
-# the whole array.
+# each of the rank's two experts; they have no FLOPs where an expert got no rows. V is the book's measure, the bytes of
+# the whole array. A rank knows only its own rows, so the table has X times these, which is right on average.
 
 
 # %%
@@ -140,6 +147,7 @@ def one_layer(mesh) -> dict:
     whole = tree.unshard(grads | {"y": y, "dx": dx}, ROWS | SPECS, mesh)
     wanted = want_grads | {"y": want, "dx": want_dx}
     return {
+        "frames": frames_of(event for event in forward.collectives() if "R" in event.after.dim_names),
         "forward": lines(forward),
         "backward": lines(backward),
         "differences": [(name, difference(x, wanted[name], mesh), LIMIT) for name, x in whole.items()],
@@ -150,16 +158,34 @@ def one_layer(mesh) -> dict:
 
 result = page.on_ranks(one_layer)
 for name in ("forward", "backward"):
-    title = f"{name} on {n} ranks, as rank 0 ran it: B={B} T={T} D={D} F={config.F} E={E} k={k}, float64"
-    show_lines(page, title, result[name])
+    page.title(f"{name} on {n} ranks, as rank 0 ran it: B={B} T={T} D={D} F={config.F} E={E} k={k}, float64")
+    page.table(result[name], ["line", "V bytes", "sent", "FLOPs"])
 page.title("The result, dx and the gradient of each weight, whole, against one device's")
 page.equal(result["differences"])
 
 # %% [markdown]
+# ## Who has which rows?
+# The picture shows lines 3 and 5, drawn from their types. Each rank's square is the table of rows, with groups
+# downwards and experts to the right. A digit is the rank from which a block comes: in the dispatch the rank whose
+# tokens these are, and in the combine the rank whose experts computed them. Before the dispatch a rank has the rows of
+# its own group, a line of the table. After it, the rank has the rows for its own experts, a column with tokens of all
+# groups. The combine turns the columns back into lines. Each block goes to one rank only; in an AllGather every rank
+# would receive the whole table. The numbers below are the sizes of the blocks, R by group and expert, which are far
+# from even.
+
+# %%
+mesh = AbstractMesh({"X": n})
+page.title("The rows of each rank before and after the dispatch and the combine")
+page.show(text(result["frames"], mesh), lambda: svg.player(result["frames"], mesh))
+page.title("Rows by group and expert")
+sizes = F.one_hot(result["experts"].view(n, -1), E).sum(1)
+page.table([(g, *row) for g, row in enumerate(sizes.tolist())], ["group", *(f"e{expert}" for expert in range(E))])
+
+# %% [markdown]
 # ## Bytes moved
-# Each choice is a row that travels there and back, forward and backward: 4 k B T D elements. If a token's expert is on
-# its own rank, the row stays; with an even load that is one row in n. The load here is not even, so the second line
-# counts the rows that leave.
+# Each choice is a row of D numbers that travels there and back, forward and backward, so the four AllToAlls carry
+# 4 k B T D elements. If a token's expert is on its own rank, the row stays; with an even load that is one row in n. The
+# load here is not even, so the second line counts the rows that leave.
 
 # %%
 params, x, _ = problem(config)
@@ -178,10 +204,10 @@ page.say(f"\nThe ranks choose as one device does: {chosen}. A token's {k} choice
 
 # %% [markdown]
 # ## Every layout equals one device
-# Now the same layer runs by `scaling.strategies.expert`, with the features of real models: sigmoid scores, a bias,
-# shared experts and the auxiliary losses. Experts are split over the data axis or over another axis, with F split
-# inside them, and with a capacity, which drops the same tokens on every mesh. The backward pass recomputes each layer
-# with the same routing.
+# Now the same layer runs by `scaling.strategies.expert`, with the features of real models: sigmoid scores, a bias, an
+# expert that every token shares, and the auxiliary losses. Experts are split over the data axis X or over an axis E of
+# their own. C splits the sequences, and Y splits F inside each expert. A capacity limits how many tokens an expert
+# takes, and drops the same ones on every mesh. The backward pass recomputes each layer with the same routing.
 
 # %%
 full = config.with_(routing="sigmoid", shared=1)
@@ -268,8 +294,9 @@ held = page.check("the bias evens out the load", busiest[1] <= min(1.25, busiest
 page.say(f"the busiest expert has {busiest[0]:.2f} and then {busiest[1]:.2f} of the mean; evened out: {held}")
 
 # %% [markdown]
-# Other models limit an expert to a factor times the mean, and drop the choices beyond. If the load is even, these are
-# few.
+# Other models give an expert a capacity, a factor times the mean, and drop the choices beyond it: a dropped token skips
+# this expert. Every rank then has a known amount of work, at the price of tokens that are not computed. If the load is
+# even, these are few.
 
 # %%
 rows = []
@@ -284,8 +311,9 @@ page.table(rows, ["capacity", "tokens", "dropped before", "dropped after"])
 # %% [markdown]
 # ## On thousands of chips
 # The same function runs on an abstract mesh, for DeepSeek-V3's layer with 30,720 tokens a GPU. Its experts are spread
-# over 64 GPUs and have equally many rows. The AllToAlls take less time than the experts only if these are wide: the
-# answer says how wide (12_gpu_rooflines.py has the book's numbers).
+# over 64 GPUs and have equally many rows. A wider expert computes more with each row that it is sent, so the AllToAlls
+# take less time than the experts only from some width F on. The answer says from which; alpha is the GPU's FLOPs/s over
+# the bytes/s between nodes of 8 GPUs, and 12_gpu_rooflines.py has the book's numbers.
 
 # %%
 v3, big, length = get("deepseek-v3"), AbstractMesh({"P": 32, "X": 64}), 30_720

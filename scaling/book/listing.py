@@ -51,13 +51,8 @@ def show_lines(page: Page, title: str, rows: list[tuple], flops: bool = True) ->
     """Print a table of `lines`: V is the gathered or unreduced array, the book's measure; sent is per rank."""
     page.title(title)
     page.table([row[: 3 + flops] for row in rows], ["line", "V bytes", "sent", "FLOPs"][: 3 + flops])
-    show_frames(page, title, [row[0] for row in rows])
-
-
-def show_frames(page: Page, title: str, lines: list[str]) -> None:
-    """Show in a notebook which device holds which block after each line, with two devices along each axis."""
-    mesh = dict.fromkeys(page.args.mesh, 2)
-    page.show("", lambda: svg.player(frames_of(lines), mesh, title))
+    mesh = dict.fromkeys(page.args.mesh, 2)  # in a notebook a slider goes through the lines, on two devices an axis
+    page.show("", lambda: svg.player(frames_of([row[0] for row in rows]), mesh, title))
 
 
 # An nn.Module, by its params' types

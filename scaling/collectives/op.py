@@ -246,7 +246,7 @@ def event(op: Op, x: Tensor, async_op: bool = False) -> Event:
     peers = [] if op.root is None or op.at_root else [op.member(op.root)]
     peers += [op.member(block) for block in op.ends[1] if block != op.index]
     return Event(kind.traced or op.kind, op.axes, before, after, V, kind.sent(op, V), async_op=async_op, called=now(),
-                 group=op.group, peers=tuple(peers), dtype=x.dtype, key=key_of(x))  # fmt: skip
+                 group=op.group, peers=tuple(peers), dtype=x.dtype, key=key_of(x), perm=op.pairs)  # fmt: skip
 
 
 def key_of(x: Tensor) -> tuple[int, ...]:

@@ -12,7 +12,8 @@ import itertools
 import math
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from types import MappingProxyType
 
 from scaling.spec import ShardingError, Spec, mesh_sizes, parse
 
@@ -20,6 +21,7 @@ TIMES = re.compile(r" \*(?:_\w+)? ")  # the sign in "A[I, J] * B[J, K]" (a trace
 MOVED = re.compile(r"(?P<op>[A-Za-z]+)(?P<axes>_[^(]+)?\((?P<operand>.*)\)")  # "AllGather_X(W[D_X, F])"
 COLUMNS = 100  # the width of printed text
 Cells = list[list[int | None]]  # rows of cells: the device that stores each, None where it is absent
+Permutes = Mapping[str, tuple[tuple[tuple[str, ...], tuple[tuple[int, int], ...]], ...]]  # by name: (axes, its pairs)
 
 
 @dataclass(frozen=True)
@@ -32,6 +34,8 @@ class LineFrame:
         made: the type of its result; None for the frame of the initial arrays.
         axes: the mesh axes along which it moves data.
         held: the type of each array after the line, by name.
+        before: the CollectivePermutes that have moved the blocks of each array before the line, by name.
+        after: the same after the line.
     """
 
     line: str
@@ -39,22 +43,29 @@ class LineFrame:
     made: Spec | None
     axes: tuple[str, ...]
     held: Mapping[str, Spec]
+    before: Permutes = field(default_factory=dict)
+    after: Permutes = field(default_factory=dict)
 
 
 def frames_of(lines: Iterable[object], given: Iterable[Spec] = ()) -> list[LineFrame]:
     """Return the frames of a trace's events, or of their texts, after one of the types that are `given` at first.
 
-    An operand that no line made, such as an activation's result, exists from the line that first reads it.
+    An operand that no line made, such as an activation's result, exists from the line that first reads it. A
+    CollectivePermute that leaves the type as it is moves blocks from device to device; its event has the pairs.
     """
     held = {spec.name: spec for spec in given}
-    frames = [LineFrame("At first", (), None, (), dict(held))] if held else []
-    for line in map(str, lines):
+    frames, permutes = [LineFrame("At first", (), None, (), dict(held))] if held else [], dict[str, tuple]()
+    for each in lines:
+        line, before = str(each), dict(permutes)
         made, _, right = line.partition(" = ")
         moved = MOVED.fullmatch(right)
         read = tuple(map(parse, [moved["operand"]] if moved else TIMES.split(right)))
         after, axes = parse(made), parse(f"x[D{moved['axes']}]").axes if moved and moved["axes"] else ()
         held |= {spec.name: spec for spec in (*read, after)}
-        frames.append(LineFrame(line, read, after, axes, dict(held)))
+        earlier = permutes.pop(after.name, ())
+        if (pairs := getattr(each, "perm", ())) and read[0] == after:
+            permutes[after.name] = (*earlier, (axes, pairs))
+        frames.append(LineFrame(line, read, after, axes, dict(held), before, dict(permutes)))
     return frames
 
 
@@ -93,16 +104,36 @@ class Drawing:
                 spec.check_axes(self.sizes)
                 self.types.setdefault(spec.name, []).append(spec)
 
-    def cells(self, spec: Spec) -> list[Cells]:
-        """Return, for each device in row-major order, the cells of the array that it holds."""
+    def cells(self, spec: Spec, permutes: Permutes = MappingProxyType({})) -> list[Cells]:
+        """Return, for each device in row-major order, the cells of the array that it holds after these permutes."""
         if spec not in self.known:
             self.known[spec] = self._cells(spec)
-        return self.known[spec]
+        cells = self.known[spec]
+        for axes, pairs in permutes.get(spec.name, ()):
+            cells = self._permuted(cells, axes, {target: source for source, target in pairs})
+        return cells
+
+    def _permuted(self, cells: list[Cells], axes: Sequence[str], sources: Mapping[int, int]) -> list[Cells]:
+        """Return the cells after each device received those of the device at its `sources` block along the axes."""
+        received = list[Cells]()
+        for coord in self.coords:
+            block = 0
+            for axis in axes:
+                block = block * self.sizes[axis] + coord[axis]
+            source, at = sources.get(block), dict(coord)
+            if source is None:
+                received.append([[None] * len(row) for row in cells[0]])
+                continue
+            for axis in reversed(axes):
+                source, at[axis] = divmod(source, self.sizes[axis])
+            received.append(cells[self.coords.index(at)])
+        return received
 
     def _cells(self, spec: Spec) -> list[Cells]:
         types = [other for other in self.types[spec.name] if len(other.dims) == len(spec.dims)]
         finest = max(types, key=lambda other: self._ways(other.axes))
         counts = [math.lcm(*(self._ways(other.dims[i][1]) for other in types)) for i in range(len(spec.dims))]
+        counts = [int(dim) if dim.isdigit() else ways for dim, ways in zip(spec.dim_names, counts, strict=True)]
         padded = [1, 1, *counts]  # a number or a vector is drawn as a matrix
         drawn = sorted(sorted(range(len(padded)), key=lambda i: (padded[i], i))[-2:])
         owners: dict[tuple[int, ...], int] = {}
@@ -145,7 +176,8 @@ def text(frames: Sequence[LineFrame], mesh) -> str:
     for number, frame in enumerate(frames):
         lines += ["", numbered(number, frames)]
         specs = [*frame.held.values()] if frame.made is None else [*frame.read, frame.made]
-        for group in _beside([_picture(drawing, spec) for spec in specs]):
+        moved = [*[frame.before] * len(frame.read), frame.after] if frame.read else [{}] * len(specs)
+        for group in _beside([_picture(drawing, *each) for each in zip(specs, moved, strict=True)]):
             for row, parts in enumerate(itertools.zip_longest(*(block for _, block in group), fillvalue="")):
                 joined = ""
                 for (i, block), part in zip(group, parts, strict=True):
@@ -184,9 +216,9 @@ def numbered(number: int, frames: Sequence[LineFrame]) -> str:
     return f"({number + first}/{len(frames) - 1 + first}) {frames[number].line}" if number + first else frames[0].line
 
 
-def _picture(drawing: Drawing, spec: Spec) -> list[str]:
+def _picture(drawing: Drawing, spec: Spec, permutes: Permutes = MappingProxyType({})) -> list[str]:
     """Return the type, and below it the devices with their cells."""
-    cells, digits = drawing.cells(spec), len(str(len(drawing.coords) - 1))
+    cells, digits = drawing.cells(spec, permutes), len(str(len(drawing.coords) - 1))
     gap = " " if digits > 1 else ""
     shown = [[gap.join(("." if n is None else str(n)).rjust(digits) for n in row) for row in grid] for grid in cells]
     wide = max(len(drawing.name(drawing.columns - 1, True)), len(shown[0][0]))

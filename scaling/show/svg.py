@@ -13,7 +13,7 @@ from types import MappingProxyType
 
 from scaling.show.bars import TimeLine, end_of, rows_of
 from scaling.show.charts import tick_label, ticks
-from scaling.show.frames import Drawing, LineFrame, numbered, one_type
+from scaling.show.frames import Drawing, LineFrame, Permutes, numbered, one_type
 from scaling.spec import Spec
 
 LARGE, SMALL = 52, 24  # the side of a device in the frame's line, and in the row of all arrays below it
@@ -136,25 +136,25 @@ class _Picture:
         self.parts += [_words(0, 12, line)] if line else []
         x, below = 0.0, 24.0 * bool(line)
         for spec in frame.read:
-            x = self.array(spec, x, below, LARGE, frame.axes) + GAP
+            x = self.array(spec, x, below, LARGE, frame.before, frame.axes) + GAP
         if frame.made is not None:
             self.parts.append(_words(x, below + 16 + LARGE, "→"))
-            x = self.array(frame.made, x + GAP, below, LARGE)
+            x = self.array(frame.made, x + GAP, below, LARGE, frame.after)
             below = self.height + 28
             self.parts.append(_words(0, below - 8, "All arrays after this line", "small"))
         x, top = 0.0, below
         for spec in frame.held.values():
             if x > WIDE:
                 x, top = 0.0, self.height + 16
-            x = self.array(spec, x, top, SMALL, marked=spec is frame.made) + GAP
+            x = self.array(spec, x, top, SMALL, frame.after, marked=spec is frame.made) + GAP
 
-    def array(self, spec: Spec, x: float, y: float, side: float, moves: Sequence[str] = (), marked=False) -> float:
+    def array(self, spec: Spec, x, y, side, permutes: Permutes, moves: Sequence[str] = (), marked=False) -> float:
         """Draw an array as the mesh's devices, with lines along the axes that it `moves`; return its right edge."""
         drawing, step = self.drawing, side * 1.3
         self.parts.append(_words(x, y + 11, str(spec), "small"))
         x, width = x + (34 if side == LARGE and len(drawing.rows()) > 1 else 0), 6.2 * len(str(spec)) + x
         places = {}
-        for device, cells in enumerate(drawing.cells(spec)):
+        for device, cells in enumerate(drawing.cells(spec, permutes)):
             row, column = divmod(device, drawing.columns)
             left, top = places[device] = x + column * step, y + (32 if side == LARGE else 18) + row * step
             if side == LARGE and row == 0:

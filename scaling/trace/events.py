@@ -47,6 +47,7 @@ class Event:
         pairs: Of a block of attention: the scores per head, and the mask's window or 0.
         dtype: The operand's dtype.
         key: A key that tells operands apart.
+        perm: Of a CollectivePermute: its (source, target) blocks along the axes.
     """
 
     op: str
@@ -68,6 +69,7 @@ class Event:
     pairs: tuple[int, int] = (0, 0)
     dtype: Any = None
     key: tuple[int, ...] = ()
+    perm: tuple[tuple[int, int], ...] = ()
 
     def __str__(self) -> str:
         over = "_" + format_axes(self.axes) if self.axes else ""

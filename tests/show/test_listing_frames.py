@@ -1,6 +1,7 @@
 """Pictures of listings, line by line: whose blocks each device holds, against what the collectives really move."""
 
 import re
+from functools import partial
 from pathlib import Path
 from xml.etree import ElementTree
 
@@ -9,10 +10,10 @@ import torch
 from refused import refused
 
 from scaling.book.drawing import frames_of_strategy, listings, main
-from scaling.collectives import all_gather, all_to_all, einsum, reduce_scatter
+from scaling.collectives import all_gather, all_to_all, einsum, ppermute, reduce_scatter
 from scaling.mesh import AbstractMesh
 from scaling.show import svg
-from scaling.show.frames import Drawing, LineFrame, frames_of, text
+from scaling.show.frames import Drawing, frames_of, text
 from scaling.spec import parse, parse_line
 from scaling.strategies import data_parallel, fsdp, fsdp_tp, tensor_parallel, zero
 from scaling.trace import trace
@@ -23,6 +24,9 @@ MOVES = [
     (all_gather, "W[L, D_X, F_Y] -> W[L, D_X, F]"),
     (all_to_all, "W[D_X, F] -> W[D, F_X]"),
     (all_gather, "W[D_XY] -> W[D_X]"),
+    (partial(ppermute, axis="XY", perm=[(0, 1), (1, 2), (2, 3), (3, 0)]), "W[D_XY] -> W[D_XY]"),
+    (partial(ppermute, axis="Y", perm=[(0, 1), (1, 0)]), "W[D_X, F_Y] -> W[D_X, F_Y]"),
+    (partial(ppermute, axis="XY", perm=[(0, 0), (1, 2), (2, 1), (3, 3)]), "W[D_XY] -> W[D_YX]"),
 ]
 FILE = '''
 from scaling.collectives import all_gather, einsum
@@ -59,11 +63,12 @@ At first
 def test_the_picture_shows_whose_blocks_arrive(mesh, collective, line):
     before, after = parse_line(line).operands[0], parse_line(line).result
     first = {axis: n if axis in before.axes else 0 for axis, n in mesh.coord.items()}  # of its replicas
-    moved = collective(
-        line, torch.full(before.local_shape([4] * len(before.dims), mesh), 2 * first["X"] + first["Y"]), mesh
-    )
-    drawing = Drawing([LineFrame(line, (before,), after, (), {after.name: after})], mesh)
-    drawn = [n for row in drawing.cells(after)[mesh.rank] for n in row if n is not None]
+    with trace() as log:
+        moved = collective(
+            line, torch.full(before.local_shape([4] * len(before.dims), mesh), 2 * first["X"] + first["Y"]), mesh
+        )
+    (frame,) = frames_of(log.events)
+    drawn = [n for row in Drawing([frame], mesh).cells(after, frame.after)[mesh.rank] for n in row if n is not None]
     numbers, counts = moved.unique(return_counts=True)
     assert {n: drawn.count(n) / len(drawn) for n in drawn} == dict(
         zip(numbers.tolist(), (counts / len(moved.flatten())).tolist(), strict=True)
